@@ -1,0 +1,1 @@
+//! Cases shared by the criterion groups.

@@ -1,0 +1,1 @@
+//! Logical, atomic, hashed checkpoints.

@@ -1,0 +1,1 @@
+//! Communicators: collectives over owned buffers, fingerprinted and bounded by deadlines.

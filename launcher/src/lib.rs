@@ -1,0 +1,2 @@
+//! Command line, rank supervisor, data loading, training loop and reports.
+#![forbid(unsafe_code)]

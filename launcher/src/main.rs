@@ -1,0 +1,2 @@
+//! The `launcher` binary.
+fn main() {}

@@ -1,0 +1,1 @@
+//! Picture decoding and the resize that equals Pillow byte for byte.
