@@ -1,0 +1,158 @@
+//! Element types.
+
+use half::{bf16, f16};
+
+/// The type of a tensor's elements.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, PartialOrd, Ord)]
+pub enum DType {
+    /// IEEE single precision.
+    F32,
+    /// Brain float: the exponent of `F32`, 8 bits of mantissa.
+    BF16,
+    /// IEEE half precision.
+    F16,
+    /// IEEE double precision: sums and norms only, no tensor operation takes it.
+    F64,
+    /// Token ids, positions, labels (`-100` = not supervised), row indices.
+    I32,
+    /// Raw bytes.
+    U8,
+}
+
+impl DType {
+    /// Bytes of one element.
+    #[must_use]
+    pub const fn size_bytes(self) -> usize {
+        match self {
+            Self::F64 => 8,
+            Self::F32 | Self::I32 => 4,
+            Self::BF16 | Self::F16 => 2,
+            Self::U8 => 1,
+        }
+    }
+
+    /// Whether the element is a floating-point number.
+    #[must_use]
+    pub const fn is_float(self) -> bool {
+        matches!(self, Self::F32 | Self::BF16 | Self::F16 | Self::F64)
+    }
+
+    /// The name used in safetensors headers.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::F32 => "F32",
+            Self::BF16 => "BF16",
+            Self::F16 => "F16",
+            Self::F64 => "F64",
+            Self::I32 => "I32",
+            Self::U8 => "U8",
+        }
+    }
+
+    /// The inverse of [`DType::name`].
+    #[must_use]
+    pub fn from_name(name: &str) -> Option<Self> {
+        [Self::F32, Self::BF16, Self::F16, Self::F64, Self::I32, Self::U8]
+            .into_iter()
+            .find(|d| d.name() == name)
+    }
+}
+
+impl std::fmt::Display for DType {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.name().to_ascii_lowercase())
+    }
+}
+
+mod sealed {
+    pub trait Sealed {}
+}
+
+/// A Rust type that is an element of a tensor.
+pub trait Element: sealed::Sealed + bytemuck::Pod + Send + Sync + std::fmt::Debug + PartialEq {
+    /// Its run-time name.
+    const DTYPE: DType;
+}
+
+macro_rules! element {
+    ($($ty:ty => $dtype:ident),* $(,)?) => {
+        $(impl sealed::Sealed for $ty {}
+          impl Element for $ty { const DTYPE: DType = DType::$dtype; })*
+    };
+}
+element!(f32 => F32, bf16 => BF16, f16 => F16, f64 => F64, i32 => I32, u8 => U8);
+
+/// A floating-point element that computes in `f32` and is stored rounded to nearest even.
+pub trait Float: Element {
+    /// Exact widening.
+    fn to_f32(self) -> f32;
+    /// Rounds to nearest even.
+    fn from_f32(value: f32) -> Self;
+}
+
+impl Float for f32 {
+    #[inline(always)]
+    fn to_f32(self) -> f32 {
+        self
+    }
+    #[inline(always)]
+    fn from_f32(value: f32) -> Self {
+        value
+    }
+}
+
+impl Float for bf16 {
+    #[inline(always)]
+    fn to_f32(self) -> f32 {
+        f32::from_bits(u32::from(self.to_bits()) << 16)
+    }
+    #[inline(always)]
+    fn from_f32(value: f32) -> Self {
+        // Branch-free except for NaN, so that loops over it vectorise.
+        let bits = value.to_bits();
+        let rounded = (bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16) as u16;
+        let quiet_nan = ((bits >> 16) | 0x40) as u16;
+        Self::from_bits(if value.is_nan() { quiet_nan } else { rounded })
+    }
+}
+
+impl Float for f16 {
+    #[inline(always)]
+    fn to_f32(self) -> f32 {
+        Self::to_f32(self)
+    }
+    #[inline(always)]
+    fn from_f32(value: f32) -> Self {
+        Self::from_f32(value)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bf16_rounding_equals_the_reference_crate_on_every_class_of_value() {
+        for high in 0..=u16::MAX {
+            for low in [0u32, 1, 0x7fff, 0x8000, 0x8001, 0xffff] {
+                let value = f32::from_bits((u32::from(high) << 16) | low);
+                let ours = <bf16 as Float>::from_f32(value);
+                let reference = bf16::from_f32(value);
+                if value.is_nan() {
+                    assert!(ours.is_nan());
+                } else {
+                    assert_eq!(ours.to_bits(), reference.to_bits(), "{value}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn names_round_trip() {
+        for d in [DType::F32, DType::BF16, DType::F16, DType::F64, DType::I32, DType::U8] {
+            assert_eq!(DType::from_name(d.name()), Some(d));
+        }
+        assert_eq!(DType::from_name("F8"), None);
+    }
+}
