@@ -53,9 +53,16 @@ impl DType {
     /// The inverse of [`DType::name`].
     #[must_use]
     pub fn from_name(name: &str) -> Option<Self> {
-        [Self::F32, Self::BF16, Self::F16, Self::F64, Self::I32, Self::U8]
-            .into_iter()
-            .find(|d| d.name() == name)
+        [
+            Self::F32,
+            Self::BF16,
+            Self::F16,
+            Self::F64,
+            Self::I32,
+            Self::U8,
+        ]
+        .into_iter()
+        .find(|d| d.name() == name)
     }
 }
 
@@ -70,7 +77,9 @@ mod sealed {
 }
 
 /// A Rust type that is an element of a tensor.
-pub trait Element: sealed::Sealed + bytemuck::Pod + Send + Sync + std::fmt::Debug + PartialEq {
+pub trait Element:
+    sealed::Sealed + bytemuck::Pod + Send + Sync + std::fmt::Debug + PartialEq
+{
     /// Its run-time name.
     const DTYPE: DType;
 }
@@ -150,7 +159,14 @@ mod tests {
 
     #[test]
     fn names_round_trip() {
-        for d in [DType::F32, DType::BF16, DType::F16, DType::F64, DType::I32, DType::U8] {
+        for d in [
+            DType::F32,
+            DType::BF16,
+            DType::F16,
+            DType::F64,
+            DType::I32,
+            DType::U8,
+        ] {
             assert_eq!(DType::from_name(d.name()), Some(d));
         }
         assert_eq!(DType::from_name("F8"), None);

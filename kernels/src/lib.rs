@@ -1,6 +1,26 @@
 //! Tensors, an accounted memory pool and the coarse operations of vision-language models on one device.
+//!
+//! | concept | type |
+//! |---|---|
+//! | element type | [`DType`], [`Element`], [`Float`] |
+//! | memory with counters and a limit | [`Pool`], [`Tag`] |
+//! | immutable value | [`Tensor`], built through [`TensorMut`] |
+//! | operations of a device | [`Backend`] |
 #![deny(unsafe_code)]
 
+mod backend;
 mod dtype;
+mod error;
+mod pool;
+mod shape;
+mod tensor;
 
+pub use backend::{
+    AttentionArgs, AttentionGrads, AttentionOut, Backend, Device, Direction, Gelu, IGNORED_LABEL,
+    LoraArgs, LoraGrads, LossGrads, LossNeeds, MatmulArgs, NormGrads, RopeLayout, Transpose,
+};
 pub use dtype::{DType, Element, Float};
+pub use error::{KernelError, Result};
+pub use pool::{Block, Pool, PoolEvent, PoolStats, Reservation, Tag, TagBytes};
+pub use shape::{MAX_RANK, Shape};
+pub use tensor::{ForeignBytes, Tensor, TensorMut};

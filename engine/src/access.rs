@@ -1,0 +1,131 @@
+//! The seam between a model's tape and the engine.
+
+use crate::error::EngineError;
+use crate::spec::{ParamId, UnitId};
+use kernels::{Backend, Tensor};
+use std::sync::Arc;
+
+/// Which half of a pass a lease serves.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Phase {
+    /// Computing outputs.
+    Forward,
+    /// Replaying and sweeping back. Ending the lease closes the unit's gradients.
+    Backward,
+}
+
+/// What one forward/backward pass may ask of the engine.
+///
+/// Units are leased in plan order in forward, in reverse in backward. Units that a pass does not
+/// touch (no image in the batch) are left out: the engine takes part in their collectives by
+/// itself, so every rank issues the same sequence whatever its data.
+pub trait ParamAccess {
+    /// The device.
+    fn backend(&self) -> &Arc<dyn Backend>;
+
+    /// Makes a unit's weights readable until the lease ends.
+    ///
+    /// # Errors
+    /// When the order is violated, or communication or memory fails.
+    fn lease(&self, unit: UnitId, phase: Phase) -> Result<Lease<'_>, EngineError>;
+
+    /// Hands over a complete f32 gradient of this micro-batch, once per parameter and micro-batch,
+    /// while the unit is leased for backward.
+    ///
+    /// # Errors
+    /// When it is not expected, or communication fails.
+    fn deposit(&self, id: ParamId, grad: &Tensor) -> Result<(), EngineError>;
+
+    /// Whether a gradient is wanted.
+    fn is_trainable(&self, id: ParamId) -> bool;
+
+    /// Whether backward visits this unit: it trains, or something before it does. The answer comes
+    /// from the plan, so that all ranks agree.
+    fn needs_backward(&self, unit: UnitId) -> bool;
+}
+
+/// Receives the end of a lease.
+pub trait LeaseOwner {
+    /// Called exactly once. `completed` is false when an error or panic unwound past the lease.
+    ///
+    /// # Errors
+    /// When closing the unit's gradients fails.
+    fn end_lease(&self, unit: UnitId, phase: Phase, completed: bool) -> Result<(), EngineError>;
+}
+
+/// Permission to read one unit's weights.
+pub struct Lease<'e> {
+    owner: &'e dyn LeaseOwner,
+    unit: UnitId,
+    phase: Phase,
+    params: Vec<(ParamId, Tensor)>,
+    ended: bool,
+}
+
+impl std::fmt::Debug for Lease<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Lease")
+            .field("unit", &self.unit)
+            .field("phase", &self.phase)
+            .finish()
+    }
+}
+
+impl<'e> Lease<'e> {
+    /// A lease of `unit`; `params` are ascending by id.
+    #[must_use]
+    pub fn new(
+        owner: &'e dyn LeaseOwner,
+        unit: UnitId,
+        phase: Phase,
+        params: Vec<(ParamId, Tensor)>,
+    ) -> Self {
+        Self {
+            owner,
+            unit,
+            phase,
+            params,
+            ended: false,
+        }
+    }
+
+    /// The leased unit.
+    #[must_use]
+    pub fn unit(&self) -> UnitId {
+        self.unit
+    }
+
+    /// A weight of the unit.
+    ///
+    /// # Errors
+    /// When the parameter belongs to another unit.
+    pub fn param(&self, id: ParamId) -> Result<&Tensor, EngineError> {
+        self.params
+            .binary_search_by_key(&id, |(p, _)| *p)
+            .map(|i| &self.params[i].1)
+            .map_err(|_| EngineError::NotInUnit {
+                param: id,
+                unit: self.unit,
+            })
+    }
+
+    /// Ends the lease.
+    ///
+    /// # Errors
+    /// When closing the unit's gradients fails.
+    pub fn end(mut self) -> Result<(), EngineError> {
+        self.params.clear();
+        self.ended = true;
+        self.owner.end_lease(self.unit, self.phase, true)
+    }
+}
+
+impl Drop for Lease<'_> {
+    fn drop(&mut self) {
+        self.params.clear();
+        if !self.ended {
+            // An error is already on its way up; this one would hide it.
+            self.owner.end_lease(self.unit, self.phase, false).ok();
+        }
+    }
+}

@@ -1,0 +1,132 @@
+//! What the engine is told about a model: units of parameters in the order of the forward pass.
+
+use kernels::{DType, Shape};
+use serde::{Deserialize, Serialize};
+
+/// Index of a parameter in [`ModelSpec::params`].
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Serialize, Deserialize)]
+pub struct ParamId(pub u32);
+
+impl ParamId {
+    /// As an index.
+    #[must_use]
+    pub fn index(self) -> usize {
+        self.0 as usize
+    }
+}
+
+/// Index of a unit in [`ModelSpec::units`].
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Serialize, Deserialize)]
+pub struct UnitId(pub u32);
+
+impl UnitId {
+    /// As an index.
+    #[must_use]
+    pub fn index(self) -> usize {
+        self.0 as usize
+    }
+}
+
+/// How a weight is divided when one layer is spread over several ranks (tensor parallelism).
+/// Carried by every parameter from the start; ZeRO itself ignores it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum TensorParallel {
+    /// Every rank of the group holds the whole weight.
+    #[default]
+    Replicated,
+    /// Divided along the output rows into `groups` fused parts (3 for a packed q, k, v).
+    Column {
+        /// Fused parts, each divided on its own.
+        groups: u32,
+    },
+    /// Divided along the input columns.
+    Row,
+}
+
+/// One parameter.
+#[derive(Clone, PartialEq, Debug)]
+pub struct ParamSpec {
+    /// Name in the checkpoint.
+    pub name: String,
+    /// Extents.
+    pub shape: Shape,
+    /// The unit it is gathered with.
+    pub unit: UnitId,
+    /// Whether it is updated. A frozen parameter never owns gradient, moment or master bytes.
+    pub trainable: bool,
+    /// Its division under tensor parallelism.
+    pub tensor_parallel: TensorParallel,
+}
+
+/// Parameters gathered and released together.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct UnitSpec {
+    /// Dotted name, such as `llm.layers.3`.
+    pub name: String,
+}
+
+/// A model as the engine sees it: units in forward order, parameters in declaration order.
+#[derive(Clone, PartialEq, Debug, Default)]
+pub struct ModelSpec {
+    /// In the order in which a forward pass uses them.
+    pub units: Vec<UnitSpec>,
+    /// Grouped by unit, ascending.
+    pub params: Vec<ParamSpec>,
+}
+
+impl ModelSpec {
+    /// The parameter called `name`.
+    #[must_use]
+    pub fn find(&self, name: &str) -> Option<ParamId> {
+        self.params
+            .iter()
+            .position(|p| p.name == name)
+            .map(|i| ParamId(i as u32))
+    }
+
+    /// Elements of all parameters, and of the trainable ones.
+    #[must_use]
+    pub fn elems(&self) -> (usize, usize) {
+        let sum = |f: &dyn Fn(&ParamSpec) -> bool| {
+            self.params
+                .iter()
+                .filter(|p| f(p))
+                .map(|p| p.shape.elems())
+                .sum()
+        };
+        (sum(&|_| true), sum(&|p| p.trainable))
+    }
+}
+
+/// Precision of weights and optimizer state.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Precision {
+    /// f32 weights and moments.
+    F32,
+    /// bf16 weights, f32 master weights and moments.
+    Bf16,
+    /// bf16 weights and moments, stochastic rounding, no master.
+    PureBf16,
+}
+
+impl Precision {
+    /// Dtype of weights and activations.
+    #[must_use]
+    pub fn weight_dtype(self) -> DType {
+        match self {
+            Self::F32 => DType::F32,
+            Self::Bf16 | Self::PureBf16 => DType::BF16,
+        }
+    }
+}
+
+impl std::fmt::Display for Precision {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::F32 => "f32",
+            Self::Bf16 => "bf16",
+            Self::PureBf16 => "pure-bf16",
+        })
+    }
+}

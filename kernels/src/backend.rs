@@ -1,0 +1,390 @@
+//! The operations a device offers: coarse, each with its backward.
+//!
+//! Legend of shapes: `t` tokens (rows), `s` key tokens, `h` query heads, `g` key/value heads,
+//! `d` head dim, `c` channels, `m n k` matrix sizes, `r` adapter rank, `v` vocabulary.
+//!
+//! Rules every backend keeps:
+//! * 16-bit tensors are computed in f32 and rounded once, to nearest even, on store.
+//! * Gradients of parameters come out in f32 whatever the dtype of the weight; gradients of
+//!   activations come out in the dtype of the activation.
+//! * Results depend on shapes and values only, never on the number of threads.
+
+use crate::error::Result;
+use crate::pool::{Pool, Tag};
+use crate::{DType, Shape, Tensor};
+
+/// Where an operation runs.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
+pub enum Device {
+    /// The processor and its memory.
+    Cpu,
+    /// Shapes and bytes only: nothing is computed.
+    Null,
+}
+
+/// Whether a matrix operand is used as stored or transposed.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Transpose {
+    /// As stored.
+    No,
+    /// Rows and columns swapped.
+    Yes,
+}
+
+/// `op(a) @ op(b) + bias`.
+#[derive(Clone, Copy, Debug)]
+pub struct MatmulArgs<'a> {
+    /// `[m, k]`, or `[k, m]` when transposed. Leading axes are folded into rows.
+    pub a: &'a Tensor,
+    /// How `a` is used.
+    pub transpose_a: Transpose,
+    /// `[k, n]`, or `[n, k]` when transposed (the layout of a linear weight).
+    pub b: &'a Tensor,
+    /// How `b` is used.
+    pub transpose_b: Transpose,
+    /// `[n]`, added to every row.
+    pub bias: Option<&'a Tensor>,
+    /// Dtype of the result.
+    pub out: DType,
+}
+
+/// `x W^T + bias + scale * (x A^T) B^T` as one operation.
+#[derive(Clone, Copy, Debug)]
+pub struct LoraArgs<'a> {
+    /// `[t, k]`.
+    pub x: &'a Tensor,
+    /// Base weight `[n, k]`.
+    pub weight: &'a Tensor,
+    /// `[n]`.
+    pub bias: Option<&'a Tensor>,
+    /// Adapter A `[r, k]`.
+    pub lora_a: &'a Tensor,
+    /// Adapter B `[n, r]`.
+    pub lora_b: &'a Tensor,
+    /// `alpha / r`.
+    pub scale: f32,
+}
+
+/// Gradients of [`LoraArgs`].
+#[derive(Debug)]
+pub struct LoraGrads {
+    /// `[t, k]` in the dtype of `x`, when asked for.
+    pub dx: Option<Tensor>,
+    /// `[r, k]` f32.
+    pub d_lora_a: Tensor,
+    /// `[n, r]` f32.
+    pub d_lora_b: Tensor,
+}
+
+/// The nonlinearity of [`Backend::gelu`].
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Gelu {
+    /// `0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))`.
+    Tanh,
+    /// `0.5 x (1 + erf(x / sqrt 2))`.
+    Erf,
+}
+
+/// Which elements of a head rotate together.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum RopeLayout {
+    /// `(i, i + rotary/2)`: Llama, Qwen2 ("rotate half").
+    HalfSplit,
+    /// `(2i, 2i + 1)`: GLM.
+    Interleaved,
+}
+
+/// Rotation, or its inverse (which is its backward).
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Direction {
+    /// By the positions' angles.
+    Forward,
+    /// By their negatives.
+    Inverse,
+}
+
+/// Attention over sequences that lie one behind the other.
+///
+/// Sequence `i` has the queries `q_starts[i]..q_starts[i + 1]` and the keys
+/// `k_starts[i]..k_starts[i + 1]`; rows of different sequences never see each other.
+/// Query head `j` uses key/value head `j / (h / g)`.
+#[derive(Clone, Copy, Debug)]
+pub struct AttentionArgs<'a> {
+    /// `[t, h, d]`.
+    pub q: &'a Tensor,
+    /// `[s, g, d]`.
+    pub k: &'a Tensor,
+    /// `[s, g, d]`.
+    pub v: &'a Tensor,
+    /// Ascending, first 0, last `t`.
+    pub q_starts: &'a [usize],
+    /// Ascending, first 0, last `s`, same length.
+    pub k_starts: &'a [usize],
+    /// Query `i` of `n` sees the keys `0..=i + (keys - n)` of its sequence: the mask is aligned to
+    /// the last query and the last key, so that a cached prefix works too.
+    pub causal: bool,
+    /// Factor of the scores before the softmax.
+    pub scale: f32,
+}
+
+/// Result of [`Backend::attention`].
+#[derive(Debug)]
+pub struct AttentionOut {
+    /// `[t, h, d]`.
+    pub out: Tensor,
+    /// `[t, h]` f32: log of the sum of exponentials of the scaled scores, kept for backward.
+    pub lse: Tensor,
+}
+
+/// Gradients of [`AttentionArgs`].
+#[derive(Debug)]
+pub struct AttentionGrads {
+    /// `[t, h, d]`.
+    pub dq: Tensor,
+    /// `[s, g, d]`.
+    pub dk: Tensor,
+    /// `[s, g, d]`.
+    pub dv: Tensor,
+}
+
+/// Gradients of a normalisation.
+#[derive(Debug)]
+pub struct NormGrads {
+    /// In the dtype of `x`.
+    pub dx: Tensor,
+    /// `[c]` f32.
+    pub d_weight: Tensor,
+    /// `[c]` f32, for layer norm.
+    pub d_bias: Option<Tensor>,
+}
+
+/// Gradients of [`Backend::linear_cross_entropy`].
+#[derive(Debug)]
+pub struct LossGrads {
+    /// `[t, c]` in the dtype of the hidden states; zero rows where nothing is supervised.
+    pub d_hidden: Option<Tensor>,
+    /// `[v, c]` f32.
+    pub d_weight: Option<Tensor>,
+}
+
+/// The label of a position without supervision.
+pub const IGNORED_LABEL: i32 = -100;
+
+/// One device: its memory and its operations. Object safe; used as `Arc<dyn Backend>`.
+pub trait Backend: Send + Sync + std::fmt::Debug {
+    /// Which device this is.
+    fn device(&self) -> Device;
+
+    /// The device's memory.
+    fn pool(&self) -> &Pool;
+
+    /// Copies host bytes into a new tensor.
+    ///
+    /// # Errors
+    /// When the pool is full or the length does not fit.
+    fn upload(&self, bytes: &[u8], shape: Shape, dtype: DType, tag: Tag) -> Result<Tensor>;
+
+    /// A tensor of zeros.
+    ///
+    /// # Errors
+    /// When the pool is full.
+    fn zeros(&self, shape: Shape, dtype: DType, tag: Tag) -> Result<Tensor>;
+
+    /// `x` in another dtype (rounded to nearest even when narrowed).
+    ///
+    /// # Errors
+    /// When the pool is full or a dtype is not a float.
+    fn cast(&self, x: &Tensor, dtype: DType) -> Result<Tensor>;
+
+    /// `a + b`, same shape and dtype.
+    ///
+    /// # Errors
+    /// When shapes or dtypes differ, or the pool is full.
+    fn add(&self, a: &Tensor, b: &Tensor) -> Result<Tensor>;
+
+    /// `factor * x`.
+    ///
+    /// # Errors
+    /// When the pool is full.
+    fn scale(&self, x: &Tensor, factor: f32) -> Result<Tensor>;
+
+    /// Matrix product with optional bias; `a` and `b` may have different float dtypes.
+    ///
+    /// # Errors
+    /// When shapes do not fit or the pool is full.
+    fn matmul(&self, args: MatmulArgs<'_>) -> Result<Tensor>;
+
+    /// Column sums `[n]` f32 of a matrix `[m, n]`: the gradient of a bias.
+    ///
+    /// # Errors
+    /// When the pool is full.
+    fn column_sum(&self, x: &Tensor) -> Result<Tensor>;
+
+    /// The adapted linear layer.
+    ///
+    /// # Errors
+    /// When shapes do not fit or the pool is full.
+    fn lora_linear(&self, args: LoraArgs<'_>) -> Result<Tensor>;
+
+    /// Its gradients for `dy [t, n]`; the base weight is taken as frozen.
+    ///
+    /// # Errors
+    /// When shapes do not fit or the pool is full.
+    fn lora_linear_backward(
+        &self,
+        args: LoraArgs<'_>,
+        dy: &Tensor,
+        need_dx: bool,
+    ) -> Result<LoraGrads>;
+
+    /// `(x - mean) / sqrt(var + eps) * weight + bias` over the last axis, statistics in f32.
+    ///
+    /// # Errors
+    /// When shapes do not fit or the pool is full.
+    fn layer_norm(&self, x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f32) -> Result<Tensor>;
+
+    /// Its gradients; statistics are computed again from `x`.
+    ///
+    /// # Errors
+    /// When shapes do not fit or the pool is full.
+    fn layer_norm_backward(
+        &self,
+        x: &Tensor,
+        weight: &Tensor,
+        dy: &Tensor,
+        eps: f32,
+    ) -> Result<NormGrads>;
+
+    /// `x / sqrt(mean(x^2) + eps) * weight` over the last axis. As in Llama and Qwen2 the
+    /// normalised value is rounded to the dtype of `x` before the multiplication.
+    ///
+    /// # Errors
+    /// When shapes do not fit or the pool is full.
+    fn rms_norm(&self, x: &Tensor, weight: &Tensor, eps: f32) -> Result<Tensor>;
+
+    /// Its gradients.
+    ///
+    /// # Errors
+    /// When shapes do not fit or the pool is full.
+    fn rms_norm_backward(
+        &self,
+        x: &Tensor,
+        weight: &Tensor,
+        dy: &Tensor,
+        eps: f32,
+    ) -> Result<NormGrads>;
+
+    /// GELU.
+    ///
+    /// # Errors
+    /// When the pool is full.
+    fn gelu(&self, x: &Tensor, kind: Gelu) -> Result<Tensor>;
+
+    /// `dx` of GELU.
+    ///
+    /// # Errors
+    /// When shapes do not fit or the pool is full.
+    fn gelu_backward(&self, x: &Tensor, dy: &Tensor, kind: Gelu) -> Result<Tensor>;
+
+    /// `silu(gate) * up`.
+    ///
+    /// # Errors
+    /// When shapes do not fit or the pool is full.
+    fn swiglu(&self, gate: &Tensor, up: &Tensor) -> Result<Tensor>;
+
+    /// `(d_gate, d_up)`.
+    ///
+    /// # Errors
+    /// When shapes do not fit or the pool is full.
+    fn swiglu_backward(&self, gate: &Tensor, up: &Tensor, dy: &Tensor) -> Result<(Tensor, Tensor)>;
+
+    /// Rotates the first `2 * w` elements of every head of `x [t, h, d]` by the angles whose
+    /// cosines and sines are given as f32 `[t, w]`; the rest passes through.
+    ///
+    /// # Errors
+    /// When shapes do not fit or the pool is full.
+    fn rope(
+        &self,
+        x: &Tensor,
+        cos: &Tensor,
+        sin: &Tensor,
+        layout: RopeLayout,
+        direction: Direction,
+    ) -> Result<Tensor>;
+
+    /// Softmax attention, streamed over tiles of keys: no `t x s` buffer exists.
+    ///
+    /// # Errors
+    /// When shapes do not fit or the pool is full.
+    fn attention(&self, args: AttentionArgs<'_>) -> Result<AttentionOut>;
+
+    /// Its gradients from the saved output and log-sum-exp; deterministic.
+    ///
+    /// # Errors
+    /// When shapes do not fit or the pool is full.
+    fn attention_backward(
+        &self,
+        args: AttentionArgs<'_>,
+        saved: &AttentionOut,
+        dout: &Tensor,
+    ) -> Result<AttentionGrads>;
+
+    /// Rows `index` (i32) of `table [n, c]`, any dtype: `[index.len(), c]`.
+    ///
+    /// # Errors
+    /// When an index lies outside or the pool is full.
+    fn gather_rows(&self, table: &Tensor, index: &Tensor) -> Result<Tensor>;
+
+    /// `[rows, c]` of zeros with `x[i]` added to row `index[i]`, in order of `i`.
+    ///
+    /// # Errors
+    /// When an index lies outside or the pool is full.
+    fn scatter_add_rows(
+        &self,
+        x: &Tensor,
+        index: &Tensor,
+        rows: usize,
+        out: DType,
+    ) -> Result<Tensor>;
+
+    /// `base` with row `index[i]` replaced by `rows[i]`, or by zeros without `rows`.
+    ///
+    /// # Errors
+    /// When an index lies outside or the pool is full.
+    fn replace_rows(&self, base: &Tensor, index: &Tensor, rows: Option<&Tensor>) -> Result<Tensor>;
+
+    /// Cross entropy of `hidden [t, c] @ weight^T [v, c]` against `labels [t]` (i32, already
+    /// shifted): f32 `[t]`, zero where the label is [`IGNORED_LABEL`]. Computed over chunks of
+    /// supervised rows; the logits never exist as a whole.
+    ///
+    /// # Errors
+    /// When shapes do not fit, a label lies outside the vocabulary or the pool is full.
+    fn linear_cross_entropy(
+        &self,
+        hidden: &Tensor,
+        weight: &Tensor,
+        labels: &Tensor,
+    ) -> Result<Tensor>;
+
+    /// Gradients of `factor * sum(losses)`.
+    ///
+    /// # Errors
+    /// As [`Backend::linear_cross_entropy`].
+    fn linear_cross_entropy_backward(
+        &self,
+        hidden: &Tensor,
+        weight: &Tensor,
+        labels: &Tensor,
+        factor: f32,
+        need: LossNeeds,
+    ) -> Result<LossGrads>;
+}
+
+/// Which gradients [`Backend::linear_cross_entropy_backward`] computes.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct LossNeeds {
+    /// Of the hidden states.
+    pub hidden: bool,
+    /// Of the weight.
+    pub weight: bool,
+}

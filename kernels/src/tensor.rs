@@ -1,0 +1,349 @@
+//! Immutable contiguous tensors.
+
+use crate::error::{KernelError, Result, shape_error};
+use crate::pool::{Block, Pool, Reservation, Tag};
+use crate::{DType, Element, Shape};
+use std::sync::Arc;
+
+/// Read-only bytes that a tensor may stand on without owning a pool block: a communicator's
+/// buffer or a memory map. They must start aligned to the element type.
+pub type ForeignBytes = Arc<dyn AsRef<[u8]> + Send + Sync>;
+
+enum Storage {
+    Block(Block),
+    Foreign {
+        bytes: ForeignBytes,
+        _counted: Option<Reservation>,
+    },
+    Null {
+        _counted: Reservation,
+    },
+}
+
+/// A reference-counted, immutable, contiguous, row-major tensor without type parameters.
+/// Cloning, reshaping and taking a range of the outermost axis copy nothing.
+#[derive(Clone)]
+pub struct Tensor {
+    storage: Arc<Storage>,
+    start_elems: usize,
+    shape: Shape,
+    dtype: DType,
+}
+
+impl std::fmt::Debug for Tensor {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Tensor({} {})", self.dtype, self.shape)
+    }
+}
+
+impl Tensor {
+    /// Copies `values` into a block of `pool`.
+    ///
+    /// # Errors
+    /// When the pool is full or the length does not fit the shape.
+    pub fn from_slice<T: Element>(
+        pool: &Pool,
+        tag: Tag,
+        shape: impl Into<Shape>,
+        values: &[T],
+    ) -> Result<Self> {
+        let mut out = TensorMut::new(pool, tag, shape, T::DTYPE)?;
+        if out.shape().elems() != values.len() {
+            return shape_error("from_slice", format!("{} <- {}", out.shape(), values.len()));
+        }
+        out.as_mut_slice().copy_from_slice(values);
+        Ok(out.freeze())
+    }
+
+    /// A tensor standing on foreign host memory, starting `start_elems` elements into it.
+    ///
+    /// # Errors
+    /// When the bytes are too short or misaligned for the dtype.
+    pub fn from_foreign(
+        bytes: ForeignBytes,
+        counted: Option<Reservation>,
+        start_elems: usize,
+        shape: impl Into<Shape>,
+        dtype: DType,
+    ) -> Result<Self> {
+        let shape = shape.into();
+        let all = (*bytes).as_ref();
+        let end = (start_elems + shape.elems()) * dtype.size_bytes();
+        if all.len() < end || !(all.as_ptr() as usize).is_multiple_of(dtype.size_bytes()) {
+            return shape_error(
+                "from_foreign",
+                format!(
+                    "{shape} of {dtype} at element {start_elems} in {} bytes",
+                    all.len()
+                ),
+            );
+        }
+        let storage = Arc::new(Storage::Foreign {
+            bytes,
+            _counted: counted,
+        });
+        Ok(Self {
+            storage,
+            start_elems,
+            shape,
+            dtype,
+        })
+    }
+
+    /// A tensor without values whose bytes are counted in `pool`.
+    ///
+    /// # Errors
+    /// When the pool is full.
+    pub fn null(pool: &Pool, tag: Tag, shape: impl Into<Shape>, dtype: DType) -> Result<Self> {
+        let shape = shape.into();
+        let counted = pool.reserve((shape.elems() * dtype.size_bytes()) as u64, tag)?;
+        let storage = Arc::new(Storage::Null { _counted: counted });
+        Ok(Self {
+            storage,
+            start_elems: 0,
+            shape,
+            dtype,
+        })
+    }
+
+    /// Extents.
+    #[must_use]
+    pub fn shape(&self) -> Shape {
+        self.shape
+    }
+
+    /// Extent of axis `axis`.
+    #[must_use]
+    pub fn dim(&self, axis: usize) -> usize {
+        self.shape.dims()[axis]
+    }
+
+    /// Element type.
+    #[must_use]
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// Number of elements.
+    #[must_use]
+    pub fn elems(&self) -> usize {
+        self.shape.elems()
+    }
+
+    /// Bytes of the elements.
+    #[must_use]
+    pub fn size_bytes(&self) -> usize {
+        self.elems() * self.dtype.size_bytes()
+    }
+
+    /// Whether the tensor carries no values (null device).
+    #[must_use]
+    pub fn is_null(&self) -> bool {
+        matches!(*self.storage, Storage::Null { .. })
+    }
+
+    /// The same values under another shape.
+    ///
+    /// # Errors
+    /// When the element counts differ.
+    pub fn reshape(&self, shape: impl Into<Shape>) -> Result<Self> {
+        let shape = shape.into();
+        if shape.elems() != self.elems() {
+            return shape_error("reshape", format!("{} -> {shape}", self.shape));
+        }
+        Ok(Self {
+            shape,
+            ..self.clone()
+        })
+    }
+
+    /// Rows `start..start + len` of the outermost axis.
+    ///
+    /// # Errors
+    /// When the range lies outside.
+    pub fn narrow(&self, start: usize, len: usize) -> Result<Self> {
+        let dims = self.shape.dims();
+        let Some((&outer, inner)) = dims.split_first() else {
+            return shape_error("narrow", "a scalar has no axis");
+        };
+        if start + len > outer {
+            return shape_error(
+                "narrow",
+                format!("{start}..{} of {}", start + len, self.shape),
+            );
+        }
+        let stride: usize = inner.iter().product();
+        let mut shape = dims.to_vec();
+        shape[0] = len;
+        let start_elems = self.start_elems + start * stride;
+        Ok(Self {
+            start_elems,
+            shape: Shape::new(&shape),
+            ..self.clone()
+        })
+    }
+
+    /// The elements of a host tensor.
+    ///
+    /// # Panics
+    /// When `T` is not the dtype or the tensor has no host values; backends check before.
+    #[must_use]
+    pub fn as_slice<T: Element>(&self) -> &[T] {
+        assert_eq!(T::DTYPE, self.dtype, "tensor is {}", self.dtype);
+        bytemuck::cast_slice(self.as_bytes())
+    }
+
+    /// The bytes of a host tensor.
+    ///
+    /// # Panics
+    /// When the tensor has no host values.
+    #[must_use]
+    pub fn as_bytes(&self) -> &[u8] {
+        let all = match &*self.storage {
+            Storage::Block(block) => block.as_bytes(),
+            Storage::Foreign { bytes, .. } => (**bytes).as_ref(),
+            Storage::Null { .. } => panic!("a tensor of the null device has no values"),
+        };
+        let size = self.dtype.size_bytes();
+        &all[self.start_elems * size..(self.start_elems + self.elems()) * size]
+    }
+
+    /// The elements widened to `f32`.
+    ///
+    /// # Errors
+    /// [`KernelError::NoValues`] on the null device, [`KernelError::DType`] for integers.
+    pub fn to_f32_vec(&self) -> Result<Vec<f32>> {
+        if self.is_null() {
+            return Err(KernelError::NoValues {
+                op: "to_f32_vec",
+                shape: self.shape,
+            });
+        }
+        Ok(match self.dtype {
+            DType::F32 => self.as_slice::<f32>().to_vec(),
+            DType::BF16 => self
+                .as_slice::<half::bf16>()
+                .iter()
+                .map(|x| x.to_f32())
+                .collect(),
+            DType::F16 => self
+                .as_slice::<half::f16>()
+                .iter()
+                .map(|x| x.to_f32())
+                .collect(),
+            got => {
+                return Err(KernelError::DType {
+                    op: "to_f32_vec",
+                    got,
+                    expected: "a float",
+                });
+            }
+        })
+    }
+}
+
+/// A tensor under construction: the only way to write elements.
+#[derive(Debug)]
+pub struct TensorMut {
+    block: Block,
+    shape: Shape,
+    dtype: DType,
+}
+
+impl TensorMut {
+    /// Takes memory with unspecified contents.
+    ///
+    /// # Errors
+    /// When the pool is full.
+    pub fn new(pool: &Pool, tag: Tag, shape: impl Into<Shape>, dtype: DType) -> Result<Self> {
+        let shape = shape.into();
+        let block = pool.take(shape.elems() * dtype.size_bytes(), tag)?;
+        Ok(Self {
+            block,
+            shape,
+            dtype,
+        })
+    }
+
+    /// Takes memory filled with zeros.
+    ///
+    /// # Errors
+    /// When the pool is full.
+    pub fn zeros(pool: &Pool, tag: Tag, shape: impl Into<Shape>, dtype: DType) -> Result<Self> {
+        let mut out = Self::new(pool, tag, shape, dtype)?;
+        out.block.as_bytes_mut().fill(0);
+        Ok(out)
+    }
+
+    /// Extents.
+    #[must_use]
+    pub fn shape(&self) -> Shape {
+        self.shape
+    }
+
+    /// The elements.
+    ///
+    /// # Panics
+    /// When `T` is not the dtype.
+    #[must_use]
+    pub fn as_mut_slice<T: Element>(&mut self) -> &mut [T] {
+        assert_eq!(T::DTYPE, self.dtype, "tensor is {}", self.dtype);
+        bytemuck::cast_slice_mut(self.block.as_bytes_mut())
+    }
+
+    /// The bytes.
+    #[must_use]
+    pub fn as_bytes_mut(&mut self) -> &mut [u8] {
+        self.block.as_bytes_mut()
+    }
+
+    /// Ends construction.
+    #[must_use]
+    pub fn freeze(self) -> Tensor {
+        let Self {
+            block,
+            shape,
+            dtype,
+        } = self;
+        Tensor {
+            storage: Arc::new(Storage::Block(block)),
+            start_elems: 0,
+            shape,
+            dtype,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn narrow_and_reshape_share_the_memory() {
+        let pool = Pool::new("device", None);
+        let t =
+            Tensor::from_slice(&pool, Tag::Activations, [3, 2], &[0i32, 1, 2, 3, 4, 5]).unwrap();
+        let tail = t.narrow(1, 2).unwrap();
+        assert_eq!(tail.as_slice::<i32>(), [2, 3, 4, 5]);
+        assert_eq!(
+            tail.reshape([4])
+                .unwrap()
+                .narrow(3, 1)
+                .unwrap()
+                .as_slice::<i32>(),
+            [5]
+        );
+        assert_eq!(pool.stats().in_use, 64);
+        assert!(t.narrow(2, 2).is_err());
+        drop(t);
+        drop(tail);
+        assert_eq!(pool.stats().in_use, 0);
+    }
+
+    #[test]
+    fn foreign_memory_must_be_long_enough() {
+        let bytes: ForeignBytes = Arc::new(vec![0u8; 64]);
+        assert!(Tensor::from_foreign(bytes.clone(), None, 8, [8], DType::F32).is_ok());
+        assert!(Tensor::from_foreign(bytes, None, 9, [8], DType::F32).is_err());
+    }
+}
