@@ -1,1 +1,20 @@
 //! MiniCPM-V 2.6 and the vision + text path of MiniCPM-o 2.6.
+
+pub mod config;
+pub mod data;
+mod labels;
+mod generate;
+mod init;
+mod language;
+mod model;
+pub mod placeholder;
+pub mod positions;
+pub mod processor;
+mod resampler;
+pub mod sample;
+mod sample_error;
+pub mod slicing;
+mod vision;
+
+pub use generate::{GenerateOptions, generate};
+pub use model::{LoraBase, MiniCpm, MiniCpmOptions};
