@@ -2,9 +2,9 @@
 
 pub mod config;
 pub mod data;
-mod labels;
 mod generate;
 mod init;
+mod labels;
 mod language;
 mod model;
 pub mod placeholder;
