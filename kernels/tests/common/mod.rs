@@ -125,6 +125,28 @@ pub(crate) fn assert_close(
     }
 }
 
+/// `gradient` is the slope of `f` at `x`, by central differences.
+pub(crate) fn assert_slope(f: impl Fn(&[f64]) -> f64, x: &[f64], gradient: &[f64]) {
+    let (h, value) = (1e-5, f(x));
+    let mut x = x.to_vec();
+    for i in 0..x.len() {
+        let here = x[i];
+        x[i] = here + h;
+        let above = f(&x);
+        x[i] = here - h;
+        let below = f(&x);
+        x[i] = here;
+        let slope = (above - below) / (2.0 * h);
+        let allowed = tolerance::finite_difference(h, value, slope);
+        let error = (slope - gradient[i]).abs();
+        assert!(
+            error <= allowed,
+            "[{i}]: {} instead of {slope}, allowed {allowed:e}",
+            gradient[i]
+        );
+    }
+}
+
 pub(crate) fn largest(x: &[f64]) -> f64 {
     x.iter().fold(0.0, |m, x| x.abs().max(m))
 }
