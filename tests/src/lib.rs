@@ -1,1 +1,4 @@
 //! Harness shared by the test suites.
+
+pub mod golden;
+pub mod tolerance;
