@@ -1,2 +1,23 @@
 //! Update rules on flat windows, learning-rate schedules and parameter groups. Knows nothing of ranks.
-#![forbid(unsafe_code)]
+//!
+//! | module | concept |
+//! |---|---|
+//! | [`optimizer`] | what an update rule is: declared state slots, one step over a window |
+//! | [`adamw`] | `AdamW` in `f32`, with 16-bit weights and an `f32` master, or in pure `bf16` |
+//! | [`schedule`] | the learning rate as a pure function of the step |
+//! | [`groups`] | weight decay and learning-rate scale by parameter name |
+//! | [`rng`] | counter-based random numbers and stochastic rounding |
+#![deny(unsafe_code)]
+
+pub mod adamw;
+mod error;
+pub mod groups;
+pub mod optimizer;
+pub mod rng;
+pub mod schedule;
+
+pub use adamw::AdamW;
+pub use error::OptimError;
+pub use groups::{GroupOptions, ParameterGroups};
+pub use optimizer::{Optimizer, Precision, StateSlot, StateWindow, StepArgs, WeightWindow};
+pub use schedule::{Schedule, ScheduleKind};

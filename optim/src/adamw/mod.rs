@@ -1,0 +1,258 @@
+//! `AdamW`: Adam with bias correction and decoupled weight decay, the arithmetic of `torch.optim.AdamW`.
+//!
+//! One pass over memory reads gradient, weight and moments and writes weight, moments and the 16-bit copy.
+//! Arithmetic is `f32` without fused multiply-add, so every SIMD path, split and thread count gives the same bits.
+
+mod simd;
+mod update;
+
+use half::{bf16, f16};
+use rayon::prelude::*;
+use serde::{Deserialize, Serialize};
+
+use crate::OptimError;
+use crate::optimizer::{Optimizer, SlotDtype, StateSlot, StateWindow, StepArgs, WeightWindow};
+use crate::rng::RandomStream;
+use simd::Simd;
+use update::{Coefficients, Rounding};
+
+/// Elements per task: longer windows are spread over the rayon pool.
+const CHUNK_ELEMS: usize = 1 << 16;
+
+const SLOTS: [StateSlot; 2] = [
+    StateSlot {
+        name: "exp_avg",
+        dtype: SlotDtype::Moment,
+    },
+    StateSlot {
+        name: "exp_avg_sq",
+        dtype: SlotDtype::Moment,
+    },
+];
+
+/// The hyper-parameters that hold for a whole run; rate and decay come with each step.
+#[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct AdamW {
+    /// Decay of the first moment.
+    pub beta1: f64,
+    /// Decay of the second moment.
+    pub beta2: f64,
+    /// Added to the denominator.
+    pub eps: f64,
+}
+
+impl Default for AdamW {
+    fn default() -> Self {
+        Self {
+            beta1: 0.9,
+            beta2: 0.999,
+            eps: 1e-8,
+        }
+    }
+}
+
+impl AdamW {
+    /// Checks the ranges: betas in 0..1, `eps` not negative.
+    ///
+    /// # Errors
+    /// [`OptimError::OutOfRange`] naming the number.
+    pub fn new(beta1: f64, beta2: f64, eps: f64) -> Result<Self, OptimError> {
+        for (what, value) in [("beta1", beta1), ("beta2", beta2)] {
+            if !(0.0..1.0).contains(&value) {
+                return Err(OptimError::OutOfRange {
+                    what,
+                    expected: "in 0..1",
+                    got: value,
+                });
+            }
+        }
+        if !(eps.is_finite() && eps >= 0.0) {
+            let expected = "finite and not negative";
+            return Err(OptimError::OutOfRange {
+                what: "epsilon",
+                expected,
+                got: eps,
+            });
+        }
+        Ok(Self { beta1, beta2, eps })
+    }
+
+    fn step_on(&self, simd: Simd, mut args: StepArgs<'_>) -> Result<(), OptimError> {
+        check_lengths(&args)?;
+        let coefficients = Coefficients::new(self, &args)?;
+        let kernel = Kernel { simd, coefficients };
+        let grad = args.grad;
+        match (args.weight, args.state.as_mut_slice()) {
+            (WeightWindow::F32(weight), [StateWindow::F32(m), StateWindow::F32(v)]) => {
+                kernel.f32(grad, weight, m, v);
+            }
+            (
+                WeightWindow::Mixed { master, weight },
+                [StateWindow::F32(m), StateWindow::F32(v)],
+            ) => kernel.mixed_bf16(grad, master, weight, m, v),
+            (
+                WeightWindow::MixedF16 { master, weight },
+                [StateWindow::F32(m), StateWindow::F32(v)],
+            ) => kernel.mixed_f16(grad, master, weight, m, v),
+            (WeightWindow::PureBf16(weight), [StateWindow::Bf16(m), StateWindow::Bf16(v)]) => {
+                let rounding = Rounding {
+                    stream: RandomStream::new(args.seed, "optimizer rounding"),
+                    step: args.step,
+                    first_element: args.first_element,
+                };
+                kernel.pure_bf16(rounding, grad, weight, m, v);
+            }
+            (weight, _) => {
+                return Err(OptimError::UnsupportedWindows {
+                    optimizer: self.name(),
+                    weight: weight.kind(),
+                    expected: "two moments, in bf16 for pure bf16 weights and in f32 otherwise",
+                });
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Optimizer for AdamW {
+    fn name(&self) -> &'static str {
+        "adamw"
+    }
+
+    fn slots(&self) -> &'static [StateSlot] {
+        &SLOTS
+    }
+
+    fn step(&self, args: StepArgs<'_>) -> Result<(), OptimError> {
+        self.step_on(Simd::detect(), args)
+    }
+}
+
+fn check_lengths(args: &StepArgs<'_>) -> Result<(), OptimError> {
+    let expected = args.grad.len();
+    let check = |window, got| {
+        if got == expected {
+            Ok(())
+        } else {
+            Err(OptimError::LengthMismatch {
+                window,
+                expected,
+                got,
+            })
+        }
+    };
+    match &args.weight {
+        WeightWindow::F32(weight) => check("weight", weight.len())?,
+        WeightWindow::PureBf16(weight) => check("weight", weight.len())?,
+        WeightWindow::Mixed { master, weight } => {
+            check("master", master.len())?;
+            check("weight", weight.len())?;
+        }
+        WeightWindow::MixedF16 { master, weight } => {
+            check("master", master.len())?;
+            check("weight", weight.len())?;
+        }
+    }
+    for (slot, window) in SLOTS.iter().zip(args.state.iter()) {
+        let got = match window {
+            StateWindow::F32(values) => values.len(),
+            StateWindow::Bf16(values) => values.len(),
+        };
+        check(slot.name, got)?;
+    }
+    Ok(())
+}
+
+/// One step's constants and the instruction set, spread over chunks.
+#[derive(Clone, Copy)]
+struct Kernel {
+    simd: Simd,
+    coefficients: Coefficients,
+}
+
+impl Kernel {
+    fn f32(self, grad: &[f32], weight: &mut [f32], m: &mut [f32], v: &mut [f32]) {
+        if grad.len() <= CHUNK_ELEMS {
+            return self.simd.f32(&self.coefficients, grad, weight, m, v);
+        }
+        grad.par_chunks(CHUNK_ELEMS)
+            .zip(weight.par_chunks_mut(CHUNK_ELEMS))
+            .zip(m.par_chunks_mut(CHUNK_ELEMS))
+            .zip(v.par_chunks_mut(CHUNK_ELEMS))
+            .for_each(|(((grad, weight), m), v)| self.f32(grad, weight, m, v));
+    }
+
+    fn mixed_bf16(
+        self,
+        grad: &[f32],
+        master: &mut [f32],
+        weight: &mut [bf16],
+        m: &mut [f32],
+        v: &mut [f32],
+    ) {
+        if grad.len() <= CHUNK_ELEMS {
+            return self
+                .simd
+                .mixed_bf16(&self.coefficients, grad, master, weight, m, v);
+        }
+        grad.par_chunks(CHUNK_ELEMS)
+            .zip(master.par_chunks_mut(CHUNK_ELEMS))
+            .zip(weight.par_chunks_mut(CHUNK_ELEMS))
+            .zip(m.par_chunks_mut(CHUNK_ELEMS))
+            .zip(v.par_chunks_mut(CHUNK_ELEMS))
+            .for_each(|((((grad, master), weight), m), v)| {
+                self.mixed_bf16(grad, master, weight, m, v);
+            });
+    }
+
+    fn mixed_f16(
+        self,
+        grad: &[f32],
+        master: &mut [f32],
+        weight: &mut [f16],
+        m: &mut [f32],
+        v: &mut [f32],
+    ) {
+        if grad.len() <= CHUNK_ELEMS {
+            return self
+                .simd
+                .mixed_f16(&self.coefficients, grad, master, weight, m, v);
+        }
+        grad.par_chunks(CHUNK_ELEMS)
+            .zip(master.par_chunks_mut(CHUNK_ELEMS))
+            .zip(weight.par_chunks_mut(CHUNK_ELEMS))
+            .zip(m.par_chunks_mut(CHUNK_ELEMS))
+            .zip(v.par_chunks_mut(CHUNK_ELEMS))
+            .for_each(|((((grad, master), weight), m), v)| {
+                self.mixed_f16(grad, master, weight, m, v);
+            });
+    }
+
+    fn pure_bf16(
+        self,
+        rounding: Rounding,
+        grad: &[f32],
+        weight: &mut [bf16],
+        m: &mut [bf16],
+        v: &mut [bf16],
+    ) {
+        if grad.len() <= CHUNK_ELEMS {
+            return self
+                .simd
+                .pure_bf16(&self.coefficients, rounding, grad, weight, m, v);
+        }
+        grad.par_chunks(CHUNK_ELEMS)
+            .zip(weight.par_chunks_mut(CHUNK_ELEMS))
+            .zip(m.par_chunks_mut(CHUNK_ELEMS))
+            .zip(v.par_chunks_mut(CHUNK_ELEMS))
+            .enumerate()
+            .for_each(|(chunk, (((grad, weight), m), v))| {
+                let rounding = rounding.advanced((chunk * CHUNK_ELEMS) as u64);
+                self.pure_bf16(rounding, grad, weight, m, v);
+            });
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,380 @@
+use proptest::prelude::*;
+
+use super::*;
+use kernels::Float;
+
+const GRAD_SCALE: f32 = 0.37;
+const LR: f32 = 1e-2;
+const DECAY: f32 = 0.1;
+
+fn numbers(name: &str, n: usize, step: u64) -> Vec<f32> {
+    let stream = RandomStream::new(11 + step, name);
+    (0..n as u64).map(|i| stream.normal(i)).collect()
+}
+
+/// Weights and moments in every form, stepped side by side.
+#[derive(Clone, Debug)]
+struct Model {
+    master: Vec<f32>,
+    weight: Vec<bf16>,
+    weight_f16: Vec<f16>,
+    moments: [Vec<f32>; 2],
+    moments_bf16: [Vec<bf16>; 2],
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Form {
+    F32,
+    Mixed,
+    MixedF16,
+    PureBf16,
+}
+
+const FORMS: [Form; 4] = [Form::F32, Form::Mixed, Form::MixedF16, Form::PureBf16];
+
+impl Model {
+    fn new(n: usize) -> Self {
+        let master = numbers("weights", n, 0);
+        Self {
+            weight: master
+                .iter()
+                .map(|&w| <bf16 as Float>::from_f32(w))
+                .collect(),
+            weight_f16: vec![f16::ZERO; n],
+            moments: [vec![0.0; n], vec![0.0; n]],
+            moments_bf16: [vec![bf16::ZERO; n], vec![bf16::ZERO; n]],
+            master,
+        }
+    }
+
+    fn step(&mut self, simd: Simd, form: Form, step: u64, grad: &[f32], cuts: &[usize]) {
+        let edges: Vec<usize> = [0]
+            .into_iter()
+            .chain(cuts.iter().copied())
+            .chain([grad.len()])
+            .collect();
+        for edge in edges.windows(2) {
+            self.step_range(simd, form, step, grad, edge[0]..edge[1]);
+        }
+    }
+
+    fn step_range(
+        &mut self,
+        simd: Simd,
+        form: Form,
+        step: u64,
+        grad: &[f32],
+        range: std::ops::Range<usize>,
+    ) {
+        let [m, v] = &mut self.moments;
+        let [m16, v16] = &mut self.moments_bf16;
+        let master = &mut self.master[range.clone()];
+        let (weight, state) = match form {
+            Form::PureBf16 => (
+                WeightWindow::PureBf16(&mut self.weight[range.clone()]),
+                [
+                    StateWindow::Bf16(&mut m16[range.clone()]),
+                    StateWindow::Bf16(&mut v16[range.clone()]),
+                ],
+            ),
+            _ => (
+                match form {
+                    Form::Mixed => WeightWindow::Mixed {
+                        master,
+                        weight: &mut self.weight[range.clone()],
+                    },
+                    Form::MixedF16 => {
+                        let weight = &mut self.weight_f16[range.clone()];
+                        WeightWindow::MixedF16 { master, weight }
+                    }
+                    _ => WeightWindow::F32(master),
+                },
+                [
+                    StateWindow::F32(&mut m[range.clone()]),
+                    StateWindow::F32(&mut v[range.clone()]),
+                ],
+            ),
+        };
+        let args = StepArgs {
+            step,
+            lr: LR,
+            weight_decay: DECAY,
+            grad_scale: GRAD_SCALE,
+            seed: 5,
+            first_element: 1000 + range.start as u64,
+            grad: &grad[range],
+            weight,
+            state: state.into(),
+        };
+        AdamW::default().step_on(simd, args).unwrap();
+    }
+
+    fn bits(&self) -> Vec<u32> {
+        let wide = self
+            .master
+            .iter()
+            .chain(&self.moments[0])
+            .chain(&self.moments[1]);
+        let narrow = self
+            .weight
+            .iter()
+            .chain(&self.moments_bf16[0])
+            .chain(&self.moments_bf16[1]);
+        wide.map(|x| x.to_bits())
+            .chain(narrow.map(|x| x.to_bits().into()))
+            .chain(self.weight_f16.iter().map(|x| x.to_bits().into()))
+            .collect()
+    }
+}
+
+/// `AdamW` as the paper writes it, one element in double precision.
+#[derive(Clone, Copy)]
+struct Reference {
+    weight: f64,
+    m: f64,
+    v: f64,
+}
+
+impl Reference {
+    fn step(&mut self, step: u64, grad: f32) {
+        let (beta1, beta2, eps) = (0.9f64, 0.999f64, 1e-8);
+        let (lr, grad) = (f64::from(LR), f64::from(grad) * f64::from(GRAD_SCALE));
+        self.m = beta1 * self.m + (1.0 - beta1) * grad;
+        self.v = beta2 * self.v + (1.0 - beta2) * grad * grad;
+        let m_hat = self.m / (1.0 - beta1.powf(step as f64));
+        let v_hat = self.v / (1.0 - beta2.powf(step as f64));
+        self.weight -= lr * f64::from(DECAY) * self.weight;
+        self.weight -= lr * m_hat / (v_hat.sqrt() + eps);
+    }
+}
+
+#[test]
+fn f32_and_mixed_follow_the_double_precision_reference_for_200_steps() {
+    let n = 257;
+    let (mut f32_model, mut mixed, mut mixed_f16) = (Model::new(n), Model::new(n), Model::new(n));
+    let mut reference: Vec<_> = f32_model
+        .master
+        .iter()
+        .map(|&w| Reference {
+            weight: w.into(),
+            m: 0.0,
+            v: 0.0,
+        })
+        .collect();
+    for step in 1..=200 {
+        let grad = numbers("gradients", n, step);
+        f32_model.step(Simd::detect(), Form::F32, step, &grad, &[]);
+        mixed.step(Simd::detect(), Form::Mixed, step, &grad, &[]);
+        mixed_f16.step(Simd::detect(), Form::MixedF16, step, &grad, &[]);
+        for (element, &g) in reference.iter_mut().zip(&grad) {
+            element.step(step, g);
+        }
+    }
+    for i in 0..n {
+        let error = (f64::from(f32_model.master[i]) - reference[i].weight).abs();
+        // 200 roundings of a weight of size up to 4, and of updates of size 0.01.
+        assert!(
+            error < 200.0 * 4.0 * f64::from(f32::EPSILON),
+            "element {i}: {error}"
+        );
+        let v_error = (f64::from(f32_model.moments[1][i]) / reference[i].v - 1.0).abs();
+        assert!(
+            v_error < 200.0 * 2.0 * f64::from(f32::EPSILON),
+            "element {i}: {v_error}"
+        );
+        assert_eq!(mixed.weight[i], <bf16 as Float>::from_f32(mixed.master[i]));
+        assert_eq!(mixed_f16.weight_f16[i], f16::from_f32(mixed.master[i]));
+    }
+    assert_eq!(f32_model.master, mixed.master);
+    assert_eq!(f32_model.master, mixed_f16.master);
+}
+
+#[test]
+fn every_instruction_set_gives_the_bits_of_a_scalar_loop() {
+    let n = 1027;
+    for simd in Simd::available() {
+        let mut model = Model::new(n);
+        let (mut w, mut m, mut v) = (model.master.clone(), vec![0f32; n], vec![0f32; n]);
+        for step in 1..=3u64 {
+            let grad = numbers("gradients", n, step);
+            model.step(simd, Form::F32, step, &grad, &[]);
+            let bias1 = 1.0 - 0.9f64.powf(step as f64);
+            let bias2 = ((1.0 - 0.999f64.powf(step as f64)).sqrt()) as f32;
+            let step_size = (f64::from(LR) / bias1) as f32;
+            let decay = (1.0 - f64::from(LR) * f64::from(DECAY)) as f32;
+            for i in 0..n {
+                let g = std::hint::black_box(grad[i]) * GRAD_SCALE;
+                m[i] += (g - m[i]) * (1.0f64 - 0.9) as f32;
+                v[i] = v[i] * 0.999 + g * g * (1.0f64 - 0.999) as f32;
+                w[i] = w[i] * decay - step_size * m[i] / (v[i].sqrt() / bias2 + 1e-8);
+            }
+        }
+        assert_eq!(model.master, w, "{simd:?}");
+        assert_eq!(model.moments, [m, v], "{simd:?}");
+    }
+}
+
+fn assert_split_invariant(n: usize, cuts: &[usize]) {
+    for form in FORMS {
+        let mut whole = Model::new(n);
+        for step in 1..=2 {
+            whole.step(
+                Simd::Portable,
+                form,
+                step,
+                &numbers("gradients", n, step),
+                &[],
+            );
+        }
+        for simd in Simd::available() {
+            let mut split = Model::new(n);
+            for step in 1..=2 {
+                split.step(simd, form, step, &numbers("gradients", n, step), cuts);
+            }
+            assert!(
+                whole.bits() == split.bits(),
+                "{form:?} {simd:?} {n} {cuts:?}"
+            );
+        }
+    }
+}
+
+#[test]
+fn threads_and_splits_of_a_long_window_do_not_change_a_bit() {
+    let n = 2 * CHUNK_ELEMS + 771;
+    assert_split_invariant(n, &[]);
+    assert_split_invariant(n, &[1, 333, CHUNK_ELEMS + 5]);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(24))]
+    #[test]
+    fn any_split_gives_the_same_bits(
+        n in 1usize..700,
+        cuts in proptest::collection::vec(0usize..700, 0..5),
+    ) {
+        let mut cuts: Vec<usize> = cuts.into_iter().map(|cut| cut.min(n)).collect();
+        cuts.sort_unstable();
+        assert_split_invariant(n, &cuts);
+    }
+}
+
+#[test]
+fn pure_bf16_follows_f32_in_expectation_where_plain_rounding_stalls() {
+    // Updates of 1e-4 on a weight of 1: a fortieth of the spacing of bf16 numbers there.
+    let n = 20_000;
+    let mut weight = vec![bf16::ONE; n];
+    let (mut m, mut v) = (vec![bf16::ZERO; n], vec![bf16::ZERO; n]);
+    let (mut w32, mut m32, mut v32) = ([1.0f32], [0.0f32], [0.0f32]);
+    let adamw = AdamW::default();
+    for step in 1..=100 {
+        let grad = 1.0 + 0.3 * (step as f32).sin();
+        let args = |grad, weight, state| StepArgs {
+            step,
+            lr: 1e-4,
+            weight_decay: 0.1,
+            grad_scale: 1.0,
+            seed: 3,
+            first_element: 0,
+            grad,
+            weight,
+            state,
+        };
+        let state = [StateWindow::Bf16(&mut m), StateWindow::Bf16(&mut v)];
+        let grads = vec![grad; n];
+        adamw
+            .step(args(
+                &grads,
+                WeightWindow::PureBf16(&mut weight),
+                state.into(),
+            ))
+            .unwrap();
+        let state = [StateWindow::F32(&mut m32), StateWindow::F32(&mut v32)];
+        adamw
+            .step(args(&[grad], WeightWindow::F32(&mut w32), state.into()))
+            .unwrap();
+    }
+    let mean = |values: &[bf16]| values.iter().map(|x| f64::from(x.to_f32())).sum::<f64>();
+    let moved = 1.0 - mean(&weight) / n as f64;
+    let expected = f64::from(1.0 - w32[0]);
+    // Standard error: sqrt(100 steps) * 2^-9 / sqrt(n) = 1.4e-4 of a path of 1e-2.
+    assert!(
+        (moved - expected).abs() < 4.0 * 1.4e-4,
+        "{moved} against {expected}"
+    );
+    assert!((mean(&m) / n as f64 / f64::from(m32[0]) - 1.0).abs() < 1e-3);
+    assert!((mean(&v) / n as f64 / f64::from(v32[0]) - 1.0).abs() < 1e-3);
+}
+
+#[test]
+fn rounding_depends_on_seed_step_and_element() {
+    let run = |seed, step, first_element| {
+        let mut weight = vec![<bf16 as Float>::from_f32(1.0); 256];
+        let (mut m, mut v) = (vec![bf16::ZERO; 256], vec![bf16::ZERO; 256]);
+        let state = [StateWindow::Bf16(&mut m), StateWindow::Bf16(&mut v)];
+        let args = StepArgs {
+            step,
+            lr: 1e-3,
+            weight_decay: 0.0,
+            grad_scale: 1.0,
+            seed,
+            first_element,
+            grad: &[1.0; 256],
+            weight: WeightWindow::PureBf16(&mut weight),
+            state: state.into(),
+        };
+        AdamW::default().step(args).unwrap();
+        weight
+    };
+    let base = run(1, 1, 0);
+    assert_eq!(base, run(1, 1, 0));
+    assert_ne!(base, run(2, 1, 0));
+    assert_ne!(base, run(1, 2, 0));
+    assert_ne!(base, run(1, 1, 256));
+    assert_eq!(base[37..], run(1, 1, 37)[..219]);
+}
+
+#[test]
+fn misfit_windows_are_refused_and_left_alone() {
+    let mut weight = vec![1.0f32; 4];
+    let mut refused = |step, m: StateWindow<'_>, v: StateWindow<'_>| {
+        let args = StepArgs {
+            step,
+            lr: 1.0,
+            weight_decay: 0.0,
+            grad_scale: 1.0,
+            seed: 0,
+            first_element: 0,
+            grad: &[1.0f32; 4],
+            weight: WeightWindow::F32(&mut weight),
+            state: vec![m, v],
+        };
+        AdamW::default().step(args).unwrap_err()
+    };
+    let (m, v) = (&mut [0.0f32; 4], &mut [0.0f32; 4]);
+    let short = refused(1, StateWindow::F32(m), StateWindow::F32(&mut v[..3]));
+    assert!(matches!(
+        short,
+        OptimError::LengthMismatch {
+            window: "exp_avg_sq",
+            expected: 4,
+            got: 3
+        }
+    ));
+    let mixed = refused(
+        1,
+        StateWindow::F32(m),
+        StateWindow::Bf16(&mut [bf16::ZERO; 4]),
+    );
+    assert!(matches!(
+        mixed,
+        OptimError::UnsupportedWindows { weight: "f32", .. }
+    ));
+    assert!(matches!(
+        refused(0, StateWindow::F32(m), StateWindow::F32(v)),
+        OptimError::StepZero
+    ));
+    assert_eq!(weight, [1.0; 4]);
+    assert!(AdamW::new(1.0, 0.999, 1e-8).is_err());
+    assert!(AdamW::new(0.9, 0.999, f64::INFINITY).is_err());
+}

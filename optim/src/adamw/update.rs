@@ -1,0 +1,207 @@
+//! The update itself, written as plain loops that the compiler turns into vector code.
+
+use half::slice::HalfFloatSliceExt;
+use half::{bf16, f16};
+use kernels::Float;
+
+use super::AdamW;
+use crate::OptimError;
+use crate::optimizer::StepArgs;
+use crate::rng::{RandomStream, philox4x32_lanes, stochastic_round_bf16};
+
+/// Elements that share one round of random numbers; also the size of the stack buffers.
+const ROUNDING_ELEMS: usize = 64;
+const PAIRS: usize = ROUNDING_ELEMS / 2;
+/// Elements converted to `f16` while they are in the first-level cache.
+const CAST_ELEMS: usize = 1024;
+
+/// The constants of one step. Bias corrections are computed in `f64` and rounded once.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Coefficients {
+    grad_scale: f32,
+    one_minus_beta1: f32,
+    beta2: f32,
+    one_minus_beta2: f32,
+    sqrt_bias_correction2: f32,
+    eps: f32,
+    step_size: f32,
+    decay: f32,
+}
+
+impl Coefficients {
+    pub(super) fn new(adamw: &AdamW, args: &StepArgs<'_>) -> Result<Self, OptimError> {
+        if args.step == 0 {
+            return Err(OptimError::StepZero);
+        }
+        let exponent = args.step as f64;
+        let bias_correction1 = 1.0 - adamw.beta1.powf(exponent);
+        let bias_correction2 = 1.0 - adamw.beta2.powf(exponent);
+        let lr = f64::from(args.lr);
+        Ok(Self {
+            grad_scale: args.grad_scale,
+            one_minus_beta1: (1.0 - adamw.beta1) as f32,
+            beta2: adamw.beta2 as f32,
+            one_minus_beta2: (1.0 - adamw.beta2) as f32,
+            sqrt_bias_correction2: bias_correction2.sqrt() as f32,
+            eps: adamw.eps as f32,
+            step_size: (lr / bias_correction1) as f32,
+            decay: (1.0 - lr * f64::from(args.weight_decay)) as f32,
+        })
+    }
+
+    /// New weight, first and second moment of one element.
+    #[inline(always)]
+    fn element(&self, grad: f32, weight: f32, m: f32, v: f32) -> (f32, f32, f32) {
+        let grad = grad * self.grad_scale;
+        let m = m + (grad - m) * self.one_minus_beta1;
+        let v = v * self.beta2 + grad * grad * self.one_minus_beta2;
+        let denominator = v.sqrt() / self.sqrt_bias_correction2 + self.eps;
+        let weight = weight * self.decay - self.step_size * m / denominator;
+        (weight, m, v)
+    }
+}
+
+#[inline(always)]
+pub(super) fn f32(
+    c: &Coefficients,
+    grad: &[f32],
+    weight: &mut [f32],
+    m: &mut [f32],
+    v: &mut [f32],
+) {
+    let n = grad.len();
+    let (weight, m, v) = (&mut weight[..n], &mut m[..n], &mut v[..n]);
+    for i in 0..n {
+        (weight[i], m[i], v[i]) = c.element(grad[i], weight[i], m[i], v[i]);
+    }
+}
+
+#[inline(always)]
+pub(super) fn mixed_bf16(
+    c: &Coefficients,
+    grad: &[f32],
+    master: &mut [f32],
+    weight: &mut [bf16],
+    m: &mut [f32],
+    v: &mut [f32],
+) {
+    let n = grad.len();
+    let (master, weight, m, v) = (&mut master[..n], &mut weight[..n], &mut m[..n], &mut v[..n]);
+    for i in 0..n {
+        (master[i], m[i], v[i]) = c.element(grad[i], master[i], m[i], v[i]);
+        weight[i] = <bf16 as Float>::from_f32(master[i]);
+    }
+}
+
+#[inline(always)]
+pub(super) fn mixed_f16(
+    c: &Coefficients,
+    grad: &[f32],
+    master: &mut [f32],
+    weight: &mut [f16],
+    m: &mut [f32],
+    v: &mut [f32],
+) {
+    for start in (0..grad.len()).step_by(CAST_ELEMS) {
+        let range = start..grad.len().min(start + CAST_ELEMS);
+        let master = &mut master[range.clone()];
+        f32(
+            c,
+            &grad[range.clone()],
+            master,
+            &mut m[range.clone()],
+            &mut v[range.clone()],
+        );
+        weight[range].convert_from_f32_slice(master);
+    }
+}
+
+/// Where a window stands in the rounding stream. Elements `2k` and `2k + 1` share the block at (step, k): the low
+/// and high half of word 0 round the weight, of word 1 the first moment, of word 2 the second.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Rounding {
+    pub(super) stream: RandomStream,
+    pub(super) step: u64,
+    pub(super) first_element: u64,
+}
+
+impl Rounding {
+    pub(super) fn advanced(self, elems: u64) -> Self {
+        Self {
+            first_element: self.first_element + elems,
+            ..self
+        }
+    }
+
+    /// Random halves of [`ROUNDING_ELEMS`] elements from the even element `2 * first_pair`, one row per slot.
+    #[inline(always)]
+    fn halves(&self, first_pair: u64) -> [[u16; ROUNDING_ELEMS]; 3] {
+        let mut counter = [[0u32; PAIRS]; 4];
+        for l in 0..PAIRS {
+            let pair = first_pair.wrapping_add(l as u64);
+            counter[0][l] = pair as u32;
+            counter[1][l] = (pair >> 32) as u32;
+            counter[2][l] = self.step as u32;
+            counter[3][l] = (self.step >> 32) as u32;
+        }
+        let words = philox4x32_lanes(counter, self.stream.key());
+        let mut halves = [[0u16; ROUNDING_ELEMS]; 3];
+        for slot in 0..3 {
+            for l in 0..PAIRS {
+                halves[slot][2 * l] = words[slot][l] as u16;
+                halves[slot][2 * l + 1] = (words[slot][l] >> 16) as u16;
+            }
+        }
+        halves
+    }
+}
+
+#[inline(always)]
+pub(super) fn pure_bf16(
+    c: &Coefficients,
+    rounding: Rounding,
+    grad: &[f32],
+    weight: &mut [bf16],
+    m: &mut [bf16],
+    v: &mut [bf16],
+) {
+    let mut start = 0;
+    while start < grad.len() {
+        let element = rounding.first_element + start as u64;
+        // The first block may begin inside an aligned run of elements; all others are aligned.
+        let skip = (element % ROUNDING_ELEMS as u64) as usize;
+        let n = (ROUNDING_ELEMS - skip).min(grad.len() - start);
+        let halves = rounding.halves((element - skip as u64) / 2);
+        let range = start..start + n;
+        pure_bf16_block(
+            c,
+            halves.each_ref().map(|row| &row[skip..skip + n]),
+            &grad[range.clone()],
+            &mut weight[range.clone()],
+            &mut m[range.clone()],
+            &mut v[range],
+        );
+        start += n;
+    }
+}
+
+#[inline(always)]
+fn pure_bf16_block(
+    c: &Coefficients,
+    random: [&[u16]; 3],
+    grad: &[f32],
+    weight: &mut [bf16],
+    m: &mut [bf16],
+    v: &mut [bf16],
+) {
+    let n = grad.len();
+    let (weight, m, v) = (&mut weight[..n], &mut m[..n], &mut v[..n]);
+    let random = random.map(|row| &row[..n]);
+    for i in 0..n {
+        let old = [weight[i], m[i], v[i]].map(<bf16 as Float>::to_f32);
+        let (new_weight, new_m, new_v) = c.element(grad[i], old[0], old[1], old[2]);
+        weight[i] = stochastic_round_bf16(new_weight, random[0][i]);
+        m[i] = stochastic_round_bf16(new_m, random[1][i]);
+        v[i] = stochastic_round_bf16(new_v, random[2][i]);
+    }
+}

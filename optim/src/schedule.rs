@@ -1,0 +1,234 @@
+//! The learning rate as a pure function of the step, with the semantics of Hugging Face's schedulers.
+//!
+//! Nothing is stored between steps, so that resuming needs the step number only.
+
+use std::f64::consts::PI;
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+
+use crate::OptimError;
+
+/// The curve after (and including) warmup.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ScheduleKind {
+    /// The base rate at every step; warmup is ignored, as `constant` does upstream.
+    Constant,
+    /// Linear warmup, then the base rate.
+    ConstantWithWarmup,
+    /// Linear warmup, then a straight line to zero at the last step.
+    Linear,
+    /// Linear warmup, then half a cosine wave to zero.
+    Cosine,
+}
+
+impl ScheduleKind {
+    const NAMES: &'static str = "constant, constant_with_warmup, linear, cosine";
+
+    /// The word used on command lines and in configuration files.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Constant => "constant",
+            Self::ConstantWithWarmup => "constant_with_warmup",
+            Self::Linear => "linear",
+            Self::Cosine => "cosine",
+        }
+    }
+}
+
+impl FromStr for ScheduleKind {
+    type Err = OptimError;
+
+    fn from_str(word: &str) -> Result<Self, OptimError> {
+        let snake_case = word.replace('-', "_");
+        [
+            Self::Constant,
+            Self::ConstantWithWarmup,
+            Self::Linear,
+            Self::Cosine,
+        ]
+        .into_iter()
+        .find(|kind| kind.name() == snake_case)
+        .ok_or_else(|| OptimError::UnknownWord {
+            what: "learning-rate schedule",
+            got: word.into(),
+            expected: Self::NAMES,
+        })
+    }
+}
+
+/// A learning-rate schedule.
+#[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Schedule {
+    /// The curve.
+    pub kind: ScheduleKind,
+    /// Steps of linear growth from zero.
+    pub warmup_steps: u64,
+    /// Steps of the whole run.
+    pub total_steps: u64,
+    /// The rate at the end of warmup.
+    pub base_lr: f64,
+}
+
+impl Schedule {
+    /// The rate used by the update that follows `completed_steps` finished updates: the first update of a run
+    /// uses `lr(0)`, which is zero when there is a warmup.
+    #[must_use]
+    pub fn lr(&self, completed_steps: u64) -> f64 {
+        self.base_lr * self.factor(completed_steps)
+    }
+
+    fn factor(&self, step: u64) -> f64 {
+        if self.kind == ScheduleKind::Constant {
+            return 1.0;
+        }
+        if step < self.warmup_steps {
+            return step as f64 / self.warmup_steps as f64;
+        }
+        let decay_steps = self.total_steps.saturating_sub(self.warmup_steps).max(1) as f64;
+        match self.kind {
+            ScheduleKind::Constant | ScheduleKind::ConstantWithWarmup => 1.0,
+            ScheduleKind::Linear => self.total_steps.saturating_sub(step) as f64 / decay_steps,
+            ScheduleKind::Cosine => {
+                let progress = (step - self.warmup_steps) as f64 / decay_steps;
+                (0.5 * (1.0 + (PI * progress).cos())).max(0.0)
+            }
+        }
+    }
+}
+
+/// Resolves the two ways to ask for a warmup: a positive number of steps wins over the share `warmup_ratio`
+/// of `total_steps`, which is rounded up.
+///
+/// # Errors
+/// [`OptimError::OutOfRange`] unless `warmup_ratio` lies in 0..=1.
+pub fn warmup_steps(
+    total_steps: u64,
+    warmup_steps: u64,
+    warmup_ratio: f64,
+) -> Result<u64, OptimError> {
+    if !(0.0..=1.0).contains(&warmup_ratio) {
+        return Err(OptimError::OutOfRange {
+            what: "the warmup ratio",
+            expected: "between 0 and 1",
+            got: warmup_ratio,
+        });
+    }
+    if warmup_steps > 0 {
+        return Ok(warmup_steps);
+    }
+    Ok((total_steps as f64 * warmup_ratio).ceil() as u64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn schedule(kind: ScheduleKind, warmup_steps: u64, total_steps: u64) -> Schedule {
+        Schedule {
+            kind,
+            warmup_steps,
+            total_steps,
+            base_lr: 2e-5,
+        }
+    }
+
+    fn assert_lrs(schedule: Schedule, expected: &[(u64, f64)]) {
+        for &(step, factor) in expected {
+            let lr = schedule.lr(step);
+            assert!(
+                (lr - 2e-5 * factor).abs() <= 1e-20,
+                "step {step}: {lr} against {factor}"
+            );
+        }
+    }
+
+    #[test]
+    fn constant_ignores_warmup() {
+        assert_lrs(
+            schedule(ScheduleKind::Constant, 5, 10),
+            &[(0, 1.0), (3, 1.0), (99, 1.0)],
+        );
+    }
+
+    #[test]
+    fn constant_with_warmup_grows_linearly_then_stays() {
+        let expected = [(0, 0.0), (1, 0.25), (3, 0.75), (4, 1.0), (50, 1.0)];
+        assert_lrs(schedule(ScheduleKind::ConstantWithWarmup, 4, 10), &expected);
+    }
+
+    #[test]
+    fn linear_reaches_zero_at_the_last_step_and_stays_there() {
+        let expected = [
+            (0, 0.0),
+            (1, 0.5),
+            (2, 1.0),
+            (4, 0.75),
+            (6, 0.5),
+            (9, 0.125),
+            (10, 0.0),
+            (11, 0.0),
+        ];
+        assert_lrs(schedule(ScheduleKind::Linear, 2, 10), &expected);
+    }
+
+    #[test]
+    fn cosine_is_half_a_wave() {
+        // cos(pi/4) = 0.7071…: factor 0.8535533905932737 a quarter of the way down.
+        let expected = [
+            (0, 0.0),
+            (1, 0.5),
+            (2, 1.0),
+            (4, 0.853_553_390_593_273_7),
+            (6, 0.5),
+            (8, 0.146_446_609_406_726_27),
+            (10, 0.0),
+        ];
+        assert_lrs(schedule(ScheduleKind::Cosine, 2, 10), &expected);
+    }
+
+    #[test]
+    fn degenerate_lengths_divide_by_one() {
+        assert_lrs(schedule(ScheduleKind::Linear, 0, 0), &[(0, 0.0)]);
+        assert_lrs(
+            schedule(ScheduleKind::Linear, 10, 10),
+            &[(5, 0.5), (10, 0.0)],
+        );
+        assert_lrs(schedule(ScheduleKind::Cosine, 10, 10), &[(10, 1.0)]);
+    }
+
+    #[test]
+    fn a_warmup_ratio_is_rounded_up_and_loses_to_steps() {
+        assert_eq!(warmup_steps(101, 0, 0.03).unwrap(), 4);
+        assert_eq!(warmup_steps(100, 0, 0.0).unwrap(), 0);
+        assert_eq!(warmup_steps(100, 7, 0.5).unwrap(), 7);
+        assert!(warmup_steps(100, 0, 1.5).is_err());
+        assert!(warmup_steps(100, 0, f64::NAN).is_err());
+    }
+
+    #[test]
+    fn names_parse_in_both_spellings_and_match_serde() {
+        for kind in [
+            ScheduleKind::Constant,
+            ScheduleKind::ConstantWithWarmup,
+            ScheduleKind::Cosine,
+        ] {
+            assert_eq!(kind.name().parse::<ScheduleKind>().unwrap(), kind);
+            assert_eq!(
+                kind.name()
+                    .replace('_', "-")
+                    .parse::<ScheduleKind>()
+                    .unwrap(),
+                kind
+            );
+            assert_eq!(
+                serde_json::to_string(&kind).unwrap(),
+                format!("\"{}\"", kind.name())
+            );
+        }
+        assert!("inverse_sqrt".parse::<ScheduleKind>().is_err());
+    }
+}
