@@ -16,9 +16,6 @@ pub enum EngineError {
     /// The model cannot be planned.
     #[error(transparent)]
     Plan(#[from] crate::plan::PlanError),
-    /// A checkpoint cannot be written or read.
-    #[error(transparent)]
-    Checkpoint(#[from] crate::checkpoint::CheckpointError),
     /// The optimizer refused.
     #[error(transparent)]
     Optim(#[from] optim::OptimError),

@@ -89,7 +89,7 @@ impl UnitState {
             _ => WeightWindow::F32(&mut weights.as_mut_slice()[target]),
         };
         let precision = self.precision;
-        let mut state: Vec<StateWindow<'_>> = self
+        let state: Vec<StateWindow<'_>> = self
             .slots
             .iter_mut()
             .map(|(slot, region)| match slot.dtype(precision) {
@@ -107,7 +107,7 @@ impl UnitState {
             first_element,
             grad,
             weight,
-            state: &mut state,
+            state,
         })?;
         Ok(())
     }
