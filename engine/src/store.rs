@@ -204,9 +204,12 @@ impl Store {
             self.skip(entry)?;
         }
         self.pass = None;
-        self.drain(0)?;
+        self.drain(0)
+    }
+
+    /// Counts a micro-batch of the present update.
+    pub(crate) fn count_micro_batch(&mut self) {
         self.moment.micro_batch += 1;
-        Ok(())
     }
 
     /// Drops a pass that failed half way: nothing of its gradients is kept.
@@ -223,8 +226,9 @@ impl Store {
         self.pass.as_ref().and_then(|p| p.schedule.get(p.position).copied())
     }
 
-    /// Starts the gathers of the entries up to `prefetch_units` beyond the cursor. An entry that
-    /// follows itself (the turn from forward to backward) keeps its weights instead.
+    /// Starts the gathers of the entries up to `prefetch_units` beyond the cursor. Around the turn
+    /// from forward to backward a unit's next entry may lie within that distance of its last one:
+    /// its weights are kept instead of being gathered twice.
     fn start_gathers(&mut self) -> Result<()> {
         let ahead = self.plan.config().prefetch_units;
         loop {
@@ -235,7 +239,9 @@ impl Store {
             }
             pass.started += 1;
             let unit = pass.schedule[at].unit;
-            let kept = at > 0 && pass.schedule[at - 1].unit == unit;
+            let kept = pass.schedule[at.saturating_sub(ahead.max(1))..at]
+                .iter()
+                .any(|before| before.unit == unit);
             if !kept && self.plan.gathers_parameters() {
                 self.start_gather(unit)?;
             }
@@ -328,8 +334,9 @@ impl Store {
         }
         let Some(pass) = &mut self.pass else { return Ok(()) };
         pass.position += 1;
-        let keep = pass.schedule.get(pass.position).is_some_and(|next| next.unit == entry.unit);
-        if !keep {
+        let ahead = self.plan.config().prefetch_units.max(1);
+        let next = pass.schedule.iter().skip(pass.position).take(ahead);
+        if !next.into_iter().any(|next| next.unit == entry.unit) {
             self.units[entry.unit.index()].residency = Residency::Sharded;
         }
         Ok(())

@@ -196,7 +196,9 @@ impl Zero {
     /// # Errors
     /// When communication fails.
     pub fn end_micro_batch(&mut self, loss_sum: f64, supervised: u64) -> Result<()> {
-        self.store.get_mut().end_pass()?;
+        let store = self.store.get_mut();
+        store.end_pass()?;
+        store.count_micro_batch();
         self.totals.loss_sum += loss_sum;
         self.totals.supervised += supervised;
         Ok(())
