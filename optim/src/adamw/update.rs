@@ -171,37 +171,55 @@ pub(super) fn pure_bf16(
         // The first block may begin inside an aligned run of elements; all others are aligned.
         let skip = (element % ROUNDING_ELEMS as u64) as usize;
         let n = (ROUNDING_ELEMS - skip).min(grad.len() - start);
-        let halves = rounding.halves((element - skip as u64) / 2);
+        let random = rounding.halves((element - skip as u64) / 2);
         let range = start..start + n;
-        pure_bf16_block(
-            c,
-            halves.each_ref().map(|row| &row[skip..skip + n]),
-            &grad[range.clone()],
+        let window = [
             &mut weight[range.clone()],
             &mut m[range.clone()],
-            &mut v[range],
-        );
+            &mut v[range.clone()],
+        ];
+        pure_bf16_run(c, &random, skip, &grad[range], window);
         start += n;
     }
 }
 
+/// Steps the elements `skip..skip + grad.len()` of an aligned run, through a padded copy: one loop of known length
+/// vectorises (three times as fast as one over the slices), whole runs copy with a known length too.
 #[inline(always)]
-fn pure_bf16_block(
+fn pure_bf16_run(
     c: &Coefficients,
-    random: [&[u16]; 3],
+    random: &[[u16; ROUNDING_ELEMS]; 3],
+    skip: usize,
     grad: &[f32],
-    weight: &mut [bf16],
-    m: &mut [bf16],
-    v: &mut [bf16],
+    window: [&mut [bf16]; 3],
 ) {
     let n = grad.len();
-    let (weight, m, v) = (&mut weight[..n], &mut m[..n], &mut v[..n]);
-    let random = random.map(|row| &row[..n]);
-    for i in 0..n {
+    let mut wide_grad = [0f32; ROUNDING_ELEMS];
+    let mut wide = [[bf16::ZERO; ROUNDING_ELEMS]; 3];
+    if n == ROUNDING_ELEMS {
+        wide_grad.copy_from_slice(grad);
+        for (wide, narrow) in wide.iter_mut().zip(&window) {
+            wide.copy_from_slice(narrow);
+        }
+    } else {
+        wide_grad[skip..skip + n].copy_from_slice(grad);
+        for (wide, narrow) in wide.iter_mut().zip(&window) {
+            wide[skip..skip + n].copy_from_slice(narrow);
+        }
+    }
+    let [weight, m, v] = &mut wide;
+    for i in 0..ROUNDING_ELEMS {
         let old = [weight[i], m[i], v[i]].map(<bf16 as Float>::to_f32);
-        let (new_weight, new_m, new_v) = c.element(grad[i], old[0], old[1], old[2]);
+        let (new_weight, new_m, new_v) = c.element(wide_grad[i], old[0], old[1], old[2]);
         weight[i] = stochastic_round_bf16(new_weight, random[0][i]);
         m[i] = stochastic_round_bf16(new_m, random[1][i]);
         v[i] = stochastic_round_bf16(new_v, random[2][i]);
+    }
+    for (wide, narrow) in wide.iter().zip(window) {
+        if n == ROUNDING_ELEMS {
+            narrow.copy_from_slice(wide);
+        } else {
+            narrow.copy_from_slice(&wide[skip..skip + n]);
+        }
     }
 }

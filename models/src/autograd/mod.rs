@@ -1,0 +1,20 @@
+//! A define-by-run tape whose segments are run again in backward.
+//!
+//! An author writes forward code only. Work happens in *segments*, one per unit of parameters:
+//! [`Tape::segment`] leases the unit, runs the body on a [`Scope`] and keeps nothing but the
+//! segment's inputs. [`Tape::backward`] walks the segments in reverse, leases each unit again,
+//! runs its body a second time with recording switched on, sweeps that inner record and hands the
+//! parameter gradients to the engine. `README.md` beside this file lists the invariants.
+
+mod resident;
+mod scope;
+mod sweep;
+mod tape;
+mod var;
+
+pub use resident::{AccessEvent, ResidentParams};
+pub use scope::Scope;
+pub use tape::{Gradients, Loss, Observer, Tape};
+pub use var::Var;
+
+pub(crate) use sweep::{Grad, Sweep};

@@ -1,0 +1,181 @@
+//! The inner recorder: differentiable operations under a lease.
+
+use super::sweep::{Grad, Node, Sweep};
+use super::tape::Observer;
+use super::var::{RecorderId, Var};
+use crate::error::{ModelError, Result};
+use engine::{Lease, ParamAccess, ParamId};
+use kernels::{Backend, Tensor};
+use std::cell::{Cell, RefCell};
+use std::fmt::Display;
+
+/// Whether operations are recorded.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Mode {
+    /// Values only; nothing is kept.
+    Forward,
+    /// Values and their backward.
+    Replay,
+}
+
+/// What a segment's body computes with: every differentiable operation, and the only reader of
+/// weights. It exists only while the segment's unit is leased.
+pub struct Scope<'s> {
+    access: &'s dyn ParamAccess,
+    lease: &'s Lease<'s>,
+    observer: Option<Observer<'s>>,
+    mode: Mode,
+    id: RecorderId,
+    nodes: RefCell<Vec<Node>>,
+    slots: Cell<usize>,
+    elided: Cell<bool>,
+}
+
+impl std::fmt::Debug for Scope<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Scope")
+            .field("unit", &self.lease.unit())
+            .field("mode", &self.mode)
+            .field("nodes", &self.nodes.borrow().len())
+            .finish_non_exhaustive()
+    }
+}
+
+impl<'s> Scope<'s> {
+    pub(super) fn new(
+        access: &'s dyn ParamAccess,
+        lease: &'s Lease<'s>,
+        observer: Option<Observer<'s>>,
+        mode: Mode,
+    ) -> Self {
+        Self {
+            access,
+            lease,
+            observer,
+            mode,
+            id: RecorderId::fresh(),
+            nodes: RefCell::default(),
+            slots: Cell::new(0),
+            elided: Cell::new(false),
+        }
+    }
+
+    /// The device.
+    #[must_use]
+    pub fn backend(&self) -> &'s dyn Backend {
+        &**self.access.backend()
+    }
+
+    /// A value no gradient flows into: a mask, a table, an additive constant.
+    #[must_use]
+    pub fn constant(&self, value: Tensor) -> Var {
+        Var::new(value, self.id, None, false)
+    }
+
+    /// Shows a value inside the segment to the tape's observer, on the first run only.
+    pub fn observe(&self, name: impl Display, var: &Var) {
+        if let (Some(observer), Mode::Forward) = (self.observer, self.mode) {
+            observer(&name.to_string(), var.value());
+        }
+    }
+
+    /// A segment input: a slot of its own when a gradient for it is wanted.
+    pub(super) fn enter(&self, value: Tensor, requires_grad: bool) -> Var {
+        let slot = (requires_grad && self.mode == Mode::Replay).then(|| self.new_slot());
+        Var::new(value, self.id, slot, requires_grad)
+    }
+
+    /// A weight of the leased unit.
+    pub(crate) fn weight(&self, id: ParamId) -> Result<&'s Tensor> {
+        Ok(self.lease.param(id)?)
+    }
+
+    /// Whether a gradient of the parameter is wanted.
+    pub(crate) fn trains(&self, id: ParamId) -> bool {
+        self.access.is_trainable(id)
+    }
+
+    /// Whether this is the second run, whose loss values nobody reads.
+    pub(crate) fn elide_value(&self) -> bool {
+        let replay = self.mode == Mode::Replay;
+        self.elided.set(self.elided.get() || replay);
+        replay
+    }
+
+    pub(super) fn has_elided(&self) -> bool {
+        self.elided.get()
+    }
+
+    /// Makes `value` a result of `inputs` and `params`. `backward` receives the value's gradient,
+    /// in the value's shape and dtype, and adds to the gradients of inputs and parameters; it is
+    /// kept only while recording and only when one of them wants a gradient.
+    pub(crate) fn record(
+        &self,
+        op: &'static str,
+        value: Tensor,
+        inputs: &[&Var],
+        params: &[ParamId],
+        backward: impl FnOnce(&mut Sweep<'_>, Tensor) -> Result<()> + 'static,
+    ) -> Result<Var> {
+        let (shape, dtype) = (value.shape(), value.dtype());
+        self.record_grad(op, value, inputs, params, move |sweep, grad| {
+            let dense = sweep.dense(grad, shape, dtype)?;
+            backward(sweep, dense)
+        })
+    }
+
+    /// As [`Scope::record`], for an operation that treats a uniform gradient on its own.
+    pub(crate) fn record_grad(
+        &self,
+        op: &'static str,
+        value: Tensor,
+        inputs: &[&Var],
+        params: &[ParamId],
+        backward: impl FnOnce(&mut Sweep<'_>, Grad) -> Result<()> + 'static,
+    ) -> Result<Var> {
+        if inputs
+            .iter()
+            .any(|v| v.requires_grad() && v.recorder() != self.id)
+        {
+            return Err(ModelError::ForeignVar { op });
+        }
+        let trained: Vec<ParamId> = params.iter().copied().filter(|p| self.trains(*p)).collect();
+        let requires_grad = !trained.is_empty() || inputs.iter().any(|v| v.requires_grad());
+        if !requires_grad || self.mode == Mode::Forward {
+            return Ok(Var::new(value, self.id, None, requires_grad));
+        }
+        let slot = self.new_slot();
+        self.nodes.borrow_mut().push(Node {
+            out: slot,
+            params: trained,
+            backward: Box::new(backward),
+        });
+        Ok(Var::new(value, self.id, Some(slot), true))
+    }
+
+    fn new_slot(&self) -> usize {
+        let slot = self.slots.get();
+        self.slots.set(slot + 1);
+        slot
+    }
+
+    /// Sweeps the record from `seeds` (slot, gradient) back and returns the gradients of the
+    /// first `inputs` slots. Parameter gradients are deposited on the way.
+    pub(super) fn sweep(
+        self,
+        seeds: Vec<(usize, Grad)>,
+        inputs: usize,
+    ) -> Result<Vec<Option<Grad>>> {
+        let nodes = self.nodes.into_inner();
+        let mut sweep = Sweep::new(self.access, self.lease, self.slots.get(), &nodes);
+        for (slot, grad) in seeds {
+            sweep.accumulate(slot, grad)?;
+        }
+        sweep.run(nodes)?;
+        Ok(sweep.into_gradients(inputs))
+    }
+
+    pub(super) fn owns(&self, var: &Var) -> bool {
+        var.recorder() == self.id
+    }
+}

@@ -1,0 +1,242 @@
+//! The reverse sweep over one segment's record.
+
+use super::var::Slot;
+use crate::error::Result;
+use engine::{Lease, ParamAccess, ParamId};
+use kernels::{Backend, DType, Shape, Tag, Tensor};
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+/// A gradient on its way back.
+#[derive(Clone, Debug)]
+pub(crate) enum Grad {
+    /// One value for every element: what a loss seeds.
+    Uniform(f32),
+    /// One value per element.
+    Tensor(Tensor),
+}
+
+type Backward = Box<dyn FnOnce(&mut Sweep<'_>, Grad) -> Result<()>>;
+
+/// One recorded operation. Weights are remembered by id, never by value.
+pub(crate) struct Node {
+    pub(super) out: Slot,
+    /// The trainable parameters it used.
+    pub(super) params: Vec<ParamId>,
+    pub(super) backward: Backward,
+}
+
+/// Gradient of one parameter while its uses are swept: a sum per range of rows.
+#[derive(Default)]
+struct Pending {
+    uses: usize,
+    parts: Vec<(Range<usize>, Tensor)>,
+}
+
+/// State of a sweep, and what an operation's backward works with.
+pub(crate) struct Sweep<'s> {
+    access: &'s dyn ParamAccess,
+    lease: &'s Lease<'s>,
+    grads: Vec<Option<Grad>>,
+    params: BTreeMap<ParamId, Pending>,
+}
+
+impl<'s> Sweep<'s> {
+    pub(super) fn new(
+        access: &'s dyn ParamAccess,
+        lease: &'s Lease<'s>,
+        slots: usize,
+        nodes: &[Node],
+    ) -> Self {
+        let mut params: BTreeMap<ParamId, Pending> = BTreeMap::new();
+        for id in nodes.iter().flat_map(|n| &n.params) {
+            params.entry(*id).or_default().uses += 1;
+        }
+        Self {
+            access,
+            lease,
+            grads: vec![None; slots],
+            params,
+        }
+    }
+
+    /// The device.
+    pub(crate) fn backend(&self) -> &'s dyn Backend {
+        &**self.access.backend()
+    }
+
+    /// A weight of the leased unit.
+    pub(crate) fn weight(&self, id: ParamId) -> Result<&'s Tensor> {
+        Ok(self.lease.param(id)?)
+    }
+
+    /// Adds to a value's gradient.
+    pub(crate) fn add(&mut self, slot: Option<Slot>, grad: Tensor) -> Result<()> {
+        match slot {
+            Some(slot) => self.accumulate(slot, Grad::Tensor(grad)),
+            None => Ok(()),
+        }
+    }
+
+    pub(super) fn accumulate(&mut self, slot: Slot, grad: Grad) -> Result<()> {
+        let sum = match (self.grads[slot].take(), grad) {
+            (None, grad) => grad,
+            (Some(old), grad) => sum(self.backend(), old, grad)?,
+        };
+        self.grads[slot] = Some(sum);
+        Ok(())
+    }
+
+    /// Adds `grad` (f32) to the whole gradient of a parameter.
+    pub(crate) fn param(&mut self, id: ParamId, grad: Tensor) -> Result<()> {
+        let rows = outer(self.weight(id)?.shape());
+        self.param_rows(id, 0..rows, grad)
+    }
+
+    /// Adds `grad` (f32) to rows of the gradient of a parameter.
+    pub(crate) fn param_rows(
+        &mut self,
+        id: ParamId,
+        rows: Range<usize>,
+        grad: Tensor,
+    ) -> Result<()> {
+        let backend = self.backend();
+        let pending = self.params.entry(id).or_default();
+        match pending.parts.iter_mut().find(|(range, _)| *range == rows) {
+            Some((_, sum)) => *sum = backend.add(sum, &grad.reshape(sum.shape())?)?,
+            None => pending.parts.push((rows, grad)),
+        }
+        Ok(())
+    }
+
+    /// The gradient as a tensor of `shape` and `dtype`.
+    pub(crate) fn dense(&self, grad: Grad, shape: Shape, dtype: DType) -> Result<Tensor> {
+        dense(self.backend(), grad, shape, dtype)
+    }
+
+    /// Sweeps `nodes` from the last to the first; what a node kept dies with it.
+    pub(super) fn run(&mut self, mut nodes: Vec<Node>) -> Result<()> {
+        while let Some(node) = nodes.pop() {
+            if let Some(grad) = self.grads[node.out].take() {
+                (node.backward)(self, grad)?;
+            }
+            for id in node.params {
+                self.used(id)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// One use of a parameter is done; after the last its gradient is complete.
+    fn used(&mut self, id: ParamId) -> Result<()> {
+        let Some(pending) = self.params.get_mut(&id) else {
+            return Ok(());
+        };
+        pending.uses -= 1;
+        if pending.uses == 0 {
+            let parts = std::mem::take(&mut pending.parts);
+            if let Some(grad) = self.assemble(id, parts)? {
+                self.access.deposit(id, &grad)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// One gradient of the parameter's shape from the sums over its ranges of rows.
+    fn assemble(&self, id: ParamId, parts: Vec<(Range<usize>, Tensor)>) -> Result<Option<Tensor>> {
+        let shape = self.weight(id)?.shape();
+        let (rows, backend) = (outer(shape), self.backend());
+        let mut whole: Option<Tensor> = None;
+        let mut covered: Vec<Range<usize>> = Vec::new();
+        for (range, part) in parts {
+            whole = Some(match whole {
+                None if range == (0..rows) => part,
+                base => {
+                    let flat = part.reshape([range.len(), part.elems() / range.len().max(1)])?;
+                    let apart = covered
+                        .iter()
+                        .all(|c| range.end <= c.start || c.end <= range.start);
+                    place(backend, base, &range, &flat, rows, apart)?
+                }
+            });
+            covered.push(range);
+        }
+        Ok(whole.map(|w| w.reshape(shape)).transpose()?)
+    }
+
+    /// The gradients of the first `count` slots.
+    pub(super) fn into_gradients(mut self, count: usize) -> Vec<Option<Grad>> {
+        self.grads.truncate(count);
+        self.grads
+    }
+}
+
+/// `base` (zeros when absent) with `part` put into its rows `range`, added where rows are taken.
+fn place(
+    backend: &dyn Backend,
+    base: Option<Tensor>,
+    range: &Range<usize>,
+    part: &Tensor,
+    rows: usize,
+    apart: bool,
+) -> Result<Tensor> {
+    let index: Vec<i32> = range.clone().map(|r| r as i32).collect();
+    let index = backend.upload(
+        bytemuck::cast_slice(&index),
+        Shape::new(&[index.len()]),
+        DType::I32,
+        Tag::Workspace,
+    )?;
+    Ok(match base {
+        Some(base) => {
+            let base = base.reshape([rows, part.dim(1)])?;
+            if apart {
+                backend.replace_rows(&base, &index, Some(part))?
+            } else {
+                backend.add(
+                    &base,
+                    &backend.scatter_add_rows(part, &index, rows, DType::F32)?,
+                )?
+            }
+        }
+        None => backend.scatter_add_rows(part, &index, rows, DType::F32)?,
+    })
+}
+
+/// Extent of the outermost axis.
+fn outer(shape: Shape) -> usize {
+    shape.dims().first().copied().unwrap_or(1)
+}
+
+/// The sum of two gradients of the same value.
+pub(super) fn sum(backend: &dyn Backend, a: Grad, b: Grad) -> Result<Grad> {
+    Ok(match (a, b) {
+        (Grad::Uniform(a), Grad::Uniform(b)) => Grad::Uniform(a + b),
+        (Grad::Tensor(a), Grad::Tensor(b)) => Grad::Tensor(backend.add(&a, &b)?),
+        (Grad::Tensor(a), b @ Grad::Uniform(_)) | (b @ Grad::Uniform(_), Grad::Tensor(a)) => {
+            let b = dense(backend, b, a.shape(), a.dtype())?;
+            Grad::Tensor(backend.add(&a, &b)?)
+        }
+    })
+}
+
+pub(super) fn dense(
+    backend: &dyn Backend,
+    grad: Grad,
+    shape: Shape,
+    dtype: DType,
+) -> Result<Tensor> {
+    match grad {
+        Grad::Tensor(tensor) => Ok(tensor),
+        Grad::Uniform(factor) => {
+            let values = vec![factor; shape.elems()];
+            let bytes = bytemuck::cast_slice(&values);
+            let full = backend.upload(bytes, shape, DType::F32, Tag::Activations)?;
+            Ok(if dtype == DType::F32 {
+                full
+            } else {
+                backend.cast(&full, dtype)?
+            })
+        }
+    }
+}

@@ -1,0 +1,434 @@
+//! The outer recorder: segments only.
+
+use super::scope::{Mode, Scope};
+use super::sweep::{Grad, sum};
+use super::var::{RecorderId, Slot, Var};
+use crate::error::{ModelError, Result};
+use engine::{ParamAccess, Phase, UnitId};
+use kernels::{Backend, Tensor};
+use std::cell::{Cell, RefCell};
+use std::fmt::Display;
+use std::ops::Range;
+
+/// Receives named intermediate values of a forward pass.
+pub type Observer<'o> = &'o dyn Fn(&str, &Tensor);
+
+type Body<'m> = Box<dyn Fn(&Scope<'_>, &[Var]) -> Result<Vec<Var>> + 'm>;
+
+/// Per-token losses of one pass.
+#[derive(Clone, Debug)]
+pub struct Loss {
+    /// f32 `[t]`: cross entropy of each row, zero where nothing is supervised.
+    pub rows: Var,
+    /// Number of supervised rows.
+    pub supervised: usize,
+}
+
+impl Loss {
+    /// The sum over all rows, in f64 and in row order.
+    ///
+    /// # Errors
+    /// On the null device, which has no values.
+    pub fn sum(&self) -> Result<f64> {
+        let rows = self.rows.value().to_f32_vec()?;
+        Ok(rows.iter().map(|x| f64::from(*x)).sum())
+    }
+}
+
+/// A segment that backward will run again: where its values come from and go to, and its inputs.
+struct Segment<'m> {
+    unit: UnitId,
+    body: Body<'m>,
+    inputs: Vec<(Tensor, Option<Slot>)>,
+    outputs: Range<Slot>,
+    /// Checksums of the outputs, where replay is checked.
+    sums: Vec<u64>,
+}
+
+/// Records segments in execution order. It cannot read a weight:
+///
+/// ```compile_fail
+/// fn peek(tape: &models::autograd::Tape<'_, '_>, id: engine::ParamId) {
+///     tape.weight(id); // only a `Scope`, under a lease, reads weights
+/// }
+/// ```
+///
+/// A body may run twice, so it cannot carry values out by itself:
+///
+/// ```compile_fail
+/// use models::autograd::{Tape, Var};
+/// fn leak(tape: &Tape<'_, '_>, unit: engine::UnitId, x: &Var) {
+///     let mut kept: Option<Var> = None;
+///     tape.segment(unit, [x], |_, [x]| {
+///         kept = Some(x.clone()); // a body is `Fn`
+///         Ok([x.clone()])
+///     });
+/// }
+/// ```
+///
+/// Nor can it keep what dies before the tape:
+///
+/// ```compile_fail
+/// use models::autograd::{Tape, Var};
+/// fn dangle<'m>(tape: &Tape<'_, 'm>, unit: engine::UnitId, x: &Var) {
+///     let factor = 2.0;
+///     let _ = tape.segment(unit, [x], |scope, [x]| Ok([scope.scale(x, *&factor)?]));
+/// }
+/// ```
+pub struct Tape<'e, 'm> {
+    access: &'e dyn ParamAccess,
+    observer: Option<Observer<'e>>,
+    recording: bool,
+    check_replay: bool,
+    id: RecorderId,
+    slots: Cell<usize>,
+    last_unit: Cell<Option<UnitId>>,
+    segments: RefCell<Vec<Segment<'m>>>,
+}
+
+impl std::fmt::Debug for Tape<'_, '_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Tape")
+            .field("recording", &self.recording)
+            .field("segments", &self.segments.borrow().len())
+            .finish_non_exhaustive()
+    }
+}
+
+impl<'e, 'm> Tape<'e, 'm> {
+    /// A tape that records, for one forward and backward pass.
+    #[must_use]
+    pub fn training(access: &'e dyn ParamAccess) -> Self {
+        Self::new(access, true)
+    }
+
+    /// A tape that keeps nothing: forward only.
+    #[must_use]
+    pub fn inference(access: &'e dyn ParamAccess) -> Self {
+        Self::new(access, false)
+    }
+
+    fn new(access: &'e dyn ParamAccess, recording: bool) -> Self {
+        Self {
+            access,
+            observer: None,
+            recording,
+            check_replay: cfg!(debug_assertions),
+            id: RecorderId::fresh(),
+            slots: Cell::new(0),
+            last_unit: Cell::new(None),
+            segments: RefCell::default(),
+        }
+    }
+
+    /// Shows every observed value of the forward pass to `observer`.
+    #[must_use]
+    pub fn with_observer(mut self, observer: Observer<'e>) -> Self {
+        self.observer = Some(observer);
+        self
+    }
+
+    /// Whether backward compares each replayed output with the first one; on in debug builds.
+    #[must_use]
+    pub fn with_replay_check(mut self, check: bool) -> Self {
+        self.check_replay = check;
+        self
+    }
+
+    /// The device.
+    #[must_use]
+    pub fn backend(&self) -> &'e dyn Backend {
+        &**self.access.backend()
+    }
+
+    /// A value without gradient.
+    #[must_use]
+    pub fn input(&self, value: Tensor) -> Var {
+        Var::new(value, self.id, None, false)
+    }
+
+    /// A value whose gradient [`Tape::backward_from`] returns.
+    #[must_use]
+    pub fn leaf(&self, value: Tensor) -> Var {
+        let slot = self.recording.then(|| self.new_slots(1).start);
+        Var::new(value, self.id, slot, self.recording)
+    }
+
+    /// Shows `var` to the observer under `name`.
+    pub fn observe(&self, name: impl Display, var: &Var) {
+        if let Some(observer) = self.observer {
+            observer(&name.to_string(), var.value());
+        }
+    }
+
+    /// Elements kept for backward: the inputs of the recorded segments.
+    #[must_use]
+    pub fn saved_elems(&self) -> usize {
+        let segments = self.segments.borrow();
+        let inputs = segments.iter().flat_map(|s| &s.inputs);
+        inputs.map(|(value, _)| value.elems()).sum()
+    }
+
+    /// Runs `body` while the parameters of `unit` are readable, and keeps only `inputs`.
+    ///
+    /// `body` runs once here and, when a gradient passes through, once more in backward; both
+    /// runs must compute the same. Values without gradient (masks, positions) are captured.
+    /// Units are used in the order of the model, each at most once per tape.
+    ///
+    /// # Errors
+    /// When the unit is out of order, an input belongs to another tape, or `body` or the engine
+    /// fails.
+    pub fn segment<const I: usize, const O: usize>(
+        &self,
+        unit: UnitId,
+        inputs: [&Var; I],
+        body: impl Fn(&Scope<'_>, [&Var; I]) -> Result<[Var; O]> + 'm,
+    ) -> Result<[Var; O]> {
+        self.check(unit, &inputs)?;
+        let body: Body<'m> =
+            Box::new(move |scope, vars| Ok(body(scope, std::array::from_fn(|i| &vars[i]))?.into()));
+        let outputs = self.first_run(unit, &inputs, &body)?;
+        let wanted = self.recording
+            && self.access.needs_backward(unit)
+            && outputs.iter().any(Var::requires_grad);
+        let first = self.slots.get();
+        if wanted {
+            let segment = Segment {
+                unit,
+                body,
+                inputs: inputs
+                    .iter()
+                    .map(|v| (v.value().clone(), v.slot()))
+                    .collect(),
+                outputs: self.new_slots(O),
+                sums: self.sums(&outputs),
+            };
+            self.segments.borrow_mut().push(segment);
+        }
+        let mut outputs = outputs.into_iter();
+        Ok(std::array::from_fn(|i| {
+            let out = outputs.next().expect("a body returns O values");
+            let tracked = wanted && out.requires_grad();
+            Var::new(
+                out.into_value(),
+                self.id,
+                tracked.then_some(first + i),
+                tracked,
+            )
+        }))
+    }
+
+    fn check(&self, unit: UnitId, inputs: &[&Var]) -> Result<()> {
+        if inputs
+            .iter()
+            .any(|v| v.requires_grad() && v.recorder() != self.id)
+        {
+            return Err(ModelError::ForeignVar { op: "segment" });
+        }
+        match self.last_unit.replace(Some(unit)) {
+            Some(after) if unit <= after => Err(ModelError::UnitOrder { unit, after }),
+            _ => Ok(()),
+        }
+    }
+
+    fn first_run(&self, unit: UnitId, inputs: &[&Var], body: &Body<'m>) -> Result<Vec<Var>> {
+        let lease = self.access.lease(unit, Phase::Forward)?;
+        let outputs = {
+            let scope = Scope::new(self.access, &lease, self.observer, Mode::Forward);
+            let vars: Vec<Var> = inputs
+                .iter()
+                .map(|v| scope.enter(v.value().clone(), v.requires_grad()))
+                .collect();
+            body(&scope, &vars)?
+        };
+        lease.end()?;
+        Ok(outputs)
+    }
+
+    fn new_slots(&self, count: usize) -> Range<Slot> {
+        let first = self.slots.get();
+        self.slots.set(first + count);
+        first..first + count
+    }
+
+    fn sums(&self, outputs: &[Var]) -> Vec<u64> {
+        if !self.check_replay {
+            return Vec::new();
+        }
+        outputs.iter().map(|v| checksum(v.value())).collect()
+    }
+
+    /// Sends `factor * sum(loss.rows)` back through the tape. Parameter gradients go to the
+    /// engine, each once, in f32. Saved inputs die as the sweep passes.
+    ///
+    /// # Errors
+    /// When a segment differs from its first run, or the engine or the device fails.
+    pub fn backward(self, loss: &Loss, factor: f32) -> Result<()> {
+        match loss.rows.slot() {
+            Some(slot) => self.run(vec![(slot, Grad::Uniform(factor))]).map(drop),
+            None => Ok(()),
+        }
+    }
+
+    /// As [`Tape::backward`] from any values and their gradients (same shape and dtype);
+    /// returns the gradients of the leaves.
+    ///
+    /// # Errors
+    /// As [`Tape::backward`], and when a value depends on nothing that wants a gradient.
+    pub fn backward_from(self, seeds: &[(&Var, Tensor)]) -> Result<Gradients> {
+        let seeds = seeds
+            .iter()
+            .map(|(var, grad)| match var.slot() {
+                Some(slot) if var.recorder() == self.id => Ok((slot, Grad::Tensor(grad.clone()))),
+                Some(_) => Err(ModelError::ForeignVar {
+                    op: "backward_from",
+                }),
+                None => Err(ModelError::NoGradient),
+            })
+            .collect::<Result<Vec<_>>>()?;
+        let id = self.id;
+        let grads = self.run(seeds)?;
+        Ok(Gradients {
+            recorder: id,
+            grads,
+        })
+    }
+
+    fn run(self, seeds: Vec<(Slot, Grad)>) -> Result<Vec<Option<Grad>>> {
+        let Self {
+            access,
+            segments,
+            slots,
+            check_replay,
+            ..
+        } = self;
+        let backend: &dyn Backend = &**access.backend();
+        let mut grads: Vec<Option<Grad>> = vec![None; slots.get()];
+        for (slot, grad) in seeds {
+            add(backend, &mut grads, slot, grad)?;
+        }
+        let mut segments = segments.into_inner();
+        while let Some(segment) = segments.pop() {
+            let seeds: Vec<Option<Grad>> = grads[segment.outputs.clone()]
+                .iter_mut()
+                .map(Option::take)
+                .collect();
+            if seeds.iter().all(Option::is_none) {
+                continue;
+            }
+            for (slot, grad) in replay(access, segment, seeds, check_replay)? {
+                add(backend, &mut grads, slot, grad)?;
+            }
+        }
+        Ok(grads)
+    }
+}
+
+/// Leases the segment's unit, runs its body again, sweeps; returns the gradients of its inputs by
+/// their slot on the tape.
+fn replay(
+    access: &dyn ParamAccess,
+    segment: Segment<'_>,
+    seeds: Vec<Option<Grad>>,
+    check: bool,
+) -> Result<Vec<(Slot, Grad)>> {
+    let Segment {
+        unit,
+        body,
+        inputs,
+        sums,
+        ..
+    } = segment;
+    let lease = access.lease(unit, Phase::Backward)?;
+    let slots: Vec<Slot> = inputs.iter().filter_map(|(_, slot)| *slot).collect();
+    let grads = {
+        let scope = Scope::new(access, &lease, None, Mode::Replay);
+        let vars: Vec<Var> = inputs
+            .into_iter()
+            .map(|(value, slot)| scope.enter(value, slot.is_some()))
+            .collect();
+        let outputs = body(&scope, &vars)?;
+        drop(vars);
+        if check && !scope.has_elided() {
+            compare(unit, &outputs, &sums)?;
+        }
+        let inner = inner_seeds(&scope, outputs, seeds)?;
+        scope.sweep(inner, slots.len())?
+    };
+    lease.end()?;
+    let pairs = slots.into_iter().zip(grads);
+    Ok(pairs
+        .filter_map(|(slot, grad)| grad.map(|g| (slot, g)))
+        .collect())
+}
+
+/// The outputs' gradients by their slot in the inner record.
+fn inner_seeds(
+    scope: &Scope<'_>,
+    outputs: Vec<Var>,
+    seeds: Vec<Option<Grad>>,
+) -> Result<Vec<(Slot, Grad)>> {
+    let mut inner = Vec::new();
+    for (out, seed) in outputs.into_iter().zip(seeds) {
+        if !scope.owns(&out) && out.requires_grad() {
+            return Err(ModelError::ForeignVar { op: "segment" });
+        }
+        if let (Some(slot), Some(grad)) = (out.slot(), seed) {
+            inner.push((slot, grad));
+        }
+    }
+    Ok(inner)
+}
+
+fn compare(unit: UnitId, outputs: &[Var], sums: &[u64]) -> Result<()> {
+    match outputs
+        .iter()
+        .zip(sums)
+        .position(|(out, sum)| checksum(out.value()) != *sum)
+    {
+        Some(output) => Err(ModelError::ReplayDiffers { unit, output }),
+        None => Ok(()),
+    }
+}
+
+fn add(backend: &dyn Backend, grads: &mut [Option<Grad>], slot: Slot, grad: Grad) -> Result<()> {
+    grads[slot] = Some(match grads[slot].take() {
+        Some(old) => sum(backend, old, grad)?,
+        None => grad,
+    });
+    Ok(())
+}
+
+/// FNV-1a over the bytes; 0 on the null device.
+fn checksum(value: &Tensor) -> u64 {
+    if value.is_null() {
+        return 0;
+    }
+    value
+        .as_bytes()
+        .iter()
+        .fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
+            (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3)
+        })
+}
+
+/// Gradients of leaves.
+#[derive(Debug)]
+pub struct Gradients {
+    recorder: RecorderId,
+    grads: Vec<Option<Grad>>,
+}
+
+impl Gradients {
+    /// The gradient of a leaf; `None` when nothing flowed into it or it is not a leaf of the tape.
+    #[must_use]
+    pub fn get(&self, leaf: &Var) -> Option<&Tensor> {
+        match leaf.slot().filter(|_| leaf.recorder() == self.recorder) {
+            Some(slot) => match self.grads.get(slot)? {
+                Some(Grad::Tensor(tensor)) => Some(tensor),
+                _ => None,
+            },
+            None => None,
+        }
+    }
+}

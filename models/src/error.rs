@@ -1,0 +1,85 @@
+//! What can go wrong while a model runs or is described.
+
+use engine::{EngineError, UnitId};
+use kernels::KernelError;
+
+/// Failures of a model, its tape and its description. Reading weights has [`crate::WeightError`].
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ModelError {
+    /// The device refused.
+    #[error(transparent)]
+    Kernel(#[from] KernelError),
+    /// The engine refused.
+    #[error(transparent)]
+    Engine(#[from] EngineError),
+    /// Weights could not be read.
+    #[error(transparent)]
+    Weights(#[from] crate::weights::WeightError),
+    /// A value was used under a tape or scope that did not make it.
+    #[error("{op}: the value belongs to another tape or scope; pass it as an input of the segment")]
+    ForeignVar {
+        /// The operation.
+        op: &'static str,
+    },
+    /// Units must be used in the order in which the model declares them, each once per pass.
+    #[error("unit {unit:?} was asked for after unit {after:?}")]
+    UnitOrder {
+        /// The unit.
+        unit: UnitId,
+        /// The last unit used before it.
+        after: UnitId,
+    },
+    /// A segment's second run gave other values than its first.
+    #[error("output {output} of unit {unit:?} changed between forward and replay")]
+    ReplayDiffers {
+        /// The segment's unit.
+        unit: UnitId,
+        /// Which output.
+        output: usize,
+    },
+    /// The gradient of per-token losses must be the same for every token.
+    #[error("{op}: the gradient of the losses must be one factor for all rows")]
+    LossGradient {
+        /// The operation.
+        op: &'static str,
+    },
+    /// A segment was asked for a gradient of a value that no gradient can reach.
+    #[error("the value does not depend on any trainable parameter or leaf")]
+    NoGradient,
+    /// A configuration field has a value this model cannot run with.
+    #[error("model configuration: {field} is {value}: {reason}")]
+    Config {
+        /// The field.
+        field: &'static str,
+        /// Its value.
+        value: String,
+        /// Why not.
+        reason: &'static str,
+    },
+    /// An adapter target matches no adaptable layer, or one that cannot take an adapter.
+    #[error("adapter target {target:?}: {reason}")]
+    AdapterTarget {
+        /// The regular expression or projection name.
+        target: String,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// An adapter was combined with a switch it excludes.
+    #[error("an adapter on a language model that trains in full: {reason}")]
+    AdapterOnTrainedBase {
+        /// What to change.
+        reason: &'static str,
+    },
+    /// An encoded sample does not fit the model.
+    #[error("sample {sample}: {reason}")]
+    Sample {
+        /// Position in the batch.
+        sample: usize,
+        /// What does not fit.
+        reason: String,
+    },
+}
+
+/// Result of a model operation.
+pub type Result<T, E = ModelError> = std::result::Result<T, E>;

@@ -1,0 +1,154 @@
+//! Which layers get a low-rank adapter, and what else an adapter run trains.
+
+use crate::error::{ModelError, Result};
+use regex::Regex;
+
+/// Layers that get an adapter.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum LoraTargets {
+    /// A regular expression that must match the whole module path, such as
+    /// `llm.model.layers.0.self_attn.q_proj`.
+    Pattern(String),
+    /// Names of projections (`q_proj`) of the language model, in every layer.
+    Projections(Vec<String>),
+}
+
+impl LoraTargets {
+    /// Reads a flag's value: plain names separated by commas are projections, anything else is a
+    /// pattern.
+    #[must_use]
+    pub fn parse(text: &str) -> Self {
+        let plain = |c: char| c.is_ascii_alphanumeric() || c == '_' || c == ',' || c == ' ';
+        if text.chars().all(plain) {
+            let names = text.split(',').map(str::trim).filter(|n| !n.is_empty());
+            Self::Projections(names.map(str::to_owned).collect())
+        } else {
+            Self::Pattern(text.to_owned())
+        }
+    }
+}
+
+/// An adapter run.
+#[derive(Clone, PartialEq, Debug)]
+pub struct LoraConfig {
+    /// Rows of A.
+    pub lora_rank: usize,
+    /// The adapter's output is scaled by `lora_alpha / lora_rank`.
+    pub lora_alpha: f32,
+    /// Layers that get an adapter.
+    pub targets: LoraTargets,
+    /// Modules trained in full beside the adapters, by the last parts of their path, such as
+    /// `embed_tokens` or `resampler`.
+    pub modules_to_save: Vec<String>,
+}
+
+impl LoraConfig {
+    /// `alpha / rank`.
+    #[must_use]
+    pub fn scale(&self) -> f32 {
+        self.lora_alpha / self.lora_rank as f32
+    }
+
+    /// Whether the parameter called `name` belongs to a module that trains in full.
+    #[must_use]
+    pub fn saves(&self, name: &str) -> bool {
+        self.modules_to_save
+            .iter()
+            .any(|module| in_module(name, module))
+    }
+}
+
+/// Whether a path of dotted parts lies inside a module whose path ends with `module`.
+fn in_module(name: &str, module: &str) -> bool {
+    let dotted = format!(".{name}.");
+    dotted.contains(&format!(".{module}."))
+}
+
+/// [`LoraTargets`] ready for use.
+#[derive(Debug)]
+pub(crate) struct TargetMatcher {
+    targets: LoraTargets,
+    pattern: Option<Regex>,
+    language_prefix: &'static str,
+}
+
+impl TargetMatcher {
+    /// `language_prefix` begins the path of every module of the language model.
+    pub(crate) fn new(targets: &LoraTargets, language_prefix: &'static str) -> Result<Self> {
+        let pattern = match targets {
+            LoraTargets::Projections(_) => None,
+            LoraTargets::Pattern(text) => {
+                let whole = Regex::new(&format!("^(?:{text})$"));
+                Some(whole.map_err(|e| ModelError::AdapterTarget {
+                    target: text.clone(),
+                    reason: e.to_string(),
+                })?)
+            }
+        };
+        Ok(Self {
+            targets: targets.clone(),
+            pattern,
+            language_prefix,
+        })
+    }
+
+    /// Whether the module at `path` is a target.
+    pub(crate) fn matches(&self, path: &str) -> bool {
+        match (&self.targets, &self.pattern) {
+            (LoraTargets::Projections(names), _) => {
+                let last = path.rsplit('.').next().unwrap_or(path);
+                path.starts_with(self.language_prefix) && names.iter().any(|n| n == last)
+            }
+            (LoraTargets::Pattern(_), Some(pattern)) => pattern.is_match(path),
+            (LoraTargets::Pattern(_), None) => false,
+        }
+    }
+
+    /// The targets as the user wrote them.
+    pub(crate) fn text(&self) -> String {
+        match &self.targets {
+            LoraTargets::Pattern(text) => text.clone(),
+            LoraTargets::Projections(names) => names.join(","),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn matcher(text: &str) -> TargetMatcher {
+        TargetMatcher::new(&LoraTargets::parse(text), "llm.").unwrap()
+    }
+
+    #[test]
+    fn a_pattern_must_match_the_whole_path() {
+        let m = matcher(r"llm\..*layers\.\d+\.self_attn\.(q_proj|k_proj)");
+        assert!(m.matches("llm.model.layers.11.self_attn.q_proj"));
+        assert!(!m.matches("llm.model.layers.11.self_attn.q_proj.x"));
+        assert!(!m.matches("vpm.encoder.layers.1.self_attn.q_proj"));
+        assert!(TargetMatcher::new(&LoraTargets::parse("(["), "llm.").is_err());
+    }
+
+    #[test]
+    fn names_mean_projections_of_the_language_model() {
+        let m = matcher("q_proj, down_proj");
+        assert!(m.matches("llm.model.layers.0.mlp.down_proj"));
+        assert!(!m.matches("llm.model.layers.0.mlp.up_proj"));
+        assert!(!m.matches("vpm.encoder.layers.1.self_attn.q_proj"));
+    }
+
+    #[test]
+    fn saved_modules_are_whole_parts_of_a_path() {
+        let config = LoraConfig {
+            lora_rank: 4,
+            lora_alpha: 8.0,
+            targets: LoraTargets::parse("q_proj"),
+            modules_to_save: vec!["resampler".into(), "embed_tokens".into()],
+        };
+        assert!(config.saves("resampler.attn.in_proj_weight"));
+        assert!(config.saves("llm.model.embed_tokens.weight"));
+        assert!(!config.saves("my_resampler.weight"));
+        assert!((config.scale() - 2.0).abs() < f32::EPSILON);
+    }
+}

@@ -1,0 +1,27 @@
+//! The linear layer, with or without an adapter.
+
+use crate::autograd::{Scope, Var};
+use crate::error::Result;
+use crate::ops::{LinearParams, LoraParams};
+
+/// `x W^T + bias`, plus a low-rank adapter where one was asked for.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Linear {
+    /// Weight and bias.
+    pub base: LinearParams,
+    /// The adapter.
+    pub adapter: Option<LoraParams>,
+}
+
+impl Linear {
+    /// `[t, k]` to `[t, n]`.
+    ///
+    /// # Errors
+    /// When shapes do not fit or memory runs out.
+    pub fn forward(&self, scope: &Scope<'_>, x: &Var) -> Result<Var> {
+        match self.adapter {
+            Some(adapter) => scope.lora_linear(x, &self.base, adapter),
+            None => scope.linear(x, &self.base),
+        }
+    }
+}

@@ -1,0 +1,64 @@
+//! Normalisation layers.
+
+use crate::autograd::{Scope, Var};
+use crate::error::Result;
+use crate::params::ParamScope;
+use engine::{ParamId, TensorParallel};
+
+/// Layer norm with weight and bias.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct LayerNorm {
+    /// `[c]`.
+    pub weight: ParamId,
+    /// `[c]`.
+    pub bias: ParamId,
+    /// Added to the variance.
+    pub eps: f32,
+}
+
+impl LayerNorm {
+    /// Declares `name.weight` and `name.bias`.
+    pub fn new(params: &mut ParamScope<'_, '_>, name: &str, c: usize, eps: f32) -> Self {
+        let mut inner = params.at(name);
+        Self {
+            weight: inner.param("weight", [c], TensorParallel::Replicated),
+            bias: inner.param("bias", [c], TensorParallel::Replicated),
+            eps,
+        }
+    }
+
+    /// `[.., c]` to `[.., c]`.
+    ///
+    /// # Errors
+    /// When shapes do not fit or memory runs out.
+    pub fn forward(&self, scope: &Scope<'_>, x: &Var) -> Result<Var> {
+        scope.layer_norm(x, self.weight, self.bias, self.eps)
+    }
+}
+
+/// Root-mean-square norm.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct RmsNorm {
+    /// `[c]`.
+    pub weight: ParamId,
+    /// Added to the mean square.
+    pub eps: f32,
+}
+
+impl RmsNorm {
+    /// Declares `name.weight`.
+    pub fn new(params: &mut ParamScope<'_, '_>, name: &str, c: usize, eps: f32) -> Self {
+        let weight = params
+            .at(name)
+            .param("weight", [c], TensorParallel::Replicated);
+        Self { weight, eps }
+    }
+
+    /// `[.., c]` to `[.., c]`.
+    ///
+    /// # Errors
+    /// When shapes do not fit or memory runs out.
+    pub fn forward(&self, scope: &Scope<'_>, x: &Var) -> Result<Var> {
+        scope.rms_norm(x, self.weight, self.eps)
+    }
+}

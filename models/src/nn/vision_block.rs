@@ -1,0 +1,68 @@
+//! A block of a vision transformer.
+
+use super::{GeluMlp, LayerNorm, SelfAttention, SelfAttentionConfig};
+use crate::autograd::{Scope, Var};
+use crate::error::Result;
+use crate::ops::Sequences;
+use crate::params::ParamScope;
+use kernels::Gelu;
+
+/// Sizes of a [`VisionBlock`].
+#[derive(Clone, PartialEq, Debug)]
+pub struct VisionBlockConfig {
+    /// Width of the residual stream.
+    pub width: usize,
+    /// Attention heads.
+    pub heads: usize,
+    /// Elements per head.
+    pub head_dim: usize,
+    /// Width of the MLP.
+    pub inner: usize,
+    /// Epsilon of the norms.
+    pub eps: f32,
+    /// The MLP's nonlinearity.
+    pub gelu: Gelu,
+}
+
+/// `x += attention(norm(x)); x += mlp(norm(x))`, bidirectional, all layers with biases.
+#[derive(Clone, PartialEq, Debug)]
+pub struct VisionBlock {
+    norm1: LayerNorm,
+    attention: SelfAttention,
+    norm2: LayerNorm,
+    mlp: GeluMlp,
+}
+
+impl VisionBlock {
+    /// Declares the block's parameters.
+    pub fn new(params: &mut ParamScope<'_, '_>, config: &VisionBlockConfig) -> Self {
+        let (c, eps) = (config.width, config.eps);
+        let attention = SelfAttentionConfig {
+            width: c,
+            heads: config.heads,
+            kv_heads: config.heads,
+            head_dim: config.head_dim,
+            qkv_bias: true,
+            out_bias: true,
+            out_name: "out_proj",
+        };
+        Self {
+            norm1: LayerNorm::new(params, "layer_norm1", c, eps),
+            attention: SelfAttention::new(params, "self_attn", attention),
+            norm2: LayerNorm::new(params, "layer_norm2", c, eps),
+            mlp: GeluMlp::new(params, "mlp", c, config.inner, config.gelu),
+        }
+    }
+
+    /// `[p, c]` to `[p, c]`.
+    ///
+    /// # Errors
+    /// When shapes do not fit or memory runs out.
+    pub fn forward(&self, scope: &Scope<'_>, x: &Var, sequences: &Sequences) -> Result<Var> {
+        let normed = self.norm1.forward(scope, x)?;
+        let mixed = self.attention.forward(scope, &normed, sequences, None)?;
+        let x = scope.add(x, &mixed)?;
+        let normed = self.norm2.forward(scope, &x)?;
+        scope.add(&x, &self.mlp.forward(scope, &normed)?)
+    }
+}

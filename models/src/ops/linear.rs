@@ -1,0 +1,169 @@
+//! Products with weights.
+
+use crate::autograd::{Scope, Sweep, Var};
+use crate::error::Result;
+use engine::ParamId;
+use kernels::{DType, MatmulArgs, Tensor, Transpose};
+use std::ops::Range;
+
+/// The parameters of a linear layer.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct LinearParams {
+    /// `[n, ..]`; further axes (a convolution kernel) are folded into `k`.
+    pub weight: ParamId,
+    /// `[n]`.
+    pub bias: Option<ParamId>,
+    /// Use only these rows of weight and bias, as for one third of a packed q, k, v.
+    pub rows: Option<Range<usize>>,
+}
+
+impl LinearParams {
+    /// All rows of `weight` and `bias`.
+    #[must_use]
+    pub fn new(weight: ParamId, bias: Option<ParamId>) -> Self {
+        Self {
+            weight,
+            bias,
+            rows: None,
+        }
+    }
+
+    /// Only `rows`.
+    #[must_use]
+    pub fn with_rows(mut self, rows: Range<usize>) -> Self {
+        self.rows = Some(rows);
+        self
+    }
+
+    /// The rows in use of a parameter, as they lie in memory.
+    fn select(&self, weight: &Tensor) -> Result<Tensor> {
+        Ok(match &self.rows {
+            Some(rows) => weight.narrow(rows.start, rows.len())?,
+            None => weight.clone(),
+        })
+    }
+
+    fn add_grad(&self, sweep: &mut Sweep<'_>, id: ParamId, grad: Tensor) -> Result<()> {
+        match &self.rows {
+            Some(rows) => sweep.param_rows(id, rows.clone(), grad),
+            None => sweep.param(id, grad),
+        }
+    }
+}
+
+/// A weight as a matrix `[n, k]`.
+pub(super) fn matrix(weight: &Tensor) -> Result<Tensor> {
+    let n = weight.shape().dims().first().copied().unwrap_or(1);
+    Ok(weight.reshape([n, weight.elems() / n.max(1)])?)
+}
+
+/// `a` with leading axes folded into rows.
+pub(super) fn rows(a: &Tensor) -> Result<Tensor> {
+    Ok(a.reshape([a.shape().rows(), a.shape().last()])?)
+}
+
+/// `op(a) @ op(b)`.
+pub(super) fn product(
+    sweep: &Sweep<'_>,
+    (a, transpose_a): (&Tensor, Transpose),
+    (b, transpose_b): (&Tensor, Transpose),
+    out: DType,
+) -> Result<Tensor> {
+    Ok(sweep.backend().matmul(MatmulArgs {
+        a,
+        transpose_a,
+        b,
+        transpose_b,
+        bias: None,
+        out,
+    })?)
+}
+
+impl Scope<'_> {
+    /// `x W^T + bias`: `[t, k]` to `[t, n]`, in the dtype of `x`.
+    ///
+    /// # Errors
+    /// When shapes do not fit, the parameter is not in the leased unit, or memory runs out.
+    pub fn linear(&self, x: &Var, params: &LinearParams) -> Result<Var> {
+        let input = rows(x.value())?;
+        let weight = matrix(&params.select(self.weight(params.weight)?)?)?;
+        let bias = params
+            .bias
+            .map(|id| params.select(self.weight(id)?))
+            .transpose()?;
+        let value = self.backend().matmul(MatmulArgs {
+            a: &input,
+            transpose_a: Transpose::No,
+            b: &weight,
+            transpose_b: Transpose::Yes,
+            bias: bias.as_ref(),
+            out: x.dtype(),
+        })?;
+        let (slot, shape, dtype) = (x.slot(), x.shape(), x.dtype());
+        let weight_id = params.weight;
+        let bias_id = params.bias.filter(|id| self.trains(*id));
+        // The input is kept for the weight's gradient alone.
+        let kept = self.trains(weight_id).then_some(input);
+        let used: Vec<ParamId> = [Some(weight_id), params.bias]
+            .into_iter()
+            .flatten()
+            .collect();
+        let params = params.clone();
+        self.record("linear", value, &[x], &used, move |sweep, dy| {
+            if let Some(id) = bias_id {
+                let d_bias = sweep.backend().column_sum(&dy)?;
+                params.add_grad(sweep, id, d_bias)?;
+            }
+            if let Some(input) = kept {
+                let d_weight = product(
+                    sweep,
+                    (&dy, Transpose::Yes),
+                    (&input, Transpose::No),
+                    DType::F32,
+                )?;
+                params.add_grad(sweep, weight_id, d_weight)?;
+            }
+            if slot.is_some() {
+                let weight = matrix(&params.select(sweep.weight(weight_id)?)?)?;
+                let dx = product(sweep, (&dy, Transpose::No), (&weight, Transpose::No), dtype)?;
+                sweep.add(slot, dx.reshape(shape)?)?;
+            }
+            Ok(())
+        })
+    }
+
+    /// `x @ W` with a bare parameter `W [k, n]`, which is not transposed.
+    ///
+    /// # Errors
+    /// As [`Scope::linear`].
+    pub fn matmul(&self, x: &Var, weight: ParamId) -> Result<Var> {
+        let input = rows(x.value())?;
+        let value = self.backend().matmul(MatmulArgs {
+            a: &input,
+            transpose_a: Transpose::No,
+            b: self.weight(weight)?,
+            transpose_b: Transpose::No,
+            bias: None,
+            out: x.dtype(),
+        })?;
+        let (slot, shape, dtype) = (x.slot(), x.shape(), x.dtype());
+        let kept = self.trains(weight).then_some(input);
+        self.record("matmul", value, &[x], &[weight], move |sweep, dy| {
+            if let Some(input) = kept {
+                let d_weight = product(
+                    sweep,
+                    (&input, Transpose::Yes),
+                    (&dy, Transpose::No),
+                    DType::F32,
+                )?;
+                sweep.param(weight, d_weight)?;
+            }
+            if slot.is_some() {
+                let w = sweep.weight(weight)?;
+                let dx = product(sweep, (&dy, Transpose::No), (w, Transpose::Yes), dtype)?;
+                sweep.add(slot, dx.reshape(shape)?)?;
+            }
+            Ok(())
+        })
+    }
+}

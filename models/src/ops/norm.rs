@@ -1,0 +1,57 @@
+//! Normalisations over the last axis.
+
+use crate::autograd::{Scope, Var};
+use crate::error::Result;
+use engine::ParamId;
+
+impl Scope<'_> {
+    /// `(x - mean) / sqrt(var + eps) * weight + bias`.
+    ///
+    /// # Errors
+    /// When shapes do not fit, a parameter is not in the leased unit, or memory runs out.
+    pub fn layer_norm(&self, x: &Var, weight: ParamId, bias: ParamId, eps: f32) -> Result<Var> {
+        let (w, b) = (self.weight(weight)?, self.weight(bias)?);
+        let value = self.backend().layer_norm(x.value(), w, b, eps)?;
+        let (slot, input) = (x.slot(), x.value().clone());
+        let (train_w, train_b) = (self.trains(weight), self.trains(bias));
+        self.record(
+            "layer_norm",
+            value,
+            &[x],
+            &[weight, bias],
+            move |sweep, dy| {
+                let w = sweep.weight(weight)?;
+                let grads = sweep.backend().layer_norm_backward(&input, w, &dy, eps)?;
+                sweep.add(slot, grads.dx)?;
+                if train_w {
+                    sweep.param(weight, grads.d_weight)?;
+                }
+                match grads.d_bias {
+                    Some(d_bias) if train_b => sweep.param(bias, d_bias),
+                    _ => Ok(()),
+                }
+            },
+        )
+    }
+
+    /// `x / sqrt(mean(x^2) + eps) * weight`.
+    ///
+    /// # Errors
+    /// As [`Scope::layer_norm`].
+    pub fn rms_norm(&self, x: &Var, weight: ParamId, eps: f32) -> Result<Var> {
+        let value = self
+            .backend()
+            .rms_norm(x.value(), self.weight(weight)?, eps)?;
+        let (slot, input) = (x.slot(), x.value().clone());
+        let train = self.trains(weight);
+        self.record("rms_norm", value, &[x], &[weight], move |sweep, dy| {
+            let w = sweep.weight(weight)?;
+            let grads = sweep.backend().rms_norm_backward(&input, w, &dy, eps)?;
+            sweep.add(slot, grads.dx)?;
+            if train {
+                sweep.param(weight, grads.d_weight)?;
+            }
+            Ok(())
+        })
+    }
+}

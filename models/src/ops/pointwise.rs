@@ -1,0 +1,122 @@
+//! Element by element: activations, sums, dtype and shape changes.
+
+use crate::autograd::{Scope, Var};
+use crate::error::Result;
+use engine::ParamId;
+use kernels::{DType, Direction, Gelu, RopeLayout, Shape, Tensor};
+
+impl Scope<'_> {
+    /// A parameter as a value of its own.
+    ///
+    /// # Errors
+    /// When it is not in the leased unit.
+    pub fn parameter(&self, id: ParamId) -> Result<Var> {
+        let value = self.weight(id)?.clone();
+        self.record("parameter", value, &[], &[id], move |sweep, dy| {
+            let wide = match dy.dtype() {
+                DType::F32 => dy,
+                _ => sweep.backend().cast(&dy, DType::F32)?,
+            };
+            sweep.param(id, wide)
+        })
+    }
+
+    /// `a + b`, same shape and dtype.
+    ///
+    /// # Errors
+    /// When shapes or dtypes differ, or memory runs out.
+    pub fn add(&self, a: &Var, b: &Var) -> Result<Var> {
+        let value = self.backend().add(a.value(), b.value())?;
+        let (slot_a, slot_b) = (a.slot(), b.slot());
+        self.record("add", value, &[a, b], &[], move |sweep, dy| {
+            sweep.add(slot_a, dy.clone())?;
+            sweep.add(slot_b, dy)
+        })
+    }
+
+    /// `factor * x`.
+    ///
+    /// # Errors
+    /// When memory runs out.
+    pub fn scale(&self, x: &Var, factor: f32) -> Result<Var> {
+        let value = self.backend().scale(x.value(), factor)?;
+        let slot = x.slot();
+        self.record("scale", value, &[x], &[], move |sweep, dy| {
+            let dx = sweep.backend().scale(&dy, factor)?;
+            sweep.add(slot, dx)
+        })
+    }
+
+    /// `x` in another float dtype; unchanged when it is that already.
+    ///
+    /// # Errors
+    /// When a dtype is not a float or memory runs out.
+    pub fn cast(&self, x: &Var, dtype: DType) -> Result<Var> {
+        if x.dtype() == dtype {
+            return Ok(x.clone());
+        }
+        let value = self.backend().cast(x.value(), dtype)?;
+        let (slot, from) = (x.slot(), x.dtype());
+        self.record("cast", value, &[x], &[], move |sweep, dy| {
+            let dx = sweep.backend().cast(&dy, from)?;
+            sweep.add(slot, dx)
+        })
+    }
+
+    /// The same elements under another shape.
+    ///
+    /// # Errors
+    /// When the element counts differ.
+    pub fn reshape(&self, x: &Var, shape: impl Into<Shape>) -> Result<Var> {
+        let value = x.value().reshape(shape)?;
+        let (slot, from) = (x.slot(), x.shape());
+        self.record("reshape", value, &[x], &[], move |sweep, dy| {
+            sweep.add(slot, dy.reshape(from)?)
+        })
+    }
+
+    /// GELU.
+    ///
+    /// # Errors
+    /// When memory runs out.
+    pub fn gelu(&self, x: &Var, kind: Gelu) -> Result<Var> {
+        let value = self.backend().gelu(x.value(), kind)?;
+        let (slot, input) = (x.slot(), x.value().clone());
+        self.record("gelu", value, &[x], &[], move |sweep, dy| {
+            let dx = sweep.backend().gelu_backward(&input, &dy, kind)?;
+            sweep.add(slot, dx)
+        })
+    }
+
+    /// `silu(gate) * up`.
+    ///
+    /// # Errors
+    /// When shapes differ or memory runs out.
+    pub fn swiglu(&self, gate: &Var, up: &Var) -> Result<Var> {
+        let value = self.backend().swiglu(gate.value(), up.value())?;
+        let slots = (gate.slot(), up.slot());
+        let inputs = (gate.value().clone(), up.value().clone());
+        self.record("swiglu", value, &[gate, up], &[], move |sweep, dy| {
+            let (d_gate, d_up) = sweep.backend().swiglu_backward(&inputs.0, &inputs.1, &dy)?;
+            sweep.add(slots.0, d_gate)?;
+            sweep.add(slots.1, d_up)
+        })
+    }
+
+    /// Rotates the heads of `x [t, h, d]` by the angles of `cos` and `sin` (f32 `[t, w]`).
+    ///
+    /// # Errors
+    /// When shapes do not fit or memory runs out.
+    pub fn rope(&self, x: &Var, cos: &Tensor, sin: &Tensor, layout: RopeLayout) -> Result<Var> {
+        let value = self
+            .backend()
+            .rope(x.value(), cos, sin, layout, Direction::Forward)?;
+        let (slot, cos, sin) = (x.slot(), cos.clone(), sin.clone());
+        self.record("rope", value, &[x], &[], move |sweep, dy| {
+            let dx = sweep
+                .backend()
+                .rope(&dy, &cos, &sin, layout, Direction::Inverse)?;
+            sweep.add(slot, dx)
+        })
+    }
+}

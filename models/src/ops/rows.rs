@@ -1,0 +1,69 @@
+//! Choosing and replacing rows.
+
+use crate::autograd::{Scope, Var};
+use crate::error::Result;
+use engine::ParamId;
+use kernels::{DType, Tensor};
+
+impl Scope<'_> {
+    /// Rows `index` (i32 `[t]`) of a table parameter `[v, c]`: `[t, c]`.
+    ///
+    /// # Errors
+    /// When an index lies outside the table, the parameter is not in the leased unit, or memory
+    /// runs out.
+    pub fn embedding(&self, table: ParamId, index: &Tensor) -> Result<Var> {
+        let value = self.backend().gather_rows(self.weight(table)?, index)?;
+        let index = index.clone();
+        self.record("embedding", value, &[], &[table], move |sweep, dy| {
+            let rows = sweep.weight(table)?.dim(0);
+            let grad = sweep
+                .backend()
+                .scatter_add_rows(&dy, &index, rows, DType::F32)?;
+            sweep.param(table, grad)
+        })
+    }
+
+    /// Rows `index` (i32 `[m]`) of `x [t, c]`: `[m, c]`; a row may be taken several times.
+    ///
+    /// # Errors
+    /// When an index lies outside or memory runs out.
+    pub fn gather_rows(&self, x: &Var, index: &Tensor) -> Result<Var> {
+        let value = self.backend().gather_rows(x.value(), index)?;
+        let (slot, index) = (x.slot(), index.clone());
+        let (rows, dtype) = (x.value().dim(0), x.dtype());
+        self.record("gather_rows", value, &[x], &[], move |sweep, dy| {
+            let dx = sweep.backend().scatter_add_rows(&dy, &index, rows, dtype)?;
+            sweep.add(slot, dx)
+        })
+    }
+
+    /// `base [t, c]` with row `index[i]` replaced by `rows[i]`; no index may occur twice.
+    /// The gradient of an overwritten row is zero.
+    ///
+    /// # Errors
+    /// When an index lies outside or memory runs out.
+    pub fn replace_rows(&self, base: &Var, index: &Tensor, rows: &Var) -> Result<Var> {
+        let value = self
+            .backend()
+            .replace_rows(base.value(), index, Some(rows.value()))?;
+        let (base_slot, rows_slot, index) = (base.slot(), rows.slot(), index.clone());
+        self.record(
+            "replace_rows",
+            value,
+            &[base, rows],
+            &[],
+            move |sweep, dy| {
+                let backend = sweep.backend();
+                if base_slot.is_some() {
+                    let d_base = backend.replace_rows(&dy, &index, None)?;
+                    sweep.add(base_slot, d_base)?;
+                }
+                if rows_slot.is_some() {
+                    let d_rows = backend.gather_rows(&dy, &index)?;
+                    sweep.add(rows_slot, d_rows)?;
+                }
+                Ok(())
+            },
+        )
+    }
+}

@@ -1,0 +1,281 @@
+//! Declaring a model's parameters: units in forward order, names as in the checkpoint.
+
+use crate::error::{ModelError, Result};
+use crate::lora::{LoraConfig, TargetMatcher};
+use crate::nn::Linear;
+use crate::ops::{LinearParams, LoraParams};
+use engine::{ModelSpec, ParamId, ParamSpec, TensorParallel, UnitId, UnitSpec};
+use kernels::Shape;
+
+/// What stands before a module's path in the names of an adapter file (as peft writes them).
+pub const ADAPTER_PREFIX: &str = "base_model.model.";
+
+/// Collects a [`ModelSpec`].
+pub struct ParamBuilder<'a> {
+    spec: ModelSpec,
+    trainable: &'a dyn Fn(&str) -> bool,
+    lora: Option<(&'a LoraConfig, TargetMatcher)>,
+    adapters: usize,
+}
+
+impl std::fmt::Debug for ParamBuilder<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("ParamBuilder")
+            .field("units", &self.spec.units.len())
+            .field("params", &self.spec.params.len())
+            .finish_non_exhaustive()
+    }
+}
+
+impl<'a> ParamBuilder<'a> {
+    /// `trainable` decides by the name in the checkpoint; adapter parameters always train.
+    /// `language_prefix` begins the path of every module of the language model.
+    ///
+    /// # Errors
+    /// When the adapter's targets are not a valid pattern or its rank is zero.
+    pub fn new(
+        trainable: &'a dyn Fn(&str) -> bool,
+        lora: Option<&'a LoraConfig>,
+        language_prefix: &'static str,
+    ) -> Result<Self> {
+        let lora = match lora {
+            Some(config) if config.lora_rank == 0 => {
+                return Err(ModelError::Config {
+                    field: "lora_rank",
+                    value: "0".into(),
+                    reason: "an adapter has at least one row",
+                });
+            }
+            Some(config) => {
+                let matcher = TargetMatcher::new(&config.targets, language_prefix)?;
+                Some((config, matcher))
+            }
+            None => None,
+        };
+        Ok(Self {
+            spec: ModelSpec::default(),
+            trainable,
+            lora,
+            adapters: 0,
+        })
+    }
+
+    /// Opens the next unit. Parameters declared through it are gathered and released together.
+    pub fn unit(&mut self, name: &str) -> ParamScope<'_, 'a> {
+        let unit = UnitId(self.spec.units.len() as u32);
+        self.spec.units.push(UnitSpec { name: name.into() });
+        ParamScope {
+            builder: self,
+            unit,
+            path: String::new(),
+        }
+    }
+
+    /// The finished description.
+    ///
+    /// # Errors
+    /// When adapters were asked for and no layer matched.
+    pub fn finish(self) -> Result<ModelSpec> {
+        match &self.lora {
+            Some((_, matcher)) if self.adapters == 0 => Err(ModelError::AdapterTarget {
+                target: matcher.text(),
+                reason: "it matches no linear layer of the model".into(),
+            }),
+            _ => Ok(self.spec),
+        }
+    }
+}
+
+/// Declares parameters of one unit below a dotted path.
+#[derive(Debug)]
+pub struct ParamScope<'b, 'a> {
+    builder: &'b mut ParamBuilder<'a>,
+    unit: UnitId,
+    path: String,
+}
+
+impl<'a> ParamScope<'_, 'a> {
+    /// The unit.
+    #[must_use]
+    pub fn id(&self) -> UnitId {
+        self.unit
+    }
+
+    /// The same unit, deeper in the tree of modules.
+    pub fn at(&mut self, module: &str) -> ParamScope<'_, 'a> {
+        let path = self.join(module);
+        ParamScope {
+            builder: self.builder,
+            unit: self.unit,
+            path,
+        }
+    }
+
+    fn join(&self, name: &str) -> String {
+        if self.path.is_empty() {
+            name.to_owned()
+        } else {
+            format!("{}.{name}", self.path)
+        }
+    }
+
+    /// Declares the parameter `name` below this path.
+    pub fn param(
+        &mut self,
+        name: &str,
+        shape: impl Into<Shape>,
+        tensor_parallel: TensorParallel,
+    ) -> ParamId {
+        let name = self.join(name);
+        let saved = |(lora, _): &(&LoraConfig, TargetMatcher)| lora.saves(&name);
+        let trainable =
+            (self.builder.trainable)(&name) || self.builder.lora.as_ref().is_some_and(saved);
+        self.declare(name, shape.into(), trainable, tensor_parallel)
+    }
+
+    fn declare(
+        &mut self,
+        name: String,
+        shape: Shape,
+        trainable: bool,
+        tensor_parallel: TensorParallel,
+    ) -> ParamId {
+        let id = ParamId(self.builder.spec.params.len() as u32);
+        self.builder.spec.params.push(ParamSpec {
+            name,
+            shape,
+            unit: self.unit,
+            trainable,
+            tensor_parallel,
+        });
+        id
+    }
+
+    /// Declares the linear layer `module` (`[n, k]`), with an adapter when it is a target.
+    pub fn linear(
+        &mut self,
+        module: &str,
+        [n, k]: [usize; 2],
+        bias: bool,
+        tensor_parallel: TensorParallel,
+    ) -> Linear {
+        let mut inner = self.at(module);
+        let weight = inner.param("weight", [n, k], tensor_parallel);
+        let bias = bias.then(|| {
+            let split = match tensor_parallel {
+                TensorParallel::Column { .. } => tensor_parallel,
+                _ => TensorParallel::Replicated,
+            };
+            inner.param("bias", [n], split)
+        });
+        let adapter = inner.adapter([n, k], tensor_parallel);
+        Linear {
+            base: LinearParams::new(weight, bias),
+            adapter,
+        }
+    }
+
+    fn adapter(&mut self, [n, k]: [usize; 2], base: TensorParallel) -> Option<LoraParams> {
+        let (config, matcher) = self.builder.lora.as_ref()?;
+        if !matcher.matches(&self.path) {
+            return None;
+        }
+        let (rank, scale) = (config.lora_rank, config.scale());
+        self.builder.adapters += 1;
+        let (split_a, split_b) = match base {
+            TensorParallel::Column { .. } => (TensorParallel::Replicated, base),
+            TensorParallel::Row => (TensorParallel::Row, TensorParallel::Replicated),
+            TensorParallel::Replicated => (base, base),
+        };
+        let name = |part: &str| format!("{ADAPTER_PREFIX}{}.{part}.weight", self.path);
+        let (name_a, name_b) = (name("lora_A"), name("lora_B"));
+        Some(LoraParams {
+            lora_a: self.declare(name_a, Shape::new(&[rank, k]), true, split_a),
+            lora_b: self.declare(name_b, Shape::new(&[n, rank]), true, split_b),
+            scale,
+        })
+    }
+
+    /// Fails when the module `name` is an adapter target although it cannot take one.
+    ///
+    /// # Errors
+    /// Names the target.
+    pub fn refuse_adapter(&self, module: &str) -> Result<()> {
+        let path = self.join(module);
+        match &self.builder.lora {
+            Some((_, matcher)) if matcher.matches(&path) => Err(ModelError::AdapterTarget {
+                target: matcher.text(),
+                reason: format!("{path} cannot take an adapter"),
+            }),
+            _ => Ok(()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::lora::LoraTargets;
+
+    fn lora(targets: &str) -> LoraConfig {
+        LoraConfig {
+            lora_rank: 2,
+            lora_alpha: 4.0,
+            targets: LoraTargets::parse(targets),
+            modules_to_save: vec!["norm".into()],
+        }
+    }
+
+    fn build(config: Option<&LoraConfig>) -> Result<ModelSpec> {
+        let frozen = |name: &str| !name.starts_with("llm.");
+        let mut builder = ParamBuilder::new(&frozen, config, "llm.")?;
+        let mut unit = builder.unit("llm.layers.0");
+        let mut layer = unit.at("llm.layers.0");
+        layer.param("norm.weight", [3], TensorParallel::Replicated);
+        layer.linear("q_proj", [4, 3], true, TensorParallel::Column { groups: 1 });
+        let mut head = builder.unit("head");
+        head.param("head.weight", [5, 3], TensorParallel::Replicated);
+        head.refuse_adapter("head")?;
+        builder.finish()
+    }
+
+    #[test]
+    fn names_units_and_trainability() {
+        let spec = build(None).unwrap();
+        let names: Vec<&str> = spec.params.iter().map(|p| p.name.as_str()).collect();
+        assert_eq!(
+            names,
+            [
+                "llm.layers.0.norm.weight",
+                "llm.layers.0.q_proj.weight",
+                "llm.layers.0.q_proj.bias",
+                "head.weight",
+            ]
+        );
+        let trained: Vec<bool> = spec.params.iter().map(|p| p.trainable).collect();
+        assert_eq!(trained, [false, false, false, true]);
+        assert_eq!(spec.params[3].unit, UnitId(1));
+    }
+
+    #[test]
+    fn adapters_stand_in_the_unit_of_their_layer_and_train() {
+        let spec = build(Some(&lora("q_proj"))).unwrap();
+        let a = spec
+            .find("base_model.model.llm.layers.0.q_proj.lora_A.weight")
+            .unwrap();
+        let b = &spec.params[a.index() + 1];
+        assert_eq!(spec.params[a.index()].shape, Shape::new(&[2, 3]));
+        assert_eq!((b.shape, b.unit), (Shape::new(&[4, 2]), UnitId(0)));
+        assert!(b.trainable && spec.params[a.index()].trainable);
+        assert!(spec.params[0].trainable, "a saved module trains in full");
+        assert!(!spec.params[1].trainable);
+    }
+
+    #[test]
+    fn a_target_that_fits_nothing_is_an_error() {
+        let none = build(Some(&lora("x_proj"))).unwrap_err();
+        assert!(matches!(none, ModelError::AdapterTarget { .. }));
+        let head = build(Some(&lora("head|.*q_proj"))).unwrap_err();
+        assert!(head.to_string().contains("head cannot take"));
+    }
+}

@@ -1,0 +1,619 @@
+//! Reading a model folder's safetensors files, any range of any tensor, converted on the way.
+//!
+//! Nothing is held in memory but the headers: reads are positioned, so several threads may read
+//! through one source and a rank touches only the bytes of its own slices.
+
+use crate::params::ADAPTER_PREFIX;
+use engine::{ModelSpec, ParamSpec};
+use half::{bf16, f16};
+use kernels::{DType, Float, Shape};
+use safetensors::tensor::Metadata;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::File;
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+/// Elements converted at once.
+const CHUNK_ELEMS: usize = 1 << 16;
+/// Larger headers are taken for damage, as the reference implementation does.
+const MAX_HEADER_BYTES: u64 = 100_000_000;
+
+/// Why weights cannot be read.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum WeightError {
+    /// The folder has neither `model.safetensors` nor an index of shards.
+    #[error("{} holds no model.safetensors and no model.safetensors.index.json", dir.display())]
+    NoWeights {
+        /// The folder.
+        dir: PathBuf,
+    },
+    /// A file cannot be opened or read.
+    #[error("cannot read {}", path.display())]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// What the operating system said.
+        source: std::io::Error,
+    },
+    /// A file is shorter or longer than its header says.
+    #[error("{} is truncated or damaged: {got_bytes} bytes, its header describes {expected_bytes}", path.display())]
+    Truncated {
+        /// The file.
+        path: PathBuf,
+        /// Bytes the header describes.
+        expected_bytes: u64,
+        /// Bytes found.
+        got_bytes: u64,
+    },
+    /// The header of a file, or the index of shards, is not valid.
+    #[error("{} is not a valid safetensors header or index", path.display())]
+    Header {
+        /// The file.
+        path: PathBuf,
+        /// The cause.
+        source: serde_json::Error,
+    },
+    /// The index names a file outside its folder.
+    #[error("{} refers to {file:?}, which is not a plain file name", path.display())]
+    ShardName {
+        /// The index.
+        path: PathBuf,
+        /// The name.
+        file: String,
+    },
+    /// A tensor the model needs is in no file.
+    #[error("tensor {name} is missing from {}", dir.display())]
+    MissingTensor {
+        /// The tensor.
+        name: String,
+        /// The folder.
+        dir: PathBuf,
+    },
+    /// A tensor has another shape than the configuration says.
+    #[error("tensor {name} has shape {got:?}, the configuration says {expected}")]
+    WrongShape {
+        /// The tensor.
+        name: String,
+        /// From the configuration.
+        expected: Shape,
+        /// In the file.
+        got: Vec<usize>,
+    },
+    /// A tensor has a dtype that is not converted.
+    #[error("tensor {name} is stored as {got}, expected F32, BF16 or F16 (converted to {wanted})")]
+    DType {
+        /// The tensor.
+        name: String,
+        /// In the file.
+        got: String,
+        /// What was asked for.
+        wanted: DType,
+    },
+    /// A range lies outside its tensor, or the buffer has another length.
+    #[error("elements {}..{} of tensor {name} ({elems} elements) do not fit a buffer of {buffer_bytes} bytes", elements.start, elements.end)]
+    Range {
+        /// The tensor.
+        name: String,
+        /// The range asked for.
+        elements: Range<usize>,
+        /// Elements of the tensor.
+        elems: usize,
+        /// Bytes of the buffer.
+        buffer_bytes: usize,
+    },
+}
+
+type Result<T, E = WeightError> = std::result::Result<T, E>;
+
+#[derive(Debug)]
+struct Shard {
+    path: PathBuf,
+    file: File,
+}
+
+/// Where a tensor lies.
+#[derive(Debug)]
+struct Entry {
+    shard: usize,
+    offset_bytes: u64,
+    shape: Vec<usize>,
+    /// `None` for a dtype that is not converted; its name is in `dtype_name`.
+    dtype: Option<DType>,
+    dtype_name: String,
+}
+
+/// The tensors of one model folder or file.
+#[derive(Debug)]
+pub struct WeightSource {
+    dir: PathBuf,
+    shards: Vec<Shard>,
+    tensors: BTreeMap<String, Entry>,
+}
+
+impl WeightSource {
+    /// Opens the folder `dir`: `model.safetensors`, or the shards of `model.safetensors.index.json`.
+    ///
+    /// # Errors
+    /// When a file is missing, truncated or invalid.
+    pub fn open(dir: &Path) -> Result<Self> {
+        let single = dir.join("model.safetensors");
+        let index = dir.join("model.safetensors.index.json");
+        if single.is_file() {
+            Self::open_files(dir, &[single])
+        } else if index.is_file() {
+            Self::open_sharded(dir, &index)
+        } else {
+            Err(WeightError::NoWeights {
+                dir: dir.to_owned(),
+            })
+        }
+    }
+
+    /// Opens one safetensors file, such as an adapter's.
+    ///
+    /// # Errors
+    /// As [`WeightSource::open`].
+    pub fn open_file(path: &Path) -> Result<Self> {
+        let dir = path.parent().unwrap_or(Path::new("."));
+        Self::open_files(dir, &[path.to_owned()])
+    }
+
+    fn open_sharded(dir: &Path, index: &Path) -> Result<Self> {
+        #[derive(serde::Deserialize)]
+        struct Index {
+            weight_map: BTreeMap<String, String>,
+        }
+        let bytes = std::fs::read(index).map_err(|source| read_error(index, source))?;
+        let parsed: Index = serde_json::from_slice(&bytes).map_err(|source| {
+            let path = index.to_owned();
+            WeightError::Header { path, source }
+        })?;
+        let files: BTreeSet<&String> = parsed.weight_map.values().collect();
+        if let Some(file) = files.iter().find(|f| !is_plain(f)) {
+            return Err(WeightError::ShardName {
+                path: index.to_owned(),
+                file: (*file).clone(),
+            });
+        }
+        let paths: Vec<PathBuf> = files.iter().map(|f| dir.join(f)).collect();
+        let source = Self::open_files(dir, &paths)?;
+        match parsed
+            .weight_map
+            .keys()
+            .find(|n| !source.tensors.contains_key(*n))
+        {
+            Some(name) => Err(source.missing(name)),
+            None => Ok(source),
+        }
+    }
+
+    fn open_files(dir: &Path, paths: &[PathBuf]) -> Result<Self> {
+        let mut source = Self {
+            dir: dir.to_owned(),
+            shards: Vec::new(),
+            tensors: BTreeMap::new(),
+        };
+        for path in paths {
+            source.add_file(path)?;
+        }
+        Ok(source)
+    }
+
+    fn add_file(&mut self, path: &Path) -> Result<()> {
+        let file = File::open(path).map_err(|source| read_error(path, source))?;
+        let (metadata, data_start) = read_header(&file, path)?;
+        let shard = self.shards.len();
+        for name in metadata.offset_keys() {
+            let info = metadata
+                .info(&name)
+                .expect("the name comes from the header");
+            let dtype_name = format!("{:?}", info.dtype);
+            let entry = Entry {
+                shard,
+                offset_bytes: data_start + info.data_offsets.0 as u64,
+                shape: info.shape.clone(),
+                dtype: DType::from_name(&dtype_name)
+                    .filter(|d| matches!(d, DType::F32 | DType::BF16 | DType::F16)),
+                dtype_name,
+            };
+            self.tensors.insert(name, entry);
+        }
+        self.shards.push(Shard {
+            path: path.to_owned(),
+            file,
+        });
+        Ok(())
+    }
+
+    /// The folder.
+    #[must_use]
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    /// The files, in the order of their names.
+    pub fn files(&self) -> impl Iterator<Item = &Path> {
+        self.shards.iter().map(|s| s.path.as_path())
+    }
+
+    /// Names of all tensors, sorted.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.tensors.keys().map(String::as_str)
+    }
+
+    /// The file a tensor lies in.
+    #[must_use]
+    pub fn file_of(&self, name: &str) -> Option<&Path> {
+        Some(&self.shards[self.tensors.get(name)?.shard].path)
+    }
+
+    /// Extents of a tensor.
+    #[must_use]
+    pub fn shape(&self, name: &str) -> Option<&[usize]> {
+        Some(&self.tensors.get(name)?.shape)
+    }
+
+    /// Dtype of a tensor as stored; `None` when it is absent or of a kind that is not converted.
+    #[must_use]
+    pub fn dtype(&self, name: &str) -> Option<DType> {
+        self.tensors.get(name)?.dtype
+    }
+
+    /// Checks that every parameter of `spec` is there with its shape and a convertible dtype
+    /// (adapter parameters excepted: they begin at their initialisation or come from an adapter
+    /// file), and returns the tensors that the model does not use, sorted.
+    ///
+    /// # Errors
+    /// Names the first tensor that does not fit.
+    pub fn check(&self, spec: &ModelSpec) -> Result<Vec<String>> {
+        let base = |p: &&ParamSpec| !p.name.starts_with(ADAPTER_PREFIX);
+        let mut used = BTreeSet::new();
+        for param in spec.params.iter().filter(base) {
+            self.check_param(param)?;
+            used.insert(param.name.as_str());
+        }
+        let unused = self.names().filter(|n| !used.contains(n));
+        Ok(unused.map(str::to_owned).collect())
+    }
+
+    fn check_param(&self, param: &ParamSpec) -> Result<()> {
+        let entry = self.entry(&param.name)?;
+        if entry.shape != param.shape.dims() {
+            return Err(WeightError::WrongShape {
+                name: param.name.clone(),
+                expected: param.shape,
+                got: entry.shape.clone(),
+            });
+        }
+        match entry.dtype {
+            Some(_) => Ok(()),
+            None => Err(entry.bad_dtype(&param.name, DType::F32)),
+        }
+    }
+
+    /// Reads `elements` of a tensor (row-major) as `out` into `dst`, converting where the stored
+    /// dtype differs (to nearest even).
+    ///
+    /// # Errors
+    /// When the tensor is missing, the range or the buffer does not fit, a dtype is not one of
+    /// F32, BF16, F16, or reading fails.
+    pub fn read_range(
+        &self,
+        name: &str,
+        elements: Range<usize>,
+        out: DType,
+        dst: &mut [u8],
+    ) -> Result<()> {
+        let entry = self.entry(name)?;
+        let elems: usize = entry.shape.iter().product();
+        let count = elements.len();
+        if elements.end > elems || dst.len() != count * out.size_bytes() {
+            return Err(WeightError::Range {
+                name: name.to_owned(),
+                elements,
+                elems,
+                buffer_bytes: dst.len(),
+            });
+        }
+        let stored = entry.dtype.ok_or_else(|| entry.bad_dtype(name, out))?;
+        let convert = converter(stored, out).ok_or_else(|| entry.bad_dtype(name, out))?;
+        let shard = &self.shards[entry.shard];
+        let size = stored.size_bytes();
+        let start = entry.offset_bytes + (elements.start * size) as u64;
+        let read = |buffer: &mut [u8], at: u64| {
+            let result = shard.file.read_exact_at(buffer, at);
+            result.map_err(|source| read_error(&shard.path, source))
+        };
+        if stored == out {
+            return read(dst, start);
+        }
+        let mut raw = vec![0u8; CHUNK_ELEMS.min(count) * size];
+        for (i, part) in dst.chunks_mut(CHUNK_ELEMS * out.size_bytes()).enumerate() {
+            let raw = &mut raw[..part.len() / out.size_bytes() * size];
+            read(raw, start + (i * CHUNK_ELEMS * size) as u64)?;
+            convert(raw, part);
+        }
+        Ok(())
+    }
+
+    /// Reads a whole tensor as `out`.
+    ///
+    /// # Errors
+    /// As [`WeightSource::read_range`].
+    pub fn read(&self, name: &str, out: DType) -> Result<Vec<u8>> {
+        let elems: usize = self.entry(name)?.shape.iter().product();
+        let mut bytes = vec![0; elems * out.size_bytes()];
+        self.read_range(name, 0..elems, out, &mut bytes)?;
+        Ok(bytes)
+    }
+
+    fn entry(&self, name: &str) -> Result<&Entry> {
+        self.tensors.get(name).ok_or_else(|| self.missing(name))
+    }
+
+    fn missing(&self, name: &str) -> WeightError {
+        WeightError::MissingTensor {
+            name: name.to_owned(),
+            dir: self.dir.clone(),
+        }
+    }
+}
+
+impl Entry {
+    fn bad_dtype(&self, name: &str, wanted: DType) -> WeightError {
+        WeightError::DType {
+            name: name.to_owned(),
+            got: self.dtype_name.clone(),
+            wanted,
+        }
+    }
+}
+
+fn read_error(path: &Path, source: std::io::Error) -> WeightError {
+    WeightError::Read {
+        path: path.to_owned(),
+        source,
+    }
+}
+
+fn is_plain(file: &str) -> bool {
+    let mut parts = Path::new(file).components();
+    matches!(parts.next(), Some(std::path::Component::Normal(_))) && parts.next().is_none()
+}
+
+/// The header, and where the data begins.
+fn read_header(file: &File, path: &Path) -> Result<(Metadata, u64)> {
+    let read = |source| read_error(path, source);
+    let truncated = |expected_bytes, got_bytes| WeightError::Truncated {
+        path: path.to_owned(),
+        expected_bytes,
+        got_bytes,
+    };
+    let got_bytes = file.metadata().map_err(read)?.len();
+    if got_bytes < 8 {
+        return Err(truncated(8, got_bytes));
+    }
+    let mut length = [0; 8];
+    file.read_exact_at(&mut length, 0).map_err(read)?;
+    let header_bytes = u64::from_le_bytes(length);
+    if header_bytes > MAX_HEADER_BYTES.min(got_bytes - 8) {
+        return Err(truncated(header_bytes.saturating_add(8), got_bytes));
+    }
+    let mut header = vec![0; header_bytes as usize];
+    file.read_exact_at(&mut header, 8).map_err(read)?;
+    let metadata: Metadata = serde_json::from_slice(&header).map_err(|source| {
+        let path = path.to_owned();
+        WeightError::Header { path, source }
+    })?;
+    let expected_bytes = 8 + header_bytes + metadata.data_len() as u64;
+    if expected_bytes != got_bytes {
+        return Err(truncated(expected_bytes, got_bytes));
+    }
+    Ok((metadata, 8 + header_bytes))
+}
+
+type Convert = fn(&[u8], &mut [u8]);
+
+/// The conversion between two dtypes; `None` when one is not a storage float.
+fn converter(from: DType, to: DType) -> Option<Convert> {
+    fn convert<A: Float, B: Float>(src: &[u8], dst: &mut [u8]) {
+        let (a, b) = (size_of::<A>(), size_of::<B>());
+        for (s, d) in src.chunks_exact(a).zip(dst.chunks_exact_mut(b)) {
+            let value: A = bytemuck::pod_read_unaligned(s);
+            d.copy_from_slice(bytemuck::bytes_of(&B::from_f32(value.to_f32())));
+        }
+    }
+    fn from_any<B: Float>(from: DType) -> Option<Convert> {
+        match from {
+            DType::F32 => Some(convert::<f32, B>),
+            DType::BF16 => Some(convert::<bf16, B>),
+            DType::F16 => Some(convert::<f16, B>),
+            _ => None,
+        }
+    }
+    match to {
+        DType::F32 => from_any::<f32>(from),
+        DType::BF16 => from_any::<bf16>(from),
+        DType::F16 => from_any::<f16>(from),
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use safetensors::Dtype;
+    use safetensors::tensor::TensorView;
+
+    fn write(path: &Path, tensors: &[(&str, Dtype, Vec<usize>, Vec<u8>)]) {
+        let views = tensors.iter().map(|(name, dtype, shape, data)| {
+            (*name, TensorView::new(*dtype, shape.clone(), data).unwrap())
+        });
+        safetensors::serialize_to_file(views, None, path).unwrap();
+    }
+
+    fn floats(values: &[f32]) -> Vec<u8> {
+        bytemuck::cast_slice(values).to_vec()
+    }
+
+    fn two_tensors(dir: &Path) -> PathBuf {
+        let path = dir.join("model.safetensors");
+        let a: Vec<f32> = (0..12).map(|i| i as f32 + 0.1).collect();
+        let b: Vec<u8> =
+            bytemuck::cast_slice(&[bf16::from_f32(1.5), bf16::from_f32(-2.0)]).to_vec();
+        write(
+            &path,
+            &[
+                ("a", Dtype::F32, vec![3, 4], floats(&a)),
+                ("b", Dtype::BF16, vec![2], b),
+                ("c", Dtype::I64, vec![1], vec![0; 8]),
+            ],
+        );
+        path
+    }
+
+    #[test]
+    fn reads_any_range_and_converts() {
+        let dir = tempfile::tempdir().unwrap();
+        two_tensors(dir.path());
+        let source = WeightSource::open(dir.path()).unwrap();
+        assert_eq!(source.names().collect::<Vec<_>>(), ["a", "b", "c"]);
+        let mut out = [0u8; 12];
+        source.read_range("a", 5..8, DType::F32, &mut out).unwrap();
+        assert_eq!(bytemuck::cast_slice::<u8, f32>(&out), [5.1, 6.1, 7.1]);
+        let mut half = [0u8; 4];
+        source
+            .read_range("a", 1..3, DType::BF16, &mut half)
+            .unwrap();
+        let expected = [bf16::from_f32(1.1), bf16::from_f32(2.1)];
+        assert_eq!(half, *bytemuck::cast_slice::<bf16, u8>(&expected));
+        let wide = source.read("b", DType::F32).unwrap();
+        assert_eq!(wide, floats(&[1.5, -2.0]));
+    }
+
+    #[test]
+    fn long_conversions_cross_chunks() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("x.safetensors");
+        let values: Vec<f32> = (0..2 * CHUNK_ELEMS + 5).map(|i| i as f32).collect();
+        write(
+            &path,
+            &[("w", Dtype::F32, vec![values.len()], floats(&values))],
+        );
+        let source = WeightSource::open_file(&path).unwrap();
+        let mut out = vec![0u8; (values.len() - 3) * 2];
+        source
+            .read_range("w", 3..values.len(), DType::BF16, &mut out)
+            .unwrap();
+        let expected: Vec<bf16> = values[3..].iter().map(|v| bf16::from_f32(*v)).collect();
+        assert_eq!(out, bytemuck::cast_slice::<bf16, u8>(&expected));
+    }
+
+    #[test]
+    fn says_what_is_wrong() {
+        let dir = tempfile::tempdir().unwrap();
+        assert!(matches!(
+            WeightSource::open(dir.path()),
+            Err(WeightError::NoWeights { .. })
+        ));
+        let path = two_tensors(dir.path());
+        let source = WeightSource::open(dir.path()).unwrap();
+        let range = |name: &str, r: Range<usize>, bytes| {
+            source.read_range(name, r, DType::F32, &mut vec![0; bytes])
+        };
+        assert!(matches!(
+            range("a", 10..13, 12),
+            Err(WeightError::Range { .. })
+        ));
+        assert!(matches!(
+            range("a", 0..2, 9),
+            Err(WeightError::Range { .. })
+        ));
+        assert!(matches!(
+            range("z", 0..1, 4),
+            Err(WeightError::MissingTensor { .. })
+        ));
+        assert!(matches!(
+            range("c", 0..1, 4),
+            Err(WeightError::DType { .. })
+        ));
+        let bytes = std::fs::read(&path).unwrap();
+        for keep in [bytes.len() - 1, 40, 5, 0] {
+            std::fs::write(&path, &bytes[..keep]).unwrap();
+            let error = WeightSource::open(dir.path()).unwrap_err();
+            assert!(
+                matches!(error, WeightError::Truncated { .. }),
+                "{keep}: {error}"
+            );
+        }
+        let mut broken = bytes;
+        broken[9] = b'!';
+        std::fs::write(&path, &broken).unwrap();
+        assert!(matches!(
+            WeightSource::open(dir.path()),
+            Err(WeightError::Header { .. })
+        ));
+    }
+
+    #[test]
+    fn shards_are_joined_through_the_index() {
+        let dir = tempfile::tempdir().unwrap();
+        write(
+            &dir.path().join("1.safetensors"),
+            &[("a", Dtype::F32, vec![1], floats(&[1.0]))],
+        );
+        write(
+            &dir.path().join("2.safetensors"),
+            &[("b", Dtype::F32, vec![1], floats(&[2.0]))],
+        );
+        let index = dir.path().join("model.safetensors.index.json");
+        let map = |text: &str| std::fs::write(&index, text).unwrap();
+        map(r#"{"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}"#);
+        let source = WeightSource::open(dir.path()).unwrap();
+        assert_eq!(source.read("b", DType::F32).unwrap(), floats(&[2.0]));
+        map(r#"{"weight_map": {"a": "1.safetensors", "b": "1.safetensors"}}"#);
+        assert!(matches!(
+            WeightSource::open(dir.path()),
+            Err(WeightError::MissingTensor { .. })
+        ));
+        map(r#"{"weight_map": {"a": "../1.safetensors"}}"#);
+        assert!(matches!(
+            WeightSource::open(dir.path()),
+            Err(WeightError::ShardName { .. })
+        ));
+        map(r#"{"weight_map": {"a": "3.safetensors"}}"#);
+        assert!(matches!(
+            WeightSource::open(dir.path()),
+            Err(WeightError::Read { .. })
+        ));
+    }
+
+    #[test]
+    fn compares_with_the_model_and_lists_what_is_left() {
+        use engine::{TensorParallel, UnitId, UnitSpec};
+        let dir = tempfile::tempdir().unwrap();
+        two_tensors(dir.path());
+        let source = WeightSource::open(dir.path()).unwrap();
+        let spec = |name: &str, shape: &[usize]| ModelSpec {
+            units: vec![UnitSpec { name: "u".into() }],
+            params: vec![ParamSpec {
+                name: name.into(),
+                shape: Shape::new(shape),
+                unit: UnitId(0),
+                trainable: true,
+                tensor_parallel: TensorParallel::Replicated,
+            }],
+        };
+        assert_eq!(source.check(&spec("a", &[3, 4])).unwrap(), ["b", "c"]);
+        let adapter = format!("{ADAPTER_PREFIX}q.lora_A.weight");
+        assert_eq!(source.check(&spec(&adapter, &[1])).unwrap().len(), 3);
+        let shape = source.check(&spec("a", &[4, 3]));
+        assert!(matches!(shape, Err(WeightError::WrongShape { .. })));
+        let dtype = source.check(&spec("c", &[1]));
+        assert!(matches!(dtype, Err(WeightError::DType { .. })));
+        let missing = source.check(&spec("d", &[1]));
+        assert!(matches!(missing, Err(WeightError::MissingTensor { .. })));
+    }
+}
