@@ -1,0 +1,82 @@
+//! Which tokens of a conversation are learnt, and what each position shall predict.
+
+use super::processor::MarkerIds;
+
+/// Label of a position that is not supervised.
+pub const IGNORED: i32 = -100;
+
+/// Flags every token of an answer, from behind the role's line to the end of the turn inclusive.
+pub(super) fn answer_spans(ids: &[i32], markers: &MarkerIds) -> Vec<bool> {
+    let mut trainable = vec![false; ids.len()];
+    for role in 1..ids.len() {
+        if ids[role] != markers.assistant || ids[role - 1] != markers.turn_start {
+            continue;
+        }
+        // behind the role comes a line break; an end token right there does not end the span
+        let start = role + 2;
+        let end = (start + 1..ids.len()).find(|&i| ids[i] == markers.turn_end);
+        if let Some(end) = end {
+            trainable[start..=end].fill(true);
+        }
+    }
+    trainable
+}
+
+/// What each position shall predict; behind the last token of an answer that is `eos`.
+pub(super) fn shifted_labels(ids: &[i32], trainable: &[bool], eos: i32) -> Vec<i32> {
+    let mut labels = vec![IGNORED; ids.len()];
+    for i in 1..ids.len() {
+        if trainable[i] {
+            labels[i - 1] = ids[i];
+        } else if trainable[i - 1] {
+            labels[i - 1] = eos;
+        }
+    }
+    labels
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MARKERS: MarkerIds = MarkerIds {
+        turn_start: 1,
+        turn_end: 2,
+        assistant: 3,
+        eos: 2,
+        image_start: 4,
+        image_end: 5,
+        slice_start: 6,
+        slice_end: 7,
+    };
+
+    fn spans(ids: &[i32]) -> Vec<usize> {
+        let flags = answer_spans(ids, &MARKERS);
+        (0..ids.len()).filter(|&i| flags[i]).collect()
+    }
+
+    #[test]
+    fn an_answer_starts_behind_the_line_break_and_includes_its_end() {
+        assert_eq!(spans(&[1, 9, 2, 1, 3, 10, 20, 21, 2, 10]), [6, 7, 8]);
+    }
+
+    #[test]
+    fn the_word_assistant_elsewhere_starts_nothing() {
+        assert!(spans(&[9, 3, 10, 20, 2]).is_empty());
+        assert!(spans(&[1, 3]).is_empty());
+        assert!(spans(&[1, 3, 10, 20]).is_empty(), "no end token");
+    }
+
+    #[test]
+    fn labels_are_shifted_and_end_with_eos_once_more() {
+        let ids = [10, 20, 2, 10, 30];
+        let labels = shifted_labels(&ids, &[false, true, true, false, false], 99);
+        assert_eq!(labels, [20, 2, 99, IGNORED, IGNORED]);
+        // cut right behind the answer there is nothing left to predict
+        assert_eq!(
+            shifted_labels(&ids[..3], &[false, true, true], 99),
+            [20, 2, IGNORED]
+        );
+        assert!(shifted_labels(&[], &[], 99).is_empty());
+    }
+}

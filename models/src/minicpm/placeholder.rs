@@ -1,0 +1,192 @@
+//! Replaces the places of pictures in a conversation by markers and feature tokens.
+
+use std::sync::LazyLock;
+
+use regex::Regex;
+
+use super::data::{RawSample, SINGLE_IMAGE};
+use super::processor::ProcessorConfig;
+use super::sample::SampleError;
+use super::slicing::{Cells, SlicePlan};
+use crate::text::Message;
+
+/// When a picture gets a number in the prompt (if the model numbers pictures at all).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum PlaceholderStyle {
+    /// As the fine-tuning script writes it: only pictures with cells are numbered and counted.
+    #[default]
+    Training,
+    /// As the inference processor writes it: every picture is.
+    Inference,
+}
+
+/// A conversation with its pictures written out.
+#[derive(Debug)]
+pub(super) struct Substituted {
+    pub(super) turns: Vec<Message>,
+    /// Pictures, by index into the sample's list, in the order in which the text shows them.
+    pub(super) order: Vec<usize>,
+}
+
+static NAMED: LazyLock<Regex> =
+    LazyLock::new(|| Regex::new(r"<image_\d+>").expect("a constant pattern is valid"));
+
+/// Writes out the pictures of `sample` in `turns` (its turns or the first of them); `plans` has one
+/// entry per picture.
+pub(super) fn substitute(
+    sample: &RawSample,
+    turns: &[Message],
+    plans: &[SlicePlan],
+    config: &ProcessorConfig,
+    style: PlaceholderStyle,
+) -> Result<Substituted, SampleError> {
+    let texts = placeholders(plans, config, style);
+    if sample.has_single_image() {
+        substitute_single(turns, &texts[0])
+    } else if sample.images.is_empty() {
+        check_text_only(turns)?;
+        Ok(Substituted {
+            turns: turns.to_vec(),
+            order: Vec::new(),
+        })
+    } else {
+        substitute_named(sample, turns, &texts)
+    }
+}
+
+/// The text that stands for each picture.
+fn placeholders(
+    plans: &[SlicePlan],
+    config: &ProcessorConfig,
+    style: PlaceholderStyle,
+) -> Vec<String> {
+    let markers = &config.markers;
+    let features = markers.feature.repeat(config.query_num);
+    let mut numbered = 0;
+    let mut one = |plan: &SlicePlan| {
+        let mut text = String::new();
+        let counts = plan.cells.is_some() || style == PlaceholderStyle::Inference;
+        if config.use_image_id && counts {
+            text = format!(
+                "{}{numbered}{}",
+                markers.image_id_start, markers.image_id_end
+            );
+            numbered += 1;
+        }
+        text.extend([&markers.image_start, &features, &markers.image_end].map(String::as_str));
+        if let Some(Cells { cols, rows, .. }) = plan.cells {
+            let cell = format!("{}{features}{}", markers.slice_start, markers.slice_end);
+            text.push_str(&vec![cell.repeat(cols); rows].join("\n"));
+        }
+        text
+    };
+    plans.iter().map(&mut one).collect()
+}
+
+fn substitute_single(turns: &[Message], text: &str) -> Result<Substituted, SampleError> {
+    if let Some(name) = turns.iter().find_map(|turn| NAMED.find(&turn.content)) {
+        return Err(unknown(name.as_str(), &[SINGLE_IMAGE]));
+    }
+    let marked: usize = turns.iter().map(single_marks).sum();
+    let in_first = single_marks(&turns[0]);
+    // without a mark in the first turn the picture is put in front of it
+    let placeholders = marked + usize::from(in_first == 0);
+    if placeholders > 1 {
+        return Err(SampleError::MorePlaceholdersThanImages {
+            placeholders,
+            images: 1,
+        });
+    }
+    let mut turns = turns.to_vec();
+    let first = &mut turns[0].content;
+    *first = match in_first {
+        0 => format!("{text}\n{first}"),
+        _ => first.replace(SINGLE_IMAGE, text),
+    };
+    Ok(Substituted {
+        turns,
+        order: vec![0],
+    })
+}
+
+fn check_text_only(turns: &[Message]) -> Result<(), SampleError> {
+    let named: usize = turns
+        .iter()
+        .map(|turn| NAMED.find_iter(&turn.content).count())
+        .sum();
+    let placeholders = named + turns.iter().map(single_marks).sum::<usize>();
+    if placeholders > 0 {
+        return Err(SampleError::MorePlaceholdersThanImages {
+            placeholders,
+            images: 0,
+        });
+    }
+    Ok(())
+}
+
+fn substitute_named(
+    sample: &RawSample,
+    turns: &[Message],
+    texts: &[String],
+) -> Result<Substituted, SampleError> {
+    let mut order = Vec::new();
+    let mut written = Vec::with_capacity(turns.len());
+    for turn in turns {
+        // text and names alternate; every piece gets a line of its own, empty ones too
+        let mut pieces = Vec::new();
+        let mut rest = 0;
+        for name in NAMED.find_iter(&turn.content) {
+            let image = sample
+                .images
+                .iter()
+                .position(|(known, _)| known == name.as_str());
+            let image = image.ok_or_else(|| unknown(name.as_str(), &names(sample)))?;
+            order.push(image);
+            pieces.extend([&turn.content[rest..name.start()], &texts[image]]);
+            rest = name.end();
+        }
+        pieces.push(&turn.content[rest..]);
+        written.push(Message {
+            role: turn.role.clone(),
+            content: pieces.join("\n"),
+        });
+    }
+    let placeholders = order.len() + turns.iter().map(single_marks).sum::<usize>();
+    let images = sample.images.len();
+    if placeholders > images {
+        return Err(SampleError::MorePlaceholdersThanImages {
+            placeholders,
+            images,
+        });
+    }
+    let unused = (0..images).find(|image| !order.contains(image));
+    if let Some(image) = unused {
+        return Err(SampleError::UnusedImage {
+            name: sample.images[image].0.clone(),
+        });
+    }
+    Ok(Substituted {
+        turns: written,
+        order,
+    })
+}
+
+fn single_marks(turn: &Message) -> usize {
+    turn.content.matches(SINGLE_IMAGE).count()
+}
+
+fn names(sample: &RawSample) -> Vec<&str> {
+    sample
+        .images
+        .iter()
+        .map(|(name, _)| name.as_str())
+        .collect()
+}
+
+fn unknown(name: &str, known: &[&str]) -> SampleError {
+    let known = known.iter().map(|&name| name.to_owned()).collect();
+    SampleError::UnknownPlaceholder {
+        name: name.to_owned(),
+        known,
+    }
+}

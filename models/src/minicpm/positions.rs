@@ -1,0 +1,85 @@
+//! Position ids of patches on the learned position grid.
+//!
+//! A picture of `rows` x `cols` patches is laid over a square grid of learned positions: the
+//! fractional coordinate of each row and column is put into one of `grid_side` buckets. Both the
+//! coordinates and the bucket edges are `f32` ranges as PyTorch's CPU `arange` makes them, whose
+//! rounding differs from `i * step`; a plain floor gives other buckets for some sizes (25, 49, ...).
+
+/// Elements that PyTorch's vectorised fill advances by from one base value.
+const LANES: usize = 8;
+/// Elements handled per iteration of that fill; what remains at the end is computed one by one.
+const BLOCK: usize = 2 * LANES;
+
+/// `arange(start, end, step)` in `f32`, bit for bit as PyTorch on a CPU.
+fn arange(start: f64, end: f64, step: f64) -> Vec<f32> {
+    let count = ((end - start) / step).ceil() as usize;
+    let vectorised = count / BLOCK * BLOCK;
+    (0..count)
+        .map(|i| {
+            if i < vectorised {
+                let base = (start + step * (i / LANES * LANES) as f64) as f32;
+                (f64::from(base) + (i % LANES) as f64 * step) as f32
+            } else {
+                (start + step * i as f64) as f32
+            }
+        })
+        .collect()
+}
+
+/// Bucket of each of `patches` patches of one axis on a grid of `grid_side` positions.
+///
+/// # Panics
+/// If either number is zero.
+pub fn position_buckets(patches: usize, grid_side: usize) -> Vec<usize> {
+    assert!(
+        patches > 0 && grid_side > 0,
+        "an empty axis has no positions"
+    );
+    let edges = arange(1.0 / grid_side as f64, 1.0, 1.0 / grid_side as f64);
+    let coordinates = arange(0.0, 1.0 - 1e-6, f64::from(1.0 / patches as f32));
+    let bucket = |coordinate| edges.partition_point(|&edge| edge <= coordinate);
+    (0..patches)
+        // rounding of the step could make the range one short; its last element is then repeated
+        .map(|i| bucket(coordinates[i.min(coordinates.len() - 1)]).min(grid_side - 1))
+        .collect()
+}
+
+/// Index of each patch, row-major, into the `grid_side * grid_side` learned positions.
+///
+/// # Panics
+/// If any number is zero.
+pub fn position_ids(rows: usize, cols: usize, grid_side: usize) -> Vec<i32> {
+    let row_buckets = position_buckets(rows, grid_side);
+    let col_buckets = position_buckets(cols, grid_side);
+    row_buckets
+        .iter()
+        .flat_map(|row| {
+            col_buckets
+                .iter()
+                .map(move |col| (row * grid_side + col) as i32)
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_full_grid_is_the_identity() {
+        let ids: Vec<i32> = (0..16).collect();
+        assert_eq!(position_ids(4, 4, 4), ids);
+    }
+
+    #[test]
+    fn buckets_follow_float_ranges_not_the_floor() {
+        // 5 * 70 / 25 is exactly 14, but the reference puts the cell one lower
+        assert_eq!(position_buckets(25, 70)[5], 13);
+    }
+
+    #[test]
+    fn rows_and_columns_are_told_apart() {
+        assert_eq!(position_ids(1, 2, 2), [0, 1]);
+        assert_eq!(position_ids(2, 1, 2), [0, 2]);
+    }
+}

@@ -1,0 +1,770 @@
+//! From a raw sample to token ids, labels, places of pictures and patches, by the rules of the
+//! family's fine-tuning script.
+//!
+//! Labels are **already shifted**: `labels[i]` is what position `i` shall predict. The position of a
+//! turn's end token is supervised once more with the end-of-sequence token.
+
+use std::path::PathBuf;
+
+pub use super::data::{DataError, RawSample, read_samples};
+pub use super::labels::IGNORED;
+use super::labels::{answer_spans, shifted_labels};
+pub use super::placeholder::PlaceholderStyle;
+use super::placeholder::substitute;
+use super::processor::Processor;
+pub use super::sample_error::SampleError;
+pub use super::slicing::{Slice, SlicePlan};
+use crate::image::{ImageError, ImageSource};
+use crate::text::Message;
+
+/// Settings of a run that shape samples.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct EncodeOptions {
+    /// Tokens a sample is cut to.
+    pub model_max_length: usize,
+    /// Most cells per picture, instead of the model folder's number.
+    pub max_slice_nums: Option<usize>,
+}
+
+impl Default for EncodeOptions {
+    fn default() -> Self {
+        Self {
+            model_max_length: 2048,
+            max_slice_nums: None,
+        }
+    }
+}
+
+/// A training sample as the model takes it. Position ids are `0..input_ids.len()`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct EncodedSample {
+    /// Token ids, `[tokens]`.
+    pub input_ids: Vec<i32>,
+    /// What each position shall predict, [`IGNORED`] where it is not supervised, `[tokens]`.
+    pub labels: Vec<i32>,
+    /// Token ranges `start..end` that the features of slices replace: range k belongs to slice k.
+    pub image_bounds: Vec<(usize, usize)>,
+    /// Slices in the order of the text; truncation may leave more slices than ranges, the last ones
+    /// then have no effect.
+    pub slices: Vec<Slice>,
+    /// Tokens before truncation.
+    pub untruncated_tokens: usize,
+}
+
+impl EncodedSample {
+    /// Positions that enter the loss.
+    pub fn supervised_tokens(&self) -> usize {
+        supervised(&self.labels)
+    }
+
+    /// Patches of all slices together.
+    pub fn patches(&self) -> usize {
+        self.slices
+            .iter()
+            .map(|slice| slice.rows * slice.cols)
+            .sum()
+    }
+}
+
+/// A prompt as the model takes it, up to where the assistant starts to write.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct EncodedPrompt {
+    /// Token ids, `[tokens]`.
+    pub input_ids: Vec<i32>,
+    /// As [`EncodedSample::image_bounds`].
+    pub image_bounds: Vec<(usize, usize)>,
+    /// As [`EncodedSample::slices`].
+    pub slices: Vec<Slice>,
+}
+
+/// What a sample will cost, without its pixels.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SampleSize {
+    /// Tokens after truncation.
+    pub tokens: usize,
+    /// Tokens before truncation.
+    pub untruncated_tokens: usize,
+    /// Positions that enter the loss.
+    pub supervised: usize,
+    /// Patches of all slices together.
+    pub patches: usize,
+    /// Slices.
+    pub slices: usize,
+}
+
+/// Tokens of a sample whose slices are planned but not cut.
+struct Tokens {
+    input_ids: Vec<i32>,
+    labels: Vec<i32>,
+    image_bounds: Vec<(usize, usize)>,
+    untruncated: usize,
+    order: Vec<usize>,
+}
+
+impl Processor {
+    /// Turns a sample into model inputs for training.
+    ///
+    /// # Errors
+    /// [`SampleError`] for each way a sample can be unusable; nothing is repaired silently.
+    pub fn encode(
+        &self,
+        sample: &RawSample,
+        images: &dyn ImageSource,
+        options: &EncodeOptions,
+    ) -> Result<EncodedSample, SampleError> {
+        check_turns(&sample.conversations)?;
+        let (plans, slices) = self.cut(sample, images, options)?;
+        let tokens = self.training_tokens(sample, &plans, options)?;
+        Ok(EncodedSample {
+            input_ids: tokens.input_ids,
+            labels: tokens.labels,
+            image_bounds: tokens.image_bounds,
+            slices: in_order(slices, &tokens.order),
+            untruncated_tokens: tokens.untruncated,
+        })
+    }
+
+    /// Counts what [`Processor::encode`] would yield and checks all it checks, except the content of
+    /// picture files behind their headers.
+    ///
+    /// # Errors
+    /// As [`Processor::encode`].
+    pub fn measure(
+        &self,
+        sample: &RawSample,
+        images: &dyn ImageSource,
+        options: &EncodeOptions,
+    ) -> Result<SampleSize, SampleError> {
+        check_turns(&sample.conversations)?;
+        let plans = self.plan_all(sample, images, options)?;
+        let tokens = self.training_tokens(sample, &plans, options)?;
+        Ok(SampleSize {
+            tokens: tokens.input_ids.len(),
+            untruncated_tokens: tokens.untruncated,
+            supervised: supervised(&tokens.labels),
+            patches: plans.iter().map(SlicePlan::patches).sum(),
+            slices: plans.iter().map(SlicePlan::slices).sum(),
+        })
+    }
+
+    /// Turns the conversation without its last answer into a prompt; nothing is truncated.
+    /// The style [`PlaceholderStyle::Training`] writes pictures exactly as [`Processor::encode`] does.
+    ///
+    /// # Errors
+    /// [`SampleError`] as for [`Processor::encode`], except for missing answers.
+    pub fn encode_prompt(
+        &self,
+        sample: &RawSample,
+        images: &dyn ImageSource,
+        options: &EncodeOptions,
+        style: PlaceholderStyle,
+    ) -> Result<EncodedPrompt, SampleError> {
+        let answered = usize::from(sample.answer().is_some());
+        let turns = &sample.conversations[..sample.conversations.len() - answered];
+        check_roles(turns, 1)?;
+        let (plans, slices) = self.cut(sample, images, options)?;
+        let written = substitute(sample, turns, &plans, &self.config, style)?;
+        let input_ids = self.tokenize(&self.template.render(&written.turns, true)?)?;
+        let slice_count = plans.iter().map(SlicePlan::slices).sum();
+        let image_bounds = self.image_bounds(&input_ids, input_ids.len(), slice_count)?;
+        Ok(EncodedPrompt {
+            input_ids,
+            image_bounds,
+            slices: in_order(slices, &written.order),
+        })
+    }
+
+    /// Text of a training sample before it is tokenized, pictures written out.
+    ///
+    /// # Errors
+    /// As [`Processor::measure`].
+    pub fn render(
+        &self,
+        sample: &RawSample,
+        images: &dyn ImageSource,
+        options: &EncodeOptions,
+    ) -> Result<String, SampleError> {
+        check_turns(&sample.conversations)?;
+        let plans = self.plan_all(sample, images, options)?;
+        let style = PlaceholderStyle::Training;
+        let written = substitute(sample, &sample.conversations, &plans, &self.config, style)?;
+        Ok(self.template.render(&written.turns, false)?)
+    }
+
+    /// Plans the slices of every picture from the headers of the files.
+    fn plan_all(
+        &self,
+        sample: &RawSample,
+        images: &dyn ImageSource,
+        options: &EncodeOptions,
+    ) -> Result<Vec<SlicePlan>, SampleError> {
+        let mut plans = Vec::with_capacity(sample.images.len());
+        for (name, path) in &sample.images {
+            let size = images
+                .dimensions(path)
+                .map_err(|error| image_error(name, path, error))?;
+            plans.push(self.plan(size, options));
+        }
+        Ok(plans)
+    }
+
+    fn plan(&self, (width, height): (usize, usize), options: &EncodeOptions) -> SlicePlan {
+        let mut slicing = self.config.slicing;
+        slicing.max_slice_nums = options.max_slice_nums.unwrap_or(slicing.max_slice_nums);
+        SlicePlan::new(width, height, &slicing)
+    }
+
+    /// Decodes and cuts every picture, one after the other so that one is in memory at a time.
+    fn cut(
+        &self,
+        sample: &RawSample,
+        images: &dyn ImageSource,
+        options: &EncodeOptions,
+    ) -> Result<(Vec<SlicePlan>, Vec<Vec<Slice>>), SampleError> {
+        let cut = |(name, path): &(String, PathBuf)| {
+            let image = images
+                .load(path)
+                .map_err(|error| image_error(name, path, error))?;
+            let plan = self.plan((image.width(), image.height()), options);
+            Ok((plan, plan.cut(&image)))
+        };
+        sample.images.iter().map(cut).collect()
+    }
+
+    fn training_tokens(
+        &self,
+        sample: &RawSample,
+        plans: &[SlicePlan],
+        options: &EncodeOptions,
+    ) -> Result<Tokens, SampleError> {
+        let style = PlaceholderStyle::Training;
+        let written = substitute(sample, &sample.conversations, plans, &self.config, style)?;
+        let mut input_ids = self.tokenize(&self.template.render(&written.turns, false)?)?;
+        let mut trainable = answer_spans(&input_ids, &self.ids);
+        let untruncated = input_ids.len();
+        let answer_start = trainable.iter().position(|&flag| flag);
+        input_ids.truncate(options.model_max_length);
+        trainable.truncate(options.model_max_length);
+        let kept = input_ids.len();
+        let labels = shifted_labels(&input_ids, &trainable, self.ids.eos);
+        if supervised(&labels) == 0 {
+            return Err(SampleError::NoSupervisedToken {
+                tokens: untruncated,
+                kept,
+                answer_start,
+            });
+        }
+        let slices = plans.iter().map(SlicePlan::slices).sum();
+        let image_bounds = self.image_bounds(&input_ids, untruncated, slices)?;
+        Ok(Tokens {
+            input_ids,
+            labels,
+            image_bounds,
+            untruncated,
+            order: written.order,
+        })
+    }
+
+    fn tokenize(&self, text: &str) -> Result<Vec<i32>, SampleError> {
+        let ids = self.tokenizer.encode(text)?;
+        let vocab_size = self.vocab_size;
+        match ids.iter().position(|&id| id as usize >= vocab_size) {
+            None => Ok(ids),
+            Some(position) => Err(SampleError::TokenOutOfRange {
+                id: ids[position],
+                position,
+                vocab_size,
+            }),
+        }
+    }
+
+    /// Ranges between start and end markers; `tokens` is the length before truncation.
+    fn image_bounds(
+        &self,
+        input_ids: &[i32],
+        tokens: usize,
+        slices: usize,
+    ) -> Result<Vec<(usize, usize)>, SampleError> {
+        let ids = &self.ids;
+        let positions = |a: i32, b: i32| -> Vec<usize> {
+            let found = input_ids
+                .iter()
+                .enumerate()
+                .filter(|&(_, &id)| id == a || id == b);
+            found.map(|(position, _)| position).collect()
+        };
+        let starts = positions(ids.image_start, ids.slice_start);
+        let ends = positions(ids.image_end, ids.slice_end);
+        if starts.len() != ends.len() {
+            let (starts, ends, kept) = (starts.len(), ends.len(), input_ids.len());
+            return Err(SampleError::UnpairedImageMarkers {
+                starts,
+                ends,
+                tokens,
+                kept,
+            });
+        }
+        if starts.len() > slices {
+            let (placeholders, images) = (starts.len(), slices);
+            return Err(SampleError::MorePlaceholdersThanImages {
+                placeholders,
+                images,
+            });
+        }
+        let expected = self.config.query_num;
+        let bounds: Vec<_> = starts
+            .into_iter()
+            .map(|start| start + 1)
+            .zip(ends)
+            .collect();
+        match bounds
+            .iter()
+            .position(|&(start, end)| start + expected != end)
+        {
+            None => Ok(bounds),
+            Some(index) => {
+                let (start, end) = bounds[index];
+                Err(SampleError::WrongImageSpan {
+                    index,
+                    start,
+                    end,
+                    expected,
+                })
+            }
+        }
+    }
+}
+
+fn supervised(labels: &[i32]) -> usize {
+    labels.iter().filter(|&&label| label != IGNORED).count()
+}
+
+fn check_turns(turns: &[Message]) -> Result<(), SampleError> {
+    check_roles(turns, 2)?;
+    if turns.iter().all(|turn| turn.role != "assistant") {
+        return Err(SampleError::NoAssistantTurn { turns: turns.len() });
+    }
+    Ok(())
+}
+
+fn check_roles(turns: &[Message], needed: usize) -> Result<(), SampleError> {
+    if turns.len() < needed {
+        return Err(SampleError::TooFewTurns {
+            turns: turns.len(),
+            needed,
+        });
+    }
+    if turns[0].role != "user" {
+        return Err(SampleError::FirstRoleNotUser {
+            role: turns[0].role.clone(),
+        });
+    }
+    let known = |turn: &Message| matches!(turn.role.as_str(), "user" | "assistant");
+    match turns.iter().position(|turn| !known(turn)) {
+        None => Ok(()),
+        Some(turn) => Err(SampleError::UnknownRole {
+            turn,
+            role: turns[turn].role.clone(),
+        }),
+    }
+}
+
+fn in_order(mut slices: Vec<Vec<Slice>>, order: &[usize]) -> Vec<Slice> {
+    order
+        .iter()
+        .flat_map(|&image| std::mem::take(&mut slices[image]))
+        .collect()
+}
+
+fn image_error(name: &str, path: &std::path::Path, source: ImageError) -> SampleError {
+    SampleError::Image {
+        name: name.to_owned(),
+        path: path.to_owned(),
+        source,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::image::RgbImage;
+    use serde_json::{Value, json};
+    use std::path::Path;
+
+    /// Pictures whose path is their size, as in `100x40`.
+    struct Sizes;
+
+    impl ImageSource for Sizes {
+        fn dimensions(&self, path: &Path) -> Result<(usize, usize), ImageError> {
+            let parse = |text: &str| {
+                let (width, height) = text.split_once('x')?;
+                Some((width.parse().ok()?, height.parse().ok()?))
+            };
+            parse(path.to_str().unwrap()).ok_or_else(|| ImageError::Missing {
+                path: path.to_owned(),
+            })
+        }
+
+        fn load(&self, path: &Path) -> Result<RgbImage, ImageError> {
+            let (width, height) = self.dimensions(path)?;
+            // the byte tells pictures apart
+            Ok(RgbImage::new(
+                width,
+                height,
+                vec![width as u8; width * height * 3],
+            ))
+        }
+    }
+
+    fn pack() -> PathBuf {
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/golden/minicpm-v-2_6")
+    }
+
+    fn processor() -> Processor {
+        Processor::load(&pack()).unwrap()
+    }
+
+    fn sample(image: Value, turns: &[(&str, &str)]) -> RawSample {
+        let turn = |(role, content): &(&str, &str)| json!({"role": role, "content": content});
+        let turns: Vec<Value> = turns.iter().map(turn).collect();
+        serde_json::from_value(json!({"image": image, "conversations": turns})).unwrap()
+    }
+
+    fn ask(image: Value, question: &str) -> RawSample {
+        sample(image, &[("user", question), ("assistant", "Yes.")])
+    }
+
+    fn encode(sample: &RawSample) -> Result<EncodedSample, SampleError> {
+        let result = processor().encode(sample, &Sizes, &EncodeOptions::default());
+        let measured = processor().measure(sample, &Sizes, &EncodeOptions::default());
+        assert_eq!(
+            result.is_ok(),
+            measured.is_ok(),
+            "measuring sees what encoding sees"
+        );
+        result
+    }
+
+    fn text(sample: &RawSample) -> String {
+        processor()
+            .render(sample, &Sizes, &EncodeOptions::default())
+            .unwrap()
+    }
+
+    const SMALL: &str = "56x56";
+    const WIDE: &str = "112x56";
+
+    #[test]
+    fn a_sample_without_pictures_has_no_slices() {
+        let encoded = encode(&ask(Value::Null, "Why?")).unwrap();
+        assert!(encoded.slices.is_empty() && encoded.image_bounds.is_empty());
+        // four tokens of answer text at most, the end token twice
+        assert!(encoded.supervised_tokens() > 2);
+        assert!(text(&ask(Value::Null, "Why?")).contains("<|im_start|>user\nWhy?<|im_end|>"));
+    }
+
+    #[test]
+    fn the_end_token_is_supervised_twice_and_the_rest_ignored() {
+        let encoded = encode(&ask(Value::Null, "Why?")).unwrap();
+        let eos = processor().eos_id();
+        let end = encoded.input_ids.iter().rposition(|&id| id == eos).unwrap();
+        assert_eq!(encoded.labels[end - 1..], [eos, eos, IGNORED]);
+        let first = encoded
+            .labels
+            .iter()
+            .position(|&label| label != IGNORED)
+            .unwrap();
+        // the line break behind the role predicts the first answer token
+        assert_eq!(
+            encoded.labels[first..end],
+            encoded.input_ids[first + 1..=end]
+        );
+        assert_eq!(encoded.supervised_tokens(), end + 1 - first);
+    }
+
+    #[test]
+    fn an_empty_answer_runs_on_to_the_next_end_token() {
+        let turns = [
+            ("user", "a"),
+            ("assistant", ""),
+            ("user", "b"),
+            ("assistant", "c"),
+        ];
+        let encoded = encode(&sample(Value::Null, &turns)).unwrap();
+        let eos = processor().eos_id();
+        let ends: Vec<usize> = (0..encoded.input_ids.len())
+            .filter(|&i| encoded.input_ids[i] == eos)
+            .collect();
+        // ends: system, first question, empty answer, second question, second answer
+        let labels = &encoded.labels[ends[2]..ends[3]];
+        assert_eq!(labels, &encoded.input_ids[ends[2] + 1..=ends[3]]);
+    }
+
+    #[test]
+    fn pictures_are_numbered_only_when_cut_unless_the_inference_style_is_asked_for() {
+        let sample = ask(
+            json!({"<image_00>": SMALL, "<image_01>": WIDE}),
+            "<image_00><image_01>",
+        );
+        let written = text(&sample);
+        assert_eq!(written.matches("<image_id>").count(), 1);
+        assert!(written.contains("<image_id>0</image_id><image>"));
+        let prompt = |style| {
+            let options = EncodeOptions::default();
+            processor()
+                .encode_prompt(&sample, &Sizes, &options, style)
+                .unwrap()
+        };
+        let (training, inference) = (
+            prompt(PlaceholderStyle::Training),
+            prompt(PlaceholderStyle::Inference),
+        );
+        let numbers = |prompt: &EncodedPrompt| {
+            let id = processor().tokenizer().id("<image_id>").unwrap();
+            prompt
+                .input_ids
+                .iter()
+                .filter(|&&token| token == id)
+                .count()
+        };
+        assert_eq!((numbers(&training), numbers(&inference)), (1, 2));
+        assert_eq!(training.slices, inference.slices);
+    }
+
+    #[test]
+    fn use_image_id_false_writes_no_numbers() {
+        let dir = tempfile::tempdir().unwrap();
+        for entry in std::fs::read_dir(pack()).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_file() {
+                std::fs::copy(&path, dir.path().join(path.file_name().unwrap())).unwrap();
+            }
+        }
+        let config = std::fs::read_to_string(pack().join("config.json")).unwrap();
+        let config = config.replace("\"use_image_id\": true", "\"use_image_id\": false");
+        std::fs::write(dir.path().join("config.json"), config).unwrap();
+        let processor = Processor::load(dir.path()).unwrap();
+        let written = processor
+            .render(&ask(json!(WIDE), "Why?"), &Sizes, &EncodeOptions::default())
+            .unwrap();
+        assert!(!written.contains("<image_id>") && written.contains("</image><slice>"));
+    }
+
+    #[test]
+    fn slices_follow_the_order_of_the_text() {
+        let images = json!({"<image_00>": SMALL, "<image_01>": "28x28"});
+        let encoded = encode(&ask(images, "<image_01> or <image_00>")).unwrap();
+        let colours: Vec<u8> = encoded
+            .slices
+            .iter()
+            .map(|slice| slice.patches[0])
+            .collect();
+        assert_eq!(colours, [28, 56]);
+        assert_eq!(encoded.image_bounds.len(), 2);
+    }
+
+    #[test]
+    fn fewer_slices_can_be_asked_for() {
+        let options = EncodeOptions {
+            max_slice_nums: Some(1),
+            ..EncodeOptions::default()
+        };
+        let sample = ask(json!("448x448"), "Why?");
+        let whole = processor()
+            .measure(&sample, &Sizes, &EncodeOptions::default())
+            .unwrap();
+        let single = processor().measure(&sample, &Sizes, &options).unwrap();
+        assert!(whole.slices > 1 && single.slices == 1);
+    }
+
+    #[test]
+    fn more_than_sixteen_pictures_work() {
+        let names: Vec<String> = (0..20).map(|i| format!("<image_{i:02}>")).collect();
+        let images = names
+            .iter()
+            .map(|name| (name.clone(), json!(SMALL)))
+            .collect();
+        let encoded = encode(&ask(Value::Object(images), &names.concat())).unwrap();
+        assert_eq!((encoded.slices.len(), encoded.image_bounds.len()), (20, 20));
+    }
+
+    #[test]
+    fn disagreement_of_text_and_pictures_is_an_error() {
+        let two = json!({"<image_00>": SMALL, "<image_01>": SMALL});
+        let counts = |sample: &RawSample| match encode(sample).unwrap_err() {
+            SampleError::MorePlaceholdersThanImages {
+                placeholders,
+                images,
+            } => (placeholders, images),
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(counts(&ask(json!(SMALL), "<image><image>")), (2, 1));
+        assert_eq!(counts(&ask(Value::Null, "<image> what?")), (1, 0));
+        assert_eq!(counts(&ask(Value::Null, "<image_00> what?")), (1, 0));
+        assert_eq!(
+            counts(&ask(two.clone(), "<image_00><image_01><image_00>")),
+            (3, 2)
+        );
+        assert_eq!(
+            counts(&ask(two.clone(), "<image_00><image_01><image>")),
+            (3, 2)
+        );
+        let later = [
+            ("user", "a"),
+            ("assistant", "b"),
+            ("user", "<image>"),
+            ("assistant", "c"),
+        ];
+        assert_eq!(counts(&sample(json!(SMALL), &later)), (2, 1));
+
+        let unknown = encode(&ask(two.clone(), "<image_00><image_02>")).unwrap_err();
+        let SampleError::UnknownPlaceholder { name, known } = unknown else {
+            panic!("{unknown}")
+        };
+        assert_eq!((name.as_str(), known.len()), ("<image_02>", 2));
+        let unused = encode(&ask(two, "<image_00>")).unwrap_err();
+        assert!(matches!(unused, SampleError::UnusedImage { name } if name == "<image_01>"));
+        let missing = encode(&ask(json!("none"), "Why?")).unwrap_err();
+        assert!(matches!(
+            missing,
+            SampleError::Image {
+                source: ImageError::Missing { .. },
+                ..
+            }
+        ));
+    }
+
+    #[test]
+    fn stray_markers_in_the_text_are_an_error() {
+        let error = encode(&ask(Value::Null, "a <slice> b")).unwrap_err();
+        assert!(matches!(
+            error,
+            SampleError::UnpairedImageMarkers {
+                starts: 1,
+                ends: 0,
+                ..
+            }
+        ));
+        let error = encode(&ask(Value::Null, "a <slice></slice> b")).unwrap_err();
+        let counts = SampleError::MorePlaceholdersThanImages {
+            placeholders: 1,
+            images: 0,
+        };
+        assert_eq!(error.to_string(), counts.to_string());
+        // as many ends as starts, but the end stands before the picture that truncation cut
+        let turns = [
+            ("user", "</slice>"),
+            ("assistant", "b"),
+            ("user", "<image_00>"),
+            ("assistant", "c"),
+        ];
+        let stray = sample(json!({"<image_00>": SMALL}), &turns);
+        let processor = processor();
+        let start = processor.tokenizer().id("<image>").unwrap();
+        let written = text(&stray);
+        let ids = processor.tokenizer().encode(&written).unwrap();
+        let start = ids.iter().position(|&id| id == start).unwrap();
+        let options = EncodeOptions {
+            model_max_length: start + 2,
+            max_slice_nums: None,
+        };
+        let error = processor.encode(&stray, &Sizes, &options).unwrap_err();
+        assert!(
+            matches!(error, SampleError::WrongImageSpan { index: 0, .. }),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn roles_and_turns_are_checked() {
+        let fails = |turns: &[(&str, &str)]| encode(&sample(Value::Null, turns)).unwrap_err();
+        let error = fails(&[("user", "a")]);
+        assert!(matches!(
+            error,
+            SampleError::TooFewTurns {
+                turns: 1,
+                needed: 2
+            }
+        ));
+        let error = fails(&[("assistant", "a"), ("user", "b")]);
+        assert!(matches!(error, SampleError::FirstRoleNotUser { role } if role == "assistant"));
+        let error = fails(&[("user", "a"), ("tool", "b")]);
+        assert!(matches!(error, SampleError::UnknownRole { turn: 1, .. }));
+        let error = fails(&[("user", "a"), ("user", "b")]);
+        assert!(matches!(error, SampleError::NoAssistantTurn { turns: 2 }));
+    }
+
+    #[test]
+    fn truncation_that_leaves_no_answer_or_half_a_picture_is_an_error() {
+        let cut = |sample: &RawSample, model_max_length| {
+            let options = EncodeOptions {
+                model_max_length,
+                max_slice_nums: None,
+            };
+            processor().encode(sample, &Sizes, &options)
+        };
+        let plain = ask(Value::Null, "Why?");
+        let whole = encode(&plain).unwrap().input_ids.len();
+        let error = cut(&plain, 10).unwrap_err();
+        let SampleError::NoSupervisedToken {
+            tokens,
+            kept: 10,
+            answer_start: Some(start),
+        } = error
+        else {
+            panic!("{error}")
+        };
+        assert!(tokens == whole && start > 10);
+        assert!(cut(&plain, start).is_err());
+        assert_eq!(cut(&plain, start + 1).unwrap().supervised_tokens(), 1);
+        assert!(matches!(
+            cut(&plain, 0),
+            Err(SampleError::NoSupervisedToken { kept: 0, .. })
+        ));
+
+        let turns = [
+            ("user", "a"),
+            ("assistant", "b"),
+            ("user", "<image_00>"),
+            ("assistant", "c"),
+        ];
+        let late = sample(json!({"<image_00>": SMALL}), &turns);
+        let (start, _) = encode(&late).unwrap().image_bounds[0];
+        let error = cut(&late, start + 1).unwrap_err();
+        assert!(matches!(
+            error,
+            SampleError::UnpairedImageMarkers {
+                starts: 1,
+                ends: 0,
+                ..
+            }
+        ));
+        // cut off as a whole it is allowed
+        let without = cut(&late, start - 1).unwrap();
+        assert_eq!((without.image_bounds.len(), without.slices.len()), (0, 1));
+    }
+
+    #[test]
+    fn a_prompt_needs_no_answer() {
+        let prompt = |turns: &[(&str, &str)]| {
+            let sample = sample(json!(SMALL), turns);
+            let style = PlaceholderStyle::Training;
+            processor().encode_prompt(&sample, &Sizes, &EncodeOptions::default(), style)
+        };
+        let asked = prompt(&[("user", "<image>\nWhy?")]).unwrap();
+        let answered = prompt(&[("user", "<image>\nWhy?"), ("assistant", "Yes.")]).unwrap();
+        assert_eq!(asked, answered);
+        assert!(matches!(
+            prompt(&[]),
+            Err(SampleError::TooFewTurns {
+                turns: 0,
+                needed: 1
+            })
+        ));
+        let answer_only = prompt(&[("assistant", "Yes.")]);
+        assert!(matches!(
+            answer_only,
+            Err(SampleError::TooFewTurns { turns: 0, .. })
+        ));
+    }
+}

@@ -1,0 +1,125 @@
+//! The ways a sample can be unusable.
+
+use std::path::PathBuf;
+
+use thiserror::Error;
+
+use crate::image::ImageError;
+use crate::text::{TemplateError, TokenizerError};
+
+/// Why a sample cannot be used.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum SampleError {
+    /// Fewer turns than a question and an answer.
+    #[error("the conversation has {turns} turns, at least {needed} are needed")]
+    TooFewTurns {
+        /// Turns found.
+        turns: usize,
+        /// Turns needed: 2 to train, 1 to generate.
+        needed: usize,
+    },
+    /// The first turn is not the user's.
+    #[error("the first turn has role {role:?} instead of \"user\"")]
+    FirstRoleNotUser {
+        /// Role found.
+        role: String,
+    },
+    /// A role other than user and assistant.
+    #[error("turn {turn} has the unknown role {role:?}")]
+    UnknownRole {
+        /// Index of the turn, from 0.
+        turn: usize,
+        /// Role found.
+        role: String,
+    },
+    /// The assistant never speaks.
+    #[error("none of the {turns} turns has role \"assistant\"")]
+    NoAssistantTurn {
+        /// Turns found.
+        turns: usize,
+    },
+    /// The text names a picture the sample does not have.
+    #[error("the text names {name} but the pictures are {known:?}")]
+    UnknownPlaceholder {
+        /// The name in the text.
+        name: String,
+        /// Names of the sample's pictures.
+        known: Vec<String>,
+    },
+    /// The text shows more pictures than the sample has.
+    #[error("{placeholders} image placeholders but {images} images")]
+    MorePlaceholdersThanImages {
+        /// Places in the text.
+        placeholders: usize,
+        /// Pictures, or slices where markers are counted.
+        images: usize,
+    },
+    /// The text never shows a picture of the sample.
+    #[error("image {name} is never mentioned in the text")]
+    UnusedImage {
+        /// Its name.
+        name: String,
+    },
+    /// A picture cannot be read.
+    #[error("image {name}")]
+    Image {
+        /// Its name in the text.
+        name: String,
+        /// The path as the sample gives it.
+        path: PathBuf,
+        /// What is wrong with the file.
+        source: ImageError,
+    },
+    /// The chat template failed.
+    #[error(transparent)]
+    Template(#[from] TemplateError),
+    /// The tokenizer failed.
+    #[error(transparent)]
+    Tokenizer(#[from] TokenizerError),
+    /// A token the model has no embedding for.
+    #[error("token {id} at position {position} is beyond the model's vocabulary of {vocab_size}")]
+    TokenOutOfRange {
+        /// The token.
+        id: i32,
+        /// Its position.
+        position: usize,
+        /// Rows of the embedding.
+        vocab_size: usize,
+    },
+    /// Start and end markers do not pair up, because truncation cut a picture in two or because the
+    /// text holds markers of its own.
+    #[error("{starts} image starts but {ends} image ends within {kept} of {tokens} tokens")]
+    UnpairedImageMarkers {
+        /// Start markers.
+        starts: usize,
+        /// End markers.
+        ends: usize,
+        /// Tokens of the whole sample.
+        tokens: usize,
+        /// Tokens left by truncation.
+        kept: usize,
+    },
+    /// A pair of markers does not hold the features of one slice.
+    #[error("image span {index} is {start}..{end}, expected {expected} tokens")]
+    WrongImageSpan {
+        /// Index of the span.
+        index: usize,
+        /// First token behind the start marker.
+        start: usize,
+        /// Position of the end marker.
+        end: usize,
+        /// Features per slice.
+        expected: usize,
+    },
+    /// Nothing to learn: no answer, or truncation cut it off.
+    #[error("no supervised token within {kept} of {tokens} tokens")]
+    NoSupervisedToken {
+        /// Tokens of the whole sample.
+        tokens: usize,
+        /// Tokens left by truncation.
+        kept: usize,
+        /// Where the first answer starts, if there is one.
+        answer_start: Option<usize>,
+    },
+}
