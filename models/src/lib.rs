@@ -1,7 +1,19 @@
 //! Vision-language models written forward-only on a tape of replayed segments, with their image and text processing.
+//!
+//! | module | concept |
+//! |---|---|
+//! | [`autograd`] | the tape: segments leased, run, and run again in backward |
+//! | [`ops`] | differentiable operations, forward beside backward |
+//! | [`nn`] | blocks over parameter handles |
+//! | [`params`], [`lora`] | declaring parameters for the engine; adapters |
+//! | [`batch`] | packed inputs of one pass |
+//! | [`weights`] | reading safetensors folders |
+//! | [`minicpm`] | MiniCPM-V 2.6 and MiniCPM-o 2.6 |
+//! | [`image`], [`text`] | pictures to pixels, conversations to tokens |
 #![forbid(unsafe_code)]
 
 pub mod autograd;
+pub mod batch;
 mod error;
 pub mod image;
 pub mod lora;
@@ -12,5 +24,79 @@ pub mod params;
 pub mod text;
 pub mod weights;
 
+pub use batch::{Batch, VisionBatch};
 pub use error::{ModelError, Result};
-pub use weights::WeightError;
+pub use weights::{WeightError, WeightSource};
+
+use autograd::{Loss, Tape};
+use engine::{ModelSpec, ParamId};
+use kernels::{Backend, DType, Tensor};
+use minicpm::sample::{EncodedPrompt, EncodedSample};
+use minicpm::slicing::Slice;
+use std::ops::Range;
+
+/// One sample on its way into a [`Batch`].
+#[derive(Clone, Copy, Debug)]
+pub struct SampleInput<'a> {
+    /// Token ids.
+    pub input_ids: &'a [i32],
+    /// Labels, already shifted; empty when nothing is supervised.
+    pub labels: &'a [i32],
+    /// Token ranges that features replace: range k belongs to slice k.
+    pub image_bounds: &'a [(usize, usize)],
+    /// Slices; those without a range have no effect.
+    pub slices: &'a [Slice],
+}
+
+impl<'a> From<&'a EncodedSample> for SampleInput<'a> {
+    fn from(sample: &'a EncodedSample) -> Self {
+        Self {
+            input_ids: &sample.input_ids,
+            labels: &sample.labels,
+            image_bounds: &sample.image_bounds,
+            slices: &sample.slices,
+        }
+    }
+}
+
+impl<'a> From<&'a EncodedPrompt> for SampleInput<'a> {
+    fn from(prompt: &'a EncodedPrompt) -> Self {
+        Self {
+            input_ids: &prompt.input_ids,
+            labels: &[],
+            image_bounds: &prompt.image_bounds,
+            slices: &prompt.slices,
+        }
+    }
+}
+
+/// What training, evaluation and generation ask of a model.
+pub trait VisionLanguageModel: Send + Sync + std::fmt::Debug {
+    /// Units and parameters, in forward order.
+    fn spec(&self) -> &ModelSpec;
+
+    /// Dtype of weights and activations.
+    fn dtype(&self) -> DType;
+
+    /// Packs samples into one batch on the device.
+    ///
+    /// # Errors
+    /// When a sample does not fit the model or memory runs out.
+    fn collate(&self, samples: &[SampleInput<'_>], backend: &dyn Backend) -> Result<Batch>;
+
+    /// The forward pass with the loss. A batch without pictures does not run the vision units.
+    ///
+    /// # Errors
+    /// When the engine or the device fails.
+    fn forward<'m>(&'m self, tape: &Tape<'_, 'm>, batch: &'m Batch) -> Result<Loss>;
+
+    /// f32 logits `[samples, vocabulary]` behind the last token of each sample.
+    ///
+    /// # Errors
+    /// When the engine or the device fails.
+    fn next_token_logits<'m>(&'m self, tape: &Tape<'_, 'm>, batch: &'m Batch) -> Result<Tensor>;
+
+    /// Writes random start values of `elements` (row-major) of a parameter into `out`; a function
+    /// of seed, tensor name and element only.
+    fn init(&self, id: ParamId, seed: u64, elements: Range<usize>, out: &mut [f32]);
+}

@@ -1,8 +1,7 @@
 //! What every transport must do, run over threads and over shared memory.
 
 use super::{
-    Collective, CollectiveKind, CommError, Communicator, DEFAULT_DEADLINE, Tag, Ticket, World, shm,
-    threads,
+    Collective, CollectiveKind, CommError, Communicator, Tag, Ticket, World, shm, threads,
 };
 use half::bf16;
 use kernels::{DType, Element};
@@ -13,6 +12,18 @@ use std::time::Duration;
 
 const KIB: usize = 1024;
 const TAG: Tag = Tag::new("test", 7);
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Ends the world of a failed test at once, so that its other ranks do not wait for the deadline.
+struct AbortOnPanic(Arc<dyn Communicator>);
+
+impl Drop for AbortOnPanic {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.0.abort("test failed");
+        }
+    }
+}
 
 #[derive(Clone, Copy, Debug)]
 enum Transport {
@@ -29,7 +40,10 @@ impl Transport {
         deadline: Duration,
         rank: impl Fn(Arc<dyn Communicator>) -> R + Sync,
     ) -> Vec<R> {
-        let rank = &rank;
+        let rank = &|comm: Arc<dyn Communicator>| {
+            let _guard = AbortOnPanic(comm.clone());
+            rank(comm)
+        };
         let dir = tempfile::tempdir().unwrap();
         let join = |world| {
             let dirs = vec![dir.path().to_owned()];
@@ -69,7 +83,7 @@ impl Transport {
 
     fn run_all(self, rank: impl Fn(Arc<dyn Communicator>) + Sync) {
         for size in 1..=4 {
-            self.run(size, 256 * KIB, DEFAULT_DEADLINE, &rank);
+            self.run(size, 256 * KIB, PATIENCE, &rank);
         }
     }
 }
@@ -177,7 +191,7 @@ fn broadcast_copies_the_root(transport: Transport) {
 fn barrier_holds_until_all_have_come(transport: Transport) {
     for size in 1..=4 {
         let arrived = AtomicUsize::new(0);
-        transport.run(size, KIB, DEFAULT_DEADLINE, |comm| {
+        transport.run(size, KIB, PATIENCE, |comm| {
             for round in 1..=50 {
                 arrived.fetch_add(1, Ordering::SeqCst);
                 comm.barrier(TAG).unwrap();
@@ -349,7 +363,7 @@ fn memory_is_reused_only_after_the_last_reader(transport: Transport) {
 }
 
 fn ten_thousand_collectives_leak_nothing(transport: Transport) {
-    transport.run(2, 64 * KIB, DEFAULT_DEADLINE, |comm| {
+    transport.run(2, 64 * KIB, PATIENCE, |comm| {
         let World { rank, size } = comm.world();
         for round in 0..10_000 {
             let per_rank = 1 + (round * 7) % 600;
@@ -387,7 +401,7 @@ fn different_collectives_are_an_error_on_every_rank(transport: Transport) {
     ];
     for size in 2..=4 {
         for (other, other_bytes) in cases {
-            let errors = transport.run(size, 64 * KIB, DEFAULT_DEADLINE, |comm| {
+            let errors = transport.run(size, 64 * KIB, PATIENCE, |comm| {
                 comm.barrier(TAG).unwrap();
                 let odd = comm.world().rank == size - 1;
                 let (op, bytes) = if odd {
@@ -461,7 +475,7 @@ fn a_missing_rank_is_a_timeout_with_the_table_of_ranks(transport: Transport) {
 
 fn an_abort_wakes_every_waiting_rank(transport: Transport) {
     for size in 2..=4 {
-        let errors = transport.run(size, KIB, DEFAULT_DEADLINE, |comm| {
+        let errors = transport.run(size, KIB, PATIENCE, |comm| {
             if comm.world().rank == 1 {
                 comm.abort("disk full");
             }
@@ -570,7 +584,7 @@ fn threads_of_one_rank_wait_at_the_same_time(transport: Transport) {
 fn is_done_turns_true_without_waiting(transport: Transport) {
     let (send, receive) = mpsc::channel();
     let receive = std::sync::Mutex::new(receive);
-    transport.run(2, KIB, DEFAULT_DEADLINE, |comm| {
+    transport.run(2, KIB, PATIENCE, |comm| {
         let gather = op(CollectiveKind::AllGather, DType::U8);
         if comm.world().rank == 0 {
             let ticket = start(&*comm, gather, &[1u8; 2]);
@@ -646,7 +660,7 @@ proptest! {
             let hash = (seed ^ (rank * 7919 + i) as u32).wrapping_mul(0x9e37_79b9).rotate_left(11);
             (hash as f32 - 2e9) * 10f32.powi((hash % 13) as i32 - 20)
         };
-        let results = transport.run(size, 64 * KIB, DEFAULT_DEADLINE, |comm| {
+        let results = transport.run(size, 64 * KIB, PATIENCE, |comm| {
             let World { rank, .. } = comm.world();
             let own: Vec<f32> = (0..count).map(|i| operand(rank, i)).collect();
             let reduced =

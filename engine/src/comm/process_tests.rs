@@ -288,7 +288,7 @@ fn a_rank_that_joins_twice_is_told_so() {
                 let result = shm::join(&options);
                 if matches!(result, Err(CommError::AlreadyJoined { rank: 0, .. })) {
                     let world = World { rank: 1, size: 2 };
-                    let other = super::process_tests::options(world, dir, options.deadline);
+                    let other = self::options(world, dir, options.deadline);
                     shm::join(&other).unwrap();
                 }
                 result

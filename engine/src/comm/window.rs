@@ -22,7 +22,8 @@ pub(super) const RING: u64 = 64;
 /// "TESSERA", layout version 1.
 const MAGIC: u64 = u64::from_be_bytes(*b"TESSERA\x01");
 const PAGE: usize = 4096;
-const SPIN: Duration = Duration::from_micros(30);
+/// About what falling asleep and waking up costs, so that no wait costs twice the better choice.
+const SPIN: Duration = Duration::from_micros(5);
 const REASON_WORDS: usize = 32;
 
 /// How far a rank is with one collective.

@@ -2,10 +2,19 @@
 
 pub mod config;
 pub mod data;
+mod generate;
+mod init;
 mod labels;
+mod language;
+mod model;
 pub mod placeholder;
 pub mod positions;
 pub mod processor;
+mod resampler;
 pub mod sample;
 mod sample_error;
 pub mod slicing;
+mod vision;
+
+pub use generate::{GenerateOptions, generate};
+pub use model::{LoraBase, MiniCpm, MiniCpmOptions};
