@@ -208,7 +208,7 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
     /// When the pool is full.
     fn scale(&self, x: &Tensor, factor: f32) -> Result<Tensor>;
 
-    /// Matrix product with optional bias; `a` and `b` may have different float dtypes.
+    /// Matrix product `[m, n]` with optional bias; `a` and `b` may have different float dtypes.
     ///
     /// # Errors
     /// When shapes do not fit or the pool is full.

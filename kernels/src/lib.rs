@@ -5,12 +5,15 @@
 //! | element type | [`DType`], [`Element`], [`Float`] |
 //! | memory with counters and a limit | [`Pool`], [`Tag`] |
 //! | immutable value | [`Tensor`], built through [`TensorMut`] |
-//! | operations of a device | [`Backend`] |
+//! | operations of a device | [`Backend`]: [`CpuBackend`], [`NullBackend`] |
 #![deny(unsafe_code)]
 
 mod backend;
+mod check;
+mod cpu;
 mod dtype;
 mod error;
+mod null;
 mod pool;
 mod shape;
 mod tensor;
@@ -19,8 +22,10 @@ pub use backend::{
     AttentionArgs, AttentionGrads, AttentionOut, Backend, Device, Direction, Gelu, IGNORED_LABEL,
     LoraArgs, LoraGrads, LossGrads, LossNeeds, MatmulArgs, NormGrads, RopeLayout, Transpose,
 };
+pub use cpu::CpuBackend;
 pub use dtype::{DType, Element, Float};
 pub use error::{KernelError, Result};
+pub use null::NullBackend;
 pub use pool::{Block, Pool, PoolEvent, PoolStats, Reservation, Tag, TagBytes};
 pub use shape::{MAX_RANK, Shape};
 pub use tensor::{ForeignBytes, Tensor, TensorMut};

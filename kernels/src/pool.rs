@@ -269,6 +269,11 @@ fn size_class(lines: usize) -> usize {
     lines.next_multiple_of(step)
 }
 
+/// Bytes that a block for `bytes` bytes counts as.
+pub(crate) fn counted_bytes(bytes: usize) -> u64 {
+    size_class(bytes.div_ceil(64)) as u64 * 64
+}
+
 /// Drops cached blocks until use and cache together fit the capacity.
 fn trim(inner: &mut Inner, capacity: u64) {
     while inner.stats.in_use + inner.stats.cached > capacity {

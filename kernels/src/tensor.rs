@@ -1,7 +1,7 @@
 //! Immutable contiguous tensors.
 
 use crate::error::{KernelError, Result, shape_error};
-use crate::pool::{Block, Pool, Reservation, Tag};
+use crate::pool::{Block, Pool, Reservation, Tag, counted_bytes};
 use crate::{DType, Element, Shape};
 use std::sync::Arc;
 
@@ -90,13 +90,14 @@ impl Tensor {
         })
     }
 
-    /// A tensor without values whose bytes are counted in `pool`.
+    /// A tensor without values, counted in `pool` like a block of its size.
     ///
     /// # Errors
     /// When the pool is full.
     pub fn null(pool: &Pool, tag: Tag, shape: impl Into<Shape>, dtype: DType) -> Result<Self> {
         let shape = shape.into();
-        let counted = pool.reserve((shape.elems() * dtype.size_bytes()) as u64, tag)?;
+        let bytes = counted_bytes(shape.elems() * dtype.size_bytes());
+        let counted = pool.reserve(bytes, tag)?;
         let storage = Arc::new(Storage::Null { _counted: counted });
         Ok(Self {
             storage,

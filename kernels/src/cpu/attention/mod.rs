@@ -1,0 +1,131 @@
+//! Softmax attention streamed over tiles of keys.
+//!
+//! A forward task is one tile of queries of one head: it keeps the scores of one tile of keys,
+//! a running maximum and sum per row, and the unnormalised output. A backward task is one
+//! key/value head of one sequence: its gradients accumulate over the query heads of the group and
+//! their tiles in a fixed order. Tiles start at the first row of a sequence, so a sequence gives
+//! the same bits whatever lies beside it.
+
+mod backward;
+mod forward;
+
+use super::matrix::{Dense, Floats};
+use crate::DType;
+use crate::backend::AttentionArgs;
+use crate::check::AttentionSizes;
+
+/// Queries of one tile.
+const Q_TILE: usize = 128;
+/// Keys of one tile.
+const K_TILE: usize = 256;
+/// Scratch of all threads of the backward together stays below this many elements (48 MiB),
+/// unless one task alone needs more.
+const BACKWARD_SCRATCH: usize = 12 << 20;
+
+pub(crate) use backward::space as backward_space;
+pub(crate) use forward::space;
+
+/// One sequence: its query rows and its key rows.
+#[derive(Clone, Copy)]
+struct Sequence {
+    q_start: usize,
+    queries: usize,
+    k_start: usize,
+    keys: usize,
+}
+
+fn sequences(args: &AttentionArgs<'_>) -> Vec<Sequence> {
+    let starts = args.q_starts.windows(2).zip(args.k_starts.windows(2));
+    starts
+        .map(|(q, k)| Sequence {
+            q_start: q[0],
+            queries: q[1] - q[0],
+            k_start: k[0],
+            keys: k[1] - k[0],
+        })
+        .collect()
+}
+
+impl Sequence {
+    /// Keys that query `i` of the sequence sees.
+    fn visible(&self, i: usize, causal: bool) -> usize {
+        if causal {
+            (i + 1 + self.keys).saturating_sub(self.queries)
+        } else {
+            self.keys
+        }
+    }
+}
+
+/// A tile of queries of one sequence against a tile of its keys.
+#[derive(Clone, Copy)]
+struct Tile {
+    sequence: Sequence,
+    causal: bool,
+    /// First query and queries.
+    q: (usize, usize),
+    /// First key and keys.
+    k: (usize, usize),
+}
+
+impl Tile {
+    /// Keys of the tile that its row `i` sees.
+    #[inline(always)]
+    fn visible(&self, i: usize) -> usize {
+        self.sequence
+            .visible(self.q.0 + i, self.causal)
+            .saturating_sub(self.k.0)
+            .min(self.k.1)
+    }
+}
+
+/// One head of a tensor `[rows, heads, d]`.
+#[derive(Clone, Copy)]
+struct Head<'a> {
+    data: Floats<'a>,
+    heads: usize,
+    head: usize,
+    d: usize,
+}
+
+impl<'a> Head<'a> {
+    /// Rows as f32: in place, or widened into the front of `space`.
+    fn rows<'s>(&self, start: usize, rows: usize, space: &'s mut [f32]) -> Dense<'s>
+    where
+        'a: 's,
+    {
+        let stride = self.heads * self.d;
+        let first = start * stride + self.head * self.d;
+        if let Floats::F32(data) = self.data {
+            return Dense {
+                data: &data[first..],
+                row_stride: stride,
+                col_stride: 1,
+            };
+        }
+        let out = &mut space[..rows * self.d];
+        for (i, out) in out.chunks_exact_mut(self.d).enumerate() {
+            self.data.widen(first + i * stride, out);
+        }
+        Dense::row_major(out, self.d)
+    }
+}
+
+/// Elements of a widened tile of `rows` rows: none for f32.
+fn widened(dtype: DType, rows: usize, d: usize) -> usize {
+    if dtype == DType::F32 { 0 } else { rows * d }
+}
+
+/// Largest tiles of a call.
+fn tile_extents(args: &AttentionArgs<'_>) -> (usize, usize) {
+    let all = sequences(args);
+    let queries = all.iter().map(|s| s.queries).max().unwrap_or(0);
+    let keys = all.iter().map(|s| s.keys).max().unwrap_or(0);
+    (queries.min(Q_TILE), keys.min(K_TILE))
+}
+
+/// Multiplications of a call, for the choice of threads.
+fn flops(args: &AttentionArgs<'_>, s: AttentionSizes) -> usize {
+    let pairs: usize = sequences(args).iter().map(|q| q.queries * q.keys).sum();
+    4 * pairs * s.h * s.d
+}

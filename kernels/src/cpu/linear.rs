@@ -1,0 +1,239 @@
+//! Linear layers: matrix product, bias gradient, low-rank adapters.
+
+use super::gemm::{Out, Product, Term, multiply, workspace};
+use super::matrix::{Floats, Matrix, widen};
+use super::parallel::workers;
+use super::simd::multiversion;
+use super::{CpuBackend, Space, floats};
+use crate::backend::{LoraArgs, LoraGrads, MatmulArgs, Transpose};
+use crate::check::{LoraSizes, Sizes};
+use crate::error::Result;
+use crate::pool::Tag;
+use crate::{DType, Float, Tensor, TensorMut};
+use rayon::prelude::*;
+
+/// Rows whose sum is one partial of a column sum.
+const SUM_ROWS: usize = 256;
+
+fn oriented(x: &Tensor, transpose: Transpose) -> Matrix<'_> {
+    match transpose {
+        Transpose::No => Matrix::of(x),
+        Transpose::Yes => Matrix::of(x).transposed(),
+    }
+}
+
+fn product<'a>(a: Matrix<'a>, b: Matrix<'a>, factor: f32) -> Product<'a> {
+    Product { a, b, factor }
+}
+
+/// The elements of an output under construction.
+fn writable(out: &mut TensorMut, dtype: DType) -> Out<'_> {
+    match dtype {
+        DType::BF16 => Out::BF16(out.as_mut_slice()),
+        DType::F16 => Out::F16(out.as_mut_slice()),
+        _ => Out::F32 {
+            data: out.as_mut_slice(),
+            accumulate: false,
+        },
+    }
+}
+
+fn term(k: usize, a: DType, b: DType) -> Term {
+    Term { k, a, b }
+}
+
+/// Elements of workspace of a product and its widened bias.
+pub(crate) fn matmul_space(args: &MatmulArgs<'_>, Sizes { m, n, k }: Sizes) -> usize {
+    let bias = args.bias.map_or(0, |_| n);
+    bias + workspace(m, n, &[term(k, args.a.dtype(), args.b.dtype())], args.out)
+}
+
+pub(crate) fn lora_space(args: &LoraArgs<'_>, s: LoraSizes) -> usize {
+    let LoraSizes { t, n, k, r } = s;
+    let (x, w) = (args.x.dtype(), args.weight.dtype());
+    let (a, b) = (args.lora_a.dtype(), args.lora_b.dtype());
+    let bias = args.bias.map_or(0, |_| n);
+    let down = workspace(t, r, &[term(k, x, a)], DType::F32);
+    let up = workspace(t, n, &[term(k, x, w), term(r, DType::F32, b)], x);
+    t * r + bias + down.max(up)
+}
+
+pub(crate) fn lora_backward_space(
+    args: &LoraArgs<'_>,
+    dy: DType,
+    need_dx: bool,
+    s: LoraSizes,
+) -> usize {
+    let LoraSizes { t, n, k, r } = s;
+    let (x, w) = (args.x.dtype(), args.weight.dtype());
+    let (a, b) = (args.lora_a.dtype(), args.lora_b.dtype());
+    let f = DType::F32;
+    let dx = [term(n, dy, w), term(r, f, a)];
+    let most = [
+        workspace(t, r, &[term(k, x, a)], f),
+        workspace(t, r, &[term(n, dy, b)], f),
+        workspace(n, r, &[term(t, dy, f)], f),
+        workspace(r, k, &[term(t, f, x)], f),
+        if need_dx { workspace(t, k, &dx, x) } else { 0 },
+    ];
+    2 * t * r + most.into_iter().max().unwrap_or(0)
+}
+
+/// Partials of a column sum over `m` rows.
+pub(crate) fn column_sum_space(m: usize, n: usize) -> usize {
+    m.div_ceil(SUM_ROWS) * n
+}
+
+/// Widens `bias` into the front of `space`.
+fn take_bias<'s>(
+    bias: Option<&Tensor>,
+    space: &'s mut [f32],
+) -> (Option<&'s [f32]>, &'s mut [f32]) {
+    let Some(bias) = bias else {
+        return (None, space);
+    };
+    let (out, rest) = space.split_at_mut(bias.elems());
+    Floats::of(bias).widen(0, out);
+    (Some(out), rest)
+}
+
+impl CpuBackend {
+    pub(super) fn matmul_op(&self, args: &MatmulArgs<'_>, sizes: Sizes) -> Result<Tensor> {
+        let mut out = self.output([sizes.m, sizes.n], args.out)?;
+        let mut space = Space::take(&self.pool, matmul_space(args, sizes))?;
+        let (bias, rest) = take_bias(args.bias, space.floats());
+        let a = oriented(args.a, args.transpose_a);
+        let b = oriented(args.b, args.transpose_b);
+        multiply(
+            &[product(a, b, 1.0)],
+            bias,
+            writable(&mut out, args.out),
+            rest,
+        );
+        Ok(out.freeze())
+    }
+
+    pub(super) fn lora_op(&self, args: &LoraArgs<'_>, s: LoraSizes) -> Result<Tensor> {
+        let dtype = args.x.dtype();
+        let mut out = self.output([s.t, s.n], dtype)?;
+        let mut space = Space::take(&self.pool, lora_space(args, s))?;
+        let (u, rest) = space.floats().split_at_mut(s.t * s.r);
+        let (bias, rest) = take_bias(args.bias, rest);
+        let x = Matrix::of(args.x);
+        let a = Matrix::of(args.lora_a).transposed();
+        multiply(&[product(x, a, 1.0)], None, f32_out(u), rest);
+        let u = Matrix::new(Floats::F32(u), s.t, s.r);
+        let products = [
+            product(x, Matrix::of(args.weight).transposed(), 1.0),
+            product(u, Matrix::of(args.lora_b).transposed(), args.scale),
+        ];
+        multiply(&products, bias, writable(&mut out, dtype), rest);
+        Ok(out.freeze())
+    }
+
+    pub(super) fn lora_backward_op(
+        &self,
+        args: &LoraArgs<'_>,
+        dy: &Tensor,
+        need_dx: bool,
+        s: LoraSizes,
+    ) -> Result<LoraGrads> {
+        let dtype = args.x.dtype();
+        let mut d_lora_a = self.gradient([s.r, s.k])?;
+        let mut d_lora_b = self.gradient([s.n, s.r])?;
+        let mut dx = if need_dx {
+            Some(self.output(args.x.shape(), dtype)?)
+        } else {
+            None
+        };
+        let floats = lora_backward_space(args, dy.dtype(), need_dx, s);
+        let mut space = Space::take(&self.pool, floats)?;
+        let (u, rest) = space.floats().split_at_mut(s.t * s.r);
+        let (du, rest) = rest.split_at_mut(s.t * s.r);
+        let (x, dy) = (Matrix::of(args.x), Matrix::of(dy));
+        let (a, b) = (Matrix::of(args.lora_a), Matrix::of(args.lora_b));
+        multiply(&[product(x, a.transposed(), 1.0)], None, f32_out(u), rest);
+        multiply(&[product(dy, b, 1.0)], None, f32_out(du), rest);
+        let u = Matrix::new(Floats::F32(u), s.t, s.r);
+        let du = Matrix::new(Floats::F32(du), s.t, s.r);
+        let db = [product(dy.transposed(), u, args.scale)];
+        multiply(&db, None, f32_out(d_lora_b.as_mut_slice()), rest);
+        let da = [product(du.transposed(), x, args.scale)];
+        multiply(&da, None, f32_out(d_lora_a.as_mut_slice()), rest);
+        if let Some(dx) = &mut dx {
+            let terms = [
+                product(dy, Matrix::of(args.weight), 1.0),
+                product(du, a, args.scale),
+            ];
+            multiply(&terms, None, writable(dx, dtype), rest);
+        }
+        Ok(LoraGrads {
+            dx: dx.map(TensorMut::freeze),
+            d_lora_a: d_lora_a.freeze(),
+            d_lora_b: d_lora_b.freeze(),
+        })
+    }
+
+    pub(super) fn column_sum_op(&self, x: &Tensor) -> Result<Tensor> {
+        let (m, n) = (x.shape().rows(), x.shape().last());
+        let mut out = TensorMut::zeros(&self.pool, Tag::Gradients, [n], DType::F32)?;
+        let mut space = Space::take(&self.pool, column_sum_space(m, n))?;
+        if x.elems() > 0 {
+            let partials = space.floats();
+            floats!(x.dtype(), T => column_partials(x.as_slice::<T>(), n, partials));
+            sum_partials(partials, out.as_mut_slice());
+        }
+        Ok(out.freeze())
+    }
+}
+
+fn f32_out(data: &mut [f32]) -> Out<'_> {
+    Out::F32 {
+        data,
+        accumulate: false,
+    }
+}
+
+fn column_partials<T: Float>(x: &[T], n: usize, partials: &mut [f32]) {
+    let blocks = x.chunks(SUM_ROWS * n);
+    if x.len() < super::parallel::MIN_PARALLEL_ELEMS || workers() == 1 {
+        blocks
+            .zip(partials.chunks_exact_mut(n))
+            .for_each(|(x, sum)| add_rows(x, sum));
+    } else {
+        x.par_chunks(SUM_ROWS * n)
+            .zip(partials.par_chunks_exact_mut(n))
+            .for_each(|(x, sum)| add_rows(x, sum));
+    }
+}
+
+multiversion! {
+    fn add_rows<T: Float>(x: &[T], sum: &mut [f32]) {
+        sum.fill(0.0);
+        for row in x.chunks_exact(sum.len()) {
+            for (s, x) in sum.iter_mut().zip(row) {
+                *s += x.to_f32();
+            }
+        }
+    }
+}
+
+/// `out = sum of partials`, in order.
+pub(crate) fn sum_partials(partials: &[f32], out: &mut [f32]) {
+    out.fill(0.0);
+    if !out.is_empty() {
+        for partial in partials.chunks_exact(out.len()) {
+            out.iter_mut().zip(partial).for_each(|(o, p)| *o += p);
+        }
+    }
+}
+
+/// A parameter as f32.
+pub(crate) fn widened_parameter<'s>(
+    x: &Tensor,
+    space: &'s mut [f32],
+) -> (&'s [f32], &'s mut [f32]) {
+    let (out, rest) = space.split_at_mut(x.elems());
+    floats!(x.dtype(), T => widen(x.as_slice::<T>(), out));
+    (out, rest)
+}

@@ -1,0 +1,388 @@
+//! Cross entropy of a linear head over chunks of supervised rows and tiles of the vocabulary.
+//!
+//! A small vocabulary is one tile. A large one is streamed in tiles with a running maximum and
+//! sum, so that chunks have enough rows for the matrix products to be worth the packing of the
+//! weight; its backward then computes the logits twice. Tiles depend on the vocabulary only, so a
+//! row's loss does not depend on the other rows.
+
+use super::gemm::{Out, Product, Term, multiply, workspace};
+use super::matrix::{Floats, Matrix, narrow};
+use super::parallel::{self, MIN_PARALLEL_ELEMS, workers};
+use super::simd::multiversion;
+use super::{CpuBackend, Space, floats, math, reduce};
+use crate::backend::{IGNORED_LABEL, LossGrads, LossNeeds};
+use crate::check::LossSizes;
+use crate::error::{KernelError, Result};
+use crate::pool::Tag;
+use crate::{DType, Float, Tensor, TensorMut};
+use rayon::prelude::*;
+
+/// Logits that exist at once (32 MiB).
+const LOGITS: usize = 8 << 20;
+/// Rows of a chunk at most.
+const CHUNK_ROWS: usize = 1024;
+/// A vocabulary up to this size is one tile: its chunks have at least 256 rows.
+const ONE_TILE: usize = LOGITS / 256;
+
+/// How rows and vocabulary are cut.
+#[derive(Clone, Copy)]
+struct Cuts {
+    rows: usize,
+    cols: usize,
+    v: usize,
+    c: usize,
+    supervised: usize,
+}
+
+impl Cuts {
+    fn new(sizes: LossSizes, supervised: usize) -> Self {
+        let LossSizes { c, v, .. } = sizes;
+        let cols = if v <= ONE_TILE {
+            v
+        } else {
+            LOGITS / CHUNK_ROWS
+        };
+        let rows = (LOGITS / cols.max(1)).min(CHUNK_ROWS).min(supervised);
+        Self {
+            rows,
+            cols,
+            v,
+            c,
+            supervised,
+        }
+    }
+
+    /// Gathered rows, a tile of logits, gradients of the rows, and what the products need.
+    fn space(&self, weight: DType, need: Option<LossNeeds>) -> usize {
+        let Self {
+            rows, cols, v, c, ..
+        } = *self;
+        if rows == 0 || v == 0 {
+            return 0;
+        }
+        let f = DType::F32;
+        let term = |k, b| [Term { k, a: f, b }];
+        let last = |all: usize, part: usize| (all - 1) % part + 1;
+        let mut products = 0;
+        for rows in [rows, last(self.supervised, rows)] {
+            for cols in [cols, last(v, cols)] {
+                products = products.max(workspace(rows, cols, &term(c, weight), f));
+                if need.is_some_and(|n| n.hidden) {
+                    products = products.max(workspace(rows, c, &term(cols, weight), f));
+                }
+                if need.is_some_and(|n| n.weight) {
+                    products = products.max(workspace(cols, c, &term(rows, f), f));
+                }
+            }
+        }
+        let d_hidden = if need.is_some_and(|n| n.hidden) {
+            rows * c
+        } else {
+            0
+        };
+        rows * c + rows * cols + d_hidden + products
+    }
+}
+
+/// Elements of workspace when `supervised` rows are.
+pub(crate) fn space(
+    sizes: LossSizes,
+    supervised: usize,
+    weight: DType,
+    need: Option<LossNeeds>,
+) -> usize {
+    Cuts::new(sizes, supervised).space(weight, need)
+}
+
+/// Running softmax statistics of one row.
+#[derive(Clone, Copy)]
+struct Running {
+    max: f32,
+    sum: f64,
+    label: f32,
+}
+
+const START: Running = Running {
+    max: f32::NEG_INFINITY,
+    sum: 0.0,
+    label: 0.0,
+};
+
+impl Running {
+    fn log_sum(&self) -> f64 {
+        f64::from(self.max) + self.sum.ln()
+    }
+}
+
+fn supervised(labels: &[i32], v: usize) -> Result<Vec<usize>> {
+    let mut rows = Vec::new();
+    for (row, label) in labels.iter().enumerate() {
+        if *label == IGNORED_LABEL {
+            continue;
+        }
+        if usize::try_from(*label).map_or(true, |l| l >= v) {
+            return Err(KernelError::Index {
+                op: "linear_cross_entropy",
+                index: i64::from(*label),
+                rows: v,
+            });
+        }
+        rows.push(row);
+    }
+    Ok(rows)
+}
+
+/// Operands and the rows that count.
+struct Head<'a> {
+    hidden: Floats<'a>,
+    weight: Matrix<'a>,
+    labels: &'a [i32],
+    rows: Vec<usize>,
+    cuts: Cuts,
+}
+
+impl<'a> Head<'a> {
+    fn new(
+        hidden: &'a Tensor,
+        weight: &'a Tensor,
+        labels: &'a Tensor,
+        sizes: LossSizes,
+    ) -> Result<Self> {
+        let labels = labels.as_slice::<i32>();
+        let rows = supervised(labels, sizes.v)?;
+        let cuts = Cuts::new(sizes, rows.len());
+        Ok(Self {
+            hidden: Floats::of(hidden),
+            weight: Matrix::of(weight),
+            labels,
+            rows,
+            cuts,
+        })
+    }
+
+    fn tiles(&self) -> impl Iterator<Item = (usize, usize)> {
+        let Cuts { cols, v, .. } = self.cuts;
+        (0..v)
+            .step_by(cols.max(1))
+            .map(move |first| (first, cols.min(v - first)))
+    }
+
+    fn gather(&self, rows: &[usize], out: &mut [f32]) {
+        let c = self.cuts.c;
+        parallel::chunks(out, c, |start, out| {
+            for (out, row) in out.chunks_exact_mut(c).zip(&rows[start / c..]) {
+                self.hidden.widen(row * c, out);
+            }
+        });
+    }
+
+    fn logits(
+        &self,
+        h: &[f32],
+        rows: usize,
+        tile: (usize, usize),
+        out: &mut [f32],
+        ws: &mut [f32],
+    ) {
+        let product = Product {
+            a: Matrix::new(Floats::F32(h), rows, self.cuts.c),
+            b: self.weight.row_range(tile.0, tile.1).transposed(),
+            factor: 1.0,
+        };
+        multiply(&[product], None, into(out, false), ws);
+    }
+
+    /// Label of row `row` relative to a tile, when it lies inside.
+    fn label_in(&self, row: usize, tile: (usize, usize)) -> Option<usize> {
+        let label = self.labels[row] as usize;
+        (tile.0..tile.0 + tile.1)
+            .contains(&label)
+            .then(|| label - tile.0)
+    }
+
+    /// Statistics of the rows over the whole vocabulary; the logits of the last tile remain.
+    fn statistics(
+        &self,
+        rows: &[usize],
+        h: &[f32],
+        logits: &mut [f32],
+        ws: &mut [f32],
+    ) -> Vec<Running> {
+        let mut running = vec![START; rows.len()];
+        for tile in self.tiles() {
+            let logits = &mut logits[..rows.len() * tile.1];
+            self.logits(h, rows.len(), tile, logits, ws);
+            for_rows(logits, &mut running, tile.1, |i, logits, running| {
+                update(logits, running);
+                if let Some(label) = self.label_in(rows[i], tile) {
+                    running.label = logits[label];
+                }
+            });
+        }
+        running
+    }
+}
+
+fn into(data: &mut [f32], accumulate: bool) -> Out<'_> {
+    Out::F32 { data, accumulate }
+}
+
+fn for_rows(
+    logits: &mut [f32],
+    running: &mut [Running],
+    cols: usize,
+    f: impl Fn(usize, &mut [f32], &mut Running) + Sync,
+) {
+    if logits.len() < MIN_PARALLEL_ELEMS || workers() == 1 {
+        let rows = logits.chunks_exact_mut(cols).zip(running);
+        rows.enumerate().for_each(|(i, (l, r))| f(i, l, r));
+    } else {
+        let rows = logits.par_chunks_exact_mut(cols).zip(running);
+        rows.enumerate().for_each(|(i, (l, r))| f(i, l, r));
+    }
+}
+
+multiversion! {
+    /// Takes a tile of logits of one row into its statistics.
+    fn update(logits: &[f32], running: &mut Running) {
+        let top = reduce::max(logits);
+        let top = if top > running.max { top } else { running.max };
+        let mut sum = 0.0;
+        // f32 within a stretch, f64 across.
+        for stretch in logits.chunks(1024) {
+            sum += f64::from(reduce::sum(stretch, |x| math::exp(x - top)));
+        }
+        running.sum = running.sum * f64::from(math::exp(running.max - top)) + sum;
+        running.max = top;
+    }
+}
+
+multiversion! {
+    /// Logits become `factor * softmax`.
+    fn scaled_softmax(logits: &mut [f32], log_sum: f32, factor: f32) {
+        for x in logits {
+            *x = factor * math::exp(*x - log_sum);
+        }
+    }
+}
+
+impl CpuBackend {
+    pub(super) fn loss_op(
+        &self,
+        hidden: &Tensor,
+        weight: &Tensor,
+        labels: &Tensor,
+        sizes: LossSizes,
+    ) -> Result<Tensor> {
+        let head = Head::new(hidden, weight, labels, sizes)?;
+        let mut losses = TensorMut::zeros(&self.pool, Tag::Activations, [sizes.t], DType::F32)?;
+        if head.rows.is_empty() {
+            return Ok(losses.freeze());
+        }
+        let Cuts { rows, cols, c, .. } = head.cuts;
+        let mut space = Space::take(&self.pool, head.cuts.space(weight.dtype(), None))?;
+        let (h, rest) = space.floats().split_at_mut(rows * c);
+        let (logits, ws) = rest.split_at_mut(rows * cols);
+        let out = losses.as_mut_slice::<f32>();
+        for chunk in head.rows.chunks(rows) {
+            let h = &mut h[..chunk.len() * c];
+            head.gather(chunk, h);
+            for (row, stats) in chunk.iter().zip(head.statistics(chunk, h, logits, ws)) {
+                out[*row] = (stats.log_sum() - f64::from(stats.label)) as f32;
+            }
+        }
+        Ok(losses.freeze())
+    }
+
+    pub(super) fn loss_backward_op(
+        &self,
+        hidden: &Tensor,
+        weight: &Tensor,
+        labels: &Tensor,
+        factor: f32,
+        need: LossNeeds,
+        sizes: LossSizes,
+    ) -> Result<LossGrads> {
+        let head = Head::new(hidden, weight, labels, sizes)?;
+        let zeros = |tag, shape, dtype| TensorMut::zeros(&self.pool, tag, shape, dtype);
+        let mut d_hidden = match need.hidden {
+            true => Some(zeros(Tag::Activations, hidden.shape(), hidden.dtype())?),
+            false => None,
+        };
+        let mut d_weight = match need.weight {
+            true => Some(zeros(Tag::Gradients, weight.shape(), DType::F32)?),
+            false => None,
+        };
+        if !head.rows.is_empty() {
+            let floats = head.cuts.space(weight.dtype(), Some(need));
+            let mut space = Space::take(&self.pool, floats)?;
+            head.backward(factor, d_hidden.as_mut(), d_weight.as_mut(), space.floats());
+        }
+        Ok(LossGrads {
+            d_hidden: d_hidden.map(TensorMut::freeze),
+            d_weight: d_weight.map(TensorMut::freeze),
+        })
+    }
+}
+
+impl Head<'_> {
+    fn backward(
+        &self,
+        factor: f32,
+        mut d_hidden: Option<&mut TensorMut>,
+        mut d_weight: Option<&mut TensorMut>,
+        space: &mut [f32],
+    ) {
+        let Cuts {
+            rows, cols, v, c, ..
+        } = self.cuts;
+        let (h, rest) = space.split_at_mut(rows * c);
+        let (logits, rest) = rest.split_at_mut(rows * cols);
+        let d_rows = if d_hidden.is_some() { rows * c } else { 0 };
+        let (dh, ws) = rest.split_at_mut(d_rows);
+        for chunk in self.rows.chunks(rows) {
+            let n = chunk.len();
+            let h = &mut h[..n * c];
+            self.gather(chunk, h);
+            let mut stats = self.statistics(chunk, h, logits, ws);
+            for tile in self.tiles() {
+                let logits = &mut logits[..n * tile.1];
+                if cols < v {
+                    self.logits(h, n, tile, logits, ws);
+                }
+                for_rows(logits, &mut stats, tile.1, |i, logits, stats| {
+                    scaled_softmax(logits, stats.log_sum() as f32, factor);
+                    if let Some(label) = self.label_in(chunk[i], tile) {
+                        logits[label] -= factor;
+                    }
+                });
+                let grad = Matrix::new(Floats::F32(logits), n, tile.1);
+                if d_hidden.is_some() {
+                    let b = self.weight.row_range(tile.0, tile.1);
+                    let product = Product {
+                        a: grad,
+                        b,
+                        factor: 1.0,
+                    };
+                    multiply(&[product], None, into(&mut dh[..n * c], tile.0 > 0), ws);
+                }
+                if let Some(d_weight) = &mut d_weight {
+                    let out = &mut d_weight.as_mut_slice::<f32>()[tile.0 * c..][..tile.1 * c];
+                    let a = grad.transposed();
+                    let b = Matrix::new(Floats::F32(h), n, c);
+                    multiply(&[Product { a, b, factor: 1.0 }], None, into(out, true), ws);
+                }
+            }
+            if let Some(d_hidden) = &mut d_hidden {
+                floats!(self.hidden.dtype(), T => spread(chunk, dh, d_hidden.as_mut_slice::<T>(), c));
+            }
+        }
+    }
+}
+
+/// Stores row `i` of `dh` as row `rows[i]` of `out`.
+fn spread<T: Float>(rows: &[usize], dh: &[f32], out: &mut [T], c: usize) {
+    for (row, dh) in rows.iter().zip(dh.chunks_exact(c)) {
+        narrow(dh, &mut out[row * c..][..c]);
+    }
+}

@@ -1,0 +1,118 @@
+//! Work split into tasks that depend on shapes only, so that results do not depend on threads.
+#![allow(
+    unsafe_code,
+    reason = "tasks write disjoint, interleaved parts of one output"
+)]
+
+use rayon::prelude::*;
+use std::marker::PhantomData;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// Multiplications below which waking another thread costs more than it saves (about 50 us).
+pub(crate) const MIN_PARALLEL_FLOPS: usize = 8 << 20;
+/// The same for elements of pointwise loops.
+pub(crate) const MIN_PARALLEL_ELEMS: usize = 1 << 17;
+/// Elements per task of a pointwise loop.
+const TASK_ELEMS: usize = 1 << 15;
+
+/// Threads of the pool that this thread works for.
+pub(crate) fn workers() -> usize {
+    rayon::current_num_threads()
+}
+
+/// Scratch buffers that `tasks` tasks need at once.
+pub(crate) fn slots(tasks: usize) -> usize {
+    tasks.min(workers()).max(1)
+}
+
+/// Runs `task(0..tasks, its scratch)` on as many threads as `scratch` has buffers of
+/// `scratch_len`, and on every thread when no scratch is needed.
+pub(crate) fn run_tasks(
+    tasks: usize,
+    scratch: &mut [f32],
+    scratch_len: usize,
+    parallel: bool,
+    task: impl Fn(usize, &mut [f32]) + Sync,
+) {
+    let buffers = scratch.len().checked_div(scratch_len);
+    let slots = buffers.map_or(slots(tasks), |n| n.min(slots(tasks)));
+    let (mut rest, mut buffers) = (scratch, Vec::with_capacity(slots));
+    for _ in 0..slots {
+        let (buffer, tail) = rest.split_at_mut(scratch_len);
+        buffers.push(buffer);
+        rest = tail;
+    }
+    if !parallel || slots == 1 {
+        let buffer = &mut *buffers[0];
+        return (0..tasks).for_each(|i| task(i, buffer));
+    }
+    let next = AtomicUsize::new(0);
+    buffers.into_par_iter().with_max_len(1).for_each(|buffer| {
+        loop {
+            let i = next.fetch_add(1, Ordering::Relaxed);
+            if i >= tasks {
+                break;
+            }
+            task(i, buffer);
+        }
+    });
+}
+
+/// Calls `f(first element, inputs, output)` on chunks of `out` in parallel when it is large.
+/// Chunks start at multiples of `row` elements.
+pub(crate) fn chunks<T: Send>(out: &mut [T], row: usize, f: impl Fn(usize, &mut [T]) + Sync) {
+    if out.is_empty() || row == 0 {
+        return;
+    }
+    if out.len() < MIN_PARALLEL_ELEMS || workers() == 1 {
+        return f(0, out);
+    }
+    let chunk = TASK_ELEMS.div_ceil(row) * row;
+    out.par_chunks_mut(chunk)
+        .enumerate()
+        .for_each(|(i, part)| f(i * chunk, part));
+}
+
+/// An output that tasks write disjoint parts of.
+pub(crate) struct Shared<'a, T> {
+    start: *mut T,
+    len: usize,
+    _borrow: PhantomData<&'a mut [T]>,
+}
+
+// SAFETY: it hands out parts only through an unsafe function whose contract is disjointness.
+unsafe impl<T: Send> Sync for Shared<'_, T> {}
+// SAFETY: as above.
+unsafe impl<T: Send> Send for Shared<'_, T> {}
+
+impl<'a, T> Shared<'a, T> {
+    pub(crate) fn new(all: &'a mut [T]) -> Self {
+        Self {
+            start: all.as_mut_ptr(),
+            len: all.len(),
+            _borrow: PhantomData,
+        }
+    }
+
+    /// Elements `start..start + len`.
+    ///
+    /// # Safety
+    /// No other task may touch an element of the range while the result lives.
+    #[allow(clippy::mut_from_ref, reason = "the caller guarantees disjoint ranges")]
+    pub(crate) unsafe fn part(&self, start: usize, len: usize) -> &mut [T] {
+        assert!(start + len <= self.len, "{start} + {len} of {}", self.len);
+        // SAFETY: inside the borrowed slice by the assertion, exclusive by the contract.
+        unsafe { std::slice::from_raw_parts_mut(self.start.add(start), len) }
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.len
+    }
+
+    /// The address of element `start`.
+    pub(crate) fn at(&self, start: usize) -> *mut T {
+        assert!(start <= self.len, "{start} of {}", self.len);
+        // SAFETY: inside the borrowed slice, or one past its end.
+        unsafe { self.start.add(start) }
+    }
+}

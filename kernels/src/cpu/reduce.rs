@@ -1,0 +1,99 @@
+//! Sums in a fixed order that vectorises: independent lanes, then a tree over them.
+
+use crate::Float;
+
+const LANES: usize = 32;
+
+#[inline(always)]
+fn tree(mut lanes: [f32; LANES]) -> f32 {
+    let mut width = LANES / 2;
+    while width > 0 {
+        for i in 0..width {
+            lanes[i] += lanes[i + width];
+        }
+        width /= 2;
+    }
+    lanes[0]
+}
+
+/// Sum of `f(x)`.
+#[inline(always)]
+pub(crate) fn sum<T: Float>(x: &[T], f: impl Fn(f32) -> f32) -> f32 {
+    let mut lanes = [0.0; LANES];
+    let chunks = x.chunks_exact(LANES);
+    let rest = chunks.remainder();
+    for x in chunks {
+        for i in 0..LANES {
+            lanes[i] += f(x[i].to_f32());
+        }
+    }
+    for (i, x) in rest.iter().enumerate() {
+        lanes[i] += f(x.to_f32());
+    }
+    tree(lanes)
+}
+
+/// Sum of `f(x, y)`.
+#[inline(always)]
+pub(crate) fn sum2<T: Float, U: Float>(x: &[T], y: &[U], f: impl Fn(f32, f32) -> f32) -> f32 {
+    let mut lanes = [0.0; LANES];
+    let (xs, ys) = (x.chunks_exact(LANES), y.chunks_exact(LANES));
+    let rest = xs.remainder().iter().zip(ys.remainder());
+    for (i, (x, y)) in rest.enumerate() {
+        lanes[i] += f(x.to_f32(), y.to_f32());
+    }
+    for (x, y) in xs.zip(ys) {
+        for i in 0..LANES {
+            lanes[i] += f(x[i].to_f32(), y[i].to_f32());
+        }
+    }
+    tree(lanes)
+}
+
+/// Sum of `f(x, y, z)`.
+#[inline(always)]
+pub(crate) fn sum3<T: Float, U: Float>(
+    x: &[T],
+    y: &[U],
+    z: &[T],
+    f: impl Fn(f32, f32, f32) -> f32,
+) -> f32 {
+    let mut lanes = [0.0; LANES];
+    let (xs, ys, zs) = (
+        x.chunks_exact(LANES),
+        y.chunks_exact(LANES),
+        z.chunks_exact(LANES),
+    );
+    let rest = xs
+        .remainder()
+        .iter()
+        .zip(ys.remainder())
+        .zip(zs.remainder());
+    for (i, ((x, y), z)) in rest.enumerate() {
+        lanes[i] += f(x.to_f32(), y.to_f32(), z.to_f32());
+    }
+    for ((x, y), z) in xs.zip(ys).zip(zs) {
+        for i in 0..LANES {
+            lanes[i] += f(x[i].to_f32(), y[i].to_f32(), z[i].to_f32());
+        }
+    }
+    tree(lanes)
+}
+
+/// Largest element, ignoring NaN; negative infinity for none.
+#[inline(always)]
+pub(crate) fn max(x: &[f32]) -> f32 {
+    let greater = |a: f32, b: f32| if a > b { a } else { b };
+    let mut lanes = [f32::NEG_INFINITY; LANES];
+    let chunks = x.chunks_exact(LANES);
+    let rest = chunks.remainder();
+    for x in chunks {
+        for i in 0..LANES {
+            lanes[i] = greater(x[i], lanes[i]);
+        }
+    }
+    for (i, x) in rest.iter().enumerate() {
+        lanes[i] = greater(*x, lanes[i]);
+    }
+    lanes.into_iter().fold(f32::NEG_INFINITY, greater)
+}

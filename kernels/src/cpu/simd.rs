@@ -1,0 +1,71 @@
+//! Loops compiled for several instruction sets, the best of which is chosen at run time.
+
+/// Instruction sets that loops are compiled for.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, PartialOrd, Ord)]
+pub(crate) enum Level {
+    /// What every processor of the target architecture has.
+    Portable,
+    /// AVX2, FMA, F16C.
+    #[cfg(target_arch = "x86_64")]
+    V3,
+    /// AVX-512 F, BW, DQ, VL.
+    #[cfg(target_arch = "x86_64")]
+    V4,
+}
+
+/// The best level of this processor.
+#[cfg(target_arch = "x86_64")]
+#[inline]
+pub(crate) fn level() -> Level {
+    // The macro caches its answer in an atomic.
+    let v3 = is_x86_feature_detected!("avx2")
+        && is_x86_feature_detected!("fma")
+        && is_x86_feature_detected!("f16c");
+    let v4 = is_x86_feature_detected!("avx512f")
+        && is_x86_feature_detected!("avx512bw")
+        && is_x86_feature_detected!("avx512dq")
+        && is_x86_feature_detected!("avx512vl");
+    match (v3, v4) {
+        (true, true) => Level::V4,
+        (true, false) => Level::V3,
+        _ => Level::Portable,
+    }
+}
+
+/// The best level of this processor.
+#[cfg(not(target_arch = "x86_64"))]
+#[inline]
+pub(crate) fn level() -> Level {
+    Level::Portable
+}
+
+/// Defines a function whose body is compiled once per [`Level`]. What it calls must be
+/// `#[inline(always)]` to be compiled along.
+macro_rules! multiversion {
+    ($(#[$meta:meta])* $vis:vis fn $name:ident $(<$g:ident : $bound:path>)? (
+        $($arg:ident : $ty:ty),* $(,)?
+    ) $(-> $ret:ty)? $body:block) => {
+        $(#[$meta])*
+        #[allow(unsafe_code, reason = "calls what was compiled for a detected instruction set")]
+        $vis fn $name $(<$g: $bound>)? ($($arg: $ty),*) $(-> $ret)? {
+            #[inline(always)]
+            fn body $(<$g: $bound>)? ($($arg: $ty),*) $(-> $ret)? $body
+            #[cfg(target_arch = "x86_64")]
+            {
+                #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
+                fn v4 $(<$g: $bound>)? ($($arg: $ty),*) $(-> $ret)? { body($($arg),*) }
+                #[target_feature(enable = "avx2,fma,f16c")]
+                fn v3 $(<$g: $bound>)? ($($arg: $ty),*) $(-> $ret)? { body($($arg),*) }
+                match $crate::cpu::simd::level() {
+                    // SAFETY: the processor has every feature the function was compiled for.
+                    $crate::cpu::simd::Level::V4 => return unsafe { v4($($arg),*) },
+                    // SAFETY: as above.
+                    $crate::cpu::simd::Level::V3 => return unsafe { v3($($arg),*) },
+                    $crate::cpu::simd::Level::Portable => {}
+                }
+            }
+            body($($arg),*)
+        }
+    };
+}
+pub(crate) use multiversion;

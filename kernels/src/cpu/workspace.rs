@@ -1,0 +1,9 @@
+//! Elements of f32 workspace that each operation takes, for devices that only count.
+
+pub(crate) use super::attention::{backward_space as attention_backward, space as attention};
+pub(crate) use super::linear::{
+    column_sum_space as column_sum, lora_backward_space as lora_backward, lora_space as lora,
+    matmul_space as matmul,
+};
+pub(crate) use super::loss::space as loss;
+pub(crate) use super::norm::{backward_space as norm_backward, space as norm};
