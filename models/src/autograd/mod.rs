@@ -18,3 +18,8 @@ pub use tape::{Gradients, Loss, Observer, Tape};
 pub use var::Var;
 
 pub(crate) use sweep::{Grad, Sweep};
+
+#[cfg(test)]
+pub(crate) mod gradcheck;
+#[cfg(test)]
+mod tests;

@@ -37,13 +37,14 @@ pub fn generate(
             break;
         }
         let next = next_tokens(model, access, prompts, &texts, &open, options.eos_id)?;
-        let still = open.into_iter().zip(next).filter_map(|(i, token)| {
-            (token != options.eos_id).then(|| {
+        let mut still = Vec::with_capacity(open.len());
+        for (i, token) in open.into_iter().zip(next) {
+            if token != options.eos_id {
                 texts[i].push(token);
-                i
-            })
-        });
-        open = still.collect();
+                still.push(i);
+            }
+        }
+        open = still;
     }
     let answer =
         |(text, prompt): (Vec<i32>, &SampleInput<'_>)| text[prompt.input_ids.len()..].to_vec();

@@ -18,3 +18,6 @@ mod rows;
 pub use attention::Sequences;
 pub use linear::LinearParams;
 pub use lora::LoraParams;
+
+#[cfg(test)]
+mod tests;

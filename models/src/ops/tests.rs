@@ -1,0 +1,160 @@
+//! Every operation's gradient against central differences, through a tape.
+
+use super::{LinearParams, LoraParams, Sequences};
+use crate::autograd::gradcheck::{backend, gradcheck, gradcheck_loss, index, tensor, values};
+use engine::ParamId;
+use kernels::{DType, Gelu, IGNORED_LABEL, RopeLayout};
+
+const P0: ParamId = ParamId(0);
+const P1: ParamId = ParamId(1);
+const P2: ParamId = ParamId(2);
+const P3: ParamId = ParamId(3);
+
+#[test]
+fn linear_with_and_without_bias() {
+    let (plain, biased) = (LinearParams::new(P0, None), LinearParams::new(P0, Some(P1)));
+    gradcheck([&[3, 4]], &[&[5, 4]], |s, [x]| s.linear(x, &plain));
+    gradcheck([&[3, 4]], &[&[5, 4], &[5]], |s, [x]| s.linear(x, &biased));
+}
+
+#[test]
+fn linear_folds_leading_axes_and_convolution_kernels() {
+    let params = LinearParams::new(P0, Some(P1));
+    gradcheck([&[2, 3, 12]], &[&[5, 3, 2, 2], &[5]], |s, [x]| {
+        s.linear(x, &params)
+    });
+}
+
+#[test]
+fn row_ranges_of_one_weight_are_assembled() {
+    let third = |i: usize| LinearParams::new(P0, Some(P1)).with_rows(2 * i..2 * i + 2);
+    gradcheck([&[3, 4]], &[&[6, 4], &[6]], |s, [x]| {
+        let (q, k, v) = (
+            s.linear(x, &third(0))?,
+            s.linear(x, &third(1))?,
+            s.linear(x, &third(2))?,
+        );
+        s.swiglu(&s.add(&q, &k)?, &v)
+    });
+}
+
+#[test]
+fn partial_and_overlapping_row_ranges_add_up() {
+    let range = |r: std::ops::Range<usize>| LinearParams::new(P0, None).with_rows(r);
+    gradcheck([&[3, 4]], &[&[6, 4]], |s, [x]| {
+        s.add(&s.linear(x, &range(1..4))?, &s.linear(x, &range(3..6))?)
+    });
+    gradcheck([&[3, 4]], &[&[6, 4]], |s, [x]| s.linear(x, &range(2..4)));
+}
+
+#[test]
+fn bare_matmul_is_not_transposed() {
+    gradcheck([&[3, 4]], &[&[4, 5]], |s, [x]| s.matmul(x, P0));
+}
+
+#[test]
+fn lora_linear_with_a_trained_base() {
+    let base = LinearParams::new(P0, Some(P1));
+    let adapter = LoraParams {
+        lora_a: P2,
+        lora_b: P3,
+        scale: 0.7,
+    };
+    let shapes: [&[usize]; 4] = [&[5, 4], &[5], &[2, 4], &[5, 2]];
+    gradcheck([&[3, 4]], &shapes, |s, [x]| {
+        s.lora_linear(x, &base, adapter)
+    });
+}
+
+#[test]
+fn norms() {
+    gradcheck([&[3, 6]], &[&[6], &[6]], |s, [x]| {
+        s.layer_norm(x, P0, P1, 1e-6)
+    });
+    gradcheck([&[3, 6]], &[&[6]], |s, [x]| s.rms_norm(x, P0, 1e-6));
+}
+
+#[test]
+fn activations() {
+    gradcheck([&[3, 5]], &[], |s, [x]| s.gelu(x, Gelu::Tanh));
+    gradcheck([&[3, 5]], &[], |s, [x]| s.gelu(x, Gelu::Erf));
+    gradcheck([&[3, 5], &[3, 5]], &[], |s, [g, u]| s.swiglu(g, u));
+}
+
+#[test]
+fn sums_scales_and_reshapes() {
+    gradcheck([&[2, 6], &[4, 3]], &[], |s, [a, b]| {
+        let b = s.scale(&s.reshape(b, [2, 6])?, -1.5)?;
+        // A value used twice receives two gradients.
+        s.add(&s.add(a, &b)?, a)
+    });
+}
+
+#[test]
+fn casts_pass_the_gradient_through() {
+    gradcheck([&[2, 3]], &[], |s, [x]| {
+        let same = s.cast(x, DType::F32)?;
+        s.scale(&same, 2.0)
+    });
+}
+
+#[test]
+fn a_parameter_as_a_value() {
+    gradcheck([&[2, 3]], &[&[2, 3]], |s, [x]| {
+        let p = s.parameter(P0)?;
+        s.swiglu(&p, x)
+    });
+}
+
+#[test]
+fn rope_in_both_layouts() {
+    let device = backend();
+    let angles = values(5, 3 * 2);
+    let table = |f: fn(f32) -> f32| {
+        let row: Vec<f32> = angles.iter().map(|a| f(*a)).collect();
+        tensor(&*device, &[3, 2], &row)
+    };
+    let (cos, sin) = (table(f32::cos), table(f32::sin));
+    for layout in [RopeLayout::HalfSplit, RopeLayout::Interleaved] {
+        gradcheck([&[3, 2, 4]], &[], |s, [x]| s.rope(x, &cos, &sin, layout));
+        // Elements behind the rotated ones pass through.
+        gradcheck([&[3, 2, 6]], &[], |s, [x]| s.rope(x, &cos, &sin, layout));
+    }
+}
+
+#[test]
+fn attention_over_packed_sequences() {
+    let own = Sequences::own([0, 3, 5].into(), true);
+    gradcheck([&[5, 4, 3], &[5, 2, 3], &[5, 2, 3]], &[], |s, [q, k, v]| {
+        s.attention(q, k, v, &own, 0.6)
+    });
+    let cross = Sequences {
+        q_starts: [0, 2, 4].into(),
+        k_starts: [0, 3, 4].into(),
+        causal: false,
+    };
+    gradcheck([&[4, 2, 3], &[4, 2, 3], &[4, 2, 3]], &[], |s, [q, k, v]| {
+        s.attention(q, k, v, &cross, 0.6)
+    });
+}
+
+#[test]
+fn embedding_and_rows() {
+    let device = backend();
+    let ids = index(&*device, &[2, 0, 2]);
+    gradcheck([], &[&[4, 3]], |s, []| s.embedding(P0, &ids));
+    gradcheck([&[4, 3]], &[], |s, [x]| s.gather_rows(x, &ids));
+    let at = index(&*device, &[3, 1]);
+    gradcheck([&[4, 3], &[2, 3]], &[], |s, [base, rows]| {
+        s.replace_rows(base, &at, rows)
+    });
+}
+
+#[test]
+fn loss_of_a_linear_head() {
+    let device = backend();
+    let labels = index(&*device, &[1, IGNORED_LABEL, 4, 0]);
+    gradcheck_loss(&[4, 3], &[5, 3], 0.25, |s, x, head| {
+        s.linear_cross_entropy(x, head, &labels)
+    });
+}
