@@ -16,6 +16,9 @@ pub enum EngineError {
     /// The model cannot be planned.
     #[error(transparent)]
     Plan(#[from] crate::plan::PlanError),
+    /// A checkpoint cannot be written or read.
+    #[error(transparent)]
+    Checkpoint(#[from] crate::checkpoint::CheckpointError),
     /// The optimizer refused.
     #[error(transparent)]
     Optim(#[from] optim::OptimError),
@@ -71,7 +74,9 @@ pub enum EngineError {
         source: Box<dyn std::error::Error + Send + Sync>,
     },
     /// A checkpoint lacks what this run trains, or holds what it does not.
-    #[error("the checkpoint does not fit this run: {missing_count} trained tensors are missing from it (first: {first_missing}), {extra_count} of its tensors are not trained here (first: {first_extra})")]
+    #[error(
+        "the checkpoint does not fit this run: {missing_count} trained tensors are missing from it (first: {first_missing}), {extra_count} of its tensors are not trained here (first: {first_extra})"
+    )]
     CheckpointMismatch {
         /// Trained here, absent there.
         missing_count: usize,

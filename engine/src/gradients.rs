@@ -41,12 +41,20 @@ impl Accumulator {
             return Ok(None);
         }
         let config = plan.config();
-        let range =
-            if config.shards_gradients() { group.shard(rank) } else { 0..group.padded_elems };
+        let range = if config.shards_gradients() {
+            group.shard(rank)
+        } else {
+            0..group.padded_elems
+        };
         let dtype = config.grad_dtype();
         let bytes = range.len() * dtype.size_bytes();
         let region = tiers.allocate(config.offload.optimizer, bytes, Tag::Gradients)?;
-        Ok(Some(Self { region, dtype, start: range.start, filled: false }))
+        Ok(Some(Self {
+            region,
+            dtype,
+            start: range.start,
+            filled: false,
+        }))
     }
 
     /// Forgets the sum.
@@ -108,7 +116,11 @@ impl Accumulator {
             return &self.region.as_slice::<f32>()[own];
         }
         scratch.clear();
-        scratch.extend(self.region.as_slice::<bf16>()[own].iter().map(|v| Float::to_f32(*v)));
+        scratch.extend(
+            self.region.as_slice::<bf16>()[own]
+                .iter()
+                .map(|v| Float::to_f32(*v)),
+        );
         scratch
     }
 
@@ -122,15 +134,12 @@ impl Accumulator {
         self.region.as_ref()
     }
 
-    /// Dtype of the sums.
-    pub(crate) fn dtype(&self) -> DType {
-        self.dtype
-    }
-
     /// Sum of squares of `range` of the group.
     pub(crate) fn sum_of_squares(&self, range: Range<usize>) -> f64 {
         let mut scratch = Vec::new();
         let chunks = crate::zero::split(range, CHUNK_ELEMS);
-        chunks.map(|chunk| sum_of_squares(self.read(chunk, &mut scratch))).sum()
+        chunks
+            .map(|chunk| sum_of_squares(self.read(chunk, &mut scratch)))
+            .sum()
     }
 }

@@ -8,6 +8,7 @@ mod error;
 mod gradients;
 mod norm;
 pub mod plan;
+mod snapshot;
 pub mod spec;
 mod state;
 mod store;

@@ -39,23 +39,37 @@ impl UnitState {
         if group.is_empty() {
             return Ok(None);
         }
-        let range =
-            if config.stage.shards_optimizer() { group.shard(rank) } else { 0..group.padded_elems };
+        let range = if config.stage.shards_optimizer() {
+            group.shard(rank)
+        } else {
+            0..group.padded_elems
+        };
         let allocate = |dtype: DType| {
             let bytes = range.len() * dtype.size_bytes();
             tiers.allocate(config.offload.optimizer, bytes, Tag::Optimizer)
         };
-        let master = config.precision.has_master().then(|| allocate(DType::F32)).transpose()?;
+        let master = config
+            .precision
+            .has_master()
+            .then(|| allocate(DType::F32))
+            .transpose()?;
         let slots = slots
             .iter()
             .map(|slot| Ok((slot, allocate(slot.dtype(config.precision))?)))
             .collect::<Result<_, EngineError>>()?;
-        Ok(Some(Self { start: range.start, precision: config.precision, master, slots }))
+        Ok(Some(Self {
+            start: range.start,
+            precision: config.precision,
+            master,
+            slots,
+        }))
     }
 
     /// Copies the f32 values of `part` (elements of the group) that this rank keeps a master of.
     pub(crate) fn set_master(&mut self, part: Range<usize>, values: &[f32]) {
-        let Some(region) = &mut self.master else { return };
+        let Some(region) = &mut self.master else {
+            return;
+        };
         let master = region.as_mut_slice::<f32>();
         let kept = part.start.max(self.start)..part.end.min(self.start + master.len());
         if kept.start < kept.end {
@@ -75,17 +89,20 @@ impl UnitState {
         target: Range<usize>,
     ) -> Result<(), EngineError> {
         let own = part.start - self.start..part.end - self.start;
-        let master = self.master.as_mut().map(|m| &mut m.as_mut_slice::<f32>()[own.clone()]);
+        let master = self
+            .master
+            .as_mut()
+            .map(|m| &mut m.as_mut_slice::<f32>()[own.clone()]);
         let weight = match (self.precision, master) {
-            (Precision::Bf16, Some(master)) => {
-                WeightWindow::Mixed { master, weight: &mut weights.as_mut_slice()[target] }
-            }
-            (Precision::Fp16, Some(master)) => {
-                WeightWindow::MixedF16 { master, weight: &mut weights.as_mut_slice()[target] }
-            }
-            (Precision::PureBf16, _) => {
-                WeightWindow::PureBf16(&mut weights.as_mut_slice()[target])
-            }
+            (Precision::Bf16, Some(master)) => WeightWindow::Mixed {
+                master,
+                weight: &mut weights.as_mut_slice()[target],
+            },
+            (Precision::Fp16, Some(master)) => WeightWindow::MixedF16 {
+                master,
+                weight: &mut weights.as_mut_slice()[target],
+            },
+            (Precision::PureBf16, _) => WeightWindow::PureBf16(&mut weights.as_mut_slice()[target]),
             _ => WeightWindow::F32(&mut weights.as_mut_slice()[target]),
         };
         let precision = self.precision;
@@ -97,7 +114,14 @@ impl UnitState {
                 _ => StateWindow::F32(&mut region.as_mut_slice()[own.clone()]),
             })
             .collect();
-        let Scalars { step, lr, weight_decay, grad_scale, seed, first_element } = scalars;
+        let Scalars {
+            step,
+            lr,
+            weight_decay,
+            grad_scale,
+            seed,
+            first_element,
+        } = scalars;
         rule.step(StepArgs {
             step,
             lr,
@@ -120,7 +144,10 @@ impl UnitState {
     /// Name, dtype and memory of the master weights and every slot.
     pub(crate) fn kinds(&self) -> impl Iterator<Item = (&'static str, DType, &Region)> {
         let master = self.master.iter().map(|m| ("master", DType::F32, m));
-        let slots = self.slots.iter().map(|(s, r)| (s.name, s.dtype(self.precision), r));
+        let slots = self
+            .slots
+            .iter()
+            .map(|(s, r)| (s.name, s.dtype(self.precision), r));
         master.chain(slots)
     }
 
@@ -128,7 +155,10 @@ impl UnitState {
     pub(crate) fn kinds_mut(&mut self) -> impl Iterator<Item = (&'static str, DType, &mut Region)> {
         let precision = self.precision;
         let master = self.master.iter_mut().map(|m| ("master", DType::F32, m));
-        let slots = self.slots.iter_mut().map(move |(s, r)| (s.name, s.dtype(precision), r));
+        let slots = self
+            .slots
+            .iter_mut()
+            .map(move |(s, r)| (s.name, s.dtype(precision), r));
         master.chain(slots)
     }
 }

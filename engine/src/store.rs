@@ -76,14 +76,13 @@ pub(crate) struct Store {
 }
 
 impl Store {
-    pub(crate) fn new(
-        plan: Arc<Plan>,
-        comm: Arc<dyn Communicator>,
-        tiers: Tiers,
-    ) -> Result<Self> {
+    pub(crate) fn new(plan: Arc<Plan>, comm: Arc<dyn Communicator>, tiers: Tiers) -> Result<Self> {
         let config = plan.config().clone();
         let weight_bytes = config.precision.weight_dtype().size_bytes();
-        let moment = Moment { step: 0, micro_batch: 0 };
+        let moment = Moment {
+            step: 0,
+            micro_batch: 0,
+        };
         let mut units = Vec::new();
         for unit in plan.units() {
             let mut weights = Vec::new();
@@ -108,7 +107,15 @@ impl Store {
                 gradients,
             });
         }
-        Ok(Self { plan, comm, tiers, units, pending: VecDeque::new(), pass: None, moment })
+        Ok(Self {
+            plan,
+            comm,
+            tiers,
+            units,
+            pending: VecDeque::new(),
+            pass: None,
+            moment,
+        })
     }
 
     fn unit_plan(&self, unit: UnitId) -> &UnitPlan {
@@ -150,7 +157,11 @@ impl Store {
     /// The resting weights of a group.
     pub(crate) fn weights(&self, unit: UnitId, kind: GroupKind) -> Option<&Region> {
         let state = &self.units[unit.index()];
-        state.weights.iter().find(|(k, _)| *k == kind).map(|(_, region)| &**region)
+        state
+            .weights
+            .iter()
+            .find(|(k, _)| *k == kind)
+            .map(|(_, region)| &**region)
     }
 
     /// Accumulated gradients and resting weights of a trainable group together.
@@ -183,7 +194,10 @@ impl Store {
 
     /// Forgets all gradients: the next micro-batch is the first of update `step + 1`.
     pub(crate) fn clear_gradients(&mut self, step: u64) {
-        self.moment = Moment { step, micro_batch: 0 };
+        self.moment = Moment {
+            step,
+            micro_batch: 0,
+        };
         for unit in &mut self.units {
             if let Some(gradients) = &mut unit.gradients {
                 gradients.clear();
@@ -195,7 +209,11 @@ impl Store {
 
     pub(crate) fn begin_pass(&mut self, kind: PassKind) {
         let schedule = self.plan.schedule(kind);
-        self.pass = Some(Pass { schedule, position: 0, started: 0 });
+        self.pass = Some(Pass {
+            schedule,
+            position: 0,
+            started: 0,
+        });
     }
 
     /// Walks the rest of the schedule and waits for every reduction.
@@ -223,7 +241,9 @@ impl Store {
     }
 
     fn entry_at_cursor(&self) -> Option<Entry> {
-        self.pass.as_ref().and_then(|p| p.schedule.get(p.position).copied())
+        self.pass
+            .as_ref()
+            .and_then(|p| p.schedule.get(p.position).copied())
     }
 
     /// Starts the gathers of the entries up to `prefetch_units` beyond the cursor. Around the turn
@@ -232,7 +252,9 @@ impl Store {
     fn start_gathers(&mut self) -> Result<()> {
         let ahead = self.plan.config().prefetch_units;
         loop {
-            let Some(pass) = &mut self.pass else { return Ok(()) };
+            let Some(pass) = &mut self.pass else {
+                return Ok(());
+            };
             let at = pass.started;
             if at > pass.position + ahead || at >= pass.schedule.len() {
                 return Ok(());
@@ -279,7 +301,13 @@ impl Store {
                 let mut groups: Vec<(GroupKind, ForeignBytes)> = Vec::new();
                 for (kind, ticket, counted) in tickets {
                     let buffer = ticket.wait_read()?;
-                    groups.push((kind, Arc::new(Gathered { buffer, _counted: counted })));
+                    groups.push((
+                        kind,
+                        Arc::new(Gathered {
+                            buffer,
+                            _counted: counted,
+                        }),
+                    ));
                 }
                 groups
             }
@@ -304,7 +332,10 @@ impl Store {
     /// Moves the cursor to `entry`, taking part in everything before it.
     fn advance_to(&mut self, entry: Entry) -> Result<()> {
         let target = self.pass.as_ref().and_then(|p| {
-            p.schedule[p.position..].iter().position(|e| *e == entry).map(|i| p.position + i)
+            p.schedule[p.position..]
+                .iter()
+                .position(|e| *e == entry)
+                .map(|i| p.position + i)
         });
         let Some(target) = target else {
             return Err(EngineError::LeaseOrder {
@@ -332,7 +363,9 @@ impl Store {
         if entry.phase == Phase::Backward {
             self.close_bucket(entry.unit)?;
         }
-        let Some(pass) = &mut self.pass else { return Ok(()) };
+        let Some(pass) = &mut self.pass else {
+            return Ok(());
+        };
         pass.position += 1;
         let ahead = self.plan.config().prefetch_units.max(1);
         let next = pass.schedule.iter().skip(pass.position).take(ahead);
@@ -371,10 +404,18 @@ impl Store {
     pub(crate) fn deposit(&mut self, id: ParamId, grad: &Tensor) -> Result<()> {
         let spec = &self.plan.spec().params[id.index()];
         let refuse = |reason| {
-            Err(EngineError::UnexpectedGradient { param: spec.name.clone(), reason })
+            Err(EngineError::UnexpectedGradient {
+                param: spec.name.clone(),
+                reason,
+            })
         };
         let unit = spec.unit;
-        if self.entry_at_cursor() != Some(Entry { unit, phase: Phase::Backward }) {
+        if self.entry_at_cursor()
+            != Some(Entry {
+                unit,
+                phase: Phase::Backward,
+            })
+        {
             return refuse("its unit is not leased for backward");
         }
         if grad.dtype() != DType::F32 || grad.elems() != spec.shape.elems() {
@@ -402,9 +443,16 @@ impl Store {
     fn open_bucket(&self, unit: UnitId) -> Result<Bucket> {
         let group = &self.unit_plan(unit).trainable;
         let bytes = group.padded_elems * 4;
-        let counted = self.tiers.device.reserve(bytes as u64, Tag::Communication)?;
+        let counted = self
+            .tiers
+            .device
+            .reserve(bytes as u64, Tag::Communication)?;
         let buffer = self.comm.alloc(bytes)?;
-        Ok(Bucket { buffer, counted, deposited: vec![false; group.slots.len()] })
+        Ok(Bucket {
+            buffer,
+            counted,
+            deposited: vec![false; group.slots.len()],
+        })
     }
 
     /// Ends a unit's backward: what was not deposited is zero; the bucket is reduced (stages 2, 3)
@@ -439,7 +487,11 @@ impl Store {
             CommTag::new("reduce", unit.0),
         );
         let ticket = self.comm.start(op, bucket.buffer)?;
-        self.pending.push_back(PendingReduce { unit, ticket, _counted: bucket.counted });
+        self.pending.push_back(PendingReduce {
+            unit,
+            ticket,
+            _counted: bucket.counted,
+        });
         Ok(())
     }
 
@@ -447,7 +499,12 @@ impl Store {
     fn drain(&mut self, keep: usize) -> Result<()> {
         let rank = self.comm.world().rank;
         while self.pending.len() > keep {
-            let Some(PendingReduce { unit, ticket, _counted }) = self.pending.pop_front() else {
+            let Some(PendingReduce {
+                unit,
+                ticket,
+                _counted,
+            }) = self.pending.pop_front()
+            else {
                 break;
             };
             let buffer = ticket.wait_read()?;

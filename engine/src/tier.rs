@@ -6,8 +6,10 @@
 use crate::error::EngineError;
 use crate::plan::Tier;
 use bytemuck::Pod;
-use kernels::{Block, Pool, Reservation, Tag};
+use half::{bf16, f16};
+use kernels::{Block, DType, Float, Pool, Reservation, Tag};
 use memmap2::MmapMut;
+use std::ops::Range;
 
 /// The pools of one rank.
 #[derive(Clone, Debug)]
@@ -34,7 +36,11 @@ impl Tiers {
                 let counted = self.host.reserve(bytes as u64, tag)?;
                 let map = MmapMut::map_anon(bytes.max(1))
                     .map_err(|source| EngineError::Map { bytes, source })?;
-                Region::Mapped { map, len: bytes, counted }
+                Region::Mapped {
+                    map,
+                    len: bytes,
+                    counted,
+                }
             }
         })
     }
@@ -70,6 +76,22 @@ impl Region {
             Self::Device(block) => block.as_bytes_mut(),
             Self::Mapped { map, len, .. } => &mut map[..*len],
         })
+    }
+}
+
+impl Region {
+    /// Stores `values` as elements `target` of type `dtype`, rounded to nearest even.
+    pub(crate) fn write_rounded(&mut self, dtype: DType, target: Range<usize>, values: &[f32]) {
+        fn store<T: Float>(out: &mut [T], values: &[f32]) {
+            for (o, v) in out.iter_mut().zip(values) {
+                *o = T::from_f32(*v);
+            }
+        }
+        match dtype {
+            DType::F32 => self.as_mut_slice::<f32>()[target].copy_from_slice(values),
+            DType::F16 => store(&mut self.as_mut_slice::<f16>()[target], values),
+            _ => store(&mut self.as_mut_slice::<bf16>()[target], values),
+        }
     }
 }
 

@@ -7,9 +7,9 @@ use crate::plan::{GroupKind, PassKind, Plan};
 use crate::spec::{ParamId, UnitId};
 use crate::state::{Scalars, UnitState};
 use crate::store::{Store, lease_of};
-use crate::tier::{Region, Tiers};
+use crate::tier::Tiers;
 use kernels::{Backend, DType, Float, Pool, Tensor};
-use optim::{GroupOptions, Optimizer, Precision};
+use optim::{GroupOptions, Optimizer};
 use std::cell::RefCell;
 use std::ops::Range;
 use std::sync::Arc;
@@ -56,7 +56,7 @@ pub struct Zero {
     backend: Arc<dyn Backend>,
     optimizer: OptimizerConfig,
     tiers: Tiers,
-    store: RefCell<Store>,
+    pub(crate) store: RefCell<Store>,
     pub(crate) states: Vec<Option<UnitState>>,
     pub(crate) step: u64,
     totals: Totals,
@@ -157,13 +157,8 @@ impl Zero {
                     })?;
                     let weights = self.store.get_mut().weights_mut(unit.id, kind)?;
                     let target = part.start - resting.start..part.end - resting.start;
-                    match plan.config().precision.weight_dtype() {
-                        DType::F32 => {
-                            weights.as_mut_slice::<f32>()[target].copy_from_slice(&chunk);
-                        }
-                        DType::F16 => round_into::<half::f16>(weights, target, &chunk),
-                        _ => round_into::<half::bf16>(weights, target, &chunk),
-                    }
+                    let dtype = plan.config().precision.weight_dtype();
+                    weights.write_rounded(dtype, target, &chunk);
                     if let (GroupKind::Trainable, Some(state)) =
                         (kind, &mut self.states[unit.id.index()])
                     {
@@ -272,14 +267,21 @@ impl Zero {
     }
 
     fn trainable_units(&self) -> Vec<UnitId> {
-        self.plan.units().iter().filter(|u| !u.trainable.is_empty()).map(|u| u.id).collect()
+        self.plan
+            .units()
+            .iter()
+            .filter(|u| !u.trainable.is_empty())
+            .map(|u| u.id)
+            .collect()
     }
 
     /// Where gradients are not sharded (stages 0 and 1): reduces the local sums.
     fn reduce_accumulated(&mut self) -> Result<()> {
         let config = self.plan.config().clone();
         for unit in self.trainable_units() {
-            let Some(gradients) = self.store.get_mut().gradients_mut(unit) else { continue };
+            let Some(gradients) = self.store.get_mut().gradients_mut(unit) else {
+                continue;
+            };
             if config.shards_gradients() {
                 continue;
             }
@@ -295,7 +297,11 @@ impl Zero {
                 buffer = start(CollectiveKind::AllGather, "gather-grads", buffer)?;
             }
             let range = self.plan.unit(unit).trainable.shard(self.comm.world().rank);
-            let valid = if config.stage.shards_optimizer() { range } else { 0..sums.len() };
+            let valid = if config.stage.shards_optimizer() {
+                range
+            } else {
+                0..sums.len()
+            };
             sums[valid.clone()].copy_from_slice(&buffer.as_slice::<f32>()[valid]);
         }
         Ok(())
@@ -334,7 +340,9 @@ impl Zero {
             let store = self.store.get_mut();
             let weights_start = store.resting(unit, GroupKind::Trainable).start;
             let (gradients, weights) = store.gradients_and_weights(unit)?;
-            let Some(state) = &mut self.states[unit.index()] else { continue };
+            let Some(state) = &mut self.states[unit.index()] else {
+                continue;
+            };
             for (slot, part) in plan.unit(unit).trainable.parts(range) {
                 let options = self.optimizer.groups[slot.param.index()];
                 for piece in split(part, plan.config().sub_group_elems) {
@@ -389,12 +397,18 @@ impl Zero {
         for unit in self.trainable_units() {
             let shard = self.plan.unit(unit).trainable.shard(rank);
             let bytes = shard.start * dtype.size_bytes()..shard.end * dtype.size_bytes();
-            let weights = self.store.get_mut().weights_mut(unit, GroupKind::Trainable)?;
+            let weights = self
+                .store
+                .get_mut()
+                .weights_mut(unit, GroupKind::Trainable)?;
             let all = weights.as_mut_slice::<u8>();
             let mut buffer = self.comm.alloc(all.len())?;
             buffer.as_bytes_mut()[bytes.clone()].copy_from_slice(&all[bytes]);
-            let op =
-                Collective::new(CollectiveKind::AllGather, dtype, CommTag::new("update", unit.0));
+            let op = Collective::new(
+                CollectiveKind::AllGather,
+                dtype,
+                CommTag::new("update", unit.0),
+            );
             let buffer = self.comm.start(op, buffer)?.wait_read()?;
             all.copy_from_slice(buffer.as_bytes());
         }
@@ -415,7 +429,9 @@ impl Zero {
         for unit in self.trainable_units() {
             let group = &plan.unit(unit).trainable;
             let shard = group.shard(self.comm.world().rank);
-            let Some(gradients) = self.store.get_mut().gradients_mut(unit) else { continue };
+            let Some(gradients) = self.store.get_mut().gradients_mut(unit) else {
+                continue;
+            };
             let mut buffer = self.comm.alloc(group.padded_elems * 4)?;
             let (kind, own) = if sharded {
                 (CollectiveKind::AllGather, shard)
@@ -427,7 +443,12 @@ impl Zero {
             let op = Collective::new(kind, DType::F32, CommTag::new("inspect", unit.0));
             let buffer = self.comm.start(op, buffer)?.wait_read()?;
             let values = buffer.as_slice::<f32>();
-            out.extend(group.slots.iter().map(|s| (s.param, values[s.range()].to_vec())));
+            out.extend(
+                group
+                    .slots
+                    .iter()
+                    .map(|s| (s.param, values[s.range()].to_vec())),
+            );
         }
         Ok(out)
     }
@@ -437,7 +458,13 @@ impl Zero {
     #[must_use]
     pub fn state_bytes(&self) -> Vec<u8> {
         let states = self.states.iter().flatten();
-        states.flat_map(|s| s.kinds().flat_map(|(_, _, r)| r.as_ref().to_vec()).collect::<Vec<_>>()).collect()
+        states
+            .flat_map(|s| {
+                s.kinds()
+                    .flat_map(|(_, _, r)| r.as_ref().to_vec())
+                    .collect::<Vec<_>>()
+            })
+            .collect()
     }
 
     /// The device pool.
@@ -452,20 +479,14 @@ impl Zero {
         &self.tiers.host
     }
 
-    pub(crate) fn store_mut(&mut self) -> &mut Store {
-        self.store.get_mut()
+    /// Elements of the trainable group whose weights rest on this rank.
+    pub(crate) fn resting_range(&self, unit: UnitId) -> Range<usize> {
+        self.store.borrow().resting(unit, GroupKind::Trainable)
     }
 
-    pub(crate) fn rank_range(&self, unit: UnitId) -> Range<usize> {
-        self.plan.unit(unit).trainable.shard(self.comm.world().rank)
-    }
-
-    pub(crate) fn updated_range(&self, unit: UnitId) -> Range<usize> {
-        self.updated(unit)
-    }
-
-    pub(crate) fn precision(&self) -> Precision {
-        self.plan.config().precision
+    pub(crate) fn set_step(&mut self, step: u64) {
+        self.step = step;
+        self.store.get_mut().clear_gradients(step);
     }
 }
 
@@ -520,13 +541,9 @@ fn compare_plans(plan: &Plan, comm: &dyn Communicator) -> Result<()> {
 pub(crate) fn split(range: Range<usize>, most: usize) -> impl Iterator<Item = Range<usize>> {
     let most = most.max(1);
     let end = range.end;
-    range.step_by(most).map(move |start| start..(start + most).min(end))
-}
-
-fn round_into<T: Float>(weights: &mut Region, target: Range<usize>, values: &[f32]) {
-    for (t, v) in weights.as_mut_slice::<T>()[target].iter_mut().zip(values) {
-        *t = T::from_f32(*v);
-    }
+    range
+        .step_by(most)
+        .map(move |start| start..(start + most).min(end))
 }
 
 fn widen<'a>(values: &[half::bf16], scratch: &'a mut Vec<f32>) -> &'a [f32] {

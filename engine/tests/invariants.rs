@@ -12,9 +12,18 @@ use toy::{Case, distance, engine_for, load_initial, micro_batch, run_world, trai
 const ACROSS_WORLDS: f64 = 1e-6;
 
 const OFFLOADS: [Offload; 4] = [
-    Offload { param: Tier::Device, optimizer: Tier::Device },
-    Offload { param: Tier::Device, optimizer: Tier::Host },
-    Offload { param: Tier::Host, optimizer: Tier::Device },
+    Offload {
+        param: Tier::Device,
+        optimizer: Tier::Device,
+    },
+    Offload {
+        param: Tier::Device,
+        optimizer: Tier::Host,
+    },
+    Offload {
+        param: Tier::Host,
+        optimizer: Tier::Device,
+    },
     Offload::CPU,
 ];
 
@@ -23,12 +32,20 @@ fn weights_are_bit_identical_across_stages_and_tiers() {
     for precision in [Precision::F32, Precision::Bf16, Precision::PureBf16] {
         for world in 1..=4 {
             let (reference, losses) = train(&Case::new(world, 0).precision(precision));
-            assert!(losses[5] < losses[0], "{precision:?}: the toy learns: {losses:?}");
+            assert!(
+                losses[5] < losses[0],
+                "{precision:?}: the toy learns: {losses:?}"
+            );
             for stage in 0..=3 {
                 for offload in OFFLOADS {
-                    let case = Case::new(world, stage).precision(precision).offload(offload);
+                    let case = Case::new(world, stage)
+                        .precision(precision)
+                        .offload(offload);
                     let (weights, case_losses) = train(&case);
-                    assert_eq!(weights, reference, "world {world} stage {stage} {offload:?}");
+                    assert_eq!(
+                        weights, reference,
+                        "world {world} stage {stage} {offload:?}"
+                    );
                     assert_eq!(case_losses, losses);
                 }
             }
@@ -46,7 +63,11 @@ fn weights_are_bit_identical_across_prefetch_buckets_and_sub_groups() {
                 case.config.prefetch_units = prefetch;
                 case.config.buckets_in_flight = buckets;
                 case.config.sub_group_elems = sub_group;
-                assert_eq!(train(&case).0, reference, "{prefetch} {buckets} {sub_group}");
+                assert_eq!(
+                    train(&case).0,
+                    reference,
+                    "{prefetch} {buckets} {sub_group}"
+                );
             }
         }
     }
@@ -75,7 +96,10 @@ fn worlds_agree_with_one_process() {
             let (weights, case_losses) = train(&Case::new(world, stage));
             assert!(distance(&weights, &one) < ACROSS_WORLDS, "world {world}");
             for (a, b) in case_losses.iter().zip(&losses) {
-                assert!((a / b - 1.0).abs() < ACROSS_WORLDS, "world {world}: {a} {b}");
+                assert!(
+                    (a / b - 1.0).abs() < ACROSS_WORLDS,
+                    "world {world}: {a} {b}"
+                );
             }
         }
     }
@@ -123,7 +147,9 @@ fn a_non_finite_gradient_on_one_rank_skips_the_step_everywhere() {
     for stage in 0..=3 {
         for precision in [Precision::F32, Precision::Bf16, Precision::PureBf16] {
             for poison in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
-                let case = Case::new(3, stage).precision(precision).offload(Offload::CPU);
+                let case = Case::new(3, stage)
+                    .precision(precision)
+                    .offload(Offload::CPU);
                 let finals = run_world(3, |comm| {
                     let mut zero = engine_for(&case, comm.clone()).unwrap();
                     load_initial(&mut zero);
@@ -175,8 +201,16 @@ fn frozen_units_own_no_training_state_and_do_not_move() {
         let zero = run_world(2, |comm| {
             let zero = engine_for(&case, comm).unwrap();
             let memory = zero.plan().memory();
-            let trained = zero.plan().units().iter().map(|u| u.trainable.padded_elems as u64);
-            (memory, trained.sum::<u64>(), zero.state_bytes().len() as u64)
+            let trained = zero
+                .plan()
+                .units()
+                .iter()
+                .map(|u| u.trainable.padded_elems as u64);
+            (
+                memory,
+                trained.sum::<u64>(),
+                zero.state_bytes().len() as u64,
+            )
         });
         let (memory, trained, state) = zero[0];
         let part = if stage > 0 { trained / 2 } else { trained };
@@ -192,13 +226,19 @@ fn leases_against_the_plan_are_errors() {
         let mut zero = engine_for(&case, comm).unwrap();
         load_initial(&mut zero);
         zero.begin_pass(PassKind::Train);
-        zero.lease(UnitId(3), Phase::Forward).unwrap().end().unwrap();
+        zero.lease(UnitId(3), Phase::Forward)
+            .unwrap()
+            .end()
+            .unwrap();
         let error = zero.lease(UnitId(2), Phase::Forward).unwrap_err();
         assert!(matches!(error, EngineError::LeaseOrder { .. }), "{error}");
         let error = zero.lease(UnitId(3), Phase::Forward).unwrap_err();
         assert!(matches!(error, EngineError::LeaseOrder { .. }), "{error}");
         zero.end_pass().unwrap();
-        assert!(zero.lease(UnitId(0), Phase::Forward).is_err(), "no pass is open");
+        assert!(
+            zero.lease(UnitId(0), Phase::Forward).is_err(),
+            "no pass is open"
+        );
     });
 }
 
@@ -226,7 +266,13 @@ fn gathered_weights_never_exceed_the_plan() {
             toy::train_step(&case, &mut zero, 0).unwrap();
             let peak = zero.device_pool().stats().tag(kernels::Tag::Gathered).peak;
             assert_eq!(peak, zero.plan().memory().gathered);
-            assert_eq!(zero.device_pool().stats().tag(kernels::Tag::Gathered).in_use, 0);
+            assert_eq!(
+                zero.device_pool()
+                    .stats()
+                    .tag(kernels::Tag::Gathered)
+                    .in_use,
+                0
+            );
         });
     }
 }

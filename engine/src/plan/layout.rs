@@ -65,7 +65,11 @@ impl GroupLayout {
             .collect();
         let shard_elems = end.div_ceil(world_size).next_multiple_of(ALIGN_ELEMS);
         let shard_elems = if end == 0 { 0 } else { shard_elems };
-        Self { slots, shard_elems, padded_elems: shard_elems * world_size }
+        Self {
+            slots,
+            shard_elems,
+            padded_elems: shard_elems * world_size,
+        }
     }
 
     /// Whether the group has no parameter.
@@ -92,8 +96,15 @@ impl GroupLayout {
     /// Elements that belong to no parameter.
     pub fn gaps(&self) -> impl Iterator<Item = Range<usize>> {
         let ends = self.slots.iter().map(|s| s.offset + s.len);
-        let starts = self.slots.iter().skip(1).map(|s| s.offset).chain([self.padded_elems]);
-        ends.zip(starts).map(|(end, start)| end..start).filter(|r| !r.is_empty())
+        let starts = self
+            .slots
+            .iter()
+            .skip(1)
+            .map(|s| s.offset)
+            .chain([self.padded_elems]);
+        ends.zip(starts)
+            .map(|(end, start)| end..start)
+            .filter(|r| !r.is_empty())
     }
 }
 
@@ -137,7 +148,12 @@ pub(super) fn plan_units(spec: &ModelSpec, world_size: usize) -> Vec<UnitPlan> {
             };
             let (trainable, frozen) = (group(true), group(false));
             trained_before |= !trainable.is_empty();
-            UnitPlan { id, trainable, frozen, needs_backward: trained_before }
+            UnitPlan {
+                id,
+                trainable,
+                frozen,
+                needs_backward: trained_before,
+            }
         })
         .collect()
 }

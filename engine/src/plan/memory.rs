@@ -103,8 +103,11 @@ impl Plan {
         }
         if self.leases_copy() {
             let window = 1 + config.prefetch_units;
-            report.gathered =
-                gathered_units.windows(window.min(gathered_units.len()).max(1)).map(|w| w.iter().sum()).max().unwrap_or(0);
+            report.gathered = gathered_units
+                .windows(window.min(gathered_units.len()).max(1))
+                .map(|w| w.iter().sum())
+                .max()
+                .unwrap_or(0);
         }
         report.communication = largest_bucket * (1 + config.buckets_in_flight as u64);
         report

@@ -55,7 +55,9 @@ impl TryFrom<u8> for Stage {
             1 => Ok(Self::Zero1),
             2 => Ok(Self::Zero2),
             3 => Ok(Self::Zero3),
-            _ => Err(format!("ZeRO stage {value} does not exist; stages are 0 to 3")),
+            _ => Err(format!(
+                "ZeRO stage {value} does not exist; stages are 0 to 3"
+            )),
         }
     }
 }
@@ -88,7 +90,10 @@ pub struct Offload {
 
 impl Offload {
     /// Everything in host memory.
-    pub const CPU: Self = Self { param: Tier::Host, optimizer: Tier::Host };
+    pub const CPU: Self = Self {
+        param: Tier::Host,
+        optimizer: Tier::Host,
+    };
 }
 
 /// The resolved settings of the engine.
@@ -192,11 +197,16 @@ impl Plan {
         let mut last_unit = 0;
         for p in &spec.params {
             if p.unit.0 < last_unit || p.unit.index() >= spec.units.len() {
-                return Err(PlanError::Unit { name: p.name.clone(), unit: p.unit.0 });
+                return Err(PlanError::Unit {
+                    name: p.name.clone(),
+                    unit: p.unit.0,
+                });
             }
             last_unit = p.unit.0;
             if !names.insert(p.name.as_str()) {
-                return Err(PlanError::DuplicateName { name: p.name.clone() });
+                return Err(PlanError::DuplicateName {
+                    name: p.name.clone(),
+                });
             }
         }
         let mut at = 0;
@@ -210,7 +220,13 @@ impl Plan {
             })
             .collect();
         let units = plan_units(&spec, world_size);
-        Ok(Self { spec, config, world_size, units, first_element })
+        Ok(Self {
+            spec,
+            config,
+            world_size,
+            units,
+            first_element,
+        })
     }
 
     /// The model.

@@ -23,11 +23,17 @@ pub struct Entry {
 }
 
 pub(super) fn schedule(units: &[UnitPlan], kind: PassKind) -> Vec<Entry> {
-    let forward = units.iter().map(|u| Entry { unit: u.id, phase: Phase::Forward });
+    let forward = units.iter().map(|u| Entry {
+        unit: u.id,
+        phase: Phase::Forward,
+    });
     let backward = units
         .iter()
         .rev()
         .filter(|u| u.needs_backward && kind == PassKind::Train)
-        .map(|u| Entry { unit: u.id, phase: Phase::Backward });
+        .map(|u| Entry {
+            unit: u.id,
+            phase: Phase::Backward,
+        });
     forward.chain(backward).collect()
 }

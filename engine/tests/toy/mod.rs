@@ -1,12 +1,15 @@
 //! A residual network with an optional "vision" half, written directly against `ParamAccess`, and
 //! worlds of threads that train it: the smallest thing that exercises every path of the engine.
-#![allow(dead_code, reason = "each test binary uses its own part of the harness")]
+#![allow(
+    dead_code,
+    reason = "each test binary uses its own part of the harness"
+)]
 
 use engine::comm::{Communicator, World, threads};
 use engine::{
     EngineError, ModelSpec, Offload, OptimizerConfig, ParamAccess, ParamId, ParamSpec, PassKind,
-    Phase, Plan, Precision, Stage, StepReport, TensorParallel, Tiers, UnitId, UnitSpec, ZeroConfig,
-    Zero,
+    Phase, Plan, Precision, Stage, StepReport, TensorParallel, Tiers, UnitId, UnitSpec, Zero,
+    ZeroConfig,
 };
 use kernels::{Backend, NullBackend, Pool, Tag, Tensor};
 use optim::{AdamW, GroupOptions};
@@ -47,7 +50,9 @@ pub fn samples(step: usize, count: usize) -> Vec<Sample> {
 pub fn spec(trainable: impl Fn(usize, &str) -> bool) -> ModelSpec {
     let mut spec = ModelSpec::default();
     for u in 0..UNITS {
-        spec.units.push(UnitSpec { name: format!("units.{u}") });
+        spec.units.push(UnitSpec {
+            name: format!("units.{u}"),
+        });
         for (name, shape) in [("weight", vec![WIDTH, WIDTH]), ("bias", vec![WIDTH])] {
             spec.params.push(ParamSpec {
                 name: format!("units.{u}.{name}"),
@@ -81,7 +86,10 @@ impl Case {
     pub fn new(world: usize, stage: u8) -> Self {
         Self {
             world,
-            config: ZeroConfig { stage: Stage::try_from(stage).unwrap(), ..Default::default() },
+            config: ZeroConfig {
+                stage: Stage::try_from(stage).unwrap(),
+                ..Default::default()
+            },
             accumulation: 1,
             steps: 6,
             samples: 12,
@@ -111,9 +119,16 @@ pub fn engine_for(case: &Case, comm: Arc<dyn Communicator>) -> Result<Zero, Engi
     let plan = Plan::new(spec, case.config.clone(), case.world)?;
     let pool = Pool::new("device", None);
     let backend: Arc<dyn Backend> = Arc::new(NullBackend::new(pool.clone()));
-    let tiers = Tiers { device: pool, host: Pool::new("host", None) };
+    let tiers = Tiers {
+        device: pool,
+        host: Pool::new("host", None),
+    };
     let optimizer = OptimizerConfig {
-        rule: Arc::new(AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8 }),
+        rule: Arc::new(AdamW {
+            beta1: 0.9,
+            beta2: 0.95,
+            eps: 1e-8,
+        }),
         groups,
     };
     Zero::new(Arc::new(plan), comm, backend, tiers, optimizer)
@@ -167,7 +182,10 @@ fn backward_unit(
     }
     let lease = zero.lease(id, Phase::Backward)?;
     let (wid, bid) = ids(unit);
-    let (w, b) = (lease.param(wid)?.to_f32_vec()?, lease.param(bid)?.to_f32_vec()?);
+    let (w, b) = (
+        lease.param(wid)?.to_f32_vec()?,
+        lease.param(bid)?.to_f32_vec()?,
+    );
     let (mut dw, mut db) = ([0f32; WIDTH * WIDTH], [0f32; WIDTH]);
     for (x, g) in xs.iter().zip(gs.iter_mut()) {
         let y = layer(&w, &b, x);
@@ -183,21 +201,34 @@ fn backward_unit(
         *g = std::array::from_fn(|i| g[i] + dx[i]);
     }
     if zero.is_trainable(wid) {
-        zero.deposit(wid, &Tensor::from_slice(pool, Tag::Workspace, [WIDTH, WIDTH], &dw)?)?;
-        zero.deposit(bid, &Tensor::from_slice(pool, Tag::Workspace, [WIDTH], &db)?)?;
+        zero.deposit(
+            wid,
+            &Tensor::from_slice(pool, Tag::Workspace, [WIDTH, WIDTH], &dw)?,
+        )?;
+        zero.deposit(
+            bid,
+            &Tensor::from_slice(pool, Tag::Workspace, [WIDTH], &db)?,
+        )?;
     }
     lease.end()
 }
 
 /// One micro-batch: returns the loss sum and the number of supervised samples. A batch without
 /// pictures never touches the vision units.
-pub fn micro_batch(zero: &mut Zero, batch: &[Sample], poison: f32) -> Result<(f64, u64), EngineError> {
+pub fn micro_batch(
+    zero: &mut Zero,
+    batch: &[Sample],
+    poison: f32,
+) -> Result<(f64, u64), EngineError> {
     let pool = Pool::new("toy", None);
     zero.begin_pass(PassKind::Train);
-    let with_picture: Vec<usize> =
-        (0..batch.len()).filter(|i| batch[*i].picture.is_some()).collect();
-    let mut features: Vec<[f32; WIDTH]> =
-        with_picture.iter().filter_map(|i| batch[*i].picture).collect();
+    let with_picture: Vec<usize> = (0..batch.len())
+        .filter(|i| batch[*i].picture.is_some())
+        .collect();
+    let mut features: Vec<[f32; WIDTH]> = with_picture
+        .iter()
+        .filter_map(|i| batch[*i].picture)
+        .collect();
     let mut saved = Vec::new();
     for u in 0..VISION_UNITS {
         saved.push(features.clone());
@@ -239,7 +270,10 @@ pub fn micro_batch(zero: &mut Zero, batch: &[Sample], poison: f32) -> Result<(f6
 /// This rank's part of a step's samples.
 pub fn own_samples(case: &Case, world: World, step: usize) -> Vec<Sample> {
     let all = samples(step, case.samples);
-    all.into_iter().skip(world.rank).step_by(world.size).collect()
+    all.into_iter()
+        .skip(world.rank)
+        .step_by(world.size)
+        .collect()
 }
 
 pub fn train_step(case: &Case, zero: &mut Zero, step: usize) -> Result<StepReport, EngineError> {
@@ -272,8 +306,10 @@ pub fn run_world<T: Send>(
     let comms = threads::world(size, 1 << 24).unwrap();
     std::thread::scope(|scope| {
         let body = &body;
-        let handles: Vec<_> =
-            comms.into_iter().map(|comm| scope.spawn(move || body(comm))).collect();
+        let handles: Vec<_> = comms
+            .into_iter()
+            .map(|comm| scope.spawn(move || body(comm)))
+            .collect();
         handles.into_iter().map(|h| h.join().unwrap()).collect()
     })
 }
@@ -284,8 +320,9 @@ pub fn train(case: &Case) -> (Vec<Vec<u32>>, Vec<f64>) {
     let mut results = run_world(case.world, |comm| {
         let mut zero = engine_for(case, comm).unwrap();
         load_initial(&mut zero);
-        let losses =
-            (0..case.steps).map(|s| train_step(case, &mut zero, s).unwrap().loss).collect();
+        let losses = (0..case.steps)
+            .map(|s| train_step(case, &mut zero, s).unwrap().loss)
+            .collect();
         (weight_bits(&zero), losses)
     });
     let first: (Vec<Vec<u32>>, Vec<f64>) = results.remove(0);
@@ -302,7 +339,11 @@ pub fn floats(bits: &[Vec<u32>]) -> Vec<f32> {
 /// Relative L2 distance.
 pub fn distance(a: &[Vec<u32>], b: &[Vec<u32>]) -> f64 {
     let (a, b) = (floats(a), floats(b));
-    let num: f64 = a.iter().zip(&b).map(|(x, y)| f64::from(x - y).powi(2)).sum();
+    let num: f64 = a
+        .iter()
+        .zip(&b)
+        .map(|(x, y)| f64::from(x - y).powi(2))
+        .sum();
     let den: f64 = b.iter().map(|y| f64::from(*y).powi(2)).sum();
     (num / den).sqrt()
 }
