@@ -561,8 +561,11 @@ impl Scenario {
     }
 }
 
-/// The latest checkpoint verifies and is of one generation, which is returned.
+/// Whatever is listed opens, and the latest checkpoint verifies and is of one generation, which is returned.
 fn assert_whole(output: &Path, context: &str) -> u64 {
+    for (_, folder) in list(output).unwrap() {
+        Checkpoint::open(&folder).unwrap_or_else(|e| panic!("{e}: {context}"));
+    }
     let latest = find_latest(output)
         .unwrap()
         .unwrap_or_else(|| panic!("none left: {context}"));
