@@ -554,9 +554,11 @@ impl Scenario {
             generation,
             "sweeping: {context}"
         );
-        // Nothing stands in the way of trying again.
-        save(&model(), new);
-        assert_eq!(assert_whole(output, &context), NEW, "retry: {context}");
+        if fail_at % 4 == 0 {
+            // Nothing stands in the way of trying again.
+            save(&model(), new);
+            assert_eq!(assert_whole(output, &context), NEW, "retry: {context}");
+        }
         faulty.calls()
     }
 }
