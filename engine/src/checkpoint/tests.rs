@@ -554,15 +554,20 @@ impl Scenario {
             generation,
             "sweeping: {context}"
         );
-        // Nothing stands in the way of trying again.
-        save(&model(), new);
-        assert_eq!(assert_whole(output, &context), NEW, "retry: {context}");
+        if fail_at % 4 == 0 {
+            // Nothing stands in the way of trying again.
+            save(&model(), new);
+            assert_eq!(assert_whole(output, &context), NEW, "retry: {context}");
+        }
         faulty.calls()
     }
 }
 
-/// The latest checkpoint verifies and is of one generation, which is returned.
+/// Whatever is listed opens, and the latest checkpoint verifies and is of one generation, which is returned.
 fn assert_whole(output: &Path, context: &str) -> u64 {
+    for (_, folder) in list(output).unwrap() {
+        Checkpoint::open(&folder).unwrap_or_else(|e| panic!("{e}: {context}"));
+    }
     let latest = find_latest(output)
         .unwrap()
         .unwrap_or_else(|| panic!("none left: {context}"));

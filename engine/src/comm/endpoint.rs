@@ -279,8 +279,8 @@ impl Endpoint {
         }
     }
 
-    /// Publishes a collective. On an error after publication the returned readers may still be
-    /// reading the buffer.
+    /// Publishes a collective. On an error after publication `buffer` keeps its readers, so that
+    /// dropping it does not free memory that a peer may be reading.
     fn publish(&self, collective: Collective, buffer: &mut Buffer) -> Result<Arc<Op>, CommError> {
         let Collective {
             kind, dtype, tag, ..
