@@ -97,7 +97,6 @@ impl ResidentParams {
     }
 
     /// Everything asked since the last call.
-    #[must_use]
     pub fn take_events(&self) -> Vec<AccessEvent> {
         std::mem::take(&mut self.state.borrow_mut().events)
     }

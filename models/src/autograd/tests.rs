@@ -199,9 +199,9 @@ fn units_out_of_order_are_refused() {
 #[test]
 fn values_of_another_recorder_are_refused() {
     let access = resident(&blocks(2, 3, true));
-    let tape = Tape::training(&access);
     let other = Tape::training(&access);
-    let x = other.leaf(tensor(tape.backend(), &[2, 3], &values(1, 6)));
+    let x = other.leaf(tensor(other.backend(), &[2, 3], &values(1, 6)));
+    let tape = Tape::training(&access);
     let body = |s: &Scope<'_>, [x]: [&Var; 1]| Ok([s.scale(x, 1.0)?]);
     let foreign = tape.segment(UnitId(0), [&x], body).unwrap_err();
     assert!(matches!(foreign, ModelError::ForeignVar { .. }));
