@@ -61,13 +61,13 @@ impl Zero {
         Ok(())
     }
 
-    /// Fills trained weights and all optimizer state from a checkpoint; frozen weights must have
-    /// been loaded before.
+    /// Fills trained weights and all optimizer state from a checkpoint saved after `updates`
+    /// applied updates; frozen weights must have been loaded before.
     ///
     /// # Errors
     /// When the checkpoint holds other tensors than this run trains, or cannot be read. The state
     /// is then incomplete and the run must end.
-    pub fn restore(&mut self, checkpoint: &Checkpoint) -> Result<(), EngineError> {
+    pub fn restore(&mut self, checkpoint: &Checkpoint, updates: u64) -> Result<(), EngineError> {
         self.compare_trained(checkpoint)?;
         let plan = self.plan().clone();
         let precision = plan.config().precision;
@@ -115,7 +115,7 @@ impl Zero {
                 }
             }
         }
-        self.set_step(checkpoint.step());
+        self.set_step(updates);
         Ok(())
     }
 

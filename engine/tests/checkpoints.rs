@@ -39,7 +39,7 @@ fn resume(case: &Case, output: &Path, until: usize) -> Vec<Vec<u32>> {
         let folder = find_latest(output).unwrap().unwrap();
         let checkpoint = Checkpoint::open(&folder).unwrap();
         checkpoint.verify().unwrap();
-        zero.restore(&checkpoint).unwrap();
+        zero.restore(&checkpoint, checkpoint.step()).unwrap();
         let done = zero.step_count() as usize;
         (done..until).for_each(|s| drop(train_step(case, &mut zero, s).unwrap()));
         weight_bits(&zero)
@@ -92,7 +92,8 @@ fn a_checkpoint_loads_unchanged_at_every_world_size() {
             run_world(to, |comm| {
                 let mut zero = engine_for(&Case::new(to, stage), comm).unwrap();
                 let folder = find_latest(dir.path()).unwrap().unwrap();
-                zero.restore(&Checkpoint::open(&folder).unwrap()).unwrap();
+                let checkpoint = Checkpoint::open(&folder).unwrap();
+                zero.restore(&checkpoint, checkpoint.step()).unwrap();
                 save(&mut zero, again.path());
             });
             assert_eq!(resume(&first, again.path(), 2), saved);
@@ -118,7 +119,7 @@ fn a_checkpoint_of_other_trained_parts_is_refused() {
             !names.iter().any(|n| n.starts_with("units.0.")),
             "frozen parts are not written"
         );
-        let error = zero.restore(&checkpoint).unwrap_err();
+        let error = zero.restore(&checkpoint, 6).unwrap_err();
         assert!(
             matches!(&error, EngineError::CheckpointMismatch { missing_count: 2, first_missing, .. }
                 if first_missing == "units.0.bias"),
