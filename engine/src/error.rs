@@ -1,5 +1,6 @@
 //! What can go wrong in the engine.
 
+use crate::access::Phase;
 use crate::spec::{ParamId, UnitId};
 
 /// Engine failures.
@@ -9,6 +10,27 @@ pub enum EngineError {
     /// The device refused.
     #[error(transparent)]
     Kernel(#[from] kernels::KernelError),
+    /// A collective failed.
+    #[error(transparent)]
+    Comm(#[from] crate::comm::CommError),
+    /// The model cannot be planned.
+    #[error(transparent)]
+    Plan(#[from] crate::plan::PlanError),
+    /// A checkpoint cannot be written or read.
+    #[error(transparent)]
+    Checkpoint(#[from] crate::checkpoint::CheckpointError),
+    /// The optimizer refused.
+    #[error(transparent)]
+    Optim(#[from] optim::OptimError),
+    /// The system refused host memory.
+    #[error("cannot map {bytes} bytes of host memory")]
+    Map {
+        /// Bytes asked for.
+        bytes: usize,
+        /// The system's answer.
+        #[source]
+        source: std::io::Error,
+    },
     /// A parameter was asked of a unit that does not hold it.
     #[error("parameter {param:?} is not part of the leased unit {unit:?}")]
     NotInUnit {
@@ -16,5 +38,63 @@ pub enum EngineError {
         param: ParamId,
         /// The leased unit.
         unit: UnitId,
+    },
+    /// A unit was leased against the order of the plan, or outside a pass.
+    #[error("unit {unit} cannot be leased for {phase:?} at position {position} of the pass")]
+    LeaseOrder {
+        /// Name of the unit.
+        unit: String,
+        /// The half of the pass.
+        phase: Phase,
+        /// Entries already behind.
+        position: usize,
+    },
+    /// A gradient came twice, for a frozen parameter, outside its unit's backward lease, or with
+    /// the wrong shape.
+    #[error("unexpected gradient for {param}: {reason}")]
+    UnexpectedGradient {
+        /// Name of the parameter.
+        param: String,
+        /// What is wrong.
+        reason: &'static str,
+    },
+    /// A tensor of a lease is still alive while weights are to be written.
+    #[error("weights of unit {unit} are still borrowed")]
+    WeightsBorrowed {
+        /// Name of the unit.
+        unit: String,
+    },
+    /// The caller could not provide a weight.
+    #[error("cannot load {param}")]
+    Load {
+        /// Name of the parameter.
+        param: String,
+        /// Why.
+        #[source]
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
+    /// A checkpoint lacks what this run trains, or holds what it does not.
+    #[error(
+        "the checkpoint does not fit this run: {missing_count} trained tensors are missing from it (first: {first_missing}), {extra_count} of its tensors are not trained here (first: {first_extra})"
+    )]
+    CheckpointMismatch {
+        /// Trained here, absent there.
+        missing_count: usize,
+        /// Its name, or `-`.
+        first_missing: String,
+        /// Present there, not trained here.
+        extra_count: usize,
+        /// Its name, or `-`.
+        first_extra: String,
+    },
+    /// Ranks run different plans.
+    #[error("rank {rank} has plan {theirs}, this rank has {ours}")]
+    PlanDiffers {
+        /// The other rank.
+        rank: usize,
+        /// Its plan's hash.
+        theirs: String,
+        /// Ours.
+        ours: String,
     },
 }

@@ -1,6 +1,6 @@
 //! What the engine is told about a model: units of parameters in the order of the forward pass.
 
-use kernels::{DType, Shape};
+use kernels::Shape;
 use serde::{Deserialize, Serialize};
 
 /// Index of a parameter in [`ModelSpec::params`].
@@ -95,38 +95,5 @@ impl ModelSpec {
                 .sum()
         };
         (sum(&|_| true), sum(&|p| p.trainable))
-    }
-}
-
-/// Precision of weights and optimizer state.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Precision {
-    /// f32 weights and moments.
-    F32,
-    /// bf16 weights, f32 master weights and moments.
-    Bf16,
-    /// bf16 weights and moments, stochastic rounding, no master.
-    PureBf16,
-}
-
-impl Precision {
-    /// Dtype of weights and activations.
-    #[must_use]
-    pub fn weight_dtype(self) -> DType {
-        match self {
-            Self::F32 => DType::F32,
-            Self::Bf16 | Self::PureBf16 => DType::BF16,
-        }
-    }
-}
-
-impl std::fmt::Display for Precision {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(match self {
-            Self::F32 => "f32",
-            Self::Bf16 => "bf16",
-            Self::PureBf16 => "pure-bf16",
-        })
     }
 }

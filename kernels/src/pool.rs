@@ -342,6 +342,12 @@ impl Block {
     }
 }
 
+impl AsRef<[u8]> for Block {
+    fn as_ref(&self) -> &[u8] {
+        self.as_bytes()
+    }
+}
+
 impl Drop for Block {
     fn drop(&mut self) {
         let lines = std::mem::take(&mut self.lines);

@@ -1,1 +1,43 @@
-//! Logical, atomic, hashed checkpoints.
+//! Checkpoints: logical, atomic, hashed.
+//!
+//! *Logical*: a checkpoint holds named tensors of a kind (`weight`, `exp_avg`, …) as element ranges, so it loads at
+//! any world size, ZeRO stage or tier. *Atomic*: everything is written into `checkpoint-<step>.tmp`, synced, and
+//! renamed; a kill at any instant leaves the previous or the new checkpoint whole. *Hashed*: the manifest holds the
+//! length and BLAKE3 hash of every file, and its own.
+//!
+//! ```text
+//! <output>/latest                              text: checkpoint-400
+//! <output>/checkpoint-400/MANIFEST.json        written last: meta, files, tensors, pieces
+//!                        /state/rank-0000.safetensors   this rank's pieces, keys `<kind>/<name>/<first element>`
+//!                        /state/rank-0000.json          index of those pieces, merged into the manifest
+//!                        /model.safetensors, …          whatever else the caller added
+//! ```
+//!
+//! Protocol of a save with several ranks: every rank calls [`Writer::begin`], [`Writer::write_pieces`] and
+//! [`Writer::finish_rank`]; then a barrier of the caller's; then rank 0 adds files and calls [`Writer::commit`].
+//! A rank that fails must not let the others pass the barrier; rank 0 then calls [`Writer::abandon`].
+//!
+//! Files are read with positioned reads rather than memory maps: the bytes go straight into the destination, and a
+//! file that shrinks while it is read is an error instead of a signal.
+
+mod error;
+#[cfg(test)]
+mod faulty;
+mod folder;
+mod fs;
+mod manifest;
+mod read;
+mod sharded;
+mod tensor_file;
+mod write;
+
+pub use error::CheckpointError;
+pub use folder::{find_latest, list, prune, sweep};
+pub use manifest::{FileEntry, LogicalTensor, PieceEntry};
+pub use read::Checkpoint;
+pub use sharded::ShardedTensorWriter;
+pub use tensor_file::{FileDigest, TensorFileWriter, TensorSpec};
+pub use write::{Piece, PieceBytes, PieceSink, ProducerError, Writer};
+
+#[cfg(test)]
+mod tests;

@@ -1,1 +1,271 @@
 //! Communicators: collectives over owned buffers, fingerprinted and bounded by deadlines.
+//!
+//! A [`Communicator`] hands out its own memory ([`Buffer`]); [`Communicator::start`] takes a buffer
+//! and returns a [`Ticket`]; waiting for the ticket gives the buffer back. Nothing is borrowed while
+//! a collective is in flight, so several may overlap with computation without lifetimes or helper
+//! threads.
+//!
+//! Every rank of a world issues the same collectives in the same order. Each carries a fingerprint
+//! (sequence, kind, element type, length, tag); when two ranks disagree, every rank gets
+//! [`CommError::Mismatch`] instead of a hang. Sums run in rank order 0, 1, 2, …, so that their bits
+//! depend on neither timing nor transport.
+//!
+//! Both transports are one protocol over a shared byte window, described in `README.md` beside this
+//! file: [`threads`] (ranks of one process) and [`shm`] (processes of one machine).
+
+mod arena;
+mod buffer;
+mod endpoint;
+mod error;
+mod fingerprint;
+mod op;
+mod reduce;
+pub mod shm;
+pub mod threads;
+mod ticket;
+mod window;
+
+#[cfg(test)]
+mod conformance;
+#[cfg(test)]
+mod process_tests;
+
+pub use buffer::{Buffer, ReadBuffer};
+pub use error::{CommError, OpInfo, RankOp, RankStatus};
+pub use ticket::Ticket;
+
+use kernels::DType;
+use std::time::Duration;
+
+/// How long one wait may take before it becomes [`CommError::Timeout`], unless stated otherwise.
+pub const DEFAULT_DEADLINE: Duration = Duration::from_secs(300);
+
+/// Most ranks of one window.
+pub const MAX_RANKS: usize = 64;
+
+/// A rank's place among its peers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct World {
+    /// Index of this rank, `0..size`.
+    pub rank: usize,
+    /// Number of ranks.
+    pub size: usize,
+}
+
+impl World {
+    /// The world of a single rank.
+    pub const SINGLE: Self = Self { rank: 0, size: 1 };
+
+    /// The ranks other than this one, in rank order.
+    pub fn peers(self) -> impl Iterator<Item = usize> {
+        (0..self.size).filter(move |&rank| rank != self.rank)
+    }
+
+    fn check(self) -> Result<(), CommError> {
+        if self.rank < self.size && self.size <= MAX_RANKS {
+            Ok(())
+        } else {
+            Err(CommError::InvalidWorld {
+                rank: self.rank,
+                size: self.size,
+            })
+        }
+    }
+}
+
+/// Names a collective in fingerprints and error messages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Tag {
+    /// What is communicated, at most [`Tag::MAX_NAME_BYTES`] bytes.
+    pub name: &'static str,
+    /// Which one of them: unit, bucket or step.
+    pub index: u32,
+}
+
+impl Tag {
+    /// Longest name that fits a fingerprint.
+    pub const MAX_NAME_BYTES: usize = 24;
+
+    /// The tag `name[index]`.
+    #[must_use]
+    pub const fn new(name: &'static str, index: u32) -> Self {
+        Self { name, index }
+    }
+}
+
+impl std::fmt::Display for Tag {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}[{}]", self.name, self.index)
+    }
+}
+
+/// What a collective does with the buffer of `bytes` bytes, in place, on `n` ranks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum CollectiveKind {
+    /// In: own part at `rank * bytes / n`. Out: every rank's part at its place.
+    AllGather,
+    /// In: `bytes` of `f32` or `f64`. Out: the own part holds the sum over ranks, in rank order;
+    /// the other parts are unspecified.
+    ReduceScatter,
+    /// In: `bytes` of `f32` or `f64`. Out: the sum over ranks, in rank order. Any length.
+    AllReduce,
+    /// In: the root's bytes. Out: the same bytes everywhere.
+    Broadcast {
+        /// The rank whose bytes are sent.
+        root: usize,
+    },
+    /// Every rank has arrived. The buffer is not touched.
+    Barrier,
+}
+
+impl std::fmt::Display for CollectiveKind {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::AllGather => f.write_str("all-gather"),
+            Self::ReduceScatter => f.write_str("reduce-scatter"),
+            Self::AllReduce => f.write_str("all-reduce"),
+            Self::Broadcast { root } => write!(f, "broadcast from rank {root}"),
+            Self::Barrier => f.write_str("barrier"),
+        }
+    }
+}
+
+/// Whether this rank needs the result. Ranks of one collective may differ in it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Participation {
+    /// Contributes and receives.
+    #[default]
+    Full,
+    /// Contributes only: nothing is copied into this rank's buffer, whose contents are unspecified
+    /// afterwards.
+    ContributeOnly,
+}
+
+/// One collective, as every rank must issue it (`participation` excepted).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Collective {
+    /// What happens.
+    pub kind: CollectiveKind,
+    /// Type of the elements.
+    pub dtype: DType,
+    /// Name in fingerprints and messages.
+    pub tag: Tag,
+    /// Whether this rank needs the result.
+    pub participation: Participation,
+}
+
+impl Collective {
+    /// A collective of which this rank needs the result.
+    #[must_use]
+    pub const fn new(kind: CollectiveKind, dtype: DType, tag: Tag) -> Self {
+        Self {
+            kind,
+            dtype,
+            tag,
+            participation: Participation::Full,
+        }
+    }
+
+    /// The same collective without the need of a result on this rank.
+    #[must_use]
+    pub const fn contribute_only(mut self) -> Self {
+        self.participation = Participation::ContributeOnly;
+        self
+    }
+}
+
+/// Bytes of a rank's part of the window.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct WindowUsage {
+    /// Held by buffers and tickets now.
+    pub in_use_bytes: usize,
+    /// High-water mark: bytes ever handed out at once, padding and gaps included. This much of the
+    /// window has been touched.
+    pub peak_bytes: usize,
+    /// Size of this rank's part.
+    pub capacity_bytes: usize,
+}
+
+/// Runs collectives for one group of ranks.
+///
+/// Every rank calls [`start`](Self::start) for the same collectives in the same order; tickets may
+/// be waited for in any order. After [`CommError::Mismatch`], [`CommError::Timeout`] or
+/// [`CommError::Aborted`] the communicator is dead on every rank: each later collective returns the
+/// same error.
+pub trait Communicator: Send + Sync + std::fmt::Debug {
+    /// This rank and the number of ranks.
+    fn world(&self) -> World;
+
+    /// A buffer of `bytes` bytes, 64-byte aligned, with unspecified contents.
+    ///
+    /// May wait until peers have finished reading a region that this rank dropped earlier.
+    ///
+    /// # Errors
+    /// [`CommError::WindowFull`]; while waiting, the errors of a dead communicator.
+    fn alloc(&self, bytes: usize) -> Result<Buffer, CommError>;
+
+    /// Starts a collective on `buffer`; peers can read this rank's data at once.
+    ///
+    /// # Errors
+    /// An argument error (indivisible length, element type without a sum, root outside the world,
+    /// long tag, buffer of another communicator) or the error of a dead communicator.
+    fn start(&self, op: Collective, buffer: Buffer) -> Result<Ticket, CommError>;
+
+    /// Tells every rank that this one cannot continue: all waits end with [`CommError::Aborted`].
+    /// The first reason given wins; it is cut to 256 bytes.
+    fn abort(&self, reason: &str);
+
+    /// Bytes of this rank's part of the window.
+    fn memory(&self) -> WindowUsage;
+
+    /// Returns once every rank has called it with the same tag.
+    ///
+    /// # Errors
+    /// As [`Communicator::start`] and [`Ticket::wait`].
+    fn barrier(&self, tag: Tag) -> Result<(), CommError> {
+        let op = Collective::new(CollectiveKind::Barrier, DType::U8, tag);
+        self.start(op, self.alloc(0)?)?.wait_read().map(drop)
+    }
+
+    /// Every rank's `value`, in rank order. All ranks pass the same number of elements.
+    ///
+    /// # Errors
+    /// As [`Communicator::start`] and [`Ticket::wait`].
+    fn all_gather_f64(&self, value: &[f64], tag: Tag) -> Result<Vec<Vec<f64>>, CommError> {
+        let World { rank, size } = self.world();
+        let count = value.len();
+        let mut buffer = self.alloc(size * size_of_val(value))?;
+        buffer.as_mut_slice::<f64>()[rank * count..][..count].copy_from_slice(value);
+        let op = Collective::new(CollectiveKind::AllGather, DType::F64, tag);
+        let all = self.start(op, buffer)?.wait_read()?;
+        let all = all.as_slice::<f64>();
+        Ok((0..size)
+            .map(|r| all[r * count..][..count].to_vec())
+            .collect())
+    }
+
+    /// Every rank's bytes, in rank order. Lengths may differ; meant for small messages, since every
+    /// rank holds all of them padded to the longest.
+    ///
+    /// # Errors
+    /// As [`Communicator::start`] and [`Ticket::wait`].
+    fn all_gather_bytes(&self, message: &[u8], tag: Tag) -> Result<Vec<Vec<u8>>, CommError> {
+        let World { rank, size } = self.world();
+        let op = Collective::new(CollectiveKind::AllGather, DType::U8, tag);
+        let mut lengths = self.alloc(size * size_of::<u64>())?;
+        lengths.as_mut_slice::<u64>()[rank] = message.len() as u64;
+        let lengths = self.start(op, lengths)?.wait_read()?;
+        let lengths: Vec<usize> = lengths
+            .as_slice::<u64>()
+            .iter()
+            .map(|&bytes| bytes as usize)
+            .collect();
+        let longest = lengths.iter().copied().max().unwrap_or(0);
+        let mut buffer = self.alloc(size * longest)?;
+        buffer.as_bytes_mut()[rank * longest..][..message.len()].copy_from_slice(message);
+        let all = self.start(op, buffer)?.wait_read()?;
+        let part =
+            |(rank, bytes): (usize, &usize)| all.as_bytes()[rank * longest..][..*bytes].to_vec();
+        Ok(lengths.iter().enumerate().map(part).collect())
+    }
+}

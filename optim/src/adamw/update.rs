@@ -184,7 +184,7 @@ pub(super) fn pure_bf16(
 }
 
 /// Steps the elements `skip..skip + grad.len()` of an aligned run, through a padded copy: one loop of known length
-/// vectorises (three times as fast as one over the slices), whole runs copy with a known length too.
+/// vectorises where a loop over the slices falls back to scalar code; whole runs copy with a known length too.
 #[inline(always)]
 fn pure_bf16_run(
     c: &Coefficients,

@@ -1,0 +1,213 @@
+//! The output folder: which checkpoints it holds, which is the latest, what a crash left behind.
+
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::io::{ErrorKind, Read};
+use std::path::{Path, PathBuf};
+
+use super::CheckpointError;
+use super::fs::{Disk, FileSystem};
+use super::manifest::{MANIFEST, Manifest};
+
+/// Name of the file that names the latest checkpoint.
+pub(super) const LATEST: &str = "latest";
+/// Where `latest` is written before it is renamed.
+pub(super) const LATEST_TMP: &str = "latest.tmp";
+
+const PREFIX: &str = "checkpoint-";
+const TMP: &str = ".tmp";
+const ASIDE: &str = ".old";
+const DELETED: &str = ".deleted.tmp";
+
+/// Folder of a finished checkpoint.
+pub(super) fn final_folder(output: &Path, step: u64) -> PathBuf {
+    output.join(format!("{PREFIX}{step}"))
+}
+
+/// Folder of a checkpoint being written.
+pub(super) fn tmp_folder(output: &Path, step: u64) -> PathBuf {
+    output.join(format!("{PREFIX}{step}{TMP}"))
+}
+
+/// Where a checkpoint waits while one of the same step takes its place.
+pub(super) fn aside_folder(output: &Path, step: u64) -> PathBuf {
+    output.join(format!("{PREFIX}{step}{ASIDE}"))
+}
+
+fn parse_step(name: &str) -> Option<u64> {
+    let digits = name.strip_prefix(PREFIX)?;
+    let step: u64 = digits.parse().ok()?;
+    // Refuses `+5` and `005`, which name other folders.
+    (step.to_string() == digits).then_some(step)
+}
+
+/// Whether a folder holds a manifest of this program, whole or not.
+pub(super) fn holds_manifest(folder: &Path) -> bool {
+    let is_folder = fs::symlink_metadata(folder).is_ok_and(|metadata| metadata.is_dir());
+    let mut head = Vec::new();
+    is_folder
+        && File::open(folder.join(MANIFEST))
+            .and_then(|file| file.take(Manifest::HEAD_BYTES).read_to_end(&mut head))
+            .is_ok()
+        && Manifest::is_head(&head)
+}
+
+fn names(output: &Path) -> Result<Vec<String>, CheckpointError> {
+    let entries = match fs::read_dir(output) {
+        Ok(entries) => entries,
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
+        Err(error) => return Err(CheckpointError::reading(output)(error)),
+    };
+    let names = entries
+        .map(|entry| entry.map(|entry| entry.file_name()))
+        .collect::<Result<Vec<_>, _>>()
+        .map_err(CheckpointError::reading(output))?;
+    Ok(names
+        .into_iter()
+        .filter_map(|name| name.into_string().ok())
+        .collect())
+}
+
+/// All complete checkpoints of an output folder, by ascending step. Their content is not verified.
+///
+/// # Errors
+/// [`CheckpointError::Io`] when the folder exists and cannot be listed.
+pub fn list(output: &Path) -> Result<Vec<(u64, PathBuf)>, CheckpointError> {
+    let mut found = BTreeMap::new();
+    for name in names(output)? {
+        let plain = name.strip_suffix(ASIDE).unwrap_or(&name);
+        let Some(step) = parse_step(plain) else {
+            continue;
+        };
+        // One that was moved aside counts as long as nothing has taken its place.
+        if plain == name || !holds_manifest(&output.join(plain)) {
+            let folder = output.join(&name);
+            if holds_manifest(&folder) {
+                found.insert(step, folder);
+            }
+        }
+    }
+    Ok(found.into_iter().collect())
+}
+
+/// The newest complete checkpoint: the one that `latest` names, or else the one of the highest step.
+///
+/// # Errors
+/// [`CheckpointError::Io`] when the folder exists and cannot be listed.
+pub fn find_latest(output: &Path) -> Result<Option<PathBuf>, CheckpointError> {
+    let mut checkpoints = list(output)?;
+    let named = fs::read_to_string(output.join(LATEST))
+        .ok()
+        .and_then(|text| parse_step(text.trim()))
+        .and_then(|step| checkpoints.iter().position(|(other, _)| *other == step));
+    Ok(match named {
+        Some(i) => Some(checkpoints.swap_remove(i).1),
+        None => checkpoints.pop().map(|(_, folder)| folder),
+    })
+}
+
+/// Removes what interrupted saves left behind, and puts a checkpoint back that was moved aside for one that never
+/// came. Returns the paths removed. Not to be called while a save is running.
+///
+/// # Errors
+/// [`CheckpointError::Io`].
+pub fn sweep(output: &Path) -> Result<Vec<PathBuf>, CheckpointError> {
+    let mut removed = Vec::new();
+    for name in names(output)? {
+        let path = output.join(&name);
+        let stem = |suffix| name.strip_suffix(suffix).and_then(parse_step);
+        if name == LATEST_TMP {
+            Disk.remove_file(&path)
+                .map_err(CheckpointError::io("remove", &path, 0))?;
+        } else if stem(TMP).or_else(|| stem(DELETED)).is_some() {
+            Disk.remove_dir_all(&path)
+                .map_err(CheckpointError::io("remove", &path, 0))?;
+        } else if let Some(step) = stem(ASIDE) {
+            let target = final_folder(output, step);
+            if !target.exists() && holds_manifest(&path) {
+                Disk.rename(&path, &target)
+                    .map_err(CheckpointError::io("rename", &path, 0))?;
+                continue;
+            }
+            Disk.remove_dir_all(&path)
+                .map_err(CheckpointError::io("remove", &path, 0))?;
+        } else {
+            continue;
+        }
+        removed.push(path);
+    }
+    Ok(removed)
+}
+
+/// Removes the checkpoints of the lowest steps until `save_total_limit` are left (0: removes none). The latest one
+/// is never removed, nor is a folder that this program did not write. Returns the folders removed.
+///
+/// # Errors
+/// [`CheckpointError::Io`].
+pub fn prune(output: &Path, save_total_limit: usize) -> Result<Vec<PathBuf>, CheckpointError> {
+    prune_on(&Disk, output, save_total_limit)
+}
+
+pub(super) fn prune_on(
+    fs: &dyn FileSystem,
+    output: &Path,
+    save_total_limit: usize,
+) -> Result<Vec<PathBuf>, CheckpointError> {
+    let latest = find_latest(output)?;
+    if save_total_limit == 0 || latest.is_none() {
+        return Ok(Vec::new());
+    }
+    let others: Vec<(u64, PathBuf)> = list(output)?
+        .into_iter()
+        .filter(|(_, folder)| Some(folder) != latest.as_ref())
+        .collect();
+    let surplus = others.len().saturating_sub(save_total_limit - 1);
+    let mut removed = Vec::new();
+    for (step, folder) in others.into_iter().take(surplus) {
+        // Renamed first, so that a half-removed folder never looks like a checkpoint.
+        let doomed = output.join(format!("{PREFIX}{step}{DELETED}"));
+        remove_folder(fs, &doomed)?;
+        fs.rename(&folder, &doomed)
+            .map_err(CheckpointError::io("rename", &folder, 0))?;
+        remove_folder(fs, &doomed)?;
+        removed.push(folder);
+    }
+    Ok(removed)
+}
+
+/// Removes a folder if it exists.
+pub(super) fn remove_folder(fs: &dyn FileSystem, folder: &Path) -> Result<(), CheckpointError> {
+    if fs::symlink_metadata(folder).is_err() {
+        return Ok(());
+    }
+    fs.remove_dir_all(folder)
+        .map_err(CheckpointError::io("remove", folder, 0))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_plain_numbers_name_checkpoints() {
+        assert_eq!(parse_step("checkpoint-400"), Some(400));
+        for other in [
+            "checkpoint-",
+            "checkpoint-+4",
+            "checkpoint-04",
+            "checkpoint-4x",
+            "ckpt-4",
+        ] {
+            assert_eq!(parse_step(other), None, "{other}");
+        }
+    }
+
+    #[test]
+    fn a_missing_output_folder_holds_nothing() {
+        let folder = tempfile::tempdir().unwrap();
+        let output = folder.path().join("none");
+        assert!(find_latest(&output).unwrap().is_none());
+        assert!(sweep(&output).unwrap().is_empty());
+        assert!(prune(&output, 1).unwrap().is_empty());
+    }
+}

@@ -1,0 +1,92 @@
+//! The few file-system calls that a save consists of, behind a trait so that tests can fail any of them.
+
+use std::fmt::Debug;
+use std::fs::{self, File};
+use std::io::{self, Write};
+use std::path::Path;
+
+use rustix::fs::{CWD, FallocateFlags, RenameFlags};
+
+/// Calls that change the disk.
+pub(super) trait FileSystem: Debug + Send + Sync {
+    /// Creates or truncates a file that will hold `bytes` bytes, reserving the space where the disk can.
+    fn create(&self, path: &Path, bytes: u64) -> io::Result<Box<dyn FileHandle>>;
+    /// Creates a folder and its parents.
+    fn create_dir_all(&self, path: &Path) -> io::Result<()>;
+    /// Renames over a file, or a folder to a free name.
+    fn rename(&self, from: &Path, to: &Path) -> io::Result<()>;
+    /// Swaps two folders in one step; fails where the disk cannot.
+    fn exchange(&self, a: &Path, b: &Path) -> io::Result<()>;
+    /// Makes the content of a file written by others durable.
+    fn sync_file(&self, path: &Path) -> io::Result<()>;
+    /// Makes the names in a folder durable.
+    fn sync_dir(&self, path: &Path) -> io::Result<()>;
+    /// Removes a file.
+    fn remove_file(&self, path: &Path) -> io::Result<()>;
+    /// Removes a folder with its content.
+    fn remove_dir_all(&self, path: &Path) -> io::Result<()>;
+}
+
+/// A file being written.
+pub(super) trait FileHandle: Write + Debug + Send {
+    /// Makes the content durable.
+    fn sync(&mut self) -> io::Result<()>;
+}
+
+/// The real disk.
+#[derive(Debug)]
+pub(super) struct Disk;
+
+impl FileSystem for Disk {
+    fn create(&self, path: &Path, bytes: u64) -> io::Result<Box<dyn FileHandle>> {
+        let file = File::create(path)?;
+        if bytes > 0 {
+            // A full disk is found before the first byte is written; disks that cannot reserve go on.
+            let reserved = rustix::fs::fallocate(&file, FallocateFlags::KEEP_SIZE, 0, bytes);
+            if let Err(error @ (rustix::io::Errno::NOSPC | rustix::io::Errno::DQUOT)) = reserved {
+                return Err(error.into());
+            }
+        }
+        Ok(Box::new(file))
+    }
+
+    fn create_dir_all(&self, path: &Path) -> io::Result<()> {
+        fs::create_dir_all(path)
+    }
+
+    fn rename(&self, from: &Path, to: &Path) -> io::Result<()> {
+        fs::rename(from, to)
+    }
+
+    fn exchange(&self, a: &Path, b: &Path) -> io::Result<()> {
+        Ok(rustix::fs::renameat_with(
+            CWD,
+            a,
+            CWD,
+            b,
+            RenameFlags::EXCHANGE,
+        )?)
+    }
+
+    fn sync_file(&self, path: &Path) -> io::Result<()> {
+        File::open(path)?.sync_all()
+    }
+
+    fn sync_dir(&self, path: &Path) -> io::Result<()> {
+        File::open(path)?.sync_all()
+    }
+
+    fn remove_file(&self, path: &Path) -> io::Result<()> {
+        fs::remove_file(path)
+    }
+
+    fn remove_dir_all(&self, path: &Path) -> io::Result<()> {
+        fs::remove_dir_all(path)
+    }
+}
+
+impl FileHandle for File {
+    fn sync(&mut self) -> io::Result<()> {
+        self.sync_all()
+    }
+}

@@ -1,0 +1,390 @@
+//! Reading a checkpoint: any element range of any tensor, from whichever pieces hold it.
+
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::io::Read;
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use safetensors::tensor::Metadata;
+use serde_json::Value;
+
+use super::CheckpointError;
+use super::manifest::{FileEntry, LogicalTensor, MANIFEST, MAX_MANIFEST_BYTES, Manifest};
+use super::tensor_file::FileDigest;
+
+/// Longest safetensors header, the limit of the reference reader.
+const MAX_HEADER_BYTES: u64 = 100_000_000;
+const HASH_BUFFER_BYTES: usize = 1 << 20;
+
+/// A checkpoint on disk, open for reading from any thread.
+#[derive(Debug)]
+pub struct Checkpoint {
+    folder: PathBuf,
+    manifest: Manifest,
+    files: Vec<StateFile>,
+    /// Kind, then name, to position in the manifest.
+    index: BTreeMap<String, BTreeMap<String, usize>>,
+    /// Per tensor, where its pieces lie.
+    pieces: Vec<Vec<LocatedPiece>>,
+}
+
+#[derive(Debug)]
+struct StateFile {
+    path: PathBuf,
+    file: File,
+}
+
+#[derive(Debug)]
+struct LocatedPiece {
+    elems: Range<u64>,
+    /// Index into [`Checkpoint::files`].
+    file: usize,
+    /// Where the first element lies in it.
+    offset_bytes: u64,
+}
+
+impl Checkpoint {
+    /// Opens a checkpoint folder: parses and checks the manifest, and checks that every file exists with its
+    /// length and that every piece lies where the manifest says. Contents are compared by [`Checkpoint::verify`].
+    ///
+    /// # Errors
+    /// One variant per way in which the folder may be broken, naming the file.
+    pub fn open(folder: &Path) -> Result<Self, CheckpointError> {
+        let manifest = read_manifest(folder)?;
+        let root = fs::canonicalize(folder).map_err(CheckpointError::reading(folder))?;
+        for file in &manifest.files {
+            check_file(&root, folder, file)?;
+        }
+        let mut checkpoint = Self {
+            folder: folder.to_owned(),
+            files: Vec::new(),
+            index: BTreeMap::new(),
+            pieces: Vec::with_capacity(manifest.tensors.len()),
+            manifest,
+        };
+        checkpoint.locate_pieces()?;
+        Ok(checkpoint)
+    }
+
+    /// The folder.
+    #[must_use]
+    pub fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    /// The step after which it was saved.
+    #[must_use]
+    pub fn step(&self) -> u64 {
+        self.manifest.step
+    }
+
+    /// Number of ranks that wrote it.
+    #[must_use]
+    pub fn world_size(&self) -> u32 {
+        self.manifest.world_size
+    }
+
+    /// What the writer stored beside the tensors.
+    #[must_use]
+    pub fn meta(&self) -> &Value {
+        &self.manifest.meta
+    }
+
+    /// All tensors.
+    #[must_use]
+    pub fn tensors(&self) -> &[LogicalTensor] {
+        &self.manifest.tensors
+    }
+
+    /// All files but the manifest.
+    #[must_use]
+    pub fn files(&self) -> &[FileEntry] {
+        &self.manifest.files
+    }
+
+    /// One tensor's description.
+    #[must_use]
+    pub fn tensor(&self, kind: &str, name: &str) -> Option<&LogicalTensor> {
+        self.position(kind, name).map(|i| &self.manifest.tensors[i])
+    }
+
+    /// Compares the content of every file with its hash.
+    ///
+    /// # Errors
+    /// [`CheckpointError::HashMismatch`] or [`CheckpointError::WrongLength`] for the first damaged file.
+    pub fn verify(&self) -> Result<(), CheckpointError> {
+        self.manifest.files.iter().try_for_each(|file| {
+            let path = self.folder.join(&file.path);
+            let digest = hash_file(&path)?;
+            compare(&path, file, &digest)
+        })
+    }
+
+    /// Reads a whole small file of the checkpoint and compares it with its hash.
+    ///
+    /// # Errors
+    /// [`CheckpointError::MissingFile`] when the manifest does not list it; as [`Checkpoint::verify`].
+    pub fn read_file(&self, relative: &str) -> Result<Vec<u8>, CheckpointError> {
+        let path = self.folder.join(relative);
+        let entry = self
+            .manifest
+            .files
+            .iter()
+            .find(|file| file.path == relative)
+            .ok_or_else(|| CheckpointError::MissingFile { path: path.clone() })?;
+        let bytes = fs::read(&path).map_err(CheckpointError::reading(&path))?;
+        let blake3 = blake3::hash(&bytes).to_hex().to_string();
+        compare(
+            &path,
+            entry,
+            &FileDigest {
+                bytes: bytes.len() as u64,
+                blake3,
+            },
+        )?;
+        Ok(bytes)
+    }
+
+    /// Reads a range of a tensor's elements, in row-major order of the global shape, as little-endian bytes.
+    ///
+    /// # Errors
+    /// [`CheckpointError::UnknownTensor`]; [`CheckpointError::BadRange`] unless the range lies in the tensor and
+    /// `out` has exactly its length; disk errors.
+    pub fn read(
+        &self,
+        kind: &str,
+        name: &str,
+        elems: Range<u64>,
+        out: &mut [u8],
+    ) -> Result<(), CheckpointError> {
+        let position = self
+            .position(kind, name)
+            .ok_or_else(|| CheckpointError::UnknownTensor {
+                kind: kind.to_owned(),
+                name: name.to_owned(),
+            })?;
+        let tensor = &self.manifest.tensors[position];
+        let total = tensor.elems()?;
+        let size_bytes = tensor.dtype.size_bytes() as u64;
+        // No overflow: the whole tensor's bytes were checked when the manifest was read.
+        let fits = elems.start <= elems.end
+            && elems.end <= total
+            && (elems.end - elems.start) * size_bytes == out.len() as u64;
+        if !fits {
+            return Err(CheckpointError::BadRange {
+                kind: kind.to_owned(),
+                name: name.to_owned(),
+                start: elems.start,
+                end: elems.end,
+                elems: total,
+                buffer_bytes: out.len(),
+            });
+        }
+        self.read_pieces(&self.pieces[position], elems, size_bytes, out)
+    }
+
+    fn read_pieces(
+        &self,
+        pieces: &[LocatedPiece],
+        elems: Range<u64>,
+        size_bytes: u64,
+        mut out: &mut [u8],
+    ) -> Result<(), CheckpointError> {
+        let first = pieces.partition_point(|piece| piece.elems.end <= elems.start);
+        for piece in &pieces[first..] {
+            if out.is_empty() {
+                break;
+            }
+            let start = piece.elems.start.max(elems.start);
+            let end = piece.elems.end.min(elems.end);
+            let len = usize::try_from((end - start) * size_bytes).expect("no longer than `out`");
+            let (part, rest) = out.split_at_mut(len);
+            let StateFile { path, file } = &self.files[piece.file];
+            let offset_bytes = piece.offset_bytes + (start - piece.elems.start) * size_bytes;
+            file.read_exact_at(part, offset_bytes)
+                .map_err(CheckpointError::reading(path))?;
+            out = rest;
+        }
+        Ok(())
+    }
+
+    fn position(&self, kind: &str, name: &str) -> Option<usize> {
+        self.index.get(kind)?.get(name).copied()
+    }
+
+    /// Opens the files that hold pieces and finds every piece in them.
+    fn locate_pieces(&mut self) -> Result<(), CheckpointError> {
+        let mut headers: BTreeMap<&str, (usize, Header)> = BTreeMap::new();
+        for (position, tensor) in self.manifest.tensors.iter().enumerate() {
+            let mut located = Vec::with_capacity(tensor.pieces.len());
+            for piece in &tensor.pieces {
+                let file = piece.file.as_str();
+                if !headers.contains_key(file) {
+                    let path = self.folder.join(file);
+                    let (state_file, header) = open_state_file(path)?;
+                    headers.insert(file, (self.files.len(), header));
+                    self.files.push(state_file);
+                }
+                let (file, header) = &headers[file];
+                let elems = piece.start..piece.start + piece.elems;
+                let offset_bytes =
+                    header
+                        .locate(tensor, &piece.key, piece.elems)
+                        .ok_or_else(|| CheckpointError::Malformed {
+                            path: self.files[*file].path.clone(),
+                            what: "its header contradicts the manifest",
+                        })?;
+                located.push(LocatedPiece {
+                    elems,
+                    file: *file,
+                    offset_bytes,
+                });
+            }
+            self.pieces.push(located);
+            let names = self.index.entry(tensor.kind.clone()).or_default();
+            names.insert(tensor.name.clone(), position);
+        }
+        Ok(())
+    }
+}
+
+fn read_manifest(folder: &Path) -> Result<Manifest, CheckpointError> {
+    let path = folder.join(MANIFEST);
+    let malformed = |what| CheckpointError::Malformed {
+        path: path.clone(),
+        what,
+    };
+    let file = File::open(&path).map_err(CheckpointError::reading(&path))?;
+    let mut bytes = Vec::new();
+    file.take(MAX_MANIFEST_BYTES + 1)
+        .read_to_end(&mut bytes)
+        .map_err(CheckpointError::reading(&path))?;
+    if bytes.len() as u64 > MAX_MANIFEST_BYTES {
+        return Err(malformed("it is too long"));
+    }
+    let text = String::from_utf8(bytes).map_err(|_| malformed("it is not UTF-8"))?;
+    Manifest::from_text(&text, &path)
+}
+
+/// Checks that a listed file is a regular file inside the folder, of the right length.
+fn check_file(root: &Path, folder: &Path, file: &FileEntry) -> Result<(), CheckpointError> {
+    let path = folder.join(&file.path);
+    let metadata = fs::symlink_metadata(&path).map_err(CheckpointError::reading(&path))?;
+    let real = fs::canonicalize(&path).map_err(CheckpointError::reading(&path))?;
+    if !metadata.is_file() || !real.starts_with(root) {
+        return Err(CheckpointError::UnsafePath {
+            path: file.path.clone(),
+        });
+    }
+    if metadata.len() != file.bytes {
+        let (expected, found) = (file.bytes, metadata.len());
+        return Err(CheckpointError::WrongLength {
+            path,
+            expected,
+            found,
+        });
+    }
+    Ok(())
+}
+
+/// The header of a safetensors file.
+struct Header {
+    metadata: Metadata,
+    data_start: u64,
+    data_bytes: u64,
+}
+
+impl Header {
+    /// Where the data of a piece begins, if it is in the file as the manifest says.
+    fn locate(&self, tensor: &LogicalTensor, key: &str, elems: u64) -> Option<u64> {
+        let info = self.metadata.info(key)?;
+        let (begin, end) = (info.data_offsets.0 as u64, info.data_offsets.1 as u64);
+        let expected_bytes = elems.checked_mul(tensor.dtype.size_bytes() as u64)?;
+        let dtype = format!("{:?}", info.dtype);
+        let as_described = end.checked_sub(begin)? == expected_bytes
+            && end <= self.data_bytes
+            && dtype == tensor.dtype.name();
+        as_described.then_some(self.data_start + begin)
+    }
+}
+
+fn open_state_file(path: PathBuf) -> Result<(StateFile, Header), CheckpointError> {
+    let malformed = |what| CheckpointError::Malformed {
+        path: path.clone(),
+        what,
+    };
+    let file = File::open(&path).map_err(CheckpointError::reading(&path))?;
+    let file_bytes = file
+        .metadata()
+        .map_err(CheckpointError::reading(&path))?
+        .len();
+    let mut prefix = [0; 8];
+    if file_bytes < 8 {
+        return Err(malformed("it is too short for a safetensors file"));
+    }
+    file.read_exact_at(&mut prefix, 0)
+        .map_err(CheckpointError::reading(&path))?;
+    let header_bytes = u64::from_le_bytes(prefix);
+    if header_bytes > MAX_HEADER_BYTES.min(file_bytes - 8) {
+        return Err(malformed("its header is longer than the file or the limit"));
+    }
+    let mut header = vec![0; usize::try_from(header_bytes).expect("bounded by the limit")];
+    file.read_exact_at(&mut header, 8)
+        .map_err(CheckpointError::reading(&path))?;
+    let metadata: Metadata =
+        serde_json::from_slice(&header).map_err(|source| CheckpointError::Json {
+            path: path.clone(),
+            source,
+        })?;
+    let data_start = 8 + header_bytes;
+    let header = Header {
+        metadata,
+        data_start,
+        data_bytes: file_bytes - data_start,
+    };
+    Ok((StateFile { path, file }, header))
+}
+
+/// Length and hash of a file.
+pub(super) fn hash_file(path: &Path) -> Result<FileDigest, CheckpointError> {
+    let mut file = File::open(path).map_err(CheckpointError::reading(path))?;
+    let mut hasher = blake3::Hasher::new();
+    let mut buffer = vec![0; HASH_BUFFER_BYTES];
+    let mut bytes = 0u64;
+    loop {
+        let n = file
+            .read(&mut buffer)
+            .map_err(CheckpointError::reading(path))?;
+        if n == 0 {
+            return Ok(FileDigest {
+                bytes,
+                blake3: hasher.finalize().to_hex().to_string(),
+            });
+        }
+        hasher.update(&buffer[..n]);
+        bytes += n as u64;
+    }
+}
+
+fn compare(path: &Path, entry: &FileEntry, found: &FileDigest) -> Result<(), CheckpointError> {
+    let path = path.to_owned();
+    if found.bytes != entry.bytes {
+        let (expected, found) = (entry.bytes, found.bytes);
+        return Err(CheckpointError::WrongLength {
+            path,
+            expected,
+            found,
+        });
+    }
+    if found.blake3 != entry.blake3 {
+        let (expected, found) = (entry.blake3.clone(), found.blake3.clone());
+        return Err(CheckpointError::HashMismatch {
+            path,
+            expected,
+            found,
+        });
+    }
+    Ok(())
+}

@@ -1,0 +1,352 @@
+//! A safetensors file written front to back: the header from the declared shapes, then the data as it comes, hashed
+//! on the way. Nothing larger than what the caller passes is held in memory.
+
+use std::collections::BTreeSet;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use kernels::DType;
+use serde_json::{Map, Value, json};
+
+use super::CheckpointError;
+use super::fs::{Disk, FileHandle, FileSystem};
+
+/// Name under which safetensors stores free text.
+const METADATA_KEY: &str = "__metadata__";
+/// Headers are padded so that the data begins at a multiple of this.
+const HEADER_ALIGNMENT_BYTES: usize = 8;
+
+/// A tensor to be written.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct TensorSpec {
+    /// Its name.
+    pub name: String,
+    /// Element type.
+    pub dtype: DType,
+    /// Shape.
+    pub shape: Vec<usize>,
+}
+
+impl TensorSpec {
+    /// Bytes of the tensor.
+    ///
+    /// # Errors
+    /// [`CheckpointError::BadTensor`] when they do not fit the address space.
+    pub fn bytes(&self) -> Result<u64, CheckpointError> {
+        self.shape
+            .iter()
+            .try_fold(self.dtype.size_bytes(), |product, &dim| {
+                product.checked_mul(dim)
+            })
+            .and_then(|bytes| i64::try_from(bytes).ok())
+            .map(i64::unsigned_abs)
+            .ok_or_else(|| self.bad("the shape is too large"))
+    }
+
+    fn bad(&self, what: &'static str) -> CheckpointError {
+        CheckpointError::BadTensor {
+            kind: "tensor".into(),
+            name: self.name.clone(),
+            what,
+        }
+    }
+}
+
+/// Length and hash of a finished file.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct FileDigest {
+    /// Length.
+    pub bytes: u64,
+    /// BLAKE3 of the content, in hex.
+    pub blake3: String,
+}
+
+/// A file whose content is hashed while it is written.
+#[derive(Debug)]
+pub(super) struct HashedFile {
+    handle: Box<dyn FileHandle>,
+    hasher: Box<blake3::Hasher>,
+    path: PathBuf,
+    written_bytes: u64,
+    expected_bytes: u64,
+}
+
+impl HashedFile {
+    pub(super) fn create(
+        fs: &dyn FileSystem,
+        path: &Path,
+        expected_bytes: u64,
+    ) -> Result<Self, CheckpointError> {
+        let handle = fs
+            .create(path, expected_bytes)
+            .map_err(CheckpointError::io("create", path, expected_bytes))?;
+        let hasher = Box::new(blake3::Hasher::new());
+        Ok(Self {
+            handle,
+            hasher,
+            path: path.to_owned(),
+            written_bytes: 0,
+            expected_bytes,
+        })
+    }
+
+    pub(super) fn write(&mut self, bytes: &[u8]) -> Result<(), CheckpointError> {
+        self.handle.write_all(bytes).map_err(CheckpointError::io(
+            "write",
+            &self.path,
+            self.expected_bytes,
+        ))?;
+        self.hasher.update(bytes);
+        self.written_bytes += bytes.len() as u64;
+        Ok(())
+    }
+
+    /// Makes the content durable.
+    pub(super) fn finish(mut self) -> Result<FileDigest, CheckpointError> {
+        let sync = self.handle.sync();
+        sync.map_err(CheckpointError::io("sync", &self.path, self.expected_bytes))?;
+        let blake3 = self.hasher.finalize().to_hex().to_string();
+        Ok(FileDigest {
+            bytes: self.written_bytes,
+            blake3,
+        })
+    }
+}
+
+/// Writes a whole small file.
+pub(super) fn write_file(
+    fs: &dyn FileSystem,
+    path: &Path,
+    bytes: &[u8],
+) -> Result<FileDigest, CheckpointError> {
+    let mut file = HashedFile::create(fs, path, bytes.len() as u64)?;
+    file.write(bytes)?;
+    file.finish()
+}
+
+/// A safetensors file in the making: tensors are written in the declared order, each in any number of parts.
+#[derive(Debug)]
+pub struct TensorFileWriter {
+    file: HashedFile,
+    /// Name of each tensor and where its data ends.
+    tensors: Vec<(String, u64)>,
+    current: usize,
+    data_bytes: u64,
+}
+
+impl TensorFileWriter {
+    /// Creates the file and writes its header. Readers of the Python world expect the metadata `format: pt`.
+    ///
+    /// # Errors
+    /// [`CheckpointError::BadTensor`] for a repeated or reserved name or an absurd shape, [`CheckpointError::NoSpace`]
+    /// or [`CheckpointError::Io`] from the disk.
+    pub fn create(
+        path: &Path,
+        tensors: &[TensorSpec],
+        metadata: &[(&str, &str)],
+    ) -> Result<Self, CheckpointError> {
+        Self::create_on(
+            &(Arc::new(Disk) as Arc<dyn FileSystem>),
+            path,
+            tensors,
+            metadata,
+        )
+    }
+
+    pub(super) fn create_on(
+        fs: &Arc<dyn FileSystem>,
+        path: &Path,
+        tensors: &[TensorSpec],
+        metadata: &[(&str, &str)],
+    ) -> Result<Self, CheckpointError> {
+        let (header, ends) = header(tensors, metadata)?;
+        let data_bytes = ends.last().map_or(0, |(_, end)| *end);
+        let mut file =
+            HashedFile::create(fs.as_ref(), path, (8 + header.len()) as u64 + data_bytes)?;
+        file.write(&(header.len() as u64).to_le_bytes())?;
+        file.write(&header)?;
+        Ok(Self {
+            file,
+            tensors: ends,
+            current: 0,
+            data_bytes: 0,
+        })
+    }
+
+    /// Appends the next bytes of a tensor, little-endian elements in row-major order.
+    ///
+    /// # Errors
+    /// [`CheckpointError::WriteOrder`] when another tensor is due or the bytes exceed it; disk errors.
+    pub fn write(&mut self, name: &str, bytes: &[u8]) -> Result<(), CheckpointError> {
+        while self.current_is_complete() && self.tensors[self.current].0 != name {
+            self.current += 1;
+        }
+        let end = self.data_bytes.checked_add(bytes.len() as u64);
+        match (self.tensors.get(self.current), end) {
+            (Some((due, due_end)), Some(end)) if due == name && end <= *due_end => {
+                self.file.write(bytes)?;
+                self.data_bytes = end;
+                Ok(())
+            }
+            _ => Err(CheckpointError::WriteOrder {
+                path: self.file.path.clone(),
+                got: name.to_owned(),
+                got_bytes: bytes.len(),
+                expected: self.due(),
+            }),
+        }
+    }
+
+    /// Makes the file durable and returns its length and hash.
+    ///
+    /// # Errors
+    /// [`CheckpointError::WriteOrder`] when data is missing; disk errors.
+    pub fn finish(self) -> Result<FileDigest, CheckpointError> {
+        if !self.is_complete() {
+            return Err(CheckpointError::WriteOrder {
+                path: self.file.path.clone(),
+                got: "the end".to_owned(),
+                got_bytes: 0,
+                expected: self.due(),
+            });
+        }
+        self.file.finish()
+    }
+
+    pub(super) fn is_complete(&self) -> bool {
+        self.tensors
+            .last()
+            .is_none_or(|(_, end)| self.data_bytes == *end)
+    }
+
+    fn current_is_complete(&self) -> bool {
+        self.tensors
+            .get(self.current)
+            .is_some_and(|(_, end)| self.data_bytes == *end)
+    }
+
+    fn due(&self) -> String {
+        let due = self.tensors[self.current..]
+            .iter()
+            .find(|(_, end)| self.data_bytes < *end);
+        due.map_or_else(
+            || "nothing".to_owned(),
+            |(name, end)| format!("`{name}` with {} bytes", end - self.data_bytes),
+        )
+    }
+}
+
+/// The padded header, and per tensor its name and where its data ends.
+fn header(
+    tensors: &[TensorSpec],
+    metadata: &[(&str, &str)],
+) -> Result<(Vec<u8>, Vec<(String, u64)>), CheckpointError> {
+    let mut entries = Map::new();
+    if !metadata.is_empty() {
+        let text: Map<String, Value> = metadata
+            .iter()
+            .map(|&(key, value)| (key.to_owned(), value.into()))
+            .collect();
+        entries.insert(METADATA_KEY.to_owned(), text.into());
+    }
+    let mut names = BTreeSet::new();
+    let mut ends = Vec::with_capacity(tensors.len());
+    let mut begin = 0u64;
+    for tensor in tensors {
+        if tensor.name == METADATA_KEY || !names.insert(&tensor.name) {
+            return Err(tensor.bad("the name is reserved or used twice"));
+        }
+        let end = begin
+            .checked_add(tensor.bytes()?)
+            .ok_or_else(|| tensor.bad("the file would be too large"))?;
+        let entry = json!({
+            "dtype": tensor.dtype.name(),
+            "shape": tensor.shape,
+            "data_offsets": [begin, end],
+        });
+        entries.insert(tensor.name.clone(), entry);
+        ends.push((tensor.name.clone(), end));
+        begin = end;
+    }
+    let mut header = Value::Object(entries).to_string().into_bytes();
+    header.resize(header.len().next_multiple_of(HEADER_ALIGNMENT_BYTES), b' ');
+    Ok((header, ends))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use safetensors::SafeTensors;
+
+    fn spec(name: &str, dtype: DType, shape: &[usize]) -> TensorSpec {
+        TensorSpec {
+            name: name.into(),
+            dtype,
+            shape: shape.to_vec(),
+        }
+    }
+
+    #[test]
+    fn the_reference_reader_reads_what_was_written_in_parts() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("model.safetensors");
+        let specs = [
+            spec("a.weight", DType::BF16, &[2, 3]),
+            spec("empty", DType::F32, &[0, 4]),
+            spec("scalar", DType::F32, &[]),
+            spec("bytes", DType::U8, &[3]),
+        ];
+        let mut writer = TensorFileWriter::create(&path, &specs, &[("format", "pt")]).unwrap();
+        writer.write("a.weight", &[1, 2, 3, 4, 5]).unwrap();
+        writer.write("a.weight", &[6, 7, 8, 9, 10, 11, 12]).unwrap();
+        writer.write("scalar", &[1, 0, 0, 0]).unwrap();
+        writer.write("bytes", &[7, 8, 9]).unwrap();
+        let digest = writer.finish().unwrap();
+        let bytes = std::fs::read(&path).unwrap();
+        assert_eq!(digest.bytes, bytes.len() as u64);
+        assert_eq!(digest.blake3, blake3::hash(&bytes).to_hex().as_str());
+        let file = SafeTensors::deserialize(&bytes).unwrap();
+        assert_eq!(file.tensor("a.weight").unwrap().shape(), [2, 3]);
+        assert_eq!(
+            file.tensor("a.weight").unwrap().data(),
+            (1..=12).collect::<Vec<u8>>()
+        );
+        assert_eq!(file.tensor("empty").unwrap().data().len(), 0);
+        assert_eq!(file.tensor("bytes").unwrap().data(), [7, 8, 9]);
+        let (_, metadata) = SafeTensors::read_metadata(&bytes).unwrap();
+        assert_eq!(metadata.metadata().as_ref().unwrap()["format"], "pt");
+    }
+
+    #[test]
+    fn order_and_lengths_are_enforced() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("t.safetensors");
+        let specs = [spec("a", DType::U8, &[2]), spec("b", DType::U8, &[1])];
+        let create = || TensorFileWriter::create(&path, &specs, &[]).unwrap();
+        assert!(create().write("b", &[1]).is_err());
+        assert!(create().write("a", &[1, 2, 3]).is_err());
+        let mut writer = create();
+        writer.write("a", &[1]).unwrap();
+        let error = writer.finish().unwrap_err().to_string();
+        assert!(error.contains("`a` with 1 bytes"), "{error}");
+        let mut writer = create();
+        writer.write("a", &[1, 2]).unwrap();
+        writer.write("b", &[1]).unwrap();
+        assert!(writer.write("a", &[1]).is_err());
+        assert!(writer.write("c", &[]).is_err());
+    }
+
+    #[test]
+    fn names_must_be_unique_and_free() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("t.safetensors");
+        let twice = [spec("a", DType::U8, &[1]), spec("a", DType::U8, &[1])];
+        assert!(TensorFileWriter::create(&path, &twice, &[]).is_err());
+        let reserved = [spec("__metadata__", DType::U8, &[1])];
+        assert!(TensorFileWriter::create(&path, &reserved, &[]).is_err());
+        let huge = [spec("a", DType::F32, &[usize::MAX, 2])];
+        assert!(TensorFileWriter::create(&path, &huge, &[]).is_err());
+        assert!(!path.exists());
+    }
+}

@@ -1,0 +1,420 @@
+//! One rank's end of a window: allocation, start, progress and waiting.
+
+use super::arena::{Arena, Region, SMALL};
+use super::fingerprint::Fingerprint;
+use super::op::{Op, State};
+use super::window::{Failure, Phase, RING, Window};
+use super::{
+    Buffer, Collective, CollectiveKind, CommError, Communicator, Ticket, WindowUsage, World,
+};
+use kernels::DType;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+/// Regions of one small class that may be in flight before an allocation waits for readers.
+const SMALL_IN_FLIGHT: usize = 8;
+
+#[derive(Debug)]
+pub(super) struct Endpoint {
+    pub(super) window: Arc<Window>,
+    pub(super) world: World,
+    deadline: Duration,
+    /// Spinning pays only where every rank has a core of its own.
+    spin: bool,
+    /// Sequence of the next collective; held while one is published, so that they appear in order.
+    next: Mutex<u64>,
+    local: Mutex<Local>,
+}
+
+#[derive(Debug)]
+struct Local {
+    arena: Arena,
+    /// Regions given up by this rank that peers may still be reading.
+    deferred: Vec<Deferred>,
+    /// Collectives in which this rank still has something to read.
+    pending: Vec<Arc<Op>>,
+    in_use_bytes: usize,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Deferred {
+    region: Region,
+    readers: Readers,
+}
+
+/// The collective whose peers may still be reading a buffer.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Readers {
+    sequence: u64,
+    print: Fingerprint,
+}
+
+impl Readers {
+    pub(super) fn of(op: &Op, world: World) -> Option<Self> {
+        let Op {
+            sequence, print, ..
+        } = *op;
+        op.is_read_by_peers(world)
+            .then_some(Self { sequence, print })
+    }
+}
+
+/// Code under these locks leaves consistent state at every point where it could panic.
+pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Endpoint {
+    pub(super) fn new(window: Arc<Window>, world: World, deadline: Duration) -> Self {
+        let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
+        let arena = Arena::new(window.layout().region_bytes);
+        let local = Local {
+            arena,
+            deferred: Vec::new(),
+            pending: Vec::new(),
+            in_use_bytes: 0,
+        };
+        Self {
+            window,
+            world,
+            deadline,
+            spin: world.size <= cores,
+            next: Mutex::new(0),
+            local: Mutex::new(local),
+        }
+    }
+
+    fn check_alive(&self) -> Result<(), CommError> {
+        self.window
+            .failure()
+            .map_or(Ok(()), |failure| Err(failure.error(&self.window)))
+    }
+
+    /// Calls `ready` after every change of the window until it gives a value. Meanwhile the other
+    /// collectives of this rank advance, so that tickets may be waited for in any order.
+    fn block_on<T>(
+        &self,
+        wanted: Readers,
+        mut ready: impl FnMut() -> Result<Option<T>, CommError>,
+    ) -> Result<T, CommError> {
+        let started = Instant::now();
+        loop {
+            let seen = self.window.bell().events();
+            // In this order: a failure of a later collective does not take back a finished one.
+            if let Some(value) = ready()? {
+                return Ok(value);
+            }
+            self.check_alive()?;
+            self.advance_pending()?;
+            let elapsed = started.elapsed();
+            if elapsed >= self.deadline {
+                return Err(self.time_out(wanted, elapsed));
+            }
+            self.window
+                .bell()
+                .wait(seen, self.deadline - elapsed, self.spin);
+        }
+    }
+
+    fn time_out(&self, wanted: Readers, elapsed: Duration) -> CommError {
+        let Readers { sequence, print } = wanted;
+        let failure = Failure::Timeout {
+            by_rank: self.world.rank,
+            sequence,
+            print,
+            elapsed,
+        };
+        self.window.fail(failure).error(&self.window)
+    }
+
+    fn advance_pending(&self) -> Result<(), CommError> {
+        let pending = lock(&self.local).pending.clone();
+        for op in pending {
+            // A locked one is being advanced by another thread.
+            if let Ok(mut state) = op.state.try_lock() {
+                op.advance(self, &mut state)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Tells the peers that this rank reads nothing of `op` any more.
+    pub(super) fn finish(&self, op: &Op, state: &mut State) {
+        state.finished = true;
+        self.window
+            .set_phase(self.world.rank, op.sequence, Phase::Done);
+        self.forget(op);
+    }
+
+    fn forget(&self, op: &Op) {
+        lock(&self.local)
+            .pending
+            .retain(|other| other.sequence != op.sequence);
+    }
+
+    /// Advances without waiting; true once this rank is finished with `op`.
+    pub(super) fn poll(&self, op: &Op) -> Result<bool, CommError> {
+        op.advance(self, &mut lock(&op.state))
+    }
+
+    /// Waits until this rank is finished with `op`.
+    pub(super) fn complete(&self, op: &Op) -> Result<(), CommError> {
+        let wanted = Readers {
+            sequence: op.sequence,
+            print: op.print,
+        };
+        self.block_on(wanted, || Ok(self.poll(op)?.then_some(())))
+    }
+
+    /// Waits until no peer reads buffers of that collective any more.
+    pub(super) fn reclaim(&self, readers: Readers) -> Result<(), CommError> {
+        self.block_on(readers, || Ok(self.peers_done(readers).then_some(())))
+    }
+
+    fn peers_done(&self, readers: Readers) -> bool {
+        self.window.peers_done(self.world.rank, readers.sequence)
+    }
+
+    /// Gives up the result of `op` without harm to the peers.
+    pub(super) fn abandon(&self, op: &Op) {
+        let mut state = lock(&op.state);
+        if state.finished {
+            return;
+        }
+        if self.window.failure().is_some() {
+            state.finished = true;
+            self.forget(op);
+        } else if op.collective.kind != CollectiveKind::AllReduce {
+            self.finish(op, &mut state);
+        } else if std::thread::panicking() {
+            state.finished = true;
+            self.forget(op);
+            drop(state);
+            self.abort("panicked with an all-reduce in flight");
+        } else {
+            // The peers need the sum of this rank's part.
+            drop(state);
+            if self.complete(op).is_err() {
+                lock(&op.state).finished = true;
+                self.forget(op);
+            }
+        }
+    }
+
+    fn abort(&self, reason: &str) {
+        let by_rank = self.world.rank;
+        let reason = reason.to_owned();
+        self.window.fail(Failure::Abort { by_rank, reason });
+    }
+
+    /// A region of this class; `None` if there will be one when peers have finished reading, and
+    /// then the collective to wait for.
+    fn try_alloc(
+        &self,
+        asked_bytes: usize,
+        class: usize,
+    ) -> Result<Result<Region, Readers>, CommError> {
+        let mut local = lock(&self.local);
+        local.settle(|readers| self.peers_done(readers));
+        let local = &mut *local;
+        let same_class = local.deferred.iter().filter(|d| d.region.bytes == class);
+        let enough = if class <= SMALL { SMALL_IN_FLIGHT } else { 1 };
+        let awaited = same_class
+            .clone()
+            .next()
+            .filter(|_| same_class.count() >= enough);
+        // Waiting for a region of the same class rather than taking fresh memory makes the peak a
+        // function of the program, not of timing.
+        let region = match (local.arena.reuse(class), awaited) {
+            (Some(region), _) => Some(region),
+            (None, Some(awaited)) => return Ok(Err(awaited.readers)),
+            (None, None) => local.arena.bump(class),
+        };
+        let region = match (region, local.deferred.first()) {
+            (Some(region), _) => Some(region),
+            (None, Some(first)) => return Ok(Err(first.readers)),
+            (None, None) => local.arena.compact(class),
+        };
+        let full = CommError::WindowFull {
+            asked_bytes,
+            in_use_bytes: local.in_use_bytes,
+            capacity_bytes: local.arena.capacity(),
+        };
+        let region = region.ok_or(full)?;
+        local.in_use_bytes += region.bytes;
+        Ok(Ok(region))
+    }
+
+    fn alloc(&self, bytes: usize) -> Result<Region, CommError> {
+        let class = Arena::class(bytes);
+        if class == 0 {
+            return Ok(Region::EMPTY);
+        }
+        let mut outcome = self.try_alloc(bytes, class)?;
+        loop {
+            match outcome {
+                Ok(region) => return Ok(region),
+                Err(readers) => self.reclaim(readers)?,
+            }
+            outcome = self.try_alloc(bytes, class)?;
+        }
+    }
+
+    /// Takes a region back; `readers` may still be reading it.
+    pub(super) fn release(&self, region: Region, readers: Option<Readers>) {
+        let mut local = lock(&self.local);
+        local.in_use_bytes -= region.bytes;
+        match readers {
+            Some(readers) if region.bytes > 0 => local.deferred.push(Deferred { region, readers }),
+            _ => local.arena.free(region),
+        }
+    }
+
+    fn usage(&self) -> WindowUsage {
+        let local = lock(&self.local);
+        WindowUsage {
+            in_use_bytes: local.in_use_bytes,
+            peak_bytes: local.arena.peak(),
+            capacity_bytes: local.arena.capacity(),
+        }
+    }
+
+    /// Publishes a collective. On an error after publication `buffer` keeps its readers, so that
+    /// dropping it does not free memory that a peer may be reading.
+    fn publish(&self, collective: Collective, buffer: &mut Buffer) -> Result<Arc<Op>, CommError> {
+        let Collective {
+            kind, dtype, tag, ..
+        } = collective;
+        let print = Fingerprint::new(kind, dtype, buffer.len(), tag)?;
+        let mut next = lock(&self.next);
+        let sequence = *next;
+        if let Some(reused) = sequence.checked_sub(RING) {
+            // The record of `reused` is free once every rank, this one included, is done with it.
+            self.block_on(
+                Readers {
+                    sequence: reused,
+                    print,
+                },
+                || {
+                    let all =
+                        (0..self.world.size).all(|r| self.window.reached(r, reused, Phase::Done));
+                    Ok(all.then_some(()))
+                },
+            )?;
+        }
+        self.check_alive()?;
+        let op = Arc::new(Op {
+            sequence,
+            print,
+            collective,
+            bytes: buffer.len(),
+            offset: buffer.offset(),
+            state: Mutex::new(State::default()),
+        });
+        *next += 1;
+        buffer.set_readers(Readers::of(&op, self.world));
+        // Locked until the comparison is done, so that no other thread finishes it before.
+        let mut state = lock(&op.state);
+        lock(&self.local).pending.push(op.clone());
+        self.window
+            .publish(self.world.rank, sequence, print, op.offset);
+        drop(next);
+        tracing::trace!(rank = self.world.rank, sequence, %kind, bytes = op.bytes, %tag, "started");
+        self.compare(&op).inspect_err(|_| {
+            state.finished = true;
+            self.forget(&op);
+        })?;
+        if op.needs_no_peer(self.world) {
+            self.finish(&op, &mut state);
+        }
+        drop(state);
+        Ok(op)
+    }
+
+    /// Compares with the peers that were here first; the others compare with this rank.
+    fn compare(&self, op: &Op) -> Result<(), CommError> {
+        for peer in self.world.peers() {
+            op.peer(&self.window, self.world, peer)?;
+        }
+        Ok(())
+    }
+}
+
+impl Local {
+    fn settle(&mut self, is_unread: impl Fn(Readers) -> bool) {
+        let Self {
+            arena, deferred, ..
+        } = self;
+        deferred.retain(|d| {
+            let unread = is_unread(d.readers);
+            if unread {
+                arena.free(d.region);
+            }
+            !unread
+        });
+    }
+}
+
+fn check_arguments(op: Collective, bytes: usize, size: usize) -> Result<(), CommError> {
+    let Collective {
+        kind, dtype, tag, ..
+    } = op;
+    let sums = matches!(
+        kind,
+        CollectiveKind::ReduceScatter | CollectiveKind::AllReduce
+    );
+    if sums && !matches!(dtype, DType::F32 | DType::F64) {
+        return Err(CommError::UnsupportedDType { kind, tag, dtype });
+    }
+    let ranks = match kind {
+        CollectiveKind::AllGather | CollectiveKind::ReduceScatter => size,
+        _ => 1,
+    };
+    if !bytes.is_multiple_of(ranks * dtype.size_bytes()) {
+        return Err(CommError::Indivisible {
+            kind,
+            tag,
+            bytes,
+            ranks,
+            dtype,
+        });
+    }
+    match kind {
+        CollectiveKind::Broadcast { root } if root >= size => {
+            Err(CommError::InvalidRoot { tag, root, size })
+        }
+        _ => Ok(()),
+    }
+}
+
+/// The communicator of one rank over a window.
+#[derive(Debug)]
+pub(super) struct Member(pub(super) Arc<Endpoint>);
+
+impl Communicator for Member {
+    fn world(&self) -> World {
+        self.0.world
+    }
+
+    fn alloc(&self, bytes: usize) -> Result<Buffer, CommError> {
+        let region = self.0.alloc(bytes)?;
+        Ok(Buffer::new(self.0.clone(), region, bytes))
+    }
+
+    fn start(&self, op: Collective, mut buffer: Buffer) -> Result<Ticket, CommError> {
+        if !buffer.belongs_to(&self.0) {
+            return Err(CommError::ForeignBuffer { tag: op.tag });
+        }
+        check_arguments(op, buffer.len(), self.0.world.size)?;
+        let published = self.0.publish(op, &mut buffer)?;
+        Ok(Ticket::new(self.0.clone(), published, buffer))
+    }
+
+    fn abort(&self, reason: &str) {
+        self.0.abort(reason);
+    }
+
+    fn memory(&self) -> WindowUsage {
+        self.0.usage()
+    }
+}

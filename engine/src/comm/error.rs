@@ -1,0 +1,243 @@
+//! What can go wrong in a collective, with the facts of every rank involved.
+
+use super::{CollectiveKind, Tag};
+use kernels::DType;
+use std::io;
+use std::path::PathBuf;
+use std::time::Duration;
+
+/// Errors of communicators.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum CommError {
+    /// The rank does not exist in a world of this size, or the world is too large.
+    #[error(
+        "rank {rank} of a world of {size} ranks (1 to {} are possible)",
+        super::MAX_RANKS
+    )]
+    InvalidWorld {
+        /// Rank given.
+        rank: usize,
+        /// World size given.
+        size: usize,
+    },
+    /// The buffer cannot be divided into equal parts of whole elements.
+    #[error(
+        "{kind} {tag} of {bytes} bytes does not divide into {ranks} parts of whole {dtype} elements"
+    )]
+    Indivisible {
+        /// Kind of collective.
+        kind: CollectiveKind,
+        /// Its tag.
+        tag: Tag,
+        /// Length of the buffer.
+        bytes: usize,
+        /// Parts needed.
+        ranks: usize,
+        /// Type of the elements.
+        dtype: DType,
+    },
+    /// Sums exist for f32 and f64 only.
+    #[error("{kind} {tag} cannot sum {dtype} elements")]
+    UnsupportedDType {
+        /// Kind of collective.
+        kind: CollectiveKind,
+        /// Its tag.
+        tag: Tag,
+        /// Type of the elements.
+        dtype: DType,
+    },
+    /// The root of a broadcast lies outside the world.
+    #[error("{tag}: broadcast from rank {root} in a world of {size} ranks")]
+    InvalidRoot {
+        /// Tag of the broadcast.
+        tag: Tag,
+        /// Root given.
+        root: usize,
+        /// World size.
+        size: usize,
+    },
+    /// The tag's name is longer than a fingerprint can hold.
+    #[error("tag name `{name}` is longer than {} bytes", Tag::MAX_NAME_BYTES)]
+    TagTooLong {
+        /// Name given.
+        name: &'static str,
+    },
+    /// The buffer was allocated by another communicator.
+    #[error("{tag}: the buffer belongs to another communicator")]
+    ForeignBuffer {
+        /// Tag of the collective.
+        tag: Tag,
+    },
+    /// This rank's part of the window has no room.
+    #[error(
+        "no room for {asked_bytes} bytes in the communication window ({in_use_bytes} of {capacity_bytes} bytes in use)"
+    )]
+    WindowFull {
+        /// Bytes asked for.
+        asked_bytes: usize,
+        /// Bytes held by buffers and tickets.
+        in_use_bytes: usize,
+        /// Size of this rank's part.
+        capacity_bytes: usize,
+    },
+    /// Two ranks issued different collectives at the same place of the sequence.
+    #[error("collective #{sequence} differs: rank {} issued {}, rank {} issued {}", first.rank, first.op, second.rank, second.op)]
+    Mismatch {
+        /// Position in the sequence of collectives, from 0.
+        sequence: u64,
+        /// The lower rank and its collective.
+        first: Box<RankOp>,
+        /// The higher rank and its collective.
+        second: Box<RankOp>,
+    },
+    /// A collective did not finish in time.
+    #[error("rank {noticed_by} waited {:.1} s in collective #{sequence}, {op}; last collectives: {}", elapsed.as_secs_f64(), table(ranks))]
+    Timeout {
+        /// The rank whose wait ran out first.
+        noticed_by: usize,
+        /// Position of the collective it waited in.
+        sequence: u64,
+        /// The collective it waited in.
+        op: Box<OpInfo>,
+        /// How long it waited.
+        elapsed: Duration,
+        /// Last collective of every rank, in rank order.
+        ranks: Vec<RankStatus>,
+    },
+    /// A rank gave up.
+    #[error("rank {by_rank} aborted: {reason}")]
+    Aborted {
+        /// The rank that called abort.
+        by_rank: usize,
+        /// Its reason.
+        reason: String,
+    },
+    /// Not every rank joined in time.
+    #[error("ranks {missing:?} did not join within {:.1} s (joined: {arrived:?})", elapsed.as_secs_f64())]
+    Rendezvous {
+        /// Ranks that joined.
+        arrived: Vec<usize>,
+        /// Ranks that did not.
+        missing: Vec<usize>,
+        /// How long this rank waited.
+        elapsed: Duration,
+    },
+    /// Another process joined as the same rank, or a file of an earlier job was found.
+    #[error("rank {rank} has already joined {path}")]
+    AlreadyJoined {
+        /// The rank.
+        rank: usize,
+        /// The window file.
+        path: PathBuf,
+    },
+    /// The ranks disagree about the window, or the file is not a window.
+    #[error("window file {path}: {what} is {found}, expected {expected}")]
+    WindowConflict {
+        /// The window file.
+        path: PathBuf,
+        /// What differs.
+        what: &'static str,
+        /// Value found.
+        found: u64,
+        /// Value of this rank.
+        expected: u64,
+    },
+    /// A window name must be a plain file name.
+    #[error("window name `{name}` must be 1 to 200 letters, digits, `-`, `_` or `.`")]
+    InvalidName {
+        /// Name given.
+        name: String,
+    },
+    /// No directory has room for the window.
+    #[error(
+        "no room for a communication window of {asked_bytes} bytes ({})",
+        free_table(tried)
+    )]
+    NoSpace {
+        /// Bytes asked for.
+        asked_bytes: u64,
+        /// Directories tried, and bytes free in each.
+        tried: Vec<(PathBuf, u64)>,
+    },
+    /// An operating system call failed.
+    #[error("cannot {action} {path}")]
+    Io {
+        /// What was attempted.
+        action: &'static str,
+        /// On which file.
+        path: PathBuf,
+        /// The cause.
+        source: io::Error,
+    },
+}
+
+/// One collective as a rank published it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct OpInfo {
+    /// Kind of collective.
+    pub kind: CollectiveKind,
+    /// Type of the elements.
+    pub dtype: DType,
+    /// Length of the buffer.
+    pub bytes: usize,
+    /// Name of the tag.
+    pub tag_name: String,
+    /// Index of the tag.
+    pub tag_index: u32,
+}
+
+impl std::fmt::Display for OpInfo {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self {
+            kind,
+            dtype,
+            bytes,
+            tag_name,
+            tag_index,
+        } = self;
+        write!(f, "{kind} {tag_name}[{tag_index}] of {bytes} bytes {dtype}")
+    }
+}
+
+/// A rank and one of its collectives.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RankOp {
+    /// The rank.
+    pub rank: usize,
+    /// Its collective.
+    pub op: OpInfo,
+}
+
+/// How far a rank has come.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RankStatus {
+    /// The rank.
+    pub rank: usize,
+    /// Collectives it has started.
+    pub started: u64,
+    /// The last of them.
+    pub last: Option<OpInfo>,
+}
+
+impl std::fmt::Display for RankStatus {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match &self.last {
+            None => write!(f, "rank {}: none", self.rank),
+            Some(op) => write!(f, "rank {}: #{} {op}", self.rank, self.started - 1),
+        }
+    }
+}
+
+fn table(ranks: &[RankStatus]) -> String {
+    ranks
+        .iter()
+        .map(RankStatus::to_string)
+        .collect::<Vec<_>>()
+        .join("; ")
+}
+
+fn free_table(tried: &[(PathBuf, u64)]) -> String {
+    let entry = |(dir, free): &(PathBuf, u64)| format!("{}: {free} bytes free", dir.display());
+    tried.iter().map(entry).collect::<Vec<_>>().join("; ")
+}

@@ -1,0 +1,212 @@
+//! The reading half of a collective, as a state machine that never blocks.
+#![expect(
+    unsafe_code,
+    reason = "reads peers' buffers in the window under the protocol"
+)]
+
+use super::endpoint::Endpoint;
+use super::fingerprint::Fingerprint;
+use super::reduce::sum_in_rank_order;
+use super::window::{Failure, Phase, Window};
+use super::{Collective, CollectiveKind, CommError, Participation, World};
+use kernels::DType;
+use std::ops::Range;
+use std::sync::Mutex;
+
+/// One collective of this rank, from its publication until this rank needs its peers no more.
+#[derive(Debug)]
+pub(super) struct Op {
+    pub(super) sequence: u64,
+    pub(super) print: Fingerprint,
+    pub(super) collective: Collective,
+    pub(super) bytes: usize,
+    /// Of the buffer in this rank's region.
+    pub(super) offset: usize,
+    pub(super) state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+pub(super) struct State {
+    /// Peers whose part has been copied, or who have been seen, as a bit mask.
+    seen: u64,
+    reduced: bool,
+    /// Nothing of this collective is read or written by this rank any more.
+    pub(super) finished: bool,
+}
+
+impl Op {
+    /// Whether the rank needs nothing from its peers.
+    pub(super) fn needs_no_peer(&self, world: World) -> bool {
+        let kind = self.collective.kind;
+        let contribute_only = self.collective.participation == Participation::ContributeOnly;
+        world.size == 1
+            || kind == (CollectiveKind::Broadcast { root: world.rank })
+            || contribute_only
+                && !matches!(kind, CollectiveKind::AllReduce | CollectiveKind::Barrier)
+    }
+
+    /// Whether a peer may read this rank's buffer.
+    pub(super) fn is_read_by_peers(&self, world: World) -> bool {
+        match self.collective.kind {
+            CollectiveKind::Broadcast { root } => world.size > 1 && root == world.rank,
+            CollectiveKind::Barrier => false,
+            _ => world.size > 1,
+        }
+    }
+
+    /// The record of `peer`, once it has published; an error if it issued something else.
+    pub(super) fn peer(
+        &self,
+        window: &Window,
+        world: World,
+        peer: usize,
+    ) -> Result<Option<usize>, CommError> {
+        match window.published(peer, self.sequence) {
+            None => Ok(None),
+            Some((print, offset)) if print == self.print => Ok(Some(offset)),
+            Some((print, _)) => {
+                let (mut ranks, mut prints) = ([world.rank, peer], [self.print, print]);
+                if peer < world.rank {
+                    ranks.reverse();
+                    prints.reverse();
+                }
+                let failure = Failure::Mismatch {
+                    sequence: self.sequence,
+                    ranks,
+                    prints,
+                };
+                Err(window.fail(failure).error(window))
+            }
+        }
+    }
+
+    /// Does all that is possible without waiting; true when this rank is finished.
+    pub(super) fn advance(
+        &self,
+        endpoint: &Endpoint,
+        state: &mut State,
+    ) -> Result<bool, CommError> {
+        if state.finished {
+            return Ok(true);
+        }
+        let complete = match self.collective.kind {
+            CollectiveKind::Barrier => self.see_peers(endpoint, state)?,
+            CollectiveKind::AllGather => self.copy_parts(endpoint, state, Phase::Published)?,
+            CollectiveKind::Broadcast { root } => self.copy_from_root(endpoint, root)?,
+            CollectiveKind::ReduceScatter => self.reduce(endpoint)?,
+            CollectiveKind::AllReduce => self.all_reduce(endpoint, state)?,
+        };
+        if complete {
+            endpoint.finish(self, state);
+        }
+        Ok(complete)
+    }
+
+    fn see_peers(&self, endpoint: &Endpoint, state: &mut State) -> Result<bool, CommError> {
+        let world = endpoint.world;
+        for peer in world.peers() {
+            if self.peer(&endpoint.window, world, peer)?.is_some() {
+                state.seen |= 1 << peer;
+            }
+        }
+        Ok(state.seen.count_ones() as usize == world.size - 1)
+    }
+
+    /// Copies the part of every peer that has reached `phase`.
+    fn copy_parts(
+        &self,
+        endpoint: &Endpoint,
+        state: &mut State,
+        phase: Phase,
+    ) -> Result<bool, CommError> {
+        let Endpoint { world, window, .. } = endpoint;
+        for peer in world
+            .peers()
+            .filter(|peer| state.seen >> peer & 1 == 0)
+            .collect::<Vec<_>>()
+        {
+            let Some(offset) = self.peer(window, *world, peer)? else {
+                continue;
+            };
+            if !window.reached(peer, self.sequence, phase) {
+                continue;
+            }
+            let part = self.part(peer, world.size);
+            // SAFETY: `peer` wrote its own part before it reached `phase` and leaves it alone until
+            // this rank is done.
+            let from = unsafe { window.bytes(peer, offset, part.clone()) };
+            // SAFETY: of this rank's buffer only the own part is read by peers from here on: an
+            // all-gather never reads others, and in an all-reduce `peer`, the only reader of this
+            // part, has finished with it when it reached `Reduced`.
+            let to = unsafe { window.bytes_mut(world.rank, self.offset, part) };
+            to.copy_from_slice(from);
+            state.seen |= 1 << peer;
+        }
+        Ok(state.seen.count_ones() as usize == world.size - 1)
+    }
+
+    fn copy_from_root(&self, endpoint: &Endpoint, root: usize) -> Result<bool, CommError> {
+        let Endpoint { world, window, .. } = endpoint;
+        let Some(offset) = self.peer(window, *world, root)? else {
+            return Ok(false);
+        };
+        // SAFETY: the root wrote its buffer before publishing and leaves it alone until all are done.
+        let from = unsafe { window.bytes(root, offset, 0..self.bytes) };
+        // SAFETY: nobody reads the buffer of a rank that is not the root.
+        let to = unsafe { window.bytes_mut(world.rank, self.offset, 0..self.bytes) };
+        to.copy_from_slice(from);
+        Ok(true)
+    }
+
+    /// Sums the own part once every peer has published; false before.
+    fn reduce(&self, endpoint: &Endpoint) -> Result<bool, CommError> {
+        let Endpoint { world, window, .. } = endpoint;
+        let mut offsets = [self.offset; super::MAX_RANKS];
+        for peer in world.peers() {
+            let Some(offset) = self.peer(window, *world, peer)? else {
+                return Ok(false);
+            };
+            offsets[peer] = offset;
+        }
+        let part = self.part(world.rank, world.size);
+        let source = |peer: usize| {
+            // SAFETY: `peer` wrote its buffer before publishing; until this rank has reduced its
+            // own part, `peer` writes only into other parts.
+            unsafe { window.bytes(peer, offsets[peer], part.clone()) }
+        };
+        // SAFETY: this rank's own part is read by no peer before this rank has reduced it.
+        let out = unsafe { window.bytes_mut(world.rank, self.offset, part.clone()) };
+        let World { rank, size } = *world;
+        if self.collective.dtype == DType::F64 {
+            let source = |peer| bytemuck::cast_slice::<u8, f64>(source(peer));
+            sum_in_rank_order(size, rank, source, bytemuck::cast_slice_mut(out));
+        } else {
+            let source = |peer| bytemuck::cast_slice::<u8, f32>(source(peer));
+            sum_in_rank_order(size, rank, source, bytemuck::cast_slice_mut(out));
+        }
+        Ok(true)
+    }
+
+    fn all_reduce(&self, endpoint: &Endpoint, state: &mut State) -> Result<bool, CommError> {
+        if !state.reduced {
+            if !self.reduce(endpoint)? {
+                return Ok(false);
+            }
+            state.reduced = true;
+            if self.collective.participation == Participation::ContributeOnly {
+                return Ok(true);
+            }
+            endpoint
+                .window
+                .set_phase(endpoint.world.rank, self.sequence, Phase::Reduced);
+        }
+        self.copy_parts(endpoint, state, Phase::Reduced)
+    }
+
+    /// Bytes of `rank`'s part: equal parts of whole elements, the last ones possibly shorter.
+    fn part(&self, rank: usize, ranks: usize) -> Range<usize> {
+        let elem_bytes = self.collective.dtype.size_bytes();
+        let part_bytes = (self.bytes / elem_bytes).div_ceil(ranks) * elem_bytes;
+        (rank * part_bytes).min(self.bytes)..((rank + 1) * part_bytes).min(self.bytes)
+    }
+}

@@ -1,0 +1,304 @@
+//! Shared memory between real processes: this test binary runs itself again as the ranks.
+
+use super::{
+    Collective, CollectiveKind, CommError, Communicator, DEFAULT_DEADLINE, Tag, World, shm,
+};
+use kernels::DType;
+use std::os::unix::process::ExitStatusExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::time::Duration;
+
+/// `case rank size dir` of a child.
+const ROLE: &str = "COMM_TEST_ROLE";
+const TAG: Tag = Tag::new("process", 0);
+const REGION_BYTES: usize = 1 << 20;
+
+fn options(world: World, dir: &Path, deadline: Duration) -> shm::ShmOptions {
+    let dirs = vec![dir.to_owned()];
+    let name = "processes".to_owned();
+    shm::ShmOptions {
+        name,
+        world,
+        region_bytes: REGION_BYTES,
+        deadline,
+        dirs,
+    }
+}
+
+fn spawn(case: &str, size: usize, dir: &Path) -> Vec<Child> {
+    let child = |rank: usize| {
+        Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "comm::process_tests::child", "--nocapture"])
+            .env(ROLE, format!("{case} {rank} {size} {}", dir.display()))
+            .stdout(Stdio::null())
+            .spawn()
+            .unwrap()
+    };
+    (0..size).map(child).collect()
+}
+
+/// Not a test of its own: the body of a child, chosen by the environment.
+#[test]
+fn child() {
+    let Ok(role) = std::env::var(ROLE) else {
+        return;
+    };
+    let [case, rank, size, dir] = role.splitn(4, ' ').collect::<Vec<_>>()[..] else {
+        panic!("{role}")
+    };
+    let world = World {
+        rank: rank.parse().unwrap(),
+        size: size.parse().unwrap(),
+    };
+    let dir = PathBuf::from(dir);
+    let deadline = if case == "kill" {
+        Duration::from_millis(500)
+    } else {
+        DEFAULT_DEADLINE
+    };
+    let mut options = options(world, &dir, deadline);
+    if case == "kill" {
+        // Processes start slowly on a busy machine: join first, with time.
+        options.deadline = DEFAULT_DEADLINE;
+        let gate = shm::join(&shm::ShmOptions {
+            name: "gate".to_owned(),
+            ..options.clone()
+        });
+        gate.unwrap().barrier(TAG).unwrap();
+        options.deadline = deadline;
+    }
+    let comm = shm::join(&options).unwrap();
+    match case {
+        "work" => work(&*comm),
+        "kill" => lose_a_rank(&*comm),
+        _ => panic!("{case}"),
+    }
+}
+
+fn reduce_round(comm: &dyn Communicator, round: usize) -> Result<(), CommError> {
+    let World { rank, size } = comm.world();
+    let op = Collective::new(CollectiveKind::AllReduce, DType::F32, TAG);
+    let mut buffer = comm.alloc(4 * 5000)?;
+    buffer.as_mut_slice::<f32>().fill((rank + round) as f32);
+    let ticket = comm.start(op, buffer)?;
+    let expected = (0..size).map(|r| (r + round) as f32).sum::<f32>();
+    assert!(
+        ticket
+            .wait_read()?
+            .as_slice::<f32>()
+            .iter()
+            .all(|&x| x == expected)
+    );
+    Ok(())
+}
+
+fn work(comm: &dyn Communicator) {
+    (0..300)
+        .try_for_each(|round| reduce_round(comm, round))
+        .unwrap();
+    let all = comm
+        .all_gather_bytes(std::process::id().to_string().as_bytes(), TAG)
+        .unwrap();
+    let distinct: std::collections::BTreeSet<_> = all.iter().collect();
+    assert_eq!(
+        distinct.len(),
+        comm.world().size,
+        "every rank is a process of its own"
+    );
+}
+
+fn lose_a_rank(comm: &dyn Communicator) {
+    (0..10)
+        .try_for_each(|round| reduce_round(comm, round))
+        .unwrap();
+    if comm.world().rank == 1 {
+        let op = Collective::new(CollectiveKind::AllGather, DType::U8, Tag::new("fatal", 1));
+        let _ticket = comm.start(op, comm.alloc(3).unwrap()).unwrap();
+        let this = rustix::process::getpid();
+        rustix::process::kill_process(this, rustix::process::Signal::KILL).unwrap();
+    }
+    let op = Collective::new(CollectiveKind::AllGather, DType::U8, Tag::new("fatal", 1));
+    // The data of the dead rank was published before it died.
+    comm.start(op, comm.alloc(3).unwrap())
+        .unwrap()
+        .wait_read()
+        .unwrap();
+    let error = comm.barrier(Tag::new("after", 2)).unwrap_err();
+    let CommError::Timeout { ranks, .. } = &error else {
+        panic!("{error}")
+    };
+    assert_eq!(ranks[1].last.as_ref().unwrap().tag_name, "fatal");
+}
+
+fn is_empty(dir: &Path) -> bool {
+    std::fs::read_dir(dir).unwrap().next().is_none()
+}
+
+#[test]
+fn processes_work_together_and_leave_no_file() {
+    let dir = tempfile::tempdir().unwrap();
+    for mut child in spawn("work", 3, dir.path()) {
+        assert!(child.wait().unwrap().success());
+    }
+    assert!(is_empty(dir.path()));
+}
+
+#[test]
+fn a_killed_process_is_a_timeout_for_the_others_and_leaves_no_file() {
+    let dir = tempfile::tempdir().unwrap();
+    for (rank, mut child) in spawn("kill", 3, dir.path()).into_iter().enumerate() {
+        let status = child.wait().unwrap();
+        match rank {
+            1 => assert_eq!(status.signal(), Some(9)),
+            _ => assert!(status.success(), "rank {rank}: {status}"),
+        }
+    }
+    assert!(is_empty(dir.path()));
+}
+
+#[test]
+fn missing_ranks_are_named_and_the_file_is_unlinked() {
+    let dir = tempfile::tempdir().unwrap();
+    let deadline = Duration::from_millis(100);
+    let errors: Vec<CommError> = std::thread::scope(|scope| {
+        let join = |rank| {
+            let options = options(World { rank, size: 4 }, dir.path(), deadline);
+            scope.spawn(move || shm::join(&options).unwrap_err())
+        };
+        [join(0), join(2)]
+            .into_iter()
+            .map(|handle| handle.join().unwrap())
+            .collect()
+    });
+    for error in errors {
+        let CommError::Rendezvous {
+            arrived, missing, ..
+        } = error
+        else {
+            panic!("{error}")
+        };
+        assert!(missing.contains(&1) && missing.contains(&3) && !arrived.is_empty());
+    }
+    assert!(is_empty(dir.path()));
+}
+
+#[test]
+fn the_second_directory_serves_when_the_first_has_no_room() {
+    let dir = tempfile::tempdir().unwrap();
+    let missing = dir.path().join("missing");
+    let comms: Vec<Arc<dyn Communicator>> = std::thread::scope(|scope| {
+        let join = |rank| {
+            let mut options = options(World { rank, size: 2 }, dir.path(), Duration::from_secs(60));
+            options.dirs.insert(0, missing.clone());
+            scope.spawn(move || shm::join(&options).unwrap())
+        };
+        [join(1), join(0)]
+            .into_iter()
+            .map(|handle| handle.join().unwrap())
+            .collect()
+    });
+    assert_eq!(comms.len(), 2);
+    assert!(is_empty(dir.path()));
+}
+
+#[test]
+fn a_window_larger_than_the_file_system_is_refused_in_time() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut options = options(World::SINGLE, dir.path(), DEFAULT_DEADLINE);
+    options.dirs.push(dir.path().to_owned());
+    options.region_bytes = 1 << 60;
+    let error = shm::join(&options).unwrap_err();
+    assert!(
+        matches!(&error, CommError::NoSpace { tried, .. } if tried.len() == 2),
+        "{error}"
+    );
+    options.dirs.truncate(1);
+    assert!(shm::join(&options).is_err());
+    assert!(is_empty(dir.path()));
+}
+
+#[test]
+fn strangers_do_not_join() {
+    let dir = tempfile::tempdir().unwrap();
+    let deadline = Duration::from_millis(50);
+    let first = options(World { rank: 0, size: 2 }, dir.path(), deadline);
+
+    // A file that is no window stays untouched.
+    let path = dir.path().join("processes");
+    std::fs::write(&path, "letters").unwrap();
+    let error = shm::join(&first).unwrap_err();
+    assert!(
+        matches!(
+            error,
+            CommError::WindowConflict {
+                what: "file size",
+                ..
+            }
+        ),
+        "{error}"
+    );
+    assert_eq!(std::fs::read(&path).unwrap(), b"letters");
+    std::fs::remove_file(&path).unwrap();
+
+    // Neither is a link followed.
+    let target = dir.path().join("target");
+    std::fs::write(&target, "").unwrap();
+    std::os::unix::fs::symlink(&target, &path).unwrap();
+    let error = shm::join(&first).unwrap_err();
+    assert!(
+        matches!(
+            error,
+            CommError::Io {
+                action: "create",
+                ..
+            }
+        ),
+        "{error}"
+    );
+    shm::remove("processes", &[dir.path().to_owned()]).unwrap();
+    shm::remove("processes", &[dir.path().to_owned()]).unwrap();
+    assert_eq!(std::fs::metadata(&target).unwrap().len(), 0);
+    std::fs::remove_file(&target).unwrap();
+
+    for name in ["", ".", "..", "a/b", ".hidden"] {
+        let error = shm::join(&shm::ShmOptions {
+            name: name.to_owned(),
+            ..first.clone()
+        });
+        assert!(matches!(error.unwrap_err(), CommError::InvalidName { .. }));
+    }
+}
+
+#[test]
+fn a_rank_that_joins_twice_is_told_so() {
+    let dir = tempfile::tempdir().unwrap();
+    let patient = options(
+        World { rank: 0, size: 2 },
+        dir.path(),
+        Duration::from_secs(60),
+    );
+    std::thread::scope(|scope| {
+        // Two claim to be rank 0: one is refused, the other waits for rank 1.
+        let claims = [0, 1].map(|_| {
+            let options = patient.clone();
+            let dir = dir.path();
+            scope.spawn(move || {
+                let result = shm::join(&options);
+                if matches!(result, Err(CommError::AlreadyJoined { rank: 0, .. })) {
+                    let world = World { rank: 1, size: 2 };
+                    let other = self::options(world, dir, options.deadline);
+                    shm::join(&other).unwrap();
+                }
+                result
+            })
+        });
+        let refused = claims
+            .into_iter()
+            .filter(|_| true)
+            .map(|claim| claim.join().unwrap());
+        assert_eq!(refused.filter(Result::is_err).count(), 1);
+    });
+    assert!(is_empty(dir.path()));
+}

@@ -1,0 +1,307 @@
+//! Ranks that are processes of one machine, over a memory-mapped file.
+//!
+//! The file is unlinked by the last rank to join, or by a rank that gives up, so that nothing
+//! remains however the processes end afterwards. Only a job killed before all ranks had joined can
+//! leave a file, which [`remove`] deletes.
+
+use super::endpoint::{Endpoint, Member};
+use super::window::{Failure, Layout, Window};
+use super::{CommError, Communicator, DEFAULT_DEADLINE, World};
+use memmap2::MmapRaw;
+use rustix::fs::{FallocateFlags, FlockOperation, OFlags};
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// Pause between looks for the file that rank 0 creates.
+const POLL: Duration = Duration::from_millis(1);
+
+/// How to join a world of processes. Everything but the rank is the same on all ranks.
+#[derive(Clone, Debug)]
+pub struct ShmOptions {
+    /// File name of the window, unique to the job: letters, digits, `-`, `_` and `.`.
+    pub name: String,
+    /// This rank and the number of ranks.
+    pub world: World,
+    /// Bytes of each rank's part; reserved when joining.
+    pub region_bytes: usize,
+    /// Longest time for joining, and later for any single wait.
+    pub deadline: Duration,
+    /// Directories for the file; rank 0 takes the first with enough free space.
+    pub dirs: Vec<PathBuf>,
+}
+
+impl ShmOptions {
+    /// A window in `/dev/shm`, or in `/tmp` if that is too small, with [`DEFAULT_DEADLINE`].
+    #[must_use]
+    pub fn new(name: impl Into<String>, world: World, region_bytes: usize) -> Self {
+        let dirs = vec![PathBuf::from("/dev/shm"), PathBuf::from("/tmp")];
+        Self {
+            name: name.into(),
+            world,
+            region_bytes,
+            deadline: DEFAULT_DEADLINE,
+            dirs,
+        }
+    }
+
+    fn layout(&self) -> Layout {
+        Layout::new(self.world.size, self.region_bytes)
+    }
+
+    fn check(&self) -> Result<(), CommError> {
+        self.world.check()?;
+        check_name(&self.name)
+    }
+}
+
+fn check_name(name: &str) -> Result<(), CommError> {
+    let plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
+    let valid = (1..=200).contains(&name.len()) && name.chars().all(plain);
+    let valid = valid && !name.starts_with('.');
+    valid.then_some(()).ok_or_else(|| CommError::InvalidName {
+        name: name.to_owned(),
+    })
+}
+
+/// Joins a world and returns when every rank has.
+///
+/// # Errors
+/// [`CommError::Rendezvous`] when ranks are missing at the deadline, [`CommError::NoSpace`],
+/// [`CommError::AlreadyJoined`], [`CommError::WindowConflict`], invalid options, or a failed system
+/// call. A rank that fails tells the others.
+pub fn join(options: &ShmOptions) -> Result<Arc<dyn Communicator>, CommError> {
+    options.check()?;
+    let started = Instant::now();
+    let (path, file) = open(options, started)?;
+    let window = enter(options, &path, &file).and_then(|window| {
+        wait_for_all(options, &path, &window, started)?;
+        Ok(window)
+    });
+    let window = window.inspect_err(|error| {
+        // A file in use by another job, or not of this job, is none of ours.
+        if !matches!(
+            error,
+            CommError::AlreadyJoined { .. } | CommError::WindowConflict { .. }
+        ) {
+            unlink(&path).unwrap_or(());
+        }
+    })?;
+    let endpoint = Endpoint::new(Arc::new(window), options.world, options.deadline);
+    Ok(Arc::new(Member(Arc::new(endpoint))))
+}
+
+/// Deletes the file of a job that was killed before all of its ranks had joined.
+///
+/// # Errors
+/// [`CommError::InvalidName`] or a failed system call; a missing file is fine.
+pub fn remove(name: &str, dirs: &[PathBuf]) -> Result<(), CommError> {
+    check_name(name)?;
+    dirs.iter()
+        .map(|dir| dir.join(name))
+        .try_for_each(|path| unlink(&path))
+}
+
+fn unlink(path: &Path) -> Result<(), CommError> {
+    match std::fs::remove_file(path) {
+        Err(source) if source.kind() != io::ErrorKind::NotFound => {
+            Err(failed("unlink", path, source))
+        }
+        _ => Ok(()),
+    }
+}
+
+fn failed(action: &'static str, path: &Path, source: impl Into<io::Error>) -> CommError {
+    CommError::Io {
+        action,
+        path: path.to_owned(),
+        source: source.into(),
+    }
+}
+
+/// Opens the file that all ranks share. With several candidate directories only rank 0 chooses,
+/// because free space changes while ranks look at it; the others look for its file.
+fn open(options: &ShmOptions, started: Instant) -> Result<(PathBuf, File), CommError> {
+    let total_bytes = options.layout().total_bytes() as u64;
+    let create = |dir: &Path| {
+        let path = dir.join(&options.name);
+        let file = open_file(&path, true).map_err(|source| failed("create", &path, source))?;
+        Ok((path, file))
+    };
+    if let [dir] = &options.dirs[..] {
+        return create(dir);
+    }
+    if options.world.rank == 0 {
+        return create(first_with_room(&options.dirs, total_bytes)?);
+    }
+    loop {
+        for path in options.dirs.iter().map(|dir| dir.join(&options.name)) {
+            match open_file(&path, false) {
+                Ok(file) => return Ok((path, file)),
+                Err(source) if source.kind() == io::ErrorKind::NotFound => {}
+                Err(source) => return Err(failed("open", &path, source)),
+            }
+        }
+        let elapsed = started.elapsed();
+        if elapsed >= options.deadline {
+            let (arrived, missing) =
+                (0..options.world.size).partition(|&rank| rank == options.world.rank);
+            return Err(CommError::Rendezvous {
+                arrived,
+                missing,
+                elapsed,
+            });
+        }
+        std::thread::sleep(POLL);
+    }
+}
+
+fn open_file(path: &Path, create: bool) -> io::Result<File> {
+    let flags = (OFlags::NOFOLLOW | OFlags::CLOEXEC).bits() as i32;
+    let mut options = OpenOptions::new();
+    let file = options
+        .read(true)
+        .write(true)
+        .create(create)
+        .mode(0o600)
+        .custom_flags(flags);
+    let file = file.open(path)?;
+    let metadata = file.metadata()?;
+    if metadata.uid() != rustix::process::geteuid().as_raw() || !metadata.is_file() {
+        return Err(io::Error::new(
+            io::ErrorKind::PermissionDenied,
+            "file of another user",
+        ));
+    }
+    Ok(file)
+}
+
+fn free_bytes(dir: &Path) -> u64 {
+    rustix::fs::statvfs(dir).map_or(0, |fs| fs.f_bavail.saturating_mul(fs.f_frsize))
+}
+
+/// The first directory with `bytes` free.
+fn first_with_room(dirs: &[PathBuf], bytes: u64) -> Result<&Path, CommError> {
+    let tried: Vec<(PathBuf, u64)> = dirs
+        .iter()
+        .map(|dir| (dir.clone(), free_bytes(dir)))
+        .collect();
+    match tried.iter().position(|&(_, free)| free >= bytes) {
+        Some(fit) => Ok(&dirs[fit]),
+        None => Err(CommError::NoSpace {
+            asked_bytes: bytes,
+            tried,
+        }),
+    }
+}
+
+/// Sizes, reserves and maps the file and checks that its header agrees. Under a file lock, so that
+/// ranks with different options cannot resize each other's map.
+fn enter(options: &ShmOptions, path: &Path, file: &File) -> Result<Window, CommError> {
+    let layout = options.layout();
+    let total_bytes = layout.total_bytes() as u64;
+    rustix::fs::flock(file, FlockOperation::LockExclusive).map_err(|e| failed("lock", path, e))?;
+    let found = file
+        .metadata()
+        .map_err(|e| failed("inspect", path, e))?
+        .len();
+    if found == 0 {
+        file.set_len(total_bytes)
+            .map_err(|e| failed("size", path, e))?;
+    } else if found != total_bytes {
+        let what = "file size";
+        let path = path.to_owned();
+        return Err(CommError::WindowConflict {
+            path,
+            what,
+            found,
+            expected: total_bytes,
+        });
+    }
+    reserve(path, file, 0, Layout::control_bytes())?;
+    let map = MmapRaw::map_raw(file).map_err(|e| failed("map", path, e))?;
+    let window = Window::new(map, layout);
+    window
+        .check_header()
+        .map_err(|(what, found, expected)| CommError::WindowConflict {
+            path: path.to_owned(),
+            what,
+            found,
+            expected,
+        })?;
+    rustix::fs::flock(file, FlockOperation::Unlock).map_err(|e| failed("unlock", path, e))?;
+    let region = layout.region(options.world.rank);
+    reserve(path, file, region.start, region.len()).inspect_err(|error| {
+        let by_rank = options.world.rank;
+        window.fail(Failure::Abort {
+            by_rank,
+            reason: error.to_string(),
+        });
+    })?;
+    Ok(window)
+}
+
+/// Reserves pages now, so that a full file system is an error here and not a signal later.
+fn reserve(path: &Path, file: &File, start: usize, bytes: usize) -> Result<(), CommError> {
+    if bytes == 0 {
+        return Ok(());
+    }
+    loop {
+        match rustix::fs::fallocate(file, FallocateFlags::empty(), start as u64, bytes as u64) {
+            Ok(()) => return Ok(()),
+            Err(rustix::io::Errno::INTR) => {}
+            Err(rustix::io::Errno::NOSPC) => {
+                let tried = vec![(path.to_owned(), path.parent().map_or(0, free_bytes))];
+                return Err(CommError::NoSpace {
+                    asked_bytes: bytes as u64,
+                    tried,
+                });
+            }
+            Err(source) => return Err(failed("reserve space in", path, source)),
+        }
+    }
+}
+
+/// Announces this rank and waits for the others; the last one unlinks the file.
+fn wait_for_all(
+    options: &ShmOptions,
+    path: &Path,
+    window: &Window,
+    started: Instant,
+) -> Result<(), CommError> {
+    let World { rank, size } = options.world;
+    let everyone = u64::MAX >> (64 - size);
+    let before = window.arrive(rank);
+    if before >> rank & 1 == 1 {
+        return Err(CommError::AlreadyJoined {
+            rank,
+            path: path.to_owned(),
+        });
+    }
+    if before | 1 << rank == everyone {
+        unlink(path)?;
+    }
+    loop {
+        let seen = window.bell().events();
+        let arrived = window.arrived();
+        if arrived == everyone {
+            return Ok(());
+        }
+        if let Some(failure) = window.failure() {
+            return Err(failure.error(window));
+        }
+        let elapsed = started.elapsed();
+        if elapsed >= options.deadline {
+            let failure = Failure::Rendezvous {
+                by_rank: rank,
+                arrived,
+                elapsed,
+            };
+            return Err(window.fail(failure).error(window));
+        }
+        window.bell().wait(seen, options.deadline - elapsed, false);
+    }
+}

@@ -1,0 +1,46 @@
+//! Ranks that are threads of one process, over anonymous memory.
+
+use super::endpoint::{Endpoint, Member};
+use super::window::{Layout, Window};
+use super::{CommError, Communicator, DEFAULT_DEADLINE, World};
+use memmap2::MmapOptions;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// One communicator per rank, with [`DEFAULT_DEADLINE`]. Each rank has `region_bytes` bytes; memory
+/// that no buffer has used costs nothing.
+///
+/// # Errors
+/// [`CommError::InvalidWorld`] or a refused memory map.
+pub fn world(size: usize, region_bytes: usize) -> Result<Vec<Arc<dyn Communicator>>, CommError> {
+    world_with_deadline(size, region_bytes, DEFAULT_DEADLINE)
+}
+
+/// As [`world`], with the longest time that one wait may take.
+///
+/// # Errors
+/// As [`world`].
+pub fn world_with_deadline(
+    size: usize,
+    region_bytes: usize,
+    deadline: Duration,
+) -> Result<Vec<Arc<dyn Communicator>>, CommError> {
+    World { rank: 0, size }.check()?;
+    let layout = Layout::new(size, region_bytes);
+    let map = MmapOptions::new()
+        .len(layout.total_bytes())
+        .no_reserve_swap()
+        .map_anon();
+    let map = map.map_err(|source| CommError::Io {
+        action: "map",
+        path: PathBuf::from("anonymous memory"),
+        source,
+    })?;
+    let window = Arc::new(Window::new(map.into(), layout));
+    let member = |rank| -> Arc<dyn Communicator> {
+        let endpoint = Endpoint::new(window.clone(), World { rank, size }, deadline);
+        Arc::new(Member(Arc::new(endpoint)))
+    };
+    Ok((0..size).map(member).collect())
+}

@@ -1,0 +1,673 @@
+//! The shared byte window: a control block of atomics and one data region per rank.
+//!
+//! A zero-filled window is a valid initial state, so that a fresh file needs no initialisation.
+//! States and memory-ordering argument: `README.md`.
+#![expect(
+    unsafe_code,
+    reason = "memory shared between processes has no safe representation"
+)]
+
+use super::fingerprint::{Fingerprint, WORDS};
+use super::{CommError, MAX_RANKS, OpInfo, RankOp, RankStatus};
+use memmap2::MmapRaw;
+use rustix::thread::futex;
+use std::ops::Range;
+use std::sync::atomic::Ordering::{Acquire, Relaxed, Release, SeqCst};
+use std::sync::atomic::{AtomicU32, AtomicU64};
+use std::time::{Duration, Instant};
+
+/// Collectives of one rank whose records are kept: more may not be unfinished at once.
+pub(super) const RING: u64 = 64;
+
+/// "TESSERA", layout version 1.
+const MAGIC: u64 = u64::from_be_bytes(*b"TESSERA\x01");
+const PAGE: usize = 4096;
+/// About what falling asleep and waking up costs, so that no wait costs twice the better choice.
+const SPIN: Duration = Duration::from_micros(5);
+const REASON_WORDS: usize = 32;
+
+/// How far a rank is with one collective.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Phase {
+    Published = 0,
+    /// All-reduce: the own part holds the sum.
+    Reduced = 1,
+    /// This rank reads nobody's buffer any more.
+    Done = 2,
+}
+
+/// A counter that grows with the sequence first and the phase second, so that a record that was
+/// reused for a later collective compares as done.
+fn progress_word(sequence: u64, phase: Phase) -> u64 {
+    (sequence + 1) << 2 | phase as u64
+}
+
+#[repr(C, align(128))]
+struct Header {
+    magic: AtomicU64,
+    world_size: AtomicU64,
+    region_bytes: AtomicU64,
+    /// Bit per rank.
+    arrived: AtomicU64,
+}
+
+/// Sleepers wait for any change of the window.
+#[repr(C, align(128))]
+pub(super) struct Bell {
+    events: AtomicU32,
+    sleepers: AtomicU32,
+}
+
+#[repr(C, align(64))]
+struct Record {
+    progress: AtomicU64,
+    offset: AtomicU64,
+    words: [AtomicU64; WORDS],
+}
+
+#[repr(C, align(128))]
+struct RankBlock {
+    published: AtomicU64,
+    records: [Record; RING as usize],
+}
+
+#[repr(C, align(128))]
+struct FailureBlock {
+    state: AtomicU32,
+    cause: AtomicU32,
+    rank: AtomicU32,
+    other_rank: AtomicU32,
+    sequence: AtomicU64,
+    elapsed_ns: AtomicU64,
+    words: [[AtomicU64; WORDS]; 2],
+    reason_bytes: AtomicU64,
+    reason: [AtomicU64; REASON_WORDS],
+}
+
+#[repr(C)]
+struct Control {
+    header: Header,
+    bell: Bell,
+    failure: FailureBlock,
+    ranks: [RankBlock; MAX_RANKS],
+}
+
+/// Why a world is dead.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Failure {
+    Abort {
+        by_rank: usize,
+        reason: String,
+    },
+    Mismatch {
+        sequence: u64,
+        ranks: [usize; 2],
+        prints: [Fingerprint; 2],
+    },
+    Timeout {
+        by_rank: usize,
+        sequence: u64,
+        print: Fingerprint,
+        elapsed: Duration,
+    },
+    Rendezvous {
+        by_rank: usize,
+        arrived: u64,
+        elapsed: Duration,
+    },
+}
+
+/// Sizes of a window.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Layout {
+    pub(super) ranks: usize,
+    pub(super) region_bytes: usize,
+}
+
+impl Layout {
+    /// Regions are rounded up to whole pages.
+    pub(super) fn new(ranks: usize, region_bytes: usize) -> Self {
+        let region_bytes = region_bytes
+            .checked_next_multiple_of(PAGE)
+            .unwrap_or(usize::MAX - PAGE + 1);
+        Self {
+            ranks,
+            region_bytes,
+        }
+    }
+
+    pub(super) fn control_bytes() -> usize {
+        size_of::<Control>().next_multiple_of(PAGE)
+    }
+
+    /// Saturates where no machine could map the window.
+    pub(super) fn total_bytes(self) -> usize {
+        self.ranks
+            .saturating_mul(self.region_bytes)
+            .saturating_add(Self::control_bytes())
+    }
+
+    pub(super) fn region(self, rank: usize) -> Range<usize> {
+        let start = Self::control_bytes() + rank * self.region_bytes;
+        start..start + self.region_bytes
+    }
+}
+
+/// A mapped window.
+pub(super) struct Window {
+    map: MmapRaw,
+    layout: Layout,
+}
+
+impl std::fmt::Debug for Window {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Window")
+            .field("layout", &self.layout)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Window {
+    /// `map` is zero-filled or already in use as a window, and at least `layout.total_bytes()` long.
+    pub(super) fn new(map: MmapRaw, layout: Layout) -> Self {
+        assert!(map.len() >= layout.total_bytes() && (1..=MAX_RANKS).contains(&layout.ranks));
+        assert_eq!(
+            map.as_ptr().align_offset(align_of::<Control>()),
+            0,
+            "maps are page-aligned"
+        );
+        Self { map, layout }
+    }
+
+    pub(super) fn layout(&self) -> Layout {
+        self.layout
+    }
+
+    #[expect(
+        clippy::cast_ptr_alignment,
+        reason = "maps are page-aligned, as `new` checks"
+    )]
+    fn control(&self) -> &Control {
+        // SAFETY: `new` checked length and alignment; `Control` consists of atomics only, for which
+        // every bit pattern is valid and concurrent access from other processes is defined; nothing
+        // ever forms a reference into the control block that is not to atomics.
+        unsafe { &*self.map.as_ptr().cast::<Control>() }
+    }
+
+    /// Writes the header of a fresh window or compares that of an existing one; `Err` names the
+    /// field that differs, the value found and the one expected.
+    pub(super) fn check_header(&self) -> Result<(), (&'static str, u64, u64)> {
+        let header = &self.control().header;
+        let fields = [
+            ("magic number", &header.magic, MAGIC),
+            ("world size", &header.world_size, self.layout.ranks as u64),
+            (
+                "region size",
+                &header.region_bytes,
+                self.layout.region_bytes as u64,
+            ),
+        ];
+        for (what, word, expected) in fields {
+            match word.compare_exchange(0, expected, SeqCst, SeqCst) {
+                Err(found) if found != expected => return Err((what, found, expected)),
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// Ranks that have arrived, as a bit mask.
+    pub(super) fn arrived(&self) -> u64 {
+        self.control().header.arrived.load(SeqCst)
+    }
+
+    /// Marks `rank` as arrived and returns the mask before.
+    pub(super) fn arrive(&self, rank: usize) -> u64 {
+        let before = self.control().header.arrived.fetch_or(1 << rank, SeqCst);
+        self.bell().ring();
+        before
+    }
+
+    pub(super) fn bell(&self) -> &Bell {
+        &self.control().bell
+    }
+
+    fn record(&self, rank: usize, sequence: u64) -> &Record {
+        &self.control().ranks[rank].records[(sequence % RING) as usize]
+    }
+
+    /// Makes a collective of `rank` visible, and with it everything the rank wrote before.
+    pub(super) fn publish(&self, rank: usize, sequence: u64, print: Fingerprint, offset: usize) {
+        let record = self.record(rank, sequence);
+        record.offset.store(offset as u64, Relaxed);
+        store_words(&record.words, &print.0);
+        record
+            .progress
+            .store(progress_word(sequence, Phase::Published), Release);
+        self.control().ranks[rank]
+            .published
+            .store(sequence + 1, SeqCst);
+        self.bell().ring();
+    }
+
+    /// The fingerprint and buffer offset of `rank` at `sequence`, once published. Meaningful while
+    /// the caller has not marked that sequence as done.
+    pub(super) fn published(&self, rank: usize, sequence: u64) -> Option<(Fingerprint, usize)> {
+        if self.control().ranks[rank].published.load(SeqCst) <= sequence {
+            return None;
+        }
+        let record = self.record(rank, sequence);
+        Some((
+            Fingerprint(load_words(&record.words)),
+            record.offset.load(Relaxed) as usize,
+        ))
+    }
+
+    pub(super) fn set_phase(&self, rank: usize, sequence: u64, phase: Phase) {
+        self.record(rank, sequence)
+            .progress
+            .store(progress_word(sequence, phase), Release);
+        self.bell().ring();
+    }
+
+    pub(super) fn reached(&self, rank: usize, sequence: u64, phase: Phase) -> bool {
+        self.record(rank, sequence).progress.load(Acquire) >= progress_word(sequence, phase)
+    }
+
+    /// Whether no rank other than `rank` reads buffers of `sequence` any more.
+    pub(super) fn peers_done(&self, rank: usize, sequence: u64) -> bool {
+        (0..self.layout.ranks).all(|peer| peer == rank || self.reached(peer, sequence, Phase::Done))
+    }
+
+    /// Last collective of every rank. May mix two collectives of a rank that is running.
+    pub(super) fn statuses(&self) -> Vec<RankStatus> {
+        let status = |rank: usize| {
+            let started = self.control().ranks[rank].published.load(SeqCst);
+            let last = started.checked_sub(1).and_then(|sequence| {
+                Fingerprint(load_words(&self.record(rank, sequence).words)).describe()
+            });
+            RankStatus {
+                rank,
+                started,
+                last,
+            }
+        };
+        (0..self.layout.ranks).map(status).collect()
+    }
+
+    /// Declares the world dead and returns the cause. The first one wins.
+    pub(super) fn fail(&self, failure: Failure) -> Failure {
+        let block = &self.control().failure;
+        let is_first = block.state.compare_exchange(0, 1, SeqCst, SeqCst).is_ok();
+        if is_first {
+            block.write(&failure);
+            block.state.store(2, SeqCst);
+        }
+        self.bell().ring();
+        // Another rank may be writing its cause now; it may also have died there.
+        let winner = (0..1000).find_map(|_| {
+            std::thread::yield_now();
+            self.failure()
+        });
+        winner.unwrap_or(failure)
+    }
+
+    /// Why the world is dead, if it is.
+    pub(super) fn failure(&self) -> Option<Failure> {
+        let block = &self.control().failure;
+        (block.state.load(Acquire) == 2).then(|| block.read())
+    }
+
+    fn checked_offset(&self, rank: usize, offset: usize, range: &Range<usize>) -> usize {
+        let end = offset
+            .checked_add(range.end)
+            .expect("offsets are far below the address space");
+        assert!(
+            rank < self.layout.ranks && range.start <= range.end && end <= self.layout.region_bytes,
+            "bytes {range:?} at {offset} lie outside the region of rank {rank}"
+        );
+        self.layout.region(rank).start + offset + range.start
+    }
+
+    /// Bytes `range` of the buffer at `offset` in the region of `rank`.
+    ///
+    /// # Safety
+    /// Nobody writes these bytes while the slice lives.
+    pub(super) unsafe fn bytes(&self, rank: usize, offset: usize, range: Range<usize>) -> &[u8] {
+        let start = self.checked_offset(rank, offset, &range);
+        // SAFETY: the range lies inside the map, which is initialised (zero-filled) memory and lives
+        // as long as `self`; the caller excludes writers.
+        unsafe { std::slice::from_raw_parts(self.map.as_ptr().add(start), range.len()) }
+    }
+
+    /// As [`Window::bytes`], for writing.
+    ///
+    /// # Safety
+    /// Nobody else reads or writes these bytes while the slice lives.
+    #[expect(
+        clippy::mut_from_ref,
+        reason = "exclusive access is the caller's promise"
+    )]
+    pub(super) unsafe fn bytes_mut(
+        &self,
+        rank: usize,
+        offset: usize,
+        range: Range<usize>,
+    ) -> &mut [u8] {
+        let start = self.checked_offset(rank, offset, &range);
+        // SAFETY: as in `bytes`; the map is writable and the caller excludes every other access.
+        unsafe { std::slice::from_raw_parts_mut(self.map.as_mut_ptr().add(start), range.len()) }
+    }
+}
+
+impl Bell {
+    /// The value to pass to [`Bell::wait`]; taken before the condition is evaluated.
+    pub(super) fn events(&self) -> u32 {
+        self.events.load(SeqCst)
+    }
+
+    pub(super) fn ring(&self) {
+        self.events.fetch_add(1, SeqCst);
+        if self.sleepers.load(SeqCst) > 0 {
+            // Waking cannot fail on a mapped word, and a waiter has its deadline in any case.
+            futex::wake(&self.events, futex::Flags::empty(), i32::MAX as u32).unwrap_or(0);
+        }
+    }
+
+    /// Returns after the bell has rung since `seen` was taken, after `limit`, or for no reason.
+    pub(super) fn wait(&self, seen: u32, limit: Duration, spin: bool) {
+        if spin && self.spin(seen) {
+            return;
+        }
+        let limit = futex::Timespec::try_from(limit).ok();
+        self.sleepers.fetch_add(1, SeqCst);
+        if self.events.load(SeqCst) == seen {
+            // Every error (changed value, signal, time limit) means: look again.
+            futex::wait(&self.events, futex::Flags::empty(), seen, limit.as_ref()).unwrap_or(());
+        }
+        self.sleepers.fetch_sub(1, SeqCst);
+    }
+
+    fn spin(&self, seen: u32) -> bool {
+        let started = Instant::now();
+        while started.elapsed() < SPIN {
+            for _ in 0..16 {
+                if self.events.load(SeqCst) != seen {
+                    return true;
+                }
+                std::hint::spin_loop();
+            }
+        }
+        false
+    }
+}
+
+const ABORT: u32 = 1;
+const MISMATCH: u32 = 2;
+const TIMEOUT: u32 = 3;
+const RENDEZVOUS: u32 = 4;
+
+impl FailureBlock {
+    fn write(&self, failure: &Failure) {
+        let set = |cause: u32, rank: usize, sequence: u64, elapsed: Duration| {
+            self.cause.store(cause, Relaxed);
+            self.rank.store(rank as u32, Relaxed);
+            self.sequence.store(sequence, Relaxed);
+            self.elapsed_ns.store(elapsed.as_nanos() as u64, Relaxed);
+        };
+        match failure {
+            Failure::Abort { by_rank, reason } => {
+                set(ABORT, *by_rank, 0, Duration::ZERO);
+                self.write_reason(reason);
+            }
+            Failure::Mismatch {
+                sequence,
+                ranks,
+                prints,
+            } => {
+                set(MISMATCH, ranks[0], *sequence, Duration::ZERO);
+                self.other_rank.store(ranks[1] as u32, Relaxed);
+                store_words(&self.words[0], &prints[0].0);
+                store_words(&self.words[1], &prints[1].0);
+            }
+            Failure::Timeout {
+                by_rank,
+                sequence,
+                print,
+                elapsed,
+            } => {
+                set(TIMEOUT, *by_rank, *sequence, *elapsed);
+                store_words(&self.words[0], &print.0);
+            }
+            Failure::Rendezvous {
+                by_rank,
+                arrived,
+                elapsed,
+            } => {
+                set(RENDEZVOUS, *by_rank, *arrived, *elapsed);
+            }
+        }
+    }
+
+    fn read(&self) -> Failure {
+        let by_rank = self.rank.load(Relaxed) as usize;
+        let sequence = self.sequence.load(Relaxed);
+        let elapsed = Duration::from_nanos(self.elapsed_ns.load(Relaxed));
+        let print = |i: usize| Fingerprint(load_words(&self.words[i]));
+        match self.cause.load(Relaxed) {
+            MISMATCH => {
+                let ranks = [by_rank, self.other_rank.load(Relaxed) as usize];
+                Failure::Mismatch {
+                    sequence,
+                    ranks,
+                    prints: [print(0), print(1)],
+                }
+            }
+            TIMEOUT => Failure::Timeout {
+                by_rank,
+                sequence,
+                print: print(0),
+                elapsed,
+            },
+            RENDEZVOUS => Failure::Rendezvous {
+                by_rank,
+                arrived: sequence,
+                elapsed,
+            },
+            _ => Failure::Abort {
+                by_rank,
+                reason: self.read_reason(),
+            },
+        }
+    }
+
+    fn write_reason(&self, reason: &str) {
+        let limit = reason.len().min(REASON_WORDS * 8);
+        let end = (0..=limit)
+            .rev()
+            .find(|&end| reason.is_char_boundary(end))
+            .unwrap_or(0);
+        let bytes = &reason.as_bytes()[..end];
+        for (word, chunk) in self.reason.iter().zip(bytes.chunks(8)) {
+            let mut padded = [0; 8];
+            padded[..chunk.len()].copy_from_slice(chunk);
+            word.store(u64::from_le_bytes(padded), Relaxed);
+        }
+        self.reason_bytes.store(bytes.len() as u64, Relaxed);
+    }
+
+    fn read_reason(&self) -> String {
+        let mut bytes = load_words(&self.reason).map(u64::to_le_bytes).concat();
+        bytes.truncate(self.reason_bytes.load(Relaxed) as usize);
+        String::from_utf8_lossy(&bytes).into_owned()
+    }
+}
+
+impl Failure {
+    /// The error every rank reports.
+    pub(super) fn error(&self, window: &Window) -> CommError {
+        match self {
+            Self::Abort { by_rank, reason } => CommError::Aborted {
+                by_rank: *by_rank,
+                reason: reason.clone(),
+            },
+            Self::Mismatch {
+                sequence,
+                ranks,
+                prints,
+            } => {
+                let side = |i: usize| {
+                    Box::new(RankOp {
+                        rank: ranks[i],
+                        op: describe(&prints[i]),
+                    })
+                };
+                CommError::Mismatch {
+                    sequence: *sequence,
+                    first: side(0),
+                    second: side(1),
+                }
+            }
+            Self::Timeout {
+                by_rank,
+                sequence,
+                print,
+                elapsed,
+            } => CommError::Timeout {
+                noticed_by: *by_rank,
+                sequence: *sequence,
+                op: Box::new(describe(print)),
+                elapsed: *elapsed,
+                ranks: window.statuses(),
+            },
+            Self::Rendezvous {
+                arrived, elapsed, ..
+            } => {
+                let (arrived, missing) =
+                    (0..window.layout.ranks).partition(|rank| arrived >> rank & 1 == 1);
+                CommError::Rendezvous {
+                    arrived,
+                    missing,
+                    elapsed: *elapsed,
+                }
+            }
+        }
+    }
+}
+
+fn describe(print: &Fingerprint) -> OpInfo {
+    print
+        .describe()
+        .expect("ranks with the same magic number write fingerprints alike")
+}
+
+fn store_words<const N: usize>(to: &[AtomicU64; N], from: &[u64; N]) {
+    to.iter()
+        .zip(from)
+        .for_each(|(word, &value)| word.store(value, Relaxed));
+}
+
+fn load_words<const N: usize>(from: &[AtomicU64; N]) -> [u64; N] {
+    std::array::from_fn(|i| from[i].load(Relaxed))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{CollectiveKind, Tag};
+    use super::*;
+    use kernels::DType;
+    use memmap2::MmapMut;
+
+    fn window(ranks: usize) -> Window {
+        let layout = Layout::new(ranks, 1);
+        Window::new(
+            MmapMut::map_anon(layout.total_bytes()).unwrap().into(),
+            layout,
+        )
+    }
+
+    fn print(bytes: usize) -> Fingerprint {
+        let tag = Tag::new("test", 0);
+        Fingerprint::new(CollectiveKind::AllGather, DType::F32, bytes, tag).unwrap()
+    }
+
+    #[test]
+    fn a_reused_record_counts_as_done_for_the_earlier_collective() {
+        let window = window(1);
+        window.publish(0, 5, print(1), 0);
+        assert!(!window.reached(0, 5, Phase::Done));
+        window.set_phase(0, 5, Phase::Done);
+        assert!(window.reached(0, 5, Phase::Done));
+        window.publish(0, 5 + RING, print(2), 0);
+        assert!(window.reached(0, 5, Phase::Done));
+        assert!(!window.reached(0, 5 + RING, Phase::Reduced));
+    }
+
+    #[test]
+    fn the_first_failure_wins_and_survives_the_round_trip() {
+        let failures = [
+            Failure::Abort {
+                by_rank: 2,
+                reason: "é".repeat(200),
+            },
+            Failure::Mismatch {
+                sequence: 9,
+                ranks: [0, 3],
+                prints: [print(1), print(2)],
+            },
+            Failure::Timeout {
+                by_rank: 1,
+                sequence: 4,
+                print: print(3),
+                elapsed: Duration::from_millis(1500),
+            },
+            Failure::Rendezvous {
+                by_rank: 1,
+                arrived: 2,
+                elapsed: Duration::from_secs(1),
+            },
+        ];
+        for failure in failures {
+            let window = window(2);
+            assert_eq!(window.failure(), None);
+            window.fail(failure.clone());
+            let mut expected = failure;
+            if let Failure::Abort { reason, .. } = &mut expected {
+                reason.truncate(256);
+            }
+            let later = Failure::Abort {
+                by_rank: 1,
+                reason: "later".to_owned(),
+            };
+            assert_eq!(window.fail(later), expected);
+            assert_eq!(window.failure(), Some(expected));
+        }
+    }
+
+    #[test]
+    fn headers_of_different_layouts_conflict() {
+        let mut window = window(2);
+        assert_eq!(window.check_header(), Ok(()));
+        assert_eq!(window.check_header(), Ok(()));
+        window.layout.ranks = 1;
+        assert_eq!(window.check_header(), Err(("world size", 2, 1)));
+    }
+
+    #[test]
+    fn a_bell_that_rang_before_the_wait_does_not_sleep() {
+        let window = window(1);
+        let seen = window.bell().events();
+        window.bell().ring();
+        let started = Instant::now();
+        window.bell().wait(seen, Duration::from_secs(60), false);
+        assert!(started.elapsed() < Duration::from_secs(30));
+    }
+
+    #[test]
+    #[should_panic(expected = "outside the region")]
+    fn offsets_beyond_a_region_are_refused() {
+        let window = window(2);
+        // SAFETY: nobody else uses this window; the call panics before it forms a slice.
+        let _bytes = unsafe { window.bytes(0, 4096, 0..1) };
+    }
+}

@@ -1,0 +1,204 @@
+//! Position of every parameter inside its unit, and the division of units among ranks.
+//!
+//! A unit has two groups, trainable and frozen, each one flat buffer. A group is padded so that
+//! it divides into equal shards; every parameter and every shard starts on a 128-byte boundary.
+
+use crate::spec::{ModelSpec, ParamId, UnitId};
+use std::ops::Range;
+
+/// Parameters and shards start at multiples of this many elements.
+pub const ALIGN_ELEMS: usize = 32;
+
+/// The two groups of a unit.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum GroupKind {
+    /// Updated by the optimizer.
+    Trainable,
+    /// Only read.
+    Frozen,
+}
+
+impl GroupKind {
+    /// Both.
+    pub const ALL: [Self; 2] = [Self::Trainable, Self::Frozen];
+}
+
+/// Place of a parameter in its group.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Slot {
+    /// The parameter.
+    pub param: ParamId,
+    /// First element in the group.
+    pub offset: usize,
+    /// Elements, without padding.
+    pub len: usize,
+}
+
+impl Slot {
+    /// Elements of the group it occupies.
+    #[must_use]
+    pub fn range(&self) -> Range<usize> {
+        self.offset..self.offset + self.len
+    }
+}
+
+/// One flat buffer of parameters.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct GroupLayout {
+    /// Ascending by offset.
+    pub slots: Vec<Slot>,
+    /// Elements of one rank's shard.
+    pub shard_elems: usize,
+    /// Elements of the whole group, padding included.
+    pub padded_elems: usize,
+}
+
+impl GroupLayout {
+    fn new(params: impl Iterator<Item = (ParamId, usize)>, world_size: usize) -> Self {
+        let mut end = 0;
+        let slots = params
+            .map(|(param, len)| {
+                let offset = end;
+                end += len.next_multiple_of(ALIGN_ELEMS);
+                Slot { param, offset, len }
+            })
+            .collect();
+        let shard_elems = end.div_ceil(world_size).next_multiple_of(ALIGN_ELEMS);
+        let shard_elems = if end == 0 { 0 } else { shard_elems };
+        Self {
+            slots,
+            shard_elems,
+            padded_elems: shard_elems * world_size,
+        }
+    }
+
+    /// Whether the group has no parameter.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.slots.is_empty()
+    }
+
+    /// Elements that `rank` owns.
+    #[must_use]
+    pub fn shard(&self, rank: usize) -> Range<usize> {
+        rank * self.shard_elems..(rank + 1) * self.shard_elems
+    }
+
+    /// The parts of parameters inside `range`, in order: `(slot, part of the group)`.
+    pub fn parts(&self, range: Range<usize>) -> impl Iterator<Item = (&Slot, Range<usize>)> {
+        self.slots.iter().filter_map(move |slot| {
+            let start = slot.offset.max(range.start);
+            let end = (slot.offset + slot.len).min(range.end);
+            (start < end).then_some((slot, start..end))
+        })
+    }
+
+    /// Elements that belong to no parameter.
+    pub fn gaps(&self) -> impl Iterator<Item = Range<usize>> {
+        let ends = self.slots.iter().map(|s| s.offset + s.len);
+        let starts = self
+            .slots
+            .iter()
+            .skip(1)
+            .map(|s| s.offset)
+            .chain([self.padded_elems]);
+        ends.zip(starts)
+            .map(|(end, start)| end..start)
+            .filter(|r| !r.is_empty())
+    }
+}
+
+/// One unit.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct UnitPlan {
+    /// Its id.
+    pub id: UnitId,
+    /// Updated parameters.
+    pub trainable: GroupLayout,
+    /// Read-only parameters.
+    pub frozen: GroupLayout,
+    /// Whether backward visits it: it trains, or a unit before it does.
+    pub needs_backward: bool,
+}
+
+impl UnitPlan {
+    /// One of the groups.
+    #[must_use]
+    pub fn group(&self, kind: GroupKind) -> &GroupLayout {
+        match kind {
+            GroupKind::Trainable => &self.trainable,
+            GroupKind::Frozen => &self.frozen,
+        }
+    }
+}
+
+pub(super) fn plan_units(spec: &ModelSpec, world_size: usize) -> Vec<UnitPlan> {
+    let mut trained_before = false;
+    (0..spec.units.len() as u32)
+        .map(UnitId)
+        .map(|id| {
+            let group = |trainable: bool| {
+                let members = spec
+                    .params
+                    .iter()
+                    .enumerate()
+                    .filter(|(_, p)| p.unit == id && p.trainable == trainable)
+                    .map(|(i, p)| (ParamId(i as u32), p.shape.elems()));
+                GroupLayout::new(members, world_size)
+            };
+            let (trainable, frozen) = (group(true), group(false));
+            trained_before |= !trainable.is_empty();
+            UnitPlan {
+                id,
+                trainable,
+                frozen,
+                needs_backward: trained_before,
+            }
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn shards_partition_every_element_once(
+            lens in proptest::collection::vec(1usize..300, 1..12),
+            world in 1usize..7,
+        ) {
+            let layout = GroupLayout::new(
+                lens.iter().enumerate().map(|(i, n)| (ParamId(i as u32), *n)), world);
+            let mut owners = vec![0u32; layout.padded_elems];
+            let mut named = vec![0u32; layout.padded_elems];
+            for rank in 0..world {
+                for (slot, part) in layout.parts(layout.shard(rank)) {
+                    prop_assert!(slot.range().start <= part.start && part.end <= slot.range().end);
+                    part.for_each(|i| named[i] += 1);
+                }
+                layout.shard(rank).for_each(|i| owners[i] += 1);
+            }
+            layout.gaps().flatten().for_each(|i| named[i] += 1);
+            prop_assert!(owners.iter().all(|n| *n == 1));
+            prop_assert!(named.iter().all(|n| *n == 1));
+            prop_assert_eq!(lens.iter().sum::<usize>(),
+                layout.slots.iter().map(|s| s.len).sum::<usize>());
+        }
+    }
+
+    #[test]
+    fn a_group_smaller_than_the_world_leaves_later_ranks_with_padding_only() {
+        let layout = GroupLayout::new([(ParamId(0), 3)].into_iter(), 4);
+        assert_eq!(layout.parts(layout.shard(0)).count(), 1);
+        assert_eq!(layout.parts(layout.shard(3)).count(), 0);
+    }
+
+    #[test]
+    fn an_empty_group_takes_no_bytes() {
+        let layout = GroupLayout::new(std::iter::empty(), 3);
+        assert_eq!((layout.shard_elems, layout.padded_elems), (0, 0));
+        assert_eq!(layout.gaps().count(), 0);
+    }
+}

@@ -1,0 +1,115 @@
+//! Bytes of model states per rank, known before anything is allocated.
+
+use super::{GroupKind, Plan, Tier};
+use optim::Precision;
+use serde::{Deserialize, Serialize};
+
+/// Bytes by tier.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+pub struct TierBytes {
+    /// Device memory.
+    pub device: u64,
+    /// Host memory.
+    pub host: u64,
+}
+
+impl TierBytes {
+    fn add(&mut self, tier: Tier, bytes: u64) {
+        match tier {
+            Tier::Device => self.device += bytes,
+            Tier::Host => self.host += bytes,
+        }
+    }
+}
+
+/// Bytes one rank needs for model states.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+pub struct MemoryReport {
+    /// Weights this rank keeps.
+    pub parameters: TierBytes,
+    /// Accumulated gradients.
+    pub gradients: TierBytes,
+    /// Master weights and moments.
+    pub optimizer: TierBytes,
+    /// Most weights gathered at once (device).
+    pub gathered: u64,
+    /// Most gradient buckets and other collectives in flight at once (device).
+    pub communication: u64,
+}
+
+impl MemoryReport {
+    /// Everything on the device.
+    #[must_use]
+    pub fn device_bytes(&self) -> u64 {
+        self.parameters.device
+            + self.gradients.device
+            + self.optimizer.device
+            + self.gathered
+            + self.communication
+    }
+
+    /// Everything in host memory.
+    #[must_use]
+    pub fn host_bytes(&self) -> u64 {
+        self.parameters.host + self.gradients.host + self.optimizer.host
+    }
+}
+
+impl Plan {
+    /// Whether a lease needs a buffer of its own instead of reading the weights where they are.
+    #[must_use]
+    pub fn leases_copy(&self) -> bool {
+        self.config().offload.param == Tier::Host || self.gathers_parameters()
+    }
+
+    /// Whether a lease runs an all-gather.
+    #[must_use]
+    pub fn gathers_parameters(&self) -> bool {
+        self.config().stage.shards_parameters() && self.world_size() > 1
+    }
+
+    /// Bytes of model states on each rank (shards are padded to equal size).
+    #[must_use]
+    pub fn memory(&self) -> MemoryReport {
+        let config = self.config();
+        let weight_bytes = config.precision.weight_dtype().size_bytes() as u64;
+        let state_bytes = match config.precision {
+            Precision::F32 => 8,
+            Precision::Bf16 | Precision::Fp16 => 12,
+            Precision::PureBf16 => 4,
+        };
+        let mut report = MemoryReport::default();
+        let mut gathered_units = Vec::new();
+        let mut largest_bucket = 0;
+        for unit in self.units() {
+            let mut unit_bytes = 0;
+            for kind in GroupKind::ALL {
+                let group = unit.group(kind);
+                let (full, shard) = (group.padded_elems as u64, group.shard_elems as u64);
+                let part = |sharded: bool| if sharded { shard } else { full };
+                let weights = part(config.stage.shards_parameters()) * weight_bytes;
+                report.parameters.add(config.offload.param, weights);
+                unit_bytes += full * weight_bytes;
+                if kind == GroupKind::Trainable {
+                    let state = part(config.stage.shards_optimizer()) * state_bytes;
+                    report.optimizer.add(config.offload.optimizer, state);
+                    let grad_bytes = config.grad_dtype().size_bytes() as u64;
+                    let grads = part(config.shards_gradients()) * grad_bytes;
+                    report.gradients.add(config.offload.optimizer, grads);
+                    largest_bucket = largest_bucket.max(full * 4);
+                }
+            }
+            gathered_units.push(unit_bytes);
+        }
+        if self.leases_copy() {
+            let window = 1 + config.prefetch_units;
+            report.gathered = gathered_units
+                .windows(window.min(gathered_units.len()).max(1))
+                .map(|w| w.iter().sum())
+                .max()
+                .unwrap_or(0);
+        }
+        report.communication = largest_bucket * (1 + config.buckets_in_flight as u64);
+        report
+    }
+}

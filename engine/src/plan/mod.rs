@@ -1,0 +1,282 @@
+//! Who owns which bytes, when each unit is gathered, and how many bytes that takes: a pure
+//! function of the model, the configuration and the world size, equal on every rank.
+
+mod layout;
+mod memory;
+mod schedule;
+
+pub use layout::{ALIGN_ELEMS, GroupKind, GroupLayout, Slot, UnitPlan};
+pub use memory::{MemoryReport, TierBytes};
+pub use schedule::{Entry, PassKind};
+
+use crate::spec::{ModelSpec, ParamId, UnitId};
+use kernels::DType;
+use layout::plan_units;
+use optim::Precision;
+use serde::{Deserialize, Serialize};
+
+/// What ZeRO shards, in DeepSpeed's numbers.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Serialize, Deserialize)]
+#[serde(try_from = "u8", into = "u8")]
+pub enum Stage {
+    /// Nothing: plain data parallelism.
+    Zero0,
+    /// Optimizer state.
+    Zero1,
+    /// Optimizer state and gradients.
+    Zero2,
+    /// Optimizer state, gradients and parameters.
+    Zero3,
+}
+
+impl Stage {
+    /// Whether each rank keeps only its part of the optimizer state.
+    #[must_use]
+    pub fn shards_optimizer(self) -> bool {
+        self >= Self::Zero1
+    }
+    /// Whether each rank keeps only its part of the accumulated gradients.
+    #[must_use]
+    pub fn shards_gradients(self) -> bool {
+        self >= Self::Zero2
+    }
+    /// Whether each rank keeps only its part of the weights.
+    #[must_use]
+    pub fn shards_parameters(self) -> bool {
+        self == Self::Zero3
+    }
+}
+
+impl TryFrom<u8> for Stage {
+    type Error = String;
+    fn try_from(value: u8) -> Result<Self, String> {
+        match value {
+            0 => Ok(Self::Zero0),
+            1 => Ok(Self::Zero1),
+            2 => Ok(Self::Zero2),
+            3 => Ok(Self::Zero3),
+            _ => Err(format!(
+                "ZeRO stage {value} does not exist; stages are 0 to 3"
+            )),
+        }
+    }
+}
+
+impl From<Stage> for u8 {
+    fn from(stage: Stage) -> Self {
+        stage as Self
+    }
+}
+
+/// Where a kind of state lives.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize, Default)]
+#[serde(rename_all = "kebab-case")]
+pub enum Tier {
+    /// Device memory.
+    #[default]
+    Device,
+    /// Host memory.
+    Host,
+}
+
+/// Which state is moved off the device.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize, Default)]
+pub struct Offload {
+    /// Weights.
+    pub param: Tier,
+    /// Master weights, moments and the gradients they are fed from.
+    pub optimizer: Tier,
+}
+
+impl Offload {
+    /// Everything in host memory.
+    pub const CPU: Self = Self {
+        param: Tier::Host,
+        optimizer: Tier::Host,
+    };
+}
+
+/// The resolved settings of the engine.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+pub struct ZeroConfig {
+    /// What is sharded.
+    pub stage: Stage,
+    /// Dtypes of weights and state.
+    pub precision: Precision,
+    /// Tiers.
+    pub offload: Offload,
+    /// Units gathered ahead of use.
+    pub prefetch_units: usize,
+    /// Most gradient buckets in flight at once.
+    pub buckets_in_flight: usize,
+    /// Elements of a shard updated at once.
+    pub sub_group_elems: usize,
+    /// Clip gradients to this global norm.
+    pub max_grad_norm: Option<f32>,
+    /// Seed of stochastic rounding.
+    pub seed: u64,
+}
+
+impl ZeroConfig {
+    /// Dtype of accumulated gradients: f32, except in pure bf16, whose promise of memory they keep.
+    #[must_use]
+    pub fn grad_dtype(&self) -> DType {
+        match self.precision {
+            Precision::PureBf16 => DType::BF16,
+            _ => DType::F32,
+        }
+    }
+
+    /// Whether each rank accumulates only its part of the gradients. Pure bf16 does in every
+    /// stage: rounding must follow the reduction for stages to agree, so the sum is reduced per
+    /// micro-batch anyway and the other ranks' parts would be dead weight.
+    #[must_use]
+    pub fn shards_gradients(&self) -> bool {
+        self.stage.shards_gradients() || self.precision == Precision::PureBf16
+    }
+}
+
+impl Default for ZeroConfig {
+    fn default() -> Self {
+        Self {
+            stage: Stage::Zero3,
+            precision: Precision::F32,
+            offload: Offload::default(),
+            prefetch_units: 1,
+            buckets_in_flight: 1,
+            sub_group_elems: 1 << 24,
+            max_grad_norm: None,
+            seed: 0,
+        }
+    }
+}
+
+/// Why no plan exists.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum PlanError {
+    /// The world is empty.
+    #[error("the world size is 0")]
+    EmptyWorld,
+    /// A parameter is declared out of unit order or names a missing unit.
+    #[error("parameter {name} belongs to unit {unit}, which is out of order or does not exist")]
+    Unit {
+        /// The parameter.
+        name: String,
+        /// Its unit.
+        unit: u32,
+    },
+    /// Two parameters share a name.
+    #[error("two parameters are called {name}")]
+    DuplicateName {
+        /// The name.
+        name: String,
+    },
+}
+
+/// The plan: layout, schedule and memory.
+#[derive(Clone, Debug)]
+pub struct Plan {
+    spec: ModelSpec,
+    config: ZeroConfig,
+    world_size: usize,
+    units: Vec<UnitPlan>,
+    first_element: Vec<u64>,
+}
+
+impl Plan {
+    /// Lays out `spec` for `world_size` ranks.
+    ///
+    /// # Errors
+    /// When the declaration is inconsistent.
+    pub fn new(spec: ModelSpec, config: ZeroConfig, world_size: usize) -> Result<Self, PlanError> {
+        if world_size == 0 {
+            return Err(PlanError::EmptyWorld);
+        }
+        let mut names = std::collections::BTreeSet::new();
+        let mut last_unit = 0;
+        for p in &spec.params {
+            if p.unit.0 < last_unit || p.unit.index() >= spec.units.len() {
+                return Err(PlanError::Unit {
+                    name: p.name.clone(),
+                    unit: p.unit.0,
+                });
+            }
+            last_unit = p.unit.0;
+            if !names.insert(p.name.as_str()) {
+                return Err(PlanError::DuplicateName {
+                    name: p.name.clone(),
+                });
+            }
+        }
+        let mut at = 0;
+        let first_element = spec
+            .params
+            .iter()
+            .map(|p| {
+                let first = at;
+                at += p.shape.elems() as u64;
+                first
+            })
+            .collect();
+        let units = plan_units(&spec, world_size);
+        Ok(Self {
+            spec,
+            config,
+            world_size,
+            units,
+            first_element,
+        })
+    }
+
+    /// The model.
+    #[must_use]
+    pub fn spec(&self) -> &ModelSpec {
+        &self.spec
+    }
+
+    /// The settings.
+    #[must_use]
+    pub fn config(&self) -> &ZeroConfig {
+        &self.config
+    }
+
+    /// Number of ranks.
+    #[must_use]
+    pub fn world_size(&self) -> usize {
+        self.world_size
+    }
+
+    /// Units in forward order.
+    #[must_use]
+    pub fn units(&self) -> &[UnitPlan] {
+        &self.units
+    }
+
+    /// One unit.
+    #[must_use]
+    pub fn unit(&self, id: UnitId) -> &UnitPlan {
+        &self.units[id.index()]
+    }
+
+    /// Index of the parameter's first element when all parameters are laid one behind the other
+    /// without padding: the key of stochastic rounding, independent of the world size.
+    #[must_use]
+    pub fn first_element(&self, id: ParamId) -> u64 {
+        self.first_element[id.index()]
+    }
+
+    /// The gathers of one pass, in order.
+    #[must_use]
+    pub fn schedule(&self, kind: PassKind) -> Vec<Entry> {
+        schedule::schedule(&self.units, kind)
+    }
+
+    /// Fingerprint of everything that must agree between ranks.
+    #[must_use]
+    pub fn hash(&self) -> String {
+        let mut hasher = blake3::Hasher::new();
+        hasher.update(format!("{:?}{:?}{}", self.spec, self.config, self.world_size).as_bytes());
+        hasher.finalize().to_hex()[..16].to_string()
+    }
+}

@@ -1,0 +1,539 @@
+//! The parameters of one rank: where they rest, how they become readable, how gradients leave.
+//!
+//! A unit is *sharded* (only the resting weights exist), *in flight* (an all-gather runs) or
+//! *resident* (readable). The pass's schedule, which comes from the plan, is walked by a cursor;
+//! the entries that a batch does not need are walked too, so the sequence of collectives never
+//! depends on data.
+
+use crate::access::{Lease, LeaseOwner, Phase};
+use crate::comm::{
+    Buffer, Collective, CollectiveKind, Communicator, ReadBuffer, Tag as CommTag, Ticket,
+};
+use crate::error::EngineError;
+use crate::gradients::{Accumulator, Moment};
+use crate::plan::{Entry, GroupKind, PassKind, Plan, UnitPlan};
+use crate::spec::{ParamId, UnitId};
+use crate::tier::{Region, Tiers};
+use kernels::{Block, DType, ForeignBytes, Reservation, Tag, Tensor};
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+type Result<T, E = EngineError> = std::result::Result<T, E>;
+
+/// Gathered weights in a communicator's buffer, counted as device memory.
+struct Gathered {
+    buffer: ReadBuffer,
+    _counted: Reservation,
+}
+
+impl AsRef<[u8]> for Gathered {
+    fn as_ref(&self) -> &[u8] {
+        self.buffer.as_bytes()
+    }
+}
+
+enum Residency {
+    Sharded,
+    InFlight(Vec<(GroupKind, Ticket, Reservation)>),
+    Resident(Vec<(GroupKind, ForeignBytes)>),
+}
+
+/// A unit's gradients of one micro-batch, before reduction.
+struct Bucket {
+    buffer: Buffer,
+    counted: Reservation,
+    deposited: Vec<bool>,
+}
+
+struct Unit {
+    weights: Vec<(GroupKind, Arc<Region>)>,
+    residency: Residency,
+    bucket: Option<Bucket>,
+    gradients: Option<Accumulator>,
+}
+
+struct PendingReduce {
+    unit: UnitId,
+    ticket: Ticket,
+    _counted: Reservation,
+}
+
+struct Pass {
+    schedule: Vec<Entry>,
+    position: usize,
+    started: usize,
+}
+
+/// Resting weights, leases and gradients of one rank.
+pub(crate) struct Store {
+    plan: Arc<Plan>,
+    comm: Arc<dyn Communicator>,
+    tiers: Tiers,
+    units: Vec<Unit>,
+    pending: VecDeque<PendingReduce>,
+    pass: Option<Pass>,
+    moment: Moment,
+}
+
+impl Store {
+    pub(crate) fn new(plan: Arc<Plan>, comm: Arc<dyn Communicator>, tiers: Tiers) -> Result<Self> {
+        let config = plan.config().clone();
+        let weight_bytes = config.precision.weight_dtype().size_bytes();
+        let moment = Moment {
+            step: 0,
+            micro_batch: 0,
+        };
+        let mut units = Vec::new();
+        for unit in plan.units() {
+            let mut weights = Vec::new();
+            for kind in GroupKind::ALL {
+                let group = unit.group(kind);
+                if !group.is_empty() {
+                    let elems = if config.stage.shards_parameters() {
+                        group.shard_elems
+                    } else {
+                        group.padded_elems
+                    };
+                    let bytes = elems * weight_bytes;
+                    let region = tiers.allocate(config.offload.param, bytes, Tag::Parameters)?;
+                    weights.push((kind, Arc::new(region)));
+                }
+            }
+            let gradients = Accumulator::new(unit, &plan, comm.world().rank, &tiers)?;
+            units.push(Unit {
+                weights,
+                residency: Residency::Sharded,
+                bucket: None,
+                gradients,
+            });
+        }
+        Ok(Self {
+            plan,
+            comm,
+            tiers,
+            units,
+            pending: VecDeque::new(),
+            pass: None,
+            moment,
+        })
+    }
+
+    fn unit_plan(&self, unit: UnitId) -> &UnitPlan {
+        self.plan.unit(unit)
+    }
+
+    fn unit_name(&self, unit: UnitId) -> String {
+        self.plan.spec().units[unit.index()].name.clone()
+    }
+
+    fn weight_dtype(&self) -> DType {
+        self.plan.config().precision.weight_dtype()
+    }
+
+    /// Elements of a group that rest on this rank.
+    pub(crate) fn resting(&self, unit: UnitId, kind: GroupKind) -> std::ops::Range<usize> {
+        let group = self.unit_plan(unit).group(kind);
+        if self.plan.config().stage.shards_parameters() {
+            group.shard(self.comm.world().rank)
+        } else {
+            0..group.padded_elems
+        }
+    }
+
+    /// The resting weights of a group, writable.
+    pub(crate) fn weights_mut(&mut self, unit: UnitId, kind: GroupKind) -> Result<&mut Region> {
+        let name = self.unit_name(unit);
+        let state = &mut self.units[unit.index()];
+        // Views of unsharded device weights share their memory with the region.
+        state.residency = Residency::Sharded;
+        state
+            .weights
+            .iter_mut()
+            .find(|(k, _)| *k == kind)
+            .and_then(|(_, region)| Arc::get_mut(region))
+            .ok_or(EngineError::WeightsBorrowed { unit: name })
+    }
+
+    /// The resting weights of a group.
+    pub(crate) fn weights(&self, unit: UnitId, kind: GroupKind) -> Option<&Region> {
+        let state = &self.units[unit.index()];
+        state
+            .weights
+            .iter()
+            .find(|(k, _)| *k == kind)
+            .map(|(_, region)| &**region)
+    }
+
+    /// Accumulated gradients and resting weights of a trainable group together.
+    pub(crate) fn gradients_and_weights(
+        &mut self,
+        unit: UnitId,
+    ) -> Result<(&mut Accumulator, &mut Region)> {
+        let name = self.unit_name(unit);
+        let state = &mut self.units[unit.index()];
+        state.residency = Residency::Sharded;
+        let weights = state
+            .weights
+            .iter_mut()
+            .find(|(k, _)| *k == GroupKind::Trainable)
+            .and_then(|(_, region)| Arc::get_mut(region));
+        match (&mut state.gradients, weights) {
+            (Some(gradients), Some(weights)) => Ok((gradients, weights)),
+            _ => Err(EngineError::WeightsBorrowed { unit: name }),
+        }
+    }
+
+    /// Accumulated gradients of a unit that trains; zero if no micro-batch has run.
+    pub(crate) fn gradients_mut(&mut self, unit: UnitId) -> Option<&mut Accumulator> {
+        let gradients = self.units[unit.index()].gradients.as_mut();
+        gradients.map(|g| {
+            g.settle();
+            g
+        })
+    }
+
+    /// Forgets all gradients: the next micro-batch is the first of update `step + 1`.
+    pub(crate) fn clear_gradients(&mut self, step: u64) {
+        self.moment = Moment {
+            step,
+            micro_batch: 0,
+        };
+        for unit in &mut self.units {
+            if let Some(gradients) = &mut unit.gradients {
+                gradients.clear();
+            }
+        }
+    }
+
+    // ---- passes -------------------------------------------------------------------------------
+
+    pub(crate) fn begin_pass(&mut self, kind: PassKind) {
+        let schedule = self.plan.schedule(kind);
+        self.pass = Some(Pass {
+            schedule,
+            position: 0,
+            started: 0,
+        });
+    }
+
+    /// Walks the rest of the schedule and waits for every reduction.
+    pub(crate) fn end_pass(&mut self) -> Result<()> {
+        while let Some(entry) = self.entry_at_cursor() {
+            self.skip(entry)?;
+        }
+        self.pass = None;
+        self.drain(0)
+    }
+
+    /// Counts a micro-batch of the present update.
+    pub(crate) fn count_micro_batch(&mut self) {
+        self.moment.micro_batch += 1;
+    }
+
+    /// Drops a pass that failed half way: nothing of its gradients is kept.
+    pub(crate) fn abandon_pass(&mut self) {
+        self.pass = None;
+        self.pending.clear();
+        for unit in &mut self.units {
+            unit.bucket = None;
+            unit.residency = Residency::Sharded;
+        }
+    }
+
+    fn entry_at_cursor(&self) -> Option<Entry> {
+        self.pass
+            .as_ref()
+            .and_then(|p| p.schedule.get(p.position).copied())
+    }
+
+    /// Starts the gathers of the entries up to `prefetch_units` beyond the cursor. Around the turn
+    /// from forward to backward a unit's next entry may lie within that distance of its last one:
+    /// its weights are kept instead of being gathered twice.
+    fn start_gathers(&mut self) -> Result<()> {
+        let ahead = self.plan.config().prefetch_units;
+        loop {
+            let Some(pass) = &mut self.pass else {
+                return Ok(());
+            };
+            let at = pass.started;
+            if at > pass.position + ahead || at >= pass.schedule.len() {
+                return Ok(());
+            }
+            pass.started += 1;
+            let unit = pass.schedule[at].unit;
+            let kept = pass.schedule[at.saturating_sub(ahead.max(1))..at]
+                .iter()
+                .any(|before| before.unit == unit);
+            if !kept && self.plan.gathers_parameters() {
+                self.start_gather(unit)?;
+            }
+        }
+    }
+
+    fn start_gather(&mut self, unit: UnitId) -> Result<()> {
+        let rank = self.comm.world().rank;
+        let dtype = self.weight_dtype();
+        let mut tickets = Vec::new();
+        for (kind, region) in &self.units[unit.index()].weights {
+            let group = self.plan.unit(unit).group(*kind);
+            let bytes = group.padded_elems * dtype.size_bytes();
+            let counted = self.tiers.device.reserve(bytes as u64, Tag::Gathered)?;
+            let mut buffer = self.comm.alloc(bytes)?;
+            let shard = group.shard_elems * dtype.size_bytes();
+            buffer.as_bytes_mut()[rank * shard..(rank + 1) * shard]
+                .copy_from_slice((**region).as_ref());
+            let name = match kind {
+                GroupKind::Trainable => "gather",
+                GroupKind::Frozen => "gather-frozen",
+            };
+            let op = Collective::new(CollectiveKind::AllGather, dtype, CommTag::new(name, unit.0));
+            tickets.push((*kind, self.comm.start(op, buffer)?, counted));
+        }
+        self.units[unit.index()].residency = Residency::InFlight(tickets);
+        Ok(())
+    }
+
+    fn make_resident(&mut self, unit: UnitId) -> Result<()> {
+        let state = &mut self.units[unit.index()];
+        let resident = match std::mem::replace(&mut state.residency, Residency::Sharded) {
+            Residency::Resident(groups) => groups,
+            Residency::InFlight(tickets) => {
+                let mut groups: Vec<(GroupKind, ForeignBytes)> = Vec::new();
+                for (kind, ticket, counted) in tickets {
+                    let buffer = ticket.wait_read()?;
+                    groups.push((
+                        kind,
+                        Arc::new(Gathered {
+                            buffer,
+                            _counted: counted,
+                        }),
+                    ));
+                }
+                groups
+            }
+            Residency::Sharded => {
+                let copy = self.plan.leases_copy();
+                let mut groups: Vec<(GroupKind, ForeignBytes)> = Vec::new();
+                for (kind, region) in &state.weights {
+                    let bytes: ForeignBytes = if copy {
+                        Arc::new(copy_to_device(&self.tiers, (**region).as_ref())?)
+                    } else {
+                        region.clone()
+                    };
+                    groups.push((*kind, bytes));
+                }
+                groups
+            }
+        };
+        state.residency = Residency::Resident(resident);
+        Ok(())
+    }
+
+    /// Moves the cursor to `entry`, taking part in everything before it.
+    fn advance_to(&mut self, entry: Entry) -> Result<()> {
+        let target = self.pass.as_ref().and_then(|p| {
+            p.schedule[p.position..]
+                .iter()
+                .position(|e| *e == entry)
+                .map(|i| p.position + i)
+        });
+        let Some(target) = target else {
+            return Err(EngineError::LeaseOrder {
+                unit: self.unit_name(entry.unit),
+                phase: entry.phase,
+                position: self.pass.as_ref().map_or(0, |p| p.position),
+            });
+        };
+        while self.pass.as_ref().is_some_and(|p| p.position < target) {
+            if let Some(before) = self.entry_at_cursor() {
+                self.skip(before)?;
+            }
+        }
+        self.start_gathers()
+    }
+
+    /// Passes over an entry whose unit this batch does not use: its gather is taken part in and
+    /// dropped, its gradients are zeros.
+    fn skip(&mut self, entry: Entry) -> Result<()> {
+        self.start_gathers()?;
+        self.finish_entry(entry)
+    }
+
+    fn finish_entry(&mut self, entry: Entry) -> Result<()> {
+        if entry.phase == Phase::Backward {
+            self.close_bucket(entry.unit)?;
+        }
+        let Some(pass) = &mut self.pass else {
+            return Ok(());
+        };
+        pass.position += 1;
+        let ahead = self.plan.config().prefetch_units.max(1);
+        let next = pass.schedule.iter().skip(pass.position).take(ahead);
+        if !next.into_iter().any(|next| next.unit == entry.unit) {
+            self.units[entry.unit.index()].residency = Residency::Sharded;
+        }
+        Ok(())
+    }
+
+    /// The weights of `unit`, ascending by parameter.
+    pub(crate) fn lease(&mut self, unit: UnitId, phase: Phase) -> Result<Vec<(ParamId, Tensor)>> {
+        self.advance_to(Entry { unit, phase })?;
+        self.make_resident(unit)?;
+        let dtype = self.weight_dtype();
+        let mut params = Vec::new();
+        if let Residency::Resident(groups) = &self.units[unit.index()].residency {
+            for (kind, bytes) in groups {
+                for slot in &self.unit_plan(unit).group(*kind).slots {
+                    let shape = self.plan.spec().params[slot.param.index()].shape;
+                    let tensor =
+                        Tensor::from_foreign(bytes.clone(), None, slot.offset, shape, dtype)?;
+                    params.push((slot.param, tensor));
+                }
+            }
+        }
+        params.sort_by_key(|(id, _)| *id);
+        Ok(params)
+    }
+
+    pub(crate) fn end_lease(&mut self, unit: UnitId, phase: Phase) -> Result<()> {
+        self.finish_entry(Entry { unit, phase })
+    }
+
+    // ---- gradients ----------------------------------------------------------------------------
+
+    pub(crate) fn deposit(&mut self, id: ParamId, grad: &Tensor) -> Result<()> {
+        let spec = &self.plan.spec().params[id.index()];
+        let refuse = |reason| {
+            Err(EngineError::UnexpectedGradient {
+                param: spec.name.clone(),
+                reason,
+            })
+        };
+        let unit = spec.unit;
+        if self.entry_at_cursor()
+            != Some(Entry {
+                unit,
+                phase: Phase::Backward,
+            })
+        {
+            return refuse("its unit is not leased for backward");
+        }
+        if grad.dtype() != DType::F32 || grad.elems() != spec.shape.elems() {
+            return refuse("it must be f32 and have the parameter's shape");
+        }
+        let plan = self.plan.clone();
+        let group = &plan.unit(unit).trainable;
+        let Some(index) = group.slots.iter().position(|s| s.param == id) else {
+            return refuse("the parameter is frozen");
+        };
+        if self.units[unit.index()].bucket.is_none() {
+            let bucket = self.open_bucket(unit)?;
+            self.units[unit.index()].bucket = Some(bucket);
+        }
+        if let Some(bucket) = &mut self.units[unit.index()].bucket {
+            if std::mem::replace(&mut bucket.deposited[index], true) {
+                return refuse("it was deposited already in this micro-batch");
+            }
+            bucket.buffer.as_mut_slice::<f32>()[group.slots[index].range()]
+                .copy_from_slice(grad.as_slice());
+        }
+        Ok(())
+    }
+
+    fn open_bucket(&self, unit: UnitId) -> Result<Bucket> {
+        let group = &self.unit_plan(unit).trainable;
+        let bytes = group.padded_elems * 4;
+        let counted = self
+            .tiers
+            .device
+            .reserve(bytes as u64, Tag::Communication)?;
+        let buffer = self.comm.alloc(bytes)?;
+        Ok(Bucket {
+            buffer,
+            counted,
+            deposited: vec![false; group.slots.len()],
+        })
+    }
+
+    /// Ends a unit's backward: what was not deposited is zero; the bucket is reduced (stages 2, 3)
+    /// or added to the local sum (stages 0, 1).
+    fn close_bucket(&mut self, unit: UnitId) -> Result<()> {
+        let plan = self.plan.clone();
+        let group = &plan.unit(unit).trainable;
+        if group.is_empty() {
+            return Ok(());
+        }
+        let mut bucket = match self.units[unit.index()].bucket.take() {
+            Some(bucket) => bucket,
+            None => self.open_bucket(unit)?,
+        };
+        let values = bucket.buffer.as_mut_slice::<f32>();
+        for (slot, deposited) in group.slots.iter().zip(&bucket.deposited) {
+            if !deposited {
+                values[slot.range()].fill(0.0);
+            }
+        }
+        for gap in group.gaps() {
+            values[gap].fill(0.0);
+        }
+        if !plan.config().shards_gradients() {
+            self.accumulate(unit, bucket.buffer.as_slice::<f32>());
+            return Ok(());
+        }
+        self.drain(plan.config().buckets_in_flight.saturating_sub(1))?;
+        let op = Collective::new(
+            CollectiveKind::ReduceScatter,
+            DType::F32,
+            CommTag::new("reduce", unit.0),
+        );
+        let ticket = self.comm.start(op, bucket.buffer)?;
+        self.pending.push_back(PendingReduce {
+            unit,
+            ticket,
+            _counted: bucket.counted,
+        });
+        Ok(())
+    }
+
+    /// Waits until at most `keep` reductions are in flight.
+    fn drain(&mut self, keep: usize) -> Result<()> {
+        let rank = self.comm.world().rank;
+        while self.pending.len() > keep {
+            let Some(PendingReduce {
+                unit,
+                ticket,
+                _counted,
+            }) = self.pending.pop_front()
+            else {
+                break;
+            };
+            let buffer = ticket.wait_read()?;
+            let shard = self.unit_plan(unit).trainable.shard(rank);
+            self.accumulate(unit, &buffer.as_slice::<f32>()[shard]);
+        }
+        Ok(())
+    }
+
+    fn accumulate(&mut self, unit: UnitId, values: &[f32]) {
+        let group = &self.plan.unit(unit).trainable;
+        if let Some(gradients) = &mut self.units[unit.index()].gradients {
+            gradients.add(group, &self.plan, self.moment, values);
+        }
+    }
+}
+
+fn copy_to_device(tiers: &Tiers, bytes: &[u8]) -> Result<Block> {
+    let mut block = tiers.device.take(bytes.len(), Tag::Gathered)?;
+    block.as_bytes_mut().copy_from_slice(bytes);
+    Ok(block)
+}
+
+/// A lease over `params` that ends at `owner`.
+pub(crate) fn lease_of<'e>(
+    owner: &'e dyn LeaseOwner,
+    unit: UnitId,
+    phase: Phase,
+    params: Vec<(ParamId, Tensor)>,
+) -> Lease<'e> {
+    Lease::new(owner, unit, phase, params)
+}

@@ -1,0 +1,553 @@
+//! The facade: one rank's model states under ZeRO, as the tape and the training loop use them.
+
+use crate::access::{Lease, LeaseOwner, ParamAccess, Phase};
+use crate::comm::{Collective, CollectiveKind, Communicator, ReadBuffer, Tag as CommTag};
+use crate::error::EngineError;
+use crate::plan::{GroupKind, PassKind, Plan};
+use crate::spec::{ParamId, UnitId};
+use crate::state::{Scalars, UnitState};
+use crate::store::{Store, lease_of};
+use crate::tier::Tiers;
+use kernels::{Backend, DType, Float, Pool, Tensor};
+use optim::{GroupOptions, Optimizer};
+use std::cell::RefCell;
+use std::ops::Range;
+use std::sync::Arc;
+
+type Result<T, E = EngineError> = std::result::Result<T, E>;
+
+/// Elements of a weight read at once while loading.
+const LOAD_CHUNK_ELEMS: usize = 1 << 20;
+
+/// What one optimizer step did.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct StepReport {
+    /// Updates applied so far, this one included when it was applied.
+    pub step: u64,
+    /// Mean loss per supervised token over all ranks and micro-batches.
+    pub loss: f64,
+    /// Supervised tokens over all ranks and micro-batches.
+    pub supervised_tokens: u64,
+    /// Global norm of the mean gradient, before clipping.
+    pub grad_norm: f64,
+    /// False when a gradient or the loss was not finite: nothing changed.
+    pub applied: bool,
+}
+
+/// Optimizer settings of a run.
+#[derive(Clone, Debug)]
+pub struct OptimizerConfig {
+    /// The update rule.
+    pub rule: Arc<dyn Optimizer>,
+    /// Weight decay and learning-rate factor of every parameter, by [`ParamId`].
+    pub groups: Vec<GroupOptions>,
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Totals {
+    loss_sum: f64,
+    supervised: u64,
+}
+
+/// Model states of one rank under ZeRO.
+pub struct Zero {
+    plan: Arc<Plan>,
+    comm: Arc<dyn Communicator>,
+    backend: Arc<dyn Backend>,
+    optimizer: OptimizerConfig,
+    tiers: Tiers,
+    pub(crate) store: RefCell<Store>,
+    pub(crate) states: Vec<Option<UnitState>>,
+    pub(crate) step: u64,
+    totals: Totals,
+}
+
+impl std::fmt::Debug for Zero {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Zero")
+            .field("world", &self.comm.world())
+            .field("config", self.plan.config())
+            .field("step", &self.step)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Zero {
+    /// Allocates this rank's states, all zero; [`Zero::load`] fills them. Compares the plan with
+    /// the other ranks'.
+    ///
+    /// # Errors
+    /// When memory is short or the ranks' plans differ.
+    pub fn new(
+        plan: Arc<Plan>,
+        comm: Arc<dyn Communicator>,
+        backend: Arc<dyn Backend>,
+        tiers: Tiers,
+        optimizer: OptimizerConfig,
+    ) -> Result<Self> {
+        compare_plans(&plan, &*comm)?;
+        let store = Store::new(plan.clone(), comm.clone(), tiers.clone())?;
+        let rank = comm.world().rank;
+        let states = plan
+            .units()
+            .iter()
+            .map(|unit| UnitState::new(unit, plan.config(), optimizer.rule.slots(), rank, &tiers))
+            .collect::<Result<_>>()?;
+        Ok(Self {
+            plan,
+            comm,
+            backend,
+            optimizer,
+            tiers,
+            store: RefCell::new(store),
+            states,
+            step: 0,
+            totals: Totals::default(),
+        })
+    }
+
+    /// The plan.
+    #[must_use]
+    pub fn plan(&self) -> &Arc<Plan> {
+        &self.plan
+    }
+
+    /// The communicator.
+    #[must_use]
+    pub fn comm(&self) -> &Arc<dyn Communicator> {
+        &self.comm
+    }
+
+    /// Updates applied so far.
+    #[must_use]
+    pub fn step_count(&self) -> u64 {
+        self.step
+    }
+
+    /// Fills weights (and master weights). `read` is asked for ranges of a parameter's elements as
+    /// f32, only for what rests on this rank, at most a mebi-element at a time.
+    ///
+    /// # Errors
+    /// When `read` fails.
+    pub fn load<E>(
+        &mut self,
+        mut read: impl FnMut(ParamId, Range<usize>, &mut [f32]) -> Result<(), E>,
+    ) -> Result<()>
+    where
+        E: Into<Box<dyn std::error::Error + Send + Sync>>,
+    {
+        let plan = self.plan.clone();
+        let mut chunk = Vec::new();
+        for unit in plan.units() {
+            for kind in GroupKind::ALL {
+                let resting = self.store.get_mut().resting(unit.id, kind);
+                let pieces: Vec<_> = unit
+                    .group(kind)
+                    .parts(resting.clone())
+                    .flat_map(|(slot, part)| {
+                        split(part, LOAD_CHUNK_ELEMS).map(|p| (slot.param, slot.offset, p))
+                    })
+                    .collect();
+                for (param, offset, part) in pieces {
+                    chunk.resize(part.len(), 0.0);
+                    let elements = part.start - offset..part.end - offset;
+                    read(param, elements, &mut chunk).map_err(|source| EngineError::Load {
+                        param: plan.spec().params[param.index()].name.clone(),
+                        source: source.into(),
+                    })?;
+                    let weights = self.store.get_mut().weights_mut(unit.id, kind)?;
+                    let target = part.start - resting.start..part.end - resting.start;
+                    let dtype = plan.config().precision.weight_dtype();
+                    weights.write_rounded(dtype, target, &chunk);
+                    if let (GroupKind::Trainable, Some(state)) =
+                        (kind, &mut self.states[unit.id.index()])
+                    {
+                        state.set_master(part, &chunk);
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    // ---- passes -------------------------------------------------------------------------------
+
+    /// Starts a pass; every rank starts the same kind.
+    pub fn begin_pass(&self, kind: PassKind) {
+        self.store.borrow_mut().begin_pass(kind);
+    }
+
+    /// Ends a pass: takes part in what is left of it and waits for its reductions.
+    ///
+    /// # Errors
+    /// When communication fails.
+    pub fn end_pass(&self) -> Result<()> {
+        self.store.borrow_mut().end_pass()
+    }
+
+    /// Ends the training pass of one micro-batch whose token losses sum to `loss_sum` over
+    /// `supervised` tokens.
+    ///
+    /// # Errors
+    /// When communication fails.
+    pub fn end_micro_batch(&mut self, loss_sum: f64, supervised: u64) -> Result<()> {
+        let store = self.store.get_mut();
+        store.end_pass()?;
+        store.count_micro_batch();
+        self.totals.loss_sum += loss_sum;
+        self.totals.supervised += supervised;
+        Ok(())
+    }
+
+    /// Runs `visit` with the weights of every unit, in forward order; all ranks must call it.
+    ///
+    /// # Errors
+    /// When communication or `visit` fails.
+    pub fn visit_weights<E: From<EngineError>>(
+        &self,
+        mut visit: impl FnMut(ParamId, &Tensor) -> Result<(), E>,
+    ) -> Result<(), E> {
+        self.begin_pass(PassKind::Infer);
+        for unit in self.plan.units() {
+            let lease = self.lease(unit.id, Phase::Forward)?;
+            for kind in GroupKind::ALL {
+                for slot in &unit.group(kind).slots {
+                    visit(slot.param, lease.param(slot.param)?)?;
+                }
+            }
+            lease.end()?;
+        }
+        self.end_pass()?;
+        Ok(())
+    }
+
+    // ---- step ---------------------------------------------------------------------------------
+
+    /// The optimizer step over everything deposited since the last one: gradients are divided by
+    /// the number of supervised tokens of all ranks and micro-batches, clipped by the global norm
+    /// and applied; or, when anything is not finite, dropped with all states untouched.
+    ///
+    /// # Errors
+    /// When communication fails.
+    pub fn step(&mut self, lr: f64) -> Result<StepReport> {
+        self.reduce_accumulated()?;
+        let totals = self.sum_totals()?;
+        let tokens = totals.supervised.max(1) as f64;
+        let norm = self.global_norm()? / tokens;
+        let mut report = StepReport {
+            step: self.step,
+            loss: totals.loss_sum / tokens,
+            supervised_tokens: totals.supervised,
+            grad_norm: norm,
+            applied: norm.is_finite() && totals.loss_sum.is_finite(),
+        };
+        if report.applied {
+            let clip = match self.plan.config().max_grad_norm {
+                Some(max) => (f64::from(max) / (norm + 1e-6)).min(1.0),
+                None => 1.0,
+            };
+            self.step += 1;
+            report.step = self.step;
+            self.update(lr, (clip / tokens) as f32)?;
+            self.share_updated_weights()?;
+        }
+        self.store.get_mut().clear_gradients(self.step);
+        self.totals = Totals::default();
+        Ok(report)
+    }
+
+    /// Elements of a trainable group this rank updates.
+    fn updated(&self, unit: UnitId) -> Range<usize> {
+        let group = &self.plan.unit(unit).trainable;
+        if self.plan.config().stage.shards_optimizer() {
+            group.shard(self.comm.world().rank)
+        } else {
+            0..group.padded_elems
+        }
+    }
+
+    fn trainable_units(&self) -> Vec<UnitId> {
+        self.plan
+            .units()
+            .iter()
+            .filter(|u| !u.trainable.is_empty())
+            .map(|u| u.id)
+            .collect()
+    }
+
+    /// Where gradients are not sharded (stages 0 and 1): reduces the local sums.
+    fn reduce_accumulated(&mut self) -> Result<()> {
+        let config = self.plan.config().clone();
+        for unit in self.trainable_units() {
+            let Some(gradients) = self.store.get_mut().gradients_mut(unit) else {
+                continue;
+            };
+            if config.shards_gradients() {
+                continue;
+            }
+            let sums = gradients.as_mut_f32();
+            let mut buffer = self.comm.alloc(sums.len() * 4)?;
+            buffer.as_mut_slice::<f32>().copy_from_slice(sums);
+            let start = |kind, name, buffer| {
+                let op = Collective::new(kind, DType::F32, CommTag::new(name, unit.0));
+                self.comm.start(op, buffer)?.wait()
+            };
+            let mut buffer = start(CollectiveKind::ReduceScatter, "reduce", buffer)?;
+            if !config.stage.shards_optimizer() {
+                buffer = start(CollectiveKind::AllGather, "gather-grads", buffer)?;
+            }
+            let range = self.plan.unit(unit).trainable.shard(self.comm.world().rank);
+            let valid = if config.stage.shards_optimizer() {
+                range
+            } else {
+                0..sums.len()
+            };
+            sums[valid.clone()].copy_from_slice(&buffer.as_slice::<f32>()[valid]);
+        }
+        Ok(())
+    }
+
+    fn sum_totals(&self) -> Result<Totals> {
+        let own = [self.totals.loss_sum, self.totals.supervised as f64];
+        let all = self.comm.all_gather_f64(&own, CommTag::new("totals", 0))?;
+        Ok(Totals {
+            loss_sum: all.iter().map(|r| r[0]).sum(),
+            supervised: all.iter().map(|r| r[1] as u64).sum(),
+        })
+    }
+
+    /// Global norm of the summed gradients: f64 over fixed blocks of each shard, then over ranks in
+    /// order. The same in every stage, tier and bucket order.
+    fn global_norm(&mut self) -> Result<f64> {
+        let rank = self.comm.world().rank;
+        let mut own = 0.0;
+        for unit in self.trainable_units() {
+            let shard = self.plan.unit(unit).trainable.shard(rank);
+            if let Some(gradients) = self.store.get_mut().gradients_mut(unit) {
+                own += gradients.sum_of_squares(shard);
+            }
+        }
+        let all = self.comm.all_gather_f64(&[own], CommTag::new("norm", 0))?;
+        Ok(all.iter().map(|r| r[0]).sum::<f64>().sqrt())
+    }
+
+    fn update(&mut self, lr: f64, grad_scale: f32) -> Result<()> {
+        let plan = self.plan.clone();
+        let mut scratch = Vec::new();
+        for unit in self.trainable_units() {
+            let range = self.updated(unit);
+            let gathered = self.gathered_gradients(unit)?;
+            let store = self.store.get_mut();
+            let weights_start = store.resting(unit, GroupKind::Trainable).start;
+            let (gradients, weights) = store.gradients_and_weights(unit)?;
+            let Some(state) = &mut self.states[unit.index()] else {
+                continue;
+            };
+            for (slot, part) in plan.unit(unit).trainable.parts(range) {
+                let options = self.optimizer.groups[slot.param.index()];
+                for piece in split(part, plan.config().sub_group_elems) {
+                    let scalars = Scalars {
+                        step: self.step,
+                        lr: (lr * f64::from(options.lr_scale)) as f32,
+                        weight_decay: options.weight_decay,
+                        grad_scale,
+                        seed: plan.config().seed,
+                        first_element: plan.first_element(slot.param)
+                            + (piece.start - slot.offset) as u64,
+                    };
+                    let grad = match &gathered {
+                        Some(all) => widen(&all.as_slice()[piece.clone()], &mut scratch),
+                        None => gradients.read(piece.clone(), &mut scratch),
+                    };
+                    let target = piece.start - weights_start..piece.end - weights_start;
+                    state.update(&*self.optimizer.rule, scalars, piece, grad, weights, target)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Stage 0 in pure bf16, where sums are sharded but every rank updates everything.
+    fn gathered_gradients(&mut self, unit: UnitId) -> Result<Option<ReadBuffer>> {
+        let config = self.plan.config();
+        if config.stage.shards_optimizer() || !config.shards_gradients() {
+            return Ok(None);
+        }
+        let dtype = config.grad_dtype();
+        let group = &self.plan.unit(unit).trainable;
+        let shard = group.shard(self.comm.world().rank);
+        let mut buffer = self.comm.alloc(group.padded_elems * dtype.size_bytes())?;
+        let own = shard.start * dtype.size_bytes()..shard.end * dtype.size_bytes();
+        if let Some(gradients) = self.store.get_mut().gradients_mut(unit) {
+            buffer.as_bytes_mut()[own].copy_from_slice(gradients.as_bytes());
+        }
+        let tag = CommTag::new("gather-grads", unit.0);
+        let op = Collective::new(CollectiveKind::AllGather, dtype, tag);
+        Ok(Some(self.comm.start(op, buffer)?.wait_read()?))
+    }
+
+    /// Stages 1 and 2: every rank receives the weights the others updated.
+    fn share_updated_weights(&mut self) -> Result<()> {
+        let stage = self.plan.config().stage;
+        if !stage.shards_optimizer() || stage.shards_parameters() {
+            return Ok(());
+        }
+        let rank = self.comm.world().rank;
+        let dtype = self.plan.config().precision.weight_dtype();
+        for unit in self.trainable_units() {
+            let shard = self.plan.unit(unit).trainable.shard(rank);
+            let bytes = shard.start * dtype.size_bytes()..shard.end * dtype.size_bytes();
+            let weights = self
+                .store
+                .get_mut()
+                .weights_mut(unit, GroupKind::Trainable)?;
+            let all = weights.as_mut_slice::<u8>();
+            let mut buffer = self.comm.alloc(all.len())?;
+            buffer.as_bytes_mut()[bytes.clone()].copy_from_slice(&all[bytes]);
+            let op = Collective::new(
+                CollectiveKind::AllGather,
+                dtype,
+                CommTag::new("update", unit.0),
+            );
+            let buffer = self.comm.start(op, buffer)?.wait_read()?;
+            all.copy_from_slice(buffer.as_bytes());
+        }
+        Ok(())
+    }
+
+    /// The summed gradients of every trainable parameter over all ranks and micro-batches (not yet
+    /// divided by tokens), for tests and inspection. All ranks must call it; call it before
+    /// [`Zero::step`].
+    ///
+    /// # Errors
+    /// When communication fails.
+    pub fn gradients(&mut self) -> Result<Vec<(ParamId, Vec<f32>)>> {
+        let sharded = self.plan.config().shards_gradients();
+        let plan = self.plan.clone();
+        let mut out = Vec::new();
+        let mut scratch = Vec::new();
+        for unit in self.trainable_units() {
+            let group = &plan.unit(unit).trainable;
+            let shard = group.shard(self.comm.world().rank);
+            let Some(gradients) = self.store.get_mut().gradients_mut(unit) else {
+                continue;
+            };
+            let mut buffer = self.comm.alloc(group.padded_elems * 4)?;
+            let (kind, own) = if sharded {
+                (CollectiveKind::AllGather, shard)
+            } else {
+                (CollectiveKind::AllReduce, 0..group.padded_elems)
+            };
+            buffer.as_mut_slice::<f32>()[own.clone()]
+                .copy_from_slice(gradients.read(own, &mut scratch));
+            let op = Collective::new(kind, DType::F32, CommTag::new("inspect", unit.0));
+            let buffer = self.comm.start(op, buffer)?.wait_read()?;
+            let values = buffer.as_slice::<f32>();
+            out.extend(
+                group
+                    .slots
+                    .iter()
+                    .map(|s| (s.param, values[s.range()].to_vec())),
+            );
+        }
+        Ok(out)
+    }
+
+    /// Bytes of master weights and optimizer state on this rank, one kind behind the other: what
+    /// must not change when a step is skipped.
+    #[must_use]
+    pub fn state_bytes(&self) -> Vec<u8> {
+        let states = self.states.iter().flatten();
+        states
+            .flat_map(|s| {
+                s.kinds()
+                    .flat_map(|(_, _, r)| r.as_ref().to_vec())
+                    .collect::<Vec<_>>()
+            })
+            .collect()
+    }
+
+    /// The device pool.
+    #[must_use]
+    pub fn device_pool(&self) -> &Pool {
+        &self.tiers.device
+    }
+
+    /// The host pool.
+    #[must_use]
+    pub fn host_pool(&self) -> &Pool {
+        &self.tiers.host
+    }
+
+    /// Elements of the trainable group whose weights rest on this rank.
+    pub(crate) fn resting_range(&self, unit: UnitId) -> Range<usize> {
+        self.store.borrow().resting(unit, GroupKind::Trainable)
+    }
+
+    pub(crate) fn set_step(&mut self, step: u64) {
+        self.step = step;
+        self.store.get_mut().clear_gradients(step);
+    }
+}
+
+impl ParamAccess for Zero {
+    fn backend(&self) -> &Arc<dyn Backend> {
+        &self.backend
+    }
+
+    fn lease(&self, unit: UnitId, phase: Phase) -> Result<Lease<'_>> {
+        let params = self.store.borrow_mut().lease(unit, phase)?;
+        Ok(lease_of(self, unit, phase, params))
+    }
+
+    fn deposit(&self, id: ParamId, grad: &Tensor) -> Result<()> {
+        self.store.borrow_mut().deposit(id, grad)
+    }
+
+    fn is_trainable(&self, id: ParamId) -> bool {
+        self.plan.spec().params[id.index()].trainable
+    }
+
+    fn needs_backward(&self, unit: UnitId) -> bool {
+        self.plan.unit(unit).needs_backward
+    }
+}
+
+impl LeaseOwner for Zero {
+    fn end_lease(&self, unit: UnitId, phase: Phase, completed: bool) -> Result<()> {
+        let mut store = self.store.borrow_mut();
+        if completed {
+            store.end_lease(unit, phase)
+        } else {
+            store.abandon_pass();
+            Ok(())
+        }
+    }
+}
+
+fn compare_plans(plan: &Plan, comm: &dyn Communicator) -> Result<()> {
+    let ours = plan.hash();
+    let all = comm.all_gather_bytes(ours.as_bytes(), CommTag::new("plan", 0))?;
+    for (rank, bytes) in all.iter().enumerate() {
+        if bytes != ours.as_bytes() {
+            let theirs = String::from_utf8_lossy(bytes).into_owned();
+            return Err(EngineError::PlanDiffers { rank, theirs, ours });
+        }
+    }
+    Ok(())
+}
+
+/// `range` in pieces of at most `most` elements.
+pub(crate) fn split(range: Range<usize>, most: usize) -> impl Iterator<Item = Range<usize>> {
+    let most = most.max(1);
+    let end = range.end;
+    range
+        .step_by(most)
+        .map(move |start| start..(start + most).min(end))
+}
+
+fn widen<'a>(values: &[half::bf16], scratch: &'a mut Vec<f32>) -> &'a [f32] {
+    scratch.clear();
+    scratch.extend(values.iter().map(|v| Float::to_f32(*v)));
+    scratch
+}
