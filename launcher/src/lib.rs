@@ -16,9 +16,18 @@ pub mod memory;
 pub mod rank;
 pub mod rank_env;
 pub mod report;
+mod run;
 pub mod run_folder;
 pub mod supervisor;
 pub mod ui;
 pub mod units;
 
 pub use job::{Hooks, PrepareHook, RankMain, run_hooks, run_with};
+
+/// Runs the program: checks, trains, evaluates, saves.
+pub fn run() -> std::process::ExitCode {
+    run_hooks(Hooks {
+        prepare: run::prepare,
+        rank_main: run::rank_main,
+    })
+}
