@@ -1,2 +1,33 @@
 //! Command line, rank supervisor, data loading, training loop and reports.
+//!
+//! Data flows one way: `argv` → [`args::Args`] → [`config::RunConfig`] → ranks → reports. One
+//! executable plays two parts, told apart by the environment ([`rank_env`]): the supervisor
+//! resolves the configuration, starts the ranks and owns the terminal; a rank trains.
 #![forbid(unsafe_code)]
+
+pub mod args;
+pub mod config;
+pub mod data;
+pub mod demo;
+pub mod exit;
+mod job;
+pub mod logging;
+pub mod memory;
+pub mod rank;
+pub mod rank_env;
+pub mod report;
+mod run;
+pub mod run_folder;
+pub mod supervisor;
+pub mod ui;
+pub mod units;
+
+pub use job::{Hooks, PrepareHook, RankMain, run_hooks, run_with};
+
+/// Runs the program: checks, trains, evaluates, saves.
+pub fn run() -> std::process::ExitCode {
+    run_hooks(Hooks {
+        prepare: run::prepare,
+        rank_main: run::rank_main,
+    })
+}

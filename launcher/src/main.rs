@@ -1,2 +1,5 @@
 //! The `launcher` binary.
-fn main() {}
+
+fn main() -> std::process::ExitCode {
+    launcher::run()
+}

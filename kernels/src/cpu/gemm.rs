@@ -7,6 +7,7 @@
 
 use super::matrix::{Dense, Matrix, narrow};
 use super::parallel::{self, MIN_PARALLEL_FLOPS, Shared};
+use super::simd::multiversion;
 use crate::{DType, Float};
 use gemm::Parallelism;
 use half::{bf16, f16};
@@ -19,6 +20,13 @@ const MAX_DEPTH: usize = 512;
 const SMALL_OUTPUTS: usize = 256;
 /// Up to this many rows the crate may take a matrix-vector path.
 const MIN_ROWS: usize = 4;
+/// From this many rows on a transposed right operand is laid out again before the crate packs it:
+/// the crate's own packing runs along the large stride, which power-of-two strides make slow.
+const TRANSPOSE_ROWS: usize = 32;
+/// Up to this many columns the crate reads a transposed left operand in place, ...
+const UNPACKED_COLS: usize = 128;
+/// ... which is slow when its stride is at least this many elements.
+const FAR: usize = 192;
 /// Elements of a 16-bit operand that are widened at once (16 MiB of f32).
 const PANEL_ELEMS: usize = 4 << 20;
 
@@ -57,6 +65,8 @@ struct Cuts {
     block_rows: usize,
     block_cols: usize,
     /// Elements of one task's f32 accumulators; 0 when the output itself is f32.
+    accumulators: usize,
+    /// Elements of one task's scratch: the accumulators and a transposed part of an operand.
     scratch: usize,
     /// Elements of the widened panels.
     widened: usize,
@@ -93,26 +103,34 @@ impl Cuts {
         let panel_cols = panel(n, b_depth);
         let depth: usize = terms.iter().map(|t| t.k).sum();
         let flops = 2 * panel_rows * panel_cols * depth;
-        // Blocks of about 24 Mflop: every row block packs its part of b again.
-        let wanted = (flops / (24 << 20)).clamp(1, 64);
-        let block_cols = even(panel_cols, 384, 16);
+        // Tall blocks, since each lays out its part of b again, but enough of them for the threads
+        // of a small machine; their columns fill the 64-wide tiles of the crate.
+        let wanted = (flops / (24 << 20)).clamp(1, 16);
+        let most_cols = if wanted < 8 {
+            384
+        } else {
+            (panel_cols / 4).clamp(64, 384)
+        };
+        let block_cols = most_cols.next_multiple_of(64).min(panel_cols);
         let row_blocks = wanted.div_ceil(panel_cols.div_ceil(block_cols));
         let block_rows = even(
             panel_rows,
-            panel_rows.div_ceil(row_blocks).clamp(64, 1024),
+            panel_rows.div_ceil(row_blocks).clamp(256, 1024),
             8,
         );
-        let scratch = if out == DType::F32 {
+        let accumulators = if out == DType::F32 {
             0
         } else {
             block_rows * block_cols
         };
+        let depth = terms.iter().map(|t| t.k.min(MAX_DEPTH)).max().unwrap_or(0);
         Self {
             panel_rows,
             panel_cols,
             block_rows,
             block_cols,
-            scratch,
+            accumulators,
+            scratch: accumulators + depth * block_rows.max(block_cols),
             widened: panel_rows * a_depth + panel_cols * b_depth,
             parallel: flops >= MIN_PARALLEL_FLOPS,
         }
@@ -188,7 +206,8 @@ fn run<T: Float>(
                 |i, s| {
                     let (r, c) = (i % down * cuts.block_rows, i / down * cuts.block_cols);
                     let size = (cuts.block_rows.min(rows - r), cuts.block_cols.min(cols - c));
-                    panel.block((r, c), size, &out, s);
+                    let (accumulators, transposed) = s.split_at_mut(cuts.accumulators);
+                    panel.block((r, c), size, &out, accumulators, transposed);
                 },
             );
         }
@@ -248,6 +267,7 @@ impl Panel<'_> {
         (rows, cols): (usize, usize),
         out: &Shared<'_, T>,
         scratch: &mut [f32],
+        transposed: &mut [f32],
     ) {
         let first = (self.row + row) * self.n + self.col + col;
         let in_place = T::DTYPE == DType::F32;
@@ -261,7 +281,7 @@ impl Panel<'_> {
         let bias = self.bias.map(|b| &b[col..col + cols]);
         // SAFETY: rows of `cols` elements with the stride lie inside the output (it was asserted)
         // or the scratch, and blocks of different tasks are disjoint.
-        unsafe { self.accumulators((row, col), (rows, cols), bias, dst, stride) };
+        unsafe { self.accumulate((row, col), (rows, cols), bias, dst, stride, transposed) };
         if !in_place {
             for (i, line) in scratch[..rows * cols].chunks_exact(cols).enumerate() {
                 // SAFETY: blocks of different tasks are disjoint.
@@ -272,13 +292,14 @@ impl Panel<'_> {
 
     /// # Safety
     /// `dst` points to `rows` rows of `cols` elements, `stride` apart, that nobody else touches.
-    unsafe fn accumulators(
+    unsafe fn accumulate(
         &self,
         (row, col): (usize, usize),
         (rows, cols): (usize, usize),
         bias: Option<&[f32]>,
         dst: *mut f32,
         stride: usize,
+        space: &mut [f32],
     ) {
         let mut accumulate = self.accumulate;
         if let Some(bias) = bias {
@@ -297,13 +318,14 @@ impl Panel<'_> {
             let shape = (rows, cols, p.a.cols);
             let (a, b) = (a.at(row, 0), b.at(0, col));
             // SAFETY: the caller's promise about `dst`.
-            unsafe { block_product(shape, a, b, p.factor, accumulate, dst, stride) };
+            unsafe { block_product(shape, a, b, p.factor, accumulate, dst, stride, space) };
             accumulate = true;
         }
     }
 }
 
-/// `dst = (dst +) factor * a @ b` for contiguous rows, on this thread.
+/// `dst = (dst +) factor * a @ b` for contiguous rows, on this thread. `space` of
+/// [`here_space`] elements holds a part of an operand that is transposed.
 pub(crate) fn multiply_here(
     (m, n, k): (usize, usize, usize),
     a: Dense<'_>,
@@ -311,10 +333,17 @@ pub(crate) fn multiply_here(
     factor: f32,
     accumulate: bool,
     dst: &mut [f32],
+    space: &mut [f32],
 ) {
     assert!(dst.len() >= m * n, "{} elements for [{m}, {n}]", dst.len());
+    let dst = dst.as_mut_ptr();
     // SAFETY: the slice holds the rows.
-    unsafe { block_product((m, n, k), a, b, factor, accumulate, dst.as_mut_ptr(), n) };
+    unsafe { block_product((m, n, k), a, b, factor, accumulate, dst, n, space) };
+}
+
+/// Elements of the space of [`multiply_here`].
+pub(crate) fn here_space(m: usize, n: usize, k: usize) -> usize {
+    m.max(n) * k.min(MAX_DEPTH)
 }
 
 thread_local! {
@@ -332,6 +361,7 @@ unsafe fn block_product(
     accumulate: bool,
     dst: *mut f32,
     stride: usize,
+    space: &mut [f32],
 ) {
     if m == 0 || n == 0 || (k == 0 && accumulate) {
         return;
@@ -339,7 +369,7 @@ unsafe fn block_product(
     let few = m < MIN_ROWS || m * n <= SMALL_OUTPUTS;
     if !few || a.col_stride != 1 || k == 0 {
         // SAFETY: the caller's promise.
-        return unsafe { kernel((m, n, k), a, b, factor, accumulate, dst, stride) };
+        return unsafe { kernel((m, n, k), a, b, factor, accumulate, dst, stride, space) };
     }
     let padded = MIN_ROWS.max(SMALL_OUTPUTS / n + 1);
     PADDED.with_borrow_mut(|(rows, outs)| {
@@ -366,6 +396,7 @@ unsafe fn block_product(
                 accumulate,
                 outs.as_mut_ptr(),
                 n,
+                space,
             );
         };
         for i in 0..m {
@@ -386,15 +417,26 @@ unsafe fn kernel(
     accumulate: bool,
     dst: *mut f32,
     stride: usize,
+    space: &mut [f32],
 ) {
     assert!(
         a.holds(m, k) && b.holds(k, n),
         "operands of [{m}, {k}] @ [{k}, {n}]"
     );
     let step = k.div_ceil(k.div_ceil(MAX_DEPTH).max(1)).max(1);
+    let lay_out_b = b.row_stride == 1 && b.col_stride > 1 && m >= TRANSPOSE_ROWS;
+    let lay_out_a = a.row_stride == 1 && a.col_stride >= FAR && n <= UNPACKED_COLS && !lay_out_b;
     let mut start = 0;
     loop {
         let depth = step.min(k - start);
+        let (mut a, mut b) = (a.at(0, start), b.at(start, 0));
+        if lay_out_b {
+            transpose_into(b, depth, n, space);
+            b = Dense::row_major(space, n);
+        } else if lay_out_a {
+            transpose_into(a, m, depth, space);
+            a = Dense::row_major(space, depth);
+        }
         // SAFETY: the operands hold the extents by the assertion, `dst` by the contract.
         unsafe {
             gemm::gemm(
@@ -405,10 +447,10 @@ unsafe fn kernel(
                 1,
                 stride as isize,
                 accumulate || start > 0,
-                a.data.as_ptr().wrapping_add(start * a.col_stride),
+                a.data.as_ptr(),
                 a.col_stride as isize,
                 a.row_stride as isize,
-                b.data.as_ptr().wrapping_add(start * b.row_stride),
+                b.data.as_ptr(),
                 b.col_stride as isize,
                 b.row_stride as isize,
                 1.0f32,
@@ -422,6 +464,62 @@ unsafe fn kernel(
         start += depth;
         if start >= k {
             break;
+        }
+    }
+}
+
+/// Side of the tiles of a transposition: one cache line of f32.
+const SIDE: usize = 16;
+
+/// `out [k, n] = b` for a `b` whose columns are contiguous.
+fn transpose_into(b: Dense<'_>, k: usize, n: usize, out: &mut [f32]) {
+    assert!(b.holds(k, n) && out.len() >= k * n);
+    transpose(b.data, b.col_stride, k, n, out);
+}
+
+/// Exchanges the off-diagonal blocks of side `S` of every diagonal block of side `2 S`.
+#[inline(always)]
+fn exchange<const S: usize>(tile: &mut [[f32; SIDE]; SIDE]) {
+    for i in 0..SIDE {
+        if i & S == 0 {
+            let (upper, lower) = (tile[i], tile[i + S]);
+            for j in 0..SIDE {
+                let left = j & S == 0;
+                tile[i][j] = if left { upper[j] } else { lower[j - S] };
+                tile[i + S][j] = if left { upper[j + S] } else { lower[j] };
+            }
+        }
+    }
+}
+
+multiversion! {
+    /// `out[i, j] = x[j * stride + i]` for `i < k`, `j < n`.
+    fn transpose(x: &[f32], stride: usize, k: usize, n: usize, out: &mut [f32]) {
+        let (whole_k, whole_n) = (k / SIDE * SIDE, n / SIDE * SIDE);
+        for col in (0..whole_n).step_by(SIDE) {
+            for row in (0..whole_k).step_by(SIDE) {
+                let mut tile = [[0.0f32; SIDE]; SIDE];
+                for (j, line) in tile.iter_mut().enumerate() {
+                    line.copy_from_slice(&x[(col + j) * stride + row..][..SIDE]);
+                }
+                exchange::<8>(&mut tile);
+                exchange::<4>(&mut tile);
+                exchange::<2>(&mut tile);
+                exchange::<1>(&mut tile);
+                for (i, line) in tile.iter().enumerate() {
+                    out[(row + i) * n + col..][..SIDE].copy_from_slice(line);
+                }
+            }
+            for j in col..col + SIDE {
+                for i in whole_k..k {
+                    out[i * n + j] = x[j * stride + i];
+                }
+            }
+        }
+        for j in whole_n..n {
+            for i in 0..k {
+                out[i * n + j] = x[j * stride + i];
+            }
         }
     }
 }

@@ -4,16 +4,27 @@ use crate::Float;
 
 const LANES: usize = 32;
 
+/// Combines the two halves of `lanes`.
 #[inline(always)]
-fn tree(mut lanes: [f32; LANES]) -> f32 {
-    let mut width = LANES / 2;
-    while width > 0 {
-        for i in 0..width {
-            lanes[i] += lanes[i + width];
-        }
-        width /= 2;
-    }
-    lanes[0]
+fn halve<const N: usize, const HALF: usize>(
+    lanes: &[f32; N],
+    f: impl Fn(f32, f32) -> f32,
+) -> [f32; HALF] {
+    std::array::from_fn(|i| f(lanes[i], lanes[i + HALF]))
+}
+
+/// Combines lanes in a tree whose upper levels are whole vectors.
+#[inline(always)]
+fn tree(lanes: &[f32; LANES], f: impl Fn(f32, f32) -> f32 + Copy) -> f32 {
+    let sixteen: [f32; 16] = halve(lanes, f);
+    let eight: [f32; 8] = halve(&sixteen, f);
+    let four: [f32; 4] = halve(&eight, f);
+    f(f(four[0], four[2]), f(four[1], four[3]))
+}
+
+#[inline(always)]
+fn plus(a: f32, b: f32) -> f32 {
+    a + b
 }
 
 /// Sum of `f(x)`.
@@ -30,7 +41,7 @@ pub(crate) fn sum<T: Float>(x: &[T], f: impl Fn(f32) -> f32) -> f32 {
     for (i, x) in rest.iter().enumerate() {
         lanes[i] += f(x.to_f32());
     }
-    tree(lanes)
+    tree(&lanes, plus)
 }
 
 /// Sum of `f(x, y)`.
@@ -47,7 +58,7 @@ pub(crate) fn sum2<T: Float, U: Float>(x: &[T], y: &[U], f: impl Fn(f32, f32) ->
             lanes[i] += f(x[i].to_f32(), y[i].to_f32());
         }
     }
-    tree(lanes)
+    tree(&lanes, plus)
 }
 
 /// Sum of `f(x, y, z)`.
@@ -77,7 +88,7 @@ pub(crate) fn sum3<T: Float, U: Float>(
             lanes[i] += f(x[i].to_f32(), y[i].to_f32(), z[i].to_f32());
         }
     }
-    tree(lanes)
+    tree(&lanes, plus)
 }
 
 /// Largest element, ignoring NaN; negative infinity for none.
@@ -95,5 +106,5 @@ pub(crate) fn max(x: &[f32]) -> f32 {
     for (i, x) in rest.iter().enumerate() {
         lanes[i] = greater(*x, lanes[i]);
     }
-    lanes.into_iter().fold(f32::NEG_INFINITY, greater)
+    tree(&lanes, greater)
 }

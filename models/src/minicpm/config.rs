@@ -126,6 +126,8 @@ pub struct LanguageConfig {
     pub rope_theta: f64,
     /// Whether the output head shares the embedding.
     pub tie_word_embeddings: bool,
+    /// Standard deviation of random start values.
+    pub initializer_range: f64,
 }
 
 /// The SigLIP vision tower.
@@ -273,6 +275,7 @@ struct Raw {
     num_key_value_heads: usize,
     vocab_size: usize,
     rms_norm_eps: f64,
+    initializer_range: Option<f64>,
     rope_theta: Option<f64>,
     rope_parameters: Option<RopeParameters>,
     rope_scaling: Option<Value>,
@@ -386,6 +389,10 @@ impl Raw {
             // the class default, used where a file has no value
             rope_theta: positive("rope_theta", rope_theta.unwrap_or(1e4))?,
             tie_word_embeddings: self.tie_word_embeddings,
+            initializer_range: positive(
+                "initializer_range",
+                self.initializer_range.unwrap_or(0.02),
+            )?,
         };
         let slices = self.slice_config.unwrap_or_default();
         let max_slice_nums = slices.max_slice_nums.unwrap_or(DEFAULT_MAX_SLICES);

@@ -57,11 +57,11 @@ fn rule(param: &ParamSpec, std: f32) -> Init {
         _ if dims.len() == 1 => Init::Constant(1.0),
         "resampler.proj" => Init::Normal((fan_in as f32).powf(-0.5)),
         "resampler.attn.in_proj_weight" => xavier,
-        _ if name.starts_with("resampler.") => Init::Normal(0.02),
         "vpm.embeddings.position_embedding.weight" | "vpm.embeddings.patch_embedding.weight" => {
             Init::Normal((fan_in as f32).powf(-0.5))
         }
         _ if name.starts_with("vpm.") => xavier,
+        // The resampler's own code writes 0.02, which is the default of the range.
         _ => Init::Normal(std),
     }
 }

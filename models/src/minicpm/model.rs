@@ -45,8 +45,6 @@ pub struct MiniCpmOptions {
     pub lora: Option<LoraConfig>,
     /// Whether adapters and `tune_llm` go together.
     pub lora_base: LoraBase,
-    /// Standard deviation of random start values of the language model.
-    pub initializer_range: f32,
     /// Bytes to pixel values.
     pub normalization: Normalization,
 }
@@ -61,7 +59,6 @@ impl MiniCpmOptions {
             tune_llm: true,
             lora: None,
             lora_base: LoraBase::Frozen,
-            initializer_range: 0.02,
             normalization,
         }
     }
@@ -336,7 +333,8 @@ impl VisionLanguageModel for MiniCpm {
 
     fn init(&self, id: ParamId, seed: u64, elements: Range<usize>, out: &mut [f32]) {
         let param = &self.spec.params[id.index()];
-        init::fill(param, self.options.initializer_range, seed, elements, out);
+        let std = self.config.language.initializer_range as f32;
+        init::fill(param, std, seed, elements, out);
     }
 }
 

@@ -6,7 +6,7 @@ use super::{
 };
 use crate::backend::{AttentionArgs, AttentionGrads, AttentionOut};
 use crate::check::AttentionSizes;
-use crate::cpu::gemm::multiply_here;
+use crate::cpu::gemm::{here_space, multiply_here};
 use crate::cpu::matrix::{Dense, Floats, narrow};
 use crate::cpu::parallel::{self, MIN_PARALLEL_FLOPS, Shared, run_tasks};
 use crate::cpu::simd::multiversion;
@@ -22,6 +22,7 @@ fn scratch(args: &AttentionArgs<'_>, d: usize) -> usize {
         + queries * (2 * keys + d)
         + 2 * widened(dtype, queries, d)
         + 2 * widened(dtype, keys, d)
+        + here_space(queries, keys, d.max(queries))
 }
 
 /// Elements of workspace: one scratch per thread, on few enough threads.
@@ -93,6 +94,7 @@ struct Scratch<'s> {
     dout: &'s mut [f32],
     k: &'s mut [f32],
     v: &'s mut [f32],
+    transposed: &'s mut [f32],
 }
 
 impl<'s> Scratch<'s> {
@@ -119,6 +121,7 @@ impl<'s> Scratch<'s> {
             dout: take(wide(q_tile)),
             k: take(wide(k_tile)),
             v: take(wide(k_tile)),
+            transposed: take(here_space(q_tile, k_tile, d.max(q_tile))),
         }
     }
 }
@@ -183,16 +186,48 @@ impl<T: Float> Run<'_, T> {
             let v = v.rows(sequence.k_start + key, keys, scratch.v);
             let p = &mut scratch.p[..rows * keys];
             let dp = &mut scratch.dp[..rows * keys];
-            multiply_here((rows, keys, d), q, k.transposed(), args.scale, false, p);
-            multiply_here((rows, keys, d), dout, v.transposed(), 1.0, false, dp);
+            multiply_here(
+                (rows, keys, d),
+                q,
+                k.transposed(),
+                args.scale,
+                false,
+                p,
+                &mut *scratch.transposed,
+            );
+            multiply_here(
+                (rows, keys, d),
+                dout,
+                v.transposed(),
+                1.0,
+                false,
+                dp,
+                &mut *scratch.transposed,
+            );
             softmax_backward(tile, &lse, &delta, p, dp);
             let (p, ds) = (Dense::row_major(p, keys), Dense::row_major(dp, keys));
             let part = key * d..(key + keys) * d;
             let dv = &mut scratch.dv[part.clone()];
-            multiply_here((keys, d, rows), p.transposed(), dout, 1.0, true, dv);
+            multiply_here(
+                (keys, d, rows),
+                p.transposed(),
+                dout,
+                1.0,
+                true,
+                dv,
+                &mut *scratch.transposed,
+            );
             let dk = &mut scratch.dk[part];
-            multiply_here((keys, d, rows), ds.transposed(), q, args.scale, true, dk);
-            multiply_here((rows, d, keys), ds, k, args.scale, true, dq);
+            multiply_here(
+                (keys, d, rows),
+                ds.transposed(),
+                q,
+                args.scale,
+                true,
+                dk,
+                &mut *scratch.transposed,
+            );
+            multiply_here((rows, d, keys), ds, k, args.scale, true, dq, &mut []);
         }
         for i in 0..rows {
             // SAFETY: this task alone writes these rows of the heads of its group.

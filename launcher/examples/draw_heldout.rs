@@ -1,0 +1,8 @@
+//! Draws the held-out pictures of the demo into `launcher/demo/heldout/`.
+
+use std::path::Path;
+
+fn main() -> std::io::Result<()> {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("demo/heldout");
+    launcher::demo::draw_held_out(&folder)
+}

@@ -1,0 +1,159 @@
+//! Flags of the Hugging Face trainers that have no counterpart here.
+
+const COLUMNS: &str = "samples are read in MiniCPM's format; there are no columns";
+const FAMILY: &str = "the family is read from config.json";
+const ALWAYS_TRAIN: &str = "a run trains, and evaluates where --eval-data is given";
+const RECOMPUTE: &str = "activations are always recomputed block by block";
+const ZERO: &str = "the file is not read: --zero and --offload say the same";
+const EVAL_PRECISION: &str = "evaluation uses the precision of the run";
+const RUN_FOLDER: &str = "everything of a run lies in --output";
+const NEVER_OVERWRITTEN: &str = "a folder that holds another run is never overwritten";
+const LOADER: &str = "loader threads and look-ahead are chosen by the program";
+const RANKS: &str = "ranks are started and connected by the program";
+const NO_PYTHON: &str = "there is no Python or torch here";
+const HUB: &str = "nothing is sent anywhere";
+const SCREEN: &str = "the screen adapts to the terminal";
+const SAVED: &str = "checkpoints are safetensors with sharded state";
+const METRICS: &str = "always measured";
+
+/// Accepted and listed once as having no effect: (snake_case name, reason).
+pub const IGNORED: &[(&str, &str)] = &[
+    ("remove_unused_columns", COLUMNS),
+    ("label_names", COLUMNS),
+    ("length_column_name", COLUMNS),
+    ("llm_type", FAMILY),
+    ("batch_vision", FAMILY),
+    ("trust_remote_code", FAMILY),
+    ("do_train", ALWAYS_TRAIN),
+    ("do_eval", ALWAYS_TRAIN),
+    ("do_predict", ALWAYS_TRAIN),
+    ("prediction_loss_only", ALWAYS_TRAIN),
+    ("gradient_checkpointing", RECOMPUTE),
+    ("gradient_checkpointing_kwargs", RECOMPUTE),
+    ("deepspeed", ZERO),
+    ("deepspeed_config", ZERO),
+    ("bf16_full_eval", EVAL_PRECISION),
+    ("fp16_full_eval", EVAL_PRECISION),
+    ("eval_accumulation_steps", EVAL_PRECISION),
+    ("logging_dir", RUN_FOLDER),
+    ("run_name", RUN_FOLDER),
+    ("cache_dir", RUN_FOLDER),
+    ("overwrite_output_dir", NEVER_OVERWRITTEN),
+    ("dataloader_num_workers", LOADER),
+    ("dataloader_pin_memory", LOADER),
+    ("dataloader_persistent_workers", LOADER),
+    ("dataloader_prefetch_factor", LOADER),
+    ("preprocessing_num_workers", LOADER),
+    ("local_rank", RANKS),
+    ("ddp_backend", RANKS),
+    ("ddp_timeout", RANKS),
+    ("ddp_find_unused_parameters", RANKS),
+    ("ddp_bucket_cap_mb", RANKS),
+    ("torch_compile", NO_PYTHON),
+    ("torch_dtype", NO_PYTHON),
+    ("attn_implementation", NO_PYTHON),
+    ("use_fast_tokenizer", NO_PYTHON),
+    ("half_precision_backend", NO_PYTHON),
+    ("tf32", NO_PYTHON),
+    ("full_determinism", NO_PYTHON),
+    ("use_cpu", NO_PYTHON),
+    ("no_cuda", NO_PYTHON),
+    ("push_to_hub", HUB),
+    ("hub_model_id", HUB),
+    ("hub_token", HUB),
+    ("disable_tqdm", SCREEN),
+    ("log_level", SCREEN),
+    ("logging_first_step", SCREEN),
+    ("logging_nan_inf_filter", SCREEN),
+    ("save_safetensors", SAVED),
+    ("save_only_model", SAVED),
+    ("save_on_each_node", SAVED),
+    ("ignore_data_skip", SAVED),
+    ("skip_memory_metrics", METRICS),
+    ("include_num_input_tokens_seen", METRICS),
+    ("include_tokens_per_second", METRICS),
+];
+
+/// A foreign flag of which only some values mean what happens here anyway. Any other value would
+/// change the training, so it is refused rather than ignored.
+#[derive(Debug, Clone, Copy)]
+pub struct Restricted {
+    /// snake_case name.
+    pub name: &'static str,
+    /// Values without effect.
+    pub neutral: &'static [&'static str],
+    /// Why other values are refused.
+    pub reason: &'static str,
+    /// What to do instead.
+    pub next: &'static str,
+}
+
+/// Foreign flags that are refused unless neutral.
+pub const RESTRICTED: &[Restricted] = &[
+    Restricted {
+        name: "fp16",
+        neutral: &["false"],
+        reason: "fp16 needs loss scaling, which is not available yet, and these models were trained in bf16",
+        next: "--precision bf16",
+    },
+    Restricted {
+        name: "q_lora",
+        neutral: &["false"],
+        reason: "quantised base weights are not available",
+        next: "--use-lora with --zero 3 --offload cpu",
+    },
+    Restricted {
+        name: "lora_dropout",
+        neutral: &["0", "0.0", "0.", "0.00"],
+        reason: "adapters have no dropout yet",
+        next: "--lora_dropout 0",
+    },
+    Restricted {
+        name: "lora_bias",
+        neutral: &["none"],
+        reason: "adapters leave biases alone",
+        next: "--lora_bias none",
+    },
+    Restricted {
+        name: "lora_modules_to_save",
+        neutral: &["none"],
+        reason: "modules trained in full beside adapters are not chosen by name yet",
+        next: "leave the flag out; --tune-vision chooses the vision tower, the resampler always trains",
+    },
+    Restricted {
+        name: "optim",
+        neutral: &["adamw", "adamw_hf", "adamw_torch", "adamw_torch_fused"],
+        reason: "the optimizer is AdamW",
+        next: "--optim adamw_torch",
+    },
+    Restricted {
+        name: "label_smoothing_factor",
+        neutral: &["0", "0.0"],
+        reason: "the loss is plain cross entropy",
+        next: "--label_smoothing_factor 0",
+    },
+    Restricted {
+        name: "load_best_model_at_end",
+        neutral: &["false"],
+        reason: "every checkpoint is kept until --save-total-limit; none is loaded back",
+        next: "choose a checkpoint by eval_results.json",
+    },
+    Restricted {
+        name: "group_by_length",
+        neutral: &["false"],
+        reason: "the order of samples depends on seed and epoch only",
+        next: "leave the flag out",
+    },
+    Restricted {
+        name: "dataloader_drop_last",
+        neutral: &["false"],
+        reason: "no sample is dropped",
+        next: "leave the flag out",
+    },
+    Restricted {
+        name: "fsdp",
+        neutral: &["", "false"],
+        reason: "sharding is chosen by the ZeRO stage",
+        next: "--zero 3",
+    },
+];

@@ -1,0 +1,433 @@
+//! The command line, exactly as typed: every field optional, no I/O, no defaults.
+//!
+//! Flags are kebab-case; the snake_case spelling of each is accepted too, so that command lines of
+//! the Hugging Face trainers paste in. [`parse`] first rewrites the line onto the frozen set of
+//! flags (see [`normalise`]) and then hands it to clap.
+
+mod foreign;
+mod normalise;
+mod table;
+
+use std::path::PathBuf;
+
+use clap::{CommandFactory, Parser};
+
+use crate::config::{
+    DeviceChoice, InitChoice, Offload, PrecisionChoice, ReportTo, Scheduler, Strategy,
+};
+use crate::exit::Failure;
+use crate::units::parse_bytes;
+
+pub use foreign::{IGNORED, RESTRICTED};
+pub use normalise::{Note, VERBS};
+pub use table::flag_table;
+pub(crate) use table::value_name;
+
+/// What the user typed after `launcher`.
+#[derive(Debug, Clone, Default, PartialEq, Parser)]
+#[command(
+    name = "launcher",
+    version,
+    about = "Fine-tunes vision-language models with sharded optimizer states",
+    long_about = "Fine-tunes vision-language models with sharded optimizer states (ZeRO 0-3) and offload to host \
+memory.\nWithout --model it trains the built-in demo. Every flag is also accepted in snake_case.",
+    max_term_width = 100
+)]
+pub struct Args {
+    /// Folder of the model: config.json, tokenizer and processor files, safetensors
+    #[arg(long, value_name = "DIR", help_heading = "Model and data")]
+    pub model: Option<PathBuf>,
+    /// Training samples: a JSON list in MiniCPM's format
+    #[arg(long, value_name = "FILE", help_heading = "Model and data")]
+    pub data: Option<PathBuf>,
+    /// Held-out samples in the same format
+    #[arg(long, value_name = "FILE", help_heading = "Model and data")]
+    pub eval_data: Option<PathBuf>,
+    /// Folder of the run: logs, reports, checkpoints
+    #[arg(long, value_name = "DIR", help_heading = "Model and data")]
+    pub output: Option<PathBuf>,
+    /// Where the weights come from
+    #[arg(
+        long,
+        value_enum,
+        value_name = "SOURCE",
+        help_heading = "Model and data"
+    )]
+    pub init: Option<InitChoice>,
+    /// Longest sample in tokens; longer ones are cut
+    #[arg(long, value_name = "TOKENS", help_heading = "Model and data")]
+    pub model_max_length: Option<usize>,
+    /// Most slices a picture is cut into
+    #[arg(long, value_name = "N", help_heading = "Model and data")]
+    pub max_slice_nums: Option<usize>,
+    /// Leave samples that cannot be used out instead of refusing the data
+    #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL", help_heading = "Model and data")]
+    pub skip_bad_samples: Option<bool>,
+
+    /// ZeRO stage: 0 nothing, 1 optimizer states, 2 and gradients, 3 and parameters are sharded
+    #[arg(long, value_name = "STAGE", value_parser = clap::value_parser!(u8).range(0..=3), help_heading = "Memory and ranks")]
+    pub zero: Option<u8>,
+    /// What lives in host memory: none, cpu (all), or optimizer=cpu,param=cpu
+    #[arg(long, value_name = "TIERS", help_heading = "Memory and ranks")]
+    pub offload: Option<Offload>,
+    /// Number of ranks on this machine
+    #[arg(long, value_name = "N", help_heading = "Memory and ranks")]
+    pub nproc: Option<usize>,
+    /// Where the ranks compute
+    #[arg(long, value_enum, help_heading = "Memory and ranks")]
+    pub device: Option<DeviceChoice>,
+    /// Number format of weights and activations
+    #[arg(long, value_enum, help_heading = "Memory and ranks")]
+    pub precision: Option<PrecisionChoice>,
+    /// `--bf16 true` is `--precision bf16`, `--bf16 false` is `--precision f32`
+    #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL", help_heading = "Memory and ranks")]
+    pub bf16: Option<bool>,
+    /// Host memory the run may use over all ranks, such as 64G or 512MiB
+    #[arg(long, value_name = "BYTES", value_parser = parse_bytes, help_heading = "Memory and ranks")]
+    pub host_memory_limit: Option<u64>,
+    /// Device memory each rank may use
+    #[arg(long, value_name = "BYTES", value_parser = parse_bytes, help_heading = "Memory and ranks")]
+    pub device_memory_limit: Option<u64>,
+
+    /// Optimizer updates; -1 leaves the length to --num-train-epochs
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(i64).range(-1..), help_heading = "Training")]
+    pub max_steps: Option<i64>,
+    /// Passes over the data
+    #[arg(long, value_name = "X", help_heading = "Training")]
+    pub num_train_epochs: Option<f64>,
+    /// Samples per rank and micro-batch
+    #[arg(long, value_name = "N", help_heading = "Training")]
+    pub per_device_train_batch_size: Option<usize>,
+    /// Samples per rank and batch of the evaluation
+    #[arg(long, value_name = "N", help_heading = "Training")]
+    pub per_device_eval_batch_size: Option<usize>,
+    /// Micro-batches per optimizer update
+    #[arg(long, value_name = "N", help_heading = "Training")]
+    pub gradient_accumulation_steps: Option<usize>,
+    /// Peak learning rate
+    #[arg(long, value_name = "X", help_heading = "Training")]
+    pub learning_rate: Option<f64>,
+    /// Course of the learning rate
+    #[arg(long, value_enum, value_name = "NAME", help_heading = "Training")]
+    pub lr_scheduler_type: Option<Scheduler>,
+    /// Warmup as a share of all steps
+    #[arg(long, value_name = "X", help_heading = "Training")]
+    pub warmup_ratio: Option<f64>,
+    /// Warmup in steps; above 0 it comes before --warmup-ratio
+    #[arg(long, value_name = "N", help_heading = "Training")]
+    pub warmup_steps: Option<u64>,
+    /// Decoupled weight decay; biases and norm weights do not decay
+    #[arg(long, value_name = "X", help_heading = "Training")]
+    pub weight_decay: Option<f64>,
+    /// Decay of the first moment
+    #[arg(long, value_name = "X", help_heading = "Training")]
+    pub adam_beta1: Option<f64>,
+    /// Decay of the second moment
+    #[arg(long, value_name = "X", help_heading = "Training")]
+    pub adam_beta2: Option<f64>,
+    /// Added to the root of the second moment
+    #[arg(long, value_name = "X", help_heading = "Training")]
+    pub adam_epsilon: Option<f64>,
+    /// Largest global gradient norm; 0 turns clipping off
+    #[arg(long, value_name = "X", help_heading = "Training")]
+    pub max_grad_norm: Option<f64>,
+    /// Seed of data order, initial weights and stochastic rounding
+    #[arg(long, value_name = "N", help_heading = "Training")]
+    pub seed: Option<u64>,
+
+    /// Train low-rank adapters on the language model instead of its weights
+    #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL", help_heading = "What is trained")]
+    pub use_lora: Option<bool>,
+    /// Rank of the adapters
+    #[arg(long, value_name = "N", help_heading = "What is trained")]
+    pub lora_rank: Option<usize>,
+    /// Scale of the adapters: alpha ÷ rank
+    #[arg(long, value_name = "X", help_heading = "What is trained")]
+    pub lora_alpha: Option<f64>,
+    /// Regular expression over whole module paths
+    #[arg(long, value_name = "REGEX", help_heading = "What is trained")]
+    pub lora_target_modules: Option<String>,
+    /// Train the vision tower
+    #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL", help_heading = "What is trained")]
+    pub tune_vision: Option<bool>,
+    /// Train the language model
+    #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL", help_heading = "What is trained")]
+    pub tune_llm: Option<bool>,
+
+    /// Steps between checkpoints
+    #[arg(long, value_name = "N", help_heading = "Saving, evaluation, logs")]
+    pub save_steps: Option<u64>,
+    /// When to save; the end of the run is always saved except with no
+    #[arg(
+        long,
+        value_enum,
+        value_name = "WHEN",
+        help_heading = "Saving, evaluation, logs"
+    )]
+    pub save_strategy: Option<Strategy>,
+    /// Checkpoints to keep; older ones are removed
+    #[arg(long, value_name = "N", help_heading = "Saving, evaluation, logs")]
+    pub save_total_limit: Option<usize>,
+    /// Steps between evaluations
+    #[arg(long, value_name = "N", help_heading = "Saving, evaluation, logs")]
+    pub eval_steps: Option<u64>,
+    /// When to evaluate during training
+    #[arg(
+        long,
+        value_enum,
+        value_name = "WHEN",
+        help_heading = "Saving, evaluation, logs"
+    )]
+    pub eval_strategy: Option<Strategy>,
+    /// Steps between log lines
+    #[arg(long, value_name = "N", help_heading = "Saving, evaluation, logs")]
+    pub logging_steps: Option<u64>,
+    /// When to log
+    #[arg(
+        long,
+        value_enum,
+        value_name = "WHEN",
+        help_heading = "Saving, evaluation, logs"
+    )]
+    pub logging_strategy: Option<Strategy>,
+    /// Further reports
+    #[arg(
+        long,
+        value_enum,
+        value_name = "WHERE",
+        help_heading = "Saving, evaluation, logs"
+    )]
+    pub report_to: Option<ReportTo>,
+    /// Continue from a checkpoint folder, or from the latest one in --output (auto)
+    #[arg(
+        long,
+        value_name = "auto|PATH",
+        help_heading = "Saving, evaluation, logs"
+    )]
+    pub resume: Option<String>,
+}
+
+/// Other spellings of flags, in snake_case as Hugging Face writes them.
+pub const ALIASES: [(&str, &str); 7] = [
+    ("model_name_or_path", "model"),
+    ("data_path", "data"),
+    ("eval_data_path", "eval-data"),
+    ("output_dir", "output"),
+    ("lora_r", "lora-rank"),
+    ("evaluation_strategy", "eval-strategy"),
+    ("resume_from_checkpoint", "resume"),
+];
+
+/// What a command line asks for.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Command {
+    /// Train with these arguments; the notes are to be shown once.
+    Train {
+        /// The arguments.
+        args: Box<Args>,
+        /// Flags without effect here.
+        notes: Vec<Note>,
+    },
+    /// Print this text on stdout and end well: help or version.
+    Print(String),
+}
+
+/// Parses a command line without the program's name.
+///
+/// # Errors
+/// A usage failure (exit 2): unknown verb or flag, a value out of range, contradicting spellings.
+pub fn parse(argv: &[String]) -> Result<Command, Failure> {
+    let line = normalise::normalise(argv, &Args::command())?;
+    match Args::try_parse_from(
+        std::iter::once("launcher").chain(line.args.iter().map(String::as_str)),
+    ) {
+        Ok(args) => Ok(Command::Train {
+            args: Box::new(args),
+            notes: line.notes,
+        }),
+        Err(error) if !error.use_stderr() => Ok(Command::Print(error.render().to_string())),
+        Err(error) => Err(usage_from(&error)),
+    }
+}
+
+/// clap's first paragraph says what is wrong; its usage text does not help here.
+fn usage_from(error: &clap::Error) -> Failure {
+    let text = error.render().to_string();
+    let mut lines = text.lines().map(str::trim).filter(|line| !line.is_empty());
+    let title = lines
+        .next()
+        .unwrap_or("bad command line")
+        .trim_start_matches("error: ");
+    let detail = lines.find(|line| line.starts_with('['));
+    let mut failure = Failure::usage(title, "a flag has a value it does not take");
+    if let Some(detail) = detail {
+        failure = failure.evidence(detail);
+    }
+    failure.next("`launcher --help` lists every flag")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    pub(super) fn parse_line(line: &str) -> Result<(Args, Vec<Note>), Failure> {
+        let argv: Vec<String> = line.split_whitespace().map(str::to_string).collect();
+        match parse(&argv)? {
+            Command::Train { args, notes } => Ok((*args, notes)),
+            Command::Print(text) => panic!("printed {text}"),
+        }
+    }
+
+    fn args(line: &str) -> Args {
+        parse_line(line).expect("parses").0
+    }
+
+    fn refused(line: &str) -> Failure {
+        let failure = parse_line(line).expect_err("refused");
+        assert_eq!(failure.code.status(), 2);
+        failure
+    }
+
+    /// The set of flags is a promise to scripts: change it only together with CHANGELOG.md.
+    #[test]
+    fn the_set_of_flags_is_frozen() {
+        let command = Args::command();
+        let mut names: Vec<_> = command
+            .get_arguments()
+            .filter_map(clap::Arg::get_long)
+            .collect();
+        names.sort_unstable();
+        assert_eq!(
+            names.join(" "),
+            "adam-beta1 adam-beta2 adam-epsilon bf16 data device device-memory-limit eval-data \
+             eval-steps eval-strategy gradient-accumulation-steps host-memory-limit init \
+             learning-rate logging-steps logging-strategy lora-alpha lora-rank lora-target-modules \
+             lr-scheduler-type max-grad-norm max-slice-nums max-steps model model-max-length nproc \
+             num-train-epochs offload output per-device-eval-batch-size \
+             per-device-train-batch-size precision report-to resume save-steps save-strategy \
+             save-total-limit seed skip-bad-samples tune-llm tune-vision use-lora warmup-ratio \
+             warmup-steps weight-decay zero"
+        );
+        for (alias, target) in ALIASES {
+            assert!(names.contains(&target), "{alias} -> {target}");
+        }
+    }
+
+    #[test]
+    fn an_empty_line_sets_nothing() {
+        assert_eq!(args(""), Args::default());
+    }
+
+    #[test]
+    fn kebab_snake_and_equals_are_the_same() {
+        let expected = Args {
+            learning_rate: Some(1e-5),
+            max_steps: Some(3),
+            ..Args::default()
+        };
+        assert_eq!(args("--learning-rate 1e-5 --max-steps=3"), expected);
+        assert_eq!(args("--learning_rate=1e-5 --max_steps 3"), expected);
+        assert_eq!(args("train --learning_rate 1e-5 --max-steps 3"), expected);
+    }
+
+    #[test]
+    fn booleans_take_an_optional_literal() {
+        assert_eq!(args("--use-lora").use_lora, Some(true));
+        assert_eq!(args("--use_lora false --zero 2").use_lora, Some(false));
+        assert_eq!(args("--tune_llm True").tune_llm, Some(true));
+        refused("--use-lora maybe");
+    }
+
+    #[test]
+    fn a_minicpm_command_line_pastes_in() {
+        let (args, notes) = parse_line(
+            "--model_name_or_path m --llm_type qwen --data_path d.json --eval_data_path e.json \
+             --remove_unused_columns false --label_names labels --prediction_loss_only false \
+             --bf16 true --bf16_full_eval true --fp16 false --fp16_full_eval false --do_train \
+             --do_eval --tune_vision true --tune_llm true --model_max_length 2048 \
+             --max_slice_nums 9 --max_steps 10000 --eval_steps 1000 --output_dir out \
+             --logging_dir out/logs --logging_strategy steps --per_device_train_batch_size 1 \
+             --per_device_eval_batch_size 1 --gradient_accumulation_steps 1 \
+             --evaluation_strategy steps --save_strategy steps --save_steps 1000 \
+             --save_total_limit 10 --learning_rate 1e-6 --weight_decay 0.1 --adam_beta2 0.95 \
+             --warmup_ratio 0.01 --lr_scheduler_type cosine --logging_steps 1 \
+             --gradient_checkpointing true --deepspeed ds_config_zero3.json --report_to tensorboard",
+        )
+        .expect("pastes in");
+        assert_eq!(args.model, Some("m".into()));
+        assert_eq!(args.output, Some("out".into()));
+        assert_eq!(args.bf16, Some(true));
+        assert_eq!(args.lr_scheduler_type, Some(Scheduler::Cosine));
+        let listed: Vec<_> = notes.iter().map(|note| note.flag.as_str()).collect();
+        for flag in [
+            "--llm_type",
+            "--remove_unused_columns",
+            "--label_names",
+            "--do_train",
+            "--deepspeed",
+        ] {
+            assert!(listed.contains(&flag), "{flag} missing in {listed:?}");
+        }
+        assert!(!listed.contains(&"--bf16"));
+    }
+
+    #[test]
+    fn an_unknown_flag_names_the_nearest_one() {
+        let failure = refused("--learning-rat 1");
+        assert!(failure.next[0].contains("--learning-rate"), "{failure}");
+        let failure = refused("--model_name_or_pth x");
+        assert!(
+            failure.next[0].contains("--model_name_or_path"),
+            "{failure}"
+        );
+    }
+
+    #[test]
+    fn verbs_that_do_not_exist_yet_say_so() {
+        for verb in VERBS.iter().filter(|verb| **verb != "train") {
+            assert!(refused(verb).title.contains("not available yet"));
+        }
+        assert!(refused("trian --zero 3").next[0].contains("train"));
+    }
+
+    #[test]
+    fn values_out_of_range_are_refused() {
+        for line in [
+            "--zero 4",
+            "--max-steps -2",
+            "--nproc x",
+            "--precision fp16",
+            "--fp16 true",
+            "--device cuda",
+            "--offload nvme",
+            "--zero",
+            "--lr-scheduler-type polynomial",
+            "--report_to wandb",
+            "--host-memory-limit 5X",
+            "stray --zero 1",
+            "--zero 1 stray",
+        ] {
+            refused(line);
+        }
+    }
+
+    #[test]
+    fn two_spellings_must_agree() {
+        assert_eq!(
+            args("--model a --model_name_or_path a").model,
+            Some("a".into())
+        );
+        let failure = refused("--model a --model_name_or_path b");
+        assert!(
+            failure.title.contains("--model_name_or_path") && failure.title.contains("--model ")
+        );
+    }
+
+    #[test]
+    fn help_and_version_print_and_end_well() {
+        for flag in ["--help", "-h", "--version", "-V"] {
+            let command = parse(&[flag.to_string()]).expect("prints");
+            assert!(matches!(command, Command::Print(_)), "{flag}");
+        }
+    }
+}

@@ -1,0 +1,274 @@
+//! Rewrites a command line onto the frozen flags: verb, snake_case, aliases, foreign flags.
+
+use std::collections::BTreeMap;
+
+use super::ALIASES;
+use super::foreign::{IGNORED, RESTRICTED};
+use crate::exit::Failure;
+
+/// Every verb, the default first. Only the first exists today.
+pub const VERBS: [&str; 13] = [
+    "train",
+    "plan",
+    "doctor",
+    "generate",
+    "eval",
+    "export",
+    "data",
+    "ckpt",
+    "bench",
+    "watch",
+    "explain",
+    "explain-config",
+    "synth",
+];
+
+/// A flag that was accepted and has no effect, to be listed once.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Note {
+    /// As typed.
+    pub flag: String,
+    /// Why it has no effect.
+    pub reason: String,
+}
+
+/// A rewritten line: every argument is `--kebab-name=value`.
+pub(super) struct Line {
+    pub(super) args: Vec<String>,
+    pub(super) notes: Vec<Note>,
+}
+
+pub(super) fn normalise(argv: &[String], command: &clap::Command) -> Result<Line, Failure> {
+    let mut rest = argv.iter().map(String::as_str).peekable();
+    if let Some(first) = rest.next_if(|word| !word.starts_with('-')) {
+        check_verb(first)?;
+    }
+    let known = Known::new(command);
+    let mut line = Line {
+        args: Vec::new(),
+        notes: Vec::new(),
+    };
+    let mut seen: BTreeMap<String, (String, String)> = BTreeMap::new();
+    while let Some(word) = rest.next() {
+        if matches!(word, "-h" | "--help" | "-V" | "--version") {
+            line.args.push(word.to_string());
+            continue;
+        }
+        let Some(body) = word.strip_prefix("--") else {
+            return Err(Failure::usage(
+                format!("unexpected argument '{word}'"),
+                "only flags follow the verb",
+            )
+            .next("`launcher --help` lists every flag"));
+        };
+        let (name, inline) = match body.split_once('=') {
+            Some((name, value)) => (name, Some(value.to_string())),
+            None => (body, None),
+        };
+        let spelled = format!("--{name}");
+        let key = name.replace('-', "_");
+        let mut values = inline.map_or_else(Vec::new, |value| vec![value]);
+        match known.kind(&key) {
+            Some((flag, Arity::Value)) => {
+                if values.is_empty() {
+                    values.extend(
+                        rest.next_if(|word| !word.starts_with("--"))
+                            .map(str::to_string),
+                    );
+                }
+                let Some(value) = values.pop() else {
+                    return Err(Failure::usage(
+                        format!("{spelled} needs a value"),
+                        "none follows it",
+                    )
+                    .next("`launcher --help` lists every flag"));
+                };
+                push(&mut line, &mut seen, flag, &spelled, value)?;
+            }
+            Some((flag, Arity::Bool)) => {
+                if values.is_empty() {
+                    values.extend(
+                        rest.next_if(|word| !word.starts_with('-'))
+                            .map(str::to_string),
+                    );
+                }
+                let value = values.pop().unwrap_or_else(|| "true".to_string());
+                push(
+                    &mut line,
+                    &mut seen,
+                    flag,
+                    &spelled,
+                    value.to_ascii_lowercase(),
+                )?;
+            }
+            None => {
+                while let Some(value) = rest.next_if(|word| !word.starts_with("--")) {
+                    values.push(value.to_string());
+                }
+                line.notes.push(foreign(&key, &spelled, &values, &known)?);
+            }
+        }
+    }
+    Ok(line)
+}
+
+fn check_verb(verb: &str) -> Result<(), Failure> {
+    if verb == VERBS[0] {
+        return Ok(());
+    }
+    if VERBS.contains(&verb) {
+        return Err(Failure::usage(
+            format!("`launcher {verb}` is not available yet"),
+            "only `train`, the default, exists in this version",
+        )
+        .next("leave the verb out to train"));
+    }
+    let nearest = nearest(verb, VERBS.iter().copied()).unwrap_or(VERBS[0]);
+    Err(Failure::usage(
+        format!("unknown verb '{verb}'"),
+        "the first word names what to do; without one the program trains",
+    )
+    .next(format!("did you mean `launcher {nearest}`?")))
+}
+
+/// Takes a flag once; a second spelling must say the same.
+fn push(
+    line: &mut Line,
+    seen: &mut BTreeMap<String, (String, String)>,
+    flag: &str,
+    spelled: &str,
+    value: String,
+) -> Result<(), Failure> {
+    if let Some((first, known)) = seen.get(flag) {
+        if *known == value {
+            return Ok(());
+        }
+        return Err(Failure::usage(
+            format!("{first} {known} and {spelled} {value} contradict each other"),
+            "both set the same thing",
+        )
+        .next("keep one of them"));
+    }
+    line.args.push(format!("--{flag}={value}"));
+    seen.insert(flag.to_string(), (spelled.to_string(), value));
+    Ok(())
+}
+
+/// A flag of other trainers: listed, or refused where ignoring it would change the result.
+fn foreign(key: &str, spelled: &str, values: &[String], known: &Known) -> Result<Note, Failure> {
+    if let Some((_, reason)) = IGNORED.iter().find(|(name, _)| *name == key) {
+        return Ok(Note {
+            flag: spelled.to_string(),
+            reason: (*reason).to_string(),
+        });
+    }
+    if let Some(rule) = RESTRICTED.iter().find(|rule| rule.name == key) {
+        let value = values.first().map_or("true", String::as_str);
+        if rule
+            .neutral
+            .iter()
+            .any(|neutral| neutral.eq_ignore_ascii_case(value))
+        {
+            return Ok(Note {
+                flag: spelled.to_string(),
+                reason: format!("{value} is how it is done here"),
+            });
+        }
+        return Err(
+            Failure::usage(format!("{spelled} {value} is not available"), rule.reason)
+                .next(rule.next),
+        );
+    }
+    let failure = Failure::usage(format!("unknown flag {spelled}"), "no flag has this name");
+    Err(match nearest(key, known.spellings()) {
+        Some(name) if name.contains('_') && !spelled.contains('_') => {
+            failure.next(format!("did you mean --{}?", name.replace('_', "-")))
+        }
+        Some(name) => failure.next(format!("did you mean --{name}?")),
+        None => failure.next("`launcher --help` lists every flag"),
+    })
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Arity {
+    Value,
+    Bool,
+}
+
+/// Flags by snake_case spelling, taken from clap so that there is one list.
+struct Known {
+    flags: BTreeMap<String, (String, Arity)>,
+}
+
+impl Known {
+    fn new(command: &clap::Command) -> Self {
+        let mut flags = BTreeMap::new();
+        for arg in command.get_arguments() {
+            let Some(long) = arg.get_long() else { continue };
+            let optional = arg
+                .get_num_args()
+                .is_some_and(|range| range.min_values() == 0);
+            let arity = if optional { Arity::Bool } else { Arity::Value };
+            flags.insert(long.replace('-', "_"), (long.to_string(), arity));
+        }
+        for (alias, flag) in ALIASES {
+            if let Some(target) = flags.get(&flag.replace('-', "_")).cloned() {
+                flags.insert(alias.to_string(), target);
+            }
+        }
+        Self { flags }
+    }
+
+    fn kind(&self, key: &str) -> Option<(&str, Arity)> {
+        self.flags
+            .get(key)
+            .map(|(flag, arity)| (flag.as_str(), *arity))
+    }
+
+    fn spellings(&self) -> impl Iterator<Item = &str> {
+        self.flags.keys().map(String::as_str)
+    }
+}
+
+/// The candidate with the fewest edits, where these are few enough to be a slip.
+fn nearest<'a>(word: &str, candidates: impl Iterator<Item = &'a str>) -> Option<&'a str> {
+    let limit = (word.len() / 3).max(2);
+    candidates
+        .map(|candidate| (edits(word, candidate), candidate))
+        .filter(|(distance, _)| *distance <= limit)
+        .min()
+        .map(|(_, candidate)| candidate)
+}
+
+/// Levenshtein distance over bytes.
+fn edits(a: &str, b: &str) -> usize {
+    let mut row: Vec<usize> = (0..=b.len()).collect();
+    for (i, x) in a.bytes().enumerate() {
+        let mut diagonal = row[0];
+        row[0] = i + 1;
+        for (j, y) in b.bytes().enumerate() {
+            let replaced = diagonal + usize::from(x != y);
+            diagonal = row[j + 1];
+            row[j + 1] = replaced.min(diagonal + 1).min(row[j] + 1);
+        }
+    }
+    row[b.len()]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn edit_distances() {
+        assert_eq!(edits("kitten", "sitting"), 3);
+        assert_eq!(edits("", "abc"), 3);
+        assert_eq!(edits("same", "same"), 0);
+    }
+
+    #[test]
+    fn far_words_have_no_nearest() {
+        assert_eq!(nearest("zzzzzz", VERBS.iter().copied()), None);
+        assert_eq!(nearest("plam", VERBS.iter().copied()), Some("plan"));
+    }
+}

@@ -1,0 +1,246 @@
+//! The closed sets of values a configuration takes.
+
+use std::fmt;
+use std::str::FromStr;
+
+use clap::ValueEnum;
+use serde::{Deserialize, Serialize};
+
+/// `--device` as typed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum DeviceChoice {
+    /// The best device there is; today always the CPU.
+    Auto,
+    /// The CPU.
+    Cpu,
+}
+
+/// A device after resolution.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Device {
+    /// The CPU.
+    Cpu,
+}
+
+/// `--precision`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum PrecisionChoice {
+    /// 16-bit weights and activations, f32 master weights and moments.
+    Bf16,
+    /// Everything in f32.
+    #[value(alias = "fp32")]
+    F32,
+    /// Weights, moments and gradients in bf16, with stochastic rounding.
+    #[value(alias = "pure_bf16")]
+    PureBf16,
+}
+
+/// `--init`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum InitChoice {
+    /// The safetensors files of the model folder.
+    Checkpoint,
+    /// Random weights from the seed.
+    Random,
+}
+
+/// `--lr-scheduler-type`, as Hugging Face names them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Scheduler {
+    /// Down to zero in a straight line.
+    Linear,
+    /// Down to zero along half a cosine.
+    Cosine,
+    /// Constant, warmup ignored.
+    Constant,
+    /// Constant after the warmup.
+    #[value(name = "constant_with_warmup", alias = "constant-with-warmup")]
+    ConstantWithWarmup,
+}
+
+/// `--save-strategy` and its like.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Strategy {
+    /// Never.
+    No,
+    /// Every given number of steps.
+    Steps,
+    /// At the end of every epoch.
+    Epoch,
+}
+
+/// How often something happens.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Cadence {
+    /// Not at all.
+    Never,
+    /// Once, after the last step.
+    End,
+    /// Every so many steps, and after the last step.
+    Steps(u64),
+    /// After every epoch, and after the last step.
+    Epoch,
+}
+
+impl Cadence {
+    /// Whether it is due after `step` updates of `total`, where `epoch_ended` tells whether this
+    /// step completed an epoch.
+    pub const fn is_due(self, step: u64, total: u64, epoch_ended: bool) -> bool {
+        let last = step == total;
+        match self {
+            Self::Never => false,
+            Self::End => last,
+            Self::Steps(every) => last || step.is_multiple_of(every),
+            Self::Epoch => last || epoch_ended,
+        }
+    }
+}
+
+/// `--report-to`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum ReportTo {
+    /// Files of the run folder only.
+    None,
+    /// TensorBoard event files besides.
+    Tensorboard,
+}
+
+/// Where bytes live while they are not in use.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Tier {
+    /// On the device.
+    #[default]
+    None,
+    /// In host memory.
+    Cpu,
+}
+
+impl fmt::Display for Tier {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::None => "none",
+            Self::Cpu => "cpu",
+        })
+    }
+}
+
+/// `--offload`: tiers of optimizer states and parameters.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Offload {
+    /// Master weights, moments, and the gradients they are updated from.
+    pub optimizer: Tier,
+    /// Weights.
+    pub param: Tier,
+}
+
+impl Offload {
+    /// Whether nothing is offloaded.
+    pub const fn is_none(self) -> bool {
+        matches!((self.optimizer, self.param), (Tier::None, Tier::None))
+    }
+}
+
+impl FromStr for Offload {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        if !text.contains('=') {
+            let tier = tier_from(text)?;
+            return Ok(Self {
+                optimizer: tier,
+                param: tier,
+            });
+        }
+        let mut offload = Self::default();
+        let mut named: Vec<&str> = Vec::new();
+        for part in text.split(',') {
+            let (name, value) = part
+                .split_once('=')
+                .ok_or_else(|| format!("'{part}' is not of the form name=tier"))?;
+            let tier = tier_from(value)?;
+            let name = name.trim();
+            if named.contains(&name) {
+                return Err(format!("{name} is given twice"));
+            }
+            named.push(name);
+            match name {
+                "optimizer" => offload.optimizer = tier,
+                "param" | "parameter" => offload.param = tier,
+                other => return Err(format!("'{other}' is neither optimizer nor param")),
+            }
+        }
+        Ok(offload)
+    }
+}
+
+fn tier_from(text: &str) -> Result<Tier, String> {
+    match text.trim() {
+        "none" => Ok(Tier::None),
+        "cpu" => Ok(Tier::Cpu),
+        other if other.starts_with("nvme") => Err("the nvme tier is not available yet".to_string()),
+        other => Err(format!("'{other}' is neither none nor cpu")),
+    }
+}
+
+impl fmt::Display for Offload {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.optimizer == self.param {
+            write!(f, "{}", self.param)
+        } else {
+            write!(f, "optimizer={},param={}", self.optimizer, self.param)
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn offload_reads_short_and_long_form() {
+        let both = Offload {
+            optimizer: Tier::Cpu,
+            param: Tier::Cpu,
+        };
+        assert_eq!("cpu".parse(), Ok(both));
+        assert_eq!("optimizer=cpu,param=cpu".parse(), Ok(both));
+        let optimizer = Offload {
+            optimizer: Tier::Cpu,
+            param: Tier::None,
+        };
+        assert_eq!("optimizer=cpu".parse(), Ok(optimizer));
+        for offload in [both, optimizer, Offload::default()] {
+            assert_eq!(offload.to_string().parse(), Ok(offload));
+        }
+        for bad in [
+            "gpu",
+            "nvme:/x",
+            "optimizer=cpu,optimizer=none",
+            "weights=cpu",
+            "cpu,param=cpu",
+        ] {
+            assert!(bad.parse::<Offload>().is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn cadences_always_cover_the_last_step_but_never() {
+        let due = |cadence: Cadence| -> Vec<u64> {
+            (1..=7)
+                .filter(|&step| cadence.is_due(step, 7, step == 4))
+                .collect()
+        };
+        assert_eq!(due(Cadence::Never), Vec::<u64>::new());
+        assert_eq!(due(Cadence::End), [7]);
+        assert_eq!(due(Cadence::Steps(3)), [3, 6, 7]);
+        assert_eq!(due(Cadence::Epoch), [4, 7]);
+    }
+}

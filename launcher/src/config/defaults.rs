@@ -1,0 +1,92 @@
+//! Every default, in two rows: models of the user, and the built-in demo.
+
+use super::{InitChoice, PrecisionChoice, Scheduler, Warmup};
+
+/// Defaults that differ between the demo and the user's models.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Defaults {
+    /// `--init`
+    pub init: InitChoice,
+    /// `--precision`
+    pub precision: PrecisionChoice,
+    /// `--max-steps`, where the length is not given in epochs.
+    pub max_steps: Option<u64>,
+    /// `--num-train-epochs`
+    pub num_train_epochs: f64,
+    /// Samples per update over all ranks, from which the demo derives the micro-batch.
+    pub global_batch: Option<usize>,
+    /// `--per-device-train-batch-size`
+    pub micro_batch: usize,
+    /// `--per-device-eval-batch-size`
+    pub eval_batch: usize,
+    /// `--learning-rate`
+    pub learning_rate: f64,
+    /// `--lr-scheduler-type`
+    pub scheduler: Scheduler,
+    /// `--warmup-ratio` or `--warmup-steps`
+    pub warmup: Warmup,
+    /// `--weight-decay`
+    pub weight_decay: f64,
+    /// `--logging-steps`
+    pub logging_steps: u64,
+    /// `--model-max-length`
+    pub model_max_length: usize,
+}
+
+/// Models of the user: what OpenBMB's fine-tuning scripts use.
+pub const MODEL: Defaults = Defaults {
+    init: InitChoice::Checkpoint,
+    precision: PrecisionChoice::Bf16,
+    max_steps: None,
+    num_train_epochs: 3.0,
+    global_batch: None,
+    micro_batch: 1,
+    eval_batch: 1,
+    learning_rate: 1e-6,
+    scheduler: Scheduler::Cosine,
+    warmup: Warmup::Ratio(0.01),
+    weight_decay: 0.1,
+    logging_steps: 1,
+    model_max_length: 2048,
+};
+
+/// The built-in demo: small, from random weights, learnt within a minute on two cores.
+pub const DEMO: Defaults = Defaults {
+    init: InitChoice::Random,
+    precision: PrecisionChoice::F32,
+    max_steps: Some(240),
+    num_train_epochs: 3.0,
+    global_batch: Some(32),
+    micro_batch: 16,
+    eval_batch: 24,
+    learning_rate: 5e-4,
+    scheduler: Scheduler::ConstantWithWarmup,
+    warmup: Warmup::Steps(20),
+    weight_decay: 0.05,
+    logging_steps: 10,
+    model_max_length: 256,
+};
+
+/// `--zero`
+pub(super) const ZERO: u8 = 3;
+/// `--nproc` where no GPU is visible.
+pub(super) const NPROC: usize = 2;
+/// `--adam-beta1`
+pub(super) const ADAM_BETA1: f64 = 0.9;
+/// `--adam-beta2`
+pub(super) const ADAM_BETA2: f64 = 0.95;
+/// `--adam-epsilon`
+pub(super) const ADAM_EPSILON: f64 = 1e-8;
+/// `--max-grad-norm`
+pub(super) const MAX_GRAD_NORM: f64 = 1.0;
+/// `--max-slice-nums`
+pub(super) const MAX_SLICE_NUMS: usize = 9;
+/// `--lora-rank`
+pub(super) const LORA_RANK: usize = 64;
+/// `--lora-alpha`
+pub(super) const LORA_ALPHA: f64 = 64.0;
+/// `--lora-target-modules`
+pub(super) const LORA_TARGET_MODULES: &str =
+    r"llm\..*layers\.\d+\.self_attn\.(q_proj|k_proj|v_proj|o_proj)";
+/// `--seed`
+pub(super) const SEED: u64 = 42;

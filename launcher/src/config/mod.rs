@@ -1,0 +1,301 @@
+//! The configuration of a run, resolved once: no value means "default", nothing is "auto".
+//!
+//! Flag > default. The resolved configuration is saved as `config.resolved.json`; ranks read that
+//! file and resolve nothing themselves, and resolving what it says gives the same configuration.
+
+mod choices;
+mod defaults;
+mod resolve;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use crate::exit::{ErrorCode, Failure};
+
+pub use choices::{
+    Cadence, Device, DeviceChoice, InitChoice, Offload, PrecisionChoice, ReportTo, Scheduler,
+    Strategy, Tier,
+};
+pub use defaults::{DEMO, Defaults, MODEL};
+pub use resolve::{Resolved, resolve};
+
+/// Where the model, its tokenizer and the samples come from.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub enum Source {
+    /// The built-in demo; the files are drawn into a cache folder before the ranks start.
+    Demo {
+        /// The folder, once it is drawn.
+        folder: PathBuf,
+    },
+    /// Folders and files of the user.
+    Files {
+        /// Model folder.
+        model: PathBuf,
+        /// Training samples.
+        data: PathBuf,
+        /// Held-out samples.
+        eval_data: Option<PathBuf>,
+    },
+}
+
+/// What the ranks are to do.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Task {
+    /// Train from the start or from a checkpoint.
+    Train,
+    /// Load the checkpoint of `resume`, evaluate once, change nothing on the disk.
+    Evaluate,
+}
+
+/// How long training goes on.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Length {
+    /// So many optimizer updates.
+    Steps(u64),
+    /// So many passes over the data.
+    Epochs(f64),
+}
+
+/// Warmup of the learning rate.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Warmup {
+    /// So many updates.
+    Steps(u64),
+    /// This share of all updates, rounded up.
+    Ratio(f64),
+}
+
+impl Warmup {
+    /// Warmup updates of a run of `total` updates.
+    pub fn steps(self, total: u64) -> u64 {
+        match self {
+            Self::Steps(steps) => steps,
+            Self::Ratio(ratio) => (ratio * total as f64).ceil() as u64,
+        }
+    }
+}
+
+/// Where to continue from.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Resume {
+    /// Start anew.
+    No,
+    /// The latest checkpoint of the output folder, or anew where there is none.
+    Latest,
+    /// This checkpoint folder.
+    From(PathBuf),
+}
+
+/// Low-rank adapters.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Lora {
+    /// Adapter rank `r`.
+    pub lora_rank: usize,
+    /// Scale is `alpha ÷ r`.
+    pub lora_alpha: f64,
+    /// Regular expression over whole module paths.
+    pub target_modules: String,
+}
+
+/// Which parts of the model are trained; the resampler always is.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Trainable {
+    /// The vision tower.
+    pub tune_vision: bool,
+    /// The language model, embeddings and head included.
+    pub tune_llm: bool,
+    /// Adapters on the language model.
+    pub lora: Option<Lora>,
+}
+
+/// AdamW and its schedule.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct OptimizerConfig {
+    /// Peak learning rate.
+    pub learning_rate: f64,
+    /// Its course.
+    pub scheduler: Scheduler,
+    /// Its warmup.
+    pub warmup: Warmup,
+    /// Decoupled weight decay, on weights that are neither biases nor norms.
+    pub weight_decay: f64,
+    /// Decay of the first moment.
+    pub adam_beta1: f64,
+    /// Decay of the second moment.
+    pub adam_beta2: f64,
+    /// Added to the root of the second moment.
+    pub adam_epsilon: f64,
+    /// Largest global gradient norm; `None` does not clip.
+    pub max_grad_norm: Option<f64>,
+}
+
+/// How samples become batches.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct BatchConfig {
+    /// Samples per rank and micro-batch.
+    pub micro_batch: usize,
+    /// Micro-batches per update.
+    pub accumulation_steps: usize,
+    /// Samples per rank and batch of the evaluation.
+    pub eval_batch: usize,
+    /// Samples are cut to this many tokens.
+    pub model_max_length: usize,
+    /// Most slices of one picture.
+    pub max_slice_nums: usize,
+    /// Whether unusable samples are left out instead of refused.
+    pub skip_bad_samples: bool,
+}
+
+/// A resolved run.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct RunConfig {
+    /// What the ranks do.
+    pub task: Task,
+    /// Model and data.
+    pub source: Source,
+    /// Folder of the run, absolute.
+    pub output: PathBuf,
+    /// Whether `output` was named by the user rather than made up.
+    pub output_is_explicit: bool,
+    /// Where the weights come from.
+    pub init: InitChoice,
+    /// ZeRO stage, 0 to 3.
+    pub zero: u8,
+    /// Tiers of optimizer states and parameters.
+    pub offload: Offload,
+    /// Number of ranks.
+    pub nproc: usize,
+    /// Where they compute.
+    pub device: Device,
+    /// Number format.
+    pub precision: PrecisionChoice,
+    /// Host memory the run may use over all ranks, bytes; `None` is what the machine has.
+    pub host_memory_limit: Option<u64>,
+    /// Device memory of each rank, bytes; `None` is what the device has.
+    pub device_memory_limit: Option<u64>,
+    /// Length of the run.
+    pub length: Length,
+    /// Batches.
+    pub batch: BatchConfig,
+    /// Optimizer.
+    pub optimizer: OptimizerConfig,
+    /// What is trained.
+    pub trainable: Trainable,
+    /// When checkpoints are written.
+    pub save: Cadence,
+    /// How many checkpoints stay; `None` keeps all.
+    pub save_total_limit: Option<usize>,
+    /// When the held-out samples are evaluated.
+    pub eval: Cadence,
+    /// When a log row is written.
+    pub logging: Cadence,
+    /// Further reports.
+    pub report_to: ReportTo,
+    /// Seed of data order, initial weights and stochastic rounding.
+    pub seed: u64,
+    /// Where to continue from.
+    pub resume: Resume,
+}
+
+/// File name of the saved configuration.
+pub const CONFIG_FILE: &str = "config.resolved.json";
+
+impl RunConfig {
+    /// Samples per optimizer update over all ranks.
+    pub const fn global_batch(&self) -> usize {
+        self.batch.micro_batch * self.batch.accumulation_steps * self.nproc
+    }
+
+    /// Number of optimizer updates for `samples` training samples.
+    pub fn total_steps(&self, samples: usize) -> u64 {
+        match self.length {
+            Length::Steps(steps) => steps,
+            Length::Epochs(epochs) => {
+                let exact = epochs * samples as f64 / self.global_batch() as f64;
+                // 3 epochs of 100 samples must not become one step more through rounding.
+                (exact - 1e-9).ceil().max(1.0) as u64
+            }
+        }
+    }
+
+    /// Whether this is the built-in demo.
+    pub const fn is_demo(&self) -> bool {
+        matches!(self.source, Source::Demo { .. })
+    }
+
+    /// The model folder.
+    pub fn model_dir(&self) -> PathBuf {
+        match &self.source {
+            Source::Demo { folder } => folder.join(crate::demo::MODEL_DIR),
+            Source::Files { model, .. } => model.clone(),
+        }
+    }
+
+    /// The file of training samples.
+    pub fn data_file(&self) -> PathBuf {
+        match &self.source {
+            Source::Demo { folder } => folder.join(crate::demo::TRAIN_FILE),
+            Source::Files { data, .. } => data.clone(),
+        }
+    }
+
+    /// The file of held-out samples.
+    pub fn eval_file(&self) -> Option<PathBuf> {
+        match &self.source {
+            Source::Demo { folder } => Some(folder.join(crate::demo::HELD_OUT_FILE)),
+            Source::Files { eval_data, .. } => eval_data.clone(),
+        }
+    }
+
+    /// A name for people: the model folder's, or "demo".
+    pub fn name(&self) -> String {
+        match &self.source {
+            Source::Demo { .. } => "demo".to_string(),
+            Source::Files { model, .. } => model.file_name().map_or_else(
+                || "model".to_string(),
+                |name| name.to_string_lossy().into_owned(),
+            ),
+        }
+    }
+
+    /// Writes the configuration to `path`.
+    ///
+    /// # Errors
+    /// The file cannot be written.
+    pub fn save_to(&self, path: &Path) -> Result<(), Failure> {
+        let text = serde_json::to_string_pretty(self).map_err(|error| {
+            Failure::usage("the configuration cannot be saved", error.to_string())
+        })?;
+        fs::write(path, text + "\n")
+            .map_err(|error| Failure::io(ErrorCode::Disk, "write", path, &error))
+    }
+
+    /// Reads a saved configuration.
+    ///
+    /// # Errors
+    /// The file cannot be read, or names unknown or missing keys (exit 2).
+    pub fn load_from(path: &Path) -> Result<Self, Failure> {
+        let text = fs::read_to_string(path)
+            .map_err(|error| Failure::io(ErrorCode::Usage, "read", path, &error))?;
+        let mut reader = serde_json::Deserializer::from_str(&text);
+        serde_path_to_error::deserialize(&mut reader).map_err(|error| {
+            Failure::usage(
+                format!("{} is not a run configuration", path.display()),
+                error.inner().to_string(),
+            )
+            .evidence(format!("at {}", error.path()))
+        })
+    }
+}

@@ -1,0 +1,906 @@
+//! From arguments to a configuration.
+
+use std::path::{Path, PathBuf};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use super::defaults::{self, DEMO, Defaults, MODEL};
+use super::{
+    BatchConfig, Cadence, Device, Length, Lora, OptimizerConfig, PrecisionChoice, ReportTo, Resume,
+    RunConfig, Source, Strategy, Task, Trainable, Warmup,
+};
+use crate::args::{Args, Note, value_name};
+use crate::exit::Failure;
+use crate::rank_env::Env;
+
+/// A configuration, with what the user should be told about it.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Resolved {
+    /// The configuration.
+    pub config: RunConfig,
+    /// Flags that another flag overrides.
+    pub notes: Vec<Note>,
+}
+
+/// Resolves arguments. Reads no file: whether paths exist is found out when they are opened.
+///
+/// # Errors
+/// A usage failure naming the flags that contradict each other or are out of range (exit 2).
+pub fn resolve(args: &Args, env: &Env) -> Result<Resolved, Failure> {
+    let source = source(args, env)?;
+    let defaults = if matches!(source, Source::Demo { .. }) {
+        &DEMO
+    } else {
+        &MODEL
+    };
+    let mut notes = Vec::new();
+    let nproc = nproc(args, env)?;
+    let (output, output_is_explicit) = output(args, env, &source)?;
+    let config = RunConfig {
+        task: Task::Train,
+        output,
+        output_is_explicit,
+        init: args.init.unwrap_or(defaults.init),
+        zero: args.zero.unwrap_or(defaults::ZERO),
+        offload: args.offload.unwrap_or_default(),
+        nproc,
+        // `auto` means the CPU until there is another device.
+        device: Device::Cpu,
+        precision: precision(args, defaults)?,
+        host_memory_limit: args.host_memory_limit,
+        device_memory_limit: args.device_memory_limit,
+        length: length(args, defaults, &mut notes)?,
+        batch: batch(args, defaults, nproc)?,
+        optimizer: optimizer(args, defaults, &mut notes)?,
+        trainable: trainable(args, &mut notes)?,
+        save: cadence(
+            "save",
+            args.save_strategy,
+            args.save_steps,
+            Cadence::End,
+            &mut notes,
+        )?,
+        save_total_limit: match args.save_total_limit {
+            Some(0) => {
+                return Err(out_of_range(
+                    "--save-total-limit 0",
+                    "at least 1 checkpoint is kept",
+                ));
+            }
+            limit => limit,
+        },
+        eval: eval(args, &source, &mut notes)?,
+        logging: cadence(
+            "logging",
+            args.logging_strategy,
+            args.logging_steps,
+            Cadence::Steps(defaults.logging_steps),
+            &mut notes,
+        )?,
+        report_to: args.report_to.unwrap_or(ReportTo::None),
+        seed: args.seed.unwrap_or(defaults::SEED),
+        resume: resume(args)?,
+        source,
+    };
+    Ok(Resolved { config, notes })
+}
+
+fn source(args: &Args, env: &Env) -> Result<Source, Failure> {
+    let needs = |flag: &str, other: &str, why: &str| {
+        Failure::usage(format!("{flag} needs {other}"), why).next(format!(
+            "add {other}, or leave {flag} out to train the built-in demo"
+        ))
+    };
+    match (&args.model, &args.data) {
+        (Some(model), Some(data)) => Ok(Source::Files {
+            model: absolute(model)?,
+            data: absolute(data)?,
+            eval_data: args.eval_data.as_deref().map(absolute).transpose()?,
+        }),
+        (Some(_), None) => Err(needs(
+            "--model",
+            "--data",
+            "there is nothing to train the model on",
+        )),
+        (None, Some(_)) => Err(needs(
+            "--data",
+            "--model",
+            "the demo brings its own pictures",
+        )),
+        (None, None) if args.eval_data.is_some() => Err(needs(
+            "--eval-data",
+            "--model and --data",
+            "the demo brings its own pictures",
+        )),
+        (None, None) => Ok(Source::Demo {
+            folder: crate::demo::folder_in(&env.cache_dir),
+        }),
+    }
+}
+
+fn nproc(args: &Args, env: &Env) -> Result<usize, Failure> {
+    let started = env.rank.as_ref().map(|rank| rank.world_size);
+    match (args.nproc, started) {
+        (Some(0), _) => Err(out_of_range("--nproc 0", "at least 1 rank is needed")),
+        (Some(asked), Some(world)) if asked != world => Err(Failure::usage(
+            format!("--nproc {asked} and WORLD_SIZE={world} contradict each other"),
+            "the ranks were started by another launcher",
+        )
+        .next("leave --nproc out")),
+        (asked, started) => Ok(started.or(asked).unwrap_or(defaults::NPROC)),
+    }
+}
+
+fn output(args: &Args, env: &Env, source: &Source) -> Result<(PathBuf, bool), Failure> {
+    if let Some(folder) = &args.output {
+        return Ok((absolute(folder)?, true));
+    }
+    // Continuing a checkpoint continues its run.
+    if let Some(folder) = args
+        .resume
+        .as_deref()
+        .filter(|text| !matches!(*text, "auto" | "true" | "false"))
+    {
+        let checkpoint = absolute(Path::new(folder))?;
+        if let Some(run) = checkpoint.parent() {
+            return Ok((run.to_path_buf(), true));
+        }
+    }
+    if env.rank.is_some() {
+        return Err(Failure::usage(
+            "--output is missing",
+            "ranks started by another launcher must agree on a folder",
+        )
+        .next("add --output DIR"));
+    }
+    let name = match source {
+        Source::Demo { .. } => "demo".into(),
+        Source::Files { model, .. } => model
+            .file_name()
+            .map_or_else(|| "model".into(), |name| name.to_string_lossy()),
+    };
+    let folder = Path::new("runs").join(format!("{name}-{}", timestamp(env.now)));
+    Ok((absolute(&folder)?, false))
+}
+
+fn precision(args: &Args, defaults: &Defaults) -> Result<PrecisionChoice, Failure> {
+    let meant = args.bf16.map(|on| {
+        if on {
+            PrecisionChoice::Bf16
+        } else {
+            PrecisionChoice::F32
+        }
+    });
+    match (args.precision, meant) {
+        (Some(asked), Some(meant)) => {
+            // Pure bf16 is a kind of bf16.
+            let is_bf16 = asked != PrecisionChoice::F32;
+            if is_bf16 != (meant == PrecisionChoice::Bf16) {
+                return Err(Failure::usage(
+                    format!(
+                        "--precision {} and --bf16 {} contradict each other",
+                        value_name(asked),
+                        meant == PrecisionChoice::Bf16
+                    ),
+                    "both set the number format",
+                )
+                .next("keep one of them"));
+            }
+            Ok(asked)
+        }
+        (asked, meant) => Ok(asked.or(meant).unwrap_or(defaults.precision)),
+    }
+}
+
+fn length(args: &Args, defaults: &Defaults, notes: &mut Vec<Note>) -> Result<Length, Failure> {
+    if let Some(epochs) = args.num_train_epochs {
+        positive("--num-train-epochs", epochs)?;
+    }
+    let steps = args.max_steps.filter(|steps| *steps >= 0);
+    match (steps, args.num_train_epochs) {
+        (Some(0), _) => Err(out_of_range(
+            "--max-steps 0",
+            "at least 1 step, or -1 to count epochs",
+        )),
+        (Some(steps), epochs) => {
+            if epochs.is_some() {
+                notes.push(note("--num-train-epochs", "--max-steps is given"));
+            }
+            Ok(Length::Steps(steps.unsigned_abs()))
+        }
+        (None, Some(epochs)) => Ok(Length::Epochs(epochs)),
+        (None, None) => Ok(match defaults.max_steps {
+            Some(steps) if args.max_steps.is_none() => Length::Steps(steps),
+            _ => Length::Epochs(defaults.num_train_epochs),
+        }),
+    }
+}
+
+fn batch(args: &Args, defaults: &Defaults, nproc: usize) -> Result<BatchConfig, Failure> {
+    let accumulation_steps = args.gradient_accumulation_steps.unwrap_or(1);
+    // The demo keeps its global batch at any number of ranks.
+    let default_micro = defaults
+        .global_batch
+        .map_or(defaults.micro_batch, |global| {
+            global.div_ceil(nproc * accumulation_steps.max(1)).max(1)
+        });
+    let batch = BatchConfig {
+        micro_batch: args.per_device_train_batch_size.unwrap_or(default_micro),
+        accumulation_steps,
+        eval_batch: args
+            .per_device_eval_batch_size
+            .unwrap_or(defaults.eval_batch),
+        model_max_length: args.model_max_length.unwrap_or(defaults.model_max_length),
+        max_slice_nums: args.max_slice_nums.unwrap_or(defaults::MAX_SLICE_NUMS),
+        skip_bad_samples: args.skip_bad_samples.unwrap_or(false),
+    };
+    for (flag, value) in [
+        ("--per-device-train-batch-size", batch.micro_batch),
+        ("--gradient-accumulation-steps", batch.accumulation_steps),
+        ("--per-device-eval-batch-size", batch.eval_batch),
+        ("--model-max-length", batch.model_max_length),
+        ("--max-slice-nums", batch.max_slice_nums),
+    ] {
+        if value == 0 {
+            return Err(out_of_range(&format!("{flag} 0"), "must be at least 1"));
+        }
+    }
+    Ok(batch)
+}
+
+fn optimizer(
+    args: &Args,
+    defaults: &Defaults,
+    notes: &mut Vec<Note>,
+) -> Result<OptimizerConfig, Failure> {
+    let optimizer = OptimizerConfig {
+        learning_rate: args.learning_rate.unwrap_or(defaults.learning_rate),
+        scheduler: args.lr_scheduler_type.unwrap_or(defaults.scheduler),
+        warmup: warmup(args, defaults, notes),
+        weight_decay: args.weight_decay.unwrap_or(defaults.weight_decay),
+        adam_beta1: args.adam_beta1.unwrap_or(defaults::ADAM_BETA1),
+        adam_beta2: args.adam_beta2.unwrap_or(defaults::ADAM_BETA2),
+        adam_epsilon: args.adam_epsilon.unwrap_or(defaults::ADAM_EPSILON),
+        max_grad_norm: Some(args.max_grad_norm.unwrap_or(defaults::MAX_GRAD_NORM))
+            .filter(|norm| *norm != 0.0),
+    };
+    positive("--learning-rate", optimizer.learning_rate)?;
+    positive("--adam-epsilon", optimizer.adam_epsilon)?;
+    positive("--max-grad-norm", optimizer.max_grad_norm.unwrap_or(1.0))?;
+    within("--weight-decay", optimizer.weight_decay, 0.0, f64::MAX)?;
+    within(
+        "--adam-beta1",
+        optimizer.adam_beta1,
+        0.0,
+        1.0 - f64::EPSILON,
+    )?;
+    within(
+        "--adam-beta2",
+        optimizer.adam_beta2,
+        0.0,
+        1.0 - f64::EPSILON,
+    )?;
+    if let Warmup::Ratio(ratio) = optimizer.warmup {
+        within("--warmup-ratio", ratio, 0.0, 1.0)?;
+    }
+    Ok(optimizer)
+}
+
+/// Hugging Face: steps above zero come before the ratio.
+fn warmup(args: &Args, defaults: &Defaults, notes: &mut Vec<Note>) -> Warmup {
+    match (args.warmup_steps, args.warmup_ratio) {
+        (Some(steps), Some(_)) if steps > 0 => {
+            notes.push(note("--warmup-ratio", "--warmup-steps is given"));
+            Warmup::Steps(steps)
+        }
+        (_, Some(ratio)) => Warmup::Ratio(ratio),
+        (Some(steps), None) => Warmup::Steps(steps),
+        (None, None) => defaults.warmup,
+    }
+}
+
+fn trainable(args: &Args, notes: &mut Vec<Note>) -> Result<Trainable, Failure> {
+    let use_lora = args.use_lora.unwrap_or(false);
+    if use_lora && args.tune_llm == Some(true) {
+        return Err(Failure::usage(
+            "--use-lora and --tune-llm true contradict each other",
+            "adapters stand in for training the language model itself",
+        )
+        .next("--use-lora --tune-llm false, or leave --use-lora out"));
+    }
+    let given = [
+        ("--lora-rank", args.lora_rank.is_some()),
+        ("--lora-alpha", args.lora_alpha.is_some()),
+        ("--lora-target-modules", args.lora_target_modules.is_some()),
+    ];
+    // Asking for a rank is asking for adapters; only an explicit `false` says otherwise.
+    let lora_meant = use_lora || (args.use_lora.is_none() && given.iter().any(|(_, given)| *given));
+    if lora_meant && args.tune_llm == Some(true) {
+        return Err(Failure::usage(
+            "LoRA flags and --tune-llm true contradict each other",
+            "adapters stand in for training the language model itself",
+        )
+        .next("--tune-llm false, or --use-lora false"));
+    }
+    if !lora_meant {
+        notes.extend(
+            given
+                .iter()
+                .filter(|(_, given)| *given)
+                .map(|(flag, _)| note(flag, "--use-lora is false")),
+        );
+    }
+    let lora_rank = args.lora_rank.unwrap_or(defaults::LORA_RANK);
+    let lora_alpha = args.lora_alpha.unwrap_or(defaults::LORA_ALPHA);
+    if lora_rank == 0 {
+        return Err(out_of_range("--lora-rank 0", "must be at least 1"));
+    }
+    positive("--lora-alpha", lora_alpha)?;
+    let lora = lora_meant.then(|| Lora {
+        lora_rank,
+        lora_alpha,
+        target_modules: args
+            .lora_target_modules
+            .clone()
+            .unwrap_or_else(|| defaults::LORA_TARGET_MODULES.to_string()),
+    });
+    Ok(Trainable {
+        tune_vision: args.tune_vision.unwrap_or(true),
+        tune_llm: args.tune_llm.unwrap_or(lora.is_none()),
+        lora,
+    })
+}
+
+fn eval(args: &Args, source: &Source, notes: &mut Vec<Note>) -> Result<Cadence, Failure> {
+    let has_data = !matches!(
+        source,
+        Source::Files {
+            eval_data: None,
+            ..
+        }
+    );
+    let cadence = cadence(
+        "eval",
+        args.eval_strategy,
+        args.eval_steps,
+        Cadence::End,
+        notes,
+    )?;
+    if !has_data
+        && (args.eval_steps.is_some()
+            || matches!(args.eval_strategy, Some(Strategy::Steps | Strategy::Epoch)))
+    {
+        notes.push(note(
+            "--eval-steps/--eval-strategy",
+            "no --eval-data is given",
+        ));
+    }
+    Ok(if has_data { cadence } else { Cadence::Never })
+}
+
+fn cadence(
+    name: &str,
+    strategy: Option<Strategy>,
+    steps: Option<u64>,
+    default: Cadence,
+    notes: &mut Vec<Note>,
+) -> Result<Cadence, Failure> {
+    let flag = format!("--{name}-steps");
+    if steps == Some(0) {
+        return Err(out_of_range(&format!("{flag} 0"), "must be at least 1")
+            .next(format!("--{name}-strategy no")));
+    }
+    if steps.is_some() && matches!(strategy, Some(Strategy::No | Strategy::Epoch)) {
+        notes.push(note(&flag, &format!("--{name}-strategy decides")));
+    }
+    Ok(match (strategy, steps) {
+        (Some(Strategy::No), _) => Cadence::Never,
+        (Some(Strategy::Epoch), _) => Cadence::Epoch,
+        (Some(Strategy::Steps), None) => match default {
+            Cadence::Steps(every) => Cadence::Steps(every),
+            // As Hugging Face: 500 where only the strategy is named.
+            _ => Cadence::Steps(500),
+        },
+        (_, Some(every)) => Cadence::Steps(every),
+        (None, None) => default,
+    })
+}
+
+fn resume(args: &Args) -> Result<Resume, Failure> {
+    match args.resume.as_deref() {
+        None | Some("false") => Ok(Resume::No),
+        Some("auto" | "true") if args.output.is_none() => Err(Failure::usage(
+            "--resume auto needs --output",
+            "it continues from the latest checkpoint of that folder",
+        )
+        .next("add --output DIR, or name the checkpoint: --resume DIR/checkpoint-N")),
+        Some("auto" | "true") => Ok(Resume::Latest),
+        Some(path) => Ok(Resume::From(absolute(Path::new(path))?)),
+    }
+}
+
+fn note(flag: &str, reason: &str) -> Note {
+    Note {
+        flag: flag.to_string(),
+        reason: reason.to_string(),
+    }
+}
+
+fn out_of_range(what: &str, why: &str) -> Failure {
+    Failure::usage(format!("{what} is out of range"), why)
+}
+
+fn positive(flag: &str, value: f64) -> Result<(), Failure> {
+    if value.is_finite() && value > 0.0 {
+        return Ok(());
+    }
+    Err(out_of_range(
+        &format!("{flag} {value}"),
+        "must be a number above 0",
+    ))
+}
+
+fn within(flag: &str, value: f64, low: f64, high: f64) -> Result<(), Failure> {
+    if (low..=high).contains(&value) {
+        return Ok(());
+    }
+    let range = if high == f64::MAX {
+        format!("at least {low}")
+    } else {
+        format!("in {low}..1")
+    };
+    Err(out_of_range(
+        &format!("{flag} {value}"),
+        &format!("must be {range}"),
+    ))
+}
+
+fn absolute(path: &Path) -> Result<PathBuf, Failure> {
+    std::path::absolute(path).map_err(|error| {
+        Failure::usage(format!("bad path '{}'", path.display()), error.to_string())
+    })
+}
+
+/// `YYYYmmdd-HHMMSS` in UTC.
+fn timestamp(now: SystemTime) -> String {
+    let seconds = now
+        .duration_since(UNIX_EPOCH)
+        .map_or(0, |since| since.as_secs());
+    let (year, month, day) = civil_from_days(seconds / 86_400);
+    let (hour, minute, second) = (seconds / 3600 % 24, seconds / 60 % 60, seconds % 60);
+    format!("{year:04}{month:02}{day:02}-{hour:02}{minute:02}{second:02}")
+}
+
+/// Gregorian date of a day since 1970-01-01, counting years from March so that the leap day is last.
+fn civil_from_days(days: u64) -> (u64, u64, u64) {
+    let shifted = days + 719_468;
+    let era = shifted / 146_097;
+    let day_of_era = shifted % 146_097;
+    let year_of_era =
+        (day_of_era - day_of_era / 1460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
+    let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
+    let month_from_march = (5 * day_of_year + 2) / 153;
+    let day = day_of_year - (153 * month_from_march + 2) / 5 + 1;
+    let month = if month_from_march < 10 {
+        month_from_march + 3
+    } else {
+        month_from_march - 9
+    };
+    (400 * era + year_of_era + u64::from(month <= 2), month, day)
+}
+
+impl RunConfig {
+    /// The configuration as a full command line: (flag, value), every flag that has a value.
+    /// Resolving it gives this configuration again.
+    pub fn to_flags(&self) -> Vec<(&'static str, String)> {
+        let mut flags: Vec<(&'static str, String)> = Vec::new();
+        if let Source::Files {
+            model,
+            data,
+            eval_data,
+        } = &self.source
+        {
+            flags.push(("model", model.display().to_string()));
+            flags.push(("data", data.display().to_string()));
+            flags.extend(
+                eval_data
+                    .iter()
+                    .map(|file| ("eval-data", file.display().to_string())),
+            );
+        }
+        flags.push(("output", self.output.display().to_string()));
+        flags.push(("init", value_name(self.init)));
+        flags.push(("zero", self.zero.to_string()));
+        flags.push(("offload", self.offload.to_string()));
+        flags.push(("nproc", self.nproc.to_string()));
+        flags.push(("device", "cpu".to_string()));
+        flags.push(("precision", value_name(self.precision)));
+        flags.extend(
+            self.host_memory_limit
+                .map(|bytes| ("host-memory-limit", bytes.to_string())),
+        );
+        flags.extend(
+            self.device_memory_limit
+                .map(|bytes| ("device-memory-limit", bytes.to_string())),
+        );
+        match self.length {
+            Length::Steps(steps) => flags.push(("max-steps", steps.to_string())),
+            Length::Epochs(epochs) => flags.push(("num-train-epochs", epochs.to_string())),
+        }
+        self.push_training_flags(&mut flags);
+        self.push_report_flags(&mut flags);
+        flags
+    }
+
+    fn push_training_flags(&self, flags: &mut Vec<(&'static str, String)>) {
+        let (batch, optimizer) = (&self.batch, &self.optimizer);
+        flags.push(("per-device-train-batch-size", batch.micro_batch.to_string()));
+        flags.push(("per-device-eval-batch-size", batch.eval_batch.to_string()));
+        flags.push((
+            "gradient-accumulation-steps",
+            batch.accumulation_steps.to_string(),
+        ));
+        flags.push(("model-max-length", batch.model_max_length.to_string()));
+        flags.push(("max-slice-nums", batch.max_slice_nums.to_string()));
+        flags.push(("skip-bad-samples", batch.skip_bad_samples.to_string()));
+        flags.push(("learning-rate", format!("{:e}", optimizer.learning_rate)));
+        flags.push(("lr-scheduler-type", value_name(optimizer.scheduler)));
+        match optimizer.warmup {
+            Warmup::Steps(steps) => flags.push(("warmup-steps", steps.to_string())),
+            Warmup::Ratio(ratio) => flags.push(("warmup-ratio", ratio.to_string())),
+        }
+        flags.push(("weight-decay", optimizer.weight_decay.to_string()));
+        flags.push(("adam-beta1", optimizer.adam_beta1.to_string()));
+        flags.push(("adam-beta2", optimizer.adam_beta2.to_string()));
+        flags.push(("adam-epsilon", format!("{:e}", optimizer.adam_epsilon)));
+        flags.push((
+            "max-grad-norm",
+            optimizer.max_grad_norm.unwrap_or(0.0).to_string(),
+        ));
+        flags.push(("seed", self.seed.to_string()));
+        flags.push(("use-lora", self.trainable.lora.is_some().to_string()));
+        if let Some(lora) = &self.trainable.lora {
+            flags.push(("lora-rank", lora.lora_rank.to_string()));
+            flags.push(("lora-alpha", lora.lora_alpha.to_string()));
+            flags.push(("lora-target-modules", lora.target_modules.clone()));
+        }
+        flags.push(("tune-vision", self.trainable.tune_vision.to_string()));
+        flags.push(("tune-llm", self.trainable.tune_llm.to_string()));
+    }
+
+    fn push_report_flags(&self, flags: &mut Vec<(&'static str, String)>) {
+        for (strategy, steps, cadence) in [
+            ("save-strategy", "save-steps", self.save),
+            ("eval-strategy", "eval-steps", self.eval),
+            ("logging-strategy", "logging-steps", self.logging),
+        ] {
+            match cadence {
+                Cadence::Never => flags.push((strategy, "no".to_string())),
+                Cadence::Epoch => flags.push((strategy, "epoch".to_string())),
+                Cadence::Steps(every) => flags.push((steps, every.to_string())),
+                // The default of saving and evaluating.
+                Cadence::End => {}
+            }
+        }
+        flags.extend(
+            self.save_total_limit
+                .map(|limit| ("save-total-limit", limit.to_string())),
+        );
+        flags.push(("report-to", value_name(self.report_to)));
+        match &self.resume {
+            Resume::No => {}
+            Resume::Latest => flags.push(("resume", "auto".to_string())),
+            Resume::From(path) => flags.push(("resume", path.display().to_string())),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::args::{Command, parse};
+    use crate::config::{CONFIG_FILE, InitChoice, Offload, Scheduler, Tier};
+    use proptest::prelude::*;
+    use std::time::Duration;
+
+    fn env() -> Env {
+        Env::from_lookup(&|name| (name == "HOME").then(|| "/home/u".into())).expect("reads")
+    }
+
+    fn try_config(line: &str) -> Result<Resolved, Failure> {
+        let argv: Vec<String> = line.split_whitespace().map(str::to_string).collect();
+        let Command::Train { args, .. } = parse(&argv)? else {
+            panic!("train")
+        };
+        resolve(&args, &env())
+    }
+
+    fn config(line: &str) -> RunConfig {
+        try_config(line).expect("resolves").config
+    }
+
+    fn refused(line: &str) -> Failure {
+        let failure = try_config(line).expect_err(line);
+        assert_eq!(failure.code.status(), 2, "{line}");
+        failure
+    }
+
+    #[test]
+    fn defaults_of_a_model_are_those_of_its_scripts() {
+        let config = config("--model m --data d.json");
+        assert_eq!((config.zero, config.nproc, config.seed), (3, 2, 42));
+        assert_eq!(config.precision, PrecisionChoice::Bf16);
+        assert_eq!(config.init, InitChoice::Checkpoint);
+        assert_eq!(config.length, Length::Epochs(3.0));
+        assert_eq!(config.optimizer.learning_rate, 1e-6);
+        assert_eq!(config.optimizer.scheduler, Scheduler::Cosine);
+        assert_eq!(config.optimizer.warmup, Warmup::Ratio(0.01));
+        assert_eq!(
+            (config.optimizer.weight_decay, config.optimizer.adam_beta2),
+            (0.1, 0.95)
+        );
+        assert_eq!(config.optimizer.max_grad_norm, Some(1.0));
+        assert_eq!(
+            (config.batch.model_max_length, config.batch.max_slice_nums),
+            (2048, 9)
+        );
+        assert!(config.trainable.tune_llm && config.trainable.tune_vision);
+        assert!(config.trainable.lora.is_none() && config.offload.is_none());
+        assert_eq!(config.eval, Cadence::Never);
+        assert!(config.output.is_absolute() && !config.output_is_explicit);
+    }
+
+    #[test]
+    fn the_demo_has_its_own_defaults_and_keeps_its_global_batch() {
+        let demo = config("--zero 3 --offload cpu");
+        assert!(demo.is_demo());
+        assert_eq!(demo.precision, PrecisionChoice::F32);
+        assert_eq!(
+            demo.offload,
+            Offload {
+                optimizer: Tier::Cpu,
+                param: Tier::Cpu
+            }
+        );
+        assert_eq!((demo.nproc, demo.global_batch()), (2, 32));
+        assert_eq!(config("--nproc 1").global_batch(), 32);
+        assert_eq!(
+            config("--nproc 4 --gradient-accumulation-steps 2")
+                .batch
+                .micro_batch,
+            4
+        );
+        assert_eq!(demo.eval, Cadence::End);
+    }
+
+    #[test]
+    fn adapters_freeze_the_language_model() {
+        let config = config("--model m --data d --use-lora true --lora_r 8");
+        assert!(!config.trainable.tune_llm && config.trainable.tune_vision);
+        let lora = config.trainable.lora.expect("adapters");
+        assert_eq!((lora.lora_rank, lora.lora_alpha), (8, 64.0));
+        let implied = try_config("--model m --data d --lora-rank 8").expect("resolves");
+        assert!(implied.config.trainable.lora.is_some());
+        let off =
+            try_config("--model m --data d --lora-rank 8 --use-lora false").expect("resolves");
+        assert!(off.config.trainable.lora.is_none());
+        assert_eq!(off.notes[0].flag, "--lora-rank");
+    }
+
+    #[test]
+    fn contradictions_name_both_flags() {
+        for (line, first, second) in [
+            (
+                "--bf16 true --precision f32",
+                "--bf16 true",
+                "--precision f32",
+            ),
+            (
+                "--bf16 false --precision pure-bf16",
+                "--bf16 false",
+                "--precision pure-bf16",
+            ),
+            (
+                "--model m --data d --use-lora --tune-llm true",
+                "--use-lora",
+                "--tune-llm true",
+            ),
+            ("--model m", "--model", "--data"),
+            ("--data d", "--data", "--model"),
+            ("--eval-data d", "--eval-data", "--model"),
+            ("--resume auto", "--resume auto", "--output"),
+        ] {
+            let title = refused(line).title;
+            assert!(
+                title.contains(first) && title.contains(second),
+                "{line}: {title}"
+            );
+        }
+    }
+
+    #[test]
+    fn values_out_of_range_are_refused() {
+        for line in [
+            "--nproc 0",
+            "--max-steps 0",
+            "--num-train-epochs 0",
+            "--num-train-epochs nan",
+            "--per-device-train-batch-size 0",
+            "--gradient-accumulation-steps 0",
+            "--learning-rate 0",
+            "--learning-rate -1",
+            "--learning-rate inf",
+            "--adam-beta1 1",
+            "--adam-beta2 -0.1",
+            "--warmup-ratio 1.5",
+            "--weight-decay -1",
+            "--max-grad-norm -1",
+            "--save-steps 0",
+            "--save-total-limit 0",
+            "--lora-rank 0",
+            "--model-max-length 0",
+        ] {
+            refused(line);
+        }
+    }
+
+    #[test]
+    fn bf16_stands_for_a_precision() {
+        assert_eq!(config("--bf16 true").precision, PrecisionChoice::Bf16);
+        assert_eq!(config("--bf16 false").precision, PrecisionChoice::F32);
+        assert_eq!(
+            config("--bf16 --precision pure-bf16").precision,
+            PrecisionChoice::PureBf16
+        );
+    }
+
+    #[test]
+    fn length_and_warmup_follow_hugging_face() {
+        assert_eq!(
+            config("--max-steps -1 --num-train-epochs 2").length,
+            Length::Epochs(2.0)
+        );
+        let both = try_config("--max-steps 5 --num-train-epochs 2").expect("resolves");
+        assert_eq!(
+            (both.config.length, both.notes.len()),
+            (Length::Steps(5), 1)
+        );
+        let warmup = |line| config(line).optimizer.warmup;
+        assert_eq!(
+            warmup("--warmup-steps 0 --warmup-ratio 0.1"),
+            Warmup::Ratio(0.1)
+        );
+        assert_eq!(
+            warmup("--warmup-steps 7 --warmup-ratio 0.1"),
+            Warmup::Steps(7)
+        );
+        assert_eq!(Warmup::Ratio(0.01).steps(150), 2);
+        let epochs = config("--num-train-epochs 3 --per-device-train-batch-size 5");
+        assert_eq!(epochs.total_steps(100), 30);
+        assert_eq!(epochs.total_steps(101), 31);
+        assert_eq!(epochs.total_steps(1), 1);
+    }
+
+    #[test]
+    fn strategies_decide_cadences() {
+        let of = |line: &str| config(line).save;
+        assert_eq!(of(""), Cadence::End);
+        assert_eq!(of("--save_strategy no --save_steps 5"), Cadence::Never);
+        assert_eq!(of("--save_strategy epoch"), Cadence::Epoch);
+        assert_eq!(
+            of("--save_strategy steps --save_steps 5"),
+            Cadence::Steps(5)
+        );
+        assert_eq!(of("--save_steps 5"), Cadence::Steps(5));
+        assert_eq!(
+            config("--evaluation_strategy steps").eval,
+            Cadence::Steps(500)
+        );
+        assert_eq!(
+            config("--model m --data d --eval_steps 5").eval,
+            Cadence::Never
+        );
+    }
+
+    #[test]
+    fn resuming_a_checkpoint_continues_its_run() {
+        let config = config("--resume /runs/a/checkpoint-40");
+        assert_eq!(config.output, PathBuf::from("/runs/a"));
+        assert_eq!(config.resume, Resume::From("/runs/a/checkpoint-40".into()));
+    }
+
+    #[test]
+    fn run_folders_are_named_by_model_and_time() {
+        assert_eq!(
+            timestamp(UNIX_EPOCH + Duration::from_secs(951_827_696)),
+            "20000229-123456"
+        );
+        assert_eq!(
+            timestamp(UNIX_EPOCH + Duration::from_secs(1_767_225_599)),
+            "20251231-235959"
+        );
+        let path = config("--model a/MyModel --data d").output;
+        assert!(path.to_string_lossy().contains("runs/MyModel-"));
+    }
+
+    #[test]
+    fn a_foreign_launcher_fixes_the_world() {
+        let vars = |name: &str| {
+            let value = match name {
+                "RANK" | "LOCAL_RANK" => "1",
+                "WORLD_SIZE" => "3",
+                _ => return None,
+            };
+            Some(value.into())
+        };
+        let env = Env::from_lookup(&vars).expect("reads");
+        let args = Args {
+            output: Some("o".into()),
+            ..Args::default()
+        };
+        assert_eq!(resolve(&args, &env).expect("resolves").config.nproc, 3);
+        let args = Args {
+            nproc: Some(2),
+            ..args
+        };
+        assert!(resolve(&args, &env).is_err());
+        assert!(
+            resolve(&Args::default(), &env).is_err(),
+            "the output folder must be named"
+        );
+    }
+
+    fn again(config: &RunConfig) -> RunConfig {
+        let argv: Vec<String> = config
+            .to_flags()
+            .into_iter()
+            .map(|(flag, value)| format!("--{flag}={value}"))
+            .collect();
+        let Command::Train { args, .. } = parse(&argv).expect("parses") else {
+            panic!("train")
+        };
+        let mut resolved = resolve(&args, &env()).expect("resolves").config;
+        resolved.output_is_explicit = config.output_is_explicit;
+        resolved
+    }
+
+    proptest! {
+        #[test]
+        fn a_saved_configuration_resolves_to_itself(
+            lr in 1e-9f64..1.0,
+            epochs in prop::option::of(0.01f64..100.0),
+            nproc in 1usize..9,
+            which in 0usize..6,
+        ) {
+            let mut line = format!("--learning-rate {lr} --nproc {nproc} ");
+            line += [
+                "",
+                "--model m --data d.json --use-lora --save-steps 7 --resume /r/checkpoint-3",
+                "--model m --data d --eval-data e --eval-strategy epoch --host-memory-limit 64G",
+                "--max-grad-norm 0 --save-strategy no --warmup-ratio 0.3 --report-to tensorboard",
+                "--model m --data d --tune-vision false --offload optimizer=cpu --zero 1",
+                "--output o --resume auto --logging-strategy epoch --precision pure-bf16",
+            ][which];
+            if let Some(epochs) = epochs {
+                line += &format!(" --num-train-epochs {epochs}");
+            }
+            let config = config(&line);
+            prop_assert_eq!(&again(&config), &config);
+            let folder = tempfile::tempdir().expect("temp dir");
+            let path = folder.path().join(CONFIG_FILE);
+            config.save_to(&path).expect("saved");
+            prop_assert_eq!(RunConfig::load_from(&path).expect("loaded"), config);
+        }
+    }
+
+    #[test]
+    fn a_damaged_configuration_names_the_place() {
+        let folder = tempfile::tempdir().expect("temp dir");
+        let path = folder.path().join(CONFIG_FILE);
+        let text = serde_json::to_string(&config("")).expect("serialises");
+        std::fs::write(&path, text.replace("\"micro_batch\":", "\"micro_bach\":"))
+            .expect("written");
+        let failure = RunConfig::load_from(&path).expect_err("refused");
+        assert_eq!(failure.code.status(), 2);
+        assert!(failure.evidence[0].contains("batch"), "{failure}");
+    }
+}

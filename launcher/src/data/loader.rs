@@ -1,0 +1,263 @@
+//! Threads that prepare batches ahead, delivered in order.
+//!
+//! Worker `w` of `n` prepares batches `w`, `w + n`, `w + 2n`, … into its own bounded channel, and
+//! the consumer takes from the channels in turn: order needs no sorting, and at most
+//! `ahead + threads` batches exist at any time.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use crossbeam::channel::{Receiver, bounded};
+
+/// How far and how wide a loader works.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LoaderOptions {
+    /// Worker threads, at least 1.
+    pub threads: usize,
+    /// Batches ready in advance, at least 1 per thread.
+    pub ahead: usize,
+}
+
+impl LoaderOptions {
+    /// One thread less than the rank's share of the cores, at most four: pictures are decoded
+    /// while the rank computes.
+    pub fn for_node(cores: usize, local_world_size: usize) -> Self {
+        let threads = (cores / local_world_size.max(1))
+            .saturating_sub(1)
+            .clamp(1, 4);
+        Self {
+            threads,
+            ahead: 2 * threads,
+        }
+    }
+}
+
+/// A prepared batch and the place it belongs to.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Prepared<T> {
+    /// Step, counted from 0.
+    pub step: u64,
+    /// Micro-batch of the step, counted from 0.
+    pub micro_step: u64,
+    /// What was prepared.
+    pub batch: T,
+}
+
+/// An iterator over prepared batches of a range of steps. After an error it ends.
+#[derive(Debug)]
+pub struct Loader<T, E> {
+    channels: Vec<Receiver<Result<T, E>>>,
+    workers: Vec<JoinHandle<()>>,
+    next: u64,
+    end: u64,
+    first_step: u64,
+    micro_steps: u64,
+    waited: Duration,
+}
+
+impl<T: Send + 'static, E: Send + 'static> Loader<T, E> {
+    /// Starts workers that call `prepare(step, micro_step)` for every micro-batch of `steps`.
+    ///
+    /// # Panics
+    /// `micro_steps` is zero.
+    pub fn new(
+        options: LoaderOptions,
+        steps: Range<u64>,
+        micro_steps: u64,
+        prepare: impl Fn(u64, u64) -> Result<T, E> + Send + Sync + 'static,
+    ) -> Self {
+        assert!(micro_steps > 0, "a step has at least one micro-batch");
+        let prepare = Arc::new(prepare);
+        let threads = options.threads.max(1);
+        let (first_step, end) = (
+            steps.start,
+            steps.end.saturating_sub(steps.start) * micro_steps,
+        );
+        let mut channels = Vec::with_capacity(threads);
+        let mut workers = Vec::with_capacity(threads);
+        for worker in 0..threads {
+            let (sender, receiver) = bounded(options.ahead.div_ceil(threads).max(1));
+            let prepare = Arc::clone(&prepare);
+            channels.push(receiver);
+            workers.push(std::thread::spawn(move || {
+                for item in (worker as u64..end).step_by(threads) {
+                    let batch = prepare(first_step + item / micro_steps, item % micro_steps);
+                    let failed = batch.is_err();
+                    // A dropped loader wants no more; after an error nobody does.
+                    if sender.send(batch).is_err() || failed {
+                        break;
+                    }
+                }
+            }));
+        }
+        Self {
+            channels,
+            workers,
+            next: 0,
+            end,
+            first_step,
+            micro_steps,
+            waited: Duration::ZERO,
+        }
+    }
+
+    /// Time the consumer has spent waiting for batches so far.
+    pub const fn waited(&self) -> Duration {
+        self.waited
+    }
+}
+
+impl<T: Send + 'static, E: Send + 'static> Iterator for Loader<T, E> {
+    type Item = Result<Prepared<T>, E>;
+
+    /// The next batch in order.
+    ///
+    /// # Panics
+    /// The closure panicked in a worker; its panic goes on here.
+    fn next(&mut self) -> Option<Self::Item> {
+        if self.next >= self.end {
+            return None;
+        }
+        let worker = (self.next % self.channels.len() as u64) as usize;
+        let started = Instant::now();
+        let received = self.channels[worker].recv();
+        self.waited += started.elapsed();
+        let Ok(batch) = received else {
+            // A worker leaves its channel early only by panicking.
+            let worker = self.workers.swap_remove(worker);
+            self.next = self.end;
+            match worker.join() {
+                Err(panic) => std::panic::resume_unwind(panic),
+                Ok(()) => return None,
+            }
+        };
+        let (step, micro_step) = (
+            self.first_step + self.next / self.micro_steps,
+            self.next % self.micro_steps,
+        );
+        self.next = if batch.is_ok() {
+            self.next + 1
+        } else {
+            self.end
+        };
+        Some(batch.map(|batch| Prepared {
+            step,
+            micro_step,
+            batch,
+        }))
+    }
+}
+
+impl<T, E> Drop for Loader<T, E> {
+    fn drop(&mut self) {
+        // Workers blocked on a full channel wake up and end.
+        self.channels.clear();
+        for worker in self.workers.drain(..) {
+            // A panic nobody asked for ends with the thread.
+            drop(worker.join());
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    fn options(threads: usize, ahead: usize) -> LoaderOptions {
+        LoaderOptions { threads, ahead }
+    }
+
+    #[test]
+    fn batches_come_in_order_from_any_number_of_threads() {
+        for threads in 1..5 {
+            let loader = Loader::new(options(threads, 3), 5..12, 3, |step, micro| {
+                Ok::<_, ()>((step, micro))
+            });
+            let places: Vec<_> = loader
+                .map(|item| {
+                    let item = item.expect("prepared");
+                    assert_eq!(item.batch, (item.step, item.micro_step));
+                    item.batch
+                })
+                .collect();
+            let expected: Vec<_> = (5..12)
+                .flat_map(|step| (0..3).map(move |micro| (step, micro)))
+                .collect();
+            assert_eq!(places, expected);
+        }
+    }
+
+    #[test]
+    fn an_error_comes_at_its_place_and_ends_the_stream() {
+        let mut loader = Loader::new(options(3, 6), 0..100, 1, |step, _| {
+            if step == 4 {
+                Err("bad picture")
+            } else {
+                Ok(step)
+            }
+        });
+        for expected in 0..4 {
+            assert_eq!(
+                loader.next().expect("one more").expect("good").batch,
+                expected
+            );
+        }
+        assert_eq!(loader.next(), Some(Err("bad picture")));
+        assert_eq!(loader.next(), None);
+    }
+
+    #[test]
+    fn work_ahead_is_bounded() {
+        let prepared = Arc::new(AtomicUsize::new(0));
+        let count = Arc::clone(&prepared);
+        let (started, starts) = crossbeam::channel::unbounded();
+        let mut loader = Loader::new(options(2, 4), 0..1000, 1, move |step, _| {
+            count.fetch_add(1, Ordering::SeqCst);
+            started.send(()).expect("test is listening");
+            Ok::<_, ()>(step)
+        });
+        // Four finished, and one in the hands of each worker that cannot be delivered.
+        for _ in 0..6 {
+            starts.recv().expect("started");
+        }
+        assert_eq!(prepared.load(Ordering::SeqCst), 6);
+        assert!(loader.next().is_some());
+        starts.recv().expect("room for one more");
+        assert_eq!(prepared.load(Ordering::SeqCst), 7);
+    }
+
+    #[test]
+    fn dropping_early_ends_the_threads() {
+        let alive = Arc::new(());
+        let held = Arc::clone(&alive);
+        let mut loader = Loader::new(options(3, 3), 0..1_000_000, 1, move |step, _| {
+            let _held = &held;
+            Ok::<_, ()>(step)
+        });
+        assert!(loader.next().is_some());
+        drop(loader);
+        assert_eq!(Arc::strong_count(&alive), 1);
+    }
+
+    #[test]
+    #[should_panic(expected = "decoder bug")]
+    fn a_panic_of_a_worker_reaches_the_consumer() {
+        let loader = Loader::new(options(2, 2), 0..10, 1, |step, _| {
+            assert!(step != 3, "decoder bug");
+            Ok::<_, ()>(step)
+        });
+        for item in loader {
+            drop(item);
+        }
+    }
+
+    #[test]
+    fn threads_leave_a_core_to_the_rank() {
+        assert_eq!(LoaderOptions::for_node(2, 2).threads, 1);
+        assert_eq!(LoaderOptions::for_node(16, 2).threads, 4);
+        assert_eq!(LoaderOptions::for_node(8, 2).threads, 3);
+    }
+}

@@ -1,0 +1,225 @@
+//! Data order: a pure function of seed, epoch, step and rank.
+//!
+//! The samples of all epochs form one endless stream, each epoch in its own random order. Step `s`
+//! takes the next `global batch` entries, and ranks take consecutive parts of it, so that the same
+//! samples are seen in the same steps at any world size with the same global batch. No sample
+//! comes back before all others were seen; with fewer samples than one step takes, the stream
+//! runs on into the next epoch within the step. Resuming needs the step number only.
+
+/// Rounds of the permutation network; each mixes one half into the other.
+const ROUNDS: u64 = 6;
+
+/// Maps steps to samples.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Sampler {
+    samples: u64,
+    world_size: u64,
+    micro_batch: u64,
+    accumulation_steps: u64,
+    seed: u64,
+}
+
+/// Sizes of a [`Sampler`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SamplerSizes {
+    /// Number of samples.
+    pub samples: usize,
+    /// Number of ranks.
+    pub world_size: usize,
+    /// Samples per rank and micro-batch.
+    pub micro_batch: usize,
+    /// Micro-batches per step.
+    pub accumulation_steps: usize,
+}
+
+impl Sampler {
+    /// A sampler of `samples` samples for a run of `world_size` ranks that take `micro_batch`
+    /// samples each, `accumulation_steps` times per step.
+    ///
+    /// # Panics
+    /// A size is zero.
+    pub fn new(sizes: SamplerSizes, seed: u64) -> Self {
+        let SamplerSizes {
+            samples,
+            world_size,
+            micro_batch,
+            accumulation_steps,
+        } = sizes;
+        assert!(
+            samples > 0 && world_size > 0 && micro_batch > 0 && accumulation_steps > 0,
+            "every size of a sampler is at least 1, got {sizes:?}"
+        );
+        Self {
+            samples: samples as u64,
+            world_size: world_size as u64,
+            micro_batch: micro_batch as u64,
+            accumulation_steps: accumulation_steps as u64,
+            seed,
+        }
+    }
+
+    /// Sample indices of one micro-batch of one rank; `step` counts from 0.
+    pub fn indices(&self, step: u64, micro_step: u64, rank: usize) -> Vec<usize> {
+        let start = ((step * self.accumulation_steps + micro_step) * self.world_size + rank as u64)
+            * self.micro_batch;
+        (start..start + self.micro_batch)
+            .map(|position| self.at(position))
+            .collect()
+    }
+
+    /// Samples of one step over all ranks.
+    pub const fn global_batch(&self) -> u64 {
+        self.micro_batch * self.accumulation_steps * self.world_size
+    }
+
+    /// The global batch, where it is larger than the data so that samples repeat within a step.
+    pub fn wraps_around(&self) -> Option<usize> {
+        let batch = self.global_batch();
+        (batch > self.samples).then_some(batch as usize)
+    }
+
+    /// Epochs completed after `steps` steps, as a fraction.
+    pub fn epochs_after(&self, steps: u64) -> f64 {
+        (steps * self.global_batch()) as f64 / self.samples as f64
+    }
+
+    /// Whether step number `steps` (counted from 1) completed an epoch.
+    pub fn epoch_ended(&self, steps: u64) -> bool {
+        if steps == 0 {
+            return false;
+        }
+        let epoch = |steps: u64| steps * self.global_batch() / self.samples;
+        epoch(steps) > epoch(steps - 1)
+    }
+
+    fn at(&self, position: u64) -> usize {
+        let epoch = position / self.samples;
+        let key = mix(self.seed ^ mix(epoch.wrapping_add(0x9e37_79b9_7f4a_7c15)));
+        permute(position % self.samples, self.samples, key) as usize
+    }
+}
+
+/// Image of `index` under a random permutation of `0..size` chosen by `key`.
+///
+/// A Feistel network permutes the smallest square power of two that holds `size`; values outside
+/// are sent through again until they fall inside, which keeps it a permutation.
+fn permute(index: u64, size: u64, key: u64) -> u64 {
+    let bits = (64 - (size - 1).leading_zeros()).max(2).div_ceil(2);
+    let mask = (1u64 << bits) - 1;
+    let mut value = index;
+    loop {
+        let (mut left, mut right) = (value >> bits, value & mask);
+        for round in 0..ROUNDS {
+            let mixed = mix(right ^ key.wrapping_add(round.wrapping_mul(0x9e37_79b9_7f4a_7c15)));
+            (left, right) = (right, left ^ (mixed & mask));
+        }
+        value = left << bits | right;
+        if value < size {
+            return value;
+        }
+    }
+}
+
+/// Finaliser of splitmix64: every input bit reaches every output bit.
+const fn mix(value: u64) -> u64 {
+    let value = (value ^ (value >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let value = (value ^ (value >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    value ^ (value >> 31)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn sampler(
+        samples: usize,
+        world_size: usize,
+        micro_batch: usize,
+        accumulation_steps: usize,
+    ) -> Sampler {
+        Sampler::new(
+            SamplerSizes {
+                samples,
+                world_size,
+                micro_batch,
+                accumulation_steps,
+            },
+            42,
+        )
+    }
+
+    fn stream(sampler: &Sampler, steps: u64) -> Vec<usize> {
+        let mut all = Vec::new();
+        for step in 0..steps {
+            for micro in 0..sampler.accumulation_steps {
+                for rank in 0..sampler.world_size as usize {
+                    all.extend(sampler.indices(step, micro, rank));
+                }
+            }
+        }
+        all
+    }
+
+    proptest! {
+        #[test]
+        fn every_epoch_sees_every_sample_once(samples in 1usize..300, world in 1usize..5, micro in 1usize..5, accumulation in 1usize..4) {
+            let sampler = sampler(samples, world, micro, accumulation);
+            let steps = (2 * samples as u64).div_ceil(sampler.global_batch());
+            let stream = stream(&sampler, steps);
+            for epoch in stream.chunks_exact(samples).take(2) {
+                let mut seen = epoch.to_vec();
+                seen.sort_unstable();
+                prop_assert_eq!(seen, (0..samples).collect::<Vec<_>>());
+            }
+        }
+
+        #[test]
+        fn the_order_depends_on_the_global_batch_only(samples in 1usize..200, step in 0u64..1000) {
+            let of = |world, micro, accumulation| {
+                let sampler = sampler(samples, world, micro, accumulation);
+                let mut all = Vec::new();
+                for micro_step in 0..accumulation as u64 {
+                    for rank in 0..world {
+                        all.extend(sampler.indices(step, micro_step, rank));
+                    }
+                }
+                all
+            };
+            prop_assert_eq!(of(1, 12, 1), of(3, 2, 2));
+            prop_assert_eq!(of(1, 12, 1), of(2, 6, 1));
+        }
+    }
+
+    #[test]
+    fn epochs_and_seeds_have_different_orders() {
+        let a = sampler(100, 1, 100, 1);
+        let b = Sampler { seed: 43, ..a };
+        assert_ne!(a.indices(0, 0, 0), a.indices(1, 0, 0));
+        assert_ne!(a.indices(0, 0, 0), b.indices(0, 0, 0));
+        assert_ne!(a.indices(0, 0, 0), (0..100).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn first_places_are_spread_evenly() {
+        let mut counts = [0u32; 7];
+        for seed in 0..7000 {
+            counts[permute(0, 7, mix(seed)) as usize] += 1;
+        }
+        // Standard deviation of each count is 29.
+        assert!(
+            counts.iter().all(|&count| (880..1120).contains(&count)),
+            "{counts:?}"
+        );
+    }
+
+    #[test]
+    fn epochs_are_counted_in_steps() {
+        let sampler = sampler(10, 2, 2, 1);
+        let ends: Vec<u64> = (0..=8).filter(|&step| sampler.epoch_ended(step)).collect();
+        assert_eq!(ends, [3, 5, 8]);
+        assert_eq!(sampler.epochs_after(5), 2.0);
+        assert_eq!(sampler.wraps_around(), None);
+        assert_eq!(super::tests::sampler(3, 2, 2, 1).wraps_around(), Some(4));
+    }
+}

@@ -1,0 +1,74 @@
+//! The built-in demo: a tiny MiniCPM-V-shaped model, pictures of coloured shapes, one question.
+//!
+//! The answer, one of eight colours, can only be read from the picture. Everything is drawn from
+//! a fixed seed: training pictures into a cache folder at first use; the held-out pictures lie in
+//! the repository and are part of the executable.
+
+mod cache;
+mod dataset;
+mod held_out;
+mod model_files;
+mod picture;
+mod png;
+mod rng;
+mod tokenizer;
+
+use std::path::{Path, PathBuf};
+
+use crate::config::{RunConfig, Source};
+use crate::exit::Failure;
+use crate::rank_env::Env;
+use crate::ui::Event;
+
+pub use dataset::{HELD_OUT_SAMPLES, TRAIN_SAMPLES};
+
+/// Folder of the model inside the demo's folder.
+pub const MODEL_DIR: &str = "model";
+/// Training samples inside the demo's folder.
+pub const TRAIN_FILE: &str = "train.json";
+/// Held-out samples inside the demo's folder.
+pub const HELD_OUT_FILE: &str = "heldout.json";
+
+/// Changes whenever a file of the demo changes.
+const VERSION: u32 = 1;
+
+/// The demo's folder in a cache folder.
+pub fn folder_in(cache_dir: &Path) -> PathBuf {
+    cache_dir.join(format!("demo-{VERSION}"))
+}
+
+/// Makes the demo's files unless they are there and whole; does nothing for other sources. Where
+/// the cache folder cannot be written, the folder for temporary files takes its place.
+///
+/// # Errors
+/// Neither folder can be written (exit 16 where the disk is full).
+pub fn prepare(
+    config: &mut RunConfig,
+    env: &Env,
+    show: &mut dyn FnMut(Event),
+) -> Result<(), Failure> {
+    let Source::Demo { folder } = &mut config.source else {
+        return Ok(());
+    };
+    match cache::ensure(folder, show) {
+        Ok(()) => Ok(()),
+        Err(first) => {
+            // Distinct from the cache folder's own place, and private to the user by its name.
+            let user = rustix::process::getuid().as_raw();
+            *folder = folder_in(&env.temp_dir.join(format!("tessera-cache-{user}")));
+            cache::ensure(folder, show).map_err(|_| first)
+        }
+    }
+}
+
+/// Draws the held-out pictures into `folder`: the files that the repository holds.
+///
+/// # Errors
+/// A file cannot be written.
+pub fn draw_held_out(folder: &Path) -> std::io::Result<()> {
+    std::fs::create_dir_all(folder)?;
+    for sample in dataset::held_out() {
+        std::fs::write(folder.join(sample.file_name()), sample.png())?;
+    }
+    Ok(())
+}

@@ -1,0 +1,248 @@
+//! The two parts of the program: supervisor and rank.
+
+use std::io::Write;
+use std::process::ExitCode;
+use std::time::Instant;
+
+use crate::args::{self, Command};
+use crate::config::{Resume, RunConfig, Task, resolve};
+use crate::exit::{ErrorCode, Failure};
+use crate::logging;
+use crate::rank::{self, RunSummary, StopFlag};
+use crate::rank_env::{Env, RankEnv};
+use crate::run_folder;
+use crate::supervisor::job::{Job, config_file};
+use crate::supervisor::{SignalSource, Supervisor, own_program};
+use crate::ui::{DoneEvent, Event, ResumeEvent, Screen};
+
+/// The work of one rank process, from its configuration to its summary.
+pub type RankMain = fn(&RunConfig, &RankEnv, &StopFlag) -> Result<RunSummary, Failure>;
+
+/// Work of the supervisor before ranks start and before the run's folder is touched: check model
+/// and data, plan the memory. What it shows goes through the callback.
+pub type PrepareHook = fn(&mut RunConfig, &Env, &mut dyn FnMut(Event)) -> Result<(), Failure>;
+
+/// What the program does besides supervising.
+#[derive(Debug, Clone, Copy)]
+pub struct Hooks {
+    /// Runs once, in the supervisor.
+    pub prepare: PrepareHook,
+    /// Runs in every rank.
+    pub rank_main: RankMain,
+}
+
+/// Runs the program with nothing to prepare.
+pub fn run_with(rank_main: RankMain) -> ExitCode {
+    run_hooks(Hooks {
+        prepare: |_, _, _| Ok(()),
+        rank_main,
+    })
+}
+
+/// Runs the program: this process becomes the supervisor or a rank, as the environment says.
+pub fn run_hooks(hooks: Hooks) -> ExitCode {
+    let argv: Vec<String> = std::env::args_os()
+        .skip(1)
+        .map(|word| word.to_string_lossy().into_owned())
+        .collect();
+    let result = Env::read().and_then(|env| match env.rank.clone() {
+        Some(rank) => run_rank(&hooks, &env, &rank, &argv),
+        None => run_supervisor(&hooks, &env, &argv),
+    });
+    result.unwrap_or_else(|failure| {
+        print_failure(&failure);
+        failure.exit_code()
+    })
+}
+
+fn print_failure(failure: &Failure) {
+    // Nobody is left to tell where standard error is closed.
+    drop(writeln!(std::io::stderr(), "{failure}"));
+}
+
+fn run_supervisor(hooks: &Hooks, env: &Env, argv: &[String]) -> Result<ExitCode, Failure> {
+    let started = Instant::now();
+    let (args, mut notes) = match args::parse(argv)? {
+        Command::Train { args, notes } => (args, notes),
+        Command::Print(text) => {
+            drop(write!(std::io::stdout(), "{text}"));
+            return Ok(ExitCode::SUCCESS);
+        }
+    };
+    let resolved = resolve(&args, env)?;
+    notes.extend(resolved.notes);
+    let mut config = resolved.config;
+    let mut screen = Screen::on_stderr(env.no_color);
+    for note in notes {
+        screen.show(&Event::Note {
+            flag: note.flag,
+            reason: note.reason,
+        });
+    }
+    run_folder::check(&mut config)?;
+    crate::demo::prepare(&mut config, env, &mut |event| screen.show(&event))?;
+    (hooks.prepare)(&mut config, env, &mut |event| screen.show(&event))?;
+    let signals = SignalSource::new()?;
+    run_folder::prepare(&config)?;
+    let summary = supervise(&config, env, &signals, &mut screen)?;
+    if config.is_demo() && !summary.interrupted {
+        prove_resume(&config, &summary, env, &signals, &mut screen)?;
+    }
+    screen.show(&Event::Done(done(
+        &config,
+        &summary,
+        started.elapsed().as_secs_f64(),
+    )));
+    Ok(status_of(&summary))
+}
+
+fn supervise(
+    config: &RunConfig,
+    env: &Env,
+    signals: &SignalSource,
+    screen: &mut Screen,
+) -> Result<RunSummary, Failure> {
+    let job = Job::new(&env.temp_dir)?;
+    config.save_to(&job.config_file())?;
+    let program = own_program()?;
+    let supervisor = Supervisor {
+        program: &program,
+        nproc: config.nproc,
+        output: &config.output,
+        job: &job,
+    };
+    supervisor
+        .run(signals, screen)
+        .inspect_err(|_| screen.finish_bar())
+}
+
+/// Loads the demo's last checkpoint in one rank and compares the evaluation loss bit for bit.
+fn prove_resume(
+    config: &RunConfig,
+    trained: &RunSummary,
+    env: &Env,
+    signals: &SignalSource,
+    screen: &mut Screen,
+) -> Result<(), Failure> {
+    let (Some(checkpoint), Some(expected)) = (&trained.checkpoint, trained.eval_loss) else {
+        return Ok(());
+    };
+    let mut again = config.clone();
+    again.task = Task::Evaluate;
+    again.nproc = 1;
+    again.resume = Resume::From(checkpoint.clone());
+    let summary = supervise(&again, env, signals, screen)?;
+    let identical = summary.eval_loss.map(f64::to_bits) == Some(expected.to_bits());
+    let name = checkpoint
+        .file_name()
+        .map_or_else(String::new, |name| name.to_string_lossy().into_owned());
+    screen.show(&Event::Resume(ResumeEvent {
+        name,
+        ranks: 1,
+        step: trained.steps,
+        loss_is_identical: Some(identical),
+    }));
+    if identical {
+        return Ok(());
+    }
+    Err(Failure::new(
+        ErrorCode::Resume,
+        "the resumed demo evaluates differently",
+        "the checkpoint loaded in one rank does not give the loss it was saved with",
+    )
+    .evidence(format!(
+        "saved {expected:?}, resumed {:?}",
+        summary.eval_loss
+    )))
+}
+
+fn done(config: &RunConfig, summary: &RunSummary, seconds: f64) -> DoneEvent {
+    let output = config.output.display();
+    let mut next = Vec::new();
+    if summary.interrupted {
+        next.push(format!("continue with --resume auto --output {output}"));
+    } else {
+        next.push(format!("loss curve {output}/training_loss.svg"));
+        if config.is_demo() {
+            next.push("your own model: --model <MiniCPM-V-2_6 folder> --data <samples.json> --zero 3 --offload cpu".to_string());
+        }
+    }
+    DoneEvent {
+        seconds,
+        output: config.output.clone(),
+        interrupted: summary.interrupted,
+        next,
+    }
+}
+
+fn status_of(summary: &RunSummary) -> ExitCode {
+    if summary.interrupted {
+        ExitCode::from(ErrorCode::Interrupted.status())
+    } else {
+        ExitCode::SUCCESS
+    }
+}
+
+fn run_rank(
+    hooks: &Hooks,
+    env: &Env,
+    rank: &RankEnv,
+    argv: &[String],
+) -> Result<ExitCode, Failure> {
+    let config = rank_config(hooks, env, rank, argv)?;
+    let stop = rank::enter(rank, &config.output, &env.temp_dir)?;
+    let result = logging::init(
+        &config.output.join(run_folder::LOGS),
+        rank.rank,
+        env.rust_log.as_deref(),
+    )
+    .and_then(|()| (hooks.rank_main)(&config, rank, &stop))
+    .and_then(|summary| {
+        if let Some(job_dir) = &rank.job_dir {
+            summary.save(job_dir, rank.rank)?;
+        }
+        Ok(summary)
+    });
+    match result {
+        Ok(summary) => Ok(status_of(&summary)),
+        Err(failure) => {
+            tracing::error!(rank = rank.rank, code = %failure.code, "{}", failure.title);
+            if let Err(error) = failure.save(&config.output, rank.rank) {
+                tracing::error!(rank = rank.rank, "the failure cannot be saved: {error}");
+                return Err(failure);
+            }
+            // The supervisor prints the one failure that explains the rest.
+            if !rank.is_supervised() {
+                print_failure(&failure);
+            }
+            Ok(failure.exit_code())
+        }
+    }
+}
+
+/// The configuration of a rank: the supervisor's, or under another launcher resolved from the
+/// same command line on every rank.
+fn rank_config(
+    hooks: &Hooks,
+    env: &Env,
+    rank: &RankEnv,
+    argv: &[String],
+) -> Result<RunConfig, Failure> {
+    if let Some(job_dir) = &rank.job_dir {
+        return RunConfig::load_from(&config_file(job_dir));
+    }
+    let Command::Train { args, .. } = args::parse(argv)? else {
+        return Err(Failure::usage(
+            "nothing to train",
+            "help and version are not for ranks",
+        ));
+    };
+    let mut config = resolve(&args, env)?.config;
+    crate::demo::prepare(&mut config, env, &mut |_| ())?;
+    if rank.rank == 0 {
+        run_folder::check(&mut config)?;
+        (hooks.prepare)(&mut config, env, &mut |_| ())?;
+        run_folder::prepare(&config)?;
+    }
+    Ok(config)
+}

@@ -1,0 +1,257 @@
+//! What this machine and this process have: memory, cgroup limits, disk space.
+//!
+//! Parsers are pure functions over the text of `/proc` and `/sys/fs/cgroup`, so that they are
+//! tested without a machine.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// Host memory a run may use, in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct HostMemory {
+    /// The machine's memory, or the smallest cgroup limit above this process.
+    pub total_bytes: u64,
+    /// What can be taken now without swapping and without being killed.
+    pub free_bytes: u64,
+    /// The smallest cgroup limit, where there is one.
+    pub cgroup_limit_bytes: Option<u64>,
+}
+
+/// Reads the host's memory. On a system without `/proc` everything is zero.
+pub fn host() -> HostMemory {
+    let meminfo = fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    let mut total_bytes = kib_field(&meminfo, "MemTotal:").unwrap_or(0);
+    let mut free_bytes = kib_field(&meminfo, "MemAvailable:").unwrap_or(0);
+    let mut limit: Option<u64> = None;
+    for group in cgroups() {
+        let Some(max_bytes) = group.limit_bytes() else {
+            continue;
+        };
+        let room_bytes = max_bytes.saturating_sub(group.used_bytes());
+        total_bytes = total_bytes.min(max_bytes);
+        free_bytes = free_bytes.min(room_bytes);
+        limit = Some(limit.map_or(max_bytes, |known| known.min(max_bytes)));
+    }
+    HostMemory {
+        total_bytes,
+        free_bytes,
+        cgroup_limit_bytes: limit,
+    }
+}
+
+/// How often the kernel killed a process of this cgroup for lack of memory.
+pub fn oom_kills() -> u64 {
+    cgroups()
+        .iter()
+        .filter_map(|group| match group.version {
+            Version::One => field_in(&group.folder.join("memory.oom_control"), "oom_kill "),
+            Version::Two => field_in(&group.folder.join("memory.events"), "oom_kill "),
+        })
+        .max()
+        .unwrap_or(0)
+}
+
+/// Resident set of this process: now and at its peak.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct ProcessMemory {
+    /// Resident bytes now.
+    pub rss_bytes: u64,
+    /// Highest resident bytes so far (`VmHWM`).
+    pub peak_rss_bytes: u64,
+}
+
+/// Reads the resident set of this process.
+pub fn process() -> ProcessMemory {
+    process_from(&fs::read_to_string("/proc/self/status").unwrap_or_default())
+}
+
+/// Reads the resident set of process `pid`; `None` once it is gone.
+pub fn process_of(pid: u32) -> Option<ProcessMemory> {
+    fs::read_to_string(format!("/proc/{pid}/status"))
+        .ok()
+        .map(|status| process_from(&status))
+}
+
+fn process_from(status: &str) -> ProcessMemory {
+    ProcessMemory {
+        rss_bytes: kib_field(status, "VmRSS:").unwrap_or(0),
+        peak_rss_bytes: kib_field(status, "VmHWM:").unwrap_or(0),
+    }
+}
+
+/// Bytes an unprivileged process may still write in the file system of `path`, which need not
+/// exist yet: its nearest existing ancestor counts.
+///
+/// # Errors
+/// The file system cannot be asked.
+pub fn disk_free_bytes(path: &Path) -> std::io::Result<u64> {
+    let mut folder = path;
+    while !folder.exists() {
+        folder = match folder.parent() {
+            Some(parent) if !parent.as_os_str().is_empty() => parent,
+            _ => Path::new("."),
+        };
+    }
+    let stat = rustix::fs::statvfs(folder)?;
+    Ok(stat.f_bavail.saturating_mul(stat.f_frsize))
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Version {
+    One,
+    Two,
+}
+
+#[derive(Debug, PartialEq, Eq)]
+struct Cgroup {
+    folder: PathBuf,
+    version: Version,
+}
+
+impl Cgroup {
+    fn limit_bytes(&self) -> Option<u64> {
+        let file = match self.version {
+            Version::One => "memory.limit_in_bytes",
+            Version::Two => "memory.max",
+        };
+        limit_from(&fs::read_to_string(self.folder.join(file)).ok()?)
+    }
+
+    /// Bytes that cannot be had back: page cache that nobody uses is not counted.
+    fn used_bytes(&self) -> u64 {
+        let (file, cache) = match self.version {
+            Version::One => ("memory.usage_in_bytes", "total_inactive_file "),
+            Version::Two => ("memory.current", "inactive_file "),
+        };
+        let used = fs::read_to_string(self.folder.join(file))
+            .ok()
+            .and_then(|text| text.trim().parse::<u64>().ok())
+            .unwrap_or(0);
+        used.saturating_sub(field_in(&self.folder.join("memory.stat"), cache).unwrap_or(0))
+    }
+}
+
+fn cgroups() -> Vec<Cgroup> {
+    let own = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
+    cgroups_from(&own, Path::new("/sys/fs/cgroup"))
+}
+
+/// The memory cgroups of this process, innermost first, up to the mount point.
+fn cgroups_from(own: &str, mount: &Path) -> Vec<Cgroup> {
+    let mut found = Vec::new();
+    for line in own.lines() {
+        let mut parts = line.splitn(3, ':');
+        let (Some(id), Some(controllers), Some(path)) = (parts.next(), parts.next(), parts.next())
+        else {
+            continue;
+        };
+        let (version, root) = if id == "0" && controllers.is_empty() {
+            (Version::Two, mount.to_path_buf())
+        } else if controllers.split(',').any(|name| name == "memory") {
+            (Version::One, mount.join("memory"))
+        } else {
+            continue;
+        };
+        // Inside a container the path may name a folder of the host; the mount point then holds
+        // the container's own group.
+        let mut folder = root.join(path.trim_start_matches('/'));
+        loop {
+            found.push(Cgroup {
+                folder: folder.clone(),
+                version,
+            });
+            if folder == root || !folder.pop() || !folder.starts_with(&root) {
+                break;
+            }
+        }
+    }
+    found
+}
+
+/// A cgroup limit; "max" and version 1's huge number mean none.
+fn limit_from(text: &str) -> Option<u64> {
+    text.trim()
+        .parse::<u64>()
+        .ok()
+        .filter(|&bytes| bytes < 1 << 60)
+}
+
+fn field_in(file: &Path, name: &str) -> Option<u64> {
+    let text = fs::read_to_string(file).ok()?;
+    text.lines()
+        .find_map(|line| line.strip_prefix(name)?.trim().parse().ok())
+}
+
+fn kib_field(text: &str, name: &str) -> Option<u64> {
+    let line = text.lines().find_map(|line| line.strip_prefix(name))?;
+    let kib: u64 = line.trim().trim_end_matches("kB").trim().parse().ok()?;
+    Some(kib * 1024)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn kib_fields_are_bytes() {
+        let text = "MemTotal:       100 kB\nMemAvailable:    64 kB\n";
+        assert_eq!(kib_field(text, "MemAvailable:"), Some(65536));
+        assert_eq!(kib_field(text, "SwapFree:"), None);
+        let status = "VmHWM:\t    8 kB\nVmRSS:\t    4 kB\n";
+        assert_eq!(
+            process_from(status),
+            ProcessMemory {
+                rss_bytes: 4096,
+                peak_rss_bytes: 8192
+            }
+        );
+    }
+
+    #[test]
+    fn absent_limits_are_none() {
+        assert_eq!(limit_from("max\n"), None);
+        assert_eq!(limit_from("9223372036854771712\n"), None);
+        assert_eq!(limit_from("1073741824\n"), Some(1 << 30));
+    }
+
+    #[test]
+    fn cgroup_paths_climb_to_the_mount() {
+        let groups = cgroups_from("0::/a/b\n", Path::new("/m"));
+        let folders: Vec<_> = groups.iter().map(|group| group.folder.clone()).collect();
+        assert_eq!(folders, ["/m/a/b", "/m/a", "/m/"].map(PathBuf::from));
+        let groups = cgroups_from("5:cpu,memory:/x\n1:name=systemd:/y\n", Path::new("/m"));
+        assert_eq!(groups.len(), 2);
+        assert_eq!(
+            groups[0],
+            Cgroup {
+                folder: "/m/memory/x".into(),
+                version: Version::One
+            }
+        );
+    }
+
+    #[test]
+    fn this_machine_reports_something() {
+        let memory = host();
+        assert!(memory.total_bytes > 0 && memory.free_bytes <= memory.total_bytes);
+        let own = process();
+        assert!(own.rss_bytes > 0 && own.peak_rss_bytes >= own.rss_bytes);
+        assert!(process_of(u32::MAX).is_none());
+        assert!(disk_free_bytes(Path::new("no/such/folder/yet")).expect("asked") > 0);
+    }
+
+    #[test]
+    fn a_limit_below_the_machine_bounds_what_is_free() {
+        let mount = tempfile::tempdir().expect("temp dir");
+        fs::write(mount.path().join("memory.max"), "1000\n").expect("written");
+        fs::write(mount.path().join("memory.current"), "900\n").expect("written");
+        fs::write(
+            mount.path().join("memory.stat"),
+            "anon 1\ninactive_file 300\n",
+        )
+        .expect("written");
+        let groups = cgroups_from("0::/\n", mount.path());
+        assert_eq!(groups[0].limit_bytes(), Some(1000));
+        assert_eq!(groups[0].used_bytes(), 600);
+    }
+}

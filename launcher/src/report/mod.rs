@@ -1,0 +1,356 @@
+//! Files that a run leaves for people and tools, written by rank 0.
+
+mod crc32c;
+mod curve;
+mod state;
+mod tensorboard;
+mod trainer_log;
+
+use std::fs;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+use serde::Serialize;
+
+use crate::config::{Cadence, ReportTo, RunConfig};
+use crate::exit::{ErrorCode, Failure};
+
+pub use curve::{Point, loss_curve};
+pub use state::{TrainerState, TrainerStateConfig};
+pub use tensorboard::EventWriter;
+pub use trainer_log::{LogRow, TierBytes, TrainerLog};
+
+/// File of `eval_results.json`.
+pub const EVAL_RESULTS: &str = "eval_results.json";
+/// File of the loss curve.
+pub const LOSS_CURVE: &str = "training_loss.svg";
+
+/// What a logged step measured.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct StepRecord {
+    /// Steps done.
+    pub step: u64,
+    /// Epochs done.
+    pub epoch: f64,
+    /// Mean loss of supervised tokens since the last logged step.
+    pub loss: f64,
+    /// Learning rate.
+    pub lr: f64,
+    /// Global gradient norm before clipping; `None` where the update was skipped.
+    pub grad_norm: Option<f64>,
+    /// Tokens per second over all ranks since the last logged step.
+    pub tokens_per_second: f64,
+    /// Tokens of all ranks since the start of training.
+    pub total_tokens: u64,
+    /// Bytes by tier, peak of one rank.
+    pub bytes: TierBytes,
+}
+
+/// Result of evaluating the held-out samples, as stored in `eval_results.json`.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct EvalResults {
+    /// Mean loss of supervised tokens.
+    pub eval_loss: f64,
+    /// Share of exactly right answers, where answers were generated.
+    pub exact_match: Option<f64>,
+    /// The same before training.
+    pub exact_match_before: Option<f64>,
+    /// Number of samples.
+    pub eval_samples: usize,
+    /// Seconds the evaluation took.
+    pub eval_runtime: f64,
+    /// Samples per second.
+    pub eval_samples_per_second: f64,
+    /// Steps done.
+    pub step: u64,
+    /// Epochs done.
+    pub epoch: f64,
+}
+
+/// All report files of one run.
+#[derive(Debug)]
+pub struct RunReport {
+    output: PathBuf,
+    log: TrainerLog,
+    state: TrainerState,
+    events: Option<EventWriter>,
+    curve: Vec<Point>,
+    total_steps: u64,
+    started: Instant,
+    resumed_at: u64,
+}
+
+impl RunReport {
+    /// Opens the reports of a run of `total_steps` steps that starts after `done_steps`; rows of
+    /// later steps, left by an attempt that was not resumed from, are dropped.
+    ///
+    /// # Errors
+    /// A file cannot be read or written.
+    pub fn open(
+        config: &RunConfig,
+        total_steps: u64,
+        epochs: f64,
+        done_steps: u64,
+    ) -> Result<Self, Failure> {
+        let every = |cadence| match cadence {
+            Cadence::Steps(steps) => steps,
+            Cadence::Never | Cadence::End | Cadence::Epoch => total_steps,
+        };
+        let log = TrainerLog::open(&config.output, done_steps)?;
+        let curve = log.points().to_vec();
+        let state_config = TrainerStateConfig {
+            max_steps: total_steps,
+            num_train_epochs: epochs.ceil() as u64,
+            train_batch_size: config.batch.micro_batch,
+            logging_steps: every(config.logging),
+            eval_steps: every(config.eval),
+            save_steps: every(config.save),
+        };
+        let events = match config.report_to {
+            ReportTo::None => None,
+            ReportTo::Tensorboard => Some(EventWriter::create(&config.output.join("runs"))?),
+        };
+        Ok(Self {
+            output: config.output.clone(),
+            log,
+            state: TrainerState::open(&config.output, state_config, done_steps),
+            events,
+            curve,
+            total_steps,
+            started: Instant::now(),
+            resumed_at: done_steps,
+        })
+    }
+
+    /// Estimated seconds to the end, after `step` steps.
+    pub fn remaining_seconds(&self, step: u64) -> f64 {
+        let done = step.saturating_sub(self.resumed_at).max(1) as f64;
+        self.started.elapsed().as_secs_f64() / done * self.total_steps.saturating_sub(step) as f64
+    }
+
+    /// Records a logged step.
+    ///
+    /// # Errors
+    /// A file cannot be written (exit 16).
+    pub fn on_step(&mut self, record: &StepRecord) -> Result<(), Failure> {
+        let row = LogRow {
+            current_steps: record.step,
+            total_steps: self.total_steps,
+            loss: Some(record.loss),
+            lr: Some(record.lr),
+            grad_norm: record.grad_norm,
+            epoch: record.epoch,
+            elapsed_seconds: self.started.elapsed().as_secs_f64(),
+            remaining_seconds: self.remaining_seconds(record.step),
+            tokens_per_second: Some(record.tokens_per_second),
+            total_tokens: record.total_tokens,
+            bytes: Some(record.bytes),
+            ..LogRow::default()
+        };
+        self.log.append(&row)?;
+        self.state.on_step(record);
+        self.curve.push(Point {
+            step: record.step,
+            loss: record.loss,
+        });
+        if let Some(events) = &mut self.events {
+            events.scalars(
+                record.step,
+                &[
+                    ("train/loss", record.loss),
+                    ("train/learning_rate", record.lr),
+                    ("train/grad_norm", record.grad_norm.unwrap_or(f64::NAN)),
+                    ("train/epoch", record.epoch),
+                    ("perf/tokens_per_second", record.tokens_per_second),
+                    ("mem/device_peak_gib", gib(record.bytes.device)),
+                    ("mem/host_rss_gib", gib(record.bytes.rss)),
+                ],
+            )?;
+        }
+        Ok(())
+    }
+
+    /// Records an evaluation and writes `eval_results.json`.
+    ///
+    /// # Errors
+    /// A file cannot be written (exit 16).
+    pub fn on_eval(&mut self, results: &EvalResults) -> Result<(), Failure> {
+        self.log.append(&LogRow {
+            current_steps: results.step,
+            total_steps: self.total_steps,
+            eval_loss: Some(results.eval_loss),
+            epoch: results.epoch,
+            elapsed_seconds: self.started.elapsed().as_secs_f64(),
+            remaining_seconds: self.remaining_seconds(results.step),
+            ..LogRow::default()
+        })?;
+        self.state.on_eval(results);
+        if let Some(events) = &mut self.events {
+            events.scalars(results.step, &[("eval/loss", results.eval_loss)])?;
+        }
+        write_json(&self.output.join(EVAL_RESULTS), results)
+    }
+
+    /// Writes `trainer_state.json` into a checkpoint folder that is being written.
+    ///
+    /// # Errors
+    /// The file cannot be written (exit 16).
+    pub fn save_state(&self, folder: &Path) -> Result<(), Failure> {
+        self.state.save(folder)
+    }
+
+    /// Writes the state and the loss curve.
+    ///
+    /// # Errors
+    /// A file cannot be written (exit 16).
+    pub fn finish(&self) -> Result<(), Failure> {
+        self.state.save(&self.output)?;
+        write_whole(
+            &self.output.join(LOSS_CURVE),
+            loss_curve(&self.curve).as_bytes(),
+        )
+    }
+}
+
+fn gib(bytes: u64) -> f64 {
+    bytes as f64 / 1024f64.powi(3)
+}
+
+fn write_json(path: &Path, value: &impl Serialize) -> Result<(), Failure> {
+    let text = serde_json::to_string_pretty(value)
+        .map_err(|error| Failure::io(ErrorCode::Disk, "write", path, &error.into()))?;
+    write_whole(path, (text + "\n").as_bytes())
+}
+
+/// Writes a file so that readers see the old or the new one, whole.
+fn write_whole(path: &Path, bytes: &[u8]) -> Result<(), Failure> {
+    let fail = |error: std::io::Error| Failure::io(ErrorCode::Disk, "write", path, &error);
+    let mut name = path.file_name().unwrap_or_default().to_os_string();
+    name.push(".tmp");
+    let temporary = path.with_file_name(name);
+    let mut file = fs::File::create(&temporary).map_err(fail)?;
+    file.write_all(bytes).map_err(fail)?;
+    fs::rename(&temporary, path).map_err(fail)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::args::Args;
+    use crate::config::resolve;
+    use crate::rank_env::Env;
+
+    fn config(output: &Path) -> RunConfig {
+        let env = Env::from_lookup(&|_| None).expect("reads");
+        let args = Args {
+            output: Some(output.to_path_buf()),
+            report_to: Some(ReportTo::Tensorboard),
+            ..Args::default()
+        };
+        resolve(&args, &env).expect("resolves").config
+    }
+
+    fn record(step: u64) -> StepRecord {
+        StepRecord {
+            step,
+            epoch: step as f64 / 10.0,
+            loss: 4.0 / step as f64,
+            lr: 1e-3,
+            grad_norm: Some(1.0),
+            tokens_per_second: 100.0,
+            total_tokens: 1000 * step,
+            bytes: TierBytes {
+                device: 1 << 20,
+                host: 2 << 20,
+                rss: 3 << 20,
+            },
+        }
+    }
+
+    fn eval(step: u64) -> EvalResults {
+        EvalResults {
+            eval_loss: 0.5,
+            exact_match: Some(0.9),
+            exact_match_before: Some(0.1),
+            eval_samples: 96,
+            eval_runtime: 2.0,
+            eval_samples_per_second: 48.0,
+            step,
+            epoch: 0.4,
+        }
+    }
+
+    fn rows(folder: &Path) -> Vec<serde_json::Value> {
+        let text = fs::read_to_string(folder.join("trainer_log.jsonl")).expect("written");
+        text.lines()
+            .map(|line| serde_json::from_str(line).expect("JSON"))
+            .collect()
+    }
+
+    #[test]
+    fn a_run_leaves_every_file() {
+        let folder = tempfile::tempdir().expect("temp dir");
+        let mut report = RunReport::open(&config(folder.path()), 4, 1.0, 0).expect("opened");
+        for step in 1..=4 {
+            report.on_step(&record(step)).expect("written");
+        }
+        report.on_eval(&eval(4)).expect("written");
+        report.finish().expect("written");
+        for name in [
+            "trainer_log.jsonl",
+            "trainer_state.json",
+            EVAL_RESULTS,
+            LOSS_CURVE,
+        ] {
+            assert!(folder.path().join(name).is_file(), "{name}");
+        }
+        assert!(folder.path().join("runs").is_dir());
+        let rows = rows(folder.path());
+        assert_eq!(rows.len(), 5);
+        assert_eq!(
+            (
+                rows[1]["current_steps"].as_u64(),
+                rows[1]["percentage"].as_f64()
+            ),
+            (Some(2), Some(50.0))
+        );
+        let state: serde_json::Value = serde_json::from_slice(
+            &fs::read(folder.path().join("trainer_state.json")).expect("read"),
+        )
+        .expect("JSON");
+        assert_eq!(state["global_step"], 4);
+        assert_eq!(state["log_history"].as_array().map(Vec::len), Some(5));
+        let left = fs::read_dir(folder.path()).expect("listed").flatten();
+        assert!(
+            left.into_iter()
+                .all(|entry| !entry.file_name().to_string_lossy().ends_with(".tmp"))
+        );
+    }
+
+    #[test]
+    fn a_resumed_run_replaces_the_rows_after_its_checkpoint() {
+        let folder = tempfile::tempdir().expect("temp dir");
+        let mut report = RunReport::open(&config(folder.path()), 4, 1.0, 0).expect("opened");
+        for step in 1..=3 {
+            report.on_step(&record(step)).expect("written");
+        }
+        report.finish().expect("written");
+        let mut report = RunReport::open(&config(folder.path()), 4, 1.0, 2).expect("opened");
+        for step in 3..=4 {
+            report.on_step(&record(step)).expect("written");
+        }
+        report.finish().expect("written");
+        let steps: Vec<_> = rows(folder.path())
+            .iter()
+            .map(|row| row["current_steps"].as_u64())
+            .collect();
+        assert_eq!(steps, [1, 2, 3, 4].map(Some));
+        assert_eq!(report.curve.len(), 4);
+        let text = fs::read_to_string(folder.path().join("trainer_state.json")).expect("read");
+        let state: serde_json::Value = serde_json::from_str(&text).expect("JSON");
+        let history = state["log_history"].as_array().expect("rows");
+        let steps: Vec<_> = history.iter().map(|row| row["step"].as_u64()).collect();
+        assert_eq!(steps, [1, 2, 3, 4].map(Some));
+    }
+}

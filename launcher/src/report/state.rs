@@ -1,0 +1,138 @@
+//! `trainer_state.json` with the fields of Hugging Face's trainer.
+
+use std::fs;
+use std::path::Path;
+
+use serde_json::{Value, json};
+
+use super::{EvalResults, StepRecord, write_json};
+use crate::exit::Failure;
+
+const FILE: &str = "trainer_state.json";
+
+/// What does not change during a run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TrainerStateConfig {
+    /// Steps of the whole run.
+    pub max_steps: u64,
+    /// Epochs, rounded up.
+    pub num_train_epochs: u64,
+    /// Samples per rank and micro-batch.
+    pub train_batch_size: usize,
+    /// Steps between log rows.
+    pub logging_steps: u64,
+    /// Steps between evaluations.
+    pub eval_steps: u64,
+    /// Steps between checkpoints.
+    pub save_steps: u64,
+}
+
+/// The state that grows with the run.
+#[derive(Debug, Clone)]
+pub struct TrainerState {
+    config: TrainerStateConfig,
+    global_step: u64,
+    epoch: f64,
+    tokens: u64,
+    best: Option<(f64, u64)>,
+    history: Vec<Value>,
+}
+
+impl TrainerState {
+    /// The state after `done_steps` steps; the history of an earlier attempt in `output` is kept
+    /// up to there.
+    pub fn open(output: &Path, config: TrainerStateConfig, done_steps: u64) -> Self {
+        let old: Value = fs::read(output.join(FILE))
+            .ok()
+            .and_then(|bytes| serde_json::from_slice(&bytes).ok())
+            .unwrap_or_default();
+        let history: Vec<Value> = old["log_history"]
+            .as_array()
+            .into_iter()
+            .flatten()
+            .filter(|row| row["step"].as_u64().is_some_and(|step| step <= done_steps))
+            .cloned()
+            .collect();
+        let mut state = Self {
+            config,
+            global_step: done_steps,
+            epoch: 0.0,
+            tokens: 0,
+            best: None,
+            history,
+        };
+        let evals: Vec<(f64, u64)> = state
+            .history
+            .iter()
+            .filter_map(|row| Some((row["eval_loss"].as_f64()?, row["step"].as_u64()?)))
+            .collect();
+        for (loss, step) in evals {
+            state.note_best(loss, step);
+        }
+        state.epoch = state
+            .history
+            .last()
+            .and_then(|row| row["epoch"].as_f64())
+            .unwrap_or(0.0);
+        state
+    }
+
+    pub(super) fn on_step(&mut self, record: &StepRecord) {
+        self.global_step = record.step;
+        self.epoch = record.epoch;
+        self.tokens = record.total_tokens;
+        self.history.push(json!({
+            "epoch": record.epoch,
+            "grad_norm": record.grad_norm,
+            "learning_rate": record.lr,
+            "loss": record.loss,
+            "step": record.step,
+        }));
+    }
+
+    pub(super) fn on_eval(&mut self, results: &EvalResults) {
+        self.global_step = results.step;
+        self.note_best(results.eval_loss, results.step);
+        self.history.push(json!({
+            "epoch": results.epoch,
+            "eval_loss": results.eval_loss,
+            "eval_exact_match": results.exact_match,
+            "eval_runtime": results.eval_runtime,
+            "eval_samples_per_second": results.eval_samples_per_second,
+            "step": results.step,
+        }));
+    }
+
+    fn note_best(&mut self, loss: f64, step: u64) {
+        if self.best.is_none_or(|(best, _)| loss < best) {
+            self.best = Some((loss, step));
+        }
+    }
+
+    pub(super) fn save(&self, folder: &Path) -> Result<(), Failure> {
+        let config = &self.config;
+        let state = json!({
+            "best_global_step": self.best.map(|(_, step)| step),
+            "best_metric": self.best.map(|(loss, _)| loss),
+            "best_model_checkpoint": null,
+            "epoch": self.epoch,
+            "eval_steps": config.eval_steps,
+            "global_step": self.global_step,
+            "is_hyper_param_search": false,
+            "is_local_process_zero": true,
+            "is_world_process_zero": true,
+            "log_history": self.history,
+            "logging_steps": config.logging_steps,
+            "max_steps": config.max_steps,
+            "num_input_tokens_seen": self.tokens,
+            "num_train_epochs": config.num_train_epochs,
+            "save_steps": config.save_steps,
+            "stateful_callbacks": {},
+            "total_flos": 0.0,
+            "train_batch_size": config.train_batch_size,
+            "trial_name": null,
+            "trial_params": null,
+        });
+        write_json(&folder.join(FILE), &state)
+    }
+}

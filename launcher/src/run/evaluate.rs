@@ -1,0 +1,181 @@
+//! Held-out samples: loss in index order, answers by greedy decoding in lock step.
+
+use super::check::encode_options;
+use super::failures;
+use super::session::Session;
+use crate::exit::{ErrorCode, Failure};
+use engine::PassKind;
+use engine::comm::Tag;
+use models::autograd::Tape;
+use models::minicpm::sample::PlaceholderStyle;
+use models::minicpm::{GenerateOptions, generate};
+use models::{ModelError, SampleInput, VisionLanguageModel};
+use std::cell::Cell;
+
+/// Held-out samples whose answers are generated; the loss always covers all of them.
+const GENERATED_SAMPLES: usize = 200;
+/// Longest generated answer beyond the reference answer's own length.
+const EXTRA_ANSWER_TOKENS: usize = 8;
+
+/// Mean loss per supervised token over the held-out samples. Each sample is a pass of its own, and
+/// the sums are added in index order in f64: the result has the same bits for every world size.
+pub(super) fn loss(session: &Session<'_>) -> Result<Option<f64>, Failure> {
+    let Some(set) = &session.eval else {
+        return Ok(None);
+    };
+    let world = session.comm.world();
+    let options = encode_options(session.config);
+    let mut own = vec![0f64; 2 * set.samples.len()];
+    for first in (0..set.samples.len()).step_by(world.size) {
+        let index = first + world.rank;
+        session.zero.begin_pass(PassKind::Infer);
+        if let Some(sample) = set.samples.get(index) {
+            let encoded = session
+                .processor
+                .encode(sample, &set.images, &options)
+                .map_err(|e| sample_failure(index, &e))?;
+            let (sum, supervised) = forward(session, &[SampleInput::from(&encoded)])?;
+            own[2 * index] = sum;
+            own[2 * index + 1] = supervised as f64;
+        }
+        session
+            .zero
+            .end_pass()
+            .map_err(|e| failures::engine("evaluate", &e))?;
+    }
+    let all = session
+        .comm
+        .all_gather_f64(&own, Tag::new("eval-loss", 0))
+        .map_err(|e| failures::comm(&e))?;
+    let of = |i: usize| all.iter().map(|r| r[i]).sum::<f64>();
+    let sum: f64 = (0..set.samples.len()).map(|i| of(2 * i)).sum();
+    let tokens: f64 = (0..set.samples.len()).map(|i| of(2 * i + 1)).sum();
+    Ok(Some(sum / tokens.max(1.0)))
+}
+
+fn forward(session: &Session<'_>, samples: &[SampleInput<'_>]) -> Result<(f64, usize), Failure> {
+    let run = || -> Result<_, ModelError> {
+        let batch = session.model.collate(samples, &*session.backend)?;
+        let tape = Tape::inference(&session.zero);
+        let loss = session.model.forward(&tape, &batch)?;
+        Ok((loss.sum()?, loss.supervised))
+    };
+    run().map_err(|e| failures::model("evaluate", &e))
+}
+
+/// Share of held-out answers that are generated exactly.
+pub(super) fn exact_match(session: &Session<'_>) -> Result<Option<f64>, Failure> {
+    let Some(set) = &session.eval else {
+        return Ok(None);
+    };
+    let world = session.comm.world();
+    let options = encode_options(session.config);
+    let count = set.samples.len().min(GENERATED_SAMPLES);
+    let own: Vec<usize> = (world.rank..count).step_by(world.size).collect();
+    let per_batch = session.config.batch.eval_batch.max(1);
+    let rounds = count.div_ceil(world.size).div_ceil(per_batch);
+    let (mut right, mut asked) = (0f64, 0f64);
+    for round in 0..rounds {
+        let from = (round * per_batch).min(own.len());
+        let to = ((round + 1) * per_batch).min(own.len());
+        let mut prompts = Vec::new();
+        let mut answers = Vec::new();
+        let mut longest = 0;
+        for index in &own[from..to] {
+            let sample = &set.samples[*index];
+            let style = PlaceholderStyle::Training;
+            let prompt = session
+                .processor
+                .encode_prompt(sample, &set.images, &options, style)
+                .map_err(|e| sample_failure(*index, &e))?;
+            let answer = sample.answer().unwrap_or_default().trim().to_owned();
+            let tokens = session
+                .processor
+                .tokenizer()
+                .encode(&answer)
+                .map_err(|e| sample_failure(*index, &e))?;
+            longest = longest.max(tokens.len());
+            prompts.push(prompt);
+            answers.push(answer);
+        }
+        let longest = agree_on_longest(session, longest)?;
+        let inputs: Vec<SampleInput<'_>> = prompts.iter().map(SampleInput::from).collect();
+        for (tokens, answer) in decode(session, &inputs, longest)?.iter().zip(&answers) {
+            let text = session
+                .processor
+                .decode(tokens)
+                .map_err(|e| sample_failure(0, &e))?;
+            right += f64::from(text.trim() == answer);
+            asked += 1.0;
+        }
+    }
+    let all = session
+        .comm
+        .all_gather_f64(&[right, asked], Tag::new("eval-match", 0))
+        .map_err(|e| failures::comm(&e))?;
+    let total: f64 = all.iter().map(|r| r[1]).sum();
+    Ok(Some(all.iter().map(|r| r[0]).sum::<f64>() / total.max(1.0)))
+}
+
+fn agree_on_longest(session: &Session<'_>, own: usize) -> Result<usize, Failure> {
+    let all = session
+        .comm
+        .all_gather_f64(&[own as f64], Tag::new("eval-length", 0))
+        .map_err(|e| failures::comm(&e))?;
+    Ok(all.iter().map(|r| r[0] as usize).max().unwrap_or(0) + EXTRA_ANSWER_TOKENS)
+}
+
+/// Every rank runs the same number of passes, however soon its own answers end.
+fn decode(
+    session: &Session<'_>,
+    prompts: &[SampleInput<'_>],
+    max_new_tokens: usize,
+) -> Result<Vec<Vec<i32>>, Failure> {
+    let options = GenerateOptions {
+        max_new_tokens,
+        eos_id: session.processor.eos_id(),
+    };
+    let open = Cell::new(false);
+    let close = || -> Result<(), ModelError> {
+        if open.replace(false) {
+            session.zero.end_pass()?;
+        }
+        Ok(())
+    };
+    let mut anyone_left = |left: bool| -> Result<bool, ModelError> {
+        close()?;
+        let left = f64::from(left);
+        let all = session
+            .comm
+            .all_gather_f64(&[left], Tag::new("decoding", 0));
+        let anyone = all
+            .map_err(engine::EngineError::from)?
+            .iter()
+            .any(|r| r[0] > 0.0);
+        if anyone {
+            session.zero.begin_pass(PassKind::Infer);
+            open.set(true);
+        }
+        Ok(anyone)
+    };
+    generate(
+        &session.model,
+        &session.zero,
+        prompts,
+        options,
+        &mut anyone_left,
+    )
+    .and_then(|answers| {
+        close()?;
+        Ok(answers)
+    })
+    .map_err(|e| failures::model("generate answers", &e))
+}
+
+fn sample_failure(index: usize, error: &dyn std::error::Error) -> Failure {
+    Failure::new(
+        ErrorCode::DataFile,
+        format!("held-out sample {index} cannot be used"),
+        failures::chain(error),
+    )
+}

@@ -1,0 +1,73 @@
+//! What one rank does, from the resolved configuration to the last report, and what the supervisor
+//! checks before any rank starts.
+
+mod check;
+mod evaluate;
+mod failures;
+mod fit;
+mod save;
+mod session;
+mod setup;
+mod trainer;
+
+use crate::config::{RunConfig, Task};
+use crate::exit::Failure;
+use crate::rank::{RunSummary, StopFlag};
+use crate::rank_env::{Env, RankEnv};
+use crate::ui::{DataEvent, Event};
+use session::Session;
+use setup::Setup;
+
+/// Checks model, data and memory before a rank starts and before the run's folder is touched.
+///
+/// # Errors
+/// Whatever would make the run fail later, as a report for people.
+pub(crate) fn prepare(
+    config: &mut RunConfig,
+    _env: &Env,
+    show: &mut dyn FnMut(Event),
+) -> Result<(), Failure> {
+    let setup = Setup::open(config)?;
+    setup.check_weights(config, show)?;
+    let train = check::check(config, &config.data_file(), &setup.processor)?;
+    let eval = match config.eval_file() {
+        Some(path) => Some(check::check(config, &path, &setup.processor)?),
+        None => None,
+    };
+    let worst = train.largest(config, &setup.processor)?;
+    let activations = fit::activation_bytes(&setup.model, &worst)?;
+    let plan = setup.plan(config)?;
+    let fit = fit::fit(config, &plan, activations);
+    show(Event::Plan(fit.event.clone()));
+    let sampler = setup::sampler(config, train.samples.len());
+    show(Event::Data(DataEvent {
+        samples: train.samples.len(),
+        eval_samples: eval.as_ref().map_or(0, |e| e.samples.len()),
+        longest_tokens: train.sizes.iter().map(|s| s.tokens).max().unwrap_or(0),
+        images: train.pictures + eval.as_ref().map_or(0, |e| e.pictures),
+        supervised_min_tokens: train.sizes.iter().map(|s| s.supervised).min().unwrap_or(0),
+        skipped: train.skipped + eval.as_ref().map_or(0, |e| e.skipped),
+        wraps_around_global_batch: sampler.wraps_around(),
+    }));
+    fit.check(config)
+}
+
+/// The whole life of a rank.
+///
+/// # Errors
+/// Whatever ends the run early, as a report for people.
+pub(crate) fn rank_main(
+    config: &RunConfig,
+    env: &RankEnv,
+    stop: &StopFlag,
+) -> Result<RunSummary, Failure> {
+    let mut session = Session::open(config, env)?;
+    let result = match config.task {
+        Task::Train => trainer::train(&mut session, stop),
+        Task::Evaluate => trainer::verify_resume(&mut session),
+    };
+    if let Err(failure) = &result {
+        session.comm.abort(&failure.title);
+    }
+    result
+}

@@ -1,0 +1,243 @@
+//! A checkpoint: sharded training state of all ranks, and weights in the files people expect.
+
+use super::failures;
+use super::session::Session;
+use crate::exit::Failure;
+use crate::report::RunReport;
+use crate::ui::SaveEvent;
+use engine::EngineError;
+use engine::checkpoint::{CheckpointError, ShardedTensorWriter, TensorSpec, Writer};
+use engine::comm::Tag;
+use kernels::{DType, Float, Tensor};
+use models::VisionLanguageModel;
+use models::params::ADAPTER_PREFIX;
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+/// Largest file of exported weights, as Hugging Face cuts them.
+const MAX_SHARD_BYTES: u64 = 5_000_000_000;
+
+/// Saves after `step` updates; all ranks take part. `meta` is what the training loop needs back.
+pub(super) fn save(
+    session: &mut Session<'_>,
+    step: u64,
+    meta: &Value,
+    report: Option<&RunReport>,
+) -> Result<SaveEvent, Failure> {
+    let doing = "save a checkpoint";
+    let world = session.comm.world();
+    let output = session.config.output.clone();
+    let mut writer = Writer::begin(&output, step, world.rank as u32, world.size as u32)
+        .map_err(|e| failures::checkpoint(doing, &e))?;
+    session
+        .zero
+        .write_state(&mut writer)
+        .map_err(|e| failures::engine(doing, &e))?;
+    writer
+        .finish_rank()
+        .map_err(|e| failures::checkpoint(doing, &e))?;
+    let weight_bytes = export(session, &mut writer)?;
+    session
+        .comm
+        .barrier(Tag::new("saved", step as u32))
+        .map_err(|e| failures::comm(&e))?;
+    let name = format!("checkpoint-{step}");
+    let mut event = SaveEvent {
+        name,
+        weight_bytes,
+        state_bytes: 0,
+        files: 0,
+    };
+    if world.rank == 0 {
+        copy_model_files(&session.config.model_dir(), &mut writer)?;
+        if let Some(report) = report {
+            report.save_state(writer.folder())?;
+            writer
+                .adopt_file("trainer_state.json")
+                .map_err(|e| failures::checkpoint(doing, &e))?;
+        }
+        let keep = session.config.save_total_limit.unwrap_or(0);
+        let folder = writer
+            .commit(meta.clone(), keep)
+            .map_err(|e| failures::checkpoint(doing, &e))?;
+        (event.state_bytes, event.files) = measure(&folder);
+    }
+    session
+        .comm
+        .barrier(Tag::new("committed", step as u32))
+        .map_err(|e| failures::comm(&e))?;
+    Ok(event)
+}
+
+/// Which file a trained or exported tensor goes to, and under which name.
+fn destination(
+    session: &Session<'_>,
+    name: &str,
+    trainable: bool,
+) -> Option<(&'static str, String)> {
+    let spec = session.model.spec();
+    let complete = spec.params.iter().all(|p| p.trainable);
+    if complete {
+        return Some(("model", name.to_owned()));
+    }
+    let lora = session.model.options().lora.as_ref()?;
+    if !trainable {
+        return None;
+    }
+    if name.starts_with(ADAPTER_PREFIX) {
+        Some(("adapter_model", name.to_owned()))
+    } else if lora.saves(name) {
+        Some(("adapter_model", format!("{ADAPTER_PREFIX}{name}")))
+    } else {
+        Some(("trained", name.to_owned()))
+    }
+}
+
+/// Writes weights: `model.safetensors` when all of the model trains; otherwise only what was
+/// trained, as adapter files or `trained.safetensors`, so that no folder looks complete that is not.
+fn export(session: &Session<'_>, writer: &mut Writer) -> Result<u64, Failure> {
+    let spec = session.model.spec();
+    let lora = session.model.options().lora.is_some();
+    let mut plan: BTreeMap<&'static str, Vec<TensorSpec>> = BTreeMap::new();
+    let mut targets: Vec<Option<(&'static str, String, DType)>> = Vec::new();
+    for param in &spec.params {
+        let target = destination(session, &param.name, param.trainable)
+            .or_else(|| (param.trainable && !lora).then(|| ("trained", param.name.clone())));
+        targets.push(target.map(|(file, name)| {
+            let dtype = session.stored_dtype(&param.name);
+            plan.entry(file).or_default().push(TensorSpec {
+                name: name.clone(),
+                dtype,
+                shape: param.shape.dims().to_vec(),
+            });
+            (file, name, dtype)
+        }));
+    }
+    let doing = "save weights";
+    let mut files = BTreeMap::new();
+    if session.comm.world().rank == 0 {
+        for (stem, tensors) in &plan {
+            let file = ShardedTensorWriter::create(
+                writer.folder(),
+                stem,
+                tensors,
+                &[("format", "pt")],
+                MAX_SHARD_BYTES,
+            );
+            files.insert(*stem, file.map_err(|e| failures::checkpoint(doing, &e))?);
+        }
+    }
+    session
+        .zero
+        .visit_weights(|id, tensor| {
+            if let Some((file, name, dtype)) = &targets[id.index()] {
+                if let Some(file) = files.get_mut(file) {
+                    file.write(name, &converted(tensor, *dtype)?)?;
+                }
+            }
+            Ok::<_, EngineError>(())
+        })
+        .map_err(|e| failures::engine(doing, &e))?;
+    let mut bytes = 0;
+    for file in files.into_values() {
+        let finished = file.finish().map_err(|e| failures::checkpoint(doing, &e))?;
+        for (name, digest) in finished {
+            bytes += digest.bytes;
+            writer
+                .adopt_digest(&name, digest)
+                .map_err(|e| failures::checkpoint(doing, &e))?;
+        }
+    }
+    if lora && session.comm.world().rank == 0 {
+        let text = adapter_config(session).to_string();
+        writer
+            .add_file("adapter_config.json", text.as_bytes())
+            .map_err(|e| failures::checkpoint(doing, &e))?;
+    }
+    Ok(bytes)
+}
+
+fn converted(tensor: &Tensor, dtype: DType) -> Result<Vec<u8>, EngineError> {
+    if tensor.dtype() == dtype {
+        return Ok(tensor.as_bytes().to_vec());
+    }
+    let values = tensor.to_f32_vec()?;
+    Ok(match dtype {
+        DType::BF16 => rounded::<half::bf16>(&values),
+        DType::F16 => rounded::<half::f16>(&values),
+        _ => bytemuck::cast_slice(&values).to_vec(),
+    })
+}
+
+fn rounded<T: Float>(values: &[f32]) -> Vec<u8> {
+    let values: Vec<T> = values.iter().map(|v| T::from_f32(*v)).collect();
+    bytemuck::cast_slice(&values).to_vec()
+}
+
+/// What peft needs to load the adapter.
+fn adapter_config(session: &Session<'_>) -> Value {
+    let Some(lora) = &session.model.options().lora else {
+        return Value::Null;
+    };
+    let targets = match &lora.targets {
+        models::lora::LoraTargets::Pattern(pattern) => json!(pattern),
+        models::lora::LoraTargets::Projections(names) => json!(names),
+    };
+    json!({
+        "peft_type": "LORA",
+        "task_type": null,
+        "base_model_name_or_path": session.config.model_dir(),
+        "r": lora.lora_rank,
+        "lora_alpha": lora.lora_alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": false,
+        "inference_mode": true,
+        "target_modules": targets,
+        "modules_to_save": lora.modules_to_save,
+    })
+}
+
+/// Everything small that a checkpoint needs beside its weights to be loaded elsewhere.
+fn copy_model_files(model: &Path, writer: &mut Writer) -> Result<(), Failure> {
+    let listing = std::fs::read_dir(model)
+        .map_err(|e| failures::files("cannot list the model folder", model, &e))?;
+    let mut paths: Vec<PathBuf> = listing.filter_map(|e| e.ok().map(|e| e.path())).collect();
+    paths.sort();
+    for path in paths {
+        let Some(name) = path.file_name().and_then(|n| n.to_str()) else {
+            continue;
+        };
+        let kept = [".json", ".py", ".jinja", ".model", ".txt"]
+            .iter()
+            .any(|e| name.ends_with(e))
+            && !name.ends_with(".safetensors.index.json")
+            && !["trainer_state.json", "adapter_config.json", "MANIFEST.json"].contains(&name);
+        if kept && path.is_file() {
+            let bytes = std::fs::read(&path)
+                .map_err(|e| failures::files("cannot copy a file of the model", &path, &e))?;
+            writer
+                .add_file(name, &bytes)
+                .map_err(|e: CheckpointError| failures::checkpoint("save a checkpoint", &e))?;
+        }
+    }
+    Ok(())
+}
+
+/// Bytes of the sharded state, and the number of files.
+fn measure(folder: &Path) -> (u64, usize) {
+    let sizes = |dir: &Path| -> Vec<u64> {
+        let entries = std::fs::read_dir(dir)
+            .into_iter()
+            .flatten()
+            .filter_map(Result::ok);
+        entries
+            .filter_map(|e| e.metadata().ok())
+            .filter(|m| m.is_file())
+            .map(|m| m.len())
+            .collect()
+    };
+    let state = sizes(&folder.join("state"));
+    (state.iter().sum(), state.len() + sizes(folder).len())
+}

@@ -1,0 +1,243 @@
+//! Everything a rank holds while it works.
+
+use super::check::{self, SampleSet};
+use super::failures;
+use super::fit;
+use super::setup::Setup;
+use crate::config::{Resume, RunConfig, Task};
+use crate::exit::{ErrorCode, Failure};
+use crate::rank_env::RankEnv;
+use crate::ui::{Event, Reporter};
+use engine::comm::shm::{self, ShmOptions};
+use engine::comm::{Communicator, World, threads};
+use engine::{OptimizerConfig, ParamId, Tiers, Zero};
+use kernels::{Backend, CpuBackend, DType, Pool};
+use models::minicpm::MiniCpm;
+use models::minicpm::processor::Processor;
+use models::params::ADAPTER_PREFIX;
+use models::{VisionLanguageModel, WeightError, WeightSource};
+use optim::{AdamW, ParameterGroups};
+use serde_json::Value;
+use std::ops::Range;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Instant;
+
+/// Room for small messages and for alignment, beside what the plan asks of a communicator.
+const WINDOW_SLACK_BYTES: u64 = 16 << 20;
+
+/// One rank's model, states, data and connections.
+pub(super) struct Session<'a> {
+    pub(super) config: &'a RunConfig,
+    pub(super) model: MiniCpm,
+    pub(super) processor: Arc<Processor>,
+    pub(super) weights: Option<WeightSource>,
+    pub(super) backend: Arc<dyn Backend>,
+    pub(super) comm: Arc<dyn Communicator>,
+    pub(super) zero: Zero,
+    pub(super) train: Arc<SampleSet>,
+    pub(super) eval: Option<SampleSet>,
+    pub(super) reporter: Reporter,
+    /// What the checkpoint resumed from has to say to the training loop.
+    pub(super) resumed: Option<(PathBuf, Value)>,
+}
+
+impl<'a> Session<'a> {
+    pub(super) fn open(config: &'a RunConfig, env: &RankEnv) -> Result<Self, Failure> {
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let threads = (cores / env.local_world_size.max(1)).max(1);
+        // A second initialisation only happens in tests that share the process.
+        rayon::ThreadPoolBuilder::new()
+            .num_threads(threads)
+            .build_global()
+            .ok();
+        let reporter = Reporter::for_rank(env);
+        let Setup {
+            model,
+            processor,
+            weights,
+        } = Setup::open(config)?;
+        let train = check::load(config, &config.data_file(), &processor)?;
+        let eval = match config.eval_file() {
+            Some(path) => Some(check::load(config, &path, &processor)?),
+            None => None,
+        };
+        let setup = Setup {
+            model,
+            processor,
+            weights,
+        };
+        let plan = Arc::new(setup.plan(config)?);
+        let comm = meet(env, &plan, &reporter)?;
+        let Setup {
+            model,
+            processor,
+            weights,
+        } = setup;
+        let device = Pool::new("device", config.device_memory_limit);
+        let host_share = config
+            .host_memory_limit
+            .map(|limit| limit / config.nproc as u64);
+        let tiers = Tiers {
+            device: device.clone(),
+            host: Pool::new("host", host_share),
+        };
+        let backend: Arc<dyn Backend> = Arc::new(CpuBackend::new(device));
+        let zero = Zero::new(
+            plan,
+            comm.clone(),
+            backend.clone(),
+            tiers,
+            optimizer(config, &model)?,
+        )
+        .map_err(|e| failures::engine("allocate model states", &e))?;
+        let mut session = Self {
+            config,
+            model,
+            processor,
+            weights,
+            backend,
+            comm,
+            zero,
+            train: Arc::new(train),
+            eval,
+            reporter,
+            resumed: None,
+        };
+        session.load()?;
+        Ok(session)
+    }
+
+    /// Base weights, then the checkpoint to resume from, if any.
+    fn load(&mut self) -> Result<(), Failure> {
+        let started = Instant::now();
+        let (model, weights, seed) = (&self.model, &self.weights, self.config.seed);
+        let read = |id: ParamId, elements: Range<usize>, out: &mut [f32]| {
+            let name = &model.spec().params[id.index()].name;
+            match weights {
+                Some(source) if !name.starts_with(ADAPTER_PREFIX) => {
+                    let bytes = bytemuck::cast_slice_mut(out);
+                    source.read_range(name, elements, DType::F32, bytes)
+                }
+                _ => {
+                    model.init(id, seed, elements, out);
+                    Ok::<_, WeightError>(())
+                }
+            }
+        };
+        self.zero
+            .load(read)
+            .map_err(|e| failures::engine("load weights", &e))?;
+        if let Some(source) = &self.weights {
+            let sizes = source.files().filter_map(|f| std::fs::metadata(f).ok());
+            self.reporter.emit(&Event::Load {
+                bytes: sizes.map(|m| m.len()).sum(),
+                files: source.files().count(),
+                seconds: started.elapsed().as_secs_f64(),
+            });
+        }
+        let folder = match &self.config.resume {
+            Resume::No => None,
+            Resume::Latest => engine::checkpoint::find_latest(&self.config.output)
+                .map_err(|e| failures::checkpoint("resume", &e))?,
+            Resume::From(path) => Some(path.clone()),
+        };
+        if let Some(folder) = folder {
+            let doing = format!("resume {}", folder.display());
+            let checkpoint = engine::checkpoint::Checkpoint::open(&folder)
+                .map_err(|e| failures::checkpoint(&doing, &e))?;
+            // Every rank reads other parts; one of them checks all hashes.
+            if self.comm.world().rank == 0 {
+                checkpoint
+                    .verify()
+                    .map_err(|e| failures::checkpoint(&doing, &e))?;
+            }
+            self.comm
+                .barrier(engine::comm::Tag::new("verified", 0))
+                .map_err(|e| failures::comm(&e))?;
+            let updates = checkpoint.meta().get("updates").and_then(Value::as_u64);
+            let updates = updates.unwrap_or_else(|| checkpoint.step());
+            self.zero
+                .restore(&checkpoint, updates)
+                .map_err(|e| failures::engine(&doing, &e))?;
+            self.resumed = Some((folder, checkpoint.meta().clone()));
+        } else if self.config.task == Task::Evaluate {
+            return Err(Failure::new(
+                ErrorCode::Resume,
+                "there is no checkpoint to evaluate",
+                format!("{} holds none", self.config.output.display()),
+            ));
+        }
+        Ok(())
+    }
+
+    /// The dtype a tensor is exported in: that of the file it came from; f32 for what began here.
+    pub(super) fn stored_dtype(&self, name: &str) -> DType {
+        self.weights
+            .as_ref()
+            .and_then(|w| w.dtype(name))
+            .unwrap_or(DType::F32)
+    }
+
+    /// Peak bytes of this rank by tier.
+    pub(super) fn peaks(&self) -> crate::report::TierBytes {
+        crate::report::TierBytes {
+            device: self.zero.device_pool().stats().peak,
+            host: self.zero.host_pool().stats().peak,
+            rss: crate::memory::process().rss_bytes,
+        }
+    }
+}
+
+fn meet(
+    env: &RankEnv,
+    plan: &engine::Plan,
+    reporter: &Reporter,
+) -> Result<Arc<dyn Communicator>, Failure> {
+    let started = Instant::now();
+    let report = plan.memory();
+    let region = report.gathered + report.communication + report.communication / 8;
+    let region = (region + fit::full_gather_bytes(plan) + WINDOW_SLACK_BYTES) as usize;
+    let world = World {
+        rank: env.rank,
+        size: env.world_size,
+    };
+    let (comm, transport) = if world.size == 1 {
+        let mut alone = threads::world(1, region).map_err(|e| failures::comm(&e))?;
+        (alone.remove(0), "one process")
+    } else {
+        let name = format!("tessera-{}", env.run_token);
+        let options = ShmOptions::new(name, world, region);
+        (
+            shm::join(&options).map_err(|e| failures::comm(&e))?,
+            "shared memory",
+        )
+    };
+    reporter.emit(&Event::Comm {
+        ranks: world.size,
+        transport: transport.into(),
+        seconds: started.elapsed().as_secs_f64(),
+    });
+    Ok(comm)
+}
+
+fn optimizer(config: &RunConfig, model: &MiniCpm) -> Result<OptimizerConfig, Failure> {
+    let settings = &config.optimizer;
+    let groups = ParameterGroups::new(settings.weight_decay as f32, &[])
+        .map_err(|e| Failure::usage("parameter groups cannot be formed", e.to_string()))?;
+    let groups = model
+        .spec()
+        .params
+        .iter()
+        .map(|p| groups.options(&p.name, optim::groups::is_norm_name(&p.name)))
+        .collect();
+    let rule = AdamW {
+        beta1: settings.adam_beta1,
+        beta2: settings.adam_beta2,
+        eps: settings.adam_epsilon,
+    };
+    Ok(OptimizerConfig {
+        rule: Arc::new(rule),
+        groups,
+    })
+}

@@ -1,0 +1,139 @@
+//! The model of a run, its processor and its plan: what supervisor and ranks build alike.
+
+use super::failures::{self, chain};
+use crate::config::{InitChoice, PrecisionChoice, RunConfig, Tier};
+use crate::data::{Sampler, SamplerSizes};
+use crate::exit::{ErrorCode, Failure};
+use crate::ui::Event;
+use engine::{Offload, Plan, Precision, Stage, ZeroConfig};
+use models::lora::{LoraConfig, LoraTargets};
+use models::minicpm::config::MiniCpmConfig;
+use models::minicpm::processor::Processor;
+use models::minicpm::{MiniCpm, MiniCpmOptions};
+use models::{VisionLanguageModel, WeightSource};
+use std::sync::Arc;
+
+/// Model, processor and weight files, opened and checked against each other.
+pub(super) struct Setup {
+    pub(super) model: MiniCpm,
+    pub(super) processor: Arc<Processor>,
+    pub(super) weights: Option<WeightSource>,
+}
+
+impl Setup {
+    pub(super) fn open(config: &RunConfig) -> Result<Self, Failure> {
+        let dir = config.model_dir();
+        let refuse = |error: &dyn std::error::Error| {
+            Failure::new(
+                ErrorCode::ModelFiles,
+                format!("cannot use the model folder {}", dir.display()),
+                chain(error),
+            )
+            .next("point --model at a MiniCPM-V 2.6 or MiniCPM-o 2.6 folder with config.json, tokenizer.json, tokenizer_config.json and its safetensors files")
+        };
+        let model_config = MiniCpmConfig::load(&dir).map_err(|e| refuse(&e))?;
+        let processor = Processor::load(&dir).map_err(|e| refuse(&e))?;
+        let options = model_options(config, &processor);
+        let model = MiniCpm::new(model_config, options)
+            .map_err(|e| failures::model("set up the model", &e))?;
+        let weights = match config.init {
+            InitChoice::Checkpoint => {
+                Some(WeightSource::open(&dir).map_err(|e| failures::weights(&e))?)
+            }
+            InitChoice::Random => None,
+        };
+        Ok(Self {
+            model,
+            processor: Arc::new(processor),
+            weights,
+        })
+    }
+
+    /// Every tensor is there with the right shape; tensors of other parts are named.
+    pub(super) fn check_weights(
+        &self,
+        config: &RunConfig,
+        show: &mut dyn FnMut(Event),
+    ) -> Result<(), Failure> {
+        let Some(weights) = &self.weights else {
+            return Ok(());
+        };
+        let unused = weights
+            .check(self.model.spec())
+            .map_err(|e| failures::weights(&e))?;
+        if let Some(first) = unused.first() {
+            show(Event::Info {
+                label: "weights".into(),
+                text: format!(
+                    "{} tensors of {} belong to parts that are not trained here (first: {first})",
+                    unused.len(),
+                    config.model_dir().display()
+                ),
+            });
+        }
+        Ok(())
+    }
+
+    pub(super) fn plan(&self, config: &RunConfig) -> Result<Plan, Failure> {
+        Plan::new(
+            self.model.spec().clone(),
+            zero_config(config)?,
+            config.nproc,
+        )
+        .map_err(|e| failures::engine("plan the run", &e.into()))
+    }
+}
+
+fn precision(config: &RunConfig) -> Precision {
+    match config.precision {
+        PrecisionChoice::Bf16 => Precision::Bf16,
+        PrecisionChoice::F32 => Precision::F32,
+        PrecisionChoice::PureBf16 => Precision::PureBf16,
+    }
+}
+
+fn model_options(config: &RunConfig, processor: &Processor) -> MiniCpmOptions {
+    let mut options = MiniCpmOptions::new(
+        precision(config).weight_dtype(),
+        processor.config().normalization.clone(),
+    );
+    options.tune_vision = config.trainable.tune_vision;
+    options.tune_llm = config.trainable.tune_llm;
+    options.lora = config.trainable.lora.as_ref().map(|lora| LoraConfig {
+        lora_rank: lora.lora_rank,
+        lora_alpha: lora.lora_alpha as f32,
+        targets: LoraTargets::parse(&lora.target_modules),
+        // As OpenBMB's script: what adapters cannot express is trained in full beside them.
+        modules_to_save: vec!["embed_tokens".into(), "resampler".into()],
+    });
+    options
+}
+
+fn zero_config(config: &RunConfig) -> Result<ZeroConfig, Failure> {
+    let tier = |tier| match tier {
+        Tier::None => engine::Tier::Device,
+        Tier::Cpu => engine::Tier::Host,
+    };
+    Ok(ZeroConfig {
+        stage: Stage::try_from(config.zero)
+            .map_err(|e| Failure::usage("--zero is out of range", e))?,
+        precision: precision(config),
+        offload: Offload {
+            param: tier(config.offload.param),
+            optimizer: tier(config.offload.optimizer),
+        },
+        max_grad_norm: config.optimizer.max_grad_norm.map(|norm| norm as f32),
+        seed: config.seed,
+        ..ZeroConfig::default()
+    })
+}
+
+pub(super) fn sampler(config: &RunConfig, samples: usize) -> Sampler {
+    let sizes = SamplerSizes {
+        samples,
+        world_size: config.nproc,
+        micro_batch: config.batch.micro_batch,
+        accumulation_steps: config.batch.accumulation_steps,
+    };
+    Sampler::new(sizes, config.seed)
+}

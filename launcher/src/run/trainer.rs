@@ -1,0 +1,475 @@
+//! The training loop of one rank.
+
+use super::check::encode_options;
+use super::session::Session;
+use super::setup::sampler;
+use super::{evaluate, failures, save};
+use crate::config::{Cadence, Scheduler};
+use crate::data::{Loader, LoaderOptions, Sampler};
+use crate::exit::{ErrorCode, Failure};
+use crate::rank::{RunSummary, StopFlag};
+use crate::report::{EvalResults, RunReport, StepRecord};
+use crate::ui::{EvalEvent, Event, ResumeEvent, StepEvent};
+use engine::comm::Tag;
+use engine::{PassKind, StepReport};
+use models::autograd::Tape;
+use models::minicpm::sample::EncodedSample;
+use models::{ModelError, SampleInput, VisionLanguageModel};
+use optim::{Schedule, ScheduleKind};
+use serde_json::{Value, json};
+use std::time::{Duration, Instant};
+
+/// Updates in a row that may be skipped for non-finite values before the run ends.
+const MAX_SKIPPED_IN_A_ROW: u32 = 20;
+
+/// A micro-batch on its way from a loader thread.
+type Prepared = Vec<EncodedSample>;
+
+/// Sums since the last logged row.
+struct Window {
+    started: Instant,
+    loss: f64,
+    updates: u64,
+    tokens: u64,
+    waited: Duration,
+    step_seconds: f64,
+}
+
+impl Window {
+    fn new() -> Self {
+        Self {
+            started: Instant::now(),
+            loss: 0.0,
+            updates: 0,
+            tokens: 0,
+            waited: Duration::ZERO,
+            step_seconds: 0.0,
+        }
+    }
+}
+
+/// The loop's own state, which a checkpoint carries.
+struct Progress {
+    total_steps: u64,
+    /// Steps of the schedule behind, skipped updates included.
+    done: u64,
+    total_tokens: u64,
+    skipped_in_a_row: u32,
+    exact_match_before: Option<f64>,
+    summary: RunSummary,
+}
+
+pub(super) fn train(session: &mut Session<'_>, stop: &StopFlag) -> Result<RunSummary, Failure> {
+    let sampler = sampler(session.config, session.train.samples.len());
+    let total_steps = session.config.total_steps(session.train.samples.len());
+    let mut progress = resume(session, total_steps)?;
+    let epochs = sampler.epochs_after(total_steps);
+    let mut report = match session.comm.world().rank {
+        0 => Some(RunReport::open(
+            session.config,
+            total_steps,
+            epochs,
+            progress.done,
+        )?),
+        _ => None,
+    };
+    if session.resumed.is_none() && session.eval.is_some() {
+        let before = evaluate::loss(session)?;
+        progress.exact_match_before = evaluate::exact_match(session)?;
+        if let Some(loss) = before {
+            show_eval(session, &progress, loss, None);
+        }
+    }
+    session.reporter.emit(&Event::TrainStart {
+        total: total_steps,
+        done: progress.done,
+    });
+    let mut loader = start_loader(session, sampler, progress.done..total_steps);
+    let schedule = schedule(session, total_steps);
+    let mut window = Window::new();
+    while progress.done < total_steps {
+        let lr = schedule.lr(progress.done);
+        let step = one_step(session, &mut loader, lr, &mut window)?;
+        progress.done += 1;
+        account(session, &mut progress, &step, &mut window)?;
+        let epoch_ended = sampler.epoch_ended(progress.done);
+        let done = progress.done;
+        let due = |cadence: Cadence| cadence.is_due(done, total_steps, epoch_ended);
+        if due(session.config.logging) || progress.done == 1 {
+            let epoch = sampler.epochs_after(progress.done);
+            log(
+                session,
+                report.as_mut(),
+                &mut progress,
+                &step,
+                lr,
+                epoch,
+                &mut window,
+            )?;
+        } else {
+            let total = total_steps;
+            let loss = Some(step.loss);
+            session.reporter.emit(&Event::Tick {
+                step: progress.done,
+                total,
+                loss,
+            });
+        }
+        let stopping = anyone(session, stop.is_set())?;
+        if due(session.config.eval) || (stopping && session.eval.is_some()) {
+            evaluate_now(session, report.as_mut(), &mut progress, &sampler)?;
+        }
+        if due(session.config.save) || stopping {
+            save_now(session, report.as_ref(), &mut progress)?;
+        }
+        if stopping && progress.done < total_steps {
+            progress.summary.interrupted = true;
+            break;
+        }
+    }
+    if let Some(report) = &report {
+        report.finish()?;
+    }
+    progress.summary.steps = progress.done;
+    Ok(progress.summary)
+}
+
+/// Where the loop stands: at the start, or where the checkpoint left it.
+fn resume(session: &Session<'_>, total_steps: u64) -> Result<Progress, Failure> {
+    let mut progress = Progress {
+        total_steps,
+        done: 0,
+        total_tokens: 0,
+        skipped_in_a_row: 0,
+        exact_match_before: None,
+        summary: RunSummary::default(),
+    };
+    let Some((folder, meta)) = &session.resumed else {
+        return Ok(progress);
+    };
+    let number = |key: &str| meta.get(key).and_then(Value::as_u64);
+    let (Some(done), Some(tokens), Some(samples), Some(batch)) = (
+        number("steps_done"),
+        number("total_tokens"),
+        number("samples"),
+        number("global_batch"),
+    ) else {
+        return Err(Failure::new(
+            ErrorCode::Resume,
+            format!("cannot resume {}", folder.display()),
+            "its manifest lacks the state of the training loop",
+        ));
+    };
+    let now = (
+        session.train.samples.len() as u64,
+        session.config.global_batch() as u64,
+    );
+    if (samples, batch) != now {
+        return Err(Failure::new(
+            ErrorCode::Resume,
+            format!(
+                "cannot resume {}: the order of the data would change",
+                folder.display()
+            ),
+            "position in the data is counted in samples and global batches",
+        )
+        .evidence(format!(
+            "saved with {samples} samples and a global batch of {batch}"
+        ))
+        .evidence(format!(
+            "now {} samples and a global batch of {}",
+            now.0, now.1
+        ))
+        .next("keep the data, and ranks x micro-batch x accumulation as it was"));
+    }
+    if done >= total_steps {
+        return Err(Failure::new(
+            ErrorCode::NothingToDo,
+            format!("{} has all {total_steps} steps behind it", folder.display()),
+            "there is nothing left to train",
+        )
+        .next("raise --max-steps or --num-train-epochs"));
+    }
+    (progress.done, progress.total_tokens) = (done, tokens);
+    progress.exact_match_before = meta.get("exact_match_before").and_then(Value::as_f64);
+    session.reporter.emit(&Event::Resume(ResumeEvent {
+        name: folder
+            .file_name()
+            .map_or_else(String::new, |n| n.to_string_lossy().into_owned()),
+        ranks: session.comm.world().size,
+        step: done,
+        loss_is_identical: None,
+    }));
+    Ok(progress)
+}
+
+fn schedule(session: &Session<'_>, total_steps: u64) -> Schedule {
+    let settings = &session.config.optimizer;
+    let kind = match settings.scheduler {
+        Scheduler::Linear => ScheduleKind::Linear,
+        Scheduler::Cosine => ScheduleKind::Cosine,
+        Scheduler::Constant => ScheduleKind::Constant,
+        Scheduler::ConstantWithWarmup => ScheduleKind::ConstantWithWarmup,
+    };
+    let warmup_steps = settings.warmup.steps(total_steps);
+    Schedule {
+        kind,
+        warmup_steps,
+        total_steps,
+        base_lr: settings.learning_rate,
+    }
+}
+
+fn start_loader(
+    session: &Session<'_>,
+    sampler: Sampler,
+    steps: std::ops::Range<u64>,
+) -> Loader<Prepared, Failure> {
+    let (set, processor) = (session.train.clone(), session.processor.clone());
+    let options = encode_options(session.config);
+    let rank = session.comm.world().rank;
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let ahead = LoaderOptions::for_node(cores, session.comm.world().size);
+    let micro_steps = session.config.batch.accumulation_steps as u64;
+    Loader::new(ahead, steps, micro_steps, move |step, micro| {
+        let encode = |index: usize| {
+            processor
+                .encode(&set.samples[index], &set.images, &options)
+                .map_err(|e| {
+                    Failure::new(
+                        ErrorCode::DataFile,
+                        format!("sample {index} cannot be read in step {}", step + 1),
+                        failures::chain(&e),
+                    )
+                    .evidence("it was readable when the run began")
+                })
+        };
+        sampler
+            .indices(step, micro, rank)
+            .into_iter()
+            .map(encode)
+            .collect()
+    })
+}
+
+fn one_step(
+    session: &mut Session<'_>,
+    loader: &mut Loader<Prepared, Failure>,
+    lr: f64,
+    window: &mut Window,
+) -> Result<StepReport, Failure> {
+    let started = Instant::now();
+    for _ in 0..session.config.batch.accumulation_steps {
+        let waiting = Instant::now();
+        let samples = loader.next().ok_or_else(|| {
+            Failure::new(
+                ErrorCode::Panic,
+                "the data ended early",
+                "the loader has no batch left",
+            )
+        })??;
+        window.waited += waiting.elapsed();
+        window.tokens += samples
+            .batch
+            .iter()
+            .map(|s| s.input_ids.len() as u64)
+            .sum::<u64>();
+        micro_batch(session, &samples.batch)?;
+    }
+    let report = session
+        .zero
+        .step(lr)
+        .map_err(|e| failures::engine("update weights", &e))?;
+    window.step_seconds += started.elapsed().as_secs_f64();
+    Ok(report)
+}
+
+fn micro_batch(session: &mut Session<'_>, samples: &[EncodedSample]) -> Result<(), Failure> {
+    let inputs: Vec<SampleInput<'_>> = samples.iter().map(SampleInput::from).collect();
+    session.zero.begin_pass(PassKind::Train);
+    let run = || -> Result<(f64, usize), ModelError> {
+        let batch = session.model.collate(&inputs, &*session.backend)?;
+        let tape = Tape::training(&session.zero);
+        let loss = session.model.forward(&tape, &batch)?;
+        let sums = (loss.sum()?, loss.supervised);
+        tape.backward(&loss, 1.0)?;
+        Ok(sums)
+    };
+    let (sum, supervised) = run().map_err(|e| failures::model("train", &e))?;
+    session
+        .zero
+        .end_micro_batch(sum, supervised as u64)
+        .map_err(|e| failures::engine("train", &e))
+}
+
+/// Sums over ranks what only this rank knows, and ends runs that have left the numbers.
+fn account(
+    session: &Session<'_>,
+    progress: &mut Progress,
+    step: &StepReport,
+    window: &mut Window,
+) -> Result<(), Failure> {
+    window.loss += step.loss;
+    window.updates += 1;
+    if step.applied {
+        progress.skipped_in_a_row = 0;
+        return Ok(());
+    }
+    progress.skipped_in_a_row += 1;
+    session.reporter.emit(&Event::Warning {
+        text: format!(
+            "step {}: loss {} or a gradient is not finite; the update was skipped on every rank",
+            progress.done, step.loss
+        ),
+    });
+    if progress.skipped_in_a_row < MAX_SKIPPED_IN_A_ROW {
+        return Ok(());
+    }
+    Err(Failure::new(
+        ErrorCode::Numeric,
+        format!("{MAX_SKIPPED_IN_A_ROW} updates in a row were not finite"),
+        "loss or gradients are NaN or infinite",
+    )
+    .evidence(format!(
+        "step {}, loss {}, gradient norm {}",
+        progress.done, step.loss, step.grad_norm
+    ))
+    .evidence("weights and optimizer state are those of the last finite update")
+    .next("a lower --learning-rate, or --precision f32; resume from an earlier checkpoint"))
+}
+
+fn log(
+    session: &Session<'_>,
+    report: Option<&mut RunReport>,
+    progress: &mut Progress,
+    step: &StepReport,
+    lr: f64,
+    epoch: f64,
+    window: &mut Window,
+) -> Result<(), Failure> {
+    let sums = session
+        .comm
+        .all_gather_f64(&[window.tokens as f64], Tag::new("tokens", 0))
+        .map_err(|e| failures::comm(&e))?;
+    let tokens: f64 = sums.iter().map(|r| r[0]).sum();
+    let seconds = window.started.elapsed().as_secs_f64().max(1e-9);
+    let done = std::mem::replace(window, Window::new());
+    let updates = done.updates.max(1) as f64;
+    let bytes = session.peaks();
+    let grad_norm = step.applied.then_some(step.grad_norm);
+    progress.total_tokens += tokens as u64;
+    let record = StepRecord {
+        step: progress.done,
+        epoch,
+        loss: done.loss / updates,
+        lr,
+        grad_norm,
+        tokens_per_second: tokens / seconds,
+        total_tokens: progress.total_tokens,
+        bytes,
+    };
+    let mut remaining_seconds = 0.0;
+    if let Some(report) = report {
+        report.on_step(&record)?;
+        remaining_seconds = report.remaining_seconds(progress.done);
+    }
+    session.reporter.emit(&Event::Step(StepEvent {
+        step: progress.done,
+        total: progress.total_steps,
+        loss: record.loss,
+        lr,
+        grad_norm,
+        tokens_per_second: record.tokens_per_second,
+        step_seconds: done.step_seconds / updates,
+        data_wait: done.waited.as_secs_f64() / done.step_seconds.max(1e-9),
+        device_peak_bytes: bytes.device,
+        host_bytes: bytes.host,
+        skipped: !step.applied,
+        remaining_seconds,
+    }));
+    Ok(())
+}
+
+/// Whether any rank answers yes; the same answer on all.
+fn anyone(session: &Session<'_>, own: bool) -> Result<bool, Failure> {
+    let all = session
+        .comm
+        .all_gather_f64(&[f64::from(own)], Tag::new("stop", 0))
+        .map_err(|e| failures::comm(&e))?;
+    Ok(all.iter().any(|r| r[0] > 0.0))
+}
+
+fn show_eval(session: &Session<'_>, progress: &Progress, loss: f64, exact_match: Option<f64>) {
+    session.reporter.emit(&Event::Eval(EvalEvent {
+        step: progress.done,
+        loss,
+        exact_match: exact_match.or(progress.exact_match_before.filter(|_| progress.done == 0)),
+        exact_match_before: exact_match.and(progress.exact_match_before),
+        samples: session.eval.as_ref().map_or(0, |e| e.samples.len()),
+    }));
+}
+
+fn evaluate_now(
+    session: &Session<'_>,
+    report: Option<&mut RunReport>,
+    progress: &mut Progress,
+    sampler: &Sampler,
+) -> Result<(), Failure> {
+    let started = Instant::now();
+    let Some(eval_loss) = evaluate::loss(session)? else {
+        return Ok(());
+    };
+    let exact_match = evaluate::exact_match(session)?;
+    show_eval(session, progress, eval_loss, exact_match);
+    progress.summary.eval_loss = Some(eval_loss);
+    progress.summary.exact_match = exact_match;
+    progress.summary.exact_match_before = progress.exact_match_before;
+    let samples = session.eval.as_ref().map_or(0, |e| e.samples.len());
+    if let Some(report) = report {
+        let seconds = started.elapsed().as_secs_f64();
+        report.on_eval(&EvalResults {
+            eval_loss,
+            exact_match,
+            exact_match_before: progress.exact_match_before,
+            eval_samples: samples,
+            eval_runtime: seconds,
+            eval_samples_per_second: samples as f64 / seconds.max(1e-9),
+            step: progress.done,
+            epoch: sampler.epochs_after(progress.done),
+        })?;
+    }
+    Ok(())
+}
+
+fn save_now(
+    session: &mut Session<'_>,
+    report: Option<&RunReport>,
+    progress: &mut Progress,
+) -> Result<(), Failure> {
+    let config = session.config;
+    let meta = json!({
+        "steps_done": progress.done,
+        "updates": session.zero.step_count(),
+        "total_tokens": progress.total_tokens,
+        "samples": session.train.samples.len(),
+        "global_batch": config.global_batch(),
+        "seed": config.seed,
+        "precision": session.zero.plan().config().precision.name(),
+        "zero": config.zero,
+        "world_size": session.comm.world().size,
+        "exact_match_before": progress.exact_match_before,
+    });
+    let event = save::save(session, progress.done, &meta, report)?;
+    progress.summary.checkpoint = Some(config.output.join(&event.name));
+    session.reporter.emit(&Event::Save(event));
+    Ok(())
+}
+
+/// Evaluates a checkpoint without training: what proves that it holds what was saved.
+pub(super) fn verify_resume(session: &mut Session<'_>) -> Result<RunSummary, Failure> {
+    Ok(RunSummary {
+        steps: session.zero.step_count(),
+        eval_loss: evaluate::loss(session)?,
+        ..RunSummary::default()
+    })
+}

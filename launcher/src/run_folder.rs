@@ -1,0 +1,220 @@
+//! The folder of a run: what may be in it before, and where its files are.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use crate::config::{CONFIG_FILE, Resume, RunConfig};
+use crate::exit::{ErrorCode, Failure};
+
+/// Folder of per-rank logs.
+pub const LOGS: &str = "logs";
+/// Folder of per-rank failures.
+pub const ERRORS: &str = "errors";
+/// Files that tell that a folder holds a run.
+const MARKS: [&str; 3] = [CONFIG_FILE, "trainer_log.jsonl", "trainer_state.json"];
+
+/// Checks the output folder and the checkpoint to resume from, touching nothing. A made-up output
+/// folder that exists gets another name.
+///
+/// # Errors
+/// The folder holds another run (exit 2), or the checkpoint does not exist (exit 9).
+pub fn check(config: &mut RunConfig) -> Result<(), Failure> {
+    if let Resume::From(path) = &config.resume {
+        if !path.is_dir() {
+            return Err(Failure::new(
+                ErrorCode::Resume,
+                format!("cannot resume: {} is no folder", path.display()),
+                "the checkpoint does not exist",
+            )
+            .next("name a checkpoint-N folder, or use --resume auto"));
+        }
+        return Ok(());
+    }
+    if !config.output_is_explicit {
+        config.output = unused(&config.output);
+        return Ok(());
+    }
+    if config.output.exists() && !config.output.is_dir() {
+        return Err(Failure::usage(
+            format!("--output {} is not a folder", config.output.display()),
+            "a file has that name",
+        ));
+    }
+    if config.resume != Resume::No {
+        return Ok(());
+    }
+    match sign_of_a_run(&config.output) {
+        None => Ok(()),
+        Some(sign) => Err(Failure::usage(
+            format!("--output {} holds another run", config.output.display()),
+            "a run is never overwritten",
+        )
+        .evidence(format!("found {sign}"))
+        .next("choose another folder, or add --resume auto to continue that run")),
+    }
+}
+
+fn sign_of_a_run(folder: &Path) -> Option<String> {
+    let mark = MARKS
+        .iter()
+        .find(|name| folder.join(name).exists())
+        .map(ToString::to_string);
+    mark.or_else(|| checkpoints(folder).pop().map(|(_, path)| file_name(&path)))
+}
+
+fn unused(folder: &Path) -> PathBuf {
+    let name = file_name(folder);
+    let mut candidate = folder.to_path_buf();
+    let mut number = 2;
+    while candidate.exists() {
+        candidate = folder.with_file_name(format!("{name}-{number}"));
+        number += 1;
+    }
+    candidate
+}
+
+/// Makes the folder with its subfolders, saves the configuration in it and removes the failures of
+/// an earlier attempt.
+///
+/// # Errors
+/// The folder cannot be written (exit 16 where the disk is full).
+pub fn prepare(config: &RunConfig) -> Result<(), Failure> {
+    let logs = config.output.join(LOGS);
+    fs::create_dir_all(&logs)
+        .map_err(|error| Failure::io(ErrorCode::Disk, "make", &logs, &error))?;
+    forget_errors(config)?;
+    config.save_to(&config.output.join(CONFIG_FILE))
+}
+
+/// Removes the failures of an earlier attempt.
+///
+/// # Errors
+/// They are there and cannot be removed.
+pub fn forget_errors(config: &RunConfig) -> Result<(), Failure> {
+    let errors = config.output.join(ERRORS);
+    match fs::remove_dir_all(&errors) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => {
+            Err(Failure::io(ErrorCode::Disk, "remove", &errors, &error))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Checkpoints of a run folder as (step, path), by step. Unfinished ones have other names.
+pub fn checkpoints(folder: &Path) -> Vec<(u64, PathBuf)> {
+    let Ok(entries) = fs::read_dir(folder) else {
+        return Vec::new();
+    };
+    let mut found: Vec<(u64, PathBuf)> = entries
+        .flatten()
+        .filter_map(|entry| {
+            let name = entry.file_name();
+            let digits = name.to_str()?.strip_prefix("checkpoint-")?;
+            let step = digits
+                .bytes()
+                .all(|byte| byte.is_ascii_digit())
+                .then(|| digits.parse().ok())??;
+            entry.path().is_dir().then(|| (step, entry.path()))
+        })
+        .collect();
+    found.sort();
+    found
+}
+
+/// The checkpoint that [`Resume`] names, if there is one.
+pub fn checkpoint_to_resume(config: &RunConfig) -> Option<PathBuf> {
+    match &config.resume {
+        Resume::No => None,
+        Resume::From(path) => Some(path.clone()),
+        Resume::Latest => checkpoints(&config.output).pop().map(|(_, path)| path),
+    }
+}
+
+fn file_name(path: &Path) -> String {
+    path.file_name()
+        .map_or_else(String::new, |name| name.to_string_lossy().into_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::args::Args;
+    use crate::config::resolve;
+    use crate::rank_env::Env;
+
+    fn config(output: &Path) -> RunConfig {
+        let env = Env::from_lookup(&|_| None).expect("reads");
+        let args = Args {
+            output: Some(output.to_path_buf()),
+            ..Args::default()
+        };
+        resolve(&args, &env).expect("resolves").config
+    }
+
+    #[test]
+    fn a_folder_with_a_run_is_refused_until_it_is_resumed() {
+        let folder = tempfile::tempdir().expect("temp dir");
+        let mut config = config(&folder.path().join("out"));
+        check(&mut config).expect("new");
+        prepare(&config).expect("made");
+        let failure = check(&mut config).expect_err("taken");
+        assert_eq!(failure.code.status(), 2);
+        config.resume = Resume::Latest;
+        check(&mut config).expect("continues");
+    }
+
+    #[test]
+    fn unrelated_files_do_not_matter_but_checkpoints_do() {
+        let folder = tempfile::tempdir().expect("temp dir");
+        fs::write(folder.path().join("notes.txt"), "x").expect("written");
+        let mut config = config(folder.path());
+        check(&mut config).expect("free");
+        fs::create_dir(folder.path().join("checkpoint-7")).expect("made");
+        assert!(check(&mut config).expect_err("taken").evidence[0].contains("checkpoint-7"));
+    }
+
+    #[test]
+    fn made_up_names_step_aside() {
+        let folder = tempfile::tempdir().expect("temp dir");
+        let mut config = config(folder.path());
+        config.output_is_explicit = false;
+        check(&mut config).expect("renamed");
+        assert!(config.output.to_string_lossy().ends_with("-2"));
+    }
+
+    #[test]
+    fn a_missing_checkpoint_is_a_resume_failure() {
+        let folder = tempfile::tempdir().expect("temp dir");
+        let mut config = config(folder.path());
+        config.resume = Resume::From(folder.path().join("checkpoint-9"));
+        assert_eq!(check(&mut config).expect_err("missing").code.status(), 9);
+    }
+
+    #[test]
+    fn checkpoints_are_sorted_by_number_and_unfinished_ones_left_out() {
+        let folder = tempfile::tempdir().expect("temp dir");
+        for name in [
+            "checkpoint-9",
+            "checkpoint-10",
+            "checkpoint-11.tmp",
+            "checkpoint-",
+            "checkpoint-x1",
+        ] {
+            fs::create_dir(folder.path().join(name)).expect("made");
+        }
+        fs::write(folder.path().join("checkpoint-12"), "a file").expect("written");
+        let steps: Vec<u64> = checkpoints(folder.path())
+            .into_iter()
+            .map(|(step, _)| step)
+            .collect();
+        assert_eq!(steps, [9, 10]);
+        let mut config = config(folder.path());
+        config.resume = Resume::Latest;
+        assert!(
+            checkpoint_to_resume(&config)
+                .expect("found")
+                .ends_with("checkpoint-10")
+        );
+    }
+}

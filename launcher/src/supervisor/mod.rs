@@ -1,0 +1,366 @@
+//! The parent of the rank processes: starts them, listens, and ends them together.
+//!
+//! States: *running* → *stopping* (a signal came: ranks were asked to save and stop, no deadline)
+//! → done; or, from both, → *aborting* (a rank failed, or a second signal came: pipes closed and
+//! SIGTERM sent, SIGKILL after [`GRACE`]) → done. Nothing polls: one thread per rank waits for its
+//! end, two read its streams, and the main loop blocks on their channel and the next deadline.
+
+mod child;
+pub mod job;
+mod report;
+
+use std::ffi::OsString;
+use std::net::TcpListener;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use crossbeam::channel::{Receiver, at, never, unbounded};
+use crossbeam::select;
+use rustix::process::Signal;
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
+use signal_hook::iterator::Signals;
+
+use crate::exit::{ErrorCode, Failure};
+use crate::memory;
+use crate::rank::RunSummary;
+use crate::rank_env;
+use crate::ui::{Event, Screen};
+
+use child::{Launch, Message, RankChild};
+use job::Job;
+use report::{Ending, Machine};
+
+/// From the request to end until SIGKILL.
+const GRACE: Duration = Duration::from_secs(4);
+/// How long a failure that looks like a consequence waits for its cause to show.
+const CAUSE_WINDOW: Duration = Duration::from_millis(500);
+/// How long the last lines of ended ranks may take to arrive.
+const DRAIN: Duration = Duration::from_secs(1);
+
+/// Signals sent to this process, from now on, as numbers.
+#[derive(Debug)]
+pub struct SignalSource {
+    receiver: Receiver<i32>,
+    handle: signal_hook::iterator::Handle,
+}
+
+impl SignalSource {
+    /// Takes SIGINT, SIGTERM, SIGHUP and SIGUSR1 over.
+    ///
+    /// # Errors
+    /// A handler cannot be installed.
+    pub fn new() -> Result<Self, Failure> {
+        let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP, SIGUSR1]).map_err(|error| {
+            Failure::new(
+                ErrorCode::Rendezvous,
+                "signals cannot be handled",
+                error.to_string(),
+            )
+        })?;
+        let handle = signals.handle();
+        let (sender, receiver) = unbounded();
+        std::thread::spawn(move || {
+            for signal in signals.forever() {
+                if sender.send(signal).is_err() {
+                    break;
+                }
+            }
+        });
+        Ok(Self { receiver, handle })
+    }
+}
+
+impl Drop for SignalSource {
+    fn drop(&mut self) {
+        self.handle.close();
+    }
+}
+
+/// What to start.
+#[derive(Debug)]
+pub struct Supervisor<'a> {
+    /// The executable of the ranks.
+    pub program: &'a Path,
+    /// Number of ranks.
+    pub nproc: usize,
+    /// Folder of the run: `logs/` and `errors/` lie in it.
+    pub output: &'a Path,
+    /// Names and holds the job's private files; its configuration is written.
+    pub job: &'a Job,
+}
+
+impl Supervisor<'_> {
+    /// Runs the ranks to their common end. Afterwards no rank process is left.
+    ///
+    /// # Errors
+    /// The failure of the first failing rank, or what kept the ranks from being started.
+    pub fn run(&self, signals: &SignalSource, screen: &mut Screen) -> Result<RunSummary, Failure> {
+        let (sender, receiver) = unbounded();
+        let environment = self.common_environment()?;
+        let mut watch = Watch {
+            output: self.output,
+            ranks: Vec::with_capacity(self.nproc),
+            endings: Vec::new(),
+            undrained: 2 * self.nproc,
+            phase: Phase::Running,
+            asked_to_stop: false,
+            oom_kills_before: memory::oom_kills(),
+            machine: None,
+            screen,
+        };
+        for rank in 0..self.nproc {
+            let mut env = environment.clone();
+            env.push((rank_env::RANK, rank.to_string().into()));
+            env.push((rank_env::LOCAL_RANK, rank.to_string().into()));
+            let log = self.output.join("logs").join(format!("rank-{rank:04}.log"));
+            let launch = Launch {
+                program: self.program,
+                rank,
+                env: &env,
+                log: &log,
+            };
+            watch.ranks.push(RankChild::spawn(&launch, &sender)?);
+        }
+        drop(sender);
+        watch.until_all_ended(&receiver, &signals.receiver);
+        watch.drain(&receiver);
+        watch.outcome(self.job.folder())
+    }
+
+    fn common_environment(&self) -> Result<Vec<(&'static str, OsString)>, Failure> {
+        // Released again at once: the number only has to differ from that of other jobs.
+        let port = TcpListener::bind(("127.0.0.1", 0))
+            .and_then(|listener| listener.local_addr())
+            .map_err(|error| {
+                Failure::new(
+                    ErrorCode::Rendezvous,
+                    "no free port on 127.0.0.1",
+                    error.to_string(),
+                )
+            })?
+            .port();
+        Ok(vec![
+            (rank_env::WORLD_SIZE, self.nproc.to_string().into()),
+            (rank_env::LOCAL_WORLD_SIZE, self.nproc.to_string().into()),
+            (rank_env::MASTER_ADDR, "127.0.0.1".into()),
+            (rank_env::MASTER_PORT, port.to_string().into()),
+            (rank_env::RUN_TOKEN, self.job.token().into()),
+            (
+                rank_env::JOB_DIR,
+                self.job.folder().as_os_str().to_os_string(),
+            ),
+        ])
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Phase {
+    Running,
+    /// A signal asked for save-and-stop.
+    Stopping,
+    /// A failure that may be a consequence: abort at this time unless its cause shows before.
+    Doubting {
+        until: Instant,
+    },
+    /// Everything ends: SIGKILL at this time.
+    Aborting {
+        kill_at: Instant,
+    },
+    /// SIGKILL was sent.
+    Killed,
+}
+
+struct Watch<'a> {
+    output: &'a Path,
+    ranks: Vec<RankChild>,
+    endings: Vec<Ending>,
+    undrained: usize,
+    phase: Phase,
+    asked_to_stop: bool,
+    oom_kills_before: u64,
+    machine: Option<Machine>,
+    screen: &'a mut Screen,
+}
+
+impl Watch<'_> {
+    fn until_all_ended(&mut self, messages: &Receiver<Message>, signals: &Receiver<i32>) {
+        while self.ranks.iter().any(RankChild::is_running) {
+            let timer = match self.phase {
+                Phase::Doubting { until } => at(until),
+                Phase::Aborting { kill_at } => at(kill_at),
+                Phase::Running | Phase::Stopping | Phase::Killed => never(),
+            };
+            select! {
+                recv(messages) -> message => match message {
+                    Ok(message) => self.take(message),
+                    // Every thread of every rank is gone, so every rank is.
+                    Err(_) => break,
+                },
+                recv(signals) -> signal => if let Ok(signal) = signal { self.signalled(signal) },
+                recv(timer) -> _ => self.deadline(),
+            }
+        }
+    }
+
+    fn take(&mut self, message: Message) {
+        match message {
+            Message::Exited(rank) => self.ended(rank),
+            Message::Drained => self.undrained -= 1,
+            Message::Event(event) => self.screen.show(&event),
+            Message::Line(line) => self.screen.line(&line),
+        }
+    }
+
+    fn ended(&mut self, rank: usize) {
+        let Some(status) = self.ranks[rank].reap() else {
+            return;
+        };
+        let was_aborted = matches!(self.phase, Phase::Aborting { .. } | Phase::Killed);
+        let ending = Ending {
+            rank,
+            status,
+            was_aborted,
+            tail: Vec::new(),
+        };
+        let failed = !ending.is_good() && !was_aborted;
+        self.endings.push(ending);
+        if !failed {
+            return;
+        }
+        if self.machine.is_none() {
+            let alive = self
+                .ranks
+                .iter()
+                .enumerate()
+                .filter(|(_, rank)| rank.is_running());
+            self.machine = Some(report::machine(
+                self.oom_kills_before,
+                alive.map(|(rank, child)| (rank, child.process_id())),
+            ));
+        }
+        let own = Failure::load(self.output, rank).map(|own| own.code);
+        let code = own.or_else(|| status.code().and_then(ErrorCode::from_status));
+        match self.phase {
+            Phase::Running | Phase::Stopping if code.is_some_and(ErrorCode::is_consequence) => {
+                self.phase = Phase::Doubting {
+                    until: Instant::now() + CAUSE_WINDOW,
+                };
+            }
+            _ => self.abort(),
+        }
+    }
+
+    fn signalled(&mut self, signal: i32) {
+        let name = report::signal_name(signal);
+        match self.phase {
+            Phase::Running => {
+                self.phase = Phase::Stopping;
+                self.asked_to_stop = true;
+                let text = format!("{name}: saving and stopping; once more to stop at once");
+                self.screen.show(&Event::Info {
+                    label: "stop".to_string(),
+                    text,
+                });
+                for rank in &self.ranks {
+                    rank.signal(Signal::TERM);
+                }
+            }
+            // An impatient scheduler repeats SIGUSR1 and SIGTERM; only people mean "now".
+            Phase::Stopping | Phase::Doubting { .. } if matches!(signal, SIGINT | SIGHUP) => {
+                let text = format!("{name} again: stopping at once, nothing more is saved");
+                self.screen.show(&Event::Info {
+                    label: "stop".to_string(),
+                    text,
+                });
+                self.abort();
+            }
+            _ => {}
+        }
+    }
+
+    fn deadline(&mut self) {
+        match self.phase {
+            Phase::Doubting { .. } => self.abort(),
+            Phase::Aborting { .. } => {
+                self.phase = Phase::Killed;
+                for rank in &self.ranks {
+                    rank.signal(Signal::KILL);
+                }
+            }
+            Phase::Running | Phase::Stopping | Phase::Killed => {}
+        }
+    }
+
+    fn abort(&mut self) {
+        self.phase = Phase::Aborting {
+            kill_at: Instant::now() + GRACE,
+        };
+        for rank in &mut self.ranks {
+            rank.signal(Signal::TERM);
+            rank.close_pipe();
+        }
+    }
+
+    /// Shows what ended ranks still had in their pipes.
+    fn drain(&mut self, messages: &Receiver<Message>) {
+        let until = Instant::now() + DRAIN;
+        while self.undrained > 0 {
+            match messages.recv_deadline(until) {
+                Ok(message) => self.take(message),
+                Err(_) => break,
+            }
+        }
+        for ending in &mut self.endings {
+            ending.tail = self.ranks[ending.rank].tail();
+        }
+    }
+
+    fn outcome(self, job_dir: &Path) -> Result<RunSummary, Failure> {
+        self.screen.finish_bar();
+        let first = report::first_failure(&self.endings, self.output);
+        // After a second signal ranks end as they may; that is no failure of theirs.
+        let asked = self.asked_to_stop;
+        if let Some(first) = first.filter(|first| !(asked && first.was_aborted)) {
+            let machine = self
+                .machine
+                .unwrap_or_else(|| report::machine(self.oom_kills_before, std::iter::empty()));
+            return Err(report::explain(first, &machine, self.output));
+        }
+        RunSummary::load(job_dir, 0).ok_or_else(|| {
+            if asked {
+                return stopped_at_once(self.output);
+            }
+            Failure::new(
+                ErrorCode::RankDied,
+                "rank 0 ended without a result",
+                "the process ended well but left no summary",
+            )
+        })
+    }
+}
+
+fn stopped_at_once(output: &Path) -> Failure {
+    Failure::new(
+        ErrorCode::Interrupted,
+        "stopped by a signal before the state was saved",
+        "a second signal, or an end during start-up",
+    )
+    .next(format!(
+        "continue from the last checkpoint: --resume auto --output {}",
+        output.display()
+    ))
+}
+
+/// The executable that ranks are started from: this one.
+///
+/// # Errors
+/// The system does not tell.
+pub fn own_program() -> Result<PathBuf, Failure> {
+    std::env::current_exe().map_err(|error| {
+        Failure::new(
+            ErrorCode::Rendezvous,
+            "the own executable is unknown",
+            error.to_string(),
+        )
+    })
+}

@@ -1,0 +1,249 @@
+//! From ended rank processes to the one failure that explains them.
+
+use std::os::unix::process::ExitStatusExt;
+use std::path::Path;
+use std::process::ExitStatus;
+
+use crate::exit::{ErrorCode, Failure};
+use crate::memory::{self, HostMemory};
+use crate::units::bytes;
+
+/// Lines of a log that are quoted where a rank left nothing better.
+const QUOTED_LINES: usize = 8;
+
+/// How one rank ended, in the order in which they did.
+#[derive(Debug, Clone)]
+pub(super) struct Ending {
+    pub(super) rank: usize,
+    pub(super) status: ExitStatus,
+    /// Whether the supervisor had begun to end all ranks before.
+    pub(super) was_aborted: bool,
+    pub(super) tail: Vec<String>,
+}
+
+impl Ending {
+    /// Whether this rank did what it should: ended well, or saved and stopped.
+    pub(super) fn is_good(&self) -> bool {
+        self.status.success() || self.is_interrupted()
+    }
+
+    pub(super) fn is_interrupted(&self) -> bool {
+        self.status.code() == Some(i32::from(ErrorCode::Interrupted.status()))
+    }
+}
+
+/// What was seen of the machine when the first rank failed.
+#[derive(Debug, Clone)]
+pub(super) struct Machine {
+    pub(super) memory: HostMemory,
+    pub(super) oom_kills: u64,
+    /// Peak resident bytes of ranks still alive.
+    pub(super) peaks: Vec<(usize, u64)>,
+}
+
+/// The failure of one rank: its own words where it left any, else what its end tells.
+pub(super) fn explain(ending: &Ending, machine: &Machine, output: &Path) -> Failure {
+    let rank = ending.rank;
+    let details = Failure::path(output, rank);
+    let own = Failure::load(output, rank);
+    let mut failure = match (own, ending.status.signal(), ending.status.code()) {
+        // Only a rank that had the chance to write ended by itself.
+        (Some(own), None, _) => own,
+        (_, Some(9), _) => killed(rank, machine),
+        (_, Some(signal), _) => Failure::new(
+            ErrorCode::RankDied,
+            format!(
+                "rank {rank} was ended by signal {signal} ({})",
+                signal_name(signal)
+            ),
+            "the process crashed, or somebody ended it",
+        ),
+        (None, None, code) => {
+            let code = code.unwrap_or(-1);
+            Failure::new(
+                ErrorCode::from_status(code).unwrap_or(ErrorCode::RankDied),
+                format!("rank {rank} ended with exit code {code}"),
+                "it left no report of its own",
+            )
+        }
+    };
+    if failure.details.is_none() {
+        if !failure.title.contains(&format!("rank {rank}")) {
+            failure.title = format!("rank {rank}: {}", failure.title);
+        }
+        if ending.status.signal().is_some() || failure.evidence.is_empty() {
+            let from = ending.tail.len().saturating_sub(QUOTED_LINES);
+            failure
+                .evidence
+                .extend(ending.tail[from..].iter().map(|line| format!("| {line}")));
+        }
+        // The stored twin is complete; the printed one points to it.
+        drop(failure.save(output, rank));
+        failure = failure.details(details);
+    }
+    failure
+}
+
+fn killed(rank: usize, machine: &Machine) -> Failure {
+    let cause = if machine.oom_kills > 0 {
+        "host memory ran out: this is RAM, not GPU memory"
+    } else {
+        "the usual reason is that host memory ran out (RAM, not GPU memory); this time the kernel did not report it for this process group, so `kill -9` is possible too"
+    };
+    let limit = machine.memory.cgroup_limit_bytes.map_or_else(
+        || "no cgroup limit".to_string(),
+        |limit| format!("cgroup limit {}", bytes(limit)),
+    );
+    let mut failure = Failure::new(
+        ErrorCode::HostMemory,
+        format!("rank {rank} was killed by the operating system (signal 9)"),
+        cause,
+    )
+    .evidence(format!(
+        "oom_kill +{} · {limit} · host {} · free now {}",
+        machine.oom_kills,
+        bytes(machine.memory.total_bytes),
+        bytes(machine.memory.free_bytes)
+    ));
+    if !machine.peaks.is_empty() {
+        let peaks: Vec<_> = machine
+            .peaks
+            .iter()
+            .map(|(rank, peak)| format!("rank {rank} {}", bytes(*peak)))
+            .collect();
+        failure = failure.evidence(format!(
+            "peak resident memory of the other ranks: {}",
+            peaks.join(" · ")
+        ));
+    }
+    failure.next("fewer ranks (--nproc), --precision pure-bf16, a smaller --per-device-train-batch-size or --model-max-length, or adapters (--use-lora)")
+}
+
+/// Which ending explains the others: the first failure that is not a consequence of another
+/// rank's, among those that ended before the supervisor stepped in.
+pub(super) fn first_failure<'a>(endings: &'a [Ending], output: &Path) -> Option<&'a Ending> {
+    let consequence = |ending: &Ending| {
+        ending.was_aborted
+            || Failure::load(output, ending.rank).map_or_else(
+                || {
+                    ending
+                        .status
+                        .code()
+                        .and_then(ErrorCode::from_status)
+                        .is_some_and(ErrorCode::is_consequence)
+                },
+                |own| own.code.is_consequence(),
+            )
+    };
+    let bad = || endings.iter().filter(|ending| !ending.is_good());
+    bad()
+        .find(|ending| !consequence(ending))
+        .or_else(|| bad().next())
+}
+
+pub(super) fn machine(oom_kills_before: u64, alive: impl Iterator<Item = (usize, u32)>) -> Machine {
+    Machine {
+        memory: memory::host(),
+        oom_kills: memory::oom_kills().saturating_sub(oom_kills_before),
+        peaks: alive
+            .filter_map(|(rank, pid)| Some((rank, memory::process_of(pid)?.peak_rss_bytes)))
+            .filter(|(_, peak)| *peak > 0)
+            .collect(),
+    }
+}
+
+pub(super) fn signal_name(signal: i32) -> &'static str {
+    signal_hook::low_level::signal_name(signal).unwrap_or("unknown")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ending(rank: usize, raw: i32) -> Ending {
+        Ending {
+            rank,
+            status: ExitStatus::from_raw(raw),
+            was_aborted: false,
+            tail: vec!["last words".into()],
+        }
+    }
+
+    fn machine(oom_kills: u64) -> Machine {
+        let memory = HostMemory {
+            total_bytes: 1 << 36,
+            free_bytes: 1 << 30,
+            cgroup_limit_bytes: None,
+        };
+        Machine {
+            memory,
+            oom_kills,
+            peaks: vec![(0, 1 << 30)],
+        }
+    }
+
+    #[test]
+    fn a_kill_is_host_memory() {
+        let folder = tempfile::tempdir().expect("temp dir");
+        let failure = explain(&ending(1, 9), &machine(1), folder.path());
+        assert_eq!(failure.code.status(), 12);
+        assert!(failure.cause.starts_with("host memory ran out"));
+        let text = failure.to_string();
+        assert!(
+            text.contains("oom_kill +1")
+                && text.contains("rank 0 1.0G")
+                && text.contains("| last words"),
+            "{text}"
+        );
+        assert!(Failure::load(folder.path(), 1).is_some());
+    }
+
+    #[test]
+    fn other_signals_and_codes_are_named() {
+        let folder = tempfile::tempdir().expect("temp dir");
+        let failure = explain(&ending(0, 11), &machine(0), folder.path());
+        assert!(failure.title.contains("SIGSEGV"), "{failure}");
+        let failure = explain(&ending(2, 77 << 8), &machine(0), folder.path());
+        assert!(failure.title.contains("exit code 77") && failure.code == ErrorCode::RankDied);
+    }
+
+    #[test]
+    fn a_ranks_own_words_win() {
+        let folder = tempfile::tempdir().expect("temp dir");
+        let own = Failure::new(ErrorCode::Numeric, "loss is NaN at step 3", "overflow")
+            .evidence("norm 97");
+        own.save(folder.path(), 1).expect("saved");
+        let failure = explain(&ending(1, 15 << 8), &machine(0), folder.path());
+        assert_eq!(failure.title, "rank 1: loss is NaN at step 3");
+        assert_eq!(
+            (failure.code, failure.evidence.len()),
+            (ErrorCode::Numeric, 1)
+        );
+    }
+
+    #[test]
+    fn consequences_do_not_hide_the_cause() {
+        let folder = tempfile::tempdir().expect("temp dir");
+        let mut endings = vec![ending(0, 14 << 8), ending(2, 130 << 8), ending(1, 15 << 8)];
+        assert_eq!(
+            first_failure(&endings, folder.path()).map(|ending| ending.rank),
+            Some(1)
+        );
+        endings.pop();
+        assert_eq!(
+            first_failure(&endings, folder.path()).map(|ending| ending.rank),
+            Some(0)
+        );
+        assert!(
+            first_failure(&endings[1..], folder.path()).is_none(),
+            "saved and stopped is no failure"
+        );
+        let mut late = ending(3, 15);
+        late.was_aborted = true;
+        let endings = [late, ending(0, 14 << 8)];
+        assert_eq!(
+            first_failure(&endings, folder.path()).map(|ending| ending.rank),
+            Some(3)
+        );
+    }
+}

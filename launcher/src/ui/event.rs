@@ -1,0 +1,221 @@
+//! What happens in a run, as far as a person wants to see it.
+
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+/// One thing to show.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
+pub enum Event {
+    /// A flag without effect.
+    Note {
+        /// As typed.
+        flag: String,
+        /// Why.
+        reason: String,
+    },
+    /// A line of information.
+    Info {
+        /// Label of at most seven letters.
+        label: String,
+        /// The text.
+        text: String,
+    },
+    /// Something that deserves attention but does not stop the run.
+    Warning {
+        /// The text.
+        text: String,
+    },
+    /// Who owns what, before weights are read.
+    Plan(PlanEvent),
+    /// What the data holds.
+    Data(DataEvent),
+    /// The ranks have met.
+    Comm {
+        /// Number of ranks.
+        ranks: usize,
+        /// How they exchange data.
+        transport: String,
+        /// Seconds until all had arrived.
+        seconds: f64,
+    },
+    /// Weights were read.
+    Load {
+        /// Bytes read over all ranks.
+        bytes: u64,
+        /// Safetensors files.
+        files: usize,
+        /// Seconds it took.
+        seconds: f64,
+    },
+    /// Training starts: the head of the table.
+    TrainStart {
+        /// Steps of the whole run.
+        total: u64,
+        /// Steps already done.
+        done: u64,
+    },
+    /// One step done; moves the progress bar only.
+    Tick {
+        /// Steps done.
+        step: u64,
+        /// Steps of the whole run.
+        total: u64,
+        /// Loss of the step, where known.
+        loss: Option<f64>,
+    },
+    /// A logged step.
+    Step(StepEvent),
+    /// An evaluation.
+    Eval(EvalEvent),
+    /// A checkpoint was written.
+    Save(SaveEvent),
+    /// A checkpoint was loaded.
+    Resume(ResumeEvent),
+    /// The end.
+    Done(DoneEvent),
+}
+
+/// Bytes of one kind on one rank.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PlanPart {
+    /// Kind: params, grads, optimizer, activations, …
+    pub name: String,
+    /// Bytes on the device.
+    pub device_bytes: u64,
+    /// Bytes in the host tier.
+    pub host_bytes: u64,
+}
+
+/// The plan in three lines.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct PlanEvent {
+    /// Name of the model.
+    pub model: String,
+    /// Number of parameters.
+    pub params: u64,
+    /// Number of trained parameters.
+    pub trainable: u64,
+    /// Number of ranks.
+    pub ranks: usize,
+    /// Device of the ranks.
+    pub device: String,
+    /// ZeRO stage.
+    pub stage: u8,
+    /// Number format.
+    pub precision: String,
+    /// What is offloaded, as on the command line.
+    pub offload: String,
+    /// Bytes of one rank by kind.
+    pub per_rank: Vec<PlanPart>,
+    /// Host memory of the machine.
+    pub host_total_bytes: u64,
+    /// Host memory free before the run.
+    pub host_free_bytes: u64,
+    /// Host memory all ranks need together.
+    pub host_need_bytes: u64,
+}
+
+/// The data in one line.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DataEvent {
+    /// Training samples.
+    pub samples: usize,
+    /// Held-out samples.
+    pub eval_samples: usize,
+    /// Tokens of the longest sample.
+    pub longest_tokens: usize,
+    /// Pictures, all readable.
+    pub images: usize,
+    /// Fewest supervised tokens of a sample.
+    pub supervised_min_tokens: usize,
+    /// Samples left out by `--skip-bad-samples`.
+    pub skipped: usize,
+    /// Set where one update takes more samples than there are, so that they repeat within it.
+    pub wraps_around_global_batch: Option<usize>,
+}
+
+/// A row of the training table.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct StepEvent {
+    /// Steps done.
+    pub step: u64,
+    /// Steps of the whole run.
+    pub total: u64,
+    /// Mean loss of supervised tokens since the last row.
+    pub loss: f64,
+    /// Learning rate of the step.
+    pub lr: f64,
+    /// Global gradient norm before clipping; `None` where the step was skipped.
+    pub grad_norm: Option<f64>,
+    /// Tokens per second over all ranks.
+    pub tokens_per_second: f64,
+    /// Seconds of one step.
+    pub step_seconds: f64,
+    /// Share of the step spent waiting for data, 0 to 1.
+    pub data_wait: f64,
+    /// Peak bytes on the device, one rank.
+    pub device_peak_bytes: u64,
+    /// Peak bytes in the host tier, one rank.
+    pub host_bytes: u64,
+    /// Whether the update was skipped for a value that is not finite.
+    pub skipped: bool,
+    /// Estimated seconds to the end.
+    pub remaining_seconds: f64,
+}
+
+/// Result of an evaluation.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct EvalEvent {
+    /// Steps done.
+    pub step: u64,
+    /// Mean loss of the held-out samples' supervised tokens.
+    pub loss: f64,
+    /// Share of answers that are exactly right, 0 to 1, where answers were generated.
+    pub exact_match: Option<f64>,
+    /// The same before training.
+    pub exact_match_before: Option<f64>,
+    /// Held-out samples.
+    pub samples: usize,
+}
+
+/// A written checkpoint.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SaveEvent {
+    /// Folder name.
+    pub name: String,
+    /// Bytes of the weights.
+    pub weight_bytes: u64,
+    /// Bytes of the sharded state.
+    pub state_bytes: u64,
+    /// Files, hashes written.
+    pub files: usize,
+}
+
+/// A loaded checkpoint.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ResumeEvent {
+    /// Folder name.
+    pub name: String,
+    /// Number of ranks that loaded it.
+    pub ranks: usize,
+    /// Its step.
+    pub step: u64,
+    /// Whether the loss equals that of the saving run bit for bit, where that was compared.
+    pub loss_is_identical: Option<bool>,
+}
+
+/// The last lines.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct DoneEvent {
+    /// Seconds of the whole run.
+    pub seconds: f64,
+    /// Folder of the run.
+    pub output: PathBuf,
+    /// Whether a signal ended it early.
+    pub interrupted: bool,
+    /// What to do next, one line each.
+    pub next: Vec<String>,
+}
