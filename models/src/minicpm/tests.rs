@@ -28,6 +28,8 @@ fn config() -> MiniCpmConfig {
             rms_norm_eps: 1e-6,
             rope_theta: 1e6,
             tie_word_embeddings: false,
+            // Larger than usual, so that a tiny model's logits differ.
+            initializer_range: 0.2,
         },
         vision: VisionConfig {
             hidden_size: 8,
@@ -81,10 +83,7 @@ fn published(vocab_size: usize) -> MiniCpmConfig {
 
 fn options(dtype: DType) -> MiniCpmOptions {
     let normalization = Normalization::new([0.5; 3], [0.5; 3]).unwrap();
-    let mut options = MiniCpmOptions::new(dtype, normalization);
-    // Larger than usual, so that a tiny model's logits differ.
-    options.initializer_range = 0.2;
-    options
+    MiniCpmOptions::new(dtype, normalization)
 }
 
 fn lora(targets: &str) -> LoraConfig {
