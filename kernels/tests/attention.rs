@@ -1,4 +1,5 @@
 //! Streamed attention, values and gradients, against f64.
+#![allow(clippy::unwrap_used, reason = "helpers of tests may panic")]
 
 mod common;
 

@@ -1,5 +1,6 @@
 //! What does not depend on values: shapes, dtypes and bytes on the null device, and the bits for
 //! any number of threads.
+#![allow(clippy::unwrap_used, reason = "helpers of tests may panic")]
 
 mod common;
 

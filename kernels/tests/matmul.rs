@@ -1,4 +1,5 @@
 //! Matrix products, bias gradients and adapted linear layers against f64.
+#![allow(clippy::unwrap_used, reason = "helpers of tests may panic")]
 
 mod common;
 
