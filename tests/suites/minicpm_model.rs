@@ -1,5 +1,6 @@
 //! The model against the golden packs, all weights in one memory.
 #![allow(clippy::unwrap_used, reason = "helpers of a test binary")]
+#![allow(clippy::print_stdout, reason = "shown when a test fails")]
 
 use engine::ParamId;
 use kernels::{Backend, CpuBackend, DType, Shape, Tag, Tensor};
@@ -163,7 +164,7 @@ impl AdamW {
 
     fn step(&mut self, setup: &Setup) {
         self.step += 1;
-        let AdamW {
+        let Self {
             settings: s, step, ..
         } = self;
         let [b1, b2] = s.betas;

@@ -16,5 +16,8 @@ mod sample_error;
 pub mod slicing;
 mod vision;
 
+#[cfg(test)]
+mod tests;
+
 pub use generate::{GenerateOptions, generate};
 pub use model::{LoraBase, MiniCpm, MiniCpmOptions};

@@ -1,0 +1,590 @@
+//! What the golden packs do not cover, on a tiny model with random start values.
+
+use super::config::{Family, LanguageConfig, MiniCpmConfig, SlicingConfig, VisionConfig};
+use super::processor::Normalization;
+use super::slicing::Slice;
+use super::{GenerateOptions, LoraBase, MiniCpm, MiniCpmOptions, generate};
+use crate::autograd::{AccessEvent, ResidentParams, Tape};
+use crate::error::ModelError;
+use crate::lora::{LoraConfig, LoraTargets};
+use crate::{SampleInput, VisionLanguageModel};
+use engine::{EngineError, Lease, ParamAccess, ParamId, Phase, UnitId};
+use kernels::{Backend, CpuBackend, DType, IGNORED_LABEL, NullBackend, Pool, Tag, Tensor};
+use std::sync::Arc;
+
+const QUERIES: usize = 2;
+
+fn config() -> MiniCpmConfig {
+    MiniCpmConfig {
+        family: Family::Vision,
+        language: LanguageConfig {
+            hidden_size: 128,
+            intermediate_size: 24,
+            num_layers: 2,
+            num_heads: 4,
+            num_kv_heads: 2,
+            head_dim: 32,
+            vocab_size: 19,
+            rms_norm_eps: 1e-6,
+            rope_theta: 1e6,
+            tie_word_embeddings: false,
+        },
+        vision: VisionConfig {
+            hidden_size: 8,
+            intermediate_size: 12,
+            num_layers: 2,
+            num_heads: 2,
+            head_dim: 4,
+            patch_size: 2,
+            grid_side: 5,
+            layer_norm_eps: 1e-6,
+        },
+        query_num: QUERIES,
+        drop_vision_last_layer: false,
+        vision_batch_size: 16,
+        use_image_id: true,
+        slicing: SlicingConfig {
+            max_slice_nums: 9,
+            scale_resolution: 4,
+            patch_size: 2,
+        },
+    }
+}
+
+/// The published sizes.
+fn published(vocab_size: usize) -> MiniCpmConfig {
+    MiniCpmConfig {
+        language: LanguageConfig {
+            hidden_size: 3584,
+            intermediate_size: 18944,
+            num_layers: 28,
+            num_heads: 28,
+            num_kv_heads: 4,
+            head_dim: 128,
+            vocab_size,
+            ..config().language
+        },
+        vision: VisionConfig {
+            hidden_size: 1152,
+            intermediate_size: 4304,
+            num_layers: 27,
+            num_heads: 16,
+            head_dim: 72,
+            patch_size: 14,
+            grid_side: 70,
+            layer_norm_eps: 1e-6,
+        },
+        query_num: 64,
+        ..config()
+    }
+}
+
+fn options(dtype: DType) -> MiniCpmOptions {
+    let normalization = Normalization::new([0.5; 3], [0.5; 3]).unwrap();
+    let mut options = MiniCpmOptions::new(dtype, normalization);
+    // Larger than usual, so that a tiny model's logits differ.
+    options.initializer_range = 0.2;
+    options
+}
+
+fn lora(targets: &str) -> LoraConfig {
+    LoraConfig {
+        lora_rank: 64,
+        lora_alpha: 64.0,
+        targets: LoraTargets::parse(targets),
+        modules_to_save: Vec::new(),
+    }
+}
+
+/// The model with start values of seed 1 in `dtype`.
+fn resident(model: &MiniCpm) -> ResidentParams {
+    let backend: Arc<dyn Backend> = Arc::new(CpuBackend::unlimited());
+    let params = model.spec().params.iter().enumerate();
+    let weights = params.map(|(i, p)| {
+        let mut values = vec![0.0; p.shape.elems()];
+        model.init(ParamId(i as u32), 1, 0..values.len(), &mut values);
+        let bytes = bytemuck::cast_slice(&values);
+        let wide = backend.upload(bytes, p.shape, DType::F32, Tag::Parameters);
+        backend.cast(&wide.unwrap(), model.dtype()).unwrap()
+    });
+    let weights = weights.collect();
+    ResidentParams::new(backend.clone(), model.spec().clone(), weights).unwrap()
+}
+
+struct Sample {
+    ids: Vec<i32>,
+    labels: Vec<i32>,
+    bounds: Vec<(usize, usize)>,
+    slices: Vec<Slice>,
+}
+
+impl Sample {
+    /// A text with one place for each of the pictures of `grids` patches.
+    fn new(grids: &[(usize, usize)], tail: usize) -> Self {
+        let mut ids = vec![1];
+        let mut bounds = Vec::new();
+        for _ in grids {
+            ids.extend([2, 0, 0, 3]);
+            bounds.push((ids.len() - 3, ids.len() - 1));
+        }
+        ids.extend((0..tail as i32).map(|i| 4 + i % 15));
+        let count = ids.len();
+        let supervised = |i: usize| i + tail >= count && i + 1 < count;
+        let labels = (0..count)
+            .map(|i| {
+                if supervised(i) {
+                    ids[i + 1]
+                } else {
+                    IGNORED_LABEL
+                }
+            })
+            .collect();
+        let slices = grids.iter().enumerate().map(|(n, (rows, cols))| Slice {
+            rows: *rows,
+            cols: *cols,
+            patches: (0..rows * cols * 12)
+                .map(|i| (i * 37 + n * 11) as u8)
+                .collect(),
+        });
+        Self {
+            ids,
+            labels,
+            bounds,
+            slices: slices.collect(),
+        }
+    }
+
+    fn input(&self) -> SampleInput<'_> {
+        SampleInput {
+            input_ids: &self.ids,
+            labels: &self.labels,
+            image_bounds: &self.bounds,
+            slices: &self.slices,
+        }
+    }
+}
+
+fn losses(model: &MiniCpm, access: &ResidentParams, samples: &[&Sample]) -> Vec<f32> {
+    let inputs: Vec<SampleInput<'_>> = samples.iter().map(|s| s.input()).collect();
+    let batch = model.collate(&inputs, &**access.backend()).unwrap();
+    let tape = Tape::inference(access);
+    let loss = model.forward(&tape, &batch).unwrap();
+    loss.rows.value().to_f32_vec().unwrap()
+}
+
+/// Forward and backward of one batch; the events of the access.
+fn step(model: &MiniCpm, access: &ResidentParams, samples: &[&Sample]) -> Vec<AccessEvent> {
+    pass(model, access, samples);
+    access.take_events()
+}
+
+fn pass(model: &MiniCpm, access: &dyn ParamAccess, samples: &[&Sample]) {
+    let inputs: Vec<SampleInput<'_>> = samples.iter().map(|s| s.input()).collect();
+    let batch = model.collate(&inputs, &**access.backend()).unwrap();
+    let tape = Tape::training(access).with_replay_check(true);
+    let loss = model.forward(&tape, &batch).unwrap();
+    tape.backward(&loss, 1.0 / loss.supervised.max(1) as f32)
+        .unwrap();
+}
+
+/// Takes gradients and drops them, as an engine does once they are reduced.
+struct Forgetful(ResidentParams);
+
+impl ParamAccess for Forgetful {
+    fn backend(&self) -> &Arc<dyn Backend> {
+        self.0.backend()
+    }
+
+    fn lease(&self, unit: UnitId, phase: Phase) -> Result<Lease<'_>, EngineError> {
+        self.0.lease(unit, phase)
+    }
+
+    fn deposit(&self, _: ParamId, _: &Tensor) -> Result<(), EngineError> {
+        Ok(())
+    }
+
+    fn is_trainable(&self, id: ParamId) -> bool {
+        self.0.is_trainable(id)
+    }
+
+    fn needs_backward(&self, unit: UnitId) -> bool {
+        self.0.needs_backward(unit)
+    }
+}
+
+fn leased(model: &MiniCpm, events: &[AccessEvent], phase: Phase) -> Vec<String> {
+    let units = events.iter().filter_map(|e| match e {
+        AccessEvent::Lease(unit, p) if *p == phase => Some(unit.index()),
+        _ => None,
+    });
+    units.map(|u| model.spec().units[u].name.clone()).collect()
+}
+
+#[test]
+fn published_models_have_their_published_sizes() {
+    for (vocab, total) in [(151_666, 8_099_175_152), (151_700, 8_099_418_864)] {
+        let model = MiniCpm::new(published(vocab), options(DType::BF16)).unwrap();
+        assert_eq!(model.spec().elems(), (total, total));
+    }
+    let mut with_lora = options(DType::BF16);
+    (with_lora.tune_vision, with_lora.tune_llm) = (false, false);
+    let pattern = r"llm\..*layers\.\d+\.self_attn\.(q_proj|k_proj|v_proj)";
+    with_lora.lora = Some(lora(pattern));
+    let model = MiniCpm::new(published(151_666), with_lora.clone()).unwrap();
+    assert_eq!(model.spec().elems().1, 27_525_120);
+    with_lora.lora = Some(LoraConfig {
+        modules_to_save: vec!["embed_tokens".into(), "resampler".into()],
+        ..lora("q_proj,k_proj,v_proj,o_proj")
+    });
+    let model = MiniCpm::new(published(151_666), with_lora).unwrap();
+    assert_eq!(
+        model.spec().elems().1,
+        40_370_176 + 543_570_944 + 68_619_264
+    );
+}
+
+#[test]
+fn switches_freeze_whole_parts() {
+    let trained = |vision: bool, llm: bool| {
+        let mut o = options(DType::F32);
+        (o.tune_vision, o.tune_llm) = (vision, llm);
+        let model = MiniCpm::new(config(), o).unwrap();
+        let params = model.spec().params.iter().filter(|p| p.trainable);
+        let mut parts: Vec<String> = params
+            .map(|p| p.name.split('.').next().unwrap().to_owned())
+            .collect();
+        parts.dedup();
+        parts.sort();
+        parts.dedup();
+        parts
+    };
+    assert_eq!(trained(true, true), ["llm", "resampler", "vpm"]);
+    assert_eq!(trained(false, true), ["llm", "resampler"]);
+    assert_eq!(trained(false, false), ["resampler"]);
+}
+
+#[test]
+fn without_its_last_layer_the_tower_keeps_its_norm() {
+    let mut config = config();
+    config.vision.num_layers = 1;
+    let model = MiniCpm::new(config, options(DType::F32)).unwrap();
+    assert!(
+        model
+            .spec()
+            .find("vpm.encoder.layers.1.mlp.fc1.weight")
+            .is_none()
+    );
+    assert!(model.spec().find("vpm.post_layernorm.weight").is_some());
+    let access = resident(&model);
+    step(&model, &access, &[&Sample::new(&[(2, 3)], 4)]);
+}
+
+#[test]
+fn samples_beside_each_other_do_not_mix() {
+    let model = MiniCpm::new(config(), options(DType::F32)).unwrap();
+    let access = resident(&model);
+    let (a, b, c) = (
+        Sample::new(&[(2, 3), (1, 4)], 5),
+        Sample::new(&[], 7),
+        Sample::new(&[(3, 2)], 2),
+    );
+    let together = losses(&model, &access, &[&a, &b, &c]);
+    let apart = [&a, &b, &c].map(|s| losses(&model, &access, &[s])).concat();
+    assert_eq!(together, apart);
+}
+
+#[test]
+fn pictures_change_the_answer_and_unused_ones_do_not() {
+    let model = MiniCpm::new(config(), options(DType::F32)).unwrap();
+    let access = resident(&model);
+    let one = Sample::new(&[(2, 3)], 5);
+    let base = losses(&model, &access, &[&one]);
+    let mut other = Sample::new(&[(2, 3)], 5);
+    other.slices[0].patches[0] ^= 0x80;
+    assert_ne!(losses(&model, &access, &[&other]), base);
+    let mut more = Sample::new(&[(2, 3)], 5);
+    more.slices.push(one.slices[0].clone());
+    assert_eq!(losses(&model, &access, &[&more]), base);
+}
+
+#[test]
+fn a_batch_without_pictures_leaves_the_vision_units_alone() {
+    let model = MiniCpm::new(config(), options(DType::F32)).unwrap();
+    let access = resident(&model);
+    let events = step(&model, &access, &[&Sample::new(&[], 6)]);
+    let language = [
+        "llm.embed_tokens",
+        "llm.layers.0",
+        "llm.layers.1",
+        "llm.head",
+    ];
+    assert_eq!(leased(&model, &events, Phase::Forward), language);
+    let backward: Vec<&str> = language.iter().rev().copied().collect();
+    assert_eq!(leased(&model, &events, Phase::Backward), backward);
+}
+
+#[test]
+fn frozen_vision_is_not_run_again_but_gradients_reach_the_resampler() {
+    let mut o = options(DType::F32);
+    (o.tune_vision, o.tune_llm) = (false, false);
+    let model = MiniCpm::new(config(), o).unwrap();
+    let access = resident(&model);
+    let events = step(&model, &access, &[&Sample::new(&[(2, 2)], 4)]);
+    assert_eq!(leased(&model, &events, Phase::Forward).len(), 8);
+    assert_eq!(
+        leased(&model, &events, Phase::Backward),
+        [
+            "llm.head",
+            "llm.layers.1",
+            "llm.layers.0",
+            "llm.embed_tokens",
+            "resampler"
+        ]
+    );
+    let proj = model.spec().find("resampler.proj").unwrap();
+    assert!(access.grad(proj).is_some());
+}
+
+#[test]
+fn more_pictures_than_a_reference_chunk() {
+    let model = MiniCpm::new(config(), options(DType::F32)).unwrap();
+    let access = resident(&model);
+    let many = Sample::new(&[(2, 2); 20], 4);
+    step(&model, &access, &[&many]);
+    for i in 0..model.spec().params.len() {
+        let id = ParamId(i as u32);
+        let name = &model.spec().params[i].name;
+        let grad = access
+            .grad(id)
+            .unwrap_or_else(|| panic!("{name} has no gradient"));
+        assert!(
+            grad.to_f32_vec().unwrap().iter().all(|g| g.is_finite()),
+            "{name}"
+        );
+    }
+}
+
+#[test]
+fn a_batch_without_supervision_has_no_loss() {
+    let model = MiniCpm::new(config(), options(DType::F32)).unwrap();
+    let access = resident(&model);
+    let silent = Sample {
+        labels: Vec::new(),
+        ..Sample::new(&[(2, 2)], 4)
+    };
+    step(&model, &access, &[&silent]);
+    let head = model.spec().find("llm.lm_head.weight").unwrap();
+    let grad = access.grad(head).unwrap().to_f32_vec().unwrap();
+    assert!(grad.iter().all(|g| *g == 0.0));
+}
+
+#[test]
+fn half_precision_stays_near_f32_and_deposits_f32() {
+    let sample = Sample::new(&[(2, 3), (3, 3)], 6);
+    let run = |dtype: DType| {
+        let model = MiniCpm::new(config(), options(dtype)).unwrap();
+        let access = resident(&model);
+        step(&model, &access, &[&sample]);
+        let grads: Vec<Tensor> = (0..model.spec().params.len() as u32)
+            .map(|i| access.grad(ParamId(i)).unwrap())
+            .collect();
+        assert!(grads.iter().all(|g| g.dtype() == DType::F32));
+        losses(&model, &access, &[&sample]).iter().sum::<f32>()
+    };
+    let (wide, half) = (run(DType::F32), run(DType::BF16));
+    // Two layers of eight-bit mantissas.
+    assert!((wide - half).abs() < 0.02 * wide, "{wide} {half}");
+    assert_ne!(wide, half);
+}
+
+#[test]
+fn fresh_adapters_change_nothing_and_alone_learn() {
+    let sample = Sample::new(&[(2, 3)], 6);
+    let plain = MiniCpm::new(config(), options(DType::F32)).unwrap();
+    let base = losses(&plain, &resident(&plain), &[&sample]);
+    let mut o = options(DType::F32);
+    (o.tune_vision, o.tune_llm) = (false, false);
+    o.lora = Some(lora("q_proj,down_proj"));
+    let model = MiniCpm::new(config(), o).unwrap();
+    let access = resident(&model);
+    let adapted = losses(&model, &access, &[&sample]);
+    assert!(base.iter().zip(&adapted).all(|(a, b)| (a - b).abs() < 1e-5));
+    let events = step(&model, &access, &[&sample]);
+    let deposits = events
+        .iter()
+        .filter(|e| matches!(e, AccessEvent::Deposit(_)));
+    assert_eq!(deposits.count(), 8);
+    // The embedding comes before everything that trains.
+    assert_eq!(
+        leased(&model, &events, Phase::Backward),
+        ["llm.head", "llm.layers.1", "llm.layers.0"]
+    );
+}
+
+#[test]
+fn contradicting_adapter_settings_are_refused() {
+    let build = |change: &dyn Fn(&mut MiniCpmOptions)| {
+        let mut o = options(DType::F32);
+        o.tune_llm = false;
+        o.lora = Some(lora("q_proj"));
+        change(&mut o);
+        MiniCpm::new(config(), o)
+    };
+    assert!(build(&|_| ()).is_ok());
+    let both = build(&|o| o.tune_llm = true).unwrap_err();
+    assert!(matches!(both, ModelError::AdapterOnTrainedBase { .. }));
+    let allowed = build(&|o| {
+        o.tune_llm = true;
+        o.lora_base = LoraBase::MayTrain;
+    });
+    assert!(allowed.is_ok());
+    for targets in ["lm_head", "nothing", r"llm\.model\.embed_tokens", "(["] {
+        let error = build(&|o| o.lora = Some(lora(targets))).unwrap_err();
+        assert!(
+            matches!(error, ModelError::AdapterTarget { .. }),
+            "{targets}"
+        );
+    }
+    let mut tied = config();
+    tied.language.tie_word_embeddings = true;
+    assert!(MiniCpm::new(tied, options(DType::F32)).is_err());
+}
+
+#[test]
+fn samples_that_do_not_fit_are_named() {
+    let model = MiniCpm::new(config(), options(DType::F32)).unwrap();
+    let backend = CpuBackend::unlimited();
+    let good = Sample::new(&[(2, 3)], 4);
+    let fails = |bad: &Sample| {
+        let result = model.collate(&[good.input(), bad.input()], &backend);
+        matches!(result, Err(ModelError::Sample { sample: 1, .. }))
+    };
+    let broken = |change: &dyn Fn(&mut Sample)| {
+        let mut sample = Sample::new(&[(2, 3)], 4);
+        change(&mut sample);
+        fails(&sample)
+    };
+    assert!(broken(&|s| s.slices.clear()));
+    assert!(broken(&|s| s.bounds[0].1 += 1));
+    assert!(broken(&|s| s.bounds[0] = (100, 102)));
+    assert!(broken(&|s| s.slices[0].patches.truncate(5)));
+    assert!(broken(&|s| s.slices[0].rows = 0));
+    assert!(broken(&|s| s.labels.truncate(2)));
+    assert!(!broken(&|s| s.labels.clear()));
+}
+
+#[test]
+fn greedy_decoding_follows_the_largest_logit_until_the_end_token() {
+    let model = MiniCpm::new(config(), options(DType::F32)).unwrap();
+    let access = resident(&model);
+    let prompts = [Sample::new(&[(2, 3)], 3), Sample::new(&[], 4)];
+    let inputs: Vec<SampleInput<'_>> = prompts.iter().map(Sample::input).collect();
+    let run = |eos_id: i32, asked: &mut usize| {
+        let limits = GenerateOptions {
+            max_new_tokens: 5,
+            eos_id,
+        };
+        generate(&model, &access, &inputs, limits, &mut |left| {
+            *asked += 1;
+            Ok(left)
+        })
+        .unwrap()
+    };
+    let mut asked = 0;
+    let free = run(-1, &mut asked);
+    assert_eq!((free[0].len(), free[1].len(), asked), (5, 5, 5));
+    // The first token by hand.
+    let batch = model.collate(&inputs[..1], &**access.backend()).unwrap();
+    let tape = Tape::inference(&access);
+    let logits = model
+        .full_logits(&tape, &batch)
+        .unwrap()
+        .to_f32_vec()
+        .unwrap();
+    let row = &logits[logits.len() - 19..];
+    let best = (0..19).max_by(|a, b| row[*a].total_cmp(&row[*b])).unwrap();
+    assert_eq!(free[0][0], best as i32);
+    // Ending at a token that occurs cuts the answer before it.
+    let stopped = run(free[0][0], &mut 0);
+    assert!(stopped[0].is_empty());
+}
+
+#[test]
+fn a_rank_without_prompts_keeps_step() {
+    let model = MiniCpm::new(config(), options(DType::F32)).unwrap();
+    let access = resident(&model);
+    let limits = GenerateOptions {
+        max_new_tokens: 9,
+        eos_id: 1,
+    };
+    let mut rounds = 0;
+    let answers = generate(&model, &access, &[], limits, &mut |left| {
+        assert!(!left);
+        rounds += 1;
+        Ok(rounds <= 3)
+    });
+    assert!(answers.unwrap().is_empty());
+    let passes = access.take_events();
+    assert_eq!(leased(&model, &passes, Phase::Forward).len(), 3 * 4);
+}
+
+#[test]
+fn a_published_model_runs_on_the_null_device_in_bounded_memory() {
+    let model = MiniCpm::new(published(151_666), options(DType::BF16)).unwrap();
+    let pool = Pool::new("null", None);
+    let backend: Arc<dyn Backend> = Arc::new(NullBackend::new(pool.clone()));
+    let weights = model
+        .spec()
+        .params
+        .iter()
+        .map(|p| Tensor::null(&pool, Tag::Parameters, p.shape, DType::BF16).unwrap());
+    let weights = weights.collect();
+    let access = ResidentParams::new(backend, model.spec().clone(), weights).unwrap();
+    let mut sample = Sample::new(&[], 2048 - 1);
+    for n in 0..10 {
+        sample.bounds.push((100 * n + 1, 100 * n + 65));
+        sample.slices.push(Slice {
+            rows: 32,
+            cols: 32,
+            patches: vec![0; 32 * 32 * 3 * 14 * 14],
+        });
+    }
+    pass(&model, &Forgetful(access), &[&sample]);
+    let stats = pool.stats();
+    let gib = |tag: Tag| stats.tag(tag).peak as f64 / f64::from(1 << 30);
+    // Blocks are rounded up to classes, by an eighth at most.
+    let weights = 2.0 * model.spec().elems().0 as f64 / f64::from(1 << 30);
+    assert!((weights..weights * 1.125).contains(&gib(Tag::Parameters)));
+    // 28 x 2048 x 3584 and 27 x 10240 x 1152 segment inputs in bf16 (1 GiB), one block's inner
+    // values, and while the head is swept its gradient in f32 (2 GiB).
+    let peak = stats.peak as f64 / f64::from(1 << 30) - gib(Tag::Parameters);
+    assert!(peak < 5.0, "{peak}: {stats:?}");
+}
+
+#[test]
+fn the_null_device_predicts_the_processors_memory() {
+    let model = MiniCpm::new(config(), options(DType::F32)).unwrap();
+    let sample = Sample::new(&[(4, 5), (3, 3)], 40);
+    let access = resident(&model);
+    access.backend().pool().reset_peaks();
+    step(&model, &access, &[&sample]);
+    let pool = Pool::new("null", None);
+    let backend: Arc<dyn Backend> = Arc::new(NullBackend::new(pool.clone()));
+    let weights = model
+        .spec()
+        .params
+        .iter()
+        .map(|p| Tensor::null(&pool, Tag::Parameters, p.shape, DType::F32).unwrap())
+        .collect();
+    let planned = ResidentParams::new(backend, model.spec().clone(), weights).unwrap();
+    step(&model, &planned, &[&sample]);
+    let measured = access.backend().pool().stats();
+    let predicted = pool.stats();
+    for tag in [Tag::Activations, Tag::Gradients] {
+        let (real, plan) = (
+            measured.tag(tag).peak as f64,
+            predicted.tag(tag).peak as f64,
+        );
+        assert!((real / plan - 1.0).abs() < 0.05, "{tag}: {real} {plan}");
+    }
+}
