@@ -1,4 +1,5 @@
 //! The loss head, values and gradients, against f64; its memory.
+#![allow(clippy::unwrap_used, reason = "helpers of tests may panic")]
 
 mod common;
 

@@ -1,4 +1,5 @@
 //! Matrix products, bias gradients and adapted linear layers against f64.
+#![allow(clippy::unwrap_used, reason = "helpers of tests may panic")]
 
 mod common;
 
@@ -96,23 +97,17 @@ proptest! {
 
         // The same formulas over values and over magnitudes (for the tolerance).
         let run = |f: fn(&[f64]) -> Vec<f64>| {
-            let [x, w, bias, a, b, dy] =
-                [&x, &weight, &bias, &a, &b, &dy].map(|o| f(&o.values));
-            let u = naive::matmul(&x, &naive::transpose(&a, r, k), t, r, k);
-            let mut y = naive::matmul(&x, &naive::transpose(&w, n, k), t, n, k);
-            let low = naive::matmul(&u, &naive::transpose(&b, n, r), t, n, r);
-            y = naive::add(&y, &low, scale);
-            if with_bias { naive::add_bias(&mut y, &bias); }
-            let du = naive::matmul(&dy, &b, t, r, n);
-            let dx = naive::add(
-                &naive::matmul(&dy, &w, t, k, n),
-                &naive::matmul(&du, &a, t, k, r),
+            let lora = naive::Lora {
+                x: f(&x.values),
+                weight: f(&weight.values),
+                bias: with_bias.then(|| f(&bias.values)),
+                a: f(&a.values),
+                b: f(&b.values),
                 scale,
-            );
-            let scaled = |x: Vec<f64>| x.into_iter().map(|x| x * scale).collect::<Vec<_>>();
-            let da = scaled(naive::matmul(&naive::transpose(&du, t, r), &x, r, k, t));
-            let db = scaled(naive::matmul(&naive::transpose(&dy, t, n), &u, n, r, t));
-            [y, dx, da, db]
+                sizes: [t, n, k, r],
+            };
+            let [dx, da, db] = lora.backward(&f(&dy.values));
+            [lora.forward(), dx, da, db]
         };
         let want = run(<[f64]>::to_vec);
         let size = run(naive::absolute);
@@ -126,6 +121,41 @@ proptest! {
         }
         prop_assert!(case.cpu.lora_linear_backward(args, &dy.tensor, false).unwrap().dx.is_none());
     }
+}
+
+#[test]
+fn the_reference_gradient_is_the_slope_of_the_reference() {
+    let sizes @ [t, n, k, r] = [3, 4, 5, 2];
+    let mut random = common::Random::new(3);
+    let mut draw = |n: usize| -> Vec<f64> { (0..n).map(|_| random.unit()).collect() };
+    let lora = naive::Lora {
+        x: draw(t * k),
+        weight: draw(n * k),
+        bias: Some(draw(n)),
+        a: draw(r * k),
+        b: draw(n * r),
+        scale: 0.6,
+        sizes,
+    };
+    let dy = draw(t * n);
+    let value =
+        |lora: &naive::Lora| -> f64 { lora.forward().iter().zip(&dy).map(|(y, d)| y * d).sum() };
+    let with = |set: fn(&mut naive::Lora, Vec<f64>), v: &[f64]| {
+        let mut lora = lora.clone();
+        set(&mut lora, v.to_vec());
+        value(&lora)
+    };
+    let [dx, da, db] = lora.backward(&dy);
+    common::assert_slope(|v| with(|l, v| l.x = v, v), &lora.x, &dx);
+    common::assert_slope(|v| with(|l, v| l.a = v, v), &lora.a, &da);
+    common::assert_slope(|v| with(|l, v| l.b = v, v), &lora.b, &db);
+    // Linear layers and biases: the same formulas without an adapter.
+    let bias = naive::column_sum(&dy, n);
+    common::assert_slope(
+        |v| with(|l, v| l.bias = Some(v), v),
+        lora.bias.as_ref().unwrap(),
+        &bias,
+    );
 }
 
 #[test]
@@ -154,7 +184,7 @@ fn large_16_bit_products_are_widened_in_panels() {
         .stats()
         .tag(kernels::Tag::Workspace)
         .peak;
-    assert!(peak <= 2 * 18 << 20, "{peak}");
+    assert!(peak <= 36 << 20, "{peak}");
 }
 
 /// One row alone, a few rows and many rows give the same bits.

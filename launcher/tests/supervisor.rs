@@ -278,9 +278,9 @@ impl Bench {
         let entries = fs::read_dir(self.marks()).unwrap().flatten();
         entries
             .filter(|entry| entry.file_name().to_string_lossy().starts_with("pid-"))
-            .map(|entry| {
-                Pid::from_raw(fs::read_to_string(entry.path()).unwrap().parse().unwrap()).unwrap()
-            })
+            // A file that is just being written is empty.
+            .filter_map(|entry| fs::read_to_string(entry.path()).unwrap().parse().ok())
+            .filter_map(Pid::from_raw)
             .collect()
     }
 

@@ -23,9 +23,8 @@ const MIN_ROWS: usize = 4;
 /// From this many rows on a transposed right operand is laid out again before the crate packs it:
 /// the crate's own packing runs along the large stride, which power-of-two strides make slow.
 const TRANSPOSE_ROWS: usize = 32;
-/// Up to this many columns the crate reads a transposed left operand in place, ...
-const UNPACKED_COLS: usize = 128;
-/// ... which is slow when its stride is at least this many elements.
+/// From this stride on a transposed left operand is laid out, too: the crate reads six elements
+/// from each line.
 const FAR: usize = 192;
 /// Elements of a 16-bit operand that are widened at once (16 MiB of f32).
 const PANEL_ELEMS: usize = 4 << 20;
@@ -109,7 +108,7 @@ impl Cuts {
         let most_cols = if wanted < 8 {
             384
         } else {
-            (panel_cols / 4).clamp(64, 384)
+            (panel_cols / 4).clamp(192, 384)
         };
         let block_cols = most_cols.next_multiple_of(64).min(panel_cols);
         let row_blocks = wanted.div_ceil(panel_cols.div_ceil(block_cols));
@@ -425,7 +424,7 @@ unsafe fn kernel(
     );
     let step = k.div_ceil(k.div_ceil(MAX_DEPTH).max(1)).max(1);
     let lay_out_b = b.row_stride == 1 && b.col_stride > 1 && m >= TRANSPOSE_ROWS;
-    let lay_out_a = a.row_stride == 1 && a.col_stride >= FAR && n <= UNPACKED_COLS && !lay_out_b;
+    let lay_out_a = a.row_stride == 1 && a.col_stride >= FAR && !lay_out_b;
     let mut start = 0;
     loop {
         let depth = step.min(k - start);

@@ -250,9 +250,9 @@ multiversion! {
         let mut sum = 0.0;
         // f32 within a stretch, f64 across.
         for stretch in logits.chunks(1024) {
-            sum += f64::from(reduce::sum(stretch, |x| math::exp(x - top)));
+            sum += f64::from(reduce::sum(stretch, |x| math::weight(x - top)));
         }
-        running.sum = running.sum * f64::from(math::exp(running.max - top)) + sum;
+        running.sum = running.sum * f64::from(math::weight(running.max - top)) + sum;
         running.max = top;
     }
 }
@@ -261,7 +261,7 @@ multiversion! {
     /// Logits become `factor * softmax`.
     fn scaled_softmax(logits: &mut [f32], log_sum: f32, factor: f32) {
         for x in logits {
-            *x = factor * math::exp(*x - log_sum);
+            *x = factor * math::weight(*x - log_sum);
         }
     }
 }

@@ -9,12 +9,9 @@ const LN2_LOW: f32 = -2.121_944_4e-4;
 /// Adding and subtracting 1.5 * 2^23 rounds to the nearest integer.
 const ROUND: f32 = 12_582_912.0;
 
-/// `e^x` within 2 units in the last place; 0 below -104, infinity above 88.8, NaN for NaN.
+/// `(p, n)` with `e^x = p * 2^n`.
 #[inline(always)]
-pub(crate) fn exp(x: f32) -> f32 {
-    // Comparisons that are false for NaN let it through.
-    let x = if x < -104.0 { -104.0 } else { x };
-    let x = if x > 89.0 { 89.0 } else { x };
+fn scaled_exp(x: f32) -> (f32, i32) {
     let shifted = x * LOG2_E + ROUND;
     let n = shifted - ROUND;
     let r = x - n * LN2_HIGH - n * LN2_LOW;
@@ -26,10 +23,32 @@ pub(crate) fn exp(x: f32) -> f32 {
     p = p * r + 1.666_666_5e-1;
     p = p * r + 0.5;
     p = p * (r * r) + r + 1.0;
+    (
+        p,
+        (shifted.to_bits() as i32).wrapping_sub(ROUND.to_bits() as i32),
+    )
+}
+
+/// `e^x` within 2 units in the last place; 0 below -104, infinity above 88.8, NaN for NaN.
+#[inline(always)]
+pub(crate) fn exp(x: f32) -> f32 {
+    // Comparisons that are false for NaN let it through.
+    let x = if x < -104.0 { -104.0 } else { x };
+    let x = if x > 89.0 { 89.0 } else { x };
+    let (p, n) = scaled_exp(x);
     // Two factors, since 2^n alone does not fit the exponent at either end.
-    let n = (shifted.to_bits() as i32).wrapping_sub(ROUND.to_bits() as i32);
     let half = n >> 1;
     p * power_of_two(half) * power_of_two(n.wrapping_sub(half))
+}
+
+/// `e^x` for `x` up to about 1, the weight of a softmax: 0 below 1e-30, which no sum with the
+/// largest weight notices, so that no product with a weight is subnormal (and slow).
+#[inline(always)]
+pub(crate) fn weight(x: f32) -> f32 {
+    let clamped = if x < -69.0 { -69.0 } else { x };
+    let (p, n) = scaled_exp(clamped);
+    let value = p * power_of_two(n);
+    if x < -69.0 { 0.0 } else { value }
 }
 
 #[inline(always)]
@@ -82,6 +101,11 @@ mod tests {
         assert_eq!(exp(f32::NEG_INFINITY), 0.0);
         assert_eq!(exp(f32::INFINITY), f32::INFINITY);
         assert!(exp(f32::NAN).is_nan());
+        for x in [0.0, -1.0, -20.3, -68.9, 0.7] {
+            assert_eq!(weight(x), exp(x));
+        }
+        assert_eq!((weight(-69.1), weight(f32::NEG_INFINITY)), (0.0, 0.0));
+        assert!(weight(f32::NAN).is_nan());
     }
 
     #[test]

@@ -44,6 +44,46 @@ pub(crate) fn column_sum(x: &[f64], n: usize) -> Vec<f64> {
     out
 }
 
+/// Operands of an adapted linear layer.
+#[derive(Clone, Debug)]
+pub(crate) struct Lora {
+    pub(crate) x: Vec<f64>,
+    pub(crate) weight: Vec<f64>,
+    pub(crate) bias: Option<Vec<f64>>,
+    pub(crate) a: Vec<f64>,
+    pub(crate) b: Vec<f64>,
+    pub(crate) scale: f64,
+    /// `t`, `n`, `k`, `r`.
+    pub(crate) sizes: [usize; 4],
+}
+
+impl Lora {
+    pub(crate) fn forward(&self) -> Vec<f64> {
+        let [t, n, k, r] = self.sizes;
+        let u = matmul(&self.x, &transpose(&self.a, r, k), t, r, k);
+        let y = matmul(&self.x, &transpose(&self.weight, n, k), t, n, k);
+        let low = matmul(&u, &transpose(&self.b, n, r), t, n, r);
+        let mut y = add(&y, &low, self.scale);
+        if let Some(bias) = &self.bias {
+            add_bias(&mut y, bias);
+        }
+        y
+    }
+
+    /// `[dx, d_lora_a, d_lora_b]`.
+    pub(crate) fn backward(&self, dy: &[f64]) -> [Vec<f64>; 3] {
+        let [t, n, k, r] = self.sizes;
+        let u = matmul(&self.x, &transpose(&self.a, r, k), t, r, k);
+        let du = matmul(dy, &self.b, t, r, n);
+        let low = matmul(&du, &self.a, t, k, r);
+        let dx = add(&matmul(dy, &self.weight, t, k, n), &low, self.scale);
+        let scaled = |x: Vec<f64>| x.into_iter().map(|x| x * self.scale).collect();
+        let da = scaled(matmul(&transpose(&du, t, r), &self.x, r, k, t));
+        let db = scaled(matmul(&transpose(dy, t, n), &u, n, r, t));
+        [dx, da, db]
+    }
+}
+
 /// Mean (0 for RMS norm) and the factor that normalises a row.
 pub(crate) fn statistics(x: &[f64], eps: f64, layer: bool) -> (f64, f64) {
     let n = x.len() as f64;

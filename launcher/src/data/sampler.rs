@@ -220,6 +220,6 @@ mod tests {
         assert_eq!(ends, [3, 5, 8]);
         assert_eq!(sampler.epochs_after(5), 2.0);
         assert_eq!(sampler.wraps_around(), None);
-        assert_eq!(super::tests::sampler(3, 2, 2, 1).wraps_around(), Some(4));
+        assert_eq!(tests::sampler(3, 2, 2, 1).wraps_around(), Some(4));
     }
 }

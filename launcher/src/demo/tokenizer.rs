@@ -224,7 +224,7 @@ mod tests {
         );
         let tokens = tokens(&text);
         assert_eq!(tokens.iter().filter(|token| *token == "<unk>").count(), 16);
-        assert_eq!(tokens.len(), 49, "{tokens:?}");
+        assert_eq!(tokens.len(), 47, "{tokens:?}");
     }
 
     #[test]

@@ -206,7 +206,7 @@ fn meet(
         let mut alone = threads::world(1, region).map_err(|e| failures::comm(&e))?;
         (alone.remove(0), "one process")
     } else {
-        let name = format!("tessera-{}", env.run_token);
+        let name = format!("tessera-window-{}", env.run_token);
         let options = ShmOptions::new(name, world, region);
         (
             shm::join(&options).map_err(|e| failures::comm(&e))?,

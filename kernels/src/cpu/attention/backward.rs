@@ -252,7 +252,7 @@ multiversion! {
             p[visible..].fill(0.0);
             dp[visible..].fill(0.0);
             for (p, dp) in p[..visible].iter_mut().zip(&mut dp[..visible]) {
-                *p = math::exp(*p - lse[i]);
+                *p = math::weight(*p - lse[i]);
                 *dp = *p * (*dp - delta[i]);
             }
         }

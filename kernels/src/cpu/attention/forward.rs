@@ -165,9 +165,9 @@ multiversion! {
             let top = reduce::max(seen);
             let top = if top > maxima[i] { top } else { maxima[i] };
             for s in seen.iter_mut() {
-                *s = math::exp(*s - top);
+                *s = math::weight(*s - top);
             }
-            let before = math::exp(maxima[i] - top);
+            let before = math::weight(maxima[i] - top);
             totals[i] = totals[i] * before + reduce::sum(seen, |x| x);
             maxima[i] = top;
             for s in &mut sums[i * d..][..d] {
