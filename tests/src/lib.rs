@@ -1,4 +1,6 @@
 //! Harness shared by the test suites.
 
 pub mod golden;
+pub mod parity;
 pub mod tolerance;
+pub mod world;
