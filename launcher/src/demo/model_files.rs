@@ -32,7 +32,7 @@ fn config(vocabulary: &Vocabulary) -> Value {
         "eos_token_id": vocabulary.special_id("<|im_end|>"),
         "hidden_act": "silu",
         "hidden_size": 128,
-        "initializer_range": 0.02,
+        "initializer_range": 0.09,
         "intermediate_size": 384,
         "max_position_embeddings": 4096,
         "num_attention_heads": 4,
