@@ -95,16 +95,15 @@ impl Accumulator {
             sums.fill(bf16::ZERO);
         }
         for (slot, part) in group.parts(start..start + sums.len()) {
-            let mut element = plan.first_element(slot.param) + (part.start - slot.offset) as u64;
+            let first = plan.first_element(slot.param) + (part.start - slot.offset) as u64;
             let mut block = (u64::MAX, [0u32; 4]);
-            for i in part.start - start..part.end - start {
+            for (i, element) in (part.start - start..part.end - start).zip(first..) {
                 if block.0 != element / 8 {
                     block = (element / 8, stream.block(major, element / 8));
                 }
                 let word = block.1[(element % 8 / 2) as usize];
                 let random = (word >> (16 * (element % 2))) as u16;
                 sums[i] = stochastic_round_bf16(Float::to_f32(sums[i]) + values[i], random);
-                element += 1;
             }
         }
     }

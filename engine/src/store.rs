@@ -185,11 +185,9 @@ impl Store {
 
     /// Accumulated gradients of a unit that trains; zero if no micro-batch has run.
     pub(crate) fn gradients_mut(&mut self, unit: UnitId) -> Option<&mut Accumulator> {
-        let gradients = self.units[unit.index()].gradients.as_mut();
-        gradients.map(|g| {
-            g.settle();
-            g
-        })
+        let gradients = self.units[unit.index()].gradients.as_mut()?;
+        gradients.settle();
+        Some(gradients)
     }
 
     /// Forgets all gradients: the next micro-batch is the first of update `step + 1`.

@@ -156,17 +156,17 @@ pub(super) fn fit(config: &RunConfig, plan: &Plan, activation_bytes: u64) -> Fit
 impl Fit {
     /// Refuses a run that does not fit, before anything big is allocated.
     pub(super) fn check(&self, config: &RunConfig) -> Result<(), Failure> {
-        if let Some(limit) = config.device_memory_limit {
-            if self.device_need > limit {
-                return Err(self.refusal(
-                    format!(
-                        "each rank needs {} of device memory, the limit is {}",
-                        format_bytes(self.device_need),
-                        format_bytes(limit)
-                    ),
-                    config,
-                ));
-            }
+        if let Some(limit) = config.device_memory_limit
+            && self.device_need > limit
+        {
+            return Err(self.refusal(
+                format!(
+                    "each rank needs {} of device memory, the limit is {}",
+                    format_bytes(self.device_need),
+                    format_bytes(limit)
+                ),
+                config,
+            ));
         }
         if self.need > self.free {
             return Err(self.refusal(

@@ -131,10 +131,10 @@ fn export(session: &Session<'_>, writer: &mut Writer) -> Result<u64, Failure> {
     session
         .zero
         .visit_weights(|id, tensor| {
-            if let Some((file, name, dtype)) = &targets[id.index()] {
-                if let Some(file) = files.get_mut(file) {
-                    file.write(name, &converted(tensor, *dtype)?)?;
-                }
+            if let Some((file, name, dtype)) = &targets[id.index()]
+                && let Some(file) = files.get_mut(file)
+            {
+                file.write(name, &converted(tensor, *dtype)?)?;
             }
             Ok::<_, EngineError>(())
         })

@@ -95,7 +95,7 @@ fn precision(config: &RunConfig) -> Precision {
 fn model_options(config: &RunConfig, processor: &Processor) -> MiniCpmOptions {
     let mut options = MiniCpmOptions::new(
         precision(config).weight_dtype(),
-        processor.config().normalization.clone(),
+        processor.config().normalization,
     );
     options.tune_vision = config.trainable.tune_vision;
     options.tune_llm = config.trainable.tune_llm;
