@@ -1,5 +1,7 @@
 //! Checkpoints through the engine: exact resume, other world sizes and stages (I9, I10).
 
+#![allow(clippy::unwrap_used, reason = "helpers of a test binary")]
+
 mod toy;
 
 use engine::checkpoint::{Checkpoint, Writer, find_latest};

@@ -554,7 +554,7 @@ impl Scenario {
             generation,
             "sweeping: {context}"
         );
-        if fail_at % 4 == 0 {
+        if fail_at.is_multiple_of(4) {
             // Nothing stands in the way of trying again.
             save(&model(), new);
             assert_eq!(assert_whole(output, &context), NEW, "retry: {context}");
