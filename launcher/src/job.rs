@@ -73,6 +73,7 @@ fn run_supervisor(hooks: &Hooks, env: &Env, argv: &[String]) -> Result<ExitCode,
     notes.extend(resolved.notes);
     let mut config = resolved.config;
     let mut screen = Screen::on_stderr(env.no_color);
+    logging::init_supervisor(env.rust_log.as_deref())?;
     for note in notes {
         screen.show(&Event::Note {
             flag: note.flag,
@@ -206,12 +207,12 @@ fn run_rank(
     match result {
         Ok(summary) => Ok(status_of(&summary)),
         Err(failure) => {
-            tracing::error!(rank = rank.rank, code = %failure.code, "{}", failure.title);
+            // For the rank's JSON log; the screen gets one report from the supervisor.
+            tracing::info!(rank = rank.rank, code = %failure.code, "failed: {}", failure.title);
             if let Err(error) = failure.save(&config.output, rank.rank) {
                 tracing::error!(rank = rank.rank, "the failure cannot be saved: {error}");
                 return Err(failure);
             }
-            // The supervisor prints the one failure that explains the rest.
             if !rank.is_supervised() {
                 print_failure(&failure);
             }

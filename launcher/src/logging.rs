@@ -42,6 +42,21 @@ pub fn init(logs: &Path, rank: usize, filter: Option<&str>) -> Result<(), Failur
     Ok(())
 }
 
+/// Sets the process-wide subscriber of the supervisor: human lines only.
+///
+/// # Errors
+/// The filter cannot be read (exit 2).
+pub fn init_supervisor(filter: Option<&str>) -> Result<(), Failure> {
+    let human = fmt::layer()
+        .without_time()
+        .with_ansi(false)
+        .with_writer(io::stderr)
+        .with_filter(filter_or(filter, LevelFilter::WARN)?);
+    // Fails only where a subscriber is set already, as in tests.
+    drop(tracing_subscriber::registry().with(human).try_init());
+    Ok(())
+}
+
 fn open(logs: &Path, rank: usize) -> Result<File, Failure> {
     let path = logs.join(format!("rank-{rank:04}.jsonl"));
     std::fs::create_dir_all(logs)

@@ -45,6 +45,8 @@ pub struct RankEnv {
     pub run_token: String,
     /// Private folder of the job, where our supervisor started this rank.
     pub job_dir: Option<PathBuf>,
+    /// Whether `NO_COLOR` asks for plain text.
+    pub no_color: bool,
 }
 
 impl RankEnv {
@@ -100,7 +102,7 @@ impl Env {
             rank: rank_from(lookup)?,
             temp_dir,
             cache_dir,
-            no_color: lookup("NO_COLOR").is_some_and(|value| !value.is_empty()),
+            no_color: no_color(lookup),
             rust_log: lookup("RUST_LOG").and_then(|value| value.into_string().ok()),
             now: SystemTime::now(),
         })
@@ -171,7 +173,12 @@ fn rank_from(lookup: &dyn Fn(&str) -> Option<OsString>) -> Result<Option<RankEnv
         master_port,
         run_token,
         job_dir: lookup(JOB_DIR).map(PathBuf::from),
+        no_color: no_color(lookup),
     }))
+}
+
+fn no_color(lookup: &dyn Fn(&str) -> Option<OsString>) -> bool {
+    lookup("NO_COLOR").is_some_and(|value| !value.is_empty())
 }
 
 fn number(lookup: &dyn Fn(&str) -> Option<OsString>, name: &str) -> Result<Option<usize>, Failure> {

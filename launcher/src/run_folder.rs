@@ -12,7 +12,7 @@ pub const LOGS: &str = "logs";
 /// Folder of per-rank failures.
 pub const ERRORS: &str = "errors";
 /// Files that tell that a folder holds a run.
-const MARKS: [&str; 3] = [CONFIG_FILE, "trainer_log.jsonl", "trainer_state.json"];
+const MARKS: [&str; 2] = ["trainer_log.jsonl", "trainer_state.json"];
 
 /// Checks the output folder and the checkpoint to resume from, touching nothing. A made-up output
 /// folder that exists gets another name.
@@ -20,16 +20,15 @@ const MARKS: [&str; 3] = [CONFIG_FILE, "trainer_log.jsonl", "trainer_state.json"
 /// # Errors
 /// The folder holds another run (exit 2), or the checkpoint does not exist (exit 9).
 pub fn check(config: &mut RunConfig) -> Result<(), Failure> {
-    if let Resume::From(path) = &config.resume {
-        if !path.is_dir() {
-            return Err(Failure::new(
-                ErrorCode::Resume,
-                format!("cannot resume: {} is no folder", path.display()),
-                "the checkpoint does not exist",
-            )
-            .next("name a checkpoint-N folder, or use --resume auto"));
-        }
-        return Ok(());
+    if let Resume::From(path) = &config.resume
+        && !path.is_dir()
+    {
+        return Err(Failure::new(
+            ErrorCode::Resume,
+            format!("cannot resume: {} is no folder", path.display()),
+            "the checkpoint does not exist",
+        )
+        .next("name a checkpoint-N folder, or use --resume auto"));
     }
     if !config.output_is_explicit {
         config.output = unused(&config.output);
@@ -41,7 +40,12 @@ pub fn check(config: &mut RunConfig) -> Result<(), Failure> {
             "a file has that name",
         ));
     }
-    if config.resume != Resume::No {
+    let continues = match &config.resume {
+        Resume::No => false,
+        Resume::Latest => true,
+        Resume::From(path) => path.parent() == Some(config.output.as_path()),
+    };
+    if continues {
         return Ok(());
     }
     match sign_of_a_run(&config.output) {
@@ -56,11 +60,15 @@ pub fn check(config: &mut RunConfig) -> Result<(), Failure> {
 }
 
 fn sign_of_a_run(folder: &Path) -> Option<String> {
-    let mark = MARKS
-        .iter()
-        .find(|name| folder.join(name).exists())
-        .map(ToString::to_string);
-    mark.or_else(|| checkpoints(folder).pop().map(|(_, path)| file_name(&path)))
+    if let Some(mark) = MARKS.iter().find(|name| folder.join(name).exists()) {
+        return Some((*mark).to_string());
+    }
+    if let Some((_, path)) = checkpoints(folder).pop() {
+        return Some(file_name(&path));
+    }
+    // A run that failed before its first step left its errors and nothing to lose.
+    let started = folder.join(CONFIG_FILE).exists() && !folder.join(ERRORS).exists();
+    started.then(|| CONFIG_FILE.to_string())
 }
 
 fn unused(folder: &Path) -> PathBuf {
@@ -88,10 +96,7 @@ pub fn prepare(config: &RunConfig) -> Result<(), Failure> {
 }
 
 /// Removes the failures of an earlier attempt.
-///
-/// # Errors
-/// They are there and cannot be removed.
-pub fn forget_errors(config: &RunConfig) -> Result<(), Failure> {
+fn forget_errors(config: &RunConfig) -> Result<(), Failure> {
     let errors = config.output.join(ERRORS);
     match fs::remove_dir_all(&errors) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => {
@@ -162,6 +167,27 @@ mod tests {
         assert_eq!(failure.code.status(), 2);
         config.resume = Resume::Latest;
         check(&mut config).expect("continues");
+        let checkpoint = folder.path().join("elsewhere/checkpoint-1");
+        fs::create_dir_all(&checkpoint).expect("made");
+        config.resume = Resume::From(checkpoint);
+        check(&mut config)
+            .expect_err("a checkpoint of one run does not open the folder of another");
+        config.resume = Resume::From(config.output.join("checkpoint-1"));
+        fs::create_dir(config.output.join("checkpoint-1")).expect("made");
+        check(&mut config).expect("continues its own run");
+    }
+
+    #[test]
+    fn a_run_that_failed_before_its_first_step_does_not_block_its_folder() {
+        let folder = tempfile::tempdir().expect("temp dir");
+        let mut config = config(&folder.path().join("out"));
+        prepare(&config).expect("made");
+        Failure::usage("t", "c")
+            .save(&config.output, 0)
+            .expect("saved");
+        check(&mut config).expect("free");
+        fs::write(config.output.join("trainer_log.jsonl"), "{}").expect("written");
+        check(&mut config).expect_err("steps were taken");
     }
 
     #[test]

@@ -4,6 +4,8 @@
 #![allow(
     clippy::unwrap_used,
     clippy::print_stdout,
+    clippy::print_stderr,
+    clippy::exit,
     reason = "helpers of a test binary"
 )]
 

@@ -2,7 +2,7 @@
 //!
 //! Flags are kebab-case; the snake_case spelling of each is accepted too, so that command lines of
 //! the Hugging Face trainers paste in. [`parse`] first rewrites the line onto the frozen set of
-//! flags (see [`normalise`]) and then hands it to clap.
+//! flags (see `normalise.rs`) and then hands it to clap.
 
 mod foreign;
 mod normalise;

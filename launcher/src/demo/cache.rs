@@ -32,6 +32,7 @@ pub(super) fn ensure(folder: &Path, show: &mut dyn FnMut(Event)) -> Result<(), F
     let fail =
         |error: io::Error| Failure::io(ErrorCode::Disk, "draw the demo into", folder, &error);
     let work = beside(folder, "drawing");
+    remove_abandoned(folder);
     fs::create_dir_all(&work).map_err(fail)?;
     let drawn = draw(&work).and_then(|()| put_in_place(&work, folder));
     // Nothing is left after a failure, and nothing is there after a rename.
@@ -64,6 +65,23 @@ fn put_in_place(work: &Path, folder: &Path) -> io::Result<()> {
         }
     }
     fs::rename(work, folder)
+}
+
+/// Removes what processes that were killed while drawing have left.
+fn remove_abandoned(folder: &Path) {
+    let Some(entries) = folder.parent().and_then(|parent| fs::read_dir(parent).ok()) else {
+        return;
+    };
+    for entry in entries.flatten() {
+        let name = entry.file_name().to_string_lossy().into_owned();
+        let process = name
+            .strip_prefix(".demo-")
+            .and_then(|rest| rest.rsplit('.').next());
+        if process.is_some_and(|process| !Path::new("/proc").join(process).exists()) {
+            // Another process may be removing it too.
+            drop(fs::remove_dir_all(entry.path()));
+        }
+    }
 }
 
 /// A name next to `folder` that only this process uses.
@@ -144,6 +162,7 @@ mod tests {
     fn the_demo_is_drawn_once_and_repaired_when_damaged() {
         let temp = tempfile::tempdir().expect("temp dir");
         let folder = temp.path().join("cache/demo-1");
+        fs::create_dir_all(temp.path().join("cache/.demo-1.drawing.4194999")).expect("made");
         assert_eq!(ensure_quietly(&folder), 1);
         assert_eq!(ensure_quietly(&folder), 0);
         let picture = folder.join("train/0007.png");

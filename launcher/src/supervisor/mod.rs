@@ -2,7 +2,7 @@
 //!
 //! States: *running* → *stopping* (a signal came: ranks were asked to save and stop, no deadline)
 //! → done; or, from both, → *aborting* (a rank failed, or a second signal came: pipes closed and
-//! SIGTERM sent, SIGKILL after [`GRACE`]) → done. Nothing polls: one thread per rank waits for its
+//! SIGTERM sent, SIGKILL after a grace of 4 s) → done. Nothing polls: one thread per rank waits for its
 //! end, two read its streams, and the main loop blocks on their channel and the next deadline.
 
 mod child;

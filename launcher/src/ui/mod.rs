@@ -40,7 +40,7 @@ impl Reporter {
     pub fn for_rank(rank: &RankEnv) -> Self {
         let sink = match (rank.rank, rank.is_supervised()) {
             (0, true) => Sink::Supervisor,
-            (0, false) => Sink::Screen(Mutex::new(Screen::on_stderr(false))),
+            (0, false) => Sink::Screen(Mutex::new(Screen::on_stderr(rank.no_color))),
             _ => Sink::Silent,
         };
         Self { sink }
