@@ -1,1 +1,114 @@
-//! Cases shared by the criterion groups.
+//! Benchmarks that say how much of the machine they use: [`Ceilings`] are measured in the same
+//! run, and [`measure`] prints each result as a share of what they allow.
+#![allow(
+    clippy::print_stdout,
+    reason = "printing results is what this crate is for"
+)]
+
+mod ceilings;
+
+pub use ceilings::Ceilings;
+
+use criterion::measurement::WallTime;
+use criterion::{BenchmarkGroup, Criterion, SamplingMode, Throughput};
+use std::time::{Duration, Instant};
+
+/// What one run of a benchmark has to do at least.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Work {
+    /// Floating-point operations: a fused multiply-add counts two.
+    pub flops: f64,
+    /// Bytes that must be read or written once.
+    pub bytes: f64,
+}
+
+impl Work {
+    /// Work bound by arithmetic.
+    #[must_use]
+    pub fn flops(flops: f64) -> Self {
+        Self { flops, bytes: 0.0 }
+    }
+
+    /// Work bound by memory.
+    #[must_use]
+    pub fn bytes(bytes: f64) -> Self {
+        Self { flops: 0.0, bytes }
+    }
+}
+
+/// Short measurements: all groups together take one or two minutes.
+#[must_use]
+pub fn config() -> Criterion {
+    Criterion::default()
+        .sample_size(10)
+        .warm_up_time(Duration::from_millis(50))
+        .measurement_time(Duration::from_millis(300))
+        .without_plots()
+        .configure_from_args()
+}
+
+/// Runs `f` under criterion and prints its rate and its share of the ceiling: the time that the
+/// measured peaks of all cores allow, divided by the best time per call.
+pub fn measure(
+    group: &mut BenchmarkGroup<'_, WallTime>,
+    name: &str,
+    work: Work,
+    mut f: impl FnMut(),
+) {
+    let ceilings = Ceilings::of_this_machine();
+    // As many calls per sample throughout: slow operations would take a minute otherwise.
+    group.sampling_mode(SamplingMode::Flat);
+    group.throughput(if work.flops > 0.0 {
+        Throughput::Elements(work.flops as u64)
+    } else {
+        Throughput::Bytes(work.bytes as u64)
+    });
+    let mut best = f64::INFINITY;
+    group.bench_function(name, |b| {
+        b.iter_custom(|iterations| {
+            let start = Instant::now();
+            for _ in 0..iterations {
+                f();
+            }
+            let spent = start.elapsed();
+            best = best.min(spent.as_secs_f64() / iterations as f64);
+            spent
+        });
+    });
+    if best.is_finite() {
+        println!("{}", report(name, work, best, ceilings));
+    }
+}
+
+fn report(name: &str, work: Work, seconds: f64, ceilings: &Ceilings) -> String {
+    let least = ceilings.seconds(work);
+    let share = 100.0 * least / seconds;
+    let rate = if work.flops > 0.0 {
+        format!("{:.1} GFLOP/s", work.flops / seconds * 1e-9)
+    } else {
+        format!("{:.1} GB/s", work.bytes / seconds * 1e-9)
+    };
+    format!("    {name}: {rate}, {share:.0} % of the ceiling")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_share_is_that_of_the_slower_resource() {
+        let ceilings = Ceilings {
+            core_flops: 1e9,
+            all_flops: 2e9,
+            core_bytes: 1e9,
+            all_bytes: 1e9,
+        };
+        let work = Work {
+            flops: 1e9,
+            bytes: 1e9,
+        };
+        assert_eq!(ceilings.seconds(work), 1.0);
+        let line = report("x", work, 2.0, &ceilings);
+        assert_eq!(line, "    x: 0.5 GFLOP/s, 50 % of the ceiling");
+    }
+}

@@ -1,0 +1,186 @@
+//! What this machine can do, measured.
+
+use crate::Work;
+use rayon::prelude::*;
+use std::hint::black_box;
+use std::sync::OnceLock;
+use std::time::Instant;
+
+/// Peaks of one core and of all cores of the rayon pool.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct Ceilings {
+    /// f32 operations per second of one core: fused multiply-adds on registers only.
+    pub core_flops: f64,
+    /// The same on all cores at once.
+    pub all_flops: f64,
+    /// Bytes per second that one core moves: the better of copy and triad.
+    pub core_bytes: f64,
+    /// The same on all cores at once.
+    pub all_bytes: f64,
+}
+
+impl Ceilings {
+    /// Measured at the first call (about two seconds) and printed.
+    pub fn of_this_machine() -> &'static Self {
+        static ONCE: OnceLock<Ceilings> = OnceLock::new();
+        ONCE.get_or_init(|| {
+            let ceilings = Self::measured();
+            let Self {
+                core_flops,
+                all_flops,
+                core_bytes,
+                all_bytes,
+            } = ceilings;
+            println!(
+                "ceilings: one core {:.1} GFLOP/s, {:.1} GB/s; all {} cores {:.1} GFLOP/s, {:.1} GB/s",
+                core_flops * 1e-9,
+                core_bytes * 1e-9,
+                rayon::current_num_threads(),
+                all_flops * 1e-9,
+                all_bytes * 1e-9,
+            );
+            ceilings
+        })
+    }
+
+    fn measured() -> Self {
+        let mut stream = Stream::new();
+        Self {
+            core_flops: best(5, FLOPS, || {
+                black_box(multiply_adds(ROUNDS));
+            }),
+            all_flops: best(5, FLOPS * rayon::current_num_threads() as f64, || {
+                rayon::broadcast(|_| black_box(multiply_adds(ROUNDS)));
+            }),
+            core_bytes: stream.best(false),
+            all_bytes: stream.best(true),
+        }
+    }
+
+    /// Least time for some work on all cores.
+    #[must_use]
+    pub fn seconds(&self, work: Work) -> f64 {
+        (work.flops / self.all_flops).max(work.bytes / self.all_bytes)
+    }
+}
+
+/// Largest rate over some runs of `amount` of work.
+fn best(runs: usize, amount: f64, mut run: impl FnMut()) -> f64 {
+    let mut rate = 0.0f64;
+    for _ in 0..runs {
+        let start = Instant::now();
+        run();
+        rate = rate.max(amount / start.elapsed().as_secs_f64());
+    }
+    rate
+}
+
+/// Independent accumulators: more than latency times ports of any supported core.
+const ACCUMULATORS: usize = 12;
+const LANES: usize = 16;
+const ROUNDS: usize = 2_000_000;
+const FLOPS: f64 = (2 * ACCUMULATORS * LANES * ROUNDS) as f64;
+
+/// `FUSED` needs the instruction: without it every step is a call.
+#[inline(always)]
+fn register_loop<const FUSED: bool>(rounds: usize) -> f32 {
+    let (factor, term) = (black_box(0.999f32), black_box(0.001f32));
+    // By value, so that every accumulator becomes a register.
+    let step = |mut x: [f32; LANES]| {
+        for x in &mut x {
+            *x = if FUSED {
+                x.mul_add(factor, term)
+            } else {
+                *x * factor + term
+            };
+        }
+        x
+    };
+    let [mut a, mut b, mut c, mut d, mut e, mut f] = [[1.0f32; LANES]; 6];
+    let [mut g, mut h, mut i, mut j, mut k, mut l] = [[2.0f32; LANES]; 6];
+    for _ in 0..rounds {
+        (a, b, c, d) = (step(a), step(b), step(c), step(d));
+        (e, f, g, h) = (step(e), step(f), step(g), step(h));
+        (i, j, k, l) = (step(i), step(j), step(k), step(l));
+    }
+    let sums = [a, b, c, d, e, f, g, h, i, j, k, l];
+    sums.iter().flatten().sum()
+}
+
+#[cfg(target_arch = "x86_64")]
+fn multiply_adds(rounds: usize) -> f32 {
+    #[target_feature(enable = "avx512f,avx2,fma")]
+    fn wide(rounds: usize) -> f32 {
+        register_loop::<true>(rounds)
+    }
+    #[target_feature(enable = "avx2,fma")]
+    fn narrow(rounds: usize) -> f32 {
+        register_loop::<true>(rounds)
+    }
+    if is_x86_feature_detected!("avx512f") {
+        // SAFETY: the feature was detected, and implies the others.
+        unsafe { wide(rounds) }
+    } else if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
+        // SAFETY: the features were detected.
+        unsafe { narrow(rounds) }
+    } else {
+        register_loop::<false>(rounds)
+    }
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn multiply_adds(rounds: usize) -> f32 {
+    register_loop::<true>(rounds)
+}
+
+/// Arrays larger than the caches of most machines.
+struct Stream {
+    a: Vec<f32>,
+    b: Vec<f32>,
+    c: Vec<f32>,
+}
+
+/// Elements of each array (128 MiB).
+const STREAM: usize = 32 << 20;
+/// Elements that one task moves.
+const PART: usize = 1 << 18;
+
+impl Stream {
+    fn new() -> Self {
+        let array = |value| vec![value; STREAM];
+        Self {
+            a: array(0.0),
+            b: array(1.0),
+            c: array(2.0),
+        }
+    }
+
+    /// Bytes per second of the better of copy (two streams) and triad (three).
+    fn best(&mut self, all_cores: bool) -> f64 {
+        let bytes = (STREAM * size_of::<f32>()) as f64;
+        let copy = best(4, 2.0 * bytes, || {
+            self.run(all_cores, |a, b, _| a.copy_from_slice(b));
+        });
+        let triad = best(4, 3.0 * bytes, || {
+            self.run(all_cores, |a, b, c| {
+                for ((a, b), c) in a.iter_mut().zip(b).zip(c) {
+                    *a = b + 3.0 * c;
+                }
+            });
+        });
+        copy.max(triad)
+    }
+
+    fn run(&mut self, all_cores: bool, f: impl Fn(&mut [f32], &[f32], &[f32]) + Sync) {
+        if all_cores {
+            let parts = self.a.par_chunks_mut(PART);
+            parts
+                .zip(self.b.par_chunks(PART))
+                .zip(self.c.par_chunks(PART))
+                .for_each(|((a, b), c)| f(a, b, c));
+        } else {
+            f(&mut self.a, &self.b, &self.c);
+        }
+        black_box(&mut self.a);
+    }
+}
