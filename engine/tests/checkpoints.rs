@@ -1,6 +1,10 @@
 //! Checkpoints through the engine: exact resume, other world sizes and stages (I9, I10).
 
-#![allow(clippy::unwrap_used, reason = "helpers of a test binary")]
+#![allow(
+    unreachable_pub,
+    clippy::unwrap_used,
+    reason = "helpers of a test binary"
+)]
 
 mod toy;
 
@@ -28,7 +32,9 @@ fn train_and_save(case: &Case, output: &Path) {
     run_world(case.world, |comm| {
         let mut zero = engine_for(case, comm).unwrap();
         load_initial(&mut zero);
-        (0..case.steps).for_each(|s| drop(train_step(case, &mut zero, s).unwrap()));
+        for step in 0..case.steps {
+            train_step(case, &mut zero, step).unwrap();
+        }
         save(&mut zero, output);
     });
 }
@@ -43,7 +49,9 @@ fn resume(case: &Case, output: &Path, until: usize) -> Vec<Vec<u32>> {
         checkpoint.verify().unwrap();
         zero.restore(&checkpoint, checkpoint.step()).unwrap();
         let done = zero.step_count() as usize;
-        (done..until).for_each(|s| drop(train_step(case, &mut zero, s).unwrap()));
+        for step in done..until {
+            train_step(case, &mut zero, step).unwrap();
+        }
         weight_bits(&zero)
     })
     .remove(0)

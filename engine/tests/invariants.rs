@@ -1,6 +1,10 @@
 //! Invariants of the sharded engine on worlds of threads (I1, I2, I5, I6, I7, I8).
 
-#![allow(clippy::unwrap_used, reason = "helpers of a test binary")]
+#![allow(
+    unreachable_pub,
+    clippy::unwrap_used,
+    reason = "helpers of a test binary"
+)]
 
 mod toy;
 
