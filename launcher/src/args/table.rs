@@ -194,6 +194,18 @@ mod tests {
     }
 
     #[test]
+    fn both_readmes_hold_the_table() {
+        let table = flag_table().expect("defaults resolve");
+        for name in ["README.md", "README.zh.md"] {
+            let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(name);
+            let text = std::fs::read_to_string(&path).unwrap_or_default();
+            for row in table.lines().filter(|line| line.starts_with("| `--")) {
+                assert!(text.contains(row), "{name} lacks {row}");
+            }
+        }
+    }
+
+    #[test]
     fn every_flag_stands_in_the_table() {
         let table = flag_table().expect("defaults resolve");
         for arg in Args::command().get_arguments() {
@@ -206,7 +218,7 @@ mod tests {
             assert!(table.contains(&format!("| `--{long}` |")), "{long}");
         }
         assert!(
-            table.contains("| `--learning-rate` | `1e-6` | `5e-4` |"),
+            table.contains("| `--learning-rate` | `1e-6` | `1e-3` |"),
             "{table}"
         );
     }

@@ -104,7 +104,11 @@ fn model_options(config: &RunConfig, processor: &Processor) -> MiniCpmOptions {
         lora_alpha: lora.lora_alpha as f32,
         targets: LoraTargets::parse(&lora.target_modules),
         // As OpenBMB's script: what adapters cannot express is trained in full beside them.
-        modules_to_save: vec!["embed_tokens".into(), "resampler".into()],
+        modules_to_save: ["embed_tokens", "resampler"]
+            .into_iter()
+            .chain(config.trainable.tune_vision.then_some("vpm"))
+            .map(str::to_owned)
+            .collect(),
     });
     options
 }
