@@ -1,0 +1,205 @@
+//! Signals and deaths of processes: what was trained is kept and nothing else is left.
+
+use crate::site::{Site, listing, losses, signal, wait_for_end};
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+const LONG: &str = "--max-steps 1000000 --lr-scheduler-type constant --zero 3 --offload cpu";
+const STOP_LIMIT: Duration = Duration::from_secs(10);
+
+/// Processes of a job: (process, rank), told by their environment.
+fn ranks(token: &str) -> Vec<(u32, usize)> {
+    let mut found = Vec::new();
+    for name in listing(Path::new("/proc")) {
+        let Ok(pid) = name.parse::<u32>() else {
+            continue;
+        };
+        let Ok(environment) = fs::read(format!("/proc/{pid}/environ")) else {
+            continue;
+        };
+        let value = |name: &str| {
+            let mut entries = environment.split(|byte| *byte == 0);
+            entries.find_map(|entry| {
+                let entry = std::str::from_utf8(entry).ok()?;
+                entry.strip_prefix(name)?.strip_prefix('=')
+            })
+        };
+        if value("TESSERA_RUN_TOKEN") == Some(token) {
+            found.push((pid, value("RANK").unwrap().parse().unwrap()));
+        }
+    }
+    found.sort_by_key(|(_, rank)| *rank);
+    found
+}
+
+fn assert_nothing_left(site: &Site, token: &str) {
+    site.assert_tidy();
+    assert_eq!(ranks(token), []);
+    let shared = listing(Path::new("/dev/shm"));
+    assert!(
+        !shared.iter().any(|name| name.contains(token)),
+        "{shared:?}"
+    );
+}
+
+#[test]
+fn an_interrupted_run_saves_and_continues() {
+    for name in ["INT", "TERM"] {
+        let site = Site::new();
+        let mut run = site.start(LONG);
+        run.wait_for_step();
+        let token = site.token();
+        assert_eq!(ranks(&token).len(), 2);
+        run.signal(name);
+        let outcome = run.finish();
+        assert_eq!(outcome.code, Some(130), "{}", outcome.screen);
+        assert!(
+            outcome.screen.contains("--resume auto"),
+            "{}",
+            outcome.screen
+        );
+        assert_nothing_left(&site, &token);
+        let done = losses(&site.path("out")).len();
+        assert!(site.path(&format!("out/checkpoint-{done}")).is_dir());
+        let line = format!("--max-steps {} --resume auto", done + 2);
+        site.train(&format!(
+            "{line} --lr-scheduler-type constant --zero 3 --offload cpu"
+        ));
+        assert_eq!(losses(&site.path("out")).len(), done + 2);
+    }
+}
+
+#[test]
+fn a_second_interrupt_ends_at_once() {
+    let site = Site::new();
+    let mut run = site.start(LONG);
+    run.wait_for_step();
+    let token = site.token();
+    // Stopped ranks cannot save, so the first signal alone would not end the run.
+    for (pid, _) in ranks(&token) {
+        signal(pid, "STOP");
+    }
+    run.signal("INT");
+    run.wait_for("the answer to the signal", |line| {
+        line.contains("once more")
+    });
+    let asked = Instant::now();
+    run.signal("INT");
+    let outcome = run.finish();
+    assert!(asked.elapsed() < STOP_LIMIT);
+    assert_eq!(outcome.code, Some(130), "{}", outcome.screen);
+    assert_nothing_left(&site, &token);
+}
+
+#[test]
+fn a_killed_rank_ends_the_run_with_its_name() {
+    let site = Site::new();
+    let mut run = site.start(LONG);
+    run.wait_for_step();
+    let token = site.token();
+    let (victim, rank) = ranks(&token)[1];
+    assert_eq!(rank, 1);
+    let killed = Instant::now();
+    signal(victim, "KILL");
+    let outcome = run.finish();
+    assert!(killed.elapsed() < STOP_LIMIT, "{:?}", killed.elapsed());
+    assert_eq!(outcome.code, Some(12), "{}", outcome.screen);
+    assert!(
+        outcome.screen.contains("rank 1 was killed") && outcome.screen.contains("signal 9"),
+        "{}",
+        outcome.screen
+    );
+    assert_eq!(
+        outcome.screen.matches("error[").count(),
+        1,
+        "{}",
+        outcome.screen
+    );
+    assert_nothing_left(&site, &token);
+    assert!(site.path("out/errors/rank-0001.json").is_file());
+}
+
+#[test]
+fn a_crashed_rank_is_named_with_its_signal() {
+    let site = Site::new();
+    let mut run = site.start(LONG);
+    run.wait_for_step();
+    let token = site.token();
+    signal(ranks(&token)[0].0, "SEGV");
+    let outcome = run.finish();
+    assert_eq!(outcome.code, Some(101), "{}", outcome.screen);
+    assert!(
+        outcome.screen.contains("rank 0") && outcome.screen.contains("SIGSEGV"),
+        "{}",
+        outcome.screen
+    );
+    assert_nothing_left(&site, &token);
+}
+
+#[test]
+fn ranks_end_with_their_supervisor() {
+    let site = Site::new();
+    let mut run = site.start(LONG);
+    run.wait_for_step();
+    let token = site.token();
+    let left = ranks(&token);
+    assert_eq!(left.len(), 2);
+    run.signal("KILL");
+    assert_eq!(run.finish().signal, Some(9));
+    for (pid, _) in left {
+        wait_for_end(pid, STOP_LIMIT);
+    }
+    assert_nothing_left(&site, &token);
+}
+
+#[test]
+fn a_run_stopped_while_it_starts_leaves_nothing() {
+    // Before the ranks, while they meet, and while the first weights are read.
+    for (label, name) in [
+        (" plan", "TERM"),
+        (" data", "INT"),
+        (" comm", "TERM"),
+        (" load", "INT"),
+    ] {
+        let site = Site::new();
+        let mut run = site.start(LONG);
+        run.wait_for(label, |line| line.starts_with(label));
+        run.signal(name);
+        let outcome = run.finish();
+        // Before the supervisor takes signals over, there is nothing to clean up.
+        let ended = outcome.code == Some(130) || outcome.signal.is_some();
+        assert!(ended, "{label}: {:?}\n{}", outcome.code, outcome.screen);
+        if outcome.signal.is_some() {
+            assert!(!site.path("out").exists(), "{label}");
+        }
+        site.assert_tidy();
+    }
+}
+
+#[test]
+fn a_full_disk_ends_the_run_and_keeps_the_last_checkpoint() {
+    let site = Site::new();
+    // Room for one checkpoint of about 6 MB. The mount lives and ends with its namespace, so it needs no
+    // cleaning up; without root a namespace of the user's own serves.
+    let script = format!(
+        "mkdir small && mount -t tmpfs -o size=10m tmpfs small && {{ \
+         '{}' --model model --data data/samples.json --precision f32 --max-steps 4 --save-steps 1 --output small/out; \
+         echo \"status $?\" >&2; ls small/out >&2; (cd small/out/checkpoint-1 && ls . state >&2); }}",
+        env!("CARGO_BIN_EXE_tessera_test_launcher")
+    );
+    let mut command = Command::new("unshare");
+    command.args(["--user", "--map-root-user", "--mount", "sh", "-c", &script]);
+    let outcome = site.start_command(command).finish();
+    let screen = &outcome.screen;
+    assert!(screen.contains("status 16"), "{screen}");
+    assert!(screen.contains("error[E13]"), "{screen}");
+    assert!(
+        screen.contains("no space left") && screen.contains("  next      "),
+        "{screen}"
+    );
+    assert!(screen.contains("MANIFEST.json"), "{screen}");
+    assert!(!screen.contains("checkpoint-2\n"), "{screen}");
+    site.assert_tidy();
+}

@@ -1,0 +1,12 @@
+//! The launcher as people use it: real processes on a complete tiny model folder.
+#![allow(
+    clippy::unwrap_used,
+    clippy::panic,
+    reason = "a test binary: a broken expectation should end the test where it stands"
+)]
+
+mod bad_input;
+mod endings;
+mod outputs;
+mod resume;
+mod site;

@@ -1,0 +1,377 @@
+//! A folder with a model, samples, a home and a place for temporary files, and the launcher in it.
+
+use kernels::DType;
+use models::WeightSource;
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::fs;
+use std::io::{BufRead, BufReader};
+use std::os::unix::process::ExitStatusExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::time::{Duration, Instant};
+use tempfile::TempDir;
+
+/// Longest silence of a run before it counts as hanging.
+const SILENCE: Duration = Duration::from_secs(60);
+/// What a run gets unless its test says otherwise.
+const DEFAULTS: [(&str, &str); 6] = [
+    ("--model", "model"),
+    ("--data", "data/samples.json"),
+    ("--output", "out"),
+    ("--precision", "f32"),
+    ("--learning-rate", "1e-3"),
+    ("--max-steps", "2"),
+];
+const FOLDERS: [&str; 4] = ["home", "tmp", "model", "data"];
+
+pub(crate) fn golden(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("golden")
+        .join(name)
+}
+
+pub(crate) struct Site {
+    root: TempDir,
+}
+
+impl Site {
+    /// A site with the model folder of the golden pack and six samples: two with one picture, one
+    /// with two pictures, three without any.
+    pub(crate) fn new() -> Self {
+        Self::with_model("minicpm-v-2_6")
+    }
+
+    pub(crate) fn with_model(pack: &str) -> Self {
+        let site = Self {
+            root: tempfile::tempdir().unwrap(),
+        };
+        for folder in FOLDERS {
+            fs::create_dir(site.path(folder)).unwrap();
+        }
+        let pack = golden(pack);
+        for name in [
+            "config.json",
+            "model.safetensors",
+            "preprocessor_config.json",
+            "tokenizer.json",
+            "tokenizer_config.json",
+        ] {
+            fs::copy(pack.join(name), site.path("model").join(name)).unwrap();
+        }
+        let cases = golden("minicpm-v-2_6").join("cases");
+        let mut samples = Vec::new();
+        for case in ["wide_two_turns", "multi_image", "square_no_slice"] {
+            let case = cases.join(case);
+            let text = fs::read(case.join("conversation.json")).unwrap();
+            let Value::Array(own) = serde_json::from_slice(&text).unwrap() else {
+                panic!("a list of samples");
+            };
+            samples.extend(own);
+            for entry in fs::read_dir(case).unwrap() {
+                let path = entry.unwrap().path();
+                if path.extension().is_some_and(|e| e == "png") {
+                    let target = site.path("data").join(path.file_name().unwrap());
+                    fs::copy(path, target).unwrap();
+                }
+            }
+        }
+        samples.extend((0..3).map(text_only));
+        site.write_samples("samples", &samples);
+        site
+    }
+
+    pub(crate) fn path(&self, relative: &str) -> PathBuf {
+        self.root.path().join(relative)
+    }
+
+    pub(crate) fn samples(&self) -> Vec<Value> {
+        read_json(&self.path("data/samples.json"))
+            .as_array()
+            .unwrap()
+            .clone()
+    }
+
+    /// Writes `data/NAME.json`.
+    pub(crate) fn write_samples(&self, name: &str, samples: &[Value]) {
+        let path = self.path(&format!("data/{name}.json"));
+        fs::write(path, serde_json::to_vec_pretty(samples).unwrap()).unwrap();
+    }
+
+    /// The launcher with exactly these arguments, separated by spaces.
+    pub(crate) fn start_plain(&self, line: &str) -> Running {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_tessera_test_launcher"));
+        command.args(line.split_whitespace());
+        self.start_command(command)
+    }
+
+    pub(crate) fn start_command(&self, mut command: Command) -> Running {
+        let mut child = command
+            .current_dir(self.root.path())
+            .env_clear()
+            .env("PATH", std::env::var_os("PATH").unwrap_or_default())
+            .env("HOME", self.path("home"))
+            .env("XDG_CACHE_HOME", self.path("home/cache"))
+            .env("TMPDIR", self.path("tmp"))
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let stream = child.stderr.take().unwrap();
+        let (sender, lines) = channel();
+        std::thread::spawn(move || {
+            for line in BufReader::new(stream).lines().map_while(Result::ok) {
+                if sender.send(line).is_err() {
+                    break;
+                }
+            }
+        });
+        Running {
+            child,
+            lines,
+            screen: String::new(),
+        }
+    }
+
+    /// The launcher with these arguments, completed by defaults where they do not set them.
+    pub(crate) fn start(&self, line: &str) -> Running {
+        self.start_plain(&completed(line))
+    }
+
+    /// Runs to the end and checks that no temporary file is left.
+    pub(crate) fn run(&self, line: &str) -> Outcome {
+        let outcome = self.start(line).finish();
+        self.assert_tidy();
+        outcome
+    }
+
+    /// As [`Site::run`], and the run must end well.
+    pub(crate) fn train(&self, line: &str) -> Outcome {
+        let outcome = self.run(line);
+        assert_eq!(outcome.code, Some(0), "{line}\n{}", outcome.screen);
+        outcome
+    }
+
+    /// The run must be refused with this exit status and code, and the block must be complete.
+    /// Returns the screen.
+    pub(crate) fn refuse(&self, line: &str, status: i32, code: &str) -> String {
+        let before = self.everything();
+        let outcome = self.run(line);
+        let screen = outcome.screen;
+        assert_eq!(outcome.code, Some(status), "{line}\n{screen}");
+        for part in [&format!("error[{code}] "), "  cause     ", "  next      "] {
+            assert!(screen.contains(part), "{line}: no {part:?} in\n{screen}");
+        }
+        assert_eq!(
+            screen.matches("error[").count(),
+            1,
+            "one report, {line}\n{screen}"
+        );
+        let after = self.everything();
+        let changed: Vec<_> = after
+            .iter()
+            .filter(|(path, bytes)| before.get(*path) != Some(bytes))
+            .map(|(path, _)| path)
+            .chain(before.keys().filter(|path| !after.contains_key(*path)))
+            .collect();
+        assert!(changed.is_empty(), "{line} touched {changed:?}\n{screen}");
+        screen
+    }
+
+    /// Every file of the site with its bytes, and every folder.
+    fn everything(&self) -> BTreeMap<PathBuf, Vec<u8>> {
+        let mut found = BTreeMap::new();
+        let mut folders = vec![self.root.path().to_path_buf()];
+        while let Some(folder) = folders.pop() {
+            for entry in fs::read_dir(&folder).unwrap() {
+                let path = entry.unwrap().path();
+                if path.is_dir() && !path.is_symlink() {
+                    found.insert(path.clone(), Vec::new());
+                    folders.push(path);
+                } else {
+                    found.insert(path.clone(), fs::read(&path).unwrap_or_default());
+                }
+            }
+        }
+        found
+    }
+
+    pub(crate) fn assert_tidy(&self) {
+        assert_eq!(listing(&self.path("tmp")), Vec::<String>::new());
+    }
+
+    /// The token in the names of the running job's files.
+    pub(crate) fn token(&self) -> String {
+        let names = listing(&self.path("tmp"));
+        let job = names.iter().find_map(|name| name.strip_prefix("tessera-"));
+        job.expect("a job is running").to_owned()
+    }
+}
+
+/// Adds the defaults of flags that `line` does not set.
+pub(crate) fn completed(line: &str) -> String {
+    let mut line = line.to_owned();
+    for (flag, value) in DEFAULTS {
+        if !line.split_whitespace().any(|word| word == flag) {
+            line += &format!(" {flag} {value}");
+        }
+    }
+    line
+}
+
+pub(crate) fn text_only(number: usize) -> Value {
+    json!({
+        "id": format!("text-{number}"),
+        "conversations": [
+            {"role": "user", "content": format!("What is {number} and {number}?")},
+            {"role": "assistant", "content": format!("It is {}.", 2 * number)},
+        ],
+    })
+}
+
+/// A started launcher whose screen is read along.
+pub(crate) struct Running {
+    child: Child,
+    lines: Receiver<String>,
+    screen: String,
+}
+
+impl Running {
+    pub(crate) fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Reads on until a line that `wanted` accepts.
+    pub(crate) fn wait_for(&mut self, what: &str, wanted: impl Fn(&str) -> bool) {
+        loop {
+            match self.lines.recv_timeout(SILENCE) {
+                Ok(line) => {
+                    self.screen += &line;
+                    self.screen.push('\n');
+                    if wanted(&line) {
+                        return;
+                    }
+                }
+                Err(error) => self.give_up(&format!("no line with {what}: {error}")),
+            }
+        }
+    }
+
+    /// Reads on until the row of an optimizer step.
+    pub(crate) fn wait_for_step(&mut self) {
+        self.wait_for("a step", |line| {
+            let words: Vec<&str> = line.split_whitespace().collect();
+            words.len() > 4 && words[0].parse::<u64>().is_ok() && words[1].parse::<f64>().is_ok()
+        });
+    }
+
+    /// Sends a signal by its name.
+    pub(crate) fn signal(&self, name: &str) {
+        signal(self.pid(), name);
+    }
+
+    pub(crate) fn finish(mut self) -> Outcome {
+        loop {
+            match self.lines.recv_timeout(SILENCE) {
+                Ok(line) => {
+                    self.screen += &line;
+                    self.screen.push('\n');
+                }
+                Err(RecvTimeoutError::Disconnected) => break,
+                Err(RecvTimeoutError::Timeout) => self.give_up("the run hangs"),
+            }
+        }
+        let status = self.child.wait().unwrap();
+        Outcome {
+            code: status.code(),
+            signal: status.signal(),
+            screen: self.screen,
+        }
+    }
+
+    fn give_up(&mut self, why: &str) -> ! {
+        self.child.kill().ok();
+        self.child.wait().ok();
+        panic!("{why}\n{}", self.screen);
+    }
+}
+
+pub(crate) struct Outcome {
+    pub(crate) code: Option<i32>,
+    pub(crate) signal: Option<i32>,
+    pub(crate) screen: String,
+}
+
+pub(crate) fn signal(pid: u32, name: &str) {
+    let status = Command::new("kill")
+        .args(["-s", name, &pid.to_string()])
+        .status();
+    assert!(status.unwrap().success());
+}
+
+/// Waits for the end of a process that is not a child of this one.
+pub(crate) fn wait_for_end(pid: u32, limit: Duration) {
+    let started = Instant::now();
+    let status = Command::new("timeout")
+        .arg(limit.as_secs().to_string())
+        .args([
+            "tail",
+            "--pid",
+            &pid.to_string(),
+            "-s",
+            "0.05",
+            "-f",
+            "/dev/null",
+        ])
+        .status();
+    assert!(
+        status.unwrap().success(),
+        "process {pid} is alive after {:?}",
+        started.elapsed()
+    );
+}
+
+/// Names in a folder, sorted; none where it does not exist.
+pub(crate) fn listing(folder: &Path) -> Vec<String> {
+    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+    let mut names: Vec<String> = entries
+        .map(|entry| entry.file_name().into_string().unwrap())
+        .collect();
+    names.sort();
+    names
+}
+
+pub(crate) fn read_json(path: &Path) -> Value {
+    let bytes = fs::read(path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
+    serde_json::from_slice(&bytes).unwrap()
+}
+
+/// Rows of a run's trainer_log.jsonl.
+pub(crate) fn log_rows(output: &Path) -> Vec<Value> {
+    let text = fs::read_to_string(output.join("trainer_log.jsonl")).unwrap();
+    text.lines()
+        .map(|line| serde_json::from_str(line).unwrap())
+        .collect()
+}
+
+/// Training losses by step.
+pub(crate) fn losses(output: &Path) -> Vec<f64> {
+    log_rows(output)
+        .iter()
+        .filter_map(|row| row["loss"].as_f64())
+        .collect()
+}
+
+/// Names, dtypes and shapes in a safetensors file.
+pub(crate) fn tensors(path: &Path) -> BTreeMap<String, (Option<DType>, Vec<usize>)> {
+    let source = WeightSource::open_file(path).unwrap();
+    source
+        .names()
+        .map(|name| {
+            let shape = source.shape(name).unwrap().to_vec();
+            (name.to_owned(), (source.dtype(name), shape))
+        })
+        .collect()
+}
