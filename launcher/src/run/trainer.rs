@@ -73,7 +73,7 @@ pub(super) fn train(session: &mut Session<'_>, stop: &StopFlag) -> Result<RunSum
         )?),
         _ => None,
     };
-    if session.resumed.is_none() && session.eval.is_some() {
+    if session.resumed.is_none() && session.config.eval != Cadence::Never {
         let before = evaluate::loss(session)?;
         progress.exact_match_before = evaluate::exact_match(session)?;
         if let Some(loss) = before {
@@ -116,7 +116,8 @@ pub(super) fn train(session: &mut Session<'_>, stop: &StopFlag) -> Result<RunSum
             });
         }
         let stopping = anyone(session, stop.is_set())?;
-        if due(session.config.eval) || (stopping && session.eval.is_some()) {
+        // Who stops a run may not wait for an evaluation: the state is saved first, and at once.
+        if due(session.config.eval) && !(stopping && progress.done < total_steps) {
             evaluate_now(session, report.as_mut(), &mut progress, &sampler)?;
         }
         if due(session.config.save) || stopping {

@@ -154,6 +154,26 @@ fn ranks_end_with_their_supervisor() {
     assert_nothing_left(&site, &token);
 }
 
+/// Steps that a stopped run has behind it; none where it did not come to train.
+fn losses_so_far(site: &Site) -> usize {
+    let out = site.path("out");
+    if out.join("trainer_log.jsonl").exists() {
+        losses(&out).len()
+    } else {
+        0
+    }
+}
+
+#[test]
+fn a_run_that_diverges_ends_with_its_own_status() {
+    let site = Site::new();
+    let outcome = site.run("--learning-rate 1e30 --lr-scheduler-type constant --max-steps 100");
+    assert_eq!(outcome.code, Some(15), "{}", outcome.screen);
+    for part in ["error[E05]", "--learning-rate", "gradient norm"] {
+        assert!(outcome.screen.contains(part), "{part}\n{}", outcome.screen);
+    }
+}
+
 #[test]
 fn a_run_stopped_while_it_starts_leaves_nothing() {
     // Before the ranks, while they meet, and while the first weights are read.
@@ -175,6 +195,13 @@ fn a_run_stopped_while_it_starts_leaves_nothing() {
             assert!(!site.path("out").exists(), "{label}");
         }
         site.assert_tidy();
+        // Whatever it had made of its folder does not stand in the way.
+        let done = losses_so_far(&site);
+        site.train(&format!(
+            "--max-steps {} --resume auto --lr-scheduler-type constant",
+            done + 1
+        ));
+        assert_eq!(losses(&site.path("out")).len(), done + 1, "{label}");
     }
 }
 

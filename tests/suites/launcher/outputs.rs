@@ -319,3 +319,33 @@ fn a_command_line_of_the_hugging_face_trainer_works() {
         assert_eq!(times, 1, "{note}\n{}", outcome.screen);
     }
 }
+
+#[test]
+fn evaluation_follows_its_strategy() {
+    let site = Site::new();
+    let line = "--eval-data data/samples.json";
+    let outcome = site.train(&format!("{line} --eval-strategy no --output never"));
+    assert!(!outcome.screen.contains(" eval "), "{}", outcome.screen);
+    assert!(!site.path("never/eval_results.json").exists());
+    site.train(&format!("{line} --eval-steps 1"));
+    let rows = log_rows(&site.path("out"));
+    let evaluated = rows.iter().filter(|row| row["eval_loss"].is_f64());
+    assert_eq!(evaluated.count(), 2);
+}
+
+#[test]
+fn pictures_may_be_named_by_absolute_paths_and_tensorboard_be_asked_for() {
+    let site = Site::new();
+    let mut samples = site.samples();
+    fs::create_dir(site.path("pictures")).unwrap();
+    let moved = site.path("pictures/wide.png");
+    fs::rename(site.path("data/image_wide.png"), &moved).unwrap();
+    samples[0]["image"] = json!(moved);
+    site.write_samples("absolute", &samples);
+    site.train("--data data/absolute.json --report-to tensorboard");
+    let events = listing(&site.path("out/runs"));
+    assert!(
+        events.len() == 1 && events[0].starts_with("events.out.tfevents"),
+        "{events:?}"
+    );
+}
