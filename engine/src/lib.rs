@@ -20,6 +20,7 @@ pub use error::EngineError;
 pub use norm::{NORM_BLOCK_ELEMS, sum_of_squares};
 pub use optim::Precision;
 pub use plan::{Offload, PassKind, Plan, Stage, Tier, ZeroConfig};
+pub use snapshot::check_trained;
 pub use spec::{ModelSpec, ParamId, ParamSpec, TensorParallel, UnitId, UnitSpec};
 pub use tier::{Region, Tiers};
 pub use zero::{OptimizerConfig, StepReport, Zero};

@@ -6,7 +6,7 @@
 
 use crate::checkpoint::{Checkpoint, Piece, PieceBytes, Writer};
 use crate::error::EngineError;
-use crate::plan::GroupKind;
+use crate::plan::{GroupKind, Plan};
 use crate::zero::Zero;
 use kernels::DType;
 use std::collections::BTreeSet;
@@ -68,7 +68,7 @@ impl Zero {
     /// When the checkpoint holds other tensors than this run trains, or cannot be read. The state
     /// is then incomplete and the run must end.
     pub fn restore(&mut self, checkpoint: &Checkpoint, updates: u64) -> Result<(), EngineError> {
-        self.compare_trained(checkpoint)?;
+        check_trained(self.plan(), checkpoint)?;
         let plan = self.plan().clone();
         let precision = plan.config().precision;
         for unit in plan.units() {
@@ -118,37 +118,41 @@ impl Zero {
         self.set_step(updates);
         Ok(())
     }
+}
 
-    fn compare_trained(&self, checkpoint: &Checkpoint) -> Result<(), EngineError> {
-        let slot = if self.plan().config().precision.has_master() {
-            MASTER
-        } else {
-            WEIGHT
-        };
-        let theirs: BTreeSet<&str> = checkpoint
-            .tensors()
-            .iter()
-            .filter(|t| t.kind == slot)
-            .map(|t| t.name.as_str())
-            .collect();
-        let params = self.plan().spec().params.iter();
-        let ours: BTreeSet<&str> = params
-            .filter(|p| p.trainable)
-            .map(|p| p.name.as_str())
-            .collect();
-        let missing: Vec<_> = ours.difference(&theirs).collect();
-        let extra: Vec<_> = theirs.difference(&ours).collect();
-        if missing.is_empty() && extra.is_empty() {
-            return Ok(());
-        }
-        let first = |names: &[&&str]| names.first().map_or("-", |n| **n).to_owned();
-        Err(EngineError::CheckpointMismatch {
-            missing_count: missing.len(),
-            first_missing: first(&missing),
-            extra_count: extra.len(),
-            first_extra: first(&extra),
-        })
+/// Compares the tensors that a run of `plan` trains with those that `checkpoint` was trained on.
+///
+/// # Errors
+/// [`EngineError::CheckpointMismatch`] when they are not the same.
+pub fn check_trained(plan: &Plan, checkpoint: &Checkpoint) -> Result<(), EngineError> {
+    let slot = if plan.config().precision.has_master() {
+        MASTER
+    } else {
+        WEIGHT
+    };
+    let theirs: BTreeSet<&str> = checkpoint
+        .tensors()
+        .iter()
+        .filter(|t| t.kind == slot)
+        .map(|t| t.name.as_str())
+        .collect();
+    let params = plan.spec().params.iter();
+    let ours: BTreeSet<&str> = params
+        .filter(|p| p.trainable)
+        .map(|p| p.name.as_str())
+        .collect();
+    let missing: Vec<_> = ours.difference(&theirs).collect();
+    let extra: Vec<_> = theirs.difference(&ours).collect();
+    if missing.is_empty() && extra.is_empty() {
+        return Ok(());
     }
+    let first = |names: &[&&str]| names.first().map_or("-", |n| **n).to_owned();
+    Err(EngineError::CheckpointMismatch {
+        missing_count: missing.len(),
+        first_missing: first(&missing),
+        extra_count: extra.len(),
+        first_extra: first(&extra),
+    })
 }
 
 /// Elements of the parameter behind a part of its group.

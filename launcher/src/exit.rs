@@ -214,10 +214,14 @@ impl Failure {
             format!("cannot {doing} {}", path.display()),
             error.to_string(),
         );
-        if full {
-            failure.next("free some space there, or choose another folder with --output")
-        } else {
-            failure
+        match failure.code {
+            ErrorCode::Disk if full => {
+                failure.next("free some space there, or choose another folder with --output")
+            }
+            ErrorCode::Disk => {
+                failure.next("make that place writable, or choose another folder with --output")
+            }
+            _ => failure,
         }
     }
 

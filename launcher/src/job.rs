@@ -15,6 +15,9 @@ use crate::supervisor::job::{Job, config_file};
 use crate::supervisor::{SignalSource, Supervisor, own_program};
 use crate::ui::{DoneEvent, Event, ResumeEvent, Screen};
 
+/// Target of the log record with which a failing rank ends.
+pub(crate) const RECORD_TARGET: &str = "tessera_report";
+
 /// The work of one rank process, from its configuration to its summary.
 pub type RankMain = fn(&RunConfig, &RankEnv, &StopFlag) -> Result<RunSummary, Failure>;
 
@@ -207,8 +210,7 @@ fn run_rank(
     match result {
         Ok(summary) => Ok(status_of(&summary)),
         Err(failure) => {
-            // For the rank's JSON log; the screen gets one report from the supervisor.
-            tracing::info!(rank = rank.rank, code = %failure.code, "failed: {}", failure.title);
+            tracing::error!(target: RECORD_TARGET, rank = rank.rank, code = %failure.code, "{}", failure.title);
             if let Err(error) = failure.save(&config.output, rank.rank) {
                 tracing::error!(rank = rank.rank, "the failure cannot be saved: {error}");
                 return Err(failure);

@@ -5,7 +5,7 @@ use std::io;
 use std::path::Path;
 use std::sync::Mutex;
 
-use tracing_subscriber::filter::{EnvFilter, LevelFilter};
+use tracing_subscriber::filter::{Directive, EnvFilter, LevelFilter};
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{Layer, fmt};
@@ -29,7 +29,7 @@ pub fn init(logs: &Path, rank: usize, filter: Option<&str>) -> Result<(), Failur
                 .without_time()
                 .with_ansi(false)
                 .with_writer(io::stderr)
-                .with_filter(filter_or(filter, LevelFilter::WARN)?))
+                .with_filter(filter_or(filter, LevelFilter::WARN)?.add_directive(reports_off())))
         })
         .transpose()?;
     // Fails only where a subscriber is set already, as in tests.
@@ -55,6 +55,13 @@ pub fn init_supervisor(filter: Option<&str>) -> Result<(), Failure> {
     // Fails only where a subscriber is set already, as in tests.
     drop(tracing_subscriber::registry().with(human).try_init());
     Ok(())
+}
+
+/// The end of a rank is printed as a report, once; only the file repeats it.
+fn reports_off() -> Directive {
+    format!("{}=off", crate::job::RECORD_TARGET)
+        .parse()
+        .expect("a target and a level")
 }
 
 fn open(logs: &Path, rank: usize) -> Result<File, Failure> {

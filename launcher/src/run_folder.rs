@@ -38,12 +38,13 @@ pub fn check(config: &mut RunConfig) -> Result<(), Failure> {
         return Err(Failure::usage(
             format!("--output {} is not a folder", config.output.display()),
             "a file has that name",
-        ));
+        )
+        .next("choose another folder"));
     }
     let continues = match &config.resume {
         Resume::No => false,
         Resume::Latest => true,
-        Resume::From(path) => path.parent() == Some(config.output.as_path()),
+        Resume::From(checkpoint) => lies_in(checkpoint, &config.output),
     };
     if continues {
         return Ok(());
@@ -56,6 +57,14 @@ pub fn check(config: &mut RunConfig) -> Result<(), Failure> {
         )
         .evidence(format!("found {sign}"))
         .next("choose another folder, or add --resume auto to continue that run")),
+    }
+}
+
+/// Whether a checkpoint is one of the run in `output`, however the two are spelled.
+fn lies_in(checkpoint: &Path, output: &Path) -> bool {
+    match (fs::canonicalize(checkpoint), fs::canonicalize(output)) {
+        (Ok(checkpoint), Ok(output)) => checkpoint.parent() == Some(&output),
+        _ => false,
     }
 }
 

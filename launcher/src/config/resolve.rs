@@ -427,6 +427,7 @@ fn note(flag: &str, reason: &str) -> Note {
 
 fn out_of_range(what: &str, why: &str) -> Failure {
     Failure::usage(format!("{what} is out of range"), why)
+        .next("`launcher --help` lists every flag with the values it takes")
 }
 
 fn positive(flag: &str, value: f64) -> Result<(), Failure> {

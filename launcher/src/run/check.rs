@@ -198,5 +198,11 @@ fn refusal(path: &Path, samples: &[RawSample], bad: &[(usize, &Problem)]) -> Fai
     if bad.len() > LISTED {
         failure = failure.evidence(format!("and {} more", bad.len() - LISTED));
     }
-    failure.next("mend these samples, raise --model-max-length, or --skip-bad-samples true")
+    if bad
+        .iter()
+        .any(|(_, problem)| problem.code == ErrorCode::Samples)
+    {
+        failure = failure.next("a higher --model-max-length, where samples are cut off");
+    }
+    failure.next("mend these samples, or leave them out with --skip-bad-samples true")
 }

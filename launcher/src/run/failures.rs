@@ -54,11 +54,18 @@ pub(super) fn model(doing: &str, error: &ModelError) -> Failure {
     match error {
         ModelError::Engine(inner) => engine(doing, inner),
         ModelError::Kernel(inner) => kernel(doing, inner),
-        ModelError::Config { .. } | ModelError::AdapterTarget { .. } => Failure::new(
+        ModelError::AdapterTarget { .. } => Failure::new(
             ErrorCode::Usage,
             "this model cannot be set up as asked",
             chain(error),
-        ),
+        )
+        .next("--lora-target-modules takes a regular expression over module names, or names such as q_proj,v_proj"),
+        ModelError::Config { .. } => Failure::new(
+            ErrorCode::ModelFiles,
+            "this model cannot be set up",
+            chain(error),
+        )
+        .next("take config.json from a MiniCPM-V 2.6 or MiniCPM-o 2.6 folder"),
         _ => Failure::new(ErrorCode::Panic, format!("cannot {doing}"), chain(error)),
     }
 }
@@ -136,12 +143,22 @@ pub(super) fn checkpoint(doing: &str, error: &CheckpointError) -> Failure {
 }
 
 pub(super) fn weights(error: &WeightError) -> Failure {
+    let next = match error {
+        WeightError::NoWeights { .. } => {
+            "download the weights, or begin from random ones with --init random"
+        }
+        WeightError::WrongShape { .. } | WeightError::MissingTensor { .. } => {
+            "take config.json and the safetensors files from the same model"
+        }
+        WeightError::DType { .. } => "convert the weights to bf16 or f32",
+        _ => "download the named file again",
+    };
     Failure::new(
         ErrorCode::ModelFiles,
         "the model folder is incomplete or damaged",
         chain(error),
     )
-    .next("download the named file again")
+    .next(next)
 }
 
 pub(super) fn files(title: &str, path: &Path, error: &dyn Error) -> Failure {

@@ -5,6 +5,7 @@ mod check;
 mod evaluate;
 mod failures;
 mod fit;
+mod resume;
 mod save;
 mod session;
 mod setup;
@@ -37,6 +38,8 @@ pub(crate) fn prepare(
     let worst = train.largest(config, &setup.processor)?;
     let activations = fit::activation_bytes(&setup.model, &worst)?;
     let plan = setup.plan(config)?;
+    let total_steps = config.total_steps(train.samples.len());
+    resume::check(config, &plan, train.samples.len(), total_steps)?;
     let fit = fit::fit(config, &plan, activations);
     show(Event::Plan(fit.event.clone()));
     let sampler = setup::sampler(config, train.samples.len());

@@ -5,14 +5,14 @@ use super::session::Session;
 use crate::exit::Failure;
 use crate::report::RunReport;
 use crate::ui::SaveEvent;
-use engine::EngineError;
 use engine::checkpoint::{CheckpointError, ShardedTensorWriter, TensorSpec, Writer};
 use engine::comm::Tag;
+use engine::{EngineError, ModelSpec};
 use kernels::{DType, Float, Tensor};
-use models::VisionLanguageModel;
 use models::params::ADAPTER_PREFIX;
+use models::{VisionLanguageModel, WeightSource};
 use serde_json::{Value, json};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 /// Largest file of exported weights, as Hugging Face cuts them.
@@ -114,6 +114,14 @@ fn export(session: &Session<'_>, writer: &mut Writer) -> Result<u64, Failure> {
             (file, name, dtype)
         }));
     }
+    // Parts of the model that are not trained here stay as they came.
+    let others = match &session.weights {
+        Some(weights) if plan.contains_key("model") => other_tensors(weights, spec),
+        _ => Vec::new(),
+    };
+    if let Some(model) = plan.get_mut("model") {
+        model.extend(others.iter().cloned());
+    }
     let doing = "save weights";
     let mut files = BTreeMap::new();
     if session.comm.world().rank == 0 {
@@ -139,6 +147,15 @@ fn export(session: &Session<'_>, writer: &mut Writer) -> Result<u64, Failure> {
             Ok::<_, EngineError>(())
         })
         .map_err(|e| failures::engine(doing, &e))?;
+    if let (Some(file), Some(weights)) = (files.get_mut("model"), &session.weights) {
+        for tensor in &others {
+            let bytes = weights
+                .read(&tensor.name, tensor.dtype)
+                .map_err(|e| failures::weights(&e))?;
+            file.write(&tensor.name, &bytes)
+                .map_err(|e| failures::checkpoint(doing, &e))?;
+        }
+    }
     let mut bytes = 0;
     for file in files.into_values() {
         let finished = file.finish().map_err(|e| failures::checkpoint(doing, &e))?;
@@ -156,6 +173,21 @@ fn export(session: &Session<'_>, writer: &mut Writer) -> Result<u64, Failure> {
             .map_err(|e| failures::checkpoint(doing, &e))?;
     }
     Ok(bytes)
+}
+
+/// Tensors of the model's files that the model built here does not have, such as its ears.
+fn other_tensors(weights: &WeightSource, spec: &ModelSpec) -> Vec<TensorSpec> {
+    let known: BTreeSet<&str> = spec.params.iter().map(|p| p.name.as_str()).collect();
+    let others = weights.names().filter(|name| !known.contains(name));
+    others
+        .filter_map(|name| {
+            Some(TensorSpec {
+                name: name.to_owned(),
+                dtype: weights.dtype(name)?,
+                shape: weights.shape(name)?.to_vec(),
+            })
+        })
+        .collect()
 }
 
 fn converted(tensor: &Tensor, dtype: DType) -> Result<Vec<u8>, EngineError> {

@@ -3,8 +3,9 @@
 use super::check::{self, SampleSet};
 use super::failures;
 use super::fit;
+use super::resume;
 use super::setup::Setup;
-use crate::config::{Resume, RunConfig, Task};
+use crate::config::{RunConfig, Task};
 use crate::exit::{ErrorCode, Failure};
 use crate::rank_env::RankEnv;
 use crate::ui::{Event, Reporter};
@@ -136,30 +137,20 @@ impl<'a> Session<'a> {
                 seconds: started.elapsed().as_secs_f64(),
             });
         }
-        let folder = match &self.config.resume {
-            Resume::No => None,
-            Resume::Latest => engine::checkpoint::find_latest(&self.config.output)
-                .map_err(|e| failures::checkpoint("resume", &e))?,
-            Resume::From(path) => Some(path.clone()),
-        };
-        if let Some(folder) = folder {
-            let doing = format!("resume {}", folder.display());
-            let checkpoint = engine::checkpoint::Checkpoint::open(&folder)
-                .map_err(|e| failures::checkpoint(&doing, &e))?;
-            // Every rank reads other parts; one of them checks all hashes.
-            if self.comm.world().rank == 0 {
+        if let Some(checkpoint) = resume::open(self.config)? {
+            let doing = resume::doing(checkpoint.folder());
+            // Before training the supervisor has compared all hashes.
+            if self.config.task == Task::Evaluate {
                 checkpoint
                     .verify()
                     .map_err(|e| failures::checkpoint(&doing, &e))?;
             }
-            self.comm
-                .barrier(engine::comm::Tag::new("verified", 0))
-                .map_err(|e| failures::comm(&e))?;
             let updates = checkpoint.meta().get("updates").and_then(Value::as_u64);
             let updates = updates.unwrap_or_else(|| checkpoint.step());
             self.zero
                 .restore(&checkpoint, updates)
                 .map_err(|e| failures::engine(&doing, &e))?;
+            let folder = checkpoint.folder().to_owned();
             self.resumed = Some((folder, checkpoint.meta().clone()));
         } else if self.config.task == Task::Evaluate {
             return Err(Failure::new(

@@ -84,7 +84,7 @@ impl Setup {
     }
 }
 
-fn precision(config: &RunConfig) -> Precision {
+pub(super) fn precision(config: &RunConfig) -> Precision {
     match config.precision {
         PrecisionChoice::Bf16 => Precision::Bf16,
         PrecisionChoice::F32 => Precision::F32,

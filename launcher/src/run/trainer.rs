@@ -3,7 +3,7 @@
 use super::check::encode_options;
 use super::session::Session;
 use super::setup::sampler;
-use super::{evaluate, failures, save};
+use super::{evaluate, failures, resume, save};
 use crate::config::{Cadence, Scheduler};
 use crate::data::{Loader, LoaderOptions, Sampler};
 use crate::exit::{ErrorCode, Failure};
@@ -16,7 +16,7 @@ use models::autograd::Tape;
 use models::minicpm::sample::EncodedSample;
 use models::{ModelError, SampleInput, VisionLanguageModel};
 use optim::{Schedule, ScheduleKind};
-use serde_json::{Value, json};
+use serde_json::json;
 use std::time::{Duration, Instant};
 
 /// Updates in a row that may be skipped for non-finite values before the run ends.
@@ -62,7 +62,7 @@ struct Progress {
 pub(super) fn train(session: &mut Session<'_>, stop: &StopFlag) -> Result<RunSummary, Failure> {
     let sampler = sampler(session.config, session.train.samples.len());
     let total_steps = session.config.total_steps(session.train.samples.len());
-    let mut progress = resume(session, total_steps)?;
+    let mut progress = progress_from(session, total_steps)?;
     let epochs = sampler.epochs_after(total_steps);
     let mut report = match session.comm.world().rank {
         0 => Some(RunReport::open(
@@ -73,7 +73,7 @@ pub(super) fn train(session: &mut Session<'_>, stop: &StopFlag) -> Result<RunSum
         )?),
         _ => None,
     };
-    if session.resumed.is_none() && session.eval.is_some() {
+    if session.resumed.is_none() && session.config.eval != Cadence::Never {
         let before = evaluate::loss(session)?;
         progress.exact_match_before = evaluate::exact_match(session)?;
         if let Some(loss) = before {
@@ -116,7 +116,8 @@ pub(super) fn train(session: &mut Session<'_>, stop: &StopFlag) -> Result<RunSum
             });
         }
         let stopping = anyone(session, stop.is_set())?;
-        if due(session.config.eval) || (stopping && session.eval.is_some()) {
+        // Who stops a run may not wait for an evaluation: the state is saved first, and at once.
+        if due(session.config.eval) && !(stopping && progress.done < total_steps) {
             evaluate_now(session, report.as_mut(), &mut progress, &sampler)?;
         }
         if due(session.config.save) || stopping {
@@ -135,7 +136,7 @@ pub(super) fn train(session: &mut Session<'_>, stop: &StopFlag) -> Result<RunSum
 }
 
 /// Where the loop stands: at the start, or where the checkpoint left it.
-fn resume(session: &Session<'_>, total_steps: u64) -> Result<Progress, Failure> {
+fn progress_from(session: &Session<'_>, total_steps: u64) -> Result<Progress, Failure> {
     let mut progress = Progress {
         total_steps,
         done: 0,
@@ -147,57 +148,17 @@ fn resume(session: &Session<'_>, total_steps: u64) -> Result<Progress, Failure> 
     let Some((folder, meta)) = &session.resumed else {
         return Ok(progress);
     };
-    let number = |key: &str| meta.get(key).and_then(Value::as_u64);
-    let (Some(done), Some(tokens), Some(samples), Some(batch)) = (
-        number("steps_done"),
-        number("total_tokens"),
-        number("samples"),
-        number("global_batch"),
-    ) else {
-        return Err(Failure::new(
-            ErrorCode::Resume,
-            format!("cannot resume {}", folder.display()),
-            "its manifest lacks the state of the training loop",
-        ));
-    };
-    let now = (
-        session.train.samples.len() as u64,
-        session.config.global_batch() as u64,
-    );
-    if (samples, batch) != now {
-        return Err(Failure::new(
-            ErrorCode::Resume,
-            format!(
-                "cannot resume {}: the order of the data would change",
-                folder.display()
-            ),
-            "position in the data is counted in samples and global batches",
-        )
-        .evidence(format!(
-            "saved with {samples} samples and a global batch of {batch}"
-        ))
-        .evidence(format!(
-            "now {} samples and a global batch of {}",
-            now.0, now.1
-        ))
-        .next("keep the data, and ranks x micro-batch x accumulation as it was"));
-    }
-    if done >= total_steps {
-        return Err(Failure::new(
-            ErrorCode::NothingToDo,
-            format!("{} has all {total_steps} steps behind it", folder.display()),
-            "there is nothing left to train",
-        )
-        .next("raise --max-steps or --num-train-epochs"));
-    }
-    (progress.done, progress.total_tokens) = (done, tokens);
-    progress.exact_match_before = meta.get("exact_match_before").and_then(Value::as_f64);
+    let samples = session.train.samples.len();
+    let position = resume::position(session.config, folder, meta, samples, total_steps)?;
+    progress.done = position.done;
+    progress.total_tokens = position.total_tokens;
+    progress.exact_match_before = position.exact_match_before;
     session.reporter.emit(&Event::Resume(ResumeEvent {
         name: folder
             .file_name()
             .map_or_else(String::new, |n| n.to_string_lossy().into_owned()),
         ranks: session.comm.world().size,
-        step: done,
+        step: position.done,
         loss_is_identical: None,
     }));
     Ok(progress)

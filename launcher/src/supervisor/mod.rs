@@ -11,6 +11,7 @@ mod report;
 
 use std::ffi::OsString;
 use std::net::TcpListener;
+use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -215,7 +216,10 @@ impl Watch<'_> {
         let Some(status) = self.ranks[rank].reap() else {
             return;
         };
-        let was_aborted = matches!(self.phase, Phase::Aborting { .. } | Phase::Killed);
+        // A rank that was asked to stop before it could listen ends by that very signal.
+        let was_stopped = self.asked_to_stop && status.signal() == Some(SIGTERM);
+        let was_aborted =
+            was_stopped || matches!(self.phase, Phase::Aborting { .. } | Phase::Killed);
         let ending = Ending {
             rank,
             status,
@@ -224,6 +228,10 @@ impl Watch<'_> {
         };
         let failed = !ending.is_good() && !was_aborted;
         self.endings.push(ending);
+        if was_stopped && !matches!(self.phase, Phase::Aborting { .. } | Phase::Killed) {
+            // The others would wait for it.
+            self.abort();
+        }
         if !failed {
             return;
         }

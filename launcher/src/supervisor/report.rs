@@ -46,6 +46,7 @@ pub(super) fn explain(ending: &Ending, machine: &Machine, output: &Path) -> Fail
     let rank = ending.rank;
     let details = Failure::path(output, rank);
     let own = Failure::load(output, rank);
+    let quoted = own.is_none() || ending.status.signal().is_some();
     let mut failure = match (own, ending.status.signal(), ending.status.code()) {
         // Only a rank that had the chance to write ended by itself.
         (Some(own), None, _) => own,
@@ -71,7 +72,7 @@ pub(super) fn explain(ending: &Ending, machine: &Machine, output: &Path) -> Fail
         if !failure.title.contains(&format!("rank {rank}")) {
             failure.title = format!("rank {rank}: {}", failure.title);
         }
-        if ending.status.signal().is_some() || failure.evidence.is_empty() {
+        if quoted {
             let from = ending.tail.len().saturating_sub(QUOTED_LINES);
             failure
                 .evidence

@@ -127,11 +127,11 @@ fn a_crashed_rank_is_named_with_its_signal() {
     let mut run = site.start(LONG);
     run.wait_for_step();
     let token = site.token();
-    signal(ranks(&token)[0].0, "SEGV");
+    signal(ranks(&token)[0].0, "ABRT");
     let outcome = run.finish();
     assert_eq!(outcome.code, Some(101), "{}", outcome.screen);
     assert!(
-        outcome.screen.contains("rank 0") && outcome.screen.contains("SIGSEGV"),
+        outcome.screen.contains("rank 0") && outcome.screen.contains("SIGABRT"),
         "{}",
         outcome.screen
     );
@@ -152,6 +152,26 @@ fn ranks_end_with_their_supervisor() {
         wait_for_end(pid, STOP_LIMIT);
     }
     assert_nothing_left(&site, &token);
+}
+
+/// Steps that a stopped run has behind it; none where it did not come to train.
+fn losses_so_far(site: &Site) -> usize {
+    let out = site.path("out");
+    if out.join("trainer_log.jsonl").exists() {
+        losses(&out).len()
+    } else {
+        0
+    }
+}
+
+#[test]
+fn a_run_that_diverges_ends_with_its_own_status() {
+    let site = Site::new();
+    let outcome = site.run("--learning-rate 1e30 --lr-scheduler-type constant --max-steps 100");
+    assert_eq!(outcome.code, Some(15), "{}", outcome.screen);
+    for part in ["error[E05]", "--learning-rate", "gradient norm"] {
+        assert!(outcome.screen.contains(part), "{part}\n{}", outcome.screen);
+    }
 }
 
 #[test]
@@ -175,31 +195,70 @@ fn a_run_stopped_while_it_starts_leaves_nothing() {
             assert!(!site.path("out").exists(), "{label}");
         }
         site.assert_tidy();
+        // Whatever it had made of its folder does not stand in the way.
+        let done = losses_so_far(&site);
+        site.train(&format!(
+            "--max-steps {} --resume auto --lr-scheduler-type constant",
+            done + 1
+        ));
+        assert_eq!(losses(&site.path("out")).len(), done + 1, "{label}");
+    }
+}
+
+/// Starts a shell that may mount, in a namespace of its own that ends with it. `None` where the
+/// system does not let ordinary users have one.
+fn mounting_shell(script: &str) -> Option<Command> {
+    let arguments = ["--user", "--map-root-user", "--mount", "sh", "-c"];
+    let shell = |script: &str| {
+        let mut command = Command::new("unshare");
+        command.args(arguments).arg(script);
+        command
+    };
+    let allowed = shell("mount -t tmpfs tmpfs /mnt").output();
+    allowed
+        .is_ok_and(|output| output.status.success())
+        .then(|| shell(script))
+}
+
+#[test]
+fn a_file_that_cannot_be_written_ends_the_run() {
+    let site = Site::new();
+    fs::create_dir(site.path("out")).unwrap();
+    // The device that is always full stands in for a file that is renamed later.
+    std::os::unix::fs::symlink("/dev/full", site.path("out/training_loss.svg.tmp")).unwrap();
+    let outcome = site.run("--max-steps 4");
+    assert_eq!(outcome.code, Some(16), "{}", outcome.screen);
+    for part in ["error[E13]", "No space left", "--output"] {
+        assert!(outcome.screen.contains(part), "{part}\n{}", outcome.screen);
     }
 }
 
 #[test]
 fn a_full_disk_ends_the_run_and_keeps_the_last_checkpoint() {
     let site = Site::new();
-    // Room for one checkpoint of about 6 MB. The mount lives and ends with its namespace, so it needs no
-    // cleaning up; without root a namespace of the user's own serves.
+    // Room for one checkpoint of about 6 MB.
     let script = format!(
         "mkdir small && mount -t tmpfs -o size=10m tmpfs small && {{ \
-         '{}' --model model --data data/samples.json --precision f32 --max-steps 4 --save-steps 1 --output small/out; \
-         echo \"status $?\" >&2; ls small/out >&2; (cd small/out/checkpoint-1 && ls . state >&2); }}",
-        env!("CARGO_BIN_EXE_tessera_test_launcher")
+         '{}' {} --output small/out --max-steps 4 --save-steps 1; \
+         echo \"status $?\" >&2; ls small/out >&2; cd small/out/checkpoint-1 && ls . state >&2; }}",
+        env!("CARGO_BIN_EXE_tessera_test_launcher"),
+        "--model model --data data/samples.json --precision f32"
     );
-    let mut command = Command::new("unshare");
-    command.args(["--user", "--map-root-user", "--mount", "sh", "-c", &script]);
+    let Some(command) = mounting_shell(&script) else {
+        // Without a disk of that size: the same failure, but not what it leaves.
+        return a_file_that_cannot_be_written_ends_the_run();
+    };
     let outcome = site.start_command(command).finish();
     let screen = &outcome.screen;
-    assert!(screen.contains("status 16"), "{screen}");
-    assert!(screen.contains("error[E13]"), "{screen}");
-    assert!(
-        screen.contains("no space left") && screen.contains("  next      "),
-        "{screen}"
-    );
-    assert!(screen.contains("MANIFEST.json"), "{screen}");
-    assert!(!screen.contains("checkpoint-2\n"), "{screen}");
+    for part in [
+        "status 16",
+        "error[E13]",
+        "no space left",
+        "  next      ",
+        "MANIFEST.json",
+    ] {
+        assert!(screen.contains(part), "{part}\n{screen}");
+    }
+    assert!(!screen.contains("\ncheckpoint-2\n"), "{screen}");
     site.assert_tidy();
 }

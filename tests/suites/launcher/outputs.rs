@@ -2,7 +2,9 @@
 
 use crate::site::{Site, golden, listing, log_rows, losses, read_json, tensors, text_only};
 use engine::checkpoint::Checkpoint;
+use half::bf16;
 use kernels::DType;
+use models::WeightSource;
 use serde_json::json;
 use std::collections::BTreeSet;
 use std::fs;
@@ -125,18 +127,22 @@ fn a_step_without_learning_rate_returns_the_weights_it_was_given() {
         site.train(&format!(
             "--max-steps 1 --warmup-steps 1 --precision {precision}"
         ));
-        let ours = fs::read(site.path("out/checkpoint-1/model.safetensors")).unwrap();
-        let given = fs::read(site.path("model/model.safetensors")).unwrap();
-        let (ours, given) = (data_of(&ours), data_of(&given));
-        assert_eq!(ours.len(), given.len());
-        assert!(ours == given, "weights changed in {precision}");
+        let read = |path: &str| WeightSource::open_file(&site.path(path)).unwrap();
+        let ours = read("out/checkpoint-1/model.safetensors");
+        let given = read("model/model.safetensors");
+        for name in given.names() {
+            let [ours, given] = [&ours, &given].map(|w| w.read(name, DType::F32).unwrap());
+            let given: &[f32] = bytemuck::cast_slice(&given);
+            let wanted: Vec<f32> = match precision {
+                "f32" => given.to_vec(),
+                _ => given.iter().map(|v| bf16::from_f32(*v).to_f32()).collect(),
+            };
+            assert!(
+                bytemuck::cast_slice::<_, f32>(&ours) == wanted,
+                "{name} changed in {precision}"
+            );
+        }
     }
-}
-
-/// The bytes behind the header of a safetensors file.
-fn data_of(bytes: &[u8]) -> &[u8] {
-    let header = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
-    &bytes[8 + header..]
 }
 
 #[test]
@@ -193,14 +199,8 @@ fn adapters_are_saved_as_peft_names_them_and_the_base_is_not() {
     assert!(!folder.join("trained.safetensors").exists());
     let config = read_json(&folder.join("adapter_config.json"));
     let reference = read_json(&golden("minicpm-v-2_6/adapter_init/adapter_config.json"));
-    for key in [
-        "peft_type",
-        "r",
-        "lora_alpha",
-        "lora_dropout",
-        "bias",
-        "target_modules",
-    ] {
+    assert_eq!(config["lora_alpha"].as_f64(), Some(8.0));
+    for key in ["peft_type", "r", "lora_dropout", "bias", "target_modules"] {
         assert_eq!(config[key], reference[key], "{key}");
     }
     assert_checkpoint(&site, &folder, 2);
@@ -318,4 +318,34 @@ fn a_command_line_of_the_hugging_face_trainer_works() {
         let times = outcome.screen.matches(&note).count();
         assert_eq!(times, 1, "{note}\n{}", outcome.screen);
     }
+}
+
+#[test]
+fn evaluation_follows_its_strategy() {
+    let site = Site::new();
+    let line = "--eval-data data/samples.json";
+    let outcome = site.train(&format!("{line} --eval-strategy no --output never"));
+    assert!(!outcome.screen.contains(" eval "), "{}", outcome.screen);
+    assert!(!site.path("never/eval_results.json").exists());
+    site.train(&format!("{line} --eval-steps 1"));
+    let rows = log_rows(&site.path("out"));
+    let evaluated = rows.iter().filter(|row| row["eval_loss"].is_f64());
+    assert_eq!(evaluated.count(), 2);
+}
+
+#[test]
+fn pictures_may_be_named_by_absolute_paths_and_tensorboard_be_asked_for() {
+    let site = Site::new();
+    let mut samples = site.samples();
+    fs::create_dir(site.path("pictures")).unwrap();
+    let moved = site.path("pictures/wide.png");
+    fs::rename(site.path("data/image_wide.png"), &moved).unwrap();
+    samples[0]["image"] = json!(moved);
+    site.write_samples("absolute", &samples);
+    site.train("--data data/absolute.json --report-to tensorboard");
+    let events = listing(&site.path("out/runs"));
+    assert!(
+        events.len() == 1 && events[0].starts_with("events.out.tfevents"),
+        "{events:?}"
+    );
 }

@@ -13,8 +13,8 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
-/// Longest silence of a run before it counts as hanging.
-const SILENCE: Duration = Duration::from_secs(60);
+/// Longest wait for a line, and for the end of a run.
+const LIMIT: Duration = Duration::from_secs(60);
 /// What a run gets unless its test says otherwise.
 const DEFAULTS: [(&str, &str); 6] = [
     ("--model", "model"),
@@ -246,10 +246,9 @@ impl Running {
     /// Reads on until a line that `wanted` accepts.
     pub(crate) fn wait_for(&mut self, what: &str, wanted: impl Fn(&str) -> bool) {
         loop {
-            match self.lines.recv_timeout(SILENCE) {
+            match self.lines.recv_timeout(LIMIT) {
                 Ok(line) => {
-                    self.screen += &line;
-                    self.screen.push('\n');
+                    self.keep(&line);
                     if wanted(&line) {
                         return;
                     }
@@ -273,28 +272,38 @@ impl Running {
     }
 
     pub(crate) fn finish(mut self) -> Outcome {
+        let until = Instant::now() + LIMIT;
         loop {
-            match self.lines.recv_timeout(SILENCE) {
-                Ok(line) => {
-                    self.screen += &line;
-                    self.screen.push('\n');
-                }
+            let left = until.saturating_duration_since(Instant::now());
+            match self.lines.recv_timeout(left) {
+                Ok(line) => self.keep(&line),
                 Err(RecvTimeoutError::Disconnected) => break,
-                Err(RecvTimeoutError::Timeout) => self.give_up("the run hangs"),
+                Err(RecvTimeoutError::Timeout) => self.give_up("the run does not end"),
             }
         }
         let status = self.child.wait().unwrap();
         Outcome {
             code: status.code(),
             signal: status.signal(),
-            screen: self.screen,
+            screen: std::mem::take(&mut self.screen),
         }
     }
 
-    fn give_up(&mut self, why: &str) -> ! {
+    fn keep(&mut self, line: &str) {
+        self.screen += line;
+        self.screen.push('\n');
+    }
+
+    fn give_up(&self, why: &str) -> ! {
+        panic!("{why}\n{}", self.screen);
+    }
+}
+
+impl Drop for Running {
+    /// A test that ends early takes its run with it.
+    fn drop(&mut self) {
         self.child.kill().ok();
         self.child.wait().ok();
-        panic!("{why}\n{}", self.screen);
     }
 }
 

@@ -1,0 +1,123 @@
+//! Whether a checkpoint continues this run: decided by the supervisor, so that a refusal touches
+//! nothing.
+
+use super::failures;
+use super::setup::precision;
+use crate::config::{Resume, RunConfig};
+use crate::exit::{ErrorCode, Failure};
+use engine::Plan;
+use engine::checkpoint::{self, Checkpoint};
+use serde_json::Value;
+use std::path::Path;
+
+/// Where the training loop stands.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Position {
+    /// Steps of the schedule behind, skipped updates included.
+    pub(super) done: u64,
+    pub(super) total_tokens: u64,
+    pub(super) exact_match_before: Option<f64>,
+}
+
+/// Opens the checkpoint that the configuration names, if it names one and there is one.
+pub(super) fn open(config: &RunConfig) -> Result<Option<Checkpoint>, Failure> {
+    let folder = match &config.resume {
+        Resume::No => None,
+        Resume::Latest => checkpoint::find_latest(&config.output)
+            .map_err(|e| failures::checkpoint("resume", &e))?,
+        Resume::From(path) => Some(path.clone()),
+    };
+    folder
+        .map(|folder| {
+            Checkpoint::open(&folder).map_err(|e| failures::checkpoint(&doing(&folder), &e))
+        })
+        .transpose()
+}
+
+/// What a failure to resume from `folder` calls itself.
+pub(super) fn doing(folder: &Path) -> String {
+    format!("resume {}", folder.display())
+}
+
+/// Compares every byte of the checkpoint with its hash, and what it holds with what this run needs.
+pub(super) fn check(
+    config: &RunConfig,
+    plan: &Plan,
+    samples: usize,
+    total_steps: u64,
+) -> Result<(), Failure> {
+    let Some(checkpoint) = open(config)? else {
+        return Ok(());
+    };
+    let folder = checkpoint.folder();
+    let doing = doing(folder);
+    checkpoint
+        .verify()
+        .map_err(|e| failures::checkpoint(&doing, &e))?;
+    let saved = checkpoint.meta().get("precision").and_then(Value::as_str);
+    let asked = precision(config).name();
+    if let Some(saved) = saved.filter(|saved| *saved != asked) {
+        return Err(Failure::new(
+            ErrorCode::Resume,
+            format!("cannot {doing}: it was saved in another precision"),
+            "master weights and moments of one precision do not continue in another",
+        )
+        .evidence(format!("saved with {saved}, now {asked}"))
+        .next(format!("--precision {saved}")));
+    }
+    engine::check_trained(plan, &checkpoint).map_err(|e| failures::engine(&doing, &e))?;
+    position(config, folder, checkpoint.meta(), samples, total_steps).map(drop)
+}
+
+/// Reads where the loop stood and refuses what would change the order of the data.
+pub(super) fn position(
+    config: &RunConfig,
+    folder: &Path,
+    meta: &Value,
+    samples: usize,
+    total_steps: u64,
+) -> Result<Position, Failure> {
+    let number = |key: &str| meta.get(key).and_then(Value::as_u64);
+    let (Some(done), Some(total_tokens), Some(saved_samples), Some(saved_batch), Some(saved_seed)) = (
+        number("steps_done"),
+        number("total_tokens"),
+        number("samples"),
+        number("global_batch"),
+        number("seed"),
+    ) else {
+        return Err(Failure::new(
+            ErrorCode::Resume,
+            format!("cannot {}", doing(folder)),
+            "its manifest lacks the state of the training loop",
+        )
+        .next("name a checkpoint-N folder that this program has saved"));
+    };
+    let (batch, seed) = (config.global_batch(), config.seed);
+    if (saved_samples, saved_batch, saved_seed) != (samples as u64, batch as u64, seed) {
+        return Err(Failure::new(
+            ErrorCode::Resume,
+            format!("cannot {}: the order of the data would change", doing(folder)),
+            "the position in the data is counted in samples and global batches of one seed",
+        )
+        .evidence(format!(
+            "saved with {saved_samples} samples, a global batch of {saved_batch} and --seed {saved_seed}"
+        ))
+        .evidence(format!(
+            "now {samples} samples, a global batch of {batch} and --seed {seed}"
+        ))
+        .next("keep the data, the seed, and ranks x micro-batch x accumulation as they were"));
+    }
+    if done >= total_steps {
+        return Err(Failure::new(
+            ErrorCode::NothingToDo,
+            format!("{} has all {total_steps} steps behind it", folder.display()),
+            "there is nothing left to train",
+        )
+        .next("raise --max-steps or --num-train-epochs"));
+    }
+    Ok(Position {
+        done,
+        total_tokens,
+        exact_match_before: meta.get("exact_match_before").and_then(Value::as_f64),
+    })
+}
