@@ -159,8 +159,9 @@ impl Site {
     pub(crate) fn refuse(&self, line: &str, status: i32, code: &str) -> String {
         let before = self.everything();
         let outcome = self.run(line);
+        let ended = (outcome.code, outcome.signal);
         let screen = outcome.screen;
-        assert_eq!(outcome.code, Some(status), "{line}\n{screen}");
+        assert_eq!(ended, (Some(status), None), "{line}\n{screen}");
         for part in [&format!("error[{code}] "), "  cause     ", "  next      "] {
             assert!(screen.contains(part), "{line}: no {part:?} in\n{screen}");
         }
