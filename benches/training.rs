@@ -12,30 +12,37 @@ use std::sync::Arc;
 
 const ELEMS: usize = 16 << 20;
 
-/// Bytes per element count each buffer once for every read and once for every write.
-fn adamw(c: &mut Criterion) {
-    let mut group = c.benchmark_group("adamw");
-    let rule = AdamW::default();
-    let grad = vec![1e-3f32; ELEMS];
-    let (mut master, mut m, mut v) = (vec![0.1f32; ELEMS], vec![0f32; ELEMS], vec![0f32; ELEMS]);
-    let args = |weight, state| StepArgs {
+fn args<'a>(
+    grad: &'a [f32],
+    weight: WeightWindow<'a>,
+    state: Vec<StateWindow<'a>>,
+) -> StepArgs<'a> {
+    StepArgs {
         step: 10,
         lr: 1e-4,
         weight_decay: 0.1,
         grad_scale: 1.0,
         seed: 1,
         first_element: 0,
-        grad: &grad,
+        grad,
         weight,
         state,
-    };
+    }
+}
+
+/// Bytes per element count each buffer once for every read and once for every write.
+fn adamw(c: &mut Criterion) {
+    let mut group = c.benchmark_group("adamw");
+    let rule = AdamW::default();
+    let grad = vec![1e-3f32; ELEMS];
+    let (mut master, mut m, mut v) = (vec![0.1f32; ELEMS], vec![0f32; ELEMS], vec![0f32; ELEMS]);
     measure(
         &mut group,
         "f32 16M (28 B)",
         Work::bytes(28.0 * ELEMS as f64),
         || {
             let state = vec![StateWindow::F32(&mut m), StateWindow::F32(&mut v)];
-            rule.step(args(WeightWindow::F32(&mut master), state))
+            rule.step(args(&grad, WeightWindow::F32(&mut master), state))
                 .unwrap();
         },
     );
@@ -50,7 +57,7 @@ fn adamw(c: &mut Criterion) {
                 master: &mut master,
                 weight: &mut weight,
             };
-            rule.step(args(window, state)).unwrap();
+            rule.step(args(&grad, window, state)).unwrap();
         },
     );
     let (mut m, mut v) = (vec![bf16::ZERO; ELEMS], vec![bf16::ZERO; ELEMS]);
@@ -60,7 +67,7 @@ fn adamw(c: &mut Criterion) {
         Work::bytes(16.0 * ELEMS as f64),
         || {
             let state = vec![StateWindow::Bf16(&mut m), StateWindow::Bf16(&mut v)];
-            rule.step(args(WeightWindow::PureBf16(&mut weight), state))
+            rule.step(args(&grad, WeightWindow::PureBf16(&mut weight), state))
                 .unwrap();
         },
     );
