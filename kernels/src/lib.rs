@@ -11,6 +11,8 @@
 mod backend;
 mod check;
 mod cpu;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 mod dtype;
 mod error;
 mod null;

@@ -1,0 +1,122 @@
+//! What is compiled: one source file with the defines that choose its types and sizes.
+
+use std::fmt::Write as _;
+
+use crate::DType;
+
+/// The instructions kernels use, as inline PTX.
+pub const PRIMITIVES: &str = include_str!("source/primitives.cuh");
+/// What all families share.
+pub const PRELUDE: &str = include_str!("source/prelude.cuh");
+
+/// A source file of kernels.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
+#[non_exhaustive]
+pub enum Family {
+    /// Casts between float dtypes.
+    Cast,
+}
+
+impl Family {
+    /// Every family.
+    pub const ALL: [Self; 1] = [Self::Cast];
+
+    /// Its file's stem.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Cast => "cast",
+        }
+    }
+
+    /// Its text.
+    #[must_use]
+    pub const fn text(self) -> &'static str {
+        match self {
+            Self::Cast => include_str!("source/cast.cu"),
+        }
+    }
+
+    /// The modules that are tested, listed in the resource table and kept as PTX. Others of the same family
+    /// are compiled when they are asked for.
+    #[must_use]
+    pub fn modules(self) -> Vec<Module> {
+        match self {
+            Self::Cast => super::ops::cast::modules(),
+        }
+    }
+}
+
+/// The number that stands for a dtype in a define.
+#[must_use]
+pub const fn element_type(dtype: DType) -> Option<u32> {
+    match dtype {
+        DType::F32 => Some(0),
+        DType::BF16 => Some(1),
+        DType::F16 => Some(2),
+        _ => None,
+    }
+}
+
+/// A family with its choices: the unit of compilation.
+#[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
+pub struct Module {
+    family: Family,
+    defines: Vec<(&'static str, u32)>,
+    kernels: &'static [&'static str],
+}
+
+impl Module {
+    /// The module of `family` with these defines, which holds these kernels.
+    #[must_use]
+    pub fn new(
+        family: Family,
+        defines: impl Into<Vec<(&'static str, u32)>>,
+        kernels: &'static [&'static str],
+    ) -> Self {
+        Self {
+            family,
+            defines: defines.into(),
+            kernels,
+        }
+    }
+
+    /// Its family.
+    #[must_use]
+    pub const fn family(&self) -> Family {
+        self.family
+    }
+
+    /// The names of its kernels.
+    #[must_use]
+    pub const fn kernels(&self) -> &'static [&'static str] {
+        self.kernels
+    }
+
+    /// A file name without its extension: `cast-from0-to1`.
+    #[must_use]
+    pub fn name(&self) -> String {
+        let mut name = self.family.name().to_owned();
+        for (define, value) in &self.defines {
+            let _ = write!(name, "-{}{value}", define.to_lowercase());
+        }
+        name
+    }
+
+    /// The defines and the family's text, without primitives and prelude.
+    #[must_use]
+    pub fn body(&self) -> String {
+        let mut text = String::new();
+        for (define, value) in &self.defines {
+            let _ = writeln!(text, "#define {define} {value}");
+        }
+        text.push_str(self.family.text());
+        text
+    }
+
+    /// The whole translation unit for NVRTC.
+    #[must_use]
+    pub fn source(&self) -> String {
+        format!("{PRIMITIVES}\n{PRELUDE}\n{}", self.body())
+    }
+}

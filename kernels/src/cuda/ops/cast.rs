@@ -1,0 +1,48 @@
+//! Casts between float dtypes.
+
+use crate::DType;
+use crate::cuda::launch::{Address, Arg, Launch};
+use crate::cuda::module::{Family, Module, element_type};
+
+const THREADS: u32 = 256;
+/// Elements a thread handles at a time.
+const WIDTH: u64 = 8;
+/// Blocks of the grid at most: enough for several waves of any GPU.
+const MAX_BLOCKS: u64 = 132 * 16;
+
+const DTYPES: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
+
+fn module(from: DType, to: DType) -> Option<Module> {
+    let defines = [("FROM", element_type(from)?), ("TO", element_type(to)?)];
+    Some(Module::new(Family::Cast, defines, &["cast"]))
+}
+
+/// Every pair of different float dtypes.
+#[must_use]
+pub fn modules() -> Vec<Module> {
+    let pairs = DTYPES.iter().flat_map(|from| DTYPES.map(|to| (*from, to)));
+    pairs
+        .filter(|(from, to)| from != to)
+        .filter_map(|(from, to)| module(from, to))
+        .collect()
+}
+
+/// `y[i] = x[i]` in another dtype for `n` elements; both addresses are 16-byte aligned. `None` when a dtype is no
+/// float.
+#[must_use]
+pub fn launch(from: DType, x: Address, to: DType, y: Address, n: u64) -> Option<Launch> {
+    Some(Launch {
+        module: module(from, to)?,
+        kernel: "cast",
+        grid: [blocks(n), 1, 1],
+        threads: THREADS,
+        shared_bytes: 0,
+        args: vec![Arg::Address(x), Arg::Address(y), Arg::U64(n)],
+    })
+}
+
+#[expect(clippy::cast_possible_truncation, reason = "at most MAX_BLOCKS")]
+fn blocks(n: u64) -> u32 {
+    let rounds = n.div_ceil(WIDTH * u64::from(THREADS));
+    rounds.clamp(1, MAX_BLOCKS) as u32
+}

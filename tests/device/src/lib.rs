@@ -1,0 +1,8 @@
+//! GPU kernels against references. A *machine* executes launches: a GPU, or the emulator that compiles the same
+//! source as C++ and runs it on a CPU. A *case* draws operands, launches, and compares; every case runs on both.
+#![deny(unsafe_code)]
+
+pub mod cases;
+pub mod emulator;
+pub mod machine;
+pub mod random;

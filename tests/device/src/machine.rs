@@ -1,0 +1,111 @@
+//! Something that executes launches, and the memory it works in.
+
+use anyhow::{Result, bail};
+use bytemuck::Pod;
+use kernels::cuda::launch::{Address, Launch};
+
+/// Bytes on either side of a buffer that no kernel may change: one row of the widest tile and more.
+pub const GUARD_BYTES: usize = 1024;
+/// Fills fresh memory and guards: NaN in every float dtype, -1 in every integer.
+pub const POISON: u8 = 0xff;
+
+/// Memory of a machine: `len` bytes between two guards.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Buffer {
+    /// The first byte, aligned to [`GUARD_BYTES`].
+    pub address: Address,
+    /// Bytes between the guards.
+    pub len: usize,
+}
+
+/// A device that executes launches one after the other.
+pub trait Machine {
+    /// For reports.
+    fn name(&self) -> String;
+
+    /// Shared memory a block may have, in bytes.
+    fn shared_limit(&self) -> u32;
+
+    /// Poisoned memory that lives as long as the machine or until [`Machine::reset`].
+    ///
+    /// # Errors
+    /// When the device has no room.
+    fn allocate(&mut self, len: usize) -> Result<Buffer>;
+
+    /// Copies bytes to the front of a buffer.
+    ///
+    /// # Errors
+    /// When the bytes do not fit or the device fails.
+    fn write(&mut self, buffer: Buffer, bytes: &[u8]) -> Result<()>;
+
+    /// The bytes from `start` (may be negative: the guard) on.
+    ///
+    /// # Errors
+    /// When the range lies outside the buffer and its guards, or the device fails.
+    fn read(&mut self, buffer: Buffer, start: isize, len: usize) -> Result<Vec<u8>>;
+
+    /// Executes a launch and waits for its end.
+    ///
+    /// # Errors
+    /// When the module does not compile or the device reports a fault.
+    fn launch(&mut self, launch: &Launch) -> Result<()>;
+
+    /// Frees all buffers, after checking that every guard is intact.
+    ///
+    /// # Errors
+    /// When a kernel wrote outside a buffer.
+    fn reset(&mut self) -> Result<()>;
+}
+
+/// Typed access on top of bytes.
+impl dyn Machine + '_ {
+    /// A buffer with these values.
+    ///
+    /// # Errors
+    /// As [`Machine::allocate`] and [`Machine::write`].
+    pub fn upload<T: Pod>(&mut self, values: &[T]) -> Result<Buffer> {
+        let bytes = bytemuck::cast_slice(values);
+        let buffer = self.allocate(bytes.len())?;
+        self.write(buffer, bytes)?;
+        Ok(buffer)
+    }
+
+    /// A poisoned buffer for `n` values.
+    ///
+    /// # Errors
+    /// As [`Machine::allocate`].
+    pub fn output<T: Pod>(&mut self, n: usize) -> Result<Buffer> {
+        self.allocate(n * size_of::<T>())
+    }
+
+    /// All values of a buffer.
+    ///
+    /// # Errors
+    /// As [`Machine::read`].
+    pub fn download<T: Pod>(&mut self, buffer: Buffer) -> Result<Vec<T>> {
+        let bytes = self.read(buffer, 0, buffer.len)?;
+        Ok(bytemuck::pod_collect_to_vec(&bytes))
+    }
+
+    /// Fails when a guard of the buffer was overwritten.
+    ///
+    /// # Errors
+    /// Naming the first changed byte.
+    pub fn check_guards(&mut self, buffer: Buffer) -> Result<()> {
+        let sides = [
+            (-(GUARD_BYTES as isize), "before"),
+            (buffer.len as isize, "after"),
+        ];
+        for (start, side) in sides {
+            let guard = self.read(buffer, start, GUARD_BYTES)?;
+            if let Some(at) = guard.iter().position(|b| *b != POISON) {
+                bail!(
+                    "a kernel wrote {side} a buffer of {} bytes, at {}",
+                    buffer.len,
+                    start + at as isize
+                );
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,1 @@
+//! Every kernel family on the emulated device.
