@@ -2,10 +2,17 @@
 //!
 //! | layer | module |
 //! |---|---|
-//! | what is compiled | [`module`]: families, defines, source text |
+//! | what this machine has | [`library`], [`probe`] |
+//! | what is compiled | [`module`]: families, defines, source text; [`nvrtc`]: the compiler |
 //! | what is executed | [`launch`]: a grid with its arguments, as a value |
 //! | operations as launches | [`ops`] |
 
+mod error;
 pub mod launch;
+pub mod library;
 pub mod module;
+pub mod nvrtc;
 pub mod ops;
+pub mod probe;
+
+pub use error::{CudaError, Result};

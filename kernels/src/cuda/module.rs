@@ -1,7 +1,5 @@
 //! What is compiled: one source file with the defines that choose its types and sizes.
 
-use std::fmt::Write as _;
-
 use crate::DType;
 
 /// The instructions kernels use, as inline PTX.
@@ -96,22 +94,17 @@ impl Module {
     /// A file name without its extension: `cast-from0-to1`.
     #[must_use]
     pub fn name(&self) -> String {
-        let mut name = self.family.name().to_owned();
-        for (define, value) in &self.defines {
-            let _ = write!(name, "-{}{value}", define.to_lowercase());
-        }
-        name
+        let choices = self.defines.iter();
+        let choices = choices.map(|(define, value)| format!("-{}{value}", define.to_lowercase()));
+        choices.fold(self.family.name().to_owned(), |name, choice| name + &choice)
     }
 
     /// The defines and the family's text, without primitives and prelude.
     #[must_use]
     pub fn body(&self) -> String {
-        let mut text = String::new();
-        for (define, value) in &self.defines {
-            let _ = writeln!(text, "#define {define} {value}");
-        }
-        text.push_str(self.family.text());
-        text
+        let defines = self.defines.iter();
+        let defines = defines.map(|(define, value)| format!("#define {define} {value}\n"));
+        defines.collect::<String>() + self.family.text()
     }
 
     /// The whole translation unit for NVRTC.

@@ -1,0 +1,284 @@
+//! Finding NVIDIA's libraries at run time: nothing is linked, and an absent library is a value, not a panic.
+#![expect(unsafe_code, reason = "opening shared libraries")]
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+
+use libloading::Library as Handle;
+
+/// A library that is opened at run time.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum Library {
+    /// The driver, `libcuda`: without it there is no GPU.
+    Driver,
+    /// The run-time compiler; without it the PTX that is built in is used.
+    Nvrtc,
+    /// Matrix products of frozen weights; without it our own kernels are used.
+    CublasLt,
+    /// Collectives between GPUs without peer access or on several nodes.
+    Nccl,
+}
+
+impl Library {
+    /// Every library.
+    pub const ALL: [Self; 4] = [Self::Driver, Self::Nvrtc, Self::CublasLt, Self::Nccl];
+
+    /// The name used in reports.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Driver => "NVIDIA driver",
+            Self::Nvrtc => "NVRTC",
+            Self::CublasLt => "cuBLASLt",
+            Self::Nccl => "NCCL",
+        }
+    }
+
+    /// File names, the preferred first.
+    #[must_use]
+    pub const fn files(self) -> &'static [&'static str] {
+        match self {
+            Self::Driver => &["libcuda.so.1"],
+            Self::Nvrtc => &["libnvrtc.so.13", "libnvrtc.so.12"],
+            Self::CublasLt => &["libcublasLt.so.13", "libcublasLt.so.12"],
+            Self::Nccl => &["libnccl.so.2"],
+        }
+    }
+
+    /// Files of the same folder that are opened first: NVRTC 13.0 opens its own built-ins by bare name.
+    const fn companions(self) -> &'static str {
+        match self {
+            Self::Nvrtc => "libnvrtc-builtins.so.",
+            Self::Driver | Self::CublasLt | Self::Nccl => "",
+        }
+    }
+}
+
+impl fmt::Display for Library {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// Where to look: `directories`, then the dynamic linker, then `cuda_home/lib64`, `/usr/local/cuda/lib64`, and
+/// the `nvidia/*/lib` folders of Python packages.
+#[derive(Clone, Default, PartialEq, Eq, Debug)]
+pub struct Search {
+    /// Folders named by the user; they win.
+    pub directories: Vec<PathBuf>,
+    /// A toolkit (`CUDA_HOME`).
+    pub cuda_home: Option<PathBuf>,
+    /// Folders of installed Python packages (`site-packages`).
+    pub python_packages: Vec<PathBuf>,
+}
+
+/// One place that was tried.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Attempt {
+    /// A file, or a name given to the dynamic linker.
+    pub place: String,
+    /// `opened`, `no such file`, or what the dynamic linker said.
+    pub outcome: String,
+}
+
+/// What a search for a library found.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Found {
+    /// The library.
+    pub library: Library,
+    /// The file that is loaded now, when one is.
+    pub path: Option<PathBuf>,
+    /// As the library reports it, when it was asked.
+    pub version: Option<String>,
+    /// Every place tried, in order.
+    pub attempts: Vec<Attempt>,
+}
+
+impl Found {
+    /// The places tried, for an error message.
+    #[must_use]
+    pub fn tried(&self) -> String {
+        let places = self
+            .attempts
+            .iter()
+            .map(|a| format!("{} ({})", a.place, a.outcome));
+        places.collect::<Vec<_>>().join(", ")
+    }
+}
+
+/// Opened libraries stay open until the process ends: functions of theirs are kept in statics.
+static OPEN: Mutex<Vec<Handle>> = Mutex::new(Vec::new());
+
+/// Opens a library so that later lookups by its bare name find this very file.
+#[must_use]
+pub fn find(library: Library, search: &Search) -> Found {
+    let mut attempts = Vec::new();
+    let opened = candidates(library, search)
+        .into_iter()
+        .find_map(|place| attempt(library, &place, &mut attempts));
+    let path = opened.map(|place| loaded_path(&place).unwrap_or(place));
+    Found {
+        library,
+        path,
+        version: None,
+        attempts,
+    }
+}
+
+/// Places in order; a bare file name asks the dynamic linker.
+fn candidates(library: Library, search: &Search) -> Vec<PathBuf> {
+    let mut folders: Vec<PathBuf> = search.directories.clone();
+    folders.push(PathBuf::new());
+    if library == Library::Driver {
+        // Containers and WSL keep the driver's library outside the linker's folders.
+        folders.extend(["/usr/lib/wsl/lib", "/usr/local/nvidia/lib64"].map(PathBuf::from));
+    } else {
+        folders.extend(search.cuda_home.iter().map(|home| home.join("lib64")));
+        folders.push("/usr/local/cuda/lib64".into());
+        for site in &search.python_packages {
+            folders.extend(package_folders(&site.join("nvidia")));
+        }
+    }
+    let files = library.files().iter();
+    folders
+        .iter()
+        .flat_map(|folder| files.clone().map(move |file| folder.join(file)))
+        .collect()
+}
+
+/// `nvidia/*/lib`, in name order; newer layouts (`cu13`) first.
+fn package_folders(nvidia: &Path) -> Vec<PathBuf> {
+    let Ok(entries) = std::fs::read_dir(nvidia) else {
+        return Vec::new();
+    };
+    let mut folders: Vec<PathBuf> = entries
+        .filter_map(|entry| Some(entry.ok()?.path().join("lib")))
+        .filter(|folder| folder.is_dir())
+        .collect();
+    folders.sort_by_key(|folder| (!folder.to_string_lossy().contains("/cu1"), folder.clone()));
+    folders
+}
+
+fn attempt(library: Library, place: &Path, attempts: &mut Vec<Attempt>) -> Option<PathBuf> {
+    let is_file = place
+        .parent()
+        .is_some_and(|folder| !folder.as_os_str().is_empty());
+    let outcome = if is_file && !place.exists() {
+        Err("no such file".to_owned())
+    } else {
+        open(library, place)
+    };
+    let place_name = place.display().to_string();
+    let (outcome, opened) = match outcome {
+        Ok(()) => ("opened".to_owned(), Some(place.to_owned())),
+        Err(problem) => (problem, None),
+    };
+    attempts.push(Attempt {
+        place: place_name,
+        outcome,
+    });
+    opened
+}
+
+fn open(library: Library, place: &Path) -> Result<(), String> {
+    let prefix = library.companions();
+    if let (false, Some(folder)) = (prefix.is_empty(), place.parent()) {
+        for companion in files_with_prefix(folder, prefix) {
+            // A companion that does not open shows itself when the library is used; not every version needs it.
+            let _unused_outcome = keep_open(&companion);
+        }
+    }
+    keep_open(place)
+}
+
+fn keep_open(place: &Path) -> Result<(), String> {
+    // SAFETY: NVIDIA's libraries may be opened by any thread at any time; the user chose the folders.
+    let handle = unsafe { Handle::new(place) }.map_err(|error| error.to_string())?;
+    OPEN.lock()
+        .unwrap_or_else(PoisonError::into_inner)
+        .push(handle);
+    Ok(())
+}
+
+fn files_with_prefix(folder: &Path, prefix: &str) -> Vec<PathBuf> {
+    let Ok(entries) = std::fs::read_dir(folder) else {
+        return Vec::new();
+    };
+    let names = entries.filter_map(|entry| Some(entry.ok()?.path()));
+    names
+        .filter(|path| {
+            path.file_name()
+                .is_some_and(|name| name.to_string_lossy().starts_with(prefix))
+        })
+        .collect()
+}
+
+/// The file behind an opened name, from the process's own memory map.
+fn loaded_path(place: &Path) -> Option<PathBuf> {
+    let name = place.file_name()?.to_str()?;
+    let stem = name.split(".so").next()?;
+    let maps = std::fs::read_to_string("/proc/self/maps").ok()?;
+    let wanted = std::fs::canonicalize(place).ok();
+    let files = maps.lines().filter_map(|line| line.split_once('/'));
+    let mut paths = files
+        .map(|(_, path)| PathBuf::from(format!("/{path}")))
+        .filter(|path| match &wanted {
+            Some(wanted) => path == wanted,
+            None => path
+                .file_name()
+                .is_some_and(|file| file.to_string_lossy().split(".so").next() == Some(stem)),
+        });
+    paths.next()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_users_folders_come_first_and_python_packages_last() {
+        let site = tempfile::tempdir().unwrap();
+        for package in ["cuda_nvrtc", "cu13"] {
+            std::fs::create_dir_all(site.path().join("nvidia").join(package).join("lib")).unwrap();
+        }
+        let search = Search {
+            directories: vec!["/mine".into()],
+            cuda_home: Some("/toolkit".into()),
+            python_packages: vec![site.path().to_owned()],
+        };
+        let places = candidates(Library::Nvrtc, &search);
+        let shown: Vec<String> = places.iter().map(|p| p.display().to_string()).collect();
+        let nvidia = site.path().join("nvidia").display().to_string();
+        let expected = [
+            "/mine/libnvrtc.so.13".to_owned(),
+            "/mine/libnvrtc.so.12".into(),
+            "libnvrtc.so.13".into(),
+            "libnvrtc.so.12".into(),
+            "/toolkit/lib64/libnvrtc.so.13".into(),
+            "/toolkit/lib64/libnvrtc.so.12".into(),
+            "/usr/local/cuda/lib64/libnvrtc.so.13".into(),
+            "/usr/local/cuda/lib64/libnvrtc.so.12".into(),
+            format!("{nvidia}/cu13/lib/libnvrtc.so.13"),
+            format!("{nvidia}/cu13/lib/libnvrtc.so.12"),
+            format!("{nvidia}/cuda_nvrtc/lib/libnvrtc.so.13"),
+            format!("{nvidia}/cuda_nvrtc/lib/libnvrtc.so.12"),
+        ];
+        assert_eq!(shown, expected);
+    }
+
+    #[test]
+    fn an_absent_or_broken_library_names_every_place() {
+        let folder = tempfile::tempdir().unwrap();
+        let broken = folder.path().join("libnccl.so.2");
+        std::fs::write(&broken, "not a library").unwrap();
+        let search = Search {
+            directories: vec!["/nowhere".into(), folder.path().to_owned()],
+            ..Search::default()
+        };
+        let found = find(Library::Nccl, &search);
+        assert_eq!(found.attempts[0].outcome, "no such file");
+        assert_eq!(found.attempts[1].place, broken.display().to_string());
+        assert!(found.attempts[1].outcome.len() > 5, "{}", found.tried());
+    }
+}

@@ -1,0 +1,257 @@
+//! Compiling modules at run time, with the resources that every kernel takes.
+#![expect(unsafe_code, reason = "calls into NVRTC, which was found before")]
+
+use std::ffi::{CStr, CString, c_char};
+
+use cudarc::nvrtc::{result, sys};
+
+use super::error::{CudaError, Result};
+use super::library::{Library, Search, find};
+use super::module::Module;
+
+/// The version of the loaded NVRTC; `None` when none is loaded.
+#[must_use]
+pub fn version() -> Option<(u32, u32)> {
+    let (mut major, mut minor) = (0, 0);
+    // SAFETY: asks the dynamic linker only.
+    let present = unsafe { sys::is_culib_present() };
+    // SAFETY: the library is present, so its functions are found; both pointers are valid.
+    (present
+        && unsafe { sys::nvrtcVersion(&raw mut major, &raw mut minor) }
+            .result()
+            .is_ok())
+    .then_some((major.unsigned_abs(), minor.unsigned_abs()))
+}
+
+/// What one kernel takes on one architecture, from the assembler's report.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Resources {
+    /// The kernel's name.
+    pub kernel: String,
+    /// Registers of a thread.
+    pub registers: u32,
+    /// Bytes of stack: arrays that are not in registers.
+    pub stack_bytes: u32,
+    /// Bytes of registers stored to memory and loaded again.
+    pub spill_bytes: u32,
+    /// Shared memory known to the compiler; dynamic shared memory is the launch's.
+    pub shared_bytes: u32,
+}
+
+/// A compiled module.
+#[derive(Clone, Debug)]
+pub struct Compiled {
+    /// Machine code for one architecture.
+    pub cubin: Vec<u8>,
+    /// The intermediate form, which newer GPUs can be served from.
+    pub ptx: String,
+    /// What the compiler and the assembler said.
+    pub log: String,
+}
+
+/// NVRTC, found and loaded.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Compiler {
+    version: (u32, u32),
+}
+
+/// The language and the reports; arithmetic follows the source (`*_rn`), so nothing is relaxed here.
+const OPTIONS: [&str; 3] = [
+    "-std=c++17",
+    "--ptxas-options=-v",
+    "--ptxas-options=--warn-on-spills",
+];
+
+impl Compiler {
+    /// Finds NVRTC.
+    ///
+    /// # Errors
+    /// [`CudaError::LibraryMissing`] with the places tried.
+    pub fn find(search: &Search) -> Result<Self> {
+        let found = find(Library::Nvrtc, search);
+        let missing = || CudaError::LibraryMissing {
+            library: Library::Nvrtc.name(),
+            tried: found.tried(),
+        };
+        found.path.as_ref().ok_or_else(missing)?;
+        let version = version().ok_or_else(missing)?;
+        Ok(Self { version })
+    }
+
+    /// Major and minor number.
+    #[must_use]
+    pub const fn version(self) -> (u32, u32) {
+        self.version
+    }
+
+    /// What, beside source and architecture, decides the machine code.
+    #[must_use]
+    pub fn identity(self) -> String {
+        format!(
+            "nvrtc {}.{} {}",
+            self.version.0,
+            self.version.1,
+            OPTIONS.join(" ")
+        )
+    }
+
+    /// Compiles a module for a real architecture such as `sm_86`.
+    ///
+    /// # Errors
+    /// [`CudaError::Compile`] with the log.
+    pub fn compile(self, module: &Module, arch: &str) -> Result<Compiled> {
+        self.compile_text(&module.name(), &module.source(), arch)
+    }
+
+    /// As [`Compiler::compile`] for any translation unit.
+    ///
+    /// # Errors
+    /// [`CudaError::Compile`] with the log.
+    pub fn compile_text(self, name: &str, source: &str, arch: &str) -> Result<Compiled> {
+        let failed = |log: String| CudaError::Compile {
+            module: name.to_owned(),
+            arch: arch.to_owned(),
+            log,
+        };
+        let file = CString::new(format!("{name}.cu")).map_err(|error| failed(error.to_string()))?;
+        let source = CString::new(source).map_err(|error| failed(error.to_string()))?;
+        let program = Program::new(&source, &file).map_err(|error| failed(format!("{error:?}")))?;
+        let mut options = vec![format!("--gpu-architecture={arch}")];
+        options.extend(OPTIONS.map(str::to_owned));
+        // SAFETY: the program is alive.
+        let outcome = unsafe { result::compile_program(program.0, &options) };
+        let log = program.log();
+        if let Err(error) = outcome {
+            return Err(failed(format!("{error:?}\n{log}")));
+        }
+        let describe = |error: result::NvrtcError| failed(format!("{error:?}\n{log}"));
+        let cubin = program
+            .output(sys::nvrtcGetCUBINSize, sys::nvrtcGetCUBIN)
+            .map_err(describe)?;
+        let ptx = program
+            .output(sys::nvrtcGetPTXSize, sys::nvrtcGetPTX)
+            .map_err(describe)?;
+        let ptx = String::from_utf8_lossy(&ptx)
+            .trim_end_matches('\0')
+            .to_owned();
+        Ok(Compiled { cubin, ptx, log })
+    }
+}
+
+type SizeCall = unsafe fn(sys::nvrtcProgram, *mut usize) -> sys::nvrtcResult;
+type ReadCall = unsafe fn(sys::nvrtcProgram, *mut c_char) -> sys::nvrtcResult;
+
+/// A program that is destroyed at the end of its scope.
+struct Program(sys::nvrtcProgram);
+
+impl Program {
+    fn new(source: &CStr, file: &CStr) -> Result<Self, result::NvrtcError> {
+        result::create_program(source, Some(file)).map(Self)
+    }
+
+    fn log(&self) -> String {
+        // SAFETY: the program is alive.
+        let log = unsafe { result::get_program_log(self.0) }.unwrap_or_default();
+        let bytes: Vec<u8> = log.iter().map(|c| c.cast_unsigned()).collect();
+        String::from_utf8_lossy(&bytes)
+            .trim_end_matches('\0')
+            .to_owned()
+    }
+
+    fn output(&self, size: SizeCall, read: ReadCall) -> Result<Vec<u8>, result::NvrtcError> {
+        let mut n = 0usize;
+        // SAFETY: the program is alive and compiled.
+        unsafe { size(self.0, &raw mut n) }.result()?;
+        let mut bytes = vec![0u8; n];
+        // SAFETY: the buffer has the size that was asked for.
+        unsafe { read(self.0, bytes.as_mut_ptr().cast()) }.result()?;
+        Ok(bytes)
+    }
+}
+
+impl Drop for Program {
+    fn drop(&mut self) {
+        // SAFETY: the program is alive and not used again. An error here leaves nothing to do.
+        let _unused_outcome = unsafe { result::destroy_program(self.0) };
+    }
+}
+
+impl Compiled {
+    /// The resources of every kernel, as the assembler reports them.
+    #[must_use]
+    pub fn resources(&self) -> Vec<Resources> {
+        let mut all: Vec<Resources> = Vec::new();
+        for line in self.log.lines() {
+            if let Some(rest) = line.split("Function properties for ").nth(1) {
+                all.push(Resources {
+                    kernel: rest.trim().to_owned(),
+                    registers: 0,
+                    stack_bytes: 0,
+                    spill_bytes: 0,
+                    shared_bytes: 0,
+                });
+            } else if let Some(last) = all.last_mut() {
+                if let Some(bytes) = number_before(line, " bytes stack frame") {
+                    last.stack_bytes = bytes;
+                    last.spill_bytes = number_before(line, " bytes spill stores").unwrap_or(0)
+                        + number_before(line, " bytes spill loads").unwrap_or(0);
+                } else if let Some(registers) = number_before(line, " registers") {
+                    last.registers = registers;
+                    last.shared_bytes = number_before(line, " bytes smem").unwrap_or(0);
+                }
+            }
+        }
+        all
+    }
+
+    /// Warnings that mean lost speed: spills, and the assembler's C75xx family (serialised matrix instructions).
+    #[must_use]
+    pub fn warnings(&self) -> Vec<&str> {
+        let suspicious = |line: &&str| line.contains("warning") || line.contains("C75");
+        self.log.lines().filter(suspicious).collect()
+    }
+}
+
+fn number_before(line: &str, unit: &str) -> Option<u32> {
+    let before = line
+        .split(unit)
+        .next()
+        .filter(|before| before.len() < line.len())?;
+    let digits = before.rsplit(|c: char| !c.is_ascii_digit()).next()?;
+    digits.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_assemblers_report_is_read() {
+        let log = "ptxas info    : 0 bytes gmem\n\
+            ptxas info    : Compiling entry function 'a' for 'sm_80'\n\
+            ptxas info    : Function properties for a\n\
+            ptxas         .     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n\
+            ptxas info    : Used 26 registers, used 0 barriers, 376 bytes cmem[0]\n\
+            ptxas info    : Function properties for b\n\
+            ptxas         .     320 bytes stack frame, 592 bytes spill stores, 644 bytes spill loads\n\
+            ptxas info    : Used 255 registers, used 1 barriers, 1024 bytes smem\n\
+            ptxas warning : Registers are spilled to local memory in function 'b'";
+        let compiled = Compiled {
+            cubin: Vec::new(),
+            ptx: String::new(),
+            log: log.to_owned(),
+        };
+        let of = |kernel: &str, registers, stack_bytes, spill_bytes, shared_bytes| Resources {
+            kernel: kernel.to_owned(),
+            registers,
+            stack_bytes,
+            spill_bytes,
+            shared_bytes,
+        };
+        assert_eq!(
+            compiled.resources(),
+            [of("a", 26, 0, 0, 0), of("b", 255, 320, 1236, 1024)]
+        );
+        assert_eq!(compiled.warnings().len(), 1);
+    }
+}
