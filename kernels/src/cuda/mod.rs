@@ -4,15 +4,20 @@
 //! |---|---|
 //! | what this machine has | [`library`], [`probe`] |
 //! | what is compiled | [`module`]: families, defines, source text; [`nvrtc`]: the compiler |
+//! | machine code for a GPU | [`image`]: disk cache, compiler, built-in PTX |
+//! | a GPU: memory, streams, launches | [`gpu`] |
 //! | what is executed | [`launch`]: a grid with its arguments, as a value |
 //! | operations as launches | [`ops`] |
 
 mod error;
+pub mod gpu;
+pub mod image;
 pub mod launch;
 pub mod library;
 pub mod module;
 pub mod nvrtc;
 pub mod ops;
 pub mod probe;
+pub mod ptx;
 
 pub use error::{CudaError, Result};

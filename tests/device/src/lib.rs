@@ -4,5 +4,6 @@
 
 pub mod cases;
 pub mod emulator;
+pub mod gpu;
 pub mod machine;
 pub mod random;

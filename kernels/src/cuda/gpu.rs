@@ -1,0 +1,343 @@
+//! One GPU: its memory, one stream, and launches on it.
+#![expect(unsafe_code, reason = "calls into the driver, which was probed before")]
+
+use std::collections::HashMap;
+use std::ffi::{CString, c_void};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use cudarc::driver::result::{self, DriverError};
+use cudarc::driver::sys::{self, CUfunction_attribute_enum as FunctionAttribute, CUresult};
+use cudarc::driver::{CudaContext, CudaStream};
+
+use super::error::{CudaError, DriverResult, Result};
+use super::image::{Cache, Image, Images};
+use super::launch::{Address, Launch};
+use super::library::Search;
+use super::module::Module;
+use super::probe::{DeviceFacts, probe};
+
+/// Shared memory a block may have without asking.
+const DEFAULT_SHARED_BYTES: u32 = 48 << 10;
+
+/// An opened GPU. Work is queued on one stream, in order.
+#[derive(Debug)]
+pub struct Gpu {
+    facts: DeviceFacts,
+    context: Arc<CudaContext>,
+    stream: Arc<CudaStream>,
+    images: Images,
+    shared_limit: u32,
+    loaded: Mutex<HashMap<Module, Loaded>>,
+}
+
+/// A module in the driver; unloaded with the context at the end of the process.
+#[derive(Debug)]
+struct Loaded {
+    module: sys::CUmodule,
+    functions: HashMap<&'static str, sys::CUfunction>,
+}
+
+// SAFETY: driver handles of a module are plain identifiers that any thread may use.
+unsafe impl Send for Loaded {}
+
+/// Device memory, freed when dropped (which waits for the device).
+#[derive(Debug)]
+pub struct Memory {
+    context: Arc<CudaContext>,
+    address: sys::CUdeviceptr,
+    bytes: usize,
+}
+
+impl Memory {
+    /// The first byte; at least 256-byte aligned.
+    #[must_use]
+    pub const fn address(&self) -> Address {
+        Address(self.address)
+    }
+
+    /// Its size.
+    #[must_use]
+    pub const fn bytes(&self) -> usize {
+        self.bytes
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        if self.context.bind_to_thread().is_ok() {
+            // SAFETY: allocated by `Gpu::allocate`, freed once. A failing driver leaves nothing to do.
+            let _unused_outcome = unsafe { result::free_sync(self.address) };
+        }
+    }
+}
+
+impl Gpu {
+    /// Opens a GPU after probing for it.
+    ///
+    /// # Errors
+    /// [`CudaError::NoDevice`] with the reason and the next step.
+    pub fn open(ordinal: u32, search: &Search, cache: Option<Cache>) -> Result<Self> {
+        let answer = probe(search);
+        if let Some(reason) = answer.problem {
+            return Err(CudaError::NoDevice { reason });
+        }
+        let count = answer.devices.len();
+        let facts = answer.devices.into_iter().nth(ordinal as usize);
+        let facts = facts.ok_or_else(|| CudaError::NoDevice {
+            reason: format!("GPU {ordinal} was asked for, this process sees {count}"),
+        })?;
+        let context = CudaContext::new(ordinal as usize).during("opening the GPU")?;
+        // SAFETY: before the first allocation; this type orders its work on one stream itself.
+        unsafe { context.disable_event_tracking() };
+        let stream = context.new_stream().during("creating a stream")?;
+        let attribute =
+            sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN;
+        let shared_limit = context
+            .attribute(attribute)
+            .during("reading the shared memory limit")?;
+        Ok(Self {
+            images: Images::new(facts.compute_capability, search, cache),
+            facts,
+            context,
+            stream,
+            shared_limit: shared_limit.unsigned_abs(),
+            loaded: Mutex::default(),
+        })
+    }
+
+    /// What the driver says of it.
+    #[must_use]
+    pub const fn facts(&self) -> &DeviceFacts {
+        &self.facts
+    }
+
+    /// Where machine code comes from.
+    #[must_use]
+    pub const fn images(&self) -> &Images {
+        &self.images
+    }
+
+    /// Shared memory a block may have, in bytes.
+    #[must_use]
+    pub const fn shared_limit(&self) -> u32 {
+        self.shared_limit
+    }
+
+    /// The stream, for work beside kernels (copies, collectives, graphs).
+    #[must_use]
+    pub const fn stream(&self) -> &Arc<CudaStream> {
+        &self.stream
+    }
+
+    /// Free and total bytes now.
+    ///
+    /// # Errors
+    /// When the driver fails.
+    pub fn memory_info(&self) -> Result<(usize, usize)> {
+        self.context.mem_get_info().during("reading free memory")
+    }
+
+    fn bind(&self) -> Result<()> {
+        self.context.bind_to_thread().during("selecting the GPU")
+    }
+
+    /// Uninitialised memory. It can be shared with other processes (it does not come from a stream-ordered pool).
+    ///
+    /// # Errors
+    /// When there is no room.
+    pub fn allocate(&self, bytes: usize) -> Result<Memory> {
+        self.bind()?;
+        // SAFETY: the size is not zero.
+        let address = unsafe { result::malloc_sync(bytes.max(1)) };
+        let address = address.during(format!("allocating {bytes} bytes on the GPU"))?;
+        let context = Arc::clone(&self.context);
+        Ok(Memory {
+            context,
+            address,
+            bytes,
+        })
+    }
+
+    /// Fills memory with one byte value, in stream order.
+    ///
+    /// # Errors
+    /// When the driver fails.
+    pub fn fill(&self, memory: &Memory, value: u8) -> Result<()> {
+        self.bind()?;
+        // SAFETY: the range is the allocation.
+        unsafe {
+            result::memset_d8_async(memory.address, value, memory.bytes, self.stream.cu_stream())
+        }
+        .during("filling memory")
+    }
+
+    /// Copies host bytes into memory at an offset and waits.
+    ///
+    /// # Errors
+    /// When the driver fails.
+    ///
+    /// # Panics
+    /// When the bytes do not fit.
+    pub fn write(&self, memory: &Memory, offset: usize, bytes: &[u8]) -> Result<()> {
+        assert!(
+            offset + bytes.len() <= memory.bytes,
+            "write outside the memory"
+        );
+        self.bind()?;
+        let address = memory.address + offset as u64;
+        // SAFETY: the range lies inside the allocation, and the copy is waited for.
+        unsafe { result::memcpy_htod_async(address, bytes, self.stream.cu_stream()) }
+            .during("copying to the GPU")?;
+        self.synchronize()
+    }
+
+    /// Waits for the stream and copies bytes back.
+    ///
+    /// # Errors
+    /// When the driver fails, or a kernel queued before did.
+    ///
+    /// # Panics
+    /// When the range lies outside the memory.
+    pub fn read(&self, memory: &Memory, offset: usize, bytes: &mut [u8]) -> Result<()> {
+        assert!(
+            offset + bytes.len() <= memory.bytes,
+            "read outside the memory"
+        );
+        self.bind()?;
+        let address = memory.address + offset as u64;
+        // SAFETY: the range lies inside the allocation, and the copy is waited for.
+        unsafe { result::memcpy_dtoh_async(bytes, address, self.stream.cu_stream()) }
+            .during("copying from the GPU")?;
+        self.synchronize()
+    }
+
+    /// Waits for all queued work.
+    ///
+    /// # Errors
+    /// What a kernel did wrong, if one did.
+    pub fn synchronize(&self) -> Result<()> {
+        self.stream.synchronize().during("waiting for the GPU")
+    }
+
+    /// Queues a launch.
+    ///
+    /// # Safety
+    /// Every address in the arguments must point to memory of this GPU that is as large as the kernel's
+    /// documentation says and stays allocated until the stream has passed the launch.
+    ///
+    /// # Errors
+    /// When the module does not compile or load, or the driver refuses the launch.
+    pub unsafe fn launch(&self, launch: &Launch) -> Result<()> {
+        self.bind()?;
+        let function = self.function(launch)?;
+        let mut words: Vec<u64> = launch.args.iter().map(|arg| arg.word()).collect();
+        let mut parameters: Vec<*mut c_void> = words
+            .iter_mut()
+            .map(|word| std::ptr::from_mut(word).cast())
+            .collect();
+        let [x, y, z] = launch.grid;
+        let call = || format!("launching {} of {}", launch.kernel, launch.module.name());
+        // SAFETY: the caller vouches for the addresses; the words live until the call returns, which copies them.
+        unsafe {
+            result::launch_kernel(
+                function,
+                (x, y, z),
+                (launch.threads, 1, 1),
+                launch.shared_bytes,
+                self.stream.cu_stream(),
+                &mut parameters,
+            )
+        }
+        .during(call())
+    }
+
+    /// The number of blocks of a launch that fit on one multiprocessor.
+    ///
+    /// # Errors
+    /// When the module does not load.
+    pub fn resident_blocks(&self, launch: &Launch) -> Result<u32> {
+        self.bind()?;
+        let function = self.function(launch)?;
+        // SAFETY: the function belongs to a loaded module.
+        let blocks = unsafe {
+            result::occupancy::max_active_block_per_multiprocessor(
+                function,
+                launch.threads as i32,
+                launch.shared_bytes as usize,
+            )
+        };
+        blocks
+            .map(i32::unsigned_abs)
+            .during("asking for the occupancy")
+    }
+
+    fn function(&self, launch: &Launch) -> Result<sys::CUfunction> {
+        let mut loaded = self.loaded.lock().unwrap_or_else(PoisonError::into_inner);
+        if !loaded.contains_key(&launch.module) {
+            loaded.insert(launch.module.clone(), self.load(&launch.module)?);
+        }
+        let module = loaded
+            .get_mut(&launch.module)
+            .ok_or_else(|| CudaError::NoDevice {
+                reason: "a module vanished while it was loaded".into(),
+            })?;
+        if let Some(function) = module.functions.get(launch.kernel) {
+            return Ok(*function);
+        }
+        let call = || {
+            format!(
+                "finding the kernel {} in {}",
+                launch.kernel,
+                launch.module.name()
+            )
+        };
+        let name = CString::new(launch.kernel).map_err(|error| CudaError::Driver {
+            call: call(),
+            code: error.to_string(),
+        })?;
+        // SAFETY: the module is loaded and never unloaded.
+        let function =
+            unsafe { result::module::get_function(module.module, name) }.during(call())?;
+        let most = self.shared_limit;
+        if most > DEFAULT_SHARED_BYTES {
+            let attribute = FunctionAttribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+            // SAFETY: the function belongs to a loaded module.
+            unsafe { result::function::set_function_attribute(function, attribute, most as i32) }
+                .during("raising the shared memory limit")?;
+        }
+        module.functions.insert(launch.kernel, function);
+        Ok(function)
+    }
+
+    fn load(&self, module: &Module) -> Result<Loaded> {
+        let image = self.images.get(module)?;
+        let call = || format!("loading {}", module.name());
+        let handle = match load_image(&image) {
+            Err(error) if not_understood(&error) => {
+                let reason = format!("the driver does not take it: {:?}", error.0);
+                load_image(&self.images.fallback(module, &reason)?).during(call())?
+            }
+            other => other.during(call())?,
+        };
+        Ok(Loaded {
+            module: handle,
+            functions: HashMap::new(),
+        })
+    }
+}
+
+/// The driver is older than the compiler that made the machine code.
+fn not_understood(error: &DriverError) -> bool {
+    matches!(
+        error.0,
+        CUresult::CUDA_ERROR_INVALID_IMAGE
+            | CUresult::CUDA_ERROR_NO_BINARY_FOR_GPU
+            | CUresult::CUDA_ERROR_UNSUPPORTED_PTX_VERSION
+            | CUresult::CUDA_ERROR_INVALID_SOURCE
+    )
+}
+
+fn load_image(image: &Image) -> Result<sys::CUmodule, DriverError> {
+    // SAFETY: a cubin from NVRTC with its own length inside, or PTX that ends with a zero byte.
+    unsafe { result::module::load_data(image.bytes.as_ptr().cast()) }
+}

@@ -1,0 +1,235 @@
+//! Machine code of a module: from the cache on disk, from the compiler, or from the built-in PTX.
+
+use std::fs;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+use super::error::{CudaError, Result};
+use super::library::Search;
+use super::module::Module;
+use super::nvrtc::Compiler;
+use super::ptx;
+
+/// Length of the checksum in front of a cached file.
+const CHECKSUM_BYTES: usize = 32;
+
+/// Where an image came from.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum Origin {
+    /// A file that an earlier run compiled.
+    Cache(PathBuf),
+    /// Compiled now.
+    Compiled,
+    /// The built-in PTX, with the reason why it was taken.
+    BuiltIn {
+        /// Why nothing was compiled.
+        reason: String,
+    },
+}
+
+/// What the driver loads.
+#[derive(Clone, Debug)]
+pub struct Image {
+    /// A cubin, or PTX with a final zero byte.
+    pub bytes: Vec<u8>,
+    /// Where it came from.
+    pub origin: Origin,
+}
+
+/// A folder of compiled modules. Several processes may use it at once: files appear whole.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Cache {
+    folder: PathBuf,
+}
+
+impl Cache {
+    /// Uses a folder, which is made when the first file is written.
+    pub fn new(folder: impl Into<PathBuf>) -> Self {
+        Self {
+            folder: folder.into(),
+        }
+    }
+
+    fn path(&self, module: &Module, arch: &str, compiler: &str) -> PathBuf {
+        let mut hash = blake3::Hasher::new();
+        for part in [&*module.source(), arch, compiler] {
+            hash.update(&(part.len() as u64).to_le_bytes());
+            hash.update(part.as_bytes());
+        }
+        let hash = hash.finalize().to_hex();
+        self.folder
+            .join(format!("{}-{arch}-{}.cubin", module.name(), &hash[..16]))
+    }
+
+    /// The content, unless the file is absent or damaged.
+    fn read(path: &Path) -> Option<Vec<u8>> {
+        let file = fs::read(path).ok()?;
+        let (checksum, content) = file.split_at_checked(CHECKSUM_BYTES)?;
+        (blake3::hash(content).as_bytes() == checksum).then(|| content.to_vec())
+    }
+
+    fn write(&self, path: &Path, content: &[u8]) -> Result<()> {
+        let write = || {
+            fs::create_dir_all(&self.folder)?;
+            let partial = path.with_extension(format!("{}.partial", std::process::id()));
+            let mut file = fs::File::create(&partial)?;
+            file.write_all(blake3::hash(content).as_bytes())?;
+            file.write_all(content)?;
+            fs::rename(&partial, path)
+        };
+        let path = path.to_owned();
+        write().map_err(|error| CudaError::Cache { path, error })
+    }
+}
+
+/// Gives images for one architecture.
+#[derive(Debug)]
+pub struct Images {
+    arch: String,
+    cache: Option<Cache>,
+    compiler: Result<Compiler, String>,
+}
+
+impl Images {
+    /// Looks for the compiler. Without it, only built-in PTX and what is listed there can run.
+    #[must_use]
+    pub fn new((major, minor): (u32, u32), search: &Search, cache: Option<Cache>) -> Self {
+        // Instructions of one architecture only (wgmma) are compiled in for Hopper.
+        let suffix = if (major, minor) == (9, 0) { "a" } else { "" };
+        Self {
+            arch: format!("sm_{major}{minor}{suffix}"),
+            cache,
+            compiler: Compiler::find(search).map_err(|error| error.to_string()),
+        }
+    }
+
+    /// For example `sm_86`.
+    #[must_use]
+    pub fn arch(&self) -> &str {
+        &self.arch
+    }
+
+    /// The compiler, or why there is none.
+    ///
+    /// # Errors
+    /// What the search gave.
+    pub fn compiler(&self) -> Result<Compiler, &str> {
+        self.compiler
+            .as_ref()
+            .map(|compiler| *compiler)
+            .map_err(|problem| &**problem)
+    }
+
+    /// An image of a module. A cache that cannot be written costs time only and is no error.
+    ///
+    /// # Errors
+    /// When the module neither compiles nor is built in.
+    pub fn get(&self, module: &Module) -> Result<Image> {
+        let compiler = match &self.compiler {
+            Ok(compiler) => compiler,
+            Err(problem) => return built_in(module, problem),
+        };
+        let identity = compiler.identity();
+        let path = self
+            .cache
+            .as_ref()
+            .map(|cache| cache.path(module, &self.arch, &identity));
+        if let Some((path, bytes)) = path
+            .as_ref()
+            .and_then(|path| Some((path, Cache::read(path)?)))
+        {
+            return Ok(Image {
+                bytes,
+                origin: Origin::Cache(path.clone()),
+            });
+        }
+        match compiler.compile(module, &self.arch) {
+            Ok(compiled) => {
+                if let (Some(cache), Some(path)) = (&self.cache, &path) {
+                    let _slower_next_time = cache.write(path, &compiled.cubin);
+                }
+                Ok(Image {
+                    bytes: compiled.cubin,
+                    origin: Origin::Compiled,
+                })
+            }
+            // A GPU newer than the compiler: the driver knows it and compiles the PTX.
+            Err(error) => built_in(module, &error.to_string()).map_err(|_| error),
+        }
+    }
+
+    /// The built-in PTX, for a driver that does not take the compiler's machine code.
+    ///
+    /// # Errors
+    /// When the module is not built in.
+    pub fn fallback(&self, module: &Module, reason: &str) -> Result<Image> {
+        built_in(module, reason)
+    }
+}
+
+fn built_in(module: &Module, reason: &str) -> Result<Image> {
+    let ptx = ptx::built_in(module).ok_or_else(|| CudaError::NoImage {
+        module: module.name(),
+        nvrtc: reason.to_owned(),
+    })?;
+    let mut bytes = ptx.as_bytes().to_vec();
+    bytes.push(0);
+    let reason = reason.to_owned();
+    Ok(Image {
+        bytes,
+        origin: Origin::BuiltIn { reason },
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cuda::module::Family;
+
+    #[test]
+    fn the_cache_returns_what_was_written_and_ignores_damaged_files() {
+        let folder = tempfile::tempdir().unwrap();
+        let cache = Cache::new(folder.path().join("deep/cache"));
+        let module = &Family::Cast.modules()[0];
+        let path = cache.path(module, "sm_86", "nvrtc 13.0");
+        assert_ne!(path, cache.path(module, "sm_80", "nvrtc 13.0"));
+        assert_ne!(path, cache.path(module, "sm_86", "nvrtc 13.1"));
+        assert_ne!(
+            path,
+            cache.path(&Family::Cast.modules()[1], "sm_86", "nvrtc 13.0")
+        );
+        assert_eq!(Cache::read(&path), None);
+        cache.write(&path, b"machine code").unwrap();
+        assert_eq!(Cache::read(&path).unwrap(), b"machine code");
+        let mut damaged = fs::read(&path).unwrap();
+        *damaged.last_mut().unwrap() ^= 1;
+        fs::write(&path, damaged).unwrap();
+        assert_eq!(Cache::read(&path), None);
+        let files: Vec<_> = fs::read_dir(path.parent().unwrap()).unwrap().collect();
+        assert_eq!(files.len(), 1, "no partial file remains");
+    }
+
+    #[test]
+    fn without_a_compiler_the_built_in_ptx_is_taken_and_the_reason_kept() {
+        let module = &Family::Cast.modules()[0];
+        let images = Images {
+            arch: "sm_86".into(),
+            cache: None,
+            compiler: Err("nowhere".into()),
+        };
+        let image = images.get(module).unwrap();
+        assert_eq!(
+            image.origin,
+            Origin::BuiltIn {
+                reason: "nowhere".into()
+            }
+        );
+        assert_eq!(image.bytes.last(), Some(&0));
+        let foreign = Module::new(Family::Cast, [("FROM", 7)], &["cast"]);
+        let error = images.get(&foreign).unwrap_err().to_string();
+        assert!(
+            error.contains("nvidia-cuda-nvrtc") && error.contains("nowhere"),
+            "{error}"
+        );
+    }
+}

@@ -1,0 +1,130 @@
+//! PTX of the sm_80 family that is built in, so that a driver alone suffices.
+//!
+//! Made by `scripts/build-ptx.sh` from the same sources with an NVRTC old enough for [`super::probe::MINIMUM_DRIVER`];
+//! a test compares the hash of every source with the one that its PTX was made from. The bundle is a deflate stream of
+//! records: a line `name hash bytes`, then the PTX.
+
+use std::collections::BTreeMap;
+use std::io::{self, Read, Write};
+use std::sync::OnceLock;
+
+use super::module::Module;
+
+/// The architecture the PTX is made for; newer GPUs run it too.
+pub const ARCH: &str = "compute_80";
+
+static BUNDLE: &[u8] = include_bytes!("sm_80.bundle");
+
+/// The PTX of one module.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Entry {
+    /// Of the source it was made from.
+    pub source_hash: String,
+    /// The text.
+    pub ptx: String,
+}
+
+/// All entries by module name.
+pub type Bundle = BTreeMap<String, Entry>;
+
+/// Identifies a module's source.
+#[must_use]
+pub fn source_hash(module: &Module) -> String {
+    blake3::hash(module.source().as_bytes()).to_hex()[..32].to_owned()
+}
+
+/// The built-in bundle, unpacked once.
+#[must_use]
+pub fn bundle() -> &'static Bundle {
+    static UNPACKED: OnceLock<Bundle> = OnceLock::new();
+    // A damaged bundle reads as an empty one; the test that compares hashes fails then.
+    UNPACKED.get_or_init(|| unpack(BUNDLE).unwrap_or_default())
+}
+
+/// The PTX of a module, if it is built in and made from this very source.
+#[must_use]
+pub fn built_in(module: &Module) -> Option<&'static str> {
+    let entry = bundle().get(&module.name())?;
+    (entry.source_hash == source_hash(module)).then_some(&*entry.ptx)
+}
+
+/// Reads a bundle.
+///
+/// # Errors
+/// When it is damaged.
+pub fn unpack(bytes: &[u8]) -> io::Result<Bundle> {
+    let mut text = String::new();
+    flate2::read::DeflateDecoder::new(bytes).read_to_string(&mut text)?;
+    let damaged = || io::Error::new(io::ErrorKind::InvalidData, "damaged PTX bundle");
+    let mut bundle = Bundle::new();
+    let mut rest = &*text;
+    while !rest.is_empty() {
+        let (header, body) = rest.split_once('\n').ok_or_else(damaged)?;
+        let mut words = header.split(' ');
+        let mut word = || words.next().ok_or_else(damaged);
+        let (name, hash, bytes) = (word()?, word()?, word()?);
+        let bytes: usize = bytes.parse().map_err(|_| damaged())?;
+        let (ptx, following) = body.split_at_checked(bytes).ok_or_else(damaged)?;
+        let entry = Entry {
+            source_hash: hash.to_owned(),
+            ptx: ptx.to_owned(),
+        };
+        bundle.insert(name.to_owned(), entry);
+        rest = following;
+    }
+    Ok(bundle)
+}
+
+/// Writes a bundle.
+///
+/// # Errors
+/// When compression fails.
+pub fn pack(bundle: &Bundle) -> io::Result<Vec<u8>> {
+    let mut encoder = flate2::write::DeflateEncoder::new(Vec::new(), flate2::Compression::best());
+    for (name, Entry { source_hash, ptx }) in bundle {
+        write!(encoder, "{name} {source_hash} {}\n{ptx}", ptx.len())?;
+    }
+    encoder.finish()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cuda::module::Family;
+
+    #[test]
+    fn a_bundle_survives_packing_and_damage_is_noticed() {
+        let entry = |ptx: &str| Entry {
+            source_hash: "ab".into(),
+            ptx: ptx.into(),
+        };
+        let bundle: Bundle = [("a".into(), entry("one\ntwo")), ("b".into(), entry(""))].into();
+        let packed = pack(&bundle).unwrap();
+        assert_eq!(unpack(&packed).unwrap(), bundle);
+        assert!(unpack(&packed[..packed.len() / 2]).is_err());
+    }
+
+    #[test]
+    fn every_module_has_ptx_of_its_present_source() {
+        let mut expected: Vec<String> = Vec::new();
+        for module in Family::ALL.iter().flat_map(|family| family.modules()) {
+            let entry = bundle().get(&module.name());
+            let hash = entry.map(|entry| &*entry.source_hash);
+            let now = source_hash(&module);
+            assert_eq!(
+                hash,
+                Some(&*now),
+                "{}: run scripts/build-ptx.sh",
+                module.name()
+            );
+            expected.push(module.name());
+        }
+        expected.sort();
+        let built_in: Vec<&String> = bundle().keys().collect();
+        assert_eq!(
+            built_in,
+            expected.iter().collect::<Vec<_>>(),
+            "run scripts/build-ptx.sh"
+        );
+    }
+}
