@@ -137,7 +137,7 @@ impl Gpu {
         self.context.mem_get_info().during("reading free memory")
     }
 
-    fn bind(&self) -> Result<()> {
+    pub(super) fn bind(&self) -> Result<()> {
         self.context.bind_to_thread().during("selecting the GPU")
     }
 

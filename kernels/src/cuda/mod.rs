@@ -7,6 +7,8 @@
 //! | machine code for a GPU | [`image`]: disk cache, compiler, built-in PTX |
 //! | a GPU: memory, streams, launches | [`gpu`] |
 //! | what is executed | [`launch`]: a grid with its arguments, as a value |
+//! | pinned and shared memory, time | [`transfer`] |
+//! | NVIDIA's own products and collectives | [`matmul`], [`nccl`] |
 //! | operations as launches | [`ops`] |
 
 mod error;
@@ -14,10 +16,13 @@ pub mod gpu;
 pub mod image;
 pub mod launch;
 pub mod library;
+pub mod matmul;
 pub mod module;
+pub mod nccl;
 pub mod nvrtc;
 pub mod ops;
 pub mod probe;
 pub mod ptx;
+pub mod transfer;
 
 pub use error::{CudaError, Result};

@@ -1,0 +1,300 @@
+//! NCCL through a binding of our own: found by full path, nothing panics, operations may work in place.
+#![expect(unsafe_code, reason = "calls into NCCL")]
+
+use std::ffi::{CStr, c_char, c_int, c_void};
+use std::path::Path;
+
+use libloading::Library as Handle;
+
+use super::error::{CudaError, Result};
+use super::gpu::Gpu;
+use super::launch::Address;
+use super::library::{Library, Search, find};
+
+/// Length of the name under which ranks find each other.
+pub const UNIQUE_ID_BYTES: usize = 128;
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct UniqueId([u8; UNIQUE_ID_BYTES]);
+
+type RawCommunicator = *mut c_void;
+type Status = c_int;
+
+/// Element types of collectives (`ncclDataType_t`).
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Kind {
+    /// Bytes: gathers and broadcasts of any type.
+    U8 = 1,
+    /// `half`.
+    F16 = 6,
+    /// `float`.
+    F32 = 7,
+    /// `__nv_bfloat16`.
+    Bf16 = 9,
+}
+
+/// The functions that are used, taken from the library once.
+#[derive(Debug)]
+pub struct Nccl {
+    get_version: unsafe extern "C" fn(*mut c_int) -> Status,
+    get_unique_id: unsafe extern "C" fn(*mut UniqueId) -> Status,
+    init_rank: unsafe extern "C" fn(*mut RawCommunicator, c_int, UniqueId, c_int) -> Status,
+    destroy: unsafe extern "C" fn(RawCommunicator) -> Status,
+    abort: unsafe extern "C" fn(RawCommunicator) -> Status,
+    async_error: unsafe extern "C" fn(RawCommunicator, *mut Status) -> Status,
+    error_text: unsafe extern "C" fn(Status) -> *const c_char,
+    all_gather: unsafe extern "C" fn(
+        *const c_void,
+        *mut c_void,
+        usize,
+        c_int,
+        RawCommunicator,
+        *mut c_void,
+    ) -> Status,
+    reduce_scatter: unsafe extern "C" fn(
+        *const c_void,
+        *mut c_void,
+        usize,
+        c_int,
+        c_int,
+        RawCommunicator,
+        *mut c_void,
+    ) -> Status,
+    all_reduce: unsafe extern "C" fn(
+        *const c_void,
+        *mut c_void,
+        usize,
+        c_int,
+        c_int,
+        RawCommunicator,
+        *mut c_void,
+    ) -> Status,
+    /// Keeps the functions' code in memory.
+    _library: Handle,
+}
+
+/// `ncclSum`.
+const SUM: c_int = 0;
+
+impl Nccl {
+    /// Finds and opens the library.
+    ///
+    /// # Errors
+    /// [`CudaError::LibraryMissing`] with the places tried.
+    pub fn open(search: &Search) -> Result<Self> {
+        let found = find(Library::Nccl, search);
+        let missing = |why: String| CudaError::LibraryMissing {
+            library: Library::Nccl.name(),
+            tried: why,
+        };
+        let path = found
+            .path
+            .as_deref()
+            .ok_or_else(|| missing(found.tried()))?;
+        Self::from_file(path).map_err(|error| missing(format!("{}: {error}", path.display())))
+    }
+
+    fn from_file(path: &Path) -> std::result::Result<Self, libloading::Error> {
+        // SAFETY: the library was opened before from the same path; its initialisers have run.
+        let library = unsafe { Handle::new(path) }?;
+        // SAFETY: names and signatures are those of nccl.h, stable since version 2.2.
+        unsafe {
+            Ok(Self {
+                get_version: *library.get(b"ncclGetVersion\0")?,
+                get_unique_id: *library.get(b"ncclGetUniqueId\0")?,
+                init_rank: *library.get(b"ncclCommInitRank\0")?,
+                destroy: *library.get(b"ncclCommDestroy\0")?,
+                abort: *library.get(b"ncclCommAbort\0")?,
+                async_error: *library.get(b"ncclCommGetAsyncError\0")?,
+                error_text: *library.get(b"ncclGetErrorString\0")?,
+                all_gather: *library.get(b"ncclAllGather\0")?,
+                reduce_scatter: *library.get(b"ncclReduceScatter\0")?,
+                all_reduce: *library.get(b"ncclAllReduce\0")?,
+                _library: library,
+            })
+        }
+    }
+
+    fn check(&self, call: &str, status: Status) -> Result<()> {
+        if status == 0 {
+            return Ok(());
+        }
+        // SAFETY: the function returns a static text for every number.
+        let text = unsafe { CStr::from_ptr((self.error_text)(status)) };
+        let code = text.to_string_lossy().into_owned();
+        Err(CudaError::Driver {
+            call: format!("NCCL {call}"),
+            code,
+        })
+    }
+
+    /// For example `2.28.9`.
+    ///
+    /// # Errors
+    /// When the library does not answer.
+    pub fn version(&self) -> Result<String> {
+        let mut code = 0;
+        // SAFETY: the pointer is valid.
+        self.check("version", unsafe { (self.get_version)(&raw mut code) })?;
+        // 2.9 changed the coding from XYZZ to XYYZZ.
+        let (major, minor) = match code {
+            ..10_000 => (code / 1000, code % 1000 / 100),
+            _ => (code / 10_000, code % 10_000 / 100),
+        };
+        Ok(format!("{major}.{minor}.{}", code % 100))
+    }
+
+    /// A fresh name, to be given to every rank. Needs no GPU.
+    ///
+    /// # Errors
+    /// When no network interface can be used.
+    pub fn unique_id(&self) -> Result<[u8; UNIQUE_ID_BYTES]> {
+        let mut id = UniqueId([0; UNIQUE_ID_BYTES]);
+        // SAFETY: the pointer is valid.
+        self.check("unique id", unsafe { (self.get_unique_id)(&raw mut id) })?;
+        Ok(id.0)
+    }
+
+    /// Joins the ranks that use the same name; returns when all `world` have come.
+    ///
+    /// # Errors
+    /// When the ranks do not reach each other, or two of them use one GPU (NCCL refuses that).
+    pub fn join<'a>(
+        &'a self,
+        gpu: &'a Gpu,
+        id: [u8; UNIQUE_ID_BYTES],
+        rank: u32,
+        world: u32,
+    ) -> Result<Communicator<'a>> {
+        gpu.synchronize()?;
+        let mut raw = std::ptr::null_mut();
+        // SAFETY: the GPU's context is current; the handle is written on success.
+        let status =
+            unsafe { (self.init_rank)(&raw mut raw, world as c_int, UniqueId(id), rank as c_int) };
+        self.check("joining the ranks", status)?;
+        Ok(Communicator {
+            nccl: self,
+            gpu,
+            raw,
+            finished: false,
+        })
+    }
+}
+
+/// One rank's part in a group. Every rank issues the same operations in the same order.
+#[derive(Debug)]
+pub struct Communicator<'a> {
+    nccl: &'a Nccl,
+    gpu: &'a Gpu,
+    raw: RawCommunicator,
+    finished: bool,
+}
+
+impl Communicator<'_> {
+    fn stream(&self) -> *mut c_void {
+        self.gpu.stream().cu_stream().cast()
+    }
+
+    /// Queues: `n` elements of every rank, one rank behind the other, into `to`. In place when `from` is this
+    /// rank's part of `to`.
+    ///
+    /// # Safety
+    /// `from` must hold `n` elements and `to` `world * n`, in memory of this GPU that lives until the stream has
+    /// passed the operation.
+    ///
+    /// # Errors
+    /// What NCCL reports.
+    pub unsafe fn all_gather(
+        &self,
+        from: Address,
+        to: Address,
+        n: usize,
+        kind: Kind,
+    ) -> Result<()> {
+        let (from, to) = (from.0 as *const c_void, to.0 as *mut c_void);
+        // SAFETY: the caller vouches for the memory.
+        let status =
+            unsafe { (self.nccl.all_gather)(from, to, n, kind as c_int, self.raw, self.stream()) };
+        self.nccl.check("all-gather", status)
+    }
+
+    /// Queues: the sum over ranks of `world * n` elements, of which this rank gets its `n`.
+    ///
+    /// # Safety
+    /// `from` must hold `world * n` elements and `to` `n`, as for [`Communicator::all_gather`].
+    ///
+    /// # Errors
+    /// What NCCL reports.
+    pub unsafe fn reduce_scatter(
+        &self,
+        from: Address,
+        to: Address,
+        n: usize,
+        kind: Kind,
+    ) -> Result<()> {
+        let (from, to) = (from.0 as *const c_void, to.0 as *mut c_void);
+        // SAFETY: the caller vouches for the memory.
+        let status = unsafe {
+            (self.nccl.reduce_scatter)(from, to, n, kind as c_int, SUM, self.raw, self.stream())
+        };
+        self.nccl.check("reduce-scatter", status)
+    }
+
+    /// Queues: the sum over ranks of `n` elements, on every rank.
+    ///
+    /// # Safety
+    /// Both must hold `n` elements, as for [`Communicator::all_gather`].
+    ///
+    /// # Errors
+    /// What NCCL reports.
+    pub unsafe fn all_reduce(
+        &self,
+        from: Address,
+        to: Address,
+        n: usize,
+        kind: Kind,
+    ) -> Result<()> {
+        let (from, to) = (from.0 as *const c_void, to.0 as *mut c_void);
+        // SAFETY: the caller vouches for the memory.
+        let status = unsafe {
+            (self.nccl.all_reduce)(from, to, n, kind as c_int, SUM, self.raw, self.stream())
+        };
+        self.nccl.check("all-reduce", status)
+    }
+
+    /// An error that happened after an operation was queued.
+    ///
+    /// # Errors
+    /// That error.
+    pub fn check(&self) -> Result<()> {
+        let mut status = 0;
+        // SAFETY: the communicator is alive.
+        let asked = unsafe { (self.nccl.async_error)(self.raw, &raw mut status) };
+        self.nccl.check("asking for errors", asked)?;
+        self.nccl.check("an operation of the group", status)
+    }
+
+    /// Waits for queued operations and leaves the group.
+    ///
+    /// # Errors
+    /// What went wrong meanwhile.
+    pub fn finish(mut self) -> Result<()> {
+        self.gpu.synchronize()?;
+        self.check()?;
+        self.finished = true;
+        // SAFETY: the communicator is alive and not used again.
+        self.nccl.check("leaving the group", unsafe {
+            (self.nccl.destroy)(self.raw)
+        })
+    }
+}
+
+impl Drop for Communicator<'_> {
+    fn drop(&mut self) {
+        if !self.finished {
+            // SAFETY: the communicator is alive and not used again; abort does not wait for other ranks.
+            let _unused_outcome = unsafe { (self.nccl.abort)(self.raw) };
+        }
+    }
+}

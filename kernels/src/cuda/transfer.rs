@@ -1,0 +1,233 @@
+//! Beyond one kernel after the other: pinned host memory, memory shared between processes, and time on the device.
+#![expect(unsafe_code, reason = "calls into the driver through an opened GPU")]
+
+use std::sync::Arc;
+
+use cudarc::driver::sys::{self, CUipcMem_flags_enum, CUmemorytype};
+use cudarc::driver::{CudaContext, CudaEvent, result};
+
+use super::error::{DriverResult, Result};
+use super::gpu::{Gpu, Memory};
+use super::launch::Address;
+
+/// Length of a handle that names device memory to another process.
+pub const HANDLE_BYTES: usize = 64;
+/// `CU_MEMHOSTALLOC_PORTABLE`: pinned for every context. Never write-combined, which makes reads crawl.
+const PORTABLE: u32 = 1;
+
+/// Page-locked host memory: copies to and from it run at the full rate of the bus and beside kernels.
+#[derive(Debug)]
+pub struct Pinned {
+    context: Arc<CudaContext>,
+    start: *mut u8,
+    bytes: usize,
+}
+
+// SAFETY: plain memory; the pointer is owned by this value alone.
+unsafe impl Send for Pinned {}
+// SAFETY: shared access only reads.
+unsafe impl Sync for Pinned {}
+
+impl Pinned {
+    /// The bytes.
+    #[must_use]
+    pub fn as_slice(&self) -> &[u8] {
+        // SAFETY: the allocation is `bytes` long and was zeroed.
+        unsafe { std::slice::from_raw_parts(self.start, self.bytes) }
+    }
+
+    /// The bytes, for writing.
+    #[must_use]
+    pub fn as_mut_slice(&mut self) -> &mut [u8] {
+        // SAFETY: the allocation is `bytes` long and was zeroed; `self` is borrowed exclusively.
+        unsafe { std::slice::from_raw_parts_mut(self.start, self.bytes) }
+    }
+}
+
+impl Drop for Pinned {
+    fn drop(&mut self) {
+        if self.context.bind_to_thread().is_ok() {
+            // SAFETY: allocated by `Gpu::pinned`, freed once. A failing driver leaves nothing to do.
+            let _unused_outcome = unsafe { result::free_host(self.start.cast()) };
+        }
+    }
+}
+
+/// Device memory of another process, mapped into this one.
+#[derive(Debug)]
+pub struct Mapped {
+    context: Arc<CudaContext>,
+    address: sys::CUdeviceptr,
+}
+
+impl Mapped {
+    /// Its first byte here.
+    #[must_use]
+    pub const fn address(&self) -> Address {
+        Address(self.address)
+    }
+}
+
+impl Drop for Mapped {
+    fn drop(&mut self) {
+        if self.context.bind_to_thread().is_ok() {
+            // SAFETY: opened by `Gpu::map`, closed once. A failing driver leaves nothing to do.
+            let _unused_outcome = unsafe { sys::cuIpcCloseMemHandle(self.address) }.result();
+        }
+    }
+}
+
+/// A point in the stream's time.
+#[derive(Debug)]
+pub struct Mark(CudaEvent);
+
+impl Mark {
+    /// Milliseconds from this mark to a later one, waiting for the later one.
+    ///
+    /// # Errors
+    /// When the driver fails, or a kernel queued before did.
+    pub fn milliseconds_to(&self, later: &Self) -> Result<f64> {
+        let milliseconds = self.0.elapsed_ms(&later.0).during("reading a time")?;
+        Ok(f64::from(milliseconds))
+    }
+}
+
+impl Gpu {
+    /// Zeroed pinned memory.
+    ///
+    /// # Errors
+    /// When the system has no room or forbids locking it.
+    pub fn pinned(&self, bytes: usize) -> Result<Pinned> {
+        self.bind()?;
+        // SAFETY: the size is not zero.
+        let start = unsafe { result::malloc_host(bytes.max(1), PORTABLE) };
+        let start: *mut u8 = start
+            .during(format!("pinning {bytes} bytes of host memory"))?
+            .cast();
+        // SAFETY: the allocation is that long.
+        unsafe { start.write_bytes(0, bytes) };
+        let context = Arc::clone(self.stream().context());
+        Ok(Pinned {
+            context,
+            start,
+            bytes,
+        })
+    }
+
+    /// Queues a copy from pinned memory to the device.
+    ///
+    /// # Safety
+    /// Both must live, and the host bytes stay unchanged, until the stream has passed the copy.
+    ///
+    /// # Errors
+    /// When the driver fails.
+    ///
+    /// # Panics
+    /// When the sizes differ.
+    pub unsafe fn queue_upload(&self, from: &Pinned, to: &Memory) -> Result<()> {
+        assert_eq!(from.bytes, to.bytes(), "sizes of an upload");
+        self.bind()?;
+        // SAFETY: both ranges are whole allocations; the caller keeps them.
+        unsafe {
+            result::memcpy_htod_async(to.address().0, from.as_slice(), self.stream().cu_stream())
+        }
+        .during("copying to the GPU")
+    }
+
+    /// Queues a copy from the device to pinned memory.
+    ///
+    /// # Safety
+    /// Both must live, and the host bytes stay untouched, until the stream has passed the copy.
+    ///
+    /// # Errors
+    /// When the driver fails.
+    ///
+    /// # Panics
+    /// When the sizes differ.
+    pub unsafe fn queue_download(&self, from: &Memory, to: &mut Pinned) -> Result<()> {
+        assert_eq!(from.bytes(), to.bytes, "sizes of a download");
+        self.bind()?;
+        let stream = self.stream().cu_stream();
+        // SAFETY: both ranges are whole allocations; the caller keeps them.
+        unsafe { result::memcpy_dtoh_async(to.as_mut_slice(), from.address().0, stream) }
+            .during("copying from the GPU")
+    }
+
+    /// Queues a copy inside the device (or from mapped memory of another process).
+    ///
+    /// # Safety
+    /// Both ranges must be device memory of that size and live until the stream has passed the copy.
+    ///
+    /// # Errors
+    /// When the driver fails.
+    pub unsafe fn queue_copy(&self, from: Address, to: Address, bytes: usize) -> Result<()> {
+        self.bind()?;
+        // SAFETY: the caller vouches for both ranges.
+        unsafe { result::memcpy_dtod_async(to.0, from.0, bytes, self.stream().cu_stream()) }
+            .during("copying on the GPU")
+    }
+
+    /// A name for memory that [`Gpu::map`] of another process understands while this one keeps it.
+    ///
+    /// # Errors
+    /// When the driver does not support it (some containers and virtual GPUs).
+    pub fn export(&self, memory: &Memory) -> Result<[u8; HANDLE_BYTES]> {
+        self.bind()?;
+        let mut handle = sys::CUipcMemHandle {
+            reserved: [0; HANDLE_BYTES],
+        };
+        // SAFETY: the address is the start of a live allocation that is not stream-ordered.
+        unsafe { sys::cuIpcGetMemHandle(&raw mut handle, memory.address().0) }
+            .result()
+            .during("naming GPU memory for another process")?;
+        Ok(handle.reserved.map(i8::cast_unsigned))
+    }
+
+    /// Maps memory that another process exported.
+    ///
+    /// # Errors
+    /// When the handle is this process's own, or its owner is gone.
+    pub fn map(&self, handle: [u8; HANDLE_BYTES]) -> Result<Mapped> {
+        self.bind()?;
+        let handle = sys::CUipcMemHandle {
+            reserved: handle.map(u8::cast_signed),
+        };
+        let flags = CUipcMem_flags_enum::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS as u32;
+        let mut address = 0;
+        // SAFETY: the result is written before success is reported.
+        unsafe { sys::cuIpcOpenMemHandle_v2(&raw mut address, handle, flags) }
+            .result()
+            .during("mapping GPU memory of another process")?;
+        Ok(Mapped {
+            context: Arc::clone(self.stream().context()),
+            address,
+        })
+    }
+
+    /// Marks this place in the stream.
+    ///
+    /// # Errors
+    /// When the driver fails.
+    pub fn mark(&self) -> Result<Mark> {
+        let timing = Some(sys::CUevent_flags::CU_EVENT_DEFAULT);
+        self.stream()
+            .record_event(timing)
+            .map(Mark)
+            .during("marking a time")
+    }
+
+    /// Whether an address is memory of a GPU.
+    ///
+    /// # Errors
+    /// When the driver does not know the address.
+    pub fn is_device_memory(&self, address: Address) -> Result<bool> {
+        self.bind()?;
+        let mut kind = 0u32;
+        let attribute = sys::CUpointer_attribute::CU_POINTER_ATTRIBUTE_MEMORY_TYPE;
+        // SAFETY: the attribute is an unsigned integer.
+        unsafe { sys::cuPointerGetAttribute((&raw mut kind).cast(), attribute, address.0) }
+            .result()
+            .during("asking what an address is")?;
+        Ok(kind == CUmemorytype::CU_MEMORYTYPE_DEVICE as u32)
+    }
+}
