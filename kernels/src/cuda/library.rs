@@ -194,11 +194,19 @@ fn open(library: Library, place: &Path) -> Result<(), String> {
 
 fn keep_open(place: &Path) -> Result<(), String> {
     // SAFETY: NVIDIA's libraries may be opened by any thread at any time; the user chose the folders.
-    let handle = unsafe { Handle::new(place) }.map_err(|error| error.to_string())?;
+    let handle = unsafe { Handle::new(place) }.map_err(|error| reason(&error))?;
     OPEN.lock()
         .unwrap_or_else(PoisonError::into_inner)
         .push(handle);
     Ok(())
+}
+
+/// What the dynamic linker said, without the name that the report shows anyway.
+fn reason(error: &libloading::Error) -> String {
+    match std::error::Error::source(error) {
+        Some(cause) => cause.to_string(),
+        None => error.to_string(),
+    }
 }
 
 fn files_with_prefix(folder: &Path, prefix: &str) -> Vec<PathBuf> {

@@ -38,6 +38,21 @@ fn failed(call: &str) -> impl Fn(result::CublasError) -> CudaError + '_ {
     }
 }
 
+/// The version of the loaded library, for example `13.1.0`.
+pub(super) fn version() -> Option<String> {
+    // SAFETY: asks the dynamic linker only.
+    let present = unsafe { sys::is_culib_present() };
+    // SAFETY: the library is present, so its functions are found; the call needs no handle.
+    let code = present.then(|| unsafe { sys::cublasLtGetVersion() })?;
+    // 12.0 changed the coding from XXYYZZ to XXXYYZZ, which the same divisions read.
+    Some(format!(
+        "{}.{}.{}",
+        code / 10_000,
+        code % 10_000 / 100,
+        code % 100
+    ))
+}
+
 impl CublasLt {
     /// Finds and opens the library.
     ///

@@ -95,7 +95,7 @@ impl Nccl {
         Self::from_file(path).map_err(|error| missing(format!("{}: {error}", path.display())))
     }
 
-    fn from_file(path: &Path) -> std::result::Result<Self, libloading::Error> {
+    pub(super) fn from_file(path: &Path) -> std::result::Result<Self, libloading::Error> {
         // SAFETY: the library was opened before from the same path; its initialisers have run.
         let library = unsafe { Handle::new(path) }?;
         // SAFETY: names and signatures are those of nccl.h, stable since version 2.2.

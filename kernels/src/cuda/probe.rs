@@ -62,7 +62,7 @@ pub fn probe(search: &Search) -> Probe {
     let mut libraries: Vec<Found> = Library::ALL.map(|library| find(library, search)).into();
     for found in &mut libraries {
         if found.path.is_some() {
-            found.version = version(found.library);
+            found.version = version(found);
         }
     }
     let mut answer = Probe {
@@ -191,10 +191,14 @@ fn pci_bus_id(handle: sys::CUdevice) -> Result<String, DriverError> {
     Ok(text.to_string_lossy().to_lowercase())
 }
 
-fn version(library: Library) -> Option<String> {
-    match library {
+fn version(found: &Found) -> Option<String> {
+    match found.library {
         Library::Nvrtc => super::nvrtc::version().map(|(major, minor)| format!("{major}.{minor}")),
         Library::Driver => driver_version().map(|(major, minor)| format!("CUDA {major}.{minor}")),
-        Library::CublasLt | Library::Nccl => None,
+        Library::CublasLt => super::matmul::version(),
+        Library::Nccl => super::nccl::Nccl::from_file(found.path.as_deref()?)
+            .ok()?
+            .version()
+            .ok(),
     }
 }

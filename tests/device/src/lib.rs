@@ -3,7 +3,9 @@
 #![deny(unsafe_code)]
 
 pub mod cases;
+pub mod compile;
 pub mod emulator;
 pub mod gpu;
 pub mod machine;
 pub mod random;
+pub mod stages;

@@ -1,0 +1,112 @@
+//! Everything that is checked and measured on a GPU, in one program that needs nothing but a driver beside it.
+//! `scripts/gpu-check.sh` runs its stages; each exits with 0 only when all of it passed.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use anyhow::Result;
+use clap::{Parser, Subcommand};
+use device_tests::compile;
+use device_tests::stages::{Report, Setting, ceilings, conformance, processes, show, survey};
+use kernels::cuda::library::Search;
+
+#[derive(Parser)]
+#[command(
+    name = "gpu_check",
+    about = "Checks and measures the GPU kernels, stage by stage"
+)]
+struct Arguments {
+    /// Folders with NVIDIA's libraries, before all others [default: those of TESSERA_CUDA_LIBS].
+    #[arg(long, value_delimiter = ':', global = true)]
+    libraries: Vec<PathBuf>,
+    /// Python's package folders (`nvidia/*/lib` in them).
+    #[arg(long, value_delimiter = ':', global = true)]
+    python_packages: Vec<PathBuf>,
+    /// Where reports are written.
+    #[arg(long, default_value = "gpu-check", global = true)]
+    out: PathBuf,
+    /// Emulated kernels compiled before, for the calibration.
+    #[arg(long, global = true)]
+    emulated: Option<PathBuf>,
+    /// Seconds after which a stage starts no more work.
+    #[arg(long, default_value_t = 120, global = true)]
+    seconds: u64,
+    #[command(subcommand)]
+    stage: Stage,
+}
+
+#[derive(Subcommand)]
+enum Stage {
+    /// The driver, the libraries, the GPUs.
+    Probe,
+    /// Copies, matrix products and the bus, by NVIDIA's own code.
+    Ceilings,
+    /// Device memory of one process read by another.
+    Ipc,
+    /// Two NCCL ranks on one GPU.
+    Nccl,
+    /// Every kernel against its reference.
+    Conformance,
+    /// Compiles the PTX that is built in; give the folder of the NVRTC that is meant.
+    BuildPtx {
+        /// The bundle to write.
+        file: PathBuf,
+    },
+    /// One process of the stage `ipc`.
+    #[command(hide = true)]
+    IpcRank { rank: u32, meeting: PathBuf },
+    /// One process of the stage `nccl`.
+    #[command(hide = true)]
+    NcclRank { rank: u32, meeting: PathBuf },
+}
+
+fn main() -> ExitCode {
+    let arguments = Arguments::parse();
+    let setting = Setting {
+        search: Search {
+            directories: with_environment(arguments.libraries),
+            cuda_home: std::env::var_os("CUDA_HOME").map(PathBuf::from),
+            python_packages: arguments.python_packages,
+        },
+        out: arguments.out,
+        emulated: arguments.emulated,
+        deadline: Instant::now() + Duration::from_secs(arguments.seconds),
+    };
+    match run(&arguments.stage, &setting) {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(error) => {
+            show(&format!("FAILED {error:#}"));
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn with_environment(mut libraries: Vec<PathBuf>) -> Vec<PathBuf> {
+    if let Some(folders) = std::env::var_os("TESSERA_CUDA_LIBS") {
+        libraries.extend(std::env::split_paths(&folders));
+    }
+    libraries
+}
+
+fn run(stage: &Stage, setting: &Setting) -> Result<bool> {
+    let finish = |report: Report| -> Result<bool> {
+        report.save(&setting.out)?;
+        Ok(report.failures.is_empty())
+    };
+    match stage {
+        Stage::Probe => finish(survey::run(setting)),
+        Stage::Ceilings => finish(ceilings::run(setting)),
+        Stage::Ipc => finish(processes::ipc(setting)),
+        Stage::Nccl => finish(processes::nccl(setting)),
+        Stage::Conformance => finish(conformance::run(setting)),
+        Stage::BuildPtx { file } => compile::build_ptx(setting, file).map(|()| true),
+        Stage::IpcRank { rank, meeting } => {
+            processes::ipc_rank(setting, *rank, meeting).map(|()| true)
+        }
+        Stage::NcclRank { rank, meeting } => {
+            processes::nccl_rank(setting, *rank, meeting).map(|()| true)
+        }
+    }
+}

@@ -1,0 +1,175 @@
+//! Compiling every module without a GPU: the built-in PTX, and the table of what each kernel takes.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::path::Path;
+
+use anyhow::{Context, Result, bail, ensure};
+use kernels::cuda::module::{Family, Module};
+use kernels::cuda::nvrtc::Compiler;
+use kernels::cuda::ptx::{ARCH, Bundle, Entry, pack, source_hash};
+
+use crate::stages::{Setting, show};
+
+/// What users have: A100, RTX 3090 and A6000, RTX 4090 and L40, H100 and H200.
+pub const ARCHITECTURES: [&str; 4] = ["sm_80", "sm_86", "sm_89", "sm_90a"];
+/// Shared memory that a block may have on every one of them (sm_86 and sm_89: 99 KiB).
+pub const SHARED_LIMIT: u32 = 99 << 10;
+
+/// Every listed module of every family.
+#[must_use]
+pub fn modules() -> Vec<Module> {
+    Family::ALL
+        .iter()
+        .flat_map(|family| family.modules())
+        .collect()
+}
+
+/// Compiles all modules to PTX and writes the bundle.
+///
+/// # Errors
+/// When NVRTC is missing or newer than the oldest driver, or a module does not compile.
+pub fn build_ptx(setting: &Setting, file: &Path) -> Result<()> {
+    let compiler = Compiler::find(&setting.search)?;
+    let (oldest, version) = (kernels::cuda::probe::MINIMUM_DRIVER, compiler.version());
+    ensure!(
+        version <= oldest,
+        "NVRTC {version:?} writes PTX that drivers of CUDA {oldest:?} do not read"
+    );
+    let mut bundle = Bundle::new();
+    for module in modules() {
+        let ptx = compiler.compile(&module, ARCH)?.ptx;
+        let source_hash = source_hash(&module);
+        bundle.insert(module.name(), Entry { source_hash, ptx });
+    }
+    let packed = pack(&bundle)?;
+    show(&format!("{} modules, {} bytes", bundle.len(), packed.len()));
+    let partial = file.with_extension("partial");
+    std::fs::write(&partial, packed)?;
+    Ok(std::fs::rename(&partial, file)?)
+}
+
+/// What one kernel takes: registers per architecture, threads and shared memory of its launches.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Limits {
+    /// Threads of a block.
+    pub threads: u32,
+    /// Most shared memory that a launch asks for.
+    pub shared_bytes: u32,
+    /// Registers of a thread, in the order of [`ARCHITECTURES`].
+    pub registers: [u32; 4],
+}
+
+/// The checked-in table by module and kernel.
+pub type Table = BTreeMap<(String, String), Limits>;
+
+const HEADER: &str = "module,kernel,threads,shared_bytes,sm_80,sm_86,sm_89,sm_90a";
+
+/// Reads the table.
+///
+/// # Errors
+/// Naming the line that is not as expected.
+pub fn parse_table(text: &str) -> Result<Table> {
+    let mut lines = text.lines();
+    ensure!(lines.next() == Some(HEADER), "the header is not {HEADER}");
+    let mut table = Table::new();
+    for line in lines {
+        let words: Vec<&str> = line.split(',').collect();
+        let [module, kernel, numbers @ ..] = &*words else {
+            bail!("a line without module and kernel: {line}");
+        };
+        let numbers: Result<Vec<u32>, _> = numbers.iter().map(|word| word.parse()).collect();
+        let numbers = numbers.with_context(|| format!("not a number in {line}"))?;
+        let Ok([threads, shared_bytes, registers @ ..]) = <[u32; 6]>::try_from(numbers) else {
+            bail!("not six numbers in {line}");
+        };
+        let limits = Limits {
+            threads,
+            shared_bytes,
+            registers,
+        };
+        table.insert(((*module).to_owned(), (*kernel).to_owned()), limits);
+    }
+    Ok(table)
+}
+
+/// Writes the table.
+#[must_use]
+pub fn format_table(table: &Table) -> String {
+    let mut text = format!("{HEADER}\n");
+    for (
+        (module, kernel),
+        Limits {
+            threads,
+            shared_bytes,
+            registers: [a, b, c, d],
+        },
+    ) in table
+    {
+        // Writing to a string does not fail.
+        let _ok = writeln!(
+            text,
+            "{module},{kernel},{threads},{shared_bytes},{a},{b},{c},{d}"
+        );
+    }
+    text
+}
+
+/// Registers of every kernel of a module on every architecture, after checking that nothing spills.
+///
+/// # Errors
+/// When a module does not compile, spills, has a stack frame or makes the assembler complain.
+pub fn registers(compiler: Compiler, module: &Module) -> Result<BTreeMap<String, [u32; 4]>> {
+    let mut all: BTreeMap<String, [u32; 4]> = BTreeMap::new();
+    for (place, arch) in ARCHITECTURES.into_iter().enumerate() {
+        let compiled = compiler.compile(module, arch)?;
+        let name = module.name();
+        let warnings = compiled.warnings();
+        ensure!(
+            warnings.is_empty(),
+            "{name} on {arch}: {}",
+            warnings.join("\n")
+        );
+        let resources = compiled.resources();
+        let kernels: Vec<&str> = resources.iter().map(|kernel| &*kernel.kernel).collect();
+        let mut declared = module.kernels().to_vec();
+        let mut compiled_kernels = kernels.clone();
+        declared.sort_unstable();
+        compiled_kernels.sort_unstable();
+        ensure!(
+            declared == compiled_kernels,
+            "{name} declares {declared:?} but has {kernels:?}"
+        );
+        for kernel in resources {
+            ensure!(
+                kernel.stack_bytes == 0 && kernel.spill_bytes == 0 && kernel.shared_bytes == 0,
+                "{name} on {arch}: {kernel:?}"
+            );
+            all.entry(kernel.kernel).or_default()[place] = kernel.registers;
+        }
+    }
+    Ok(all)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_table_survives_writing_and_wrong_lines_are_named() {
+        let limits = Limits {
+            threads: 128,
+            shared_bytes: 65536,
+            registers: [200, 201, 202, 203],
+        };
+        let table: Table = [(("a-type1".into(), "forward".into()), limits)].into();
+        assert_eq!(parse_table(&format_table(&table)).unwrap(), table);
+        for bad in [
+            "module",
+            &format!("{HEADER}\na,b,1,2"),
+            &format!("{HEADER}\na,b,1,2,3,4,5,x"),
+        ] {
+            assert!(parse_table(bad).is_err(), "{bad}");
+        }
+    }
+}

@@ -1,0 +1,215 @@
+//! What `gpu_check` does on a machine with a GPU, one stage after the other. A stage prints as it goes and leaves
+//! rows for a table; it passes when nothing it checks failed.
+
+use std::fmt::Write as _;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+use kernels::cuda::gpu::Gpu;
+use kernels::cuda::image::Cache;
+use kernels::cuda::library::Search;
+use serde::{Deserialize, Serialize};
+
+pub mod ceilings;
+pub mod conformance;
+pub mod processes;
+mod queue;
+pub mod survey;
+
+/// Where things are, and how long a stage may take.
+#[derive(Clone, Debug)]
+pub struct Setting {
+    /// Where NVIDIA's libraries are looked for.
+    pub search: Search,
+    /// Results are written here.
+    pub out: PathBuf,
+    /// Emulated kernels that were compiled before.
+    pub emulated: Option<PathBuf>,
+    /// The stage stops starting new work after this time.
+    pub deadline: Instant,
+}
+
+impl Setting {
+    /// The first GPU, with a cache of compiled kernels beside the results.
+    ///
+    /// # Errors
+    /// When there is none.
+    pub fn gpu(&self) -> Result<Gpu> {
+        let cache = Cache::new(self.out.join("kernel-cache"));
+        Gpu::open(0, &self.search, Some(cache)).context("opening the first GPU")
+    }
+
+    /// Whether the time is used up.
+    #[must_use]
+    pub fn expired(&self) -> bool {
+        Instant::now() >= self.deadline
+    }
+}
+
+/// One line of the table.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+pub struct Row {
+    /// What was measured or checked.
+    pub what: String,
+    /// The figure with its unit, or `passed`.
+    pub figure: String,
+    /// Compared with what: share of a ceiling, a peer's time.
+    pub compared: String,
+}
+
+/// What a stage leaves.
+#[derive(Clone, Default, PartialEq, Debug, Serialize, Deserialize)]
+pub struct Report {
+    /// The stage.
+    pub stage: String,
+    /// Its figures.
+    pub rows: Vec<Row>,
+    /// What went wrong.
+    pub failures: Vec<String>,
+    /// Ceilings that later stages compare with: name and value in base units.
+    pub ceilings: Vec<(String, f64)>,
+}
+
+impl Report {
+    /// An empty report.
+    #[must_use]
+    pub fn new(stage: &str) -> Self {
+        Self {
+            stage: stage.to_owned(),
+            ..Self::default()
+        }
+    }
+
+    /// Adds a row and shows it.
+    pub fn row(
+        &mut self,
+        what: impl Into<String>,
+        figure: impl Into<String>,
+        compared: impl Into<String>,
+    ) {
+        let row = Row {
+            what: what.into(),
+            figure: figure.into(),
+            compared: compared.into(),
+        };
+        show(&format!(
+            "{:<58} {:>16}  {}",
+            row.what, row.figure, row.compared
+        ));
+        self.rows.push(row);
+    }
+
+    /// Notes a failure and shows it.
+    pub fn failure(&mut self, problem: impl Into<String>) {
+        let problem = problem.into();
+        show(&format!("FAILED {problem}"));
+        self.failures.push(problem);
+    }
+
+    /// Runs a part; its error is a failure of the stage, not its end.
+    pub fn part(&mut self, name: &str, part: impl FnOnce(&mut Self) -> Result<()>) {
+        if let Err(error) = part(self) {
+            self.failure(format!("{name}: {error:#}"));
+        }
+    }
+
+    /// Writes the report as JSON and as a Markdown table.
+    ///
+    /// # Errors
+    /// When the folder cannot be written.
+    pub fn save(&self, out: &Path) -> Result<()> {
+        std::fs::create_dir_all(out)?;
+        let json = serde_json::to_string_pretty(self)?;
+        std::fs::write(out.join(format!("{}.json", self.stage)), json)?;
+        std::fs::write(out.join(format!("{}.md", self.stage)), self.markdown())?;
+        Ok(())
+    }
+
+    fn markdown(&self) -> String {
+        let mut text = format!(
+            "### {}\n\n| what | figure | compared |\n|---|---|---|\n",
+            self.stage
+        );
+        for Row {
+            what,
+            figure,
+            compared,
+        } in &self.rows
+        {
+            // Writing to a string does not fail.
+            let _ok = writeln!(text, "| {what} | {figure} | {compared} |");
+        }
+        for failure in &self.failures {
+            let _ok = writeln!(text, "\nFAILED: {failure}");
+        }
+        text
+    }
+}
+
+/// The ceilings that an earlier stage of the same run measured.
+#[must_use]
+pub fn measured_ceiling(out: &Path, name: &str) -> Option<f64> {
+    let text = std::fs::read_to_string(out.join("ceilings.json")).ok()?;
+    let report: Report = serde_json::from_str(&text).ok()?;
+    report
+        .ceilings
+        .into_iter()
+        .find(|(known, _)| known == name)
+        .map(|(_, value)| value)
+}
+
+/// Prints a line at once, so that a stage that is stopped leaves its figures.
+#[expect(clippy::print_stdout, reason = "the program's output")]
+pub fn show(line: &str) {
+    println!("{line}");
+}
+
+/// Median milliseconds of one run of `work`, timed on the device: repeated until about `budget` is used.
+///
+/// # Errors
+/// What the work or the driver reports.
+pub fn median_milliseconds(
+    gpu: &Gpu,
+    budget: Duration,
+    mut work: impl FnMut(usize) -> Result<()>,
+) -> Result<f64> {
+    for round in 0..3 {
+        work(round)?;
+    }
+    gpu.synchronize()?;
+    let begun = Instant::now();
+    let mut times = Vec::new();
+    while times.len() < 5 || (begun.elapsed() < budget && times.len() < 200) {
+        let before = gpu.mark()?;
+        work(times.len())?;
+        let after = gpu.mark()?;
+        times.push(before.milliseconds_to(&after)?);
+    }
+    times.sort_by(f64::total_cmp);
+    Ok(times[times.len() / 2])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_report_keeps_figures_and_failures_of_its_parts() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut report = Report::new("ceilings");
+        report.part("good", |report| {
+            report.row("copy", "4.3 TB/s", "");
+            report.ceilings.push(("copy".into(), 4.3e12));
+            Ok(())
+        });
+        report.part("bad", |_| anyhow::bail!("no such thing"));
+        report.save(folder.path()).unwrap();
+        assert_eq!(measured_ceiling(folder.path(), "copy"), Some(4.3e12));
+        assert_eq!(measured_ceiling(folder.path(), "gemm"), None);
+        let table = std::fs::read_to_string(folder.path().join("ceilings.md")).unwrap();
+        assert!(
+            table.contains("| copy | 4.3 TB/s |") && table.contains("FAILED: bad: no such thing")
+        );
+    }
+}

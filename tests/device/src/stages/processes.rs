@@ -1,0 +1,217 @@
+//! Stages `ipc` and `nccl`: two processes on one GPU. The program starts itself twice; the processes exchange
+//! handles through files.
+
+use std::path::Path;
+use std::process::{Child, Command};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use kernels::cuda::nccl::{Kind, Nccl};
+
+use super::{Report, Setting, queue};
+
+const WORLD: u32 = 2;
+const BYTES: usize = 64 << 20;
+/// Elements of each rank's part in the collectives.
+const PART: usize = 1 << 20;
+
+/// Device memory of one process read by the other.
+#[must_use]
+pub fn ipc(setting: &Setting) -> Report {
+    let mut report = Report::new("ipc");
+    report.part("two processes on one GPU", |report| {
+        let figures = pair(setting, "ipc-rank", |_, _| {})?;
+        report.row(
+            "memory of another process, copied",
+            format!("{} GB/s", figures[1]),
+            "64 MiB, checked byte by byte",
+        );
+        Ok(())
+    });
+    report
+}
+
+/// Two NCCL ranks on one GPU. NCCL refuses that unless each rank claims a host of its own; traffic then goes through
+/// sockets, so the figure says only that it works.
+#[must_use]
+pub fn nccl(setting: &Setting) -> Report {
+    let mut report = Report::new("nccl");
+    report.part("two ranks on one GPU", |report| {
+        let figures = pair(setting, "nccl-rank", |rank, command| {
+            command.env("NCCL_HOSTID", format!("rank{rank}"));
+            let settings = [
+                ("NCCL_NET", "Socket"),
+                ("NCCL_SOCKET_IFNAME", "lo"),
+                ("NCCL_IB_DISABLE", "1"),
+                ("NCCL_ALGO", "Ring"),
+                ("NCCL_PROTO", "Simple"),
+                ("NCCL_MAX_CTAS", "1"),
+                ("NCCL_DEBUG", "WARN"),
+            ];
+            command.envs(settings);
+        })?;
+        report.row(
+            "all-gather, reduce-scatter, all-reduce",
+            "correct",
+            figures[0].clone(),
+        );
+        Ok(())
+    });
+    report
+}
+
+/// Runs this program twice and returns what the ranks wrote as their result.
+fn pair(setting: &Setting, verb: &str, prepare: impl Fn(u32, &mut Command)) -> Result<[String; 2]> {
+    let meeting = tempfile::tempdir()?;
+    let program = std::env::current_exe()?;
+    let mut children = Vec::new();
+    for rank in 0..WORLD {
+        let mut command = Command::new(&program);
+        command.arg(verb).arg(rank.to_string()).arg(meeting.path());
+        prepare(rank, &mut command);
+        children.push(Rank(command.spawn().context("starting a rank")?));
+    }
+    let mut left = children.len();
+    while left > 0 {
+        left = 0;
+        for (rank, child) in children.iter_mut().enumerate() {
+            match child.0.try_wait()? {
+                None => left += 1,
+                Some(status) => ensure!(status.success(), "rank {rank} ended with {status}"),
+            }
+        }
+        ensure!(!setting.expired(), "the ranks did not end in time");
+        std::thread::park_timeout(Duration::from_millis(5));
+    }
+    let result = |rank: u32| std::fs::read_to_string(meeting.path().join(format!("result{rank}")));
+    Ok([result(0)?, result(1)?])
+}
+
+/// A child that does not outlive this process's interest in it.
+struct Rank(Child);
+
+impl Drop for Rank {
+    fn drop(&mut self) {
+        // It may have ended already; then there is nothing to stop.
+        let _unused_outcome = self.0.kill();
+        let _unused_outcome = self.0.wait();
+    }
+}
+
+/// A file that appears whole.
+fn publish(meeting: &Path, name: &str, content: &[u8]) -> Result<()> {
+    let partial = meeting.join(format!("{name}.partial"));
+    std::fs::write(&partial, content)?;
+    Ok(std::fs::rename(partial, meeting.join(name))?)
+}
+
+fn await_file(setting: &Setting, path: &Path) -> Result<Vec<u8>> {
+    while !path.exists() {
+        if setting.expired() {
+            bail!("{} did not appear in time", path.display());
+        }
+        std::thread::park_timeout(Duration::from_millis(1));
+    }
+    Ok(std::fs::read(path)?)
+}
+
+fn pattern(n: usize) -> Vec<u8> {
+    (0..n as u64)
+        .map(|i| (i.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 56) as u8)
+        .collect()
+}
+
+/// Rank 0 fills memory and names it; rank 1 maps it, copies and checks.
+///
+/// # Errors
+/// What failed.
+pub fn ipc_rank(setting: &Setting, rank: u32, meeting: &Path) -> Result<()> {
+    let gpu = setting.gpu()?;
+    let memory = gpu.allocate(BYTES)?;
+    if rank == 0 {
+        gpu.write(&memory, 0, &pattern(BYTES))?;
+        publish(meeting, "handle", &gpu.export(&memory)?)?;
+        await_file(setting, &meeting.join("done"))?;
+        return publish(meeting, "result0", b"");
+    }
+    let handle = await_file(setting, &meeting.join("handle"))?;
+    let handle = <[u8; 64]>::try_from(&*handle).map_err(|_| anyhow::anyhow!("a short handle"))?;
+    let mapped = gpu.map(handle)?;
+    let before = gpu.mark()?;
+    queue::from_mapped(&gpu, &mapped, &memory)?;
+    let after = gpu.mark()?;
+    let milliseconds = before.milliseconds_to(&after)?;
+    let mut got = vec![0; BYTES];
+    gpu.read(&memory, 0, &mut got)?;
+    drop(mapped);
+    publish(meeting, "done", b"")?;
+    ensure!(
+        got == pattern(BYTES),
+        "the copy differs from what the other process wrote"
+    );
+    let rate = BYTES as f64 / milliseconds / 1e6;
+    publish(meeting, "result1", format!("{rate:.0}").as_bytes())
+}
+
+/// Every rank contributes `rank + 1` and its index; all three collectives are checked.
+///
+/// # Errors
+/// What failed.
+pub fn nccl_rank(setting: &Setting, rank: u32, meeting: &Path) -> Result<()> {
+    let gpu = setting.gpu()?;
+    let nccl = Nccl::open(&setting.search)?;
+    let name = meeting.join("id");
+    if rank == 0 {
+        publish(meeting, "id", &nccl.unique_id()?)?;
+    }
+    let id = await_file(setting, &name)?;
+    let id = <[u8; 128]>::try_from(&*id).map_err(|_| anyhow::anyhow!("a short name"))?;
+    let group = nccl.join(&gpu, id, rank, WORLD)?;
+    let value = |rank: usize, i: usize| (rank + 1) as f32 + (i % 97) as f32;
+    let all: Vec<f32> = (0..PART * WORLD as usize)
+        .map(|i| value(rank as usize, i))
+        .collect();
+    let [from, to] = [gpu.allocate(all.len() * 4)?, gpu.allocate(all.len() * 4)?];
+    gpu.write(&from, 0, bytemuck::cast_slice(&all))?;
+    let begun = Instant::now();
+    let read = |n: usize| -> Result<Vec<f32>> {
+        let mut bytes = vec![0u8; n * 4];
+        gpu.read(&to, 0, &mut bytes)?;
+        Ok(bytemuck::pod_collect_to_vec(&bytes))
+    };
+    queue::gather(&group, &from, &to, PART, Kind::F32)?;
+    let want = |i: usize| value(i / PART, i % PART);
+    ensure!(
+        read(all.len())?
+            .iter()
+            .enumerate()
+            .all(|(i, x)| *x == want(i)),
+        "all-gather differs"
+    );
+    let sum = |i: usize| (0..WORLD as usize).map(|rank| value(rank, i)).sum::<f32>();
+    queue::scatter(&group, &from, &to, PART, Kind::F32)?;
+    let first = rank as usize * PART;
+    ensure!(
+        read(PART)?
+            .iter()
+            .enumerate()
+            .all(|(i, x)| *x == sum(first + i)),
+        "reduce-scatter differs"
+    );
+    queue::reduce(&group, &from, &to, all.len(), Kind::F32)?;
+    ensure!(
+        read(all.len())?
+            .iter()
+            .enumerate()
+            .all(|(i, x)| *x == sum(i)),
+        "all-reduce differs"
+    );
+    let milliseconds = begun.elapsed().as_secs_f64() * 1e3;
+    group.finish()?;
+    let version = nccl.version()?;
+    publish(
+        meeting,
+        &format!("result{rank}"),
+        format!("NCCL {version}, {milliseconds:.0} ms").as_bytes(),
+    )
+}

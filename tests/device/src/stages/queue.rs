@@ -1,0 +1,85 @@
+//! The unsafe calls of the stages, each on buffers that its caller keeps until it has synchronised.
+#![expect(
+    unsafe_code,
+    reason = "queues device work on buffers that callers keep alive"
+)]
+
+use anyhow::{Result, ensure};
+use kernels::cuda::gpu::{Gpu, Memory};
+use kernels::cuda::launch::Launch;
+use kernels::cuda::matmul::{CublasLt, Linear};
+use kernels::cuda::nccl::{Communicator, Kind};
+use kernels::cuda::transfer::{Mapped, Pinned};
+
+pub(crate) fn copy(gpu: &Gpu, from: &Memory, to: &Memory, bytes: usize) -> Result<()> {
+    ensure!(
+        bytes <= from.bytes() && bytes <= to.bytes(),
+        "copy outside the memory"
+    );
+    // SAFETY: both ranges were just checked; freeing waits for the device.
+    Ok(unsafe { gpu.queue_copy(from.address(), to.address(), bytes) }?)
+}
+
+pub(crate) fn product(
+    gpu: &Gpu,
+    cublas: &CublasLt,
+    linear: &Linear,
+    [x, w, y]: &[Memory; 3],
+) -> Result<()> {
+    // SAFETY: the caller made the operands for the prepared sizes; freeing waits for the device.
+    Ok(unsafe { cublas.run(gpu, linear, x.address(), w.address(), y.address()) }?)
+}
+
+pub(crate) fn from_mapped(gpu: &Gpu, from: &Mapped, to: &Memory) -> Result<()> {
+    // SAFETY: the owner exported memory of the same size and keeps it until told otherwise.
+    Ok(unsafe { gpu.queue_copy(from.address(), to.address(), to.bytes()) }?)
+}
+
+pub(crate) fn gather(
+    group: &Communicator<'_>,
+    from: &Memory,
+    to: &Memory,
+    n: usize,
+    kind: Kind,
+) -> Result<()> {
+    // SAFETY: callers made both for the whole group's elements; freeing waits for the device.
+    Ok(unsafe { group.all_gather(from.address(), to.address(), n, kind) }?)
+}
+
+pub(crate) fn scatter(
+    group: &Communicator<'_>,
+    from: &Memory,
+    to: &Memory,
+    n: usize,
+    kind: Kind,
+) -> Result<()> {
+    // SAFETY: callers made both for the whole group's elements; freeing waits for the device.
+    Ok(unsafe { group.reduce_scatter(from.address(), to.address(), n, kind) }?)
+}
+
+pub(crate) fn reduce(
+    group: &Communicator<'_>,
+    from: &Memory,
+    to: &Memory,
+    n: usize,
+    kind: Kind,
+) -> Result<()> {
+    // SAFETY: callers made both for `n` elements; freeing waits for the device.
+    Ok(unsafe { group.all_reduce(from.address(), to.address(), n, kind) }?)
+}
+
+pub(crate) fn upload(gpu: &Gpu, from: &Pinned, to: &Memory) -> Result<()> {
+    // SAFETY: callers keep both and do not change the host bytes before they have synchronised.
+    Ok(unsafe { gpu.queue_upload(from, to) }?)
+}
+
+pub(crate) fn download(gpu: &Gpu, from: &Memory, to: &mut Pinned) -> Result<()> {
+    // SAFETY: callers keep both and do not touch the host bytes before they have synchronised.
+    Ok(unsafe { gpu.queue_download(from, to) }?)
+}
+
+pub(crate) fn launch(gpu: &Gpu, launch: &Launch) -> Result<()> {
+    // SAFETY: callers made the arguments from buffers of the sizes that the operation documents; freeing waits
+    // for the device.
+    Ok(unsafe { gpu.launch(launch) }?)
+}

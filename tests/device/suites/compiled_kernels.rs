@@ -1,0 +1,122 @@
+//! Every module compiles for every architecture without spills, stack or warnings, within the checked-in table of
+//! registers. Needs NVRTC (Python package nvidia-cuda-nvrtc, found through TESSERA_CUDA_LIBS); without it this suite
+//! says that it was skipped, or fails where TESSERA_REQUIRE_NVRTC is set, as it is in CI.
+#![allow(clippy::print_stdout, reason = "the suite's own report")]
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use anyhow::{Context, Result, ensure};
+use device_tests::compile::{self, ARCHITECTURES, SHARED_LIMIT, Table};
+use kernels::cuda::library::Search;
+use kernels::cuda::module::Module;
+use kernels::cuda::nvrtc::Compiler;
+
+fn main() -> ExitCode {
+    let directories = std::env::var_os("TESSERA_CUDA_LIBS");
+    let directories = directories.map(|folders| std::env::split_paths(&folders).collect());
+    let search = Search {
+        directories: directories.unwrap_or_default(),
+        cuda_home: std::env::var_os("CUDA_HOME").map(PathBuf::from),
+        python_packages: Vec::new(),
+    };
+    match Compiler::find(&search) {
+        Ok(compiler) => match check(compiler) {
+            Ok(kernels) => {
+                println!(
+                    "compiled_kernels: {kernels} kernels on {} architectures ok",
+                    ARCHITECTURES.len()
+                );
+                ExitCode::SUCCESS
+            }
+            Err(error) => {
+                println!("compiled_kernels: FAILED: {error:#}");
+                ExitCode::FAILURE
+            }
+        },
+        Err(error) if std::env::var_os("TESSERA_REQUIRE_NVRTC").is_some() => {
+            println!("compiled_kernels: FAILED: {error}");
+            ExitCode::FAILURE
+        }
+        Err(error) => {
+            println!("compiled_kernels: SKIPPED, no kernel was compiled: {error}");
+            ExitCode::SUCCESS
+        }
+    }
+}
+
+fn check(compiler: Compiler) -> Result<usize> {
+    a_spilling_kernel_is_reported(compiler)?;
+    let table = compile::parse_table(include_str!("../kernel_resources.csv"))?;
+    let modules = compile::modules();
+    let next = AtomicUsize::new(0);
+    let problems = Mutex::new(Vec::new());
+    let kernels = AtomicUsize::new(0);
+    let workers = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+    std::thread::scope(|scope| {
+        for _ in 0..workers {
+            scope.spawn(|| {
+                while let Some(module) = modules.get(next.fetch_add(1, Ordering::Relaxed)) {
+                    match check_module(compiler, module, &table) {
+                        Ok(n) => _ = kernels.fetch_add(n, Ordering::Relaxed),
+                        Err(error) => problems
+                            .lock()
+                            .expect("no panic")
+                            .push(format!("{error:#}")),
+                    }
+                }
+            });
+        }
+    });
+    let mut problems = problems.into_inner().expect("no panic");
+    let listed = |name: &str| modules.iter().any(|module| module.name() == name);
+    let stale = table.keys().filter(|(module, _)| !listed(module));
+    problems
+        .extend(stale.map(|(module, _)| format!("the table has {module}, which no family lists")));
+    let hint = "the table is made by `gpu_check build-table`";
+    ensure!(problems.is_empty(), "{}\n{hint}", problems.join("\n"));
+    Ok(kernels.into_inner())
+}
+
+fn check_module(compiler: Compiler, module: &Module, table: &Table) -> Result<usize> {
+    let found = compile::registers(compiler, module)?;
+    for (kernel, registers) in &found {
+        let name = module.name();
+        let limits = table.get(&(name.clone(), kernel.clone()));
+        let limits = limits.with_context(|| format!("{name}: {kernel} is not in the table"))?;
+        for ((arch, now), most) in ARCHITECTURES.iter().zip(registers).zip(limits.registers) {
+            ensure!(
+                *now <= most,
+                "{name}: {kernel} takes {now} registers on {arch}, the table allows {most}"
+            );
+        }
+        let shared = limits.shared_bytes;
+        ensure!(
+            shared <= SHARED_LIMIT,
+            "{name}: {kernel} wants {shared} bytes of shared memory"
+        );
+    }
+    Ok(found.len())
+}
+
+/// The check itself can fail: a kernel with more values alive than registers.
+fn a_spilling_kernel_is_reported(compiler: Compiler) -> Result<()> {
+    let source = r#"extern "C" __global__ void __launch_bounds__(1024, 2) spilling(float* x) {
+        float v[96];
+        #pragma unroll
+        for (int i = 0; i < 96; i++) v[i] = x[i * 1024 + threadIdx.x];
+        __syncthreads();
+        #pragma unroll
+        for (int i = 0; i < 96; i++) x[(95 - i) * 1024 + threadIdx.x] = v[i] * v[(i * 7) % 96];
+    }"#;
+    let compiled = compiler.compile_text("spilling", source, "sm_80")?;
+    let resources = compiled.resources();
+    ensure!(
+        resources.len() == 1 && resources[0].spill_bytes > 0 && !compiled.warnings().is_empty(),
+        "a spilling kernel was not noticed: {}",
+        compiled.log
+    );
+    Ok(())
+}
