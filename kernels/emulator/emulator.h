@@ -63,8 +63,9 @@ u64 argument_word(u32 index);
 
 void block_barrier(Site site);
 void warp_barrier(Site site);
-u64 shuffle(u64 bits, u32 lane, const char* operation, Site site);
+u64 shuffle(u64 bits, u32 lane, Site site);
 u64 shuffle_xor(u64 bits, u32 mask, Site site);
+u32 warp_ballot(bool bit, Site site);
 void load_matrices(u32* r, u32 count, u32 address, bool transposed, Site site);
 void mma(float* d, const u32* a, const u32* b, bool f16, u32 k, Site site);
 

@@ -118,10 +118,12 @@ DEVICE double shuffle_xor(double x, int mask, EMULATOR_SITE) {
   __builtin_memcpy(&x, &bits, 8);
   return x;
 }
-DEVICE u32 shuffle(u32 x, int lane, EMULATOR_SITE) { return (u32)emulator::shuffle(x, (u32)lane, "shuffle", {line, file}); }
+DEVICE u32 shuffle(u32 x, int lane, EMULATOR_SITE) { return (u32)emulator::shuffle(x, (u32)lane, {line, file}); }
 DEVICE float shuffle(float x, int lane, EMULATOR_SITE) {
-  return float_of_bits((u32)emulator::shuffle(bits_of_float(x), (u32)lane, "shuffle", {line, file}));
+  return float_of_bits((u32)emulator::shuffle(bits_of_float(x), (u32)lane, {line, file}));
 }
+
+DEVICE bool warp_any(bool x, EMULATOR_SITE) { return emulator::warp_ballot(x, {line, file}) != 0; }
 
 DEVICE void block_barrier(EMULATOR_SITE) { emulator::block_barrier({line, file}); }
 DEVICE void warp_barrier(EMULATOR_SITE) { emulator::warp_barrier({line, file}); }

@@ -60,7 +60,6 @@ struct Warp {
   Collective collective;
   const char* operation;
   Site site;
-  u32 k;          // of an mma
 };
 
 // Who touched shared memory last. `epoch` counts the block's barriers and blocks, so old entries expire.

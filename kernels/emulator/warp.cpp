@@ -4,7 +4,7 @@ namespace emulator {
 
 static Fibre& lane_of(Warp& warp, u32 lane) { return running->fibre[warp.first + lane]; }
 
-static void meet(const char* operation, Collective collective, u32 k, Site site, Operands operands) {
+static void meet(const char* operation, Collective collective, Site site, Operands operands) {
   Block& block = *running;
   Warp& warp = current_warp();
   Fibre& fibre = current_fibre();
@@ -14,7 +14,6 @@ static void meet(const char* operation, Collective collective, u32 k, Site site,
     warp.operation = operation;
     warp.collective = collective;
     warp.site = site;
-    warp.k = k;
   } else if (warp.operation != operation || !same(warp.site, site)) {
     fail(site, "calls %s while other lanes of its warp wait at %s, %s:%d", operation, warp.operation,
          file_name(warp.site.file), warp.site.line);
@@ -31,7 +30,7 @@ static void meet(const char* operation, Collective collective, u32 k, Site site,
 }
 
 static void finish_barrier(Warp& warp) { warp.barriers++; }
-void warp_barrier(Site site) { meet("warp_barrier", finish_barrier, 0, site, {}); }
+void warp_barrier(Site site) { meet("warp_barrier", finish_barrier, site, {}); }
 
 static void finish_shuffle(Warp& warp) {
   u64 values[WARP];
@@ -41,15 +40,28 @@ static void finish_shuffle(Warp& warp) {
     operands.value = values[operands.lane % WARP];
   }
 }
-u64 shuffle(u64 bits, u32 lane, const char* operation, Site site) {
+static u64 exchange(u64 bits, u32 lane, const char* operation, Site site) {
   Operands operands = {};
   operands.value = bits;
   operands.lane = lane;
-  meet(operation, finish_shuffle, 0, site, operands);
+  meet(operation, finish_shuffle, site, operands);
   return current_fibre().operands.value;
 }
+u64 shuffle(u64 bits, u32 lane, Site site) { return exchange(bits, lane, "shuffle", site); }
 u64 shuffle_xor(u64 bits, u32 mask, Site site) {
-  return shuffle(bits, running->current % WARP ^ mask, "shuffle_xor", site);
+  return exchange(bits, running->current % WARP ^ mask, "shuffle_xor", site);
+}
+
+static void finish_ballot(Warp& warp) {
+  u64 all = 0;
+  for (u32 lane = 0; lane < WARP; lane++) all |= lane_of(warp, lane).operands.value << lane;
+  for (u32 lane = 0; lane < WARP; lane++) lane_of(warp, lane).operands.value = all;
+}
+u32 warp_ballot(bool bit, Site site) {
+  Operands operands = {};
+  operands.value = bit;
+  meet("a vote", finish_ballot, site, operands);
+  return (u32)current_fibre().operands.value;
 }
 
 // ---- matrices
@@ -80,7 +92,7 @@ void load_matrices(u32* r, u32 count, u32 address, bool transposed, Site site) {
   Operands operands = {};
   operands.out = r;
   operands.lane = shared_offset(address, 16, names[count == 4][transposed], site);
-  meet(names[count == 4][transposed], finish[count == 4][transposed], 0, site, operands);
+  meet(names[count == 4][transposed], finish[count == 4][transposed], site, operands);
 }
 
 static float bf16_value(u32 x) {
@@ -139,7 +151,7 @@ void mma(float* d, const u32* a, const u32* b, bool f16, u32 k, Site site) {
   operands.a = a;
   operands.b = b;
   operands.out = d;
-  meet(names[f16][k == 16], finish[f16][k == 16], k, site, operands);
+  meet(names[f16][k == 16], finish[f16][k == 16], site, operands);
 }
 
 }  // namespace emulator
