@@ -8,4 +8,5 @@ pub mod emulator;
 pub mod gpu;
 pub mod machine;
 pub mod random;
+pub mod seeded;
 pub mod stages;
