@@ -9,6 +9,9 @@ use kernels::cuda::module::{Family, Module};
 use kernels::cuda::nvrtc::Compiler;
 use kernels::cuda::ptx::{ARCH, Bundle, Entry, pack, source_hash};
 
+use crate::cases::{self, Effort};
+use crate::emulator::{Emulator, Order};
+use crate::recording::Recording;
 use crate::stages::{Setting, show};
 
 /// What users have: A100, RTX 3090 and A6000, RTX 4090 and L40, H100 and H200.
@@ -149,6 +152,40 @@ pub fn registers(compiler: Compiler, module: &Module) -> Result<BTreeMap<String,
         }
     }
     Ok(all)
+}
+
+/// Compiles every module and runs every small case on the emulator, and writes the table of what was seen.
+///
+/// # Errors
+/// When NVRTC is missing, or a module or a case fails.
+pub fn build_table(setting: &Setting, file: &Path) -> Result<()> {
+    let compiler = Compiler::find(&setting.search)?;
+    let mut machine = Recording::new(Emulator::new(Order::Ascending));
+    for family in Family::ALL {
+        for case in cases::of(family, Effort::Emulated) {
+            case.run(&mut machine)?;
+        }
+    }
+    let seen = machine.into_seen();
+    let mut table = Table::new();
+    for module in modules() {
+        let name = module.name();
+        for (kernel, registers) in registers(compiler, &module)? {
+            let key = (name.clone(), kernel);
+            let launched = seen.get(&key);
+            let (threads, shared_bytes) =
+                *launched.with_context(|| format!("no case launches {} of {name}", key.1))?;
+            let limits = Limits {
+                threads,
+                shared_bytes,
+                registers,
+            };
+            table.insert(key, limits);
+        }
+    }
+    std::fs::write(file, format_table(&table))?;
+    show(&format!("{} kernels", table.len()));
+    Ok(())
 }
 
 #[cfg(test)]

@@ -8,5 +8,6 @@ pub mod emulator;
 pub mod gpu;
 pub mod machine;
 pub mod random;
+pub mod recording;
 pub mod seeded;
 pub mod stages;

@@ -1,7 +1,9 @@
 //! Every kernel family on the emulated device.
 
 use device_tests::cases::{self, Effort};
+use device_tests::compile::{modules, parse_table};
 use device_tests::emulator::{Emulator, Order};
+use device_tests::recording::Recording;
 use kernels::cuda::module::Family;
 
 fn run(family: Family) {
@@ -9,14 +11,36 @@ fn run(family: Family) {
     assert!(!cases.is_empty(), "{family:?} has no cases");
     let mut failures = Vec::new();
     for order in Order::BOTH {
-        let mut machine = Emulator::new(order);
+        let mut machine = Recording::new(Emulator::new(order));
         for case in &cases {
             if let Err(error) = case.run(&mut machine) {
                 failures.push(format!("{order:?}: {error:#}"));
             }
         }
+        failures.extend(
+            machine
+                .into_seen()
+                .into_iter()
+                .filter_map(outside_the_table),
+        );
     }
     assert!(failures.is_empty(), "{}", failures.join("\n"));
+}
+
+/// Threads and shared memory of launches stay within the checked-in table; modules that no family lists (other head
+/// dims) are not in it.
+fn outside_the_table(
+    (key, (threads, shared_bytes)): ((String, String), (u32, u32)),
+) -> Option<String> {
+    let table = parse_table(include_str!("../kernel_resources.csv")).expect("a table");
+    let listed = modules().iter().any(|module| module.name() == key.0);
+    match table.get(&key) {
+        Some(limits) if threads <= limits.threads && shared_bytes <= limits.shared_bytes => None,
+        None if !listed => None,
+        limits => Some(format!(
+            "{key:?} was launched with {threads} threads and {shared_bytes} shared bytes, the table has {limits:?}"
+        )),
+    }
 }
 
 /// A test for each family, and one that fails when a family is missing here.

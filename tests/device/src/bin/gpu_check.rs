@@ -53,6 +53,11 @@ enum Stage {
         /// The bundle to write.
         file: PathBuf,
     },
+    /// Writes the table of registers, threads and shared memory of every kernel.
+    BuildTable {
+        /// The table to write.
+        file: PathBuf,
+    },
     /// One process of the stage `ipc`.
     #[command(hide = true)]
     IpcRank { rank: u32, meeting: PathBuf },
@@ -101,6 +106,7 @@ fn run(stage: &Stage, setting: &Setting) -> Result<bool> {
         Stage::Ipc => finish(processes::ipc(setting)),
         Stage::Nccl => finish(processes::nccl(setting)),
         Stage::Conformance => finish(conformance::run(setting)),
+        Stage::BuildTable { file } => compile::build_table(setting, file).map(|()| true),
         Stage::BuildPtx { file } => compile::build_ptx(setting, file).map(|()| true),
         Stage::IpcRank { rank, meeting } => {
             processes::ipc_rank(setting, *rank, meeting).map(|()| true)

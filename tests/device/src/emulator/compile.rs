@@ -65,7 +65,7 @@ impl Unit {
         for kernel in module.kernels() {
             let bound = bound(&body, kernel)
                 .with_context(|| format!("{name} has no KERNEL(...) {kernel}"))?;
-            let _ = writeln!(text, "EMULATOR_EXPORT({kernel}, ({bound}))");
+            let _ok = writeln!(text, "EMULATOR_EXPORT({kernel}, ({bound}))");
         }
         Ok(Self { name, text })
     }
@@ -109,7 +109,7 @@ pub fn build_all(folder: &Path) -> Result<()> {
 }
 
 fn section(text: &mut String, name: &str, part: &str) {
-    let _ = writeln!(text, "\n#line 1 \"{name}\"");
+    let _ok = writeln!(text, "\n#line 1 \"{name}\"");
     text.push_str(part);
 }
 

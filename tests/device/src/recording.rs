@@ -1,0 +1,66 @@
+//! A machine that notes the threads and the shared memory of every launch.
+
+use std::collections::BTreeMap;
+
+use anyhow::Result;
+use kernels::cuda::launch::Launch;
+
+use crate::machine::{Buffer, Machine};
+
+/// Most threads and shared bytes of a kernel's launches, by module and kernel.
+pub type Seen = BTreeMap<(String, String), (u32, u32)>;
+
+/// Passes everything on and takes notes.
+#[derive(Debug)]
+pub struct Recording<M> {
+    machine: M,
+    seen: Seen,
+}
+
+impl<M: Machine> Recording<M> {
+    /// Notes what `machine` launches.
+    #[must_use]
+    pub const fn new(machine: M) -> Self {
+        let seen = Seen::new();
+        Self { machine, seen }
+    }
+
+    /// The notes.
+    #[must_use]
+    pub fn into_seen(self) -> Seen {
+        self.seen
+    }
+}
+
+impl<M: Machine> Machine for Recording<M> {
+    fn name(&self) -> String {
+        self.machine.name()
+    }
+
+    fn shared_limit(&self) -> u32 {
+        self.machine.shared_limit()
+    }
+
+    fn allocate(&mut self, len: usize) -> Result<Buffer> {
+        self.machine.allocate(len)
+    }
+
+    fn write(&mut self, buffer: Buffer, bytes: &[u8]) -> Result<()> {
+        self.machine.write(buffer, bytes)
+    }
+
+    fn read(&mut self, buffer: Buffer, start: isize, len: usize) -> Result<Vec<u8>> {
+        self.machine.read(buffer, start, len)
+    }
+
+    fn launch(&mut self, launch: &Launch) -> Result<()> {
+        let key = (launch.module.name(), launch.kernel.to_owned());
+        let most = self.seen.entry(key).or_default();
+        *most = (most.0.max(launch.threads), most.1.max(launch.shared_bytes));
+        self.machine.launch(launch)
+    }
+
+    fn reset(&mut self) -> Result<()> {
+        self.machine.reset()
+    }
+}
