@@ -7,6 +7,7 @@ pub mod compile;
 pub mod emulator;
 pub mod gpu;
 pub mod machine;
+pub mod paired;
 pub mod random;
 pub mod recording;
 pub mod seeded;

@@ -46,12 +46,19 @@ enum Stage {
     Ipc,
     /// Two NCCL ranks on one GPU.
     Nccl,
+    /// The emulator against the GPU.
+    Calibration,
     /// Every kernel against its reference.
     Conformance,
     /// Compiles the PTX that is built in; give the folder of the NVRTC that is meant.
     BuildPtx {
         /// The bundle to write.
         file: PathBuf,
+    },
+    /// Compiles the emulator's form of every module, to be carried to a machine with a GPU.
+    BuildEmulated {
+        /// The folder to fill.
+        folder: PathBuf,
     },
     /// Writes the table of registers, threads and shared memory of every kernel.
     BuildTable {
@@ -105,8 +112,10 @@ fn run(stage: &Stage, setting: &Setting) -> Result<bool> {
         Stage::Ceilings => finish(ceilings::run(setting)),
         Stage::Ipc => finish(processes::ipc(setting)),
         Stage::Nccl => finish(processes::nccl(setting)),
+        Stage::Calibration => finish(conformance::calibrate(setting)),
         Stage::Conformance => finish(conformance::run(setting)),
         Stage::BuildTable { file } => compile::build_table(setting, file).map(|()| true),
+        Stage::BuildEmulated { folder } => device_tests::emulator::build_all(folder).map(|()| true),
         Stage::BuildPtx { file } => compile::build_ptx(setting, file).map(|()| true),
         Stage::IpcRank { rank, meeting } => {
             processes::ipc_rank(setting, *rank, meeting).map(|()| true)

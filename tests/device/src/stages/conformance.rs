@@ -1,11 +1,14 @@
 //! Stage `conformance`: every kernel on the GPU against its reference. Stage `calibration`: the emulator against the
 //! GPU, so that what the emulator proves in a test without a GPU holds.
 
+use anyhow::Context;
 use kernels::cuda::module::Family;
 
 use super::{Report, Setting, show};
 use crate::cases::{self, Effort};
+use crate::emulator::{Emulator, Order};
 use crate::gpu::GpuMachine;
+use crate::paired::Paired;
 
 /// All cases of all families, small and large.
 #[must_use]
@@ -45,5 +48,40 @@ pub fn run(setting: &Setting) -> Report {
         }
     }
     show("conformance done");
+    report
+}
+
+/// The small cases of every family on the GPU and on the emulator: both must pass, and equal bytes are counted.
+#[must_use]
+pub fn calibrate(setting: &Setting) -> Report {
+    let mut report = Report::new("calibration");
+    report.part("emulator against GPU", |report| {
+        let folder = setting.emulated.as_deref();
+        let folder = folder.context("--emulated names the folder of the compiled emulator")?;
+        let gpu = setting.gpu()?;
+        let emulator = Emulator::prebuilt(folder, Order::Ascending);
+        let mut machine = Paired::new(GpuMachine::new(&gpu), emulator);
+        for family in Family::ALL {
+            for case in cases::of(family, Effort::Emulated) {
+                if setting.expired() {
+                    report.failure(format!("the time was used up before {}", case.name));
+                    return Ok(());
+                }
+                if let Err(error) = case.run(&mut machine) {
+                    report.failure(format!("{}: {error:#}", family.name()));
+                }
+            }
+            let compared = machine.take_comparison();
+            let equal = compared.bytes - compared.different;
+            let share = equal as f64 / compared.bytes.max(1) as f64;
+            let figure = format!("{:.4} %", share * 100.0);
+            report.row(
+                format!("{}, equal bytes", family.name()),
+                figure,
+                format!("of {}", compared.bytes),
+            );
+        }
+        Ok(())
+    });
     report
 }
