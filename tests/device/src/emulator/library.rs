@@ -70,17 +70,12 @@ impl Loaded {
             let (_, rest) = message.split_once(MARK)?;
             let (address, _) = rest.split_once(':')?;
             let mut tool = Command::new("addr2line");
-            let output = tool
-                .arg("-ise")
-                .arg(&self.path)
-                .arg(address)
-                .output()
-                .ok()?;
-            let line = String::from_utf8(output.stdout).ok()?;
-            // From the innermost function outwards.
-            let line = line
-                .lines()
-                .find(|line| !line.starts_with("primitives.h"))?;
+            tool.arg("-ise").arg(&self.path).arg(address);
+            let output = String::from_utf8(tool.output().ok()?.stdout).ok()?;
+            // From the innermost function outwards; a remark may follow the line's number.
+            let mut lines = output.lines();
+            let line = lines.find(|line| !line.starts_with("primitives.h"))?;
+            let line = line.split(' ').next()?;
             (!line.starts_with('?')).then(|| message.replace(&format!("{MARK}{address}"), line))
         };
         line().unwrap_or(message)
