@@ -7,3 +7,4 @@ pub mod emulator;
 pub mod machine;
 pub mod random;
 pub mod seeded;
+pub mod tolerance;

@@ -38,4 +38,5 @@ macro_rules! families {
 
 families! {
     cast: Cast,
+    primitives_check: PrimitivesCheck,
 }

@@ -213,8 +213,8 @@ fn blocks_that_hand_over_their_sums() {
         "volatile loads",
     );
     caught(
-        "int i = blockIdx.x",
-        "int i = 1 + blockIdx.x",
+        "i < n; i += gridDim",
+        "i <= n; i += gridDim",
         "a read of 4 bytes",
     );
 }
