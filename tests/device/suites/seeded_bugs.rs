@@ -102,7 +102,7 @@ fn an_unaligned_row_for_a_matrix() {
 fn a_missing_guard_of_the_store() {
     caught(
         &[("if (row_c < m && column_c < n)", "if (column_c < n)")],
-        "a write of 4 bytes at byte",
+        "bytes at byte",
     );
     caught(&[("if (row_c < m && column_c < n)", "")], "a write");
 }
@@ -194,6 +194,19 @@ fn blocks_that_hand_over_their_sums() {
     let caught = |from, to, words| reported(SUM, check, &[(from, to)], words);
     let unordered = "without a fence and a counter after the write by another block";
     caught("device_fence();", "", unordered);
+    caught(
+        "partial[blockIdx.x] =",
+        "arrived[0] = 0; partial[blockIdx.x] =",
+        "",
+    );
+    // What all blocks read may be overwritten by the last one, not by an earlier one.
+    let all_read = SUM.replace("total = 0.0f", "total = x[0] - x[0]");
+    let overwrite = "((float*)x)[0] = 0.0f;";
+    let late = all_read.replace("*y = all;", &format!("*y = all; {overwrite}"));
+    check(&mut Emulator::new(Order::Ascending), &late).unwrap();
+    let early = format!("if (blockIdx.x == 2) {overwrite} device_fence();");
+    let replacements = [("device_fence();", &*early)];
+    reported(&all_read, check, &replacements, "which several blocks read");
     // The last block in the grid need not be the last to run.
     let last_in_grid = "if (blockIdx.x != gridDim.x - 1) return;";
     caught(

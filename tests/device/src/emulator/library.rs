@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use kernels::cuda::module::Module;
 use libloading::Library;
 
@@ -89,7 +89,7 @@ pub(super) fn of(module: &Module, folder: Option<&Path>) -> Result<Arc<Loaded>> 
     static SLOTS: Mutex<Option<HashMap<PathBuf, Slot>>> = Mutex::new(None);
     let unit = compile::Unit::new(module)?;
     let path = match folder {
-        Some(folder) => compile::prebuilt_path(folder, module),
+        Some(folder) => unit.prebuilt_path(folder),
         None => unit.cached_path()?,
     };
     let slot = {
@@ -102,7 +102,9 @@ pub(super) fn of(module: &Module, folder: Option<&Path>) -> Result<Arc<Loaded>> 
     if let Some(loaded) = slot.as_ref() {
         return Ok(Arc::clone(loaded));
     }
-    if folder.is_none() && !path.exists() {
+    if !path.exists() {
+        let prebuilt = folder.is_some();
+        ensure!(!prebuilt, "there is no {}", path.display());
         unit.build(&path)?;
     }
     // SAFETY: the library was built from the emulator's runtime, which does nothing when it is loaded.

@@ -15,7 +15,7 @@ use std::ptr::NonNull;
 use anyhow::{Context, Result, ensure};
 use kernels::cuda::launch::{Address, Arg, Launch};
 
-pub use self::compile::build_all;
+pub use self::compile::{build_all, build_modules};
 use self::library::{RawBuffer, RawLaunch};
 use crate::machine::{Buffer, GUARD_BYTES, Machine, POISON};
 

@@ -15,12 +15,14 @@ pub(super) fn cases() -> Vec<Case> {
 }
 
 fn exchanges(machine: &mut dyn Machine) -> Result<()> {
-    const N: usize = 96;
+    const N: usize = 128;
     let draw = |name, limit| Operands::new(21).below(name, N, limit);
     let mut x: Vec<u32> = draw("x", 1 << 30).iter().map(|x| *x as u32).collect();
-    // The first warp has no odd number, the second one.
+    // The first warp has no odd number, the second and the last have one.
     x[..64].iter_mut().for_each(|x| *x &= !1);
+    x[96..].iter_mut().for_each(|x| *x &= !1);
     x[40] |= 1;
+    x[96] |= 1;
     x[70] = u32::MAX;
     let d: Vec<f64> = draw("d", 1 << 52).iter().map(|d| *d as f64 + 0.5).collect();
     let lanes: Vec<i32> = draw("lanes", 32).iter().map(|lane| *lane as i32).collect();
