@@ -30,7 +30,6 @@ fn reported(correct: &str, check: Check, replacements: &[(&str, &str)], words: &
     for order in Order::BOTH {
         let result = check(&mut Emulator::new(order), &text);
         let report = format!("{:#}", result.expect_err("the bug was not seen"));
-        println!("{order:?}: {report}");
         assert!(report.contains(words), "{report}");
     }
 }

@@ -1,6 +1,5 @@
 //! From a module to a shared library.
 
-use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -70,7 +69,7 @@ impl Unit {
         for kernel in module.kernels() {
             let bound = bound(&body, kernel)
                 .with_context(|| format!("{name} has no KERNEL(...) {kernel}"))?;
-            let _ = writeln!(text, "EMULATOR_EXPORT({kernel}, ({bound}))");
+            text += &format!("EMULATOR_EXPORT({kernel}, ({bound}))\n");
         }
         Ok(Self { name, text })
     }
@@ -129,8 +128,7 @@ pub fn build_modules(folder: &Path, modules: &[Module]) -> Result<()> {
 }
 
 fn section(text: &mut String, name: &str, part: &str) {
-    let _ = writeln!(text, "\n#line 1 \"{name}\"");
-    text.push_str(part);
+    *text += &format!("\n#line 1 \"{name}\"\n{part}");
 }
 
 fn joined(parts: &[(&str, &str)]) -> String {
