@@ -13,17 +13,20 @@ pub const PRELUDE: &str = include_str!("source/prelude.cuh");
 pub enum Family {
     /// Casts between float dtypes.
     Cast,
+    /// Every primitive on its own.
+    PrimitivesCheck,
 }
 
 impl Family {
     /// Every family.
-    pub const ALL: [Self; 1] = [Self::Cast];
+    pub const ALL: [Self; 2] = [Self::Cast, Self::PrimitivesCheck];
 
     /// Its file's stem.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
             Self::Cast => "cast",
+            Self::PrimitivesCheck => "primitives_check",
         }
     }
 
@@ -32,6 +35,7 @@ impl Family {
     pub const fn text(self) -> &'static str {
         match self {
             Self::Cast => include_str!("source/cast.cu"),
+            Self::PrimitivesCheck => include_str!("source/primitives_check.cu"),
         }
     }
 
@@ -41,6 +45,7 @@ impl Family {
     pub fn modules(self) -> Vec<Module> {
         match self {
             Self::Cast => super::ops::cast::modules(),
+            Self::PrimitivesCheck => super::ops::primitives_check::modules(),
         }
     }
 }

@@ -12,3 +12,4 @@ pub mod random;
 pub mod recording;
 pub mod seeded;
 pub mod stages;
+pub mod tolerance;

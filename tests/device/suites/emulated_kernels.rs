@@ -2,7 +2,7 @@
 
 use device_tests::cases::{self, Effort};
 use device_tests::compile::{modules, parse_table};
-use device_tests::emulator::{Emulator, Order};
+use device_tests::emulator::{Emulator, Order, build_modules};
 use device_tests::recording::Recording;
 use kernels::cuda::module::Family;
 
@@ -62,4 +62,27 @@ macro_rules! families {
 
 families! {
     cast: Cast,
+    primitives_check: PrimitivesCheck,
+}
+
+#[test]
+fn prebuilt_modules_run_without_a_compiler() {
+    let folder = tempfile::tempdir().unwrap();
+    let modules = Family::Cast.modules();
+    build_modules(folder.path(), &modules[1..]).unwrap();
+    let mut machine = Emulator::prebuilt(folder.path(), Order::Ascending);
+    let cases = cases::of(Family::Cast, Effort::Emulated);
+    let results: Vec<_> = cases.iter().map(|case| case.run(&mut machine)).collect();
+    let missing = |error: &anyhow::Error| format!("{error:#}").contains("there is no");
+    assert!(results.iter().any(Result::is_ok));
+    assert!(
+        results
+            .iter()
+            .flat_map(|result| result.as_ref().err())
+            .all(missing)
+    );
+    assert!(
+        results.iter().any(Result::is_err),
+        "one module was left out"
+    );
 }

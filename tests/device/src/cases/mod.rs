@@ -6,6 +6,7 @@ use kernels::cuda::module::Family;
 use crate::machine::Machine;
 
 pub mod cast;
+pub mod primitives_check;
 
 /// How large operands may be.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -57,6 +58,7 @@ impl Case {
 pub fn of(family: Family, effort: Effort) -> Vec<Case> {
     match family {
         Family::Cast => cast::cases(effort),
+        Family::PrimitivesCheck => primitives_check::cases(effort),
         other => vec![Case::new(format!("{other:?}"), move |_| {
             anyhow::bail!("the family {other:?} has no checks")
         })],
