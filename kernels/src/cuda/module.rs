@@ -15,17 +15,26 @@ pub const PRELUDE: &str = include_str!("source/prelude.cuh");
 pub enum Family {
     /// Casts between float dtypes.
     Cast,
+    /// `AdamW` steps.
+    AdamW,
+    /// The norm of gradients.
+    GradNorm,
+    /// RMS norm and layer norm.
+    Norm,
 }
 
 impl Family {
     /// Every family.
-    pub const ALL: [Self; 1] = [Self::Cast];
+    pub const ALL: [Self; 4] = [Self::Cast, Self::AdamW, Self::GradNorm, Self::Norm];
 
     /// Its file's stem.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
             Self::Cast => "cast",
+            Self::AdamW => "adamw",
+            Self::GradNorm => "grad_norm",
+            Self::Norm => "norm",
         }
     }
 
@@ -34,6 +43,9 @@ impl Family {
     pub const fn text(self) -> &'static str {
         match self {
             Self::Cast => include_str!("source/cast.cu"),
+            Self::AdamW => include_str!("source/adamw.cu"),
+            Self::GradNorm => include_str!("source/grad_norm.cu"),
+            Self::Norm => include_str!("source/norm.cu"),
         }
     }
 
@@ -43,6 +55,9 @@ impl Family {
     pub fn modules(self) -> Vec<Module> {
         match self {
             Self::Cast => super::ops::cast::modules(),
+            Self::AdamW => super::ops::adamw::modules(),
+            Self::GradNorm => super::ops::grad_norm::modules(),
+            Self::Norm => super::ops::norm::modules(),
         }
     }
 }

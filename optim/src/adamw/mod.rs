@@ -145,6 +145,34 @@ impl AdamW {
         RandomStream::new(seed, "optimizer rounding")
     }
 
+    /// The same constants for the kernels of a GPU; the factor of a clip block multiplies `grad_scale`.
+    ///
+    /// # Errors
+    /// [`OptimError::StepZero`].
+    #[cfg(feature = "cuda")]
+    pub fn scalars(
+        &self,
+        step: u64,
+        lr: f32,
+        weight_decay: f32,
+        grad_scale: f32,
+        seed: u64,
+    ) -> Result<kernels::cuda::ops::adamw::Scalars, OptimError> {
+        let c = self.coefficients(step, lr, weight_decay, grad_scale)?;
+        Ok(kernels::cuda::ops::adamw::Scalars {
+            grad_scale: c.grad_scale,
+            one_minus_beta1: c.one_minus_beta1,
+            beta2: c.beta2,
+            one_minus_beta2: c.one_minus_beta2,
+            sqrt_bias_correction2: c.sqrt_bias_correction2,
+            eps: c.eps,
+            step_size: c.step_size,
+            decay: c.decay,
+            key: Self::rounding_stream(seed).key(),
+            step: [step as u32, (step >> 32) as u32],
+        })
+    }
+
     fn step_on(&self, simd: Simd, mut args: StepArgs<'_>) -> Result<(), OptimError> {
         check_lengths(&args)?;
         let coefficients =

@@ -38,4 +38,7 @@ macro_rules! families {
 
 families! {
     cast: Cast,
+    adamw: AdamW,
+    grad_norm: GradNorm,
+    norm: Norm,
 }

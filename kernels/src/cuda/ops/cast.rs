@@ -41,7 +41,6 @@ pub fn launch(from: DType, x: Address, to: DType, y: Address, n: u64) -> Option<
     })
 }
 
-#[expect(clippy::cast_possible_truncation, reason = "at most MAX_BLOCKS")]
 fn blocks(n: u64) -> u32 {
     let rounds = n.div_ceil(WIDTH * u64::from(THREADS));
     rounds.clamp(1, MAX_BLOCKS) as u32

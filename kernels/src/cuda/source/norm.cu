@@ -118,6 +118,7 @@ forward_any(const A* x, const A* residual, A* sum, const P* weight, const P* bia
   SHARED_MEMORY(memory);
   float* shared = (float*)memory;
   int warps = blockDim.x >> 5;
+  if (blockIdx.x >= rows) return;
   u64 start = (u64)blockIdx.x * c;
   x += start, y += start;
   if (residual) {

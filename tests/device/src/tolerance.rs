@@ -1,0 +1,104 @@
+//! How far a result may lie from the f64 reference, derived from the rounding errors made.
+//!
+//! `u` is the unit roundoff (half an ulp of 1): 2^-24 for f32, 2^-8 for bf16, 2^-11 for f16.
+
+use kernels::DType;
+
+/// Unit roundoff of f32.
+pub const U32: f64 = 1.0 / (1u64 << 24) as f64;
+
+/// Error of one rounding to a dtype of a value within a small relative error of `want`: relative, plus half the
+/// smallest subnormal.
+#[must_use]
+pub fn store(dtype: DType, want: f64) -> f64 {
+    let (unit, subnormal) = match dtype {
+        DType::BF16 => (1.0 / 256.0, 1e-38),
+        DType::F16 => (1.0 / 2048.0, 3.0e-8),
+        _ => (U32, 1e-38),
+    };
+    // The rounded value is not exactly `want`: 1 + 2^-10.
+    unit * want.abs() * 1.001 + subnormal
+}
+
+/// Relative error of one rounding to a dtype.
+#[must_use]
+pub fn unit(dtype: DType) -> f64 {
+    match dtype {
+        DType::BF16 => 1.0 / 256.0,
+        DType::F16 => 1.0 / 2048.0,
+        _ => U32,
+    }
+}
+
+/// Bounds for one row of a normalisation of `c` elements, in which sums are made of chains of at most
+/// `max(32, c / 256 + 1)` additions in a thread, 5 in a warp and 16 over warps.
+#[derive(Clone, Copy, Debug)]
+pub struct NormRow {
+    /// Relative error of such a sum of positive terms: its additions and a few roundings of each term.
+    sum: f64,
+    /// Root mean square over standard deviation (0 for RMS norm, which subtracts no mean): the mean is off by `sum`
+    /// times the mean size of x, so a normalised element by `sum * cancel`.
+    cancel: f64,
+    scale: f64,
+}
+
+impl NormRow {
+    /// For the factor `scale` that normalises the row.
+    #[must_use]
+    pub fn new(c: usize, scale: f64, cancel: f64) -> Self {
+        let additions = (c as f64 / 256.0 + 1.0).max(32.0) + 5.0 + 16.0;
+        Self {
+            sum: (additions + 4.0) * U32,
+            cancel,
+            scale,
+        }
+    }
+
+    /// A normalised element: half the relative error of the variance, whose terms carry the mean's error twice and to
+    /// second order; the roundings of root, quotient, difference and product.
+    fn normal(self, normal: f64) -> f64 {
+        (self.sum + 6.0 * U32) * normal.abs() + self.sum * self.cancel
+    }
+
+    /// `y = normal * weight + bias`.
+    #[must_use]
+    pub fn value(self, dtype: DType, want: f64, normal: f64, weight: f64, bias: f64) -> f64 {
+        let product = (normal * weight).abs();
+        store(dtype, want) + self.normal(normal) * weight.abs() + 2.0 * U32 * (product + bias.abs())
+    }
+
+    /// `dx = scale * (g - mean(g) - normal * mean(g * normal))` for means of the sizes of `g` and of `g * normal`;
+    /// `gx` is the mean of `g * normal`, whose terms carry the errors of normalised elements.
+    #[must_use]
+    pub fn input_gradient(
+        self,
+        dtype: DType,
+        want: f64,
+        [g, normal]: [f64; 2],
+        [mean_g, mean_gx, gx]: [f64; 3],
+    ) -> f64 {
+        let gx_error = (2.0 * self.sum + 6.0 * U32) * mean_gx + self.sum * self.cancel * mean_g;
+        let terms = g.abs() + mean_g + normal.abs() * gx.abs();
+        let inner = self.sum * mean_g
+            + normal.abs() * gx_error
+            + self.normal(normal) * gx.abs()
+            + 6.0 * U32 * terms;
+        // The factor in front has the error of a normalised element without a mean.
+        store(dtype, want) + self.scale * (inner + (self.sum + 6.0 * U32) * terms)
+    }
+
+    /// One term `dy * normal` of a weight's gradient; RMS norm rounds the normalised element to `dtype` first.
+    #[must_use]
+    pub fn weight_term(self, dtype: DType, dy: f64, normal: f64, rounded: bool) -> f64 {
+        let rounding = if rounded { store(dtype, normal) } else { 0.0 };
+        dy.abs() * (self.normal(normal) + rounding)
+    }
+}
+
+/// Sum over `rows` of terms whose sizes add up to `magnitude` and whose own errors to `terms`: at most
+/// `rows / 264 + 1` additions in a group, then at most 264 groups of up to 8 rows in 32 chains, then 32.
+#[must_use]
+pub fn norm_parameter(rows: usize, magnitude: f64, terms: f64) -> f64 {
+    let additions = rows as f64 / 264.0 + 1.0 + 264.0 * 8.0 / 32.0 + 32.0;
+    terms + (additions + 1.0) * U32 * magnitude
+}
