@@ -41,6 +41,16 @@ pub fn widened(dtype: DType, values: &[f32]) -> Vec<f32> {
     self::values(dtype, &bytes(dtype, values))
 }
 
+/// One number rounded to a dtype.
+#[must_use]
+pub fn rounded(dtype: DType, x: f32) -> f32 {
+    match dtype {
+        DType::BF16 => bf16::from_f32(x).to_f32(),
+        DType::F16 => f16::from_f32(x).to_f32(),
+        _ => x,
+    }
+}
+
 /// Where two sequences first differ in bits; any two NaN are the same.
 #[must_use]
 pub fn first_difference(got: &[f32], want: &[f32]) -> Option<usize> {

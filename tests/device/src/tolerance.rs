@@ -4,6 +4,8 @@
 
 use kernels::DType;
 
+use crate::numbers;
+
 /// Unit roundoff of f32.
 pub const U32: f64 = 1.0 / (1u64 << 24) as f64;
 
@@ -18,16 +20,6 @@ pub fn store(dtype: DType, want: f64) -> f64 {
     };
     // The rounded value is not exactly `want`: 1 + 2^-10.
     unit * want.abs() * 1.001 + subnormal
-}
-
-/// Relative error of one rounding to a dtype.
-#[must_use]
-pub fn unit(dtype: DType) -> f64 {
-    match dtype {
-        DType::BF16 => 1.0 / 256.0,
-        DType::F16 => 1.0 / 2048.0,
-        _ => U32,
-    }
 }
 
 /// Bounds for one row of a normalisation of `c` elements, in which sums are made of chains of at most
@@ -56,15 +48,27 @@ impl NormRow {
 
     /// A normalised element: half the relative error of the variance, whose terms carry the mean's error twice and to
     /// second order; the roundings of root, quotient, difference and product.
-    fn normal(self, normal: f64) -> f64 {
+    #[must_use]
+    pub fn normal(self, normal: f64) -> f64 {
         (self.sum + 6.0 * U32) * normal.abs() + self.sum * self.cancel
     }
 
-    /// `y = normal * weight + bias`.
+    /// Centre and half width of what a normalised element can be after a rounding to `dtype`: mostly one number.
     #[must_use]
-    pub fn value(self, dtype: DType, want: f64, normal: f64, weight: f64, bias: f64) -> f64 {
-        let product = (normal * weight).abs();
-        store(dtype, want) + self.normal(normal) * weight.abs() + 2.0 * U32 * (product + bias.abs())
+    pub fn rounded(self, dtype: DType, normal: f64) -> [f64; 2] {
+        let error = self.normal(normal);
+        let round = |x: f64| f64::from(numbers::rounded(dtype, x as f32));
+        let (low, high) = (round(normal - error), round(normal + error));
+        [f64::midpoint(low, high), (high - low) / 2.0]
+    }
+
+    /// `y = normal * weight + bias` for a normalised element that is off by at most `error`.
+    #[must_use]
+    pub fn value(dtype: DType, [normal, error]: [f64; 2], weight: f64, bias: f64) -> f64 {
+        let product = normal * weight;
+        store(dtype, product + bias)
+            + error * weight.abs()
+            + 2.0 * U32 * (product.abs() + bias.abs())
     }
 
     /// `dx = scale * (g - mean(g) - normal * mean(g * normal))` for means of the sizes of `g` and of `g * normal`;
@@ -85,13 +89,6 @@ impl NormRow {
             + 6.0 * U32 * terms;
         // The factor in front has the error of a normalised element without a mean.
         store(dtype, want) + self.scale * (inner + (self.sum + 6.0 * U32) * terms)
-    }
-
-    /// One term `dy * normal` of a weight's gradient; RMS norm rounds the normalised element to `dtype` first.
-    #[must_use]
-    pub fn weight_term(self, dtype: DType, dy: f64, normal: f64, rounded: bool) -> f64 {
-        let rounding = if rounded { store(dtype, normal) } else { 0.0 };
-        dy.abs() * (self.normal(normal) + rounding)
     }
 }
 
