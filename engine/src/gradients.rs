@@ -1,16 +1,13 @@
 //! Accumulated gradients of one unit on one rank: f32, or bf16 with stochastic rounding.
 
 use crate::error::EngineError;
-use crate::norm::sum_of_squares;
 use crate::plan::{GroupLayout, Plan, UnitPlan};
 use crate::tier::{Region, Tiers};
 use half::bf16;
 use kernels::{DType, Float, Tag};
+use optim::clip::{NORM_BLOCK_ELEMS, SquareSum};
 use optim::rng::{RandomStream, stochastic_round_bf16};
 use std::ops::Range;
-
-/// Elements widened at once.
-const CHUNK_ELEMS: usize = 4096;
 
 /// Key of the rounding of one accumulation: update, micro-batch.
 #[derive(Clone, Copy, Debug)]
@@ -136,9 +133,10 @@ impl Accumulator {
     /// Sum of squares of `range` of the group.
     pub(crate) fn sum_of_squares(&self, range: Range<usize>) -> f64 {
         let mut scratch = Vec::new();
-        let chunks = crate::zero::split(range, CHUNK_ELEMS);
-        chunks
-            .map(|chunk| sum_of_squares(self.read(chunk, &mut scratch)))
-            .sum()
+        let mut sum = SquareSum::default();
+        for block in crate::zero::split(range, NORM_BLOCK_ELEMS) {
+            sum.add_block(self.read(block, &mut scratch));
+        }
+        sum.total()
     }
 }

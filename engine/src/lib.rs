@@ -6,7 +6,6 @@ pub mod checkpoint;
 pub mod comm;
 mod error;
 mod gradients;
-mod norm;
 pub mod plan;
 mod snapshot;
 pub mod spec;
@@ -17,8 +16,8 @@ mod zero;
 
 pub use access::{Lease, LeaseOwner, ParamAccess, Phase};
 pub use error::EngineError;
-pub use norm::{NORM_BLOCK_ELEMS, sum_of_squares};
 pub use optim::Precision;
+pub use optim::clip::{NORM_BLOCK_ELEMS, sum_of_squares};
 pub use plan::{Offload, PassKind, Plan, Stage, Tier, ZeroConfig};
 pub use snapshot::check_trained;
 pub use spec::{ModelSpec, ParamId, ParamSpec, TensorParallel, UnitId, UnitSpec};

@@ -9,6 +9,7 @@ use crate::state::{Scalars, UnitState};
 use crate::store::{Store, lease_of};
 use crate::tier::Tiers;
 use kernels::{Backend, DType, Float, Pool, Tensor};
+use optim::clip::GradientScale;
 use optim::{GroupOptions, Optimizer};
 use std::cell::RefCell;
 use std::ops::Range;
@@ -233,22 +234,19 @@ impl Zero {
         self.reduce_accumulated()?;
         let totals = self.sum_totals()?;
         let tokens = totals.supervised.max(1) as f64;
-        let norm = self.global_norm()? / tokens;
+        let max_norm = self.plan.config().max_grad_norm;
+        let scale = GradientScale::new(self.sum_of_squares()?, tokens, max_norm);
         let mut report = StepReport {
             step: self.step,
             loss: totals.loss_sum / tokens,
             supervised_tokens: totals.supervised,
-            grad_norm: norm,
-            applied: norm.is_finite() && totals.loss_sum.is_finite(),
+            grad_norm: scale.norm,
+            applied: scale.norm.is_finite() && totals.loss_sum.is_finite(),
         };
         if report.applied {
-            let clip = match self.plan.config().max_grad_norm {
-                Some(max) => (f64::from(max) / (norm + 1e-6)).min(1.0),
-                None => 1.0,
-            };
             self.step += 1;
             report.step = self.step;
-            self.update(lr, (clip / tokens) as f32)?;
+            self.update(lr, scale.factor)?;
             self.share_updated_weights()?;
         }
         self.store.get_mut().clear_gradients(self.step);
@@ -316,9 +314,9 @@ impl Zero {
         })
     }
 
-    /// Global norm of the summed gradients: f64 over fixed blocks of each shard, then over ranks in
-    /// order. The same in every stage, tier and bucket order.
-    fn global_norm(&mut self) -> Result<f64> {
+    /// Squares of the summed gradients: f64 over fixed blocks of each unit's shard, then over units
+    /// and ranks in order. The same in every stage, tier and bucket order.
+    fn sum_of_squares(&mut self) -> Result<f64> {
         let rank = self.comm.world().rank;
         let mut own = 0.0;
         for unit in self.trainable_units() {
@@ -328,7 +326,7 @@ impl Zero {
             }
         }
         let all = self.comm.all_gather_f64(&[own], CommTag::new("norm", 0))?;
-        Ok(all.iter().map(|r| r[0]).sum::<f64>().sqrt())
+        Ok(all.iter().map(|r| r[0]).sum())
     }
 
     fn update(&mut self, lr: f64, grad_scale: f32) -> Result<()> {

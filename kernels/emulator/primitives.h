@@ -68,6 +68,9 @@ DEVICE float sqrt_rn(float a) { return sqrtf(a); }
 DEVICE float fma_rn(float a, float b, float c) { return fmaf(a, b, c); }
 DEVICE double add_rn(double a, double b) { return a + b; }
 DEVICE double mul_rn(double a, double b) { return a * b; }
+DEVICE double div_rn(double a, double b) { return a / b; }
+DEVICE double sqrt_rn(double a) { return __builtin_sqrt(a); }
+DEVICE double fma_rn(double a, double b, double c) { return __builtin_fma(a, b, c); }
 
 namespace emulator {
 // A subnormal number becomes a zero of its sign.

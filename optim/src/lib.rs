@@ -4,12 +4,14 @@
 //! |---|---|
 //! | [`optimizer`] | what an update rule is: declared state slots, one step over a window |
 //! | [`adamw`] | `AdamW` in `f32`, with 16-bit weights and an `f32` master, or in pure `bf16` |
+//! | [`clip`] | the gradient norm as a sum of fixed order, and the factor that clips it |
 //! | [`schedule`] | the learning rate as a pure function of the step |
 //! | [`groups`] | weight decay and learning-rate scale by parameter name |
 //! | [`rng`] | counter-based random numbers and stochastic rounding |
 #![deny(unsafe_code)]
 
 pub mod adamw;
+pub mod clip;
 mod error;
 pub mod groups;
 pub mod optimizer;

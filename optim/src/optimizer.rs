@@ -114,7 +114,8 @@ pub enum WeightWindow<'a> {
         /// Their rounded copy.
         weight: &'a mut [f16],
     },
-    /// `bf16` weights without a master, stored with stochastic rounding.
+    /// `bf16` weights without a master, stored with stochastic rounding. State is `bf16` with stochastic rounding
+    /// too, or `f32`.
     PureBf16(&'a mut [bf16]),
 }
 

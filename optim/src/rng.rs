@@ -91,8 +91,10 @@ impl RandomStream {
         (radius * (TAU * unit(join(c, d))).cos()) as f32
     }
 
+    /// The generator's key: with it, [`RandomStream::block`] can be computed elsewhere.
     #[inline(always)]
-    pub(crate) fn key(self) -> [u32; 2] {
+    #[must_use]
+    pub fn key(self) -> [u32; 2] {
         self.key
     }
 }

@@ -15,11 +15,23 @@ pub enum Family {
     Cast,
     /// Every primitive on its own.
     PrimitivesCheck,
+    /// `AdamW` steps.
+    AdamW,
+    /// The norm of gradients.
+    GradNorm,
+    /// RMS norm and layer norm.
+    Norm,
 }
 
 impl Family {
     /// Every family.
-    pub const ALL: [Self; 2] = [Self::Cast, Self::PrimitivesCheck];
+    pub const ALL: [Self; 5] = [
+        Self::Cast,
+        Self::PrimitivesCheck,
+        Self::AdamW,
+        Self::GradNorm,
+        Self::Norm,
+    ];
 
     /// Its file's stem.
     #[must_use]
@@ -27,6 +39,9 @@ impl Family {
         match self {
             Self::Cast => "cast",
             Self::PrimitivesCheck => "primitives_check",
+            Self::AdamW => "adamw",
+            Self::GradNorm => "grad_norm",
+            Self::Norm => "norm",
         }
     }
 
@@ -36,6 +51,9 @@ impl Family {
         match self {
             Self::Cast => include_str!("source/cast.cu"),
             Self::PrimitivesCheck => include_str!("source/primitives_check.cu"),
+            Self::AdamW => include_str!("source/adamw.cu"),
+            Self::GradNorm => include_str!("source/grad_norm.cu"),
+            Self::Norm => include_str!("source/norm.cu"),
         }
     }
 
@@ -46,6 +64,9 @@ impl Family {
         match self {
             Self::Cast => super::ops::cast::modules(),
             Self::PrimitivesCheck => super::ops::primitives_check::modules(),
+            Self::AdamW => super::ops::adamw::modules(),
+            Self::GradNorm => super::ops::grad_norm::modules(),
+            Self::Norm => super::ops::norm::modules(),
         }
     }
 }

@@ -1,6 +1,14 @@
 //! `AdamW`: Adam with bias correction and decoupled weight decay, the arithmetic of `torch.optim.AdamW`.
 //!
-//! One pass over memory reads gradient, weight and moments and writes weight, moments and the 16-bit copy.
+//! One pass over memory reads gradient, weight and moments and writes weight, moments and the 16-bit copy:
+//!
+//! | weights | moments | bytes per parameter with 16-bit gradients |
+//! |---|---|---|
+//! | `f32` | `f32` | 26 |
+//! | `f32` master and 16-bit copy | `f32` | 28 |
+//! | `bf16`, stochastic rounding | `f32` | 22 |
+//! | `bf16`, stochastic rounding | `bf16`, stochastic rounding | 14 |
+//!
 //! Arithmetic is `f32` without fused multiply-add, so every SIMD path, split and thread count gives the same bits.
 
 mod simd;
@@ -14,7 +22,7 @@ use crate::OptimError;
 use crate::optimizer::{Optimizer, SlotDtype, StateSlot, StateWindow, StepArgs, WeightWindow};
 use crate::rng::RandomStream;
 use simd::Simd;
-use update::{Coefficients, Rounding};
+use update::Rounding;
 
 /// Elements per task: longer windows are spread over the rayon pool.
 const CHUNK_ELEMS: usize = 1 << 16;
@@ -29,6 +37,28 @@ const SLOTS: [StateSlot; 2] = [
         dtype: SlotDtype::Moment,
     },
 ];
+
+/// The constants of one step, computed in `f64` and rounded once: what the update of an element reads beside its
+/// gradient, weight and moments.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct Coefficients {
+    /// Factor on every gradient.
+    pub grad_scale: f32,
+    /// `1 - beta1`.
+    pub one_minus_beta1: f32,
+    /// `beta2`.
+    pub beta2: f32,
+    /// `1 - beta2`.
+    pub one_minus_beta2: f32,
+    /// `sqrt(1 - beta2^step)`.
+    pub sqrt_bias_correction2: f32,
+    /// Added to the denominator.
+    pub eps: f32,
+    /// `lr / (1 - beta1^step)`.
+    pub step_size: f32,
+    /// `1 - lr * weight_decay`.
+    pub decay: f32,
+}
 
 /// The hyper-parameters that hold for a whole run; rate and decay come with each step.
 #[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
@@ -78,10 +108,81 @@ impl AdamW {
         Ok(Self { beta1, beta2, eps })
     }
 
+    /// The constants of update number `step` (counted from 1).
+    ///
+    /// # Errors
+    /// [`OptimError::StepZero`].
+    pub fn coefficients(
+        &self,
+        step: u64,
+        lr: f32,
+        weight_decay: f32,
+        grad_scale: f32,
+    ) -> Result<Coefficients, OptimError> {
+        if step == 0 {
+            return Err(OptimError::StepZero);
+        }
+        let exponent = step as f64;
+        let bias_correction1 = 1.0 - self.beta1.powf(exponent);
+        let bias_correction2 = 1.0 - self.beta2.powf(exponent);
+        let lr = f64::from(lr);
+        Ok(Coefficients {
+            grad_scale,
+            one_minus_beta1: (1.0 - self.beta1) as f32,
+            beta2: self.beta2 as f32,
+            one_minus_beta2: (1.0 - self.beta2) as f32,
+            sqrt_bias_correction2: bias_correction2.sqrt() as f32,
+            eps: self.eps as f32,
+            step_size: (lr / bias_correction1) as f32,
+            decay: (1.0 - lr * f64::from(weight_decay)) as f32,
+        })
+    }
+
+    /// The stream that stochastic rounding draws from. Elements `2k` and `2k + 1` of step `s` share its block at
+    /// `(s, k)`: the low and high half of word 0 round the weight, of word 1 the first moment, of word 2 the second.
+    #[must_use]
+    pub fn rounding_stream(seed: u64) -> RandomStream {
+        RandomStream::new(seed, "optimizer rounding")
+    }
+
+    /// The same constants for the kernels of a GPU; the factor of a clip block multiplies `grad_scale`.
+    ///
+    /// # Errors
+    /// [`OptimError::StepZero`].
+    #[cfg(feature = "cuda")]
+    pub fn scalars(
+        &self,
+        step: u64,
+        lr: f32,
+        weight_decay: f32,
+        grad_scale: f32,
+        seed: u64,
+    ) -> Result<kernels::cuda::ops::adamw::Scalars, OptimError> {
+        let c = self.coefficients(step, lr, weight_decay, grad_scale)?;
+        Ok(kernels::cuda::ops::adamw::Scalars {
+            grad_scale: c.grad_scale,
+            one_minus_beta1: c.one_minus_beta1,
+            beta2: c.beta2,
+            one_minus_beta2: c.one_minus_beta2,
+            sqrt_bias_correction2: c.sqrt_bias_correction2,
+            eps: c.eps,
+            step_size: c.step_size,
+            decay: c.decay,
+            key: Self::rounding_stream(seed).key(),
+            step: [step as u32, (step >> 32) as u32],
+        })
+    }
+
     fn step_on(&self, simd: Simd, mut args: StepArgs<'_>) -> Result<(), OptimError> {
         check_lengths(&args)?;
-        let coefficients = Coefficients::new(self, &args)?;
+        let coefficients =
+            self.coefficients(args.step, args.lr, args.weight_decay, args.grad_scale)?;
         let kernel = Kernel { simd, coefficients };
+        let rounding = Rounding {
+            stream: Self::rounding_stream(args.seed),
+            step: args.step,
+            first_element: args.first_element,
+        };
         let grad = args.grad;
         match (args.weight, args.state.as_mut_slice()) {
             (WeightWindow::F32(weight), [StateWindow::F32(m), StateWindow::F32(v)]) => {
@@ -96,18 +197,16 @@ impl AdamW {
                 [StateWindow::F32(m), StateWindow::F32(v)],
             ) => kernel.mixed_f16(grad, master, weight, m, v),
             (WeightWindow::PureBf16(weight), [StateWindow::Bf16(m), StateWindow::Bf16(v)]) => {
-                let rounding = Rounding {
-                    stream: RandomStream::new(args.seed, "optimizer rounding"),
-                    step: args.step,
-                    first_element: args.first_element,
-                };
                 kernel.pure_bf16(rounding, grad, weight, m, v);
+            }
+            (WeightWindow::PureBf16(weight), [StateWindow::F32(m), StateWindow::F32(v)]) => {
+                kernel.rounded_bf16(rounding, grad, weight, m, v);
             }
             (weight, _) => {
                 return Err(OptimError::UnsupportedWindows {
                     optimizer: self.name(),
                     weight: weight.kind(),
-                    expected: "two moments, in bf16 for pure bf16 weights and in f32 otherwise",
+                    expected: "two moments in f32, or for pure bf16 weights two in bf16",
                 });
             }
         }
@@ -252,7 +351,33 @@ impl Kernel {
                 self.pure_bf16(rounding, grad, weight, m, v);
             });
     }
+
+    fn rounded_bf16(
+        self,
+        rounding: Rounding,
+        grad: &[f32],
+        weight: &mut [bf16],
+        m: &mut [f32],
+        v: &mut [f32],
+    ) {
+        if grad.len() <= CHUNK_ELEMS {
+            return self
+                .simd
+                .rounded_bf16(&self.coefficients, rounding, grad, weight, m, v);
+        }
+        grad.par_chunks(CHUNK_ELEMS)
+            .zip(weight.par_chunks_mut(CHUNK_ELEMS))
+            .zip(m.par_chunks_mut(CHUNK_ELEMS))
+            .zip(v.par_chunks_mut(CHUNK_ELEMS))
+            .enumerate()
+            .for_each(|(chunk, (((grad, weight), m), v))| {
+                let rounding = rounding.advanced((chunk * CHUNK_ELEMS) as u64);
+                self.rounded_bf16(rounding, grad, weight, m, v);
+            });
+    }
 }
 
+#[cfg(test)]
+mod rounding_tests;
 #[cfg(test)]
 mod tests;

@@ -6,7 +6,8 @@
 
 use half::{bf16, f16};
 
-use super::update::{self, Coefficients, Rounding};
+use super::Coefficients;
+use super::update::{self, Rounding};
 
 /// An instruction set that this machine has. Values other than `Portable` come from [`Simd::available`] only.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -104,4 +105,8 @@ multiversion!(mixed_f16, mixed_f16_avx2, mixed_f16_avx512, (
 multiversion!(pure_bf16, pure_bf16_avx2, pure_bf16_avx512, (
     c: &Coefficients, rounding: Rounding, grad: &[f32], weight: &mut [bf16],
     m: &mut [bf16], v: &mut [bf16],
+));
+multiversion!(rounded_bf16, rounded_bf16_avx2, rounded_bf16_avx512, (
+    c: &Coefficients, rounding: Rounding, grad: &[f32], weight: &mut [bf16],
+    m: &mut [f32], v: &mut [f32],
 ));

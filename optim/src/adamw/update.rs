@@ -4,9 +4,7 @@ use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use kernels::Float;
 
-use super::AdamW;
-use crate::OptimError;
-use crate::optimizer::StepArgs;
+use super::Coefficients;
 use crate::rng::{RandomStream, philox4x32_lanes, stochastic_round_bf16};
 
 /// Elements that share one round of random numbers; also the size of the stack buffers.
@@ -15,40 +13,7 @@ const PAIRS: usize = ROUNDING_ELEMS / 2;
 /// Elements converted to `f16` while they are in the first-level cache.
 const CAST_ELEMS: usize = 1024;
 
-/// The constants of one step. Bias corrections are computed in `f64` and rounded once.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Coefficients {
-    grad_scale: f32,
-    one_minus_beta1: f32,
-    beta2: f32,
-    one_minus_beta2: f32,
-    sqrt_bias_correction2: f32,
-    eps: f32,
-    step_size: f32,
-    decay: f32,
-}
-
 impl Coefficients {
-    pub(super) fn new(adamw: &AdamW, args: &StepArgs<'_>) -> Result<Self, OptimError> {
-        if args.step == 0 {
-            return Err(OptimError::StepZero);
-        }
-        let exponent = args.step as f64;
-        let bias_correction1 = 1.0 - adamw.beta1.powf(exponent);
-        let bias_correction2 = 1.0 - adamw.beta2.powf(exponent);
-        let lr = f64::from(args.lr);
-        Ok(Self {
-            grad_scale: args.grad_scale,
-            one_minus_beta1: (1.0 - adamw.beta1) as f32,
-            beta2: adamw.beta2 as f32,
-            one_minus_beta2: (1.0 - adamw.beta2) as f32,
-            sqrt_bias_correction2: bias_correction2.sqrt() as f32,
-            eps: adamw.eps as f32,
-            step_size: (lr / bias_correction1) as f32,
-            decay: (1.0 - lr * f64::from(args.weight_decay)) as f32,
-        })
-    }
-
     /// New weight, first and second moment of one element.
     #[inline(always)]
     fn element(&self, grad: f32, weight: f32, m: f32, v: f32) -> (f32, f32, f32) {
@@ -117,7 +82,8 @@ pub(super) fn mixed_f16(
 }
 
 /// Where a window stands in the rounding stream. Elements `2k` and `2k + 1` share the block at (step, k): the low
-/// and high half of word 0 round the weight, of word 1 the first moment, of word 2 the second.
+/// and high half of word 0 round the weight, of word 1 the first moment, of word 2 the second. Moments in `f32` leave
+/// their words unused.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Rounding {
     pub(super) stream: RandomStream,
@@ -179,6 +145,38 @@ pub(super) fn pure_bf16(
             &mut v[range.clone()],
         ];
         pure_bf16_run(c, &random, skip, &grad[range], window);
+        start += n;
+    }
+}
+
+/// `bf16` weights stored with stochastic rounding, moments in `f32`.
+#[inline(always)]
+pub(super) fn rounded_bf16(
+    c: &Coefficients,
+    rounding: Rounding,
+    grad: &[f32],
+    weight: &mut [bf16],
+    m: &mut [f32],
+    v: &mut [f32],
+) {
+    let mut start = 0;
+    while start < grad.len() {
+        let element = rounding.first_element + start as u64;
+        let skip = (element % ROUNDING_ELEMS as u64) as usize;
+        let n = (ROUNDING_ELEMS - skip).min(grad.len() - start);
+        let random = rounding.halves((element - skip as u64) / 2)[0];
+        let range = start..start + n;
+        let mut wide = [0f32; ROUNDING_ELEMS];
+        let wide = &mut wide[..n];
+        for (wide, narrow) in wide.iter_mut().zip(&weight[range.clone()]) {
+            *wide = <bf16 as Float>::to_f32(*narrow);
+        }
+        let (m, v) = (&mut m[range.clone()], &mut v[range.clone()]);
+        f32(c, &grad[range.clone()], wide, m, v);
+        let random = &random[skip..skip + n];
+        for ((narrow, wide), random) in weight[range].iter_mut().zip(wide).zip(random) {
+            *narrow = stochastic_round_bf16(*wide, *random);
+        }
         start += n;
     }
 }

@@ -7,9 +7,13 @@ pub mod compile;
 pub mod emulator;
 pub mod gpu;
 pub mod machine;
+pub mod numbers;
 pub mod paired;
 pub mod random;
 pub mod recording;
+#[allow(dead_code, reason = "the CPU's tests use more of it")]
+#[path = "../../../kernels/tests/common/reference.rs"]
+pub(crate) mod reference;
 pub mod seeded;
 pub mod stages;
 pub mod tolerance;

@@ -63,6 +63,9 @@ macro_rules! families {
 families! {
     cast: Cast,
     primitives_check: PrimitivesCheck,
+    adamw: AdamW,
+    grad_norm: GradNorm,
+    norm: Norm,
 }
 
 #[test]

@@ -36,3 +36,60 @@ struct Element<TYPE_F16> {
 
 DEVICE float minus_infinity() { return float_of_bits(0xff800000u); }
 DEVICE int divide_up(int a, int b) { return (a + b - 1) / b; }
+
+// Eight consecutive elements as they lie in memory, from and to addresses of 16-byte words: registers hold them
+// packed until they are used. `load` bypasses the first-level cache (read once), `load_cached` does not;
+// `store_streaming` is for what is not read again soon.
+template <int T>
+struct Eight {
+  typedef Element<T> E;
+  u32 words[4];
+  DEVICE void load(const u16* p) { set_words(load_streaming((const uint4*)p)); }
+  DEVICE void load_cached(const u16* p) { set_words(*(const uint4*)p); }
+  DEVICE void store(u16* p) const { *(uint4*)p = make_uint4(words[0], words[1], words[2], words[3]); }
+  DEVICE void store_streaming(u16* p) const {
+    ::store_streaming((uint4*)p, make_uint4(words[0], words[1], words[2], words[3]));
+  }
+  DEVICE float get(int i) const { return E::widen((u16)(i & 1 ? words[i >> 1] >> 16 : words[i >> 1])); }
+  DEVICE void set_pair(int i, float low, float high) { words[i] = E::narrow_pair(low, high); }
+  DEVICE void set_zero() { words[0] = words[1] = words[2] = words[3] = 0; }
+  DEVICE void set_words(uint4 v) { words[0] = v.x, words[1] = v.y, words[2] = v.z, words[3] = v.w; }
+};
+template <>
+struct Eight<TYPE_F32> {
+  float values[8];
+  DEVICE void load(const float* p) {
+    set_half(0, load_streaming((const uint4*)p));
+    set_half(1, load_streaming((const uint4*)p + 1));
+  }
+  DEVICE void load_cached(const float* p) {
+    set_half(0, *(const uint4*)p);
+    set_half(1, *((const uint4*)p + 1));
+  }
+  DEVICE void store(float* p) const {
+    *(uint4*)p = half(0);
+    *((uint4*)p + 1) = half(1);
+  }
+  DEVICE void store_streaming(float* p) const {
+    ::store_streaming((uint4*)p, half(0));
+    ::store_streaming((uint4*)p + 1, half(1));
+  }
+  DEVICE float get(int i) const { return values[i]; }
+  DEVICE void set_pair(int i, float low, float high) { values[2 * i] = low, values[2 * i + 1] = high; }
+  DEVICE void set_zero() { UNROLL for (int i = 0; i < 8; i++) values[i] = 0.0f; }
+  DEVICE void set_half(int h, uint4 v) {
+    values[4 * h] = float_of_bits(v.x), values[4 * h + 1] = float_of_bits(v.y);
+    values[4 * h + 2] = float_of_bits(v.z), values[4 * h + 3] = float_of_bits(v.w);
+  }
+  DEVICE uint4 half(int h) const {
+    return make_uint4(bits_of_float(values[4 * h]), bits_of_float(values[4 * h + 1]), bits_of_float(values[4 * h + 2]),
+                      bits_of_float(values[4 * h + 3]));
+  }
+};
+
+// What the gradient norm decided about a step: kernels::cuda::ops::grad_norm::Clip.
+struct Clip {
+  double norm, loss;
+  float factor;
+  u32 skip;
+};

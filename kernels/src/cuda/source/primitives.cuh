@@ -30,6 +30,9 @@ DEVICE float sqrt_rn(float a) { return __fsqrt_rn(a); }
 DEVICE float fma_rn(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 DEVICE double add_rn(double a, double b) { return __dadd_rn(a, b); }
 DEVICE double mul_rn(double a, double b) { return __dmul_rn(a, b); }
+DEVICE double div_rn(double a, double b) { return __ddiv_rn(a, b); }
+DEVICE double sqrt_rn(double a) { return __dsqrt_rn(a); }
+DEVICE double fma_rn(double a, double b, double c) { return __fma_rn(a, b, c); }
 
 // 2^x and log2 x to about 2 ulp; subnormal results are zero.
 DEVICE float exp2_approx(float x) {

@@ -1,12 +1,12 @@
 //! Casts: bit-equal to the conversions of the `half` crate.
 
 use anyhow::{Result, ensure};
-use half::{bf16, f16};
 use kernels::DType;
 use kernels::cuda::ops::cast;
 
 use super::{Case, Effort};
 use crate::machine::Machine;
+use crate::numbers::{bytes, widened};
 use crate::random::Operands;
 
 const DTYPES: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
@@ -54,30 +54,4 @@ fn check(machine: &mut dyn Machine, from: DType, to: DType, n: usize) -> Result<
     let at = got.iter().zip(&want).position(|(g, w)| g != w);
     ensure!(at.is_none(), "byte {at:?} differs");
     Ok(())
-}
-
-fn bytes(dtype: DType, values: &[f32]) -> Vec<u8> {
-    match dtype {
-        DType::BF16 => bytemuck::pod_collect_to_vec(
-            &values
-                .iter()
-                .map(|x| bf16::from_f32(*x))
-                .collect::<Vec<_>>(),
-        ),
-        DType::F16 => bytemuck::pod_collect_to_vec(
-            &values.iter().map(|x| f16::from_f32(*x)).collect::<Vec<_>>(),
-        ),
-        _ => bytemuck::pod_collect_to_vec(values),
-    }
-}
-
-fn widened(dtype: DType, values: &[f32]) -> Vec<f32> {
-    values
-        .iter()
-        .map(|&x| match dtype {
-            DType::BF16 => bf16::from_f32(x).to_f32(),
-            DType::F16 => f16::from_f32(x).to_f32(),
-            _ => x,
-        })
-        .collect()
 }

@@ -5,7 +5,10 @@ use kernels::cuda::module::Family;
 
 use crate::machine::Machine;
 
+pub mod adamw;
 pub mod cast;
+pub mod grad_norm;
+pub mod norm;
 pub mod primitives_check;
 
 /// How large operands may be.
@@ -59,6 +62,9 @@ pub fn of(family: Family, effort: Effort) -> Vec<Case> {
     match family {
         Family::Cast => cast::cases(effort),
         Family::PrimitivesCheck => primitives_check::cases(effort),
+        Family::AdamW => adamw::cases(effort),
+        Family::GradNorm => grad_norm::cases(effort),
+        Family::Norm => norm::cases(effort),
         other => vec![Case::new(format!("{other:?}"), move |_| {
             anyhow::bail!("the family {other:?} has no checks")
         })],

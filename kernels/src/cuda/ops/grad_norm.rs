@@ -1,0 +1,119 @@
+//! The norm of gradients, bit-equal to `optim::clip`, and the clip factor, without a host in between.
+
+use bytemuck::{Pod, Zeroable};
+
+use crate::DType;
+use crate::cuda::launch::{Address, Arg, Launch};
+use crate::cuda::module::{Family, Module, element_type};
+
+/// Elements of a block of the definition.
+const BLOCK_ELEMS: u64 = 4096;
+/// Blocks (one warp each) that a thread block sums.
+const BLOCKS_PER_GRID_BLOCK: u64 = 8;
+/// Interleaved sums of blocks, one for each thread of `total`.
+const BLOCK_LANES: u32 = 1024;
+
+const KERNELS: &[&str] = &["block_sums", "total", "clip"];
+
+/// What the norm decided about a step, in device memory: written by [`clip`], read by the optimizer's launches and,
+/// for the report, by the host.
+#[repr(C)]
+#[derive(Clone, Copy, PartialEq, Debug, Pod, Zeroable)]
+pub struct Clip {
+    /// Norm of the mean gradient, before clipping.
+    pub norm: f64,
+    /// Mean loss per token.
+    pub loss: f64,
+    /// Factor on every summed gradient: `min(1, max_norm / (norm + 1e-6)) / tokens`; 0 for a skipped step.
+    pub factor: f32,
+    /// 1 when norm or loss is not finite: nothing may change. 0 otherwise.
+    pub skip: u32,
+}
+
+/// A rank's row of what [`clip`] adds over ranks, in device memory.
+#[repr(C)]
+#[derive(Clone, Copy, PartialEq, Debug, Pod, Zeroable)]
+pub struct Sums {
+    /// Sum of squares of its gradients.
+    pub squares: f64,
+    /// Sum of its losses.
+    pub loss: f64,
+    /// Its supervised tokens.
+    pub tokens: f64,
+}
+
+fn module(grad: DType) -> Option<Module> {
+    let defines = [("GRAD", element_type(grad)?)];
+    Some(Module::new(Family::GradNorm, defines, KERNELS))
+}
+
+/// Every dtype.
+#[must_use]
+pub fn modules() -> Vec<Module> {
+    let dtypes = [DType::F32, DType::BF16, DType::F16];
+    dtypes.into_iter().filter_map(module).collect()
+}
+
+/// Bytes of workspace of [`square_sum`]: a sum for each block.
+#[must_use]
+pub const fn workspace_bytes(n: u64) -> u64 {
+    n.div_ceil(BLOCK_ELEMS) * 8
+}
+
+/// `sum = squares of x [n] (+ sum when accumulating)`, `sum` an f64: the launches in their order. Windows are summed
+/// one after the other into one number, as the CPU does. Reads `n` elements; `x` is aligned to its elements, best to
+/// 16 bytes. `None` when the dtype is no float or `n` beyond a grid's size (2^46 elements).
+#[must_use]
+pub fn square_sum(
+    dtype: DType,
+    x: Address,
+    n: u64,
+    workspace: Address,
+    sum: Address,
+    accumulate: bool,
+) -> Option<[Launch; 2]> {
+    let module = module(dtype)?;
+    let blocks = n.div_ceil(BLOCK_ELEMS);
+    let grid = u32::try_from(blocks.div_ceil(BLOCKS_PER_GRID_BLOCK)).ok()?;
+    let block_sums = Launch {
+        module: module.clone(),
+        kernel: "block_sums",
+        grid: [grid.max(1), 1, 1],
+        threads: 256,
+        shared_bytes: 0,
+        args: vec![Arg::Address(x), Arg::Address(workspace), Arg::U64(n)],
+    };
+    let total = Launch {
+        module,
+        kernel: "total",
+        grid: [1, 1, 1],
+        threads: BLOCK_LANES,
+        shared_bytes: BLOCK_LANES * 8,
+        args: vec![
+            Arg::Address(workspace),
+            Arg::U64(blocks),
+            Arg::Address(sum),
+            Arg::I32(accumulate.into()),
+        ],
+    };
+    Some([block_sums, total])
+}
+
+/// Adds [`Sums`] `[ranks]` in the order of ranks and writes [`Clip`]: `optim::clip::GradientScale` on the device.
+/// Without a largest norm nothing is clipped. `None` for more ranks than an `int` counts.
+#[must_use]
+pub fn clip(sums: Address, ranks: usize, max_norm: Option<f32>, out: Address) -> Option<Launch> {
+    Some(Launch {
+        module: module(DType::F32)?,
+        kernel: "clip",
+        grid: [1, 1, 1],
+        threads: 32,
+        shared_bytes: 0,
+        args: vec![
+            Arg::Address(sums),
+            Arg::I32(i32::try_from(ranks).ok()?),
+            Arg::F32(max_norm.unwrap_or(f32::INFINITY)),
+            Arg::Address(out),
+        ],
+    })
+}

@@ -1,0 +1,348 @@
+//! RMS norm and layer norm over the last axis of `[rows, c]`, with the semantics of [`Backend`](crate::Backend).
+
+use crate::DType;
+use crate::cuda::launch::{Address, Arg, Launch};
+use crate::cuda::module::{Family, Module, element_type};
+
+/// Elements of a chunk, the unit of work of a thread.
+const CHUNK: u32 = 8;
+const WARP: u32 = 32;
+/// Threads of a block, unless a row needs more.
+const BLOCK_THREADS: u32 = 256;
+/// Threads a row may have.
+const MAX_ROW_THREADS: u32 = 512;
+/// Chunks that a thread keeps in registers.
+const FORWARD_CHUNKS: u32 = 4;
+const BACKWARD_CHUNKS: u32 = 2;
+const WIDE_BACKWARD_CHUNKS: u32 = 4;
+/// Blocks of the backward at most, which bounds the partial sums: two for each multiprocessor of the largest GPU. Part
+/// of the result's definition, so never read from the device.
+const BACKWARD_BLOCKS: u64 = 264;
+/// Rows of `sum_partials`' block: columns, and warps that add groups.
+const SUM_COLUMNS: u32 = 32;
+const SUM_THREADS: u32 = 1024;
+
+/// Which normalisation.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum Kind {
+    /// `round(x / sqrt(mean(x^2) + eps)) * weight`.
+    Rms,
+    /// `(x - mean) / sqrt(var + eps) * weight + bias`.
+    Layer,
+}
+
+/// What is normalised.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct Shape {
+    /// Which normalisation.
+    pub kind: Kind,
+    /// Dtype of activations and their gradients.
+    pub dtype: DType,
+    /// Dtype of weight and bias: that of the activations, or f32.
+    pub weight_dtype: DType,
+    /// Rows.
+    pub rows: u64,
+    /// Elements of a row.
+    pub c: u32,
+    /// Added to the mean square.
+    pub eps: f32,
+}
+
+/// Operands of [`forward`]; `[rows, c]` unless stated.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Forward {
+    /// What is normalised, or added to the residual first.
+    pub x: Address,
+    /// With `sum`: `sum = round(x + residual)` is written and normalised. Null for none.
+    pub residual: Address,
+    /// Null exactly when `residual` is.
+    pub sum: Address,
+    /// `[c]`.
+    pub weight: Address,
+    /// `[c]`, null for RMS norm.
+    pub bias: Address,
+    /// The result.
+    pub y: Address,
+}
+
+/// Operands of [`backward`]; `[rows, c]` unless stated.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Backward {
+    /// What was normalised (the sum, where a residual was added).
+    pub x: Address,
+    /// `[c]`.
+    pub weight: Address,
+    /// Gradient of the result.
+    pub dy: Address,
+    /// Added to `dx` in f32, before it is rounded: the gradient that reaches `x` beside the norm. Null for none.
+    pub d_sum: Address,
+    /// Gradient of `x`.
+    pub dx: Address,
+    /// `[c]` f32.
+    pub d_weight: Address,
+    /// `[c]` f32, null for RMS norm.
+    pub d_bias: Address,
+    /// [`workspace_bytes`], aligned to 16 bytes.
+    pub workspace: Address,
+}
+
+/// How threads are laid over rows.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+struct Plan {
+    kernel: &'static str,
+    row_threads: u32,
+    rows_per_block: u32,
+}
+
+impl Plan {
+    /// Rows in registers, `chunks` a thread.
+    fn held(kernel: &'static str, c: u32, chunks: u32) -> Option<Self> {
+        let row_threads = c.div_ceil(CHUNK * chunks).next_multiple_of(WARP);
+        (c.is_multiple_of(CHUNK) && row_threads <= MAX_ROW_THREADS).then(|| Self {
+            kernel,
+            row_threads,
+            rows_per_block: (BLOCK_THREADS / row_threads).max(1),
+        })
+    }
+
+    const fn any(kernel: &'static str) -> Self {
+        Self {
+            kernel,
+            row_threads: BLOCK_THREADS,
+            rows_per_block: 1,
+        }
+    }
+
+    const fn threads(self) -> u32 {
+        self.row_threads * self.rows_per_block
+    }
+
+    /// Two rounds of two sums for each warp.
+    const fn shared_bytes(self) -> u32 {
+        self.threads() / WARP * 16
+    }
+}
+
+impl Shape {
+    /// Dtypes and kind of a module; rows, `c` and `eps` are free.
+    const fn new(kind: Kind, dtype: DType, weight_dtype: DType) -> Self {
+        Self {
+            kind,
+            dtype,
+            weight_dtype,
+            rows: 0,
+            c: 0,
+            eps: 0.0,
+        }
+    }
+
+    fn module(&self) -> Option<Module> {
+        let kernels: &[&str] = if self.has_wide() {
+            &[
+                "forward",
+                "forward_any",
+                "backward",
+                "backward_wide",
+                "backward_any",
+                "sum_partials",
+            ]
+        } else {
+            &[
+                "forward",
+                "forward_any",
+                "backward",
+                "backward_any",
+                "sum_partials",
+            ]
+        };
+        let defines = [
+            ("NORM", self.kind as u32),
+            ("X", element_type(self.dtype)?),
+            ("W", element_type(self.weight_dtype)?),
+        ];
+        let fits = self.weight_dtype == self.dtype || self.weight_dtype == DType::F32;
+        fits.then(|| Module::new(Family::Norm, defines, kernels))
+    }
+
+    /// Whether there are registers for four chunks a thread.
+    fn has_wide(&self) -> bool {
+        self.kind == Kind::Rms && self.dtype != DType::F32
+    }
+
+    const fn params(&self) -> u64 {
+        match self.kind {
+            Kind::Rms => 1,
+            Kind::Layer => 2,
+        }
+    }
+
+    fn forward_plan(&self, addresses: &[Address]) -> Plan {
+        let held = Plan::held("forward", self.c, FORWARD_CHUNKS);
+        held.filter(|_| aligned(addresses))
+            .unwrap_or(Plan::any("forward_any"))
+    }
+
+    /// Does not depend on addresses where they are aligned: sums are the same for every such call.
+    fn backward_plan(&self, addresses: &[Address]) -> Plan {
+        let wide = || {
+            let plan = Plan::held("backward_wide", self.c, WIDE_BACKWARD_CHUNKS);
+            plan.filter(|_| self.has_wide())
+        };
+        let held = Plan::held("backward", self.c, BACKWARD_CHUNKS).or_else(wide);
+        held.filter(|_| aligned(addresses))
+            .unwrap_or(Plan::any("backward_any"))
+    }
+
+    fn backward_blocks(&self, plan: Plan) -> u64 {
+        let blocks = self.rows.div_ceil(plan.rows_per_block.into());
+        blocks.clamp(1, BACKWARD_BLOCKS)
+    }
+}
+
+fn aligned(addresses: &[Address]) -> bool {
+    addresses.iter().all(|Address(a)| a.is_multiple_of(16))
+}
+
+/// Both kinds, every dtype, weights in the same dtype and in f32.
+#[must_use]
+pub fn modules() -> Vec<Module> {
+    let dtypes = [
+        (DType::F32, DType::F32),
+        (DType::BF16, DType::BF16),
+        (DType::BF16, DType::F32),
+        (DType::F16, DType::F16),
+        (DType::F16, DType::F32),
+    ];
+    let kinds = [Kind::Rms, Kind::Layer].into_iter();
+    let shapes = kinds.flat_map(|kind| dtypes.map(|(x, w)| Shape::new(kind, x, w)));
+    shapes.filter_map(|shape| shape.module()).collect()
+}
+
+/// The normalisation. Moves two elements per element, with a residual four. Fast for `c` a multiple of 8 up to 16384
+/// and addresses aligned to 16 bytes; right for all. `None` when dtypes do not go together or there are more rows than
+/// a grid has blocks.
+#[must_use]
+pub fn forward(shape: &Shape, at: &Forward) -> Option<Launch> {
+    let plan = shape.forward_plan(&[at.x, at.residual, at.sum, at.weight, at.bias, at.y]);
+    let blocks = shape.rows.div_ceil(plan.rows_per_block.into());
+    Some(Launch {
+        module: shape.module()?,
+        kernel: plan.kernel,
+        grid: [grid(blocks)?, 1, 1],
+        threads: plan.threads(),
+        shared_bytes: plan.shared_bytes(),
+        args: vec![
+            Arg::Address(at.x),
+            Arg::Address(at.residual),
+            Arg::Address(at.sum),
+            Arg::Address(at.weight),
+            Arg::Address(at.bias),
+            Arg::Address(at.y),
+            Arg::U64(shape.rows),
+            Arg::I32(shape.c.try_into().ok()?),
+            Arg::F32(shape.eps),
+            Arg::I32(plan.row_threads.try_into().ok()?),
+        ],
+    })
+}
+
+/// Bytes of workspace of [`backward`]: f32 partial sums of the parameters' gradients.
+#[must_use]
+pub fn workspace_bytes(shape: &Shape) -> u64 {
+    let plans = [shape.backward_plan(&[]), Plan::any("backward_any")];
+    let groups = plans.map(|p| shape.backward_blocks(p) * u64::from(p.rows_per_block));
+    groups[0].max(groups[1]) * shape.params() * u64::from(shape.c) * 4
+}
+
+/// The gradients: the launches in their order. Moves three elements per element, with `d_sum` four, and the workspace
+/// twice. The parameters' gradients are sums in an order that depends on rows, `c`, dtypes and alignment only. Fast for
+/// `c` a multiple of 8 up to 8192 (RMS norm of 16-bit activations: 16384) and addresses aligned to 16 bytes. `None` as
+/// for [`forward`].
+#[must_use]
+pub fn backward(shape: &Shape, at: &Backward) -> Option<[Launch; 2]> {
+    let plan = shape.backward_plan(&[at.x, at.weight, at.dy, at.d_sum, at.dx, at.workspace]);
+    let module = shape.module()?;
+    let blocks = shape.backward_blocks(plan);
+    let groups = blocks * u64::from(plan.rows_per_block);
+    let c = i32::try_from(shape.c).ok()?;
+    let rows = Launch {
+        module: module.clone(),
+        kernel: plan.kernel,
+        grid: [grid(blocks)?, 1, 1],
+        threads: plan.threads(),
+        shared_bytes: plan.shared_bytes(),
+        args: vec![
+            Arg::Address(at.x),
+            Arg::Address(at.weight),
+            Arg::Address(at.dy),
+            Arg::Address(at.d_sum),
+            Arg::Address(at.dx),
+            Arg::Address(at.workspace),
+            Arg::U64(shape.rows),
+            Arg::I32(c),
+            Arg::F32(shape.eps),
+            Arg::I32(plan.row_threads.try_into().ok()?),
+        ],
+    };
+    let width = shape.params() * u64::from(shape.c);
+    let sums = Launch {
+        module,
+        kernel: "sum_partials",
+        grid: [grid(width.div_ceil(SUM_COLUMNS.into()))?, 1, 1],
+        threads: SUM_THREADS,
+        shared_bytes: SUM_THREADS * 4,
+        args: vec![
+            Arg::Address(at.workspace),
+            Arg::I32(i32::try_from(groups).ok()?),
+            Arg::I32(c),
+            Arg::Address(at.d_weight),
+            Arg::Address(at.d_bias),
+        ],
+    };
+    Some([rows, sums])
+}
+
+/// Blocks along x, of which a grid has less than 2^31.
+fn grid(blocks: u64) -> Option<u32> {
+    i32::try_from(blocks.max(1)).ok()?.try_into().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn shape(kind: Kind, dtype: DType, rows: u64, c: u32) -> Shape {
+        Shape {
+            rows,
+            c,
+            ..Shape::new(kind, dtype, dtype)
+        }
+    }
+
+    #[test]
+    fn rows_are_held_in_registers_where_they_fit() {
+        let plan = |kind, dtype, c| shape(kind, dtype, 8, c).backward_plan(&[]);
+        let small = plan(Kind::Rms, DType::BF16, 1024);
+        assert_eq!((small.row_threads, small.rows_per_block), (64, 4));
+        assert_eq!(plan(Kind::Layer, DType::F32, 8192).row_threads, 512);
+        assert_eq!(plan(Kind::Rms, DType::BF16, 16384).kernel, "backward_wide");
+        assert_eq!(plan(Kind::Layer, DType::BF16, 16384).kernel, "backward_any");
+        assert_eq!(plan(Kind::Rms, DType::BF16, 1001).kernel, "backward_any");
+        let forward = |c, a: u64| shape(Kind::Layer, DType::F32, 8, c).forward_plan(&[Address(a)]);
+        assert_eq!(forward(16384, 32).kernel, "forward");
+        assert_eq!(forward(16384, 8).kernel, "forward_any");
+        assert_eq!(forward(16392, 0).kernel, "forward_any");
+    }
+
+    #[test]
+    fn the_workspace_has_room_for_the_partial_sums_of_every_plan() {
+        for (rows, c) in [(1, 8), (100, 64), (5000, 100), (5000, 4096)] {
+            let shape = shape(Kind::Layer, DType::BF16, rows, c);
+            let bytes = |groups: u64| groups * 2 * u64::from(c) * 4;
+            assert!(workspace_bytes(&shape) >= bytes(rows.min(BACKWARD_BLOCKS)));
+            let plan = shape.backward_plan(&[]);
+            let groups = shape.backward_blocks(plan) * u64::from(plan.rows_per_block);
+            assert!(workspace_bytes(&shape) >= bytes(groups));
+        }
+    }
+}

@@ -1,0 +1,205 @@
+// One AdamW step over a window of n elements, bit-equal to optim::AdamW (any NaN counts as equal): single operations
+// rounded to nearest even in the order of optim/src/adamw/update.rs, Philox4x32-10 keyed as its `Rounding`.
+//
+// Defines: GRAD (TYPE_* of the gradient), FORM. Bytes per element, reads and writes, without and with the gradient:
+//   FORM            weight                        moments                    bytes   + 16-bit grad   + f32 grad
+//   FORM_F32        f32                           f32                        24      26              28
+//   FORM_MASTER_*   f32 master, bf16 or f16 copy  f32                        26      28              30
+//   FORM_BF16       bf16, stochastic rounding     f32                        20      22              24
+//   FORM_PURE_BF16  bf16, stochastic rounding     bf16, stochastic rounding  12      14              16
+//
+// Legend: element i of the window is element first_element + i of the run, the position in the rounding stream:
+//   elements 2k and 2k + 1 share the Philox block at counter (k, step); the low and high half of word 0 round the
+//   weight, of word 1 the first moment, of word 2 the second.
+//   [0, head) single elements | [head, head + body) eight per thread, 16-byte aligned | the rest single elements.
+//   The launch chooses head so that all windows are aligned behind it; head = n when no head aligns them all.
+// The factor on every gradient is scalars.grad_scale * clip.factor, one f32 product: with grad_scale = 1 it is the
+// factor that the norm kernel wrote. A null clip stands for 1. With clip.skip set nothing is written.
+
+#define FORM_F32 0
+#define FORM_MASTER_BF16 1
+#define FORM_MASTER_F16 2
+#define FORM_BF16 3
+#define FORM_PURE_BF16 4
+
+#define WEIGHT (FORM >= FORM_BF16 ? TYPE_BF16 : TYPE_F32)
+#define MOMENT (FORM == FORM_PURE_BF16 ? TYPE_BF16 : TYPE_F32)
+#define HAS_COPY (FORM == FORM_MASTER_BF16 || FORM == FORM_MASTER_F16)
+#define COPY (FORM == FORM_MASTER_F16 ? TYPE_F16 : TYPE_BF16)
+#define ROUNDED (FORM >= FORM_BF16)
+
+// kernels::cuda::ops::adamw::Scalars.
+struct Scalars {
+  float grad_scale, one_minus_beta1, beta2, one_minus_beta2, sqrt_bias_correction2, eps, step_size, decay;
+  u32 key[2], step[2];
+};
+
+struct Constants {
+  float grad_scale, one_minus_beta1, beta2, one_minus_beta2;
+  float correction, inverse_correction, eps, step_size, decay;
+  u32 key[2], step[2];
+};
+
+// ---- rounding
+
+// Words 0, 1, 2 of the Philox block of a pair of elements.
+DEVICE void philox(const Constants& c, u64 pair, u32 (&words)[3]) {
+  u32 c0 = (u32)pair, c1 = (u32)(pair >> 32), c2 = c.step[0], c3 = c.step[1];
+  u32 k0 = c.key[0], k1 = c.key[1];
+  UNROLL for (int round = 0; round < 10; round++) {
+    u64 left = (u64)0xD2511F53u * c0, right = (u64)0xCD9E8D57u * c2;
+    c0 = (u32)(right >> 32) ^ c1 ^ k0;
+    c1 = (u32)right;
+    c2 = (u32)(left >> 32) ^ c3 ^ k1;
+    c3 = (u32)left;
+    k0 += 0x9E3779B9u;
+    k1 += 0xBB67AE85u;
+  }
+  words[0] = c0, words[1] = c1, words[2] = c2;
+}
+
+// optim::rng::stochastic_round_bf16.
+DEVICE u16 stochastic_round(float x, u32 random16) {
+  u32 bits = bits_of_float(x), magnitude = bits & 0x7fffffffu;
+  u32 rounded = (magnitude + random16) >> 16;
+  rounded = rounded < 0x7f7fu ? rounded : 0x7f7fu;
+  u32 stochastic = (bits >> 16 & 0x8000u) | rounded;
+  return magnitude < 0x7f800000u ? (u16)stochastic : bf16_of_float(x);
+}
+
+// The same for two numbers below 2^127 in magnitude: the carry stays below the sign.
+DEVICE u32 stochastic_round_pair(float low, float high, u32 random) {
+  u32 l = bits_of_float(low) + (random & 0xffffu), h = bits_of_float(high) + (random >> 16);
+  return l >> 16 | (h & 0xffff0000u);
+}
+
+// Stores exactly, or with stochastic rounding.
+DEVICE void put(float& x, float value, u32) { x = value; }
+DEVICE void put(u16& x, float value, u32 random16) { x = stochastic_round(value, random16); }
+DEVICE void put_pair(Eight<TYPE_F32>& x, int k, float low, float high, u32) { x.set_pair(k, low, high); }
+DEVICE void put_pair(Eight<TYPE_BF16>& x, int k, float low, float high, u32 random) {
+  x.words[k] = stochastic_round_pair(low, high, random);
+}
+
+// ---- the update
+
+// a / correction for a = sqrt(v): the quotient by the rounded reciprocal y is off by at most 1.5 ulp, the first
+// correction makes it faithful, the second correctly rounded (Markstein). a is 0 or in 2^-75..2^64 and correction in
+// 2^-27..1, so nothing overflows or is subnormal. Infinity and NaN take the plain product.
+DEVICE float over_correction(const Constants& c, float a) {
+  float product = mul_rn(a, c.inverse_correction);
+  float q = fma_rn(fma_rn(-c.correction, product, a), c.inverse_correction, product);
+  q = fma_rn(fma_rn(-c.correction, q, a), c.inverse_correction, q);
+  return a < float_of_bits(0x7f800000u) ? q : product;
+}
+
+DEVICE void update(const Constants& c, float gradient, float& w, float& m, float& v) {
+  float g = mul_rn(gradient, c.grad_scale);
+  m = add_rn(m, mul_rn(sub_rn(g, m), c.one_minus_beta1));
+  v = add_rn(mul_rn(v, c.beta2), mul_rn(mul_rn(g, g), c.one_minus_beta2));
+  float denominator = add_rn(over_correction(c, sqrt_rn(v)), c.eps);
+  w = sub_rn(mul_rn(w, c.decay), div_rn(mul_rn(c.step_size, m), denominator));
+}
+
+// ---- the window
+
+typedef Element<GRAD> Grad;
+typedef Element<WEIGHT> Weight;
+typedef Element<MOMENT> Moment;
+typedef Element<COPY> Copy;
+
+struct Window {
+  const Grad::Stored* grad;
+  Weight::Stored* weight;
+  u16* copy;
+  Moment::Stored* exp_avg;
+  Moment::Stored* exp_avg_sq;
+  u64 first_element;
+};
+
+DEVICE void step_one(const Constants& c, const Window& at, u64 i) {
+  float w = Weight::widen(at.weight[i]), m = Moment::widen(at.exp_avg[i]), v = Moment::widen(at.exp_avg_sq[i]);
+  update(c, Grad::widen(at.grad[i]), w, m, v);
+  u32 words[3] = {0, 0, 0};
+  if (ROUNDED) {
+    u64 element = at.first_element + i;
+    philox(c, element >> 1, words);
+    UNROLL for (int s = 0; s < 3; s++) words[s] = element & 1 ? words[s] >> 16 : words[s] & 0xffffu;
+  }
+  put(at.weight[i], w, words[0]);
+  put(at.exp_avg[i], m, words[1]);
+  put(at.exp_avg_sq[i], v, words[2]);
+  if (HAS_COPY) at.copy[i] = Copy::narrow(w);
+}
+
+// Returns false, with nothing written, when a number is too large for the pairwise rounding.
+DEVICE bool step_eight(const Constants& c, const Window& at, u64 i) {
+  Eight<GRAD> grad;
+  Eight<WEIGHT> weight;
+  Eight<MOMENT> exp_avg, exp_avg_sq;
+  Eight<COPY> copy;
+  grad.load(at.grad + i);
+  weight.load(at.weight + i);
+  exp_avg.load(at.exp_avg + i);
+  exp_avg_sq.load(at.exp_avg_sq + i);
+  // An odd first element begins with the high half of a word: eight elements then touch five blocks.
+  u64 pair = (at.first_element + i) >> 1;
+  bool odd = (at.first_element + i) & 1;
+  u32 words[3] = {0, 0, 0}, next[3] = {0, 0, 0};
+  if (ROUNDED) philox(c, pair, next);
+  // Becomes infinite or NaN when a number to be rounded is 2^127 or more, infinite or NaN.
+  float sum = 0.0f;
+  UNROLL for (int k = 0; k < 4; k++) {
+    float w[2], m[2], v[2];
+    UNROLL for (int h = 0; h < 2; h++) {
+      w[h] = weight.get(2 * k + h), m[h] = exp_avg.get(2 * k + h), v[h] = exp_avg_sq.get(2 * k + h);
+      update(c, grad.get(2 * k + h), w[h], m[h], v[h]);
+      if (ROUNDED) sum = fma_rn(w[h], 2.0f, sum);
+      if (MOMENT == TYPE_BF16) sum = fma_rn(v[h], 2.0f, fma_rn(m[h], 2.0f, sum));
+    }
+    if (ROUNDED) {
+      UNROLL for (int s = 0; s < 3; s++) words[s] = next[s];
+      if (k < 3 || odd) philox(c, pair + k + 1, next);
+      UNROLL for (int s = 0; s < 3; s++) words[s] = (u32)(((u64)next[s] << 32 | words[s]) >> (odd ? 16 : 0));
+    }
+    put_pair(weight, k, w[0], w[1], words[0]);
+    put_pair(exp_avg, k, m[0], m[1], words[1]);
+    put_pair(exp_avg_sq, k, v[0], v[1], words[2]);
+    if (HAS_COPY) copy.set_pair(k, w[0], w[1]);
+  }
+  if (ROUNDED && !(fabsf(sum) < float_of_bits(0x7f800000u))) return false;
+  weight.store_streaming(at.weight + i);
+  exp_avg.store_streaming(at.exp_avg + i);
+  exp_avg_sq.store_streaming(at.exp_avg_sq + i);
+  if (HAS_COPY) copy.store_streaming(at.copy + i);
+  return true;
+}
+
+KERNEL(256, 3)
+adamw(const Grad::Stored* grad, Weight::Stored* weight, u16* copy, Moment::Stored* exp_avg,
+      Moment::Stored* exp_avg_sq, const Scalars* scalars, const Clip* clip, u64 n, u64 first_element, u64 head) {
+  Constants c;
+  c.grad_scale = scalars->grad_scale;
+  if (clip) {
+    if (clip->skip) return;
+    c.grad_scale = mul_rn(c.grad_scale, clip->factor);
+  }
+  c.one_minus_beta1 = scalars->one_minus_beta1;
+  c.beta2 = scalars->beta2;
+  c.one_minus_beta2 = scalars->one_minus_beta2;
+  c.correction = scalars->sqrt_bias_correction2;
+  c.inverse_correction = div_rn(1.0f, c.correction);
+  c.eps = scalars->eps;
+  c.step_size = scalars->step_size;
+  c.decay = scalars->decay;
+  UNROLL for (int i = 0; i < 2; i++) c.key[i] = scalars->key[i], c.step[i] = scalars->step[i];
+  Window at = {grad, weight, copy, exp_avg, exp_avg_sq, first_element};
+
+  // The thread's eight elements of the body, one by one where they are large; then what the body leaves over.
+  u64 thread = (u64)blockIdx.x * blockDim.x + threadIdx.x, threads = (u64)gridDim.x * blockDim.x;
+  u64 body = (n - head) / 8 * 8;
+  for (u64 i = head + thread * 8; i < head + body; i += threads * 8)
+    if (!step_eight(c, at, i))
+      for (u64 j = i; j < i + 8; j++) step_one(c, at, j);
+  for (u64 i = thread; i < n - body; i += threads) step_one(c, at, i < head ? i : i + body);
+}

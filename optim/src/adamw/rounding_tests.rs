@@ -1,0 +1,132 @@
+use kernels::Float;
+
+use super::tests::{DECAY, GRAD_SCALE, LR, numbers};
+use super::*;
+use crate::rng::stochastic_round_bf16;
+
+#[test]
+fn pure_bf16_follows_f32_in_expectation_where_plain_rounding_stalls() {
+    // Updates of 1e-4 on a weight of 1: a fortieth of the spacing of bf16 numbers there.
+    let n = 20_000;
+    let mut weight = vec![bf16::ONE; n];
+    let (mut m, mut v) = (vec![bf16::ZERO; n], vec![bf16::ZERO; n]);
+    let (mut w32, mut m32, mut v32) = ([1.0f32], [0.0f32], [0.0f32]);
+    let adamw = AdamW::default();
+    for step in 1..=100 {
+        let grad = 1.0 + 0.3 * (step as f32).sin();
+        let args = |grad, weight, state| StepArgs {
+            step,
+            lr: 1e-4,
+            weight_decay: 0.1,
+            grad_scale: 1.0,
+            seed: 3,
+            first_element: 0,
+            grad,
+            weight,
+            state,
+        };
+        let state = [StateWindow::Bf16(&mut m), StateWindow::Bf16(&mut v)];
+        let grads = vec![grad; n];
+        adamw
+            .step(args(
+                &grads,
+                WeightWindow::PureBf16(&mut weight),
+                state.into(),
+            ))
+            .unwrap();
+        let state = [StateWindow::F32(&mut m32), StateWindow::F32(&mut v32)];
+        adamw
+            .step(args(&[grad], WeightWindow::F32(&mut w32), state.into()))
+            .unwrap();
+    }
+    let mean = |values: &[bf16]| values.iter().map(|x| f64::from(x.to_f32())).sum::<f64>();
+    let moved = 1.0 - mean(&weight) / n as f64;
+    let expected = f64::from(1.0 - w32[0]);
+    // Standard error: sqrt(100 steps) * 2^-9 / sqrt(n) = 1.4e-4 of a path of 1e-2.
+    assert!(
+        (moved - expected).abs() < 4.0 * 1.4e-4,
+        "{moved} against {expected}"
+    );
+    assert!((mean(&m) / n as f64 / f64::from(m32[0]) - 1.0).abs() < 1e-3);
+    assert!((mean(&v) / n as f64 / f64::from(v32[0]) - 1.0).abs() < 1e-3);
+}
+
+#[test]
+fn rounding_depends_on_seed_step_and_element() {
+    let run = |seed, step, first_element| {
+        let mut weight = vec![<bf16 as Float>::from_f32(1.0); 256];
+        let (mut m, mut v) = (vec![bf16::ZERO; 256], vec![bf16::ZERO; 256]);
+        let state = [StateWindow::Bf16(&mut m), StateWindow::Bf16(&mut v)];
+        let args = StepArgs {
+            step,
+            lr: 1e-3,
+            weight_decay: 0.0,
+            grad_scale: 1.0,
+            seed,
+            first_element,
+            grad: &[1.0; 256],
+            weight: WeightWindow::PureBf16(&mut weight),
+            state: state.into(),
+        };
+        AdamW::default().step(args).unwrap();
+        weight
+    };
+    let base = run(1, 1, 0);
+    assert_eq!(base, run(1, 1, 0));
+    assert_ne!(base, run(2, 1, 0));
+    assert_ne!(base, run(1, 2, 0));
+    assert_ne!(base, run(1, 1, 256));
+    assert_eq!(base[37..], run(1, 1, 37)[..219]);
+}
+
+#[test]
+fn rounding_draws_the_documented_half_words() {
+    const STEP: u64 = 3;
+    const FIRST: u64 = 1001;
+    fn step(grad: &[f32], weight: WeightWindow<'_>, state: [StateWindow<'_>; 2]) {
+        let args = StepArgs {
+            step: STEP,
+            lr: LR,
+            weight_decay: DECAY,
+            grad_scale: GRAD_SCALE,
+            seed: 5,
+            first_element: FIRST,
+            grad,
+            weight,
+            state: state.into(),
+        };
+        AdamW::default().step(args).unwrap();
+    }
+    let rounded = |values: &[f32], word: usize| -> Vec<bf16> {
+        let stream = AdamW::rounding_stream(5);
+        let half = |e: u64| (stream.block(STEP, e / 2)[word] >> (16 * (e % 2))) as u16;
+        let elements = values.iter().zip(FIRST..);
+        elements
+            .map(|(x, e)| stochastic_round_bf16(*x, half(e)))
+            .collect()
+    };
+    let n = 203;
+    let grad = numbers("gradients", n, STEP);
+    let old = numbers("weights", n, 0)
+        .iter()
+        .map(|&w| <bf16 as Float>::from_f32(w))
+        .collect::<Vec<_>>();
+    let mut wide: Vec<f32> = old.iter().map(|w| w.to_f32()).collect();
+    let (mut m, mut v) = (vec![0f32; n], vec![0f32; n]);
+    let state = [StateWindow::F32(&mut m), StateWindow::F32(&mut v)];
+    step(&grad, WeightWindow::F32(&mut wide), state);
+
+    let mut weight = old.clone();
+    let (mut m32, mut v32) = (vec![0f32; n], vec![0f32; n]);
+    let state = [StateWindow::F32(&mut m32), StateWindow::F32(&mut v32)];
+    step(&grad, WeightWindow::PureBf16(&mut weight), state);
+    assert_eq!(weight, rounded(&wide, 0));
+    assert_eq!([&m32, &v32], [&m, &v]);
+
+    let mut weight = old;
+    let (mut m16, mut v16) = (vec![bf16::ZERO; n], vec![bf16::ZERO; n]);
+    let state = [StateWindow::Bf16(&mut m16), StateWindow::Bf16(&mut v16)];
+    step(&grad, WeightWindow::PureBf16(&mut weight), state);
+    let expected = [rounded(&wide, 0), rounded(&m, 1), rounded(&v, 2)];
+    assert_eq!([weight, m16, v16], expected);
+}

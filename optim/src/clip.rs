@@ -1,0 +1,151 @@
+//! The global gradient norm and the factor that clips it.
+
+/// Elements of a block of [`SquareSum`].
+pub const NORM_BLOCK_ELEMS: usize = 4096;
+/// Interleaved sums of a block.
+const ELEMENT_LANES: usize = 256;
+/// Interleaved sums of blocks.
+const BLOCK_LANES: usize = 1024;
+
+/// A sum of squares in f64 whose order of additions is fixed, and wide enough for any device: the same bits for every
+/// stage, tier, number of threads, and on a GPU.
+///
+/// - A block is [`NORM_BLOCK_ELEMS`] elements (the last one fewer). Element `i` of it is added to sum `i % 256`, in
+///   order; sums `4k..4k+4` are added as `(a + b) + (c + d)`; the 64 results are halved (`x[k] += x[k + half]`) until
+///   one is left.
+/// - Block `b` is added to sum `b % 1024`, in order; the 1024 sums are halved until one is left.
+///
+/// Not finite exactly when an element is not: the square of the largest f32 is far inside the range of f64.
+#[derive(Clone, Debug)]
+pub struct SquareSum {
+    lanes: Vec<f64>,
+    blocks: usize,
+}
+
+impl Default for SquareSum {
+    fn default() -> Self {
+        Self {
+            lanes: vec![0.0; BLOCK_LANES],
+            blocks: 0,
+        }
+    }
+}
+
+impl SquareSum {
+    /// Adds the next block: all but the last have [`NORM_BLOCK_ELEMS`] elements.
+    pub fn add_block(&mut self, block: &[f32]) {
+        debug_assert!(block.len() <= NORM_BLOCK_ELEMS);
+        self.lanes[self.blocks % BLOCK_LANES] += block_sum(block);
+        self.blocks += 1;
+    }
+
+    /// The sum of all blocks.
+    #[must_use]
+    pub fn total(mut self) -> f64 {
+        halved(&mut self.lanes)
+    }
+}
+
+/// The [`SquareSum`] of a slice.
+#[must_use]
+pub fn sum_of_squares(values: &[f32]) -> f64 {
+    let mut sum = SquareSum::default();
+    for block in values.chunks(NORM_BLOCK_ELEMS) {
+        sum.add_block(block);
+    }
+    sum.total()
+}
+
+fn block_sum(block: &[f32]) -> f64 {
+    let mut lanes = [0f64; ELEMENT_LANES];
+    for run in block.chunks(ELEMENT_LANES) {
+        for (lane, v) in lanes.iter_mut().zip(run) {
+            *lane += f64::from(*v) * f64::from(*v);
+        }
+    }
+    let mut quads = [0f64; ELEMENT_LANES / 4];
+    for (quad, lanes) in quads.iter_mut().zip(lanes.chunks_exact(4)) {
+        *quad = (lanes[0] + lanes[1]) + (lanes[2] + lanes[3]);
+    }
+    halved(&mut quads)
+}
+
+/// Adds the upper half to the lower one until one number is left; the length is a power of two.
+fn halved(values: &mut [f64]) -> f64 {
+    let mut half = values.len() / 2;
+    while half > 0 {
+        let (low, high) = values.split_at_mut(half);
+        for (low, high) in low.iter_mut().zip(high) {
+            *low += *high;
+        }
+        half /= 2;
+    }
+    values[0]
+}
+
+/// What follows from the sum of squares of all gradients.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct GradientScale {
+    /// Norm of the mean gradient, before clipping.
+    pub norm: f64,
+    /// Factor on every summed gradient: `min(1, max_norm / (norm + 1e-6)) / tokens`.
+    pub factor: f32,
+}
+
+impl GradientScale {
+    /// For gradients that are sums over `tokens` tokens and whose squares sum to `squares`.
+    #[must_use]
+    pub fn new(squares: f64, tokens: f64, max_norm: Option<f32>) -> Self {
+        let norm = squares.sqrt() / tokens;
+        let clip = match max_norm {
+            Some(max) => (f64::from(max) / (norm + 1e-6)).min(1.0),
+            None => 1.0,
+        };
+        Self {
+            norm,
+            factor: (clip / tokens) as f32,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn equals_the_plain_sum_closely_and_flags_every_non_finite_value() {
+        for n in [0, 1, 255, 4096, 10_001, 1025 * NORM_BLOCK_ELEMS + 3] {
+            let values: Vec<f32> = (0..n).map(|i| (i as f32 * 0.37).sin()).collect();
+            let plain: f64 = values.iter().map(|v| f64::from(*v).powi(2)).sum();
+            // The plain sum has the larger error: n roundings of 2^-53 that mostly cancel.
+            let error = (sum_of_squares(&values) - plain).abs();
+            assert!(error <= plain * 1e-11, "{n}: {error}");
+        }
+        assert!(sum_of_squares(&[f32::MAX; 100]).is_finite());
+        for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+            let mut values = vec![0.5f32; 10_001];
+            values[7_777] = bad;
+            assert!(!sum_of_squares(&values).is_finite());
+        }
+    }
+
+    #[test]
+    fn blocks_one_by_one_give_the_sum_of_the_slice() {
+        let values: Vec<f32> = (0..9_000).map(|i| (i as f32 * 0.11).cos()).collect();
+        let mut sum = SquareSum::default();
+        for block in values.chunks(NORM_BLOCK_ELEMS) {
+            sum.add_block(block);
+        }
+        assert_eq!(sum.total().to_bits(), sum_of_squares(&values).to_bits());
+    }
+
+    #[test]
+    fn only_a_norm_above_the_maximum_is_clipped() {
+        // Norm of the mean gradient: sqrt(3600) / 4 = 15.
+        let free = GradientScale::new(3600.0, 4.0, None);
+        assert_eq!(free, GradientScale::new(3600.0, 4.0, Some(15.1)));
+        assert_eq!((free.norm, free.factor), (15.0, 0.25));
+        let clipped = GradientScale::new(3600.0, 4.0, Some(3.0));
+        assert!((clipped.factor - 0.05).abs() < 1e-7);
+    }
+}

@@ -1,0 +1,298 @@
+//! `AdamW`: bit-equal to the update rule of the CPU, several steps one behind the other.
+
+use anyhow::{Result, ensure};
+use half::{bf16, f16};
+use kernels::DType;
+use kernels::cuda::launch::Address;
+use kernels::cuda::ops::adamw::{self, Form, Window};
+use kernels::cuda::ops::grad_norm::Clip;
+use optim::{AdamW, Optimizer, StateWindow, StepArgs, WeightWindow};
+
+use super::{Case, Effort};
+use crate::machine::{Buffer, Machine};
+use crate::numbers::{bytes, first_difference, values, widened};
+use crate::random::Operands;
+
+const GRAD_DTYPES: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
+const SEED: u64 = 77;
+const LR: f32 = 1e-2;
+const WEIGHT_DECAY: f32 = 0.1;
+/// Elements behind a window, which must not change.
+const MARGIN: usize = 9;
+/// The last step lies beyond 32 bits, where the rounding stream's counter has a high word.
+const STEPS: [u64; 3] = [1, 2, (1 << 33) + 5];
+
+/// Where a window lies in its buffers.
+#[derive(Clone, Copy, Debug)]
+struct Place {
+    n: usize,
+    /// Elements in front of the window, of the gradient and of all else.
+    shifts: [usize; 2],
+    first_element: u64,
+}
+
+/// All forms and gradients, windows around the width of a thread and off its boundaries.
+#[must_use]
+pub fn cases(effort: Effort) -> Vec<Case> {
+    let place = |n, shifts, first_element| Place {
+        n,
+        shifts,
+        first_element,
+    };
+    let mut places = vec![
+        place(1, [0, 0], 0),
+        place(7, [3, 3], 3),
+        place(29, [0, 0], 11),
+        place(2051, [5, 5], 1000),
+        place(300, [0, 1], 64),
+    ];
+    places.push(match effort {
+        Effort::Emulated => place(4100, [0, 0], (1 << 33) + 1),
+        Effort::Gpu => place(20_000_003, [3, 3], (1 << 33) + 1),
+    });
+    let mut cases = Vec::new();
+    for form in Form::ALL {
+        for grad in GRAD_DTYPES {
+            for &place in &places {
+                let Place { n, shifts, .. } = place;
+                let name = format!(
+                    "adamw {form:?}, {grad} gradient, {n} elements from {} at {shifts:?}",
+                    place.first_element
+                );
+                cases.push(Case::new(name, move |machine| {
+                    check(machine, form, grad, place)
+                }));
+            }
+        }
+        let name = format!("adamw {form:?}, a skipped step");
+        cases.push(Case::new(name, move |machine| check_skip(machine, form)));
+    }
+    cases
+}
+
+/// Weights and state on the CPU, with what lies around the window.
+struct Model {
+    form: Form,
+    place: Place,
+    /// Weights or master weights, first and second moment, in f32 or rounded to their dtype.
+    kept: [Vec<f32>; 3],
+    copy: Vec<f32>,
+}
+
+impl Model {
+    fn new(form: Form, place: Place) -> Self {
+        let len = place.shifts[1] + place.n + MARGIN;
+        let draw = |name, dtype, scale| {
+            let values = Operands::new(5).normal(name, len, scale);
+            widened(dtype, &values)
+        };
+        let squares = draw("exp_avg_sq", DType::F32, 0.1);
+        let squares: Vec<f32> = squares.iter().map(|x| x * x).collect();
+        let mut weight = draw("weight", form.weight(), 1.0);
+        // Beyond what a carry of the rounding may reach, and what never comes back to finite numbers.
+        let special = [f32::MAX, f32::MIN, f32::INFINITY, f32::NAN, -0.0, 1e-40];
+        for (weight, special) in weight.iter_mut().skip(9).step_by(5).zip(special) {
+            *weight = special;
+        }
+        Self {
+            form,
+            place,
+            kept: [
+                widened(form.weight(), &weight),
+                draw("exp_avg", form.moment(), 0.1),
+                widened(form.moment(), &squares),
+            ],
+            copy: vec![1.0; len],
+        }
+    }
+
+    fn dtypes(&self) -> [DType; 3] {
+        [self.form.weight(), self.form.moment(), self.form.moment()]
+    }
+
+    /// One step of the window by the CPU's rule.
+    fn step(&mut self, rule: &AdamW, step: u64, grad_scale: f32, grad: &[f32]) -> Result<()> {
+        let own = self.place.shifts[1]..self.place.shifts[1] + self.place.n;
+        let [weight, m, v] = &mut self.kept;
+        let (weight, m, v) = (
+            &mut weight[own.clone()],
+            &mut m[own.clone()],
+            &mut v[own.clone()],
+        );
+        let narrow =
+            |values: &[f32]| -> Vec<bf16> { values.iter().map(|x| bf16::from_f32(*x)).collect() };
+        let (mut weight16, mut m16, mut v16) = (narrow(weight), narrow(m), narrow(v));
+        let mut copy16 = vec![bf16::ZERO; self.place.n];
+        let mut copy_f16 = vec![f16::ZERO; self.place.n];
+        let weight = match self.form {
+            Form::F32 => WeightWindow::F32(weight),
+            Form::MasterBf16 => WeightWindow::Mixed {
+                master: weight,
+                weight: &mut copy16,
+            },
+            Form::MasterF16 => WeightWindow::MixedF16 {
+                master: weight,
+                weight: &mut copy_f16,
+            },
+            Form::Bf16 | Form::PureBf16 => WeightWindow::PureBf16(&mut weight16),
+        };
+        let state = match self.form {
+            Form::PureBf16 => vec![StateWindow::Bf16(&mut m16), StateWindow::Bf16(&mut v16)],
+            _ => vec![StateWindow::F32(m), StateWindow::F32(v)],
+        };
+        rule.step(StepArgs {
+            step,
+            lr: LR,
+            weight_decay: WEIGHT_DECAY,
+            grad_scale,
+            seed: SEED,
+            first_element: self.place.first_element,
+            grad,
+            weight,
+            state,
+        })?;
+        let put = |to: &mut [f32], from: &[bf16]| {
+            to.iter_mut().zip(from).for_each(|(to, x)| *to = x.to_f32());
+        };
+        if self.form.weight() == DType::BF16 {
+            put(&mut self.kept[0][own.clone()], &weight16);
+        }
+        if self.form.moment() == DType::BF16 {
+            put(&mut self.kept[1][own.clone()], &m16);
+            put(&mut self.kept[2][own.clone()], &v16);
+        }
+        match self.form.copy() {
+            Some(DType::F16) => {
+                let copies = self.copy[own].iter_mut().zip(&copy_f16);
+                copies.for_each(|(to, x)| *to = x.to_f32());
+            }
+            Some(_) => put(&mut self.copy[own], &copy16),
+            None => {}
+        }
+        Ok(())
+    }
+}
+
+/// The same on the device.
+struct Uploaded {
+    kept: [Buffer; 3],
+    copy: Option<(DType, Buffer)>,
+}
+
+impl Uploaded {
+    fn new(machine: &mut dyn Machine, model: &Model) -> Result<Self> {
+        let [a, b, c] = model.dtypes();
+        let mut upload = |dtype, values: &[f32]| machine.upload(&bytes(dtype, values));
+        let [w, m, v] = &model.kept;
+        let kept = [upload(a, w)?, upload(b, m)?, upload(c, v)?];
+        let copy = match model.form.copy() {
+            Some(dtype) => Some((dtype, upload(dtype, &model.copy)?)),
+            None => None,
+        };
+        Ok(Self { kept, copy })
+    }
+
+    fn window(&self, model: &Model, (grad_dtype, grad): (DType, Buffer)) -> Window {
+        let [grad_shift, shift] = model.place.shifts;
+        let at = |buffer: Buffer, dtype: DType, shift: usize| {
+            Address(buffer.address.0 + (shift * dtype.size_bytes()) as u64)
+        };
+        let [weight, moment, _] = model.dtypes();
+        Window {
+            form: model.form,
+            grad_dtype,
+            grad: at(grad, grad_dtype, grad_shift),
+            weight: at(self.kept[0], weight, shift),
+            copy: self
+                .copy
+                .map_or(Address::NULL, |(dtype, buffer)| at(buffer, dtype, shift)),
+            exp_avg: at(self.kept[1], moment, shift),
+            exp_avg_sq: at(self.kept[2], moment, shift),
+            n: model.place.n as u64,
+            first_element: model.place.first_element,
+        }
+    }
+
+    fn compare(&self, machine: &mut dyn Machine, model: &Model, when: &str) -> Result<()> {
+        let names = ["weight", "exp_avg", "exp_avg_sq"];
+        let kept = names.into_iter().zip(model.dtypes()).zip(self.kept);
+        let kept = kept
+            .zip(&model.kept)
+            .map(|(((name, dtype), buffer), want)| (name, dtype, buffer, want));
+        let copy = self
+            .copy
+            .map(|(dtype, buffer)| ("copy", dtype, buffer, &model.copy));
+        for (name, dtype, buffer, want) in kept.chain(copy) {
+            let got = values(dtype, &machine.download::<u8>(buffer)?);
+            let at = first_difference(&got, want);
+            ensure!(
+                at.is_none(),
+                "{when}: {name}[{at:?}] is {:?} instead of {:?}",
+                at.map(|at| got[at]),
+                at.map(|at| want[at])
+            );
+        }
+        Ok(())
+    }
+}
+
+/// Gradients with zeros, numbers whose squares are subnormal or infinite, and infinity.
+fn gradient(dtype: DType, step: u64, len: usize) -> Vec<f32> {
+    let mut grad = Operands::new(100 + step).normal("gradient", len, 0.2);
+    let special = [0.0, 1e-22, -1e-30, 3e19, 1e38, f32::INFINITY];
+    for (grad, special) in grad.iter_mut().skip(20).step_by(7).zip(special) {
+        *grad = special;
+    }
+    widened(dtype, &grad)
+}
+
+fn check(machine: &mut dyn Machine, form: Form, grad_dtype: DType, place: Place) -> Result<()> {
+    let mut model = Model::new(form, place);
+    let device = Uploaded::new(machine, &model)?;
+    let rule = AdamW::default();
+    for (i, step) in STEPS.into_iter().enumerate() {
+        let grad = gradient(grad_dtype, step, place.shifts[0] + place.n);
+        // The first step takes its factor from the scalars alone, the others from both blocks.
+        let (grad_scale, factor) = [(0.37, None), (1.0, Some(0.37)), (0.61, Some(0.73))][i];
+        let scalars = rule.scalars(step, LR, WEIGHT_DECAY, grad_scale, SEED)?;
+        let scalars = machine.upload(&[scalars])?;
+        let clip = match factor {
+            Some(factor) => machine.upload(&[clip(factor, 0)])?.address,
+            None => Address::NULL,
+        };
+        let uploaded = machine.upload(&bytes(grad_dtype, &grad))?;
+        let window = device.window(&model, (grad_dtype, uploaded));
+        let launch = adamw::launch(&window, scalars.address, clip);
+        machine.launch(&launch.expect("float dtypes"))?;
+        let scale = grad_scale * factor.unwrap_or(1.0);
+        model.step(&rule, step, scale, &grad[place.shifts[0]..])?;
+        device.compare(machine, &model, &format!("step {step}"))?;
+    }
+    Ok(())
+}
+
+fn check_skip(machine: &mut dyn Machine, form: Form) -> Result<()> {
+    let place = Place {
+        n: 100,
+        shifts: [0, 0],
+        first_element: 0,
+    };
+    let model = Model::new(form, place);
+    let device = Uploaded::new(machine, &model)?;
+    let scalars = machine.upload(&[AdamW::default().scalars(1, 0.1, 0.1, 1.0, SEED)?])?;
+    let clip = machine.upload(&[clip(1.0, 1)])?;
+    let grad = machine.upload(&bytes(DType::F32, &gradient(DType::F32, 1, place.n)))?;
+    let window = device.window(&model, (DType::F32, grad));
+    let launch = adamw::launch(&window, scalars.address, clip.address);
+    machine.launch(&launch.expect("float dtypes"))?;
+    device.compare(machine, &model, "skipped")
+}
+
+fn clip(factor: f32, skip: u32) -> Clip {
+    Clip {
+        norm: 1.0,
+        loss: 1.0,
+        factor,
+        skip,
+    }
+}
