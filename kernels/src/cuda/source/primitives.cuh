@@ -42,6 +42,12 @@ DEVICE float log2_approx(float x) {
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+// 1 / x to 1 ulp.
+DEVICE float reciprocal_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
 
 // Narrowing, to nearest even. Pairs: `low` goes into the low half. NaN stays NaN.
 DEVICE u16 bf16_of_float(float x) {
@@ -87,6 +93,9 @@ DEVICE double shuffle_xor(double x, int mask) {
 // The value of lane `lane`.
 DEVICE float shuffle(float x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
 DEVICE u32 shuffle(u32 x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
+
+// Whether `x` holds in any lane; all 32 lanes take part.
+DEVICE bool warp_any(bool x) { return __any_sync(0xffffffffu, x); }
 
 // Waits for all threads of the block / of the warp and makes their memory writes visible to each other.
 DEVICE void block_barrier() { __syncthreads(); }
