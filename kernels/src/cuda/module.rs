@@ -15,17 +15,23 @@ pub const PRELUDE: &str = include_str!("source/prelude.cuh");
 pub enum Family {
     /// Casts between float dtypes.
     Cast,
+    /// Attention on tensor cores.
+    Attention,
+    /// Attention of any dtype and head dim.
+    AttentionPlain,
 }
 
 impl Family {
     /// Every family.
-    pub const ALL: [Self; 1] = [Self::Cast];
+    pub const ALL: [Self; 3] = [Self::Cast, Self::Attention, Self::AttentionPlain];
 
     /// Its file's stem.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
             Self::Cast => "cast",
+            Self::Attention => "attention",
+            Self::AttentionPlain => "attention_plain",
         }
     }
 
@@ -34,6 +40,8 @@ impl Family {
     pub const fn text(self) -> &'static str {
         match self {
             Self::Cast => include_str!("source/cast.cu"),
+            Self::Attention => include_str!("source/attention.cu"),
+            Self::AttentionPlain => include_str!("source/attention_plain.cu"),
         }
     }
 
@@ -43,6 +51,8 @@ impl Family {
     pub fn modules(self) -> Vec<Module> {
         match self {
             Self::Cast => super::ops::cast::modules(),
+            Self::Attention => super::ops::attention::modules(),
+            Self::AttentionPlain => super::ops::attention::plain_modules(),
         }
     }
 }
