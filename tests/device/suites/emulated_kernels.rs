@@ -38,4 +38,6 @@ macro_rules! families {
 
 families! {
     cast: Cast,
+    attention: Attention,
+    attention_plain: AttentionPlain,
 }

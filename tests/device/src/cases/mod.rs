@@ -5,6 +5,7 @@ use kernels::cuda::module::Family;
 
 use crate::machine::Machine;
 
+pub mod attention;
 pub mod cast;
 
 /// How large operands may be.
@@ -57,6 +58,8 @@ impl Case {
 pub fn of(family: Family, effort: Effort) -> Vec<Case> {
     match family {
         Family::Cast => cast::cases(effort),
+        Family::Attention => attention::cases(effort),
+        Family::AttentionPlain => attention::plain_cases(effort),
         other => vec![Case::new(format!("{other:?}"), move |_| {
             anyhow::bail!("the family {other:?} has no checks")
         })],
