@@ -78,6 +78,7 @@ DEVICE float flushed(float x) { return (bits_of_float(x) & 0x7f800000u) ? x : fl
 }  // namespace emulator
 DEVICE float exp2_approx(float x) { return emulator::flushed(__builtin_exp2f(emulator::flushed(x))); }
 DEVICE float log2_approx(float x) { return emulator::flushed(__builtin_log2f(emulator::flushed(x))); }
+DEVICE float reciprocal_approx(float x) { return emulator::flushed(1.0f / emulator::flushed(x)); }
 
 DEVICE u16 bf16_of_float(float x) {
   u32 bits = bits_of_float(x);

@@ -21,16 +21,22 @@ pub enum Family {
     GradNorm,
     /// RMS norm and layer norm.
     Norm,
+    /// Attention on tensor cores.
+    Attention,
+    /// Attention of any dtype and head dim.
+    AttentionPlain,
 }
 
 impl Family {
     /// Every family.
-    pub const ALL: [Self; 5] = [
+    pub const ALL: [Self; 7] = [
         Self::Cast,
         Self::PrimitivesCheck,
         Self::AdamW,
         Self::GradNorm,
         Self::Norm,
+        Self::Attention,
+        Self::AttentionPlain,
     ];
 
     /// Its file's stem.
@@ -42,6 +48,8 @@ impl Family {
             Self::AdamW => "adamw",
             Self::GradNorm => "grad_norm",
             Self::Norm => "norm",
+            Self::Attention => "attention",
+            Self::AttentionPlain => "attention_plain",
         }
     }
 
@@ -54,6 +62,8 @@ impl Family {
             Self::AdamW => include_str!("source/adamw.cu"),
             Self::GradNorm => include_str!("source/grad_norm.cu"),
             Self::Norm => include_str!("source/norm.cu"),
+            Self::Attention => include_str!("source/attention.cu"),
+            Self::AttentionPlain => include_str!("source/attention_plain.cu"),
         }
     }
 
@@ -67,6 +77,8 @@ impl Family {
             Self::AdamW => super::ops::adamw::modules(),
             Self::GradNorm => super::ops::grad_norm::modules(),
             Self::Norm => super::ops::norm::modules(),
+            Self::Attention => super::ops::attention::modules(),
+            Self::AttentionPlain => super::ops::attention::plain_modules(),
         }
     }
 }

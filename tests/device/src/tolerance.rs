@@ -124,8 +124,6 @@ pub fn norm_parameter(rows: usize, magnitude: f64, terms: f64) -> f64 {
     terms + (additions + 1.0) * U32 * magnitude
 }
 
-const U32: f64 = 1.0 / (1u64 << 24) as f64;
-
 /// An f32 sum of `depth` products of 16-bit elements on tensor cores, with factor and bias; the magnitudes of all
 /// terms add up to `magnitude`. Products are exact. The hardware adds up to 8 of them to the sum after aligning all
 /// to the largest and cutting off below its last bit: 9 cuts below `2 U32 * magnitude` every 8 terms, 2.25 U32 a term.

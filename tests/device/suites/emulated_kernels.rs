@@ -63,6 +63,8 @@ macro_rules! families {
 families! {
     cast: Cast,
     primitives_check: PrimitivesCheck,
+    attention: Attention,
+    attention_plain: AttentionPlain,
     adamw: AdamW,
     grad_norm: GradNorm,
     norm: Norm,

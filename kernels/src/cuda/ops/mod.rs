@@ -1,6 +1,7 @@
 //! One file per kernel family: which modules it has, and the launches of an operation as values.
 
 pub mod adamw;
+pub mod attention;
 pub mod cast;
 pub mod grad_norm;
 pub mod norm;

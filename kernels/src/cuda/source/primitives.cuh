@@ -45,6 +45,12 @@ DEVICE float log2_approx(float x) {
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+// 1 / x to 1 ulp.
+DEVICE float reciprocal_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
 
 // Narrowing, to nearest even. Pairs: `low` goes into the low half. NaN stays NaN.
 DEVICE u16 bf16_of_float(float x) {

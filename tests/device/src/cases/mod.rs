@@ -6,6 +6,7 @@ use kernels::cuda::module::Family;
 use crate::machine::Machine;
 
 pub mod adamw;
+pub mod attention;
 pub mod cast;
 pub mod grad_norm;
 pub mod norm;
@@ -65,6 +66,8 @@ pub fn of(family: Family, effort: Effort) -> Vec<Case> {
         Family::AdamW => adamw::cases(effort),
         Family::GradNorm => grad_norm::cases(effort),
         Family::Norm => norm::cases(effort),
+        Family::Attention => attention::cases(effort),
+        Family::AttentionPlain => attention::plain_cases(effort),
         other => vec![Case::new(format!("{other:?}"), move |_| {
             anyhow::bail!("the family {other:?} has no checks")
         })],

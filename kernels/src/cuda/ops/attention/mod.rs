@@ -1,0 +1,391 @@
+//! Attention over packed sequences, forward and backward: which kernels, their tiles and their launches.
+//!
+//! Legend: `t` queries and `s` keys of all sequences together, `h` heads of queries, `g` heads of keys and values,
+//! `d` head dim. Semantics are those of [`AttentionArgs`](crate::AttentionArgs).
+
+mod tiles;
+
+pub use self::tiles::Problem;
+use self::tiles::{Tiles, Tiling, last};
+use crate::DType;
+use crate::cuda::launch::{Address, Arg, Launch};
+use crate::cuda::module::{Family, Module, element_type};
+
+const THREADS: u32 = 128;
+/// Blocks along y at most; longer tile lists become several launches.
+const MAX_TILES: usize = 65_535;
+/// Query heads whose gradients one block of the tensor-core family adds up. Larger groups are cut into parts, so that
+/// a model with few key/value heads still fills a GPU. A constant: the cut decides the order of a sum, which must not
+/// depend on what else is in the batch.
+const HEADS_OF_A_PART: u32 = 3;
+/// Rows of the other side that a block of the plain family has in shared memory.
+const PLAIN_TILE: u32 = 32;
+
+/// Head dims of the modules that are tested: those of the supported models.
+const HEAD_DIMS: [u32; 6] = [32, 64, 72, 80, 112, 128];
+
+const KERNELS: &[&str] = &[
+    "forward_128",
+    "forward_64",
+    "output_products",
+    "gradient_q_128",
+    "gradient_q_64",
+    "gradient_kv",
+    "sum_parts",
+];
+const PLAIN_KERNELS: &[&str] = &["forward", "output_products", "gradient_q", "gradient_kv"];
+
+/// The tested modules of the tensor-core family: 16-bit dtypes, usual head dims. Any multiple of 8 up to 128 compiles.
+#[must_use]
+pub fn modules() -> Vec<Module> {
+    let pairs = [DType::BF16, DType::F16].into_iter();
+    let pairs = pairs.flat_map(|dtype| HEAD_DIMS.map(|head_dim| (dtype, head_dim)));
+    pairs
+        .filter_map(|(dtype, head_dim)| module(dtype, head_dim))
+        .collect()
+}
+
+/// The modules of the plain family: one for each float dtype, for head dims up to 128.
+#[must_use]
+pub fn plain_modules() -> Vec<Module> {
+    let dtypes = [DType::F32, DType::BF16, DType::F16].into_iter();
+    dtypes.filter_map(plain_module).collect()
+}
+
+fn module(dtype: DType, head_dim: u32) -> Option<Module> {
+    let defines = [("TYPE", element_type(dtype)?), ("HEAD_DIM", head_dim)];
+    Some(Module::new(Family::Attention, defines, KERNELS))
+}
+
+fn plain_module(dtype: DType) -> Option<Module> {
+    let defines = [("TYPE", element_type(dtype)?)];
+    Some(Module::new(Family::AttentionPlain, defines, PLAIN_KERNELS))
+}
+
+/// What forward and backward read; all 16-byte aligned.
+#[derive(Clone, Copy, Debug)]
+pub struct Inputs {
+    /// `[t, h, d]`.
+    pub q: Address,
+    /// `[s, g, d]`.
+    pub k: Address,
+    /// `[s, g, d]`.
+    pub v: Address,
+    /// [`Plan::table`] in device memory.
+    pub table: Address,
+}
+
+/// What the forward writes.
+#[derive(Clone, Copy, Debug)]
+pub struct Outputs {
+    /// `[t, h, d]`.
+    pub out: Address,
+    /// `[t, h]` f32: log of the sum of exponentials of the scaled scores.
+    pub lse: Address,
+}
+
+/// What the backward reads besides inputs and outputs, and what it writes.
+#[derive(Clone, Copy, Debug)]
+pub struct Gradients {
+    /// `[t, h, d]`, read.
+    pub dout: Address,
+    /// `[t, h, d]`.
+    pub dq: Address,
+    /// `[s, g, d]`.
+    pub dk: Address,
+    /// `[s, g, d]`.
+    pub dv: Address,
+    /// [`Plan::workspace_bytes`], 16-byte aligned.
+    pub workspace: Address,
+}
+
+/// How a call is cut into blocks.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Plan {
+    module: Module,
+    heads: u32,
+    kv_heads: u32,
+    head_dim: u32,
+    queries: u64,
+    keys: u64,
+    sequences: usize,
+    causal: bool,
+    scale: f32,
+    tiling: Tiling,
+}
+
+impl Plan {
+    /// Cuts a call into tiles. `None` when the dtype is no float, a size is zero, the head dim is above 128, `heads`
+    /// is no multiple of `kv_heads`, or the starts are not ascending, of different number, or beyond `i32`.
+    #[must_use]
+    pub fn new(problem: &Problem<'_>) -> Option<Self> {
+        let tiling = Tiling::new(problem)?;
+        let module = match tiling.plain {
+            true => plain_module(problem.dtype)?,
+            false => module(problem.dtype, problem.head_dim)?,
+        };
+        Some(Self {
+            module,
+            heads: problem.heads,
+            kv_heads: problem.kv_heads,
+            head_dim: problem.head_dim,
+            queries: last(problem.q_starts),
+            keys: last(problem.k_starts),
+            sequences: problem.q_starts.len() - 1,
+            causal: problem.causal,
+            scale: problem.scale,
+            tiling,
+        })
+    }
+
+    /// Starts and tile lists, to be copied to the device. Depends on the starts, the mask, the heads and the dtype only:
+    /// the layers of a model share it.
+    #[must_use]
+    pub fn table(&self) -> &[i32] {
+        &self.tiling.table
+    }
+
+    /// Whether tensor cores compute this call.
+    #[must_use]
+    pub const fn uses_tensor_cores(&self) -> bool {
+        !self.tiling.plain
+    }
+
+    /// The launches of the forward, in order; none when there are no queries.
+    #[must_use]
+    pub fn forward(&self, inputs: Inputs, outputs: Outputs) -> Vec<Launch> {
+        let rows = self.tiling.queries.rows;
+        let (kernel, shared_bytes) = match (self.tiling.plain, rows) {
+            (true, _) => ("forward", self.plain_rows_bytes(rows + PLAIN_TILE * 2)),
+            (false, 64) => ("forward_64", self.rows_bytes(rows + 2 * 64)),
+            (false, _) => ("forward_128", self.rows_bytes(rows + 2 * 64)),
+        };
+        self.tiled(
+            kernel,
+            self.tiling.queries,
+            self.heads,
+            shared_bytes,
+            |tiles| {
+                let mut args = addresses([inputs.q, inputs.k, inputs.v, outputs.out, outputs.lse]);
+                args.extend(self.table_args(inputs.table, tiles));
+                args.extend(self.head_args());
+                args.extend(self.mask_args());
+                args
+            },
+        )
+    }
+
+    /// Bytes of [`Gradients::workspace`]: `delta [t, h]` f32, and with several parts of a group `dk` and `dv` of each
+    /// part as f32.
+    #[must_use]
+    pub const fn workspace_bytes(&self) -> u64 {
+        let parts = self.parts() as u64;
+        let gradients = if parts > 1 {
+            2 * parts * self.part_elements() * 4
+        } else {
+            0
+        };
+        self.delta_bytes() + gradients
+    }
+
+    /// The launches of the backward, in order.
+    #[must_use]
+    pub fn backward(&self, inputs: Inputs, outputs: Outputs, gradients: Gradients) -> Vec<Launch> {
+        let mut launches = Vec::from_iter(self.output_products(outputs, gradients));
+        launches.extend(self.gradient_kv(inputs, outputs, gradients));
+        launches.extend(self.sum_parts(gradients));
+        launches.extend(self.gradient_q(inputs, outputs, gradients));
+        launches
+    }
+
+    /// `delta = sum over d of out * dout`; moves `2 t h d` elements.
+    fn output_products(&self, outputs: Outputs, gradients: Gradients) -> Option<Launch> {
+        let rows = self.queries * u64::from(self.heads);
+        let pieces = self.head_dim / 8;
+        let rows_of_a_block = match self.tiling.plain {
+            true => THREADS / 32,
+            false => THREADS / pieces.next_power_of_two().clamp(2, 16),
+        };
+        let mut args = addresses([outputs.out, gradients.dout, gradients.workspace]);
+        args.push(Arg::U64(rows));
+        if self.tiling.plain {
+            args.push(int(self.head_dim));
+        }
+        let blocks = u32::try_from(rows.div_ceil(u64::from(rows_of_a_block))).ok()?;
+        (blocks > 0).then(|| self.launch("output_products", [blocks, 1, 1], 0, args))
+    }
+
+    /// Two products for the weights and two for the gradients.
+    fn gradient_kv(&self, inputs: Inputs, outputs: Outputs, gradients: Gradients) -> Vec<Launch> {
+        let rows = self.tiling.keys.rows;
+        let shared_bytes = match self.tiling.plain {
+            true => self.plain_rows_bytes(2 * (rows + PLAIN_TILE)),
+            // Keys and values, two stages of queries and gradients; weights; two stages of lse and delta.
+            false => self.rows_bytes(2 * rows + 2 * 2 * 32) + rows * 32 * 4 + 2 * 2 * 32 * 4,
+        };
+        let blocks = self.kv_heads * self.parts();
+        self.tiled(
+            "gradient_kv",
+            self.tiling.keys,
+            blocks,
+            shared_bytes,
+            |tiles| {
+                let mut args = self.backward_args(inputs, outputs, gradients);
+                args.extend(addresses([gradients.dk, gradients.dv]));
+                if !self.tiling.plain {
+                    args.extend(addresses(self.part_addresses(gradients)));
+                }
+                args.extend(self.table_args(inputs.table, tiles));
+                args.extend(self.head_args());
+                if !self.tiling.plain {
+                    args.extend([int(self.parts()), Arg::U64(self.part_elements())]);
+                }
+                args.extend(self.mask_args());
+                args
+            },
+        )
+    }
+
+    /// `dk` and `dv` from their parts.
+    fn sum_parts(&self, gradients: Gradients) -> Option<Launch> {
+        let [dk_parts, dv_parts] = self.part_addresses(gradients);
+        let mut args = addresses([dk_parts, dv_parts, gradients.dk, gradients.dv]);
+        args.extend([int(self.parts()), Arg::U64(self.part_elements())]);
+        let blocks = u32::try_from(self.part_elements().div_ceil(u64::from(THREADS) * 4)).ok()?;
+        (self.parts() > 1 && blocks > 0).then(|| self.launch("sum_parts", [blocks, 2, 1], 0, args))
+    }
+
+    /// Two products for the weights and one for the gradient.
+    fn gradient_q(&self, inputs: Inputs, outputs: Outputs, gradients: Gradients) -> Vec<Launch> {
+        let rows = self.tiling.queries.rows;
+        let (kernel, shared_bytes) = match (self.tiling.plain, rows) {
+            (true, _) => ("gradient_q", self.plain_rows_bytes(2 * (rows + PLAIN_TILE))),
+            (false, 64) => ("gradient_q_64", self.rows_bytes(2 * rows + 3 * 32)),
+            (false, _) => ("gradient_q_128", self.rows_bytes(2 * rows + 3 * 32)),
+        };
+        self.tiled(
+            kernel,
+            self.tiling.queries,
+            self.heads,
+            shared_bytes,
+            |tiles| {
+                let mut args = self.backward_args(inputs, outputs, gradients);
+                args.push(Arg::Address(gradients.dq));
+                args.extend(self.table_args(inputs.table, tiles));
+                args.extend(self.head_args());
+                args.extend(self.mask_args());
+                args
+            },
+        )
+    }
+
+    fn backward_args(&self, inputs: Inputs, outputs: Outputs, gradients: Gradients) -> Vec<Arg> {
+        let Inputs { q, k, v, .. } = inputs;
+        addresses([q, k, v, gradients.dout, outputs.lse, gradients.workspace])
+    }
+
+    /// Starts and the tiles from `first` on.
+    fn table_args(&self, table: Address, first: usize) -> Vec<Arg> {
+        let at = |index: usize| Address(table.0 + 4 * index as u64);
+        addresses([table, at(self.sequences + 1), at(first)])
+    }
+
+    fn head_args(&self) -> Vec<Arg> {
+        let mut args = vec![int(self.heads), int(self.kv_heads)];
+        if self.tiling.plain {
+            args.push(int(self.head_dim));
+        }
+        args
+    }
+
+    fn mask_args(&self) -> [Arg; 2] {
+        [int(self.causal.into()), Arg::F32(self.scale)]
+    }
+
+    /// Blocks for every tile, `x` each; `args` gets the place of the first tile's pair.
+    fn tiled(
+        &self,
+        kernel: &'static str,
+        tiles: Tiles,
+        x: u32,
+        shared_bytes: u32,
+        args: impl Fn(usize) -> Vec<Arg>,
+    ) -> Vec<Launch> {
+        let chunks = (0..tiles.count).step_by(MAX_TILES);
+        chunks
+            .map(|first| {
+                #[expect(clippy::cast_possible_truncation, reason = "at most MAX_TILES")]
+                let y = MAX_TILES.min(tiles.count - first) as u32;
+                self.launch(
+                    kernel,
+                    [x, y, 1],
+                    shared_bytes,
+                    args(tiles.offset + 2 * first),
+                )
+            })
+            .collect()
+    }
+
+    fn launch(
+        &self,
+        kernel: &'static str,
+        grid: [u32; 3],
+        shared_bytes: u32,
+        args: Vec<Arg>,
+    ) -> Launch {
+        Launch {
+            module: self.module.clone(),
+            kernel,
+            grid,
+            threads: THREADS,
+            shared_bytes,
+            args,
+        }
+    }
+
+    /// Shared memory of so many rows: an odd number of 16-byte pieces each (`PITCH` of the kernels).
+    const fn rows_bytes(&self, rows: u32) -> u32 {
+        rows * ((self.head_dim / 8) | 1) * 16
+    }
+
+    /// Shared memory of so many rows of the plain family: an odd number of floats each.
+    const fn plain_rows_bytes(&self, rows: u32) -> u32 {
+        rows * (self.head_dim | 1) * 4
+    }
+
+    /// Parts of a group of query heads whose `dk` and `dv` are added up at the end.
+    const fn parts(&self) -> u32 {
+        if self.tiling.plain {
+            1
+        } else {
+            (self.heads / self.kv_heads).div_ceil(HEADS_OF_A_PART)
+        }
+    }
+
+    /// `s g d`.
+    const fn part_elements(&self) -> u64 {
+        self.keys * self.kv_heads as u64 * self.head_dim as u64
+    }
+
+    const fn delta_bytes(&self) -> u64 {
+        (self.queries * self.heads as u64 * 4).next_multiple_of(16)
+    }
+
+    /// Of `dk` and of `dv`.
+    fn part_addresses(&self, gradients: Gradients) -> [Address; 2] {
+        if self.parts() == 1 {
+            return [Address::NULL; 2];
+        }
+        let first = gradients.workspace.0 + self.delta_bytes();
+        let size = u64::from(self.parts()) * self.part_elements() * 4;
+        [Address(first), Address(first + size)]
+    }
+}
+
+fn addresses<const N: usize>(all: [Address; N]) -> Vec<Arg> {
+    all.into_iter().map(Arg::Address).collect()
+}
+
+const fn int(x: u32) -> Arg {
+    Arg::I32(x.cast_signed())
+}

@@ -1,0 +1,182 @@
+//! Which kernels compute a call, and how its sequences are cut into tiles.
+
+use crate::DType;
+
+/// Largest head dim of both families.
+const MAX_HEAD_DIM: u32 = 128;
+/// Keys of a block of the tensor-core family.
+const KEY_ROWS: u32 = 64;
+/// Queries or keys of a block of the plain family.
+const PLAIN_ROWS: u32 = 16;
+
+/// Everything about a call but its memory.
+#[derive(Clone, Copy, Debug)]
+pub struct Problem<'a> {
+    /// Of `q`, `k`, `v`, `out` and all gradients.
+    pub dtype: DType,
+    /// `h`, a multiple of `kv_heads`.
+    pub heads: u32,
+    /// `g`.
+    pub kv_heads: u32,
+    /// `d`, 1..=128.
+    pub head_dim: u32,
+    /// Ascending, first 0, last `t`.
+    pub q_starts: &'a [usize],
+    /// Ascending, first 0, last `s`, same length.
+    pub k_starts: &'a [usize],
+    /// Query `i` of `n` sees the keys `0..=i + (keys - n)` of its sequence.
+    pub causal: bool,
+    /// Factor of the scores before the softmax.
+    pub scale: f32,
+    /// Of the device: decides between tile heights. Does not change results.
+    pub multiprocessors: u32,
+}
+
+/// Tiles of one side of the sequences: pairs (sequence, tile of `rows` rows) in the table, the longest first.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct Tiles {
+    /// The first pair's place in the table.
+    pub(super) offset: usize,
+    pub(super) count: usize,
+    pub(super) rows: u32,
+}
+
+/// A call's blocks.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(super) struct Tiling {
+    /// The plain family's.
+    pub(super) plain: bool,
+    /// Both starts, then the tiles.
+    pub(super) table: Vec<i32>,
+    pub(super) queries: Tiles,
+    pub(super) keys: Tiles,
+}
+
+impl Tiling {
+    /// `None` as [`super::Plan::new`].
+    pub(super) fn new(problem: &Problem<'_>) -> Option<Self> {
+        let Problem {
+            heads,
+            kv_heads,
+            head_dim,
+            ..
+        } = *problem;
+        let divides = heads > 0 && kv_heads > 0 && heads.is_multiple_of(kv_heads);
+        if !divides || !(1..=MAX_HEAD_DIM).contains(&head_dim) {
+            return None;
+        }
+        let mut table = checked_starts(problem.q_starts)?;
+        table.extend(checked_starts(problem.k_starts)?);
+        if problem.q_starts.len() != problem.k_starts.len() {
+            return None;
+        }
+        let plain = !fits_tensor_cores(problem);
+        let [query_rows, key_rows] = match plain {
+            true => [PLAIN_ROWS; 2],
+            false => [tile_rows(problem), KEY_ROWS],
+        };
+        let mut add = |side, rows| {
+            let offset = table.len();
+            table.extend(tiles(problem, side, rows).as_flattened());
+            let count = (table.len() - offset) / 2;
+            Tiles {
+                offset,
+                count,
+                rows,
+            }
+        };
+        let queries = add(Side::Queries, query_rows);
+        let keys = add(Side::Keys, key_rows);
+        Some(Self {
+            plain,
+            table,
+            queries,
+            keys,
+        })
+    }
+}
+
+/// The choice between the families. The tensor-core family loads rows in pieces of 16 bytes, takes the maximum of the
+/// scores before their factor, and counts the elements of a tensor in u32.
+fn fits_tensor_cores(problem: &Problem<'_>) -> bool {
+    let width = u64::from(problem.head_dim);
+    let q_elements = last(problem.q_starts) * u64::from(problem.heads) * width;
+    let k_elements = last(problem.k_starts) * u64::from(problem.kv_heads) * width;
+    matches!(problem.dtype, DType::BF16 | DType::F16)
+        && problem.head_dim.is_multiple_of(8)
+        && problem.scale.is_normal()
+        && problem.scale > 0.0
+        && q_elements.max(k_elements) < 1 << 32
+}
+
+/// 128 queries a block make the best use of the keys in shared memory, but two such blocks a multiprocessor have to be
+/// there; 64 otherwise.
+fn tile_rows(problem: &Problem<'_>) -> u32 {
+    let tiles: usize = lengths(problem)
+        .map(|(queries, _)| queries.div_ceil(128))
+        .sum();
+    let blocks = tiles as u64 * u64::from(problem.heads);
+    if blocks >= 2 * u64::from(problem.multiprocessors) {
+        128
+    } else {
+        64
+    }
+}
+
+#[derive(Clone, Copy)]
+enum Side {
+    Queries,
+    Keys,
+}
+
+/// (sequence, tile) of every tile of one side, those with the most rows of the other side first.
+fn tiles(problem: &Problem<'_>, side: Side, rows: u32) -> Vec<[i32; 2]> {
+    let rows = rows as usize;
+    let mut all = Vec::new();
+    for (sequence, (queries, keys)) in lengths(problem).enumerate() {
+        let mine = match side {
+            Side::Queries => queries,
+            Side::Keys => keys,
+        };
+        for tile in 0..mine.div_ceil(rows) {
+            let work = match (side, problem.causal) {
+                (Side::Queries, false) => keys,
+                (Side::Queries, true) => {
+                    (queries.min((tile + 1) * rows) + keys).saturating_sub(queries)
+                }
+                (Side::Keys, false) => queries,
+                // Queries from `tile * rows + queries - keys` on see a key of the tile.
+                (Side::Keys, true) => queries.min(keys - tile * rows),
+            };
+            all.push((work, [as_i32(sequence), as_i32(tile)]));
+        }
+    }
+    all.sort_by_key(|(work, _)| std::cmp::Reverse(*work));
+    all.into_iter().map(|(_, tile)| tile).collect()
+}
+
+/// Queries and keys of each sequence.
+fn lengths(problem: &Problem<'_>) -> impl Iterator<Item = (usize, usize)> {
+    let starts = problem.q_starts.windows(2).zip(problem.k_starts.windows(2));
+    starts.map(|(q, k)| (q[1] - q[0], k[1] - k[0]))
+}
+
+fn checked_starts(starts: &[usize]) -> Option<Vec<i32>> {
+    let ascending = starts.first() == Some(&0) && starts.is_sorted();
+    let all = starts.iter().map(|start| i32::try_from(*start).ok());
+    all.collect::<Option<_>>().filter(|_| ascending)
+}
+
+pub(super) fn last(starts: &[usize]) -> u64 {
+    starts.last().map_or(0, |last| *last as u64)
+}
+
+/// Sequences and tiles are no more than rows, whose numbers fit.
+#[expect(
+    clippy::cast_possible_truncation,
+    clippy::cast_possible_wrap,
+    reason = "see above"
+)]
+fn as_i32(index: usize) -> i32 {
+    index as i32
+}

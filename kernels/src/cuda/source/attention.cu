@@ -1,0 +1,623 @@
+// Softmax attention over packed sequences, forward and backward, for tensor cores of sm_80 and newer.
+// (legend to come)
+
+typedef Element<TYPE> T;
+
+// Width of a row: 16-byte pieces (8 elements, the width of an mma tile), steps of k = 16, and one step of k = 8.
+constexpr int PIECES = HEAD_DIM / 8;
+constexpr int STEPS = HEAD_DIM / 16;
+constexpr bool HALF_STEP = PIECES % 2 == 1;
+// Bytes from row to row in shared memory: an odd number of pieces, so that the eight rows of an 8x8 matrix lie in
+// different banks.
+constexpr int PITCH = (PIECES | 1) * 16;
+constexpr int THREADS = 128;
+constexpr float LOG2_E = 1.4426950408889634f;
+constexpr float LN_2 = 0.6931471805599453f;
+
+DEVICE int smaller(int a, int b) { return a < b ? a : b; }
+DEVICE int lane_index() { return threadIdx.x & 31; }
+// Taken from lane 0: the compiler then knows that branches on it do not divide the warp.
+DEVICE int warp_index() { return (int)shuffle((u32)threadIdx.x >> 5, 0); }
+
+struct Sequence {
+  int q_start, queries, k_start, keys;
+  int causal;
+
+  DEVICE Sequence(const int* q_starts, const int* k_starts, int index, int causal)
+      : q_start(q_starts[index]),
+        queries(q_starts[index + 1] - q_start),
+        k_start(k_starts[index]),
+        keys(k_starts[index + 1] - k_start),
+        causal(causal) {}
+
+  // Keys that query `row` sees: the first so many.
+  DEVICE int visible(int row) const {
+    if (!causal) return keys;
+    int end = row + 1 + keys - queries;
+    return end < 0 ? 0 : smaller(end, keys);
+  }
+};
+
+// The part of a thread in copies from global to shared memory: one piece of every STEP-th row of a head.
+struct Copy {
+  static constexpr int STEP = THREADS / PIECES;
+  static constexpr bool ALL_THREADS = THREADS % PIECES == 0;
+  int row;
+  u32 stride, shared, global;
+
+  // A head of a tensor [rows, heads, HEAD_DIM].
+  DEVICE Copy(int head, int heads)
+      : row(threadIdx.x / PIECES),
+        stride(heads * HEAD_DIM),
+        shared(row * PITCH + threadIdx.x % PIECES * 16),
+        global(row * stride + head * HEAD_DIM + threadIdx.x % PIECES * 8) {
+    if (!ALL_THREADS && row >= STEP) row = 1 << 24;
+  }
+
+  // Starts copying ROWS rows from row `first` of the tensor on; those from `valid` on become zeros and are not read.
+  template <int ROWS>
+  DEVICE void rows(u32 to, const u16* tensor, int first, int valid) const {
+    const u16* from = tensor + ((u32)first * stride + global);
+    UNROLL for (int i = 0; i < (ROWS + STEP - 1) / STEP; i++) {
+      if ((ALL_THREADS && ROWS % STEP == 0) || row < ROWS - i * STEP)
+        copy_async_16(to + shared + i * STEP * PITCH, from, row < valid - i * STEP);
+      from += STEP * stride;
+    }
+  }
+};
+
+// Stores the rows of this warp, 16 bytes a lane.
+template <int ROWS>
+DEVICE void store_rows(u16* global, const u8* shared, int stride, int valid) {
+  UNROLL for (int i = 0; i < (ROWS * PIECES + 31) / 32; i++) {
+    int at = lane_index() + i * 32, row = at / PIECES, piece = at % PIECES;
+    if (row < smaller(valid, ROWS))
+      *(uint4*)(global + (i64)row * stride + piece * 8) = *(const uint4*)(shared + row * PITCH + piece * 16);
+  }
+}
+
+// Where this lane points into 16 x 16 elements: as the left operand of a product (or, transposed, the right one
+// whose rows are summed over), and as the right operand whose rows are the columns of the result.
+DEVICE u32 lane_of_left() { return (lane_index() & 15) * PITCH + (lane_index() >> 4) * 16; }
+DEVICE u32 lane_of_right() { return ((lane_index() & 7) + (lane_index() >> 4) * 8) * PITCH + (lane_index() >> 3 & 1) * 16; }
+// Into 32 x 8 elements.
+DEVICE u32 lane_of_column() { return lane_index() * PITCH; }
+
+// The left operand of a product over the head dim: 16 * M rows.
+template <int M>
+struct Left {
+  u32 full[STEPS > 0 ? STEPS : 1][M][4];
+  u32 half[4];
+
+  DEVICE void load_full(u32 rows, int k) {
+    UNROLL for (int m = 0; m < M; m++) load_matrix_x4(full[k][m], rows + lane_of_left() + m * 16 * PITCH + k * 32);
+  }
+  DEVICE void load_half(u32 rows) {
+    if (M == 2) {
+      load_matrix_x4(half, rows + lane_of_column() + STEPS * 32);
+    } else {
+      u32 two[2];
+      load_matrix_x2(two, rows + (lane_index() & 15) * PITCH + STEPS * 32);
+      half[0] = two[0], half[1] = two[1];
+    }
+  }
+  DEVICE void load(u32 rows) {
+    UNROLL for (int k = 0; k < STEPS; k++) load_full(rows, k);
+    if (HALF_STEP) load_half(rows);
+  }
+};
+
+// s = left right^T for 8 * N rows of the right operand. LOADED: `left` is in registers already.
+template <bool LOADED, int M, int N>
+DEVICE void product(float (&s)[M][N][4], Left<M>& left, u32 left_rows, u32 right_rows) {
+  UNROLL for (int m = 0; m < M; m++)
+    UNROLL for (int n = 0; n < N; n++)
+      UNROLL for (int i = 0; i < 4; i++) s[m][n][i] = 0.0f;
+  UNROLL for (int k = 0; k < STEPS; k++) {
+    if (!LOADED) left.load_full(left_rows, k);
+    UNROLL for (int n = 0; n < N; n += 2) {
+      u32 b[4];
+      load_matrix_x4(b, right_rows + lane_of_right() + n * 8 * PITCH + k * 32);
+      UNROLL for (int m = 0; m < M; m++) {
+        T::mma(s[m][n], left.full[k][m], b[0], b[1]);
+        T::mma(s[m][n + 1], left.full[k][m], b[2], b[3]);
+      }
+    }
+  }
+  if (HALF_STEP) {
+    if (!LOADED) left.load_half(left_rows);
+    UNROLL for (int n = 0; n < N; n += 4) {
+      u32 b[4];
+      load_matrix_x4(b, right_rows + lane_of_column() + n * 8 * PITCH + STEPS * 32);
+      UNROLL for (int m = 0; m < M; m++)
+        UNROLL for (int i = 0; i < 4; i++) T::mma_k8(s[m][n + i], left.half[2 * m], left.half[2 * m + 1], b[i]);
+    }
+  }
+}
+
+// The left operand of `accumulate` from a product: its accumulators have the layout of that operand.
+template <int M, int N>
+DEVICE void narrow(u32 (&p)[M][N / 2][4], const float (&s)[M][N][4]) {
+  UNROLL for (int m = 0; m < M; m++)
+    UNROLL for (int n = 0; n < N; n++) {
+      p[m][n / 2][n % 2 * 2] = T::narrow_pair(s[m][n][0], s[m][n][1]);
+      p[m][n / 2][n % 2 * 2 + 1] = T::narrow_pair(s[m][n][2], s[m][n][3]);
+    }
+}
+
+// o += p right for 16 * K rows of the right operand.
+template <int M, int K>
+DEVICE void accumulate(float (&o)[M][PIECES][4], const u32 (&p)[M][K][4], u32 right_rows) {
+  UNROLL for (int k = 0; k < K; k++)
+    UNROLL for (int n = 0; n + 1 < PIECES; n += 2) {
+      u32 b[4];
+      load_matrix_x4_transposed(b, right_rows + lane_of_left() + k * 16 * PITCH + n * 16);
+      UNROLL for (int m = 0; m < M; m++) {
+        T::mma(o[m][n], p[m][k], b[0], b[1]);
+        T::mma(o[m][n + 1], p[m][k], b[2], b[3]);
+      }
+    }
+  if (HALF_STEP) {
+    UNROLL for (int k = 0; k < K; k += 2) {
+      u32 b[4];
+      load_matrix_x4_transposed(b, right_rows + lane_of_column() + k * 16 * PITCH + (PIECES - 1) * 16);
+      UNROLL for (int m = 0; m < M; m++) {
+        T::mma(o[m][PIECES - 1], p[m][k], b[0], b[1]);
+        T::mma(o[m][PIECES - 1], p[m][k + 1], b[2], b[3]);
+      }
+    }
+  }
+}
+
+template <int M>
+DEVICE void clear(float (&o)[M][PIECES][4]) {
+  UNROLL for (int m = 0; m < M; m++)
+    UNROLL for (int n = 0; n < PIECES; n++)
+      UNROLL for (int i = 0; i < 4; i++) o[m][n][i] = 0.0f;
+}
+
+// Rounds accumulators times a factor per row into shared memory, row by row.
+template <int M>
+DEVICE void stage_rows(u8* shared, const float (&o)[M][PIECES][4], const float (&factor)[M][2]) {
+  int r = lane_index() / 4, c = lane_index() % 4;
+  UNROLL for (int m = 0; m < M; m++)
+    UNROLL for (int half = 0; half < 2; half++)
+      UNROLL for (int n = 0; n < PIECES; n++)
+        *(u32*)(shared + (m * 16 + half * 8 + r) * PITCH + n * 16 + c * 4) =
+            T::narrow_pair(o[m][n][2 * half] * factor[m][half], o[m][n][2 * half + 1] * factor[m][half]);
+}
+
+// Scores of keys from `limit` on become minus infinity; `key` is the column of this lane's first element.
+template <int N>
+DEVICE void mask_row(float (&s)[N][4], int half, int key, int limit) {
+  UNROLL for (int n = 0; n < N; n++)
+    UNROLL for (int i = 0; i < 2; i++)
+      if (key + n * 8 + i >= limit) s[n][2 * half + i] = minus_infinity();
+}
+
+// ---- forward
+
+// The running softmax of the rows of a warp in powers of two: p = 2^(score - base). `base` is the maximum of some
+// earlier tile, at most 2^LAG below the true one: the output is rescaled only when a maximum rises by more.
+constexpr float LAG = 8.0f;
+
+template <int M>
+struct Softmax {
+  float base[M][2], sum[M][2];
+
+  // Turns scores (before the factor) into weights; `o` is rescaled where needed.
+  template <int N>
+  DEVICE void step(float (&s)[M][N][4], float (&o)[M][PIECES][4], float factor) {
+    float rescale[M][2];
+    bool risen = false;
+    UNROLL for (int m = 0; m < M; m++)
+      UNROLL for (int half = 0; half < 2; half++) {
+        float top = s[m][0][2 * half];
+        UNROLL for (int n = 0; n < N; n++)
+          UNROLL for (int i = 0; i < 2; i++) top = fmaxf(top, s[m][n][2 * half + i]);
+        top = fmaxf(top, shuffle_xor(top, 1));
+        top = fmaxf(top, shuffle_xor(top, 2)) * factor;
+        bool rises = top > base[m][half] + LAG;
+        rescale[m][half] = rises ? exp2_approx(base[m][half] - top) : 1.0f;
+        base[m][half] = rises ? top : base[m][half];
+        risen = risen || rises;
+      }
+    if (warp_any(risen)) {
+      UNROLL for (int m = 0; m < M; m++)
+        UNROLL for (int half = 0; half < 2; half++) {
+          sum[m][half] *= rescale[m][half];
+          UNROLL for (int n = 0; n < PIECES; n++)
+            UNROLL for (int i = 0; i < 2; i++) o[m][n][2 * half + i] *= rescale[m][half];
+        }
+    }
+    UNROLL for (int m = 0; m < M; m++)
+      UNROLL for (int half = 0; half < 2; half++) {
+        // No key seen yet: any base keeps the weights at zero.
+        float base_or_zero = base[m][half] == minus_infinity() ? 0.0f : base[m][half];
+        UNROLL for (int n = 0; n < N; n++)
+          UNROLL for (int i = 0; i < 2; i++) {
+            float p = exp2_approx(fmaf(s[m][n][2 * half + i], factor, -base_or_zero));
+            s[m][n][2 * half + i] = p;
+            sum[m][half] += p;
+          }
+      }
+  }
+};
+
+template <int M>
+DEVICE void attend(u8* memory, const u16* q, const u16* k, const u16* v, u16* out, float* lse, const int* q_starts,
+                   const int* k_starts, const int* tiles, int heads, int kv_heads, int causal, float scale) {
+  constexpr int ROWS = 64 * M, KEYS = 64, N = KEYS / 8;
+  constexpr bool RESIDENT = HEAD_DIM <= 80;
+  const int head = blockIdx.x, kv_head = head / (heads / kv_heads);
+  const int* tile = tiles + 2 * blockIdx.y;
+  Sequence sequence(q_starts, k_starts, tile[0], causal);
+  const int warp = warp_index();
+  int block_row = tile[1] * ROWS, row = block_row + warp * 16 * M;
+  const int block_visible = sequence.visible(smaller(block_row + ROWS, sequence.queries) - 1);
+  // Keys that some row of the warp sees, and those that all of them see.
+  const int any_visible = row < sequence.queries ? sequence.visible(smaller(row + 16 * M, sequence.queries) - 1) : 0;
+  const int all_visible = sequence.visible(row);
+
+  const u32 shared_q = shared_address(memory), shared_k = shared_q + ROWS * PITCH, shared_v = shared_k + KEYS * PITCH;
+  const u32 warp_q = shared_q + warp * 16 * M * PITCH;
+  const Copy copy_k(kv_head, kv_heads);
+  auto copy_keys = [&](u32 shared, const u16* tensor, int key) {
+    copy_k.rows<KEYS>(shared, tensor, sequence.k_start + key, sequence.keys - key);
+    copy_async_commit();
+  };
+
+  float o[M][PIECES][4];
+  clear(o);
+  Softmax<M> softmax;
+  UNROLL for (int m = 0; m < M; m++)
+    UNROLL for (int half = 0; half < 2; half++) softmax.base[m][half] = minus_infinity(), softmax.sum[m][half] = 0.0f;
+
+  const float factor = scale * LOG2_E;
+  int key = (block_visible - 1) / KEYS * KEYS;
+  Left<M> left;
+  if (block_visible > 0) {
+    Copy(head, heads).rows<ROWS>(shared_q, q, sequence.q_start + block_row, sequence.queries - block_row);
+    copy_keys(shared_k, k, key);
+    if (RESIDENT) {
+      copy_async_wait<0>();
+      block_barrier();
+      left.load(warp_q);
+    }
+    for (; key >= 0; key -= KEYS) {
+      copy_async_wait<0>();
+      block_barrier();
+      copy_keys(shared_v, v, key);
+      float s[M][N][4];
+      if (key < any_visible) product<RESIDENT>(s, left, warp_q, shared_k);
+      copy_async_wait<0>();
+      block_barrier();
+      if (key > 0) copy_keys(shared_k, k, key - KEYS);
+      if (key < any_visible) {
+        if (key + KEYS > all_visible) {
+          UNROLL for (int m = 0; m < M; m++)
+            UNROLL for (int half = 0; half < 2; half++)
+              mask_row(s[m], half, key + lane_index() % 4 * 2,
+                       sequence.visible(row + m * 16 + half * 8 + lane_index() / 4));
+        }
+        softmax.step(s, o, factor);
+        u32 p[M][N / 2][4];
+        narrow(p, s);
+        accumulate(o, p, shared_v);
+      }
+    }
+  }
+
+  // Read again instead of kept in registers.
+  sequence = Sequence(q_starts, k_starts, tile[0], causal);
+  row = tile[1] * ROWS + warp * 16 * M;
+  float inverse[M][2];
+  UNROLL for (int m = 0; m < M; m++)
+    UNROLL for (int half = 0; half < 2; half++) {
+      float sum = softmax.sum[m][half];
+      sum += shuffle_xor(sum, 1);
+      sum += shuffle_xor(sum, 2);
+      inverse[m][half] = sum > 0.0f ? reciprocal_approx(sum) : 0.0f;
+      int at = row + m * 16 + half * 8 + lane_index() / 4;
+      if (lane_index() % 4 == 0 && at < sequence.queries)
+        lse[(i64)(sequence.q_start + at) * heads + head] = (softmax.base[m][half] + log2_approx(sum)) * LN_2;
+    }
+  u8* staged = memory + warp * 16 * M * PITCH;
+  stage_rows(staged, o, inverse);
+  warp_barrier();
+  store_rows<16 * M>(out + ((i64)(sequence.q_start + row) * heads + head) * HEAD_DIM, staged, heads * HEAD_DIM,
+                     sequence.queries - row);
+}
+
+KERNEL(THREADS, 2)
+forward_128(const u16* q, const u16* k, const u16* v, u16* out, float* lse, const int* q_starts, const int* k_starts,
+            const int* tiles, int heads, int kv_heads, int causal, float scale) {
+  SHARED_MEMORY(memory);
+  attend<2>(memory, q, k, v, out, lse, q_starts, k_starts, tiles, heads, kv_heads, causal, scale);
+}
+KERNEL(THREADS, 3)
+forward_64(const u16* q, const u16* k, const u16* v, u16* out, float* lse, const int* q_starts, const int* k_starts,
+           const int* tiles, int heads, int kv_heads, int causal, float scale) {
+  SHARED_MEMORY(memory);
+  attend<1>(memory, q, k, v, out, lse, q_starts, k_starts, tiles, heads, kv_heads, causal, scale);
+}
+
+// ---- backward
+
+// The exponent of a weight is score - this: of rows without keys, and of rows that are none, all weights are zero.
+DEVICE float exponent_base(float lse) { return lse == minus_infinity() ? -minus_infinity() : lse * LOG2_E; }
+
+// delta = sum over the head dim of out * dout, for each of the `rows` = t * h; LANES lanes a row.
+KERNEL(THREADS, 8) output_products(const u16* out, const u16* dout, float* delta, u64 rows) {
+  constexpr int LANES = PIECES > 8 ? 16 : PIECES > 4 ? 8 : PIECES > 2 ? 4 : 2;
+  const u64 row = ((u64)blockIdx.x * THREADS + threadIdx.x) / LANES;
+  const int piece = threadIdx.x % LANES;
+  float sum = 0.0f;
+  if (row < rows && piece < PIECES) {
+    uint4 a = load_streaming((const uint4*)(out + row * HEAD_DIM) + piece);
+    uint4 b = load_streaming((const uint4*)(dout + row * HEAD_DIM) + piece);
+    u32 x[4] = {a.x, a.y, a.z, a.w}, y[4] = {b.x, b.y, b.z, b.w};
+    UNROLL for (int i = 0; i < 4; i++) {
+      sum = fmaf(T::widen((u16)x[i]), T::widen((u16)y[i]), sum);
+      sum = fmaf(T::widen((u16)(x[i] >> 16)), T::widen((u16)(y[i] >> 16)), sum);
+    }
+  }
+  UNROLL for (int mask = 1; mask < LANES; mask *= 2) sum += shuffle_xor(sum, mask);
+  if (row < rows && piece == 0) delta[row] = sum;
+}
+
+template <int M>
+DEVICE void differentiate_q(u8* memory, const u16* q, const u16* k, const u16* v, const u16* dout, const float* lse,
+                            const float* delta, u16* dq, const int* q_starts, const int* k_starts, const int* tiles,
+                            int heads, int kv_heads, int causal, float scale) {
+  constexpr int ROWS = 64 * M, KEYS = 32, N = KEYS / 8;
+  const int head = blockIdx.x, kv_head = head / (heads / kv_heads), warp = warp_index();
+  const int* tile = tiles + 2 * blockIdx.y;
+  Sequence sequence(q_starts, k_starts, tile[0], causal);
+  const int block_row = tile[1] * ROWS;
+  int row = block_row + warp * 16 * M;
+  const int block_visible = sequence.visible(smaller(block_row + ROWS, sequence.queries) - 1);
+  const int any_visible = row < sequence.queries ? sequence.visible(smaller(row + 16 * M, sequence.queries) - 1) : 0;
+  const int all_visible = sequence.visible(row);
+
+  const u32 shared_q = shared_address(memory), shared_dout = shared_q + ROWS * PITCH;
+  const u32 shared_k = shared_dout + ROWS * PITCH, shared_v = shared_k + 2 * KEYS * PITCH;
+  const u32 warp_q = shared_q + warp * 16 * M * PITCH, warp_dout = warp_q + ROWS * PITCH;
+  const Copy copy_k(kv_head, kv_heads);
+  auto copy_keys = [&](u32 shared, const u16* tensor, int key) {
+    copy_k.rows<KEYS>(shared, tensor, sequence.k_start + key, sequence.keys - key);
+    copy_async_commit();
+  };
+
+  float o[M][PIECES][4];
+  clear(o);
+  if (block_visible > 0) {
+    int key = (block_visible - 1) / KEYS * KEYS, stage = 0;
+    const Copy copy_q(head, heads);
+    copy_q.rows<ROWS>(shared_q, q, sequence.q_start + block_row, sequence.queries - block_row);
+    copy_q.rows<ROWS>(shared_dout, dout, sequence.q_start + block_row, sequence.queries - block_row);
+    copy_keys(shared_k, k, key);
+    copy_keys(shared_v, v, key);
+    float base[M][2], mean[M][2];
+    UNROLL for (int m = 0; m < M; m++)
+      UNROLL for (int half = 0; half < 2; half++) {
+        int at = row + m * 16 + half * 8 + lane_index() / 4;
+        bool inside = at < sequence.queries;
+        base[m][half] = inside ? exponent_base(lse[(i64)(sequence.q_start + at) * heads + head]) : -minus_infinity();
+        mean[m][half] = inside ? delta[(i64)(sequence.q_start + at) * heads + head] : 0.0f;
+      }
+    const float factor = scale * LOG2_E;
+    for (; key >= 0; key -= KEYS, stage ^= 1) {
+      copy_async_wait<0>();
+      block_barrier();
+      const u32 tile_k = shared_k + stage * KEYS * PITCH;
+      if (key > 0) copy_keys(shared_k + (stage ^ 1) * KEYS * PITCH, k, key - KEYS);
+      Left<M> left;
+      float s[M][N][4], dp[M][N][4];
+      if (key < any_visible) {
+        product<false>(s, left, warp_q, tile_k);
+        if (key + KEYS > all_visible) {
+          UNROLL for (int m = 0; m < M; m++)
+            UNROLL for (int half = 0; half < 2; half++)
+              mask_row(s[m], half, key + lane_index() % 4 * 2,
+                       sequence.visible(row + m * 16 + half * 8 + lane_index() / 4));
+        }
+        product<false>(dp, left, warp_dout, shared_v);
+      }
+      block_barrier();
+      if (key > 0) copy_keys(shared_v, v, key - KEYS);
+      if (key < any_visible) {
+        UNROLL for (int m = 0; m < M; m++)
+          UNROLL for (int n = 0; n < N; n++)
+            UNROLL for (int i = 0; i < 4; i++)
+              s[m][n][i] = exp2_approx(fmaf(s[m][n][i], factor, -base[m][i / 2])) * (dp[m][n][i] - mean[m][i / 2]);
+        u32 ds[M][N / 2][4];
+        narrow(ds, s);
+        accumulate(o, ds, tile_k);
+      }
+    }
+  }
+
+  sequence = Sequence(q_starts, k_starts, tile[0], causal);
+  row = tile[1] * ROWS + warp * 16 * M;
+  float factor[M][2];
+  UNROLL for (int m = 0; m < M; m++) factor[m][0] = factor[m][1] = scale;
+  u8* staged = memory + warp * 16 * M * PITCH;
+  stage_rows(staged, o, factor);
+  warp_barrier();
+  store_rows<16 * M>(dq + ((i64)(sequence.q_start + row) * heads + head) * HEAD_DIM, staged, heads * HEAD_DIM,
+                     sequence.queries - row);
+}
+
+KERNEL(THREADS, 2)
+gradient_q_128(const u16* q, const u16* k, const u16* v, const u16* dout, const float* lse, const float* delta, u16* dq,
+               const int* q_starts, const int* k_starts, const int* tiles, int heads, int kv_heads, int causal,
+               float scale) {
+  SHARED_MEMORY(memory);
+  differentiate_q<2>(memory, q, k, v, dout, lse, delta, dq, q_starts, k_starts, tiles, heads, kv_heads, causal, scale);
+}
+KERNEL(THREADS, 3)
+gradient_q_64(const u16* q, const u16* k, const u16* v, const u16* dout, const float* lse, const float* delta, u16* dq,
+              const int* q_starts, const int* k_starts, const int* tiles, int heads, int kv_heads, int causal,
+              float scale) {
+  SHARED_MEMORY(memory);
+  differentiate_q<1>(memory, q, k, v, dout, lse, delta, dq, q_starts, k_starts, tiles, heads, kv_heads, causal, scale);
+}
+
+constexpr int KV_BLOCKS = HEAD_DIM <= 80 ? 3 : 2;
+KERNEL(THREADS, KV_BLOCKS)
+gradient_kv(const u16* q, const u16* k, const u16* v, const u16* dout, const float* lse, const float* delta, u16* dk,
+            u16* dv, float* dk_parts, float* dv_parts, const int* q_starts, const int* k_starts, const int* tiles,
+            int heads, int kv_heads, int parts, u64 part_stride, int causal, float scale) {
+  SHARED_MEMORY(memory);
+  constexpr int KEYS = 64, ROWS = 32, M = 2, N = ROWS / 8;
+  // Shared memory: keys, values, two stages of (queries, gradients of outputs), weights, two stages of (lse, delta).
+  constexpr int STAGE = 2 * ROWS * PITCH;
+  const int part = blockIdx.x % parts, kv_head = blockIdx.x / parts, group = heads / kv_heads, warp = warp_index();
+  const int* tile = tiles + 2 * blockIdx.y;
+  const Sequence sequence(q_starts, k_starts, tile[0], causal);
+  // Warps 0 and 1 make dv and dk of the first 32 keys, 2 and 3 of the others.
+  const bool of_k = warp % 2 == 1;
+  const int block_key = tile[1] * KEYS, warp_key = warp / 2 * 32, key = block_key + warp_key;
+
+  const u32 shared_k = shared_address(memory), shared_v = shared_k + KEYS * PITCH, stages = shared_v + KEYS * PITCH;
+  float4* weights = (float4*)(memory + 2 * KEYS * PITCH + 2 * STAGE) + warp / 2 * M * N * 32 + lane_index();
+  float* statistics = (float*)(memory + 2 * KEYS * PITCH + 2 * STAGE + KEYS * ROWS * 4);
+  // Left and right rows of the first product; the second one takes the other right rows.
+  const u32 left_rows = (of_k ? shared_v : shared_k) + warp_key * PITCH;
+  const u32 first_right = of_k ? ROWS * PITCH : 0, second_right = ROWS * PITCH - first_right;
+
+  const int first_seeing = causal ? block_key + sequence.queries - sequence.keys : 0;
+  const int first = first_seeing < 0 ? 0 : first_seeing / ROWS * ROWS;
+  int head = kv_head * group + part * group / parts;
+  const int last_head = kv_head * group + (part + 1) * group / parts;
+  Copy copy_q(head, heads);
+  auto copy_queries = [&](int stage, int query) {
+    const u32 to = stages + stage * STAGE;
+    copy_q.rows<ROWS>(to, q, sequence.q_start + query, sequence.queries - query);
+    copy_q.rows<ROWS>(to + ROWS * PITCH, dout, sequence.q_start + query, sequence.queries - query);
+    copy_async_commit();
+  };
+  // Warp 0 fetches lse, warp 1 delta.
+  auto statistic = [&](int head, int query) {
+    const int at = query + lane_index();
+    const bool inside = at < sequence.queries;
+    const i64 from = (i64)(sequence.q_start + at) * heads + head;
+    if (warp == 0) return inside ? exponent_base(lse[from]) : -minus_infinity();
+    if (warp == 1) return inside ? delta[from] : 0.0f;
+    return 0.0f;
+  };
+
+  float o[M][PIECES][4];
+  clear(o);
+  if (first < sequence.queries) {
+    const Copy copy_k(kv_head, kv_heads);
+    copy_k.rows<KEYS>(shared_k, k, sequence.k_start + block_key, sequence.keys - block_key);
+    copy_k.rows<KEYS>(shared_v, v, sequence.k_start + block_key, sequence.keys - block_key);
+    copy_queries(0, first);
+    if (warp < 2) statistics[warp * ROWS + lane_index()] = statistic(head, first);
+    const float factor = scale * LOG2_E;
+    int query = first, stage = 0;
+    while (head < last_head) {
+      copy_async_wait<0>();
+      block_barrier();
+      int next_head = head, next_query = query + ROWS;
+      if (next_query >= sequence.queries) {
+        next_head++, next_query = first;
+        copy_q.global += HEAD_DIM;
+      }
+      float next_statistic = 0.0f;
+      if (next_head < last_head) {
+        copy_queries(stage ^ 1, next_query);
+        next_statistic = statistic(next_head, next_query);
+      }
+      const u32 right_rows = stages + stage * STAGE;
+      const float* base = statistics + stage * 2 * ROWS + lane_index() % 4 * 2;
+      // Keys that the first and the last query see.
+      const int offset = causal ? query + 1 + sequence.keys - sequence.queries : sequence.keys;
+      const bool seen = key < offset + ROWS - 1;
+      Left<M> left;
+      float s[M][N][4];
+      u32 p[M][N / 2][4];
+      if (seen) {
+        product<false>(s, left, left_rows, right_rows + first_right);
+        if (!of_k) {
+          if (key + 32 > offset && causal) {
+            UNROLL for (int m = 0; m < M; m++)
+              UNROLL for (int n = 0; n < N; n++)
+                UNROLL for (int i = 0; i < 4; i++)
+                  if (key + m * 16 + i / 2 * 8 + lane_index() / 4 >= offset + n * 8 + lane_index() % 4 * 2 + i % 2)
+                    s[m][n][i] = minus_infinity();
+          }
+          UNROLL for (int n = 0; n < N; n++) {
+            const float2 b = *(const float2*)(base + n * 8);
+            UNROLL for (int m = 0; m < M; m++) {
+              s[m][n][0] = exp2_approx(fmaf(s[m][n][0], factor, -b.x));
+              s[m][n][1] = exp2_approx(fmaf(s[m][n][1], factor, -b.y));
+              s[m][n][2] = exp2_approx(fmaf(s[m][n][2], factor, -b.x));
+              s[m][n][3] = exp2_approx(fmaf(s[m][n][3], factor, -b.y));
+              weights[(m * N + n) * 32] = make_float4(s[m][n][0], s[m][n][1], s[m][n][2], s[m][n][3]);
+            }
+          }
+        }
+      }
+      block_barrier();
+      if (seen) {
+        if (of_k) {
+          UNROLL for (int n = 0; n < N; n++) {
+            const float2 mean = *(const float2*)(base + ROWS + n * 8);
+            UNROLL for (int m = 0; m < M; m++) {
+              const float4 w = weights[(m * N + n) * 32];
+              s[m][n][0] = w.x * (s[m][n][0] - mean.x);
+              s[m][n][1] = w.y * (s[m][n][1] - mean.y);
+              s[m][n][2] = w.z * (s[m][n][2] - mean.x);
+              s[m][n][3] = w.w * (s[m][n][3] - mean.y);
+            }
+          }
+        }
+        narrow(p, s);
+        accumulate(o, p, right_rows + second_right);
+      }
+      if (warp < 2) statistics[(stage ^ 1) * 2 * ROWS + warp * ROWS + lane_index()] = next_statistic;
+      head = next_head, query = next_query, stage ^= 1;
+    }
+  }
+
+  const int valid = sequence.keys - key;
+  if (parts == 1) {
+    float scales[M][2];
+    UNROLL for (int m = 0; m < M; m++) scales[m][0] = scales[m][1] = of_k ? scale : 1.0f;
+    u8* staged = memory + ((of_k ? KEYS : 0) + warp_key) * PITCH;
+    stage_rows(staged, o, scales);
+    warp_barrier();
+    store_rows<32>((of_k ? dk : dv) + ((i64)(sequence.k_start + key) * kv_heads + kv_head) * HEAD_DIM, staged,
+                   kv_heads * HEAD_DIM, valid);
+  } else {
+    float* to = (of_k ? dk_parts : dv_parts) + part * part_stride +
+                ((i64)(sequence.k_start + key) * kv_heads + kv_head) * HEAD_DIM + lane_index() % 4 * 2;
+    const float factor = of_k ? scale : 1.0f;
+    UNROLL for (int m = 0; m < M; m++)
+      UNROLL for (int half = 0; half < 2; half++) {
+        const int row = m * 16 + half * 8 + lane_index() / 4;
+        if (row < valid) {
+          UNROLL for (int n = 0; n < PIECES; n++)
+            *(float2*)(to + (i64)row * kv_heads * HEAD_DIM + n * 8) =
+                make_float2(o[m][n][2 * half] * factor, o[m][n][2 * half + 1] * factor);
+        }
+      }
+  }
+}
+
+// dk and dv (blocks 0 and 1 along y) as the sums of their parts, in order; n = s * g * HEAD_DIM.
+KERNEL(THREADS, 8) sum_parts(const float* dk_parts, const float* dv_parts, u16* dk, u16* dv, int parts, u64 n) {
+  const float* from = blockIdx.y ? dv_parts : dk_parts;
+  u16* to = blockIdx.y ? dv : dk;
+  const u64 at = ((u64)blockIdx.x * THREADS + threadIdx.x) * 4;
+  if (at >= n) return;
+  float4 sum = *(const float4*)(from + at);
+  for (int part = 1; part < parts; part++) {
+    float4 x = *(const float4*)(from + part * n + at);
+    sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w;
+  }
+  *(uint2*)(to + at) = make_uint2(T::narrow_pair(sum.x, sum.y), T::narrow_pair(sum.z, sum.w));
+}
