@@ -15,17 +15,23 @@ pub const PRELUDE: &str = include_str!("source/prelude.cuh");
 pub enum Family {
     /// Casts between float dtypes.
     Cast,
+    /// Matrix products on tensor cores, linear layers with adapters.
+    LoraLinear,
+    /// Copies and sums around those products.
+    LinearParts,
 }
 
 impl Family {
     /// Every family.
-    pub const ALL: [Self; 1] = [Self::Cast];
+    pub const ALL: [Self; 3] = [Self::Cast, Self::LoraLinear, Self::LinearParts];
 
     /// Its file's stem.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
             Self::Cast => "cast",
+            Self::LoraLinear => "lora_linear",
+            Self::LinearParts => "linear_parts",
         }
     }
 
@@ -34,6 +40,8 @@ impl Family {
     pub const fn text(self) -> &'static str {
         match self {
             Self::Cast => include_str!("source/cast.cu"),
+            Self::LoraLinear => include_str!("source/lora_linear.cu"),
+            Self::LinearParts => include_str!("source/linear_parts.cu"),
         }
     }
 
@@ -43,6 +51,8 @@ impl Family {
     pub fn modules(self) -> Vec<Module> {
         match self {
             Self::Cast => super::ops::cast::modules(),
+            Self::LoraLinear => super::ops::lora_linear::modules(),
+            Self::LinearParts => super::ops::lora_linear::parts_modules(),
         }
     }
 }

@@ -1,3 +1,7 @@
 //! One file per kernel family: which modules it has, and the launches of an operation as values.
 
 pub mod cast;
+pub mod lora_linear;
+pub mod product;
+pub mod tile;
+pub mod workspace;
