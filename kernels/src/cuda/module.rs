@@ -68,10 +68,33 @@ pub const fn element_type(dtype: DType) -> Option<u32> {
     }
 }
 
+/// A family of this crate, or text from elsewhere.
+#[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
+enum AnyFamily {
+    Own(Family),
+    Foreign { name: &'static str, text: String },
+}
+
+impl AnyFamily {
+    const fn name(&self) -> &'static str {
+        match self {
+            Self::Own(family) => family.name(),
+            Self::Foreign { name, .. } => name,
+        }
+    }
+
+    fn text(&self) -> &str {
+        match self {
+            Self::Own(family) => family.text(),
+            Self::Foreign { text, .. } => text,
+        }
+    }
+}
+
 /// A family with its choices: the unit of compilation.
 #[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub struct Module {
-    family: Family,
+    family: AnyFamily,
     defines: Vec<(&'static str, u32)>,
     kernels: &'static [&'static str],
 }
@@ -85,16 +108,34 @@ impl Module {
         kernels: &'static [&'static str],
     ) -> Self {
         Self {
-            family,
+            family: AnyFamily::Own(family),
             defines: defines.into(),
             kernels,
         }
     }
 
-    /// Its family.
+    /// A module whose text is not of this crate, written on the same primitives.
     #[must_use]
-    pub const fn family(&self) -> Family {
-        self.family
+    pub fn foreign(
+        name: &'static str,
+        text: impl Into<String>,
+        kernels: &'static [&'static str],
+    ) -> Self {
+        let text = text.into();
+        Self {
+            family: AnyFamily::Foreign { name, text },
+            defines: Vec::new(),
+            kernels,
+        }
+    }
+
+    /// Its family, unless the text is foreign.
+    #[must_use]
+    pub const fn family(&self) -> Option<Family> {
+        match self.family {
+            AnyFamily::Own(family) => Some(family),
+            AnyFamily::Foreign { .. } => None,
+        }
     }
 
     /// The names of its kernels.

@@ -6,3 +6,4 @@ pub mod cases;
 pub mod emulator;
 pub mod machine;
 pub mod random;
+pub mod seeded;

@@ -1,1 +1,41 @@
 //! Every kernel family on the emulated device.
+
+use device_tests::cases::{self, Effort};
+use device_tests::emulator::{Emulator, Order};
+use kernels::cuda::module::Family;
+
+fn run(family: Family) {
+    let cases = cases::of(family, Effort::Emulated);
+    assert!(!cases.is_empty(), "{family:?} has no cases");
+    let mut failures = Vec::new();
+    for order in Order::BOTH {
+        let mut machine = Emulator::new(order);
+        for case in &cases {
+            if let Err(error) = case.run(&mut machine) {
+                failures.push(format!("{order:?}: {error:#}"));
+            }
+        }
+    }
+    assert!(failures.is_empty(), "{}", failures.join("\n"));
+}
+
+/// A test for each family, and one that fails when a family is missing here.
+macro_rules! families {
+    ($($test:ident: $family:ident),* $(,)?) => {
+        $(
+            #[test]
+            fn $test() {
+                run(Family::$family);
+            }
+        )*
+
+        #[test]
+        fn every_family_has_a_test() {
+            assert_eq!([$(Family::$family),*].as_slice(), Family::ALL.as_slice());
+        }
+    };
+}
+
+families! {
+    cast: Cast,
+}

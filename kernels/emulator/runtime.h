@@ -1,0 +1,115 @@
+// What the files of the runtime share.
+
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+
+#include <memory>
+#include <vector>
+
+namespace emulator {
+
+const u32 WARP = 32;
+const u32 MAX_THREADS = 1024;
+const u32 NONE = ~0u;
+const u64 STACK_BYTES = 64 << 10;
+const u8 POISON = 0xff;
+// Where shared memory starts in its own address space: address 0 is no address.
+const u32 SHARED_START = 1024;
+// Shared memory is watched in granules of this many bytes.
+const u32 GRANULE = 2;
+// Accesses this far from shared memory are attributed to it.
+const u64 SHARED_MARGIN = 64 << 10;
+
+// An asynchronous copy that has not landed.
+struct Copy {
+  u32 offset;
+  const void* source;  // null: zeros
+  u64 group;
+};
+
+// What a lane brings to a warp collective; results are written through `out`.
+struct Operands {
+  u64 value;
+  u32 lane;
+  const u32* a;
+  const u32* b;
+  void* out;
+};
+
+struct Fibre {
+  void* stack_pointer;
+  Site site;  // of the last primitive
+  Operands operands;
+  std::vector<Copy> copies;
+  u64 group;  // that the next copy joins
+};
+
+struct Warp;
+typedef void (*Collective)(Warp& warp);
+
+struct Warp {
+  u32 first;      // thread
+  u32 ready;      // lanes that can run
+  u32 alive;      // lanes that have not returned
+  u32 at_block;   // lanes that wait at the block's barrier
+  u32 at_warp;    // lanes that wait at a collective
+  u32 barriers;   // passed by the warp alone
+  Collective collective;
+  const char* operation;
+  Site site;
+};
+
+// Who touched shared memory last. `epoch` counts the block's barriers and blocks, so old entries expire.
+struct Shadow {
+  std::vector<u32> write_epoch, writer, read_epoch, reader;
+};
+
+struct Block {
+  const Launch* launch;
+  const Kernel* kernel;
+  Index index;
+  u32 threads, warps, current;
+  u32 warp_order[MAX_THREADS / WARP];
+  u64 random;
+  u32 epoch;
+  u32 live;
+  u32 waiting;  // threads at the block's barrier
+  u64 polls;    // volatile loads
+  bool failed;
+  void* launcher_stack_pointer;
+  u8* stacks;
+  u8* shared;
+  u64 stack_low;  // of the running thread
+  u64 known_low, known_high;  // the buffer that was touched last
+  char* error;
+  u64 error_size;
+  Shadow shadow;
+  Warp warp[MAX_THREADS / WARP];
+  std::vector<Fibre> fibre;
+};
+
+// The block that this OS thread executes.
+static thread_local Block* running = nullptr;
+
+static inline Fibre& current_fibre() { return running->fibre[running->current]; }
+static inline Warp& current_warp() { return running->warp[running->current / WARP]; }
+
+// Ends the launch with a message; `site` may be that of the last primitive.
+[[noreturn]] static void fail(Site site, const char* format, ...) __attribute__((format(printf, 2, 3)));
+// Runs other threads until this one may go on.
+static void wait();
+static u64 next_random(Block& block);
+
+enum Touch { READ, WRITE, LAND };
+// `thread` NONE: the whole warp of the running thread.
+static void touch_shared(u32 offset, u32 size, Touch touch, u32 thread, const char* what, Site site);
+static void touch_global(u64 address, u64 size, const char* what, Site site);
+// Drops copies that never landed.
+static void forget_copies(Fibre& fibre);
+// The offset of `size` bytes at an address of shared memory.
+static u32 shared_offset(u32 address, u32 size, const char* what, Site site);
+
+}  // namespace emulator

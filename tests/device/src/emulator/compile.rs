@@ -1,0 +1,227 @@
+//! From a module to a shared library.
+
+use std::fmt::Write as _;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Mutex, OnceLock, PoisonError};
+use std::{env, fs, process};
+
+use anyhow::{Context, Result, anyhow, bail, ensure};
+use kernels::cuda::module::{Family, Module, PRELUDE};
+
+macro_rules! emulator_file {
+    ($name:literal) => {
+        (
+            $name,
+            include_str!(concat!("../../../../kernels/emulator/", $name)),
+        )
+    };
+}
+
+/// In front of every kernel.
+const HEADERS: [(&str, &str); 2] = [emulator_file!("emulator.h"), emulator_file!("primitives.h")];
+/// The unit that executes launches, the same for all modules.
+const RUNTIME: [(&str, &str); 5] = [
+    emulator_file!("emulator.h"),
+    emulator_file!("runtime.h"),
+    emulator_file!("block.cpp"),
+    emulator_file!("memory.cpp"),
+    emulator_file!("warp.cpp"),
+];
+
+const COMMON_FLAGS: &[&str] = &[
+    "-std=c++17",
+    "-O2",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-fno-exceptions",
+    "-fno-rtti",
+    "-fno-strict-aliasing",
+    "-ffp-contract=off",
+];
+/// The hooks that these call are the runtime's own; no sanitizer library is linked.
+const KERNEL_FLAGS: &[&str] = &[
+    "-fsanitize=thread",
+    "-fsanitize=alignment,null,bounds,shift-exponent,signed-integer-overflow,integer-divide-by-zero,float-cast-overflow",
+];
+const LINK_FLAGS: &[&str] = &["-shared", "-static-libgcc", "-static-libstdc++"];
+const LIBRARIES: &[&str] = &["-lm", "-ldl"];
+
+/// What is compiled for a module.
+pub(super) struct Unit {
+    name: String,
+    text: String,
+}
+
+impl Unit {
+    pub(super) fn new(module: &Module) -> Result<Self> {
+        let name = module.name();
+        let mut text = joined(&HEADERS);
+        section(&mut text, "prelude.cuh", PRELUDE);
+        let body = module.body();
+        section(&mut text, &format!("{name}.cu"), &body);
+        text.push('\n');
+        for kernel in module.kernels() {
+            let bound = bound(&body, kernel)
+                .with_context(|| format!("{name} has no KERNEL(...) {kernel}"))?;
+            let _ = writeln!(text, "EMULATOR_EXPORT({kernel}, ({bound}))");
+        }
+        Ok(Self { name, text })
+    }
+
+    /// Where the library of this very text, these flags and this compiler lies.
+    pub(super) fn cached_path(&self) -> Result<PathBuf> {
+        Ok(cache()?.join(format!("{}.so", key(&self.text)?)))
+    }
+
+    /// Compiles and links to `path`.
+    pub(super) fn build(&self, path: &Path) -> Result<()> {
+        let runtime = runtime()?;
+        let scratch = Scratch::new(path)?;
+        let object = scratch.compile("kernel", &self.text, KERNEL_FLAGS);
+        let object = object.with_context(|| format!("module {}", self.name))?;
+        let library = scratch.0.join("library.so");
+        let mut link = Command::new(compiler());
+        link.args(LINK_FLAGS).arg("-o").arg(&library);
+        link.arg(&object).arg(&runtime).args(LIBRARIES);
+        execute(&mut link)?;
+        // Whoever comes second replaces the file by an equal one.
+        fs::rename(&library, path).with_context(|| format!("rename to {}", path.display()))
+    }
+}
+
+/// The library of a module in a folder of [`build_all`].
+pub(super) fn prebuilt_path(folder: &Path, module: &Module) -> PathBuf {
+    folder.join(format!("{}.so", module.name()))
+}
+
+/// Compiles every tested module of every family into `folder`, for [`super::Emulator::prebuilt`].
+///
+/// # Errors
+/// When a module does not compile or the folder cannot be written.
+pub fn build_all(folder: &Path) -> Result<()> {
+    fs::create_dir_all(folder).with_context(|| format!("create {}", folder.display()))?;
+    for module in Family::ALL.into_iter().flat_map(Family::modules) {
+        Unit::new(&module)?.build(&prebuilt_path(folder, &module))?;
+    }
+    Ok(())
+}
+
+fn section(text: &mut String, name: &str, part: &str) {
+    let _ = writeln!(text, "\n#line 1 \"{name}\"");
+    text.push_str(part);
+}
+
+fn joined(parts: &[(&str, &str)]) -> String {
+    let mut text = String::new();
+    for (name, part) in parts {
+        section(&mut text, name, part);
+    }
+    text.push('\n');
+    text
+}
+
+/// The first argument of the `KERNEL(...)` in front of a kernel's name.
+fn bound<'t>(text: &'t str, kernel: &str) -> Option<&'t str> {
+    text.split("KERNEL(").skip(1).find_map(|rest| {
+        let (arguments, rest) = rest.split_once(')')?;
+        let name = rest.trim_start().strip_prefix(kernel)?;
+        let threads = arguments.split(',').next()?;
+        name.trim_start().starts_with('(').then_some(threads.trim())
+    })
+}
+
+fn compiler() -> String {
+    env::var("CXX").unwrap_or_else(|_| "c++".to_owned())
+}
+
+fn compiler_version() -> Result<&'static str> {
+    static VERSION: OnceLock<Result<String, String>> = OnceLock::new();
+    let version = VERSION.get_or_init(|| {
+        execute(Command::new(compiler()).arg("--version")).map_err(|error| format!("{error:#}"))
+    });
+    match version {
+        Ok(version) => Ok(version),
+        Err(error) => bail!("the emulator needs a C++17 compiler ($CXX or c++): {error}"),
+    }
+}
+
+fn key(text: &str) -> Result<String> {
+    let mut hasher = blake3::Hasher::new();
+    hasher.update(compiler_version()?.as_bytes());
+    hasher.update(joined(&RUNTIME).as_bytes());
+    for flag in [COMMON_FLAGS, KERNEL_FLAGS, LINK_FLAGS, LIBRARIES].concat() {
+        hasher.update(flag.as_bytes());
+    }
+    hasher.update(text.as_bytes());
+    Ok(hasher.finalize().to_hex()[..32].to_owned())
+}
+
+/// The folder of compiled modules: in the target folder that the running test lies in.
+fn cache() -> Result<PathBuf> {
+    let program = env::current_exe()?;
+    let target = program.ancestors().find(|path| path.ends_with("deps"));
+    let target = target.and_then(Path::parent).and_then(Path::parent);
+    let folder = target.map_or_else(env::temp_dir, Path::to_owned);
+    let folder = folder.join("emulator-cache");
+    fs::create_dir_all(&folder).with_context(|| format!("create {}", folder.display()))?;
+    Ok(folder)
+}
+
+/// The object file of the runtime.
+fn runtime() -> Result<PathBuf> {
+    static BUSY: Mutex<()> = Mutex::new(());
+    let _busy = BUSY.lock().unwrap_or_else(PoisonError::into_inner);
+    let path = cache()?.join(format!("{}.o", key("runtime")?));
+    if !path.exists() {
+        let scratch = Scratch::new(&path)?;
+        let object = scratch.compile("runtime", &joined(&RUNTIME), &[])?;
+        fs::rename(&object, &path).with_context(|| format!("rename to {}", path.display()))?;
+    }
+    Ok(path)
+}
+
+/// A folder for the files of one build, next to its result.
+struct Scratch(PathBuf);
+
+impl Scratch {
+    fn new(path: &Path) -> Result<Self> {
+        static COUNT: AtomicU32 = AtomicU32::new(0);
+        let count = COUNT.fetch_add(1, Ordering::Relaxed);
+        let folder = path.with_extension(format!("build-{}-{count}", process::id()));
+        fs::create_dir_all(&folder).with_context(|| format!("create {}", folder.display()))?;
+        Ok(Self(folder))
+    }
+
+    fn compile(&self, name: &str, text: &str, flags: &[&str]) -> Result<PathBuf> {
+        let source = self.0.join(name).with_extension("cpp");
+        let object = source.with_extension("o");
+        fs::write(&source, text).with_context(|| format!("write {}", source.display()))?;
+        let mut command = Command::new(compiler());
+        command.args(COMMON_FLAGS).args(flags).arg("-c");
+        execute(command.arg(&source).arg("-o").arg(&object))?;
+        Ok(object)
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        // A folder that stays behind does no harm.
+        drop(fs::remove_dir_all(&self.0));
+    }
+}
+
+/// What the command printed.
+fn execute(command: &mut Command) -> Result<String> {
+    let output = command
+        .output()
+        .map_err(|error| anyhow!("cannot start {:?}: {error}", command.get_program()))?;
+    let messages = String::from_utf8_lossy(&output.stderr);
+    ensure!(
+        output.status.success(),
+        "{:?} failed:\n{messages}",
+        command.get_program()
+    );
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+}

@@ -1,0 +1,92 @@
+//! Compiled modules in this process.
+
+use std::collections::HashMap;
+use std::ffi::{CStr, c_char, c_int};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use anyhow::{Context, Result, bail};
+use kernels::cuda::module::Module;
+use libloading::Library;
+
+use super::compile;
+
+const MESSAGE_BYTES: usize = 4096;
+
+/// `Buffer` of `emulator.h`.
+#[repr(C)]
+pub(super) struct RawBuffer {
+    pub(super) address: u64,
+    pub(super) len: u64,
+}
+
+/// `Launch` of `emulator.h`.
+#[repr(C)]
+pub(super) struct RawLaunch {
+    pub(super) grid: [u32; 3],
+    pub(super) threads: u32,
+    pub(super) shared_bytes: u32,
+    pub(super) order: u32,
+    pub(super) seed: u64,
+    pub(super) words: *const u64,
+    pub(super) kinds: *const u8,
+    pub(super) buffers: *const RawBuffer,
+    pub(super) buffer_count: u64,
+}
+
+type Run = unsafe extern "C" fn(*const RawLaunch, *mut c_char, u64) -> c_int;
+
+/// A loaded module. Never unloaded.
+pub(super) struct Loaded(Library);
+
+impl Loaded {
+    /// Executes a launch.
+    ///
+    /// # Safety
+    /// The launch's pointers are valid and its buffers are writable.
+    pub(super) unsafe fn run(&self, kernel: &str, launch: &RawLaunch) -> Result<()> {
+        let name = format!("emulator_run_{kernel}");
+        // SAFETY: every symbol of this name is written by EMULATOR_EXPORT, with this signature.
+        let run = unsafe { self.0.get::<Run>(name.as_bytes()) };
+        let run = run.with_context(|| format!("the module has no kernel {kernel}"))?;
+        let mut message = [0_u8; MESSAGE_BYTES];
+        // SAFETY: as the caller promises; the message ends with zero.
+        let failed = unsafe { run(launch, message.as_mut_ptr().cast(), MESSAGE_BYTES as u64) };
+        if failed != 0 {
+            let message = CStr::from_bytes_until_nul(&message)?;
+            bail!("{}", message.to_string_lossy());
+        }
+        Ok(())
+    }
+}
+
+type Slot = Arc<Mutex<Option<Arc<Loaded>>>>;
+
+/// The module, compiled and loaded when this process has not yet done so.
+pub(super) fn of(module: &Module, folder: Option<&Path>) -> Result<Arc<Loaded>> {
+    static SLOTS: Mutex<Option<HashMap<PathBuf, Slot>>> = Mutex::new(None);
+    let unit = compile::Unit::new(module)?;
+    let path = match folder {
+        Some(folder) => compile::prebuilt_path(folder, module),
+        None => unit.cached_path()?,
+    };
+    let slot = {
+        let mut slots = SLOTS.lock().unwrap_or_else(PoisonError::into_inner);
+        let slots = slots.get_or_insert_default();
+        Slot::clone(slots.entry(path.clone()).or_default())
+    };
+    // Others that want the same module wait here.
+    let mut slot = slot.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(loaded) = slot.as_ref() {
+        return Ok(Arc::clone(loaded));
+    }
+    if folder.is_none() && !path.exists() {
+        unit.build(&path)?;
+    }
+    // SAFETY: the library was built from the emulator's runtime, which does nothing when it is loaded.
+    let library = unsafe { Library::new(&path) };
+    let library = library.with_context(|| format!("load {}", path.display()))?;
+    let loaded = Arc::new(Loaded(library));
+    *slot = Some(Arc::clone(&loaded));
+    Ok(loaded)
+}

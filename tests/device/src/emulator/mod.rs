@@ -1,0 +1,226 @@
+//! A CPU that executes launches: the kernel's source compiled as C++ with emulated primitives. What is modelled is
+//! described in `kernels/emulator/README.md`.
+#![expect(
+    unsafe_code,
+    reason = "loads compiled kernels and gives them raw memory"
+)]
+
+mod compile;
+mod library;
+
+use std::alloc::{Layout, alloc, dealloc, handle_alloc_error};
+use std::path::{Path, PathBuf};
+use std::ptr::NonNull;
+
+use anyhow::{Context, Result, ensure};
+use kernels::cuda::launch::{Address, Arg, Launch};
+
+pub use self::compile::build_all;
+use self::library::{RawBuffer, RawLaunch};
+use crate::machine::{Buffer, GUARD_BYTES, Machine, POISON};
+
+/// Shared memory of a block in bytes: what sm_86 and sm_89 have.
+const SHARED_LIMIT: u32 = 101_376;
+
+/// In which order blocks, warps and lanes run. Kernels must not depend on it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Order {
+    /// The first block, warp, lane first.
+    Ascending,
+    /// The last block, warp, lane first.
+    Descending,
+    /// Blocks shuffled; warps and lanes take turns at random.
+    Random(u64),
+}
+
+impl Order {
+    /// The two orders that together show a missing barrier.
+    pub const BOTH: [Self; 2] = [Self::Ascending, Self::Descending];
+}
+
+/// A CPU that emulates a GPU.
+#[derive(Debug)]
+pub struct Emulator {
+    order: Order,
+    /// Where compiled modules lie; `None`: compile them.
+    folder: Option<PathBuf>,
+    allocations: Vec<Allocation>,
+}
+
+impl Emulator {
+    /// Compiles modules with `$CXX` or `c++` when they are first launched.
+    #[must_use]
+    pub const fn new(order: Order) -> Self {
+        Self {
+            order,
+            folder: None,
+            allocations: Vec::new(),
+        }
+    }
+
+    /// Takes modules from a folder that [`build_all`] has filled.
+    #[must_use]
+    pub fn prebuilt(folder: &Path, order: Order) -> Self {
+        Self {
+            order,
+            folder: Some(folder.to_owned()),
+            allocations: Vec::new(),
+        }
+    }
+
+    fn allocation(&self, buffer: Buffer) -> Result<&Allocation> {
+        let found = self.allocations.iter().find(|a| a.buffer() == buffer);
+        found.context("a buffer of another machine, or from before a reset")
+    }
+}
+
+impl Machine for Emulator {
+    fn name(&self) -> String {
+        format!("emulator, {:?} order", self.order)
+    }
+
+    fn shared_limit(&self) -> u32 {
+        SHARED_LIMIT
+    }
+
+    fn allocate(&mut self, len: usize) -> Result<Buffer> {
+        let allocation = Allocation::new(len)?;
+        let buffer = allocation.buffer();
+        self.allocations.push(allocation);
+        Ok(buffer)
+    }
+
+    fn write(&mut self, buffer: Buffer, bytes: &[u8]) -> Result<()> {
+        ensure!(bytes.len() <= buffer.len, "the bytes do not fit the buffer");
+        let allocation = self.allocation(buffer)?;
+        // SAFETY: the allocation has at least as many bytes, and nobody else holds a reference into it.
+        unsafe {
+            allocation
+                .start()
+                .copy_from_nonoverlapping(bytes.as_ptr(), bytes.len());
+        }
+        Ok(())
+    }
+
+    fn read(&mut self, buffer: Buffer, start: isize, len: usize) -> Result<Vec<u8>> {
+        let allocation = self.allocation(buffer)?;
+        let guard = GUARD_BYTES as isize;
+        let end = start.checked_add_unsigned(len).context("a long range")?;
+        let inside = start >= -guard && end <= buffer.len as isize + guard;
+        ensure!(inside, "outside the buffer and its guards");
+        let mut bytes = vec![0; len];
+        // SAFETY: the range lies in the allocation, whose bytes were all written when it was made.
+        unsafe {
+            let from = allocation.start().offset(start);
+            from.copy_to_nonoverlapping(bytes.as_mut_ptr(), len);
+        }
+        Ok(bytes)
+    }
+
+    fn launch(&mut self, launch: &Launch) -> Result<()> {
+        ensure!(
+            launch.shared_bytes <= SHARED_LIMIT,
+            "{} wants {} bytes of shared memory, at most {SHARED_LIMIT} are there",
+            launch.kernel,
+            launch.shared_bytes
+        );
+        let library = library::of(&launch.module, self.folder.as_deref())?;
+        let words: Vec<u64> = launch.args.iter().map(|arg| arg.word()).collect();
+        let mut kinds: Vec<u8> = launch.args.iter().map(|arg| kind(*arg)).collect();
+        kinds.push(0);
+        let buffers: Vec<RawBuffer> = self.allocations.iter().map(Allocation::raw).collect();
+        let (order, seed) = match self.order {
+            Order::Ascending => (0, 0),
+            Order::Descending => (1, 0),
+            Order::Random(seed) => (2, seed),
+        };
+        let raw = RawLaunch {
+            grid: launch.grid,
+            threads: launch.threads,
+            shared_bytes: launch.shared_bytes,
+            order,
+            seed,
+            words: words.as_ptr(),
+            kinds: kinds.as_ptr(),
+            buffers: buffers.as_ptr(),
+            buffer_count: buffers.len() as u64,
+        };
+        // SAFETY: the pointers outlive the call; the emulator checks that kernels stay in the buffers, which nobody
+        // else has a reference into.
+        unsafe { library.run(launch.kernel, &raw) }
+            .with_context(|| format!("module {}", launch.module.name()))
+    }
+
+    fn reset(&mut self) -> Result<()> {
+        let buffers: Vec<Buffer> = self.allocations.iter().map(Allocation::buffer).collect();
+        let result = buffers
+            .into_iter()
+            .try_for_each(|buffer| (self as &mut dyn Machine).check_guards(buffer));
+        self.allocations.clear();
+        result
+    }
+}
+
+/// The letter that `KindOf` of `emulator.h` gives a parameter of this type.
+const fn kind(arg: Arg) -> u8 {
+    match arg {
+        Arg::Address(_) => b'p',
+        Arg::I32(_) => b'i',
+        Arg::U32(_) => b'u',
+        Arg::U64(_) => b'l',
+        Arg::F32(_) => b'f',
+    }
+}
+
+/// A buffer between its guards.
+#[derive(Debug)]
+struct Allocation {
+    base: NonNull<u8>,
+    layout: Layout,
+    len: usize,
+}
+
+// SAFETY: it is the only owner of its memory.
+unsafe impl Send for Allocation {}
+
+impl Allocation {
+    fn new(len: usize) -> Result<Self> {
+        let size = len.checked_add(2 * GUARD_BYTES).context("a huge buffer")?;
+        let layout = Layout::from_size_align(size, GUARD_BYTES)?;
+        // SAFETY: the size is not zero.
+        let base = unsafe { alloc(layout) };
+        let Some(base) = NonNull::new(base) else {
+            handle_alloc_error(layout)
+        };
+        // SAFETY: `size` bytes were allocated.
+        unsafe { base.write_bytes(POISON, size) };
+        Ok(Self { base, layout, len })
+    }
+
+    /// The first byte after the front guard.
+    fn start(&self) -> *mut u8 {
+        // SAFETY: the guard lies in the allocation.
+        unsafe { self.base.as_ptr().add(GUARD_BYTES) }
+    }
+
+    fn buffer(&self) -> Buffer {
+        Buffer {
+            address: Address(self.start().expose_provenance() as u64),
+            len: self.len,
+        }
+    }
+
+    fn raw(&self) -> RawBuffer {
+        RawBuffer {
+            address: self.buffer().address.0,
+            len: self.len as u64,
+        }
+    }
+}
+
+impl Drop for Allocation {
+    fn drop(&mut self) {
+        // SAFETY: allocated with this layout.
+        unsafe { dealloc(self.base.as_ptr(), self.layout) };
+    }
+}
