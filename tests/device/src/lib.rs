@@ -6,4 +6,8 @@ pub mod cases;
 pub mod emulator;
 pub mod machine;
 pub mod random;
+#[allow(dead_code, reason = "the CPU's tests use more of it")]
+#[path = "../../../kernels/tests/common/reference.rs"]
+pub(crate) mod reference;
 pub mod seeded;
+pub mod tolerance;

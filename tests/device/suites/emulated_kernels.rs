@@ -38,4 +38,6 @@ macro_rules! families {
 
 families! {
     cast: Cast,
+    lora_linear: LoraLinear,
+    linear_parts: LinearParts,
 }

@@ -6,6 +6,10 @@ use kernels::cuda::module::Family;
 use crate::machine::Machine;
 
 pub mod cast;
+pub mod linear_parts;
+pub mod lora_linear;
+mod operand;
+pub mod product;
 
 /// How large operands may be.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -57,6 +61,8 @@ impl Case {
 pub fn of(family: Family, effort: Effort) -> Vec<Case> {
     match family {
         Family::Cast => cast::cases(effort),
+        Family::LinearParts => linear_parts::cases(effort),
+        Family::LoraLinear => lora_linear::cases(effort),
         other => vec![Case::new(format!("{other:?}"), move |_| {
             anyhow::bail!("the family {other:?} has no checks")
         })],
