@@ -96,7 +96,11 @@ static void fail(Site site, const char* format, ...) {
   Block& block = *running;
   u64 used = print_place(block);
   print(block, used, ", thread %u, ", block.current);
-  if (site.file) print(block, used, "%s:%d: ", file_name(site.file), site.line);
+  Dl_info library;
+  if (site.file)
+    print(block, used, "%s:%d: ", file_name(site.file), site.line);
+  else if (block.program_counter && dladdr(block.program_counter, &library))  // the caller may know the line
+    print(block, used, "library+%#llx: ", (u64)block.program_counter - 1 - (u64)library.dli_fbase);
   va_list list;
   va_start(list, format);
   print_list(block, used, format, list);
@@ -149,16 +153,18 @@ static u64 next_random(Block& block) {
 }
 
 static u32 choose_lane(Block& block, u32 ready) {
-  if (block.launch->order == ASCENDING) return __builtin_ctz(ready);
-  if (block.launch->order == DESCENDING) return 31 - __builtin_clz(ready);
+  u32 order = block.shuffled ? RANDOM : block.launch->order;
+  if (order == ASCENDING) return __builtin_ctz(ready);
+  if (order == DESCENDING) return 31 - __builtin_clz(ready);
   for (u32 skip = next_random(block) % __builtin_popcount(ready); skip; skip--) ready &= ready - 1;
   return __builtin_ctz(ready);
 }
 
 static u32 choose_warp(Block& block) {
   u32 here = block.current / WARP;
-  if (block.launch->order != RANDOM && block.current != NONE && block.warp[here].ready) return here;
-  u32 start = block.launch->order == RANDOM ? next_random(block) % block.warps : 0;
+  bool random = block.shuffled || block.launch->order == RANDOM;
+  if (!random && block.current != NONE && block.warp[here].ready) return here;
+  u32 start = random ? next_random(block) % block.warps : 0;
   for (u32 i = 0; i < block.warps; i++) {
     u32 warp = block.warp_order[(start + i) % block.warps];
     if (block.warp[warp].ready) return warp;
@@ -224,6 +230,7 @@ static void thread_main() {
   warp.ready &= ~(1u << thread % WARP);
   warp.alive &= ~(1u << thread % WARP);
   block.live--;
+  block.program_counter = nullptr;
   if (block.stacks[thread * STACK_BYTES] != POISON) fail({0, nullptr}, "the stack of %llu bytes overflowed", STACK_BYTES);
   run_next(block, &block.fibre[thread].stack_pointer, NONE);
   __builtin_unreachable();
@@ -256,7 +263,8 @@ static void start_block(Block& block, u64 number) {
   block.index.x = number % launch.grid[0];
   block.index.y = number / launch.grid[0] % launch.grid[1];
   block.index.z = number / launch.grid[0] / launch.grid[1];
-  block.epoch++;
+  block.starts.push_back(++block.epoch);
+  block.acquires.clear();
   block.live = block.threads;
   block.waiting = 0;
   block.current = NONE;
@@ -274,6 +282,7 @@ static void start_block(Block& block, u64 number) {
     fibre.site = {0, nullptr};
     forget_copies(fibre);
     fibre.group = 0;
+    fibre.fence = 0;
   }
 }
 
@@ -341,8 +350,8 @@ int run(const Launch& launch, const Kernel& kernel, char* error, u64 error_size)
   // Shared memory in the middle of a reserved range, so that addresses near it belong to nothing else.
   u64 shared_room = launch.shared_bytes + 2 * SHARED_MARGIN, stack_room = block.threads * STACK_BYTES;
   u8* room = (u8*)mmap(nullptr, shared_room + stack_room, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (room == MAP_FAILED) {
-    refuse(block, "no memory for %u threads", block.threads);
+  if (room == MAP_FAILED || !open_buffers(block)) {
+    refuse(block, "no memory for %u threads and %llu buffers", block.threads, launch.buffer_count);
     return 1;
   }
   block.stacks = room;
@@ -351,6 +360,7 @@ int run(const Launch& launch, const Kernel& kernel, char* error, u64 error_size)
   running = &block;
   run_blocks(block);
   running = nullptr;
+  close_buffers(block);
   munmap(room, shared_room + stack_room);
   return block.failed;
 }

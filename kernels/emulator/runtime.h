@@ -1,5 +1,6 @@
 // What the files of the runtime share.
 
+#include <dlfcn.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -18,8 +19,10 @@ const u64 STACK_BYTES = 64 << 10;
 const u8 POISON = 0xff;
 // Where shared memory starts in its own address space: address 0 is no address.
 const u32 SHARED_START = 1024;
-// Shared memory is watched in granules of this many bytes.
+// Races are looked for in granules of this many bytes, and not among smaller accesses.
 const u32 GRANULE = 2;
+// Volatile loads in a launch.
+const u32 MAX_POLLS = 1 << 22;
 // Accesses this far from shared memory are attributed to it.
 const u64 SHARED_MARGIN = 64 << 10;
 
@@ -44,7 +47,8 @@ struct Fibre {
   Site site;  // of the last primitive
   Operands operands;
   std::vector<Copy> copies;
-  u64 group;  // that the next copy joins
+  u64 group;   // that the next copy joins
+  u32 fence;   // epoch of the last fence
 };
 
 struct Warp;
@@ -62,9 +66,32 @@ struct Warp {
   Site site;
 };
 
-// Who touched shared memory last. `epoch` counts the block's barriers and blocks, so old entries expire.
+// Who touched a granule last, in which epoch (touch.cpp). For shared memory as columns: the rows of matrices are
+// checked eight granules at a time.
+struct Cell {
+  u32 write_epoch, writer, read_epoch, reader;
+};
 struct Shadow {
   std::vector<u32> write_epoch, writer, read_epoch, reader;
+};
+struct Touched {
+  u32 &write_epoch, &writer, &read_epoch, &reader;
+};
+// An increment of a counter after fences: other blocks may see what lies before.
+struct Release {
+  u64 counter;
+  u32 block, thread, epoch;
+  std::vector<u32> fences;  // of every thread
+};
+// A look at a counter by the running block, after so many releases of the launch.
+struct Acquire {
+  u64 counter, releases;
+  u32 thread, epoch;
+};
+struct KnownBuffer {
+  u64 start, end;
+  Cell* cells;
+  u64 cell_bytes;
 };
 
 struct Block {
@@ -79,11 +106,17 @@ struct Block {
   u32 waiting;  // threads at the block's barrier
   u64 polls;    // volatile loads
   bool failed;
+  bool shuffled;  // the next thread is drawn at random
   void* launcher_stack_pointer;
   u8* stacks;
   u8* shared;
-  u64 stack_low;  // of the running thread
-  u64 known_low, known_high;  // the buffer that was touched last
+  u64 stack_low;          // of the running thread
+  void* program_counter;  // of the last plain access
+  std::vector<KnownBuffer> buffers;
+  KnownBuffer known;  // the one that was touched last
+  std::vector<u32> starts;  // the first epoch of every block so far
+  std::vector<Release> releases;
+  std::vector<Acquire> acquires;
   char* error;
   u64 error_size;
   Shadow shadow;
@@ -97,19 +130,20 @@ static thread_local Block* running = nullptr;
 static inline Fibre& current_fibre() { return running->fibre[running->current]; }
 static inline Warp& current_warp() { return running->warp[running->current / WARP]; }
 
-// Ends the launch with a message; `site` may be that of the last primitive.
+// Ends the launch with a message. Without a site the place is that of the last plain access.
 [[noreturn]] static void fail(Site site, const char* format, ...) __attribute__((format(printf, 2, 3)));
 // Runs other threads until this one may go on.
 static void wait();
 static u64 next_random(Block& block);
 
 enum Touch { READ, WRITE, LAND };
-// `thread` NONE: the whole warp of the running thread.
-static void touch_shared(u32 offset, u32 size, Touch touch, u32 thread, const char* what, Site site);
-static void touch_global(u64 address, u64 size, const char* what, Site site);
+// Checks an access before it happens.
+static void touch_global(u64 address, u64 size, Touch how, const char* what, Site site);
 // Drops copies that never landed.
 static void forget_copies(Fibre& fibre);
 // The offset of `size` bytes at an address of shared memory.
 static u32 shared_offset(u32 address, u32 size, const char* what, Site site);
+static bool open_buffers(Block& block);
+static void close_buffers(Block& block);
 
 }  // namespace emulator

@@ -73,7 +73,7 @@ static void finish_load(Warp& warp) {
     u16 matrix[8][8];
     for (u32 row = 0; row < 8; row++) {
       Fibre& giver = lane_of(warp, 8 * m + row);
-      touch_shared(giver.operands.lane, 16, READ, NONE, warp.operation, giver.site);
+      warp_reads_row(giver.operands.lane, warp.operation, giver.site);
       memcpy(matrix[row], block.shared + giver.operands.lane, 16);
     }
     for (u32 lane = 0; lane < WARP; lane++) {

@@ -3,18 +3,176 @@
 use device_tests::emulator::{Emulator, Order};
 use device_tests::seeded::{GEMM, check_gemm};
 
+/// Sizes with rests in every direction, and more steps than stages.
+const SHAPE: [usize; 3] = [70, 136, 200];
+
 #[test]
 fn the_correct_gemm_passes_in_every_order() {
-    for order in [
-        Order::Ascending,
-        Order::Descending,
-        Order::Random(1),
-        Order::Random(2),
-    ] {
-        for shape in [[64, 64, 128], [70, 136, 72], [1, 8, 8], [256, 256, 256]] {
-            let start = std::time::Instant::now();
+    let orders = [Order::Random(1), Order::Random(2)];
+    for order in Order::BOTH.into_iter().chain(orders) {
+        for shape in [SHAPE, [64, 64, 128], [1, 8, 8]] {
             check_gemm(&mut Emulator::new(order), GEMM, shape).unwrap();
-            println!("{shape:?} {:?}", start.elapsed());
         }
     }
+}
+
+/// The GEMM with each `from` replaced by `to` is reported in both orders, with these words.
+fn caught(replacements: &[(&str, &str)], words: &str) {
+    let mut text = GEMM.to_owned();
+    for (from, to) in replacements {
+        assert_eq!(text.matches(from).count(), 1, "the text has '{from}' once");
+        text = text.replace(from, to);
+    }
+    for order in Order::BOTH {
+        let mut machine = Emulator::new(order);
+        let result = check_gemm(&mut machine, &text, SHAPE);
+        let report = format!("{:#}", result.expect_err("the bug was not seen"));
+        println!("{order:?}: {report}");
+        assert!(report.contains(words), "{report}");
+    }
+}
+
+const WAIT: &str = "copy_async_wait<STAGES - 2>();";
+const BARRIER: &str = "block_barrier();  // this step's stage has landed";
+const IN_FLIGHT: &str = "while an asynchronous copy";
+const NO_BARRIER: &str = "without a barrier after";
+
+#[test]
+fn a_missing_wait() {
+    caught(&[(WAIT, "")], IN_FLIGHT);
+}
+
+#[test]
+fn a_wait_that_is_weak_by_one_group() {
+    caught(&[(WAIT, "copy_async_wait<STAGES - 1>();")], IN_FLIGHT);
+}
+
+#[test]
+fn a_missing_commit() {
+    caught(
+        &[("copy_async_commit();  // also when empty", "//")],
+        IN_FLIGHT,
+    );
+}
+
+#[test]
+fn a_missing_barrier_after_the_wait() {
+    caught(&[(BARRIER, "//")], NO_BARRIER);
+}
+
+#[test]
+fn a_stage_that_is_overwritten_before_others_have_read_it() {
+    let copy = "if (step + STAGES - 1 < steps) copy_stage(step + STAGES - 1);";
+    caught(&[(copy, ""), (WAIT, &format!("{WAIT} {copy}"))], NO_BARRIER);
+}
+
+#[test]
+fn one_stage_too_few_in_shared_memory() {
+    caught(
+        &[(
+            "step % STAGES * STAGE_BYTES;\n    UNROLL for (int i",
+            "step % (STAGES + 1) * STAGE_BYTES;\n    UNROLL for (int i",
+        )],
+        "of shared memory, which has",
+    );
+}
+
+#[test]
+fn a_wrong_row_for_a_matrix() {
+    caught(
+        &[("i * 16 + (lane & 15)", "i * 16 + (lane & 7)")],
+        "instead of",
+    );
+}
+
+#[test]
+fn an_unaligned_row_for_a_matrix() {
+    caught(&[("return row * 64 +", "return row * 66 +")], "aligned");
+}
+
+#[test]
+fn a_missing_guard_of_the_store() {
+    caught(
+        &[("if (row_c < m && column_c < n)", "if (column_c < n)")],
+        "a write of 4 bytes at byte",
+    );
+    caught(&[("if (row_c < m && column_c < n)", "")], "a write");
+}
+
+#[test]
+fn a_copy_that_is_not_guarded_along_k() {
+    caught(&[("row_a < m && column < k", "row_a < m")], "");
+}
+
+#[test]
+fn a_copy_that_is_not_guarded_along_n() {
+    caught(
+        &[("row_b < n && column < k", "column < k")],
+        "copy_async_16 of 16 bytes at byte",
+    );
+}
+
+#[test]
+fn a_barrier_that_some_warps_skip() {
+    caught(
+        &[(BARRIER, "if (warp != 1 || step != 2) block_barrier(); //")],
+        NO_BARRIER,
+    );
+}
+
+#[test]
+fn a_thread_that_shuffles_alone() {
+    let alone = "u16* part = (lane == 0 ? shuffle(shared, 0) : shared, (u16*)memory)";
+    caught(
+        &[("u16* part = (u16*)memory", alone)],
+        "other lanes of its warp wait at",
+    );
+}
+
+#[test]
+fn a_barrier_in_a_branch() {
+    caught(
+        &[(
+            BARRIER,
+            "if (warp == 1)\n block_barrier();\n else\n block_barrier(); //",
+        )],
+        "different barriers",
+    );
+}
+
+#[test]
+fn a_warp_barrier_in_a_branch_of_its_lanes() {
+    caught(
+        &[(
+            "float sums[2]",
+            "if (lane < 16) warp_barrier();\nfloat sums[2]",
+        )],
+        "deadlock",
+    );
+}
+
+#[test]
+fn a_missing_warp_barrier() {
+    caught(&[("warp_barrier();", "")], NO_BARRIER);
+}
+
+#[test]
+fn a_missing_barrier_before_shared_memory_is_reused() {
+    caught(
+        &[("block_barrier();  // all stages have been read", "")],
+        NO_BARRIER,
+    );
+}
+
+#[test]
+fn undefined_behaviour() {
+    let steps = "const int steps = divide_up(k, 32)";
+    let overflow = format!("{steps} + (0x7fffff00 + 4 * thread) / 0x7fffffff");
+    caught(&[(steps, &overflow)], "overflows");
+    let division = format!("{steps} + 1 / (thread - 300 + m)");
+    caught(&[(steps, &division)], "division");
+    caught(
+        &[("sums[i][j], left[i]", "sums[i][j + lane / 31], left[i]")],
+        "outside its array",
+    );
 }

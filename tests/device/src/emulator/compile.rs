@@ -22,11 +22,14 @@ macro_rules! emulator_file {
 /// In front of every kernel.
 const HEADERS: [(&str, &str); 2] = [emulator_file!("emulator.h"), emulator_file!("primitives.h")];
 /// The unit that executes launches, the same for all modules.
-const RUNTIME: [(&str, &str); 5] = [
+const RUNTIME: [(&str, &str); 8] = [
     emulator_file!("emulator.h"),
     emulator_file!("runtime.h"),
     emulator_file!("block.cpp"),
-    emulator_file!("memory.cpp"),
+    emulator_file!("touch.cpp"),
+    emulator_file!("shared.cpp"),
+    emulator_file!("global.cpp"),
+    emulator_file!("hooks.cpp"),
     emulator_file!("warp.cpp"),
 ];
 
@@ -40,8 +43,10 @@ const COMMON_FLAGS: &[&str] = &[
     "-fno-strict-aliasing",
     "-ffp-contract=off",
 ];
+const RUNTIME_FLAGS: &[&str] = &["-O3"];
 /// The hooks that these call are the runtime's own; no sanitizer library is linked.
 const KERNEL_FLAGS: &[&str] = &[
+    "-g1",
     "-fsanitize=thread",
     "-fsanitize=alignment,null,bounds,shift-exponent,signed-integer-overflow,integer-divide-by-zero,float-cast-overflow",
 ];
@@ -151,7 +156,15 @@ fn key(text: &str) -> Result<String> {
     let mut hasher = blake3::Hasher::new();
     hasher.update(compiler_version()?.as_bytes());
     hasher.update(joined(&RUNTIME).as_bytes());
-    for flag in [COMMON_FLAGS, KERNEL_FLAGS, LINK_FLAGS, LIBRARIES].concat() {
+    for flag in [
+        COMMON_FLAGS,
+        RUNTIME_FLAGS,
+        KERNEL_FLAGS,
+        LINK_FLAGS,
+        LIBRARIES,
+    ]
+    .concat()
+    {
         hasher.update(flag.as_bytes());
     }
     hasher.update(text.as_bytes());
@@ -176,7 +189,7 @@ fn runtime() -> Result<PathBuf> {
     let path = cache()?.join(format!("{}.o", key("runtime")?));
     if !path.exists() {
         let scratch = Scratch::new(&path)?;
-        let object = scratch.compile("runtime", &joined(&RUNTIME), &[])?;
+        let object = scratch.compile("runtime", &joined(&RUNTIME), RUNTIME_FLAGS)?;
         fs::rename(&object, &path).with_context(|| format!("rename to {}", path.display()))?;
     }
     Ok(path)

@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::ffi::{CStr, c_char, c_int};
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use anyhow::{Context, Result, bail};
@@ -37,7 +38,10 @@ pub(super) struct RawLaunch {
 type Run = unsafe extern "C" fn(*const RawLaunch, *mut c_char, u64) -> c_int;
 
 /// A loaded module. Never unloaded.
-pub(super) struct Loaded(Library);
+pub(super) struct Loaded {
+    library: Library,
+    path: PathBuf,
+}
 
 impl Loaded {
     /// Executes a launch.
@@ -47,16 +51,39 @@ impl Loaded {
     pub(super) unsafe fn run(&self, kernel: &str, launch: &RawLaunch) -> Result<()> {
         let name = format!("emulator_run_{kernel}");
         // SAFETY: every symbol of this name is written by EMULATOR_EXPORT, with this signature.
-        let run = unsafe { self.0.get::<Run>(name.as_bytes()) };
+        let run = unsafe { self.library.get::<Run>(name.as_bytes()) };
         let run = run.with_context(|| format!("the module has no kernel {kernel}"))?;
         let mut message = [0_u8; MESSAGE_BYTES];
         // SAFETY: as the caller promises; the message ends with zero.
         let failed = unsafe { run(launch, message.as_mut_ptr().cast(), MESSAGE_BYTES as u64) };
         if failed != 0 {
             let message = CStr::from_bytes_until_nul(&message)?;
-            bail!("{}", message.to_string_lossy());
+            bail!("{}", self.with_line(message.to_string_lossy().into_owned()));
         }
         Ok(())
+    }
+
+    /// Puts a line of source in the place of an address in the library, when the tool for that is there.
+    fn with_line(&self, message: String) -> String {
+        const MARK: &str = "library+";
+        let line = || {
+            let (_, rest) = message.split_once(MARK)?;
+            let (address, _) = rest.split_once(':')?;
+            let mut tool = Command::new("addr2line");
+            let output = tool
+                .arg("-ise")
+                .arg(&self.path)
+                .arg(address)
+                .output()
+                .ok()?;
+            let line = String::from_utf8(output.stdout).ok()?;
+            // From the innermost function outwards.
+            let line = line
+                .lines()
+                .find(|line| !line.starts_with("primitives.h"))?;
+            (!line.starts_with('?')).then(|| message.replace(&format!("{MARK}{address}"), line))
+        };
+        line().unwrap_or(message)
     }
 }
 
@@ -86,7 +113,7 @@ pub(super) fn of(module: &Module, folder: Option<&Path>) -> Result<Arc<Loaded>> 
     // SAFETY: the library was built from the emulator's runtime, which does nothing when it is loaded.
     let library = unsafe { Library::new(&path) };
     let library = library.with_context(|| format!("load {}", path.display()))?;
-    let loaded = Arc::new(Loaded(library));
+    let loaded = Arc::new(Loaded { library, path });
     *slot = Some(Arc::clone(&loaded));
     Ok(loaded)
 }
