@@ -21,18 +21,52 @@ use crate::DType;
 use crate::cuda::launch::{Address, Launch};
 use crate::cuda::module::Module;
 
-/// The modules that models use most, in bf16; and the two largest tiles in f16.
+/// A choice of defines: dtype of operands and result, whether a and b are transposed, tile.
+pub type Variant = (DType, DType, [bool; 2], Tile);
+
+/// What is tested and listed: for bf16 all tiles in the orientations that layers use them in, samples of the rest.
+#[must_use]
+pub fn variants() -> Vec<Variant> {
+    const FORWARD: [bool; 2] = [false, false];
+    const INPUT_GRADIENT: [bool; 2] = [false, true];
+    const WEIGHT_GRADIENT: [bool; 2] = [true, true];
+    let (bf16, f16, f32) = (DType::BF16, DType::F16, DType::F32);
+    let [large, medium, small, tiny] = Tile::GENERAL.map(|(tile, _)| tile);
+    let [tall, short, .., short_64] = Tile::NARROW;
+    let mut all: Vec<Variant> = Tile::all()
+        .map(|tile| (bf16, bf16, FORWARD, tile))
+        .collect();
+    let input = [large, medium, tiny, tall, short, short_64];
+    all.extend(input.map(|tile| (bf16, bf16, INPUT_GRADIENT, tile)));
+    let weight = [
+        medium,
+        tiny,
+        tall,
+        short,
+        short_64,
+        Tile::WIDE[0],
+        Tile::WIDE[2],
+    ];
+    all.extend(weight.map(|tile| (bf16, f32, WEIGHT_GRADIENT, tile)));
+    all.extend([
+        (bf16, f32, FORWARD, tiny),
+        (bf16, f32, FORWARD, short),
+        (bf16, bf16, [true, false], small),
+        (f16, f16, FORWARD, large),
+        (f16, f16, FORWARD, tiny),
+        (f16, f16, FORWARD, short),
+        (f16, f16, INPUT_GRADIENT, tiny),
+        (f16, f16, INPUT_GRADIENT, short),
+        (f16, f32, WEIGHT_GRADIENT, short),
+        (f16, f32, WEIGHT_GRADIENT, Tile::WIDE[0]),
+    ]);
+    all
+}
+
+/// The modules of [`variants`].
 #[must_use]
 pub fn modules() -> Vec<Module> {
-    let forward = Tile::all().map(|tile| (DType::BF16, DType::BF16, [false, false], tile));
-    let large = Tile::all().take(3).chain(Tile::all().skip(4).take(1));
-    let input = large.map(|tile| (DType::BF16, DType::BF16, [false, true], tile));
-    let weight = Tile::all().filter(|tile| tile.m != 64);
-    let weight = weight.map(|tile| (DType::BF16, DType::F32, [true, true], tile));
-    let half = Tile::all()
-        .take(2)
-        .map(|tile| (DType::F16, DType::F16, [false, false], tile));
-    let all = forward.chain(input).chain(weight).chain(half);
+    let all = variants().into_iter();
     all.filter_map(|(dtype, out, transpose, tile)| module(dtype, out, transpose, tile))
         .collect()
 }

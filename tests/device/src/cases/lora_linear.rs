@@ -64,22 +64,29 @@ fn shapes(effort: Effort) -> Vec<Shape> {
     let tokens = [1, 63, 127, 129, 200];
     let sizes = [(72, 40), (136, 104), (40, 264), (80, 75), (101, 48)];
     let ranks = [0, 1, 4, 8, 16, 40, 64, 128];
-    let mut shapes = Vec::new();
-    for (d, dtype) in [DType::BF16, DType::F16].into_iter().enumerate() {
-        for (i, r) in ranks.into_iter().enumerate() {
-            let (n, k) = sizes[(i + d) % 5];
-            shapes.push(Shape {
-                dtype,
-                t: tokens[(i + 2 * d) % 5],
-                n,
-                k,
-                r,
-                bias: (i + d) % 2 == 0,
-                scale: [2.0, 0.5, 0.3][i % 3],
-                multiprocessors: [132, 1][i % 2],
-            });
-        }
-    }
+    let ranks = ranks.into_iter().enumerate();
+    let mut shapes: Vec<Shape> = ranks
+        .map(|(i, r)| Shape {
+            dtype: DType::BF16,
+            t: tokens[i % 5],
+            n: sizes[i % 5].0,
+            k: sizes[i % 5].1,
+            r,
+            bias: i % 2 == 0,
+            scale: [2.0, 0.5, 0.3][i % 3],
+            multiprocessors: [132, 1][i % 2],
+        })
+        .collect();
+    shapes.extend([(0, true), (16, true), (12, false)].map(|(r, bias)| Shape {
+        dtype: DType::F16,
+        t: 129,
+        n: 101,
+        k: 72,
+        r,
+        bias,
+        scale: 2.0,
+        multiprocessors: 132,
+    }));
     let large = [
         (1000, 1152, 588, 8),
         (777, 1152, 4304, 16),

@@ -3,6 +3,7 @@
 use anyhow::{Context, Result, ensure};
 use kernels::DType;
 use kernels::cuda::launch::Address;
+use kernels::cuda::ops::lora_linear::{self, Variant};
 use kernels::cuda::ops::product::{Choice, Product, Term};
 use kernels::cuda::ops::tile::Tile;
 use kernels::cuda::ops::workspace::Workspace;
@@ -34,100 +35,81 @@ struct Drawn {
     magnitude: Vec<f64>,
 }
 
-/// Every tile in the orientations it is used in.
+/// Every variant, with sizes around its tile.
 #[must_use]
 pub fn cases() -> Vec<Case> {
     let mut cases = Vec::new();
-    for (i, tile) in Tile::all().enumerate() {
-        for (j, transpose) in [[false, false], [false, true], [true, true], [true, false]]
-            .into_iter()
-            .enumerate()
-        {
-            let dtype = [DType::BF16, DType::F16][(i + j) % 2];
-            let shape = Shape {
-                dtype,
-                out: if j == 2 { DType::F32 } else { dtype },
-                transpose,
-                m: tile.m as usize + [1, 9, 72, 127][(i + j) % 4],
-                // Narrow tiles: less than their columns, and more.
-                n: if i % 2 == 0 {
-                    tile.n as usize - 3
-                } else {
-                    tile.n as usize + 8
-                },
-                b_rows: 0,
-                k: [[200, 40], [72, 16], [136, 0], [129, 7]][(i + 2 * j) % 4],
-                bias: j % 2 == 0,
-            };
-            let shape = Shape {
-                b_rows: shape.n - i % 2,
-                ..shape
-            };
-            cases.push(Case::new(
-                format!("product {shape:?}, {tile:?}"),
-                move |machine| check(machine, shape, tile, 1),
-            ));
-        }
+    for (i, (dtype, out, transpose, tile)) in lora_linear::variants().into_iter().enumerate() {
+        let n = if i % 2 == 0 {
+            tile.n as usize - 3
+        } else {
+            tile.n as usize + 8
+        };
+        let shape = Shape {
+            dtype,
+            out,
+            transpose,
+            m: tile.m as usize + [1, 9, 72, 127][i % 4],
+            n,
+            b_rows: n - i % 3,
+            k: [[200, 40], [72, 16], [136, 0], [129, 7]][i % 4],
+            bias: i % 5 < 3,
+        };
+        cases.push(Case::new(
+            format!("product {shape:?}, {tile:?}"),
+            move |machine| check(machine, shape, tile, 1),
+        ));
     }
     cases.extend(cut_sums());
-    cases.extend(equal_tiles());
+    cases.extend([equal_tiles(1), equal_tiles(4)]);
     cases
 }
 
 /// Sums cut into parts, with bias and factor applied after the parts are added.
 fn cut_sums() -> impl Iterator<Item = Case> {
-    let shapes = [
-        (DType::BF16, DType::BF16, [false, false], [200, 40]),
-        (DType::F16, DType::F32, [true, true], [700, 0]),
-    ];
-    shapes.into_iter().flat_map(|(dtype, out, transpose, k)| {
-        let shape = Shape {
-            dtype,
-            out,
-            transpose,
-            m: 33,
-            n: 65,
-            b_rows: 65,
-            k,
-            bias: true,
-        };
-        let tiles = Tile::all().skip(3).step_by(3);
-        let parts = [2, 3, 16];
-        tiles.zip(parts).map(move |(tile, parts)| {
+    let wanted = |(_, out, _, tile): &Variant| *out == DType::F32 && tile.m < 128;
+    let variants = lora_linear::variants().into_iter().filter(wanted);
+    variants
+        .zip([2, 3, 16].into_iter().cycle())
+        .map(|((dtype, _, transpose, tile), parts)| {
+            let shape = Shape {
+                dtype,
+                out: if transpose[0] { DType::F32 } else { dtype },
+                transpose,
+                m: 33,
+                n: 65,
+                b_rows: 65,
+                k: if transpose[0] { [700, 0] } else { [200, 40] },
+                bias: true,
+            };
             let name = format!("product {shape:?} in {parts} parts, {tile:?}");
             Case::new(name, move |machine| check(machine, shape, tile, parts))
         })
-    })
 }
 
 /// Tiles that share the order of their sums give the same bits.
-fn equal_tiles() -> impl Iterator<Item = Case> {
-    [([2usize, 2, 1], DType::BF16), ([1, 1, 4], DType::F16)]
-        .into_iter()
-        .map(|(warps, dtype)| {
-            let shape = Shape {
-                dtype,
-                out: DType::F32,
-                transpose: [false, false],
-                m: 130,
-                n: 72,
-                b_rows: 72,
-                k: [328, 24],
-                bias: false,
-            };
-            let name = format!("product {shape:?}: equal bits by all tiles like {warps:?}");
-            Case::new(name, move |machine| {
-                let mut drawn = draw(machine, shape)?;
-                let mut first = None;
-                for tile in Tile::all().filter(|tile| tile.warps[2] == warps[2] as u32) {
-                    let (choice, sms) = (Choice { tile, parts: 1 }, 132);
-                    let bytes = run(machine, &mut drawn.product, choice, sms)?;
-                    let first = first.get_or_insert_with(|| bytes.clone());
-                    ensure!(*first == bytes, "{tile:?} gives other bits");
-                }
-                Ok(())
-            })
-        })
+fn equal_tiles(warps_k: u32) -> Case {
+    let shape = Shape {
+        dtype: DType::BF16,
+        out: DType::BF16,
+        transpose: [false, false],
+        m: 130,
+        n: 72,
+        b_rows: 72,
+        k: [328, 24],
+        bias: false,
+    };
+    let name = format!("product {shape:?}: equal bits by all tiles with {warps_k} warps along k");
+    Case::new(name, move |machine| {
+        let mut drawn = draw(machine, shape)?;
+        let mut first = None;
+        for tile in Tile::all().filter(|tile| tile.warps[2] == warps_k) {
+            let bytes = run(machine, &mut drawn.product, Choice { tile, parts: 1 }, 132)?;
+            let first = first.get_or_insert_with(|| bytes.clone());
+            ensure!(*first == bytes, "{tile:?} gives other bits");
+        }
+        Ok(())
+    })
 }
 
 fn draw(machine: &mut dyn Machine, shape: Shape) -> Result<Drawn> {
