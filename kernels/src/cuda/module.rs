@@ -19,11 +19,18 @@ pub enum Family {
     LoraLinear,
     /// Copies and sums around those products.
     LinearParts,
+    /// Matrix products in f32.
+    MatmulPlain,
 }
 
 impl Family {
     /// Every family.
-    pub const ALL: [Self; 3] = [Self::Cast, Self::LoraLinear, Self::LinearParts];
+    pub const ALL: [Self; 4] = [
+        Self::Cast,
+        Self::LoraLinear,
+        Self::LinearParts,
+        Self::MatmulPlain,
+    ];
 
     /// Its file's stem.
     #[must_use]
@@ -32,6 +39,7 @@ impl Family {
             Self::Cast => "cast",
             Self::LoraLinear => "lora_linear",
             Self::LinearParts => "linear_parts",
+            Self::MatmulPlain => "matmul_plain",
         }
     }
 
@@ -42,6 +50,7 @@ impl Family {
             Self::Cast => include_str!("source/cast.cu"),
             Self::LoraLinear => include_str!("source/lora_linear.cu"),
             Self::LinearParts => include_str!("source/linear_parts.cu"),
+            Self::MatmulPlain => include_str!("source/matmul_plain.cu"),
         }
     }
 
@@ -53,6 +62,7 @@ impl Family {
             Self::Cast => super::ops::cast::modules(),
             Self::LoraLinear => super::ops::lora_linear::modules(),
             Self::LinearParts => super::ops::lora_linear::parts_modules(),
+            Self::MatmulPlain => super::ops::matmul_plain::modules(),
         }
     }
 }

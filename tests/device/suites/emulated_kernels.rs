@@ -40,4 +40,5 @@ families! {
     cast: Cast,
     lora_linear: LoraLinear,
     linear_parts: LinearParts,
+    matmul_plain: MatmulPlain,
 }

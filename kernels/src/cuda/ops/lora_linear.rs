@@ -14,15 +14,12 @@
 //! `s` and `ds` are rounded once to the 16-bit type: the only rounding that the separate operations would not make in
 //! f32. Lines that are no multiple of 8 elements (`r`, rarely `k` or `n`) are copied to aligned ones first.
 
-use super::product::{Product, Term, module, parts_module};
+use super::product::{Product, Term, Variant, module, parts_module};
 use super::tile::Tile;
 use super::workspace::Workspace;
 use crate::DType;
 use crate::cuda::launch::{Address, Launch};
 use crate::cuda::module::Module;
-
-/// A choice of defines: dtype of operands and result, whether a and b are transposed, tile.
-pub type Variant = (DType, DType, [bool; 2], Tile);
 
 /// What is tested and listed: for bf16 all tiles in the orientations that layers use them in, samples of the rest.
 #[must_use]
@@ -78,6 +75,7 @@ pub fn parts_modules() -> Vec<Module> {
         (DType::BF16, DType::BF16),
         (DType::BF16, DType::F32),
         (DType::F16, DType::F16),
+        (DType::F32, DType::F32),
     ];
     pairs
         .into_iter()
@@ -88,7 +86,7 @@ pub fn parts_modules() -> Vec<Module> {
 /// A linear layer with its adapter. Addresses are 16-byte aligned; everything is dense, in `dtype`.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct LoraLinear {
-    /// bf16 or f16.
+    /// bf16 or f16, or f32 without tensor cores.
     pub dtype: DType,
     /// Tokens.
     pub t: usize,
@@ -250,7 +248,7 @@ impl LoraLinear {
 
     /// Room for `s` or `ds`.
     fn adapter_rows(&self, workspace: &mut Workspace) -> Address {
-        workspace.take((self.t * self.padded_rank() * 2) as u64)
+        workspace.take((self.t * self.padded_rank() * self.dtype.size_bytes()) as u64)
     }
 
     /// A product without terms, bias and scale.

@@ -2,6 +2,7 @@
 
 pub mod cast;
 pub mod lora_linear;
+pub mod matmul_plain;
 pub mod product;
 pub mod tile;
 pub mod workspace;

@@ -1,5 +1,6 @@
-//! Matrix products of 16-bit operands on tensor cores: operands, the choice of a tile, and the launches of one product.
+//! Matrix products, of 16-bit operands on tensor cores and of f32 operands without them: operands, the choice of a tile, and the launches of one product.
 
+use super::matmul_plain;
 use super::tile::Tile;
 use super::workspace::Workspace;
 use crate::DType;
@@ -9,11 +10,11 @@ use crate::cuda::module::{Family, Module, element_type};
 /// Operands of one sum over `k`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Term {
-    /// `[m, k]`, or `[k, m]` when `transpose_a`; 16-byte aligned.
+    /// `[m, k]`, or `[k, m]` when `transpose_a`; 16-byte aligned (f32: 4).
     pub a: Address,
     /// Elements from line to line of `a`.
     pub a_line: usize,
-    /// `[n, k]`, or `[k, n]` when `transpose_b`; 16-byte aligned.
+    /// `[n, k]`, or `[k, n]` when `transpose_b`; 16-byte aligned (f32: 4).
     pub b: Address,
     /// Elements from line to line of `b`.
     pub b_line: usize,
@@ -25,7 +26,7 @@ pub struct Term {
 /// `y[m, n] = scale * (sum of a b^T over all terms) + bias[n]`, sums in f32.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Product {
-    /// Of the operands and the bias.
+    /// Of the operands and the bias: bf16, f16 or f32.
     pub dtype: DType,
     /// Of `y`: `dtype`, or f32.
     pub out: DType,
@@ -60,7 +61,10 @@ pub struct Choice {
     pub parts: u32,
 }
 
-/// The module of a product.
+/// A choice of defines: dtype of operands and result, whether a and b are transposed, tile.
+pub type Variant = (DType, DType, [bool; 2], Tile);
+
+/// The module of a product of 16-bit operands.
 #[must_use]
 pub fn module(
     dtype: DType,
@@ -99,6 +103,13 @@ impl Product {
     #[must_use]
     pub fn choose(&self, multiprocessors: u32) -> Choice {
         let sms = multiprocessors.max(1) as usize;
+        if self.dtype == DType::F32 {
+            let parts = self.parts(self.m.div_ceil(64) * self.n.div_ceil(64), 1024);
+            return Choice {
+                tile: self.quickest(matmul_plain::TILES, sms, parts),
+                parts,
+            };
+        }
         let fitting = |n: usize| Tile::NARROW.iter().filter(move |tile| tile.n as usize >= n);
         if self.n <= 64 {
             // Tall tiles read `b` less often; short ones give every multiprocessor work.
@@ -119,16 +130,21 @@ impl Product {
             };
         }
         let parts = self.parts(self.m.div_ceil(64) * self.n.div_ceil(64), 1024);
+        Choice {
+            tile: self.quickest(Tile::GENERAL, sms, parts),
+            parts,
+        }
+    }
+
+    /// The tile whose blocks, dealt to the multiprocessors, take the least time.
+    fn quickest<const N: usize>(&self, tiles: [(Tile, u64); N], sms: usize, parts: u32) -> Tile {
         let time = |(tile, weight): &(Tile, u64)| {
             let [m, n] = tile.grid(self.m, self.n);
             let rounds = (m * n * parts as usize).div_ceil(sms) as u64;
             rounds * u64::from(tile.m * tile.n) * weight
         };
-        let best = Tile::GENERAL.into_iter().min_by_key(time);
-        Choice {
-            tile: best.unwrap_or(Tile::GENERAL[0]).0,
-            parts,
-        }
+        let best = tiles.into_iter().min_by_key(time);
+        best.unwrap_or(tiles[0]).0
     }
 
     /// Parts of at least `shortest` elements that give some 128 blocks work.
@@ -151,7 +167,8 @@ impl Product {
         }
         let mark = workspace.mark();
         let mut aligned = *self;
-        for term in aligned.terms.iter_mut().flatten() {
+        let narrow = self.dtype != DType::F32;
+        for term in aligned.terms.iter_mut().flatten().filter(|_| narrow) {
             let a_lines = if self.transpose_a { term.k } else { self.m };
             let b_lines = if self.transpose_b {
                 term.k
@@ -241,17 +258,25 @@ impl Product {
             int(tile.group(sms).min(rows))?,
             int(steps_per_part)?,
         ]);
+        let transpose = [self.transpose_a, self.transpose_b];
+        let plain = self.dtype == DType::F32 && self.out == DType::F32;
+        let (module, shared_bytes) = if plain {
+            (
+                matmul_plain::module(transpose, tile),
+                matmul_plain::shared_bytes(tile),
+            )
+        } else {
+            (
+                module(self.dtype, self.out, transpose, tile)?,
+                tile.shared_bytes(),
+            )
+        };
         launches.push(Launch {
-            module: module(
-                self.dtype,
-                self.out,
-                [self.transpose_a, self.transpose_b],
-                tile,
-            )?,
-            kernel: "linear",
+            kernel: module.kernels()[0],
+            module,
             grid: [u32::try_from(rows * columns).ok()?, 1, parts],
             threads: tile.threads(),
-            shared_bytes: tile.shared_bytes(),
+            shared_bytes,
             args,
         });
         Some(parts)

@@ -3,7 +3,7 @@
 use anyhow::{Context, Result, ensure};
 use kernels::DType;
 use kernels::cuda::launch::Address;
-use kernels::cuda::ops::lora_linear::{Gradients, LoraLinear};
+use kernels::cuda::ops::lora_linear::{self, Gradients, LoraLinear};
 use kernels::cuda::ops::product::{Choice, Product};
 use kernels::cuda::ops::tile::Tile;
 use kernels::cuda::ops::workspace::Workspace;
@@ -37,16 +37,8 @@ struct Layer {
 /// Forward and backward of layers with odd sizes, all ranks; the tiles of products.
 #[must_use]
 pub fn cases(effort: Effort) -> Vec<Case> {
-    let mut cases = product::cases();
-    for shape in shapes(effort) {
-        cases.push(Case::new(format!("forward of {shape:?}"), move |machine| {
-            check_forward(machine, shape)
-        }));
-        cases.push(Case::new(
-            format!("backward of {shape:?}"),
-            move |machine| check_backward(machine, shape),
-        ));
-    }
+    let mut cases = product::cases(&lora_linear::variants());
+    cases.extend(layers(shapes(effort)));
     cases.push(Case::new("adapters that share s", check_stacked_adapters));
     cases.push(Case::new("gradient of a weight", check_weight_gradient));
     if effort == Effort::Gpu {
@@ -58,6 +50,36 @@ pub fn cases(effort: Effort) -> Vec<Case> {
         }
     }
     cases
+}
+
+/// Layers in f32: the same launches on another kernel.
+pub(super) fn plain_layers() -> Vec<Case> {
+    let sizes = [(129, 101, 75, 0), (63, 40, 264, 4), (200, 136, 41, 40)];
+    layers(sizes.map(|(t, n, k, r)| Shape {
+        dtype: DType::F32,
+        t,
+        n,
+        k,
+        r,
+        bias: r != 4,
+        scale: 0.3,
+        multiprocessors: 132,
+    }))
+}
+
+/// Forward and backward of each.
+fn layers(shapes: impl IntoIterator<Item = Shape>) -> Vec<Case> {
+    let both = |shape: Shape| {
+        [
+            Case::new(format!("forward of {shape:?}"), move |machine| {
+                check_forward(machine, shape)
+            }),
+            Case::new(format!("backward of {shape:?}"), move |machine| {
+                check_backward(machine, shape)
+            }),
+        ]
+    };
+    shapes.into_iter().flat_map(both).collect()
 }
 
 fn shapes(effort: Effort) -> Vec<Shape> {
@@ -196,7 +218,7 @@ fn run_forward(machine: &mut dyn Machine, layer: &LoraLinear, sms: u32) -> Resul
     let mut all = Vec::new();
     for _ in 0..2 {
         let space = machine.allocate(count.bytes() as usize)?;
-        let y = machine.output::<u16>(layer.t * layer.n)?;
+        let y = machine.output::<u8>(layer.t * layer.n * layer.dtype.size_bytes())?;
         let launches = layer.forward(y.address, sms, &mut Workspace::new(space.address));
         launch_all(machine, &launches.context("no kernel")?)?;
         all.push(machine.download::<u8>(y)?);
@@ -236,7 +258,7 @@ fn check_backward(machine: &mut dyn Machine, shape: Shape) -> Result<()> {
     let dy = Operand::draw(machine, dtype, "dy", t * n, 1.0)?;
     let mut all = Vec::new();
     for _ in 0..2 {
-        let dx = machine.output::<u16>(t * k)?;
+        let dx = machine.output::<u8>(t * k * dtype.size_bytes())?;
         let (da, db) = (machine.output::<f32>(r * k)?, machine.output::<f32>(n * r)?);
         let gradients = Gradients {
             dx: dx.address,

@@ -8,8 +8,9 @@ use crate::machine::Machine;
 pub mod cast;
 pub mod linear_parts;
 pub mod lora_linear;
+pub mod matmul_plain;
 mod operand;
-pub mod product;
+mod product;
 
 /// How large operands may be.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -63,6 +64,7 @@ pub fn of(family: Family, effort: Effort) -> Vec<Case> {
         Family::Cast => cast::cases(effort),
         Family::LinearParts => linear_parts::cases(effort),
         Family::LoraLinear => lora_linear::cases(effort),
+        Family::MatmulPlain => matmul_plain::cases(),
         other => vec![Case::new(format!("{other:?}"), move |_| {
             anyhow::bail!("the family {other:?} has no checks")
         })],

@@ -1,10 +1,9 @@
-//! Products on tensor cores: every tile in every orientation, against sums in f64.
+//! Products: every tile in every orientation, against sums in f64.
 
 use anyhow::{Context, Result, ensure};
 use kernels::DType;
 use kernels::cuda::launch::Address;
-use kernels::cuda::ops::lora_linear::{self, Variant};
-use kernels::cuda::ops::product::{Choice, Product, Term};
+use kernels::cuda::ops::product::{Choice, Product, Term, Variant};
 use kernels::cuda::ops::tile::Tile;
 use kernels::cuda::ops::workspace::Workspace;
 
@@ -35,11 +34,10 @@ struct Drawn {
     magnitude: Vec<f64>,
 }
 
-/// Every variant, with sizes around its tile.
-#[must_use]
-pub fn cases() -> Vec<Case> {
+/// Every variant, with sizes around its tile; sums in parts; equal bits by the tiles that promise them.
+pub(super) fn cases(variants: &[Variant]) -> Vec<Case> {
     let mut cases = Vec::new();
-    for (i, (dtype, out, transpose, tile)) in lora_linear::variants().into_iter().enumerate() {
+    for (i, &(dtype, out, transpose, tile)) in variants.iter().enumerate() {
         let n = if i % 2 == 0 {
             tile.n as usize - 3
         } else {
@@ -60,38 +58,52 @@ pub fn cases() -> Vec<Case> {
             move |machine| check(machine, shape, tile, 1),
         ));
     }
-    cases.extend(cut_sums());
-    cases.extend([equal_tiles(1), equal_tiles(4)]);
+    cases.extend(cut_sums(variants));
+    for warps_k in [1, 4] {
+        let alike = |&&(dtype, out, transpose, tile): &&Variant| {
+            let forward = transpose == [false, false] && dtype != DType::F16;
+            forward && dtype == out && tile.warps[2] == warps_k
+        };
+        let tiles: Vec<Tile> = variants
+            .iter()
+            .filter(alike)
+            .map(|variant| variant.3)
+            .collect();
+        if tiles.len() > 1 {
+            cases.push(equal_tiles(variants[0].0, tiles));
+        }
+    }
     cases
 }
 
 /// Sums cut into parts, with bias and factor applied after the parts are added.
-fn cut_sums() -> impl Iterator<Item = Case> {
-    let wanted = |(_, out, _, tile): &Variant| *out == DType::F32 && tile.m < 128;
-    let variants = lora_linear::variants().into_iter().filter(wanted);
-    variants
-        .zip([2, 3, 16].into_iter().cycle())
-        .map(|((dtype, _, transpose, tile), parts)| {
-            let shape = Shape {
-                dtype,
-                out: if transpose[0] { DType::F32 } else { dtype },
-                transpose,
-                m: 33,
-                n: 65,
-                b_rows: 65,
-                k: if transpose[0] { [700, 0] } else { [200, 40] },
-                bias: true,
-            };
-            let name = format!("product {shape:?} in {parts} parts, {tile:?}");
-            Case::new(name, move |machine| check(machine, shape, tile, parts))
-        })
+fn cut_sums(variants: &[Variant]) -> impl Iterator<Item = Case> {
+    let wanted = |(_, out, _, tile): &&Variant| *out == DType::F32 && tile.m < 128;
+    let variants = variants
+        .iter()
+        .filter(wanted)
+        .zip([2, 3, 16].into_iter().cycle());
+    variants.map(|(&(dtype, _, transpose, tile), parts)| {
+        let shape = Shape {
+            dtype,
+            out: if transpose[0] { DType::F32 } else { dtype },
+            transpose,
+            m: 33,
+            n: 65,
+            b_rows: 65,
+            k: if transpose[0] { [700, 0] } else { [200, 40] },
+            bias: true,
+        };
+        let name = format!("product {shape:?} in {parts} parts, {tile:?}");
+        Case::new(name, move |machine| check(machine, shape, tile, parts))
+    })
 }
 
 /// Tiles that share the order of their sums give the same bits.
-fn equal_tiles(warps_k: u32) -> Case {
+fn equal_tiles(dtype: DType, tiles: Vec<Tile>) -> Case {
     let shape = Shape {
-        dtype: DType::BF16,
-        out: DType::BF16,
+        dtype,
+        out: dtype,
         transpose: [false, false],
         m: 130,
         n: 72,
@@ -99,11 +111,11 @@ fn equal_tiles(warps_k: u32) -> Case {
         k: [328, 24],
         bias: false,
     };
-    let name = format!("product {shape:?}: equal bits by all tiles with {warps_k} warps along k");
+    let name = format!("product {shape:?}: equal bits by {tiles:?}");
     Case::new(name, move |machine| {
         let mut drawn = draw(machine, shape)?;
         let mut first = None;
-        for tile in Tile::all().filter(|tile| tile.warps[2] == warps_k) {
+        for &tile in &tiles {
             let bytes = run(machine, &mut drawn.product, Choice { tile, parts: 1 }, 132)?;
             let first = first.get_or_insert_with(|| bytes.clone());
             ensure!(*first == bytes, "{tile:?} gives other bits");
