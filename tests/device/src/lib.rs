@@ -6,7 +6,7 @@ pub mod cases;
 pub mod emulator;
 pub mod machine;
 pub mod random;
-#[allow(dead_code, reason = "the CPU's tests use more of it")]
+#[allow(dead_code, clippy::unwrap_used, reason = "shared with the CPU's tests")]
 #[path = "../../../kernels/tests/common/reference.rs"]
 pub(crate) mod reference;
 pub mod seeded;

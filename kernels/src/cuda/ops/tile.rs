@@ -83,3 +83,55 @@ impl Tile {
         square.isqrt().max(1) as usize
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Where a 16-byte chunk lies, as `chunk_offset` of lora_linear.cu.
+    fn chunk_offset(chunks: usize, line: usize, chunk: usize) -> usize {
+        let lines_per_128 = if chunks < 8 { 8 / chunks } else { 1 };
+        let mask = chunks.min(8) - 1;
+        (line * chunks + (chunk ^ ((line / lines_per_128) & mask))) * 16
+    }
+
+    /// Eight 16-byte accesses are one pass over the 32 banks exactly when they fall into different eighths.
+    fn free_of_conflicts(offsets: impl Iterator<Item = usize>) -> bool {
+        let mut eighths: Vec<usize> = offsets.map(|at| at / 16 % 8).collect();
+        eighths.sort_unstable();
+        eighths == [0, 1, 2, 3, 4, 5, 6, 7]
+    }
+
+    #[test]
+    fn tiles_are_copied_and_read_without_bank_conflicts() {
+        for tile in Tile::all() {
+            for chunks in [tile.k / 8, tile.m / 8, tile.n / 8] {
+                let chunks = chunks as usize;
+                for line in (0..64).step_by(8) {
+                    for chunk in 0..chunks {
+                        let rows = (line..line + 8).map(|l| chunk_offset(chunks, l, chunk));
+                        assert!(free_of_conflicts(rows), "ldmatrix, {chunks} chunks");
+                    }
+                }
+                for first in (0..64 * chunks).step_by(8) {
+                    let row = first..first + 8;
+                    let row = row.map(|i| chunk_offset(chunks, i / chunks, i % chunks));
+                    assert!(free_of_conflicts(row), "copy, {chunks} chunks");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn tiles_fit_into_the_smallest_shared_memory() {
+        for tile in Tile::all() {
+            let resident = tile.blocks * (tile.shared_bytes() + 1024);
+            assert!(tile.shared_bytes() <= 101_376, "{tile:?}");
+            // Two blocks of the common tile share a multiprocessor with 100 KB.
+            assert!(
+                tile.m * tile.n != 128 * 128 || resident <= 102_400,
+                "{tile:?}"
+            );
+        }
+    }
+}

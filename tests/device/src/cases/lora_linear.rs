@@ -4,35 +4,17 @@ use anyhow::{Context, Result, ensure};
 use kernels::DType;
 use kernels::cuda::launch::Address;
 use kernels::cuda::ops::lora_linear::{self, Gradients, LoraLinear};
-use kernels::cuda::ops::product::{Choice, Product};
+use kernels::cuda::ops::product::Choice;
 use kernels::cuda::ops::tile::Tile;
 use kernels::cuda::ops::workspace::Workspace;
 
-use super::operand::{Operand, decode, launch_all};
+use super::layer::{
+    Shape, compare, draw, forward_error, magnitudes, narrow_error, run_product,
+};
+use super::operand::{Operand, launch_all};
 use super::{Case, Effort, product};
 use crate::machine::Machine;
 use crate::reference::{Lora, absolute, matmul, transpose};
-use crate::tolerance;
-
-/// A layer to check.
-#[derive(Clone, Copy, Debug)]
-struct Shape {
-    dtype: DType,
-    t: usize,
-    n: usize,
-    k: usize,
-    r: usize,
-    bias: bool,
-    scale: f32,
-    /// The number that the choice of tiles starts from.
-    multiprocessors: u32,
-}
-
-/// A layer on a machine, and the values of its operands.
-struct Layer {
-    on_device: LoraLinear,
-    exact: Lora,
-}
 
 /// Forward and backward of layers with odd sizes, all ranks; the tiles of products.
 #[must_use]
@@ -53,9 +35,12 @@ pub fn cases(effort: Effort) -> Vec<Case> {
 }
 
 /// Layers in f32: the same launches on another kernel.
-pub(super) fn plain_layers() -> Vec<Case> {
-    let sizes = [(129, 101, 75, 0), (63, 40, 264, 4), (200, 136, 41, 40)];
-    layers(sizes.map(|(t, n, k, r)| Shape {
+pub(super) fn plain_layers(effort: Effort) -> Vec<Case> {
+    let mut sizes = vec![(129, 101, 75, 0), (63, 40, 264, 4), (200, 136, 41, 40)];
+    if effort == Effort::Gpu {
+        sizes.push((500, 1152, 1030, 8));
+    }
+    layers(sizes.into_iter().map(|(t, n, k, r)| Shape {
         dtype: DType::F32,
         t,
         n,
@@ -111,7 +96,7 @@ fn shapes(effort: Effort) -> Vec<Shape> {
     }));
     let large = [
         (1000, 1152, 588, 8),
-        (777, 1152, 4304, 16),
+        (300, 1152, 4304, 16),
         (2049, 640, 1024, 64),
     ];
     if effort == Effort::Gpu {
@@ -127,86 +112,6 @@ fn shapes(effort: Effort) -> Vec<Shape> {
         }));
     }
     shapes
-}
-
-fn draw(machine: &mut dyn Machine, shape: Shape) -> Result<Layer> {
-    let Shape {
-        dtype, t, n, k, r, ..
-    } = shape;
-    let depth = 1.0 / (k as f32).sqrt();
-    let x = Operand::draw(machine, dtype, "x", t * k, 1.0)?;
-    let weight = Operand::draw(machine, dtype, "weight", n * k, depth)?;
-    let lora_a = Operand::draw(machine, dtype, "lora_a", r * k, depth)?;
-    let lora_b = Operand::draw(machine, dtype, "lora_b", n * r, 0.5)?;
-    let bias = Operand::draw(machine, dtype, "bias", if shape.bias { n } else { 0 }, 1.0)?;
-    Ok(Layer {
-        on_device: LoraLinear {
-            dtype,
-            t,
-            n,
-            k,
-            r,
-            x: x.address(),
-            weight: weight.address(),
-            bias: bias.address(),
-            lora_a: lora_a.address(),
-            lora_b: lora_b.address(),
-            scale: shape.scale,
-        },
-        exact: Lora {
-            x: x.values,
-            weight: weight.values,
-            bias: shape.bias.then_some(bias.values),
-            a: lora_a.values,
-            b: lora_b.values,
-            scale: f64::from(shape.scale),
-            sizes: [t, n, k, r],
-        },
-    })
-}
-
-/// The same with the magnitudes of all operands.
-fn magnitudes(exact: &Lora) -> Lora {
-    Lora {
-        x: absolute(&exact.x),
-        weight: absolute(&exact.weight),
-        bias: exact.bias.as_deref().map(absolute),
-        a: absolute(&exact.a),
-        b: absolute(&exact.b),
-        ..exact.clone()
-    }
-}
-
-/// How far the 16-bit rows `scale * x y^T` may be off: `x [t, depth]`, `y [r, depth]`.
-fn narrow_error(dtype: DType, scale: f64, x: &[f64], y: &[f64], [t, r, k]: [usize; 3]) -> Vec<f64> {
-    let y = transpose(y, r, k);
-    let rows = matmul(x, &y, t, r, k);
-    let sizes = matmul(&absolute(x), &absolute(&y), t, r, k);
-    let error =
-        |(row, size): (f64, f64)| tolerance::tensor_product(dtype, k, scale * row, scale * size);
-    rows.into_iter().zip(sizes).map(error).collect()
-}
-
-/// Compares with a tolerance for the product itself and one that its narrow operand brings along.
-fn compare(
-    name: &str,
-    (dtype, bytes): (DType, &[u8]),
-    want: &[f64],
-    depth: usize,
-    magnitude: &[f64],
-    inherited: &[f64],
-) -> Result<()> {
-    let got = decode(dtype, bytes);
-    ensure!(got.len() == want.len(), "{name} has {} elements", got.len());
-    for (i, got) in got.into_iter().enumerate() {
-        let own = tolerance::tensor_product(dtype, depth, want[i], magnitude[i]);
-        let (want, allowed) = (want[i], own + inherited[i]);
-        ensure!(
-            (got - want).abs() <= allowed,
-            "{name}[{i}] is {got} instead of {want}, allowed {allowed:e}"
-        );
-    }
-    Ok(())
 }
 
 /// `y`, of two runs that must agree.
@@ -225,13 +130,6 @@ fn run_forward(machine: &mut dyn Machine, layer: &LoraLinear, sms: u32) -> Resul
     }
     ensure!(all[0] == all[1], "two runs differ");
     Ok(all.swap_remove(0))
-}
-
-/// What rounding `s` may change in `y`.
-fn forward_error(dtype: DType, exact: &Lora) -> Vec<f64> {
-    let [t, n, k, r] = exact.sizes;
-    let s = narrow_error(dtype, exact.scale, &exact.x, &exact.a, [t, r, k]);
-    matmul(&s, &transpose(&absolute(&exact.b), n, r), t, n, r)
 }
 
 fn check_forward(machine: &mut dyn Machine, shape: Shape) -> Result<()> {
@@ -364,13 +262,6 @@ fn check_stacked_adapters(machine: &mut dyn Machine) -> Result<()> {
         )?;
     }
     Ok(())
-}
-
-fn run_product(machine: &mut dyn Machine, product: &Product) -> Result<()> {
-    let choice = product.choose(132);
-    let space = machine.allocate(product.workspace_bytes(choice) as usize)?;
-    let launches = product.launches(choice, 132, &mut Workspace::new(space.address));
-    launch_all(machine, &launches.context("no kernel")?)
 }
 
 fn check_weight_gradient(machine: &mut dyn Machine) -> Result<()> {

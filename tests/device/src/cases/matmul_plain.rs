@@ -2,12 +2,12 @@
 
 use kernels::cuda::ops::matmul_plain;
 
-use super::{Case, lora_linear, product};
+use super::{Case, Effort, lora_linear, product};
 
 /// Both tiles in every orientation; layers with adapters.
 #[must_use]
-pub fn cases() -> Vec<Case> {
+pub fn cases(effort: Effort) -> Vec<Case> {
     let mut cases = product::cases(&matmul_plain::variants());
-    cases.extend(lora_linear::plain_layers());
+    cases.extend(lora_linear::plain_layers(effort));
     cases
 }

@@ -6,6 +6,7 @@ use kernels::cuda::module::Family;
 use crate::machine::Machine;
 
 pub mod cast;
+mod layer;
 pub mod linear_parts;
 pub mod lora_linear;
 pub mod matmul_plain;
@@ -64,7 +65,7 @@ pub fn of(family: Family, effort: Effort) -> Vec<Case> {
         Family::Cast => cast::cases(effort),
         Family::LinearParts => linear_parts::cases(effort),
         Family::LoraLinear => lora_linear::cases(effort),
-        Family::MatmulPlain => matmul_plain::cases(),
+        Family::MatmulPlain => matmul_plain::cases(effort),
         other => vec![Case::new(format!("{other:?}"), move |_| {
             anyhow::bail!("the family {other:?} has no checks")
         })],
