@@ -25,11 +25,17 @@ pub enum Family {
     Attention,
     /// Attention of any dtype and head dim.
     AttentionPlain,
+    /// Matrix products on tensor cores, linear layers with adapters.
+    LoraLinear,
+    /// Copies and sums around those products.
+    LinearParts,
+    /// Matrix products in f32.
+    MatmulPlain,
 }
 
 impl Family {
     /// Every family.
-    pub const ALL: [Self; 7] = [
+    pub const ALL: [Self; 10] = [
         Self::Cast,
         Self::PrimitivesCheck,
         Self::AdamW,
@@ -37,6 +43,9 @@ impl Family {
         Self::Norm,
         Self::Attention,
         Self::AttentionPlain,
+        Self::LoraLinear,
+        Self::LinearParts,
+        Self::MatmulPlain,
     ];
 
     /// Its file's stem.
@@ -50,6 +59,9 @@ impl Family {
             Self::Norm => "norm",
             Self::Attention => "attention",
             Self::AttentionPlain => "attention_plain",
+            Self::LoraLinear => "lora_linear",
+            Self::LinearParts => "linear_parts",
+            Self::MatmulPlain => "matmul_plain",
         }
     }
 
@@ -64,6 +76,9 @@ impl Family {
             Self::Norm => include_str!("source/norm.cu"),
             Self::Attention => include_str!("source/attention.cu"),
             Self::AttentionPlain => include_str!("source/attention_plain.cu"),
+            Self::LoraLinear => include_str!("source/lora_linear.cu"),
+            Self::LinearParts => include_str!("source/linear_parts.cu"),
+            Self::MatmulPlain => include_str!("source/matmul_plain.cu"),
         }
     }
 
@@ -79,6 +94,9 @@ impl Family {
             Self::Norm => super::ops::norm::modules(),
             Self::Attention => super::ops::attention::modules(),
             Self::AttentionPlain => super::ops::attention::plain_modules(),
+            Self::LoraLinear => super::ops::lora_linear::modules(),
+            Self::LinearParts => super::ops::lora_linear::parts_modules(),
+            Self::MatmulPlain => super::ops::matmul_plain::modules(),
         }
     }
 }

@@ -16,4 +16,5 @@ pub mod recording;
 pub(crate) mod reference;
 pub mod seeded;
 pub mod stages;
+#[allow(dead_code, clippy::unwrap_used, reason = "shared with the CPU's tests")]
 pub mod tolerance;

@@ -63,6 +63,9 @@ macro_rules! families {
 families! {
     cast: Cast,
     primitives_check: PrimitivesCheck,
+    lora_linear: LoraLinear,
+    linear_parts: LinearParts,
+    matmul_plain: MatmulPlain,
     attention: Attention,
     attention_plain: AttentionPlain,
     adamw: AdamW,

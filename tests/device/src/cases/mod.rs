@@ -9,8 +9,14 @@ pub mod adamw;
 pub mod attention;
 pub mod cast;
 pub mod grad_norm;
+mod layer;
+pub mod linear_parts;
+pub mod lora_linear;
+pub mod matmul_plain;
 pub mod norm;
+mod operand;
 pub mod primitives_check;
+mod product;
 
 /// How large operands may be.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -68,6 +74,9 @@ pub fn of(family: Family, effort: Effort) -> Vec<Case> {
         Family::Norm => norm::cases(effort),
         Family::Attention => attention::cases(effort),
         Family::AttentionPlain => attention::plain_cases(effort),
+        Family::LinearParts => linear_parts::cases(effort),
+        Family::LoraLinear => lora_linear::cases(effort),
+        Family::MatmulPlain => matmul_plain::cases(effort),
         other => vec![Case::new(format!("{other:?}"), move |_| {
             anyhow::bail!("the family {other:?} has no checks")
         })],

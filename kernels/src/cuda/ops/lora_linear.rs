@@ -1,0 +1,384 @@
+//! Linear layers with a low-rank adapter, forward and backward, as products.
+//!
+//! The adapter's term enters the product of the base weight as further steps of its sum, so `y` and `dx` are written
+//! once and the adapter costs `r / k` more flops plus one pass over `x` (or `dy`):
+//!
+//! | result | products | bytes read and written, 16-bit |
+//! |---|---|---|
+//! | `s = scale * x A^T` `[t, r]` | one, narrow | `2 (t k + r k + t r)` |
+//! | `y = [x \| s] [W \| B]^T + bias` | one | `2 (t k + n k + t n + t r + n r)` |
+//! | `ds = scale * dy B` `[t, r]` | one, narrow | `2 (t n + n r + t r)` |
+//! | `dx = [dy \| ds] [W ; A]` | one | `2 (t n + n k + t k + t r + r k)` |
+//! | `dB = dy^T s`, `dA = ds^T x` | one each | `2 (t n + t r) + 4 n r`, `2 (t k + t r) + 4 r k` |
+//!
+//! `s` and `ds` are rounded once to the 16-bit type: the only rounding that the separate operations would not make in
+//! f32. Lines that are no multiple of 8 elements (`r`, rarely `k` or `n`) are copied to aligned ones first.
+
+use super::product::{Product, Term, Variant, module, parts_module};
+use super::tile::Tile;
+use super::workspace::Workspace;
+use crate::DType;
+use crate::cuda::launch::{Address, Launch};
+use crate::cuda::module::Module;
+
+/// What is tested and listed: for bf16 all tiles in the orientations that layers use them in, samples of the rest.
+#[must_use]
+pub fn variants() -> Vec<Variant> {
+    const FORWARD: [bool; 2] = [false, false];
+    const INPUT_GRADIENT: [bool; 2] = [false, true];
+    const WEIGHT_GRADIENT: [bool; 2] = [true, true];
+    let (bf16, f16, f32) = (DType::BF16, DType::F16, DType::F32);
+    let [large, medium, small, tiny] = Tile::GENERAL.map(|(tile, _)| tile);
+    let [tall, short, .., short_64] = Tile::NARROW;
+    let mut all: Vec<Variant> = Tile::all()
+        .map(|tile| (bf16, bf16, FORWARD, tile))
+        .collect();
+    let input = [large, medium, tiny, tall, short, short_64];
+    all.extend(input.map(|tile| (bf16, bf16, INPUT_GRADIENT, tile)));
+    let weight = [
+        medium,
+        tiny,
+        tall,
+        short,
+        short_64,
+        Tile::WIDE[0],
+        Tile::WIDE[2],
+    ];
+    all.extend(weight.map(|tile| (bf16, f32, WEIGHT_GRADIENT, tile)));
+    all.extend([
+        (bf16, f32, FORWARD, tiny),
+        (bf16, f32, FORWARD, short),
+        (bf16, bf16, [true, false], small),
+        (f16, f16, FORWARD, large),
+        (f16, f16, FORWARD, tiny),
+        (f16, f16, FORWARD, short),
+        (f16, f16, INPUT_GRADIENT, tiny),
+        (f16, f16, INPUT_GRADIENT, short),
+        (f16, f32, WEIGHT_GRADIENT, short),
+        (f16, f32, WEIGHT_GRADIENT, Tile::WIDE[0]),
+    ]);
+    all
+}
+
+/// The modules of [`variants`].
+#[must_use]
+pub fn modules() -> Vec<Module> {
+    let all = variants().into_iter();
+    all.filter_map(|(dtype, out, transpose, tile)| module(dtype, out, transpose, tile))
+        .collect()
+}
+
+/// Modules of the copies and sums around products.
+#[must_use]
+pub fn parts_modules() -> Vec<Module> {
+    let pairs = [
+        (DType::BF16, DType::BF16),
+        (DType::BF16, DType::F32),
+        (DType::F16, DType::F16),
+        (DType::F32, DType::F32),
+    ];
+    pairs
+        .into_iter()
+        .filter_map(|(dtype, out)| parts_module(dtype, out))
+        .collect()
+}
+
+/// A linear layer with its adapter. Addresses are 16-byte aligned; everything is dense, in `dtype`.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct LoraLinear {
+    /// bf16 or f16, or f32 without tensor cores.
+    pub dtype: DType,
+    /// Tokens.
+    pub t: usize,
+    /// Features out.
+    pub n: usize,
+    /// Features in.
+    pub k: usize,
+    /// Rank; 0 is the plain linear layer.
+    pub r: usize,
+    /// `[t, k]`.
+    pub x: Address,
+    /// `[n, k]`.
+    pub weight: Address,
+    /// `[n]`, or [`Address::NULL`].
+    pub bias: Address,
+    /// `[r, k]`.
+    pub lora_a: Address,
+    /// `[n, r]`.
+    pub lora_b: Address,
+    /// Of the adapter's term.
+    pub scale: f32,
+}
+
+/// Where gradients go; [`Address::NULL`] for those that nobody needs.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Gradients {
+    /// `[t, k]` in the layer's dtype.
+    pub dx: Address,
+    /// `[r, k]` f32.
+    pub d_lora_a: Address,
+    /// `[n, r]` f32.
+    pub d_lora_b: Address,
+}
+
+impl LoraLinear {
+    /// Elements of a row of `s` and `ds`: the rank, padded with zeros to a multiple of 16.
+    #[must_use]
+    pub const fn padded_rank(&self) -> usize {
+        self.r.next_multiple_of(16)
+    }
+
+    /// `s[t, padded_rank] = scale * x A^T`. Adapters that share `x` may be stacked: with `lora_a` the rows of all and
+    /// `r` their sum, each takes its columns of `s` (from multiples of 8 on) in [`LoraLinear::output`].
+    #[must_use]
+    pub fn down(&self, s: Address) -> Product {
+        self.product([self.t, self.padded_rank(), self.r], s, self.padded_rank())
+            .times(self.scale)
+            .plus(self.x, self.k, self.lora_a, self.k, self.k)
+    }
+
+    /// `y[t, n] = [x | s] [W | B]^T + bias`, rows of `s` being `s_line` elements apart.
+    #[must_use]
+    pub fn output(&self, s: Address, s_line: usize, y: Address) -> Product {
+        let mut product = self
+            .product([self.t, self.n, self.n], y, self.n)
+            .plus(self.x, self.k, self.weight, self.k, self.k)
+            .plus(s, s_line, self.lora_b, self.r, self.r);
+        product.bias = self.bias;
+        product
+    }
+
+    /// `ds[t, padded_rank] = scale * dy B`.
+    #[must_use]
+    pub fn down_gradient(&self, dy: Address, ds: Address) -> Product {
+        self.product([self.t, self.padded_rank(), self.r], ds, self.padded_rank())
+            .times(self.scale)
+            .transposed(false, true)
+            .plus(dy, self.n, self.lora_b, self.r, self.n)
+    }
+
+    /// `dx[t, k] = [dy | ds] [W ; A]`.
+    #[must_use]
+    pub fn input_gradient(&self, dy: Address, ds: Address, dx: Address) -> Product {
+        self.product([self.t, self.k, self.k], dx, self.k)
+            .transposed(false, true)
+            .plus(dy, self.n, self.weight, self.k, self.n)
+            .plus(ds, self.padded_rank(), self.lora_a, self.k, self.r)
+    }
+
+    /// `d_weight[n, k] = dy^T x` in f32.
+    #[must_use]
+    pub fn weight_gradient(&self, dy: Address, d_weight: Address) -> Product {
+        self.product([self.n, self.k, self.k], d_weight, self.k)
+            .transposed(true, true)
+            .to(DType::F32)
+            .plus(dy, self.n, self.x, self.k, self.t)
+    }
+
+    /// `d_lora_b[n, r] = dy^T s` in f32.
+    #[must_use]
+    pub fn lora_b_gradient(&self, dy: Address, s: Address, d_lora_b: Address) -> Product {
+        self.product([self.n, self.r, self.r], d_lora_b, self.r)
+            .transposed(true, true)
+            .to(DType::F32)
+            .plus(dy, self.n, s, self.padded_rank(), self.t)
+    }
+
+    /// `d_lora_a[r, k] = ds^T x` in f32.
+    #[must_use]
+    pub fn lora_a_gradient(&self, ds: Address, d_lora_a: Address) -> Product {
+        self.product([self.r, self.k, self.k], d_lora_a, self.k)
+            .transposed(true, true)
+            .to(DType::F32)
+            .plus(ds, self.padded_rank(), self.x, self.k, self.t)
+    }
+
+    /// `y = x W^T + bias + scale * (x A^T) B^T`, `[t, n]`. `None` when the dtype has no kernel.
+    #[must_use]
+    pub fn forward(
+        &self,
+        y: Address,
+        multiprocessors: u32,
+        workspace: &mut Workspace,
+    ) -> Option<Vec<Launch>> {
+        let mark = workspace.mark();
+        let s = self.adapter_rows(workspace);
+        let down = (self.r > 0).then(|| self.down(s));
+        let output = self.output(s, self.padded_rank(), y);
+        let launches = run(down.into_iter().chain([output]), multiprocessors, workspace);
+        workspace.release(mark);
+        launches
+    }
+
+    /// The gradients for `dy` `[t, n]`; `s` is computed again. `None` when the dtype has no kernel.
+    #[must_use]
+    pub fn backward(
+        &self,
+        dy: Address,
+        gradients: Gradients,
+        multiprocessors: u32,
+        workspace: &mut Workspace,
+    ) -> Option<Vec<Launch>> {
+        let mark = workspace.mark();
+        let (s, ds) = (self.adapter_rows(workspace), self.adapter_rows(workspace));
+        let wanted = |address: Address| address != Address::NULL;
+        let Gradients {
+            dx,
+            d_lora_a,
+            d_lora_b,
+        } = gradients;
+        let mut products = Vec::new();
+        if self.r > 0 {
+            products.push(self.down_gradient(dy, ds));
+        }
+        if self.r > 0 && wanted(d_lora_b) {
+            products.push(self.down(s));
+            products.push(self.lora_b_gradient(dy, s, d_lora_b));
+        }
+        if self.r > 0 && wanted(d_lora_a) {
+            products.push(self.lora_a_gradient(ds, d_lora_a));
+        }
+        if wanted(dx) {
+            products.push(self.input_gradient(dy, ds, dx));
+        }
+        let launches = run(products, multiprocessors, workspace);
+        workspace.release(mark);
+        launches
+    }
+
+    /// Room for `s` or `ds`.
+    fn adapter_rows(&self, workspace: &mut Workspace) -> Address {
+        workspace.take((self.t * self.padded_rank() * self.dtype.size_bytes()) as u64)
+    }
+
+    /// A product without terms, bias and scale.
+    fn product(&self, [m, n, b_rows]: [usize; 3], y: Address, y_line: usize) -> Product {
+        Product {
+            dtype: self.dtype,
+            out: self.dtype,
+            transpose_a: false,
+            transpose_b: false,
+            m,
+            n,
+            b_rows,
+            terms: [None; 2],
+            bias: Address::NULL,
+            scale: 1.0,
+            y,
+            y_line,
+        }
+    }
+}
+
+/// The launches of one product after the other.
+fn run(
+    products: impl IntoIterator<Item = Product>,
+    multiprocessors: u32,
+    workspace: &mut Workspace,
+) -> Option<Vec<Launch>> {
+    let mut launches = Vec::new();
+    for product in products {
+        let choice = product.choose(multiprocessors);
+        launches.extend(product.launches(choice, multiprocessors, workspace)?);
+    }
+    Some(launches)
+}
+
+impl Product {
+    const fn times(mut self, scale: f32) -> Self {
+        self.scale = scale;
+        self
+    }
+
+    const fn to(mut self, out: DType) -> Self {
+        self.out = out;
+        self
+    }
+
+    const fn transposed(mut self, a: bool, b: bool) -> Self {
+        (self.transpose_a, self.transpose_b) = (a, b);
+        self
+    }
+
+    /// Adds a sum; one of no elements is left out.
+    fn plus(mut self, a: Address, a_line: usize, b: Address, b_line: usize, k: usize) -> Self {
+        if k > 0 {
+            let free = self.terms.iter_mut().find(|term| term.is_none());
+            if let Some(free) = free {
+                *free = Some(Term {
+                    a,
+                    a_line,
+                    b,
+                    b_line,
+                    k,
+                });
+            }
+        }
+        self
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cuda::launch::Arg;
+
+    fn layer(t: usize, n: usize, k: usize, r: usize) -> LoraLinear {
+        LoraLinear {
+            dtype: DType::BF16,
+            t,
+            n,
+            k,
+            r,
+            x: Address(1 << 20),
+            weight: Address(2 << 20),
+            bias: Address::NULL,
+            lora_a: Address(3 << 20),
+            lora_b: Address(4 << 20),
+            scale: 2.0,
+        }
+    }
+
+    #[test]
+    fn large_layers_get_the_large_tile_and_no_parts() {
+        let choice = layer(8192, 4096, 4096, 16)
+            .output(Address(256), 16, Address(512))
+            .choose(132);
+        assert_eq!((choice.tile.m, choice.tile.n, choice.parts), (128, 256, 1));
+        let choice = layer(8192, 4096, 4096, 16).down(Address(256)).choose(132);
+        assert_eq!((choice.tile.m, choice.tile.n, choice.parts), (64, 16, 1));
+    }
+
+    #[test]
+    fn the_number_of_parts_does_not_depend_on_the_gpu() {
+        for (t, n, k, r) in [
+            (1, 64, 8192, 4),
+            (200, 4096, 11008, 64),
+            (8192, 1152, 4304, 8),
+        ] {
+            let layer = layer(t, n, k, r);
+            for product in [
+                layer.down(Address(256)),
+                layer.output(Address(256), 64, Address(512)),
+                layer.lora_a_gradient(Address(256), Address(512)),
+                layer.weight_gradient(Address(256), Address(512)),
+            ] {
+                let (small, large) = (product.choose(16), product.choose(200));
+                assert_eq!(small.parts, large.parts);
+                assert_eq!(small.tile.warps[2], large.tile.warps[2]);
+                assert_eq!(small.tile.k, large.tile.k);
+            }
+        }
+    }
+
+    #[test]
+    fn a_layer_without_adapter_is_one_launch() {
+        let mut space = Workspace::new(Address::NULL);
+        let launches = layer(2048, 4096, 4096, 0)
+            .forward(Address(512), 132, &mut space)
+            .unwrap();
+        assert_eq!(launches.len(), 1);
+        assert_eq!(launches[0].args[5], Arg::Address(Address::NULL));
+        assert_eq!(space.bytes(), 0);
+    }
+}

@@ -1,0 +1,59 @@
+//! Matrix products of f32 operands: the same [`Product`](super::product::Product) without tensor cores, in full f32.
+
+use super::product::Variant;
+use super::tile::Tile;
+use crate::DType;
+use crate::cuda::module::{Family, Module};
+
+/// Square tiles, with the time they take for an element relative to the first: the smaller one loads twice as much
+/// from shared memory for each product.
+pub(super) const TILES: [(Tile, u64); 2] = [(square(128), 100), (square(64), 150)];
+
+/// 256 threads share a tile, in two buffers of 8 elements of k.
+const fn square(edge: u32) -> Tile {
+    Tile {
+        m: edge,
+        n: edge,
+        k: 8,
+        warps: [8, 1, 1],
+        stages: 2,
+        blocks: 2,
+    }
+}
+
+/// Elements that follow each line of a tile in shared memory, so that lines start at different banks.
+const PADDING: u32 = 4;
+
+/// The module for one of the tiles.
+#[must_use]
+pub fn module([transpose_a, transpose_b]: [bool; 2], tile: Tile) -> Module {
+    let defines = vec![
+        ("TRANSPOSE_A", u32::from(transpose_a)),
+        ("TRANSPOSE_B", u32::from(transpose_b)),
+        ("BLOCK", tile.m),
+    ];
+    Module::new(Family::MatmulPlain, defines, &["matmul_plain"])
+}
+
+/// Both tiles in every orientation.
+#[must_use]
+pub fn variants() -> Vec<Variant> {
+    let orientations = [[false, false], [false, true], [true, false], [true, true]];
+    let all = orientations
+        .into_iter()
+        .flat_map(|transpose| TILES.map(|(tile, _)| (DType::F32, DType::F32, transpose, tile)));
+    all.collect()
+}
+
+/// The modules of [`variants`].
+#[must_use]
+pub fn modules() -> Vec<Module> {
+    let all = variants().into_iter();
+    all.map(|(_, _, transpose, tile)| module(transpose, tile))
+        .collect()
+}
+
+/// Shared memory of a block.
+pub(super) const fn shared_bytes(tile: Tile) -> u32 {
+    tile.stages * tile.k * (tile.m + tile.n + 2 * PADDING) * 4
+}

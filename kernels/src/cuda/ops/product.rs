@@ -1,0 +1,356 @@
+//! Matrix products, of 16-bit operands on tensor cores and of f32 operands without them: operands, the choice of a tile, and the launches of one product.
+
+use super::matmul_plain;
+use super::tile::Tile;
+use super::workspace::Workspace;
+use crate::DType;
+use crate::cuda::launch::{Address, Arg, Launch};
+use crate::cuda::module::{Family, Module, element_type};
+
+/// Operands of one sum over `k`.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Term {
+    /// `[m, k]`, or `[k, m]` when `transpose_a`; 16-byte aligned (f32: 4).
+    pub a: Address,
+    /// Elements from line to line of `a`.
+    pub a_line: usize,
+    /// `[n, k]`, or `[k, n]` when `transpose_b`; 16-byte aligned (f32: 4).
+    pub b: Address,
+    /// Elements from line to line of `b`.
+    pub b_line: usize,
+    /// Length of the sum. Where k runs along a line whose length is a multiple of 8 and `k` is none, the elements
+    /// from `k` to the next multiple of 8 are zero.
+    pub k: usize,
+}
+
+/// `y[m, n] = scale * (sum of a b^T over all terms) + bias[n]`, sums in f32.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct Product {
+    /// Of the operands and the bias: bf16, f16 or f32.
+    pub dtype: DType,
+    /// Of `y`: `dtype`, or f32.
+    pub out: DType,
+    /// The lines of `a` run along m, not k.
+    pub transpose_a: bool,
+    /// The lines of `b` run along n, not k: the weight `[n, k]` of a linear layer is *not* transposed.
+    pub transpose_b: bool,
+    /// Rows of `y`.
+    pub m: usize,
+    /// Columns of `y`.
+    pub n: usize,
+    /// Columns that `b` has; the others are zero.
+    pub b_rows: usize,
+    /// One or two sums.
+    pub terms: [Option<Term>; 2],
+    /// `[n]`, or [`Address::NULL`].
+    pub bias: Address,
+    /// Of the sums.
+    pub scale: f32,
+    /// `[m, n]`.
+    pub y: Address,
+    /// Elements from row to row of `y`.
+    pub y_line: usize,
+}
+
+/// How a product is executed.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Choice {
+    /// Of the grid.
+    pub tile: Tile,
+    /// Blocks that share a tile of `y`, each with a part of the sum.
+    pub parts: u32,
+}
+
+/// A choice of defines: dtype of operands and result, whether a and b are transposed, tile.
+pub type Variant = (DType, DType, [bool; 2], Tile);
+
+/// The module of a product of 16-bit operands.
+#[must_use]
+pub fn module(
+    dtype: DType,
+    out: DType,
+    [transpose_a, transpose_b]: [bool; 2],
+    tile: Tile,
+) -> Option<Module> {
+    let defines = vec![
+        ("TYPE", element_type(dtype).filter(|_| dtype != DType::F32)?),
+        (
+            "OUT",
+            element_type(out).filter(|_| out == dtype || out == DType::F32)?,
+        ),
+        ("TRANSPOSE_A", u32::from(transpose_a)),
+        ("TRANSPOSE_B", u32::from(transpose_b)),
+        ("BLOCK_M", tile.m),
+        ("BLOCK_N", tile.n),
+        ("BLOCK_K", tile.k),
+        ("WARPS_M", tile.warps[0]),
+        ("WARPS_N", tile.warps[1]),
+        ("WARPS_K", tile.warps[2]),
+        ("STAGES", tile.stages),
+        ("BLOCKS", tile.blocks),
+    ];
+    Some(Module::new(Family::LoraLinear, defines, &["linear"]))
+}
+
+impl Product {
+    /// Elements of all sums.
+    fn depth(&self) -> usize {
+        self.terms.iter().flatten().map(|term| term.k).sum()
+    }
+
+    /// The tile, which depends on the GPU, and the number of parts, which does not. All tiles that a shape may get
+    /// add in the same order, so neither do results depend on the GPU.
+    #[must_use]
+    pub fn choose(&self, multiprocessors: u32) -> Choice {
+        let sms = multiprocessors.max(1) as usize;
+        if self.dtype == DType::F32 {
+            let parts = self.parts(self.m.div_ceil(64) * self.n.div_ceil(64), 1024);
+            return Choice {
+                tile: self.quickest(matmul_plain::TILES, sms, parts),
+                parts,
+            };
+        }
+        let fitting = |n: usize| Tile::NARROW.iter().filter(move |tile| tile.n as usize >= n);
+        if self.n <= 64 {
+            // Tall tiles read `b` less often; short ones give every multiprocessor work.
+            let tall = self.m.div_ceil(64) * 4 >= sms * 3;
+            let tile = fitting(self.n).nth(usize::from(!tall));
+            return Choice {
+                tile: *tile.unwrap_or(&Tile::NARROW[5]),
+                parts: self.parts(self.m.div_ceil(32), 512),
+            };
+        }
+        if self.m <= 64 && self.transpose_a && self.transpose_b {
+            let tile = Tile::WIDE
+                .into_iter()
+                .find(|tile| tile.m as usize >= self.m);
+            return Choice {
+                tile: tile.unwrap_or(Tile::WIDE[2]),
+                parts: self.parts(self.n.div_ceil(64), 512),
+            };
+        }
+        let parts = self.parts(self.m.div_ceil(64) * self.n.div_ceil(64), 1024);
+        Choice {
+            tile: self.quickest(Tile::GENERAL, sms, parts),
+            parts,
+        }
+    }
+
+    /// The tile whose blocks, dealt to the multiprocessors, take the least time.
+    fn quickest<const N: usize>(&self, tiles: [(Tile, u64); N], sms: usize, parts: u32) -> Tile {
+        let time = |(tile, weight): &(Tile, u64)| {
+            let [m, n] = tile.grid(self.m, self.n);
+            let rounds = (m * n * parts as usize).div_ceil(sms) as u64;
+            rounds * u64::from(tile.m * tile.n) * weight
+        };
+        let best = tiles.into_iter().min_by_key(time);
+        best.unwrap_or(tiles[0]).0
+    }
+
+    /// Parts of at least `shortest` elements that give some 128 blocks work.
+    fn parts(&self, blocks: usize, shortest: usize) -> u32 {
+        let wanted = 128usize.div_ceil(blocks.max(1));
+        wanted.min(self.depth() / shortest).clamp(1, 16) as u32
+    }
+
+    /// The launches, in order. `None` when dtypes have no kernel or an extent exceeds 2^31.
+    #[must_use]
+    pub fn launches(
+        &self,
+        choice: Choice,
+        multiprocessors: u32,
+        workspace: &mut Workspace,
+    ) -> Option<Vec<Launch>> {
+        let mut launches = Vec::new();
+        if self.m == 0 || self.n == 0 {
+            return Some(launches);
+        }
+        let mark = workspace.mark();
+        let mut aligned = *self;
+        let narrow = self.dtype != DType::F32;
+        for term in aligned.terms.iter_mut().flatten().filter(|_| narrow) {
+            let a_lines = if self.transpose_a { term.k } else { self.m };
+            let b_lines = if self.transpose_b {
+                term.k
+            } else {
+                self.b_rows
+            };
+            align(
+                &mut launches,
+                &mut term.a,
+                &mut term.a_line,
+                a_lines,
+                workspace,
+            )?;
+            align(
+                &mut launches,
+                &mut term.b,
+                &mut term.b_line,
+                b_lines,
+                workspace,
+            )?;
+        }
+        if choice.parts > 1 {
+            let bytes = choice.parts as usize * self.m * self.n * 4;
+            let partial = workspace.take(bytes as u64);
+            let sums = Self {
+                out: DType::F32,
+                bias: Address::NULL,
+                scale: 1.0,
+                y: partial,
+                y_line: self.n,
+                ..aligned
+            };
+            let parts = sums.push(choice, multiprocessors, &mut launches)?;
+            launches.push(self.sum(partial, parts)?);
+        } else {
+            aligned.push(choice, multiprocessors, &mut launches)?;
+        }
+        workspace.release(mark);
+        Some(launches)
+    }
+
+    /// Bytes of workspace that the launches need.
+    #[must_use]
+    pub fn workspace_bytes(&self, choice: Choice) -> u64 {
+        let mut space = Workspace::new(Address::NULL);
+        self.launches(choice, 1, &mut space)
+            .map_or(0, |_| space.bytes())
+    }
+
+    /// Adds the main launch; returns the parts that are not empty.
+    fn push(&self, choice: Choice, sms: u32, launches: &mut Vec<Launch>) -> Option<u32> {
+        let tile = choice.tile;
+        let steps: usize = self
+            .terms
+            .iter()
+            .flatten()
+            .map(|t| t.k.div_ceil(tile.k as usize))
+            .sum();
+        let steps_per_part = steps.div_ceil(choice.parts as usize).max(1);
+        let parts = u32::try_from(steps.div_ceil(steps_per_part).max(1)).ok()?;
+        let [rows, columns] = tile.grid(self.m, self.n);
+        let mut args = Vec::with_capacity(19);
+        for term in self.terms {
+            let term = term.unwrap_or(Term {
+                a: Address::NULL,
+                a_line: 0,
+                b: Address::NULL,
+                b_line: 0,
+                k: 0,
+            });
+            args.extend([
+                Arg::Address(term.a),
+                Arg::U64(term.a_line as u64),
+                Arg::Address(term.b),
+                Arg::U64(term.b_line as u64),
+                int(term.k)?,
+            ]);
+        }
+        args.extend([
+            int(self.m)?,
+            int(self.n)?,
+            int(self.b_rows)?,
+            Arg::Address(self.bias),
+            Arg::Address(self.y),
+            Arg::U64(self.y_line as u64),
+            Arg::F32(self.scale),
+            int(tile.group(sms).min(rows))?,
+            int(steps_per_part)?,
+        ]);
+        let transpose = [self.transpose_a, self.transpose_b];
+        let plain = self.dtype == DType::F32 && self.out == DType::F32;
+        let (module, shared_bytes) = if plain {
+            (
+                matmul_plain::module(transpose, tile),
+                matmul_plain::shared_bytes(tile),
+            )
+        } else {
+            (
+                module(self.dtype, self.out, transpose, tile)?,
+                tile.shared_bytes(),
+            )
+        };
+        launches.push(Launch {
+            kernel: module.kernels()[0],
+            module,
+            grid: [u32::try_from(rows * columns).ok()?, 1, parts],
+            threads: tile.threads(),
+            shared_bytes,
+            args,
+        });
+        Some(parts)
+    }
+
+    fn sum(&self, partial: Address, parts: u32) -> Option<Launch> {
+        Some(Launch {
+            module: parts_module(self.dtype, self.out)?,
+            kernel: "sum_parts",
+            grid: [blocks(self.m * self.n), 1, 1],
+            threads: PARTS_THREADS,
+            shared_bytes: 0,
+            args: vec![
+                Arg::Address(partial),
+                int(parts as usize)?,
+                Arg::U64(self.m as u64),
+                Arg::U64(self.n as u64),
+                Arg::Address(self.bias),
+                Arg::F32(self.scale),
+                Arg::Address(self.y),
+                Arg::U64(self.y_line as u64),
+            ],
+        })
+    }
+}
+
+const PARTS_THREADS: u32 = 256;
+
+/// The module that aligns lines and adds parts.
+#[must_use]
+pub fn parts_module(dtype: DType, out: DType) -> Option<Module> {
+    let defines = [("TYPE", element_type(dtype)?), ("OUT", element_type(out)?)];
+    Some(Module::new(
+        Family::LinearParts,
+        defines,
+        &["pad_lines", "sum_parts"],
+    ))
+}
+
+/// Copies an operand whose lines do not start at multiples of 16 bytes to lines that do.
+fn align(
+    launches: &mut Vec<Launch>,
+    address: &mut Address,
+    line: &mut usize,
+    lines: usize,
+    workspace: &mut Workspace,
+) -> Option<()> {
+    let padded = line.next_multiple_of(8);
+    if padded != *line {
+        let copy = workspace.take((lines * padded * 2) as u64);
+        launches.push(Launch {
+            module: parts_module(DType::BF16, DType::BF16)?,
+            kernel: "pad_lines",
+            grid: [blocks(lines * padded / 8), 1, 1],
+            threads: PARTS_THREADS,
+            shared_bytes: 0,
+            args: vec![
+                Arg::Address(*address),
+                Arg::Address(copy),
+                Arg::U64(lines as u64),
+                int(*line)?,
+                int(padded)?,
+            ],
+        });
+        (*address, *line) = (copy, padded);
+    }
+    Some(())
+}
+
+fn int(x: usize) -> Option<Arg> {
+    i32::try_from(x).ok().map(Arg::I32)
+}
+
+/// Blocks for `n` items, one a thread and round; enough for several waves of any GPU.
+fn blocks(n: usize) -> u32 {
+    n.div_ceil(PARTS_THREADS as usize).clamp(1, 132 * 16) as u32
+}

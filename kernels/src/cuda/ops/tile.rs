@@ -1,0 +1,137 @@
+//! How a matrix product is cut into blocks.
+
+/// How a product is cut: the tile of a block, how its warps share it, and the pipeline.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct Tile {
+    /// Rows of `y`.
+    pub m: u32,
+    /// Columns of `y`.
+    pub n: u32,
+    /// Elements of the sum per step.
+    pub k: u32,
+    /// Warps along m, n, k.
+    pub warps: [u32; 3],
+    /// Stages of the pipeline.
+    pub stages: u32,
+    /// Blocks that share a multiprocessor with 100 KB of shared memory, or that registers allow.
+    pub blocks: u32,
+}
+
+const fn tile(m: u32, n: u32, k: u32, warps: [u32; 3], stages: u32, blocks: u32) -> Tile {
+    Tile {
+        m,
+        n,
+        k,
+        warps,
+        stages,
+        blocks,
+    }
+}
+
+impl Tile {
+    /// General tiles, large to small, with the time they take for an element relative to the first: what the
+    /// traffic of fragments and operands, and the fewer independent mma of a warp, are estimated to cost.
+    pub(super) const GENERAL: [(Self, u64); 4] = [
+        (tile(128, 256, 32, [2, 4, 1], 4, 1), 100),
+        (tile(128, 128, 32, [2, 2, 1], 3, 2), 106),
+        (tile(64, 128, 32, [2, 2, 1], 4, 3), 125),
+        (tile(64, 64, 32, [2, 2, 1], 4, 4), 160),
+    ];
+    /// Few columns: four warps share the sum, the operand with many rows is read once.
+    pub(super) const NARROW: [Self; 6] = [
+        tile(64, 16, 128, [1, 1, 4], 4, 2),
+        tile(32, 16, 128, [1, 1, 4], 4, 4),
+        tile(64, 32, 128, [1, 1, 4], 4, 2),
+        tile(32, 32, 128, [1, 1, 4], 4, 3),
+        tile(64, 64, 128, [1, 1, 4], 3, 2),
+        tile(32, 64, 128, [1, 1, 4], 3, 2),
+    ];
+    /// Few rows and a long sum.
+    pub(super) const WIDE: [Self; 3] = [
+        tile(16, 64, 128, [1, 1, 4], 4, 3),
+        tile(32, 64, 128, [1, 1, 4], 3, 2),
+        tile(64, 64, 128, [1, 1, 4], 3, 2),
+    ];
+
+    /// Every tile.
+    pub fn all() -> impl Iterator<Item = Self> {
+        let general = Self::GENERAL.into_iter().map(|(tile, _)| tile);
+        general.chain(Self::NARROW).chain([Self::WIDE[0]])
+    }
+
+    /// Threads of a block.
+    #[must_use]
+    pub const fn threads(self) -> u32 {
+        32 * self.warps[0] * self.warps[1] * self.warps[2]
+    }
+
+    /// Shared memory of a block.
+    #[must_use]
+    pub const fn shared_bytes(self) -> u32 {
+        self.stages * self.k * (self.m + self.n) * 2
+    }
+
+    /// Tiles along m and n.
+    pub(super) const fn grid(self, m: usize, n: usize) -> [usize; 2] {
+        [m.div_ceil(self.m as usize), n.div_ceil(self.n as usize)]
+    }
+
+    /// Rows of tiles that are walked together: blocks that run at the same time then form a square of `y`.
+    pub(super) fn group(self, multiprocessors: u32) -> usize {
+        let running = u64::from(multiprocessors * self.blocks);
+        let square = running * u64::from(self.n) / u64::from(self.m);
+        square.isqrt().max(1) as usize
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Where a 16-byte chunk lies, as `chunk_offset` of lora_linear.cu.
+    fn chunk_offset(chunks: usize, line: usize, chunk: usize) -> usize {
+        let lines_per_128 = if chunks < 8 { 8 / chunks } else { 1 };
+        let mask = chunks.min(8) - 1;
+        (line * chunks + (chunk ^ ((line / lines_per_128) & mask))) * 16
+    }
+
+    /// Eight 16-byte accesses are one pass over the 32 banks exactly when they fall into different eighths.
+    fn free_of_conflicts(offsets: impl Iterator<Item = usize>) -> bool {
+        let mut eighths: Vec<usize> = offsets.map(|at| at / 16 % 8).collect();
+        eighths.sort_unstable();
+        eighths == [0, 1, 2, 3, 4, 5, 6, 7]
+    }
+
+    #[test]
+    fn tiles_are_copied_and_read_without_bank_conflicts() {
+        for tile in Tile::all() {
+            for chunks in [tile.k / 8, tile.m / 8, tile.n / 8] {
+                let chunks = chunks as usize;
+                for line in (0..64).step_by(8) {
+                    for chunk in 0..chunks {
+                        let rows = (line..line + 8).map(|l| chunk_offset(chunks, l, chunk));
+                        assert!(free_of_conflicts(rows), "ldmatrix, {chunks} chunks");
+                    }
+                }
+                for first in (0..64 * chunks).step_by(8) {
+                    let row = first..first + 8;
+                    let row = row.map(|i| chunk_offset(chunks, i / chunks, i % chunks));
+                    assert!(free_of_conflicts(row), "copy, {chunks} chunks");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn tiles_fit_into_the_smallest_shared_memory() {
+        for tile in Tile::all() {
+            let resident = tile.blocks * (tile.shared_bytes() + 1024);
+            assert!(tile.shared_bytes() <= 101_376, "{tile:?}");
+            // Two blocks of the common tile share a multiprocessor with 100 KB.
+            assert!(
+                tile.m * tile.n != 128 * 128 || resident <= 102_400,
+                "{tile:?}"
+            );
+        }
+    }
+}

@@ -1,0 +1,304 @@
+// Matrix products of 16-bit operands with f32 sums on the tensor cores of sm_80 and newer: linear layers with or
+// without a low-rank adapter, and the products of their gradients.
+//
+//   y[m, n] = scale * (sum over k1 of a1[m, k] b1[k, n] + sum over k2 of a2[m, k] b2[k, n]) + bias[n]
+//
+// The K loop simply goes on from the first pair of operands to the second. This is how an adapter costs next to
+// nothing: with s = round(scale * x A^T) (one rounding to the 16-bit type; the same kernel with a narrow tile),
+//   forward         y  = [x | s] [W | B]^T + bias       a: x, s     b: W [n, k], B [n, r]
+//   input gradient  dx = [dy | ds] [W ; A]              a: dy, ds   b: W [n, k], A [r, k], not transposed
+//   gradients       dB = dy^T s, dA = ds^T x            both operands transposed, f32 out, K is the tokens
+//
+// Legend
+//   a    [m, k] with k contiguous, or [k, m] with m contiguous (TRANSPOSE_A 1); lda elements from line to line
+//   b    [n, k] with k contiguous, or [k, n] with n contiguous (TRANSPOSE_B 1); rows from b_rows on count as zeros
+//   bias [n] in TYPE, or null
+//   y    [m, n] in OUT, ldy elements from row to row
+//   Addresses are 16-byte aligned, lda and ldb multiples of 8, and what lies between the end of k (when contiguous)
+//   and the next multiple of 8 is zero in both operands. m, n, k1, k2 are otherwise free; y may have any ldy.
+// Defines: TYPE and OUT (TYPE_*), TRANSPOSE_A, TRANSPOSE_B, BLOCK_M, BLOCK_N, BLOCK_K (tile of a block),
+//   WARPS_M, WARPS_N, WARPS_K (how the warps share it), STAGES (of the pipeline), BLOCKS (per multiprocessor).
+//
+// Algorithm: a ring of STAGES tiles in shared memory is filled by asynchronous 16-byte copies (out of range: zeros);
+// warps read fragments by ldmatrix one k16 slice ahead of the mma that use them. Chunks of 16 bytes are stored at
+// chunk ^ line (mod 8 per 128 bytes), so that copies and ldmatrix, transposed or not, touch each bank once.
+// Every sum runs over k in ascending slices of 16 whatever the tile (with WARPS_K > 1: over slices w, w + WARPS_K, ..
+// of warp w, then over w), so all tiles with equal WARPS_K give the same bits. gridDim.z > 1 cuts the K loop: block z
+// writes its f32 sums to y + z * m * ldy and linear_parts adds them in order.
+//
+// A row of 16 bytes of y is written once, by whole sectors, through shared memory (f32: 32-byte sectors directly).
+// Bytes per block and step of BLOCK_K: 2 * BLOCK_K * (BLOCK_M + BLOCK_N); flops 2 * BLOCK_M * BLOCK_N * BLOCK_K:
+// 85 flops a byte of L2 traffic for 128x256, 64 for 128x128. Blocks are numbered in groups of `group` tile rows, so
+// that the blocks of one wave read a nearly square piece of both operands.
+
+typedef Element<TYPE> E;
+constexpr int WARPS = WARPS_M * WARPS_N * WARPS_K;
+constexpr int THREADS = 32 * WARPS;
+constexpr int WARP_M = BLOCK_M / WARPS_M, WARP_N = BLOCK_N / WARPS_N;
+// mma tiles of a warp, pairs of n8 columns, and k16 slices of a warp in a step.
+constexpr int TILES_M = WARP_M / 16, TILES_N = WARP_N / 16, SLICES = BLOCK_K / 16 / WARPS_K;
+
+// 16-byte chunks of a line of CHUNKS chunks: where chunk `chunk` of line `line` lies, in bytes.
+template <int CHUNKS>
+DEVICE u32 chunk_offset(int line, int chunk) {
+  constexpr int LINES_PER_128_BYTES = CHUNKS < 8 ? 8 / CHUNKS : 1;
+  constexpr int MASK = CHUNKS < 8 ? CHUNKS - 1 : 7;
+  return (u32)((line * CHUNKS + (chunk ^ ((line / LINES_PER_128_BYTES) & MASK))) * 16);
+}
+
+// One operand's tile: ROWS (of m or n) by BLOCK_K. A line is contiguous in global memory: BLOCK_K elements of a row,
+// or ROWS elements of one k when transposed. SIDE 0 feeds the rows of the mma, 1 its columns.
+template <int ROWS, int WARP_ROWS, int TRANSPOSED, int SIDE>
+struct Tile {
+  static constexpr int CHUNKS = (TRANSPOSED ? ROWS : BLOCK_K) / 8;
+  static constexpr int BYTES = ROWS * BLOCK_K * 2;
+  static constexpr int LINES_PER_COPY = THREADS / CHUNKS;
+  static constexpr int COPIES = (TRANSPOSED ? BLOCK_K : ROWS) / LINES_PER_COPY;
+  static constexpr int FRAGMENTS = WARP_ROWS / 16;
+  // Fragments differ by an XOR of the chunk along the line and by a constant across lines.
+  static constexpr int ADDRESSES = TRANSPOSED ? FRAGMENTS : SLICES;
+  static_assert(LINES_PER_COPY % 8 == 0 && COPIES > 0, "the swizzle repeats from copy to copy");
+
+  const u16* source;  // this thread's chunk of the next tile
+  u64 ld;
+  int lines, chunks;  // lines and elements of the line left from this thread's place on; <= 0 is out of range
+  u32 target;         // where this thread's chunks go, relative to the tile
+  u32 fragment[ADDRESSES];
+
+  // `warp`: the first row of the warp in the tile; `slice`: its first k16 slice of a step.
+  DEVICE void place(int thread, int warp, int slice) {
+    target = chunk_offset<CHUNKS>(thread / CHUNKS, thread % CHUNKS);
+    int lane = thread & 31;
+    bool lines_first = (TRANSPOSED != 0) == (SIDE != 0);
+    int line = lines_first ? lane & 15 : (lane & 7) + ((lane >> 4) << 3);
+    int chunk = lines_first ? lane >> 4 : (lane >> 3) & 1;
+    line += TRANSPOSED ? slice * 16 : warp;
+    chunk += TRANSPOSED ? warp / 8 : slice * 2;
+    u32 first = chunk_offset<CHUNKS>(line, chunk);
+    UNROLL for (int i = 0; i < ADDRESSES; i++) fragment[i] = first ^ (u32)(i * (TRANSPOSED ? 1 : WARPS_K) * 32);
+  }
+
+  // Starts at element `k` of an operand with `rows` rows and `depth` elements of k; the tile begins at row `row`.
+  DEVICE void seek(int thread, const u16* base, u64 line_elements, int rows, int depth, int row, int k) {
+    int line = thread / CHUNKS + (TRANSPOSED ? k : row), at = thread % CHUNKS * 8 + (TRANSPOSED ? row : k);
+    ld = line_elements;
+    source = base + ((u64)line * ld + at);
+    lines = (TRANSPOSED ? depth : rows) - line;
+    chunks = (TRANSPOSED ? rows : depth) - at;
+  }
+
+  // Copies the tile and moves on by BLOCK_K.
+  DEVICE void copy(u32 tile) {
+    UNROLL for (int i = 0; i < COPIES; i++)
+      copy_async_16(tile + target + i * (LINES_PER_COPY * CHUNKS * 16), source + i * LINES_PER_COPY * ld,
+                    lines > i * LINES_PER_COPY && chunks > 0);
+    if (TRANSPOSED) {
+      source += BLOCK_K * ld;
+      lines -= BLOCK_K;
+    } else {
+      source += BLOCK_K;
+      chunks -= BLOCK_K;
+    }
+  }
+
+  // Four 8x8 matrices: 16 rows by 16 of k. For SIDE 1: b0, b1 of the first n8 columns, then of the second.
+  DEVICE void load(u32 (&r)[4], u32 tile, int i, int slice) const {
+    constexpr int SLICE_BYTES = WARPS_K * 16 * CHUNKS * 16, FRAGMENT_BYTES = 16 * CHUNKS * 16;
+    if constexpr (TRANSPOSED != 0)
+      load_matrix_x4_transposed(r, tile + fragment[i] + slice * SLICE_BYTES);
+    else
+      load_matrix_x4(r, tile + fragment[slice] + i * FRAGMENT_BYTES);
+  }
+};
+
+typedef Tile<BLOCK_M, WARP_M, TRANSPOSE_A, 0> TileA;
+typedef Tile<BLOCK_N, WARP_N, TRANSPOSE_B, 1> TileB;
+constexpr int STAGE_BYTES = TileA::BYTES + TileB::BYTES;
+// After the loop the same memory holds the sums of the other WARPS_K - 1 warps and the rows of y on their way out.
+constexpr int PARTIAL_BYTES = (WARPS_K - 1) * BLOCK_M * BLOCK_N * 4;
+static_assert(PARTIAL_BYTES + BLOCK_M * BLOCK_N * 2 <= STAGES * STAGE_BYTES, "the epilogue fits into the ring");
+
+typedef float Sums[TILES_M][2 * TILES_N][4];
+
+// One k16 slice of both operands in registers.
+struct Fragments {
+  u32 a[TILES_M][4], b[TILES_N][4];
+  DEVICE void load(const TileA& tile_a, const TileB& tile_b, u32 stage, int slice) {
+    UNROLL for (int i = 0; i < TILES_M; i++) tile_a.load(a[i], stage, i, slice);
+    UNROLL for (int j = 0; j < TILES_N; j++) tile_b.load(b[j], stage + TileA::BYTES, j, slice);
+  }
+  // Serpentine: neighbouring mma share one operand.
+  DEVICE void multiply(Sums& sums) const {
+    UNROLL for (int j = 0; j < 2 * TILES_N; j++) UNROLL for (int step = 0; step < TILES_M; step++) {
+      int i = j & 1 ? TILES_M - 1 - step : step;
+      E::mma(sums[i][j], a[i], b[j >> 1][2 * (j & 1)], b[j >> 1][2 * (j & 1) + 1]);
+    }
+  }
+};
+
+// Adds the sums of the warps that share a piece of the tile, in the order of their numbers; true for the warp that
+// holds the result.
+DEVICE bool reduce_warps(Sums& sums, u8* memory, int piece, int share, int lane) {
+  constexpr int VALUES = WARP_M * WARP_N / 32;
+  float* partial = (float*)memory;
+  UNROLL for (int e = 0; e < VALUES; e++) {
+    if (share > 0)
+      partial[((share - 1) * WARPS_M * WARPS_N + piece) * (VALUES * 32) + e * 32 + lane] =
+          sums[e / (8 * TILES_N)][e / 4 % (2 * TILES_N)][e % 4];
+  }
+  block_barrier();
+  if (share > 0) return false;
+  UNROLL for (int other = 0; other < WARPS_K - 1; other++) UNROLL for (int e = 0; e < VALUES; e++) {
+    float& sum = sums[e / (8 * TILES_N)][e / 4 % (2 * TILES_N)][e % 4];
+    sum = add_rn(sum, partial[(other * WARPS_M * WARPS_N + piece) * (VALUES * 32) + e * 32 + lane]);
+  }
+  return true;
+}
+
+// The two elements of the bias from column `column` on.
+DEVICE void load_bias(const u16* bias, int column, int n, float (&v)[2]) {
+  v[0] = bias && column < n ? E::widen(bias[column]) : 0.0f;
+  v[1] = bias && column + 1 < n ? E::widen(bias[column + 1]) : 0.0f;
+}
+
+// The warp's piece of y, whose first element is (row, column).
+template <int T>
+struct Output {
+  static DEVICE void store(const Sums& sums, u8* memory, u16* y, u64 ldy, int row, int column, int m, int n,
+                           float scale, const u16* bias, int lane) {
+    constexpr int CHUNKS = WARP_N / 8, ROWS = 32 / CHUNKS;
+    UNROLL for (int j = 0; j < 2 * TILES_N; j++) {
+      float v[2];
+      load_bias(bias, column + j * 8 + (lane & 3) * 2, n, v);
+      UNROLL for (int i = 0; i < TILES_M; i++) UNROLL for (int half = 0; half < 2; half++) {
+        u32 at = chunk_offset<CHUNKS>(i * 16 + half * 8 + (lane >> 2), j) + (lane & 3) * 4;
+        *(u32*)(memory + at) = E::narrow_pair(fma_rn(sums[i][j][2 * half], scale, v[0]),
+                                              fma_rn(sums[i][j][2 * half + 1], scale, v[1]));
+      }
+    }
+    warp_barrier();
+    int chunk = lane % CHUNKS, first = column + chunk * 8;
+    bool whole = first + 8 <= n && ldy % 8 == 0;
+    u16* out = y + ((u64)(row + lane / CHUNKS) * ldy + first);
+    UNROLL for (int i = 0; i < WARP_M / ROWS; i++) {
+      int line = i * ROWS + lane / CHUNKS;
+      uint4 w = *(const uint4*)(memory + chunk_offset<CHUNKS>(line, chunk));
+      if (row + line < m) {
+        if (whole) {
+          *(uint4*)(out + (u64)(i * ROWS) * ldy) = w;
+        } else {
+          u32 words[4] = {w.x, w.y, w.z, w.w};
+          UNROLL for (int e = 0; e < 8; e++)
+            if (first + e < n) out[(u64)(i * ROWS) * ldy + e] = (u16)(words[e / 2] >> (e % 2 * 16));
+        }
+      }
+    }
+  }
+};
+template <>
+struct Output<TYPE_F32> {
+  static DEVICE void store(const Sums& sums, u8*, float* y, u64 ldy, int row, int column, int m, int n, float scale,
+                           const u16* bias, int lane) {
+    bool pairs = ldy % 2 == 0;
+    UNROLL for (int j = 0; j < 2 * TILES_N; j++) {
+      int at = column + j * 8 + (lane & 3) * 2;
+      float v[2];
+      load_bias(bias, at, n, v);
+      UNROLL for (int i = 0; i < TILES_M; i++) UNROLL for (int half = 0; half < 2; half++) {
+        int line = row + i * 16 + half * 8 + (lane >> 2);
+        float low = fma_rn(sums[i][j][2 * half], scale, v[0]), high = fma_rn(sums[i][j][2 * half + 1], scale, v[1]);
+        float* out = y + ((u64)line * ldy + at);
+        if (line < m && at + 1 < n && pairs) {
+          *(float2*)out = make_float2(low, high);
+        } else if (line < m) {
+          if (at < n) out[0] = low;
+          if (at + 1 < n) out[1] = high;
+        }
+      }
+    }
+  }
+};
+
+KERNEL(THREADS, BLOCKS)
+linear(const u16* a1, u64 lda1, const u16* b1, u64 ldb1, int k1, const u16* a2, u64 lda2, const u16* b2, u64 ldb2,
+       int k2, int m, int n, int b_rows, const u16* bias, Element<OUT>::Stored* y, u64 ldy, float scale, int group,
+       int steps_per_part) {
+  SHARED_MEMORY(memory);
+  u32 ring = shared_address(memory);
+  int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
+  int piece = warp % (WARPS_M * WARPS_N), share = warp / (WARPS_M * WARPS_N);
+  int warp_m = piece % WARPS_M * WARP_M, warp_n = piece / WARPS_M * WARP_N;
+
+  // Tile rows come in groups, a group is walked column by column.
+  int tiles_m = divide_up(m, BLOCK_M), tiles_n = divide_up(n, BLOCK_N);
+  int first_row = (int)blockIdx.x / (group * tiles_n) * group;
+  int in_group = (int)blockIdx.x % (group * tiles_n), height = tiles_m - first_row < group ? tiles_m - first_row : group;
+  int row = (first_row + in_group % height) * BLOCK_M, column = in_group / height * BLOCK_N;
+
+  // Steps of BLOCK_K over the first pair of operands, then over the second.
+  int steps1 = divide_up(k1, BLOCK_K), steps = steps1 + divide_up(k2, BLOCK_K);
+  int step = (int)blockIdx.z * steps_per_part, end = steps - step < steps_per_part ? steps : step + steps_per_part;
+
+  TileA tile_a;
+  TileB tile_b;
+  tile_a.place(thread, warp_m, share);
+  tile_b.place(thread, warp_n, share);
+  if (step < steps1) {
+    tile_a.seek(thread, a1, lda1, m, k1, row, step * BLOCK_K);
+    tile_b.seek(thread, b1, ldb1, b_rows, k1, column, step * BLOCK_K);
+  } else {
+    tile_a.seek(thread, a2, lda2, m, k2, row, (step - steps1) * BLOCK_K);
+    tile_b.seek(thread, b2, ldb2, b_rows, k2, column, (step - steps1) * BLOCK_K);
+  }
+  int fetched = step;
+  // Copies the tile of step `fetched` to `stage`; nothing but the pipeline's count after the last.
+  auto fetch = [&](u32 stage) {
+    if (fetched < end) {
+      if (fetched == steps1) {
+        tile_a.seek(thread, a2, lda2, m, k2, row, 0);
+        tile_b.seek(thread, b2, ldb2, b_rows, k2, column, 0);
+      }
+      tile_a.copy(stage);
+      tile_b.copy(stage + TileA::BYTES);
+    }
+    copy_async_commit();
+    fetched++;
+  };
+
+  Sums sums;
+  UNROLL for (int i = 0; i < TILES_M; i++) UNROLL for (int j = 0; j < 2 * TILES_N; j++) UNROLL for (int e = 0; e < 4; e++)
+    sums[i][j][e] = 0.0f;
+
+  u32 read = ring, write = ring + (STAGES - 1) * STAGE_BYTES;
+  auto next = [&](u32 stage) { return stage == ring + (STAGES - 1) * STAGE_BYTES ? ring : stage + STAGE_BYTES; };
+  UNROLL for (int s = 0; s < STAGES - 1; s++) fetch(ring + s * STAGE_BYTES);
+
+  copy_async_wait<STAGES - 2>();
+  block_barrier();
+  static_assert(SLICES % 2 == 0, "fragments alternate between two sets of registers");
+  Fragments fragments[2];
+  fragments[0].load(tile_a, tile_b, read, 0);
+  for (; step < end; step++) {
+    UNROLL for (int slice = 0; slice < SLICES; slice++) {
+      if (slice == SLICES - 1) {
+        // The next stage has landed for all threads, and no warp reads the stage that the next fetch overwrites.
+        copy_async_wait<STAGES - 2>();
+        block_barrier();
+        read = next(read);
+      }
+      fragments[(slice + 1) & 1].load(tile_a, tile_b, read, (slice + 1) % SLICES);
+      if (slice == 0) {
+        fetch(write);
+        write = next(write);
+      }
+      fragments[slice & 1].multiply(sums);
+    }
+  }
+
+  copy_async_wait<0>();
+  block_barrier();
+  if (WARPS_K > 1 && !reduce_warps(sums, memory, piece, share, lane)) return;
+  u8* staging = memory + PARTIAL_BYTES + piece * (WARP_M * WARP_N * 2);
+  y += (u64)blockIdx.z * (u64)m * ldy;
+  Output<OUT>::store(sums, staging, y, ldy, row + warp_m, column + warp_n, m, n, scale, bias, lane);
+}

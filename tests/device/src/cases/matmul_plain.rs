@@ -1,0 +1,13 @@
+//! Products and layers in f32, against f64.
+
+use kernels::cuda::ops::matmul_plain;
+
+use super::{Case, Effort, lora_linear, product};
+
+/// Both tiles in every orientation; layers with adapters.
+#[must_use]
+pub fn cases(effort: Effort) -> Vec<Case> {
+    let mut cases = product::cases(&matmul_plain::variants());
+    cases.extend(lora_linear::plain_layers(effort));
+    cases
+}
