@@ -11,7 +11,11 @@ pub mod numbers;
 pub mod paired;
 pub mod random;
 pub mod recording;
-#[allow(dead_code, reason = "the CPU's tests use more of it")]
+#[allow(
+    dead_code,
+    clippy::unwrap_used,
+    reason = "test code of the CPU, which uses more of it"
+)]
 #[path = "../../../kernels/tests/common/reference.rs"]
 pub(crate) mod reference;
 pub mod seeded;

@@ -8,7 +8,9 @@ use std::time::{Duration, Instant};
 use anyhow::Result;
 use clap::{Parser, Subcommand};
 use device_tests::compile;
-use device_tests::stages::{Report, Setting, ceilings, conformance, processes, show, survey};
+use device_tests::stages::{
+    Report, Setting, ceilings, conformance, processes, show, survey, table,
+};
 use kernels::cuda::library::Search;
 
 #[derive(Parser)]
@@ -29,6 +31,9 @@ struct Arguments {
     /// Emulated kernels compiled before, for the calibration.
     #[arg(long, global = true)]
     emulated: Option<PathBuf>,
+    /// The script that times the same work in PyTorch, for the table.
+    #[arg(long, global = true)]
+    peers: Option<PathBuf>,
     /// Seconds after which a stage starts no more work.
     #[arg(long, default_value_t = 120, global = true)]
     seconds: u64,
@@ -50,6 +55,8 @@ enum Stage {
     Calibration,
     /// Every kernel against its reference.
     Conformance,
+    /// The time of every kernel, with shares of ceilings and PyTorch's times.
+    Table,
     /// Compiles the PTX that is built in; give the folder of the NVRTC that is meant.
     BuildPtx {
         /// The bundle to write.
@@ -83,6 +90,7 @@ fn main() -> ExitCode {
         },
         out: arguments.out,
         emulated: arguments.emulated,
+        peers: arguments.peers,
         deadline: Instant::now() + Duration::from_secs(arguments.seconds),
     };
     match run(&arguments.stage, &setting) {
@@ -113,6 +121,7 @@ fn run(stage: &Stage, setting: &Setting) -> Result<bool> {
         Stage::Ipc => finish(processes::ipc(setting)),
         Stage::Nccl => finish(processes::nccl(setting)),
         Stage::Calibration => finish(conformance::calibrate(setting)),
+        Stage::Table => finish(table::run(setting)),
         Stage::Conformance => finish(conformance::run(setting)),
         Stage::BuildTable { file } => compile::build_table(setting, file).map(|()| true),
         Stage::BuildEmulated { folder } => device_tests::emulator::build_all(folder).map(|()| true),

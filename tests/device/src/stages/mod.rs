@@ -16,6 +16,7 @@ pub mod conformance;
 pub mod processes;
 mod queue;
 pub mod survey;
+pub mod table;
 
 /// Where things are, and how long a stage may take.
 #[derive(Clone, Debug)]
@@ -26,6 +27,8 @@ pub struct Setting {
     pub out: PathBuf,
     /// Emulated kernels that were compiled before.
     pub emulated: Option<PathBuf>,
+    /// The script that times the same work in PyTorch.
+    pub peers: Option<PathBuf>,
     /// The stage stops starting new work after this time.
     pub deadline: Instant,
 }

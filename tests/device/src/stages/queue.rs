@@ -6,7 +6,7 @@
 
 use anyhow::{Result, ensure};
 use kernels::cuda::gpu::{Gpu, Memory};
-use kernels::cuda::launch::Launch;
+use kernels::cuda::launch::{Address, Launch};
 use kernels::cuda::matmul::{CublasLt, Linear};
 use kernels::cuda::nccl::{Communicator, Kind};
 use kernels::cuda::transfer::{Mapped, Pinned};
@@ -18,6 +18,17 @@ pub(crate) fn copy(gpu: &Gpu, from: &Memory, to: &Memory, bytes: usize) -> Resul
     );
     // SAFETY: both ranges were just checked; freeing waits for the device.
     Ok(unsafe { gpu.queue_copy(from.address(), to.address(), bytes) }?)
+}
+
+/// Copies the first `n` bytes of a memory to `start`.
+pub(crate) fn repeat(gpu: &Gpu, memory: &Memory, start: usize, n: usize) -> Result<()> {
+    ensure!(
+        n <= start && start + n <= memory.bytes(),
+        "copy outside the memory"
+    );
+    let Address(from) = memory.address();
+    // SAFETY: both ranges were just checked and do not overlap; freeing waits for the device.
+    Ok(unsafe { gpu.queue_copy(Address(from), Address(from + start as u64), n) }?)
 }
 
 pub(crate) fn product(
