@@ -33,10 +33,13 @@ static const KnownBuffer* find_buffer(u64 address, u64 size, const char* what, S
 static void touch_global(u64 address, u64 size, Touch how, const char* what, Site site) {
   const KnownBuffer* b = find_buffer(address, size, what, site);
   if (!b || size < GRANULE) return;
-  u32 now = this_thread();
-  for (u64 g = (address - b->start) / GRANULE; g <= (address + size - 1 - b->start) / GRANULE; g++) {
-    Cell& cell = b->cells[g];
-    touch<GLOBAL>({cell.write_epoch, cell.writer, cell.read_epoch, cell.reader}, how, now, what, g * GRANULE, site);
+  const u32 now = this_thread(), epoch = running->epoch;
+  const u64 last = (address + size - 1 - b->start) / GRANULE;
+  for (u64 g = (address - b->start) / GRANULE; g <= last; g++) {
+    Cell& c = b->cells[g];
+    Touched cell = {c.write_epoch, c.writer, c.read_epoch, c.reader};
+    if (how == READ && quick_read<GLOBAL>(cell, epoch, now)) continue;
+    touch<GLOBAL>(cell, how, now, what, g * GRANULE, site);
   }
 }
 

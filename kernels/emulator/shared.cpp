@@ -21,9 +21,12 @@ static bool warp_reads_eight(u32 g) {
 static void touch_shared(u32 offset, u32 size, Touch how, u32 now, const char* what, Site site) {
   if (size < GRANULE) return;
   Shadow& shadow = running->shadow;
-  for (u32 g = offset / GRANULE; g <= (offset + size - 1) / GRANULE; g++)
-    touch<SHARED>({shadow.write_epoch[g], shadow.writer[g], shadow.read_epoch[g], shadow.reader[g]}, how, now, what,
-                  g * GRANULE, site);
+  const u32 epoch = running->epoch;
+  for (u32 g = offset / GRANULE; g <= (offset + size - 1) / GRANULE; g++) {
+    Touched cell = {shadow.write_epoch[g], shadow.writer[g], shadow.read_epoch[g], shadow.reader[g]};
+    if (how == READ && quick_read<SHARED>(cell, epoch, now)) continue;
+    touch<SHARED>(cell, how, now, what, g * GRANULE, site);
+  }
 }
 
 static void warp_reads_row(u32 offset, const char* what, Site site) {

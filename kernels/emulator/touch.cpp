@@ -108,20 +108,22 @@ static bool races(u32 epoch, u32 earlier, u32 now) {
   fail(site, "%s at byte %llu of %s without a fence and a counter after the %s by another block", what, at, where, other);
 }
 
+// What happens most: a read of what nobody has written of late. False: `touch` must look closer.
+template <Space SPACE>
+static inline bool quick_read(Touched cell, u32 epoch, u32 now) {
+  if (cell.write_epoch >= (SPACE == SHARED ? epoch : 1)) return false;
+  if (cell.read_epoch == SEVERAL_BLOCKS || (cell.read_epoch == epoch && cell.reader == now)) return true;
+  if (cell.read_epoch != 0) return false;
+  cell.read_epoch = epoch;
+  cell.reader = now;
+  return true;
+}
+
 // `at`: the byte, for reports.
 template <Space SPACE>
 static void touch(Touched cell, Touch how, u32 now, const char* what, u64 at, Site site) {
   Block& block = *running;
   const char* where = SPACE == SHARED ? "shared memory" : "a buffer";
-  // What happens most: reads of what nobody has written of late.
-  if (how == READ && cell.write_epoch < (SPACE == SHARED ? block.epoch : 1)) {
-    if ((cell.read_epoch == block.epoch && cell.reader == now) || cell.read_epoch == SEVERAL_BLOCKS) return;
-    if (cell.read_epoch == 0) {
-      cell.read_epoch = block.epoch;
-      cell.reader = now;
-      return;
-    }
-  }
   if (cell.write_epoch == IN_FLIGHT) {
     if (how != LAND)
       fail(site, "%s at byte %llu of %s while an asynchronous copy of thread %u into it is in flight", what, at, where,
