@@ -21,15 +21,18 @@ pub enum Family {
     LinearParts,
     /// Matrix products in f32.
     MatmulPlain,
+    /// Every primitive on its own.
+    PrimitivesCheck,
 }
 
 impl Family {
     /// Every family.
-    pub const ALL: [Self; 4] = [
+    pub const ALL: [Self; 5] = [
         Self::Cast,
         Self::LoraLinear,
         Self::LinearParts,
         Self::MatmulPlain,
+        Self::PrimitivesCheck,
     ];
 
     /// Its file's stem.
@@ -40,6 +43,7 @@ impl Family {
             Self::LoraLinear => "lora_linear",
             Self::LinearParts => "linear_parts",
             Self::MatmulPlain => "matmul_plain",
+            Self::PrimitivesCheck => "primitives_check",
         }
     }
 
@@ -51,6 +55,7 @@ impl Family {
             Self::LoraLinear => include_str!("source/lora_linear.cu"),
             Self::LinearParts => include_str!("source/linear_parts.cu"),
             Self::MatmulPlain => include_str!("source/matmul_plain.cu"),
+            Self::PrimitivesCheck => include_str!("source/primitives_check.cu"),
         }
     }
 
@@ -63,6 +68,7 @@ impl Family {
             Self::LoraLinear => super::ops::lora_linear::modules(),
             Self::LinearParts => super::ops::lora_linear::parts_modules(),
             Self::MatmulPlain => super::ops::matmul_plain::modules(),
+            Self::PrimitivesCheck => super::ops::primitives_check::modules(),
         }
     }
 }

@@ -3,6 +3,7 @@
 pub mod cast;
 pub mod lora_linear;
 pub mod matmul_plain;
+pub mod primitives_check;
 pub mod product;
 pub mod tile;
 pub mod workspace;

@@ -81,7 +81,13 @@ pub(super) fn magnitudes(exact: &Lora) -> Lora {
 }
 
 /// How far the 16-bit rows `scale * x y^T` may be off: `x [t, depth]`, `y [r, depth]`.
-pub(super) fn narrow_error(dtype: DType, scale: f64, x: &[f64], y: &[f64], [t, r, k]: [usize; 3]) -> Vec<f64> {
+pub(super) fn narrow_error(
+    dtype: DType,
+    scale: f64,
+    x: &[f64],
+    y: &[f64],
+    [t, r, k]: [usize; 3],
+) -> Vec<f64> {
     let y = transpose(y, r, k);
     let rows = matmul(x, &y, t, r, k);
     let sizes = matmul(&absolute(x), &absolute(&y), t, r, k);
@@ -126,4 +132,3 @@ pub(super) fn run_product(machine: &mut dyn Machine, product: &Product) -> Resul
     let launches = product.launches(choice, 132, &mut Workspace::new(space.address));
     launch_all(machine, &launches.context("no kernel")?)
 }
-

@@ -8,9 +8,7 @@ use kernels::cuda::ops::product::Choice;
 use kernels::cuda::ops::tile::Tile;
 use kernels::cuda::ops::workspace::Workspace;
 
-use super::layer::{
-    Shape, compare, draw, forward_error, magnitudes, narrow_error, run_product,
-};
+use super::layer::{Shape, compare, draw, forward_error, magnitudes, narrow_error, run_product};
 use super::operand::{Operand, launch_all};
 use super::{Case, Effort, product};
 use crate::machine::Machine;

@@ -11,6 +11,7 @@ pub mod linear_parts;
 pub mod lora_linear;
 pub mod matmul_plain;
 mod operand;
+pub mod primitives_check;
 mod product;
 
 /// How large operands may be.
@@ -66,6 +67,7 @@ pub fn of(family: Family, effort: Effort) -> Vec<Case> {
         Family::LinearParts => linear_parts::cases(effort),
         Family::LoraLinear => lora_linear::cases(effort),
         Family::MatmulPlain => matmul_plain::cases(effort),
+        Family::PrimitivesCheck => primitives_check::cases(effort),
         other => vec![Case::new(format!("{other:?}"), move |_| {
             anyhow::bail!("the family {other:?} has no checks")
         })],
