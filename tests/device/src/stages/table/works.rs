@@ -32,10 +32,7 @@ pub(super) fn params(gpu: &Gpu) -> u64 {
 pub(super) fn all(params: u64) -> Vec<(String, Prepare)> {
     let mut rows: Vec<(String, Prepare)> = Vec::new();
     let mut add = |name: String, prepare: Prepare| rows.push((name, prepare));
-    add(
-        "cast f32 to bf16, 256 Mi".into(),
-        Box::new(cast_row),
-    );
+    add("cast f32 to bf16, 256 Mi".into(), Box::new(cast_row));
     let forms = [
         ("adamw f32, f32 gradient", Form::F32, DType::F32),
         (
