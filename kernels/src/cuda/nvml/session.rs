@@ -2,6 +2,7 @@
 #![expect(unsafe_code, reason = "calls the functions of a C library")]
 
 use std::cell::Cell;
+use std::error::Error;
 use std::ffi::{CStr, c_char, c_void};
 use std::path::Path;
 use std::ptr;
@@ -153,7 +154,7 @@ impl Session {
     pub(super) fn open(path: &Path) -> Result<Self, String> {
         // SAFETY: opening runs the library's initialisers. NVIDIA's allow that at any time; another
         // file of this name in a folder named by the user is the user's own program code.
-        let library = unsafe { Library::new(path) }.map_err(|error| error.to_string())?;
+        let library = unsafe { Library::new(path) }.map_err(|error| told(&error))?;
         Ok(Self {
             functions: Functions::of(&library),
             started: Cell::new(false),
@@ -395,6 +396,13 @@ impl Session {
             text,
         })
     }
+}
+
+/// The dynamic linker's own words, which stand behind the error.
+fn told(error: &libloading::Error) -> String {
+    error
+        .source()
+        .map_or_else(|| error.to_string(), ToString::to_string)
 }
 
 /// The text before the first zero byte.
