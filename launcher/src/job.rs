@@ -4,12 +4,13 @@ use std::io::Write;
 use std::process::ExitCode;
 use std::time::Instant;
 
-use crate::args::{self, Command};
+use crate::args::{self, Args, Command, Note};
 use crate::config::{Resume, RunConfig, Task, resolve};
+use crate::doctor;
 use crate::exit::{ErrorCode, Failure};
 use crate::logging;
 use crate::rank::{self, RunSummary, StopFlag};
-use crate::rank_env::{Env, RankEnv};
+use crate::rank_env::{Env, RankEnv, Variables};
 use crate::run_folder;
 use crate::supervisor::job::{Job, config_file};
 use crate::supervisor::{SignalSource, Supervisor, own_program};
@@ -48,14 +49,28 @@ pub fn run_hooks(hooks: Hooks) -> ExitCode {
         .skip(1)
         .map(|word| word.to_string_lossy().into_owned())
         .collect();
-    let result = Env::read().and_then(|env| match env.rank.clone() {
-        Some(rank) => run_rank(&hooks, &env, &rank, &argv),
-        None => run_supervisor(&hooks, &env, &argv),
-    });
-    result.unwrap_or_else(|failure| {
+    run_command(&hooks, &argv).unwrap_or_else(|failure| {
         print_failure(&failure);
         failure.exit_code()
     })
+}
+
+fn run_command(hooks: &Hooks, argv: &[String]) -> Result<ExitCode, Failure> {
+    match args::parse(argv)? {
+        Command::Train { args, notes } => {
+            let env = Env::read()?;
+            match env.rank.clone() {
+                Some(rank) => run_rank(hooks, &env, &rank, &args),
+                None => run_supervisor(hooks, &env, &args, notes),
+            }
+        }
+        // Reports also on an environment that training refuses.
+        Command::Doctor(options) => doctor::run(&Variables::read(), options.json == Some(true)),
+        Command::Print(text) => {
+            drop(write!(std::io::stdout(), "{text}"));
+            Ok(ExitCode::SUCCESS)
+        }
+    }
 }
 
 fn print_failure(failure: &Failure) {
@@ -63,16 +78,14 @@ fn print_failure(failure: &Failure) {
     drop(writeln!(std::io::stderr(), "{failure}"));
 }
 
-fn run_supervisor(hooks: &Hooks, env: &Env, argv: &[String]) -> Result<ExitCode, Failure> {
+fn run_supervisor(
+    hooks: &Hooks,
+    env: &Env,
+    args: &Args,
+    mut notes: Vec<Note>,
+) -> Result<ExitCode, Failure> {
     let started = Instant::now();
-    let (args, mut notes) = match args::parse(argv)? {
-        Command::Train { args, notes } => (args, notes),
-        Command::Print(text) => {
-            drop(write!(std::io::stdout(), "{text}"));
-            return Ok(ExitCode::SUCCESS);
-        }
-    };
-    let resolved = resolve(&args, env)?;
+    let resolved = resolve(args, env)?;
     notes.extend(resolved.notes);
     let mut config = resolved.config;
     let mut screen = Screen::on_stderr(env.no_color);
@@ -187,13 +200,8 @@ fn status_of(summary: &RunSummary) -> ExitCode {
     }
 }
 
-fn run_rank(
-    hooks: &Hooks,
-    env: &Env,
-    rank: &RankEnv,
-    argv: &[String],
-) -> Result<ExitCode, Failure> {
-    let config = rank_config(hooks, env, rank, argv)?;
+fn run_rank(hooks: &Hooks, env: &Env, rank: &RankEnv, args: &Args) -> Result<ExitCode, Failure> {
+    let config = rank_config(hooks, env, rank, args)?;
     let stop = rank::enter(rank, &config.output, &env.temp_dir)?;
     let result = logging::init(
         &config.output.join(run_folder::LOGS),
@@ -229,18 +237,12 @@ fn rank_config(
     hooks: &Hooks,
     env: &Env,
     rank: &RankEnv,
-    argv: &[String],
+    args: &Args,
 ) -> Result<RunConfig, Failure> {
     if let Some(job_dir) = &rank.job_dir {
         return RunConfig::load_from(&config_file(job_dir));
     }
-    let Command::Train { args, .. } = args::parse(argv)? else {
-        return Err(Failure::usage(
-            "nothing to train",
-            "help and version are not for ranks",
-        ));
-    };
-    let mut config = resolve(&args, env)?.config;
+    let mut config = resolve(args, env)?.config;
     crate::demo::prepare(&mut config, env, &mut |_| ())?;
     if rank.rank == 0 {
         run_folder::check(&mut config)?;

@@ -9,6 +9,7 @@ pub mod args;
 pub mod config;
 pub mod data;
 pub mod demo;
+pub mod doctor;
 pub mod exit;
 mod job;
 pub mod logging;

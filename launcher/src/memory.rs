@@ -39,6 +39,37 @@ pub fn host() -> HostMemory {
     }
 }
 
+/// The memory cgroup that bounds this process most.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct CgroupMemory {
+    /// 1 or 2.
+    pub version: u32,
+    /// Its limit, where it has one.
+    pub limit_bytes: Option<u64>,
+    /// What its processes use, without page cache that can be had back.
+    pub used_bytes: u64,
+}
+
+/// Reads the cgroup with the smallest limit; without any limit the innermost one.
+pub fn cgroup() -> Option<CgroupMemory> {
+    tightest(&cgroups())
+}
+
+fn tightest(groups: &[Cgroup]) -> Option<CgroupMemory> {
+    groups
+        .iter()
+        .filter(|group| group.usage().is_some())
+        .min_by_key(|group| group.limit_bytes().unwrap_or(u64::MAX))
+        .map(|group| CgroupMemory {
+            version: match group.version {
+                Version::One => 1,
+                Version::Two => 2,
+            },
+            limit_bytes: group.limit_bytes(),
+            used_bytes: group.used_bytes(),
+        })
+}
+
 /// How often the kernel killed a process of this cgroup for lack of memory.
 pub fn oom_kills() -> u64 {
     cgroups()
@@ -117,17 +148,24 @@ impl Cgroup {
         limit_from(&fs::read_to_string(self.folder.join(file)).ok()?)
     }
 
+    /// Bytes in use with all page cache; `None` where the group keeps no such account.
+    fn usage(&self) -> Option<u64> {
+        let file = match self.version {
+            Version::One => "memory.usage_in_bytes",
+            Version::Two => "memory.current",
+        };
+        let text = fs::read_to_string(self.folder.join(file)).ok()?;
+        text.trim().parse().ok()
+    }
+
     /// Bytes that cannot be had back: page cache that nobody uses is not counted.
     fn used_bytes(&self) -> u64 {
-        let (file, cache) = match self.version {
-            Version::One => ("memory.usage_in_bytes", "total_inactive_file "),
-            Version::Two => ("memory.current", "inactive_file "),
+        let cache = match self.version {
+            Version::One => "total_inactive_file ",
+            Version::Two => "inactive_file ",
         };
-        let used = fs::read_to_string(self.folder.join(file))
-            .ok()
-            .and_then(|text| text.trim().parse::<u64>().ok())
-            .unwrap_or(0);
-        used.saturating_sub(field_in(&self.folder.join("memory.stat"), cache).unwrap_or(0))
+        let cache = field_in(&self.folder.join("memory.stat"), cache).unwrap_or(0);
+        self.usage().unwrap_or(0).saturating_sub(cache)
     }
 }
 
@@ -182,7 +220,8 @@ fn field_in(file: &Path, name: &str) -> Option<u64> {
         .find_map(|line| line.strip_prefix(name)?.trim().parse().ok())
 }
 
-fn kib_field(text: &str, name: &str) -> Option<u64> {
+/// A field of `/proc/meminfo` or of a process status, in bytes.
+pub(crate) fn kib_field(text: &str, name: &str) -> Option<u64> {
     let line = text.lines().find_map(|line| line.strip_prefix(name))?;
     let kib: u64 = line.trim().trim_end_matches("kB").trim().parse().ok()?;
     Some(kib * 1024)
@@ -253,5 +292,30 @@ mod tests {
         let groups = cgroups_from("0::/\n", mount.path());
         assert_eq!(groups[0].limit_bytes(), Some(1000));
         assert_eq!(groups[0].used_bytes(), 600);
+    }
+
+    #[test]
+    fn the_smallest_limit_above_a_process_counts() {
+        let mount = tempfile::tempdir().expect("temp dir");
+        for (folder, limit, used) in [("", "max", "50"), ("a", "1000", "40"), ("a/b", "max", "30")]
+        {
+            let folder = mount.path().join(folder);
+            fs::create_dir_all(&folder).expect("made");
+            fs::write(folder.join("memory.max"), limit).expect("written");
+            fs::write(folder.join("memory.current"), used).expect("written");
+        }
+        let group = |own| tightest(&cgroups_from(own, mount.path())).expect("a group");
+        assert_eq!(
+            group("0::/a/b\n"),
+            CgroupMemory {
+                version: 2,
+                limit_bytes: Some(1000),
+                used_bytes: 40
+            }
+        );
+        // The innermost one that exists.
+        assert_eq!(group("0::/\n").limit_bytes, None);
+        assert_eq!(group("0::/not/here\n").used_bytes, 50);
+        assert_eq!(tightest(&cgroups_from("", mount.path())), None);
     }
 }

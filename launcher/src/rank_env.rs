@@ -3,7 +3,8 @@
 //! `LOCAL_RANK` decides: where it is set, this process is a rank and never spawns; where it is
 //! not, this process is the supervisor.
 
-use std::ffi::OsString;
+use std::collections::BTreeMap;
+use std::ffi::{OsStr, OsString};
 use std::path::PathBuf;
 use std::time::SystemTime;
 
@@ -25,6 +26,8 @@ pub const MASTER_PORT: &str = "MASTER_PORT";
 pub const RUN_TOKEN: &str = "TESSERA_RUN_TOKEN";
 /// Folder of the job's private files; set by our supervisor only.
 pub const JOB_DIR: &str = "TESSERA_JOB_DIR";
+/// Folders with CUDA's libraries, separated by colons; looked at before all others.
+pub const CUDA_LIBS: &str = "TESSERA_CUDA_LIBS";
 
 /// Identity of one rank process.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -106,6 +109,78 @@ impl Env {
             rust_log: lookup("RUST_LOG").and_then(|value| value.into_string().ok()),
             now: SystemTime::now(),
         })
+    }
+}
+
+/// Every variable of the process, for the report of `launcher doctor`.
+#[derive(Debug, Clone, Default)]
+pub struct Variables(BTreeMap<String, OsString>);
+
+impl Variables {
+    /// Reads the process environment; names that are no text are left out.
+    pub fn read() -> Self {
+        std::env::vars_os()
+            .filter_map(|(name, value)| Some((name.into_string().ok()?, value)))
+            .collect()
+    }
+
+    /// The value of one variable.
+    pub fn get(&self, name: &str) -> Option<&OsStr> {
+        self.0.get(name).map(OsString::as_os_str)
+    }
+
+    /// The names of all that are set, sorted.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.0.keys().map(String::as_str)
+    }
+}
+
+impl FromIterator<(String, OsString)> for Variables {
+    fn from_iter<T: IntoIterator<Item = (String, OsString)>>(pairs: T) -> Self {
+        Self(pairs.into_iter().collect())
+    }
+}
+
+/// Where the environment says that CUDA's libraries may lie.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct CudaPlaces {
+    /// Folders of [`CUDA_LIBS`].
+    pub directories: Vec<PathBuf>,
+    /// An installed toolkit: `CUDA_HOME`, or `CUDA_PATH`.
+    pub cuda_home: Option<PathBuf>,
+    /// Python environments: `VIRTUAL_ENV`, `CONDA_PREFIX`, and the user's own under `HOME`.
+    pub python_environments: Vec<PathBuf>,
+    /// Folders of `PYTHONPATH`.
+    pub python_path: Vec<PathBuf>,
+}
+
+impl CudaPlaces {
+    /// Reads an environment through `lookup`.
+    pub fn from_lookup(lookup: &dyn Fn(&str) -> Option<OsString>) -> Self {
+        let path = |name: &str| {
+            lookup(name)
+                .filter(|value| !value.is_empty())
+                .map(PathBuf::from)
+        };
+        let list = |name: &str| -> Vec<PathBuf> {
+            let value = lookup(name).unwrap_or_default();
+            std::env::split_paths(&value)
+                .filter(|folder| !folder.as_os_str().is_empty())
+                .collect()
+        };
+        Self {
+            directories: list(CUDA_LIBS),
+            cuda_home: path("CUDA_HOME").or_else(|| path("CUDA_PATH")),
+            python_environments: [
+                path("VIRTUAL_ENV"),
+                path("CONDA_PREFIX"),
+                path("HOME").map(|home| home.join(".local")),
+            ]
+            .into_iter()
+            .flatten()
+            .collect(),
+            python_path: list("PYTHONPATH"),
+        }
     }
 }
 
@@ -269,6 +344,31 @@ mod tests {
                 "{vars:?}"
             );
         }
+    }
+
+    #[test]
+    fn places_of_libraries_are_lists_and_roots() {
+        let vars = [
+            ("TESSERA_CUDA_LIBS", "/a:/b::"),
+            ("CUDA_HOME", ""),
+            ("CUDA_PATH", "/opt/cuda"),
+            ("CONDA_PREFIX", "/conda"),
+            ("HOME", "/home/u"),
+            ("PYTHONPATH", ":/p"),
+        ];
+        let places = CudaPlaces::from_lookup(&|name| {
+            let found = vars.iter().find(|(key, _)| *key == name);
+            found.map(|(_, value)| OsString::from(value))
+        });
+        let paths = |list: &[&str]| list.iter().map(PathBuf::from).collect::<Vec<_>>();
+        assert_eq!(places.directories, paths(&["/a", "/b"]));
+        assert_eq!(places.cuda_home, Some("/opt/cuda".into()));
+        assert_eq!(
+            places.python_environments,
+            paths(&["/conda", "/home/u/.local"])
+        );
+        assert_eq!(places.python_path, paths(&["/p"]));
+        assert_eq!(CudaPlaces::from_lookup(&|_| None), CudaPlaces::default());
     }
 
     #[test]

@@ -2,7 +2,7 @@
 //!
 //! | layer | module |
 //! |---|---|
-//! | what this machine has | [`library`], [`probe`] |
+//! | what this machine has | [`library`], [`probe`]; [`nvml`] through the management library |
 //! | what is compiled | [`module`]: families, defines, source text; [`nvrtc`]: the compiler |
 //! | machine code for a GPU | [`image`]: disk cache, compiler, built-in PTX |
 //! | a GPU: memory, streams, launches | [`gpu`] |
@@ -19,6 +19,7 @@ pub mod library;
 pub mod matmul;
 pub mod module;
 pub mod nccl;
+pub mod nvml;
 pub mod nvrtc;
 pub mod ops;
 pub mod probe;

@@ -19,6 +19,7 @@ use crate::exit::Failure;
 use crate::units::parse_bytes;
 
 pub use foreign::{IGNORED, RESTRICTED};
+use normalise::Verb;
 pub use normalise::{Note, VERBS};
 pub use table::flag_table;
 pub(crate) use table::value_name;
@@ -30,7 +31,8 @@ pub(crate) use table::value_name;
     version,
     about = "Fine-tunes vision-language models with sharded optimizer states",
     long_about = "Fine-tunes vision-language models with sharded optimizer states (ZeRO 0-3) and offload to host \
-memory.\nWithout --model it trains the built-in demo. Every flag is also accepted in snake_case.",
+memory.\nWithout --model it trains the built-in demo. Every flag is also accepted in snake_case.\n\
+`launcher doctor` reports what this machine offers instead.",
     max_term_width = 100
 )]
 pub struct Args {
@@ -207,6 +209,20 @@ pub struct Args {
     pub resume: Option<String>,
 }
 
+/// What the user typed after `launcher doctor`.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Parser)]
+#[command(
+    name = "launcher doctor",
+    version,
+    about = "Reports what this machine offers for training and what stands in the way",
+    max_term_width = 100
+)]
+pub struct DoctorArgs {
+    /// Print the report as JSON with stable keys
+    #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL")]
+    pub json: Option<bool>,
+}
+
 /// Other spellings of flags, in snake_case as Hugging Face writes them.
 pub const ALIASES: [(&str, &str); 7] = [
     ("model_name_or_path", "model"),
@@ -228,6 +244,8 @@ pub enum Command {
         /// Flags without effect here.
         notes: Vec<Note>,
     },
+    /// Report on the machine.
+    Doctor(DoctorArgs),
     /// Print this text on stdout and end well: help or version.
     Print(String),
 }
@@ -237,17 +255,34 @@ pub enum Command {
 /// # Errors
 /// A usage failure (exit 2): unknown verb or flag, a value out of range, contradicting spellings.
 pub fn parse(argv: &[String]) -> Result<Command, Failure> {
-    let line = normalise::normalise(argv, &Args::command())?;
-    match Args::try_parse_from(
-        std::iter::once("launcher").chain(line.args.iter().map(String::as_str)),
-    ) {
-        Ok(args) => Ok(Command::Train {
-            args: Box::new(args),
-            notes: line.notes,
-        }),
-        Err(error) if !error.use_stderr() => Ok(Command::Print(error.render().to_string())),
-        Err(error) => Err(usage_from(&error)),
-    }
+    let (verb, rest) = normalise::split_verb(argv)?;
+    let parsed = match verb {
+        Verb::Train => {
+            let line = normalise::normalise(verb, rest, &Args::command())?;
+            Args::try_parse_from(words(&line)).map(|args| Command::Train {
+                args: Box::new(args),
+                notes: line.notes,
+            })
+        }
+        Verb::Doctor => {
+            let line = normalise::normalise(verb, rest, &DoctorArgs::command())?;
+            DoctorArgs::try_parse_from(words(&line)).map(Command::Doctor)
+        }
+    };
+    parsed.or_else(|error| {
+        if error.use_stderr() {
+            Err(usage_from(&error))
+        } else {
+            Ok(Command::Print(error.render().to_string()))
+        }
+    })
+}
+
+/// A rewritten line as clap takes it: the program's name comes first.
+fn words(line: &normalise::Line) -> Vec<String> {
+    let mut words = vec!["launcher".to_string()];
+    words.extend(line.args.iter().cloned());
+    words
 }
 
 /// clap's first paragraph says what is wrong; its usage text does not help here.
@@ -274,7 +309,7 @@ mod tests {
         let argv: Vec<String> = line.split_whitespace().map(str::to_string).collect();
         match parse(&argv)? {
             Command::Train { args, notes } => Ok((*args, notes)),
-            Command::Print(text) => panic!("printed {text}"),
+            other => panic!("parsed as {other:?}"),
         }
     }
 
@@ -384,10 +419,41 @@ mod tests {
 
     #[test]
     fn verbs_that_do_not_exist_yet_say_so() {
-        for verb in VERBS.iter().filter(|verb| **verb != "train") {
+        let exists = |verb: &str| matches!(verb, "train" | "doctor");
+        for verb in VERBS.iter().filter(|verb| !exists(verb)) {
             assert!(refused(verb).title.contains("not available yet"));
         }
         assert!(refused("trian --zero 3").next[0].contains("train"));
+    }
+
+    #[test]
+    fn doctor_has_flags_of_its_own() {
+        let doctor = |line: &str| {
+            let argv: Vec<String> = line.split_whitespace().map(str::to_string).collect();
+            parse(&argv)
+        };
+        for (line, json) in [
+            ("doctor", None),
+            ("doctor --json", Some(true)),
+            ("doctor --json=false", Some(false)),
+            ("doctor --json True", Some(true)),
+        ] {
+            let expected = Command::Doctor(DoctorArgs { json });
+            assert_eq!(doctor(line).expect("parses"), expected, "{line}");
+        }
+        let printed = doctor("doctor --help").expect("prints");
+        assert!(matches!(printed, Command::Print(text) if text.contains("--json")));
+        for (line, next) in [
+            ("doctor --jsno", "did you mean --json?"),
+            ("doctor --zero 3", "launcher doctor --help"),
+            ("doctor --deepspeed x.json", "launcher doctor --help"),
+            ("doctor now", "launcher doctor --help"),
+            ("doctr", "did you mean `launcher doctor`?"),
+        ] {
+            let failure = doctor(line).expect_err(line);
+            assert!(failure.next[0].contains(next), "{line}: {failure}");
+        }
+        refused("doctor --json maybe");
     }
 
     #[test]

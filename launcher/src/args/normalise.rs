@@ -6,7 +6,7 @@ use super::ALIASES;
 use super::foreign::{IGNORED, RESTRICTED};
 use crate::exit::Failure;
 
-/// Every verb, the default first. Only the first exists today.
+/// Every verb, the default first. Only the first and `doctor` exist today.
 pub const VERBS: [&str; 13] = [
     "train",
     "plan",
@@ -32,18 +32,45 @@ pub struct Note {
     pub reason: String,
 }
 
+/// A verb that exists.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Verb {
+    Train,
+    Doctor,
+}
+
+impl Verb {
+    /// Where to read on.
+    fn help(self) -> &'static str {
+        match self {
+            Self::Train => "`launcher --help` lists every flag",
+            Self::Doctor => "`launcher doctor --help` lists every flag",
+        }
+    }
+}
+
 /// A rewritten line: every argument is `--kebab-name=value`.
 pub(super) struct Line {
     pub(super) args: Vec<String>,
     pub(super) notes: Vec<Note>,
 }
 
-pub(super) fn normalise(argv: &[String], command: &clap::Command) -> Result<Line, Failure> {
-    let mut rest = argv.iter().map(String::as_str).peekable();
-    if let Some(first) = rest.next_if(|word| !word.starts_with('-')) {
-        check_verb(first)?;
+/// The verb, and what follows it.
+pub(super) fn split_verb(argv: &[String]) -> Result<(Verb, &[String]), Failure> {
+    match argv.split_first() {
+        Some((first, rest)) if !first.starts_with('-') => Ok((verb_of(first)?, rest)),
+        _ => Ok((Verb::Train, argv)),
     }
-    let known = Known::new(command);
+}
+
+/// Rewrites the flags that follow `verb` onto those of `command`.
+pub(super) fn normalise(
+    verb: Verb,
+    argv: &[String],
+    command: &clap::Command,
+) -> Result<Line, Failure> {
+    let mut rest = argv.iter().map(String::as_str).peekable();
+    let known = Known::new(verb, command);
     let mut line = Line {
         args: Vec::new(),
         notes: Vec::new(),
@@ -59,7 +86,7 @@ pub(super) fn normalise(argv: &[String], command: &clap::Command) -> Result<Line
                 format!("unexpected argument '{word}'"),
                 "only flags follow the verb",
             )
-            .next("`launcher --help` lists every flag"));
+            .next(verb.help()));
         };
         let (name, inline) = match body.split_once('=') {
             Some((name, value)) => (name, Some(value.to_string())),
@@ -81,7 +108,7 @@ pub(super) fn normalise(argv: &[String], command: &clap::Command) -> Result<Line
                         format!("{spelled} needs a value"),
                         "none follows it",
                     )
-                    .next("`launcher --help` lists every flag"));
+                    .next(verb.help()));
                 };
                 push(&mut line, &mut seen, flag, &spelled, value)?;
             }
@@ -101,6 +128,7 @@ pub(super) fn normalise(argv: &[String], command: &clap::Command) -> Result<Line
                     value.to_ascii_lowercase(),
                 )?;
             }
+            None if verb != Verb::Train => return Err(unknown(&key, &spelled, &known)),
             None => {
                 while let Some(value) = rest.next_if(|word| !word.starts_with("--")) {
                     values.push(value.to_string());
@@ -112,14 +140,16 @@ pub(super) fn normalise(argv: &[String], command: &clap::Command) -> Result<Line
     Ok(line)
 }
 
-fn check_verb(verb: &str) -> Result<(), Failure> {
-    if verb == VERBS[0] {
-        return Ok(());
+fn verb_of(verb: &str) -> Result<Verb, Failure> {
+    match verb {
+        "train" => return Ok(Verb::Train),
+        "doctor" => return Ok(Verb::Doctor),
+        _ => {}
     }
     if VERBS.contains(&verb) {
         return Err(Failure::usage(
             format!("`launcher {verb}` is not available yet"),
-            "only `train`, the default, exists in this version",
+            "only `train`, the default, and `doctor` exist in this version",
         )
         .next("leave the verb out to train"));
     }
@@ -179,14 +209,18 @@ fn foreign(key: &str, spelled: &str, values: &[String], known: &Known) -> Result
                 .next(rule.next),
         );
     }
+    Err(unknown(key, spelled, known))
+}
+
+fn unknown(key: &str, spelled: &str, known: &Known) -> Failure {
     let failure = Failure::usage(format!("unknown flag {spelled}"), "no flag has this name");
-    Err(match nearest(key, known.spellings()) {
+    match nearest(key, known.spellings()) {
         Some(name) if name.contains('_') && !spelled.contains('_') => {
             failure.next(format!("did you mean --{}?", name.replace('_', "-")))
         }
         Some(name) => failure.next(format!("did you mean --{name}?")),
-        None => failure.next("`launcher --help` lists every flag"),
-    })
+        None => failure.next(known.verb.help()),
+    }
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -197,11 +231,12 @@ enum Arity {
 
 /// Flags by snake_case spelling, taken from clap so that there is one list.
 struct Known {
+    verb: Verb,
     flags: BTreeMap<String, (String, Arity)>,
 }
 
 impl Known {
-    fn new(command: &clap::Command) -> Self {
+    fn new(verb: Verb, command: &clap::Command) -> Self {
         let mut flags = BTreeMap::new();
         for arg in command.get_arguments() {
             let Some(long) = arg.get_long() else { continue };
@@ -216,7 +251,7 @@ impl Known {
                 flags.insert(alias.to_string(), target);
             }
         }
-        Self { flags }
+        Self { verb, flags }
     }
 
     fn kind(&self, key: &str) -> Option<(&str, Arity)> {

@@ -5,7 +5,7 @@ use std::fmt::Write;
 
 use clap::{CommandFactory, ValueEnum};
 
-use super::{ALIASES, Args, IGNORED, RESTRICTED};
+use super::{ALIASES, Args, DoctorArgs, IGNORED, RESTRICTED};
 use crate::config::resolve;
 use crate::exit::Failure;
 use crate::rank_env::Env;
@@ -62,6 +62,22 @@ pub fn flag_table() -> Result<String, Failure> {
     }
     push(
         &mut text,
+        format_args!(
+            "\n## `launcher doctor`\n\n{}.\n\n| flag | default | meaning |\n|---|---|---|\n",
+            DoctorArgs::command()
+                .get_about()
+                .map(ToString::to_string)
+                .unwrap_or_default()
+        ),
+    );
+    for (long, help) in flags_of(&DoctorArgs::command()) {
+        push(
+            &mut text,
+            format_args!("| `--{long}` | `false` | {help} |\n"),
+        );
+    }
+    push(
+        &mut text,
         format_args!("\n## Other spellings\n\n| spelling | flag |\n|---|---|\n"),
     );
     for (alias, flag) in ALIASES {
@@ -100,6 +116,16 @@ pub fn flag_table() -> Result<String, Failure> {
         );
     }
     Ok(text)
+}
+
+/// Names and meanings, without help and version.
+fn flags_of(command: &clap::Command) -> Vec<(String, String)> {
+    let text = |arg: &clap::Arg| arg.get_help().map(ToString::to_string).unwrap_or_default();
+    command
+        .get_arguments()
+        .filter_map(|arg| Some((arg.get_long()?.to_string(), text(arg))))
+        .filter(|(long, _)| !matches!(long.as_str(), "help" | "version"))
+        .collect()
 }
 
 /// Values of every flag that has one by default.

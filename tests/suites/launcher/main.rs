@@ -6,6 +6,7 @@
 )]
 
 mod bad_input;
+mod doctor;
 mod endings;
 mod outputs;
 mod resume;

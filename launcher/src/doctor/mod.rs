@@ -1,0 +1,108 @@
+//! `launcher doctor`: what this machine offers for training, and what stands in the way.
+//!
+//! [`gather`] collects facts, `findings` judges them, and the report is shown as text or JSON.
+//! Nothing here fails: what cannot be read is absent from the report, or a finding in it.
+
+mod cuda;
+pub mod environment;
+pub mod facts;
+pub mod findings;
+mod host;
+mod python;
+mod text;
+
+use std::io::{self, Write};
+use std::process::ExitCode;
+
+use serde::Serialize;
+
+use crate::exit::{ErrorCode, Failure};
+use crate::rank_env::{CudaPlaces, Variables};
+use facts::Facts;
+use findings::{Finding, Verdict};
+
+/// Grows when a key of the JSON report changes its meaning or goes.
+const SCHEMA: u32 = 1;
+
+/// The whole report; in JSON the facts stand beside the judgement.
+#[derive(Debug, Clone, Serialize)]
+pub struct Report {
+    /// Version of the keys.
+    pub schema: u32,
+    /// What was found.
+    #[serde(flatten)]
+    pub facts: Facts,
+    /// Whether all GPUs that runs could use are of one kind; unknown for fewer than two.
+    pub gpus_are_equal: Option<bool>,
+    /// What a run would use.
+    pub verdict: Verdict,
+    /// What to know and to do, the most important first.
+    pub findings: Vec<Finding>,
+}
+
+impl Report {
+    /// The report on these facts.
+    pub fn new(facts: Facts) -> Self {
+        let (verdict, findings) = findings::judge(&facts);
+        Self {
+            schema: SCHEMA,
+            gpus_are_equal: findings::are_equal(&facts),
+            facts,
+            verdict,
+            findings,
+        }
+    }
+
+    /// Aligned plain text.
+    pub fn to_text(&self) -> String {
+        text::render(self)
+    }
+}
+
+/// Collects everything about this machine and this environment.
+pub fn gather(variables: &Variables) -> Facts {
+    let lookup = |name: &str| variables.get(name).map(ToOwned::to_owned);
+    let (cuda, gpus) = cuda::gather(&CudaPlaces::from_lookup(&lookup));
+    Facts {
+        program: host::program(),
+        system: host::system(),
+        cpu: host::cpu(),
+        memory: host::memory(),
+        limits: host::limits(),
+        storage: host::storage(variables),
+        launch: host::launch(variables),
+        cuda,
+        gpus,
+        environment: environment::table(variables),
+    }
+}
+
+/// Prints the report on standard output.
+///
+/// # Errors
+/// The output cannot be written. A reader that has seen enough is no error.
+pub fn run(variables: &Variables, as_json: bool) -> Result<ExitCode, Failure> {
+    let report = Report::new(gather(variables));
+    let failed = |error: &io::Error| {
+        let title = "cannot write the report to standard output";
+        Failure::new(ErrorCode::Disk, title, error.to_string())
+            .next("see where standard output leads: to a full disk, or to nowhere")
+    };
+    let text = if as_json {
+        let json = serde_json::to_string_pretty(&report);
+        json.map_err(|error| failed(&error.into()))? + "\n"
+    } else {
+        report.to_text()
+    };
+    let mut stdout = io::stdout().lock();
+    match stdout
+        .write_all(text.as_bytes())
+        .and_then(|()| stdout.flush())
+    {
+        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(failed(&error)),
+        _ => Ok(ExitCode::SUCCESS),
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,137 @@
+//! Folders of Python packages that hold NVIDIA's libraries: `pip install nvidia-cuda-nvrtc` and
+//! PyTorch put them there.
+
+use std::io::Read;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use rustix::process::{Pid, Signal, kill_process_group};
+
+use crate::rank_env::CudaPlaces;
+
+/// How long the interpreter may take to start; it is only asked for its folders.
+const LIMIT: Duration = Duration::from_secs(5);
+const SYSTEM: [&str; 2] = ["/usr/local", "/usr"];
+
+/// Folders with an `nvidia` folder in them, each once: of the environment, of the system, and those
+/// that `python3` names.
+pub(super) fn packages(places: &CudaPlaces) -> Vec<PathBuf> {
+    let mut folders = places.python_path.clone();
+    let roots = places.python_environments.iter().map(PathBuf::as_path);
+    for root in roots.chain(SYSTEM.map(Path::new)) {
+        folders.extend(folders_in(root));
+    }
+    folders.extend(ask("python3", LIMIT));
+    let mut found: Vec<PathBuf> = Vec::new();
+    for folder in folders {
+        let folder = folder.canonicalize().unwrap_or(folder);
+        if folder.join("nvidia").is_dir() && !found.contains(&folder) {
+            found.push(folder);
+        }
+    }
+    found
+}
+
+/// `lib/python3*/site-packages` and `dist-packages` below `root`, sorted.
+fn folders_in(root: &Path) -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(root.join("lib")).into_iter().flatten();
+    let mut versions: Vec<PathBuf> = entries
+        .flatten()
+        .filter(|entry| entry.file_name().to_string_lossy().starts_with("python3"))
+        .map(|entry| entry.path())
+        .collect();
+    versions.sort();
+    versions
+        .iter()
+        .flat_map(|version| ["site-packages", "dist-packages"].map(|name| version.join(name)))
+        .collect()
+}
+
+/// The folders that an interpreter looks for packages in; none where it fails or takes too long.
+fn ask(program: &str, limit: Duration) -> Vec<PathBuf> {
+    let child = Command::new(program)
+        .args(["-c", "import sys; print(*sys.path, sep='\\n')"])
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null())
+        // Version managers put scripts in the place of interpreters: all of it must end.
+        .process_group(0)
+        .spawn();
+    let Ok(mut child) = child else {
+        return Vec::new();
+    };
+    let (sender, answer) = crossbeam::channel::bounded(1);
+    if let Some(mut stdout) = child.stdout.take() {
+        std::thread::spawn(move || {
+            let mut text = String::new();
+            if stdout.read_to_string(&mut text).is_ok() {
+                sender.send(text).ok();
+            }
+        });
+    }
+    let text = answer.recv_timeout(limit).unwrap_or_default();
+    // It ended by itself, or has nothing to say any more.
+    kill_process_group(Pid::from_child(&child), Signal::KILL).ok();
+    child.wait().ok();
+    text.lines()
+        .map(PathBuf::from)
+        .filter(|folder| folder.is_absolute())
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs;
+    use std::os::unix::fs::PermissionsExt;
+    use std::time::Instant;
+
+    fn script(folder: &Path, text: &str) -> String {
+        let path = folder.join("python3");
+        fs::write(&path, format!("#!/bin/sh\n{text}\n")).expect("written");
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).expect("made executable");
+        path.to_string_lossy().into_owned()
+    }
+
+    #[test]
+    fn an_interpreter_is_asked_but_not_trusted() {
+        let folder = tempfile::tempdir().expect("temp dir");
+        let program = script(folder.path(), "printf '\\n/a\\nrelative\\n/b c\\n'");
+        let paths = ["/a", "/b c"].map(PathBuf::from);
+        assert_eq!(ask(&program, LIMIT), paths);
+        assert!(ask(&script(folder.path(), "exit 3"), LIMIT).is_empty());
+        assert!(ask("/no/such/interpreter", LIMIT).is_empty());
+    }
+
+    #[test]
+    fn an_interpreter_that_hangs_is_ended_with_its_children() {
+        let folder = tempfile::tempdir().expect("temp dir");
+        let program = script(folder.path(), "echo /a\nsleep 600 &\nsleep 600");
+        let started = Instant::now();
+        assert!(ask(&program, Duration::from_millis(50)).is_empty());
+        assert!(started.elapsed() < Duration::from_secs(60));
+    }
+
+    #[test]
+    fn environments_hold_packages_in_versioned_folders() {
+        let root = tempfile::tempdir().expect("temp dir");
+        let site = root.path().join("lib/python3.12/site-packages");
+        fs::create_dir_all(site.join("nvidia/cuda_nvrtc/lib")).expect("made");
+        fs::create_dir_all(root.path().join("lib/python3.11/site-packages")).expect("made");
+        let places = CudaPlaces {
+            python_environments: vec![root.path().into(), root.path().into()],
+            python_path: vec!["/no/such".into()],
+            ..CudaPlaces::default()
+        };
+        let site = site.canonicalize().expect("exists");
+        let found = packages(&places);
+        assert_eq!(found.iter().filter(|folder| **folder == site).count(), 1);
+        assert!(
+            !found
+                .iter()
+                .any(|folder| folder.ends_with("python3.11/site-packages"))
+        );
+    }
+}

@@ -1,0 +1,269 @@
+//! `launcher doctor` in environments of several kinds: it always has something to say.
+
+use serde_json::Value;
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+use std::process::{Command, Output, Stdio};
+use tempfile::TempDir;
+
+const PROGRAM: &str = env!("CARGO_BIN_EXE_tessera_test_launcher");
+/// No GPU of the machine takes part.
+const NO_GPUS: (&str, &str) = ("CUDA_VISIBLE_DEVICES", "");
+
+/// The verb with these words and nothing but these variables.
+fn command(words: &str, variables: &[(&str, &str)]) -> Command {
+    let mut command = Command::new(PROGRAM);
+    command
+        .arg("doctor")
+        .args(words.split_whitespace())
+        .env_clear()
+        .envs(variables.iter().copied())
+        .stdin(Stdio::null());
+    command
+}
+
+/// What it prints; it must end well and say nothing else.
+fn printed(mut command: Command) -> String {
+    let Output {
+        status,
+        stdout,
+        stderr,
+    } = command.output().unwrap();
+    let errors = String::from_utf8(stderr).unwrap();
+    assert_eq!((status.code(), errors.as_str()), (Some(0), ""));
+    String::from_utf8(stdout).unwrap()
+}
+
+fn report(variables: &[(&str, &str)]) -> Value {
+    serde_json::from_str(&printed(command("--json", variables))).unwrap()
+}
+
+fn findings(report: &Value) -> Vec<&str> {
+    let findings = report["findings"].as_array().unwrap();
+    findings
+        .iter()
+        .map(|finding| finding["id"].as_str().unwrap())
+        .collect()
+}
+
+#[test]
+fn an_empty_environment_is_enough() {
+    let text = printed(command("", &[]));
+    for words in [
+        " program  launcher ",
+        " memory   ",
+        " folders  /dev/shm",
+        " env      variables that are read\n",
+        " verdict  runs use ",
+    ] {
+        assert!(text.contains(words), "no {words:?} in\n{text}");
+    }
+    assert!(!text.contains('\u{1b}'), "{text}");
+    let report = report(&[]);
+    assert_eq!(report["schema"], 1);
+    assert!(report["memory"]["total_bytes"].as_u64() > Some(0));
+    assert!(report["cpu"]["usable_cores"].as_u64() > Some(0));
+}
+
+#[test]
+fn without_gpus_runs_use_the_cpu() {
+    let report = report(&[NO_GPUS]);
+    assert_eq!(report["verdict"]["device"], "cpu");
+    assert_eq!(report["verdict"]["gpus"], serde_json::json!([]));
+    for gpu in report["gpus"].as_array().unwrap() {
+        assert_eq!(gpu["ordinal"], Value::Null);
+    }
+    // Every library is there or its places are named.
+    let libraries = report["cuda"]["libraries"].as_array().unwrap();
+    assert_eq!(libraries.len(), 5);
+    for library in libraries {
+        let attempts = library["attempts"].as_array().unwrap();
+        assert!(
+            !library["path"].is_null() || !attempts.is_empty(),
+            "{library}"
+        );
+    }
+}
+
+#[test]
+fn variables_are_explained_and_secrets_kept() {
+    let variables = [
+        NO_GPUS,
+        ("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:128"),
+        ("MP_SIZE", "4"),
+        ("NUM_GPUS_PER_WORKER", "4"),
+        ("HF_TOKEN", "hf_opensesame"),
+        ("SOME_PASSWORD", "opensesame"),
+        ("TESSERA_CUDA_LIBS", "/no/such/folder"),
+    ];
+    let text = printed(command("", &variables));
+    for words in [
+        "PYTORCH_CUDA_ALLOC_CONF",
+        "max_split_size_mb:128",
+        "instead: --device-memory-limit",
+        "instead: --nproc N --zero 3",
+        "set, but without effect here: MP_SIZE, NUM_GPUS_PER_WORKER, PYTORCH_CUDA_ALLOC_CONF",
+    ] {
+        assert!(text.contains(words), "no {words:?} in\n{text}");
+    }
+    assert!(!text.contains("opensesame"), "{text}");
+    let report = report(&variables);
+    assert!(!report.to_string().contains("opensesame"));
+    let found = findings(&report);
+    assert!(found.contains(&"variables-without-effect"), "{found:?}");
+    assert!(found.contains(&"library-folder-missing"), "{found:?}");
+}
+
+#[test]
+fn an_environment_that_training_refuses_is_reported() {
+    let broken = report(&[("LOCAL_RANK", "0")]);
+    let problem = broken["launch"]["problem"].as_str().unwrap();
+    assert!(problem.contains("RANK"), "{problem}");
+    assert!(findings(&broken).contains(&"rank-variables"));
+
+    let rank = [("RANK", "1"), ("LOCAL_RANK", "1"), ("WORLD_SIZE", "2")];
+    let report = report(&rank);
+    assert_eq!(report["launch"]["rank"], 1);
+    assert!(findings(&report).contains(&"is-a-rank"));
+}
+
+#[test]
+fn folders_that_are_gone_are_reported() {
+    let without = report(&[("TMPDIR", "/no/such/folder")]);
+    assert!(findings(&without).contains(&"temporary-not-writable"));
+
+    let parent = tempfile::tempdir().unwrap();
+    let mut shell = Command::new("sh");
+    shell
+        .args([
+            "-c",
+            "mkdir gone && cd gone && rmdir ../gone && exec \"$0\" doctor --json",
+        ])
+        .arg(PROGRAM)
+        .current_dir(parent.path())
+        .env_clear();
+    let report: Value = serde_json::from_str(&printed(shell)).unwrap();
+    assert!(findings(&report).contains(&"runs-not-writable"), "{report}");
+}
+
+#[test]
+fn nothing_is_left_behind() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().to_str().unwrap();
+    let mut command = command("", &[("TMPDIR", path), ("HOME", path)]);
+    command.current_dir(folder.path());
+    printed(command);
+    assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
+}
+
+#[test]
+fn output_that_nobody_reads_is_no_failure() {
+    for words in ["", "--json"] {
+        let mut child = command(words, &[])
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        drop(child.stdout.take());
+        let output = child.wait_with_output().unwrap();
+        let errors = String::from_utf8(output.stderr).unwrap();
+        assert_eq!((output.status.code(), errors.as_str()), (Some(0), ""));
+    }
+    let mut shell = Command::new("sh");
+    shell.args(["-c", "exec \"$0\" doctor >&-"]).arg(PROGRAM);
+    assert_eq!(printed(shell), "");
+}
+
+#[test]
+fn output_that_cannot_be_written_is_a_failure() {
+    let full = fs::OpenOptions::new().write(true).open("/dev/full");
+    let output = command("", &[]).stdout(full.unwrap()).output().unwrap();
+    let errors = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(16), "{errors}");
+    for words in ["error[E13] ", "standard output", "  next      "] {
+        assert!(errors.contains(words), "no {words:?} in\n{errors}");
+    }
+}
+
+#[test]
+fn flags_of_other_verbs_are_refused() {
+    for (words, next) in [
+        ("--zero 3", "launcher doctor --help"),
+        ("--jason", "did you mean --json?"),
+        ("please", "launcher doctor --help"),
+    ] {
+        let output = command(words, &[]).output().unwrap();
+        let errors = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(2), "{words}\n{errors}");
+        assert!(errors.contains(next), "{words}\n{errors}");
+        assert!(output.stdout.is_empty());
+    }
+    let help = printed(command("--help", &[]));
+    assert!(help.contains("--json"), "{help}");
+}
+
+/// A folder with a management library that knows two GPUs with known answers.
+fn management_library() -> TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    let source = "../kernels/tests/nvml/library.c";
+    let status = Command::new("cc")
+        .args(["-shared", "-fPIC", "-w", "-o"])
+        .arg(folder.path().join("libnvidia-ml.so.1"))
+        .arg(Path::new(env!("CARGO_MANIFEST_DIR")).join(source))
+        .status();
+    assert!(status.unwrap().success());
+    folder
+}
+
+#[test]
+fn gpus_that_only_the_management_library_sees_are_shown() {
+    let library = management_library();
+    let variables = [
+        NO_GPUS,
+        ("TESSERA_CUDA_LIBS", library.path().to_str().unwrap()),
+    ];
+    let report = report(&variables);
+    assert_eq!(report["cuda"]["driver"], "580.65.06");
+    let gpus = report["gpus"].as_array().unwrap();
+    assert_eq!(gpus.len(), 2, "{gpus:#?}");
+    let gpu = &gpus[1];
+    assert_eq!(gpu["name"], "Imaginary 101");
+    assert_eq!((&gpu["ordinal"], &gpu["index"]), (&Value::Null, &1.into()));
+    assert_eq!(gpu["compute_capability"], "9.0");
+    assert_eq!(gpu["free_bytes"], 19u64 << 30);
+    assert_eq!(gpu["processes"][0]["used_bytes"], 4u64 << 30);
+    assert_eq!(gpu["processes"][1]["used_bytes"], Value::Null);
+    assert_eq!(
+        (&gpu["nvlinks"], &gpu["pcie"]["width"]),
+        (&5.into(), &8.into())
+    );
+    assert_eq!(report["verdict"]["device"], "cpu");
+    let found = findings(&report);
+    // Which of the two depends on the machine: whether it has the CUDA driver.
+    let absent = ["driver-library-missing", "gpus-hidden"];
+    assert!(absent.iter().any(|id| found.contains(id)), "{found:?}");
+    assert!(found.contains(&"gpu-row-remap-pending"), "{found:?}");
+    let text = printed(command("", &variables));
+    for words in [
+        " (gpu 0)  Imaginary 100 · compute capability 9.0 · 19.0G of 24.0G free\n",
+        "process 1000000000 holds 4.0G",
+        "hidden from CUDA",
+    ] {
+        assert!(text.contains(words), "no {words:?} in\n{text}");
+    }
+}
+
+#[test]
+fn python_tells_where_its_packages_lie() {
+    let folder = tempfile::tempdir().unwrap();
+    let site = folder.path().join("site");
+    fs::create_dir_all(site.join("nvidia/cuda_nvrtc/lib")).unwrap();
+    let python = folder.path().join("python3");
+    let script = format!("#!/bin/sh\necho\necho '{}'\n", site.display());
+    fs::write(&python, script).unwrap();
+    fs::set_permissions(&python, fs::Permissions::from_mode(0o755)).unwrap();
+    let report = report(&[NO_GPUS, ("PATH", folder.path().to_str().unwrap())]);
+    let packages = report["cuda"]["search"]["python_packages"].to_string();
+    assert!(packages.contains("/site\""), "{packages}");
+}
