@@ -1,4 +1,4 @@
-// Fibres, their scheduler, and the launch.
+// Fibres, their scheduler, and reports.
 
 namespace emulator {
 
@@ -58,7 +58,7 @@ static void* fresh_stack(u8* top, void (*entry)()) {
 }
 #endif
 
-static u8* stack_top(Block& block, u32 thread) { return block.stacks + (u64)(thread + 1) * STACK_BYTES; }
+static u8* stack_top(Block& block, u32 thread) { return block.room.stacks + (u64)(thread + 1) * STACK_BYTES; }
 
 static void leave(Block& block, void** save) {
   void* load = block.launcher_stack_pointer;
@@ -131,9 +131,9 @@ static void report_threads(Block& block, const char* what) {
   print(block, used, ": %s", what);
   for (u32 first = 0, last; first < block.threads; first = last + 1) {
     int state = state_of(block, first);
-    Site site = block.fibre[first].site;
+    Site site = block.room.fibres[first].site;
     for (last = first; last + 1 < block.threads; last++)
-      if (state_of(block, last + 1) != state || (state != 2 && !same(block.fibre[last + 1].site, site))) break;
+      if (state_of(block, last + 1) != state || (state != 2 && !same(block.room.fibres[last + 1].site, site))) break;
     print_threads(block, used, first, last);
     if (state == 2)
       print(block, used, "returned");
@@ -177,15 +177,15 @@ static bool pass_barrier(Block& block) {
   Site site = {0, nullptr};
   for (u32 t = 0; t < block.threads; t++) {
     if (!(block.warp[t / WARP].alive >> t % WARP & 1)) continue;
-    if (!site.file) site = block.fibre[t].site;
-    if (!same(site, block.fibre[t].site)) return false;
+    if (!site.file) site = block.room.fibres[t].site;
+    if (!same(site, block.room.fibres[t].site)) return false;
   }
   for (u32 w = 0; w < block.warps; w++) {
     block.warp[w].ready = block.warp[w].at_block;
     block.warp[w].at_block = 0;
   }
   block.waiting = 0;
-  block.epoch++;
+  block.room.epoch++;
   block.current = NONE;
   return true;
 }
@@ -212,14 +212,14 @@ static void run_next(Block& block, void** save, u32 previous) {
   u32 next = choose(block);
   if (next == NONE) leave(block, save);
   block.current = next;
-  block.stack_low = (u64)block.stacks + next * STACK_BYTES;
-  if (next != previous) emulator_switch(save, block.fibre[next].stack_pointer);
+  block.stack_low = (u64)block.room.stacks + next * STACK_BYTES;
+  if (next != previous) emulator_switch(save, block.room.fibres[next].stack_pointer);
 }
 
 static void wait() {
   Block& block = *running;
   u32 current = block.current;
-  run_next(block, &block.fibre[current].stack_pointer, current);
+  run_next(block, &block.room.fibres[current].stack_pointer, current);
 }
 
 static void thread_main() {
@@ -231,8 +231,8 @@ static void thread_main() {
   warp.alive &= ~(1u << thread % WARP);
   block.live--;
   block.program_counter = nullptr;
-  if (block.stacks[thread * STACK_BYTES] != POISON) fail({0, nullptr}, "the stack of %llu bytes overflowed", STACK_BYTES);
-  run_next(block, &block.fibre[thread].stack_pointer, NONE);
+  if (block.room.stacks[thread * STACK_BYTES] != POISON) fail({0, nullptr}, "the stack of %llu bytes overflowed", STACK_BYTES);
+  run_next(block, &block.room.fibres[thread].stack_pointer, NONE);
   __builtin_unreachable();
 }
 
@@ -242,7 +242,7 @@ Index thread_index() { return {running->current, 0, 0}; }
 Index block_index() { return running->index; }
 Index block_size() { return {running->threads, 1, 1}; }
 Index grid_size() { return {running->launch->grid[0], running->launch->grid[1], running->launch->grid[2]}; }
-u8* shared_memory() { return running->shared; }
+u8* shared_memory() { return running->room.shared; }
 u64 argument_word(u32 index) { return running->launch->words[index]; }
 
 void block_barrier(Site site) {
@@ -254,115 +254,6 @@ void block_barrier(Site site) {
   warp.at_block |= bit;
   block.waiting++;
   wait();
-}
-
-// ---- the launch
-
-static void start_block(Block& block, u64 number) {
-  const Launch& launch = *block.launch;
-  block.index.x = number % launch.grid[0];
-  block.index.y = number / launch.grid[0] % launch.grid[1];
-  block.index.z = number / launch.grid[0] / launch.grid[1];
-  block.starts.push_back(++block.epoch);
-  block.acquires.clear();
-  block.live = block.threads;
-  block.waiting = 0;
-  block.current = NONE;
-  memset(block.shared, POISON, launch.shared_bytes);
-  for (u32 w = 0; w < block.warps; w++) {
-    u32 lanes = block.threads - w * WARP < WARP ? block.threads - w * WARP : WARP;
-    block.warp[w] = Warp();
-    block.warp[w].first = w * WARP;
-    block.warp[w].ready = block.warp[w].alive = lanes == WARP ? ~0u : (1u << lanes) - 1;
-    block.warp_order[w] = launch.order == DESCENDING ? block.warps - 1 - w : w;
-  }
-  for (u32 t = 0; t < block.threads; t++) {
-    Fibre& fibre = block.fibre[t];
-    fibre.stack_pointer = fresh_stack(stack_top(block, t), thread_main);
-    fibre.site = {0, nullptr};
-    forget_copies(fibre);
-    fibre.group = 0;
-    fibre.fence = 0;
-  }
-}
-
-static void run_block(Block& block, u64 number) {
-  start_block(block, number);
-  run_next(block, &block.launcher_stack_pointer, NONE);
-}
-
-static bool refuse(Block& block, const char* format, ...) __attribute__((format(printf, 2, 3)));
-static bool refuse(Block& block, const char* format, ...) {
-  u64 used = 0;
-  print(block, used, "kernel %s: ", block.kernel->name);
-  va_list list;
-  va_start(list, format);
-  print_list(block, used, format, list);
-  va_end(list);
-  return false;
-}
-
-static bool check_launch(Block& block) {
-  const Launch& launch = *block.launch;
-  const Kernel& kernel = *block.kernel;
-  if (launch.threads == 0 || launch.threads > kernel.bound || launch.threads > MAX_THREADS)
-    return refuse(block, "%u threads in a block, the kernel is bound to %u", launch.threads, kernel.bound);
-  if (launch.grid[0] == 0 || launch.grid[1] == 0 || launch.grid[2] == 0 || launch.grid[0] > 0x7fffffffu ||
-      launch.grid[1] > 65535 || launch.grid[2] > 65535)
-    return refuse(block, "a grid of %u x %u x %u blocks", launch.grid[0], launch.grid[1], launch.grid[2]);
-  if (strcmp(launch.kinds, kernel.kinds) != 0)
-    return refuse(block,
-                  "the launch passes arguments '%s', the parameters are '%s' (p pointer, i int, u u32, l u64, f float)",
-                  launch.kinds, kernel.kinds);
-  return true;
-}
-
-static void run_blocks(Block& block) {
-  const Launch& launch = *block.launch;
-  u64 count = (u64)launch.grid[0] * launch.grid[1] * launch.grid[2];
-  std::vector<u64> order(count);
-  for (u64 i = 0; i < count; i++) order[i] = launch.order == DESCENDING ? count - 1 - i : i;
-  if (launch.order == RANDOM)
-    for (u64 i = count; i > 1; i--) {
-      u64 j = next_random(block) % i, kept = order[i - 1];
-      order[i - 1] = order[j];
-      order[j] = kept;
-    }
-  for (u64 i = 0; i < count && !block.failed; i++) run_block(block, order[i]);
-}
-
-int run(const Launch& launch, const Kernel& kernel, char* error, u64 error_size) {
-  std::unique_ptr<Block> owner(new Block());
-  Block& block = *owner;
-  block.launch = &launch;
-  block.kernel = &kernel;
-  block.error = error;
-  block.error_size = error_size;
-  block.threads = launch.threads;
-  block.warps = (launch.threads + WARP - 1) / WARP;
-  block.random = launch.seed;
-  if (!check_launch(block)) return 1;
-  block.fibre.resize(block.threads);
-  u64 granules = launch.shared_bytes / GRANULE + 1;
-  for (std::vector<u32>* column :
-       {&block.shadow.write_epoch, &block.shadow.writer, &block.shadow.read_epoch, &block.shadow.reader})
-    column->assign(granules, 0);
-  // Shared memory in the middle of a reserved range, so that addresses near it belong to nothing else.
-  u64 shared_room = launch.shared_bytes + 2 * SHARED_MARGIN, stack_room = block.threads * STACK_BYTES;
-  u8* room = (u8*)mmap(nullptr, shared_room + stack_room, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (room == MAP_FAILED || !open_buffers(block)) {
-    refuse(block, "no memory for %u threads and %llu buffers", block.threads, launch.buffer_count);
-    return 1;
-  }
-  block.stacks = room;
-  block.shared = room + stack_room + SHARED_MARGIN;
-  for (u32 t = 0; t < block.threads; t++) block.stacks[t * STACK_BYTES] = POISON;
-  running = &block;
-  run_blocks(block);
-  running = nullptr;
-  close_buffers(block);
-  munmap(room, shared_room + stack_room);
-  return block.failed;
 }
 
 }  // namespace emulator

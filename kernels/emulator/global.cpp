@@ -33,12 +33,12 @@ static const KnownBuffer* find_buffer(u64 address, u64 size, const char* what, S
 static void touch_global(u64 address, u64 size, Touch how, const char* what, Site site) {
   const KnownBuffer* b = find_buffer(address, size, what, site);
   if (!b || size < GRANULE) return;
-  const u32 now = this_thread(), epoch = running->epoch;
+  const u32 now = this_thread();
   const u64 last = (address + size - 1 - b->start) / GRANULE;
   for (u64 g = (address - b->start) / GRANULE; g <= last; g++) {
     Cell& c = b->cells[g];
     Touched cell = {c.write_epoch, c.writer, c.read_epoch, c.reader};
-    if (how == READ && quick_read<GLOBAL>(cell, epoch, now)) continue;
+    if (how == READ && quick_read<GLOBAL>(cell, now)) continue;
     touch<GLOBAL>(cell, how, now, what, g * GRANULE, site);
   }
 }
@@ -75,25 +75,6 @@ u32 load_volatile(const u32* p, Site site) {
     block.shuffled = false;
   }
   return *p;
-}
-
-// ---- the launch
-
-// Cells start as zero and take memory when they are touched.
-static bool open_buffers(Block& block) {
-  const Launch& launch = *block.launch;
-  for (u64 i = 0; i < launch.buffer_count; i++) {
-    const Buffer& b = launch.buffers[i];
-    u64 bytes = (b.len / GRANULE + 1) * sizeof(Cell);
-    void* cells = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (cells == MAP_FAILED) return false;
-    block.buffers.push_back({b.address, b.address + b.len, (Cell*)cells, bytes});
-  }
-  return true;
-}
-
-static void close_buffers(Block& block) {
-  for (const KnownBuffer& b : block.buffers) munmap(b.cells, b.cell_bytes);
 }
 
 }  // namespace emulator

@@ -11,7 +11,7 @@ static void plain_access(u64 address, u64 size, bool write, void* from) {
   block.program_counter = from;
   const char* what = write ? "a write" : "a read";
   const Site here = {0, nullptr};
-  const u64 offset = address - (u64)block.shared, bytes = block.launch->shared_bytes;
+  const u64 offset = address - (u64)block.room.shared, bytes = block.launch->shared_bytes;
   if (offset + SHARED_MARGIN >= bytes + 2 * SHARED_MARGIN) {
     touch_global(address, size, write ? WRITE : READ, what, here);
   } else if (offset > bytes || offset + size > bytes) {

@@ -8,6 +8,8 @@
 #include <sys/mman.h>
 
 #include <memory>
+#include <mutex>
+#include <utility>
 #include <vector>
 
 namespace emulator {
@@ -27,6 +29,9 @@ const u32 MAX_POLLS = 1 << 22;
 const u64 NEAR_BYTES = 8 << 20;
 // The same for shared memory.
 const u64 SHARED_MARGIN = 64 << 10;
+// More shared memory than any block of a GPU has.
+const u32 SHARED_ROOM = 256 << 10;
+const u32 LAST_EPOCH = 1u << 31;
 
 // An asynchronous copy that has not landed.
 struct Copy {
@@ -93,7 +98,17 @@ struct Acquire {
 struct KnownBuffer {
   u64 start, end;
   Cell* cells;
-  u64 cell_bytes;
+};
+
+// What a block works in, kept from launch to launch.
+struct Room {
+  u8* stacks = nullptr;
+  u8* shared = nullptr;
+  Shadow shadow;
+  Cell* cells = nullptr;
+  u64 cell_count = 0;
+  u32 epoch = 0;
+  std::vector<Fibre> fibres;
 };
 
 struct Block {
@@ -103,15 +118,13 @@ struct Block {
   u32 threads, warps, current;
   u32 warp_order[MAX_THREADS / WARP];
   u64 random;
-  u32 epoch;
+  u32 first_epoch;  // of the launch
   u32 live;
   u32 waiting;  // threads at the block's barrier
   u64 polls;    // volatile loads
   bool failed;
   bool shuffled;  // the next thread is drawn at random
   void* launcher_stack_pointer;
-  u8* stacks;
-  u8* shared;
   u64 stack_low;          // of the running thread
   void* program_counter;  // of the last plain access
   std::vector<KnownBuffer> buffers;
@@ -121,15 +134,14 @@ struct Block {
   std::vector<Acquire> acquires;
   char* error;
   u64 error_size;
-  Shadow shadow;
   Warp warp[MAX_THREADS / WARP];
-  std::vector<Fibre> fibre;
+  Room room;
 };
 
 // The block that this OS thread executes.
 static thread_local Block* running = nullptr;
 
-static inline Fibre& current_fibre() { return running->fibre[running->current]; }
+static inline Fibre& current_fibre() { return running->room.fibres[running->current]; }
 static inline Warp& current_warp() { return running->warp[running->current / WARP]; }
 
 // Ends the launch with a message. Without a site the place is that of the last plain access.
@@ -145,7 +157,5 @@ static void touch_global(u64 address, u64 size, Touch how, const char* what, Sit
 static void forget_copies(Fibre& fibre);
 // The offset of `size` bytes at an address of shared memory.
 static u32 shared_offset(u32 address, u32 size, const char* what, Site site);
-static bool open_buffers(Block& block);
-static void close_buffers(Block& block);
 
 }  // namespace emulator

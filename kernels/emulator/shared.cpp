@@ -4,8 +4,8 @@ namespace emulator {
 
 // A warp reads eight granules; false, and nothing is done, when one was written in this epoch.
 static bool warp_reads_eight(u32 g) {
-  Shadow& shadow = running->shadow;
-  const u32 epoch = running->epoch, now = this_warp();
+  Shadow& shadow = running->room.shadow;
+  const u32 epoch = running->room.epoch, now = this_warp();
   u32 *write = &shadow.write_epoch[g], *read = &shadow.read_epoch[g], *reader = &shadow.reader[g];
   u32 written = 0;
   for (u32 i = 0; i < 8; i++) written |= write[i] >= epoch;
@@ -20,11 +20,10 @@ static bool warp_reads_eight(u32 g) {
 
 static void touch_shared(u32 offset, u32 size, Touch how, u32 now, const char* what, Site site) {
   if (size < GRANULE) return;
-  Shadow& shadow = running->shadow;
-  const u32 epoch = running->epoch;
+  Shadow& shadow = running->room.shadow;
   for (u32 g = offset / GRANULE; g <= (offset + size - 1) / GRANULE; g++) {
     Touched cell = {shadow.write_epoch[g], shadow.writer[g], shadow.read_epoch[g], shadow.reader[g]};
-    if (how == READ && quick_read<SHARED>(cell, epoch, now)) continue;
+    if (how == READ && quick_read<SHARED>(cell, now)) continue;
     touch<SHARED>(cell, how, now, what, g * GRANULE, site);
   }
 }
@@ -45,7 +44,7 @@ static u32 shared_offset(u32 address, u32 size, const char* what, Site site) {
 u32 shared_address(const void* p, Site site) {
   current_fibre().site = site;
   // Addresses outside may be computed; using one is an error.
-  i64 offset = (i64)((u64)p - (u64)running->shared);
+  i64 offset = (i64)((u64)p - (u64)running->room.shared);
   if (offset < -(i64)SHARED_START || offset > (i64)(running->launch->shared_bytes + SHARED_MARGIN))
     fail(site, "shared_address of %#llx, which is not in shared memory", (u64)p);
   return (u32)(offset + SHARED_START);
@@ -63,8 +62,8 @@ void copy_async_16(u32 address, const void* global, bool valid, Site site) {
     touch_global((u64)global, 16, READ, what, site);
   }
   touch_shared(offset, 16, WRITE, this_thread(), what, site);
-  for (u32 g = offset / GRANULE; g < (offset + 16) / GRANULE; g++) running->shadow.write_epoch[g] = IN_FLIGHT;
-  memset(running->shared + offset, POISON, 16);
+  for (u32 g = offset / GRANULE; g < (offset + 16) / GRANULE; g++) running->room.shadow.write_epoch[g] = IN_FLIGHT;
+  memset(running->room.shared + offset, POISON, 16);
   fibre.copies.push_back({offset, valid ? global : nullptr, fibre.group});
 }
 
@@ -75,9 +74,9 @@ static void land(const Copy& copy, Site site) {
   touch_shared(copy.offset, 16, LAND, this_thread(), what, site);
   if (copy.source) {
     touch_global((u64)copy.source, 16, READ, what, site);
-    memcpy(running->shared + copy.offset, copy.source, 16);
+    memcpy(running->room.shared + copy.offset, copy.source, 16);
   } else {
-    memset(running->shared + copy.offset, 0, 16);
+    memset(running->room.shared + copy.offset, 0, 16);
   }
 }
 
@@ -95,7 +94,7 @@ void copy_async_wait(u32 in_flight, Site site) {
 
 static void forget_copies(Fibre& fibre) {
   for (const Copy& copy : fibre.copies)
-    for (u32 g = copy.offset / GRANULE; g < (copy.offset + 16) / GRANULE; g++) running->shadow.write_epoch[g] = 0;
+    for (u32 g = copy.offset / GRANULE; g < (copy.offset + 16) / GRANULE; g++) running->room.shadow.write_epoch[g] = 0;
   fibre.copies.clear();
 }
 

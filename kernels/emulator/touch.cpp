@@ -8,9 +8,9 @@
 
 namespace emulator {
 
-static const u32 IN_FLIGHT = ~0u;       // as the epoch of a write: a copy will land here
-static const u32 SEVERAL_BLOCKS = ~0u;  // as the epoch of a read
+static const u32 IN_FLIGHT = ~0u;  // as the epoch of a write: a copy will land here
 static const u32 THREAD_MASK = 1023, WARP_MASK = 992, WHOLE_WARP = 1024, MANY = 2048, BARRIERS_SHIFT = 12;
+static const u32 SEVERAL_BLOCKS = MANY | WHOLE_WARP;  // as the reader
 
 static u32 this_thread() { return running->current | current_warp().barriers << BARRIERS_SHIFT; }
 static u32 this_warp() { return current_warp().first | WHOLE_WARP | current_warp().barriers << BARRIERS_SHIFT; }
@@ -56,7 +56,7 @@ template <typename Accept>
 static bool has_seen(Accept accept) {
   Block& block = *running;
   for (const Acquire& acquire : block.acquires) {
-    if (acquire.epoch == block.epoch && acquire.thread != block.current) continue;  // no barrier since
+    if (acquire.epoch == block.room.epoch && acquire.thread != block.current) continue;  // no barrier since
     for (u64 i = 0; i < acquire.releases; i++)
       if (block.releases[i].counter == acquire.counter && accept(block.releases[i])) return true;
   }
@@ -77,15 +77,15 @@ static bool all_handed_over() {
   return true;
 }
 
-void device_fence() { current_fibre().fence = running->epoch; }
+void device_fence() { current_fibre().fence = running->room.epoch; }
 
 static void release_and_acquire(u64 counter, bool release) {
   Block& block = *running;
-  block.acquires.push_back({counter, block.releases.size(), block.current, block.epoch});
+  block.acquires.push_back({counter, block.releases.size(), block.current, block.room.epoch});
   if (!release) return;
   std::vector<u32> fences;
-  for (const Fibre& fibre : block.fibre) fences.push_back(fibre.fence);
-  block.releases.push_back({counter, (u32)block.starts.size() - 1, block.current, block.epoch, fences});
+  for (const Fibre& fibre : block.room.fibres) fences.push_back(fibre.fence);
+  block.releases.push_back({counter, (u32)block.starts.size() - 1, block.current, block.room.epoch, fences});
 }
 
 // ---- one granule
@@ -96,25 +96,31 @@ enum Space { SHARED, GLOBAL };
 template <Space SPACE>
 static bool races(u32 epoch, u32 earlier, u32 now) {
   Block& block = *running;
-  if (epoch == block.epoch) return concurrent(earlier, now);
-  return SPACE == GLOBAL && epoch && epoch < block.starts.back() && !handed_over(epoch, earlier);
+  if (epoch == block.room.epoch) return concurrent(earlier, now);
+  return SPACE == GLOBAL && epoch >= block.first_epoch && epoch < block.starts.back() && !handed_over(epoch, earlier);
 }
 
 [[noreturn]] static void report_race(const char* what, const char* where, u64 at, u32 epoch, u32 who, const char* other,
                                      Site site) {
   char text[64];
-  if (epoch >= running->starts.back() && epoch <= running->epoch)
+  if (epoch >= running->starts.back() && epoch <= running->room.epoch)
     fail(site, "%s at byte %llu of %s without a barrier after the %s by %s", what, at, where, other, describe(who, text));
   fail(site, "%s at byte %llu of %s without a fence and a counter after the %s by another block", what, at, where, other);
 }
 
+// What counts as long ago: earlier launches, and for shared memory what lies before the block's last barrier.
+template <Space SPACE>
+static inline u32 recent() {
+  return SPACE == SHARED ? running->room.epoch : running->first_epoch;
+}
+
 // What happens most: a read of what nobody has written of late. False: `touch` must look closer.
 template <Space SPACE>
-static inline bool quick_read(Touched cell, u32 epoch, u32 now) {
-  if (cell.write_epoch >= (SPACE == SHARED ? epoch : 1)) return false;
-  if (cell.read_epoch == SEVERAL_BLOCKS || (cell.read_epoch == epoch && cell.reader == now)) return true;
-  if (cell.read_epoch != 0) return false;
-  cell.read_epoch = epoch;
+static inline bool quick_read(Touched cell, u32 now) {
+  if (cell.write_epoch >= recent<SPACE>()) return false;
+  if (cell.read_epoch >= recent<SPACE>())
+    return cell.reader == SEVERAL_BLOCKS || (cell.read_epoch == running->room.epoch && cell.reader == now);
+  cell.read_epoch = running->room.epoch;
   cell.reader = now;
   return true;
 }
@@ -131,13 +137,14 @@ static void touch(Touched cell, Touch how, u32 now, const char* what, u64 at, Si
   } else if (races<SPACE>(cell.write_epoch, cell.writer, now)) {
     report_race(what, where, at, cell.write_epoch, cell.writer, "write", site);
   }
+  const bool several = cell.reader == SEVERAL_BLOCKS && cell.read_epoch >= block.first_epoch;
   if (how == READ) {
-    if (cell.read_epoch == SEVERAL_BLOCKS) return;
+    if (several) return;
     if (!races<SPACE>(cell.read_epoch, cell.reader, now)) {
       cell.reader = now;
-      cell.read_epoch = block.epoch;
-    } else if (cell.read_epoch != block.epoch) {
-      cell.read_epoch = SEVERAL_BLOCKS;
+      cell.read_epoch = block.room.epoch;
+    } else if (cell.read_epoch != block.room.epoch) {
+      cell.reader = SEVERAL_BLOCKS;
     } else {
       // Older reads of the same warp are ordered before whatever this one is ordered before.
       bool same_warp = !((cell.reader ^ now) & WARP_MASK) && !(cell.reader & MANY);
@@ -145,13 +152,13 @@ static void touch(Touched cell, Touch how, u32 now, const char* what, u64 at, Si
     }
     return;
   }
-  if (cell.read_epoch == SEVERAL_BLOCKS) {
+  if (several) {
     if (!all_handed_over()) fail(site, "%s at byte %llu of %s, which several blocks read", what, at, where);
     cell.read_epoch = 0;
   } else if (races<SPACE>(cell.read_epoch, cell.reader, now)) {
     report_race(what, where, at, cell.read_epoch, cell.reader, "read", site);
   }
-  cell.write_epoch = block.epoch;
+  cell.write_epoch = block.room.epoch;
   cell.writer = now;
 }
 

@@ -2,7 +2,7 @@
 
 namespace emulator {
 
-static Fibre& lane_of(Warp& warp, u32 lane) { return running->fibre[warp.first + lane]; }
+static Fibre& lane_of(Warp& warp, u32 lane) { return running->room.fibres[warp.first + lane]; }
 
 static void meet(const char* operation, Collective collective, Site site, Operands operands) {
   Block& block = *running;
@@ -74,7 +74,7 @@ static void finish_load(Warp& warp) {
     for (u32 row = 0; row < 8; row++) {
       Fibre& giver = lane_of(warp, 8 * m + row);
       warp_reads_row(giver.operands.lane, warp.operation, giver.site);
-      memcpy(matrix[row], block.shared + giver.operands.lane, 16);
+      memcpy(matrix[row], block.room.shared + giver.operands.lane, 16);
     }
     for (u32 lane = 0; lane < WARP; lane++) {
       u32 row = lane / 4, column = lane % 4 * 2;

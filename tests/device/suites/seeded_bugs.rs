@@ -2,6 +2,7 @@
 
 use anyhow::Result;
 use device_tests::emulator::{Emulator, Order};
+use device_tests::machine::Machine as _;
 use device_tests::seeded::{GEMM, SUM, check_gemm, check_sum};
 
 /// Sizes with rests in every direction, and more steps than stages.
@@ -14,6 +15,18 @@ fn the_correct_gemm_passes_in_every_order() {
         for shape in [SHAPE, [64, 64, 128], [1, 8, 8]] {
             check_gemm(&mut Emulator::new(order), GEMM, shape).unwrap();
         }
+    }
+}
+
+#[test]
+fn a_fault_leaves_nothing_behind_for_the_next_launch() {
+    let mut machine = Emulator::new(Order::Ascending);
+    for _ in 0..3 {
+        // Rows of 120 bytes cannot be copied by 16, and the first row is in flight by then.
+        let fault = check_gemm(&mut machine, GEMM, [64, 64, 60]).expect_err("not aligned");
+        assert!(format!("{fault:#}").contains("aligned"), "{fault:#}");
+        machine.reset().unwrap();
+        check_gemm(&mut machine, GEMM, SHAPE).unwrap();
     }
 }
 

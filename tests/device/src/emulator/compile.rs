@@ -21,7 +21,7 @@ macro_rules! emulator_file {
 /// In front of every kernel.
 const HEADERS: [(&str, &str); 2] = [emulator_file!("emulator.h"), emulator_file!("primitives.h")];
 /// The unit that executes launches, the same for all modules.
-const RUNTIME: [(&str, &str); 8] = [
+const RUNTIME: [(&str, &str); 9] = [
     emulator_file!("emulator.h"),
     emulator_file!("runtime.h"),
     emulator_file!("block.cpp"),
@@ -30,6 +30,7 @@ const RUNTIME: [(&str, &str); 8] = [
     emulator_file!("global.cpp"),
     emulator_file!("hooks.cpp"),
     emulator_file!("warp.cpp"),
+    emulator_file!("launch.cpp"),
 ];
 
 const COMMON_FLAGS: &[&str] = &[
