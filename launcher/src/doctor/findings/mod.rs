@@ -118,7 +118,7 @@ fn is_usable(gpu: &Gpu) -> bool {
 }
 
 /// Whether `--device` offers GPUs.
-fn trains_on_gpus() -> bool {
+pub(super) fn trains_on_gpus() -> bool {
     DeviceChoice::from_str("cuda", true).is_ok()
 }
 
