@@ -4,7 +4,7 @@ namespace emulator {
 
 static KnownBuffer* nearest_buffer(u64 address) {
   KnownBuffer* nearest = nullptr;
-  u64 distance = 1 << 20;
+  u64 distance = NEAR_BYTES;
   for (KnownBuffer& b : running->buffers) {
     u64 d = address < b.start ? b.start - address : address < b.end ? 0 : address - b.end;
     if (d < distance) distance = d, nearest = &b;

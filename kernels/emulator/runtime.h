@@ -23,7 +23,9 @@ const u32 SHARED_START = 1024;
 const u32 GRANULE = 2;
 // Volatile loads in a launch.
 const u32 MAX_POLLS = 1 << 22;
-// Accesses this far from shared memory are attributed to it.
+// Accesses this far from a buffer are attributed to it.
+const u64 NEAR_BYTES = 8 << 20;
+// The same for shared memory.
 const u64 SHARED_MARGIN = 64 << 10;
 
 // An asynchronous copy that has not landed.

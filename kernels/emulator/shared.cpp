@@ -12,7 +12,7 @@ static bool warp_reads_eight(u32 g) {
   if (written) return false;
   for (u32 i = 0; i < 8; i++) {
     u32 other_warp = (reader[i] ^ now) & (WARP_MASK | MANY);
-    reader[i] = (read[i] == epoch) & (other_warp != 0) ? MANY : now;
+    reader[i] = ((read[i] == epoch) & (other_warp != 0)) ? MANY : now;
     read[i] = epoch;
   }
   return true;

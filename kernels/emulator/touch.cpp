@@ -51,19 +51,30 @@ static u32 block_of(u32 epoch) {
   return low;
 }
 
-// Whether the running thread may rely on what `who` did in an epoch of an earlier block.
-static bool handed_over(u32 epoch, u32 who) {
+// Whether the running thread has seen a release that `accept` takes.
+template <typename Accept>
+static bool has_seen(Accept accept) {
   Block& block = *running;
-  if (block.acquires.empty()) return false;
-  u32 number = block_of(epoch);
   for (const Acquire& acquire : block.acquires) {
     if (acquire.epoch == block.epoch && acquire.thread != block.current) continue;  // no barrier since
-    for (u64 i = 0; i < acquire.releases; i++) {
-      const Release& release = block.releases[i];
-      if (release.counter == acquire.counter && release.block == number && publishes(release, epoch, who)) return true;
-    }
+    for (u64 i = 0; i < acquire.releases; i++)
+      if (block.releases[i].counter == acquire.counter && accept(block.releases[i])) return true;
   }
   return false;
+}
+
+// Whether the running thread may rely on what `who` did in an epoch of an earlier block.
+static bool handed_over(u32 epoch, u32 who) {
+  if (running->acquires.empty()) return false;
+  u32 number = block_of(epoch);
+  return has_seen([&](const Release& r) { return r.block == number && publishes(r, epoch, who); });
+}
+
+// Whether all blocks that ran before have handed over something.
+static bool all_handed_over() {
+  for (u32 number = 0; number + 1 < running->starts.size(); number++)
+    if (!has_seen([&](const Release& r) { return r.block == number && r.fences[r.thread]; })) return false;
+  return true;
 }
 
 void device_fence() { current_fibre().fence = running->epoch; }
@@ -132,10 +143,12 @@ static void touch(Touched cell, Touch how, u32 now, const char* what, u64 at, Si
     }
     return;
   }
-  if (cell.read_epoch == SEVERAL_BLOCKS)
-    fail(site, "%s at byte %llu of %s, which several blocks read", what, at, where);
-  if (races<SPACE>(cell.read_epoch, cell.reader, now))
+  if (cell.read_epoch == SEVERAL_BLOCKS) {
+    if (!all_handed_over()) fail(site, "%s at byte %llu of %s, which several blocks read", what, at, where);
+    cell.read_epoch = 0;
+  } else if (races<SPACE>(cell.read_epoch, cell.reader, now)) {
     report_race(what, where, at, cell.read_epoch, cell.reader, "read", site);
+  }
   cell.write_epoch = block.epoch;
   cell.writer = now;
 }

@@ -21,11 +21,19 @@ pub enum Family {
     GradNorm,
     /// RMS norm and layer norm.
     Norm,
+    /// Every primitive on its own.
+    PrimitivesCheck,
 }
 
 impl Family {
     /// Every family.
-    pub const ALL: [Self; 4] = [Self::Cast, Self::AdamW, Self::GradNorm, Self::Norm];
+    pub const ALL: [Self; 5] = [
+        Self::Cast,
+        Self::AdamW,
+        Self::GradNorm,
+        Self::Norm,
+        Self::PrimitivesCheck,
+    ];
 
     /// Its file's stem.
     #[must_use]
@@ -35,6 +43,7 @@ impl Family {
             Self::AdamW => "adamw",
             Self::GradNorm => "grad_norm",
             Self::Norm => "norm",
+            Self::PrimitivesCheck => "primitives_check",
         }
     }
 
@@ -46,6 +55,7 @@ impl Family {
             Self::AdamW => include_str!("source/adamw.cu"),
             Self::GradNorm => include_str!("source/grad_norm.cu"),
             Self::Norm => include_str!("source/norm.cu"),
+            Self::PrimitivesCheck => include_str!("source/primitives_check.cu"),
         }
     }
 
@@ -58,6 +68,7 @@ impl Family {
             Self::AdamW => super::ops::adamw::modules(),
             Self::GradNorm => super::ops::grad_norm::modules(),
             Self::Norm => super::ops::norm::modules(),
+            Self::PrimitivesCheck => super::ops::primitives_check::modules(),
         }
     }
 }

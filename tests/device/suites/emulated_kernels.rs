@@ -1,7 +1,7 @@
 //! Every kernel family on the emulated device.
 
 use device_tests::cases::{self, Effort};
-use device_tests::emulator::{Emulator, Order};
+use device_tests::emulator::{Emulator, Order, build_modules};
 use kernels::cuda::module::Family;
 
 fn run(family: Family) {
@@ -41,4 +41,27 @@ families! {
     adamw: AdamW,
     grad_norm: GradNorm,
     norm: Norm,
+    primitives_check: PrimitivesCheck,
+}
+
+#[test]
+fn prebuilt_modules_run_without_a_compiler() {
+    let folder = tempfile::tempdir().unwrap();
+    let modules = Family::Cast.modules();
+    build_modules(folder.path(), &modules[1..]).unwrap();
+    let mut machine = Emulator::prebuilt(folder.path(), Order::Ascending);
+    let cases = cases::of(Family::Cast, Effort::Emulated);
+    let results: Vec<_> = cases.iter().map(|case| case.run(&mut machine)).collect();
+    let missing = |error: &anyhow::Error| format!("{error:#}").contains("there is no");
+    assert!(results.iter().any(Result::is_ok));
+    assert!(
+        results
+            .iter()
+            .flat_map(|result| result.as_ref().err())
+            .all(missing)
+    );
+    assert!(
+        results.iter().any(Result::is_err),
+        "one module was left out"
+    );
 }

@@ -1,7 +1,8 @@
 //! Bugs put into correct kernels: the emulator reports each of them.
 
+use anyhow::Result;
 use device_tests::emulator::{Emulator, Order};
-use device_tests::seeded::{GEMM, check_gemm};
+use device_tests::seeded::{GEMM, SUM, check_gemm, check_sum};
 
 /// Sizes with rests in every direction, and more steps than stages.
 const SHAPE: [usize; 3] = [70, 136, 200];
@@ -16,20 +17,27 @@ fn the_correct_gemm_passes_in_every_order() {
     }
 }
 
-/// The GEMM with each `from` replaced by `to` is reported in both orders, with these words.
-fn caught(replacements: &[(&str, &str)], words: &str) {
-    let mut text = GEMM.to_owned();
+/// A correct text, and its check on a machine.
+type Check = fn(&mut Emulator, &str) -> Result<()>;
+
+/// The text with each `from` replaced by `to` is reported in both orders, with these words.
+fn reported(correct: &str, check: Check, replacements: &[(&str, &str)], words: &str) {
+    let mut text = correct.to_owned();
     for (from, to) in replacements {
         assert_eq!(text.matches(from).count(), 1, "the text has '{from}' once");
         text = text.replace(from, to);
     }
     for order in Order::BOTH {
-        let mut machine = Emulator::new(order);
-        let result = check_gemm(&mut machine, &text, SHAPE);
+        let result = check(&mut Emulator::new(order), &text);
         let report = format!("{:#}", result.expect_err("the bug was not seen"));
         println!("{order:?}: {report}");
         assert!(report.contains(words), "{report}");
     }
+}
+
+fn caught(replacements: &[(&str, &str)], words: &str) {
+    let check = |machine: &mut Emulator, text: &str| check_gemm(machine, text, SHAPE);
+    reported(GEMM, check, replacements, words);
 }
 
 const WAIT: &str = "copy_async_wait<STAGES - 2>();";
@@ -94,7 +102,7 @@ fn an_unaligned_row_for_a_matrix() {
 fn a_missing_guard_of_the_store() {
     caught(
         &[("if (row_c < m && column_c < n)", "if (column_c < n)")],
-        "a write of 4 bytes at byte",
+        "bytes at byte",
     );
     caught(&[("if (row_c < m && column_c < n)", "")], "a write");
 }
@@ -169,10 +177,72 @@ fn undefined_behaviour() {
     let steps = "const int steps = divide_up(k, 32)";
     let overflow = format!("{steps} + (0x7fffff00 + 4 * thread) / 0x7fffffff");
     caught(&[(steps, &overflow)], "overflows");
-    let division = format!("{steps} + 1 / (thread - 300 + m)");
+    let division = format!("{steps} + 1 / (thread - m)");
     caught(&[(steps, &division)], "division");
     caught(
-        &[("sums[i][j], left[i]", "sums[i][j + lane / 31], left[i]")],
+        &[("sums[i][j], left[i]", "sums[i][j + lane / 31 * 9], left[i]")],
         "outside its array",
     );
+}
+
+#[test]
+fn blocks_that_hand_over_their_sums() {
+    let check = |machine: &mut Emulator, text: &str| check_sum(machine, text, 1000);
+    for order in [Order::Ascending, Order::Descending, Order::Random(3)] {
+        check(&mut Emulator::new(order), SUM).unwrap();
+    }
+    let caught = |from, to, words| reported(SUM, check, &[(from, to)], words);
+    let unordered = "without a fence and a counter after the write by another block";
+    caught("device_fence();", "", unordered);
+    caught(
+        "partial[blockIdx.x] =",
+        "arrived[0] = 0; partial[blockIdx.x] =",
+        "",
+    );
+    // What all blocks read may be overwritten by the last one, not by an earlier one.
+    let all_read = SUM.replace("total = 0.0f", "total = x[0] - x[0]");
+    let overwrite = "((float*)x)[0] = 0.0f;";
+    let late = all_read.replace("*y = all;", &format!("*y = all; {overwrite}"));
+    check(&mut Emulator::new(Order::Ascending), &late).unwrap();
+    let early = format!("if (blockIdx.x == 2) {overwrite} device_fence();");
+    let replacements = [("device_fence();", &*early)];
+    reported(&all_read, check, &replacements, "which several blocks read");
+    // The last block in the grid need not be the last to run.
+    let last_in_grid = "if (blockIdx.x != gridDim.x - 1) return;";
+    caught(
+        "if (atomic_increment(arrived) != gridDim.x - 1) return;",
+        last_in_grid,
+        "without a fence and a counter after the",
+    );
+    caught(
+        "if (atomic_increment(arrived) != gridDim.x - 1) return;",
+        "atomic_increment(arrived);",
+        "",
+    );
+    caught("block_barrier();  // the warps' sums", "//", NO_BARRIER);
+    caught(
+        "device_fence();",
+        "while (load_volatile(arrived) < blockIdx.x + 1);",
+        "volatile loads",
+    );
+    caught(
+        "i < n; i += gridDim",
+        "i <= n; i += gridDim",
+        "a read of 4 bytes",
+    );
+}
+
+#[test]
+fn launches_that_do_not_fit_the_kernel() {
+    let check = |machine: &mut Emulator, text: &str| check_sum(machine, text, 1000);
+    let caught = |from, to, words| reported(SUM, check, &[(from, to)], words);
+    caught("KERNEL(64, 1)", "KERNEL(32, 1)", "bound to 32");
+    caught(
+        "float* y, int n",
+        "float* y, u64 n",
+        "the parameters are 'ppppl'",
+    );
+    caught("int n)", "int n, int m)", "arguments 'ppppi'");
+    caught(") sum(", ") total(", "has no KERNEL(...) sum");
+    caught("float total = 0.0f;", "float total = nothing;", "nothing");
 }

@@ -4,3 +4,4 @@ pub mod adamw;
 pub mod cast;
 pub mod grad_norm;
 pub mod norm;
+pub mod primitives_check;

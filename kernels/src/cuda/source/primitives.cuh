@@ -91,6 +91,9 @@ DEVICE double shuffle_xor(double x, int mask) {
 DEVICE float shuffle(float x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
 DEVICE u32 shuffle(u32 x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
 
+// Whether `x` holds in any lane; all 32 lanes take part.
+DEVICE bool warp_any(bool x) { return __any_sync(0xffffffffu, x); }
+
 // Waits for all threads of the block / of the warp and makes their memory writes visible to each other.
 DEVICE void block_barrier() { __syncthreads(); }
 DEVICE void warp_barrier() { __syncwarp(); }

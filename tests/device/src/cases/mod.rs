@@ -9,6 +9,7 @@ pub mod adamw;
 pub mod cast;
 pub mod grad_norm;
 pub mod norm;
+pub mod primitives_check;
 
 /// How large operands may be.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -63,6 +64,7 @@ pub fn of(family: Family, effort: Effort) -> Vec<Case> {
         Family::AdamW => adamw::cases(effort),
         Family::GradNorm => grad_norm::cases(effort),
         Family::Norm => norm::cases(effort),
+        Family::PrimitivesCheck => primitives_check::cases(effort),
         other => vec![Case::new(format!("{other:?}"), move |_| {
             anyhow::bail!("the family {other:?} has no checks")
         })],

@@ -77,7 +77,12 @@ impl Unit {
 
     /// Where the library of this very text, these flags and this compiler lies.
     pub(super) fn cached_path(&self) -> Result<PathBuf> {
-        Ok(cache()?.join(format!("{}.so", key(&self.text)?)))
+        Ok(cache()?.join(format!("{}.so", hash(&self.text, compiler_version()?))))
+    }
+
+    /// Where [`build_all`] puts it: any compiler may have made it, but from this very text.
+    pub(super) fn prebuilt_path(&self, folder: &Path) -> PathBuf {
+        folder.join(format!("{}-{}.so", self.name, hash(&self.text, "")))
     }
 
     /// Compiles and links to `path`.
@@ -96,19 +101,29 @@ impl Unit {
     }
 }
 
-/// The library of a module in a folder of [`build_all`].
-pub(super) fn prebuilt_path(folder: &Path, module: &Module) -> PathBuf {
-    folder.join(format!("{}.so", module.name()))
-}
-
 /// Compiles every tested module of every family into `folder`, for [`super::Emulator::prebuilt`].
 ///
 /// # Errors
 /// When a module does not compile or the folder cannot be written.
 pub fn build_all(folder: &Path) -> Result<()> {
+    let modules: Vec<Module> = Family::ALL.into_iter().flat_map(Family::modules).collect();
+    build_modules(folder, &modules)
+}
+
+/// Compiles some modules as [`build_all`] does all.
+///
+/// # Errors
+/// As [`build_all`].
+pub fn build_modules(folder: &Path, modules: &[Module]) -> Result<()> {
     fs::create_dir_all(folder).with_context(|| format!("create {}", folder.display()))?;
-    for module in Family::ALL.into_iter().flat_map(Family::modules) {
-        Unit::new(&module)?.build(&prebuilt_path(folder, &module))?;
+    for module in modules {
+        let unit = Unit::new(module)?;
+        let cached = unit.cached_path()?;
+        if !cached.exists() {
+            unit.build(&cached)?;
+        }
+        let path = unit.prebuilt_path(folder);
+        fs::copy(&cached, &path).with_context(|| format!("copy to {}", path.display()))?;
     }
     Ok(())
 }
@@ -152,23 +167,22 @@ fn compiler_version() -> Result<&'static str> {
     }
 }
 
-fn key(text: &str) -> Result<String> {
-    let mut hasher = blake3::Hasher::new();
-    hasher.update(compiler_version()?.as_bytes());
-    hasher.update(joined(&RUNTIME).as_bytes());
-    for flag in [
+/// Names what a compiler makes of a text and the runtime.
+fn hash(text: &str, compiler: &str) -> String {
+    let flags = [
         COMMON_FLAGS,
         RUNTIME_FLAGS,
         KERNEL_FLAGS,
         LINK_FLAGS,
         LIBRARIES,
-    ]
-    .concat()
-    {
-        hasher.update(flag.as_bytes());
+    ];
+    let flags = flags.concat().join(" ");
+    let mut hasher = blake3::Hasher::new();
+    for part in [compiler, &flags, &joined(&RUNTIME), text] {
+        hasher.update(&(part.len() as u64).to_le_bytes());
+        hasher.update(part.as_bytes());
     }
-    hasher.update(text.as_bytes());
-    Ok(hasher.finalize().to_hex()[..32].to_owned())
+    hasher.finalize().to_hex()[..16].to_owned()
 }
 
 /// The folder of compiled modules: in the target folder that the running test lies in.
@@ -186,7 +200,7 @@ fn cache() -> Result<PathBuf> {
 fn runtime() -> Result<PathBuf> {
     static BUSY: Mutex<()> = Mutex::new(());
     let _busy = BUSY.lock().unwrap_or_else(PoisonError::into_inner);
-    let path = cache()?.join(format!("{}.o", key("runtime")?));
+    let path = cache()?.join(format!("{}.o", hash("runtime", compiler_version()?)));
     if !path.exists() {
         let scratch = Scratch::new(&path)?;
         let object = scratch.compile("runtime", &joined(&RUNTIME), RUNTIME_FLAGS)?;

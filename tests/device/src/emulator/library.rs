@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use kernels::cuda::module::Module;
 use libloading::Library;
 
@@ -70,17 +70,12 @@ impl Loaded {
             let (_, rest) = message.split_once(MARK)?;
             let (address, _) = rest.split_once(':')?;
             let mut tool = Command::new("addr2line");
-            let output = tool
-                .arg("-ise")
-                .arg(&self.path)
-                .arg(address)
-                .output()
-                .ok()?;
-            let line = String::from_utf8(output.stdout).ok()?;
-            // From the innermost function outwards.
-            let line = line
-                .lines()
-                .find(|line| !line.starts_with("primitives.h"))?;
+            tool.arg("-ise").arg(&self.path).arg(address);
+            let output = String::from_utf8(tool.output().ok()?.stdout).ok()?;
+            // From the innermost function outwards; a remark may follow the line's number.
+            let mut lines = output.lines();
+            let line = lines.find(|line| !line.starts_with("primitives.h"))?;
+            let line = line.split(' ').next()?;
             (!line.starts_with('?')).then(|| message.replace(&format!("{MARK}{address}"), line))
         };
         line().unwrap_or(message)
@@ -94,7 +89,7 @@ pub(super) fn of(module: &Module, folder: Option<&Path>) -> Result<Arc<Loaded>> 
     static SLOTS: Mutex<Option<HashMap<PathBuf, Slot>>> = Mutex::new(None);
     let unit = compile::Unit::new(module)?;
     let path = match folder {
-        Some(folder) => compile::prebuilt_path(folder, module),
+        Some(folder) => unit.prebuilt_path(folder),
         None => unit.cached_path()?,
     };
     let slot = {
@@ -107,7 +102,9 @@ pub(super) fn of(module: &Module, folder: Option<&Path>) -> Result<Arc<Loaded>> 
     if let Some(loaded) = slot.as_ref() {
         return Ok(Arc::clone(loaded));
     }
-    if folder.is_none() && !path.exists() {
+    if !path.exists() {
+        let prebuilt = folder.is_some();
+        ensure!(!prebuilt, "there is no {}", path.display());
         unit.build(&path)?;
     }
     // SAFETY: the library was built from the emulator's runtime, which does nothing when it is loaded.

@@ -15,12 +15,16 @@ use std::ptr::NonNull;
 use anyhow::{Context, Result, ensure};
 use kernels::cuda::launch::{Address, Arg, Launch};
 
-pub use self::compile::build_all;
+pub use self::compile::{build_all, build_modules};
 use self::library::{RawBuffer, RawLaunch};
 use crate::machine::{Buffer, GUARD_BYTES, Machine, POISON};
 
 /// Shared memory of a block in bytes: what sm_86 and sm_89 have.
 const SHARED_LIMIT: u32 = 101_376;
+
+/// Nothing lies within this many bytes of a buffer, so that addresses near it are not taken for another one's.
+/// Never touched, so it costs address space only.
+const GAP_BYTES: usize = 16 << 20;
 
 /// In which order blocks, warps and lanes run. Kernels must not depend on it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -109,7 +113,7 @@ impl Machine for Emulator {
         let inside = start >= -guard && end <= buffer.len as isize + guard;
         ensure!(inside, "outside the buffer and its guards");
         let mut bytes = vec![0; len];
-        // SAFETY: the range lies in the allocation, whose bytes were all written when it was made.
+        // SAFETY: the range lies in the buffer and its guards, which were all written when they were made.
         unsafe {
             let from = allocation.start().offset(start);
             from.copy_to_nonoverlapping(bytes.as_mut_ptr(), len);
@@ -172,7 +176,7 @@ const fn kind(arg: Arg) -> u8 {
     }
 }
 
-/// A buffer between its guards.
+/// A buffer between its guards, and a gap.
 #[derive(Debug)]
 struct Allocation {
     base: NonNull<u8>,
@@ -185,15 +189,16 @@ unsafe impl Send for Allocation {}
 
 impl Allocation {
     fn new(len: usize) -> Result<Self> {
-        let size = len.checked_add(2 * GUARD_BYTES).context("a huge buffer")?;
+        let touched = len.checked_add(2 * GUARD_BYTES).context("a huge buffer")?;
+        let size = touched.checked_add(GAP_BYTES).context("a huge buffer")?;
         let layout = Layout::from_size_align(size, GUARD_BYTES)?;
         // SAFETY: the size is not zero.
         let base = unsafe { alloc(layout) };
         let Some(base) = NonNull::new(base) else {
             handle_alloc_error(layout)
         };
-        // SAFETY: `size` bytes were allocated.
-        unsafe { base.write_bytes(POISON, size) };
+        // SAFETY: more bytes were allocated.
+        unsafe { base.write_bytes(POISON, touched) };
         Ok(Self { base, layout, len })
     }
 

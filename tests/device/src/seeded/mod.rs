@@ -1,6 +1,6 @@
 //! Small correct kernels and, by replaced text, wrong ones: what the emulator must catch.
 
-use anyhow::{Result, ensure};
+use anyhow::{Result, bail, ensure};
 use half::bf16;
 use kernels::cuda::launch::{Arg, Launch};
 use kernels::cuda::module::Module;
@@ -12,6 +12,42 @@ use crate::random::Operands;
 pub const GEMM: &str = include_str!("gemm.cu");
 /// Three stages of 64 rows of A and of B, 32 elements each.
 const GEMM_SHARED_BYTES: u32 = 3 * 2 * 64 * 32 * 2;
+
+/// The text of the kernel `sum`.
+pub const SUM: &str = include_str!("sum.cu");
+
+/// The sum of `n` numbers by a text of [`SUM`] in several blocks. The numbers are small integers, so any order gives
+/// the same sum.
+///
+/// # Errors
+/// What the machine reports, or a wrong sum.
+pub fn check_sum(machine: &mut dyn Machine, text: &str, n: usize) -> Result<()> {
+    const BLOCKS: u32 = 5;
+    let numbers = Operands::new(1).below("x", n, 100);
+    let x: Vec<f32> = numbers.iter().map(|x| *x as f32).collect();
+    let buffers = [
+        machine.upload(&x)?,
+        machine.output::<f32>(BLOCKS as usize)?,
+        machine.upload(&[0_u32])?,
+        machine.output::<f32>(1)?,
+    ];
+    let mut args: Vec<Arg> = buffers.iter().map(|b| Arg::Address(b.address)).collect();
+    args.push(Arg::I32(n as i32));
+    machine.launch(&Launch {
+        module: Module::foreign("sum", text, &["sum"]),
+        kernel: "sum",
+        grid: [BLOCKS, 1, 1],
+        threads: 64,
+        shared_bytes: 8,
+        args,
+    })?;
+    let [got] = machine.download::<f32>(buffers[3])?[..] else {
+        bail!("one sum")
+    };
+    let want: f32 = x.iter().sum();
+    ensure!(got == want, "the sum is {got} instead of {want}");
+    machine.reset()
+}
 
 /// `C[m,n] = A[m,k] B[n,k]^T` by a text of [`GEMM`], compared with an f64 product.
 ///

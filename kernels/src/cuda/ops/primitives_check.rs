@@ -1,0 +1,52 @@
+//! Every primitive on its own: what a GPU and the emulator of the tests must agree on.
+
+use crate::cuda::launch::{Arg, Launch};
+use crate::cuda::module::{Family, Module};
+
+const KERNELS: &[&str] = &[
+    "narrowings",
+    "widenings",
+    "approximations",
+    "arithmetic",
+    "double_arithmetic",
+    "high_products",
+    "exchanges",
+    "reversals",
+    "last_block",
+    "streams",
+    "copies",
+    "matrix_loads",
+    "bf16_products",
+    "f16_products",
+];
+
+fn module() -> Module {
+    Module::new(Family::PrimitivesCheck, [], KERNELS)
+}
+
+/// The one module.
+#[must_use]
+pub fn modules() -> Vec<Module> {
+    vec![module()]
+}
+
+/// A launch of `blocks` blocks; the kernels and their parameters are described in the source. `None` when there is no
+/// such kernel.
+#[must_use]
+pub fn launch(
+    kernel: &str,
+    blocks: u32,
+    threads: u32,
+    shared_bytes: u32,
+    args: Vec<Arg>,
+) -> Option<Launch> {
+    let kernel = KERNELS.iter().copied().find(|known| *known == kernel)?;
+    Some(Launch {
+        module: module(),
+        kernel,
+        grid: [blocks, 1, 1],
+        threads,
+        shared_bytes,
+        args,
+    })
+}
