@@ -11,6 +11,14 @@ constexpr bool HALF_STEP = PIECES % 2 == 1;
 // different banks.
 constexpr int PITCH = (PIECES | 1) * 16;
 constexpr int THREADS = 128;
+// How many steps of a left operand that does not change stay in registers, as many as fit without spilling (ALL: every
+// one), and blocks of a multiprocessor that the registers must suffice for.
+constexpr int ALL = 9;
+constexpr int FORWARD_RESIDENT = HEAD_DIM <= 80 ? ALL : 0;
+constexpr int Q_RESIDENT = HEAD_DIM <= 80 ? ALL : HEAD_DIM <= 112 ? 4 : 2, DOUT_RESIDENT = HEAD_DIM <= 80 ? ALL : 0;
+constexpr int KV_RESIDENT = HEAD_DIM <= 32 ? STEPS / 2 : HEAD_DIM <= 64 ? STEPS : HEAD_DIM <= 72 ? 3 : HEAD_DIM <= 80 ? ALL : 4;
+constexpr int BLOCKS_128 = HEAD_DIM <= 32 ? 3 : 2, BLOCKS_64 = HEAD_DIM <= 32 ? 4 : 3;
+constexpr int KV_BLOCKS = HEAD_DIM <= 32 ? 4 : HEAD_DIM <= 72 ? 3 : 2;
 constexpr float LOG2_E = 1.4426950408889634f;
 constexpr float LN_2 = 0.6931471805599453f;
 
@@ -101,20 +109,22 @@ struct Left {
       half[0] = two[0], half[1] = two[1];
     }
   }
+  // The first COUNT steps, the one of k = 8 last.
+  template <int COUNT>
   DEVICE void load(u32 rows) {
-    UNROLL for (int k = 0; k < STEPS; k++) load_full(rows, k);
-    if (HALF_STEP) load_half(rows);
+    UNROLL for (int k = 0; k < STEPS && k < COUNT; k++) load_full(rows, k);
+    if (HALF_STEP && COUNT > STEPS) load_half(rows);
   }
 };
 
-// s = left right^T for 8 * N rows of the right operand. LOADED: `left` is in registers already.
-template <bool LOADED, int M, int N>
+// s = left right^T for 8 * N rows of the right operand. The first LOADED steps of `left` are in registers already.
+template <int LOADED, int M, int N>
 DEVICE void product(float (&s)[M][N][4], Left<M>& left, u32 left_rows, u32 right_rows) {
   UNROLL for (int m = 0; m < M; m++)
     UNROLL for (int n = 0; n < N; n++)
       UNROLL for (int i = 0; i < 4; i++) s[m][n][i] = 0.0f;
   UNROLL for (int k = 0; k < STEPS; k++) {
-    if (!LOADED) left.load_full(left_rows, k);
+    if (k >= LOADED) left.load_full(left_rows, k);
     UNROLL for (int n = 0; n < N; n += 2) {
       u32 b[4];
       load_matrix_x4(b, right_rows + lane_of_right() + n * 8 * PITCH + k * 32);
@@ -125,7 +135,7 @@ DEVICE void product(float (&s)[M][N][4], Left<M>& left, u32 left_rows, u32 right
     }
   }
   if (HALF_STEP) {
-    if (!LOADED) left.load_half(left_rows);
+    if (STEPS >= LOADED) left.load_half(left_rows);
     UNROLL for (int n = 0; n < N; n += 4) {
       u32 b[4];
       load_matrix_x4(b, right_rows + lane_of_column() + n * 8 * PITCH + STEPS * 32);
@@ -248,7 +258,6 @@ template <int M>
 DEVICE void attend(u8* memory, const u16* q, const u16* k, const u16* v, u16* out, float* lse, const int* q_starts,
                    const int* k_starts, const int* tiles, int heads, int kv_heads, int causal, float scale) {
   constexpr int ROWS = 64 * M, KEYS = 64, N = KEYS / 8;
-  constexpr bool RESIDENT = HEAD_DIM <= 80;
   const int head = blockIdx.x, kv_head = head / (heads / kv_heads);
   const int* tile = tiles + 2 * blockIdx.y;
   Sequence sequence(q_starts, k_starts, tile[0], causal);
@@ -279,17 +288,17 @@ DEVICE void attend(u8* memory, const u16* q, const u16* k, const u16* v, u16* ou
   if (block_visible > 0) {
     Copy(head, heads).rows<ROWS>(shared_q, q, sequence.q_start + block_row, sequence.queries - block_row);
     copy_keys(shared_k, k, key);
-    if (RESIDENT) {
+    if (FORWARD_RESIDENT > 0) {
       copy_async_wait<0>();
       block_barrier();
-      left.load(warp_q);
+      left.template load<FORWARD_RESIDENT>(warp_q);
     }
     for (; key >= 0; key -= KEYS) {
       copy_async_wait<0>();
       block_barrier();
       copy_keys(shared_v, v, key);
       float s[M][N][4];
-      if (key < any_visible) product<RESIDENT>(s, left, warp_q, shared_k);
+      if (key < any_visible) product<FORWARD_RESIDENT>(s, left, warp_q, shared_k);
       copy_async_wait<0>();
       block_barrier();
       if (key > 0) copy_keys(shared_k, k, key - KEYS);
@@ -329,13 +338,13 @@ DEVICE void attend(u8* memory, const u16* q, const u16* k, const u16* v, u16* ou
                      sequence.queries - row);
 }
 
-KERNEL(THREADS, 2)
+KERNEL(THREADS, BLOCKS_128)
 forward_128(const u16* q, const u16* k, const u16* v, u16* out, float* lse, const int* q_starts, const int* k_starts,
             const int* tiles, int heads, int kv_heads, int causal, float scale) {
   SHARED_MEMORY(memory);
   attend<2>(memory, q, k, v, out, lse, q_starts, k_starts, tiles, heads, kv_heads, causal, scale);
 }
-KERNEL(THREADS, 3)
+KERNEL(THREADS, BLOCKS_64)
 forward_64(const u16* q, const u16* k, const u16* v, u16* out, float* lse, const int* q_starts, const int* k_starts,
            const int* tiles, int heads, int kv_heads, int causal, float scale) {
   SHARED_MEMORY(memory);
@@ -407,22 +416,28 @@ DEVICE void differentiate_q(u8* memory, const u16* q, const u16* k, const u16* v
         mean[m][half] = inside ? delta[(i64)(sequence.q_start + at) * heads + head] : 0.0f;
       }
     const float factor = scale * LOG2_E;
+    Left<M> left_q, left_dout;
+    if (Q_RESIDENT > 0) {
+      copy_async_wait<0>();
+      block_barrier();
+      left_q.template load<Q_RESIDENT>(warp_q);
+      left_dout.template load<DOUT_RESIDENT>(warp_dout);
+    }
     for (; key >= 0; key -= KEYS, stage ^= 1) {
       copy_async_wait<0>();
       block_barrier();
       const u32 tile_k = shared_k + stage * KEYS * PITCH;
       if (key > 0) copy_keys(shared_k + (stage ^ 1) * KEYS * PITCH, k, key - KEYS);
-      Left<M> left;
       float s[M][N][4], dp[M][N][4];
       if (key < any_visible) {
-        product<false>(s, left, warp_q, tile_k);
+        product<Q_RESIDENT>(s, left_q, warp_q, tile_k);
         if (key + KEYS > all_visible) {
           UNROLL for (int m = 0; m < M; m++)
             UNROLL for (int half = 0; half < 2; half++)
               mask_row(s[m], half, key + lane_index() % 4 * 2,
                        sequence.visible(row + m * 16 + half * 8 + lane_index() / 4));
         }
-        product<false>(dp, left, warp_dout, shared_v);
+        product<DOUT_RESIDENT>(dp, left_dout, warp_dout, shared_v);
       }
       block_barrier();
       if (key > 0) copy_keys(shared_v, v, key - KEYS);
@@ -449,14 +464,14 @@ DEVICE void differentiate_q(u8* memory, const u16* q, const u16* k, const u16* v
                      sequence.queries - row);
 }
 
-KERNEL(THREADS, 2)
+KERNEL(THREADS, BLOCKS_128)
 gradient_q_128(const u16* q, const u16* k, const u16* v, const u16* dout, const float* lse, const float* delta, u16* dq,
                const int* q_starts, const int* k_starts, const int* tiles, int heads, int kv_heads, int causal,
                float scale) {
   SHARED_MEMORY(memory);
   differentiate_q<2>(memory, q, k, v, dout, lse, delta, dq, q_starts, k_starts, tiles, heads, kv_heads, causal, scale);
 }
-KERNEL(THREADS, 3)
+KERNEL(THREADS, BLOCKS_64)
 gradient_q_64(const u16* q, const u16* k, const u16* v, const u16* dout, const float* lse, const float* delta, u16* dq,
               const int* q_starts, const int* k_starts, const int* tiles, int heads, int kv_heads, int causal,
               float scale) {
@@ -464,7 +479,6 @@ gradient_q_64(const u16* q, const u16* k, const u16* v, const u16* dout, const f
   differentiate_q<1>(memory, q, k, v, dout, lse, delta, dq, q_starts, k_starts, tiles, heads, kv_heads, causal, scale);
 }
 
-constexpr int KV_BLOCKS = HEAD_DIM <= 80 ? 3 : 2;
 KERNEL(THREADS, KV_BLOCKS)
 gradient_kv(const u16* q, const u16* k, const u16* v, const u16* dout, const float* lse, const float* delta, u16* dk,
             u16* dv, float* dk_parts, float* dv_parts, const int* q_starts, const int* k_starts, const int* tiles,
@@ -518,6 +532,12 @@ gradient_kv(const u16* q, const u16* k, const u16* v, const u16* dout, const flo
     if (warp < 2) statistics[warp * ROWS + lane_index()] = statistic(head, first);
     const float factor = scale * LOG2_E;
     int query = first, stage = 0;
+    Left<M> left;
+    if (KV_RESIDENT > 0) {
+      copy_async_wait<0>();
+      block_barrier();
+      left.template load<KV_RESIDENT>(left_rows);
+    }
     while (head < last_head) {
       copy_async_wait<0>();
       block_barrier();
@@ -536,11 +556,10 @@ gradient_kv(const u16* q, const u16* k, const u16* v, const u16* dout, const flo
       // Keys that the first and the last query see.
       const int offset = causal ? query + 1 + sequence.keys - sequence.queries : sequence.keys;
       const bool seen = key < offset + ROWS - 1;
-      Left<M> left;
       float s[M][N][4];
       u32 p[M][N / 2][4];
       if (seen) {
-        product<false>(s, left, left_rows, right_rows + first_right);
+        product<KV_RESIDENT>(s, left, left_rows, right_rows + first_right);
         if (!of_k) {
           if (key + 32 > offset && causal) {
             UNROLL for (int m = 0; m < M; m++)
