@@ -1,4 +1,5 @@
-//! Matrix products, of 16-bit operands on tensor cores and of f32 operands without them: operands, the choice of a tile, and the launches of one product.
+//! Matrix products, of 16-bit operands on tensor cores and of f32 operands without them: operands, the choice of a
+//! tile, and the launches of one product.
 
 use super::matmul_plain;
 use super::tile::Tile;

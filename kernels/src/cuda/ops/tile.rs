@@ -29,13 +29,14 @@ const fn tile(m: u32, n: u32, k: u32, warps: [u32; 3], stages: u32, blocks: u32)
 }
 
 impl Tile {
-    /// General tiles, large to small, with the time they take for an element relative to the first: what the
-    /// traffic of fragments and operands, and the fewer independent mma of a warp, are estimated to cost.
+    /// General tiles, large to small, with the time they take for an element relative to the first: their cycles of
+    /// shared memory for an mma on sm_90 (lora_linear.cu), where these exceed those of the mma; less for the small
+    /// tiles, as older GPUs have the slower mma.
     pub(super) const GENERAL: [(Self, u64); 4] = [
         (tile(128, 256, 32, [2, 4, 1], 4, 1), 100),
-        (tile(128, 128, 32, [2, 2, 1], 3, 2), 106),
-        (tile(64, 128, 32, [2, 2, 1], 4, 3), 125),
-        (tile(64, 64, 32, [2, 2, 1], 4, 4), 160),
+        (tile(128, 128, 32, [2, 2, 1], 3, 2), 109),
+        (tile(64, 128, 32, [2, 2, 1], 4, 3), 150),
+        (tile(64, 64, 32, [2, 2, 1], 4, 4), 200),
     ];
     /// Few columns: four warps share the sum, the operand with many rows is read once.
     pub(super) const NARROW: [Self; 6] = [

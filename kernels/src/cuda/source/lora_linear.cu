@@ -27,9 +27,25 @@
 // writes its f32 sums to y + z * m * ldy and linear_parts adds them in order.
 //
 // A row of 16 bytes of y is written once, by whole sectors, through shared memory (f32: 32-byte sectors directly).
-// Bytes per block and step of BLOCK_K: 2 * BLOCK_K * (BLOCK_M + BLOCK_N); flops 2 * BLOCK_M * BLOCK_N * BLOCK_K:
-// 85 flops a byte of L2 traffic for 128x256, 64 for 128x128. Blocks are numbered in groups of `group` tile rows, so
-// that the blocks of one wave read a nearly square piece of both operands.
+//
+// Counts. Per block and step 2 * BLOCK_K * (BLOCK_M + BLOCK_N) bytes and 2 * BLOCK_M * BLOCK_N * BLOCK_K flops: 85
+// flops a byte of L2 traffic for 128x256, 64 for 128x128. Blocks are numbered in groups of `group` tile rows, so that the
+// blocks of one wave read a nearly square piece of both operands.
+// Shared memory per step at 128 bytes a cycle, against cycles of mma (2048 fma at 1024 a cycle on sm_80; at 2048 of
+// wgmma's peak on sm_90): fragments 512 B an ldmatrix, copies 2 * BLOCK_K * (BLOCK_M + BLOCK_N) bytes:
+//   tile      warp    ldmatrix + copies   sm_80 mma   sm_90 peak   at most of sm_90's peak
+//   128x256   64x64   512 + 192 cycles    1024        512          73 %
+//   128x128   64x64   256 + 128           512         256          67 %
+//   64x128    32x64   192 + 96            256         128          44 %
+//   64x64     32x32   128 + 64            128         64           33 %
+// The step is one basic block. Instructions of a warp in machine code (NVRTC 13.0, both orientations of b alike):
+//   tile      mma  ldmatrix  copies  all, sm_80  all, sm_90a  registers
+//   128x256   64   16        6       147         142          228..246
+//   128x128   64   16        8       154         155          228..246
+//   64x128    32   12        6       111         106          148..162
+//   64x16     16   10        10      104         105          120..126 (a step of 128 shared by four warps)
+// The adapter, counted: t = 8192, k = n = 4096, r = 16 adds one step to 128 (0.8 %) and a pass over x, 67 MB at the
+// speed of memory against 275 Gflop (16 us at 4.2 TB/s against 500 us at 550 Tflop/s: 3 %).
 
 typedef Element<TYPE> E;
 constexpr int WARPS = WARPS_M * WARPS_N * WARPS_K;
@@ -232,7 +248,8 @@ linear(const u16* a1, u64 lda1, const u16* b1, u64 ldb1, int k1, const u16* a2, 
   // Tile rows come in groups, a group is walked column by column.
   int tiles_m = divide_up(m, BLOCK_M), tiles_n = divide_up(n, BLOCK_N);
   int first_row = (int)blockIdx.x / (group * tiles_n) * group;
-  int in_group = (int)blockIdx.x % (group * tiles_n), height = tiles_m - first_row < group ? tiles_m - first_row : group;
+  int in_group = (int)blockIdx.x % (group * tiles_n);
+  int height = tiles_m - first_row < group ? tiles_m - first_row : group;
   int row = (first_row + in_group % height) * BLOCK_M, column = in_group / height * BLOCK_N;
 
   // Steps of BLOCK_K over the first pair of operands, then over the second.
@@ -266,8 +283,9 @@ linear(const u16* a1, u64 lda1, const u16* b1, u64 ldb1, int k1, const u16* a2, 
   };
 
   Sums sums;
-  UNROLL for (int i = 0; i < TILES_M; i++) UNROLL for (int j = 0; j < 2 * TILES_N; j++) UNROLL for (int e = 0; e < 4; e++)
-    sums[i][j][e] = 0.0f;
+  UNROLL for (int i = 0; i < TILES_M; i++) UNROLL for (int j = 0; j < 2 * TILES_N; j++) {
+    UNROLL for (int e = 0; e < 4; e++) sums[i][j][e] = 0.0f;
+  }
 
   u32 read = ring, write = ring + (STAGES - 1) * STAGE_BYTES;
   auto next = [&](u32 stage) { return stage == ring + (STAGES - 1) * STAGE_BYTES ? ring : stage + STAGE_BYTES; };

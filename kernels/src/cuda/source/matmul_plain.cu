@@ -51,7 +51,8 @@ struct Tile {
   }
   DEVICE void store(float* tile) const {
     int thread = threadIdx.x;
-    float* target = tile + (TRANSPOSED ? thread / BLOCK * LINE + thread % BLOCK : thread % DEPTH * LINE + thread / DEPTH);
+    int line = TRANSPOSED ? thread / BLOCK : thread % DEPTH, place = TRANSPOSED ? thread % BLOCK : thread / DEPTH;
+    float* target = tile + (line * LINE + place);
     UNROLL for (int i = 0; i < MOVES; i++) target[i * STRIDE * (TRANSPOSED ? LINE : 1)] = values[i];
   }
 };
@@ -76,7 +77,8 @@ matmul_plain(const float* a1, u64 lda1, const float* b1, u64 ldb1, int k1, const
   // Tile rows come in groups, a group is walked column by column.
   int tiles_m = divide_up(m, BLOCK), tiles_n = divide_up(n, BLOCK);
   int first_row = (int)blockIdx.x / (group * tiles_n) * group;
-  int in_group = (int)blockIdx.x % (group * tiles_n), height = tiles_m - first_row < group ? tiles_m - first_row : group;
+  int in_group = (int)blockIdx.x % (group * tiles_n);
+  int height = tiles_m - first_row < group ? tiles_m - first_row : group;
   int row = (first_row + in_group % height) * BLOCK, column = in_group / height * BLOCK;
 
   int steps1 = divide_up(k1, DEPTH), steps = steps1 + divide_up(k2, DEPTH);
