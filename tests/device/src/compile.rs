@@ -4,14 +4,14 @@ use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::path::Path;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use kernels::cuda::module::{Family, Module};
 use kernels::cuda::nvrtc::Compiler;
 use kernels::cuda::ptx::{ARCH, Bundle, Entry, pack, source_hash};
 
 use crate::cases::{self, Effort};
 use crate::emulator::{Emulator, Order};
-use crate::recording::Recording;
+use crate::recording::{Recording, Seen};
 use crate::stages::{Setting, show};
 
 /// What users have: A100, RTX 3090 and A6000, RTX 4090 and L40, H100 and H200.
@@ -160,21 +160,21 @@ pub fn registers(compiler: Compiler, module: &Module) -> Result<BTreeMap<String,
 /// When NVRTC is missing, or a module or a case fails.
 pub fn build_table(setting: &Setting, file: &Path) -> Result<()> {
     let compiler = Compiler::find(&setting.search)?;
-    let mut machine = Recording::new(Emulator::new(Order::Ascending));
-    for family in Family::ALL {
-        for case in cases::of(family, Effort::Emulated) {
-            case.run(&mut machine)?;
-        }
-    }
-    let seen = machine.into_seen();
+    let modules = modules();
+    let (seen, compiled) = std::thread::scope(|scope| {
+        let cases = scope.spawn(launched_by_cases);
+        let compiled: Result<Vec<_>> = modules.iter().map(|m| registers(compiler, m)).collect();
+        let seen = cases.join().map_err(|_| anyhow!("a case panicked"));
+        (seen, compiled)
+    });
+    let seen = seen??;
     let mut table = Table::new();
-    for module in modules() {
-        let name = module.name();
-        for (kernel, registers) in registers(compiler, &module)? {
-            let key = (name.clone(), kernel);
+    for (module, kernels) in modules.iter().zip(compiled?) {
+        for (kernel, registers) in kernels {
+            let key = (module.name(), kernel);
             let launched = seen.get(&key);
             let (threads, shared_bytes) =
-                *launched.with_context(|| format!("no case launches {} of {name}", key.1))?;
+                *launched.with_context(|| format!("no case launches {} of {}", key.1, key.0))?;
             let limits = Limits {
                 threads,
                 shared_bytes,
@@ -186,6 +186,17 @@ pub fn build_table(setting: &Setting, file: &Path) -> Result<()> {
     std::fs::write(file, format_table(&table))?;
     show(&format!("{} kernels", table.len()));
     Ok(())
+}
+
+/// Threads and shared memory of the launches of all small cases.
+fn launched_by_cases() -> Result<Seen> {
+    let mut machine = Recording::new(Emulator::new(Order::Ascending));
+    for family in Family::ALL {
+        for case in cases::of(family, Effort::Emulated) {
+            case.run(&mut machine)?;
+        }
+    }
+    Ok(machine.into_seen())
 }
 
 #[cfg(test)]

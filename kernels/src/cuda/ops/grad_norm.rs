@@ -13,6 +13,7 @@ const BLOCKS_PER_GRID_BLOCK: u64 = 8;
 /// Interleaved sums of blocks, one for each thread of `total`.
 const BLOCK_LANES: u32 = 1024;
 
+/// The sums of 16-bit gradients end in the same clip factor: one module has its kernel.
 const KERNELS: &[&str] = &["block_sums", "total", "clip"];
 
 /// What the norm decided about a step, in device memory: written by [`clip`], read by the optimizer's launches and,
@@ -44,7 +45,12 @@ pub struct Sums {
 
 fn module(grad: DType) -> Option<Module> {
     let defines = [("GRAD", element_type(grad)?)];
-    Some(Module::new(Family::GradNorm, defines, KERNELS))
+    let kernels = if grad == DType::F32 {
+        KERNELS
+    } else {
+        &KERNELS[..2]
+    };
+    Some(Module::new(Family::GradNorm, defines, kernels))
 }
 
 /// Every dtype.

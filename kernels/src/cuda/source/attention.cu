@@ -1,5 +1,23 @@
 // Softmax attention over packed sequences, forward and backward, for tensor cores of sm_80 and newer.
-// (legend to come)
+//
+// Legend: sequences lie one behind the other; sequence i has queries q_starts[i]..q_starts[i + 1] and keys
+// k_starts[i]..k_starts[i + 1]. q, out, dout, dq [t, h, d]; k, v, dk, dv [s, g, d] in TYPE; lse, delta [t, h] f32; query
+// head j uses key/value head j / (h / g). Causal: query i of n sees the keys 0..=i + (keys - n). A query without keys
+// has out 0, lse -inf and no gradients. Defines: TYPE (bf16 or f16), HEAD_DIM (d, a multiple of 8 up to 128).
+// `tiles` holds pairs (sequence, tile of its rows), the longest first; one block each per head. 128 threads a block.
+//
+// Forward (Dao, FlashAttention-2): a warp has 16 or 32 query rows. For each tile of 64 keys, from the last visible one
+// down: s = q k^T, mask where the tile is at the boundary, p = 2^(s - base) with a running base per row, o += p v.
+// Key and value tiles alternate in shared memory: one is copied while the other is used. p is rounded to TYPE for the
+// second product; its sum is not.
+// Backward, without atomics and so in one order: output_products makes delta = sum of out * dout; gradient_kv has one
+// block per tile of 64 keys and key/value head (or part of its query heads: partial sums, added in order by sum_parts)
+// and walks the tiles of 32 queries; gradient_q has one block per tile of queries and head and walks the tiles of 32
+// keys. Both compute p again from lse: seven products where five would do with sums in memory that blocks share.
+// ds and p are rounded to TYPE for the products.
+//
+// Products per pair of query and key: 2 d multiply-adds forward, 7 d backward. No head dim is padded but to 8: d = 72
+// takes four steps of k = 16 and one of k = 8. Nothing of the size of the scores is ever stored.
 
 typedef Element<TYPE> T;
 

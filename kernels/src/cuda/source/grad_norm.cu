@@ -93,6 +93,7 @@ KERNEL(1024, 1) total(const double* sums, u64 blocks, double* sum, int accumulat
   if (t == 0) *sum = add_rn(accumulate ? *sum : 0.0, lane);
 }
 
+#if GRAD == TYPE_F32
 // sums [ranks, 3] = each rank's sum of squares, sum of losses, number of tokens; added in the order of ranks.
 // optim::clip::GradientScale, and whether the step is skipped. An infinite max_norm never clips.
 KERNEL(32, 1) clip(const double* sums, int ranks, float max_norm, Clip* out) {
@@ -114,3 +115,4 @@ KERNEL(32, 1) clip(const double* sums, int ranks, float max_norm, Clip* out) {
   out->factor = skip ? 0.0f : (float)div_rn(factor, tokens);
   out->skip = skip;
 }
+#endif
