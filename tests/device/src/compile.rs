@@ -172,9 +172,8 @@ pub fn build_table(setting: &Setting, file: &Path) -> Result<()> {
     for (module, kernels) in modules.iter().zip(compiled?) {
         for (kernel, registers) in kernels {
             let key = (module.name(), kernel);
-            let launched = seen.get(&key);
-            let (threads, shared_bytes) =
-                *launched.with_context(|| format!("no case launches {} of {}", key.1, key.0))?;
+            // Zeros: no small case launches it, a sibling with other dtypes is launched instead.
+            let (threads, shared_bytes) = seen.get(&key).copied().unwrap_or_default();
             let limits = Limits {
                 threads,
                 shared_bytes,
