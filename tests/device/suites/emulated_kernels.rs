@@ -56,7 +56,10 @@ macro_rules! families {
 
         #[test]
         fn every_family_has_a_test() {
-            assert_eq!([$(Family::$family),*].as_slice(), Family::ALL.as_slice());
+            let (mut tested, mut all) = ([$(Family::$family),*], Family::ALL);
+            tested.sort();
+            all.sort();
+            assert_eq!(tested.as_slice(), all.as_slice());
         }
     };
 }
