@@ -57,6 +57,14 @@ pub enum ModelError {
         /// Why not.
         reason: &'static str,
     },
+    /// Words that should name parts of the model to train name none.
+    #[error("{word:?} in a list of parts: {reason}")]
+    Selection {
+        /// The word or expression.
+        word: String,
+        /// What is wrong with it.
+        reason: String,
+    },
     /// An adapter target matches no adaptable layer, or one that cannot take an adapter.
     #[error("adapter target {target:?}: {reason}")]
     AdapterTarget {
@@ -64,12 +72,6 @@ pub enum ModelError {
         target: String,
         /// What is wrong with it.
         reason: String,
-    },
-    /// An adapter was combined with a switch it excludes.
-    #[error("an adapter on a language model that trains in full: {reason}")]
-    AdapterOnTrainedBase {
-        /// What to change.
-        reason: &'static str,
     },
     /// An encoded sample does not fit the model.
     #[error("sample {sample}: {reason}")]

@@ -5,7 +5,7 @@
 //! | [`autograd`] | the tape: segments leased, run, and run again in backward |
 //! | [`ops`] | differentiable operations, forward beside backward |
 //! | [`nn`] | blocks over parameter handles |
-//! | [`params`], [`lora`] | declaring parameters for the engine; adapters |
+//! | [`params`], [`lora`], [`selection`] | declaring parameters for the engine; adapters; which parts train |
 //! | [`batch`] | packed inputs of one pass |
 //! | [`weights`] | reading safetensors folders |
 //! | [`minicpm`] | MiniCPM-V 2.6 and MiniCPM-o 2.6 |
@@ -21,6 +21,7 @@ pub mod minicpm;
 pub mod nn;
 pub mod ops;
 pub mod params;
+pub mod selection;
 pub mod text;
 pub mod weights;
 

@@ -2,6 +2,12 @@
 
 use crate::error::{ModelError, Result};
 use regex::Regex;
+use std::ops::Range;
+
+/// Projections of attention in a decoder layer.
+const ATTENTION: [&str; 4] = ["q_proj", "k_proj", "v_proj", "o_proj"];
+/// Projections of its feed-forward part.
+const MLP: [&str; 3] = ["gate_proj", "up_proj", "down_proj"];
 
 /// Layers that get an adapter.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -14,14 +20,23 @@ pub enum LoraTargets {
 }
 
 impl LoraTargets {
-    /// Reads a flag's value: plain names separated by commas are projections, anything else is a
-    /// pattern.
+    /// Reads a flag's value: plain names separated by commas are projections (`attn`, `mlp` and `all` stand for
+    /// those of a decoder layer), anything else is a pattern.
     #[must_use]
     pub fn parse(text: &str) -> Self {
         let plain = |c: char| c.is_ascii_alphanumeric() || c == '_' || c == ',' || c == ' ';
         if text.chars().all(plain) {
-            let names = text.split(',').map(str::trim).filter(|n| !n.is_empty());
-            Self::Projections(names.map(str::to_owned).collect())
+            let words = text.split(',').map(str::trim).filter(|n| !n.is_empty());
+            let mut names: Vec<String> = Vec::new();
+            for word in words {
+                match word {
+                    "attn" => names.extend(ATTENTION.map(str::to_owned)),
+                    "mlp" => names.extend(MLP.map(str::to_owned)),
+                    "all" => names.extend(ATTENTION.into_iter().chain(MLP).map(str::to_owned)),
+                    name => names.push(name.to_owned()),
+                }
+            }
+            Self::Projections(names)
         } else {
             Self::Pattern(text.to_owned())
         }
@@ -37,6 +52,8 @@ pub struct LoraConfig {
     pub lora_alpha: f32,
     /// Layers that get an adapter.
     pub targets: LoraTargets,
+    /// Layers of the language model that get adapters; all when absent.
+    pub layers: Option<Range<usize>>,
     /// Modules trained in full beside the adapters, by the last parts of their path, such as
     /// `embed_tokens` or `resampler`.
     pub modules_to_save: Vec<String>,
@@ -69,12 +86,17 @@ fn in_module(name: &str, module: &str) -> bool {
 pub(crate) struct TargetMatcher {
     targets: LoraTargets,
     pattern: Option<Regex>,
+    layers: Option<Range<usize>>,
     language_prefix: &'static str,
 }
 
 impl TargetMatcher {
     /// `language_prefix` begins the path of every module of the language model.
-    pub(crate) fn new(targets: &LoraTargets, language_prefix: &'static str) -> Result<Self> {
+    pub(crate) fn new(
+        targets: &LoraTargets,
+        layers: Option<Range<usize>>,
+        language_prefix: &'static str,
+    ) -> Result<Self> {
         let pattern = match targets {
             LoraTargets::Projections(_) => None,
             LoraTargets::Pattern(text) => {
@@ -88,12 +110,29 @@ impl TargetMatcher {
         Ok(Self {
             targets: targets.clone(),
             pattern,
+            layers,
             language_prefix,
         })
     }
 
     /// Whether the module at `path` is a target.
     pub(crate) fn matches(&self, path: &str) -> bool {
+        self.in_layers(path) && self.is_target(path)
+    }
+
+    /// Where layers were chosen, adapters stand in those of the language model only.
+    fn in_layers(&self, path: &str) -> bool {
+        let Some(layers) = &self.layers else {
+            return true;
+        };
+        let number = path
+            .split_once(".layers.")
+            .and_then(|(_, rest)| rest.split('.').next());
+        let number = number.and_then(|number| number.parse::<usize>().ok());
+        path.starts_with(self.language_prefix) && number.is_some_and(|n| layers.contains(&n))
+    }
+
+    fn is_target(&self, path: &str) -> bool {
         match (&self.targets, &self.pattern) {
             (LoraTargets::Projections(names), _) => {
                 let last = path.rsplit('.').next().unwrap_or(path);
@@ -118,7 +157,7 @@ mod tests {
     use super::*;
 
     fn matcher(text: &str) -> TargetMatcher {
-        TargetMatcher::new(&LoraTargets::parse(text), "llm.").unwrap()
+        TargetMatcher::new(&LoraTargets::parse(text), None, "llm.").unwrap()
     }
 
     #[test]
@@ -127,7 +166,7 @@ mod tests {
         assert!(m.matches("llm.model.layers.11.self_attn.q_proj"));
         assert!(!m.matches("llm.model.layers.11.self_attn.q_proj.x"));
         assert!(!m.matches("vpm.encoder.layers.1.self_attn.q_proj"));
-        assert!(TargetMatcher::new(&LoraTargets::parse("(["), "llm.").is_err());
+        assert!(TargetMatcher::new(&LoraTargets::parse("(["), None, "llm.").is_err());
     }
 
     #[test]
@@ -139,11 +178,26 @@ mod tests {
     }
 
     #[test]
+    fn groups_of_projections_and_layers_narrow_the_targets() {
+        let all = LoraTargets::parse("attn,mlp");
+        assert_eq!(all, LoraTargets::parse("all"));
+        let m = TargetMatcher::new(&all, Some(1..3), "llm.").unwrap();
+        assert!(m.matches("llm.model.layers.2.mlp.up_proj"));
+        assert!(!m.matches("llm.model.layers.3.mlp.up_proj"));
+        assert!(!m.matches("llm.model.layers.12.mlp.up_proj"));
+        let pattern = LoraTargets::parse(r".*\.q_proj");
+        let m = TargetMatcher::new(&pattern, Some(1..3), "llm.").unwrap();
+        assert!(m.matches("llm.model.layers.1.self_attn.q_proj"));
+        assert!(!m.matches("vpm.encoder.layers.1.self_attn.q_proj"));
+    }
+
+    #[test]
     fn saved_modules_are_whole_parts_of_a_path() {
         let config = LoraConfig {
             lora_rank: 4,
             lora_alpha: 8.0,
             targets: LoraTargets::parse("q_proj"),
+            layers: None,
             modules_to_save: vec!["resampler".into(), "embed_tokens".into()],
         };
         assert!(config.saves("resampler.attn.in_proj_weight"));

@@ -28,7 +28,8 @@ impl std::fmt::Debug for ParamBuilder<'_> {
 }
 
 impl<'a> ParamBuilder<'a> {
-    /// `trainable` decides by the name in the checkpoint; adapter parameters always train.
+    /// `trainable` decides by the name in the checkpoint, modules trained beside adapters included; adapter parameters
+    /// always train.
     /// `language_prefix` begins the path of every module of the language model.
     ///
     /// # Errors
@@ -47,7 +48,8 @@ impl<'a> ParamBuilder<'a> {
                 });
             }
             Some(config) => {
-                let matcher = TargetMatcher::new(&config.targets, language_prefix)?;
+                let matcher =
+                    TargetMatcher::new(&config.targets, config.layers.clone(), language_prefix)?;
                 Some((config, matcher))
             }
             None => None,
@@ -127,9 +129,7 @@ impl<'a> ParamScope<'_, 'a> {
         tensor_parallel: TensorParallel,
     ) -> ParamId {
         let name = self.join(name);
-        let saved = |(lora, _): &(&LoraConfig, TargetMatcher)| lora.saves(&name);
-        let trainable =
-            (self.builder.trainable)(&name) || self.builder.lora.as_ref().is_some_and(saved);
+        let trainable = (self.builder.trainable)(&name);
         self.declare(name, shape.into(), trainable, tensor_parallel)
     }
 
@@ -222,13 +222,15 @@ mod tests {
             lora_rank: 2,
             lora_alpha: 4.0,
             targets: LoraTargets::parse(targets),
+            layers: None,
             modules_to_save: vec!["norm".into()],
         }
     }
 
     fn build(config: Option<&LoraConfig>) -> Result<ModelSpec> {
-        let frozen = |name: &str| !name.starts_with("llm.");
-        let mut builder = ParamBuilder::new(&frozen, config, "llm.")?;
+        let trains =
+            |name: &str| !name.starts_with("llm.") || config.is_some_and(|lora| lora.saves(name));
+        let mut builder = ParamBuilder::new(&trains, config, "llm.")?;
         let mut unit = builder.unit("llm.layers.0");
         let mut layer = unit.at("llm.layers.0");
         layer.param("norm.weight", [3], TensorParallel::Replicated);

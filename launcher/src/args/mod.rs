@@ -137,7 +137,16 @@ pub struct Args {
     #[arg(long, value_name = "N", help_heading = "Training")]
     pub seed: Option<u64>,
 
-    /// Train low-rank adapters on the language model instead of its weights
+    /// Exactly the parts that train, adapters aside: modules, norm, bias, regular expressions, separated by commas
+    #[arg(long, value_name = "PARTS", help_heading = "What is trained")]
+    pub train: Option<String>,
+    /// Parts that stay frozen whatever else trains, written as for --train
+    #[arg(long, value_name = "PARTS", help_heading = "What is trained")]
+    pub freeze: Option<String>,
+    /// Learning rates of parts, separated by commas: resampler=1e-5,vpm=2e-6
+    #[arg(long, value_name = "PART=X", help_heading = "What is trained")]
+    pub lr: Option<String>,
+    /// Train low-rank adapters on the language model
     #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL", help_heading = "What is trained")]
     pub use_lora: Option<bool>,
     /// Rank of the adapters
@@ -146,9 +155,15 @@ pub struct Args {
     /// Scale of the adapters: alpha ÷ rank
     #[arg(long, value_name = "X", help_heading = "What is trained")]
     pub lora_alpha: Option<f64>,
-    /// Regular expression over whole module paths
+    /// Layers with adapters: names (q_proj,v_proj), attn, mlp, all, or a regular expression over whole module paths
     #[arg(long, value_name = "REGEX", help_heading = "What is trained")]
     pub lora_target_modules: Option<String>,
+    /// Decoder layers with adapters, such as 0..16
+    #[arg(long, value_name = "A..B", help_heading = "What is trained")]
+    pub lora_layers: Option<String>,
+    /// Modules that train in full beside the adapters, separated by commas; none for none
+    #[arg(long, value_name = "NAMES", help_heading = "What is trained")]
+    pub modules_to_save: Option<String>,
     /// Train the vision tower
     #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL", help_heading = "What is trained")]
     pub tune_vision: Option<bool>,
@@ -335,12 +350,12 @@ mod tests {
         assert_eq!(
             names.join(" "),
             "adam-beta1 adam-beta2 adam-epsilon bf16 data device device-memory-limit eval-data \
-             eval-steps eval-strategy gradient-accumulation-steps host-memory-limit init \
-             learning-rate logging-steps logging-strategy lora-alpha lora-rank lora-target-modules \
-             lr-scheduler-type max-grad-norm max-slice-nums max-steps model model-max-length nproc \
+             eval-steps eval-strategy freeze gradient-accumulation-steps host-memory-limit init \
+             learning-rate logging-steps logging-strategy lora-alpha lora-layers lora-rank lora-target-modules \
+             lr lr-scheduler-type max-grad-norm max-slice-nums max-steps model model-max-length modules-to-save nproc \
              num-train-epochs offload output per-device-eval-batch-size \
              per-device-train-batch-size precision report-to resume save-steps save-strategy \
-             save-total-limit seed skip-bad-samples tune-llm tune-vision use-lora warmup-ratio \
+             save-total-limit seed skip-bad-samples train tune-llm tune-vision use-lora warmup-ratio \
              warmup-steps weight-decay zero"
         );
         for (alias, target) in ALIASES {

@@ -6,8 +6,10 @@
 mod choices;
 mod defaults;
 mod resolve;
+mod trainable;
 
 use std::fs;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
@@ -101,11 +103,15 @@ pub struct Lora {
     pub lora_rank: usize,
     /// Scale is `alpha ÷ r`.
     pub lora_alpha: f64,
-    /// Regular expression over whole module paths.
+    /// Names of projections, or a regular expression over whole module paths.
     pub target_modules: String,
+    /// Decoder layers with adapters; all when absent.
+    pub layers: Option<Range<usize>>,
+    /// Modules that train in full beside the adapters.
+    pub modules_to_save: Vec<String>,
 }
 
-/// Which parts of the model are trained; the resampler always is.
+/// Which parts of the model are trained; the resampler is unless `train` or `freeze` say otherwise.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Trainable {
@@ -113,6 +119,12 @@ pub struct Trainable {
     pub tune_vision: bool,
     /// The language model, embeddings and head included.
     pub tune_llm: bool,
+    /// Exactly these parts instead, as on the command line.
+    pub train: Option<String>,
+    /// Parts that stay frozen, as on the command line.
+    pub freeze: Option<String>,
+    /// Learning rates of parts, in the order they were given: the first that matches a name decides.
+    pub learning_rates: Vec<(String, f64)>,
     /// Adapters on the language model.
     pub lora: Option<Lora>,
 }

@@ -5,8 +5,8 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use super::defaults::{self, DEMO, Defaults, MODEL};
 use super::{
-    BatchConfig, Cadence, Device, Length, Lora, OptimizerConfig, PrecisionChoice, ReportTo, Resume,
-    RunConfig, Source, Strategy, Task, Trainable, Warmup,
+    BatchConfig, Cadence, Device, Length, OptimizerConfig, PrecisionChoice, ReportTo, Resume,
+    RunConfig, Source, Strategy, Task, Warmup,
 };
 use crate::args::{Args, Note, value_name};
 use crate::exit::Failure;
@@ -51,7 +51,7 @@ pub fn resolve(args: &Args, env: &Env) -> Result<Resolved, Failure> {
         length: length(args, defaults, &mut notes)?,
         batch: batch(args, defaults, nproc)?,
         optimizer: optimizer(args, defaults, &mut notes)?,
-        trainable: trainable(args, &mut notes)?,
+        trainable: super::trainable::resolve(args, &mut notes)?,
         save: cadence(
             "save",
             args.save_strategy,
@@ -298,58 +298,6 @@ fn warmup(args: &Args, defaults: &Defaults, notes: &mut Vec<Note>) -> Warmup {
     }
 }
 
-fn trainable(args: &Args, notes: &mut Vec<Note>) -> Result<Trainable, Failure> {
-    let use_lora = args.use_lora.unwrap_or(false);
-    if use_lora && args.tune_llm == Some(true) {
-        return Err(Failure::usage(
-            "--use-lora and --tune-llm true contradict each other",
-            "adapters stand in for training the language model itself",
-        )
-        .next("--use-lora --tune-llm false, or leave --use-lora out"));
-    }
-    let given = [
-        ("--lora-rank", args.lora_rank.is_some()),
-        ("--lora-alpha", args.lora_alpha.is_some()),
-        ("--lora-target-modules", args.lora_target_modules.is_some()),
-    ];
-    // Asking for a rank is asking for adapters; only an explicit `false` says otherwise.
-    let lora_meant = use_lora || (args.use_lora.is_none() && given.iter().any(|(_, given)| *given));
-    if lora_meant && args.tune_llm == Some(true) {
-        return Err(Failure::usage(
-            "LoRA flags and --tune-llm true contradict each other",
-            "adapters stand in for training the language model itself",
-        )
-        .next("--tune-llm false, or --use-lora false"));
-    }
-    if !lora_meant {
-        notes.extend(
-            given
-                .iter()
-                .filter(|(_, given)| *given)
-                .map(|(flag, _)| note(flag, "--use-lora is false")),
-        );
-    }
-    let lora_rank = args.lora_rank.unwrap_or(defaults::LORA_RANK);
-    let lora_alpha = args.lora_alpha.unwrap_or(defaults::LORA_ALPHA);
-    if lora_rank == 0 {
-        return Err(out_of_range("--lora-rank 0", "must be at least 1"));
-    }
-    positive("--lora-alpha", lora_alpha)?;
-    let lora = lora_meant.then(|| Lora {
-        lora_rank,
-        lora_alpha,
-        target_modules: args
-            .lora_target_modules
-            .clone()
-            .unwrap_or_else(|| defaults::LORA_TARGET_MODULES.to_string()),
-    });
-    Ok(Trainable {
-        tune_vision: args.tune_vision.unwrap_or(true),
-        tune_llm: args.tune_llm.unwrap_or(lora.is_none()),
-        lora,
-    })
-}
-
 fn eval(args: &Args, source: &Source, notes: &mut Vec<Note>) -> Result<Cadence, Failure> {
     let has_data = !matches!(
         source,
@@ -418,19 +366,19 @@ fn resume(args: &Args) -> Result<Resume, Failure> {
     }
 }
 
-fn note(flag: &str, reason: &str) -> Note {
+pub(super) fn note(flag: &str, reason: &str) -> Note {
     Note {
         flag: flag.to_string(),
         reason: reason.to_string(),
     }
 }
 
-fn out_of_range(what: &str, why: &str) -> Failure {
+pub(super) fn out_of_range(what: &str, why: &str) -> Failure {
     Failure::usage(format!("{what} is out of range"), why)
         .next("`launcher --help` lists every flag with the values it takes")
 }
 
-fn positive(flag: &str, value: f64) -> Result<(), Failure> {
+pub(super) fn positive(flag: &str, value: f64) -> Result<(), Failure> {
     if value.is_finite() && value > 0.0 {
         return Ok(());
     }
@@ -563,6 +511,27 @@ impl RunConfig {
             flags.push(("lora-rank", lora.lora_rank.to_string()));
             flags.push(("lora-alpha", lora.lora_alpha.to_string()));
             flags.push(("lora-target-modules", lora.target_modules.clone()));
+            let layers = lora.layers.as_ref();
+            flags.extend(layers.map(|l| ("lora-layers", format!("{}..{}", l.start, l.end))));
+            let modules = match &*lora.modules_to_save {
+                [] => "none".to_owned(),
+                modules => modules.join(","),
+            };
+            flags.push(("modules-to-save", modules));
+        }
+        let lists = [
+            ("train", &self.trainable.train),
+            ("freeze", &self.trainable.freeze),
+        ];
+        for (flag, words) in lists {
+            flags.extend(words.clone().map(|words| (flag, words)));
+        }
+        if !self.trainable.learning_rates.is_empty() {
+            let rates = self.trainable.learning_rates.iter();
+            let rates: Vec<String> = rates
+                .map(|(part, rate)| format!("{part}={rate:e}"))
+                .collect();
+            flags.push(("lr", rates.join(",")));
         }
         flags.push(("tune-vision", self.trainable.tune_vision.to_string()));
         flags.push(("tune-llm", self.trainable.tune_llm.to_string()));
@@ -699,11 +668,6 @@ mod tests {
                 "--bf16 false --precision pure-bf16",
                 "--bf16 false",
                 "--precision pure-bf16",
-            ),
-            (
-                "--model m --data d --use-lora --tune-llm true",
-                "--use-lora",
-                "--tune-llm true",
             ),
             ("--model m", "--model", "--data"),
             ("--data d", "--data", "--model"),

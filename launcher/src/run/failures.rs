@@ -50,6 +50,14 @@ pub(super) fn engine(doing: &str, error: &EngineError) -> Failure {
     }
 }
 
+/// A list of parts that names nothing.
+pub(super) fn selection(flag: &str, error: &ModelError) -> Failure {
+    Failure::new(ErrorCode::Usage, format!("{flag} names no part of this model"), chain(error)).next(
+        "modules by parts of their path (llm, vpm, resampler, lm_head, embed_tokens, layers), norm, bias, or a regular \
+         expression over whole paths",
+    )
+}
+
 pub(super) fn model(doing: &str, error: &ModelError) -> Failure {
     match error {
         ModelError::Engine(inner) => engine(doing, inner),
@@ -60,6 +68,7 @@ pub(super) fn model(doing: &str, error: &ModelError) -> Failure {
             chain(error),
         )
         .next("--lora-target-modules takes a regular expression over module names, or names such as q_proj,v_proj"),
+        ModelError::Selection { .. } => selection("--train, --freeze", error),
         ModelError::Config { .. } => Failure::new(
             ErrorCode::ModelFiles,
             "this model cannot be set up",

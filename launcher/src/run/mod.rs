@@ -42,6 +42,7 @@ pub(crate) fn prepare(
     resume::check(config, &plan, train.samples.len(), total_steps)?;
     let fit = fit::fit(config, &plan, activations);
     show(Event::Plan(fit.event.clone()));
+    show(Event::Trains(session::trained_parts(config, &setup.model)?));
     let sampler = setup::sampler(config, train.samples.len());
     show(Event::Data(DataEvent {
         samples: train.samples.len(),

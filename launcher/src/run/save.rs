@@ -78,10 +78,11 @@ fn destination(
 ) -> Option<(&'static str, String)> {
     let spec = session.model.spec();
     let complete = spec.params.iter().all(|p| p.trainable);
-    if complete {
+    let adapters = session.model.options().lora.as_ref();
+    if complete && adapters.is_none() {
         return Some(("model", name.to_owned()));
     }
-    let lora = session.model.options().lora.as_ref()?;
+    let lora = adapters?;
     if !trainable {
         return None;
     }

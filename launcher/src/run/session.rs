@@ -4,11 +4,11 @@ use super::check::{self, SampleSet};
 use super::failures;
 use super::fit;
 use super::resume;
-use super::setup::Setup;
+use super::setup::{self, Setup};
 use crate::config::{RunConfig, Task};
 use crate::exit::{ErrorCode, Failure};
 use crate::rank_env::RankEnv;
-use crate::ui::{Event, Reporter};
+use crate::ui::{Event, Reporter, TrainRow};
 use engine::comm::shm::{self, ShmOptions};
 use engine::comm::{Communicator, World, threads};
 use engine::{OptimizerConfig, ParamId, Tiers, Zero};
@@ -16,6 +16,7 @@ use kernels::{Backend, CpuBackend, DType, Pool};
 use models::minicpm::MiniCpm;
 use models::minicpm::processor::Processor;
 use models::params::ADAPTER_PREFIX;
+use models::selection::Selection;
 use models::{VisionLanguageModel, WeightError, WeightSource};
 use optim::{AdamW, ParameterGroups};
 use serde_json::Value;
@@ -212,15 +213,95 @@ fn meet(
     Ok(comm)
 }
 
+/// The path that a user writes: of the module, also for its adapter.
+pub(super) fn base_name(name: &str) -> &str {
+    name.strip_prefix(ADAPTER_PREFIX).unwrap_or(name)
+}
+
+/// What trains, by parts of the model's tree in the order of the forward pass.
+pub(super) fn trained_parts(config: &RunConfig, model: &MiniCpm) -> Result<Vec<TrainRow>, Failure> {
+    let rates = learning_rates(config)?;
+    let mut rows: Vec<TrainRow> = Vec::new();
+    for param in model.spec().params.iter().filter(|param| param.trainable) {
+        let name = base_name(&param.name);
+        let rate = rates.iter().find(|(_, part, _)| part.contains(name));
+        let lr = rate.map_or(config.optimizer.learning_rate, |(.., rate)| *rate);
+        let adapter = if name.len() < param.name.len() {
+            " (adapters)"
+        } else {
+            ""
+        };
+        let module = format!("{}{adapter}", part(name));
+        let elems = param.shape.elems() as u64;
+        match rows
+            .iter_mut()
+            .find(|row| row.module == module && row.lr == lr)
+        {
+            Some(row) => (row.tensors, row.params) = (row.tensors + 1, row.params + elems),
+            None => rows.push(TrainRow {
+                module,
+                tensors: 1,
+                params: elems,
+                dtype: setup::precision(config).weight_dtype().to_string(),
+                lr,
+            }),
+        }
+    }
+    Ok(rows)
+}
+
+/// The language model by its parts, everything else whole.
+fn part(name: &str) -> String {
+    let parts: Vec<&str> = name.split('.').collect();
+    let modules = parts.split_last().map_or(&[][..], |(_, modules)| modules);
+    let depth = if parts[0] == "llm" { 3 } else { 1 };
+    let named = modules
+        .iter()
+        .take_while(|part| part.parse::<usize>().is_err());
+    let named: Vec<&str> = named.take(depth).copied().collect();
+    if named.is_empty() {
+        name.to_owned()
+    } else {
+        named.join(".")
+    }
+}
+
+/// Learning rates of parts: as written, parsed, the rate.
+pub(super) fn learning_rates(config: &RunConfig) -> Result<Vec<(&str, Selection, f64)>, Failure> {
+    let rates = config.trainable.learning_rates.iter();
+    let parsed = rates.map(|(part, rate)| {
+        let selection = Selection::parse(part).map_err(|e| failures::selection("--lr", &e))?;
+        Ok((&**part, selection, *rate))
+    });
+    parsed.collect()
+}
+
 fn optimizer(config: &RunConfig, model: &MiniCpm) -> Result<OptimizerConfig, Failure> {
     let settings = &config.optimizer;
     let groups = ParameterGroups::new(settings.weight_decay as f32, &[])
         .map_err(|e| Failure::usage("parameter groups cannot be formed", e.to_string()))?;
+    let rates = learning_rates(config)?;
+    for (_, selection, _) in &rates {
+        let names = model.spec().params.iter().map(|p| base_name(&p.name));
+        selection
+            .check(names)
+            .map_err(|e| failures::selection("--lr", &e))?;
+    }
+    let options = |name: &str| {
+        let mut options = groups.options(name, optim::groups::is_norm_name(name));
+        if let Some((.., rate)) = rates
+            .iter()
+            .find(|(_, part, _)| part.contains(base_name(name)))
+        {
+            options.lr_scale = (rate / settings.learning_rate) as f32;
+        }
+        options
+    };
     let groups = model
         .spec()
         .params
         .iter()
-        .map(|p| groups.options(&p.name, optim::groups::is_norm_name(&p.name)))
+        .map(|p| options(&p.name))
         .collect();
     let rule = AdamW {
         beta1: settings.adam_beta1,

@@ -10,6 +10,7 @@ use models::lora::{LoraConfig, LoraTargets};
 use models::minicpm::config::MiniCpmConfig;
 use models::minicpm::processor::Processor;
 use models::minicpm::{MiniCpm, MiniCpmOptions};
+use models::selection::Selection;
 use models::{VisionLanguageModel, WeightSource};
 use std::sync::Arc;
 
@@ -33,7 +34,7 @@ impl Setup {
         };
         let model_config = MiniCpmConfig::load(&dir).map_err(|e| refuse(&e))?;
         let processor = Processor::load(&dir).map_err(|e| refuse(&e))?;
-        let options = model_options(config, &processor);
+        let options = model_options(config, &processor)?;
         let model = MiniCpm::new(model_config, options)
             .map_err(|e| failures::model("set up the model", &e))?;
         let weights = match config.init {
@@ -92,7 +93,7 @@ pub(super) fn precision(config: &RunConfig) -> Precision {
     }
 }
 
-fn model_options(config: &RunConfig, processor: &Processor) -> MiniCpmOptions {
+fn model_options(config: &RunConfig, processor: &Processor) -> Result<MiniCpmOptions, Failure> {
     let mut options = MiniCpmOptions::new(
         precision(config).weight_dtype(),
         processor.config().normalization,
@@ -103,14 +104,16 @@ fn model_options(config: &RunConfig, processor: &Processor) -> MiniCpmOptions {
         lora_rank: lora.lora_rank,
         lora_alpha: lora.lora_alpha as f32,
         targets: LoraTargets::parse(&lora.target_modules),
-        // As OpenBMB's script: what adapters cannot express is trained in full beside them.
-        modules_to_save: ["embed_tokens", "resampler"]
-            .into_iter()
-            .chain(config.trainable.tune_vision.then_some("vpm"))
-            .map(str::to_owned)
-            .collect(),
+        layers: lora.layers.clone(),
+        modules_to_save: lora.modules_to_save.clone(),
     });
-    options
+    let selection = |flag: &str, text: &Option<String>| {
+        let parsed = text.as_deref().map(Selection::parse).transpose();
+        parsed.map_err(|error| failures::selection(flag, &error))
+    };
+    options.train = selection("--train", &config.trainable.train)?;
+    options.freeze = selection("--freeze", &config.trainable.freeze)?;
+    Ok(options)
 }
 
 fn zero_config(config: &RunConfig) -> Result<ZeroConfig, Failure> {

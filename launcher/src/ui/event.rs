@@ -30,6 +30,8 @@ pub enum Event {
     },
     /// Who owns what, before weights are read.
     Plan(PlanEvent),
+    /// What trains, before weights are read.
+    Trains(Vec<TrainRow>),
     /// What the data holds.
     Data(DataEvent),
     /// The ranks have met.
@@ -116,6 +118,21 @@ pub struct PlanEvent {
     pub host_free_bytes: u64,
     /// Host memory all ranks need together.
     pub host_need_bytes: u64,
+}
+
+/// Tensors of one part of the model that train.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct TrainRow {
+    /// The part of the model's tree, or its adapters.
+    pub module: String,
+    /// How many tensors of it train.
+    pub tensors: usize,
+    /// Their elements.
+    pub params: u64,
+    /// Number format of the weights.
+    pub dtype: String,
+    /// Peak learning rate.
+    pub lr: f64,
 }
 
 /// The data in one line.

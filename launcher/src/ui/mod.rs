@@ -13,6 +13,7 @@ use std::sync::Mutex;
 
 pub use event::{
     DataEvent, DoneEvent, EvalEvent, Event, PlanEvent, PlanPart, ResumeEvent, SaveEvent, StepEvent,
+    TrainRow,
 };
 pub use screen::Screen;
 pub use text::lines;

@@ -1,7 +1,7 @@
 //! Events as plain lines.
 
 use super::event::{
-    DataEvent, DoneEvent, EvalEvent, Event, PlanEvent, ResumeEvent, SaveEvent, StepEvent,
+    DataEvent, DoneEvent, EvalEvent, Event, PlanEvent, ResumeEvent, SaveEvent, StepEvent, TrainRow,
 };
 use crate::units::{bytes, count, grouped, seconds};
 
@@ -18,6 +18,7 @@ pub fn lines(event: &Event) -> Vec<String> {
             .collect(),
         Event::Warning { text } => vec![line("warning", text)],
         Event::Plan(plan) => plan_lines(plan),
+        Event::Trains(rows) => train_lines(rows),
         Event::Data(data) => data_lines(data),
         Event::Comm {
             ranks,
@@ -136,6 +137,27 @@ fn plan_lines(plan: &PlanEvent) -> Vec<String> {
             ),
         ),
     ]
+}
+
+fn train_lines(rows: &[TrainRow]) -> Vec<String> {
+    let width = rows.iter().map(|row| row.module.len()).max().unwrap_or(0);
+    let lines = rows.iter().enumerate().map(|(i, row)| {
+        let text = format!(
+            "{:<width$}  {:>4} {:<7}  {:>6}  {}  lr {:.1e}",
+            row.module,
+            grouped(row.tensors as u64),
+            if row.tensors == 1 {
+                "tensor"
+            } else {
+                "tensors"
+            },
+            count(row.params),
+            row.dtype,
+            row.lr
+        );
+        line(if i == 0 { "trains" } else { "" }, &text)
+    });
+    lines.collect()
 }
 
 fn data_lines(data: &DataEvent) -> Vec<String> {

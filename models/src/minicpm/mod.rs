@@ -20,4 +20,4 @@ mod vision;
 mod tests;
 
 pub use generate::{GenerateOptions, generate};
-pub use model::{LoraBase, MiniCpm, MiniCpmOptions};
+pub use model::{MiniCpm, MiniCpmOptions};

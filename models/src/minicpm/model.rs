@@ -14,22 +14,13 @@ use crate::error::{ModelError, Result};
 use crate::lora::LoraConfig;
 use crate::nn::Rotary;
 use crate::ops::Sequences;
-use crate::params::ParamBuilder;
+use crate::params::{ADAPTER_PREFIX, ParamBuilder};
+use crate::selection::Selection;
 use crate::{SampleInput, VisionLanguageModel};
 use engine::{ModelSpec, ParamId};
 use kernels::{Backend, DType, Float, IGNORED_LABEL, RopeLayout, Shape, Tag, Tensor};
 use std::ops::Range;
 use std::sync::Arc;
-
-/// What an adapter run may do with the layers below the adapters.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub enum LoraBase {
-    /// They must be frozen.
-    #[default]
-    Frozen,
-    /// They may train as well.
-    MayTrain,
-}
 
 /// How a model is set up for a run.
 #[derive(Clone, PartialEq, Debug)]
@@ -41,10 +32,12 @@ pub struct MiniCpmOptions {
     pub tune_vision: bool,
     /// Whether the language model trains, embeddings and head included.
     pub tune_llm: bool,
+    /// Exactly what trains beside adapters, instead of the switches above.
+    pub train: Option<Selection>,
+    /// What stays frozen whatever else says that it trains, adapters excepted.
+    pub freeze: Option<Selection>,
     /// Adapters.
     pub lora: Option<LoraConfig>,
-    /// Whether adapters and `tune_llm` go together.
-    pub lora_base: LoraBase,
     /// Bytes to pixel values.
     pub normalization: Normalization,
 }
@@ -57,18 +50,27 @@ impl MiniCpmOptions {
             dtype,
             tune_vision: true,
             tune_llm: true,
+            train: None,
+            freeze: None,
             lora: None,
-            lora_base: LoraBase::Frozen,
             normalization,
         }
     }
 
+    /// Whether a parameter of the base trains; adapters always do.
     fn trains(&self, name: &str) -> bool {
-        match name.split('.').next() {
-            Some("vpm") => self.tune_vision,
-            Some("llm") => self.tune_llm,
-            _ => self.lora.is_none(),
-        }
+        let chosen = match (&self.train, name.split('.').next()) {
+            (Some(train), _) => train.contains(name),
+            (None, Some("vpm")) => self.tune_vision,
+            (None, Some("llm")) => self.tune_llm,
+            (None, _) => self.lora.is_none(),
+        };
+        let saved = self.lora.as_ref().is_some_and(|lora| lora.saves(name));
+        let frozen = self
+            .freeze
+            .as_ref()
+            .is_some_and(|freeze| freeze.contains(name));
+        (chosen || saved) && !frozen
     }
 }
 
@@ -87,8 +89,7 @@ impl MiniCpm {
     /// Declares the model.
     ///
     /// # Errors
-    /// When the embedding is tied to the head, adapters are combined with a language model that
-    /// trains, or adapter targets do not fit.
+    /// When the embedding is tied to the head, or adapter targets or a selection do not fit.
     pub fn new(config: MiniCpmConfig, options: MiniCpmOptions) -> Result<Self> {
         if config.language.tie_word_embeddings {
             return Err(ModelError::Config {
@@ -97,17 +98,17 @@ impl MiniCpm {
                 reason: "the family's checkpoints keep the head apart from the embedding",
             });
         }
-        if options.lora.is_some() && options.tune_llm && options.lora_base == LoraBase::Frozen {
-            return Err(ModelError::AdapterOnTrainedBase {
-                reason: "freeze the language model (tune_llm false), or allow both explicitly",
-            });
-        }
         let trains = |name: &str| options.trains(name);
         let mut params = ParamBuilder::new(&trains, options.lora.as_ref(), "llm.")?;
         let vision = VisionTower::new(&mut params, &config.vision);
         let resampler = Resampler::new(&mut params, &config);
         let language = Language::new(&mut params, &config.language)?;
         let spec = params.finish()?;
+        let base = spec.params.iter().map(|param| &*param.name);
+        let base = base.filter(|name| !name.starts_with(ADAPTER_PREFIX));
+        for selection in [&options.train, &options.freeze].into_iter().flatten() {
+            selection.check(base.clone())?;
+        }
         Ok(Self {
             config,
             options,

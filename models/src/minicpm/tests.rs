@@ -3,10 +3,11 @@
 use super::config::{Family, LanguageConfig, MiniCpmConfig, SlicingConfig, VisionConfig};
 use super::processor::Normalization;
 use super::slicing::Slice;
-use super::{GenerateOptions, LoraBase, MiniCpm, MiniCpmOptions, generate};
+use super::{GenerateOptions, MiniCpm, MiniCpmOptions, generate};
 use crate::autograd::{AccessEvent, ResidentParams, Tape};
 use crate::error::ModelError;
 use crate::lora::{LoraConfig, LoraTargets};
+use crate::selection::Selection;
 use crate::{SampleInput, VisionLanguageModel};
 use engine::{EngineError, Lease, ParamAccess, ParamId, Phase, UnitId};
 use kernels::{Backend, CpuBackend, DType, IGNORED_LABEL, NullBackend, Pool, Tag, Tensor};
@@ -91,6 +92,7 @@ fn lora(targets: &str) -> LoraConfig {
         lora_rank: 64,
         lora_alpha: 64.0,
         targets: LoraTargets::parse(targets),
+        layers: None,
         modules_to_save: Vec::new(),
     }
 }
@@ -232,6 +234,7 @@ fn published_models_have_their_published_sizes() {
     let model = MiniCpm::new(published(151_666), with_lora.clone()).unwrap();
     assert_eq!(model.spec().elems().1, 27_525_120);
     with_lora.lora = Some(LoraConfig {
+        layers: None,
         modules_to_save: vec!["embed_tokens".into(), "resampler".into()],
         ..lora("q_proj,k_proj,v_proj,o_proj")
     });
@@ -430,13 +433,13 @@ fn contradicting_adapter_settings_are_refused() {
         MiniCpm::new(config(), o)
     };
     assert!(build(&|_| ()).is_ok());
-    let both = build(&|o| o.tune_llm = true).unwrap_err();
-    assert!(matches!(both, ModelError::AdapterOnTrainedBase { .. }));
-    let allowed = build(&|o| {
-        o.tune_llm = true;
-        o.lora_base = LoraBase::MayTrain;
-    });
-    assert!(allowed.is_ok());
+    let both = build(&|o| o.tune_llm = true).unwrap();
+    assert!(
+        both.spec()
+            .params
+            .iter()
+            .all(|p| p.trainable || !p.name.starts_with("llm."))
+    );
     for targets in ["lm_head", "nothing", r"llm\.model\.embed_tokens", "(["] {
         let error = build(&|o| o.lora = Some(lora(targets))).unwrap_err();
         assert!(
@@ -586,4 +589,45 @@ fn the_null_device_predicts_the_processors_memory() {
         );
         assert!((real / plan - 1.0).abs() < 0.05, "{tag}: {real} {plan}");
     }
+}
+
+#[test]
+fn selections_decide_what_trains_beside_adapters() {
+    let trained = |change: &dyn Fn(&mut MiniCpmOptions)| -> Vec<String> {
+        let mut o = options(DType::F32);
+        change(&mut o);
+        let model = MiniCpm::new(config(), o).unwrap();
+        let params = model.spec().params.iter().filter(|p| p.trainable);
+        params.map(|p| p.name.clone()).collect()
+    };
+    let select = |text: &str| Some(Selection::parse(text).unwrap());
+    let head = trained(&|o| o.train = select("lm_head"));
+    assert_eq!(head, ["llm.lm_head.weight"]);
+    let no_bias = trained(&|o| o.freeze = select("bias,vpm"));
+    assert!(!no_bias.is_empty());
+    assert!(
+        no_bias
+            .iter()
+            .all(|n| !n.ends_with("bias") && !n.starts_with("vpm."))
+    );
+    let mixed = trained(&|o| {
+        o.lora = Some(lora("q_proj"));
+        o.train = select("resampler");
+        o.freeze = select("resampler.query");
+    });
+    assert!(
+        mixed.iter().any(|n| n.contains("lora_A"))
+            && mixed.iter().any(|n| n.starts_with("resampler."))
+    );
+    assert!(
+        !mixed
+            .iter()
+            .any(|n| n == "resampler.query" || n.starts_with("llm.") || n.starts_with("vpm."))
+    );
+    let mut o = options(DType::F32);
+    o.train = select("no_such_part");
+    assert!(matches!(
+        MiniCpm::new(config(), o).unwrap_err(),
+        ModelError::Selection { .. }
+    ));
 }

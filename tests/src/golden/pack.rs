@@ -271,6 +271,7 @@ impl AdapterConfig {
             lora_rank: self.lora_rank,
             lora_alpha: self.lora_alpha,
             targets: LoraTargets::Pattern(self.target_modules.clone()),
+            layers: None,
             modules_to_save: modules_to_save.iter().map(|m| (*m).to_owned()).collect(),
         }
     }
