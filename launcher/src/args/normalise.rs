@@ -6,7 +6,7 @@ use super::ALIASES;
 use super::foreign::{IGNORED, RESTRICTED};
 use crate::exit::Failure;
 
-/// Every verb, the default first. Only the first and `doctor` exist today.
+/// Every verb, the default first, those to come included.
 pub const VERBS: [&str; 13] = [
     "train",
     "plan",
@@ -40,11 +40,20 @@ pub(super) enum Verb {
 }
 
 impl Verb {
+    /// The verbs that exist, as they are typed; two words where the second says what is done to the first.
+    pub(super) const ALL: [(Self, &'static str); 2] =
+        [(Self::Train, "train"), (Self::Doctor, "doctor")];
+
+    fn name(self) -> &'static str {
+        let found = Self::ALL.iter().find(|(verb, _)| *verb == self);
+        found.map_or("train", |(_, name)| name)
+    }
+
     /// Where to read on.
-    fn help(self) -> &'static str {
+    fn help(self) -> String {
         match self {
-            Self::Train => "`launcher --help` lists every flag",
-            Self::Doctor => "`launcher doctor --help` lists every flag",
+            Self::Train => "`launcher --help` lists every flag".to_string(),
+            _ => format!("`launcher {} --help` lists every flag", self.name()),
         }
     }
 }
@@ -58,7 +67,7 @@ pub(super) struct Line {
 /// The verb, and what follows it.
 pub(super) fn split_verb(argv: &[String]) -> Result<(Verb, &[String]), Failure> {
     match argv.split_first() {
-        Some((first, rest)) if !first.starts_with('-') => Ok((verb_of(first)?, rest)),
+        Some((first, rest)) if !first.starts_with('-') => verb_of(first, rest),
         _ => Ok((Verb::Train, argv)),
     }
 }
@@ -71,6 +80,7 @@ pub(super) fn normalise(
 ) -> Result<Line, Failure> {
     let mut rest = argv.iter().map(String::as_str).peekable();
     let known = Known::new(verb, command);
+    let mut positionals = command.get_positionals().count();
     let mut line = Line {
         args: Vec::new(),
         notes: Vec::new(),
@@ -82,9 +92,14 @@ pub(super) fn normalise(
             continue;
         }
         let Some(body) = word.strip_prefix("--") else {
+            if positionals > 0 {
+                positionals -= 1;
+                line.args.push(word.to_string());
+                continue;
+            }
             return Err(Failure::usage(
                 format!("unexpected argument '{word}'"),
-                "only flags follow the verb",
+                "only flags follow here",
             )
             .next(verb.help()));
         };
@@ -140,16 +155,32 @@ pub(super) fn normalise(
     Ok(line)
 }
 
-fn verb_of(verb: &str) -> Result<Verb, Failure> {
-    match verb {
-        "train" => return Ok(Verb::Train),
-        "doctor" => return Ok(Verb::Doctor),
-        _ => {}
+fn verb_of<'a>(first: &str, rest: &'a [String]) -> Result<(Verb, &'a [String]), Failure> {
+    let verb = first;
+    for (verb, name) in Verb::ALL {
+        match name.split_once(' ') {
+            None if name == first => return Ok((verb, rest)),
+            Some((noun, action)) if noun == first => match rest.split_first() {
+                Some((second, rest)) if second == action => return Ok((verb, rest)),
+                _ => {
+                    return Err(Failure::usage(
+                        format!("`launcher {noun}` needs to know what to do"),
+                        format!("after `{noun}` comes `{action}`"),
+                    )
+                    .next(verb.help()));
+                }
+            },
+            _ => {}
+        }
     }
     if VERBS.contains(&verb) {
+        let names: Vec<String> = Verb::ALL
+            .iter()
+            .map(|(_, name)| format!("`{name}`"))
+            .collect();
         return Err(Failure::usage(
             format!("`launcher {verb}` is not available yet"),
-            "only `train`, the default, and `doctor` exist in this version",
+            format!("this version has {}", names.join(", ")),
         )
         .next("leave the verb out to train"));
     }

@@ -60,22 +60,7 @@ pub fn flag_table() -> Result<String, Failure> {
             ),
         );
     }
-    push(
-        &mut text,
-        format_args!(
-            "\n## `launcher doctor`\n\n{}.\n\n| flag | default | meaning |\n|---|---|---|\n",
-            DoctorArgs::command()
-                .get_about()
-                .map(ToString::to_string)
-                .unwrap_or_default()
-        ),
-    );
-    for (long, help) in flags_of(&DoctorArgs::command()) {
-        push(
-            &mut text,
-            format_args!("| `--{long}` | `false` | {help} |\n"),
-        );
-    }
+    verb_section(&mut text, "doctor", &DoctorArgs::command());
     push(
         &mut text,
         format_args!("\n## Other spellings\n\n| spelling | flag |\n|---|---|\n"),
@@ -118,14 +103,42 @@ pub fn flag_table() -> Result<String, Failure> {
     Ok(text)
 }
 
-/// Names and meanings, without help and version.
-fn flags_of(command: &clap::Command) -> Vec<(String, String)> {
-    let text = |arg: &clap::Arg| arg.get_help().map(ToString::to_string).unwrap_or_default();
-    command
-        .get_arguments()
-        .filter_map(|arg| Some((arg.get_long()?.to_string(), text(arg))))
-        .filter(|(long, _)| !matches!(long.as_str(), "help" | "version"))
-        .collect()
+/// The flags of a verb other than training; defaults stand in the meaning.
+fn verb_section(text: &mut String, verb: &str, command: &clap::Command) {
+    let about = command.get_about().map(ToString::to_string);
+    let words: String = command
+        .get_positionals()
+        .map(|arg| format!(" {}", arg.get_id().as_str().to_uppercase()))
+        .collect();
+    push(
+        text,
+        format_args!(
+            "\n## `launcher {verb}{words}`\n\n{}.\n\n| flag | meaning |\n|---|---|\n",
+            about.unwrap_or_default()
+        ),
+    );
+    for arg in command.get_arguments() {
+        let help = arg.get_help().map(ToString::to_string).unwrap_or_default();
+        let values = value_names(arg).map_or_else(String::new, |names| format!(" ({names})"));
+        match arg.get_long() {
+            Some("help" | "version") => {}
+            Some(long) => push(text, format_args!("| `--{long}` | {help}{values} |\n")),
+            None => {
+                let word = arg.get_id().as_str().to_uppercase();
+                push(text, format_args!("| `{word}` | {help}{values} |\n"));
+            }
+        }
+    }
+}
+
+/// `readme` with the tables of `table` between its marks, one heading level deeper; `None` where a mark is missing.
+pub fn with_flags(readme: &str, table: &str) -> Option<String> {
+    const MARKS: [&str; 2] = ["<!-- flags -->\n", "<!-- end of flags -->"];
+    let (before, rest) = readme.split_once(MARKS[0])?;
+    let (_, after) = rest.split_once(MARKS[1])?;
+    let tables = &table[table.find("\n## ")?..];
+    let deeper = tables.replace("\n## ", "\n### ");
+    Some(format!("{before}{}{deeper}\n{}{after}", MARKS[0], MARKS[1]))
 }
 
 /// Values of every flag that has one by default.
@@ -215,7 +228,7 @@ mod tests {
         let text = std::fs::read_to_string(&path).unwrap_or_default();
         assert!(
             text == flag_table().expect("defaults resolve"),
-            "docs/flags.md is stale: cargo run -p launcher --example flags > docs/flags.md"
+            "docs/flags.md is stale: cargo run -p launcher --example flags -- write"
         );
     }
 
@@ -225,9 +238,11 @@ mod tests {
         for name in ["README.md", "README.zh.md"] {
             let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(name);
             let text = std::fs::read_to_string(&path).unwrap_or_default();
-            for row in table.lines().filter(|line| line.starts_with("| `--")) {
-                assert!(text.contains(row), "{name} lacks {row}");
-            }
+            assert_eq!(
+                with_flags(&text, &table).as_deref(),
+                Some(&*text),
+                "{name} is stale: cargo run -p launcher --example flags -- write"
+            );
         }
     }
 
