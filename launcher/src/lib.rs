@@ -14,6 +14,7 @@ pub mod exit;
 mod job;
 pub mod logging;
 pub mod memory;
+pub mod monitor;
 pub mod rank;
 pub mod rank_env;
 pub mod report;
@@ -22,6 +23,7 @@ pub mod run_folder;
 pub mod supervisor;
 pub mod ui;
 pub mod units;
+mod watch;
 
 pub use job::{Hooks, PrepareHook, RankMain, run_hooks, run_with};
 

@@ -7,6 +7,7 @@
 mod foreign;
 mod normalise;
 mod table;
+mod watch;
 
 use std::path::PathBuf;
 
@@ -23,6 +24,7 @@ use normalise::Verb;
 pub use normalise::{Note, VERBS};
 pub(crate) use table::value_name;
 pub use table::{flag_table, with_flags};
+pub use watch::WatchArgs;
 
 /// What the user typed after `launcher`.
 #[derive(Debug, Clone, Default, PartialEq, Parser)]
@@ -261,6 +263,8 @@ pub enum Command {
     },
     /// Report on the machine.
     Doctor(DoctorArgs),
+    /// Show a run from its folder.
+    Watch(WatchArgs),
     /// Print this text on stdout and end well: help or version.
     Print(String),
 }
@@ -282,6 +286,10 @@ pub fn parse(argv: &[String]) -> Result<Command, Failure> {
         Verb::Doctor => {
             let line = normalise::normalise(verb, rest, &DoctorArgs::command())?;
             DoctorArgs::try_parse_from(words(&line)).map(Command::Doctor)
+        }
+        Verb::Watch => {
+            let line = normalise::normalise(verb, rest, &WatchArgs::command())?;
+            WatchArgs::try_parse_from(words(&line)).map(Command::Watch)
         }
     };
     parsed.or_else(|error| {
@@ -474,6 +482,27 @@ mod tests {
             assert!(failure.next[0].contains(next), "{line}: {failure}");
         }
         refused("doctor --json maybe");
+    }
+
+    #[test]
+    fn watch_takes_a_folder_before_and_after_its_flags() {
+        let watch = |line: &str| {
+            let argv: Vec<String> = line.split_whitespace().map(str::to_string).collect();
+            parse(&argv)
+        };
+        for (line, once, json) in [
+            ("watch runs/x", None, None),
+            ("watch runs/x --once --json", Some(true), Some(true)),
+            ("watch --once runs/x", Some(true), None),
+            ("watch --once false --json true runs/x", Some(false), Some(true)),
+        ] {
+            let run = "runs/x".into();
+            let expected = Command::Watch(WatchArgs { run, once, json });
+            assert_eq!(watch(line).expect("parses"), expected, "{line}");
+        }
+        for line in ["watch", "watch a b", "watch a --zero 3"] {
+            assert_eq!(watch(line).expect_err(line).code.status(), 2, "{line}");
+        }
     }
 
     #[test]

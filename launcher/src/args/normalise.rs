@@ -37,12 +37,16 @@ pub struct Note {
 pub(super) enum Verb {
     Train,
     Doctor,
+    Watch,
 }
 
 impl Verb {
     /// The verbs that exist, as they are typed; two words where the second says what is done to the first.
-    pub(super) const ALL: [(Self, &'static str); 2] =
-        [(Self::Train, "train"), (Self::Doctor, "doctor")];
+    pub(super) const ALL: [(Self, &'static str); 3] = [
+        (Self::Train, "train"),
+        (Self::Doctor, "doctor"),
+        (Self::Watch, "watch"),
+    ];
 
     fn name(self) -> &'static str {
         let found = Self::ALL.iter().find(|(verb, _)| *verb == self);
@@ -129,10 +133,12 @@ pub(super) fn normalise(
             }
             Some((flag, Arity::Bool)) => {
                 if values.is_empty() {
-                    values.extend(
-                        rest.next_if(|word| !word.starts_with('-'))
-                            .map(str::to_string),
-                    );
+                    // Where words without a flag may come, only a literal belongs to this one.
+                    let literal = |word: &str| ["true", "false"].contains(&&*word.to_lowercase());
+                    let next = rest.next_if(|word| {
+                        !word.starts_with('-') && (positionals == 0 || literal(word))
+                    });
+                    values.extend(next.map(str::to_string));
                 }
                 let value = values.pop().unwrap_or_else(|| "true".to_string());
                 push(
