@@ -7,11 +7,12 @@
 //! | [`nn`] | blocks over parameter handles |
 //! | [`params`], [`lora`], [`selection`] | declaring parameters for the engine; adapters; which parts train |
 //! | [`batch`] | packed inputs of one pass |
-//! | [`weights`] | reading safetensors folders |
+//! | [`weights`], [`adapter`] | reading safetensors folders, and what a run saved beside its base |
 //! | [`minicpm`] | MiniCPM-V 2.6 and MiniCPM-o 2.6 |
 //! | [`image`], [`text`] | pictures to pixels, conversations to tokens |
 #![forbid(unsafe_code)]
 
+pub mod adapter;
 pub mod autograd;
 pub mod batch;
 mod error;

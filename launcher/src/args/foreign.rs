@@ -103,22 +103,10 @@ pub const RESTRICTED: &[Restricted] = &[
         next: "--use-lora with --zero 3 --offload cpu",
     },
     Restricted {
-        name: "lora_dropout",
-        neutral: &["0", "0.0", "0.", "0.00"],
-        reason: "adapters have no dropout yet",
-        next: "--lora_dropout 0",
-    },
-    Restricted {
         name: "lora_bias",
         neutral: &["none"],
         reason: "adapters leave biases alone",
         next: "--lora_bias none",
-    },
-    Restricted {
-        name: "lora_modules_to_save",
-        neutral: &["none"],
-        reason: "modules trained in full beside adapters are not chosen by name yet",
-        next: "leave the flag out; --tune-vision chooses the vision tower, the resampler always trains",
     },
     Restricted {
         name: "optim",

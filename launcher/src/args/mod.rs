@@ -155,6 +155,9 @@ pub struct Args {
     /// Scale of the adapters: alpha ÷ rank
     #[arg(long, value_name = "X", help_heading = "What is trained")]
     pub lora_alpha: Option<f64>,
+    /// Share of the adapters' inputs that training sets to zero; which ones depends on seed, sample and layer only
+    #[arg(long, value_name = "P", help_heading = "What is trained")]
+    pub lora_dropout: Option<f64>,
     /// Layers with adapters: names (q_proj,v_proj), attn, mlp, all, or a regular expression over whole module paths
     #[arg(long, value_name = "REGEX", help_heading = "What is trained")]
     pub lora_target_modules: Option<String>,
@@ -239,12 +242,13 @@ pub struct DoctorArgs {
 }
 
 /// Other spellings of flags, in snake_case as Hugging Face writes them.
-pub const ALIASES: [(&str, &str); 7] = [
+pub const ALIASES: [(&str, &str); 8] = [
     ("model_name_or_path", "model"),
     ("data_path", "data"),
     ("eval_data_path", "eval-data"),
     ("output_dir", "output"),
     ("lora_r", "lora-rank"),
+    ("lora_modules_to_save", "modules-to-save"),
     ("evaluation_strategy", "eval-strategy"),
     ("resume_from_checkpoint", "resume"),
 ];
@@ -351,7 +355,7 @@ mod tests {
             names.join(" "),
             "adam-beta1 adam-beta2 adam-epsilon bf16 data device device-memory-limit eval-data \
              eval-steps eval-strategy freeze gradient-accumulation-steps host-memory-limit init \
-             learning-rate logging-steps logging-strategy lora-alpha lora-layers lora-rank lora-target-modules \
+             learning-rate logging-steps logging-strategy lora-alpha lora-dropout lora-layers lora-rank lora-target-modules \
              lr lr-scheduler-type max-grad-norm max-slice-nums max-steps model model-max-length modules-to-save nproc \
              num-train-epochs offload output per-device-eval-batch-size \
              per-device-train-batch-size precision report-to resume save-steps save-strategy \
@@ -435,7 +439,7 @@ mod tests {
     #[test]
     fn verbs_that_do_not_exist_yet_say_so() {
         let exists = |verb: &str| {
-            let known = normalise::Verb::ALL;
+            let known = Verb::ALL;
             known
                 .iter()
                 .any(|(_, name)| name.split(' ').next() == Some(verb))

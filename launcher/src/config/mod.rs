@@ -103,6 +103,8 @@ pub struct Lora {
     pub lora_rank: usize,
     /// Scale is `alpha ÷ r`.
     pub lora_alpha: f64,
+    /// Share of the adapters' inputs that training sets to zero.
+    pub lora_dropout: f64,
     /// Names of projections, or a regular expression over whole module paths.
     pub target_modules: String,
     /// Decoder layers with adapters; all when absent.

@@ -388,7 +388,7 @@ pub(super) fn positive(flag: &str, value: f64) -> Result<(), Failure> {
     ))
 }
 
-fn within(flag: &str, value: f64, low: f64, high: f64) -> Result<(), Failure> {
+pub(super) fn within(flag: &str, value: f64, low: f64, high: f64) -> Result<(), Failure> {
     if (low..=high).contains(&value) {
         return Ok(());
     }
@@ -510,6 +510,7 @@ impl RunConfig {
         if let Some(lora) = &self.trainable.lora {
             flags.push(("lora-rank", lora.lora_rank.to_string()));
             flags.push(("lora-alpha", lora.lora_alpha.to_string()));
+            flags.push(("lora-dropout", lora.lora_dropout.to_string()));
             flags.push(("lora-target-modules", lora.target_modules.clone()));
             let layers = lora.layers.as_ref();
             flags.extend(layers.map(|l| ("lora-layers", format!("{}..{}", l.start, l.end))));

@@ -58,13 +58,18 @@ impl Sampler {
         }
     }
 
-    /// Sample indices of one micro-batch of one rank; `step` counts from 0.
-    pub fn indices(&self, step: u64, micro_step: u64, rank: usize) -> Vec<usize> {
+    /// Places of one micro-batch of one rank in the endless stream; `step` counts from 0. A place tells an epoch's
+    /// visit to a sample from all others.
+    pub fn positions(&self, step: u64, micro_step: u64, rank: usize) -> std::ops::Range<u64> {
         let start = ((step * self.accumulation_steps + micro_step) * self.world_size + rank as u64)
             * self.micro_batch;
-        (start..start + self.micro_batch)
-            .map(|position| self.at(position))
-            .collect()
+        start..start + self.micro_batch
+    }
+
+    /// Sample indices of one micro-batch of one rank; `step` counts from 0.
+    pub fn indices(&self, step: u64, micro_step: u64, rank: usize) -> Vec<usize> {
+        let positions = self.positions(step, micro_step, rank);
+        positions.map(|position| self.at(position)).collect()
     }
 
     /// Samples of one step over all ranks.

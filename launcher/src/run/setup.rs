@@ -103,6 +103,7 @@ fn model_options(config: &RunConfig, processor: &Processor) -> Result<MiniCpmOpt
     options.lora = config.trainable.lora.as_ref().map(|lora| LoraConfig {
         lora_rank: lora.lora_rank,
         lora_alpha: lora.lora_alpha as f32,
+        lora_dropout: lora.lora_dropout as f32,
         targets: LoraTargets::parse(&lora.target_modules),
         layers: lora.layers.clone(),
         modules_to_save: lora.modules_to_save.clone(),

@@ -1,5 +1,6 @@
 //! The inner recorder: differentiable operations under a lease.
 
+use super::dropout::Dropout;
 use super::sweep::{Grad, Node, Sweep};
 use super::tape::Observer;
 use super::var::{RecorderId, Var};
@@ -24,6 +25,7 @@ pub struct Scope<'s> {
     access: &'s dyn ParamAccess,
     lease: &'s Lease<'s>,
     observer: Option<Observer<'s>>,
+    dropout: Option<&'s Dropout>,
     mode: Mode,
     id: RecorderId,
     nodes: RefCell<Vec<Node>>,
@@ -46,12 +48,14 @@ impl<'s> Scope<'s> {
         access: &'s dyn ParamAccess,
         lease: &'s Lease<'s>,
         observer: Option<Observer<'s>>,
+        dropout: Option<&'s Dropout>,
         mode: Mode,
     ) -> Self {
         Self {
             access,
             lease,
             observer,
+            dropout,
             mode,
             id: RecorderId::fresh(),
             nodes: RefCell::default(),
@@ -64,6 +68,11 @@ impl<'s> Scope<'s> {
     #[must_use]
     pub fn backend(&self) -> &'s dyn Backend {
         &**self.access.backend()
+    }
+
+    /// The random state of a training pass.
+    pub(crate) fn dropout_state(&self) -> Option<&'s Dropout> {
+        self.dropout
     }
 
     /// A value no gradient flows into: a mask, a table, an additive constant.

@@ -1,5 +1,6 @@
 //! The outer recorder: segments only.
 
+use super::dropout::Dropout;
 use super::scope::{Mode, Scope};
 use super::sweep::{Grad, sum};
 use super::var::{RecorderId, Slot, Var};
@@ -78,6 +79,7 @@ struct Segment<'m> {
 pub struct Tape<'e, 'm> {
     access: &'e dyn ParamAccess,
     observer: Option<Observer<'e>>,
+    dropout: Option<Dropout>,
     recording: bool,
     check_replay: bool,
     id: RecorderId,
@@ -112,6 +114,7 @@ impl<'e, 'm> Tape<'e, 'm> {
         Self {
             access,
             observer: None,
+            dropout: None,
             recording,
             check_replay: cfg!(debug_assertions),
             id: RecorderId::fresh(),
@@ -125,6 +128,13 @@ impl<'e, 'm> Tape<'e, 'm> {
     #[must_use]
     pub fn with_observer(mut self, observer: Observer<'e>) -> Self {
         self.observer = Some(observer);
+        self
+    }
+
+    /// Sets elements to zero where layers ask for it; without, and in inference, no layer does.
+    #[must_use]
+    pub fn with_dropout(mut self, dropout: Dropout) -> Self {
+        self.dropout = Some(dropout).filter(|_| self.recording);
         self
     }
 
@@ -234,7 +244,8 @@ impl<'e, 'm> Tape<'e, 'm> {
     fn first_run(&self, unit: UnitId, inputs: &[&Var], body: &Body<'m>) -> Result<Vec<Var>> {
         let lease = self.access.lease(unit, Phase::Forward)?;
         let outputs = {
-            let scope = Scope::new(self.access, &lease, self.observer, Mode::Forward);
+            let dropout = self.dropout.as_ref();
+            let scope = Scope::new(self.access, &lease, self.observer, dropout, Mode::Forward);
             let vars: Vec<Var> = inputs
                 .iter()
                 .map(|v| scope.enter(v.value().clone(), v.requires_grad()))
@@ -300,6 +311,7 @@ impl<'e, 'm> Tape<'e, 'm> {
             segments,
             slots,
             check_replay,
+            dropout,
             ..
         } = self;
         let backend: &dyn Backend = &**access.backend();
@@ -316,7 +328,7 @@ impl<'e, 'm> Tape<'e, 'm> {
             if seeds.iter().all(Option::is_none) {
                 continue;
             }
-            for (slot, grad) in replay(access, segment, seeds, check_replay)? {
+            for (slot, grad) in replay(access, segment, seeds, dropout.as_ref(), check_replay)? {
                 add(backend, &mut grads, slot, grad)?;
             }
         }
@@ -330,6 +342,7 @@ fn replay(
     access: &dyn ParamAccess,
     segment: Segment<'_>,
     seeds: Vec<Option<Grad>>,
+    dropout: Option<&Dropout>,
     check: bool,
 ) -> Result<Vec<(Slot, Grad)>> {
     let Segment {
@@ -342,7 +355,7 @@ fn replay(
     let lease = access.lease(unit, Phase::Backward)?;
     let slots: Vec<Slot> = inputs.iter().filter_map(|(_, slot)| *slot).collect();
     let grads = {
-        let scope = Scope::new(access, &lease, None, Mode::Replay);
+        let scope = Scope::new(access, &lease, None, dropout, Mode::Replay);
         let vars: Vec<Var> = inputs
             .into_iter()
             .map(|(value, slot)| scope.enter(value, slot.is_some()))
