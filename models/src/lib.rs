@@ -31,7 +31,7 @@ pub use error::{ModelError, Result};
 pub use weights::{WeightError, WeightSource};
 
 use autograd::{Loss, Tape};
-use engine::{ModelSpec, ParamId};
+use engine::{ModelSpec, ParamId, UnitId};
 use kernels::{Backend, DType, Tensor};
 use minicpm::sample::{EncodedPrompt, EncodedSample};
 use minicpm::slicing::Slice;
@@ -72,10 +72,24 @@ impl<'a> From<&'a EncodedPrompt> for SampleInput<'a> {
     }
 }
 
+/// The parts of a model whose activations are kept or computed again.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Tower {
+    /// Pictures to features.
+    Vision,
+    /// Features to the width of the language model.
+    Resampler,
+    /// Tokens, decoder and loss.
+    Language,
+}
+
 /// What training, evaluation and generation ask of a model.
 pub trait VisionLanguageModel: Send + Sync + std::fmt::Debug {
     /// Units and parameters, in forward order.
     fn spec(&self) -> &ModelSpec;
+
+    /// The part of the model that a unit belongs to.
+    fn tower(&self, unit: UnitId) -> Tower;
 
     /// Dtype of weights and activations.
     fn dtype(&self) -> DType;

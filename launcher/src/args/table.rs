@@ -203,7 +203,9 @@ fn unset(flag: &str) -> &'static str {
         "train" => "the switches below",
         "freeze" => "nothing more",
         "lr" => "`--learning-rate`",
-        "lora-layers" => "all",
+        "lora-layers" | "limit" => "all",
+        "global-batch" => "what the two give",
+        "find-batch" => "`false`",
         _ => "–",
     }
 }

@@ -11,7 +11,7 @@ impl Scope<'_> {
     /// # Errors
     /// When it is not in the leased unit.
     pub fn parameter(&self, id: ParamId) -> Result<Var> {
-        let value = self.weight(id)?.clone();
+        let value = self.weight_value(id)?;
         self.record("parameter", value, &[], &[id], move |sweep, dy| {
             let wide = match dy.dtype() {
                 DType::F32 => dy,
