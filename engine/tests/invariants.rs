@@ -303,7 +303,11 @@ fn time_in_collectives_and_copies_is_counted_within_the_time_there_was() {
                 let (spent, elapsed) = (zero.times().since(before), started.elapsed());
                 let case = format!("world {world} stage {stage} {offload:?}: {spent:?}");
                 assert!(spent.communication + spent.offload <= elapsed, "{case}");
-                assert_eq!(spent.offload > Duration::ZERO, offload == Offload::CPU, "{case}");
+                assert_eq!(
+                    spent.offload > Duration::ZERO,
+                    offload == Offload::CPU,
+                    "{case}"
+                );
                 assert!(spent.communication > Duration::ZERO, "{case}");
             });
         }

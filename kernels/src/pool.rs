@@ -402,7 +402,10 @@ mod tests {
         let shares = || {
             let stats = pool.stats();
             let of = |tag| stats.tag(tag).at_peak;
-            assert_eq!(stats.by_tag.iter().map(|t| t.at_peak).sum::<u64>(), stats.peak);
+            assert_eq!(
+                stats.by_tag.iter().map(|t| t.at_peak).sum::<u64>(),
+                stats.peak
+            );
             [Tag::Activations, Tag::Gathered, Tag::Workspace].map(of)
         };
         let kept = pool.reserve(100, Tag::Gathered).unwrap();

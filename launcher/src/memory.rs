@@ -106,7 +106,10 @@ pub fn process_of(pid: u32) -> Option<ProcessMemory> {
 /// Resident bytes of this process now, from the cheapest file that tells; 0 without `/proc`.
 pub fn resident_bytes() -> u64 {
     let text = fs::read_to_string("/proc/self/statm").unwrap_or_default();
-    let pages = text.split_whitespace().nth(1).and_then(|word| word.parse::<u64>().ok());
+    let pages = text
+        .split_whitespace()
+        .nth(1)
+        .and_then(|word| word.parse::<u64>().ok());
     pages.unwrap_or(0) * rustix::param::page_size() as u64
 }
 

@@ -164,7 +164,13 @@ fn defaults(of_a_model: bool) -> Result<BTreeMap<&'static str, String>, Failure>
         .to_flags()
         .into_iter()
         .collect();
-    for flag in ["lora-rank", "lora-alpha", "lora-target-modules"] {
+    for flag in [
+        "lora-rank",
+        "lora-alpha",
+        "lora-dropout",
+        "lora-target-modules",
+        "modules-to-save",
+    ] {
         flags.extend(
             with_adapters
                 .get_key_value(flag)
@@ -195,6 +201,12 @@ fn unset(flag: &str) -> &'static str {
         "warmup-steps" => "from the ratio",
         "warmup-ratio" => "not used",
         "resume" => "start anew",
+        "train" => "the switches below",
+        "freeze" => "nothing more",
+        "lr" => "`--learning-rate`",
+        "lora-layers" | "limit" => "all",
+        "global-batch" => "what the two give",
+        "find-batch" => "`false`",
         _ => "–",
     }
 }

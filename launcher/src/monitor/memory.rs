@@ -26,7 +26,9 @@ pub struct PoolPeak {
 impl PoolPeak {
     fn fold(&mut self, stats: &PoolStats) {
         let kinds = |bytes: &dyn Fn(Tag) -> u64| -> Kinds {
-            let kinds = Tag::ALL.iter().map(|tag| (tag.name().to_owned(), bytes(*tag)));
+            let kinds = Tag::ALL
+                .iter()
+                .map(|tag| (tag.name().to_owned(), bytes(*tag)));
             kinds.filter(|(_, bytes)| *bytes > 0).collect()
         };
         if stats.peak > self.bytes {
@@ -134,9 +136,15 @@ impl Timeline {
     /// The phases since the last row.
     pub(super) fn take_row(&mut self, step: u64, ranks: Vec<TierBytes>) -> Option<MemoryRow> {
         let phases = std::mem::take(&mut self.phases);
-        let phases = phases.into_iter().map(|(phase, peak)| (phase.name().to_owned(), peak));
+        let phases = phases
+            .into_iter()
+            .map(|(phase, peak)| (phase.name().to_owned(), peak));
         let phases: BTreeMap<String, PhasePeak> = phases.collect();
-        (!phases.is_empty()).then_some(MemoryRow { step, phases, ranks })
+        (!phases.is_empty()).then_some(MemoryRow {
+            step,
+            phases,
+            ranks,
+        })
     }
 }
 
@@ -157,11 +165,18 @@ mod tests {
         timeline.end(Phase::Backward, &device, &host);
         drop(kept);
         timeline.pass(&device, &host);
-        assert_eq!((timeline.peaks().device, timeline.peaks().host), (1000, 500));
+        assert_eq!(
+            (timeline.peaks().device, timeline.peaks().host),
+            (1000, 500)
+        );
         let window = timeline.window_peaks();
         assert_eq!((window.device, window.host), (1000, 500));
         assert!(window.rss > 0);
-        assert_eq!(timeline.window_peaks(), TierBytes::default(), "a new window");
+        assert_eq!(
+            timeline.window_peaks(),
+            TierBytes::default(),
+            "a new window"
+        );
 
         let row = timeline.take_row(7, Vec::new()).expect("phases ran");
         let names: Vec<&str> = row.phases.keys().map(String::as_str).collect();
@@ -185,7 +200,10 @@ mod tests {
         pool.reset_peaks();
         drop(pool.reserve(60, Tag::Workspace).expect("unlimited"));
         peak.fold(&pool.stats());
-        assert_eq!((peak.bytes, peak.causes(9)), (100, vec![("activations", 100)]));
+        assert_eq!(
+            (peak.bytes, peak.causes(9)),
+            (100, vec![("activations", 100)])
+        );
         assert_eq!(peak.by_kind["workspace"], 60);
     }
 }

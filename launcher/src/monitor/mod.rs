@@ -131,8 +131,11 @@ impl Monitor {
     pub fn end(&mut self, phase: Phase, zero: &Zero) {
         let (now, engine) = (Instant::now(), zero.times());
         let elapsed = now.duration_since(self.mark);
-        self.split
-            .add(phase, elapsed, engine.since(std::mem::replace(&mut self.engine, engine)));
+        self.split.add(
+            phase,
+            elapsed,
+            engine.since(std::mem::replace(&mut self.engine, engine)),
+        );
         self.mark = now;
         // Waiting for samples uses no memory of its own.
         if phase == Phase::Data {
@@ -253,6 +256,9 @@ mod tests {
         assert_eq!(gathered.tokens, [100.0, 101.0]);
         assert_eq!(gathered.splits[1].values(), [2.0, 3.0, 4.0, 5.0, 6.0, 7.0]);
         assert_eq!(gathered.peaks[1].device, 1_000_000_001);
-        assert_eq!((gathered.peaks[0].host, gathered.peaks[0].rss), (2_000_000_000, 3_000_000_000));
+        assert_eq!(
+            (gathered.peaks[0].host, gathered.peaks[0].rss),
+            (2_000_000_000, 3_000_000_000)
+        );
     }
 }

@@ -147,14 +147,13 @@ impl Imbalance {
         let rank = (0..ranks.len()).max_by(|a, b| own(a).total_cmp(&own(b)).then(b.cmp(a)))?;
         let excess = |part: &usize| ranks[rank].values()[*part] - mean.values()[*part];
         let part = (0..StepSplit::PARTS)
-            .filter(|part| StepSplit::NAMES[*part] != "communication")
+            .filter(|part| StepSplit::NAMES[*part] != "communication" && mean.values()[*part] > 0.0)
             .max_by(|a, b| excess(a).total_cmp(&excess(b)))?;
-        let positive = |value: f64| (value > 0.0).then_some(value);
         Some(Self {
             rank,
-            share: ranks[rank].own() / positive(mean.own())? - 1.0,
+            share: ranks[rank].own() / mean.own() - 1.0,
             part: StepSplit::NAMES[part],
-            part_share: excess(&part) / positive(mean.values()[part])?,
+            part_share: excess(&part) / mean.values()[part],
         })
     }
 }

@@ -111,7 +111,10 @@ impl Chart {
         let mut tops = vec![vec![0.0; self.at.len()]];
         for layer in &self.layers {
             let below = &tops[tops.len() - 1];
-            let top = below.iter().zip(&layer.values).map(|(low, value)| low + value);
+            let top = below
+                .iter()
+                .zip(&layer.values)
+                .map(|(low, value)| low + value);
             tops.push(top.collect());
         }
         tops
@@ -127,7 +130,10 @@ impl Chart {
         };
         for (layer, edges) in self.layers.iter().zip(tops.windows(2)) {
             let there = places.iter().map(|(i, x)| frame.place(*x, edges[1][*i]));
-            let back = places.iter().rev().map(|(i, x)| frame.place(*x, edges[0][*i]));
+            let back = places
+                .iter()
+                .rev()
+                .map(|(i, x)| frame.place(*x, edges[0][*i]));
             let path: Vec<String> = there.chain(back).collect();
             push(
                 svg,
@@ -149,10 +155,7 @@ pub(super) fn open(label: &str, height: f64) -> String {
 }
 
 /// Names with their colours, in as many lines as they need; returns where the rest may begin.
-pub(super) fn legend<'n>(
-    svg: &mut String,
-    names: impl Iterator<Item = (&'n str, usize)>,
-) -> f64 {
+pub(super) fn legend<'n>(svg: &mut String, names: impl Iterator<Item = (&'n str, usize)>) -> f64 {
     let (mut x, mut y) = (LEFT, 13.0);
     for (name, index) in names {
         let width = 26.0 + 6.6 * name.chars().count() as f64;
@@ -261,7 +264,10 @@ impl Frame {
 
     fn draw_line(&self, svg: &mut String, line: &Line) {
         let thin = line.points.len().div_ceil(MOST_POINTS).max(1);
-        let finite = line.points.iter().filter(|(x, y)| x.is_finite() && y.is_finite());
+        let finite = line
+            .points
+            .iter()
+            .filter(|(x, y)| x.is_finite() && y.is_finite());
         let places: Vec<(f64, f64)> = finite.step_by(thin).map(|(x, y)| self.at(*x, *y)).collect();
         let (width, opacity, dash) = match line.look {
             Look::Faint => (1.0, 0.4, ""),
@@ -277,7 +283,10 @@ impl Frame {
             );
             return;
         }
-        let path: Vec<String> = places.iter().map(|(x, y)| format!("{x:.1},{y:.1}")).collect();
+        let path: Vec<String> = places
+            .iter()
+            .map(|(x, y)| format!("{x:.1},{y:.1}"))
+            .collect();
         push(
             svg,
             format_args!(
@@ -290,7 +299,9 @@ impl Frame {
 
 fn range(values: impl Iterator<Item = f64>) -> Option<(f64, f64)> {
     values.fold(None, |range: Option<(f64, f64)>, value| {
-        Some(range.map_or((value, value), |(low, high)| (low.min(value), high.max(value))))
+        Some(range.map_or((value, value), |(low, high)| {
+            (low.min(value), high.max(value))
+        }))
     })
 }
 
@@ -324,9 +335,15 @@ mod tests {
     }
 
     fn polygon(svg: &str, index: usize) -> Vec<(f64, f64)> {
-        let text = svg.split("<polygon points=\"").nth(index + 1).expect("an area");
+        let text = svg
+            .split("<polygon points=\"")
+            .nth(index + 1)
+            .expect("an area");
         let points = text.split('"').next().expect("its points").split(' ');
-        let pair = |p: &str| p.split_once(',').map(|(x, y)| (x.parse().ok(), y.parse().ok()));
+        let pair = |p: &str| {
+            p.split_once(',')
+                .map(|(x, y)| (x.parse().ok(), y.parse().ok()))
+        };
         points
             .filter_map(pair)
             .filter_map(|(x, y)| Some((x?, y?)))
@@ -376,7 +393,10 @@ mod tests {
             ..Chart::default()
         };
         let points = polygon(&single.to_svg("x"), 0);
-        assert!(points[1].0 >= points[0].0 && points.len() == 4, "{points:?}");
+        assert!(
+            points[1].0 >= points[0].0 && points.len() == 4,
+            "{points:?}"
+        );
     }
 
     #[test]
@@ -387,7 +407,10 @@ mod tests {
         };
         let svg = chart.to_svg("loss");
         let points = svg.split("<polyline points=\"").nth(1).expect("a line");
-        assert_eq!(points.split('"').next().map(|p| p.matches(',').count()), Some(2));
+        assert_eq!(
+            points.split('"').next().map(|p| p.matches(',').count()),
+            Some(2)
+        );
     }
 
     #[test]

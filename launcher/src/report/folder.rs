@@ -66,7 +66,9 @@ impl RunFiles {
     /// Reads a folder.
     pub fn read(folder: &Path) -> Self {
         let memory = jsonl::read(&folder.join(MEMORY_LOG));
-        let memory = memory.into_iter().filter_map(|row| serde_json::from_value(row).ok());
+        let memory = memory
+            .into_iter()
+            .filter_map(|row| serde_json::from_value(row).ok());
         Self {
             folder: folder.to_path_buf(),
             rows: jsonl::read(&folder.join(TRAINER_LOG)),
@@ -107,7 +109,10 @@ impl RunFiles {
 
     /// Whether the run ended by saving its state, not by being cut off.
     pub fn is_saved(&self) -> bool {
-        let saved = self.state.as_ref().and_then(|state| state["global_step"].as_u64());
+        let saved = self
+            .state
+            .as_ref()
+            .and_then(|state| state["global_step"].as_u64());
         saved.is_some_and(|step| step > 0 && step >= self.progress().0)
     }
 }

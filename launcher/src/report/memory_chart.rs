@@ -135,7 +135,10 @@ pub(super) fn by_phase(files: &RunFiles) -> Option<String> {
     for bar in &bars {
         let used = stacked(bar.peak);
         let index = |kind: &str| KINDS.iter().position(|other| *other == kind);
-        kinds.extend(used.keys().filter_map(|kind| Some((index(kind)?, KINDS[index(kind)?]))));
+        kinds.extend(
+            used.keys()
+                .filter_map(|kind| Some((index(kind)?, KINDS[index(kind)?]))),
+        );
     }
     let mut svg = open("memory by phase in the last logged rows", HEIGHT);
     let top = legend(&mut svg, kinds.iter().map(|(index, kind)| (*kind, *index)));
@@ -173,7 +176,10 @@ pub(super) fn by_phase(files: &RunFiles) -> Option<String> {
     }
     push(
         &mut svg,
-        format_args!("<text x=\"4\" y=\"{}\" fill-opacity=\"0.75\">MiB</text>\n</svg>\n", HEIGHT - 4.0),
+        format_args!(
+            "<text x=\"4\" y=\"{}\" fill-opacity=\"0.75\">MiB</text>\n</svg>\n",
+            HEIGHT - 4.0
+        ),
     );
     Some(svg)
 }
@@ -224,13 +230,19 @@ pub(super) fn document(files: &RunFiles) -> String {
     for (x, title) in titles {
         push(
             &mut svg,
-            format_args!("<text x=\"{}\" y=\"18\" font-size=\"14\">{title}</text>\n", x + LEFT),
+            format_args!(
+                "<text x=\"{}\" y=\"18\" font-size=\"14\">{title}</text>\n",
+                x + LEFT
+            ),
         );
     }
     let drawing = by_step(files).drawing();
     push(
         &mut svg,
-        format_args!("<g transform=\"translate(0 {})\">\n{drawing}</g>\n", GAP - 4.0),
+        format_args!(
+            "<g transform=\"translate(0 {})\">\n{drawing}</g>\n",
+            GAP - 4.0
+        ),
     );
     if let Some(phases) = by_phase(files) {
         let inner = phases.split_once('\n').map_or("", |(_, rest)| rest);
@@ -292,7 +304,10 @@ mod tests {
     use super::*;
 
     fn kinds(pairs: &[(&str, u64)]) -> Kinds {
-        pairs.iter().map(|(k, b)| ((*k).to_owned(), b << 20)).collect()
+        pairs
+            .iter()
+            .map(|(k, b)| ((*k).to_owned(), b << 20))
+            .collect()
     }
 
     fn peak(device: &[(&str, u64)], host: &[(&str, u64)]) -> PhasePeak {
@@ -311,15 +326,24 @@ mod tests {
     fn row(step: u64, phases: &[(&str, PhasePeak)]) -> MemoryRow {
         MemoryRow {
             step,
-            phases: phases.iter().map(|(n, p)| ((*n).to_owned(), p.clone())).collect(),
+            phases: phases
+                .iter()
+                .map(|(n, p)| ((*n).to_owned(), p.clone()))
+                .collect(),
             ranks: Vec::new(),
         }
     }
 
     fn files() -> RunFiles {
         let load = peak(&[], &[("parameters", 8)]);
-        let forward = peak(&[("activations", 20), ("gathered", 4)], &[("parameters", 8)]);
-        let backward = peak(&[("activations", 30), ("workspace", 9)], &[("parameters", 8)]);
+        let forward = peak(
+            &[("activations", 20), ("gathered", 4)],
+            &[("parameters", 8)],
+        );
+        let backward = peak(
+            &[("activations", 30), ("workspace", 9)],
+            &[("parameters", 8)],
+        );
         RunFiles {
             memory: vec![
                 row(1, &[("load", load), ("forward", forward.clone())]),
@@ -349,8 +373,16 @@ mod tests {
     #[test]
     fn phases_stand_in_their_order() {
         let files = files();
-        let order: Vec<_> = bars(&files.memory).iter().map(|b| (b.step, b.phase)).collect();
-        let expected = [(1, "load"), (1, "forward"), (10, "forward"), (10, "backward")];
+        let order: Vec<_> = bars(&files.memory)
+            .iter()
+            .map(|b| (b.step, b.phase))
+            .collect();
+        let expected = [
+            (1, "load"),
+            (1, "forward"),
+            (10, "forward"),
+            (10, "backward"),
+        ];
         assert_eq!(order, expected);
         let svg = document(&files);
         assert!(svg.starts_with("<svg xmlns=") && svg.ends_with("</svg>\n"));

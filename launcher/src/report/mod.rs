@@ -29,12 +29,12 @@ use crate::ui::Event;
 use jsonl::JsonLines;
 
 pub use curve::{Point, loss_curve};
-pub use state::{TrainerState, TrainerStateConfig};
-pub use tensorboard::EventWriter;
 pub(crate) use folder::number;
 pub use folder::{Answer, RunFiles};
 pub use page::{REPORT, write_pages};
 pub use plan_file::PlanFile;
+pub use state::{TrainerState, TrainerStateConfig};
+pub use tensorboard::EventWriter;
 pub use trainer_log::{LogRow, TRAINER_LOG, TierBytes, TrainerLog};
 
 /// File of `eval_results.json`.
@@ -376,7 +376,9 @@ mod tests {
         let folder = tempfile::tempdir().expect("temp dir");
         let mut report = RunReport::open(&config(folder.path()), 4, 1.0, 0).expect("opened");
         for step in 1..=4 {
-            report.on_step(&record(step), memory(step)).expect("written");
+            report
+                .on_step(&record(step), memory(step))
+                .expect("written");
         }
         report.on_eval(&eval(4)).expect("written");
         report.finish(None).expect("written");
@@ -417,12 +419,16 @@ mod tests {
         let folder = tempfile::tempdir().expect("temp dir");
         let mut report = RunReport::open(&config(folder.path()), 4, 1.0, 0).expect("opened");
         for step in 1..=3 {
-            report.on_step(&record(step), memory(step)).expect("written");
+            report
+                .on_step(&record(step), memory(step))
+                .expect("written");
         }
         report.finish(None).expect("written");
         let mut report = RunReport::open(&config(folder.path()), 4, 1.0, 2).expect("opened");
         for step in 3..=4 {
-            report.on_step(&record(step), memory(step)).expect("written");
+            report
+                .on_step(&record(step), memory(step))
+                .expect("written");
         }
         report.finish(None).expect("written");
         let steps: Vec<_> = rows(folder.path())

@@ -224,7 +224,8 @@ mod tests {
     fn a_torn_last_row_is_dropped() {
         let folder = tempfile::tempdir().expect("temp dir");
         let path = folder.path().join(TRAINER_LOG);
-        std::fs::write(&path, "{\"current_steps\":1,\"loss\":2.0}\n{\"current_st").expect("written");
+        std::fs::write(&path, "{\"current_steps\":1,\"loss\":2.0}\n{\"current_st")
+            .expect("written");
         let mut log = TrainerLog::open(folder.path(), 9).expect("opened");
         log.append(&LogRow {
             current_steps: 2,

@@ -35,14 +35,15 @@ struct Problem {
     text: String,
 }
 
-/// Reads and checks `path`. Unusable samples are an error listing them, or left out when the
+/// Reads and checks the first `limit` samples of `path`. Unusable samples are an error listing them, or left out when the
 /// configuration says so.
 pub(super) fn check(
     config: &RunConfig,
     path: &Path,
+    limit: Option<usize>,
     processor: &Processor,
 ) -> Result<SampleSet, Failure> {
-    let (samples, images) = read(path)?;
+    let (samples, images) = read(path, limit)?;
     let options = encode_options(config);
     let verdicts: Vec<Result<Size, Problem>> = samples
         .par_iter()
@@ -88,12 +89,13 @@ pub(super) fn check(
 pub(super) fn load(
     config: &RunConfig,
     path: &Path,
+    limit: Option<usize>,
     processor: &Processor,
 ) -> Result<SampleSet, Failure> {
     if config.batch.skip_bad_samples {
-        return check(config, path, processor);
+        return check(config, path, limit, processor);
     }
-    let (samples, images) = read(path)?;
+    let (samples, images) = read(path, limit)?;
     Ok(SampleSet {
         samples,
         images,
@@ -103,26 +105,33 @@ pub(super) fn load(
     })
 }
 
-fn read(path: &Path) -> Result<(Vec<RawSample>, ImageFolder), Failure> {
+fn read(path: &Path, limit: Option<usize>) -> Result<(Vec<RawSample>, ImageFolder), Failure> {
     let refuse = |cause: String| {
         Failure::new(ErrorCode::DataFile, format!("cannot read {}", path.display()), cause)
             .next("a JSON list of {id, image, conversations: [{role, content}]}, as MiniCPM-V's fine-tuning takes it")
     };
-    let samples = read_samples(path).map_err(|e| refuse(chain(&e)))?;
+    let mut samples = read_samples(path).map_err(|e| refuse(chain(&e)))?;
+    samples.truncate(limit.unwrap_or(usize::MAX));
     let images = ImageFolder::beside(path);
     Ok((samples, images))
 }
 
 impl SampleSet {
+    /// Indices of all samples, the longest by tokens and patches first.
+    pub(super) fn by_weight(&self) -> Vec<usize> {
+        let mut order: Vec<usize> = (0..self.samples.len()).collect();
+        let weight = |i: usize| self.sizes[i].tokens + self.sizes[i].patches;
+        order.sort_by_key(|i| std::cmp::Reverse(weight(*i)));
+        order
+    }
+
     /// The samples that a worst micro-batch would hold: the longest by tokens and patches.
     pub(super) fn largest(
         &self,
         config: &RunConfig,
         processor: &Processor,
     ) -> Result<Vec<EncodedSample>, Failure> {
-        let mut order: Vec<usize> = (0..self.samples.len()).collect();
-        let weight = |i: usize| self.sizes[i].tokens + self.sizes[i].patches;
-        order.sort_by_key(|i| std::cmp::Reverse(weight(*i)));
+        let order = self.by_weight();
         let options = encode_options(config);
         let picked = order.iter().cycle().take(config.batch.micro_batch);
         picked

@@ -63,14 +63,23 @@ fn check(folder: &Path) -> Result<(), Failure> {
     if is_run {
         Ok(())
     } else {
-        Err(refuse("it holds no run").evidence(format!("neither {CONFIG_FILE} nor {TRAINER_LOG} is there")))
+        Err(refuse("it holds no run")
+            .evidence(format!("neither {CONFIG_FILE} nor {TRAINER_LOG} is there")))
     }
 }
 
 fn look(folder: &Path) -> View {
-    let names = [CONFIG_FILE, TRAINER_LOG, "memory.jsonl", "trainer_state.json", "errors"];
+    let names = [
+        CONFIG_FILE,
+        TRAINER_LOG,
+        "memory.jsonl",
+        "trainer_state.json",
+        "errors",
+    ];
     let changes = names.iter().filter_map(|name| {
-        fs::metadata(folder.join(name)).and_then(|file| file.modified()).ok()
+        fs::metadata(folder.join(name))
+            .and_then(|file| file.modified())
+            .ok()
     });
     let news = changes.max().unwrap_or(SystemTime::UNIX_EPOCH);
     let age = SystemTime::now().duration_since(news).unwrap_or_default();
@@ -83,7 +92,14 @@ fn look(folder: &Path) -> View {
 
 /// Writes a view; false where nobody reads any more.
 fn print(view: &View, json: bool, redraws: bool) -> Result<bool, Failure> {
-    let fail = |error: &io::Error| Failure::io(ErrorCode::Disk, "write", Path::new("standard output"), error);
+    let fail = |error: &io::Error| {
+        Failure::io(
+            ErrorCode::Disk,
+            "write",
+            Path::new("standard output"),
+            error,
+        )
+    };
     let text = if json {
         serde_json::to_string(view).map_err(|error| fail(&error.into()))? + "\n"
     } else {

@@ -37,7 +37,11 @@ pub(super) fn render(view: &View) -> String {
 fn state(view: &View) -> String {
     let age = clock(view.seconds_since_news);
     let news = format!("{} s", view.seconds_since_news.round());
-    let age = if view.seconds_since_news < 600.0 { news } else { age };
+    let age = if view.seconds_since_news < 600.0 {
+        news
+    } else {
+        age
+    };
     match view.state {
         State::Starting => format!("starting · last news {age} ago"),
         State::Running => format!("running · last news {age} ago"),
@@ -79,12 +83,19 @@ fn loss(view: &View) -> Option<String> {
 /// The values as a curve of one line; those that are not finite leave a gap.
 fn sparkline(values: &[f64]) -> String {
     let finite = || values.iter().copied().filter(|value| value.is_finite());
-    let (low, high) = (finite().fold(f64::MAX, f64::min), finite().fold(f64::MIN, f64::max));
+    let (low, high) = (
+        finite().fold(f64::MAX, f64::min),
+        finite().fold(f64::MIN, f64::max),
+    );
     let span = (high - low).max(f64::MIN_POSITIVE);
     let most = (HEIGHTS.len() - 1) as f64;
     let letter = |value: &f64| {
         let height = ((value - low) / span * most).round();
-        HEIGHTS.get(height as usize).filter(|_| value.is_finite()).copied().unwrap_or(' ')
+        HEIGHTS
+            .get(height as usize)
+            .filter(|_| value.is_finite())
+            .copied()
+            .unwrap_or(' ')
     };
     values.iter().map(letter).collect()
 }
@@ -172,7 +183,13 @@ mod tests {
             rows: vec![row],
             ..RunFiles::default()
         };
-        let view = View::new(&files, Presence { is_held: true, seconds_since_news: 3.0 });
+        let view = View::new(
+            &files,
+            Presence {
+                is_held: true,
+                seconds_since_news: 3.0,
+            },
+        );
         assert_eq!(
             render(&view),
             " run     runs/demo · running · last news 3 s ago\n \
@@ -183,7 +200,10 @@ mod tests {
              slowest rank 1: own time +31 % of the mean, most of it in backward\n \
              memory  device 15.0M · host 10.0M · resident 80.0M\n"
         );
-        let left = Presence { is_held: false, seconds_since_news: 3700.0 };
+        let left = Presence {
+            is_held: false,
+            seconds_since_news: 3700.0,
+        };
         let dead = render(&View::new(&files, left));
         assert!(dead.contains("dead: no news for 1:01:40"), "{dead}");
         assert!(!dead.contains("left"), "{dead}");

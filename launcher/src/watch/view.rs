@@ -126,7 +126,10 @@ impl View {
         let last = files.steps().next_back();
         let of = |name: &str| last.and_then(|row| number(row, name));
         let (step, total_steps) = files.progress();
-        let losses: Vec<f64> = files.steps().filter_map(|row| number(row, "loss")).collect();
+        let losses: Vec<f64> = files
+            .steps()
+            .filter_map(|row| number(row, "loss"))
+            .collect();
         let plan = files.plan.as_ref().and_then(|plan| plan.plan.as_ref());
         let time = |name: &str| files.rows.last().and_then(|row| seconds_of(&row[name]));
         let age = presence.seconds_since_news;
@@ -158,16 +161,27 @@ impl View {
                 format!(
                     "{} · {} on {} · ZeRO-{} · {} · offload {}",
                     plan.model,
-                    if plan.ranks == 1 { "1 rank".to_owned() } else { format!("{} ranks", plan.ranks) },
+                    if plan.ranks == 1 {
+                        "1 rank".to_owned()
+                    } else {
+                        format!("{} ranks", plan.ranks)
+                    },
                     plan.device,
                     plan.stage,
                     plan.precision,
                     plan.offload
                 )
             }),
-            checkpoint: files.checkpoints.last().map(|(step, _)| format!("checkpoint-{step}")),
+            checkpoint: files
+                .checkpoints
+                .last()
+                .map(|(step, _)| format!("checkpoint-{step}")),
             evaluation: evaluation(files),
-            failures: files.failures.iter().map(|(_, failure)| failure.clone()).collect(),
+            failures: files
+                .failures
+                .iter()
+                .map(|(_, failure)| failure.clone())
+                .collect(),
         }
     }
 
@@ -198,7 +212,10 @@ fn evaluation(files: &RunFiles) -> Option<Evaluation> {
     let row = files.evaluations().next_back()?;
     let step = row["current_steps"].as_u64()?;
     // The results are those of the last evaluation only.
-    let results = files.results.as_ref().filter(|results| results["step"] == step);
+    let results = files
+        .results
+        .as_ref()
+        .filter(|results| results["step"] == step);
     let of = |name: &str| results.and_then(|results| number(results, name));
     Some(Evaluation {
         step,
@@ -210,8 +227,13 @@ fn evaluation(files: &RunFiles) -> Option<Evaluation> {
 
 /// Seconds in a time written as `h:mm:ss`.
 fn seconds_of(time: &Value) -> Option<f64> {
-    let parts = time.as_str()?.split(':').map(|part| part.parse::<f64>().ok());
-    parts.into_iter().try_fold(0.0, |sum, part| Some(60.0 * sum + part?))
+    let parts = time
+        .as_str()?
+        .split(':')
+        .map(|part| part.parse::<f64>().ok());
+    parts
+        .into_iter()
+        .try_fold(0.0, |sum, part| Some(60.0 * sum + part?))
 }
 
 #[cfg(test)]
@@ -258,14 +280,20 @@ mod tests {
         assert_eq!(state(&files(9, Some(5)), LEFT), State::Dead);
         assert_eq!(state(&files(40, Some(40)), LEFT), State::Finished);
         assert_eq!(state(&files(40, None), LEFT), State::Dead);
-        assert_eq!(state(&files(40, None), HELD), State::Running, "it still saves");
+        assert_eq!(
+            state(&files(40, None), HELD),
+            State::Running,
+            "it still saves"
+        );
         let just_now = Presence {
             seconds_since_news: 1.0,
             ..LEFT
         };
         assert_eq!(state(&files(9, None), just_now), State::Running);
         let mut failed = files(9, None);
-        failed.failures.push((0, Failure::new(ErrorCode::Numeric, "loss is NaN", "x")));
+        failed
+            .failures
+            .push((0, Failure::new(ErrorCode::Numeric, "loss is NaN", "x")));
         assert_eq!(state(&failed, HELD), State::Failed);
         assert!(State::Running.goes_on() && !State::Dead.goes_on());
     }

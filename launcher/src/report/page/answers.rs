@@ -28,9 +28,17 @@ pub(super) fn section(files: &RunFiles) -> Option<String> {
         .collect();
     let right = |answers: &[Answer]| answers.iter().filter(|answer| answer.exact).count();
     let mut out = String::from("<section id=\"answers\">\n<h2>Answers</h2>\n<p class=\"soft\">");
-    out += &format!("{} of {} exact after step {last_step}", right(last), last.len());
+    out += &format!(
+        "{} of {} exact after step {last_step}",
+        right(last),
+        last.len()
+    );
     if let Some((step, answers)) = first {
-        out += &format!(", {} of {} after step {step}", right(answers), answers.len());
+        out += &format!(
+            ", {} of {} after step {step}",
+            right(answers),
+            answers.len()
+        );
     }
     out += "</p>\n<div class=\"cards\">\n";
     for answer in last.iter().take(MOST_SAMPLES) {
@@ -64,7 +72,10 @@ fn card(files: &RunFiles, answer: &Answer, before: Option<&Answer>) -> String {
     };
     out += &format!("<h3>{}</h3>\n<dl>\n", escape(&name));
     let mut line = |label: &str, class: &str, text: &str| {
-        out += &format!("<dt>{label}</dt><dd class=\"{class}\">{}</dd>\n", escape(text));
+        out += &format!(
+            "<dt>{label}</dt><dd class=\"{class}\">{}</dd>\n",
+            escape(text)
+        );
     };
     line("asked", "", &answer.prompt);
     line("right", "", &answer.reference);
@@ -78,7 +89,9 @@ fn card(files: &RunFiles, answer: &Answer, before: Option<&Answer>) -> String {
 
 /// A picture as a small JPEG in a data URI; `None` where it cannot be found or read.
 fn thumbnail(files: &RunFiles, path: &Path) -> Option<String> {
-    let path = places(files, path).into_iter().find(|path| path.is_file())?;
+    let path = places(files, path)
+        .into_iter()
+        .find(|path| path.is_file())?;
     let picture = image::ImageReader::open(path).ok()?;
     let picture = picture.with_guessed_format().ok()?.decode().ok()?;
     let small = if picture.width().max(picture.height()) > SIDE {
@@ -96,9 +109,14 @@ fn thumbnail(files: &RunFiles, path: &Path) -> Option<String> {
 /// Where a picture may be: beside the run, or beside the data it came with.
 fn places(files: &RunFiles, path: &Path) -> Vec<PathBuf> {
     let mut places = vec![files.folder.join(path)];
-    let source = files.config.as_ref().map(|config| &config["source"]["files"]);
+    let source = files
+        .config
+        .as_ref()
+        .map(|config| &config["source"]["files"]);
     for name in ["eval_data", "data"] {
-        let data = source.and_then(|source| source[name].as_str()).map(Path::new);
+        let data = source
+            .and_then(|source| source[name].as_str())
+            .map(Path::new);
         places.extend(data.and_then(Path::parent).map(|folder| folder.join(path)));
     }
     places

@@ -14,7 +14,9 @@ const MOST_RANKS: usize = 8;
 
 /// A figure with its title.
 fn figure(id: &str, title: &str, drawing: &str) -> String {
-    format!("<figure class=\"card\" id=\"{id}\" style=\"margin:0\">\n<h3>{title}</h3>\n{drawing}</figure>\n")
+    format!(
+        "<figure class=\"card\" id=\"{id}\" style=\"margin:0\">\n<h3>{title}</h3>\n{drawing}</figure>\n"
+    )
 }
 
 fn points<'r>(rows: impl Iterator<Item = &'r Value>, name: &str) -> Vec<(f64, f64)> {
@@ -44,7 +46,9 @@ fn loss(files: &RunFiles) -> Chart {
             loss: *loss,
         })
         .collect();
-    let average = smoothed(&finite).into_iter().map(|p| (p.step as f64, p.loss));
+    let average = smoothed(&finite)
+        .into_iter()
+        .map(|p| (p.step as f64, p.loss));
     let mut lines = vec![
         Line {
             name: String::new(),
@@ -76,7 +80,10 @@ fn loss(files: &RunFiles) -> Chart {
 
 /// Parts of the step's time on each other, in milliseconds.
 fn step_time(files: &RunFiles) -> Chart {
-    let rows: Vec<&Value> = files.steps().filter(|row| row["seconds"].is_object()).collect();
+    let rows: Vec<&Value> = files
+        .steps()
+        .filter(|row| row["seconds"].is_object())
+        .collect();
     let layer = |(index, name): (usize, &str)| Layer {
         name: name.to_owned(),
         colour: index,
@@ -119,7 +126,8 @@ fn own_time(files: &RunFiles) -> Chart {
     let lines = if ranks < 2 {
         Vec::new()
     } else if ranks <= MOST_RANKS {
-        let of_rank = |rank: usize| line(rank, format!("rank {rank}"), &|own| own.get(rank).copied());
+        let of_rank =
+            |rank: usize| line(rank, format!("rank {rank}"), &|own| own.get(rank).copied());
         (0..ranks).map(of_rank).collect()
     } else {
         let bound = |pick: fn(f64, f64) -> f64| move |own: &[f64]| own.iter().copied().reduce(pick);
@@ -139,7 +147,11 @@ fn own_time(files: &RunFiles) -> Chart {
 fn slowest(files: &RunFiles) -> Option<String> {
     let rows = files.steps().filter_map(|row| {
         let rank = row["slowest_rank"].as_u64()?;
-        Some((rank, number(row, "imbalance")?, row["slowest_part"].as_str()?))
+        Some((
+            rank,
+            number(row, "imbalance")?,
+            row["slowest_part"].as_str()?,
+        ))
     });
     let (rank, share, part) = rows.max_by(|a, b| a.1.total_cmp(&b.1))?;
     Some(format!(
@@ -153,10 +165,15 @@ fn slowest(files: &RunFiles) -> Option<String> {
 pub(super) fn training(files: &RunFiles) -> String {
     let series = [
         ("lr", "Learning rate", "lr"),
-        ("gradient-norm", "Gradient norm before clipping", "grad_norm"),
+        (
+            "gradient-norm",
+            "Gradient norm before clipping",
+            "grad_norm",
+        ),
         ("throughput", "Tokens per second", "tokens_per_second"),
     ];
-    let mut out = String::from("<section id=\"training\">\n<h2>Training</h2>\n<div class=\"grid\">\n");
+    let mut out =
+        String::from("<section id=\"training\">\n<h2>Training</h2>\n<div class=\"grid\">\n");
     out += &figure("loss", "Loss", &loss(files).to_svg("loss by step"));
     for (id, title, name) in series {
         let chart = single("", points(files.steps(), name));
@@ -172,7 +189,11 @@ pub(super) fn memory(files: &RunFiles) -> String {
     let title = "Highest of every logged row, rank 0";
     out += &figure("memory-by-step", title, &by_step.to_svg("memory by step"));
     if let Some(phases) = memory_chart::by_phase(files) {
-        out += &figure("memory-by-phase", "Phases of the last logged rows, rank 0", &phases);
+        out += &figure(
+            "memory-by-phase",
+            "Phases of the last logged rows, rank 0",
+            &phases,
+        );
     }
     out + "</div>\n"
 }
@@ -183,13 +204,23 @@ pub(super) fn time(files: &RunFiles) -> Option<String> {
     if split.is_empty() {
         return None;
     }
-    let mut out = String::from("<section id=\"time\">\n<h2>Time of a step</h2>\n<div class=\"grid\">\n");
+    let mut out =
+        String::from("<section id=\"time\">\n<h2>Time of a step</h2>\n<div class=\"grid\">\n");
     let title = "By part, mean of all ranks";
-    out += &figure("step-time", title, &split.to_svg("parts of the step by step"));
+    out += &figure(
+        "step-time",
+        title,
+        &split.to_svg("parts of the step by step"),
+    );
     let ranks = own_time(files);
     if !ranks.is_empty() {
-        let drawing = ranks.to_svg("own time of the ranks by step") + &slowest(files).unwrap_or_default();
-        out += &figure("imbalance", "Ranks, without waiting for each other", &drawing);
+        let drawing =
+            ranks.to_svg("own time of the ranks by step") + &slowest(files).unwrap_or_default();
+        out += &figure(
+            "imbalance",
+            "Ranks, without waiting for each other",
+            &drawing,
+        );
     }
     Some(out + "</div>\n</section>\n")
 }

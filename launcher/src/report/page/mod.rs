@@ -89,16 +89,39 @@ fn summary(files: &RunFiles) -> String {
     let result = |name: &str| files.results.as_ref().and_then(|r| number(r, name));
     let mut facts: Vec<(&str, Option<String>)> = vec![
         ("last loss", of("loss").map(|v| format!("{v:.4}"))),
-        ("held-out loss", result("eval_loss").map(|v| format!("{v:.4}"))),
-        ("exact match", result("exact_match").map(|v| format!("{v:.2}"))),
-        ("before", result("exact_match_before").map(|v| format!("{v:.2}"))),
+        (
+            "held-out loss",
+            result("eval_loss").map(|v| format!("{v:.4}")),
+        ),
+        (
+            "exact match",
+            result("exact_match").map(|v| format!("{v:.2}")),
+        ),
+        (
+            "before",
+            result("exact_match_before").map(|v| format!("{v:.2}")),
+        ),
         ("time of a step", of("step_seconds").map(seconds)),
-        ("tokens per second", of("tokens_per_second").map(|v| count(v as u64))),
-        ("waiting for data", of("data_wait").map(|v| format!("{:.1} %", 100.0 * v))),
+        (
+            "tokens per second",
+            of("tokens_per_second").map(|v| count(v as u64)),
+        ),
+        (
+            "waiting for data",
+            of("data_wait").map(|v| format!("{:.1} %", 100.0 * v)),
+        ),
     ];
-    let resident = files.memory.iter().flat_map(|row| &row.ranks).map(|rank| rank.rss).max();
+    let resident = files
+        .memory
+        .iter()
+        .flat_map(|row| &row.ranks)
+        .map(|rank| rank.rss)
+        .max();
     facts.push(("resident, one rank", resident.map(bytes)));
-    let elapsed = files.rows.last().and_then(|row| row["elapsed_time"].as_str());
+    let elapsed = files
+        .rows
+        .last()
+        .and_then(|row| row["elapsed_time"].as_str());
     facts.push(("time", elapsed.map(escape)));
     out += "<div class=\"facts\">\n";
     for (name, value) in facts {

@@ -52,9 +52,19 @@ pub(super) fn planned(files: &RunFiles) -> Option<String> {
         } else {
             "–".to_owned()
         };
-        vec![escape(&row.name), cell(row.planned), cell(row.measured), share]
+        vec![
+            escape(&row.name),
+            cell(row.planned),
+            cell(row.measured),
+            share,
+        ]
     });
-    let head = ["kind, per rank", "planned", "measured, rank 0", "of the plan"];
+    let head = [
+        "kind, per rank",
+        "planned",
+        "measured, rank 0",
+        "of the plan",
+    ];
     Some(table(&head, rows))
 }
 
@@ -62,7 +72,11 @@ pub(super) fn planned(files: &RunFiles) -> Option<String> {
 pub(super) fn peaks(files: &RunFiles) -> Option<String> {
     let highest = |phase: Phase| -> Option<PhasePeak> {
         let mut whole: Option<PhasePeak> = None;
-        for peak in files.memory.iter().filter_map(|row| row.phases.get(phase.name())) {
+        for peak in files
+            .memory
+            .iter()
+            .filter_map(|row| row.phases.get(phase.name()))
+        {
             let whole = whole.get_or_insert_default();
             for (pool, other) in [
                 (&mut whole.device, &peak.device),

@@ -100,7 +100,11 @@ fn complete(folder: &Path) {
             "data": null
         }),
     );
-    write(folder, "config.resolved.json", &json!({"zero": 3, "offload": {"param": "cpu"}}));
+    write(
+        folder,
+        "config.resolved.json",
+        &json!({"zero": 3, "offload": {"param": "cpu"}}),
+    );
     write(
         folder,
         "eval_results.json",
@@ -110,7 +114,10 @@ fn complete(folder: &Path) {
     write(
         folder,
         "samples/step-000000.json",
-        &json!([answer(0, "no idea", false), answer(1, "\" onload=\"alert(1)", false)]),
+        &json!([
+            answer(0, "no idea", false),
+            answer(1, "\" onload=\"alert(1)", false)
+        ]),
     );
     write(
         folder,
@@ -135,7 +142,10 @@ fn assert_self_contained(page: &str) {
         if name == "src" {
             assert!(value.starts_with("data:image/jpeg;base64,"), "{value:.60}");
         }
-        assert!(!matches!(&*name, "href" | "xlink:href" | "srcset"), "{name}={value}");
+        assert!(
+            !matches!(&*name, "href" | "xlink:href" | "srcset"),
+            "{name}={value}"
+        );
     }
     for tag in ["<script", "<link", "<iframe", "<object", "<base"] {
         assert!(!page.contains(tag), "{tag}");
@@ -185,7 +195,11 @@ fn a_complete_run_has_every_section_on_one_page() {
     assert_eq!(page.matches("<img ").count(), 2);
     let chart = fs::read_to_string(folder.path().join("memory.svg")).expect("read");
     attributes(&chart);
-    assert_eq!(page_of(folder.path()), page, "the same folder, the same page");
+    assert_eq!(
+        page_of(folder.path()),
+        page,
+        "the same folder, the same page"
+    );
 }
 
 #[test]
@@ -218,12 +232,20 @@ fn a_run_that_failed_early_has_a_page_that_says_why() {
     assert!(page.contains("stopped after step 0 of 0") && page.contains("nothing yet"));
     assert!(!page.contains("id=\"answers\"") && !page.contains("id=\"time\""));
     assert!(!folder.path().join("memory.svg").exists());
-    Failure::new(ErrorCode::HostMemory, "rank 1 was killed", "host memory ran out")
-        .evidence("oom_kill +1")
-        .save(folder.path(), 1)
-        .expect("saved");
+    Failure::new(
+        ErrorCode::HostMemory,
+        "rank 1 was killed",
+        "host memory ran out",
+    )
+    .evidence("oom_kill +1")
+    .save(folder.path(), 1)
+    .expect("saved");
     let page = page_of(folder.path());
-    for text in ["failed after", "error[E02] rank 1 was killed", "oom_kill +1"] {
+    for text in [
+        "failed after",
+        "error[E02] rank 1 was killed",
+        "oom_kill +1",
+    ] {
         assert!(page.contains(text), "no {text:?}");
     }
 }
@@ -232,7 +254,11 @@ fn a_run_that_failed_early_has_a_page_that_says_why() {
 fn files_that_cannot_be_read_leave_their_part_out() {
     let folder = tempfile::tempdir().expect("temp dir");
     complete(folder.path());
-    for name in ["plan.json", "samples/step-000040.json", "config.resolved.json"] {
+    for name in [
+        "plan.json",
+        "samples/step-000040.json",
+        "config.resolved.json",
+    ] {
         fs::write(folder.path().join(name), "{ broken").expect("written");
     }
     let log = folder.path().join("trainer_log.jsonl");
@@ -241,5 +267,8 @@ fn files_that_cannot_be_read_leave_their_part_out() {
     let page = page_of(folder.path());
     assert_self_contained(&page);
     assert!(page.contains("finished, 40 steps") && !page.contains("id=\"trains\""));
-    assert!(page.contains("0 of 2 exact after step 0"), "the other answers are there");
+    assert!(
+        page.contains("0 of 2 exact after step 0"),
+        "the other answers are there"
+    );
 }
