@@ -6,11 +6,12 @@ use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-const LONG: &str = "--max-steps 1000000 --lr-scheduler-type constant --zero 3 --offload cpu";
+pub(crate) const LONG: &str =
+    "--max-steps 1000000 --lr-scheduler-type constant --zero 3 --offload cpu";
 const STOP_LIMIT: Duration = Duration::from_secs(10);
 
 /// Processes of a job: (process, rank), told by their environment.
-fn ranks(token: &str) -> Vec<(u32, usize)> {
+pub(crate) fn ranks(token: &str) -> Vec<(u32, usize)> {
     let mut found = Vec::new();
     for name in listing(Path::new("/proc")) {
         let Ok(pid) = name.parse::<u32>() else {

@@ -22,7 +22,7 @@ fn attributes(page: &str) -> Vec<(String, String)> {
         rest = &rest[end + 1..];
         let name = tag.split([' ', '\n']).next().expect("a name").to_owned();
         if let Some(name) = name.strip_prefix('/') {
-            assert_eq!(open.pop().as_deref(), Some(name), "before {:.60}", rest);
+            assert_eq!(open.pop().as_deref(), Some(name), "before {rest:.60}");
             continue;
         }
         for part in tag.split("=\"").collect::<Vec<_>>().windows(2) {
