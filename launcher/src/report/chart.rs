@@ -174,7 +174,7 @@ pub(super) fn legend<'n>(svg: &mut String, names: impl Iterator<Item = (&'n str,
         );
         x += width;
     }
-    y + 9.0
+    y + 14.0
 }
 
 /// The plane of the values and its place.

@@ -18,8 +18,10 @@ const KINDS: [&str; 7] = [
     "activations",
     "workspace",
 ];
-/// Colour of the process's resident memory and of the prediction.
-const RESIDENT: usize = 7;
+/// Colour of the prediction.
+const PLANNED: usize = 7;
+/// Ranks that get a line of their own.
+const MOST_RANKS: usize = 6;
 /// Phases of this many last rows are drawn.
 const LAST_ROWS: usize = 4;
 const MIB: f64 = (1u64 << 20) as f64;
@@ -29,7 +31,7 @@ const HEIGHT: f64 = 270.0;
 const LEFT: f64 = 54.0;
 const RIGHT: f64 = 12.0;
 /// Names of phases are written upwards below their bars.
-const BOTTOM: f64 = 66.0;
+const BOTTOM: f64 = 80.0;
 
 /// Bytes of both pools together by kind, each pool at its own peak.
 fn stacked(peak: &PhasePeak) -> Kinds {
@@ -78,30 +80,48 @@ pub(super) fn by_step(files: &RunFiles) -> Chart {
             .collect(),
     });
     let used = |layer: &Layer| layer.values.iter().any(|value| *value > 0.0);
-    let resident = rows.iter().map(|(row, _)| {
-        let rss = row.phases.values().map(|peak| peak.rss).max().unwrap_or(0);
-        (row.step as f64, rss as f64 / MIB)
-    });
-    let mut lines = vec![Line {
-        name: "resident".into(),
-        colour: RESIDENT,
-        look: Look::Plain,
-        points: resident.collect(),
-    }];
-    if let Some(bytes) = predicted(files.plan.as_ref()) {
-        let height = bytes as f64 / MIB;
-        lines.push(Line {
-            name: "planned (dashed)".into(),
-            colour: RESIDENT,
-            look: Look::Dashed,
-            points: vec![(0.0, height), (last.step.max(1) as f64, height)],
-        });
-    }
+    let lines = planned_line(predicted(files.plan.as_ref()), last.step);
     Chart {
         unit: "MiB".into(),
         at: rows.iter().map(|(row, _)| row.step as f64).collect(),
         layers: layers.filter(used).collect(),
+        lines: lines.into_iter().collect(),
+    }
+}
+
+/// A dashed line at what was planned.
+fn planned_line(bytes: Option<u64>, last_step: u64) -> Option<Line> {
+    let height = bytes? as f64 / MIB;
+    Some(Line {
+        name: "planned (dashed)".into(),
+        colour: PLANNED,
+        look: Look::Dashed,
+        points: vec![(0.0, height), (last_step.max(1) as f64, height)],
+    })
+}
+
+/// Resident memory of the processes of the first ranks, with what one needs as planned.
+pub(super) fn resident(files: &RunFiles) -> Chart {
+    let rows = || files.memory.iter().filter(|row| !row.ranks.is_empty());
+    let ranks = rows().map(|row| row.ranks.len()).max().unwrap_or(0);
+    let of_rank = |rank: usize| Line {
+        name: format!("rank {rank}"),
+        colour: rank,
+        look: Look::Plain,
+        points: rows()
+            .filter_map(|row| Some((row.step as f64, row.ranks.get(rank)?.rss as f64 / MIB)))
+            .collect(),
+    };
+    let mut lines: Vec<Line> = (0..ranks.min(MOST_RANKS)).map(of_rank).collect();
+    let plan = files.plan.as_ref().and_then(|plan| plan.plan.as_ref());
+    if let Some(row) = rows().last() {
+        let need = plan.map(|plan| plan.host_need_bytes / plan.ranks.max(1) as u64);
+        lines.extend(planned_line(need, row.step));
+    }
+    Chart {
+        unit: "MiB".into(),
         lines,
+        ..Chart::default()
     }
 }
 
@@ -365,7 +385,7 @@ mod tests {
         assert_eq!(of("gathered"), Some(vec![4.0, 0.0]));
         assert_eq!(of("parameters"), Some(vec![8.0, 8.0]));
         assert_eq!(of("optimizer"), None, "nothing of it was there");
-        assert_eq!(chart.lines[0].points, [(1.0, 100.0), (10.0, 100.0)]);
+        assert!(chart.lines.is_empty(), "nothing was planned");
         assert_eq!(by_phase(&RunFiles::default()), None);
         assert!(by_step(&RunFiles::default()).is_empty());
     }

@@ -195,6 +195,11 @@ pub(super) fn memory(files: &RunFiles) -> String {
             &phases,
         );
     }
+    let resident = memory_chart::resident(files);
+    if !resident.is_empty() {
+        let drawing = resident.to_svg("resident memory of the ranks by step");
+        out += &figure("resident", "Resident memory of the processes", &drawing);
+    }
     out + "</div>\n"
 }
 

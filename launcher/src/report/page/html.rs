@@ -75,7 +75,7 @@ img{display:inline-block;max-width:100%;max-height:160px;border-radius:4px;margi
 .missing{display:inline-block;border:1px dashed var(--line);border-radius:4px;padding:18px 10px;margin:0 6px 6px 0;font-size:12px;overflow-wrap:anywhere}
 .wide{overflow-x:auto}
 table{border-collapse:collapse;font-size:14px;font-variant-numeric:tabular-nums}
-th,td{text-align:left;padding:3px 16px 3px 0;border-bottom:1px solid var(--line);vertical-align:top}
+th,td{text-align:left;white-space:nowrap;padding:3px 16px 3px 0;border-bottom:1px solid var(--line);vertical-align:top}
 th{font-weight:600;color:var(--soft)}
 td code{white-space:pre-wrap;overflow-wrap:anywhere}
 dl{margin:0;display:grid;grid-template-columns:auto 1fr;gap:2px 10px;font-size:14px}

@@ -98,7 +98,7 @@ fn summary(files: &RunFiles) -> String {
             result("exact_match").map(|v| format!("{v:.2}")),
         ),
         (
-            "before",
+            "exact before",
             result("exact_match_before").map(|v| format!("{v:.2}")),
         ),
         ("time of a step", of("step_seconds").map(seconds)),

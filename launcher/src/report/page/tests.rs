@@ -170,6 +170,7 @@ fn a_complete_run_has_every_section_on_one_page() {
         "memory",
         "memory-by-step",
         "memory-by-phase",
+        "resident",
         "answers",
         "trains",
         "configuration",
