@@ -66,6 +66,7 @@ fn run_command(hooks: &Hooks, argv: &[String]) -> Result<ExitCode, Failure> {
         }
         // Reports also on an environment that training refuses.
         Command::Doctor(options) => doctor::run(&Variables::read(), options.json == Some(true)),
+        Command::Export(options) => crate::run::export(&options),
         Command::Print(text) => {
             drop(write!(std::io::stdout(), "{text}"));
             Ok(ExitCode::SUCCESS)

@@ -14,6 +14,7 @@ pub mod exit;
 mod job;
 pub mod logging;
 pub mod memory;
+pub mod model_files;
 pub mod rank;
 pub mod rank_env;
 pub mod report;

@@ -4,6 +4,7 @@
 //! the Hugging Face trainers paste in. [`parse`] first rewrites the line onto the frozen set of
 //! flags (see `normalise.rs`) and then hands it to clap.
 
+mod export;
 mod foreign;
 mod normalise;
 mod table;
@@ -19,6 +20,7 @@ use crate::config::{
 use crate::exit::Failure;
 use crate::units::parse_bytes;
 
+pub use export::{ExportArgs, ExportDtype};
 pub use foreign::{IGNORED, RESTRICTED};
 use normalise::Verb;
 pub use normalise::{Note, VERBS};
@@ -295,6 +297,8 @@ pub enum Command {
     },
     /// Report on the machine.
     Doctor(DoctorArgs),
+    /// Write weights for other programs.
+    Export(ExportArgs),
     /// Print this text on stdout and end well: help or version.
     Print(String),
 }
@@ -316,6 +320,10 @@ pub fn parse(argv: &[String]) -> Result<Command, Failure> {
         Verb::Doctor => {
             let line = normalise::normalise(verb, rest, &DoctorArgs::command())?;
             DoctorArgs::try_parse_from(words(&line)).map(Command::Doctor)
+        }
+        Verb::Export => {
+            let line = normalise::normalise(verb, rest, &ExportArgs::command())?;
+            ExportArgs::try_parse_from(words(&line)).map(Command::Export)
         }
     };
     parsed.or_else(|error| {

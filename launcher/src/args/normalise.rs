@@ -37,12 +37,16 @@ pub struct Note {
 pub(super) enum Verb {
     Train,
     Doctor,
+    Export,
 }
 
 impl Verb {
     /// The verbs that exist, as they are typed; two words where the second says what is done to the first.
-    pub(super) const ALL: [(Self, &'static str); 2] =
-        [(Self::Train, "train"), (Self::Doctor, "doctor")];
+    pub(super) const ALL: [(Self, &'static str); 3] = [
+        (Self::Train, "train"),
+        (Self::Doctor, "doctor"),
+        (Self::Export, "export"),
+    ];
 
     fn name(self) -> &'static str {
         let found = Self::ALL.iter().find(|(verb, _)| *verb == self);

@@ -6,8 +6,10 @@
 )]
 
 mod bad_input;
+mod batches;
 mod doctor;
 mod endings;
 mod outputs;
 mod resume;
 mod site;
+mod tuning;
