@@ -52,11 +52,7 @@ impl Setup {
     }
 
     /// Every tensor is there with the right shape; tensors of other parts are named.
-    pub(super) fn check_weights(
-        &self,
-        config: &RunConfig,
-        show: &mut dyn FnMut(Event),
-    ) -> Result<(), Failure> {
+    pub(super) fn check_weights(&self, show: &mut dyn FnMut(Event)) -> Result<(), Failure> {
         let Some(weights) = &self.weights else {
             return Ok(());
         };
