@@ -4,6 +4,7 @@
 //! the Hugging Face trainers paste in. [`parse`] first rewrites the line onto the frozen set of
 //! flags (see `normalise.rs`) and then hands it to clap.
 
+mod explain;
 mod foreign;
 mod normalise;
 mod table;
@@ -15,9 +16,11 @@ use clap::{CommandFactory, Parser};
 use crate::config::{
     DeviceChoice, InitChoice, Offload, PrecisionChoice, ReportTo, Scheduler, Strategy,
 };
+use crate::error_format::ErrorFormat;
 use crate::exit::Failure;
 use crate::units::parse_bytes;
 
+pub use explain::{ExplainArgs, Lang};
 pub use foreign::{IGNORED, RESTRICTED};
 use normalise::Verb;
 pub use normalise::{Note, VERBS};
@@ -72,6 +75,9 @@ pub struct Args {
     /// What lives in host memory: none, cpu (all), or optimizer=cpu,param=cpu
     #[arg(long, value_name = "TIERS", help_heading = "Memory and ranks")]
     pub offload: Option<Offload>,
+    /// Longest wait of a rank for another, in seconds
+    #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..), help_heading = "Memory and ranks")]
+    pub comm_timeout: Option<u64>,
     /// Number of ranks on this machine
     #[arg(long, value_name = "N", help_heading = "Memory and ranks")]
     pub nproc: Option<usize>,
@@ -215,6 +221,15 @@ pub struct Args {
         help_heading = "Saving, evaluation, logs"
     )]
     pub report_to: Option<ReportTo>,
+    /// How a failure is printed on standard error; every verb takes this flag
+    #[arg(
+        long,
+        value_enum,
+        ignore_case = true,
+        value_name = "FORMAT",
+        help_heading = "Saving, evaluation, logs"
+    )]
+    pub error_format: Option<ErrorFormat>,
     /// Continue from a checkpoint folder, or from the latest one in --output (auto)
     #[arg(
         long,
@@ -261,6 +276,8 @@ pub enum Command {
     },
     /// Report on the machine.
     Doctor(DoctorArgs),
+    /// Explain an error code.
+    Explain(ExplainArgs),
     /// Print this text on stdout and end well: help or version.
     Print(String),
 }
@@ -282,6 +299,10 @@ pub fn parse(argv: &[String]) -> Result<Command, Failure> {
         Verb::Doctor => {
             let line = normalise::normalise(verb, rest, &DoctorArgs::command())?;
             DoctorArgs::try_parse_from(words(&line)).map(Command::Doctor)
+        }
+        Verb::Explain => {
+            let line = normalise::normalise(verb, rest, &ExplainArgs::command())?;
+            ExplainArgs::try_parse_from(words(&line)).map(Command::Explain)
         }
     };
     parsed.or_else(|error| {
@@ -349,8 +370,8 @@ mod tests {
         names.sort_unstable();
         assert_eq!(
             names.join(" "),
-            "adam-beta1 adam-beta2 adam-epsilon bf16 data device device-memory-limit eval-data \
-             eval-steps eval-strategy freeze gradient-accumulation-steps host-memory-limit init \
+            "adam-beta1 adam-beta2 adam-epsilon bf16 comm-timeout data device device-memory-limit error-format \
+             eval-data eval-steps eval-strategy freeze gradient-accumulation-steps host-memory-limit init \
              learning-rate logging-steps logging-strategy lora-alpha lora-layers lora-rank lora-target-modules \
              lr lr-scheduler-type max-grad-norm max-slice-nums max-steps model model-max-length modules-to-save nproc \
              num-train-epochs offload output per-device-eval-batch-size \

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use super::ALIASES;
 use super::foreign::{IGNORED, RESTRICTED};
+use crate::error_format::{self, ErrorFormat};
 use crate::exit::Failure;
 
 /// Every verb, the default first, those to come included.
@@ -37,12 +38,16 @@ pub struct Note {
 pub(super) enum Verb {
     Train,
     Doctor,
+    Explain,
 }
 
 impl Verb {
     /// The verbs that exist, as they are typed; two words where the second says what is done to the first.
-    pub(super) const ALL: [(Self, &'static str); 2] =
-        [(Self::Train, "train"), (Self::Doctor, "doctor")];
+    pub(super) const ALL: [(Self, &'static str); 3] = [
+        (Self::Train, "train"),
+        (Self::Doctor, "doctor"),
+        (Self::Explain, "explain"),
+    ];
 
     fn name(self) -> &'static str {
         let found = Self::ALL.iter().find(|(verb, _)| *verb == self);
@@ -142,6 +147,17 @@ pub(super) fn normalise(
                     &spelled,
                     value.to_ascii_lowercase(),
                 )?;
+            }
+            // Taken from the raw line, so that mistakes on the line are printed in it too.
+            None if key == error_format::FLAG => {
+                let value = values.pop().or_else(|| rest.next().map(str::to_string));
+                if value.as_deref().and_then(ErrorFormat::named).is_none() {
+                    return Err(Failure::usage(
+                        format!("{spelled} needs a value"),
+                        "failures are printed for people or for programs",
+                    )
+                    .next(format!("{spelled} human, or {spelled} json")));
+                }
             }
             None if verb != Verb::Train => return Err(unknown(&key, &spelled, &known)),
             None => {

@@ -5,7 +5,7 @@ use std::fmt::Write;
 
 use clap::{CommandFactory, ValueEnum};
 
-use super::{ALIASES, Args, DoctorArgs, IGNORED, RESTRICTED};
+use super::{ALIASES, Args, DoctorArgs, ExplainArgs, IGNORED, RESTRICTED};
 use crate::config::resolve;
 use crate::exit::Failure;
 use crate::rank_env::Env;
@@ -61,6 +61,7 @@ pub fn flag_table() -> Result<String, Failure> {
         );
     }
     verb_section(&mut text, "doctor", &DoctorArgs::command());
+    verb_section(&mut text, "explain", &ExplainArgs::command());
     push(
         &mut text,
         format_args!("\n## Other spellings\n\n| spelling | flag |\n|---|---|\n"),
@@ -194,6 +195,7 @@ fn unset(flag: &str) -> &'static str {
         "warmup-steps" => "from the ratio",
         "warmup-ratio" => "not used",
         "resume" => "start anew",
+        "error-format" => "`human`",
         _ => "–",
     }
 }

@@ -1,6 +1,8 @@
 //! The training loop of one rank.
 
 use super::check::encode_options;
+use super::numeric::History;
+use super::place::Place;
 use super::session::Session;
 use super::setup::sampler;
 use super::{evaluate, failures, resume, save};
@@ -23,7 +25,11 @@ use std::time::{Duration, Instant};
 const MAX_SKIPPED_IN_A_ROW: u32 = 20;
 
 /// A micro-batch on its way from a loader thread.
-type Prepared = Vec<EncodedSample>;
+struct Prepared {
+    /// Indices of the samples.
+    indices: Vec<usize>,
+    samples: Vec<EncodedSample>,
+}
 
 /// Sums since the last logged row.
 struct Window {
@@ -55,6 +61,7 @@ struct Progress {
     done: u64,
     total_tokens: u64,
     skipped_in_a_row: u32,
+    history: History,
     exact_match_before: Option<f64>,
     summary: RunSummary,
 }
@@ -142,6 +149,7 @@ fn progress_from(session: &Session<'_>, total_steps: u64) -> Result<Progress, Fa
         done: 0,
         total_tokens: 0,
         skipped_in_a_row: 0,
+        history: History::default(),
         exact_match_before: None,
         summary: RunSummary::default(),
     };
@@ -205,11 +213,13 @@ fn start_loader(
                     .evidence("it was readable when the run began")
                 })
         };
-        sampler
-            .indices(step, micro, rank)
-            .into_iter()
+        let indices = sampler.indices(step, micro, rank);
+        let samples = indices
+            .iter()
+            .copied()
             .map(encode)
-            .collect()
+            .collect::<Result<_, _>>()?;
+        Ok(Prepared { indices, samples })
     })
 }
 
@@ -220,9 +230,10 @@ fn one_step(
     window: &mut Window,
 ) -> Result<StepReport, Failure> {
     let started = Instant::now();
+    session.step_losses.clear();
     for _ in 0..session.config.batch.accumulation_steps {
         let waiting = Instant::now();
-        let samples = loader.next().ok_or_else(|| {
+        let prepared = loader.next().ok_or_else(|| {
             Failure::new(
                 ErrorCode::Panic,
                 "the data ended early",
@@ -230,22 +241,24 @@ fn one_step(
             )
         })??;
         window.waited += waiting.elapsed();
-        window.tokens += samples
-            .batch
-            .iter()
-            .map(|s| s.input_ids.len() as u64)
-            .sum::<u64>();
-        micro_batch(session, &samples.batch)?;
+        let Prepared { indices, samples } = prepared.batch;
+        let place = Place::new(prepared.step, prepared.micro_step, indices, &samples);
+        window.tokens += place.tokens.iter().sum::<usize>() as u64;
+        session.place = Some(place.clone());
+        let loss = micro_batch(session, &samples)?;
+        session.step_losses.push((place, loss));
     }
     let report = session
         .zero
         .step(lr)
         .map_err(|e| failures::engine("update weights", &e))?;
+    session.place = None;
     window.step_seconds += started.elapsed().as_secs_f64();
     Ok(report)
 }
 
-fn micro_batch(session: &mut Session<'_>, samples: &[EncodedSample]) -> Result<(), Failure> {
+/// Trains on one micro-batch; returns the sum of its token losses on this rank.
+fn micro_batch(session: &mut Session<'_>, samples: &[EncodedSample]) -> Result<f64, Failure> {
     let inputs: Vec<SampleInput<'_>> = samples.iter().map(SampleInput::from).collect();
     session.zero.begin_pass(PassKind::Train);
     let run = || -> Result<(f64, usize), ModelError> {
@@ -260,7 +273,8 @@ fn micro_batch(session: &mut Session<'_>, samples: &[EncodedSample]) -> Result<(
     session
         .zero
         .end_micro_batch(sum, supervised as u64)
-        .map_err(|e| failures::engine("train", &e))
+        .map_err(|e| failures::engine("train", &e))?;
+    Ok(sum)
 }
 
 /// Sums over ranks what only this rank knows, and ends runs that have left the numbers.
@@ -272,31 +286,29 @@ fn account(
 ) -> Result<(), Failure> {
     window.loss += step.loss;
     window.updates += 1;
+    progress.history.push(step);
     if step.applied {
         progress.skipped_in_a_row = 0;
         return Ok(());
     }
     progress.skipped_in_a_row += 1;
+    let finding = progress.history.investigate(session, progress.done, step)?;
     session.reporter.emit(&Event::Warning {
         text: format!(
-            "step {}: loss {} or a gradient is not finite; the update was skipped on every rank",
-            progress.done, step.loss
+            "step {}: loss {} or a gradient is not finite; the update was skipped on every rank{}",
+            progress.done,
+            step.loss,
+            if progress.skipped_in_a_row == 1 {
+                format!("; {}", finding.hint())
+            } else {
+                String::new()
+            }
         ),
     });
     if progress.skipped_in_a_row < MAX_SKIPPED_IN_A_ROW {
         return Ok(());
     }
-    Err(Failure::new(
-        ErrorCode::Numeric,
-        format!("{MAX_SKIPPED_IN_A_ROW} updates in a row were not finite"),
-        "loss or gradients are NaN or infinite",
-    )
-    .evidence(format!(
-        "step {}, loss {}, gradient norm {}",
-        progress.done, step.loss, step.grad_norm
-    ))
-    .evidence("weights and optimizer state are those of the last finite update")
-    .next("a lower --learning-rate, or --precision f32; resume from an earlier checkpoint"))
+    Err(finding.failure(session, progress.skipped_in_a_row))
 }
 
 fn log(

@@ -1,7 +1,7 @@
 //! The inner recorder: differentiable operations under a lease.
 
 use super::sweep::{Grad, Node, Sweep};
-use super::tape::Observer;
+use super::tape::Observers;
 use super::var::{RecorderId, Var};
 use crate::error::{ModelError, Result};
 use engine::{Lease, ParamAccess, ParamId};
@@ -23,7 +23,7 @@ pub(super) enum Mode {
 pub struct Scope<'s> {
     access: &'s dyn ParamAccess,
     lease: &'s Lease<'s>,
-    observer: Option<Observer<'s>>,
+    observers: Observers<'s>,
     mode: Mode,
     id: RecorderId,
     nodes: RefCell<Vec<Node>>,
@@ -45,13 +45,13 @@ impl<'s> Scope<'s> {
     pub(super) fn new(
         access: &'s dyn ParamAccess,
         lease: &'s Lease<'s>,
-        observer: Option<Observer<'s>>,
+        observers: Observers<'s>,
         mode: Mode,
     ) -> Self {
         Self {
             access,
             lease,
-            observer,
+            observers,
             mode,
             id: RecorderId::fresh(),
             nodes: RefCell::default(),
@@ -74,7 +74,7 @@ impl<'s> Scope<'s> {
 
     /// Shows a value inside the segment to the tape's observer, on the first run only.
     pub fn observe(&self, name: impl Display, var: &Var) {
-        if let (Some(observer), Mode::Forward) = (self.observer, self.mode) {
+        if let (Some(observer), Mode::Forward) = (self.observers.values, self.mode) {
             observer(&name.to_string(), var.value());
         }
     }
@@ -138,6 +138,9 @@ impl<'s> Scope<'s> {
             .any(|v| v.requires_grad() && v.recorder() != self.id)
         {
             return Err(ModelError::ForeignVar { op });
+        }
+        if let (Some(observer), Mode::Forward) = (self.observers.ops, self.mode) {
+            observer(op, params, &value);
         }
         let trained: Vec<ParamId> = params.iter().copied().filter(|p| self.trains(*p)).collect();
         let requires_grad = !trained.is_empty() || inputs.iter().any(|v| v.requires_grad());

@@ -4,7 +4,7 @@ use super::scope::{Mode, Scope};
 use super::sweep::{Grad, sum};
 use super::var::{RecorderId, Slot, Var};
 use crate::error::{ModelError, Result};
-use engine::{ParamAccess, Phase, UnitId};
+use engine::{ParamAccess, ParamId, Phase, UnitId};
 use kernels::{Backend, Tensor};
 use std::cell::{Cell, RefCell};
 use std::fmt::Display;
@@ -12,6 +12,17 @@ use std::ops::Range;
 
 /// Receives named intermediate values of a forward pass.
 pub type Observer<'o> = &'o dyn Fn(&str, &Tensor);
+
+/// Receives every operation of a forward pass inside a segment: its name, the parameters it reads
+/// and its result.
+pub type OpObserver<'o> = &'o dyn Fn(&'static str, &[ParamId], &Tensor);
+
+/// Who watches a forward pass.
+#[derive(Clone, Copy, Default)]
+pub(super) struct Observers<'o> {
+    pub(super) values: Option<Observer<'o>>,
+    pub(super) ops: Option<OpObserver<'o>>,
+}
 
 type Body<'m> = Box<dyn Fn(&Scope<'_>, &[Var]) -> Result<Vec<Var>> + 'm>;
 
@@ -77,7 +88,7 @@ struct Segment<'m> {
 /// ```
 pub struct Tape<'e, 'm> {
     access: &'e dyn ParamAccess,
-    observer: Option<Observer<'e>>,
+    observers: Observers<'e>,
     recording: bool,
     check_replay: bool,
     id: RecorderId,
@@ -111,7 +122,7 @@ impl<'e, 'm> Tape<'e, 'm> {
     fn new(access: &'e dyn ParamAccess, recording: bool) -> Self {
         Self {
             access,
-            observer: None,
+            observers: Observers::default(),
             recording,
             check_replay: cfg!(debug_assertions),
             id: RecorderId::fresh(),
@@ -124,7 +135,14 @@ impl<'e, 'm> Tape<'e, 'm> {
     /// Shows every observed value of the forward pass to `observer`.
     #[must_use]
     pub fn with_observer(mut self, observer: Observer<'e>) -> Self {
-        self.observer = Some(observer);
+        self.observers.values = Some(observer);
+        self
+    }
+
+    /// Shows every operation inside the segments of the forward pass to `observer`.
+    #[must_use]
+    pub fn with_op_observer(mut self, observer: OpObserver<'e>) -> Self {
+        self.observers.ops = Some(observer);
         self
     }
 
@@ -156,7 +174,7 @@ impl<'e, 'm> Tape<'e, 'm> {
 
     /// Shows `var` to the observer under `name`.
     pub fn observe(&self, name: impl Display, var: &Var) {
-        if let Some(observer) = self.observer {
+        if let Some(observer) = self.observers.values {
             observer(&name.to_string(), var.value());
         }
     }
@@ -234,7 +252,7 @@ impl<'e, 'm> Tape<'e, 'm> {
     fn first_run(&self, unit: UnitId, inputs: &[&Var], body: &Body<'m>) -> Result<Vec<Var>> {
         let lease = self.access.lease(unit, Phase::Forward)?;
         let outputs = {
-            let scope = Scope::new(self.access, &lease, self.observer, Mode::Forward);
+            let scope = Scope::new(self.access, &lease, self.observers, Mode::Forward);
             let vars: Vec<Var> = inputs
                 .iter()
                 .map(|v| scope.enter(v.value().clone(), v.requires_grad()))
@@ -342,7 +360,7 @@ fn replay(
     let lease = access.lease(unit, Phase::Backward)?;
     let slots: Vec<Slot> = inputs.iter().filter_map(|(_, slot)| *slot).collect();
     let grads = {
-        let scope = Scope::new(access, &lease, None, Mode::Replay);
+        let scope = Scope::new(access, &lease, Observers::default(), Mode::Replay);
         let vars: Vec<Var> = inputs
             .into_iter()
             .map(|(value, slot)| scope.enter(value, slot.is_some()))
