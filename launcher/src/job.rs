@@ -6,6 +6,7 @@ use std::time::Instant;
 
 use crate::args::{self, Args, Command, Note};
 use crate::config::{Resume, RunConfig, Task, resolve};
+use crate::data;
 use crate::doctor;
 use crate::error_format::ErrorFormat;
 use crate::exit::{ErrorCode, Failure};
@@ -74,6 +75,7 @@ fn run_command(hooks: &Hooks, argv: &[String], format: ErrorFormat) -> Result<Ex
         // Reports also on an environment that training refuses.
         Command::Doctor(options) => doctor::run(&Variables::read(), options.json == Some(true)),
         Command::Explain(options) => explain::run(&options),
+        Command::DataCheck(options) => data::check::run(&options, &Variables::read()),
         Command::Print(text) => {
             drop(write!(std::io::stdout(), "{text}"));
             Ok(ExitCode::SUCCESS)

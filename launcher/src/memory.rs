@@ -289,7 +289,8 @@ mod tests {
         let own = process();
         assert!(own.rss_bytes > 0 && own.peak_rss_bytes >= own.rss_bytes);
         assert!(process_of(u32::MAX).is_none());
-        assert_eq!(process_state(std::process::id()), Some('R'));
+        // The main thread of the tests may run or wait.
+        assert!(process_state(std::process::id()).is_some_and(|s| "RS".contains(s)));
         assert_eq!(process_state(u32::MAX), None);
         assert!(disk_free_bytes(Path::new("no/such/folder/yet")).expect("asked") > 0);
     }

@@ -4,6 +4,7 @@
 //! the Hugging Face trainers paste in. [`parse`] first rewrites the line onto the frozen set of
 //! flags (see `normalise.rs`) and then hands it to clap.
 
+mod data_check;
 mod explain;
 mod foreign;
 mod normalise;
@@ -20,6 +21,7 @@ use crate::error_format::ErrorFormat;
 use crate::exit::Failure;
 use crate::units::parse_bytes;
 
+pub use data_check::DataCheckArgs;
 pub use explain::{ExplainArgs, Lang};
 pub use foreign::{IGNORED, RESTRICTED};
 use normalise::Verb;
@@ -278,6 +280,8 @@ pub enum Command {
     Doctor(DoctorArgs),
     /// Explain an error code.
     Explain(ExplainArgs),
+    /// Check a data file.
+    DataCheck(Box<DataCheckArgs>),
     /// Print this text on stdout and end well: help or version.
     Print(String),
 }
@@ -303,6 +307,11 @@ pub fn parse(argv: &[String]) -> Result<Command, Failure> {
         Verb::Explain => {
             let line = normalise::normalise(verb, rest, &ExplainArgs::command())?;
             ExplainArgs::try_parse_from(words(&line)).map(Command::Explain)
+        }
+        Verb::DataCheck => {
+            let line = normalise::normalise(verb, rest, &DataCheckArgs::command())?;
+            DataCheckArgs::try_parse_from(words(&line))
+                .map(|args| Command::DataCheck(Box::new(args)))
         }
     };
     parsed.or_else(|error| {
@@ -456,7 +465,7 @@ mod tests {
     #[test]
     fn verbs_that_do_not_exist_yet_say_so() {
         let exists = |verb: &str| {
-            let known = normalise::Verb::ALL;
+            let known = Verb::ALL;
             known
                 .iter()
                 .any(|(_, name)| name.split(' ').next() == Some(verb))

@@ -39,14 +39,16 @@ pub(super) enum Verb {
     Train,
     Doctor,
     Explain,
+    DataCheck,
 }
 
 impl Verb {
     /// The verbs that exist, as they are typed; two words where the second says what is done to the first.
-    pub(super) const ALL: [(Self, &'static str); 3] = [
+    pub(super) const ALL: [(Self, &'static str); 4] = [
         (Self::Train, "train"),
         (Self::Doctor, "doctor"),
         (Self::Explain, "explain"),
+        (Self::DataCheck, "data check"),
     ];
 
     fn name(self) -> &'static str {

@@ -5,7 +5,7 @@ use std::fmt::Write;
 
 use clap::{CommandFactory, ValueEnum};
 
-use super::{ALIASES, Args, DoctorArgs, ExplainArgs, IGNORED, RESTRICTED};
+use super::{ALIASES, Args, DataCheckArgs, DoctorArgs, ExplainArgs, IGNORED, RESTRICTED};
 use crate::config::resolve;
 use crate::exit::Failure;
 use crate::rank_env::Env;
@@ -62,6 +62,7 @@ pub fn flag_table() -> Result<String, Failure> {
     }
     verb_section(&mut text, "doctor", &DoctorArgs::command());
     verb_section(&mut text, "explain", &ExplainArgs::command());
+    verb_section(&mut text, "data check", &DataCheckArgs::command());
     push(
         &mut text,
         format_args!("\n## Other spellings\n\n| spelling | flag |\n|---|---|\n"),

@@ -1,5 +1,6 @@
 //! Samples of a file, which of them a step takes, and threads that prepare them ahead of time.
 
+pub(crate) mod check;
 pub(crate) mod lines;
 mod loader;
 pub(crate) mod problems;

@@ -1,14 +1,8 @@
 //! What is refused, with which code and which words, before anything is touched.
 
-use crate::site::{Site, completed};
+use crate::site::{Site, assert_says, completed};
 use serde_json::{Value, json};
 use std::fs;
-
-fn assert_says(screen: &str, words: &[&str]) {
-    for word in words {
-        assert!(screen.contains(word), "no {word:?} in\n{screen}");
-    }
-}
 
 #[test]
 fn flags_that_make_no_sense_are_refused() {

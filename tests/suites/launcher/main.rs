@@ -6,8 +6,10 @@
 )]
 
 mod bad_input;
+mod data_check;
 mod doctor;
 mod endings;
 mod outputs;
+mod reports;
 mod resume;
 mod site;
