@@ -16,6 +16,7 @@ mod explain;
 mod job;
 pub mod logging;
 pub mod memory;
+pub mod model_files;
 pub mod rank;
 pub mod rank_env;
 pub mod report;

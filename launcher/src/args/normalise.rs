@@ -40,15 +40,17 @@ pub(super) enum Verb {
     Doctor,
     Explain,
     DataCheck,
+    Export,
 }
 
 impl Verb {
     /// The verbs that exist, as they are typed; two words where the second says what is done to the first.
-    pub(super) const ALL: [(Self, &'static str); 4] = [
+    pub(super) const ALL: [(Self, &'static str); 5] = [
         (Self::Train, "train"),
         (Self::Doctor, "doctor"),
         (Self::Explain, "explain"),
         (Self::DataCheck, "data check"),
+        (Self::Export, "export"),
     ];
 
     fn name(self) -> &'static str {

@@ -5,7 +5,9 @@ use std::fmt::Write;
 
 use clap::{CommandFactory, ValueEnum};
 
-use super::{ALIASES, Args, DataCheckArgs, DoctorArgs, ExplainArgs, IGNORED, RESTRICTED};
+use super::{
+    ALIASES, Args, DataCheckArgs, DoctorArgs, ExplainArgs, ExportArgs, IGNORED, RESTRICTED,
+};
 use crate::config::resolve;
 use crate::exit::Failure;
 use crate::rank_env::Env;
@@ -63,6 +65,7 @@ pub fn flag_table() -> Result<String, Failure> {
     verb_section(&mut text, "doctor", &DoctorArgs::command());
     verb_section(&mut text, "explain", &ExplainArgs::command());
     verb_section(&mut text, "data check", &DataCheckArgs::command());
+    verb_section(&mut text, "export", &ExportArgs::command());
     push(
         &mut text,
         format_args!("\n## Other spellings\n\n| spelling | flag |\n|---|---|\n"),
@@ -165,7 +168,13 @@ fn defaults(of_a_model: bool) -> Result<BTreeMap<&'static str, String>, Failure>
         .to_flags()
         .into_iter()
         .collect();
-    for flag in ["lora-rank", "lora-alpha", "lora-target-modules"] {
+    for flag in [
+        "lora-rank",
+        "lora-alpha",
+        "lora-dropout",
+        "lora-target-modules",
+        "modules-to-save",
+    ] {
         flags.extend(
             with_adapters
                 .get_key_value(flag)
@@ -197,6 +206,12 @@ fn unset(flag: &str) -> &'static str {
         "warmup-ratio" => "not used",
         "resume" => "start anew",
         "error-format" => "`human`",
+        "train" => "the switches below",
+        "freeze" => "nothing more",
+        "lr" => "`--learning-rate`",
+        "lora-layers" | "limit" => "all",
+        "global-batch" => "what the two give",
+        "find-batch" => "`false`",
         _ => "–",
     }
 }

@@ -42,16 +42,20 @@ pub(crate) fn chain(error: &dyn Error) -> String {
     text
 }
 
-/// Reads the file `path`; relative paths of pictures start at its folder.
+/// Reads the first `limit` samples of the file `path`; relative paths of pictures start at its folder.
 ///
 /// # Errors
 /// The file cannot be read or holds no samples (exit 3).
-pub(crate) fn read(path: &Path) -> Result<(Vec<RawSample>, ImageFolder), Failure> {
+pub(crate) fn read(
+    path: &Path,
+    limit: Option<usize>,
+) -> Result<(Vec<RawSample>, ImageFolder), Failure> {
     let refuse = |cause: String| {
         Failure::new(ErrorCode::DataFile, format!("cannot read {}", path.display()), cause)
             .next("a JSON list of {id, image, conversations: [{role, content}]}, as MiniCPM-V's fine-tuning takes it")
     };
-    let samples = read_samples(path).map_err(|e| refuse(chain(&e)))?;
+    let mut samples = read_samples(path).map_err(|e| refuse(chain(&e)))?;
+    samples.truncate(limit.unwrap_or(usize::MAX));
     Ok((samples, ImageFolder::beside(path)))
 }
 

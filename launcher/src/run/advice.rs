@@ -4,7 +4,7 @@ use super::check;
 use super::fit::{self, Fit};
 use super::setup;
 use crate::args::{self, Command};
-use crate::config::{PrecisionChoice, RunConfig, resolve};
+use crate::config::{PrecisionChoice, Recompute, RunConfig, resolve};
 use crate::exit::{ErrorCode, Failure};
 use crate::rank_env::Env;
 use crate::units::bytes;
@@ -33,6 +33,9 @@ fn neighbours(config: &RunConfig) -> Vec<Flags> {
         if config.zero < 3 {
             found.push(vec![zero(), offload()]);
         }
+    }
+    if config.checkpoint_activations != Recompute::ALL {
+        found.push(vec![("checkpoint-activations", "all".to_owned())]);
     }
     let batch = &config.batch;
     let halves = std::iter::successors(Some(batch.micro_batch / 2), |half| Some(half / 2));
@@ -76,6 +79,8 @@ fn changed(config: &RunConfig, flags: &Flags) -> Option<RunConfig> {
     let kept = config.to_flags();
     let kept = kept
         .iter()
+        // Micro-batch and accumulation are known by now and say it all.
+        .filter(|(name, _)| !matches!(*name, "global-batch" | "find-batch"))
         .filter(|(name, _)| !flags.iter().any(|(changed, _)| changed == name));
     let line: Vec<String> = kept
         .chain(flags)
@@ -101,7 +106,7 @@ pub(super) fn add(
     let plan = |config: &RunConfig| -> Result<Fit, Failure> {
         let (model, plan) = setup::replan(config, processor)?;
         let worst = largest(config, config.batch.micro_batch)?;
-        let activations = fit::activation_bytes(&model, &worst)?;
+        let activations = fit::activation_bytes(config, &model, &worst)?;
         Ok(fit::fit(config, &plan, activations))
     };
     let Ok(base) = plan(config) else {

@@ -8,14 +8,15 @@ use models::minicpm::processor::Processor;
 use models::minicpm::sample::{EncodeOptions, EncodedSample, RawSample, SampleSize};
 use std::path::Path;
 
-/// Reads and checks `path`. Unusable samples are an error listing them, or left out when the
+/// Reads and checks the first `limit` samples of `path`. Unusable samples are an error listing them, or left out when the
 /// configuration says so.
 pub(super) fn check(
     config: &RunConfig,
     path: &Path,
+    limit: Option<usize>,
     processor: &Processor,
 ) -> Result<SampleSet, Failure> {
-    let (samples, images) = data::read(path)?;
+    let (samples, images) = data::read(path, limit)?;
     let options = encode_options(config);
     let verdicts = data::verdicts(path, &samples, &images, processor, &options);
     let bad: Vec<Problem> = verdicts
@@ -62,12 +63,13 @@ pub(super) fn check(
 pub(super) fn load(
     config: &RunConfig,
     path: &Path,
+    limit: Option<usize>,
     processor: &Processor,
 ) -> Result<SampleSet, Failure> {
     if config.batch.skip_bad_samples {
-        return check(config, path, processor);
+        return check(config, path, limit, processor);
     }
-    let (samples, images) = data::read(path)?;
+    let (samples, images) = data::read(path, limit)?;
     Ok(SampleSet {
         samples,
         images,
@@ -102,7 +104,7 @@ pub(super) fn encode_some(
     count: usize,
     processor: &Processor,
 ) -> Result<Vec<EncodedSample>, Failure> {
-    let set = load(config, &config.data_file(), processor)?;
+    let set = load(config, &config.data_file(), config.batch.limit, processor)?;
     let options = encode_options(config);
     data::encode_in_order(&set.samples, &set.images, processor, &options, order, count)
 }

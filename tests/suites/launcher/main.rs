@@ -6,6 +6,7 @@
 )]
 
 mod bad_input;
+mod batches;
 mod data_check;
 mod doctor;
 mod endings;
@@ -13,3 +14,4 @@ mod outputs;
 mod reports;
 mod resume;
 mod site;
+mod tuning;

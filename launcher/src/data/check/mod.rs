@@ -40,8 +40,7 @@ pub(crate) fn run(args: &DataCheckArgs, variables: &Variables) -> Result<ExitCod
         Failure::new(ErrorCode::ModelFiles, title, chain(&error))
             .next("point --model at a MiniCPM-V 2.6 or MiniCPM-o 2.6 folder; its weights are not needed here")
     })?;
-    let (mut samples, images) = read(&file)?;
-    samples.truncate(args.limit.unwrap_or(usize::MAX));
+    let (samples, images) = read(&file, args.limit)?;
     let mut report = check(&config, &file, &samples, &images, &processor);
     if let Some(folder) = &args.output {
         std::fs::create_dir_all(folder)
