@@ -6,8 +6,11 @@ use std::time::Instant;
 
 use crate::args::{self, Args, Command, Note};
 use crate::config::{Resume, RunConfig, Task, resolve};
+use crate::data;
 use crate::doctor;
+use crate::error_format::ErrorFormat;
 use crate::exit::{ErrorCode, Failure};
+use crate::explain;
 use crate::logging;
 use crate::rank::{self, RunSummary, StopFlag};
 use crate::rank_env::{Env, RankEnv, Variables};
@@ -24,7 +27,11 @@ pub type RankMain = fn(&RunConfig, &RankEnv, &StopFlag) -> Result<RunSummary, Fa
 
 /// Work of the supervisor before ranks start and before the run's folder is touched: check model
 /// and data, plan the memory. What it shows goes through the callback.
-pub type PrepareHook = fn(&mut RunConfig, &Env, &mut dyn FnMut(Event)) -> Result<(), Failure>;
+/// It returns what it can say later about failures of ranks.
+pub type PrepareHook = fn(&mut RunConfig, &Env, &mut dyn FnMut(Event)) -> Result<Advice, Failure>;
+
+/// Adds next steps to the failure of a rank that depend on model and data.
+pub type Advice = Box<dyn Fn(&mut Failure)>;
 
 /// What the program does besides supervising.
 #[derive(Debug, Clone, Copy)]
@@ -38,7 +45,7 @@ pub struct Hooks {
 /// Runs the program with nothing to prepare.
 pub fn run_with(rank_main: RankMain) -> ExitCode {
     run_hooks(Hooks {
-        prepare: |_, _, _| Ok(()),
+        prepare: |_, _, _| Ok(Box::new(|_| ())),
         rank_main,
     })
 }
@@ -49,34 +56,32 @@ pub fn run_hooks(hooks: Hooks) -> ExitCode {
         .skip(1)
         .map(|word| word.to_string_lossy().into_owned())
         .collect();
-    run_command(&hooks, &argv).unwrap_or_else(|failure| {
-        print_failure(&failure);
+    let format = ErrorFormat::of_line(&argv);
+    run_command(&hooks, &argv, format).unwrap_or_else(|failure| {
+        format.print(&failure);
         failure.exit_code()
     })
 }
 
-fn run_command(hooks: &Hooks, argv: &[String]) -> Result<ExitCode, Failure> {
+fn run_command(hooks: &Hooks, argv: &[String], format: ErrorFormat) -> Result<ExitCode, Failure> {
     match args::parse(argv)? {
         Command::Train { args, notes } => {
             let env = Env::read()?;
             match env.rank.clone() {
-                Some(rank) => run_rank(hooks, &env, &rank, &args),
+                Some(rank) => run_rank(hooks, &env, &rank, &args, format),
                 None => run_supervisor(hooks, &env, &args, notes),
             }
         }
         // Reports also on an environment that training refuses.
         Command::Doctor(options) => doctor::run(&Variables::read(), options.json == Some(true)),
+        Command::Explain(options) => explain::run(&options),
+        Command::DataCheck(options) => data::check::run(&options, &Variables::read()),
         Command::Export(options) => crate::run::export(&options),
         Command::Print(text) => {
             drop(write!(std::io::stdout(), "{text}"));
             Ok(ExitCode::SUCCESS)
         }
     }
-}
-
-fn print_failure(failure: &Failure) {
-    // Nobody is left to tell where standard error is closed.
-    drop(writeln!(std::io::stderr(), "{failure}"));
 }
 
 fn run_supervisor(
@@ -99,10 +104,10 @@ fn run_supervisor(
     }
     run_folder::check(&mut config)?;
     crate::demo::prepare(&mut config, env, &mut |event| screen.show(&event))?;
-    (hooks.prepare)(&mut config, env, &mut |event| screen.show(&event))?;
+    let advice = (hooks.prepare)(&mut config, env, &mut |event| screen.show(&event))?;
     let signals = SignalSource::new()?;
     run_folder::prepare(&config)?;
-    let summary = supervise(&config, env, &signals, &mut screen)?;
+    let summary = supervise(&config, env, &signals, &mut screen, &*advice)?;
     if config.is_demo() && !summary.interrupted {
         prove_resume(&config, &summary, env, &signals, &mut screen)?;
     }
@@ -119,6 +124,7 @@ fn supervise(
     env: &Env,
     signals: &SignalSource,
     screen: &mut Screen,
+    advice: &dyn Fn(&mut Failure),
 ) -> Result<RunSummary, Failure> {
     let job = Job::new(&env.temp_dir)?;
     config.save_to(&job.config_file())?;
@@ -128,6 +134,7 @@ fn supervise(
         nproc: config.nproc,
         output: &config.output,
         job: &job,
+        advice,
     };
     supervisor
         .run(signals, screen)
@@ -149,7 +156,7 @@ fn prove_resume(
     again.task = Task::Evaluate;
     again.nproc = 1;
     again.resume = Resume::From(checkpoint.clone());
-    let summary = supervise(&again, env, signals, screen)?;
+    let summary = supervise(&again, env, signals, screen, &|_| ())?;
     let identical = summary.eval_loss.map(f64::to_bits) == Some(expected.to_bits());
     let name = checkpoint
         .file_name()
@@ -201,7 +208,13 @@ fn status_of(summary: &RunSummary) -> ExitCode {
     }
 }
 
-fn run_rank(hooks: &Hooks, env: &Env, rank: &RankEnv, args: &Args) -> Result<ExitCode, Failure> {
+fn run_rank(
+    hooks: &Hooks,
+    env: &Env,
+    rank: &RankEnv,
+    args: &Args,
+    format: ErrorFormat,
+) -> Result<ExitCode, Failure> {
     let config = rank_config(hooks, env, rank, args)?;
     let stop = rank::enter(rank, &config.output, &env.temp_dir)?;
     let result = logging::init(
@@ -225,7 +238,7 @@ fn run_rank(hooks: &Hooks, env: &Env, rank: &RankEnv, args: &Args) -> Result<Exi
                 return Err(failure);
             }
             if !rank.is_supervised() {
-                print_failure(&failure);
+                format.print(&failure);
             }
             Ok(failure.exit_code())
         }
@@ -247,7 +260,7 @@ fn rank_config(
     crate::demo::prepare(&mut config, env, &mut |_| ())?;
     if rank.rank == 0 {
         run_folder::check(&mut config)?;
-        (hooks.prepare)(&mut config, env, &mut |_| ())?;
+        drop((hooks.prepare)(&mut config, env, &mut |_| ())?);
         run_folder::prepare(&config)?;
     }
     Ok(config)

@@ -10,7 +10,9 @@ pub mod config;
 pub mod data;
 pub mod demo;
 pub mod doctor;
+pub mod error_format;
 pub mod exit;
+mod explain;
 mod job;
 pub mod logging;
 pub mod memory;
@@ -24,7 +26,7 @@ pub mod supervisor;
 pub mod ui;
 pub mod units;
 
-pub use job::{Hooks, PrepareHook, RankMain, run_hooks, run_with};
+pub use job::{Advice, Hooks, PrepareHook, RankMain, run_hooks, run_with};
 
 /// Runs the program: checks, trains, evaluates, saves.
 pub fn run() -> std::process::ExitCode {

@@ -5,7 +5,9 @@ use std::fmt::Write;
 
 use clap::{CommandFactory, ValueEnum};
 
-use super::{ALIASES, Args, DoctorArgs, ExportArgs, IGNORED, RESTRICTED};
+use super::{
+    ALIASES, Args, DataCheckArgs, DoctorArgs, ExplainArgs, ExportArgs, IGNORED, RESTRICTED,
+};
 use crate::config::resolve;
 use crate::exit::Failure;
 use crate::rank_env::Env;
@@ -61,6 +63,8 @@ pub fn flag_table() -> Result<String, Failure> {
         );
     }
     verb_section(&mut text, "doctor", &DoctorArgs::command());
+    verb_section(&mut text, "explain", &ExplainArgs::command());
+    verb_section(&mut text, "data check", &DataCheckArgs::command());
     verb_section(&mut text, "export", &ExportArgs::command());
     push(
         &mut text,
@@ -201,6 +205,7 @@ fn unset(flag: &str) -> &'static str {
         "warmup-steps" => "from the ratio",
         "warmup-ratio" => "not used",
         "resume" => "start anew",
+        "error-format" => "`human`",
         "train" => "the switches below",
         "freeze" => "nothing more",
         "lr" => "`--learning-rate`",

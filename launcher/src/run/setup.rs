@@ -92,6 +92,22 @@ impl Setup {
     }
 }
 
+/// The model and the plan of `config` with a processor at hand; reads `config.json` only.
+pub(super) fn replan(
+    config: &RunConfig,
+    processor: &Processor,
+) -> Result<(MiniCpm, Plan), Failure> {
+    let dir = config.model_dir();
+    let model_config = MiniCpmConfig::load(&dir)
+        .map_err(|e| failures::files("cannot read the model folder", &dir, &e))?;
+    let options = model_options(config, processor)?;
+    let model =
+        MiniCpm::new(model_config, options).map_err(|e| failures::model("set up the model", &e))?;
+    let plan = Plan::new(model.spec().clone(), zero_config(config)?, config.nproc)
+        .map_err(|e| failures::engine("plan the run", &e.into()))?;
+    Ok((model, plan))
+}
+
 pub(super) fn precision(config: &RunConfig) -> Precision {
     match config.precision {
         PrecisionChoice::Bf16 => Precision::Bf16,

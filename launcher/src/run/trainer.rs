@@ -1,6 +1,8 @@
 //! The training loop of one rank.
 
 use super::check::encode_options;
+use super::numeric::History;
+use super::place::Place;
 use super::session::Session;
 use super::setup::{keeps, sampler};
 use super::{evaluate, failures, resume, save};
@@ -25,6 +27,8 @@ const MAX_SKIPPED_IN_A_ROW: u32 = 20;
 
 /// A micro-batch on its way from a loader thread.
 struct Prepared {
+    /// Indices of the samples.
+    indices: Vec<usize>,
     samples: Vec<EncodedSample>,
     /// Tells each visit to a sample from all others.
     keys: Vec<u64>,
@@ -60,6 +64,7 @@ struct Progress {
     done: u64,
     total_tokens: u64,
     skipped_in_a_row: u32,
+    history: History,
     exact_match_before: Option<f64>,
     summary: RunSummary,
 }
@@ -151,6 +156,7 @@ fn progress_from(session: &Session<'_>, total_steps: u64) -> Result<Progress, Fa
         done: 0,
         total_tokens: 0,
         skipped_in_a_row: 0,
+        history: History::default(),
         exact_match_before: None,
         summary: RunSummary::default(),
     };
@@ -221,9 +227,11 @@ fn start_loader(
                 })
         };
         let indices = sampler.indices(step, micro, rank);
+        let samples = indices.iter().copied().map(encode);
         Ok(Prepared {
-            samples: indices.into_iter().map(encode).collect::<Result<_, _>>()?,
+            samples: samples.collect::<Result<_, _>>()?,
             keys: sampler.positions(step, micro, rank).collect(),
+            indices,
         })
     })
 }
@@ -235,9 +243,10 @@ fn one_step(
     window: &mut Window,
 ) -> Result<StepReport, Failure> {
     let started = Instant::now();
+    session.step_losses.clear();
     for _ in 0..session.config.batch.accumulation_steps {
         let waiting = Instant::now();
-        let samples = loader.next().ok_or_else(|| {
+        let prepared = loader.next().ok_or_else(|| {
             Failure::new(
                 ErrorCode::Panic,
                 "the data ended early",
@@ -245,23 +254,25 @@ fn one_step(
             )
         })??;
         window.waited += waiting.elapsed();
-        window.tokens += samples
-            .batch
-            .samples
-            .iter()
-            .map(|s| s.input_ids.len() as u64)
-            .sum::<u64>();
-        micro_batch(session, &samples.batch)?;
+        let batch = prepared.batch;
+        let indices = batch.indices.clone();
+        let place = Place::new(prepared.step, prepared.micro_step, indices, &batch.samples);
+        window.tokens += place.tokens.iter().sum::<usize>() as u64;
+        session.place = Some(place.clone());
+        let loss = micro_batch(session, &batch)?;
+        session.step_losses.push((place, loss));
     }
     let report = session
         .zero
         .step(lr)
         .map_err(|e| failures::engine("update weights", &e))?;
+    session.place = None;
     window.step_seconds += started.elapsed().as_secs_f64();
     Ok(report)
 }
 
-fn micro_batch(session: &mut Session<'_>, prepared: &Prepared) -> Result<(), Failure> {
+/// Trains on one micro-batch; returns the sum of its token losses on this rank.
+fn micro_batch(session: &mut Session<'_>, prepared: &Prepared) -> Result<f64, Failure> {
     let inputs: Vec<SampleInput<'_>> = prepared.samples.iter().map(SampleInput::from).collect();
     session.zero.begin_pass(PassKind::Train);
     let run = || -> Result<(f64, usize), ModelError> {
@@ -281,7 +292,8 @@ fn micro_batch(session: &mut Session<'_>, prepared: &Prepared) -> Result<(), Fai
     session
         .zero
         .end_micro_batch(sum, supervised as u64)
-        .map_err(|e| failures::engine("train", &e))
+        .map_err(|e| failures::engine("train", &e))?;
+    Ok(sum)
 }
 
 /// The random state of a micro-batch, where adapters drop inputs.
@@ -307,31 +319,29 @@ fn account(
 ) -> Result<(), Failure> {
     window.loss += step.loss;
     window.updates += 1;
+    progress.history.push(step);
     if step.applied {
         progress.skipped_in_a_row = 0;
         return Ok(());
     }
     progress.skipped_in_a_row += 1;
+    let finding = progress.history.investigate(session, progress.done, step)?;
     session.reporter.emit(&Event::Warning {
         text: format!(
-            "step {}: loss {} or a gradient is not finite; the update was skipped on every rank",
-            progress.done, step.loss
+            "step {}: loss {} or a gradient is not finite; the update was skipped on every rank{}",
+            progress.done,
+            step.loss,
+            if progress.skipped_in_a_row == 1 {
+                format!("; {}", finding.hint())
+            } else {
+                String::new()
+            }
         ),
     });
     if progress.skipped_in_a_row < MAX_SKIPPED_IN_A_ROW {
         return Ok(());
     }
-    Err(Failure::new(
-        ErrorCode::Numeric,
-        format!("{MAX_SKIPPED_IN_A_ROW} updates in a row were not finite"),
-        "loss or gradients are NaN or infinite",
-    )
-    .evidence(format!(
-        "step {}, loss {}, gradient norm {}",
-        progress.done, step.loss, step.grad_norm
-    ))
-    .evidence("weights and optimizer state are those of the last finite update")
-    .next("a lower --learning-rate, or --precision f32; resume from an earlier checkpoint"))
+    Err(finding.failure(session, progress.skipped_in_a_row))
 }
 
 fn log(

@@ -7,9 +7,11 @@
 
 mod bad_input;
 mod batches;
+mod data_check;
 mod doctor;
 mod endings;
 mod outputs;
+mod reports;
 mod resume;
 mod site;
 mod tuning;
