@@ -12,7 +12,7 @@ use crate::timing::{CopyClock, Times};
 use kernels::{Backend, DType, Float, Pool, Tensor};
 use optim::clip::GradientScale;
 use optim::{GroupOptions, Optimizer};
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -62,6 +62,9 @@ pub struct Zero {
     pub(crate) states: Vec<Option<UnitState>>,
     pub(crate) step: u64,
     totals: Totals,
+    /// The last unit leased in a pass that has not ended well.
+    leased: Cell<Option<(UnitId, Phase)>>,
+    non_finite: Option<UnitId>,
 }
 
 impl std::fmt::Debug for Zero {
@@ -105,6 +108,8 @@ impl Zero {
             states,
             step: 0,
             totals: Totals::default(),
+            leased: Cell::new(None),
+            non_finite: None,
         })
     }
 
@@ -124,6 +129,22 @@ impl Zero {
     #[must_use]
     pub fn step_count(&self) -> u64 {
         self.step
+    }
+
+    /// Where the present pass is, or where it ended early: the unit leased last and what for.
+    /// `None` between passes.
+    #[must_use]
+    pub fn position(&self) -> Option<(&str, Phase)> {
+        let (unit, phase) = self.leased.get()?;
+        Some((&self.plan.spec().units[unit.index()].name, phase))
+    }
+
+    /// The unit nearest to the loss whose gradients, as far as this rank holds them, were not finite
+    /// in the last [`Zero::step`].
+    #[must_use]
+    pub fn non_finite_gradient(&self) -> Option<&str> {
+        let unit = self.non_finite?;
+        Some(&self.plan.spec().units[unit.index()].name)
     }
 
     /// Fills weights (and master weights). `read` is asked for ranges of a parameter's elements as
@@ -176,6 +197,7 @@ impl Zero {
 
     /// Starts a pass; every rank starts the same kind.
     pub fn begin_pass(&self, kind: PassKind) {
+        self.leased.set(None);
         self.store.borrow_mut().begin_pass(kind);
     }
 
@@ -184,7 +206,9 @@ impl Zero {
     /// # Errors
     /// When communication fails.
     pub fn end_pass(&self) -> Result<()> {
-        self.store.borrow_mut().end_pass()
+        self.store.borrow_mut().end_pass()?;
+        self.leased.set(None);
+        Ok(())
     }
 
     /// Ends the training pass of one micro-batch whose token losses sum to `loss_sum` over
@@ -196,6 +220,7 @@ impl Zero {
         let store = self.store.get_mut();
         store.end_pass()?;
         store.count_micro_batch();
+        self.leased.set(None);
         self.totals.loss_sum += loss_sum;
         self.totals.supervised += supervised;
         Ok(())
@@ -320,10 +345,15 @@ impl Zero {
     fn sum_of_squares(&mut self) -> Result<f64> {
         let rank = self.comm.world().rank;
         let mut own = 0.0;
+        self.non_finite = None;
         for unit in self.trainable_units() {
             let shard = self.plan.unit(unit).trainable.shard(rank);
             if let Some(gradients) = self.store.get_mut().gradients_mut(unit) {
-                own += gradients.sum_of_squares(shard);
+                let squares: f64 = gradients.sum_of_squares(shard);
+                if !squares.is_finite() {
+                    self.non_finite = Some(unit);
+                }
+                own += squares;
             }
         }
         let all = self.comm.all_gather_f64(&[own], CommTag::new("norm", 0))?;
@@ -508,6 +538,7 @@ impl ParamAccess for Zero {
     }
 
     fn lease(&self, unit: UnitId, phase: Phase) -> Result<Lease<'_>> {
+        self.leased.set(Some((unit, phase)));
         let params = self.store.borrow_mut().lease(unit, phase)?;
         Ok(lease_of(self, unit, phase, params))
     }

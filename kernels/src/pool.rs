@@ -262,17 +262,11 @@ fn log(inner: &mut Inner, tag: Tag, bytes: i64) {
     inner.events.push_back(PoolEvent { tag, bytes, in_use });
 }
 
-fn breakdown(stats: &PoolStats) -> String {
-    let parts: Vec<String> = Tag::ALL
-        .iter()
-        .filter(|t| stats.tag(**t).in_use > 0)
-        .map(|t| format!("{t} {}", stats.tag(*t).in_use))
-        .collect();
-    if parts.is_empty() {
-        "nothing in use".into()
-    } else {
-        parts.join(", ")
-    }
+fn breakdown(stats: &PoolStats) -> Vec<(Tag, u64)> {
+    let tags = Tag::ALL.into_iter();
+    tags.map(|tag| (tag, stats.tag(tag).in_use))
+        .filter(|(_, bytes)| *bytes > 0)
+        .collect()
 }
 
 /// Rounds up so that at most an eighth is wasted and few classes exist.

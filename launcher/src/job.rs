@@ -6,8 +6,11 @@ use std::time::Instant;
 
 use crate::args::{self, Args, Command, Note};
 use crate::config::{Resume, RunConfig, Task, resolve};
+use crate::data;
 use crate::doctor;
+use crate::error_format::ErrorFormat;
 use crate::exit::{ErrorCode, Failure};
+use crate::explain;
 use crate::logging;
 use crate::rank::{self, RunSummary, StopFlag};
 use crate::rank_env::{Env, RankEnv, Variables};
@@ -26,7 +29,11 @@ pub type RankMain = fn(&RunConfig, &RankEnv, &StopFlag) -> Result<RunSummary, Fa
 
 /// Work of the supervisor before ranks start and before the run's folder is touched: check model
 /// and data, plan the memory. What it shows goes through the callback.
-pub type PrepareHook = fn(&mut RunConfig, &Env, &mut dyn FnMut(Event)) -> Result<(), Failure>;
+/// It returns what it can say later about failures of ranks.
+pub type PrepareHook = fn(&mut RunConfig, &Env, &mut dyn FnMut(Event)) -> Result<Advice, Failure>;
+
+/// Adds next steps to the failure of a rank that depend on model and data.
+pub type Advice = Box<dyn Fn(&mut Failure)>;
 
 /// What the program does besides supervising.
 #[derive(Debug, Clone, Copy)]
@@ -40,7 +47,7 @@ pub struct Hooks {
 /// Runs the program with nothing to prepare.
 pub fn run_with(rank_main: RankMain) -> ExitCode {
     run_hooks(Hooks {
-        prepare: |_, _, _| Ok(()),
+        prepare: |_, _, _| Ok(Box::new(|_| ())),
         rank_main,
     })
 }
@@ -51,34 +58,33 @@ pub fn run_hooks(hooks: Hooks) -> ExitCode {
         .skip(1)
         .map(|word| word.to_string_lossy().into_owned())
         .collect();
-    run_command(&hooks, &argv).unwrap_or_else(|failure| {
-        print_failure(&failure);
+    let format = ErrorFormat::of_line(&argv);
+    run_command(&hooks, &argv, format).unwrap_or_else(|failure| {
+        format.print(&failure);
         failure.exit_code()
     })
 }
 
-fn run_command(hooks: &Hooks, argv: &[String]) -> Result<ExitCode, Failure> {
+fn run_command(hooks: &Hooks, argv: &[String], format: ErrorFormat) -> Result<ExitCode, Failure> {
     match args::parse(argv)? {
         Command::Train { args, notes } => {
             let env = Env::read()?;
             match env.rank.clone() {
-                Some(rank) => run_rank(hooks, &env, &rank, &args),
+                Some(rank) => run_rank(hooks, &env, &rank, &args, format),
                 None => run_supervisor(hooks, &env, &args, notes),
             }
         }
         // Reports also on an environment that training refuses.
         Command::Doctor(options) => doctor::run(&Variables::read(), options.json == Some(true)),
+        Command::Explain(options) => explain::run(&options),
+        Command::DataCheck(options) => data::check::run(&options, &Variables::read()),
+        Command::Export(options) => crate::run::export(&options),
         Command::Watch(options) => watch::run(&options),
         Command::Print(text) => {
             drop(write!(std::io::stdout(), "{text}"));
             Ok(ExitCode::SUCCESS)
         }
     }
-}
-
-fn print_failure(failure: &Failure) {
-    // Nobody is left to tell where standard error is closed.
-    drop(writeln!(std::io::stderr(), "{failure}"));
 }
 
 fn run_supervisor(
@@ -102,7 +108,7 @@ fn run_supervisor(
     run_folder::check(&mut config)?;
     crate::demo::prepare(&mut config, env, &mut |event| screen.show(&event))?;
     let mut plan = PlanFile::default();
-    (hooks.prepare)(&mut config, env, &mut |event| {
+    let advice = (hooks.prepare)(&mut config, env, &mut |event| {
         plan.note(&event);
         screen.show(&event);
     })?;
@@ -110,7 +116,7 @@ fn run_supervisor(
     run_folder::prepare(&config)?;
     let held = run_folder::hold(&config);
     plan.save(&config.output)?;
-    let ended = run_job(&config, env, &signals, &mut screen);
+    let ended = run_job(&config, env, &signals, &mut screen, &*advice);
     // Also of a run that failed: from what it left.
     if let Err(failure) = report::write_pages(&config.output) {
         let text = format!("{}: {}", failure.title, failure.cause);
@@ -132,8 +138,9 @@ fn run_job(
     env: &Env,
     signals: &SignalSource,
     screen: &mut Screen,
+    advice: &dyn Fn(&mut Failure),
 ) -> Result<RunSummary, Failure> {
-    let summary = supervise(config, env, signals, screen)?;
+    let summary = supervise(config, env, signals, screen, advice)?;
     if config.is_demo() && !summary.interrupted {
         prove_resume(config, &summary, env, signals, screen)?;
     }
@@ -145,6 +152,7 @@ fn supervise(
     env: &Env,
     signals: &SignalSource,
     screen: &mut Screen,
+    advice: &dyn Fn(&mut Failure),
 ) -> Result<RunSummary, Failure> {
     let job = Job::new(&env.temp_dir)?;
     config.save_to(&job.config_file())?;
@@ -154,6 +162,7 @@ fn supervise(
         nproc: config.nproc,
         output: &config.output,
         job: &job,
+        advice,
     };
     supervisor
         .run(signals, screen)
@@ -175,7 +184,7 @@ fn prove_resume(
     again.task = Task::Evaluate;
     again.nproc = 1;
     again.resume = Resume::From(checkpoint.clone());
-    let summary = supervise(&again, env, signals, screen)?;
+    let summary = supervise(&again, env, signals, screen, &|_| ())?;
     let identical = summary.eval_loss.map(f64::to_bits) == Some(expected.to_bits());
     let name = checkpoint
         .file_name()
@@ -227,7 +236,13 @@ fn status_of(summary: &RunSummary) -> ExitCode {
     }
 }
 
-fn run_rank(hooks: &Hooks, env: &Env, rank: &RankEnv, args: &Args) -> Result<ExitCode, Failure> {
+fn run_rank(
+    hooks: &Hooks,
+    env: &Env,
+    rank: &RankEnv,
+    args: &Args,
+    format: ErrorFormat,
+) -> Result<ExitCode, Failure> {
     let config = rank_config(hooks, env, rank, args)?;
     // Under another launcher rank 0 does for the folder what otherwise the supervisor does.
     let keeps_folder = rank.rank == 0 && !rank.is_supervised();
@@ -254,7 +269,7 @@ fn run_rank(hooks: &Hooks, env: &Env, rank: &RankEnv, args: &Args) -> Result<Exi
                 return Err(failure);
             }
             if !rank.is_supervised() {
-                print_failure(&failure);
+                format.print(&failure);
             }
             Ok(failure.exit_code())
         }
@@ -282,7 +297,9 @@ fn rank_config(
     if rank.rank == 0 {
         run_folder::check(&mut config)?;
         let mut plan = PlanFile::default();
-        (hooks.prepare)(&mut config, env, &mut |event| plan.note(&event))?;
+        drop((hooks.prepare)(&mut config, env, &mut |event| {
+            plan.note(&event);
+        })?);
         run_folder::prepare(&config)?;
         plan.save(&config.output)?;
     }

@@ -159,7 +159,8 @@ pub fn checkpoint_to_resume(config: &RunConfig) -> Option<PathBuf> {
     }
 }
 
-fn file_name(path: &Path) -> String {
+/// The last part of a path, for people.
+pub(crate) fn file_name(path: &Path) -> String {
     path.file_name()
         .map_or_else(String::new, |name| name.to_string_lossy().into_owned())
 }

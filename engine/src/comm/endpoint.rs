@@ -431,6 +431,10 @@ impl Communicator for Member {
         self.0.abort(reason);
     }
 
+    fn failure(&self) -> Option<CommError> {
+        self.0.check_alive().err()
+    }
+
     fn memory(&self) -> WindowUsage {
         self.0.usage()
     }

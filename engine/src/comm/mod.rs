@@ -215,6 +215,10 @@ pub trait Communicator: Send + Sync + std::fmt::Debug {
     /// The first reason given wins; it is cut to 256 bytes.
     fn abort(&self, reason: &str);
 
+    /// Why this communicator is dead, with the last collective of every rank where a wait ran out;
+    /// `None` while it lives.
+    fn failure(&self) -> Option<CommError>;
+
     /// Bytes of this rank's part of the window.
     fn memory(&self) -> WindowUsage;
 

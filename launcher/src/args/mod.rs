@@ -4,6 +4,9 @@
 //! the Hugging Face trainers paste in. [`parse`] first rewrites the line onto the frozen set of
 //! flags (see `normalise.rs`) and then hands it to clap.
 
+mod data_check;
+mod explain;
+mod export;
 mod foreign;
 mod normalise;
 mod table;
@@ -17,9 +20,13 @@ use crate::config::{
     DeviceChoice, InitChoice, LrScale, Offload, PrecisionChoice, Recompute, ReportTo, Scheduler,
     Strategy, Workers,
 };
+use crate::error_format::ErrorFormat;
 use crate::exit::Failure;
 use crate::units::parse_bytes;
 
+pub use data_check::DataCheckArgs;
+pub use explain::{ExplainArgs, Lang};
+pub use export::{ExportArgs, ExportDtype};
 pub use foreign::{IGNORED, RESTRICTED};
 use normalise::Verb;
 pub use normalise::{Note, VERBS};
@@ -85,6 +92,9 @@ pub struct Args {
     /// What lives in host memory: none, cpu (all), or optimizer=cpu,param=cpu
     #[arg(long, value_name = "TIERS", help_heading = "Memory and ranks")]
     pub offload: Option<Offload>,
+    /// Longest wait of a rank for another, in seconds
+    #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..), help_heading = "Memory and ranks")]
+    pub comm_timeout: Option<u64>,
     /// Number of ranks on this machine
     #[arg(long, value_name = "N", help_heading = "Memory and ranks")]
     pub nproc: Option<usize>,
@@ -247,6 +257,15 @@ pub struct Args {
         help_heading = "Saving, evaluation, logs"
     )]
     pub report_to: Option<ReportTo>,
+    /// How a failure is printed on standard error; every verb takes this flag
+    #[arg(
+        long,
+        value_enum,
+        ignore_case = true,
+        value_name = "FORMAT",
+        help_heading = "Saving, evaluation, logs"
+    )]
+    pub error_format: Option<ErrorFormat>,
     /// Continue from a checkpoint folder, or from the latest one in --output (auto)
     #[arg(
         long,
@@ -299,6 +318,12 @@ pub enum Command {
     Doctor(DoctorArgs),
     /// Show a run from its folder.
     Watch(WatchArgs),
+    /// Explain an error code.
+    Explain(ExplainArgs),
+    /// Check a data file.
+    DataCheck(Box<DataCheckArgs>),
+    /// Write weights for other programs.
+    Export(ExportArgs),
     /// Print this text on stdout and end well: help or version.
     Print(String),
 }
@@ -324,6 +349,19 @@ pub fn parse(argv: &[String]) -> Result<Command, Failure> {
         Verb::Watch => {
             let line = normalise::normalise(verb, rest, &WatchArgs::command())?;
             WatchArgs::try_parse_from(words(&line)).map(Command::Watch)
+        }
+        Verb::Explain => {
+            let line = normalise::normalise(verb, rest, &ExplainArgs::command())?;
+            ExplainArgs::try_parse_from(words(&line)).map(Command::Explain)
+        }
+        Verb::DataCheck => {
+            let line = normalise::normalise(verb, rest, &DataCheckArgs::command())?;
+            DataCheckArgs::try_parse_from(words(&line))
+                .map(|args| Command::DataCheck(Box::new(args)))
+        }
+        Verb::Export => {
+            let line = normalise::normalise(verb, rest, &ExportArgs::command())?;
+            ExportArgs::try_parse_from(words(&line)).map(Command::Export)
         }
     };
     parsed.or_else(|error| {
@@ -395,8 +433,8 @@ mod tests {
         names.sort_unstable();
         assert_eq!(
             names.join(" "),
-            "adam-beta1 adam-beta2 adam-epsilon bf16 checkpoint-activations data data-workers device \
-             device-memory-limit eval-data eval-steps eval-strategy find-batch freeze global-batch \
+            "adam-beta1 adam-beta2 adam-epsilon bf16 checkpoint-activations comm-timeout data data-workers device \
+             device-memory-limit error-format eval-data eval-steps eval-strategy find-batch freeze global-batch \
              gradient-accumulation-steps gradient-checkpointing host-memory-limit init learning-rate \
              limit logging-steps logging-strategy lora-alpha lora-dropout lora-layers lora-rank lora- \
              target-modules lr lr-scale lr-scheduler-type max-grad-norm max-slice-nums max-steps model \

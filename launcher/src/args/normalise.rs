@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use super::ALIASES;
 use super::foreign::{IGNORED, RESTRICTED};
+use crate::error_format::{self, ErrorFormat};
 use crate::exit::Failure;
 
 /// Every verb, the default first, those to come included.
@@ -37,14 +38,20 @@ pub struct Note {
 pub(super) enum Verb {
     Train,
     Doctor,
+    Explain,
+    DataCheck,
+    Export,
     Watch,
 }
 
 impl Verb {
     /// The verbs that exist, as they are typed; two words where the second says what is done to the first.
-    pub(super) const ALL: [(Self, &'static str); 3] = [
+    pub(super) const ALL: [(Self, &'static str); 6] = [
         (Self::Train, "train"),
         (Self::Doctor, "doctor"),
+        (Self::Explain, "explain"),
+        (Self::DataCheck, "data check"),
+        (Self::Export, "export"),
         (Self::Watch, "watch"),
     ];
 
@@ -148,6 +155,17 @@ pub(super) fn normalise(
                     &spelled,
                     value.to_ascii_lowercase(),
                 )?;
+            }
+            // Taken from the raw line, so that mistakes on the line are printed in it too.
+            None if key == error_format::FLAG => {
+                let value = values.pop().or_else(|| rest.next().map(str::to_string));
+                if value.as_deref().and_then(ErrorFormat::named).is_none() {
+                    return Err(Failure::usage(
+                        format!("{spelled} needs a value"),
+                        "failures are printed for people or for programs",
+                    )
+                    .next(format!("{spelled} human, or {spelled} json")));
+                }
             }
             None if verb != Verb::Train => return Err(unknown(&key, &spelled, &known)),
             None => {

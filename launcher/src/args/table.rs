@@ -5,7 +5,10 @@ use std::fmt::Write;
 
 use clap::{CommandFactory, ValueEnum};
 
-use super::{ALIASES, Args, DoctorArgs, IGNORED, RESTRICTED, WatchArgs};
+use super::{
+    ALIASES, Args, DataCheckArgs, DoctorArgs, ExplainArgs, ExportArgs, IGNORED, RESTRICTED,
+    WatchArgs,
+};
 use crate::config::resolve;
 use crate::exit::Failure;
 use crate::rank_env::Env;
@@ -61,6 +64,9 @@ pub fn flag_table() -> Result<String, Failure> {
         );
     }
     verb_section(&mut text, "doctor", &DoctorArgs::command());
+    verb_section(&mut text, "explain", &ExplainArgs::command());
+    verb_section(&mut text, "data check", &DataCheckArgs::command());
+    verb_section(&mut text, "export", &ExportArgs::command());
     verb_section(&mut text, "watch", &WatchArgs::command());
     push(
         &mut text,
@@ -201,6 +207,7 @@ fn unset(flag: &str) -> &'static str {
         "warmup-steps" => "from the ratio",
         "warmup-ratio" => "not used",
         "resume" => "start anew",
+        "error-format" => "`human`",
         "train" => "the switches below",
         "freeze" => "nothing more",
         "lr" => "`--learning-rate`",

@@ -114,7 +114,7 @@ pub(super) fn resident(files: &RunFiles) -> Chart {
     };
     let mut lines: Vec<Line> = (0..ranks.min(MOST_RANKS)).map(of_rank).collect();
     let plan = files.plan.as_ref().and_then(|plan| plan.plan.as_ref());
-    if let Some(row) = rows().last() {
+    if let Some(row) = rows().next_back() {
         let need = plan.map(|plan| plan.host_need_bytes / plan.ranks.max(1) as u64);
         lines.extend(planned_line(need, row.step));
     }

@@ -195,6 +195,40 @@ impl Fit {
         Ok(())
     }
 
+    /// Bytes of host memory that all ranks need together.
+    pub(super) const fn host_need(&self) -> u64 {
+        self.need
+    }
+
+    /// Bytes of device memory that each rank needs.
+    pub(super) const fn device_need(&self) -> u64 {
+        self.device_need
+    }
+
+    /// Whether it is the device memory that does not suffice.
+    pub(super) fn exceeds_device(&self, config: &RunConfig) -> bool {
+        let limit = config.device_memory_limit;
+        limit.is_some_and(|limit| self.device_need > limit)
+    }
+
+    /// The needs in words, beside what there is.
+    pub(super) fn needs(&self, config: &RunConfig) -> String {
+        let device = config
+            .device_memory_limit
+            .map_or_else(String::new, |limit| {
+                format!(
+                    "device {} of {} per rank, ",
+                    format_bytes(self.device_need),
+                    format_bytes(limit)
+                )
+            });
+        format!(
+            "{device}host {} of {}",
+            format_bytes(self.need),
+            format_bytes(self.free)
+        )
+    }
+
     fn refusal(&self, cause: String, config: &RunConfig) -> Failure {
         let parts: Vec<String> = self
             .event
@@ -212,15 +246,9 @@ impl Fit {
             parts.join(" + "),
             config.nproc
         ));
-        if config.zero < 3 {
-            failure = failure.next("--zero 3");
+        if config.batch.model_max_length > 512 {
+            failure = failure.next("a smaller --model-max-length, where samples are long");
         }
-        if config.offload.is_none() {
-            failure = failure.next("--offload cpu");
-        }
-        if config.batch.micro_batch > 1 {
-            failure = failure.next("a smaller --per-device-train-batch-size");
-        }
-        failure.next("--precision pure-bf16, --tune-llm false, --use-lora true, or more memory")
+        failure.next("fewer trained parts (--train, --tune-llm false), or more memory")
     }
 }

@@ -1,11 +1,13 @@
 //! Everything a rank holds while it works.
 
-use super::check::{self, SampleSet};
+use super::check;
 use super::failures;
 use super::fit;
+use super::place::Place;
 use super::resume;
 use super::setup::{self, Setup};
 use crate::config::{RunConfig, Task};
+use crate::data::{SampleSet, problems};
 use crate::exit::{ErrorCode, Failure};
 use crate::rank_env::RankEnv;
 use crate::ui::{Event, Reporter, TrainRow};
@@ -23,7 +25,7 @@ use serde_json::Value;
 use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// Room for small messages and for alignment, beside what the plan asks of a communicator.
 const WINDOW_SLACK_BYTES: u64 = 16 << 20;
@@ -42,6 +44,10 @@ pub(super) struct Session<'a> {
     /// Samples of the first update.
     pub(super) first_samples: Vec<usize>,
     pub(super) reporter: Reporter,
+    /// The micro-batch at hand, while there is one.
+    pub(super) place: Option<Place>,
+    /// Micro-batches of the present step and their summed losses on this rank.
+    pub(super) step_losses: Vec<(Place, f64)>,
     /// What the checkpoint resumed from has to say to the training loop.
     pub(super) resumed: Option<(PathBuf, Value)>,
 }
@@ -62,6 +68,9 @@ impl<'a> Session<'a> {
             weights,
         } = Setup::open(config)?;
         let train = check::load(config, &config.data_file(), config.batch.limit, &processor)?;
+        if env.rank == 0 && !train.problems.is_empty() {
+            problems::write(&config.output, &train.problems)?;
+        }
         let eval = match config.eval_file() {
             Some(path) => Some(check::load(config, &path, None, &processor)?),
             None => None,
@@ -72,7 +81,7 @@ impl<'a> Session<'a> {
             weights,
         };
         let plan = Arc::new(setup.plan(config)?);
-        let comm = meet(env, &plan, &reporter)?;
+        let comm = meet(config, env, &plan, &reporter)?;
         let Setup {
             model,
             processor,
@@ -108,6 +117,8 @@ impl<'a> Session<'a> {
             eval,
             first_samples,
             reporter,
+            place: None,
+            step_losses: Vec::new(),
             resumed: None,
         };
         session.load()?;
@@ -177,6 +188,7 @@ impl<'a> Session<'a> {
 }
 
 fn meet(
+    config: &RunConfig,
     env: &RankEnv,
     plan: &engine::Plan,
     reporter: &Reporter,
@@ -194,7 +206,8 @@ fn meet(
         (alone.remove(0), "one process")
     } else {
         let name = format!("tessera-window-{}", env.run_token);
-        let options = ShmOptions::new(name, world, region);
+        let mut options = ShmOptions::new(name, world, region);
+        options.deadline = Duration::from_secs(config.comm_timeout_seconds);
         (
             shm::join(&options).map_err(|e| failures::comm(&e))?,
             "shared memory",
@@ -263,6 +276,11 @@ pub(super) fn trained_parts(config: &RunConfig, model: &MiniCpm) -> Result<Vec<T
         }
     }
     Ok(rows)
+}
+
+/// The part of the model that the tensor `name` belongs to, as in the table of what trains.
+pub(super) fn part_of(name: &str) -> String {
+    part(base_name(name))
 }
 
 /// The language model by its parts, everything else whole.

@@ -1,6 +1,8 @@
 //! The training loop of one rank.
 
 use super::check::encode_options;
+use super::numeric::History;
+use super::place::Place;
 use super::session::Session;
 use super::setup::{keeps, sampler};
 use super::{evaluate, failures, resume, save};
@@ -27,6 +29,8 @@ const MAX_SKIPPED_IN_A_ROW: u32 = 20;
 
 /// A micro-batch on its way from a loader thread.
 struct Prepared {
+    /// Indices of the samples.
+    indices: Vec<usize>,
     samples: Vec<EncodedSample>,
     /// Tells each visit to a sample from all others.
     keys: Vec<u64>,
@@ -58,6 +62,7 @@ struct Progress {
     done: u64,
     total_tokens: u64,
     skipped_in_a_row: u32,
+    history: History,
     exact_match_before: Option<f64>,
     summary: RunSummary,
 }
@@ -155,6 +160,7 @@ fn progress_from(session: &Session<'_>, total_steps: u64) -> Result<Progress, Fa
         done: 0,
         total_tokens: 0,
         skipped_in_a_row: 0,
+        history: History::default(),
         exact_match_before: None,
         summary: RunSummary::default(),
     };
@@ -225,9 +231,11 @@ fn start_loader(
                 })
         };
         let indices = sampler.indices(step, micro, rank);
+        let samples = indices.iter().copied().map(encode);
         Ok(Prepared {
-            samples: indices.into_iter().map(encode).collect::<Result<_, _>>()?,
+            samples: samples.collect::<Result<_, _>>()?,
             keys: sampler.positions(step, micro, rank).collect(),
+            indices,
         })
     })
 }
@@ -240,8 +248,9 @@ fn one_step(
     monitor: &mut Monitor,
 ) -> Result<StepReport, Failure> {
     monitor.begin(&session.zero);
+    session.step_losses.clear();
     for _ in 0..session.config.batch.accumulation_steps {
-        let samples = loader.next().ok_or_else(|| {
+        let prepared = loader.next().ok_or_else(|| {
             Failure::new(
                 ErrorCode::Panic,
                 "the data ended early",
@@ -249,27 +258,29 @@ fn one_step(
             )
         })??;
         monitor.end(Phase::Data, &session.zero);
-        window.tokens += samples
-            .batch
-            .samples
-            .iter()
-            .map(|s| s.input_ids.len() as u64)
-            .sum::<u64>();
-        micro_batch(session, &samples.batch, monitor)?;
+        let batch = prepared.batch;
+        let indices = batch.indices.clone();
+        let place = Place::new(prepared.step, prepared.micro_step, indices, &batch.samples);
+        window.tokens += place.tokens.iter().sum::<usize>() as u64;
+        session.place = Some(place.clone());
+        let loss = micro_batch(session, &batch, monitor)?;
+        session.step_losses.push((place, loss));
     }
     let report = session
         .zero
         .step(lr)
         .map_err(|e| failures::engine("update weights", &e))?;
+    session.place = None;
     monitor.end(Phase::Step, &session.zero);
     Ok(report)
 }
 
+/// Trains on one micro-batch; returns the sum of its token losses on this rank.
 fn micro_batch(
     session: &mut Session<'_>,
     prepared: &Prepared,
     monitor: &mut Monitor,
-) -> Result<(), Failure> {
+) -> Result<f64, Failure> {
     let inputs: Vec<SampleInput<'_>> = prepared.samples.iter().map(SampleInput::from).collect();
     session.zero.begin_pass(PassKind::Train);
     let mut run = || -> Result<(f64, usize), ModelError> {
@@ -292,7 +303,7 @@ fn micro_batch(
         .end_micro_batch(sum, supervised as u64)
         .map_err(|e| failures::engine("train", &e))?;
     monitor.end(Phase::Backward, &session.zero);
-    Ok(())
+    Ok(sum)
 }
 
 /// The random state of a micro-batch, where adapters drop inputs.
@@ -318,31 +329,29 @@ fn account(
 ) -> Result<(), Failure> {
     window.loss += step.loss;
     window.updates += 1;
+    progress.history.push(step);
     if step.applied {
         progress.skipped_in_a_row = 0;
         return Ok(());
     }
     progress.skipped_in_a_row += 1;
+    let finding = progress.history.investigate(session, progress.done, step)?;
     session.reporter.emit(&Event::Warning {
         text: format!(
-            "step {}: loss {} or a gradient is not finite; the update was skipped on every rank",
-            progress.done, step.loss
+            "step {}: loss {} or a gradient is not finite; the update was skipped on every rank{}",
+            progress.done,
+            step.loss,
+            if progress.skipped_in_a_row == 1 {
+                format!("; {}", finding.hint())
+            } else {
+                String::new()
+            }
         ),
     });
     if progress.skipped_in_a_row < MAX_SKIPPED_IN_A_ROW {
         return Ok(());
     }
-    Err(Failure::new(
-        ErrorCode::Numeric,
-        format!("{MAX_SKIPPED_IN_A_ROW} updates in a row were not finite"),
-        "loss or gradients are NaN or infinite",
-    )
-    .evidence(format!(
-        "step {}, loss {}, gradient norm {}",
-        progress.done, step.loss, step.grad_norm
-    ))
-    .evidence("weights and optimizer state are those of the last finite update")
-    .next("a lower --learning-rate, or --precision f32; resume from an earlier checkpoint"))
+    Err(finding.failure(session, progress.skipped_in_a_row))
 }
 
 fn log(

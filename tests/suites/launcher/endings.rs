@@ -1,49 +1,13 @@
 //! Signals and deaths of processes: what was trained is kept and nothing else is left.
 
-use crate::site::{Site, listing, losses, signal, wait_for_end};
+use crate::site::{Site, assert_nothing_left, losses, ranks, signal, wait_for_end};
 use std::fs;
-use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
 pub(crate) const LONG: &str =
     "--max-steps 1000000 --lr-scheduler-type constant --zero 3 --offload cpu";
 const STOP_LIMIT: Duration = Duration::from_secs(10);
-
-/// Processes of a job: (process, rank), told by their environment.
-pub(crate) fn ranks(token: &str) -> Vec<(u32, usize)> {
-    let mut found = Vec::new();
-    for name in listing(Path::new("/proc")) {
-        let Ok(pid) = name.parse::<u32>() else {
-            continue;
-        };
-        let Ok(environment) = fs::read(format!("/proc/{pid}/environ")) else {
-            continue;
-        };
-        let value = |name: &str| {
-            let mut entries = environment.split(|byte| *byte == 0);
-            entries.find_map(|entry| {
-                let entry = std::str::from_utf8(entry).ok()?;
-                entry.strip_prefix(name)?.strip_prefix('=')
-            })
-        };
-        if value("TESSERA_RUN_TOKEN") == Some(token) {
-            found.push((pid, value("RANK").unwrap().parse().unwrap()));
-        }
-    }
-    found.sort_by_key(|(_, rank)| *rank);
-    found
-}
-
-fn assert_nothing_left(site: &Site, token: &str) {
-    site.assert_tidy();
-    assert_eq!(ranks(token), []);
-    let shared = listing(Path::new("/dev/shm"));
-    assert!(
-        !shared.iter().any(|name| name.contains(token)),
-        "{shared:?}"
-    );
-}
 
 #[test]
 fn an_interrupted_run_saves_and_continues() {

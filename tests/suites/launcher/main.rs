@@ -6,9 +6,13 @@
 )]
 
 mod bad_input;
+mod batches;
+mod data_check;
 mod doctor;
 mod endings;
 mod monitoring;
 mod outputs;
+mod reports;
 mod resume;
 mod site;
+mod tuning;

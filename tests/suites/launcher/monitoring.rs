@@ -1,8 +1,8 @@
 //! What a run tells of itself while it goes on and afterwards: step times, memory by phase, the
 //! page, and `launcher watch`.
 
-use crate::endings::{LONG, ranks};
-use crate::site::{Site, listing, log_rows, read_json, wait_for_end};
+use crate::endings::LONG;
+use crate::site::{Site, listing, log_rows, ranks, read_json, signal, wait_for_end};
 use serde_json::{Value, json};
 use std::fs::{self, File};
 use std::path::Path;
@@ -168,7 +168,7 @@ fn a_failed_run_has_a_page_and_is_shown_with_its_failure() {
     let mut run = site.start(LONG);
     run.wait_for_step();
     let (victim, _) = ranks(&site.token())[1];
-    crate::site::signal(victim, "KILL");
+    signal(victim, "KILL");
     assert_eq!(run.finish().code, Some(12));
     let page = fs::read_to_string(site.path("out/report.html")).unwrap();
     assert!(page.contains("id=\"failure\"") && page.contains("rank 1 was killed"));
