@@ -11,6 +11,7 @@ pub mod data;
 pub mod demo;
 pub mod doctor;
 pub mod exit;
+mod generate;
 mod job;
 pub mod logging;
 pub mod memory;

@@ -13,9 +13,10 @@ use std::path::Path;
 const LISTED: usize = 5;
 
 /// Samples of one file, checked, with their pictures' place.
-pub(super) struct SampleSet {
-    pub(super) samples: Vec<RawSample>,
-    pub(super) images: ImageFolder,
+#[derive(Debug)]
+pub(crate) struct SampleSet {
+    pub(crate) samples: Vec<RawSample>,
+    pub(crate) images: ImageFolder,
     pub(super) sizes: Vec<Size>,
     pub(super) skipped: usize,
     pub(super) pictures: usize,
@@ -30,9 +31,9 @@ pub(super) struct Size {
 }
 
 /// Why a sample cannot be used.
-struct Problem {
-    code: ErrorCode,
-    text: String,
+pub(crate) struct Problem {
+    pub(crate) code: ErrorCode,
+    pub(crate) text: String,
 }
 
 /// Reads and checks `path`. Unusable samples are an error listing them, or left out when the
@@ -42,18 +43,36 @@ pub(super) fn check(
     path: &Path,
     processor: &Processor,
 ) -> Result<SampleSet, Failure> {
-    let (samples, images) = read(path)?;
     let options = encode_options(config);
+    check_samples(
+        path,
+        processor,
+        &options,
+        usize::MAX,
+        config.batch.skip_bad_samples,
+    )
+}
+
+/// As [`check`] for the first `limit` samples of `path`.
+pub(crate) fn check_samples(
+    path: &Path,
+    processor: &Processor,
+    options: &EncodeOptions,
+    limit: usize,
+    skip_bad: bool,
+) -> Result<SampleSet, Failure> {
+    let (mut samples, images) = read(path)?;
+    samples.truncate(limit);
     let verdicts: Vec<Result<Size, Problem>> = samples
         .par_iter()
-        .map(|s| verdict(s, &images, processor, &options))
+        .map(|s| verdict(s, &images, processor, options))
         .collect();
     let bad: Vec<(usize, &Problem)> = verdicts
         .iter()
         .enumerate()
         .filter_map(|(i, v)| v.as_ref().err().map(|p| (i, p)))
         .collect();
-    if !bad.is_empty() && !config.batch.skip_bad_samples {
+    if !bad.is_empty() && !skip_bad {
         return Err(refusal(path, &samples, &bad));
     }
     let skipped = bad.len();
@@ -169,7 +188,8 @@ fn verdict(
     })
 }
 
-fn problem(error: &SampleError) -> Problem {
+/// The code and the words of an error.
+pub(crate) fn problem(error: &SampleError) -> Problem {
     let code = match error {
         SampleError::MorePlaceholdersThanImages { .. }
         | SampleError::UnknownPlaceholder { .. }

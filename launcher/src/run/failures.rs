@@ -10,7 +10,7 @@ use std::error::Error;
 use std::path::Path;
 
 /// An error with all its sources in one line.
-pub(super) fn chain(error: &dyn Error) -> String {
+pub(crate) fn chain(error: &dyn Error) -> String {
     let mut text = error.to_string();
     let mut source = error.source();
     while let Some(inner) = source {
@@ -58,7 +58,7 @@ pub(super) fn selection(flag: &str, error: &ModelError) -> Failure {
     )
 }
 
-pub(super) fn model(doing: &str, error: &ModelError) -> Failure {
+pub(crate) fn model(doing: &str, error: &ModelError) -> Failure {
     match error {
         ModelError::Engine(inner) => engine(doing, inner),
         ModelError::Kernel(inner) => kernel(doing, inner),
@@ -79,7 +79,7 @@ pub(super) fn model(doing: &str, error: &ModelError) -> Failure {
     }
 }
 
-pub(super) fn kernel(doing: &str, error: &KernelError) -> Failure {
+pub(crate) fn kernel(doing: &str, error: &KernelError) -> Failure {
     match error {
         KernelError::OutOfMemory { pool: "device", .. } => Failure::new(
             ErrorCode::DeviceMemory,
@@ -103,7 +103,7 @@ fn host_memory(doing: &str, evidence: String) -> Failure {
     .next("--precision pure-bf16, fewer trained parts, or --use-lora true")
 }
 
-pub(super) fn comm(error: &CommError) -> Failure {
+pub(crate) fn comm(error: &CommError) -> Failure {
     match error {
         CommError::Rendezvous { .. } => Failure::new(
             ErrorCode::Rendezvous,
@@ -151,7 +151,7 @@ pub(super) fn checkpoint(doing: &str, error: &CheckpointError) -> Failure {
     }
 }
 
-pub(super) fn weights(error: &WeightError) -> Failure {
+pub(crate) fn weights(error: &WeightError) -> Failure {
     let next = match error {
         WeightError::NoWeights { .. } => {
             "download the weights, or begin from random ones with --init random"

@@ -1,9 +1,9 @@
 //! What one rank does, from the resolved configuration to the last report, and what the supervisor
 //! checks before any rank starts.
 
-mod check;
+pub(crate) mod check;
 mod evaluate;
-mod failures;
+pub(crate) mod failures;
 mod fit;
 mod resume;
 mod save;

@@ -8,6 +8,7 @@
 mod bad_input;
 mod doctor;
 mod endings;
+mod generate;
 mod outputs;
 mod resume;
 mod site;
