@@ -48,6 +48,19 @@ pub struct MatmulArgs<'a> {
     pub out: DType,
 }
 
+/// Operands of [`Backend::dropout`].
+#[derive(Clone, Copy, Debug)]
+pub struct DropoutArgs<'a> {
+    /// `[t, k]`, any float dtype.
+    pub x: &'a Tensor,
+    /// i32 `[t, 2]`: what tells rows apart, such as sample and position; the same wherever the row is computed.
+    pub rows: &'a Tensor,
+    /// What tells uses apart, such as seed and layer.
+    pub key: [u32; 2],
+    /// Probability of zero, `0 <= p < 1`.
+    pub p: f32,
+}
+
 /// `x W^T + bias + scale * (x A^T) B^T` as one operation.
 #[derive(Clone, Copy, Debug)]
 pub struct LoraArgs<'a> {
@@ -207,6 +220,14 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
     /// # Errors
     /// When the pool is full.
     fn scale(&self, x: &Tensor, factor: f32) -> Result<Tensor>;
+
+    /// `x / (1 - p)` where an element's random number is at least `p`, zero elsewhere, `[t, k]`. The numbers are a
+    /// function of `key`, the element's row words and its column only, so the backward pass is the same call on the
+    /// gradient and no mask is stored.
+    ///
+    /// # Errors
+    /// When shapes or dtypes do not fit, `p` is not in `0 <= p < 1`, or the pool is full.
+    fn dropout(&self, args: DropoutArgs<'_>) -> Result<Tensor>;
 
     /// Matrix product `[m, n]` with optional bias; `a` and `b` may have different float dtypes.
     ///

@@ -1,6 +1,6 @@
 //! What every operation accepts and returns, in one place, so that devices cannot disagree.
 
-use crate::backend::{AttentionArgs, LoraArgs, MatmulArgs, Transpose};
+use crate::backend::{AttentionArgs, DropoutArgs, LoraArgs, MatmulArgs, Transpose};
 use crate::error::{KernelError, Result, shape_error};
 use crate::{DType, Shape, Tensor};
 
@@ -38,6 +38,24 @@ fn f32(op: &'static str, x: &Tensor) -> Result<()> {
 
 fn index(op: &'static str, x: &Tensor) -> Result<()> {
     dtype(op, x, DType::I32, "i32")
+}
+
+pub(crate) fn dropout(args: &DropoutArgs<'_>) -> Result<()> {
+    const OP: &str = "dropout";
+    float(OP, args.x)?;
+    rank(OP, "x", args.x, 2)?;
+    index(OP, args.rows)?;
+    if args.rows.shape() != Shape::new(&[args.x.shape().rows(), 2]) {
+        return shape_error(
+            OP,
+            format!("rows {} for x {}", args.rows.shape(), args.x.shape()),
+        );
+    }
+    if (0.0..1.0).contains(&args.p) {
+        Ok(())
+    } else {
+        shape_error(OP, format!("p = {}", args.p))
+    }
 }
 
 fn same_shape(op: &'static str, a: &Tensor, b: &Tensor) -> Result<()> {

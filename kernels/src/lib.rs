@@ -4,6 +4,7 @@
 //! |---|---|
 //! | element type | [`DType`], [`Element`], [`Float`] |
 //! | memory with counters and a limit | [`Pool`], [`Tag`] |
+//! | counter-based random numbers | [`random`] |
 //! | immutable value | [`Tensor`], built through [`TensorMut`] |
 //! | operations of a device | [`Backend`]: [`CpuBackend`], [`NullBackend`] |
 #![deny(unsafe_code)]
@@ -17,12 +18,14 @@ mod dtype;
 mod error;
 mod null;
 mod pool;
+pub mod random;
 mod shape;
 mod tensor;
 
 pub use backend::{
-    AttentionArgs, AttentionGrads, AttentionOut, Backend, Device, Direction, Gelu, IGNORED_LABEL,
-    LoraArgs, LoraGrads, LossGrads, LossNeeds, MatmulArgs, NormGrads, RopeLayout, Transpose,
+    AttentionArgs, AttentionGrads, AttentionOut, Backend, Device, Direction, DropoutArgs, Gelu,
+    IGNORED_LABEL, LoraArgs, LoraGrads, LossGrads, LossNeeds, MatmulArgs, NormGrads, RopeLayout,
+    Transpose,
 };
 pub use cpu::CpuBackend;
 pub use dtype::{DType, Element, Float};

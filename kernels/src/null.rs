@@ -1,8 +1,8 @@
 //! The device that computes nothing: shapes, dtypes and bytes only.
 
 use crate::backend::{
-    AttentionArgs, AttentionGrads, AttentionOut, Backend, Device, Direction, Gelu, LoraArgs,
-    LoraGrads, LossGrads, LossNeeds, MatmulArgs, NormGrads, RopeLayout,
+    AttentionArgs, AttentionGrads, AttentionOut, Backend, Device, Direction, DropoutArgs, Gelu,
+    LoraArgs, LoraGrads, LossGrads, LossNeeds, MatmulArgs, NormGrads, RopeLayout,
 };
 use crate::check;
 use crate::cpu::workspace;
@@ -114,6 +114,11 @@ impl Backend for NullBackend {
     fn scale(&self, x: &Tensor, _factor: f32) -> Result<Tensor> {
         check::float("scale", x)?;
         self.like(x)
+    }
+
+    fn dropout(&self, args: DropoutArgs<'_>) -> Result<Tensor> {
+        check::dropout(&args)?;
+        self.like(args.x)
     }
 
     fn matmul(&self, args: MatmulArgs<'_>) -> Result<Tensor> {

@@ -3,7 +3,7 @@
 mod common;
 
 use common::{Case, assert_close, config, dtypes, reference as naive, tolerance};
-use kernels::{Backend, DType, Direction, Gelu, RopeLayout};
+use kernels::{Backend, DType, Direction, DropoutArgs, Gelu, RopeLayout};
 use proptest::prelude::*;
 
 proptest! {
@@ -23,6 +23,42 @@ proptest! {
         let cast = case.cpu.cast(&x.tensor, b).unwrap();
         prop_assert_eq!(cast.dtype(), b);
         assert_close("cast", &cast, &x.values, |i| tolerance::store(b, x.values[i]));
+    }
+
+    #[test]
+    fn dropout_keeps_its_share_and_depends_on_its_row_only(
+        k in 1..70usize, dtype in dtypes(), p in 0.0f32..0.9, seed: u64,
+    ) {
+        let mut case = Case::new(seed);
+        let t = 40;
+        let x = case.operand(&[t, k], dtype, 3.0);
+        let words = |from: usize, t: usize| -> Vec<i32> {
+            (from..from + t).flat_map(|r| [(r / 7) as i32, (r % 7) as i32 - 3]).collect()
+        };
+        let key = [seed as u32, 5];
+        let run = |x: &kernels::Tensor, from: usize| {
+            let t = x.shape().rows();
+            let bytes = words(from, t);
+            let rows = case.cpu.upload(bytemuck::cast_slice(&bytes), [t, 2].into(), DType::I32, kernels::Tag::Activations);
+            case.cpu.dropout(DropoutArgs { x, rows: &rows.unwrap(), key, p }).unwrap().to_f32_vec().unwrap()
+        };
+        let y = run(&x.tensor, 0);
+        let factor = 1.0 / (1.0 - f64::from(p));
+        let mut dropped = 0usize;
+        for (i, y) in y.iter().enumerate() {
+            if *y == 0.0 && x.values[i] != 0.0 {
+                dropped += 1;
+            } else {
+                let want = x.values[i] * factor;
+                prop_assert!((f64::from(*y) - want).abs() <= tolerance::pointwise(dtype, 1, want, 30.0));
+            }
+        }
+        // Five standard deviations of a binomial distribution.
+        let (n, p) = ((t * k) as f64, f64::from(p));
+        let slack = 5.0 * (n * p * (1.0 - p)).sqrt() + 1.0;
+        prop_assert!((dropped as f64 - n * p).abs() <= slack, "{dropped} of {n} at {p}");
+        let tail = x.tensor.narrow(10, 20).unwrap();
+        prop_assert_eq!(&run(&tail, 10)[..], &y[10 * k..30 * k]);
     }
 
     #[test]

@@ -8,6 +8,7 @@ use crate::args::{self, Args, Command, Note};
 use crate::config::{Resume, RunConfig, Task, resolve};
 use crate::doctor;
 use crate::exit::{ErrorCode, Failure};
+use crate::generate;
 use crate::logging;
 use crate::rank::{self, RunSummary, StopFlag};
 use crate::rank_env::{Env, RankEnv, Variables};
@@ -66,6 +67,8 @@ fn run_command(hooks: &Hooks, argv: &[String]) -> Result<ExitCode, Failure> {
         }
         // Reports also on an environment that training refuses.
         Command::Doctor(options) => doctor::run(&Variables::read(), options.json == Some(true)),
+        Command::Generate(args) => generate::ask::run(&args),
+        Command::Eval(args) => generate::evaluate::run(&args),
         Command::Print(text) => {
             drop(write!(std::io::stdout(), "{text}"));
             Ok(ExitCode::SUCCESS)

@@ -8,11 +8,12 @@
 //! | [`params`], [`lora`], [`selection`] | declaring parameters for the engine; adapters; which parts train |
 //! | [`batch`] | packed inputs of one pass |
 //! | [`generate`] | answers: the decoder's cache, sampling, ranks in lock step |
-//! | [`weights`] | reading safetensors folders |
+//! | [`weights`], [`adapter`] | reading safetensors folders, and what a run saved beside its base |
 //! | [`minicpm`] | MiniCPM-V 2.6 and MiniCPM-o 2.6 |
 //! | [`image`], [`text`] | pictures to pixels, conversations to tokens |
 #![forbid(unsafe_code)]
 
+pub mod adapter;
 pub mod autograd;
 pub mod batch;
 mod error;
@@ -32,7 +33,7 @@ pub use error::{ModelError, Result};
 pub use weights::{WeightError, WeightSource};
 
 use autograd::{Loss, Tape};
-use engine::{ModelSpec, ParamId};
+use engine::{ModelSpec, ParamId, UnitId};
 use generate::CacheShape;
 use kernels::{Backend, DType, Tensor};
 use minicpm::sample::{EncodedPrompt, EncodedSample};
@@ -74,10 +75,24 @@ impl<'a> From<&'a EncodedPrompt> for SampleInput<'a> {
     }
 }
 
+/// The parts of a model whose activations are kept or computed again.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Tower {
+    /// Pictures to features.
+    Vision,
+    /// Features to the width of the language model.
+    Resampler,
+    /// Tokens, decoder and loss.
+    Language,
+}
+
 /// What training, evaluation and generation ask of a model.
 pub trait VisionLanguageModel: Send + Sync + std::fmt::Debug {
     /// Units and parameters, in forward order.
     fn spec(&self) -> &ModelSpec;
+
+    /// The part of the model that a unit belongs to.
+    fn tower(&self, unit: UnitId) -> Tower;
 
     /// Dtype of weights and activations.
     fn dtype(&self) -> DType;

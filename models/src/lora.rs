@@ -1,7 +1,9 @@
 //! Which layers get a low-rank adapter, and what else an adapter run trains.
 
+use crate::autograd::Rows;
 use crate::error::{ModelError, Result};
 use regex::Regex;
+use std::collections::BTreeSet;
 use std::ops::Range;
 
 /// Projections of attention in a decoder layer.
@@ -17,6 +19,8 @@ pub enum LoraTargets {
     Pattern(String),
     /// Names of projections (`q_proj`) of the language model, in every layer.
     Projections(Vec<String>),
+    /// Exactly these modules by their whole paths, such as those of a saved adapter.
+    Modules(BTreeSet<String>),
 }
 
 impl LoraTargets {
@@ -50,6 +54,8 @@ pub struct LoraConfig {
     pub lora_rank: usize,
     /// The adapter's output is scaled by `lora_alpha / lora_rank`.
     pub lora_alpha: f32,
+    /// Share of the adapter's inputs that training sets to zero, 0 to 1; the rest is scaled up by `1 / (1 - p)`.
+    pub lora_dropout: f32,
     /// Layers that get an adapter.
     pub targets: LoraTargets,
     /// Layers of the language model that get adapters; all when absent.
@@ -98,7 +104,7 @@ impl TargetMatcher {
         language_prefix: &'static str,
     ) -> Result<Self> {
         let pattern = match targets {
-            LoraTargets::Projections(_) => None,
+            LoraTargets::Projections(_) | LoraTargets::Modules(_) => None,
             LoraTargets::Pattern(text) => {
                 let whole = Regex::new(&format!("^(?:{text})$"));
                 Some(whole.map_err(|e| ModelError::AdapterTarget {
@@ -138,8 +144,18 @@ impl TargetMatcher {
                 let last = path.rsplit('.').next().unwrap_or(path);
                 path.starts_with(self.language_prefix) && names.iter().any(|n| n == last)
             }
+            (LoraTargets::Modules(paths), _) => paths.contains(path),
             (LoraTargets::Pattern(_), Some(pattern)) => pattern.is_match(path),
             (LoraTargets::Pattern(_), None) => false,
+        }
+    }
+
+    /// What the rows of the module at `path` are.
+    pub(crate) fn rows(&self, path: &str) -> Rows {
+        if path.starts_with(self.language_prefix) {
+            Rows::Tokens
+        } else {
+            Rows::Patches
         }
     }
 
@@ -148,6 +164,7 @@ impl TargetMatcher {
         match &self.targets {
             LoraTargets::Pattern(text) => text.clone(),
             LoraTargets::Projections(names) => names.join(","),
+            LoraTargets::Modules(paths) => paths.iter().cloned().collect::<Vec<_>>().join(","),
         }
     }
 }
@@ -196,6 +213,7 @@ mod tests {
         let config = LoraConfig {
             lora_rank: 4,
             lora_alpha: 8.0,
+            lora_dropout: 0.0,
             targets: LoraTargets::parse("q_proj"),
             layers: None,
             modules_to_save: vec!["resampler".into(), "embed_tokens".into()],

@@ -180,7 +180,8 @@ impl<'a> ParamScope<'_, 'a> {
         if !matcher.matches(&self.path) {
             return None;
         }
-        let (rank, scale) = (config.lora_rank, config.scale());
+        let (rank, scale, dropout) = (config.lora_rank, config.scale(), config.lora_dropout);
+        let rows = matcher.rows(&self.path);
         self.builder.adapters += 1;
         let (split_a, split_b) = match base {
             TensorParallel::Column { .. } => (TensorParallel::Replicated, base),
@@ -193,6 +194,8 @@ impl<'a> ParamScope<'_, 'a> {
             lora_a: self.declare(name_a, Shape::new(&[rank, k]), true, split_a),
             lora_b: self.declare(name_b, Shape::new(&[n, rank]), true, split_b),
             scale,
+            dropout,
+            rows,
         })
     }
 
@@ -221,6 +224,7 @@ mod tests {
         LoraConfig {
             lora_rank: 2,
             lora_alpha: 4.0,
+            lora_dropout: 0.0,
             targets: LoraTargets::parse(targets),
             layers: None,
             modules_to_save: vec!["norm".into()],

@@ -138,8 +138,16 @@ impl WeightSource {
     /// # Errors
     /// When a file is missing, truncated or invalid.
     pub fn open(dir: &Path) -> Result<Self> {
-        let single = dir.join("model.safetensors");
-        let index = dir.join("model.safetensors.index.json");
+        Self::open_stem(dir, "model")
+    }
+
+    /// As [`WeightSource::open`] for files of another name: `STEM.safetensors`, or its shards.
+    ///
+    /// # Errors
+    /// As [`WeightSource::open`].
+    pub fn open_stem(dir: &Path, stem: &str) -> Result<Self> {
+        let single = dir.join(format!("{stem}.safetensors"));
+        let index = dir.join(format!("{stem}.safetensors.index.json"));
         if single.is_file() {
             Self::open_files(dir, &[single])
         } else if index.is_file() {

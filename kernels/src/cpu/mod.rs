@@ -15,8 +15,8 @@ pub(crate) mod simd;
 pub(crate) mod workspace;
 
 use crate::backend::{
-    AttentionArgs, AttentionGrads, AttentionOut, Backend, Device, Direction, Gelu, LoraArgs,
-    LoraGrads, LossGrads, LossNeeds, MatmulArgs, NormGrads, RopeLayout,
+    AttentionArgs, AttentionGrads, AttentionOut, Backend, Device, Direction, DropoutArgs, Gelu,
+    LoraArgs, LoraGrads, LossGrads, LossNeeds, MatmulArgs, NormGrads, RopeLayout,
 };
 use crate::check;
 use crate::error::Result;
@@ -132,6 +132,12 @@ impl Backend for CpuBackend {
         check::float("scale", x)?;
         check::values("scale", &[x])?;
         self.scale_op(x, factor)
+    }
+
+    fn dropout(&self, args: DropoutArgs<'_>) -> Result<Tensor> {
+        check::dropout(&args)?;
+        check::values("dropout", &[args.x, args.rows])?;
+        self.dropout_op(&args)
     }
 
     fn matmul(&self, args: MatmulArgs<'_>) -> Result<Tensor> {

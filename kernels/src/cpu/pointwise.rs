@@ -4,8 +4,9 @@ use super::matrix::{narrow, widen};
 use super::parallel;
 use super::simd::multiversion;
 use super::{CpuBackend, floats, math};
-use crate::backend::{Direction, Gelu, RopeLayout};
+use crate::backend::{Direction, DropoutArgs, Gelu, RopeLayout};
 use crate::error::Result;
+use crate::random::philox4x32;
 use crate::{DType, Float, Tensor};
 
 impl CpuBackend {
@@ -41,6 +42,33 @@ impl CpuBackend {
             let x = x.as_slice::<T>();
             parallel::chunks(out.as_mut_slice::<T>(), 1, |start, out| {
                 scale_all(&x[start..start + out.len()], factor, out);
+            });
+        });
+        Ok(out.freeze())
+    }
+
+    pub(super) fn dropout_op(&self, args: &DropoutArgs<'_>) -> Result<Tensor> {
+        let (x, k) = (args.x, args.x.shape().last());
+        let rows = args.rows.as_slice::<i32>();
+        // Both are exact enough: p as a share of 2^32, and one rounding of the factor.
+        let threshold = (f64::from(args.p) * 4_294_967_296.0) as u32;
+        let factor = 1.0 / (1.0 - args.p);
+        let mut out = self.output(x.shape(), x.dtype())?;
+        floats!(x.dtype(), T => {
+            let x = x.as_slice::<T>();
+            parallel::chunks(out.as_mut_slice::<T>(), k.max(1), |start, out| {
+                for (r, out) in out.chunks_exact_mut(k).enumerate() {
+                    let at = start + r * k;
+                    let row = [rows[2 * (at / k)] as u32, rows[2 * (at / k) + 1] as u32];
+                    for (c, y) in out.chunks_mut(4).enumerate() {
+                        let words = philox4x32([row[0], row[1], c as u32, 0], args.key);
+                        for (i, y) in y.iter_mut().enumerate() {
+                            let kept = words[i] >= threshold;
+                            let x = Float::to_f32(x[at + 4 * c + i]);
+                            *y = T::from_f32(if kept { x * factor } else { 0.0 });
+                        }
+                    }
+                }
             });
         });
         Ok(out.freeze())

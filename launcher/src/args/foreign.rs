@@ -3,7 +3,8 @@
 const COLUMNS: &str = "samples are read in MiniCPM's format; there are no columns";
 const FAMILY: &str = "the family is read from config.json";
 const ALWAYS_TRAIN: &str = "a run trains, and evaluates where --eval-data is given";
-const RECOMPUTE: &str = "activations are always recomputed block by block";
+const RECOMPUTE: &str =
+    "activations are recomputed block by block; --checkpoint-activations says where";
 const ZERO: &str = "the file is not read: --zero and --offload say the same";
 const EVAL_PRECISION: &str = "evaluation uses the precision of the run";
 const RUN_FOLDER: &str = "everything of a run lies in --output";
@@ -28,7 +29,6 @@ pub const IGNORED: &[(&str, &str)] = &[
     ("do_eval", ALWAYS_TRAIN),
     ("do_predict", ALWAYS_TRAIN),
     ("prediction_loss_only", ALWAYS_TRAIN),
-    ("gradient_checkpointing", RECOMPUTE),
     ("gradient_checkpointing_kwargs", RECOMPUTE),
     ("deepspeed", ZERO),
     ("deepspeed_config", ZERO),
@@ -39,7 +39,6 @@ pub const IGNORED: &[(&str, &str)] = &[
     ("run_name", RUN_FOLDER),
     ("cache_dir", RUN_FOLDER),
     ("overwrite_output_dir", NEVER_OVERWRITTEN),
-    ("dataloader_num_workers", LOADER),
     ("dataloader_pin_memory", LOADER),
     ("dataloader_persistent_workers", LOADER),
     ("dataloader_prefetch_factor", LOADER),
@@ -103,22 +102,10 @@ pub const RESTRICTED: &[Restricted] = &[
         next: "--use-lora with --zero 3 --offload cpu",
     },
     Restricted {
-        name: "lora_dropout",
-        neutral: &["0", "0.0", "0.", "0.00"],
-        reason: "adapters have no dropout yet",
-        next: "--lora_dropout 0",
-    },
-    Restricted {
         name: "lora_bias",
         neutral: &["none"],
         reason: "adapters leave biases alone",
         next: "--lora_bias none",
-    },
-    Restricted {
-        name: "lora_modules_to_save",
-        neutral: &["none"],
-        reason: "modules trained in full beside adapters are not chosen by name yet",
-        next: "leave the flag out; --tune-vision chooses the vision tower, the resampler always trains",
     },
     Restricted {
         name: "optim",

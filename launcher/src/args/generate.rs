@@ -86,6 +86,9 @@ pub struct EvalArgs {
     /// Only the first samples of the file
     #[arg(long, value_name = "N")]
     pub limit: Option<usize>,
+    /// Leave samples that cannot be used out instead of refusing the data
+    #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL")]
+    pub skip_bad_samples: Option<bool>,
     /// Number format of weights and activations; that of the model's files by default
     #[arg(long, value_enum)]
     pub precision: Option<PrecisionChoice>,

@@ -5,6 +5,7 @@
 //! flags (see `normalise.rs`) and then hands it to clap.
 
 mod foreign;
+mod generate;
 mod normalise;
 mod table;
 
@@ -13,12 +14,14 @@ use std::path::PathBuf;
 use clap::{CommandFactory, Parser};
 
 use crate::config::{
-    DeviceChoice, InitChoice, Offload, PrecisionChoice, ReportTo, Scheduler, Strategy,
+    DeviceChoice, InitChoice, LrScale, Offload, PrecisionChoice, Recompute, ReportTo, Scheduler,
+    Strategy, Workers,
 };
 use crate::exit::Failure;
 use crate::units::parse_bytes;
 
 pub use foreign::{IGNORED, RESTRICTED};
+pub use generate::{EvalArgs, GenerateArgs};
 use normalise::Verb;
 pub use normalise::{Note, VERBS};
 pub(crate) use table::value_name;
@@ -66,6 +69,16 @@ pub struct Args {
     #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL", help_heading = "Model and data")]
     pub skip_bad_samples: Option<bool>,
 
+    /// Use only so many of the first training samples
+    #[arg(long, value_name = "N", help_heading = "Model and data")]
+    pub limit: Option<usize>,
+    /// Threads per rank that read samples ahead: auto, or a number; 0 reads them where they are needed
+    #[arg(long, value_name = "N", value_parser = workers, help_heading = "Model and data")]
+    pub data_workers: Option<Workers>,
+    /// Train the longest samples in the first update, so that a memory peak shows at once
+    #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL", help_heading = "Model and data")]
+    pub worst_first: Option<bool>,
+
     /// ZeRO stage: 0 nothing, 1 optimizer states, 2 and gradients, 3 and parameters are sharded
     #[arg(long, value_name = "STAGE", value_parser = clap::value_parser!(u8).range(0..=3), help_heading = "Memory and ranks")]
     pub zero: Option<u8>,
@@ -91,6 +104,13 @@ pub struct Args {
     #[arg(long, value_name = "BYTES", value_parser = parse_bytes, help_heading = "Memory and ranks")]
     pub device_memory_limit: Option<u64>,
 
+    /// Towers whose activations are computed again in backward instead of kept: all, none, or of llm,vit,resampler
+    #[arg(long, value_name = "TOWERS", help_heading = "Memory and ranks")]
+    pub checkpoint_activations: Option<Recompute>,
+    /// `--gradient-checkpointing true` is `--checkpoint-activations all`, false is none
+    #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL", help_heading = "Memory and ranks")]
+    pub gradient_checkpointing: Option<bool>,
+
     /// Optimizer updates; -1 leaves the length to --num-train-epochs
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(i64).range(-1..), help_heading = "Training")]
     pub max_steps: Option<i64>,
@@ -106,9 +126,18 @@ pub struct Args {
     /// Micro-batches per optimizer update
     #[arg(long, value_name = "N", help_heading = "Training")]
     pub gradient_accumulation_steps: Option<usize>,
+    /// Samples per optimizer update over all ranks; two of this, the batch size and the accumulation give the third
+    #[arg(long, value_name = "N", help_heading = "Training")]
+    pub global_batch: Option<usize>,
+    /// Take the largest batch size that the plan says fits, and show how memory grows with it
+    #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL", help_heading = "Training")]
+    pub find_batch: Option<bool>,
     /// Peak learning rate
     #[arg(long, value_name = "X", help_heading = "Training")]
     pub learning_rate: Option<f64>,
+    /// What ranks × accumulation multiply the learning rate by
+    #[arg(long, value_enum, value_name = "RULE", help_heading = "Training")]
+    pub lr_scale: Option<LrScale>,
     /// Course of the learning rate
     #[arg(long, value_enum, value_name = "NAME", help_heading = "Training")]
     pub lr_scheduler_type: Option<Scheduler>,
@@ -155,6 +184,9 @@ pub struct Args {
     /// Scale of the adapters: alpha ÷ rank
     #[arg(long, value_name = "X", help_heading = "What is trained")]
     pub lora_alpha: Option<f64>,
+    /// Share of the adapters' inputs that training sets to zero; which ones depends on seed, sample and layer only
+    #[arg(long, value_name = "P", help_heading = "What is trained")]
+    pub lora_dropout: Option<f64>,
     /// Layers with adapters: names (q_proj,v_proj), attn, mlp, all, or a regular expression over whole module paths
     #[arg(long, value_name = "REGEX", help_heading = "What is trained")]
     pub lora_target_modules: Option<String>,
@@ -239,12 +271,16 @@ pub struct DoctorArgs {
 }
 
 /// Other spellings of flags, in snake_case as Hugging Face writes them.
-pub const ALIASES: [(&str, &str); 7] = [
+pub const ALIASES: [(&str, &str); 11] = [
     ("model_name_or_path", "model"),
     ("data_path", "data"),
     ("eval_data_path", "eval-data"),
     ("output_dir", "output"),
     ("lora_r", "lora-rank"),
+    ("lora_modules_to_save", "modules-to-save"),
+    ("max_train_samples", "limit"),
+    ("dataloader_num_workers", "data-workers"),
+    ("global_batch_size", "global-batch"),
     ("evaluation_strategy", "eval-strategy"),
     ("resume_from_checkpoint", "resume"),
 ];
@@ -261,6 +297,10 @@ pub enum Command {
     },
     /// Report on the machine.
     Doctor(DoctorArgs),
+    /// Answer a prompt.
+    Generate(Box<GenerateArgs>),
+    /// Evaluate a model on samples.
+    Eval(Box<EvalArgs>),
     /// Print this text on stdout and end well: help or version.
     Print(String),
 }
@@ -283,6 +323,14 @@ pub fn parse(argv: &[String]) -> Result<Command, Failure> {
             let line = normalise::normalise(verb, rest, &DoctorArgs::command())?;
             DoctorArgs::try_parse_from(words(&line)).map(Command::Doctor)
         }
+        Verb::Generate => {
+            let line = normalise::normalise(verb, rest, &GenerateArgs::command())?;
+            GenerateArgs::try_parse_from(words(&line)).map(|args| Command::Generate(Box::new(args)))
+        }
+        Verb::Eval => {
+            let line = normalise::normalise(verb, rest, &EvalArgs::command())?;
+            EvalArgs::try_parse_from(words(&line)).map(|args| Command::Eval(Box::new(args)))
+        }
     };
     parsed.or_else(|error| {
         if error.use_stderr() {
@@ -291,6 +339,10 @@ pub fn parse(argv: &[String]) -> Result<Command, Failure> {
             Ok(Command::Print(error.render().to_string()))
         }
     })
+}
+
+fn workers(text: &str) -> Result<Workers, String> {
+    text.parse()
 }
 
 /// A rewritten line as clap takes it: the program's name comes first.
@@ -349,14 +401,15 @@ mod tests {
         names.sort_unstable();
         assert_eq!(
             names.join(" "),
-            "adam-beta1 adam-beta2 adam-epsilon bf16 data device device-memory-limit eval-data \
-             eval-steps eval-strategy freeze gradient-accumulation-steps host-memory-limit init \
-             learning-rate logging-steps logging-strategy lora-alpha lora-layers lora-rank lora-target-modules \
-             lr lr-scheduler-type max-grad-norm max-slice-nums max-steps model model-max-length modules-to-save nproc \
-             num-train-epochs offload output per-device-eval-batch-size \
-             per-device-train-batch-size precision report-to resume save-steps save-strategy \
+            "adam-beta1 adam-beta2 adam-epsilon bf16 checkpoint-activations data data-workers device \
+             device-memory-limit eval-data eval-steps eval-strategy find-batch freeze global-batch \
+             gradient-accumulation-steps gradient-checkpointing host-memory-limit init learning-rate \
+             limit logging-steps logging-strategy lora-alpha lora-dropout lora-layers lora-rank lora- \
+             target-modules lr lr-scale lr-scheduler-type max-grad-norm max-slice-nums max-steps model \
+             model-max-length modules-to-save nproc num-train-epochs offload output per-device-eval- \
+             batch-size per-device-train-batch-size precision report-to resume save-steps save-strategy \
              save-total-limit seed skip-bad-samples train tune-llm tune-vision use-lora warmup-ratio \
-             warmup-steps weight-decay zero"
+             warmup-steps weight-decay worst-first zero"
         );
         for (alias, target) in ALIASES {
             assert!(names.contains(&target), "{alias} -> {target}");
@@ -435,7 +488,7 @@ mod tests {
     #[test]
     fn verbs_that_do_not_exist_yet_say_so() {
         let exists = |verb: &str| {
-            let known = normalise::Verb::ALL;
+            let known = Verb::ALL;
             known
                 .iter()
                 .any(|(_, name)| name.split(' ').next() == Some(verb))
@@ -474,6 +527,30 @@ mod tests {
             assert!(failure.next[0].contains(next), "{line}: {failure}");
         }
         refused("doctor --json maybe");
+    }
+
+    #[test]
+    fn pictures_may_be_given_several_times_and_other_flags_may_not() {
+        let parsed = |line: &str| {
+            let argv: Vec<String> = line.split_whitespace().map(str::to_string).collect();
+            parse(&argv)
+        };
+        let line = "generate --model m --image a.png --image=b.png --image a.png --top_k 3";
+        let Ok(Command::Generate(args)) = parsed(line) else {
+            panic!("{line} is not parsed");
+        };
+        assert_eq!(args.image, ["a.png", "b.png", "a.png"].map(PathBuf::from));
+        assert_eq!((args.model, args.top_k), (Some("m".into()), Some(3)));
+        let Ok(Command::Eval(args)) = parsed("eval --model_name_or_path m --data_path d.json")
+        else {
+            panic!("eval is not parsed");
+        };
+        assert_eq!(args.data, Some("d.json".into()));
+        let failure = parsed("generate --prompt a --prompt b").expect_err("refused");
+        assert!(failure.title.contains("contradict"), "{failure}");
+        for line in ["generate --zero 3", "eval --image a.png", "eval --limit x"] {
+            parsed(line).expect_err(line);
+        }
     }
 
     #[test]

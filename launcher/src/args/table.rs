@@ -5,7 +5,7 @@ use std::fmt::Write;
 
 use clap::{CommandFactory, ValueEnum};
 
-use super::{ALIASES, Args, DoctorArgs, IGNORED, RESTRICTED};
+use super::{ALIASES, Args, DoctorArgs, EvalArgs, GenerateArgs, IGNORED, RESTRICTED};
 use crate::config::resolve;
 use crate::exit::Failure;
 use crate::rank_env::Env;
@@ -61,6 +61,8 @@ pub fn flag_table() -> Result<String, Failure> {
         );
     }
     verb_section(&mut text, "doctor", &DoctorArgs::command());
+    verb_section(&mut text, "generate", &GenerateArgs::command());
+    verb_section(&mut text, "eval", &EvalArgs::command());
     push(
         &mut text,
         format_args!("\n## Other spellings\n\n| spelling | flag |\n|---|---|\n"),
@@ -163,7 +165,13 @@ fn defaults(of_a_model: bool) -> Result<BTreeMap<&'static str, String>, Failure>
         .to_flags()
         .into_iter()
         .collect();
-    for flag in ["lora-rank", "lora-alpha", "lora-target-modules"] {
+    for flag in [
+        "lora-rank",
+        "lora-alpha",
+        "lora-dropout",
+        "lora-target-modules",
+        "modules-to-save",
+    ] {
         flags.extend(
             with_adapters
                 .get_key_value(flag)
@@ -194,6 +202,12 @@ fn unset(flag: &str) -> &'static str {
         "warmup-steps" => "from the ratio",
         "warmup-ratio" => "not used",
         "resume" => "start anew",
+        "train" => "the switches below",
+        "freeze" => "nothing more",
+        "lr" => "`--learning-rate`",
+        "lora-layers" | "limit" => "all",
+        "global-batch" => "what the two give",
+        "find-batch" => "`false`",
         _ => "–",
     }
 }

@@ -111,6 +111,138 @@ pub enum ReportTo {
     Tensorboard,
 }
 
+/// `--lr-scale`: what the learning rate is multiplied by for `n` micro-batches per update (ranks × accumulation).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum LrScale {
+    /// 1
+    None,
+    /// `n`
+    Linear,
+    /// The root of `n`.
+    Sqrt,
+}
+
+impl LrScale {
+    /// The factor for `n` micro-batches per update.
+    pub fn factor(self, n: usize) -> f64 {
+        match self {
+            Self::None => 1.0,
+            Self::Linear => n as f64,
+            Self::Sqrt => (n as f64).sqrt(),
+        }
+    }
+}
+
+/// `--data-workers`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Workers {
+    /// As many as the rank's share of the cores allows.
+    #[default]
+    Auto,
+    /// So many; 0 reads samples in the thread that trains.
+    Count(usize),
+}
+
+impl FromStr for Workers {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        match text {
+            "auto" => Ok(Self::Auto),
+            _ => match text.parse() {
+                Ok(count) if count <= 256 => Ok(Self::Count(count)),
+                _ => Err(format!("'{text}' is neither auto nor a number up to 256")),
+            },
+        }
+    }
+}
+
+impl fmt::Display for Workers {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Auto => f.write_str("auto"),
+            Self::Count(count) => count.fmt(f),
+        }
+    }
+}
+
+/// `--checkpoint-activations`: towers whose activations are computed again in backward.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Recompute {
+    /// The language model.
+    pub llm: bool,
+    /// The vision tower.
+    pub vit: bool,
+    /// The resampler.
+    pub resampler: bool,
+}
+
+impl Recompute {
+    /// Every tower.
+    pub const ALL: Self = Self {
+        llm: true,
+        vit: true,
+        resampler: true,
+    };
+    /// No tower.
+    pub const NONE: Self = Self {
+        llm: false,
+        vit: false,
+        resampler: false,
+    };
+}
+
+impl FromStr for Recompute {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        match text {
+            "all" => return Ok(Self::ALL),
+            "none" => return Ok(Self::NONE),
+            _ => {}
+        }
+        let mut chosen = Self::NONE;
+        for word in text.split(',') {
+            match word.trim() {
+                "llm" => chosen.llm = true,
+                "vit" | "vpm" | "vision" => chosen.vit = true,
+                "resampler" => chosen.resampler = true,
+                other => {
+                    return Err(format!(
+                        "'{other}' is none of llm, vit, resampler, all, none"
+                    ));
+                }
+            }
+        }
+        Ok(chosen)
+    }
+}
+
+impl fmt::Display for Recompute {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if *self == Self::ALL {
+            return f.write_str("all");
+        }
+        let towers = [
+            ("llm", self.llm),
+            ("vit", self.vit),
+            ("resampler", self.resampler),
+        ];
+        let chosen: Vec<&str> = towers
+            .iter()
+            .filter(|(_, on)| *on)
+            .map(|(n, _)| *n)
+            .collect();
+        match &chosen[..] {
+            [] => f.write_str("none"),
+            chosen => f.write_str(&chosen.join(",")),
+        }
+    }
+}
+
 /// Where bytes live while they are not in use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -229,6 +361,20 @@ mod tests {
         ] {
             assert!(bad.parse::<Offload>().is_err(), "{bad}");
         }
+    }
+
+    #[test]
+    fn towers_and_workers_read_what_they_print() {
+        for text in ["all", "none", "llm", "llm,resampler", "vit"] {
+            let read: Recompute = text.parse().expect(text);
+            assert_eq!(read.to_string(), text);
+        }
+        assert_eq!("llm,vit,resampler".parse(), Ok(Recompute::ALL));
+        assert!("llm,nose".parse::<Recompute>().is_err());
+        assert_eq!("auto".parse(), Ok(Workers::Auto));
+        assert_eq!("0".parse(), Ok(Workers::Count(0)));
+        assert!("-1".parse::<Workers>().is_err());
+        assert_eq!(LrScale::Sqrt.factor(16), 4.0);
     }
 
     #[test]

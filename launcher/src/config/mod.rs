@@ -3,6 +3,7 @@
 //! Flag > default. The resolved configuration is saved as `config.resolved.json`; ranks read that
 //! file and resolve nothing themselves, and resolving what it says gives the same configuration.
 
+mod batch;
 mod choices;
 mod defaults;
 mod resolve;
@@ -17,8 +18,8 @@ use serde::{Deserialize, Serialize};
 use crate::exit::{ErrorCode, Failure};
 
 pub use choices::{
-    Cadence, Device, DeviceChoice, InitChoice, Offload, PrecisionChoice, ReportTo, Scheduler,
-    Strategy, Tier,
+    Cadence, Device, DeviceChoice, InitChoice, LrScale, Offload, PrecisionChoice, Recompute,
+    ReportTo, Scheduler, Strategy, Tier, Workers,
 };
 pub use defaults::{DEMO, Defaults, MODEL};
 pub use resolve::{Resolved, resolve};
@@ -103,6 +104,8 @@ pub struct Lora {
     pub lora_rank: usize,
     /// Scale is `alpha ÷ r`.
     pub lora_alpha: f64,
+    /// Share of the adapters' inputs that training sets to zero.
+    pub lora_dropout: f64,
     /// Names of projections, or a regular expression over whole module paths.
     pub target_modules: String,
     /// Decoder layers with adapters; all when absent.
@@ -133,8 +136,10 @@ pub struct Trainable {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct OptimizerConfig {
-    /// Peak learning rate.
+    /// Peak learning rate, before it is scaled.
     pub learning_rate: f64,
+    /// How it is scaled.
+    pub lr_scale: LrScale,
     /// Its course.
     pub scheduler: Scheduler,
     /// Its warmup.
@@ -167,6 +172,16 @@ pub struct BatchConfig {
     pub max_slice_nums: usize,
     /// Whether unusable samples are left out instead of refused.
     pub skip_bad_samples: bool,
+    /// Use only so many of the first training samples.
+    pub limit: Option<usize>,
+    /// Threads that read samples ahead.
+    pub data_workers: Workers,
+    /// Whether the first update takes the longest samples.
+    pub worst_first: bool,
+    /// Samples per update that the batch size must keep; `None` where it follows from the others.
+    pub global_batch: Option<usize>,
+    /// Whether the plan chooses the batch size.
+    pub find_batch: bool,
 }
 
 /// A resolved run.
@@ -197,6 +212,8 @@ pub struct RunConfig {
     pub host_memory_limit: Option<u64>,
     /// Device memory of each rank, bytes; `None` is what the device has.
     pub device_memory_limit: Option<u64>,
+    /// Towers whose activations are computed again in backward.
+    pub checkpoint_activations: Recompute,
     /// Length of the run.
     pub length: Length,
     /// Batches.
@@ -217,6 +234,8 @@ pub struct RunConfig {
     pub report_to: ReportTo,
     /// Seed of data order, initial weights and stochastic rounding.
     pub seed: u64,
+    /// Samples that the first update takes, found when the data was checked.
+    pub first_samples: Vec<usize>,
     /// Where to continue from.
     pub resume: Resume,
 }
@@ -228,6 +247,21 @@ impl RunConfig {
     /// Samples per optimizer update over all ranks.
     pub const fn global_batch(&self) -> usize {
         self.batch.micro_batch * self.batch.accumulation_steps * self.nproc
+    }
+
+    /// Micro-batches per optimizer update over all ranks.
+    pub const fn micro_batches(&self) -> usize {
+        self.batch.accumulation_steps * self.nproc
+    }
+
+    /// What every learning rate is multiplied by.
+    pub fn lr_factor(&self) -> f64 {
+        self.optimizer.lr_scale.factor(self.micro_batches())
+    }
+
+    /// Peak learning rate after scaling.
+    pub fn peak_lr(&self) -> f64 {
+        self.optimizer.learning_rate * self.lr_factor()
     }
 
     /// Number of optimizer updates for `samples` training samples.

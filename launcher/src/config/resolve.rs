@@ -5,7 +5,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use super::defaults::{self, DEMO, Defaults, MODEL};
 use super::{
-    BatchConfig, Cadence, Device, Length, OptimizerConfig, PrecisionChoice, ReportTo, Resume,
+    Cadence, Device, Length, LrScale, OptimizerConfig, PrecisionChoice, ReportTo, Resume,
     RunConfig, Source, Strategy, Task, Warmup,
 };
 use crate::args::{Args, Note, value_name};
@@ -49,7 +49,8 @@ pub fn resolve(args: &Args, env: &Env) -> Result<Resolved, Failure> {
         host_memory_limit: args.host_memory_limit,
         device_memory_limit: args.device_memory_limit,
         length: length(args, defaults, &mut notes)?,
-        batch: batch(args, defaults, nproc)?,
+        checkpoint_activations: super::batch::recompute(args)?,
+        batch: super::batch::resolve(args, defaults, nproc)?,
         optimizer: optimizer(args, defaults, &mut notes)?,
         trainable: super::trainable::resolve(args, &mut notes)?,
         save: cadence(
@@ -78,6 +79,7 @@ pub fn resolve(args: &Args, env: &Env) -> Result<Resolved, Failure> {
         )?,
         report_to: args.report_to.unwrap_or(ReportTo::None),
         seed: args.seed.unwrap_or(defaults::SEED),
+        first_samples: Vec::new(),
         resume: resume(args)?,
         source,
     };
@@ -215,38 +217,6 @@ fn length(args: &Args, defaults: &Defaults, notes: &mut Vec<Note>) -> Result<Len
     }
 }
 
-fn batch(args: &Args, defaults: &Defaults, nproc: usize) -> Result<BatchConfig, Failure> {
-    let accumulation_steps = args.gradient_accumulation_steps.unwrap_or(1);
-    // The demo keeps its global batch at any number of ranks.
-    let default_micro = defaults
-        .global_batch
-        .map_or(defaults.micro_batch, |global| {
-            global.div_ceil(nproc * accumulation_steps.max(1)).max(1)
-        });
-    let batch = BatchConfig {
-        micro_batch: args.per_device_train_batch_size.unwrap_or(default_micro),
-        accumulation_steps,
-        eval_batch: args
-            .per_device_eval_batch_size
-            .unwrap_or(defaults.eval_batch),
-        model_max_length: args.model_max_length.unwrap_or(defaults.model_max_length),
-        max_slice_nums: args.max_slice_nums.unwrap_or(defaults::MAX_SLICE_NUMS),
-        skip_bad_samples: args.skip_bad_samples.unwrap_or(false),
-    };
-    for (flag, value) in [
-        ("--per-device-train-batch-size", batch.micro_batch),
-        ("--gradient-accumulation-steps", batch.accumulation_steps),
-        ("--per-device-eval-batch-size", batch.eval_batch),
-        ("--model-max-length", batch.model_max_length),
-        ("--max-slice-nums", batch.max_slice_nums),
-    ] {
-        if value == 0 {
-            return Err(out_of_range(&format!("{flag} 0"), "must be at least 1"));
-        }
-    }
-    Ok(batch)
-}
-
 fn optimizer(
     args: &Args,
     defaults: &Defaults,
@@ -254,6 +224,7 @@ fn optimizer(
 ) -> Result<OptimizerConfig, Failure> {
     let optimizer = OptimizerConfig {
         learning_rate: args.learning_rate.unwrap_or(defaults.learning_rate),
+        lr_scale: args.lr_scale.unwrap_or(LrScale::None),
         scheduler: args.lr_scheduler_type.unwrap_or(defaults.scheduler),
         warmup: warmup(args, defaults, notes),
         weight_decay: args.weight_decay.unwrap_or(defaults.weight_decay),
@@ -388,7 +359,7 @@ pub(super) fn positive(flag: &str, value: f64) -> Result<(), Failure> {
     ))
 }
 
-fn within(flag: &str, value: f64, low: f64, high: f64) -> Result<(), Failure> {
+pub(super) fn within(flag: &str, value: f64, low: f64, high: f64) -> Result<(), Failure> {
     if (low..=high).contains(&value) {
         return Ok(());
     }
@@ -463,6 +434,8 @@ impl RunConfig {
         flags.push(("nproc", self.nproc.to_string()));
         flags.push(("device", "cpu".to_string()));
         flags.push(("precision", value_name(self.precision)));
+        let towers = self.checkpoint_activations.to_string();
+        flags.push(("checkpoint-activations", towers));
         flags.extend(
             self.host_memory_limit
                 .map(|bytes| ("host-memory-limit", bytes.to_string())),
@@ -482,7 +455,15 @@ impl RunConfig {
 
     fn push_training_flags(&self, flags: &mut Vec<(&'static str, String)>) {
         let (batch, optimizer) = (&self.batch, &self.optimizer);
-        flags.push(("per-device-train-batch-size", batch.micro_batch.to_string()));
+        if batch.find_batch {
+            flags.push(("find-batch", true.to_string()));
+        } else {
+            flags.push(("per-device-train-batch-size", batch.micro_batch.to_string()));
+        }
+        flags.extend(batch.global_batch.map(|n| ("global-batch", n.to_string())));
+        flags.extend(batch.limit.map(|n| ("limit", n.to_string())));
+        flags.push(("data-workers", batch.data_workers.to_string()));
+        flags.push(("worst-first", batch.worst_first.to_string()));
         flags.push(("per-device-eval-batch-size", batch.eval_batch.to_string()));
         flags.push((
             "gradient-accumulation-steps",
@@ -492,6 +473,7 @@ impl RunConfig {
         flags.push(("max-slice-nums", batch.max_slice_nums.to_string()));
         flags.push(("skip-bad-samples", batch.skip_bad_samples.to_string()));
         flags.push(("learning-rate", format!("{:e}", optimizer.learning_rate)));
+        flags.push(("lr-scale", value_name(optimizer.lr_scale)));
         flags.push(("lr-scheduler-type", value_name(optimizer.scheduler)));
         match optimizer.warmup {
             Warmup::Steps(steps) => flags.push(("warmup-steps", steps.to_string())),
@@ -510,6 +492,7 @@ impl RunConfig {
         if let Some(lora) = &self.trainable.lora {
             flags.push(("lora-rank", lora.lora_rank.to_string()));
             flags.push(("lora-alpha", lora.lora_alpha.to_string()));
+            flags.push(("lora-dropout", lora.lora_dropout.to_string()));
             flags.push(("lora-target-modules", lora.target_modules.clone()));
             let layers = lora.layers.as_ref();
             flags.extend(layers.map(|l| ("lora-layers", format!("{}..{}", l.start, l.end))));

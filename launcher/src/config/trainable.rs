@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::defaults;
-use super::resolve::{note, out_of_range, positive};
+use super::resolve::{note, out_of_range, positive, within};
 use super::{Lora, Trainable};
 use crate::args::{Args, Note};
 use crate::exit::Failure;
@@ -34,6 +34,7 @@ fn lora(args: &Args, tune_vision: bool, notes: &mut Vec<Note>) -> Result<Option<
     let given = [
         ("--lora-rank", args.lora_rank.is_some()),
         ("--lora-alpha", args.lora_alpha.is_some()),
+        ("--lora-dropout", args.lora_dropout.is_some()),
         ("--lora-target-modules", args.lora_target_modules.is_some()),
         ("--lora-layers", args.lora_layers.is_some()),
         ("--modules-to-save", args.modules_to_save.is_some()),
@@ -50,11 +51,14 @@ fn lora(args: &Args, tune_vision: bool, notes: &mut Vec<Note>) -> Result<Option<
         return Err(out_of_range("--lora-rank 0", "must be at least 1"));
     }
     positive("--lora-alpha", lora_alpha)?;
+    let lora_dropout = args.lora_dropout.unwrap_or(0.0);
+    within("--lora-dropout", lora_dropout, 0.0, 1.0 - f64::EPSILON)?;
     let layers = args.lora_layers.as_deref().map(layers).transpose()?;
     let target_modules = args.lora_target_modules.as_deref();
     Ok(meant.then(|| Lora {
         lora_rank,
         lora_alpha,
+        lora_dropout,
         target_modules: target_modules
             .unwrap_or(defaults::LORA_TARGET_MODULES)
             .to_owned(),

@@ -14,7 +14,7 @@ use crossbeam::channel::{Receiver, bounded};
 /// How far and how wide a loader works.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LoaderOptions {
-    /// Worker threads, at least 1.
+    /// Worker threads; with 0 the consumer prepares each batch when it asks for it.
     pub threads: usize,
     /// Batches ready in advance, at least 1 per thread.
     pub ahead: usize,
@@ -45,9 +45,11 @@ pub struct Prepared<T> {
     pub batch: T,
 }
 
+type Prepare<T, E> = dyn Fn(u64, u64) -> Result<T, E> + Send + Sync;
+
 /// An iterator over prepared batches of a range of steps. After an error it ends.
-#[derive(Debug)]
 pub struct Loader<T, E> {
+    prepare: Arc<Prepare<T, E>>,
     channels: Vec<Receiver<Result<T, E>>>,
     workers: Vec<JoinHandle<()>>,
     next: u64,
@@ -55,6 +57,16 @@ pub struct Loader<T, E> {
     first_step: u64,
     micro_steps: u64,
     waited: Duration,
+}
+
+impl<T, E> std::fmt::Debug for Loader<T, E> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Loader")
+            .field("workers", &self.workers.len())
+            .field("next", &self.next)
+            .field("end", &self.end)
+            .finish_non_exhaustive()
+    }
 }
 
 impl<T: Send + 'static, E: Send + 'static> Loader<T, E> {
@@ -69,8 +81,8 @@ impl<T: Send + 'static, E: Send + 'static> Loader<T, E> {
         prepare: impl Fn(u64, u64) -> Result<T, E> + Send + Sync + 'static,
     ) -> Self {
         assert!(micro_steps > 0, "a step has at least one micro-batch");
-        let prepare = Arc::new(prepare);
-        let threads = options.threads.max(1);
+        let prepare: Arc<Prepare<T, E>> = Arc::new(prepare);
+        let threads = options.threads;
         let (first_step, end) = (
             steps.start,
             steps.end.saturating_sub(steps.start) * micro_steps,
@@ -93,6 +105,7 @@ impl<T: Send + 'static, E: Send + 'static> Loader<T, E> {
             }));
         }
         Self {
+            prepare,
             channels,
             workers,
             next: 0,
@@ -120,12 +133,19 @@ impl<T: Send + 'static, E: Send + 'static> Iterator for Loader<T, E> {
         if self.next >= self.end {
             return None;
         }
-        let worker = (self.next % self.channels.len() as u64) as usize;
+        let (step, micro_step) = (
+            self.first_step + self.next / self.micro_steps,
+            self.next % self.micro_steps,
+        );
         let started = Instant::now();
-        let received = self.channels[worker].recv();
+        let received = match self.channels.len() {
+            0 => Ok((self.prepare)(step, micro_step)),
+            threads => self.channels[(self.next % threads as u64) as usize].recv(),
+        };
         self.waited += started.elapsed();
         let Ok(batch) = received else {
             // A worker leaves its channel early only by panicking.
+            let worker = (self.next % self.channels.len() as u64) as usize;
             let worker = self.workers.swap_remove(worker);
             self.next = self.end;
             match worker.join() {
@@ -133,10 +153,6 @@ impl<T: Send + 'static, E: Send + 'static> Iterator for Loader<T, E> {
                 Ok(()) => return None,
             }
         };
-        let (step, micro_step) = (
-            self.first_step + self.next / self.micro_steps,
-            self.next % self.micro_steps,
-        );
         self.next = if batch.is_ok() {
             self.next + 1
         } else {
@@ -172,7 +188,7 @@ mod tests {
 
     #[test]
     fn batches_come_in_order_from_any_number_of_threads() {
-        for threads in 1..5 {
+        for threads in 0..5 {
             let loader = Loader::new(options(threads, 3), 5..12, 3, |step, micro| {
                 Ok::<_, ()>((step, micro))
             });

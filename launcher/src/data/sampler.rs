@@ -6,17 +6,22 @@
 //! comes back before all others were seen; with fewer samples than one step takes, the stream
 //! runs on into the next epoch within the step. Resuming needs the step number only.
 
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
 /// Rounds of the permutation network; each mixes one half into the other.
 const ROUNDS: u64 = 6;
 
 /// Maps steps to samples.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Sampler {
     samples: u64,
     world_size: u64,
     micro_batch: u64,
     accumulation_steps: u64,
     seed: u64,
+    /// Samples of the first epoch that changed places.
+    moved: Arc<BTreeMap<u64, u64>>,
 }
 
 /// Sizes of a [`Sampler`].
@@ -55,16 +60,43 @@ impl Sampler {
             micro_batch: micro_batch as u64,
             accumulation_steps: accumulation_steps as u64,
             seed,
+            moved: Arc::default(),
         }
+    }
+
+    /// The same sampler, except that the first epoch begins with the samples `first`, each once; they change places
+    /// with those that stood there.
+    #[must_use]
+    pub fn beginning_with(mut self, first: &[usize]) -> Self {
+        let (mut moved, mut origin) = (BTreeMap::new(), BTreeMap::new());
+        for (position, wanted) in first.iter().enumerate() {
+            let (wanted, own) = (*wanted as u64, self.shuffled(position as u64));
+            let stands = *moved.get(&own).unwrap_or(&own);
+            // Who is shown as `wanted` so far shows from now on what stands here.
+            let other = *origin.get(&wanted).unwrap_or(&wanted);
+            moved.insert(own, wanted);
+            origin.insert(wanted, own);
+            if other != own {
+                moved.insert(other, stands);
+                origin.insert(stands, other);
+            }
+        }
+        self.moved = Arc::new(moved);
+        self
+    }
+
+    /// Places of one micro-batch of one rank in the endless stream; `step` counts from 0. A place tells an epoch's
+    /// visit to a sample from all others.
+    pub fn positions(&self, step: u64, micro_step: u64, rank: usize) -> std::ops::Range<u64> {
+        let start = ((step * self.accumulation_steps + micro_step) * self.world_size + rank as u64)
+            * self.micro_batch;
+        start..start + self.micro_batch
     }
 
     /// Sample indices of one micro-batch of one rank; `step` counts from 0.
     pub fn indices(&self, step: u64, micro_step: u64, rank: usize) -> Vec<usize> {
-        let start = ((step * self.accumulation_steps + micro_step) * self.world_size + rank as u64)
-            * self.micro_batch;
-        (start..start + self.micro_batch)
-            .map(|position| self.at(position))
-            .collect()
+        let positions = self.positions(step, micro_step, rank);
+        positions.map(|position| self.at(position)).collect()
     }
 
     /// Samples of one step over all ranks.
@@ -93,9 +125,16 @@ impl Sampler {
     }
 
     fn at(&self, position: u64) -> usize {
+        let sample = self.shuffled(position);
+        let first_epoch = position < self.samples;
+        let moved = self.moved.get(&sample).filter(|_| first_epoch);
+        *moved.unwrap_or(&sample) as usize
+    }
+
+    fn shuffled(&self, position: u64) -> u64 {
         let epoch = position / self.samples;
         let key = mix(self.seed ^ mix(epoch.wrapping_add(0x9e37_79b9_7f4a_7c15)));
-        permute(position % self.samples, self.samples, key) as usize
+        permute(position % self.samples, self.samples, key)
     }
 }
 
@@ -191,10 +230,31 @@ mod tests {
         }
     }
 
+    proptest! {
+        #[test]
+        fn the_first_epoch_begins_with_the_chosen_samples(samples in 1usize..60, seed: u64, count in 0usize..60) {
+            let sizes = SamplerSizes { samples, world_size: 1, micro_batch: 1, accumulation_steps: 1 };
+            let plain = Sampler::new(sizes, 42);
+            let mut first: Vec<usize> = (0..samples).collect();
+            first.sort_by_key(|i| mix(seed ^ *i as u64));
+            first.truncate(count);
+            let sampler = plain.clone().beginning_with(&first);
+            let order = stream(&sampler, 2 * samples as u64);
+            prop_assert_eq!(&order[..first.len()], &first[..]);
+            let mut seen = order[..samples].to_vec();
+            seen.sort_unstable();
+            prop_assert_eq!(seen, (0..samples).collect::<Vec<_>>());
+            prop_assert_eq!(&order[samples..], &stream(&plain, 2 * samples as u64)[samples..]);
+        }
+    }
+
     #[test]
     fn epochs_and_seeds_have_different_orders() {
         let a = sampler(100, 1, 100, 1);
-        let b = Sampler { seed: 43, ..a };
+        let b = Sampler {
+            seed: 43,
+            ..a.clone()
+        };
         assert_ne!(a.indices(0, 0, 0), a.indices(1, 0, 0));
         assert_ne!(a.indices(0, 0, 0), b.indices(0, 0, 0));
         assert_ne!(a.indices(0, 0, 0), (0..100).collect::<Vec<_>>());

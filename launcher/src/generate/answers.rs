@@ -22,7 +22,7 @@ const SAMPLES: &str = "samples";
 /// A sample, what was asked and what came back.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Answer {
-    /// Number in the data file.
+    /// Number among the samples of the data file that are used.
     pub(crate) index: usize,
     /// Name in the data file.
     pub(crate) id: Option<String>,

@@ -43,8 +43,11 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<ExitCode, Failure> {
         seed: args.seed.unwrap_or(DEFAULT_SEED),
     };
     sampling.check().map_err(|e| {
-        Failure::usage("a setting of the sampling is out of range", failures::chain(&e))
-            .next("--temperature 0 or above, --top-p above 0 and at most 1")
+        Failure::usage(
+            "a setting of the sampling is out of range",
+            failures::chain(&e),
+        )
+        .next("--temperature 0 or above, --top-p above 0 and at most 1")
     })?;
     let open = OpenModel::open(dir, args.adapter.as_deref(), args.precision)?;
     let options = EncodeOptions {
@@ -208,8 +211,14 @@ mod tests {
         let pair = |content: &str, names: &str| (content.to_owned(), names.to_owned());
         assert_eq!(ask("Why?", 0), pair("Why?", ""));
         assert_eq!(ask("Why?", 1), pair("<image>\nWhy?", "<image>"));
-        assert_eq!(ask("See <image> here", 1), pair("See <image> here", "<image>"));
-        assert_eq!(ask("See <image_00>", 1), pair("See <image_00>", "<image_00>"));
+        assert_eq!(
+            ask("See <image> here", 1),
+            pair("See <image> here", "<image>")
+        );
+        assert_eq!(
+            ask("See <image_00>", 1),
+            pair("See <image_00>", "<image_00>")
+        );
         assert_eq!(
             ask("Why?", 2),
             pair("<image_00>\n<image_01>\nWhy?", "<image_00> <image_01>")

@@ -42,7 +42,7 @@ pub(crate) fn run(args: &EvalArgs) -> Result<ExitCode, Failure> {
     let data = required(args.data.as_ref(), "eval", "--data")?;
     let batch = args.per_device_eval_batch_size.unwrap_or(DEFAULT_BATCH);
     let batch = positive(batch, "--per-device-eval-batch-size")?;
-    let limit = positive(args.limit.unwrap_or(usize::MAX), "--limit")?;
+    let limit = args.limit.map(|n| positive(n, "--limit")).transpose()?;
     if let Some(count) = args.max_new_tokens {
         positive(count, "--max-new-tokens")?;
     }
@@ -51,8 +51,12 @@ pub(crate) fn run(args: &EvalArgs) -> Result<ExitCode, Failure> {
         model_max_length: args.model_max_length.unwrap_or(DEFAULT_LENGTH),
         max_slice_nums: Some(positive(slices, "--max-slice-nums")?),
     };
+    if let Some(path) = &args.output {
+        check_place(path)?;
+    }
     let open = OpenModel::open(dir, args.adapter.as_deref(), args.precision)?;
-    let set = check::check_samples(data, &open.processor, &options, limit, false)?;
+    let skip_bad = args.skip_bad_samples == Some(true);
+    let set = check::check_samples(data, &open.processor, &options, limit, skip_bad)?;
     let loaded = open.load(0)?;
     note(&loaded.summary);
     let run = Evaluation {
@@ -93,6 +97,20 @@ fn summary(rows: &[Row], seconds: f64) -> Value {
         "eval_runtime": seconds,
         "eval_samples_per_second": count / seconds.max(1e-9),
     })
+}
+
+/// Whether a file can come to `path`, asked before the work and not after it.
+fn check_place(path: &Path) -> Result<(), Failure> {
+    let folder = path.parent().filter(|p| !p.as_os_str().is_empty());
+    if path.is_dir() || folder.is_some_and(|folder| !folder.is_dir()) {
+        return Err(Failure::new(
+            ErrorCode::Disk,
+            format!("cannot write {}", path.display()),
+            "it is a folder, or stands in one that does not exist",
+        )
+        .next("name a file in an existing folder"));
+    }
+    Ok(())
 }
 
 fn write(path: &Path, result: &Value, rows: &[Row]) -> Result<(), Failure> {
@@ -180,7 +198,9 @@ impl Evaluation<'_> {
         let tokens = generate(model, &self.loaded.access, &prompts, &options, &mut Ok)
             .map_err(|e| failures::model("generate answers", &e))?;
         let pairs = questions.iter().zip(&tokens);
-        pairs.map(|(q, tokens)| q.judge(processor, tokens)).collect()
+        pairs
+            .map(|(q, tokens)| q.judge(processor, tokens))
+            .collect()
     }
 
     /// Refuses a batch whose cache cannot be held, before the operating system ends the process.

@@ -6,9 +6,7 @@ use crate::exit::{ErrorCode, Failure};
 use crate::memory;
 use crate::run::failures::{self, chain};
 use crate::units::{bytes as format_bytes, seconds as format_seconds};
-use engine::{
-    EngineError, Lease, LeaseOwner, ParamAccess, ParamId, ParamSpec, Phase, UnitId,
-};
+use engine::{EngineError, Lease, LeaseOwner, ParamAccess, ParamId, ParamSpec, Phase, UnitId};
 use kernels::{Backend, CpuBackend, DType, KernelError, Pool, Tag, Tensor, TensorMut};
 use models::adapter::Adapter;
 use models::minicpm::config::MiniCpmConfig;
@@ -60,8 +58,8 @@ impl OpenModel {
         };
         let mut options = MiniCpmOptions::new(dtype, processor.config().normalization);
         options.lora = adapter.as_ref().and_then(Adapter::lora);
-        let model = MiniCpm::new(config, options)
-            .map_err(|e| failures::model("set up the model", &e))?;
+        let model =
+            MiniCpm::new(config, options).map_err(|e| failures::model("set up the model", &e))?;
         weights
             .check(model.spec())
             .map_err(|e| failures::weights(&e))?;
@@ -91,7 +89,11 @@ impl OpenModel {
             let failure = Failure::new(
                 ErrorCode::Plan,
                 "this model does not fit; no weight was read",
-                format!("{} of host memory are needed, {} are available", format_bytes(need), format_bytes(free)),
+                format!(
+                    "{} of host memory are needed, {} are available",
+                    format_bytes(need),
+                    format_bytes(free)
+                ),
             )
             .evidence(format!(
                 "weights {} in {}, cache {}",
@@ -99,7 +101,9 @@ impl OpenModel {
                 self.model.dtype(),
                 format_bytes(cache_bytes)
             ));
-            return Err(failure.next("--precision bf16, fewer tokens or samples at once, or more memory"));
+            return Err(
+                failure.next("--precision bf16, fewer tokens or samples at once, or more memory")
+            );
         }
         let started = Instant::now();
         let pool = Pool::new("device", None);
@@ -167,7 +171,10 @@ fn no_weights(dir: &Path, error: &WeightError) -> Failure {
     match partial {
         Some(name) => Failure {
             evidence: vec![format!("it holds {name}: only a part of a model")],
-            next: vec![format!("--model BASE --adapter {}, with the model it was trained on", dir.display())],
+            next: vec![format!(
+                "--model BASE --adapter {}, with the model it was trained on",
+                dir.display()
+            )],
             ..failure
         },
         None => failure,
@@ -184,7 +191,9 @@ fn open_adapter(dir: &Path, base: &WeightSource) -> Result<Adapter, Failure> {
         .next("point --adapter at a checkpoint-N folder with adapter_model.safetensors or trained.safetensors")
     })?;
     let strangers: Vec<String> = adapter.strangers(base).map(str::to_owned).collect();
-    let reasons = strangers.iter().map(|name| format!("{name} has no place in the model"));
+    let reasons = strangers
+        .iter()
+        .map(|name| format!("{name} has no place in the model"));
     refuse_adapter(&adapter, reasons.collect())?;
     Ok(adapter)
 }
@@ -213,7 +222,10 @@ fn refuse_adapter(adapter: &Adapter, reasons: Vec<String>) -> Result<(), Failure
     }
     let mut failure = Failure::new(
         ErrorCode::ModelFiles,
-        format!("the adapter {} does not belong to this model", adapter.dir().display()),
+        format!(
+            "the adapter {} does not belong to this model",
+            adapter.dir().display()
+        ),
         format!("{} of its tensors do not fit", reasons.len()),
     );
     for reason in reasons.iter().take(LISTED) {
@@ -222,7 +234,9 @@ fn refuse_adapter(adapter: &Adapter, reasons: Vec<String>) -> Result<(), Failure
     if reasons.len() > LISTED {
         failure = failure.evidence(format!("and {} more", reasons.len() - LISTED));
     }
-    let base = adapter.config().and_then(|c| c.base_model_name_or_path.clone());
+    let base = adapter
+        .config()
+        .and_then(|c| c.base_model_name_or_path.clone());
     Err(match base {
         Some(base) => failure.next(format!("--model {base}: the one it was trained on")),
         None => failure.next("--model with the folder it was trained on"),
@@ -260,12 +274,21 @@ impl ParamAccess for LoadedWeights {
     }
 
     fn lease(&self, unit: UnitId, phase: Phase) -> Result<Lease<'_>, EngineError> {
-        Ok(Lease::new(self, unit, phase, self.units[unit.index()].clone()))
+        Ok(Lease::new(
+            self,
+            unit,
+            phase,
+            self.units[unit.index()].clone(),
+        ))
     }
 
     fn deposit(&self, id: ParamId, _: &Tensor) -> Result<(), EngineError> {
         let detail = format!("a gradient of parameter {}, which does not train", id.0);
-        Err(KernelError::Shape { op: "deposit", detail }.into())
+        Err(KernelError::Shape {
+            op: "deposit",
+            detail,
+        }
+        .into())
     }
 
     fn is_trainable(&self, _: ParamId) -> bool {
@@ -286,8 +309,11 @@ impl LeaseOwner for LoadedWeights {
 /// A flag that must be there.
 pub(super) fn required<T>(value: Option<T>, verb: &str, flag: &str) -> Result<T, Failure> {
     value.ok_or_else(|| {
-        Failure::usage(format!("`launcher {verb}` needs {flag}"), "it has no default")
-            .next(format!("`launcher {verb} --help` lists every flag"))
+        Failure::usage(
+            format!("`launcher {verb}` needs {flag}"),
+            "it has no default",
+        )
+        .next(format!("`launcher {verb} --help` lists every flag"))
     })
 }
 
@@ -296,8 +322,10 @@ pub(super) fn positive(value: usize, flag: &str) -> Result<usize, Failure> {
     if value > 0 {
         return Ok(value);
     }
-    Err(Failure::usage(format!("{flag} 0 makes no sense"), "at least 1 is needed")
-        .next("leave the flag out for its default"))
+    Err(
+        Failure::usage(format!("{flag} 0 makes no sense"), "at least 1 is needed")
+            .next("leave the flag out for its default"),
+    )
 }
 
 /// The adapter's folder as a JSON value.

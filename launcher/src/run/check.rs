@@ -36,11 +36,12 @@ pub(crate) struct Problem {
     pub(crate) text: String,
 }
 
-/// Reads and checks `path`. Unusable samples are an error listing them, or left out when the
+/// Reads and checks the first `limit` samples of `path`. Unusable samples are an error listing them, or left out when the
 /// configuration says so.
 pub(super) fn check(
     config: &RunConfig,
     path: &Path,
+    limit: Option<usize>,
     processor: &Processor,
 ) -> Result<SampleSet, Failure> {
     let options = encode_options(config);
@@ -48,21 +49,20 @@ pub(super) fn check(
         path,
         processor,
         &options,
-        usize::MAX,
+        limit,
         config.batch.skip_bad_samples,
     )
 }
 
-/// As [`check`] for the first `limit` samples of `path`.
+/// As [`check`] with settings of its own.
 pub(crate) fn check_samples(
     path: &Path,
     processor: &Processor,
     options: &EncodeOptions,
-    limit: usize,
+    limit: Option<usize>,
     skip_bad: bool,
 ) -> Result<SampleSet, Failure> {
-    let (mut samples, images) = read(path)?;
-    samples.truncate(limit);
+    let (samples, images) = read(path, limit)?;
     let verdicts: Vec<Result<Size, Problem>> = samples
         .par_iter()
         .map(|s| verdict(s, &images, processor, options))
@@ -107,12 +107,13 @@ pub(crate) fn check_samples(
 pub(super) fn load(
     config: &RunConfig,
     path: &Path,
+    limit: Option<usize>,
     processor: &Processor,
 ) -> Result<SampleSet, Failure> {
     if config.batch.skip_bad_samples {
-        return check(config, path, processor);
+        return check(config, path, limit, processor);
     }
-    let (samples, images) = read(path)?;
+    let (samples, images) = read(path, limit)?;
     Ok(SampleSet {
         samples,
         images,
@@ -122,26 +123,33 @@ pub(super) fn load(
     })
 }
 
-fn read(path: &Path) -> Result<(Vec<RawSample>, ImageFolder), Failure> {
+fn read(path: &Path, limit: Option<usize>) -> Result<(Vec<RawSample>, ImageFolder), Failure> {
     let refuse = |cause: String| {
         Failure::new(ErrorCode::DataFile, format!("cannot read {}", path.display()), cause)
             .next("a JSON list of {id, image, conversations: [{role, content}]}, as MiniCPM-V's fine-tuning takes it")
     };
-    let samples = read_samples(path).map_err(|e| refuse(chain(&e)))?;
+    let mut samples = read_samples(path).map_err(|e| refuse(chain(&e)))?;
+    samples.truncate(limit.unwrap_or(usize::MAX));
     let images = ImageFolder::beside(path);
     Ok((samples, images))
 }
 
 impl SampleSet {
+    /// Indices of all samples, the longest by tokens and patches first.
+    pub(super) fn by_weight(&self) -> Vec<usize> {
+        let mut order: Vec<usize> = (0..self.samples.len()).collect();
+        let weight = |i: usize| self.sizes[i].tokens + self.sizes[i].patches;
+        order.sort_by_key(|i| std::cmp::Reverse(weight(*i)));
+        order
+    }
+
     /// The samples that a worst micro-batch would hold: the longest by tokens and patches.
     pub(super) fn largest(
         &self,
         config: &RunConfig,
         processor: &Processor,
     ) -> Result<Vec<EncodedSample>, Failure> {
-        let mut order: Vec<usize> = (0..self.samples.len()).collect();
-        let weight = |i: usize| self.sizes[i].tokens + self.sizes[i].patches;
-        order.sort_by_key(|i| std::cmp::Reverse(weight(*i)));
+        let order = self.by_weight();
         let options = encode_options(config);
         let picked = order.iter().cycle().take(config.batch.micro_batch);
         picked

@@ -1,6 +1,8 @@
 //! Whether the run fits, decided before a weight is read.
 
 use super::failures;
+use super::setup::keeps;
+use super::trainer::dropout;
 use crate::config::RunConfig;
 use crate::exit::{ErrorCode, Failure};
 use crate::memory;
@@ -69,6 +71,7 @@ impl LeaseOwner for NullParams<'_> {
 
 /// Peak bytes of activations and workspace in one training pass over `samples`.
 pub(super) fn activation_bytes(
+    config: &RunConfig,
     model: &dyn VisionLanguageModel,
     samples: &[EncodedSample],
 ) -> Result<u64, Failure> {
@@ -82,7 +85,11 @@ pub(super) fn activation_bytes(
             dtype: model.dtype(),
         };
         let batch = model.collate(&samples, &*access.backend)?;
-        let tape = Tape::training(&access);
+        let keep = |unit| keeps(config, model, unit);
+        let mut tape = Tape::training(&access).with_stored(&keep);
+        if let Some(state) = dropout(config, &vec![0; samples.len()], &samples, &*access.backend)? {
+            tape = tape.with_dropout(state);
+        }
         let loss = model.forward(&tape, &batch)?;
         tape.backward(&loss, 1.0)?;
         Ok(pool.stats())
@@ -104,7 +111,7 @@ pub(super) fn full_gather_bytes(plan: &Plan) -> u64 {
 /// Bytes the run needs on this machine, for the plan line and the decision.
 pub(super) struct Fit {
     pub(super) event: PlanEvent,
-    need: u64,
+    pub(super) need: u64,
     free: u64,
     device_need: u64,
 }
@@ -154,6 +161,13 @@ pub(super) fn fit(config: &RunConfig, plan: &Plan, activation_bytes: u64) -> Fit
 }
 
 impl Fit {
+    pub(super) fn fits(&self, config: &RunConfig) -> bool {
+        self.need <= self.free
+            && config
+                .device_memory_limit
+                .is_none_or(|l| self.device_need <= l)
+    }
+
     /// Refuses a run that does not fit, before anything big is allocated.
     pub(super) fn check(&self, config: &RunConfig) -> Result<(), Failure> {
         if let Some(limit) = config.device_memory_limit

@@ -1,6 +1,7 @@
 //! What one rank does, from the resolved configuration to the last report, and what the supervisor
 //! checks before any rank starts.
 
+mod batch;
 pub(crate) mod check;
 mod evaluate;
 pub(crate) mod failures;
@@ -30,20 +31,29 @@ pub(crate) fn prepare(
 ) -> Result<(), Failure> {
     let setup = Setup::open(config)?;
     setup.check_weights(config, show)?;
-    let train = check::check(config, &config.data_file(), &setup.processor)?;
+    let limit = config.batch.limit;
+    let train = check::check(config, &config.data_file(), limit, &setup.processor)?;
     let eval = match config.eval_file() {
-        Some(path) => Some(check::check(config, &path, &setup.processor)?),
+        Some(path) => Some(check::check(config, &path, None, &setup.processor)?),
         None => None,
     };
+    if config.batch.find_batch {
+        batch::find(config, &setup, &train, show)?;
+    }
+    if config.batch.worst_first {
+        config.first_samples = train.by_weight();
+        config.first_samples.truncate(config.global_batch());
+    }
     let worst = train.largest(config, &setup.processor)?;
-    let activations = fit::activation_bytes(&setup.model, &worst)?;
+    let activations = fit::activation_bytes(config, &setup.model, &worst)?;
     let plan = setup.plan(config)?;
     let total_steps = config.total_steps(train.samples.len());
     resume::check(config, &plan, train.samples.len(), total_steps)?;
     let fit = fit::fit(config, &plan, activations);
     show(Event::Plan(fit.event.clone()));
     show(Event::Trains(session::trained_parts(config, &setup.model)?));
-    let sampler = setup::sampler(config, train.samples.len());
+    show(batch::line(config));
+    let sampler = setup::sampler(config, train.samples.len(), &[]);
     show(Event::Data(DataEvent {
         samples: train.samples.len(),
         eval_samples: eval.as_ref().map_or(0, |e| e.samples.len()),

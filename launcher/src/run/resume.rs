@@ -107,6 +107,22 @@ pub(super) fn position(
         ))
         .next("keep the data, the seed, and ranks x micro-batch x accumulation as they were"));
     }
+    let worst_first = config.batch.worst_first;
+    let saved_worst_first = meta.get("worst_first").and_then(Value::as_bool);
+    if let Some(saved) = saved_worst_first.filter(|saved| *saved != worst_first) {
+        return Err(Failure::new(
+            ErrorCode::Resume,
+            format!(
+                "cannot {}: the order of the data would change",
+                doing(folder)
+            ),
+            "the first epoch begins with the longest samples or does not",
+        )
+        .evidence(format!(
+            "saved with --worst-first {saved}, now {worst_first}"
+        ))
+        .next(format!("--worst-first {saved}")));
+    }
     if done >= total_steps {
         return Err(Failure::new(
             ErrorCode::NothingToDo,

@@ -216,6 +216,7 @@ fn adapter_config(session: &Session<'_>) -> Value {
     let targets = match &lora.targets {
         models::lora::LoraTargets::Pattern(pattern) => json!(pattern),
         models::lora::LoraTargets::Projections(names) => json!(names),
+        models::lora::LoraTargets::Modules(paths) => json!(paths),
     };
     json!({
         "peft_type": "LORA",
@@ -223,7 +224,7 @@ fn adapter_config(session: &Session<'_>) -> Value {
         "base_model_name_or_path": session.config.model_dir(),
         "r": lora.lora_rank,
         "lora_alpha": lora.lora_alpha,
-        "lora_dropout": 0.0,
+        "lora_dropout": lora.lora_dropout,
         "bias": "none",
         "fan_in_fan_out": false,
         "inference_mode": true,

@@ -10,7 +10,7 @@ use crate::exit::{ErrorCode, Failure};
 use crate::rank_env::RankEnv;
 use crate::ui::{Event, Reporter, TrainRow};
 use engine::comm::shm::{self, ShmOptions};
-use engine::comm::{Communicator, World, threads};
+use engine::comm::{Communicator, Tag as CommTag, World, threads};
 use engine::{OptimizerConfig, ParamId, Tiers, Zero};
 use kernels::{Backend, CpuBackend, DType, Pool};
 use models::minicpm::MiniCpm;
@@ -39,6 +39,8 @@ pub(super) struct Session<'a> {
     pub(super) zero: Zero,
     pub(super) train: Arc<SampleSet>,
     pub(super) eval: Option<SampleSet>,
+    /// Samples of the first update.
+    pub(super) first_samples: Vec<usize>,
     pub(super) reporter: Reporter,
     /// What the checkpoint resumed from has to say to the training loop.
     pub(super) resumed: Option<(PathBuf, Value)>,
@@ -59,9 +61,9 @@ impl<'a> Session<'a> {
             processor,
             weights,
         } = Setup::open(config)?;
-        let train = check::load(config, &config.data_file(), &processor)?;
+        let train = check::load(config, &config.data_file(), config.batch.limit, &processor)?;
         let eval = match config.eval_file() {
-            Some(path) => Some(check::load(config, &path, &processor)?),
+            Some(path) => Some(check::load(config, &path, None, &processor)?),
             None => None,
         };
         let setup = Setup {
@@ -76,6 +78,7 @@ impl<'a> Session<'a> {
             processor,
             weights,
         } = setup;
+        let first_samples = share(env, &*comm, &config.first_samples)?;
         let device = Pool::new("device", config.device_memory_limit);
         let host_share = config
             .host_memory_limit
@@ -103,6 +106,7 @@ impl<'a> Session<'a> {
             zero,
             train: Arc::new(train),
             eval,
+            first_samples,
             reporter,
             resumed: None,
         };
@@ -213,6 +217,25 @@ fn meet(
     Ok(comm)
 }
 
+/// What rank 0 knows. Under another launcher it alone has checked the data; our supervisor tells all ranks.
+fn share(env: &RankEnv, comm: &dyn Communicator, own: &[usize]) -> Result<Vec<usize>, Failure> {
+    if env.is_supervised() {
+        return Ok(own.to_vec());
+    }
+    let gather = |values: &[f64]| {
+        let all = comm.all_gather_f64(values, CommTag::new("order", 0));
+        all.map_err(|e| failures::comm(&e))
+    };
+    let count = gather(&[own.len() as f64])?[0][0] as usize;
+    if count == 0 {
+        return Ok(Vec::new());
+    }
+    let mut values: Vec<f64> = own.iter().map(|i| *i as f64).collect();
+    values.resize(count, 0.0);
+    let all = gather(&values)?;
+    Ok(all[0].iter().map(|i| *i as usize).collect())
+}
+
 /// The path that a user writes: of the module, also for its adapter.
 pub(super) fn base_name(name: &str) -> &str {
     name.strip_prefix(ADAPTER_PREFIX).unwrap_or(name)
@@ -226,6 +249,7 @@ pub(super) fn trained_parts(config: &RunConfig, model: &MiniCpm) -> Result<Vec<T
         let name = base_name(&param.name);
         let rate = rates.iter().find(|(_, part, _)| part.contains(name));
         let lr = rate.map_or(config.optimizer.learning_rate, |(.., rate)| *rate);
+        let lr = lr * config.lr_factor();
         let adapter = if name.len() < param.name.len() {
             " (adapters)"
         } else {

@@ -5,13 +5,13 @@ use crate::config::{InitChoice, PrecisionChoice, RunConfig, Tier};
 use crate::data::{Sampler, SamplerSizes};
 use crate::exit::{ErrorCode, Failure};
 use crate::ui::Event;
-use engine::{Offload, Plan, Precision, Stage, ZeroConfig};
+use engine::{Offload, Plan, Precision, Stage, UnitId, ZeroConfig};
 use models::lora::{LoraConfig, LoraTargets};
 use models::minicpm::config::MiniCpmConfig;
 use models::minicpm::processor::Processor;
 use models::minicpm::{MiniCpm, MiniCpmOptions};
 use models::selection::Selection;
-use models::{VisionLanguageModel, WeightSource};
+use models::{Tower, VisionLanguageModel, WeightSource};
 use std::sync::Arc;
 
 /// Model, processor and weight files, opened and checked against each other.
@@ -103,6 +103,7 @@ fn model_options(config: &RunConfig, processor: &Processor) -> Result<MiniCpmOpt
     options.lora = config.trainable.lora.as_ref().map(|lora| LoraConfig {
         lora_rank: lora.lora_rank,
         lora_alpha: lora.lora_alpha as f32,
+        lora_dropout: lora.lora_dropout as f32,
         targets: LoraTargets::parse(&lora.target_modules),
         layers: lora.layers.clone(),
         modules_to_save: lora.modules_to_save.clone(),
@@ -135,12 +136,23 @@ fn zero_config(config: &RunConfig) -> Result<ZeroConfig, Failure> {
     })
 }
 
-pub(super) fn sampler(config: &RunConfig, samples: usize) -> Sampler {
+/// The order of `samples` samples; the first update takes `first`.
+pub(super) fn sampler(config: &RunConfig, samples: usize, first: &[usize]) -> Sampler {
     let sizes = SamplerSizes {
         samples,
         world_size: config.nproc,
         micro_batch: config.batch.micro_batch,
         accumulation_steps: config.batch.accumulation_steps,
     };
-    Sampler::new(sizes, config.seed)
+    Sampler::new(sizes, config.seed).beginning_with(first)
+}
+
+/// Whether the activations of a unit are kept rather than computed again in backward.
+pub(super) fn keeps(config: &RunConfig, model: &dyn VisionLanguageModel, unit: UnitId) -> bool {
+    let again = config.checkpoint_activations;
+    !match model.tower(unit) {
+        Tower::Vision => again.vit,
+        Tower::Resampler => again.resampler,
+        Tower::Language => again.llm,
+    }
 }

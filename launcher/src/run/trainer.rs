@@ -2,9 +2,9 @@
 
 use super::check::encode_options;
 use super::session::Session;
-use super::setup::sampler;
+use super::setup::{keeps, sampler};
 use super::{evaluate, failures, resume, save};
-use crate::config::{Cadence, Scheduler};
+use crate::config::{Cadence, RunConfig, Scheduler, Workers};
 use crate::data::{Loader, LoaderOptions, Sampler};
 use crate::exit::{ErrorCode, Failure};
 use crate::rank::{RunSummary, StopFlag};
@@ -12,7 +12,8 @@ use crate::report::{EvalResults, RunReport, StepRecord};
 use crate::ui::{EvalEvent, Event, ResumeEvent, StepEvent};
 use engine::comm::Tag;
 use engine::{PassKind, StepReport};
-use models::autograd::Tape;
+use kernels::Backend;
+use models::autograd::{Dropout, Tape};
 use models::minicpm::sample::EncodedSample;
 use models::{ModelError, SampleInput, VisionLanguageModel};
 use optim::{Schedule, ScheduleKind};
@@ -23,7 +24,11 @@ use std::time::{Duration, Instant};
 const MAX_SKIPPED_IN_A_ROW: u32 = 20;
 
 /// A micro-batch on its way from a loader thread.
-type Prepared = Vec<EncodedSample>;
+struct Prepared {
+    samples: Vec<EncodedSample>,
+    /// Tells each visit to a sample from all others.
+    keys: Vec<u64>,
+}
 
 /// Sums since the last logged row.
 struct Window {
@@ -60,7 +65,11 @@ struct Progress {
 }
 
 pub(super) fn train(session: &mut Session<'_>, stop: &StopFlag) -> Result<RunSummary, Failure> {
-    let sampler = sampler(session.config, session.train.samples.len());
+    let sampler = sampler(
+        session.config,
+        session.train.samples.len(),
+        &session.first_samples,
+    );
     let total_steps = session.config.total_steps(session.train.samples.len());
     let mut progress = progress_from(session, total_steps)?;
     let epochs = sampler.epochs_after(total_steps);
@@ -84,7 +93,7 @@ pub(super) fn train(session: &mut Session<'_>, stop: &StopFlag) -> Result<RunSum
         total: total_steps,
         done: progress.done,
     });
-    let mut loader = start_loader(session, sampler, progress.done..total_steps);
+    let mut loader = start_loader(session, sampler.clone(), progress.done..total_steps);
     let schedule = schedule(session, total_steps);
     let mut window = Window::new();
     while progress.done < total_steps {
@@ -177,7 +186,7 @@ fn schedule(session: &Session<'_>, total_steps: u64) -> Schedule {
         kind,
         warmup_steps,
         total_steps,
-        base_lr: settings.learning_rate,
+        base_lr: session.config.peak_lr(),
     }
 }
 
@@ -190,7 +199,13 @@ fn start_loader(
     let options = encode_options(session.config);
     let rank = session.comm.world().rank;
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    let ahead = LoaderOptions::for_node(cores, session.comm.world().size);
+    let mut ahead = LoaderOptions::for_node(cores, session.comm.world().size);
+    if let Workers::Count(threads) = session.config.batch.data_workers {
+        ahead = LoaderOptions {
+            threads,
+            ahead: 2 * threads,
+        };
+    }
     let micro_steps = session.config.batch.accumulation_steps as u64;
     Loader::new(ahead, steps, micro_steps, move |step, micro| {
         let encode = |index: usize| {
@@ -205,11 +220,11 @@ fn start_loader(
                     .evidence("it was readable when the run began")
                 })
         };
-        sampler
-            .indices(step, micro, rank)
-            .into_iter()
-            .map(encode)
-            .collect()
+        let indices = sampler.indices(step, micro, rank);
+        Ok(Prepared {
+            samples: indices.into_iter().map(encode).collect::<Result<_, _>>()?,
+            keys: sampler.positions(step, micro, rank).collect(),
+        })
     })
 }
 
@@ -232,6 +247,7 @@ fn one_step(
         window.waited += waiting.elapsed();
         window.tokens += samples
             .batch
+            .samples
             .iter()
             .map(|s| s.input_ids.len() as u64)
             .sum::<u64>();
@@ -245,12 +261,17 @@ fn one_step(
     Ok(report)
 }
 
-fn micro_batch(session: &mut Session<'_>, samples: &[EncodedSample]) -> Result<(), Failure> {
-    let inputs: Vec<SampleInput<'_>> = samples.iter().map(SampleInput::from).collect();
+fn micro_batch(session: &mut Session<'_>, prepared: &Prepared) -> Result<(), Failure> {
+    let inputs: Vec<SampleInput<'_>> = prepared.samples.iter().map(SampleInput::from).collect();
     session.zero.begin_pass(PassKind::Train);
     let run = || -> Result<(f64, usize), ModelError> {
         let batch = session.model.collate(&inputs, &*session.backend)?;
-        let tape = Tape::training(&session.zero);
+        let keep = |unit| keeps(session.config, &session.model, unit);
+        let mut tape = Tape::training(&session.zero).with_stored(&keep);
+        let state = dropout(session.config, &prepared.keys, &inputs, &*session.backend)?;
+        if let Some(state) = state {
+            tape = tape.with_dropout(state);
+        }
         let loss = session.model.forward(&tape, &batch)?;
         let sums = (loss.sum()?, loss.supervised);
         tape.backward(&loss, 1.0)?;
@@ -261,6 +282,20 @@ fn micro_batch(session: &mut Session<'_>, samples: &[EncodedSample]) -> Result<(
         .zero
         .end_micro_batch(sum, supervised as u64)
         .map_err(|e| failures::engine("train", &e))
+}
+
+/// The random state of a micro-batch, where adapters drop inputs.
+pub(super) fn dropout(
+    config: &RunConfig,
+    keys: &[u64],
+    samples: &[SampleInput<'_>],
+    backend: &dyn Backend,
+) -> Result<Option<Dropout>, ModelError> {
+    let lora = config.trainable.lora.as_ref();
+    let drops = lora.is_some_and(|lora| lora.lora_dropout > 0.0);
+    drops
+        .then(|| Dropout::new(config.seed, keys, samples, backend))
+        .transpose()
 }
 
 /// Sums over ranks what only this rank knows, and ends runs that have left the numbers.
@@ -419,6 +454,8 @@ fn save_now(
         "zero": config.zero,
         "world_size": session.comm.world().size,
         "exact_match_before": progress.exact_match_before,
+        "worst_first": config.batch.worst_first,
+        "base_model": config.model_dir(),
     });
     let event = save::save(session, progress.done, &meta, report)?;
     progress.summary.checkpoint = Some(config.output.join(&event.name));

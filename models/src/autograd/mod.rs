@@ -6,12 +6,14 @@
 //! runs its body a second time with recording switched on, sweeps that inner record and hands the
 //! parameter gradients to the engine. `README.md` beside this file lists the invariants.
 
+mod dropout;
 mod resident;
 mod scope;
 mod sweep;
 mod tape;
 mod var;
 
+pub use dropout::{Dropout, Rows};
 pub use resident::{AccessEvent, ResidentParams};
 pub use scope::Scope;
 pub use tape::{Gradients, Loss, Observer, Tape};

@@ -1,5 +1,6 @@
 //! The inner recorder: differentiable operations under a lease.
 
+use super::dropout::Dropout;
 use super::sweep::{Grad, Node, Sweep};
 use super::tape::Observer;
 use super::var::{RecorderId, Var};
@@ -14,7 +15,9 @@ use std::fmt::Display;
 pub(super) enum Mode {
     /// Values only; nothing is kept.
     Forward,
-    /// Values and their backward.
+    /// Values and their backward, which outlives the lease.
+    Store,
+    /// The second run: values and their backward, swept under the same lease.
     Replay,
 }
 
@@ -24,6 +27,7 @@ pub struct Scope<'s> {
     access: &'s dyn ParamAccess,
     lease: &'s Lease<'s>,
     observer: Option<Observer<'s>>,
+    dropout: Option<&'s Dropout>,
     mode: Mode,
     id: RecorderId,
     nodes: RefCell<Vec<Node>>,
@@ -46,12 +50,14 @@ impl<'s> Scope<'s> {
         access: &'s dyn ParamAccess,
         lease: &'s Lease<'s>,
         observer: Option<Observer<'s>>,
+        dropout: Option<&'s Dropout>,
         mode: Mode,
     ) -> Self {
         Self {
             access,
             lease,
             observer,
+            dropout,
             mode,
             id: RecorderId::fresh(),
             nodes: RefCell::default(),
@@ -66,6 +72,11 @@ impl<'s> Scope<'s> {
         &**self.access.backend()
     }
 
+    /// The random state of a training pass.
+    pub(crate) fn dropout_state(&self) -> Option<&'s Dropout> {
+        self.dropout
+    }
+
     /// A value no gradient flows into: a mask, a table, an additive constant.
     #[must_use]
     pub fn constant(&self, value: Tensor) -> Var {
@@ -74,20 +85,29 @@ impl<'s> Scope<'s> {
 
     /// Shows a value inside the segment to the tape's observer, on the first run only.
     pub fn observe(&self, name: impl Display, var: &Var) {
-        if let (Some(observer), Mode::Forward) = (self.observer, self.mode) {
+        if let Some(observer) = self.observer {
             observer(&name.to_string(), var.value());
         }
     }
 
     /// A segment input: a slot of its own when a gradient for it is wanted.
     pub(super) fn enter(&self, value: Tensor, requires_grad: bool) -> Var {
-        let slot = (requires_grad && self.mode == Mode::Replay).then(|| self.new_slot());
+        let slot = (requires_grad && self.mode != Mode::Forward).then(|| self.new_slot());
         Var::new(value, self.id, slot, requires_grad)
     }
 
     /// A weight of the leased unit.
     pub(crate) fn weight(&self, id: ParamId) -> Result<&'s Tensor> {
         Ok(self.lease.param(id)?)
+    }
+
+    /// A copy of a weight, where the weight itself would outlive its lease.
+    pub(crate) fn weight_value(&self, id: ParamId) -> Result<Tensor> {
+        let weight = self.weight(id)?;
+        Ok(match self.mode {
+            Mode::Store => self.backend().scale(weight, 1.0)?,
+            Mode::Forward | Mode::Replay => weight.clone(),
+        })
     }
 
     /// Whether a gradient of the parameter is wanted.
@@ -159,23 +179,40 @@ impl<'s> Scope<'s> {
         slot
     }
 
-    /// Sweeps the record from `seeds` (slot, gradient) back and returns the gradients of the
-    /// first `inputs` slots. Parameter gradients are deposited on the way.
-    pub(super) fn sweep(
-        self,
-        seeds: Vec<(usize, Grad)>,
-        inputs: usize,
-    ) -> Result<Vec<Option<Grad>>> {
-        let nodes = self.nodes.into_inner();
-        let mut sweep = Sweep::new(self.access, self.lease, self.slots.get(), &nodes);
-        for (slot, grad) in seeds {
-            sweep.accumulate(slot, grad)?;
+    /// What was recorded.
+    pub(super) fn into_record(self) -> Record {
+        Record {
+            nodes: self.nodes.into_inner(),
+            slots: self.slots.get(),
         }
-        sweep.run(nodes)?;
-        Ok(sweep.into_gradients(inputs))
     }
 
     pub(super) fn owns(&self, var: &Var) -> bool {
         var.recorder() == self.id
+    }
+}
+
+/// The operations of one run of a segment.
+pub(super) struct Record {
+    nodes: Vec<Node>,
+    slots: usize,
+}
+
+impl Record {
+    /// Sweeps from `seeds` (slot, gradient) back and returns the gradients of the first `inputs` slots. Parameter
+    /// gradients are deposited on the way.
+    pub(super) fn sweep(
+        self,
+        access: &dyn ParamAccess,
+        lease: &Lease<'_>,
+        seeds: Vec<(usize, Grad)>,
+        inputs: usize,
+    ) -> Result<Vec<Option<Grad>>> {
+        let mut sweep = Sweep::new(access, lease, self.slots, &self.nodes);
+        for (slot, grad) in seeds {
+            sweep.accumulate(slot, grad)?;
+        }
+        sweep.run(self.nodes)?;
+        Ok(sweep.into_gradients(inputs))
     }
 }

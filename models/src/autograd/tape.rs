@@ -1,6 +1,7 @@
 //! The outer recorder: segments only.
 
-use super::scope::{Mode, Scope};
+use super::dropout::Dropout;
+use super::scope::{Mode, Record, Scope};
 use super::sweep::{Grad, sum};
 use super::var::{RecorderId, Slot, Var};
 use crate::error::{ModelError, Result};
@@ -35,14 +36,30 @@ impl Loss {
     }
 }
 
-/// A segment that backward will run again: where its values come from and go to, and its inputs.
+/// What backward needs of a segment: where its values go to, and how their gradients come about.
 struct Segment<'m> {
     unit: UnitId,
-    body: Body<'m>,
-    inputs: Vec<(Tensor, Option<Slot>)>,
     outputs: Range<Slot>,
-    /// Checksums of the outputs, where replay is checked.
-    sums: Vec<u64>,
+    work: Work<'m>,
+}
+
+/// How a segment's gradients come about.
+enum Work<'m> {
+    /// Its body runs again.
+    Replay {
+        body: Body<'m>,
+        inputs: Vec<(Tensor, Option<Slot>)>,
+        /// Checksums of the outputs, where replay is checked.
+        sums: Vec<u64>,
+    },
+    /// Its first run was recorded.
+    Stored {
+        record: Record,
+        /// Places of the inputs that want a gradient on the tape.
+        inputs: Vec<Slot>,
+        /// Places of the outputs in the record.
+        outputs: Vec<Option<Slot>>,
+    },
 }
 
 /// Records segments in execution order. It cannot read a weight:
@@ -78,6 +95,8 @@ struct Segment<'m> {
 pub struct Tape<'e, 'm> {
     access: &'e dyn ParamAccess,
     observer: Option<Observer<'e>>,
+    dropout: Option<Dropout>,
+    stored: Option<&'e dyn Fn(UnitId) -> bool>,
     recording: bool,
     check_replay: bool,
     id: RecorderId,
@@ -112,6 +131,8 @@ impl<'e, 'm> Tape<'e, 'm> {
         Self {
             access,
             observer: None,
+            dropout: None,
+            stored: None,
             recording,
             check_replay: cfg!(debug_assertions),
             id: RecorderId::fresh(),
@@ -125,6 +146,21 @@ impl<'e, 'm> Tape<'e, 'm> {
     #[must_use]
     pub fn with_observer(mut self, observer: Observer<'e>) -> Self {
         self.observer = Some(observer);
+        self
+    }
+
+    /// Sets elements to zero where layers ask for it; without, and in inference, no layer does.
+    #[must_use]
+    pub fn with_dropout(mut self, dropout: Dropout) -> Self {
+        self.dropout = Some(dropout).filter(|_| self.recording);
+        self
+    }
+
+    /// Keeps the inner values of the segments of these units instead of computing them again in backward. The gradients
+    /// are the same bits.
+    #[must_use]
+    pub fn with_stored(mut self, stored: &'e dyn Fn(UnitId) -> bool) -> Self {
+        self.stored = Some(stored);
         self
     }
 
@@ -161,11 +197,14 @@ impl<'e, 'm> Tape<'e, 'm> {
         }
     }
 
-    /// Elements kept for backward: the inputs of the recorded segments.
+    /// Elements kept for backward: the inputs of the segments that run again.
     #[must_use]
     pub fn saved_elems(&self) -> usize {
         let segments = self.segments.borrow();
-        let inputs = segments.iter().flat_map(|s| &s.inputs);
+        let inputs = segments.iter().flat_map(|segment| match &segment.work {
+            Work::Replay { inputs, .. } => &inputs[..],
+            Work::Stored { .. } => &[],
+        });
         inputs.map(|(value, _)| value.elems()).sum()
     }
 
@@ -187,23 +226,36 @@ impl<'e, 'm> Tape<'e, 'm> {
         self.check(unit, &inputs)?;
         let body: Body<'m> =
             Box::new(move |scope, vars| Ok(body(scope, std::array::from_fn(|i| &vars[i]))?.into()));
-        let outputs = self.first_run(unit, &inputs, &body)?;
-        let wanted = self.recording
-            && self.access.needs_backward(unit)
-            && outputs.iter().any(Var::requires_grad);
+        let visited = self.recording && self.access.needs_backward(unit);
+        let mode = match self.stored {
+            Some(stored) if visited && stored(unit) => Mode::Store,
+            _ => Mode::Forward,
+        };
+        let (outputs, record) = self.first_run(unit, &inputs, &body, mode)?;
+        let wanted = visited && outputs.iter().any(Var::requires_grad);
         let first = self.slots.get();
         if wanted {
-            let segment = Segment {
-                unit,
-                body,
-                inputs: inputs
-                    .iter()
-                    .map(|v| (v.value().clone(), v.slot()))
-                    .collect(),
-                outputs: self.new_slots(O),
-                sums: self.sums(&outputs),
+            let work = match mode {
+                Mode::Store => Work::Stored {
+                    record,
+                    inputs: inputs.iter().filter_map(|v| v.slot()).collect(),
+                    outputs: outputs.iter().map(Var::slot).collect(),
+                },
+                _ => Work::Replay {
+                    body,
+                    inputs: inputs
+                        .iter()
+                        .map(|v| (v.value().clone(), v.slot()))
+                        .collect(),
+                    sums: self.sums(&outputs),
+                },
             };
-            self.segments.borrow_mut().push(segment);
+            let outputs = self.new_slots(O);
+            self.segments.borrow_mut().push(Segment {
+                unit,
+                outputs,
+                work,
+            });
         }
         let mut outputs = outputs.into_iter();
         Ok(std::array::from_fn(|i| {
@@ -231,15 +283,26 @@ impl<'e, 'm> Tape<'e, 'm> {
         }
     }
 
-    fn first_run(&self, unit: UnitId, inputs: &[&Var], body: &Body<'m>) -> Result<Vec<Var>> {
+    fn first_run(
+        &self,
+        unit: UnitId,
+        inputs: &[&Var],
+        body: &Body<'m>,
+        mode: Mode,
+    ) -> Result<(Vec<Var>, Record)> {
         let lease = self.access.lease(unit, Phase::Forward)?;
         let outputs = {
-            let scope = Scope::new(self.access, &lease, self.observer, Mode::Forward);
+            let dropout = self.dropout.as_ref();
+            let scope = Scope::new(self.access, &lease, self.observer, dropout, mode);
             let vars: Vec<Var> = inputs
                 .iter()
                 .map(|v| scope.enter(v.value().clone(), v.requires_grad()))
                 .collect();
-            body(&scope, &vars)?
+            let outputs = body(&scope, &vars)?;
+            if mode == Mode::Store && outputs.iter().any(|v| v.requires_grad() && !scope.owns(v)) {
+                return Err(ModelError::ForeignVar { op: "segment" });
+            }
+            (outputs, scope.into_record())
         };
         lease.end()?;
         Ok(outputs)
@@ -300,6 +363,7 @@ impl<'e, 'm> Tape<'e, 'm> {
             segments,
             slots,
             check_replay,
+            dropout,
             ..
         } = self;
         let backend: &dyn Backend = &**access.backend();
@@ -316,7 +380,7 @@ impl<'e, 'm> Tape<'e, 'm> {
             if seeds.iter().all(Option::is_none) {
                 continue;
             }
-            for (slot, grad) in replay(access, segment, seeds, check_replay)? {
+            for (slot, grad) in replay(access, segment, seeds, dropout.as_ref(), check_replay)? {
                 add(backend, &mut grads, slot, grad)?;
             }
         }
@@ -324,36 +388,45 @@ impl<'e, 'm> Tape<'e, 'm> {
     }
 }
 
-/// Leases the segment's unit, runs its body again, sweeps; returns the gradients of its inputs by
+/// Leases the segment's unit, runs its body again where its first run was not recorded, sweeps; returns the gradients of its inputs by
 /// their slot on the tape.
 fn replay(
     access: &dyn ParamAccess,
     segment: Segment<'_>,
     seeds: Vec<Option<Grad>>,
+    dropout: Option<&Dropout>,
     check: bool,
 ) -> Result<Vec<(Slot, Grad)>> {
-    let Segment {
-        unit,
-        body,
-        inputs,
-        sums,
-        ..
-    } = segment;
+    let unit = segment.unit;
     let lease = access.lease(unit, Phase::Backward)?;
-    let slots: Vec<Slot> = inputs.iter().filter_map(|(_, slot)| *slot).collect();
-    let grads = {
-        let scope = Scope::new(access, &lease, None, Mode::Replay);
-        let vars: Vec<Var> = inputs
-            .into_iter()
-            .map(|(value, slot)| scope.enter(value, slot.is_some()))
-            .collect();
-        let outputs = body(&scope, &vars)?;
-        drop(vars);
-        if check && !scope.has_elided() {
-            compare(unit, &outputs, &sums)?;
+    let (slots, grads) = match segment.work {
+        Work::Stored {
+            record,
+            inputs,
+            outputs,
+        } => {
+            let inner = outputs.into_iter().zip(seeds);
+            let inner = inner.filter_map(|(slot, grad)| Some((slot?, grad?)));
+            let grads = record.sweep(access, &lease, inner.collect(), inputs.len())?;
+            (inputs, grads)
         }
-        let inner = inner_seeds(&scope, outputs, seeds)?;
-        scope.sweep(inner, slots.len())?
+        Work::Replay { body, inputs, sums } => {
+            let slots: Vec<Slot> = inputs.iter().filter_map(|(_, slot)| *slot).collect();
+            let scope = Scope::new(access, &lease, None, dropout, Mode::Replay);
+            let vars: Vec<Var> = inputs
+                .into_iter()
+                .map(|(value, slot)| scope.enter(value, slot.is_some()))
+                .collect();
+            let outputs = body(&scope, &vars)?;
+            drop(vars);
+            if check && !scope.has_elided() {
+                compare(unit, &outputs, &sums)?;
+            }
+            let inner = inner_seeds(&scope, outputs, seeds)?;
+            let record = scope.into_record();
+            let grads = record.sweep(access, &lease, inner, slots.len())?;
+            (slots, grads)
+        }
     };
     lease.end()?;
     let pairs = slots.into_iter().zip(grads);

@@ -17,8 +17,8 @@ use crate::nn::Rotary;
 use crate::ops::Sequences;
 use crate::params::{ADAPTER_PREFIX, ParamBuilder};
 use crate::selection::Selection;
-use crate::{SampleInput, VisionLanguageModel};
-use engine::{ModelSpec, ParamId};
+use crate::{SampleInput, Tower, VisionLanguageModel};
+use engine::{ModelSpec, ParamId, UnitId};
 use kernels::{Backend, DType, Float, IGNORED_LABEL, RopeLayout, Shape, Tag, Tensor};
 use std::ops::Range;
 use std::sync::Arc;
@@ -285,6 +285,14 @@ impl MiniCpm {
 impl VisionLanguageModel for MiniCpm {
     fn spec(&self) -> &ModelSpec {
         &self.spec
+    }
+
+    fn tower(&self, unit: UnitId) -> Tower {
+        match self.spec.units[unit.index()].name.split('.').next() {
+            Some("vpm") => Tower::Vision,
+            Some("resampler") => Tower::Resampler,
+            _ => Tower::Language,
+        }
     }
 
     fn dtype(&self) -> DType {

@@ -1,7 +1,7 @@
 //! The linear layer with a low-rank adapter, as one operation.
 
 use super::linear::{LinearParams, matrix, product, rows};
-use crate::autograd::{Scope, Var};
+use crate::autograd::{Dropout, Rows, Scope, Var};
 use crate::error::Result;
 use engine::ParamId;
 use kernels::{DType, LoraArgs, Tensor, Transpose};
@@ -15,6 +15,10 @@ pub struct LoraParams {
     pub lora_b: ParamId,
     /// `alpha / r`.
     pub scale: f32,
+    /// Share of the adapter's inputs that training sets to zero.
+    pub dropout: f32,
+    /// What the layer's rows are.
+    pub rows: Rows,
 }
 
 impl Scope<'_> {
@@ -23,6 +27,9 @@ impl Scope<'_> {
     /// # Errors
     /// As [`Scope::linear`]; a range of rows is not supported here and is an error of shapes.
     pub fn lora_linear(&self, x: &Var, base: &LinearParams, adapter: LoraParams) -> Result<Var> {
+        if let Some(state) = self.dropout_state().filter(|_| adapter.dropout > 0.0) {
+            return self.lora_linear_with_dropout(x, base, adapter, state);
+        }
         let input = rows(x.value())?;
         let bias = base.bias.map(|id| self.weight(id)).transpose()?;
         let weight = matrix(self.weight(base.weight)?)?;
@@ -77,5 +84,21 @@ impl Scope<'_> {
                 Ok(())
             },
         )
+    }
+
+    /// The adapter sees other inputs than the base, so its two products stand for themselves.
+    fn lora_linear_with_dropout(
+        &self,
+        x: &Var,
+        base: &LinearParams,
+        adapter: LoraParams,
+        state: &Dropout,
+    ) -> Result<Var> {
+        let y = self.linear(x, base)?;
+        let key = state.key(adapter.lora_a.0);
+        let seen = self.dropout(x, state.rows(adapter.rows), key, adapter.dropout)?;
+        let low = self.linear(&seen, &LinearParams::new(adapter.lora_a, None))?;
+        let delta = self.linear(&low, &LinearParams::new(adapter.lora_b, None))?;
+        self.add(&y, &self.scale(&delta, adapter.scale)?)
     }
 }

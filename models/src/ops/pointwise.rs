@@ -3,7 +3,7 @@
 use crate::autograd::{Scope, Var};
 use crate::error::Result;
 use engine::ParamId;
-use kernels::{DType, Direction, Gelu, RopeLayout, Shape, Tensor};
+use kernels::{DType, Direction, DropoutArgs, Gelu, RopeLayout, Shape, Tensor};
 
 impl Scope<'_> {
     /// A parameter as a value of its own.
@@ -11,7 +11,7 @@ impl Scope<'_> {
     /// # Errors
     /// When it is not in the leased unit.
     pub fn parameter(&self, id: ParamId) -> Result<Var> {
-        let value = self.weight(id)?.clone();
+        let value = self.weight_value(id)?;
         self.record("parameter", value, &[], &[id], move |sweep, dy| {
             let wide = match dy.dtype() {
                 DType::F32 => dy,
@@ -43,6 +43,30 @@ impl Scope<'_> {
         let slot = x.slot();
         self.record("scale", value, &[x], &[], move |sweep, dy| {
             let dx = sweep.backend().scale(&dy, factor)?;
+            sweep.add(slot, dx)
+        })
+    }
+
+    /// `x [t, k]` with elements set to zero with probability `p` and the others divided by `1 - p`; see
+    /// [`Backend::dropout`](kernels::Backend::dropout).
+    ///
+    /// # Errors
+    /// When `rows` has other rows than `x`, `p` is out of range, or memory runs out.
+    pub fn dropout(&self, x: &Var, rows: &Tensor, key: [u32; 2], p: f32) -> Result<Var> {
+        let value = self.backend().dropout(DropoutArgs {
+            x: x.value(),
+            rows,
+            key,
+            p,
+        })?;
+        let (slot, rows) = (x.slot(), rows.clone());
+        self.record("dropout", value, &[x], &[], move |sweep, dy| {
+            let dx = sweep.backend().dropout(DropoutArgs {
+                x: &dy,
+                rows: &rows,
+                key,
+                p,
+            })?;
             sweep.add(slot, dx)
         })
     }

@@ -1,6 +1,7 @@
 //! Every operation's gradient against central differences, through a tape.
 
 use super::{LinearParams, LoraParams, Sequences};
+use crate::autograd::Rows;
 use crate::autograd::gradcheck::{backend, gradcheck, gradcheck_loss, index, tensor, values};
 use engine::ParamId;
 use kernels::{DType, Gelu, IGNORED_LABEL, RopeLayout};
@@ -53,11 +54,23 @@ fn bare_matmul_is_not_transposed() {
 }
 
 #[test]
+fn dropout_sends_gradients_through_what_it_kept() {
+    let rows: Vec<i32> = (0..12).collect();
+    let rows = index(&*backend(), &rows).reshape([6, 2]).unwrap();
+    gradcheck([&[6, 5]], &[&[4, 5]], |s, [x]| {
+        let kept = s.dropout(x, &rows, [7, 8], 0.4)?;
+        s.linear(&kept, &LinearParams::new(P0, None))
+    });
+}
+
+#[test]
 fn lora_linear_with_a_trained_base() {
     let base = LinearParams::new(P0, Some(P1));
     let adapter = LoraParams {
         lora_a: P2,
         lora_b: P3,
+        dropout: 0.0,
+        rows: Rows::Tokens,
         scale: 0.7,
     };
     let shapes: [&[usize]; 4] = [&[5, 4], &[5], &[2, 4], &[5, 2]];

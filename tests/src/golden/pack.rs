@@ -270,6 +270,7 @@ impl AdapterConfig {
         LoraConfig {
             lora_rank: self.lora_rank,
             lora_alpha: self.lora_alpha,
+            lora_dropout: 0.0,
             targets: LoraTargets::Pattern(self.target_modules.clone()),
             layers: None,
             modules_to_save: modules_to_save.iter().map(|m| (*m).to_owned()).collect(),

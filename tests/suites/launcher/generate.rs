@@ -48,7 +48,11 @@ fn refuse(site: &Site, line: &str, status: i32, code: &str, words: &[&str]) {
     let split: Vec<&str> = line.split_whitespace().collect();
     let said = say(site, &split);
     let screen = &said.stderr;
-    assert_eq!((said.code, &*said.stdout), (Some(status), ""), "{line}\n{screen}");
+    assert_eq!(
+        (said.code, &*said.stdout),
+        (Some(status), ""),
+        "{line}\n{screen}"
+    );
     let code = format!("error[{code}] ");
     for word in [&*code, "  cause     ", "  next      "].iter().chain(words) {
         assert!(screen.contains(word), "{line}: no {word:?} in\n{screen}");
@@ -72,7 +76,10 @@ fn a_prompt_is_answered_on_standard_output() {
         assert!(plain.stderr.contains(label), "{}", plain.stderr);
     }
     let record = ask("--json").json();
-    assert_eq!(record["answer"].as_str(), Some(plain.stdout.trim_end_matches('\n')));
+    assert_eq!(
+        record["answer"].as_str(),
+        Some(plain.stdout.trim_end_matches('\n'))
+    );
     assert!(record["tokens"].as_u64().unwrap() <= 6);
     // A wide picture is cut.
     assert!(record["slices"].as_u64().unwrap() > 1);
@@ -108,7 +115,10 @@ fn several_pictures_and_none_are_taken() {
 
 /// The keys and the values of an evaluation that a run left, against those of the verb.
 fn assert_evaluates_alike(site: &Site, line: &str) -> Value {
-    let said = run(site, &format!("eval --data data/samples.json --output rows.json {line}"));
+    let said = run(
+        site,
+        &format!("eval --data data/samples.json --output rows.json {line}"),
+    );
     let result = said.json();
     let left = read_json(&site.path("out/eval_results.json"));
     for key in ["eval_loss", "exact_match"] {
@@ -121,10 +131,21 @@ fn assert_evaluates_alike(site: &Site, line: &str) -> Value {
     let rows = read_json(&site.path("rows.json"));
     assert_eq!(rows["eval_loss"], result["eval_loss"]);
     let kept = read_json(&site.path("out/samples/step-000002.json"));
-    let (rows, kept) = (rows["samples"].as_array().unwrap(), kept.as_array().unwrap());
+    let (rows, kept) = (
+        rows["samples"].as_array().unwrap(),
+        kept.as_array().unwrap(),
+    );
     assert_eq!((rows.len(), kept.len()), (6, 6));
     for (row, kept) in rows.iter().zip(kept) {
-        for key in ["index", "id", "images", "prompt", "reference", "answer", "exact"] {
+        for key in [
+            "index",
+            "id",
+            "images",
+            "prompt",
+            "reference",
+            "answer",
+            "exact",
+        ] {
             assert_eq!(row[key], kept[key], "{key}");
         }
     }
@@ -147,7 +168,10 @@ fn a_whole_model_evaluates_as_it_did_in_its_run() {
     let result = assert_evaluates_alike(&site, "--model out/checkpoint-2");
     // Batches change nothing, and a limit leaves samples out.
     let line = "--model out/checkpoint-2 --per-device-eval-batch-size 1";
-    assert_eq!(assert_evaluates_alike(&site, line)["eval_loss"], result["eval_loss"]);
+    assert_eq!(
+        assert_evaluates_alike(&site, line)["eval_loss"],
+        result["eval_loss"]
+    );
     let line = "eval --model out/checkpoint-2 --data data/samples.json --limit 2";
     assert_eq!(run(&site, line).json()["eval_samples"], 2);
     let line = "generate --model out/checkpoint-2 --prompt Why? --max-new-tokens 3";
@@ -168,21 +192,40 @@ fn adapters_and_trained_parts_are_laid_over_their_base() {
         let with = assert_evaluates_alike(&site, adapter);
         let base = run(&site, "eval --model model --data data/samples.json").json();
         assert_ne!(with["eval_loss"], base["eval_loss"], "{flags}");
-        assert!(with["adapter"].as_str().unwrap().ends_with("out/checkpoint-2"));
-        let said = run(&site, &format!("generate {adapter} --prompt Why? --max-new-tokens 3"));
+        assert!(
+            with["adapter"]
+                .as_str()
+                .unwrap()
+                .ends_with("out/checkpoint-2")
+        );
+        let said = run(
+            &site,
+            &format!("generate {adapter} --prompt Why? --max-new-tokens 3"),
+        );
         assert!(said.stderr.contains("out/checkpoint-2"), "{}", said.stderr);
         // The folder alone is no model, and it belongs to its own base only.
         let line = "generate --model out/checkpoint-2 --prompt Why?";
         let words = ["only a part of a model", "--adapter out/checkpoint-2"];
         refuse(&site, line, 10, "E10", &words);
-        for name in ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"] {
+        for name in [
+            "config.json",
+            "model.safetensors",
+            "tokenizer.json",
+            "tokenizer_config.json",
+        ] {
             let other = golden("minicpm-o-2_6").join(name);
             fs::copy(other, site.path("model").join(name)).unwrap();
         }
         let preprocessor = golden("minicpm-o-2_6").join("preprocessor_config.json");
         fs::copy(preprocessor, site.path("model/preprocessor_config.json")).unwrap();
         let line = format!("generate {adapter} --prompt Why?");
-        refuse(&site, &line, 10, "E10", &["does not belong to this model", "the model needs"]);
+        refuse(
+            &site,
+            &line,
+            10,
+            "E10",
+            &["does not belong to this model", "the model needs"],
+        );
     }
 }
 
@@ -194,18 +237,68 @@ fn what_cannot_be_asked_is_refused() {
         ("generate --prompt Why?", 2, "E09", &["needs --model"][..]),
         ("generate --model model", 2, "E09", &["needs --prompt"]),
         ("eval --model model", 2, "E09", &["needs --data"]),
-        (&format!("{ask} --imgae x"), 2, "E09", &["did you mean --image?"]),
-        (&format!("{ask} --temperature -1"), 2, "E09", &["temperature"]),
+        (
+            &format!("{ask} --imgae x"),
+            2,
+            "E09",
+            &["did you mean --image?"],
+        ),
+        (
+            &format!("{ask} --temperature -1"),
+            2,
+            "E09",
+            &["temperature"],
+        ),
         (&format!("{ask} --top-p 0"), 2, "E09", &["top_p"]),
-        (&format!("{ask} --max-new-tokens 0"), 2, "E09", &["--max-new-tokens 0"]),
+        (
+            &format!("{ask} --max-new-tokens 0"),
+            2,
+            "E09",
+            &["--max-new-tokens 0"],
+        ),
         (&format!("{ask} --image none.png"), 3, "E18", &["none.png"]),
-        (&format!("{ask} --image model/config.json"), 3, "E18", &["config.json"]),
-        ("generate --model model --prompt <image>", 3, "E07", &["1 image placeholders"]),
-        (&format!("{ask} --model-max-length 5"), 3, "E06", &["--model-max-length 5"]),
-        (&format!("{ask} --adapter nowhere"), 10, "E10", &["nowhere", "--adapter"]),
-        ("generate --model nowhere --prompt Why?", 10, "E10", &["nowhere"]),
-        ("eval --model model --data none.json", 3, "E18", &["none.json"]),
-        ("eval --model model --data data/samples.json --limit 0", 2, "E09", &["--limit 0"]),
+        (
+            &format!("{ask} --image model/config.json"),
+            3,
+            "E18",
+            &["config.json"],
+        ),
+        (
+            "generate --model model --prompt <image>",
+            3,
+            "E07",
+            &["1 image placeholders"],
+        ),
+        (
+            &format!("{ask} --model-max-length 5"),
+            3,
+            "E06",
+            &["--model-max-length 5"],
+        ),
+        (
+            &format!("{ask} --adapter nowhere"),
+            10,
+            "E10",
+            &["nowhere", "--adapter"],
+        ),
+        (
+            "generate --model nowhere --prompt Why?",
+            10,
+            "E10",
+            &["nowhere"],
+        ),
+        (
+            "eval --model model --data none.json",
+            3,
+            "E18",
+            &["none.json"],
+        ),
+        (
+            "eval --model model --data data/samples.json --limit 0",
+            2,
+            "E09",
+            &["--limit 0"],
+        ),
         (
             "eval --model model --data data/samples.json --model-max-length 12",
             3,

@@ -1,0 +1,37 @@
+//! Counter-based random numbers: Philox4x32 with ten rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3").
+
+const MULTIPLIERS: [u32; 2] = [0xD251_1F53, 0xCD9E_8D57];
+const KEY_STEPS: [u32; 2] = [0x9E37_79B9, 0xBB67_AE85];
+const ROUNDS: usize = 10;
+
+/// One block of the generator: 128 random bits for a 128-bit counter and a 64-bit key.
+#[must_use]
+pub fn philox4x32(counter: [u32; 4], key: [u32; 2]) -> [u32; 4] {
+    let lanes = philox4x32_lanes(counter.map(|word| [word]), key);
+    lanes.map(|[word]| word)
+}
+
+/// `L` independent blocks with one key: word `w` of block `l` is `[w][l]`. Loops run over lanes so that they
+/// become vector instructions.
+#[inline(always)]
+#[must_use]
+pub fn philox4x32_lanes<const L: usize>(
+    mut counter: [[u32; L]; 4],
+    mut key: [u32; 2],
+) -> [[u32; L]; 4] {
+    for _ in 0..ROUNDS {
+        for l in 0..L {
+            let left = u64::from(MULTIPLIERS[0]) * u64::from(counter[0][l]);
+            let right = u64::from(MULTIPLIERS[1]) * u64::from(counter[2][l]);
+            counter[0][l] = (right >> 32) as u32 ^ counter[1][l] ^ key[0];
+            counter[1][l] = right as u32;
+            counter[2][l] = (left >> 32) as u32 ^ counter[3][l] ^ key[1];
+            counter[3][l] = left as u32;
+        }
+        key = [
+            key[0].wrapping_add(KEY_STEPS[0]),
+            key[1].wrapping_add(KEY_STEPS[1]),
+        ];
+    }
+    counter
+}

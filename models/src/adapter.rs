@@ -1,0 +1,388 @@
+//! Reading what a run saved beside its base model: adapters in peft's files, and parts trained in full.
+//!
+//! A checkpoint folder of such a run holds `adapter_model.safetensors` with `adapter_config.json` (tensors called
+//! `base_model.model.<module>.lora_A.weight`, `…lora_B.weight`, and `base_model.model.<parameter>` for modules trained
+//! in full), or `trained.safetensors` (parameters under their own names), or both.
+
+use crate::lora::{LoraConfig, LoraTargets};
+use crate::params::ADAPTER_PREFIX;
+use crate::weights::{WeightError, WeightSource};
+use serde::Deserialize;
+use serde_json::Value;
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+/// File of the adapter's settings.
+pub const ADAPTER_CONFIG: &str = "adapter_config.json";
+/// Name, without extension, of the file of adapters.
+pub const ADAPTER_STEM: &str = "adapter_model";
+/// Name, without extension, of the file of other trained tensors.
+pub const TRAINED_STEM: &str = "trained";
+
+const LORA_A: &str = ".lora_A.weight";
+const LORA_B: &str = ".lora_B.weight";
+
+/// Why a folder of adapters cannot be used.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum AdapterError {
+    /// The folder holds neither adapters nor trained tensors.
+    #[error("{} holds no adapter_model.safetensors and no trained.safetensors", dir.display())]
+    Nothing {
+        /// The folder.
+        dir: PathBuf,
+    },
+    /// The settings cannot be read.
+    #[error("cannot read {}", path.display())]
+    Config {
+        /// The file.
+        path: PathBuf,
+        /// The cause.
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
+    /// A setting of peft that changes the result and is not implemented.
+    #[error("{} asks for {key} = {value}, which is not supported", path.display())]
+    Unsupported {
+        /// The file.
+        path: PathBuf,
+        /// The setting.
+        key: &'static str,
+        /// Its value.
+        value: String,
+    },
+    /// An adapter lacks a half, or its halves do not fit each other and the rank.
+    #[error("the adapter of {module} is not whole: {reason}")]
+    Halves {
+        /// Path of the module.
+        module: String,
+        /// What is wrong.
+        reason: String,
+    },
+    /// A file of weights cannot be read.
+    #[error(transparent)]
+    Weights(#[from] WeightError),
+}
+
+/// The settings of `adapter_config.json` that matter for the result.
+#[derive(Clone, PartialEq, Debug, Deserialize)]
+pub struct AdapterConfig {
+    /// Rank.
+    pub r: usize,
+    /// The adapter's output is scaled by `lora_alpha / r`.
+    pub lora_alpha: f64,
+    /// The base it was trained on.
+    #[serde(default)]
+    pub base_model_name_or_path: Option<String>,
+    /// Modules trained in full.
+    #[serde(default)]
+    pub modules_to_save: Option<Vec<String>>,
+}
+
+/// Adapters and trained tensors of one folder.
+#[derive(Debug)]
+pub struct Adapter {
+    dir: PathBuf,
+    config: Option<AdapterConfig>,
+    files: Vec<WeightSource>,
+    /// Parameter of the model (adapters by their full name) to file and name in it.
+    tensors: BTreeMap<String, (usize, String)>,
+    /// Paths of the modules that have an adapter.
+    modules: BTreeSet<String>,
+}
+
+impl Adapter {
+    /// Opens the folder `dir`.
+    ///
+    /// # Errors
+    /// When it holds nothing to open, a file is damaged, an adapter is not whole, or a setting is not supported.
+    pub fn open(dir: &Path) -> Result<Self, AdapterError> {
+        let mut adapter = Self {
+            dir: dir.to_owned(),
+            config: None,
+            files: Vec::new(),
+            tensors: BTreeMap::new(),
+            modules: BTreeSet::new(),
+        };
+        for stem in [ADAPTER_STEM, TRAINED_STEM] {
+            match WeightSource::open_stem(dir, stem) {
+                Ok(source) => adapter.add(stem, source),
+                Err(WeightError::NoWeights { .. }) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+        if adapter.files.is_empty() {
+            return Err(AdapterError::Nothing {
+                dir: dir.to_owned(),
+            });
+        }
+        if adapter.files[0]
+            .names()
+            .any(|n| n.starts_with(ADAPTER_PREFIX))
+        {
+            adapter.config = Some(read_config(&dir.join(ADAPTER_CONFIG))?);
+        }
+        adapter.check_halves()?;
+        Ok(adapter)
+    }
+
+    fn add(&mut self, stem: &str, source: WeightSource) {
+        let file = self.files.len();
+        for key in source.names() {
+            let module = key
+                .strip_suffix(LORA_A)
+                .or_else(|| key.strip_suffix(LORA_B));
+            let name = match module {
+                Some(_) => key,
+                None if stem == ADAPTER_STEM => key.strip_prefix(ADAPTER_PREFIX).unwrap_or(key),
+                None => key,
+            };
+            let module = module.map(|path| path.strip_prefix(ADAPTER_PREFIX).unwrap_or(path));
+            self.modules.extend(module.map(str::to_owned));
+            self.tensors.insert(name.to_owned(), (file, key.to_owned()));
+        }
+        self.files.push(source);
+    }
+
+    fn check_halves(&self) -> Result<(), AdapterError> {
+        let Some(config) = &self.config else {
+            return Ok(());
+        };
+        for module in &self.modules {
+            let broken = |reason: String| {
+                Err(AdapterError::Halves {
+                    module: module.clone(),
+                    reason,
+                })
+            };
+            match self.halves(module).map(|name| self.shape(&name)) {
+                [Some(&[rank, _]), Some(&[_, columns])] => {
+                    if (rank, columns) != (config.r, config.r) {
+                        return broken(format!(
+                            "lora_A has {rank} rows and lora_B {columns} columns, {ADAPTER_CONFIG} says r = {}",
+                            config.r
+                        ));
+                    }
+                }
+                [a, b] => return broken(format!("lora_A {a:?}, lora_B {b:?}")),
+            }
+        }
+        Ok(())
+    }
+
+    /// Full names of the two halves of a module's adapter: `[r, k]` and `[n, r]`.
+    #[must_use]
+    pub fn halves(&self, module: &str) -> [String; 2] {
+        [LORA_A, LORA_B].map(|half| format!("{ADAPTER_PREFIX}{module}{half}"))
+    }
+
+    /// The folder.
+    #[must_use]
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    /// The settings, where there are adapters.
+    #[must_use]
+    pub fn config(&self) -> Option<&AdapterConfig> {
+        self.config.as_ref()
+    }
+
+    /// Paths of the modules with an adapter, such as `llm.model.layers.0.self_attn.q_proj`.
+    pub fn modules(&self) -> impl Iterator<Item = &str> {
+        self.modules.iter().map(String::as_str)
+    }
+
+    /// Names of all tensors: parameters of the model under their own names, adapters under their full names.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.tensors.keys().map(String::as_str)
+    }
+
+    /// Whether the parameter `name` lies here.
+    #[must_use]
+    pub fn has(&self, name: &str) -> bool {
+        self.tensors.contains_key(name)
+    }
+
+    /// Extents of a tensor.
+    #[must_use]
+    pub fn shape(&self, name: &str) -> Option<&[usize]> {
+        let (file, key) = self.tensors.get(name)?;
+        self.files[*file].shape(key)
+    }
+
+    /// Dtype of a tensor as stored.
+    #[must_use]
+    pub fn dtype(&self, name: &str) -> Option<kernels::DType> {
+        let (file, key) = self.tensors.get(name)?;
+        self.files[*file].dtype(key)
+    }
+
+    /// Reads a range of a tensor; see [`WeightSource::read_range`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn read_range(
+        &self,
+        name: &str,
+        elements: Range<usize>,
+        out: kernels::DType,
+        dst: &mut [u8],
+    ) -> Result<(), WeightError> {
+        match self.tensors.get(name) {
+            Some((file, key)) => self.files[*file].read_range(key, elements, out, dst),
+            None => Err(WeightError::MissingTensor {
+                name: name.to_owned(),
+                dir: self.dir.clone(),
+            }),
+        }
+    }
+
+    /// The adapters as the model is built with them; `None` where only whole tensors were trained. Adapters stand
+    /// where the files have them, whatever pattern chose the modules.
+    #[must_use]
+    pub fn lora(&self) -> Option<LoraConfig> {
+        let config = self.config.as_ref()?;
+        (!self.modules.is_empty()).then(|| LoraConfig {
+            lora_rank: config.r,
+            lora_alpha: config.lora_alpha as f32,
+            lora_dropout: 0.0,
+            targets: LoraTargets::Modules(self.modules.clone()),
+            layers: None,
+            modules_to_save: Vec::new(),
+        })
+    }
+
+    /// The parameters of the model that are neither its own nor those of its adapters: they would be lost.
+    pub fn strangers<'a>(&'a self, base: &'a WeightSource) -> impl Iterator<Item = &'a str> {
+        self.names().filter(move |name| {
+            let module = name
+                .strip_prefix(ADAPTER_PREFIX)
+                .and_then(|path| path.strip_suffix(LORA_A).or(path.strip_suffix(LORA_B)));
+            match module {
+                Some(module) => base.shape(&format!("{module}.weight")).is_none(),
+                None => base.shape(name).is_none(),
+            }
+        })
+    }
+}
+
+fn read_config(path: &Path) -> Result<AdapterConfig, AdapterError> {
+    let failed = |source: Box<dyn std::error::Error + Send + Sync>| AdapterError::Config {
+        path: path.to_owned(),
+        source,
+    };
+    let bytes = std::fs::read(path).map_err(|e| failed(e.into()))?;
+    let value: Value = serde_json::from_slice(&bytes).map_err(|e| failed(e.into()))?;
+    // Each of these changes what the adapter computes.
+    let neutral: [(&str, &[Value]); 7] = [
+        ("peft_type", &[Value::from("LORA")]),
+        ("bias", &[Value::from("none")]),
+        ("fan_in_fan_out", &[Value::from(false)]),
+        ("use_rslora", &[Value::from(false)]),
+        ("use_dora", &[Value::from(false)]),
+        ("rank_pattern", &[serde_json::json!({})]),
+        ("alpha_pattern", &[serde_json::json!({})]),
+    ];
+    for (key, accepted) in neutral {
+        if let Some(found) = value.get(key).filter(|v| !v.is_null())
+            && !accepted.contains(found)
+        {
+            return Err(AdapterError::Unsupported {
+                path: path.to_owned(),
+                key,
+                value: found.to_string(),
+            });
+        }
+    }
+    serde_json::from_value(value).map_err(|e| failed(e.into()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use engine::checkpoint::{ShardedTensorWriter, TensorSpec};
+    use kernels::DType;
+
+    const MODULE: &str = "llm.model.layers.0.self_attn.q_proj";
+
+    fn write(dir: &Path, stem: &str, tensors: &[(&str, &[usize])]) {
+        let specs: Vec<TensorSpec> = tensors
+            .iter()
+            .map(|(name, shape)| TensorSpec {
+                name: (*name).to_owned(),
+                dtype: DType::F32,
+                shape: shape.to_vec(),
+            })
+            .collect();
+        let mut file = ShardedTensorWriter::create(dir, stem, &specs, &[], u64::MAX).unwrap();
+        for spec in &specs {
+            let values: Vec<f32> = (0..spec.shape.iter().product::<usize>())
+                .map(|i| i as f32)
+                .collect();
+            file.write(&spec.name, bytemuck::cast_slice(&values))
+                .unwrap();
+        }
+        file.finish().unwrap();
+    }
+
+    fn adapter(config: &str, rank_of_b: usize) -> Result<Adapter, AdapterError> {
+        let dir = tempfile::tempdir().unwrap();
+        let name = |half: &str| format!("{ADAPTER_PREFIX}{MODULE}{half}");
+        write(
+            dir.path(),
+            ADAPTER_STEM,
+            &[
+                (&name(LORA_A), &[2, 4]),
+                (&name(LORA_B), &[3, rank_of_b]),
+                ("base_model.model.resampler.query", &[5]),
+            ],
+        );
+        write(dir.path(), TRAINED_STEM, &[("llm.lm_head.weight", &[6])]);
+        std::fs::write(dir.path().join(ADAPTER_CONFIG), config).unwrap();
+        Adapter::open(dir.path())
+    }
+
+    #[test]
+    fn tensors_are_found_under_the_names_of_the_model() {
+        let adapter = adapter(
+            r#"{"peft_type": "LORA", "r": 2, "lora_alpha": 8, "bias": "none"}"#,
+            2,
+        )
+        .unwrap();
+        assert_eq!(adapter.modules().collect::<Vec<_>>(), [MODULE]);
+        assert_eq!(adapter.shape("resampler.query"), Some(&[5][..]));
+        assert_eq!(adapter.shape("llm.lm_head.weight"), Some(&[6][..]));
+        let mut row = [0f32; 2];
+        let bytes = bytemuck::cast_slice_mut(&mut row);
+        let [_, b] = adapter.halves(MODULE);
+        adapter.read_range(&b, 2..4, DType::F32, bytes).unwrap();
+        assert_eq!(row, [2.0, 3.0]);
+        let lora = adapter.lora().unwrap();
+        assert_eq!((lora.lora_rank, lora.scale()), (2, 4.0));
+        assert!(matches!(lora.targets, LoraTargets::Modules(modules) if modules.contains(MODULE)));
+    }
+
+    #[test]
+    fn what_would_change_the_result_is_refused() {
+        for (config, rank, part) in [
+            (
+                r#"{"r": 2, "lora_alpha": 8, "use_dora": true}"#,
+                2,
+                "use_dora",
+            ),
+            (r#"{"r": 2, "lora_alpha": 8, "bias": "all"}"#, 2, "bias"),
+            (r#"{"r": 4, "lora_alpha": 8}"#, 2, "r = 4"),
+            (r#"{"r": 2, "lora_alpha": 8}"#, 3, "3 columns"),
+            (r#"{"lora_alpha": 8}"#, 2, "cannot read"),
+        ] {
+            let error = adapter(config, rank).unwrap_err();
+            assert!(error.to_string().contains(part), "{config}: {error}");
+        }
+        let empty = tempfile::tempdir().unwrap();
+        assert!(matches!(
+            Adapter::open(empty.path()),
+            Err(AdapterError::Nothing { .. })
+        ));
+    }
+}

@@ -1,0 +1,70 @@
+//! Which elements a training pass sets to zero: a function of seed, layer, sample, row and column, never of the batch a
+//! sample lies in, so that masks are the same for any world size and micro-batch and none is stored.
+
+use crate::SampleInput;
+use crate::error::Result;
+use kernels::random::philox4x32;
+use kernels::{Backend, DType, Shape, Tag, Tensor};
+
+/// What the rows of a value are.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Rows {
+    /// Tokens of the batch.
+    Tokens,
+    /// Patches of its pictures.
+    Patches,
+}
+
+/// The random state of one training pass.
+#[derive(Clone, Debug)]
+pub struct Dropout {
+    seed: u64,
+    tokens: Tensor,
+    patches: Tensor,
+}
+
+impl Dropout {
+    /// `samples` are those of the batch in their order; `keys` tells them apart, also between epochs.
+    ///
+    /// # Errors
+    /// When memory runs out.
+    pub fn new(
+        seed: u64,
+        keys: &[u64],
+        samples: &[SampleInput<'_>],
+        backend: &dyn Backend,
+    ) -> Result<Self> {
+        let table = |count: &dyn Fn(&SampleInput<'_>) -> usize| -> Result<Tensor> {
+            let words: Vec<i32> = samples
+                .iter()
+                .zip(keys)
+                .flat_map(|(sample, key)| (0..count(sample)).map(move |row| (*key, row)))
+                .flat_map(|(key, row)| [key as i32, row as i32])
+                .collect();
+            let bytes = bytemuck::cast_slice(&words);
+            let shape = Shape::new(&[words.len() / 2, 2]);
+            Ok(backend.upload(bytes, shape, DType::I32, Tag::Activations)?)
+        };
+        Ok(Self {
+            seed,
+            tokens: table(&|s| s.input_ids.len())?,
+            patches: table(&|s| s.slices.iter().map(|s| s.rows * s.cols).sum())?,
+        })
+    }
+
+    pub(crate) fn rows(&self, rows: Rows) -> &Tensor {
+        match rows {
+            Rows::Tokens => &self.tokens,
+            Rows::Patches => &self.patches,
+        }
+    }
+
+    /// The key of one layer.
+    pub(crate) fn key(&self, layer: u32) -> [u32; 2] {
+        let block = philox4x32(
+            [layer, 0, 0, 0],
+            [self.seed as u32, (self.seed >> 32) as u32],
+        );
+        [block[0], block[1]]
+    }
+}
