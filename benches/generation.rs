@@ -11,9 +11,7 @@ use engine::{ParamAccess, ParamId};
 use kernels::{Backend, CpuBackend, DType, Tag};
 use models::autograd::{ResidentParams, Tape};
 use models::generate::{GenerateOptions, Prompt, Sampling, generate};
-use models::minicpm::config::{
-    Family, LanguageConfig, MiniCpmConfig, SlicingConfig, VisionConfig,
-};
+use models::minicpm::config::{Family, LanguageConfig, MiniCpmConfig, SlicingConfig, VisionConfig};
 use models::minicpm::processor::Normalization;
 use models::minicpm::{MiniCpm, MiniCpmOptions};
 use models::{SampleInput, VisionLanguageModel};

@@ -69,6 +69,7 @@ fn run_command(hooks: &Hooks, argv: &[String]) -> Result<ExitCode, Failure> {
         Command::Doctor(options) => doctor::run(&Variables::read(), options.json == Some(true)),
         Command::Generate(args) => generate::ask::run(&args),
         Command::Eval(args) => generate::evaluate::run(&args),
+        Command::Export(options) => crate::run::export(&options),
         Command::Print(text) => {
             drop(write!(std::io::stdout(), "{text}"));
             Ok(ExitCode::SUCCESS)

@@ -15,6 +15,7 @@ mod generate;
 mod job;
 pub mod logging;
 pub mod memory;
+pub mod model_files;
 pub mod rank;
 pub mod rank_env;
 pub mod report;

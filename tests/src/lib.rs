@@ -1,5 +1,6 @@
 //! Harness shared by the test suites.
 
+pub mod drift;
 pub mod golden;
 pub mod parity;
 pub mod tolerance;

@@ -34,7 +34,7 @@ mod write;
 pub use error::CheckpointError;
 pub use folder::{find_latest, list, prune, sweep};
 pub use manifest::{FileEntry, LogicalTensor, PieceEntry};
-pub use read::Checkpoint;
+pub use read::{Checkpoint, verify_file};
 pub use sharded::ShardedTensorWriter;
 pub use tensor_file::{FileDigest, TensorFileWriter, TensorSpec};
 pub use write::{Piece, PieceBytes, PieceSink, ProducerError, Writer};

@@ -115,11 +115,21 @@ impl Checkpoint {
     /// # Errors
     /// [`CheckpointError::HashMismatch`] or [`CheckpointError::WrongLength`] for the first damaged file.
     pub fn verify(&self) -> Result<(), CheckpointError> {
-        self.manifest.files.iter().try_for_each(|file| {
-            let path = self.folder.join(&file.path);
-            let digest = hash_file(&path)?;
-            compare(&path, file, &digest)
-        })
+        self.verify_files(|_| true)
+    }
+
+    /// As [`Checkpoint::verify`] for the files whose paths `chosen` accepts.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn verify_files(&self, chosen: impl Fn(&str) -> bool) -> Result<(), CheckpointError> {
+        let files = self.manifest.files.iter();
+        files
+            .filter(|file| chosen(&file.path))
+            .try_for_each(|file| {
+                let path = self.folder.join(&file.path);
+                compare(&path, file, &hash_file(&path)?)
+            })
     }
 
     /// Reads a whole small file of the checkpoint and compares it with its hash.
@@ -345,6 +355,19 @@ fn open_state_file(path: PathBuf) -> Result<(StateFile, Header), CheckpointError
         data_bytes: file_bytes - data_start,
     };
     Ok((StateFile { path, file }, header))
+}
+
+/// Reads a file again and compares it with what was written.
+///
+/// # Errors
+/// [`CheckpointError::HashMismatch`], [`CheckpointError::WrongLength`], or the file cannot be read.
+pub fn verify_file(path: &Path, written: &FileDigest) -> Result<(), CheckpointError> {
+    let entry = FileEntry {
+        path: String::new(),
+        bytes: written.bytes,
+        blake3: written.blake3.clone(),
+    };
+    compare(path, &entry, &hash_file(path)?)
 }
 
 /// Length and hash of a file.

@@ -4,6 +4,7 @@
 //! the Hugging Face trainers paste in. [`parse`] first rewrites the line onto the frozen set of
 //! flags (see `normalise.rs`) and then hands it to clap.
 
+mod export;
 mod foreign;
 mod generate;
 mod normalise;
@@ -20,6 +21,7 @@ use crate::config::{
 use crate::exit::Failure;
 use crate::units::parse_bytes;
 
+pub use export::{ExportArgs, ExportDtype};
 pub use foreign::{IGNORED, RESTRICTED};
 pub use generate::{EvalArgs, GenerateArgs};
 use normalise::Verb;
@@ -301,6 +303,8 @@ pub enum Command {
     Generate(Box<GenerateArgs>),
     /// Evaluate a model on samples.
     Eval(Box<EvalArgs>),
+    /// Write weights for other programs.
+    Export(ExportArgs),
     /// Print this text on stdout and end well: help or version.
     Print(String),
 }
@@ -330,6 +334,10 @@ pub fn parse(argv: &[String]) -> Result<Command, Failure> {
         Verb::Eval => {
             let line = normalise::normalise(verb, rest, &EvalArgs::command())?;
             EvalArgs::try_parse_from(words(&line)).map(|args| Command::Eval(Box::new(args)))
+        }
+        Verb::Export => {
+            let line = normalise::normalise(verb, rest, &ExportArgs::command())?;
+            ExportArgs::try_parse_from(words(&line)).map(Command::Export)
         }
     };
     parsed.or_else(|error| {

@@ -41,15 +41,17 @@ pub(super) enum Verb {
     Doctor,
     Generate,
     Eval,
+    Export,
 }
 
 impl Verb {
     /// The verbs that exist, as they are typed; two words where the second says what is done to the first.
-    pub(super) const ALL: [(Self, &'static str); 4] = [
+    pub(super) const ALL: [(Self, &'static str); 5] = [
         (Self::Train, "train"),
         (Self::Doctor, "doctor"),
         (Self::Generate, "generate"),
         (Self::Eval, "eval"),
+        (Self::Export, "export"),
     ];
 
     fn name(self) -> &'static str {

@@ -5,7 +5,7 @@ use std::fmt::Write;
 
 use clap::{CommandFactory, ValueEnum};
 
-use super::{ALIASES, Args, DoctorArgs, EvalArgs, GenerateArgs, IGNORED, RESTRICTED};
+use super::{ALIASES, Args, DoctorArgs, EvalArgs, ExportArgs, GenerateArgs, IGNORED, RESTRICTED};
 use crate::config::resolve;
 use crate::exit::Failure;
 use crate::rank_env::Env;
@@ -63,6 +63,7 @@ pub fn flag_table() -> Result<String, Failure> {
     verb_section(&mut text, "doctor", &DoctorArgs::command());
     verb_section(&mut text, "generate", &GenerateArgs::command());
     verb_section(&mut text, "eval", &EvalArgs::command());
+    verb_section(&mut text, "export", &ExportArgs::command());
     push(
         &mut text,
         format_args!("\n## Other spellings\n\n| spelling | flag |\n|---|---|\n"),

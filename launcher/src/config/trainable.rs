@@ -10,7 +10,9 @@ use crate::exit::Failure;
 
 /// Resolves the flags under "What is trained".
 pub(super) fn resolve(args: &Args, notes: &mut Vec<Note>) -> Result<Trainable, Failure> {
-    let tune_vision = args.tune_vision.unwrap_or(true);
+    // Who names the modules beside the adapters means all of them.
+    let named = args.modules_to_save.is_some() && args.use_lora != Some(false);
+    let tune_vision = args.tune_vision.unwrap_or(!named);
     let lora = lora(args, tune_vision, notes)?;
     if args.train.is_some() {
         let switches = [
@@ -159,6 +161,10 @@ mod tests {
             "lm_head resampler"
         );
         assert_eq!(modules(&|a| a.train = Some("resampler".into())), "");
+        let (alone, _) = resolved(|a| a.modules_to_save = Some("none".into()));
+        assert!(!alone.expect("resolves").tune_vision);
+        let (published, _) = resolved(|a| a.use_lora = Some(true));
+        assert!(published.expect("resolves").tune_vision);
     }
 
     #[test]

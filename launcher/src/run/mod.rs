@@ -4,6 +4,7 @@
 mod batch;
 pub(crate) mod check;
 mod evaluate;
+mod export;
 pub(crate) mod failures;
 mod fit;
 mod resume;
@@ -17,6 +18,7 @@ use crate::exit::Failure;
 use crate::rank::{RunSummary, StopFlag};
 use crate::rank_env::{Env, RankEnv};
 use crate::ui::{DataEvent, Event};
+pub(crate) use export::export;
 use session::Session;
 use setup::Setup;
 

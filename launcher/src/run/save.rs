@@ -2,19 +2,25 @@
 
 use super::failures;
 use super::session::Session;
-use crate::exit::Failure;
+use crate::exit::{ErrorCode, Failure};
+use crate::model_files;
 use crate::report::RunReport;
 use crate::ui::SaveEvent;
-use engine::checkpoint::{CheckpointError, ShardedTensorWriter, TensorSpec, Writer};
+use engine::checkpoint::{
+    CheckpointError, FileDigest, ShardedTensorWriter, TensorSpec, Writer, verify_file,
+};
 use engine::comm::Tag;
 use engine::{EngineError, ModelSpec};
 use kernels::{DType, Float, Tensor};
+use models::adapter::{ADAPTER_CONFIG, ADAPTER_STEM, TRAINED_STEM};
 use models::params::ADAPTER_PREFIX;
 use models::{VisionLanguageModel, WeightSource};
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
+/// Name, without extension, of the files of whole models.
+const MODEL_STEM: &str = "model";
 /// Largest file of exported weights, as Hugging Face cuts them.
 const MAX_SHARD_BYTES: u64 = 5_000_000_000;
 
@@ -80,18 +86,18 @@ fn destination(
     let complete = spec.params.iter().all(|p| p.trainable);
     let adapters = session.model.options().lora.as_ref();
     if complete && adapters.is_none() {
-        return Some(("model", name.to_owned()));
+        return Some((MODEL_STEM, name.to_owned()));
     }
     let lora = adapters?;
     if !trainable {
         return None;
     }
     if name.starts_with(ADAPTER_PREFIX) {
-        Some(("adapter_model", name.to_owned()))
+        Some((ADAPTER_STEM, name.to_owned()))
     } else if lora.saves(name) {
-        Some(("adapter_model", format!("{ADAPTER_PREFIX}{name}")))
+        Some((ADAPTER_STEM, format!("{ADAPTER_PREFIX}{name}")))
     } else {
-        Some(("trained", name.to_owned()))
+        Some((TRAINED_STEM, name.to_owned()))
     }
 }
 
@@ -104,7 +110,7 @@ fn export(session: &Session<'_>, writer: &mut Writer) -> Result<u64, Failure> {
     let mut targets: Vec<Option<(&'static str, String, DType)>> = Vec::new();
     for param in &spec.params {
         let target = destination(session, &param.name, param.trainable)
-            .or_else(|| (param.trainable && !lora).then(|| ("trained", param.name.clone())));
+            .or_else(|| (param.trainable && !lora).then(|| (TRAINED_STEM, param.name.clone())));
         targets.push(target.map(|(file, name)| {
             let dtype = session.stored_dtype(&param.name);
             plan.entry(file).or_default().push(TensorSpec {
@@ -117,23 +123,25 @@ fn export(session: &Session<'_>, writer: &mut Writer) -> Result<u64, Failure> {
     }
     // Parts of the model that are not trained here stay as they came.
     let others = match &session.weights {
-        Some(weights) if plan.contains_key("model") => other_tensors(weights, spec),
+        Some(weights) if plan.contains_key(MODEL_STEM) => other_tensors(weights, spec),
         _ => Vec::new(),
     };
-    if let Some(model) = plan.get_mut("model") {
+    if let Some(model) = plan.get_mut(MODEL_STEM) {
         model.extend(others.iter().cloned());
     }
     let doing = "save weights";
     let mut files = BTreeMap::new();
     if session.comm.world().rank == 0 {
         for (stem, tensors) in &plan {
-            let file = ShardedTensorWriter::create(
-                writer.folder(),
-                stem,
-                tensors,
-                &[("format", "pt")],
-                MAX_SHARD_BYTES,
-            );
+            // peft reads adapters from one file only.
+            let limit = if *stem == ADAPTER_STEM {
+                u64::MAX
+            } else {
+                MAX_SHARD_BYTES
+            };
+            let metadata = [("format", "pt")];
+            let file =
+                ShardedTensorWriter::create(writer.folder(), stem, tensors, &metadata, limit);
             files.insert(*stem, file.map_err(|e| failures::checkpoint(doing, &e))?);
         }
     }
@@ -148,7 +156,7 @@ fn export(session: &Session<'_>, writer: &mut Writer) -> Result<u64, Failure> {
             Ok::<_, EngineError>(())
         })
         .map_err(|e| failures::engine(doing, &e))?;
-    if let (Some(file), Some(weights)) = (files.get_mut("model"), &session.weights) {
+    if let (Some(file), Some(weights)) = (files.get_mut(MODEL_STEM), &session.weights) {
         for tensor in &others {
             let bytes = weights
                 .read(&tensor.name, tensor.dtype)
@@ -158,8 +166,11 @@ fn export(session: &Session<'_>, writer: &mut Writer) -> Result<u64, Failure> {
         }
     }
     let mut bytes = 0;
-    for file in files.into_values() {
+    for (stem, file) in files {
         let finished = file.finish().map_err(|e| failures::checkpoint(doing, &e))?;
+        if stem != MODEL_STEM {
+            check_written(writer.folder(), stem, &plan[stem], &finished)?;
+        }
         for (name, digest) in finished {
             bytes += digest.bytes;
             writer
@@ -170,10 +181,44 @@ fn export(session: &Session<'_>, writer: &mut Writer) -> Result<u64, Failure> {
     if lora && session.comm.world().rank == 0 {
         let text = adapter_config(session).to_string();
         writer
-            .add_file("adapter_config.json", text.as_bytes())
+            .add_file(ADAPTER_CONFIG, text.as_bytes())
             .map_err(|e| failures::checkpoint(doing, &e))?;
     }
     Ok(bytes)
+}
+
+/// Reads what was written again: every byte, and every tensor that was to be there, no other.
+fn check_written(
+    folder: &Path,
+    stem: &str,
+    expected: &[TensorSpec],
+    finished: &[(String, FileDigest)],
+) -> Result<(), Failure> {
+    let doing = "save weights";
+    for (name, digest) in finished {
+        verify_file(&folder.join(name), digest).map_err(|e| failures::checkpoint(doing, &e))?;
+    }
+    let source = WeightSource::open_stem(folder, stem).map_err(|e| failures::weights(&e))?;
+    let matches = |tensor: &TensorSpec| {
+        source.shape(&tensor.name) == Some(&tensor.shape[..])
+            && source.dtype(&tensor.name) == Some(tensor.dtype)
+    };
+    let wrong = expected.iter().find(|tensor| !matches(tensor));
+    let count = source.names().count();
+    if wrong.is_none() && count == expected.len() {
+        return Ok(());
+    }
+    Err(Failure::new(
+        ErrorCode::Disk,
+        format!("cannot {doing}: {stem}.safetensors was read back and is not what was written"),
+        "the disk or its driver returned other content",
+    )
+    .evidence(format!(
+        "{count} tensors of {}; first that differs: {}",
+        expected.len(),
+        wrong.map_or("a stranger", |tensor| &tensor.name)
+    ))
+    .next("check the disk; earlier checkpoints are untouched"))
 }
 
 /// Tensors of the model's files that the model built here does not have, such as its ears.
@@ -235,26 +280,12 @@ fn adapter_config(session: &Session<'_>) -> Value {
 
 /// Everything small that a checkpoint needs beside its weights to be loaded elsewhere.
 fn copy_model_files(model: &Path, writer: &mut Writer) -> Result<(), Failure> {
-    let listing = std::fs::read_dir(model)
-        .map_err(|e| failures::files("cannot list the model folder", model, &e))?;
-    let mut paths: Vec<PathBuf> = listing.filter_map(|e| e.ok().map(|e| e.path())).collect();
-    paths.sort();
-    for path in paths {
-        let Some(name) = path.file_name().and_then(|n| n.to_str()) else {
-            continue;
-        };
-        let kept = [".json", ".py", ".jinja", ".model", ".txt"]
-            .iter()
-            .any(|e| name.ends_with(e))
-            && !name.ends_with(".safetensors.index.json")
-            && !["trainer_state.json", "adapter_config.json", "MANIFEST.json"].contains(&name);
-        if kept && path.is_file() {
-            let bytes = std::fs::read(&path)
-                .map_err(|e| failures::files("cannot copy a file of the model", &path, &e))?;
-            writer
-                .add_file(name, &bytes)
-                .map_err(|e: CheckpointError| failures::checkpoint("save a checkpoint", &e))?;
-        }
+    for (name, path) in model_files::small(model)? {
+        let bytes = std::fs::read(&path)
+            .map_err(|e| failures::files("cannot copy a file of the model", &path, &e))?;
+        writer
+            .add_file(&name, &bytes)
+            .map_err(|e: CheckpointError| failures::checkpoint("save a checkpoint", &e))?;
     }
     Ok(())
 }

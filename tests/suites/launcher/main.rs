@@ -6,9 +6,11 @@
 )]
 
 mod bad_input;
+mod batches;
 mod doctor;
 mod endings;
 mod generate;
 mod outputs;
 mod resume;
 mod site;
+mod tuning;

@@ -1,0 +1,488 @@
+//! `launcher export`: the weights of a checkpoint as a folder that transformers or peft load. Tensor by tensor, on the
+//! CPU, into a folder that takes its name only when it is whole.
+
+use super::failures::{self, chain};
+use crate::args::{ExportArgs, ExportDtype};
+use crate::exit::{ErrorCode, Failure};
+use crate::model_files;
+use crate::units::{bytes, grouped, seconds};
+use engine::checkpoint::{Checkpoint, ShardedTensorWriter, TensorSpec};
+use kernels::{Backend, CpuBackend, DType, Float, MatmulArgs, Shape, Tag, Transpose};
+use models::adapter::{ADAPTER_CONFIG, ADAPTER_STEM, Adapter, AdapterError, TRAINED_STEM};
+use models::params::ADAPTER_PREFIX;
+use models::{WeightError, WeightSource};
+use serde_json::Value;
+use std::collections::BTreeSet;
+use std::io::Write;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::time::Instant;
+
+/// As Hugging Face cuts weights.
+const MAX_SHARD_BYTES: u64 = 5_000_000_000;
+/// Elements read, merged and written at once.
+const BLOCK_ELEMS: usize = 1 << 24;
+
+/// Runs the verb.
+///
+/// # Errors
+/// The checkpoint or its base is missing or damaged, a trained tensor would be lost, or the output cannot be written.
+pub(crate) fn export(args: &ExportArgs) -> Result<ExitCode, Failure> {
+    let started = Instant::now();
+    let checkpoint = &args.checkpoint;
+    let output = args.output.clone().ok_or_else(|| {
+        Failure::usage("--output is missing", "the export needs a folder").next("add --output DIR")
+    })?;
+    if !checkpoint.is_dir() {
+        return Err(missing(checkpoint));
+    }
+    check_output(&output)?;
+    let manifest = manifest(checkpoint)?;
+    let sources = Sources::open(args, manifest.as_ref())?;
+    sources.check(manifest.as_ref())?;
+    let staging = staging(&output);
+    let result = sources.write(args, &staging);
+    let summary = match result {
+        Ok(summary) => summary,
+        Err(failure) => {
+            // What was begun is of no use; the failure is what matters.
+            drop(std::fs::remove_dir_all(&staging));
+            return Err(failure);
+        }
+    };
+    let publish = || -> std::io::Result<()> {
+        if output.is_dir() {
+            std::fs::remove_dir(&output)?;
+        }
+        std::fs::rename(&staging, &output)
+    };
+    publish().map_err(|error| Failure::io(ErrorCode::Disk, "write", &output, &error))?;
+    let text = format!(
+        " export  {} · {} tensors · {} · {} · {}\n",
+        summary.what,
+        grouped(summary.tensors as u64),
+        bytes(summary.bytes),
+        seconds(started.elapsed().as_secs_f64()),
+        output.display()
+    );
+    drop(std::io::stdout().write_all(text.as_bytes()));
+    Ok(ExitCode::SUCCESS)
+}
+
+struct Summary {
+    what: &'static str,
+    tensors: usize,
+    bytes: u64,
+}
+
+fn missing(checkpoint: &Path) -> Failure {
+    Failure::new(
+        ErrorCode::ModelFiles,
+        format!("cannot export {}", checkpoint.display()),
+        "there is no such folder",
+    )
+    .next("name a checkpoint-N folder of a run")
+}
+
+fn check_output(output: &Path) -> Result<(), Failure> {
+    let free = match std::fs::read_dir(output) {
+        Ok(mut entries) => entries.next().is_none(),
+        Err(error) => error.kind() == std::io::ErrorKind::NotFound,
+    };
+    if free {
+        return Ok(());
+    }
+    Err(Failure::usage(
+        format!("--output {} is not an empty folder", output.display()),
+        "an export never overwrites anything",
+    )
+    .next("choose another folder"))
+}
+
+/// The folder that is written before it takes the name of the output.
+fn staging(output: &Path) -> PathBuf {
+    let mut name = output.file_name().unwrap_or_default().to_os_string();
+    name.push(".tmp");
+    output.with_file_name(name)
+}
+
+/// The manifest, where the folder is a checkpoint of a run; its weights are compared with their hashes.
+fn manifest(folder: &Path) -> Result<Option<Checkpoint>, Failure> {
+    if !folder.join("MANIFEST.json").is_file() {
+        return Ok(None);
+    }
+    let doing = format!("export {}", folder.display());
+    let checkpoint = Checkpoint::open(folder).map_err(|e| failures::checkpoint(&doing, &e))?;
+    checkpoint
+        .verify_files(|path| !path.starts_with("state"))
+        .map_err(|e| failures::checkpoint(&doing, &e))?;
+    Ok(Some(checkpoint))
+}
+
+/// Where the exported tensors come from.
+struct Sources {
+    folder: PathBuf,
+    /// The whole model: the checkpoint's own weights, or the base that parts are merged into.
+    model: Option<WeightSource>,
+    adapter: Option<Adapter>,
+}
+
+impl Sources {
+    fn open(args: &ExportArgs, manifest: Option<&Checkpoint>) -> Result<Self, Failure> {
+        let folder = args.checkpoint.clone();
+        match WeightSource::open(&folder) {
+            Ok(model) => {
+                return Ok(Self {
+                    folder,
+                    model: Some(model),
+                    adapter: None,
+                });
+            }
+            Err(WeightError::NoWeights { .. }) => {}
+            Err(error) => return Err(failures::weights(&error)),
+        }
+        let adapter = Adapter::open(&folder).map_err(|e| adapter_failure(&folder, &e))?;
+        if args.merge != Some(true) {
+            if adapter.config().is_none() {
+                return Err(Failure::usage(
+                    format!("{} holds parts of a model only", folder.display()),
+                    "no other program loads trained.safetensors by itself",
+                )
+                .next("--merge writes the whole model with these parts in it"));
+            }
+            return Ok(Self {
+                folder,
+                model: None,
+                adapter: Some(adapter),
+            });
+        }
+        let saved = manifest.and_then(|m| m.meta().get("base_model")?.as_str().map(PathBuf::from));
+        let config = adapter.config();
+        let named = config.and_then(|c| c.base_model_name_or_path.clone().map(PathBuf::from));
+        let Some(base) = args.model.clone().or(saved).or(named) else {
+            return Err(Failure::usage(
+                "the base model is not known",
+                "neither the manifest nor the adapter names it",
+            )
+            .next("add --model DIR"));
+        };
+        let model = WeightSource::open(&base)
+            .map_err(|e| failures::weights(&e).next("--model DIR, where the base has moved"))?;
+        Ok(Self {
+            folder: base,
+            model: Some(model),
+            adapter: Some(adapter),
+        })
+    }
+
+    /// Refuses an export that would lose something that was trained.
+    fn check(&self, manifest: Option<&Checkpoint>) -> Result<(), Failure> {
+        let lost: Vec<String> = match (&self.model, &self.adapter) {
+            (Some(model), Some(adapter)) => adapter.strangers(model).map(str::to_owned).collect(),
+            _ => Vec::new(),
+        };
+        let kept: BTreeSet<&str> = self
+            .model
+            .iter()
+            .flat_map(WeightSource::names)
+            .chain(self.adapter.iter().flat_map(Adapter::names))
+            .collect();
+        let trained = manifest.into_iter().flat_map(Checkpoint::tensors);
+        let trained: BTreeSet<&str> = trained.map(|tensor| tensor.name.as_str()).collect();
+        let absent = trained.iter().filter(|name| !kept.contains(*name));
+        let lost: Vec<String> = lost
+            .into_iter()
+            .chain(absent.map(|name| (*name).to_owned()))
+            .collect();
+        let Some(first) = lost.first() else {
+            return Ok(());
+        };
+        Err(Failure::new(
+            ErrorCode::ModelFiles,
+            format!("{} trained tensors would be lost", lost.len()),
+            "the output has no place for them",
+        )
+        .evidence(format!("first: {first}"))
+        .next("--model must be the model that the run was started with"))
+    }
+
+    fn write(&self, args: &ExportArgs, folder: &Path) -> Result<Summary, Failure> {
+        // Left by an export that was ended.
+        drop(std::fs::remove_dir_all(folder));
+        std::fs::create_dir_all(folder)
+            .map_err(|error| Failure::io(ErrorCode::Disk, "make", folder, &error))?;
+        let dtype = args.dtype.map(|dtype| match dtype {
+            ExportDtype::F32 => DType::F32,
+            ExportDtype::Bf16 => DType::BF16,
+            ExportDtype::F16 => DType::F16,
+        });
+        match (&self.model, &self.adapter) {
+            (Some(model), adapter) => {
+                for (name, path) in model_files::small(&self.folder)? {
+                    copy(&path, &folder.join(name), dtype)?;
+                }
+                let limit = args.max_shard_size.unwrap_or(MAX_SHARD_BYTES);
+                let (tensors, bytes) = write_model(model, adapter.as_ref(), dtype, limit, folder)?;
+                Ok(Summary {
+                    what: if adapter.is_some() {
+                        "merged model"
+                    } else {
+                        "model"
+                    },
+                    tensors,
+                    bytes,
+                })
+            }
+            (None, Some(adapter)) => write_adapter(adapter, dtype, folder),
+            (None, None) => Err(missing(&self.folder)),
+        }
+    }
+}
+
+fn adapter_failure(folder: &Path, error: &AdapterError) -> Failure {
+    Failure::new(
+        ErrorCode::ModelFiles,
+        format!("cannot export {}", folder.display()),
+        chain(error),
+    )
+    .next("name a checkpoint-N folder of a run, or a folder with adapter_model.safetensors")
+}
+
+/// A small file; the dtype that `config.json` names follows the weights.
+fn copy(from: &Path, to: &Path, dtype: Option<DType>) -> Result<(), Failure> {
+    let read = std::fs::read(from)
+        .map_err(|error| Failure::io(ErrorCode::ModelFiles, "read", from, &error))?;
+    let config = dtype.filter(|_| from.file_name().is_some_and(|name| name == "config.json"));
+    let text = config.and_then(|dtype| {
+        let mut config: Value = serde_json::from_slice(&read).ok()?;
+        let name = match dtype {
+            DType::BF16 => "bfloat16",
+            DType::F16 => "float16",
+            _ => "float32",
+        };
+        for key in ["torch_dtype", "dtype"] {
+            if let Some(value) = config.get_mut(key) {
+                *value = name.into();
+            }
+        }
+        serde_json::to_vec_pretty(&config).ok()
+    });
+    std::fs::write(to, text.unwrap_or(read))
+        .map_err(|error| Failure::io(ErrorCode::Disk, "write", to, &error))
+}
+
+/// All tensors of `model` with what `adapter` changes; returns their number and bytes.
+fn write_model(
+    model: &WeightSource,
+    adapter: Option<&Adapter>,
+    dtype: Option<DType>,
+    max_shard_bytes: u64,
+    folder: &Path,
+) -> Result<(usize, u64), Failure> {
+    let mut tensors = Vec::new();
+    for name in model.names() {
+        let Some(stored) = model.dtype(name) else {
+            return Err(Failure::new(
+                ErrorCode::ModelFiles,
+                format!("tensor {name} has a number format that cannot be copied"),
+                "weights are f32, bf16 or f16",
+            )
+            .next("convert the model first"));
+        };
+        tensors.push(TensorSpec {
+            name: name.to_owned(),
+            dtype: dtype.unwrap_or(stored),
+            shape: model.shape(name).unwrap_or_default().to_vec(),
+        });
+    }
+    let doing = "export weights";
+    let failed = |e: engine::checkpoint::CheckpointError| failures::checkpoint(doing, &e);
+    let metadata = [("format", "pt")];
+    let mut file =
+        ShardedTensorWriter::create(folder, "model", &tensors, &metadata, max_shard_bytes)
+            .map_err(failed)?;
+    let backend = CpuBackend::unlimited();
+    let mut bytes = 0u64;
+    for tensor in &tensors {
+        let elems: usize = tensor.shape.iter().product();
+        let columns = tensor.shape.last().copied().unwrap_or(1).max(1);
+        let rows_at_once = (BLOCK_ELEMS / columns).max(1) * columns;
+        let own = adapter.filter(|a| a.has(&tensor.name));
+        let low_rank = adapter.and_then(|a| Some((a, adapted(a, &tensor.name)?)));
+        for start in (0..elems).step_by(rows_at_once) {
+            let range = start..(start + rows_at_once).min(elems);
+            let block = if let Some(own) = own {
+                read(range, tensor.dtype, |r, d, out| {
+                    own.read_range(&tensor.name, r, d, out)
+                })
+            } else if let Some((adapter, module)) = low_rank {
+                merged(model, adapter, module, tensor, columns, range, &backend)
+            } else {
+                read(range, tensor.dtype, |r, d, out| {
+                    model.read_range(&tensor.name, r, d, out)
+                })
+            };
+            let block = block?;
+            bytes += block.len() as u64;
+            file.write(&tensor.name, &block).map_err(failed)?;
+        }
+    }
+    file.finish().map_err(failed)?;
+    let written = WeightSource::open(folder).map_err(|e| failures::weights(&e))?;
+    debug_assert_eq!(written.names().count(), tensors.len());
+    Ok((tensors.len(), bytes))
+}
+
+/// The module of a weight that has an adapter.
+fn adapted<'n>(adapter: &Adapter, weight: &'n str) -> Option<&'n str> {
+    let module = weight.strip_suffix(".weight")?;
+    let [a, _] = adapter.halves(module);
+    adapter.has(&a).then_some(module)
+}
+
+fn read(
+    range: Range<usize>,
+    dtype: DType,
+    read: impl Fn(Range<usize>, DType, &mut [u8]) -> Result<(), WeightError>,
+) -> Result<Vec<u8>, Failure> {
+    let mut bytes = vec![0; range.len() * dtype.size_bytes()];
+    read(range, dtype, &mut bytes).map_err(|e| failures::weights(&e))?;
+    Ok(bytes)
+}
+
+/// `W + scale B A` for whole rows of `W`, summed in f32 and rounded once.
+fn merged(
+    model: &WeightSource,
+    adapter: &Adapter,
+    module: &str,
+    tensor: &TensorSpec,
+    columns: usize,
+    range: Range<usize>,
+    backend: &CpuBackend,
+) -> Result<Vec<u8>, Failure> {
+    let config = adapter.config();
+    let (rank, scale) = config.map_or((0, 0.0), |c| (c.r, (c.lora_alpha / c.r as f64) as f32));
+    let [name_a, name_b] = adapter.halves(module);
+    let rows = range.start / columns..range.end / columns;
+    let upload = |name: &str, range: Range<usize>, shape: [usize; 2]| -> Result<_, Failure> {
+        let bytes = read(range, DType::F32, |r, d, out| {
+            adapter.read_range(name, r, d, out)
+        })?;
+        let shape = Shape::new(&shape);
+        backend
+            .upload(&bytes, shape, DType::F32, Tag::Parameters)
+            .map_err(|e| failures::kernel("merge an adapter", &e))
+    };
+    let a = upload(&name_a, 0..rank * columns, [rank, columns])?;
+    let b = upload(
+        &name_b,
+        rows.start * rank..rows.end * rank,
+        [rows.len(), rank],
+    )?;
+    let delta = backend
+        .matmul(MatmulArgs {
+            a: &b,
+            transpose_a: Transpose::No,
+            b: &a,
+            transpose_b: Transpose::No,
+            bias: None,
+            out: DType::F32,
+        })
+        .and_then(|delta| delta.to_f32_vec())
+        .map_err(|e| failures::kernel("merge an adapter", &e))?;
+    let base = read(range, DType::F32, |r, d, out| {
+        model.read_range(&tensor.name, r, d, out)
+    })?;
+    let base: &[f32] = bytemuck::cast_slice(&base);
+    let sum = base.iter().zip(&delta).map(|(w, d)| w + scale * d);
+    Ok(match tensor.dtype {
+        DType::BF16 => rounded::<half::bf16>(sum),
+        DType::F16 => rounded::<half::f16>(sum),
+        _ => bytemuck::cast_slice(&sum.collect::<Vec<f32>>()).to_vec(),
+    })
+}
+
+fn rounded<T: Float>(values: impl Iterator<Item = f32>) -> Vec<u8> {
+    let values: Vec<T> = values.map(T::from_f32).collect();
+    bytemuck::cast_slice(&values).to_vec()
+}
+
+/// The adapter's files as peft reads them, and what else was trained.
+fn write_adapter(
+    adapter: &Adapter,
+    dtype: Option<DType>,
+    folder: &Path,
+) -> Result<Summary, Failure> {
+    let mut summary = Summary {
+        what: "adapter",
+        tensors: 0,
+        bytes: 0,
+    };
+    let config = adapter.dir().join(ADAPTER_CONFIG);
+    copy(&config, &folder.join(ADAPTER_CONFIG), None)?;
+    for stem in [ADAPTER_STEM, TRAINED_STEM] {
+        let source = match WeightSource::open_stem(adapter.dir(), stem) {
+            Ok(source) => source,
+            Err(WeightError::NoWeights { .. }) => continue,
+            Err(error) => return Err(failures::weights(&error)),
+        };
+        let tensors: Vec<TensorSpec> = source
+            .names()
+            .map(|name| TensorSpec {
+                name: name.to_owned(),
+                dtype: dtype.or(source.dtype(name)).unwrap_or(DType::F32),
+                shape: source.shape(name).unwrap_or_default().to_vec(),
+            })
+            .collect();
+        let failed =
+            |e: engine::checkpoint::CheckpointError| failures::checkpoint("export weights", &e);
+        let limit = if stem == ADAPTER_STEM {
+            u64::MAX
+        } else {
+            MAX_SHARD_BYTES
+        };
+        let mut file =
+            ShardedTensorWriter::create(folder, stem, &tensors, &[("format", "pt")], limit)
+                .map_err(failed)?;
+        for tensor in &tensors {
+            let elems: usize = tensor.shape.iter().product();
+            for start in (0..elems).step_by(BLOCK_ELEMS) {
+                let range = start..(start + BLOCK_ELEMS).min(elems);
+                let block = read(range, tensor.dtype, |r, d, out| {
+                    source.read_range(&tensor.name, r, d, out)
+                })?;
+                summary.bytes += block.len() as u64;
+                file.write(&tensor.name, &block).map_err(failed)?;
+            }
+        }
+        file.finish().map_err(failed)?;
+        summary.tensors += tensors.len();
+        if stem == TRAINED_STEM {
+            summary.what = "adapter and trained.safetensors (peft loads the first only; --merge has both in one model)";
+        }
+    }
+    let card = model_card(adapter);
+    let path = folder.join("README.md");
+    std::fs::write(&path, card)
+        .map_err(|error| Failure::io(ErrorCode::Disk, "write", &path, &error))?;
+    Ok(summary)
+}
+
+/// What model hubs show about an adapter.
+fn model_card(adapter: &Adapter) -> String {
+    let base = adapter
+        .config()
+        .and_then(|config| config.base_model_name_or_path.as_deref())
+        .unwrap_or_default();
+    let name = Path::new(base).file_name().unwrap_or_default();
+    let modules = adapter.modules().count();
+    let others = adapter
+        .names()
+        .filter(|name| !name.starts_with(ADAPTER_PREFIX))
+        .count();
+    format!(
+        "---\nbase_model: {}\nlibrary_name: peft\ntags:\n- lora\n---\n\nLow-rank adapters on {modules} modules; {others} tensors trained in full beside them.\n",
+        name.to_string_lossy()
+    )
+}

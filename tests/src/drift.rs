@@ -1,0 +1,107 @@
+//! A long trajectory of our own: 200 steps whose losses are committed, so that slow drift shows.
+//!
+//! Golden packs have eight steps. Here the same tiny model trains on all samples of a pack in turn, on two ranks under
+//! ZeRO-3 with offload. Every later change must give the same bits, or say why in the commit that replaces the file.
+
+use crate::golden::Pack;
+use crate::world::{Layout, run_world};
+use anyhow::{Context, Result};
+use engine::Offload;
+use models::minicpm::processor::Processor;
+use models::minicpm::sample::EncodedSample;
+use optim::{Schedule, ScheduleKind};
+use serde::{Deserialize, Serialize};
+use std::path::{Path, PathBuf};
+
+/// Updates of the trajectory.
+pub const STEPS: u64 = 200;
+/// Pack whose model and samples are used.
+const PACK: &str = "minicpm-v-2_6";
+const BASE_LR: f64 = 5e-4;
+const WARMUP_STEPS: u64 = 20;
+
+/// What is committed.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+pub struct Trajectory {
+    /// Widest vector instructions of the processor: products of other widths round otherwise.
+    pub vectors: String,
+    /// Loss of each update, the bits of an f64 in hexadecimal.
+    pub losses: Vec<String>,
+    /// Global gradient norm of each update, the bits of an f64 in hexadecimal.
+    pub grad_norms: Vec<String>,
+}
+
+/// The committed file.
+#[must_use]
+pub fn path() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("golden/trajectory-200.json")
+}
+
+/// A number from its bits.
+///
+/// # Errors
+/// When the text is no hexadecimal number.
+pub fn value(bits: &str) -> Result<f64> {
+    let bits = u64::from_str_radix(bits, 16).with_context(|| format!("{bits:?} is no f64"))?;
+    Ok(f64::from_bits(bits))
+}
+
+/// Runs the trajectory.
+///
+/// # Errors
+/// When the pack cannot be read or the engine fails.
+pub fn run() -> Result<Trajectory> {
+    let dir = Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("golden")
+        .join(PACK);
+    let pack = Pack::read(&dir)?;
+    let processor = Processor::load(&dir)?;
+    let mut samples: Vec<EncodedSample> = Vec::new();
+    for case in &pack.cases {
+        samples.extend(case.encode(&processor)?);
+    }
+    let layout = Layout {
+        world: 2,
+        stage: 3,
+        offload: Offload::CPU,
+    };
+    let schedule = Schedule {
+        kind: ScheduleKind::Cosine,
+        warmup_steps: WARMUP_STEPS,
+        total_steps: STEPS,
+        base_lr: BASE_LR,
+    };
+    let mut ranks = run_world(&pack, layout, &|_| Ok(()), |rank| {
+        let world = rank.zero.comm().world();
+        let mut rows = Vec::new();
+        for step in 0..STEPS {
+            let turn = step as usize * world.size + world.rank;
+            rank.micro_batch(&samples[turn % samples.len()..][..1])?;
+            let report = rank.zero.step(schedule.lr(step))?;
+            rows.push((report.loss, report.grad_norm));
+        }
+        Ok(rows)
+    })?;
+    let rows = ranks.remove(0);
+    let hex = |value: f64| format!("{:016x}", value.to_bits());
+    Ok(Trajectory {
+        vectors: vectors().to_owned(),
+        losses: rows.iter().map(|(loss, _)| hex(*loss)).collect(),
+        grad_norms: rows.iter().map(|(_, norm)| hex(*norm)).collect(),
+    })
+}
+
+/// Widest vector instructions that products use here.
+#[must_use]
+pub fn vectors() -> &'static str {
+    #[cfg(target_arch = "x86_64")]
+    {
+        if std::is_x86_feature_detected!("avx512f") {
+            return "avx512f";
+        }
+        if std::is_x86_feature_detected!("avx2") && std::is_x86_feature_detected!("fma") {
+            return "avx2";
+        }
+    }
+    std::env::consts::ARCH
+}

@@ -1,0 +1,105 @@
+//! Batch sizes, order of the data, recomputation, readers.
+
+use crate::site::{Site, log_rows, losses, read_json};
+
+fn device_peak(site: &Site, run: &str) -> u64 {
+    let rows = log_rows(&site.path(run));
+    let bytes = rows.iter().filter_map(|row| row["vram_allocated"].as_f64());
+    bytes.fold(0.0, f64::max) as u64
+}
+
+#[test]
+fn recomputing_or_not_gives_the_same_bits() {
+    let site = Site::new();
+    let train = |name: &str, flags: &str| {
+        site.train(&format!("--nproc 2 --max-steps 3 --output {name} {flags}"));
+        losses(&site.path(name))
+    };
+    let all = train("all", "--checkpoint-activations all");
+    assert_eq!(train("none", "--gradient-checkpointing false"), all);
+    assert!(device_peak(&site, "none") > device_peak(&site, "all"));
+    assert_eq!(train("llm", "--checkpoint-activations llm"), all);
+    assert_eq!(
+        train("dropout", "--lora-rank 2 --lora-dropout 0.5"),
+        train(
+            "again",
+            "--lora-rank 2 --lora-dropout 0.5 --gradient-checkpointing false"
+        )
+    );
+    let needs = |run: &str| {
+        read_json(&site.path(run).join("config.resolved.json"))["checkpoint_activations"].clone()
+    };
+    assert_eq!(needs("llm")["vit"], false);
+}
+
+#[test]
+fn readers_and_limits_change_nothing_but_what_they_say() {
+    let site = Site::new();
+    let train = |name: &str, flags: &str| {
+        let screen = site
+            .train(&format!("--max-steps 3 --output {name} {flags}"))
+            .screen;
+        (losses(&site.path(name)), screen)
+    };
+    let (auto, _) = train("auto", "");
+    assert_eq!(train("none", "--data-workers 0").0, auto);
+    assert_eq!(train("three", "--dataloader_num_workers 3").0, auto);
+    let (_, screen) = train("limited", "--limit 2");
+    assert!(screen.contains(" 2 samples"), "{screen}");
+}
+
+#[test]
+fn the_longest_samples_come_first_unless_told_otherwise() {
+    let site = Site::new();
+    site.train("--nproc 2 --max-steps 1 --output first");
+    let config = read_json(&site.path("first/config.resolved.json"));
+    let first: Vec<u64> = config["first_samples"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .filter_map(|i| i.as_u64())
+        .collect();
+    // The first three samples have pictures, the others are short texts.
+    assert_eq!(first.len(), 2);
+    assert!(first.iter().all(|i| *i < 3), "{first:?}");
+    site.train("--nproc 2 --max-steps 1 --output shuffled --worst-first false");
+    assert_ne!(losses(&site.path("first")), losses(&site.path("shuffled")));
+    let screen = site.refuse(
+        "--nproc 2 --max-steps 2 --output first --resume auto --worst-first false",
+        9,
+        "E08",
+    );
+    assert!(screen.contains("--worst-first true"), "{screen}");
+}
+
+#[test]
+fn two_batch_sizes_give_the_third() {
+    let site = Site::new();
+    let screen = site
+        .train("--nproc 2 --global-batch 4 --gradient-accumulation-steps 2 --max-steps 1")
+        .screen;
+    assert!(
+        screen.contains(
+            "1 per rank × 2 accumulated × 2 ranks = 4 samples per update · learning rate 1.0e-3"
+        ),
+        "{screen}"
+    );
+    let screen = site.refuse("--nproc 2 --global-batch 5 --output x", 2, "E09");
+    assert!(screen.contains("--global-batch 4 or 6"), "{screen}");
+}
+
+#[test]
+fn the_largest_batch_is_found_and_used() {
+    let site = Site::new();
+    let screen = site.train("--find-batch --nproc 1 --max-steps 1").screen;
+    assert!(
+        screen.contains("micro-batch     6") && screen.contains("<- taken"),
+        "{screen}"
+    );
+    assert!(screen.contains("6 per rank"), "{screen}");
+    let site = Site::new();
+    let screen = site
+        .train("--find-batch --global-batch 4 --nproc 1 --max-steps 1")
+        .screen;
+    assert!(screen.contains("4 per rank × 1 accumulated"), "{screen}");
+}

@@ -1,0 +1,318 @@
+//! Every way to choose what trains, from the command line to the exported folder.
+
+use crate::site::{Outcome, Site, listing, losses, read_json, tensors};
+use models::adapter::Adapter;
+use models::{WeightError, WeightSource};
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::Path;
+
+/// Flags of a tuning method, and a part of the path of every tensor that it changes.
+const METHODS: [(&str, &str, &[&str]); 10] = [
+    ("full", "", &[""]),
+    (
+        "frozen-vision",
+        "--tune-vision false",
+        &["llm.", "resampler."],
+    ),
+    ("frozen-llm", "--tune-llm false", &["vpm.", "resampler."]),
+    ("resampler", "--train resampler", &["resampler."]),
+    (
+        "norm-bias",
+        "--train norm,bias --freeze vpm",
+        &["norm", "bias", "ln_"],
+    ),
+    (
+        "head",
+        r"--train lm_head,llm\.model\.layers\.0\.mlp --learning-rate 1e-2",
+        &["lm_head", "layers.0.mlp"],
+    ),
+    (
+        "lora",
+        "--use-lora --lora-rank 4",
+        &["self_attn", "embed_tokens", "resampler", "vpm."],
+    ),
+    (
+        "lora-alone",
+        "--lora-rank 2 --lora-target-modules all --lora-layers 1..2 --lora-dropout 0.2 --modules-to-save none",
+        &["llm.model.layers.1."],
+    ),
+    (
+        "lora-and-head",
+        "--lora-rank 4 --lora-target-modules q_proj,v_proj --modules-to-save resampler --train lm_head",
+        &["q_proj", "v_proj", "resampler", "lm_head"],
+    ),
+    (
+        "lora-and-llm",
+        "--use-lora --tune-llm true --modules-to-save none --tune-vision false",
+        &["llm."],
+    ),
+];
+
+/// Tensors of two folders that differ.
+fn changed(before: &Path, after: &Path) -> BTreeSet<String> {
+    let (old, new) = (
+        WeightSource::open(before).unwrap(),
+        WeightSource::open(after).unwrap(),
+    );
+    assert!(
+        old.names().eq(new.names()),
+        "the export has the names of the model"
+    );
+    let names = old.names().map(str::to_owned);
+    names
+        .filter(|name| {
+            assert_eq!(old.dtype(name), new.dtype(name), "{name}");
+            assert_eq!(old.shape(name), new.shape(name), "{name}");
+            let dtype = old.dtype(name).unwrap();
+            old.read(name, dtype).unwrap() != new.read(name, dtype).unwrap()
+        })
+        .collect()
+}
+
+fn succeed(outcome: Outcome) -> String {
+    assert_eq!(outcome.code, Some(0), "{}", outcome.screen);
+    outcome.screen
+}
+
+/// Two ranks under ZeRO-3 with offload, then one rank from the checkpoint, then the export.
+fn journey(name: &str, flags: &str, parts: &[&str]) {
+    let site = Site::new();
+    let common = format!("{flags} --zero 3 --offload cpu --save-total-limit 2 --output run");
+    let screen = site
+        .train(&format!("{common} --nproc 2 --max-steps 3"))
+        .screen;
+    assert!(screen.contains(" trains "), "{name}\n{screen}");
+    site.train(&format!(
+        "{common} --nproc 1 --gradient-accumulation-steps 2 --max-steps 4 --resume auto"
+    ));
+    assert_eq!(losses(&site.path("run")).len(), 4, "{name}");
+    let checkpoint = site.path("run/checkpoint-4");
+    let whole = !matches!(
+        WeightSource::open(&checkpoint),
+        Err(WeightError::NoWeights { .. })
+    );
+    let merge = if whole { "" } else { " --merge" };
+    succeed(
+        site.start_plain(&format!("export run/checkpoint-4 --output merged{merge}"))
+            .finish(),
+    );
+    let model = site.path("model");
+    let changed = changed(&model, &site.path("merged"));
+    assert!(!changed.is_empty(), "{name}: nothing was trained");
+    for tensor in &changed {
+        assert!(
+            parts.iter().any(|part| tensor.contains(part)),
+            "{name}: {tensor} changed"
+        );
+    }
+    for part in parts {
+        assert!(
+            changed.iter().any(|tensor| tensor.contains(part)),
+            "{name}: nothing of {part:?} changed"
+        );
+    }
+    let copied = |file: &str| site.path("merged").join(file).is_file();
+    assert!(copied("config.json") && copied("tokenizer.json"), "{name}");
+    assert!(
+        !listing(&site.path(""))
+            .iter()
+            .any(|name| name.ends_with(".tmp"))
+    );
+    if !whole {
+        saved_parts(&checkpoint, &changed);
+    }
+    // The merged folder is a model like any other.
+    site.train("--model merged --nproc 1 --max-steps 1 --output again");
+}
+
+/// The checkpoint of a part holds everything that was trained and nothing that was frozen.
+fn saved_parts(checkpoint: &Path, changed: &BTreeSet<String>) {
+    let adapter = Adapter::open(checkpoint).unwrap();
+    let modules: BTreeSet<String> = adapter.modules().map(|m| format!("{m}.weight")).collect();
+    for name in changed {
+        assert!(
+            adapter.has(name) || modules.contains(name),
+            "{name} is not saved"
+        );
+    }
+    let config = checkpoint.join("adapter_config.json");
+    assert_eq!(config.is_file(), adapter.config().is_some());
+    assert!(
+        !listing(checkpoint)
+            .iter()
+            .any(|name| name.starts_with("model"))
+    );
+}
+
+macro_rules! journeys {
+    ($($test:ident $index:literal)*) => {$(
+        #[test]
+        fn $test() {
+            let (name, flags, parts) = METHODS[$index];
+            journey(name, flags, parts);
+        }
+    )*};
+}
+
+journeys! {
+    full 0
+    frozen_vision 1
+    frozen_llm 2
+    resampler_alone 3
+    norms_and_biases 4
+    head_and_an_expression 5
+    lora_with_the_published_modules 6
+    lora_alone_with_dropout_on_some_layers 7
+    lora_beside_a_trained_head 8
+    lora_beside_the_whole_language_model 9
+}
+
+#[test]
+fn rates_belong_to_parts_and_stand_in_the_table() {
+    let site = Site::new();
+    let line = "--lr resampler=0,norm=5e-4 --lr-scale linear --nproc 2 --weight-decay 0";
+    let screen = site.train(line).screen;
+    for row in [
+        "lr 0.0e0",
+        "lr 1.0e-3",
+        "lr 2.0e-3",
+        "learning rate 2.0e-3 = 1.0e-3 × 2.000 for 2 micro-batches",
+    ] {
+        assert!(screen.contains(row), "{row}\n{screen}");
+    }
+    let changed = changed(&site.path("model"), &site.path("out/checkpoint-2"));
+    assert!(
+        !changed
+            .iter()
+            .any(|name| name.starts_with("resampler.attn"))
+    );
+    assert!(changed.iter().any(|name| name.starts_with("llm.")));
+}
+
+#[test]
+fn an_adapter_is_exported_for_peft_and_a_part_alone_is_refused() {
+    let site = Site::new();
+    site.train("--lora-rank 2 --train lm_head --output run");
+    let screen = succeed(
+        site.start_plain("export run/checkpoint-2 --output adapter --dtype bf16")
+            .finish(),
+    );
+    drop(screen);
+    let files = listing(&site.path("adapter"));
+    assert_eq!(
+        files,
+        [
+            "README.md",
+            "adapter_config.json",
+            "adapter_model.safetensors",
+            "trained.safetensors"
+        ]
+    );
+    let names = tensors(&site.path("adapter/adapter_model.safetensors"));
+    assert!(
+        names
+            .keys()
+            .all(|name| name.starts_with("base_model.model."))
+    );
+    assert!(
+        names
+            .values()
+            .all(|(dtype, _)| *dtype == Some(kernels::DType::BF16))
+    );
+    let config = read_json(&site.path("adapter/adapter_config.json"));
+    assert_eq!(
+        (config["r"].as_u64(), &config["peft_type"]),
+        (Some(2), &"LORA".into())
+    );
+
+    site.train("--train resampler --output part");
+    let refused = site
+        .start_plain("export part/checkpoint-2 --output x")
+        .finish();
+    assert_eq!(refused.code, Some(2), "{}", refused.screen);
+    assert!(refused.screen.contains("--merge"), "{}", refused.screen);
+    for (line, code) in [
+        ("export part/checkpoint-2 --merge --output adapter", 2),
+        ("export part/checkpoint-2 --merge", 2),
+        ("export nowhere --output x", 10),
+        (
+            "export part/checkpoint-2 --merge --output x --model data",
+            10,
+        ),
+    ] {
+        let refused = site.start_plain(line).finish();
+        assert_eq!(refused.code, Some(code), "{line}\n{}", refused.screen);
+        assert!(
+            !site.path("x").exists() && !site.path("x.tmp").exists(),
+            "{line}"
+        );
+    }
+}
+
+#[test]
+fn an_export_keeps_what_no_model_here_has_and_cuts_files() {
+    let site = Site::with_model("minicpm-o-2_6");
+    site.train("--lora-rank 2 --modules-to-save none --output run");
+    succeed(
+        site.start_plain(
+            "export run/checkpoint-2 --merge --output merged --max-shard-size 100KB --dtype f32",
+        )
+        .finish(),
+    );
+    let names = |folder: &str| -> Vec<String> {
+        let source = WeightSource::open(&site.path(folder)).unwrap();
+        source.names().map(str::to_owned).collect()
+    };
+    assert_eq!(names("merged"), names("model"));
+    let files = listing(&site.path("merged"));
+    assert!(
+        files.iter().any(|f| f.starts_with("model-00001-of-000")),
+        "{files:?}"
+    );
+    assert!(files.contains(&"model.safetensors.index.json".to_owned()));
+}
+
+#[test]
+fn an_export_that_would_lose_a_trained_tensor_is_refused() {
+    let site = Site::new();
+    site.train("--lora-rank 2 --modules-to-save none --output run");
+    // A base without one of the adapted layers.
+    fs::create_dir(site.path("other")).unwrap();
+    let source = WeightSource::open(&site.path("model")).unwrap();
+    let kept: Vec<&str> = source
+        .names()
+        .filter(|n| !n.contains("layers.1.self_attn"))
+        .collect();
+    let specs: Vec<engine::checkpoint::TensorSpec> = kept
+        .iter()
+        .map(|name| engine::checkpoint::TensorSpec {
+            name: (*name).to_owned(),
+            dtype: source.dtype(name).unwrap(),
+            shape: source.shape(name).unwrap().to_vec(),
+        })
+        .collect();
+    let mut file = engine::checkpoint::ShardedTensorWriter::create(
+        &site.path("other"),
+        "model",
+        &specs,
+        &[],
+        u64::MAX,
+    )
+    .unwrap();
+    for spec in &specs {
+        file.write(&spec.name, &source.read(&spec.name, spec.dtype).unwrap())
+            .unwrap();
+    }
+    file.finish().unwrap();
+    let refused = site
+        .start_plain("export run/checkpoint-2 --merge --model other --output x")
+        .finish();
+    assert_eq!(refused.code, Some(10), "{}", refused.screen);
+    assert!(
+        refused.screen.contains("would be lost"),
+        "{}",
+        refused.screen
+    );
+    assert!(!site.path("x").exists());
+}
