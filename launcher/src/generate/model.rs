@@ -13,7 +13,8 @@ use models::minicpm::config::MiniCpmConfig;
 use models::minicpm::processor::Processor;
 use models::minicpm::{MiniCpm, MiniCpmOptions};
 use models::params::ADAPTER_PREFIX;
-use models::{VisionLanguageModel, WeightError, WeightSource};
+use models::{ModelError, VisionLanguageModel, WeightError, WeightSource};
+use std::collections::BTreeSet;
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -58,8 +59,10 @@ impl OpenModel {
         };
         let mut options = MiniCpmOptions::new(dtype, processor.config().normalization);
         options.lora = adapter.as_ref().and_then(Adapter::lora);
-        let model =
-            MiniCpm::new(config, options).map_err(|e| failures::model("set up the model", &e))?;
+        let model = MiniCpm::new(config, options).map_err(|e| match (&e, &adapter) {
+            (ModelError::AdapterTarget { .. }, Some(adapter)) => stranger(adapter, &[chain(&e)]),
+            _ => failures::model("set up the model", &e),
+        })?;
         weights
             .check(model.spec())
             .map_err(|e| failures::weights(&e))?;
@@ -190,17 +193,22 @@ fn open_adapter(dir: &Path, base: &WeightSource) -> Result<Adapter, Failure> {
         )
         .next("point --adapter at a checkpoint-N folder with adapter_model.safetensors or trained.safetensors")
     })?;
-    let strangers: Vec<String> = adapter.strangers(base).map(str::to_owned).collect();
-    let reasons = strangers
-        .iter()
-        .map(|name| format!("{name} has no place in the model"));
-    refuse_adapter(&adapter, reasons.collect())?;
-    Ok(adapter)
+    let strangers: Vec<String> = adapter.strangers(base).map(no_place).collect();
+    match strangers.is_empty() {
+        true => Ok(adapter),
+        false => Err(stranger(&adapter, &strangers)),
+    }
 }
 
-/// Adapters and trained tensors have the extents that the model gives them.
+fn no_place(name: &str) -> String {
+    format!("{name} has no place in the model")
+}
+
+/// Adapters and trained tensors are parameters of the model and have their extents: none is lost.
 fn check_shapes(adapter: &Adapter, params: &[ParamSpec]) -> Result<(), Failure> {
-    let mut reasons = Vec::new();
+    let known: BTreeSet<&str> = params.iter().map(|param| &*param.name).collect();
+    let lost = adapter.names().filter(|name| !known.contains(name));
+    let mut reasons: Vec<String> = lost.map(no_place).collect();
     for param in params {
         match adapter.shape(&param.name) {
             Some(got) if got != param.shape.dims() => reasons.push(format!(
@@ -213,20 +221,20 @@ fn check_shapes(adapter: &Adapter, params: &[ParamSpec]) -> Result<(), Failure> 
             _ => {}
         }
     }
-    refuse_adapter(adapter, reasons)
+    match reasons.is_empty() {
+        true => Ok(()),
+        false => Err(stranger(adapter, &reasons)),
+    }
 }
 
-fn refuse_adapter(adapter: &Adapter, reasons: Vec<String>) -> Result<(), Failure> {
-    if reasons.is_empty() {
-        return Ok(());
-    }
+fn stranger(adapter: &Adapter, reasons: &[String]) -> Failure {
     let mut failure = Failure::new(
         ErrorCode::ModelFiles,
         format!(
             "the adapter {} does not belong to this model",
             adapter.dir().display()
         ),
-        format!("{} of its tensors do not fit", reasons.len()),
+        format!("{} of its parts do not fit", reasons.len()),
     );
     for reason in reasons.iter().take(LISTED) {
         failure = failure.evidence(reason.clone());
@@ -237,10 +245,10 @@ fn refuse_adapter(adapter: &Adapter, reasons: Vec<String>) -> Result<(), Failure
     let base = adapter
         .config()
         .and_then(|c| c.base_model_name_or_path.clone());
-    Err(match base {
+    match base {
         Some(base) => failure.next(format!("--model {base}: the one it was trained on")),
         None => failure.next("--model with the folder it was trained on"),
-    })
+    }
 }
 
 /// A model that can answer.
@@ -328,7 +336,7 @@ pub(super) fn positive(value: usize, flag: &str) -> Result<usize, Failure> {
     )
 }
 
-/// The adapter's folder as a JSON value.
+/// A path that means the same wherever the result is read.
 pub(super) fn path_text(path: &Path) -> PathBuf {
     std::path::absolute(path).unwrap_or_else(|_| path.to_owned())
 }
