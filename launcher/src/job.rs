@@ -11,6 +11,7 @@ use crate::doctor;
 use crate::error_format::ErrorFormat;
 use crate::exit::{ErrorCode, Failure};
 use crate::explain;
+use crate::generate;
 use crate::logging;
 use crate::rank::{self, RunSummary, StopFlag};
 use crate::rank_env::{Env, RankEnv, Variables};
@@ -76,6 +77,8 @@ fn run_command(hooks: &Hooks, argv: &[String], format: ErrorFormat) -> Result<Ex
         Command::Doctor(options) => doctor::run(&Variables::read(), options.json == Some(true)),
         Command::Explain(options) => explain::run(&options),
         Command::DataCheck(options) => data::check::run(&options, &Variables::read()),
+        Command::Generate(args) => generate::ask::run(&args),
+        Command::Eval(args) => generate::evaluate::run(&args),
         Command::Export(options) => crate::run::export(&options),
         Command::Print(text) => {
             drop(write!(std::io::stdout(), "{text}"));

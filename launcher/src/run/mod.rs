@@ -3,10 +3,10 @@
 
 mod advice;
 mod batch;
-mod check;
+pub(crate) mod check;
 mod evaluate;
 mod export;
-mod failures;
+pub(crate) mod failures;
 mod fit;
 mod numeric;
 mod place;

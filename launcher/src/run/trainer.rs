@@ -89,7 +89,7 @@ pub(super) fn train(session: &mut Session<'_>, stop: &StopFlag) -> Result<RunSum
     };
     if session.resumed.is_none() && session.config.eval != Cadence::Never {
         let before = evaluate::loss(session)?;
-        progress.exact_match_before = evaluate::exact_match(session)?;
+        progress.exact_match_before = evaluate::exact_match(session, progress.done)?;
         if let Some(loss) = before {
             show_eval(session, &progress, loss, None);
         }
@@ -425,7 +425,7 @@ fn evaluate_now(
     let Some(eval_loss) = evaluate::loss(session)? else {
         return Ok(());
     };
-    let exact_match = evaluate::exact_match(session)?;
+    let exact_match = evaluate::exact_match(session, progress.done)?;
     show_eval(session, progress, eval_loss, exact_match);
     progress.summary.eval_loss = Some(eval_loss);
     progress.summary.exact_match = exact_match;
