@@ -260,10 +260,20 @@ fn rank_config(
         return RunConfig::load_from(&config_file(job_dir));
     }
     let mut config = resolve(args, env)?.config;
+    if config.batch.find_batch {
+        return Err(Failure::usage(
+            "--find-batch is not available under another launcher",
+            "what is free differs between ranks, and each would find another size",
+        )
+        .next("start with this program, or give --per-device-train-batch-size"));
+    }
     crate::demo::prepare(&mut config, env, &mut |_| ())?;
     if rank.rank == 0 {
         run_folder::check(&mut config)?;
-        drop((hooks.prepare)(&mut config, env, &mut |_| ())?);
+    }
+    // The same on every rank: order of the samples, batches of the evaluation.
+    drop((hooks.prepare)(&mut config, env, &mut |_| ())?);
+    if rank.rank == 0 {
         run_folder::prepare(&config)?;
     }
     Ok(config)

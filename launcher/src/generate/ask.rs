@@ -44,11 +44,8 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<ExitCode, Failure> {
         seed: args.seed.unwrap_or(DEFAULT_SEED),
     };
     sampling.check().map_err(|e| {
-        Failure::usage(
-            "a setting of the sampling is out of range",
-            chain(&e),
-        )
-        .next("--temperature 0 or above, --top-p above 0 and at most 1")
+        Failure::usage("a setting of the sampling is out of range", chain(&e))
+            .next("--temperature 0 or above, --top-p above 0 and at most 1")
     })?;
     let open = OpenModel::open(dir, args.adapter.as_deref(), args.precision)?;
     let options = EncodeOptions {

@@ -73,7 +73,7 @@ pub(super) fn train(session: &mut Session<'_>, stop: &StopFlag) -> Result<RunSum
     let sampler = sampler(
         session.config,
         session.train.samples.len(),
-        &session.first_samples,
+        &session.config.first_samples,
     );
     let total_steps = session.config.total_steps(session.train.samples.len());
     let mut progress = progress_from(session, total_steps)?;
