@@ -10,7 +10,7 @@ const STOP_LIMIT: Duration = Duration::from_secs(10);
 
 #[test]
 fn an_interrupted_run_saves_and_continues() {
-    for name in ["INT", "TERM"] {
+    for name in ["INT", "TERM", "USR1"] {
         let site = Site::new();
         let mut run = site.start(LONG);
         run.wait_for_step();
