@@ -38,7 +38,7 @@ pub(crate) fn prepare(
     show: &mut dyn FnMut(Event),
 ) -> Result<Advice, Failure> {
     let setup = Setup::open(config)?;
-    setup.check_weights(config, show)?;
+    setup.check_weights(show)?;
     let limit = config.batch.limit;
     let train = check::check(config, &config.data_file(), limit, &setup.processor)?;
     let eval = match config.eval_file() {
