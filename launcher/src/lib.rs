@@ -18,6 +18,7 @@ mod job;
 pub mod logging;
 pub mod memory;
 pub mod model_files;
+pub mod monitor;
 pub mod rank;
 pub mod rank_env;
 pub mod report;
@@ -26,6 +27,7 @@ pub mod run_folder;
 pub mod supervisor;
 pub mod ui;
 pub mod units;
+mod watch;
 
 pub use job::{Advice, Hooks, PrepareHook, RankMain, run_hooks, run_with};
 

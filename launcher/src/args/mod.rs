@@ -11,6 +11,7 @@ mod foreign;
 mod generate;
 mod normalise;
 mod table;
+mod watch;
 
 use std::path::PathBuf;
 
@@ -33,6 +34,7 @@ use normalise::Verb;
 pub use normalise::{Note, VERBS};
 pub(crate) use table::value_name;
 pub use table::{flag_table, with_flags};
+pub use watch::WatchArgs;
 
 /// What the user typed after `launcher`.
 #[derive(Debug, Clone, Default, PartialEq, Parser)]
@@ -316,6 +318,8 @@ pub enum Command {
     },
     /// Report on the machine.
     Doctor(DoctorArgs),
+    /// Show a run from its folder.
+    Watch(WatchArgs),
     /// Explain an error code.
     Explain(ExplainArgs),
     /// Check a data file.
@@ -347,6 +351,10 @@ pub fn parse(argv: &[String]) -> Result<Command, Failure> {
         Verb::Doctor => {
             let line = normalise::normalise(verb, rest, &DoctorArgs::command())?;
             DoctorArgs::try_parse_from(words(&line)).map(Command::Doctor)
+        }
+        Verb::Watch => {
+            let line = normalise::normalise(verb, rest, &WatchArgs::command())?;
+            WatchArgs::try_parse_from(words(&line)).map(Command::Watch)
         }
         Verb::Explain => {
             let line = normalise::normalise(verb, rest, &ExplainArgs::command())?;
@@ -588,6 +596,31 @@ mod tests {
         assert!(failure.title.contains("contradict"), "{failure}");
         for line in ["generate --zero 3", "eval --image a.png", "eval --limit x"] {
             parsed(line).expect_err(line);
+        }
+    }
+
+    #[test]
+    fn watch_takes_a_folder_before_and_after_its_flags() {
+        let watch = |line: &str| {
+            let argv: Vec<String> = line.split_whitespace().map(str::to_string).collect();
+            parse(&argv)
+        };
+        for (line, once, json) in [
+            ("watch runs/x", None, None),
+            ("watch runs/x --once --json", Some(true), Some(true)),
+            ("watch --once runs/x", Some(true), None),
+            (
+                "watch --once false --json true runs/x",
+                Some(false),
+                Some(true),
+            ),
+        ] {
+            let run = "runs/x".into();
+            let expected = Command::Watch(WatchArgs { run, once, json });
+            assert_eq!(watch(line).expect("parses"), expected, "{line}");
+        }
+        for line in ["watch", "watch a b", "watch a --zero 3"] {
+            assert_eq!(watch(line).expect_err(line).code.status(), 2, "{line}");
         }
     }
 

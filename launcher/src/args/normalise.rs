@@ -45,11 +45,12 @@ pub(super) enum Verb {
     Generate,
     Eval,
     Export,
+    Watch,
 }
 
 impl Verb {
     /// The verbs that exist, as they are typed; two words where the second says what is done to the first.
-    pub(super) const ALL: [(Self, &'static str); 7] = [
+    pub(super) const ALL: [(Self, &'static str); 8] = [
         (Self::Train, "train"),
         (Self::Doctor, "doctor"),
         (Self::Explain, "explain"),
@@ -57,6 +58,7 @@ impl Verb {
         (Self::Generate, "generate"),
         (Self::Eval, "eval"),
         (Self::Export, "export"),
+        (Self::Watch, "watch"),
     ];
 
     fn name(self) -> &'static str {
@@ -148,10 +150,12 @@ pub(super) fn normalise(
             }
             Some((flag, Arity::Bool)) => {
                 if values.is_empty() {
-                    values.extend(
-                        rest.next_if(|word| !word.starts_with('-'))
-                            .map(str::to_string),
-                    );
+                    // Where words without a flag may come, only a literal belongs to this one.
+                    let literal = |word: &str| ["true", "false"].contains(&&*word.to_lowercase());
+                    let next = rest.next_if(|word| {
+                        !word.starts_with('-') && (positionals == 0 || literal(word))
+                    });
+                    values.extend(next.map(str::to_string));
                 }
                 let value = values.pop().unwrap_or_else(|| "true".to_string());
                 push(

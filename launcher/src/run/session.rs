@@ -181,15 +181,6 @@ impl<'a> Session<'a> {
             .and_then(|w| w.dtype(name))
             .unwrap_or(DType::F32)
     }
-
-    /// Peak bytes of this rank by tier.
-    pub(super) fn peaks(&self) -> crate::report::TierBytes {
-        crate::report::TierBytes {
-            device: self.zero.device_pool().stats().peak,
-            host: self.zero.host_pool().stats().peak,
-            rss: crate::memory::process().rss_bytes,
-        }
-    }
 }
 
 fn meet(

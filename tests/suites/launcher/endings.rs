@@ -5,7 +5,8 @@ use std::fs;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-const LONG: &str = "--max-steps 1000000 --lr-scheduler-type constant --zero 3 --offload cpu";
+pub(crate) const LONG: &str =
+    "--max-steps 1000000 --lr-scheduler-type constant --zero 3 --offload cpu";
 const STOP_LIMIT: Duration = Duration::from_secs(10);
 
 #[test]

@@ -11,6 +11,7 @@ mod data_check;
 mod doctor;
 mod endings;
 mod generate;
+mod monitoring;
 mod outputs;
 mod reports;
 mod resume;
