@@ -25,11 +25,13 @@ pub enum Tag {
     Workspace,
     /// Communication windows.
     Communication,
+    /// Keys and values of tokens that generation has seen.
+    Cache,
 }
 
 impl Tag {
     /// Every tag, in display order.
-    pub const ALL: [Self; 7] = [
+    pub const ALL: [Self; 8] = [
         Self::Parameters,
         Self::Gathered,
         Self::Gradients,
@@ -37,6 +39,7 @@ impl Tag {
         Self::Activations,
         Self::Workspace,
         Self::Communication,
+        Self::Cache,
     ];
 
     /// Lower-case name.
@@ -50,6 +53,7 @@ impl Tag {
             Self::Activations => "activations",
             Self::Workspace => "workspace",
             Self::Communication => "communication",
+            Self::Cache => "cache",
         }
     }
 }
@@ -75,7 +79,7 @@ pub struct TagBytes {
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct PoolStats {
     /// Bytes by tag, in the order of [`Tag::ALL`].
-    pub by_tag: [TagBytes; 7],
+    pub by_tag: [TagBytes; 8],
     /// Bytes in use over all tags.
     pub in_use: u64,
     /// Highest total ever in use at once.

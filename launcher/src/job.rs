@@ -11,6 +11,7 @@ use crate::doctor;
 use crate::error_format::ErrorFormat;
 use crate::exit::{ErrorCode, Failure};
 use crate::explain;
+use crate::generate;
 use crate::logging;
 use crate::rank::{self, RunSummary, StopFlag};
 use crate::rank_env::{Env, RankEnv, Variables};
@@ -78,6 +79,8 @@ fn run_command(hooks: &Hooks, argv: &[String], format: ErrorFormat) -> Result<Ex
         Command::Doctor(options) => doctor::run(&Variables::read(), options.json == Some(true)),
         Command::Explain(options) => explain::run(&options),
         Command::DataCheck(options) => data::check::run(&options, &Variables::read()),
+        Command::Generate(args) => generate::ask::run(&args),
+        Command::Eval(args) => generate::evaluate::run(&args),
         Command::Export(options) => crate::run::export(&options),
         Command::Watch(options) => watch::run(&options),
         Command::Print(text) => {
@@ -293,13 +296,23 @@ fn rank_config(
         return RunConfig::load_from(&config_file(job_dir));
     }
     let mut config = resolve(args, env)?.config;
+    if config.batch.find_batch {
+        return Err(Failure::usage(
+            "--find-batch is not available under another launcher",
+            "what is free differs between ranks, and each would find another size",
+        )
+        .next("start with this program, or give --per-device-train-batch-size"));
+    }
     crate::demo::prepare(&mut config, env, &mut |_| ())?;
     if rank.rank == 0 {
         run_folder::check(&mut config)?;
-        let mut plan = PlanFile::default();
-        drop((hooks.prepare)(&mut config, env, &mut |event| {
-            plan.note(&event);
-        })?);
+    }
+    // The same on every rank: order of the samples, batches of the evaluation.
+    let mut plan = PlanFile::default();
+    drop((hooks.prepare)(&mut config, env, &mut |event| {
+        plan.note(&event);
+    })?);
+    if rank.rank == 0 {
         run_folder::prepare(&config)?;
         plan.save(&config.output)?;
     }

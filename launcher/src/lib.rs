@@ -13,6 +13,7 @@ pub mod doctor;
 pub mod error_format;
 pub mod exit;
 mod explain;
+mod generate;
 mod job;
 pub mod logging;
 pub mod memory;

@@ -78,7 +78,8 @@ impl Problem {
         let (code, kind) = classify(error);
         let mut problem = super::chain(error);
         if kind == Kind::Placeholders {
-            problem += &excerpt(sample);
+            let names_pictures = matches!(error, SampleError::UnknownPlaceholder { .. });
+            problem += &excerpt(sample, !names_pictures);
         }
         Self {
             index,
@@ -145,7 +146,8 @@ impl Problem {
     }
 }
 
-fn classify(error: &SampleError) -> (ErrorCode, Kind) {
+/// The code and the kind of an error.
+pub(crate) fn classify(error: &SampleError) -> (ErrorCode, Kind) {
     match error {
         SampleError::MorePlaceholdersThanImages { .. }
         | SampleError::UnknownPlaceholder { .. }
@@ -169,8 +171,8 @@ fn classify(error: &SampleError) -> (ErrorCode, Kind) {
     }
 }
 
-/// The first place of a picture in the text, and the names of the pictures.
-fn excerpt(sample: &RawSample) -> String {
+/// The first place of a picture in the text, and the names of the pictures where asked for.
+fn excerpt(sample: &RawSample, with_names: bool) -> String {
     let shown = sample
         .conversations
         .iter()
@@ -187,6 +189,7 @@ fn excerpt(sample: &RawSample) -> String {
         [] => "; no pictures are listed".to_owned(),
         names => format!("; pictures: {}", names.join(" ")),
     };
+    let images = if with_names { images } else { String::new() };
     shown.unwrap_or_default() + &images
 }
 
@@ -281,7 +284,7 @@ pub(crate) fn remedies(context: &Context<'_>, problems: &[Problem]) -> Vec<Strin
                 let size = context
                     .processor
                     .measure(sample, context.images, &one_slice);
-                Some((problem.index, size.ok()?.tokens))
+                Some((problem.index, size.ok()?.untruncated_tokens))
             })
             .collect();
         if let Some((index, tokens)) = usable.first() {

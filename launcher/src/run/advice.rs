@@ -2,6 +2,7 @@
 
 use super::check;
 use super::fit::{self, Fit};
+use super::place;
 use super::setup;
 use crate::args::{self, Command};
 use crate::config::{PrecisionChoice, Recompute, RunConfig, resolve};
@@ -115,8 +116,16 @@ pub(super) fn add(
     let on_device = failure.code == ErrorCode::DeviceMemory
         || failure.code == ErrorCode::Plan && base.exceeds_device(config);
     let mut lines = Vec::new();
+    let mut taken: Vec<Flags> = Vec::new();
     let mut smallest: Option<(u64, String)> = None;
     for flags in neighbours(config) {
+        // More of what suffices already is no news.
+        if taken
+            .iter()
+            .any(|less| less.iter().all(|flag| flags.contains(flag)))
+        {
+            continue;
+        }
         let Some(neighbour) = changed(config, &flags) else {
             continue;
         };
@@ -138,6 +147,7 @@ pub(super) fn add(
                 "{spelled}   (plan: {}, fits)",
                 fit.needs(&neighbour)
             ));
+            taken.push(flags);
         }
     }
     if lines.is_empty()
@@ -158,10 +168,12 @@ pub(super) fn add(
 pub(super) fn later(config: &RunConfig, order: Vec<usize>) -> crate::job::Advice {
     let config = config.clone();
     Box::new(move |failure| {
-        if !matches!(
-            failure.code,
-            ErrorCode::DeviceMemory | ErrorCode::HostMemory
-        ) {
+        // The plan is that of training; it has nothing to say about an evaluation.
+        let planned = match failure.code {
+            ErrorCode::DeviceMemory => failure.title.contains(place::AT_STEP),
+            code => code == ErrorCode::HostMemory,
+        };
+        if !planned {
             return;
         }
         let Ok(processor) = Processor::load(&config.model_dir()).map(Arc::new) else {

@@ -10,7 +10,7 @@ use models::{ModelError, WeightError};
 use std::error::Error;
 use std::path::Path;
 
-pub(super) use crate::data::chain;
+pub(crate) use crate::data::chain;
 
 pub(super) fn engine(doing: &str, error: &EngineError) -> Failure {
     match error {
@@ -45,7 +45,7 @@ pub(super) fn selection(flag: &str, error: &ModelError) -> Failure {
     )
 }
 
-pub(super) fn model(doing: &str, error: &ModelError) -> Failure {
+pub(crate) fn model(doing: &str, error: &ModelError) -> Failure {
     match error {
         ModelError::Engine(inner) => engine(doing, inner),
         ModelError::Kernel(inner) => kernel(doing, inner),
@@ -66,7 +66,7 @@ pub(super) fn model(doing: &str, error: &ModelError) -> Failure {
     }
 }
 
-pub(super) fn kernel(doing: &str, error: &KernelError) -> Failure {
+pub(crate) fn kernel(doing: &str, error: &KernelError) -> Failure {
     match error {
         KernelError::OutOfMemory {
             pool,
@@ -87,7 +87,7 @@ pub(super) fn kernel(doing: &str, error: &KernelError) -> Failure {
                 code,
                 format!("cannot {doing}: {pool} memory ran out"),
                 format!(
-                    "{tag} ask for {} where {} of {flag} ({}{share}) are left",
+                    "{} more are needed for {tag}, {} of {flag} ({}{share}) are left",
                     bytes(*asked_bytes),
                     bytes(capacity_bytes.saturating_sub(*in_use_bytes)),
                     bytes(*capacity_bytes)
@@ -185,7 +185,7 @@ fn names(parts: &[(String, usize)]) -> String {
     parts.join(", ")
 }
 
-pub(super) fn comm(error: &CommError) -> Failure {
+pub(crate) fn comm(error: &CommError) -> Failure {
     match error {
         CommError::Rendezvous {
             arrived,
@@ -261,10 +261,71 @@ pub(super) fn checkpoint(doing: &str, error: &CheckpointError) -> Failure {
     }
 }
 
-pub(super) fn weights(error: &WeightError) -> Failure {
+pub(crate) fn weights(error: &WeightError) -> Failure {
     super::weight_files::report(error)
 }
 
 pub(super) fn files(title: &str, path: &Path, error: &dyn Error) -> Failure {
     Failure::new(ErrorCode::ModelFiles, title, chain(error)).evidence(path.display().to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_that_ran_out_is_broken_down_by_use() {
+        let error = KernelError::OutOfMemory {
+            pool: "device",
+            tag: Tag::Activations,
+            asked_bytes: 2 << 20,
+            in_use_bytes: 15 << 20,
+            capacity_bytes: 16 << 20,
+            breakdown: vec![(Tag::Parameters, 5 << 20), (Tag::Activations, 10 << 20)],
+        };
+        let failure = kernel("train", &error);
+        assert_eq!(failure.code.status(), 11);
+        assert_eq!(
+            failure.cause,
+            "2.0M more are needed for activations, 1.0M of --device-memory-limit (16.0M) are left"
+        );
+        assert_eq!(
+            failure.evidence,
+            ["in use 15.0M = activations 10.0M + parameters 5.0M"]
+        );
+    }
+
+    #[test]
+    fn shared_memory_is_told_apart_from_ranks_that_do_not_come() {
+        let tried = vec![("/dev/shm".into(), 64 << 10)];
+        let failure = comm(&CommError::NoSpace {
+            asked_bytes: 32 << 20,
+            tried,
+        });
+        assert_eq!(failure.code, ErrorCode::SharedMemory);
+        assert_eq!(failure.evidence, ["/dev/shm: 64.0K free"]);
+        let failure = comm(&CommError::Rendezvous {
+            arrived: vec![0, 2],
+            missing: vec![1],
+            elapsed: std::time::Duration::from_secs(60),
+        });
+        assert_eq!(
+            failure.title,
+            "rendezvous incomplete after 60 s: 2 of 3 ranks arrived"
+        );
+    }
+
+    #[test]
+    fn tensors_of_a_checkpoint_are_grouped_by_parts() {
+        let names = [
+            "resampler.query",
+            "resampler.proj",
+            "llm.model.layers.0.mlp.up.weight",
+        ];
+        let failure = mismatch("resume", &[], &names.map(str::to_owned));
+        assert_eq!(
+            failure.evidence[0],
+            "in the checkpoint, frozen now: resampler (2), llm.model.layers (1)"
+        );
+    }
 }

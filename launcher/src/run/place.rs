@@ -8,6 +8,8 @@ use crate::units::grouped;
 use engine::Phase;
 use models::minicpm::sample::{EncodedSample, RawSample};
 
+/// Stands before the step in the title of a failure that met a training step.
+pub(super) const AT_STEP: &str = " at step ";
 /// Samples named one by one in a report.
 const NAMED_SAMPLES: usize = 4;
 
@@ -105,7 +107,13 @@ pub(super) fn complete(failure: Failure, session: &Session<'_>) -> Failure {
             failure.title += &format!(" in {phase} of {unit}");
         }
         if let Some(place) = &session.place {
-            failure.title += &format!(" at step {}", place.step);
+            failure.title += &format!("{AT_STEP}{}", place.step);
+        } else if session.eval.is_some() && session.config.batch.eval_batch > 1 {
+            let batch = session.config.batch.eval_batch;
+            failure.next.insert(
+                0,
+                format!("--per-device-eval-batch-size {} (now {batch})", batch / 2),
+            );
         }
     }
     let wanted = matches!(

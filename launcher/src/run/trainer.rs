@@ -71,7 +71,7 @@ pub(super) fn train(session: &mut Session<'_>, stop: &StopFlag) -> Result<RunSum
     let sampler = sampler(
         session.config,
         session.train.samples.len(),
-        &session.first_samples,
+        &session.config.first_samples,
     );
     let total_steps = session.config.total_steps(session.train.samples.len());
     let mut progress = progress_from(session, total_steps)?;
@@ -88,7 +88,7 @@ pub(super) fn train(session: &mut Session<'_>, stop: &StopFlag) -> Result<RunSum
     };
     if session.resumed.is_none() && session.config.eval != Cadence::Never {
         let before = evaluate::loss(session)?;
-        progress.exact_match_before = evaluate::exact_match(session)?;
+        progress.exact_match_before = evaluate::exact_match(session, progress.done)?;
         monitor.end(Phase::Eval, &session.zero);
         if let Some(loss) = before {
             show_eval(session, &progress, loss, None);
@@ -441,7 +441,7 @@ fn evaluate_now(
     let Some(eval_loss) = evaluate::loss(session)? else {
         return Ok(());
     };
-    let exact_match = evaluate::exact_match(session)?;
+    let exact_match = evaluate::exact_match(session, progress.done)?;
     show_eval(session, progress, eval_loss, exact_match);
     progress.summary.eval_loss = Some(eval_loss);
     progress.summary.exact_match = exact_match;

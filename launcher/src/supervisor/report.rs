@@ -55,7 +55,8 @@ pub(super) fn explain(
                 signal_name(signal)
             ),
             "the process crashed, or somebody ended it",
-        ),
+        )
+        .next(look_at_log(rank)),
         (None, None, code) => {
             let code = code.unwrap_or(-1);
             Failure::new(
@@ -63,6 +64,7 @@ pub(super) fn explain(
                 format!("rank {rank} ended with exit code {code}"),
                 "it left no report of its own",
             )
+            .next(look_at_log(rank))
         }
     };
     if failure.details.is_none() {
@@ -85,6 +87,12 @@ pub(super) fn explain(
         failure = failure.details(details);
     }
     failure
+}
+
+fn look_at_log(rank: usize) -> String {
+    format!(
+        "see logs/rank-{rank:04}.log and `dmesg`; --resume auto continues from the last checkpoint"
+    )
 }
 
 fn killed(rank: usize, machine: &Machine) -> Failure {

@@ -11,7 +11,7 @@ const STOP_LIMIT: Duration = Duration::from_secs(10);
 
 #[test]
 fn an_interrupted_run_saves_and_continues() {
-    for name in ["INT", "TERM"] {
+    for name in ["INT", "TERM", "USR1"] {
         let site = Site::new();
         let mut run = site.start(LONG);
         run.wait_for_step();
@@ -96,7 +96,9 @@ fn a_crashed_rank_is_named_with_its_signal() {
     let outcome = run.finish();
     assert_eq!(outcome.code, Some(101), "{}", outcome.screen);
     assert!(
-        outcome.screen.contains("rank 0") && outcome.screen.contains("SIGABRT"),
+        outcome.screen.contains("rank 0")
+            && outcome.screen.contains("SIGABRT")
+            && outcome.screen.contains("see logs/rank-0000.log"),
         "{}",
         outcome.screen
     );
@@ -225,5 +227,34 @@ fn a_full_disk_ends_the_run_and_keeps_the_last_checkpoint() {
         assert!(screen.contains(part), "{part}\n{screen}");
     }
     assert!(!screen.contains("\ncheckpoint-2\n"), "{screen}");
+    site.assert_tidy();
+}
+
+#[test]
+fn shared_memory_that_is_too_small_is_its_own_failure() {
+    let site = Site::new();
+    // Site and program may lie in /tmp, which is hidden: they are reached through another mount.
+    let script = format!(
+        "cp '{}' program && mount --bind . /mnt && mount -t tmpfs -o size=64k tmpfs /dev/shm && \
+         mount -t tmpfs -o size=64k tmpfs /tmp && cd /mnt && \
+         TMPDIR=/mnt/tmp HOME=/mnt/home XDG_CACHE_HOME=/mnt/home/cache \
+         ./program {} --output out --max-steps 1",
+        env!("CARGO_BIN_EXE_tessera_test_launcher"),
+        "--model model --data data/samples.json --precision f32"
+    );
+    let Some(command) = mounting_shell(&script) else {
+        // The wording is tested beside the code.
+        return;
+    };
+    let outcome = site.start_command(command).finish();
+    assert_eq!(outcome.code, Some(13), "{}", outcome.screen);
+    for part in [
+        "error[E15]",
+        "/dev/shm: 64.0K free",
+        "--shm-size",
+        "--nproc 1",
+    ] {
+        assert!(outcome.screen.contains(part), "{part}\n{}", outcome.screen);
+    }
     site.assert_tidy();
 }

@@ -211,7 +211,7 @@ fn placeholders_are_shown_with_their_place() {
         &[
             "sample 1 (id",
             "message 1: \"See <image_07>, is it taller?\"",
-            "pictures: <image_00> <image_01>",
+            "the pictures are [\"<image_00>\", \"<image_01>\"]",
         ],
     );
 }
@@ -263,6 +263,7 @@ fn device_memory_that_runs_out_is_traced_to_its_unit() {
             "error[E01] ",
             "device memory ran out in forward of ",
             "of --device-memory-limit (14.0M) are left",
+            "  next      --per-device-eval-batch-size 12 (now 24)",
             "in use ",
             "activations ",
         ],
