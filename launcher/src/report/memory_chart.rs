@@ -62,11 +62,18 @@ fn predicted(plan: Option<&PlanFile>) -> Option<u64> {
 
 /// The highest memory of every logged row, by kind, with the prediction.
 pub(super) fn by_step(files: &RunFiles) -> Chart {
-    let rows: Vec<(&MemoryRow, &PhasePeak)> = files
-        .memory
-        .iter()
-        .filter_map(|row| Some((row, highest(row)?)))
-        .collect();
+    let mut rows: Vec<(&MemoryRow, &PhasePeak)> = Vec::new();
+    for row in &files.memory {
+        let Some(peak) = highest(row) else {
+            continue;
+        };
+        // What follows the last logged row, an evaluation or a checkpoint, is of the same step.
+        match rows.last_mut().filter(|(last, _)| last.step == row.step) {
+            Some(last) if total(last.1) < total(peak) => *last = (row, peak),
+            Some(_) => {}
+            None => rows.push((row, peak)),
+        }
+    }
     let Some((last, _)) = rows.last() else {
         return Chart::default();
     };
@@ -388,6 +395,20 @@ mod tests {
         assert!(chart.lines.is_empty(), "nothing was planned");
         assert_eq!(by_phase(&RunFiles::default()), None);
         assert!(by_step(&RunFiles::default()).is_empty());
+    }
+
+    #[test]
+    fn rows_of_one_step_are_one_point() {
+        let mut files = files();
+        let small = peak(&[("gathered", 1)], &[("parameters", 8)]);
+        files.memory.push(row(10, &[("save", small)]));
+        assert_eq!(by_step(&files).at, [1.0, 10.0]);
+        let large = peak(&[("activations", 90)], &[]);
+        files.memory.push(row(10, &[("eval", large)]));
+        let chart = by_step(&files);
+        assert_eq!(chart.at, [1.0, 10.0]);
+        let layer = chart.layers.iter().find(|l| l.name == "activations");
+        assert_eq!(layer.map(|l| l.values.clone()), Some(vec![20.0, 90.0]));
     }
 
     #[test]
