@@ -5,7 +5,7 @@
 # usage: scripts/gpu-check.sh BIN_DIR [OUT] [--stages a,b] [--budget SECONDS]
 set -uo pipefail
 
-stages=probe,ceilings,ipc,nccl,calibration,conformance,table
+stages=probe,doctor,ceilings,ipc,nccl,calibration,conformance,table
 budget=470
 positional=()
 while [ $# -gt 0 ]; do
@@ -25,13 +25,25 @@ mkdir -p "$out"
 # Seconds a stage may take at most; the rest of the budget when less is left.
 limit_of() {
   case $1 in
-    probe) echo 30 ;;
+    probe | doctor) echo 30 ;;
     ceilings) echo 60 ;;
     ipc) echo 40 ;;
     nccl) echo 60 ;;
     calibration) echo 90 ;;
     *) echo 180 ;;
   esac
+}
+
+# The user's own view of the machine: it must name the GPU and its driver.
+doctor() {
+  "$bin/launcher" doctor --json >"$out/doctor.json" || return 1
+  { echo "## launcher doctor"; echo; echo '```'; "$bin/launcher" doctor; echo '```'; } >"$out/doctor.md" || return 1
+  cat "$out/doctor.md"
+  python3 - "$out/doctor.json" <<'PYTHON'
+import json, sys
+report = json.load(open(sys.argv[1]))
+assert report["gpus"], "the doctor sees no GPU"
+PYTHON
 }
 
 packages=$(python3 -c 'import site, sys; print(":".join(site.getsitepackages() + [p for p in sys.path if p.endswith("-packages")]))' 2>/dev/null || true)
@@ -50,10 +62,15 @@ for stage in ${stages//,/ }; do
   echo "== $stage (at most $limit s)"
   begun=$SECONDS
   rm -f "$out/$stage.md" "$out/$stage.json" "$out/$stage.log"
-  timeout --kill-after=5 "$limit" "$bin/gpu_check" "$stage" --out "$out" --emulated "$bin/emulated" \
-    --seconds $((limit > 10 ? limit - 5 : limit)) ${packages:+--python-packages "$packages"} \
-    --peers "$root/scripts/gpu_peers.py" 2>&1 | tee "$out/$stage.log"
-  code=${PIPESTATUS[0]}
+  if [ "$stage" = doctor ]; then
+    doctor 2>&1 | tee "$out/$stage.log"
+    code=${PIPESTATUS[0]}
+  else
+    timeout --kill-after=5 "$limit" "$bin/gpu_check" "$stage" --out "$out" --emulated "$bin/emulated" \
+      --seconds $((limit > 10 ? limit - 5 : limit)) ${packages:+--python-packages "$packages"} \
+      --peers "$root/scripts/gpu_peers.py" 2>&1 | tee "$out/$stage.log"
+    code=${PIPESTATUS[0]}
+  fi
   took=$((SECONDS - begun))
   case $code in
     0) echo "$stage: passed in $took s" >>"$out/summary.txt" ;;

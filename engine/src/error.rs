@@ -75,17 +75,14 @@ pub enum EngineError {
     },
     /// A checkpoint lacks what this run trains, or holds what it does not.
     #[error(
-        "the checkpoint does not fit this run: {missing_count} trained tensors are missing from it (first: {first_missing}), {extra_count} of its tensors are not trained here (first: {first_extra})"
+        "the checkpoint does not fit this run: {} trained tensors are missing from it (first: {}), {} of its tensors are not trained here (first: {})",
+        missing.len(), first(missing), extra.len(), first(extra)
     )]
     CheckpointMismatch {
-        /// Trained here, absent there.
-        missing_count: usize,
-        /// Its name, or `-`.
-        first_missing: String,
-        /// Present there, not trained here.
-        extra_count: usize,
-        /// Its name, or `-`.
-        first_extra: String,
+        /// Names of what is trained here and absent there, sorted.
+        missing: Vec<String>,
+        /// Names of what is there and not trained here, sorted.
+        extra: Vec<String>,
     },
     /// Ranks run different plans.
     #[error("rank {rank} has plan {theirs}, this rank has {ours}")]
@@ -97,4 +94,8 @@ pub enum EngineError {
         /// Ours.
         ours: String,
     },
+}
+
+fn first(names: &[String]) -> &str {
+    names.first().map_or("-", String::as_str)
 }

@@ -141,18 +141,13 @@ pub fn check_trained(plan: &Plan, checkpoint: &Checkpoint) -> Result<(), EngineE
         .filter(|p| p.trainable)
         .map(|p| p.name.as_str())
         .collect();
-    let missing: Vec<_> = ours.difference(&theirs).collect();
-    let extra: Vec<_> = theirs.difference(&ours).collect();
+    let names = |names: &mut dyn Iterator<Item = &&str>| names.map(|n| (*n).to_owned()).collect();
+    let missing: Vec<String> = names(&mut ours.difference(&theirs));
+    let extra: Vec<String> = names(&mut theirs.difference(&ours));
     if missing.is_empty() && extra.is_empty() {
         return Ok(());
     }
-    let first = |names: &[&&str]| names.first().map_or("-", |n| **n).to_owned();
-    Err(EngineError::CheckpointMismatch {
-        missing_count: missing.len(),
-        first_missing: first(&missing),
-        extra_count: extra.len(),
-        first_extra: first(&extra),
-    })
+    Err(EngineError::CheckpointMismatch { missing, extra })
 }
 
 /// Elements of the parameter behind a part of its group.

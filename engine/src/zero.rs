@@ -8,10 +8,11 @@ use crate::spec::{ParamId, UnitId};
 use crate::state::{Scalars, UnitState};
 use crate::store::{Store, lease_of};
 use crate::tier::Tiers;
+use crate::timing::{CopyClock, Times};
 use kernels::{Backend, DType, Float, Pool, Tensor};
 use optim::clip::GradientScale;
 use optim::{GroupOptions, Optimizer};
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -61,6 +62,9 @@ pub struct Zero {
     pub(crate) states: Vec<Option<UnitState>>,
     pub(crate) step: u64,
     totals: Totals,
+    /// The last unit leased in a pass that has not ended well.
+    leased: Cell<Option<(UnitId, Phase)>>,
+    non_finite: Option<UnitId>,
 }
 
 impl std::fmt::Debug for Zero {
@@ -104,6 +108,8 @@ impl Zero {
             states,
             step: 0,
             totals: Totals::default(),
+            leased: Cell::new(None),
+            non_finite: None,
         })
     }
 
@@ -123,6 +129,22 @@ impl Zero {
     #[must_use]
     pub fn step_count(&self) -> u64 {
         self.step
+    }
+
+    /// Where the present pass is, or where it ended early: the unit leased last and what for.
+    /// `None` between passes.
+    #[must_use]
+    pub fn position(&self) -> Option<(&str, Phase)> {
+        let (unit, phase) = self.leased.get()?;
+        Some((&self.plan.spec().units[unit.index()].name, phase))
+    }
+
+    /// The unit nearest to the loss whose gradients, as far as this rank holds them, were not finite
+    /// in the last [`Zero::step`].
+    #[must_use]
+    pub fn non_finite_gradient(&self) -> Option<&str> {
+        let unit = self.non_finite?;
+        Some(&self.plan.spec().units[unit.index()].name)
     }
 
     /// Fills weights (and master weights). `read` is asked for ranges of a parameter's elements as
@@ -175,6 +197,7 @@ impl Zero {
 
     /// Starts a pass; every rank starts the same kind.
     pub fn begin_pass(&self, kind: PassKind) {
+        self.leased.set(None);
         self.store.borrow_mut().begin_pass(kind);
     }
 
@@ -183,7 +206,9 @@ impl Zero {
     /// # Errors
     /// When communication fails.
     pub fn end_pass(&self) -> Result<()> {
-        self.store.borrow_mut().end_pass()
+        self.store.borrow_mut().end_pass()?;
+        self.leased.set(None);
+        Ok(())
     }
 
     /// Ends the training pass of one micro-batch whose token losses sum to `loss_sum` over
@@ -195,6 +220,7 @@ impl Zero {
         let store = self.store.get_mut();
         store.end_pass()?;
         store.count_micro_batch();
+        self.leased.set(None);
         self.totals.loss_sum += loss_sum;
         self.totals.supervised += supervised;
         Ok(())
@@ -319,10 +345,15 @@ impl Zero {
     fn sum_of_squares(&mut self) -> Result<f64> {
         let rank = self.comm.world().rank;
         let mut own = 0.0;
+        self.non_finite = None;
         for unit in self.trainable_units() {
             let shard = self.plan.unit(unit).trainable.shard(rank);
             if let Some(gradients) = self.store.get_mut().gradients_mut(unit) {
-                own += gradients.sum_of_squares(shard);
+                let squares: f64 = gradients.sum_of_squares(shard);
+                if !squares.is_finite() {
+                    self.non_finite = Some(unit);
+                }
+                own += squares;
             }
         }
         let all = self.comm.all_gather_f64(&[own], CommTag::new("norm", 0))?;
@@ -392,6 +423,7 @@ impl Zero {
         }
         let rank = self.comm.world().rank;
         let dtype = self.plan.config().precision.weight_dtype();
+        let mut copies = CopyClock::default();
         for unit in self.trainable_units() {
             let shard = self.plan.unit(unit).trainable.shard(rank);
             let bytes = shard.start * dtype.size_bytes()..shard.end * dtype.size_bytes();
@@ -399,17 +431,20 @@ impl Zero {
                 .store
                 .get_mut()
                 .weights_mut(unit, GroupKind::Trainable)?;
+            let tier = weights.tier();
             let all = weights.as_mut_slice::<u8>();
             let mut buffer = self.comm.alloc(all.len())?;
-            buffer.as_bytes_mut()[bytes.clone()].copy_from_slice(&all[bytes]);
+            let own = &mut buffer.as_bytes_mut()[bytes.clone()];
+            copies.time(tier, || own.copy_from_slice(&all[bytes]));
             let op = Collective::new(
                 CollectiveKind::AllGather,
                 dtype,
                 CommTag::new("update", unit.0),
             );
             let buffer = self.comm.start(op, buffer)?.wait_read()?;
-            all.copy_from_slice(buffer.as_bytes());
+            copies.time(tier, || all.copy_from_slice(buffer.as_bytes()));
         }
+        self.store.get_mut().count_copies(&copies);
         Ok(())
     }
 
@@ -465,6 +500,15 @@ impl Zero {
             .collect()
     }
 
+    /// Where this rank's time went so far, beside computing.
+    #[must_use]
+    pub fn times(&self) -> Times {
+        Times {
+            communication: self.comm.time_spent(),
+            offload: self.store.borrow().copy_time(),
+        }
+    }
+
     /// The device pool.
     #[must_use]
     pub fn device_pool(&self) -> &Pool {
@@ -494,6 +538,7 @@ impl ParamAccess for Zero {
     }
 
     fn lease(&self, unit: UnitId, phase: Phase) -> Result<Lease<'_>> {
+        self.leased.set(Some((unit, phase)));
         let params = self.store.borrow_mut().lease(unit, phase)?;
         Ok(lease_of(self, unit, phase, params))
     }

@@ -9,7 +9,8 @@ use crate::{DType, Shape, Tag};
 pub enum KernelError {
     /// The accounted pool has no room.
     #[error(
-        "{pool} memory is exhausted: {tag} asks for {asked_bytes} bytes, {in_use_bytes} of {capacity_bytes} are in use ({breakdown})"
+        "{pool} memory is exhausted: {tag} asks for {asked_bytes} bytes, {in_use_bytes} of {capacity_bytes} are in use ({})",
+        table(breakdown)
     )]
     OutOfMemory {
         /// Name of the pool.
@@ -22,8 +23,8 @@ pub enum KernelError {
         in_use_bytes: u64,
         /// The pool's capacity.
         capacity_bytes: u64,
-        /// Bytes in use by tag, for the report.
-        breakdown: String,
+        /// Bytes in use by tag, of every tag in use.
+        breakdown: Vec<(Tag, u64)>,
     },
     /// Operand shapes do not fit each other.
     #[error("{op}: shapes do not fit: {detail}")]
@@ -72,4 +73,16 @@ pub(crate) fn shape_error<T>(op: &'static str, detail: impl Into<String>) -> Res
         op,
         detail: detail.into(),
     })
+}
+
+fn table(breakdown: &[(Tag, u64)]) -> String {
+    let parts: Vec<String> = breakdown
+        .iter()
+        .map(|(tag, bytes)| format!("{tag} {bytes}"))
+        .collect();
+    if parts.is_empty() {
+        "nothing in use".into()
+    } else {
+        parts.join(", ")
+    }
 }

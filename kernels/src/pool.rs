@@ -71,6 +71,8 @@ pub struct TagBytes {
     pub in_use: u64,
     /// Highest ever in use at once.
     pub peak: u64,
+    /// In use when the total of all tags was highest: its share of [`PoolStats::peak`].
+    pub at_peak: u64,
 }
 
 /// A snapshot of a pool.
@@ -91,6 +93,20 @@ impl PoolStats {
     #[must_use]
     pub fn tag(&self, tag: Tag) -> TagBytes {
         self.by_tag[tag as usize]
+    }
+
+    /// Counts bytes taken; a new highest total remembers what it consists of.
+    fn add(&mut self, tag: Tag, bytes: u64) {
+        self.in_use += bytes;
+        let of_tag = &mut self.by_tag[tag as usize];
+        of_tag.in_use += bytes;
+        of_tag.peak = of_tag.peak.max(of_tag.in_use);
+        if self.in_use > self.peak {
+            self.peak = self.in_use;
+            for tag in &mut self.by_tag {
+                tag.at_peak = tag.in_use;
+            }
+        }
     }
 }
 
@@ -184,11 +200,7 @@ impl Pool {
                 breakdown: breakdown(stats),
             });
         }
-        stats.in_use += bytes;
-        stats.peak = stats.peak.max(stats.in_use);
-        let by_tag = &mut stats.by_tag[tag as usize];
-        by_tag.in_use += bytes;
-        by_tag.peak = by_tag.peak.max(by_tag.in_use);
+        stats.add(tag, bytes);
         log(&mut inner, tag, bytes as i64);
         drop(inner);
         Ok(Reservation {
@@ -235,6 +247,7 @@ impl Pool {
         stats.peak = stats.in_use;
         for tag in &mut stats.by_tag {
             tag.peak = tag.in_use;
+            tag.at_peak = tag.in_use;
         }
     }
 
@@ -253,17 +266,11 @@ fn log(inner: &mut Inner, tag: Tag, bytes: i64) {
     inner.events.push_back(PoolEvent { tag, bytes, in_use });
 }
 
-fn breakdown(stats: &PoolStats) -> String {
-    let parts: Vec<String> = Tag::ALL
-        .iter()
-        .filter(|t| stats.tag(**t).in_use > 0)
-        .map(|t| format!("{t} {}", stats.tag(*t).in_use))
-        .collect();
-    if parts.is_empty() {
-        "nothing in use".into()
-    } else {
-        parts.join(", ")
-    }
+fn breakdown(stats: &PoolStats) -> Vec<(Tag, u64)> {
+    let tags = Tag::ALL.into_iter();
+    tags.map(|tag| (tag, stats.tag(tag).in_use))
+        .filter(|(_, bytes)| *bytes > 0)
+        .collect()
 }
 
 /// Rounds up so that at most an eighth is wasted and few classes exist.
@@ -380,10 +387,35 @@ mod tests {
             stats.tag(Tag::Activations),
             TagBytes {
                 in_use: 0,
-                peak: 1024
+                peak: 1024,
+                at_peak: 1024
             }
         );
         assert_eq!(pool.events().len(), 4);
+    }
+
+    #[test]
+    fn the_peak_knows_what_it_was_made_of() {
+        let pool = Pool::new("device", None);
+        let shares = || {
+            let stats = pool.stats();
+            let of = |tag| stats.tag(tag).at_peak;
+            assert_eq!(
+                stats.by_tag.iter().map(|t| t.at_peak).sum::<u64>(),
+                stats.peak
+            );
+            [Tag::Activations, Tag::Gathered, Tag::Workspace].map(of)
+        };
+        let kept = pool.reserve(100, Tag::Gathered).unwrap();
+        drop(pool.reserve(1000, Tag::Activations).unwrap());
+        // More workspace than there was at the peak, but a lower total.
+        drop(pool.reserve(900, Tag::Workspace).unwrap());
+        assert_eq!(shares(), [1000, 100, 0]);
+        pool.reset_peaks();
+        assert_eq!(shares(), [0, 100, 0]);
+        drop(pool.reserve(10, Tag::Workspace).unwrap());
+        assert_eq!(shares(), [0, 100, 10]);
+        drop(kept);
     }
 
     #[test]

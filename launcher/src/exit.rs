@@ -47,6 +47,9 @@ pub enum ErrorCode {
     /// The disk is full or a file cannot be written.
     #[serde(rename = "E13")]
     Disk,
+    /// Shared memory is too small for the exchange between ranks.
+    #[serde(rename = "E15")]
+    SharedMemory,
     /// A resumed run has nothing left to do.
     #[serde(rename = "E16")]
     NothingToDo,
@@ -69,7 +72,7 @@ pub enum ErrorCode {
 
 impl ErrorCode {
     /// Every code, in order.
-    pub const ALL: [Self; 17] = [
+    pub const ALL: [Self; 18] = [
         Self::DeviceMemory,
         Self::HostMemory,
         Self::Rendezvous,
@@ -81,6 +84,7 @@ impl ErrorCode {
         Self::Usage,
         Self::ModelFiles,
         Self::Disk,
+        Self::SharedMemory,
         Self::NothingToDo,
         Self::Plan,
         Self::DataFile,
@@ -103,6 +107,7 @@ impl ErrorCode {
             Self::Usage => "E09",
             Self::ModelFiles => "E10",
             Self::Disk => "E13",
+            Self::SharedMemory => "E15",
             Self::NothingToDo => "E16",
             Self::Plan => "E17",
             Self::DataFile => "E18",
@@ -122,7 +127,7 @@ impl ErrorCode {
             Self::ModelFiles => 10,
             Self::DeviceMemory => 11,
             Self::HostMemory => 12,
-            Self::Rendezvous => 13,
+            Self::Rendezvous | Self::SharedMemory => 13,
             Self::Collective => 14,
             Self::Numeric => 15,
             Self::Disk => 16,
@@ -236,6 +241,13 @@ impl Failure {
     #[must_use]
     pub fn next(mut self, line: impl Into<String>) -> Self {
         self.next.push(line.into());
+        self
+    }
+
+    /// Adds lines of evidence.
+    #[must_use]
+    pub fn evidence_lines(mut self, lines: impl IntoIterator<Item = String>) -> Self {
+        self.evidence.extend(lines);
         self
     }
 

@@ -6,16 +6,21 @@ use std::time::Instant;
 
 use crate::args::{self, Args, Command, Note};
 use crate::config::{Resume, RunConfig, Task, resolve};
+use crate::data;
 use crate::doctor;
+use crate::error_format::ErrorFormat;
 use crate::exit::{ErrorCode, Failure};
+use crate::explain;
 use crate::generate;
 use crate::logging;
 use crate::rank::{self, RunSummary, StopFlag};
 use crate::rank_env::{Env, RankEnv, Variables};
+use crate::report::{self, PlanFile};
 use crate::run_folder;
 use crate::supervisor::job::{Job, config_file};
 use crate::supervisor::{SignalSource, Supervisor, own_program};
 use crate::ui::{DoneEvent, Event, ResumeEvent, Screen};
+use crate::watch;
 
 /// Target of the log record with which a failing rank ends.
 pub(crate) const RECORD_TARGET: &str = "tessera_report";
@@ -25,7 +30,11 @@ pub type RankMain = fn(&RunConfig, &RankEnv, &StopFlag) -> Result<RunSummary, Fa
 
 /// Work of the supervisor before ranks start and before the run's folder is touched: check model
 /// and data, plan the memory. What it shows goes through the callback.
-pub type PrepareHook = fn(&mut RunConfig, &Env, &mut dyn FnMut(Event)) -> Result<(), Failure>;
+/// It returns what it can say later about failures of ranks.
+pub type PrepareHook = fn(&mut RunConfig, &Env, &mut dyn FnMut(Event)) -> Result<Advice, Failure>;
+
+/// Adds next steps to the failure of a rank that depend on model and data.
+pub type Advice = Box<dyn Fn(&mut Failure)>;
 
 /// What the program does besides supervising.
 #[derive(Debug, Clone, Copy)]
@@ -39,7 +48,7 @@ pub struct Hooks {
 /// Runs the program with nothing to prepare.
 pub fn run_with(rank_main: RankMain) -> ExitCode {
     run_hooks(Hooks {
-        prepare: |_, _, _| Ok(()),
+        prepare: |_, _, _| Ok(Box::new(|_| ())),
         rank_main,
     })
 }
@@ -50,36 +59,35 @@ pub fn run_hooks(hooks: Hooks) -> ExitCode {
         .skip(1)
         .map(|word| word.to_string_lossy().into_owned())
         .collect();
-    run_command(&hooks, &argv).unwrap_or_else(|failure| {
-        print_failure(&failure);
+    let format = ErrorFormat::of_line(&argv);
+    run_command(&hooks, &argv, format).unwrap_or_else(|failure| {
+        format.print(&failure);
         failure.exit_code()
     })
 }
 
-fn run_command(hooks: &Hooks, argv: &[String]) -> Result<ExitCode, Failure> {
+fn run_command(hooks: &Hooks, argv: &[String], format: ErrorFormat) -> Result<ExitCode, Failure> {
     match args::parse(argv)? {
         Command::Train { args, notes } => {
             let env = Env::read()?;
             match env.rank.clone() {
-                Some(rank) => run_rank(hooks, &env, &rank, &args),
+                Some(rank) => run_rank(hooks, &env, &rank, &args, format),
                 None => run_supervisor(hooks, &env, &args, notes),
             }
         }
         // Reports also on an environment that training refuses.
         Command::Doctor(options) => doctor::run(&Variables::read(), options.json == Some(true)),
+        Command::Explain(options) => explain::run(&options),
+        Command::DataCheck(options) => data::check::run(&options, &Variables::read()),
         Command::Generate(args) => generate::ask::run(&args),
         Command::Eval(args) => generate::evaluate::run(&args),
         Command::Export(options) => crate::run::export(&options),
+        Command::Watch(options) => watch::run(&options),
         Command::Print(text) => {
             drop(write!(std::io::stdout(), "{text}"));
             Ok(ExitCode::SUCCESS)
         }
     }
-}
-
-fn print_failure(failure: &Failure) {
-    // Nobody is left to tell where standard error is closed.
-    drop(writeln!(std::io::stderr(), "{failure}"));
 }
 
 fn run_supervisor(
@@ -102,13 +110,23 @@ fn run_supervisor(
     }
     run_folder::check(&mut config)?;
     crate::demo::prepare(&mut config, env, &mut |event| screen.show(&event))?;
-    (hooks.prepare)(&mut config, env, &mut |event| screen.show(&event))?;
+    let mut plan = PlanFile::default();
+    let advice = (hooks.prepare)(&mut config, env, &mut |event| {
+        plan.note(&event);
+        screen.show(&event);
+    })?;
     let signals = SignalSource::new()?;
     run_folder::prepare(&config)?;
-    let summary = supervise(&config, env, &signals, &mut screen)?;
-    if config.is_demo() && !summary.interrupted {
-        prove_resume(&config, &summary, env, &signals, &mut screen)?;
+    let held = run_folder::hold(&config);
+    plan.save(&config.output)?;
+    let ended = run_job(&config, env, &signals, &mut screen, &*advice);
+    // Also of a run that failed: from what it left.
+    if let Err(failure) = report::write_pages(&config.output) {
+        let text = format!("{}: {}", failure.title, failure.cause);
+        screen.show(&Event::Warning { text });
     }
+    drop(held);
+    let summary = ended?;
     screen.show(&Event::Done(done(
         &config,
         &summary,
@@ -117,11 +135,27 @@ fn run_supervisor(
     Ok(status_of(&summary))
 }
 
+/// Trains, and in the demo shows that the result can be loaded.
+fn run_job(
+    config: &RunConfig,
+    env: &Env,
+    signals: &SignalSource,
+    screen: &mut Screen,
+    advice: &dyn Fn(&mut Failure),
+) -> Result<RunSummary, Failure> {
+    let summary = supervise(config, env, signals, screen, advice)?;
+    if config.is_demo() && !summary.interrupted {
+        prove_resume(config, &summary, env, signals, screen)?;
+    }
+    Ok(summary)
+}
+
 fn supervise(
     config: &RunConfig,
     env: &Env,
     signals: &SignalSource,
     screen: &mut Screen,
+    advice: &dyn Fn(&mut Failure),
 ) -> Result<RunSummary, Failure> {
     let job = Job::new(&env.temp_dir)?;
     config.save_to(&job.config_file())?;
@@ -131,6 +165,7 @@ fn supervise(
         nproc: config.nproc,
         output: &config.output,
         job: &job,
+        advice,
     };
     supervisor
         .run(signals, screen)
@@ -152,7 +187,7 @@ fn prove_resume(
     again.task = Task::Evaluate;
     again.nproc = 1;
     again.resume = Resume::From(checkpoint.clone());
-    let summary = supervise(&again, env, signals, screen)?;
+    let summary = supervise(&again, env, signals, screen, &|_| ())?;
     let identical = summary.eval_loss.map(f64::to_bits) == Some(expected.to_bits());
     let name = checkpoint
         .file_name()
@@ -183,7 +218,7 @@ fn done(config: &RunConfig, summary: &RunSummary, seconds: f64) -> DoneEvent {
     if summary.interrupted {
         next.push(format!("continue with --resume auto --output {output}"));
     } else {
-        next.push(format!("loss curve {output}/training_loss.svg"));
+        next.push(format!("report {output}/{}", report::REPORT));
         if config.is_demo() {
             next.push("your own model: --model <MiniCPM-V-2_6 folder> --data <samples.json> --zero 3 --offload cpu".to_string());
         }
@@ -204,8 +239,17 @@ fn status_of(summary: &RunSummary) -> ExitCode {
     }
 }
 
-fn run_rank(hooks: &Hooks, env: &Env, rank: &RankEnv, args: &Args) -> Result<ExitCode, Failure> {
+fn run_rank(
+    hooks: &Hooks,
+    env: &Env,
+    rank: &RankEnv,
+    args: &Args,
+    format: ErrorFormat,
+) -> Result<ExitCode, Failure> {
     let config = rank_config(hooks, env, rank, args)?;
+    // Under another launcher rank 0 does for the folder what otherwise the supervisor does.
+    let keeps_folder = rank.rank == 0 && !rank.is_supervised();
+    let held = keeps_folder.then(|| run_folder::hold(&config));
     let stop = rank::enter(rank, &config.output, &env.temp_dir)?;
     let result = logging::init(
         &config.output.join(run_folder::LOGS),
@@ -219,7 +263,7 @@ fn run_rank(hooks: &Hooks, env: &Env, rank: &RankEnv, args: &Args) -> Result<Exi
         }
         Ok(summary)
     });
-    match result {
+    let status = match result {
         Ok(summary) => Ok(status_of(&summary)),
         Err(failure) => {
             tracing::error!(target: RECORD_TARGET, rank = rank.rank, code = %failure.code, "{}", failure.title);
@@ -228,11 +272,16 @@ fn run_rank(hooks: &Hooks, env: &Env, rank: &RankEnv, args: &Args) -> Result<Exi
                 return Err(failure);
             }
             if !rank.is_supervised() {
-                print_failure(&failure);
+                format.print(&failure);
             }
             Ok(failure.exit_code())
         }
+    };
+    if keeps_folder && let Err(failure) = report::write_pages(&config.output) {
+        tracing::warn!("{}: {}", failure.title, failure.cause);
     }
+    drop(held);
+    status
 }
 
 /// The configuration of a rank: the supervisor's, or under another launcher resolved from the
@@ -247,11 +296,25 @@ fn rank_config(
         return RunConfig::load_from(&config_file(job_dir));
     }
     let mut config = resolve(args, env)?.config;
+    if config.batch.find_batch {
+        return Err(Failure::usage(
+            "--find-batch is not available under another launcher",
+            "what is free differs between ranks, and each would find another size",
+        )
+        .next("start with this program, or give --per-device-train-batch-size"));
+    }
     crate::demo::prepare(&mut config, env, &mut |_| ())?;
     if rank.rank == 0 {
         run_folder::check(&mut config)?;
-        (hooks.prepare)(&mut config, env, &mut |_| ())?;
+    }
+    // The same on every rank: order of the samples, batches of the evaluation.
+    let mut plan = PlanFile::default();
+    drop((hooks.prepare)(&mut config, env, &mut |event| {
+        plan.note(&event);
+    })?);
+    if rank.rank == 0 {
         run_folder::prepare(&config)?;
+        plan.save(&config.output)?;
     }
     Ok(config)
 }

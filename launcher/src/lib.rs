@@ -10,12 +10,15 @@ pub mod config;
 pub mod data;
 pub mod demo;
 pub mod doctor;
+pub mod error_format;
 pub mod exit;
+mod explain;
 mod generate;
 mod job;
 pub mod logging;
 pub mod memory;
 pub mod model_files;
+pub mod monitor;
 pub mod rank;
 pub mod rank_env;
 pub mod report;
@@ -24,8 +27,9 @@ pub mod run_folder;
 pub mod supervisor;
 pub mod ui;
 pub mod units;
+mod watch;
 
-pub use job::{Hooks, PrepareHook, RankMain, run_hooks, run_with};
+pub use job::{Advice, Hooks, PrepareHook, RankMain, run_hooks, run_with};
 
 /// Runs the program: checks, trains, evaluates, saves.
 pub fn run() -> std::process::ExitCode {

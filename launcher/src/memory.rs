@@ -82,6 +82,19 @@ pub fn oom_kills() -> u64 {
         .unwrap_or(0)
 }
 
+/// How often the kernel killed any process of this machine for lack of memory, since it started.
+pub fn machine_oom_kills() -> u64 {
+    field_in(Path::new("/proc/vmstat"), "oom_kill ").unwrap_or(0)
+}
+
+/// What the kernel says process `pid` does: `R` runs, `S` waits, `D` waits for a device, `T` is
+/// stopped by a signal, `t` by a debugger, `Z` has ended. `None` once it is gone.
+pub fn process_state(pid: u32) -> Option<char> {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    // The name before it is in brackets and may hold anything.
+    stat.rsplit_once(") ")?.1.chars().next()
+}
+
 /// Resident set of this process: now and at its peak.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct ProcessMemory {
@@ -101,6 +114,16 @@ pub fn process_of(pid: u32) -> Option<ProcessMemory> {
     fs::read_to_string(format!("/proc/{pid}/status"))
         .ok()
         .map(|status| process_from(&status))
+}
+
+/// Resident bytes of this process now, from the cheapest file that tells; 0 without `/proc`.
+pub fn resident_bytes() -> u64 {
+    let text = fs::read_to_string("/proc/self/statm").unwrap_or_default();
+    let pages = text
+        .split_whitespace()
+        .nth(1)
+        .and_then(|word| word.parse::<u64>().ok());
+    pages.unwrap_or(0) * rustix::param::page_size() as u64
 }
 
 fn process_from(status: &str) -> ProcessMemory {
@@ -275,7 +298,12 @@ mod tests {
         assert!(memory.total_bytes > 0 && memory.free_bytes <= memory.total_bytes);
         let own = process();
         assert!(own.rss_bytes > 0 && own.peak_rss_bytes >= own.rss_bytes);
+        let resident = resident_bytes() as f64 / own.rss_bytes as f64;
+        assert!((0.5..2.0).contains(&resident), "{resident} of VmRSS");
         assert!(process_of(u32::MAX).is_none());
+        // The main thread of the tests may run or wait.
+        assert!(process_state(std::process::id()).is_some_and(|s| "RS".contains(s)));
+        assert_eq!(process_state(u32::MAX), None);
         assert!(disk_free_bytes(Path::new("no/such/folder/yet")).expect("asked") > 0);
     }
 

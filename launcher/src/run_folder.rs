@@ -1,6 +1,6 @@
 //! The folder of a run: what may be in it before, and where its files are.
 
-use std::fs;
+use std::fs::{self, File, TryLockError};
 use std::io;
 use std::path::{Path, PathBuf};
 
@@ -104,6 +104,20 @@ pub fn prepare(config: &RunConfig) -> Result<(), Failure> {
     config.save_to(&config.output.join(CONFIG_FILE))
 }
 
+/// Tells other processes that this one works on the folder, for as long as the file is open: the
+/// system forgets it when the process ends, however it does. File systems without locks tell nothing.
+pub fn hold(config: &RunConfig) -> Option<File> {
+    let file = File::open(config.output.join(CONFIG_FILE)).ok()?;
+    file.lock_shared().ok()?;
+    Some(file)
+}
+
+/// Whether a process works on a run's folder.
+pub fn is_held(folder: &Path) -> bool {
+    File::open(folder.join(CONFIG_FILE))
+        .is_ok_and(|file| matches!(file.try_lock(), Err(TryLockError::WouldBlock)))
+}
+
 /// Removes the failures of an earlier attempt.
 fn forget_errors(config: &RunConfig) -> Result<(), Failure> {
     let errors = config.output.join(ERRORS);
@@ -145,7 +159,8 @@ pub fn checkpoint_to_resume(config: &RunConfig) -> Option<PathBuf> {
     }
 }
 
-fn file_name(path: &Path) -> String {
+/// The last part of a path, for people.
+pub(crate) fn file_name(path: &Path) -> String {
     path.file_name()
         .map_or_else(String::new, |name| name.to_string_lossy().into_owned())
 }
@@ -216,6 +231,19 @@ mod tests {
         config.output_is_explicit = false;
         check(&mut config).expect("renamed");
         assert!(config.output.to_string_lossy().ends_with("-2"));
+    }
+
+    #[test]
+    fn a_folder_is_held_until_the_file_is_dropped() {
+        let folder = tempfile::tempdir().expect("temp dir");
+        let config = config(folder.path());
+        assert!(hold(&config).is_none() && !is_held(folder.path()));
+        prepare(&config).expect("prepared");
+        assert!(!is_held(folder.path()));
+        let held = [hold(&config), hold(&config)];
+        assert!(held[0].is_some() && held[1].is_some() && is_held(folder.path()));
+        drop(held);
+        assert!(!is_held(folder.path()));
     }
 
     #[test]

@@ -215,8 +215,16 @@ pub trait Communicator: Send + Sync + std::fmt::Debug {
     /// The first reason given wins; it is cut to 256 bytes.
     fn abort(&self, reason: &str);
 
+    /// Why this communicator is dead, with the last collective of every rank where a wait ran out;
+    /// `None` while it lives.
+    fn failure(&self) -> Option<CommError>;
+
     /// Bytes of this rank's part of the window.
     fn memory(&self) -> WindowUsage;
+
+    /// Time this rank has spent inside collectives so far: waiting for peers, reading their data
+    /// and adding it up.
+    fn time_spent(&self) -> Duration;
 
     /// Returns once every rank has called it with the same tag.
     ///

@@ -4,11 +4,14 @@
 //! the Hugging Face trainers paste in. [`parse`] first rewrites the line onto the frozen set of
 //! flags (see `normalise.rs`) and then hands it to clap.
 
+mod data_check;
+mod explain;
 mod export;
 mod foreign;
 mod generate;
 mod normalise;
 mod table;
+mod watch;
 
 use std::path::PathBuf;
 
@@ -18,9 +21,12 @@ use crate::config::{
     DeviceChoice, InitChoice, LrScale, Offload, PrecisionChoice, Recompute, ReportTo, Scheduler,
     Strategy, Workers,
 };
+use crate::error_format::ErrorFormat;
 use crate::exit::Failure;
 use crate::units::parse_bytes;
 
+pub use data_check::DataCheckArgs;
+pub use explain::{ExplainArgs, Lang};
 pub use export::{ExportArgs, ExportDtype};
 pub use foreign::{IGNORED, RESTRICTED};
 pub use generate::{EvalArgs, GenerateArgs};
@@ -28,6 +34,7 @@ use normalise::Verb;
 pub use normalise::{Note, VERBS};
 pub(crate) use table::value_name;
 pub use table::{flag_table, with_flags};
+pub use watch::WatchArgs;
 
 /// What the user typed after `launcher`.
 #[derive(Debug, Clone, Default, PartialEq, Parser)]
@@ -87,6 +94,9 @@ pub struct Args {
     /// What lives in host memory: none, cpu (all), or optimizer=cpu,param=cpu
     #[arg(long, value_name = "TIERS", help_heading = "Memory and ranks")]
     pub offload: Option<Offload>,
+    /// Longest wait of a rank for another, in seconds
+    #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..), help_heading = "Memory and ranks")]
+    pub comm_timeout: Option<u64>,
     /// Number of ranks on this machine
     #[arg(long, value_name = "N", help_heading = "Memory and ranks")]
     pub nproc: Option<usize>,
@@ -249,6 +259,15 @@ pub struct Args {
         help_heading = "Saving, evaluation, logs"
     )]
     pub report_to: Option<ReportTo>,
+    /// How a failure is printed on standard error; every verb takes this flag
+    #[arg(
+        long,
+        value_enum,
+        ignore_case = true,
+        value_name = "FORMAT",
+        help_heading = "Saving, evaluation, logs"
+    )]
+    pub error_format: Option<ErrorFormat>,
     /// Continue from a checkpoint folder, or from the latest one in --output (auto)
     #[arg(
         long,
@@ -299,6 +318,12 @@ pub enum Command {
     },
     /// Report on the machine.
     Doctor(DoctorArgs),
+    /// Show a run from its folder.
+    Watch(WatchArgs),
+    /// Explain an error code.
+    Explain(ExplainArgs),
+    /// Check a data file.
+    DataCheck(Box<DataCheckArgs>),
     /// Answer a prompt.
     Generate(Box<GenerateArgs>),
     /// Evaluate a model on samples.
@@ -326,6 +351,19 @@ pub fn parse(argv: &[String]) -> Result<Command, Failure> {
         Verb::Doctor => {
             let line = normalise::normalise(verb, rest, &DoctorArgs::command())?;
             DoctorArgs::try_parse_from(words(&line)).map(Command::Doctor)
+        }
+        Verb::Watch => {
+            let line = normalise::normalise(verb, rest, &WatchArgs::command())?;
+            WatchArgs::try_parse_from(words(&line)).map(Command::Watch)
+        }
+        Verb::Explain => {
+            let line = normalise::normalise(verb, rest, &ExplainArgs::command())?;
+            ExplainArgs::try_parse_from(words(&line)).map(Command::Explain)
+        }
+        Verb::DataCheck => {
+            let line = normalise::normalise(verb, rest, &DataCheckArgs::command())?;
+            DataCheckArgs::try_parse_from(words(&line))
+                .map(|args| Command::DataCheck(Box::new(args)))
         }
         Verb::Generate => {
             let line = normalise::normalise(verb, rest, &GenerateArgs::command())?;
@@ -409,8 +447,8 @@ mod tests {
         names.sort_unstable();
         assert_eq!(
             names.join(" "),
-            "adam-beta1 adam-beta2 adam-epsilon bf16 checkpoint-activations data data-workers device \
-             device-memory-limit eval-data eval-steps eval-strategy find-batch freeze global-batch \
+            "adam-beta1 adam-beta2 adam-epsilon bf16 checkpoint-activations comm-timeout data data-workers device \
+             device-memory-limit error-format eval-data eval-steps eval-strategy find-batch freeze global-batch \
              gradient-accumulation-steps gradient-checkpointing host-memory-limit init learning-rate \
              limit logging-steps logging-strategy lora-alpha lora-dropout lora-layers lora-rank lora- \
              target-modules lr lr-scale lr-scheduler-type max-grad-norm max-slice-nums max-steps model \
@@ -558,6 +596,31 @@ mod tests {
         assert!(failure.title.contains("contradict"), "{failure}");
         for line in ["generate --zero 3", "eval --image a.png", "eval --limit x"] {
             parsed(line).expect_err(line);
+        }
+    }
+
+    #[test]
+    fn watch_takes_a_folder_before_and_after_its_flags() {
+        let watch = |line: &str| {
+            let argv: Vec<String> = line.split_whitespace().map(str::to_string).collect();
+            parse(&argv)
+        };
+        for (line, once, json) in [
+            ("watch runs/x", None, None),
+            ("watch runs/x --once --json", Some(true), Some(true)),
+            ("watch --once runs/x", Some(true), None),
+            (
+                "watch --once false --json true runs/x",
+                Some(false),
+                Some(true),
+            ),
+        ] {
+            let run = "runs/x".into();
+            let expected = Command::Watch(WatchArgs { run, once, json });
+            assert_eq!(watch(line).expect("parses"), expected, "{line}");
+        }
+        for line in ["watch", "watch a b", "watch a --zero 3"] {
+            assert_eq!(watch(line).expect_err(line).code.status(), 2, "{line}");
         }
     }
 

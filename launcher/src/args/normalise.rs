@@ -6,6 +6,7 @@ use clap::ArgAction;
 
 use super::ALIASES;
 use super::foreign::{IGNORED, RESTRICTED};
+use crate::error_format::{self, ErrorFormat};
 use crate::exit::Failure;
 
 /// Every verb, the default first, those to come included.
@@ -39,19 +40,25 @@ pub struct Note {
 pub(super) enum Verb {
     Train,
     Doctor,
+    Explain,
+    DataCheck,
     Generate,
     Eval,
     Export,
+    Watch,
 }
 
 impl Verb {
     /// The verbs that exist, as they are typed; two words where the second says what is done to the first.
-    pub(super) const ALL: [(Self, &'static str); 5] = [
+    pub(super) const ALL: [(Self, &'static str); 8] = [
         (Self::Train, "train"),
         (Self::Doctor, "doctor"),
+        (Self::Explain, "explain"),
+        (Self::DataCheck, "data check"),
         (Self::Generate, "generate"),
         (Self::Eval, "eval"),
         (Self::Export, "export"),
+        (Self::Watch, "watch"),
     ];
 
     fn name(self) -> &'static str {
@@ -143,10 +150,12 @@ pub(super) fn normalise(
             }
             Some((flag, Arity::Bool)) => {
                 if values.is_empty() {
-                    values.extend(
-                        rest.next_if(|word| !word.starts_with('-'))
-                            .map(str::to_string),
-                    );
+                    // Where words without a flag may come, only a literal belongs to this one.
+                    let literal = |word: &str| ["true", "false"].contains(&&*word.to_lowercase());
+                    let next = rest.next_if(|word| {
+                        !word.starts_with('-') && (positionals == 0 || literal(word))
+                    });
+                    values.extend(next.map(str::to_string));
                 }
                 let value = values.pop().unwrap_or_else(|| "true".to_string());
                 push(
@@ -156,6 +165,17 @@ pub(super) fn normalise(
                     &spelled,
                     value.to_ascii_lowercase(),
                 )?;
+            }
+            // Taken from the raw line, so that mistakes on the line are printed in it too.
+            None if key == error_format::FLAG => {
+                let value = values.pop().or_else(|| rest.next().map(str::to_string));
+                if value.as_deref().and_then(ErrorFormat::named).is_none() {
+                    return Err(Failure::usage(
+                        format!("{spelled} needs a value"),
+                        "failures are printed for people or for programs",
+                    )
+                    .next(format!("{spelled} human, or {spelled} json")));
+                }
             }
             None if verb != Verb::Train => return Err(unknown(&key, &spelled, &known)),
             None => {

@@ -5,7 +5,10 @@ use std::fmt::Write;
 
 use clap::{CommandFactory, ValueEnum};
 
-use super::{ALIASES, Args, DoctorArgs, EvalArgs, ExportArgs, GenerateArgs, IGNORED, RESTRICTED};
+use super::{
+    ALIASES, Args, DataCheckArgs, DoctorArgs, EvalArgs, ExplainArgs, ExportArgs, GenerateArgs,
+    IGNORED, RESTRICTED, WatchArgs,
+};
 use crate::config::resolve;
 use crate::exit::Failure;
 use crate::rank_env::Env;
@@ -61,9 +64,12 @@ pub fn flag_table() -> Result<String, Failure> {
         );
     }
     verb_section(&mut text, "doctor", &DoctorArgs::command());
+    verb_section(&mut text, "explain", &ExplainArgs::command());
+    verb_section(&mut text, "data check", &DataCheckArgs::command());
     verb_section(&mut text, "generate", &GenerateArgs::command());
     verb_section(&mut text, "eval", &EvalArgs::command());
     verb_section(&mut text, "export", &ExportArgs::command());
+    verb_section(&mut text, "watch", &WatchArgs::command());
     push(
         &mut text,
         format_args!("\n## Other spellings\n\n| spelling | flag |\n|---|---|\n"),
@@ -203,6 +209,7 @@ fn unset(flag: &str) -> &'static str {
         "warmup-steps" => "from the ratio",
         "warmup-ratio" => "not used",
         "resume" => "start anew",
+        "error-format" => "`human`",
         "train" => "the switches below",
         "freeze" => "nothing more",
         "lr" => "`--learning-rate`",

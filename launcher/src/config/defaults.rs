@@ -71,6 +71,8 @@ pub const DEMO: Defaults = Defaults {
 pub(super) const ZERO: u8 = 3;
 /// `--nproc` where no GPU is visible.
 pub(super) const NPROC: usize = 2;
+/// `--comm-timeout`, in seconds.
+pub(super) const COMM_TIMEOUT_SECONDS: u64 = 300;
 /// `--adam-beta1`
 pub(super) const ADAM_BETA1: f64 = 0.9;
 /// `--adam-beta2`

@@ -204,6 +204,8 @@ pub struct RunConfig {
     pub offload: Offload,
     /// Number of ranks.
     pub nproc: usize,
+    /// Longest wait of a rank for another, seconds.
+    pub comm_timeout_seconds: u64,
     /// Where they compute.
     pub device: Device,
     /// Number format.

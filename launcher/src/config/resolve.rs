@@ -43,6 +43,7 @@ pub fn resolve(args: &Args, env: &Env) -> Result<Resolved, Failure> {
         zero: args.zero.unwrap_or(defaults::ZERO),
         offload: args.offload.unwrap_or_default(),
         nproc,
+        comm_timeout_seconds: args.comm_timeout.unwrap_or(defaults::COMM_TIMEOUT_SECONDS),
         // `auto` means the CPU until there is another device.
         device: Device::Cpu,
         precision: precision(args, defaults)?,
@@ -432,6 +433,7 @@ impl RunConfig {
         flags.push(("zero", self.zero.to_string()));
         flags.push(("offload", self.offload.to_string()));
         flags.push(("nproc", self.nproc.to_string()));
+        flags.push(("comm-timeout", self.comm_timeout_seconds.to_string()));
         flags.push(("device", "cpu".to_string()));
         flags.push(("precision", value_name(self.precision)));
         let towers = self.checkpoint_activations.to_string();

@@ -1,7 +1,12 @@
-//! Which samples a step takes, and threads that prepare them ahead of time.
+//! Samples of a file, which of them a step takes, and threads that prepare them ahead of time.
 
+pub(crate) mod check;
+pub(crate) mod lines;
 mod loader;
+pub(crate) mod problems;
 mod sampler;
+mod samples;
 
 pub use loader::{Loader, LoaderOptions, Prepared};
 pub use sampler::{Sampler, SamplerSizes};
+pub(crate) use samples::{SampleSet, chain, encode_in_order, read, verdicts};

@@ -3,9 +3,10 @@
 use super::model::{LoadedModel, OpenModel, positive, required};
 use super::{note, print};
 use crate::args::GenerateArgs;
+use crate::data::{chain, problems};
 use crate::exit::{ErrorCode, Failure};
 use crate::memory;
-use crate::run::{check, failures};
+use crate::run::failures;
 use crate::units::{bytes as format_bytes, seconds as format_seconds};
 use models::generate::{GenerateOptions, Prompt, Sampling, cache_bytes, generate};
 use models::image::ImageFolder;
@@ -43,11 +44,8 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<ExitCode, Failure> {
         seed: args.seed.unwrap_or(DEFAULT_SEED),
     };
     sampling.check().map_err(|e| {
-        Failure::usage(
-            "a setting of the sampling is out of range",
-            failures::chain(&e),
-        )
-        .next("--temperature 0 or above, --top-p above 0 and at most 1")
+        Failure::usage("a setting of the sampling is out of range", chain(&e))
+            .next("--temperature 0 or above, --top-p above 0 and at most 1")
     })?;
     let open = OpenModel::open(dir, args.adapter.as_deref(), args.precision)?;
     let options = EncodeOptions {
@@ -130,8 +128,8 @@ fn encode(
 }
 
 fn refuse(error: &SampleError) -> Failure {
-    let problem = check::problem(error);
-    Failure::new(problem.code, "the prompt cannot be used", problem.text)
+    let (code, _) = problems::classify(error);
+    Failure::new(code, "the prompt cannot be used", chain(error))
         .next("--image FILE with a readable picture; in --prompt, <image> or <image_00>, <image_01>, … at most once each")
 }
 

@@ -4,6 +4,7 @@ use super::answers::{Answer, Question, sample_failure};
 use super::model::{LoadedModel, OpenModel, path_text, positive, required};
 use super::{note, print};
 use crate::args::EvalArgs;
+use crate::data::SampleSet;
 use crate::exit::{ErrorCode, Failure};
 use crate::run::{check, failures};
 use crate::units::seconds as format_seconds;
@@ -56,7 +57,7 @@ pub(crate) fn run(args: &EvalArgs) -> Result<ExitCode, Failure> {
     }
     let open = OpenModel::open(dir, args.adapter.as_deref(), args.precision)?;
     let skip_bad = args.skip_bad_samples == Some(true);
-    let set = check::check_samples(data, &open.processor, &options, limit, skip_bad)?;
+    let set = check::check_samples(data, dir, &open.processor, &options, limit, skip_bad)?;
     let loaded = open.load(0)?;
     note(&loaded.summary);
     let run = Evaluation {
@@ -122,7 +123,7 @@ fn write(path: &Path, result: &Value, rows: &[Row]) -> Result<(), Failure> {
 
 struct Evaluation<'a> {
     loaded: &'a LoadedModel,
-    set: &'a check::SampleSet,
+    set: &'a SampleSet,
     options: &'a EncodeOptions,
     max_new_tokens: Option<usize>,
     batch: usize,

@@ -1,9 +1,10 @@
 //! The batch of a run: what an update takes, and the largest micro-batch that fits.
 
-use super::check::SampleSet;
+use super::check;
 use super::fit::{self, Fit};
 use super::setup::Setup;
 use crate::config::{LrScale, RunConfig};
+use crate::data::SampleSet;
 use crate::exit::Failure;
 use crate::ui::Event;
 use crate::units::{bytes, grouped};
@@ -54,7 +55,7 @@ pub(super) fn find(
     let mut probe = |at: usize| -> Result<Option<Failure>, Failure> {
         let mut trial = config.clone();
         set(&mut trial, candidates[at]);
-        let worst = train.largest(&trial, &setup.processor)?;
+        let worst = check::largest(train, &trial, &setup.processor)?;
         let activations = fit::activation_bytes(&trial, &setup.model, &worst)?;
         let fit: Fit = fit::fit(&trial, &setup.plan(&trial)?, activations);
         tried.push((candidates[at], fit.need, fit.fits(&trial)));

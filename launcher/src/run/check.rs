@@ -1,40 +1,12 @@
 //! Every sample is checked before training.
 
-use super::failures::chain;
 use crate::config::RunConfig;
+use crate::data::problems::{self, Context, Problem};
+use crate::data::{self, SampleSet};
 use crate::exit::{ErrorCode, Failure};
-use models::image::{ImageFolder, ImageSource};
 use models::minicpm::processor::Processor;
-use models::minicpm::sample::{EncodeOptions, EncodedSample, RawSample, SampleError, read_samples};
-use rayon::prelude::*;
+use models::minicpm::sample::{EncodeOptions, EncodedSample, RawSample, SampleSize};
 use std::path::Path;
-
-/// Problems listed in the report; the rest is counted.
-const LISTED: usize = 5;
-
-/// Samples of one file, checked, with their pictures' place.
-#[derive(Debug)]
-pub(crate) struct SampleSet {
-    pub(crate) samples: Vec<RawSample>,
-    pub(crate) images: ImageFolder,
-    pub(super) sizes: Vec<Size>,
-    pub(super) skipped: usize,
-    pub(super) pictures: usize,
-}
-
-/// What a sample costs.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Size {
-    pub(super) tokens: usize,
-    pub(super) supervised: usize,
-    pub(super) patches: usize,
-}
-
-/// Why a sample cannot be used.
-pub(crate) struct Problem {
-    pub(crate) code: ErrorCode,
-    pub(crate) text: String,
-}
 
 /// Reads and checks the first `limit` samples of `path`. Unusable samples are an error listing them, or left out when the
 /// configuration says so.
@@ -45,38 +17,44 @@ pub(super) fn check(
     processor: &Processor,
 ) -> Result<SampleSet, Failure> {
     let options = encode_options(config);
+    let skip_bad = config.batch.skip_bad_samples;
     check_samples(
         path,
+        &config.model_dir(),
         processor,
         &options,
         limit,
-        config.batch.skip_bad_samples,
+        skip_bad,
     )
 }
 
 /// As [`check`] with settings of its own.
 pub(crate) fn check_samples(
     path: &Path,
+    model: &Path,
     processor: &Processor,
     options: &EncodeOptions,
     limit: Option<usize>,
     skip_bad: bool,
 ) -> Result<SampleSet, Failure> {
-    let (samples, images) = read(path, limit)?;
-    let verdicts: Vec<Result<Size, Problem>> = samples
-        .par_iter()
-        .map(|s| verdict(s, &images, processor, options))
-        .collect();
-    let bad: Vec<(usize, &Problem)> = verdicts
+    let (samples, images) = data::read(path, limit)?;
+    let verdicts = data::verdicts(path, &samples, &images, processor, options);
+    let bad: Vec<Problem> = verdicts
         .iter()
-        .enumerate()
-        .filter_map(|(i, v)| v.as_ref().err().map(|p| (i, p)))
+        .filter_map(|v| v.as_ref().err().cloned())
         .collect();
     if !bad.is_empty() && !skip_bad {
-        return Err(refusal(path, &samples, &bad));
+        let context = Context {
+            path,
+            model,
+            samples: &samples,
+            images: &images,
+            processor,
+            options,
+        };
+        return Err(problems::refusal(&context, &bad));
     }
-    let skipped = bad.len();
-    let (samples, sizes): (Vec<RawSample>, Vec<Size>) = samples
+    let (samples, sizes): (Vec<RawSample>, Vec<SampleSize>) = samples
         .into_iter()
         .zip(verdicts)
         .filter_map(|(s, v)| v.ok().map(|v| (s, v)))
@@ -85,19 +63,17 @@ pub(crate) fn check_samples(
         return Err(Failure::new(
             ErrorCode::Samples,
             format!("{} holds no usable sample", path.display()),
-            if skipped > 0 {
-                "all samples were left out"
-            } else {
-                "the list is empty"
-            },
-        ));
+            format!("all {} samples were left out", bad.len()),
+        )
+        .evidence_lines(bad.iter().take(1).map(Problem::describe))
+        .next("mend the samples, or leave --skip-bad-samples out to see what is wrong"));
     }
     let pictures = samples.iter().map(|s| s.images.len()).sum();
     Ok(SampleSet {
         samples,
         images,
         sizes,
-        skipped,
+        problems: bad,
         pictures,
     })
 }
@@ -113,56 +89,44 @@ pub(super) fn load(
     if config.batch.skip_bad_samples {
         return check(config, path, limit, processor);
     }
-    let (samples, images) = read(path, limit)?;
+    let (samples, images) = data::read(path, limit)?;
     Ok(SampleSet {
         samples,
         images,
         sizes: Vec::new(),
-        skipped: 0,
+        problems: Vec::new(),
         pictures: 0,
     })
 }
 
-fn read(path: &Path, limit: Option<usize>) -> Result<(Vec<RawSample>, ImageFolder), Failure> {
-    let refuse = |cause: String| {
-        Failure::new(ErrorCode::DataFile, format!("cannot read {}", path.display()), cause)
-            .next("a JSON list of {id, image, conversations: [{role, content}]}, as MiniCPM-V's fine-tuning takes it")
-    };
-    let mut samples = read_samples(path).map_err(|e| refuse(chain(&e)))?;
-    samples.truncate(limit.unwrap_or(usize::MAX));
-    let images = ImageFolder::beside(path);
-    Ok((samples, images))
+/// The samples that a worst micro-batch would hold: the longest by tokens and patches.
+pub(super) fn largest(
+    set: &SampleSet,
+    config: &RunConfig,
+    processor: &Processor,
+) -> Result<Vec<EncodedSample>, Failure> {
+    let options = encode_options(config);
+    let (order, count) = (set.by_size(), config.batch.micro_batch);
+    data::encode_in_order(
+        &set.samples,
+        &set.images,
+        processor,
+        &options,
+        &order,
+        count,
+    )
 }
 
-impl SampleSet {
-    /// Indices of all samples, the longest by tokens and patches first.
-    pub(super) fn by_weight(&self) -> Vec<usize> {
-        let mut order: Vec<usize> = (0..self.samples.len()).collect();
-        let weight = |i: usize| self.sizes[i].tokens + self.sizes[i].patches;
-        order.sort_by_key(|i| std::cmp::Reverse(weight(*i)));
-        order
-    }
-
-    /// The samples that a worst micro-batch would hold: the longest by tokens and patches.
-    pub(super) fn largest(
-        &self,
-        config: &RunConfig,
-        processor: &Processor,
-    ) -> Result<Vec<EncodedSample>, Failure> {
-        let order = self.by_weight();
-        let options = encode_options(config);
-        let picked = order.iter().cycle().take(config.batch.micro_batch);
-        picked
-            .map(|i| {
-                processor
-                    .encode(&self.samples[*i], &self.images, &options)
-                    .map_err(|e| {
-                        let title = format!("sample {i} cannot be used");
-                        Failure::new(ErrorCode::DataFile, title, chain(&e))
-                    })
-            })
-            .collect()
-    }
+/// As [`largest`], with samples that were checked before; `order` holds indices of usable samples.
+pub(super) fn encode_some(
+    config: &RunConfig,
+    order: &[usize],
+    count: usize,
+    processor: &Processor,
+) -> Result<Vec<EncodedSample>, Failure> {
+    let set = load(config, &config.data_file(), config.batch.limit, processor)?;
+    let options = encode_options(config);
+    data::encode_in_order(&set.samples, &set.images, processor, &options, order, count)
 }
 
 pub(super) fn encode_options(config: &RunConfig) -> EncodeOptions {
@@ -170,67 +134,4 @@ pub(super) fn encode_options(config: &RunConfig) -> EncodeOptions {
         model_max_length: config.batch.model_max_length,
         max_slice_nums: Some(config.batch.max_slice_nums),
     }
-}
-
-/// Lengths from headers and text, then each picture decoded once, so that damage behind a header
-/// is found now and not at step 8000.
-fn verdict(
-    sample: &RawSample,
-    images: &ImageFolder,
-    processor: &Processor,
-    options: &EncodeOptions,
-) -> Result<Size, Problem> {
-    let size = processor
-        .measure(sample, images, options)
-        .map_err(|e| problem(&e))?;
-    for (_, picture) in &sample.images {
-        images.load(picture).map_err(|e| Problem {
-            code: ErrorCode::DataFile,
-            text: chain(&e),
-        })?;
-    }
-    Ok(Size {
-        tokens: size.tokens,
-        supervised: size.supervised,
-        patches: size.patches,
-    })
-}
-
-/// The code and the words of an error.
-pub(crate) fn problem(error: &SampleError) -> Problem {
-    let code = match error {
-        SampleError::MorePlaceholdersThanImages { .. }
-        | SampleError::UnknownPlaceholder { .. }
-        | SampleError::UnusedImage { .. } => ErrorCode::Placeholders,
-        SampleError::Image { .. } => ErrorCode::DataFile,
-        _ => ErrorCode::Samples,
-    };
-    Problem {
-        code,
-        text: chain(error),
-    }
-}
-
-fn refusal(path: &Path, samples: &[RawSample], bad: &[(usize, &Problem)]) -> Failure {
-    let title = format!(
-        "{} of {} samples in {} cannot be used",
-        bad.len(),
-        samples.len(),
-        path.display()
-    );
-    let mut failure = Failure::new(bad[0].1.code, title, bad[0].1.text.clone());
-    for (i, problem) in bad.iter().take(LISTED) {
-        let id = samples[*i].id.as_deref().unwrap_or("-");
-        failure = failure.evidence(format!("sample {i} (id {id}): {}", problem.text));
-    }
-    if bad.len() > LISTED {
-        failure = failure.evidence(format!("and {} more", bad.len() - LISTED));
-    }
-    if bad
-        .iter()
-        .any(|(_, problem)| problem.code == ErrorCode::Samples)
-    {
-        failure = failure.next("a higher --model-max-length, where samples are cut off");
-    }
-    failure.next("mend these samples, or leave them out with --skip-bad-samples true")
 }

@@ -1,28 +1,16 @@
 //! From typed errors of the libraries to reports for people: cause, evidence, next step.
 
 use crate::exit::{ErrorCode, Failure};
+use crate::units::bytes;
 use engine::EngineError;
 use engine::checkpoint::CheckpointError;
 use engine::comm::CommError;
-use kernels::KernelError;
+use kernels::{KernelError, Tag};
 use models::{ModelError, WeightError};
 use std::error::Error;
 use std::path::Path;
 
-/// An error with all its sources in one line.
-pub(crate) fn chain(error: &dyn Error) -> String {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(inner) = source {
-        let inner_text = inner.to_string();
-        if !text.contains(&inner_text) {
-            text.push_str(": ");
-            text.push_str(&inner_text);
-        }
-        source = inner.source();
-    }
-    text
-}
+pub(crate) use crate::data::chain;
 
 pub(super) fn engine(doing: &str, error: &EngineError) -> Failure {
     match error {
@@ -30,15 +18,14 @@ pub(super) fn engine(doing: &str, error: &EngineError) -> Failure {
         EngineError::Checkpoint(inner) => checkpoint(doing, inner),
         EngineError::Kernel(inner) => kernel(doing, inner),
         EngineError::Map { .. } => host_memory(doing, chain(error)),
-        EngineError::CheckpointMismatch { .. } => Failure::new(
-            ErrorCode::Resume,
-            format!("cannot {doing}: the checkpoint does not fit this run"),
-            chain(error),
-        )
-        .next("train the same parts as the run that saved it (--tune-vision, --tune-llm, --use-lora and its flags)"),
+        EngineError::CheckpointMismatch { missing, extra } => mismatch(doing, missing, extra),
         EngineError::Load { source, .. } => match source.downcast_ref::<WeightError>() {
             Some(weights) => self::weights(weights),
-            None => Failure::new(ErrorCode::ModelFiles, format!("cannot {doing}"), chain(error)),
+            None => Failure::new(
+                ErrorCode::ModelFiles,
+                format!("cannot {doing}"),
+                chain(error),
+            ),
         },
         EngineError::PlanDiffers { .. } => Failure::new(
             ErrorCode::Rendezvous,
@@ -81,41 +68,156 @@ pub(crate) fn model(doing: &str, error: &ModelError) -> Failure {
 
 pub(crate) fn kernel(doing: &str, error: &KernelError) -> Failure {
     match error {
-        KernelError::OutOfMemory { pool: "device", .. } => Failure::new(
-            ErrorCode::DeviceMemory,
-            format!("cannot {doing}: device memory is exhausted"),
-            "the micro-batch needs more than --device-memory-limit allows",
-        )
-        .evidence(error.to_string())
-        .next("a smaller --per-device-train-batch-size or --model-max-length, --zero 3 --offload cpu, or a higher limit"),
-        KernelError::OutOfMemory { .. } => host_memory(doing, error.to_string()),
+        KernelError::OutOfMemory {
+            pool,
+            tag,
+            asked_bytes,
+            in_use_bytes,
+            capacity_bytes,
+            breakdown,
+        } => {
+            let device = *pool == "device";
+            let (code, flag) = if device {
+                (ErrorCode::DeviceMemory, "--device-memory-limit")
+            } else {
+                (ErrorCode::HostMemory, "--host-memory-limit")
+            };
+            let share = if device { "" } else { ", this rank's share" };
+            Failure::new(
+                code,
+                format!("cannot {doing}: {pool} memory ran out"),
+                format!(
+                    "{} more are needed for {tag}, {} of {flag} ({}{share}) are left",
+                    bytes(*asked_bytes),
+                    bytes(capacity_bytes.saturating_sub(*in_use_bytes)),
+                    bytes(*capacity_bytes)
+                ),
+            )
+            .evidence(in_use(*in_use_bytes, breakdown))
+            .next(format!("a higher {flag}, or a smaller --model-max-length"))
+        }
         _ => Failure::new(ErrorCode::Panic, format!("cannot {doing}"), chain(error)),
     }
+}
+
+/// `in use 44.8G = parameters 25.9G + activations 18.7G`, the largest first.
+fn in_use(total: u64, breakdown: &[(Tag, u64)]) -> String {
+    let mut parts = breakdown.to_vec();
+    parts.sort_by_key(|(_, bytes)| std::cmp::Reverse(*bytes));
+    let parts: Vec<String> = parts
+        .iter()
+        .map(|(tag, used)| format!("{tag} {}", bytes(*used)))
+        .collect();
+    format!("in use {} = {}", bytes(total), parts.join(" + "))
 }
 
 fn host_memory(doing: &str, evidence: String) -> Failure {
     Failure::new(
         ErrorCode::HostMemory,
-        format!("cannot {doing}: host memory is exhausted"),
+        format!("cannot {doing}: host memory ran out"),
         "the states that --offload keeps in host memory do not fit",
     )
     .evidence(evidence)
-    .next("--precision pure-bf16, fewer trained parts, or --use-lora true")
+}
+
+/// The checkpoint was trained on other parts than this run trains.
+fn mismatch(doing: &str, missing: &[String], extra: &[String]) -> Failure {
+    let (missing_parts, extra_parts) = (parts(missing), parts(extra));
+    let mut failure = Failure::new(
+        ErrorCode::Resume,
+        format!("cannot {doing}: the checkpoint does not fit this run"),
+        format!(
+            "the trained parts differ: {} tensors in the checkpoint are frozen now, {} trained now are missing from it",
+            extra.len(),
+            missing.len()
+        ),
+    );
+    if !extra.is_empty() {
+        failure = failure
+            .evidence(format!(
+                "in the checkpoint, frozen now: {}",
+                listed(&extra_parts)
+            ))
+            .next(format!(
+                "train these too, as the run that saved it did: {}",
+                names(&extra_parts)
+            ));
+    }
+    if !missing.is_empty() {
+        failure = failure
+            .evidence(format!(
+                "trained now, missing from the checkpoint: {}",
+                listed(&missing_parts)
+            ))
+            .next(format!(
+                "freeze these, as the run that saved it did: {}",
+                names(&missing_parts)
+            ));
+    }
+    failure
+        .evidence("world size, ZeRO stage and tiers may differ freely: the state is resharded")
+        .next("the flags are --train, --freeze, --tune-vision, --tune-llm, --use-lora and its own; config.resolved.json of that run holds them")
+}
+
+/// Names by the parts of the model they belong to, with counts, in the order of the names.
+fn parts(names: &[String]) -> Vec<(String, usize)> {
+    let mut found: Vec<(String, usize)> = Vec::new();
+    for name in names {
+        let part = super::session::part_of(name);
+        match found.iter_mut().find(|(known, _)| *known == part) {
+            Some((_, count)) => *count += 1,
+            None => found.push((part, 1)),
+        }
+    }
+    found
+}
+
+fn listed(parts: &[(String, usize)]) -> String {
+    let parts: Vec<String> = parts
+        .iter()
+        .map(|(part, count)| format!("{part} ({count})"))
+        .collect();
+    parts.join(", ")
+}
+
+fn names(parts: &[(String, usize)]) -> String {
+    let parts: Vec<&str> = parts.iter().map(|(part, _)| &**part).collect();
+    parts.join(", ")
 }
 
 pub(crate) fn comm(error: &CommError) -> Failure {
     match error {
-        CommError::Rendezvous { .. } => Failure::new(
+        CommError::Rendezvous {
+            arrived,
+            missing,
+            elapsed,
+        } => Failure::new(
             ErrorCode::Rendezvous,
-            "the ranks did not all meet",
-            chain(error),
-        ),
-        CommError::NoSpace { .. } => Failure::new(
-            ErrorCode::Rendezvous,
-            "shared memory is too small for the exchange of ranks",
-            chain(error),
+            format!(
+                "rendezvous incomplete after {:.0} s: {} of {} ranks arrived",
+                elapsed.as_secs_f64(),
+                arrived.len(),
+                arrived.len() + missing.len()
+            ),
+            format!("ranks {missing:?} never joined the shared window"),
         )
-        .next("enlarge /dev/shm (Docker: --shm-size 8g), or use --nproc 1"),
+        .evidence(format!("ranks {arrived:?} joined"))
+        .next("see logs/ of the missing ranks; raise --comm-timeout where a rank starts slowly"),
+        CommError::NoSpace { asked_bytes, tried } => Failure::new(
+            ErrorCode::SharedMemory,
+            "shared memory is too small for the exchange of ranks",
+            format!(
+                "the ranks exchange data through a file of {}",
+                bytes(*asked_bytes)
+            ),
+        )
+        .evidence_lines(
+            tried
+                .iter()
+                .map(|(path, free)| format!("{}: {} free", path.display(), bytes(*free))),
+        )
+        .next("enlarge /dev/shm (Docker: --shm-size 8g; Kubernetes: an emptyDir of medium Memory)")
+        .next("or use --nproc 1"),
         CommError::Aborted { .. } => Failure::new(
             ErrorCode::Collective,
             "another rank ended the run",
@@ -132,11 +234,19 @@ pub(crate) fn comm(error: &CommError) -> Failure {
 
 pub(super) fn checkpoint(doing: &str, error: &CheckpointError) -> Failure {
     match error {
-        CheckpointError::NoSpace { .. } => Failure::new(
+        CheckpointError::NoSpace {
+            path, needed_bytes, ..
+        } => Failure::new(
             ErrorCode::Disk,
             format!("cannot {doing}: no space left on the disk"),
             chain(error),
         )
+        .evidence(format!(
+            "{} needs {}, {} are free there",
+            crate::run_folder::file_name(path),
+            bytes(*needed_bytes),
+            crate::memory::disk_free_bytes(path).map_or_else(|_| "unknown".into(), bytes)
+        ))
         .evidence("earlier checkpoints are whole and untouched")
         .next("free space, --save-total-limit 1, or another --output; then --resume auto"),
         CheckpointError::HashMismatch { .. }
@@ -152,24 +262,70 @@ pub(super) fn checkpoint(doing: &str, error: &CheckpointError) -> Failure {
 }
 
 pub(crate) fn weights(error: &WeightError) -> Failure {
-    let next = match error {
-        WeightError::NoWeights { .. } => {
-            "download the weights, or begin from random ones with --init random"
-        }
-        WeightError::WrongShape { .. } | WeightError::MissingTensor { .. } => {
-            "take config.json and the safetensors files from the same model"
-        }
-        WeightError::DType { .. } => "convert the weights to bf16 or f32",
-        _ => "download the named file again",
-    };
-    Failure::new(
-        ErrorCode::ModelFiles,
-        "the model folder is incomplete or damaged",
-        chain(error),
-    )
-    .next(next)
+    super::weight_files::report(error)
 }
 
 pub(super) fn files(title: &str, path: &Path, error: &dyn Error) -> Failure {
     Failure::new(ErrorCode::ModelFiles, title, chain(error)).evidence(path.display().to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_that_ran_out_is_broken_down_by_use() {
+        let error = KernelError::OutOfMemory {
+            pool: "device",
+            tag: Tag::Activations,
+            asked_bytes: 2 << 20,
+            in_use_bytes: 15 << 20,
+            capacity_bytes: 16 << 20,
+            breakdown: vec![(Tag::Parameters, 5 << 20), (Tag::Activations, 10 << 20)],
+        };
+        let failure = kernel("train", &error);
+        assert_eq!(failure.code.status(), 11);
+        assert_eq!(
+            failure.cause,
+            "2.0M more are needed for activations, 1.0M of --device-memory-limit (16.0M) are left"
+        );
+        assert_eq!(
+            failure.evidence,
+            ["in use 15.0M = activations 10.0M + parameters 5.0M"]
+        );
+    }
+
+    #[test]
+    fn shared_memory_is_told_apart_from_ranks_that_do_not_come() {
+        let tried = vec![("/dev/shm".into(), 64 << 10)];
+        let failure = comm(&CommError::NoSpace {
+            asked_bytes: 32 << 20,
+            tried,
+        });
+        assert_eq!(failure.code, ErrorCode::SharedMemory);
+        assert_eq!(failure.evidence, ["/dev/shm: 64.0K free"]);
+        let failure = comm(&CommError::Rendezvous {
+            arrived: vec![0, 2],
+            missing: vec![1],
+            elapsed: std::time::Duration::from_secs(60),
+        });
+        assert_eq!(
+            failure.title,
+            "rendezvous incomplete after 60 s: 2 of 3 ranks arrived"
+        );
+    }
+
+    #[test]
+    fn tensors_of_a_checkpoint_are_grouped_by_parts() {
+        let names = [
+            "resampler.query",
+            "resampler.proj",
+            "llm.model.layers.0.mlp.up.weight",
+        ];
+        let failure = mismatch("resume", &[], &names.map(str::to_owned));
+        assert_eq!(
+            failure.evidence[0],
+            "in the checkpoint, frozen now: resampler (2), llm.model.layers (1)"
+        );
+    }
 }

@@ -1,20 +1,26 @@
 //! What one rank does, from the resolved configuration to the last report, and what the supervisor
 //! checks before any rank starts.
 
+mod advice;
 mod batch;
 pub(crate) mod check;
 mod evaluate;
 mod export;
 pub(crate) mod failures;
 mod fit;
+mod numeric;
+mod place;
 mod resume;
 mod save;
 mod session;
 mod setup;
+mod stall;
 mod trainer;
+mod weight_files;
 
-use crate::config::{RunConfig, Task};
+use crate::config::{Cadence, RunConfig, Task};
 use crate::exit::Failure;
+use crate::job::Advice;
 use crate::rank::{RunSummary, StopFlag};
 use crate::rank_env::{Env, RankEnv};
 use crate::ui::{DataEvent, Event};
@@ -30,9 +36,9 @@ pub(crate) fn prepare(
     config: &mut RunConfig,
     _env: &Env,
     show: &mut dyn FnMut(Event),
-) -> Result<(), Failure> {
+) -> Result<Advice, Failure> {
     let setup = Setup::open(config)?;
-    setup.check_weights(config, show)?;
+    setup.check_weights(show)?;
     let limit = config.batch.limit;
     let train = check::check(config, &config.data_file(), limit, &setup.processor)?;
     let eval = match config.eval_file() {
@@ -43,11 +49,18 @@ pub(crate) fn prepare(
         batch::find(config, &setup, &train, show)?;
     }
     if config.batch.worst_first {
-        config.first_samples = train.by_weight();
+        config.first_samples = train.by_size();
         config.first_samples.truncate(config.global_batch());
     }
-    let worst = train.largest(config, &setup.processor)?;
-    let activations = fit::activation_bytes(config, &setup.model, &worst)?;
+    let worst = check::largest(&train, config, &setup.processor)?;
+    let mut activations = fit::activation_bytes(config, &setup.model, &worst)?;
+    if let Some(held_out) = &eval
+        && config.eval != Cadence::Never
+    {
+        let (model, processor) = (&setup.model, &setup.processor);
+        let need = fit::fit_evaluation(config, model, processor, held_out, activations, show)?;
+        activations = activations.max(need);
+    }
     let plan = setup.plan(config)?;
     let total_steps = config.total_steps(train.samples.len());
     resume::check(config, &plan, train.samples.len(), total_steps)?;
@@ -62,10 +75,17 @@ pub(crate) fn prepare(
         longest_tokens: train.sizes.iter().map(|s| s.tokens).max().unwrap_or(0),
         images: train.pictures + eval.as_ref().map_or(0, |e| e.pictures),
         supervised_min_tokens: train.sizes.iter().map(|s| s.supervised).min().unwrap_or(0),
-        skipped: train.skipped + eval.as_ref().map_or(0, |e| e.skipped),
+        skipped: train.problems.len() + eval.as_ref().map_or(0, |e| e.problems.len()),
         wraps_around_global_batch: sampler.wraps_around(),
     }));
-    fit.check(config)
+    if let Err(mut failure) = fit.check(config) {
+        let largest = |config: &RunConfig, count: usize| {
+            check::encode_some(config, &train.by_size(), count, &setup.processor)
+        };
+        advice::add(&mut failure, config, &setup.processor, &largest);
+        return Err(failure);
+    }
+    Ok(advice::later(config, train.by_size()))
 }
 
 /// The whole life of a rank.
@@ -82,8 +102,9 @@ pub(crate) fn rank_main(
         Task::Train => trainer::train(&mut session, stop),
         Task::Evaluate => trainer::verify_resume(&mut session),
     };
-    if let Err(failure) = &result {
+    result.map_err(|failure| {
+        let failure = place::complete(failure, &session);
         session.comm.abort(&failure.title);
-    }
-    result
+        failure
+    })
 }

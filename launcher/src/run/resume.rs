@@ -129,6 +129,10 @@ pub(super) fn position(
             format!("{} has all {total_steps} steps behind it", folder.display()),
             "there is nothing left to train",
         )
+        .evidence(format!(
+            "{done} of {total_steps} steps are done: {:.2} passes over {samples} samples",
+            done as f64 * batch as f64 / samples.max(1) as f64
+        ))
         .next("raise --max-steps or --num-train-epochs"));
     }
     Ok(Position {

@@ -1,16 +1,18 @@
 //! Everything a rank holds while it works.
 
-use super::check::{self, SampleSet};
+use super::check;
 use super::failures;
 use super::fit;
+use super::place::Place;
 use super::resume;
 use super::setup::{self, Setup};
 use crate::config::{RunConfig, Task};
+use crate::data::{SampleSet, problems};
 use crate::exit::{ErrorCode, Failure};
 use crate::rank_env::RankEnv;
 use crate::ui::{Event, Reporter, TrainRow};
 use engine::comm::shm::{self, ShmOptions};
-use engine::comm::{Communicator, Tag as CommTag, World, threads};
+use engine::comm::{Communicator, World, threads};
 use engine::{OptimizerConfig, ParamId, Tiers, Zero};
 use kernels::{Backend, CpuBackend, DType, Pool};
 use models::minicpm::MiniCpm;
@@ -23,7 +25,7 @@ use serde_json::Value;
 use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// Room for small messages and for alignment, beside what the plan asks of a communicator.
 const WINDOW_SLACK_BYTES: u64 = 16 << 20;
@@ -39,9 +41,11 @@ pub(super) struct Session<'a> {
     pub(super) zero: Zero,
     pub(super) train: Arc<SampleSet>,
     pub(super) eval: Option<SampleSet>,
-    /// Samples of the first update.
-    pub(super) first_samples: Vec<usize>,
     pub(super) reporter: Reporter,
+    /// The micro-batch at hand, while there is one.
+    pub(super) place: Option<Place>,
+    /// Micro-batches of the present step and their summed losses on this rank.
+    pub(super) step_losses: Vec<(Place, f64)>,
     /// What the checkpoint resumed from has to say to the training loop.
     pub(super) resumed: Option<(PathBuf, Value)>,
 }
@@ -62,6 +66,9 @@ impl<'a> Session<'a> {
             weights,
         } = Setup::open(config)?;
         let train = check::load(config, &config.data_file(), config.batch.limit, &processor)?;
+        if env.rank == 0 && !train.problems.is_empty() {
+            problems::write(&config.output, &train.problems)?;
+        }
         let eval = match config.eval_file() {
             Some(path) => Some(check::load(config, &path, None, &processor)?),
             None => None,
@@ -72,13 +79,12 @@ impl<'a> Session<'a> {
             weights,
         };
         let plan = Arc::new(setup.plan(config)?);
-        let comm = meet(env, &plan, &reporter)?;
+        let comm = meet(config, env, &plan, &reporter)?;
         let Setup {
             model,
             processor,
             weights,
         } = setup;
-        let first_samples = share(env, &*comm, &config.first_samples)?;
         let device = Pool::new("device", config.device_memory_limit);
         let host_share = config
             .host_memory_limit
@@ -106,8 +112,9 @@ impl<'a> Session<'a> {
             zero,
             train: Arc::new(train),
             eval,
-            first_samples,
             reporter,
+            place: None,
+            step_losses: Vec::new(),
             resumed: None,
         };
         session.load()?;
@@ -174,18 +181,10 @@ impl<'a> Session<'a> {
             .and_then(|w| w.dtype(name))
             .unwrap_or(DType::F32)
     }
-
-    /// Peak bytes of this rank by tier.
-    pub(super) fn peaks(&self) -> crate::report::TierBytes {
-        crate::report::TierBytes {
-            device: self.zero.device_pool().stats().peak,
-            host: self.zero.host_pool().stats().peak,
-            rss: crate::memory::process().rss_bytes,
-        }
-    }
 }
 
 fn meet(
+    config: &RunConfig,
     env: &RankEnv,
     plan: &engine::Plan,
     reporter: &Reporter,
@@ -203,7 +202,8 @@ fn meet(
         (alone.remove(0), "one process")
     } else {
         let name = format!("tessera-window-{}", env.run_token);
-        let options = ShmOptions::new(name, world, region);
+        let mut options = ShmOptions::new(name, world, region);
+        options.deadline = Duration::from_secs(config.comm_timeout_seconds);
         (
             shm::join(&options).map_err(|e| failures::comm(&e))?,
             "shared memory",
@@ -215,25 +215,6 @@ fn meet(
         seconds: started.elapsed().as_secs_f64(),
     });
     Ok(comm)
-}
-
-/// What rank 0 knows. Under another launcher it alone has checked the data; our supervisor tells all ranks.
-fn share(env: &RankEnv, comm: &dyn Communicator, own: &[usize]) -> Result<Vec<usize>, Failure> {
-    if env.is_supervised() {
-        return Ok(own.to_vec());
-    }
-    let gather = |values: &[f64]| {
-        let all = comm.all_gather_f64(values, CommTag::new("order", 0));
-        all.map_err(|e| failures::comm(&e))
-    };
-    let count = gather(&[own.len() as f64])?[0][0] as usize;
-    if count == 0 {
-        return Ok(Vec::new());
-    }
-    let mut values: Vec<f64> = own.iter().map(|i| *i as f64).collect();
-    values.resize(count, 0.0);
-    let all = gather(&values)?;
-    Ok(all[0].iter().map(|i| *i as usize).collect())
 }
 
 /// The path that a user writes: of the module, also for its adapter.
@@ -272,6 +253,11 @@ pub(super) fn trained_parts(config: &RunConfig, model: &MiniCpm) -> Result<Vec<T
         }
     }
     Ok(rows)
+}
+
+/// The part of the model that the tensor `name` belongs to, as in the table of what trains.
+pub(super) fn part_of(name: &str) -> String {
+    part(base_name(name))
 }
 
 /// The language model by its parts, everything else whole.

@@ -12,6 +12,7 @@ use models::minicpm::processor::Processor;
 use models::minicpm::{MiniCpm, MiniCpmOptions};
 use models::selection::Selection;
 use models::{Tower, VisionLanguageModel, WeightSource};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 /// Model, processor and weight files, opened and checked against each other.
@@ -51,24 +52,30 @@ impl Setup {
     }
 
     /// Every tensor is there with the right shape; tensors of other parts are named.
-    pub(super) fn check_weights(
-        &self,
-        config: &RunConfig,
-        show: &mut dyn FnMut(Event),
-    ) -> Result<(), Failure> {
+    pub(super) fn check_weights(&self, show: &mut dyn FnMut(Event)) -> Result<(), Failure> {
         let Some(weights) = &self.weights else {
             return Ok(());
         };
         let unused = weights
             .check(self.model.spec())
             .map_err(|e| failures::weights(&e))?;
-        if let Some(first) = unused.first() {
+        if !unused.is_empty() {
+            let mut parts: BTreeMap<&str, usize> = BTreeMap::new();
+            for name in &unused {
+                *parts
+                    .entry(name.split('.').next().unwrap_or(name))
+                    .or_default() += 1;
+            }
+            let parts: Vec<String> = parts
+                .iter()
+                .map(|(part, n)| format!("{part} {n}"))
+                .collect();
             show(Event::Info {
                 label: "weights".into(),
                 text: format!(
-                    "{} tensors of {} belong to parts that are not trained here (first: {first})",
+                    "{} tensors of parts that are not trained here are left out and kept for export: {}",
                     unused.len(),
-                    config.model_dir().display()
+                    parts.join(", ")
                 ),
             });
         }
@@ -83,6 +90,22 @@ impl Setup {
         )
         .map_err(|e| failures::engine("plan the run", &e.into()))
     }
+}
+
+/// The model and the plan of `config` with a processor at hand; reads `config.json` only.
+pub(super) fn replan(
+    config: &RunConfig,
+    processor: &Processor,
+) -> Result<(MiniCpm, Plan), Failure> {
+    let dir = config.model_dir();
+    let model_config = MiniCpmConfig::load(&dir)
+        .map_err(|e| failures::files("cannot read the model folder", &dir, &e))?;
+    let options = model_options(config, processor)?;
+    let model =
+        MiniCpm::new(model_config, options).map_err(|e| failures::model("set up the model", &e))?;
+    let plan = Plan::new(model.spec().clone(), zero_config(config)?, config.nproc)
+        .map_err(|e| failures::engine("plan the run", &e.into()))?;
+    Ok((model, plan))
 }
 
 pub(super) fn precision(config: &RunConfig) -> Precision {

@@ -1,12 +1,16 @@
 //! The training loop of one rank.
 
 use super::check::encode_options;
+use super::numeric::History;
+use super::place::Place;
 use super::session::Session;
 use super::setup::{keeps, sampler};
 use super::{evaluate, failures, resume, save};
 use crate::config::{Cadence, RunConfig, Scheduler, Workers};
 use crate::data::{Loader, LoaderOptions, Sampler};
 use crate::exit::{ErrorCode, Failure};
+use crate::monitor::split::StepTimes;
+use crate::monitor::{Monitor, Phase};
 use crate::rank::{RunSummary, StopFlag};
 use crate::report::{EvalResults, RunReport, StepRecord};
 use crate::ui::{EvalEvent, Event, ResumeEvent, StepEvent};
@@ -18,13 +22,15 @@ use models::minicpm::sample::EncodedSample;
 use models::{ModelError, SampleInput, VisionLanguageModel};
 use optim::{Schedule, ScheduleKind};
 use serde_json::json;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 /// Updates in a row that may be skipped for non-finite values before the run ends.
 const MAX_SKIPPED_IN_A_ROW: u32 = 20;
 
 /// A micro-batch on its way from a loader thread.
 struct Prepared {
+    /// Indices of the samples.
+    indices: Vec<usize>,
     samples: Vec<EncodedSample>,
     /// Tells each visit to a sample from all others.
     keys: Vec<u64>,
@@ -36,8 +42,6 @@ struct Window {
     loss: f64,
     updates: u64,
     tokens: u64,
-    waited: Duration,
-    step_seconds: f64,
 }
 
 impl Window {
@@ -47,8 +51,6 @@ impl Window {
             loss: 0.0,
             updates: 0,
             tokens: 0,
-            waited: Duration::ZERO,
-            step_seconds: 0.0,
         }
     }
 }
@@ -60,6 +62,7 @@ struct Progress {
     done: u64,
     total_tokens: u64,
     skipped_in_a_row: u32,
+    history: History,
     exact_match_before: Option<f64>,
     summary: RunSummary,
 }
@@ -68,10 +71,11 @@ pub(super) fn train(session: &mut Session<'_>, stop: &StopFlag) -> Result<RunSum
     let sampler = sampler(
         session.config,
         session.train.samples.len(),
-        &session.first_samples,
+        &session.config.first_samples,
     );
     let total_steps = session.config.total_steps(session.train.samples.len());
     let mut progress = progress_from(session, total_steps)?;
+    let mut monitor = Monitor::new(&session.zero);
     let epochs = sampler.epochs_after(total_steps);
     let mut report = match session.comm.world().rank {
         0 => Some(RunReport::open(
@@ -85,6 +89,7 @@ pub(super) fn train(session: &mut Session<'_>, stop: &StopFlag) -> Result<RunSum
     if session.resumed.is_none() && session.config.eval != Cadence::Never {
         let before = evaluate::loss(session)?;
         progress.exact_match_before = evaluate::exact_match(session, progress.done)?;
+        monitor.end(Phase::Eval, &session.zero);
         if let Some(loss) = before {
             show_eval(session, &progress, loss, None);
         }
@@ -98,7 +103,7 @@ pub(super) fn train(session: &mut Session<'_>, stop: &StopFlag) -> Result<RunSum
     let mut window = Window::new();
     while progress.done < total_steps {
         let lr = schedule.lr(progress.done);
-        let step = one_step(session, &mut loader, lr, &mut window)?;
+        let step = one_step(session, &mut loader, lr, &mut window, &mut monitor)?;
         progress.done += 1;
         account(session, &mut progress, &step, &mut window)?;
         let epoch_ended = sampler.epoch_ended(progress.done);
@@ -114,6 +119,7 @@ pub(super) fn train(session: &mut Session<'_>, stop: &StopFlag) -> Result<RunSum
                 lr,
                 epoch,
                 &mut window,
+                &mut monitor,
             )?;
         } else {
             let total = total_steps;
@@ -126,19 +132,22 @@ pub(super) fn train(session: &mut Session<'_>, stop: &StopFlag) -> Result<RunSum
         }
         let stopping = anyone(session, stop.is_set())?;
         // Who stops a run may not wait for an evaluation: the state is saved first, and at once.
+        monitor.begin(&session.zero);
         if due(session.config.eval) && !(stopping && progress.done < total_steps) {
             evaluate_now(session, report.as_mut(), &mut progress, &sampler)?;
+            monitor.end(Phase::Eval, &session.zero);
         }
         if due(session.config.save) || stopping {
             save_now(session, report.as_ref(), &mut progress)?;
+            monitor.end(Phase::Save, &session.zero);
         }
         if stopping && progress.done < total_steps {
             progress.summary.interrupted = true;
             break;
         }
     }
-    if let Some(report) = &report {
-        report.finish()?;
+    if let Some(report) = &mut report {
+        report.finish(monitor.take_memory(progress.done, Vec::new()))?;
     }
     progress.summary.steps = progress.done;
     Ok(progress.summary)
@@ -151,6 +160,7 @@ fn progress_from(session: &Session<'_>, total_steps: u64) -> Result<Progress, Fa
         done: 0,
         total_tokens: 0,
         skipped_in_a_row: 0,
+        history: History::default(),
         exact_match_before: None,
         summary: RunSummary::default(),
     };
@@ -221,9 +231,11 @@ fn start_loader(
                 })
         };
         let indices = sampler.indices(step, micro, rank);
+        let samples = indices.iter().copied().map(encode);
         Ok(Prepared {
-            samples: indices.into_iter().map(encode).collect::<Result<_, _>>()?,
+            samples: samples.collect::<Result<_, _>>()?,
             keys: sampler.positions(step, micro, rank).collect(),
+            indices,
         })
     })
 }
@@ -233,38 +245,45 @@ fn one_step(
     loader: &mut Loader<Prepared, Failure>,
     lr: f64,
     window: &mut Window,
+    monitor: &mut Monitor,
 ) -> Result<StepReport, Failure> {
-    let started = Instant::now();
+    monitor.begin(&session.zero);
+    session.step_losses.clear();
     for _ in 0..session.config.batch.accumulation_steps {
-        let waiting = Instant::now();
-        let samples = loader.next().ok_or_else(|| {
+        let prepared = loader.next().ok_or_else(|| {
             Failure::new(
                 ErrorCode::Panic,
                 "the data ended early",
                 "the loader has no batch left",
             )
         })??;
-        window.waited += waiting.elapsed();
-        window.tokens += samples
-            .batch
-            .samples
-            .iter()
-            .map(|s| s.input_ids.len() as u64)
-            .sum::<u64>();
-        micro_batch(session, &samples.batch)?;
+        monitor.end(Phase::Data, &session.zero);
+        let batch = prepared.batch;
+        let indices = batch.indices.clone();
+        let place = Place::new(prepared.step, prepared.micro_step, indices, &batch.samples);
+        window.tokens += place.tokens.iter().sum::<usize>() as u64;
+        session.place = Some(place.clone());
+        let loss = micro_batch(session, &batch, monitor)?;
+        session.step_losses.push((place, loss));
     }
     let report = session
         .zero
         .step(lr)
         .map_err(|e| failures::engine("update weights", &e))?;
-    window.step_seconds += started.elapsed().as_secs_f64();
+    session.place = None;
+    monitor.end(Phase::Step, &session.zero);
     Ok(report)
 }
 
-fn micro_batch(session: &mut Session<'_>, prepared: &Prepared) -> Result<(), Failure> {
+/// Trains on one micro-batch; returns the sum of its token losses on this rank.
+fn micro_batch(
+    session: &mut Session<'_>,
+    prepared: &Prepared,
+    monitor: &mut Monitor,
+) -> Result<f64, Failure> {
     let inputs: Vec<SampleInput<'_>> = prepared.samples.iter().map(SampleInput::from).collect();
     session.zero.begin_pass(PassKind::Train);
-    let run = || -> Result<(f64, usize), ModelError> {
+    let mut run = || -> Result<(f64, usize), ModelError> {
         let batch = session.model.collate(&inputs, &*session.backend)?;
         let keep = |unit| keeps(session.config, &session.model, unit);
         let mut tape = Tape::training(&session.zero).with_stored(&keep);
@@ -274,6 +293,7 @@ fn micro_batch(session: &mut Session<'_>, prepared: &Prepared) -> Result<(), Fai
         }
         let loss = session.model.forward(&tape, &batch)?;
         let sums = (loss.sum()?, loss.supervised);
+        monitor.end(Phase::Forward, &session.zero);
         tape.backward(&loss, 1.0)?;
         Ok(sums)
     };
@@ -281,7 +301,9 @@ fn micro_batch(session: &mut Session<'_>, prepared: &Prepared) -> Result<(), Fai
     session
         .zero
         .end_micro_batch(sum, supervised as u64)
-        .map_err(|e| failures::engine("train", &e))
+        .map_err(|e| failures::engine("train", &e))?;
+    monitor.end(Phase::Backward, &session.zero);
+    Ok(sum)
 }
 
 /// The random state of a micro-batch, where adapters drop inputs.
@@ -307,31 +329,29 @@ fn account(
 ) -> Result<(), Failure> {
     window.loss += step.loss;
     window.updates += 1;
+    progress.history.push(step);
     if step.applied {
         progress.skipped_in_a_row = 0;
         return Ok(());
     }
     progress.skipped_in_a_row += 1;
+    let finding = progress.history.investigate(session, progress.done, step)?;
     session.reporter.emit(&Event::Warning {
         text: format!(
-            "step {}: loss {} or a gradient is not finite; the update was skipped on every rank",
-            progress.done, step.loss
+            "step {}: loss {} or a gradient is not finite; the update was skipped on every rank{}",
+            progress.done,
+            step.loss,
+            if progress.skipped_in_a_row == 1 {
+                format!("; {}", finding.hint())
+            } else {
+                String::new()
+            }
         ),
     });
     if progress.skipped_in_a_row < MAX_SKIPPED_IN_A_ROW {
         return Ok(());
     }
-    Err(Failure::new(
-        ErrorCode::Numeric,
-        format!("{MAX_SKIPPED_IN_A_ROW} updates in a row were not finite"),
-        "loss or gradients are NaN or infinite",
-    )
-    .evidence(format!(
-        "step {}, loss {}, gradient norm {}",
-        progress.done, step.loss, step.grad_norm
-    ))
-    .evidence("weights and optimizer state are those of the last finite update")
-    .next("a lower --learning-rate, or --precision f32; resume from an earlier checkpoint"))
+    Err(finding.failure(session, progress.skipped_in_a_row))
 }
 
 fn log(
@@ -342,16 +362,16 @@ fn log(
     lr: f64,
     epoch: f64,
     window: &mut Window,
+    monitor: &mut Monitor,
 ) -> Result<(), Failure> {
-    let sums = session
-        .comm
-        .all_gather_f64(&[window.tokens as f64], Tag::new("tokens", 0))
+    let gathered = monitor
+        .gather(window.tokens, &*session.comm)
         .map_err(|e| failures::comm(&e))?;
-    let tokens: f64 = sums.iter().map(|r| r[0]).sum();
+    let tokens: f64 = gathered.tokens.iter().sum();
     let seconds = window.started.elapsed().as_secs_f64().max(1e-9);
     let done = std::mem::replace(window, Window::new());
     let updates = done.updates.max(1) as f64;
-    let bytes = session.peaks();
+    let bytes = monitor.peaks();
     let grad_norm = step.applied.then_some(step.grad_norm);
     progress.total_tokens += tokens as u64;
     let record = StepRecord {
@@ -363,10 +383,13 @@ fn log(
         tokens_per_second: tokens / seconds,
         total_tokens: progress.total_tokens,
         bytes,
+        times: StepTimes::of(&gathered.splits, updates),
     };
     let mut remaining_seconds = 0.0;
+    let mut notices = Vec::new();
+    let memory = monitor.take_memory(progress.done, gathered.peaks);
     if let Some(report) = report {
-        report.on_step(&record)?;
+        notices = report.on_step(&record, memory)?;
         remaining_seconds = report.remaining_seconds(progress.done);
     }
     session.reporter.emit(&Event::Step(StepEvent {
@@ -376,13 +399,16 @@ fn log(
         lr,
         grad_norm,
         tokens_per_second: record.tokens_per_second,
-        step_seconds: done.step_seconds / updates,
-        data_wait: done.waited.as_secs_f64() / done.step_seconds.max(1e-9),
+        step_seconds: record.times.step_seconds(),
+        data_wait: record.times.data_wait(),
         device_peak_bytes: bytes.device,
         host_bytes: bytes.host,
         skipped: !step.applied,
         remaining_seconds,
     }));
+    for notice in notices {
+        session.reporter.emit(&notice);
+    }
     Ok(())
 }
 

@@ -2,12 +2,14 @@
 //!
 //! States: *running* → *stopping* (a signal came: ranks were asked to save and stop, no deadline)
 //! → done; or, from both, → *aborting* (a rank failed, or a second signal came: pipes closed and
-//! SIGTERM sent, SIGKILL after a grace of 4 s) → done. Nothing polls: one thread per rank waits for its
-//! end, two read its streams, and the main loop blocks on their channel and the next deadline.
+//! SIGTERM sent, SIGKILL after a grace of 4 s) → done. One thread per rank waits
+//! for its end, two read its streams, and the main loop blocks on their channel, the next deadline
+//! and a clock by which it notes how much memory each rank has, for the report of a killed one.
 
 mod child;
 pub mod job;
 mod report;
+mod vitals;
 
 use std::ffi::OsString;
 use std::net::TcpListener;
@@ -15,26 +17,28 @@ use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use crossbeam::channel::{Receiver, at, never, unbounded};
+use crossbeam::channel::{Receiver, at, never, tick, unbounded};
 use crossbeam::select;
 use rustix::process::Signal;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 use signal_hook::iterator::Signals;
 
 use crate::exit::{ErrorCode, Failure};
-use crate::memory;
 use crate::rank::RunSummary;
 use crate::rank_env;
 use crate::ui::{Event, Screen};
 
 use child::{Launch, Message, RankChild};
 use job::Job;
-use report::{Ending, Machine};
+use report::Ending;
+use vitals::{Machine, OomKills, Vitals};
 
 /// From the request to end until SIGKILL.
 const GRACE: Duration = Duration::from_secs(4);
 /// How long a failure that looks like a consequence waits for its cause to show.
 const CAUSE_WINDOW: Duration = Duration::from_millis(500);
+/// Time between two looks at the memory of the ranks.
+const VITALS: Duration = Duration::from_secs(1);
 /// How long the last lines of ended ranks may take to arrive.
 const DRAIN: Duration = Duration::from_secs(1);
 
@@ -78,7 +82,6 @@ impl Drop for SignalSource {
 }
 
 /// What to start.
-#[derive(Debug)]
 pub struct Supervisor<'a> {
     /// The executable of the ranks.
     pub program: &'a Path,
@@ -88,6 +91,18 @@ pub struct Supervisor<'a> {
     pub output: &'a Path,
     /// Names and holds the job's private files; its configuration is written.
     pub job: &'a Job,
+    /// Adds to the failure of a rank what would help, before it is stored and shown.
+    pub advice: &'a dyn Fn(&mut Failure),
+}
+
+impl std::fmt::Debug for Supervisor<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Supervisor")
+            .field("program", &self.program)
+            .field("nproc", &self.nproc)
+            .field("output", &self.output)
+            .finish_non_exhaustive()
+    }
 }
 
 impl Supervisor<'_> {
@@ -105,8 +120,10 @@ impl Supervisor<'_> {
             undrained: 2 * self.nproc,
             phase: Phase::Running,
             asked_to_stop: false,
-            oom_kills_before: memory::oom_kills(),
+            oom_kills_before: OomKills::now(),
+            vitals: Vitals::new(self.nproc),
             machine: None,
+            advice: self.advice,
             screen,
         };
         for rank in 0..self.nproc {
@@ -178,13 +195,16 @@ struct Watch<'a> {
     undrained: usize,
     phase: Phase,
     asked_to_stop: bool,
-    oom_kills_before: u64,
+    oom_kills_before: OomKills,
+    vitals: Vitals,
     machine: Option<Machine>,
+    advice: &'a dyn Fn(&mut Failure),
     screen: &'a mut Screen,
 }
 
 impl Watch<'_> {
     fn until_all_ended(&mut self, messages: &Receiver<Message>, signals: &Receiver<i32>) {
+        let clock = tick(VITALS);
         while self.ranks.iter().any(RankChild::is_running) {
             let timer = match self.phase {
                 Phase::Doubting { until } => at(until),
@@ -199,6 +219,7 @@ impl Watch<'_> {
                 },
                 recv(signals) -> signal => if let Ok(signal) = signal { self.signalled(signal) },
                 recv(timer) -> _ => self.deadline(),
+                recv(clock) -> _ => self.vitals.look(alive(&self.ranks)),
             }
         }
     }
@@ -236,15 +257,8 @@ impl Watch<'_> {
             return;
         }
         if self.machine.is_none() {
-            let alive = self
-                .ranks
-                .iter()
-                .enumerate()
-                .filter(|(_, rank)| rank.is_running());
-            self.machine = Some(report::machine(
-                self.oom_kills_before,
-                alive.map(|(rank, child)| (rank, child.process_id())),
-            ));
+            self.vitals.look(alive(&self.ranks));
+            self.machine = Some(self.vitals.machine(self.oom_kills_before));
         }
         let own = Failure::load(self.output, rank).map(|own| own.code);
         let code = own.or_else(|| status.code().and_then(ErrorCode::from_status));
@@ -331,8 +345,8 @@ impl Watch<'_> {
         if let Some(first) = first.filter(|first| !(asked && first.was_aborted)) {
             let machine = self
                 .machine
-                .unwrap_or_else(|| report::machine(self.oom_kills_before, std::iter::empty()));
-            return Err(report::explain(first, &machine, self.output));
+                .unwrap_or_else(|| self.vitals.machine(self.oom_kills_before));
+            return Err(report::explain(first, &machine, self.output, self.advice));
         }
         RunSummary::load(job_dir, 0).ok_or_else(|| {
             if asked {
@@ -345,6 +359,15 @@ impl Watch<'_> {
             )
         })
     }
+}
+
+/// Ranks that have not ended, with their processes.
+fn alive(ranks: &[RankChild]) -> impl Iterator<Item = (usize, u32)> {
+    let running = ranks
+        .iter()
+        .enumerate()
+        .filter(|(_, rank)| rank.is_running());
+    running.map(|(rank, child)| (rank, child.process_id()))
 }
 
 fn stopped_at_once(output: &Path) -> Failure {

@@ -5,8 +5,9 @@ use std::path::Path;
 use std::process::ExitStatus;
 
 use crate::exit::{ErrorCode, Failure};
-use crate::memory::{self, HostMemory};
 use crate::units::bytes;
+
+use super::vitals::{Machine, OomKills, Seen};
 
 /// Lines of a log that are quoted where a rank left nothing better.
 const QUOTED_LINES: usize = 8;
@@ -32,17 +33,13 @@ impl Ending {
     }
 }
 
-/// What was seen of the machine when the first rank failed.
-#[derive(Debug, Clone)]
-pub(super) struct Machine {
-    pub(super) memory: HostMemory,
-    pub(super) oom_kills: u64,
-    /// Peak resident bytes of ranks still alive.
-    pub(super) peaks: Vec<(usize, u64)>,
-}
-
 /// The failure of one rank: its own words where it left any, else what its end tells.
-pub(super) fn explain(ending: &Ending, machine: &Machine, output: &Path) -> Failure {
+pub(super) fn explain(
+    ending: &Ending,
+    machine: &Machine,
+    output: &Path,
+    advice: &dyn Fn(&mut Failure),
+) -> Failure {
     let rank = ending.rank;
     let details = Failure::path(output, rank);
     let own = Failure::load(output, rank);
@@ -58,7 +55,8 @@ pub(super) fn explain(ending: &Ending, machine: &Machine, output: &Path) -> Fail
                 signal_name(signal)
             ),
             "the process crashed, or somebody ended it",
-        ),
+        )
+        .next(look_at_log(rank)),
         (None, None, code) => {
             let code = code.unwrap_or(-1);
             Failure::new(
@@ -66,10 +64,11 @@ pub(super) fn explain(ending: &Ending, machine: &Machine, output: &Path) -> Fail
                 format!("rank {rank} ended with exit code {code}"),
                 "it left no report of its own",
             )
+            .next(look_at_log(rank))
         }
     };
     if failure.details.is_none() {
-        if !failure.title.contains(&format!("rank {rank}")) {
+        if !failure.title.contains("rank ") {
             failure.title = format!("rank {rank}: {}", failure.title);
         }
         if quoted {
@@ -78,6 +77,11 @@ pub(super) fn explain(ending: &Ending, machine: &Machine, output: &Path) -> Fail
                 .evidence
                 .extend(ending.tail[from..].iter().map(|line| format!("| {line}")));
         }
+        if failure.code == ErrorCode::Collective {
+            let others = machine.ranks.iter().filter(|seen| seen.rank != rank);
+            failure.evidence.extend(others.filter_map(Seen::condition));
+        }
+        advice(&mut failure);
         // The stored twin is complete; the printed one points to it.
         drop(failure.save(output, rank));
         failure = failure.details(details);
@@ -85,11 +89,23 @@ pub(super) fn explain(ending: &Ending, machine: &Machine, output: &Path) -> Fail
     failure
 }
 
+fn look_at_log(rank: usize) -> String {
+    format!(
+        "see logs/rank-{rank:04}.log and `dmesg`; --resume auto continues from the last checkpoint"
+    )
+}
+
 fn killed(rank: usize, machine: &Machine) -> Failure {
-    let cause = if machine.oom_kills > 0 {
+    let OomKills {
+        cgroup,
+        machine: on_machine,
+    } = machine.oom_kills;
+    let cause = if cgroup > 0 {
         "host memory ran out: this is RAM, not GPU memory"
+    } else if on_machine > 0 {
+        "the kernel killed for lack of memory on this machine meanwhile: this is RAM, not GPU memory"
     } else {
-        "the usual reason is that host memory ran out (RAM, not GPU memory); this time the kernel did not report it for this process group, so `kill -9` is possible too"
+        "the usual reason is that host memory ran out (RAM, not GPU memory); this time the kernel did not report it, so `kill -9` is possible too"
     };
     let limit = machine.memory.cgroup_limit_bytes.map_or_else(
         || "no cgroup limit".to_string(),
@@ -101,23 +117,26 @@ fn killed(rank: usize, machine: &Machine) -> Failure {
         cause,
     )
     .evidence(format!(
-        "oom_kill +{} · {limit} · host {} · free now {}",
-        machine.oom_kills,
+        "{limit} · oom_kill +{cgroup} (machine +{on_machine}) · host {} · free now {}",
         bytes(machine.memory.total_bytes),
         bytes(machine.memory.free_bytes)
     ));
-    if !machine.peaks.is_empty() {
-        let peaks: Vec<_> = machine
-            .peaks
+    if !machine.ranks.is_empty() {
+        let seen: Vec<_> = machine
+            .ranks
             .iter()
-            .map(|(rank, peak)| format!("rank {rank} {}", bytes(*peak)))
+            .map(|seen| {
+                let before = if seen.seconds_before < 0.1 {
+                    String::new()
+                } else {
+                    format!(" ({:.1} s before)", seen.seconds_before)
+                };
+                format!("rank {} {}{before}", seen.rank, bytes(seen.rss_bytes))
+            })
             .collect();
-        failure = failure.evidence(format!(
-            "peak resident memory of the other ranks: {}",
-            peaks.join(" · ")
-        ));
+        failure = failure.evidence(format!("resident memory: {}", seen.join(" · ")));
     }
-    failure.next("fewer ranks (--nproc), --precision pure-bf16, a smaller --per-device-train-batch-size or --model-max-length, or adapters (--use-lora)")
+    failure.next("a smaller --model-max-length, fewer trained parts, or a machine with more memory")
 }
 
 /// Which ending explains the others: the first failure that is not a consequence of another
@@ -142,17 +161,6 @@ pub(super) fn first_failure<'a>(endings: &'a [Ending], output: &Path) -> Option<
         .or_else(|| bad().next())
 }
 
-pub(super) fn machine(oom_kills_before: u64, alive: impl Iterator<Item = (usize, u32)>) -> Machine {
-    Machine {
-        memory: memory::host(),
-        oom_kills: memory::oom_kills().saturating_sub(oom_kills_before),
-        peaks: alive
-            .filter_map(|(rank, pid)| Some((rank, memory::process_of(pid)?.peak_rss_bytes)))
-            .filter(|(_, peak)| *peak > 0)
-            .collect(),
-    }
-}
-
 pub(super) fn signal_name(signal: i32) -> &'static str {
     signal_hook::low_level::signal_name(signal).unwrap_or("unknown")
 }
@@ -160,6 +168,7 @@ pub(super) fn signal_name(signal: i32) -> &'static str {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::memory::HostMemory;
 
     fn ending(rank: usize, raw: i32) -> Ending {
         Ending {
@@ -178,21 +187,30 @@ mod tests {
         };
         Machine {
             memory,
-            oom_kills,
-            peaks: vec![(0, 1 << 30)],
+            oom_kills: OomKills {
+                cgroup: oom_kills,
+                machine: oom_kills,
+            },
+            ranks: vec![Seen {
+                rank: 0,
+                process: 7,
+                rss_bytes: 1 << 30,
+                seconds_before: 0.5,
+                state: Some('T'),
+            }],
         }
     }
 
     #[test]
     fn a_kill_is_host_memory() {
         let folder = tempfile::tempdir().expect("temp dir");
-        let failure = explain(&ending(1, 9), &machine(1), folder.path());
+        let failure = explain(&ending(1, 9), &machine(1), folder.path(), &|_| ());
         assert_eq!(failure.code.status(), 12);
         assert!(failure.cause.starts_with("host memory ran out"));
         let text = failure.to_string();
         assert!(
             text.contains("oom_kill +1")
-                && text.contains("rank 0 1.0G")
+                && text.contains("rank 0 1.0G (0.5 s before)")
                 && text.contains("| last words"),
             "{text}"
         );
@@ -202,9 +220,9 @@ mod tests {
     #[test]
     fn other_signals_and_codes_are_named() {
         let folder = tempfile::tempdir().expect("temp dir");
-        let failure = explain(&ending(0, 11), &machine(0), folder.path());
+        let failure = explain(&ending(0, 11), &machine(0), folder.path(), &|_| ());
         assert!(failure.title.contains("SIGSEGV"), "{failure}");
-        let failure = explain(&ending(2, 77 << 8), &machine(0), folder.path());
+        let failure = explain(&ending(2, 77 << 8), &machine(0), folder.path(), &|_| ());
         assert!(failure.title.contains("exit code 77") && failure.code == ErrorCode::RankDied);
     }
 
@@ -214,11 +232,27 @@ mod tests {
         let own = Failure::new(ErrorCode::Numeric, "loss is NaN at step 3", "overflow")
             .evidence("norm 97");
         own.save(folder.path(), 1).expect("saved");
-        let failure = explain(&ending(1, 15 << 8), &machine(0), folder.path());
+        let failure = explain(&ending(1, 15 << 8), &machine(0), folder.path(), &|_| ());
         assert_eq!(failure.title, "rank 1: loss is NaN at step 3");
         assert_eq!(
             (failure.code, failure.evidence.len()),
             (ErrorCode::Numeric, 1)
+        );
+    }
+
+    #[test]
+    fn a_stall_tells_what_the_others_do_and_takes_advice() {
+        let folder = tempfile::tempdir().expect("temp dir");
+        let own = Failure::new(ErrorCode::Collective, "rank 1 waits for rank 0", "stopped");
+        own.save(folder.path(), 1).expect("saved");
+        let advice = |failure: &mut Failure| failure.next.push("an idea".into());
+        let failure = explain(&ending(1, 14 << 8), &machine(0), folder.path(), &advice);
+        assert!(failure.evidence[0].contains("process 7 is stopped by a signal"));
+        assert_eq!(failure.next, ["an idea"]);
+        let stored = Failure::load(folder.path(), 1).expect("stored");
+        assert_eq!(
+            (stored.evidence, stored.next),
+            (failure.evidence, failure.next)
         );
     }
 

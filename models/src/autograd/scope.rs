@@ -2,7 +2,7 @@
 
 use super::dropout::Dropout;
 use super::sweep::{Grad, Node, Sweep};
-use super::tape::Observer;
+use super::tape::Observers;
 use super::var::{RecorderId, Var};
 use crate::error::{ModelError, Result};
 use engine::{Lease, ParamAccess, ParamId};
@@ -26,7 +26,7 @@ pub(super) enum Mode {
 pub struct Scope<'s> {
     access: &'s dyn ParamAccess,
     lease: &'s Lease<'s>,
-    observer: Option<Observer<'s>>,
+    observers: Observers<'s>,
     dropout: Option<&'s Dropout>,
     mode: Mode,
     id: RecorderId,
@@ -49,14 +49,14 @@ impl<'s> Scope<'s> {
     pub(super) fn new(
         access: &'s dyn ParamAccess,
         lease: &'s Lease<'s>,
-        observer: Option<Observer<'s>>,
+        observers: Observers<'s>,
         dropout: Option<&'s Dropout>,
         mode: Mode,
     ) -> Self {
         Self {
             access,
             lease,
-            observer,
+            observers,
             dropout,
             mode,
             id: RecorderId::fresh(),
@@ -85,7 +85,7 @@ impl<'s> Scope<'s> {
 
     /// Shows a value inside the segment to the tape's observer, on the first run only.
     pub fn observe(&self, name: impl Display, var: &Var) {
-        if let Some(observer) = self.observer {
+        if let Some(observer) = self.observers.values {
             observer(&name.to_string(), var.value());
         }
     }
@@ -158,6 +158,9 @@ impl<'s> Scope<'s> {
             .any(|v| v.requires_grad() && v.recorder() != self.id)
         {
             return Err(ModelError::ForeignVar { op });
+        }
+        if let Some(observer) = self.observers.ops {
+            observer(op, params, &value);
         }
         let trained: Vec<ParamId> = params.iter().copied().filter(|p| self.trains(*p)).collect();
         let requires_grad = !trained.is_empty() || inputs.iter().any(|v| v.requires_grad());

@@ -5,7 +5,7 @@ use super::scope::{Mode, Record, Scope};
 use super::sweep::{Grad, sum};
 use super::var::{RecorderId, Slot, Var};
 use crate::error::{ModelError, Result};
-use engine::{ParamAccess, Phase, UnitId};
+use engine::{ParamAccess, ParamId, Phase, UnitId};
 use kernels::{Backend, Tensor};
 use std::cell::{Cell, RefCell};
 use std::fmt::Display;
@@ -13,6 +13,17 @@ use std::ops::Range;
 
 /// Receives named intermediate values of a forward pass.
 pub type Observer<'o> = &'o dyn Fn(&str, &Tensor);
+
+/// Receives every operation of a forward pass inside a segment: its name, the parameters it reads
+/// and its result.
+pub type OpObserver<'o> = &'o dyn Fn(&'static str, &[ParamId], &Tensor);
+
+/// Who watches a forward pass.
+#[derive(Clone, Copy, Default)]
+pub(super) struct Observers<'o> {
+    pub(super) values: Option<Observer<'o>>,
+    pub(super) ops: Option<OpObserver<'o>>,
+}
 
 type Body<'m> = Box<dyn Fn(&Scope<'_>, &[Var]) -> Result<Vec<Var>> + 'm>;
 
@@ -94,7 +105,7 @@ enum Work<'m> {
 /// ```
 pub struct Tape<'e, 'm> {
     access: &'e dyn ParamAccess,
-    observer: Option<Observer<'e>>,
+    observers: Observers<'e>,
     dropout: Option<Dropout>,
     stored: Option<&'e dyn Fn(UnitId) -> bool>,
     recording: bool,
@@ -130,7 +141,7 @@ impl<'e, 'm> Tape<'e, 'm> {
     fn new(access: &'e dyn ParamAccess, recording: bool) -> Self {
         Self {
             access,
-            observer: None,
+            observers: Observers::default(),
             dropout: None,
             stored: None,
             recording,
@@ -145,7 +156,14 @@ impl<'e, 'm> Tape<'e, 'm> {
     /// Shows every observed value of the forward pass to `observer`.
     #[must_use]
     pub fn with_observer(mut self, observer: Observer<'e>) -> Self {
-        self.observer = Some(observer);
+        self.observers.values = Some(observer);
+        self
+    }
+
+    /// Shows every operation inside the segments of the forward pass to `observer`.
+    #[must_use]
+    pub fn with_op_observer(mut self, observer: OpObserver<'e>) -> Self {
+        self.observers.ops = Some(observer);
         self
     }
 
@@ -192,7 +210,7 @@ impl<'e, 'm> Tape<'e, 'm> {
 
     /// Shows `var` to the observer under `name`.
     pub fn observe(&self, name: impl Display, var: &Var) {
-        if let Some(observer) = self.observer {
+        if let Some(observer) = self.observers.values {
             observer(&name.to_string(), var.value());
         }
     }
@@ -293,7 +311,7 @@ impl<'e, 'm> Tape<'e, 'm> {
         let lease = self.access.lease(unit, Phase::Forward)?;
         let outputs = {
             let dropout = self.dropout.as_ref();
-            let scope = Scope::new(self.access, &lease, self.observer, dropout, mode);
+            let scope = Scope::new(self.access, &lease, self.observers, dropout, mode);
             let vars: Vec<Var> = inputs
                 .iter()
                 .map(|v| scope.enter(v.value().clone(), v.requires_grad()))
@@ -412,7 +430,7 @@ fn replay(
         }
         Work::Replay { body, inputs, sums } => {
             let slots: Vec<Slot> = inputs.iter().filter_map(|(_, slot)| *slot).collect();
-            let scope = Scope::new(access, &lease, None, dropout, Mode::Replay);
+            let scope = Scope::new(access, &lease, Observers::default(), dropout, Mode::Replay);
             let vars: Vec<Var> = inputs
                 .into_iter()
                 .map(|(value, slot)| scope.enter(value, slot.is_some()))

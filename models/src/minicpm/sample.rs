@@ -101,6 +101,21 @@ struct Tokens {
     order: Vec<usize>,
 }
 
+/// The tokens of a training sample, without its pixels; fields as in [`EncodedSample`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SampleTokens {
+    /// Token ids, `[tokens]`.
+    pub input_ids: Vec<i32>,
+    /// What each position shall predict, `[tokens]`.
+    pub labels: Vec<i32>,
+    /// Token ranges that the features of slices replace.
+    pub image_bounds: Vec<(usize, usize)>,
+    /// Tokens before truncation.
+    pub untruncated_tokens: usize,
+    /// Slices of all pictures.
+    pub slices: usize,
+}
+
 impl Processor {
     /// Turns a sample into model inputs for training.
     ///
@@ -143,6 +158,28 @@ impl Processor {
             untruncated_tokens: tokens.untruncated,
             supervised: supervised(&tokens.labels),
             patches: plans.iter().map(SlicePlan::patches).sum(),
+            slices: plans.iter().map(SlicePlan::slices).sum(),
+        })
+    }
+
+    /// The tokens that [`Processor::encode`] would yield, from the headers of the pictures alone.
+    ///
+    /// # Errors
+    /// As [`Processor::measure`].
+    pub fn tokens(
+        &self,
+        sample: &RawSample,
+        images: &dyn ImageSource,
+        options: &EncodeOptions,
+    ) -> Result<SampleTokens, SampleError> {
+        check_turns(&sample.conversations)?;
+        let plans = self.plan_all(sample, images, options)?;
+        let tokens = self.training_tokens(sample, &plans, options)?;
+        Ok(SampleTokens {
+            input_ids: tokens.input_ids,
+            labels: tokens.labels,
+            image_bounds: tokens.image_bounds,
+            untruncated_tokens: tokens.untruncated,
             slices: plans.iter().map(SlicePlan::slices).sum(),
         })
     }

@@ -211,6 +211,18 @@ impl Tokenizer {
     /// # Errors
     /// [`TokenizerError::Decode`] for a negative id, or if the tokenizer fails.
     pub fn decode(&self, ids: &[i32]) -> Result<String, TokenizerError> {
+        self.text_of(ids, true)
+    }
+
+    /// Text of `ids` with special tokens written out.
+    ///
+    /// # Errors
+    /// As [`Tokenizer::decode`].
+    pub fn decode_verbatim(&self, ids: &[i32]) -> Result<String, TokenizerError> {
+        self.text_of(ids, false)
+    }
+
+    fn text_of(&self, ids: &[i32], skip_special: bool) -> Result<String, TokenizerError> {
         let failed = |reason: String| TokenizerError::Decode {
             tokens: ids.len(),
             reason,
@@ -218,7 +230,7 @@ impl Tokenizer {
         let unsigned: Result<Vec<u32>, _> = ids.iter().map(|&id| u32::try_from(id)).collect();
         let unsigned = unsigned.map_err(|error| failed(error.to_string()))?;
         self.inner
-            .decode(&unsigned, true)
+            .decode(&unsigned, skip_special)
             .map_err(|error| failed(error.to_string()))
     }
 }

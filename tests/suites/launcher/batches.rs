@@ -2,10 +2,13 @@
 
 use crate::site::{Site, log_rows, losses, read_json};
 
+/// Bytes of the device pool at the peak of a run.
 fn device_peak(site: &Site, run: &str) -> u64 {
     let rows = log_rows(&site.path(run));
-    let bytes = rows.iter().filter_map(|row| row["vram_allocated"].as_f64());
-    bytes.fold(0.0, f64::max) as u64
+    let bytes = rows
+        .iter()
+        .filter_map(|row| row["bytes"]["device"].as_u64());
+    bytes.max().unwrap_or(0)
 }
 
 #[test]

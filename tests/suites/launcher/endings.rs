@@ -1,52 +1,17 @@
 //! Signals and deaths of processes: what was trained is kept and nothing else is left.
 
-use crate::site::{Site, listing, losses, signal, wait_for_end};
+use crate::site::{Site, assert_nothing_left, losses, ranks, signal, wait_for_end};
 use std::fs;
-use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-const LONG: &str = "--max-steps 1000000 --lr-scheduler-type constant --zero 3 --offload cpu";
+pub(crate) const LONG: &str =
+    "--max-steps 1000000 --lr-scheduler-type constant --zero 3 --offload cpu";
 const STOP_LIMIT: Duration = Duration::from_secs(10);
-
-/// Processes of a job: (process, rank), told by their environment.
-fn ranks(token: &str) -> Vec<(u32, usize)> {
-    let mut found = Vec::new();
-    for name in listing(Path::new("/proc")) {
-        let Ok(pid) = name.parse::<u32>() else {
-            continue;
-        };
-        let Ok(environment) = fs::read(format!("/proc/{pid}/environ")) else {
-            continue;
-        };
-        let value = |name: &str| {
-            let mut entries = environment.split(|byte| *byte == 0);
-            entries.find_map(|entry| {
-                let entry = std::str::from_utf8(entry).ok()?;
-                entry.strip_prefix(name)?.strip_prefix('=')
-            })
-        };
-        if value("TESSERA_RUN_TOKEN") == Some(token) {
-            found.push((pid, value("RANK").unwrap().parse().unwrap()));
-        }
-    }
-    found.sort_by_key(|(_, rank)| *rank);
-    found
-}
-
-fn assert_nothing_left(site: &Site, token: &str) {
-    site.assert_tidy();
-    assert_eq!(ranks(token), []);
-    let shared = listing(Path::new("/dev/shm"));
-    assert!(
-        !shared.iter().any(|name| name.contains(token)),
-        "{shared:?}"
-    );
-}
 
 #[test]
 fn an_interrupted_run_saves_and_continues() {
-    for name in ["INT", "TERM"] {
+    for name in ["INT", "TERM", "USR1"] {
         let site = Site::new();
         let mut run = site.start(LONG);
         run.wait_for_step();
@@ -131,7 +96,9 @@ fn a_crashed_rank_is_named_with_its_signal() {
     let outcome = run.finish();
     assert_eq!(outcome.code, Some(101), "{}", outcome.screen);
     assert!(
-        outcome.screen.contains("rank 0") && outcome.screen.contains("SIGABRT"),
+        outcome.screen.contains("rank 0")
+            && outcome.screen.contains("SIGABRT")
+            && outcome.screen.contains("see logs/rank-0000.log"),
         "{}",
         outcome.screen
     );
@@ -260,5 +227,34 @@ fn a_full_disk_ends_the_run_and_keeps_the_last_checkpoint() {
         assert!(screen.contains(part), "{part}\n{screen}");
     }
     assert!(!screen.contains("\ncheckpoint-2\n"), "{screen}");
+    site.assert_tidy();
+}
+
+#[test]
+fn shared_memory_that_is_too_small_is_its_own_failure() {
+    let site = Site::new();
+    // Site and program may lie in /tmp, which is hidden: they are reached through another mount.
+    let script = format!(
+        "cp '{}' program && mount --bind . /mnt && mount -t tmpfs -o size=64k tmpfs /dev/shm && \
+         mount -t tmpfs -o size=64k tmpfs /tmp && cd /mnt && \
+         TMPDIR=/mnt/tmp HOME=/mnt/home XDG_CACHE_HOME=/mnt/home/cache \
+         ./program {} --output out --max-steps 1",
+        env!("CARGO_BIN_EXE_tessera_test_launcher"),
+        "--model model --data data/samples.json --precision f32"
+    );
+    let Some(command) = mounting_shell(&script) else {
+        // The wording is tested beside the code.
+        return;
+    };
+    let outcome = site.start_command(command).finish();
+    assert_eq!(outcome.code, Some(13), "{}", outcome.screen);
+    for part in [
+        "error[E15]",
+        "/dev/shm: 64.0K free",
+        "--shm-size",
+        "--nproc 1",
+    ] {
+        assert!(outcome.screen.contains(part), "{part}\n{}", outcome.screen);
+    }
     site.assert_tidy();
 }

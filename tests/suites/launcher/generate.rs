@@ -8,14 +8,14 @@ use std::fs;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-struct Said {
+pub(crate) struct Said {
     code: Option<i32>,
     stdout: String,
     stderr: String,
 }
 
 impl Said {
-    fn json(&self) -> Value {
+    pub(crate) fn json(&self) -> Value {
         serde_json::from_str(&self.stdout).unwrap()
     }
 }
@@ -38,7 +38,7 @@ fn say(site: &Site, words: &[&str]) -> Said {
 }
 
 /// As [`say`] for a line without blanks in its words; it must end well.
-fn run(site: &Site, line: &str) -> Said {
+pub(crate) fn run(site: &Site, line: &str) -> Said {
     let words: Vec<&str> = line.split_whitespace().collect();
     let said = say(site, &words);
     assert_eq!(said.code, Some(0), "{line}\n{}", said.stderr);

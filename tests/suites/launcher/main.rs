@@ -7,10 +7,13 @@
 
 mod bad_input;
 mod batches;
+mod data_check;
 mod doctor;
 mod endings;
 mod generate;
+mod monitoring;
 mod outputs;
+mod reports;
 mod resume;
 mod site;
 mod tuning;

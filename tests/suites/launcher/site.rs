@@ -385,3 +385,45 @@ pub(crate) fn tensors(path: &Path) -> BTreeMap<String, (Option<DType>, Vec<usize
         })
         .collect()
 }
+
+/// Processes of a job: (process, rank), told by their environment.
+pub(crate) fn ranks(token: &str) -> Vec<(u32, usize)> {
+    let mut found = Vec::new();
+    for name in listing(Path::new("/proc")) {
+        let Ok(pid) = name.parse::<u32>() else {
+            continue;
+        };
+        let Ok(environment) = fs::read(format!("/proc/{pid}/environ")) else {
+            continue;
+        };
+        let value = |name: &str| {
+            let mut entries = environment.split(|byte| *byte == 0);
+            entries.find_map(|entry| {
+                let entry = std::str::from_utf8(entry).ok()?;
+                entry.strip_prefix(name)?.strip_prefix('=')
+            })
+        };
+        if value("TESSERA_RUN_TOKEN") == Some(token) {
+            found.push((pid, value("RANK").unwrap().parse().unwrap()));
+        }
+    }
+    found.sort_by_key(|(_, rank)| *rank);
+    found
+}
+
+/// No process, shared memory or temporary file of the job is left.
+pub(crate) fn assert_nothing_left(site: &Site, token: &str) {
+    site.assert_tidy();
+    assert_eq!(ranks(token), []);
+    let shared = listing(Path::new("/dev/shm"));
+    assert!(
+        !shared.iter().any(|name| name.contains(token)),
+        "{shared:?}"
+    );
+}
+
+pub(crate) fn assert_says(screen: &str, words: &[&str]) {
+    for word in words {
+        assert!(screen.contains(word), "no {word:?} in\n{screen}");
+    }
+}

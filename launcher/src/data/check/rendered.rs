@@ -1,0 +1,152 @@
+//! One sample as the model sees it, with what it learns marked.
+
+use models::minicpm::processor::Processor;
+use models::minicpm::sample::SampleTokens;
+use serde::Serialize;
+
+/// Most tokens between the start markers of two slices of one picture, features aside.
+const GAP_TOKENS: usize = 4;
+
+/// A piece of a rendered sample.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub(super) struct Piece {
+    /// Its text; pictures are written `<image 64x9>`: tokens per slice, slices.
+    pub(super) text: String,
+    /// Whether the model is to predict it.
+    pub(super) supervised: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Role {
+    Read,
+    Learnt,
+    Picture(usize),
+}
+
+/// The pieces of a sample, in order.
+pub(super) fn pieces(processor: &Processor, tokens: &SampleTokens) -> Vec<Piece> {
+    let image_start = processor
+        .tokenizer()
+        .id(&processor.config().markers.image_start)
+        .unwrap_or(i32::MIN);
+    let pictures = pictures(tokens, image_start);
+    let roles = roles(tokens, &pictures);
+    let mut found = Vec::new();
+    let mut from = 0;
+    while let Some(role) = roles.get(from) {
+        let until = roles[from..].iter().position(|other| other != role);
+        let until = until.map_or(roles.len(), |count| from + count);
+        let text = match role {
+            Role::Picture(index) => {
+                let slices = pictures[*index].slices;
+                format!("<image {}x{slices}>", processor.config().query_num)
+            }
+            Role::Read | Role::Learnt => processor
+                .tokenizer()
+                .decode_verbatim(&tokens.input_ids[from..until])
+                .unwrap_or_else(|error| format!("<{error}>")),
+        };
+        found.push(Piece {
+            text,
+            supervised: *role == Role::Learnt,
+        });
+        from = until;
+    }
+    found
+}
+
+/// The pieces as text: supervised ones in «…», or coloured.
+pub(super) fn text(pieces: &[Piece], color: bool) -> String {
+    let mark = |piece: &Piece| match (piece.supervised, color) {
+        (false, _) => piece.text.clone(),
+        (true, false) => format!("«{}»", piece.text),
+        (true, true) => format!("\u{1b}[32m{}\u{1b}[0m", piece.text),
+    };
+    pieces.iter().map(mark).collect()
+}
+
+/// Tokens of one picture, markers included, and its slices.
+struct Picture {
+    tokens: std::ops::Range<usize>,
+    slices: usize,
+}
+
+/// Slices follow each other closely; a start marker of pictures begins a new one.
+fn pictures(tokens: &SampleTokens, image_start: i32) -> Vec<Picture> {
+    let mut found: Vec<Picture> = Vec::new();
+    for (start, end) in &tokens.image_bounds {
+        let marker = start.saturating_sub(1);
+        let begins = tokens.input_ids.get(marker) == Some(&image_start);
+        match found.last_mut() {
+            Some(last) if !begins && marker <= last.tokens.end + GAP_TOKENS => {
+                last.tokens.end = end + 1;
+                last.slices += 1;
+            }
+            _ => found.push(Picture {
+                tokens: marker..end + 1,
+                slices: 1,
+            }),
+        }
+    }
+    found
+}
+
+fn roles(tokens: &SampleTokens, pictures: &[Picture]) -> Vec<Role> {
+    let ids = &tokens.input_ids;
+    // A label stands one place before the token that it predicts.
+    let learnt = |at: usize| at > 0 && tokens.labels[at - 1] == ids[at];
+    let mut roles: Vec<Role> = (0..ids.len())
+        .map(|at| if learnt(at) { Role::Learnt } else { Role::Read })
+        .collect();
+    for (index, picture) in pictures.iter().enumerate() {
+        let end = picture.tokens.end.min(roles.len());
+        roles[picture.tokens.start.min(end)..end].fill(Role::Picture(index));
+    }
+    roles
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sample() -> SampleTokens {
+        const IGNORED: i32 = -100;
+        // 5 opens a picture, 6 closes it, 7 and 8 a slice; 9 is a feature, 1 text, 2 the answer.
+        let input_ids = vec![1, 5, 9, 9, 6, 7, 9, 9, 8, 5, 9, 9, 6, 1, 2, 2];
+        let mut labels = vec![IGNORED; input_ids.len()];
+        (labels[13], labels[14]) = (2, 2);
+        SampleTokens {
+            labels,
+            input_ids,
+            image_bounds: vec![(2, 4), (6, 8), (10, 12)],
+            untruncated_tokens: 16,
+            slices: 3,
+        }
+    }
+
+    #[test]
+    fn slices_join_their_picture_and_a_start_marker_begins_another() {
+        let sample = sample();
+        let pictures = pictures(&sample, 5);
+        let found: Vec<_> = pictures
+            .iter()
+            .map(|p| (p.tokens.clone(), p.slices))
+            .collect();
+        assert_eq!(found, [(1..9, 2), (9..13, 1)]);
+        let roles = roles(&sample, &pictures);
+        assert_eq!(roles[0], Role::Read);
+        assert_eq!(roles[8], Role::Picture(0));
+        assert_eq!(roles[9], Role::Picture(1));
+        assert_eq!(roles[13..], [Role::Read, Role::Learnt, Role::Learnt]);
+    }
+
+    #[test]
+    fn marks_are_brackets_or_colour() {
+        let pieces = [("Q ", false), ("A", true)].map(|(text, supervised)| Piece {
+            text: text.to_owned(),
+            supervised,
+        });
+        assert_eq!(text(&pieces, false), "Q «A»");
+        assert_eq!(text(&pieces, true), "Q \u{1b}[32mA\u{1b}[0m");
+    }
+}

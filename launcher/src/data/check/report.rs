@@ -1,0 +1,280 @@
+//! The report of `launcher data check` and its text.
+
+use serde::Serialize;
+use std::path::PathBuf;
+
+use super::rendered::{self, Piece};
+use super::statistics::{Balance, Spread};
+use crate::data::problems::{PROBLEMS_FILE, Problem};
+use crate::units::grouped;
+
+/// Problems shown as text; the list and JSON hold all.
+const SHOWN: usize = 10;
+
+/// Everything that was found about a data file; the keys of the JSON report.
+#[derive(Debug, Clone, Serialize)]
+pub(super) struct Report {
+    pub(super) file: PathBuf,
+    pub(super) samples: usize,
+    pub(super) usable: usize,
+    pub(super) turns: usize,
+    pub(super) with_pictures: usize,
+    pub(super) without_pictures: usize,
+    pub(super) pictures: Pictures,
+    /// Tokens of usable samples as they are trained on.
+    pub(super) tokens: Spread,
+    /// Tokens of text, markers of pictures included.
+    pub(super) text_tokens: Spread,
+    pub(super) picture_tokens: Spread,
+    /// Positions that enter the loss.
+    pub(super) supervised_tokens: Spread,
+    pub(super) answers: Answers,
+    pub(super) length: Length,
+    pub(super) longest: Vec<Sized>,
+    pub(super) duplicate_ids: Vec<(String, usize)>,
+    pub(super) balance: Option<Balance>,
+    pub(super) rendered: Option<Rendered>,
+    pub(super) problems: Vec<Problem>,
+    /// Settings that would help, computed from the lengths.
+    pub(super) next: Vec<String>,
+    /// Folder that the list of problems was written to.
+    #[serde(skip)]
+    pub(super) written_to: Option<PathBuf>,
+}
+
+/// Pictures of samples whose files can be read.
+#[derive(Debug, Clone, Default, Serialize)]
+pub(super) struct Pictures {
+    pub(super) count: usize,
+    pub(super) widths: Spread,
+    pub(super) heights: Spread,
+    /// Number of pictures by their number of slices, ascending.
+    pub(super) by_slices: Vec<(usize, usize)>,
+    pub(super) tokens_per_slice: usize,
+}
+
+/// Whether the model learns to stop.
+#[derive(Debug, Clone, Copy, Default, Serialize)]
+pub(super) struct Answers {
+    pub(super) count: usize,
+    /// Answers whose end-of-sequence token is supervised.
+    pub(super) with_end: usize,
+}
+
+/// What the longest length does to the samples.
+#[derive(Debug, Clone, Copy, Default, Serialize)]
+pub(super) struct Length {
+    pub(super) model_max_length: usize,
+    /// Usable samples that lose text.
+    pub(super) cut_in_text: usize,
+    /// Samples that cannot be used, because an answer or half a picture lies beyond.
+    pub(super) unusable: usize,
+}
+
+/// A sample and its length.
+#[derive(Debug, Clone, Serialize)]
+pub(super) struct Sized {
+    pub(super) index: usize,
+    pub(super) line: Option<usize>,
+    pub(super) id: Option<String>,
+    pub(super) tokens: usize,
+    pub(super) picture_tokens: usize,
+}
+
+/// One sample as the model sees it.
+#[derive(Debug, Clone, Serialize)]
+pub(super) struct Rendered {
+    pub(super) index: usize,
+    pub(super) id: Option<String>,
+    pub(super) pieces: Vec<Piece>,
+}
+
+impl Report {
+    /// Aligned text; supervised tokens in colour or between «».
+    pub(super) fn to_text(&self, color: bool) -> String {
+        let mut lines = Vec::new();
+        let mut add = |label: &str, text: String| lines.push(format!(" {label:<8} {text}"));
+        let number = |value: usize| grouped(value as u64);
+        add(
+            "samples",
+            format!(
+                "{} in {} · {} turns · {} with pictures, {} without",
+                number(self.samples),
+                self.file.display(),
+                number(self.turns),
+                number(self.with_pictures),
+                number(self.without_pictures)
+            ),
+        );
+        add("tokens", spread(&self.tokens));
+        add("", format!("text     {}", spread(&self.text_tokens)));
+        add("", format!("pictures {}", spread(&self.picture_tokens)));
+        if self.pictures.count > 0 {
+            self.add_pictures(&mut add);
+        }
+        add(
+            "learnt",
+            format!("supervised {}", spread(&self.supervised_tokens)),
+        );
+        let Answers { count, with_end } = self.answers;
+        add(
+            "",
+            format!(
+                "end of sequence supervised in {} of {} answers{}",
+                number(with_end),
+                number(count),
+                if with_end < count {
+                    "; of the others the end is cut off"
+                } else {
+                    ""
+                }
+            ),
+        );
+        add(
+            "length",
+            format!(
+                "--model-max-length {}: {} samples lose text, {} cannot be used; pictures are never cut",
+                self.length.model_max_length,
+                number(self.length.cut_in_text),
+                number(self.length.unusable)
+            ),
+        );
+        for (i, sample) in self.longest.iter().enumerate() {
+            let id = sample.id.as_deref().unwrap_or("-");
+            let line = sample
+                .line
+                .map_or_else(String::new, |l| format!("line {l}, "));
+            let text = format!(
+                "{line}sample {} (id {id}): {} tokens, {} of pictures",
+                sample.index,
+                number(sample.tokens),
+                number(sample.picture_tokens)
+            );
+            add(if i == 0 { "longest" } else { "" }, text);
+        }
+        if !self.duplicate_ids.is_empty() {
+            let shown: Vec<String> = self
+                .duplicate_ids
+                .iter()
+                .take(SHOWN)
+                .map(|(id, count)| format!("{id} ({count} times)"))
+                .collect();
+            add(
+                "ids",
+                format!(
+                    "{} are not unique: {}",
+                    self.duplicate_ids.len(),
+                    shown.join(", ")
+                ),
+            );
+        }
+        if let Some(balance) = &self.balance {
+            add(
+                "balance",
+                format!(
+                    "{} ranks x micro-batch {} x accumulation {}: {} steps per epoch; fullest rank {:.2} x the mean, {:.2} x in the worst step ({})",
+                    balance.ranks,
+                    balance.micro_batch,
+                    balance.accumulation_steps,
+                    grouped(balance.steps_per_epoch),
+                    balance.mean_imbalance,
+                    balance.worst_imbalance,
+                    balance.worst_step
+                ),
+            );
+        }
+        if let Some(sample) = &self.rendered {
+            let id = sample.id.as_deref().unwrap_or("-");
+            let marks = if color { "in colour" } else { "in «»" };
+            add(
+                "sample",
+                format!("{} (id {id}), what is learnt {marks}:", sample.index),
+            );
+            for line in rendered::text(&sample.pieces, color).lines() {
+                add("", format!("| {line}"));
+            }
+        }
+        self.add_problems(&mut add);
+        lines
+            .iter()
+            .map(|line| format!("{}\n", line.trim_end()))
+            .collect()
+    }
+
+    fn add_pictures(&self, add: &mut impl FnMut(&str, String)) {
+        let Pictures {
+            count,
+            widths,
+            heights,
+            by_slices,
+            tokens_per_slice,
+        } = &self.pictures;
+        add(
+            "pictures",
+            format!(
+                "{} · width {} to {} (median {}) · height {} to {} (median {})",
+                grouped(*count as u64),
+                widths.min,
+                widths.max,
+                widths.p50,
+                heights.min,
+                heights.max,
+                heights.p50
+            ),
+        );
+        let slices: Vec<String> = by_slices
+            .iter()
+            .map(|(slices, count)| format!("{slices} ({})", grouped(*count as u64)))
+            .collect();
+        add(
+            "",
+            format!(
+                "slices of {tokens_per_slice} tokens (pictures): {}",
+                slices.join(", ")
+            ),
+        );
+    }
+
+    fn add_problems(&self, add: &mut impl FnMut(&str, String)) {
+        for (i, problem) in self.problems.iter().take(SHOWN).enumerate() {
+            add(if i == 0 { "problems" } else { "" }, problem.describe());
+        }
+        if self.problems.len() > SHOWN {
+            add("", format!("and {} more", self.problems.len() - SHOWN));
+        }
+        if let Some(folder) = &self.written_to {
+            add(
+                "",
+                format!("all in {}", folder.join(PROBLEMS_FILE).display()),
+            );
+        }
+        let bad = self.problems.len();
+        add(
+            "verdict",
+            if bad == 0 {
+                "every sample can be used".to_owned()
+            } else {
+                format!(
+                    "{} of {} samples cannot be used",
+                    grouped(bad as u64),
+                    grouped(self.samples as u64)
+                )
+            },
+        );
+        for (i, next) in self.next.iter().enumerate() {
+            add(if i == 0 { "next" } else { "" }, next.clone());
+        }
+    }
+}
+
+fn spread(spread: &Spread) -> String {
+    let number = |value: usize| grouped(value as u64);
+    format!(
+        "min {} · mean {:.1} · p50 {} · p95 {} · max {}",
+        number(spread.min),
+        spread.mean,
+        number(spread.p50),
+        number(spread.p95),
+        number(spread.max)
+    )
+}

@@ -1,0 +1,134 @@
+//! Figures over samples.
+
+use serde::Serialize;
+
+use crate::data::Sampler;
+
+/// Least, mean, median, 95th percentile and most.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
+pub(super) struct Spread {
+    pub(super) min: usize,
+    pub(super) mean: f64,
+    pub(super) p50: usize,
+    pub(super) p95: usize,
+    pub(super) max: usize,
+}
+
+impl Spread {
+    /// The figures of `values`; all zero for none. Percentiles are nearest ranks.
+    pub(super) fn of(values: impl IntoIterator<Item = usize>) -> Self {
+        let mut values: Vec<usize> = values.into_iter().collect();
+        values.sort_unstable();
+        let (Some(min), Some(max)) = (values.first(), values.last()) else {
+            return Self::default();
+        };
+        let rank = |percent: usize| values[(values.len() * percent).div_ceil(100).max(1) - 1];
+        Self {
+            min: *min,
+            mean: values.iter().sum::<usize>() as f64 / values.len() as f64,
+            p50: rank(50),
+            p95: rank(95),
+            max: *max,
+        }
+    }
+}
+
+/// How evenly tokens fall on ranks, over one epoch as the sampler deals it.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub(super) struct Balance {
+    pub(super) ranks: usize,
+    pub(super) micro_batch: usize,
+    pub(super) accumulation_steps: usize,
+    pub(super) steps_per_epoch: u64,
+    /// Tokens of the fullest rank ÷ mean of the ranks, averaged over the steps: the time of a step
+    /// grows by about this factor.
+    pub(super) mean_imbalance: f64,
+    /// The same in the worst step.
+    pub(super) worst_imbalance: f64,
+    /// That step, from 1.
+    pub(super) worst_step: u64,
+}
+
+/// The balance of samples of `tokens` tokens, dealt by `sampler`.
+pub(super) fn balance(
+    sampler: &Sampler,
+    tokens: &[usize],
+    (ranks, micro_batch, accumulation_steps): (usize, usize, usize),
+) -> Balance {
+    let steps = (tokens.len() as u64)
+        .div_ceil(sampler.global_batch())
+        .max(1);
+    let imbalance = |step: u64| {
+        let of_rank = |rank: usize| -> usize {
+            let micro = 0..accumulation_steps as u64;
+            micro
+                .flat_map(|micro| sampler.indices(step, micro, rank))
+                .map(|index| tokens[index])
+                .sum()
+        };
+        let loads: Vec<usize> = (0..ranks).map(of_rank).collect();
+        let mean = loads.iter().sum::<usize>() as f64 / ranks as f64;
+        loads
+            .iter()
+            .max()
+            .map_or(1.0, |most| *most as f64 / mean.max(1.0))
+    };
+    let all: Vec<f64> = (0..steps).map(imbalance).collect();
+    let (worst_step, worst_imbalance) =
+        all.iter()
+            .copied()
+            .enumerate()
+            .fold((0, 0.0), |worst, (step, value)| {
+                if value > worst.1 {
+                    (step, value)
+                } else {
+                    worst
+                }
+            });
+    Balance {
+        ranks,
+        micro_batch,
+        accumulation_steps,
+        steps_per_epoch: steps,
+        mean_imbalance: all.iter().sum::<f64>() / steps as f64,
+        worst_imbalance,
+        worst_step: worst_step as u64 + 1,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::data::SamplerSizes;
+
+    #[test]
+    fn percentiles_are_nearest_ranks() {
+        let spread = Spread::of(1..=20);
+        assert_eq!(
+            (spread.min, spread.p50, spread.p95, spread.max),
+            (1, 10, 19, 20)
+        );
+        assert!((spread.mean - 10.5).abs() < 1e-12);
+        assert_eq!(Spread::of([7]).p95, 7);
+        assert_eq!(Spread::of([]), Spread::default());
+    }
+
+    #[test]
+    fn equal_samples_are_balanced_and_one_long_one_is_not() {
+        let sizes = SamplerSizes {
+            samples: 8,
+            world_size: 2,
+            micro_batch: 1,
+            accumulation_steps: 2,
+        };
+        let sampler = Sampler::new(sizes, 42);
+        let even = balance(&sampler, &[10; 8], (2, 1, 2));
+        assert_eq!((even.steps_per_epoch, even.mean_imbalance), (2, 1.0));
+        let mut tokens = [10; 8];
+        tokens[3] = 170;
+        let uneven = balance(&sampler, &tokens, (2, 1, 2));
+        // The long one beside a short one against two short ones: 180 of a mean of 100.
+        assert!((uneven.worst_imbalance - 1.8).abs() < 1e-12, "{uneven:?}");
+        assert!((uneven.mean_imbalance - 1.4).abs() < 1e-12, "{uneven:?}");
+    }
+}

@@ -1,0 +1,327 @@
+//! Why samples cannot be used, told so that they can be mended.
+
+use std::io::Write;
+use std::path::Path;
+
+use models::image::ImageFolder;
+use models::minicpm::processor::Processor;
+use models::minicpm::sample::{EncodeOptions, RawSample, SampleError};
+use serde::Serialize;
+
+use super::SampleSet;
+use crate::exit::{ErrorCode, Failure};
+use crate::units::grouped;
+
+/// Name of the list of problems.
+pub(crate) const PROBLEMS_FILE: &str = "data_problems.jsonl";
+/// Samples named in a report; the rest is counted.
+const LISTED: usize = 5;
+/// Characters shown around a placeholder.
+const EXCERPT: usize = 24;
+
+/// What kind of problem a sample has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum Kind {
+    /// Cut at the longest length, it lost its answers or half a picture.
+    TooLong,
+    /// Nobody answers.
+    NoAnswer,
+    /// Turns or roles that are no conversation.
+    Roles,
+    /// Text and list of pictures disagree.
+    Placeholders,
+    /// A picture is missing or cannot be read.
+    Picture,
+    /// Anything else.
+    Other,
+}
+
+impl Kind {
+    fn reason(self, options: &EncodeOptions) -> String {
+        match self {
+            Self::TooLong => format!(
+                "the answer, or half a picture, lies beyond --model-max-length {}",
+                options.model_max_length
+            ),
+            Self::NoAnswer => "no answer of the assistant".to_owned(),
+            Self::Roles => "turns or roles that are no conversation".to_owned(),
+            Self::Placeholders => "text and list of pictures disagree".to_owned(),
+            Self::Picture => "a picture is missing or cannot be read".to_owned(),
+            Self::Other => "other reasons".to_owned(),
+        }
+    }
+}
+
+/// Why one sample cannot be used: one row of `data_problems.jsonl`.
+#[derive(Debug, Clone, Serialize)]
+pub(crate) struct Problem {
+    /// Index in the data file, from 0.
+    pub(crate) index: usize,
+    /// Line in the data file on which the sample begins, from 1.
+    pub(crate) line: Option<usize>,
+    /// The sample's own name.
+    pub(crate) id: Option<String>,
+    /// Error code of this kind of problem.
+    pub(crate) code: ErrorCode,
+    /// The kind.
+    pub(crate) kind: Kind,
+    /// What is wrong, one line.
+    pub(crate) problem: String,
+    /// Tokens of the whole sample, where they can be counted.
+    pub(crate) tokens: Option<usize>,
+}
+
+impl Problem {
+    /// The problem that `error` is.
+    pub(crate) fn new(index: usize, sample: &RawSample, error: &SampleError) -> Self {
+        let (code, kind) = classify(error);
+        let mut problem = super::chain(error);
+        if kind == Kind::Placeholders {
+            let names_pictures = matches!(error, SampleError::UnknownPlaceholder { .. });
+            problem += &excerpt(sample, !names_pictures);
+        }
+        Self {
+            index,
+            line: None,
+            id: sample.id.clone(),
+            code,
+            kind,
+            problem,
+            tokens: None,
+        }
+    }
+
+    /// The problem of a picture whose header could be read and the rest could not.
+    pub(crate) fn picture(index: usize, sample: &RawSample, problem: String) -> Self {
+        Self {
+            index,
+            line: None,
+            id: sample.id.clone(),
+            code: ErrorCode::DataFile,
+            kind: Kind::Picture,
+            problem,
+            tokens: None,
+        }
+    }
+
+    /// Counts the whole sample, where it is too long, and says what its tokens are.
+    pub(crate) fn measured(
+        mut self,
+        sample: &RawSample,
+        images: &ImageFolder,
+        processor: &Processor,
+        options: &EncodeOptions,
+    ) -> Self {
+        if self.kind != Kind::TooLong {
+            return self;
+        }
+        let whole = EncodeOptions {
+            model_max_length: usize::MAX,
+            ..*options
+        };
+        if let Ok(size) = processor.measure(sample, images, &whole) {
+            let features = processor.config().query_num;
+            let tokens = size.untruncated_tokens;
+            self.tokens = Some(tokens);
+            let text = tokens.saturating_sub(size.slices * features);
+            self.problem = format!(
+                "{} tokens, pictures {} x {features} + text {}; {}",
+                grouped(tokens as u64),
+                size.slices,
+                grouped(text as u64),
+                self.problem
+            );
+        }
+        self
+    }
+
+    /// `line 18, sample 3 (id a): what is wrong`.
+    pub(crate) fn describe(&self) -> String {
+        let line = self
+            .line
+            .map_or_else(String::new, |line| format!("line {line}, "));
+        let id = self.id.as_deref().unwrap_or("-");
+        format!("{line}sample {} (id {id}): {}", self.index, self.problem)
+    }
+}
+
+/// The code and the kind of an error.
+pub(crate) fn classify(error: &SampleError) -> (ErrorCode, Kind) {
+    match error {
+        SampleError::MorePlaceholdersThanImages { .. }
+        | SampleError::UnknownPlaceholder { .. }
+        | SampleError::UnusedImage { .. } => (ErrorCode::Placeholders, Kind::Placeholders),
+        SampleError::Image { .. } => (ErrorCode::DataFile, Kind::Picture),
+        SampleError::NoSupervisedToken {
+            tokens,
+            kept,
+            answer_start: Some(_),
+        } if kept < tokens => (ErrorCode::Samples, Kind::TooLong),
+        SampleError::UnpairedImageMarkers { tokens, kept, .. } if kept < tokens => {
+            (ErrorCode::Samples, Kind::TooLong)
+        }
+        SampleError::NoSupervisedToken { .. } | SampleError::NoAssistantTurn { .. } => {
+            (ErrorCode::Samples, Kind::NoAnswer)
+        }
+        SampleError::TooFewTurns { .. }
+        | SampleError::FirstRoleNotUser { .. }
+        | SampleError::UnknownRole { .. } => (ErrorCode::Samples, Kind::Roles),
+        _ => (ErrorCode::Samples, Kind::Other),
+    }
+}
+
+/// The first place of a picture in the text, and the names of the pictures where asked for.
+fn excerpt(sample: &RawSample, with_names: bool) -> String {
+    let shown = sample
+        .conversations
+        .iter()
+        .enumerate()
+        .find_map(|(i, turn)| {
+            let at = turn.content.find("<image")?;
+            let before: Vec<char> = turn.content[..at].chars().rev().take(EXCERPT).collect();
+            let before: String = before.into_iter().rev().collect();
+            let after: String = turn.content[at..].chars().take(2 * EXCERPT).collect();
+            Some(format!("; message {}: \"{before}{after}\"", i + 1).replace('\n', " "))
+        });
+    let names: Vec<&str> = sample.images.iter().map(|(name, _)| &**name).collect();
+    let images = match names.as_slice() {
+        [] => "; no pictures are listed".to_owned(),
+        names => format!("; pictures: {}", names.join(" ")),
+    };
+    let images = if with_names { images } else { String::new() };
+    shown.unwrap_or_default() + &images
+}
+
+/// What a report needs to know besides the problems.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Context<'a> {
+    /// The data file.
+    pub(crate) path: &'a Path,
+    /// The model folder, for the command that lists everything.
+    pub(crate) model: &'a Path,
+    /// Samples of the file.
+    pub(crate) samples: &'a [RawSample],
+    /// Where its pictures are.
+    pub(crate) images: &'a ImageFolder,
+    /// What turns them into tokens.
+    pub(crate) processor: &'a Processor,
+    /// The settings in force.
+    pub(crate) options: &'a EncodeOptions,
+}
+
+/// The report that refuses a file for `problems`, which are sorted by index.
+pub(crate) fn refusal(context: &Context<'_>, problems: &[Problem]) -> Failure {
+    let mut kinds: Vec<(Kind, usize)> = Vec::new();
+    for problem in problems {
+        match kinds.iter_mut().find(|(kind, _)| *kind == problem.kind) {
+            Some((_, count)) => *count += 1,
+            None => kinds.push((problem.kind, 1)),
+        }
+    }
+    kinds.sort_by_key(|(kind, count)| (std::cmp::Reverse(*count), *kind));
+    let most = kinds.first().map(|(kind, _)| *kind);
+    let code = problems
+        .iter()
+        .find(|problem| Some(problem.kind) == most)
+        .map_or(ErrorCode::Samples, |problem| problem.code);
+    let causes: Vec<String> = kinds
+        .iter()
+        .map(|(kind, count)| format!("{} ({count})", kind.reason(context.options)))
+        .collect();
+    let mut failure = Failure::new(
+        code,
+        format!(
+            "{} of {} samples in {} cannot be used",
+            problems.len(),
+            context.samples.len(),
+            context.path.display()
+        ),
+        causes.join(", "),
+    );
+    for problem in problems.iter().take(LISTED) {
+        failure = failure.evidence(problem.describe());
+    }
+    if problems.len() > LISTED {
+        failure = failure.evidence(format!("and {} more", problems.len() - LISTED));
+    }
+    for line in remedies(context, problems) {
+        failure = failure.next(line);
+    }
+    failure
+        .next("mend these samples, or leave them out with --skip-bad-samples true")
+        .next(format!(
+            "all of them: launcher data check {} --model {} --output .",
+            context.path.display(),
+            context.model.display()
+        ))
+}
+
+/// Settings with which samples that are too long could be used, computed from their lengths.
+pub(crate) fn remedies(context: &Context<'_>, problems: &[Problem]) -> Vec<String> {
+    let long: Vec<&Problem> = problems
+        .iter()
+        .filter(|problem| problem.kind == Kind::TooLong)
+        .collect();
+    let mut lines = Vec::new();
+    if let Some(longest) = long.iter().filter_map(|problem| problem.tokens).max() {
+        let step = if longest < 1024 { 64 } else { 1024 };
+        lines.push(format!(
+            "--model-max-length {} keeps all {} that are too long",
+            longest.next_multiple_of(step),
+            long.len()
+        ));
+    }
+    if context.options.max_slice_nums != Some(1) {
+        let one_slice = EncodeOptions {
+            max_slice_nums: Some(1),
+            ..*context.options
+        };
+        let usable: Vec<(usize, usize)> = long
+            .iter()
+            .filter_map(|problem| {
+                let sample = context.samples.get(problem.index)?;
+                let size = context
+                    .processor
+                    .measure(sample, context.images, &one_slice);
+                Some((problem.index, size.ok()?.untruncated_tokens))
+            })
+            .collect();
+        if let Some((index, tokens)) = usable.first() {
+            lines.push(format!(
+                "--max-slice-nums 1 makes {} of {} usable (sample {index} -> {} tokens)",
+                usable.len(),
+                long.len(),
+                grouped(*tokens as u64)
+            ));
+        }
+    }
+    lines
+}
+
+/// Writes one row per problem to `data_problems.jsonl` in `folder`.
+///
+/// # Errors
+/// The file cannot be written (exit 16).
+pub(crate) fn write(folder: &Path, problems: &[Problem]) -> Result<(), Failure> {
+    let path = folder.join(PROBLEMS_FILE);
+    let write = || -> std::io::Result<()> {
+        let mut file = std::io::BufWriter::new(std::fs::File::create(&path)?);
+        for problem in problems {
+            serde_json::to_writer(&mut file, problem)?;
+            file.write_all(b"\n")?;
+        }
+        file.flush()
+    };
+    write().map_err(|error| Failure::io(ErrorCode::Disk, "write", &path, &error))
+}
+
+impl SampleSet {
+    /// Indices of the samples, the largest first by tokens and patches.
+    pub(crate) fn by_size(&self) -> Vec<usize> {
+        let mut order: Vec<usize> = (0..self.sizes.len()).collect();
+        let weight = |i: usize| self.sizes[i].tokens + self.sizes[i].patches;
+        order.sort_by_key(|i| std::cmp::Reverse(weight(*i)));
+        order
+    }
+}

@@ -1,0 +1,130 @@
+//! The samples of a data file, read and checked one by one.
+
+use std::error::Error;
+use std::path::Path;
+
+use models::image::{ImageFolder, ImageSource};
+use models::minicpm::processor::Processor;
+use models::minicpm::sample::{EncodeOptions, EncodedSample, RawSample, SampleSize, read_samples};
+use rayon::prelude::*;
+
+use super::lines;
+use super::problems::Problem;
+use crate::exit::{ErrorCode, Failure};
+
+/// Samples of one file, checked, with their pictures' place.
+#[derive(Debug)]
+pub(crate) struct SampleSet {
+    /// Those that can be used.
+    pub(crate) samples: Vec<RawSample>,
+    /// Where their pictures are.
+    pub(crate) images: ImageFolder,
+    /// What each costs; empty where nobody counted.
+    pub(crate) sizes: Vec<SampleSize>,
+    /// Samples left out, with their indices in the file.
+    pub(crate) problems: Vec<Problem>,
+    /// Pictures of all samples.
+    pub(crate) pictures: usize,
+}
+
+/// An error with all its sources in one line.
+pub(crate) fn chain(error: &dyn Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(inner) = source {
+        let inner_text = inner.to_string();
+        if !text.contains(&inner_text) {
+            text.push_str(": ");
+            text.push_str(&inner_text);
+        }
+        source = inner.source();
+    }
+    text
+}
+
+/// Reads the first `limit` samples of the file `path`; relative paths of pictures start at its folder.
+///
+/// # Errors
+/// The file cannot be read or holds no samples (exit 3).
+pub(crate) fn read(
+    path: &Path,
+    limit: Option<usize>,
+) -> Result<(Vec<RawSample>, ImageFolder), Failure> {
+    let refuse = |cause: String| {
+        Failure::new(ErrorCode::DataFile, format!("cannot read {}", path.display()), cause)
+            .next("a JSON list of {id, image, conversations: [{role, content}]}, as MiniCPM-V's fine-tuning takes it")
+    };
+    let mut samples = read_samples(path).map_err(|e| refuse(chain(&e)))?;
+    samples.truncate(limit.unwrap_or(usize::MAX));
+    Ok((samples, ImageFolder::beside(path)))
+}
+
+/// What every sample costs, or why it cannot be used. Each picture is decoded once, so that damage
+/// behind a header is found now and not at step 8000.
+pub(crate) fn verdicts(
+    path: &Path,
+    samples: &[RawSample],
+    images: &ImageFolder,
+    processor: &Processor,
+    options: &EncodeOptions,
+) -> Vec<Result<SampleSize, Problem>> {
+    let mut verdicts: Vec<_> = samples
+        .par_iter()
+        .enumerate()
+        .map(|(index, sample)| verdict(index, sample, images, processor, options))
+        .collect();
+    if verdicts.iter().any(Result::is_err) {
+        // The file was read a moment ago; without it the lines stay unknown.
+        let lines =
+            std::fs::read(path).map_or_else(|_| Vec::new(), |text| lines::of_samples(&text));
+        for problem in verdicts.iter_mut().filter_map(|v| v.as_mut().err()) {
+            problem.line = lines.get(problem.index).copied();
+        }
+    }
+    verdicts
+}
+
+fn verdict(
+    index: usize,
+    sample: &RawSample,
+    images: &ImageFolder,
+    processor: &Processor,
+    options: &EncodeOptions,
+) -> Result<SampleSize, Problem> {
+    let size = processor
+        .measure(sample, images, options)
+        .map_err(|error| {
+            Problem::new(index, sample, &error).measured(sample, images, processor, options)
+        })?;
+    for (_, picture) in &sample.images {
+        images
+            .load(picture)
+            .map_err(|error| Problem::picture(index, sample, chain(&error)))?;
+    }
+    Ok(size)
+}
+
+/// `count` samples of `order`, again from its beginning where it is shorter.
+///
+/// # Errors
+/// A sample cannot be read (exit 3).
+pub(crate) fn encode_in_order(
+    samples: &[RawSample],
+    images: &ImageFolder,
+    processor: &Processor,
+    options: &EncodeOptions,
+    order: &[usize],
+    count: usize,
+) -> Result<Vec<EncodedSample>, Failure> {
+    let picked = order.iter().cycle().take(count);
+    picked
+        .map(|i| {
+            processor
+                .encode(&samples[*i], images, options)
+                .map_err(|e| {
+                    let title = format!("sample {i} cannot be used");
+                    Failure::new(ErrorCode::DataFile, title, chain(&e))
+                })
+        })
+        .collect()
+}

@@ -1,0 +1,56 @@
+//! The pages themselves, each sentence beside its translation.
+
+mod data;
+mod files;
+mod memory;
+mod ranks;
+
+use crate::exit::ErrorCode;
+
+/// A text in both languages.
+#[derive(Debug)]
+pub(super) struct Both {
+    pub(super) en: &'static str,
+    pub(super) zh: &'static str,
+}
+
+/// What `launcher explain` says about one code.
+#[derive(Debug)]
+pub(super) struct Page {
+    pub(super) title: Both,
+    pub(super) meaning: Both,
+    pub(super) causes: &'static [Both],
+    pub(super) look_at: &'static [Both],
+    pub(super) what_to_do: &'static [Both],
+    /// A report of this program, as printed.
+    pub(super) example: &'static str,
+}
+
+/// A text with its translation.
+const fn both(en: &'static str, zh: &'static str) -> Both {
+    Both { en, zh }
+}
+
+/// The page of `code`.
+pub(super) const fn page(code: ErrorCode) -> &'static Page {
+    match code {
+        ErrorCode::DeviceMemory => &memory::DEVICE_MEMORY,
+        ErrorCode::HostMemory => &memory::HOST_MEMORY,
+        ErrorCode::Plan => &memory::PLAN,
+        ErrorCode::SharedMemory => &memory::SHARED_MEMORY,
+        ErrorCode::Rendezvous => &ranks::RENDEZVOUS,
+        ErrorCode::Collective => &ranks::COLLECTIVE,
+        ErrorCode::Panic => &ranks::PANIC,
+        ErrorCode::RankDied => &ranks::RANK_DIED,
+        ErrorCode::Interrupted => &ranks::INTERRUPTED,
+        ErrorCode::Numeric => &data::NUMERIC,
+        ErrorCode::Samples => &data::SAMPLES,
+        ErrorCode::Placeholders => &data::PLACEHOLDERS,
+        ErrorCode::DataFile => &data::DATA_FILE,
+        ErrorCode::Resume => &files::RESUME,
+        ErrorCode::NothingToDo => &files::NOTHING_TO_DO,
+        ErrorCode::Usage => &files::USAGE,
+        ErrorCode::ModelFiles => &files::MODEL_FILES,
+        ErrorCode::Disk => &files::DISK,
+    }
+}

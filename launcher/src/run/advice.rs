@@ -1,0 +1,239 @@
+//! What would fit instead: neighbours of a configuration, each with its own plan.
+
+use super::check;
+use super::fit::{self, Fit};
+use super::place;
+use super::setup;
+use crate::args::{self, Command};
+use crate::config::{PrecisionChoice, Recompute, RunConfig, resolve};
+use crate::exit::{ErrorCode, Failure};
+use crate::rank_env::Env;
+use crate::units::bytes;
+use models::minicpm::processor::Processor;
+use models::minicpm::sample::EncodedSample;
+use std::sync::Arc;
+
+/// Alternatives that a report names.
+const NAMED: usize = 3;
+
+type Flags = Vec<(&'static str, String)>;
+
+/// Gives the largest samples of the data as a configuration encodes them: so many, largest first.
+pub(super) type Largest<'a> = dyn Fn(&RunConfig, usize) -> Result<Vec<EncodedSample>, Failure> + 'a;
+
+/// Neighbours of `config`, nearest first: how they compute before what they compute.
+fn neighbours(config: &RunConfig) -> Vec<Flags> {
+    let mut found: Vec<Flags> = Vec::new();
+    let zero = || ("zero", "3".to_owned());
+    let offload = || ("offload", "cpu".to_owned());
+    if config.zero < 3 {
+        found.push(vec![zero()]);
+    }
+    if config.offload.is_none() {
+        found.push(vec![offload()]);
+        if config.zero < 3 {
+            found.push(vec![zero(), offload()]);
+        }
+    }
+    if config.checkpoint_activations != Recompute::ALL {
+        found.push(vec![("checkpoint-activations", "all".to_owned())]);
+    }
+    let batch = &config.batch;
+    let halves = std::iter::successors(Some(batch.micro_batch / 2), |half| Some(half / 2));
+    for micro_batch in halves.take_while(|half| *half > 0) {
+        let accumulation = batch.accumulation_steps * batch.micro_batch / micro_batch;
+        found.push(vec![
+            ("per-device-train-batch-size", micro_batch.to_string()),
+            ("gradient-accumulation-steps", accumulation.to_string()),
+        ]);
+    }
+    let precision = |name: &str| vec![("precision", name.to_owned())];
+    if config.precision == PrecisionChoice::F32 {
+        found.push(precision("bf16"));
+    }
+    if config.precision != PrecisionChoice::PureBf16 {
+        found.push(precision("pure-bf16"));
+    }
+    if config.nproc > 1 {
+        let accumulation = batch.accumulation_steps * config.nproc;
+        found.push(vec![
+            ("nproc", "1".to_owned()),
+            ("gradient-accumulation-steps", accumulation.to_string()),
+        ]);
+    }
+    let trainable = &config.trainable;
+    if trainable.lora.is_none() && trainable.train.is_none() {
+        found.push(vec![
+            ("use-lora", "true".to_owned()),
+            ("tune-llm", "false".to_owned()),
+            ("tune-vision", "false".to_owned()),
+        ]);
+    }
+    if batch.max_slice_nums > 1 {
+        found.push(vec![("max-slice-nums", "1".to_owned())]);
+    }
+    found
+}
+
+/// `config` with some flags set otherwise.
+fn changed(config: &RunConfig, flags: &Flags) -> Option<RunConfig> {
+    let kept = config.to_flags();
+    let kept = kept
+        .iter()
+        // Micro-batch and accumulation are known by now and say it all.
+        .filter(|(name, _)| !matches!(*name, "global-batch" | "find-batch"))
+        .filter(|(name, _)| !flags.iter().any(|(changed, _)| changed == name));
+    let line: Vec<String> = kept
+        .chain(flags)
+        .map(|(name, value)| format!("--{name}={value}"))
+        .collect();
+    let Ok(Command::Train { args, .. }) = args::parse(&line) else {
+        return None;
+    };
+    let env = Env::from_lookup(&|_| None).ok()?;
+    let mut resolved = resolve(&args, &env).ok()?.config;
+    resolved.source = config.source.clone();
+    Some(resolved)
+}
+
+/// Adds to `failure` the nearest neighbours of `config` that fit by their plans and need less
+/// memory of the kind that ran out than `config` itself.
+pub(super) fn add(
+    failure: &mut Failure,
+    config: &RunConfig,
+    processor: &Processor,
+    largest: &Largest<'_>,
+) {
+    let plan = |config: &RunConfig| -> Result<Fit, Failure> {
+        let (model, plan) = setup::replan(config, processor)?;
+        let worst = largest(config, config.batch.micro_batch)?;
+        let activations = fit::activation_bytes(config, &model, &worst)?;
+        Ok(fit::fit(config, &plan, activations))
+    };
+    let Ok(base) = plan(config) else {
+        return;
+    };
+    let on_device = failure.code == ErrorCode::DeviceMemory
+        || failure.code == ErrorCode::Plan && base.exceeds_device(config);
+    let mut lines = Vec::new();
+    let mut taken: Vec<Flags> = Vec::new();
+    let mut smallest: Option<(u64, String)> = None;
+    for flags in neighbours(config) {
+        // More of what suffices already is no news.
+        if taken
+            .iter()
+            .any(|less| less.iter().all(|flag| flags.contains(flag)))
+        {
+            continue;
+        }
+        let Some(neighbour) = changed(config, &flags) else {
+            continue;
+        };
+        let Ok(fit) = plan(&neighbour) else {
+            continue;
+        };
+        let spelled: Vec<String> = flags.iter().map(|(n, v)| format!("--{n} {v}")).collect();
+        let spelled = spelled.join(" ");
+        let (need, before) = if on_device {
+            (fit.device_need(), base.device_need())
+        } else {
+            (fit.host_need(), base.host_need())
+        };
+        if smallest.as_ref().is_none_or(|(least, _)| need < *least) {
+            smallest = Some((need, spelled.clone()));
+        }
+        if need < before && fit.check(&neighbour).is_ok() && lines.len() < NAMED {
+            lines.push(format!(
+                "{spelled}   (plan: {}, fits)",
+                fit.needs(&neighbour)
+            ));
+            taken.push(flags);
+        }
+    }
+    if lines.is_empty()
+        && let Some((need, spelled)) = smallest
+    {
+        lines.push(format!(
+            "no single change makes it fit; {spelled} comes nearest and needs {}{}",
+            bytes(need),
+            if on_device { " per rank" } else { "" }
+        ));
+    }
+    // The computed ones come first.
+    lines.append(&mut failure.next);
+    failure.next = lines;
+}
+
+/// What the supervisor keeps to advise on failures of ranks: the order of the samples by size.
+pub(super) fn later(config: &RunConfig, order: Vec<usize>) -> crate::job::Advice {
+    let config = config.clone();
+    Box::new(move |failure| {
+        // The plan is that of training; it has nothing to say about an evaluation.
+        let planned = match failure.code {
+            ErrorCode::DeviceMemory => failure.title.contains(place::AT_STEP),
+            code => code == ErrorCode::HostMemory,
+        };
+        if !planned {
+            return;
+        }
+        let Ok(processor) = Processor::load(&config.model_dir()).map(Arc::new) else {
+            return;
+        };
+        let largest = |config: &RunConfig, count: usize| {
+            check::encode_some(config, &order, count, &processor)
+        };
+        add(failure, &config, &processor, &largest);
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn config(line: &str) -> RunConfig {
+        let argv: Vec<String> = line.split_whitespace().map(str::to_owned).collect();
+        let Ok(Command::Train { args, .. }) = args::parse(&argv) else {
+            panic!("parses")
+        };
+        let env = Env::from_lookup(&|_| None).expect("reads");
+        resolve(&args, &env).expect("resolves").config
+    }
+
+    #[test]
+    fn neighbours_keep_the_global_batch_and_everything_else() {
+        let config = config(
+            "--model m --data d --zero 1 --per-device-train-batch-size 4 --nproc 2 --precision f32",
+        );
+        let all = neighbours(&config);
+        for flags in &all {
+            let neighbour = changed(&config, flags).expect("resolves");
+            assert_eq!(neighbour.global_batch(), 8, "{flags:?}");
+            assert_eq!(neighbour.seed, config.seed);
+            assert_ne!(neighbour, config, "{flags:?}");
+        }
+        let spelled: Vec<&str> = all.iter().map(|flags| flags[0].0).collect();
+        assert_eq!(
+            spelled,
+            [
+                "zero",
+                "offload",
+                "zero",
+                "per-device-train-batch-size",
+                "per-device-train-batch-size",
+                "precision",
+                "precision",
+                "nproc",
+                "use-lora",
+                "max-slice-nums",
+            ]
+        );
+    }
+
+    #[test]
+    fn what_is_done_already_is_not_advised() {
+        let config = config(
+            "--model m --data d --zero 3 --offload cpu --precision pure-bf16 --nproc 1 --use-lora --max-slice-nums 1",
+        );
+        assert_eq!(neighbours(&config), Vec::<Flags>::new());
+    }
+}

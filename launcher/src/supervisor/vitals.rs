@@ -1,0 +1,146 @@
+//! What the supervisor sees of its ranks from outside: memory, state, and kills by the kernel.
+
+use std::time::Instant;
+
+use crate::memory::{self, HostMemory, ProcessMemory};
+
+/// One look at a rank process.
+#[derive(Debug, Clone, Copy)]
+struct Look {
+    at: Instant,
+    process: u32,
+    memory: ProcessMemory,
+    state: Option<char>,
+}
+
+/// The last look at every rank.
+#[derive(Debug)]
+pub(super) struct Vitals {
+    last: Vec<Option<Look>>,
+}
+
+/// Kills for lack of memory, by the account of this process's cgroup and of the machine.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(super) struct OomKills {
+    pub(super) cgroup: u64,
+    pub(super) machine: u64,
+}
+
+impl OomKills {
+    pub(super) fn now() -> Self {
+        Self {
+            cgroup: memory::oom_kills(),
+            machine: memory::machine_oom_kills(),
+        }
+    }
+
+    fn since(self, before: Self) -> Self {
+        Self {
+            cgroup: self.cgroup.saturating_sub(before.cgroup),
+            machine: self.machine.saturating_sub(before.machine),
+        }
+    }
+}
+
+/// What was seen of one rank, and how long before the first failure.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Seen {
+    pub(super) rank: usize,
+    pub(super) process: u32,
+    pub(super) rss_bytes: u64,
+    pub(super) seconds_before: f64,
+    /// As [`memory::process_state`] tells.
+    pub(super) state: Option<char>,
+}
+
+/// What was seen of the machine when the first rank failed.
+#[derive(Debug, Clone)]
+pub(super) struct Machine {
+    pub(super) memory: HostMemory,
+    pub(super) oom_kills: OomKills,
+    /// Ranks that were seen at all.
+    pub(super) ranks: Vec<Seen>,
+}
+
+impl Vitals {
+    pub(super) fn new(ranks: usize) -> Self {
+        Self {
+            last: vec![None; ranks],
+        }
+    }
+
+    /// Looks at the ranks that are alive; of the others the last look stays.
+    pub(super) fn look(&mut self, alive: impl Iterator<Item = (usize, u32)>) {
+        for (rank, process) in alive {
+            let seen = memory::process_of(process).filter(|memory| memory.rss_bytes > 0);
+            if let (Some(memory), Some(last)) = (seen, self.last.get_mut(rank)) {
+                *last = Some(Look {
+                    at: Instant::now(),
+                    process,
+                    memory,
+                    state: memory::process_state(process),
+                });
+            }
+        }
+    }
+
+    pub(super) fn machine(&self, oom_kills_before: OomKills) -> Machine {
+        let seen = self.last.iter().enumerate();
+        Machine {
+            memory: memory::host(),
+            oom_kills: OomKills::now().since(oom_kills_before),
+            ranks: seen
+                .filter_map(|(rank, look)| {
+                    let look = (*look)?;
+                    Some(Seen {
+                        rank,
+                        process: look.process,
+                        rss_bytes: look.memory.rss_bytes,
+                        seconds_before: look.at.elapsed().as_secs_f64(),
+                        state: look.state,
+                    })
+                })
+                .collect(),
+        }
+    }
+}
+
+impl Seen {
+    /// What the state of the process means for its peers, where that is worth a line.
+    pub(super) fn condition(&self) -> Option<String> {
+        let what = match self.state? {
+            'T' => "is stopped by a signal (state T; `kill -CONT` lets it go on)",
+            't' => "is held by a debugger (state t)",
+            'D' => "waits for a device or a network disk (state D)",
+            'R' => "is running (state R)",
+            'S' => "is asleep (state S)",
+            _ => return None,
+        };
+        Some(format!(
+            "rank {}: process {} {what}",
+            self.rank, self.process
+        ))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_last_look_at_an_ended_rank_stays() {
+        let mut vitals = Vitals::new(2);
+        vitals.look([(1, std::process::id())].into_iter());
+        vitals.look(std::iter::empty());
+        vitals.look([(1, u32::MAX)].into_iter());
+        let machine = vitals.machine(OomKills::now());
+        assert_eq!(machine.oom_kills, OomKills::default());
+        let [seen] = machine.ranks.as_slice() else {
+            panic!("one rank was seen: {machine:?}")
+        };
+        assert_eq!((seen.rank, seen.process), (1, std::process::id()));
+        assert!(seen.rss_bytes > 0);
+        let condition = seen.condition().expect("running");
+        assert!(condition.starts_with("rank 1: process "), "{condition}");
+    }
+}
