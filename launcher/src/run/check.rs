@@ -34,6 +34,9 @@ pub(super) fn check(
         };
         return Err(problems::refusal(&context, &bad));
     }
+    let kept = (0..samples.len())
+        .filter(|i| verdicts[*i].is_ok())
+        .collect();
     let (samples, sizes): (Vec<RawSample>, Vec<SampleSize>) = samples
         .into_iter()
         .zip(verdicts)
@@ -51,6 +54,7 @@ pub(super) fn check(
     let pictures = samples.iter().map(|s| s.images.len()).sum();
     Ok(SampleSet {
         samples,
+        kept,
         images,
         sizes,
         problems: bad,
@@ -72,6 +76,7 @@ pub(super) fn load(
     let (samples, images) = data::read(path, limit)?;
     Ok(SampleSet {
         samples,
+        kept: Vec::new(),
         images,
         sizes: Vec::new(),
         problems: Vec::new(),
