@@ -1,7 +1,7 @@
 //! Accumulated gradients of one unit on one rank: f32, or bf16 with stochastic rounding.
 
 use crate::error::EngineError;
-use crate::plan::{GroupLayout, Plan, UnitPlan};
+use crate::plan::{GroupLayout, Plan, Tier, UnitPlan};
 use crate::tier::{Region, Tiers};
 use half::bf16;
 use kernels::{DType, Float, Tag};
@@ -123,6 +123,11 @@ impl Accumulator {
     /// The f32 sums, writable.
     pub(crate) fn as_mut_f32(&mut self) -> &mut [f32] {
         self.region.as_mut_slice()
+    }
+
+    /// Where the sum is kept.
+    pub(crate) fn tier(&self) -> Tier {
+        self.region.tier()
     }
 
     /// Everything kept, as bytes.

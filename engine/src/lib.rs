@@ -12,6 +12,7 @@ pub mod spec;
 mod state;
 mod store;
 pub mod tier;
+mod timing;
 mod zero;
 
 pub use access::{Lease, LeaseOwner, ParamAccess, Phase};
@@ -22,4 +23,5 @@ pub use plan::{Offload, PassKind, Plan, Stage, Tier, ZeroConfig};
 pub use snapshot::check_trained;
 pub use spec::{ModelSpec, ParamId, ParamSpec, TensorParallel, UnitId, UnitSpec};
 pub use tier::{Region, Tiers};
+pub use timing::Times;
 pub use zero::{OptimizerConfig, StepReport, Zero};

@@ -14,9 +14,11 @@ use crate::gradients::{Accumulator, Moment};
 use crate::plan::{Entry, GroupKind, PassKind, Plan, UnitPlan};
 use crate::spec::{ParamId, UnitId};
 use crate::tier::{Region, Tiers};
+use crate::timing::CopyClock;
 use kernels::{Block, DType, ForeignBytes, Reservation, Tag, Tensor};
 use std::collections::VecDeque;
 use std::sync::Arc;
+use std::time::Duration;
 
 type Result<T, E = EngineError> = std::result::Result<T, E>;
 
@@ -73,6 +75,7 @@ pub(crate) struct Store {
     pending: VecDeque<PendingReduce>,
     pass: Option<Pass>,
     moment: Moment,
+    copies: CopyClock,
 }
 
 impl Store {
@@ -115,6 +118,7 @@ impl Store {
             pending: VecDeque::new(),
             pass: None,
             moment,
+            copies: CopyClock::default(),
         })
     }
 
@@ -238,6 +242,16 @@ impl Store {
         }
     }
 
+    /// Counts copies between tiers that the step made.
+    pub(crate) fn count_copies(&mut self, copies: &CopyClock) {
+        self.copies.add(copies);
+    }
+
+    /// Time of copies between tiers so far.
+    pub(crate) fn copy_time(&self) -> Duration {
+        self.copies.total()
+    }
+
     fn entry_at_cursor(&self) -> Option<Entry> {
         self.pass
             .as_ref()
@@ -278,8 +292,9 @@ impl Store {
             let counted = self.tiers.device.reserve(bytes as u64, Tag::Gathered)?;
             let mut buffer = self.comm.alloc(bytes)?;
             let shard = group.shard_elems * dtype.size_bytes();
-            buffer.as_bytes_mut()[rank * shard..(rank + 1) * shard]
-                .copy_from_slice((**region).as_ref());
+            let own = &mut buffer.as_bytes_mut()[rank * shard..(rank + 1) * shard];
+            self.copies
+                .time(region.tier(), || own.copy_from_slice((**region).as_ref()));
             let name = match kind {
                 GroupKind::Trainable => "gather",
                 GroupKind::Frozen => "gather-frozen",
@@ -314,7 +329,8 @@ impl Store {
                 let mut groups: Vec<(GroupKind, ForeignBytes)> = Vec::new();
                 for (kind, region) in &state.weights {
                     let bytes: ForeignBytes = if copy {
-                        Arc::new(copy_to_device(&self.tiers, (**region).as_ref())?)
+                        let copy = || copy_to_device(&self.tiers, (**region).as_ref());
+                        Arc::new(self.copies.time(region.tier(), copy)?)
                     } else {
                         region.clone()
                     };
@@ -515,7 +531,10 @@ impl Store {
     fn accumulate(&mut self, unit: UnitId, values: &[f32]) {
         let group = &self.plan.unit(unit).trainable;
         if let Some(gradients) = &mut self.units[unit.index()].gradients {
-            gradients.add(group, &self.plan, self.moment, values);
+            let (plan, moment) = (&self.plan, self.moment);
+            self.copies.time(gradients.tier(), || {
+                gradients.add(group, plan, moment, values);
+            });
         }
     }
 }

@@ -63,6 +63,15 @@ pub enum Region {
 }
 
 impl Region {
+    /// Where the bytes are.
+    #[must_use]
+    pub fn tier(&self) -> Tier {
+        match self {
+            Self::Device(_) => Tier::Device,
+            Self::Mapped { .. } => Tier::Host,
+        }
+    }
+
     /// The elements.
     #[must_use]
     pub fn as_slice<T: Pod>(&self) -> &[T] {

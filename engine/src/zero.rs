@@ -8,6 +8,7 @@ use crate::spec::{ParamId, UnitId};
 use crate::state::{Scalars, UnitState};
 use crate::store::{Store, lease_of};
 use crate::tier::Tiers;
+use crate::timing::{CopyClock, Times};
 use kernels::{Backend, DType, Float, Pool, Tensor};
 use optim::clip::GradientScale;
 use optim::{GroupOptions, Optimizer};
@@ -422,6 +423,7 @@ impl Zero {
         }
         let rank = self.comm.world().rank;
         let dtype = self.plan.config().precision.weight_dtype();
+        let mut copies = CopyClock::default();
         for unit in self.trainable_units() {
             let shard = self.plan.unit(unit).trainable.shard(rank);
             let bytes = shard.start * dtype.size_bytes()..shard.end * dtype.size_bytes();
@@ -429,17 +431,20 @@ impl Zero {
                 .store
                 .get_mut()
                 .weights_mut(unit, GroupKind::Trainable)?;
+            let tier = weights.tier();
             let all = weights.as_mut_slice::<u8>();
             let mut buffer = self.comm.alloc(all.len())?;
-            buffer.as_bytes_mut()[bytes.clone()].copy_from_slice(&all[bytes]);
+            let own = &mut buffer.as_bytes_mut()[bytes.clone()];
+            copies.time(tier, || own.copy_from_slice(&all[bytes]));
             let op = Collective::new(
                 CollectiveKind::AllGather,
                 dtype,
                 CommTag::new("update", unit.0),
             );
             let buffer = self.comm.start(op, buffer)?.wait_read()?;
-            all.copy_from_slice(buffer.as_bytes());
+            copies.time(tier, || all.copy_from_slice(buffer.as_bytes()));
         }
+        self.store.get_mut().count_copies(&copies);
         Ok(())
     }
 
@@ -493,6 +498,15 @@ impl Zero {
                     .collect::<Vec<_>>()
             })
             .collect()
+    }
+
+    /// Where this rank's time went so far, beside computing.
+    #[must_use]
+    pub fn times(&self) -> Times {
+        Times {
+            communication: self.comm.time_spent(),
+            offload: self.store.borrow().copy_time(),
+        }
     }
 
     /// The device pool.

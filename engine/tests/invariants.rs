@@ -10,6 +10,7 @@ mod toy;
 
 use engine::access::LeaseOwner;
 use engine::{EngineError, Offload, ParamAccess, PassKind, Phase, Precision, Tier, UnitId};
+use std::time::{Duration, Instant};
 use toy::{Case, distance, engine_for, load_initial, micro_batch, run_world, train, weight_bits};
 
 /// Relative L2 of f32 weights after six Adam steps when the summation order differs between world
@@ -280,5 +281,35 @@ fn gathered_weights_never_exceed_the_plan() {
                 0
             );
         });
+    }
+}
+
+#[test]
+fn time_in_collectives_and_copies_is_counted_within_the_time_there_was() {
+    for (world, offload) in [
+        (1, Offload::default()),
+        (1, Offload::CPU),
+        (3, Offload::default()),
+        (3, Offload::CPU),
+    ] {
+        for stage in 0..=3 {
+            let case = Case::new(world, stage).offload(offload);
+            run_world(world, |comm| {
+                let mut zero = engine_for(&case, comm).unwrap();
+                load_initial(&mut zero);
+                let before = zero.times();
+                let started = Instant::now();
+                toy::train_step(&case, &mut zero, 0).unwrap();
+                let (spent, elapsed) = (zero.times().since(before), started.elapsed());
+                let case = format!("world {world} stage {stage} {offload:?}: {spent:?}");
+                assert!(spent.communication + spent.offload <= elapsed, "{case}");
+                assert_eq!(
+                    spent.offload > Duration::ZERO,
+                    offload == Offload::CPU,
+                    "{case}"
+                );
+                assert!(spent.communication > Duration::ZERO, "{case}");
+            });
+        }
     }
 }

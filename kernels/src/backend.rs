@@ -374,6 +374,15 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
     /// When an index lies outside or the pool is full.
     fn replace_rows(&self, base: &Tensor, index: &Tensor, rows: Option<&Tensor>) -> Result<Tensor>;
 
+    /// As [`Backend::replace_rows`], but in place when `base` is the only handle to its memory: what
+    /// a cache grows by.
+    ///
+    /// # Errors
+    /// When an index lies outside or, where `base` is shared, the pool is full.
+    fn write_rows(&self, base: Tensor, index: &Tensor, rows: &Tensor) -> Result<Tensor> {
+        self.replace_rows(&base, index, Some(rows))
+    }
+
     /// Cross entropy of `hidden [t, c] @ weight^T [v, c]` against `labels [t]` (i32, already
     /// shifted): f32 `[t]`, zero where the label is [`IGNORED_LABEL`]. Computed over chunks of
     /// supervised rows; the logits never exist as a whole.

@@ -276,6 +276,11 @@ impl Backend for NullBackend {
         self.like(base)
     }
 
+    fn write_rows(&self, base: Tensor, index: &Tensor, rows: &Tensor) -> Result<Tensor> {
+        check::replace_rows(&base, index, Some(rows))?;
+        Ok(base)
+    }
+
     fn linear_cross_entropy(
         &self,
         hidden: &Tensor,

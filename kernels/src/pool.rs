@@ -25,11 +25,13 @@ pub enum Tag {
     Workspace,
     /// Communication windows.
     Communication,
+    /// Keys and values of tokens that generation has seen.
+    Cache,
 }
 
 impl Tag {
     /// Every tag, in display order.
-    pub const ALL: [Self; 7] = [
+    pub const ALL: [Self; 8] = [
         Self::Parameters,
         Self::Gathered,
         Self::Gradients,
@@ -37,6 +39,7 @@ impl Tag {
         Self::Activations,
         Self::Workspace,
         Self::Communication,
+        Self::Cache,
     ];
 
     /// Lower-case name.
@@ -50,6 +53,7 @@ impl Tag {
             Self::Activations => "activations",
             Self::Workspace => "workspace",
             Self::Communication => "communication",
+            Self::Cache => "cache",
         }
     }
 }
@@ -67,13 +71,15 @@ pub struct TagBytes {
     pub in_use: u64,
     /// Highest ever in use at once.
     pub peak: u64,
+    /// In use when the total of all tags was highest: its share of [`PoolStats::peak`].
+    pub at_peak: u64,
 }
 
 /// A snapshot of a pool.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct PoolStats {
     /// Bytes by tag, in the order of [`Tag::ALL`].
-    pub by_tag: [TagBytes; 7],
+    pub by_tag: [TagBytes; 8],
     /// Bytes in use over all tags.
     pub in_use: u64,
     /// Highest total ever in use at once.
@@ -87,6 +93,20 @@ impl PoolStats {
     #[must_use]
     pub fn tag(&self, tag: Tag) -> TagBytes {
         self.by_tag[tag as usize]
+    }
+
+    /// Counts bytes taken; a new highest total remembers what it consists of.
+    fn add(&mut self, tag: Tag, bytes: u64) {
+        self.in_use += bytes;
+        let of_tag = &mut self.by_tag[tag as usize];
+        of_tag.in_use += bytes;
+        of_tag.peak = of_tag.peak.max(of_tag.in_use);
+        if self.in_use > self.peak {
+            self.peak = self.in_use;
+            for tag in &mut self.by_tag {
+                tag.at_peak = tag.in_use;
+            }
+        }
     }
 }
 
@@ -180,11 +200,7 @@ impl Pool {
                 breakdown: breakdown(stats),
             });
         }
-        stats.in_use += bytes;
-        stats.peak = stats.peak.max(stats.in_use);
-        let by_tag = &mut stats.by_tag[tag as usize];
-        by_tag.in_use += bytes;
-        by_tag.peak = by_tag.peak.max(by_tag.in_use);
+        stats.add(tag, bytes);
         log(&mut inner, tag, bytes as i64);
         drop(inner);
         Ok(Reservation {
@@ -231,6 +247,7 @@ impl Pool {
         stats.peak = stats.in_use;
         for tag in &mut stats.by_tag {
             tag.peak = tag.in_use;
+            tag.at_peak = tag.in_use;
         }
     }
 
@@ -370,10 +387,35 @@ mod tests {
             stats.tag(Tag::Activations),
             TagBytes {
                 in_use: 0,
-                peak: 1024
+                peak: 1024,
+                at_peak: 1024
             }
         );
         assert_eq!(pool.events().len(), 4);
+    }
+
+    #[test]
+    fn the_peak_knows_what_it_was_made_of() {
+        let pool = Pool::new("device", None);
+        let shares = || {
+            let stats = pool.stats();
+            let of = |tag| stats.tag(tag).at_peak;
+            assert_eq!(
+                stats.by_tag.iter().map(|t| t.at_peak).sum::<u64>(),
+                stats.peak
+            );
+            [Tag::Activations, Tag::Gathered, Tag::Workspace].map(of)
+        };
+        let kept = pool.reserve(100, Tag::Gathered).unwrap();
+        drop(pool.reserve(1000, Tag::Activations).unwrap());
+        // More workspace than there was at the peak, but a lower total.
+        drop(pool.reserve(900, Tag::Workspace).unwrap());
+        assert_eq!(shares(), [1000, 100, 0]);
+        pool.reset_peaks();
+        assert_eq!(shares(), [0, 100, 0]);
+        drop(pool.reserve(10, Tag::Workspace).unwrap());
+        assert_eq!(shares(), [0, 100, 10]);
+        drop(kept);
     }
 
     #[test]

@@ -184,6 +184,38 @@ impl Tensor {
         })
     }
 
+    /// The tensor for writing, when nothing else refers to its memory and it is a whole block of a
+    /// pool; otherwise the tensor again.
+    ///
+    /// # Errors
+    /// The unchanged tensor.
+    pub fn into_mut(self) -> std::result::Result<TensorMut, Self> {
+        let Self {
+            storage,
+            start_elems,
+            shape,
+            dtype,
+        } = self;
+        let bytes = shape.elems() * dtype.size_bytes();
+        let storage = match Arc::try_unwrap(storage) {
+            Ok(Storage::Block(block)) if start_elems == 0 && block.as_bytes().len() == bytes => {
+                return Ok(TensorMut {
+                    block,
+                    shape,
+                    dtype,
+                });
+            }
+            Ok(other) => Arc::new(other),
+            Err(shared) => shared,
+        };
+        Err(Self {
+            storage,
+            start_elems,
+            shape,
+            dtype,
+        })
+    }
+
     /// The elements of a host tensor.
     ///
     /// # Panics
@@ -339,6 +371,24 @@ mod tests {
         drop(t);
         drop(tail);
         assert_eq!(pool.stats().in_use, 0);
+    }
+
+    #[test]
+    fn only_the_last_handle_of_a_whole_block_is_writable() {
+        let pool = Pool::new("device", None);
+        let t = Tensor::from_slice(&pool, Tag::Cache, [2, 2], &[0i32, 1, 2, 3]).unwrap();
+        let other = t.clone();
+        let t = t.into_mut().unwrap_err();
+        drop(other);
+        let part = t.narrow(1, 1).unwrap();
+        drop(t);
+        assert_eq!(part.into_mut().unwrap_err().as_slice::<i32>(), [2, 3]);
+        let t = Tensor::from_slice(&pool, Tag::Cache, [2, 2], &[0i32, 1, 2, 3]).unwrap();
+        let mut writable = t.into_mut().unwrap();
+        writable.as_mut_slice::<i32>()[3] = 9;
+        assert_eq!(writable.freeze().as_slice::<i32>(), [0, 1, 2, 9]);
+        let null = Tensor::null(&pool, Tag::Cache, [2], DType::F32).unwrap();
+        assert!(null.into_mut().is_err());
     }
 
     #[test]

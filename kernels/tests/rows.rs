@@ -102,6 +102,37 @@ fn any_element_type_can_be_gathered() {
 }
 
 #[test]
+fn rows_are_written_in_place_unless_somebody_else_holds_the_tensor() {
+    let case = Case::new(0);
+    let pool = common::pool(&case.cpu).clone();
+    let ints = |shape: [usize; 2], values: &[i32]| {
+        Tensor::from_slice(&pool, Tag::Cache, shape, values).unwrap()
+    };
+    let ids = common::ints_tensor(&case.cpu, &[2]);
+    let rows = ints([1, 2], &[8, 9]);
+    let base = ints([3, 2], &[0, 1, 2, 3, 4, 5]);
+    let place = base.as_bytes().as_ptr();
+    let written = case.cpu.write_rows(base, &ids, &rows).unwrap();
+    assert_eq!(written.as_slice::<i32>(), [0, 1, 2, 3, 8, 9]);
+    assert_eq!(written.as_bytes().as_ptr(), place);
+    let held = written.clone();
+    let ids = common::ints_tensor(&case.cpu, &[0]);
+    let copied = case.cpu.write_rows(written, &ids, &rows).unwrap();
+    assert_eq!(copied.as_slice::<i32>(), [8, 9, 2, 3, 8, 9]);
+    assert_eq!(held.as_slice::<i32>(), [0, 1, 2, 3, 8, 9]);
+    let outside = common::ints_tensor(&case.cpu, &[3]);
+    let error = case.cpu.write_rows(held, &outside, &rows).unwrap_err();
+    assert!(matches!(
+        error,
+        KernelError::Index {
+            index: 3,
+            rows: 3,
+            ..
+        }
+    ));
+}
+
+#[test]
 fn indices_outside_are_errors_that_name_them() {
     let mut case = Case::new(0);
     let x = case.operand(&[2, 3], DType::F32, 1.0).tensor;

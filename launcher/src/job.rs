@@ -11,13 +11,16 @@ use crate::doctor;
 use crate::error_format::ErrorFormat;
 use crate::exit::{ErrorCode, Failure};
 use crate::explain;
+use crate::generate;
 use crate::logging;
 use crate::rank::{self, RunSummary, StopFlag};
 use crate::rank_env::{Env, RankEnv, Variables};
+use crate::report::{self, PlanFile};
 use crate::run_folder;
 use crate::supervisor::job::{Job, config_file};
 use crate::supervisor::{SignalSource, Supervisor, own_program};
 use crate::ui::{DoneEvent, Event, ResumeEvent, Screen};
+use crate::watch;
 
 /// Target of the log record with which a failing rank ends.
 pub(crate) const RECORD_TARGET: &str = "tessera_report";
@@ -76,7 +79,10 @@ fn run_command(hooks: &Hooks, argv: &[String], format: ErrorFormat) -> Result<Ex
         Command::Doctor(options) => doctor::run(&Variables::read(), options.json == Some(true)),
         Command::Explain(options) => explain::run(&options),
         Command::DataCheck(options) => data::check::run(&options, &Variables::read()),
+        Command::Generate(args) => generate::ask::run(&args),
+        Command::Eval(args) => generate::evaluate::run(&args),
         Command::Export(options) => crate::run::export(&options),
+        Command::Watch(options) => watch::run(&options),
         Command::Print(text) => {
             drop(write!(std::io::stdout(), "{text}"));
             Ok(ExitCode::SUCCESS)
@@ -104,19 +110,44 @@ fn run_supervisor(
     }
     run_folder::check(&mut config)?;
     crate::demo::prepare(&mut config, env, &mut |event| screen.show(&event))?;
-    let advice = (hooks.prepare)(&mut config, env, &mut |event| screen.show(&event))?;
+    let mut plan = PlanFile::default();
+    let advice = (hooks.prepare)(&mut config, env, &mut |event| {
+        plan.note(&event);
+        screen.show(&event);
+    })?;
     let signals = SignalSource::new()?;
     run_folder::prepare(&config)?;
-    let summary = supervise(&config, env, &signals, &mut screen, &*advice)?;
-    if config.is_demo() && !summary.interrupted {
-        prove_resume(&config, &summary, env, &signals, &mut screen)?;
+    let held = run_folder::hold(&config);
+    plan.save(&config.output)?;
+    let ended = run_job(&config, env, &signals, &mut screen, &*advice);
+    // Also of a run that failed: from what it left.
+    if let Err(failure) = report::write_pages(&config.output) {
+        let text = format!("{}: {}", failure.title, failure.cause);
+        screen.show(&Event::Warning { text });
     }
+    drop(held);
+    let summary = ended?;
     screen.show(&Event::Done(done(
         &config,
         &summary,
         started.elapsed().as_secs_f64(),
     )));
     Ok(status_of(&summary))
+}
+
+/// Trains, and in the demo shows that the result can be loaded.
+fn run_job(
+    config: &RunConfig,
+    env: &Env,
+    signals: &SignalSource,
+    screen: &mut Screen,
+    advice: &dyn Fn(&mut Failure),
+) -> Result<RunSummary, Failure> {
+    let summary = supervise(config, env, signals, screen, advice)?;
+    if config.is_demo() && !summary.interrupted {
+        prove_resume(config, &summary, env, signals, screen)?;
+    }
+    Ok(summary)
 }
 
 fn supervise(
@@ -187,7 +218,7 @@ fn done(config: &RunConfig, summary: &RunSummary, seconds: f64) -> DoneEvent {
     if summary.interrupted {
         next.push(format!("continue with --resume auto --output {output}"));
     } else {
-        next.push(format!("loss curve {output}/training_loss.svg"));
+        next.push(format!("report {output}/{}", report::REPORT));
         if config.is_demo() {
             next.push("your own model: --model <MiniCPM-V-2_6 folder> --data <samples.json> --zero 3 --offload cpu".to_string());
         }
@@ -216,6 +247,9 @@ fn run_rank(
     format: ErrorFormat,
 ) -> Result<ExitCode, Failure> {
     let config = rank_config(hooks, env, rank, args)?;
+    // Under another launcher rank 0 does for the folder what otherwise the supervisor does.
+    let keeps_folder = rank.rank == 0 && !rank.is_supervised();
+    let held = keeps_folder.then(|| run_folder::hold(&config));
     let stop = rank::enter(rank, &config.output, &env.temp_dir)?;
     let result = logging::init(
         &config.output.join(run_folder::LOGS),
@@ -229,7 +263,7 @@ fn run_rank(
         }
         Ok(summary)
     });
-    match result {
+    let status = match result {
         Ok(summary) => Ok(status_of(&summary)),
         Err(failure) => {
             tracing::error!(target: RECORD_TARGET, rank = rank.rank, code = %failure.code, "{}", failure.title);
@@ -242,7 +276,12 @@ fn run_rank(
             }
             Ok(failure.exit_code())
         }
+    };
+    if keeps_folder && let Err(failure) = report::write_pages(&config.output) {
+        tracing::warn!("{}: {}", failure.title, failure.cause);
     }
+    drop(held);
+    status
 }
 
 /// The configuration of a rank: the supervisor's, or under another launcher resolved from the
@@ -257,11 +296,25 @@ fn rank_config(
         return RunConfig::load_from(&config_file(job_dir));
     }
     let mut config = resolve(args, env)?.config;
+    if config.batch.find_batch {
+        return Err(Failure::usage(
+            "--find-batch is not available under another launcher",
+            "what is free differs between ranks, and each would find another size",
+        )
+        .next("start with this program, or give --per-device-train-batch-size"));
+    }
     crate::demo::prepare(&mut config, env, &mut |_| ())?;
     if rank.rank == 0 {
         run_folder::check(&mut config)?;
-        drop((hooks.prepare)(&mut config, env, &mut |_| ())?);
+    }
+    // The same on every rank: order of the samples, batches of the evaluation.
+    let mut plan = PlanFile::default();
+    drop((hooks.prepare)(&mut config, env, &mut |event| {
+        plan.note(&event);
+    })?);
+    if rank.rank == 0 {
         run_folder::prepare(&config)?;
+        plan.save(&config.output)?;
     }
     Ok(config)
 }

@@ -13,10 +13,12 @@ pub mod doctor;
 pub mod error_format;
 pub mod exit;
 mod explain;
+mod generate;
 mod job;
 pub mod logging;
 pub mod memory;
 pub mod model_files;
+pub mod monitor;
 pub mod rank;
 pub mod rank_env;
 pub mod report;
@@ -25,6 +27,7 @@ pub mod run_folder;
 pub mod supervisor;
 pub mod ui;
 pub mod units;
+mod watch;
 
 pub use job::{Advice, Hooks, PrepareHook, RankMain, run_hooks, run_with};
 

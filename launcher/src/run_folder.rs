@@ -1,6 +1,6 @@
 //! The folder of a run: what may be in it before, and where its files are.
 
-use std::fs;
+use std::fs::{self, File, TryLockError};
 use std::io;
 use std::path::{Path, PathBuf};
 
@@ -102,6 +102,20 @@ pub fn prepare(config: &RunConfig) -> Result<(), Failure> {
         .map_err(|error| Failure::io(ErrorCode::Disk, "make", &logs, &error))?;
     forget_errors(config)?;
     config.save_to(&config.output.join(CONFIG_FILE))
+}
+
+/// Tells other processes that this one works on the folder, for as long as the file is open: the
+/// system forgets it when the process ends, however it does. File systems without locks tell nothing.
+pub fn hold(config: &RunConfig) -> Option<File> {
+    let file = File::open(config.output.join(CONFIG_FILE)).ok()?;
+    file.lock_shared().ok()?;
+    Some(file)
+}
+
+/// Whether a process works on a run's folder.
+pub fn is_held(folder: &Path) -> bool {
+    File::open(folder.join(CONFIG_FILE))
+        .is_ok_and(|file| matches!(file.try_lock(), Err(TryLockError::WouldBlock)))
 }
 
 /// Removes the failures of an earlier attempt.
@@ -217,6 +231,19 @@ mod tests {
         config.output_is_explicit = false;
         check(&mut config).expect("renamed");
         assert!(config.output.to_string_lossy().ends_with("-2"));
+    }
+
+    #[test]
+    fn a_folder_is_held_until_the_file_is_dropped() {
+        let folder = tempfile::tempdir().expect("temp dir");
+        let config = config(folder.path());
+        assert!(hold(&config).is_none() && !is_held(folder.path()));
+        prepare(&config).expect("prepared");
+        assert!(!is_held(folder.path()));
+        let held = [hold(&config), hold(&config)];
+        assert!(held[0].is_some() && held[1].is_some() && is_held(folder.path()));
+        drop(held);
+        assert!(!is_held(folder.path()));
     }
 
     #[test]

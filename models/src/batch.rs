@@ -3,6 +3,7 @@
 //! Shapes: `T` tokens of all samples, `P` patches of all slices, `N` slices, `Q` features per
 //! slice, `M` spliced rows.
 
+use crate::generate::CachePass;
 use crate::nn::Rotary;
 use crate::ops::Sequences;
 use kernels::Tensor;
@@ -50,6 +51,8 @@ pub struct Batch {
     pub last_rows: Tensor,
     /// Absent when no row is replaced by a feature.
     pub vision: Option<VisionBatch>,
+    /// Where the decoder keeps keys and values, while generating.
+    pub cache: Option<CachePass>,
 }
 
 impl Batch {

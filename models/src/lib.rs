@@ -7,6 +7,7 @@
 //! | [`nn`] | blocks over parameter handles |
 //! | [`params`], [`lora`], [`selection`] | declaring parameters for the engine; adapters; which parts train |
 //! | [`batch`] | packed inputs of one pass |
+//! | [`generate`] | answers: the decoder's cache, sampling, ranks in lock step |
 //! | [`weights`], [`adapter`] | reading safetensors folders, and what a run saved beside its base |
 //! | [`minicpm`] | MiniCPM-V 2.6 and MiniCPM-o 2.6 |
 //! | [`image`], [`text`] | pictures to pixels, conversations to tokens |
@@ -16,6 +17,7 @@ pub mod adapter;
 pub mod autograd;
 pub mod batch;
 mod error;
+pub mod generate;
 pub mod image;
 pub mod lora;
 pub mod minicpm;
@@ -32,6 +34,7 @@ pub use weights::{WeightError, WeightSource};
 
 use autograd::{Loss, Tape};
 use engine::{ModelSpec, ParamId, UnitId};
+use generate::CacheShape;
 use kernels::{Backend, DType, Tensor};
 use minicpm::sample::{EncodedPrompt, EncodedSample};
 use minicpm::slicing::Slice;
@@ -100,13 +103,28 @@ pub trait VisionLanguageModel: Send + Sync + std::fmt::Debug {
     /// When a sample does not fit the model or memory runs out.
     fn collate(&self, samples: &[SampleInput<'_>], backend: &dyn Backend) -> Result<Batch>;
 
+    /// Packs one token per sample, each at its position, to follow samples that lie in a cache.
+    ///
+    /// # Errors
+    /// When memory runs out.
+    fn collate_next(
+        &self,
+        tokens: &[i32],
+        positions: &[i32],
+        backend: &dyn Backend,
+    ) -> Result<Batch>;
+
+    /// What the decoder keeps of a token in a cache: memory of a generation is counted with it.
+    fn cache_shape(&self) -> CacheShape;
+
     /// The forward pass with the loss. A batch without pictures does not run the vision units.
     ///
     /// # Errors
     /// When the engine or the device fails.
     fn forward<'m>(&'m self, tape: &Tape<'_, 'm>, batch: &'m Batch) -> Result<Loss>;
 
-    /// f32 logits `[samples, vocabulary]` behind the last token of each sample.
+    /// f32 logits `[samples, vocabulary]` behind the last token of each sample. Keys and values go
+    /// through the batch's cache, if it has one.
     ///
     /// # Errors
     /// When the engine or the device fails.

@@ -8,6 +8,7 @@ use super::{
     Buffer, Collective, CollectiveKind, CommError, Communicator, Ticket, WindowUsage, World,
 };
 use kernels::DType;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -24,6 +25,8 @@ pub(super) struct Endpoint {
     /// Sequence of the next collective; held while one is published, so that they appear in order.
     next: Mutex<u64>,
     local: Mutex<Local>,
+    /// Nanoseconds spent in waits.
+    spent: AtomicU64,
 }
 
 #[derive(Debug)]
@@ -81,6 +84,7 @@ impl Endpoint {
             spin: world.size <= cores,
             next: Mutex::new(0),
             local: Mutex::new(local),
+            spent: AtomicU64::new(0),
         }
     }
 
@@ -95,9 +99,22 @@ impl Endpoint {
     fn block_on<T>(
         &self,
         wanted: Readers,
-        mut ready: impl FnMut() -> Result<Option<T>, CommError>,
+        ready: impl FnMut() -> Result<Option<T>, CommError>,
     ) -> Result<T, CommError> {
         let started = Instant::now();
+        let outcome = self.wait_until(started, wanted, ready);
+        let spent = u64::try_from(started.elapsed().as_nanos()).unwrap_or(u64::MAX);
+        // A counter of its own: nothing is read on the strength of it.
+        self.spent.fetch_add(spent, Ordering::Relaxed);
+        outcome
+    }
+
+    fn wait_until<T>(
+        &self,
+        started: Instant,
+        wanted: Readers,
+        mut ready: impl FnMut() -> Result<Option<T>, CommError>,
+    ) -> Result<T, CommError> {
         loop {
             let seen = self.window.bell().events();
             // In this order: a failure of a later collective does not take back a finished one.
@@ -420,5 +437,9 @@ impl Communicator for Member {
 
     fn memory(&self) -> WindowUsage {
         self.0.usage()
+    }
+
+    fn time_spent(&self) -> Duration {
+        Duration::from_nanos(self.0.spent.load(Ordering::Relaxed))
     }
 }

@@ -222,6 +222,10 @@ pub trait Communicator: Send + Sync + std::fmt::Debug {
     /// Bytes of this rank's part of the window.
     fn memory(&self) -> WindowUsage;
 
+    /// Time this rank has spent inside collectives so far: waiting for peers, reading their data
+    /// and adding it up.
+    fn time_spent(&self) -> Duration;
+
     /// Returns once every rank has called it with the same tag.
     ///
     /// # Errors

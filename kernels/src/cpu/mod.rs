@@ -293,6 +293,12 @@ impl Backend for CpuBackend {
         self.replace_rows_op(base, index, rows)
     }
 
+    fn write_rows(&self, base: Tensor, index: &Tensor, rows: &Tensor) -> Result<Tensor> {
+        check::replace_rows(&base, index, Some(rows))?;
+        check::values("write_rows", &[&base, index, rows])?;
+        self.write_rows_op(base, index, rows)
+    }
+
     fn linear_cross_entropy(
         &self,
         hidden: &Tensor,

@@ -75,17 +75,39 @@ impl CpuBackend {
         let index = index.as_slice::<i32>();
         checked("replace_rows", index, base.dim(0))?;
         let mut out = TensorMut::new(&self.pool, Tag::Activations, base.shape(), base.dtype())?;
-        let bytes = out.as_bytes_mut();
-        bytes.copy_from_slice(base.as_bytes());
-        let row = bytes.len().checked_div(base.dim(0)).unwrap_or(0);
-        for (n, i) in index.iter().enumerate() {
-            let out = &mut bytes[*i as usize * row..][..row];
-            match rows {
-                Some(rows) => out.copy_from_slice(&rows.as_bytes()[n * row..][..row]),
-                None => out.fill(0),
-            }
-        }
+        out.as_bytes_mut().copy_from_slice(base.as_bytes());
+        replace(&mut out, index, rows);
         Ok(out.freeze())
+    }
+
+    pub(super) fn write_rows_op(
+        &self,
+        base: Tensor,
+        index: &Tensor,
+        rows: &Tensor,
+    ) -> Result<Tensor> {
+        checked("write_rows", index.as_slice(), base.dim(0))?;
+        match base.into_mut() {
+            Ok(mut own) => {
+                replace(&mut own, index.as_slice(), Some(rows));
+                Ok(own.freeze())
+            }
+            Err(shared) => self.replace_rows_op(&shared, index, Some(rows)),
+        }
+    }
+}
+
+/// Row `index[n]` becomes row `n` of `rows`, or zeros.
+fn replace(out: &mut TensorMut, index: &[i32], rows: Option<&Tensor>) {
+    let count = out.shape().dims()[0];
+    let bytes = out.as_bytes_mut();
+    let row = bytes.len().checked_div(count).unwrap_or(0);
+    for (n, i) in index.iter().enumerate() {
+        let out = &mut bytes[*i as usize * row..][..row];
+        match rows {
+            Some(rows) => out.copy_from_slice(&rows.as_bytes()[n * row..][..row]),
+            None => out.fill(0),
+        }
     }
 }
 

@@ -8,8 +8,10 @@ mod data_check;
 mod explain;
 mod export;
 mod foreign;
+mod generate;
 mod normalise;
 mod table;
+mod watch;
 
 use std::path::PathBuf;
 
@@ -27,10 +29,12 @@ pub use data_check::DataCheckArgs;
 pub use explain::{ExplainArgs, Lang};
 pub use export::{ExportArgs, ExportDtype};
 pub use foreign::{IGNORED, RESTRICTED};
+pub use generate::{EvalArgs, GenerateArgs};
 use normalise::Verb;
 pub use normalise::{Note, VERBS};
 pub(crate) use table::value_name;
 pub use table::{flag_table, with_flags};
+pub use watch::WatchArgs;
 
 /// What the user typed after `launcher`.
 #[derive(Debug, Clone, Default, PartialEq, Parser)]
@@ -314,10 +318,16 @@ pub enum Command {
     },
     /// Report on the machine.
     Doctor(DoctorArgs),
+    /// Show a run from its folder.
+    Watch(WatchArgs),
     /// Explain an error code.
     Explain(ExplainArgs),
     /// Check a data file.
     DataCheck(Box<DataCheckArgs>),
+    /// Answer a prompt.
+    Generate(Box<GenerateArgs>),
+    /// Evaluate a model on samples.
+    Eval(Box<EvalArgs>),
     /// Write weights for other programs.
     Export(ExportArgs),
     /// Print this text on stdout and end well: help or version.
@@ -342,6 +352,10 @@ pub fn parse(argv: &[String]) -> Result<Command, Failure> {
             let line = normalise::normalise(verb, rest, &DoctorArgs::command())?;
             DoctorArgs::try_parse_from(words(&line)).map(Command::Doctor)
         }
+        Verb::Watch => {
+            let line = normalise::normalise(verb, rest, &WatchArgs::command())?;
+            WatchArgs::try_parse_from(words(&line)).map(Command::Watch)
+        }
         Verb::Explain => {
             let line = normalise::normalise(verb, rest, &ExplainArgs::command())?;
             ExplainArgs::try_parse_from(words(&line)).map(Command::Explain)
@@ -350,6 +364,14 @@ pub fn parse(argv: &[String]) -> Result<Command, Failure> {
             let line = normalise::normalise(verb, rest, &DataCheckArgs::command())?;
             DataCheckArgs::try_parse_from(words(&line))
                 .map(|args| Command::DataCheck(Box::new(args)))
+        }
+        Verb::Generate => {
+            let line = normalise::normalise(verb, rest, &GenerateArgs::command())?;
+            GenerateArgs::try_parse_from(words(&line)).map(|args| Command::Generate(Box::new(args)))
+        }
+        Verb::Eval => {
+            let line = normalise::normalise(verb, rest, &EvalArgs::command())?;
+            EvalArgs::try_parse_from(words(&line)).map(|args| Command::Eval(Box::new(args)))
         }
         Verb::Export => {
             let line = normalise::normalise(verb, rest, &ExportArgs::command())?;
@@ -551,6 +573,55 @@ mod tests {
             assert!(failure.next[0].contains(next), "{line}: {failure}");
         }
         refused("doctor --json maybe");
+    }
+
+    #[test]
+    fn pictures_may_be_given_several_times_and_other_flags_may_not() {
+        let parsed = |line: &str| {
+            let argv: Vec<String> = line.split_whitespace().map(str::to_string).collect();
+            parse(&argv)
+        };
+        let line = "generate --model m --image a.png --image=b.png --image a.png --top_k 3";
+        let Ok(Command::Generate(args)) = parsed(line) else {
+            panic!("{line} is not parsed");
+        };
+        assert_eq!(args.image, ["a.png", "b.png", "a.png"].map(PathBuf::from));
+        assert_eq!((args.model, args.top_k), (Some("m".into()), Some(3)));
+        let Ok(Command::Eval(args)) = parsed("eval --model_name_or_path m --data_path d.json")
+        else {
+            panic!("eval is not parsed");
+        };
+        assert_eq!(args.data, Some("d.json".into()));
+        let failure = parsed("generate --prompt a --prompt b").expect_err("refused");
+        assert!(failure.title.contains("contradict"), "{failure}");
+        for line in ["generate --zero 3", "eval --image a.png", "eval --limit x"] {
+            parsed(line).expect_err(line);
+        }
+    }
+
+    #[test]
+    fn watch_takes_a_folder_before_and_after_its_flags() {
+        let watch = |line: &str| {
+            let argv: Vec<String> = line.split_whitespace().map(str::to_string).collect();
+            parse(&argv)
+        };
+        for (line, once, json) in [
+            ("watch runs/x", None, None),
+            ("watch runs/x --once --json", Some(true), Some(true)),
+            ("watch --once runs/x", Some(true), None),
+            (
+                "watch --once false --json true runs/x",
+                Some(false),
+                Some(true),
+            ),
+        ] {
+            let run = "runs/x".into();
+            let expected = Command::Watch(WatchArgs { run, once, json });
+            assert_eq!(watch(line).expect("parses"), expected, "{line}");
+        }
+        for line in ["watch", "watch a b", "watch a --zero 3"] {
+            assert_eq!(watch(line).expect_err(line).code.status(), 2, "{line}");
+        }
     }
 
     #[test]

@@ -2,6 +2,8 @@
 
 use std::collections::BTreeMap;
 
+use clap::ArgAction;
+
 use super::ALIASES;
 use super::foreign::{IGNORED, RESTRICTED};
 use crate::error_format::{self, ErrorFormat};
@@ -40,17 +42,23 @@ pub(super) enum Verb {
     Doctor,
     Explain,
     DataCheck,
+    Generate,
+    Eval,
     Export,
+    Watch,
 }
 
 impl Verb {
     /// The verbs that exist, as they are typed; two words where the second says what is done to the first.
-    pub(super) const ALL: [(Self, &'static str); 5] = [
+    pub(super) const ALL: [(Self, &'static str); 8] = [
         (Self::Train, "train"),
         (Self::Doctor, "doctor"),
         (Self::Explain, "explain"),
         (Self::DataCheck, "data check"),
+        (Self::Generate, "generate"),
+        (Self::Eval, "eval"),
         (Self::Export, "export"),
+        (Self::Watch, "watch"),
     ];
 
     fn name(self) -> &'static str {
@@ -120,7 +128,7 @@ pub(super) fn normalise(
         let key = name.replace('-', "_");
         let mut values = inline.map_or_else(Vec::new, |value| vec![value]);
         match known.kind(&key) {
-            Some((flag, Arity::Value)) => {
+            Some((flag, arity @ (Arity::Value | Arity::List))) => {
                 if values.is_empty() {
                     values.extend(
                         rest.next_if(|word| !word.starts_with("--"))
@@ -134,14 +142,20 @@ pub(super) fn normalise(
                     )
                     .next(verb.help()));
                 };
-                push(&mut line, &mut seen, flag, &spelled, value)?;
+                if arity == Arity::List {
+                    line.args.push(format!("--{flag}={value}"));
+                } else {
+                    push(&mut line, &mut seen, flag, &spelled, value)?;
+                }
             }
             Some((flag, Arity::Bool)) => {
                 if values.is_empty() {
-                    values.extend(
-                        rest.next_if(|word| !word.starts_with('-'))
-                            .map(str::to_string),
-                    );
+                    // Where words without a flag may come, only a literal belongs to this one.
+                    let literal = |word: &str| ["true", "false"].contains(&&*word.to_lowercase());
+                    let next = rest.next_if(|word| {
+                        !word.starts_with('-') && (positionals == 0 || literal(word))
+                    });
+                    values.extend(next.map(str::to_string));
                 }
                 let value = values.pop().unwrap_or_else(|| "true".to_string());
                 push(
@@ -277,6 +291,8 @@ fn unknown(key: &str, spelled: &str, known: &Known) -> Failure {
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Arity {
     Value,
+    /// A value each time the flag is given.
+    List,
     Bool,
 }
 
@@ -294,7 +310,11 @@ impl Known {
             let optional = arg
                 .get_num_args()
                 .is_some_and(|range| range.min_values() == 0);
-            let arity = if optional { Arity::Bool } else { Arity::Value };
+            let arity = match arg.get_action() {
+                ArgAction::Append => Arity::List,
+                _ if optional => Arity::Bool,
+                _ => Arity::Value,
+            };
             flags.insert(long.replace('-', "_"), (long.to_string(), arity));
         }
         for (alias, flag) in ALIASES {

@@ -6,7 +6,8 @@ use std::fmt::Write;
 use clap::{CommandFactory, ValueEnum};
 
 use super::{
-    ALIASES, Args, DataCheckArgs, DoctorArgs, ExplainArgs, ExportArgs, IGNORED, RESTRICTED,
+    ALIASES, Args, DataCheckArgs, DoctorArgs, EvalArgs, ExplainArgs, ExportArgs, GenerateArgs,
+    IGNORED, RESTRICTED, WatchArgs,
 };
 use crate::config::resolve;
 use crate::exit::Failure;
@@ -65,7 +66,10 @@ pub fn flag_table() -> Result<String, Failure> {
     verb_section(&mut text, "doctor", &DoctorArgs::command());
     verb_section(&mut text, "explain", &ExplainArgs::command());
     verb_section(&mut text, "data check", &DataCheckArgs::command());
+    verb_section(&mut text, "generate", &GenerateArgs::command());
+    verb_section(&mut text, "eval", &EvalArgs::command());
     verb_section(&mut text, "export", &ExportArgs::command());
+    verb_section(&mut text, "watch", &WatchArgs::command());
     push(
         &mut text,
         format_args!("\n## Other spellings\n\n| spelling | flag |\n|---|---|\n"),

@@ -146,7 +146,8 @@ impl Problem {
     }
 }
 
-fn classify(error: &SampleError) -> (ErrorCode, Kind) {
+/// The code and the kind of an error.
+pub(crate) fn classify(error: &SampleError) -> (ErrorCode, Kind) {
     match error {
         SampleError::MorePlaceholdersThanImages { .. }
         | SampleError::UnknownPlaceholder { .. }

@@ -1,7 +1,14 @@
 //! Files that a run leaves for people and tools, written by rank 0.
 
+mod axis;
+mod chart;
 mod crc32c;
 mod curve;
+mod folder;
+mod jsonl;
+mod memory_chart;
+mod page;
+mod plan_file;
 mod state;
 mod tensorboard;
 mod trainer_log;
@@ -15,19 +22,32 @@ use serde::Serialize;
 
 use crate::config::{Cadence, ReportTo, RunConfig};
 use crate::exit::{ErrorCode, Failure};
+use crate::monitor::growth::GrowthDetector;
+use crate::monitor::memory::MemoryRow;
+use crate::monitor::split::{SlowRankNotice, StepSplit, StepTimes};
+use crate::ui::Event;
+use jsonl::JsonLines;
 
 pub use curve::{Point, loss_curve};
+pub(crate) use folder::number;
+pub use folder::{Answer, RunFiles};
+pub use page::{REPORT, write_pages};
+pub use plan_file::PlanFile;
 pub use state::{TrainerState, TrainerStateConfig};
 pub use tensorboard::EventWriter;
-pub use trainer_log::{LogRow, TierBytes, TrainerLog};
+pub use trainer_log::{LogRow, TRAINER_LOG, TierBytes, TrainerLog};
 
 /// File of `eval_results.json`.
 pub const EVAL_RESULTS: &str = "eval_results.json";
 /// File of the loss curve.
 pub const LOSS_CURVE: &str = "training_loss.svg";
+/// File of the memory by phase.
+pub const MEMORY_LOG: &str = "memory.jsonl";
+/// File of the memory chart.
+pub const MEMORY_CHART: &str = "memory.svg";
 
 /// What a logged step measured.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct StepRecord {
     /// Steps done.
     pub step: u64,
@@ -45,6 +65,8 @@ pub struct StepRecord {
     pub total_tokens: u64,
     /// Bytes by tier, peak of one rank.
     pub bytes: TierBytes,
+    /// Where the time of a step went.
+    pub times: StepTimes,
 }
 
 /// Result of evaluating the held-out samples, as stored in `eval_results.json`.
@@ -73,6 +95,9 @@ pub struct EvalResults {
 pub struct RunReport {
     output: PathBuf,
     log: TrainerLog,
+    memory: JsonLines,
+    slow_rank: SlowRankNotice,
+    growth: GrowthDetector,
     state: TrainerState,
     events: Option<EventWriter>,
     curve: Vec<Point>,
@@ -99,6 +124,8 @@ impl RunReport {
         };
         let log = TrainerLog::open(&config.output, done_steps)?;
         let curve = log.points().to_vec();
+        let keep = |row: &serde_json::Value| row["step"].as_u64().is_some_and(|s| s <= done_steps);
+        let (memory, _) = JsonLines::open(config.output.join(MEMORY_LOG), keep)?;
         let state_config = TrainerStateConfig {
             max_steps: total_steps,
             num_train_epochs: epochs.ceil() as u64,
@@ -114,6 +141,9 @@ impl RunReport {
         Ok(Self {
             output: config.output.clone(),
             log,
+            memory,
+            slow_rank: SlowRankNotice::default(),
+            growth: GrowthDetector::default(),
             state: TrainerState::open(&config.output, state_config, done_steps),
             events,
             curve,
@@ -129,11 +159,16 @@ impl RunReport {
         self.started.elapsed().as_secs_f64() / done * self.total_steps.saturating_sub(step) as f64
     }
 
-    /// Records a logged step.
+    /// Records a logged step and the memory since the last one. Returns what deserves a line on
+    /// the screen besides the row itself.
     ///
     /// # Errors
     /// A file cannot be written (exit 16).
-    pub fn on_step(&mut self, record: &StepRecord) -> Result<(), Failure> {
+    pub fn on_step(
+        &mut self,
+        record: &StepRecord,
+        memory: Option<MemoryRow>,
+    ) -> Result<Vec<Event>, Failure> {
         let row = LogRow {
             current_steps: record.step,
             total_steps: self.total_steps,
@@ -146,6 +181,7 @@ impl RunReport {
             tokens_per_second: Some(record.tokens_per_second),
             total_tokens: record.total_tokens,
             bytes: Some(record.bytes),
+            times: Some(record.times.clone()),
             ..LogRow::default()
         };
         self.log.append(&row)?;
@@ -155,20 +191,31 @@ impl RunReport {
             loss: record.loss,
         });
         if let Some(events) = &mut self.events {
-            events.scalars(
-                record.step,
-                &[
-                    ("train/loss", record.loss),
-                    ("train/learning_rate", record.lr),
-                    ("train/grad_norm", record.grad_norm.unwrap_or(f64::NAN)),
-                    ("train/epoch", record.epoch),
-                    ("perf/tokens_per_second", record.tokens_per_second),
-                    ("mem/device_peak_gib", gib(record.bytes.device)),
-                    ("mem/host_rss_gib", gib(record.bytes.rss)),
-                ],
-            )?;
+            events.scalars(record.step, &scalars(record))?;
         }
-        Ok(())
+        let mut notices = Vec::new();
+        if let Some(text) = self.slow_rank.line(record.times.imbalance) {
+            notices.push(Event::Info {
+                label: "slowest".to_owned(),
+                text,
+            });
+        }
+        if let Some(memory) = memory {
+            let growth = self
+                .growth
+                .observe(record.step, self.total_steps, &memory.ranks);
+            notices.extend(growth.map(|growth| Event::Warning {
+                text: growth.to_string(),
+            }));
+            self.append_memory(&memory)?;
+        }
+        Ok(notices)
+    }
+
+    fn append_memory(&mut self, row: &MemoryRow) -> Result<(), Failure> {
+        let row = serde_json::to_value(row)
+            .map_err(|e| Failure::io(ErrorCode::Disk, "write", Path::new(MEMORY_LOG), &e.into()))?;
+        self.memory.append(&row)
     }
 
     /// Records an evaluation and writes `eval_results.json`.
@@ -200,17 +247,45 @@ impl RunReport {
         self.state.save(folder)
     }
 
-    /// Writes the state and the loss curve.
+    /// Writes the state, the loss curve and the memory since the last row.
     ///
     /// # Errors
     /// A file cannot be written (exit 16).
-    pub fn finish(&self) -> Result<(), Failure> {
+    pub fn finish(&mut self, memory: Option<MemoryRow>) -> Result<(), Failure> {
+        if let Some(memory) = memory {
+            self.append_memory(&memory)?;
+        }
         self.state.save(&self.output)?;
         write_whole(
             &self.output.join(LOSS_CURVE),
             loss_curve(&self.curve).as_bytes(),
         )
     }
+}
+
+/// What TensorBoard shows of a logged step.
+fn scalars(record: &StepRecord) -> Vec<(&'static str, f64)> {
+    const TIME_TAGS: [&str; StepSplit::PARTS] = [
+        "time/data",
+        "time/forward",
+        "time/communication",
+        "time/backward",
+        "time/step",
+        "time/offload",
+    ];
+    let mut scalars = vec![
+        ("train/loss", record.loss),
+        ("train/learning_rate", record.lr),
+        ("train/grad_norm", record.grad_norm.unwrap_or(f64::NAN)),
+        ("train/epoch", record.epoch),
+        ("perf/tokens_per_second", record.tokens_per_second),
+        ("perf/step_seconds", record.times.step_seconds()),
+        ("perf/data_wait", record.times.data_wait()),
+        ("mem/device_peak_gib", gib(record.bytes.device)),
+        ("mem/host_rss_gib", gib(record.bytes.rss)),
+    ];
+    scalars.extend(TIME_TAGS.into_iter().zip(record.times.mean.values()));
+    scalars
 }
 
 fn gib(bytes: u64) -> f64 {
@@ -265,7 +340,15 @@ mod tests {
                 host: 2 << 20,
                 rss: 3 << 20,
             },
+            times: StepTimes::of(&[StepSplit::from_slice(&[0.1; 6]); 2], 1.0),
         }
+    }
+
+    fn memory(step: u64) -> Option<MemoryRow> {
+        Some(MemoryRow {
+            step,
+            ..MemoryRow::default()
+        })
     }
 
     fn eval(step: u64) -> EvalResults {
@@ -293,15 +376,18 @@ mod tests {
         let folder = tempfile::tempdir().expect("temp dir");
         let mut report = RunReport::open(&config(folder.path()), 4, 1.0, 0).expect("opened");
         for step in 1..=4 {
-            report.on_step(&record(step)).expect("written");
+            report
+                .on_step(&record(step), memory(step))
+                .expect("written");
         }
         report.on_eval(&eval(4)).expect("written");
-        report.finish().expect("written");
+        report.finish(None).expect("written");
         for name in [
             "trainer_log.jsonl",
             "trainer_state.json",
             EVAL_RESULTS,
             LOSS_CURVE,
+            MEMORY_LOG,
         ] {
             assert!(folder.path().join(name).is_file(), "{name}");
         }
@@ -333,20 +419,29 @@ mod tests {
         let folder = tempfile::tempdir().expect("temp dir");
         let mut report = RunReport::open(&config(folder.path()), 4, 1.0, 0).expect("opened");
         for step in 1..=3 {
-            report.on_step(&record(step)).expect("written");
+            report
+                .on_step(&record(step), memory(step))
+                .expect("written");
         }
-        report.finish().expect("written");
+        report.finish(None).expect("written");
         let mut report = RunReport::open(&config(folder.path()), 4, 1.0, 2).expect("opened");
         for step in 3..=4 {
-            report.on_step(&record(step)).expect("written");
+            report
+                .on_step(&record(step), memory(step))
+                .expect("written");
         }
-        report.finish().expect("written");
+        report.finish(None).expect("written");
         let steps: Vec<_> = rows(folder.path())
             .iter()
             .map(|row| row["current_steps"].as_u64())
             .collect();
         assert_eq!(steps, [1, 2, 3, 4].map(Some));
         assert_eq!(report.curve.len(), 4);
+        let steps: Vec<_> = jsonl::read(&folder.path().join(MEMORY_LOG))
+            .iter()
+            .map(|row| row["step"].as_u64())
+            .collect();
+        assert_eq!(steps, [1, 2, 3, 4].map(Some));
         let text = fs::read_to_string(folder.path().join("trainer_state.json")).expect("read");
         let state: serde_json::Value = serde_json::from_str(&text).expect("JSON");
         let history = state["log_history"].as_array().expect("rows");

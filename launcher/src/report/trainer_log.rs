@@ -1,18 +1,24 @@
 //! `trainer_log.jsonl`: one JSON object per logged step, with the fields LLaMA-Factory's tools read.
 
-use std::fs::{self, File, OpenOptions};
-use std::io::{ErrorKind, Write};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use super::curve::Point;
-use crate::exit::{ErrorCode, Failure};
+use super::jsonl::JsonLines;
+use crate::exit::Failure;
+use crate::monitor::split::{StepSplit, StepTimes};
 use crate::units::clock;
 
+/// File of the log.
+pub const TRAINER_LOG: &str = "trainer_log.jsonl";
+
+/// Digits of a second that are kept.
+const SECONDS: i32 = 6;
+
 /// Bytes of one rank.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct TierBytes {
     /// Peak on the device.
     pub device: u64,
@@ -23,7 +29,7 @@ pub struct TierBytes {
 }
 
 /// One row. Fields without a value are left out.
-#[derive(Debug, Clone, Copy, PartialEq, Default)]
+#[derive(Debug, Clone, PartialEq, Default)]
 pub struct LogRow {
     /// Steps done.
     pub current_steps: u64,
@@ -49,10 +55,12 @@ pub struct LogRow {
     pub total_tokens: u64,
     /// Bytes by tier.
     pub bytes: Option<TierBytes>,
+    /// Where the time of a step went.
+    pub times: Option<StepTimes>,
 }
 
 impl LogRow {
-    fn to_json(self) -> Value {
+    fn to_json(&self) -> Value {
         let percentage = 100.0 * self.current_steps as f64 / self.total_steps.max(1) as f64;
         let mut row = json!({
             "current_steps": self.current_steps,
@@ -90,6 +98,20 @@ impl LogRow {
             put("vram_allocated", rounded(gib, 2));
             put("vram_reserved", rounded(gib, 2));
         }
+        if let Some(times) = &self.times {
+            put("step_seconds", rounded(times.step_seconds(), SECONDS));
+            put("data_wait", rounded(times.data_wait(), 4));
+            let parts = StepSplit::NAMES.into_iter().zip(times.mean.values());
+            let parts = parts.map(|(name, value)| (name.to_owned(), rounded(value, SECONDS)));
+            put("seconds", Value::Object(parts.collect()));
+            let own = times.own.iter().map(|seconds| rounded(*seconds, SECONDS));
+            put("rank_seconds", own.collect());
+            if let Some(imbalance) = times.imbalance {
+                put("slowest_rank", imbalance.rank.into());
+                put("slowest_part", imbalance.part.into());
+                put("imbalance", rounded(imbalance.share, 4));
+            }
+        }
         row
     }
 }
@@ -111,8 +133,7 @@ fn rounded(value: f64, digits: i32) -> Value {
 /// The growing log file.
 #[derive(Debug)]
 pub struct TrainerLog {
-    path: PathBuf,
-    file: File,
+    file: JsonLines,
     points: Vec<Point>,
 }
 
@@ -122,39 +143,17 @@ impl TrainerLog {
     /// # Errors
     /// The file cannot be read or written.
     pub fn open(output: &Path, done_steps: u64) -> Result<Self, Failure> {
-        let path = output.join("trainer_log.jsonl");
-        let fail = |error: std::io::Error| Failure::io(ErrorCode::Disk, "write", &path, &error);
-        let old = match fs::read_to_string(&path) {
-            Ok(text) => text,
-            Err(error) if error.kind() == ErrorKind::NotFound => String::new(),
-            Err(error) => return Err(fail(error)),
+        let step = |row: &Value| row["current_steps"].as_u64();
+        let keep = |row: &Value| step(row).is_some_and(|step| step <= done_steps);
+        let (file, rows) = JsonLines::open(output.join(TRAINER_LOG), keep)?;
+        let point = |row: &Value| {
+            Some(Point {
+                step: step(row)?,
+                loss: row["loss"].as_f64()?,
+            })
         };
-        let mut kept = String::new();
-        let mut points = Vec::new();
-        for line in old.lines() {
-            // A row cut by a crash cannot be read and goes.
-            let Ok(row) = serde_json::from_str::<Value>(line) else {
-                continue;
-            };
-            let Some(step) = row["current_steps"]
-                .as_u64()
-                .filter(|step| *step <= done_steps)
-            else {
-                continue;
-            };
-            kept += line;
-            kept.push('\n');
-            points.extend(row["loss"].as_f64().map(|loss| Point { step, loss }));
-        }
-        if kept.len() != old.len() {
-            super::write_whole(&path, kept.as_bytes())?;
-        }
-        let file = OpenOptions::new()
-            .create(true)
-            .append(true)
-            .open(&path)
-            .map_err(fail)?;
-        Ok(Self { path, file, points })
+        let points = rows.iter().filter_map(point).collect();
+        Ok(Self { file, points })
     }
 
     /// Losses of the rows that were kept.
@@ -167,10 +166,7 @@ impl TrainerLog {
     /// # Errors
     /// The file cannot be written (exit 16).
     pub fn append(&mut self, row: &LogRow) -> Result<(), Failure> {
-        let line = format!("{}\n", row.to_json());
-        self.file
-            .write_all(line.as_bytes())
-            .map_err(|error| Failure::io(ErrorCode::Disk, "write", &self.path, &error))
+        self.file.append(&row.to_json())
     }
 }
 
@@ -196,6 +192,13 @@ mod tests {
                 host: 5,
                 rss: 7,
             }),
+            times: Some(StepTimes::of(
+                &[
+                    StepSplit::from_slice(&[0.1, 0.2, 0.5, 0.4, 0.1, 0.1]),
+                    StepSplit::from_slice(&[0.1, 0.2, 0.1, 0.8, 0.1, 0.1]),
+                ],
+                2.0,
+            )),
             ..LogRow::default()
         };
         assert_eq!(
@@ -205,7 +208,14 @@ mod tests {
                 "epoch": 0.25, "percentage": 25.0, "elapsed_time": "0:01:01", "remaining_time": "0:03:03",
                 "tokens_per_second": 1234.57, "throughput": 1234.57, "total_tokens": 75000,
                 "bytes": { "device": 1 << 30, "host": 5, "rss": 7 },
-                "vram_allocated": 1.0, "vram_reserved": 1.0
+                "vram_allocated": 1.0, "vram_reserved": 1.0,
+                "step_seconds": 0.7, "data_wait": 0.0714,
+                "seconds": {
+                    "data": 0.05, "forward": 0.1, "communication": 0.15, "backward": 0.3,
+                    "step": 0.05, "offload": 0.05
+                },
+                "rank_seconds": [0.45, 0.65],
+                "slowest_rank": 1, "slowest_part": "backward", "imbalance": 0.1818
             })
         );
     }
@@ -213,15 +223,16 @@ mod tests {
     #[test]
     fn a_torn_last_row_is_dropped() {
         let folder = tempfile::tempdir().expect("temp dir");
-        let path = folder.path().join("trainer_log.jsonl");
-        fs::write(&path, "{\"current_steps\":1,\"loss\":2.0}\n{\"current_st").expect("written");
+        let path = folder.path().join(TRAINER_LOG);
+        std::fs::write(&path, "{\"current_steps\":1,\"loss\":2.0}\n{\"current_st")
+            .expect("written");
         let mut log = TrainerLog::open(folder.path(), 9).expect("opened");
         log.append(&LogRow {
             current_steps: 2,
             ..LogRow::default()
         })
         .expect("written");
-        let text = fs::read_to_string(&path).expect("read");
+        let text = std::fs::read_to_string(&path).expect("read");
         assert_eq!(text.lines().count(), 2);
         assert_eq!(log.points().len(), 1);
     }

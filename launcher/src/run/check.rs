@@ -16,21 +16,41 @@ pub(super) fn check(
     limit: Option<usize>,
     processor: &Processor,
 ) -> Result<SampleSet, Failure> {
-    let (samples, images) = data::read(path, limit)?;
     let options = encode_options(config);
-    let verdicts = data::verdicts(path, &samples, &images, processor, &options);
+    let skip_bad = config.batch.skip_bad_samples;
+    check_samples(
+        path,
+        &config.model_dir(),
+        processor,
+        &options,
+        limit,
+        skip_bad,
+    )
+}
+
+/// As [`check`] with settings of its own.
+pub(crate) fn check_samples(
+    path: &Path,
+    model: &Path,
+    processor: &Processor,
+    options: &EncodeOptions,
+    limit: Option<usize>,
+    skip_bad: bool,
+) -> Result<SampleSet, Failure> {
+    let (samples, images) = data::read(path, limit)?;
+    let verdicts = data::verdicts(path, &samples, &images, processor, options);
     let bad: Vec<Problem> = verdicts
         .iter()
         .filter_map(|v| v.as_ref().err().cloned())
         .collect();
-    if !bad.is_empty() && !config.batch.skip_bad_samples {
+    if !bad.is_empty() && !skip_bad {
         let context = Context {
             path,
-            model: &config.model_dir(),
+            model,
             samples: &samples,
             images: &images,
             processor,
-            options: &options,
+            options,
         };
         return Err(problems::refusal(&context, &bad));
     }

@@ -3,19 +3,19 @@
 use super::check::encode_options;
 use super::failures;
 use super::session::Session;
-use crate::exit::{ErrorCode, Failure};
+use crate::exit::Failure;
+use crate::generate::answers::{self, Question, sample_failure};
 use engine::PassKind;
 use engine::comm::Tag;
 use models::autograd::Tape;
-use models::minicpm::sample::PlaceholderStyle;
-use models::minicpm::{GenerateOptions, generate};
+use models::generate::{GenerateOptions, Prompt, Sampling, generate};
 use models::{ModelError, SampleInput, VisionLanguageModel};
 use std::cell::Cell;
 
 /// Held-out samples whose answers are generated; the loss always covers all of them.
 const GENERATED_SAMPLES: usize = 200;
-/// Longest generated answer beyond the reference answer's own length.
-const EXTRA_ANSWER_TOKENS: usize = 8;
+/// Of these the answers are kept for reports.
+const SHOWN_SAMPLES: usize = 12;
 
 /// Mean loss per supervised token over the held-out samples. Each sample is a pass of its own, and
 /// the sums are added in index order in f64: the result has the same bits for every world size.
@@ -63,8 +63,9 @@ fn forward(session: &Session<'_>, samples: &[SampleInput<'_>]) -> Result<(f64, u
     run().map_err(|e| failures::model("evaluate", &e))
 }
 
-/// Share of held-out answers that are generated exactly.
-pub(super) fn exact_match(session: &Session<'_>) -> Result<Option<f64>, Failure> {
+/// Share of held-out answers that are generated exactly; what the first samples were answered is
+/// left in the run's folder.
+pub(super) fn exact_match(session: &Session<'_>, step: u64) -> Result<Option<f64>, Failure> {
     let Some(set) = &session.eval else {
         return Ok(None);
     };
@@ -75,75 +76,47 @@ pub(super) fn exact_match(session: &Session<'_>) -> Result<Option<f64>, Failure>
     let per_batch = session.config.batch.eval_batch.max(1);
     let rounds = count.div_ceil(world.size).div_ceil(per_batch);
     let (mut right, mut asked) = (0f64, 0f64);
+    let mut shown = Vec::new();
     for round in 0..rounds {
         let from = (round * per_batch).min(own.len());
         let to = ((round + 1) * per_batch).min(own.len());
-        let mut prompts = Vec::new();
-        let mut answers = Vec::new();
-        let mut longest = 0;
-        for index in &own[from..to] {
-            let sample = &set.samples[*index];
-            let style = PlaceholderStyle::Training;
-            let prompt = session
-                .processor
-                .encode_prompt(sample, &set.images, &options, style)
-                .map_err(|e| sample_failure(*index, &e))?;
-            let answer = sample.answer().unwrap_or_default().trim().to_owned();
-            let tokens = session
-                .processor
-                .tokenizer()
-                .encode(&answer)
-                .map_err(|e| sample_failure(*index, &e))?;
-            longest = longest.max(tokens.len());
-            prompts.push(prompt);
-            answers.push(answer);
-        }
-        let longest = agree_on_longest(session, longest)?;
-        let inputs: Vec<SampleInput<'_>> = prompts.iter().map(SampleInput::from).collect();
-        for (tokens, answer) in decode(session, &inputs, longest)?.iter().zip(&answers) {
-            let text = session
-                .processor
-                .decode(tokens)
-                .map_err(|e| sample_failure(0, &e))?;
-            right += f64::from(text.trim() == answer);
+        let questions = own[from..to]
+            .iter()
+            .map(|i| {
+                let sample = &set.samples[*i];
+                Question::new(&session.processor, sample, &set.images, *i, &options)
+            })
+            .collect::<Result<Vec<_>, Failure>>()?;
+        for (question, tokens) in questions.iter().zip(decode(session, &questions)?) {
+            let answer = question.judge(&session.processor, &tokens)?;
+            right += f64::from(answer.exact);
             asked += 1.0;
+            if answer.index < SHOWN_SAMPLES {
+                shown.push(answer);
+            }
         }
     }
     let all = session
         .comm
         .all_gather_f64(&[right, asked], Tag::new("eval-match", 0))
         .map_err(|e| failures::comm(&e))?;
+    answers::keep(&*session.comm, &session.config.output, step, &shown)?;
     let total: f64 = all.iter().map(|r| r[1]).sum();
     Ok(Some(all.iter().map(|r| r[0]).sum::<f64>() / total.max(1.0)))
 }
 
-fn agree_on_longest(session: &Session<'_>, own: usize) -> Result<usize, Failure> {
-    let all = session
-        .comm
-        .all_gather_f64(&[own as f64], Tag::new("eval-length", 0))
-        .map_err(|e| failures::comm(&e))?;
-    Ok(all.iter().map(|r| r[0] as usize).max().unwrap_or(0) + EXTRA_ANSWER_TOKENS)
-}
-
 /// Every rank runs the same number of passes, however soon its own answers end.
-fn decode(
-    session: &Session<'_>,
-    prompts: &[SampleInput<'_>],
-    max_new_tokens: usize,
-) -> Result<Vec<Vec<i32>>, Failure> {
+fn decode(session: &Session<'_>, questions: &[Question]) -> Result<Vec<Vec<i32>>, Failure> {
     let options = GenerateOptions {
-        max_new_tokens,
-        eos_id: session.processor.eos_id(),
+        sampling: Sampling::GREEDY,
+        stop_ids: session.processor.stop_ids(),
     };
+    let prompts: Vec<Prompt<'_>> = questions.iter().map(Question::prompt).collect();
     let open = Cell::new(false);
-    let close = || -> Result<(), ModelError> {
+    let mut anyone_left = |left: bool| -> Result<bool, ModelError> {
         if open.replace(false) {
             session.zero.end_pass()?;
         }
-        Ok(())
-    };
-    let mut anyone_left = |left: bool| -> Result<bool, ModelError> {
-        close()?;
         let left = f64::from(left);
         let all = session
             .comm
@@ -161,21 +134,9 @@ fn decode(
     generate(
         &session.model,
         &session.zero,
-        prompts,
-        options,
+        &prompts,
+        &options,
         &mut anyone_left,
     )
-    .and_then(|answers| {
-        close()?;
-        Ok(answers)
-    })
     .map_err(|e| failures::model("generate answers", &e))
-}
-
-fn sample_failure(index: usize, error: &dyn std::error::Error) -> Failure {
-    Failure::new(
-        ErrorCode::DataFile,
-        format!("held-out sample {index} cannot be used"),
-        failures::chain(error),
-    )
 }

@@ -10,7 +10,7 @@ use models::{ModelError, WeightError};
 use std::error::Error;
 use std::path::Path;
 
-pub(super) use crate::data::chain;
+pub(crate) use crate::data::chain;
 
 pub(super) fn engine(doing: &str, error: &EngineError) -> Failure {
     match error {
@@ -45,7 +45,7 @@ pub(super) fn selection(flag: &str, error: &ModelError) -> Failure {
     )
 }
 
-pub(super) fn model(doing: &str, error: &ModelError) -> Failure {
+pub(crate) fn model(doing: &str, error: &ModelError) -> Failure {
     match error {
         ModelError::Engine(inner) => engine(doing, inner),
         ModelError::Kernel(inner) => kernel(doing, inner),
@@ -66,7 +66,7 @@ pub(super) fn model(doing: &str, error: &ModelError) -> Failure {
     }
 }
 
-pub(super) fn kernel(doing: &str, error: &KernelError) -> Failure {
+pub(crate) fn kernel(doing: &str, error: &KernelError) -> Failure {
     match error {
         KernelError::OutOfMemory {
             pool,
@@ -185,7 +185,7 @@ fn names(parts: &[(String, usize)]) -> String {
     parts.join(", ")
 }
 
-pub(super) fn comm(error: &CommError) -> Failure {
+pub(crate) fn comm(error: &CommError) -> Failure {
     match error {
         CommError::Rendezvous {
             arrived,
@@ -261,7 +261,7 @@ pub(super) fn checkpoint(doing: &str, error: &CheckpointError) -> Failure {
     }
 }
 
-pub(super) fn weights(error: &WeightError) -> Failure {
+pub(crate) fn weights(error: &WeightError) -> Failure {
     super::weight_files::report(error)
 }
 

@@ -1,18 +1,23 @@
 //! Whether the run fits, decided before a weight is read.
 
+use super::check::encode_options;
 use super::failures;
 use super::setup::keeps;
 use super::trainer::dropout;
 use crate::config::RunConfig;
+use crate::data::{self, SampleSet};
 use crate::exit::{ErrorCode, Failure};
+use crate::generate::answers::Question;
 use crate::memory;
-use crate::ui::{PlanEvent, PlanPart};
+use crate::ui::{Event, PlanEvent, PlanPart};
 use crate::units::bytes as format_bytes;
 use engine::{
     EngineError, Lease, LeaseOwner, ModelSpec, ParamAccess, ParamId, Phase, Plan, UnitId,
 };
-use kernels::{Backend, DType, NullBackend, Pool, PoolStats, Tag, Tensor};
+use kernels::{Backend, DType, NullBackend, Pool, Tag, Tensor};
 use models::autograd::Tape;
+use models::generate::{Prompt, cache_bytes};
+use models::minicpm::processor::Processor;
 use models::minicpm::sample::EncodedSample;
 use models::{ModelError, SampleInput, VisionLanguageModel};
 use std::sync::Arc;
@@ -76,25 +81,99 @@ pub(super) fn activation_bytes(
     samples: &[EncodedSample],
 ) -> Result<u64, Failure> {
     let samples: Vec<SampleInput<'_>> = samples.iter().map(SampleInput::from).collect();
-    let measure = || -> Result<PoolStats, ModelError> {
-        let pool = Pool::new("null", None);
-        let backend: Arc<dyn Backend> = Arc::new(NullBackend::new(pool.clone()));
-        let access = NullParams {
-            backend,
-            spec: model.spec(),
-            dtype: model.dtype(),
-        };
-        let batch = model.collate(&samples, &*access.backend)?;
+    measure(model, |access| {
+        let batch = model.collate(&samples, &**access.backend())?;
         let keep = |unit| keeps(config, model, unit);
-        let mut tape = Tape::training(&access).with_stored(&keep);
-        if let Some(state) = dropout(config, &vec![0; samples.len()], &samples, &*access.backend)? {
+        let mut tape = Tape::training(access).with_stored(&keep);
+        let keys = vec![0; samples.len()];
+        if let Some(state) = dropout(config, &keys, &samples, &**access.backend())? {
             tape = tape.with_dropout(state);
         }
         let loss = model.forward(&tape, &batch)?;
-        tape.backward(&loss, 1.0)?;
-        Ok(pool.stats())
+        tape.backward(&loss, 1.0)
+    })
+}
+
+/// The same of an evaluation: of the loss of the longest held-out sample, and of answers to as many of the longest
+/// questions as a batch holds, their cache included.
+pub(super) fn evaluation_bytes(
+    config: &RunConfig,
+    model: &dyn VisionLanguageModel,
+    processor: &Processor,
+    held_out: &SampleSet,
+) -> Result<u64, Failure> {
+    let options = encode_options(config);
+    let order = held_out.by_size();
+    let longest = data::encode_in_order(
+        &held_out.samples,
+        &held_out.images,
+        processor,
+        &options,
+        &order,
+        1,
+    )?;
+    let samples: Vec<SampleInput<'_>> = longest.iter().map(SampleInput::from).collect();
+    let loss = measure(model, |access| {
+        let batch = model.collate(&samples, &**access.backend())?;
+        model.forward(&Tape::inference(access), &batch).map(drop)
+    })?;
+    let questions = order.iter().take(config.batch.eval_batch).map(|i| {
+        let sample = &held_out.samples[*i];
+        Question::new(processor, sample, &held_out.images, *i, &options)
+    });
+    let questions: Vec<Question> = questions.collect::<Result<_, _>>()?;
+    let prompts: Vec<Prompt<'_>> = questions.iter().map(Question::prompt).collect();
+    let inputs: Vec<SampleInput<'_>> = prompts.iter().map(|prompt| prompt.input).collect();
+    let first_pass = measure(model, |access| {
+        let batch = model.collate(&inputs, &**access.backend())?;
+        let logits = model.next_token_logits(&Tape::inference(access), &batch);
+        logits.map(drop)
+    })?;
+    Ok(loss.max(first_pass + cache_bytes(model.cache_shape(), &prompts)))
+}
+
+/// Halves the batch of the evaluation until it needs no more than `training` bytes; returns what it needs then.
+pub(super) fn fit_evaluation(
+    config: &mut RunConfig,
+    model: &dyn VisionLanguageModel,
+    processor: &Processor,
+    held_out: &SampleSet,
+    training: u64,
+    show: &mut dyn FnMut(Event),
+) -> Result<u64, Failure> {
+    let asked = config.batch.eval_batch;
+    loop {
+        let need = evaluation_bytes(config, model, processor, held_out)?;
+        if need > training && config.batch.eval_batch > 1 {
+            config.batch.eval_batch /= 2;
+            continue;
+        }
+        if config.batch.eval_batch < asked {
+            show(Event::Info {
+                label: "eval".into(),
+                text: format!(
+                    "answers in batches of {}, not {asked}: more would need more memory than training",
+                    config.batch.eval_batch
+                ),
+            });
+        }
+        return Ok(need);
+    }
+}
+
+/// Peak bytes of activations and workspace of `pass` on a device that computes nothing.
+fn measure(
+    model: &dyn VisionLanguageModel,
+    pass: impl FnOnce(&dyn ParamAccess) -> Result<(), ModelError>,
+) -> Result<u64, Failure> {
+    let pool = Pool::new("null", None);
+    let access = NullParams {
+        backend: Arc::new(NullBackend::new(pool.clone())),
+        spec: model.spec(),
+        dtype: model.dtype(),
     };
-    let stats = measure().map_err(|e| failures::model("measure activations", &e))?;
+    pass(&access).map_err(|e| failures::model("measure activations", &e))?;
+    let stats = pool.stats();
     Ok(stats.tag(Tag::Activations).peak + stats.tag(Tag::Workspace).peak)
 }
 

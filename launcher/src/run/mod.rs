@@ -3,10 +3,10 @@
 
 mod advice;
 mod batch;
-mod check;
+pub(crate) mod check;
 mod evaluate;
 mod export;
-mod failures;
+pub(crate) mod failures;
 mod fit;
 mod numeric;
 mod place;
@@ -18,7 +18,7 @@ mod stall;
 mod trainer;
 mod weight_files;
 
-use crate::config::{RunConfig, Task};
+use crate::config::{Cadence, RunConfig, Task};
 use crate::exit::Failure;
 use crate::job::Advice;
 use crate::rank::{RunSummary, StopFlag};
@@ -53,7 +53,14 @@ pub(crate) fn prepare(
         config.first_samples.truncate(config.global_batch());
     }
     let worst = check::largest(&train, config, &setup.processor)?;
-    let activations = fit::activation_bytes(config, &setup.model, &worst)?;
+    let mut activations = fit::activation_bytes(config, &setup.model, &worst)?;
+    if let Some(held_out) = &eval
+        && config.eval != Cadence::Never
+    {
+        let (model, processor) = (&setup.model, &setup.processor);
+        let need = fit::fit_evaluation(config, model, processor, held_out, activations, show)?;
+        activations = activations.max(need);
+    }
     let plan = setup.plan(config)?;
     let total_steps = config.total_steps(train.samples.len());
     resume::check(config, &plan, train.samples.len(), total_steps)?;

@@ -12,7 +12,7 @@ use crate::exit::{ErrorCode, Failure};
 use crate::rank_env::RankEnv;
 use crate::ui::{Event, Reporter, TrainRow};
 use engine::comm::shm::{self, ShmOptions};
-use engine::comm::{Communicator, Tag as CommTag, World, threads};
+use engine::comm::{Communicator, World, threads};
 use engine::{OptimizerConfig, ParamId, Tiers, Zero};
 use kernels::{Backend, CpuBackend, DType, Pool};
 use models::minicpm::MiniCpm;
@@ -41,8 +41,6 @@ pub(super) struct Session<'a> {
     pub(super) zero: Zero,
     pub(super) train: Arc<SampleSet>,
     pub(super) eval: Option<SampleSet>,
-    /// Samples of the first update.
-    pub(super) first_samples: Vec<usize>,
     pub(super) reporter: Reporter,
     /// The micro-batch at hand, while there is one.
     pub(super) place: Option<Place>,
@@ -87,7 +85,6 @@ impl<'a> Session<'a> {
             processor,
             weights,
         } = setup;
-        let first_samples = share(env, &*comm, &config.first_samples)?;
         let device = Pool::new("device", config.device_memory_limit);
         let host_share = config
             .host_memory_limit
@@ -115,7 +112,6 @@ impl<'a> Session<'a> {
             zero,
             train: Arc::new(train),
             eval,
-            first_samples,
             reporter,
             place: None,
             step_losses: Vec::new(),
@@ -185,15 +181,6 @@ impl<'a> Session<'a> {
             .and_then(|w| w.dtype(name))
             .unwrap_or(DType::F32)
     }
-
-    /// Peak bytes of this rank by tier.
-    pub(super) fn peaks(&self) -> crate::report::TierBytes {
-        crate::report::TierBytes {
-            device: self.zero.device_pool().stats().peak,
-            host: self.zero.host_pool().stats().peak,
-            rss: crate::memory::process().rss_bytes,
-        }
-    }
 }
 
 fn meet(
@@ -228,25 +215,6 @@ fn meet(
         seconds: started.elapsed().as_secs_f64(),
     });
     Ok(comm)
-}
-
-/// What rank 0 knows. Under another launcher it alone has checked the data; our supervisor tells all ranks.
-fn share(env: &RankEnv, comm: &dyn Communicator, own: &[usize]) -> Result<Vec<usize>, Failure> {
-    if env.is_supervised() {
-        return Ok(own.to_vec());
-    }
-    let gather = |values: &[f64]| {
-        let all = comm.all_gather_f64(values, CommTag::new("order", 0));
-        all.map_err(|e| failures::comm(&e))
-    };
-    let count = gather(&[own.len() as f64])?[0][0] as usize;
-    if count == 0 {
-        return Ok(Vec::new());
-    }
-    let mut values: Vec<f64> = own.iter().map(|i| *i as f64).collect();
-    values.resize(count, 0.0);
-    let all = gather(&values)?;
-    Ok(all[0].iter().map(|i| *i as usize).collect())
 }
 
 /// The path that a user writes: of the module, also for its adapter.

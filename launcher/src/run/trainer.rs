@@ -9,6 +9,8 @@ use super::{evaluate, failures, resume, save};
 use crate::config::{Cadence, RunConfig, Scheduler, Workers};
 use crate::data::{Loader, LoaderOptions, Sampler};
 use crate::exit::{ErrorCode, Failure};
+use crate::monitor::split::StepTimes;
+use crate::monitor::{Monitor, Phase};
 use crate::rank::{RunSummary, StopFlag};
 use crate::report::{EvalResults, RunReport, StepRecord};
 use crate::ui::{EvalEvent, Event, ResumeEvent, StepEvent};
@@ -20,7 +22,7 @@ use models::minicpm::sample::EncodedSample;
 use models::{ModelError, SampleInput, VisionLanguageModel};
 use optim::{Schedule, ScheduleKind};
 use serde_json::json;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 /// Updates in a row that may be skipped for non-finite values before the run ends.
 const MAX_SKIPPED_IN_A_ROW: u32 = 20;
@@ -40,8 +42,6 @@ struct Window {
     loss: f64,
     updates: u64,
     tokens: u64,
-    waited: Duration,
-    step_seconds: f64,
 }
 
 impl Window {
@@ -51,8 +51,6 @@ impl Window {
             loss: 0.0,
             updates: 0,
             tokens: 0,
-            waited: Duration::ZERO,
-            step_seconds: 0.0,
         }
     }
 }
@@ -73,10 +71,11 @@ pub(super) fn train(session: &mut Session<'_>, stop: &StopFlag) -> Result<RunSum
     let sampler = sampler(
         session.config,
         session.train.samples.len(),
-        &session.first_samples,
+        &session.config.first_samples,
     );
     let total_steps = session.config.total_steps(session.train.samples.len());
     let mut progress = progress_from(session, total_steps)?;
+    let mut monitor = Monitor::new(&session.zero);
     let epochs = sampler.epochs_after(total_steps);
     let mut report = match session.comm.world().rank {
         0 => Some(RunReport::open(
@@ -89,7 +88,8 @@ pub(super) fn train(session: &mut Session<'_>, stop: &StopFlag) -> Result<RunSum
     };
     if session.resumed.is_none() && session.config.eval != Cadence::Never {
         let before = evaluate::loss(session)?;
-        progress.exact_match_before = evaluate::exact_match(session)?;
+        progress.exact_match_before = evaluate::exact_match(session, progress.done)?;
+        monitor.end(Phase::Eval, &session.zero);
         if let Some(loss) = before {
             show_eval(session, &progress, loss, None);
         }
@@ -103,7 +103,7 @@ pub(super) fn train(session: &mut Session<'_>, stop: &StopFlag) -> Result<RunSum
     let mut window = Window::new();
     while progress.done < total_steps {
         let lr = schedule.lr(progress.done);
-        let step = one_step(session, &mut loader, lr, &mut window)?;
+        let step = one_step(session, &mut loader, lr, &mut window, &mut monitor)?;
         progress.done += 1;
         account(session, &mut progress, &step, &mut window)?;
         let epoch_ended = sampler.epoch_ended(progress.done);
@@ -119,6 +119,7 @@ pub(super) fn train(session: &mut Session<'_>, stop: &StopFlag) -> Result<RunSum
                 lr,
                 epoch,
                 &mut window,
+                &mut monitor,
             )?;
         } else {
             let total = total_steps;
@@ -131,19 +132,22 @@ pub(super) fn train(session: &mut Session<'_>, stop: &StopFlag) -> Result<RunSum
         }
         let stopping = anyone(session, stop.is_set())?;
         // Who stops a run may not wait for an evaluation: the state is saved first, and at once.
+        monitor.begin(&session.zero);
         if due(session.config.eval) && !(stopping && progress.done < total_steps) {
             evaluate_now(session, report.as_mut(), &mut progress, &sampler)?;
+            monitor.end(Phase::Eval, &session.zero);
         }
         if due(session.config.save) || stopping {
             save_now(session, report.as_ref(), &mut progress)?;
+            monitor.end(Phase::Save, &session.zero);
         }
         if stopping && progress.done < total_steps {
             progress.summary.interrupted = true;
             break;
         }
     }
-    if let Some(report) = &report {
-        report.finish()?;
+    if let Some(report) = &mut report {
+        report.finish(monitor.take_memory(progress.done, Vec::new()))?;
     }
     progress.summary.steps = progress.done;
     Ok(progress.summary)
@@ -241,11 +245,11 @@ fn one_step(
     loader: &mut Loader<Prepared, Failure>,
     lr: f64,
     window: &mut Window,
+    monitor: &mut Monitor,
 ) -> Result<StepReport, Failure> {
-    let started = Instant::now();
+    monitor.begin(&session.zero);
     session.step_losses.clear();
     for _ in 0..session.config.batch.accumulation_steps {
-        let waiting = Instant::now();
         let prepared = loader.next().ok_or_else(|| {
             Failure::new(
                 ErrorCode::Panic,
@@ -253,13 +257,13 @@ fn one_step(
                 "the loader has no batch left",
             )
         })??;
-        window.waited += waiting.elapsed();
+        monitor.end(Phase::Data, &session.zero);
         let batch = prepared.batch;
         let indices = batch.indices.clone();
         let place = Place::new(prepared.step, prepared.micro_step, indices, &batch.samples);
         window.tokens += place.tokens.iter().sum::<usize>() as u64;
         session.place = Some(place.clone());
-        let loss = micro_batch(session, &batch)?;
+        let loss = micro_batch(session, &batch, monitor)?;
         session.step_losses.push((place, loss));
     }
     let report = session
@@ -267,15 +271,19 @@ fn one_step(
         .step(lr)
         .map_err(|e| failures::engine("update weights", &e))?;
     session.place = None;
-    window.step_seconds += started.elapsed().as_secs_f64();
+    monitor.end(Phase::Step, &session.zero);
     Ok(report)
 }
 
 /// Trains on one micro-batch; returns the sum of its token losses on this rank.
-fn micro_batch(session: &mut Session<'_>, prepared: &Prepared) -> Result<f64, Failure> {
+fn micro_batch(
+    session: &mut Session<'_>,
+    prepared: &Prepared,
+    monitor: &mut Monitor,
+) -> Result<f64, Failure> {
     let inputs: Vec<SampleInput<'_>> = prepared.samples.iter().map(SampleInput::from).collect();
     session.zero.begin_pass(PassKind::Train);
-    let run = || -> Result<(f64, usize), ModelError> {
+    let mut run = || -> Result<(f64, usize), ModelError> {
         let batch = session.model.collate(&inputs, &*session.backend)?;
         let keep = |unit| keeps(session.config, &session.model, unit);
         let mut tape = Tape::training(&session.zero).with_stored(&keep);
@@ -285,6 +293,7 @@ fn micro_batch(session: &mut Session<'_>, prepared: &Prepared) -> Result<f64, Fa
         }
         let loss = session.model.forward(&tape, &batch)?;
         let sums = (loss.sum()?, loss.supervised);
+        monitor.end(Phase::Forward, &session.zero);
         tape.backward(&loss, 1.0)?;
         Ok(sums)
     };
@@ -293,6 +302,7 @@ fn micro_batch(session: &mut Session<'_>, prepared: &Prepared) -> Result<f64, Fa
         .zero
         .end_micro_batch(sum, supervised as u64)
         .map_err(|e| failures::engine("train", &e))?;
+    monitor.end(Phase::Backward, &session.zero);
     Ok(sum)
 }
 
@@ -352,16 +362,16 @@ fn log(
     lr: f64,
     epoch: f64,
     window: &mut Window,
+    monitor: &mut Monitor,
 ) -> Result<(), Failure> {
-    let sums = session
-        .comm
-        .all_gather_f64(&[window.tokens as f64], Tag::new("tokens", 0))
+    let gathered = monitor
+        .gather(window.tokens, &*session.comm)
         .map_err(|e| failures::comm(&e))?;
-    let tokens: f64 = sums.iter().map(|r| r[0]).sum();
+    let tokens: f64 = gathered.tokens.iter().sum();
     let seconds = window.started.elapsed().as_secs_f64().max(1e-9);
     let done = std::mem::replace(window, Window::new());
     let updates = done.updates.max(1) as f64;
-    let bytes = session.peaks();
+    let bytes = monitor.peaks();
     let grad_norm = step.applied.then_some(step.grad_norm);
     progress.total_tokens += tokens as u64;
     let record = StepRecord {
@@ -373,10 +383,13 @@ fn log(
         tokens_per_second: tokens / seconds,
         total_tokens: progress.total_tokens,
         bytes,
+        times: StepTimes::of(&gathered.splits, updates),
     };
     let mut remaining_seconds = 0.0;
+    let mut notices = Vec::new();
+    let memory = monitor.take_memory(progress.done, gathered.peaks);
     if let Some(report) = report {
-        report.on_step(&record)?;
+        notices = report.on_step(&record, memory)?;
         remaining_seconds = report.remaining_seconds(progress.done);
     }
     session.reporter.emit(&Event::Step(StepEvent {
@@ -386,13 +399,16 @@ fn log(
         lr,
         grad_norm,
         tokens_per_second: record.tokens_per_second,
-        step_seconds: done.step_seconds / updates,
-        data_wait: done.waited.as_secs_f64() / done.step_seconds.max(1e-9),
+        step_seconds: record.times.step_seconds(),
+        data_wait: record.times.data_wait(),
         device_peak_bytes: bytes.device,
         host_bytes: bytes.host,
         skipped: !step.applied,
         remaining_seconds,
     }));
+    for notice in notices {
+        session.reporter.emit(&notice);
+    }
     Ok(())
 }
 
@@ -425,7 +441,7 @@ fn evaluate_now(
     let Some(eval_loss) = evaluate::loss(session)? else {
         return Ok(());
     };
-    let exact_match = evaluate::exact_match(session)?;
+    let exact_match = evaluate::exact_match(session, progress.done)?;
     show_eval(session, progress, eval_loss, exact_match);
     progress.summary.eval_loss = Some(eval_loss);
     progress.summary.exact_match = exact_match;

@@ -77,7 +77,8 @@ impl Language {
         tape.observe("inputs_embeds", &x);
         for (i, (unit, block)) in self.blocks.iter().enumerate() {
             [x] = tape.segment(*unit, [&x], move |scope, [x]| {
-                Ok([block.forward(scope, x, &batch.sequences, &batch.rotary)?])
+                let cache = batch.cache.as_ref().map(|pass| pass.layer(i));
+                Ok([block.forward(scope, x, &batch.sequences, &batch.rotary, cache)?])
             })?;
             tape.observe(format_args!("hidden.{i}"), &x);
         }

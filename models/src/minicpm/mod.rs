@@ -2,7 +2,6 @@
 
 pub mod config;
 pub mod data;
-mod generate;
 mod init;
 mod labels;
 mod language;
@@ -19,5 +18,4 @@ mod vision;
 #[cfg(test)]
 mod tests;
 
-pub use generate::{GenerateOptions, generate};
 pub use model::{MiniCpm, MiniCpmOptions};

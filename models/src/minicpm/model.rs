@@ -11,6 +11,7 @@ use super::vision::VisionTower;
 use crate::autograd::{Loss, Tape, Var};
 use crate::batch::{Batch, VisionBatch};
 use crate::error::{ModelError, Result};
+use crate::generate::CacheShape;
 use crate::lora::LoraConfig;
 use crate::nn::Rotary;
 use crate::ops::Sequences;
@@ -327,7 +328,39 @@ impl VisionLanguageModel for MiniCpm {
             last_rows: upload(backend, &last_rows, &[last_rows.len()])?,
             vision: self.vision_batch(samples, &starts, backend)?,
             sequences: Sequences::own(starts, true),
+            cache: None,
         })
+    }
+
+    fn collate_next(
+        &self,
+        tokens: &[i32],
+        positions: &[i32],
+        backend: &dyn Backend,
+    ) -> Result<Batch> {
+        let count = tokens.len();
+        let rows: Vec<i32> = (0..count as i32).collect();
+        Ok(Batch {
+            input_ids: upload(backend, tokens, &[count])?,
+            labels: upload(backend, &vec![IGNORED_LABEL; count], &[count])?,
+            supervised: 0,
+            rotary: self.rotary(positions, backend)?,
+            positions: positions.into(),
+            last_rows: upload(backend, &rows, &[count])?,
+            vision: None,
+            sequences: Sequences::own((0..=count).collect(), true),
+            cache: None,
+        })
+    }
+
+    fn cache_shape(&self) -> CacheShape {
+        let language = &self.config.language;
+        CacheShape {
+            layers: language.num_layers,
+            kv_heads: language.num_kv_heads,
+            head_dim: language.head_dim,
+            dtype: self.options.dtype,
+        }
     }
 
     fn forward<'m>(&'m self, tape: &Tape<'_, 'm>, batch: &'m Batch) -> Result<Loss> {

@@ -306,9 +306,18 @@ impl Processor {
         &self.tokenizer
     }
 
-    /// Id of the end-of-sequence token, after which generation stops.
+    /// Id of the end-of-sequence token.
     pub fn eos_id(&self) -> i32 {
         self.ids.eos
+    }
+
+    /// Ids of the tokens that end an answer: the end of the sequence, of a turn and of a text.
+    pub fn stop_ids(&self) -> Vec<i32> {
+        let mut ids = vec![self.ids.eos, self.ids.turn_end];
+        ids.extend(self.tokenizer.id("<|endoftext|>").ok());
+        ids.sort_unstable();
+        ids.dedup();
+        ids
     }
 
     /// Text of `ids`, special tokens left out.

@@ -3,9 +3,10 @@
 use super::config::{Family, LanguageConfig, MiniCpmConfig, SlicingConfig, VisionConfig};
 use super::processor::Normalization;
 use super::slicing::Slice;
-use super::{GenerateOptions, MiniCpm, MiniCpmOptions, generate};
+use super::{MiniCpm, MiniCpmOptions};
 use crate::autograd::{AccessEvent, Dropout, ResidentParams, Tape};
 use crate::error::ModelError;
+use crate::generate::{GenerateOptions, Prompt, Sampling, cache_bytes, generate};
 use crate::lora::{LoraConfig, LoraTargets};
 use crate::selection::Selection;
 use crate::{SampleInput, Tower, VisionLanguageModel};
@@ -476,28 +477,44 @@ fn samples_that_do_not_fit_are_named() {
     assert!(!broken(&|s| s.labels.clear()));
 }
 
+fn prompts(samples: &[Sample], max_new_tokens: usize) -> Vec<Prompt<'_>> {
+    let numbered = samples.iter().zip(0..);
+    numbered
+        .map(|(sample, index)| Prompt {
+            input: sample.input(),
+            index,
+            max_new_tokens,
+        })
+        .collect()
+}
+
+fn greedy(stop_id: i32) -> GenerateOptions {
+    GenerateOptions {
+        sampling: Sampling::GREEDY,
+        stop_ids: vec![stop_id],
+    }
+}
+
 #[test]
 fn greedy_decoding_follows_the_largest_logit_until_the_end_token() {
     let model = MiniCpm::new(config(), options(DType::F32)).unwrap();
     let access = resident(&model);
-    let prompts = [Sample::new(&[(2, 3)], 3), Sample::new(&[], 4)];
-    let inputs: Vec<SampleInput<'_>> = prompts.iter().map(Sample::input).collect();
-    let run = |eos_id: i32, asked: &mut usize| {
-        let limits = GenerateOptions {
-            max_new_tokens: 5,
-            eos_id,
-        };
-        generate(&model, &access, &inputs, limits, &mut |left| {
-            *asked += 1;
+    let samples = [Sample::new(&[(2, 3)], 3), Sample::new(&[], 4)];
+    let asked = prompts(&samples, 5);
+    let run = |stop_id: i32, rounds: &mut usize| {
+        generate(&model, &access, &asked, &greedy(stop_id), &mut |left| {
+            *rounds += usize::from(left);
             Ok(left)
         })
         .unwrap()
     };
-    let mut asked = 0;
-    let free = run(-1, &mut asked);
-    assert_eq!((free[0].len(), free[1].len(), asked), (5, 5, 5));
+    let mut rounds = 0;
+    let free = run(-1, &mut rounds);
+    assert_eq!((free[0].len(), free[1].len(), rounds), (5, 5, 5));
     // The first token by hand.
-    let batch = model.collate(&inputs[..1], &**access.backend()).unwrap();
+    let batch = model
+        .collate(&[asked[0].input], &**access.backend())
+        .unwrap();
     let tape = Tape::inference(&access);
     let logits = model
         .full_logits(&tape, &batch)
@@ -513,15 +530,29 @@ fn greedy_decoding_follows_the_largest_logit_until_the_end_token() {
 }
 
 #[test]
+fn answers_have_limits_of_their_own() {
+    let model = MiniCpm::new(config(), options(DType::F32)).unwrap();
+    let access = resident(&model);
+    let samples = [
+        Sample::new(&[], 4),
+        Sample::new(&[(2, 3)], 3),
+        Sample::new(&[], 6),
+    ];
+    let mut asked = prompts(&samples, 7);
+    let free = generate(&model, &access, &asked, &greedy(-1), &mut Ok).unwrap();
+    (asked[0].max_new_tokens, asked[1].max_new_tokens) = (0, 3);
+    let limited = generate(&model, &access, &asked, &greedy(-1), &mut Ok).unwrap();
+    assert!(limited[0].is_empty());
+    assert_eq!(limited[1], free[1][..3]);
+    assert_eq!(limited[2], free[2]);
+}
+
+#[test]
 fn a_rank_without_prompts_keeps_step() {
     let model = MiniCpm::new(config(), options(DType::F32)).unwrap();
     let access = resident(&model);
-    let limits = GenerateOptions {
-        max_new_tokens: 9,
-        eos_id: 1,
-    };
     let mut rounds = 0;
-    let answers = generate(&model, &access, &[], limits, &mut |left| {
+    let answers = generate(&model, &access, &[], &greedy(1), &mut |left| {
         assert!(!left);
         rounds += 1;
         Ok(rounds <= 3)
@@ -529,6 +560,35 @@ fn a_rank_without_prompts_keeps_step() {
     assert!(answers.unwrap().is_empty());
     let passes = access.take_events();
     assert_eq!(leased(&model, &passes, Phase::Forward).len(), 3 * 4);
+}
+
+#[test]
+fn a_generation_takes_the_cache_it_announces_and_grows_no_more() {
+    let model = MiniCpm::new(config(), options(DType::F32)).unwrap();
+    let access = resident(&model);
+    let pool = access.backend().pool().clone();
+    let samples = [Sample::new(&[(2, 3)], 30), Sample::new(&[], 50)];
+    let asked = prompts(&samples, 40);
+    pool.reset_peaks();
+    let mut activations = Vec::new();
+    generate(&model, &access, &asked, &greedy(-1), &mut |left| {
+        activations.push(pool.stats().tag(Tag::Activations).peak);
+        pool.reset_peaks();
+        Ok(left)
+    })
+    .unwrap();
+    let announced = cache_bytes(model.cache_shape(), &asked);
+    let taken = pool.stats().tag(Tag::Cache).peak;
+    assert!(
+        (announced..announced * 9 / 8).contains(&taken),
+        "{taken} {announced}"
+    );
+    assert_eq!(pool.stats().tag(Tag::Cache).in_use, 0);
+    // Before the first pass, after it, and after passes of one token, in which no cache is copied.
+    let (first, later) = (activations[1], &activations[2..]);
+    let most = *later.iter().max().unwrap();
+    assert!(most * 8 < first, "{most} {first}");
+    assert_eq!(later.iter().min(), later.iter().max());
 }
 
 #[test]

@@ -5,6 +5,7 @@
 use super::Linear;
 use crate::autograd::{Scope, Var};
 use crate::error::Result;
+use crate::generate::CachedLayer;
 use crate::ops::Sequences;
 use crate::params::ParamScope;
 use engine::TensorParallel;
@@ -72,7 +73,8 @@ impl SelfAttention {
         }
     }
 
-    /// `[t, c]` to `[t, c]`; queries and keys are rotated when `rotary` is given.
+    /// `[t, c]` to `[t, c]`; queries and keys are rotated when `rotary` is given, keys and values
+    /// go through `cache` when it is.
     ///
     /// # Errors
     /// When shapes do not fit or memory runs out.
@@ -82,6 +84,7 @@ impl SelfAttention {
         x: &Var,
         sequences: &Sequences,
         rotary: Option<&Rotary>,
+        cache: Option<CachedLayer<'_>>,
     ) -> Result<Var> {
         let t = x.shape().rows();
         let SelfAttentionConfig {
@@ -101,7 +104,7 @@ impl SelfAttention {
         let k = rotate(head(&self.k, kv_heads)?)?;
         let v = head(&self.v, kv_heads)?;
         let scale = (head_dim as f32).powf(-0.5);
-        let mixed = scope.attention(&q, &k, &v, sequences, scale)?;
+        let mixed = scope.cached_attention([&q, &k, &v], sequences, cache, scale)?;
         let mixed = scope.reshape(&mixed, [t, heads * head_dim])?;
         self.out.forward(scope, &mixed)
     }

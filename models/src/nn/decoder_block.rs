@@ -3,6 +3,7 @@
 use super::{GatedMlp, RmsNorm, Rotary, SelfAttention, SelfAttentionConfig};
 use crate::autograd::{Scope, Var};
 use crate::error::Result;
+use crate::generate::CachedLayer;
 use crate::ops::Sequences;
 use crate::params::ParamScope;
 
@@ -55,7 +56,7 @@ impl DecoderBlock {
         }
     }
 
-    /// `[t, c]` to `[t, c]`.
+    /// `[t, c]` to `[t, c]`; keys and values go through `cache` when it is given.
     ///
     /// # Errors
     /// When shapes do not fit or memory runs out.
@@ -65,11 +66,12 @@ impl DecoderBlock {
         x: &Var,
         sequences: &Sequences,
         rotary: &Rotary,
+        cache: Option<CachedLayer<'_>>,
     ) -> Result<Var> {
         let normed = self.norm1.forward(scope, x)?;
         let mixed = self
             .attention
-            .forward(scope, &normed, sequences, Some(rotary))?;
+            .forward(scope, &normed, sequences, Some(rotary), cache)?;
         let x = scope.add(x, &mixed)?;
         let normed = self.norm2.forward(scope, &x)?;
         scope.add(&x, &self.mlp.forward(scope, &normed)?)

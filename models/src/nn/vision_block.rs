@@ -60,7 +60,9 @@ impl VisionBlock {
     /// When shapes do not fit or memory runs out.
     pub fn forward(&self, scope: &Scope<'_>, x: &Var, sequences: &Sequences) -> Result<Var> {
         let normed = self.norm1.forward(scope, x)?;
-        let mixed = self.attention.forward(scope, &normed, sequences, None)?;
+        let mixed = self
+            .attention
+            .forward(scope, &normed, sequences, None, None)?;
         let x = scope.add(x, &mixed)?;
         let normed = self.norm2.forward(scope, &x)?;
         scope.add(&x, &self.mlp.forward(scope, &normed)?)

@@ -5,12 +5,13 @@ use std::fs;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-const LONG: &str = "--max-steps 1000000 --lr-scheduler-type constant --zero 3 --offload cpu";
+pub(crate) const LONG: &str =
+    "--max-steps 1000000 --lr-scheduler-type constant --zero 3 --offload cpu";
 const STOP_LIMIT: Duration = Duration::from_secs(10);
 
 #[test]
 fn an_interrupted_run_saves_and_continues() {
-    for name in ["INT", "TERM"] {
+    for name in ["INT", "TERM", "USR1"] {
         let site = Site::new();
         let mut run = site.start(LONG);
         run.wait_for_step();

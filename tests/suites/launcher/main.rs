@@ -10,6 +10,8 @@ mod batches;
 mod data_check;
 mod doctor;
 mod endings;
+mod generate;
+mod monitoring;
 mod outputs;
 mod reports;
 mod resume;

@@ -1,11 +1,13 @@
 //! Every way to choose what trains, from the command line to the exported folder.
 
+use crate::generate::run;
 use crate::site::{Outcome, Site, listing, losses, read_json, tensors};
 use models::adapter::Adapter;
 use models::{WeightError, WeightSource};
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::Path;
+use tests::tolerance::LOSS;
 
 /// Flags of a tuning method, and a part of the path of every tensor that it changes.
 const METHODS: [(&str, &str, &[&str]); 10] = [
@@ -122,8 +124,34 @@ fn journey(name: &str, flags: &str, parts: &[&str]) {
     if !whole {
         saved_parts(&checkpoint, &changed);
     }
+    let answers = |model: &str| answers(&site, model);
+    let merged = answers("--model merged");
+    let saved = if whole {
+        answers("--model run/checkpoint-4")
+    } else {
+        answers("--model model --adapter run/checkpoint-4")
+    };
+    assert_eq!(merged.0, saved.0, "{name}");
+    assert!(
+        (merged.1 - saved.1).abs() < LOSS,
+        "{name}: {merged:?} {saved:?}"
+    );
+    assert_ne!(merged.1, answers("--model model").1, "{name}");
     // The merged folder is a model like any other.
     site.train("--model merged --nproc 1 --max-steps 1 --output again");
+}
+
+/// What a model says to a picture, and its loss on all samples.
+fn answers(site: &Site, model: &str) -> (String, f64) {
+    let ask =
+        "--image data/image_wide.png --prompt What? --max-new-tokens 5 --precision f32 --json";
+    let said = run(site, &format!("generate {model} {ask}")).json();
+    let eval = format!("eval {model} --data data/samples.json --precision f32 --max-new-tokens 2");
+    let result = run(site, &eval).json();
+    (
+        said["answer"].as_str().unwrap().to_owned(),
+        result["eval_loss"].as_f64().unwrap(),
+    )
 }
 
 /// The checkpoint of a part holds everything that was trained and nothing that was frozen.

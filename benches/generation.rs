@@ -1,0 +1,155 @@
+//! Tokens per second of generation: `cargo bench -p benches --bench generation`.
+//!
+//! A decoder of 28 M parameters continues prompts of 256 tokens by 16. Tokens are criterion's
+//! elements; the prompt's pass is part of the time.
+#![allow(missing_docs, reason = "criterion's macros define public functions")]
+#![allow(clippy::unwrap_used, reason = "a benchmark may panic")]
+
+use benches::config;
+use criterion::{Criterion, SamplingMode, Throughput, criterion_group, criterion_main};
+use engine::{ParamAccess, ParamId};
+use kernels::{Backend, CpuBackend, DType, Tag};
+use models::autograd::{ResidentParams, Tape};
+use models::generate::{GenerateOptions, Prompt, Sampling, generate};
+use models::minicpm::config::{Family, LanguageConfig, MiniCpmConfig, SlicingConfig, VisionConfig};
+use models::minicpm::processor::Normalization;
+use models::minicpm::{MiniCpm, MiniCpmOptions};
+use models::{SampleInput, VisionLanguageModel};
+use std::sync::Arc;
+
+const PROMPT_TOKENS: i32 = 256;
+const NEW_TOKENS: usize = 16;
+const VOCABULARY: i32 = 4096;
+
+fn model(dtype: DType) -> MiniCpm {
+    let config = MiniCpmConfig {
+        family: Family::Vision,
+        language: LanguageConfig {
+            hidden_size: 512,
+            intermediate_size: 1536,
+            num_layers: 8,
+            num_heads: 8,
+            num_kv_heads: 2,
+            head_dim: 64,
+            vocab_size: VOCABULARY as usize,
+            rms_norm_eps: 1e-6,
+            rope_theta: 1e6,
+            tie_word_embeddings: false,
+            initializer_range: 0.02,
+        },
+        // Nothing to see here: the smallest there is.
+        vision: VisionConfig {
+            hidden_size: 8,
+            intermediate_size: 12,
+            num_layers: 1,
+            num_heads: 2,
+            head_dim: 4,
+            patch_size: 2,
+            grid_side: 5,
+            layer_norm_eps: 1e-6,
+        },
+        query_num: 2,
+        drop_vision_last_layer: false,
+        vision_batch_size: 16,
+        use_image_id: true,
+        slicing: SlicingConfig {
+            max_slice_nums: 9,
+            scale_resolution: 4,
+            patch_size: 2,
+        },
+    };
+    let normalization = Normalization::new([0.5; 3], [0.5; 3]).unwrap();
+    MiniCpm::new(config, MiniCpmOptions::new(dtype, normalization)).unwrap()
+}
+
+fn resident(model: &MiniCpm) -> ResidentParams {
+    let backend: Arc<dyn Backend> = Arc::new(CpuBackend::unlimited());
+    let params = model.spec().params.iter().enumerate();
+    let weights = params.map(|(i, p)| {
+        let mut values = vec![0.0; p.shape.elems()];
+        model.init(ParamId(i as u32), 1, 0..values.len(), &mut values);
+        let bytes = bytes_of(&values);
+        let wide = backend.upload(&bytes, p.shape, DType::F32, Tag::Parameters);
+        backend.cast(&wide.unwrap(), model.dtype()).unwrap()
+    });
+    let weights = weights.collect();
+    ResidentParams::new(backend.clone(), model.spec().clone(), weights).unwrap()
+}
+
+fn bytes_of(values: &[f32]) -> Vec<u8> {
+    values.iter().flat_map(|x| x.to_le_bytes()).collect()
+}
+
+fn prompt(start: i32) -> Vec<i32> {
+    (0..PROMPT_TOKENS)
+        .map(|i| (start + 37 * i) % VOCABULARY)
+        .collect()
+}
+
+fn input(ids: &[i32]) -> SampleInput<'_> {
+    SampleInput {
+        input_ids: ids,
+        labels: &[],
+        image_bounds: &[],
+        slices: &[],
+    }
+}
+
+fn cached(model: &MiniCpm, access: &ResidentParams, texts: &[Vec<i32>]) {
+    let numbered = texts.iter().zip(0..);
+    let prompts: Vec<Prompt<'_>> = numbered
+        .map(|(ids, index)| Prompt {
+            input: input(ids),
+            index,
+            max_new_tokens: NEW_TOKENS,
+        })
+        .collect();
+    let options = GenerateOptions {
+        sampling: Sampling::GREEDY,
+        stop_ids: Vec::new(),
+    };
+    generate(model, access, &prompts, &options, &mut Ok).unwrap();
+    access.take_events();
+}
+
+/// Every token from a pass over the whole text.
+fn whole(model: &MiniCpm, access: &ResidentParams, text: &[i32]) {
+    let mut ids = text.to_vec();
+    for _ in 0..NEW_TOKENS {
+        let batch = model.collate(&[input(&ids)], &**access.backend()).unwrap();
+        let tape = Tape::inference(access);
+        let logits = model.next_token_logits(&tape, &batch).unwrap();
+        let row = logits.to_f32_vec().unwrap();
+        ids.push(Sampling::GREEDY.next(&row, 0, 0));
+    }
+    access.take_events();
+}
+
+fn decode(c: &mut Criterion) {
+    let mut group = c.benchmark_group("generate");
+    group.sampling_mode(SamplingMode::Flat);
+    for dtype in [DType::F32, DType::BF16] {
+        let model = model(dtype);
+        let access = resident(&model);
+        for count in [1, 8] {
+            let texts: Vec<Vec<i32>> = (0..count).map(prompt).collect();
+            group.throughput(Throughput::Elements((NEW_TOKENS * texts.len()) as u64));
+            group.bench_function(format!("{dtype} cached, {count} prompts"), |b| {
+                b.iter(|| cached(&model, &access, &texts));
+            });
+        }
+        let text = prompt(0);
+        group.throughput(Throughput::Elements(NEW_TOKENS as u64));
+        group.bench_function(format!("{dtype} whole passes, 1 prompt"), |b| {
+            b.iter(|| whole(&model, &access, &text));
+        });
+    }
+    group.finish();
+}
+
+criterion_group! {
+    name = generation;
+    config = config();
+    targets = decode
+}
+criterion_main!(generation);

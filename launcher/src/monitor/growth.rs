@@ -1,0 +1,267 @@
+//! Warns of memory that keeps growing after warm-up: a leak ends a long run hours later.
+//!
+//! A straight line is fitted to the peaks of the last windows. A warning needs growth that is
+//! steady (the line explains the points, and the later half grows like the whole, so that a level
+//! being reached does not count) and that matters (it would add a noticeable share by the end).
+
+use std::collections::VecDeque;
+
+use crate::report::TierBytes;
+use crate::units::{bytes, grouped};
+
+/// Windows at the start in which caches fill.
+const WARM_UP: usize = 5;
+/// Fewest windows a judgement takes.
+const FEWEST: usize = 20;
+/// Windows that are looked at.
+const MOST: usize = 100;
+/// Share of the present level that the rest of the run must add.
+const SHARE: f64 = 0.1;
+/// Bytes that the rest of the run must add, whatever the share.
+const NOTICEABLE_BYTES: f64 = (64u64 << 20) as f64;
+/// What was seen must be at least this share of what is foretold.
+const SEEN: f64 = 0.05;
+/// Least growth of the later half, as a share of that of the whole.
+const LASTING: f64 = 0.8;
+/// Least share of the variance that the line must explain.
+const STEADY: f64 = 0.8;
+
+/// What is watched on each rank.
+const KINDS: [(&str, fn(&TierBytes) -> u64); 3] = [
+    ("resident memory", |peaks| peaks.rss),
+    ("device memory", |peaks| peaks.device),
+    ("host tier", |peaks| peaks.host),
+];
+
+/// Growth that would matter before the run ends.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Growth {
+    /// Its rank.
+    pub rank: usize,
+    /// What grows.
+    pub kind: &'static str,
+    /// Bytes per step.
+    pub slope: f64,
+    /// Windows looked at.
+    pub windows: usize,
+    /// Bytes in the first and in the last of them, on the fitted line.
+    pub from_to: (u64, u64),
+    /// Steps left.
+    pub remaining_steps: u64,
+}
+
+impl Growth {
+    /// Bytes the remaining steps would add.
+    pub fn projected_bytes(&self) -> f64 {
+        self.slope * self.remaining_steps as f64
+    }
+}
+
+impl std::fmt::Display for Growth {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(
+            f,
+            "memory keeps growing: {} of rank {} by {} per step ({} to {} over {} logged rows); the remaining {} steps would add {}",
+            self.kind,
+            self.rank,
+            bytes(self.slope as u64),
+            bytes(self.from_to.0),
+            bytes(self.from_to.1),
+            self.windows,
+            grouped(self.remaining_steps),
+            bytes(self.projected_bytes() as u64),
+        )
+    }
+}
+
+/// Peaks of the last windows of every rank.
+#[derive(Debug, Default)]
+pub struct GrowthDetector {
+    seen: usize,
+    steps: VecDeque<u64>,
+    peaks: VecDeque<Vec<TierBytes>>,
+    warned: [bool; KINDS.len()],
+}
+
+impl GrowthDetector {
+    /// Takes the peaks of all ranks in the window that ends after `step` of `total` steps. Each
+    /// kind of memory is warned of once, for the rank where it grows most.
+    pub fn observe(&mut self, step: u64, total: u64, peaks: &[TierBytes]) -> Option<Growth> {
+        self.seen += 1;
+        if self.seen <= WARM_UP {
+            return None;
+        }
+        self.steps.push_back(step);
+        self.peaks.push_back(peaks.to_vec());
+        if self.steps.len() > MOST {
+            self.steps.pop_front();
+            self.peaks.pop_front();
+        }
+        let remaining = total.saturating_sub(step);
+        let kind = (0..KINDS.len()).find(|kind| {
+            !self.warned[*kind] && self.growth(*kind, remaining, peaks.len()).is_some()
+        })?;
+        self.warned[kind] = true;
+        self.growth(kind, remaining, peaks.len())
+    }
+
+    /// The fastest growth of a kind that matters.
+    fn growth(&self, kind: usize, remaining_steps: u64, ranks: usize) -> Option<Growth> {
+        let (name, read) = KINDS[kind];
+        let of_rank = |rank: usize| {
+            let series: Vec<(f64, f64)> = self
+                .steps
+                .iter()
+                .zip(&self.peaks)
+                .filter_map(|(step, peaks)| Some((*step as f64, read(peaks.get(rank)?) as f64)))
+                .collect();
+            let line = steady_line(&series)?;
+            let at = |point: Option<&(f64, f64)>| point.map_or(0.0, |(step, _)| line.at(*step));
+            let (from, to) = (at(series.first()), at(series.last()));
+            let left = remaining_steps as f64;
+            let projected = line.slope * left;
+            let seen = series.last()?.0 - series.first()?.0;
+            (seen >= SEEN * left && projected > NOTICEABLE_BYTES && projected > SHARE * to)
+                .then_some(Growth {
+                    rank,
+                    kind: name,
+                    slope: line.slope,
+                    windows: series.len(),
+                    from_to: (from as u64, to as u64),
+                    remaining_steps,
+                })
+        };
+        (0..ranks)
+            .filter_map(of_rank)
+            .max_by(|a, b| a.slope.total_cmp(&b.slope))
+    }
+}
+
+/// A line through points, by least squares.
+struct Line {
+    slope: f64,
+    offset: f64,
+    /// Share of the variance it explains.
+    explained: f64,
+}
+
+impl Line {
+    fn through(points: &[(f64, f64)]) -> Option<Self> {
+        let count = points.len() as f64;
+        let mean = |read: fn(&(f64, f64)) -> f64| points.iter().map(read).sum::<f64>() / count;
+        let (x, y) = (mean(|p| p.0), mean(|p| p.1));
+        let sum = |term: &dyn Fn(f64, f64) -> f64| -> f64 {
+            points.iter().map(|p| term(p.0 - x, p.1 - y)).sum()
+        };
+        let (xx, xy, yy) = (sum(&|a, _| a * a), sum(&|a, b| a * b), sum(&|_, b| b * b));
+        (xx > 0.0 && yy > 0.0).then(|| Self {
+            slope: xy / xx,
+            offset: y - xy / xx * x,
+            explained: xy * xy / (xx * yy),
+        })
+    }
+
+    fn at(&self, x: f64) -> f64 {
+        self.offset + self.slope * x
+    }
+}
+
+/// The line through points that rise all along.
+fn steady_line(points: &[(f64, f64)]) -> Option<Line> {
+    if points.len() < FEWEST {
+        return None;
+    }
+    let line = Line::through(points).filter(|line| line.slope > 0.0 && line.explained > STEADY)?;
+    let later = Line::through(&points[points.len() / 2..])?;
+    (later.slope > LASTING * line.slope).then_some(line)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MIB: f64 = (1u64 << 20) as f64;
+
+    /// Warnings over a run of `steps` steps logged every ten, two ranks, the first flat.
+    fn warnings(steps: u64, rss: impl Fn(u64) -> f64) -> Vec<(u64, Growth)> {
+        let mut detector = GrowthDetector::default();
+        let flat = TierBytes {
+            device: 1 << 30,
+            host: 2 << 30,
+            rss: 4 << 30,
+        };
+        let windows = (10..=steps).step_by(10);
+        let observed = windows.filter_map(|step| {
+            let grows = TierBytes {
+                rss: rss(step) as u64,
+                ..flat
+            };
+            Some((step, detector.observe(step, steps, &[flat, grows])?))
+        });
+        observed.collect()
+    }
+
+    /// Noise between -1 and 1 that depends on the step only.
+    fn noise(step: u64) -> f64 {
+        (step.wrapping_mul(2_654_435_761) % 2001) as f64 / 1000.0 - 1.0
+    }
+
+    #[test]
+    fn a_leak_is_found_early_named_with_its_numbers_and_once() {
+        let found = warnings(5000, |step| {
+            4096.0 * MIB + MIB * (step as f64 + 3.0 * noise(step))
+        });
+        let [(step, growth)] = &found[..] else {
+            panic!("one warning: {found:?}");
+        };
+        assert!(*step <= 400, "found after {step} steps");
+        assert_eq!((growth.rank, growth.kind), (1, "resident memory"));
+        assert!((growth.slope / MIB - 1.0).abs() < 0.1, "{growth:?}");
+        assert_eq!(growth.remaining_steps, 5000 - step);
+        let text = growth.to_string();
+        assert!(
+            text.contains("rank 1 by 1.0M per step") && text.contains("steps would add 4."),
+            "{text}"
+        );
+    }
+
+    #[test]
+    fn noise_and_levels_that_are_reached_are_no_leak() {
+        let flat = |step: u64| MIB * (4096.0 + 200.0 * noise(step));
+        assert_eq!(warnings(5000, flat), []);
+        let constant = |_| 4096.0 * MIB;
+        assert_eq!(warnings(5000, constant), []);
+        // Rises by a gigabyte in the first tenth of the run and stays.
+        let level = |step: u64| MIB * (4096.0 + 1024.0 * (1.0 - (-(step as f64) / 100.0).exp()));
+        assert_eq!(warnings(5000, level), []);
+        let shrinks = |step: u64| MIB * (9000.0 - step as f64);
+        assert_eq!(warnings(5000, shrinks), []);
+    }
+
+    #[test]
+    fn growth_that_ends_before_it_matters_is_not_mentioned() {
+        // 30 MiB until the end: a small process may do that.
+        assert_eq!(warnings(300, |step| MIB * (60.0 + 0.1 * step as f64)), []);
+        // 5 % of the present level.
+        assert_eq!(
+            warnings(5000, |step| MIB * (100_000.0 + step as f64)).len(),
+            0
+        );
+    }
+
+    #[test]
+    fn the_pools_are_watched_too() {
+        let mut detector = GrowthDetector::default();
+        let mut found = Vec::new();
+        for step in 1..=40u64 {
+            let peaks = TierBytes {
+                device: (1 << 30) + step * (8 << 20),
+                host: 2 << 30,
+                rss: 4 << 30,
+            };
+            found.extend(detector.observe(step, 600, &[peaks]));
+        }
+        assert_eq!(found.len(), 1);
+        assert_eq!((found[0].rank, found[0].kind), (0, "device memory"));
+    }
+}

@@ -1,0 +1,241 @@
+//! The parts of a step's time, and which rank is slower than the others.
+
+use serde::{Deserialize, Serialize};
+
+/// How far above the mean of all ranks a rank's own time must be to be named.
+const NOTICEABLE: f64 = 0.2;
+/// Logged rows between two lines that name a rank.
+const QUIET_ROWS: u64 = 10;
+
+/// Seconds, by what they were spent on.
+#[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
+pub struct StepSplit {
+    /// Waiting for samples.
+    pub data: f64,
+    /// Forward pass.
+    pub forward: f64,
+    /// Waiting for other ranks and reading their data.
+    pub communication: f64,
+    /// Backward pass.
+    pub backward: f64,
+    /// Optimizer step.
+    pub step: f64,
+    /// Copies between device and host tier.
+    pub offload: f64,
+}
+
+impl StepSplit {
+    /// How many parts there are.
+    pub const PARTS: usize = 6;
+    /// Their names, in the order of [`StepSplit::values`].
+    pub const NAMES: [&'static str; Self::PARTS] = [
+        "data",
+        "forward",
+        "communication",
+        "backward",
+        "step",
+        "offload",
+    ];
+
+    /// The parts in the order of [`StepSplit::NAMES`].
+    pub fn values(&self) -> [f64; Self::PARTS] {
+        [
+            self.data,
+            self.forward,
+            self.communication,
+            self.backward,
+            self.step,
+            self.offload,
+        ]
+    }
+
+    /// The split with these parts; what is missing is zero.
+    pub fn from_slice(values: &[f64]) -> Self {
+        let at = |part: usize| values.get(part).copied().unwrap_or(0.0);
+        Self {
+            data: at(0),
+            forward: at(1),
+            communication: at(2),
+            backward: at(3),
+            step: at(4),
+            offload: at(5),
+        }
+    }
+
+    /// All parts together.
+    pub fn total(&self) -> f64 {
+        self.values().iter().sum()
+    }
+
+    /// What a rank does itself: everything but waiting for others.
+    pub fn own(&self) -> f64 {
+        self.total() - self.communication
+    }
+
+    /// Every part times `factor`.
+    #[must_use]
+    pub fn scaled(&self, factor: f64) -> Self {
+        Self::from_slice(&self.values().map(|part| part * factor))
+    }
+
+    /// The mean of all ranks.
+    pub fn mean(ranks: &[Self]) -> Self {
+        let mut sums = [0.0; Self::PARTS];
+        for rank in ranks {
+            for (sum, part) in sums.iter_mut().zip(rank.values()) {
+                *sum += part;
+            }
+        }
+        Self::from_slice(&sums).scaled(1.0 / ranks.len().max(1) as f64)
+    }
+}
+
+/// The time of one step, as a logged row tells it.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct StepTimes {
+    /// Mean of all ranks.
+    pub mean: StepSplit,
+    /// Seconds in which each rank did not wait for others.
+    pub own: Vec<f64>,
+    /// The slowest rank; `None` where there is one rank.
+    pub imbalance: Option<Imbalance>,
+}
+
+impl StepTimes {
+    /// From the sums of every rank over `updates` steps.
+    pub fn of(ranks: &[StepSplit], updates: f64) -> Self {
+        let per_step = 1.0 / updates.max(1.0);
+        Self {
+            mean: StepSplit::mean(ranks).scaled(per_step),
+            own: ranks.iter().map(|rank| rank.own() * per_step).collect(),
+            imbalance: Imbalance::of(ranks),
+        }
+    }
+
+    /// Seconds of the step.
+    pub fn step_seconds(&self) -> f64 {
+        self.mean.total()
+    }
+
+    /// Share of the step spent waiting for samples, 0 to 1.
+    pub fn data_wait(&self) -> f64 {
+        self.mean.data / self.step_seconds().max(1e-9)
+    }
+}
+
+/// How far the slowest rank is from the others.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Imbalance {
+    /// The rank with the most time of its own.
+    pub rank: usize,
+    /// Its own time above the mean of all ranks, as a share of the mean.
+    pub share: f64,
+    /// The part in which it loses most.
+    pub part: &'static str,
+    /// Its time in that part above the mean of all ranks there, as a share of the mean.
+    pub part_share: f64,
+}
+
+impl Imbalance {
+    /// Compares ranks; `None` where there is nothing to compare.
+    pub fn of(ranks: &[StepSplit]) -> Option<Self> {
+        if ranks.len() < 2 {
+            return None;
+        }
+        let mean = StepSplit::mean(ranks);
+        let own = |rank: &usize| ranks[*rank].own();
+        let rank = (0..ranks.len()).max_by(|a, b| own(a).total_cmp(&own(b)).then(b.cmp(a)))?;
+        let excess = |part: &usize| ranks[rank].values()[*part] - mean.values()[*part];
+        let part = (0..StepSplit::PARTS)
+            .filter(|part| StepSplit::NAMES[*part] != "communication" && mean.values()[*part] > 0.0)
+            .max_by(|a, b| excess(a).total_cmp(&excess(b)))?;
+        Some(Self {
+            rank,
+            share: ranks[rank].own() / mean.own() - 1.0,
+            part: StepSplit::NAMES[part],
+            part_share: excess(&part) / mean.values()[part],
+        })
+    }
+}
+
+/// Decides when a slow rank is worth a line on the screen.
+#[derive(Debug, Default)]
+pub struct SlowRankNotice {
+    rows: u64,
+    last: Option<u64>,
+}
+
+impl SlowRankNotice {
+    /// The line for a logged row, if this row gets one. The first row, in which caches are cold,
+    /// never does, and rows near another line do not.
+    pub fn line(&mut self, imbalance: Option<Imbalance>) -> Option<String> {
+        let row = self.rows;
+        self.rows += 1;
+        let found = imbalance.filter(|found| found.share > NOTICEABLE)?;
+        if row == 0 || self.last.is_some_and(|last| row < last + QUIET_ROWS) {
+            return None;
+        }
+        self.last = Some(row);
+        let Imbalance {
+            rank,
+            share,
+            part,
+            part_share,
+        } = found;
+        Some(format!(
+            "rank {rank}: {part} {:+.0} % · own time {:+.0} % of the mean of all ranks",
+            100.0 * part_share,
+            100.0 * share
+        ))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn rank(data: f64, backward: f64) -> StepSplit {
+        StepSplit {
+            data,
+            forward: 1.0,
+            communication: 3.0 - data - backward,
+            backward,
+            step: 0.5,
+            offload: 0.0,
+        }
+    }
+
+    #[test]
+    fn the_slowest_rank_and_its_slowest_part_are_found() {
+        let ranks = [rank(0.0, 1.0), rank(0.0, 3.0), rank(0.1, 1.0)];
+        let found = Imbalance::of(&ranks).expect("three ranks");
+        assert_eq!((found.rank, found.part), (1, "backward"));
+        // Backward: 3 against a mean of 5/3. Own: 4.5 against a mean of 9.6 / 3.
+        assert!((found.part_share - 0.8).abs() < 1e-9, "{found:?}");
+        assert!((found.share - (4.5 / 3.2 - 1.0)).abs() < 1e-9, "{found:?}");
+        // Waiting for others is not slowness: rank 0 waits longest here.
+        let found = Imbalance::of(&[rank(0.0, 0.1), rank(1.0, 0.1)]).expect("two ranks");
+        assert_eq!((found.rank, found.part), (1, "data"));
+        assert_eq!(Imbalance::of(&ranks[..1]), None);
+        assert_eq!(Imbalance::of(&[StepSplit::default(); 2]), None);
+    }
+
+    #[test]
+    fn equal_ranks_name_the_first_and_are_balanced() {
+        let found = Imbalance::of(&[rank(0.0, 1.0); 4]).expect("four ranks");
+        assert_eq!((found.rank, found.share), (0, 0.0));
+    }
+
+    #[test]
+    fn a_slow_rank_is_named_once_in_a_while() {
+        let slow = Imbalance::of(&[rank(0.0, 1.0), rank(0.0, 3.0)]);
+        let mut notice = SlowRankNotice::default();
+        assert_eq!(notice.line(slow), None, "the first row is warm-up");
+        let line = notice.line(slow).expect("named");
+        assert!(line.starts_with("rank 1: backward +50 %"), "{line}");
+        let named = (0..30).filter(|_| notice.line(slow).is_some()).count();
+        assert_eq!(named, 3);
+        let even = Imbalance::of(&[rank(0.0, 1.0), rank(0.0, 1.2)]);
+        assert!((0..30).all(|_| notice.line(even).is_none()));
+    }
+}

@@ -1,0 +1,72 @@
+//! Files of one JSON object per line that grow with a run.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{ErrorKind, Write};
+use std::path::{Path, PathBuf};
+
+use serde_json::Value;
+
+use crate::exit::{ErrorCode, Failure};
+
+/// A growing file.
+#[derive(Debug)]
+pub(super) struct JsonLines {
+    path: PathBuf,
+    file: File,
+}
+
+impl JsonLines {
+    /// Opens a file, dropping the rows that `keep` refuses and rows cut by a crash. Returns those
+    /// that stay.
+    ///
+    /// # Errors
+    /// The file cannot be read or written.
+    pub(super) fn open(
+        path: PathBuf,
+        keep: impl Fn(&Value) -> bool,
+    ) -> Result<(Self, Vec<Value>), Failure> {
+        let fail = |error: std::io::Error| Failure::io(ErrorCode::Disk, "write", &path, &error);
+        let old = match fs::read_to_string(&path) {
+            Ok(text) => text,
+            Err(error) if error.kind() == ErrorKind::NotFound => String::new(),
+            Err(error) => return Err(fail(error)),
+        };
+        let mut kept = String::new();
+        let mut rows = Vec::new();
+        for line in old.lines() {
+            if let Some(row) = serde_json::from_str(line).ok().filter(&keep) {
+                kept += line;
+                kept.push('\n');
+                rows.push(row);
+            }
+        }
+        if kept.len() != old.len() {
+            super::write_whole(&path, kept.as_bytes())?;
+        }
+        let file = OpenOptions::new()
+            .create(true)
+            .append(true)
+            .open(&path)
+            .map_err(fail)?;
+        Ok((Self { path, file }, rows))
+    }
+
+    /// Appends a row in one write, so that readers see whole rows.
+    ///
+    /// # Errors
+    /// The file cannot be written (exit 16).
+    pub(super) fn append(&mut self, row: &Value) -> Result<(), Failure> {
+        let line = format!("{row}\n");
+        self.file
+            .write_all(line.as_bytes())
+            .map_err(|error| Failure::io(ErrorCode::Disk, "write", &self.path, &error))
+    }
+}
+
+/// The whole rows of such a file; none where it cannot be read.
+pub(super) fn read(path: &Path) -> Vec<Value> {
+    let text = fs::read_to_string(path).unwrap_or_default();
+    text.lines()
+        .filter_map(|line| serde_json::from_str(line).ok())
+        .collect()
+}

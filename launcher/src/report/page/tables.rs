@@ -1,0 +1,176 @@
+//! The tables of a page: failures, memory, what trains, the configuration.
+
+use serde_json::Value;
+
+use super::html::{escape, table};
+use crate::monitor::Phase;
+use crate::monitor::memory::{PhasePeak, PoolPeak};
+use crate::report::{RunFiles, memory_chart};
+use crate::units::{bytes, count, grouped};
+
+/// Kinds named as the cause of a peak.
+const CAUSES: usize = 3;
+
+/// What ended the run, where something did.
+pub(super) fn failures(files: &RunFiles) -> Option<String> {
+    if files.failures.is_empty() {
+        return None;
+    }
+    let mut out = String::from("<section id=\"failure\">\n<h2>Failure</h2>\n");
+    for (rank, failure) in &files.failures {
+        out += &format!(
+            "<div class=\"card failure\">\n<h3>error[{}] {}</h3>\n<dl>\n<dt>rank</dt><dd>{rank}</dd>\n<dt>cause</dt><dd>{}</dd>\n",
+            failure.code,
+            escape(&failure.title),
+            escape(&failure.cause)
+        );
+        for (label, lines) in [("evidence", &failure.evidence), ("next", &failure.next)] {
+            if !lines.is_empty() {
+                out += &format!("<dt>{label}</dt><dd>{}</dd>\n", escape(&lines.join("\n")));
+            }
+        }
+        out += "</dl>\n</div>\n";
+    }
+    Some(out + "</section>\n")
+}
+
+/// Planned against measured bytes by kind.
+pub(super) fn planned(files: &RunFiles) -> Option<String> {
+    let rows = memory_chart::compared(files);
+    if rows.is_empty() {
+        return None;
+    }
+    let cell = |(device, host): (u64, u64)| match (device, host) {
+        (device, 0) => bytes(device),
+        (0, host) => format!("host {}", bytes(host)),
+        (device, host) => format!("{} + host {}", bytes(device), bytes(host)),
+    };
+    let rows = rows.into_iter().map(|row| {
+        let sum = |(device, host): (u64, u64)| (device + host) as f64;
+        let share = if sum(row.planned) > 0.0 {
+            format!("{:.0} %", 100.0 * sum(row.measured) / sum(row.planned))
+        } else {
+            "–".to_owned()
+        };
+        vec![
+            escape(&row.name),
+            cell(row.planned),
+            cell(row.measured),
+            share,
+        ]
+    });
+    let head = [
+        "kind, per rank",
+        "planned",
+        "measured, rank 0",
+        "of the plan",
+    ];
+    Some(table(&head, rows))
+}
+
+/// The highest memory of every phase over the whole run and its causes.
+pub(super) fn peaks(files: &RunFiles) -> Option<String> {
+    let highest = |phase: Phase| -> Option<PhasePeak> {
+        let mut whole: Option<PhasePeak> = None;
+        for peak in files
+            .memory
+            .iter()
+            .filter_map(|row| row.phases.get(phase.name()))
+        {
+            let whole = whole.get_or_insert_default();
+            for (pool, other) in [
+                (&mut whole.device, &peak.device),
+                (&mut whole.host, &peak.host),
+            ] {
+                if other.bytes > pool.bytes {
+                    *pool = other.clone();
+                }
+            }
+            whole.rss = whole.rss.max(peak.rss);
+        }
+        whole
+    };
+    let cause = |pool: &PoolPeak| {
+        let kinds = pool.causes(CAUSES).into_iter();
+        let kinds: Vec<String> = kinds
+            .map(|(kind, size)| format!("{} {}", escape(kind), bytes(size)))
+            .collect();
+        kinds.join(", ")
+    };
+    let rows: Vec<Vec<String>> = Phase::ALL
+        .into_iter()
+        .filter_map(|phase| {
+            let peak = highest(phase)?;
+            Some(vec![
+                phase.name().to_owned(),
+                bytes(peak.device.bytes),
+                cause(&peak.device),
+                bytes(peak.host.bytes),
+                cause(&peak.host),
+                bytes(peak.rss),
+            ])
+        })
+        .collect();
+    let head = ["phase", "device", "of it", "host tier", "of it", "resident"];
+    (!rows.is_empty()).then(|| table(&head, rows.into_iter()))
+}
+
+/// What trains.
+pub(super) fn trains(files: &RunFiles) -> Option<String> {
+    let plan = files.plan.as_ref()?;
+    if plan.trains.is_empty() {
+        return None;
+    }
+    let rows = plan.trains.iter().map(|row| {
+        vec![
+            escape(&row.module),
+            grouped(row.tensors as u64),
+            count(row.params),
+            escape(&row.dtype),
+            format!("{:.1e}", row.lr),
+        ]
+    });
+    let head = ["module", "tensors", "parameters", "dtype", "learning rate"];
+    let mut out = String::from("<section id=\"trains\">\n<h2>What trains</h2>\n");
+    if let Some(plan) = &plan.plan {
+        out += &format!(
+            "<p class=\"soft\">{} of {} parameters ({:.1} %)</p>\n",
+            count(plan.trainable),
+            count(plan.params),
+            100.0 * plan.trainable as f64 / plan.params.max(1) as f64
+        );
+    }
+    Some(out + &table(&head, rows) + "</section>\n")
+}
+
+/// The configuration that was in effect, one value per line.
+pub(super) fn config(files: &RunFiles) -> Option<String> {
+    let mut rows = Vec::new();
+    flatten("", files.config.as_ref()?, &mut rows);
+    let rows = rows
+        .into_iter()
+        .map(|(name, value)| vec![escape(&name), format!("<code>{}</code>", escape(&value))]);
+    let rows = table(&["setting", "value"], rows);
+    Some(format!(
+        "<section id=\"configuration\">\n<h2>Effective configuration</h2>\n<details open=\"open\"><summary>{}</summary>\n{rows}</details>\n</section>\n",
+        crate::config::CONFIG_FILE
+    ))
+}
+
+/// Leaves of a JSON tree with their paths.
+fn flatten(path: &str, value: &Value, rows: &mut Vec<(String, String)>) {
+    match value {
+        Value::Object(fields) if !fields.is_empty() => {
+            for (name, value) in fields {
+                let path = if path.is_empty() {
+                    name.clone()
+                } else {
+                    format!("{path}.{name}")
+                };
+                flatten(&path, value, rows);
+            }
+        }
+        Value::String(text) => rows.push((path.to_owned(), text.clone())),
+        other => rows.push((path.to_owned(), other.to_string())),
+    }
+}

@@ -1,0 +1,269 @@
+//! Keys and values of the tokens that a generation has seen, so that a new token costs one row.
+//!
+//! Every prompt owns a range of rows, as long as its prompt and its longest answer: nothing moves
+//! while answers grow, and the bytes are known before the first pass. What a prompt does not use
+//! yet lies between the sequences of the attention as a sequence without queries.
+
+use crate::autograd::{Scope, Var};
+use crate::error::Result;
+use crate::ops::Sequences;
+use kernels::{Backend, DType, Shape, Tag, Tensor};
+use std::ops::Range;
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// What a decoder keeps per token.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct CacheShape {
+    /// Decoder layers.
+    pub layers: usize,
+    /// Key/value heads of a layer.
+    pub kv_heads: usize,
+    /// Elements of a head.
+    pub head_dim: usize,
+    /// Dtype of keys and values.
+    pub dtype: DType,
+}
+
+impl CacheShape {
+    /// Bytes of one token's keys and values in all layers.
+    #[must_use]
+    pub fn bytes_per_token(&self) -> u64 {
+        let elems = 2 * self.layers * self.kv_heads * self.head_dim;
+        (elems * self.dtype.size_bytes()) as u64
+    }
+}
+
+/// Keys and values `[rows, g, d]` of one layer.
+type Pair = [Tensor; 2];
+
+/// The cache of one batch of prompts, in the device's pool under [`Tag::Cache`].
+#[derive(Debug)]
+pub struct KvCache {
+    /// A layer's tensors; absent only while they are being written, or after that failed.
+    layers: Vec<Mutex<Option<Pair>>>,
+    /// Rows of each prompt.
+    ranges: Vec<Range<usize>>,
+}
+
+impl KvCache {
+    /// Room for prompts that grow to `capacities` tokens.
+    ///
+    /// # Errors
+    /// When the pool is full.
+    pub fn new(backend: &dyn Backend, shape: CacheShape, capacities: &[usize]) -> Result<Self> {
+        let mut rows = 0;
+        let ranges = capacities.iter().map(|capacity| {
+            rows += capacity;
+            rows - capacity..rows
+        });
+        let ranges: Vec<Range<usize>> = ranges.collect();
+        let extents = Shape::new(&[rows, shape.kv_heads, shape.head_dim]);
+        let layer = |_| -> Result<Mutex<Option<Pair>>> {
+            let k = backend.zeros(extents, shape.dtype, Tag::Cache)?;
+            let v = backend.zeros(extents, shape.dtype, Tag::Cache)?;
+            Ok(Mutex::new(Some([k, v])))
+        };
+        Ok(Self {
+            layers: (0..shape.layers).map(layer).collect::<Result<_>>()?,
+            ranges,
+        })
+    }
+
+    fn rows(&self) -> usize {
+        self.ranges.last().map_or(0, |range| range.end)
+    }
+
+    /// Rows of tokens `tokens` of prompt `i`.
+    fn place(&self, i: usize, tokens: Range<usize>) -> impl Iterator<Item = i32> {
+        let start = self.ranges[i].start;
+        debug_assert!(start + tokens.end <= self.ranges[i].end);
+        tokens.map(move |t| (start + t) as i32)
+    }
+
+    /// One query behind each of `lengths` (prompt, keys with its own), the prompts ascending.
+    fn one_query_each(&self, lengths: &[(usize, usize)]) -> Sequences {
+        let (mut queries, mut q_starts) = (0, vec![0]);
+        let mut k_starts = vec![0];
+        let mut close = |queries: usize, keys: usize| {
+            if k_starts.last() != Some(&keys) {
+                q_starts.push(queries);
+                k_starts.push(keys);
+            }
+        };
+        for (i, keys) in lengths {
+            let start = self.ranges[*i].start;
+            close(queries, start);
+            queries += 1;
+            close(queries, start + keys);
+        }
+        close(queries, self.rows());
+        Sequences {
+            q_starts: q_starts.into(),
+            k_starts: k_starts.into(),
+            // The one query is the last token and sees every key.
+            causal: false,
+        }
+    }
+
+    /// Writes the rows of a pass and returns all of the layer.
+    fn write(
+        &self,
+        layer: usize,
+        backend: &dyn Backend,
+        rows: &Tensor,
+        new: [&Tensor; 2],
+    ) -> Result<Pair> {
+        let mut slot = self.layers[layer]
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        // Taken out, so that it is the only handle and is written in place.
+        let [k, v] = slot.take().expect("a generation ends with its first error");
+        let k = backend.write_rows(k, rows, new[0])?;
+        let v = backend.write_rows(v, rows, new[1])?;
+        let pair = [k, v];
+        *slot = Some(pair.clone());
+        Ok(pair)
+    }
+}
+
+/// What one pass writes into a cache and reads from it; travels in a [`Batch`](crate::Batch).
+#[derive(Clone, Debug)]
+pub struct CachePass {
+    cache: Arc<KvCache>,
+    /// i32 `[T]`: the cache row of every token of the batch.
+    rows: Tensor,
+    /// The batch's queries against the cache's rows; absent in the first pass, whose tokens attend
+    /// to each other as in training.
+    sequences: Option<Sequences>,
+}
+
+impl CachePass {
+    /// The first pass: whole prompts of `lengths` (prompt, tokens), the prompts ascending.
+    ///
+    /// # Errors
+    /// When the pool is full.
+    pub fn prefill(
+        cache: Arc<KvCache>,
+        lengths: &[(usize, usize)],
+        backend: &dyn Backend,
+    ) -> Result<Self> {
+        let all = lengths.iter().flat_map(|(i, n)| cache.place(*i, 0..*n));
+        let rows: Vec<i32> = all.collect();
+        Ok(Self {
+            rows: upload(backend, &rows)?,
+            sequences: None,
+            cache,
+        })
+    }
+
+    /// One more token for each of `cached` (prompt, tokens cached before), the prompts ascending.
+    ///
+    /// # Errors
+    /// When the pool is full.
+    pub fn decode(
+        cache: Arc<KvCache>,
+        cached: &[(usize, usize)],
+        backend: &dyn Backend,
+    ) -> Result<Self> {
+        let rows: Vec<i32> = cached
+            .iter()
+            .flat_map(|(i, n)| cache.place(*i, *n..*n + 1))
+            .collect();
+        let lengths: Vec<(usize, usize)> = cached.iter().map(|(i, n)| (*i, n + 1)).collect();
+        Ok(Self {
+            rows: upload(backend, &rows)?,
+            sequences: Some(cache.one_query_each(&lengths)),
+            cache,
+        })
+    }
+
+    /// The part of decoder layer `layer`.
+    #[must_use]
+    pub fn layer(&self, layer: usize) -> CachedLayer<'_> {
+        CachedLayer { pass: self, layer }
+    }
+}
+
+fn upload(backend: &dyn Backend, rows: &[i32]) -> Result<Tensor> {
+    let bytes = bytemuck::cast_slice(rows);
+    Ok(backend.upload(
+        bytes,
+        Shape::new(&[rows.len()]),
+        DType::I32,
+        Tag::Activations,
+    )?)
+}
+
+/// One layer's part of a [`CachePass`].
+#[derive(Clone, Copy, Debug)]
+pub struct CachedLayer<'a> {
+    pass: &'a CachePass,
+    layer: usize,
+}
+
+impl Scope<'_> {
+    /// As [`Scope::attention`] over `sequences`; with a cache, `k` and `v` are kept in it, and later
+    /// passes attend to everything that it holds. Generation only: no gradient reaches the cache.
+    ///
+    /// # Errors
+    /// When shapes do not fit or memory runs out.
+    pub fn cached_attention(
+        &self,
+        [q, k, v]: [&Var; 3],
+        sequences: &Sequences,
+        cache: Option<CachedLayer<'_>>,
+        scale: f32,
+    ) -> Result<Var> {
+        let Some(CachedLayer { pass, layer }) = cache else {
+            return self.attention(q, k, v, sequences, scale);
+        };
+        let new = [k.value(), v.value()];
+        let [all_k, all_v] = pass.cache.write(layer, self.backend(), &pass.rows, new)?;
+        match &pass.sequences {
+            None => self.attention(q, k, v, sequences, scale),
+            Some(cached) => {
+                let (k, v) = (self.constant(all_k), self.constant(all_v));
+                self.attention(q, &k, &v, cached, scale)
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kernels::NullBackend;
+
+    const SHAPE: CacheShape = CacheShape {
+        layers: 3,
+        kv_heads: 2,
+        head_dim: 32,
+        dtype: DType::BF16,
+    };
+
+    #[test]
+    fn bytes_are_known_beforehand() {
+        assert_eq!(SHAPE.bytes_per_token(), 2 * 3 * 2 * 32 * 2);
+        let backend = NullBackend::unlimited();
+        let cache = KvCache::new(&backend, SHAPE, &[40, 24]).unwrap();
+        let counted = backend.pool().stats().tag(Tag::Cache).in_use;
+        assert_eq!(counted, 64 * SHAPE.bytes_per_token());
+        drop(cache);
+        assert_eq!(backend.pool().stats().in_use, 0);
+    }
+
+    #[test]
+    fn unused_rows_lie_between_sequences_without_queries() {
+        let backend = NullBackend::unlimited();
+        let cache = KvCache::new(&backend, SHAPE, &[5, 3, 4]).unwrap();
+        let all = cache.one_query_each(&[(0, 5), (1, 2), (2, 3)]);
+        assert_eq!(*all.q_starts, [0, 1, 2, 2, 3, 3]);
+        assert_eq!(*all.k_starts, [0, 5, 7, 8, 11, 12]);
+        let last = cache.one_query_each(&[(2, 4)]);
+        assert_eq!(
+            (&*last.q_starts, &*last.k_starts),
+            (&[0, 0, 1][..], &[0, 8, 12][..])
+        );
+        assert_eq!(cache.place(1, 1..3).collect::<Vec<_>>(), [6, 7]);
+    }
+}

@@ -1,0 +1,203 @@
+//! Answers of any model with a decoder: a first pass over whole packed prompts, then passes of one
+//! token per prompt whose attention reads cached keys and values.
+//!
+//! Ranks that share a model's parameters run in lock step: see [`generate`].
+
+mod cache;
+mod sampling;
+
+pub use cache::{CachePass, CacheShape, CachedLayer, KvCache};
+pub use sampling::Sampling;
+
+use crate::autograd::Tape;
+use crate::batch::Batch;
+use crate::error::Result;
+use crate::{SampleInput, VisionLanguageModel};
+use engine::ParamAccess;
+use kernels::Backend;
+use std::sync::Arc;
+
+/// A text to continue.
+#[derive(Clone, Copy, Debug)]
+pub struct Prompt<'a> {
+    /// Tokens and pictures; labels are not looked at.
+    pub input: SampleInput<'a>,
+    /// Number of the sample in its data set: random draws depend on it, and not on the batch.
+    pub index: u64,
+    /// Most tokens of the answer.
+    pub max_new_tokens: usize,
+}
+
+impl Prompt<'_> {
+    /// Tokens that a cache holds at most: the last one of an answer is never fed back.
+    #[must_use]
+    pub fn cached_tokens(&self) -> usize {
+        (self.input.input_ids.len() + self.max_new_tokens).saturating_sub(1)
+    }
+}
+
+/// How to continue, and where answers end.
+#[derive(Clone, PartialEq, Debug)]
+pub struct GenerateOptions {
+    /// How tokens are chosen.
+    pub sampling: Sampling,
+    /// Tokens that end an answer; they are not part of it.
+    pub stop_ids: Vec<i32>,
+}
+
+/// Bytes of the cache that [`generate`] holds while it continues `prompts`, up to the pool's
+/// rounding to size classes.
+#[must_use]
+pub fn cache_bytes(shape: CacheShape, prompts: &[Prompt<'_>]) -> u64 {
+    let tokens: usize = prompts.iter().map(Prompt::cached_tokens).sum();
+    tokens as u64 * shape.bytes_per_token()
+}
+
+/// Continues every prompt until a stop token or its own limit, and returns the new tokens.
+///
+/// Ranks that share the model's parameters run the same number of passes: before each,
+/// `anyone_left` is told whether this rank still decodes and answers whether any rank does; the
+/// generation ends when it answers no. A rank that is done, or has no prompt, runs a pass of one
+/// token meanwhile. Lengths and contents of the answers may differ between ranks.
+///
+/// # Errors
+/// When a prompt does not fit the model, the engine or the device fails, or `anyone_left` does.
+pub fn generate(
+    model: &dyn VisionLanguageModel,
+    access: &dyn ParamAccess,
+    prompts: &[Prompt<'_>],
+    options: &GenerateOptions,
+    anyone_left: &mut dyn FnMut(bool) -> Result<bool>,
+) -> Result<Vec<Vec<i32>>> {
+    options.sampling.check()?;
+    let mut decoder = Decoder::new(model, access, prompts, options);
+    while anyone_left(!decoder.open.is_empty())? {
+        decoder.step()?;
+    }
+    Ok(decoder.answers)
+}
+
+/// One generation under way.
+struct Decoder<'a> {
+    model: &'a dyn VisionLanguageModel,
+    access: &'a dyn ParamAccess,
+    prompts: &'a [Prompt<'a>],
+    options: &'a GenerateOptions,
+    answers: Vec<Vec<i32>>,
+    /// Prompts whose answers grow, ascending.
+    open: Vec<usize>,
+    /// After the first pass.
+    cache: Option<Arc<KvCache>>,
+    /// Position of each prompt's last token, which is not always its length: pictures may count
+    /// otherwise.
+    last_positions: Vec<i32>,
+}
+
+impl<'a> Decoder<'a> {
+    fn new(
+        model: &'a dyn VisionLanguageModel,
+        access: &'a dyn ParamAccess,
+        prompts: &'a [Prompt<'a>],
+        options: &'a GenerateOptions,
+    ) -> Self {
+        let wants = |i: &usize| prompts[*i].max_new_tokens > 0;
+        Self {
+            model,
+            access,
+            prompts,
+            options,
+            answers: vec![Vec::new(); prompts.len()],
+            open: (0..prompts.len()).filter(wants).collect(),
+            cache: None,
+            last_positions: Vec::new(),
+        }
+    }
+
+    fn backend(&self) -> &'a dyn Backend {
+        &**self.access.backend()
+    }
+
+    /// One pass and one token more for every open prompt.
+    fn step(&mut self) -> Result<()> {
+        let batch = match &self.cache {
+            _ if self.open.is_empty() => self.idle()?,
+            Some(cache) => self.decode(cache.clone())?,
+            None => self.prefill()?,
+        };
+        let tape = Tape::inference(self.access);
+        let logits = self.model.next_token_logits(&tape, &batch)?;
+        let vocabulary = logits.shape().last();
+        let rows = logits.to_f32_vec()?;
+        let mut still = Vec::with_capacity(self.open.len());
+        for (i, row) in self.open.iter().zip(rows.chunks_exact(vocabulary)) {
+            let (answer, prompt) = (&mut self.answers[*i], &self.prompts[*i]);
+            let sampling = &self.options.sampling;
+            let token = sampling.next(row, prompt.index, answer.len() as u64);
+            if self.options.stop_ids.contains(&token) {
+                continue;
+            }
+            answer.push(token);
+            if answer.len() < prompt.max_new_tokens {
+                still.push(*i);
+            }
+        }
+        self.open = still;
+        Ok(())
+    }
+
+    /// A pass for the other ranks' sake.
+    fn idle(&self) -> Result<Batch> {
+        let any = SampleInput {
+            input_ids: &[0],
+            labels: &[],
+            image_bounds: &[],
+            slices: &[],
+        };
+        self.model.collate(&[any], self.backend())
+    }
+
+    fn prefill(&mut self) -> Result<Batch> {
+        let inputs: Vec<SampleInput<'_>> = self
+            .open
+            .iter()
+            .map(|i| SampleInput {
+                labels: &[],
+                ..self.prompts[*i].input
+            })
+            .collect();
+        let mut batch = self.model.collate(&inputs, self.backend())?;
+        // A prompt that wants no token is not in the batch and owns no row.
+        let mut capacities = vec![0; self.prompts.len()];
+        self.last_positions = vec![0; self.prompts.len()];
+        for (n, i) in self.open.iter().enumerate() {
+            capacities[*i] = self.prompts[*i].cached_tokens();
+            self.last_positions[*i] = batch.positions[batch.starts()[n + 1] - 1];
+        }
+        let shape = self.model.cache_shape();
+        let cache = Arc::new(KvCache::new(self.backend(), shape, &capacities)?);
+        let lengths: Vec<(usize, usize)> = self
+            .open
+            .iter()
+            .map(|i| (*i, self.prompts[*i].input.input_ids.len()))
+            .collect();
+        batch.cache = Some(CachePass::prefill(cache.clone(), &lengths, self.backend())?);
+        self.cache = Some(cache);
+        Ok(batch)
+    }
+
+    fn decode(&self, cache: Arc<KvCache>) -> Result<Batch> {
+        let (mut tokens, mut positions, mut cached) = (Vec::new(), Vec::new(), Vec::new());
+        for i in &self.open {
+            let answer = &self.answers[*i];
+            tokens.extend(answer.last());
+            positions.push(self.last_positions[*i] + answer.len() as i32);
+            let before = self.prompts[*i].input.input_ids.len() + answer.len() - 1;
+            cached.push((*i, before));
+        }
+        let mut batch = self
+            .model
+            .collate_next(&tokens, &positions, self.backend())?;
+        batch.cache = Some(CachePass::decode(cache, &cached, self.backend())?);
+        Ok(batch)
+    }
+}

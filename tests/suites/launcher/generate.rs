@@ -1,0 +1,317 @@
+//! `launcher generate`, `launcher eval`, and the answers that a run keeps.
+
+use crate::site::{Site, golden, listing, read_json};
+use serde_json::Value;
+use std::fs;
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+pub(crate) struct Said {
+    code: Option<i32>,
+    stdout: String,
+    stderr: String,
+}
+
+impl Said {
+    pub(crate) fn json(&self) -> Value {
+        serde_json::from_str(&self.stdout).unwrap()
+    }
+}
+
+/// The program with these words in the site's folder.
+fn say(site: &Site, words: &[&str]) -> Said {
+    let output = Command::new(env!("CARGO_BIN_EXE_tessera_test_launcher"))
+        .args(words)
+        .current_dir(site.path(""))
+        .env_clear()
+        .env("TMPDIR", site.path("tmp"))
+        .stdin(Stdio::null())
+        .output()
+        .unwrap();
+    Said {
+        code: output.status.code(),
+        stdout: String::from_utf8(output.stdout).unwrap(),
+        stderr: String::from_utf8(output.stderr).unwrap(),
+    }
+}
+
+/// As [`say`] for a line without blanks in its words; it must end well.
+pub(crate) fn run(site: &Site, line: &str) -> Said {
+    let words: Vec<&str> = line.split_whitespace().collect();
+    let said = say(site, &words);
+    assert_eq!(said.code, Some(0), "{line}\n{}", said.stderr);
+    said
+}
+
+/// The verb must be refused with this status and code, in these words.
+fn refuse(site: &Site, line: &str, status: i32, code: &str, words: &[&str]) {
+    let split: Vec<&str> = line.split_whitespace().collect();
+    let said = say(site, &split);
+    let screen = &said.stderr;
+    assert_eq!(
+        (said.code, &*said.stdout),
+        (Some(status), ""),
+        "{line}\n{screen}"
+    );
+    let code = format!("error[{code}] ");
+    for word in [&*code, "  cause     ", "  next      "].iter().chain(words) {
+        assert!(screen.contains(word), "{line}: no {word:?} in\n{screen}");
+    }
+}
+
+#[test]
+fn a_prompt_is_answered_on_standard_output() {
+    let site = Site::new();
+    let picture = "--image data/image_wide.png --max-new-tokens 6";
+    let ask = |more: &str| {
+        let line = format!("generate --model model {picture} {more}");
+        let mut words: Vec<&str> = line.split_whitespace().collect();
+        words.extend(["--prompt", "What is to be seen?"]);
+        let said = say(&site, &words);
+        assert_eq!(said.code, Some(0), "{}", said.stderr);
+        said
+    };
+    let plain = ask("");
+    for label in [" load    ", " prompt  ", " answer  ", " memory  "] {
+        assert!(plain.stderr.contains(label), "{}", plain.stderr);
+    }
+    let record = ask("--json").json();
+    assert_eq!(
+        record["answer"].as_str(),
+        Some(plain.stdout.trim_end_matches('\n'))
+    );
+    assert!(record["tokens"].as_u64().unwrap() <= 6);
+    // A wide picture is cut.
+    assert!(record["slices"].as_u64().unwrap() > 1);
+    assert!(record["prompt_tokens"].as_u64() > record["slices"].as_u64());
+    let whole = ask("--json --max-slice-nums 1").json();
+    assert_eq!(whole["slices"], 1);
+    // One candidate is the likeliest; draws are those of the seed.
+    assert_eq!(ask("--temperature 2 --top-k 1").stdout, plain.stdout);
+    let drawn = |seed: u32| ask(&format!("--temperature 3 --seed {seed}")).stdout;
+    assert_eq!(drawn(1), drawn(1));
+    assert!((2..6).any(|seed| drawn(seed) != drawn(1)));
+    assert_eq!(listing(&site.path("tmp")), Vec::<String>::new());
+}
+
+#[test]
+fn several_pictures_and_none_are_taken() {
+    let site = Site::new();
+    let tokens = |line: &str| {
+        let line = format!("generate --model model --json --max-new-tokens 2 --prompt Why? {line}");
+        let record = run(&site, &line).json();
+        let count = |key: &str| record[key].as_u64().unwrap();
+        (count("prompt_tokens"), count("slices"))
+    };
+    let (none, without) = tokens("");
+    let one = "--max-slice-nums 1 --image data/image_wide.png";
+    let (single, slices) = tokens(one);
+    assert_eq!((without, slices), (0, 1));
+    assert!(single > none);
+    let (double, slices) = tokens(&format!("{one} --image data/image_wide.png"));
+    assert_eq!(slices, 2);
+    assert!(double > single);
+}
+
+/// The keys and the values of an evaluation that a run left, against those of the verb.
+fn assert_evaluates_alike(site: &Site, line: &str) -> Value {
+    let said = run(
+        site,
+        &format!("eval --data data/samples.json --output rows.json {line}"),
+    );
+    let result = said.json();
+    let left = read_json(&site.path("out/eval_results.json"));
+    for key in ["eval_loss", "exact_match"] {
+        let (verb, run) = (result[key].as_f64().unwrap(), left[key].as_f64().unwrap());
+        assert_eq!(verb.to_bits(), run.to_bits(), "{key}: {verb} {run}");
+    }
+    for key in ["eval_samples", "eval_runtime", "eval_samples_per_second"] {
+        assert!(result[key].is_number(), "no {key} in {result}");
+    }
+    let rows = read_json(&site.path("rows.json"));
+    assert_eq!(rows["eval_loss"], result["eval_loss"]);
+    let kept = read_json(&site.path("out/samples/step-000002.json"));
+    let (rows, kept) = (
+        rows["samples"].as_array().unwrap(),
+        kept.as_array().unwrap(),
+    );
+    assert_eq!((rows.len(), kept.len()), (6, 6));
+    for (row, kept) in rows.iter().zip(kept) {
+        for key in [
+            "index",
+            "id",
+            "images",
+            "prompt",
+            "reference",
+            "answer",
+            "exact",
+        ] {
+            assert_eq!(row[key], kept[key], "{key}");
+        }
+    }
+    result
+}
+
+#[test]
+fn a_whole_model_evaluates_as_it_did_in_its_run() {
+    let site = Site::new();
+    site.train("--zero 3 --nproc 2 --offload cpu --eval-data data/samples.json --eval-steps 2");
+    assert_eq!(
+        listing(&site.path("out/samples")),
+        ["step-000000.json", "step-000002.json"]
+    );
+    let first = &read_json(&site.path("out/samples/step-000000.json"))[0];
+    assert_eq!((&first["index"], &first["id"]), (&0.into(), &"0".into()));
+    assert!(Path::new(first["images"][0].as_str().unwrap()).is_file());
+    assert!(first["prompt"].as_str().unwrap().contains("<image>"));
+    assert!(!first["reference"].as_str().unwrap().is_empty());
+    let result = assert_evaluates_alike(&site, "--model out/checkpoint-2");
+    // Batches change nothing, and a limit leaves samples out.
+    let line = "--model out/checkpoint-2 --per-device-eval-batch-size 1";
+    assert_eq!(
+        assert_evaluates_alike(&site, line)["eval_loss"],
+        result["eval_loss"]
+    );
+    let line = "eval --model out/checkpoint-2 --data data/samples.json --limit 2";
+    assert_eq!(run(&site, line).json()["eval_samples"], 2);
+    let line = "generate --model out/checkpoint-2 --prompt Why? --max-new-tokens 3";
+    run(&site, line);
+}
+
+#[test]
+fn adapters_and_trained_parts_are_laid_over_their_base() {
+    for flags in [
+        "--use-lora true --lora-rank 4 --modules-to-save resampler --train lm_head --tune-vision false",
+        "--train lm_head,norm",
+    ] {
+        let site = Site::new();
+        site.train(&format!(
+            "{flags} --learning-rate 1e-2 --eval-data data/samples.json --eval-steps 2"
+        ));
+        let adapter = "--model model --adapter out/checkpoint-2";
+        let with = assert_evaluates_alike(&site, adapter);
+        let base = run(&site, "eval --model model --data data/samples.json").json();
+        assert_ne!(with["eval_loss"], base["eval_loss"], "{flags}");
+        assert!(
+            with["adapter"]
+                .as_str()
+                .unwrap()
+                .ends_with("out/checkpoint-2")
+        );
+        let said = run(
+            &site,
+            &format!("generate {adapter} --prompt Why? --max-new-tokens 3"),
+        );
+        assert!(said.stderr.contains("out/checkpoint-2"), "{}", said.stderr);
+        // The folder alone is no model, and it belongs to its own base only.
+        let line = "generate --model out/checkpoint-2 --prompt Why?";
+        let words = ["only a part of a model", "--adapter out/checkpoint-2"];
+        refuse(&site, line, 10, "E10", &words);
+        for name in [
+            "config.json",
+            "model.safetensors",
+            "tokenizer.json",
+            "tokenizer_config.json",
+        ] {
+            let other = golden("minicpm-o-2_6").join(name);
+            fs::copy(other, site.path("model").join(name)).unwrap();
+        }
+        let preprocessor = golden("minicpm-o-2_6").join("preprocessor_config.json");
+        fs::copy(preprocessor, site.path("model/preprocessor_config.json")).unwrap();
+        let line = format!("generate {adapter} --prompt Why?");
+        refuse(
+            &site,
+            &line,
+            10,
+            "E10",
+            &["does not belong to this model", "the model needs"],
+        );
+    }
+}
+
+#[test]
+fn what_cannot_be_asked_is_refused() {
+    let site = Site::new();
+    let ask = "generate --model model --prompt Why?";
+    for (line, status, code, words) in [
+        ("generate --prompt Why?", 2, "E09", &["needs --model"][..]),
+        ("generate --model model", 2, "E09", &["needs --prompt"]),
+        ("eval --model model", 2, "E09", &["needs --data"]),
+        (
+            &format!("{ask} --imgae x"),
+            2,
+            "E09",
+            &["did you mean --image?"],
+        ),
+        (
+            &format!("{ask} --temperature -1"),
+            2,
+            "E09",
+            &["temperature"],
+        ),
+        (&format!("{ask} --top-p 0"), 2, "E09", &["top_p"]),
+        (
+            &format!("{ask} --max-new-tokens 0"),
+            2,
+            "E09",
+            &["--max-new-tokens 0"],
+        ),
+        (&format!("{ask} --image none.png"), 3, "E18", &["none.png"]),
+        (
+            &format!("{ask} --image model/config.json"),
+            3,
+            "E18",
+            &["config.json"],
+        ),
+        (
+            "generate --model model --prompt <image>",
+            3,
+            "E07",
+            &["1 image placeholders"],
+        ),
+        (
+            &format!("{ask} --model-max-length 5"),
+            3,
+            "E06",
+            &["--model-max-length 5"],
+        ),
+        (
+            &format!("{ask} --adapter nowhere"),
+            10,
+            "E10",
+            &["nowhere", "--adapter"],
+        ),
+        (
+            "generate --model nowhere --prompt Why?",
+            10,
+            "E10",
+            &["nowhere"],
+        ),
+        (
+            "eval --model model --data none.json",
+            3,
+            "E18",
+            &["none.json"],
+        ),
+        (
+            "eval --model model --data data/samples.json --limit 0",
+            2,
+            "E09",
+            &["--limit 0"],
+        ),
+        (
+            "eval --model model --data data/samples.json --model-max-length 12",
+            3,
+            "E06",
+            &["6 of 6 samples"],
+        ),
+        (
+            "eval --model model --data data/samples.json --output no/such/rows.json",
+            16,
+            "E13",
+            &["no/such/rows.json"],
+        ),
+    ] {
+        refuse(&site, line, status, code, words);
+    }
+}

@@ -1,0 +1,219 @@
+//! What a run tells of itself while it goes on and afterwards: step times, memory by phase, the
+//! page, and `launcher watch`.
+
+use crate::endings::LONG;
+use crate::site::{Site, listing, log_rows, ranks, read_json, signal, wait_for_end};
+use serde_json::{Value, json};
+use std::fs::{self, File};
+use std::path::Path;
+use std::process::{Command, Output, Stdio};
+use std::time::{Duration, SystemTime};
+
+const PARTS: [&str; 6] = [
+    "data",
+    "forward",
+    "communication",
+    "backward",
+    "step",
+    "offload",
+];
+/// Numbers in the log are rounded to a microsecond.
+const ROUNDING_SECONDS: f64 = 1e-5;
+
+fn watch(site: &Site, words: &str) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_tessera_test_launcher"))
+        .arg("watch")
+        .args(words.split_whitespace())
+        .current_dir(site.path("."))
+        .env_clear()
+        .stdin(Stdio::null())
+        .output()
+        .unwrap()
+}
+
+fn view(site: &Site) -> Value {
+    let output = watch(site, "--once out --json");
+    assert_eq!(output.status.code(), Some(0), "{output:?}");
+    serde_json::from_slice(&output.stdout).unwrap()
+}
+
+fn lines(path: &Path) -> Vec<Value> {
+    let text = fs::read_to_string(path).unwrap();
+    text.lines()
+        .map(|line| serde_json::from_str(line).unwrap())
+        .collect()
+}
+
+#[test]
+fn a_run_says_where_its_time_and_memory_went() {
+    let site = Site::new();
+    let line = "--zero 3 --offload cpu --max-steps 4 --eval-data data/samples.json --report-to tensorboard";
+    let outcome = site.train(line);
+    assert!(
+        outcome.screen.contains("out/report.html"),
+        "{}",
+        outcome.screen
+    );
+    let out = site.path("out");
+    let rows = log_rows(&out);
+    for row in rows.iter().filter(|row| row.get("loss").is_some()) {
+        let seconds = |name: &str| row["seconds"][name].as_f64().unwrap();
+        let sum: f64 = PARTS.map(seconds).iter().sum();
+        let step = row["step_seconds"].as_f64().unwrap();
+        assert!((sum - step).abs() < ROUNDING_SECONDS, "{row}");
+        for name in ["forward", "communication", "backward", "step", "offload"] {
+            assert!(seconds(name) > 0.0, "{name} in {row}");
+        }
+        assert_eq!(row["rank_seconds"].as_array().unwrap().len(), 2);
+        assert!(row["slowest_rank"].as_u64().unwrap() < 2);
+        assert!(row["imbalance"].as_f64().unwrap() >= 0.0);
+    }
+
+    let memory = lines(&out.join("memory.jsonl"));
+    let phases = |name: &str| {
+        memory
+            .iter()
+            .filter_map(|row| row["phases"].get(name))
+            .count()
+    };
+    for (name, times) in [
+        ("load", 1),
+        ("forward", 4),
+        ("backward", 4),
+        ("step", 4),
+        ("save", 1),
+    ] {
+        assert_eq!(phases(name), times, "{name} in {memory:?}");
+    }
+    assert_eq!(phases("eval"), 2, "before and after training");
+    let backward = &memory[1]["phases"]["backward"];
+    assert!(backward["rss"].as_u64().unwrap() > 0);
+    for pool in ["device", "host"] {
+        let kinds = backward[pool]["at_peak"].as_object().unwrap();
+        let sum: u64 = kinds.values().map(|bytes| bytes.as_u64().unwrap()).sum();
+        assert_eq!(json!(sum), backward[pool]["bytes"], "{pool} of {backward}");
+    }
+    assert_eq!(memory[0]["ranks"].as_array().unwrap().len(), 2);
+
+    let plan = read_json(&out.join("plan.json"));
+    assert_eq!(
+        (&plan["plan"]["ranks"], &plan["data"]["samples"]),
+        (&json!(2), &json!(6))
+    );
+    assert!(!plan["trains"].as_array().unwrap().is_empty());
+    let page = fs::read_to_string(out.join("report.html")).unwrap();
+    for text in [
+        "finished, 4 steps",
+        "id=\"imbalance\"",
+        "id=\"memory-by-phase\"",
+        "id=\"trains\"",
+    ] {
+        assert!(page.contains(text), "no {text:?}");
+    }
+    assert!(
+        fs::read_to_string(out.join("memory.svg"))
+            .unwrap()
+            .ends_with("</svg>\n")
+    );
+    let events = out.join("runs").join(&listing(&out.join("runs"))[0]);
+    let events = fs::read(events).unwrap();
+    for tag in PARTS
+        .map(|part| format!("time/{part}"))
+        .iter()
+        .chain(&["perf/step_seconds".into()])
+    {
+        let found = events
+            .windows(tag.len())
+            .any(|bytes| bytes == tag.as_bytes());
+        assert!(found, "no {tag}");
+    }
+
+    let view = view(&site);
+    assert_eq!(
+        (&view["state"], &view["step"]),
+        (&json!("finished"), &json!(4))
+    );
+    assert_eq!(
+        (&view["checkpoint"], &view["evaluation"]["step"]),
+        (&json!("checkpoint-4"), &json!(4))
+    );
+    assert_eq!(view["remaining_seconds"], Value::Null);
+    // A run that is over is shown and not waited for.
+    let text = String::from_utf8(watch(&site, "out").stdout).unwrap();
+    assert!(
+        text.contains("finished") && text.contains("4 of 4"),
+        "{text}"
+    );
+}
+
+#[test]
+fn a_run_is_watched_while_it_goes_on_and_after_it_was_stopped() {
+    let site = Site::new();
+    let mut run = site.start(LONG);
+    run.wait_for_step();
+    let running = view(&site);
+    assert_eq!(running["state"], json!("running"), "{running}");
+    assert!(running["remaining_seconds"].is_f64() && running["loss"].is_f64());
+    run.signal("TERM");
+    let outcome = run.finish();
+    assert_eq!(outcome.code, Some(130), "{}", outcome.screen);
+    assert_eq!(view(&site)["state"], json!("stopped"));
+    let page = fs::read_to_string(site.path("out/report.html")).unwrap();
+    assert!(page.contains("stopped after step"));
+}
+
+#[test]
+fn a_failed_run_has_a_page_and_is_shown_with_its_failure() {
+    let site = Site::new();
+    let mut run = site.start(LONG);
+    run.wait_for_step();
+    let (victim, _) = ranks(&site.token())[1];
+    signal(victim, "KILL");
+    assert_eq!(run.finish().code, Some(12));
+    let page = fs::read_to_string(site.path("out/report.html")).unwrap();
+    assert!(page.contains("id=\"failure\"") && page.contains("rank 1 was killed"));
+    let view = view(&site);
+    assert_eq!(view["state"], json!("failed"));
+    assert_eq!(view["failures"][0]["code"], json!("E02"));
+}
+
+#[test]
+fn a_run_that_vanished_is_dead() {
+    let site = Site::new();
+    let mut run = site.start(LONG);
+    run.wait_for_step();
+    let processes = ranks(&site.token());
+    run.signal("KILL");
+    run.finish();
+    for (process, _) in processes {
+        wait_for_end(process, Duration::from_secs(10));
+    }
+    // Nobody waits until the news are old.
+    let hour_ago = SystemTime::now() - Duration::from_secs(3600);
+    for name in listing(&site.path("out")) {
+        let file = File::open(site.path("out").join(name)).unwrap();
+        file.set_modified(hour_ago).unwrap();
+    }
+    let view = view(&site);
+    assert_eq!(view["state"], json!("dead"), "{view}");
+    assert!(view["seconds_since_news"].as_f64().unwrap() >= 3600.0);
+    let text = String::from_utf8(watch(&site, "out").stdout).unwrap();
+    assert!(text.contains("no news for 1:00:0"), "{text}");
+}
+
+#[test]
+fn watching_needs_the_folder_of_a_run() {
+    let site = Site::new();
+    for (words, cause) in [
+        ("gone", "no such folder"),
+        ("data --once", "it holds no run"),
+    ] {
+        let output = watch(&site, words);
+        assert_eq!(output.status.code(), Some(2));
+        let text = String::from_utf8(output.stderr).unwrap();
+        assert!(
+            text.contains(cause) && text.contains("  next      "),
+            "{text}"
+        );
+    }
+}
