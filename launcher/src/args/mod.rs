@@ -450,10 +450,10 @@ mod tests {
             "adam-beta1 adam-beta2 adam-epsilon bf16 checkpoint-activations comm-timeout data data-workers device \
              device-memory-limit error-format eval-data eval-steps eval-strategy find-batch freeze global-batch \
              gradient-accumulation-steps gradient-checkpointing host-memory-limit init learning-rate \
-             limit logging-steps logging-strategy lora-alpha lora-dropout lora-layers lora-rank lora- \
-             target-modules lr lr-scale lr-scheduler-type max-grad-norm max-slice-nums max-steps model \
-             model-max-length modules-to-save nproc num-train-epochs offload output per-device-eval- \
-             batch-size per-device-train-batch-size precision report-to resume save-steps save-strategy \
+             limit logging-steps logging-strategy lora-alpha lora-dropout lora-layers lora-rank \
+             lora-target-modules lr lr-scale lr-scheduler-type max-grad-norm max-slice-nums max-steps model \
+             model-max-length modules-to-save nproc num-train-epochs offload output \
+             per-device-eval-batch-size per-device-train-batch-size precision report-to resume save-steps save-strategy \
              save-total-limit seed skip-bad-samples train tune-llm tune-vision use-lora warmup-ratio \
              warmup-steps weight-decay worst-first zero"
         );

@@ -203,7 +203,10 @@ mod tests {
 
     /// Noise between -1 and 1 that depends on the step only.
     fn noise(step: u64) -> f64 {
-        (step.wrapping_mul(2_654_435_761) % 2001) as f64 / 1000.0 - 1.0
+        // Mixed well: a plain product of multiples of ten is a ramp.
+        let mut bits = step.wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        bits = (bits ^ bits >> 29).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        ((bits ^ bits >> 32) % 2001) as f64 / 1000.0 - 1.0
     }
 
     #[test]

@@ -109,15 +109,12 @@ fn thumbnail(files: &RunFiles, path: &Path) -> Option<String> {
 /// Where a picture may be: beside the run, or beside the data it came with.
 fn places(files: &RunFiles, path: &Path) -> Vec<PathBuf> {
     let mut places = vec![files.folder.join(path)];
-    let source = files
-        .config
-        .as_ref()
-        .map(|config| &config["source"]["files"]);
-    for name in ["eval_data", "data"] {
-        let data = source
-            .and_then(|source| source[name].as_str())
-            .map(Path::new);
-        places.extend(data.and_then(Path::parent).map(|folder| folder.join(path)));
-    }
+    let Some(source) = files.config.as_ref().map(|config| &config["source"]) else {
+        return places;
+    };
+    let named = |kind: &str, name: &str| source[kind][name].as_str().map(Path::new);
+    let data = ["eval_data", "data"].map(|name| named("files", name).and_then(Path::parent));
+    let folders = data.into_iter().chain([named("demo", "folder")]);
+    places.extend(folders.flatten().map(|folder| folder.join(path)));
     places
 }
