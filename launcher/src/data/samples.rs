@@ -17,6 +17,8 @@ use crate::exit::{ErrorCode, Failure};
 pub(crate) struct SampleSet {
     /// Those that can be used.
     pub(crate) samples: Vec<RawSample>,
+    /// Their indices in the file; empty where all of them are there.
+    pub(crate) kept: Vec<usize>,
     /// Where their pictures are.
     pub(crate) images: ImageFolder,
     /// What each costs; empty where nobody counted.
@@ -25,6 +27,13 @@ pub(crate) struct SampleSet {
     pub(crate) problems: Vec<Problem>,
     /// Pictures of all samples.
     pub(crate) pictures: usize,
+}
+
+impl SampleSet {
+    /// Where the sample `index` of this set stands in its file, from 0.
+    pub(crate) fn index_in_file(&self, index: usize) -> usize {
+        self.kept.get(index).copied().unwrap_or(index)
+    }
 }
 
 /// An error with all its sources in one line.

@@ -136,6 +136,8 @@ fn refuse(error: &SampleError) -> Failure {
 struct Answered {
     text: String,
     tokens: usize,
+    /// Passes of one token behind the prompt's, the last of which may have ended the answer.
+    passes: usize,
     prefill_seconds: f64,
     decode_seconds: f64,
 }
@@ -151,8 +153,7 @@ impl Answered {
             rate(prompt_tokens, self.prefill_seconds),
             self.tokens,
             format_seconds(self.decode_seconds),
-            // The first token comes with the prompt's pass.
-            rate(self.tokens.saturating_sub(1), self.decode_seconds),
+            rate(self.passes, self.decode_seconds),
             format_bytes(memory::process().peak_rss_bytes),
             format_bytes(cache),
         )
@@ -189,6 +190,7 @@ fn answer(
     Ok(Answered {
         text: text.trim().to_owned(),
         tokens: tokens.len(),
+        passes: asked.len().saturating_sub(2),
         prefill_seconds,
         decode_seconds: end - prefill_seconds,
     })

@@ -54,6 +54,9 @@ pub(crate) fn check_samples(
         };
         return Err(problems::refusal(&context, &bad));
     }
+    let kept = (0..samples.len())
+        .filter(|i| verdicts[*i].is_ok())
+        .collect();
     let (samples, sizes): (Vec<RawSample>, Vec<SampleSize>) = samples
         .into_iter()
         .zip(verdicts)
@@ -71,6 +74,7 @@ pub(crate) fn check_samples(
     let pictures = samples.iter().map(|s| s.images.len()).sum();
     Ok(SampleSet {
         samples,
+        kept,
         images,
         sizes,
         problems: bad,
@@ -92,6 +96,7 @@ pub(super) fn load(
     let (samples, images) = data::read(path, limit)?;
     Ok(SampleSet {
         samples,
+        kept: Vec::new(),
         images,
         sizes: Vec::new(),
         problems: Vec::new(),

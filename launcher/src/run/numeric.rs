@@ -6,7 +6,7 @@
 
 use super::check::encode_options;
 use super::failures;
-use super::place::{Place, checkpoint_name};
+use super::place::Place;
 use super::session::Session;
 use crate::config::PrecisionChoice;
 use crate::exit::{ErrorCode, Failure};
@@ -153,7 +153,7 @@ fn micro_batch(session: &Session<'_>, place: &Place, loss: f64) -> MicroBatch {
             .map(|(index, tokens)| {
                 let raw = session.train.samples.get(*index);
                 Sample {
-                    index: *index,
+                    index: session.train.index_in_file(*index),
                     id: raw.and_then(|raw| raw.id.clone()),
                     tokens: *tokens,
                     images: raw.map_or_else(Vec::new, |raw| {
@@ -382,7 +382,7 @@ impl Finding {
         failure.next(match good {
             Some((_, path)) => format!(
                 "{} is good: --resume {}",
-                checkpoint_name(&path),
+                run_folder::file_name(&path),
                 path.display()
             ),
             None => "no checkpoint was saved before: start anew, with --save-steps".to_owned(),

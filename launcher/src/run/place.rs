@@ -2,11 +2,11 @@
 
 use super::session::Session;
 use super::stall;
+use crate::data::SampleSet;
 use crate::exit::{ErrorCode, Failure};
-use crate::run_folder::file_name;
 use crate::units::grouped;
 use engine::Phase;
-use models::minicpm::sample::{EncodedSample, RawSample};
+use models::minicpm::sample::EncodedSample;
 
 /// Stands before the step in the title of a failure that met a training step.
 pub(super) const AT_STEP: &str = " at step ";
@@ -20,7 +20,7 @@ pub(super) struct Place {
     pub(super) step: u64,
     /// Micro-batch of the step, counted from 1.
     pub(super) micro_batch: u64,
-    /// Indices of its samples in the data file.
+    /// Indices of its samples in the set of the run.
     pub(super) samples: Vec<usize>,
     /// Their tokens.
     pub(super) tokens: Vec<usize>,
@@ -46,7 +46,7 @@ impl Place {
     }
 
     /// One line: step, micro-batch, samples with their ids and sizes.
-    fn describe(&self, samples: &[RawSample]) -> String {
+    fn describe(&self, set: &SampleSet) -> String {
         let sizes = self.tokens.iter().zip(&self.patches);
         let mut parts: Vec<String> = self
             .samples
@@ -54,8 +54,9 @@ impl Place {
             .zip(sizes)
             .take(NAMED_SAMPLES)
             .map(|(index, (tokens, patches))| {
-                let id = samples.get(*index).and_then(|s| s.id.as_deref());
+                let id = set.samples.get(*index).and_then(|s| s.id.as_deref());
                 let id = id.map_or_else(String::new, |id| format!(" (id {id})"));
+                let index = set.index_in_file(*index);
                 let tokens = grouped(*tokens as u64);
                 match patches {
                     0 => format!("sample {index}{id}: {tokens} tokens, no picture"),
@@ -121,7 +122,7 @@ pub(super) fn complete(failure: Failure, session: &Session<'_>) -> Failure {
         ErrorCode::DeviceMemory | ErrorCode::HostMemory | ErrorCode::Collective
     );
     if let Some(place) = session.place.as_ref().filter(|_| wanted) {
-        let line = place.describe(&session.train.samples);
+        let line = place.describe(&session.train);
         failure = failure.evidence(if world.size > 1 {
             format!("rank {} worked on {line}", world.rank)
         } else {
@@ -131,14 +132,11 @@ pub(super) fn complete(failure: Failure, session: &Session<'_>) -> Failure {
     failure
 }
 
-/// A path as people name a checkpoint.
-pub(super) fn checkpoint_name(path: &std::path::Path) -> String {
-    file_name(path)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use models::image::ImageFolder;
+    use models::minicpm::sample::RawSample;
 
     fn raw(id: &str) -> RawSample {
         let text = format!(r#"{{"id": "{id}", "conversations": []}}"#);
@@ -147,7 +145,15 @@ mod tests {
 
     #[test]
     fn samples_are_named_with_their_sizes_and_many_are_summed_up() {
-        let samples: Vec<RawSample> = ["a", "b", "c", "d", "e", "f"].map(raw).into();
+        // The file's second sample was left out.
+        let set = SampleSet {
+            samples: ["a", "b", "c", "d", "e", "f"].map(raw).into(),
+            kept: vec![0, 2, 3, 4, 5, 6],
+            images: ImageFolder::new("."),
+            sizes: Vec::new(),
+            problems: Vec::new(),
+            pictures: 0,
+        };
         let place = Place {
             step: 7,
             micro_batch: 2,
@@ -156,8 +162,8 @@ mod tests {
             patches: vec![1024, 0],
         };
         assert_eq!(
-            place.describe(&samples),
-            "step 7, micro-batch 2: sample 5 (id f): 1 811 tokens, 1 024 patches; sample 0 (id a): 40 tokens, no picture"
+            place.describe(&set),
+            "step 7, micro-batch 2: sample 6 (id f): 1 811 tokens, 1 024 patches; sample 0 (id a): 40 tokens, no picture"
         );
         let many = Place {
             samples: (0..6).collect(),
@@ -165,9 +171,6 @@ mod tests {
             patches: vec![0; 6],
             ..place
         };
-        assert!(
-            many.describe(&samples)
-                .ends_with("2 more, 60 tokens together")
-        );
+        assert!(many.describe(&set).ends_with("2 more, 60 tokens together"));
     }
 }

@@ -13,6 +13,7 @@ use engine::comm::Tag;
 use engine::{EngineError, ModelSpec};
 use kernels::{DType, Float, Tensor};
 use models::adapter::{ADAPTER_CONFIG, ADAPTER_STEM, TRAINED_STEM};
+use models::lora::LoraTargets;
 use models::params::ADAPTER_PREFIX;
 use models::{VisionLanguageModel, WeightSource};
 use serde_json::{Value, json};
@@ -258,10 +259,10 @@ fn adapter_config(session: &Session<'_>) -> Value {
     let Some(lora) = &session.model.options().lora else {
         return Value::Null;
     };
-    let targets = match &lora.targets {
-        models::lora::LoraTargets::Pattern(pattern) => json!(pattern),
-        models::lora::LoraTargets::Projections(names) => json!(names),
-        models::lora::LoraTargets::Modules(paths) => json!(paths),
+    // A list of names would also match modules of other towers; a path matches one module.
+    let targets = match (&lora.targets, &lora.layers) {
+        (LoraTargets::Pattern(pattern), None) => json!(pattern),
+        _ => json!(adapted_modules(session.model.spec())),
     };
     json!({
         "peft_type": "LORA",
@@ -276,6 +277,17 @@ fn adapter_config(session: &Session<'_>) -> Value {
         "target_modules": targets,
         "modules_to_save": lora.modules_to_save,
     })
+}
+
+/// Paths of the modules that have an adapter.
+fn adapted_modules(spec: &ModelSpec) -> Vec<&str> {
+    let names = spec.params.iter().map(|param| param.name.as_str());
+    names
+        .filter_map(|name| {
+            let path = name.strip_suffix(".lora_A.weight")?;
+            path.strip_prefix(ADAPTER_PREFIX)
+        })
+        .collect()
 }
 
 /// Everything small that a checkpoint needs beside its weights to be loaded elsewhere.

@@ -11,10 +11,6 @@ fn flags_that_make_no_sense_are_refused() {
         ("--zeor 3", &["--zeor", "did you mean --zero?"][..]),
         ("--lerning_rate 1", &["did you mean --learning_rate?"]),
         (
-            "--use-lora true --tune-llm true",
-            &["--use-lora", "--tune-llm true"],
-        ),
-        (
             "--bf16 true --precision f32",
             &["--bf16 true", "--precision f32"],
         ),

@@ -1,6 +1,8 @@
 //! `launcher generate`, `launcher eval`, and the answers that a run keeps.
 
 use crate::site::{Site, golden, listing, read_json};
+use safetensors::Dtype;
+use safetensors::tensor::TensorView;
 use serde_json::Value;
 use std::fs;
 use std::path::Path;
@@ -229,9 +231,19 @@ fn adapters_and_trained_parts_are_laid_over_their_base() {
     }
 }
 
+/// A folder with one trained tensor.
+fn write_trained(site: &Site, folder: &str, tensor: &str) {
+    let view = TensorView::new(Dtype::F32, vec![1], &[0; 4]).unwrap();
+    let bytes = safetensors::serialize([(tensor, view)], None).unwrap();
+    fs::create_dir(site.path(folder)).unwrap();
+    fs::write(site.path(folder).join("trained.safetensors"), bytes).unwrap();
+}
+
 #[test]
 fn what_cannot_be_asked_is_refused() {
     let site = Site::new();
+    write_trained(&site, "stranger", "llm.nothing.weight");
+    write_trained(&site, "misshaped", "llm.lm_head.weight");
     let ask = "generate --model model --prompt Why?";
     for (line, status, code, words) in [
         ("generate --prompt Why?", 2, "E09", &["needs --model"][..]),
@@ -280,6 +292,18 @@ fn what_cannot_be_asked_is_refused() {
             10,
             "E10",
             &["nowhere", "--adapter"],
+        ),
+        (
+            &format!("{ask} --adapter stranger"),
+            10,
+            "E10",
+            &["llm.nothing.weight has no place in the model"],
+        ),
+        (
+            &format!("{ask} --adapter misshaped"),
+            10,
+            "E10",
+            &["llm.lm_head.weight is [1]", "the model needs"],
         ),
         (
             "generate --model nowhere --prompt Why?",

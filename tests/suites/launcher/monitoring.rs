@@ -146,6 +146,38 @@ fn a_run_says_where_its_time_and_memory_went() {
     );
 }
 
+/// Highest bytes of a pool in these phases of a run.
+fn pool_peak(rows: &[Value], pool: &str, phases: &[&str]) -> u64 {
+    let of = |row: &Value, phase: &&str| row["phases"][*phase][pool]["bytes"].as_u64();
+    let peaks = rows
+        .iter()
+        .flat_map(|row| phases.iter().filter_map(move |phase| of(row, phase)));
+    peaks.max().unwrap()
+}
+
+#[test]
+fn saving_and_evaluating_need_no_more_than_training() {
+    for line in [
+        "--zero 3 --offload cpu",
+        "--zero 3 --offload cpu --lora-rank 4 --per-device-eval-batch-size 6",
+        "--zero 1 --precision bf16 --nproc 1 --checkpoint-activations none",
+    ] {
+        let site = Site::new();
+        site.train(&format!(
+            "{line} --max-steps 3 --save-steps 1 --eval-steps 1 --eval-data data/samples.json"
+        ));
+        let rows = lines(&site.path("out/memory.jsonl"));
+        for pool in ["device", "host"] {
+            let training = pool_peak(&rows, pool, &["forward", "backward", "step"]);
+            let others = pool_peak(&rows, pool, &["save", "eval"]);
+            assert!(
+                others <= training,
+                "{line}: {pool} {others} after {training}"
+            );
+        }
+    }
+}
+
 #[test]
 fn a_run_is_watched_while_it_goes_on_and_after_it_was_stopped() {
     let site = Site::new();

@@ -311,7 +311,6 @@ fn a_command_line_of_the_hugging_face_trainer_works() {
         "--do_train",
         "--do_eval",
         "--llm_type",
-        "--gradient_checkpointing",
         "--deepspeed",
     ] {
         let note = format!("{flag} has no effect");

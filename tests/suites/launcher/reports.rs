@@ -3,7 +3,7 @@
 use crate::site::{Outcome, Site, assert_nothing_left, assert_says, ranks, read_json, signal};
 use serde_json::{Value, json};
 use std::fs;
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 const LONG: &str = "--max-steps 1000000 --lr-scheduler-type constant --zero 3 --offload cpu";
@@ -244,28 +244,53 @@ fn plans_that_do_not_fit_come_with_one_that_does() {
 #[test]
 fn device_memory_that_runs_out_is_traced_to_its_unit() {
     let site = Site::new();
-    // The plan covers training; answers of many samples at once need more.
-    let samples: Vec<Value> = (0..48)
-        .map(|i| {
-            let mut sample = site.samples()[0].clone();
-            sample["id"] = json!(format!("copy-{i}"));
-            sample
-        })
-        .collect();
-    site.write_samples("many", &samples);
-    let outcome = site.run(
-        "--data data/samples.json --eval-data data/many.json --per-device-eval-batch-size 24 --nproc 1 --device-memory-limit 14M --zero 3 --offload cpu",
-    );
-    assert_eq!(outcome.code, Some(11), "{}", outcome.screen);
+    site.train("--nproc 1 --zero 3 --offload cpu --max-steps 1");
+    // A rank whose device has less memory than the run was planned for.
+    let job = site.path("job");
+    fs::create_dir(&job).unwrap();
+    let mut config = read_json(&site.path("out/config.resolved.json"));
+    config["device_memory_limit"] = json!(1 << 20);
+    fs::write(job.join("config.json"), config.to_string()).unwrap();
+    let mut rank = Command::new(env!("CARGO_BIN_EXE_tessera_test_launcher"))
+        .current_dir(site.path(""))
+        .envs(["RANK", "LOCAL_RANK"].map(|name| (name, "0")))
+        .envs(["WORLD_SIZE", "LOCAL_WORLD_SIZE"].map(|name| (name, "1")))
+        .envs([("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "1")])
+        .env("TESSERA_RUN_TOKEN", "one-rank-on-a-small-device")
+        .env("TESSERA_JOB_DIR", &job)
+        .env("TMPDIR", site.path("tmp"))
+        // The rank ends with its supervisor, which holds the other end.
+        .stdin(Stdio::piped())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    let pipe = rank.stdin.take();
+    let status = rank.wait().unwrap();
+    drop(pipe);
+    assert_eq!(status.code(), Some(11));
+    let report = read_json(&site.path("out/errors/rank-0000.json"));
+    assert_eq!(report["code"], "E01");
+    let text = |key: &str| report[key].to_string();
     assert_says(
-        &outcome.screen,
+        &text("title"),
         &[
-            "error[E01] ",
-            "device memory ran out in forward of ",
-            "of --device-memory-limit (14.0M) are left",
-            "  next      --per-device-eval-batch-size 12 (now 24)",
+            "cannot train: device memory ran out in ",
+            "ward of ",
+            " at step 1",
+        ],
+    );
+    assert_says(
+        &text("cause"),
+        &[" of --device-memory-limit (1.0M) are left"],
+    );
+    assert_says(
+        &text("evidence"),
+        &[
             "in use ",
-            "activations ",
+            "gathered ",
+            "step 1, micro-batch 1: sample ",
+            " tokens",
         ],
     );
 }
