@@ -53,7 +53,7 @@ pub(super) fn resolve(
         skip_bad_samples: args.skip_bad_samples.unwrap_or(false),
         limit: args.limit,
         data_workers: args.data_workers.unwrap_or_default(),
-        worst_first: args.worst_first.unwrap_or(true),
+        worst_first: args.worst_first.unwrap_or(defaults.worst_first),
         global_batch: args.global_batch,
         find_batch,
     })

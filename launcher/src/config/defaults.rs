@@ -31,6 +31,8 @@ pub struct Defaults {
     pub logging_steps: u64,
     /// `--model-max-length`
     pub model_max_length: usize,
+    /// `--worst-first`
+    pub worst_first: bool,
 }
 
 /// Models of the user: what OpenBMB's fine-tuning scripts use.
@@ -48,6 +50,7 @@ pub const MODEL: Defaults = Defaults {
     weight_decay: 0.1,
     logging_steps: 1,
     model_max_length: 2048,
+    worst_first: true,
 };
 
 /// The built-in demo: small, from random weights, learnt within a minute on two cores.
@@ -65,6 +68,8 @@ pub const DEMO: Defaults = Defaults {
     weight_decay: 0.05,
     logging_steps: 10,
     model_max_length: 256,
+    // Its samples are all alike, and the order that it was tuned with learns best.
+    worst_first: false,
 };
 
 /// `--zero`

@@ -60,6 +60,8 @@ struct Progress {
     total_steps: u64,
     /// Steps of the schedule behind, skipped updates included.
     done: u64,
+    /// The same when this run began.
+    started_at: u64,
     total_tokens: u64,
     skipped_in_a_row: u32,
     history: History,
@@ -158,6 +160,7 @@ fn progress_from(session: &Session<'_>, total_steps: u64) -> Result<Progress, Fa
     let mut progress = Progress {
         total_steps,
         done: 0,
+        started_at: 0,
         total_tokens: 0,
         skipped_in_a_row: 0,
         history: History::default(),
@@ -170,6 +173,7 @@ fn progress_from(session: &Session<'_>, total_steps: u64) -> Result<Progress, Fa
     let samples = session.train.samples.len();
     let position = resume::position(session.config, folder, meta, samples, total_steps)?;
     progress.done = position.done;
+    progress.started_at = position.done;
     progress.total_tokens = position.total_tokens;
     progress.exact_match_before = position.exact_match_before;
     session.reporter.emit(&Event::Resume(ResumeEvent {
@@ -348,7 +352,11 @@ fn account(
             }
         ),
     });
-    if progress.skipped_in_a_row < MAX_SKIPPED_IN_A_ROW {
+    // What ends without a finite update is no trained model, however short it was.
+    let ends = progress.done == progress.total_steps;
+    let all = u64::from(progress.skipped_in_a_row) == progress.done - progress.started_at;
+    let lost = ends && (all || progress.skipped_in_a_row > 1);
+    if progress.skipped_in_a_row < MAX_SKIPPED_IN_A_ROW && !lost {
         return Ok(());
     }
     Err(finding.failure(session, progress.skipped_in_a_row))

@@ -134,10 +134,14 @@ fn losses_so_far(site: &Site) -> usize {
 #[test]
 fn a_run_that_diverges_ends_with_its_own_status() {
     let site = Site::new();
-    let outcome = site.run("--learning-rate 1e30 --lr-scheduler-type constant --max-steps 100");
-    assert_eq!(outcome.code, Some(15), "{}", outcome.screen);
-    for part in ["error[E05]", "--learning-rate", "gradient norm"] {
-        assert!(outcome.screen.contains(part), "{part}\n{}", outcome.screen);
+    // Also where it ends before the patience with skipped updates does.
+    for (steps, output) in [(100, "long"), (4, "short")] {
+        let line = "--learning-rate 1e30 --lr-scheduler-type constant";
+        let outcome = site.run(&format!("{line} --max-steps {steps} --output {output}"));
+        assert_eq!(outcome.code, Some(15), "{}", outcome.screen);
+        for part in ["error[E05]", "--learning-rate", "gradient norm"] {
+            assert!(outcome.screen.contains(part), "{part}\n{}", outcome.screen);
+        }
     }
 }
 
