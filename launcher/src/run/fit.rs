@@ -23,7 +23,7 @@ use models::{ModelError, SampleInput, VisionLanguageModel};
 use std::sync::Arc;
 
 /// What a rank process occupies before any tensor: code, allocator, thread stacks, tokenizer.
-const PROCESS_BYTES: u64 = 48 << 20;
+const PROCESS_BYTES: u64 = 64 << 20;
 
 /// Serves weights without values and drops gradients: one pass over it measures activations.
 struct NullParams<'a> {
