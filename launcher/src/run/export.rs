@@ -312,16 +312,19 @@ fn write_model(
         let low_rank = adapter.and_then(|a| Some((a, adapted(a, &tensor.name)?)));
         for start in (0..elems).step_by(rows_at_once) {
             let range = start..(start + rows_at_once).min(elems);
-            let block = if let Some(own) = own {
-                read(range, tensor.dtype, |r, d, out| {
-                    own.read_range(&tensor.name, r, d, out)
+            // A weight may be trained in full and carry an adapter besides.
+            let base = |range: Range<usize>, dtype: DType| {
+                read(range, dtype, |r, d, out| match own {
+                    Some(own) => own.read_range(&tensor.name, r, d, out),
+                    None => model.read_range(&tensor.name, r, d, out),
                 })
-            } else if let Some((adapter, module)) = low_rank {
-                merged(model, adapter, module, tensor, columns, range, &backend)
-            } else {
-                read(range, tensor.dtype, |r, d, out| {
-                    model.read_range(&tensor.name, r, d, out)
-                })
+            };
+            let block = match low_rank {
+                Some((adapter, module)) => {
+                    let wide = base(range.clone(), DType::F32)?;
+                    merged(&wide, adapter, module, tensor, range, &backend)
+                }
+                None => base(range, tensor.dtype),
             };
             let block = block?;
             bytes += block.len() as u64;
@@ -351,16 +354,16 @@ fn read(
     Ok(bytes)
 }
 
-/// `W + scale B A` for whole rows of `W`, summed in f32 and rounded once.
+/// `W + scale B A` for whole rows of `W` (f32), summed in f32 and rounded once.
 fn merged(
-    model: &WeightSource,
+    base: &[u8],
     adapter: &Adapter,
     module: &str,
     tensor: &TensorSpec,
-    columns: usize,
     range: Range<usize>,
     backend: &CpuBackend,
 ) -> Result<Vec<u8>, Failure> {
+    let columns = tensor.shape.last().copied().unwrap_or(1).max(1);
     let config = adapter.config();
     let (rank, scale) = config.map_or((0, 0.0), |c| (c.r, (c.lora_alpha / c.r as f64) as f32));
     let [name_a, name_b] = adapter.halves(module);
@@ -391,10 +394,7 @@ fn merged(
         })
         .and_then(|delta| delta.to_f32_vec())
         .map_err(|e| failures::kernel("merge an adapter", &e))?;
-    let base = read(range, DType::F32, |r, d, out| {
-        model.read_range(&tensor.name, r, d, out)
-    })?;
-    let base: &[f32] = bytemuck::cast_slice(&base);
+    let base: Vec<f32> = bytemuck::pod_collect_to_vec(base);
     let sum = base.iter().zip(&delta).map(|(w, d)| w + scale * d);
     Ok(match tensor.dtype {
         DType::BF16 => rounded::<half::bf16>(sum),
