@@ -44,7 +44,8 @@ pub use watch::WatchArgs;
     about = "Fine-tunes vision-language models with sharded optimizer states",
     long_about = "Fine-tunes vision-language models with sharded optimizer states (ZeRO 0-3) and offload to host \
 memory.\nWithout --model it trains the built-in demo. Every flag is also accepted in snake_case.\n\
-`launcher doctor` reports what this machine offers instead.",
+Other verbs, each with its own --help: \
+doctor, data check, generate, eval, export, watch, explain.",
     max_term_width = 100
 )]
 pub struct Args {

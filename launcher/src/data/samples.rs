@@ -60,8 +60,13 @@ pub(crate) fn read(
     limit: Option<usize>,
 ) -> Result<(Vec<RawSample>, ImageFolder), Failure> {
     let refuse = |cause: String| {
-        Failure::new(ErrorCode::DataFile, format!("cannot read {}", path.display()), cause)
-            .next("a JSON list of {id, image, conversations: [{role, content}]}, as MiniCPM-V's fine-tuning takes it")
+        let next = if path.is_file() {
+            "a JSON list of {id, image, conversations: [{role, content}]}, as MiniCPM-V's fine-tuning takes it"
+        } else {
+            "check the path; relative ones start at the present folder"
+        };
+        let title = format!("cannot read {}", path.display());
+        Failure::new(ErrorCode::DataFile, title, cause).next(next)
     };
     let mut samples = read_samples(path).map_err(|e| refuse(chain(&e)))?;
     samples.truncate(limit.unwrap_or(usize::MAX));

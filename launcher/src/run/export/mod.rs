@@ -1,15 +1,17 @@
 //! `launcher export`: the weights of a checkpoint as a folder that transformers or peft load. Tensor by tensor, on the
 //! CPU, into a folder that takes its name only when it is whole.
 
+mod adapter;
+mod model;
+
 use super::failures::{self, chain};
 use crate::args::{ExportArgs, ExportDtype};
 use crate::exit::{ErrorCode, Failure};
 use crate::model_files;
 use crate::units::{bytes, grouped, seconds};
-use engine::checkpoint::{Checkpoint, ShardedTensorWriter, TensorSpec};
-use kernels::{Backend, CpuBackend, DType, Float, MatmulArgs, Shape, Tag, Transpose};
-use models::adapter::{ADAPTER_CONFIG, ADAPTER_STEM, Adapter, AdapterError, TRAINED_STEM};
-use models::params::ADAPTER_PREFIX;
+use engine::checkpoint::Checkpoint;
+use kernels::DType;
+use models::adapter::{Adapter, AdapterError};
 use models::{WeightError, WeightSource};
 use serde_json::Value;
 use std::collections::BTreeSet;
@@ -223,7 +225,7 @@ impl Sources {
                     copy(&path, &folder.join(name), dtype)?;
                 }
                 let limit = args.max_shard_size.unwrap_or(MAX_SHARD_BYTES);
-                let (tensors, bytes) = write_model(model, adapter.as_ref(), dtype, limit, folder)?;
+                let (tensors, bytes) = model::write(model, adapter.as_ref(), dtype, limit, folder)?;
                 Ok(Summary {
                     what: if adapter.is_some() {
                         "merged model"
@@ -234,7 +236,7 @@ impl Sources {
                     bytes,
                 })
             }
-            (None, Some(adapter)) => write_adapter(adapter, dtype, folder),
+            (None, Some(adapter)) => adapter::write(adapter, dtype, folder),
             (None, None) => Err(missing(&self.folder)),
         }
     }
@@ -272,78 +274,6 @@ fn copy(from: &Path, to: &Path, dtype: Option<DType>) -> Result<(), Failure> {
         .map_err(|error| Failure::io(ErrorCode::Disk, "write", to, &error))
 }
 
-/// All tensors of `model` with what `adapter` changes; returns their number and bytes.
-fn write_model(
-    model: &WeightSource,
-    adapter: Option<&Adapter>,
-    dtype: Option<DType>,
-    max_shard_bytes: u64,
-    folder: &Path,
-) -> Result<(usize, u64), Failure> {
-    let mut tensors = Vec::new();
-    for name in model.names() {
-        let Some(stored) = model.dtype(name) else {
-            return Err(Failure::new(
-                ErrorCode::ModelFiles,
-                format!("tensor {name} has a number format that cannot be copied"),
-                "weights are f32, bf16 or f16",
-            )
-            .next("convert the model first"));
-        };
-        tensors.push(TensorSpec {
-            name: name.to_owned(),
-            dtype: dtype.unwrap_or(stored),
-            shape: model.shape(name).unwrap_or_default().to_vec(),
-        });
-    }
-    let doing = "export weights";
-    let failed = |e: engine::checkpoint::CheckpointError| failures::checkpoint(doing, &e);
-    let metadata = [("format", "pt")];
-    let mut file =
-        ShardedTensorWriter::create(folder, "model", &tensors, &metadata, max_shard_bytes)
-            .map_err(failed)?;
-    let backend = CpuBackend::unlimited();
-    let mut bytes = 0u64;
-    for tensor in &tensors {
-        let elems: usize = tensor.shape.iter().product();
-        let columns = tensor.shape.last().copied().unwrap_or(1).max(1);
-        let rows_at_once = (BLOCK_ELEMS / columns).max(1) * columns;
-        let own = adapter.filter(|a| a.has(&tensor.name));
-        let low_rank = adapter.and_then(|a| Some((a, adapted(a, &tensor.name)?)));
-        for start in (0..elems).step_by(rows_at_once) {
-            let range = start..(start + rows_at_once).min(elems);
-            // A weight may be trained in full and carry an adapter besides.
-            let base = |range: Range<usize>, dtype: DType| {
-                read(range, dtype, |r, d, out| match own {
-                    Some(own) => own.read_range(&tensor.name, r, d, out),
-                    None => model.read_range(&tensor.name, r, d, out),
-                })
-            };
-            let block = match low_rank {
-                Some((adapter, module)) => {
-                    let wide = base(range.clone(), DType::F32)?;
-                    merged(&wide, adapter, module, tensor, range, &backend)
-                }
-                None => base(range, tensor.dtype),
-            };
-            let block = block?;
-            bytes += block.len() as u64;
-            file.write(&tensor.name, &block).map_err(failed)?;
-        }
-    }
-    file.finish().map_err(failed)?;
-    let written = WeightSource::open(folder).map_err(|e| failures::weights(&e))?;
-    debug_assert_eq!(written.names().count(), tensors.len());
-    Ok((tensors.len(), bytes))
-}
-
-/// The module of a weight that has an adapter.
-fn adapted<'n>(adapter: &Adapter, weight: &'n str) -> Option<&'n str> {
-    let module = weight.strip_suffix(".weight")?;
-    let [a, _] = adapter.halves(module);
-    adapter.has(&a).then_some(module)
-}
-
 fn read(
     range: Range<usize>,
     dtype: DType,
@@ -352,137 +282,4 @@ fn read(
     let mut bytes = vec![0; range.len() * dtype.size_bytes()];
     read(range, dtype, &mut bytes).map_err(|e| failures::weights(&e))?;
     Ok(bytes)
-}
-
-/// `W + scale B A` for whole rows of `W` (f32), summed in f32 and rounded once.
-fn merged(
-    base: &[u8],
-    adapter: &Adapter,
-    module: &str,
-    tensor: &TensorSpec,
-    range: Range<usize>,
-    backend: &CpuBackend,
-) -> Result<Vec<u8>, Failure> {
-    let columns = tensor.shape.last().copied().unwrap_or(1).max(1);
-    let config = adapter.config();
-    let (rank, scale) = config.map_or((0, 0.0), |c| (c.r, (c.lora_alpha / c.r as f64) as f32));
-    let [name_a, name_b] = adapter.halves(module);
-    let rows = range.start / columns..range.end / columns;
-    let upload = |name: &str, range: Range<usize>, shape: [usize; 2]| -> Result<_, Failure> {
-        let bytes = read(range, DType::F32, |r, d, out| {
-            adapter.read_range(name, r, d, out)
-        })?;
-        let shape = Shape::new(&shape);
-        backend
-            .upload(&bytes, shape, DType::F32, Tag::Parameters)
-            .map_err(|e| failures::kernel("merge an adapter", &e))
-    };
-    let a = upload(&name_a, 0..rank * columns, [rank, columns])?;
-    let b = upload(
-        &name_b,
-        rows.start * rank..rows.end * rank,
-        [rows.len(), rank],
-    )?;
-    let delta = backend
-        .matmul(MatmulArgs {
-            a: &b,
-            transpose_a: Transpose::No,
-            b: &a,
-            transpose_b: Transpose::No,
-            bias: None,
-            out: DType::F32,
-        })
-        .and_then(|delta| delta.to_f32_vec())
-        .map_err(|e| failures::kernel("merge an adapter", &e))?;
-    let base: Vec<f32> = bytemuck::pod_collect_to_vec(base);
-    let sum = base.iter().zip(&delta).map(|(w, d)| w + scale * d);
-    Ok(match tensor.dtype {
-        DType::BF16 => rounded::<half::bf16>(sum),
-        DType::F16 => rounded::<half::f16>(sum),
-        _ => bytemuck::cast_slice(&sum.collect::<Vec<f32>>()).to_vec(),
-    })
-}
-
-fn rounded<T: Float>(values: impl Iterator<Item = f32>) -> Vec<u8> {
-    let values: Vec<T> = values.map(T::from_f32).collect();
-    bytemuck::cast_slice(&values).to_vec()
-}
-
-/// The adapter's files as peft reads them, and what else was trained.
-fn write_adapter(
-    adapter: &Adapter,
-    dtype: Option<DType>,
-    folder: &Path,
-) -> Result<Summary, Failure> {
-    let mut summary = Summary {
-        what: "adapter",
-        tensors: 0,
-        bytes: 0,
-    };
-    let config = adapter.dir().join(ADAPTER_CONFIG);
-    copy(&config, &folder.join(ADAPTER_CONFIG), None)?;
-    for stem in [ADAPTER_STEM, TRAINED_STEM] {
-        let source = match WeightSource::open_stem(adapter.dir(), stem) {
-            Ok(source) => source,
-            Err(WeightError::NoWeights { .. }) => continue,
-            Err(error) => return Err(failures::weights(&error)),
-        };
-        let tensors: Vec<TensorSpec> = source
-            .names()
-            .map(|name| TensorSpec {
-                name: name.to_owned(),
-                dtype: dtype.or(source.dtype(name)).unwrap_or(DType::F32),
-                shape: source.shape(name).unwrap_or_default().to_vec(),
-            })
-            .collect();
-        let failed =
-            |e: engine::checkpoint::CheckpointError| failures::checkpoint("export weights", &e);
-        let limit = if stem == ADAPTER_STEM {
-            u64::MAX
-        } else {
-            MAX_SHARD_BYTES
-        };
-        let mut file =
-            ShardedTensorWriter::create(folder, stem, &tensors, &[("format", "pt")], limit)
-                .map_err(failed)?;
-        for tensor in &tensors {
-            let elems: usize = tensor.shape.iter().product();
-            for start in (0..elems).step_by(BLOCK_ELEMS) {
-                let range = start..(start + BLOCK_ELEMS).min(elems);
-                let block = read(range, tensor.dtype, |r, d, out| {
-                    source.read_range(&tensor.name, r, d, out)
-                })?;
-                summary.bytes += block.len() as u64;
-                file.write(&tensor.name, &block).map_err(failed)?;
-            }
-        }
-        file.finish().map_err(failed)?;
-        summary.tensors += tensors.len();
-        if stem == TRAINED_STEM {
-            summary.what = "adapter and trained.safetensors (peft loads the first only; --merge has both in one model)";
-        }
-    }
-    let card = model_card(adapter);
-    let path = folder.join("README.md");
-    std::fs::write(&path, card)
-        .map_err(|error| Failure::io(ErrorCode::Disk, "write", &path, &error))?;
-    Ok(summary)
-}
-
-/// What model hubs show about an adapter.
-fn model_card(adapter: &Adapter) -> String {
-    let base = adapter
-        .config()
-        .and_then(|config| config.base_model_name_or_path.as_deref())
-        .unwrap_or_default();
-    let name = Path::new(base).file_name().unwrap_or_default();
-    let modules = adapter.modules().count();
-    let others = adapter
-        .names()
-        .filter(|name| !name.starts_with(ADAPTER_PREFIX))
-        .count();
-    format!(
-        "---\nbase_model: {}\nlibrary_name: peft\ntags:\n- lora\n---\n\nLow-rank adapters on {modules} modules; {others} tensors trained in full beside them.\n",
-        name.to_string_lossy()
-    )
 }
