@@ -23,8 +23,8 @@ const WARMUP_STEPS: u64 = 20;
 /// What is committed.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct Trajectory {
-    /// Widest vector instructions of the processor: products of other widths round otherwise.
-    pub vectors: String,
+    /// The processor: others may round otherwise.
+    pub processor: String,
     /// Loss of each update, the bits of an f64 in hexadecimal.
     pub losses: Vec<String>,
     /// Global gradient norm of each update, the bits of an f64 in hexadecimal.
@@ -85,15 +85,26 @@ pub fn run() -> Result<Trajectory> {
     let rows = ranks.remove(0);
     let hex = |value: f64| format!("{:016x}", value.to_bits());
     Ok(Trajectory {
-        vectors: vectors().to_owned(),
+        processor: self::processor(),
         losses: rows.iter().map(|(loss, _)| hex(*loss)).collect(),
         grad_norms: rows.iter().map(|(_, norm)| hex(*norm)).collect(),
     })
 }
 
-/// Widest vector instructions that products use here.
+/// What rounding depends on: the processor with its cache, by which products are cut, and its widest vector instructions.
 #[must_use]
-pub fn vectors() -> &'static str {
+pub fn processor() -> String {
+    let text = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let value = |key: &str| {
+        let line = text.lines().find(|line| line.starts_with(key));
+        let value = line.and_then(|line| line.split_once(':'));
+        value.map_or("unknown", |(_, value)| value.trim())
+    };
+    let (name, cache) = (value("model name"), value("cache size"));
+    format!("{name}, {cache}, {}", vectors())
+}
+
+fn vectors() -> &'static str {
     #[cfg(target_arch = "x86_64")]
     {
         if std::is_x86_feature_detected!("avx512f") {

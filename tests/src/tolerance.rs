@@ -20,9 +20,9 @@ pub const GRADIENT_OF_MODEL: f64 = 1e-6;
 pub const TRAJECTORY: f64 = 5e-5;
 /// As [`TRAJECTORY`] for packs stored in bf16 with wider layers (`model_type` minicpmo).
 pub const TRAJECTORY_OMNI: f64 = 2e-4;
-/// Losses along the 200-step trajectory on a processor with other vector instructions than the committed ones: share of
-/// the first loss. Chosen, not measured, for lack of such a processor: rounding differences of 1e-7 grow along a
-/// trajectory, and a slip in the mathematics moves losses by more than this within the first steps.
+/// Losses along the 200-step trajectory on another processor than the committed one: share of the first loss. Chosen, not
+/// measured, for lack of such a processor: rounding differences of 1e-7 grow along a trajectory, and a slip in the
+/// mathematics moves losses by more than this within the first steps.
 pub const DRIFT_RELATIVE: f64 = 1e-2;
 /// An adapter tensor after training: relative L2 distance.
 pub const ADAPTER_L2: f64 = 1e-3;
