@@ -15,6 +15,7 @@ mod save;
 mod session;
 mod setup;
 mod stall;
+mod stored;
 mod trainer;
 mod weight_files;
 

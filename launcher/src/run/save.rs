@@ -2,6 +2,7 @@
 
 use super::failures;
 use super::session::Session;
+use super::stored::{bytes_of, max_shard_bytes};
 use crate::exit::{ErrorCode, Failure};
 use crate::model_files;
 use crate::report::RunReport;
@@ -11,7 +12,7 @@ use engine::checkpoint::{
 };
 use engine::comm::Tag;
 use engine::{EngineError, ModelSpec};
-use kernels::{DType, Float, Tensor};
+use kernels::{DType, Tensor};
 use models::adapter::{ADAPTER_CONFIG, ADAPTER_STEM, TRAINED_STEM};
 use models::lora::LoraTargets;
 use models::params::ADAPTER_PREFIX;
@@ -22,8 +23,6 @@ use std::path::Path;
 
 /// Name, without extension, of the files of whole models.
 const MODEL_STEM: &str = "model";
-/// Largest file of exported weights, as Hugging Face cuts them.
-const MAX_SHARD_BYTES: u64 = 5_000_000_000;
 
 /// Saves after `step` updates; all ranks take part. `meta` is what the training loop needs back.
 pub(super) fn save(
@@ -134,12 +133,7 @@ fn export(session: &Session<'_>, writer: &mut Writer) -> Result<u64, Failure> {
     let mut files = BTreeMap::new();
     if session.comm.world().rank == 0 {
         for (stem, tensors) in &plan {
-            // peft reads adapters from one file only.
-            let limit = if *stem == ADAPTER_STEM {
-                u64::MAX
-            } else {
-                MAX_SHARD_BYTES
-            };
+            let limit = max_shard_bytes(stem);
             let metadata = [("format", "pt")];
             let file =
                 ShardedTensorWriter::create(writer.folder(), stem, tensors, &metadata, limit);
@@ -241,17 +235,7 @@ fn converted(tensor: &Tensor, dtype: DType) -> Result<Vec<u8>, EngineError> {
     if tensor.dtype() == dtype {
         return Ok(tensor.as_bytes().to_vec());
     }
-    let values = tensor.to_f32_vec()?;
-    Ok(match dtype {
-        DType::BF16 => rounded::<half::bf16>(&values),
-        DType::F16 => rounded::<half::f16>(&values),
-        _ => bytemuck::cast_slice(&values).to_vec(),
-    })
-}
-
-fn rounded<T: Float>(values: &[f32]) -> Vec<u8> {
-    let values: Vec<T> = values.iter().map(|v| T::from_f32(*v)).collect();
-    bytemuck::cast_slice(&values).to_vec()
+    Ok(bytes_of(&tensor.to_f32_vec()?, dtype))
 }
 
 /// What peft needs to load the adapter.

@@ -1,8 +1,9 @@
 //! Adapters alone, as peft reads them.
 
-use super::{BLOCK_ELEMS, MAX_SHARD_BYTES, Summary, copy, read};
+use super::{BLOCK_ELEMS, Summary, copy, read};
 use crate::exit::{ErrorCode, Failure};
 use crate::run::failures;
+use crate::run::stored::max_shard_bytes;
 use engine::checkpoint::{CheckpointError, ShardedTensorWriter, TensorSpec};
 use kernels::DType;
 use models::adapter::{ADAPTER_CONFIG, ADAPTER_STEM, Adapter, TRAINED_STEM};
@@ -38,11 +39,7 @@ pub(super) fn write(
             })
             .collect();
         let failed = |e: CheckpointError| failures::checkpoint("export weights", &e);
-        let limit = if stem == ADAPTER_STEM {
-            u64::MAX
-        } else {
-            MAX_SHARD_BYTES
-        };
+        let limit = max_shard_bytes(stem);
         let mut file =
             ShardedTensorWriter::create(folder, stem, &tensors, &[("format", "pt")], limit)
                 .map_err(failed)?;

@@ -5,6 +5,7 @@ mod adapter;
 mod model;
 
 use super::failures::{self, chain};
+use super::stored::MAX_SHARD_BYTES;
 use crate::args::{ExportArgs, ExportDtype};
 use crate::exit::{ErrorCode, Failure};
 use crate::model_files;
@@ -21,8 +22,6 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Instant;
 
-/// As Hugging Face cuts weights.
-const MAX_SHARD_BYTES: u64 = 5_000_000_000;
 /// Elements read, merged and written at once.
 const BLOCK_ELEMS: usize = 1 << 24;
 

@@ -3,8 +3,9 @@
 use super::{BLOCK_ELEMS, read};
 use crate::exit::{ErrorCode, Failure};
 use crate::run::failures;
+use crate::run::stored::bytes_of;
 use engine::checkpoint::{CheckpointError, ShardedTensorWriter, TensorSpec};
-use kernels::{Backend, CpuBackend, DType, Float, MatmulArgs, Shape, Tag, Transpose};
+use kernels::{Backend, CpuBackend, DType, MatmulArgs, Shape, Tag, Transpose};
 use models::WeightSource;
 use models::adapter::Adapter;
 use std::ops::Range;
@@ -71,7 +72,17 @@ pub(super) fn write(
     }
     file.finish().map_err(failed)?;
     let written = WeightSource::open(folder).map_err(|e| failures::weights(&e))?;
-    debug_assert_eq!(written.names().count(), tensors.len());
+    let missing = tensors
+        .iter()
+        .find(|tensor| written.shape(&tensor.name) != Some(&tensor.shape));
+    if let Some(tensor) = missing {
+        return Err(Failure::new(
+            ErrorCode::Disk,
+            "the export was read back and is not what was written",
+            format!("tensor {} is missing or has another shape", tensor.name),
+        )
+        .next("check the disk, then export again"));
+    }
     Ok((tensors.len(), bytes))
 }
 
@@ -124,14 +135,5 @@ fn merged(
         .map_err(|e| failures::kernel("merge an adapter", &e))?;
     let base: Vec<f32> = bytemuck::pod_collect_to_vec(base);
     let sum = base.iter().zip(&delta).map(|(w, d)| w + scale * d);
-    Ok(match tensor.dtype {
-        DType::BF16 => rounded::<half::bf16>(sum),
-        DType::F16 => rounded::<half::f16>(sum),
-        _ => bytemuck::cast_slice(&sum.collect::<Vec<f32>>()).to_vec(),
-    })
-}
-
-fn rounded<T: Float>(values: impl Iterator<Item = f32>) -> Vec<u8> {
-    let values: Vec<T> = values.map(T::from_f32).collect();
-    bytemuck::cast_slice(&values).to_vec()
+    Ok(bytes_of(&sum.collect::<Vec<f32>>(), tensor.dtype))
 }
