@@ -7,8 +7,8 @@ use crate::golden::Pack;
 use crate::world::{Layout, run_world};
 use anyhow::{Context, Result};
 use engine::Offload;
-use models::minicpm::processor::Processor;
-use models::minicpm::sample::EncodedSample;
+use models::data::EncodedSample;
+use models::open_processor;
 use optim::{Schedule, ScheduleKind};
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
@@ -55,10 +55,10 @@ pub fn run() -> Result<Trajectory> {
         .join("golden")
         .join(PACK);
     let pack = Pack::read(&dir)?;
-    let processor = Processor::load(&dir)?;
+    let processor = open_processor(&dir)?;
     let mut samples: Vec<EncodedSample> = Vec::new();
     for case in &pack.cases {
-        samples.extend(case.encode(&processor)?);
+        samples.extend(case.encode(&*processor)?);
     }
     let layout = Layout {
         world: 2,

@@ -9,8 +9,9 @@ use anyhow::{Context, Result};
 use models::minicpm::config::MiniCpmConfig;
 use models::minicpm::config::SlicingConfig;
 use models::minicpm::positions::position_buckets;
-use models::minicpm::processor::Processor;
+use models::minicpm::processor::ProcessorConfig;
 use models::minicpm::slicing::SlicePlan;
+use models::{Processor, open_processor};
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -24,12 +25,12 @@ pub type Section = (String, Vec<Comparison>);
 /// When the pack cannot be read.
 pub fn check_pack(dir: &Path) -> Result<Vec<Section>> {
     let pack = Pack::read(dir)?;
-    let processor = Processor::load(dir)?;
+    let processor = open_processor(dir)?;
     let mut sections = tables(dir)?;
     for case in &pack.cases {
         sections.push((
             format!("case {}", case.name),
-            check_case(&pack, case, &processor)?,
+            check_case(&pack, case, &*processor)?,
         ));
     }
     for name in pack.trajectory.runs.keys() {
@@ -39,10 +40,11 @@ pub fn check_pack(dir: &Path) -> Result<Vec<Section>> {
     Ok(sections)
 }
 
-fn check_case(pack: &Pack, case: &Case, processor: &Processor) -> Result<Vec<Comparison>> {
+fn check_case(pack: &Pack, case: &Case, processor: &dyn Processor) -> Result<Vec<Comparison>> {
     let samples = case.encode(processor)?;
-    let normalization = processor.config().normalization;
-    let grid_side = MiniCpmConfig::load(&pack.dir)?.vision.grid_side;
+    let config = MiniCpmConfig::load(&pack.dir)?;
+    let normalization = ProcessorConfig::load(&pack.dir, &config)?.normalization;
+    let grid_side = config.vision.grid_side;
     let mut all = compare_inputs(case, &samples, &normalization, grid_side)?;
     if !case.is_batch {
         let (ours, theirs) = case.rendered(processor)?;

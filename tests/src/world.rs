@@ -8,11 +8,10 @@ use engine::{
 };
 use kernels::{Backend, CpuBackend, DType, Pool, Tensor};
 use models::autograd::Tape;
-use models::minicpm::config::MiniCpmConfig;
-use models::minicpm::processor::Processor;
-use models::minicpm::sample::EncodedSample;
-use models::minicpm::{MiniCpm, MiniCpmOptions};
-use models::{SampleInput, VisionLanguageModel, WeightSource};
+use models::data::EncodedSample;
+use models::{
+    ModelOptions, SampleInput, VisionLanguageModel, WeightSource, open_model, open_processor,
+};
 use optim::{AdamW, GroupOptions};
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -48,7 +47,7 @@ pub const NO_OFFLOAD: Offload = Offload {
 ///
 /// # Errors
 /// When the name is unknown, or an adapter run lacks its settings.
-pub fn run_options(pack: &Pack, run: &str, options: &mut MiniCpmOptions) -> Result<()> {
+pub fn run_options(pack: &Pack, run: &str, options: &mut ModelOptions) -> Result<()> {
     let adapter = || {
         pack.adapter
             .as_ref()
@@ -74,7 +73,7 @@ pub fn run_options(pack: &Pack, run: &str, options: &mut MiniCpmOptions) -> Resu
 /// One rank's engine and model.
 pub struct Rank {
     /// The model.
-    pub model: MiniCpm,
+    pub model: Arc<dyn VisionLanguageModel>,
     /// Its states.
     pub zero: Zero,
     backend: Arc<dyn Backend>,
@@ -93,13 +92,11 @@ impl Rank {
         pack: &Pack,
         layout: Layout,
         comm: Arc<dyn Communicator>,
-        change: &dyn Fn(&mut MiniCpmOptions) -> Result<()>,
+        change: &dyn Fn(&mut ModelOptions) -> Result<()>,
     ) -> Result<Self> {
-        let config = MiniCpmConfig::load(&pack.dir)?;
-        let processor = Processor::load(&pack.dir)?;
-        let mut options = MiniCpmOptions::new(DType::F32, processor.config().normalization);
+        let mut options = ModelOptions::new(DType::F32);
         change(&mut options)?;
-        let model = MiniCpm::new(config, options)?;
+        let model = open_model(&pack.dir, options)?;
         let weights = WeightSource::open(&pack.dir)?;
         let adapter = pack.dir.join("adapter_init/adapter_model.safetensors");
         let adapter = adapter
@@ -198,7 +195,7 @@ impl Rank {
 pub fn run_world<T: Send>(
     pack: &Pack,
     layout: Layout,
-    change: &(dyn Fn(&mut MiniCpmOptions) -> Result<()> + Sync),
+    change: &(dyn Fn(&mut ModelOptions) -> Result<()> + Sync),
     body: impl Fn(&mut Rank) -> Result<T> + Sync,
 ) -> Result<Vec<T>> {
     let comms = threads::world(layout.world, 1 << 26)?;
@@ -273,8 +270,8 @@ pub fn run_trajectory(
     layout: Layout,
 ) -> Result<(Vec<f64>, BTreeMap<String, Vec<f32>>)> {
     let case = pack.case(&pack.trajectory.case)?;
-    let samples = case.encode(&Processor::load(&pack.dir)?)?;
-    let change = |options: &mut MiniCpmOptions| run_options(pack, name, options);
+    let samples = case.encode(&*open_processor(&pack.dir)?)?;
+    let change = |options: &mut ModelOptions| run_options(pack, name, options);
     let mut results = run_world(pack, layout, &change, |rank| {
         let trainable = rank.model.spec().elems().1;
         if trainable != expected.trainable {

@@ -6,15 +6,11 @@ use engine::comm::Tag;
 use engine::{EngineError, ParamAccess, PassKind};
 use kernels::{Backend, CpuBackend, DType, Tag as PoolTag, Tensor};
 use models::autograd::{ResidentParams, Tape};
+use models::data::{EncodeOptions, EncodedPrompt, PlaceholderStyle, RawSample, read_samples};
 use models::generate::{CachePass, GenerateOptions, KvCache, Prompt, Sampling, generate};
 use models::image::ImageFolder;
-use models::minicpm::config::MiniCpmConfig;
-use models::minicpm::processor::Processor;
-use models::minicpm::sample::{
-    EncodeOptions, EncodedPrompt, PlaceholderStyle, RawSample, read_samples,
-};
-use models::minicpm::{MiniCpm, MiniCpmOptions};
 use models::{ModelError, SampleInput, VisionLanguageModel, WeightSource};
+use models::{ModelOptions, Processor, VisionLanguageModel, open_model, open_processor};
 use serde_json::json;
 use std::cell::Cell;
 use std::path::Path;
@@ -25,15 +21,13 @@ use tests::world::{Layout, NO_OFFLOAD, Rank, run_world};
 const NEW_TOKENS: usize = 24;
 
 struct Setup {
-    model: MiniCpm,
+    model: Arc<dyn VisionLanguageModel>,
     access: ResidentParams,
 }
 
 impl Setup {
     fn new(dir: &Path, dtype: DType) -> Self {
-        let processor = Processor::load(dir).unwrap();
-        let options = MiniCpmOptions::new(dtype, processor.config().normalization);
-        let model = MiniCpm::new(MiniCpmConfig::load(dir).unwrap(), options).unwrap();
+        let model = open_model(dir, ModelOptions::new(dtype)).unwrap();
         let source = WeightSource::open(dir).unwrap();
         let backend: Arc<dyn Backend> = Arc::new(CpuBackend::unlimited());
         let load = |p: &engine::ParamSpec| -> Tensor {
@@ -71,7 +65,7 @@ impl Setup {
 
 /// Prompts of several lengths: those of the pack's cases, with pictures, and one without.
 fn questions(dir: &Path) -> Vec<EncodedPrompt> {
-    let processor = Processor::load(dir).unwrap();
+    let processor = open_processor(dir).unwrap();
     let options = EncodeOptions::default();
     let style = PlaceholderStyle::Training;
     let mut names: Vec<_> = std::fs::read_dir(dir.join("cases"))

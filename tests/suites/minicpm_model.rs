@@ -5,11 +5,11 @@
 use engine::ParamId;
 use kernels::{Backend, CpuBackend, DType, Shape, Tag, Tensor};
 use models::autograd::{ResidentParams, Tape};
+use models::data::EncodedSample;
 use models::minicpm::config::MiniCpmConfig;
-use models::minicpm::processor::Processor;
-use models::minicpm::sample::EncodedSample;
-use models::minicpm::{MiniCpm, MiniCpmOptions};
+use models::minicpm::processor::ProcessorConfig;
 use models::{Batch, SampleInput, VisionLanguageModel, WeightSource};
+use models::{ModelOptions, Processor, open_model, open_processor};
 use std::cell::RefCell;
 use std::path::Path;
 use std::sync::Arc;
@@ -19,18 +19,17 @@ use tests::golden::{
 use tests::tolerance;
 
 struct Setup {
-    model: MiniCpm,
+    model: Arc<dyn VisionLanguageModel>,
     access: ResidentParams,
-    processor: Processor,
+    processor: Arc<dyn Processor>,
 }
 
 impl Setup {
-    fn new(dir: &Path, change: impl Fn(&mut MiniCpmOptions)) -> Self {
-        let config = MiniCpmConfig::load(dir).unwrap();
-        let processor = Processor::load(dir).unwrap();
-        let mut options = MiniCpmOptions::new(DType::F32, processor.config().normalization);
+    fn new(dir: &Path, change: impl Fn(&mut ModelOptions)) -> Self {
+        let processor = open_processor(dir).unwrap();
+        let mut options = ModelOptions::new(DType::F32);
         change(&mut options);
-        let model = MiniCpm::new(config, options).unwrap();
+        let model = open_model(dir, options).unwrap();
         let source = WeightSource::open(dir).unwrap();
         let unused = source.check(model.spec()).unwrap();
         let foreign = ["apm.", "audio_projection_layer.", "tts."];
@@ -127,11 +126,12 @@ fn every_case_gives_the_stored_values_and_gradients() {
     for dir in Pack::built_in() {
         let pack = Pack::read(&dir).unwrap();
         let setup = Setup::new(&dir, |_| {});
-        let grid_side = setup.model.config().vision.grid_side;
+        let config = MiniCpmConfig::load(&dir).unwrap();
+        let grid_side = config.vision.grid_side;
         for case in &pack.cases {
             let what = format!("{}/{}", pack.model_type, case.name);
-            let samples = case.encode(&setup.processor).unwrap();
-            let normalization = setup.processor.config().normalization;
+            let samples = case.encode(&*setup.processor).unwrap();
+            let normalization = ProcessorConfig::load(&dir, &config).unwrap().normalization;
             let inputs = compare_inputs(case, &samples, &normalization, grid_side).unwrap();
             all_ok(&what, &inputs);
             let run = setup.run(&samples);
@@ -194,7 +194,7 @@ impl AdamW {
     }
 }
 
-fn options(pack: &Pack, run: &str, options: &mut MiniCpmOptions) {
+fn options(pack: &Pack, run: &str, options: &mut ModelOptions) {
     let (vision, llm) = match run {
         "full" => (true, true),
         "tune_vision_only" => (true, false),
@@ -219,7 +219,7 @@ fn every_trajectory_is_followed() {
             let setup = Setup::new(&dir, |o| options(&pack, name, o));
             assert_eq!(setup.model.spec().elems().1, expected.trainable, "{name}");
             let case = pack.case(&pack.trajectory.case).unwrap();
-            let batch = setup.collate(&case.encode(&setup.processor).unwrap());
+            let batch = setup.collate(&case.encode(&*setup.processor).unwrap());
             let mut optimizer = AdamW::new(&pack.trajectory.optimizer, &setup);
             let steps = expected.losses.len() - 1;
             let mut losses = Vec::new();

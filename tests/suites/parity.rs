@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used, reason = "a test binary")]
 
 use engine::Offload;
-use models::minicpm::processor::Processor;
+use models::open_processor;
 use tests::golden::{Comparison, Pack, compare_run};
 use tests::parity::{check_pack, check_trajectory};
 use tests::world::{Layout, NO_OFFLOAD, run_case};
@@ -67,9 +67,9 @@ fn adapters_and_frozen_parts_follow_their_trajectories_sharded() {
 fn a_batch_divided_over_two_ranks_gives_its_stored_loss_and_gradients() {
     for dir in Pack::built_in() {
         let pack = Pack::read(&dir).unwrap();
-        let processor = Processor::load(&dir).unwrap();
+        let processor = open_processor(&dir).unwrap();
         let case = pack.case("padded_batch").unwrap();
-        let samples = case.encode(&processor).unwrap();
+        let samples = case.encode(&*processor).unwrap();
         for stage in [1, 3] {
             let layout = Layout {
                 world: 2,

@@ -3,9 +3,9 @@
 use super::pack::{Case, Expected, Run, Stored};
 use crate::tolerance;
 use anyhow::Result;
+use models::data::{EncodedSample, IGNORED};
 use models::minicpm::positions::position_ids;
-use models::minicpm::processor::Normalization;
-use models::minicpm::sample::{EncodedSample, IGNORED};
+use models::processor::Normalization;
 use std::collections::BTreeMap;
 use std::fmt;
 
@@ -307,7 +307,7 @@ fn bounds(samples: &[EncodedSample], row: &str) -> Vec<i64> {
 fn slice_rows(
     samples: &[EncodedSample],
     shape: &[usize],
-    fill: impl Fn(&models::minicpm::slicing::Slice, &mut [i64]),
+    fill: impl Fn(&models::data::Slice, &mut [i64]),
 ) -> Vec<i64> {
     let width: usize = shape[1..].iter().product();
     let slices: Vec<_> = samples.iter().flat_map(|s| &s.slices).collect();

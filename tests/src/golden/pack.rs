@@ -2,10 +2,10 @@
 
 use anyhow::{Context, Result, ensure};
 use half::bf16;
+use models::Processor;
+use models::data::{EncodeOptions, EncodedSample, RawSample, read_samples};
 use models::image::ImageFolder;
 use models::lora::{LoraConfig, LoraTargets};
-use models::minicpm::processor::Processor;
-use models::minicpm::sample::{EncodeOptions, EncodedSample, RawSample, read_samples};
 use safetensors::{Dtype, SafeTensors};
 use serde::Deserialize;
 use std::collections::BTreeMap;
@@ -149,7 +149,7 @@ impl Case {
     ///
     /// # Errors
     /// When a file is missing or a sample cannot be encoded.
-    pub fn encode(&self, processor: &Processor) -> Result<Vec<EncodedSample>> {
+    pub fn encode(&self, processor: &dyn Processor) -> Result<Vec<EncodedSample>> {
         self.samples
             .iter()
             .map(|dir| {
@@ -166,7 +166,7 @@ impl Case {
     ///
     /// # Errors
     /// When a file is missing or the sample cannot be rendered.
-    pub fn rendered(&self, processor: &Processor) -> Result<(String, String)> {
+    pub fn rendered(&self, processor: &dyn Processor) -> Result<(String, String)> {
         let dir = self.samples.first().context("a case without samples")?;
         let (raw, options) = raw_sample(dir)?;
         let images = ImageFolder::beside(&dir.join("conversation.json"));
@@ -273,6 +273,7 @@ impl AdapterConfig {
             lora_dropout: 0.0,
             targets: LoraTargets::Pattern(self.target_modules.clone()),
             layers: None,
+            per_projection: false,
             modules_to_save: modules_to_save.iter().map(|m| (*m).to_owned()).collect(),
         }
     }
