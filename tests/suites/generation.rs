@@ -10,7 +10,7 @@ use models::data::{EncodeOptions, EncodedPrompt, PlaceholderStyle, RawSample, re
 use models::generate::{CachePass, GenerateOptions, KvCache, Prompt, Sampling, generate};
 use models::image::ImageFolder;
 use models::{ModelError, SampleInput, VisionLanguageModel, WeightSource};
-use models::{ModelOptions, Processor, VisionLanguageModel, open_model, open_processor};
+use models::{ModelOptions, open_model, open_processor};
 use serde_json::json;
 use std::cell::Cell;
 use std::path::Path;
@@ -59,7 +59,7 @@ impl Setup {
     }
 
     fn generate(&self, prompts: &[Prompt<'_>], options: &GenerateOptions) -> Vec<Vec<i32>> {
-        generate(&self.model, &self.access, prompts, options, &mut Ok).unwrap()
+        generate(&*self.model, &self.access, prompts, options, &mut Ok).unwrap()
     }
 }
 
@@ -247,7 +247,7 @@ fn in_lock_step(
         }
         Ok(anyone)
     };
-    let answers = generate(&rank.model, &rank.zero, prompts, options, &mut anyone_left)?;
+    let answers = generate(&*rank.model, &rank.zero, prompts, options, &mut anyone_left)?;
     Ok((answers, passes))
 }
 
