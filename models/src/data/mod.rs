@@ -2,6 +2,8 @@
 
 mod encoded;
 mod error;
+mod folders;
+mod formats;
 mod raw;
 
 pub use encoded::{
@@ -9,4 +11,5 @@ pub use encoded::{
     SampleSize, SampleTokens, Slice,
 };
 pub use error::SampleError;
+pub use formats::{DataFormat, read_samples_as};
 pub use raw::{DataError, RawSample, SINGLE_IMAGE, read_samples};

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::path::{Path, PathBuf};
 
-use serde::de::{Error as _, MapAccess, Visitor};
+use serde::de::{DeserializeOwned, Error as _, MapAccess, Visitor};
 use serde::{Deserialize, Deserializer};
 use thiserror::Error;
 
@@ -34,6 +34,24 @@ pub enum DataError {
         /// Column in bytes, from 1; 0 where the end of a line is meant.
         column: usize,
         /// What is wrong there.
+        reason: String,
+    },
+    /// The file or folder has none of the forms that are read.
+    #[error("the form of {} is not known: {found}", path.display())]
+    UnknownFormat {
+        /// The file or folder.
+        path: PathBuf,
+        /// What it holds.
+        found: String,
+    },
+    /// A sample is valid JSON and contradicts itself.
+    #[error("{}: sample {index}: {reason}", path.display())]
+    Sample {
+        /// The file.
+        path: PathBuf,
+        /// Number of the sample, from 0.
+        index: usize,
+        /// What is wrong with it.
         reason: String,
     },
     /// The file holds no sample.
@@ -78,37 +96,34 @@ impl RawSample {
 /// # Errors
 /// [`DataError`] if the file cannot be read, is not valid (with line and column) or holds no sample.
 pub fn read_samples(path: &Path) -> Result<Vec<RawSample>, DataError> {
+    super::read_samples_as(path, Some(super::DataFormat::MiniCpm))
+}
+
+/// The first `limit` items of a JSON list or of JSON lines.
+pub(super) fn read_list<T: DeserializeOwned>(
+    path: &Path,
+    limit: Option<usize>,
+) -> Result<Vec<T>, DataError> {
     let bytes = std::fs::read(path).map_err(|source| DataError::Read {
         path: path.to_owned(),
         source,
     })?;
     // some editors put a byte order mark in front
     let bytes = bytes.strip_prefix(b"\xef\xbb\xbf").unwrap_or(&bytes);
-    let is_list = bytes.trim_ascii_start().first() == Some(&b'[');
-    let samples = if is_list {
-        serde_json::from_slice(bytes).map_err(|error| invalid(path, 0, &error))?
-    } else {
-        read_lines(path, bytes)?
-    };
-    if samples.is_empty() {
-        return Err(DataError::Empty {
-            path: path.to_owned(),
-        });
+    if bytes.trim_ascii_start().first() == Some(&b'[') {
+        return serde_json::from_slice(bytes).map_err(|error| invalid(path, 0, &error));
     }
-    Ok(samples)
-}
-
-fn read_lines(path: &Path, bytes: &[u8]) -> Result<Vec<RawSample>, DataError> {
     let lines = bytes.split(|&byte| byte == b'\n').enumerate();
     lines
         .filter(|(_, line)| !line.trim_ascii().is_empty())
+        .take(limit.unwrap_or(usize::MAX))
         .map(|(index, line)| {
             serde_json::from_slice(line).map_err(|error| invalid(path, index, &error))
         })
         .collect()
 }
 
-fn invalid(path: &Path, lines_before: usize, error: &serde_json::Error) -> DataError {
+pub(super) fn invalid(path: &Path, lines_before: usize, error: &serde_json::Error) -> DataError {
     let (line, column) = (error.line(), error.column());
     let text = error.to_string();
     let place = format!(" at line {line} column {column}");
