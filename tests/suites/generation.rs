@@ -16,7 +16,7 @@ use std::cell::Cell;
 use std::path::Path;
 use std::sync::Arc;
 use tests::golden::Pack;
-use tests::world::{Layout, NO_OFFLOAD, Rank, run_world};
+use tests::world::{self, Layout, NO_OFFLOAD, Rank, run_world};
 
 const NEW_TOKENS: usize = 24;
 
@@ -118,7 +118,7 @@ const DRAWN: Sampling = Sampling {
 
 /// The f32 packs' answers differ from token to token; both dtypes are decoded.
 fn setups() -> Vec<(Setup, Vec<EncodedPrompt>)> {
-    let packs = Pack::built_in();
+    let packs = Pack::minicpm();
     assert_eq!(packs.len(), 2);
     let both = packs.iter().flat_map(|dir| {
         [DType::F32, DType::BF16].map(|dtype| (Setup::new(dir, dtype), questions(dir)))
@@ -253,7 +253,7 @@ fn in_lock_step(
 
 #[test]
 fn ranks_with_answers_of_different_lengths_agree_with_one_process() {
-    for dir in Pack::built_in() {
+    for dir in Pack::minicpm() {
         let pack = Pack::read(&dir).unwrap();
         let questions = questions(&dir);
         let all = prompts(&questions);
@@ -267,7 +267,7 @@ fn ranks_with_answers_of_different_lengths_agree_with_one_process() {
                     stage,
                     offload: NO_OFFLOAD,
                 };
-                let results = run_world(&pack, layout, &|_| Ok(()), |rank| {
+                let results = run_world(&pack, layout, &world::Setup::full(), |rank| {
                     let own = rank.zero.comm().world().rank;
                     let mut answers = Vec::new();
                     let mut passes = Vec::new();
