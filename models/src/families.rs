@@ -1,5 +1,7 @@
 //! Which model a folder holds: family and every size come from its `config.json`.
 
+use crate::cogvlm::config::Edition;
+use crate::cogvlm::{self, CogConfig, CogProcessor, CogVlm};
 use crate::config::{self, ConfigError};
 use crate::minicpm::config::MiniCpmConfig;
 use crate::minicpm::processor::ProcessorConfig;
@@ -12,13 +14,24 @@ use std::path::Path;
 use std::sync::Arc;
 
 /// What `model_type`, or the first of `architectures`, may be.
-pub const MODEL_TYPES: [&str; 2] = ["minicpmv", "minicpmo"];
+pub const MODEL_TYPES: [&str; 4] = [
+    "minicpmv",
+    "minicpmo",
+    "CogVLMForCausalLM",
+    "CogAgentForCausalLM",
+];
 
 /// A family of models that share code.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Family {
     /// MiniCPM-V 2.6 and MiniCPM-o 2.6.
     MiniCpm,
+    /// CogVLM.
+    CogVlm,
+    /// CogVLM2.
+    CogVlm2,
+    /// CogAgent.
+    CogAgent,
 }
 
 /// Why a model folder yields no model.
@@ -54,8 +67,15 @@ impl Family {
     /// [`ConfigError`] if `config.json` cannot be read or is of no family that is implemented.
     pub fn of(dir: &Path) -> Result<Self, ConfigError> {
         let (bytes, path) = config::read(dir)?;
-        let head: Head =
-            serde_json::from_slice(&bytes).map_err(|source| ConfigError::Json { path, source })?;
+        let invalid = |source| ConfigError::Json { path, source };
+        if let Ok(Some(edition)) = Edition::parse(&bytes) {
+            return Ok(match edition {
+                Edition::CogVlm => Self::CogVlm,
+                Edition::CogVlm2 => Self::CogVlm2,
+                Edition::CogAgent => Self::CogAgent,
+            });
+        }
+        let head: Head = serde_json::from_slice(&bytes).map_err(invalid)?;
         let architecture = head.architectures.first().map_or("", String::as_str);
         match (&*head.model_type, architecture) {
             ("minicpmv" | "minicpmo", _) => Ok(Self::MiniCpm),
@@ -75,6 +95,10 @@ impl Family {
     pub fn default_lora_targets(self) -> &'static str {
         match self {
             Self::MiniCpm => r"llm\..*layers\.\d+\.self_attn\.(q_proj|k_proj|v_proj|o_proj)",
+            Self::CogVlm | Self::CogAgent => {
+                "language_expert_query_key_value,language_expert_dense,vision_expert_query_key_value,vision_expert_dense"
+            }
+            Self::CogVlm2 => "vision_expert_query_key_value",
         }
     }
 
@@ -84,6 +108,7 @@ impl Family {
         match self {
             Self::MiniCpm if tune_vision => "embed_tokens,resampler,vpm",
             Self::MiniCpm => "embed_tokens,resampler",
+            Self::CogVlm | Self::CogVlm2 | Self::CogAgent => "",
         }
     }
 }
@@ -102,6 +127,11 @@ pub fn open_model(
             let normalization = ProcessorConfig::load(dir, &config)?.normalization;
             Ok(Arc::new(MiniCpm::new(config, normalization, options)?))
         }
+        Family::CogVlm | Family::CogVlm2 | Family::CogAgent => {
+            let config = CogConfig::load(dir)?;
+            let normalization = cogvlm::processor::normalization()?;
+            Ok(Arc::new(CogVlm::new(config, normalization, options)?))
+        }
     }
 }
 
@@ -112,5 +142,8 @@ pub fn open_model(
 pub fn open_processor(dir: &Path) -> Result<Arc<dyn Processor>, ProcessorError> {
     match Family::of(dir)? {
         Family::MiniCpm => Ok(Arc::new(MiniCpmProcessor::load(dir)?)),
+        Family::CogVlm | Family::CogVlm2 | Family::CogAgent => {
+            Ok(Arc::new(CogProcessor::load(dir)?))
+        }
     }
 }

@@ -10,6 +10,8 @@
 //! | [`batch`] | packed inputs of one pass |
 //! | [`generate`] | answers: the decoder's cache, sampling, ranks in lock step |
 //! | [`weights`], [`adapter`] | reading safetensors folders, and what a run saved beside its base |
+//! | [`cogvlm`] | CogVLM, CogAgent and CogVLM2 |
+//! | [`eva`] | the vision tower of the Cogs and GLM-4V |
 //! | [`minicpm`] | MiniCPM-V 2.6 and MiniCPM-o 2.6 |
 //! | [`data`], [`processor`] | samples as users write them and as models take them; who turns one into the other |
 //! | [`config`], [`image`], [`text`] | reading `config.json`; pictures to pixels, conversations to tokens |
@@ -18,9 +20,11 @@
 pub mod adapter;
 pub mod autograd;
 pub mod batch;
+pub mod cogvlm;
 pub mod config;
 pub mod data;
 mod error;
+pub mod eva;
 pub mod families;
 pub mod generate;
 pub mod image;

@@ -645,6 +645,7 @@ mod tests {
         let options = EncodeOptions {
             model_max_length: start + 2,
             max_slice_nums: None,
+            prompt: None,
         };
         let error = processor.encode(&stray, &Sizes, &options).unwrap_err();
         assert!(
@@ -678,6 +679,7 @@ mod tests {
             let options = EncodeOptions {
                 model_max_length,
                 max_slice_nums: None,
+                prompt: None,
             };
             processor().encode(sample, &Sizes, &options)
         };

@@ -1,0 +1,59 @@
+//! The end of a decoder: its last norm and the product with the vocabulary.
+
+use super::RmsNorm;
+use crate::autograd::{Loss, Tape, Var};
+use crate::batch::Batch;
+use crate::error::Result;
+use crate::ops::LinearParams;
+use engine::{ParamId, UnitId};
+use kernels::{DType, Tensor};
+
+/// The last norm and the head, one unit.
+#[derive(Debug)]
+pub struct LmHead {
+    /// The unit.
+    pub unit: UnitId,
+    /// Before the head.
+    pub norm: RmsNorm,
+    /// `[v, c]`.
+    pub weight: ParamId,
+}
+
+impl LmHead {
+    /// Losses of all rows of `hidden [t, c]`.
+    ///
+    /// # Errors
+    /// When the engine or the device fails.
+    pub fn loss<'m>(&'m self, tape: &Tape<'_, 'm>, batch: &'m Batch, hidden: &Var) -> Result<Loss> {
+        let [rows] = tape.segment(self.unit, [hidden], move |scope, [x]| {
+            let x = self.norm.forward(scope, x)?;
+            Ok([scope.linear_cross_entropy(&x, self.weight, &batch.labels)?])
+        })?;
+        Ok(Loss {
+            rows,
+            supervised: batch.supervised,
+        })
+    }
+
+    /// f32 logits of the rows `index`, or of all rows.
+    ///
+    /// # Errors
+    /// When the engine or the device fails.
+    pub fn logits<'m>(
+        &'m self,
+        tape: &Tape<'_, 'm>,
+        hidden: &Var,
+        index: Option<&'m Tensor>,
+    ) -> Result<Tensor> {
+        let [logits] = tape.segment(self.unit, [hidden], move |scope, [x]| {
+            let x = match index {
+                Some(index) => scope.gather_rows(x, index)?,
+                None => x.clone(),
+            };
+            let x = self.norm.forward(scope, &x)?;
+            let logits = scope.linear(&x, &LinearParams::new(self.weight, None))?;
+            Ok([scope.cast(&logits, DType::F32)?])
+        })?;
+        Ok(logits.into_value())
+    }
+}
