@@ -9,11 +9,12 @@ use benches::config;
 use criterion::{Criterion, SamplingMode, Throughput, criterion_group, criterion_main};
 use engine::{ParamAccess, ParamId};
 use kernels::{Backend, CpuBackend, DType, Tag};
+use models::ModelOptions;
 use models::autograd::{ResidentParams, Tape};
 use models::generate::{GenerateOptions, Prompt, Sampling, generate};
+use models::minicpm::MiniCpm;
 use models::minicpm::config::{Family, LanguageConfig, MiniCpmConfig, SlicingConfig, VisionConfig};
-use models::minicpm::processor::Normalization;
-use models::minicpm::{MiniCpm, MiniCpmOptions};
+use models::processor::Normalization;
 use models::{SampleInput, VisionLanguageModel};
 use std::sync::Arc;
 
@@ -59,7 +60,7 @@ fn model(dtype: DType) -> MiniCpm {
         },
     };
     let normalization = Normalization::new([0.5; 3], [0.5; 3]).unwrap();
-    MiniCpm::new(config, MiniCpmOptions::new(dtype, normalization)).unwrap()
+    MiniCpm::new(config, normalization, ModelOptions::new(dtype)).unwrap()
 }
 
 fn resident(model: &MiniCpm) -> ResidentParams {

@@ -368,6 +368,12 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
         out: DType,
     ) -> Result<Tensor>;
 
+    /// Each of the `n` matrices of `x [n, a, b]` transposed: `[n, b, a]`, any dtype.
+    ///
+    /// # Errors
+    /// When `x` has not three axes or the pool is full.
+    fn transpose_each(&self, x: &Tensor) -> Result<Tensor>;
+
     /// `base` with row `index[i]` replaced by `rows[i]`, or by zeros without `rows`.
     ///
     /// # Errors

@@ -328,6 +328,14 @@ pub(crate) fn scatter_add_rows(x: &Tensor, idx: &Tensor, rows: usize, out: DType
     Ok(with_rows(rows, row))
 }
 
+/// `[n, b, a]` of `[n, a, b]`.
+pub(crate) fn transpose_each(x: &Tensor) -> Result<Shape> {
+    match x.shape().dims() {
+        &[n, a, b] => Ok(Shape::new(&[n, b, a])),
+        _ => shape_error("transpose_each", format!("{} is not [n, a, b]", x.shape())),
+    }
+}
+
 pub(crate) fn replace_rows(base: &Tensor, idx: &Tensor, rows: Option<&Tensor>) -> Result<()> {
     const OP: &str = "replace_rows";
     index(OP, idx)?;

@@ -271,6 +271,10 @@ impl Backend for NullBackend {
         self.output(shape, out)
     }
 
+    fn transpose_each(&self, x: &Tensor) -> Result<Tensor> {
+        self.output(check::transpose_each(x)?, x.dtype())
+    }
+
     fn replace_rows(&self, base: &Tensor, index: &Tensor, rows: Option<&Tensor>) -> Result<Tensor> {
         check::replace_rows(base, index, rows)?;
         self.like(base)

@@ -152,3 +152,25 @@ fn indices_outside_are_errors_that_name_them() {
         }
     }
 }
+
+#[test]
+fn each_matrix_is_transposed() {
+    let case = Case::new(0);
+    let values: Vec<i32> = (0..12).collect();
+    let x = Tensor::from_slice(
+        common::pool(&case.cpu),
+        Tag::Activations,
+        [2, 2, 3],
+        &values,
+    );
+    let got = case.cpu.transpose_each(&x.unwrap()).unwrap();
+    assert_eq!(got.shape(), Shape::from([2, 3, 2]));
+    assert_eq!(
+        got.as_slice::<i32>(),
+        [0, 3, 1, 4, 2, 5, 6, 9, 7, 10, 8, 11]
+    );
+    let back = case.cpu.transpose_each(&got).unwrap();
+    assert_eq!(back.as_slice::<i32>(), values);
+    let flat = common::ints_tensor(&case.cpu, &[1, 2]);
+    assert!(case.cpu.transpose_each(&flat).is_err());
+}

@@ -249,6 +249,7 @@ impl Adapter {
             lora_dropout: 0.0,
             targets: LoraTargets::Modules(self.modules.clone()),
             layers: None,
+            per_projection: false,
             modules_to_save: Vec::new(),
         })
     }

@@ -3,33 +3,57 @@
 //! Shapes: `T` tokens of all samples, `P` patches of all slices, `N` slices, `Q` features per
 //! slice, `M` spliced rows.
 
+use crate::data::Slice;
 use crate::generate::CachePass;
 use crate::nn::Rotary;
 use crate::ops::Sequences;
-use kernels::Tensor;
+use crate::processor::Normalization;
+use crate::{ModelError, Result, SampleInput};
+use kernels::{Backend, DType, IGNORED_LABEL, Shape, Tag, Tensor};
 use std::sync::Arc;
+
+/// Where features of pictures stand among the tokens.
+#[derive(Clone, Debug)]
+pub struct Splice {
+    /// i32 `[M]`: token rows that features replace.
+    pub rows: Tensor,
+    /// i32 `[M]`: the features that replace them.
+    pub sources: Tensor,
+}
 
 /// Pictures of a batch: the slices of all samples, one behind the other.
 #[derive(Clone, Debug)]
 pub struct VisionBatch {
     /// `[P, 3 * patch * patch]` in the compute dtype: channel, pixel row, pixel column.
     pub patches: Tensor,
+    /// The patches of a slice attend to each other.
+    pub sequences: Sequences,
+    /// Where the features go.
+    pub splice: Splice,
+    /// What only one family's tower needs.
+    pub tables: VisionTables,
+}
+
+/// Index tables that one family's vision tower needs.
+#[derive(Clone, Debug)]
+pub enum VisionTables {
+    /// MiniCPM.
+    MiniCpm(MiniCpmTables),
+}
+
+/// Tables of MiniCPM's tower and resampler.
+#[derive(Clone, Debug)]
+pub struct MiniCpmTables {
     /// i32 `[P]`: row of the learned position table.
     pub position_ids: Tensor,
     /// i32 `[P]`: patch row and patch column inside the slice.
     pub patch_coords: [Tensor; 2],
     /// Largest patch row and column plus one.
     pub grid: [usize; 2],
-    /// The patches of a slice attend to each other.
-    pub sequences: Sequences,
     /// The queries of a slice attend to its patches.
     pub resample: Sequences,
     /// i32 `[N * Q]`: `0..Q` for every slice.
     pub query_index: Tensor,
-    /// i32 `[M]`: token rows that features replace.
-    pub splice_rows: Tensor,
-    /// i32 `[M]`: the features that replace them.
-    pub splice_sources: Tensor,
 }
 
 /// One pass: the tokens of all samples, one sample behind the other.
@@ -73,4 +97,159 @@ impl Batch {
     pub fn samples(&self) -> usize {
         self.starts().len() - 1
     }
+}
+
+/// Packs what all families pack alike. `positions` has one entry per token of all samples.
+///
+/// # Errors
+/// When a sample has no token or other numbers of tokens and labels, or memory runs out.
+pub(crate) fn pack(
+    samples: &[SampleInput<'_>],
+    positions: Vec<i32>,
+    rotary: Rotary,
+    vision: Option<VisionBatch>,
+    backend: &dyn Backend,
+) -> Result<Batch> {
+    check_lengths(samples)?;
+    let starts = starts_of(samples.iter().map(|s| s.input_ids.len()));
+    let tokens = starts.last().copied().unwrap_or(0);
+    let input_ids: Vec<i32> = samples.iter().flat_map(|s| s.input_ids).copied().collect();
+    let labels: Vec<i32> = samples.iter().flat_map(labels).collect();
+    let last_rows: Vec<i32> = starts[1..].iter().map(|end| *end as i32 - 1).collect();
+    Ok(Batch {
+        input_ids: upload(backend, &input_ids, &[tokens])?,
+        labels: upload(backend, &labels, &[tokens])?,
+        supervised: labels.iter().filter(|l| **l != IGNORED_LABEL).count(),
+        rotary,
+        positions: positions.into(),
+        last_rows: upload(backend, &last_rows, &[last_rows.len()])?,
+        vision,
+        sequences: Sequences::own(starts, true),
+        cache: None,
+    })
+}
+
+/// Packs one token per sample, each at its position.
+///
+/// # Errors
+/// When memory runs out.
+pub(crate) fn pack_next(
+    tokens: &[i32],
+    positions: &[i32],
+    rotary: Rotary,
+    backend: &dyn Backend,
+) -> Result<Batch> {
+    let count = tokens.len();
+    let rows: Vec<i32> = (0..count as i32).collect();
+    Ok(Batch {
+        input_ids: upload(backend, tokens, &[count])?,
+        labels: upload(backend, &vec![IGNORED_LABEL; count], &[count])?,
+        supervised: 0,
+        rotary,
+        positions: positions.into(),
+        last_rows: upload(backend, &rows, &[count])?,
+        vision: None,
+        sequences: Sequences::own((0..=count).collect(), true),
+        cache: None,
+    })
+}
+
+fn check_lengths(samples: &[SampleInput<'_>]) -> Result<()> {
+    for (i, s) in samples.iter().enumerate() {
+        let labelled = s.labels.is_empty() || s.labels.len() == s.input_ids.len();
+        if s.input_ids.is_empty() || !labelled {
+            let (ids, labels) = (s.input_ids.len(), s.labels.len());
+            return Err(ModelError::Sample {
+                sample: i,
+                reason: format!("{ids} tokens, {labels} labels"),
+            });
+        }
+    }
+    Ok(())
+}
+
+/// The labels of a sample, all ignored when it has none.
+fn labels<'a>(sample: &SampleInput<'a>) -> impl Iterator<Item = i32> + use<'a> {
+    let missing = sample.input_ids.len() - sample.labels.len();
+    let none = std::iter::repeat_n(IGNORED_LABEL, missing);
+    sample.labels.iter().copied().chain(none)
+}
+
+/// Fails unless a sample's slices are whole, of patches of `side` x `side` pixels.
+///
+/// # Errors
+/// Names the sample.
+pub(crate) fn check_slices(index: usize, sample: &SampleInput<'_>, side: usize) -> Result<()> {
+    let whole =
+        |s: &&Slice| s.rows * s.cols > 0 && s.patches.len() == s.rows * s.cols * 3 * side * side;
+    match sample.slices.iter().find(|s| !whole(s)) {
+        Some(s) => Err(ModelError::Sample {
+            sample: index,
+            reason: format!(
+                "a slice of {} x {} patches has {} bytes",
+                s.rows,
+                s.cols,
+                s.patches.len()
+            ),
+        }),
+        None => Ok(()),
+    }
+}
+
+/// The patches of all slices as pixel values `[P, 3 * side * side]` in `dtype`.
+///
+/// # Errors
+/// When memory runs out.
+pub(crate) fn pixel_values(
+    slices: &[&Slice],
+    side: usize,
+    normalization: &Normalization,
+    dtype: DType,
+    backend: &dyn Backend,
+) -> Result<Tensor> {
+    let values: Vec<f32> = slices
+        .iter()
+        .flat_map(|s| normalization.normalize_patches(&s.patches, side))
+        .collect();
+    upload_as(backend, &values, 3 * side * side, dtype)
+}
+
+/// `values` as rows of `inner` numbers in `dtype`.
+///
+/// # Errors
+/// When memory runs out.
+pub(crate) fn upload_as(
+    backend: &dyn Backend,
+    values: &[f32],
+    inner: usize,
+    dtype: DType,
+) -> Result<Tensor> {
+    let wide = upload(backend, values, &[values.len() / inner, inner])?;
+    if dtype == DType::F32 {
+        return Ok(wide);
+    }
+    Ok(backend.cast(&wide, dtype)?)
+}
+
+/// `0`, then the running sum of `lengths`.
+pub(crate) fn starts_of(lengths: impl Iterator<Item = usize>) -> Arc<[usize]> {
+    let mut sum = 0;
+    let running = lengths.map(|n| {
+        sum += n;
+        sum
+    });
+    std::iter::once(0).chain(running).collect()
+}
+
+/// A small table of a batch on the device.
+///
+/// # Errors
+/// When memory runs out.
+pub(crate) fn upload<T: kernels::Element>(
+    backend: &dyn Backend,
+    values: &[T],
+    shape: &[usize],
+) -> Result<Tensor> {
+    let bytes = bytemuck::cast_slice(values);
+    Ok(backend.upload(bytes, Shape::new(shape), T::DTYPE, Tag::Activations)?)
 }

@@ -6,38 +6,48 @@
 //! | [`ops`] | differentiable operations, forward beside backward |
 //! | [`nn`] | blocks over parameter handles |
 //! | [`params`], [`lora`], [`selection`] | declaring parameters for the engine; adapters; which parts train |
+//! | [`families`], [`options`] | which model a folder holds; how a run sets it up |
 //! | [`batch`] | packed inputs of one pass |
 //! | [`generate`] | answers: the decoder's cache, sampling, ranks in lock step |
 //! | [`weights`], [`adapter`] | reading safetensors folders, and what a run saved beside its base |
 //! | [`minicpm`] | MiniCPM-V 2.6 and MiniCPM-o 2.6 |
-//! | [`image`], [`text`] | pictures to pixels, conversations to tokens |
+//! | [`data`], [`processor`] | samples as users write them and as models take them; who turns one into the other |
+//! | [`config`], [`image`], [`text`] | reading `config.json`; pictures to pixels, conversations to tokens |
 #![forbid(unsafe_code)]
 
 pub mod adapter;
 pub mod autograd;
 pub mod batch;
+pub mod config;
+pub mod data;
 mod error;
+pub mod families;
 pub mod generate;
 pub mod image;
+mod init;
 pub mod lora;
 pub mod minicpm;
 pub mod nn;
 pub mod ops;
+pub mod options;
 pub mod params;
+pub mod processor;
 pub mod selection;
 pub mod text;
 pub mod weights;
 
 pub use batch::{Batch, VisionBatch};
 pub use error::{ModelError, Result};
+pub use families::{Family, OpenError, open_model, open_processor};
+pub use options::ModelOptions;
+pub use processor::Processor;
 pub use weights::{WeightError, WeightSource};
 
 use autograd::{Loss, Tape};
+use data::{EncodedPrompt, EncodedSample, Slice};
 use engine::{ModelSpec, ParamId, UnitId};
 use generate::CacheShape;
 use kernels::{Backend, DType, Tensor};
-use minicpm::sample::{EncodedPrompt, EncodedSample};
-use minicpm::slicing::Slice;
 use std::ops::Range;
 
 /// One sample on its way into a [`Batch`].
@@ -91,11 +101,16 @@ pub trait VisionLanguageModel: Send + Sync + std::fmt::Debug {
     /// Units and parameters, in forward order.
     fn spec(&self) -> &ModelSpec;
 
+    /// The run's settings.
+    fn options(&self) -> &ModelOptions;
+
     /// The part of the model that a unit belongs to.
     fn tower(&self, unit: UnitId) -> Tower;
 
     /// Dtype of weights and activations.
-    fn dtype(&self) -> DType;
+    fn dtype(&self) -> DType {
+        self.options().dtype
+    }
 
     /// Packs samples into one batch on the device.
     ///
@@ -129,6 +144,12 @@ pub trait VisionLanguageModel: Send + Sync + std::fmt::Debug {
     /// # Errors
     /// When the engine or the device fails.
     fn next_token_logits<'m>(&'m self, tape: &Tape<'_, 'm>, batch: &'m Batch) -> Result<Tensor>;
+
+    /// f32 logits of all rows, `[T, v]`. For comparisons on small models: training never makes them.
+    ///
+    /// # Errors
+    /// When the engine or the device fails.
+    fn full_logits<'m>(&'m self, tape: &Tape<'_, 'm>, batch: &'m Batch) -> Result<Tensor>;
 
     /// Writes random start values of `elements` (row-major) of a parameter into `out`; a function
     /// of seed, tensor name and element only.

@@ -6,10 +6,16 @@ use regex::Regex;
 use std::collections::BTreeSet;
 use std::ops::Range;
 
-/// Projections of attention in a decoder layer.
-const ATTENTION: [&str; 4] = ["q_proj", "k_proj", "v_proj", "o_proj"];
-/// Projections of its feed-forward part.
-const MLP: [&str; 3] = ["gate_proj", "up_proj", "down_proj"];
+/// Where a family's decoder layers are and what they call their linear layers.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct LanguageModules {
+    /// Begins the path of every module of the decoder layers.
+    pub prefix: &'static str,
+    /// Last part of the paths of attention's linear layers.
+    pub attention: &'static [&'static str],
+    /// Of the feed-forward part's.
+    pub mlp: &'static [&'static str],
+}
 
 /// Layers that get an adapter.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -17,7 +23,8 @@ pub enum LoraTargets {
     /// A regular expression that must match the whole module path, such as
     /// `llm.model.layers.0.self_attn.q_proj`.
     Pattern(String),
-    /// Names of projections (`q_proj`) of the language model, in every layer.
+    /// Ends of module paths (`q_proj`, `self_attention.dense`) of the language model, in every layer; `attn`, `mlp`
+    /// and `all` stand for the linear layers of a decoder layer.
     Projections(Vec<String>),
     /// Exactly these modules by their whole paths, such as those of a saved adapter.
     Modules(BTreeSet<String>),
@@ -28,19 +35,10 @@ impl LoraTargets {
     /// those of a decoder layer), anything else is a pattern.
     #[must_use]
     pub fn parse(text: &str) -> Self {
-        let plain = |c: char| c.is_ascii_alphanumeric() || c == '_' || c == ',' || c == ' ';
+        let plain = |c: char| c.is_ascii_alphanumeric() || "_,. ".contains(c);
         if text.chars().all(plain) {
             let words = text.split(',').map(str::trim).filter(|n| !n.is_empty());
-            let mut names: Vec<String> = Vec::new();
-            for word in words {
-                match word {
-                    "attn" => names.extend(ATTENTION.map(str::to_owned)),
-                    "mlp" => names.extend(MLP.map(str::to_owned)),
-                    "all" => names.extend(ATTENTION.into_iter().chain(MLP).map(str::to_owned)),
-                    name => names.push(name.to_owned()),
-                }
-            }
-            Self::Projections(names)
+            Self::Projections(words.map(str::to_owned).collect())
         } else {
             Self::Pattern(text.to_owned())
         }
@@ -60,6 +58,9 @@ pub struct LoraConfig {
     pub targets: LoraTargets,
     /// Layers of the language model that get adapters; all when absent.
     pub layers: Option<Range<usize>>,
+    /// Whether each projection of a fused layer (queries, keys and values in one weight) gets an adapter of its own, as
+    /// SwissArmyTransformer's adapters do, instead of one for the whole layer, as peft's.
+    pub per_projection: bool,
     /// Modules trained in full beside the adapters, by the last parts of their path, such as
     /// `embed_tokens` or `resampler`.
     pub modules_to_save: Vec<String>,
@@ -93,15 +94,16 @@ pub(crate) struct TargetMatcher {
     targets: LoraTargets,
     pattern: Option<Regex>,
     layers: Option<Range<usize>>,
-    language_prefix: &'static str,
+    /// Ends of paths, `.` in front, that [`LoraTargets::Projections`] mean.
+    ends: Vec<String>,
+    language: LanguageModules,
 }
 
 impl TargetMatcher {
-    /// `language_prefix` begins the path of every module of the language model.
     pub(crate) fn new(
         targets: &LoraTargets,
         layers: Option<Range<usize>>,
-        language_prefix: &'static str,
+        language: &LanguageModules,
     ) -> Result<Self> {
         let pattern = match targets {
             LoraTargets::Projections(_) | LoraTargets::Modules(_) => None,
@@ -114,10 +116,11 @@ impl TargetMatcher {
             }
         };
         Ok(Self {
+            ends: ends(targets, language),
             targets: targets.clone(),
             pattern,
             layers,
-            language_prefix,
+            language: *language,
         })
     }
 
@@ -135,14 +138,14 @@ impl TargetMatcher {
             .split_once(".layers.")
             .and_then(|(_, rest)| rest.split('.').next());
         let number = number.and_then(|number| number.parse::<usize>().ok());
-        path.starts_with(self.language_prefix) && number.is_some_and(|n| layers.contains(&n))
+        path.starts_with(self.language.prefix) && number.is_some_and(|n| layers.contains(&n))
     }
 
     fn is_target(&self, path: &str) -> bool {
         match (&self.targets, &self.pattern) {
-            (LoraTargets::Projections(names), _) => {
-                let last = path.rsplit('.').next().unwrap_or(path);
-                path.starts_with(self.language_prefix) && names.iter().any(|n| n == last)
+            (LoraTargets::Projections(_), _) => {
+                path.starts_with(self.language.prefix)
+                    && self.ends.iter().any(|end| path.ends_with(end.as_str()))
             }
             (LoraTargets::Modules(paths), _) => paths.contains(path),
             (LoraTargets::Pattern(_), Some(pattern)) => pattern.is_match(path),
@@ -152,7 +155,7 @@ impl TargetMatcher {
 
     /// What the rows of the module at `path` are.
     pub(crate) fn rows(&self, path: &str) -> Rows {
-        if path.starts_with(self.language_prefix) {
+        if path.starts_with(self.language.prefix) {
             Rows::Tokens
         } else {
             Rows::Patches
@@ -169,12 +172,36 @@ impl TargetMatcher {
     }
 }
 
+/// The ends of paths that a list of projections means.
+fn ends(targets: &LoraTargets, language: &LanguageModules) -> Vec<String> {
+    let LoraTargets::Projections(words) = targets else {
+        return Vec::new();
+    };
+    let (attention, mlp) = (language.attention.iter(), language.mlp.iter());
+    words
+        .iter()
+        .flat_map(|word| match word.as_str() {
+            "attn" => attention.clone().copied().collect(),
+            "mlp" => mlp.clone().copied().collect(),
+            "all" => attention.clone().chain(mlp.clone()).copied().collect(),
+            name => vec![name],
+        })
+        .map(|name| format!(".{name}"))
+        .collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    const LANGUAGE: LanguageModules = LanguageModules {
+        prefix: "llm.",
+        attention: &["q_proj", "o_proj"],
+        mlp: &["up_proj"],
+    };
+
     fn matcher(text: &str) -> TargetMatcher {
-        TargetMatcher::new(&LoraTargets::parse(text), None, "llm.").unwrap()
+        TargetMatcher::new(&LoraTargets::parse(text), None, &LANGUAGE).unwrap()
     }
 
     #[test]
@@ -183,7 +210,7 @@ mod tests {
         assert!(m.matches("llm.model.layers.11.self_attn.q_proj"));
         assert!(!m.matches("llm.model.layers.11.self_attn.q_proj.x"));
         assert!(!m.matches("vpm.encoder.layers.1.self_attn.q_proj"));
-        assert!(TargetMatcher::new(&LoraTargets::parse("(["), None, "llm.").is_err());
+        assert!(TargetMatcher::new(&LoraTargets::parse("(["), None, &LANGUAGE).is_err());
     }
 
     #[test]
@@ -197,13 +224,15 @@ mod tests {
     #[test]
     fn groups_of_projections_and_layers_narrow_the_targets() {
         let all = LoraTargets::parse("attn,mlp");
-        assert_eq!(all, LoraTargets::parse("all"));
-        let m = TargetMatcher::new(&all, Some(1..3), "llm.").unwrap();
+        assert!(matcher("all").matches("llm.model.layers.2.mlp.up_proj"));
+        assert!(matcher("self_attn.o_proj").matches("llm.model.layers.2.self_attn.o_proj"));
+        assert!(!matcher("attn.o_proj").matches("llm.model.layers.2.self_attn.o_proj"));
+        let m = TargetMatcher::new(&all, Some(1..3), &LANGUAGE).unwrap();
         assert!(m.matches("llm.model.layers.2.mlp.up_proj"));
         assert!(!m.matches("llm.model.layers.3.mlp.up_proj"));
         assert!(!m.matches("llm.model.layers.12.mlp.up_proj"));
         let pattern = LoraTargets::parse(r".*\.q_proj");
-        let m = TargetMatcher::new(&pattern, Some(1..3), "llm.").unwrap();
+        let m = TargetMatcher::new(&pattern, Some(1..3), &LANGUAGE).unwrap();
         assert!(m.matches("llm.model.layers.1.self_attn.q_proj"));
         assert!(!m.matches("vpm.encoder.layers.1.self_attn.q_proj"));
     }
@@ -216,6 +245,7 @@ mod tests {
             lora_dropout: 0.0,
             targets: LoraTargets::parse("q_proj"),
             layers: None,
+            per_projection: false,
             modules_to_save: vec!["resampler".into(), "embed_tokens".into()],
         };
         assert!(config.saves("resampler.attn.in_proj_weight"));

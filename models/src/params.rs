@@ -1,11 +1,13 @@
 //! Declaring a model's parameters: units in forward order, names as in the checkpoint.
 
+use crate::batch::starts_of;
 use crate::error::{ModelError, Result};
-use crate::lora::{LoraConfig, TargetMatcher};
-use crate::nn::Linear;
+use crate::lora::{LanguageModules, LoraConfig, TargetMatcher};
+use crate::nn::{FusedLinear, Linear};
 use crate::ops::{LinearParams, LoraParams};
 use engine::{ModelSpec, ParamId, ParamSpec, TensorParallel, UnitId, UnitSpec};
 use kernels::Shape;
+use std::collections::BTreeMap;
 
 /// What stands before a module's path in the names of an adapter file (as peft writes them).
 pub const ADAPTER_PREFIX: &str = "base_model.model.";
@@ -16,7 +18,11 @@ pub struct ParamBuilder<'a> {
     trainable: &'a dyn Fn(&str) -> bool,
     lora: Option<(&'a LoraConfig, TargetMatcher)>,
     adapters: usize,
+    split: SplitAdapters,
 }
+
+/// Paths of the fused layers whose projections have adapters of their own, with the rows of each projection.
+pub type SplitAdapters = BTreeMap<String, Vec<usize>>;
 
 impl std::fmt::Debug for ParamBuilder<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -30,14 +36,14 @@ impl std::fmt::Debug for ParamBuilder<'_> {
 impl<'a> ParamBuilder<'a> {
     /// `trainable` decides by the name in the checkpoint, modules trained beside adapters included; adapter parameters
     /// always train.
-    /// `language_prefix` begins the path of every module of the language model.
+    /// `language` says where the decoder's modules are.
     ///
     /// # Errors
     /// When the adapter's targets are not a valid pattern or its rank is zero.
     pub fn new(
         trainable: &'a dyn Fn(&str) -> bool,
         lora: Option<&'a LoraConfig>,
-        language_prefix: &'static str,
+        language: &LanguageModules,
     ) -> Result<Self> {
         let lora = match lora {
             Some(config) if config.lora_rank == 0 => {
@@ -48,8 +54,7 @@ impl<'a> ParamBuilder<'a> {
                 });
             }
             Some(config) => {
-                let matcher =
-                    TargetMatcher::new(&config.targets, config.layers.clone(), language_prefix)?;
+                let matcher = TargetMatcher::new(&config.targets, config.layers.clone(), language)?;
                 Some((config, matcher))
             }
             None => None,
@@ -59,6 +64,7 @@ impl<'a> ParamBuilder<'a> {
             trainable,
             lora,
             adapters: 0,
+            split: SplitAdapters::new(),
         })
     }
 
@@ -78,12 +84,20 @@ impl<'a> ParamBuilder<'a> {
     /// # Errors
     /// When adapters were asked for and no layer matched.
     pub fn finish(self) -> Result<ModelSpec> {
+        Ok(self.finish_with_split()?.0)
+    }
+
+    /// As [`ParamBuilder::finish`], with the layers whose projections have adapters of their own.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn finish_with_split(self) -> Result<(ModelSpec, SplitAdapters)> {
         match &self.lora {
             Some((_, matcher)) if self.adapters == 0 => Err(ModelError::AdapterTarget {
                 target: matcher.text(),
                 reason: "it matches no linear layer of the model".into(),
             }),
-            _ => Ok(self.spec),
+            _ => Ok((self.spec, self.split)),
         }
     }
 }
@@ -175,7 +189,50 @@ impl<'a> ParamScope<'_, 'a> {
         }
     }
 
-    fn adapter(&mut self, [n, k]: [usize; 2], base: TensorParallel) -> Option<LoraParams> {
+    /// Declares the linear layer `module` that holds projections of `parts` rows each, one above the other. Adapters
+    /// are those of a whole layer, or one per projection: A `[parts * r, k]`, B `[n, r]`.
+    pub fn fused_linear(
+        &mut self,
+        module: &str,
+        parts: &[usize],
+        k: usize,
+        bias: bool,
+    ) -> FusedLinear {
+        let n = parts.iter().sum();
+        let tensor_parallel = TensorParallel::Column {
+            groups: parts.len() as u32,
+        };
+        let mut inner = self.at(module);
+        let weight = inner.param("weight", [n, k], tensor_parallel);
+        let bias = bias.then(|| inner.param("bias", [n], tensor_parallel));
+        let lora = inner.builder.lora.as_ref();
+        let own_adapters = lora.is_some_and(|(config, _)| config.per_projection);
+        let count = if own_adapters { parts.len() } else { 1 };
+        let adapter = inner.adapters([n, k], tensor_parallel, count);
+        if own_adapters && adapter.is_some() {
+            let path = inner.path.clone();
+            inner.builder.split.insert(path, parts.to_vec());
+        }
+        let starts = starts_of(parts.iter().copied());
+        FusedLinear {
+            base: LinearParams::new(weight, bias),
+            adapter,
+            parts: starts.windows(2).map(|w| w[0]..w[1]).collect(),
+            own_adapters,
+        }
+    }
+
+    fn adapter(&mut self, nk: [usize; 2], base: TensorParallel) -> Option<LoraParams> {
+        self.adapters(nk, base, 1)
+    }
+
+    /// `count` adapters, their A one above the other.
+    fn adapters(
+        &mut self,
+        [n, k]: [usize; 2],
+        base: TensorParallel,
+        count: usize,
+    ) -> Option<LoraParams> {
         let (config, matcher) = self.builder.lora.as_ref()?;
         if !matcher.matches(&self.path) {
             return None;
@@ -191,11 +248,12 @@ impl<'a> ParamScope<'_, 'a> {
         let name = |part: &str| format!("{ADAPTER_PREFIX}{}.{part}.weight", self.path);
         let (name_a, name_b) = (name("lora_A"), name("lora_B"));
         Some(LoraParams {
-            lora_a: self.declare(name_a, Shape::new(&[rank, k]), true, split_a),
+            lora_a: self.declare(name_a, Shape::new(&[count * rank, k]), true, split_a),
             lora_b: self.declare(name_b, Shape::new(&[n, rank]), true, split_b),
             scale,
             dropout,
             rows,
+            part: None,
         })
     }
 
@@ -220,6 +278,12 @@ mod tests {
     use super::*;
     use crate::lora::LoraTargets;
 
+    const LANGUAGE: LanguageModules = LanguageModules {
+        prefix: "llm.",
+        attention: &["q_proj"],
+        mlp: &[],
+    };
+
     fn lora(targets: &str) -> LoraConfig {
         LoraConfig {
             lora_rank: 2,
@@ -227,6 +291,7 @@ mod tests {
             lora_dropout: 0.0,
             targets: LoraTargets::parse(targets),
             layers: None,
+            per_projection: false,
             modules_to_save: vec!["norm".into()],
         }
     }
@@ -234,7 +299,7 @@ mod tests {
     fn build(config: Option<&LoraConfig>) -> Result<ModelSpec> {
         let trains =
             |name: &str| !name.starts_with("llm.") || config.is_some_and(|lora| lora.saves(name));
-        let mut builder = ParamBuilder::new(&trains, config, "llm.")?;
+        let mut builder = ParamBuilder::new(&trains, config, &LANGUAGE)?;
         let mut unit = builder.unit("llm.layers.0");
         let mut layer = unit.at("llm.layers.0");
         layer.param("norm.weight", [3], TensorParallel::Replicated);

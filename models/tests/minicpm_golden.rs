@@ -4,13 +4,13 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use models::Processor;
+use models::data::{EncodeOptions, EncodedSample, RawSample, Slice, read_samples};
 use models::image::ImageFolder;
+use models::minicpm::MiniCpmProcessor;
 use models::minicpm::config::SlicingConfig;
 use models::minicpm::positions::{position_buckets, position_ids};
-use models::minicpm::processor::Processor;
-use models::minicpm::sample::{
-    EncodeOptions, EncodedSample, RawSample, Slice, SlicePlan, read_samples,
-};
+use models::minicpm::slicing::SlicePlan;
 use safetensors::SafeTensors;
 use serde_json::Value;
 
@@ -53,17 +53,17 @@ impl Case {
         }
     }
 
-    fn encode(&self, processor: &Processor) -> EncodedSample {
+    fn encode(&self, processor: &MiniCpmProcessor) -> EncodedSample {
         processor
             .encode(&self.sample, &self.images, &self.options)
             .unwrap()
     }
 }
 
-fn for_each_case(mut check: impl FnMut(&Processor, &Case)) {
+fn for_each_case(mut check: impl FnMut(&MiniCpmProcessor, &Case)) {
     let mut cases = 0;
     for name in PACKS {
-        let processor = Processor::load(&pack(name)).unwrap();
+        let processor = MiniCpmProcessor::load(&pack(name)).unwrap();
         for entry in fs::read_dir(pack(name).join("cases")).unwrap() {
             let dir = entry.unwrap().path();
             if dir.join("conversation.json").exists() {
@@ -237,7 +237,7 @@ fn measuring_agrees_with_encoding() {
 #[test]
 fn batches_are_the_padded_samples() {
     for name in PACKS {
-        let processor = Processor::load(&pack(name)).unwrap();
+        let processor = MiniCpmProcessor::load(&pack(name)).unwrap();
         let cases = pack(name).join("cases");
         let batch = json(&cases.join("padded_batch/batch.json"));
         let expected = fs::read(cases.join("padded_batch/expected.safetensors")).unwrap();
@@ -324,7 +324,7 @@ fn the_prompt_is_the_training_text_up_to_the_last_answer() {
         let sample = processor
             .encode(&case.sample, &case.images, &options)
             .unwrap();
-        let style = models::minicpm::sample::PlaceholderStyle::Training;
+        let style = models::data::PlaceholderStyle::Training;
         let prompt = processor
             .encode_prompt(&case.sample, &case.images, &options, style)
             .unwrap();

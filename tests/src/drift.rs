@@ -4,11 +4,12 @@
 //! ZeRO-3 with offload. Every later change must give the same bits, or say why in the commit that replaces the file.
 
 use crate::golden::Pack;
-use crate::world::{Layout, run_world};
+use crate::golden::minicpm::encode;
+use crate::world::{Layout, Setup, run_world};
 use anyhow::{Context, Result};
 use engine::Offload;
-use models::minicpm::processor::Processor;
-use models::minicpm::sample::EncodedSample;
+use models::data::EncodedSample;
+use models::open_processor;
 use optim::{Schedule, ScheduleKind};
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
@@ -55,10 +56,10 @@ pub fn run() -> Result<Trajectory> {
         .join("golden")
         .join(PACK);
     let pack = Pack::read(&dir)?;
-    let processor = Processor::load(&dir)?;
+    let processor = open_processor(&dir)?;
     let mut samples: Vec<EncodedSample> = Vec::new();
     for case in &pack.cases {
-        samples.extend(case.encode(&processor)?);
+        samples.extend(encode(case, &*processor)?);
     }
     let layout = Layout {
         world: 2,
@@ -71,7 +72,7 @@ pub fn run() -> Result<Trajectory> {
         total_steps: STEPS,
         base_lr: BASE_LR,
     };
-    let mut ranks = run_world(&pack, layout, &|_| Ok(()), |rank| {
+    let mut ranks = run_world(&pack, layout, &Setup::full(), |rank| {
         let world = rank.zero.comm().world();
         let mut rows = Vec::new();
         for step in 0..STEPS {

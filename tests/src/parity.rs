@@ -1,22 +1,12 @@
 //! Compares one pack with what this project computes: every case, quantity and trajectory.
 
-use crate::golden::{
-    Case, Comparison, Pack, compare_inputs, compare_ints, compare_run, compare_trajectory,
-};
+use crate::golden::{Case, Comparison, Pack, Section, Trajectory, compare_floats, packs_of};
 use crate::tolerance;
-use crate::world::{Layout, adapter_after, run_case, run_trajectory};
-use anyhow::{Context, Result};
-use models::minicpm::config::MiniCpmConfig;
-use models::minicpm::config::SlicingConfig;
-use models::minicpm::positions::position_buckets;
-use models::minicpm::processor::Processor;
-use models::minicpm::slicing::SlicePlan;
-use serde_json::Value;
+use crate::world::{Layout, run_case, run_trajectory};
+use anyhow::Result;
+use models::{Processor, open_processor};
 use std::collections::BTreeMap;
 use std::path::Path;
-
-/// Comparisons of one case or trajectory, under its title.
-pub type Section = (String, Vec<Comparison>);
 
 /// Everything a pack stores.
 ///
@@ -24,49 +14,57 @@ pub type Section = (String, Vec<Comparison>);
 /// When the pack cannot be read.
 pub fn check_pack(dir: &Path) -> Result<Vec<Section>> {
     let pack = Pack::read(dir)?;
-    let processor = Processor::load(dir)?;
-    let mut sections = tables(dir)?;
+    let processor = open_processor(dir)?;
+    let family = packs_of(pack.family);
+    let mut sections = family.tables(&pack, &*processor)?;
     for case in &pack.cases {
         sections.push((
             format!("case {}", case.name),
-            check_case(&pack, case, &processor)?,
+            check_case(&pack, case, &*processor)?,
         ));
     }
-    for name in pack.trajectory.runs.keys() {
-        let section = check_trajectory(&pack, name, Layout::SINGLE)?;
-        sections.push((format!("trajectory {name}"), section));
+    for trajectory in family.trajectories(&pack, &*processor)? {
+        let section = check_trajectory(&pack, &trajectory, Layout::SINGLE)?;
+        sections.push((format!("trajectory {}", trajectory.name), section));
     }
     Ok(sections)
 }
 
-fn check_case(pack: &Pack, case: &Case, processor: &Processor) -> Result<Vec<Comparison>> {
-    let samples = case.encode(processor)?;
-    let normalization = processor.config().normalization;
-    let grid_side = MiniCpmConfig::load(&pack.dir)?.vision.grid_side;
-    let mut all = compare_inputs(case, &samples, &normalization, grid_side)?;
-    if !case.is_batch {
-        let (ours, theirs) = case.rendered(processor)?;
-        let bytes = |text: &str| text.bytes().map(i64::from).collect::<Vec<_>>();
-        all.push(compare_ints("prompt.txt", &bytes(&ours), &bytes(&theirs)));
-    }
+fn check_case(pack: &Pack, case: &Case, processor: &dyn Processor) -> Result<Vec<Comparison>> {
+    let family = packs_of(pack.family);
+    let samples = family.samples(pack, case, processor)?;
+    let mut all = family.compare_inputs(pack, case, processor, &samples)?;
     let run = run_case(pack, &samples, Layout::SINGLE)?;
-    all.extend(compare_run(case, &run)?);
+    all.extend(family.compare_run(case, &samples, &run)?);
     Ok(all)
 }
 
 /// One trajectory in one layout.
 ///
 /// # Errors
-/// When the pack cannot be read or the run fails.
-pub fn check_trajectory(pack: &Pack, name: &str, layout: Layout) -> Result<Vec<Comparison>> {
-    let expected = pack.trajectory.runs.get(name).context("no such run")?;
-    let (losses, weights) = run_trajectory(pack, name, expected, layout)?;
-    let bound = tolerance::trajectory(&pack.model_type);
-    let mut all = vec![compare_trajectory("losses", &losses, expected, bound)];
-    if let ("lora", Some(after)) = (name, adapter_after(pack)?) {
-        for (tensor, stored) in &after.0 {
-            all.push(adapter(tensor, weights.get(tensor), stored.floats()?));
-        }
+/// When the run fails.
+pub fn check_trajectory(
+    pack: &Pack,
+    expected: &Trajectory,
+    layout: Layout,
+) -> Result<Vec<Comparison>> {
+    let run = run_trajectory(pack, expected, layout)?;
+    let narrow = |values: &[f64]| values.iter().map(|v| *v as f32).collect::<Vec<f32>>();
+    let losses = (narrow(&run.losses), narrow(&expected.losses));
+    let mut all = vec![compare_floats(
+        "losses",
+        &losses.0,
+        &losses.1,
+        expected.tolerance,
+    )];
+    if !expected.grad_norms.is_empty() {
+        let (got, want) = (narrow(&run.grad_norms), narrow(&expected.grad_norms));
+        let largest = expected.grad_norms.iter().fold(0.0f64, |m, n| m.max(*n));
+        let bound = tolerance::GRAD_NORM * largest;
+        all.push(compare_floats("grad_norms", &got, &want, bound));
+    }
+    for (tensor, want) in &expected.after {
+        all.push(adapter(tensor, run.weights.get(tensor), want));
     }
     Ok(all)
 }
@@ -85,71 +83,11 @@ fn adapter(name: &str, got: Option<&Vec<f32>>, want: &[f32]) -> Comparison {
         _ => f64::INFINITY,
     };
     Comparison {
-        quantity: format!("adapter_after8 {name}"),
+        quantity: format!("after {name}"),
         max_abs_diff: distance,
         tolerance: tolerance::ADAPTER_L2,
         note: Some("relative L2".into()),
     }
-}
-
-/// The optional tables of a pack: slice plans and position buckets at real settings.
-fn tables(dir: &Path) -> Result<Vec<Section>> {
-    let mut all = Vec::new();
-    let slicing = dir.join("slicing_448.json");
-    if slicing.is_file() {
-        let rows: Vec<Value> = serde_json::from_slice(&std::fs::read(&slicing)?)?;
-        let (mut ours, mut theirs) = (Vec::new(), Vec::new());
-        for row in &rows {
-            slice_row(row, &mut ours, &mut theirs).context("slicing_448.json")?;
-        }
-        all.push(compare_ints("slicing_448.json", &ours, &theirs));
-    }
-    let buckets = dir.join("position_buckets_70.safetensors");
-    if buckets.is_file() {
-        let stored = crate::golden::Expected::read(&buckets)?;
-        let want = stored.get("buckets")?.ints()?;
-        let ours: Vec<i64> = (1..=280)
-            .flat_map(|n| position_buckets(n, 70))
-            .map(|b| b as i64)
-            .collect();
-        all.push(compare_ints("position_buckets_70", &ours, want));
-    }
-    Ok(if all.is_empty() {
-        Vec::new()
-    } else {
-        vec![("tables".into(), all)]
-    })
-}
-
-fn slice_row(row: &Value, ours: &mut Vec<i64>, theirs: &mut Vec<i64>) -> Result<()> {
-    let number = |v: &Value| v.as_i64().context("not a number");
-    let pair = |v: &Value| -> Result<[i64; 2]> {
-        if v.is_null() {
-            Ok([-1, -1])
-        } else {
-            Ok([number(&v[0])?, number(&v[1])?])
-        }
-    };
-    let config = SlicingConfig {
-        max_slice_nums: number(&row[2])? as usize,
-        scale_resolution: 448,
-        patch_size: 14,
-    };
-    let plan = SlicePlan::new(
-        number(&row[0])? as usize,
-        number(&row[1])? as usize,
-        &config,
-    );
-    let wide = |p: Option<(usize, usize)>| p.map_or([-1, -1], |(a, b)| [a as i64, b as i64]);
-    ours.extend(wide(plan.cells.map(|c| (c.cols, c.rows))));
-    ours.extend(wide(Some(plan.overview)));
-    ours.extend(wide(plan.cells.map(|c| c.refined())));
-    ours.push(plan.slices() as i64 * 64);
-    theirs.extend(pair(&row[3])?);
-    theirs.extend(pair(&row[4])?);
-    theirs.extend(pair(&row[5])?);
-    theirs.push(number(&row[6])?);
-    Ok(())
 }
 
 /// Comparisons and failures over all sections.

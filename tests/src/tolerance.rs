@@ -24,6 +24,9 @@ pub const TRAJECTORY_OMNI: f64 = 2e-4;
 /// measured, for lack of such a processor: rounding differences of 1e-7 grow along a trajectory, and a slip in the
 /// mathematics moves losses by more than this within the first steps.
 pub const DRIFT_RELATIVE: f64 = 1e-2;
+/// Gradient norms along a trajectory: share of the largest. The norm sums squares of all entries, so single entries' errors
+/// average out; what remains is the growth of loss differences along the steps.
+pub const GRAD_NORM: f64 = 1e-4;
 /// An adapter tensor after training: relative L2 distance.
 pub const ADAPTER_L2: f64 = 1e-3;
 
@@ -32,13 +35,4 @@ pub const ADAPTER_L2: f64 = 1e-3;
 #[must_use]
 pub fn gradient(own: f64, model: f64) -> f64 {
     GRADIENT_OF_OWN * own + GRADIENT_OF_MODEL * model
-}
-
-/// The bound for losses of a trajectory.
-#[must_use]
-pub fn trajectory(model_type: &str) -> f64 {
-    match model_type {
-        "minicpmo" => TRAJECTORY_OMNI,
-        _ => TRAJECTORY,
-    }
 }

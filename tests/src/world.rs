@@ -1,19 +1,19 @@
 //! Runs golden cases and trajectories through the real engine, on worlds of threads.
 
-use crate::golden::{CaseRun, Expected, Pack, Run};
-use anyhow::{Context, Result, anyhow};
+use crate::golden::{AdamW, CaseRun, Pack, Trajectory};
+use anyhow::{Result, anyhow};
 use engine::comm::{Communicator, threads};
 use engine::{
-    Offload, OptimizerConfig, ParamId, PassKind, Plan, Precision, Stage, Tiers, Zero, ZeroConfig,
+    Offload, OptimizerConfig, ParamId, ParamSpec, PassKind, Plan, Precision, Stage, Tiers, Zero,
+    ZeroConfig,
 };
 use kernels::{Backend, CpuBackend, DType, Pool, Tensor};
 use models::autograd::Tape;
-use models::minicpm::config::MiniCpmConfig;
-use models::minicpm::processor::Processor;
-use models::minicpm::sample::EncodedSample;
-use models::minicpm::{MiniCpm, MiniCpmOptions};
-use models::{SampleInput, VisionLanguageModel, WeightSource};
-use optim::{AdamW, GroupOptions};
+use models::data::EncodedSample;
+use models::{
+    ModelOptions, SampleInput, VisionLanguageModel, WeightError, WeightSource, open_model,
+};
+use optim::GroupOptions;
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -44,37 +44,58 @@ pub const NO_OFFLOAD: Offload = Offload {
     optimizer: engine::Tier::Device,
 };
 
-/// The options of a trajectory's run, by its name in `trajectory.json`.
-///
-/// # Errors
-/// When the name is unknown, or an adapter run lacks its settings.
-pub fn run_options(pack: &Pack, run: &str, options: &mut MiniCpmOptions) -> Result<()> {
-    let adapter = || {
-        pack.adapter
-            .as_ref()
-            .context("the pack has no adapter_init")
-    };
-    let (vision, llm, lora) = match run {
-        "full" => (true, true, None),
-        "tune_vision_only" => (true, false, None),
-        "tune_llm_only" => (false, true, None),
-        "resampler_only" => (false, false, None),
-        "lora" => (false, false, Some(adapter()?.to_lora(&[]))),
-        "lora_modules_to_save" => (
-            false,
-            false,
-            Some(adapter()?.to_lora(&["embed_tokens", "resampler"])),
-        ),
-        other => return Err(anyhow!("unknown run {other}")),
-    };
-    (options.tune_vision, options.tune_llm, options.lora) = (vision, llm, lora);
-    Ok(())
+/// How ranks of a world are set up.
+#[derive(Debug)]
+pub struct Setup<'a> {
+    /// Options of the model.
+    pub options: ModelOptions,
+    /// Start values that the base does not have, or has otherwise.
+    pub start: &'a BTreeMap<String, Vec<f32>>,
+    /// The optimizer.
+    pub optimizer: AdamW,
+    /// Global norm that gradients are clipped to.
+    pub max_grad_norm: Option<f32>,
+    /// Decay and learning-rate factor of parameters by name, where they differ.
+    pub groups: &'a BTreeMap<String, GroupOptions>,
+}
+
+impl Setup<'static> {
+    /// A full fine-tune.
+    #[must_use]
+    pub fn full() -> Self {
+        static NOTHING: BTreeMap<String, Vec<f32>> = BTreeMap::new();
+        static NO_GROUPS: BTreeMap<String, GroupOptions> = BTreeMap::new();
+        Self {
+            options: ModelOptions::new(DType::F32),
+            start: &NOTHING,
+            optimizer: AdamW {
+                lr: 1e-3,
+                betas: [0.9, 0.95],
+                eps: 1e-8,
+                weight_decay: 0.1,
+            },
+            max_grad_norm: None,
+            groups: &NO_GROUPS,
+        }
+    }
+}
+
+impl<'a> From<&'a Trajectory> for Setup<'a> {
+    fn from(run: &'a Trajectory) -> Self {
+        Self {
+            options: run.options.clone(),
+            start: &run.start,
+            optimizer: run.optimizer.clone(),
+            max_grad_norm: run.max_grad_norm,
+            groups: &run.groups,
+        }
+    }
 }
 
 /// One rank's engine and model.
 pub struct Rank {
     /// The model.
-    pub model: MiniCpm,
+    pub model: Arc<dyn VisionLanguageModel>,
     /// Its states.
     pub zero: Zero,
     backend: Arc<dyn Backend>,
@@ -93,23 +114,15 @@ impl Rank {
         pack: &Pack,
         layout: Layout,
         comm: Arc<dyn Communicator>,
-        change: &dyn Fn(&mut MiniCpmOptions) -> Result<()>,
+        setup: &Setup<'_>,
     ) -> Result<Self> {
-        let config = MiniCpmConfig::load(&pack.dir)?;
-        let processor = Processor::load(&pack.dir)?;
-        let mut options = MiniCpmOptions::new(DType::F32, processor.config().normalization);
-        change(&mut options)?;
-        let model = MiniCpm::new(config, options)?;
+        let model = open_model(&pack.dir, setup.options.clone())?;
         let weights = WeightSource::open(&pack.dir)?;
-        let adapter = pack.dir.join("adapter_init/adapter_model.safetensors");
-        let adapter = adapter
-            .is_file()
-            .then(|| WeightSource::open_file(&adapter))
-            .transpose()?;
         let zero_config = ZeroConfig {
             stage: Stage::try_from(layout.stage).map_err(|e| anyhow!(e))?,
             precision: Precision::F32,
             offload: layout.offload,
+            max_grad_norm: setup.max_grad_norm,
             ..ZeroConfig::default()
         };
         let plan = Arc::new(Plan::new(model.spec().clone(), zero_config, layout.world)?);
@@ -119,31 +132,34 @@ impl Rank {
             device,
             host: Pool::new("host", None),
         };
-        let settings = &pack.trajectory.optimizer;
-        // The reference decays every trainable tensor.
-        let group = GroupOptions {
+        let settings = &setup.optimizer;
+        // The references decay every trainable tensor.
+        let common = GroupOptions {
             weight_decay: settings.weight_decay as f32,
             lr_scale: 1.0,
         };
-        let rule = AdamW {
+        let rule = optim::AdamW {
             beta1: settings.betas[0],
             beta2: settings.betas[1],
             eps: settings.eps,
         };
-        let groups = vec![group; model.spec().params.len()];
+        let names = &model.spec().params;
+        let group = |p: &ParamSpec| setup.groups.get(&p.name).copied().unwrap_or(common);
         let optimizer = OptimizerConfig {
             rule: Arc::new(rule),
-            groups,
+            groups: names.iter().map(group).collect(),
         };
         let mut zero = Zero::new(plan, comm, backend.clone(), tiers, optimizer)?;
-        let names = &model.spec().params;
         zero.load(|id, elements, out| {
             let name = &names[id.index()].name;
-            let source = match &adapter {
-                Some(adapter) if adapter.shape(name).is_some() => adapter,
-                _ => &weights,
-            };
-            source.read_range(name, elements, DType::F32, bytemuck::cast_slice_mut(out))
+            match setup.start.get(name) {
+                Some(values) => out.copy_from_slice(&values[elements]),
+                None => {
+                    let out = bytemuck::cast_slice_mut(out);
+                    weights.read_range(name, elements, DType::F32, out)?;
+                }
+            }
+            Ok::<_, WeightError>(())
         })?;
         Ok(Self {
             model,
@@ -198,12 +214,12 @@ impl Rank {
 pub fn run_world<T: Send>(
     pack: &Pack,
     layout: Layout,
-    change: &(dyn Fn(&mut MiniCpmOptions) -> Result<()> + Sync),
+    setup: &Setup<'_>,
     body: impl Fn(&mut Rank) -> Result<T> + Sync,
 ) -> Result<Vec<T>> {
     let comms = threads::world(layout.world, 1 << 26)?;
     let work = |comm: Arc<dyn Communicator>| -> Result<T> {
-        let result = Rank::new(pack, layout, comm.clone(), change).and_then(|mut r| body(&mut r));
+        let result = Rank::new(pack, layout, comm.clone(), setup).and_then(|mut r| body(&mut r));
         if let Err(error) = &result {
             comm.abort(&error.to_string());
         }
@@ -228,7 +244,7 @@ pub fn run_world<T: Send>(
 /// # Errors
 /// When a file or the engine fails.
 pub fn run_case(pack: &Pack, samples: &[EncodedSample], layout: Layout) -> Result<CaseRun> {
-    let mut runs = run_world(pack, layout, &|_| Ok(()), |rank| {
+    let mut runs = run_world(pack, layout, &Setup::full(), |rank| {
         let world = rank.zero.comm().world();
         let mut run = if world.size == 1 {
             rank.observe(samples)?
@@ -261,54 +277,50 @@ pub fn run_case(pack: &Pack, samples: &[EncodedSample], layout: Layout) -> Resul
     Ok(runs.remove(0))
 }
 
-/// Losses before each step and after the last, with the one sample on every rank, and the trained
-/// weights at the end.
+/// What a trajectory left.
+#[derive(Clone, PartialEq, Debug, Default)]
+pub struct Travelled {
+    /// Losses before each step and after the last.
+    pub losses: Vec<f64>,
+    /// Gradient norms of the steps, before clipping.
+    pub grad_norms: Vec<f64>,
+    /// The trained weights at the end.
+    pub weights: BTreeMap<String, Vec<f32>>,
+}
+
+/// Takes a trajectory's steps, with its samples on every rank.
 ///
 /// # Errors
-/// When a file or the engine fails.
-pub fn run_trajectory(
-    pack: &Pack,
-    name: &str,
-    expected: &Run,
-    layout: Layout,
-) -> Result<(Vec<f64>, BTreeMap<String, Vec<f32>>)> {
-    let case = pack.case(&pack.trajectory.case)?;
-    let samples = case.encode(&Processor::load(&pack.dir)?)?;
-    let change = |options: &mut MiniCpmOptions| run_options(pack, name, options);
-    let mut results = run_world(pack, layout, &change, |rank| {
+/// When a file or the engine fails, or other numbers of elements train.
+pub fn run_trajectory(pack: &Pack, expected: &Trajectory, layout: Layout) -> Result<Travelled> {
+    let mut results = run_world(pack, layout, &expected.into(), |rank| {
         let trainable = rank.model.spec().elems().1;
-        if trainable != expected.trainable {
-            return Err(anyhow!(
-                "{trainable} trainable elements, expected {}",
-                expected.trainable
-            ));
+        if let Some(wanted) = expected.trainable.filter(|wanted| *wanted != trainable) {
+            return Err(anyhow!("{trainable} trainable elements, expected {wanted}"));
         }
-        let steps = expected.losses.len().saturating_sub(1);
-        let mut losses = Vec::new();
-        for _ in 0..steps {
-            rank.micro_batch(&samples)?;
-            losses.push(rank.zero.step(pack.trajectory.optimizer.lr)?.loss);
+        let accumulate = |rank: &mut Rank| {
+            let batches = expected.micro_batches.iter();
+            batches
+                .map(|b| rank.micro_batch(b))
+                .collect::<Result<Vec<_>>>()
+        };
+        let mut run = Travelled::default();
+        for _ in 1..expected.losses.len() {
+            accumulate(rank)?;
+            let report = rank.zero.step(expected.optimizer.lr)?;
+            run.losses.push(report.loss);
+            run.grad_norms.push(report.grad_norm);
         }
-        rank.micro_batch(&samples)?;
-        let mut weights = BTreeMap::new();
+        accumulate(rank)?;
         rank.zero.visit_weights(|id, tensor| {
             let param = &rank.model.spec().params[id.index()];
             if param.trainable {
-                weights.insert(param.name.clone(), tensor.to_f32_vec()?);
+                run.weights.insert(param.name.clone(), tensor.to_f32_vec()?);
             }
             Ok::<_, engine::EngineError>(())
         })?;
-        losses.push(rank.zero.step(0.0)?.loss);
-        Ok((losses, weights))
+        run.losses.push(rank.zero.step(0.0)?.loss);
+        Ok(run)
     })?;
     Ok(results.remove(0))
-}
-
-/// The stored adapter after the adapter run, if the pack has one.
-///
-/// # Errors
-/// When the file is broken.
-pub fn adapter_after(pack: &Pack) -> Result<Option<Expected>> {
-    let path = pack.dir.join("adapter_after8/adapter_model.safetensors");
-    path.is_file().then(|| Expected::read(&path)).transpose()
 }

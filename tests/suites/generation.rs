@@ -6,34 +6,28 @@ use engine::comm::Tag;
 use engine::{EngineError, ParamAccess, PassKind};
 use kernels::{Backend, CpuBackend, DType, Tag as PoolTag, Tensor};
 use models::autograd::{ResidentParams, Tape};
+use models::data::{EncodeOptions, EncodedPrompt, PlaceholderStyle, RawSample, read_samples};
 use models::generate::{CachePass, GenerateOptions, KvCache, Prompt, Sampling, generate};
 use models::image::ImageFolder;
-use models::minicpm::config::MiniCpmConfig;
-use models::minicpm::processor::Processor;
-use models::minicpm::sample::{
-    EncodeOptions, EncodedPrompt, PlaceholderStyle, RawSample, read_samples,
-};
-use models::minicpm::{MiniCpm, MiniCpmOptions};
 use models::{ModelError, SampleInput, VisionLanguageModel, WeightSource};
+use models::{ModelOptions, open_model, open_processor};
 use serde_json::json;
 use std::cell::Cell;
 use std::path::Path;
 use std::sync::Arc;
 use tests::golden::Pack;
-use tests::world::{Layout, NO_OFFLOAD, Rank, run_world};
+use tests::world::{self, Layout, NO_OFFLOAD, Rank, run_world};
 
 const NEW_TOKENS: usize = 24;
 
 struct Setup {
-    model: MiniCpm,
+    model: Arc<dyn VisionLanguageModel>,
     access: ResidentParams,
 }
 
 impl Setup {
     fn new(dir: &Path, dtype: DType) -> Self {
-        let processor = Processor::load(dir).unwrap();
-        let options = MiniCpmOptions::new(dtype, processor.config().normalization);
-        let model = MiniCpm::new(MiniCpmConfig::load(dir).unwrap(), options).unwrap();
+        let model = open_model(dir, ModelOptions::new(dtype)).unwrap();
         let source = WeightSource::open(dir).unwrap();
         let backend: Arc<dyn Backend> = Arc::new(CpuBackend::unlimited());
         let load = |p: &engine::ParamSpec| -> Tensor {
@@ -65,13 +59,13 @@ impl Setup {
     }
 
     fn generate(&self, prompts: &[Prompt<'_>], options: &GenerateOptions) -> Vec<Vec<i32>> {
-        generate(&self.model, &self.access, prompts, options, &mut Ok).unwrap()
+        generate(&*self.model, &self.access, prompts, options, &mut Ok).unwrap()
     }
 }
 
 /// Prompts of several lengths: those of the pack's cases, with pictures, and one without.
 fn questions(dir: &Path) -> Vec<EncodedPrompt> {
-    let processor = Processor::load(dir).unwrap();
+    let processor = open_processor(dir).unwrap();
     let options = EncodeOptions::default();
     let style = PlaceholderStyle::Training;
     let mut names: Vec<_> = std::fs::read_dir(dir.join("cases"))
@@ -124,7 +118,7 @@ const DRAWN: Sampling = Sampling {
 
 /// The f32 packs' answers differ from token to token; both dtypes are decoded.
 fn setups() -> Vec<(Setup, Vec<EncodedPrompt>)> {
-    let packs = Pack::built_in();
+    let packs = Pack::minicpm();
     assert_eq!(packs.len(), 2);
     let both = packs.iter().flat_map(|dir| {
         [DType::F32, DType::BF16].map(|dtype| (Setup::new(dir, dtype), questions(dir)))
@@ -253,13 +247,13 @@ fn in_lock_step(
         }
         Ok(anyone)
     };
-    let answers = generate(&rank.model, &rank.zero, prompts, options, &mut anyone_left)?;
+    let answers = generate(&*rank.model, &rank.zero, prompts, options, &mut anyone_left)?;
     Ok((answers, passes))
 }
 
 #[test]
 fn ranks_with_answers_of_different_lengths_agree_with_one_process() {
-    for dir in Pack::built_in() {
+    for dir in Pack::minicpm() {
         let pack = Pack::read(&dir).unwrap();
         let questions = questions(&dir);
         let all = prompts(&questions);
@@ -273,7 +267,7 @@ fn ranks_with_answers_of_different_lengths_agree_with_one_process() {
                     stage,
                     offload: NO_OFFLOAD,
                 };
-                let results = run_world(&pack, layout, &|_| Ok(()), |rank| {
+                let results = run_world(&pack, layout, &world::Setup::full(), |rank| {
                     let own = rank.zero.comm().world().rank;
                     let mut answers = Vec::new();
                     let mut passes = Vec::new();

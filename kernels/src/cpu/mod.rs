@@ -287,6 +287,12 @@ impl Backend for CpuBackend {
         self.scatter_add_rows_op(x, index, shape, out)
     }
 
+    fn transpose_each(&self, x: &Tensor) -> Result<Tensor> {
+        let shape = check::transpose_each(x)?;
+        check::values("transpose_each", &[x])?;
+        self.transpose_each_op(x, shape)
+    }
+
     fn replace_rows(&self, base: &Tensor, index: &Tensor, rows: Option<&Tensor>) -> Result<Tensor> {
         check::replace_rows(base, index, rows)?;
         check::values("replace_rows", &[base, index, rows.unwrap_or(base)])?;

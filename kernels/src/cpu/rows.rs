@@ -66,6 +66,24 @@ impl CpuBackend {
         Ok(out.freeze())
     }
 
+    pub(super) fn transpose_each_op(&self, x: &Tensor, shape: Shape) -> Result<Tensor> {
+        let (a, b) = (x.dim(1), x.dim(2));
+        let size = x.dtype().size_bytes();
+        let mut out = TensorMut::new(&self.pool, Tag::Activations, shape, x.dtype())?;
+        let matrix = a * b * size;
+        let from = x.as_bytes();
+        parallel::chunks(out.as_bytes_mut(), matrix, |start, out| {
+            let from = &from[start..][..out.len()];
+            for (from, out) in from.chunks_exact(matrix).zip(out.chunks_exact_mut(matrix)) {
+                for (i, element) in out.chunks_exact_mut(size).enumerate() {
+                    let (column, row) = (i / a, i % a);
+                    element.copy_from_slice(&from[(row * b + column) * size..][..size]);
+                }
+            }
+        });
+        Ok(out.freeze())
+    }
+
     pub(super) fn replace_rows_op(
         &self,
         base: &Tensor,

@@ -92,8 +92,5 @@ pub(super) const MAX_SLICE_NUMS: usize = 9;
 pub(super) const LORA_RANK: usize = 64;
 /// `--lora-alpha`
 pub(super) const LORA_ALPHA: f64 = 64.0;
-/// `--lora-target-modules`
-pub(super) const LORA_TARGET_MODULES: &str =
-    r"llm\..*layers\.\d+\.self_attn\.(q_proj|k_proj|v_proj|o_proj)";
 /// `--seed`
 pub(super) const SEED: u64 = 42;

@@ -13,6 +13,7 @@ use std::fs;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
+use models::Family;
 use serde::{Deserialize, Serialize};
 
 use crate::exit::{ErrorCode, Failure};
@@ -106,12 +107,34 @@ pub struct Lora {
     pub lora_alpha: f64,
     /// Share of the adapters' inputs that training sets to zero.
     pub lora_dropout: f64,
-    /// Names of projections, or a regular expression over whole module paths.
-    pub target_modules: String,
+    /// Names of projections, or a regular expression over whole module paths; those of the model's family when absent.
+    pub target_modules: Option<String>,
     /// Decoder layers with adapters; all when absent.
     pub layers: Option<Range<usize>>,
-    /// Modules that train in full beside the adapters.
-    pub modules_to_save: Vec<String>,
+    /// Modules that train in full beside the adapters; those of the model's family when absent.
+    pub modules_to_save: Option<Vec<String>>,
+}
+
+impl Lora {
+    /// Layers with adapters in a model of `family`.
+    #[must_use]
+    pub fn target_modules(&self, family: Family) -> &str {
+        let own = self.target_modules.as_deref();
+        own.unwrap_or(family.default_lora_targets())
+    }
+
+    /// Modules that train in full beside the adapters in a model of `family`.
+    #[must_use]
+    pub fn modules_to_save(&self, family: Family, tune_vision: bool) -> Vec<String> {
+        let published = || words(family.default_modules_to_save(tune_vision));
+        self.modules_to_save.clone().unwrap_or_else(published)
+    }
+}
+
+/// The words of a list separated by commas.
+pub(crate) fn words(list: &str) -> Vec<String> {
+    let words = list.split(',').map(str::trim);
+    words.filter(|w| !w.is_empty()).map(str::to_owned).collect()
 }
 
 /// Which parts of the model are trained; the resampler is unless `train` or `freeze` say otherwise.

@@ -495,14 +495,21 @@ impl RunConfig {
             flags.push(("lora-rank", lora.lora_rank.to_string()));
             flags.push(("lora-alpha", lora.lora_alpha.to_string()));
             flags.push(("lora-dropout", lora.lora_dropout.to_string()));
-            flags.push(("lora-target-modules", lora.target_modules.clone()));
+            flags.extend(
+                lora.target_modules
+                    .clone()
+                    .map(|t| ("lora-target-modules", t)),
+            );
             let layers = lora.layers.as_ref();
             flags.extend(layers.map(|l| ("lora-layers", format!("{}..{}", l.start, l.end))));
-            let modules = match &*lora.modules_to_save {
-                [] => "none".to_owned(),
-                modules => modules.join(","),
-            };
-            flags.push(("modules-to-save", modules));
+            let modules = lora
+                .modules_to_save
+                .as_deref()
+                .map(|modules| match modules {
+                    [] => "none".to_owned(),
+                    modules => modules.join(","),
+                });
+            flags.extend(modules.map(|modules| ("modules-to-save", modules)));
         }
         let lists = [
             ("train", &self.trainable.train),

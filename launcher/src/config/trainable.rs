@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use super::defaults;
 use super::resolve::{note, out_of_range, positive, within};
-use super::{Lora, Trainable};
+use super::{Lora, Trainable, words};
 use crate::args::{Args, Note};
 use crate::exit::Failure;
 
@@ -13,7 +13,7 @@ pub(super) fn resolve(args: &Args, notes: &mut Vec<Note>) -> Result<Trainable, F
     // Who names the modules beside the adapters means all of them.
     let named = args.modules_to_save.is_some() && args.use_lora != Some(false);
     let tune_vision = args.tune_vision.unwrap_or(!named);
-    let lora = lora(args, tune_vision, notes)?;
+    let lora = lora(args, notes)?;
     if args.train.is_some() {
         let switches = [
             ("--tune-vision", args.tune_vision),
@@ -32,7 +32,7 @@ pub(super) fn resolve(args: &Args, notes: &mut Vec<Note>) -> Result<Trainable, F
     })
 }
 
-fn lora(args: &Args, tune_vision: bool, notes: &mut Vec<Note>) -> Result<Option<Lora>, Failure> {
+fn lora(args: &Args, notes: &mut Vec<Note>) -> Result<Option<Lora>, Failure> {
     let given = [
         ("--lora-rank", args.lora_rank.is_some()),
         ("--lora-alpha", args.lora_alpha.is_some()),
@@ -61,29 +61,20 @@ fn lora(args: &Args, tune_vision: bool, notes: &mut Vec<Note>) -> Result<Option<
         lora_rank,
         lora_alpha,
         lora_dropout,
-        target_modules: target_modules
-            .unwrap_or(defaults::LORA_TARGET_MODULES)
-            .to_owned(),
+        target_modules: target_modules.map(str::to_owned),
         layers,
-        modules_to_save: modules_to_save(args, tune_vision),
+        modules_to_save: modules_to_save(args),
     }))
 }
 
-/// As OpenBMB's script: what adapters cannot express is trained in full beside them. With `--train` the parts are
-/// named there.
-fn modules_to_save(args: &Args, tune_vision: bool) -> Vec<String> {
-    let list = match (&args.modules_to_save, &args.train) {
-        (Some(names), _) if names == "none" => "",
-        (Some(names), _) => names,
-        (None, Some(_)) => "",
-        (None, None) if tune_vision => "embed_tokens,resampler,vpm",
-        (None, None) => "embed_tokens,resampler",
-    };
-    let names = list
-        .split(',')
-        .map(str::trim)
-        .filter(|name| !name.is_empty());
-    names.map(str::to_owned).collect()
+/// Those of the family's published recipe unless they are named; with `--train` the parts are named there.
+fn modules_to_save(args: &Args) -> Option<Vec<String>> {
+    match (&args.modules_to_save, &args.train) {
+        (Some(names), _) if names == "none" => Some(Vec::new()),
+        (Some(names), _) => Some(words(names)),
+        (None, Some(_)) => Some(Vec::new()),
+        (None, None) => None,
+    }
 }
 
 fn layers(text: &str) -> Result<Range<usize>, Failure> {
@@ -129,6 +120,7 @@ fn learning_rates(text: &str) -> Result<Vec<(String, f64)>, Failure> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use models::Family;
 
     fn resolved(change: impl FnOnce(&mut Args)) -> (Result<Trainable, Failure>, Vec<Note>) {
         let (mut args, mut notes) = (Args::default(), Vec::new());
@@ -143,11 +135,9 @@ mod tests {
                 args.use_lora = Some(true);
                 change(args);
             });
-            trainable
-                .expect("resolves")
-                .lora
-                .expect("adapters")
-                .modules_to_save
+            let trainable = trainable.expect("resolves");
+            let lora = trainable.lora.expect("adapters");
+            lora.modules_to_save(Family::MiniCpm, trainable.tune_vision)
                 .join(" ")
         };
         assert_eq!(modules(&|_| ()), "embed_tokens resampler vpm");

@@ -3,9 +3,9 @@
 use std::io::Write;
 use std::path::Path;
 
+use models::Processor;
+use models::data::{EncodeOptions, RawSample, SampleError};
 use models::image::ImageFolder;
-use models::minicpm::processor::Processor;
-use models::minicpm::sample::{EncodeOptions, RawSample, SampleError};
 use serde::Serialize;
 
 use super::SampleSet;
@@ -110,7 +110,7 @@ impl Problem {
         mut self,
         sample: &RawSample,
         images: &ImageFolder,
-        processor: &Processor,
+        processor: &dyn Processor,
         options: &EncodeOptions,
     ) -> Self {
         if self.kind != Kind::TooLong {
@@ -121,10 +121,10 @@ impl Problem {
             ..*options
         };
         if let Ok(size) = processor.measure(sample, images, &whole) {
-            let features = processor.config().query_num;
             let tokens = size.untruncated_tokens;
             self.tokens = Some(tokens);
-            let text = tokens.saturating_sub(size.slices * features);
+            let features = size.picture_tokens / size.slices.max(1);
+            let text = tokens.saturating_sub(size.picture_tokens);
             self.problem = format!(
                 "{} tokens, pictures {} x {features} + text {}; {}",
                 grouped(tokens as u64),
@@ -205,7 +205,7 @@ pub(crate) struct Context<'a> {
     /// Where its pictures are.
     pub(crate) images: &'a ImageFolder,
     /// What turns them into tokens.
-    pub(crate) processor: &'a Processor,
+    pub(crate) processor: &'a dyn Processor,
     /// The settings in force.
     pub(crate) options: &'a EncodeOptions,
 }

@@ -3,9 +3,9 @@
 use std::error::Error;
 use std::path::Path;
 
+use models::Processor;
+use models::data::{EncodeOptions, EncodedSample, RawSample, SampleSize, read_samples};
 use models::image::{ImageFolder, ImageSource};
-use models::minicpm::processor::Processor;
-use models::minicpm::sample::{EncodeOptions, EncodedSample, RawSample, SampleSize, read_samples};
 use rayon::prelude::*;
 
 use super::lines;
@@ -79,7 +79,7 @@ pub(crate) fn verdicts(
     path: &Path,
     samples: &[RawSample],
     images: &ImageFolder,
-    processor: &Processor,
+    processor: &dyn Processor,
     options: &EncodeOptions,
 ) -> Vec<Result<SampleSize, Problem>> {
     let mut verdicts: Vec<_> = samples
@@ -102,7 +102,7 @@ fn verdict(
     index: usize,
     sample: &RawSample,
     images: &ImageFolder,
-    processor: &Processor,
+    processor: &dyn Processor,
     options: &EncodeOptions,
 ) -> Result<SampleSize, Problem> {
     let size = processor
@@ -125,7 +125,7 @@ fn verdict(
 pub(crate) fn encode_in_order(
     samples: &[RawSample],
     images: &ImageFolder,
-    processor: &Processor,
+    processor: &dyn Processor,
     options: &EncodeOptions,
     order: &[usize],
     count: usize,

@@ -4,13 +4,11 @@
 use crate::exit::{ErrorCode, Failure};
 use crate::run::failures::{chain, comm as comm_failure};
 use engine::comm::{Communicator, Tag};
+use models::Processor;
 use models::SampleInput;
+use models::data::{EncodeOptions, EncodedPrompt, PlaceholderStyle, RawSample, SampleError};
 use models::generate::Prompt;
 use models::image::ImageFolder;
-use models::minicpm::processor::Processor;
-use models::minicpm::sample::{
-    EncodeOptions, EncodedPrompt, PlaceholderStyle, RawSample, SampleError,
-};
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 
@@ -50,7 +48,7 @@ impl Question {
     /// Writes sample `index` of a file out as a prompt, with pictures as in training. The answer may
     /// be a few tokens longer than the reference.
     pub(crate) fn new(
-        processor: &Processor,
+        processor: &dyn Processor,
         sample: &RawSample,
         images: &ImageFolder,
         index: usize,
@@ -98,7 +96,11 @@ impl Question {
     }
 
     /// The answer from its tokens.
-    pub(crate) fn judge(&self, processor: &Processor, tokens: &[i32]) -> Result<Answer, Failure> {
+    pub(crate) fn judge(
+        &self,
+        processor: &dyn Processor,
+        tokens: &[i32],
+    ) -> Result<Answer, Failure> {
         let text = processor
             .decode(tokens)
             .map_err(|e| sample_failure(self.unanswered.index, &SampleError::from(e)))?;

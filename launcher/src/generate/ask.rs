@@ -8,14 +8,12 @@ use crate::exit::{ErrorCode, Failure};
 use crate::memory;
 use crate::run::failures;
 use crate::units::{bytes as format_bytes, seconds as format_seconds};
+use models::SampleInput;
+use models::data::SINGLE_IMAGE;
+use models::data::{EncodeOptions, EncodedPrompt, PlaceholderStyle, RawSample, SampleError};
 use models::generate::{GenerateOptions, Prompt, Sampling, cache_bytes, generate};
 use models::image::ImageFolder;
-use models::minicpm::data::SINGLE_IMAGE;
-use models::minicpm::sample::{
-    EncodeOptions, EncodedPrompt, PlaceholderStyle, RawSample, SampleError,
-};
 use models::text::Message;
-use models::{SampleInput, VisionLanguageModel};
 use serde_json::json;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -178,7 +176,7 @@ fn answer(
     };
     let prompts = [prompt];
     let (model, access) = (&loaded.model, &loaded.access);
-    let mut answers = generate(model, access, &prompts, &options, &mut anyone_left)
+    let mut answers = generate(&**model, access, &prompts, &options, &mut anyone_left)
         .map_err(|e| failures::model("generate an answer", &e))?;
     let tokens = answers.pop().unwrap_or_default();
     let text = loaded

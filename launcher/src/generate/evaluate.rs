@@ -9,9 +9,9 @@ use crate::exit::{ErrorCode, Failure};
 use crate::run::{check, failures};
 use crate::units::seconds as format_seconds;
 use models::autograd::Tape;
+use models::data::EncodeOptions;
 use models::generate::{GenerateOptions, Prompt, Sampling, cache_bytes, generate};
-use models::minicpm::sample::EncodeOptions;
-use models::{ModelError, SampleInput, VisionLanguageModel};
+use models::{ModelError, SampleInput};
 use serde::Serialize;
 use serde_json::{Value, json};
 use std::path::Path;
@@ -57,7 +57,7 @@ pub(crate) fn run(args: &EvalArgs) -> Result<ExitCode, Failure> {
     }
     let open = OpenModel::open(dir, args.adapter.as_deref(), args.precision)?;
     let skip_bad = args.skip_bad_samples == Some(true);
-    let set = check::check_samples(data, dir, &open.processor, &options, limit, skip_bad)?;
+    let set = check::check_samples(data, dir, &*open.processor, &options, limit, skip_bad)?;
     let loaded = open.load(0)?;
     note(&loaded.summary);
     let run = Evaluation {
@@ -183,7 +183,7 @@ impl Evaluation<'_> {
         let (model, processor) = (&self.loaded.model, &self.loaded.processor);
         let ask = |i: usize| -> Result<Question, Failure> {
             let sample = &self.set.samples[i];
-            let question = Question::new(processor, sample, &self.set.images, i, self.options)?;
+            let question = Question::new(&**processor, sample, &self.set.images, i, self.options)?;
             Ok(match self.max_new_tokens {
                 Some(limit) => question.with_limit(limit),
                 None => question,
@@ -196,11 +196,11 @@ impl Evaluation<'_> {
             sampling: Sampling::GREEDY,
             stop_ids: processor.stop_ids(),
         };
-        let tokens = generate(model, &self.loaded.access, &prompts, &options, &mut Ok)
+        let tokens = generate(&**model, &self.loaded.access, &prompts, &options, &mut Ok)
             .map_err(|e| failures::model("generate answers", &e))?;
         let pairs = questions.iter().zip(&tokens);
         pairs
-            .map(|(q, tokens)| q.judge(processor, tokens))
+            .map(|(q, tokens)| q.judge(&**processor, tokens))
             .collect()
     }
 

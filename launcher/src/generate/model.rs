@@ -5,15 +5,16 @@ use crate::config::PrecisionChoice;
 use crate::exit::{ErrorCode, Failure};
 use crate::memory;
 use crate::run::failures::{self, chain};
+use crate::run::unusable;
 use crate::units::{bytes as format_bytes, seconds as format_seconds};
 use engine::{EngineError, Lease, LeaseOwner, ParamAccess, ParamId, ParamSpec, Phase, UnitId};
 use kernels::{Backend, CpuBackend, DType, KernelError, Pool, Tag, Tensor, TensorMut};
 use models::adapter::Adapter;
-use models::minicpm::config::MiniCpmConfig;
-use models::minicpm::processor::Processor;
-use models::minicpm::{MiniCpm, MiniCpmOptions};
 use models::params::ADAPTER_PREFIX;
-use models::{ModelError, VisionLanguageModel, WeightError, WeightSource};
+use models::{
+    ModelError, ModelOptions, OpenError, Processor, VisionLanguageModel, WeightError, WeightSource,
+    open_model, open_processor,
+};
 use std::collections::BTreeSet;
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
@@ -26,8 +27,8 @@ const LISTED: usize = 3;
 /// A model whose files are open and checked, and not read.
 #[derive(Debug)]
 pub(super) struct OpenModel {
-    pub(super) model: MiniCpm,
-    pub(super) processor: Processor,
+    pub(super) model: Arc<dyn VisionLanguageModel>,
+    pub(super) processor: Arc<dyn Processor>,
     weights: WeightSource,
     adapter: Option<Adapter>,
 }
@@ -40,16 +41,7 @@ impl OpenModel {
         adapter: Option<&Path>,
         precision: Option<PrecisionChoice>,
     ) -> Result<Self, Failure> {
-        let refuse = |error: &dyn std::error::Error| {
-            Failure::new(
-                ErrorCode::ModelFiles,
-                format!("cannot use the model folder {}", dir.display()),
-                chain(error),
-            )
-            .next("point --model at a MiniCPM-V 2.6 or MiniCPM-o 2.6 folder, or at a checkpoint-N folder of a run")
-        };
-        let config = MiniCpmConfig::load(dir).map_err(|e| refuse(&e))?;
-        let processor = Processor::load(dir).map_err(|e| refuse(&e))?;
+        let processor = open_processor(dir).map_err(|e| unusable(dir, &e))?;
         let weights = WeightSource::open(dir).map_err(|e| no_weights(dir, &e))?;
         let adapter = adapter.map(|dir| open_adapter(dir, &weights)).transpose()?;
         let dtype = match precision {
@@ -57,11 +49,14 @@ impl OpenModel {
             Some(PrecisionChoice::Bf16 | PrecisionChoice::PureBf16) => DType::BF16,
             None => stored_dtype(&weights),
         };
-        let mut options = MiniCpmOptions::new(dtype, processor.config().normalization);
+        let mut options = ModelOptions::new(dtype);
         options.lora = adapter.as_ref().and_then(Adapter::lora);
-        let model = MiniCpm::new(config, options).map_err(|e| match (&e, &adapter) {
-            (ModelError::AdapterTarget { .. }, Some(adapter)) => stranger(adapter, &[chain(&e)]),
-            _ => failures::model("set up the model", &e),
+        let model = open_model(dir, options).map_err(|e| match (&e, &adapter) {
+            (OpenError::Model(e @ ModelError::AdapterTarget { .. }), Some(adapter)) => {
+                stranger(adapter, &[chain(e)])
+            }
+            (OpenError::Model(e), _) => failures::model("set up the model", e),
+            _ => unusable(dir, &e),
         })?;
         weights
             .check(model.spec())
@@ -254,8 +249,8 @@ fn stranger(adapter: &Adapter, reasons: &[String]) -> Failure {
 /// A model that can answer.
 #[derive(Debug)]
 pub(super) struct LoadedModel {
-    pub(super) model: MiniCpm,
-    pub(super) processor: Processor,
+    pub(super) model: Arc<dyn VisionLanguageModel>,
+    pub(super) processor: Arc<dyn Processor>,
     pub(super) access: LoadedWeights,
     /// What was loaded, in one line.
     pub(super) summary: String,

@@ -9,9 +9,7 @@ use crate::config::{PrecisionChoice, Recompute, RunConfig, resolve};
 use crate::exit::{ErrorCode, Failure};
 use crate::rank_env::Env;
 use crate::units::bytes;
-use models::minicpm::processor::Processor;
-use models::minicpm::sample::EncodedSample;
-use std::sync::Arc;
+use models::data::EncodedSample;
 
 /// Alternatives that a report names.
 const NAMED: usize = 3;
@@ -98,16 +96,11 @@ fn changed(config: &RunConfig, flags: &Flags) -> Option<RunConfig> {
 
 /// Adds to `failure` the nearest neighbours of `config` that fit by their plans and need less
 /// memory of the kind that ran out than `config` itself.
-pub(super) fn add(
-    failure: &mut Failure,
-    config: &RunConfig,
-    processor: &Processor,
-    largest: &Largest<'_>,
-) {
+pub(super) fn add(failure: &mut Failure, config: &RunConfig, largest: &Largest<'_>) {
     let plan = |config: &RunConfig| -> Result<Fit, Failure> {
-        let (model, plan) = setup::replan(config, processor)?;
+        let (model, plan) = setup::replan(config)?;
         let worst = largest(config, config.batch.micro_batch)?;
-        let activations = fit::activation_bytes(config, &model, &worst)?;
+        let activations = fit::activation_bytes(config, &*model, &worst)?;
         Ok(fit::fit(config, &plan, activations))
     };
     let Ok(base) = plan(config) else {
@@ -176,13 +169,13 @@ pub(super) fn later(config: &RunConfig, order: Vec<usize>) -> crate::job::Advice
         if !planned {
             return;
         }
-        let Ok(processor) = Processor::load(&config.model_dir()).map(Arc::new) else {
+        let Ok(processor) = models::open_processor(&config.model_dir()) else {
             return;
         };
         let largest = |config: &RunConfig, count: usize| {
-            check::encode_some(config, &order, count, &processor)
+            check::encode_some(config, &order, count, &*processor)
         };
-        add(failure, &config, &processor, &largest);
+        add(failure, &config, &largest);
     })
 }
 

@@ -55,8 +55,8 @@ pub(super) fn find(
     let mut probe = |at: usize| -> Result<Option<Failure>, Failure> {
         let mut trial = config.clone();
         set(&mut trial, candidates[at]);
-        let worst = check::largest(train, &trial, &setup.processor)?;
-        let activations = fit::activation_bytes(&trial, &setup.model, &worst)?;
+        let worst = check::largest(train, &trial, &*setup.processor)?;
+        let activations = fit::activation_bytes(&trial, &*setup.model, &worst)?;
         let fit: Fit = fit::fit(&trial, &setup.plan(&trial)?, activations);
         tried.push((candidates[at], fit.need, fit.fits(&trial)));
         Ok(fit.check(&trial).err())

@@ -4,8 +4,8 @@ use crate::config::RunConfig;
 use crate::data::problems::{self, Context, Problem};
 use crate::data::{self, SampleSet};
 use crate::exit::{ErrorCode, Failure};
-use models::minicpm::processor::Processor;
-use models::minicpm::sample::{EncodeOptions, EncodedSample, RawSample, SampleSize};
+use models::Processor;
+use models::data::{EncodeOptions, EncodedSample, RawSample, SampleSize};
 use std::path::Path;
 
 /// Reads and checks the first `limit` samples of `path`. Unusable samples are an error listing them, or left out when the
@@ -14,7 +14,7 @@ pub(super) fn check(
     config: &RunConfig,
     path: &Path,
     limit: Option<usize>,
-    processor: &Processor,
+    processor: &dyn Processor,
 ) -> Result<SampleSet, Failure> {
     let options = encode_options(config);
     let skip_bad = config.batch.skip_bad_samples;
@@ -32,7 +32,7 @@ pub(super) fn check(
 pub(crate) fn check_samples(
     path: &Path,
     model: &Path,
-    processor: &Processor,
+    processor: &dyn Processor,
     options: &EncodeOptions,
     limit: Option<usize>,
     skip_bad: bool,
@@ -88,7 +88,7 @@ pub(super) fn load(
     config: &RunConfig,
     path: &Path,
     limit: Option<usize>,
-    processor: &Processor,
+    processor: &dyn Processor,
 ) -> Result<SampleSet, Failure> {
     if config.batch.skip_bad_samples {
         return check(config, path, limit, processor);
@@ -108,7 +108,7 @@ pub(super) fn load(
 pub(super) fn largest(
     set: &SampleSet,
     config: &RunConfig,
-    processor: &Processor,
+    processor: &dyn Processor,
 ) -> Result<Vec<EncodedSample>, Failure> {
     let options = encode_options(config);
     let (order, count) = (set.by_size(), config.batch.micro_batch);
@@ -127,7 +127,7 @@ pub(super) fn encode_some(
     config: &RunConfig,
     order: &[usize],
     count: usize,
-    processor: &Processor,
+    processor: &dyn Processor,
 ) -> Result<Vec<EncodedSample>, Failure> {
     let set = load(config, &config.data_file(), config.batch.limit, processor)?;
     let options = encode_options(config);

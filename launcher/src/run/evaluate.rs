@@ -9,7 +9,7 @@ use engine::PassKind;
 use engine::comm::Tag;
 use models::autograd::Tape;
 use models::generate::{GenerateOptions, Prompt, Sampling, generate};
-use models::{ModelError, SampleInput, VisionLanguageModel};
+use models::{ModelError, SampleInput};
 use std::cell::Cell;
 
 /// Held-out samples whose answers are generated; the loss always covers all of them.
@@ -84,11 +84,11 @@ pub(super) fn exact_match(session: &Session<'_>, step: u64) -> Result<Option<f64
             .iter()
             .map(|i| {
                 let sample = &set.samples[*i];
-                Question::new(&session.processor, sample, &set.images, *i, &options)
+                Question::new(&*session.processor, sample, &set.images, *i, &options)
             })
             .collect::<Result<Vec<_>, Failure>>()?;
         for (question, tokens) in questions.iter().zip(decode(session, &questions)?) {
-            let answer = question.judge(&session.processor, &tokens)?;
+            let answer = question.judge(&*session.processor, &tokens)?;
             right += f64::from(answer.exact);
             asked += 1.0;
             if answer.index < SHOWN_SAMPLES {
@@ -132,7 +132,7 @@ fn decode(session: &Session<'_>, questions: &[Question]) -> Result<Vec<Vec<i32>>
         Ok(anyone)
     };
     generate(
-        &session.model,
+        &*session.model,
         &session.zero,
         &prompts,
         &options,

@@ -15,10 +15,10 @@ use engine::{
     EngineError, Lease, LeaseOwner, ModelSpec, ParamAccess, ParamId, Phase, Plan, UnitId,
 };
 use kernels::{Backend, DType, NullBackend, Pool, Tag, Tensor};
+use models::Processor;
 use models::autograd::Tape;
+use models::data::EncodedSample;
 use models::generate::{Prompt, cache_bytes};
-use models::minicpm::processor::Processor;
-use models::minicpm::sample::EncodedSample;
 use models::{ModelError, SampleInput, VisionLanguageModel};
 use std::sync::Arc;
 
@@ -99,7 +99,7 @@ pub(super) fn activation_bytes(
 pub(super) fn evaluation_bytes(
     config: &RunConfig,
     model: &dyn VisionLanguageModel,
-    processor: &Processor,
+    processor: &dyn Processor,
     held_out: &SampleSet,
 ) -> Result<u64, Failure> {
     let options = encode_options(config);
@@ -136,7 +136,7 @@ pub(super) fn evaluation_bytes(
 pub(super) fn fit_evaluation(
     config: &mut RunConfig,
     model: &dyn VisionLanguageModel,
-    processor: &Processor,
+    processor: &dyn Processor,
     held_out: &SampleSet,
     training: u64,
     show: &mut dyn FnMut(Event),

@@ -14,6 +14,7 @@ mod resume;
 mod save;
 mod session;
 mod setup;
+pub(crate) use setup::unusable;
 mod stall;
 mod stored;
 mod trainer;
@@ -41,9 +42,9 @@ pub(crate) fn prepare(
     let setup = Setup::open(config)?;
     setup.check_weights(show)?;
     let limit = config.batch.limit;
-    let train = check::check(config, &config.data_file(), limit, &setup.processor)?;
+    let train = check::check(config, &config.data_file(), limit, &*setup.processor)?;
     let eval = match config.eval_file() {
-        Some(path) => Some(check::check(config, &path, None, &setup.processor)?),
+        Some(path) => Some(check::check(config, &path, None, &*setup.processor)?),
         None => None,
     };
     if config.batch.find_batch {
@@ -53,13 +54,14 @@ pub(crate) fn prepare(
         config.first_samples = train.by_size();
         config.first_samples.truncate(config.global_batch());
     }
-    let worst = check::largest(&train, config, &setup.processor)?;
-    let mut activations = fit::activation_bytes(config, &setup.model, &worst)?;
+    let worst = check::largest(&train, config, &*setup.processor)?;
+    let mut activations = fit::activation_bytes(config, &*setup.model, &worst)?;
     if let Some(held_out) = &eval
         && config.eval != Cadence::Never
     {
         let (model, processor) = (&setup.model, &setup.processor);
-        let need = fit::fit_evaluation(config, model, processor, held_out, activations, show)?;
+        let need =
+            fit::fit_evaluation(config, &**model, &**processor, held_out, activations, show)?;
         activations = activations.max(need);
     }
     let plan = setup.plan(config)?;
@@ -67,7 +69,10 @@ pub(crate) fn prepare(
     resume::check(config, &plan, train.samples.len(), total_steps)?;
     let fit = fit::fit(config, &plan, activations);
     show(Event::Plan(fit.event.clone()));
-    show(Event::Trains(session::trained_parts(config, &setup.model)?));
+    show(Event::Trains(session::trained_parts(
+        config,
+        &*setup.model,
+    )?));
     show(batch::line(config));
     let sampler = setup::sampler(config, train.samples.len(), &[]);
     show(Event::Data(DataEvent {
@@ -81,9 +86,9 @@ pub(crate) fn prepare(
     }));
     if let Err(mut failure) = fit.check(config) {
         let largest = |config: &RunConfig, count: usize| {
-            check::encode_some(config, &train.by_size(), count, &setup.processor)
+            check::encode_some(config, &train.by_size(), count, &*setup.processor)
         };
-        advice::add(&mut failure, config, &setup.processor, &largest);
+        advice::add(&mut failure, config, &largest);
         return Err(failure);
     }
     Ok(advice::later(config, train.by_size()))

@@ -15,7 +15,7 @@ use engine::comm::Tag;
 use engine::{ParamId, PassKind, StepReport};
 use kernels::Tensor;
 use models::autograd::Tape;
-use models::{ModelError, SampleInput, VisionLanguageModel};
+use models::{ModelError, SampleInput};
 use serde::{Deserialize, Serialize};
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;

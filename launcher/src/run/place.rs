@@ -6,7 +6,7 @@ use crate::data::SampleSet;
 use crate::exit::{ErrorCode, Failure};
 use crate::units::grouped;
 use engine::Phase;
-use models::minicpm::sample::EncodedSample;
+use models::data::EncodedSample;
 
 /// Stands before the step in the title of a failure that met a training step.
 pub(super) const AT_STEP: &str = " at step ";
@@ -135,8 +135,8 @@ pub(super) fn complete(failure: Failure, session: &Session<'_>) -> Failure {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use models::data::RawSample;
     use models::image::ImageFolder;
-    use models::minicpm::sample::RawSample;
 
     fn raw(id: &str) -> RawSample {
         let text = format!(r#"{{"id": "{id}", "conversations": []}}"#);

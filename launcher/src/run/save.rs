@@ -13,10 +13,10 @@ use engine::checkpoint::{
 use engine::comm::Tag;
 use engine::{EngineError, ModelSpec};
 use kernels::{DType, Tensor};
+use models::WeightSource;
 use models::adapter::{ADAPTER_CONFIG, ADAPTER_STEM, TRAINED_STEM};
 use models::lora::LoraTargets;
 use models::params::ADAPTER_PREFIX;
-use models::{VisionLanguageModel, WeightSource};
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;

@@ -15,8 +15,7 @@ use engine::comm::shm::{self, ShmOptions};
 use engine::comm::{Communicator, World, threads};
 use engine::{OptimizerConfig, ParamId, Tiers, Zero};
 use kernels::{Backend, CpuBackend, DType, Pool};
-use models::minicpm::MiniCpm;
-use models::minicpm::processor::Processor;
+use models::Processor;
 use models::params::ADAPTER_PREFIX;
 use models::selection::Selection;
 use models::{VisionLanguageModel, WeightError, WeightSource};
@@ -33,8 +32,8 @@ const WINDOW_SLACK_BYTES: u64 = 16 << 20;
 /// One rank's model, states, data and connections.
 pub(super) struct Session<'a> {
     pub(super) config: &'a RunConfig,
-    pub(super) model: MiniCpm,
-    pub(super) processor: Arc<Processor>,
+    pub(super) model: Arc<dyn VisionLanguageModel>,
+    pub(super) processor: Arc<dyn Processor>,
     pub(super) weights: Option<WeightSource>,
     pub(super) backend: Arc<dyn Backend>,
     pub(super) comm: Arc<dyn Communicator>,
@@ -65,12 +64,12 @@ impl<'a> Session<'a> {
             processor,
             weights,
         } = Setup::open(config)?;
-        let train = check::load(config, &config.data_file(), config.batch.limit, &processor)?;
+        let train = check::load(config, &config.data_file(), config.batch.limit, &*processor)?;
         if env.rank == 0 && !train.problems.is_empty() {
             problems::write(&config.output, &train.problems)?;
         }
         let eval = match config.eval_file() {
-            Some(path) => Some(check::load(config, &path, None, &processor)?),
+            Some(path) => Some(check::load(config, &path, None, &*processor)?),
             None => None,
         };
         let setup = Setup {
@@ -99,7 +98,7 @@ impl<'a> Session<'a> {
             comm.clone(),
             backend.clone(),
             tiers,
-            optimizer(config, &model)?,
+            optimizer(config, &*model)?,
         )
         .map_err(|e| failures::engine("allocate model states", &e))?;
         let mut session = Self {
@@ -223,7 +222,10 @@ pub(super) fn base_name(name: &str) -> &str {
 }
 
 /// What trains, by parts of the model's tree in the order of the forward pass.
-pub(super) fn trained_parts(config: &RunConfig, model: &MiniCpm) -> Result<Vec<TrainRow>, Failure> {
+pub(super) fn trained_parts(
+    config: &RunConfig,
+    model: &dyn VisionLanguageModel,
+) -> Result<Vec<TrainRow>, Failure> {
     let rates = learning_rates(config)?;
     let mut rows: Vec<TrainRow> = Vec::new();
     for param in model.spec().params.iter().filter(|param| param.trainable) {
@@ -286,7 +288,10 @@ pub(super) fn learning_rates(config: &RunConfig) -> Result<Vec<(&str, Selection,
     parsed.collect()
 }
 
-fn optimizer(config: &RunConfig, model: &MiniCpm) -> Result<OptimizerConfig, Failure> {
+fn optimizer(
+    config: &RunConfig,
+    model: &dyn VisionLanguageModel,
+) -> Result<OptimizerConfig, Failure> {
     let settings = &config.optimizer;
     let groups = ParameterGroups::new(settings.weight_decay as f32, &[])
         .map_err(|e| Failure::usage("parameter groups cannot be formed", e.to_string()))?;

@@ -7,37 +7,27 @@ use crate::exit::{ErrorCode, Failure};
 use crate::ui::Event;
 use engine::{Offload, Plan, Precision, Stage, UnitId, ZeroConfig};
 use models::lora::{LoraConfig, LoraTargets};
-use models::minicpm::config::MiniCpmConfig;
-use models::minicpm::processor::Processor;
-use models::minicpm::{MiniCpm, MiniCpmOptions};
 use models::selection::Selection;
-use models::{Tower, VisionLanguageModel, WeightSource};
+use models::{
+    Family, ModelOptions, OpenError, Processor, Tower, VisionLanguageModel, WeightSource,
+    open_model, open_processor,
+};
 use std::collections::BTreeMap;
+use std::path::Path;
 use std::sync::Arc;
 
 /// Model, processor and weight files, opened and checked against each other.
 pub(super) struct Setup {
-    pub(super) model: MiniCpm,
-    pub(super) processor: Arc<Processor>,
+    pub(super) model: Arc<dyn VisionLanguageModel>,
+    pub(super) processor: Arc<dyn Processor>,
     pub(super) weights: Option<WeightSource>,
 }
 
 impl Setup {
     pub(super) fn open(config: &RunConfig) -> Result<Self, Failure> {
         let dir = config.model_dir();
-        let refuse = |error: &dyn std::error::Error| {
-            Failure::new(
-                ErrorCode::ModelFiles,
-                format!("cannot use the model folder {}", dir.display()),
-                chain(error),
-            )
-            .next("point --model at a MiniCPM-V 2.6 or MiniCPM-o 2.6 folder with config.json, tokenizer.json, tokenizer_config.json and its safetensors files")
-        };
-        let model_config = MiniCpmConfig::load(&dir).map_err(|e| refuse(&e))?;
-        let processor = Processor::load(&dir).map_err(|e| refuse(&e))?;
-        let options = model_options(config, &processor)?;
-        let model = MiniCpm::new(model_config, options)
-            .map_err(|e| failures::model("set up the model", &e))?;
+        let processor = open_processor(&dir).map_err(|e| unusable(&dir, &e))?;
+        let model = model(config)?;
         let weights = match config.init {
             InitChoice::Checkpoint => {
                 Some(WeightSource::open(&dir).map_err(|e| failures::weights(&e))?)
@@ -46,7 +36,7 @@ impl Setup {
         };
         Ok(Self {
             model,
-            processor: Arc::new(processor),
+            processor,
             weights,
         })
     }
@@ -92,17 +82,26 @@ impl Setup {
     }
 }
 
-/// The model and the plan of `config` with a processor at hand; reads `config.json` only.
-pub(super) fn replan(
-    config: &RunConfig,
-    processor: &Processor,
-) -> Result<(MiniCpm, Plan), Failure> {
+/// A model folder that cannot be used.
+pub(crate) fn unusable(dir: &Path, error: &dyn std::error::Error) -> Failure {
+    let title = format!("cannot use the model folder {}", dir.display());
+    Failure::new(ErrorCode::ModelFiles, title, chain(error)).next(
+        "point --model at a folder of MiniCPM-V or -o 2.6, CogVLM, CogAgent, CogVLM2, GLM-4V or GLM-4.1V with config.json, its tokenizer files and its safetensors files",
+    )
+}
+
+fn model(config: &RunConfig) -> Result<Arc<dyn VisionLanguageModel>, Failure> {
     let dir = config.model_dir();
-    let model_config = MiniCpmConfig::load(&dir)
-        .map_err(|e| failures::files("cannot read the model folder", &dir, &e))?;
-    let options = model_options(config, processor)?;
-    let model =
-        MiniCpm::new(model_config, options).map_err(|e| failures::model("set up the model", &e))?;
+    let family = Family::of(&dir).map_err(|e| unusable(&dir, &e))?;
+    open_model(&dir, model_options(config, family)?).map_err(|error| match &error {
+        OpenError::Model(e) => failures::model("set up the model", e),
+        _ => unusable(&dir, &error),
+    })
+}
+
+/// The model and the plan of `config`; reads the folder's configuration only.
+pub(super) fn replan(config: &RunConfig) -> Result<(Arc<dyn VisionLanguageModel>, Plan), Failure> {
+    let model = model(config)?;
     let plan = Plan::new(model.spec().clone(), zero_config(config)?, config.nproc)
         .map_err(|e| failures::engine("plan the run", &e.into()))?;
     Ok((model, plan))
@@ -116,20 +115,18 @@ pub(super) fn precision(config: &RunConfig) -> Precision {
     }
 }
 
-fn model_options(config: &RunConfig, processor: &Processor) -> Result<MiniCpmOptions, Failure> {
-    let mut options = MiniCpmOptions::new(
-        precision(config).weight_dtype(),
-        processor.config().normalization,
-    );
+fn model_options(config: &RunConfig, family: Family) -> Result<ModelOptions, Failure> {
+    let mut options = ModelOptions::new(precision(config).weight_dtype());
     options.tune_vision = config.trainable.tune_vision;
     options.tune_llm = config.trainable.tune_llm;
     options.lora = config.trainable.lora.as_ref().map(|lora| LoraConfig {
         lora_rank: lora.lora_rank,
         lora_alpha: lora.lora_alpha as f32,
         lora_dropout: lora.lora_dropout as f32,
-        targets: LoraTargets::parse(&lora.target_modules),
+        targets: LoraTargets::parse(lora.target_modules(family)),
         layers: lora.layers.clone(),
-        modules_to_save: lora.modules_to_save.clone(),
+        per_projection: false,
+        modules_to_save: lora.modules_to_save(family, config.trainable.tune_vision),
     });
     let selection = |flag: &str, text: &Option<String>| {
         let parsed = text.as_deref().map(Selection::parse).transpose();

@@ -18,8 +18,8 @@ use engine::comm::Tag;
 use engine::{PassKind, StepReport};
 use kernels::Backend;
 use models::autograd::{Dropout, Tape};
-use models::minicpm::sample::EncodedSample;
-use models::{ModelError, SampleInput, VisionLanguageModel};
+use models::data::EncodedSample;
+use models::{ModelError, SampleInput};
 use optim::{Schedule, ScheduleKind};
 use serde_json::json;
 use std::time::Instant;
@@ -289,7 +289,7 @@ fn micro_batch(
     session.zero.begin_pass(PassKind::Train);
     let mut run = || -> Result<(f64, usize), ModelError> {
         let batch = session.model.collate(&inputs, &*session.backend)?;
-        let keep = |unit| keeps(session.config, &session.model, unit);
+        let keep = |unit| keeps(session.config, &*session.model, unit);
         let mut tape = Tape::training(&session.zero).with_stored(&keep);
         let state = dropout(session.config, &prepared.keys, &inputs, &*session.backend)?;
         if let Some(state) = state {

@@ -1,77 +1,20 @@
 //! `config.json` of MiniCPM-V 2.6 and MiniCPM-o 2.6, checked once so that the model code need not.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use serde::Deserialize;
 use serde_json::Value;
-use thiserror::Error;
+
+use crate::config::{self, ConfigError, MAX_SIZE};
 
 /// Head size of the resampler's attention: it has `hidden_size / 128` heads.
 pub const RESAMPLER_HEAD_DIM: usize = 128;
 /// The only release of the family whose layout is implemented.
 const SUPPORTED_VERSION: &str = "2.6";
-/// Larger sizes are taken for damage: the product of two still fits 64 bits.
-const MAX_SIZE: usize = 1 << 28;
 /// Picture area side of the published checkpoints, absent from their `config.json`.
 const DEFAULT_SCALE_RESOLUTION: usize = 448;
 /// Slices per picture of the published checkpoints.
 const DEFAULT_MAX_SLICES: usize = 9;
-
-/// Why a `config.json` cannot be used.
-#[derive(Debug, Error)]
-#[non_exhaustive]
-pub enum ConfigError {
-    /// The file cannot be read.
-    #[error("cannot read {}", path.display())]
-    Read {
-        /// The file.
-        path: PathBuf,
-        /// What the operating system said.
-        source: std::io::Error,
-    },
-    /// The file is not JSON, lacks a field or holds one of the wrong type.
-    #[error("{} is not a valid model configuration", path.display())]
-    Json {
-        /// The file.
-        path: PathBuf,
-        /// Line, column and cause.
-        source: serde_json::Error,
-    },
-    /// Another model family.
-    #[error("model type \"{found}\" is not supported, expected minicpmv or minicpmo")]
-    UnsupportedModel {
-        /// The `model_type` of the file, empty if it has none.
-        found: String,
-    },
-    /// Another release of this family.
-    #[error("{model_type} version {found} is not supported, only version {SUPPORTED_VERSION}")]
-    UnsupportedVersion {
-        /// The `model_type` of the file.
-        model_type: String,
-        /// The version found, or what its absence implies.
-        found: String,
-    },
-    /// A field holds a value that this implementation does not compute.
-    #[error("{field} = {found} is not supported, expected {expected}")]
-    Unsupported {
-        /// The field.
-        field: &'static str,
-        /// Its value.
-        found: String,
-        /// What is supported.
-        expected: &'static str,
-    },
-    /// Two sizes contradict each other, or one is out of range.
-    #[error("{field} = {found} is impossible: {reason}")]
-    Inconsistent {
-        /// The field.
-        field: &'static str,
-        /// Its value.
-        found: usize,
-        /// The rule it breaks.
-        reason: String,
-    },
-}
 
 /// Which published family a checkpoint belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -168,11 +111,7 @@ impl MiniCpmConfig {
     /// # Errors
     /// [`ConfigError`] if the file is missing or invalid, or describes a model that is not supported.
     pub fn load(dir: &Path) -> Result<Self, ConfigError> {
-        let path = dir.join("config.json");
-        let bytes = std::fs::read(&path).map_err(|source| ConfigError::Read {
-            path: path.clone(),
-            source,
-        })?;
+        let (bytes, path) = config::read(dir)?;
         Self::parse(&bytes, &path)
     }
 
@@ -262,6 +201,7 @@ impl Head {
         Err(ConfigError::UnsupportedVersion {
             model_type: self.model_type.clone(),
             found,
+            expected: SUPPORTED_VERSION,
         })
     }
 }

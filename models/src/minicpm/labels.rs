@@ -1,9 +1,7 @@
 //! Which tokens of a conversation are learnt, and what each position shall predict.
 
 use super::processor::MarkerIds;
-
-/// Label of a position that is not supervised.
-pub const IGNORED: i32 = -100;
+use crate::data::IGNORED;
 
 /// Flags every token of an answer, from behind the role's line to the end of the turn inclusive.
 pub(super) fn answer_spans(ids: &[i32], markers: &MarkerIds) -> Vec<bool> {

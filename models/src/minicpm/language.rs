@@ -99,8 +99,8 @@ impl Language {
         };
         let [x] = tape.segment(self.embed_unit, [features], move |scope, [features]| {
             let x = scope.embedding(self.embed, &batch.input_ids)?;
-            let rows = scope.gather_rows(features, &vision.splice_sources)?;
-            Ok([scope.replace_rows(&x, &vision.splice_rows, &rows)?])
+            let rows = scope.gather_rows(features, &vision.splice.sources)?;
+            Ok([scope.replace_rows(&x, &vision.splice.rows, &rows)?])
         })?;
         Ok(x)
     }

@@ -1,8 +1,6 @@
 //! MiniCPM-V 2.6 and the vision + text path of MiniCPM-o 2.6.
 
 pub mod config;
-pub mod data;
-mod init;
 mod labels;
 mod language;
 mod model;
@@ -10,12 +8,12 @@ pub mod placeholder;
 pub mod positions;
 pub mod processor;
 mod resampler;
-pub mod sample;
-mod sample_error;
+mod sample;
 pub mod slicing;
 mod vision;
 
 #[cfg(test)]
 mod tests;
 
-pub use model::{MiniCpm, MiniCpmOptions};
+pub use model::MiniCpm;
+pub use processor::MiniCpmProcessor;

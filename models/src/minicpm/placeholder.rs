@@ -4,21 +4,10 @@ use std::sync::LazyLock;
 
 use regex::Regex;
 
-use super::data::{RawSample, SINGLE_IMAGE};
 use super::processor::ProcessorConfig;
-use super::sample::SampleError;
 use super::slicing::{Cells, SlicePlan};
+use crate::data::{PlaceholderStyle, RawSample, SINGLE_IMAGE, SampleError};
 use crate::text::Message;
-
-/// When a picture gets a number in the prompt (if the model numbers pictures at all).
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum PlaceholderStyle {
-    /// As the fine-tuning script writes it: only pictures with cells are numbered and counted.
-    #[default]
-    Training,
-    /// As the inference processor writes it: every picture is.
-    Inference,
-}
 
 /// A conversation with its pictures written out.
 #[derive(Debug)]

@@ -1,100 +1,13 @@
 //! Everything of a model folder that turns samples into model inputs: picture settings, tokenizer,
 //! chat template and the ids of the markers.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use serde::Deserialize;
-use thiserror::Error;
 
-use super::config::{ConfigError, MiniCpmConfig, SlicingConfig};
-use crate::text::{ChatTemplate, TemplateError, Tokenizer, TokenizerError};
-
-/// Why a model folder yields no processor.
-#[derive(Debug, Error)]
-#[non_exhaustive]
-pub enum ProcessorError {
-    /// `config.json` cannot be used.
-    #[error(transparent)]
-    Config(#[from] ConfigError),
-    /// The tokenizer files cannot be used.
-    #[error(transparent)]
-    Tokenizer(#[from] TokenizerError),
-    /// The chat template cannot be used.
-    #[error(transparent)]
-    Template(#[from] TemplateError),
-    /// `preprocessor_config.json` is missing or cannot be read.
-    #[error("cannot read {}", path.display())]
-    Read {
-        /// The file.
-        path: PathBuf,
-        /// What the operating system said.
-        source: std::io::Error,
-    },
-    /// `preprocessor_config.json` is not valid.
-    #[error("{} is not valid", path.display())]
-    Json {
-        /// The file.
-        path: PathBuf,
-        /// Line, column and cause.
-        source: serde_json::Error,
-    },
-    /// The two configuration files disagree.
-    #[error("{field} is {config} in config.json but {preprocessor} in preprocessor_config.json")]
-    Disagree {
-        /// The setting.
-        field: &'static str,
-        /// Its value in `config.json`.
-        config: usize,
-        /// Its value in `preprocessor_config.json`.
-        preprocessor: usize,
-    },
-    /// A standard deviation of zero, or a mean or deviation that is not finite.
-    #[error("norm_mean {mean:?} and norm_std {std:?} are no usable normalisation")]
-    Normalization {
-        /// Mean per channel.
-        mean: [f32; 3],
-        /// Standard deviation per channel.
-        std: [f32; 3],
-    },
-}
-
-/// Turns bytes into the values the vision tower sees, in `f32`: `(v / 255 - mean) / std`.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Normalization {
-    mean: [f32; 3],
-    std: [f32; 3],
-}
-
-impl Normalization {
-    /// Normalisation by `mean` and `std` per channel (red, green, blue).
-    ///
-    /// # Errors
-    /// [`ProcessorError::Normalization`] if a deviation is zero or any value is not finite.
-    pub fn new(mean: [f32; 3], std: [f32; 3]) -> Result<Self, ProcessorError> {
-        let finite = mean.iter().chain(&std).all(|v| v.is_finite());
-        if !finite || std.contains(&0.0) {
-            return Err(ProcessorError::Normalization { mean, std });
-        }
-        Ok(Self { mean, std })
-    }
-
-    /// Value of `byte` in `channel` (0 to 2).
-    pub fn normalize(&self, channel: usize, byte: u8) -> f32 {
-        (f32::from(byte) / 255.0 - self.mean[channel]) / self.std[channel]
-    }
-
-    /// Values of `patches` as laid out in [`Slice::patches`](super::slicing::Slice::patches), each
-    /// patch of `3 * patch_size * patch_size` bytes.
-    pub fn normalize_patches(&self, patches: &[u8], patch_size: usize) -> Vec<f32> {
-        let table: [[f32; 256]; 3] =
-            std::array::from_fn(|c| std::array::from_fn(|byte| self.normalize(c, byte as u8)));
-        let mut values = Vec::with_capacity(patches.len());
-        for (i, plane) in patches.chunks(patch_size * patch_size).enumerate() {
-            values.extend(plane.iter().map(|&byte| table[i % 3][usize::from(byte)]));
-        }
-        values
-    }
-}
+use super::config::{MiniCpmConfig, SlicingConfig};
+use crate::processor::{Normalization, ProcessorError};
+use crate::text::{ChatTemplate, Tokenizer, TokenizerError};
 
 /// Texts of the markers that stand around picture features in a prompt.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -261,7 +174,7 @@ impl MarkerIds {
 
 /// Turns samples into model inputs; the sample rules are in [`super::sample`].
 #[derive(Clone, Debug)]
-pub struct Processor {
+pub struct MiniCpmProcessor {
     pub(super) config: ProcessorConfig,
     pub(super) tokenizer: Tokenizer,
     pub(super) template: ChatTemplate,
@@ -269,7 +182,7 @@ pub struct Processor {
     pub(super) vocab_size: usize,
 }
 
-impl Processor {
+impl MiniCpmProcessor {
     /// Reads `config.json`, `preprocessor_config.json`, the tokenizer files and the chat template of
     /// the model folder `dir`.
     ///
@@ -299,50 +212,5 @@ impl Processor {
     /// Picture and prompt settings.
     pub fn config(&self) -> &ProcessorConfig {
         &self.config
-    }
-
-    /// The tokenizer.
-    pub fn tokenizer(&self) -> &Tokenizer {
-        &self.tokenizer
-    }
-
-    /// Id of the end-of-sequence token.
-    pub fn eos_id(&self) -> i32 {
-        self.ids.eos
-    }
-
-    /// Ids of the tokens that end an answer: the end of the sequence, of a turn and of a text.
-    pub fn stop_ids(&self) -> Vec<i32> {
-        let mut ids = vec![self.ids.eos, self.ids.turn_end];
-        ids.extend(self.tokenizer.id("<|endoftext|>").ok());
-        ids.sort_unstable();
-        ids.dedup();
-        ids
-    }
-
-    /// Text of `ids`, special tokens left out.
-    ///
-    /// # Errors
-    /// [`TokenizerError::Decode`] for a negative id, or if the tokenizer fails.
-    pub fn decode(&self, ids: &[i32]) -> Result<String, TokenizerError> {
-        self.tokenizer.decode(ids)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn normalisation_is_per_channel() {
-        let norm = Normalization::new([0.5, 0.0, 1.0], [0.5, 1.0, 2.0]).unwrap();
-        let values = norm.normalize_patches(&[0, 255, 255, 0, 0, 255], 1);
-        assert_eq!(values, [-1.0, 1.0, 0.0, -1.0, 0.0, 0.0]);
-    }
-
-    #[test]
-    fn a_zero_deviation_is_refused() {
-        let result = Normalization::new([0.5; 3], [0.5, 0.0, 0.5]);
-        assert!(matches!(result, Err(ProcessorError::Normalization { .. })));
     }
 }

@@ -4,7 +4,7 @@
 
 use super::config::{MiniCpmConfig, RESAMPLER_HEAD_DIM};
 use crate::autograd::{Scope, Tape, Var};
-use crate::batch::VisionBatch;
+use crate::batch::{MiniCpmTables, VisionBatch, VisionTables};
 use crate::error::Result;
 use crate::nn::LayerNorm;
 use crate::ops::LinearParams;
@@ -78,6 +78,7 @@ impl Resampler {
         x: &Var,
         batch: &'m VisionBatch,
     ) -> Result<Var> {
+        let VisionTables::MiniCpm(batch) = &batch.tables;
         let [features] = tape.segment(self.unit, [x], move |scope, [x]| {
             let x = self.post_norm.forward(scope, x)?;
             scope.observe("vision.post_layernorm", &x);
@@ -87,7 +88,7 @@ impl Resampler {
         Ok(features)
     }
 
-    fn resample(&self, scope: &Scope<'_>, x: &Var, batch: &VisionBatch) -> Result<Var> {
+    fn resample(&self, scope: &Scope<'_>, x: &Var, batch: &MiniCpmTables) -> Result<Var> {
         let x = scope.linear(x, &self.kv_proj)?;
         let x = self.ln_kv.forward(scope, &x)?;
         let keys = scope.constant(self.positions(scope.backend(), batch, x.dtype())?);
@@ -116,7 +117,7 @@ impl Resampler {
     fn positions(
         &self,
         backend: &dyn Backend,
-        batch: &VisionBatch,
+        batch: &MiniCpmTables,
         dtype: DType,
     ) -> Result<Tensor> {
         let half = |axis: usize| -> Result<Tensor> {

@@ -4,93 +4,23 @@
 //! Labels are **already shifted**: `labels[i]` is what position `i` shall predict. The position of a
 //! turn's end token is supervised once more with the end-of-sequence token.
 
+use std::ops::Range;
 use std::path::PathBuf;
 
-pub use super::data::{DataError, RawSample, read_samples};
-pub use super::labels::IGNORED;
 use super::labels::{answer_spans, shifted_labels};
-pub use super::placeholder::PlaceholderStyle;
 use super::placeholder::substitute;
-use super::processor::Processor;
-pub use super::sample_error::SampleError;
-pub use super::slicing::{Slice, SlicePlan};
+use super::processor::MiniCpmProcessor;
+use super::slicing::SlicePlan;
+use crate::data::{
+    EncodeOptions, EncodedPrompt, EncodedSample, IGNORED, PicturePlan, PlaceholderStyle, RawSample,
+    SampleError, SampleSize, SampleTokens, Slice,
+};
 use crate::image::{ImageError, ImageSource};
-use crate::text::Message;
+use crate::processor::Processor;
+use crate::text::{Message, Tokenizer};
 
-/// Settings of a run that shape samples.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct EncodeOptions {
-    /// Tokens a sample is cut to.
-    pub model_max_length: usize,
-    /// Most cells per picture, instead of the model folder's number.
-    pub max_slice_nums: Option<usize>,
-}
-
-impl Default for EncodeOptions {
-    fn default() -> Self {
-        Self {
-            model_max_length: 2048,
-            max_slice_nums: None,
-        }
-    }
-}
-
-/// A training sample as the model takes it. Position ids are `0..input_ids.len()`.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct EncodedSample {
-    /// Token ids, `[tokens]`.
-    pub input_ids: Vec<i32>,
-    /// What each position shall predict, [`IGNORED`] where it is not supervised, `[tokens]`.
-    pub labels: Vec<i32>,
-    /// Token ranges `start..end` that the features of slices replace: range k belongs to slice k.
-    pub image_bounds: Vec<(usize, usize)>,
-    /// Slices in the order of the text; truncation may leave more slices than ranges, the last ones
-    /// then have no effect.
-    pub slices: Vec<Slice>,
-    /// Tokens before truncation.
-    pub untruncated_tokens: usize,
-}
-
-impl EncodedSample {
-    /// Positions that enter the loss.
-    pub fn supervised_tokens(&self) -> usize {
-        supervised(&self.labels)
-    }
-
-    /// Patches of all slices together.
-    pub fn patches(&self) -> usize {
-        self.slices
-            .iter()
-            .map(|slice| slice.rows * slice.cols)
-            .sum()
-    }
-}
-
-/// A prompt as the model takes it, up to where the assistant starts to write.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct EncodedPrompt {
-    /// Token ids, `[tokens]`.
-    pub input_ids: Vec<i32>,
-    /// As [`EncodedSample::image_bounds`].
-    pub image_bounds: Vec<(usize, usize)>,
-    /// As [`EncodedSample::slices`].
-    pub slices: Vec<Slice>,
-}
-
-/// What a sample will cost, without its pixels.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct SampleSize {
-    /// Tokens after truncation.
-    pub tokens: usize,
-    /// Tokens before truncation.
-    pub untruncated_tokens: usize,
-    /// Positions that enter the loss.
-    pub supervised: usize,
-    /// Patches of all slices together.
-    pub patches: usize,
-    /// Slices.
-    pub slices: usize,
-}
+/// Most tokens between the start markers of two slices of one picture, features aside.
+const GAP_TOKENS: usize = 4;
 
 /// Tokens of a sample whose slices are planned but not cut.
 struct Tokens {
@@ -101,27 +31,8 @@ struct Tokens {
     order: Vec<usize>,
 }
 
-/// The tokens of a training sample, without its pixels; fields as in [`EncodedSample`].
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct SampleTokens {
-    /// Token ids, `[tokens]`.
-    pub input_ids: Vec<i32>,
-    /// What each position shall predict, `[tokens]`.
-    pub labels: Vec<i32>,
-    /// Token ranges that the features of slices replace.
-    pub image_bounds: Vec<(usize, usize)>,
-    /// Tokens before truncation.
-    pub untruncated_tokens: usize,
-    /// Slices of all pictures.
-    pub slices: usize,
-}
-
-impl Processor {
-    /// Turns a sample into model inputs for training.
-    ///
-    /// # Errors
-    /// [`SampleError`] for each way a sample can be unusable; nothing is repaired silently.
-    pub fn encode(
+impl Processor for MiniCpmProcessor {
+    fn encode(
         &self,
         sample: &RawSample,
         images: &dyn ImageSource,
@@ -139,12 +50,7 @@ impl Processor {
         })
     }
 
-    /// Counts what [`Processor::encode`] would yield and checks all it checks, except the content of
-    /// picture files behind their headers.
-    ///
-    /// # Errors
-    /// As [`Processor::encode`].
-    pub fn measure(
+    fn measure(
         &self,
         sample: &RawSample,
         images: &dyn ImageSource,
@@ -157,16 +63,13 @@ impl Processor {
             tokens: tokens.input_ids.len(),
             untruncated_tokens: tokens.untruncated,
             supervised: supervised(&tokens.labels),
+            picture_tokens: tokens.image_bounds.len() * self.config.query_num,
             patches: plans.iter().map(SlicePlan::patches).sum(),
             slices: plans.iter().map(SlicePlan::slices).sum(),
         })
     }
 
-    /// The tokens that [`Processor::encode`] would yield, from the headers of the pictures alone.
-    ///
-    /// # Errors
-    /// As [`Processor::measure`].
-    pub fn tokens(
+    fn tokens(
         &self,
         sample: &RawSample,
         images: &dyn ImageSource,
@@ -184,12 +87,7 @@ impl Processor {
         })
     }
 
-    /// Turns the conversation without its last answer into a prompt; nothing is truncated.
-    /// The style [`PlaceholderStyle::Training`] writes pictures exactly as [`Processor::encode`] does.
-    ///
-    /// # Errors
-    /// [`SampleError`] as for [`Processor::encode`], except for missing answers.
-    pub fn encode_prompt(
+    fn encode_prompt(
         &self,
         sample: &RawSample,
         images: &dyn ImageSource,
@@ -211,11 +109,7 @@ impl Processor {
         })
     }
 
-    /// Text of a training sample before it is tokenized, pictures written out.
-    ///
-    /// # Errors
-    /// As [`Processor::measure`].
-    pub fn render(
+    fn render(
         &self,
         sample: &RawSample,
         images: &dyn ImageSource,
@@ -228,6 +122,36 @@ impl Processor {
         Ok(self.template.render(&written.turns, false)?)
     }
 
+    fn picture(&self, size: (usize, usize), options: &EncodeOptions) -> PicturePlan {
+        PicturePlan {
+            slices: self.plan(size, options).slices(),
+            tokens_per_slice: self.config.query_num,
+        }
+    }
+
+    /// Slices follow each other closely; a start marker of pictures begins a new one.
+    fn pictures(&self, tokens: &SampleTokens) -> Vec<(Range<usize>, usize)> {
+        pictures(tokens, self.ids.image_start)
+    }
+
+    fn tokenizer(&self) -> &Tokenizer {
+        &self.tokenizer
+    }
+
+    fn turn_end(&self) -> i32 {
+        self.ids.turn_end
+    }
+
+    fn stop_ids(&self) -> Vec<i32> {
+        let mut ids = vec![self.ids.eos, self.ids.turn_end];
+        ids.extend(self.tokenizer.id("<|endoftext|>").ok());
+        ids.sort_unstable();
+        ids.dedup();
+        ids
+    }
+}
+
+impl MiniCpmProcessor {
     /// Plans the slices of every picture from the headers of the files.
     fn plan_all(
         &self,
@@ -372,6 +296,23 @@ impl Processor {
     }
 }
 
+/// Ranges of tokens of each picture, markers included, and its slices.
+fn pictures(tokens: &SampleTokens, image_start: i32) -> Vec<(Range<usize>, usize)> {
+    let mut found: Vec<(Range<usize>, usize)> = Vec::new();
+    for (start, end) in &tokens.image_bounds {
+        let marker = start.saturating_sub(1);
+        let begins = tokens.input_ids.get(marker) == Some(&image_start);
+        match found.last_mut() {
+            Some((range, slices)) if !begins && marker <= range.end + GAP_TOKENS => {
+                range.end = end + 1;
+                *slices += 1;
+            }
+            _ => found.push((marker..end + 1, 1)),
+        }
+    }
+    found
+}
+
 fn supervised(labels: &[i32]) -> usize {
     labels.iter().filter(|&&label| label != IGNORED).count()
 }
@@ -457,8 +398,8 @@ mod tests {
         Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/golden/minicpm-v-2_6")
     }
 
-    fn processor() -> Processor {
-        Processor::load(&pack()).unwrap()
+    fn processor() -> MiniCpmProcessor {
+        MiniCpmProcessor::load(&pack()).unwrap()
     }
 
     fn sample(image: Value, turns: &[(&str, &str)]) -> RawSample {
@@ -503,7 +444,7 @@ mod tests {
     #[test]
     fn the_end_token_is_supervised_twice_and_the_rest_ignored() {
         let encoded = encode(&ask(Value::Null, "Why?")).unwrap();
-        let eos = processor().eos_id();
+        let eos = processor().ids.eos;
         let end = encoded.input_ids.iter().rposition(|&id| id == eos).unwrap();
         assert_eq!(encoded.labels[end - 1..], [eos, eos, IGNORED]);
         let first = encoded
@@ -528,7 +469,7 @@ mod tests {
             ("assistant", "c"),
         ];
         let encoded = encode(&sample(Value::Null, &turns)).unwrap();
-        let eos = processor().eos_id();
+        let eos = processor().ids.eos;
         let ends: Vec<usize> = (0..encoded.input_ids.len())
             .filter(|&i| encoded.input_ids[i] == eos)
             .collect();
@@ -580,7 +521,7 @@ mod tests {
         let config = std::fs::read_to_string(pack().join("config.json")).unwrap();
         let config = config.replace("\"use_image_id\": true", "\"use_image_id\": false");
         std::fs::write(dir.path().join("config.json"), config).unwrap();
-        let processor = Processor::load(dir.path()).unwrap();
+        let processor = MiniCpmProcessor::load(dir.path()).unwrap();
         let written = processor
             .render(&ask(json!(WIDE), "Why?"), &Sizes, &EncodeOptions::default())
             .unwrap();

@@ -4,6 +4,7 @@
 //! All arithmetic is `f64` in the reference's order, since its roundings decide sizes.
 
 use super::config::SlicingConfig;
+use crate::data::Slice;
 use crate::image::{RgbImage, resize};
 
 /// Width and height in pixels.
@@ -35,18 +36,6 @@ pub struct SlicePlan {
     /// The cells, none for a picture that is small enough.
     pub cells: Option<Cells>,
     patch_size: usize,
-}
-
-/// One input of the vision tower: a picture or a part of one, as patches.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Slice {
-    /// Patches on top of each other.
-    pub rows: usize,
-    /// Patches side by side.
-    pub cols: usize,
-    /// `[rows * cols, 3 * patch * patch]` bytes: patches row-major, within a patch channel, pixel
-    /// row, pixel column, which is the order of the convolution's weight.
-    pub patches: Vec<u8>,
 }
 
 impl SlicePlan {
@@ -109,40 +98,23 @@ impl SlicePlan {
     pub fn cut(&self, image: &RgbImage) -> Vec<Slice> {
         let (width, height) = self.overview;
         let overview = resize(image, width, height);
-        let mut slices = vec![self.slice(&overview, (0, 0), self.overview)];
+        let mut slices = vec![Slice::cut(
+            &overview,
+            (0, 0),
+            self.overview,
+            self.patch_size,
+        )];
         if let Some(cells) = self.cells {
             let (width, height) = cells.refined();
             let refined = resize(image, width, height);
             for row in 0..cells.rows {
                 for col in 0..cells.cols {
                     let corner = (col * cells.cell.0, row * cells.cell.1);
-                    slices.push(self.slice(&refined, corner, cells.cell));
+                    slices.push(Slice::cut(&refined, corner, cells.cell, self.patch_size));
                 }
             }
         }
         slices
-    }
-
-    /// The part of `image` with upper left `corner` and `size` as patches.
-    fn slice(&self, image: &RgbImage, corner: PixelSize, size: PixelSize) -> Slice {
-        let side = self.patch_size;
-        let (rows, cols) = (size.1 / side, size.0 / side);
-        let mut patches = Vec::with_capacity(size.0 * size.1 * 3);
-        for patch in 0..rows * cols {
-            let x = corner.0 + patch % cols * side;
-            let y = corner.1 + patch / cols * side;
-            for channel in 0..3 {
-                for pixel_row in 0..side {
-                    let row = &image.row(y + pixel_row)[x * 3..][..side * 3];
-                    patches.extend(row.iter().skip(channel).step_by(3));
-                }
-            }
-        }
-        Slice {
-            rows,
-            cols,
-            patches,
-        }
     }
 }
 

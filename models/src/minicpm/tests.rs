@@ -1,13 +1,14 @@
 //! What the golden packs do not cover, on a tiny model with random start values.
 
+use super::MiniCpm;
 use super::config::{Family, LanguageConfig, MiniCpmConfig, SlicingConfig, VisionConfig};
-use super::processor::Normalization;
-use super::slicing::Slice;
-use super::{MiniCpm, MiniCpmOptions};
+use crate::ModelOptions;
 use crate::autograd::{AccessEvent, Dropout, ResidentParams, Tape};
+use crate::data::Slice;
 use crate::error::ModelError;
 use crate::generate::{GenerateOptions, Prompt, Sampling, cache_bytes, generate};
 use crate::lora::{LoraConfig, LoraTargets};
+use crate::processor::Normalization;
 use crate::selection::Selection;
 use crate::{SampleInput, Tower, VisionLanguageModel};
 use engine::{EngineError, Lease, ParamAccess, ParamId, Phase, UnitId};
@@ -83,9 +84,13 @@ fn published(vocab_size: usize) -> MiniCpmConfig {
     }
 }
 
-fn options(dtype: DType) -> MiniCpmOptions {
+fn options(dtype: DType) -> ModelOptions {
+    ModelOptions::new(dtype)
+}
+
+fn build_model(config: MiniCpmConfig, options: ModelOptions) -> crate::Result<MiniCpm> {
     let normalization = Normalization::new([0.5; 3], [0.5; 3]).unwrap();
-    MiniCpmOptions::new(dtype, normalization)
+    MiniCpm::new(config, normalization, options)
 }
 
 fn lora(targets: &str) -> LoraConfig {
@@ -95,6 +100,7 @@ fn lora(targets: &str) -> LoraConfig {
         lora_dropout: 0.0,
         targets: LoraTargets::parse(targets),
         layers: None,
+        per_projection: false,
         modules_to_save: Vec::new(),
     }
 }
@@ -226,21 +232,21 @@ fn leased(model: &MiniCpm, events: &[AccessEvent], phase: Phase) -> Vec<String> 
 #[test]
 fn published_models_have_their_published_sizes() {
     for (vocab, total) in [(151_666, 8_099_175_152), (151_700, 8_099_418_864)] {
-        let model = MiniCpm::new(published(vocab), options(DType::BF16)).unwrap();
+        let model = build_model(published(vocab), options(DType::BF16)).unwrap();
         assert_eq!(model.spec().elems(), (total, total));
     }
     let mut with_lora = options(DType::BF16);
     (with_lora.tune_vision, with_lora.tune_llm) = (false, false);
     let pattern = r"llm\..*layers\.\d+\.self_attn\.(q_proj|k_proj|v_proj)";
     with_lora.lora = Some(lora(pattern));
-    let model = MiniCpm::new(published(151_666), with_lora.clone()).unwrap();
+    let model = build_model(published(151_666), with_lora.clone()).unwrap();
     assert_eq!(model.spec().elems().1, 27_525_120);
     with_lora.lora = Some(LoraConfig {
         layers: None,
         modules_to_save: vec!["embed_tokens".into(), "resampler".into()],
         ..lora("q_proj,k_proj,v_proj,o_proj")
     });
-    let model = MiniCpm::new(published(151_666), with_lora).unwrap();
+    let model = build_model(published(151_666), with_lora).unwrap();
     assert_eq!(
         model.spec().elems().1,
         40_370_176 + 543_570_944 + 68_619_264
@@ -252,7 +258,7 @@ fn switches_freeze_whole_parts() {
     let trained = |vision: bool, llm: bool| {
         let mut o = options(DType::F32);
         (o.tune_vision, o.tune_llm) = (vision, llm);
-        let model = MiniCpm::new(config(), o).unwrap();
+        let model = build_model(config(), o).unwrap();
         let params = model.spec().params.iter().filter(|p| p.trainable);
         let mut parts: Vec<String> = params
             .map(|p| p.name.split('.').next().unwrap().to_owned())
@@ -271,7 +277,7 @@ fn switches_freeze_whole_parts() {
 fn without_its_last_layer_the_tower_keeps_its_norm() {
     let mut config = config();
     config.vision.num_layers = 1;
-    let model = MiniCpm::new(config, options(DType::F32)).unwrap();
+    let model = build_model(config, options(DType::F32)).unwrap();
     assert!(
         model
             .spec()
@@ -285,7 +291,7 @@ fn without_its_last_layer_the_tower_keeps_its_norm() {
 
 #[test]
 fn samples_beside_each_other_do_not_mix() {
-    let model = MiniCpm::new(config(), options(DType::F32)).unwrap();
+    let model = build_model(config(), options(DType::F32)).unwrap();
     let access = resident(&model);
     let (a, b, c) = (
         Sample::new(&[(2, 3), (1, 4)], 5),
@@ -299,7 +305,7 @@ fn samples_beside_each_other_do_not_mix() {
 
 #[test]
 fn pictures_change_the_answer_and_unused_ones_do_not() {
-    let model = MiniCpm::new(config(), options(DType::F32)).unwrap();
+    let model = build_model(config(), options(DType::F32)).unwrap();
     let access = resident(&model);
     let one = Sample::new(&[(2, 3)], 5);
     let base = losses(&model, &access, &[&one]);
@@ -313,7 +319,7 @@ fn pictures_change_the_answer_and_unused_ones_do_not() {
 
 #[test]
 fn a_batch_without_pictures_leaves_the_vision_units_alone() {
-    let model = MiniCpm::new(config(), options(DType::F32)).unwrap();
+    let model = build_model(config(), options(DType::F32)).unwrap();
     let access = resident(&model);
     let events = step(&model, &access, &[&Sample::new(&[], 6)]);
     let language = [
@@ -331,7 +337,7 @@ fn a_batch_without_pictures_leaves_the_vision_units_alone() {
 fn frozen_vision_is_not_run_again_but_gradients_reach_the_resampler() {
     let mut o = options(DType::F32);
     (o.tune_vision, o.tune_llm) = (false, false);
-    let model = MiniCpm::new(config(), o).unwrap();
+    let model = build_model(config(), o).unwrap();
     let access = resident(&model);
     let events = step(&model, &access, &[&Sample::new(&[(2, 2)], 4)]);
     assert_eq!(leased(&model, &events, Phase::Forward).len(), 8);
@@ -351,7 +357,7 @@ fn frozen_vision_is_not_run_again_but_gradients_reach_the_resampler() {
 
 #[test]
 fn more_pictures_than_a_reference_chunk() {
-    let model = MiniCpm::new(config(), options(DType::F32)).unwrap();
+    let model = build_model(config(), options(DType::F32)).unwrap();
     let access = resident(&model);
     let many = Sample::new(&[(2, 2); 20], 4);
     step(&model, &access, &[&many]);
@@ -370,7 +376,7 @@ fn more_pictures_than_a_reference_chunk() {
 
 #[test]
 fn a_batch_without_supervision_has_no_loss() {
-    let model = MiniCpm::new(config(), options(DType::F32)).unwrap();
+    let model = build_model(config(), options(DType::F32)).unwrap();
     let access = resident(&model);
     let silent = Sample {
         labels: Vec::new(),
@@ -386,7 +392,7 @@ fn a_batch_without_supervision_has_no_loss() {
 fn half_precision_stays_near_f32_and_deposits_f32() {
     let sample = Sample::new(&[(2, 3), (3, 3)], 6);
     let run = |dtype: DType| {
-        let model = MiniCpm::new(config(), options(dtype)).unwrap();
+        let model = build_model(config(), options(dtype)).unwrap();
         let access = resident(&model);
         step(&model, &access, &[&sample]);
         let grads: Vec<Tensor> = (0..model.spec().params.len() as u32)
@@ -404,12 +410,12 @@ fn half_precision_stays_near_f32_and_deposits_f32() {
 #[test]
 fn fresh_adapters_change_nothing_and_alone_learn() {
     let sample = Sample::new(&[(2, 3)], 6);
-    let plain = MiniCpm::new(config(), options(DType::F32)).unwrap();
+    let plain = build_model(config(), options(DType::F32)).unwrap();
     let base = losses(&plain, &resident(&plain), &[&sample]);
     let mut o = options(DType::F32);
     (o.tune_vision, o.tune_llm) = (false, false);
     o.lora = Some(lora("q_proj,down_proj"));
-    let model = MiniCpm::new(config(), o).unwrap();
+    let model = build_model(config(), o).unwrap();
     let access = resident(&model);
     let adapted = losses(&model, &access, &[&sample]);
     assert!(base.iter().zip(&adapted).all(|(a, b)| (a - b).abs() < 1e-5));
@@ -427,12 +433,12 @@ fn fresh_adapters_change_nothing_and_alone_learn() {
 
 #[test]
 fn contradicting_adapter_settings_are_refused() {
-    let build = |change: &dyn Fn(&mut MiniCpmOptions)| {
+    let build = |change: &dyn Fn(&mut ModelOptions)| {
         let mut o = options(DType::F32);
         o.tune_llm = false;
         o.lora = Some(lora("q_proj"));
         change(&mut o);
-        MiniCpm::new(config(), o)
+        build_model(config(), o)
     };
     assert!(build(&|_| ()).is_ok());
     let both = build(&|o| o.tune_llm = true).unwrap();
@@ -451,12 +457,12 @@ fn contradicting_adapter_settings_are_refused() {
     }
     let mut tied = config();
     tied.language.tie_word_embeddings = true;
-    assert!(MiniCpm::new(tied, options(DType::F32)).is_err());
+    assert!(build_model(tied, options(DType::F32)).is_err());
 }
 
 #[test]
 fn samples_that_do_not_fit_are_named() {
-    let model = MiniCpm::new(config(), options(DType::F32)).unwrap();
+    let model = build_model(config(), options(DType::F32)).unwrap();
     let backend = CpuBackend::unlimited();
     let good = Sample::new(&[(2, 3)], 4);
     let fails = |bad: &Sample| {
@@ -497,7 +503,7 @@ fn greedy(stop_id: i32) -> GenerateOptions {
 
 #[test]
 fn greedy_decoding_follows_the_largest_logit_until_the_end_token() {
-    let model = MiniCpm::new(config(), options(DType::F32)).unwrap();
+    let model = build_model(config(), options(DType::F32)).unwrap();
     let access = resident(&model);
     let samples = [Sample::new(&[(2, 3)], 3), Sample::new(&[], 4)];
     let asked = prompts(&samples, 5);
@@ -531,7 +537,7 @@ fn greedy_decoding_follows_the_largest_logit_until_the_end_token() {
 
 #[test]
 fn answers_have_limits_of_their_own() {
-    let model = MiniCpm::new(config(), options(DType::F32)).unwrap();
+    let model = build_model(config(), options(DType::F32)).unwrap();
     let access = resident(&model);
     let samples = [
         Sample::new(&[], 4),
@@ -549,7 +555,7 @@ fn answers_have_limits_of_their_own() {
 
 #[test]
 fn a_rank_without_prompts_keeps_step() {
-    let model = MiniCpm::new(config(), options(DType::F32)).unwrap();
+    let model = build_model(config(), options(DType::F32)).unwrap();
     let access = resident(&model);
     let mut rounds = 0;
     let answers = generate(&model, &access, &[], &greedy(1), &mut |left| {
@@ -564,7 +570,7 @@ fn a_rank_without_prompts_keeps_step() {
 
 #[test]
 fn a_generation_takes_the_cache_it_announces_and_grows_no_more() {
-    let model = MiniCpm::new(config(), options(DType::F32)).unwrap();
+    let model = build_model(config(), options(DType::F32)).unwrap();
     let access = resident(&model);
     let pool = access.backend().pool().clone();
     let samples = [Sample::new(&[(2, 3)], 30), Sample::new(&[], 50)];
@@ -593,7 +599,7 @@ fn a_generation_takes_the_cache_it_announces_and_grows_no_more() {
 
 #[test]
 fn a_published_model_runs_on_the_null_device_in_bounded_memory() {
-    let model = MiniCpm::new(published(151_666), options(DType::BF16)).unwrap();
+    let model = build_model(published(151_666), options(DType::BF16)).unwrap();
     let pool = Pool::new("null", None);
     let backend: Arc<dyn Backend> = Arc::new(NullBackend::new(pool.clone()));
     let weights = model
@@ -626,7 +632,7 @@ fn a_published_model_runs_on_the_null_device_in_bounded_memory() {
 
 #[test]
 fn the_null_device_predicts_the_processors_memory() {
-    let model = MiniCpm::new(config(), options(DType::F32)).unwrap();
+    let model = build_model(config(), options(DType::F32)).unwrap();
     let sample = Sample::new(&[(4, 5), (3, 3)], 40);
     let access = resident(&model);
     access.backend().pool().reset_peaks();
@@ -654,10 +660,10 @@ fn the_null_device_predicts_the_processors_memory() {
 
 #[test]
 fn selections_decide_what_trains_beside_adapters() {
-    let trained = |change: &dyn Fn(&mut MiniCpmOptions)| -> Vec<String> {
+    let trained = |change: &dyn Fn(&mut ModelOptions)| -> Vec<String> {
         let mut o = options(DType::F32);
         change(&mut o);
-        let model = MiniCpm::new(config(), o).unwrap();
+        let model = build_model(config(), o).unwrap();
         let params = model.spec().params.iter().filter(|p| p.trainable);
         params.map(|p| p.name.clone()).collect()
     };
@@ -688,7 +694,7 @@ fn selections_decide_what_trains_beside_adapters() {
     let mut o = options(DType::F32);
     o.train = select("no_such_part");
     assert!(matches!(
-        MiniCpm::new(config(), o).unwrap_err(),
+        build_model(config(), o).unwrap_err(),
         ModelError::Selection { .. }
     ));
 }
@@ -702,8 +708,8 @@ fn dropout_masks_belong_to_samples_not_to_batches() {
         ..lora("q_proj,down_proj")
     });
     let (a, b) = (Sample::new(&[(2, 3)], 6), Sample::new(&[(3, 2), (1, 1)], 9));
-    let rows = |options: &MiniCpmOptions, samples: &[(&Sample, u64)]| -> Vec<f32> {
-        let model = MiniCpm::new(config(), options.clone()).unwrap();
+    let rows = |options: &ModelOptions, samples: &[(&Sample, u64)]| -> Vec<f32> {
+        let model = build_model(config(), options.clone()).unwrap();
         let access = resident(&model);
         // Adapters begin with B = 0, which would hide the mask.
         for (i, param) in model.spec().params.iter().enumerate() {
@@ -754,7 +760,7 @@ fn stored_activations_give_the_gradients_of_recomputed_ones() {
     });
     let (a, b) = (Sample::new(&[(2, 3)], 6), Sample::new(&[], 9));
     for options in [options(DType::F32), options(DType::BF16), adapted] {
-        let model = MiniCpm::new(config(), options).unwrap();
+        let model = build_model(config(), options).unwrap();
         let gradients = |stored: &[Tower]| -> (Vec<Option<Vec<f32>>>, usize) {
             let access = resident(&model);
             let inputs = [a.input(), b.input()];

@@ -2,14 +2,13 @@
 //!
 //! Shapes: `t` tokens, `h` query heads, `g` key/value heads, `d` head dim, `c` channels.
 
-use super::Linear;
+use super::{Linear, Rotary};
 use crate::autograd::{Scope, Var};
 use crate::error::Result;
 use crate::generate::CachedLayer;
 use crate::ops::Sequences;
 use crate::params::ParamScope;
 use engine::TensorParallel;
-use kernels::{RopeLayout, Tensor};
 
 const COLUMN: TensorParallel = TensorParallel::Column { groups: 1 };
 
@@ -30,17 +29,6 @@ pub struct SelfAttentionConfig {
     pub out_bias: bool,
     /// Name of the output projection.
     pub out_name: &'static str,
-}
-
-/// Angles of rotary positions, one row per token.
-#[derive(Clone, Debug)]
-pub struct Rotary {
-    /// f32 `[t, w]`.
-    pub cos: Tensor,
-    /// f32 `[t, w]`.
-    pub sin: Tensor,
-    /// Which elements rotate together.
-    pub layout: RopeLayout,
 }
 
 /// q, k, v and output projections around softmax attention, scores scaled by `d^-0.5`.

@@ -2,14 +2,18 @@
 
 mod attention;
 mod decoder_block;
+mod fused_linear;
 mod linear;
 mod mlp;
 mod norm;
+mod rotary;
 mod vision_block;
 
-pub use attention::{Rotary, SelfAttention, SelfAttentionConfig};
+pub use attention::{SelfAttention, SelfAttentionConfig};
 pub use decoder_block::{DecoderBlock, DecoderConfig};
+pub use fused_linear::FusedLinear;
 pub use linear::Linear;
 pub use mlp::{GatedMlp, GeluMlp};
 pub use norm::{LayerNorm, RmsNorm};
+pub use rotary::{Rotary, RotaryTable, rope_frequencies, rotary_of, round};
 pub use vision_block::{VisionBlock, VisionBlockConfig};

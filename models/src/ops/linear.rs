@@ -36,14 +36,14 @@ impl LinearParams {
     }
 
     /// The rows in use of a parameter, as they lie in memory.
-    fn select(&self, weight: &Tensor) -> Result<Tensor> {
+    pub(super) fn select(&self, weight: &Tensor) -> Result<Tensor> {
         Ok(match &self.rows {
             Some(rows) => weight.narrow(rows.start, rows.len())?,
             None => weight.clone(),
         })
     }
 
-    fn add_grad(&self, sweep: &mut Sweep<'_>, id: ParamId, grad: Tensor) -> Result<()> {
+    pub(super) fn add_grad(&self, sweep: &mut Sweep<'_>, id: ParamId, grad: Tensor) -> Result<()> {
         match &self.rows {
             Some(rows) => sweep.param_rows(id, rows.clone(), grad),
             None => sweep.param(id, grad),

@@ -1,9 +1,9 @@
 //! Choosing and replacing rows.
 
 use crate::autograd::{Scope, Var};
-use crate::error::Result;
+use crate::error::{ModelError, Result};
 use engine::ParamId;
-use kernels::{DType, Tensor};
+use kernels::{DType, Shape, Tag, Tensor};
 
 impl Scope<'_> {
     /// Rows `index` (i32 `[t]`) of a table parameter `[v, c]`: `[t, c]`.
@@ -33,6 +33,50 @@ impl Scope<'_> {
         let (rows, dtype) = (x.value().dim(0), x.dtype());
         self.record("gather_rows", value, &[x], &[], move |sweep, dy| {
             let dx = sweep.backend().scatter_add_rows(&dy, &index, rows, dtype)?;
+            sweep.add(slot, dx)
+        })
+    }
+
+    /// `[t, c]` whose row `index[i]` is row `i` of its part; together the indices (i32) name every one of the
+    /// `t` rows once.
+    ///
+    /// # Errors
+    /// When widths or dtypes differ, an index lies outside, or memory runs out.
+    pub fn merge_rows(&self, parts: &[(&Var, &Tensor)], t: usize) -> Result<Var> {
+        let Some((first, _)) = parts.first() else {
+            return Err(ModelError::NoGradient);
+        };
+        let backend = self.backend();
+        let shape = Shape::new(&[t, first.shape().last()]);
+        let mut value = backend.zeros(shape, first.dtype(), Tag::Activations)?;
+        for (part, index) in parts {
+            value = backend.write_rows(value, index, part.value())?;
+        }
+        let inputs: Vec<&Var> = parts.iter().map(|(part, _)| *part).collect();
+        let back: Vec<_> = parts
+            .iter()
+            .map(|(p, i)| (p.slot(), (*i).clone()))
+            .collect();
+        self.record("merge_rows", value, &inputs, &[], move |sweep, dy| {
+            for (slot, index) in back {
+                if slot.is_some() {
+                    let part = sweep.backend().gather_rows(&dy, &index)?;
+                    sweep.add(slot, part)?;
+                }
+            }
+            Ok(())
+        })
+    }
+
+    /// Each matrix of `x [n, a, b]` transposed: `[n, b, a]`.
+    ///
+    /// # Errors
+    /// When `x` has not three axes or memory runs out.
+    pub fn transpose_each(&self, x: &Var) -> Result<Var> {
+        let value = self.backend().transpose_each(x.value())?;
+        let slot = x.slot();
+        self.record("transpose_each", value, &[x], &[], move |sweep, dy| {
+            let dx = sweep.backend().transpose_each(&dy)?;
             sweep.add(slot, dx)
         })
     }

@@ -3,6 +3,7 @@
 use super::{LinearParams, LoraParams, Sequences};
 use crate::autograd::Rows;
 use crate::autograd::gradcheck::{backend, gradcheck, gradcheck_loss, index, tensor, values};
+use crate::nn::FusedLinear;
 use engine::ParamId;
 use kernels::{DType, Gelu, IGNORED_LABEL, RopeLayout};
 
@@ -72,6 +73,7 @@ fn lora_linear_with_a_trained_base() {
         dropout: 0.0,
         rows: Rows::Tokens,
         scale: 0.7,
+        part: None,
     };
     let shapes: [&[usize]; 4] = [&[5, 4], &[5], &[2, 4], &[5, 2]];
     gradcheck([&[3, 4]], &shapes, |s, [x]| {
@@ -169,5 +171,44 @@ fn loss_of_a_linear_head() {
     let labels = index(&*device, &[1, IGNORED_LABEL, 4, 0]);
     gradcheck_loss(&[4, 3], &[5, 3], 0.25, |s, x, head| {
         s.linear_cross_entropy(x, head, &labels)
+    });
+}
+
+#[test]
+fn fused_projections_share_an_adapter_or_have_their_own() {
+    let adapter = LoraParams {
+        lora_a: P2,
+        lora_b: P3,
+        dropout: 0.0,
+        rows: Rows::Tokens,
+        scale: 0.7,
+        part: None,
+    };
+    for (own_adapters, a_rows) in [(false, 2), (true, 6)] {
+        let fused = FusedLinear {
+            base: LinearParams::new(P0, Some(P1)),
+            adapter: Some(adapter),
+            parts: vec![0..3, 3..6, 6..9],
+            own_adapters,
+        };
+        let shapes: [&[usize]; 4] = [&[9, 4], &[9], &[a_rows, 4], &[9, 2]];
+        gradcheck([&[3, 4]], &shapes, |s, [x]| {
+            let [q, k, v] = fused.forward(s, x)?;
+            s.swiglu(&s.add(&q, &k)?, &v)
+        });
+    }
+}
+
+#[test]
+fn merged_rows_and_transposed_matrices() {
+    let backend = backend();
+    let (even, odd) = (index(&*backend, &[0, 2, 4]), index(&*backend, &[3, 1]));
+    gradcheck([&[3, 4], &[2, 4]], &[], |s, [x, y]| {
+        let y = s.scale(y, 3.0)?;
+        s.merge_rows(&[(x, &even), (&y, &odd)], 5)
+    });
+    gradcheck([&[6, 4]], &[&[2, 12]], |s, [x]| {
+        let x = s.transpose_each(&s.reshape(x, [2, 3, 4])?)?;
+        s.linear(&s.reshape(&x, [2, 12])?, &LinearParams::new(P0, None))
     });
 }

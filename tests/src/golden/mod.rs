@@ -5,10 +5,13 @@
 //! the test suites; any other folder of that format can be compared too.
 
 mod compare;
+mod family;
+pub mod minicpm;
 mod pack;
 
 pub use compare::{
-    CaseRun, Comparison, compare_floats, compare_inputs, compare_ints, compare_run,
-    compare_trajectory,
+    CaseRun, Comparison, compare_computed, compare_floats, compare_gradient, compare_ints,
+    compare_loss, compare_tap, largest_gradient,
 };
-pub use pack::{AdamW, AdapterConfig, Case, Data, Expected, Pack, Run, Stored, Trajectory};
+pub use family::{AdamW, PackFamily, Section, Trajectory, floats, packs_of};
+pub use pack::{Case, Data, Expected, Pack, Stored, read_json};

@@ -4,22 +4,23 @@ mod rendered;
 mod report;
 mod statistics;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
+use models::Processor;
+use models::data::{EncodeOptions, IGNORED, RawSample, SampleTokens};
 use models::image::{ImageFolder, ImageSource};
-use models::minicpm::processor::Processor;
-use models::minicpm::sample::{EncodeOptions, IGNORED, RawSample, SampleTokens, SlicePlan};
 use rayon::prelude::*;
 
 use super::problems::{self, Context, Kind, Problem};
-use super::{Sampler, SamplerSizes, chain, lines, read, verdicts};
+use super::{Sampler, SamplerSizes, lines, read, verdicts};
 use crate::args::{Args, DataCheckArgs};
 use crate::config::{RunConfig, resolve};
 use crate::exit::{ErrorCode, Failure};
 use crate::rank_env::{Env, Variables};
+use crate::run::unusable;
 use report::{Answers, Length, Pictures, Rendered, Report, Sized};
 use statistics::{Spread, balance};
 
@@ -35,13 +36,10 @@ pub(crate) fn run(args: &DataCheckArgs, variables: &Variables) -> Result<ExitCod
     let config = configuration(args)?;
     let file = config.data_file();
     let dir = config.model_dir();
-    let processor = Processor::load(&dir).map_err(|error| {
-        let title = format!("cannot use the model folder {}", dir.display());
-        Failure::new(ErrorCode::ModelFiles, title, chain(&error))
-            .next("point --model at a MiniCPM-V 2.6 or MiniCPM-o 2.6 folder; its weights are not needed here")
-    })?;
+    let processor = models::open_processor(&dir)
+        .map_err(|error| unusable(&dir, &error).next("its weights are not needed here"))?;
     let (samples, images) = read(&file, args.limit)?;
-    let mut report = check(&config, &file, &samples, &images, &processor);
+    let mut report = check(&config, &file, &samples, &images, &*processor);
     if let Some(folder) = &args.output {
         std::fs::create_dir_all(folder)
             .map_err(|error| Failure::io(ErrorCode::Disk, "make", folder, &error))?;
@@ -125,7 +123,7 @@ fn check(
     file: &Path,
     samples: &[RawSample],
     images: &ImageFolder,
-    processor: &Processor,
+    processor: &dyn Processor,
 ) -> Report {
     let options = EncodeOptions {
         model_max_length: config.batch.model_max_length,
@@ -139,18 +137,12 @@ fn check(
     let usable: Vec<usize> = (0..samples.len())
         .filter(|i| verdicts[*i].is_ok())
         .collect();
-    let turn_end = processor.tokenizer().id("<|im_end|>").unwrap_or(i32::MIN);
+    let turn_end = processor.turn_end();
     let measured: Vec<Measured> = usable
         .par_iter()
         .filter_map(|index| {
             let tokens = processor.tokens(&samples[*index], images, &options).ok()?;
-            Some(measure(
-                *index,
-                &samples[*index],
-                &tokens,
-                processor,
-                turn_end,
-            ))
+            Some(measure(*index, &samples[*index], &tokens, turn_end))
         })
         .collect();
     let context = Context {
@@ -193,20 +185,14 @@ fn check(
     }
 }
 
-fn measure(
-    index: usize,
-    sample: &RawSample,
-    tokens: &SampleTokens,
-    processor: &Processor,
-    turn_end: i32,
-) -> Measured {
+fn measure(index: usize, sample: &RawSample, tokens: &SampleTokens, turn_end: i32) -> Measured {
     let turns = sample.conversations.iter();
     // Supervised positions of one answer are neighbours; the next question lies between answers.
     let runs = tokens.labels.split(|label| *label == IGNORED);
     Measured {
         index,
         tokens: tokens.input_ids.len(),
-        picture_tokens: tokens.image_bounds.len() * processor.config().query_num,
+        picture_tokens: tokens.image_bounds.iter().map(|(a, b)| b - a).sum(),
         supervised: tokens.labels.iter().filter(|l| **l != IGNORED).count(),
         cut: tokens.untruncated_tokens > tokens.input_ids.len(),
         answers: Answers {
@@ -219,11 +205,9 @@ fn measure(
 fn pictures(
     samples: &[RawSample],
     images: &ImageFolder,
-    processor: &Processor,
+    processor: &dyn Processor,
     options: &EncodeOptions,
 ) -> Pictures {
-    let mut slicing = processor.config().slicing;
-    slicing.max_slice_nums = options.max_slice_nums.unwrap_or(slicing.max_slice_nums);
     let paths: Vec<&PathBuf> = samples
         .iter()
         .flat_map(|sample| sample.images.iter().map(|(_, path)| path))
@@ -233,16 +217,18 @@ fn pictures(
         .filter_map(|path| images.dimensions(path).ok())
         .collect();
     let mut by_slices = BTreeMap::new();
-    for (width, height) in &sizes {
-        let slices = SlicePlan::new(*width, *height, &slicing).slices();
-        *by_slices.entry(slices).or_insert(0) += 1;
+    let mut tokens = BTreeSet::new();
+    for size in &sizes {
+        let plan = processor.picture(*size, options);
+        *by_slices.entry(plan.slices).or_insert(0) += 1;
+        tokens.insert(plan.tokens_per_slice);
     }
     Pictures {
         count: sizes.len(),
         widths: Spread::of(sizes.iter().map(|(width, _)| *width)),
         heights: Spread::of(sizes.iter().map(|(_, height)| *height)),
         by_slices: by_slices.into_iter().collect(),
-        tokens_per_slice: processor.config().query_num,
+        tokens_per_slice: tokens.first().copied().zip(tokens.last().copied()),
     }
 }
 
@@ -289,7 +275,7 @@ fn balance_of(config: &RunConfig, measured: &[Measured]) -> statistics::Balance 
 fn rendered(
     samples: &[RawSample],
     images: &ImageFolder,
-    processor: &Processor,
+    processor: &dyn Processor,
     options: &EncodeOptions,
     usable: &[usize],
 ) -> Option<Rendered> {

@@ -1,11 +1,9 @@
 //! One sample as the model sees it, with what it learns marked.
 
-use models::minicpm::processor::Processor;
-use models::minicpm::sample::SampleTokens;
+use models::Processor;
+use models::data::SampleTokens;
 use serde::Serialize;
-
-/// Most tokens between the start markers of two slices of one picture, features aside.
-const GAP_TOKENS: usize = 4;
+use std::ops::Range;
 
 /// A piece of a rendered sample.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -24,12 +22,8 @@ enum Role {
 }
 
 /// The pieces of a sample, in order.
-pub(super) fn pieces(processor: &Processor, tokens: &SampleTokens) -> Vec<Piece> {
-    let image_start = processor
-        .tokenizer()
-        .id(&processor.config().markers.image_start)
-        .unwrap_or(i32::MIN);
-    let pictures = pictures(tokens, image_start);
+pub(super) fn pieces(processor: &dyn Processor, tokens: &SampleTokens) -> Vec<Piece> {
+    let pictures = processor.pictures(tokens);
     let roles = roles(tokens, &pictures);
     let mut found = Vec::new();
     let mut from = 0;
@@ -38,8 +32,9 @@ pub(super) fn pieces(processor: &Processor, tokens: &SampleTokens) -> Vec<Piece>
         let until = until.map_or(roles.len(), |count| from + count);
         let text = match role {
             Role::Picture(index) => {
-                let slices = pictures[*index].slices;
-                format!("<image {}x{slices}>", processor.config().query_num)
+                let (range, slices) = &pictures[*index];
+                let features = features(tokens, range);
+                format!("<image {}x{slices}>", features / slices)
             }
             Role::Read | Role::Learnt => processor
                 .tokenizer()
@@ -65,42 +60,23 @@ pub(super) fn text(pieces: &[Piece], color: bool) -> String {
     pieces.iter().map(mark).collect()
 }
 
-/// Tokens of one picture, markers included, and its slices.
-struct Picture {
-    tokens: std::ops::Range<usize>,
-    slices: usize,
+/// Tokens within `range` that features replace.
+fn features(tokens: &SampleTokens, range: &Range<usize>) -> usize {
+    let inside = |(start, end): &&(usize, usize)| range.start <= *start && *end <= range.end;
+    let bounds = tokens.image_bounds.iter().filter(inside);
+    bounds.map(|(start, end)| end - start).sum()
 }
 
-/// Slices follow each other closely; a start marker of pictures begins a new one.
-fn pictures(tokens: &SampleTokens, image_start: i32) -> Vec<Picture> {
-    let mut found: Vec<Picture> = Vec::new();
-    for (start, end) in &tokens.image_bounds {
-        let marker = start.saturating_sub(1);
-        let begins = tokens.input_ids.get(marker) == Some(&image_start);
-        match found.last_mut() {
-            Some(last) if !begins && marker <= last.tokens.end + GAP_TOKENS => {
-                last.tokens.end = end + 1;
-                last.slices += 1;
-            }
-            _ => found.push(Picture {
-                tokens: marker..end + 1,
-                slices: 1,
-            }),
-        }
-    }
-    found
-}
-
-fn roles(tokens: &SampleTokens, pictures: &[Picture]) -> Vec<Role> {
+fn roles(tokens: &SampleTokens, pictures: &[(Range<usize>, usize)]) -> Vec<Role> {
     let ids = &tokens.input_ids;
     // A label stands one place before the token that it predicts.
     let learnt = |at: usize| at > 0 && tokens.labels[at - 1] == ids[at];
     let mut roles: Vec<Role> = (0..ids.len())
         .map(|at| if learnt(at) { Role::Learnt } else { Role::Read })
         .collect();
-    for (index, picture) in pictures.iter().enumerate() {
-        let end = picture.tokens.end.min(roles.len());
-        roles[picture.tokens.start.min(end)..end].fill(Role::Picture(index));
+    for (index, (tokens, _)) in pictures.iter().enumerate() {
+        let end = tokens.end.min(roles.len());
+        roles[tokens.start.min(end)..end].fill(Role::Picture(index));
     }
     roles
 }
@@ -125,19 +101,15 @@ mod tests {
     }
 
     #[test]
-    fn slices_join_their_picture_and_a_start_marker_begins_another() {
+    fn a_picture_is_one_piece_whatever_its_slices() {
         let sample = sample();
-        let pictures = pictures(&sample, 5);
-        let found: Vec<_> = pictures
-            .iter()
-            .map(|p| (p.tokens.clone(), p.slices))
-            .collect();
-        assert_eq!(found, [(1..9, 2), (9..13, 1)]);
+        let pictures = [(1..9, 2), (9..13, 1)];
         let roles = roles(&sample, &pictures);
         assert_eq!(roles[0], Role::Read);
         assert_eq!(roles[8], Role::Picture(0));
         assert_eq!(roles[9], Role::Picture(1));
         assert_eq!(roles[13..], [Role::Read, Role::Learnt, Role::Learnt]);
+        assert_eq!(features(&sample, &(1..9)), 4);
     }
 
     #[test]

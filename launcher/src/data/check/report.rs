@@ -50,7 +50,8 @@ pub(super) struct Pictures {
     pub(super) heights: Spread,
     /// Number of pictures by their number of slices, ascending.
     pub(super) by_slices: Vec<(usize, usize)>,
-    pub(super) tokens_per_slice: usize,
+    /// Fewest and most tokens of a slice, where there are pictures.
+    pub(super) tokens_per_slice: Option<(usize, usize)>,
 }
 
 /// Whether the model learns to stop.
@@ -228,10 +229,17 @@ impl Report {
             .collect();
         add(
             "",
-            format!(
-                "slices of {tokens_per_slice} tokens (pictures): {}",
-                slices.join(", ")
-            ),
+            match tokens_per_slice {
+                Some((least, most)) if least < most => format!(
+                    "slices of {least} to {most} tokens (pictures): {}",
+                    slices.join(", ")
+                ),
+                Some((tokens, _)) => format!(
+                    "slices of {tokens} tokens (pictures): {}",
+                    slices.join(", ")
+                ),
+                None => "none can be read".to_owned(),
+            },
         );
     }
 

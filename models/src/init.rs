@@ -1,4 +1,4 @@
-//! Random start values, as the reference implementations draw them.
+//! Random start values.
 //!
 //! Every value is a function of seed, tensor name and element, so that no rank count, shard size
 //! or order of calls changes a model.
@@ -10,7 +10,7 @@ use std::ops::Range;
 
 /// A distribution of start values.
 #[derive(Clone, Copy, PartialEq, Debug)]
-enum Init {
+pub(crate) enum Init {
     Constant(f32),
     /// Standard deviation.
     Normal(f32),
@@ -18,16 +18,30 @@ enum Init {
     Uniform(f32),
 }
 
-/// Writes the start values of `elements` of a parameter (row-major) into `out`.
-pub(super) fn fill(
+impl Init {
+    /// Xavier's uniform distribution.
+    pub(crate) fn xavier(fan_in: usize, fan_out: usize) -> Self {
+        Self::Uniform((6.0 / (fan_in + fan_out) as f32).sqrt())
+    }
+}
+
+/// Inputs and outputs of a parameter taken as a matrix.
+pub(crate) fn fans(param: &ParamSpec) -> (usize, usize) {
+    let fan_out = param.shape.dims().first().copied().unwrap_or(1);
+    (param.shape.elems() / fan_out.max(1), fan_out)
+}
+
+/// Writes the start values of `elements` of a parameter (row-major) into `out`. Adapters, biases and
+/// vectors begin alike in all families; `matrix` is the family's rule for the rest.
+pub(crate) fn fill(
     param: &ParamSpec,
-    std: f32,
+    matrix: Init,
     seed: u64,
     elements: Range<usize>,
     out: &mut [f32],
 ) {
     let stream = RandomStream::new(seed, &param.name);
-    let init = rule(param, std);
+    let init = rule(param, matrix);
     for (value, element) in out.iter_mut().zip(elements) {
         let element = element as u64;
         *value = match init {
@@ -38,31 +52,21 @@ pub(super) fn fill(
     }
 }
 
-fn rule(param: &ParamSpec, std: f32) -> Init {
+fn rule(param: &ParamSpec, matrix: Init) -> Init {
     let name = param.name.as_str();
-    let dims = param.shape.dims();
-    let fan_out = dims.first().copied().unwrap_or(1);
-    let fan_in = param.shape.elems() / fan_out.max(1);
-    // Xavier's uniform distribution.
-    let xavier = Init::Uniform((6.0 / (fan_in + fan_out) as f32).sqrt());
     if name.starts_with(ADAPTER_PREFIX) {
         // Kaiming's uniform distribution with a = sqrt(5) for A; B begins at zero.
         return match name.contains(".lora_A.") {
-            true => Init::Uniform((1.0 / fan_in as f32).sqrt()),
+            true => Init::Uniform((1.0 / fans(param).0 as f32).sqrt()),
             false => Init::Constant(0.0),
         };
     }
-    match name {
-        _ if name.ends_with("bias") => Init::Constant(0.0),
-        _ if dims.len() == 1 => Init::Constant(1.0),
-        "resampler.proj" => Init::Normal((fan_in as f32).powf(-0.5)),
-        "resampler.attn.in_proj_weight" => xavier,
-        "vpm.embeddings.position_embedding.weight" | "vpm.embeddings.patch_embedding.weight" => {
-            Init::Normal((fan_in as f32).powf(-0.5))
-        }
-        _ if name.starts_with("vpm.") => xavier,
-        // The resampler's own code writes 0.02, which is the default of the range.
-        _ => Init::Normal(std),
+    if name.ends_with("bias") {
+        return Init::Constant(0.0);
+    }
+    match param.shape.dims().len() {
+        1 => Init::Constant(1.0),
+        _ => matrix,
     }
 }
 
@@ -86,17 +90,17 @@ mod tests {
     fn any_split_gives_the_same_values() {
         let p = param("llm.model.layers.0.mlp.up_proj.weight", &[7, 9]);
         let mut whole = [0.0; 63];
-        fill(&p, 0.02, 3, 0..63, &mut whole);
+        fill(&p, Init::Normal(0.02), 3, 0..63, &mut whole);
         let mut part = [0.0; 20];
-        fill(&p, 0.02, 3, 31..51, &mut part);
+        fill(&p, Init::Normal(0.02), 3, 31..51, &mut part);
         assert_eq!(whole[31..51], part);
-        fill(&p, 0.02, 4, 31..51, &mut part);
+        fill(&p, Init::Normal(0.02), 4, 31..51, &mut part);
         assert_ne!(whole[31..51], part);
     }
 
     #[test]
     fn rules_follow_the_kind_of_tensor() {
-        let of = |name: &str, shape: &[usize]| rule(&param(name, shape), 0.02);
+        let of = |name: &str, shape: &[usize]| rule(&param(name, shape), Init::Normal(0.02));
         assert_eq!(of("llm.model.norm.weight", &[8]), Init::Constant(1.0));
         assert_eq!(of("resampler.attn.in_proj_bias", &[8]), Init::Constant(0.0));
         assert_eq!(of("llm.lm_head.weight", &[8, 4]), Init::Normal(0.02));
@@ -104,6 +108,5 @@ mod tests {
         assert_eq!(of(a, &[2, 16]), Init::Uniform(0.25));
         let b = "base_model.model.llm.q_proj.lora_B.weight";
         assert_eq!(of(b, &[16, 2]), Init::Constant(0.0));
-        assert_eq!(of("resampler.proj", &[16, 16]), Init::Normal(0.25));
     }
 }

@@ -1,0 +1,157 @@
+//! Samples as models take them: token ids, labels, places of pictures and patches.
+
+/// Label of a position that is not supervised.
+pub const IGNORED: i32 = kernels::IGNORED_LABEL;
+
+/// Settings of a run that shape samples.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct EncodeOptions {
+    /// Tokens a sample is cut to, those of pictures included.
+    pub model_max_length: usize,
+    /// Most cells per picture, instead of the model folder's number; only MiniCPM cuts pictures into cells.
+    pub max_slice_nums: Option<usize>,
+}
+
+impl Default for EncodeOptions {
+    fn default() -> Self {
+        Self {
+            model_max_length: 2048,
+            max_slice_nums: None,
+        }
+    }
+}
+
+/// When a picture gets a number in the prompt (if the model numbers pictures at all).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum PlaceholderStyle {
+    /// As the fine-tuning script writes it: only pictures with cells are numbered and counted.
+    #[default]
+    Training,
+    /// As the inference processor writes it: every picture is.
+    Inference,
+}
+
+/// One input of a vision tower: a picture, or a part of one, as patches.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Slice {
+    /// Patches on top of each other.
+    pub rows: usize,
+    /// Patches side by side.
+    pub cols: usize,
+    /// `[rows * cols, 3 * patch * patch]` bytes: patches row-major, within a patch channel, pixel
+    /// row, pixel column, which is the order of the convolution's weight.
+    pub patches: Vec<u8>,
+}
+
+impl Slice {
+    /// The `width` x `height` pixels of `image` from `corner` (x, y) on, in patches of `side` x `side` pixels.
+    pub fn cut(
+        image: &crate::image::RgbImage,
+        corner: (usize, usize),
+        (width, height): (usize, usize),
+        side: usize,
+    ) -> Self {
+        let (rows, cols) = (height / side, width / side);
+        let mut patches = Vec::with_capacity(rows * cols * side * side * 3);
+        for patch in 0..rows * cols {
+            let x = corner.0 + patch % cols * side;
+            let y = corner.1 + patch / cols * side;
+            for channel in 0..3 {
+                for pixel_row in 0..side {
+                    let row = &image.row(y + pixel_row)[x * 3..][..side * 3];
+                    patches.extend(row.iter().skip(channel).step_by(3));
+                }
+            }
+        }
+        Self {
+            rows,
+            cols,
+            patches,
+        }
+    }
+}
+
+/// A training sample as the model takes it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct EncodedSample {
+    /// Token ids, `[tokens]`.
+    pub input_ids: Vec<i32>,
+    /// What each position shall predict, [`IGNORED`] where it is not supervised, `[tokens]`: already
+    /// shifted.
+    pub labels: Vec<i32>,
+    /// Token ranges `start..end` that features replace: range k belongs to slice k, or to picture k where
+    /// the model sees a picture more than once.
+    pub image_bounds: Vec<(usize, usize)>,
+    /// Slices in the order of the text; truncation may leave more slices than ranges, the last ones
+    /// then have no effect.
+    pub slices: Vec<Slice>,
+    /// Tokens before truncation.
+    pub untruncated_tokens: usize,
+}
+
+impl EncodedSample {
+    /// Positions that enter the loss.
+    pub fn supervised_tokens(&self) -> usize {
+        self.labels.iter().filter(|&&l| l != IGNORED).count()
+    }
+
+    /// Patches of all slices together.
+    pub fn patches(&self) -> usize {
+        self.slices
+            .iter()
+            .map(|slice| slice.rows * slice.cols)
+            .sum()
+    }
+}
+
+/// A prompt as the model takes it, up to where the assistant starts to write.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct EncodedPrompt {
+    /// Token ids, `[tokens]`.
+    pub input_ids: Vec<i32>,
+    /// As [`EncodedSample::image_bounds`].
+    pub image_bounds: Vec<(usize, usize)>,
+    /// As [`EncodedSample::slices`].
+    pub slices: Vec<Slice>,
+}
+
+/// What a sample will cost, without its pixels.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SampleSize {
+    /// Tokens after truncation.
+    pub tokens: usize,
+    /// Tokens before truncation.
+    pub untruncated_tokens: usize,
+    /// Of those, tokens that features of pictures replace.
+    pub picture_tokens: usize,
+    /// Positions that enter the loss.
+    pub supervised: usize,
+    /// Patches of all slices together.
+    pub patches: usize,
+    /// Slices.
+    pub slices: usize,
+}
+
+/// The tokens of a training sample, without its pixels; fields as in [`EncodedSample`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SampleTokens {
+    /// Token ids, `[tokens]`.
+    pub input_ids: Vec<i32>,
+    /// What each position shall predict, `[tokens]`.
+    pub labels: Vec<i32>,
+    /// Token ranges that features replace.
+    pub image_bounds: Vec<(usize, usize)>,
+    /// Tokens before truncation.
+    pub untruncated_tokens: usize,
+    /// Slices of all pictures.
+    pub slices: usize,
+}
+
+/// What one picture becomes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PicturePlan {
+    /// Slices.
+    pub slices: usize,
+    /// Tokens of each slice.
+    pub tokens_per_slice: usize,
+}

@@ -1,0 +1,12 @@
+//! Fine-tuning data: samples as users write them, and as models take them.
+
+mod encoded;
+mod error;
+mod raw;
+
+pub use encoded::{
+    EncodeOptions, EncodedPrompt, EncodedSample, IGNORED, PicturePlan, PlaceholderStyle,
+    SampleSize, SampleTokens, Slice,
+};
+pub use error::SampleError;
+pub use raw::{DataError, RawSample, SINGLE_IMAGE, read_samples};

@@ -1,0 +1,116 @@
+//! Which model a folder holds: family and every size come from its `config.json`.
+
+use crate::config::{self, ConfigError};
+use crate::minicpm::config::MiniCpmConfig;
+use crate::minicpm::processor::ProcessorConfig;
+use crate::minicpm::{MiniCpm, MiniCpmProcessor};
+use crate::options::ModelOptions;
+use crate::processor::{Processor, ProcessorError};
+use crate::{ModelError, VisionLanguageModel};
+use serde::Deserialize;
+use std::path::Path;
+use std::sync::Arc;
+
+/// What `model_type`, or the first of `architectures`, may be.
+pub const MODEL_TYPES: [&str; 2] = ["minicpmv", "minicpmo"];
+
+/// A family of models that share code.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Family {
+    /// MiniCPM-V 2.6 and MiniCPM-o 2.6.
+    MiniCpm,
+}
+
+/// Why a model folder yields no model.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum OpenError {
+    /// Its files cannot be used.
+    #[error(transparent)]
+    Files(#[from] ProcessorError),
+    /// The settings do not fit the model.
+    #[error(transparent)]
+    Model(#[from] ModelError),
+}
+
+impl From<ConfigError> for OpenError {
+    fn from(error: ConfigError) -> Self {
+        Self::Files(error.into())
+    }
+}
+
+#[derive(Deserialize)]
+struct Head {
+    #[serde(default)]
+    model_type: String,
+    #[serde(default)]
+    architectures: Vec<String>,
+}
+
+impl Family {
+    /// The family of the model folder `dir`.
+    ///
+    /// # Errors
+    /// [`ConfigError`] if `config.json` cannot be read or is of no family that is implemented.
+    pub fn of(dir: &Path) -> Result<Self, ConfigError> {
+        let (bytes, path) = config::read(dir)?;
+        let head: Head =
+            serde_json::from_slice(&bytes).map_err(|source| ConfigError::Json { path, source })?;
+        let architecture = head.architectures.first().map_or("", String::as_str);
+        match (&*head.model_type, architecture) {
+            ("minicpmv" | "minicpmo", _) => Ok(Self::MiniCpm),
+            (found, architecture) => Err(ConfigError::UnsupportedModel {
+                found: if found.is_empty() {
+                    architecture
+                } else {
+                    found
+                }
+                .to_owned(),
+            }),
+        }
+    }
+
+    /// Layers that get adapters when nothing is said: those of the family's published recipe.
+    #[must_use]
+    pub fn default_lora_targets(self) -> &'static str {
+        match self {
+            Self::MiniCpm => r"llm\..*layers\.\d+\.self_attn\.(q_proj|k_proj|v_proj|o_proj)",
+        }
+    }
+
+    /// Modules trained in full beside adapters when nothing is said.
+    #[must_use]
+    pub fn default_modules_to_save(self, tune_vision: bool) -> &'static str {
+        match self {
+            Self::MiniCpm if tune_vision => "embed_tokens,resampler,vpm",
+            Self::MiniCpm => "embed_tokens,resampler",
+        }
+    }
+}
+
+/// Opens the model of the folder `dir`: parameters and forward pass, without its weights.
+///
+/// # Errors
+/// [`OpenError`] if a file cannot be used or `options` does not fit.
+pub fn open_model(
+    dir: &Path,
+    options: ModelOptions,
+) -> Result<Arc<dyn VisionLanguageModel>, OpenError> {
+    match Family::of(dir)? {
+        Family::MiniCpm => {
+            let config = MiniCpmConfig::load(dir)?;
+            let normalization = ProcessorConfig::load(dir, &config)?.normalization;
+            Ok(Arc::new(MiniCpm::new(config, normalization, options)?))
+        }
+    }
+}
+
+/// Opens the sample rules of the folder `dir`.
+///
+/// # Errors
+/// [`ProcessorError`] naming the file that is missing, invalid or contradicts another.
+pub fn open_processor(dir: &Path) -> Result<Arc<dyn Processor>, ProcessorError> {
+    match Family::of(dir)? {
+        Family::MiniCpm => Ok(Arc::new(MiniCpmProcessor::load(dir)?)),
+    }
+}

@@ -1,0 +1,78 @@
+//! Angles of rotary positions.
+
+use crate::batch::upload;
+use crate::error::Result;
+use kernels::{Backend, DType, Float, RopeLayout, Tensor};
+
+/// Angles of rotary positions, one row per token.
+#[derive(Clone, Debug)]
+pub struct Rotary {
+    /// f32 `[t, w]`.
+    pub cos: Tensor,
+    /// f32 `[t, w]`.
+    pub sin: Tensor,
+    /// Which elements rotate together.
+    pub layout: RopeLayout,
+}
+
+/// `theta^(-2i / rotary)` for `i < rotary / 2`.
+#[must_use]
+pub fn rope_frequencies(rotary: usize, theta: f32) -> Vec<f32> {
+    (0..rotary / 2)
+        .map(|i| 1.0 / theta.powf((2 * i) as f32 / rotary as f32))
+        .collect()
+}
+
+/// Frequencies of the pairs that rotate, and which pairs these are.
+#[derive(Clone, PartialEq, Debug)]
+pub struct RotaryTable {
+    /// `[w]`.
+    pub frequencies: Vec<f32>,
+    /// Which elements rotate together.
+    pub layout: RopeLayout,
+}
+
+impl RotaryTable {
+    /// Angles `position * frequency` of every position; cosines and sines as `dtype` represents them.
+    ///
+    /// # Errors
+    /// When memory runs out.
+    pub fn rotary(&self, positions: &[i32], dtype: DType, backend: &dyn Backend) -> Result<Rotary> {
+        let angles = positions
+            .iter()
+            .flat_map(|p| self.frequencies.iter().map(move |w| *p as f32 * w));
+        rotary_of(angles, self.frequencies.len(), self.layout, dtype, backend)
+    }
+}
+
+/// Cosines and sines of `angles` (rows of `width`), as `dtype` represents them.
+///
+/// # Errors
+/// When memory runs out.
+pub fn rotary_of(
+    angles: impl Iterator<Item = f32> + Clone,
+    width: usize,
+    layout: RopeLayout,
+    dtype: DType,
+    backend: &dyn Backend,
+) -> Result<Rotary> {
+    let table = |f: fn(f32) -> f32| -> Result<Tensor> {
+        let values: Vec<f32> = angles.clone().map(|a| round(f(a), dtype)).collect();
+        upload(backend, &values, &[values.len() / width.max(1), width])
+    };
+    Ok(Rotary {
+        cos: table(f32::cos)?,
+        sin: table(f32::sin)?,
+        layout,
+    })
+}
+
+/// `x` as `dtype` represents it.
+#[must_use]
+pub fn round(x: f32, dtype: DType) -> f32 {
+    match dtype {
+        DType::BF16 => Float::to_f32(<half::bf16 as Float>::from_f32(x)),
+        DType::F16 => Float::to_f32(<half::f16 as Float>::from_f32(x)),
+        _ => x,
+    }
+}

@@ -1,0 +1,87 @@
+//! How a model is set up for a run, whatever its family.
+
+use crate::lora::LoraConfig;
+use crate::params::ADAPTER_PREFIX;
+use crate::selection::Selection;
+use crate::{Result, Tower};
+use engine::ModelSpec;
+use kernels::DType;
+
+/// Where angles of rotary positions are rounded.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum RopePrecision {
+    /// Where the family's own code rounds: published checkpoints were trained that way.
+    #[default]
+    Model,
+    /// Nowhere: f32 throughout.
+    F32,
+}
+
+/// Settings of a run that shape a model.
+#[derive(Clone, PartialEq, Debug)]
+pub struct ModelOptions {
+    /// Dtype of weights and activations.
+    pub dtype: DType,
+    /// Whether the vision tower trains. What joins it to the language model always does, except in
+    /// an adapter run that does not name it.
+    pub tune_vision: bool,
+    /// Whether the language model trains, embeddings and head included.
+    pub tune_llm: bool,
+    /// Exactly what trains beside adapters, instead of the switches above.
+    pub train: Option<Selection>,
+    /// What stays frozen whatever else says that it trains, adapters excepted.
+    pub freeze: Option<Selection>,
+    /// Adapters.
+    pub lora: Option<LoraConfig>,
+    /// Where rotary angles are rounded.
+    pub rope_precision: RopePrecision,
+    /// Learned keys and values per decoder layer (p-tuning v2); 0 for none. CogVLM and CogAgent only.
+    pub ptuning_tokens: usize,
+}
+
+impl ModelOptions {
+    /// A full fine-tune in `dtype`.
+    #[must_use]
+    pub fn new(dtype: DType) -> Self {
+        Self {
+            dtype,
+            tune_vision: true,
+            tune_llm: true,
+            train: None,
+            freeze: None,
+            lora: None,
+            rope_precision: RopePrecision::Model,
+            ptuning_tokens: 0,
+        }
+    }
+
+    /// Whether the parameter `name` of the base in `tower` trains; adapters always do.
+    #[must_use]
+    pub fn trains(&self, name: &str, tower: Tower) -> bool {
+        let chosen = match (&self.train, tower) {
+            (Some(train), _) => train.contains(name),
+            (None, Tower::Vision) => self.tune_vision,
+            (None, Tower::Language) => self.tune_llm,
+            (None, Tower::Resampler) => self.lora.is_none(),
+        };
+        let saved = self.lora.as_ref().is_some_and(|lora| lora.saves(name));
+        let frozen = self
+            .freeze
+            .as_ref()
+            .is_some_and(|freeze| freeze.contains(name));
+        (chosen || saved) && !frozen
+    }
+
+    /// Fails when a selection names nothing of the model.
+    ///
+    /// # Errors
+    /// Names the word.
+    pub fn check(&self, spec: &ModelSpec) -> Result<()> {
+        let base = spec.params.iter().map(|param| &*param.name);
+        let base = base.filter(|name| !name.starts_with(ADAPTER_PREFIX));
+        for selection in [&self.train, &self.freeze].into_iter().flatten() {
+            selection.check(base.clone())?;
+        }
+        Ok(())
+    }
+}

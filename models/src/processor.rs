@@ -1,0 +1,206 @@
+//! What turns samples into model inputs: one implementation per family.
+
+use std::ops::Range;
+use std::path::PathBuf;
+
+use thiserror::Error;
+
+use crate::config::ConfigError;
+use crate::data::{
+    EncodeOptions, EncodedPrompt, EncodedSample, PicturePlan, PlaceholderStyle, RawSample,
+    SampleError, SampleSize, SampleTokens,
+};
+use crate::image::ImageSource;
+use crate::text::{TemplateError, Tokenizer, TokenizerError};
+
+/// A family's rules for prompts, labels and pictures, with a model folder's tokenizer and settings.
+pub trait Processor: Send + Sync + std::fmt::Debug {
+    /// Turns a sample into model inputs for training.
+    ///
+    /// # Errors
+    /// [`SampleError`] for each way a sample can be unusable; nothing is repaired silently.
+    fn encode(
+        &self,
+        sample: &RawSample,
+        images: &dyn ImageSource,
+        options: &EncodeOptions,
+    ) -> Result<EncodedSample, SampleError>;
+
+    /// Counts what [`Processor::encode`] would yield and checks all it checks, except the content of
+    /// picture files behind their headers.
+    ///
+    /// # Errors
+    /// As [`Processor::encode`].
+    fn measure(
+        &self,
+        sample: &RawSample,
+        images: &dyn ImageSource,
+        options: &EncodeOptions,
+    ) -> Result<SampleSize, SampleError>;
+
+    /// The tokens that [`Processor::encode`] would yield, from the headers of the pictures alone.
+    ///
+    /// # Errors
+    /// As [`Processor::measure`].
+    fn tokens(
+        &self,
+        sample: &RawSample,
+        images: &dyn ImageSource,
+        options: &EncodeOptions,
+    ) -> Result<SampleTokens, SampleError>;
+
+    /// Turns the conversation without its last answer into a prompt; nothing is truncated.
+    /// The style [`PlaceholderStyle::Training`] writes pictures exactly as [`Processor::encode`] does.
+    ///
+    /// # Errors
+    /// [`SampleError`] as for [`Processor::encode`], except for missing answers.
+    fn encode_prompt(
+        &self,
+        sample: &RawSample,
+        images: &dyn ImageSource,
+        options: &EncodeOptions,
+        style: PlaceholderStyle,
+    ) -> Result<EncodedPrompt, SampleError>;
+
+    /// Text of a training sample before it is tokenized.
+    ///
+    /// # Errors
+    /// As [`Processor::measure`].
+    fn render(
+        &self,
+        sample: &RawSample,
+        images: &dyn ImageSource,
+        options: &EncodeOptions,
+    ) -> Result<String, SampleError>;
+
+    /// What a picture of `size` (width, height) becomes.
+    fn picture(&self, size: (usize, usize), options: &EncodeOptions) -> PicturePlan;
+
+    /// Token ranges of the pictures of a sample, markers included, each with its number of slices.
+    fn pictures(&self, tokens: &SampleTokens) -> Vec<(Range<usize>, usize)> {
+        let bounds = tokens.image_bounds.iter();
+        bounds.map(|(start, end)| (*start..*end, 1)).collect()
+    }
+
+    /// The tokenizer.
+    fn tokenizer(&self) -> &Tokenizer;
+
+    /// Id of the token that training puts behind an answer.
+    fn turn_end(&self) -> i32;
+
+    /// Ids of the tokens that end a generated answer.
+    fn stop_ids(&self) -> Vec<i32>;
+
+    /// Text of `ids`, special tokens left out.
+    ///
+    /// # Errors
+    /// [`TokenizerError::Decode`] for a negative id, or if the tokenizer fails.
+    fn decode(&self, ids: &[i32]) -> Result<String, TokenizerError> {
+        self.tokenizer().decode(ids)
+    }
+}
+
+/// Why a model folder yields no processor.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum ProcessorError {
+    /// `config.json` cannot be used.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    /// The tokenizer files cannot be used.
+    #[error(transparent)]
+    Tokenizer(#[from] TokenizerError),
+    /// The chat template cannot be used.
+    #[error(transparent)]
+    Template(#[from] TemplateError),
+    /// `preprocessor_config.json` is missing or cannot be read.
+    #[error("cannot read {}", path.display())]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// What the operating system said.
+        source: std::io::Error,
+    },
+    /// `preprocessor_config.json` is not valid.
+    #[error("{} is not valid", path.display())]
+    Json {
+        /// The file.
+        path: PathBuf,
+        /// Line, column and cause.
+        source: serde_json::Error,
+    },
+    /// The two configuration files disagree.
+    #[error("{field} is {config} in config.json but {preprocessor} in preprocessor_config.json")]
+    Disagree {
+        /// The setting.
+        field: &'static str,
+        /// Its value in `config.json`.
+        config: usize,
+        /// Its value in `preprocessor_config.json`.
+        preprocessor: usize,
+    },
+    /// A standard deviation of zero, or a mean or deviation that is not finite.
+    #[error("norm_mean {mean:?} and norm_std {std:?} are no usable normalisation")]
+    Normalization {
+        /// Mean per channel.
+        mean: [f32; 3],
+        /// Standard deviation per channel.
+        std: [f32; 3],
+    },
+}
+
+/// Turns bytes into the values the vision tower sees, in `f32`: `(v / 255 - mean) / std`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Normalization {
+    mean: [f32; 3],
+    std: [f32; 3],
+}
+
+impl Normalization {
+    /// Normalisation by `mean` and `std` per channel (red, green, blue).
+    ///
+    /// # Errors
+    /// [`ProcessorError::Normalization`] if a deviation is zero or any value is not finite.
+    pub fn new(mean: [f32; 3], std: [f32; 3]) -> Result<Self, ProcessorError> {
+        let finite = mean.iter().chain(&std).all(|v| v.is_finite());
+        if !finite || std.contains(&0.0) {
+            return Err(ProcessorError::Normalization { mean, std });
+        }
+        Ok(Self { mean, std })
+    }
+
+    /// Value of `byte` in `channel` (0 to 2).
+    pub fn normalize(&self, channel: usize, byte: u8) -> f32 {
+        (f32::from(byte) / 255.0 - self.mean[channel]) / self.std[channel]
+    }
+
+    /// Values of `patches` as laid out in [`Slice::patches`](crate::data::Slice::patches), each
+    /// patch of `3 * patch_size * patch_size` bytes.
+    pub fn normalize_patches(&self, patches: &[u8], patch_size: usize) -> Vec<f32> {
+        let table: [[f32; 256]; 3] =
+            std::array::from_fn(|c| std::array::from_fn(|byte| self.normalize(c, byte as u8)));
+        let mut values = Vec::with_capacity(patches.len());
+        for (i, plane) in patches.chunks(patch_size * patch_size).enumerate() {
+            values.extend(plane.iter().map(|&byte| table[i % 3][usize::from(byte)]));
+        }
+        values
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn normalisation_is_per_channel() {
+        let norm = Normalization::new([0.5, 0.0, 1.0], [0.5, 1.0, 2.0]).unwrap();
+        let values = norm.normalize_patches(&[0, 255, 255, 0, 0, 255], 1);
+        assert_eq!(values, [-1.0, 1.0, 0.0, -1.0, 0.0, 0.0]);
+    }
+
+    #[test]
+    fn a_zero_deviation_is_refused() {
+        let result = Normalization::new([0.5; 3], [0.5, 0.0, 0.5]);
+        assert!(matches!(result, Err(ProcessorError::Normalization { .. })));
+    }
+}
