@@ -2,6 +2,7 @@
 
 mod encoded;
 mod error;
+mod formats;
 mod raw;
 
 pub use encoded::{
@@ -9,4 +10,5 @@ pub use encoded::{
     SampleSize, SampleTokens, Slice,
 };
 pub use error::SampleError;
+pub use formats::{DataFormat, Dataset, detect, read_samples_as};
 pub use raw::{DataError, RawSample, SINGLE_IMAGE, read_samples};
