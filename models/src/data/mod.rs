@@ -2,14 +2,13 @@
 
 mod encoded;
 mod error;
-mod folders;
 mod formats;
 mod raw;
 
 pub use encoded::{
     EncodeOptions, EncodedPrompt, EncodedSample, IGNORED, PicturePlan, PlaceholderStyle,
-    PromptSource, PromptStyle, SampleSize, SampleTokens, Slice,
+    SampleSize, SampleTokens, Slice,
 };
 pub use error::SampleError;
-pub use formats::{DataFormat, read_samples_as};
+pub use formats::{DataFormat, Dataset, detect, read_samples_as};
 pub use raw::{DataError, RawSample, SINGLE_IMAGE, read_samples};

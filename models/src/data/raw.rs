@@ -36,29 +36,43 @@ pub enum DataError {
         /// What is wrong there.
         reason: String,
     },
-    /// The file or folder has none of the forms that are read.
-    #[error("the form of {} is not known: {found}", path.display())]
+    /// The file or folder holds no sample.
+    #[error("{} holds no sample", path.display())]
+    Empty {
+        /// The file or folder.
+        path: PathBuf,
+    },
+    /// The content is of none of the formats.
+    #[error("the format of {} is not known: {found}", path.display())]
     UnknownFormat {
         /// The file or folder.
         path: PathBuf,
-        /// What it holds.
+        /// What it holds instead.
         found: String,
     },
-    /// A sample is valid JSON and contradicts itself.
-    #[error("{}: sample {index}: {reason}", path.display())]
-    Sample {
-        /// The file.
+    /// The content could be of several formats, or of one in several ways.
+    #[error("the format of {} is ambiguous: {reason}", path.display())]
+    AmbiguousFormat {
+        /// The file or folder.
         path: PathBuf,
-        /// Number of the sample, from 0.
-        index: usize,
-        /// What is wrong with it.
+        /// What could be meant, and how to say which.
         reason: String,
     },
-    /// The file holds no sample.
-    #[error("{} holds no sample", path.display())]
-    Empty {
-        /// The file.
-        path: PathBuf,
+    /// A label file without the picture it describes.
+    #[error("{} describes no picture of {}", label.display(), pictures.display())]
+    NoPicture {
+        /// The label file.
+        label: PathBuf,
+        /// The folder of pictures.
+        pictures: PathBuf,
+    },
+    /// A picture without its label file.
+    #[error("{} has no label in {}", picture.display(), labels.display())]
+    NoLabel {
+        /// The picture.
+        picture: PathBuf,
+        /// The folder of labels.
+        labels: PathBuf,
     },
 }
 
@@ -96,33 +110,42 @@ impl RawSample {
 /// # Errors
 /// [`DataError`] if the file cannot be read, is not valid (with line and column) or holds no sample.
 pub fn read_samples(path: &Path) -> Result<Vec<RawSample>, DataError> {
-    super::read_samples_as(path, Some(super::DataFormat::MiniCpm))
+    read_list(path)
 }
 
-/// The first `limit` items of a JSON list or of JSON lines.
-pub(super) fn read_list<T: DeserializeOwned>(
-    path: &Path,
-    limit: Option<usize>,
-) -> Result<Vec<T>, DataError> {
+/// Reads all samples of the file `path`, each as a `T`.
+pub(super) fn read_list<T: DeserializeOwned>(path: &Path) -> Result<Vec<T>, DataError> {
     let bytes = std::fs::read(path).map_err(|source| DataError::Read {
         path: path.to_owned(),
         source,
     })?;
     // some editors put a byte order mark in front
     let bytes = bytes.strip_prefix(b"\xef\xbb\xbf").unwrap_or(&bytes);
-    if bytes.trim_ascii_start().first() == Some(&b'[') {
-        return serde_json::from_slice(bytes).map_err(|error| invalid(path, 0, &error));
+    let is_list = bytes.trim_ascii_start().first() == Some(&b'[');
+    let samples = if is_list {
+        serde_json::from_slice(bytes).map_err(|error| invalid(path, 0, &error))?
+    } else {
+        read_lines(path, bytes)?
+    };
+    if samples.is_empty() {
+        return Err(DataError::Empty {
+            path: path.to_owned(),
+        });
     }
+    Ok(samples)
+}
+
+fn read_lines<T: DeserializeOwned>(path: &Path, bytes: &[u8]) -> Result<Vec<T>, DataError> {
     let lines = bytes.split(|&byte| byte == b'\n').enumerate();
     lines
         .filter(|(_, line)| !line.trim_ascii().is_empty())
-        .take(limit.unwrap_or(usize::MAX))
         .map(|(index, line)| {
             serde_json::from_slice(line).map_err(|error| invalid(path, index, &error))
         })
         .collect()
 }
 
+/// `error` at its place in the file `path`, `lines_before` lines behind where parsing began.
 pub(super) fn invalid(path: &Path, lines_before: usize, error: &serde_json::Error) -> DataError {
     let (line, column) = (error.line(), error.column());
     let text = error.to_string();
@@ -130,13 +153,16 @@ pub(super) fn invalid(path: &Path, lines_before: usize, error: &serde_json::Erro
     let reason = text.strip_suffix(&place).unwrap_or(&text).to_owned();
     DataError::Json {
         path: path.to_owned(),
-        line: lines_before + line,
+        // what a whole sample lacks has no place of its own
+        line: lines_before + line.max(1),
         column,
         reason,
     }
 }
 
-fn text_or_number<'de, D: Deserializer<'de>>(input: D) -> Result<Option<String>, D::Error> {
+pub(super) fn text_or_number<'de, D: Deserializer<'de>>(
+    input: D,
+) -> Result<Option<String>, D::Error> {
     match Option::<serde_json::Value>::deserialize(input)? {
         None | Some(serde_json::Value::Null) => Ok(None),
         Some(serde_json::Value::String(text)) => Ok(Some(text)),
