@@ -4,6 +4,7 @@
 //! slice, `M` spliced rows.
 
 use crate::data::Slice;
+use crate::eva::EvaTables;
 use crate::generate::CachePass;
 use crate::nn::Rotary;
 use crate::ops::Sequences;
@@ -39,6 +40,34 @@ pub struct VisionBatch {
 pub enum VisionTables {
     /// MiniCPM.
     MiniCpm(MiniCpmTables),
+    /// CogVLM, CogVLM2 and GLM-4V.
+    Eva(EvaTables),
+}
+
+impl VisionTables {
+    /// The tables of MiniCPM's tower.
+    ///
+    /// # Errors
+    /// [`ModelError::ForeignBatch`] for those of another tower.
+    pub fn minicpm(&self) -> Result<&MiniCpmTables> {
+        match self {
+            Self::MiniCpm(tables) => Ok(tables),
+            _ => Err(ModelError::ForeignBatch {
+                expected: "MiniCPM",
+            }),
+        }
+    }
+
+    /// The tables of EVA's tower.
+    ///
+    /// # Errors
+    /// [`ModelError::ForeignBatch`] for those of another tower.
+    pub fn eva(&self) -> Result<&EvaTables> {
+        match self {
+            Self::Eva(tables) => Ok(tables),
+            _ => Err(ModelError::ForeignBatch { expected: "EVA" }),
+        }
+    }
 }
 
 /// Tables of MiniCPM's tower and resampler.

@@ -76,3 +76,92 @@ pub enum ConfigError {
         reason: String,
     },
 }
+
+/// The error of a value that is not computed.
+pub(crate) fn unsupported(
+    field: &'static str,
+    found: String,
+    expected: &'static str,
+) -> ConfigError {
+    ConfigError::Unsupported {
+        field,
+        found,
+        expected,
+    }
+}
+
+/// Fails unless `found` is absent or `expected`.
+pub(crate) fn expect(
+    field: &'static str,
+    found: Option<&str>,
+    expected: &'static str,
+) -> Result<(), ConfigError> {
+    match found {
+        Some(found) if found != expected => Err(unsupported(field, found.to_owned(), expected)),
+        _ => Ok(()),
+    }
+}
+
+/// Fails unless a dropout is zero.
+pub(crate) fn no_dropout(field: &'static str, found: f64) -> Result<(), ConfigError> {
+    if found == 0.0 {
+        Ok(())
+    } else {
+        Err(unsupported(field, found.to_string(), "0"))
+    }
+}
+
+/// `found`, which must be a positive number.
+pub(crate) fn positive(field: &'static str, found: f64) -> Result<f64, ConfigError> {
+    if found > 0.0 && found.is_finite() {
+        return Ok(found);
+    }
+    Err(unsupported(field, found.to_string(), "a positive number"))
+}
+
+/// `found`, which must be at least 1 and at most [`MAX_SIZE`].
+pub(crate) fn size(field: &'static str, found: usize) -> Result<usize, ConfigError> {
+    if found == 0 {
+        let reason = "it must be at least 1".to_owned();
+        return Err(ConfigError::Inconsistent {
+            field,
+            found,
+            reason,
+        });
+    }
+    at_most(field, found, MAX_SIZE)
+}
+
+/// `found`, which must be at most `limit`.
+pub(crate) fn at_most(
+    field: &'static str,
+    found: usize,
+    limit: usize,
+) -> Result<usize, ConfigError> {
+    if found <= limit {
+        return Ok(found);
+    }
+    let reason = format!("it must be at most {limit}");
+    Err(ConfigError::Inconsistent {
+        field,
+        found,
+        reason,
+    })
+}
+
+/// `found / divisor`, which must leave no rest.
+pub(crate) fn divisible(
+    field: &'static str,
+    found: usize,
+    divisor: usize,
+) -> Result<usize, ConfigError> {
+    if divisor > 0 && found.is_multiple_of(divisor) {
+        return Ok(found / divisor);
+    }
+    let reason = format!("it must be a multiple of {divisor}");
+    Err(ConfigError::Inconsistent {
+        field,
+        found,
+        reason,
+    })
+}

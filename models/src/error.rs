@@ -73,6 +73,12 @@ pub enum ModelError {
         /// What is wrong with it.
         reason: String,
     },
+    /// A batch was packed by a model of another family.
+    #[error("the pictures of the batch are not those of {expected}")]
+    ForeignBatch {
+        /// Whose pictures were expected.
+        expected: &'static str,
+    },
     /// An encoded sample does not fit the model.
     #[error("sample {sample}: {reason}")]
     Sample {

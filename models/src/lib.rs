@@ -10,6 +10,7 @@
 //! | [`batch`] | packed inputs of one pass |
 //! | [`generate`] | answers: the decoder's cache, sampling, ranks in lock step |
 //! | [`weights`], [`adapter`] | reading safetensors folders, and what a run saved beside its base |
+//! | [`eva`] | the vision tower of the Cogs and GLM-4V |
 //! | [`minicpm`] | MiniCPM-V 2.6 and MiniCPM-o 2.6 |
 //! | [`data`], [`processor`] | samples as users write them and as models take them; who turns one into the other |
 //! | [`config`], [`image`], [`text`] | reading `config.json`; pictures to pixels, conversations to tokens |
@@ -21,6 +22,7 @@ pub mod batch;
 pub mod config;
 pub mod data;
 mod error;
+pub mod eva;
 pub mod families;
 pub mod generate;
 pub mod image;

@@ -1,6 +1,6 @@
 //! The inner recorder: differentiable operations under a lease.
 
-use super::dropout::Dropout;
+use super::dropout::{Dropout, Rows};
 use super::sweep::{Grad, Node, Sweep};
 use super::tape::Observers;
 use super::var::{RecorderId, Var};
@@ -33,6 +33,8 @@ pub struct Scope<'s> {
     nodes: RefCell<Vec<Node>>,
     slots: Cell<usize>,
     elided: Cell<bool>,
+    /// Where [`Scope::with_rows`] is under way: the names of its rows.
+    row_names: RefCell<Option<Tensor>>,
 }
 
 impl std::fmt::Debug for Scope<'_> {
@@ -63,6 +65,7 @@ impl<'s> Scope<'s> {
             nodes: RefCell::default(),
             slots: Cell::new(0),
             elided: Cell::new(false),
+            row_names: RefCell::default(),
         }
     }
 
@@ -75,6 +78,33 @@ impl<'s> Scope<'s> {
     /// The random state of a training pass.
     pub(crate) fn dropout_state(&self) -> Option<&'s Dropout> {
         self.dropout
+    }
+
+    /// What tells the rows of a value apart for dropout, `[t, 2]`.
+    pub(crate) fn dropout_rows(&self, state: &Dropout, rows: Rows) -> Tensor {
+        let names = self.row_names.borrow();
+        names.as_ref().unwrap_or_else(|| state.rows(rows)).clone()
+    }
+
+    /// Runs `body` on values whose rows are rows `index` (i32) of the batch's `rows`, so that the adapters inside drop
+    /// by what the rows stand for. A row may be named several times.
+    ///
+    /// # Errors
+    /// When `body` fails or memory runs out.
+    pub fn with_rows<T>(
+        &self,
+        rows: Rows,
+        index: &Tensor,
+        body: impl FnOnce() -> Result<T>,
+    ) -> Result<T> {
+        let names = self
+            .dropout
+            .map(|state| self.backend().gather_rows(state.rows(rows), index))
+            .transpose()?;
+        let outer = self.row_names.replace(names);
+        let result = body();
+        self.row_names.replace(outer);
+        result
     }
 
     /// A value no gradient flows into: a mask, a table, an additive constant.

@@ -5,7 +5,9 @@ use std::path::Path;
 use serde::Deserialize;
 use serde_json::Value;
 
-use crate::config::{self, ConfigError, MAX_SIZE};
+use crate::config::{
+    self, ConfigError, at_most, divisible, expect, no_dropout, positive, size, unsupported,
+};
 
 /// Head size of the resampler's attention: it has `hidden_size / 128` heads.
 pub const RESAMPLER_HEAD_DIM: usize = 128;
@@ -380,77 +382,6 @@ impl RawVision {
             layer_norm_eps: positive("vision_config.layer_norm_eps", self.layer_norm_eps)?,
         })
     }
-}
-
-fn unsupported(field: &'static str, found: String, expected: &'static str) -> ConfigError {
-    ConfigError::Unsupported {
-        field,
-        found,
-        expected,
-    }
-}
-
-fn expect(
-    field: &'static str,
-    found: Option<&str>,
-    expected: &'static str,
-) -> Result<(), ConfigError> {
-    match found {
-        Some(found) if found != expected => Err(unsupported(field, found.to_owned(), expected)),
-        _ => Ok(()),
-    }
-}
-
-fn no_dropout(field: &'static str, found: f64) -> Result<(), ConfigError> {
-    if found == 0.0 {
-        Ok(())
-    } else {
-        Err(unsupported(field, found.to_string(), "0"))
-    }
-}
-
-fn positive(field: &'static str, found: f64) -> Result<f64, ConfigError> {
-    if found > 0.0 && found.is_finite() {
-        return Ok(found);
-    }
-    Err(unsupported(field, found.to_string(), "a positive number"))
-}
-
-fn size(field: &'static str, found: usize) -> Result<usize, ConfigError> {
-    if found == 0 {
-        let reason = "it must be at least 1".to_owned();
-        return Err(ConfigError::Inconsistent {
-            field,
-            found,
-            reason,
-        });
-    }
-    at_most(field, found, MAX_SIZE)
-}
-
-fn at_most(field: &'static str, found: usize, limit: usize) -> Result<usize, ConfigError> {
-    if found <= limit {
-        return Ok(found);
-    }
-    let reason = format!("it must be at most {limit}");
-    Err(ConfigError::Inconsistent {
-        field,
-        found,
-        reason,
-    })
-}
-
-/// `found / divisor`, which must leave no rest.
-fn divisible(field: &'static str, found: usize, divisor: usize) -> Result<usize, ConfigError> {
-    if divisor > 0 && found.is_multiple_of(divisor) {
-        return Ok(found / divisor);
-    }
-    let reason = format!("it must be a multiple of {divisor}");
-    Err(ConfigError::Inconsistent {
-        field,
-        found,
-        reason,
-    })
 }
 
 #[cfg(test)]

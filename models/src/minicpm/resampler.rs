@@ -4,7 +4,7 @@
 
 use super::config::{MiniCpmConfig, RESAMPLER_HEAD_DIM};
 use crate::autograd::{Scope, Tape, Var};
-use crate::batch::{MiniCpmTables, VisionBatch, VisionTables};
+use crate::batch::{MiniCpmTables, VisionBatch};
 use crate::error::Result;
 use crate::nn::LayerNorm;
 use crate::ops::LinearParams;
@@ -78,7 +78,7 @@ impl Resampler {
         x: &Var,
         batch: &'m VisionBatch,
     ) -> Result<Var> {
-        let VisionTables::MiniCpm(batch) = &batch.tables;
+        let batch = batch.tables.minicpm()?;
         let [features] = tape.segment(self.unit, [x], move |scope, [x]| {
             let x = self.post_norm.forward(scope, x)?;
             scope.observe("vision.post_layernorm", &x);

@@ -4,7 +4,7 @@
 
 use super::config::VisionConfig;
 use crate::autograd::{Tape, Var};
-use crate::batch::{VisionBatch, VisionTables};
+use crate::batch::VisionBatch;
 use crate::error::Result;
 use crate::nn::{VisionBlock, VisionBlockConfig};
 use crate::ops::LinearParams;
@@ -68,7 +68,7 @@ impl VisionTower {
         tape: &Tape<'_, 'm>,
         batch: &'m VisionBatch,
     ) -> Result<Var> {
-        let VisionTables::MiniCpm(tables) = &batch.tables;
+        let tables = batch.tables.minicpm()?;
         let [mut x] = tape.segment(self.embed_unit, [], move |scope, []| {
             let patches = scope.constant(batch.patches.clone());
             let x = scope.linear(&patches, &self.patch)?;

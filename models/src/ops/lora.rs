@@ -131,7 +131,8 @@ impl Scope<'_> {
     ) -> Result<Var> {
         let y = self.linear(x, base)?;
         let key = state.key(adapter.lora_a.0);
-        let seen = self.dropout(x, state.rows(adapter.rows), key, adapter.dropout)?;
+        let names = self.dropout_rows(state, adapter.rows);
+        let seen = self.dropout(x, &names, key, adapter.dropout)?;
         let halves = Halves::new(base, adapter, self.weight(adapter.lora_b)?.shape().last());
         let low = self.linear(&seen, &halves.a)?;
         let delta = self.linear(&low, &halves.b)?;

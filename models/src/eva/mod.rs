@@ -1,0 +1,16 @@
+//! EVA2-CLIP-E, the vision tower that CogVLM, CogAgent, CogVLM2 and GLM-4V share, with what joins it to the language
+//! model: a convolution that folds 2 x 2 patches, a gated projector, and learned rows around each picture.
+//!
+//! Shapes: `N` pictures, `p` patches of a picture, `c` width of the tower, `d` width of the language model.
+
+mod config;
+mod projector;
+mod tables;
+mod tower;
+
+pub use config::EvaConfig;
+pub(crate) use config::RawEva;
+pub(crate) use projector::{Fold, Frame, GluProjector};
+pub use tables::EvaTables;
+pub(crate) use tables::{EvaPictures, eva_pictures};
+pub(crate) use tower::EvaTower;

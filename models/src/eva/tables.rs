@@ -1,0 +1,156 @@
+//! Index tables of a batch of pictures for the tower.
+
+use super::config::EvaConfig;
+use crate::batch::{pixel_values, starts_of, upload};
+use crate::data::Slice;
+use crate::error::Result;
+use crate::ops::Sequences;
+use crate::processor::Normalization;
+use kernels::{Backend, DType, Tensor};
+
+/// Tables of `N` pictures of `p` patches and `m` features, each i32.
+#[derive(Clone, Debug)]
+pub struct EvaTables {
+    /// `[N * (p + 1)]`: row of the learned positions, 0 for the class row.
+    pub position_ids: Tensor,
+    /// `[N]`: the tower's rows of the classes.
+    pub class_rows: Tensor,
+    /// `[N * p]`: the tower's rows of the patches.
+    pub patch_rows: Tensor,
+    /// `[N]` zeros: a row of its own for every picture from one learned row.
+    pub zeros: Tensor,
+    /// `[N * p]`: patches in the order in which 2 x 2 of them are folded; empty where nothing is.
+    pub fold_rows: Tensor,
+    /// `[N * m]`: rows of the features between the learned rows around them.
+    pub feature_rows: Tensor,
+    /// `[N]`: rows before the features.
+    pub begin_rows: Tensor,
+    /// `[N]`: rows behind the features.
+    pub end_rows: Tensor,
+    /// `[N * (p + 1)]`: the patch, among all of the batch, whose dropout each row of the tower shares.
+    pub row_names: Tensor,
+    /// `[N * m]`: the same for each feature.
+    pub feature_names: Tensor,
+}
+
+/// Pictures as the tower takes them.
+#[derive(Clone, Debug)]
+pub(crate) struct EvaPictures {
+    /// `[N * p, 3 * patch * patch]`.
+    pub(crate) patches: Tensor,
+    /// The rows of a picture attend to each other.
+    pub(crate) sequences: Sequences,
+    /// Index tables.
+    pub(crate) tables: EvaTables,
+}
+
+/// Prepares `pictures`, each with the number of patches before it in its batch; `fold` says whether 2 x 2 patches
+/// become one feature.
+///
+/// # Errors
+/// When memory runs out.
+pub(crate) fn eva_pictures(
+    config: &EvaConfig,
+    fold: bool,
+    pictures: &[(&Slice, usize)],
+    normalization: &Normalization,
+    dtype: DType,
+    backend: &dyn Backend,
+) -> Result<EvaPictures> {
+    let slices: Vec<&Slice> = pictures.iter().map(|(slice, _)| *slice).collect();
+    let before: Vec<usize> = pictures.iter().map(|(_, before)| *before).collect();
+    let rows = config.patches() + 1;
+    Ok(EvaPictures {
+        patches: pixel_values(&slices, config.patch_size, normalization, dtype, backend)?,
+        sequences: Sequences::own(starts_of(pictures.iter().map(|_| rows)), false),
+        tables: eva_tables(config.grid(), fold, &before, backend)?,
+    })
+}
+
+fn eva_tables(
+    grid: usize,
+    fold: bool,
+    before: &[usize],
+    backend: &dyn Backend,
+) -> Result<EvaTables> {
+    let (n, p) = (before.len(), grid * grid);
+    let table = |values: Vec<usize>| -> Result<Tensor> {
+        let values: Vec<i32> = values.into_iter().map(|v| v as i32).collect();
+        upload(backend, &values, &[values.len()])
+    };
+    // Rows `offset..offset + count` of each of the pictures, which have `stride` rows.
+    let rows = |stride: usize, offset: usize, count: usize| {
+        table(
+            (0..n)
+                .flat_map(|i| (0..count).map(move |r| i * stride + offset + r))
+                .collect(),
+        )
+    };
+    let order = if fold { folded(grid) } else { Vec::new() };
+    let all = |within: &[usize]| -> Vec<usize> {
+        let each = |i| within.iter().map(move |w| i * p + w);
+        (0..n).flat_map(each).collect()
+    };
+    // A folded feature is called after its first patch, a class row after the picture's.
+    let features: Vec<usize> = match fold {
+        true => order.iter().copied().step_by(4).collect(),
+        false => (0..p).collect(),
+    };
+    let m = features.len();
+    let names = |within: &[usize]| -> Vec<usize> {
+        let each = |b: &usize| within.iter().map(|w| b + w).collect::<Vec<usize>>();
+        before.iter().flat_map(each).collect()
+    };
+    let tower_rows: Vec<usize> = std::iter::once(0).chain(0..p).collect();
+    Ok(EvaTables {
+        position_ids: table((0..n).flat_map(|_| 0..=p).collect())?,
+        class_rows: rows(p + 1, 0, 1)?,
+        patch_rows: rows(p + 1, 1, p)?,
+        zeros: table(vec![0; n])?,
+        fold_rows: table(all(&order))?,
+        feature_rows: rows(m + 2, 1, m)?,
+        begin_rows: rows(m + 2, 0, 1)?,
+        end_rows: rows(m + 2, m + 1, 1)?,
+        row_names: table(names(&tower_rows))?,
+        feature_names: table(names(&features))?,
+    })
+}
+
+/// The patches of a picture by the cell of 2 x 2 they fall into: upper left, upper right, lower left, lower right.
+fn folded(grid: usize) -> Vec<usize> {
+    let half = grid / 2;
+    let cell = |i: usize| (i / half * 2) * grid + i % half * 2;
+    (0..half * half)
+        .flat_map(|i| [0, 1, grid, grid + 1].map(|offset| cell(i) + offset))
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kernels::CpuBackend;
+
+    #[test]
+    fn cells_take_two_by_two_patches_row_by_row() {
+        assert_eq!(folded(2), [0, 1, 2, 3]);
+        let order = folded(4);
+        assert_eq!(order[..8], [0, 1, 4, 5, 2, 3, 6, 7]);
+        assert_eq!(order[8..], [8, 9, 12, 13, 10, 11, 14, 15]);
+    }
+
+    #[test]
+    fn every_row_has_its_place_and_name() {
+        let backend = CpuBackend::unlimited();
+        let tables = eva_tables(2, true, &[0, 10], &backend).unwrap();
+        let of = |t: &Tensor| t.as_slice::<i32>().to_vec();
+        assert_eq!(of(&tables.class_rows), [0, 5]);
+        assert_eq!(of(&tables.patch_rows), [1, 2, 3, 4, 6, 7, 8, 9]);
+        assert_eq!(of(&tables.position_ids), [0, 1, 2, 3, 4, 0, 1, 2, 3, 4]);
+        assert_eq!(of(&tables.fold_rows), [0, 1, 2, 3, 4, 5, 6, 7]);
+        assert_eq!(of(&tables.begin_rows), [0, 3]);
+        assert_eq!(of(&tables.feature_rows), [1, 4]);
+        assert_eq!(of(&tables.end_rows), [2, 5]);
+        assert_eq!(of(&tables.row_names), [0, 0, 1, 2, 3, 10, 10, 11, 12, 13]);
+        assert_eq!(of(&tables.feature_names), [0, 10]);
+    }
+}
