@@ -6,6 +6,7 @@
 use crate::data::Slice;
 use crate::eva::EvaTables;
 use crate::generate::CachePass;
+use crate::glm41v::Glm41vTables;
 use crate::nn::Rotary;
 use crate::ops::Sequences;
 use crate::processor::Normalization;
@@ -42,6 +43,8 @@ pub enum VisionTables {
     MiniCpm(MiniCpmTables),
     /// CogVLM, CogVLM2 and GLM-4V.
     Eva(EvaTables),
+    /// GLM-4.1V.
+    Glm41v(Glm41vTables),
 }
 
 impl VisionTables {
@@ -66,6 +69,19 @@ impl VisionTables {
         match self {
             Self::Eva(tables) => Ok(tables),
             _ => Err(ModelError::ForeignBatch { expected: "EVA" }),
+        }
+    }
+
+    /// The tables of GLM-4.1V's tower.
+    ///
+    /// # Errors
+    /// [`ModelError::ForeignBatch`] for those of another tower.
+    pub fn glm41v(&self) -> Result<&Glm41vTables> {
+        match self {
+            Self::Glm41v(tables) => Ok(tables),
+            _ => Err(ModelError::ForeignBatch {
+                expected: "GLM-4.1V",
+            }),
         }
     }
 }

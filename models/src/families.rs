@@ -1,6 +1,8 @@
 //! Which model a folder holds: family and every size come from its `config.json`.
 
 use crate::config::{self, ConfigError};
+use crate::glm41v::config::Glm41vConfig;
+use crate::glm41v::{self, Glm41v, Glm41vProcessor};
 use crate::minicpm::config::MiniCpmConfig;
 use crate::minicpm::processor::ProcessorConfig;
 use crate::minicpm::{MiniCpm, MiniCpmProcessor};
@@ -12,13 +14,15 @@ use std::path::Path;
 use std::sync::Arc;
 
 /// What `model_type`, or the first of `architectures`, may be.
-pub const MODEL_TYPES: [&str; 2] = ["minicpmv", "minicpmo"];
+pub const MODEL_TYPES: [&str; 3] = ["minicpmv", "minicpmo", "glm4v"];
 
 /// A family of models that share code.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Family {
     /// MiniCPM-V 2.6 and MiniCPM-o 2.6.
     MiniCpm,
+    /// GLM-4.1V-9B-Thinking.
+    Glm41v,
 }
 
 /// Why a model folder yields no model.
@@ -59,6 +63,7 @@ impl Family {
         let architecture = head.architectures.first().map_or("", String::as_str);
         match (&*head.model_type, architecture) {
             ("minicpmv" | "minicpmo", _) => Ok(Self::MiniCpm),
+            ("glm4v", _) => Ok(Self::Glm41v),
             (found, architecture) => Err(ConfigError::UnsupportedModel {
                 found: if found.is_empty() {
                     architecture
@@ -75,6 +80,7 @@ impl Family {
     pub fn default_lora_targets(self) -> &'static str {
         match self {
             Self::MiniCpm => r"llm\..*layers\.\d+\.self_attn\.(q_proj|k_proj|v_proj|o_proj)",
+            Self::Glm41v => "q_proj,k_proj,v_proj,o_proj",
         }
     }
 
@@ -84,6 +90,7 @@ impl Family {
         match self {
             Self::MiniCpm if tune_vision => "embed_tokens,resampler,vpm",
             Self::MiniCpm => "embed_tokens,resampler",
+            Self::Glm41v => "",
         }
     }
 }
@@ -102,6 +109,11 @@ pub fn open_model(
             let normalization = ProcessorConfig::load(dir, &config)?.normalization;
             Ok(Arc::new(MiniCpm::new(config, normalization, options)?))
         }
+        Family::Glm41v => {
+            let config = Glm41vConfig::load(dir)?;
+            let normalization = glm41v::processor::ProcessorConfig::load(dir, &config)?.normalization;
+            Ok(Arc::new(Glm41v::new(config, normalization, options)?))
+        }
     }
 }
 
@@ -112,5 +124,6 @@ pub fn open_model(
 pub fn open_processor(dir: &Path) -> Result<Arc<dyn Processor>, ProcessorError> {
     match Family::of(dir)? {
         Family::MiniCpm => Ok(Arc::new(MiniCpmProcessor::load(dir)?)),
+        Family::Glm41v => Ok(Arc::new(Glm41vProcessor::load(dir)?)),
     }
 }

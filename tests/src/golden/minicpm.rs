@@ -155,6 +155,7 @@ fn raw_sample(dir: &Path) -> Result<(RawSample, EncodeOptions)> {
             .model_max_length
             .unwrap_or(defaults.model_max_length),
         max_slice_nums: options.max_slice_nums,
+        ..EncodeOptions::default()
     };
     Ok((samples.remove(0), options))
 }
