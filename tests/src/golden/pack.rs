@@ -185,6 +185,8 @@ impl Pack {
     /// All packs that lie beside the test suites.
     #[must_use]
     pub fn built_in() -> Vec<PathBuf> {
-        Self::minicpm()
+        let mut all = Self::minicpm();
+        all.push(Self::beside("glm-4.1v-9b-thinking"));
+        all
     }
 }

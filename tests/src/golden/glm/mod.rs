@@ -1,0 +1,7 @@
+//! Packs of GLM-4V and GLM-4.1V: what the two store alike.
+
+mod glm41v;
+mod shared;
+mod trajectories;
+
+pub use glm41v::Glm41vPacks;
