@@ -3,6 +3,8 @@
 use crate::config::{self, ConfigError};
 use crate::glm41v::config::Glm41vConfig;
 use crate::glm41v::{self, Glm41v, Glm41vProcessor};
+use crate::glm4v::config::Glm4vConfig;
+use crate::glm4v::{Glm4v, Glm4vProcessor};
 use crate::minicpm::config::MiniCpmConfig;
 use crate::minicpm::processor::ProcessorConfig;
 use crate::minicpm::{MiniCpm, MiniCpmProcessor};
@@ -14,13 +16,15 @@ use std::path::Path;
 use std::sync::Arc;
 
 /// What `model_type`, or the first of `architectures`, may be.
-pub const MODEL_TYPES: [&str; 3] = ["minicpmv", "minicpmo", "glm4v"];
+pub const MODEL_TYPES: [&str; 4] = ["minicpmv", "minicpmo", "chatglm", "glm4v"];
 
 /// A family of models that share code.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Family {
     /// MiniCPM-V 2.6 and MiniCPM-o 2.6.
     MiniCpm,
+    /// GLM-4V-9B.
+    Glm4v,
     /// GLM-4.1V-9B-Thinking.
     Glm41v,
 }
@@ -49,6 +53,7 @@ struct Head {
     model_type: String,
     #[serde(default)]
     architectures: Vec<String>,
+    vision_config: Option<serde::de::IgnoredAny>,
 }
 
 impl Family {
@@ -63,6 +68,8 @@ impl Family {
         let architecture = head.architectures.first().map_or("", String::as_str);
         match (&*head.model_type, architecture) {
             ("minicpmv" | "minicpmo", _) => Ok(Self::MiniCpm),
+            // The text models of the family have the same name.
+            ("chatglm", _) if head.vision_config.is_some() => Ok(Self::Glm4v),
             ("glm4v", _) => Ok(Self::Glm41v),
             (found, architecture) => Err(ConfigError::UnsupportedModel {
                 found: if found.is_empty() {
@@ -80,6 +87,8 @@ impl Family {
     pub fn default_lora_targets(self) -> &'static str {
         match self {
             Self::MiniCpm => r"llm\..*layers\.\d+\.self_attn\.(q_proj|k_proj|v_proj|o_proj)",
+            // The published list names layers that the checkpoint does not have; attention is what it means.
+            Self::Glm4v => "self_attention.query_key_value",
             Self::Glm41v => "q_proj,k_proj,v_proj,o_proj",
         }
     }
@@ -90,7 +99,7 @@ impl Family {
         match self {
             Self::MiniCpm if tune_vision => "embed_tokens,resampler,vpm",
             Self::MiniCpm => "embed_tokens,resampler",
-            Self::Glm41v => "",
+            Self::Glm4v | Self::Glm41v => "",
         }
     }
 }
@@ -109,6 +118,7 @@ pub fn open_model(
             let normalization = ProcessorConfig::load(dir, &config)?.normalization;
             Ok(Arc::new(MiniCpm::new(config, normalization, options)?))
         }
+        Family::Glm4v => Ok(Arc::new(Glm4v::new(Glm4vConfig::load(dir)?, options)?)),
         Family::Glm41v => {
             let config = Glm41vConfig::load(dir)?;
             let normalization = glm41v::processor::ProcessorConfig::load(dir, &config)?.normalization;
@@ -124,6 +134,7 @@ pub fn open_model(
 pub fn open_processor(dir: &Path) -> Result<Arc<dyn Processor>, ProcessorError> {
     match Family::of(dir)? {
         Family::MiniCpm => Ok(Arc::new(MiniCpmProcessor::load(dir)?)),
+        Family::Glm4v => Ok(Arc::new(Glm4vProcessor::load(dir)?)),
         Family::Glm41v => Ok(Arc::new(Glm41vProcessor::load(dir)?)),
     }
 }

@@ -174,6 +174,15 @@ impl Normalization {
         Ok(Self { mean, std })
     }
 
+    /// That of the towers trained beside CLIP.
+    #[must_use]
+    pub fn clip() -> Self {
+        Self {
+            mean: CLIP_MEAN,
+            std: CLIP_STD,
+        }
+    }
+
     /// Value of `byte` in `channel` (0 to 2).
     pub fn normalize(&self, channel: usize, byte: u8) -> f32 {
         (f32::from(byte) / 255.0 - self.mean[channel]) / self.std[channel]

@@ -71,6 +71,14 @@ pub enum SampleError {
         /// What is wrong with the file.
         source: ImageError,
     },
+    /// More pictures than the model sees in one conversation.
+    #[error("{images} images, the model sees {most} per conversation")]
+    TooManyImages {
+        /// Pictures of the sample.
+        images: usize,
+        /// Pictures that it may have.
+        most: usize,
+    },
     /// A picture so long that the model's resizing refuses it.
     #[error("image {name} of {width} x {height} pixels is too long for its width")]
     AspectRatio {
