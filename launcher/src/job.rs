@@ -108,6 +108,12 @@ fn run_supervisor(
             reason: note.reason,
         });
     }
+    if let Some(preset) = args.preset.as_deref().and_then(args::Preset::named) {
+        screen.show(&Event::Info {
+            label: "preset".into(),
+            text: format!("{}: {}", preset.script, preset.spelled()),
+        });
+    }
     run_folder::check(&mut config)?;
     crate::demo::prepare(&mut config, env, &mut |event| screen.show(&event))?;
     let mut plan = PlanFile::default();

@@ -7,6 +7,7 @@
 use crate::lora::{LoraConfig, LoraTargets};
 use crate::params::ADAPTER_PREFIX;
 use crate::weights::{WeightError, WeightSource};
+use regex::Regex;
 use serde::Deserialize;
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
@@ -71,12 +72,38 @@ pub struct AdapterConfig {
     pub r: usize,
     /// The adapter's output is scaled by `lora_alpha / r`.
     pub lora_alpha: f64,
+    /// Ranks of modules that have others: regular expressions for the ends of their paths.
+    #[serde(default)]
+    pub rank_pattern: BTreeMap<String, usize>,
+    /// Numerators of the scale of such modules.
+    #[serde(default)]
+    pub alpha_pattern: BTreeMap<String, f64>,
     /// The base it was trained on.
     #[serde(default)]
     pub base_model_name_or_path: Option<String>,
     /// Modules trained in full.
     #[serde(default)]
     pub modules_to_save: Option<Vec<String>>,
+}
+
+impl AdapterConfig {
+    /// Rank and scale of the adapter of a module.
+    #[must_use]
+    pub fn of(&self, module: &str) -> (usize, f64) {
+        let rank = find(&self.rank_pattern, module).unwrap_or(self.r);
+        let alpha = find(&self.alpha_pattern, module).unwrap_or(self.lora_alpha);
+        (rank, alpha / rank as f64)
+    }
+}
+
+/// The value of the pattern that the end of the path `module` matches, as peft looks it up.
+fn find<T: Copy>(patterns: &BTreeMap<String, T>, module: &str) -> Option<T> {
+    let matches = |pattern: &str| {
+        let whole = Regex::new(&format!(r"^(?:.*\.)?(?:{pattern})$"));
+        whole.is_ok_and(|whole| whole.is_match(module))
+    };
+    let found = patterns.iter().find(|(pattern, _)| matches(pattern));
+    found.map(|(_, value)| *value)
 }
 
 /// Adapters and trained tensors of one folder.
@@ -157,10 +184,10 @@ impl Adapter {
             };
             match self.halves(module).map(|name| self.shape(&name)) {
                 [Some(&[rank, _]), Some(&[_, columns])] => {
-                    if (rank, columns) != (config.r, config.r) {
+                    let (r, _) = config.of(module);
+                    if (rank, columns) != (r, r) {
                         return broken(format!(
-                            "lora_A has {rank} rows and lora_B {columns} columns, {ADAPTER_CONFIG} says r = {}",
-                            config.r
+                            "lora_A has {rank} rows and lora_B {columns} columns, {ADAPTER_CONFIG} says r = {r}",
                         ));
                     }
                 }
@@ -247,11 +274,23 @@ impl Adapter {
             lora_rank: config.r,
             lora_alpha: config.lora_alpha as f32,
             lora_dropout: 0.0,
+            others: self.others(config),
             targets: LoraTargets::Modules(self.modules.clone()),
             layers: None,
             per_projection: false,
             modules_to_save: Vec::new(),
         })
+    }
+
+    /// Rank and alpha of the modules whose scale or rank is not that of the rest.
+    fn others(&self, config: &AdapterConfig) -> BTreeMap<String, (usize, f32)> {
+        let own = |module: &String| {
+            let (rank, scale) = config.of(module);
+            (module.clone(), (rank, (scale * rank as f64) as f32))
+        };
+        let common = (config.r, config.lora_alpha as f32);
+        let all = self.modules.iter().map(own);
+        all.filter(|(_, other)| *other != common).collect()
     }
 
     /// The parameters of the model that are neither its own nor those of its adapters: they would be lost.
@@ -276,14 +315,12 @@ fn read_config(path: &Path) -> Result<AdapterConfig, AdapterError> {
     let bytes = std::fs::read(path).map_err(|e| failed(e.into()))?;
     let value: Value = serde_json::from_slice(&bytes).map_err(|e| failed(e.into()))?;
     // Each of these changes what the adapter computes.
-    let neutral: [(&str, &[Value]); 7] = [
+    let neutral: [(&str, &[Value]); 5] = [
         ("peft_type", &[Value::from("LORA")]),
         ("bias", &[Value::from("none")]),
         ("fan_in_fan_out", &[Value::from(false)]),
         ("use_rslora", &[Value::from(false)]),
         ("use_dora", &[Value::from(false)]),
-        ("rank_pattern", &[serde_json::json!({})]),
-        ("alpha_pattern", &[serde_json::json!({})]),
     ];
     for (key, accepted) in neutral {
         if let Some(found) = value.get(key).filter(|v| !v.is_null())

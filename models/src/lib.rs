@@ -53,6 +53,7 @@ use data::{EncodedPrompt, EncodedSample, Slice};
 use engine::{ModelSpec, ParamId, UnitId};
 use generate::CacheShape;
 use kernels::{Backend, DType, Tensor};
+use params::SplitAdapters;
 use std::ops::Range;
 
 /// One sample on its way into a [`Batch`].
@@ -111,6 +112,12 @@ pub trait VisionLanguageModel: Send + Sync + std::fmt::Debug {
 
     /// The part of the model that a unit belongs to.
     fn tower(&self, unit: UnitId) -> Tower;
+
+    /// Fused layers whose projections have adapters of their own.
+    fn split_adapters(&self) -> &SplitAdapters {
+        static NONE: SplitAdapters = SplitAdapters::new();
+        &NONE
+    }
 
     /// Dtype of weights and activations.
     fn dtype(&self) -> DType {

@@ -3,7 +3,7 @@
 use crate::autograd::Rows;
 use crate::error::{ModelError, Result};
 use regex::Regex;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
 /// Where a family's decoder layers are and what they call their linear layers.
@@ -54,6 +54,8 @@ pub struct LoraConfig {
     pub lora_alpha: f32,
     /// Share of the adapter's inputs that training sets to zero, 0 to 1; the rest is scaled up by `1 / (1 - p)`.
     pub lora_dropout: f32,
+    /// Rank and alpha of the modules, by path, that have others.
+    pub others: BTreeMap<String, (usize, f32)>,
     /// Layers that get an adapter.
     pub targets: LoraTargets,
     /// Layers of the language model that get adapters; all when absent.
@@ -67,10 +69,19 @@ pub struct LoraConfig {
 }
 
 impl LoraConfig {
-    /// `alpha / rank`.
+    /// `alpha / rank`, where nothing else is said of a module.
     #[must_use]
     pub fn scale(&self) -> f32 {
         self.lora_alpha / self.lora_rank as f32
+    }
+
+    /// Rank and scale of the module at `path`.
+    #[must_use]
+    pub fn of(&self, path: &str) -> (usize, f32) {
+        match self.others.get(path) {
+            Some((rank, alpha)) => (*rank, alpha / *rank as f32),
+            None => (self.lora_rank, self.scale()),
+        }
     }
 
     /// Whether the parameter called `name` belongs to a module that trains in full.
@@ -243,6 +254,7 @@ mod tests {
             lora_rank: 4,
             lora_alpha: 8.0,
             lora_dropout: 0.0,
+            others: BTreeMap::new(),
             targets: LoraTargets::parse("q_proj"),
             layers: None,
             per_projection: false,

@@ -22,8 +22,8 @@ pub enum RopePrecision {
 pub struct ModelOptions {
     /// Dtype of weights and activations.
     pub dtype: DType,
-    /// Whether the vision tower trains. What joins it to the language model always does, except in
-    /// an adapter run that does not name it.
+    /// Whether the vision tower trains. What joins it to the language model always does, except in a
+    /// run of adapters or prefixes that does not name it.
     pub tune_vision: bool,
     /// Whether the language model trains, embeddings and head included.
     pub tune_llm: bool,
@@ -62,7 +62,7 @@ impl ModelOptions {
             (Some(train), _) => train.contains(name),
             (None, Tower::Vision) => self.tune_vision,
             (None, Tower::Language) => self.tune_llm,
-            (None, Tower::Resampler) => self.lora.is_none(),
+            (None, Tower::Resampler) => self.lora.is_none() && self.ptuning_tokens == 0,
         };
         let saved = self.lora.as_ref().is_some_and(|lora| lora.saves(name));
         let frozen = self

@@ -237,7 +237,7 @@ impl<'a> ParamScope<'_, 'a> {
         if !matcher.matches(&self.path) {
             return None;
         }
-        let (rank, scale, dropout) = (config.lora_rank, config.scale(), config.lora_dropout);
+        let ((rank, scale), dropout) = (config.of(&self.path), config.lora_dropout);
         let rows = matcher.rows(&self.path);
         self.builder.adapters += 1;
         let (split_a, split_b) = match base {
@@ -289,6 +289,7 @@ mod tests {
             lora_rank: 2,
             lora_alpha: 4.0,
             lora_dropout: 0.0,
+            others: BTreeMap::new(),
             targets: LoraTargets::parse(targets),
             layers: None,
             per_projection: false,

@@ -21,10 +21,19 @@ pub enum ScheduleKind {
     Linear,
     /// Linear warmup, then half a cosine wave to zero.
     Cosine,
+    /// As SwissArmyTransformer: a twentieth of the base rate for the first hundred updates, or less while it
+    /// warms up, then half a cosine wave from the base rate to a tenth of it.
+    SatCosine,
 }
 
+/// Updates that [`ScheduleKind::SatCosine`] begins with at [`SAT_AUTO_RATE`].
+const SAT_AUTO_STEPS: u64 = 100;
+const SAT_AUTO_RATE: f64 = 0.05;
+/// Where its wave ends.
+const SAT_DECAY_RATIO: f64 = 0.1;
+
 impl ScheduleKind {
-    const NAMES: &'static str = "constant, constant_with_warmup, linear, cosine";
+    const NAMES: &'static str = "constant, constant_with_warmup, linear, cosine, sat_cosine";
 
     /// The word used on command lines and in configuration files.
     #[must_use]
@@ -34,6 +43,7 @@ impl ScheduleKind {
             Self::ConstantWithWarmup => "constant_with_warmup",
             Self::Linear => "linear",
             Self::Cosine => "cosine",
+            Self::SatCosine => "sat_cosine",
         }
     }
 }
@@ -48,6 +58,7 @@ impl FromStr for ScheduleKind {
             Self::ConstantWithWarmup,
             Self::Linear,
             Self::Cosine,
+            Self::SatCosine,
         ]
         .into_iter()
         .find(|kind| kind.name() == snake_case)
@@ -85,6 +96,9 @@ impl Schedule {
         if self.kind == ScheduleKind::Constant {
             return 1.0;
         }
+        if self.kind == ScheduleKind::SatCosine {
+            return self.sat_cosine(step + 1);
+        }
         if step < self.warmup_steps {
             return step as f64 / self.warmup_steps as f64;
         }
@@ -92,11 +106,26 @@ impl Schedule {
         match self.kind {
             ScheduleKind::Constant | ScheduleKind::ConstantWithWarmup => 1.0,
             ScheduleKind::Linear => self.total_steps.saturating_sub(step) as f64 / decay_steps,
-            ScheduleKind::Cosine => {
+            ScheduleKind::Cosine | ScheduleKind::SatCosine => {
                 let progress = (step - self.warmup_steps) as f64 / decay_steps;
                 (0.5 * (1.0 + (PI * progress).cos())).max(0.0)
             }
         }
+    }
+}
+
+impl Schedule {
+    /// Of update `iteration`, counted from 1. The wave begins at the end of warmup and its length is that of the
+    /// whole run, so that it ends a little early.
+    fn sat_cosine(&self, iteration: u64) -> f64 {
+        if iteration <= SAT_AUTO_STEPS {
+            let warm = iteration as f64 / self.warmup_steps.max(1) as f64;
+            return warm.min(SAT_AUTO_RATE);
+        }
+        let since = iteration as f64 - self.warmup_steps as f64;
+        let progress = since / self.total_steps.max(1) as f64;
+        let span = 1.0 / SAT_DECAY_RATIO - 1.0;
+        SAT_DECAY_RATIO * (((PI * progress).cos() + 1.0) * span / 2.0 + 1.0)
     }
 }
 
@@ -188,6 +217,28 @@ mod tests {
             (10, 0.0),
         ];
         assert_lrs(schedule(ScheduleKind::Cosine, 2, 10), &expected);
+    }
+
+    #[test]
+    fn sat_cosine_jumps_after_a_hundred_updates() {
+        // Values that the framework computes for 800 updates, 16 of them warmup, and a base rate of 1e-5.
+        let expected = [
+            (1, 5.0e-7),
+            (100, 5.0e-7),
+            (101, 9.751_627_209_100_954e-6),
+            (200, 8.875_499_813_337_07e-6),
+            (400, 5.782_557_337_881_911e-6),
+            (799, 1.010_023_948_607_243_1e-6),
+            (800, 1.008_879_722_072_778e-6),
+        ];
+        let schedule = Schedule {
+            base_lr: 1e-5,
+            ..schedule(ScheduleKind::SatCosine, 16, 800)
+        };
+        for (iteration, lr) in expected {
+            let got = schedule.lr(iteration - 1);
+            assert!((got / lr - 1.0).abs() < 1e-12, "{iteration}: {got:e}");
+        }
     }
 
     #[test]

@@ -10,6 +10,7 @@ mod export;
 mod foreign;
 mod generate;
 mod normalise;
+mod presets;
 mod table;
 mod watch;
 
@@ -18,8 +19,8 @@ use std::path::PathBuf;
 use clap::{CommandFactory, Parser};
 
 use crate::config::{
-    DeviceChoice, InitChoice, LrScale, Offload, PrecisionChoice, Recompute, ReportTo, Scheduler,
-    Strategy, Workers,
+    DeviceChoice, InitChoice, LrScale, Offload, PrecisionChoice, Recompute, ReportTo, RopeChoice,
+    Scheduler, Strategy, Workers,
 };
 use crate::error_format::ErrorFormat;
 use crate::exit::Failure;
@@ -32,6 +33,7 @@ pub use foreign::{IGNORED, RESTRICTED};
 pub use generate::{EvalArgs, GenerateArgs};
 use normalise::Verb;
 pub use normalise::{Note, VERBS};
+pub use presets::{PRESETS, Preset};
 pub(crate) use table::value_name;
 pub use table::{flag_table, with_flags};
 pub use watch::WatchArgs;
@@ -61,6 +63,9 @@ pub struct Args {
     /// Folder of the run: logs, reports, checkpoints
     #[arg(long, value_name = "DIR", help_heading = "Model and data")]
     pub output: Option<PathBuf>,
+    /// A published recipe: sets the flags that are listed for it, where the line does not have them
+    #[arg(long, value_name = "NAME", value_parser = clap::builder::PossibleValuesParser::new(PRESETS.map(|p| p.name)), help_heading = "Model and data")]
+    pub preset: Option<String>,
     /// Where the weights come from
     #[arg(
         long,
@@ -107,6 +112,14 @@ pub struct Args {
     /// Number format of weights and activations
     #[arg(long, value_enum, help_heading = "Memory and ranks")]
     pub precision: Option<PrecisionChoice>,
+    /// Where rotary angles are rounded: as the model's own code does, or nowhere
+    #[arg(
+        long,
+        value_enum,
+        value_name = "WHERE",
+        help_heading = "Memory and ranks"
+    )]
+    pub rope_precision: Option<RopeChoice>,
     /// `--bf16 true` is `--precision bf16`, `--bf16 false` is `--precision f32`
     #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL", help_heading = "Memory and ranks")]
     pub bf16: Option<bool>,
@@ -163,6 +176,9 @@ pub struct Args {
     /// Decoupled weight decay; biases and norm weights do not decay
     #[arg(long, value_name = "X", help_heading = "Training")]
     pub weight_decay: Option<f64>,
+    /// Parts that do not decay, written as for --train, instead of biases and norm weights
+    #[arg(long, value_name = "PARTS", help_heading = "Training")]
+    pub no_decay: Option<String>,
     /// Decay of the first moment
     #[arg(long, value_name = "X", help_heading = "Training")]
     pub adam_beta1: Option<f64>,
@@ -206,6 +222,12 @@ pub struct Args {
     /// Decoder layers with adapters, such as 0..16
     #[arg(long, value_name = "A..B", help_heading = "What is trained")]
     pub lora_layers: Option<String>,
+    /// One adapter for each of the queries, keys and values that a model keeps in one weight, instead of one for all
+    #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL", help_heading = "What is trained")]
+    pub lora_per_projection: Option<bool>,
+    /// Learned keys and values per decoder layer (p-tuning v2); CogVLM, CogVLM2 and CogAgent
+    #[arg(long, value_name = "N", help_heading = "What is trained")]
+    pub ptuning_tokens: Option<usize>,
     /// Modules that train in full beside the adapters, separated by commas; none for none
     #[arg(long, value_name = "NAMES", help_heading = "What is trained")]
     pub modules_to_save: Option<String>,
@@ -343,7 +365,8 @@ pub fn parse(argv: &[String]) -> Result<Command, Failure> {
     let (verb, rest) = normalise::split_verb(argv)?;
     let parsed = match verb {
         Verb::Train => {
-            let line = normalise::normalise(verb, rest, &Args::command())?;
+            let mut line = normalise::normalise(verb, rest, &Args::command())?;
+            presets::expand(&mut line.args);
             Args::try_parse_from(words(&line)).map(|args| Command::Train {
                 args: Box::new(args),
                 notes: line.notes,
@@ -451,10 +474,11 @@ mod tests {
             "adam-beta1 adam-beta2 adam-epsilon bf16 checkpoint-activations comm-timeout data data-workers device \
              device-memory-limit error-format eval-data eval-steps eval-strategy find-batch freeze global-batch \
              gradient-accumulation-steps gradient-checkpointing host-memory-limit init learning-rate \
-             limit logging-steps logging-strategy lora-alpha lora-dropout lora-layers lora-rank \
+             limit logging-steps logging-strategy lora-alpha lora-dropout lora-layers lora-per-projection lora-rank \
              lora-target-modules lr lr-scale lr-scheduler-type max-grad-norm max-slice-nums max-steps model \
-             model-max-length modules-to-save nproc num-train-epochs offload output \
-             per-device-eval-batch-size per-device-train-batch-size precision report-to resume save-steps save-strategy \
+             model-max-length modules-to-save no-decay nproc num-train-epochs offload output \
+             per-device-eval-batch-size per-device-train-batch-size precision preset ptuning-tokens report-to resume \
+             rope-precision save-steps save-strategy \
              save-total-limit seed skip-bad-samples train tune-llm tune-vision use-lora warmup-ratio \
              warmup-steps weight-decay worst-first zero"
         );

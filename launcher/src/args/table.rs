@@ -176,8 +176,7 @@ fn defaults(of_a_model: bool) -> Result<BTreeMap<&'static str, String>, Failure>
         "lora-rank",
         "lora-alpha",
         "lora-dropout",
-        "lora-target-modules",
-        "modules-to-save",
+        "lora-per-projection",
     ] {
         flags.extend(
             with_adapters
@@ -210,6 +209,9 @@ fn unset(flag: &str) -> &'static str {
         "warmup-ratio" => "not used",
         "resume" => "start anew",
         "error-format" => "`human`",
+        "lora-target-modules" | "modules-to-save" => "those of the model's family",
+        "preset" => "none",
+        "no-decay" => "norm weights and biases",
         "train" => "the switches below",
         "freeze" => "nothing more",
         "lr" => "`--learning-rate`",

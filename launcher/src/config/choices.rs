@@ -37,6 +37,17 @@ pub enum PrecisionChoice {
     PureBf16,
 }
 
+/// `--rope-precision`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum RopeChoice {
+    /// As the model's own code, which published weights were trained with.
+    #[default]
+    Model,
+    /// Nowhere.
+    F32,
+}
+
 /// `--init`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -55,6 +66,9 @@ pub enum Scheduler {
     Linear,
     /// Down to zero along half a cosine.
     Cosine,
+    /// That of SwissArmyTransformer: a slow start of 100 updates, then along half a cosine to a tenth.
+    #[value(name = "sat_cosine", alias = "sat-cosine")]
+    SatCosine,
     /// Constant, warmup ignored.
     Constant,
     /// Constant after the warmup.

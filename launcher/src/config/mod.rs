@@ -20,7 +20,7 @@ use crate::exit::{ErrorCode, Failure};
 
 pub use choices::{
     Cadence, Device, DeviceChoice, InitChoice, LrScale, Offload, PrecisionChoice, Recompute,
-    ReportTo, Scheduler, Strategy, Tier, Workers,
+    ReportTo, RopeChoice, Scheduler, Strategy, Tier, Workers,
 };
 pub use defaults::{DEMO, Defaults, MODEL};
 pub use resolve::{Resolved, resolve};
@@ -109,6 +109,8 @@ pub struct Lora {
     pub lora_dropout: f64,
     /// Names of projections, or a regular expression over whole module paths; those of the model's family when absent.
     pub target_modules: Option<String>,
+    /// Whether each projection of a fused layer has an adapter of its own.
+    pub per_projection: bool,
     /// Decoder layers with adapters; all when absent.
     pub layers: Option<Range<usize>>,
     /// Modules that train in full beside the adapters; those of the model's family when absent.
@@ -153,6 +155,8 @@ pub struct Trainable {
     pub learning_rates: Vec<(String, f64)>,
     /// Adapters on the language model.
     pub lora: Option<Lora>,
+    /// Learned keys and values per decoder layer.
+    pub ptuning_tokens: usize,
 }
 
 /// AdamW and its schedule.
@@ -169,6 +173,8 @@ pub struct OptimizerConfig {
     pub warmup: Warmup,
     /// Decoupled weight decay, on weights that are neither biases nor norms.
     pub weight_decay: f64,
+    /// Parts that do not decay instead, as on the command line.
+    pub no_decay: Option<String>,
     /// Decay of the first moment.
     pub adam_beta1: f64,
     /// Decay of the second moment.
@@ -233,6 +239,8 @@ pub struct RunConfig {
     pub device: Device,
     /// Number format.
     pub precision: PrecisionChoice,
+    /// Where rotary angles are rounded.
+    pub rope_precision: RopeChoice,
     /// Host memory the run may use over all ranks, bytes; `None` is what the machine has.
     pub host_memory_limit: Option<u64>,
     /// Device memory of each rank, bytes; `None` is what the device has.

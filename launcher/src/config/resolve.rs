@@ -47,6 +47,7 @@ pub fn resolve(args: &Args, env: &Env) -> Result<Resolved, Failure> {
         // `auto` means the CPU until there is another device.
         device: Device::Cpu,
         precision: precision(args, defaults)?,
+        rope_precision: args.rope_precision.unwrap_or_default(),
         host_memory_limit: args.host_memory_limit,
         device_memory_limit: args.device_memory_limit,
         length: length(args, defaults, &mut notes)?,
@@ -229,6 +230,7 @@ fn optimizer(
         scheduler: args.lr_scheduler_type.unwrap_or(defaults.scheduler),
         warmup: warmup(args, defaults, notes),
         weight_decay: args.weight_decay.unwrap_or(defaults.weight_decay),
+        no_decay: args.no_decay.clone(),
         adam_beta1: args.adam_beta1.unwrap_or(defaults::ADAM_BETA1),
         adam_beta2: args.adam_beta2.unwrap_or(defaults::ADAM_BETA2),
         adam_epsilon: args.adam_epsilon.unwrap_or(defaults::ADAM_EPSILON),
@@ -482,6 +484,7 @@ impl RunConfig {
             Warmup::Ratio(ratio) => flags.push(("warmup-ratio", ratio.to_string())),
         }
         flags.push(("weight-decay", optimizer.weight_decay.to_string()));
+        flags.extend(optimizer.no_decay.clone().map(|parts| ("no-decay", parts)));
         flags.push(("adam-beta1", optimizer.adam_beta1.to_string()));
         flags.push(("adam-beta2", optimizer.adam_beta2.to_string()));
         flags.push(("adam-epsilon", format!("{:e}", optimizer.adam_epsilon)));
@@ -500,6 +503,7 @@ impl RunConfig {
                     .clone()
                     .map(|t| ("lora-target-modules", t)),
             );
+            flags.push(("lora-per-projection", lora.per_projection.to_string()));
             let layers = lora.layers.as_ref();
             flags.extend(layers.map(|l| ("lora-layers", format!("{}..{}", l.start, l.end))));
             let modules = lora
@@ -511,6 +515,8 @@ impl RunConfig {
                 });
             flags.extend(modules.map(|modules| ("modules-to-save", modules)));
         }
+        flags.push(("ptuning-tokens", self.trainable.ptuning_tokens.to_string()));
+        flags.push(("rope-precision", value_name(self.rope_precision)));
         let lists = [
             ("train", &self.trainable.train),
             ("freeze", &self.trainable.freeze),

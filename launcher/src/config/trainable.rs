@@ -12,7 +12,8 @@ use crate::exit::Failure;
 pub(super) fn resolve(args: &Args, notes: &mut Vec<Note>) -> Result<Trainable, Failure> {
     // Who names the modules beside the adapters means all of them.
     let named = args.modules_to_save.is_some() && args.use_lora != Some(false);
-    let tune_vision = args.tune_vision.unwrap_or(!named);
+    let prefixes = args.ptuning_tokens.unwrap_or(0);
+    let tune_vision = args.tune_vision.unwrap_or(!named && prefixes == 0);
     let lora = lora(args, notes)?;
     if args.train.is_some() {
         let switches = [
@@ -24,11 +25,12 @@ pub(super) fn resolve(args: &Args, notes: &mut Vec<Note>) -> Result<Trainable, F
     }
     Ok(Trainable {
         tune_vision,
-        tune_llm: args.tune_llm.unwrap_or(lora.is_none()),
+        tune_llm: args.tune_llm.unwrap_or(lora.is_none() && prefixes == 0),
         train: args.train.clone(),
         freeze: args.freeze.clone(),
         learning_rates: learning_rates(args.lr.as_deref().unwrap_or_default())?,
         lora,
+        ptuning_tokens: prefixes,
     })
 }
 
@@ -39,6 +41,10 @@ fn lora(args: &Args, notes: &mut Vec<Note>) -> Result<Option<Lora>, Failure> {
         ("--lora-dropout", args.lora_dropout.is_some()),
         ("--lora-target-modules", args.lora_target_modules.is_some()),
         ("--lora-layers", args.lora_layers.is_some()),
+        (
+            "--lora-per-projection",
+            args.lora_per_projection == Some(true),
+        ),
         ("--modules-to-save", args.modules_to_save.is_some()),
     ];
     let given = given.iter().filter(|(_, given)| *given);
@@ -62,6 +68,7 @@ fn lora(args: &Args, notes: &mut Vec<Note>) -> Result<Option<Lora>, Failure> {
         lora_alpha,
         lora_dropout,
         target_modules: target_modules.map(str::to_owned),
+        per_projection: args.lora_per_projection.unwrap_or(false),
         layers,
         modules_to_save: modules_to_save(args),
     }))

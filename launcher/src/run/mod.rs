@@ -15,6 +15,7 @@ mod save;
 mod session;
 mod setup;
 pub(crate) use setup::unusable;
+mod split;
 mod stall;
 mod stored;
 mod trainer;

@@ -2,6 +2,7 @@
 
 use super::failures;
 use super::session::Session;
+use super::split;
 use super::stored::{bytes_of, max_shard_bytes};
 use crate::exit::{ErrorCode, Failure};
 use crate::model_files;
@@ -114,9 +115,9 @@ fn export(session: &Session<'_>, writer: &mut Writer) -> Result<u64, Failure> {
         targets.push(target.map(|(file, name)| {
             let dtype = session.stored_dtype(&param.name);
             plan.entry(file).or_default().push(TensorSpec {
-                name: name.clone(),
                 dtype,
-                shape: param.shape.dims().to_vec(),
+                shape: split::shape(&*session.model, &name, param.shape.dims()),
+                name: name.clone(),
             });
             (file, name, dtype)
         }));
@@ -146,7 +147,10 @@ fn export(session: &Session<'_>, writer: &mut Writer) -> Result<u64, Failure> {
             if let Some((file, name, dtype)) = &targets[id.index()]
                 && let Some(file) = files.get_mut(file)
             {
-                file.write(name, &converted(tensor, *dtype)?)?;
+                match split::joined(&*session.model, name, tensor)? {
+                    Some(values) => file.write(name, &bytes_of(&values, *dtype))?,
+                    None => file.write(name, &converted(tensor, *dtype)?)?,
+                }
             }
             Ok::<_, EngineError>(())
         })
@@ -260,6 +264,8 @@ fn adapter_config(session: &Session<'_>) -> Value {
         "inference_mode": true,
         "target_modules": targets,
         "modules_to_save": lora.modules_to_save,
+        "rank_pattern": split::patterns(&*session.model, lora.lora_rank),
+        "alpha_pattern": split::patterns(&*session.model, lora.lora_alpha),
     })
 }
 

@@ -302,8 +302,27 @@ fn optimizer(
             .check(names)
             .map_err(|e| failures::selection("--lr", &e))?;
     }
+    let spared = settings.no_decay.as_deref().map(Selection::parse);
+    let spared = spared
+        .transpose()
+        .and_then(|spared| match &spared {
+            Some(selection) => {
+                let names = model.spec().params.iter().map(|p| base_name(&p.name));
+                selection.check(names).map(|()| spared)
+            }
+            None => Ok(spared),
+        })
+        .map_err(|e| failures::selection("--no-decay", &e))?;
     let options = |name: &str| {
         let mut options = groups.options(name, optim::groups::is_norm_name(name));
+        if let Some(spared) = &spared {
+            let decays = !spared.contains(base_name(name));
+            options.weight_decay = if decays {
+                settings.weight_decay as f32
+            } else {
+                0.0
+            };
+        }
         if let Some((.., rate)) = rates
             .iter()
             .find(|(_, part, _)| part.contains(base_name(name)))

@@ -1,12 +1,13 @@
 //! The model of a run, its processor and its plan: what supervisor and ranks build alike.
 
 use super::failures::{self, chain};
-use crate::config::{InitChoice, PrecisionChoice, RunConfig, Tier};
+use crate::config::{InitChoice, PrecisionChoice, RopeChoice, RunConfig, Tier};
 use crate::data::{Sampler, SamplerSizes};
 use crate::exit::{ErrorCode, Failure};
 use crate::ui::Event;
 use engine::{Offload, Plan, Precision, Stage, UnitId, ZeroConfig};
 use models::lora::{LoraConfig, LoraTargets};
+use models::options::RopePrecision;
 use models::selection::Selection;
 use models::{
     Family, ModelOptions, OpenError, Processor, Tower, VisionLanguageModel, WeightSource,
@@ -119,13 +120,19 @@ fn model_options(config: &RunConfig, family: Family) -> Result<ModelOptions, Fai
     let mut options = ModelOptions::new(precision(config).weight_dtype());
     options.tune_vision = config.trainable.tune_vision;
     options.tune_llm = config.trainable.tune_llm;
+    options.ptuning_tokens = config.trainable.ptuning_tokens;
+    options.rope_precision = match config.rope_precision {
+        RopeChoice::Model => RopePrecision::Model,
+        RopeChoice::F32 => RopePrecision::F32,
+    };
     options.lora = config.trainable.lora.as_ref().map(|lora| LoraConfig {
         lora_rank: lora.lora_rank,
         lora_alpha: lora.lora_alpha as f32,
         lora_dropout: lora.lora_dropout as f32,
+        others: BTreeMap::new(),
         targets: LoraTargets::parse(lora.target_modules(family)),
         layers: lora.layers.clone(),
-        per_projection: false,
+        per_projection: lora.per_projection,
         modules_to_save: lora.modules_to_save(family, config.trainable.tune_vision),
     });
     let selection = |flag: &str, text: &Option<String>| {

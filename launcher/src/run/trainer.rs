@@ -192,6 +192,7 @@ fn schedule(session: &Session<'_>, total_steps: u64) -> Schedule {
     let kind = match settings.scheduler {
         Scheduler::Linear => ScheduleKind::Linear,
         Scheduler::Cosine => ScheduleKind::Cosine,
+        Scheduler::SatCosine => ScheduleKind::SatCosine,
         Scheduler::Constant => ScheduleKind::Constant,
         Scheduler::ConstantWithWarmup => ScheduleKind::ConstantWithWarmup,
     };

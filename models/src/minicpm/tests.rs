@@ -98,6 +98,7 @@ fn lora(targets: &str) -> LoraConfig {
         lora_rank: 64,
         lora_alpha: 64.0,
         lora_dropout: 0.0,
+        others: Default::default(),
         targets: LoraTargets::parse(targets),
         layers: None,
         per_projection: false,

@@ -233,6 +233,7 @@ impl AdapterConfig {
             lora_rank: self.lora_rank,
             lora_alpha: self.lora_alpha,
             lora_dropout: 0.0,
+            others: BTreeMap::new(),
             targets: LoraTargets::Pattern(self.target_modules.clone()),
             layers: None,
             per_projection: false,

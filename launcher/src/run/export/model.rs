@@ -104,7 +104,8 @@ fn merged(
 ) -> Result<Vec<u8>, Failure> {
     let columns = tensor.shape.last().copied().unwrap_or(1).max(1);
     let config = adapter.config();
-    let (rank, scale) = config.map_or((0, 0.0), |c| (c.r, (c.lora_alpha / c.r as f64) as f32));
+    let (rank, scale) = config.map_or((0, 0.0), |c| c.of(module));
+    let scale = scale as f32;
     let [name_a, name_b] = adapter.halves(module);
     let rows = range.start / columns..range.end / columns;
     let upload = |name: &str, range: Range<usize>, shape: [usize; 2]| -> Result<_, Failure> {
