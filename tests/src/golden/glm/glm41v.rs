@@ -1,7 +1,7 @@
 //! Packs of GLM-4.1V.
 
 use super::shared::{
-    compare_common, encode, own_labels, picture_bytes, tokenizer_cases, wide,
+    compare_common, encode, own_labels, picture_bytes, special_tokens, tokenizer_cases, wide,
 };
 use super::trajectories::trajectories;
 use crate::golden::{
@@ -107,7 +107,8 @@ impl PackFamily for Glm41vPacks {
         let text = tokenizer_cases(pack, "with_specials", |text| {
             Ok(processor.tokenizer().encode(text)?)
         })?;
-        let tables = vec![text, sizes(pack)?, layouts(pack)?];
+        let specials = special_tokens(pack, processor)?;
+        let tables = vec![specials, text, sizes(pack)?, layouts(pack)?];
         Ok(vec![("tables".into(), tables)])
     }
 }

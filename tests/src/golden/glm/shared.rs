@@ -6,12 +6,10 @@ use crate::golden::{
 };
 use crate::tolerance;
 use anyhow::{Context, Result};
-use kernels::CpuBackend;
 use models::data::{EncodeOptions, EncodedSample, IGNORED, RawSample, SINGLE_IMAGE};
-use models::generate::{GenerateOptions, Prompt, Sampling, generate};
 use models::image::ImageFolder;
 use models::text::Message;
-use models::{Processor, SampleInput};
+use models::Processor;
 use serde::Deserialize;
 use std::path::{Path, PathBuf};
 
@@ -150,46 +148,6 @@ fn grad_norm(run: &CaseRun, stored: &Stored) -> Result<Comparison> {
     Ok(compare_floats("grad_norm", &[norm], want, bound))
 }
 
-/// The tokens that the model of a pack writes behind the question of the case in `dir`, nothing stopping it.
-pub(super) fn greedy(
-    pack: &Pack,
-    dir: &Path,
-    count: usize,
-    processor: &dyn Processor,
-) -> Result<Vec<i64>> {
-    use models::autograd::ResidentParams;
-    use models::data::PlaceholderStyle;
-    use models::{ModelOptions, WeightSource, open_model};
-    use std::sync::Arc;
-
-    let (raw, _) = raw_sample(dir)?;
-    let options = EncodeOptions::default();
-    let style = PlaceholderStyle::Inference;
-    let prompt = processor.encode_prompt(&raw, &ImageFolder::new(dir), &options, style)?;
-    let model = open_model(&pack.dir, ModelOptions::new(kernels::DType::F32))?;
-    let source = WeightSource::open(&pack.dir)?;
-    let backend: Arc<dyn kernels::Backend> = Arc::new(CpuBackend::unlimited());
-    let params = model.spec().params.iter();
-    let weights = params.map(|p| {
-        let bytes = source.read(&p.name, kernels::DType::F32)?;
-        let tag = kernels::Tag::Parameters;
-        Ok(backend.upload(&bytes, p.shape, kernels::DType::F32, tag)?)
-    });
-    let weights = weights.collect::<Result<Vec<_>>>()?;
-    let access = ResidentParams::new(backend.clone(), model.spec().clone(), weights)?;
-    let prompts = [Prompt {
-        input: SampleInput::from(&prompt),
-        index: 0,
-        max_new_tokens: count,
-    }];
-    let options = GenerateOptions {
-        sampling: Sampling::GREEDY,
-        stop_ids: Vec::new(),
-    };
-    let answers = generate(&*model, &access, &prompts, &options, &mut Ok)?;
-    Ok(wide(&answers[0]))
-}
-
 /// `tokenizer_cases.json`: texts with the ids they become under `list`.
 pub(super) fn tokenizer_cases(
     pack: &Pack,
@@ -214,4 +172,18 @@ pub(super) fn tokenizer_cases(
         theirs.extend(case.ids);
     }
     Ok(compare_ints(&format!("tokenizer_cases {list}"), &ours, &theirs))
+}
+
+/// The ids of special tokens in `tokenizer_cases.json`.
+pub(super) fn special_tokens(pack: &Pack, processor: &dyn Processor) -> Result<Comparison> {
+    #[derive(Deserialize)]
+    struct Stored {
+        specials: std::collections::BTreeMap<String, i64>,
+    }
+    let stored: Stored = read_json(&pack.dir.join("tokenizer_cases.json"))?;
+    let names = stored.specials.keys();
+    let ours = names.map(|name| Ok(i64::from(processor.tokenizer().id(name)?)));
+    let ours = ours.collect::<Result<Vec<_>>>()?;
+    let theirs: Vec<i64> = stored.specials.into_values().collect();
+    Ok(compare_ints("tokenizer_cases specials", &ours, &theirs))
 }
