@@ -71,13 +71,13 @@ pub enum SampleError {
         /// What is wrong with the file.
         source: ImageError,
     },
-    /// More pictures than the model sees in one conversation.
-    #[error("{images} images, the model sees {most} per conversation")]
+    /// More pictures than the family takes.
+    #[error("the sample has {images} images, the model takes at most {limit}")]
     TooManyImages {
-        /// Pictures of the sample.
+        /// Pictures found.
         images: usize,
-        /// Pictures that it may have.
-        most: usize,
+        /// Pictures allowed.
+        limit: usize,
     },
     /// A picture so long that the model's resizing refuses it.
     #[error("image {name} of {width} x {height} pixels is too long for its width")]

@@ -18,7 +18,7 @@ use crate::lora::LanguageModules;
 use crate::nn::{Rotary, rope_frequencies, rotary_of};
 use crate::ops::Sequences;
 use crate::options::ModelOptions;
-use crate::params::ParamBuilder;
+use crate::params::{ParamBuilder, SplitAdapters};
 use crate::processor::Normalization;
 use crate::{SampleInput, Tower, VisionLanguageModel};
 use engine::{ModelSpec, ParamId, UnitId};
@@ -50,6 +50,7 @@ pub struct Glm41v {
     normalization: Normalization,
     options: ModelOptions,
     spec: ModelSpec,
+    split_adapters: SplitAdapters,
     vision: VisionTower,
     merger: Merger,
     language: Language,
@@ -70,13 +71,14 @@ impl Glm41v {
         let vision = VisionTower::new(&mut params, &config.vision);
         let merger = Merger::new(&mut params, &config.vision);
         let language = Language::new(&mut params, &config.language)?;
-        let spec = params.finish()?;
+        let (spec, split_adapters) = params.finish_with_split()?;
         options.check(&spec)?;
         Ok(Self {
             config,
             normalization,
             options,
             spec,
+            split_adapters,
             vision,
             merger,
             language,
@@ -192,6 +194,10 @@ impl VisionLanguageModel for Glm41v {
 
     fn tower(&self, unit: UnitId) -> Tower {
         tower(&self.spec.units[unit.index()].name)
+    }
+
+    fn split_adapters(&self) -> &SplitAdapters {
+        &self.split_adapters
     }
 
     fn options(&self) -> &ModelOptions {

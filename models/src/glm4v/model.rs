@@ -16,7 +16,7 @@ use crate::init::{self, Init};
 use crate::lora::LanguageModules;
 use crate::nn::{Rotary, RotaryTable, rope_frequencies};
 use crate::options::ModelOptions;
-use crate::params::ParamBuilder;
+use crate::params::{ParamBuilder, SplitAdapters};
 use crate::processor::Normalization;
 use crate::{SampleInput, Tower, VisionLanguageModel};
 use engine::{ModelSpec, ParamId, UnitId};
@@ -50,6 +50,7 @@ pub struct Glm4v {
     config: Glm4vConfig,
     options: ModelOptions,
     spec: ModelSpec,
+    split_adapters: SplitAdapters,
     vision: EvaTower,
     projector: Projector,
     language: Language,
@@ -66,12 +67,13 @@ impl Glm4v {
         let vision = EvaTower::new(&mut params, "transformer.vision", &config.vision);
         let projector = Projector::new(&mut params, &config);
         let language = Language::new(&mut params, &config.language)?;
-        let spec = params.finish()?;
+        let (spec, split_adapters) = params.finish_with_split()?;
         options.check(&spec)?;
         Ok(Self {
             config,
             options,
             spec,
+            split_adapters,
             vision,
             projector,
             language,
@@ -185,6 +187,10 @@ impl VisionLanguageModel for Glm4v {
 
     fn tower(&self, unit: UnitId) -> Tower {
         tower(&self.spec.units[unit.index()].name)
+    }
+
+    fn split_adapters(&self) -> &SplitAdapters {
+        &self.split_adapters
     }
 
     fn options(&self) -> &ModelOptions {

@@ -215,7 +215,7 @@ impl Glm4vProcessor {
             [one] => Ok(Some(one)),
             more => Err(SampleError::TooManyImages {
                 images: more.len(),
-                most: 1,
+                limit: 1,
             }),
         }
     }

@@ -109,6 +109,7 @@ fn the_default_adapters_are_those_of_the_decoder() {
         lora_rank: 8,
         lora_alpha: 32.0,
         lora_dropout: 0.0,
+            others: std::collections::BTreeMap::new(),
         targets: LoraTargets::parse(crate::Family::Glm4v.default_lora_targets()),
         layers: None,
         per_projection: false,

@@ -28,7 +28,7 @@ pub(super) fn greedy(
     count: usize,
     processor: &dyn Processor,
 ) -> Result<Greedy> {
-    let (raw, _) = raw_sample(dir)?;
+    let raw = raw_sample(dir)?;
     let style = PlaceholderStyle::Training;
     let options = EncodeOptions::default();
     let prompt = processor.encode_prompt(&raw, &ImageFolder::new(dir), &options, style)?;

@@ -19,7 +19,6 @@ struct Conversation {
     messages: Vec<Turn>,
     #[serde(default)]
     images: Vec<PathBuf>,
-    max_length: Option<usize>,
 }
 
 #[derive(Deserialize)]
@@ -45,8 +44,8 @@ pub(super) fn folders(case: &Case) -> Result<Vec<PathBuf>> {
     Ok(names.map(|name| case.dir.with_file_name(name)).collect())
 }
 
-/// The sample in the folder `dir`, and its length limit in tokens before pictures are expanded.
-pub(super) fn raw_sample(dir: &Path) -> Result<(RawSample, Option<usize>)> {
+/// The sample in the folder `dir`.
+pub(super) fn raw_sample(dir: &Path) -> Result<RawSample> {
     let stored: Conversation = read_json(&dir.join("conversation.json"))?;
     let of_turns = stored.messages.iter().filter_map(|turn| turn.image.clone());
     let images = of_turns.chain(stored.images);
@@ -55,12 +54,11 @@ pub(super) fn raw_sample(dir: &Path) -> Result<(RawSample, Option<usize>)> {
         role: turn.role,
         content: turn.content,
     };
-    let sample = RawSample {
+    Ok(RawSample {
         id: None,
         images,
         conversations: stored.messages.into_iter().map(turn).collect(),
-    };
-    Ok((sample, stored.max_length))
+    })
 }
 
 /// Encodes the samples of a case as training does.
@@ -70,7 +68,7 @@ pub(super) fn encode(
     options: &EncodeOptions,
 ) -> Result<Vec<EncodedSample>> {
     let encode = |dir: PathBuf| {
-        let (raw, _) = raw_sample(&dir)?;
+        let raw = raw_sample(&dir)?;
         let images = ImageFolder::new(&dir);
         let sample = processor.encode(&raw, &images, options);
         sample.with_context(|| format!("encoding {}", dir.display()))

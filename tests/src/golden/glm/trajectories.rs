@@ -93,6 +93,7 @@ fn trajectory(
             lora_rank,
             lora_alpha,
             lora_dropout: 0.0,
+            others: BTreeMap::new(),
             // As peft reads a list: ends of module paths.
             targets: LoraTargets::Pattern(format!(r".*\.({})", names.join("|"))),
             layers: None,
