@@ -3,6 +3,7 @@
 //! Shapes: `T` tokens of all samples, `P` patches of all slices, `N` slices, `Q` features per
 //! slice, `M` spliced rows.
 
+use crate::cogvlm::{CogAgentTables, Experts, PrefixTables};
 use crate::data::Slice;
 use crate::eva::EvaTables;
 use crate::generate::CachePass;
@@ -12,6 +13,7 @@ use crate::ops::Sequences;
 use crate::processor::Normalization;
 use crate::{ModelError, Result, SampleInput};
 use kernels::{Backend, DType, IGNORED_LABEL, Shape, Tag, Tensor};
+use std::ops::Range;
 use std::sync::Arc;
 
 /// Where features of pictures stand among the tokens.
@@ -45,6 +47,8 @@ pub enum VisionTables {
     Eva(EvaTables),
     /// GLM-4.1V.
     Glm41v(Glm41vTables),
+    /// CogAgent.
+    CogAgent(Box<CogAgentTables>),
 }
 
 impl VisionTables {
@@ -68,7 +72,21 @@ impl VisionTables {
     pub fn eva(&self) -> Result<&EvaTables> {
         match self {
             Self::Eva(tables) => Ok(tables),
+            Self::CogAgent(tables) => Ok(&tables.eva),
             _ => Err(ModelError::ForeignBatch { expected: "EVA" }),
+        }
+    }
+
+    /// The tables of CogAgent's towers.
+    ///
+    /// # Errors
+    /// [`ModelError::ForeignBatch`] for those of other towers.
+    pub fn cogagent(&self) -> Result<&CogAgentTables> {
+        match self {
+            Self::CogAgent(tables) => Ok(tables),
+            _ => Err(ModelError::ForeignBatch {
+                expected: "CogAgent",
+            }),
         }
     }
 
@@ -101,6 +119,63 @@ pub struct MiniCpmTables {
     pub query_index: Tensor,
 }
 
+/// Tokens that attend to features beside their own sequence.
+#[derive(Clone, Debug)]
+pub struct CrossRows {
+    /// i32: their rows; all rows when absent.
+    pub rows: Option<Tensor>,
+    /// These rows against the features of their sample.
+    pub sequences: Sequences,
+    /// Each sample's features, among all; empty for a sample without.
+    pub features: Vec<Range<usize>>,
+}
+
+impl CrossRows {
+    /// For samples of a number of tokens and their ascending ranges of `features` features; `None` when no sample has
+    /// any. Features of no sample lie between the sequences as a sequence without queries.
+    ///
+    /// # Errors
+    /// When memory runs out.
+    pub(crate) fn new(
+        samples: &[(usize, Range<usize>)],
+        features: usize,
+        backend: &dyn Backend,
+    ) -> Result<Option<Self>> {
+        let (mut tokens, mut rows): (usize, Vec<i32>) = (0, Vec::new());
+        let (mut q_starts, mut k_starts) = (vec![0], vec![0]);
+        let mut close = |queries: usize, keys: usize| {
+            if k_starts.last() != Some(&keys) {
+                q_starts.push(queries);
+                k_starts.push(keys);
+            }
+        };
+        for (count, own) in samples {
+            if !own.is_empty() {
+                close(rows.len(), own.start);
+                rows.extend((tokens..tokens + count).map(|row| row as i32));
+                close(rows.len(), own.end);
+            }
+            tokens += count;
+        }
+        if rows.is_empty() {
+            return Ok(None);
+        }
+        close(rows.len(), features);
+        let some = rows.len() < tokens;
+        Ok(Some(Self {
+            rows: some
+                .then(|| upload(backend, &rows, &[rows.len()]))
+                .transpose()?,
+            sequences: Sequences {
+                q_starts: q_starts.into(),
+                k_starts: k_starts.into(),
+                causal: false,
+            },
+            features: samples.iter().map(|(_, own)| own.clone()).collect(),
+        }))
+    }
+}
+
 /// One pass: the tokens of all samples, one sample behind the other.
 #[derive(Clone, Debug)]
 pub struct Batch {
@@ -118,6 +193,14 @@ pub struct Batch {
     pub sequences: Sequences,
     /// i32, one per sample: its last row.
     pub last_rows: Tensor,
+    /// Which rows which expert computes; absent when all rows are text.
+    pub experts: Option<Experts>,
+    /// i32: rows of padding in the text, whose embedding gets no gradient.
+    pub padding_rows: Option<Tensor>,
+    /// Learned keys and values before those of each sample.
+    pub prefix: Option<PrefixTables>,
+    /// Which rows attend to features beside their sample.
+    pub cross: Option<CrossRows>,
     /// Absent when no row is replaced by a feature.
     pub vision: Option<VisionBatch>,
     /// Where the decoder keeps keys and values, while generating.
@@ -170,6 +253,10 @@ pub(crate) fn pack(
         last_rows: upload(backend, &last_rows, &[last_rows.len()])?,
         vision,
         sequences: Sequences::own(starts, true),
+        experts: None,
+        padding_rows: None,
+        prefix: None,
+        cross: None,
         cache: None,
     })
 }
@@ -195,6 +282,10 @@ pub(crate) fn pack_next(
         last_rows: upload(backend, &rows, &[count])?,
         vision: None,
         sequences: Sequences::own((0..=count).collect(), true),
+        experts: None,
+        padding_rows: None,
+        prefix: None,
+        cross: None,
         cache: None,
     })
 }

@@ -1,5 +1,7 @@
 //! Which model a folder holds: family and every size come from its `config.json`.
 
+use crate::cogvlm::config::Edition;
+use crate::cogvlm::{self, CogConfig, CogProcessor, CogVlm};
 use crate::config::{self, ConfigError};
 use crate::glm41v::config::Glm41vConfig;
 use crate::glm41v::{self, Glm41v, Glm41vProcessor};
@@ -16,7 +18,14 @@ use std::path::Path;
 use std::sync::Arc;
 
 /// What `model_type`, or the first of `architectures`, may be.
-pub const MODEL_TYPES: [&str; 4] = ["minicpmv", "minicpmo", "chatglm", "glm4v"];
+pub const MODEL_TYPES: [&str; 6] = [
+    "minicpmv",
+    "minicpmo",
+    "CogVLMForCausalLM",
+    "CogAgentForCausalLM",
+    "chatglm",
+    "glm4v",
+];
 
 /// A family of models that share code.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -27,6 +36,12 @@ pub enum Family {
     Glm4v,
     /// GLM-4.1V-9B-Thinking.
     Glm41v,
+    /// CogVLM.
+    CogVlm,
+    /// CogVLM2.
+    CogVlm2,
+    /// CogAgent.
+    CogAgent,
 }
 
 /// Why a model folder yields no model.
@@ -63,8 +78,15 @@ impl Family {
     /// [`ConfigError`] if `config.json` cannot be read or is of no family that is implemented.
     pub fn of(dir: &Path) -> Result<Self, ConfigError> {
         let (bytes, path) = config::read(dir)?;
-        let head: Head =
-            serde_json::from_slice(&bytes).map_err(|source| ConfigError::Json { path, source })?;
+        let invalid = |source| ConfigError::Json { path, source };
+        if let Ok(Some(edition)) = Edition::parse(&bytes) {
+            return Ok(match edition {
+                Edition::CogVlm => Self::CogVlm,
+                Edition::CogVlm2 => Self::CogVlm2,
+                Edition::CogAgent => Self::CogAgent,
+            });
+        }
+        let head: Head = serde_json::from_slice(&bytes).map_err(invalid)?;
         let architecture = head.architectures.first().map_or("", String::as_str);
         match (&*head.model_type, architecture) {
             ("minicpmv" | "minicpmo", _) => Ok(Self::MiniCpm),
@@ -90,6 +112,10 @@ impl Family {
             // The published list names layers that the checkpoint does not have; attention is what it means.
             Self::Glm4v => "self_attention.query_key_value",
             Self::Glm41v => "q_proj,k_proj,v_proj,o_proj",
+            Self::CogVlm | Self::CogAgent => {
+                "language_expert_query_key_value,language_expert_dense,vision_expert_query_key_value,vision_expert_dense"
+            }
+            Self::CogVlm2 => "vision_expert_query_key_value",
         }
     }
 
@@ -100,6 +126,7 @@ impl Family {
             Self::MiniCpm if tune_vision => "embed_tokens,resampler,vpm",
             Self::MiniCpm => "embed_tokens,resampler",
             Self::Glm4v | Self::Glm41v => "",
+            Self::CogVlm | Self::CogVlm2 | Self::CogAgent => "",
         }
     }
 }
@@ -124,6 +151,11 @@ pub fn open_model(
             let normalization = glm41v::processor::ProcessorConfig::load(dir, &config)?.normalization;
             Ok(Arc::new(Glm41v::new(config, normalization, options)?))
         }
+        Family::CogVlm | Family::CogVlm2 | Family::CogAgent => {
+            let config = CogConfig::load(dir)?;
+            let normalization = cogvlm::processor::normalization()?;
+            Ok(Arc::new(CogVlm::new(config, normalization, options)?))
+        }
     }
 }
 
@@ -136,5 +168,8 @@ pub fn open_processor(dir: &Path) -> Result<Arc<dyn Processor>, ProcessorError> 
         Family::MiniCpm => Ok(Arc::new(MiniCpmProcessor::load(dir)?)),
         Family::Glm4v => Ok(Arc::new(Glm4vProcessor::load(dir)?)),
         Family::Glm41v => Ok(Arc::new(Glm41vProcessor::load(dir)?)),
+        Family::CogVlm | Family::CogVlm2 | Family::CogAgent => {
+            Ok(Arc::new(CogProcessor::load(dir)?))
+        }
     }
 }

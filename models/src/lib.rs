@@ -10,6 +10,7 @@
 //! | [`batch`] | packed inputs of one pass |
 //! | [`generate`] | answers: the decoder's cache, sampling, ranks in lock step |
 //! | [`weights`], [`adapter`] | reading safetensors folders, and what a run saved beside its base |
+//! | [`cogvlm`] | CogVLM, CogAgent and CogVLM2 |
 //! | [`eva`] | the vision tower of the Cogs and GLM-4V |
 //! | [`glm4v`], [`glm41v`] | GLM-4V-9B; GLM-4.1V-9B-Thinking |
 //! | [`minicpm`] | MiniCPM-V 2.6 and MiniCPM-o 2.6 |
@@ -20,6 +21,7 @@
 pub mod adapter;
 pub mod autograd;
 pub mod batch;
+pub mod cogvlm;
 pub mod config;
 pub mod data;
 mod error;

@@ -1,9 +1,9 @@
 //! How a model is set up for a run, whatever its family.
 
 use crate::lora::LoraConfig;
-use crate::params::ADAPTER_PREFIX;
+use crate::params::is_added;
 use crate::selection::Selection;
-use crate::{Result, Tower};
+use crate::{ModelError, Result, Tower};
 use engine::ModelSpec;
 use kernels::DType;
 
@@ -81,13 +81,28 @@ impl ModelOptions {
         }
     }
 
+    /// Fails where learned keys and values are asked for: for families that have none.
+    ///
+    /// # Errors
+    /// [`ModelError::Config`].
+    pub fn refuse_ptuning(&self) -> Result<()> {
+        match self.ptuning_tokens {
+            0 => Ok(()),
+            tokens => Err(ModelError::Config {
+                field: "ptuning_tokens",
+                value: tokens.to_string(),
+                reason: "only CogVLM, CogAgent and CogVLM2 have learned keys and values",
+            }),
+        }
+    }
+
     /// Fails when a selection names nothing of the model.
     ///
     /// # Errors
     /// Names the word.
     pub fn check(&self, spec: &ModelSpec) -> Result<()> {
         let base = spec.params.iter().map(|param| &*param.name);
-        let base = base.filter(|name| !name.starts_with(ADAPTER_PREFIX));
+        let base = base.filter(|name| !is_added(name));
         for selection in [&self.train, &self.freeze].into_iter().flatten() {
             selection.check(base.clone())?;
         }

@@ -12,6 +12,12 @@ use std::collections::BTreeMap;
 /// What stands before a module's path in the names of an adapter file (as peft writes them).
 pub const ADAPTER_PREFIX: &str = "base_model.model.";
 
+/// Whether a parameter was added to the base, whose files do not have it: adapters and learned keys and values.
+#[must_use]
+pub fn is_added(name: &str) -> bool {
+    name.starts_with(ADAPTER_PREFIX) || name.ends_with(".self_attn.prefix")
+}
+
 /// Collects a [`ModelSpec`].
 pub struct ParamBuilder<'a> {
     spec: ModelSpec,

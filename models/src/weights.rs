@@ -3,7 +3,7 @@
 //! Nothing is held in memory but the headers: reads are positioned, so several threads may read
 //! through one source and a rank touches only the bytes of its own slices.
 
-use crate::params::ADAPTER_PREFIX;
+use crate::params::is_added;
 use engine::{ModelSpec, ParamSpec};
 use half::{bf16, f16};
 use kernels::{DType, Float, Shape};
@@ -276,7 +276,7 @@ impl WeightSource {
     /// # Errors
     /// Names the first tensor that does not fit.
     pub fn check(&self, spec: &ModelSpec) -> Result<Vec<String>> {
-        let base = |p: &&ParamSpec| !p.name.starts_with(ADAPTER_PREFIX);
+        let base = |p: &&ParamSpec| !is_added(&p.name);
         let mut used = BTreeSet::new();
         for param in spec.params.iter().filter(base) {
             self.check_param(param)?;
@@ -452,6 +452,7 @@ fn converter(from: DType, to: DType) -> Option<Convert> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::params::ADAPTER_PREFIX;
     use safetensors::Dtype;
     use safetensors::tensor::TensorView;
 

@@ -10,7 +10,7 @@ use crate::units::{bytes as format_bytes, seconds as format_seconds};
 use engine::{EngineError, Lease, LeaseOwner, ParamAccess, ParamId, ParamSpec, Phase, UnitId};
 use kernels::{Backend, CpuBackend, DType, KernelError, Pool, Tag, Tensor, TensorMut};
 use models::adapter::Adapter;
-use models::params::ADAPTER_PREFIX;
+use models::params::is_added;
 use models::{
     ModelError, ModelOptions, OpenError, Processor, VisionLanguageModel, WeightError, WeightSource,
     open_model, open_processor,
@@ -210,7 +210,7 @@ fn check_shapes(adapter: &Adapter, params: &[ParamSpec]) -> Result<(), Failure> 
                 "{} is {got:?}, the model needs {}",
                 param.name, param.shape
             )),
-            None if param.name.starts_with(ADAPTER_PREFIX) => {
+            None if is_added(&param.name) => {
                 reasons.push(format!("{} is missing", param.name));
             }
             _ => {}

@@ -16,7 +16,7 @@ use engine::comm::{Communicator, World, threads};
 use engine::{OptimizerConfig, ParamId, Tiers, Zero};
 use kernels::{Backend, CpuBackend, DType, Pool};
 use models::Processor;
-use models::params::ADAPTER_PREFIX;
+use models::params::{ADAPTER_PREFIX, is_added};
 use models::selection::Selection;
 use models::{VisionLanguageModel, WeightError, WeightSource};
 use optim::{AdamW, ParameterGroups};
@@ -127,7 +127,7 @@ impl<'a> Session<'a> {
         let read = |id: ParamId, elements: Range<usize>, out: &mut [f32]| {
             let name = &model.spec().params[id.index()].name;
             match weights {
-                Some(source) if !name.starts_with(ADAPTER_PREFIX) => {
+                Some(source) if !is_added(name) => {
                     let bytes = bytemuck::cast_slice_mut(out);
                     source.read_range(name, elements, DType::F32, bytes)
                 }

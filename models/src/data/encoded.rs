@@ -1,5 +1,7 @@
 //! Samples as models take them: token ids, labels, places of pictures and patches.
 
+use crate::cogvlm::config::TemplateVersion;
+
 /// Label of a position that is not supervised.
 pub const IGNORED: i32 = kernels::IGNORED_LABEL;
 
@@ -13,6 +15,27 @@ pub struct EncodeOptions {
     /// Whether GLM-4V also learns the role token that ends an answer. Its published recipe does not, so that a model
     /// fine-tuned by it never learns to stop; the other families always learn their end token.
     pub train_on_turn_end: bool,
+    /// How prompts are written, instead of the model folder's way; only CogVLM, CogAgent and CogVLM2 have several.
+    pub prompt: Option<PromptStyle>,
+}
+
+/// How a prompt is written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PromptStyle {
+    /// The template.
+    pub template: TemplateVersion,
+    /// Whose form of it.
+    pub source: PromptSource,
+}
+
+/// Which of a family's two code bases a prompt follows.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum PromptSource {
+    /// The code beside the checkpoint.
+    #[default]
+    Hub,
+    /// The training scripts on SwissArmyTransformer, with their rule for long samples.
+    Sat,
 }
 
 impl Default for EncodeOptions {
@@ -21,6 +44,7 @@ impl Default for EncodeOptions {
             model_max_length: 2048,
             max_slice_nums: None,
             train_on_turn_end: false,
+            prompt: None,
         }
     }
 }

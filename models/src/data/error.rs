@@ -33,6 +33,30 @@ pub enum SampleError {
         /// Role found.
         role: String,
     },
+    /// A turn that is not its speaker's: user and assistant take turns, and training ends with the assistant.
+    #[error("turn {turn} has role {role:?}, where the other speaker was expected next")]
+    TurnOrder {
+        /// Index of the turn, from 0.
+        turn: usize,
+        /// Role found.
+        role: String,
+    },
+    /// More pictures than the family takes.
+    #[error("the sample has {images} images, the model takes at most {limit}")]
+    TooManyImages {
+        /// Pictures found.
+        images: usize,
+        /// Pictures allowed.
+        limit: usize,
+    },
+    /// Too many tokens before the answer.
+    #[error("{tokens} tokens before the answer leave no room for it, {limit} would")]
+    ContextTooLong {
+        /// Tokens found.
+        tokens: usize,
+        /// Tokens allowed.
+        limit: usize,
+    },
     /// The assistant never speaks.
     #[error("none of the {turns} turns has role \"assistant\"")]
     NoAssistantTurn {

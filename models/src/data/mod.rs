@@ -7,7 +7,7 @@ mod raw;
 
 pub use encoded::{
     EncodeOptions, EncodedPrompt, EncodedSample, IGNORED, PicturePlan, PlaceholderStyle,
-    SampleSize, SampleTokens, Slice,
+    PromptSource, PromptStyle, SampleSize, SampleTokens, Slice,
 };
 pub use error::SampleError;
 pub use raw::{DataError, RawSample, SINGLE_IMAGE, read_samples};

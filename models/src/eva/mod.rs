@@ -12,5 +12,5 @@ pub use config::EvaConfig;
 pub(crate) use config::RawEva;
 pub(crate) use projector::{Fold, Frame, GluProjector};
 pub use tables::EvaTables;
-pub(crate) use tables::{EvaPictures, eva_pictures};
+pub(crate) use tables::{EvaPictures, eva_pictures, pictures};
 pub(crate) use tower::EvaTower;

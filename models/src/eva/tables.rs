@@ -57,13 +57,29 @@ pub(crate) fn eva_pictures(
     dtype: DType,
     backend: &dyn Backend,
 ) -> Result<EvaPictures> {
+    let grid = (config.grid(), config.patch_size);
+    self::pictures(grid, fold, pictures, normalization, dtype, backend)
+}
+
+/// As [`eva_pictures`], for any tower of square pictures with a class row: `grid` patches per side, of `side` pixels.
+///
+/// # Errors
+/// When memory runs out.
+pub(crate) fn pictures(
+    (grid, side): (usize, usize),
+    fold: bool,
+    pictures: &[(&Slice, usize)],
+    normalization: &Normalization,
+    dtype: DType,
+    backend: &dyn Backend,
+) -> Result<EvaPictures> {
     let slices: Vec<&Slice> = pictures.iter().map(|(slice, _)| *slice).collect();
     let before: Vec<usize> = pictures.iter().map(|(_, before)| *before).collect();
-    let rows = config.patches() + 1;
+    let rows = grid * grid + 1;
     Ok(EvaPictures {
-        patches: pixel_values(&slices, config.patch_size, normalization, dtype, backend)?,
+        patches: pixel_values(&slices, side, normalization, dtype, backend)?,
         sequences: Sequences::own(starts_of(pictures.iter().map(|_| rows)), false),
-        tables: eva_tables(config.grid(), fold, &before, backend)?,
+        tables: eva_tables(grid, fold, &before, backend)?,
     })
 }
 

@@ -5,11 +5,12 @@
 //! yet lies between the sequences of the attention as a sequence without queries.
 
 use crate::autograd::{Scope, Var};
+use crate::batch::CrossRows;
 use crate::error::Result;
 use crate::ops::Sequences;
 use kernels::{Backend, DType, Shape, Tag, Tensor};
 use std::ops::Range;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 /// What a decoder keeps per token.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -22,6 +23,19 @@ pub struct CacheShape {
     pub head_dim: usize,
     /// Dtype of keys and values.
     pub dtype: DType,
+    /// Learned tokens before each prompt.
+    pub prefix_tokens: usize,
+    /// Features of a picture that every layer reads by an attention of its own.
+    pub cross: Option<CrossCacheShape>,
+}
+
+/// What a decoder keeps per layer of a prompt's picture.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct CrossCacheShape {
+    /// Features of a picture.
+    pub features: usize,
+    /// Elements of their keys, and of their values.
+    pub width: usize,
 }
 
 impl CacheShape {
@@ -30,6 +44,15 @@ impl CacheShape {
     pub fn bytes_per_token(&self) -> u64 {
         let elems = 2 * self.layers * self.kv_heads * self.head_dim;
         (elems * self.dtype.size_bytes()) as u64
+    }
+
+    /// Bytes that a prompt costs beside its tokens, with `pictures` pictures.
+    #[must_use]
+    pub fn bytes_per_prompt(&self, pictures: usize) -> u64 {
+        let cross = self.cross.map_or(0, |cross| cross.features * cross.width);
+        let elems = 2 * self.layers * pictures * cross;
+        let prefix = self.prefix_tokens as u64 * self.bytes_per_token();
+        (elems * self.dtype.size_bytes()) as u64 + prefix
     }
 }
 
@@ -43,6 +66,12 @@ pub struct KvCache {
     layers: Vec<Mutex<Option<Pair>>>,
     /// Rows of each prompt.
     ranges: Vec<Range<usize>>,
+    /// Rows of each prompt that are learned.
+    prefix: usize,
+    /// Features of each prompt, among all.
+    features: Vec<Range<usize>>,
+    /// Keys and values of all features by layer, once the first pass has made them.
+    cross: Vec<OnceLock<Pair>>,
 }
 
 impl KvCache {
@@ -53,8 +82,12 @@ impl KvCache {
     pub fn new(backend: &dyn Backend, shape: CacheShape, capacities: &[usize]) -> Result<Self> {
         let mut rows = 0;
         let ranges = capacities.iter().map(|capacity| {
-            rows += capacity;
-            rows - capacity..rows
+            let own = match capacity {
+                0 => 0,
+                tokens => shape.prefix_tokens + tokens,
+            };
+            rows += own;
+            rows - own..rows
         });
         let ranges: Vec<Range<usize>> = ranges.collect();
         let extents = Shape::new(&[rows, shape.kv_heads, shape.head_dim]);
@@ -66,14 +99,43 @@ impl KvCache {
         Ok(Self {
             layers: (0..shape.layers).map(layer).collect::<Result<_>>()?,
             ranges,
+            prefix: shape.prefix_tokens,
+            features: Vec::new(),
+            cross: vec![OnceLock::new(); shape.layers],
         })
+    }
+
+    /// Names the features of each prompt, among those of the first pass.
+    #[must_use]
+    pub fn with_features(mut self, features: Vec<Range<usize>>) -> Self {
+        self.features = features;
+        self
+    }
+
+    /// What attends to features when the prompts `open`, ascending, get one token each.
+    ///
+    /// # Errors
+    /// When the pool is full.
+    pub(crate) fn cross_rows(
+        &self,
+        open: &[usize],
+        backend: &dyn Backend,
+    ) -> Result<Option<CrossRows>> {
+        let Some(all) = self.features.last() else {
+            return Ok(None);
+        };
+        let own: Vec<_> = open
+            .iter()
+            .map(|i| (1, self.features[*i].clone()))
+            .collect();
+        CrossRows::new(&own, all.end, backend)
     }
 
     fn rows(&self) -> usize {
         self.ranges.last().map_or(0, |range| range.end)
     }
 
-    /// Rows of tokens `tokens` of prompt `i`.
+    /// Rows of tokens `tokens` of prompt `i`, learned ones included.
     fn place(&self, i: usize, tokens: Range<usize>) -> impl Iterator<Item = i32> {
         let start = self.ranges[i].start;
         debug_assert!(start + tokens.end <= self.ranges[i].end);
@@ -147,7 +209,10 @@ impl CachePass {
         lengths: &[(usize, usize)],
         backend: &dyn Backend,
     ) -> Result<Self> {
-        let all = lengths.iter().flat_map(|(i, n)| cache.place(*i, 0..*n));
+        let prefix = cache.prefix;
+        let all = lengths
+            .iter()
+            .flat_map(|(i, n)| cache.place(*i, 0..prefix + *n));
         let rows: Vec<i32> = all.collect();
         Ok(Self {
             rows: upload(backend, &rows)?,
@@ -165,11 +230,13 @@ impl CachePass {
         cached: &[(usize, usize)],
         backend: &dyn Backend,
     ) -> Result<Self> {
+        let before = |n: &usize| cache.prefix + n;
         let rows: Vec<i32> = cached
             .iter()
-            .flat_map(|(i, n)| cache.place(*i, *n..*n + 1))
+            .flat_map(|(i, n)| cache.place(*i, before(n)..before(n) + 1))
             .collect();
-        let lengths: Vec<(usize, usize)> = cached.iter().map(|(i, n)| (*i, n + 1)).collect();
+        let lengths: Vec<(usize, usize)> =
+            cached.iter().map(|(i, n)| (*i, before(n) + 1)).collect();
         Ok(Self {
             rows: upload(backend, &rows)?,
             sequences: Some(cache.one_query_each(&lengths)),
@@ -199,6 +266,23 @@ fn upload(backend: &dyn Backend, rows: &[i32]) -> Result<Tensor> {
 pub struct CachedLayer<'a> {
     pass: &'a CachePass,
     layer: usize,
+}
+
+impl CachedLayer<'_> {
+    /// Keys and values of the prompts' features: `first` makes them in the first pass.
+    pub(crate) fn cross(
+        &self,
+        scope: &Scope<'_>,
+        first: impl FnOnce() -> Result<[Var; 2]>,
+    ) -> Result<[Var; 2]> {
+        let slot = &self.pass.cache.cross[self.layer];
+        if let Some(pair) = slot.get() {
+            return Ok(pair.clone().map(|value| scope.constant(value)));
+        }
+        let pair = first()?;
+        slot.get_or_init(|| [pair[0].value().clone(), pair[1].value().clone()]);
+        Ok(pair)
+    }
 }
 
 impl Scope<'_> {
@@ -239,6 +323,8 @@ mod tests {
         kv_heads: 2,
         head_dim: 32,
         dtype: DType::BF16,
+        prefix_tokens: 0,
+        cross: None,
     };
 
     #[test]

@@ -6,7 +6,7 @@
 mod cache;
 mod sampling;
 
-pub use cache::{CachePass, CacheShape, CachedLayer, KvCache};
+pub use cache::{CachePass, CacheShape, CachedLayer, CrossCacheShape, KvCache};
 pub use sampling::Sampling;
 
 use crate::autograd::Tape;
@@ -49,8 +49,11 @@ pub struct GenerateOptions {
 /// rounding to size classes.
 #[must_use]
 pub fn cache_bytes(shape: CacheShape, prompts: &[Prompt<'_>]) -> u64 {
-    let tokens: usize = prompts.iter().map(Prompt::cached_tokens).sum();
-    tokens as u64 * shape.bytes_per_token()
+    let of = |prompt: &Prompt<'_>| {
+        let tokens = prompt.cached_tokens() as u64 * shape.bytes_per_token();
+        tokens + shape.bytes_per_prompt(prompt.input.image_bounds.len())
+    };
+    prompts.iter().map(of).sum()
 }
 
 /// Continues every prompt until a stop token or its own limit, and returns the new tokens.
@@ -174,7 +177,21 @@ impl<'a> Decoder<'a> {
             self.last_positions[*i] = batch.positions[batch.starts()[n + 1] - 1];
         }
         let shape = self.model.cache_shape();
-        let cache = Arc::new(KvCache::new(self.backend(), shape, &capacities)?);
+        let mut cache = KvCache::new(self.backend(), shape, &capacities)?;
+        if let Some(cross) = &batch.cross {
+            let mut features = vec![0..0; self.prompts.len()];
+            let mut end = 0;
+            for (i, features) in features.iter_mut().enumerate() {
+                if let Ok(n) = self.open.binary_search(&i) {
+                    *features = cross.features[n].clone();
+                    end = features.end;
+                } else {
+                    *features = end..end;
+                }
+            }
+            cache = cache.with_features(features);
+        }
+        let cache = Arc::new(cache);
         let lengths: Vec<(usize, usize)> = self
             .open
             .iter()
@@ -197,6 +214,7 @@ impl<'a> Decoder<'a> {
         let mut batch = self
             .model
             .collate_next(&tokens, &positions, self.backend())?;
+        batch.cross = cache.cross_rows(&self.open, self.backend())?;
         batch.cache = Some(CachePass::decode(cache, &cached, self.backend())?);
         Ok(batch)
     }

@@ -8,7 +8,7 @@ use crate::batch::Batch;
 use crate::error::Result;
 use crate::generate::CachedLayer;
 use crate::nn::{
-    CausalHead, CausalHeadConfig, GatedMlp, RmsNorm, SelfAttention, SelfAttentionConfig,
+    LmHead, LmHeadConfig, GatedMlp, RmsNorm, SelfAttention, SelfAttentionConfig,
     TokenEmbedding,
 };
 use crate::params::{ParamBuilder, ParamScope};
@@ -20,7 +20,7 @@ use kernels::Tensor;
 pub(super) struct Language {
     embed: TokenEmbedding,
     blocks: Vec<(UnitId, Block)>,
-    head: CausalHead,
+    head: LmHead,
 }
 
 impl Language {
@@ -36,7 +36,7 @@ impl Language {
                 (scope.id(), Block::new(&mut scope, config))
             })
             .collect();
-        let head = CausalHeadConfig {
+        let head = LmHeadConfig {
             unit: "lm_head",
             norm: "model.language_model.norm",
             head: "lm_head",
@@ -44,7 +44,7 @@ impl Language {
             width: config.hidden_size,
             eps: config.rms_norm_eps as f32,
         };
-        let head = CausalHead::new(params, head)?;
+        let head = LmHead::new(params, head)?;
         Ok(Self {
             embed,
             blocks,

@@ -60,12 +60,13 @@ impl Glm41v {
     /// Declares the model.
     ///
     /// # Errors
-    /// When adapter targets or a selection do not fit.
+    /// When adapter targets or a selection do not fit, or learned keys and values are asked for.
     pub fn new(
         config: Glm41vConfig,
         normalization: Normalization,
         options: ModelOptions,
     ) -> Result<Self> {
+        options.refuse_ptuning()?;
         let trains = |name: &str| options.trains(name, tower(name));
         let mut params = ParamBuilder::new(&trains, options.lora.as_ref(), &LANGUAGE)?;
         let vision = VisionTower::new(&mut params, &config.vision);

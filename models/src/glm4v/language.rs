@@ -8,7 +8,7 @@ use crate::batch::Batch;
 use crate::error::Result;
 use crate::generate::CachedLayer;
 use crate::nn::{
-    CausalHead, CausalHeadConfig, GatedMlp, RmsNorm, SelfAttention, SelfAttentionConfig,
+    LmHead, LmHeadConfig, GatedMlp, RmsNorm, SelfAttention, SelfAttentionConfig,
     TokenEmbedding,
 };
 use crate::params::{ParamBuilder, ParamScope};
@@ -20,7 +20,7 @@ use kernels::Tensor;
 pub(super) struct Language {
     embed: TokenEmbedding,
     blocks: Vec<(UnitId, Block)>,
-    head: CausalHead,
+    head: LmHead,
 }
 
 impl Language {
@@ -37,7 +37,7 @@ impl Language {
                 (scope.id(), Block::new(&mut scope, config))
             })
             .collect();
-        let head = CausalHeadConfig {
+        let head = LmHeadConfig {
             unit: HEAD,
             norm: "transformer.encoder.final_layernorm",
             head: HEAD,
@@ -45,7 +45,7 @@ impl Language {
             width: config.hidden_size,
             eps: config.rms_norm_eps as f32,
         };
-        let head = CausalHead::new(params, head)?;
+        let head = LmHead::new(params, head)?;
         Ok(Self {
             embed,
             blocks,

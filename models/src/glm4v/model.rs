@@ -60,8 +60,9 @@ impl Glm4v {
     /// Declares the model.
     ///
     /// # Errors
-    /// When adapter targets or a selection do not fit.
+    /// When adapter targets or a selection do not fit, or learned keys and values are asked for.
     pub fn new(config: Glm4vConfig, options: ModelOptions) -> Result<Self> {
+        options.refuse_ptuning()?;
         let trains = |name: &str| options.trains(name, tower(name));
         let mut params = ParamBuilder::new(&trains, options.lora.as_ref(), &LANGUAGE)?;
         let vision = EvaTower::new(&mut params, "transformer.vision", &config.vision);

@@ -6,7 +6,7 @@ use super::config::LanguageConfig;
 use crate::autograd::{Loss, Tape, Var};
 use crate::batch::Batch;
 use crate::error::Result;
-use crate::nn::{CausalHead, CausalHeadConfig, DecoderBlock, DecoderConfig, TokenEmbedding};
+use crate::nn::{LmHead, LmHeadConfig, DecoderBlock, DecoderConfig, TokenEmbedding};
 use crate::params::ParamBuilder;
 use engine::UnitId;
 use kernels::Tensor;
@@ -16,7 +16,7 @@ use kernels::Tensor;
 pub(super) struct Language {
     embed: TokenEmbedding,
     blocks: Vec<(UnitId, DecoderBlock)>,
-    head: CausalHead,
+    head: LmHead,
 }
 
 impl Language {
@@ -41,7 +41,7 @@ impl Language {
                 (scope.id(), DecoderBlock::new(&mut scope, &block))
             })
             .collect();
-        let head = CausalHeadConfig {
+        let head = LmHeadConfig {
             unit: "llm.head",
             norm: "llm.model.norm",
             head: "llm.lm_head",
@@ -49,7 +49,7 @@ impl Language {
             width: d,
             eps,
         };
-        let head = CausalHead::new(params, head)?;
+        let head = LmHead::new(params, head)?;
         Ok(Self {
             embed,
             blocks,

@@ -63,6 +63,7 @@ impl MiniCpm {
         normalization: Normalization,
         options: ModelOptions,
     ) -> Result<Self> {
+        options.refuse_ptuning()?;
         if config.language.tie_word_embeddings {
             return Err(ModelError::Config {
                 field: "tie_word_embeddings",
@@ -256,6 +257,8 @@ impl VisionLanguageModel for MiniCpm {
             kv_heads: language.num_kv_heads,
             head_dim: language.head_dim,
             dtype: self.options.dtype,
+            prefix_tokens: 0,
+            cross: None,
         }
     }
 

@@ -1,10 +1,10 @@
 //! Building blocks: handles of parameters and the forward pass over them. Blocks hold no weights.
 
 mod attention;
-mod causal_head;
 mod decoder_block;
 mod fused_linear;
 mod linear;
+mod lm_head;
 mod mlp;
 mod norm;
 mod rotary;
@@ -12,10 +12,10 @@ mod token_embedding;
 mod vision_block;
 
 pub use attention::{SelfAttention, SelfAttentionConfig};
-pub use causal_head::{CausalHead, CausalHeadConfig};
 pub use decoder_block::{DecoderBlock, DecoderConfig};
 pub use fused_linear::FusedLinear;
 pub use linear::Linear;
+pub use lm_head::{LmHead, LmHeadConfig};
 pub use mlp::{GatedMlp, GeluMlp};
 pub use norm::{LayerNorm, RmsNorm};
 pub use rotary::{Rotary, RotaryTable, rope_frequencies, rotary_of, round};

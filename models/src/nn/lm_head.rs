@@ -1,9 +1,7 @@
-//! The last unit of a decoder.
-//!
-//! Shapes: `T` tokens of all samples, `D` width, `v` vocabulary.
+//! The end of a decoder: its last norm and the product with the vocabulary.
 
 use super::RmsNorm;
-use crate::autograd::{Loss, Scope, Tape, Var};
+use crate::autograd::{Loss, Tape, Var};
 use crate::batch::Batch;
 use crate::error::Result;
 use crate::ops::LinearParams;
@@ -11,9 +9,9 @@ use crate::params::ParamBuilder;
 use engine::{ParamId, TensorParallel, UnitId};
 use kernels::{DType, Tensor};
 
-/// Names and sizes of a [`CausalHead`].
+/// Names and sizes of a [`LmHead`].
 #[derive(Clone, Copy, PartialEq, Debug)]
-pub struct CausalHeadConfig<'a> {
+pub struct LmHeadConfig<'a> {
     /// The unit.
     pub unit: &'a str,
     /// Path of the norm.
@@ -28,20 +26,23 @@ pub struct CausalHeadConfig<'a> {
     pub eps: f32,
 }
 
-/// The final norm and the output layer, with the loss.
-#[derive(Clone, Copy, PartialEq, Debug)]
-pub struct CausalHead {
-    unit: UnitId,
-    norm: RmsNorm,
-    weight: ParamId,
+/// The last norm and the head, one unit.
+#[derive(Debug)]
+pub struct LmHead {
+    /// The unit.
+    pub unit: UnitId,
+    /// Before the head.
+    pub norm: RmsNorm,
+    /// `[v, c]`.
+    pub weight: ParamId,
 }
 
-impl CausalHead {
+impl LmHead {
     /// Declares the norm and the head's weight `[v, D]`.
     ///
     /// # Errors
     /// When the head is an adapter target.
-    pub fn new(params: &mut ParamBuilder<'_>, config: CausalHeadConfig<'_>) -> Result<Self> {
+    pub fn new(params: &mut ParamBuilder<'_>, config: LmHeadConfig<'_>) -> Result<Self> {
         let mut scope = params.unit(config.unit);
         scope.refuse_adapter(config.head)?;
         let column = TensorParallel::Column { groups: 1 };
@@ -53,16 +54,11 @@ impl CausalHead {
         })
     }
 
-    /// Losses of all rows from the hidden states `[T, D]`.
+    /// Losses of all rows of `hidden [t, c]`.
     ///
     /// # Errors
     /// When the engine or the device fails.
-    pub fn loss<'m>(
-        &'m self,
-        tape: &Tape<'_, 'm>,
-        batch: &'m Batch,
-        hidden: &Var,
-    ) -> Result<Loss> {
+    pub fn loss<'m>(&'m self, tape: &Tape<'_, 'm>, batch: &'m Batch, hidden: &Var) -> Result<Loss> {
         let [rows] = tape.segment(self.unit, [hidden], move |scope, [x]| {
             let x = self.norm.forward(scope, x)?;
             Ok([scope.linear_cross_entropy(&x, self.weight, &batch.labels)?])
@@ -88,15 +84,11 @@ impl CausalHead {
                 Some(index) => scope.gather_rows(x, index)?,
                 None => x.clone(),
             };
-            Ok([self.project(scope, &x)?])
+            let x = self.norm.forward(scope, &x)?;
+            scope.observe("final_hidden", &x);
+            let logits = scope.linear(&x, &LinearParams::new(self.weight, None))?;
+            Ok([scope.cast(&logits, DType::F32)?])
         })?;
         Ok(logits.into_value())
-    }
-
-    fn project(&self, scope: &Scope<'_>, x: &Var) -> Result<Var> {
-        let x = self.norm.forward(scope, x)?;
-        scope.observe("final_hidden", &x);
-        let logits = scope.linear(&x, &LinearParams::new(self.weight, None))?;
-        scope.cast(&logits, DType::F32)
     }
 }

@@ -1,0 +1,221 @@
+//! From samples to a batch: pictures, places of their features, experts, and rows that attend to features.
+
+use super::config::CogConfig;
+use super::cross_vision::CrossPictures;
+use super::positions::{expert_rows, position_ids, token_types};
+use super::prefix::PrefixTables;
+use super::rope::rotary;
+use super::vision::CogAgentTables;
+use super::{Experts, model::CogVlm};
+use crate::batch::{
+    Batch, CrossRows, Splice, VisionBatch, VisionTables, check_slices, pack, pack_next, starts_of,
+    upload,
+};
+use crate::data::Slice;
+use crate::error::{ModelError, Result};
+use crate::eva::{EvaPictures, eva_pictures};
+use crate::nn::Rotary;
+use crate::{SampleInput, cogvlm::config::Edition};
+use kernels::{Backend, Tensor};
+
+/// A picture's slices, each with the number of patches before it in the batch.
+type Picture<'a> = Vec<(&'a Slice, usize)>;
+
+impl CogVlm {
+    pub(super) fn pack(&self, samples: &[SampleInput<'_>], backend: &dyn Backend) -> Result<Batch> {
+        let config = self.config();
+        for (i, sample) in samples.iter().enumerate() {
+            check_pictures(config, i, sample)?;
+        }
+        let types: Vec<Vec<bool>> = samples
+            .iter()
+            .map(|s| token_types(s.input_ids.len(), s.image_bounds))
+            .collect();
+        let positions: Vec<i32> = types.iter().flat_map(|t| position_ids(t)).collect();
+        let rotary = self.rotary(&positions, backend)?;
+        let vision = self.vision_batch(samples, backend)?;
+        let mut batch = pack(samples, positions, rotary, vision, backend)?;
+        let [language, vision] = expert_rows(&types);
+        if !vision.is_empty() {
+            batch.experts = Some(Experts {
+                language: upload(backend, &language, &[language.len()])?,
+                vision: upload(backend, &vision, &[vision.len()])?,
+            });
+        }
+        let tokens = samples.iter().flat_map(|s| s.input_ids);
+        let text = types.iter().flatten().map(|picture| !picture);
+        batch.padding_rows = self.padding_rows(tokens.copied().zip(text), backend)?;
+        batch.prefix = self.prefix_tables(&batch, backend)?;
+        if let Some(cross) = &config.cross {
+            let mut features = 0;
+            let attends = samples.iter().map(|s| {
+                let start = features;
+                features += s.image_bounds.len() * cross.patches();
+                (s.input_ids.len(), start..features)
+            });
+            let attends: Vec<_> = attends.collect();
+            batch.cross = CrossRows::new(&attends, features, backend)?;
+        }
+        Ok(batch)
+    }
+
+    pub(super) fn pack_next(
+        &self,
+        tokens: &[i32],
+        positions: &[i32],
+        backend: &dyn Backend,
+    ) -> Result<Batch> {
+        pack_next(tokens, positions, self.rotary(positions, backend)?, backend)
+    }
+
+    fn rotary(&self, positions: &[i32], backend: &dyn Backend) -> Result<Rotary> {
+        let (language, options) = (&self.config().language, self.model_options());
+        let precision = (options.rope_precision, options.dtype);
+        let (d, theta) = (language.head_dim, language.rope_theta);
+        rotary(positions, d, theta, precision, backend)
+    }
+
+    fn prefix_tables(&self, batch: &Batch, backend: &dyn Backend) -> Result<Option<PrefixTables>> {
+        let (tokens, heads) = (
+            self.model_options().ptuning_tokens,
+            self.config().language.num_kv_heads,
+        );
+        (tokens > 0)
+            .then(|| PrefixTables::new(batch.starts(), tokens, heads, backend))
+            .transpose()
+    }
+
+    /// Rows of padding that stand in the text; the places of features hold padding too.
+    fn padding_rows(
+        &self,
+        tokens: impl Iterator<Item = (i32, bool)>,
+        backend: &dyn Backend,
+    ) -> Result<Option<Tensor>> {
+        let pad = self.config().language.pad;
+        let rows = tokens.enumerate();
+        let rows = rows.filter(|(_, (id, text))| *id == pad && *text);
+        let rows: Vec<i32> = rows.map(|(row, _)| row as i32).collect();
+        (!rows.is_empty())
+            .then(|| upload(backend, &rows, &[rows.len()]))
+            .transpose()
+    }
+
+    /// The pictures of the batch; `None` when there is none.
+    fn vision_batch(
+        &self,
+        samples: &[SampleInput<'_>],
+        backend: &dyn Backend,
+    ) -> Result<Option<VisionBatch>> {
+        let config = self.config();
+        let pictures = pictures(config, samples);
+        if pictures.is_empty() {
+            return Ok(None);
+        }
+        let options = self.model_options();
+        let first: Picture<'_> = pictures.iter().map(|p| p[0]).collect();
+        let EvaPictures {
+            patches,
+            sequences,
+            tables,
+        } = eva_pictures(
+            &config.vision,
+            config.edition == Edition::CogVlm2,
+            &first,
+            &self.normalization,
+            options.dtype,
+            backend,
+        )?;
+        let tables = match &config.cross {
+            None => VisionTables::Eva(tables),
+            Some(cross) => {
+                let second: Picture<'_> = pictures.iter().map(|p| p[1]).collect();
+                let precision = (options.rope_precision, options.dtype);
+                let norm = &self.normalization;
+                let patches = 0..config.vision.patches() as i32;
+                let ids: Vec<i32> = first.iter().flat_map(|_| patches.clone()).collect();
+                VisionTables::CogAgent(Box::new(CogAgentTables {
+                    eva: tables,
+                    position_ids: upload(backend, &ids, &[ids.len()])?,
+                    cross: CrossPictures::new(cross, &second, norm, precision, backend)?,
+                }))
+            }
+        };
+        let starts = starts_of(samples.iter().map(|s| s.input_ids.len()));
+        let places = samples.iter().zip(starts.iter());
+        let rows: Vec<i32> = places
+            .flat_map(|(s, start)| s.image_bounds.iter().map(move |b| start + b.0..start + b.1))
+            .flatten()
+            .map(|row| row as i32)
+            .collect();
+        let sources: Vec<i32> = (0..rows.len() as i32).collect();
+        Ok(Some(VisionBatch {
+            patches,
+            sequences,
+            splice: Splice {
+                rows: upload(backend, &rows, &[rows.len()])?,
+                sources: upload(backend, &sources, &[sources.len()])?,
+            },
+            tables,
+        }))
+    }
+}
+
+/// The pictures that have a place in the text, with their slices.
+fn pictures<'a>(config: &CogConfig, samples: &[SampleInput<'a>]) -> Vec<Picture<'a>> {
+    let (per_picture, mut patches) = (config.slices_per_picture(), 0);
+    let mut all = Vec::new();
+    for sample in samples {
+        let mut slices: Picture<'a> = Vec::with_capacity(sample.slices.len());
+        for slice in sample.slices {
+            slices.push((slice, patches));
+            patches += slice.rows * slice.cols;
+        }
+        let shown = slices.chunks(per_picture).take(sample.image_bounds.len());
+        all.extend(shown.map(<[_]>::to_vec));
+    }
+    all
+}
+
+fn check_pictures(config: &CogConfig, index: usize, sample: &SampleInput<'_>) -> Result<()> {
+    let fail = |reason: String| {
+        Err(ModelError::Sample {
+            sample: index,
+            reason,
+        })
+    };
+    let (tokens, rows) = (sample.input_ids.len(), config.features() + 2);
+    let (places, slices) = (sample.image_bounds.len(), sample.slices.len());
+    let per_picture = config.slices_per_picture();
+    if places * per_picture > slices {
+        return fail(format!("{places} places for pictures, {slices} slices"));
+    }
+    let mut end_before = 0;
+    for &(start, end) in sample.image_bounds {
+        if start < end_before || start + rows != end || end > tokens {
+            return fail(format!(
+                "picture at {start}..{end}, expected {rows} of {tokens} tokens"
+            ));
+        }
+        end_before = end;
+    }
+    let vision = &config.vision;
+    let towers = std::iter::once((vision.grid(), vision.patch_size))
+        .chain(config.cross.iter().map(|c| (c.grid(), c.patch_size)));
+    for (tower, (grid, side)) in towers.enumerate() {
+        let own = sample.slices.iter().skip(tower).step_by(per_picture);
+        if let Some(slice) = own.clone().find(|s| (s.rows, s.cols) != (grid, grid)) {
+            let (rows, cols) = (slice.rows, slice.cols);
+            return fail(format!(
+                "a slice of {rows} x {cols} patches, expected {grid} x {grid}"
+            ));
+        }
+        for slice in own {
+            let one = SampleInput {
+                slices: std::slice::from_ref(slice),
+                ..*sample
+            };
+            check_slices(index, &one, side)?;
+        }
+    }
+    Ok(())
+}

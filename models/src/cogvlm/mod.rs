@@ -1,0 +1,39 @@
+//! CogVLM, CogAgent and CogVLM2: a Llama-like decoder whose layers hold two sets of weights, one for text and one for
+//! pictures.
+//!
+//! | module | part |
+//! |---|---|
+//! | [`config`] | `config.json` |
+//! | `vision` | the EVA tower and what joins it to the decoder |
+//! | `experts`, `attention`, `layer`, `language` | the decoder |
+//! | `cross_vision`, `cross_attention` | CogAgent's second tower and what reads it |
+//! | `prefix` | learned keys and values (p-tuning v2) |
+//! | [`positions`], `rope` | positions and their angles |
+//! | [`prompt`], [`processor`] | samples to tokens and pixels |
+
+mod attention;
+mod collate;
+pub mod config;
+mod cross_attention;
+mod cross_vision;
+mod experts;
+mod language;
+mod layer;
+mod model;
+pub mod positions;
+mod prefix;
+pub mod processor;
+pub mod prompt;
+mod rope;
+mod vision;
+
+#[cfg(test)]
+mod tests;
+
+pub use config::CogConfig;
+pub use cross_vision::CrossPictures;
+pub use experts::Experts;
+pub use model::CogVlm;
+pub use prefix::PrefixTables;
+pub use processor::CogProcessor;
+pub use vision::CogAgentTables;

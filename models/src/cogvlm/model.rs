@@ -1,0 +1,201 @@
+//! The whole model: its parameters and its forward pass.
+
+use super::config::{CogConfig, Edition};
+use super::cross_vision::CrossVision;
+use super::language::Language;
+use super::vision::Vision;
+use crate::autograd::{Loss, Tape, Var};
+use crate::batch::Batch;
+use crate::error::Result;
+use crate::generate::{CacheShape, CrossCacheShape};
+use crate::init::{self, Init};
+use crate::lora::LanguageModules;
+use crate::options::ModelOptions;
+use crate::params::{ParamBuilder, is_added};
+use crate::processor::Normalization;
+use crate::{SampleInput, Tower, VisionLanguageModel};
+use engine::{ModelSpec, ParamId, ParamSpec, UnitId};
+use kernels::{Backend, Tensor};
+use std::ops::Range;
+
+const ATTENTION: &[&str] = &[
+    "language_expert_query_key_value",
+    "language_expert_dense",
+    "vision_expert_query_key_value",
+    "vision_expert_dense",
+];
+
+/// As `ATTENTION`, with those of cross-attention.
+const AGENT_ATTENTION: &[&str] = &[
+    "language_expert_query_key_value",
+    "language_expert_dense",
+    "vision_expert_query_key_value",
+    "vision_expert_dense",
+    "cross_attn.query",
+    "cross_attn.key_value",
+    "cross_attn.dense",
+];
+
+/// Where the decoder's modules are.
+fn language_modules(edition: Edition) -> LanguageModules {
+    LanguageModules {
+        prefix: "model.layers.",
+        attention: match edition {
+            Edition::CogAgent => AGENT_ATTENTION,
+            Edition::CogVlm | Edition::CogVlm2 => ATTENTION,
+        },
+        mlp: &["gate_proj", "up_proj", "down_proj"],
+    }
+}
+
+/// The part of the model that a unit or parameter called `name` belongs to.
+fn tower(name: &str) -> Tower {
+    let tower = ["model.vision.transformer.", "model.vision.patch_embedding"];
+    if tower.iter().any(|prefix| name.starts_with(prefix)) {
+        return Tower::Vision;
+    }
+    match name {
+        "model.cross_vision.pos_embed" => Tower::Resampler,
+        _ if name.starts_with("model.cross_vision.") => Tower::Vision,
+        _ if name.starts_with("model.vision.") => Tower::Resampler,
+        _ => Tower::Language,
+    }
+}
+
+/// CogVLM, CogAgent or CogVLM2. Holds handles, not weights.
+#[derive(Debug)]
+pub struct CogVlm {
+    config: CogConfig,
+    pub(super) normalization: Normalization,
+    options: ModelOptions,
+    spec: ModelSpec,
+    vision: Vision,
+    cross_vision: Option<CrossVision>,
+    language: Language,
+}
+
+impl CogVlm {
+    /// Declares the model.
+    ///
+    /// # Errors
+    /// When adapter targets or a selection do not fit.
+    pub fn new(
+        config: CogConfig,
+        normalization: Normalization,
+        options: ModelOptions,
+    ) -> Result<Self> {
+        let trains = |name: &str| is_added(name) || options.trains(name, tower(name));
+        let modules = language_modules(config.edition);
+        let mut params = ParamBuilder::new(&trains, options.lora.as_ref(), &modules)?;
+        let vision = Vision::new(&mut params, &config);
+        let cross = config.cross.as_ref();
+        let cross_vision = cross.map(|cross| CrossVision::new(&mut params, cross));
+        let language = Language::new(&mut params, &config, options.ptuning_tokens)?;
+        let spec = params.finish()?;
+        options.check(&spec)?;
+        Ok(Self {
+            config,
+            normalization,
+            options,
+            spec,
+            vision,
+            cross_vision,
+            language,
+        })
+    }
+
+    /// The configuration.
+    #[must_use]
+    pub fn config(&self) -> &CogConfig {
+        &self.config
+    }
+
+    pub(super) fn model_options(&self) -> &ModelOptions {
+        &self.options
+    }
+
+    fn hidden<'m>(&'m self, tape: &Tape<'_, 'm>, batch: &'m Batch) -> Result<Var> {
+        let Some(vision) = &batch.vision else {
+            return self.language.hidden(tape, batch, None, None);
+        };
+        let features = self.vision.forward(tape, vision)?;
+        let cross = match &self.cross_vision {
+            Some(tower) => Some(tower.forward(tape, &vision.tables.cogagent()?.cross)?),
+            None => None,
+        };
+        self.language
+            .hidden(tape, batch, Some(&features), cross.as_ref())
+    }
+
+    /// As the published code draws; rows around and positions behind a picture begin at zero.
+    fn init_rule(&self, param: &ParamSpec) -> Init {
+        match param.name.rsplit('.').next() {
+            Some("boi" | "eoi" | "cls_embedding" | "cls_token") => Init::Constant(0.0),
+            Some("prefix") => Init::Normal(0.01),
+            _ => Init::Normal(self.config.language.initializer_range as f32),
+        }
+    }
+}
+
+impl VisionLanguageModel for CogVlm {
+    fn spec(&self) -> &ModelSpec {
+        &self.spec
+    }
+
+    fn tower(&self, unit: UnitId) -> Tower {
+        tower(&self.spec.units[unit.index()].name)
+    }
+
+    fn options(&self) -> &ModelOptions {
+        &self.options
+    }
+
+    fn collate(&self, samples: &[SampleInput<'_>], backend: &dyn Backend) -> Result<Batch> {
+        self.pack(samples, backend)
+    }
+
+    fn collate_next(
+        &self,
+        tokens: &[i32],
+        positions: &[i32],
+        backend: &dyn Backend,
+    ) -> Result<Batch> {
+        self.pack_next(tokens, positions, backend)
+    }
+
+    fn cache_shape(&self) -> CacheShape {
+        let language = &self.config.language;
+        CacheShape {
+            layers: language.num_layers,
+            kv_heads: language.num_kv_heads,
+            head_dim: language.head_dim,
+            dtype: self.options.dtype,
+            prefix_tokens: self.options.ptuning_tokens,
+            cross: self.config.cross.as_ref().map(|cross| CrossCacheShape {
+                features: cross.patches(),
+                width: cross.width,
+            }),
+        }
+    }
+
+    fn forward<'m>(&'m self, tape: &Tape<'_, 'm>, batch: &'m Batch) -> Result<Loss> {
+        let hidden = self.hidden(tape, batch)?;
+        self.language.head.loss(tape, batch, &hidden)
+    }
+
+    fn next_token_logits<'m>(&'m self, tape: &Tape<'_, 'm>, batch: &'m Batch) -> Result<Tensor> {
+        let hidden = self.hidden(tape, batch)?;
+        let rows = Some(&batch.last_rows);
+        self.language.head.logits(tape, &hidden, rows)
+    }
+
+    fn full_logits<'m>(&'m self, tape: &Tape<'_, 'm>, batch: &'m Batch) -> Result<Tensor> {
+        let hidden = self.hidden(tape, batch)?;
+        self.language.head.logits(tape, &hidden, None)
+    }
+
+    fn init(&self, id: ParamId, seed: u64, elements: Range<usize>, out: &mut [f32]) {
+        let param = &self.spec.params[id.index()];
+        init::fill(param, self.init_rule(param), seed, elements, out);
+    }
+}

@@ -1,0 +1,79 @@
+//! Which tokens are pictures, where they stand, and which expert computes them: three masks that differ.
+
+/// Whether each of `tokens` tokens is replaced by a row of a picture's features.
+#[must_use]
+pub fn token_types(tokens: usize, pictures: &[(usize, usize)]) -> Vec<bool> {
+    let mut types = vec![false; tokens];
+    for (start, end) in pictures {
+        types[*start..*end].fill(true);
+    }
+    types
+}
+
+/// Positions of the tokens: the features of a picture, without the learned rows around them, share one.
+#[must_use]
+pub fn position_ids(types: &[bool]) -> Vec<i32> {
+    let last = types.len().saturating_sub(1);
+    // A picture's outermost rows count like text.
+    let inner: Vec<bool> = (0..types.len())
+        .map(|i| types[i] && i > 0 && i < last && types[i - 1] && types[i + 1])
+        .collect();
+    let mut position = 0;
+    let steps = (0..types.len()).map(|i| {
+        if i > 0 && (!inner[i] || !inner[i - 1]) {
+            position += 1;
+        }
+        position
+    });
+    steps.collect()
+}
+
+/// Whether the vision expert computes a token: those of a picture except its last row.
+#[must_use]
+pub fn vision_mask(types: &[bool]) -> Vec<bool> {
+    let next = |i: usize| types.get(i + 1).is_some_and(|t| *t);
+    (0..types.len()).map(|i| types[i] && next(i)).collect()
+}
+
+/// Rows of the two experts, text first, of samples with these token types.
+pub(super) fn expert_rows(types: &[Vec<bool>]) -> [Vec<i32>; 2] {
+    let masks = types.iter().flat_map(|types| vision_mask(types));
+    let mut rows = [Vec::new(), Vec::new()];
+    for (row, vision) in masks.enumerate() {
+        rows[usize::from(vision)].push(row as i32);
+    }
+    rows
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_three_masks_of_a_picture_differ() {
+        let types = token_types(8, &[(1, 6)]);
+        assert_eq!(types.iter().filter(|t| **t).count(), 5);
+        assert_eq!(position_ids(&types), [0, 1, 2, 2, 2, 3, 4, 5]);
+        let vision: Vec<usize> = (0..8).filter(|i| vision_mask(&types)[*i]).collect();
+        assert_eq!(vision, [1, 2, 3, 4], "not the row behind the features");
+    }
+
+    #[test]
+    fn text_counts_from_zero() {
+        assert_eq!(position_ids(&[false; 4]), [0, 1, 2, 3]);
+        assert!(position_ids(&[]).is_empty());
+    }
+
+    #[test]
+    fn a_picture_at_an_end_of_the_row_loses_its_outermost_row() {
+        assert_eq!(position_ids(&[true, true, true]), [0, 1, 2]);
+        assert_eq!(position_ids(&[true; 4]), [0, 1, 1, 2]);
+        assert_eq!(vision_mask(&[true, true]), [true, false]);
+    }
+
+    #[test]
+    fn rows_are_split_over_all_samples() {
+        let types = [token_types(5, &[(1, 4)]), token_types(2, &[])];
+        assert_eq!(expert_rows(&types), [vec![0, 3, 4, 5, 6], vec![1, 2]]);
+    }
+}

@@ -1,0 +1,35 @@
+//! Angles of the decoder's positions.
+//!
+//! The published code keeps frequencies and positions in the dtype of the model and multiplies them there: in bf16,
+//! positions above 256 and all angles are rounded, and the checkpoints were trained so.
+
+use crate::error::Result;
+use crate::nn::{Rotary, rope_frequencies, rotary_of, round};
+use crate::options::RopePrecision;
+use kernels::{Backend, DType, RopeLayout};
+
+/// Angles of `positions` for heads of `head_dim` elements, every pair of which rotates.
+///
+/// # Errors
+/// When memory runs out.
+pub(super) fn rotary(
+    positions: &[i32],
+    head_dim: usize,
+    theta: f32,
+    (precision, dtype): (RopePrecision, DType),
+    backend: &dyn Backend,
+) -> Result<Rotary> {
+    let dtype = match precision {
+        RopePrecision::Model => dtype,
+        RopePrecision::F32 => DType::F32,
+    };
+    let frequencies: Vec<f32> = rope_frequencies(head_dim, theta)
+        .into_iter()
+        .map(|w| round(w, dtype))
+        .collect();
+    let angles = positions.iter().flat_map(|p| {
+        let position = round(*p as f32, dtype);
+        frequencies.iter().map(move |w| round(position * w, dtype))
+    });
+    rotary_of(angles, head_dim / 2, RopeLayout::HalfSplit, dtype, backend)
+}
