@@ -95,6 +95,24 @@ pub enum SampleError {
         /// What is wrong with the file.
         source: ImageError,
     },
+    /// More pictures than the family takes.
+    #[error("the sample has {images} images, the model takes at most {limit}")]
+    TooManyImages {
+        /// Pictures found.
+        images: usize,
+        /// Pictures allowed.
+        limit: usize,
+    },
+    /// A picture so long that the model's resizing refuses it.
+    #[error("image {name} of {width} x {height} pixels is too long for its width")]
+    AspectRatio {
+        /// Its name in the text.
+        name: String,
+        /// Pixels side by side.
+        width: usize,
+        /// Pixels on top of each other.
+        height: usize,
+    },
     /// The chat template failed.
     #[error(transparent)]
     Template(#[from] TemplateError),

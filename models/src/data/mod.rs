@@ -1,5 +1,6 @@
 //! Fine-tuning data: samples as users write them, and as models take them.
 
+pub(crate) mod conversation;
 mod encoded;
 mod error;
 mod formats;

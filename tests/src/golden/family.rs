@@ -1,6 +1,7 @@
 //! What is particular to the packs of one family of models.
 
 use super::compare::{CaseRun, Comparison};
+use super::glm::{Glm4vPacks, Glm41vPacks};
 use super::minicpm::MiniCpmPacks;
 use super::pack::{Case, Expected, Pack};
 use anyhow::{Context, Result};
@@ -69,6 +70,8 @@ pub trait PackFamily: Sync {
 pub fn packs_of(family: Family) -> &'static dyn PackFamily {
     match family {
         Family::MiniCpm => &MiniCpmPacks,
+        Family::Glm4v => &Glm4vPacks,
+        Family::Glm41v => &Glm41vPacks,
     }
 }
 

@@ -6,6 +6,7 @@
 
 mod compare;
 mod family;
+mod glm;
 pub mod minicpm;
 mod pack;
 
