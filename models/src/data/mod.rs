@@ -8,7 +8,7 @@ mod raw;
 
 pub use encoded::{
     EncodeOptions, EncodedPrompt, EncodedSample, IGNORED, PicturePlan, PlaceholderStyle,
-    SampleSize, SampleTokens, Slice,
+    PromptSource, PromptStyle, SampleSize, SampleTokens, Slice,
 };
 pub use error::SampleError;
 pub use formats::{DataFormat, Dataset, detect, read_samples_as};

@@ -68,7 +68,11 @@ pub(super) fn read_sft(folder: &Path) -> Result<(PathBuf, Vec<RawSample>), DataE
             return Err(DataError::NoPicture { label, pictures });
         };
         let turns = read_label(&label)?;
-        samples.extend(rounds(&stem(&label), &Path::new(PICTURES).join(name), &turns));
+        samples.extend(rounds(
+            &stem(&label),
+            &Path::new(PICTURES).join(name),
+            &turns,
+        ));
     }
     if let Some((_, name)) = by_stem.pop_first() {
         let picture = pictures.join(name);

@@ -292,7 +292,7 @@ fn a_folder_of_pictures_and_labels_is_read_in_the_order_of_names() {
                 (SINGLE_IMAGE, "images/b.jpg")
             ]
         );
-        assert_eq!(dataset.samples[0].id.as_deref(), Some("a"));
+        assert_eq!(dataset.samples[0].id.as_deref(), Some("a#0"));
         assert_eq!(
             turns(&dataset.samples[0]),
             [("user", "q"), ("assistant", "a")]
@@ -378,4 +378,23 @@ fn a_folder_of_no_known_shape_is_explained() {
         Err(DataError::AmbiguousFormat { .. })
     ));
     assert!(read_samples_as(dir.path(), Some(DataFormat::Captcha)).is_ok());
+}
+
+#[test]
+fn every_round_of_a_conversation_is_a_sample() {
+    let rounds: Vec<String> = (0..20)
+        .map(|i| format!(r#"{{"role": "user", "content": "q{i}"}}, {{"role": "assistant", "content": "a{i}"}}"#))
+        .collect();
+    let label = format!(r#"{{"conversations": [{}]}}"#, rounds.join(", "));
+    let dir = folder(&[("images/x.jpg", ""), ("labels_en/x.json", &label)]);
+    let samples = read_samples_as(dir.path(), None).unwrap().samples;
+    let answers: Vec<_> = samples.iter().filter_map(RawSample::answer).collect();
+    assert_eq!((answers.len(), answers[7]), (20, "a7"));
+    assert_eq!(samples[0].conversations.len(), 2);
+    let with_past = samples
+        .iter()
+        .filter(|s| s.conversations.len() == 4)
+        .count();
+    assert!((5..=15).contains(&with_past), "{with_past} of 20");
+    assert_eq!(samples, read_samples_as(dir.path(), None).unwrap().samples);
 }
