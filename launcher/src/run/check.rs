@@ -2,7 +2,7 @@
 
 use crate::config::RunConfig;
 use crate::data::problems::{self, Context, Problem};
-use crate::data::{self, SampleSet};
+use crate::data::{self, Reading, SampleSet};
 use crate::exit::{ErrorCode, Failure};
 use models::Processor;
 use models::data::{EncodeOptions, EncodedSample, RawSample, SampleSize};
@@ -18,26 +18,25 @@ pub(super) fn check(
 ) -> Result<SampleSet, Failure> {
     let options = encode_options(config);
     let skip_bad = config.batch.skip_bad_samples;
-    check_samples(
+    let reading = Reading {
         path,
-        &config.model_dir(),
-        processor,
-        &options,
+        format: config.samples.data_format,
         limit,
-        skip_bad,
-    )
+    };
+    let model = config.model_dir();
+    check_samples(reading, &model, processor, &options, skip_bad)
 }
 
 /// As [`check`] with settings of its own.
 pub(crate) fn check_samples(
-    path: &Path,
+    reading: Reading<'_>,
     model: &Path,
     processor: &dyn Processor,
     options: &EncodeOptions,
-    limit: Option<usize>,
     skip_bad: bool,
 ) -> Result<SampleSet, Failure> {
-    let (samples, images) = data::read(path, limit)?;
+    let (samples, images) = data::read(reading)?;
+    let path = reading.path;
     let verdicts = data::verdicts(path, &samples, &images, processor, options);
     let bad: Vec<Problem> = verdicts
         .iter()
@@ -93,7 +92,11 @@ pub(super) fn load(
     if config.batch.skip_bad_samples {
         return check(config, path, limit, processor);
     }
-    let (samples, images) = data::read(path, limit)?;
+    let (samples, images) = data::read(Reading {
+        path,
+        format: config.samples.data_format,
+        limit,
+    })?;
     Ok(SampleSet {
         samples,
         kept: Vec::new(),
@@ -134,10 +137,12 @@ pub(super) fn encode_some(
     data::encode_in_order(&set.samples, &set.images, processor, &options, order, count)
 }
 
-pub(super) fn encode_options(config: &RunConfig) -> EncodeOptions {
+/// How samples are written for the model.
+pub(crate) fn encode_options(config: &RunConfig) -> EncodeOptions {
     EncodeOptions {
         model_max_length: config.batch.model_max_length,
         max_slice_nums: Some(config.batch.max_slice_nums),
-        ..EncodeOptions::default()
+        prompt: config.samples.template.style(),
+        train_on_turn_end: config.samples.train_on_turn_end,
     }
 }

@@ -14,6 +14,7 @@ mod resume;
 mod save;
 mod session;
 mod setup;
+pub(crate) use check::encode_options;
 pub(crate) use setup::unusable;
 mod split;
 mod stall;
