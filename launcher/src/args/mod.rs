@@ -63,6 +63,9 @@ pub struct Args {
     /// Folder of the run: logs, reports, checkpoints
     #[arg(long, value_name = "DIR", help_heading = "Model and data")]
     pub output: Option<PathBuf>,
+    /// Let CogAgent answer samples without a picture by leaving its cross attention out; its published code refuses them
+    #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL", help_heading = "Model and data")]
+    pub text_without_cross: Option<bool>,
     /// A published recipe: sets the flags that are listed for it, where the line does not have them
     #[arg(long, value_name = "NAME", value_parser = clap::builder::PossibleValuesParser::new(PRESETS.map(|p| p.name)), help_heading = "Model and data")]
     pub preset: Option<String>,
@@ -493,7 +496,7 @@ mod tests {
              model-max-length modules-to-save no-decay nproc num-train-epochs offload output \
              per-device-eval-batch-size per-device-train-batch-size precision preset ptuning-tokens report-to resume \
              rope-precision save-steps save-strategy \
-             save-total-limit seed skip-bad-samples template train train-on-turn-end tune-llm tune-vision use-lora warmup-ratio \
+             save-total-limit seed skip-bad-samples template text-without-cross train train-on-turn-end tune-llm tune-vision use-lora warmup-ratio \
              warmup-steps weight-decay worst-first zero"
         );
         for (alias, target) in ALIASES {

@@ -149,6 +149,8 @@ pub struct SampleRules {
     pub template: TemplateChoice,
     /// Whether GLM-4V learns the token behind an answer.
     pub train_on_turn_end: bool,
+    /// Whether CogAgent takes samples without a picture.
+    pub text_without_cross: bool,
 }
 
 /// Which parts of the model are trained; the resampler is unless `train` or `freeze` say otherwise.

@@ -4,8 +4,8 @@ use crate::config::RunConfig;
 use crate::data::problems::{self, Context, Problem};
 use crate::data::{self, Reading, SampleSet};
 use crate::exit::{ErrorCode, Failure};
-use models::Processor;
 use models::data::{EncodeOptions, EncodedSample, RawSample, SampleSize};
+use models::{Family, Processor};
 use std::path::Path;
 
 /// Reads and checks the first `limit` samples of `path`. Unusable samples are an error listing them, or left out when the
@@ -105,6 +105,23 @@ pub(super) fn load(
         problems: Vec::new(),
         pictures: 0,
     })
+}
+
+/// CogAgent sees every picture twice, the second time through cross attention; what a sample without a picture should do
+/// there is for the user to say.
+pub(super) fn text_only(config: &RunConfig, set: &SampleSet) -> Result<(), Failure> {
+    let agent = Family::of(&config.model_dir()).is_ok_and(|family| family == Family::CogAgent);
+    let without = set.samples.iter().position(|s| s.images.is_empty());
+    let Some(index) = without.filter(|_| agent && !config.samples.text_without_cross) else {
+        return Ok(());
+    };
+    Err(Failure::new(
+        ErrorCode::Samples,
+        "CogAgent has samples without a picture",
+        "its cross attention reads a picture in every layer, and the published code refuses such samples",
+    )
+    .evidence(format!("the first is sample {}", set.index_in_file(index)))
+    .next("--text-without-cross true leaves the cross attention out for them, or give each sample a picture"))
 }
 
 /// The samples that a worst micro-batch would hold: the longest by tokens and patches.

@@ -49,6 +49,9 @@ pub(crate) fn prepare(
         Some(path) => Some(check::check(config, &path, None, &*setup.processor)?),
         None => None,
     };
+    for set in std::iter::once(&train).chain(&eval) {
+        check::text_only(config, set)?;
+    }
     if config.batch.find_batch {
         batch::find(config, &setup, &train, show)?;
     }
