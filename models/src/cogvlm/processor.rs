@@ -5,7 +5,6 @@
 
 use super::config::CogConfig;
 use super::prompt::Turns;
-use crate::config::ConfigError;
 use crate::data::{
     EncodeOptions, EncodedPrompt, EncodedSample, IGNORED, PicturePlan, PlaceholderStyle,
     PromptSource, PromptStyle, RawSample, SampleError, SampleSize, SampleTokens, Slice,
@@ -62,13 +61,6 @@ impl CogProcessor {
     pub fn load(dir: &Path) -> Result<Self, ProcessorError> {
         let config = CogConfig::load(dir)?;
         let tokenizer = Tokenizer::load(dir)?;
-        if tokenizer.vocab_size() > config.language.vocab_size {
-            return Err(ProcessorError::Config(ConfigError::Inconsistent {
-                field: "vocab_size",
-                found: config.language.vocab_size,
-                reason: format!("the tokenizer has {} tokens", tokenizer.vocab_size()),
-            }));
-        }
         Ok(Self { config, tokenizer })
     }
 

@@ -12,7 +12,7 @@ use kernels::{Backend, DType, RopeLayout};
 ///
 /// # Errors
 /// When memory runs out.
-pub(super) fn rotary(
+pub fn rotary(
     positions: &[i32],
     head_dim: usize,
     theta: f32,
