@@ -7,6 +7,7 @@ use crate::cogvlm::{CogAgentTables, Experts, PrefixTables};
 use crate::data::Slice;
 use crate::eva::EvaTables;
 use crate::generate::CachePass;
+use crate::glm41v::Glm41vTables;
 use crate::nn::Rotary;
 use crate::ops::Sequences;
 use crate::processor::Normalization;
@@ -44,6 +45,8 @@ pub enum VisionTables {
     MiniCpm(MiniCpmTables),
     /// CogVLM, CogVLM2 and GLM-4V.
     Eva(EvaTables),
+    /// GLM-4.1V.
+    Glm41v(Glm41vTables),
     /// CogAgent.
     CogAgent(Box<CogAgentTables>),
 }
@@ -70,7 +73,7 @@ impl VisionTables {
         match self {
             Self::Eva(tables) => Ok(tables),
             Self::CogAgent(tables) => Ok(&tables.eva),
-            Self::MiniCpm(_) => Err(ModelError::ForeignBatch { expected: "EVA" }),
+            _ => Err(ModelError::ForeignBatch { expected: "EVA" }),
         }
     }
 
@@ -83,6 +86,19 @@ impl VisionTables {
             Self::CogAgent(tables) => Ok(tables),
             _ => Err(ModelError::ForeignBatch {
                 expected: "CogAgent",
+            }),
+        }
+    }
+
+    /// The tables of GLM-4.1V's tower.
+    ///
+    /// # Errors
+    /// [`ModelError::ForeignBatch`] for those of another tower.
+    pub fn glm41v(&self) -> Result<&Glm41vTables> {
+        match self {
+            Self::Glm41v(tables) => Ok(tables),
+            _ => Err(ModelError::ForeignBatch {
+                expected: "GLM-4.1V",
             }),
         }
     }

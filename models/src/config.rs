@@ -165,3 +165,23 @@ pub(crate) fn divisible(
         reason,
     })
 }
+
+/// `eos_token_id`: one token or several.
+#[derive(Clone, Debug, serde::Deserialize)]
+#[serde(untagged, expecting = "expected a token id or a list of them")]
+pub(crate) enum EosIds {
+    /// One.
+    One(i32),
+    /// Several.
+    Several(Vec<i32>),
+}
+
+impl EosIds {
+    /// All of them.
+    pub(crate) fn into_vec(self) -> Vec<i32> {
+        match self {
+            Self::One(id) => vec![id],
+            Self::Several(ids) => ids,
+        }
+    }
+}

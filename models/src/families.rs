@@ -1,8 +1,12 @@
 //! Which model a folder holds: family and every size come from its `config.json`.
 
 use crate::cogvlm::config::Edition;
-use crate::cogvlm::{self, CogConfig, CogProcessor, CogVlm};
+use crate::cogvlm::{CogConfig, CogProcessor, CogVlm};
 use crate::config::{self, ConfigError};
+use crate::glm4v::config::Glm4vConfig;
+use crate::glm4v::{Glm4v, Glm4vProcessor};
+use crate::glm41v::config::Glm41vConfig;
+use crate::glm41v::{self, Glm41v, Glm41vProcessor};
 use crate::minicpm::config::MiniCpmConfig;
 use crate::minicpm::processor::ProcessorConfig;
 use crate::minicpm::{MiniCpm, MiniCpmProcessor};
@@ -14,11 +18,13 @@ use std::path::Path;
 use std::sync::Arc;
 
 /// What `model_type`, or the first of `architectures`, may be.
-pub const MODEL_TYPES: [&str; 4] = [
+pub const MODEL_TYPES: [&str; 6] = [
     "minicpmv",
     "minicpmo",
     "CogVLMForCausalLM",
     "CogAgentForCausalLM",
+    "chatglm",
+    "glm4v",
 ];
 
 /// A family of models that share code.
@@ -26,6 +32,10 @@ pub const MODEL_TYPES: [&str; 4] = [
 pub enum Family {
     /// MiniCPM-V 2.6 and MiniCPM-o 2.6.
     MiniCpm,
+    /// GLM-4V-9B.
+    Glm4v,
+    /// GLM-4.1V-9B-Thinking.
+    Glm41v,
     /// CogVLM.
     CogVlm,
     /// CogVLM2.
@@ -58,6 +68,7 @@ struct Head {
     model_type: String,
     #[serde(default)]
     architectures: Vec<String>,
+    vision_config: Option<serde::de::IgnoredAny>,
 }
 
 impl Family {
@@ -79,6 +90,9 @@ impl Family {
         let architecture = head.architectures.first().map_or("", String::as_str);
         match (&*head.model_type, architecture) {
             ("minicpmv" | "minicpmo", _) => Ok(Self::MiniCpm),
+            // The text models of the family have the same name.
+            ("chatglm", _) if head.vision_config.is_some() => Ok(Self::Glm4v),
+            ("glm4v", _) => Ok(Self::Glm41v),
             (found, architecture) => Err(ConfigError::UnsupportedModel {
                 found: if found.is_empty() {
                     architecture
@@ -95,6 +109,9 @@ impl Family {
     pub fn default_lora_targets(self) -> &'static str {
         match self {
             Self::MiniCpm => r"llm\..*layers\.\d+\.self_attn\.(q_proj|k_proj|v_proj|o_proj)",
+            // The published list names layers that the checkpoint does not have; attention is what it means.
+            Self::Glm4v => "self_attention.query_key_value",
+            Self::Glm41v => "q_proj,k_proj,v_proj,o_proj",
             Self::CogVlm | Self::CogAgent => {
                 "language_expert_query_key_value,language_expert_dense,vision_expert_query_key_value,vision_expert_dense"
             }
@@ -108,6 +125,7 @@ impl Family {
         match self {
             Self::MiniCpm if tune_vision => "embed_tokens,resampler,vpm",
             Self::MiniCpm => "embed_tokens,resampler",
+            Self::Glm4v | Self::Glm41v => "",
             Self::CogVlm | Self::CogVlm2 | Self::CogAgent => "",
         }
     }
@@ -127,10 +145,16 @@ pub fn open_model(
             let normalization = ProcessorConfig::load(dir, &config)?.normalization;
             Ok(Arc::new(MiniCpm::new(config, normalization, options)?))
         }
+        Family::Glm4v => Ok(Arc::new(Glm4v::new(Glm4vConfig::load(dir)?, options)?)),
+        Family::Glm41v => {
+            let config = Glm41vConfig::load(dir)?;
+            let normalization =
+                glm41v::processor::ProcessorConfig::load(dir, &config)?.normalization;
+            Ok(Arc::new(Glm41v::new(config, normalization, options)?))
+        }
         Family::CogVlm | Family::CogVlm2 | Family::CogAgent => {
             let config = CogConfig::load(dir)?;
-            let normalization = cogvlm::processor::normalization()?;
-            Ok(Arc::new(CogVlm::new(config, normalization, options)?))
+            Ok(Arc::new(CogVlm::new(config, options)?))
         }
     }
 }
@@ -142,6 +166,8 @@ pub fn open_model(
 pub fn open_processor(dir: &Path) -> Result<Arc<dyn Processor>, ProcessorError> {
     match Family::of(dir)? {
         Family::MiniCpm => Ok(Arc::new(MiniCpmProcessor::load(dir)?)),
+        Family::Glm4v => Ok(Arc::new(Glm4vProcessor::load(dir)?)),
+        Family::Glm41v => Ok(Arc::new(Glm41vProcessor::load(dir)?)),
         Family::CogVlm | Family::CogVlm2 | Family::CogAgent => {
             Ok(Arc::new(CogProcessor::load(dir)?))
         }

@@ -12,6 +12,7 @@
 //! | [`weights`], [`adapter`] | reading safetensors folders, and what a run saved beside its base |
 //! | [`cogvlm`] | CogVLM, CogAgent and CogVLM2 |
 //! | [`eva`] | the vision tower of the Cogs and GLM-4V |
+//! | [`glm4v`], [`glm41v`] | GLM-4V-9B; GLM-4.1V-9B-Thinking |
 //! | [`minicpm`] | MiniCPM-V 2.6 and MiniCPM-o 2.6 |
 //! | [`data`], [`processor`] | samples as users write them and as models take them; who turns one into the other |
 //! | [`config`], [`image`], [`text`] | reading `config.json`; pictures to pixels, conversations to tokens |
@@ -27,6 +28,8 @@ mod error;
 pub mod eva;
 pub mod families;
 pub mod generate;
+pub mod glm41v;
+pub mod glm4v;
 pub mod image;
 mod init;
 pub mod lora;

@@ -72,6 +72,15 @@ impl ModelOptions {
         (chosen || saved) && !frozen
     }
 
+    /// Dtype that rotary angles are rounded to by families whose own code rounds them.
+    #[must_use]
+    pub fn rotary_dtype(&self) -> DType {
+        match self.rope_precision {
+            RopePrecision::Model => self.dtype,
+            RopePrecision::F32 => DType::F32,
+        }
+    }
+
     /// Fails where learned keys and values are asked for: for families that have none.
     ///
     /// # Errors

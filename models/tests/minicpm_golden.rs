@@ -47,7 +47,7 @@ impl Case {
             options: EncodeOptions {
                 model_max_length: number("model_max_length"),
                 max_slice_nums: Some(number("max_slice_nums")),
-                prompt: None,
+                ..EncodeOptions::default()
             },
             expected: fs::read(dir.join("expected.safetensors")).unwrap(),
             dir,

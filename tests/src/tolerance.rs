@@ -8,6 +8,11 @@
 
 /// Features, embeddings, hidden states and logits: absolute.
 pub const ACTIVATION: f64 = 3e-5;
+/// Features of GLM's pictures: absolute. Two right implementations differ by 3e-6; the smallest slip tried (another epsilon
+/// in the tower) moves them by 6e-5.
+pub const GLM_FEATURES: f64 = 1e-5;
+/// Normalised pixels: absolute. The references' own order of operations costs one unit in the last place of values up to 2.7.
+pub const PIXEL: f64 = 2.5e-7;
 /// A mean loss: absolute.
 pub const LOSS: f64 = 5e-6;
 /// A gradient tensor: share of its own largest entry.
@@ -29,6 +34,12 @@ pub const DRIFT_RELATIVE: f64 = 1e-2;
 pub const GRAD_NORM: f64 = 1e-4;
 /// An adapter tensor after training: relative L2 distance.
 pub const ADAPTER_L2: f64 = 1e-3;
+
+/// The bound for losses along a trajectory of GLM, whose packs store by how much rounding alone moved theirs.
+#[must_use]
+pub fn glm_trajectory(rounding: f64) -> f64 {
+    (5.0 * rounding).max(2e-5)
+}
 
 /// The bound for entries of a gradient whose largest entry is `own`, in a model whose largest
 /// gradient entry is `model`.

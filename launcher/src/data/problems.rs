@@ -151,8 +151,11 @@ pub(crate) fn classify(error: &SampleError) -> (ErrorCode, Kind) {
     match error {
         SampleError::MorePlaceholdersThanImages { .. }
         | SampleError::UnknownPlaceholder { .. }
-        | SampleError::UnusedImage { .. } => (ErrorCode::Placeholders, Kind::Placeholders),
-        SampleError::Image { .. } => (ErrorCode::DataFile, Kind::Picture),
+        | SampleError::UnusedImage { .. }
+        | SampleError::TooManyImages { .. } => (ErrorCode::Placeholders, Kind::Placeholders),
+        SampleError::Image { .. } | SampleError::AspectRatio { .. } => {
+            (ErrorCode::DataFile, Kind::Picture)
+        }
         SampleError::NoSupervisedToken {
             tokens,
             kept,

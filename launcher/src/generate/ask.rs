@@ -49,7 +49,7 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<ExitCode, Failure> {
     let options = EncodeOptions {
         model_max_length: longest,
         max_slice_nums: Some(positive(slices, "--max-slice-nums")?),
-        prompt: None,
+        ..EncodeOptions::default()
     };
     let encoded = encode(&open, &question(prompt, &args.image), &options)?;
     let asked = Prompt {

@@ -51,7 +51,7 @@ pub(crate) fn run(args: &EvalArgs) -> Result<ExitCode, Failure> {
     let options = EncodeOptions {
         model_max_length: args.model_max_length.unwrap_or(DEFAULT_LENGTH),
         max_slice_nums: Some(positive(slices, "--max-slice-nums")?),
-        prompt: None,
+        ..EncodeOptions::default()
     };
     if let Some(path) = &args.output {
         check_place(path)?;

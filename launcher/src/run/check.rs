@@ -138,6 +138,6 @@ pub(super) fn encode_options(config: &RunConfig) -> EncodeOptions {
     EncodeOptions {
         model_max_length: config.batch.model_max_length,
         max_slice_nums: Some(config.batch.max_slice_nums),
-        prompt: None,
+        ..EncodeOptions::default()
     }
 }

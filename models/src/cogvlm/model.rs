@@ -82,7 +82,6 @@ impl CogVlm {
     /// When adapter targets or a selection do not fit.
     pub fn new(
         config: CogConfig,
-        normalization: Normalization,
         options: ModelOptions,
     ) -> Result<Self> {
         let trains = |name: &str| is_added(name) || options.trains(name, tower(name));
@@ -96,7 +95,7 @@ impl CogVlm {
         options.check(&spec)?;
         Ok(Self {
             config,
-            normalization,
+            normalization: Normalization::clip(),
             options,
             spec,
             split,

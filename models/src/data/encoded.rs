@@ -12,6 +12,9 @@ pub struct EncodeOptions {
     pub model_max_length: usize,
     /// Most cells per picture, instead of the model folder's number; only MiniCPM cuts pictures into cells.
     pub max_slice_nums: Option<usize>,
+    /// Whether GLM-4V also learns the role token that ends an answer. Its published recipe does not, so that a model
+    /// fine-tuned by it never learns to stop; the other families always learn their end token.
+    pub train_on_turn_end: bool,
     /// How prompts are written, instead of the model folder's way; only CogVLM, CogAgent and CogVLM2 have several.
     pub prompt: Option<PromptStyle>,
 }
@@ -40,6 +43,7 @@ impl Default for EncodeOptions {
         Self {
             model_max_length: 2048,
             max_slice_nums: None,
+            train_on_turn_end: false,
             prompt: None,
         }
     }

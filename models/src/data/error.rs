@@ -41,14 +41,6 @@ pub enum SampleError {
         /// Role found.
         role: String,
     },
-    /// More pictures than the family takes.
-    #[error("the sample has {images} images, the model takes at most {limit}")]
-    TooManyImages {
-        /// Pictures found.
-        images: usize,
-        /// Pictures allowed.
-        limit: usize,
-    },
     /// Too many tokens before the answer.
     #[error("{tokens} tokens before the answer leave no room for it, {limit} would")]
     ContextTooLong {
@@ -94,6 +86,24 @@ pub enum SampleError {
         path: PathBuf,
         /// What is wrong with the file.
         source: ImageError,
+    },
+    /// More pictures than the family takes.
+    #[error("the sample has {images} images, the model takes at most {limit}")]
+    TooManyImages {
+        /// Pictures found.
+        images: usize,
+        /// Pictures allowed.
+        limit: usize,
+    },
+    /// A picture so long that the model's resizing refuses it.
+    #[error("image {name} of {width} x {height} pixels is too long for its width")]
+    AspectRatio {
+        /// Its name in the text.
+        name: String,
+        /// Pixels side by side.
+        width: usize,
+        /// Pixels on top of each other.
+        height: usize,
     },
     /// The chat template failed.
     #[error(transparent)]

@@ -1,7 +1,9 @@
 //! Fine-tuning data: samples as users write them, and as models take them.
 
+pub(crate) mod conversation;
 mod encoded;
 mod error;
+mod formats;
 mod raw;
 
 pub use encoded::{
@@ -9,4 +11,5 @@ pub use encoded::{
     PromptSource, PromptStyle, SampleSize, SampleTokens, Slice,
 };
 pub use error::SampleError;
+pub use formats::{DataFormat, Dataset, detect, read_samples_as};
 pub use raw::{DataError, RawSample, SINGLE_IMAGE, read_samples};

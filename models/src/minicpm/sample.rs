@@ -11,13 +11,16 @@ use super::labels::{answer_spans, shifted_labels};
 use super::placeholder::substitute;
 use super::processor::MiniCpmProcessor;
 use super::slicing::SlicePlan;
+use crate::data::conversation::{
+    SystemTurn, check_roles, check_turns, check_vocabulary, image_error, question, supervised,
+};
 use crate::data::{
-    EncodeOptions, EncodedPrompt, EncodedSample, IGNORED, PicturePlan, PlaceholderStyle, RawSample,
+    EncodeOptions, EncodedPrompt, EncodedSample, PicturePlan, PlaceholderStyle, RawSample,
     SampleError, SampleSize, SampleTokens, Slice,
 };
-use crate::image::{ImageError, ImageSource};
+use crate::image::ImageSource;
 use crate::processor::Processor;
-use crate::text::{Message, Tokenizer};
+use crate::text::Tokenizer;
 
 /// Most tokens between the start markers of two slices of one picture, features aside.
 const GAP_TOKENS: usize = 4;
@@ -38,7 +41,7 @@ impl Processor for MiniCpmProcessor {
         images: &dyn ImageSource,
         options: &EncodeOptions,
     ) -> Result<EncodedSample, SampleError> {
-        check_turns(&sample.conversations)?;
+        check_turns(&sample.conversations, SystemTurn::Refused)?;
         let (plans, slices) = self.cut(sample, images, options)?;
         let tokens = self.training_tokens(sample, &plans, options)?;
         Ok(EncodedSample {
@@ -56,7 +59,7 @@ impl Processor for MiniCpmProcessor {
         images: &dyn ImageSource,
         options: &EncodeOptions,
     ) -> Result<SampleSize, SampleError> {
-        check_turns(&sample.conversations)?;
+        check_turns(&sample.conversations, SystemTurn::Refused)?;
         let plans = self.plan_all(sample, images, options)?;
         let tokens = self.training_tokens(sample, &plans, options)?;
         Ok(SampleSize {
@@ -75,7 +78,7 @@ impl Processor for MiniCpmProcessor {
         images: &dyn ImageSource,
         options: &EncodeOptions,
     ) -> Result<SampleTokens, SampleError> {
-        check_turns(&sample.conversations)?;
+        check_turns(&sample.conversations, SystemTurn::Refused)?;
         let plans = self.plan_all(sample, images, options)?;
         let tokens = self.training_tokens(sample, &plans, options)?;
         Ok(SampleTokens {
@@ -94,9 +97,8 @@ impl Processor for MiniCpmProcessor {
         options: &EncodeOptions,
         style: PlaceholderStyle,
     ) -> Result<EncodedPrompt, SampleError> {
-        let answered = usize::from(sample.answer().is_some());
-        let turns = &sample.conversations[..sample.conversations.len() - answered];
-        check_roles(turns, 1)?;
+        let turns = question(sample);
+        check_roles(turns, 1, SystemTurn::Refused)?;
         let (plans, slices) = self.cut(sample, images, options)?;
         let written = substitute(sample, turns, &plans, &self.config, style)?;
         let input_ids = self.tokenize(&self.template.render(&written.turns, true)?)?;
@@ -115,7 +117,7 @@ impl Processor for MiniCpmProcessor {
         images: &dyn ImageSource,
         options: &EncodeOptions,
     ) -> Result<String, SampleError> {
-        check_turns(&sample.conversations)?;
+        check_turns(&sample.conversations, SystemTurn::Refused)?;
         let plans = self.plan_all(sample, images, options)?;
         let style = PlaceholderStyle::Training;
         let written = substitute(sample, &sample.conversations, &plans, &self.config, style)?;
@@ -228,15 +230,8 @@ impl MiniCpmProcessor {
 
     fn tokenize(&self, text: &str) -> Result<Vec<i32>, SampleError> {
         let ids = self.tokenizer.encode(text)?;
-        let vocab_size = self.vocab_size;
-        match ids.iter().position(|&id| id as usize >= vocab_size) {
-            None => Ok(ids),
-            Some(position) => Err(SampleError::TokenOutOfRange {
-                id: ids[position],
-                position,
-                vocab_size,
-            }),
-        }
+        check_vocabulary(&ids, self.vocab_size)?;
+        Ok(ids)
     }
 
     /// Ranges between start and end markers; `tokens` is the length before truncation.
@@ -313,40 +308,6 @@ fn pictures(tokens: &SampleTokens, image_start: i32) -> Vec<(Range<usize>, usize
     found
 }
 
-fn supervised(labels: &[i32]) -> usize {
-    labels.iter().filter(|&&label| label != IGNORED).count()
-}
-
-fn check_turns(turns: &[Message]) -> Result<(), SampleError> {
-    check_roles(turns, 2)?;
-    if turns.iter().all(|turn| turn.role != "assistant") {
-        return Err(SampleError::NoAssistantTurn { turns: turns.len() });
-    }
-    Ok(())
-}
-
-fn check_roles(turns: &[Message], needed: usize) -> Result<(), SampleError> {
-    if turns.len() < needed {
-        return Err(SampleError::TooFewTurns {
-            turns: turns.len(),
-            needed,
-        });
-    }
-    if turns[0].role != "user" {
-        return Err(SampleError::FirstRoleNotUser {
-            role: turns[0].role.clone(),
-        });
-    }
-    let known = |turn: &Message| matches!(turn.role.as_str(), "user" | "assistant");
-    match turns.iter().position(|turn| !known(turn)) {
-        None => Ok(()),
-        Some(turn) => Err(SampleError::UnknownRole {
-            turn,
-            role: turns[turn].role.clone(),
-        }),
-    }
-}
-
 fn in_order(mut slices: Vec<Vec<Slice>>, order: &[usize]) -> Vec<Slice> {
     order
         .iter()
@@ -354,18 +315,11 @@ fn in_order(mut slices: Vec<Vec<Slice>>, order: &[usize]) -> Vec<Slice> {
         .collect()
 }
 
-fn image_error(name: &str, path: &std::path::Path, source: ImageError) -> SampleError {
-    SampleError::Image {
-        name: name.to_owned(),
-        path: path.to_owned(),
-        source,
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::image::RgbImage;
+    use crate::data::IGNORED;
+    use crate::image::{ImageError, RgbImage};
     use serde_json::{Value, json};
     use std::path::Path;
 
@@ -644,8 +598,7 @@ mod tests {
         let start = ids.iter().position(|&id| id == start).unwrap();
         let options = EncodeOptions {
             model_max_length: start + 2,
-            max_slice_nums: None,
-            prompt: None,
+            ..EncodeOptions::default()
         };
         let error = processor.encode(&stray, &Sizes, &options).unwrap_err();
         assert!(
@@ -678,8 +631,7 @@ mod tests {
         let cut = |sample: &RawSample, model_max_length| {
             let options = EncodeOptions {
                 model_max_length,
-                max_slice_nums: None,
-                prompt: None,
+                ..EncodeOptions::default()
             };
             processor().encode(sample, &Sizes, &options)
         };

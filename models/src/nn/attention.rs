@@ -2,7 +2,7 @@
 //!
 //! Shapes: `t` tokens, `h` query heads, `g` key/value heads, `d` head dim, `c` channels.
 
-use super::{Linear, Rotary};
+use super::{FusedLinear, Linear, Rotary};
 use crate::autograd::{Scope, Var};
 use crate::error::Result;
 use crate::generate::CachedLayer;
@@ -34,11 +34,18 @@ pub struct SelfAttentionConfig {
 /// q, k, v and output projections around softmax attention, scores scaled by `d^-0.5`.
 #[derive(Clone, PartialEq, Debug)]
 pub struct SelfAttention {
-    q: Linear,
-    k: Linear,
-    v: Linear,
+    inputs: Projections,
     out: Linear,
     config: SelfAttentionConfig,
+}
+
+/// Where queries, keys and values come from.
+#[derive(Clone, PartialEq, Debug)]
+enum Projections {
+    /// A weight each.
+    Apart(Box<[Linear; 3]>),
+    /// One weight, in that order.
+    Fused(FusedLinear),
 }
 
 impl SelfAttention {
@@ -47,16 +54,39 @@ impl SelfAttention {
         let mut scope = params.at(name);
         let (c, d) = (config.width, config.head_dim);
         let (q_rows, kv_rows) = (config.heads * d, config.kv_heads * d);
+        let mut layer = |name, rows| scope.linear(name, [rows, c], config.qkv_bias, COLUMN);
+        let inputs = [
+            layer("q_proj", q_rows),
+            layer("k_proj", kv_rows),
+            layer("v_proj", kv_rows),
+        ];
+        Self::with(&mut scope, Projections::Apart(Box::new(inputs)), config)
+    }
+
+    /// Declares queries, keys and values as one weight `fused`, and the output projection, below `name`.
+    pub fn fused(
+        params: &mut ParamScope<'_, '_>,
+        name: &str,
+        fused: &str,
+        config: SelfAttentionConfig,
+    ) -> Self {
+        let mut scope = params.at(name);
+        let d = config.head_dim;
+        let parts = [config.heads * d, config.kv_heads * d, config.kv_heads * d];
+        let inputs = scope.fused_linear(fused, &parts, config.width, config.qkv_bias);
+        Self::with(&mut scope, Projections::Fused(inputs), config)
+    }
+
+    fn with(
+        scope: &mut ParamScope<'_, '_>,
+        inputs: Projections,
+        config: SelfAttentionConfig,
+    ) -> Self {
+        let shape = [config.width, config.heads * config.head_dim];
+        let out = scope.linear(config.out_name, shape, config.out_bias, TensorParallel::Row);
         Self {
-            q: scope.linear("q_proj", [q_rows, c], config.qkv_bias, COLUMN),
-            k: scope.linear("k_proj", [kv_rows, c], config.qkv_bias, COLUMN),
-            v: scope.linear("v_proj", [kv_rows, c], config.qkv_bias, COLUMN),
-            out: scope.linear(
-                config.out_name,
-                [c, q_rows],
-                config.out_bias,
-                TensorParallel::Row,
-            ),
+            inputs,
+            out,
             config,
         }
     }
@@ -81,16 +111,25 @@ impl SelfAttention {
             head_dim,
             ..
         } = self.config;
-        let head = |layer: &Linear, count: usize| -> Result<Var> {
-            scope.reshape(&layer.forward(scope, x)?, [t, count, head_dim])
+        let [q, k, v] = match &self.inputs {
+            Projections::Apart(layers) => {
+                let [q, k, v] = &**layers;
+                [
+                    q.forward(scope, x)?,
+                    k.forward(scope, x)?,
+                    v.forward(scope, x)?,
+                ]
+            }
+            Projections::Fused(layer) => layer.forward(scope, x)?,
         };
+        let split = |x: &Var, count: usize| scope.reshape(x, [t, count, head_dim]);
         let rotate = |x: Var| match rotary {
             Some(r) => scope.rope(&x, &r.cos, &r.sin, r.layout),
             None => Ok(x),
         };
-        let q = rotate(head(&self.q, heads)?)?;
-        let k = rotate(head(&self.k, kv_heads)?)?;
-        let v = head(&self.v, kv_heads)?;
+        let q = rotate(split(&q, heads)?)?;
+        let k = rotate(split(&k, kv_heads)?)?;
+        let v = split(&v, kv_heads)?;
         let scale = (head_dim as f32).powf(-0.5);
         let mixed = scope.cached_attention([&q, &k, &v], sequences, cache, scale)?;
         let mixed = scope.reshape(&mixed, [t, heads * head_dim])?;

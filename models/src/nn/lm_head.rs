@@ -5,8 +5,26 @@ use crate::autograd::{Loss, Tape, Var};
 use crate::batch::Batch;
 use crate::error::Result;
 use crate::ops::LinearParams;
-use engine::{ParamId, UnitId};
+use crate::params::ParamBuilder;
+use engine::{ParamId, TensorParallel, UnitId};
 use kernels::{DType, Tensor};
+
+/// Names and sizes of a [`LmHead`].
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct LmHeadConfig<'a> {
+    /// The unit.
+    pub unit: &'a str,
+    /// Path of the norm.
+    pub norm: &'a str,
+    /// Path of the head.
+    pub head: &'a str,
+    /// `v`.
+    pub vocabulary: usize,
+    /// `D`.
+    pub width: usize,
+    /// Epsilon of the norm.
+    pub eps: f32,
+}
 
 /// The last norm and the head, one unit.
 #[derive(Debug)]
@@ -20,6 +38,22 @@ pub struct LmHead {
 }
 
 impl LmHead {
+    /// Declares the norm and the head's weight `[v, D]`.
+    ///
+    /// # Errors
+    /// When the head is an adapter target.
+    pub fn new(params: &mut ParamBuilder<'_>, config: LmHeadConfig<'_>) -> Result<Self> {
+        let mut scope = params.unit(config.unit);
+        scope.refuse_adapter(config.head)?;
+        let column = TensorParallel::Column { groups: 1 };
+        let shape = [config.vocabulary, config.width];
+        Ok(Self {
+            unit: scope.id(),
+            norm: RmsNorm::new(&mut scope, config.norm, config.width, config.eps),
+            weight: scope.at(config.head).param("weight", shape, column),
+        })
+    }
+
     /// Losses of all rows of `hidden [t, c]`.
     ///
     /// # Errors
@@ -51,6 +85,7 @@ impl LmHead {
                 None => x.clone(),
             };
             let x = self.norm.forward(scope, &x)?;
+            scope.observe("final_hidden", &x);
             let logits = scope.linear(&x, &LinearParams::new(self.weight, None))?;
             Ok([scope.cast(&logits, DType::F32)?])
         })?;

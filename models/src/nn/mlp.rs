@@ -1,6 +1,6 @@
 //! Feed-forward layers.
 
-use super::Linear;
+use super::{FusedLinear, Linear};
 use crate::autograd::{Scope, Var};
 use crate::error::Result;
 use crate::params::ParamScope;
@@ -45,22 +45,46 @@ impl GeluMlp {
     }
 }
 
-/// `down(silu(gate(x)) * up(x))` without biases: Llama and Qwen2.
+/// `down(silu(gate(x)) * up(x))` without biases: Llama, Qwen2 and GLM.
 #[derive(Clone, PartialEq, Debug)]
 pub struct GatedMlp {
-    gate: Linear,
-    up: Linear,
+    inputs: GateUp,
     down: Linear,
+}
+
+/// Where gate and up come from.
+#[derive(Clone, PartialEq, Debug)]
+enum GateUp {
+    /// A weight each.
+    Apart(Box<[Linear; 2]>),
+    /// One weight, the gate first.
+    Fused(FusedLinear),
 }
 
 impl GatedMlp {
     /// Declares `gate_proj`, `up_proj` and `down_proj` below `name`.
     pub fn new(params: &mut ParamScope<'_, '_>, name: &str, width: usize, inner: usize) -> Self {
         let mut scope = params.at(name);
+        let inputs =
+            ["gate_proj", "up_proj"].map(|name| scope.linear(name, [inner, width], false, COLUMN));
         Self {
-            gate: scope.linear("gate_proj", [inner, width], false, COLUMN),
-            up: scope.linear("up_proj", [inner, width], false, COLUMN),
+            inputs: GateUp::Apart(Box::new(inputs)),
             down: scope.linear("down_proj", [width, inner], false, TensorParallel::Row),
+        }
+    }
+
+    /// Declares below `name` gate and up as one weight and `down`, under these names.
+    pub fn fused(
+        params: &mut ParamScope<'_, '_>,
+        name: &str,
+        [gate_up, down]: [&str; 2],
+        width: usize,
+        inner: usize,
+    ) -> Self {
+        let mut scope = params.at(name);
+        Self {
+            inputs: GateUp::Fused(scope.fused_linear(gate_up, &[inner; 2], width, false)),
+            down: scope.linear(down, [width, inner], false, TensorParallel::Row),
         }
     }
 
@@ -69,8 +93,13 @@ impl GatedMlp {
     /// # Errors
     /// When shapes do not fit or memory runs out.
     pub fn forward(&self, scope: &Scope<'_>, x: &Var) -> Result<Var> {
-        let gate = self.gate.forward(scope, x)?;
-        let up = self.up.forward(scope, x)?;
+        let [gate, up] = match &self.inputs {
+            GateUp::Apart(layers) => {
+                let [gate, up] = &**layers;
+                [gate.forward(scope, x)?, up.forward(scope, x)?]
+            }
+            GateUp::Fused(layer) => layer.forward(scope, x)?,
+        };
         let inner = scope.swiglu(&gate, &up)?;
         self.down.forward(scope, &inner)
     }

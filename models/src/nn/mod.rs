@@ -8,14 +8,16 @@ mod lm_head;
 mod mlp;
 mod norm;
 mod rotary;
+mod token_embedding;
 mod vision_block;
 
 pub use attention::{SelfAttention, SelfAttentionConfig};
 pub use decoder_block::{DecoderBlock, DecoderConfig};
 pub use fused_linear::FusedLinear;
 pub use linear::Linear;
-pub use lm_head::LmHead;
+pub use lm_head::{LmHead, LmHeadConfig};
 pub use mlp::{GatedMlp, GeluMlp};
 pub use norm::{LayerNorm, RmsNorm};
 pub use rotary::{Rotary, RotaryTable, rope_frequencies, rotary_of, round};
+pub use token_embedding::TokenEmbedding;
 pub use vision_block::{VisionBlock, VisionBlockConfig};

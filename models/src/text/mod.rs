@@ -6,13 +6,29 @@ pub mod tokenizer;
 pub use template::{ChatTemplate, Message, TemplateError};
 pub use tokenizer::{Tokenizer, TokenizerError};
 
+use std::fs::File;
+use std::io::{Error, ErrorKind, Read, Result};
 use std::path::Path;
 
-/// Reads a file of the model folder; `None` if there is no such file.
-fn read_optional(path: &Path) -> std::io::Result<Option<Vec<u8>>> {
-    match std::fs::read(path) {
-        Ok(bytes) => Ok(Some(bytes)),
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
-        Err(error) => Err(error),
+use tokenizer::limits::MAX_FILE_BYTES;
+
+/// Reads a file of the model folder; `None` if there is no such file. A file of more than
+/// [`MAX_FILE_BYTES`] is an error of kind [`ErrorKind::FileTooLarge`].
+fn read_optional(path: &Path) -> Result<Option<Vec<u8>>> {
+    // asked before opening: opening a pipe would block
+    match std::fs::metadata(path) {
+        Ok(metadata) if metadata.is_file() => {}
+        Ok(_) => return Err(Error::new(ErrorKind::InvalidInput, "not a regular file")),
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(error),
     }
+    let mut bytes = Vec::new();
+    File::open(path)?
+        .take(MAX_FILE_BYTES + 1)
+        .read_to_end(&mut bytes)?;
+    if bytes.len() as u64 > MAX_FILE_BYTES {
+        let reason = format!("the file has more than {MAX_FILE_BYTES} bytes");
+        return Err(Error::new(ErrorKind::FileTooLarge, reason));
+    }
+    Ok(Some(bytes))
 }

@@ -2,6 +2,7 @@
 
 use super::cog::CogPacks;
 use super::compare::{CaseRun, Comparison};
+use super::glm::{Glm4vPacks, Glm41vPacks};
 use super::minicpm::MiniCpmPacks;
 use super::pack::{Case, Expected, Pack};
 use anyhow::{Context, Result};
@@ -71,6 +72,8 @@ pub fn packs_of(family: Family) -> &'static dyn PackFamily {
     match family {
         Family::MiniCpm => &MiniCpmPacks,
         Family::CogVlm | Family::CogVlm2 | Family::CogAgent => &CogPacks,
+        Family::Glm4v => &Glm4vPacks,
+        Family::Glm41v => &Glm41vPacks,
     }
 }
 

@@ -155,7 +155,7 @@ fn raw_sample(dir: &Path) -> Result<(RawSample, EncodeOptions)> {
             .model_max_length
             .unwrap_or(defaults.model_max_length),
         max_slice_nums: options.max_slice_nums,
-        prompt: None,
+        ..EncodeOptions::default()
     };
     Ok((samples.remove(0), options))
 }

@@ -7,6 +7,7 @@
 pub mod cog;
 mod compare;
 mod family;
+mod glm;
 pub mod minicpm;
 mod pack;
 

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 /// Values of a stored tensor.
 #[derive(Clone, PartialEq, Debug)]
 pub enum Data {
-    /// Floats, widened.
+    /// Floats as f32.
     Floats(Vec<f32>),
     /// Integers, widened.
     Ints(Vec<i64>),
@@ -54,7 +54,7 @@ impl Stored {
 pub struct Expected(pub BTreeMap<String, Stored>);
 
 impl Expected {
-    /// Reads a file of floats (F32, BF16) and integers (I64, I32, U8).
+    /// Reads a file of floats (F32, F64, BF16) and integers (I64, I32, U8).
     ///
     /// # Errors
     /// When the file is missing, broken or holds another dtype.
@@ -90,6 +90,7 @@ fn decode(dtype: Dtype, bytes: &[u8]) -> Result<Data> {
     }
     Ok(match dtype {
         Dtype::F32 => Data::Floats(each(bytes, f32::from_le_bytes)),
+        Dtype::F64 => Data::Floats(each(bytes, |w| f64::from_le_bytes(w) as f32)),
         Dtype::BF16 => Data::Floats(each(bytes, |w| bf16::from_le_bytes(w).to_f32())),
         Dtype::I64 => Data::Ints(each(bytes, i64::from_le_bytes)),
         Dtype::I32 => Data::Ints(each(bytes, |w| i64::from(i32::from_le_bytes(w)))),
@@ -196,6 +197,7 @@ impl Pack {
     /// All packs that lie beside the test suites.
     #[must_use]
     pub fn built_in() -> Vec<PathBuf> {
-        [Self::minicpm(), Self::cogs()].concat()
+        let glms = ["glm-4v-9b", "glm-4.1v-9b-thinking"].map(Self::beside);
+        [Self::minicpm(), Self::cogs(), glms.into()].concat()
     }
 }

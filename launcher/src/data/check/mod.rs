@@ -128,7 +128,7 @@ fn check(
     let options = EncodeOptions {
         model_max_length: config.batch.model_max_length,
         max_slice_nums: Some(config.batch.max_slice_nums),
-        prompt: None,
+        ..EncodeOptions::default()
     };
     let verdicts = verdicts(file, samples, images, processor, &options);
     let problems: Vec<Problem> = verdicts

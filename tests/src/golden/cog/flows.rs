@@ -12,7 +12,6 @@ use models::autograd::{ResidentParams, Tape};
 use models::cogvlm::{CogConfig, rotary};
 use models::data::EncodedSample;
 use models::lora::{LoraConfig, LoraTargets};
-use models::options::RopePrecision;
 use models::params::ADAPTER_PREFIX;
 use models::selection::Selection;
 use models::{ModelOptions, Processor, SampleInput, WeightSource, open_model};
@@ -213,9 +212,8 @@ fn angles(pack: &Pack) -> Result<Vec<Comparison>> {
     let config = CogConfig::load(&pack.dir)?;
     let (cos, sin) = (stored.get("cos")?, stored.get("sin")?);
     let positions: Vec<i32> = (0..cos.shape[0] as i32).collect();
-    let precision = (RopePrecision::Model, DType::BF16);
     let (d, theta) = (2 * cos.shape[1], config.language.rope_theta);
-    let got = rotary(&positions, d, theta, precision, &CpuBackend::unlimited())?;
+    let got = rotary(&positions, d, theta, DType::BF16, &CpuBackend::unlimited())?;
     let compare = |name: &str, got: &Tensor, want: &[f32]| -> Result<Comparison> {
         Ok(compare_floats(name, &got.to_f32_vec()?, want, 0.0))
     };

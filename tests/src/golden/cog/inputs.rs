@@ -7,9 +7,9 @@ use anyhow::Result;
 use models::Processor;
 use models::cogvlm::CogConfig;
 use models::cogvlm::positions::{position_ids, token_types, vision_mask};
-use models::cogvlm::processor::normalization;
 use models::data::{EncodedSample, IGNORED, PlaceholderStyle, Slice};
 use models::image::ImageFolder;
+use models::processor::Normalization;
 
 /// First parts of the names compared here.
 pub(super) const KINDS: [&str; 9] = [
@@ -193,7 +193,7 @@ fn pixels(
         _ => config.vision.patch_size,
     };
     let step = config.slices_per_picture();
-    let normalization = normalization()?;
+    let normalization = Normalization::clip();
     let slices = samples
         .iter()
         .flat_map(|s| s.slices.iter().skip(tower).step_by(step));

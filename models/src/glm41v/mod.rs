@@ -1,0 +1,19 @@
+//! GLM-4.1V-9B-Thinking: pictures of any size, several per sample.
+
+pub mod config;
+mod language;
+mod merger;
+mod model;
+pub mod positions;
+pub mod processor;
+pub mod resize;
+mod sample;
+mod tables;
+mod vision;
+
+#[cfg(test)]
+mod tests;
+
+pub use model::Glm41v;
+pub use processor::Glm41vProcessor;
+pub use tables::Glm41vTables;

@@ -1,0 +1,194 @@
+//! Everything of a model folder that turns samples into model inputs: picture settings, tokenizer and the ids of the
+//! markers.
+
+use std::path::Path;
+
+use serde::Deserialize;
+
+use super::config::{Glm41vConfig, MERGE};
+use super::resize::PictureLimits;
+use crate::config::{ConfigError, size};
+use crate::processor::{Normalization, ProcessorError};
+use crate::text::{Tokenizer, TokenizerError};
+
+/// Picture settings of a model folder.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct ProcessorConfig {
+    /// What decides on the size of pictures.
+    pub limits: PictureLimits,
+    /// Side of a patch in pixels.
+    pub patch_size: usize,
+    /// Bytes to values.
+    pub normalization: Normalization,
+}
+
+impl ProcessorConfig {
+    /// Combines `model` with `preprocessor_config.json` of the folder `dir`.
+    ///
+    /// # Errors
+    /// [`ProcessorError`] if the file is missing or invalid, or contradicts `model`.
+    pub fn load(dir: &Path, model: &Glm41vConfig) -> Result<Self, ProcessorError> {
+        let path = dir.join("preprocessor_config.json");
+        let bytes = std::fs::read(&path).map_err(|source| ProcessorError::Read {
+            path: path.clone(),
+            source,
+        })?;
+        let raw: RawProcessor = serde_json::from_slice(&bytes)
+            .map_err(|source| ProcessorError::Json { path, source })?;
+        let vision = &model.vision;
+        agree("patch_size", vision.patch_size, raw.patch_size)?;
+        agree("merge_size", MERGE, raw.merge_size)?;
+        agree(
+            "temporal_patch_size",
+            vision.frames,
+            raw.temporal_patch_size,
+        )?;
+        let max_pixels = size("size.longest_edge", raw.size.longest_edge)?;
+        let min_pixels = raw.size.shortest_edge;
+        if min_pixels > max_pixels {
+            return Err(ProcessorError::Config(ConfigError::Inconsistent {
+                field: "size.shortest_edge",
+                found: min_pixels,
+                reason: format!("size.longest_edge is {max_pixels}"),
+            }));
+        }
+        Ok(Self {
+            limits: PictureLimits {
+                block: MERGE * vision.patch_size,
+                frames: vision.frames,
+                min_pixels,
+                max_pixels,
+            },
+            patch_size: vision.patch_size,
+            normalization: Normalization::new(raw.image_mean, raw.image_std)?,
+        })
+    }
+}
+
+fn agree(
+    field: &'static str,
+    config: usize,
+    preprocessor: Option<usize>,
+) -> Result<(), ProcessorError> {
+    match preprocessor {
+        Some(preprocessor) if preprocessor != config => Err(ProcessorError::Disagree {
+            field,
+            config,
+            preprocessor,
+        }),
+        _ => Ok(()),
+    }
+}
+
+#[derive(Deserialize)]
+#[serde(default)]
+struct RawProcessor {
+    size: Size,
+    patch_size: Option<usize>,
+    merge_size: Option<usize>,
+    temporal_patch_size: Option<usize>,
+    image_mean: [f32; 3],
+    image_std: [f32; 3],
+}
+
+/// Pixels, although the file calls them edges.
+#[derive(Deserialize)]
+struct Size {
+    shortest_edge: usize,
+    longest_edge: usize,
+}
+
+impl Default for RawProcessor {
+    fn default() -> Self {
+        Self {
+            size: Size {
+                shortest_edge: 12_544,
+                longest_edge: 9_633_792,
+            },
+            patch_size: None,
+            merge_size: None,
+            temporal_patch_size: None,
+            image_mean: crate::processor::CLIP_MEAN,
+            image_std: crate::processor::CLIP_STD,
+        }
+    }
+}
+
+/// Ids of the tokens that the sample rules write or look for.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct MarkerIds {
+    pub(super) end: i32,
+    pub(super) image_start: i32,
+    pub(super) image: i32,
+    pub(super) image_end: i32,
+}
+
+/// Texts of these tokens.
+pub(super) mod marker {
+    pub(in super::super) const PREFIX: &str = "[gMASK]<sop>";
+    pub(in super::super) const END: &str = "<|endoftext|>";
+    pub(in super::super) const IMAGE_START: &str = "<|begin_of_image|>";
+    pub(in super::super) const IMAGE: &str = "<|image|>";
+    pub(in super::super) const IMAGE_END: &str = "<|end_of_image|>";
+    pub(in super::super) const ASSISTANT: &str = "<|assistant|>";
+}
+
+impl MarkerIds {
+    fn find(tokenizer: &Tokenizer) -> Result<Self, TokenizerError> {
+        Ok(Self {
+            end: tokenizer.id(marker::END)?,
+            image_start: tokenizer.id(marker::IMAGE_START)?,
+            image: tokenizer.id(marker::IMAGE)?,
+            image_end: tokenizer.id(marker::IMAGE_END)?,
+        })
+    }
+}
+
+/// Turns samples into model inputs; the sample rules are in [`super::sample`].
+#[derive(Clone, Debug)]
+pub struct Glm41vProcessor {
+    pub(super) config: ProcessorConfig,
+    pub(super) tokenizer: Tokenizer,
+    pub(super) ids: MarkerIds,
+    pub(super) stop_ids: Vec<i32>,
+    pub(super) vocab_size: usize,
+}
+
+impl Glm41vProcessor {
+    /// Reads `config.json`, `preprocessor_config.json` and the tokenizer files of the model folder `dir`.
+    ///
+    /// # Errors
+    /// [`ProcessorError`] naming the file that is missing, invalid or contradicts another.
+    pub fn load(dir: &Path) -> Result<Self, ProcessorError> {
+        let model = Glm41vConfig::load(dir)?;
+        let config = ProcessorConfig::load(dir, &model)?;
+        let tokenizer = Tokenizer::load(dir)?;
+        let ids = MarkerIds::find(&tokenizer)?;
+        for text in [
+            "[gMASK]",
+            "<sop>",
+            "<|system|>",
+            "<|user|>",
+            marker::ASSISTANT,
+        ] {
+            tokenizer.id(text)?;
+        }
+        let mut stop_ids = model.eos_ids;
+        if !stop_ids.contains(&ids.end) {
+            stop_ids.push(ids.end);
+        }
+        Ok(Self {
+            config,
+            tokenizer,
+            ids,
+            stop_ids,
+            vocab_size: model.language.vocab_size,
+        })
+    }
+
+    /// Picture settings.
+    #[must_use]
+    pub fn config(&self) -> &ProcessorConfig {
+        &self.config
+    }
+}

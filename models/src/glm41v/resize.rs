@@ -1,0 +1,81 @@
+//! The size a picture is resized to: whole blocks of patches, its area within limits.
+
+/// What decides on the size of pictures.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PictureLimits {
+    /// Side of a block of patches that becomes one feature, in pixels.
+    pub block: usize,
+    /// Frames that a picture stands for; they count towards its pixels.
+    pub frames: usize,
+    /// Fewest pixels of all frames together.
+    pub min_pixels: usize,
+    /// Most pixels of all frames together.
+    pub max_pixels: usize,
+}
+
+/// Pictures longer than this, in widths, are refused.
+pub const MAX_ASPECT_RATIO: f64 = 200.0;
+
+/// Size (width, height) of a picture of `width` x `height` pixels after resizing, in whole blocks; `None` if one side is
+/// more than [`MAX_ASPECT_RATIO`] times the other.
+#[must_use]
+pub fn smart_resize(
+    (width, height): (usize, usize),
+    limits: &PictureLimits,
+) -> Option<(usize, usize)> {
+    let block = limits.block as f64;
+    let (mut w, mut h) = (width as f64, height as f64);
+    if h < block || w < block {
+        let scale = (block / h).max(block / w);
+        (w, h) = ((w * scale).trunc(), (h * scale).trunc());
+    }
+    if w.max(h) / w.min(h) > MAX_ASPECT_RATIO {
+        return None;
+    }
+    let whole = |blocks: f64| blocks as usize * limits.block;
+    let nearest = |side: f64| whole((side / block).round_ties_even());
+    let (mut wide, mut high) = (nearest(w), nearest(h));
+    let pixels = limits.frames * wide * high;
+    let (min, max) = (limits.min_pixels as f64, limits.max_pixels as f64);
+    if pixels > limits.max_pixels {
+        let shrink = (limits.frames as f64 * h * w / max).sqrt();
+        let fit = |side: f64| whole((side / shrink / block).floor()).max(limits.block);
+        (wide, high) = (fit(w), fit(h));
+    } else if pixels < limits.min_pixels {
+        let grow = (min / (limits.frames as f64 * h * w)).sqrt();
+        let fit = |side: f64| whole((side * grow / block).ceil());
+        (wide, high) = (fit(w), fit(h));
+    }
+    Some((wide, high))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LIMITS: PictureLimits = PictureLimits {
+        block: 28,
+        frames: 2,
+        min_pixels: 12544,
+        max_pixels: 9_633_792,
+    };
+
+    #[test]
+    fn halves_of_a_block_go_to_the_even_number() {
+        assert_eq!(smart_resize((28 * 10 + 14, 280), &LIMITS), Some((280, 280)));
+        assert_eq!(smart_resize((28 * 11 + 14, 280), &LIMITS), Some((336, 280)));
+    }
+
+    #[test]
+    fn small_pictures_grow_and_large_ones_shrink() {
+        assert_eq!(smart_resize((1, 1), &LIMITS), Some((84, 84)));
+        let (w, h) = smart_resize((8000, 4000), &LIMITS).unwrap();
+        assert!(2 * w * h <= LIMITS.max_pixels && w % 28 == 0 && h % 28 == 0);
+    }
+
+    #[test]
+    fn lines_are_refused() {
+        assert_eq!(smart_resize((28 * 201, 28), &LIMITS), None);
+        assert!(smart_resize((28 * 200, 28), &LIMITS).is_some());
+    }
+}

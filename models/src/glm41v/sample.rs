@@ -1,0 +1,476 @@
+//! From a raw sample to token ids, labels, places of pictures and patches.
+//!
+//! Text: `[gMASK]<sop>`, then `<|role|>`, a line break and the content of every turn; behind the last answer
+//! `<|endoftext|>`. A picture stands where the user's text says `<image>`: pictures without a name of their own in the
+//! order of the sample, named ones (`<image_01>`) by name, and a single one that the text never names before all else.
+//!
+//! Learnt are the line break and the text of every answer, and `<|endoftext|>` behind it: as a token at the end of the
+//! sample, as the label of the next role's token elsewhere.
+
+use std::ops::Range;
+use std::sync::LazyLock;
+
+use regex::Regex;
+
+use super::config::MERGE;
+use super::processor::{Glm41vProcessor, marker};
+use super::resize::smart_resize;
+use crate::data::conversation::{
+    SystemTurn, check_roles, check_turns, check_vocabulary, image_error, question, shifted,
+    supervised,
+};
+use crate::data::{
+    EncodeOptions, EncodedPrompt, EncodedSample, IGNORED, PicturePlan, PlaceholderStyle, RawSample,
+    SINGLE_IMAGE, SampleError, SampleSize, SampleTokens, Slice,
+};
+use crate::image::{ImageSource, resize};
+use crate::processor::Processor;
+use crate::text::{Message, Tokenizer};
+
+static PLACES: LazyLock<Regex> =
+    LazyLock::new(|| Regex::new(r"<image(_\d+)?>").expect("a constant pattern is valid"));
+
+/// Size in pixels (width, height) that a picture is resized to.
+type Plan = (usize, usize);
+
+/// A stretch of the conversation.
+struct Piece {
+    text: String,
+    kind: Kind,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Given,
+    /// Not learnt, but its first token stands where an answer's end is learnt.
+    BehindAnswer,
+    Learnt,
+    /// Features of the picture of this number.
+    Picture(usize),
+}
+
+/// A conversation as tokens.
+#[derive(Default)]
+struct Tokens {
+    input_ids: Vec<i32>,
+    /// What is learnt of each token itself.
+    own_labels: Vec<i32>,
+    /// Features of each picture, without markers.
+    bounds: Vec<(usize, usize)>,
+    /// Pictures in the order of the text.
+    order: Vec<usize>,
+}
+
+/// Tokens after truncation.
+struct Training {
+    input_ids: Vec<i32>,
+    labels: Vec<i32>,
+    bounds: Vec<(usize, usize)>,
+    order: Vec<usize>,
+    untruncated: usize,
+}
+
+impl Processor for Glm41vProcessor {
+    fn encode(
+        &self,
+        sample: &RawSample,
+        images: &dyn ImageSource,
+        options: &EncodeOptions,
+    ) -> Result<EncodedSample, SampleError> {
+        check_turns(&sample.conversations, SystemTurn::Allowed)?;
+        let (plans, slices) = self.cut(sample, images)?;
+        let tokens = self.training(sample, &plans, options)?;
+        Ok(EncodedSample {
+            slices: in_order(slices, &tokens.order),
+            input_ids: tokens.input_ids,
+            labels: tokens.labels,
+            image_bounds: tokens.bounds,
+            untruncated_tokens: tokens.untruncated,
+        })
+    }
+
+    fn measure(
+        &self,
+        sample: &RawSample,
+        images: &dyn ImageSource,
+        options: &EncodeOptions,
+    ) -> Result<SampleSize, SampleError> {
+        check_turns(&sample.conversations, SystemTurn::Allowed)?;
+        let plans = self.plan_all(sample, images)?;
+        let tokens = self.training(sample, &plans, options)?;
+        let picture_tokens = tokens.bounds.iter().map(|(start, end)| end - start).sum();
+        Ok(SampleSize {
+            tokens: tokens.input_ids.len(),
+            untruncated_tokens: tokens.untruncated,
+            picture_tokens,
+            supervised: supervised(&tokens.labels),
+            patches: picture_tokens * MERGE * MERGE,
+            slices: tokens.bounds.len(),
+        })
+    }
+
+    fn tokens(
+        &self,
+        sample: &RawSample,
+        images: &dyn ImageSource,
+        options: &EncodeOptions,
+    ) -> Result<SampleTokens, SampleError> {
+        check_turns(&sample.conversations, SystemTurn::Allowed)?;
+        let plans = self.plan_all(sample, images)?;
+        let tokens = self.training(sample, &plans, options)?;
+        Ok(SampleTokens {
+            slices: tokens.bounds.len(),
+            input_ids: tokens.input_ids,
+            labels: tokens.labels,
+            image_bounds: tokens.bounds,
+            untruncated_tokens: tokens.untruncated,
+        })
+    }
+
+    fn encode_prompt(
+        &self,
+        sample: &RawSample,
+        images: &dyn ImageSource,
+        _: &EncodeOptions,
+        _: PlaceholderStyle,
+    ) -> Result<EncodedPrompt, SampleError> {
+        let turns = question(sample);
+        check_roles(turns, 1, SystemTurn::Allowed)?;
+        let (plans, slices) = self.cut(sample, images)?;
+        let mut pieces = self.pieces(sample, turns, &plans)?;
+        pieces.push(Piece::given(format!("{}\n", marker::ASSISTANT)));
+        let tokens = self.tokenize(&pieces, &plans)?;
+        Ok(EncodedPrompt {
+            input_ids: tokens.input_ids,
+            image_bounds: tokens.bounds,
+            slices: in_order(slices, &tokens.order),
+        })
+    }
+
+    fn render(
+        &self,
+        sample: &RawSample,
+        images: &dyn ImageSource,
+        _: &EncodeOptions,
+    ) -> Result<String, SampleError> {
+        check_turns(&sample.conversations, SystemTurn::Allowed)?;
+        let plans = self.plan_all(sample, images)?;
+        let pieces = self.pieces(sample, &sample.conversations, &plans)?;
+        Ok(pieces.into_iter().map(|piece| piece.text).collect())
+    }
+
+    fn picture(&self, size: (usize, usize), _: &EncodeOptions) -> PicturePlan {
+        let plan = smart_resize(size, &self.config.limits);
+        PicturePlan {
+            slices: 1,
+            tokens_per_slice: plan.map_or(0, |plan| self.features(plan)),
+        }
+    }
+
+    fn pictures(&self, tokens: &SampleTokens) -> Vec<(Range<usize>, usize)> {
+        let bounds = tokens.image_bounds.iter();
+        bounds.map(|(start, end)| (start - 1..end + 1, 1)).collect()
+    }
+
+    fn tokenizer(&self) -> &Tokenizer {
+        &self.tokenizer
+    }
+
+    fn turn_end(&self) -> i32 {
+        self.ids.end
+    }
+
+    fn stop_ids(&self) -> Vec<i32> {
+        self.stop_ids.clone()
+    }
+}
+
+impl Piece {
+    fn given(text: impl Into<String>) -> Self {
+        Self {
+            text: text.into(),
+            kind: Kind::Given,
+        }
+    }
+}
+
+impl Glm41vProcessor {
+    /// Features of a picture of the size `plan`.
+    fn features(&self, (width, height): Plan) -> usize {
+        let block = self.config.limits.block;
+        (width / block) * (height / block)
+    }
+
+    fn plan(&self, name: &str, (width, height): (usize, usize)) -> Result<Plan, SampleError> {
+        smart_resize((width, height), &self.config.limits).ok_or_else(|| SampleError::AspectRatio {
+            name: name.to_owned(),
+            width,
+            height,
+        })
+    }
+
+    /// Plans every picture from the headers of the files.
+    fn plan_all(
+        &self,
+        sample: &RawSample,
+        images: &dyn ImageSource,
+    ) -> Result<Vec<Plan>, SampleError> {
+        let pictures = sample.images.iter();
+        pictures
+            .map(|(name, path)| {
+                let size = images.dimensions(path);
+                self.plan(name, size.map_err(|error| image_error(name, path, error))?)
+            })
+            .collect()
+    }
+
+    /// Decodes and cuts every picture, one after the other so that one is in memory at a time.
+    fn cut(
+        &self,
+        sample: &RawSample,
+        images: &dyn ImageSource,
+    ) -> Result<(Vec<Plan>, Vec<Slice>), SampleError> {
+        let pictures = sample.images.iter();
+        pictures
+            .map(|(name, path)| {
+                let image = images.load(path);
+                let image = image.map_err(|error| image_error(name, path, error))?;
+                let plan = self.plan(name, (image.width(), image.height()))?;
+                let image = resize(&image, plan.0, plan.1);
+                Ok((
+                    plan,
+                    Slice::cut(&image, (0, 0), plan, self.config.patch_size),
+                ))
+            })
+            .collect()
+    }
+
+    fn training(
+        &self,
+        sample: &RawSample,
+        plans: &[Plan],
+        options: &EncodeOptions,
+    ) -> Result<Training, SampleError> {
+        let pieces = self.pieces(sample, &sample.conversations, plans)?;
+        let mut tokens = self.tokenize(&pieces, plans)?;
+        let untruncated = tokens.input_ids.len();
+        let answer_start = tokens.own_labels.iter().position(|label| *label != IGNORED);
+        let kept = untruncated.min(options.model_max_length);
+        // Markers stand before and behind the features.
+        let starts = tokens.bounds.iter().filter(|(s, _)| *s <= kept).count();
+        let ends = tokens.bounds.iter().filter(|(_, e)| *e < kept).count();
+        if starts != ends {
+            return Err(SampleError::UnpairedImageMarkers {
+                starts,
+                ends,
+                tokens: untruncated,
+                kept,
+            });
+        }
+        tokens.input_ids.truncate(kept);
+        tokens.own_labels.truncate(kept);
+        tokens.bounds.truncate(ends);
+        tokens.order.truncate(ends);
+        let labels = shifted(&tokens.own_labels);
+        if supervised(&labels) == 0 {
+            return Err(SampleError::NoSupervisedToken {
+                tokens: untruncated,
+                kept,
+                answer_start,
+            });
+        }
+        Ok(Training {
+            input_ids: tokens.input_ids,
+            labels,
+            bounds: tokens.bounds,
+            order: tokens.order,
+            untruncated,
+        })
+    }
+
+    /// Writes out `turns`, those of `sample` or the first of them.
+    fn pieces(
+        &self,
+        sample: &RawSample,
+        turns: &[Message],
+        plans: &[Plan],
+    ) -> Result<Vec<Piece>, SampleError> {
+        let mut pictures = Pictures::new(sample, turns)?;
+        let mut pieces = vec![Piece::given(marker::PREFIX)];
+        let mut answered = false;
+        for turn in turns {
+            pieces.push(Piece {
+                text: format!("<|{}|>", turn.role),
+                kind: match answered {
+                    true => Kind::BehindAnswer,
+                    false => Kind::Given,
+                },
+            });
+            answered = turn.role == "assistant";
+            if turn.role != "user" {
+                pieces.push(Piece {
+                    text: format!("\n{}", turn.content),
+                    kind: match answered {
+                        true => Kind::Learnt,
+                        false => Kind::Given,
+                    },
+                });
+                continue;
+            }
+            let mut text = "\n".to_owned();
+            for part in pictures.parts(&turn.content)? {
+                match part {
+                    Part::Text(part) => text.push_str(part),
+                    Part::Picture(i) => {
+                        pieces.push(Piece::given(std::mem::take(&mut text)));
+                        pieces.push(Piece {
+                            text: picture_text(self.features(plans[i])),
+                            kind: Kind::Picture(i),
+                        });
+                    }
+                }
+            }
+            pieces.push(Piece::given(text));
+        }
+        pictures.finish()?;
+        if answered {
+            pieces.push(Piece {
+                text: marker::END.to_owned(),
+                kind: Kind::Learnt,
+            });
+        }
+        Ok(pieces)
+    }
+
+    fn tokenize(&self, pieces: &[Piece], plans: &[Plan]) -> Result<Tokens, SampleError> {
+        let mut tokens = Tokens::default();
+        let mut stray = 0;
+        for piece in pieces {
+            let start = tokens.input_ids.len();
+            let ids = match piece.kind {
+                Kind::Picture(i) => {
+                    let features = self.features(plans[i]);
+                    tokens.bounds.push((start + 1, start + 1 + features));
+                    tokens.order.push(i);
+                    let mut ids = vec![self.ids.image; features + 2];
+                    ids[0] = self.ids.image_start;
+                    ids[features + 1] = self.ids.image_end;
+                    ids
+                }
+                _ => {
+                    let ids = self.tokenizer.encode(&piece.text)?;
+                    stray += ids.iter().filter(|id| **id == self.ids.image).count();
+                    ids
+                }
+            };
+            let own = tokens.own_labels.len();
+            match piece.kind {
+                Kind::Learnt => tokens.own_labels.extend(&ids),
+                _ => tokens.own_labels.resize(own + ids.len(), IGNORED),
+            }
+            if let (Kind::BehindAnswer, Some(label)) = (piece.kind, tokens.own_labels.get_mut(own))
+            {
+                *label = self.ids.end;
+            }
+            tokens.input_ids.extend(ids);
+        }
+        check_vocabulary(&tokens.input_ids, self.vocab_size)?;
+        if stray > 0 {
+            return Err(SampleError::MorePlaceholdersThanImages {
+                placeholders: tokens.bounds.len() + stray,
+                images: tokens.bounds.len(),
+            });
+        }
+        Ok(tokens)
+    }
+}
+
+fn picture_text(features: usize) -> String {
+    let (start, end) = (marker::IMAGE_START, marker::IMAGE_END);
+    format!("{start}{}{end}", marker::IMAGE.repeat(features))
+}
+
+fn in_order(slices: Vec<Slice>, order: &[usize]) -> Vec<Slice> {
+    let mut slices: Vec<Option<Slice>> = slices.into_iter().map(Some).collect();
+    let taken = order.iter().map(|&i| slices[i].take());
+    taken.map(|s| s.expect("a picture stands once")).collect()
+}
+
+/// A part of the user's text.
+enum Part<'a> {
+    Text(&'a str),
+    Picture(usize),
+}
+
+/// The pictures of a sample while its text is written out.
+struct Pictures<'a> {
+    sample: &'a RawSample,
+    used: Vec<bool>,
+    /// The only picture, which the text never names, while it waits for the first turn of the user.
+    front: Option<usize>,
+}
+
+impl<'a> Pictures<'a> {
+    fn new(sample: &'a RawSample, turns: &[Message]) -> Result<Self, SampleError> {
+        let of_user = turns.iter().filter(|turn| turn.role == "user");
+        let places: usize = of_user
+            .map(|turn| PLACES.find_iter(&turn.content).count())
+            .sum();
+        let images = sample.images.len();
+        if places > images {
+            return Err(SampleError::MorePlaceholdersThanImages {
+                placeholders: places,
+                images,
+            });
+        }
+        Ok(Self {
+            sample,
+            used: vec![false; images],
+            front: (images == 1 && places == 0).then_some(0),
+        })
+    }
+
+    /// Splits the user's `text` at the places of pictures.
+    fn parts<'t>(&mut self, text: &'t str) -> Result<Vec<Part<'t>>, SampleError> {
+        let mut parts = Vec::new();
+        if let Some(front) = self.front.take() {
+            self.used[front] = true;
+            parts.push(Part::Picture(front));
+        }
+        let mut rest = 0;
+        for place in PLACES.find_iter(text) {
+            parts.push(Part::Text(&text[rest..place.start()]));
+            parts.push(Part::Picture(self.take(place.as_str())?));
+            rest = place.end();
+        }
+        parts.push(Part::Text(&text[rest..]));
+        Ok(parts)
+    }
+
+    /// The picture that `name` stands for: the one of that name, or the next one.
+    fn take(&mut self, name: &str) -> Result<usize, SampleError> {
+        let images = &self.sample.images;
+        let found = match name {
+            SINGLE_IMAGE => self.used.iter().position(|used| !used),
+            _ => images
+                .iter()
+                .zip(&self.used)
+                .position(|((known, _), used)| known == name && !used),
+        };
+        let index = found.ok_or_else(|| SampleError::UnknownPlaceholder {
+            name: name.to_owned(),
+            known: images.iter().map(|(known, _)| known.clone()).collect(),
+        })?;
+        self.used[index] = true;
+        Ok(index)
+    }
+
+    fn finish(self) -> Result<(), SampleError> {
+        match self.used.iter().position(|used| !used) {
+            None => Ok(()),
+            Some(index) => Err(SampleError::UnusedImage {
+                name: self.sample.images[index].0.clone(),
+            }),
+        }
+    }
+}

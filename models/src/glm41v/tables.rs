@@ -1,0 +1,91 @@
+//! Pictures of a batch as the tower takes them.
+
+use super::config::VisionConfig;
+use super::positions::{block_order, position_weights};
+use crate::batch::{upload, upload_as};
+use crate::data::Slice;
+use crate::error::Result;
+use crate::nn::{Rotary, rope_frequencies, rotary_of};
+use crate::processor::Normalization;
+use kernels::{Backend, DType, RopeLayout, Tensor};
+
+/// Tables of the tower for `P` patches of all pictures, patches in blocks of 2 x 2.
+#[derive(Clone, Debug)]
+pub struct Glm41vTables {
+    /// f32 `[P, learned positions]`: what each patch takes of every learned position.
+    pub position_weights: Tensor,
+    /// Angles of the patches by row and column.
+    pub rotary: Rotary,
+    /// i32 `[P / 4]`: the first patch of each block.
+    pub block_rows: Tensor,
+}
+
+impl Glm41vTables {
+    /// Tables of pictures of `grids` (patches per column, per row).
+    ///
+    /// # Errors
+    /// When memory runs out.
+    pub(super) fn new(
+        config: &VisionConfig,
+        grids: &[[usize; 2]],
+        backend: &dyn Backend,
+    ) -> Result<Self> {
+        let side = config.grid_side;
+        let weights: Vec<f32> = grids
+            .iter()
+            .flat_map(|grid| position_weights(*grid, side))
+            .collect();
+        // Half of the pairs of a head turn with the row, half with the column.
+        let frequencies = rope_frequencies(config.head_dim / 2, 1e4);
+        let angles =
+            grids
+                .iter()
+                .flat_map(|grid| block_order(*grid))
+                .flat_map(|coordinates: [usize; 2]| {
+                    let frequencies = frequencies.clone();
+                    coordinates.into_iter().flat_map(move |p| {
+                        frequencies.clone().into_iter().map(move |w| p as f32 * w)
+                    })
+                });
+        let patches: usize = grids.iter().map(|[rows, cols]| rows * cols).sum();
+        let blocks: Vec<i32> = (0..patches as i32).step_by(4).collect();
+        Ok(Self {
+            position_weights: upload(backend, &weights, &[patches, side * side])?,
+            // The reference keeps these angles in f32 whatever the weights are.
+            rotary: rotary_of(
+                angles,
+                config.head_dim / 2,
+                RopeLayout::HalfSplit,
+                DType::F32,
+                backend,
+            )?,
+            block_rows: upload(backend, &blocks, &[blocks.len()])?,
+        })
+    }
+}
+
+/// `[P, 3 * frames * patch * patch]` in `dtype`: channel, frame, pixel row, pixel column, all frames the same.
+///
+/// # Errors
+/// When memory runs out.
+pub(super) fn pixel_rows(
+    slices: &[&Slice],
+    config: &VisionConfig,
+    normalization: &Normalization,
+    dtype: DType,
+    backend: &dyn Backend,
+) -> Result<Tensor> {
+    let plane = config.patch_size * config.patch_size;
+    let mut values = Vec::new();
+    for slice in slices {
+        let patches = block_order([slice.rows, slice.cols]).flat_map(|[row, col]| {
+            &slice.patches[(row * slice.cols + col) * 3 * plane..][..3 * plane]
+        });
+        let patches: Vec<u8> = patches.copied().collect();
+        let pixels = normalization.normalize_patches(&patches, config.patch_size);
+        for channel in pixels.chunks_exact(plane) {
+            (0..config.frames).for_each(|_| values.extend_from_slice(channel));
+        }
+    }
+    upload_as(backend, &values, 3 * config.frames * plane, dtype)
+}

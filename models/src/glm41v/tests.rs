@@ -1,0 +1,321 @@
+//! What the golden packs do not cover.
+
+use super::config::Glm41vConfig;
+use super::{Glm41v, Glm41vProcessor};
+use crate::config::ConfigError;
+use crate::data::{
+    EncodeOptions, EncodedSample, IGNORED, PlaceholderStyle, RawSample, SampleError,
+};
+use crate::image::{ImageError, ImageSource, RgbImage};
+use crate::options::ModelOptions;
+use crate::processor::{Normalization, Processor};
+use crate::{Tower, VisionLanguageModel};
+use kernels::DType;
+use serde_json::{Value, json};
+use std::path::{Path, PathBuf};
+
+/// The published configuration.
+fn published() -> Value {
+    json!({
+        "architectures": ["Glm4vForConditionalGeneration"], "model_type": "glm4v",
+        "image_token_id": 151_343, "tie_word_embeddings": false,
+        "eos_token_id": [151_329, 151_336, 151_338, 151_348],
+        "text_config": {
+            "hidden_size": 4096, "num_hidden_layers": 40, "num_attention_heads": 32,
+            "num_key_value_heads": 2, "intermediate_size": 13_696, "rms_norm_eps": 1e-5,
+            "rope_theta": 10_000.0, "partial_rotary_factor": 0.5, "attention_bias": true,
+            "rope_scaling": {"type": "default", "mrope_section": [8, 12, 12]},
+            "vocab_size": 151_552, "hidden_act": "silu"
+        },
+        "vision_config": {
+            "hidden_size": 1536, "depth": 24, "num_heads": 12, "intermediate_size": 13_696,
+            "out_hidden_size": 4096, "rms_norm_eps": 1e-5, "image_size": 336, "patch_size": 14,
+            "spatial_merge_size": 2, "temporal_patch_size": 2, "attention_bias": false,
+            "hidden_act": "silu", "in_channels": 3
+        }
+    })
+}
+
+fn parse(value: &Value) -> Result<Glm41vConfig, ConfigError> {
+    Glm41vConfig::parse(value.to_string().as_bytes(), Path::new("config.json"))
+}
+
+fn model(config: &Value, options: ModelOptions) -> Glm41v {
+    let normalization = Normalization::new([0.5; 3], [0.5; 3]).unwrap();
+    Glm41v::new(parse(config).unwrap(), normalization, options).unwrap()
+}
+
+#[test]
+fn the_published_model_has_its_published_sizes() {
+    let model = model(&published(), ModelOptions::new(DType::BF16));
+    let params = &model.spec().params;
+    let count = |prefix: &str| -> usize {
+        let of = params.iter().filter(|p| p.name.starts_with(prefix));
+        of.map(|p| p.shape.elems()).sum()
+    };
+    let visual = count("model.visual.");
+    let parts = [
+        ("model.language_model.layers.", 8_158_760_960),
+        ("model.language_model.embed_tokens.", 620_756_992),
+        ("lm_head.", 620_756_992),
+        ("model.language_model.norm.", 4096),
+        ("model.visual.blocks.", 679_550_976),
+        ("model.visual.merger.", 185_081_856),
+        ("model.visual.downsample.", 25_169_920),
+    ];
+    for (prefix, expected) in parts {
+        assert_eq!(count(prefix), expected, "{prefix}");
+    }
+    let named = ["blocks.", "merger.", "downsample."].map(|m| count(&format!("model.visual.{m}")));
+    assert_eq!(visual - named.iter().sum::<usize>(), 2_695_680);
+    assert_eq!(count(""), 10_292_777_472);
+}
+
+#[test]
+fn layouts_of_the_configuration_mean_the_same() {
+    let nested = published();
+    let mut flat = nested.clone();
+    let text = flat["text_config"].take();
+    flat.as_object_mut().unwrap().remove("text_config");
+    let fields = text.as_object().unwrap().clone();
+    flat.as_object_mut().unwrap().extend(fields);
+    assert_eq!(parse(&nested).unwrap(), parse(&flat).unwrap());
+
+    let mut newer = nested.clone();
+    let text = newer["text_config"].as_object_mut().unwrap();
+    for field in ["rope_theta", "partial_rotary_factor", "rope_scaling"] {
+        text.remove(field);
+    }
+    text.insert(
+        "rope_parameters".into(),
+        json!({
+            "rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5,
+            "mrope_section": [8, 12, 12]
+        }),
+    );
+    assert_eq!(parse(&nested).unwrap(), parse(&newer).unwrap());
+}
+
+#[test]
+fn configurations_that_are_not_computed_are_refused() {
+    for (pointer, value) in [
+        ("/text_config/rope_scaling/mrope_section", json!([8, 8, 8])),
+        (
+            "/text_config/rope_scaling/mrope_section",
+            json!([0, 16, 16]),
+        ),
+        ("/text_config/rope_scaling/type", json!("yarn")),
+        ("/text_config/hidden_act", json!("gelu")),
+        ("/text_config/num_key_value_heads", json!(3)),
+        ("/text_config/hidden_size", json!(0)),
+        ("/text_config/partial_rotary_factor", json!(2.0)),
+        ("/vision_config/spatial_merge_size", json!(3)),
+        ("/vision_config/out_hidden_size", json!(2048)),
+        ("/vision_config/image_size", json!(337)),
+        ("/vision_config/attention_bias", json!(true)),
+        ("/tie_word_embeddings", json!(true)),
+        ("/model_type", json!("glm4v_moe")),
+    ] {
+        let mut config = published();
+        *config.pointer_mut(pointer).unwrap() = value;
+        assert!(parse(&config).is_err(), "{pointer}");
+    }
+}
+
+#[test]
+fn parts_of_the_model_are_told_apart_by_name() {
+    let mut options = ModelOptions::new(DType::F32);
+    (options.tune_vision, options.tune_llm) = (false, false);
+    let model = model(&published(), options);
+    let trained = model.spec().params.iter().filter(|p| p.trainable);
+    let joins = ["model.visual.merger.", "model.visual.downsample."];
+    let mut count = 0;
+    for param in trained {
+        assert!(
+            joins.iter().any(|j| param.name.starts_with(j)),
+            "{}",
+            param.name
+        );
+        count += 1;
+    }
+    assert_eq!(count, 8);
+    let units = model.spec().units.iter().enumerate();
+    let resampler =
+        units.filter(|(i, _)| model.tower(engine::UnitId(*i as u32)) == Tower::Resampler);
+    assert_eq!(resampler.count(), 1);
+}
+
+/// Pictures whose path is their size, as in `100x40`.
+struct Sizes;
+
+impl ImageSource for Sizes {
+    fn dimensions(&self, path: &Path) -> Result<(usize, usize), ImageError> {
+        let (width, height) = path.to_str().unwrap().split_once('x').unwrap();
+        Ok((width.parse().unwrap(), height.parse().unwrap()))
+    }
+
+    fn load(&self, path: &Path) -> Result<RgbImage, ImageError> {
+        let (width, height) = self.dimensions(path)?;
+        // The byte tells pictures apart.
+        Ok(RgbImage::new(
+            width,
+            height,
+            vec![width as u8; width * height * 3],
+        ))
+    }
+}
+
+fn processor() -> Glm41vProcessor {
+    let pack = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/golden/glm-4.1v-9b-thinking");
+    Glm41vProcessor::load(&pack).unwrap()
+}
+
+fn sample(images: &[(&str, &str)], turns: &[(&str, &str)]) -> RawSample {
+    let turn = |(role, content): &(&str, &str)| json!({"role": role, "content": content});
+    let turns: Vec<Value> = turns.iter().map(turn).collect();
+    RawSample {
+        images: images
+            .iter()
+            .map(|(name, path)| ((*name).to_owned(), PathBuf::from(path)))
+            .collect(),
+        ..serde_json::from_value(json!({"conversations": turns})).unwrap()
+    }
+}
+
+fn ask(images: &[(&str, &str)], question: &str) -> RawSample {
+    sample(images, &[("user", question), ("assistant", "Yes.")])
+}
+
+fn encode_up_to(sample: &RawSample, limit: usize) -> Result<EncodedSample, SampleError> {
+    let options = EncodeOptions {
+        model_max_length: limit,
+        ..EncodeOptions::default()
+    };
+    let result = processor().encode(sample, &Sizes, &options);
+    let measured = processor().measure(sample, &Sizes, &options);
+    match (&result, measured) {
+        (Ok(sample), Ok(size)) => {
+            assert_eq!(size.tokens, sample.input_ids.len());
+            assert_eq!(size.supervised, sample.supervised_tokens());
+            assert_eq!(
+                (size.slices, size.patches),
+                (sample.slices.len(), sample.patches())
+            );
+        }
+        (result, measured) => assert!(result.is_err() && measured.is_err()),
+    }
+    result
+}
+
+fn encode(sample: &RawSample) -> Result<EncodedSample, SampleError> {
+    encode_up_to(sample, 2048)
+}
+
+const ONE: &str = "<image>";
+
+#[test]
+fn pictures_stand_where_the_text_says() {
+    let two = [(ONE, "84x84"), (ONE, "112x84")];
+    let encoded = encode(&ask(&two, "a <image> b <image> c")).unwrap();
+    let widths: Vec<usize> = encoded.slices.iter().map(|s| s.cols).collect();
+    assert_eq!(widths, [6, 8]);
+    let lengths: Vec<usize> = encoded.image_bounds.iter().map(|(s, e)| e - s).collect();
+    assert_eq!(lengths, [9, 12]);
+
+    let named = [("<image_00>", "84x84"), ("<image_01>", "112x84")];
+    let encoded = encode(&ask(&named, "<image_01> then <image_00>")).unwrap();
+    let widths: Vec<usize> = encoded.slices.iter().map(|s| s.cols).collect();
+    assert_eq!(widths, [8, 6]);
+
+    // A single picture that is not mentioned comes first.
+    let one = [(ONE, "84x84")];
+    let marked = encode(&ask(&one, "<image>Why?")).unwrap();
+    assert_eq!(encode(&ask(&one, "Why?")).unwrap(), marked);
+}
+
+#[test]
+fn texts_and_pictures_that_disagree_are_errors() {
+    let two = [(ONE, "84x84"), (ONE, "112x84")];
+    let unused = encode(&ask(&two, "only <image>")).unwrap_err();
+    assert!(matches!(unused, SampleError::UnusedImage { .. }));
+    let more = encode(&ask(&two[..1], "<image><image>")).unwrap_err();
+    assert!(matches!(
+        more,
+        SampleError::MorePlaceholdersThanImages { .. }
+    ));
+    let unknown = encode(&ask(&two[..1], "<image_07>")).unwrap_err();
+    assert!(matches!(unknown, SampleError::UnknownPlaceholder { .. }));
+    let stray = encode(&ask(&two[..1], "<image> and <|image|>")).unwrap_err();
+    assert!(matches!(
+        stray,
+        SampleError::MorePlaceholdersThanImages { .. }
+    ));
+    let long = encode(&ask(&[(ONE, "8400x28")], "<image>")).unwrap_err();
+    assert!(matches!(long, SampleError::AspectRatio { width: 8400, .. }));
+}
+
+#[test]
+fn a_picture_is_kept_whole_or_dropped() {
+    let turns = [
+        ("user", "<image>Why?"),
+        ("assistant", "Yes."),
+        ("user", "<image>And now?"),
+        ("assistant", "No."),
+    ];
+    let two = sample(&[(ONE, "84x84"), (ONE, "112x84")], &turns);
+    let whole = encode(&two).unwrap();
+    let (start, end) = whole.image_bounds[1];
+    // The marker before it is cut, too.
+    let dropped = encode_up_to(&two, start - 1).unwrap();
+    assert_eq!((dropped.slices.len(), dropped.image_bounds.len()), (1, 1));
+    for limit in start..=end {
+        let error = encode_up_to(&two, limit).unwrap_err();
+        assert!(matches!(
+            error,
+            SampleError::UnpairedImageMarkers {
+                starts: 2,
+                ends: 1,
+                ..
+            }
+        ));
+    }
+    assert_eq!(encode_up_to(&two, end + 1).unwrap().slices.len(), 2);
+    let nothing = encode_up_to(&two, whole.image_bounds[0].1 + 1).unwrap_err();
+    assert!(matches!(nothing, SampleError::NoSupervisedToken { .. }));
+}
+
+#[test]
+fn the_end_is_learnt_behind_every_answer() {
+    let turns = [
+        ("user", "a"),
+        ("assistant", "b"),
+        ("user", "c"),
+        ("assistant", "d"),
+    ];
+    let encoded = encode(&sample(&[], &turns)).unwrap();
+    let end = processor().turn_end();
+    let learnt: Vec<usize> = (0..encoded.labels.len())
+        .filter(|&i| encoded.labels[i] == end)
+        .collect();
+    let user = processor().tokenizer().id("<|user|>").unwrap();
+    assert_eq!(encoded.input_ids[learnt[0] + 1], user);
+    assert_eq!(encoded.input_ids[learnt[1] + 1], end);
+    assert_eq!(learnt.len(), 2);
+    assert_eq!(encoded.labels.last(), Some(&IGNORED));
+}
+
+#[test]
+fn the_prompt_is_the_training_text_up_to_the_answer() {
+    let raw = ask(&[(ONE, "84x84")], "<image>Why?");
+    let whole = encode(&raw).unwrap();
+    let options = EncodeOptions::default();
+    let style = PlaceholderStyle::Training;
+    let prompt = processor()
+        .encode_prompt(&raw, &Sizes, &options, style)
+        .unwrap();
+    assert!(whole.input_ids.starts_with(&prompt.input_ids));
+    assert_eq!(prompt.slices, whole.slices);
+    assert_eq!(prompt.image_bounds, whole.image_bounds);
+    let rest = &whole.input_ids[prompt.input_ids.len()..];
+    assert_eq!(processor().decode(rest).unwrap(), "Yes.");
+}

@@ -1,0 +1,129 @@
+//! The vision tower over packed pictures.
+//!
+//! Shapes: `P` patches of all pictures in blocks of 2 x 2, `c` width.
+
+use super::config::VisionConfig;
+use crate::autograd::{Scope, Tape, Var};
+use crate::batch::VisionBatch;
+use crate::error::Result;
+use crate::nn::{GatedMlp, RmsNorm, Rotary, SelfAttention, SelfAttentionConfig};
+use crate::ops::{LinearParams, Sequences};
+use crate::params::{ParamBuilder, ParamScope};
+use engine::{ParamId, TensorParallel, UnitId};
+
+/// Patch embedding, interpolated positions and transformer blocks, without the final norm.
+#[derive(Debug)]
+pub(super) struct VisionTower {
+    embed_unit: UnitId,
+    patch: LinearParams,
+    norm: RmsNorm,
+    position: ParamId,
+    blocks: Vec<(UnitId, Block)>,
+}
+
+impl VisionTower {
+    pub(super) fn new(params: &mut ParamBuilder<'_>, config: &VisionConfig) -> Self {
+        let (c, side) = (config.hidden_size, config.patch_size);
+        let column = TensorParallel::Column { groups: 1 };
+        let mut unit = params.unit("model.visual.embeddings");
+        let embed_unit = unit.id();
+        let mut visual = unit.at("model.visual");
+        let mut conv = visual.at("patch_embed.proj");
+        let kernel = conv.param("weight", [c, 3, config.frames, side, side], column);
+        let bias = conv.param("bias", [c], column);
+        let eps = config.rms_norm_eps as f32;
+        let norm = RmsNorm::new(&mut visual, "post_conv_layernorm", c, eps);
+        let position = visual.at("embeddings.position_embedding").param(
+            "weight",
+            [config.grid_side * config.grid_side, c],
+            TensorParallel::Replicated,
+        );
+        let blocks = (0..config.num_layers)
+            .map(|i| {
+                let path = format!("model.visual.blocks.{i}");
+                let mut unit = params.unit(&path);
+                let mut scope = unit.at(&path);
+                (scope.id(), Block::new(&mut scope, config))
+            })
+            .collect();
+        Self {
+            embed_unit,
+            patch: LinearParams::new(kernel, Some(bias)),
+            norm,
+            position,
+            blocks,
+        }
+    }
+
+    /// `[P, c]`, before the final norm.
+    pub(super) fn forward<'m>(
+        &'m self,
+        tape: &Tape<'_, 'm>,
+        batch: &'m VisionBatch,
+    ) -> Result<Var> {
+        let tables = batch.tables.glm41v()?;
+        let [mut x] = tape.segment(self.embed_unit, [], move |scope, []| {
+            let patches = scope.constant(batch.patches.clone());
+            let x = scope.linear(&patches, &self.patch)?;
+            scope.observe("vision.patch_embed", &x);
+            let x = self.norm.forward(scope, &x)?;
+            let weights = scope.constant(tables.position_weights.clone());
+            let positions = scope.matmul(&weights, self.position)?;
+            Ok([scope.add(&x, &scope.cast(&positions, x.dtype())?)?])
+        })?;
+        tape.observe("vision.embed", &x);
+        for (i, (unit, block)) in self.blocks.iter().enumerate() {
+            [x] = tape.segment(*unit, [&x], move |scope, [x]| {
+                Ok([block.forward(scope, x, &batch.sequences, &tables.rotary)?])
+            })?;
+            tape.observe(format_args!("vision.block.{i}"), &x);
+        }
+        Ok(x)
+    }
+}
+
+/// `x += attention(norm(x)); x += mlp(norm(x))`, bidirectional, no biases, rotated by row and column.
+#[derive(Clone, PartialEq, Debug)]
+struct Block {
+    norm1: RmsNorm,
+    attention: SelfAttention,
+    norm2: RmsNorm,
+    mlp: GatedMlp,
+}
+
+impl Block {
+    fn new(params: &mut ParamScope<'_, '_>, config: &VisionConfig) -> Self {
+        let (c, eps) = (config.hidden_size, config.rms_norm_eps as f32);
+        let attention = SelfAttentionConfig {
+            width: c,
+            heads: config.num_heads,
+            kv_heads: config.num_heads,
+            head_dim: config.head_dim,
+            qkv_bias: false,
+            out_bias: false,
+            out_name: "proj",
+        };
+        Self {
+            norm1: RmsNorm::new(params, "norm1", c, eps),
+            attention: SelfAttention::fused(params, "attn", "qkv", attention),
+            norm2: RmsNorm::new(params, "norm2", c, eps),
+            mlp: GatedMlp::new(params, "mlp", c, config.out_hidden_size),
+        }
+    }
+
+    fn forward(
+        &self,
+        scope: &Scope<'_>,
+        x: &Var,
+        sequences: &Sequences,
+        rotary: &Rotary,
+    ) -> Result<Var> {
+        let normed = self.norm1.forward(scope, x)?;
+        let mixed = self
+            .attention
+            .forward(scope, &normed, sequences, Some(rotary), None)?;
+        let x = scope.add(x, &mixed)?;
+        let normed = self.norm2.forward(scope, &x)?;
+        scope.add(&x, &self.mlp.forward(scope, &normed)?)
+    }
+}

@@ -1,0 +1,36 @@
+//! Positions of tokens: all features of a picture share one.
+
+/// Positions of `tokens` tokens of which `pictures` (`start..end`) are a picture's features and the two learned rows
+/// around them. A picture takes three positions, as the three tokens that stand for it in the text: its first row, all
+/// features, its last row.
+#[must_use]
+pub fn token_positions(tokens: usize, pictures: &[(usize, usize)]) -> Vec<i32> {
+    let mut positions = Vec::with_capacity(tokens);
+    let mut next = 0;
+    for (start, end) in pictures {
+        let text = start.saturating_sub(positions.len()) as i32;
+        positions.extend(next..next + text);
+        next += text;
+        let features = (end - start).saturating_sub(2);
+        positions.push(next);
+        positions.extend(std::iter::repeat_n(next + 1, features));
+        positions.push(next + 2);
+        next += 3;
+    }
+    let rest = tokens.saturating_sub(positions.len()) as i32;
+    positions.extend(next..next + rest);
+    positions
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_picture_takes_three_positions() {
+        let positions = token_positions(9, &[(2, 7)]);
+        assert_eq!(positions, [0, 1, 2, 3, 3, 3, 4, 5, 6]);
+        assert_eq!(token_positions(3, &[]), [0, 1, 2]);
+        assert_eq!(token_positions(3, &[(0, 3)]), [0, 1, 2]);
+    }
+}

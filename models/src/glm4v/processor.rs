@@ -1,0 +1,84 @@
+//! Everything of a model folder that turns samples into model inputs: tokenizer, picture size, ids of the markers.
+
+use std::path::Path;
+
+use super::config::Glm4vConfig;
+use crate::processor::ProcessorError;
+use crate::text::{Tokenizer, TokenizerError};
+
+/// Texts of the tokens that the sample rules write.
+pub(super) mod marker {
+    pub(in super::super) const PREFIX: [&str; 2] = ["[gMASK]", "<sop>"];
+    pub(in super::super) const USER: &str = "<|user|>";
+    pub(in super::super) const ASSISTANT: &str = "<|assistant|>";
+    pub(in super::super) const IMAGE_START: &str = "<|begin_of_image|>";
+    pub(in super::super) const IMAGE: &str = "<|endoftext|>";
+    pub(in super::super) const IMAGE_END: &str = "<|end_of_image|>";
+}
+
+/// Their ids.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct MarkerIds {
+    pub(super) prefix: [i32; 2],
+    pub(super) user: i32,
+    pub(super) assistant: i32,
+    pub(super) image_start: i32,
+    pub(super) image: i32,
+    pub(super) image_end: i32,
+}
+
+impl MarkerIds {
+    fn find(tokenizer: &Tokenizer) -> Result<Self, TokenizerError> {
+        let [mask, sop] = marker::PREFIX;
+        Ok(Self {
+            prefix: [tokenizer.id(mask)?, tokenizer.id(sop)?],
+            user: tokenizer.id(marker::USER)?,
+            assistant: tokenizer.id(marker::ASSISTANT)?,
+            image_start: tokenizer.id(marker::IMAGE_START)?,
+            image: tokenizer.id(marker::IMAGE)?,
+            image_end: tokenizer.id(marker::IMAGE_END)?,
+        })
+    }
+}
+
+/// Turns samples into model inputs; the sample rules are in [`super::sample`].
+#[derive(Clone, Debug)]
+pub struct Glm4vProcessor {
+    pub(super) tokenizer: Tokenizer,
+    pub(super) ids: MarkerIds,
+    pub(super) stop_ids: Vec<i32>,
+    pub(super) vocab_size: usize,
+    /// Side of the square that pictures are resized to, in pixels.
+    pub(super) image_size: usize,
+    pub(super) patch_size: usize,
+    /// Features of a picture, without the rows around them.
+    pub(super) features: usize,
+}
+
+impl Glm4vProcessor {
+    /// Reads `config.json` and the tokenizer files of the model folder `dir`.
+    ///
+    /// # Errors
+    /// [`ProcessorError`] naming the file that is missing, invalid or contradicts another.
+    pub fn load(dir: &Path) -> Result<Self, ProcessorError> {
+        let model = Glm4vConfig::load(dir)?;
+        let tokenizer = Tokenizer::load(dir)?;
+        let ids = MarkerIds::find(&tokenizer)?;
+        let mut stop_ids = model.eos_ids.clone();
+        for text in [marker::IMAGE, marker::USER, "<|observation|>"] {
+            let id = tokenizer.id(text)?;
+            if !stop_ids.contains(&id) {
+                stop_ids.push(id);
+            }
+        }
+        Ok(Self {
+            tokenizer,
+            ids,
+            stop_ids,
+            vocab_size: model.language.vocab_size,
+            image_size: model.vision.image_size,
+            patch_size: model.vision.patch_size,
+            features: model.features(),
+        })
+    }
+}

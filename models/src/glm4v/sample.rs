@@ -1,0 +1,291 @@
+//! From a raw sample to token ids, labels, the place of the picture and its patches.
+//!
+//! Tokens: `[gMASK] <sop>`, then `<|role|>`, a line break and the content of every turn, at last one `<|user|>`. Content
+//! is text: a marker spelt out in it is no marker. The picture stands before the content of the first turn, whatever
+//! place an `<image>` in that content names (it is taken out); a sample without a picture shows a black one.
+//!
+//! Learnt are all tokens of an answer, its role's token included. Whether the role's token behind an answer is learnt too
+//! is [`EncodeOptions::train_on_turn_end`].
+
+use std::borrow::Cow;
+use std::path::PathBuf;
+
+use super::processor::{Glm4vProcessor, marker};
+use crate::data::conversation::{
+    SystemTurn, check_roles, check_turns, check_vocabulary, image_error, question, shifted,
+    supervised,
+};
+use crate::data::{
+    EncodeOptions, EncodedPrompt, EncodedSample, IGNORED, PicturePlan, PlaceholderStyle, RawSample,
+    SINGLE_IMAGE, SampleError, SampleSize, SampleTokens, Slice,
+};
+use crate::image::{ImageSource, RgbImage, resize};
+use crate::processor::Processor;
+use crate::text::{Message, Tokenizer, TokenizerError};
+
+/// A conversation as tokens, the picture's rows included.
+#[derive(Default)]
+struct Tokens {
+    input_ids: Vec<i32>,
+    /// What is learnt of each token itself.
+    own_labels: Vec<i32>,
+    /// The picture's rows.
+    bounds: Vec<(usize, usize)>,
+}
+
+impl Tokens {
+    fn push(&mut self, ids: &[i32], learnt: bool) {
+        self.input_ids.extend(ids);
+        match learnt {
+            true => self.own_labels.extend(ids),
+            false => self.own_labels.resize(self.input_ids.len(), IGNORED),
+        }
+    }
+}
+
+impl Processor for Glm4vProcessor {
+    fn encode(
+        &self,
+        sample: &RawSample,
+        images: &dyn ImageSource,
+        options: &EncodeOptions,
+    ) -> Result<EncodedSample, SampleError> {
+        let tokens = self.tokens(sample, images, options)?;
+        Ok(EncodedSample {
+            slices: vec![self.slice(sample, images)?],
+            input_ids: tokens.input_ids,
+            labels: tokens.labels,
+            image_bounds: tokens.image_bounds,
+            untruncated_tokens: tokens.untruncated_tokens,
+        })
+    }
+
+    fn measure(
+        &self,
+        sample: &RawSample,
+        images: &dyn ImageSource,
+        options: &EncodeOptions,
+    ) -> Result<SampleSize, SampleError> {
+        let tokens = self.tokens(sample, images, options)?;
+        Ok(SampleSize {
+            tokens: tokens.input_ids.len(),
+            untruncated_tokens: tokens.untruncated_tokens,
+            picture_tokens: self.features + 2,
+            supervised: supervised(&tokens.labels),
+            patches: self.side() * self.side(),
+            slices: 1,
+        })
+    }
+
+    fn tokens(
+        &self,
+        sample: &RawSample,
+        images: &dyn ImageSource,
+        options: &EncodeOptions,
+    ) -> Result<SampleTokens, SampleError> {
+        check_turns(&sample.conversations, SystemTurn::Refused)?;
+        if let Some((name, path)) = self.only_picture(sample)? {
+            let size = images.dimensions(path);
+            size.map_err(|error| image_error(name, path, error))?;
+        }
+        let mut tokens = self.tokenize(sample, &sample.conversations, true, options)?;
+        tokens.push(
+            &[self.ids.user],
+            options.train_on_turn_end && self.answered(sample),
+        );
+        let untruncated = tokens.input_ids.len();
+        let kept = untruncated.min(options.model_max_length);
+        let answer_start = tokens.own_labels.iter().position(|label| *label != IGNORED);
+        if let Some((start, _)) = tokens.bounds.iter().find(|(_, end)| *end > kept) {
+            return Err(SampleError::UnpairedImageMarkers {
+                starts: usize::from(*start < kept),
+                ends: 0,
+                tokens: untruncated,
+                kept,
+            });
+        }
+        tokens.input_ids.truncate(kept);
+        tokens.own_labels.truncate(kept);
+        let labels = shifted(&tokens.own_labels);
+        if supervised(&labels) == 0 {
+            return Err(SampleError::NoSupervisedToken {
+                tokens: untruncated,
+                kept,
+                answer_start,
+            });
+        }
+        Ok(SampleTokens {
+            input_ids: tokens.input_ids,
+            labels,
+            image_bounds: tokens.bounds,
+            untruncated_tokens: untruncated,
+            slices: 1,
+        })
+    }
+
+    /// [`PlaceholderStyle::Inference`] shows no picture where the sample has none.
+    fn encode_prompt(
+        &self,
+        sample: &RawSample,
+        images: &dyn ImageSource,
+        options: &EncodeOptions,
+        style: PlaceholderStyle,
+    ) -> Result<EncodedPrompt, SampleError> {
+        let turns = question(sample);
+        check_roles(turns, 1, SystemTurn::Refused)?;
+        let own = self.only_picture(sample)?.is_some();
+        let picture = own || style == PlaceholderStyle::Training;
+        let mut tokens = self.tokenize(sample, turns, picture, options)?;
+        tokens.push(&[self.ids.assistant], false);
+        let slices = match picture {
+            true => vec![self.slice(sample, images)?],
+            false => Vec::new(),
+        };
+        Ok(EncodedPrompt {
+            input_ids: tokens.input_ids,
+            image_bounds: tokens.bounds,
+            slices,
+        })
+    }
+
+    fn render(
+        &self,
+        sample: &RawSample,
+        _: &dyn ImageSource,
+        _: &EncodeOptions,
+    ) -> Result<String, SampleError> {
+        check_turns(&sample.conversations, SystemTurn::Refused)?;
+        self.only_picture(sample)?;
+        let mut text = marker::PREFIX.concat();
+        for (i, turn) in sample.conversations.iter().enumerate() {
+            text.push_str(&format!("<|{}|>\n", turn.role));
+            if i == 0 {
+                text.extend([marker::IMAGE_START, marker::IMAGE, marker::IMAGE_END]);
+            }
+            text.push_str(&content(sample, i, turn));
+        }
+        text.push_str(marker::USER);
+        Ok(text)
+    }
+
+    fn picture(&self, _: (usize, usize), _: &EncodeOptions) -> PicturePlan {
+        PicturePlan {
+            slices: 1,
+            tokens_per_slice: self.features + 2,
+        }
+    }
+
+    fn tokenizer(&self) -> &Tokenizer {
+        &self.tokenizer
+    }
+
+    fn turn_end(&self) -> i32 {
+        self.ids.user
+    }
+
+    fn stop_ids(&self) -> Vec<i32> {
+        self.stop_ids.clone()
+    }
+
+    /// An answer begins with the line break behind its role, which is not part of its text.
+    fn decode(&self, ids: &[i32]) -> Result<String, TokenizerError> {
+        let text = self.tokenizer.decode(ids)?;
+        Ok(match text.strip_prefix('\n') {
+            Some(text) => text.to_owned(),
+            None => text,
+        })
+    }
+}
+
+impl Glm4vProcessor {
+    /// Patches per side of a picture.
+    fn side(&self) -> usize {
+        self.image_size / self.patch_size
+    }
+
+    /// Whether the last turn is an answer.
+    fn answered(&self, sample: &RawSample) -> bool {
+        sample.answer().is_some()
+    }
+
+    /// The picture of a sample, which has one at most.
+    fn only_picture<'s>(
+        &self,
+        sample: &'s RawSample,
+    ) -> Result<Option<&'s (String, PathBuf)>, SampleError> {
+        match &sample.images[..] {
+            [] => Ok(None),
+            [one] => Ok(Some(one)),
+            more => Err(SampleError::TooManyImages {
+                images: more.len(),
+                limit: 1,
+            }),
+        }
+    }
+
+    /// The picture as the tower takes it: a square, whatever shape it has; black without one.
+    fn slice(&self, sample: &RawSample, images: &dyn ImageSource) -> Result<Slice, SampleError> {
+        let side = self.image_size;
+        let image = match self.only_picture(sample)? {
+            Some((name, path)) => {
+                let image = images.load(path);
+                let image = image.map_err(|error| image_error(name, path, error))?;
+                resize(&image, side, side)
+            }
+            None => RgbImage::new(side, side, vec![0; side * side * 3]),
+        };
+        Ok(Slice::cut(&image, (0, 0), (side, side), self.patch_size))
+    }
+
+    /// Tokens of `turns`, those of `sample` or the first of them; `picture` says whether one is shown.
+    fn tokenize(
+        &self,
+        sample: &RawSample,
+        turns: &[Message],
+        picture: bool,
+        options: &EncodeOptions,
+    ) -> Result<Tokens, SampleError> {
+        let ids = &self.ids;
+        let mut tokens = Tokens::default();
+        tokens.push(&ids.prefix, false);
+        let mut answered = false;
+        for (i, turn) in turns.iter().enumerate() {
+            let answer = turn.role == "assistant";
+            let role = if answer { ids.assistant } else { ids.user };
+            tokens.push(&[role], answer || (answered && options.train_on_turn_end));
+            // Apart from the content, so that no token spans the line break.
+            tokens.push(&self.tokenizer.encode_plain("\n")?, answer);
+            if i == 0 && picture {
+                let start = tokens.input_ids.len();
+                tokens.push(&[ids.image_start], false);
+                tokens.push(&vec![ids.image; self.features], false);
+                tokens.push(&[ids.image_end], false);
+                tokens.bounds.push((start, tokens.input_ids.len()));
+            }
+            let text = content(sample, i, turn);
+            tokens.push(&self.tokenizer.encode_plain(&text)?, answer);
+            answered = answer;
+        }
+        check_vocabulary(&tokens.input_ids, self.vocab_size)?;
+        Ok(tokens)
+    }
+}
+
+/// The content of turn `i`, without the place of the picture.
+fn content<'t>(sample: &RawSample, i: usize, turn: &'t Message) -> Cow<'t, str> {
+    let name = match &sample.images[..] {
+        [(name, _)] if i == 0 => name,
+        _ => return Cow::Borrowed(&turn.content),
+    };
+    let names = [name.as_str(), SINGLE_IMAGE];
+    let found = names
+        .into_iter()
+        .find_map(|name| turn.content.split_once(name));
+    match found {
+        Some((before, behind)) => {
+            let behind = behind.strip_prefix('\n').unwrap_or(behind);
+            Cow::Owned(format!("{before}{behind}"))
+        }
+        None => Cow::Borrowed(&turn.content),
+    }
+}

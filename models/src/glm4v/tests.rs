@@ -1,0 +1,269 @@
+//! What the golden packs do not cover.
+
+use super::config::Glm4vConfig;
+use super::{Glm4v, Glm4vProcessor};
+use crate::VisionLanguageModel;
+use crate::config::ConfigError;
+use crate::data::{
+    EncodeOptions, EncodedSample, IGNORED, PlaceholderStyle, RawSample, SampleError,
+};
+use crate::image::ImageFolder;
+use crate::lora::{LoraConfig, LoraTargets};
+use crate::options::ModelOptions;
+use crate::processor::Processor;
+use kernels::DType;
+use serde_json::{Value, json};
+use std::path::{Path, PathBuf};
+
+/// The published configuration.
+fn published() -> Value {
+    json!({
+        "model_type": "chatglm", "architectures": ["ChatGLMModel"], "add_bias_linear": false,
+        "add_qkv_bias": true, "apply_query_key_layer_scaling": true,
+        "apply_residual_connection_post_layernorm": false, "attention_dropout": 0.0,
+        "attention_softmax_in_fp32": true, "ffn_hidden_size": 13_696, "hidden_dropout": 0.0,
+        "hidden_size": 4096, "kv_channels": 128, "layernorm_epsilon": 1.562_5e-7,
+        "multi_query_attention": true, "multi_query_group_num": 2, "num_attention_heads": 32,
+        "num_layers": 40, "original_rope": true, "padded_vocab_size": 151_552,
+        "post_layer_norm": true, "rmsnorm": true, "seq_length": 8192,
+        "eos_token_id": [151_329, 151_336, 151_338], "boi_token_id": 151_339,
+        "tie_word_embeddings": false,
+        "vision_config": {
+            "in_channels": 3, "image_size": 1120, "patch_size": 14, "hidden_size": 1792,
+            "num_heads": 16, "num_hidden_layers": 63, "intermediate_size": 15_360,
+            "num_positions": 6401, "layer_norm_eps": 1e-6, "hidden_act": "gelu",
+            "dropout_prob": 0.0, "scaling_factor": 8
+        }
+    })
+}
+
+fn parse(value: &Value) -> Result<Glm4vConfig, ConfigError> {
+    Glm4vConfig::parse(value.to_string().as_bytes(), Path::new("config.json"))
+}
+
+fn model(options: ModelOptions) -> Glm4v {
+    Glm4v::new(parse(&published()).unwrap(), options).unwrap()
+}
+
+#[test]
+fn the_published_model_has_its_published_sizes() {
+    let model = model(ModelOptions::new(DType::BF16));
+    let count = |prefix: &str| -> usize {
+        let params = model.spec().params.iter();
+        let of = params.filter(|p| p.name.starts_with(prefix));
+        of.map(|p| p.shape.elems()).sum()
+    };
+    for (prefix, expected) in [
+        ("transformer.encoder.layers.", 8_158_433_280),
+        ("transformer.encoder.final_layernorm.", 4096),
+        ("transformer.embedding.", 620_756_992),
+        ("transformer.output_layer.", 620_756_992),
+        ("transformer.vision.transformer.", 4_279_387_392),
+        ("transformer.vision.patch_embedding.", 12_527_872),
+        ("transformer.vision.conv.", 29_364_224),
+        ("transformer.vision.linear_proj.", 185_081_856),
+        ("transformer.vision.boi", 4096),
+        ("transformer.vision.eoi", 4096),
+        ("transformer.vision.", 4_506_369_536),
+        ("", 13_906_320_896),
+    ] {
+        assert_eq!(count(prefix), expected, "{prefix}");
+    }
+    assert_eq!(model.config().features(), 1600);
+}
+
+#[test]
+fn configurations_that_are_not_computed_are_refused() {
+    for (pointer, value) in [
+        ("/add_bias_linear", json!(true)),
+        ("/rmsnorm", json!(false)),
+        ("/apply_residual_connection_post_layernorm", json!(true)),
+        ("/multi_query_group_num", json!(3)),
+        ("/kv_channels", json!(130)),
+        ("/hidden_size", json!(0)),
+        ("/vision_config/num_positions", json!(6400)),
+        ("/vision_config/scaling_factor", json!(0)),
+        ("/vision_config/image_size", json!(1106)),
+        ("/vision_config/hidden_act", json!("quick_gelu")),
+        ("/model_type", json!("glm")),
+    ] {
+        let mut config = published();
+        *config.pointer_mut(pointer).unwrap() = value;
+        assert!(parse(&config).is_err(), "{pointer}");
+    }
+}
+
+#[test]
+fn the_base_of_the_angles_follows_its_ratio() {
+    let mut config = published();
+    config["rope_ratio"] = json!(500);
+    assert!((parse(&config).unwrap().language.rope_theta - 5e6).abs() < 1.0);
+    assert!((parse(&published()).unwrap().language.rope_theta - 1e4).abs() < 1e-9);
+}
+
+#[test]
+fn the_default_adapters_are_those_of_the_decoder() {
+    let mut options = ModelOptions::new(DType::F32);
+    (options.tune_vision, options.tune_llm) = (false, false);
+    options.lora = Some(LoraConfig {
+        lora_rank: 8,
+        lora_alpha: 32.0,
+        lora_dropout: 0.0,
+        others: std::collections::BTreeMap::new(),
+        targets: LoraTargets::parse(crate::Family::Glm4v.default_lora_targets()),
+        layers: None,
+        per_projection: false,
+        modules_to_save: Vec::new(),
+    });
+    let model = model(options);
+    let trained = model.spec().params.iter().filter(|p| p.trainable);
+    let names: Vec<&str> = trained.map(|p| p.name.as_str()).collect();
+    assert_eq!(names.len(), 80);
+    assert_eq!(
+        names[0],
+        "base_model.model.transformer.encoder.layers.0.self_attention.query_key_value.lora_A.weight"
+    );
+}
+
+fn pack() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/golden/glm-4v-9b")
+}
+
+fn processor() -> Glm4vProcessor {
+    Glm4vProcessor::load(&pack()).unwrap()
+}
+
+fn sample(images: &[&str], turns: &[(&str, &str)]) -> RawSample {
+    let turn = |(role, content): &(&str, &str)| json!({"role": role, "content": content});
+    let turns: Vec<Value> = turns.iter().map(turn).collect();
+    RawSample {
+        images: images
+            .iter()
+            .map(|path| ("<image>".to_owned(), PathBuf::from(path)))
+            .collect(),
+        ..serde_json::from_value(json!({"conversations": turns})).unwrap()
+    }
+}
+
+const PICTURE: &str = "cases/square_single/image_0.png";
+
+fn ask(images: &[&str], question: &str) -> RawSample {
+    sample(images, &[("user", question), ("assistant", "Yes.")])
+}
+
+fn encode_with(sample: &RawSample, options: &EncodeOptions) -> Result<EncodedSample, SampleError> {
+    let images = ImageFolder::new(pack());
+    let result = processor().encode(sample, &images, options);
+    let measured = processor().measure(sample, &images, options);
+    match (&result, measured) {
+        (Ok(sample), Ok(size)) => {
+            assert_eq!(size.tokens, sample.input_ids.len());
+            assert_eq!(size.supervised, sample.supervised_tokens());
+            assert_eq!((size.slices, size.patches), (1, sample.patches()));
+        }
+        (result, measured) => assert!(result.is_err() && measured.is_err()),
+    }
+    result
+}
+
+fn encode(sample: &RawSample) -> Result<EncodedSample, SampleError> {
+    encode_with(sample, &EncodeOptions::default())
+}
+
+#[test]
+fn markers_in_the_text_are_text() {
+    let id = |text: &str| processor().tokenizer().id(text).unwrap();
+    let encoded = encode(&ask(&[], "<|assistant|> <|end_of_image|>")).unwrap();
+    let count = |id: i32| encoded.input_ids.iter().filter(|i| **i == id).count();
+    assert_eq!(
+        (count(id("<|assistant|>")), count(id("<|end_of_image|>"))),
+        (1, 1)
+    );
+}
+
+#[test]
+fn the_place_of_the_picture_is_no_text() {
+    let marked = encode(&ask(&[PICTURE], "<image>\nWhy?")).unwrap();
+    assert_eq!(encode(&ask(&[PICTURE], "Why?")).unwrap(), marked);
+    // Without a picture of its own, a sample says what it says.
+    assert_ne!(
+        encode(&ask(&[], "<image>Why?")).unwrap().input_ids,
+        marked.input_ids
+    );
+}
+
+#[test]
+fn a_sample_has_one_picture_at_most() {
+    let error = encode(&ask(&[PICTURE, PICTURE], "Why?")).unwrap_err();
+    assert!(matches!(
+        error,
+        SampleError::TooManyImages { images: 2, .. }
+    ));
+    let system = sample(&[], &[("system", "s"), ("user", "a"), ("assistant", "b")]);
+    assert!(matches!(
+        encode(&system).unwrap_err(),
+        SampleError::FirstRoleNotUser { .. }
+    ));
+}
+
+#[test]
+fn the_end_of_an_answer_is_learnt_when_asked_for() {
+    let turns = [
+        ("user", "a"),
+        ("assistant", "b"),
+        ("user", "c"),
+        ("assistant", "d"),
+    ];
+    let raw = sample(&[], &turns);
+    let options = EncodeOptions {
+        train_on_turn_end: true,
+        ..EncodeOptions::default()
+    };
+    let (plain, ended) = (encode(&raw).unwrap(), encode_with(&raw, &options).unwrap());
+    assert_eq!(plain.input_ids, ended.input_ids);
+    let more: Vec<usize> = (0..plain.labels.len())
+        .filter(|&i| plain.labels[i] != ended.labels[i])
+        .collect();
+    assert_eq!(more.len(), 2);
+    let user = processor().turn_end();
+    for i in more {
+        assert_eq!((plain.labels[i], ended.labels[i]), (IGNORED, user));
+    }
+}
+
+#[test]
+fn a_picture_that_is_cut_is_refused() {
+    let raw = ask(&[PICTURE], "Why?");
+    let (_, end) = encode(&raw).unwrap().image_bounds[0];
+    let cut = |model_max_length| {
+        let options = EncodeOptions {
+            model_max_length,
+            ..EncodeOptions::default()
+        };
+        encode_with(&raw, &options)
+    };
+    for limit in [0, 3, end - 1] {
+        let error = cut(limit).unwrap_err();
+        assert!(matches!(error, SampleError::UnpairedImageMarkers { .. }));
+    }
+    let error = cut(end).unwrap_err();
+    assert!(matches!(error, SampleError::NoSupervisedToken { .. }));
+}
+
+#[test]
+fn an_answer_is_read_without_the_line_break_before_it() {
+    let raw = ask(&[], "Why?");
+    let whole = encode(&raw).unwrap();
+    let (images, options) = (ImageFolder::new(pack()), EncodeOptions::default());
+    let prompt = |style| {
+        let prompt = processor().encode_prompt(&raw, &images, &options, style);
+        prompt.unwrap()
+    };
+    let trained = prompt(PlaceholderStyle::Training);
+    assert!(whole.input_ids.starts_with(&trained.input_ids));
+    assert_eq!(trained.slices, whole.slices);
+    let answer = &whole.input_ids[trained.input_ids.len()..whole.input_ids.len() - 1];
+    assert_eq!(processor().decode(answer).unwrap(), "Yes.");
+    let bare = prompt(PlaceholderStyle::Inference);
+    assert!(bare.slices.is_empty() && bare.image_bounds.is_empty());
+}

@@ -1,0 +1,213 @@
+//! Reads a picture file as 8-bit RGB, the way Pillow's `convert("RGB")` sees it.
+//!
+//! What becomes of each kind of pixel stands in [`mod@pixels`]. EXIF orientation is ignored: `convert` does
+//! not turn a picture, nor do the programs that these models were trained with. The format is found from the
+//! content, never from the file name. PNG, BMP and WebP equal Pillow byte for byte; a JPEG may differ by one
+//! level in places, since decoders round differently.
+
+mod pixels;
+
+use std::fs::File;
+use std::io::{BufReader, Cursor, Read};
+use std::path::{Path, PathBuf};
+
+use image::{DynamicImage, ImageDecoder, ImageFormat, ImageReader, Limits};
+use thiserror::Error;
+
+use super::RgbImage;
+
+/// Most pixels a picture may have: beyond this Pillow refuses to open a file as well.
+pub const MAX_PIXELS: u64 = 178_956_970;
+/// Largest picture file that is read, in bytes.
+const MAX_FILE_BYTES: u64 = 1 << 30;
+/// Bytes a decoder may hold per pixel: 16-bit RGBA output and as much working space again.
+const BYTES_PER_PIXEL: u64 = 16;
+/// How far from the end of a JPEG its end marker is looked for, in bytes.
+const JPEG_TAIL_BYTES: usize = 64 << 10;
+
+/// Why a picture could not be read. Every variant names the file.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum ImageError {
+    /// The file does not exist.
+    #[error("picture {} does not exist", path.display())]
+    Missing {
+        /// The file.
+        path: PathBuf,
+    },
+    /// The file exists but cannot be read (permissions, a folder, a device).
+    #[error("picture {} cannot be read: {reason}", path.display())]
+    Unreadable {
+        /// The file.
+        path: PathBuf,
+        /// What the operating system said.
+        reason: String,
+    },
+    /// The content is none of PNG, JPEG, WebP, BMP.
+    #[error("picture {} is not a PNG, JPEG, WebP or BMP file", path.display())]
+    UnknownFormat {
+        /// The file.
+        path: PathBuf,
+    },
+    /// The content is damaged or cut short.
+    #[error("picture {} is damaged: {reason}", path.display())]
+    Corrupt {
+        /// The file.
+        path: PathBuf,
+        /// What the decoder found.
+        reason: String,
+    },
+    /// More pixels or bytes than a picture may have.
+    #[error("picture {} is too large: {width} x {height} pixels, {file_bytes} bytes; at most {MAX_PIXELS} pixels are read", path.display())]
+    TooLarge {
+        /// The file.
+        path: PathBuf,
+        /// Width by its header; 0 if the file was refused before that.
+        width: u32,
+        /// Height by its header; 0 if the file was refused before that.
+        height: u32,
+        /// Size of the file in bytes.
+        file_bytes: u64,
+    },
+    /// A relative path that leads out of the folder of the data file.
+    #[error("picture {} lies outside the data folder {}", path.display(), root.display())]
+    OutsideFolder {
+        /// The path as the data file gives it.
+        path: PathBuf,
+        /// The folder of the data file.
+        root: PathBuf,
+    },
+}
+
+/// Width and height of the picture at `path`, from its header alone.
+///
+/// # Errors
+/// [`ImageError`] if the file is missing, unreadable, no picture, or too large; damage behind the
+/// header goes unseen.
+pub fn dimensions(path: &Path) -> Result<(usize, usize), ImageError> {
+    let (file, file_bytes) = open(path)?;
+    let reader = guess(path, BufReader::new(file))?;
+    let (width, height) = reader
+        .into_dimensions()
+        .map_err(|error| corrupt(path, &error.to_string()))?;
+    check_size(path, width, height, file_bytes)?;
+    Ok((width as usize, height as usize))
+}
+
+/// Decodes the picture at `path`.
+///
+/// # Errors
+/// [`ImageError`] if the file is missing, unreadable, no picture, damaged or too large.
+pub fn decode(path: &Path) -> Result<RgbImage, ImageError> {
+    let (file, file_bytes) = open(path)?;
+    let mut bytes = Vec::new();
+    // `take` guards against a file that grows while it is read
+    let read = file.take(MAX_FILE_BYTES).read_to_end(&mut bytes);
+    read.map_err(|error| unreadable(path, &error))?;
+    let mut reader = guess(path, Cursor::new(bytes.as_slice()))?;
+    if reader.format() == Some(ImageFormat::Jpeg) {
+        check_jpeg_end(path, &bytes)?;
+    }
+    let mut limits = Limits::default();
+    limits.max_alloc = Some(MAX_PIXELS * BYTES_PER_PIXEL);
+    reader.limits(limits);
+    let decoder = reader
+        .into_decoder()
+        .map_err(|error| corrupt(path, &error.to_string()))?;
+    let (width, height) = decoder.dimensions();
+    check_size(path, width, height, file_bytes)?;
+    let picture =
+        DynamicImage::from_decoder(decoder).map_err(|error| corrupt(path, &error.to_string()))?;
+    Ok(RgbImage::new(
+        width as usize,
+        height as usize,
+        pixels::to_rgb8(picture, &bytes),
+    ))
+}
+
+fn open(path: &Path) -> Result<(File, u64), ImageError> {
+    // asked before opening: opening a pipe would block
+    let metadata = std::fs::metadata(path).map_err(|error| unreadable(path, &error))?;
+    if !metadata.is_file() {
+        let reason = "not a regular file".to_owned();
+        return Err(ImageError::Unreadable {
+            path: path.to_owned(),
+            reason,
+        });
+    }
+    let file_bytes = metadata.len();
+    if file_bytes > MAX_FILE_BYTES {
+        return Err(ImageError::TooLarge {
+            path: path.to_owned(),
+            width: 0,
+            height: 0,
+            file_bytes,
+        });
+    }
+    let file = File::open(path).map_err(|error| unreadable(path, &error))?;
+    Ok((file, file_bytes))
+}
+
+fn guess<R: std::io::BufRead + std::io::Seek>(
+    path: &Path,
+    reader: R,
+) -> Result<ImageReader<R>, ImageError> {
+    let reader = ImageReader::new(reader).with_guessed_format();
+    let reader = reader.map_err(|error| unreadable(path, &error))?;
+    match reader.format() {
+        Some(ImageFormat::Png | ImageFormat::Jpeg | ImageFormat::WebP | ImageFormat::Bmp) => {
+            Ok(reader)
+        }
+        _ => Err(ImageError::UnknownFormat {
+            path: path.to_owned(),
+        }),
+    }
+}
+
+fn check_size(path: &Path, width: u32, height: u32, file_bytes: u64) -> Result<(), ImageError> {
+    if width == 0 || height == 0 {
+        return Err(corrupt(path, "a side of zero pixels"));
+    }
+    if u64::from(width) * u64::from(height) > MAX_PIXELS {
+        return Err(ImageError::TooLarge {
+            path: path.to_owned(),
+            width,
+            height,
+            file_bytes,
+        });
+    }
+    Ok(())
+}
+
+/// The JPEG decoder fills missing data with grey instead of failing.
+fn check_jpeg_end(path: &Path, bytes: &[u8]) -> Result<(), ImageError> {
+    let tail = &bytes[bytes.len().saturating_sub(JPEG_TAIL_BYTES)..];
+    if tail.windows(2).any(|pair| pair == [0xff, 0xd9]) {
+        return Ok(());
+    }
+    Err(corrupt(
+        path,
+        "the end marker is missing, the file was cut short",
+    ))
+}
+
+fn corrupt(path: &Path, reason: &str) -> ImageError {
+    ImageError::Corrupt {
+        path: path.to_owned(),
+        reason: reason.to_owned(),
+    }
+}
+
+fn unreadable(path: &Path, error: &std::io::Error) -> ImageError {
+    let path = path.to_owned();
+    if error.kind() == std::io::ErrorKind::NotFound {
+        return ImageError::Missing { path };
+    }
+    ImageError::Unreadable {
+        path,
+        reason: error.to_string(),
+    }
+}
+
+#[cfg(test)]
+mod tests;

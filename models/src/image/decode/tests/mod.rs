@@ -1,0 +1,23 @@
+use super::*;
+
+mod files;
+mod pixels;
+mod refusals;
+
+/// Decodes `file` through the disk, as users do.
+fn decode_file(file: &[u8]) -> Result<RgbImage, ImageError> {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("picture");
+    std::fs::write(&path, file).unwrap();
+    let picture = decode(&path);
+    if let Ok(picture) = &picture {
+        let sides = (picture.width(), picture.height());
+        assert_eq!(dimensions(&path).unwrap(), sides);
+    }
+    picture
+}
+
+/// RGB bytes of the picture in `file`.
+fn decoded(file: &[u8]) -> Vec<u8> {
+    decode_file(file).unwrap().pixels().to_vec()
+}

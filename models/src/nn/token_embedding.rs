@@ -1,0 +1,67 @@
+//! The first unit of a decoder.
+//!
+//! Shapes: `T` tokens of all samples, `D` width, `v` vocabulary.
+
+use crate::autograd::{Tape, Var};
+use crate::batch::Batch;
+use crate::error::Result;
+use crate::params::ParamBuilder;
+use engine::{ParamId, TensorParallel, UnitId};
+
+/// The table of token embeddings, and the splice of picture features over the tokens that stand for them.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct TokenEmbedding {
+    unit: UnitId,
+    table: ParamId,
+}
+
+impl TokenEmbedding {
+    /// Declares `module.weight` `[v, D]` as the unit `unit`.
+    ///
+    /// # Errors
+    /// When the module is an adapter target.
+    pub fn new(
+        params: &mut ParamBuilder<'_>,
+        unit: &str,
+        module: &str,
+        shape: [usize; 2],
+    ) -> Result<Self> {
+        let mut scope = params.unit(unit);
+        scope.refuse_adapter(module)?;
+        let column = TensorParallel::Column { groups: 1 };
+        Ok(Self {
+            unit: scope.id(),
+            table: scope.at(module).param("weight", shape, column),
+        })
+    }
+
+    /// Embeds the tokens and splices `features` in: `[T, D]`.
+    ///
+    /// # Errors
+    /// When the engine or the device fails.
+    pub fn forward<'m>(
+        &'m self,
+        tape: &Tape<'_, 'm>,
+        batch: &'m Batch,
+        features: Option<&Var>,
+    ) -> Result<Var> {
+        let x = match (features, &batch.vision) {
+            (Some(features), Some(vision)) => {
+                let [x] = tape.segment(self.unit, [features], move |scope, [features]| {
+                    let x = scope.embedding(self.table, &batch.input_ids)?;
+                    let rows = scope.gather_rows(features, &vision.splice.sources)?;
+                    Ok([scope.replace_rows(&x, &vision.splice.rows, &rows)?])
+                })?;
+                x
+            }
+            _ => {
+                let [x] = tape.segment(self.unit, [], move |scope, []| {
+                    Ok([scope.embedding(self.table, &batch.input_ids)?])
+                })?;
+                x
+            }
+        };
+        tape.observe("inputs_embeds", &x);
+        Ok(x)
+    }
+}

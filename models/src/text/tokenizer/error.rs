@@ -1,0 +1,86 @@
+//! What can go wrong with tokenizer files and texts.
+
+use std::path::PathBuf;
+
+use thiserror::Error;
+
+use super::ranks::RankError;
+use super::sentencepiece::SentencePieceError;
+
+/// Why tokenizer files cannot be used, or text cannot be encoded.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum TokenizerError {
+    /// A file is missing, too large or cannot be read.
+    #[error("cannot read {}", path.display())]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// What the operating system said.
+        source: std::io::Error,
+    },
+    /// The model folder has neither `tokenizer.json` nor `tokenizer.model`.
+    #[error("{} has neither tokenizer.json nor tokenizer.model", dir.display())]
+    NoVocabulary {
+        /// The model folder.
+        dir: PathBuf,
+    },
+    /// A JSON file does not hold what it should.
+    #[error("{} is not valid: {reason}", path.display())]
+    Invalid {
+        /// The file.
+        path: PathBuf,
+        /// What the parser found.
+        reason: String,
+    },
+    /// A file of base64 tokens and ranks is not a vocabulary.
+    #[error("{} is not a valid list of tokens and ranks", path.display())]
+    Ranks {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        source: RankError,
+    },
+    /// A sentencepiece model is damaged or of a kind that is not supported.
+    #[error("{} is not a sentencepiece model that can be used", path.display())]
+    SentencePiece {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        source: SentencePieceError,
+    },
+    /// A token that the model needs is not in the vocabulary.
+    #[error("the tokenizer has no token {token:?}")]
+    MissingToken {
+        /// The token's text.
+        token: String,
+    },
+    /// A file states another id of a token than the vocabulary leads to.
+    #[error("token {token:?} has id {found}, but {} states {stated}", path.display())]
+    IdMismatch {
+        /// The file that states an id.
+        path: PathBuf,
+        /// The token's text.
+        token: String,
+        /// The stated id.
+        stated: u32,
+        /// The id by the vocabulary.
+        found: u32,
+    },
+    /// The tokenizer failed on a text.
+    #[error("cannot encode text of {bytes} bytes: {reason}")]
+    Encode {
+        /// Length of the text in bytes.
+        bytes: usize,
+        /// What the tokenizer said.
+        reason: String,
+    },
+    /// The tokenizer failed on token ids, or one of them is negative.
+    #[error("cannot decode {tokens} tokens: {reason}")]
+    Decode {
+        /// How many tokens.
+        tokens: usize,
+        /// What the tokenizer said.
+        reason: String,
+    },
+}

@@ -1,0 +1,353 @@
+//! `tokenizer.json`, checked before the `tokenizers` crate builds it.
+//!
+//! The crate trusts its input: a merge whose result is longer than every token, for example, or a decoder
+//! that strips more than there is, makes it panic. What passes here is byte-pair encoding whose merges are in
+//! the vocabulary, between parts that are known to be harmless.
+
+use std::collections::{HashMap, HashSet};
+
+use serde::Deserialize;
+use serde_json::Value;
+use tokenizers::{PostProcessorWrapper, Tokenizer};
+
+use super::limits::{MAX_ADDED_TOKENS, MAX_PART_BYTES, MAX_PART_DEPTH, MAX_TOKENS};
+
+/// Longest token in bytes of JSON text: byte-level spellings take two per byte, added tokens are longer.
+const MAX_TEXT_BYTES: usize = 4096;
+
+const NORMALIZERS: &[&str] = &[
+    "Sequence",
+    "NFC",
+    "NFD",
+    "NFKC",
+    "NFKD",
+    "Prepend",
+    "Replace",
+    "Lowercase",
+    "Strip",
+];
+const PRE_TOKENIZERS: &[&str] = &[
+    "Sequence",
+    "Split",
+    "ByteLevel",
+    "Metaspace",
+    "Digits",
+    "Punctuation",
+    "Whitespace",
+    "WhitespaceSplit",
+];
+const DECODERS: &[&str] = &[
+    "Sequence",
+    "ByteLevel",
+    "Metaspace",
+    "Replace",
+    "ByteFallback",
+    "Fuse",
+    "Strip",
+];
+
+/// Builds the encoder of the file `content`, or says why not.
+pub(super) fn build(content: &[u8]) -> Result<Tokenizer, String> {
+    let file: File = serde_json::from_slice(content).map_err(|error| error.to_string())?;
+    file.check()?;
+    let mut tokenizer = Tokenizer::from_bytes(content).map_err(|error| error.to_string())?;
+    for added in &file.added_tokens {
+        if let Some(found) = tokenizer.token_to_id(&added.content)
+            && found != added.id
+        {
+            let (token, stated) = (&added.content, added.id);
+            return Err(format!(
+                "added token {token:?} states id {stated}, but the vocabulary leads to {found}"
+            ));
+        }
+    }
+    // lengths and added tokens are the caller's business
+    tokenizer.with_padding(None);
+    tokenizer.with_post_processor(None::<PostProcessorWrapper>);
+    tokenizer
+        .with_truncation(None)
+        .map_err(|error| error.to_string())?;
+    Ok(tokenizer)
+}
+
+#[derive(Deserialize)]
+struct File {
+    model: Model,
+    #[serde(default)]
+    added_tokens: Vec<AddedId>,
+    normalizer: Option<Value>,
+    pre_tokenizer: Option<Value>,
+    decoder: Option<Value>,
+}
+
+#[derive(Deserialize)]
+struct AddedId {
+    id: u32,
+    content: String,
+}
+
+#[derive(Deserialize)]
+struct Model {
+    #[serde(rename = "type")]
+    kind: String,
+    vocab: HashMap<String, u32>,
+    merges: Vec<Merge>,
+    unk_token: Option<String>,
+    dropout: Option<f64>,
+    continuing_subword_prefix: Option<String>,
+    end_of_word_suffix: Option<String>,
+}
+
+#[derive(Deserialize)]
+#[serde(
+    untagged,
+    expecting = "a merge is a text of two tokens, or a pair of tokens"
+)]
+enum Merge {
+    Text(String),
+    Pair(String, String),
+}
+
+impl Merge {
+    fn parts(&self) -> Option<(&str, &str)> {
+        match self {
+            Self::Text(text) => text.split_once(' '),
+            Self::Pair(left, right) => Some((left, right)),
+        }
+    }
+}
+
+impl File {
+    fn check(&self) -> Result<(), String> {
+        self.model.check()?;
+        let added = self.added_tokens.len();
+        if added > MAX_ADDED_TOKENS {
+            return Err(format!(
+                "{added} added tokens, at most {MAX_ADDED_TOKENS} are read"
+            ));
+        }
+        self.added_tokens
+            .iter()
+            .try_for_each(|added| check_text(&added.content))?;
+        check_part("normalizer", self.normalizer.as_ref(), NORMALIZERS)?;
+        check_part("pre_tokenizer", self.pre_tokenizer.as_ref(), PRE_TOKENIZERS)?;
+        check_part("decoder", self.decoder.as_ref(), DECODERS)
+    }
+}
+
+impl Model {
+    fn check(&self) -> Result<(), String> {
+        if self.kind != "BPE" {
+            return Err(format!(
+                "a model of type {:?} is not supported, only BPE",
+                self.kind
+            ));
+        }
+        if self.dropout.is_some_and(|dropout| dropout != 0.0) {
+            return Err("dropout of merges is not supported".to_owned());
+        }
+        let affixes = [&self.continuing_subword_prefix, &self.end_of_word_suffix];
+        if affixes.into_iter().flatten().any(|affix| !affix.is_empty()) {
+            return Err("prefixes and suffixes of parts of words are not supported".to_owned());
+        }
+        let tokens = self.vocab.len();
+        if tokens == 0 || tokens > MAX_TOKENS {
+            return Err(format!(
+                "{tokens} tokens, between 1 and {MAX_TOKENS} are read"
+            ));
+        }
+        let mut ids = HashSet::with_capacity(tokens);
+        for (token, id) in &self.vocab {
+            check_text(token)?;
+            if !ids.insert(id) {
+                return Err(format!("two tokens have id {id}"));
+            }
+        }
+        if let Some(unknown) = &self.unk_token
+            && !self.vocab.contains_key(unknown)
+        {
+            return Err(format!(
+                "the unknown token {unknown:?} is not in the vocabulary"
+            ));
+        }
+        self.check_merges()
+    }
+
+    fn check_merges(&self) -> Result<(), String> {
+        let merges = self.merges.len();
+        // a token may be merged from several pairs
+        if merges > 8 * MAX_TOKENS {
+            return Err(format!(
+                "{merges} merges, at most {} are read",
+                8 * MAX_TOKENS
+            ));
+        }
+        let mut joined = String::new();
+        for (merge, index) in self.merges.iter().zip(0..) {
+            let parts = merge.parts();
+            let (left, right) = parts.ok_or_else(|| format!("merge {index} is not a pair"))?;
+            joined.clear();
+            joined.push_str(left);
+            joined.push_str(right);
+            for token in [left, right, &joined] {
+                if !self.vocab.contains_key(token) {
+                    return Err(format!("merge {index} needs {token:?}, which is no token"));
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+fn check_text(token: &str) -> Result<(), String> {
+    let bytes = token.len();
+    if bytes > MAX_TEXT_BYTES {
+        return Err(format!(
+            "a token of {bytes} bytes, at most {MAX_TEXT_BYTES} are read"
+        ));
+    }
+    Ok(())
+}
+
+fn check_part(role: &str, part: Option<&Value>, known: &[&str]) -> Result<(), String> {
+    let Some(part) = part else { return Ok(()) };
+    let bytes = part.to_string().len();
+    if bytes > MAX_PART_BYTES {
+        return Err(format!(
+            "{role} takes {bytes} bytes, at most {MAX_PART_BYTES} are read"
+        ));
+    }
+    check_kind(role, part, known, 0)
+}
+
+fn check_kind(role: &str, part: &Value, known: &[&str], depth: usize) -> Result<(), String> {
+    let kind = part["type"].as_str().unwrap_or_default();
+    if !known.contains(&kind) {
+        return Err(format!("a {role} of type {kind:?} is not supported"));
+    }
+    // the crate would count below zero
+    if role == "decoder" && kind == "Strip" && part["stop"] != 0 {
+        return Err("a decoder that strips the end is not supported".to_owned());
+    }
+    let inner = ["normalizers", "pretokenizers", "decoders"].map(|list| part[list].as_array());
+    let mut inner = inner.into_iter().flatten().flatten();
+    if depth == MAX_PART_DEPTH && inner.next().is_some() {
+        return Err(format!(
+            "sequences of the {role} stand too deep in each other"
+        ));
+    }
+    inner.try_for_each(|part| check_kind(role, part, known, depth + 1))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn valid() -> Value {
+        json!({
+            "version": "1.0", "added_tokens": [],
+            "normalizer": {"type": "Sequence", "normalizers": [{"type": "NFC"}]},
+            "pre_tokenizer": null, "post_processor": null,
+            "decoder": {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+            "model": {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": ["a b"]}
+        })
+    }
+
+    fn reason(pointer: &str, value: Value) -> String {
+        let mut file = valid();
+        *file.pointer_mut(pointer).unwrap() = value;
+        build(file.to_string().as_bytes()).unwrap_err()
+    }
+
+    fn model_reason(field: &str, value: Value) -> String {
+        let mut file = valid();
+        file["model"][field] = value;
+        build(file.to_string().as_bytes()).unwrap_err()
+    }
+
+    #[test]
+    fn merges_outside_the_vocabulary_are_named() {
+        assert!(build(valid().to_string().as_bytes()).is_ok());
+        for (merges, part) in [
+            (json!(["a b", "ab ab"]), "merge 1 needs \"abab\""),
+            (json!([["b", "a"]]), "merge 0 needs \"ba\""),
+            (json!([["x", "a"]]), "merge 0 needs \"x\""),
+            (json!(["ab"]), "merge 0 is not a pair"),
+            (json!([3]), "a merge is a text of two tokens"),
+            (json!([["a", "b", "c"]]), "a merge is a text of two tokens"),
+        ] {
+            let reason = model_reason("merges", merges);
+            assert!(reason.contains(part), "{reason}");
+        }
+    }
+
+    #[test]
+    fn models_that_are_not_reproducible_or_ambiguous_are_refused() {
+        for (field, value, part) in [
+            ("type", json!("Unigram"), "only BPE"),
+            ("dropout", json!(0.1), "dropout"),
+            ("continuing_subword_prefix", json!("##"), "prefixes"),
+            ("end_of_word_suffix", json!("</w>"), "suffixes"),
+            ("vocab", json!({}), "0 tokens"),
+            (
+                "vocab",
+                json!({"a": 0, "b": 0, "ab": 2}),
+                "two tokens have id 0",
+            ),
+            ("vocab", json!({"a": -1}), "invalid value"),
+            ("vocab", json!({"a".repeat(5000): 1}), "5000 bytes"),
+            ("unk_token", json!("<unk>"), "unknown token"),
+        ] {
+            let reason = model_reason(field, value);
+            assert!(reason.contains(part), "{reason}");
+        }
+    }
+
+    #[test]
+    fn parts_are_known_small_and_shallow() {
+        let sequence = |inner: Value| json!({"type": "Sequence", "normalizers": [inner]});
+        let deep = (0..5).fold(json!({"type": "NFC"}), |inner, _| sequence(inner));
+        for (role, part, expected) in [
+            (
+                "/normalizer",
+                json!({"type": "Precompiled", "precompiled_charsmap": ""}),
+                "\"Precompiled\"",
+            ),
+            ("/normalizer", json!(3), "type \"\""),
+            ("/normalizer", sequence(json!({"type": "Nmt"})), "\"Nmt\""),
+            ("/normalizer", deep, "too deep"),
+            (
+                "/normalizer",
+                json!({"type": "Prepend", "prepend": "x".repeat(20_000)}),
+                "at most",
+            ),
+            (
+                "/pre_tokenizer",
+                json!({"type": "FixedLength", "length": 0}),
+                "\"FixedLength\"",
+            ),
+            (
+                "/decoder",
+                json!({"type": "Strip", "content": " ", "start": 0, "stop": 1}),
+                "strips the end",
+            ),
+        ] {
+            let found = reason(role, part);
+            assert!(found.contains(expected), "{found}");
+        }
+    }
+
+    #[test]
+    fn added_tokens_have_the_ids_they_state() {
+        let added = |id: u32, content: &str| {
+            json!([{"id": id, "content": content, "single_word": false, "lstrip": false,
+                    "rstrip": false, "normalized": false, "special": true}])
+        };
+        assert!(reason("/added_tokens", added(4, "<s>")).contains("states id 4"));
+        assert!(reason("/added_tokens", added(0, "b")).contains("leads to 1"));
+        let mut file = valid();
+        file["added_tokens"] = added(3, "<s>");
+        assert!(build(file.to_string().as_bytes()).is_ok());
+    }
+}

@@ -1,0 +1,185 @@
+//! Packs of GLM-4.1V.
+
+use super::shared::{
+    compare_common, encode, own_labels, picture_bytes, special_tokens, tokenizer_cases, wide,
+};
+use super::trajectories::trajectories;
+use crate::golden::{
+    Case, CaseRun, Comparison, Pack, PackFamily, Section, Trajectory, compare_computed,
+    compare_floats, compare_ints, read_json,
+};
+use crate::tolerance;
+use anyhow::{Context, Result};
+use kernels::{CpuBackend, DType};
+use models::data::{EncodeOptions, EncodedSample};
+use models::glm41v::config::Glm41vConfig;
+use models::glm41v::positions::TokenPositions;
+use models::glm41v::resize::{PictureLimits, smart_resize};
+use models::{ModelOptions, Processor, SampleInput, open_model};
+use serde::Deserialize;
+
+/// Reader of these packs.
+#[derive(Clone, Copy, Debug)]
+pub struct Glm41vPacks;
+
+impl PackFamily for Glm41vPacks {
+    fn samples(
+        &self,
+        _: &Pack,
+        case: &Case,
+        processor: &dyn Processor,
+    ) -> Result<Vec<EncodedSample>> {
+        encode(case, processor, &EncodeOptions::default())
+    }
+
+    fn compare_inputs(
+        &self,
+        pack: &Pack,
+        case: &Case,
+        _: &dyn Processor,
+        samples: &[EncodedSample],
+    ) -> Result<Vec<Comparison>> {
+        let [sample] = samples else {
+            anyhow::bail!("{} is not one sample", case.name);
+        };
+        let patch = Glm41vConfig::load(&pack.dir)?.vision.patch_size;
+        let mut all = Vec::new();
+        for (name, stored) in &case.expected.0 {
+            let (kind, rest) = name.split_once('.').unwrap_or((name, ""));
+            let ours = match kind {
+                "input_ids" => wide(&sample.input_ids),
+                "labels" => own_labels(sample),
+                "attention_mask" => vec![1; sample.input_ids.len()],
+                "position_ids" => positions(sample)
+                    .rows
+                    .iter()
+                    .flat_map(|r| wide(r))
+                    .collect(),
+                "mm_token_type_ids" => kinds(sample),
+                "image_grid_thw" => grids(sample),
+                "resized_u8" => {
+                    let k: usize = rest.parse().context("resized_u8 without a number")?;
+                    picture_bytes(sample, k, patch).unwrap_or_default()
+                }
+                "pixel_values" => {
+                    let ours = pixels(pack, sample)?;
+                    let bound = tolerance::PIXEL;
+                    all.push(compare_floats(name, &ours, stored.floats()?, bound));
+                    continue;
+                }
+                _ => continue,
+            };
+            all.push(compare_ints(name, &ours, stored.ints()?));
+        }
+        Ok(all)
+    }
+
+    fn compare_run(
+        &self,
+        case: &Case,
+        samples: &[EncodedSample],
+        run: &CaseRun,
+    ) -> Result<Vec<Comparison>> {
+        let mut all = Vec::new();
+        for (name, stored) in &case.expected.0 {
+            let (kind, rest) = name.split_once('.').unwrap_or((name, ""));
+            let tap = |tap: &str| {
+                compare_computed(name, run.taps.get(tap), stored, tolerance::ACTIVATION)
+            };
+            let compared = match kind {
+                "input_ids" | "labels" | "attention_mask" | "position_ids"
+                | "mm_token_type_ids" | "image_grid_thw" | "resized_u8" | "pixel_values" => {
+                    continue;
+                }
+                "patch_embed" => tap("vision.patch_embed")?,
+                "vit_embed" => tap("vision.embed")?,
+                "vit_hidden" => tap(&format!("vision.block.{rest}"))?,
+                "vit_out" => tap("vision.post_layernorm")?,
+                _ => compare_common(name, stored, samples, run)?
+                    .unwrap_or_else(|| Comparison::failed(name, "not a known quantity")),
+            };
+            all.push(compared);
+        }
+        Ok(all)
+    }
+
+    fn trajectories(&self, pack: &Pack, processor: &dyn Processor) -> Result<Vec<Trajectory>> {
+        trajectories(pack, processor, "model.visual")
+    }
+
+    fn tables(&self, pack: &Pack, processor: &dyn Processor) -> Result<Vec<Section>> {
+        let text = tokenizer_cases(pack, "with_specials", |text| {
+            Ok(processor.tokenizer().encode(text)?)
+        })?;
+        let specials = special_tokens(pack, processor)?;
+        let tables = vec![specials, text, sizes(pack)?, layouts(pack)?];
+        Ok(vec![("tables".into(), tables)])
+    }
+}
+
+/// Positions as the model counts them.
+fn positions(sample: &EncodedSample) -> TokenPositions {
+    let pictures = sample.image_bounds.iter().zip(&sample.slices);
+    let pictures: Vec<_> = pictures
+        .map(|((start, _), slice)| (*start, [slice.rows / 2, slice.cols / 2]))
+        .collect();
+    TokenPositions::new(sample.input_ids.len(), &pictures)
+}
+
+/// 1 for tokens of pictures.
+fn kinds(sample: &EncodedSample) -> Vec<i64> {
+    let inside = |i: &usize| sample.image_bounds.iter().any(|(s, e)| s <= i && i < e);
+    let tokens = 0..sample.input_ids.len();
+    tokens.map(|i| i64::from(inside(&i))).collect()
+}
+
+fn grids(sample: &EncodedSample) -> Vec<i64> {
+    let slices = sample.slices.iter();
+    slices
+        .flat_map(|s| [1, s.rows as i64, s.cols as i64])
+        .collect()
+}
+
+/// The rows under the patch embedding, as the model makes them.
+fn pixels(pack: &Pack, sample: &EncodedSample) -> Result<Vec<f32>> {
+    let model = open_model(&pack.dir, ModelOptions::new(DType::F32))?;
+    let batch = model.collate(&[SampleInput::from(sample)], &CpuBackend::unlimited())?;
+    let vision = batch.vision.context("no pictures in the batch")?;
+    Ok(vision.patches.to_f32_vec()?)
+}
+
+/// `smart_resize_cases.json`.
+fn sizes(pack: &Pack) -> Result<Comparison> {
+    #[derive(Deserialize)]
+    struct Row {
+        height: usize,
+        width: usize,
+        min_pixels: usize,
+        max_pixels: usize,
+        out_height: i64,
+        out_width: i64,
+    }
+    let rows: Vec<Row> = read_json(&pack.dir.join("smart_resize_cases.json"))?;
+    let ours = rows.iter().flat_map(|row| {
+        let limits = PictureLimits {
+            block: 28,
+            frames: 2,
+            min_pixels: row.min_pixels,
+            max_pixels: row.max_pixels,
+        };
+        let size = smart_resize((row.width, row.height), &limits);
+        size.map_or([-1, -1], |(w, h)| [w as i64, h as i64])
+    });
+    let ours: Vec<i64> = ours.collect();
+    let theirs = rows.iter().flat_map(|row| [row.out_width, row.out_height]);
+    let theirs: Vec<i64> = theirs.collect();
+    Ok(compare_ints("smart_resize_cases", &ours, &theirs))
+}
+
+/// Whether both layouts of the configuration mean the same model.
+fn layouts(pack: &Pack) -> Result<Comparison> {
+    let path = pack.dir.join("config.flat.json");
+    let flat = Glm41vConfig::parse(&std::fs::read(&path)?, &path)?;
+    let same = flat == Glm41vConfig::load(&pack.dir)?;
+    Ok(compare_ints("config.flat.json", &[i64::from(same)], &[1]))
+}

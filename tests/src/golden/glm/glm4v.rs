@@ -1,0 +1,300 @@
+//! Packs of GLM-4V, whose batches are padded on the left and stored before and after pictures are expanded.
+
+use super::greedy::greedy;
+use super::shared::{
+    compare_common, encode, own_labels, picture_bytes, special_tokens, tokenizer_cases, wide,
+};
+use super::trajectories::trajectories;
+use crate::golden::{
+    Case, CaseRun, Comparison, Pack, PackFamily, Section, Stored, Trajectory, compare_computed,
+    compare_floats, compare_ints, compare_loss, read_json,
+};
+use crate::tolerance;
+use crate::world::{Layout, run_case};
+use anyhow::{Context, Result};
+use kernels::{CpuBackend, DType};
+use models::data::{EncodeOptions, EncodedSample, IGNORED, PlaceholderStyle, RawSample};
+use models::glm4v::config::Glm4vConfig;
+use models::glm4v::positions::token_positions;
+use models::image::ImageFolder;
+use models::text::Message;
+use models::{ModelOptions, Processor, SampleInput, open_model};
+use serde::Deserialize;
+
+/// Reader of these packs.
+#[derive(Clone, Copy, Debug)]
+pub struct Glm4vPacks;
+
+/// Labels that include the role behind an answer.
+const WITH_TURN_END: EncodeOptions = EncodeOptions {
+    prompt: None,
+    model_max_length: 2048,
+    max_slice_nums: None,
+    train_on_turn_end: true,
+};
+
+impl PackFamily for Glm4vPacks {
+    fn samples(
+        &self,
+        _: &Pack,
+        case: &Case,
+        processor: &dyn Processor,
+    ) -> Result<Vec<EncodedSample>> {
+        encode(case, processor, &EncodeOptions::default())
+    }
+
+    fn compare_inputs(
+        &self,
+        pack: &Pack,
+        case: &Case,
+        processor: &dyn Processor,
+        samples: &[EncodedSample],
+    ) -> Result<Vec<Comparison>> {
+        let patch = Glm4vConfig::load(&pack.dir)?.vision.patch_size;
+        let ended = encode(case, processor, &WITH_TURN_END)?;
+        let ignored = i64::from(IGNORED);
+        let end = i64::from(processor.tokenizer().id("<|endoftext|>")?);
+        let mut all = Vec::new();
+        for (name, stored) in &case.expected.0 {
+            let length = stored.shape.last().copied().unwrap_or(0);
+            let rows = |filler: i64, row: &dyn Fn(&EncodedSample) -> Vec<i64>| {
+                padded(samples.iter().map(row), length, filler)
+            };
+            let ours = match name.as_str() {
+                "input_ids" => rows(end, &|s| folded(s, wide(&s.input_ids))),
+                "labels" => rows(ignored, &|s| folded(s, own_labels(s))),
+                "labels_train_eos" => {
+                    let row = |s: &EncodedSample| folded(s, own_labels(s));
+                    padded(ended.iter().map(row), length, ignored)
+                }
+                "position_ids" => rows(0, &|s| folded(s, positions(s))),
+                "attention_mask" => rows(0, &|s| folded(s, ones(s))),
+                "expanded_position_ids" => rows(0, &positions),
+                "expanded_attention_mask" => rows(0, &ones),
+                "expanded_labels" => rows(ignored, &own_labels),
+                "image_span" => spans(samples),
+                "resized_u8" => picture_bytes(&samples[0], 0, patch).unwrap_or_default(),
+                "n_loss_tokens_train_eos" => {
+                    let counts = ended.iter().map(EncodedSample::supervised_tokens);
+                    vec![counts.sum::<usize>() as i64]
+                }
+                "pixel_values" => {
+                    let ours = pixels(pack, &samples[0], patch)?;
+                    let bound = tolerance::PIXEL;
+                    all.push(compare_floats(name, &ours, stored.floats()?, bound));
+                    continue;
+                }
+                "loss_train_eos" => {
+                    let run = run_case(pack, &ended, Layout::SINGLE)?;
+                    let mut compared = compare_loss(&run, stored)?;
+                    compared.quantity.clone_from(name);
+                    all.push(compared);
+                    continue;
+                }
+                "greedy_ids" => {
+                    all.extend(compare_greedy(pack, case, processor)?);
+                    continue;
+                }
+                _ => continue,
+            };
+            all.push(compare_ints(name, &ours, stored.ints()?));
+        }
+        Ok(all)
+    }
+
+    fn compare_run(
+        &self,
+        case: &Case,
+        samples: &[EncodedSample],
+        run: &CaseRun,
+    ) -> Result<Vec<Comparison>> {
+        let mut all = Vec::new();
+        for (name, stored) in &case.expected.0 {
+            let (kind, rest) = name.split_once('.').unwrap_or((name, ""));
+            let compared = match kind {
+                "input_ids"
+                | "labels"
+                | "labels_train_eos"
+                | "position_ids"
+                | "attention_mask"
+                | "expanded_position_ids"
+                | "expanded_attention_mask"
+                | "expanded_labels"
+                | "image_span"
+                | "resized_u8"
+                | "pixel_values"
+                | "n_loss_tokens_train_eos"
+                | "loss_train_eos"
+                | "greedy_prompt_ids"
+                | "greedy_ids"
+                | "greedy_margin" => continue,
+                "vit_hidden" => {
+                    let tower = run.taps.get("vision.tower");
+                    compare_computed(name, tower, stored, tolerance::ACTIVATION)?
+                }
+                "logits" if !rest.is_empty() => logits_of(name, rest, stored, samples, run)?,
+                _ => compare_common(name, stored, samples, run)?
+                    .unwrap_or_else(|| Comparison::failed(name, "not a known quantity")),
+            };
+            all.push(compared);
+        }
+        Ok(all)
+    }
+
+    fn trajectories(&self, pack: &Pack, processor: &dyn Processor) -> Result<Vec<Trajectory>> {
+        trajectories(pack, processor, "transformer.vision")
+    }
+
+    fn tables(&self, pack: &Pack, processor: &dyn Processor) -> Result<Vec<Section>> {
+        let text = tokenizer_cases(pack, "ordinary", |text| {
+            Ok(processor.tokenizer().encode_plain(text)?)
+        })?;
+        let mut tables = vec![special_tokens(pack, processor)?, text];
+        tables.extend(chat(pack, processor)?);
+        Ok(vec![("tables".into(), tables)])
+    }
+}
+
+/// The rows of a batch behind filler up to `length`.
+fn padded(rows: impl Iterator<Item = Vec<i64>>, length: usize, filler: i64) -> Vec<i64> {
+    rows.flat_map(|row| {
+        let missing = length.saturating_sub(row.len());
+        std::iter::repeat_n(filler, missing).chain(row)
+    })
+    .collect()
+}
+
+/// Values per token with one entry for all features of the picture, as before its expansion.
+fn folded(sample: &EncodedSample, values: Vec<i64>) -> Vec<i64> {
+    fold(&sample.image_bounds, values)
+}
+
+fn fold(bounds: &[(usize, usize)], mut values: Vec<i64>) -> Vec<i64> {
+    for (start, end) in bounds.iter().rev() {
+        values.drain(start + 2..end - 1);
+    }
+    values
+}
+
+fn positions(sample: &EncodedSample) -> Vec<i64> {
+    wide(&token_positions(
+        sample.input_ids.len(),
+        &sample.image_bounds,
+    ))
+}
+
+fn ones(sample: &EncodedSample) -> Vec<i64> {
+    vec![1; sample.input_ids.len()]
+}
+
+/// First row and rows of each picture, in a batch padded on the left.
+fn spans(samples: &[EncodedSample]) -> Vec<i64> {
+    let longest = samples.iter().map(|s| s.input_ids.len()).max().unwrap_or(0);
+    let span = |s: &EncodedSample| {
+        let padding = longest - s.input_ids.len();
+        let bounds = s.image_bounds.clone().into_iter();
+        bounds.flat_map(move |(start, end)| [(padding + start) as i64, (end - start) as i64])
+    };
+    samples.iter().flat_map(span).collect()
+}
+
+/// Pixels `[3, side, side]` as the model makes them.
+fn pixels(pack: &Pack, sample: &EncodedSample, patch: usize) -> Result<Vec<f32>> {
+    let model = open_model(&pack.dir, ModelOptions::new(DType::F32))?;
+    let batch = model.collate(&[SampleInput::from(sample)], &CpuBackend::unlimited())?;
+    let vision = batch.vision.context("no picture in the batch")?;
+    let rows = vision.patches.to_f32_vec()?;
+    let cols = sample.slices[0].cols;
+    let side = cols * patch;
+    let at = |i: usize| {
+        let (c, y, x) = (i / (side * side), i / side % side, i % side);
+        let plane = (y / patch * cols + x / patch) * 3 + c;
+        rows[(plane * patch + y % patch) * patch + x % patch]
+    };
+    Ok((0..3 * side * side).map(at).collect())
+}
+
+/// The logits of sample `index` of a batch.
+fn logits_of(
+    name: &str,
+    index: &str,
+    stored: &Stored,
+    samples: &[EncodedSample],
+    run: &CaseRun,
+) -> Result<Comparison> {
+    let index: usize = index.parse().context("logits of no sample")?;
+    let width = stored.shape.last().copied().unwrap_or(1);
+    let before: usize = samples[..index].iter().map(|s| s.input_ids.len()).sum();
+    let own = before * width..(before + samples[index].input_ids.len()) * width;
+    let logits = run.logits.as_ref().and_then(|all| all.get(own));
+    let logits = logits.map(<[f32]>::to_vec);
+    compare_computed(name, logits.as_ref(), stored, tolerance::ACTIVATION)
+}
+
+/// Prompt, answer and leads of a greedy generation.
+fn compare_greedy(pack: &Pack, case: &Case, processor: &dyn Processor) -> Result<Vec<Comparison>> {
+    let expected = &case.expected;
+    let prompt = expected.get("greedy_prompt_ids")?.ints()?;
+    let answer = expected.get("greedy_ids")?.ints()?;
+    let ours = greedy(pack, &case.dir, answer.len(), processor)?;
+    let ids = fold(&ours.prompt.image_bounds, wide(&ours.prompt.input_ids));
+    let margins = expected.get("greedy_margin")?.floats()?;
+    // A lead is the difference of two logits.
+    let bound = 2.0 * tolerance::ACTIVATION;
+    Ok(vec![
+        compare_ints("greedy_prompt_ids", &ids, prompt),
+        compare_ints("greedy_ids", &wide(&ours.answer), answer),
+        compare_floats("greedy_margin", &ours.margins, margins, bound),
+    ])
+}
+
+/// Prompts and decoded ids of `tokenizer_cases.json`.
+fn chat(pack: &Pack, processor: &dyn Processor) -> Result<Vec<Comparison>> {
+    #[derive(Deserialize)]
+    struct Stored {
+        chat_prompts: Vec<Prompt>,
+        partial_decode: Vec<Decoded>,
+    }
+    #[derive(Deserialize)]
+    struct Prompt {
+        messages: Vec<Message>,
+        image_on_first: bool,
+        ids: Vec<i64>,
+    }
+    #[derive(Deserialize)]
+    struct Decoded {
+        ids: Vec<i32>,
+        text: String,
+    }
+    let stored: Stored = read_json(&pack.dir.join("tokenizer_cases.json"))?;
+    let mut all = Vec::new();
+    for prompt in stored.chat_prompts {
+        let style = match prompt.image_on_first {
+            true => PlaceholderStyle::Training,
+            false => PlaceholderStyle::Inference,
+        };
+        let sample = RawSample {
+            id: None,
+            images: Vec::new(),
+            conversations: prompt.messages,
+        };
+        let (images, options) = (ImageFolder::new(&pack.dir), EncodeOptions::default());
+        let ours = processor.encode_prompt(&sample, &images, &options, style)?;
+        let ids = fold(&ours.image_bounds, wide(&ours.input_ids));
+        all.push(compare_ints(
+            "tokenizer_cases chat_prompts",
+            &ids,
+            &prompt.ids,
+        ));
+    }
+    for case in stored.partial_decode {
+        let ours = processor.tokenizer().decode(&case.ids)?;
+        let same = i64::from(ours == case.text);
+        all.push(compare_ints(
+            "tokenizer_cases partial_decode",
+            &[same],
+            &[1],
+        ));
+    }
+    Ok(all)
+}

@@ -1,0 +1,10 @@
+//! Packs of GLM-4V and GLM-4.1V: what the two store alike.
+
+mod glm41v;
+mod glm4v;
+mod greedy;
+mod shared;
+mod trajectories;
+
+pub use glm4v::Glm4vPacks;
+pub use glm41v::Glm41vPacks;

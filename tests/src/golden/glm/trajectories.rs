@@ -1,0 +1,133 @@
+//! `trajectory.json` of both models.
+
+use super::shared::encode;
+use crate::golden::{AdamW, Case, Expected, Pack, Trajectory, floats, read_json};
+use crate::tolerance;
+use anyhow::{Context, Result, ensure};
+use models::Processor;
+use models::data::{EncodeOptions, EncodedSample};
+use models::lora::{LoraConfig, LoraTargets};
+use models::selection::Selection;
+use serde::Deserialize;
+use serde_json::Value;
+use std::collections::BTreeMap;
+use std::path::Path;
+
+#[derive(Deserialize)]
+struct Stored {
+    micro_batches: Vec<String>,
+    losses: Vec<f64>,
+    grad_norms: Vec<f64>,
+    loss_after: f64,
+    max_abs_loss_rounding: Option<f64>,
+    token_counts: Option<Vec<usize>>,
+    rank: Option<usize>,
+    alpha: Option<f32>,
+    #[serde(default)]
+    targets: Vec<String>,
+    adapters: Option<[String; 2]>,
+}
+
+/// The trajectories of a pack whose vision side lies in the module `vision`; runs that show a wrong way of averaging
+/// (`_WRONG`) are left out.
+pub(super) fn trajectories(
+    pack: &Pack,
+    processor: &dyn Processor,
+    vision: &str,
+) -> Result<Vec<Trajectory>> {
+    let all: BTreeMap<String, Value> = read_json(&pack.dir.join("trajectory.json"))?;
+    let optimizer: AdamW = serde_json::from_value(
+        all.get("optimizer")
+            .cloned()
+            .context("no optimizer in trajectory.json")?,
+    )?;
+    let runs = all
+        .iter()
+        .filter(|(name, value)| value.get("losses").is_some() && !name.ends_with("_WRONG"));
+    runs.map(|(name, value)| {
+        let stored = serde_json::from_value(value.clone());
+        let stored = stored.with_context(|| format!("{name} in trajectory.json"))?;
+        trajectory(pack, processor, vision, name, stored, optimizer.clone())
+    })
+    .collect()
+}
+
+fn trajectory(
+    pack: &Pack,
+    processor: &dyn Processor,
+    vision: &str,
+    name: &str,
+    stored: Stored,
+    optimizer: AdamW,
+) -> Result<Trajectory> {
+    let batch = |name: &String| {
+        let case: &Case = pack.case(name)?;
+        encode(case, processor, &EncodeOptions::default())
+    };
+    let batches: Vec<Vec<EncodedSample>> = stored
+        .micro_batches
+        .iter()
+        .map(batch)
+        .collect::<Result<_>>()?;
+    if let Some(counts) = &stored.token_counts {
+        let ours = batches
+            .iter()
+            .map(|b| b.iter().map(EncodedSample::supervised_tokens).sum());
+        let ours: Vec<usize> = ours.collect();
+        ensure!(ours == *counts, "{name}: {ours:?} targets, not {counts:?}");
+    }
+    let mut losses = stored.losses;
+    losses.push(stored.loss_after);
+    let rounding = stored.max_abs_loss_rounding.unwrap_or(0.0);
+    let bound = tolerance::glm_trajectory(rounding);
+    let mut run = Trajectory::new(name, optimizer, batches, losses, bound);
+    run.grad_norms = stored.grad_norms;
+    if name == "freeze_vision" {
+        run.options.freeze = Some(Selection::parse(vision)?);
+    }
+    if let (Some(lora_rank), Some(lora_alpha)) = (stored.rank, stored.alpha) {
+        let names = stored.targets.iter().map(|t| t.replace('.', r"\."));
+        let names: Vec<String> = names.collect();
+        (run.options.tune_vision, run.options.tune_llm) = (false, false);
+        run.options.lora = Some(LoraConfig {
+            lora_rank,
+            lora_alpha,
+            lora_dropout: 0.0,
+            others: BTreeMap::new(),
+            // As peft reads a list: ends of module paths.
+            targets: LoraTargets::Pattern(format!(r".*\.({})", names.join("|"))),
+            layers: None,
+            per_projection: false,
+            modules_to_save: Vec::new(),
+        });
+        let names = stored.adapters;
+        let [init, after] = names.unwrap_or(["adapter_init", "adapter_after8"].map(str::to_owned));
+        let adapter = |name: &str| floats(&pack.dir.join(name).join("adapter_model.safetensors"));
+        (run.start, run.after) = (adapter(&init)?, adapter(&after)?);
+    } else {
+        run.after = weights_after(&pack.dir, name)?;
+        if let Some(frozen) = &run.options.freeze {
+            run.after.retain(|name, _| !frozen.contains(name));
+        }
+    }
+    Ok(run)
+}
+
+/// Weights behind the run `name` in `trajectory.safetensors`, where the pack has one.
+fn weights_after(dir: &Path, name: &str) -> Result<BTreeMap<String, Vec<f32>>> {
+    let path = dir.join("trajectory.safetensors");
+    if !path.is_file() {
+        return Ok(BTreeMap::new());
+    }
+    let prefix = match name {
+        "grad_accumulation_token_weighted" => "accum",
+        name => name,
+    };
+    let mut after = BTreeMap::new();
+    for (name, tensor) in Expected::read(&path)?.0 {
+        if let Some(name) = name.strip_prefix(&format!("{prefix}.")) {
+            after.insert(name.to_owned(), tensor.floats()?.to_vec());
+        }
+    }
+    Ok(after)
+}
