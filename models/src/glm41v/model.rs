@@ -236,6 +236,8 @@ impl VisionLanguageModel for Glm41v {
             kv_heads: language.num_kv_heads,
             head_dim: language.head_dim,
             dtype: self.options.dtype,
+            prefix_tokens: 0,
+            cross: None,
         }
     }
 
