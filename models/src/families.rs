@@ -3,10 +3,10 @@
 use crate::cogvlm::config::Edition;
 use crate::cogvlm::{self, CogConfig, CogProcessor, CogVlm};
 use crate::config::{self, ConfigError};
-use crate::glm41v::config::Glm41vConfig;
-use crate::glm41v::{self, Glm41v, Glm41vProcessor};
 use crate::glm4v::config::Glm4vConfig;
 use crate::glm4v::{Glm4v, Glm4vProcessor};
+use crate::glm41v::config::Glm41vConfig;
+use crate::glm41v::{self, Glm41v, Glm41vProcessor};
 use crate::minicpm::config::MiniCpmConfig;
 use crate::minicpm::processor::ProcessorConfig;
 use crate::minicpm::{MiniCpm, MiniCpmProcessor};
@@ -148,7 +148,8 @@ pub fn open_model(
         Family::Glm4v => Ok(Arc::new(Glm4v::new(Glm4vConfig::load(dir)?, options)?)),
         Family::Glm41v => {
             let config = Glm41vConfig::load(dir)?;
-            let normalization = glm41v::processor::ProcessorConfig::load(dir, &config)?.normalization;
+            let normalization =
+                glm41v::processor::ProcessorConfig::load(dir, &config)?.normalization;
             Ok(Arc::new(Glm41v::new(config, normalization, options)?))
         }
         Family::CogVlm | Family::CogVlm2 | Family::CogAgent => {

@@ -147,6 +147,7 @@ fn lora(targets: &str, lora_rank: usize, per_projection: bool) -> ModelOptions {
         lora_rank,
         lora_alpha: 1.0,
         lora_dropout: 0.0,
+        others: Default::default(),
         targets: LoraTargets::parse(targets),
         layers: None,
         per_projection,

@@ -41,14 +41,6 @@ pub enum SampleError {
         /// Role found.
         role: String,
     },
-    /// More pictures than the family takes.
-    #[error("the sample has {images} images, the model takes at most {limit}")]
-    TooManyImages {
-        /// Pictures found.
-        images: usize,
-        /// Pictures allowed.
-        limit: usize,
-    },
     /// Too many tokens before the answer.
     #[error("{tokens} tokens before the answer leave no room for it, {limit} would")]
     ContextTooLong {

@@ -3,6 +3,7 @@
 pub(crate) mod conversation;
 mod encoded;
 mod error;
+mod formats;
 mod raw;
 
 pub use encoded::{
@@ -10,4 +11,5 @@ pub use encoded::{
     PromptSource, PromptStyle, SampleSize, SampleTokens, Slice,
 };
 pub use error::SampleError;
+pub use formats::{DataFormat, Dataset, detect, read_samples_as};
 pub use raw::{DataError, RawSample, SINGLE_IMAGE, read_samples};

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::path::{Path, PathBuf};
 
-use serde::de::{Error as _, MapAccess, Visitor};
+use serde::de::{DeserializeOwned, Error as _, MapAccess, Visitor};
 use serde::{Deserialize, Deserializer};
 use thiserror::Error;
 
@@ -36,11 +36,43 @@ pub enum DataError {
         /// What is wrong there.
         reason: String,
     },
-    /// The file holds no sample.
+    /// The file or folder holds no sample.
     #[error("{} holds no sample", path.display())]
     Empty {
-        /// The file.
+        /// The file or folder.
         path: PathBuf,
+    },
+    /// The content is of none of the formats.
+    #[error("the format of {} is not known: {found}", path.display())]
+    UnknownFormat {
+        /// The file or folder.
+        path: PathBuf,
+        /// What it holds instead.
+        found: String,
+    },
+    /// The content could be of several formats, or of one in several ways.
+    #[error("the format of {} is ambiguous: {reason}", path.display())]
+    AmbiguousFormat {
+        /// The file or folder.
+        path: PathBuf,
+        /// What could be meant, and how to say which.
+        reason: String,
+    },
+    /// A label file without the picture it describes.
+    #[error("{} describes no picture of {}", label.display(), pictures.display())]
+    NoPicture {
+        /// The label file.
+        label: PathBuf,
+        /// The folder of pictures.
+        pictures: PathBuf,
+    },
+    /// A picture without its label file.
+    #[error("{} has no label in {}", picture.display(), labels.display())]
+    NoLabel {
+        /// The picture.
+        picture: PathBuf,
+        /// The folder of labels.
+        labels: PathBuf,
     },
 }
 
@@ -78,6 +110,11 @@ impl RawSample {
 /// # Errors
 /// [`DataError`] if the file cannot be read, is not valid (with line and column) or holds no sample.
 pub fn read_samples(path: &Path) -> Result<Vec<RawSample>, DataError> {
+    read_list(path)
+}
+
+/// Reads all samples of the file `path`, each as a `T`.
+pub(super) fn read_list<T: DeserializeOwned>(path: &Path) -> Result<Vec<T>, DataError> {
     let bytes = std::fs::read(path).map_err(|source| DataError::Read {
         path: path.to_owned(),
         source,
@@ -98,7 +135,7 @@ pub fn read_samples(path: &Path) -> Result<Vec<RawSample>, DataError> {
     Ok(samples)
 }
 
-fn read_lines(path: &Path, bytes: &[u8]) -> Result<Vec<RawSample>, DataError> {
+fn read_lines<T: DeserializeOwned>(path: &Path, bytes: &[u8]) -> Result<Vec<T>, DataError> {
     let lines = bytes.split(|&byte| byte == b'\n').enumerate();
     lines
         .filter(|(_, line)| !line.trim_ascii().is_empty())
@@ -108,20 +145,24 @@ fn read_lines(path: &Path, bytes: &[u8]) -> Result<Vec<RawSample>, DataError> {
         .collect()
 }
 
-fn invalid(path: &Path, lines_before: usize, error: &serde_json::Error) -> DataError {
+/// `error` at its place in the file `path`, `lines_before` lines behind where parsing began.
+pub(super) fn invalid(path: &Path, lines_before: usize, error: &serde_json::Error) -> DataError {
     let (line, column) = (error.line(), error.column());
     let text = error.to_string();
     let place = format!(" at line {line} column {column}");
     let reason = text.strip_suffix(&place).unwrap_or(&text).to_owned();
     DataError::Json {
         path: path.to_owned(),
-        line: lines_before + line,
+        // what a whole sample lacks has no place of its own
+        line: lines_before + line.max(1),
         column,
         reason,
     }
 }
 
-fn text_or_number<'de, D: Deserializer<'de>>(input: D) -> Result<Option<String>, D::Error> {
+pub(super) fn text_or_number<'de, D: Deserializer<'de>>(
+    input: D,
+) -> Result<Option<String>, D::Error> {
     match Option::<serde_json::Value>::deserialize(input)? {
         None | Some(serde_json::Value::Null) => Ok(None),
         Some(serde_json::Value::String(text)) => Ok(Some(text)),

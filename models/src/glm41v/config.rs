@@ -128,7 +128,11 @@ impl Glm41vConfig {
 
     fn check(&self) -> Result<(), ConfigError> {
         let (language, vision) = (&self.language, &self.vision);
-        divisible("num_attention_heads", language.num_heads, language.num_kv_heads)?;
+        divisible(
+            "num_attention_heads",
+            language.num_heads,
+            language.num_kv_heads,
+        )?;
         at_most("hidden_size / num_attention_heads", language.head_dim, 128)?;
         divisible("partial_rotary_factor * head size", language.rotary_dim, 2)?;
         at_most(
@@ -148,7 +152,11 @@ impl Glm41vConfig {
         )?;
         // Rows and columns share the pairs of a head.
         divisible("vision_config.hidden_size / num_heads", vision.head_dim, 4)?;
-        at_most("vision_config.hidden_size / num_heads", vision.head_dim, 128)?;
+        at_most(
+            "vision_config.hidden_size / num_heads",
+            vision.head_dim,
+            128,
+        )?;
         Ok(())
     }
 }
@@ -297,7 +305,11 @@ impl RawVision {
         let number = |field, found: usize, expected: &'static str| {
             expect(field, Some(&found.to_string()), expected)
         };
-        expect("vision_config.hidden_act", self.hidden_act.as_deref(), "silu")?;
+        expect(
+            "vision_config.hidden_act",
+            self.hidden_act.as_deref(),
+            "silu",
+        )?;
         number("vision_config.in_channels", self.in_channels, "3")?;
         number(
             "vision_config.spatial_merge_size",
@@ -305,7 +317,10 @@ impl RawVision {
             "2",
         )?;
         no_dropout("vision_config.attention_dropout", self.attention_dropout)?;
-        no_dropout("vision_config.hidden_dropout_prob", self.hidden_dropout_prob)?;
+        no_dropout(
+            "vision_config.hidden_dropout_prob",
+            self.hidden_dropout_prob,
+        )?;
         if self.attention_bias {
             let found = "true".to_owned();
             return Err(unsupported("vision_config.attention_bias", found, "false"));
@@ -321,7 +336,10 @@ impl RawVision {
             patch_size,
             frames: at_most(
                 "vision_config.temporal_patch_size",
-                size("vision_config.temporal_patch_size", self.temporal_patch_size)?,
+                size(
+                    "vision_config.temporal_patch_size",
+                    self.temporal_patch_size,
+                )?,
                 16,
             )?,
             grid_side: divisible("vision_config.image_size", self.image_size, patch_size)

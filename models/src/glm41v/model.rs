@@ -123,7 +123,11 @@ impl Glm41v {
         let mut rows: Vec<i32> = Vec::new();
         for (sample, first) in samples.iter().zip(starts) {
             let bounds = sample.image_bounds.iter();
-            rows.extend(bounds.flat_map(|(s, e)| first + s..first + e).map(|r| r as i32));
+            rows.extend(
+                bounds
+                    .flat_map(|(s, e)| first + s..first + e)
+                    .map(|r| r as i32),
+            );
         }
         if rows.is_empty() {
             return Ok(None);

@@ -138,7 +138,14 @@ mod tests {
     fn blocks_of_two_by_two_come_row_by_row() {
         let order: Vec<[usize; 2]> = block_order([2, 4]).collect();
         let expected = [
-            [0, 0], [0, 1], [1, 0], [1, 1], [0, 2], [0, 3], [1, 2], [1, 3],
+            [0, 0],
+            [0, 1],
+            [1, 0],
+            [1, 1],
+            [0, 2],
+            [0, 3],
+            [1, 2],
+            [1, 3],
         ];
         assert_eq!(order, expected);
     }

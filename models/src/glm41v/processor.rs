@@ -164,7 +164,13 @@ impl Glm41vProcessor {
         let config = ProcessorConfig::load(dir, &model)?;
         let tokenizer = Tokenizer::load(dir)?;
         let ids = MarkerIds::find(&tokenizer)?;
-        for text in ["[gMASK]", "<sop>", "<|system|>", "<|user|>", marker::ASSISTANT] {
+        for text in [
+            "[gMASK]",
+            "<sop>",
+            "<|system|>",
+            "<|user|>",
+            marker::ASSISTANT,
+        ] {
             tokenizer.id(text)?;
         }
         let mut stop_ids = model.eos_ids;

@@ -202,12 +202,10 @@ impl Glm41vProcessor {
     }
 
     fn plan(&self, name: &str, (width, height): (usize, usize)) -> Result<Plan, SampleError> {
-        smart_resize((width, height), &self.config.limits).ok_or_else(|| {
-            SampleError::AspectRatio {
-                name: name.to_owned(),
-                width,
-                height,
-            }
+        smart_resize((width, height), &self.config.limits).ok_or_else(|| SampleError::AspectRatio {
+            name: name.to_owned(),
+            width,
+            height,
         })
     }
 
@@ -239,7 +237,10 @@ impl Glm41vProcessor {
                 let image = image.map_err(|error| image_error(name, path, error))?;
                 let plan = self.plan(name, (image.width(), image.height()))?;
                 let image = resize(&image, plan.0, plan.1);
-                Ok((plan, Slice::cut(&image, (0, 0), plan, self.config.patch_size)))
+                Ok((
+                    plan,
+                    Slice::cut(&image, (0, 0), plan, self.config.patch_size),
+                ))
             })
             .collect()
     }
@@ -367,8 +368,7 @@ impl Glm41vProcessor {
                 Kind::Learnt => tokens.own_labels.extend(&ids),
                 _ => tokens.own_labels.resize(own + ids.len(), IGNORED),
             }
-            if let (Kind::BehindAnswer, Some(label)) =
-                (piece.kind, tokens.own_labels.get_mut(own))
+            if let (Kind::BehindAnswer, Some(label)) = (piece.kind, tokens.own_labels.get_mut(own))
             {
                 *label = self.ids.end;
             }

@@ -37,14 +37,16 @@ impl Glm41vTables {
             .collect();
         // Half of the pairs of a head turn with the row, half with the column.
         let frequencies = rope_frequencies(config.head_dim / 2, 1e4);
-        let angles = grids.iter().flat_map(|grid| block_order(*grid)).flat_map(
-            |coordinates: [usize; 2]| {
-                let frequencies = frequencies.clone();
-                coordinates
-                    .into_iter()
-                    .flat_map(move |p| frequencies.clone().into_iter().map(move |w| p as f32 * w))
-            },
-        );
+        let angles =
+            grids
+                .iter()
+                .flat_map(|grid| block_order(*grid))
+                .flat_map(|coordinates: [usize; 2]| {
+                    let frequencies = frequencies.clone();
+                    coordinates.into_iter().flat_map(move |p| {
+                        frequencies.clone().into_iter().map(move |w| p as f32 * w)
+                    })
+                });
         let patches: usize = grids.iter().map(|[rows, cols]| rows * cols).sum();
         let blocks: Vec<i32> = (0..patches as i32).step_by(4).collect();
         Ok(Self {

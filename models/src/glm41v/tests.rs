@@ -100,7 +100,10 @@ fn layouts_of_the_configuration_mean_the_same() {
 fn configurations_that_are_not_computed_are_refused() {
     for (pointer, value) in [
         ("/text_config/rope_scaling/mrope_section", json!([8, 8, 8])),
-        ("/text_config/rope_scaling/mrope_section", json!([0, 16, 16])),
+        (
+            "/text_config/rope_scaling/mrope_section",
+            json!([0, 16, 16]),
+        ),
         ("/text_config/rope_scaling/type", json!("yarn")),
         ("/text_config/hidden_act", json!("gelu")),
         ("/text_config/num_key_value_heads", json!(3)),
@@ -128,12 +131,17 @@ fn parts_of_the_model_are_told_apart_by_name() {
     let joins = ["model.visual.merger.", "model.visual.downsample."];
     let mut count = 0;
     for param in trained {
-        assert!(joins.iter().any(|j| param.name.starts_with(j)), "{}", param.name);
+        assert!(
+            joins.iter().any(|j| param.name.starts_with(j)),
+            "{}",
+            param.name
+        );
         count += 1;
     }
     assert_eq!(count, 8);
     let units = model.spec().units.iter().enumerate();
-    let resampler = units.filter(|(i, _)| model.tower(engine::UnitId(*i as u32)) == Tower::Resampler);
+    let resampler =
+        units.filter(|(i, _)| model.tower(engine::UnitId(*i as u32)) == Tower::Resampler);
     assert_eq!(resampler.count(), 1);
 }
 
@@ -149,7 +157,11 @@ impl ImageSource for Sizes {
     fn load(&self, path: &Path) -> Result<RgbImage, ImageError> {
         let (width, height) = self.dimensions(path)?;
         // The byte tells pictures apart.
-        Ok(RgbImage::new(width, height, vec![width as u8; width * height * 3]))
+        Ok(RgbImage::new(
+            width,
+            height,
+            vec![width as u8; width * height * 3],
+        ))
     }
 }
 
@@ -185,7 +197,10 @@ fn encode_up_to(sample: &RawSample, limit: usize) -> Result<EncodedSample, Sampl
         (Ok(sample), Ok(size)) => {
             assert_eq!(size.tokens, sample.input_ids.len());
             assert_eq!(size.supervised, sample.supervised_tokens());
-            assert_eq!((size.slices, size.patches), (sample.slices.len(), sample.patches()));
+            assert_eq!(
+                (size.slices, size.patches),
+                (sample.slices.len(), sample.patches())
+            );
         }
         (result, measured) => assert!(result.is_err() && measured.is_err()),
     }
@@ -224,11 +239,17 @@ fn texts_and_pictures_that_disagree_are_errors() {
     let unused = encode(&ask(&two, "only <image>")).unwrap_err();
     assert!(matches!(unused, SampleError::UnusedImage { .. }));
     let more = encode(&ask(&two[..1], "<image><image>")).unwrap_err();
-    assert!(matches!(more, SampleError::MorePlaceholdersThanImages { .. }));
+    assert!(matches!(
+        more,
+        SampleError::MorePlaceholdersThanImages { .. }
+    ));
     let unknown = encode(&ask(&two[..1], "<image_07>")).unwrap_err();
     assert!(matches!(unknown, SampleError::UnknownPlaceholder { .. }));
     let stray = encode(&ask(&two[..1], "<image> and <|image|>")).unwrap_err();
-    assert!(matches!(stray, SampleError::MorePlaceholdersThanImages { .. }));
+    assert!(matches!(
+        stray,
+        SampleError::MorePlaceholdersThanImages { .. }
+    ));
     let long = encode(&ask(&[(ONE, "8400x28")], "<image>")).unwrap_err();
     assert!(matches!(long, SampleError::AspectRatio { width: 8400, .. }));
 }
@@ -251,7 +272,11 @@ fn a_picture_is_kept_whole_or_dropped() {
         let error = encode_up_to(&two, limit).unwrap_err();
         assert!(matches!(
             error,
-            SampleError::UnpairedImageMarkers { starts: 2, ends: 1, .. }
+            SampleError::UnpairedImageMarkers {
+                starts: 2,
+                ends: 1,
+                ..
+            }
         ));
     }
     assert_eq!(encode_up_to(&two, end + 1).unwrap().slices.len(), 2);
@@ -285,7 +310,9 @@ fn the_prompt_is_the_training_text_up_to_the_answer() {
     let whole = encode(&raw).unwrap();
     let options = EncodeOptions::default();
     let style = PlaceholderStyle::Training;
-    let prompt = processor().encode_prompt(&raw, &Sizes, &options, style).unwrap();
+    let prompt = processor()
+        .encode_prompt(&raw, &Sizes, &options, style)
+        .unwrap();
     assert!(whole.input_ids.starts_with(&prompt.input_ids));
     assert_eq!(prompt.slices, whole.slices);
     assert_eq!(prompt.image_bounds, whole.image_bounds);

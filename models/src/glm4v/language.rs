@@ -8,8 +8,7 @@ use crate::batch::Batch;
 use crate::error::Result;
 use crate::generate::CachedLayer;
 use crate::nn::{
-    LmHead, LmHeadConfig, GatedMlp, RmsNorm, SelfAttention, SelfAttentionConfig,
-    TokenEmbedding,
+    GatedMlp, LmHead, LmHeadConfig, RmsNorm, SelfAttention, SelfAttentionConfig, TokenEmbedding,
 };
 use crate::params::{ParamBuilder, ParamScope};
 use engine::UnitId;

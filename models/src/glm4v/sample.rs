@@ -89,7 +89,10 @@ impl Processor for Glm4vProcessor {
             size.map_err(|error| image_error(name, path, error))?;
         }
         let mut tokens = self.tokenize(sample, &sample.conversations, true, options)?;
-        tokens.push(&[self.ids.user], options.train_on_turn_end && self.answered(sample));
+        tokens.push(
+            &[self.ids.user],
+            options.train_on_turn_end && self.answered(sample),
+        );
         let untruncated = tokens.input_ids.len();
         let kept = untruncated.min(options.model_max_length);
         let answer_start = tokens.own_labels.iter().position(|label| *label != IGNORED);

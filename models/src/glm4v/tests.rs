@@ -109,7 +109,7 @@ fn the_default_adapters_are_those_of_the_decoder() {
         lora_rank: 8,
         lora_alpha: 32.0,
         lora_dropout: 0.0,
-            others: std::collections::BTreeMap::new(),
+        others: std::collections::BTreeMap::new(),
         targets: LoraTargets::parse(crate::Family::Glm4v.default_lora_targets()),
         layers: None,
         per_projection: false,
@@ -175,7 +175,10 @@ fn markers_in_the_text_are_text() {
     let id = |text: &str| processor().tokenizer().id(text).unwrap();
     let encoded = encode(&ask(&[], "<|assistant|> <|end_of_image|>")).unwrap();
     let count = |id: i32| encoded.input_ids.iter().filter(|i| **i == id).count();
-    assert_eq!((count(id("<|assistant|>")), count(id("<|end_of_image|>"))), (1, 1));
+    assert_eq!(
+        (count(id("<|assistant|>")), count(id("<|end_of_image|>"))),
+        (1, 1)
+    );
 }
 
 #[test]
@@ -192,7 +195,10 @@ fn the_place_of_the_picture_is_no_text() {
 #[test]
 fn a_sample_has_one_picture_at_most() {
     let error = encode(&ask(&[PICTURE, PICTURE], "Why?")).unwrap_err();
-    assert!(matches!(error, SampleError::TooManyImages { images: 2, .. }));
+    assert!(matches!(
+        error,
+        SampleError::TooManyImages { images: 2, .. }
+    ));
     let system = sample(&[], &[("system", "s"), ("user", "a"), ("assistant", "b")]);
     assert!(matches!(
         encode(&system).unwrap_err(),

@@ -6,7 +6,7 @@ use super::config::LanguageConfig;
 use crate::autograd::{Loss, Tape, Var};
 use crate::batch::Batch;
 use crate::error::Result;
-use crate::nn::{LmHead, LmHeadConfig, DecoderBlock, DecoderConfig, TokenEmbedding};
+use crate::nn::{DecoderBlock, DecoderConfig, LmHead, LmHeadConfig, TokenEmbedding};
 use crate::params::ParamBuilder;
 use engine::UnitId;
 use kernels::Tensor;

@@ -83,12 +83,7 @@ impl SelfAttention {
         config: SelfAttentionConfig,
     ) -> Self {
         let shape = [config.width, config.heads * config.head_dim];
-        let out = scope.linear(
-            config.out_name,
-            shape,
-            config.out_bias,
-            TensorParallel::Row,
-        );
+        let out = scope.linear(config.out_name, shape, config.out_bias, TensorParallel::Row);
         Self {
             inputs,
             out,

@@ -65,8 +65,8 @@ impl GatedMlp {
     /// Declares `gate_proj`, `up_proj` and `down_proj` below `name`.
     pub fn new(params: &mut ParamScope<'_, '_>, name: &str, width: usize, inner: usize) -> Self {
         let mut scope = params.at(name);
-        let inputs = ["gate_proj", "up_proj"]
-            .map(|name| scope.linear(name, [inner, width], false, COLUMN));
+        let inputs =
+            ["gate_proj", "up_proj"].map(|name| scope.linear(name, [inner, width], false, COLUMN));
         Self {
             inputs: GateUp::Apart(Box::new(inputs)),
             down: scope.linear("down_proj", [width, inner], false, TensorParallel::Row),

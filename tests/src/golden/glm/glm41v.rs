@@ -50,7 +50,11 @@ impl PackFamily for Glm41vPacks {
                 "input_ids" => wide(&sample.input_ids),
                 "labels" => own_labels(sample),
                 "attention_mask" => vec![1; sample.input_ids.len()],
-                "position_ids" => positions(sample).rows.iter().flat_map(|r| wide(r)).collect(),
+                "position_ids" => positions(sample)
+                    .rows
+                    .iter()
+                    .flat_map(|r| wide(r))
+                    .collect(),
                 "mm_token_type_ids" => kinds(sample),
                 "image_grid_thw" => grids(sample),
                 "resized_u8" => {

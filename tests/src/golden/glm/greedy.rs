@@ -8,9 +8,7 @@ use models::autograd::{ResidentParams, Tape};
 use models::data::{EncodeOptions, EncodedPrompt, PlaceholderStyle};
 use models::generate::{GenerateOptions, Prompt, Sampling, generate};
 use models::image::ImageFolder;
-use models::{
-    ModelOptions, Processor, SampleInput, VisionLanguageModel, WeightSource, open_model,
-};
+use models::{ModelOptions, Processor, SampleInput, VisionLanguageModel, WeightSource, open_model};
 use std::path::Path;
 use std::sync::Arc;
 

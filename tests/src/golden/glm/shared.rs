@@ -6,10 +6,10 @@ use crate::golden::{
 };
 use crate::tolerance;
 use anyhow::{Context, Result};
+use models::Processor;
 use models::data::{EncodeOptions, EncodedSample, IGNORED, RawSample, SINGLE_IMAGE};
 use models::image::ImageFolder;
 use models::text::Message;
-use models::Processor;
 use serde::Deserialize;
 use std::path::{Path, PathBuf};
 
@@ -101,7 +101,12 @@ pub(super) fn picture_bytes(sample: &EncodedSample, k: usize, patch: usize) -> O
     let rows = 0..slice.rows * patch;
     let cols = 0..slice.cols * patch;
     let pixels = rows.flat_map(|y| cols.clone().map(move |x| (y, x)));
-    Some(pixels.flat_map(|(y, x)| (0..3).map(move |c| (y, x, c))).map(|(y, x, c)| byte(y, x, c)).collect())
+    Some(
+        pixels
+            .flat_map(|(y, x)| (0..3).map(move |c| (y, x, c)))
+            .map(|(y, x, c)| byte(y, x, c))
+            .collect(),
+    )
 }
 
 /// Compares what a run of any of the models computes; `None` for a name that means something else.
@@ -169,7 +174,11 @@ pub(super) fn tokenizer_cases(
         theirs.push(case.ids.len() as i64);
         theirs.extend(case.ids);
     }
-    Ok(compare_ints(&format!("tokenizer_cases {list}"), &ours, &theirs))
+    Ok(compare_ints(
+        &format!("tokenizer_cases {list}"),
+        &ours,
+        &theirs,
+    ))
 }
 
 /// The ids of special tokens in `tokenizer_cases.json`.

@@ -89,8 +89,10 @@ fn bombs() -> Vec<(&'static str, Vec<u8>)> {
     let mut webp = encode(&noise(8), ImageFormat::WebP);
     assert_eq!((&webp[12..16], webp[20]), (&b"VP8L"[..], 0x2f));
     let extended = extended_webp((width, height), &webp);
-    webp[21..24].fill(0xff);
-    webp[24] |= 0x0f;
+    // the largest sides of the format, less one each, in 14 bits
+    let sides = 16_382u32 | 16_382 << 14;
+    let flags = u32::from(webp[24] & 0xf0) << 24;
+    webp[21..25].copy_from_slice(&(sides | flags).to_le_bytes());
     vec![
         ("PNG", png.file()),
         ("BMP of 24 bits", bmp(24, height)),

@@ -1,0 +1,183 @@
+//! The forms in which users have their data, all read into [`RawSample`]s.
+//!
+//! | format | where | content |
+//! |---|---|---|
+//! | `minicpm` | JSON list or lines | `{id, image, conversations: [{role, content}]}` |
+//! | `glm4v` | JSON list or lines | `{messages: [{role, content, image?}]}` |
+//! | `sharegpt` | JSON list or lines | `{conversations: [{from: human\|gpt\|system, value}], images: [..]}` |
+//! | `messages` | JSON list or lines | `{messages: [{role, content}], images: [..]}` |
+//! | `cogvlm-sft` | folder | `images/NAME.jpg` and `labels_*/NAME.json` with `{conversations: [{role, content}]}` |
+//! | `captcha` | folder | pictures whose file names, up to the first dot, are the answers |
+//!
+//! Where a sample has several pictures without names, they get the names `<image_00>`, `<image_01>`, ... at
+//! their places in the text. A single picture keeps the name [`SINGLE_IMAGE`](super::SINGLE_IMAGE): it stands
+//! where the text says so, otherwise in front.
+
+mod folders;
+mod turns;
+
+use std::path::{Path, PathBuf};
+
+use serde_json::Value;
+
+use super::raw::{DataError, RawSample, read_list, read_samples};
+use turns::{Glm4v, Messages, ShareGpt};
+
+/// A form in which users have their data.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DataFormat {
+    /// MiniCPM-V's: roles and contents, pictures by name.
+    Minicpm,
+    /// GLM-4V's: messages, each with at most one picture.
+    Glm4v,
+    /// Conversations of `from` and `value`, with a list of pictures.
+    ShareGpt,
+    /// Messages of `role` and `content`, with a list of pictures.
+    Messages,
+    /// A folder of pictures and one of conversations about them.
+    CogvlmSft,
+    /// A folder of pictures that are named by what they show.
+    Captcha,
+}
+
+impl DataFormat {
+    /// All formats.
+    pub const ALL: [Self; 6] = [
+        Self::Minicpm,
+        Self::Glm4v,
+        Self::ShareGpt,
+        Self::Messages,
+        Self::CogvlmSft,
+        Self::Captcha,
+    ];
+
+    /// The name on the command line.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Minicpm => "minicpm",
+            Self::Glm4v => "glm4v",
+            Self::ShareGpt => "sharegpt",
+            Self::Messages => "messages",
+            Self::CogvlmSft => "cogvlm-sft",
+            Self::Captcha => "captcha",
+        }
+    }
+
+    /// The format called `name`.
+    pub fn from_name(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|format| format.name() == name)
+    }
+}
+
+/// The samples of a data file or folder.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Dataset {
+    /// Their format.
+    pub format: DataFormat,
+    /// The folder at which relative paths of pictures start.
+    pub root: PathBuf,
+    /// The samples, in the order of the file, or of the names in a folder.
+    pub samples: Vec<RawSample>,
+}
+
+/// Reads the samples at `path`; without a `format`, that of [`detect`].
+///
+/// # Errors
+/// [`DataError`] if the format is not clear, if something cannot be read or is not of the format (with line and
+/// column where it is JSON), or if there is no sample.
+pub fn read_samples_as(path: &Path, format: Option<DataFormat>) -> Result<Dataset, DataError> {
+    let format = format.map_or_else(|| detect(path), Ok)?;
+    let beside = || folder_of(path).to_owned();
+    let (root, samples) = match format {
+        DataFormat::Minicpm => (beside(), read_samples(path)?),
+        DataFormat::Glm4v => (beside(), converted(read_list::<Glm4v>(path)?)),
+        DataFormat::ShareGpt => (beside(), converted(read_list::<ShareGpt>(path)?)),
+        DataFormat::Messages => (beside(), converted(read_list::<Messages>(path)?)),
+        DataFormat::CogvlmSft => folders::read_sft(path)?,
+        DataFormat::Captcha => (path.to_owned(), folders::read_captcha(path)?),
+    };
+    Ok(Dataset {
+        format,
+        root,
+        samples,
+    })
+}
+
+/// The folder that holds `path`.
+fn folder_of(path: &Path) -> &Path {
+    let parent = path.parent();
+    let parent = parent.filter(|parent| !parent.as_os_str().is_empty());
+    parent.unwrap_or(Path::new("."))
+}
+
+fn converted<T: Into<RawSample>>(samples: Vec<T>) -> Vec<RawSample> {
+    samples.into_iter().map(T::into).collect()
+}
+
+/// Finds the format of the file or folder `path` by the shape of the folder or the fields of the first sample.
+///
+/// # Errors
+/// [`DataError::UnknownFormat`] or [`DataError::AmbiguousFormat`] if it is not clear, and other [`DataError`]s if
+/// the content cannot be read.
+pub fn detect(path: &Path) -> Result<DataFormat, DataError> {
+    if path.is_dir() {
+        return folders::detect(path);
+    }
+    let samples = read_list::<Value>(path)?;
+    let sample = &samples[0];
+    let unknown = |found: String| DataError::UnknownFormat {
+        path: path.to_owned(),
+        found,
+    };
+    let Some(fields) = sample.as_object() else {
+        return Err(unknown("the first sample is no object".to_owned()));
+    };
+    let names = || {
+        fields
+            .keys()
+            .map(String::as_str)
+            .collect::<Vec<_>>()
+            .join(", ")
+    };
+    match (sample.get("messages"), sample.get("conversations")) {
+        (Some(messages), None) => of_messages(path, sample, messages),
+        (None, Some(turns)) => {
+            let first = &turns[0];
+            match (first.get("role").is_some(), first.get("from").is_some()) {
+                (true, false) => Ok(DataFormat::Minicpm),
+                (false, true) => Ok(DataFormat::ShareGpt),
+                _ => Err(unknown(
+                    "the first turn has not one of the fields \"role\" and \"from\"".to_owned(),
+                )),
+            }
+        }
+        (Some(_), Some(_)) => Err(DataError::AmbiguousFormat {
+            path: path.to_owned(),
+            reason: "the first sample has \"messages\" and \"conversations\"".to_owned(),
+        }),
+        (None, None) => Err(unknown(format!(
+            "the first sample has the fields {}",
+            names()
+        ))),
+    }
+}
+
+fn of_messages(path: &Path, sample: &Value, messages: &Value) -> Result<DataFormat, DataError> {
+    let has = |object: &Value, field| object.get(field).is_some_and(|value| !value.is_null());
+    let empty = sample["images"].as_array().is_some_and(Vec::is_empty);
+    let has_list = has(sample, "images") && !empty;
+    let mut turns = messages.as_array().into_iter().flatten();
+    let has_own = turns.any(|turn| has(turn, "image"));
+    match (has_list, has_own) {
+        (true, true) => Err(DataError::AmbiguousFormat {
+            path: path.to_owned(),
+            reason: "the first sample has \"images\", and an \"image\" in a message".to_owned(),
+        }),
+        (false, true) => Ok(DataFormat::Glm4v),
+        // without a picture both read the same
+        (_, false) => Ok(DataFormat::Messages),
+    }
+}
+
+#[cfg(test)]
+mod tests;
