@@ -1,7 +1,7 @@
 //! Which model a folder holds: family and every size come from its `config.json`.
 
 use crate::cogvlm::config::Edition;
-use crate::cogvlm::{self, CogConfig, CogProcessor, CogVlm};
+use crate::cogvlm::{CogConfig, CogProcessor, CogVlm};
 use crate::config::{self, ConfigError};
 use crate::glm4v::config::Glm4vConfig;
 use crate::glm4v::{Glm4v, Glm4vProcessor};
@@ -154,8 +154,7 @@ pub fn open_model(
         }
         Family::CogVlm | Family::CogVlm2 | Family::CogAgent => {
             let config = CogConfig::load(dir)?;
-            let normalization = cogvlm::processor::normalization()?;
-            Ok(Arc::new(CogVlm::new(config, normalization, options)?))
+            Ok(Arc::new(CogVlm::new(config, options)?))
         }
     }
 }

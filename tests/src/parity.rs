@@ -66,6 +66,20 @@ pub fn check_trajectory(
     for (tensor, want) in &expected.after {
         all.push(adapter(tensor, run.weights.get(tensor), want));
     }
+    for (tensor, want) in &expected.norms_after {
+        let length = |values: &Vec<f32>| {
+            let square: f64 = values.iter().map(|v| f64::from(*v).powi(2)).sum();
+            square.sqrt() as f32
+        };
+        let got: Vec<f32> = run.weights.get(tensor).map(length).into_iter().collect();
+        let bound = tolerance::ADAPTER_L2 * f64::from(*want);
+        all.push(compare_floats(
+            &format!("after {tensor}"),
+            &got,
+            &[*want],
+            bound,
+        ));
+    }
     Ok(all)
 }
 

@@ -70,9 +70,8 @@ impl CogVlm {
 
     fn rotary(&self, positions: &[i32], backend: &dyn Backend) -> Result<Rotary> {
         let (language, options) = (&self.config().language, self.model_options());
-        let precision = (options.rope_precision, options.dtype);
         let (d, theta) = (language.head_dim, language.rope_theta);
-        rotary(positions, d, theta, precision, backend)
+        rotary(positions, d, theta, options.rotary_dtype(), backend)
     }
 
     fn prefix_tables(&self, batch: &Batch, backend: &dyn Backend) -> Result<Option<PrefixTables>> {
@@ -129,14 +128,14 @@ impl CogVlm {
             None => VisionTables::Eva(tables),
             Some(cross) => {
                 let second: Picture<'_> = pictures.iter().map(|p| p[1]).collect();
-                let precision = (options.rope_precision, options.dtype);
+                let dtypes = (options.dtype, options.rotary_dtype());
                 let norm = &self.normalization;
                 let patches = 0..config.vision.patches() as i32;
                 let ids: Vec<i32> = first.iter().flat_map(|_| patches.clone()).collect();
                 VisionTables::CogAgent(Box::new(CogAgentTables {
                     eva: tables,
                     position_ids: upload(backend, &ids, &[ids.len()])?,
-                    cross: CrossPictures::new(cross, &second, norm, precision, backend)?,
+                    cross: CrossPictures::new(cross, &second, norm, dtypes, backend)?,
                 }))
             }
         };

@@ -335,6 +335,7 @@ impl Raw {
         divisible("cross_vision_config.width", width, head_dim)?;
         let ratio = positive("cross_vision_config.mlp_ratio", raw.mlp_ratio)?;
         let patch_size = size("cross_vision_config.patch_size", raw.patch_size)?;
+        at_most("cross_vision_config.patch_size", patch_size, 1 << 10)?;
         let image_size = size(SIZE, self.cross_image_size.unwrap_or(1120))?;
         let grid = divisible(SIZE, image_size, patch_size)?;
         at_most("cross_image_size / patch_size", grid, 1 << 12)?;

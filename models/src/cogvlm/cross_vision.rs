@@ -11,7 +11,6 @@ use crate::error::Result;
 use crate::eva::{EvaPictures, EvaTables, pictures};
 use crate::nn::{LayerNorm, Linear, Rotary, rotary_of};
 use crate::ops::{LinearParams, Sequences};
-use crate::options::RopePrecision;
 use crate::params::{ParamBuilder, ParamScope};
 use crate::processor::Normalization;
 use engine::{ParamId, TensorParallel, UnitId};
@@ -40,7 +39,7 @@ pub struct CrossPictures {
 }
 
 impl CrossPictures {
-    /// Prepares `slices`, each with the number of patches before it in its batch.
+    /// Prepares `slices`, each with the number of patches before it in its batch; the second dtype is that of angles.
     ///
     /// # Errors
     /// When memory runs out.
@@ -48,7 +47,7 @@ impl CrossPictures {
         config: &CrossConfig,
         slices: &[(&Slice, usize)],
         normalization: &Normalization,
-        (precision, dtype): (RopePrecision, DType),
+        (dtype, rotary_dtype): (DType, DType),
         backend: &dyn Backend,
     ) -> Result<Self> {
         let (grid, side) = (config.grid(), config.patch_size);
@@ -57,14 +56,10 @@ impl CrossPictures {
             sequences,
             tables,
         } = pictures((grid, side), false, slices, normalization, dtype, backend)?;
-        let table_dtype = match precision {
-            RopePrecision::Model => dtype,
-            RopePrecision::F32 => DType::F32,
-        };
         let one = angles(config);
         let all = (0..slices.len()).flat_map(|_| one.iter().copied());
         let width = config.head_dim / 2;
-        let rotary = rotary_of(all, width, RopeLayout::Interleaved, table_dtype, backend)?;
+        let rotary = rotary_of(all, width, RopeLayout::Interleaved, rotary_dtype, backend)?;
         let ids: Vec<i32> = (0..slices.len())
             .flat_map(|_| 0..config.patches() as i32)
             .collect();

@@ -28,6 +28,8 @@ mod rope;
 mod vision;
 
 #[cfg(test)]
+mod behaviour_tests;
+#[cfg(test)]
 mod tests;
 
 pub use config::CogConfig;
@@ -36,4 +38,5 @@ pub use experts::Experts;
 pub use model::CogVlm;
 pub use prefix::PrefixTables;
 pub use processor::CogProcessor;
+pub use rope::rotary;
 pub use vision::CogAgentTables;

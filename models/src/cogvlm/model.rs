@@ -11,7 +11,7 @@ use crate::generate::{CacheShape, CrossCacheShape};
 use crate::init::{self, Init};
 use crate::lora::LanguageModules;
 use crate::options::ModelOptions;
-use crate::params::{ParamBuilder, is_added};
+use crate::params::{ParamBuilder, SplitAdapters, is_added};
 use crate::processor::Normalization;
 use crate::{SampleInput, Tower, VisionLanguageModel};
 use engine::{ModelSpec, ParamId, ParamSpec, UnitId};
@@ -69,6 +69,7 @@ pub struct CogVlm {
     pub(super) normalization: Normalization,
     options: ModelOptions,
     spec: ModelSpec,
+    split: SplitAdapters,
     vision: Vision,
     cross_vision: Option<CrossVision>,
     language: Language,
@@ -81,7 +82,6 @@ impl CogVlm {
     /// When adapter targets or a selection do not fit.
     pub fn new(
         config: CogConfig,
-        normalization: Normalization,
         options: ModelOptions,
     ) -> Result<Self> {
         let trains = |name: &str| is_added(name) || options.trains(name, tower(name));
@@ -91,13 +91,14 @@ impl CogVlm {
         let cross = config.cross.as_ref();
         let cross_vision = cross.map(|cross| CrossVision::new(&mut params, cross));
         let language = Language::new(&mut params, &config, options.ptuning_tokens)?;
-        let spec = params.finish()?;
+        let (spec, split) = params.finish_with_split()?;
         options.check(&spec)?;
         Ok(Self {
             config,
-            normalization,
+            normalization: Normalization::clip(),
             options,
             spec,
+            split,
             vision,
             cross_vision,
             language,
@@ -148,6 +149,10 @@ impl VisionLanguageModel for CogVlm {
 
     fn options(&self) -> &ModelOptions {
         &self.options
+    }
+
+    fn split_adapters(&self) -> &SplitAdapters {
+        &self.split
     }
 
     fn collate(&self, samples: &[SampleInput<'_>], backend: &dyn Backend) -> Result<Batch> {

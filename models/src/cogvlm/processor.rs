@@ -5,33 +5,20 @@
 
 use super::config::CogConfig;
 use super::prompt::Turns;
-use crate::config::ConfigError;
 use crate::data::{
     EncodeOptions, EncodedPrompt, EncodedSample, IGNORED, PicturePlan, PlaceholderStyle,
     PromptSource, PromptStyle, RawSample, SampleError, SampleSize, SampleTokens, Slice,
 };
 use crate::image::{ImageError, ImageSource, RgbImage, resize};
-use crate::processor::{Normalization, Processor, ProcessorError};
+use crate::processor::{Processor, ProcessorError};
 use crate::text::Tokenizer;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-/// Mean of the pictures' channels; a constant of the published code, whose folders hold no picture settings.
-const MEAN: [f32; 3] = [0.481_454_66, 0.457_827_5, 0.408_210_73];
-/// Their deviation.
-const STD: [f32; 3] = [0.268_629_54, 0.261_302_58, 0.275_777_11];
 /// The training scripts keep this many tokens free behind the context.
 const ANSWER_ROOM: usize = 10;
 /// And cut a row, features counted once, this much shorter than its limit, before the end token.
 const CUT_ROOM: usize = 5;
-
-/// Normalisation of the pictures.
-///
-/// # Errors
-/// Never: the constants are usable.
-pub fn normalization() -> Result<Normalization, ProcessorError> {
-    Normalization::new(MEAN, STD)
-}
 
 /// Turns samples into model inputs.
 #[derive(Clone, Debug)]
@@ -62,13 +49,6 @@ impl CogProcessor {
     pub fn load(dir: &Path) -> Result<Self, ProcessorError> {
         let config = CogConfig::load(dir)?;
         let tokenizer = Tokenizer::load(dir)?;
-        if tokenizer.vocab_size() > config.language.vocab_size {
-            return Err(ProcessorError::Config(ConfigError::Inconsistent {
-                field: "vocab_size",
-                found: config.language.vocab_size,
-                reason: format!("the tokenizer has {} tokens", tokenizer.vocab_size()),
-            }));
-        }
         Ok(Self { config, tokenizer })
     }
 

@@ -5,24 +5,20 @@
 
 use crate::error::Result;
 use crate::nn::{Rotary, rope_frequencies, rotary_of, round};
-use crate::options::RopePrecision;
 use kernels::{Backend, DType, RopeLayout};
 
-/// Angles of `positions` for heads of `head_dim` elements, every pair of which rotates.
+/// Angles of `positions` for heads of `head_dim` elements, every pair of which rotates, rounded to
+/// `dtype` wherever the published code rounds.
 ///
 /// # Errors
 /// When memory runs out.
-pub(super) fn rotary(
+pub fn rotary(
     positions: &[i32],
     head_dim: usize,
     theta: f32,
-    (precision, dtype): (RopePrecision, DType),
+    dtype: DType,
     backend: &dyn Backend,
 ) -> Result<Rotary> {
-    let dtype = match precision {
-        RopePrecision::Model => dtype,
-        RopePrecision::F32 => DType::F32,
-    };
     let frequencies: Vec<f32> = rope_frequencies(head_dim, theta)
         .into_iter()
         .map(|w| round(w, dtype))

@@ -2,7 +2,6 @@
 
 use super::config::{CogConfig, Edition};
 use super::model::CogVlm;
-use super::processor::normalization;
 use crate::lora::{LoraConfig, LoraTargets};
 use crate::options::ModelOptions;
 use crate::{Tower, VisionLanguageModel};
@@ -48,7 +47,7 @@ pub(super) fn real_config(edition: Edition) -> Value {
 fn real(edition: Edition, options: ModelOptions) -> CogVlm {
     let text = real_config(edition).to_string();
     let config = CogConfig::parse(text.as_bytes(), Path::new("config.json")).unwrap();
-    CogVlm::new(config, normalization().unwrap(), options).unwrap()
+    CogVlm::new(config, options).unwrap()
 }
 
 /// Elements of the parameters whose name the rule takes.

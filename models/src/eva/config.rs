@@ -74,6 +74,8 @@ impl RawEva {
         let channels = self.in_channels.to_string();
         expect("vision_config.in_channels", Some(&channels), "3")?;
         let patch_size = size("vision_config.patch_size", self.patch_size)?;
+        // A patch's values are one row of a product.
+        at_most("vision_config.patch_size", patch_size, 1 << 10)?;
         let image_size = size("vision_config.image_size", self.image_size)?;
         let grid = divisible("vision_config.image_size", image_size, patch_size)?;
         if grid.checked_mul(grid).and_then(|p| p.checked_add(1)) != Some(self.num_positions) {

@@ -1,5 +1,6 @@
 //! What is particular to the packs of one family of models.
 
+use super::cog::CogPacks;
 use super::compare::{CaseRun, Comparison};
 use super::glm::{Glm4vPacks, Glm41vPacks};
 use super::minicpm::MiniCpmPacks;
@@ -70,6 +71,7 @@ pub trait PackFamily: Sync {
 pub fn packs_of(family: Family) -> &'static dyn PackFamily {
     match family {
         Family::MiniCpm => &MiniCpmPacks,
+        Family::CogVlm | Family::CogVlm2 | Family::CogAgent => &CogPacks,
         Family::Glm4v => &Glm4vPacks,
         Family::Glm41v => &Glm41vPacks,
     }
@@ -115,6 +117,8 @@ pub struct Trajectory {
     pub trainable: Option<usize>,
     /// Trained values after the last step, by parameter, where stored.
     pub after: BTreeMap<String, Vec<f32>>,
+    /// Lengths (L2) of trained parameters after the last step, where only these are stored.
+    pub norms_after: BTreeMap<String, f32>,
 }
 
 impl std::fmt::Debug for Trajectory {
@@ -149,6 +153,7 @@ impl Trajectory {
             grad_norms: Vec::new(),
             trainable: None,
             after: BTreeMap::new(),
+            norms_after: BTreeMap::new(),
         }
     }
 }

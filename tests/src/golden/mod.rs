@@ -4,6 +4,7 @@
 //! `trajectory.json` (losses along optimizer steps). The format is the one of the folders beside
 //! the test suites; any other folder of that format can be compared too.
 
+pub mod cog;
 mod compare;
 mod family;
 mod glm;

@@ -183,11 +183,21 @@ impl Pack {
         ["minicpm-v-2_6", "minicpm-o-2_6"].map(Self::beside).into()
     }
 
+    /// The packs of CogVLM, CogVLM2 and CogAgent that lie beside the test suites.
+    #[must_use]
+    pub fn cogs() -> Vec<PathBuf> {
+        let names = [
+            "cogvlm-chat-hf",
+            "cogvlm2-llama3-chat-19B",
+            "cogagent-chat-hf",
+        ];
+        names.map(Self::beside).into()
+    }
+
     /// All packs that lie beside the test suites.
     #[must_use]
     pub fn built_in() -> Vec<PathBuf> {
-        let mut all = Self::minicpm();
-        all.extend(["glm-4v-9b", "glm-4.1v-9b-thinking"].map(Self::beside));
-        all
+        let glms = ["glm-4v-9b", "glm-4.1v-9b-thinking"].map(Self::beside);
+        [Self::minicpm(), Self::cogs(), glms.into()].concat()
     }
 }

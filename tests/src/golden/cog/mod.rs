@@ -1,0 +1,190 @@
+//! Packs of CogVLM, CogVLM2 and CogAgent.
+
+mod flows;
+mod inputs;
+
+use super::compare::{
+    CaseRun, Comparison, compare_floats, compare_gradient, compare_loss, compare_tap,
+    largest_gradient,
+};
+use super::family::{PackFamily, Section, Trajectory};
+use super::pack::{Case, Pack, Stored, read_json};
+use crate::tolerance;
+use anyhow::{Context, Result, ensure};
+use models::Processor;
+use models::cogvlm::config::TemplateVersion;
+use models::data::{EncodeOptions, EncodedSample, PromptSource, PromptStyle, RawSample};
+use models::image::ImageFolder;
+use models::text::Message;
+use serde::Deserialize;
+use std::path::PathBuf;
+
+/// Reader of these packs.
+#[derive(Clone, Copy, Debug)]
+pub struct CogPacks;
+
+impl PackFamily for CogPacks {
+    fn samples(
+        &self,
+        _: &Pack,
+        case: &Case,
+        processor: &dyn Processor,
+    ) -> Result<Vec<EncodedSample>> {
+        encode(case, processor)
+    }
+
+    fn compare_inputs(
+        &self,
+        pack: &Pack,
+        case: &Case,
+        processor: &dyn Processor,
+        samples: &[EncodedSample],
+    ) -> Result<Vec<Comparison>> {
+        inputs::compare(pack, case, processor, samples)
+    }
+
+    fn compare_run(
+        &self,
+        case: &Case,
+        samples: &[EncodedSample],
+        run: &CaseRun,
+    ) -> Result<Vec<Comparison>> {
+        let largest = largest_gradient(run);
+        let mut all = Vec::new();
+        for (name, stored) in &case.expected.0 {
+            let comparison = match name.split('.').next().unwrap_or_default() {
+                kind if inputs::KINDS.contains(&kind) => continue,
+                "loss" => compare_loss(run, stored)?,
+                "logits" => rows(name, run.logits.as_ref(), samples, stored)?,
+                "hidden" | "inputs_embeds" => rows(name, run.taps.get(name), samples, stored)?,
+                "vit_hidden" | "vision_features" | "cross_features" => {
+                    compare_tap(name, stored, run, tolerance::ACTIVATION)?
+                }
+                "grad" | "gradnorm" => compare_unused(run, name, stored, largest)?,
+                _ => Comparison::failed(name, "not a known quantity"),
+            };
+            all.push(comparison);
+        }
+        Ok(all)
+    }
+
+    fn trajectories(&self, pack: &Pack, processor: &dyn Processor) -> Result<Vec<Trajectory>> {
+        flows::trajectories(pack, processor)
+    }
+
+    fn tables(&self, pack: &Pack, processor: &dyn Processor) -> Result<Vec<Section>> {
+        flows::tables(pack, processor)
+    }
+}
+
+/// Gradients of tensors that nothing computes with are stored as zeros; a run has none of them, or zeros.
+fn compare_unused(run: &CaseRun, name: &str, stored: &Stored, largest: f64) -> Result<Comparison> {
+    let (_, param) = name.split_once('.').unwrap_or((name, ""));
+    let zero = stored.floats()?.iter().all(|v| *v == 0.0);
+    match run.grads.get(param) {
+        None if zero => Ok(compare_floats(name, &[], &[], 0.0)),
+        _ => compare_gradient(run, name, stored, largest),
+    }
+}
+
+/// Values of token rows, stored `[samples, longest, c]` with meaningless rows behind each sample.
+fn rows(
+    name: &str,
+    got: Option<&Vec<f32>>,
+    samples: &[EncodedSample],
+    stored: &Stored,
+) -> Result<Comparison> {
+    let Some(got) = got else {
+        return Ok(Comparison::failed(name, "not computed"));
+    };
+    let &[_, longest, c] = &stored.shape[..] else {
+        return Ok(Comparison::failed(name, "not [samples, rows, c]"));
+    };
+    let each = stored.floats()?.chunks(longest * c).zip(samples);
+    let want: Vec<f32> = each
+        .flat_map(|(rows, sample)| &rows[..sample.input_ids.len() * c])
+        .copied()
+        .collect();
+    Ok(compare_floats(name, got, &want, tolerance::ACTIVATION))
+}
+
+/// `conversation.json` of a case.
+#[derive(Deserialize)]
+struct Conversation {
+    conversations: Vec<Message>,
+    images: Vec<PathBuf>,
+    template_version: String,
+    rendered_prompt: String,
+    sat_version: Option<String>,
+    sat_max_length: Option<usize>,
+}
+
+/// `conversation.json` of a batch.
+#[derive(Deserialize)]
+struct Batch {
+    batch: Vec<String>,
+}
+
+impl Conversation {
+    fn raw(&self) -> RawSample {
+        let images = self.images.iter();
+        RawSample {
+            id: None,
+            images: images
+                .map(|path| ("<image>".into(), path.clone()))
+                .collect(),
+            conversations: self.conversations.clone(),
+        }
+    }
+
+    fn hub(&self) -> Result<EncodeOptions> {
+        options(&self.template_version, PromptSource::Hub, 2048)
+    }
+
+    /// The training scripts' options, where the case has their tensors.
+    fn sat(&self) -> Result<EncodeOptions> {
+        let version = self.sat_version.as_deref().context("no sat_version")?;
+        let length = self.sat_max_length.context("no sat_max_length")?;
+        options(version, PromptSource::Sat, length)
+    }
+}
+
+fn options(version: &str, source: PromptSource, model_max_length: usize) -> Result<EncodeOptions> {
+    let template = match version {
+        "base" => TemplateVersion::Base,
+        "chat" => TemplateVersion::Chat,
+        "vqa" => TemplateVersion::Vqa,
+        "chat_old" => TemplateVersion::ChatOld,
+        other => anyhow::bail!("unknown template {other}"),
+    };
+    Ok(EncodeOptions {
+        model_max_length,
+        prompt: Some(PromptStyle { template, source }),
+        ..EncodeOptions::default()
+    })
+}
+
+/// Encodes the samples of a case as training does.
+///
+/// # Errors
+/// When a file is missing or a sample cannot be encoded.
+pub fn encode(case: &Case, processor: &dyn Processor) -> Result<Vec<EncodedSample>> {
+    let path = case.dir.join("conversation.json");
+    let dirs = match read_json::<Batch>(&path) {
+        Ok(batch) => {
+            let names = batch.batch.iter();
+            names.map(|name| case.dir.with_file_name(name)).collect()
+        }
+        Err(_) => vec![case.dir.clone()],
+    };
+    ensure!(!dirs.is_empty(), "{} names no sample", path.display());
+    let encode = |dir: PathBuf| {
+        let path = dir.join("conversation.json");
+        let conversation: Conversation = read_json(&path)?;
+        let images = ImageFolder::beside(&path);
+        processor
+            .encode(&conversation.raw(), &images, &conversation.hub()?)
+            .with_context(|| format!("encoding {}", dir.display()))
+    };
+    dirs.into_iter().map(encode).collect()
+}
