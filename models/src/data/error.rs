@@ -87,6 +87,14 @@ pub enum SampleError {
         /// What is wrong with the file.
         source: ImageError,
     },
+    /// More pictures than the family takes.
+    #[error("the sample has {images} images, the model takes at most {limit}")]
+    TooManyImages {
+        /// Pictures found.
+        images: usize,
+        /// Pictures allowed.
+        limit: usize,
+    },
     /// A picture so long that the model's resizing refuses it.
     #[error("image {name} of {width} x {height} pixels is too long for its width")]
     AspectRatio {

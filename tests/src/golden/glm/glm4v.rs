@@ -230,11 +230,7 @@ fn logits_of(
 }
 
 /// Prompt, answer and leads of a greedy generation.
-fn compare_greedy(
-    pack: &Pack,
-    case: &Case,
-    processor: &dyn Processor,
-) -> Result<Vec<Comparison>> {
+fn compare_greedy(pack: &Pack, case: &Case, processor: &dyn Processor) -> Result<Vec<Comparison>> {
     let expected = &case.expected;
     let prompt = expected.get("greedy_prompt_ids")?.ints()?;
     let answer = expected.get("greedy_ids")?.ints()?;
@@ -283,12 +279,20 @@ fn chat(pack: &Pack, processor: &dyn Processor) -> Result<Vec<Comparison>> {
         let (images, options) = (ImageFolder::new(&pack.dir), EncodeOptions::default());
         let ours = processor.encode_prompt(&sample, &images, &options, style)?;
         let ids = fold(&ours.image_bounds, wide(&ours.input_ids));
-        all.push(compare_ints("tokenizer_cases chat_prompts", &ids, &prompt.ids));
+        all.push(compare_ints(
+            "tokenizer_cases chat_prompts",
+            &ids,
+            &prompt.ids,
+        ));
     }
     for case in stored.partial_decode {
         let ours = processor.tokenizer().decode(&case.ids)?;
         let same = i64::from(ours == case.text);
-        all.push(compare_ints("tokenizer_cases partial_decode", &[same], &[1]));
+        all.push(compare_ints(
+            "tokenizer_cases partial_decode",
+            &[same],
+            &[1],
+        ));
     }
     Ok(all)
 }

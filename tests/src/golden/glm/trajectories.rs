@@ -30,10 +30,7 @@ struct Stored {
 
 /// The trajectories of a pack; runs that show a wrong way of averaging
 /// (`_WRONG`) are left out.
-pub(super) fn trajectories(
-    pack: &Pack,
-    processor: &dyn Processor,
-) -> Result<Vec<Trajectory>> {
+pub(super) fn trajectories(pack: &Pack, processor: &dyn Processor) -> Result<Vec<Trajectory>> {
     let all: BTreeMap<String, Value> = read_json(&pack.dir.join("trajectory.json"))?;
     let optimizer: AdamW = serde_json::from_value(
         all.get("optimizer")
