@@ -98,7 +98,14 @@ fn questions(dir: &Path) -> Vec<(EncodedPrompt, usize)> {
         (question(dir, "", "Where is it, and why?"), 9),
         (question(dir, "chat_square", "What is this?"), 12),
         (question(dir, "chat_square", "Never asked."), 0),
-        (question(dir, wide, "How many shapes are there, and which of them is red?"), 5),
+        (
+            question(
+                dir,
+                wide,
+                "How many shapes are there, and which of them is red?",
+            ),
+            5,
+        ),
         (question(dir, "", "No."), 4),
     ]
 }

@@ -88,7 +88,10 @@ impl Setup {
             if is_added(&p.name) {
                 model.init(ParamId(i as u32), 1, 0..values.len(), &mut values);
                 // The second halves of adapters begin at zero, which would hide the first.
-                values.iter_mut().enumerate().for_each(|(i, v)| *v += 0.01 * (i % 7) as f32);
+                values
+                    .iter_mut()
+                    .enumerate()
+                    .for_each(|(i, v)| *v += 0.01 * (i % 7) as f32);
             } else {
                 let bytes = source.read(&p.name, DType::F32).unwrap();
                 values = bytemuck::pod_collect_to_vec(&bytes);
@@ -106,8 +109,7 @@ impl Setup {
     /// Losses of all rows; gradients are summed in the access.
     fn run(&self, samples: &[&EncodedSample], dropout: Option<&[u64]>) -> Vec<f32> {
         let backend = &**self.access.backend();
-        let inputs: Vec<SampleInput<'_>> =
-            samples.iter().map(|s| SampleInput::from(*s)).collect();
+        let inputs: Vec<SampleInput<'_>> = samples.iter().map(|s| SampleInput::from(*s)).collect();
         let batch = self.model.collate(&inputs, backend).unwrap();
         let mut tape = Tape::training(&self.access).with_replay_check(true);
         if let Some(keys) = dropout {
@@ -236,7 +238,10 @@ fn padding_in_the_text_teaches_its_embedding_nothing() {
     text.input_ids[3] = 0;
     setup.run(&[&text], None);
     let grads = setup.grads();
-    let (_, grad) = grads.iter().find(|(n, _)| n.contains("embed_tokens")).unwrap();
+    let (_, grad) = grads
+        .iter()
+        .find(|(n, _)| n.contains("embed_tokens"))
+        .unwrap();
     let rows: Vec<&[f32]> = grad.as_ref().unwrap().chunks(48).collect();
     assert!(rows[0].iter().all(|g| *g == 0.0));
     assert!(rows[1].iter().any(|g| *g != 0.0));
@@ -247,7 +252,11 @@ fn a_picture_stands_behind_the_begin_token_wherever_the_text_shows_it() {
     let plain = encode(VLM, &ask(json!("a"), "What is it?")).unwrap();
     assert_eq!(plain.image_bounds, [(1, 19)]);
     assert_eq!(plain.input_ids[..3], [1, 0, 0]);
-    for text in ["<image>\nWhat is it?", "What is it?\n<image>", "What is it?<image>"] {
+    for text in [
+        "<image>\nWhat is it?",
+        "What is it?\n<image>",
+        "What is it?<image>",
+    ] {
         assert_eq!(encode(VLM, &ask(json!("a"), text)).unwrap(), plain);
     }
     let named = ask(json!({"<image_00>": "a"}), "<image_00>\nWhat is it?");
@@ -256,7 +265,12 @@ fn a_picture_stands_behind_the_begin_token_wherever_the_text_shows_it() {
 
 #[test]
 fn only_the_last_answer_is_supervised() {
-    let turns = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "Yes.")];
+    let turns = [
+        ("user", "a"),
+        ("assistant", "b"),
+        ("user", "c"),
+        ("assistant", "Yes."),
+    ];
     let encoded = encode(VLM, &sample(Value::Null, &turns)).unwrap();
     let answer = processor(VLM).tokenizer().encode("Yes.").unwrap();
     assert_eq!(encoded.supervised_tokens(), answer.len() + 1);
@@ -267,8 +281,14 @@ fn only_the_last_answer_is_supervised() {
 #[test]
 fn unusable_samples_are_named() {
     let fails = |turns: &[(&str, &str)]| encode(VLM, &sample(Value::Null, turns)).unwrap_err();
-    assert!(matches!(fails(&[("user", "a")]), SampleError::TooFewTurns { turns: 1, .. }));
-    assert!(matches!(fails(&[]), SampleError::TooFewTurns { turns: 0, .. }));
+    assert!(matches!(
+        fails(&[("user", "a")]),
+        SampleError::TooFewTurns { turns: 1, .. }
+    ));
+    assert!(matches!(
+        fails(&[]),
+        SampleError::TooFewTurns { turns: 0, .. }
+    ));
     let first = fails(&[("assistant", "a"), ("user", "b")]);
     assert!(matches!(first, SampleError::FirstRoleNotUser { .. }));
     let unknown = fails(&[("user", "a"), ("tool", "b")]);
@@ -279,9 +299,18 @@ fn unusable_samples_are_named() {
     assert!(matches!(open, SampleError::TurnOrder { turn: 2, .. }));
     let two = ask(json!({"<image_00>": "a", "<image_01>": "b"}), "What?");
     let two = encode(VLM, &two).unwrap_err();
-    assert!(matches!(two, SampleError::TooManyImages { images: 2, limit: 1 }));
+    assert!(matches!(
+        two,
+        SampleError::TooManyImages {
+            images: 2,
+            limit: 1
+        }
+    ));
     let shown = encode(VLM, &ask(Value::Null, "<image> What?")).unwrap_err();
-    assert!(matches!(shown, SampleError::MorePlaceholdersThanImages { images: 0, .. }));
+    assert!(matches!(
+        shown,
+        SampleError::MorePlaceholdersThanImages { images: 0, .. }
+    ));
 }
 
 #[test]
@@ -302,7 +331,10 @@ fn long_samples_are_cut_or_refused() {
         processor(VLM).encode(&long, &Plain, &options)
     };
     let cut = with(context + 2, PromptSource::Hub).unwrap();
-    assert_eq!((cut.input_ids.len(), cut.supervised_tokens()), (context + 2, 2));
+    assert_eq!(
+        (cut.input_ids.len(), cut.supervised_tokens()),
+        (context + 2, 2)
+    );
     assert_eq!(cut.untruncated_tokens, whole.input_ids.len());
     let none = with(context, PromptSource::Hub).unwrap_err();
     assert!(matches!(none, SampleError::NoSupervisedToken { .. }));
@@ -310,7 +342,10 @@ fn long_samples_are_cut_or_refused() {
     let none = with(context + 9, PromptSource::Sat).unwrap_err();
     assert!(matches!(none, SampleError::ContextTooLong { limit, .. } if limit == context - 1));
     let cut = with(context + 10, PromptSource::Sat).unwrap();
-    assert_eq!(cut.input_ids.len(), (context + 7).min(whole.input_ids.len()));
+    assert_eq!(
+        cut.input_ids.len(),
+        (context + 7).min(whole.input_ids.len())
+    );
     assert_eq!(cut.input_ids.last(), Some(&2));
 }
 

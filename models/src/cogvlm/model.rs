@@ -80,10 +80,7 @@ impl CogVlm {
     ///
     /// # Errors
     /// When adapter targets or a selection do not fit.
-    pub fn new(
-        config: CogConfig,
-        options: ModelOptions,
-    ) -> Result<Self> {
+    pub fn new(config: CogConfig, options: ModelOptions) -> Result<Self> {
         let trains = |name: &str| is_added(name) || options.trains(name, tower(name));
         let modules = language_modules(config.edition);
         let mut params = ParamBuilder::new(&trains, options.lora.as_ref(), &modules)?;
