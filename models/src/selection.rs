@@ -26,6 +26,8 @@ struct Pattern {
 enum Meaning {
     /// A module: this run of parts somewhere in the path.
     Module(String),
+    /// The pictures' side of any family.
+    Vision,
     /// Weights and biases of normalisation layers.
     Norm,
     /// Biases of all layers.
@@ -36,8 +38,8 @@ enum Meaning {
 
 impl Selection {
     /// Reads words separated by commas. A word of letters, digits, `_` and `.` names modules by parts of their path
-    /// (`lm_head`, `self_attn.q_proj`); `norm` and `bias` mean all of their kind; `vision` is `vpm`; everything else is a
-    /// regular expression over the whole path of a parameter or of a module above it. A comma inside brackets or
+    /// (`lm_head`, `self_attn.q_proj`); `norm` and `bias` mean all of their kind, `vision` all that sees pictures, whatever the family calls it;
+    /// everything else is a regular expression over the whole path of a parameter or of a module above it. A comma inside brackets or
     /// braces belongs to its expression.
     ///
     /// # Errors
@@ -88,7 +90,8 @@ impl Selection {
 impl Pattern {
     fn matches(&self, name: &str) -> bool {
         match &self.meaning {
-            Meaning::Module(module) => format!(".{name}.").contains(&format!(".{module}.")),
+            Meaning::Module(module) => in_module(name, module),
+            Meaning::Vision => VISION.iter().any(|module| in_module(name, module)),
             Meaning::Norm => optim::groups::is_norm_name(name),
             Meaning::Bias => name
                 .rsplit('.')
@@ -106,12 +109,20 @@ impl Pattern {
     }
 }
 
+/// What families call the pictures' side.
+const VISION: [&str; 3] = ["vpm", "vision", "visual"];
+
+/// Whether a path goes through a module, given as a run of its parts.
+fn in_module(name: &str, module: &str) -> bool {
+    format!(".{name}.").contains(&format!(".{module}."))
+}
+
 fn meaning(word: &str) -> Result<Meaning> {
     let plain = |c: char| c.is_ascii_alphanumeric() || c == '_' || c == '.';
     Ok(match word {
         "norm" => Meaning::Norm,
         "bias" => Meaning::Bias,
-        "vision" => Meaning::Module("vpm".into()),
+        "vision" => Meaning::Vision,
         _ if word.chars().all(plain) => Meaning::Module(word.to_owned()),
         _ => {
             let expression = Regex::new(&format!("^(?:{word})$"));
@@ -174,6 +185,19 @@ mod tests {
         assert_eq!(chosen(r"llm\.model\.layers\.(0|11)"), [1, 2]);
         assert_eq!(chosen(r"llm\.model\.layers\.\d{1,2}\..*"), [1, 2]);
         assert_eq!(chosen("head"), [0usize; 0], "part of a word is no module");
+    }
+
+    #[test]
+    fn vision_means_the_same_in_all_families() {
+        let vision = Selection::parse("vision").unwrap();
+        for name in [
+            "transformer.vision.boi",
+            "model.visual.merger.proj.weight",
+            "vpm.embeddings.patch_embedding.weight",
+        ] {
+            assert!(vision.contains(name), "{name}");
+        }
+        assert!(!vision.contains("model.layers.0.mlp.vision_mlp.up_proj.weight"));
     }
 
     #[test]

@@ -20,7 +20,7 @@ use serde::Deserialize;
 
 /// Reader of these packs.
 #[derive(Clone, Copy, Debug)]
-pub struct Glm41vPacks;
+pub(crate) struct Glm41vPacks;
 
 impl PackFamily for Glm41vPacks {
     fn samples(
@@ -104,7 +104,7 @@ impl PackFamily for Glm41vPacks {
     }
 
     fn trajectories(&self, pack: &Pack, processor: &dyn Processor) -> Result<Vec<Trajectory>> {
-        trajectories(pack, processor, "model.visual")
+        trajectories(pack, processor)
     }
 
     fn tables(&self, pack: &Pack, processor: &dyn Processor) -> Result<Vec<Section>> {

@@ -19,14 +19,15 @@ pub(super) struct Greedy {
     pub(super) margins: Vec<f32>,
 }
 
-/// The first `count` tokens behind the question of the case in `dir`; nothing ends the answer earlier.
+/// The first `count` tokens behind the first question of the case in `dir`; nothing ends the answer earlier.
 pub(super) fn greedy(
     pack: &Pack,
     dir: &Path,
     count: usize,
     processor: &dyn Processor,
 ) -> Result<Greedy> {
-    let raw = raw_sample(dir)?;
+    let mut raw = raw_sample(dir)?;
+    raw.conversations.truncate(1);
     let style = PlaceholderStyle::Training;
     let options = EncodeOptions::default();
     let prompt = processor.encode_prompt(&raw, &ImageFolder::new(dir), &options, style)?;

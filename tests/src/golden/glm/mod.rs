@@ -6,5 +6,5 @@ mod greedy;
 mod shared;
 mod trajectories;
 
-pub use glm4v::Glm4vPacks;
-pub use glm41v::Glm41vPacks;
+pub(super) use glm4v::Glm4vPacks;
+pub(super) use glm41v::Glm41vPacks;

@@ -28,13 +28,9 @@ struct Stored {
     adapters: Option<[String; 2]>,
 }
 
-/// The trajectories of a pack whose vision side lies in the module `vision`; runs that show a wrong way of averaging
+/// The trajectories of a pack; runs that show a wrong way of averaging
 /// (`_WRONG`) are left out.
-pub(super) fn trajectories(
-    pack: &Pack,
-    processor: &dyn Processor,
-    vision: &str,
-) -> Result<Vec<Trajectory>> {
+pub(super) fn trajectories(pack: &Pack, processor: &dyn Processor) -> Result<Vec<Trajectory>> {
     let all: BTreeMap<String, Value> = read_json(&pack.dir.join("trajectory.json"))?;
     let optimizer: AdamW = serde_json::from_value(
         all.get("optimizer")
@@ -47,7 +43,7 @@ pub(super) fn trajectories(
     runs.map(|(name, value)| {
         let stored = serde_json::from_value(value.clone());
         let stored = stored.with_context(|| format!("{name} in trajectory.json"))?;
-        trajectory(pack, processor, vision, name, stored, optimizer.clone())
+        trajectory(pack, processor, name, stored, optimizer.clone())
     })
     .collect()
 }
@@ -55,7 +51,6 @@ pub(super) fn trajectories(
 fn trajectory(
     pack: &Pack,
     processor: &dyn Processor,
-    vision: &str,
     name: &str,
     stored: Stored,
     optimizer: AdamW,
@@ -83,7 +78,7 @@ fn trajectory(
     let mut run = Trajectory::new(name, optimizer, batches, losses, bound);
     run.grad_norms = stored.grad_norms;
     if name == "freeze_vision" {
-        run.options.freeze = Some(Selection::parse(vision)?);
+        run.options.freeze = Some(Selection::parse("vision")?);
     }
     if let (Some(lora_rank), Some(lora_alpha)) = (stored.rank, stored.alpha) {
         let names = stored.targets.iter().map(|t| t.replace('.', r"\."));
