@@ -5,7 +5,7 @@
 //! in full), or `trained.safetensors` (parameters under their own names), or both.
 
 use crate::lora::{LoraConfig, LoraTargets};
-use crate::params::ADAPTER_PREFIX;
+use crate::params::{ADAPTER_PREFIX, is_added};
 use crate::weights::{WeightError, WeightSource};
 use regex::Regex;
 use serde::Deserialize;
@@ -280,6 +280,16 @@ impl Adapter {
             per_projection: false,
             modules_to_save: Vec::new(),
         })
+    }
+
+    /// Learned keys and values per decoder layer (p-tuning v2), `[2, heads, tokens, head dim]` each; 0 for none.
+    #[must_use]
+    pub fn prefix_tokens(&self) -> usize {
+        let prefix = self
+            .names()
+            .find(|name| is_added(name) && !name.starts_with(ADAPTER_PREFIX));
+        let shape = prefix.and_then(|name| self.shape(name));
+        shape.and_then(|dims| dims.get(2)).copied().unwrap_or(0)
     }
 
     /// Rank and alpha of the modules whose scale or rank is not that of the rest.

@@ -4,6 +4,8 @@ use std::path::PathBuf;
 
 use clap::Parser;
 
+use crate::config::{DataFormatChoice, TemplateChoice};
+
 /// What the user typed after `launcher data check`.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Parser)]
 #[command(
@@ -18,6 +20,15 @@ pub struct DataCheckArgs {
     /// Folder of the model whose tokenizer and pictures' rules apply
     #[arg(long, value_name = "DIR")]
     pub model: Option<PathBuf>,
+    /// Form of the data; auto goes by what the file or folder holds
+    #[arg(long, value_enum, value_name = "FORMAT")]
+    pub data_format: Option<DataFormatChoice>,
+    /// How CogVLM's, CogVLM2's and CogAgent's prompts are written; auto is the model folder's way
+    #[arg(long, value_enum, value_name = "NAME")]
+    pub template: Option<TemplateChoice>,
+    /// Let GLM-4V learn the token that ends an answer, so that it stops; its published recipe does not
+    #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL")]
+    pub train_on_turn_end: Option<bool>,
     /// Longest sample in tokens, as for training
     #[arg(long, value_name = "TOKENS")]
     pub model_max_length: Option<usize>,

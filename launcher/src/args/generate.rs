@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::Parser;
 
-use crate::config::PrecisionChoice;
+use crate::config::{DataFormatChoice, PrecisionChoice, TemplateChoice};
 
 /// What the user typed after `launcher generate`.
 #[derive(Debug, Clone, Default, PartialEq, Parser)]
@@ -45,6 +45,9 @@ pub struct GenerateArgs {
     /// Number format of weights and activations; that of the model's files by default
     #[arg(long, value_enum)]
     pub precision: Option<PrecisionChoice>,
+    /// How CogVLM's, CogVLM2's and CogAgent's prompts are written; auto is the model folder's way
+    #[arg(long, value_enum, value_name = "NAME")]
+    pub template: Option<TemplateChoice>,
     /// Longest prompt in tokens, pictures included; 8192 by default
     #[arg(long, value_name = "TOKENS")]
     pub model_max_length: Option<usize>,
@@ -92,6 +95,15 @@ pub struct EvalArgs {
     /// Number format of weights and activations; that of the model's files by default
     #[arg(long, value_enum)]
     pub precision: Option<PrecisionChoice>,
+    /// Form of the data; auto goes by what the file or folder holds
+    #[arg(long, value_enum, value_name = "FORMAT")]
+    pub data_format: Option<DataFormatChoice>,
+    /// How CogVLM's, CogVLM2's and CogAgent's prompts are written; auto is the model folder's way
+    #[arg(long, value_enum, value_name = "NAME")]
+    pub template: Option<TemplateChoice>,
+    /// Let GLM-4V learn the token that ends an answer, so that it stops; its published recipe does not
+    #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL")]
+    pub train_on_turn_end: Option<bool>,
     /// Longest sample in tokens; longer ones are cut; 2048 by default
     #[arg(long, value_name = "TOKENS")]
     pub model_max_length: Option<usize>,

@@ -19,8 +19,8 @@ use std::path::PathBuf;
 use clap::{CommandFactory, Parser};
 
 use crate::config::{
-    DeviceChoice, InitChoice, LrScale, Offload, PrecisionChoice, Recompute, ReportTo, RopeChoice,
-    Scheduler, Strategy, Workers,
+    DataFormatChoice, DeviceChoice, InitChoice, LrScale, Offload, PrecisionChoice, Recompute,
+    ReportTo, RopeChoice, Scheduler, Strategy, TemplateChoice, Workers,
 };
 use crate::error_format::ErrorFormat;
 use crate::exit::Failure;
@@ -63,9 +63,26 @@ pub struct Args {
     /// Folder of the run: logs, reports, checkpoints
     #[arg(long, value_name = "DIR", help_heading = "Model and data")]
     pub output: Option<PathBuf>,
+    /// Let CogAgent answer samples without a picture by leaving its cross attention out; its published code refuses them
+    #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL", help_heading = "Model and data")]
+    pub text_without_cross: Option<bool>,
     /// A published recipe: sets the flags that are listed for it, where the line does not have them
     #[arg(long, value_name = "NAME", value_parser = clap::builder::PossibleValuesParser::new(PRESETS.map(|p| p.name)), help_heading = "Model and data")]
     pub preset: Option<String>,
+    /// Form of the data; auto goes by what the file or folder holds
+    #[arg(
+        long,
+        value_enum,
+        value_name = "FORMAT",
+        help_heading = "Model and data"
+    )]
+    pub data_format: Option<DataFormatChoice>,
+    /// How CogVLM's, CogVLM2's and CogAgent's prompts are written; auto is the model folder's way
+    #[arg(long, value_enum, value_name = "NAME", help_heading = "Model and data")]
+    pub template: Option<TemplateChoice>,
+    /// Let GLM-4V learn the token that ends an answer, so that it stops; its published recipe does not
+    #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL", help_heading = "Model and data")]
+    pub train_on_turn_end: Option<bool>,
     /// Where the weights come from
     #[arg(
         long,
@@ -471,7 +488,7 @@ mod tests {
         names.sort_unstable();
         assert_eq!(
             names.join(" "),
-            "adam-beta1 adam-beta2 adam-epsilon bf16 checkpoint-activations comm-timeout data data-workers device \
+            "adam-beta1 adam-beta2 adam-epsilon bf16 checkpoint-activations comm-timeout data data-format data-workers device \
              device-memory-limit error-format eval-data eval-steps eval-strategy find-batch freeze global-batch \
              gradient-accumulation-steps gradient-checkpointing host-memory-limit init learning-rate \
              limit logging-steps logging-strategy lora-alpha lora-dropout lora-layers lora-per-projection lora-rank \
@@ -479,7 +496,7 @@ mod tests {
              model-max-length modules-to-save no-decay nproc num-train-epochs offload output \
              per-device-eval-batch-size per-device-train-batch-size precision preset ptuning-tokens report-to resume \
              rope-precision save-steps save-strategy \
-             save-total-limit seed skip-bad-samples train tune-llm tune-vision use-lora warmup-ratio \
+             save-total-limit seed skip-bad-samples template text-without-cross train train-on-turn-end tune-llm tune-vision use-lora warmup-ratio \
              warmup-steps weight-decay worst-first zero"
         );
         for (alias, target) in ALIASES {

@@ -31,6 +31,8 @@ pub const PRESETS: [Preset; 7] = [
         script: "THUDM/CogVLM finetune_demo/finetune_cogvlm_lora.sh",
         differs: "no dropout in the language model (the script's framework has 0.1 by default)",
         flags: &[
+            ("data-format", "captcha"),
+            ("template", "sat-base"),
             ("zero", "2"),
             ("precision", "bf16"),
             ("checkpoint-activations", "all"),
@@ -62,6 +64,8 @@ pub const PRESETS: [Preset; 7] = [
         script: "THUDM/CogVLM finetune_demo/finetune_cogagent_lora.sh",
         differs: "no dropout in the language model (the script's framework has 0.1 by default)",
         flags: &[
+            ("data-format", "captcha"),
+            ("template", "sat-chat"),
             ("zero", "2"),
             ("precision", "bf16"),
             ("checkpoint-activations", "all"),
@@ -94,6 +98,7 @@ pub const PRESETS: [Preset; 7] = [
         script: "THUDM/CogVLM2 finetune_demo/peft_lora.py",
         differs: "every round of a conversation is a sample; nothing is padded",
         flags: &[
+            ("data-format", "cogvlm-sft"),
             ("zero", "2"),
             ("precision", "bf16"),
             ("checkpoint-activations", "all"),
@@ -162,6 +167,7 @@ pub const PRESETS: [Preset; 7] = [
         script: "THUDM/GLM-4 finetune/configs/lora.yaml",
         differs: "the layer the script's names mean; the mean over tokens, not the mean of batches' means",
         flags: &[
+            ("data-format", "glm4v"),
             ("zero", "2"),
             ("precision", "bf16"),
             ("checkpoint-activations", "all"),
@@ -186,6 +192,7 @@ pub const PRESETS: [Preset; 7] = [
         script: "THUDM/GLM-4 finetune/configs/sft.yaml",
         differs: "the mean over tokens, not the mean of batches' means",
         flags: &[
+            ("data-format", "glm4v"),
             ("zero", "3"),
             ("precision", "bf16"),
             ("checkpoint-activations", "all"),

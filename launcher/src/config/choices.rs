@@ -4,6 +4,8 @@ use std::fmt;
 use std::str::FromStr;
 
 use clap::ValueEnum;
+use models::cogvlm::config::TemplateVersion;
+use models::data::{DataFormat, PromptSource, PromptStyle};
 use serde::{Deserialize, Serialize};
 
 /// `--device` as typed.
@@ -35,6 +37,88 @@ pub enum PrecisionChoice {
     /// Weights, moments and gradients in bf16, with stochastic rounding.
     #[value(alias = "pure_bf16")]
     PureBf16,
+}
+
+/// `--data-format`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum DataFormatChoice {
+    /// Whichever the file or folder has.
+    #[default]
+    Auto,
+    /// `{id, image, conversations: [{role, content}]}`.
+    Minicpm,
+    /// `{messages: [{role, content, image}]}`.
+    Glm4v,
+    /// `{messages: [{role, content}], images}`.
+    Messages,
+    /// `{conversations: [{from, value}], images}`.
+    Sharegpt,
+    /// A folder with `images/` and `labels_*/`.
+    CogvlmSft,
+    /// A folder of pictures named by their labels.
+    Captcha,
+}
+
+impl DataFormatChoice {
+    /// As the reader takes it; `None` detects.
+    #[must_use]
+    pub fn format(self) -> Option<DataFormat> {
+        match self {
+            Self::Auto => None,
+            Self::Minicpm => Some(DataFormat::Minicpm),
+            Self::Glm4v => Some(DataFormat::Glm4v),
+            Self::Messages => Some(DataFormat::Messages),
+            Self::Sharegpt => Some(DataFormat::ShareGpt),
+            Self::CogvlmSft => Some(DataFormat::CogvlmSft),
+            Self::Captcha => Some(DataFormat::Captcha),
+        }
+    }
+}
+
+/// `--template`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum TemplateChoice {
+    /// That of the model folder.
+    #[default]
+    Auto,
+    /// The question alone.
+    Base,
+    /// Questions and answers in turn.
+    Chat,
+    /// A question and a short answer.
+    Vqa,
+    /// The former form of `chat`.
+    ChatOld,
+    /// As the training scripts on SwissArmyTransformer write `base`.
+    SatBase,
+    /// As they write `chat`.
+    SatChat,
+    /// As they write `vqa`.
+    SatVqa,
+    /// As they write the former form of `chat`.
+    SatChatOld,
+}
+
+impl TemplateChoice {
+    /// As sample rules take it; `None` is the model folder's.
+    #[must_use]
+    pub fn style(self) -> Option<PromptStyle> {
+        use {PromptSource as S, TemplateVersion as V};
+        let (template, source) = match self {
+            Self::Auto => return None,
+            Self::Base => (V::Base, S::Hub),
+            Self::Chat => (V::Chat, S::Hub),
+            Self::Vqa => (V::Vqa, S::Hub),
+            Self::ChatOld => (V::ChatOld, S::Hub),
+            Self::SatBase => (V::Base, S::Sat),
+            Self::SatChat => (V::Chat, S::Sat),
+            Self::SatVqa => (V::Vqa, S::Sat),
+            Self::SatChatOld => (V::ChatOld, S::Sat),
+        };
+        Some(PromptStyle { template, source })
+    }
 }
 
 /// `--rope-precision`.

@@ -19,8 +19,8 @@ use serde::{Deserialize, Serialize};
 use crate::exit::{ErrorCode, Failure};
 
 pub use choices::{
-    Cadence, Device, DeviceChoice, InitChoice, LrScale, Offload, PrecisionChoice, Recompute,
-    ReportTo, RopeChoice, Scheduler, Strategy, Tier, Workers,
+    Cadence, DataFormatChoice, Device, DeviceChoice, InitChoice, LrScale, Offload, PrecisionChoice,
+    Recompute, ReportTo, RopeChoice, Scheduler, Strategy, TemplateChoice, Tier, Workers,
 };
 pub use defaults::{DEMO, Defaults, MODEL};
 pub use resolve::{Resolved, resolve};
@@ -139,6 +139,20 @@ pub(crate) fn words(list: &str) -> Vec<String> {
     words.filter(|w| !w.is_empty()).map(str::to_owned).collect()
 }
 
+/// What samples look like, and how they are written for the model.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SampleRules {
+    /// Form of the data.
+    pub data_format: DataFormatChoice,
+    /// How prompts are written.
+    pub template: TemplateChoice,
+    /// Whether GLM-4V learns the token behind an answer.
+    pub train_on_turn_end: bool,
+    /// Whether CogAgent takes samples without a picture.
+    pub text_without_cross: bool,
+}
+
 /// Which parts of the model are trained; the resampler is unless `train` or `freeze` say otherwise.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -225,6 +239,8 @@ pub struct RunConfig {
     pub output: PathBuf,
     /// Whether `output` was named by the user rather than made up.
     pub output_is_explicit: bool,
+    /// What samples look like.
+    pub samples: SampleRules,
     /// Where the weights come from.
     pub init: InitChoice,
     /// ZeRO stage, 0 to 3.

@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use super::SampleRules;
 use super::defaults::{self, DEMO, Defaults, MODEL};
 use super::{
     Cadence, Device, Length, LrScale, OptimizerConfig, PrecisionChoice, ReportTo, Resume,
@@ -39,6 +40,12 @@ pub fn resolve(args: &Args, env: &Env) -> Result<Resolved, Failure> {
         task: Task::Train,
         output,
         output_is_explicit,
+        samples: SampleRules {
+            data_format: args.data_format.unwrap_or_default(),
+            template: args.template.unwrap_or_default(),
+            train_on_turn_end: args.train_on_turn_end.unwrap_or(false),
+            text_without_cross: args.text_without_cross.unwrap_or(false),
+        },
         init: args.init.unwrap_or(defaults.init),
         zero: args.zero.unwrap_or(defaults::ZERO),
         offload: args.offload.unwrap_or_default(),
@@ -515,6 +522,11 @@ impl RunConfig {
                 });
             flags.extend(modules.map(|modules| ("modules-to-save", modules)));
         }
+        let rules = &self.samples;
+        flags.push(("data-format", value_name(rules.data_format)));
+        flags.push(("template", value_name(rules.template)));
+        flags.push(("train-on-turn-end", rules.train_on_turn_end.to_string()));
+        flags.push(("text-without-cross", rules.text_without_cross.to_string()));
         flags.push(("ptuning-tokens", self.trainable.ptuning_tokens.to_string()));
         flags.push(("rope-precision", value_name(self.rope_precision)));
         let lists = [

@@ -9,4 +9,4 @@ mod samples;
 
 pub use loader::{Loader, LoaderOptions, Prepared};
 pub use sampler::{Sampler, SamplerSizes};
-pub(crate) use samples::{SampleSet, chain, encode_in_order, read, verdicts};
+pub(crate) use samples::{Reading, SampleSet, chain, encode_in_order, read, verdicts};

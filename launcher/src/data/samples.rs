@@ -4,12 +4,13 @@ use std::error::Error;
 use std::path::Path;
 
 use models::Processor;
-use models::data::{EncodeOptions, EncodedSample, RawSample, SampleSize, read_samples};
+use models::data::{EncodeOptions, EncodedSample, RawSample, SampleSize, read_samples_as};
 use models::image::{ImageFolder, ImageSource};
 use rayon::prelude::*;
 
 use super::lines;
 use super::problems::Problem;
+use crate::config::DataFormatChoice;
 use crate::exit::{ErrorCode, Failure};
 
 /// Samples of one file, checked, with their pictures' place.
@@ -51,26 +52,40 @@ pub(crate) fn chain(error: &dyn Error) -> String {
     text
 }
 
-/// Reads the first `limit` samples of the file `path`; relative paths of pictures start at its folder.
+/// A data file or folder, and how much of it to read.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Reading<'a> {
+    /// Where it is.
+    pub(crate) path: &'a Path,
+    /// Its form.
+    pub(crate) format: DataFormatChoice,
+    /// Only the first samples.
+    pub(crate) limit: Option<usize>,
+}
+
+/// Reads samples; relative paths of pictures start at the file's folder, or at the folder itself.
 ///
 /// # Errors
-/// The file cannot be read or holds no samples (exit 3).
-pub(crate) fn read(
-    path: &Path,
-    limit: Option<usize>,
-) -> Result<(Vec<RawSample>, ImageFolder), Failure> {
+/// The data cannot be read or holds no samples (exit 3).
+pub(crate) fn read(reading: Reading<'_>) -> Result<(Vec<RawSample>, ImageFolder), Failure> {
+    let Reading {
+        path,
+        format,
+        limit,
+    } = reading;
     let refuse = |cause: String| {
-        let next = if path.is_file() {
-            "a JSON list of {id, image, conversations: [{role, content}]}, as MiniCPM-V's fine-tuning takes it"
+        let next = if path.exists() {
+            "a JSON list of {id, image, conversations: [{role, content}]} as MiniCPM-V's fine-tuning takes it, or another form that --data-format names"
         } else {
             "check the path; relative ones start at the present folder"
         };
         let title = format!("cannot read {}", path.display());
         Failure::new(ErrorCode::DataFile, title, cause).next(next)
     };
-    let mut samples = read_samples(path).map_err(|e| refuse(chain(&e)))?;
+    let dataset = read_samples_as(path, format.format()).map_err(|e| refuse(chain(&e)))?;
+    let mut samples = dataset.samples;
     samples.truncate(limit.unwrap_or(usize::MAX));
-    Ok((samples, ImageFolder::beside(path)))
+    Ok((samples, ImageFolder::new(dataset.root)))
 }
 
 /// What every sample costs, or why it cannot be used. Each picture is decoded once, so that damage

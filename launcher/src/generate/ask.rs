@@ -49,6 +49,7 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<ExitCode, Failure> {
     let options = EncodeOptions {
         model_max_length: longest,
         max_slice_nums: Some(positive(slices, "--max-slice-nums")?),
+        prompt: args.template.unwrap_or_default().style(),
         ..EncodeOptions::default()
     };
     let encoded = encode(&open, &question(prompt, &args.image), &options)?;

@@ -4,6 +4,7 @@ use super::answers::{Answer, Question, sample_failure};
 use super::model::{LoadedModel, OpenModel, path_text, positive, required};
 use super::{note, print};
 use crate::args::EvalArgs;
+use crate::data::Reading;
 use crate::data::SampleSet;
 use crate::exit::{ErrorCode, Failure};
 use crate::run::{check, failures};
@@ -51,14 +52,20 @@ pub(crate) fn run(args: &EvalArgs) -> Result<ExitCode, Failure> {
     let options = EncodeOptions {
         model_max_length: args.model_max_length.unwrap_or(DEFAULT_LENGTH),
         max_slice_nums: Some(positive(slices, "--max-slice-nums")?),
-        ..EncodeOptions::default()
+        prompt: args.template.unwrap_or_default().style(),
+        train_on_turn_end: args.train_on_turn_end.unwrap_or(false),
     };
     if let Some(path) = &args.output {
         check_place(path)?;
     }
     let open = OpenModel::open(dir, args.adapter.as_deref(), args.precision)?;
     let skip_bad = args.skip_bad_samples == Some(true);
-    let set = check::check_samples(data, dir, &*open.processor, &options, limit, skip_bad)?;
+    let reading = Reading {
+        path: data,
+        format: args.data_format.unwrap_or_default(),
+        limit,
+    };
+    let set = check::check_samples(reading, dir, &*open.processor, &options, skip_bad)?;
     let loaded = open.load(0)?;
     note(&loaded.summary);
     let run = Evaluation {

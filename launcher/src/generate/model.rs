@@ -51,6 +51,7 @@ impl OpenModel {
         };
         let mut options = ModelOptions::new(dtype);
         options.lora = adapter.as_ref().and_then(Adapter::lora);
+        options.ptuning_tokens = adapter.as_ref().map_or(0, Adapter::prefix_tokens);
         let model = open_model(dir, options).map_err(|e| match (&e, &adapter) {
             (OpenError::Model(e @ ModelError::AdapterTarget { .. }), Some(adapter)) => {
                 stranger(adapter, &[chain(e)])

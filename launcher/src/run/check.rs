@@ -2,10 +2,10 @@
 
 use crate::config::RunConfig;
 use crate::data::problems::{self, Context, Problem};
-use crate::data::{self, SampleSet};
+use crate::data::{self, Reading, SampleSet};
 use crate::exit::{ErrorCode, Failure};
-use models::Processor;
 use models::data::{EncodeOptions, EncodedSample, RawSample, SampleSize};
+use models::{Family, Processor};
 use std::path::Path;
 
 /// Reads and checks the first `limit` samples of `path`. Unusable samples are an error listing them, or left out when the
@@ -18,26 +18,25 @@ pub(super) fn check(
 ) -> Result<SampleSet, Failure> {
     let options = encode_options(config);
     let skip_bad = config.batch.skip_bad_samples;
-    check_samples(
+    let reading = Reading {
         path,
-        &config.model_dir(),
-        processor,
-        &options,
+        format: config.samples.data_format,
         limit,
-        skip_bad,
-    )
+    };
+    let model = config.model_dir();
+    check_samples(reading, &model, processor, &options, skip_bad)
 }
 
 /// As [`check`] with settings of its own.
 pub(crate) fn check_samples(
-    path: &Path,
+    reading: Reading<'_>,
     model: &Path,
     processor: &dyn Processor,
     options: &EncodeOptions,
-    limit: Option<usize>,
     skip_bad: bool,
 ) -> Result<SampleSet, Failure> {
-    let (samples, images) = data::read(path, limit)?;
+    let (samples, images) = data::read(reading)?;
+    let path = reading.path;
     let verdicts = data::verdicts(path, &samples, &images, processor, options);
     let bad: Vec<Problem> = verdicts
         .iter()
@@ -93,7 +92,11 @@ pub(super) fn load(
     if config.batch.skip_bad_samples {
         return check(config, path, limit, processor);
     }
-    let (samples, images) = data::read(path, limit)?;
+    let (samples, images) = data::read(Reading {
+        path,
+        format: config.samples.data_format,
+        limit,
+    })?;
     Ok(SampleSet {
         samples,
         kept: Vec::new(),
@@ -102,6 +105,23 @@ pub(super) fn load(
         problems: Vec::new(),
         pictures: 0,
     })
+}
+
+/// CogAgent sees every picture twice, the second time through cross attention; what a sample without a picture should do
+/// there is for the user to say.
+pub(super) fn text_only(config: &RunConfig, set: &SampleSet) -> Result<(), Failure> {
+    let agent = Family::of(&config.model_dir()).is_ok_and(|family| family == Family::CogAgent);
+    let without = set.samples.iter().position(|s| s.images.is_empty());
+    let Some(index) = without.filter(|_| agent && !config.samples.text_without_cross) else {
+        return Ok(());
+    };
+    Err(Failure::new(
+        ErrorCode::Samples,
+        "CogAgent has samples without a picture",
+        "its cross attention reads a picture in every layer, and the published code refuses such samples",
+    )
+    .evidence(format!("the first is sample {}", set.index_in_file(index)))
+    .next("--text-without-cross true leaves the cross attention out for them, or give each sample a picture"))
 }
 
 /// The samples that a worst micro-batch would hold: the longest by tokens and patches.
@@ -134,10 +154,12 @@ pub(super) fn encode_some(
     data::encode_in_order(&set.samples, &set.images, processor, &options, order, count)
 }
 
-pub(super) fn encode_options(config: &RunConfig) -> EncodeOptions {
+/// How samples are written for the model.
+pub(crate) fn encode_options(config: &RunConfig) -> EncodeOptions {
     EncodeOptions {
         model_max_length: config.batch.model_max_length,
         max_slice_nums: Some(config.batch.max_slice_nums),
-        ..EncodeOptions::default()
+        prompt: config.samples.template.style(),
+        train_on_turn_end: config.samples.train_on_turn_end,
     }
 }

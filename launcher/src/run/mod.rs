@@ -14,6 +14,7 @@ mod resume;
 mod save;
 mod session;
 mod setup;
+pub(crate) use check::encode_options;
 pub(crate) use setup::unusable;
 mod split;
 mod stall;
@@ -48,6 +49,9 @@ pub(crate) fn prepare(
         Some(path) => Some(check::check(config, &path, None, &*setup.processor)?),
         None => None,
     };
+    for set in std::iter::once(&train).chain(&eval) {
+        check::text_only(config, set)?;
+    }
     if config.batch.find_batch {
         batch::find(config, &setup, &train, show)?;
     }

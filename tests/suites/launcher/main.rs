@@ -10,6 +10,7 @@ mod batches;
 mod data_check;
 mod doctor;
 mod endings;
+mod families;
 mod generate;
 mod monitoring;
 mod outputs;

@@ -82,6 +82,46 @@ impl Site {
         site
     }
 
+    /// A site with the model folder of any golden pack and six samples, every second one with a picture. Of the
+    /// tokenizer's files only those are there that published folders have.
+    pub(crate) fn with_family(pack: &str) -> Self {
+        let site = Self {
+            root: tempfile::tempdir().unwrap(),
+        };
+        for folder in FOLDERS {
+            fs::create_dir(site.path(folder)).unwrap();
+        }
+        let pack = golden(pack);
+        let has_model_file = pack.join("tokenizer.model").is_file();
+        for name in [
+            "config.json",
+            "model.safetensors",
+            "preprocessor_config.json",
+            "tokenizer.model",
+            "tokenizer.json",
+            "tokenizer_config.json",
+            "generation_config.json",
+            "chat_template.jinja",
+        ] {
+            let source = pack.join(name);
+            if source.is_file() && !(has_model_file && name == "tokenizer.json") {
+                fs::copy(source, site.path("model").join(name)).unwrap();
+            }
+        }
+        let picture = golden("minicpm-v-2_6").join("cases/wide_two_turns/image_wide.png");
+        fs::copy(picture, site.path("data/image_wide.png")).unwrap();
+        let sample = |i: usize| {
+            let mut sample = text_only(i);
+            if i.is_multiple_of(2) {
+                sample["image"] = "image_wide.png".into();
+            }
+            sample
+        };
+        let samples: Vec<Value> = (0..6).map(sample).collect();
+        site.write_samples("samples", &samples);
+        site
+    }
+
     pub(crate) fn path(&self, relative: &str) -> PathBuf {
         self.root.path().join(relative)
     }

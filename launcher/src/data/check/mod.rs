@@ -15,12 +15,12 @@ use models::image::{ImageFolder, ImageSource};
 use rayon::prelude::*;
 
 use super::problems::{self, Context, Kind, Problem};
-use super::{Sampler, SamplerSizes, lines, read, verdicts};
+use super::{Reading, Sampler, SamplerSizes, lines, read, verdicts};
 use crate::args::{Args, DataCheckArgs};
 use crate::config::{RunConfig, resolve};
 use crate::exit::{ErrorCode, Failure};
 use crate::rank_env::{Env, Variables};
-use crate::run::unusable;
+use crate::run::{encode_options, unusable};
 use report::{Answers, Length, Pictures, Rendered, Report, Sized};
 use statistics::{Spread, balance};
 
@@ -38,7 +38,11 @@ pub(crate) fn run(args: &DataCheckArgs, variables: &Variables) -> Result<ExitCod
     let dir = config.model_dir();
     let processor = models::open_processor(&dir)
         .map_err(|error| unusable(&dir, &error).next("its weights are not needed here"))?;
-    let (samples, images) = read(&file, args.limit)?;
+    let (samples, images) = read(Reading {
+        path: &file,
+        format: config.samples.data_format,
+        limit: args.limit,
+    })?;
     let mut report = check(&config, &file, &samples, &images, &*processor);
     if let Some(folder) = &args.output {
         std::fs::create_dir_all(folder)
@@ -73,6 +77,9 @@ fn configuration(args: &DataCheckArgs) -> Result<RunConfig, Failure> {
         model: Some(args.model.clone().ok_or_else(|| missing("--model"))?),
         data: Some(args.file.clone().ok_or_else(|| missing("a file"))?),
         output: Some(PathBuf::from(".")),
+        data_format: args.data_format,
+        template: args.template,
+        train_on_turn_end: args.train_on_turn_end,
         model_max_length: args.model_max_length,
         max_slice_nums: args.max_slice_nums,
         nproc: args.nproc,
@@ -125,11 +132,7 @@ fn check(
     images: &ImageFolder,
     processor: &dyn Processor,
 ) -> Report {
-    let options = EncodeOptions {
-        model_max_length: config.batch.model_max_length,
-        max_slice_nums: Some(config.batch.max_slice_nums),
-        ..EncodeOptions::default()
-    };
+    let options = encode_options(config);
     let verdicts = verdicts(file, samples, images, processor, &options);
     let problems: Vec<Problem> = verdicts
         .iter()

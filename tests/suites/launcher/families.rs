@@ -1,0 +1,146 @@
+//! Every family of models from the command line to the exported folder.
+
+use crate::generate::run;
+use crate::site::{Site, losses, read_json};
+use crate::tuning::journey;
+use std::fs;
+
+/// Pack, flags of a run of adapters with modules trained in full beside them, and a part of the path of every tensor that
+/// it changes.
+const FAMILIES: [(&str, &str, &[&str]); 5] = [
+    (
+        "cogvlm-chat-hf",
+        "--lora-rank 4 --modules-to-save linear_proj",
+        &["_expert_", "linear_proj"],
+    ),
+    (
+        "cogagent-chat-hf",
+        "--lora-rank 4 --lora-target-modules attn --modules-to-save linear_proj --text-without-cross",
+        &["_expert_", "cross_attn", "linear_proj"],
+    ),
+    (
+        "cogvlm2-llama3-chat-19B",
+        "--lora-rank 4 --lora-target-modules attn,mlp --modules-to-save model.vision.conv",
+        &["_expert_", "_mlp.", "vision.conv"],
+    ),
+    (
+        "glm-4v-9b",
+        "--lora-rank 4 --modules-to-save linear_proj,output_layer --train-on-turn-end",
+        &[
+            "self_attention.query_key_value",
+            "linear_proj",
+            "output_layer",
+        ],
+    ),
+    (
+        "glm-4.1v-9b-thinking",
+        "--lora-rank 4 --modules-to-save merger",
+        &["self_attn", "merger"],
+    ),
+];
+
+macro_rules! families {
+    ($($test:ident $index:literal)*) => {$(
+        #[test]
+        fn $test() {
+            let (pack, flags, parts) = FAMILIES[$index];
+            journey(&Site::with_family(pack), pack, flags, parts);
+        }
+    )*};
+}
+
+families! {
+    cogvlm_with_adapters 0
+    cogagent_with_adapters 1
+    cogvlm2_with_adapters 2
+    glm_4v_with_adapters 3
+    glm_4_1v_with_adapters 4
+}
+
+#[test]
+fn every_family_trains_in_full() {
+    for (pack, ..) in FAMILIES {
+        let site = Site::with_family(pack);
+        let line = "--zero 3 --offload cpu --nproc 2 --text-without-cross --precision bf16";
+        let screen = site.train(line).screen;
+        assert!(screen.contains("(100 %)"), "{pack}\n{screen}");
+        assert!(site.path("out/checkpoint-2/model.safetensors").is_file());
+    }
+}
+
+#[test]
+fn pictures_on_one_rank_and_none_on_the_other_do_not_hang() {
+    for (pack, ..) in FAMILIES {
+        let site = Site::with_family(pack);
+        site.write_samples("samples", &site.samples()[..2]);
+        site.train("--zero 3 --nproc 2 --max-steps 50 --save-strategy no --text-without-cross");
+        let losses = losses(&site.path("out"));
+        assert_eq!(losses.len(), 50, "{pack}");
+        assert!(losses[49] < losses[0], "{pack}: {losses:?}");
+    }
+}
+
+#[test]
+fn cogagent_takes_samples_without_a_picture_only_when_told() {
+    let site = Site::with_family("cogagent-chat-hf");
+    let screen = site.refuse("", 3, "E09");
+    assert!(screen.contains("--text-without-cross"), "{screen}");
+}
+
+#[test]
+fn adapters_of_projections_are_exported_for_peft() {
+    let site = Site::with_family("cogvlm-chat-hf");
+    let targets = r"model\.layers\.\d+\.self_attn\.language_expert_(query_key_value|dense)|model\.vision\.transformer\.layers\.\d+\.attention\.(query_key_value|dense)";
+    let flags = format!(
+        r"--lora-per-projection --lora-rank 3 --lora-alpha 1 --lora-target-modules {targets} --modules-to-save none --train model\.vision\.transformer\.layers\.1\.mlp --lr-scheduler-type sat_cosine --no-decay norm,.*\.bias --max-grad-norm 0.1 --learning-rate 1e-1"
+    );
+    let parts = ["language_expert_", "attention.", "layers.1.mlp"];
+    journey(&site, "per projection", &flags, &parts);
+    let config = read_json(&site.path("run/checkpoint-4/adapter_config.json"));
+    assert_eq!(config["r"], 3);
+    assert_eq!(config["rank_pattern"]["query_key_value"], 9);
+    assert_eq!(
+        config["alpha_pattern"]["language_expert_query_key_value"],
+        3.0
+    );
+}
+
+#[test]
+fn prefixes_train_and_answer() {
+    let site = Site::with_family("cogvlm-chat-hf");
+    site.train("--ptuning-tokens 3 --learning-rate 1e-1 --nproc 2 --zero 2");
+    let ask = |adapter: &str| {
+        let line = format!(
+            "eval --model model {adapter} --data data/samples.json --precision f32 --max-new-tokens 2"
+        );
+        run(&site, &line).json()["eval_loss"].as_f64().unwrap()
+    };
+    assert!(ask("--adapter out/checkpoint-2") < ask(""));
+    let refused = site
+        .start_plain("export out/checkpoint-2 --merge --output merged")
+        .finish();
+    assert_ne!(refused.code, Some(0), "{}", refused.screen);
+    assert!(!site.path("merged").exists());
+}
+
+#[test]
+fn presets_are_flags() {
+    let site = Site::with_family("cogvlm-chat-hf");
+    fs::create_dir(site.path("captchas")).unwrap();
+    for label in ["kQ7xZ", "0042", "abCD"] {
+        let target = site.path("captchas").join(format!("{label}.png"));
+        fs::copy(site.path("data/image_wide.png"), target).unwrap();
+    }
+    // The published script trains layers of the vision tower that this tiny one does not have.
+    let screen = site
+        .train(r"--preset cogvlm-captcha --data captchas --train model\.vision\.transformer\.layers\.1\.mlp --max-steps 2 --precision f32 --zero 1 --nproc 2 --model-max-length 100")
+        .screen;
+    for part in [
+        " preset ",
+        "finetune_cogvlm_lora.sh",
+        "--lora-rank 10",
+        "lr 1.0e-5",
+    ] {
+        assert!(screen.contains(part), "{part}\n{screen}");
+    }
+}
