@@ -5,20 +5,17 @@
 use super::config::CogConfig;
 use super::cross_attention::Features;
 use super::layer::CogLayer;
-use crate::autograd::{Scope, Tape, Var};
+use crate::autograd::{Tape, Var};
 use crate::batch::Batch;
 use crate::error::Result;
-use crate::nn::{LmHead, RmsNorm};
+use crate::nn::{LmHead, LmHeadConfig, TokenEmbedding};
 use crate::params::ParamBuilder;
-use engine::{ParamId, TensorParallel, UnitId};
-
-const COLUMN: TensorParallel = TensorParallel::Column { groups: 1 };
+use engine::UnitId;
 
 /// Token embedding with the splice, decoder layers, and the head.
 #[derive(Debug)]
 pub(super) struct Language {
-    embed_unit: UnitId,
-    embed: ParamId,
+    embed: TokenEmbedding,
     layers: Vec<(UnitId, CogLayer)>,
     pub(super) head: LmHead,
 }
@@ -35,12 +32,8 @@ impl Language {
     ) -> Result<Self> {
         let language = &config.language;
         let (c, v) = (language.hidden_size, language.vocab_size);
-        let mut unit = params.unit("model.embed_tokens");
-        let embed_unit = unit.id();
-        unit.refuse_adapter("model.embed_tokens")?;
-        let embed = unit
-            .at("model.embed_tokens")
-            .param("weight", [v, c], COLUMN);
+        let module = "model.embed_tokens";
+        let embed = TokenEmbedding::new(params, module, module, [v, c])?;
         let layers = (0..language.num_layers)
             .map(|i| {
                 let name = format!("model.layers.{i}");
@@ -49,19 +42,18 @@ impl Language {
                 (scope.id(), CogLayer::new(&mut scope, config, prefix))
             })
             .collect();
-        let mut unit = params.unit("lm_head");
-        unit.refuse_adapter("lm_head")?;
-        let eps = language.rms_norm_eps as f32;
-        let head = LmHead {
-            unit: unit.id(),
-            norm: RmsNorm::new(&mut unit.at("model"), "norm", c, eps),
-            weight: unit.at("lm_head").param("weight", [v, c], COLUMN),
+        let head = LmHeadConfig {
+            unit: "lm_head",
+            norm: "model.norm",
+            head: "lm_head",
+            vocabulary: v,
+            width: c,
+            eps: language.rms_norm_eps as f32,
         };
         Ok(Self {
-            embed_unit,
             embed,
             layers,
-            head,
+            head: LmHead::new(params, head)?,
         })
     }
 
@@ -77,8 +69,7 @@ impl Language {
         features: Option<&Var>,
         cross: Option<&Var>,
     ) -> Result<Var> {
-        let mut x = self.inputs(tape, batch, features)?;
-        tape.observe("inputs_embeds", &x);
+        let mut x = self.embed.forward(tape, batch, features)?;
         let tables = batch.vision.as_ref().map(|vision| &vision.tables);
         let names = tables.and_then(|tables| tables.cogagent().ok());
         let names = names.map(|tables| &tables.cross.tables.feature_names);
@@ -98,35 +89,5 @@ impl Language {
             tape.observe(format_args!("hidden.{i}"), &x);
         }
         Ok(x)
-    }
-
-    fn inputs<'m>(
-        &'m self,
-        tape: &Tape<'_, 'm>,
-        batch: &'m Batch,
-        features: Option<&Var>,
-    ) -> Result<Var> {
-        let (Some(features), Some(vision)) = (features, &batch.vision) else {
-            let [x] = tape.segment(self.embed_unit, [], move |scope, []| {
-                Ok([self.tokens(scope, batch)?])
-            })?;
-            return Ok(x);
-        };
-        let [x] = tape.segment(self.embed_unit, [features], move |scope, [features]| {
-            let x = self.tokens(scope, batch)?;
-            let rows = scope.gather_rows(features, &vision.splice.sources)?;
-            Ok([scope.replace_rows(&x, &vision.splice.rows, &rows)?])
-        })?;
-        Ok(x)
-    }
-
-    /// Embeddings of all tokens; those of padding in the text get no gradient.
-    fn tokens(&self, scope: &Scope<'_>, batch: &Batch) -> Result<Var> {
-        let x = scope.embedding(self.embed, &batch.input_ids)?;
-        let Some(padding) = &batch.padding_rows else {
-            return Ok(x);
-        };
-        let fixed = scope.constant(scope.backend().gather_rows(x.value(), padding)?);
-        scope.replace_rows(&x, padding, &fixed)
     }
 }

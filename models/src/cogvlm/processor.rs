@@ -5,15 +5,16 @@
 
 use super::config::CogConfig;
 use super::prompt::Turns;
+use crate::data::conversation::{check_vocabulary, image_error, question, shifted, supervised};
 use crate::data::{
     EncodeOptions, EncodedPrompt, EncodedSample, IGNORED, PicturePlan, PlaceholderStyle,
     PromptSource, PromptStyle, RawSample, SampleError, SampleSize, SampleTokens, Slice,
 };
-use crate::image::{ImageError, ImageSource, RgbImage, resize};
+use crate::image::{ImageSource, RgbImage, resize};
 use crate::processor::{Processor, ProcessorError};
 use crate::text::Tokenizer;
 use std::ops::Range;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 /// The training scripts keep this many tokens free behind the context.
 const ANSWER_ROOM: usize = 10;
@@ -70,7 +71,11 @@ impl CogProcessor {
         let turns = &sample.conversations;
         let needed = if asks { 1 } else { 2 };
         let answered = sample.answer().is_some();
-        let given = turns.len() - usize::from(answered && asks);
+        let given = if asks {
+            question(sample).len()
+        } else {
+            turns.len()
+        };
         if given < needed {
             return Err(SampleError::TooFewTurns {
                 turns: given,
@@ -194,10 +199,6 @@ impl CogProcessor {
             }
         }
         let kept = input_ids.len();
-        let mut labels = vec![IGNORED; kept];
-        for i in context..kept {
-            labels[i - 1] = input_ids[i];
-        }
         if kept <= context {
             return Err(SampleError::NoSupervisedToken {
                 tokens: untruncated,
@@ -205,9 +206,11 @@ impl CogProcessor {
                 answer_start: Some(context),
             });
         }
+        let mut own = input_ids.clone();
+        own[..context].fill(IGNORED);
         Ok(Tokens {
+            labels: shifted(&own),
             input_ids,
-            labels,
             image_bounds,
             untruncated,
         })
@@ -215,15 +218,8 @@ impl CogProcessor {
 
     fn tokenize(&self, text: &str) -> Result<Vec<i32>, SampleError> {
         let ids = self.tokenizer.encode(text)?;
-        let vocab_size = self.config.language.vocab_size;
-        match ids.iter().position(|&id| id as usize >= vocab_size) {
-            None => Ok(ids),
-            Some(position) => Err(SampleError::TokenOutOfRange {
-                id: ids[position],
-                position,
-                vocab_size,
-            }),
-        }
+        check_vocabulary(&ids, self.config.language.vocab_size)?;
+        Ok(ids)
     }
 
     /// Decodes the sample's picture: one slice per tower.
@@ -296,7 +292,7 @@ impl Processor for CogProcessor {
         Ok(SampleSize {
             tokens: tokens.input_ids.len(),
             untruncated_tokens: tokens.untruncated,
-            supervised: tokens.labels.iter().filter(|l| **l != IGNORED).count(),
+            supervised: supervised(&tokens.labels),
             picture_tokens: pictures * self.places(),
             patches: pictures * patches.sum::<usize>(),
             slices: pictures * self.config.slices_per_picture(),
@@ -404,12 +400,4 @@ fn plain(content: &str, sample: &RawSample) -> String {
         }
     }
     text
-}
-
-fn image_error(name: &str, path: &Path, source: ImageError) -> SampleError {
-    SampleError::Image {
-        name: name.to_owned(),
-        path: PathBuf::from(path),
-        source,
-    }
 }

@@ -2,7 +2,7 @@
 //!
 //! Shapes: `T` tokens of all samples, `D` width, `v` vocabulary.
 
-use crate::autograd::{Tape, Var};
+use crate::autograd::{Scope, Tape, Var};
 use crate::batch::Batch;
 use crate::error::Result;
 use crate::params::ParamBuilder;
@@ -48,7 +48,7 @@ impl TokenEmbedding {
         let x = match (features, &batch.vision) {
             (Some(features), Some(vision)) => {
                 let [x] = tape.segment(self.unit, [features], move |scope, [features]| {
-                    let x = scope.embedding(self.table, &batch.input_ids)?;
+                    let x = self.tokens(scope, batch)?;
                     let rows = scope.gather_rows(features, &vision.splice.sources)?;
                     Ok([scope.replace_rows(&x, &vision.splice.rows, &rows)?])
                 })?;
@@ -56,12 +56,22 @@ impl TokenEmbedding {
             }
             _ => {
                 let [x] = tape.segment(self.unit, [], move |scope, []| {
-                    Ok([scope.embedding(self.table, &batch.input_ids)?])
+                    Ok([self.tokens(scope, batch)?])
                 })?;
                 x
             }
         };
         tape.observe("inputs_embeds", &x);
         Ok(x)
+    }
+
+    /// Embeddings of all tokens; those of padding in the text get no gradient.
+    fn tokens(&self, scope: &Scope<'_>, batch: &Batch) -> Result<Var> {
+        let x = scope.embedding(self.table, &batch.input_ids)?;
+        let Some(padding) = &batch.padding_rows else {
+            return Ok(x);
+        };
+        let fixed = scope.constant(scope.backend().gather_rows(x.value(), padding)?);
+        scope.replace_rows(&x, padding, &fixed)
     }
 }
