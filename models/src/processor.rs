@@ -152,7 +152,7 @@ pub enum ProcessorError {
 /// Mean per channel of the pictures that CLIP's towers were trained on.
 pub(crate) const CLIP_MEAN: [f32; 3] = [0.481_454_66, 0.457_827_5, 0.408_210_73];
 /// Their standard deviation.
-pub(crate) const CLIP_STD: [f32; 3] = [0.268_629_54, 0.261_302_58, 0.275_777_11];
+pub(crate) const CLIP_STD: [f32; 3] = [0.268_629_54, 0.261_302_6, 0.275_777_1];
 
 /// Turns bytes into the values the vision tower sees, in `f32`: `(v / 255 - mean) / std`.
 #[derive(Clone, Copy, Debug, PartialEq)]

@@ -4,6 +4,7 @@ pub mod config;
 mod language;
 mod merger;
 mod model;
+mod pictures;
 pub mod positions;
 pub mod processor;
 pub mod resize;

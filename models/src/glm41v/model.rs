@@ -1,7 +1,7 @@
 //! The whole model: its parameters, its batches and its forward pass.
 
 use super::config::{Glm41vConfig, MERGE};
-use super::language::Language;
+use super::language::{Block, decoder};
 use super::merger::Merger;
 use super::positions::{TokenPositions, mrope_angles};
 use super::tables::{Glm41vTables, pixel_rows};
@@ -15,7 +15,7 @@ use crate::error::{ModelError, Result};
 use crate::generate::CacheShape;
 use crate::init::{self, Init};
 use crate::lora::LanguageModules;
-use crate::nn::{Rotary, rope_frequencies, rotary_of};
+use crate::nn::{Decoder, Rotary, rope_frequencies, rotary_of};
 use crate::ops::Sequences;
 use crate::options::ModelOptions;
 use crate::params::{ParamBuilder, SplitAdapters};
@@ -53,7 +53,7 @@ pub struct Glm41v {
     split_adapters: SplitAdapters,
     vision: VisionTower,
     merger: Merger,
-    language: Language,
+    language: Decoder<Block>,
 }
 
 impl Glm41v {
@@ -71,7 +71,7 @@ impl Glm41v {
         let mut params = ParamBuilder::new(&trains, options.lora.as_ref(), &LANGUAGE)?;
         let vision = VisionTower::new(&mut params, &config.vision);
         let merger = Merger::new(&mut params, &config.vision);
-        let language = Language::new(&mut params, &config.language)?;
+        let language = decoder(&mut params, &config.language)?;
         let (spec, split_adapters) = params.finish_with_split()?;
         options.check(&spec)?;
         Ok(Self {

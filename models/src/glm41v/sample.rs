@@ -8,11 +8,9 @@
 //! sample, as the label of the next role's token elsewhere.
 
 use std::ops::Range;
-use std::sync::LazyLock;
-
-use regex::Regex;
 
 use super::config::MERGE;
+use super::pictures::{Part, Pictures};
 use super::processor::{Glm41vProcessor, marker};
 use super::resize::smart_resize;
 use crate::data::conversation::{
@@ -21,14 +19,11 @@ use crate::data::conversation::{
 };
 use crate::data::{
     EncodeOptions, EncodedPrompt, EncodedSample, IGNORED, PicturePlan, PlaceholderStyle, RawSample,
-    SINGLE_IMAGE, SampleError, SampleSize, SampleTokens, Slice,
+    SampleError, SampleSize, SampleTokens, Slice,
 };
 use crate::image::{ImageSource, resize};
 use crate::processor::Processor;
 use crate::text::{Message, Tokenizer};
-
-static PLACES: LazyLock<Regex> =
-    LazyLock::new(|| Regex::new(r"<image(_\d+)?>").expect("a constant pattern is valid"));
 
 /// Size in pixels (width, height) that a picture is resized to.
 type Plan = (usize, usize);
@@ -394,83 +389,4 @@ fn in_order(slices: Vec<Slice>, order: &[usize]) -> Vec<Slice> {
     let mut slices: Vec<Option<Slice>> = slices.into_iter().map(Some).collect();
     let taken = order.iter().map(|&i| slices[i].take());
     taken.map(|s| s.expect("a picture stands once")).collect()
-}
-
-/// A part of the user's text.
-enum Part<'a> {
-    Text(&'a str),
-    Picture(usize),
-}
-
-/// The pictures of a sample while its text is written out.
-struct Pictures<'a> {
-    sample: &'a RawSample,
-    used: Vec<bool>,
-    /// The only picture, which the text never names, while it waits for the first turn of the user.
-    front: Option<usize>,
-}
-
-impl<'a> Pictures<'a> {
-    fn new(sample: &'a RawSample, turns: &[Message]) -> Result<Self, SampleError> {
-        let of_user = turns.iter().filter(|turn| turn.role == "user");
-        let places: usize = of_user
-            .map(|turn| PLACES.find_iter(&turn.content).count())
-            .sum();
-        let images = sample.images.len();
-        if places > images {
-            return Err(SampleError::MorePlaceholdersThanImages {
-                placeholders: places,
-                images,
-            });
-        }
-        Ok(Self {
-            sample,
-            used: vec![false; images],
-            front: (images == 1 && places == 0).then_some(0),
-        })
-    }
-
-    /// Splits the user's `text` at the places of pictures.
-    fn parts<'t>(&mut self, text: &'t str) -> Result<Vec<Part<'t>>, SampleError> {
-        let mut parts = Vec::new();
-        if let Some(front) = self.front.take() {
-            self.used[front] = true;
-            parts.push(Part::Picture(front));
-        }
-        let mut rest = 0;
-        for place in PLACES.find_iter(text) {
-            parts.push(Part::Text(&text[rest..place.start()]));
-            parts.push(Part::Picture(self.take(place.as_str())?));
-            rest = place.end();
-        }
-        parts.push(Part::Text(&text[rest..]));
-        Ok(parts)
-    }
-
-    /// The picture that `name` stands for: the one of that name, or the next one.
-    fn take(&mut self, name: &str) -> Result<usize, SampleError> {
-        let images = &self.sample.images;
-        let found = match name {
-            SINGLE_IMAGE => self.used.iter().position(|used| !used),
-            _ => images
-                .iter()
-                .zip(&self.used)
-                .position(|((known, _), used)| known == name && !used),
-        };
-        let index = found.ok_or_else(|| SampleError::UnknownPlaceholder {
-            name: name.to_owned(),
-            known: images.iter().map(|(known, _)| known.clone()).collect(),
-        })?;
-        self.used[index] = true;
-        Ok(index)
-    }
-
-    fn finish(self) -> Result<(), SampleError> {
-        match self.used.iter().position(|used| !used) {
-            None => Ok(()),
-            Some(index) => Err(SampleError::UnusedImage {
-                name: self.sample.images[index].0.clone(),
-            }),
-        }
-    }
 }

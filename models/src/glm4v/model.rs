@@ -1,7 +1,7 @@
 //! The whole model: its parameters, its batches and its forward pass.
 
 use super::config::Glm4vConfig;
-use super::language::Language;
+use super::language::{Block, decoder};
 use super::positions::token_positions;
 use super::projector::Projector;
 use crate::autograd::{Loss, Tape, Var};
@@ -14,7 +14,7 @@ use crate::eva::{EvaTower, eva_pictures};
 use crate::generate::CacheShape;
 use crate::init::{self, Init};
 use crate::lora::LanguageModules;
-use crate::nn::{Rotary, RotaryTable, rope_frequencies};
+use crate::nn::{Decoder, Rotary, RotaryTable, rope_frequencies};
 use crate::options::ModelOptions;
 use crate::params::{ParamBuilder, SplitAdapters};
 use crate::processor::Normalization;
@@ -53,7 +53,7 @@ pub struct Glm4v {
     split_adapters: SplitAdapters,
     vision: EvaTower,
     projector: Projector,
-    language: Language,
+    language: Decoder<Block>,
 }
 
 impl Glm4v {
@@ -67,7 +67,7 @@ impl Glm4v {
         let mut params = ParamBuilder::new(&trains, options.lora.as_ref(), &LANGUAGE)?;
         let vision = EvaTower::new(&mut params, "transformer.vision", &config.vision);
         let projector = Projector::new(&mut params, &config);
-        let language = Language::new(&mut params, &config.language)?;
+        let language = decoder(&mut params, &config.language)?;
         let (spec, split_adapters) = params.finish_with_split()?;
         options.check(&spec)?;
         Ok(Self {

@@ -1,7 +1,7 @@
 //! The whole model: its parameters, its batches and its forward pass.
 
 use super::config::MiniCpmConfig;
-use super::language::Language;
+use super::language::decoder;
 use super::positions::position_ids;
 use super::resampler::Resampler;
 use super::vision::VisionTower;
@@ -15,7 +15,7 @@ use crate::error::{ModelError, Result};
 use crate::generate::CacheShape;
 use crate::init::{self, Init};
 use crate::lora::LanguageModules;
-use crate::nn::{Rotary, RotaryTable, rope_frequencies};
+use crate::nn::{Decoder, DecoderBlock, Rotary, RotaryTable, rope_frequencies};
 use crate::ops::Sequences;
 use crate::options::ModelOptions;
 use crate::params::ParamBuilder;
@@ -50,7 +50,7 @@ pub struct MiniCpm {
     spec: ModelSpec,
     vision: VisionTower,
     resampler: Resampler,
-    language: Language,
+    language: Decoder<DecoderBlock>,
 }
 
 impl MiniCpm {
@@ -75,7 +75,7 @@ impl MiniCpm {
         let mut params = ParamBuilder::new(&trains, options.lora.as_ref(), &LANGUAGE)?;
         let vision = VisionTower::new(&mut params, &config.vision);
         let resampler = Resampler::new(&mut params, &config);
-        let language = Language::new(&mut params, &config.language)?;
+        let language = decoder(&mut params, &config.language)?;
         let spec = params.finish()?;
         options.check(&spec)?;
         Ok(Self {

@@ -1,10 +1,10 @@
 //! A block of a Llama-like decoder.
 
-use super::{GatedMlp, RmsNorm, Rotary, SelfAttention, SelfAttentionConfig};
+use super::{DecoderLayer, GatedMlp, RmsNorm, SelfAttention, SelfAttentionConfig};
 use crate::autograd::{Scope, Var};
+use crate::batch::Batch;
 use crate::error::Result;
 use crate::generate::CachedLayer;
-use crate::ops::Sequences;
 use crate::params::ParamScope;
 
 /// Sizes of a [`DecoderBlock`].
@@ -55,23 +55,21 @@ impl DecoderBlock {
             mlp: GatedMlp::new(params, "mlp", c, config.inner),
         }
     }
+}
 
-    /// `[t, c]` to `[t, c]`; keys and values go through `cache` when it is given.
-    ///
-    /// # Errors
-    /// When shapes do not fit or memory runs out.
-    pub fn forward(
+impl DecoderLayer for DecoderBlock {
+    fn forward(
         &self,
         scope: &Scope<'_>,
         x: &Var,
-        sequences: &Sequences,
-        rotary: &Rotary,
+        batch: &Batch,
         cache: Option<CachedLayer<'_>>,
     ) -> Result<Var> {
         let normed = self.norm1.forward(scope, x)?;
+        let rotary = Some(&batch.rotary);
         let mixed = self
             .attention
-            .forward(scope, &normed, sequences, Some(rotary), cache)?;
+            .forward(scope, &normed, &batch.sequences, rotary, cache)?;
         let x = scope.add(x, &mixed)?;
         let normed = self.norm2.forward(scope, &x)?;
         scope.add(&x, &self.mlp.forward(scope, &normed)?)

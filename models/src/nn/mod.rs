@@ -1,6 +1,7 @@
 //! Building blocks: handles of parameters and the forward pass over them. Blocks hold no weights.
 
 mod attention;
+mod decoder;
 mod decoder_block;
 mod fused_linear;
 mod linear;
@@ -12,6 +13,7 @@ mod token_embedding;
 mod vision_block;
 
 pub use attention::{SelfAttention, SelfAttentionConfig};
+pub use decoder::{Decoder, DecoderLayer, DecoderLayers};
 pub use decoder_block::{DecoderBlock, DecoderConfig};
 pub use fused_linear::FusedLinear;
 pub use linear::Linear;

@@ -1,0 +1,107 @@
+//! A decoder over packed samples: token embedding with the splice, layers, and the head with the loss.
+//!
+//! Shapes: `T` tokens of all samples, `D` width.
+
+use super::{LmHead, TokenEmbedding};
+use crate::autograd::{Loss, Scope, Tape, Var};
+use crate::batch::Batch;
+use crate::error::Result;
+use crate::generate::CachedLayer;
+use crate::params::{ParamBuilder, ParamScope};
+use engine::UnitId;
+use kernels::Tensor;
+
+/// A layer of a decoder.
+pub trait DecoderLayer: std::fmt::Debug {
+    /// `[T, D]` to `[T, D]`; keys and values go through `cache` when it is given.
+    ///
+    /// # Errors
+    /// When shapes do not fit or memory runs out.
+    fn forward(
+        &self,
+        scope: &Scope<'_>,
+        x: &Var,
+        batch: &Batch,
+        cache: Option<CachedLayer<'_>>,
+    ) -> Result<Var>;
+}
+
+/// Layers of one kind, one unit each.
+#[derive(Debug)]
+pub struct DecoderLayers<L> {
+    layers: Vec<(UnitId, L)>,
+}
+
+impl<L: DecoderLayer> DecoderLayers<L> {
+    /// Declares `count` layers by `layer`: numbered units called after `unit`, with parameters below `module`.
+    pub fn new(
+        params: &mut ParamBuilder<'_>,
+        count: usize,
+        [unit, module]: [&str; 2],
+        layer: impl Fn(&mut ParamScope<'_, '_>) -> L,
+    ) -> Self {
+        let layers = (0..count).map(|i| {
+            let mut unit = params.unit(&format!("{unit}.{i}"));
+            let mut scope = unit.at(&format!("{module}.{i}"));
+            (scope.id(), layer(&mut scope))
+        });
+        Self {
+            layers: layers.collect(),
+        }
+    }
+}
+
+/// All of a decoder.
+#[derive(Debug)]
+pub struct Decoder<L> {
+    /// The first unit.
+    pub embed: TokenEmbedding,
+    /// The layers.
+    pub layers: DecoderLayers<L>,
+    /// The last unit.
+    pub head: LmHead,
+}
+
+impl<L: DecoderLayer> Decoder<L> {
+    /// Embeds the tokens, splices `features` in and runs the layers: `[T, D]`, before the norm.
+    ///
+    /// # Errors
+    /// When the engine or the device fails.
+    pub fn hidden<'m>(
+        &'m self,
+        tape: &Tape<'_, 'm>,
+        batch: &'m Batch,
+        features: Option<&Var>,
+    ) -> Result<Var> {
+        let mut x = self.embed.forward(tape, batch, features)?;
+        for (i, (unit, layer)) in self.layers.layers.iter().enumerate() {
+            [x] = tape.segment(*unit, [&x], move |scope, [x]| {
+                let cache = batch.cache.as_ref().map(|pass| pass.layer(i));
+                Ok([layer.forward(scope, x, batch, cache)?])
+            })?;
+            tape.observe(format_args!("hidden.{i}"), &x);
+        }
+        Ok(x)
+    }
+
+    /// Losses of all rows from the hidden states.
+    ///
+    /// # Errors
+    /// When the engine or the device fails.
+    pub fn loss<'m>(&'m self, tape: &Tape<'_, 'm>, batch: &'m Batch, hidden: &Var) -> Result<Loss> {
+        self.head.loss(tape, batch, hidden)
+    }
+
+    /// f32 logits of the rows `index`, or of all rows.
+    ///
+    /// # Errors
+    /// When the engine or the device fails.
+    pub fn logits<'m>(
+        &'m self,
+        tape: &Tape<'_, 'm>,
+        hidden: &Var,
+        index: Option<&'m Tensor>,
+    ) -> Result<Tensor> {
+        self.head.logits(tape, hidden, index)
+    }
+}
