@@ -10,7 +10,7 @@ use crate::units::{bytes as format_bytes, seconds as format_seconds};
 use engine::{EngineError, Lease, LeaseOwner, ParamAccess, ParamId, ParamSpec, Phase, UnitId};
 use kernels::{Backend, CpuBackend, DType, KernelError, Pool, Tag, Tensor, TensorMut};
 use models::adapter::Adapter;
-use models::params::is_added;
+use models::params::{ADAPTER_PREFIX, is_added};
 use models::{
     ModelError, ModelOptions, OpenError, Processor, VisionLanguageModel, WeightError, WeightSource,
     open_model, open_processor,
