@@ -1,6 +1,6 @@
 //! Flags of the Hugging Face trainers that have no counterpart here.
 
-const COLUMNS: &str = "samples are read in MiniCPM's format; there are no columns";
+const COLUMNS: &str = "samples are read by --data-format; there are no columns";
 const FAMILY: &str = "the family is read from config.json";
 const ALWAYS_TRAIN: &str = "a run trains, and evaluates where --eval-data is given";
 const RECOMPUTE: &str =

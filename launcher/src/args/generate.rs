@@ -74,7 +74,7 @@ pub struct EvalArgs {
     /// Checkpoint-N folder of a run that trained adapters or parts of the model
     #[arg(long, value_name = "DIR")]
     pub adapter: Option<PathBuf>,
-    /// Samples with reference answers, in MiniCPM's format
+    /// Samples with reference answers, in one of the forms of --data-format
     #[arg(long, value_name = "FILE")]
     pub data: Option<PathBuf>,
     /// Write the result with every answer to this file, too

@@ -54,7 +54,7 @@ pub struct Args {
     /// Folder of the model: config.json, tokenizer and processor files, safetensors
     #[arg(long, value_name = "DIR", help_heading = "Model and data")]
     pub model: Option<PathBuf>,
-    /// Training samples: a JSON list in MiniCPM's format
+    /// Training samples: a file or folder in one of the forms of --data-format
     #[arg(long, value_name = "FILE", help_heading = "Model and data")]
     pub data: Option<PathBuf>,
     /// Held-out samples in the same format
