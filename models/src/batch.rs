@@ -44,7 +44,7 @@ pub enum VisionTables {
     /// MiniCPM.
     MiniCpm(MiniCpmTables),
     /// CogVLM, CogVLM2 and GLM-4V.
-    Eva(EvaTables),
+    Eva(Box<EvaTables>),
     /// GLM-4.1V.
     Glm41v(Glm41vTables),
     /// CogAgent.

@@ -125,7 +125,7 @@ impl CogVlm {
             backend,
         )?;
         let tables = match &config.cross {
-            None => VisionTables::Eva(tables),
+            None => VisionTables::Eva(Box::new(tables)),
             Some(cross) => {
                 let second: Picture<'_> = pictures.iter().map(|p| p[1]).collect();
                 let dtypes = (options.dtype, options.rotary_dtype());

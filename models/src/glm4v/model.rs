@@ -146,7 +146,7 @@ impl Glm4v {
                 rows: upload(backend, &rows, &[rows.len()])?,
                 sources: upload(backend, &sources, &[sources.len()])?,
             },
-            tables: VisionTables::Eva(eva.tables),
+            tables: VisionTables::Eva(Box::new(eva.tables)),
         }))
     }
 
