@@ -10,7 +10,7 @@ use crate::units::{bytes as format_bytes, seconds as format_seconds};
 use engine::{EngineError, Lease, LeaseOwner, ParamAccess, ParamId, ParamSpec, Phase, UnitId};
 use kernels::{Backend, CpuBackend, DType, KernelError, Pool, Tag, Tensor, TensorMut};
 use models::adapter::Adapter;
-use models::params::is_added;
+use models::params::{ADAPTER_PREFIX, is_added};
 use models::{
     ModelError, ModelOptions, OpenError, Processor, VisionLanguageModel, WeightError, WeightSource,
     open_model, open_processor,
@@ -189,7 +189,11 @@ fn open_adapter(dir: &Path, base: &WeightSource) -> Result<Adapter, Failure> {
         )
         .next("point --adapter at a checkpoint-N folder with adapter_model.safetensors or trained.safetensors")
     })?;
-    let strangers: Vec<String> = adapter.strangers(base).map(no_place).collect();
+    // Learned prefixes have no weight of the base beside them; the model is built with them.
+    let lost = adapter
+        .strangers(base)
+        .filter(|name| !is_added(name) || name.starts_with(ADAPTER_PREFIX));
+    let strangers: Vec<String> = lost.map(no_place).collect();
     match strangers.is_empty() {
         true => Ok(adapter),
         false => Err(stranger(&adapter, &strangers)),

@@ -262,11 +262,15 @@ pub(super) fn part_of(name: &str) -> String {
     part(base_name(name))
 }
 
-/// The language model by its parts, everything else whole.
+/// The first modules of the path down to numbered ones: MiniCPM's tower and resampler whole, everything else by its
+/// parts.
 fn part(name: &str) -> String {
     let parts: Vec<&str> = name.split('.').collect();
     let modules = parts.split_last().map_or(&[][..], |(_, modules)| modules);
-    let depth = if parts[0] == "llm" { 3 } else { 1 };
+    let depth = match parts[0] {
+        "vpm" | "resampler" => 1,
+        _ => 3,
+    };
     let named = modules
         .iter()
         .take_while(|part| part.parse::<usize>().is_err());

@@ -183,3 +183,83 @@ pub(super) fn keeps(config: &RunConfig, model: &dyn VisionLanguageModel, unit: U
         Tower::Language => again.llm,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::args::{self, Command};
+    use crate::config::resolve;
+    use crate::rank_env::Env;
+    use serde_json::{Value, json};
+
+    /// `config.json` of the published checkpoint.
+    fn published(family: Family) -> Value {
+        let vision = |image_size: usize, positions: usize| {
+            json!({
+                "dropout_prob": 0.0, "hidden_act": "gelu", "in_channels": 3, "num_hidden_layers": 63,
+                "hidden_size": 1792, "patch_size": 14, "num_heads": 16, "intermediate_size": 15360,
+                "layer_norm_eps": 1e-6, "image_size": image_size, "num_positions": positions,
+            })
+        };
+        let cog = |architecture: &str, more: Value| {
+            let mut config = json!({
+                "architectures": [architecture], "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+                "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 11008, "vocab_size": 32000,
+                "max_position_embeddings": 2048, "num_attention_heads": 32, "num_hidden_layers": 32,
+                "rms_norm_eps": 1e-5, "template_version": "chat", "tie_word_embeddings": false,
+            });
+            let fields = config.as_object_mut().expect("an object");
+            fields.extend(more.as_object().cloned().unwrap_or_default());
+            config
+        };
+        match family {
+            Family::CogAgent => cog(
+                "CogAgentForCausalLM",
+                json!({
+                    "vision_config": vision(224, 257), "cross_image_size": 1120,
+                    "cross_hidden_size": 1024, "cross_compute_hidden_size": 1024,
+                }),
+            ),
+            Family::CogVlm2 => cog(
+                "CogVLMForCausalLM",
+                json!({
+                    "vision_config": vision(1344, 9217), "intermediate_size": 14336, "vocab_size": 128_256,
+                    "bos_token_id": 128_000, "eos_token_id": 128_001, "pad_token_id": 128_002,
+                    "num_multi_query_heads": 8, "max_position_embeddings": 8192,
+                }),
+            ),
+            _ => cog(
+                "CogVLMForCausalLM",
+                json!({"vision_config": vision(490, 1226)}),
+            ),
+        }
+    }
+
+    /// Trainable parameters of a preset on a model of the published sizes.
+    fn trainable(preset: &str, family: Family) -> usize {
+        let folder = tempfile::tempdir().expect("temp dir");
+        let text = published(family).to_string();
+        std::fs::write(folder.path().join("config.json"), text).expect("written");
+        let dir = folder.path().display();
+        let line = format!("--preset {preset} --model {dir} --data {dir} --output {dir}");
+        let words: Vec<String> = line.split_whitespace().map(str::to_owned).collect();
+        let Command::Train { args, .. } = args::parse(&words).expect("parses") else {
+            panic!("a training line");
+        };
+        let env = Env::from_lookup(&|_| None).expect("an environment");
+        let config = resolve(&args, &env).expect("resolves").config;
+        let model = model(&config).expect("a model");
+        model.spec().elems().1
+    }
+
+    #[test]
+    fn presets_train_what_their_scripts_train() {
+        for (preset, family, count) in [
+            ("cogvlm-captcha", Family::CogVlm, 515_123_968),
+            ("cogagent-captcha", Family::CogAgent, 11_672_683_712),
+            ("cogvlm2-peft", Family::CogVlm2, 2_621_440),
+        ] {
+            assert_eq!(trainable(preset, family), count, "{preset}");
+        }
+    }
+}

@@ -139,7 +139,7 @@ pub(crate) fn journey(site: &Site, name: &str, flags: &str, parts: &[&str]) {
     );
     assert_ne!(merged.1, answers("--model model").1, "{name}");
     // The merged folder is a model like any other.
-    site.train("--model merged --nproc 1 --max-steps 1 --output again");
+    site.train("--model merged --nproc 1 --max-steps 1 --output again --text-without-cross");
 }
 
 /// What a model says to a picture, and its loss on all samples.
