@@ -91,7 +91,7 @@ impl Processor for Glm4vProcessor {
         let mut tokens = self.tokenize(sample, &sample.conversations, true, options)?;
         tokens.push(
             &[self.ids.user],
-            options.train_on_turn_end && self.answered(sample),
+            options.train_on_turn_end && sample.answer().is_some(),
         );
         let untruncated = tokens.input_ids.len();
         let kept = untruncated.min(options.model_max_length);
@@ -201,11 +201,6 @@ impl Glm4vProcessor {
     /// Patches per side of a picture.
     fn side(&self) -> usize {
         self.image_size / self.patch_size
-    }
-
-    /// Whether the last turn is an answer.
-    fn answered(&self, sample: &RawSample) -> bool {
-        sample.answer().is_some()
     }
 
     /// The picture of a sample, which has one at most.
