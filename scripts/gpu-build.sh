@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds what scripts/gpu-check.sh needs on a machine with a GPU into BIN_DIR: two programs, and the emulated kernels
+# Builds what scripts/gpu-check.sh needs on a machine with a GPU into BIN_DIR: three programs, and the emulated kernels
 # for the calibration. Nothing else is needed there but a driver; Python with torch is used when it is there.
 # usage: scripts/gpu-build.sh BIN_DIR
 set -euo pipefail
@@ -8,7 +8,8 @@ cd "$(dirname "$0")/.."
 mkdir -p "$bin"
 cargo build --release -p device_tests --bin gpu_check
 cargo build --release -p launcher --bin launcher
-for program in gpu_check launcher; do
+cargo build --release -p tests --bin parity
+for program in gpu_check launcher parity; do
   install -m 755 "${CARGO_TARGET_DIR:-target}/release/$program" "$bin/$program"
   strip "$bin/$program"
 done

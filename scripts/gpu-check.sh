@@ -5,7 +5,7 @@
 # usage: scripts/gpu-check.sh BIN_DIR [OUT] [--stages a,b] [--budget SECONDS]
 set -uo pipefail
 
-stages=probe,doctor,ceilings,ipc,nccl,calibration,conformance,table
+stages=probe,doctor,ceilings,ipc,nccl,calibration,conformance,table,parity
 budget=470
 positional=()
 while [ $# -gt 0 ]; do
@@ -46,6 +46,13 @@ assert report["gpus"], "the doctor sees no GPU"
 PYTHON
 }
 
+# Golden packs of every family on this machine: another processor checks the tolerances, and the GPU once training runs on it.
+parity() {
+  "$bin/parity" "$root"/tests/golden/*/ >"$out/parity.txt" || { grep FAIL "$out/parity.txt"; return 1; }
+  { echo "## parity"; echo; echo '```'; grep -E 'margin:|agree|passed' "$out/parity.txt"; echo '```'; } >"$out/parity.md"
+  tail -1 "$out/parity.txt"
+}
+
 packages=$(python3 -c 'import site, sys; print(":".join(site.getsitepackages() + [p for p in sys.path if p.endswith("-packages")]))' 2>/dev/null || true)
 started=$SECONDS
 failed=()
@@ -62,8 +69,8 @@ for stage in ${stages//,/ }; do
   echo "== $stage (at most $limit s)"
   begun=$SECONDS
   rm -f "$out/$stage.md" "$out/$stage.json" "$out/$stage.log"
-  if [ "$stage" = doctor ]; then
-    doctor 2>&1 | tee "$out/$stage.log"
+  if [ "$stage" = doctor ] || [ "$stage" = parity ]; then
+    "$stage" 2>&1 | tee "$out/$stage.log"
     code=${PIPESTATUS[0]}
   else
     timeout --kill-after=5 "$limit" "$bin/gpu_check" "$stage" --out "$out" --emulated "$bin/emulated" \
