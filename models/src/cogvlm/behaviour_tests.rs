@@ -315,7 +315,9 @@ fn unusable_samples_are_named() {
 
 #[test]
 fn long_samples_are_cut_or_refused() {
-    let long = ask(json!("a"), "What is it?");
+    let answer = "It is a large blue circle above a small red square, and a tree.";
+    let turns = [("user", "What is it?"), ("assistant", answer)];
+    let long = sample(json!("a"), &turns);
     let whole = encode(VLM, &long).unwrap();
     let context = whole.labels.iter().position(|l| *l >= 0).unwrap() + 1;
     let with = |model_max_length, source| {
