@@ -32,8 +32,14 @@ fn trajectories_are_followed_in_every_layout() {
     for dir in Pack::built_in() {
         let (pack, processor) = (Pack::read(&dir).unwrap(), open_processor(&dir).unwrap());
         let family = packs_of(pack.family);
-        let all = family.trajectories(&pack, &*processor).unwrap();
-        let first = all.iter().find(|t| t.name == "full").unwrap_or(&all[0]);
+        let mut all = family.trajectories(&pack, &*processor).unwrap();
+        let full = all.iter().position(|t| t.name == "full").unwrap_or(0);
+        let first = &mut all[full];
+        // Three updates show a wrong layout; all eight are taken in one layout and in the most sharded one.
+        first.losses.truncate(4);
+        first.grad_norms.truncate(3);
+        first.after.clear();
+        first.norms_after.clear();
         for world in 1..=3 {
             for stage in 0..=3 {
                 for offload in [NO_OFFLOAD, Offload::CPU] {
