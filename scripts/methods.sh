@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Trains every family of models by every method for ten steps on the tiny models of tests/golden, two ranks under ZeRO-3
-# with offload, and prints what it saw as a Markdown table. Usage: scripts/methods.sh > docs/methods.md
+# with offload, and prints what it saw as the Markdown table of README.md ("Models and methods").
 set -euo pipefail
 cd "$(dirname "$0")/.."
 launcher=${LAUNCHER:-target/release/launcher}
@@ -18,20 +18,18 @@ cp tests/golden/minicpm-v-2_6/cases/wide_two_turns/image_wide.png "$work/a.png"
     echo ']'
 } > "$work/data.json"
 
-common='--zero 3 --offload cpu --nproc 2 --precision f32 --learning-rate 1e-3 --max-steps 10 --worst-first false'
+common='--zero 3 --offload cpu --nproc 2 --precision f32 --learning-rate 1e-3 --max-steps 10 --per-device-train-batch-size 2'
 cat <<HEAD
-# Models and methods
-
 Every row was run by \`scripts/methods.sh\`: \`launcher --model PACK --data data.json $common\` and the
-flags of the row. PACK is the family's folder in \`tests/golden\` (the published format with tiny sizes and random weights); half of the
-samples have a picture, half have none. The losses are those of the first and the last of ten updates.
+flags of the row. PACK is the family's folder in \`tests/golden\` (the published format with tiny sizes and random weights); half of the four
+samples of every update have a picture, half have none. The losses are those of the first and the last of ten updates.
 
 | model | method | flags | trainable | loss, update 1 → 10 |
 |---|---|---|---|---|
 HEAD
 
 row() { # name, pack, method, flags
-    local out="$work/out" name=$1 pack=$2 method=$3 flags=$4
+    local out="$work/out" name=$1 pack=$2 method=$3 flags=${4% }
     rm -rf "$out"
     # shellcheck disable=SC2086
     if ! "$launcher" --model "tests/golden/$pack" --data "$work/data.json" --output "$out" $common $flags 2> "$work/log"; then
