@@ -10,7 +10,8 @@ use std::ops::Range;
 
 /// A distribution of start values.
 #[derive(Clone, Copy, PartialEq, Debug)]
-pub(crate) enum Init {
+pub enum Init {
+    /// All alike.
     Constant(f32),
     /// Standard deviation.
     Normal(f32),
@@ -20,7 +21,8 @@ pub(crate) enum Init {
 
 impl Init {
     /// Xavier's uniform distribution.
-    pub(crate) fn xavier(fan_in: usize, fan_out: usize) -> Self {
+    #[must_use]
+    pub fn xavier(fan_in: usize, fan_out: usize) -> Self {
         Self::Uniform((6.0 / (fan_in + fan_out) as f32).sqrt())
     }
 }

@@ -5,6 +5,7 @@
 //! | [`autograd`] | the tape: segments leased, run, and run again in backward |
 //! | [`ops`] | differentiable operations, forward beside backward |
 //! | [`nn`] | blocks over parameter handles |
+//! | [`init`] | random start values |
 //! | [`params`], [`lora`], [`selection`] | declaring parameters for the engine; adapters; which parts train |
 //! | [`families`], [`options`] | which model a folder holds; how a run sets it up |
 //! | [`batch`] | packed inputs of one pass |
@@ -31,7 +32,7 @@ pub mod generate;
 pub mod glm41v;
 pub mod glm4v;
 pub mod image;
-mod init;
+pub mod init;
 pub mod lora;
 pub mod minicpm;
 pub mod nn;
@@ -50,11 +51,13 @@ pub use options::ModelOptions;
 pub use processor::Processor;
 pub use weights::{WeightError, WeightSource};
 
-use autograd::{Loss, Tape};
+use autograd::{Loss, Tape, Var};
 use data::{EncodedPrompt, EncodedSample, Slice};
-use engine::{ModelSpec, ParamId, UnitId};
+use engine::{ModelSpec, ParamId, ParamSpec, UnitId};
 use generate::CacheShape;
+use init::Init;
 use kernels::{Backend, DType, Tensor};
+use nn::LmHead;
 use params::SplitAdapters;
 use std::ops::Range;
 
@@ -112,8 +115,13 @@ pub trait VisionLanguageModel: Send + Sync + std::fmt::Debug {
     /// The run's settings.
     fn options(&self) -> &ModelOptions;
 
+    /// The part of the model that the unit or parameter called `name` belongs to.
+    fn tower_of(&self, name: &str) -> Tower;
+
     /// The part of the model that a unit belongs to.
-    fn tower(&self, unit: UnitId) -> Tower;
+    fn tower(&self, unit: UnitId) -> Tower {
+        self.tower_of(&self.spec().units[unit.index()].name)
+    }
 
     /// Fused layers whose projections have adapters of their own.
     fn split_adapters(&self) -> &SplitAdapters {
@@ -146,26 +154,50 @@ pub trait VisionLanguageModel: Send + Sync + std::fmt::Debug {
     /// What the decoder keeps of a token in a cache: memory of a generation is counted with it.
     fn cache_shape(&self) -> CacheShape;
 
-    /// The forward pass with the loss. A batch without pictures does not run the vision units.
-    ///
-    /// # Errors
-    /// When the engine or the device fails.
-    fn forward<'m>(&'m self, tape: &Tape<'_, 'm>, batch: &'m Batch) -> Result<Loss>;
+    /// The decoder's last norm and the product with the vocabulary.
+    fn head(&self) -> &LmHead;
 
-    /// f32 logits `[samples, vocabulary]` behind the last token of each sample. Keys and values go
-    /// through the batch's cache, if it has one.
+    /// Hidden states of all tokens before the last norm, `[T, D]`. A batch without pictures does not run the vision
+    /// units; keys and values go through the batch's cache, if it has one.
     ///
     /// # Errors
     /// When the engine or the device fails.
-    fn next_token_logits<'m>(&'m self, tape: &Tape<'_, 'm>, batch: &'m Batch) -> Result<Tensor>;
+    fn hidden<'m>(&'m self, tape: &Tape<'_, 'm>, batch: &'m Batch) -> Result<Var>;
+
+    /// The forward pass with the loss.
+    ///
+    /// # Errors
+    /// When the engine or the device fails.
+    fn forward<'m>(&'m self, tape: &Tape<'_, 'm>, batch: &'m Batch) -> Result<Loss> {
+        let hidden = self.hidden(tape, batch)?;
+        self.head().loss(tape, batch, &hidden)
+    }
+
+    /// f32 logits `[samples, vocabulary]` behind the last token of each sample.
+    ///
+    /// # Errors
+    /// When the engine or the device fails.
+    fn next_token_logits<'m>(&'m self, tape: &Tape<'_, 'm>, batch: &'m Batch) -> Result<Tensor> {
+        let hidden = self.hidden(tape, batch)?;
+        self.head().logits(tape, &hidden, Some(&batch.last_rows))
+    }
 
     /// f32 logits of all rows, `[T, v]`. For comparisons on small models: training never makes them.
     ///
     /// # Errors
     /// When the engine or the device fails.
-    fn full_logits<'m>(&'m self, tape: &Tape<'_, 'm>, batch: &'m Batch) -> Result<Tensor>;
+    fn full_logits<'m>(&'m self, tape: &Tape<'_, 'm>, batch: &'m Batch) -> Result<Tensor> {
+        let hidden = self.hidden(tape, batch)?;
+        self.head().logits(tape, &hidden, None)
+    }
+
+    /// Distribution of random start values of a parameter of the base with several axes.
+    fn start_values(&self, param: &ParamSpec) -> Init;
 
     /// Writes random start values of `elements` (row-major) of a parameter into `out`; a function
     /// of seed, tensor name and element only.
-    fn init(&self, id: ParamId, seed: u64, elements: Range<usize>, out: &mut [f32]);
+    fn init(&self, id: ParamId, seed: u64, elements: Range<usize>, out: &mut [f32]) {
+        let param = &self.spec().params[id.index()];
+        init::fill(param, self.start_values(param), seed, elements, out);
+    }
 }

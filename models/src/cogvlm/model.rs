@@ -4,19 +4,19 @@ use super::config::{CogConfig, Edition};
 use super::cross_vision::CrossVision;
 use super::language::Language;
 use super::vision::Vision;
-use crate::autograd::{Loss, Tape, Var};
+use crate::autograd::{Tape, Var};
 use crate::batch::Batch;
 use crate::error::Result;
 use crate::generate::{CacheShape, CrossCacheShape};
-use crate::init::{self, Init};
+use crate::init::Init;
 use crate::lora::LanguageModules;
+use crate::nn::LmHead;
 use crate::options::ModelOptions;
 use crate::params::{ParamBuilder, SplitAdapters, is_added};
 use crate::processor::Normalization;
 use crate::{SampleInput, Tower, VisionLanguageModel};
-use engine::{ModelSpec, ParamId, ParamSpec, UnitId};
-use kernels::{Backend, Tensor};
-use std::ops::Range;
+use engine::{ModelSpec, ParamSpec};
+use kernels::Backend;
 
 const ATTENTION: &[&str] = &[
     "language_expert_query_key_value",
@@ -111,28 +111,6 @@ impl CogVlm {
     pub(super) fn model_options(&self) -> &ModelOptions {
         &self.options
     }
-
-    fn hidden<'m>(&'m self, tape: &Tape<'_, 'm>, batch: &'m Batch) -> Result<Var> {
-        let Some(vision) = &batch.vision else {
-            return self.language.hidden(tape, batch, None, None);
-        };
-        let features = self.vision.forward(tape, vision)?;
-        let cross = match &self.cross_vision {
-            Some(tower) => Some(tower.forward(tape, &vision.tables.cogagent()?.cross)?),
-            None => None,
-        };
-        self.language
-            .hidden(tape, batch, Some(&features), cross.as_ref())
-    }
-
-    /// As the published code draws; rows around and positions behind a picture begin at zero.
-    fn init_rule(&self, param: &ParamSpec) -> Init {
-        match param.name.rsplit('.').next() {
-            Some("boi" | "eoi" | "cls_embedding" | "cls_token") => Init::Constant(0.0),
-            Some("prefix") => Init::Normal(0.01),
-            _ => Init::Normal(self.config.language.initializer_range as f32),
-        }
-    }
 }
 
 impl VisionLanguageModel for CogVlm {
@@ -140,8 +118,8 @@ impl VisionLanguageModel for CogVlm {
         &self.spec
     }
 
-    fn tower(&self, unit: UnitId) -> Tower {
-        tower(&self.spec.units[unit.index()].name)
+    fn tower_of(&self, name: &str) -> Tower {
+        tower(name)
     }
 
     fn options(&self) -> &ModelOptions {
@@ -180,24 +158,29 @@ impl VisionLanguageModel for CogVlm {
         }
     }
 
-    fn forward<'m>(&'m self, tape: &Tape<'_, 'm>, batch: &'m Batch) -> Result<Loss> {
-        let hidden = self.hidden(tape, batch)?;
-        self.language.head.loss(tape, batch, &hidden)
+    fn hidden<'m>(&'m self, tape: &Tape<'_, 'm>, batch: &'m Batch) -> Result<Var> {
+        let Some(vision) = &batch.vision else {
+            return self.language.hidden(tape, batch, None, None);
+        };
+        let features = self.vision.forward(tape, vision)?;
+        let cross = match &self.cross_vision {
+            Some(tower) => Some(tower.forward(tape, &vision.tables.cogagent()?.cross)?),
+            None => None,
+        };
+        self.language
+            .hidden(tape, batch, Some(&features), cross.as_ref())
     }
 
-    fn next_token_logits<'m>(&'m self, tape: &Tape<'_, 'm>, batch: &'m Batch) -> Result<Tensor> {
-        let hidden = self.hidden(tape, batch)?;
-        let rows = Some(&batch.last_rows);
-        self.language.head.logits(tape, &hidden, rows)
+    fn head(&self) -> &LmHead {
+        &self.language.head
     }
 
-    fn full_logits<'m>(&'m self, tape: &Tape<'_, 'm>, batch: &'m Batch) -> Result<Tensor> {
-        let hidden = self.hidden(tape, batch)?;
-        self.language.head.logits(tape, &hidden, None)
-    }
-
-    fn init(&self, id: ParamId, seed: u64, elements: Range<usize>, out: &mut [f32]) {
-        let param = &self.spec.params[id.index()];
-        init::fill(param, self.init_rule(param), seed, elements, out);
+    /// As the published code draws; rows around and positions behind a picture begin at zero.
+    fn start_values(&self, param: &ParamSpec) -> Init {
+        match param.name.rsplit('.').next() {
+            Some("boi" | "eoi" | "cls_embedding" | "cls_token") => Init::Constant(0.0),
+            Some("prefix") => Init::Normal(0.01),
+            _ => Init::Normal(self.config.language.initializer_range as f32),
+        }
     }
 }

@@ -6,24 +6,23 @@ use super::merger::Merger;
 use super::positions::{TokenPositions, mrope_angles};
 use super::tables::{Glm41vTables, pixel_rows};
 use super::vision::VisionTower;
-use crate::autograd::{Loss, Tape, Var};
+use crate::autograd::{Tape, Var};
 use crate::batch::{
     Batch, Splice, VisionBatch, VisionTables, check_slices, pack, pack_next, starts_of, upload,
 };
 use crate::data::Slice;
 use crate::error::{ModelError, Result};
 use crate::generate::CacheShape;
-use crate::init::{self, Init};
+use crate::init::Init;
 use crate::lora::LanguageModules;
-use crate::nn::{Decoder, Rotary, rope_frequencies, rotary_of};
+use crate::nn::{Decoder, LmHead, Rotary, rope_frequencies, rotary_of};
 use crate::ops::Sequences;
 use crate::options::ModelOptions;
 use crate::params::{ParamBuilder, SplitAdapters};
 use crate::processor::Normalization;
 use crate::{SampleInput, Tower, VisionLanguageModel};
-use engine::{ModelSpec, ParamId, UnitId};
-use kernels::{Backend, RopeLayout, Tensor};
-use std::ops::Range;
+use engine::{ModelSpec, ParamSpec};
+use kernels::{Backend, RopeLayout};
 
 /// Where the decoder's modules are.
 const LANGUAGE: LanguageModules = LanguageModules {
@@ -90,17 +89,6 @@ impl Glm41v {
     #[must_use]
     pub fn config(&self) -> &Glm41vConfig {
         &self.config
-    }
-
-    fn hidden<'m>(&'m self, tape: &Tape<'_, 'm>, batch: &'m Batch) -> Result<Var> {
-        let features = match &batch.vision {
-            Some(vision) => {
-                let patches = self.vision.forward(tape, vision)?;
-                Some(self.merger.forward(tape, &patches, vision)?)
-            }
-            None => None,
-        };
-        self.language.hidden(tape, batch, features.as_ref())
     }
 
     /// Angles of tokens for the decoder's heads.
@@ -197,8 +185,8 @@ impl VisionLanguageModel for Glm41v {
         &self.spec
     }
 
-    fn tower(&self, unit: UnitId) -> Tower {
-        tower(&self.spec.units[unit.index()].name)
+    fn tower_of(&self, name: &str) -> Tower {
+        tower(name)
     }
 
     fn split_adapters(&self) -> &SplitAdapters {
@@ -245,24 +233,22 @@ impl VisionLanguageModel for Glm41v {
         }
     }
 
-    fn forward<'m>(&'m self, tape: &Tape<'_, 'm>, batch: &'m Batch) -> Result<Loss> {
-        let hidden = self.hidden(tape, batch)?;
-        self.language.loss(tape, batch, &hidden)
+    fn hidden<'m>(&'m self, tape: &Tape<'_, 'm>, batch: &'m Batch) -> Result<Var> {
+        let features = match &batch.vision {
+            Some(vision) => {
+                let patches = self.vision.forward(tape, vision)?;
+                Some(self.merger.forward(tape, &patches, vision)?)
+            }
+            None => None,
+        };
+        self.language.hidden(tape, batch, features.as_ref())
     }
 
-    fn next_token_logits<'m>(&'m self, tape: &Tape<'_, 'm>, batch: &'m Batch) -> Result<Tensor> {
-        let hidden = self.hidden(tape, batch)?;
-        self.language.logits(tape, &hidden, Some(&batch.last_rows))
+    fn head(&self) -> &LmHead {
+        &self.language.head
     }
 
-    fn full_logits<'m>(&'m self, tape: &Tape<'_, 'm>, batch: &'m Batch) -> Result<Tensor> {
-        let hidden = self.hidden(tape, batch)?;
-        self.language.logits(tape, &hidden, None)
-    }
-
-    fn init(&self, id: ParamId, seed: u64, elements: Range<usize>, out: &mut [f32]) {
-        let param = &self.spec.params[id.index()];
-        let rule = Init::Normal(self.config.language.initializer_range as f32);
-        init::fill(param, rule, seed, elements, out);
+    fn start_values(&self, _: &ParamSpec) -> Init {
+        Init::Normal(self.config.language.initializer_range as f32)
     }
 }

@@ -4,7 +4,7 @@ use super::config::Glm4vConfig;
 use super::language::{Block, decoder};
 use super::positions::token_positions;
 use super::projector::Projector;
-use crate::autograd::{Loss, Tape, Var};
+use crate::autograd::{Tape, Var};
 use crate::batch::{
     Batch, Splice, VisionBatch, VisionTables, check_slices, pack, pack_next, starts_of, upload,
 };
@@ -12,16 +12,15 @@ use crate::data::Slice;
 use crate::error::{ModelError, Result};
 use crate::eva::{EvaTower, eva_pictures};
 use crate::generate::CacheShape;
-use crate::init::{self, Init};
+use crate::init::Init;
 use crate::lora::LanguageModules;
-use crate::nn::{Decoder, Rotary, RotaryTable, rope_frequencies};
+use crate::nn::{Decoder, LmHead, Rotary, RotaryTable, rope_frequencies};
 use crate::options::ModelOptions;
 use crate::params::{ParamBuilder, SplitAdapters};
 use crate::processor::Normalization;
 use crate::{SampleInput, Tower, VisionLanguageModel};
-use engine::{ModelSpec, ParamId, UnitId};
-use kernels::{Backend, RopeLayout, Tensor};
-use std::ops::Range;
+use engine::{ModelSpec, ParamSpec};
+use kernels::{Backend, RopeLayout};
 
 /// Where the decoder's modules are.
 const LANGUAGE: LanguageModules = LanguageModules {
@@ -85,20 +84,6 @@ impl Glm4v {
     #[must_use]
     pub fn config(&self) -> &Glm4vConfig {
         &self.config
-    }
-
-    fn hidden<'m>(&'m self, tape: &Tape<'_, 'm>, batch: &'m Batch) -> Result<Var> {
-        let features = match &batch.vision {
-            Some(vision) => {
-                let tables = vision.tables.eva()?;
-                let (pixels, sequences) = (&vision.patches, &vision.sequences);
-                let rows = self.vision.forward(tape, pixels, sequences, tables)?;
-                tape.observe("vision.tower", &rows);
-                Some(self.projector.forward(tape, &rows, vision)?)
-            }
-            None => None,
-        };
-        self.language.hidden(tape, batch, features.as_ref())
     }
 
     /// Angles of `positions` for the decoder's heads.
@@ -190,8 +175,8 @@ impl VisionLanguageModel for Glm4v {
         &self.spec
     }
 
-    fn tower(&self, unit: UnitId) -> Tower {
-        tower(&self.spec.units[unit.index()].name)
+    fn tower_of(&self, name: &str) -> Tower {
+        tower(name)
     }
 
     fn split_adapters(&self) -> &SplitAdapters {
@@ -236,23 +221,25 @@ impl VisionLanguageModel for Glm4v {
         }
     }
 
-    fn forward<'m>(&'m self, tape: &Tape<'_, 'm>, batch: &'m Batch) -> Result<Loss> {
-        let hidden = self.hidden(tape, batch)?;
-        self.language.loss(tape, batch, &hidden)
+    fn hidden<'m>(&'m self, tape: &Tape<'_, 'm>, batch: &'m Batch) -> Result<Var> {
+        let features = match &batch.vision {
+            Some(vision) => {
+                let tables = vision.tables.eva()?;
+                let (pixels, sequences) = (&vision.patches, &vision.sequences);
+                let rows = self.vision.forward(tape, pixels, sequences, tables)?;
+                tape.observe("vision.tower", &rows);
+                Some(self.projector.forward(tape, &rows, vision)?)
+            }
+            None => None,
+        };
+        self.language.hidden(tape, batch, features.as_ref())
     }
 
-    fn next_token_logits<'m>(&'m self, tape: &Tape<'_, 'm>, batch: &'m Batch) -> Result<Tensor> {
-        let hidden = self.hidden(tape, batch)?;
-        self.language.logits(tape, &hidden, Some(&batch.last_rows))
+    fn head(&self) -> &LmHead {
+        &self.language.head
     }
 
-    fn full_logits<'m>(&'m self, tape: &Tape<'_, 'm>, batch: &'m Batch) -> Result<Tensor> {
-        let hidden = self.hidden(tape, batch)?;
-        self.language.logits(tape, &hidden, None)
-    }
-
-    fn init(&self, id: ParamId, seed: u64, elements: Range<usize>, out: &mut [f32]) {
-        let param = &self.spec.params[id.index()];
-        init::fill(param, Init::Normal(INIT_RANGE), seed, elements, out);
+    fn start_values(&self, _: &ParamSpec) -> Init {
+        Init::Normal(INIT_RANGE)
     }
 }

@@ -5,7 +5,7 @@ use super::language::decoder;
 use super::positions::position_ids;
 use super::resampler::Resampler;
 use super::vision::VisionTower;
-use crate::autograd::{Loss, Tape, Var};
+use crate::autograd::{Tape, Var};
 use crate::batch::{
     Batch, MiniCpmTables, Splice, VisionBatch, VisionTables, check_slices, pack, pack_next,
     pixel_values, starts_of, upload,
@@ -15,15 +15,14 @@ use crate::error::{ModelError, Result};
 use crate::generate::CacheShape;
 use crate::init::{self, Init};
 use crate::lora::LanguageModules;
-use crate::nn::{Decoder, DecoderBlock, Rotary, RotaryTable, rope_frequencies};
+use crate::nn::{Decoder, DecoderBlock, LmHead, Rotary, RotaryTable, rope_frequencies};
 use crate::ops::Sequences;
 use crate::options::ModelOptions;
 use crate::params::ParamBuilder;
 use crate::processor::Normalization;
 use crate::{SampleInput, Tower, VisionLanguageModel};
-use engine::{ModelSpec, ParamId, ParamSpec, UnitId};
+use engine::{ModelSpec, ParamSpec};
 use kernels::{Backend, RopeLayout, Tensor};
-use std::ops::Range;
 
 /// Where the decoder's modules are.
 const LANGUAGE: LanguageModules = LanguageModules {
@@ -93,17 +92,6 @@ impl MiniCpm {
     #[must_use]
     pub fn config(&self) -> &MiniCpmConfig {
         &self.config
-    }
-
-    fn hidden<'m>(&'m self, tape: &Tape<'_, 'm>, batch: &'m Batch) -> Result<Var> {
-        let features = match &batch.vision {
-            Some(vision) => {
-                let patches = self.vision.forward(tape, vision)?;
-                Some(self.resampler.forward(tape, &patches, vision)?)
-            }
-            None => None,
-        };
-        self.language.hidden(tape, batch, features.as_ref())
     }
 
     /// Angles of `positions` for the decoder's heads.
@@ -180,21 +168,6 @@ impl MiniCpm {
         }))
     }
 
-    /// As the reference implementations draw.
-    fn init_rule(&self, param: &ParamSpec) -> Init {
-        let (fan_in, fan_out) = init::fans(param);
-        let xavier = Init::xavier(fan_in, fan_out);
-        match param.name.as_str() {
-            "resampler.proj" => Init::Normal((fan_in as f32).powf(-0.5)),
-            "resampler.attn.in_proj_weight" => xavier,
-            "vpm.embeddings.position_embedding.weight"
-            | "vpm.embeddings.patch_embedding.weight" => Init::Normal((fan_in as f32).powf(-0.5)),
-            name if name.starts_with("vpm.") => xavier,
-            // The resampler's own code writes 0.02, which is the default of the range.
-            _ => Init::Normal(self.config.language.initializer_range as f32),
-        }
-    }
-
     fn check_pictures(&self, index: usize, sample: &SampleInput<'_>) -> Result<()> {
         let fail = |reason: String| {
             Err(ModelError::Sample {
@@ -222,8 +195,8 @@ impl VisionLanguageModel for MiniCpm {
         &self.spec
     }
 
-    fn tower(&self, unit: UnitId) -> Tower {
-        tower(&self.spec.units[unit.index()].name)
+    fn tower_of(&self, name: &str) -> Tower {
+        tower(name)
     }
 
     fn options(&self) -> &ModelOptions {
@@ -262,24 +235,34 @@ impl VisionLanguageModel for MiniCpm {
         }
     }
 
-    fn forward<'m>(&'m self, tape: &Tape<'_, 'm>, batch: &'m Batch) -> Result<Loss> {
-        let hidden = self.hidden(tape, batch)?;
-        self.language.loss(tape, batch, &hidden)
+    fn hidden<'m>(&'m self, tape: &Tape<'_, 'm>, batch: &'m Batch) -> Result<Var> {
+        let features = match &batch.vision {
+            Some(vision) => {
+                let patches = self.vision.forward(tape, vision)?;
+                Some(self.resampler.forward(tape, &patches, vision)?)
+            }
+            None => None,
+        };
+        self.language.hidden(tape, batch, features.as_ref())
     }
 
-    fn next_token_logits<'m>(&'m self, tape: &Tape<'_, 'm>, batch: &'m Batch) -> Result<Tensor> {
-        let hidden = self.hidden(tape, batch)?;
-        self.language.logits(tape, &hidden, Some(&batch.last_rows))
+    fn head(&self) -> &LmHead {
+        &self.language.head
     }
 
-    fn full_logits<'m>(&'m self, tape: &Tape<'_, 'm>, batch: &'m Batch) -> Result<Tensor> {
-        let hidden = self.hidden(tape, batch)?;
-        self.language.logits(tape, &hidden, None)
-    }
-
-    fn init(&self, id: ParamId, seed: u64, elements: Range<usize>, out: &mut [f32]) {
-        let param = &self.spec.params[id.index()];
-        init::fill(param, self.init_rule(param), seed, elements, out);
+    /// As the reference implementations draw.
+    fn start_values(&self, param: &ParamSpec) -> Init {
+        let (fan_in, fan_out) = init::fans(param);
+        let xavier = Init::xavier(fan_in, fan_out);
+        match param.name.as_str() {
+            "resampler.proj" => Init::Normal((fan_in as f32).powf(-0.5)),
+            "resampler.attn.in_proj_weight" => xavier,
+            "vpm.embeddings.position_embedding.weight"
+            | "vpm.embeddings.patch_embedding.weight" => Init::Normal((fan_in as f32).powf(-0.5)),
+            name if name.starts_with("vpm.") => xavier,
+            // The resampler's own code writes 0.02, which is the default of the range.
+            _ => Init::Normal(self.config.language.initializer_range as f32),
+        }
     }
 }
 

@@ -3,13 +3,12 @@
 //! Shapes: `T` tokens of all samples, `D` width.
 
 use super::{LmHead, TokenEmbedding};
-use crate::autograd::{Loss, Scope, Tape, Var};
+use crate::autograd::{Scope, Tape, Var};
 use crate::batch::Batch;
 use crate::error::Result;
 use crate::generate::CachedLayer;
 use crate::params::{ParamBuilder, ParamScope};
 use engine::UnitId;
-use kernels::Tensor;
 
 /// A layer of a decoder.
 pub trait DecoderLayer: std::fmt::Debug {
@@ -82,26 +81,5 @@ impl<L: DecoderLayer> Decoder<L> {
             tape.observe(format_args!("hidden.{i}"), &x);
         }
         Ok(x)
-    }
-
-    /// Losses of all rows from the hidden states.
-    ///
-    /// # Errors
-    /// When the engine or the device fails.
-    pub fn loss<'m>(&'m self, tape: &Tape<'_, 'm>, batch: &'m Batch, hidden: &Var) -> Result<Loss> {
-        self.head.loss(tape, batch, hidden)
-    }
-
-    /// f32 logits of the rows `index`, or of all rows.
-    ///
-    /// # Errors
-    /// When the engine or the device fails.
-    pub fn logits<'m>(
-        &'m self,
-        tape: &Tape<'_, 'm>,
-        hidden: &Var,
-        index: Option<&'m Tensor>,
-    ) -> Result<Tensor> {
-        self.head.logits(tape, hidden, index)
     }
 }
