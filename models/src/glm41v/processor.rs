@@ -144,7 +144,7 @@ impl MarkerIds {
     }
 }
 
-/// Turns samples into model inputs; the sample rules are in [`super::sample`].
+/// Turns samples into model inputs; the sample rules are in `sample.rs` beside this file.
 #[derive(Clone, Debug)]
 pub struct Glm41vProcessor {
     pub(super) config: ProcessorConfig,

@@ -1,6 +1,6 @@
 //! Reads a picture file as 8-bit RGB, the way Pillow's `convert("RGB")` sees it.
 //!
-//! What becomes of each kind of pixel stands in [`mod@pixels`]. EXIF orientation is ignored: `convert` does
+//! What becomes of each kind of pixel stands in `pixels`. EXIF orientation is ignored: `convert` does
 //! not turn a picture, nor do the programs that these models were trained with. The format is found from the
 //! content, never from the file name. PNG, BMP and WebP equal Pillow byte for byte; a JPEG may differ by one
 //! level in places, since decoders round differently.

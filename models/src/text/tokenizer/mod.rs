@@ -7,7 +7,7 @@
 //! | `tokenizer_config.json` | beside either: tokens that are added, and which one ends a sequence |
 //!
 //! All three lead to one encoder, that of the `tokenizers` crate. Files come from strangers: sizes are
-//! bounded ([`limits`]), every number is checked, and what the encoder would not reproduce exactly is refused.
+//! bounded (`limits`), every number is checked, and what the encoder would not reproduce exactly is refused.
 
 mod config;
 mod error;
