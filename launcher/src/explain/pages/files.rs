@@ -121,8 +121,8 @@ pub(super) static MODEL_FILES: Page = Page {
             "重新下载报告中的文件；`git lfs pull` 会替换指针文件。",
         ),
         both(
-            "Supported are MiniCPM-V 2.6 and MiniCPM-o 2.6 folders as published.",
-            "支持官方发布的 MiniCPM-V 2.6 和 MiniCPM-o 2.6 文件夹。",
+            "Supported are folders of MiniCPM-V and -o 2.6, CogVLM, CogVLM2, CogAgent, GLM-4V and GLM-4.1V as published.",
+            "支持官方发布的 MiniCPM-V 和 -o 2.6、CogVLM、CogVLM2、CogAgent、GLM-4V、GLM-4.1V 文件夹。",
         ),
     ],
     example: include_str!("examples/E10.txt"),
