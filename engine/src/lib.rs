@@ -9,6 +9,7 @@ mod gradients;
 pub mod plan;
 mod snapshot;
 pub mod spec;
+pub mod spill;
 mod state;
 mod store;
 pub mod tier;
