@@ -1,5 +1,8 @@
 //! Spill files and the extents in them.
-#![expect(unsafe_code, reason = "memory maps of files, and telling the kernel to forget their pages")]
+#![expect(
+    unsafe_code,
+    reason = "memory maps of files, and telling the kernel to forget their pages"
+)]
 
 use super::Result;
 use super::error::SpillError;
@@ -53,6 +56,8 @@ struct Backing {
     path: PathBuf,
     file: File,
     io: IoPath,
+    /// Keeps the folder locked.
+    _folder: Arc<SpillFolder>,
 }
 
 /// One file of spilled state: a header, then extents one behind the other.
@@ -67,12 +72,14 @@ impl SpillFile {
     ///
     /// # Errors
     /// When the file system refuses; direct I/O is not possible everywhere (tmpfs, some network file systems).
-    pub fn create(folder: &SpillFolder, rank: usize, kind: &str, io: IoPath) -> Result<Self> {
+    pub fn create(folder: &Arc<SpillFolder>, rank: usize, kind: &str, io: IoPath) -> Result<Self> {
         let path = folder.path().join(format!("rank-{rank}.{kind}"));
         let mut options = OpenOptions::new();
         options.create(true).truncate(true).read(true).write(true);
         // The header is written through the page cache, before anything bypasses it.
-        let plain = options.open(&path).map_err(SpillError::io("create", &path))?;
+        let plain = options
+            .open(&path)
+            .map_err(SpillError::io("create", &path))?;
         let header = Header {
             version: 1,
             job: folder.path(),
@@ -99,7 +106,12 @@ impl SpillFile {
                 .map_err(SpillError::io("open for direct I/O", &path))?,
         };
         Ok(Self {
-            backing: Arc::new(Backing { path, file, io }),
+            backing: Arc::new(Backing {
+                path,
+                file,
+                io,
+                _folder: folder.clone(),
+            }),
             end: BLOCK_BYTES,
         })
     }

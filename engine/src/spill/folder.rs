@@ -145,7 +145,11 @@ mod tests {
         let swept = SpillFolder::sweep(parent.path()).unwrap();
         assert_eq!(swept, [(dead.clone(), 100)]);
         assert!(!dead.exists() && foreign.exists());
-        assert!(SpillFolder::sweep(&parent.path().join("nowhere")).unwrap().is_empty());
+        assert!(
+            SpillFolder::sweep(&parent.path().join("nowhere"))
+                .unwrap()
+                .is_empty()
+        );
     }
 
     #[test]

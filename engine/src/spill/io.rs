@@ -173,7 +173,11 @@ impl SpillIo {
 
     const fn buffers(bytes: u64) -> usize {
         let wanted = bytes.div_ceil(SEGMENT_BYTES as u64) as usize;
-        if wanted < 2 * RESERVED { 2 * RESERVED } else { wanted }
+        if wanted < 2 * RESERVED {
+            2 * RESERVED
+        } else {
+            wanted
+        }
     }
 
     /// Traffic so far.
@@ -407,18 +411,18 @@ mod tests {
     use proptest::prelude::*;
 
     /// Files of this machine's disk in both ways; direct I/O is left out where the file system has none.
-    fn files(folder: &SpillFolder) -> Vec<SpillFile> {
+    fn files(folder: &Arc<SpillFolder>) -> Vec<SpillFile> {
         [IoPath::Mapped, IoPath::Direct]
             .into_iter()
             .filter_map(|io| SpillFile::create(folder, 0, io.name(), io).ok())
             .collect()
     }
 
-    fn world() -> (tempfile::TempDir, SpillFolder, SpillIo) {
+    fn world() -> (tempfile::TempDir, Arc<SpillFolder>, SpillIo) {
         // The build folder: /tmp may have no direct I/O.
         let exe = std::env::current_exe().unwrap();
         let parent = tempfile::tempdir_in(exe.parent().unwrap()).unwrap();
-        let folder = SpillFolder::join(parent.path(), "io").unwrap();
+        let folder = Arc::new(SpillFolder::join(parent.path(), "io").unwrap());
         let io = SpillIo::new(0, &Pool::new("host", None)).unwrap();
         (parent, folder, io)
     }
@@ -494,7 +498,13 @@ mod tests {
         let error = file.allocate(1 << 50, 0).unwrap_err();
         assert!(
             matches!(error, SpillError::NoSpace { asked_bytes, .. } if asked_bytes == 1 << 50)
-                || matches!(&error, SpillError::Io { action: "extend", .. }),
+                || matches!(
+                    &error,
+                    SpillError::Io {
+                        action: "extend",
+                        ..
+                    }
+                ),
             "{error}"
         );
     }

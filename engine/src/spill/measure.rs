@@ -6,6 +6,7 @@ use super::io::SpillIo;
 use crate::EngineError;
 use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;
+use std::sync::Arc;
 use std::time::Instant;
 
 use super::segment::SEGMENT_BYTES;
@@ -27,7 +28,7 @@ pub struct Measured {
 /// # Errors
 /// When the disk fails or is full.
 pub fn measure(
-    folder: &SpillFolder,
+    folder: &Arc<SpillFolder>,
     io: IoPath,
     bytes: u64,
     queue: &SpillIo,

@@ -102,7 +102,9 @@ pub struct Segment {
 
 impl Segment {
     fn map(&self) -> &MmapMut {
-        self.map.as_ref().expect("a map until the segment is dropped")
+        self.map
+            .as_ref()
+            .expect("a map until the segment is dropped")
     }
 
     /// The bytes asked for.
@@ -133,7 +135,10 @@ impl Segment {
     /// Whole blocks, as they are on the disk.
     pub(super) fn blocks_mut(&mut self) -> &mut [u8] {
         let len = (self.blocks.end - self.blocks.start) as usize;
-        &mut self.map.as_mut().expect("a map until the segment is dropped")[..len]
+        &mut self
+            .map
+            .as_mut()
+            .expect("a map until the segment is dropped")[..len]
     }
 
     pub(super) fn block_bytes(&self) -> &[u8] {

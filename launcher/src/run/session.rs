@@ -88,10 +88,7 @@ impl<'a> Session<'a> {
         let host_share = config
             .host_memory_limit
             .map(|limit| limit / config.nproc as u64);
-        let tiers = Tiers {
-            device: device.clone(),
-            host: Pool::new("host", host_share),
-        };
+        let tiers = Tiers::new(device.clone(), Pool::new("host", host_share));
         let backend: Arc<dyn Backend> = Arc::new(CpuBackend::new(device));
         let zero = Zero::new(
             plan,

@@ -156,6 +156,7 @@ fn zero_config(config: &RunConfig) -> Result<ZeroConfig, Failure> {
         offload: Offload {
             param: tier(config.offload.param),
             optimizer: tier(config.offload.optimizer),
+            activation: engine::Tier::Device,
         },
         max_grad_norm: config.optimizer.max_grad_norm.map(|norm| norm as f32),
         seed: config.seed,
