@@ -2,6 +2,7 @@
 #![deny(unsafe_code)]
 
 pub mod access;
+mod activations;
 pub mod checkpoint;
 pub mod comm;
 mod error;
@@ -19,6 +20,7 @@ mod update;
 mod zero;
 
 pub use access::{Lease, LeaseOwner, ParamAccess, Phase};
+pub use activations::{Activations, Saved};
 pub use error::EngineError;
 pub use optim::Precision;
 pub use optim::clip::{NORM_BLOCK_ELEMS, sum_of_squares};

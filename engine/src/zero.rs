@@ -1,10 +1,12 @@
 //! The facade: one rank's model states under ZeRO, as the tape and the training loop use them.
 
 use crate::access::{Lease, LeaseOwner, ParamAccess, Phase};
+use crate::activations::Activations;
 use crate::comm::{Collective, CollectiveKind, Communicator, Tag as CommTag};
 use crate::error::EngineError;
 use crate::plan::{GroupKind, PassKind, Plan, Tier};
 use crate::spec::{ParamId, UnitId};
+use crate::spill::SpillStats;
 use crate::state::UnitState;
 use crate::store::{Store, lease_of};
 use crate::tier::{Tiers, windows};
@@ -17,6 +19,7 @@ use optim::{GroupOptions, Optimizer};
 use std::cell::{Cell, RefCell};
 use std::ops::Range;
 use std::sync::Arc;
+use std::time::Duration;
 
 type Result<T, E = EngineError> = std::result::Result<T, E>;
 
@@ -60,6 +63,7 @@ pub struct Zero {
     backend: Arc<dyn Backend>,
     optimizer: OptimizerConfig,
     tiers: Tiers,
+    activations: Option<Activations>,
     pub(crate) store: RefCell<Store>,
     pub(crate) states: Vec<Option<UnitState>>,
     pub(crate) step: u64,
@@ -95,6 +99,7 @@ impl Zero {
         compare_plans(&plan, &*comm)?;
         let store = Store::new(plan.clone(), comm.clone(), tiers.clone())?;
         let rank = comm.world().rank;
+        let activations = Activations::new(plan.config().offload.activation, tiers.clone());
         let states = plan
             .units()
             .iter()
@@ -105,6 +110,7 @@ impl Zero {
             comm,
             backend,
             optimizer,
+            activations,
             tiers,
             store: RefCell::new(store),
             states,
@@ -473,8 +479,18 @@ impl Zero {
     pub fn times(&self) -> Times {
         Times {
             communication: self.comm.time_spent(),
-            offload: self.store.borrow().copy_time(),
+            offload: self.store.borrow().copy_time()
+                + self
+                    .activations
+                    .as_ref()
+                    .map_or(Duration::ZERO, Activations::copy_time),
         }
+    }
+
+    /// Traffic of this rank's spill files; `None` where there are none.
+    #[must_use]
+    pub fn spill_stats(&self) -> Option<SpillStats> {
+        self.tiers.spill().map(|spill| spill.stats())
     }
 
     /// The device pool.
@@ -513,6 +529,10 @@ impl ParamAccess for Zero {
 
     fn deposit(&self, id: ParamId, grad: &Tensor) -> Result<()> {
         self.store.borrow_mut().deposit(id, grad)
+    }
+
+    fn activations(&self) -> Option<&Activations> {
+        self.activations.as_ref()
     }
 
     fn is_trainable(&self, id: ParamId) -> bool {

@@ -4,6 +4,7 @@
 mod layout;
 mod memory;
 mod schedule;
+mod spill;
 
 pub use layout::{ALIGN_ELEMS, GroupKind, GroupLayout, Slot, UnitPlan};
 pub use memory::{MemoryReport, TierBytes};

@@ -147,6 +147,7 @@ pub fn engine_for(case: &Case, comm: Arc<dyn Communicator>) -> Result<Zero, Engi
     if [offload.param, offload.optimizer].contains(&Tier::Nvme) {
         tiers = tiers.with_spill(spill(comm.world().rank)?);
     }
+    let disk = tiers.spill().cloned();
     let optimizer = OptimizerConfig {
         rule: Arc::new(AdamW {
             beta1: 0.9,
@@ -155,7 +156,16 @@ pub fn engine_for(case: &Case, comm: Arc<dyn Communicator>) -> Result<Zero, Engi
         }),
         groups,
     };
-    Zero::new(Arc::new(plan), comm, backend, tiers, optimizer)
+    let slots = optimizer.rule.slots();
+    let rank = comm.world().rank;
+    let zero = Zero::new(Arc::new(plan), comm, backend, tiers, optimizer)?;
+    if let Some(disk) = disk {
+        // Of a kind that is elsewhere the file has its header only.
+        let planned = [StateKind::Param, StateKind::Optimizer]
+            .map(|kind| zero.plan().spill_file_bytes(rank, kind, slots).max(4096));
+        assert_eq!(disk.file_bytes(), planned.iter().sum::<u64>());
+    }
+    Ok(zero)
 }
 
 pub fn load_initial(zero: &mut Zero) {
