@@ -4,7 +4,7 @@ use crate::error::EngineError;
 use crate::plan::{UnitPlan, ZeroConfig};
 use crate::tier::{Region, Tiers};
 use kernels::{DType, Tag};
-use optim::{Optimizer, Precision, StateSlot, StateWindow, StepArgs, WeightWindow};
+use optim::{GradWindow, Optimizer, Precision, StateSlot, StateWindow, StepArgs, WeightWindow};
 use std::ops::Range;
 
 /// The numbers of one update.
@@ -31,7 +31,7 @@ impl UnitState {
     pub(crate) fn new(
         unit: &UnitPlan,
         config: &ZeroConfig,
-        slots: &'static [StateSlot],
+        rule: &dyn Optimizer,
         rank: usize,
         tiers: &Tiers,
     ) -> Result<Option<Self>, EngineError> {
@@ -53,9 +53,10 @@ impl UnitState {
             .has_master()
             .then(|| allocate(DType::F32))
             .transpose()?;
-        let slots = slots
+        let slots = rule
+            .slots(config.precision)
             .iter()
-            .map(|slot| Ok((slot, allocate(slot.dtype(config.precision))?)))
+            .map(|slot| Ok((slot, allocate(slot.dtype)?)))
             .collect::<Result<_, EngineError>>()?;
         Ok(Some(Self {
             start: range.start,
@@ -105,11 +106,10 @@ impl UnitState {
             (Precision::PureBf16, _) => WeightWindow::PureBf16(&mut weights.as_mut_slice()[target]),
             _ => WeightWindow::F32(&mut weights.as_mut_slice()[target]),
         };
-        let precision = self.precision;
         let state: Vec<StateWindow<'_>> = self
             .slots
             .iter_mut()
-            .map(|(slot, region)| match slot.dtype(precision) {
+            .map(|(slot, region)| match slot.dtype {
                 DType::BF16 => StateWindow::Bf16(&mut region.as_mut_slice()[own.clone()]),
                 _ => StateWindow::F32(&mut region.as_mut_slice()[own.clone()]),
             })
@@ -129,7 +129,7 @@ impl UnitState {
             grad_scale,
             seed,
             first_element,
-            grad,
+            grad: GradWindow::F32(grad),
             weight,
             state,
         })?;
@@ -144,21 +144,14 @@ impl UnitState {
     /// Name, dtype and memory of the master weights and every slot.
     pub(crate) fn kinds(&self) -> impl Iterator<Item = (&'static str, DType, &Region)> {
         let master = self.master.iter().map(|m| ("master", DType::F32, m));
-        let slots = self
-            .slots
-            .iter()
-            .map(|(s, r)| (s.name, s.dtype(self.precision), r));
+        let slots = self.slots.iter().map(|(s, r)| (s.name, s.dtype, r));
         master.chain(slots)
     }
 
     /// As [`UnitState::kinds`], writable.
     pub(crate) fn kinds_mut(&mut self) -> impl Iterator<Item = (&'static str, DType, &mut Region)> {
-        let precision = self.precision;
         let master = self.master.iter_mut().map(|m| ("master", DType::F32, m));
-        let slots = self
-            .slots
-            .iter_mut()
-            .map(move |(s, r)| (s.name, s.dtype(precision), r));
+        let slots = self.slots.iter_mut().map(|(s, r)| (s.name, s.dtype, r));
         master.chain(slots)
     }
 }

@@ -96,7 +96,7 @@ impl Zero {
         let states = plan
             .units()
             .iter()
-            .map(|unit| UnitState::new(unit, plan.config(), optimizer.rule.slots(), rank, &tiers))
+            .map(|unit| UnitState::new(unit, plan.config(), &*optimizer.rule, rank, &tiers))
             .collect::<Result<_>>()?;
         Ok(Self {
             plan,

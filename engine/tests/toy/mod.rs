@@ -128,6 +128,7 @@ pub fn engine_for(case: &Case, comm: Arc<dyn Communicator>) -> Result<Zero, Engi
             beta1: 0.9,
             beta2: 0.95,
             eps: 1e-8,
+            ..AdamW::default()
         }),
         groups,
     };
