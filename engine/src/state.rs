@@ -4,14 +4,13 @@ use crate::error::EngineError;
 use crate::plan::{StateKind, UnitPlan, ZeroConfig};
 use crate::tier::{Region, Tiers};
 use kernels::{DType, Tag};
-use optim::{Precision, StateSlot};
+use optim::{Optimizer, StateSlot};
 use std::ops::Range;
 
 /// State of the elements `start..` of a unit's trainable group.
 #[derive(Debug)]
 pub(crate) struct UnitState {
     range: Range<usize>,
-    precision: Precision,
     master: Option<Region>,
     slots: Vec<(&'static StateSlot, Region)>,
 }
@@ -20,7 +19,7 @@ impl UnitState {
     pub(crate) fn new(
         unit: &UnitPlan,
         config: &ZeroConfig,
-        slots: &'static [StateSlot],
+        rule: &dyn Optimizer,
         rank: usize,
         tiers: &Tiers,
     ) -> Result<Option<Self>, EngineError> {
@@ -40,13 +39,13 @@ impl UnitState {
             .has_master()
             .then(|| allocate(DType::F32))
             .transpose()?;
-        let slots = slots
+        let slots = rule
+            .slots(config.precision)
             .iter()
-            .map(|slot| Ok((slot, allocate(slot.dtype(config.precision))?)))
+            .map(|slot| Ok((slot, allocate(slot.dtype)?)))
             .collect::<Result<_, EngineError>>()?;
         Ok(Some(Self {
             range,
-            precision: config.precision,
             master,
             slots,
         }))
@@ -77,21 +76,14 @@ impl UnitState {
     /// Name, dtype and memory of the master weights and every slot.
     pub(crate) fn kinds(&self) -> impl Iterator<Item = (&'static str, DType, &Region)> {
         let master = self.master.iter().map(|m| ("master", DType::F32, m));
-        let slots = self
-            .slots
-            .iter()
-            .map(|(s, r)| (s.name, s.dtype(self.precision), r));
+        let slots = self.slots.iter().map(|(s, r)| (s.name, s.dtype, r));
         master.chain(slots)
     }
 
     /// As [`UnitState::kinds`], writable.
     pub(crate) fn kinds_mut(&mut self) -> impl Iterator<Item = (&'static str, DType, &mut Region)> {
-        let precision = self.precision;
         let master = self.master.iter_mut().map(|m| ("master", DType::F32, m));
-        let slots = self
-            .slots
-            .iter_mut()
-            .map(move |(s, r)| (s.name, s.dtype(precision), r));
+        let slots = self.slots.iter_mut().map(|(s, r)| (s.name, s.dtype, r));
         master.chain(slots)
     }
 }

@@ -1,5 +1,6 @@
 //! The optimizer step of one rank: chunk by chunk, reading the next while one is updated and the previous is written.
 
+use crate::comm::ReadBuffer;
 use crate::error::EngineError;
 use crate::plan::{GroupKind, Plan};
 use crate::spec::UnitId;
@@ -8,9 +9,8 @@ use crate::state::UnitState;
 use crate::store::Store;
 use crate::tier::{Access, WINDOW_ALIGN, WINDOW_ELEMS, Window, windows};
 use crate::zero::OptimizerConfig;
-use half::bf16;
-use kernels::{DType, Float};
-use optim::{Precision, StateWindow, StepArgs, WeightWindow};
+use kernels::DType;
+use optim::{GradWindow, Precision, StateWindow, StepArgs, WeightWindow};
 use std::collections::VecDeque;
 use std::ops::Range;
 
@@ -113,15 +113,16 @@ impl Update<'_> {
     pub(crate) fn run(
         mut self,
         chunks: &[Chunk],
-        gathered: &mut dyn FnMut(&mut Store, UnitId) -> Result<Option<Vec<f32>>>,
+        gathered: &mut dyn FnMut(&mut Store, UnitId) -> Result<Option<ReadBuffer>>,
     ) -> Result<()> {
         let mut ahead: VecDeque<Reads> = VecDeque::new();
-        let mut of_unit: Option<(UnitId, Option<Vec<f32>>)> = None;
+        let mut of_unit: Option<(UnitId, Option<ReadBuffer>)> = None;
         for (i, chunk) in chunks.iter().enumerate() {
             if of_unit.as_ref().is_none_or(|(unit, _)| *unit != chunk.unit) {
                 of_unit = Some((chunk.unit, gathered(self.store, chunk.unit)?));
             }
-            let all = of_unit.as_ref().and_then(|(_, all)| all.as_deref());
+            let all = of_unit.as_ref().and_then(|(_, all)| all.as_ref());
+            let all = all.map(ReadBuffer::as_bytes);
             while ahead.len() <= CHUNKS_AHEAD && i + ahead.len() < chunks.len() {
                 let next = self.read_ahead(&chunks[i + ahead.len()], all.is_none())?;
                 ahead.push_back(next);
@@ -132,7 +133,7 @@ impl Update<'_> {
         Ok(())
     }
 
-    fn step(&mut self, chunk: &Chunk, reads: Reads, gathered: Option<&[f32]>) -> Result<()> {
+    fn step(&mut self, chunk: &Chunk, reads: Reads, gathered: Option<&[u8]>) -> Result<()> {
         let Chunk { unit, range } = chunk;
         let precision = self.plan.config().precision;
         let weight_access = self.weight_access();
@@ -144,7 +145,6 @@ impl Update<'_> {
         let mut reads = reads.into_iter();
         let mut ahead = || reads.next().flatten();
 
-        let mut wide = Vec::new();
         let (grads_start, grad_dtype) = (gradients.range().start, gradients.dtype());
         let of_gradients = ahead();
         let mut grad_window = match gathered {
@@ -155,14 +155,9 @@ impl Update<'_> {
                 Some(region.window(bytes, Access::Read, of_gradients)?)
             }
         };
-        let grad: &[f32] = match (gathered, &mut grad_window) {
-            (Some(all), _) => &all[range.clone()],
-            (None, Some(window)) if grad_dtype == DType::BF16 => {
-                let narrow: &[bf16] = window.as_mut_slice();
-                wide.extend(narrow.iter().map(|v| Float::to_f32(*v)));
-                &wide
-            }
-            (None, Some(window)) => window.as_mut_slice(),
+        let grads: &[u8] = match (gathered, &mut grad_window) {
+            (Some(all), _) => &all[Self::bytes(range, 0, grad_dtype)],
+            (None, Some(window)) => window.as_mut_bytes(),
             (None, None) => &[],
         };
 
@@ -185,6 +180,10 @@ impl Update<'_> {
                 grad_scale,
             } = self.scalars;
             let mut slots = state_windows.iter_mut();
+            let grad = match grad_dtype {
+                DType::BF16 => GradWindow::Bf16(&bytemuck::cast_slice(grads)[own.clone()]),
+                _ => GradWindow::F32(&bytemuck::cast_slice(grads)[own.clone()]),
+            };
             let weight = weight_window.as_mut_bytes();
             let weight = match precision {
                 Precision::F32 => WeightWindow::F32(&mut elements(weight)[own.clone()]),
@@ -221,7 +220,7 @@ impl Update<'_> {
                 seed: self.plan.config().seed,
                 first_element: self.plan.first_element(slot.param)
                     + (part.start - slot.offset) as u64,
-                grad: &grad[own],
+                grad,
                 weight,
                 state,
             })?;

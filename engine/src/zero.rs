@@ -2,7 +2,7 @@
 
 use crate::access::{Lease, LeaseOwner, ParamAccess, Phase};
 use crate::activations::Activations;
-use crate::comm::{Collective, CollectiveKind, Communicator, Tag as CommTag};
+use crate::comm::{Collective, CollectiveKind, Communicator, ReadBuffer, Tag as CommTag};
 use crate::error::EngineError;
 use crate::plan::{GroupKind, PassKind, Plan, Tier};
 use crate::spec::{ParamId, UnitId};
@@ -12,8 +12,7 @@ use crate::store::{Store, lease_of};
 use crate::tier::{Tiers, windows};
 use crate::timing::{CopyClock, Times};
 use crate::update::{Scalars, Update, chunks};
-use half::bf16;
-use kernels::{Backend, DType, Float, Pool, Tensor};
+use kernels::{Backend, DType, Pool, Tensor};
 use optim::clip::GradientScale;
 use optim::{GroupOptions, Optimizer};
 use std::cell::{Cell, RefCell};
@@ -103,7 +102,7 @@ impl Zero {
         let states = plan
             .units()
             .iter()
-            .map(|unit| UnitState::new(unit, plan.config(), optimizer.rule.slots(), rank, &tiers))
+            .map(|unit| UnitState::new(unit, plan.config(), &*optimizer.rule, rank, &tiers))
             .collect::<Result<_>>()?;
         Ok(Self {
             plan,
@@ -574,7 +573,7 @@ fn gathered_gradients(
     comm: &dyn Communicator,
     store: &mut Store,
     unit: UnitId,
-) -> Result<Option<Vec<f32>>> {
+) -> Result<Option<ReadBuffer>> {
     let config = plan.config();
     if config.stage.shards_optimizer() || !config.shards_gradients() {
         return Ok(None);
@@ -591,12 +590,5 @@ fn gathered_gradients(
     }
     let tag = CommTag::new("gather-grads", unit.0);
     let op = Collective::new(CollectiveKind::AllGather, dtype, tag);
-    let buffer = comm.start(op, buffer)?.wait_read()?;
-    Ok(Some(match dtype {
-        DType::F32 => buffer.as_slice::<f32>().to_vec(),
-        _ => {
-            let narrow = buffer.as_slice::<bf16>().iter();
-            narrow.map(|v| Float::to_f32(*v)).collect()
-        }
-    }))
+    Ok(Some(comm.start(op, buffer)?.wait_read()?))
 }

@@ -136,6 +136,7 @@ impl Rank {
             beta1: settings.betas[0],
             beta2: settings.betas[1],
             eps: settings.eps,
+            ..optim::AdamW::default()
         };
         let names = &model.spec().params;
         let group = |p: &ParamSpec| setup.groups.get(&p.name).copied().unwrap_or(common);

@@ -53,7 +53,7 @@ impl Plan {
                             add(&own, DType::F32);
                         }
                         for slot in slots {
-                            add(&own, slot.dtype(config.precision));
+                            add(&own, slot.dtype);
                         }
                     }
                     StateKind::Optimizer | StateKind::Activation => {}

@@ -153,10 +153,11 @@ pub fn engine_for(case: &Case, comm: Arc<dyn Communicator>) -> Result<Zero, Engi
             beta1: 0.9,
             beta2: 0.95,
             eps: 1e-8,
+            ..AdamW::default()
         }),
         groups,
     };
-    let slots = optimizer.rule.slots();
+    let slots = optimizer.rule.slots(case.config.precision);
     let rank = comm.world().rank;
     let zero = Zero::new(Arc::new(plan), comm, backend, tiers, optimizer)?;
     if let Some(disk) = disk {

@@ -353,6 +353,7 @@ fn optimizer(
         beta1: settings.adam_beta1,
         beta2: settings.adam_beta2,
         eps: settings.adam_epsilon,
+        ..AdamW::default()
     };
     Ok(OptimizerConfig {
         rule: Arc::new(rule),
