@@ -24,7 +24,7 @@ pub use activations::{Activations, Saved};
 pub use error::EngineError;
 pub use optim::Precision;
 pub use optim::clip::{NORM_BLOCK_ELEMS, sum_of_squares};
-pub use plan::{Offload, PassKind, Plan, Stage, StateKind, Tier, ZeroConfig};
+pub use plan::{GradDtype, Offload, PassKind, Plan, Stage, StateKind, Tier, ZeroConfig};
 pub use snapshot::check_trained;
 pub use spec::{ModelSpec, ParamId, ParamSpec, TensorParallel, UnitId, UnitSpec};
 pub use tier::{Region, Spill, Tiers};

@@ -7,7 +7,7 @@ use super::place::Place;
 use super::resume;
 use super::setup::{self, Setup};
 use super::spill;
-use crate::config::{RunConfig, Task};
+use crate::config::{PrecisionChoice, RunConfig, Task};
 use crate::data::{SampleSet, problems};
 use crate::exit::{ErrorCode, Failure};
 use crate::rank_env::RankEnv;
@@ -20,6 +20,7 @@ use models::Processor;
 use models::params::{ADAPTER_PREFIX, is_added};
 use models::selection::Selection;
 use models::{VisionLanguageModel, WeightError, WeightSource};
+use optim::loss_scale::LossScaler;
 use optim::{AdamW, ParameterGroups};
 use serde_json::Value;
 use std::ops::Range;
@@ -46,6 +47,8 @@ pub(super) struct Session<'a> {
     pub(super) place: Option<Place>,
     /// Micro-batches of the present step and their summed losses on this rank.
     pub(super) step_losses: Vec<(Place, f64)>,
+    /// The loss scale of fp16.
+    pub(super) scaler: Option<LossScaler>,
     /// Bytes per second of this rank's share of the spill disks, where they were measured.
     pub(super) disk_ceiling: Option<f64>,
     /// What the checkpoint resumed from has to say to the training loop.
@@ -108,6 +111,10 @@ impl<'a> Session<'a> {
             optimizer(config, &*model)?,
         )
         .map_err(|e| failures::engine("allocate model states", &e))?;
+        let scaler = (config.precision == PrecisionChoice::Fp16)
+            .then(|| LossScaler::new(config.numbers.loss_scale))
+            .transpose()
+            .map_err(|e| Failure::usage("the loss scale is out of range", e.to_string()))?;
         let mut session = Self {
             config,
             model,
@@ -121,6 +128,7 @@ impl<'a> Session<'a> {
             reporter,
             place: None,
             step_losses: Vec::new(),
+            scaler,
             disk_ceiling,
             resumed: None,
         };
@@ -353,6 +361,7 @@ fn optimizer(
         beta1: settings.adam_beta1,
         beta2: settings.adam_beta2,
         eps: settings.adam_epsilon,
+        pure_bf16: config.numbers.pure_bf16,
         ..AdamW::default()
     };
     Ok(OptimizerConfig {
