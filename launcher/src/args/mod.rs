@@ -20,8 +20,9 @@ use std::path::PathBuf;
 use clap::{CommandFactory, Parser};
 
 use crate::config::{
-    DataFormatChoice, DeviceChoice, InitChoice, LrScale, Offload, PrecisionChoice, Recompute,
-    ReportTo, RopeChoice, Scheduler, Strategy, TemplateChoice, Workers,
+    DataFormatChoice, DeviceChoice, GradDtype, InitChoice, LrScale, NvmeIo, Offload,
+    PrecisionChoice, PureBf16Moments, PureBf16Weights, Recompute, ReportTo, RopeChoice, Scheduler,
+    Strategy, TemplateChoice, Workers,
 };
 use crate::error_format::ErrorFormat;
 use crate::exit::Failure;
@@ -116,9 +117,12 @@ pub struct Args {
     /// ZeRO stage: 0 nothing, 1 optimizer states, 2 and gradients, 3 and parameters are sharded
     #[arg(long, value_name = "STAGE", value_parser = clap::value_parser!(u8).range(0..=3), help_heading = "Memory and ranks")]
     pub zero: Option<u8>,
-    /// What lives in host memory: none, cpu (all), or optimizer=cpu,param=cpu
+    /// Where states rest: none, cpu, nvme:DIR, or by kind, as param=nvme:DIR,optimizer=cpu,activation=cpu
     #[arg(long, value_name = "TIERS", help_heading = "Memory and ranks")]
     pub offload: Option<Offload>,
+    /// The way to files of --offload nvme: auto measures and takes the faster
+    #[arg(long, value_enum, help_heading = "Memory and ranks")]
+    pub nvme_io: Option<NvmeIo>,
     /// Longest wait of a rank for another, in seconds
     #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..), help_heading = "Memory and ranks")]
     pub comm_timeout: Option<u64>,
@@ -142,6 +146,33 @@ pub struct Args {
     /// `--bf16 true` is `--precision bf16`, `--bf16 false` is `--precision f32`
     #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL", help_heading = "Memory and ranks")]
     pub bf16: Option<bool>,
+    /// `--fp16 true` is `--precision fp16`
+    #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL", help_heading = "Memory and ranks")]
+    pub fp16: Option<bool>,
+    /// Number format of accumulated gradients; the default is f32, bf16 with --precision pure-bf16
+    #[arg(long, value_enum, help_heading = "Memory and ranks")]
+    pub grad_dtype: Option<GradDtype>,
+    /// How pure bf16 stores weights
+    #[arg(long, value_enum, help_heading = "Memory and ranks")]
+    pub pure_bf16_weights: Option<PureBf16Weights>,
+    /// Number format of the moments beside pure bf16 weights
+    #[arg(long, value_enum, help_heading = "Memory and ranks")]
+    pub pure_bf16_moments: Option<PureBf16Moments>,
+    /// Factor on the loss of fp16; 0 finds it by trial
+    #[arg(long, value_name = "FACTOR", help_heading = "Memory and ranks")]
+    pub loss_scale: Option<f64>,
+    /// The first dynamic loss scale is two to this power [default: 16]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(0..=100), help_heading = "Memory and ranks")]
+    pub initial_scale_power: Option<u32>,
+    /// Updates without overflow after which a dynamic loss scale doubles [default: 1000]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..), help_heading = "Memory and ranks")]
+    pub loss_scale_window: Option<u64>,
+    /// Overflows until a dynamic loss scale is halved [default: 2]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..), help_heading = "Memory and ranks")]
+    pub hysteresis: Option<u32>,
+    /// The smallest dynamic loss scale; an overflow there ends the run [default: 1]
+    #[arg(long, value_name = "FACTOR", help_heading = "Memory and ranks")]
+    pub min_loss_scale: Option<f64>,
     /// Host memory the run may use over all ranks, such as 64G or 512MiB
     #[arg(long, value_name = "BYTES", value_parser = parse_bytes, help_heading = "Memory and ranks")]
     pub host_memory_limit: Option<u64>,
@@ -510,12 +541,12 @@ mod tests {
         assert_eq!(
             names.join(" "),
             "adam-beta1 adam-beta2 adam-epsilon bf16 checkpoint-activations comm-timeout data data-format data-workers device \
-             device-memory-limit error-format eval-data eval-steps eval-strategy find-batch freeze global-batch \
-             gradient-accumulation-steps gradient-checkpointing host-memory-limit init learning-rate \
+             device-memory-limit error-format eval-data eval-steps eval-strategy find-batch fp16 freeze global-batch grad-dtype \
+             gradient-accumulation-steps gradient-checkpointing host-memory-limit hysteresis init initial-scale-power learning-rate \
              limit logging-steps logging-strategy lora-alpha lora-dropout lora-layers lora-per-projection lora-rank \
-             lora-target-modules lr lr-scale lr-scheduler-type max-grad-norm max-slice-nums max-steps model \
-             model-max-length modules-to-save no-decay nproc num-train-epochs offload output \
-             per-device-eval-batch-size per-device-train-batch-size precision preset ptuning-tokens report-to resume \
+             lora-target-modules loss-scale loss-scale-window lr lr-scale lr-scheduler-type max-grad-norm max-slice-nums max-steps min-loss-scale model \
+             model-max-length modules-to-save no-decay nproc num-train-epochs nvme-io offload output \
+             per-device-eval-batch-size per-device-train-batch-size precision preset ptuning-tokens pure-bf16-moments pure-bf16-weights report-to resume \
              rope-precision save-steps save-strategy \
              save-total-limit seed skip-bad-samples template text-without-cross train train-on-turn-end tune-llm tune-vision use-lora warmup-ratio \
              warmup-steps weight-decay worst-first zero"
@@ -693,8 +724,8 @@ mod tests {
             "--zero 4",
             "--max-steps -2",
             "--nproc x",
-            "--precision fp16",
-            "--fp16 true",
+            "--precision fp8",
+            "--initial-scale-power -1",
             "--device cuda",
             "--offload nvme",
             "--zero",

@@ -8,26 +8,34 @@ use crate::run::changed;
 use crate::units::bytes;
 use serde_json::{Value, json};
 
-const OFFLOADS: [Offload; 3] = [
-    Offload {
-        optimizer: Tier::None,
-        param: Tier::None,
-    },
-    Offload {
-        optimizer: Tier::Cpu,
-        param: Tier::None,
-    },
-    Offload {
-        optimizer: Tier::Cpu,
-        param: Tier::Cpu,
-    },
-];
+/// Tiers of optimizer states and weights, activations staying where they are.
+fn offloads(planner: &Planner, config: &RunConfig) -> Vec<Offload> {
+    let disk = planner.disk(config).map(Tier::Nvme);
+    let mut all = Vec::new();
+    for tier in [Some(Tier::Cpu), disk].into_iter().flatten() {
+        for param in [Tier::None, tier.clone()] {
+            all.push(Offload {
+                optimizer: tier.clone(),
+                param,
+                activation: config.offload.activation.clone(),
+            });
+        }
+    }
+    all.insert(
+        0,
+        Offload {
+            activation: config.offload.activation.clone(),
+            ..Offload::default()
+        },
+    );
+    all
+}
 
 /// The plans, in order of stage and offload.
 pub(super) fn rows(planner: &Planner, config: &RunConfig) -> Result<Vec<Planned>, Failure> {
     let mut rows = Vec::new();
     for stage in 0..=3u8 {
-        for offload in OFFLOADS {
+        for offload in offloads(planner, config) {
             let flags = vec![("zero", stage.to_string()), ("offload", offload.to_string())];
             if let Some(config) = changed(config, &flags) {
                 rows.push(planner.plan(&config)?);
@@ -54,7 +62,7 @@ pub(super) fn as_json(rows: &[Planned]) -> Value {
 /// A table.
 pub(super) fn as_text(config: &RunConfig, rows: &[Planned]) -> String {
     let mut text = format!(
-        "{} · {} ranks\nstage  offload                   device/rank       host       nvme  fits\n",
+        "{} · {} ranks\nstage  offload                                  device/rank       host       nvme  fits\n",
         config.name(),
         config.nproc
     );
@@ -62,7 +70,7 @@ pub(super) fn as_text(config: &RunConfig, rows: &[Planned]) -> String {
         let need = planned.fit.need;
         let verdict = if planned.fit.fits() { "yes" } else { "no" };
         text += &format!(
-            "{:<7}{:<25}{:>12}{:>11}{:>11}  {verdict}\n",
+            "{:<7}{:<40}{:>12}{:>11}{:>11}  {verdict}\n",
             planned.config.zero,
             planned.config.offload.to_string(),
             bytes(need.device),

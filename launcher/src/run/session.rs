@@ -5,7 +5,8 @@ use super::failures;
 use super::place::Place;
 use super::resume;
 use super::setup::{self, Setup};
-use crate::config::{RunConfig, Task};
+use super::spill;
+use crate::config::{PrecisionChoice, RunConfig, Task};
 use crate::data::{SampleSet, problems};
 use crate::exit::{ErrorCode, Failure};
 use crate::rank_env::RankEnv;
@@ -18,6 +19,7 @@ use models::Processor;
 use models::params::{ADAPTER_PREFIX, is_added};
 use models::selection::Selection;
 use models::{VisionLanguageModel, WeightError, WeightSource};
+use optim::loss_scale::LossScaler;
 use optim::{AdamW, ParameterGroups};
 use serde_json::Value;
 use std::ops::Range;
@@ -41,6 +43,10 @@ pub(super) struct Session<'a> {
     pub(super) place: Option<Place>,
     /// Micro-batches of the present step and their summed losses on this rank.
     pub(super) step_losses: Vec<(Place, f64)>,
+    /// The loss scale of fp16.
+    pub(super) scaler: Option<LossScaler>,
+    /// Bytes per second of this rank's share of the spill disks, where they were measured.
+    pub(super) disk_ceiling: Option<f64>,
     /// What the checkpoint resumed from has to say to the training loop.
     pub(super) resumed: Option<(PathBuf, Value)>,
 }
@@ -84,10 +90,14 @@ impl<'a> Session<'a> {
         let host_share = config
             .host_memory_limit
             .map(|limit| limit / config.nproc as u64);
-        let tiers = Tiers {
-            device: device.clone(),
-            host: Pool::new("host", host_share),
-        };
+        let host = Pool::new("host", host_share);
+        let disk = spill::open(config, env, &plan, &host, &*comm, &reporter)?;
+        let mut tiers = Tiers::new(device.clone(), host);
+        let mut disk_ceiling = None;
+        if let Some(disk) = disk {
+            disk_ceiling = disk.ceiling;
+            tiers = tiers.with_spill(disk.spill);
+        }
         let backend: Arc<dyn Backend> = Arc::new(CpuBackend::new(device));
         let zero = Zero::new(
             plan,
@@ -97,6 +107,10 @@ impl<'a> Session<'a> {
             optimizer(config, &*model)?,
         )
         .map_err(|e| failures::engine("allocate model states", &e))?;
+        let scaler = (config.precision == PrecisionChoice::Fp16)
+            .then(|| LossScaler::new(config.numbers.loss_scale))
+            .transpose()
+            .map_err(|e| Failure::usage("the loss scale is out of range", e.to_string()))?;
         let mut session = Self {
             config,
             model,
@@ -110,6 +124,8 @@ impl<'a> Session<'a> {
             reporter,
             place: None,
             step_losses: Vec::new(),
+            scaler,
+            disk_ceiling,
             resumed: None,
         };
         session.load()?;
@@ -339,6 +355,8 @@ fn optimizer(
         beta1: settings.adam_beta1,
         beta2: settings.adam_beta2,
         eps: settings.adam_epsilon,
+        pure_bf16: config.numbers.pure_bf16,
+        ..AdamW::default()
     };
     Ok(OptimizerConfig {
         rule: Arc::new(rule),

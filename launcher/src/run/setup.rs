@@ -1,7 +1,9 @@
 //! The model of a run, its processor and its plan: what supervisor and ranks build alike.
 
 use super::failures::{self, chain};
-use crate::config::{InitChoice, PrecisionChoice, RopeChoice, RunConfig, Tier};
+use crate::config::{
+    GradDtype, InitChoice, PrecisionChoice, RopeChoice, RunConfig, Tier, check_family,
+};
 use crate::data::{Sampler, SamplerSizes};
 use crate::exit::{ErrorCode, Failure};
 use crate::ui::Event;
@@ -108,6 +110,7 @@ pub(crate) fn shapes(config: &RunConfig) -> Result<(Arc<dyn VisionLanguageModel>
 fn model(config: &RunConfig) -> Result<Arc<dyn VisionLanguageModel>, Failure> {
     let dir = config.model_dir();
     let family = Family::of(&dir).map_err(|e| unusable(&dir, &e))?;
+    check_family(config, family)?;
     open_model(&dir, model_options(config, family)?).map_err(|error| match &error {
         OpenError::Model(e) => failures::model("set up the model", e),
         _ => unusable(&dir, &error),
@@ -125,6 +128,7 @@ pub(super) fn replan(config: &RunConfig) -> Result<(Arc<dyn VisionLanguageModel>
 pub(super) fn precision(config: &RunConfig) -> Precision {
     match config.precision {
         PrecisionChoice::Bf16 => Precision::Bf16,
+        PrecisionChoice::Fp16 => Precision::Fp16,
         PrecisionChoice::F32 => Precision::F32,
         PrecisionChoice::PureBf16 => Precision::PureBf16,
     }
@@ -159,17 +163,23 @@ fn model_options(config: &RunConfig, family: Family) -> Result<ModelOptions, Fai
 }
 
 fn zero_config(config: &RunConfig) -> Result<ZeroConfig, Failure> {
-    let tier = |tier| match tier {
+    let tier = |tier: &Tier| match tier {
         Tier::None => engine::Tier::Device,
         Tier::Cpu => engine::Tier::Host,
+        Tier::Nvme(_) => engine::Tier::Nvme,
     };
     Ok(ZeroConfig {
         stage: Stage::try_from(config.zero)
             .map_err(|e| Failure::usage("--zero is out of range", e))?,
         precision: precision(config),
+        grad_dtype: config.numbers.grad_dtype.map(|dtype| match dtype {
+            GradDtype::F32 => engine::GradDtype::F32,
+            GradDtype::Bf16 => engine::GradDtype::Bf16,
+        }),
         offload: Offload {
-            param: tier(config.offload.param),
-            optimizer: tier(config.offload.optimizer),
+            param: tier(&config.offload.param),
+            optimizer: tier(&config.offload.optimizer),
+            activation: tier(&config.offload.activation),
         },
         max_grad_norm: config.optimizer.max_grad_norm.map(|norm| norm as f32),
         seed: config.seed,
