@@ -32,7 +32,10 @@ enum Resting {
 
 /// Weights readable on the device.
 enum Readable {
-    InWindow(#[expect(dead_code, reason = "held for its place")] DryBuffer, #[expect(dead_code, reason = "held for its count")] Reservation),
+    InWindow(
+        #[expect(dead_code, reason = "held for its place")] DryBuffer,
+        #[expect(dead_code, reason = "held for its count")] Reservation,
+    ),
     Copied(#[expect(dead_code, reason = "held for its place")] Tensor),
 }
 
@@ -160,7 +163,10 @@ impl Rehearsal {
         for unit in plan.units().iter().filter(|u| !u.trainable.is_empty()) {
             let range = kept(unit, GroupKind::Trainable, config.stage.shards_optimizer());
             let master = config.precision.has_master().then_some(DType::F32);
-            for dtype in master.into_iter().chain(slots.iter().map(|slot| slot.dtype)) {
+            for dtype in master
+                .into_iter()
+                .chain(slots.iter().map(|slot| slot.dtype))
+            {
                 self.rest(config.offload.optimizer, &range, dtype, Tag::Optimizer)?;
             }
         }

@@ -510,6 +510,9 @@ mod tests {
         a.as_bytes_mut().fill(1);
         b.as_bytes_mut().fill(2);
         assert!(a.as_bytes().iter().all(|x| *x == 1));
-        assert_eq!((a.as_bytes().len(), a.as_bytes().as_ptr() as usize % 64), (100, 0));
+        assert_eq!(
+            (a.as_bytes().len(), a.as_bytes().as_ptr() as usize % 64),
+            (100, 0)
+        );
     }
 }

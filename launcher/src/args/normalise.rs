@@ -180,7 +180,9 @@ pub(super) fn normalise(
                 }
             }
             // A line of another trainer is also planned as it stands.
-            None if !matches!(verb, Verb::Train | Verb::Plan) => return Err(unknown(&key, &spelled, &known)),
+            None if !matches!(verb, Verb::Train | Verb::Plan) => {
+                return Err(unknown(&key, &spelled, &known));
+            }
             None => {
                 while let Some(value) = rest.next_if(|word| !word.starts_with("--")) {
                     values.push(value.to_string());

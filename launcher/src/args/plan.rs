@@ -112,7 +112,10 @@ mod tests {
     #[test]
     fn the_verb_has_flags_of_its_own_beside_those_of_training() {
         let command = PlanArgs::own_flags();
-        let own: Vec<&str> = command.get_arguments().filter_map(clap::Arg::get_long).collect();
+        let own: Vec<&str> = command
+            .get_arguments()
+            .filter_map(clap::Arg::get_long)
+            .collect();
         assert_eq!(own, ["hw", "ram", "nvme", "no-weights", "matrix", "json"]);
     }
 }

@@ -82,7 +82,9 @@ fn loader_bytes(config: &RunConfig, micro_batch: &[EncodedSample]) -> u64 {
     };
     // One batch is being trained on, each thread has one that found no room.
     let batches = (options.ahead + options.threads + 1) as u64;
-    let largest = micro_batch.iter().map(|s| sample_bytes(std::slice::from_ref(s)));
+    let largest = micro_batch
+        .iter()
+        .map(|s| sample_bytes(std::slice::from_ref(s)));
     let in_hand = largest.max().unwrap_or(0) * PICTURE_COPIES * options.threads.max(1) as u64;
     batches * sample_bytes(micro_batch) + in_hand
 }

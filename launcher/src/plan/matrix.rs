@@ -36,7 +36,10 @@ pub(super) fn rows(planner: &Planner, config: &RunConfig) -> Result<Vec<Planned>
     let mut rows = Vec::new();
     for stage in 0..=3u8 {
         for offload in offloads(planner, config) {
-            let flags = vec![("zero", stage.to_string()), ("offload", offload.to_string())];
+            let flags = vec![
+                ("zero", stage.to_string()),
+                ("offload", offload.to_string()),
+            ];
             if let Some(config) = changed(config, &flags) {
                 rows.push(planner.plan(&config)?);
             }

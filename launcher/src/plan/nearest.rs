@@ -64,7 +64,10 @@ fn batches(config: &RunConfig) -> Choices {
     let smaller = smaller.enumerate().map(|(i, n)| {
         let flags = vec![
             ("per-device-train-batch-size", n.to_string()),
-            ("gradient-accumulation-steps", (steps * micro / n).to_string()),
+            (
+                "gradient-accumulation-steps",
+                (steps * micro / n).to_string(),
+            ),
         ];
         (5 + i as u32, flags)
     });

@@ -75,7 +75,11 @@ impl Planner {
 
     /// A folder for spill files: the run's, or a name for the user's where there is room for any.
     pub(super) fn disk(&self, config: &RunConfig) -> Option<PathBuf> {
-        let own = config.offload.folders().first().map(|folder| (*folder).to_owned());
+        let own = config
+            .offload
+            .folders()
+            .first()
+            .map(|folder| (*folder).to_owned());
         let described = self.machine.nvme_free_bytes.map(|_| PathBuf::from("/DIR"));
         own.or(described)
     }

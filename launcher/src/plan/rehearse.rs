@@ -131,8 +131,7 @@ impl<'a> Run<'a> {
     }
 
     fn micro_batch(&mut self) -> Result<(), ModelError> {
-        let samples: Vec<SampleInput<'_>> =
-            self.work.train.iter().map(SampleInput::from).collect();
+        let samples: Vec<SampleInput<'_>> = self.work.train.iter().map(SampleInput::from).collect();
         let backend: &dyn Backend = &**self.rehearsal.backend();
         self.rehearsal.begin_pass(PassKind::Train);
         let batch = self.model.collate(&samples, backend)?;
@@ -148,7 +147,10 @@ impl<'a> Run<'a> {
         tape.backward(&loss, 1.0)?;
         drop((loss, batch));
         self.rehearsal.end_pass()?;
-        self.phases.entry(Phase::Forward).or_default().raise(forward);
+        self.phases
+            .entry(Phase::Forward)
+            .or_default()
+            .raise(forward);
         self.mark(Phase::Backward);
         Ok(())
     }

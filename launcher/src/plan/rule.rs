@@ -72,7 +72,8 @@ impl Fit {
 
     /// Whether it is the device memory that does not suffice.
     pub(crate) fn exceeds_device(&self) -> bool {
-        self.device_limit.is_some_and(|limit| self.need.device > limit)
+        self.device_limit
+            .is_some_and(|limit| self.need.device > limit)
     }
 
     fn exceeds_host(&self) -> bool {
@@ -137,7 +138,13 @@ impl Fit {
             .next("a larger /dev/shm (docker run --shm-size), or fewer ranks")
             .next("--nproc 1 needs no shared memory"));
         }
-        let parts = ["parameters", "gradients", "optimizer", "gathered", "communication"];
+        let parts = [
+            "parameters",
+            "gradients",
+            "optimizer",
+            "gathered",
+            "communication",
+        ];
         let mut evidence: Vec<String> = Vec::new();
         let mut show = |name: &str, kinds: &[&str]| {
             let (device, host) = memory.most(kinds);
@@ -186,7 +193,12 @@ impl Fit {
         }
         if self.exceeds_nvme() {
             let free = self.machine.nvme_free_bytes.unwrap_or(0);
-            return text("the spill files need", self.need.nvme, "of disk, there are", free);
+            return text(
+                "the spill files need",
+                self.need.nvme,
+                "of disk, there are",
+                free,
+            );
         }
         if self.exceeds_window() {
             let free = self.machine.window_free_bytes.unwrap_or(0);

@@ -24,7 +24,11 @@ fn shown(amount: u64) -> String {
 /// Bytes of a rank by phase, and by kind at its highest.
 pub(super) fn table(memory: &RankMemory) -> String {
     let mut text = String::new();
-    row(&mut text, "a rank's peak", ["device", "host", "nvme"].map(str::to_owned));
+    row(
+        &mut text,
+        "a rank's peak",
+        ["device", "host", "nvme"].map(str::to_owned),
+    );
     for (phase, bytes) in &memory.phases {
         let totals = [&bytes.device, &bytes.host, &bytes.nvme].map(PhaseBytes::total);
         row(&mut text, phase.name(), totals.map(shown));

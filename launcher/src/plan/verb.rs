@@ -4,7 +4,7 @@ use super::matrix;
 use super::nearest::{Flags, nearest};
 use super::planner::{Planned, Planner, made_up_sample};
 use super::text;
-use crate::args::{Note, Preset, PlanArgs};
+use crate::args::{Note, PlanArgs, Preset};
 use crate::config::{RunConfig, resolve};
 use crate::exit::Failure;
 use crate::rank_env::Env;
@@ -203,9 +203,16 @@ fn with_nearest(
 
 /// The line that was typed, with some flags set otherwise.
 fn command(typed: &[String], flags: &Flags) -> String {
-    let name = |word: &str| word.trim_start_matches("--").split('=').next().map(str::to_owned);
+    let name = |word: &str| {
+        word.trim_start_matches("--")
+            .split('=')
+            .next()
+            .map(str::to_owned)
+    };
     // Two of the three sizes of a batch give the third.
-    let sized = flags.iter().any(|(flag, _)| *flag == "gradient-accumulation-steps");
+    let sized = flags
+        .iter()
+        .any(|(flag, _)| *flag == "gradient-accumulation-steps");
     let kept = typed.iter().filter(|word| {
         let name = name(word).unwrap_or_default();
         let replaced = flags.iter().any(|(flag, _)| *flag == name);

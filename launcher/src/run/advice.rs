@@ -7,8 +7,8 @@ use super::setup;
 use crate::args::{self, Command};
 use crate::config::{PrecisionChoice, Recompute, RunConfig, resolve};
 use crate::exit::{ErrorCode, Failure};
-use crate::rank_env::Env;
 use crate::plan::Fit;
+use crate::rank_env::Env;
 use crate::units::bytes;
 use models::data::EncodedSample;
 use std::sync::Arc;
@@ -76,10 +76,7 @@ fn neighbours(config: &RunConfig) -> Vec<Flags> {
 }
 
 /// `config` with some flags set otherwise.
-pub(crate) fn changed(
-    config: &RunConfig,
-    flags: &[(&'static str, String)],
-) -> Option<RunConfig> {
+pub(crate) fn changed(config: &RunConfig, flags: &[(&'static str, String)]) -> Option<RunConfig> {
     let kept = config.to_flags();
     let kept = kept
         .iter()
@@ -141,10 +138,7 @@ pub(super) fn add(failure: &mut Failure, config: &RunConfig, largest: &Largest<'
             smallest = Some((need, spelled.clone()));
         }
         if need < before && fit.fits() && lines.len() < NAMED {
-            lines.push(format!(
-                "{spelled}   (plan: {}, fits)",
-                fit.needs()
-            ));
+            lines.push(format!("{spelled}   (plan: {}, fits)", fit.needs()));
             taken.push(flags);
         }
     }

@@ -32,13 +32,13 @@ pub(crate) use advice::changed;
 pub(crate) use check::{encode_options, largest as worst_samples};
 pub(crate) use export::export;
 pub(crate) use fit::{event as plan_event, fixed, whole_memory};
-pub(crate) use setup::{keeps, shapes, unusable};
-pub(crate) use spill::hold_folders;
-pub(crate) use trainer::dropout;
 use models::Processor;
 use session::Session;
 use setup::Setup;
+pub(crate) use setup::{keeps, shapes, unusable};
+pub(crate) use spill::hold_folders;
 use std::sync::Arc;
+pub(crate) use trainer::dropout;
 
 /// Checks model, data and memory before a rank starts and before the run's folder is touched.
 ///
