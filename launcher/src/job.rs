@@ -13,6 +13,7 @@ use crate::exit::{ErrorCode, Failure};
 use crate::explain;
 use crate::generate;
 use crate::logging;
+use crate::plan;
 use crate::rank::{self, RunSummary, StopFlag};
 use crate::rank_env::{Env, RankEnv, Variables};
 use crate::report::{self, PlanFile};
@@ -76,6 +77,7 @@ fn run_command(hooks: &Hooks, argv: &[String], format: ErrorFormat) -> Result<Ex
                 None => run_supervisor(hooks, &env, &args, notes),
             }
         }
+        Command::Plan { args, typed, notes } => plan::run(&args, &typed, &Env::read()?, &notes),
         // Reports also on an environment that training refuses.
         Command::Doctor(options) => doctor::run(&Variables::read(), options.json == Some(true)),
         Command::Explain(options) => explain::run(&options),

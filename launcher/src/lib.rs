@@ -19,6 +19,7 @@ pub mod logging;
 pub mod memory;
 pub mod model_files;
 pub mod monitor;
+pub mod plan;
 pub mod rank;
 pub mod rank_env;
 pub mod report;

@@ -10,6 +10,7 @@ mod export;
 mod foreign;
 mod generate;
 mod normalise;
+mod plan;
 mod presets;
 mod table;
 mod watch;
@@ -34,6 +35,7 @@ pub use foreign::{IGNORED, RESTRICTED};
 pub use generate::{EvalArgs, GenerateArgs};
 use normalise::Verb;
 pub use normalise::{Note, VERBS};
+pub use plan::{Hardware, PlanArgs};
 pub use presets::{PRESETS, Preset};
 pub(crate) use table::value_name;
 pub use table::{flag_table, with_flags};
@@ -48,7 +50,7 @@ pub use watch::WatchArgs;
     long_about = "Fine-tunes vision-language models with sharded optimizer states (ZeRO 0-3) and offload to host \
 memory.\nWithout --model it trains the built-in demo. Every flag is also accepted in snake_case.\n\
 Other verbs, each with its own --help: \
-doctor, data check, generate, eval, export, watch, explain.",
+plan, doctor, data check, generate, eval, export, watch, explain.",
     max_term_width = 100
 )]
 pub struct Args {
@@ -387,6 +389,15 @@ pub enum Command {
         /// Flags without effect here.
         notes: Vec<Note>,
     },
+    /// Plan a run.
+    Plan {
+        /// The arguments.
+        args: Box<PlanArgs>,
+        /// The flags as they were typed, each as `--name=value`.
+        typed: Vec<String>,
+        /// Flags without effect here.
+        notes: Vec<Note>,
+    },
     /// Report on the machine.
     Doctor(DoctorArgs),
     /// Show a run from its folder.
@@ -417,6 +428,16 @@ pub fn parse(argv: &[String]) -> Result<Command, Failure> {
             presets::expand(&mut line.args);
             Args::try_parse_from(words(&line)).map(|args| Command::Train {
                 args: Box::new(args),
+                notes: line.notes,
+            })
+        }
+        Verb::Plan => {
+            let mut line = normalise::normalise(verb, rest, &PlanArgs::described())?;
+            let typed = line.args.clone();
+            presets::expand(&mut line.args);
+            PlanArgs::parse_words(&words(&line)).map(|args| Command::Plan {
+                args: Box::new(args),
+                typed,
                 notes: line.notes,
             })
         }

@@ -7,7 +7,7 @@ use clap::{CommandFactory, ValueEnum};
 
 use super::{
     ALIASES, Args, DataCheckArgs, DoctorArgs, EvalArgs, ExplainArgs, ExportArgs, GenerateArgs,
-    IGNORED, RESTRICTED, WatchArgs,
+    IGNORED, PlanArgs, RESTRICTED, WatchArgs,
 };
 use crate::config::resolve;
 use crate::exit::Failure;
@@ -63,6 +63,7 @@ pub fn flag_table() -> Result<String, Failure> {
             ),
         );
     }
+    verb_section(&mut text, "plan", &PlanArgs::own_flags());
     verb_section(&mut text, "doctor", &DoctorArgs::command());
     verb_section(&mut text, "explain", &ExplainArgs::command());
     verb_section(&mut text, "data check", &DataCheckArgs::command());

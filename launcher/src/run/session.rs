@@ -2,7 +2,6 @@
 
 use super::check;
 use super::failures;
-use super::fit;
 use super::place::Place;
 use super::resume;
 use super::setup::{self, Setup};
@@ -27,9 +26,6 @@ use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-
-/// Room for small messages and for alignment, beside what the plan asks of a communicator.
-const WINDOW_SLACK_BYTES: u64 = 16 << 20;
 
 /// One rank's model, states, data and connections.
 pub(super) struct Session<'a> {
@@ -201,13 +197,11 @@ impl<'a> Session<'a> {
 fn meet(
     config: &RunConfig,
     env: &RankEnv,
-    plan: &engine::Plan,
+    plan: &Arc<engine::Plan>,
     reporter: &Reporter,
 ) -> Result<Arc<dyn Communicator>, Failure> {
     let started = Instant::now();
-    let report = plan.memory();
-    let region = report.gathered + report.communication + report.communication / 8;
-    let region = (region + fit::full_gather_bytes(plan) + WINDOW_SLACK_BYTES) as usize;
+    let region = crate::plan::window_region(plan)? as usize;
     let world = World {
         rank: env.rank,
         size: env.world_size,

@@ -13,7 +13,7 @@ use models::options::RopePrecision;
 use models::selection::Selection;
 use models::{
     Family, ModelOptions, OpenError, Processor, Tower, VisionLanguageModel, WeightSource,
-    open_model, open_processor,
+    open_model, open_processor, open_shapes,
 };
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -91,6 +91,20 @@ pub(crate) fn unusable(dir: &Path, error: &dyn std::error::Error) -> Failure {
     Failure::new(ErrorCode::ModelFiles, title, chain(error)).next(
         "point --model at a folder of MiniCPM-V or -o 2.6, CogVLM, CogAgent, CogVLM2, GLM-4V or GLM-4.1V with config.json, its tokenizer files and its safetensors files",
     )
+}
+
+/// The model and the plan of `config`, from `config.json` alone.
+pub(crate) fn shapes(config: &RunConfig) -> Result<(Arc<dyn VisionLanguageModel>, Plan), Failure> {
+    let dir = config.model_dir();
+    let family = Family::of(&dir).map_err(|e| unusable(&dir, &e))?;
+    let opened = open_shapes(&dir, model_options(config, family)?);
+    let model = opened.map_err(|error| match &error {
+        OpenError::Model(e) => failures::model("set up the model", e),
+        _ => unusable(&dir, &error),
+    })?;
+    let plan = Plan::new(model.spec().clone(), zero_config(config)?, config.nproc)
+        .map_err(|e| failures::engine("plan the run", &e.into()))?;
+    Ok((model, plan))
 }
 
 fn model(config: &RunConfig) -> Result<Arc<dyn VisionLanguageModel>, Failure> {
@@ -185,7 +199,7 @@ pub(super) fn sampler(config: &RunConfig, samples: usize, first: &[usize]) -> Sa
 }
 
 /// Whether the activations of a unit are kept rather than computed again in backward.
-pub(super) fn keeps(config: &RunConfig, model: &dyn VisionLanguageModel, unit: UnitId) -> bool {
+pub(crate) fn keeps(config: &RunConfig, model: &dyn VisionLanguageModel, unit: UnitId) -> bool {
     let again = config.checkpoint_activations;
     !match model.tower(unit) {
         Tower::Vision => again.vit,

@@ -342,7 +342,7 @@ fn micro_batch(
 }
 
 /// The random state of a micro-batch, where adapters drop inputs.
-pub(super) fn dropout(
+pub(crate) fn dropout(
     config: &RunConfig,
     keys: &[u64],
     samples: &[SampleInput<'_>],
