@@ -11,6 +11,7 @@ mod foreign;
 mod generate;
 mod normalise;
 mod presets;
+mod synth;
 mod table;
 mod watch;
 
@@ -34,6 +35,7 @@ pub use generate::{EvalArgs, GenerateArgs};
 use normalise::Verb;
 pub use normalise::{Note, VERBS};
 pub use presets::{PRESETS, Preset};
+pub use synth::SynthArgs;
 pub(crate) use table::value_name;
 pub use table::{flag_table, with_flags};
 pub use watch::WatchArgs;
@@ -47,7 +49,7 @@ pub use watch::WatchArgs;
     long_about = "Fine-tunes vision-language models with sharded optimizer states (ZeRO 0-3) and offload to host \
 memory.\nWithout --model it trains the built-in demo. Every flag is also accepted in snake_case.\n\
 Other verbs, each with its own --help: \
-doctor, data check, generate, eval, export, watch, explain.",
+doctor, data check, generate, eval, export, watch, explain, synth.",
     max_term_width = 100
 )]
 pub struct Args {
@@ -370,6 +372,8 @@ pub enum Command {
     Eval(Box<EvalArgs>),
     /// Write weights for other programs.
     Export(ExportArgs),
+    /// Write a model folder with random weights.
+    Synth(SynthArgs),
     /// Print this text on stdout and end well: help or version.
     Print(String),
 }
@@ -417,6 +421,10 @@ pub fn parse(argv: &[String]) -> Result<Command, Failure> {
         Verb::Export => {
             let line = normalise::normalise(verb, rest, &ExportArgs::command())?;
             ExportArgs::try_parse_from(words(&line)).map(Command::Export)
+        }
+        Verb::Synth => {
+            let line = normalise::normalise(verb, rest, &SynthArgs::command())?;
+            SynthArgs::try_parse_from(words(&line)).map(Command::Synth)
         }
     };
     parsed.or_else(|error| {

@@ -46,11 +46,12 @@ pub(super) enum Verb {
     Eval,
     Export,
     Watch,
+    Synth,
 }
 
 impl Verb {
     /// The verbs that exist, as they are typed; two words where the second says what is done to the first.
-    pub(super) const ALL: [(Self, &'static str); 8] = [
+    pub(super) const ALL: [(Self, &'static str); 9] = [
         (Self::Train, "train"),
         (Self::Doctor, "doctor"),
         (Self::Explain, "explain"),
@@ -59,6 +60,7 @@ impl Verb {
         (Self::Eval, "eval"),
         (Self::Export, "export"),
         (Self::Watch, "watch"),
+        (Self::Synth, "synth"),
     ];
 
     fn name(self) -> &'static str {
