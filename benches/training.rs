@@ -7,7 +7,7 @@ use criterion::{Criterion, criterion_group, criterion_main};
 use engine::comm::{Collective, CollectiveKind, Communicator, Tag, threads};
 use half::bf16;
 use kernels::DType;
-use optim::{AdamW, Optimizer, StateWindow, StepArgs, WeightWindow};
+use optim::{AdamW, GradWindow, Optimizer, StateWindow, StepArgs, WeightWindow};
 use std::sync::Arc;
 
 const ELEMS: usize = 16 << 20;
@@ -24,7 +24,7 @@ fn args<'a>(
         grad_scale: 1.0,
         seed: 1,
         first_element: 0,
-        grad,
+        grad: GradWindow::F32(grad),
         weight,
         state,
     }

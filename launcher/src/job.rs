@@ -16,6 +16,7 @@ use crate::logging;
 use crate::rank::{self, RunSummary, StopFlag};
 use crate::rank_env::{Env, RankEnv, Variables};
 use crate::report::{self, PlanFile};
+use crate::run;
 use crate::run_folder;
 use crate::supervisor::job::{Job, config_file};
 use crate::supervisor::{SignalSource, Supervisor, own_program};
@@ -82,7 +83,7 @@ fn run_command(hooks: &Hooks, argv: &[String], format: ErrorFormat) -> Result<Ex
         Command::DataCheck(options) => data::check::run(&options, &Variables::read()),
         Command::Generate(args) => generate::ask::run(&args),
         Command::Eval(args) => generate::evaluate::run(&args),
-        Command::Export(options) => crate::run::export(&options),
+        Command::Export(options) => run::export(&options),
         Command::Watch(options) => watch::run(&options),
         Command::Synth(options) => synth::run(&options),
         Command::Print(text) => {
@@ -167,6 +168,7 @@ fn supervise(
 ) -> Result<RunSummary, Failure> {
     let job = Job::new(&env.temp_dir)?;
     config.save_to(&job.config_file())?;
+    let spill = run::hold_folders(config, job.token(), &mut |event| screen.show(&event))?;
     let program = own_program()?;
     let supervisor = Supervisor {
         program: &program,
@@ -175,9 +177,11 @@ fn supervise(
         job: &job,
         advice,
     };
-    supervisor
+    let ended = supervisor
         .run(signals, screen)
-        .inspect_err(|_| screen.finish_bar())
+        .inspect_err(|_| screen.finish_bar());
+    drop(spill);
+    ended
 }
 
 /// Loads the demo's last checkpoint in one rank and compares the evaluation loss bit for bit.

@@ -18,7 +18,7 @@ pub enum Precision {
     Bf16,
     /// `f16` weights, `f32` master weights and optimizer state.
     Fp16,
-    /// Weights and optimizer state in `bf16`, stored with stochastic rounding; nothing else is kept.
+    /// `bf16` weights without a master; the update rule says how they and its state are stored.
     PureBf16,
 }
 
@@ -66,32 +66,38 @@ impl FromStr for Precision {
     }
 }
 
-/// How the element type of a state slot is chosen.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum SlotDtype {
-    /// `f32` in every precision.
-    AlwaysF32,
-    /// `f32`, except in pure `bf16`, where it is `bf16` too.
-    Moment,
-}
-
 /// One number that an update rule keeps per element.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct StateSlot {
     /// The name used in checkpoints.
     pub name: &'static str,
-    /// How its element type is chosen.
-    pub dtype: SlotDtype,
+    /// Its element type: `f32` or `bf16`.
+    pub dtype: DType,
 }
 
-impl StateSlot {
-    /// Element type of the slot in a precision.
+/// The gradient of a window.
+#[derive(Clone, Copy, Debug)]
+pub enum GradWindow<'a> {
+    /// `f32`.
+    F32(&'a [f32]),
+    /// `bf16`.
+    Bf16(&'a [bf16]),
+}
+
+impl GradWindow<'_> {
+    /// Elements.
     #[must_use]
-    pub const fn dtype(&self, precision: Precision) -> DType {
-        match (self.dtype, precision) {
-            (SlotDtype::Moment, Precision::PureBf16) => DType::BF16,
-            (SlotDtype::Moment | SlotDtype::AlwaysF32, _) => DType::F32,
+    pub const fn len(&self) -> usize {
+        match self {
+            Self::F32(values) => values.len(),
+            Self::Bf16(values) => values.len(),
         }
+    }
+
+    /// Whether there is none.
+    #[must_use]
+    pub const fn is_empty(&self) -> bool {
+        self.len() == 0
     }
 }
 
@@ -114,12 +120,21 @@ pub enum WeightWindow<'a> {
         /// Their rounded copy.
         weight: &'a mut [f16],
     },
-    /// `bf16` weights without a master, stored with stochastic rounding. State is `bf16` with stochastic rounding
-    /// too, or `f32`.
+    /// `bf16` weights without a master; the update rule says how they are rounded.
     PureBf16(&'a mut [bf16]),
 }
 
 impl WeightWindow<'_> {
+    /// The precision that keeps such weights.
+    pub(crate) const fn precision(&self) -> Precision {
+        match self {
+            Self::F32(_) => Precision::F32,
+            Self::Mixed { .. } => Precision::Bf16,
+            Self::MixedF16 { .. } => Precision::Fp16,
+            Self::PureBf16(_) => Precision::PureBf16,
+        }
+    }
+
     pub(crate) const fn kind(&self) -> &'static str {
         match self {
             Self::F32(_) => "f32",
@@ -155,7 +170,7 @@ pub struct StepArgs<'a> {
     /// Global, unpadded logical index of the window's first element: the position in the rounding stream.
     pub first_element: u64,
     /// Unscaled gradient.
-    pub grad: &'a [f32],
+    pub grad: GradWindow<'a>,
     /// Weights.
     pub weight: WeightWindow<'a>,
     /// One window per slot, in the order of [`Optimizer::slots`].
@@ -168,8 +183,19 @@ pub trait Optimizer: Send + Sync + std::fmt::Debug {
     /// The rule's name, for messages and checkpoints.
     fn name(&self) -> &'static str;
 
-    /// The state kept per element; it starts as zeros.
-    fn slots(&self) -> &'static [StateSlot];
+    /// The state kept per element in a precision; it starts as zeros.
+    fn slots(&self, precision: Precision) -> &'static [StateSlot];
+
+    /// Bytes kept per element beside the weights that the model computes with: the master copy and every slot.
+    fn state_bytes_per_elem(&self, precision: Precision) -> usize {
+        let master = if precision.has_master() {
+            size_of::<f32>()
+        } else {
+            0
+        };
+        let slots = self.slots(precision).iter();
+        master + slots.map(|slot| slot.dtype.size_bytes()).sum::<usize>()
+    }
 
     /// Updates weights and state in place.
     ///
@@ -183,13 +209,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_pure_bf16_shrinks_the_moments() {
-        let slot = StateSlot {
-            name: "exp_avg",
-            dtype: SlotDtype::Moment,
-        };
-        assert_eq!(slot.dtype(Precision::PureBf16), DType::BF16);
-        assert_eq!(slot.dtype(Precision::Bf16), DType::F32);
+    fn precisions_are_read_with_either_hyphen() {
         assert_eq!(
             "pure_bf16".parse::<Precision>().unwrap(),
             Precision::PureBf16

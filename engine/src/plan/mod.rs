@@ -4,6 +4,7 @@
 mod layout;
 mod memory;
 mod schedule;
+mod spill;
 
 pub use layout::{ALIGN_ELEMS, GroupKind, GroupLayout, Slot, UnitPlan};
 pub use memory::{MemoryReport, TierBytes};
@@ -77,6 +78,35 @@ pub enum Tier {
     Device,
     /// Host memory.
     Host,
+    /// A spill file on a disk.
+    Nvme,
+}
+
+/// The kinds of state that have a tier of their own.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum StateKind {
+    /// Weights.
+    Param,
+    /// Master weights, moments and accumulated gradients.
+    Optimizer,
+    /// Inputs of segments that run again in backward.
+    Activation,
+}
+
+impl StateKind {
+    /// All kinds.
+    pub const ALL: [Self; 3] = [Self::Param, Self::Optimizer, Self::Activation];
+
+    /// The word on the command line and in file names.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Param => "param",
+            Self::Optimizer => "optimizer",
+            Self::Activation => "activation",
+        }
+    }
 }
 
 /// Which state is moved off the device.
@@ -86,14 +116,34 @@ pub struct Offload {
     pub param: Tier,
     /// Master weights, moments and the gradients they are fed from.
     pub optimizer: Tier,
+    /// Inputs of segments that run again in backward.
+    #[serde(default)]
+    pub activation: Tier,
 }
 
 impl Offload {
-    /// Everything in host memory.
-    pub const CPU: Self = Self {
-        param: Tier::Host,
-        optimizer: Tier::Host,
-    };
+    /// Weights and optimizer state in host memory.
+    pub const CPU: Self = Self::states(Tier::Host);
+
+    /// Weights and optimizer state on one tier, activations on the device.
+    #[must_use]
+    pub const fn states(tier: Tier) -> Self {
+        Self {
+            param: tier,
+            optimizer: tier,
+            activation: Tier::Device,
+        }
+    }
+
+    /// The tier of one kind.
+    #[must_use]
+    pub const fn tier(&self, kind: StateKind) -> Tier {
+        match kind {
+            StateKind::Param => self.param,
+            StateKind::Optimizer => self.optimizer,
+            StateKind::Activation => self.activation,
+        }
+    }
 }
 
 /// The resolved settings of the engine.

@@ -20,8 +20,8 @@ use std::path::PathBuf;
 use clap::{CommandFactory, Parser};
 
 use crate::config::{
-    DataFormatChoice, DeviceChoice, InitChoice, LrScale, Offload, PrecisionChoice, Recompute,
-    ReportTo, RopeChoice, Scheduler, Strategy, TemplateChoice, Workers,
+    DataFormatChoice, DeviceChoice, InitChoice, LrScale, NvmeIo, Offload, PrecisionChoice,
+    Recompute, ReportTo, RopeChoice, Scheduler, Strategy, TemplateChoice, Workers,
 };
 use crate::error_format::ErrorFormat;
 use crate::exit::Failure;
@@ -116,9 +116,12 @@ pub struct Args {
     /// ZeRO stage: 0 nothing, 1 optimizer states, 2 and gradients, 3 and parameters are sharded
     #[arg(long, value_name = "STAGE", value_parser = clap::value_parser!(u8).range(0..=3), help_heading = "Memory and ranks")]
     pub zero: Option<u8>,
-    /// What lives in host memory: none, cpu (all), or optimizer=cpu,param=cpu
+    /// Where states rest: none, cpu, nvme:DIR, or by kind, as param=nvme:DIR,optimizer=cpu,activation=cpu
     #[arg(long, value_name = "TIERS", help_heading = "Memory and ranks")]
     pub offload: Option<Offload>,
+    /// The way to files of --offload nvme: auto measures and takes the faster
+    #[arg(long, value_enum, help_heading = "Memory and ranks")]
+    pub nvme_io: Option<NvmeIo>,
     /// Longest wait of a rank for another, in seconds
     #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..), help_heading = "Memory and ranks")]
     pub comm_timeout: Option<u64>,
@@ -501,7 +504,7 @@ mod tests {
              gradient-accumulation-steps gradient-checkpointing host-memory-limit init learning-rate \
              limit logging-steps logging-strategy lora-alpha lora-dropout lora-layers lora-per-projection lora-rank \
              lora-target-modules lr lr-scale lr-scheduler-type max-grad-norm max-slice-nums max-steps model \
-             model-max-length modules-to-save no-decay nproc num-train-epochs offload output \
+             model-max-length modules-to-save no-decay nproc num-train-epochs nvme-io offload output \
              per-device-eval-batch-size per-device-train-batch-size precision preset ptuning-tokens report-to resume \
              rope-precision save-steps save-strategy \
              save-total-limit seed skip-bad-samples template text-without-cross train train-on-turn-end tune-llm tune-vision use-lora warmup-ratio \

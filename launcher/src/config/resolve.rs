@@ -48,7 +48,12 @@ pub fn resolve(args: &Args, env: &Env) -> Result<Resolved, Failure> {
         },
         init: args.init.unwrap_or(defaults.init),
         zero: args.zero.unwrap_or(defaults::ZERO),
-        offload: args.offload.unwrap_or_default(),
+        offload: args
+            .offload
+            .clone()
+            .unwrap_or_default()
+            .resolved(absolute)?,
+        nvme_io: args.nvme_io.unwrap_or_default(),
         nproc,
         comm_timeout_seconds: args.comm_timeout.unwrap_or(defaults::COMM_TIMEOUT_SECONDS),
         // `auto` means the CPU until there is another device.
@@ -441,6 +446,7 @@ impl RunConfig {
         flags.push(("init", value_name(self.init)));
         flags.push(("zero", self.zero.to_string()));
         flags.push(("offload", self.offload.to_string()));
+        flags.push(("nvme-io", value_name(self.nvme_io)));
         flags.push(("nproc", self.nproc.to_string()));
         flags.push(("comm-timeout", self.comm_timeout_seconds.to_string()));
         flags.push(("device", "cpu".to_string()));
@@ -638,7 +644,8 @@ mod tests {
             demo.offload,
             Offload {
                 optimizer: Tier::Cpu,
-                param: Tier::Cpu
+                param: Tier::Cpu,
+                activation: Tier::None,
             }
         );
         assert_eq!((demo.nproc, demo.global_batch()), (2, 32));

@@ -16,6 +16,8 @@ mod session;
 mod setup;
 pub(crate) use check::encode_options;
 pub(crate) use setup::unusable;
+pub(crate) use spill::hold_folders;
+mod spill;
 mod split;
 mod stall;
 mod stored;

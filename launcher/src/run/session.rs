@@ -6,6 +6,7 @@ use super::fit;
 use super::place::Place;
 use super::resume;
 use super::setup::{self, Setup};
+use super::spill;
 use crate::config::{RunConfig, Task};
 use crate::data::{SampleSet, problems};
 use crate::exit::{ErrorCode, Failure};
@@ -45,6 +46,8 @@ pub(super) struct Session<'a> {
     pub(super) place: Option<Place>,
     /// Micro-batches of the present step and their summed losses on this rank.
     pub(super) step_losses: Vec<(Place, f64)>,
+    /// Bytes per second of this rank's share of the spill disks, where they were measured.
+    pub(super) disk_ceiling: Option<f64>,
     /// What the checkpoint resumed from has to say to the training loop.
     pub(super) resumed: Option<(PathBuf, Value)>,
 }
@@ -88,10 +91,14 @@ impl<'a> Session<'a> {
         let host_share = config
             .host_memory_limit
             .map(|limit| limit / config.nproc as u64);
-        let tiers = Tiers {
-            device: device.clone(),
-            host: Pool::new("host", host_share),
-        };
+        let host = Pool::new("host", host_share);
+        let disk = spill::open(config, env, &plan, &host, &*comm, &reporter)?;
+        let mut tiers = Tiers::new(device.clone(), host);
+        let mut disk_ceiling = None;
+        if let Some(disk) = disk {
+            disk_ceiling = disk.ceiling;
+            tiers = tiers.with_spill(disk.spill);
+        }
         let backend: Arc<dyn Backend> = Arc::new(CpuBackend::new(device));
         let zero = Zero::new(
             plan,
@@ -114,6 +121,7 @@ impl<'a> Session<'a> {
             reporter,
             place: None,
             step_losses: Vec::new(),
+            disk_ceiling,
             resumed: None,
         };
         session.load()?;
@@ -345,6 +353,7 @@ fn optimizer(
         beta1: settings.adam_beta1,
         beta2: settings.adam_beta2,
         eps: settings.adam_epsilon,
+        ..AdamW::default()
     };
     Ok(OptimizerConfig {
         rule: Arc::new(rule),

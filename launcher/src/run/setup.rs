@@ -145,17 +145,19 @@ fn model_options(config: &RunConfig, family: Family) -> Result<ModelOptions, Fai
 }
 
 fn zero_config(config: &RunConfig) -> Result<ZeroConfig, Failure> {
-    let tier = |tier| match tier {
+    let tier = |tier: &Tier| match tier {
         Tier::None => engine::Tier::Device,
         Tier::Cpu => engine::Tier::Host,
+        Tier::Nvme(_) => engine::Tier::Nvme,
     };
     Ok(ZeroConfig {
         stage: Stage::try_from(config.zero)
             .map_err(|e| Failure::usage("--zero is out of range", e))?,
         precision: precision(config),
         offload: Offload {
-            param: tier(config.offload.param),
-            optimizer: tier(config.offload.optimizer),
+            param: tier(&config.offload.param),
+            optimizer: tier(&config.offload.optimizer),
+            activation: tier(&config.offload.activation),
         },
         max_grad_norm: config.optimizer.max_grad_norm.map(|norm| norm as f32),
         seed: config.seed,

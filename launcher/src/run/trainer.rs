@@ -12,9 +12,10 @@ use crate::exit::{ErrorCode, Failure};
 use crate::monitor::split::StepTimes;
 use crate::monitor::{Monitor, Phase};
 use crate::rank::{RunSummary, StopFlag};
-use crate::report::{EvalResults, RunReport, StepRecord};
+use crate::report::{DiskTraffic, EvalResults, RunReport, StepRecord};
 use crate::ui::{EvalEvent, Event, ResumeEvent, StepEvent};
 use engine::comm::Tag;
+use engine::spill::SpillStats;
 use engine::{PassKind, StepReport};
 use kernels::Backend;
 use models::autograd::{Dropout, Tape};
@@ -42,11 +43,13 @@ struct Window {
     loss: f64,
     updates: u64,
     tokens: u64,
+    disk: Option<SpillStats>,
 }
 
 impl Window {
-    fn new() -> Self {
+    fn new(session: &Session<'_>) -> Self {
         Self {
+            disk: session.zero.spill_stats(),
             started: Instant::now(),
             loss: 0.0,
             updates: 0,
@@ -102,7 +105,7 @@ pub(super) fn train(session: &mut Session<'_>, stop: &StopFlag) -> Result<RunSum
     });
     let mut loader = start_loader(session, sampler.clone(), progress.done..total_steps);
     let schedule = schedule(session, total_steps);
-    let mut window = Window::new();
+    let mut window = Window::new(session);
     while progress.done < total_steps {
         let lr = schedule.lr(progress.done);
         let step = one_step(session, &mut loader, lr, &mut window, &mut monitor)?;
@@ -378,7 +381,7 @@ fn log(
         .map_err(|e| failures::comm(&e))?;
     let tokens: f64 = gathered.tokens.iter().sum();
     let seconds = window.started.elapsed().as_secs_f64().max(1e-9);
-    let done = std::mem::replace(window, Window::new());
+    let done = std::mem::replace(window, Window::new(session));
     let updates = done.updates.max(1) as f64;
     let bytes = monitor.peaks();
     let grad_norm = step.applied.then_some(step.grad_norm);
@@ -393,6 +396,7 @@ fn log(
         total_tokens: progress.total_tokens,
         bytes,
         times: StepTimes::of(&gathered.splits, updates),
+        disk: disk_traffic(session, done.disk),
     };
     let mut remaining_seconds = 0.0;
     let mut notices = Vec::new();
@@ -414,11 +418,27 @@ fn log(
         host_bytes: bytes.host,
         skipped: !step.applied,
         remaining_seconds,
+        disk: record.disk,
     }));
     for notice in notices {
         session.reporter.emit(&notice);
     }
     Ok(())
+}
+
+/// What went to and from the spill files since `before`.
+fn disk_traffic(session: &Session<'_>, before: Option<SpillStats>) -> Option<DiskTraffic> {
+    let now = session.zero.spill_stats()?;
+    let since = now.since(before.unwrap_or_default());
+    let bytes_per_second = since.bytes_per_second();
+    Some(DiskTraffic {
+        read_bytes: since.read_bytes,
+        written_bytes: since.written_bytes,
+        bytes_per_second,
+        share: session
+            .disk_ceiling
+            .map_or(0.0, |ceiling| bytes_per_second / ceiling),
+    })
 }
 
 /// Whether any rank answers yes; the same answer on all.

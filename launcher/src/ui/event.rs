@@ -4,6 +4,8 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
+use crate::report::DiskTraffic;
+
 /// One thing to show.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -181,6 +183,9 @@ pub struct StepEvent {
     pub skipped: bool,
     /// Estimated seconds to the end.
     pub remaining_seconds: f64,
+    /// Traffic of one rank's spill files since the last row.
+    #[serde(default)]
+    pub disk: Option<DiskTraffic>,
 }
 
 /// Result of an evaluation.

@@ -202,10 +202,13 @@ fn step_line(step: &StepEvent) -> String {
     } else {
         format!(" / host {}", bytes(step.host_bytes))
     };
+    let disk = step
+        .disk
+        .map_or_else(String::new, |disk| format!(" / {disk}"));
     line(
         "",
         &format!(
-            "{:>6} {:>8.4}  {:>8.1e}  {norm:>6}  {:>6}  {time:>8}  {:>2.0} %  {}{host}{}",
+            "{:>6} {:>8.4}  {:>8.1e}  {norm:>6}  {:>6}  {time:>8}  {:>2.0} %  {}{host}{disk}{}",
             step.step,
             step.loss,
             step.lr,
@@ -337,6 +340,7 @@ mod tests {
             host_bytes: 182 << 20,
             skipped: false,
             remaining_seconds: 9.0,
+            disk: None,
         });
         assert_eq!(
             row,

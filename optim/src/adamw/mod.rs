@@ -12,31 +12,26 @@
 //! Arithmetic is `f32` without fused multiply-add, so every SIMD path, split and thread count gives the same bits.
 
 mod simd;
+mod storage;
 mod update;
 
 use half::{bf16, f16};
+use kernels::Float;
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
 use crate::OptimError;
-use crate::optimizer::{Optimizer, SlotDtype, StateSlot, StateWindow, StepArgs, WeightWindow};
+use crate::optimizer::{
+    GradWindow, Optimizer, Precision, StateSlot, StateWindow, StepArgs, WeightWindow,
+};
 use crate::rng::RandomStream;
 use simd::Simd;
 use update::Rounding;
 
+pub use storage::{Bf16Storage, MomentDtype, PureBf16};
+
 /// Elements per task: longer windows are spread over the rayon pool.
 const CHUNK_ELEMS: usize = 1 << 16;
-
-const SLOTS: [StateSlot; 2] = [
-    StateSlot {
-        name: "exp_avg",
-        dtype: SlotDtype::Moment,
-    },
-    StateSlot {
-        name: "exp_avg_sq",
-        dtype: SlotDtype::Moment,
-    },
-];
 
 /// The constants of one step, computed in `f64` and rounded once: what the update of an element reads beside its
 /// gradient, weight and moments.
@@ -70,6 +65,9 @@ pub struct AdamW {
     pub beta2: f64,
     /// Added to the denominator.
     pub eps: f64,
+    /// What pure `bf16` keeps per element.
+    #[serde(default)]
+    pub pure_bf16: PureBf16,
 }
 
 impl Default for AdamW {
@@ -78,6 +76,7 @@ impl Default for AdamW {
             beta1: 0.9,
             beta2: 0.999,
             eps: 1e-8,
+            pure_bf16: PureBf16::default(),
         }
     }
 }
@@ -105,7 +104,12 @@ impl AdamW {
                 got: eps,
             });
         }
-        Ok(Self { beta1, beta2, eps })
+        Ok(Self {
+            beta1,
+            beta2,
+            eps,
+            pure_bf16: PureBf16::default(),
+        })
     }
 
     /// The constants of update number `step` (counted from 1).
@@ -174,7 +178,7 @@ impl AdamW {
     }
 
     fn step_on(&self, simd: Simd, mut args: StepArgs<'_>) -> Result<(), OptimError> {
-        check_lengths(&args)?;
+        self.check_lengths(&args)?;
         let coefficients =
             self.coefficients(args.step, args.lr, args.weight_decay, args.grad_scale)?;
         let kernel = Kernel { simd, coefficients };
@@ -183,7 +187,15 @@ impl AdamW {
             step: args.step,
             first_element: args.first_element,
         };
-        let grad = args.grad;
+        let widened: Vec<f32>;
+        let grad = match args.grad {
+            GradWindow::F32(grad) => grad,
+            GradWindow::Bf16(grad) => {
+                widened = grad.iter().map(|x| Float::to_f32(*x)).collect();
+                &widened
+            }
+        };
+        let storage = self.pure_bf16.weights;
         match (args.weight, args.state.as_mut_slice()) {
             (WeightWindow::F32(weight), [StateWindow::F32(m), StateWindow::F32(v)]) => {
                 kernel.f32(grad, weight, m, v);
@@ -196,19 +208,65 @@ impl AdamW {
                 WeightWindow::MixedF16 { master, weight },
                 [StateWindow::F32(m), StateWindow::F32(v)],
             ) => kernel.mixed_f16(grad, master, weight, m, v),
-            (WeightWindow::PureBf16(weight), [StateWindow::Bf16(m), StateWindow::Bf16(v)]) => {
+            (WeightWindow::PureBf16(weight), [StateWindow::Bf16(m), StateWindow::Bf16(v)])
+                if storage == Bf16Storage::Stochastic =>
+            {
                 kernel.pure_bf16(rounding, grad, weight, m, v);
             }
-            (WeightWindow::PureBf16(weight), [StateWindow::F32(m), StateWindow::F32(v)]) => {
+            (WeightWindow::PureBf16(weight), [StateWindow::F32(m), StateWindow::F32(v)])
+                if storage == Bf16Storage::Stochastic =>
+            {
                 kernel.rounded_bf16(rounding, grad, weight, m, v);
+            }
+            (WeightWindow::PureBf16(weight), state)
+                if storage != Bf16Storage::Stochastic
+                    && state.len() == self.slots(Precision::PureBf16).len() =>
+            {
+                update::elementwise(&coefficients, rounding, storage, grad, weight, state);
             }
             (weight, _) => {
                 return Err(OptimError::UnsupportedWindows {
                     optimizer: self.name(),
                     weight: weight.kind(),
-                    expected: "two moments in f32, or for pure bf16 weights two in bf16",
+                    expected: "two moments in f32, or for pure bf16 weights two in bf16 or f32 and, with Kahan \
+                               compensation, a third window in bf16",
                 });
             }
+        }
+        Ok(())
+    }
+
+    fn check_lengths(&self, args: &StepArgs<'_>) -> Result<(), OptimError> {
+        let expected = args.grad.len();
+        let check = |window, got| {
+            if got == expected {
+                Ok(())
+            } else {
+                Err(OptimError::LengthMismatch {
+                    window,
+                    expected,
+                    got,
+                })
+            }
+        };
+        match &args.weight {
+            WeightWindow::F32(weight) => check("weight", weight.len())?,
+            WeightWindow::PureBf16(weight) => check("weight", weight.len())?,
+            WeightWindow::Mixed { master, weight } => {
+                check("master", master.len())?;
+                check("weight", weight.len())?;
+            }
+            WeightWindow::MixedF16 { master, weight } => {
+                check("master", master.len())?;
+                check("weight", weight.len())?;
+            }
+        }
+        for (slot, window) in self.slots(args.weight.precision()).iter().zip(&args.state) {
+            let got = match window {
+                StateWindow::F32(values) => values.len(),
+                StateWindow::Bf16(values) => values.len(),
+            };
+            check(slot.name, got)?;
         }
         Ok(())
     }
@@ -219,48 +277,13 @@ impl Optimizer for AdamW {
         "adamw"
     }
 
-    fn slots(&self) -> &'static [StateSlot] {
-        &SLOTS
+    fn slots(&self, precision: Precision) -> &'static [StateSlot] {
+        self.pure_bf16.slots(precision)
     }
 
     fn step(&self, args: StepArgs<'_>) -> Result<(), OptimError> {
         self.step_on(Simd::detect(), args)
     }
-}
-
-fn check_lengths(args: &StepArgs<'_>) -> Result<(), OptimError> {
-    let expected = args.grad.len();
-    let check = |window, got| {
-        if got == expected {
-            Ok(())
-        } else {
-            Err(OptimError::LengthMismatch {
-                window,
-                expected,
-                got,
-            })
-        }
-    };
-    match &args.weight {
-        WeightWindow::F32(weight) => check("weight", weight.len())?,
-        WeightWindow::PureBf16(weight) => check("weight", weight.len())?,
-        WeightWindow::Mixed { master, weight } => {
-            check("master", master.len())?;
-            check("weight", weight.len())?;
-        }
-        WeightWindow::MixedF16 { master, weight } => {
-            check("master", master.len())?;
-            check("weight", weight.len())?;
-        }
-    }
-    for (slot, window) in SLOTS.iter().zip(args.state.iter()) {
-        let got = match window {
-            StateWindow::F32(values) => values.len(),
-            StateWindow::Bf16(values) => values.len(),
-        };
-        check(slot.name, got)?;
-    }
-    Ok(())
 }
 
 /// One step's constants and the instruction set, spread over chunks.

@@ -21,7 +21,7 @@ fn pure_bf16_follows_f32_in_expectation_where_plain_rounding_stalls() {
             grad_scale: 1.0,
             seed: 3,
             first_element: 0,
-            grad,
+            grad: GradWindow::F32(grad),
             weight,
             state,
         };
@@ -64,7 +64,7 @@ fn rounding_depends_on_seed_step_and_element() {
             grad_scale: 1.0,
             seed,
             first_element,
-            grad: &[1.0; 256],
+            grad: GradWindow::F32(&[1.0; 256]),
             weight: WeightWindow::PureBf16(&mut weight),
             state: state.into(),
         };
@@ -91,7 +91,7 @@ fn rounding_draws_the_documented_half_words() {
             grad_scale: GRAD_SCALE,
             seed: 5,
             first_element: FIRST,
-            grad,
+            grad: GradWindow::F32(grad),
             weight,
             state: state.into(),
         };
@@ -129,4 +129,62 @@ fn rounding_draws_the_documented_half_words() {
     step(&grad, WeightWindow::PureBf16(&mut weight), state);
     let expected = [rounded(&wide, 0), rounded(&m, 1), rounded(&v, 2)];
     assert_eq!([weight, m16, v16], expected);
+}
+
+/// Where weights of 1 and updates of a fortieth of the spacing of `bf16` numbers end.
+fn walk(pure_bf16: PureBf16) -> (f64, f64) {
+    let n = 64;
+    let rule = AdamW {
+        pure_bf16,
+        ..AdamW::default()
+    };
+    let mut weight = vec![bf16::ONE; n];
+    let mut wide = vec![vec![0f32; n]; 2];
+    let mut narrow = vec![vec![bf16::ZERO; n]; 3];
+    let (mut w32, mut m32, mut v32) = ([1.0f32], [0.0f32], [0.0f32]);
+    for step in 1..=100 {
+        let grad = 1.0 + 0.3 * (step as f32).sin();
+        let args = |grad, weight, state| StepArgs {
+            step,
+            lr: 1e-4,
+            weight_decay: 0.1,
+            grad_scale: 1.0,
+            seed: 3,
+            first_element: 0,
+            grad: GradWindow::F32(grad),
+            weight,
+            state,
+        };
+        let slots = rule.slots(Precision::PureBf16).iter();
+        let (mut wide, mut narrow) = (wide.iter_mut(), narrow.iter_mut());
+        let state = slots
+            .map(|slot| match slot.dtype {
+                kernels::DType::F32 => StateWindow::F32(wide.next().unwrap()),
+                _ => StateWindow::Bf16(narrow.next().unwrap()),
+            })
+            .collect();
+        let weight = WeightWindow::PureBf16(&mut weight);
+        let grads = vec![grad; n];
+        rule.step(args(&grads, weight, state)).unwrap();
+        let state = vec![StateWindow::F32(&mut m32), StateWindow::F32(&mut v32)];
+        rule.step(args(&[grad], WeightWindow::F32(&mut w32), state))
+            .unwrap();
+    }
+    let mean = weight.iter().map(|x| f64::from(x.to_f32())).sum::<f64>() / n as f64;
+    (1.0 - mean, f64::from(1.0 - w32[0]))
+}
+
+#[test]
+fn kahan_follows_f32_and_plain_rounding_stalls() {
+    for moments in MomentDtype::ALL {
+        let with = |weights| walk(PureBf16 { weights, moments });
+        let (kahan, expected) = with(Bf16Storage::Kahan);
+        // Half the spacing below 1, and the share of it that the moments' own rounding may cost.
+        assert!(
+            (kahan - expected).abs() < 2f64.powi(-9),
+            "{kahan}, {expected}"
+        );
+        let (nearest, _) = with(Bf16Storage::Nearest);
+        assert_eq!(nearest, 0.0);
+    }
 }

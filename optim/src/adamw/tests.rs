@@ -111,7 +111,7 @@ impl Model {
             grad_scale: GRAD_SCALE,
             seed: 5,
             first_element: 1000 + range.start as u64,
-            grad: &grad[range],
+            grad: GradWindow::F32(&grad[range]),
             weight,
             state: state.into(),
         };
@@ -279,7 +279,7 @@ fn misfit_windows_are_refused_and_left_alone() {
             grad_scale: 1.0,
             seed: 0,
             first_element: 0,
-            grad: &[1.0f32; 4],
+            grad: GradWindow::F32(&[1.0; 4]),
             weight: WeightWindow::F32(&mut weight),
             state: vec![m, v],
         };

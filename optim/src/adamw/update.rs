@@ -4,7 +4,8 @@ use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use kernels::Float;
 
-use super::Coefficients;
+use super::{Bf16Storage, Coefficients};
+use crate::optimizer::StateWindow;
 use crate::rng::{RandomStream, philox4x32_lanes, stochastic_round_bf16};
 
 /// Elements that share one round of random numbers; also the size of the stack buffers.
@@ -218,6 +219,42 @@ fn pure_bf16_run(
             narrow.copy_from_slice(wide);
         } else {
             narrow.copy_from_slice(&wide[skip..skip + n]);
+        }
+    }
+}
+
+/// The other ways of storing `bf16` weights, element by element: plain and compensated rounding to the nearest.
+pub(super) fn elementwise(
+    c: &Coefficients,
+    rounding: Rounding,
+    storage: Bf16Storage,
+    grad: &[f32],
+    weight: &mut [bf16],
+    state: &mut [StateWindow<'_>],
+) {
+    let nearest = |value: f32| <bf16 as Float>::from_f32(value);
+    let wide = |value: bf16| <bf16 as Float>::to_f32(value);
+    let get = |window: &StateWindow<'_>, i: usize| match window {
+        StateWindow::F32(values) => values[i],
+        StateWindow::Bf16(values) => wide(values[i]),
+    };
+    let put = |window: &mut StateWindow<'_>, i: usize, value: f32, random: u16| match window {
+        StateWindow::F32(values) => values[i] = value,
+        StateWindow::Bf16(values) if storage == Bf16Storage::Nearest => values[i] = nearest(value),
+        StateWindow::Bf16(values) => values[i] = stochastic_round_bf16(value, random),
+    };
+    for i in 0..grad.len() {
+        let element = rounding.first_element + i as u64;
+        let words = rounding.stream.block(rounding.step, element / 2);
+        let half = |word: usize| (words[word] >> (16 * (element % 2))) as u16;
+        let error = state.get(2).map_or(0.0, |window| get(window, i));
+        let old = wide(weight[i]) + error;
+        let (new, m, v) = c.element(grad[i], old, get(&state[0], i), get(&state[1], i));
+        weight[i] = nearest(new);
+        put(&mut state[0], i, m, half(1));
+        put(&mut state[1], i, v, half(2));
+        if let Some(StateWindow::Bf16(errors)) = state.get_mut(2) {
+            errors[i] = nearest(new - wide(weight[i]));
         }
     }
 }

@@ -6,7 +6,7 @@ use kernels::DType;
 use kernels::cuda::launch::Address;
 use kernels::cuda::ops::adamw::{self, Form, Window};
 use kernels::cuda::ops::grad_norm::Clip;
-use optim::{AdamW, Optimizer, StateWindow, StepArgs, WeightWindow};
+use optim::{AdamW, GradWindow, Optimizer, StateWindow, StepArgs, WeightWindow};
 
 use super::{Case, Effort};
 use crate::machine::{Buffer, Machine};
@@ -157,7 +157,7 @@ impl Model {
             grad_scale,
             seed: SEED,
             first_element: self.place.first_element,
-            grad,
+            grad: GradWindow::F32(grad),
             weight,
             state,
         })?;
