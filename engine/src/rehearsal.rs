@@ -96,16 +96,16 @@ impl Rehearsal {
             rank: 0,
             size: plan.world_size(),
         };
-        let [device, host, nvme] = ["device", "host", "nvme"].map(|name| Pool::new(name, None));
+        let [device, host] = ["device", "host"].map(|name| Pool::new(name, None));
         let away = plan.config().offload.activation;
-        // Without values a keeper only counts, and a disk is counted like any memory.
-        let kept_in = match away {
-            Tier::Nvme => nvme.clone(),
-            Tier::Device | Tier::Host => host.clone(),
+        let activations = Activations::new(away, Tiers::new(device.clone(), host.clone()));
+        let nvme = match &activations {
+            Some(keeper) if away == Tier::Nvme => keeper.books().clone(),
+            _ => Pool::new("nvme", None),
         };
         let mut rehearsal = Self {
             backend: Arc::new(NullBackend::new(device.clone())),
-            activations: Activations::new(away, Tiers::new(device.clone(), kept_in)),
+            activations,
             device,
             host,
             nvme,

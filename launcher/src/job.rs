@@ -21,6 +21,7 @@ use crate::run;
 use crate::run_folder;
 use crate::supervisor::job::{Job, config_file};
 use crate::supervisor::{SignalSource, Supervisor, own_program};
+use crate::synth;
 use crate::ui::{DoneEvent, Event, ResumeEvent, Screen};
 use crate::watch;
 
@@ -86,6 +87,7 @@ fn run_command(hooks: &Hooks, argv: &[String], format: ErrorFormat) -> Result<Ex
         Command::Eval(args) => generate::evaluate::run(&args),
         Command::Export(options) => run::export(&options),
         Command::Watch(options) => watch::run(&options),
+        Command::Synth(options) => synth::run(&options),
         Command::Print(text) => {
             drop(write!(std::io::stdout(), "{text}"));
             Ok(ExitCode::SUCCESS)

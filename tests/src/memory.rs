@@ -55,7 +55,7 @@ pub fn model_folder(pack: &Path, folder: &Path, sizes: &Value) -> Result<()> {
 }
 
 /// Sets the fields of `changes` in `value`, objects field by field.
-pub fn merge(value: &mut Value, changes: &Value) {
+fn merge(value: &mut Value, changes: &Value) {
     match (value, changes) {
         (Value::Object(fields), Value::Object(changes)) => {
             for (name, change) in changes {

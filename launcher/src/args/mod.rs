@@ -12,6 +12,7 @@ mod generate;
 mod normalise;
 mod plan;
 mod presets;
+mod synth;
 mod table;
 mod watch;
 
@@ -37,6 +38,7 @@ use normalise::Verb;
 pub use normalise::{Note, VERBS};
 pub use plan::{Hardware, PlanArgs};
 pub use presets::{PRESETS, Preset};
+pub use synth::SynthArgs;
 pub(crate) use table::value_name;
 pub use table::{flag_table, with_flags};
 pub use watch::WatchArgs;
@@ -50,7 +52,7 @@ pub use watch::WatchArgs;
     long_about = "Fine-tunes vision-language models with sharded optimizer states (ZeRO 0-3) and offload to host \
 memory.\nWithout --model it trains the built-in demo. Every flag is also accepted in snake_case.\n\
 Other verbs, each with its own --help: \
-plan, doctor, data check, generate, eval, export, watch, explain.",
+plan, doctor, data check, generate, eval, export, watch, explain, synth.",
     max_term_width = 100
 )]
 pub struct Args {
@@ -412,6 +414,8 @@ pub enum Command {
     Eval(Box<EvalArgs>),
     /// Write weights for other programs.
     Export(ExportArgs),
+    /// Write a model folder with random weights.
+    Synth(SynthArgs),
     /// Print this text on stdout and end well: help or version.
     Print(String),
 }
@@ -469,6 +473,10 @@ pub fn parse(argv: &[String]) -> Result<Command, Failure> {
         Verb::Export => {
             let line = normalise::normalise(verb, rest, &ExportArgs::command())?;
             ExportArgs::try_parse_from(words(&line)).map(Command::Export)
+        }
+        Verb::Synth => {
+            let line = normalise::normalise(verb, rest, &SynthArgs::command())?;
+            SynthArgs::try_parse_from(words(&line)).map(Command::Synth)
         }
     };
     parsed.or_else(|error| {

@@ -47,11 +47,12 @@ pub(super) enum Verb {
     Eval,
     Export,
     Watch,
+    Synth,
 }
 
 impl Verb {
     /// The verbs that exist, as they are typed; two words where the second says what is done to the first.
-    pub(super) const ALL: [(Self, &'static str); 9] = [
+    pub(super) const ALL: [(Self, &'static str); 10] = [
         (Self::Train, "train"),
         (Self::Plan, "plan"),
         (Self::Doctor, "doctor"),
@@ -61,6 +62,7 @@ impl Verb {
         (Self::Eval, "eval"),
         (Self::Export, "export"),
         (Self::Watch, "watch"),
+        (Self::Synth, "synth"),
     ];
 
     fn name(self) -> &'static str {

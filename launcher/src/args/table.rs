@@ -7,7 +7,7 @@ use clap::{CommandFactory, ValueEnum};
 
 use super::{
     ALIASES, Args, DataCheckArgs, DoctorArgs, EvalArgs, ExplainArgs, ExportArgs, GenerateArgs,
-    IGNORED, PlanArgs, RESTRICTED, WatchArgs,
+    IGNORED, PlanArgs, RESTRICTED, SynthArgs, WatchArgs,
 };
 use crate::config::resolve;
 use crate::exit::Failure;
@@ -71,6 +71,7 @@ pub fn flag_table() -> Result<String, Failure> {
     verb_section(&mut text, "eval", &EvalArgs::command());
     verb_section(&mut text, "export", &ExportArgs::command());
     verb_section(&mut text, "watch", &WatchArgs::command());
+    verb_section(&mut text, "synth", &SynthArgs::command());
     push(
         &mut text,
         format_args!("\n## Other spellings\n\n| spelling | flag |\n|---|---|\n"),

@@ -247,7 +247,7 @@ pub(crate) fn comm(error: &CommError) -> Failure {
     }
 }
 
-pub(super) fn checkpoint(doing: &str, error: &CheckpointError) -> Failure {
+pub(crate) fn checkpoint(doing: &str, error: &CheckpointError) -> Failure {
     match error {
         CheckpointError::NoSpace {
             path, needed_bytes, ..

@@ -18,4 +18,5 @@ mod outputs;
 mod reports;
 mod resume;
 mod site;
+mod synth;
 mod tuning;
