@@ -10,6 +10,7 @@ use crate::exit::Failure;
 use crate::rank_env::Env;
 use crate::run::plan_event;
 use crate::ui::{Event, lines};
+use crate::units::bytes;
 use serde_json::{Value, json};
 use std::io::Write;
 use std::path::PathBuf;
@@ -174,6 +175,24 @@ fn as_text(
                 sample.input_ids.len(),
                 sample.patches(),
                 sample.slices.len()
+            ),
+        });
+    }
+    if args.hw.is_some() {
+        let tier = memory.phases.values().map(|phase| {
+            let states = ["parameters", "gradients", "optimizer", "activations"];
+            states
+                .iter()
+                .filter_map(|kind| phase.host.get(*kind))
+                .sum::<u64>()
+        });
+        let limit = crate::memory::lockable_bytes();
+        show(&Event::Info {
+            label: "memlock".into(),
+            text: format!(
+                "devices copy fastest from locked pages: {} per rank in host memory; this shell may lock {}",
+                bytes(tier.max().unwrap_or(0)),
+                limit.map_or_else(|| "any amount".to_owned(), bytes)
             ),
         });
     }
