@@ -14,6 +14,7 @@ mod families;
 mod generate;
 mod monitoring;
 mod outputs;
+mod precisions;
 mod reports;
 mod resume;
 mod site;
