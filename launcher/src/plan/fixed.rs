@@ -4,7 +4,6 @@ use super::rehearse::Work;
 use crate::config::{RunConfig, Workers};
 use crate::data::LoaderOptions;
 use crate::monitor::Phase;
-use engine::{Plan, Precision};
 use models::data::EncodedSample;
 use std::path::Path;
 
@@ -52,20 +51,17 @@ impl Fixed {
         &self,
         phase: Phase,
         config: &RunConfig,
-        plan: &Plan,
         work: &Work<'_>,
     ) -> Vec<(&'static str, u64)> {
         let mut parts = vec![("process", self.process), ("samples", self.samples)];
         match phase {
-            Phase::Load => parts.push(("workspace", CHUNK_BYTES)),
-            Phase::Data | Phase::Forward | Phase::Backward => {}
-            Phase::Step => parts.push(("workspace", step_bytes(plan))),
+            Phase::Load | Phase::Save => parts.push(("workspace", CHUNK_BYTES)),
+            Phase::Data | Phase::Forward | Phase::Backward | Phase::Step => {}
             Phase::Eval => {
                 let held_out = work.held_out.as_ref();
                 let longest = held_out.map_or(0, |h| sample_bytes(h.longest));
                 parts.push(("loader", longest * (1 + PICTURE_COPIES)));
             }
-            Phase::Save => parts.push(("workspace", CHUNK_BYTES)),
         }
         if phase != Phase::Load {
             parts.push(("loader", loader_bytes(config, work.train)));
@@ -99,23 +95,4 @@ fn sample_bytes(samples: &[EncodedSample]) -> u64 {
         (pictures + 8 * sample.input_ids.len()) as u64
     };
     samples.iter().map(of).sum()
-}
-
-/// Gradients of one sub-group widened to f32.
-fn step_bytes(plan: &Plan) -> u64 {
-    let config = plan.config();
-    if config.precision != Precision::PureBf16 {
-        return 0;
-    }
-    let slots = plan.units().iter().flat_map(|unit| &unit.trainable.slots);
-    let sharded = config.stage.shards_optimizer();
-    let most = |len: usize| {
-        if sharded {
-            len.div_ceil(plan.world_size())
-        } else {
-            len
-        }
-    };
-    let largest = slots.map(|slot| most(slot.len)).max().unwrap_or(0);
-    4 * largest.min(config.sub_group_elems) as u64
 }

@@ -12,6 +12,7 @@ mod doctor;
 mod endings;
 mod families;
 mod generate;
+mod memory;
 mod monitoring;
 mod outputs;
 mod precisions;
