@@ -9,6 +9,8 @@ mod error;
 mod gradients;
 pub mod plan;
 mod prefetch;
+pub mod sharded;
+
 mod snapshot;
 pub mod spec;
 pub mod spill;
