@@ -19,6 +19,8 @@ type Result<T, E = EngineError> = std::result::Result<T, E>;
 pub struct Activations {
     tier: Tier,
     tiers: Tiers,
+    /// Where tensors without values are counted.
+    books: Pool,
     spare: Rc<RefCell<Vec<Region>>>,
     clock: RefCell<CopyClock>,
 }
@@ -59,10 +61,21 @@ impl Activations {
     pub fn new(tier: Tier, tiers: Tiers) -> Option<Self> {
         (tier != Tier::Device).then(|| Self {
             tier,
+            books: match (tier, tiers.spill()) {
+                (Tier::Nvme, Some(spill)) => spill.pool().clone(),
+                (Tier::Nvme, None) => Pool::new("nvme", None),
+                _ => tiers.host.clone(),
+            },
             tiers,
             spare: Rc::default(),
             clock: RefCell::default(),
         })
+    }
+
+    /// Where tensors are counted: the host pool, or the disk's.
+    #[must_use]
+    pub fn books(&self) -> &Pool {
+        &self.books
     }
 
     /// Time spent copying so far.
@@ -86,7 +99,7 @@ impl Activations {
     fn keep(&self, value: &Tensor) -> Result<Kept> {
         let bytes = value.size_bytes();
         if value.is_null() {
-            let counted = self.tiers.host.reserve(bytes as u64, Tag::Activations)?;
+            let counted = self.books.reserve(bytes as u64, Tag::Activations)?;
             return Ok(Kept::Null { _counted: counted });
         }
         if self.tier == Tier::Host {
@@ -247,13 +260,13 @@ mod tests {
         let device = Pool::new("null", None);
         for keeper in keepers {
             let value = Tensor::null(&device, Tag::Activations, [16, 16], DType::F32).unwrap();
-            let before = keeper.tiers.host.stats().in_use;
+            let before = keeper.books().stats().in_use;
             let saved = keeper.save(&value).unwrap();
-            assert_eq!(keeper.tiers.host.stats().in_use - before, 1024);
+            assert_eq!(keeper.books().stats().in_use - before, 1024);
             let back = keeper.load(&saved, &device).unwrap();
             assert!(back.is_null());
             drop(saved);
-            assert_eq!(keeper.tiers.host.stats().in_use, before);
+            assert_eq!(keeper.books().stats().in_use, before);
         }
     }
 }

@@ -263,11 +263,20 @@ impl Zero {
     /// # Errors
     /// When communication fails.
     pub fn step(&mut self, lr: f64) -> Result<StepReport> {
+        self.step_scaled(lr, 1.0)
+    }
+
+    /// As [`Zero::step`] when the losses were multiplied by `loss_scale` before their gradients were
+    /// taken: all numbers of the report are those without it.
+    ///
+    /// # Errors
+    /// When communication fails.
+    pub fn step_scaled(&mut self, lr: f64, loss_scale: f64) -> Result<StepReport> {
         self.reduce_accumulated()?;
         let totals = self.sum_totals()?;
         let tokens = totals.supervised.max(1) as f64;
         let max_norm = self.plan.config().max_grad_norm;
-        let scale = GradientScale::new(self.sum_of_squares()?, tokens, max_norm);
+        let scale = GradientScale::new(self.sum_of_squares()?, tokens * loss_scale, max_norm);
         let mut report = StepReport {
             step: self.step,
             loss: totals.loss_sum / tokens,

@@ -5,6 +5,7 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 use crate::args::{self, Args, Command, Note};
+use crate::bench;
 use crate::config::{Resume, RunConfig, Task, resolve};
 use crate::data;
 use crate::doctor;
@@ -13,6 +14,7 @@ use crate::exit::{ErrorCode, Failure};
 use crate::explain;
 use crate::generate;
 use crate::logging;
+use crate::plan;
 use crate::rank::{self, RunSummary, StopFlag};
 use crate::rank_env::{Env, RankEnv, Variables};
 use crate::report::{self, PlanFile};
@@ -77,6 +79,7 @@ fn run_command(hooks: &Hooks, argv: &[String], format: ErrorFormat) -> Result<Ex
                 None => run_supervisor(hooks, &env, &args, notes),
             }
         }
+        Command::Plan { args, typed, notes } => plan::run(&args, &typed, &Env::read()?, &notes),
         // Reports also on an environment that training refuses.
         Command::Doctor(options) => doctor::run(&Variables::read(), options.json == Some(true)),
         Command::Explain(options) => explain::run(&options),
@@ -86,6 +89,7 @@ fn run_command(hooks: &Hooks, argv: &[String], format: ErrorFormat) -> Result<Ex
         Command::Export(options) => run::export(&options),
         Command::Watch(options) => watch::run(&options),
         Command::Synth(options) => synth::run(&options),
+        Command::BenchNvme(options) => bench::nvme::run(&options),
         Command::Print(text) => {
             drop(write!(std::io::stdout(), "{text}"));
             Ok(ExitCode::SUCCESS)

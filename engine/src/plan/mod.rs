@@ -146,6 +146,16 @@ impl Offload {
     }
 }
 
+/// Element type of accumulated gradients.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum GradDtype {
+    /// f32.
+    F32,
+    /// bf16, stored with stochastic rounding after every micro-batch.
+    Bf16,
+}
+
 /// The resolved settings of the engine.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct ZeroConfig {
@@ -153,6 +163,9 @@ pub struct ZeroConfig {
     pub stage: Stage,
     /// Dtypes of weights and state.
     pub precision: Precision,
+    /// Element type of accumulated gradients; `None` is the precision's own.
+    #[serde(default)]
+    pub grad_dtype: Option<GradDtype>,
     /// Tiers.
     pub offload: Offload,
     /// Units gathered ahead of use.
@@ -168,21 +181,23 @@ pub struct ZeroConfig {
 }
 
 impl ZeroConfig {
-    /// Dtype of accumulated gradients: f32, except in pure bf16, whose promise of memory they keep.
+    /// Dtype of accumulated gradients: f32, except in pure bf16, whose promise of memory they keep;
+    /// or as the configuration says.
     #[must_use]
     pub fn grad_dtype(&self) -> DType {
-        match self.precision {
-            Precision::PureBf16 => DType::BF16,
-            _ => DType::F32,
+        match (self.grad_dtype, self.precision) {
+            (Some(GradDtype::F32), _) => DType::F32,
+            (Some(GradDtype::Bf16), _) | (None, Precision::PureBf16) => DType::BF16,
+            (None, _) => DType::F32,
         }
     }
 
-    /// Whether each rank accumulates only its part of the gradients. Pure bf16 does in every
-    /// stage: rounding must follow the reduction for stages to agree, so the sum is reduced per
-    /// micro-batch anyway and the other ranks' parts would be dead weight.
+    /// Whether each rank accumulates only its part of the gradients. Sums in bf16 are sharded in
+    /// every stage: rounding must follow the reduction for stages to agree, so the sum is reduced
+    /// per micro-batch anyway and the other ranks' parts would be dead weight.
     #[must_use]
     pub fn shards_gradients(&self) -> bool {
-        self.stage.shards_gradients() || self.precision == Precision::PureBf16
+        self.stage.shards_gradients() || self.grad_dtype() == DType::BF16
     }
 }
 
@@ -191,6 +206,7 @@ impl Default for ZeroConfig {
         Self {
             stage: Stage::Zero3,
             precision: Precision::F32,
+            grad_dtype: None,
             offload: Offload::default(),
             prefetch_units: 1,
             buckets_in_flight: 1,

@@ -31,6 +31,8 @@ pub enum Device {
 pub enum PrecisionChoice {
     /// 16-bit weights and activations, f32 master weights and moments.
     Bf16,
+    /// f16 weights and activations, f32 master weights and moments, a loss scale.
+    Fp16,
     /// Everything in f32.
     #[value(alias = "fp32")]
     F32,

@@ -6,6 +6,7 @@
 mod batch;
 mod choices;
 mod defaults;
+mod numbers;
 mod offload;
 mod resolve;
 mod trainable;
@@ -24,6 +25,7 @@ pub use choices::{
     Recompute, ReportTo, RopeChoice, Scheduler, Strategy, TemplateChoice, Workers,
 };
 pub use defaults::{DEMO, Defaults, MODEL};
+pub use numbers::{GradDtype, Numbers, PureBf16Moments, PureBf16Weights, check_family};
 pub use offload::{NvmeIo, Offload, Tier};
 pub use resolve::{Resolved, resolve};
 
@@ -259,6 +261,8 @@ pub struct RunConfig {
     pub device: Device,
     /// Number format.
     pub precision: PrecisionChoice,
+    /// What the number format leaves open.
+    pub numbers: Numbers,
     /// Where rotary angles are rounded.
     pub rope_precision: RopeChoice,
     /// Host memory the run may use over all ranks, bytes; `None` is what the machine has.

@@ -13,7 +13,7 @@ use std::path::Path;
 
 pub(crate) use crate::data::chain;
 
-pub(super) fn engine(doing: &str, error: &EngineError) -> Failure {
+pub(crate) fn engine(doing: &str, error: &EngineError) -> Failure {
     match error {
         EngineError::Comm(comm_error) => comm(comm_error),
         EngineError::Checkpoint(inner) => checkpoint(doing, inner),

@@ -21,6 +21,7 @@ use kernels::Backend;
 use models::autograd::{Dropout, Tape};
 use models::data::EncodedSample;
 use models::{ModelError, SampleInput};
+use optim::loss_scale::{LossScaler, Verdict};
 use optim::{Schedule, ScheduleKind};
 use serde_json::json;
 use std::time::Instant;
@@ -73,6 +74,7 @@ struct Progress {
 }
 
 pub(super) fn train(session: &mut Session<'_>, stop: &StopFlag) -> Result<RunSummary, Failure> {
+    resume_scale(session)?;
     let sampler = sampler(
         session.config,
         session.train.samples.len(),
@@ -110,7 +112,9 @@ pub(super) fn train(session: &mut Session<'_>, stop: &StopFlag) -> Result<RunSum
         let lr = schedule.lr(progress.done);
         let step = one_step(session, &mut loader, lr, &mut window, &mut monitor)?;
         progress.done += 1;
-        account(session, &mut progress, &step, &mut window)?;
+        if !rescale(session, &mut progress, &step, &mut window)? {
+            account(session, &mut progress, &step, &mut window)?;
+        }
         let epoch_ended = sampler.epoch_ended(progress.done);
         let done = progress.done;
         let due = |cadence: Cadence| cadence.is_due(done, total_steps, epoch_ended);
@@ -188,6 +192,22 @@ fn progress_from(session: &Session<'_>, total_steps: u64) -> Result<Progress, Fa
         loss_is_identical: None,
     }));
     Ok(progress)
+}
+
+/// Continues with the loss scale of the checkpoint.
+fn resume_scale(session: &mut Session<'_>) -> Result<(), Failure> {
+    let (Some(scaler), Some((folder, meta))) = (&mut session.scaler, &session.resumed) else {
+        return Ok(());
+    };
+    let state = serde_json::from_value(meta["loss_scale"].clone()).map_err(|e| {
+        Failure::new(
+            ErrorCode::Resume,
+            format!("cannot {}", resume::doing(folder)),
+            format!("its manifest has no loss scale: {e}"),
+        )
+    })?;
+    scaler.restore(state);
+    Ok(())
 }
 
 fn schedule(session: &Session<'_>, total_steps: u64) -> Schedule {
@@ -274,13 +294,19 @@ fn one_step(
         let loss = micro_batch(session, &batch, monitor)?;
         session.step_losses.push((place, loss));
     }
+    let loss_scale = loss_scale(session);
     let report = session
         .zero
-        .step(lr)
+        .step_scaled(lr, loss_scale)
         .map_err(|e| failures::engine("update weights", &e))?;
     session.place = None;
     monitor.end(Phase::Step, &session.zero);
     Ok(report)
+}
+
+/// The factor on the losses: above 1 in fp16 only.
+fn loss_scale(session: &Session<'_>) -> f64 {
+    session.scaler.as_ref().map_or(1.0, LossScaler::scale)
 }
 
 /// Trains on one micro-batch; returns the sum of its token losses on this rank.
@@ -291,6 +317,7 @@ fn micro_batch(
 ) -> Result<f64, Failure> {
     let inputs: Vec<SampleInput<'_>> = prepared.samples.iter().map(SampleInput::from).collect();
     session.zero.begin_pass(PassKind::Train);
+    let scale = loss_scale(session);
     let mut run = || -> Result<(f64, usize), ModelError> {
         let batch = session.model.collate(&inputs, &*session.backend)?;
         let keep = |unit| keeps(session.config, &*session.model, unit);
@@ -302,7 +329,7 @@ fn micro_batch(
         let loss = session.model.forward(&tape, &batch)?;
         let sums = (loss.sum()?, loss.supervised);
         monitor.end(Phase::Forward, &session.zero);
-        tape.backward(&loss, 1.0)?;
+        tape.backward(&loss, scale as f32)?;
         Ok(sums)
     };
     let (sum, supervised) = run().map_err(|e| failures::model("train", &e))?;
@@ -315,7 +342,7 @@ fn micro_batch(
 }
 
 /// The random state of a micro-batch, where adapters drop inputs.
-pub(super) fn dropout(
+pub(crate) fn dropout(
     config: &RunConfig,
     keys: &[u64],
     samples: &[SampleInput<'_>],
@@ -326,6 +353,48 @@ pub(super) fn dropout(
     drops
         .then(|| Dropout::new(config.seed, keys, samples, backend))
         .transpose()
+}
+
+/// Moves the loss scale of fp16. Whether the step overflowed, which is part of finding the scale.
+fn rescale(
+    session: &mut Session<'_>,
+    progress: &mut Progress,
+    step: &StepReport,
+    window: &mut Window,
+) -> Result<bool, Failure> {
+    let Some(scaler) = &mut session.scaler else {
+        return Ok(false);
+    };
+    let before = scaler.scale();
+    let verdict = scaler.update(!step.applied).map_err(|e| {
+        Failure::new(
+            ErrorCode::Numeric,
+            format!("fp16 does not hold the gradients of step {}", progress.done),
+            e.to_string(),
+        )
+        .next("--precision bf16, which needs the same memory and has the range of f32")
+    })?;
+    if verdict == Verdict::Apply {
+        return Ok(false);
+    }
+    window.loss += step.loss;
+    window.updates += 1;
+    progress.history.push(step);
+    let after = scaler.scale();
+    session.reporter.emit(&Event::Warning {
+        text: if after < before {
+            format!(
+                "step {}: gradients overflow fp16; the update was skipped, the loss scale is {after} (was {before})",
+                progress.done
+            )
+        } else {
+            format!(
+                "step {}: gradients overflow fp16 at a loss scale of {before}; the update was skipped",
+                progress.done
+            )
+        },
+    });
+    Ok(true)
 }
 
 /// Sums over ranks what only this rank knows, and ends runs that have left the numbers.
@@ -506,6 +575,7 @@ fn save_now(
         "global_batch": config.global_batch(),
         "seed": config.seed,
         "precision": session.zero.plan().config().precision.name(),
+        "loss_scale": session.scaler.as_ref().map(LossScaler::state),
         "zero": config.zero,
         "world_size": session.comm.world().size,
         "exact_match_before": progress.exact_match_before,

@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use crate::plan::RankMemory;
 use serde::{Deserialize, Serialize};
 
 use crate::report::DiskTraffic;
@@ -120,6 +121,9 @@ pub struct PlanEvent {
     pub host_free_bytes: u64,
     /// Host memory all ranks need together.
     pub host_need_bytes: u64,
+    /// One rank by phase, tier and kind.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub memory: Option<Box<RankMemory>>,
 }
 
 /// Tensors of one part of the model that train.

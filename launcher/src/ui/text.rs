@@ -308,6 +308,7 @@ mod tests {
             host_total_bytes: 64 << 30,
             host_free_bytes: 41 << 30,
             host_need_bytes: 1 << 28,
+            memory: None,
         };
         assert_eq!(
             text(&Event::Plan(plan.clone())),
