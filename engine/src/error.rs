@@ -82,6 +82,17 @@ pub enum EngineError {
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
+    /// The library that owns a foreign tensor failed.
+    #[error("cannot {action} the tensor {tensor}")]
+    Bridge {
+        /// What was tried.
+        action: &'static str,
+        /// Name of the tensor.
+        tensor: String,
+        /// Why.
+        #[source]
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
     /// A checkpoint lacks what this run trains, or holds what it does not.
     #[error(
         "the checkpoint does not fit this run: {} trained tensors are missing from it (first: {}), {} of its tensors are not trained here (first: {})",

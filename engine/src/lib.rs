@@ -10,6 +10,7 @@ mod gradients;
 pub mod plan;
 mod prefetch;
 mod rehearsal;
+pub mod sharded;
 mod snapshot;
 pub mod spec;
 pub mod spill;

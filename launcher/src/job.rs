@@ -5,6 +5,7 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 use crate::args::{self, Args, Command, Note};
+use crate::bench;
 use crate::config::{Resume, RunConfig, Task, resolve};
 use crate::data;
 use crate::doctor;
@@ -88,6 +89,7 @@ fn run_command(hooks: &Hooks, argv: &[String], format: ErrorFormat) -> Result<Ex
         Command::Export(options) => run::export(&options),
         Command::Watch(options) => watch::run(&options),
         Command::Synth(options) => synth::run(&options),
+        Command::BenchNvme(options) => bench::nvme::run(&options),
         Command::Print(text) => {
             drop(write!(std::io::stdout(), "{text}"));
             Ok(ExitCode::SUCCESS)

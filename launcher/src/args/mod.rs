@@ -4,6 +4,7 @@
 //! the Hugging Face trainers paste in. [`parse`] first rewrites the line onto the frozen set of
 //! flags (see `normalise.rs`) and then hands it to clap.
 
+mod bench;
 mod data_check;
 mod explain;
 mod export;
@@ -29,6 +30,7 @@ use crate::error_format::ErrorFormat;
 use crate::exit::Failure;
 use crate::units::parse_bytes;
 
+pub use bench::BenchNvmeArgs;
 pub use data_check::DataCheckArgs;
 pub use explain::{ExplainArgs, Lang};
 pub use export::{ExportArgs, ExportDtype};
@@ -52,7 +54,7 @@ pub use watch::WatchArgs;
     long_about = "Fine-tunes vision-language models with sharded optimizer states (ZeRO 0-3) and offload to host \
 memory.\nWithout --model it trains the built-in demo. Every flag is also accepted in snake_case.\n\
 Other verbs, each with its own --help: \
-plan, doctor, data check, generate, eval, export, watch, explain, synth.",
+plan, doctor, data check, generate, eval, export, watch, explain, synth, bench nvme.",
     max_term_width = 100
 )]
 pub struct Args {
@@ -416,6 +418,8 @@ pub enum Command {
     Export(ExportArgs),
     /// Write a model folder with random weights.
     Synth(SynthArgs),
+    /// Measure a disk.
+    BenchNvme(BenchNvmeArgs),
     /// Print this text on stdout and end well: help or version.
     Print(String),
 }
@@ -473,6 +477,10 @@ pub fn parse(argv: &[String]) -> Result<Command, Failure> {
         Verb::Export => {
             let line = normalise::normalise(verb, rest, &ExportArgs::command())?;
             ExportArgs::try_parse_from(words(&line)).map(Command::Export)
+        }
+        Verb::BenchNvme => {
+            let line = normalise::normalise(verb, rest, &BenchNvmeArgs::command())?;
+            BenchNvmeArgs::try_parse_from(words(&line)).map(Command::BenchNvme)
         }
         Verb::Synth => {
             let line = normalise::normalise(verb, rest, &SynthArgs::command())?;

@@ -48,11 +48,12 @@ pub(super) enum Verb {
     Export,
     Watch,
     Synth,
+    BenchNvme,
 }
 
 impl Verb {
     /// The verbs that exist, as they are typed; two words where the second says what is done to the first.
-    pub(super) const ALL: [(Self, &'static str); 10] = [
+    pub(super) const ALL: [(Self, &'static str); 11] = [
         (Self::Train, "train"),
         (Self::Plan, "plan"),
         (Self::Doctor, "doctor"),
@@ -63,6 +64,7 @@ impl Verb {
         (Self::Export, "export"),
         (Self::Watch, "watch"),
         (Self::Synth, "synth"),
+        (Self::BenchNvme, "bench nvme"),
     ];
 
     fn name(self) -> &'static str {

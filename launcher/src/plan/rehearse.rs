@@ -7,7 +7,7 @@ use crate::exit::Failure;
 use crate::monitor::Phase;
 use crate::monitor::memory::Kinds;
 use crate::run::failures;
-use crate::run::{dropout, keeps};
+use crate::run::{dropout, keeps, rule};
 use engine::comm::WindowBytes;
 use engine::{EngineError, ParamAccess, PassKind, Plan, Rehearsal};
 use kernels::{Backend, PoolStats, Tag};
@@ -15,7 +15,7 @@ use models::autograd::Tape;
 use models::data::EncodedSample;
 use models::generate::{Prompt, rehearse as rehearse_answers};
 use models::{ModelError, SampleInput, VisionLanguageModel};
-use optim::{AdamW, Optimizer};
+use optim::Optimizer;
 use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -94,12 +94,7 @@ impl<'a> Run<'a> {
         plan: &'a Arc<Plan>,
         work: &'a Work<'a>,
     ) -> Result<Self, EngineError> {
-        let rule = AdamW {
-            beta1: config.optimizer.adam_beta1,
-            beta2: config.optimizer.adam_beta2,
-            eps: config.optimizer.adam_epsilon,
-            pure_bf16: config.numbers.pure_bf16,
-        };
+        let rule = rule(config);
         let slots = rule.slots(plan.config().precision);
         Ok(Self {
             config,

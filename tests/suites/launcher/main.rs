@@ -15,6 +15,7 @@ mod generate;
 mod memory;
 mod monitoring;
 mod outputs;
+mod precisions;
 mod reports;
 mod resume;
 mod site;
