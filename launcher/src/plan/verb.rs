@@ -143,40 +143,44 @@ fn as_text(
         fit,
     } = planned;
     let mut text = String::new();
-    let mut show = |event: &Event| {
-        for line in lines(event) {
-            text += &line;
-            text.push('\n');
-        }
-    };
     for note in notes {
-        show(&Event::Note {
-            flag: note.flag.clone(),
-            reason: note.reason.clone(),
-        });
+        text += &shown(
+            &Event::Note {
+                flag: note.flag.clone(),
+                reason: note.reason.clone(),
+            },
+            usize::MAX,
+        );
     }
     if let Some(preset) = args.run.preset.as_deref().and_then(Preset::named) {
-        show(&Event::Info {
-            label: "preset".into(),
-            text: format!("{}: {}", preset.script, preset.spelled()),
-        });
+        text += &shown(
+            &Event::Info {
+                label: "preset".into(),
+                text: format!("{}: {}", preset.script, preset.spelled()),
+            },
+            usize::MAX,
+        );
     }
     let mut event = plan_event(config, plan, memory, fit);
     if args.hw.is_some() {
         event.device = "devices".into();
     }
-    show(&Event::Plan(event));
+    // The last of its lines is the trainer's verdict; this verb has one of its own.
+    text += &shown(&Event::Plan(event), 2);
     if planner.makes_up_samples() {
         let sample = made_up_sample(config)?;
-        show(&Event::Info {
-            label: "sample".into(),
-            text: format!(
-                "no data: made up, {} tokens, all supervised, a picture of {} patches in {} slices",
-                sample.input_ids.len(),
-                sample.patches(),
-                sample.slices.len()
-            ),
-        });
+        text += &shown(
+            &Event::Info {
+                label: "sample".into(),
+                text: format!(
+                    "no data: made up, {} tokens, all supervised, a picture of {} patches in {} slices",
+                    sample.input_ids.len(),
+                    sample.patches(),
+                    sample.slices.len()
+                ),
+            },
+            usize::MAX,
+        );
     }
     if args.hw.is_some() {
         let tier = memory.phases.values().map(|phase| {
@@ -187,18 +191,27 @@ fn as_text(
                 .sum::<u64>()
         });
         let limit = crate::memory::lockable_bytes();
-        show(&Event::Info {
-            label: "memlock".into(),
-            text: format!(
-                "devices copy fastest from locked pages: {} per rank in host memory; this shell may lock {}",
-                bytes(tier.max().unwrap_or(0)),
-                limit.map_or_else(|| "any amount".to_owned(), bytes)
-            ),
-        });
+        text += &shown(
+            &Event::Info {
+                label: "memlock".into(),
+                text: format!(
+                    "devices copy fastest from locked pages: {} per rank in host memory; this shell may lock {}",
+                    bytes(tier.max().unwrap_or(0)),
+                    limit.map_or_else(|| "any amount".to_owned(), bytes)
+                ),
+            },
+            usize::MAX,
+        );
     }
     text += &text::table(memory);
     text += &text::verdict(fit);
     Ok(text)
+}
+
+/// The first `most` lines of an event.
+fn shown(event: &Event, most: usize) -> String {
+    let lines = lines(event).into_iter().take(most);
+    lines.map(|line| line + "\n").collect()
 }
 
 fn with_nearest(
