@@ -247,7 +247,7 @@ fn command(typed: &[String], flags: &Flags) -> String {
         .any(|(flag, _)| *flag == "gradient-accumulation-steps");
     let kept = typed.iter().filter(|word| {
         let name = name(word).unwrap_or_default();
-        let replaced = flags.iter().any(|(flag, _)| *flag == name);
+        let replaced = name == "json" || flags.iter().any(|(flag, _)| *flag == name);
         !replaced && !(sized && matches!(&*name, "global-batch" | "find-batch"))
     });
     let kept: Vec<&str> = kept.map(String::as_str).collect();
