@@ -3,5 +3,6 @@
 pub mod drift;
 pub mod golden;
 pub mod parity;
+pub mod pure_bf16;
 pub mod tolerance;
 pub mod world;
