@@ -11,12 +11,12 @@ use std::path::Path;
 pub(crate) const WINDOW_SLACK_BYTES: u64 = 16 << 20;
 /// The program's pages, its allocator, stacks of its threads and its logs, as measured.
 const PROCESS_BYTES: u64 = 26 << 20;
-/// Memory of a tokenizer for a byte of its files, as measured.
+/// Memory of a tokenizer for a byte of its files, as measured with a vocabulary of 150,000 tokens.
 const TOKENIZER_FACTOR: u64 = 10;
 /// Bytes of a tokenizer's files per token of the vocabulary, where there are no files.
 const TOKENIZER_BYTES_PER_TOKEN: u64 = 48;
-/// Memory of raw samples for a byte of their file, as measured.
-const SAMPLES_FACTOR: u64 = 2;
+/// Memory of raw samples for a byte of their file, as measured with short conversations.
+const SAMPLES_FACTOR: u64 = 3;
 /// Elements of a weight that are read or written at once, in f32 and in the dtype of the file.
 const CHUNK_BYTES: u64 = (1 << 20) * (4 + 2);
 /// A picture while it is cut: as it was decoded, as it was scaled, and the patches.

@@ -134,7 +134,9 @@ fn states_fit(planner: &Planner, config: &RunConfig) -> Result<bool, Failure> {
     let (_, plan) = crate::run::shapes(config)?;
     let states = plan.memory();
     let (machine, ranks) = (planner.machine(), config.nproc as u64);
-    let (device, host) = (states.device_bytes(), states.host_bytes());
+    let kinds = [states.parameters, states.gradients, states.optimizer];
+    let device: u64 = kinds.iter().map(|kind| kind.device).sum();
+    let host: u64 = kinds.iter().map(|kind| kind.host).sum();
     let limits = [machine.device_bytes, config.device_memory_limit];
     let device_fits = limits.iter().flatten().all(|limit| device <= *limit);
     let on_host = if machine.device_bytes.is_none() {
