@@ -5,6 +5,7 @@
     reason = "printing results is what this crate is for"
 )]
 
+pub mod adam;
 mod ceilings;
 
 pub use ceilings::Ceilings;

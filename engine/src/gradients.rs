@@ -5,8 +5,9 @@ use crate::plan::{GroupLayout, Plan, Tier, UnitPlan};
 use crate::tier::{Region, Tiers};
 use half::bf16;
 use kernels::{DType, Float, Tag};
+use optim::accumulate::{RoundingPlace, add_rounded};
 use optim::clip::{NORM_BLOCK_ELEMS, SquareSum};
-use optim::rng::{RandomStream, stochastic_round_bf16};
+use optim::rng::RandomStream;
 use std::ops::Range;
 
 /// Key of the rounding of one accumulation: update, micro-batch.
@@ -85,23 +86,21 @@ impl Accumulator {
     /// world size or layout beyond the values themselves.
     fn add_rounded(&mut self, group: &GroupLayout, plan: &Plan, at: Moment, values: &[f32]) {
         let stream = RandomStream::new(plan.config().seed, "gradient-accumulation");
-        let major = (at.step << 20) | u64::from(at.micro_batch);
+        let time = (at.step << 20) | u64::from(at.micro_batch);
         let (start, filled) = (self.start, self.filled);
         let sums = self.region.as_mut_slice::<bf16>();
         if !filled {
             sums.fill(bf16::ZERO);
         }
         for (slot, part) in group.parts(start..start + sums.len()) {
-            let first = plan.first_element(slot.param) + (part.start - slot.offset) as u64;
-            let mut block = (u64::MAX, [0u32; 4]);
-            for (i, element) in (part.start - start..part.end - start).zip(first..) {
-                if block.0 != element / 8 {
-                    block = (element / 8, stream.block(major, element / 8));
-                }
-                let word = block.1[(element % 8 / 2) as usize];
-                let random = (word >> (16 * (element % 2))) as u16;
-                sums[i] = stochastic_round_bf16(Float::to_f32(sums[i]) + values[i], random);
-            }
+            let first_element = plan.first_element(slot.param) + (part.start - slot.offset) as u64;
+            let own = part.start - start..part.end - start;
+            let place = RoundingPlace {
+                stream,
+                time,
+                first_element,
+            };
+            add_rounded(place, &mut sums[own.clone()], &values[own]);
         }
     }
 
