@@ -1,5 +1,6 @@
 //! The seam between a model's tape and the engine.
 
+use crate::activations::Activations;
 use crate::error::EngineError;
 use crate::spec::{ParamId, UnitId};
 use kernels::{Backend, Tensor};
@@ -35,6 +36,11 @@ pub trait ParamAccess {
     /// # Errors
     /// When it is not expected, or communication fails.
     fn deposit(&self, id: ParamId, grad: &Tensor) -> Result<(), EngineError>;
+
+    /// Where values wait between forward and backward; `None` where they stay on the device.
+    fn activations(&self) -> Option<&Activations> {
+        None
+    }
 
     /// Whether a gradient is wanted.
     fn is_trainable(&self, id: ParamId) -> bool;

@@ -22,6 +22,15 @@ pub enum EngineError {
     /// The optimizer refused.
     #[error(transparent)]
     Optim(#[from] optim::OptimError),
+    /// A spill file failed.
+    #[error(transparent)]
+    Spill(#[from] crate::spill::SpillError),
+    /// State belongs on a disk and no folder was given.
+    #[error("state is planned on the nvme tier, and this rank has no spill folder for {kind}")]
+    NoSpillFolder {
+        /// The kind of state.
+        kind: &'static str,
+    },
     /// The system refused host memory.
     #[error("cannot map {bytes} bytes of host memory")]
     Map {
@@ -69,6 +78,17 @@ pub enum EngineError {
     Load {
         /// Name of the parameter.
         param: String,
+        /// Why.
+        #[source]
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
+    /// The library that owns a foreign tensor failed.
+    #[error("cannot {action} the tensor {tensor}")]
+    Bridge {
+        /// What was tried.
+        action: &'static str,
+        /// Name of the tensor.
+        tensor: String,
         /// Why.
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,

@@ -1,14 +1,16 @@
 //! Accumulated gradients of one unit on one rank: f32, or bf16 with stochastic rounding.
 
 use crate::error::EngineError;
-use crate::plan::{GroupLayout, Plan, Tier, UnitPlan};
-use crate::tier::{Region, Tiers};
+use crate::plan::{GroupLayout, Plan, StateKind, Tier, UnitPlan};
+use crate::tier::{Access, Region, Tiers};
 use half::bf16;
 use kernels::{DType, Float, Tag};
 use optim::accumulate::{RoundingPlace, add_rounded};
 use optim::clip::{NORM_BLOCK_ELEMS, SquareSum};
 use optim::rng::RandomStream;
 use std::ops::Range;
+
+type Result<T, E = EngineError> = std::result::Result<T, E>;
 
 /// Key of the rounding of one accumulation: update, micro-batch.
 #[derive(Clone, Copy, Debug)]
@@ -22,9 +24,11 @@ pub(crate) struct Moment {
 pub(crate) struct Accumulator {
     region: Region,
     dtype: DType,
-    /// First element of the group that is kept.
-    start: usize,
+    /// Elements of the group that are kept.
+    range: Range<usize>,
     filled: bool,
+    /// Sum of squares of everything kept, where it was cheaper to compute while adding than it is to read again.
+    squares: Option<f64>,
 }
 
 impl Accumulator {
@@ -33,7 +37,7 @@ impl Accumulator {
         plan: &Plan,
         rank: usize,
         tiers: &Tiers,
-    ) -> Result<Option<Self>, EngineError> {
+    ) -> Result<Option<Self>> {
         let group = &unit.trainable;
         if group.is_empty() {
             return Ok(None);
@@ -45,83 +49,134 @@ impl Accumulator {
             0..group.padded_elems
         };
         let dtype = config.grad_dtype();
-        let bytes = range.len() * dtype.size_bytes();
-        let region = tiers.allocate(config.offload.optimizer, bytes, Tag::Gradients)?;
+        let place = (StateKind::Optimizer, config.offload.optimizer);
+        let region = tiers.allocate(place, range.clone(), dtype, Tag::Gradients)?;
         Ok(Some(Self {
             region,
             dtype,
-            start: range.start,
+            range,
             filled: false,
+            squares: None,
         }))
     }
 
     /// Forgets the sum.
     pub(crate) fn clear(&mut self) {
         self.filled = false;
+        self.squares = None;
     }
 
     /// Makes a sum without contributions zero.
-    pub(crate) fn settle(&mut self) {
+    pub(crate) fn settle(&mut self) -> Result<()> {
         if !self.filled {
-            self.region.as_mut_slice::<u8>().fill(0);
+            let (start, range) = (self.range.start, self.range.clone());
+            let zero = |_: Range<usize>, out: &mut [u16]| {
+                out.fill(0);
+                Ok(())
+            };
+            // In units of two bytes, which every gradient is a multiple of.
+            let halves = self.dtype.size_bytes() / 2;
+            let range = range.start * halves..range.end * halves;
+            self.region
+                .for_each_window(start * halves, range, Access::Write, zero)?;
             self.filled = true;
         }
+        Ok(())
     }
 
     /// Adds a micro-batch's gradients of everything kept here.
-    pub(crate) fn add(&mut self, group: &GroupLayout, plan: &Plan, at: Moment, values: &[f32]) {
-        match self.dtype {
-            DType::BF16 => self.add_rounded(group, plan, at, values),
-            _ if self.filled => {
-                for (sum, v) in self.region.as_mut_slice::<f32>().iter_mut().zip(values) {
-                    *sum += v;
-                }
-            }
-            _ => self.region.as_mut_slice::<f32>().copy_from_slice(values),
+    pub(crate) fn add(
+        &mut self,
+        group: &GroupLayout,
+        plan: &Plan,
+        at: Moment,
+        values: &[f32],
+    ) -> Result<()> {
+        let (start, range) = (self.range.start, self.range.clone());
+        let filled = self.filled;
+        let access = if filled {
+            Access::Update
+        } else {
+            Access::Write
+        };
+        // Reading a disk again for the norm would cost more than the sum.
+        let mut squares = (self.region.tier() == Tier::Nvme).then(Squares::default);
+        if self.dtype == DType::BF16 {
+            let rounding = Rounding::new(plan, at);
+            let mut wide = Vec::new();
+            self.region
+                .for_each_window::<bf16>(start, range, access, |part, sums| {
+                    if !filled {
+                        sums.fill(bf16::ZERO);
+                    }
+                    let values = &values[part.start - start..part.end - start];
+                    rounding.add(group, plan, part, sums, values);
+                    if let Some(squares) = &mut squares {
+                        squares.push(widen(sums, &mut wide));
+                    }
+                    Ok(())
+                })?;
+        } else {
+            self.region
+                .for_each_window::<f32>(start, range, access, |part, sums| {
+                    let values = &values[part.start - start..part.end - start];
+                    if filled {
+                        for (sum, v) in sums.iter_mut().zip(values) {
+                            *sum += v;
+                        }
+                    } else {
+                        sums.copy_from_slice(values);
+                    }
+                    if let Some(squares) = &mut squares {
+                        squares.push(sums);
+                    }
+                    Ok(())
+                })?;
         }
+        self.squares = squares.map(Squares::total);
         self.filled = true;
+        Ok(())
     }
 
-    /// Rounded by (seed, update, micro-batch, logical element), so that the sum does not depend on
-    /// world size or layout beyond the values themselves.
-    fn add_rounded(&mut self, group: &GroupLayout, plan: &Plan, at: Moment, values: &[f32]) {
-        let stream = RandomStream::new(plan.config().seed, "gradient-accumulation");
-        let time = (at.step << 20) | u64::from(at.micro_batch);
-        let (start, filled) = (self.start, self.filled);
-        let sums = self.region.as_mut_slice::<bf16>();
-        if !filled {
-            sums.fill(bf16::ZERO);
-        }
-        for (slot, part) in group.parts(start..start + sums.len()) {
-            let first_element = plan.first_element(slot.param) + (part.start - slot.offset) as u64;
-            let own = part.start - start..part.end - start;
-            let place = RoundingPlace {
-                stream,
-                time,
-                first_element,
-            };
-            add_rounded(place, &mut sums[own.clone()], &values[own]);
-        }
-    }
-
-    /// The elements as f32; `range` counts in the group.
-    pub(crate) fn read<'a>(&'a self, range: Range<usize>, scratch: &'a mut Vec<f32>) -> &'a [f32] {
-        let own = range.start - self.start..range.end - self.start;
+    /// The elements `range` of the group as f32.
+    pub(crate) fn read_f32(&mut self, range: Range<usize>, out: &mut [f32]) -> Result<()> {
+        let (start, first) = (self.range.start, range.start);
+        let own = |part: &Range<usize>| part.start - first..part.end - first;
         if self.dtype == DType::F32 {
-            return &self.region.as_slice::<f32>()[own];
+            return self
+                .region
+                .for_each_window::<f32>(start, range, Access::Read, |part, sums| {
+                    out[own(&part)].copy_from_slice(sums);
+                    Ok(())
+                });
         }
-        scratch.clear();
-        scratch.extend(
-            self.region.as_slice::<bf16>()[own]
-                .iter()
-                .map(|v| Float::to_f32(*v)),
-        );
-        scratch
+        self.region
+            .for_each_window::<bf16>(start, range, Access::Read, |part, sums| {
+                for (o, sum) in out[own(&part)].iter_mut().zip(sums) {
+                    *o = Float::to_f32(*sum);
+                }
+                Ok(())
+            })
     }
 
-    /// The f32 sums, writable.
-    pub(crate) fn as_mut_f32(&mut self) -> &mut [f32] {
-        self.region.as_mut_slice()
+    /// Everything kept.
+    pub(crate) fn region(&self) -> &Region {
+        &self.region
+    }
+
+    /// Everything kept, for what replaces it: what is known of the old values is forgotten.
+    pub(crate) fn region_mut(&mut self) -> &mut Region {
+        self.squares = None;
+        &mut self.region
+    }
+
+    /// Elements of the group that are kept.
+    pub(crate) fn range(&self) -> Range<usize> {
+        self.range.clone()
+    }
+
+    pub(crate) fn dtype(&self) -> DType {
+        self.dtype
     }
 
     /// Where the sum is kept.
@@ -129,18 +184,124 @@ impl Accumulator {
         self.region.tier()
     }
 
-    /// Everything kept, as bytes.
-    pub(crate) fn as_bytes(&self) -> &[u8] {
-        self.region.as_ref()
+    /// Sum of squares of `range` of the group.
+    pub(crate) fn sum_of_squares(&mut self, range: Range<usize>) -> Result<f64> {
+        if let Some(known) = self.squares
+            && range == self.range
+        {
+            return Ok(known);
+        }
+        let start = self.range.start;
+        let mut squares = Squares::default();
+        if self.dtype == DType::F32 {
+            self.region
+                .for_each_window::<f32>(start, range, Access::Read, |_, sums| {
+                    squares.push(sums);
+                    Ok(())
+                })?;
+        } else {
+            let mut wide = Vec::new();
+            self.region
+                .for_each_window::<bf16>(start, range, Access::Read, |_, sums| {
+                    for block in sums.chunks(NORM_BLOCK_ELEMS) {
+                        squares.push(widen(block, &mut wide));
+                    }
+                    Ok(())
+                })?;
+        }
+        Ok(squares.total())
+    }
+}
+
+/// Random numbers of one accumulation: keyed by (seed, update, micro-batch, logical element), so that the sum does not
+/// depend on world size or layout beyond the values themselves.
+struct Rounding {
+    stream: RandomStream,
+    time: u64,
+}
+
+impl Rounding {
+    fn new(plan: &Plan, at: Moment) -> Self {
+        Self {
+            stream: RandomStream::new(plan.config().seed, "gradient-accumulation"),
+            time: (at.step << 20) | u64::from(at.micro_batch),
+        }
     }
 
-    /// Sum of squares of `range` of the group.
-    pub(crate) fn sum_of_squares(&self, range: Range<usize>) -> f64 {
-        let mut scratch = Vec::new();
-        let mut sum = SquareSum::default();
-        for block in crate::zero::split(range, NORM_BLOCK_ELEMS) {
-            sum.add_block(self.read(block, &mut scratch));
+    /// Adds `values` to the elements `range` of a group.
+    fn add(
+        &self,
+        group: &GroupLayout,
+        plan: &Plan,
+        range: Range<usize>,
+        sums: &mut [bf16],
+        values: &[f32],
+    ) {
+        let start = range.start;
+        for (slot, part) in group.parts(range) {
+            let first_element = plan.first_element(slot.param) + (part.start - slot.offset) as u64;
+            let own = part.start - start..part.end - start;
+            let place = RoundingPlace {
+                stream: self.stream,
+                time: self.time,
+                first_element,
+            };
+            add_rounded(place, &mut sums[own.clone()], &values[own]);
         }
-        sum.total()
+    }
+}
+
+/// A [`SquareSum`] that takes values in pieces of any length.
+#[derive(Default)]
+struct Squares {
+    sum: SquareSum,
+    rest: Vec<f32>,
+}
+
+impl Squares {
+    fn push(&mut self, mut values: &[f32]) {
+        if !self.rest.is_empty() {
+            let take = (NORM_BLOCK_ELEMS - self.rest.len()).min(values.len());
+            self.rest.extend_from_slice(&values[..take]);
+            values = &values[take..];
+            if self.rest.len() < NORM_BLOCK_ELEMS {
+                return;
+            }
+            self.sum.add_block(&self.rest);
+            self.rest.clear();
+        }
+        let blocks = values.chunks_exact(NORM_BLOCK_ELEMS);
+        self.rest.extend_from_slice(blocks.remainder());
+        blocks.for_each(|block| self.sum.add_block(block));
+    }
+
+    fn total(mut self) -> f64 {
+        if !self.rest.is_empty() {
+            self.sum.add_block(&self.rest);
+        }
+        self.sum.total()
+    }
+}
+
+fn widen<'a>(values: &[bf16], wide: &'a mut Vec<f32>) -> &'a [f32] {
+    wide.clear();
+    wide.extend(values.iter().map(|v| Float::to_f32(*v)));
+    wide
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use optim::clip::sum_of_squares;
+
+    #[test]
+    fn squares_in_pieces_equal_squares_at_once() {
+        let values: Vec<f32> = (0..20_000).map(|i| (i as f32 * 0.3).sin()).collect();
+        for pieces in [1, 7, 4_095, 4_096, 4_097, 9_000, 30_000] {
+            let mut squares = Squares::default();
+            values.chunks(pieces).for_each(|piece| squares.push(piece));
+            let expected = sum_of_squares(&values);
+            assert_eq!(squares.total().to_bits(), expected.to_bits(), "{pieces}");
+        }
     }
 }

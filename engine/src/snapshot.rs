@@ -7,11 +7,14 @@
 use crate::checkpoint::{Checkpoint, Piece, PieceBytes, Writer};
 use crate::error::EngineError;
 use crate::plan::{GroupKind, Plan};
+use crate::tier::{Access, Region, windows};
 use crate::zero::Zero;
 use kernels::DType;
 use std::collections::BTreeSet;
 use std::ops::Range;
 
+/// Elements, or bytes, on their way between a disk and a checkpoint at once.
+const CHUNK_ELEMS: usize = 1 << 22;
 const MASTER: &str = "master";
 const WEIGHT: &str = "weight";
 
@@ -31,18 +34,18 @@ impl Zero {
             let Some(state) = &states[unit.id.index()] else {
                 continue;
             };
-            let mut kinds: Vec<(&str, DType, usize, &[u8])> = state
+            let mut kinds: Vec<(&str, DType, usize, &Region)> = state
                 .kinds()
-                .map(|(name, d, r)| (name, d, state.start(), r.as_ref()))
+                .map(|(name, d, r)| (name, d, state.range().start, r))
                 .collect();
             if !plan.config().precision.has_master() {
                 let start = store.resting(unit.id, GroupKind::Trainable).start;
                 let weights = store.weights(unit.id, GroupKind::Trainable);
-                kinds.extend(weights.map(|w| (WEIGHT, weight_dtype, start, w.as_ref())));
+                kinds.extend(weights.map(|w| (WEIGHT, weight_dtype, start, w)));
             }
             for (slot, part) in unit.trainable.parts(unit.trainable.shard(rank)) {
                 let spec = &plan.spec().params[slot.param.index()];
-                for (kind, dtype, start, bytes) in &kinds {
+                for (kind, dtype, start, region) in &kinds {
                     let size = dtype.size_bytes();
                     let own = (part.start - start) * size..(part.end - start) * size;
                     pieces.push(Piece {
@@ -52,7 +55,7 @@ impl Zero {
                         shape: spec.shape.dims(),
                         start: (part.start - slot.offset) as u64,
                         elems: part.len() as u64,
-                        bytes: PieceBytes::Slice(&bytes[own]),
+                        bytes: piece_bytes(region, own),
                     });
                 }
             }
@@ -75,48 +78,75 @@ impl Zero {
             let Some(state) = &mut self.states[unit.id.index()] else {
                 continue;
             };
-            let start = state.start();
+            let kept = state.range();
             for (kind, dtype, region) in state.kinds_mut() {
-                let size = dtype.size_bytes();
-                let len = region.as_ref().len() / size;
-                let bytes = region.as_mut_slice::<u8>();
-                for (slot, part) in unit.trainable.parts(start..start + len) {
+                for (slot, part) in unit.trainable.parts(kept.clone()) {
                     let name = &plan.spec().params[slot.param.index()].name;
-                    let own = (part.start - start) * size..(part.end - start) * size;
-                    read(
-                        checkpoint,
-                        kind,
-                        name,
-                        logical(&part, slot.offset),
-                        &mut bytes[own],
-                    )?;
+                    fill(region, dtype, kept.start, part, |part, bytes| {
+                        read(checkpoint, kind, name, logical(&part, slot.offset), bytes)
+                    })?;
                 }
             }
             let resting = self.resting_range(unit.id);
+            let dtype = precision.weight_dtype();
             let mut scratch = Vec::new();
             for (slot, part) in unit.trainable.parts(resting.clone()) {
                 let name = &plan.spec().params[slot.param.index()].name;
-                let target = part.start - resting.start..part.end - resting.start;
-                let elements = logical(&part, slot.offset);
                 let weights = self
                     .store
                     .get_mut()
                     .weights_mut(unit.id, GroupKind::Trainable)?;
-                if precision.has_master() {
+                if !precision.has_master() {
+                    fill(weights, dtype, resting.start, part, |part, bytes| {
+                        read(checkpoint, WEIGHT, name, logical(&part, slot.offset), bytes)
+                    })?;
+                    continue;
+                }
+                for part in windows(part, CHUNK_ELEMS) {
                     scratch.resize(part.len(), 0f32);
                     let bytes = bytemuck::cast_slice_mut(&mut scratch);
+                    let elements = logical(&part, slot.offset);
                     read(checkpoint, MASTER, name, elements, bytes)?;
-                    weights.write_rounded(precision.weight_dtype(), target, &scratch);
-                } else {
-                    let size = precision.weight_dtype().size_bytes();
-                    let bytes = target.start * size..target.end * size;
-                    let out = &mut weights.as_mut_slice::<u8>()[bytes];
-                    read(checkpoint, WEIGHT, name, elements, out)?;
+                    weights.write_rounded(dtype, resting.start, part, &scratch)?;
                 }
             }
         }
         self.set_step(updates);
         Ok(())
+    }
+}
+
+/// The bytes `own` of a region, from memory or, chunk by chunk, from its disk.
+fn piece_bytes(region: &Region, own: Range<usize>) -> PieceBytes<'_> {
+    if let Some(bytes) = region.in_memory() {
+        return PieceBytes::Slice(&bytes[own]);
+    }
+    PieceBytes::Produce(Box::new(move |sink| {
+        let mut chunk = vec![0; CHUNK_ELEMS.min(own.len())];
+        for part in own.clone().step_by(CHUNK_ELEMS) {
+            let len = CHUNK_ELEMS.min(own.end - part);
+            region.read(part, &mut chunk[..len])?;
+            sink.write(&chunk[..len])?;
+        }
+        Ok(())
+    }))
+}
+
+/// Fills the elements `part` of a region that begins at the group's element `start`.
+fn fill(
+    region: &mut Region,
+    dtype: DType,
+    start: usize,
+    part: Range<usize>,
+    mut read: impl FnMut(Range<usize>, &mut [u8]) -> Result<(), EngineError>,
+) -> Result<(), EngineError> {
+    match dtype.size_bytes() {
+        2 => region.for_each_window::<u16>(start, part, Access::Write, |part, out| {
+            read(part, bytemuck::cast_slice_mut(out))
+        }),
+        _ => region.for_each_window::<u32>(start, part, Access::Write, |part, out| {
+            read(part, bytemuck::cast_slice_mut(out))
+        }),
     }
 }
 

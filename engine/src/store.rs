@@ -11,11 +11,12 @@ use crate::comm::{
 };
 use crate::error::EngineError;
 use crate::gradients::{Accumulator, Moment};
-use crate::plan::{Entry, GroupKind, PassKind, Plan, UnitPlan};
+use crate::plan::{Entry, GroupKind, PassKind, Plan, StateKind, Tier, UnitPlan};
+use crate::prefetch::WeightReads;
 use crate::spec::{ParamId, UnitId};
 use crate::tier::{Region, Tiers};
 use crate::timing::CopyClock;
-use kernels::{Block, DType, ForeignBytes, Reservation, Tag, Tensor};
+use kernels::{DType, ForeignBytes, Reservation, Tag, Tensor};
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
@@ -31,6 +32,16 @@ struct Gathered {
 impl AsRef<[u8]> for Gathered {
     fn as_ref(&self) -> &[u8] {
         self.buffer.as_bytes()
+    }
+}
+
+/// Weights that are read where they rest.
+struct InPlace(Arc<Region>);
+
+impl AsRef<[u8]> for InPlace {
+    fn as_ref(&self) -> &[u8] {
+        let bytes = self.0.in_memory();
+        bytes.expect("only weights on the device are leased in place")
     }
 }
 
@@ -66,6 +77,16 @@ struct Pass {
     started: usize,
 }
 
+impl Pass {
+    /// Whether the unit of entry `at` is still readable from an entry just before it.
+    fn keeps(&self, at: usize, ahead: usize) -> bool {
+        let unit = self.schedule[at].unit;
+        self.schedule[at.saturating_sub(ahead.max(1))..at]
+            .iter()
+            .any(|before| before.unit == unit)
+    }
+}
+
 /// Resting weights, leases and gradients of one rank.
 pub(crate) struct Store {
     plan: Arc<Plan>,
@@ -74,6 +95,7 @@ pub(crate) struct Store {
     units: Vec<Unit>,
     pending: VecDeque<PendingReduce>,
     pass: Option<Pass>,
+    reads: WeightReads,
     moment: Moment,
     copies: CopyClock,
 }
@@ -81,7 +103,8 @@ pub(crate) struct Store {
 impl Store {
     pub(crate) fn new(plan: Arc<Plan>, comm: Arc<dyn Communicator>, tiers: Tiers) -> Result<Self> {
         let config = plan.config().clone();
-        let weight_bytes = config.precision.weight_dtype().size_bytes();
+        let dtype = config.precision.weight_dtype();
+        let rank = comm.world().rank;
         let moment = Moment {
             step: 0,
             micro_batch: 0,
@@ -92,17 +115,17 @@ impl Store {
             for kind in GroupKind::ALL {
                 let group = unit.group(kind);
                 if !group.is_empty() {
-                    let elems = if config.stage.shards_parameters() {
-                        group.shard_elems
+                    let resting = if config.stage.shards_parameters() {
+                        group.shard(rank)
                     } else {
-                        group.padded_elems
+                        0..group.padded_elems
                     };
-                    let bytes = elems * weight_bytes;
-                    let region = tiers.allocate(config.offload.param, bytes, Tag::Parameters)?;
+                    let place = (StateKind::Param, config.offload.param);
+                    let region = tiers.allocate(place, resting, dtype, Tag::Parameters)?;
                     weights.push((kind, Arc::new(region)));
                 }
             }
-            let gradients = Accumulator::new(unit, &plan, comm.world().rank, &tiers)?;
+            let gradients = Accumulator::new(unit, &plan, rank, &tiers)?;
             units.push(Unit {
                 weights,
                 residency: Residency::Sharded,
@@ -117,6 +140,7 @@ impl Store {
             units,
             pending: VecDeque::new(),
             pass: None,
+            reads: WeightReads::default(),
             moment,
             copies: CopyClock::default(),
         })
@@ -188,10 +212,17 @@ impl Store {
     }
 
     /// Accumulated gradients of a unit that trains; zero if no micro-batch has run.
-    pub(crate) fn gradients_mut(&mut self, unit: UnitId) -> Option<&mut Accumulator> {
-        let gradients = self.units[unit.index()].gradients.as_mut()?;
-        gradients.settle();
-        Some(gradients)
+    pub(crate) fn gradients_mut(&mut self, unit: UnitId) -> Result<Option<&mut Accumulator>> {
+        let Some(gradients) = &mut self.units[unit.index()].gradients else {
+            return Ok(None);
+        };
+        gradients.settle()?;
+        Ok(Some(gradients))
+    }
+
+    /// Accumulated gradients as they are.
+    pub(crate) fn gradients(&self, unit: UnitId) -> Option<&Accumulator> {
+        self.units[unit.index()].gradients.as_ref()
     }
 
     /// Forgets all gradients: the next micro-batch is the first of update `step + 1`.
@@ -224,6 +255,7 @@ impl Store {
             self.skip(entry)?;
         }
         self.pass = None;
+        self.reads.clear();
         self.drain(0)
     }
 
@@ -235,6 +267,7 @@ impl Store {
     /// Drops a pass that failed half way: nothing of its gradients is kept.
     pub(crate) fn abandon_pass(&mut self) {
         self.pass = None;
+        self.reads.clear();
         self.pending.clear();
         for unit in &mut self.units {
             unit.bucket = None;
@@ -273,13 +306,42 @@ impl Store {
             }
             pass.started += 1;
             let unit = pass.schedule[at].unit;
-            let kept = pass.schedule[at.saturating_sub(ahead.max(1))..at]
-                .iter()
-                .any(|before| before.unit == unit);
-            if !kept && self.plan.gathers_parameters() {
+            if self.plan.gathers_parameters() && !pass.keeps(at, ahead) {
                 self.start_gather(unit)?;
             }
         }
+    }
+
+    /// Starts to read the weights that rest on a disk and are needed soon, as far as buffers go.
+    fn read_ahead(&mut self) -> Result<()> {
+        if self.plan.config().offload.param != Tier::Nvme {
+            return Ok(());
+        }
+        let Some(pass) = &self.pass else {
+            return Ok(());
+        };
+        let ahead = self.plan.config().prefetch_units;
+        let first = if self.plan.gathers_parameters() {
+            pass.started
+        } else {
+            pass.position
+        };
+        for at in first..(first + 1 + ahead).min(pass.schedule.len()) {
+            let unit = pass.schedule[at].unit;
+            let resident = matches!(
+                self.units[unit.index()].residency,
+                Residency::Resident(_) | Residency::InFlight(_)
+            );
+            if resident || pass.keeps(at, ahead) {
+                continue;
+            }
+            for (kind, region) in &self.units[unit.index()].weights {
+                if !self.reads.advance((unit, *kind), region)? {
+                    return Ok(());
+                }
+            }
+        }
+        Ok(())
     }
 
     fn start_gather(&mut self, unit: UnitId) -> Result<()> {
@@ -293,8 +355,9 @@ impl Store {
             let mut buffer = self.comm.alloc(bytes)?;
             let shard = group.shard_elems * dtype.size_bytes();
             let own = &mut buffer.as_bytes_mut()[rank * shard..(rank + 1) * shard];
+            let reads = &mut self.reads;
             self.copies
-                .time(region.tier(), || own.copy_from_slice((**region).as_ref()));
+                .time(region.tier(), || reads.fetch((unit, *kind), region, own))?;
             let name = match kind {
                 GroupKind::Trainable => "gather",
                 GroupKind::Frozen => "gather-frozen",
@@ -329,10 +392,14 @@ impl Store {
                 let mut groups: Vec<(GroupKind, ForeignBytes)> = Vec::new();
                 for (kind, region) in &state.weights {
                     let bytes: ForeignBytes = if copy {
-                        let copy = || copy_to_device(&self.tiers, (**region).as_ref());
-                        Arc::new(self.copies.time(region.tier(), copy)?)
+                        let mut block = self.tiers.device.take(region.len(), Tag::Gathered)?;
+                        let reads = &mut self.reads;
+                        self.copies.time(region.tier(), || {
+                            reads.fetch((unit, *kind), region, block.as_bytes_mut())
+                        })?;
+                        Arc::new(block)
                     } else {
-                        region.clone()
+                        Arc::new(InPlace(region.clone()))
                     };
                     groups.push((*kind, bytes));
                 }
@@ -363,7 +430,8 @@ impl Store {
                 self.skip(before)?;
             }
         }
-        self.start_gathers()
+        self.start_gathers()?;
+        self.read_ahead()
     }
 
     /// Passes over an entry whose unit this batch does not use: its gather is taken part in and
@@ -386,7 +454,11 @@ impl Store {
         if !next.into_iter().any(|next| next.unit == entry.unit) {
             self.units[entry.unit.index()].residency = Residency::Sharded;
         }
-        Ok(())
+        self.reads.forget_unless(|unit| {
+            let mut coming = pass.schedule.iter().skip(pass.position);
+            coming.any(|next| next.unit == unit)
+        });
+        self.read_ahead()
     }
 
     /// The weights of `unit`, ascending by parameter.
@@ -491,8 +563,7 @@ impl Store {
             values[gap].fill(0.0);
         }
         if !plan.config().shards_gradients() {
-            self.accumulate(unit, bucket.buffer.as_slice::<f32>());
-            return Ok(());
+            return self.accumulate(unit, bucket.buffer.as_slice::<f32>());
         }
         self.drain(plan.config().buckets_in_flight.saturating_sub(1))?;
         let op = Collective::new(
@@ -523,26 +594,21 @@ impl Store {
             };
             let buffer = ticket.wait_read()?;
             let shard = self.unit_plan(unit).trainable.shard(rank);
-            self.accumulate(unit, &buffer.as_slice::<f32>()[shard]);
+            self.accumulate(unit, &buffer.as_slice::<f32>()[shard])?;
         }
         Ok(())
     }
 
-    fn accumulate(&mut self, unit: UnitId, values: &[f32]) {
+    fn accumulate(&mut self, unit: UnitId, values: &[f32]) -> Result<()> {
         let group = &self.plan.unit(unit).trainable;
-        if let Some(gradients) = &mut self.units[unit.index()].gradients {
-            let (plan, moment) = (&self.plan, self.moment);
-            self.copies.time(gradients.tier(), || {
-                gradients.add(group, plan, moment, values);
-            });
-        }
+        let Some(gradients) = &mut self.units[unit.index()].gradients else {
+            return Ok(());
+        };
+        let (plan, moment) = (&self.plan, self.moment);
+        self.copies.time(gradients.tier(), || {
+            gradients.add(group, plan, moment, values)
+        })
     }
-}
-
-fn copy_to_device(tiers: &Tiers, bytes: &[u8]) -> Result<Block> {
-    let mut block = tiers.device.take(bytes.len(), Tag::Gathered)?;
-    block.as_bytes_mut().copy_from_slice(bytes);
-    Ok(block)
 }
 
 /// A lease over `params` that ends at `owner`.

@@ -1,31 +1,90 @@
 //! Memory that outlives a pass, on the tier the plan puts it.
 //!
-//! Device memory comes from the device's pool. Host memory is a private anonymous memory map,
-//! counted against the host pool; a spill file on NVMe is the same map over a file.
+//! Device memory comes from the device's pool. Host memory is a private anonymous memory map, counted against the host
+//! pool. Spilled memory is an extent of a file, reached through windows that are read ahead and written behind.
 
 use crate::error::EngineError;
-use crate::plan::Tier;
+use crate::plan::{StateKind, Tier};
+use crate::spill::{Extent, PendingRead, Segment, SpillFile, SpillIo, SpillStats};
 use bytemuck::Pod;
 use half::{bf16, f16};
 use kernels::{Block, DType, Float, Pool, Reservation, Tag};
-use memmap2::MmapMut;
+use memmap2::{Advice, MmapMut};
+use std::collections::{HashMap, VecDeque};
 use std::ops::Range;
+use std::sync::{Arc, Mutex, PoisonError};
 
-/// The pools of one rank.
+type Result<T, E = EngineError> = std::result::Result<T, E>;
+
+/// Elements of a window: a segment of f32.
+pub(crate) const WINDOW_ELEMS: usize = crate::spill::SEGMENT_BYTES / 4;
+/// Windows begin at multiples of this many elements of their group, so that they begin at block boundaries in every
+/// element type.
+pub(crate) const WINDOW_ALIGN: usize = 2048;
+/// Maps from this size on ask for huge pages.
+const HUGE_BYTES: usize = 4 << 20;
+
+/// The pools of one rank, and its disk.
 #[derive(Clone, Debug)]
 pub struct Tiers {
     /// Device memory.
     pub device: Pool,
     /// Host memory.
     pub host: Pool,
+    spill: Option<Arc<Spill>>,
 }
 
 impl Tiers {
-    /// Allocates zeroed memory.
+    /// Device and host memory; no disk.
+    #[must_use]
+    pub fn new(device: Pool, host: Pool) -> Self {
+        Self {
+            device,
+            host,
+            spill: None,
+        }
+    }
+
+    /// Adds the disk.
+    #[must_use]
+    pub fn with_spill(mut self, spill: Spill) -> Self {
+        self.spill = Some(Arc::new(spill));
+        self
+    }
+
+    /// The disk, where there is one.
+    #[must_use]
+    pub fn spill(&self) -> Option<&Arc<Spill>> {
+        self.spill.as_ref()
+    }
+
+    /// Allocates zeroed memory for `elems` elements of a group, from its element `start` on.
     ///
     /// # Errors
-    /// When the tier's pool is full or the system refuses the map.
-    pub fn allocate(&self, tier: Tier, bytes: usize, tag: Tag) -> Result<Region, EngineError> {
+    /// When the tier's pool or disk is full, or the system refuses the map.
+    pub(crate) fn allocate(
+        &self,
+        (kind, tier): (StateKind, Tier),
+        range: Range<usize>,
+        dtype: DType,
+        tag: Tag,
+    ) -> Result<Region> {
+        let bytes = range.len() * dtype.size_bytes();
+        let phase = (range.start % WINDOW_ALIGN * dtype.size_bytes()) as u64;
+        self.allocate_bytes((kind, tier), bytes, phase, tag)
+    }
+
+    /// Allocates zeroed bytes; on a disk, the first lies `phase` bytes behind a block boundary.
+    ///
+    /// # Errors
+    /// As [`Tiers::allocate`].
+    pub(crate) fn allocate_bytes(
+        &self,
+        (kind, tier): (StateKind, Tier),
+        bytes: usize,
+        phase: u64,
+        tag: Tag,
+    ) -> Result<Region> {
         Ok(match tier {
             Tier::Device => {
                 let mut block = self.device.take(bytes, tag)?;
@@ -36,13 +95,92 @@ impl Tiers {
                 let counted = self.host.reserve(bytes as u64, tag)?;
                 let map = MmapMut::map_anon(bytes.max(1))
                     .map_err(|source| EngineError::Map { bytes, source })?;
+                if bytes >= HUGE_BYTES {
+                    // A wish: where there are no huge pages the map works without.
+                    map.advise(Advice::HugePage).ok();
+                }
                 Region::Mapped {
                     map,
                     len: bytes,
                     counted,
                 }
             }
+            Tier::Nvme => {
+                let missing = EngineError::NoSpillFolder { kind: kind.name() };
+                let spill = self.spill.as_ref().ok_or(missing)?;
+                let (extent, counted) = spill.allocate(kind, bytes, phase, tag)?;
+                Region::Spilled {
+                    extent,
+                    spill: spill.clone(),
+                    counted,
+                }
+            }
         })
+    }
+
+    /// Waits until the disk has everything.
+    ///
+    /// # Errors
+    /// When a write failed.
+    pub(crate) fn flush(&self) -> Result<()> {
+        match &self.spill {
+            Some(spill) => Ok(spill.io.flush()?),
+            None => Ok(()),
+        }
+    }
+}
+
+/// The spill files of one rank.
+#[derive(Debug)]
+pub struct Spill {
+    io: SpillIo,
+    pool: Pool,
+    files: Mutex<HashMap<StateKind, SpillFile>>,
+}
+
+impl Spill {
+    /// Files for some kinds of state, behind one queue.
+    #[must_use]
+    pub fn new(io: SpillIo, files: impl IntoIterator<Item = (StateKind, SpillFile)>) -> Self {
+        Self {
+            io,
+            pool: Pool::new("nvme", None),
+            files: Mutex::new(files.into_iter().collect()),
+        }
+    }
+
+    /// Traffic so far.
+    #[must_use]
+    pub fn stats(&self) -> SpillStats {
+        self.io.stats()
+    }
+
+    /// What the files hold, by tag.
+    #[must_use]
+    pub fn pool(&self) -> &Pool {
+        &self.pool
+    }
+
+    /// Bytes of all files.
+    #[must_use]
+    pub fn file_bytes(&self) -> u64 {
+        let files = self.files.lock().unwrap_or_else(PoisonError::into_inner);
+        files.values().map(SpillFile::bytes).sum()
+    }
+
+    fn allocate(
+        &self,
+        kind: StateKind,
+        bytes: usize,
+        phase: u64,
+        tag: Tag,
+    ) -> Result<(Extent, Reservation)> {
+        let mut files = self.files.lock().unwrap_or_else(PoisonError::into_inner);
+        let missing = EngineError::NoSpillFolder { kind: kind.name() };
+        let file = files.get_mut(&kind).ok_or(missing)?;
+        let extent = file.allocate(bytes as u64, phase)?;
+        let taken = SpillFile::extent_bytes(bytes as u64, phase);
+        Ok((extent, self.pool.reserve(taken, tag)?))
     }
 }
 
@@ -60,6 +198,15 @@ pub enum Region {
         /// Its place in the host pool's books.
         counted: Reservation,
     },
+    /// Part of a spill file.
+    Spilled {
+        /// Where.
+        extent: Extent,
+        /// The file's queue.
+        spill: Arc<Spill>,
+        /// Its place in the books.
+        counted: Reservation,
+    },
 }
 
 impl Region {
@@ -69,46 +216,326 @@ impl Region {
         match self {
             Self::Device(_) => Tier::Device,
             Self::Mapped { .. } => Tier::Host,
+            Self::Spilled { .. } => Tier::Nvme,
         }
     }
 
-    /// The elements.
+    /// Bytes in use.
     #[must_use]
-    pub fn as_slice<T: Pod>(&self) -> &[T] {
-        bytemuck::cast_slice(self.as_ref())
+    pub fn len(&self) -> usize {
+        match self {
+            Self::Device(block) => block.as_bytes().len(),
+            Self::Mapped { len, .. } => *len,
+            Self::Spilled { extent, .. } => extent.len() as usize,
+        }
     }
 
-    /// The elements, writable.
+    /// Whether it holds nothing.
     #[must_use]
-    pub fn as_mut_slice<T: Pod>(&mut self) -> &mut [T] {
-        bytemuck::cast_slice_mut(match self {
-            Self::Device(block) => block.as_bytes_mut(),
-            Self::Mapped { map, len, .. } => &mut map[..*len],
-        })
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
     }
-}
 
-impl Region {
-    /// Stores `values` as elements `target` of type `dtype`, rounded to nearest even.
-    pub(crate) fn write_rounded(&mut self, dtype: DType, target: Range<usize>, values: &[f32]) {
-        fn store<T: Float>(out: &mut [T], values: &[f32]) {
-            for (o, v) in out.iter_mut().zip(values) {
-                *o = T::from_f32(*v);
+    /// The bytes, where they are in memory.
+    #[must_use]
+    pub fn in_memory(&self) -> Option<&[u8]> {
+        match self {
+            Self::Device(block) => Some(block.as_bytes()),
+            Self::Mapped { map, len, .. } => Some(&map[..*len]),
+            Self::Spilled { .. } => None,
+        }
+    }
+
+    /// Copies the bytes from `offset` to `out`.
+    ///
+    /// # Errors
+    /// When the disk fails.
+    pub fn read(&self, offset: usize, out: &mut [u8]) -> Result<()> {
+        match self {
+            Self::Spilled { extent, spill, .. } => {
+                Ok(spill.io.copy_out(extent, offset as u64, out)?)
+            }
+            Self::Device(_) | Self::Mapped { .. } => {
+                let all = self.in_memory().unwrap_or_default();
+                out.copy_from_slice(&all[offset..offset + out.len()]);
+                Ok(())
             }
         }
+    }
+
+    /// Writes `bytes` from `offset` on.
+    ///
+    /// # Errors
+    /// When the disk fails.
+    pub fn write(&mut self, offset: usize, bytes: &[u8]) -> Result<()> {
+        let all = match self {
+            Self::Spilled { extent, spill, .. } => {
+                return Ok(spill.io.copy_in(extent, offset as u64, bytes)?);
+            }
+            Self::Device(block) => block.as_bytes_mut(),
+            Self::Mapped { map, len, .. } => &mut map[..*len],
+        };
+        all[offset..offset + bytes.len()].copy_from_slice(bytes);
+        Ok(())
+    }
+
+    /// Starts to read the bytes of a window, if they are on a disk and a buffer is free.
+    pub(crate) fn read_ahead(&self, bytes: Range<usize>) -> Result<Option<PendingRead>> {
+        match self {
+            Self::Spilled { extent, spill, .. } => Ok(spill.io.read_ahead(extent, wide(&bytes))?),
+            Self::Device(_) | Self::Mapped { .. } => Ok(None),
+        }
+    }
+
+    /// The bytes of a window, from `ahead` where they were read before their turn.
+    pub(crate) fn window(
+        &mut self,
+        bytes: Range<usize>,
+        access: Access,
+        ahead: Option<PendingRead>,
+    ) -> Result<Window<'_>> {
+        Ok(match self {
+            Self::Device(block) => Window::Memory(&mut block.as_bytes_mut()[bytes]),
+            Self::Mapped { map, .. } => Window::Memory(&mut map[bytes]),
+            Self::Spilled { extent, spill, .. } => {
+                let segment = match (access, ahead) {
+                    (_, Some(ahead)) => ahead.wait()?,
+                    (Access::Write, None) => {
+                        let mut segment = spill.io.fresh(extent, wide(&bytes))?;
+                        segment.as_bytes_mut().fill(0);
+                        segment
+                    }
+                    (_, None) => spill.io.read(extent, wide(&bytes))?.wait()?,
+                };
+                Window::Segment {
+                    segment,
+                    extent,
+                    io: &spill.io,
+                    written: access != Access::Read,
+                }
+            }
+        })
+    }
+
+    /// Runs `body` over the elements `range` of a region that begins at the group's element `start`, window by window
+    /// and in order; one window where they are in memory.
+    pub(crate) fn for_each_window<T: Pod>(
+        &mut self,
+        start: usize,
+        range: Range<usize>,
+        access: Access,
+        mut body: impl FnMut(Range<usize>, &mut [T]) -> Result<()>,
+    ) -> Result<()> {
+        let size = size_of::<T>();
+        let bytes = |part: &Range<usize>| (part.start - start) * size..(part.end - start) * size;
+        let most = match self {
+            Self::Spilled { .. } => WINDOW_ELEMS,
+            Self::Device(_) | Self::Mapped { .. } => usize::MAX,
+        };
+        let parts: Vec<_> = windows(range, most).collect();
+        let mut reads = VecDeque::new();
+        for (i, part) in parts.iter().enumerate() {
+            while access != Access::Write && i + reads.len() < parts.len() {
+                match self.read_ahead(bytes(&parts[i + reads.len()]))? {
+                    Some(read) => reads.push_back(read),
+                    None => break,
+                }
+            }
+            let mut window = self.window(bytes(part), access, reads.pop_front())?;
+            body(part.clone(), window.as_mut_slice())?;
+            window.commit()?;
+        }
+        Ok(())
+    }
+
+    /// Stores `values` as elements `target` of type `dtype`, rounded to nearest even; the region begins at the group's
+    /// element `start`.
+    pub(crate) fn write_rounded(
+        &mut self,
+        dtype: DType,
+        start: usize,
+        target: Range<usize>,
+        values: &[f32],
+    ) -> Result<()> {
+        let first = target.start;
         match dtype {
-            DType::F32 => self.as_mut_slice::<f32>()[target].copy_from_slice(values),
-            DType::F16 => store(&mut self.as_mut_slice::<f16>()[target], values),
-            _ => store(&mut self.as_mut_slice::<bf16>()[target], values),
+            DType::F32 => self.for_each_window(start, target, Access::Write, |part, out| {
+                out.copy_from_slice(&values[part.start - first..part.end - first]);
+                Ok(())
+            }),
+            DType::F16 => self.for_each_window(start, target, Access::Write, |part, out| {
+                round::<f16>(out, &values[part.start - first..part.end - first]);
+                Ok(())
+            }),
+            _ => self.for_each_window(start, target, Access::Write, |part, out| {
+                round::<bf16>(out, &values[part.start - first..part.end - first]);
+                Ok(())
+            }),
         }
     }
 }
 
-impl AsRef<[u8]> for Region {
-    fn as_ref(&self) -> &[u8] {
+fn round<T: Float>(out: &mut [T], values: &[f32]) {
+    for (o, v) in out.iter_mut().zip(values) {
+        *o = T::from_f32(*v);
+    }
+}
+
+fn wide(bytes: &Range<usize>) -> Range<u64> {
+    bytes.start as u64..bytes.end as u64
+}
+
+/// What a window is for.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Access {
+    /// Its contents are wanted.
+    Read,
+    /// All of it is overwritten that matters: on a disk the rest becomes zero.
+    Write,
+    /// Both.
+    Update,
+}
+
+/// Bytes of a region, in memory while the window is open.
+#[derive(Debug)]
+pub(crate) enum Window<'r> {
+    /// The region itself.
+    Memory(&'r mut [u8]),
+    /// A copy.
+    Segment {
+        segment: Segment,
+        extent: &'r Extent,
+        io: &'r SpillIo,
+        written: bool,
+    },
+}
+
+impl Window<'_> {
+    pub(crate) fn as_mut_bytes(&mut self) -> &mut [u8] {
         match self {
-            Self::Device(block) => block.as_bytes(),
-            Self::Mapped { map, len, .. } => &map[..*len],
+            Self::Memory(bytes) => bytes,
+            Self::Segment { segment, .. } => segment.as_bytes_mut(),
         }
+    }
+
+    pub(crate) fn as_mut_slice<T: Pod>(&mut self) -> &mut [T] {
+        bytemuck::cast_slice_mut(self.as_mut_bytes())
+    }
+
+    /// Ends the window; what was changed goes to the region.
+    pub(crate) fn commit(self) -> Result<()> {
+        match self {
+            Self::Segment {
+                segment,
+                extent,
+                io,
+                written: true,
+            } => Ok(io.write(extent, segment)?),
+            Self::Memory(_) | Self::Segment { .. } => Ok(()),
+        }
+    }
+}
+
+/// `range` in pieces of at most `most` elements that end at multiples of `most`, which is one of [`WINDOW_ALIGN`].
+pub(crate) fn windows(range: Range<usize>, most: usize) -> impl Iterator<Item = Range<usize>> {
+    let mut start = range.start;
+    std::iter::from_fn(move || {
+        if start >= range.end {
+            return None;
+        }
+        let end = (start / most)
+            .checked_add(1)
+            .and_then(|next| next.checked_mul(most))
+            .map_or(range.end, |end| end.min(range.end));
+        let piece = start..end;
+        start = end;
+        Some(piece)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::spill::{IoPath, SpillFolder};
+
+    pub(crate) fn on_disk(io: IoPath) -> (tempfile::TempDir, Tiers) {
+        let exe = std::env::current_exe().unwrap();
+        let parent = tempfile::tempdir_in(exe.parent().unwrap()).unwrap();
+        let folder = Arc::new(SpillFolder::join(parent.path(), "tier").unwrap());
+        let host = Pool::new("host", None);
+        let file = SpillFile::create(&folder, 0, "optimizer", io).unwrap();
+        let spill = Spill::new(
+            SpillIo::new(0, &host).unwrap(),
+            [(StateKind::Optimizer, file)],
+        );
+        (
+            parent,
+            Tiers::new(Pool::new("device", None), host).with_spill(spill),
+        )
+    }
+
+    #[test]
+    fn windows_cover_a_range_once_and_end_where_blocks_do() {
+        for (range, most) in [(5..5, 8), (3..100, 8), (8..16, 8), (1..9, usize::MAX)] {
+            let pieces: Vec<_> = windows(range.clone(), most).collect();
+            let covered: usize = pieces.iter().map(ExactSizeIterator::len).sum();
+            assert_eq!(covered, range.len());
+            for pair in pieces.windows(2) {
+                assert_eq!(pair[0].end, pair[1].start);
+                assert_eq!(pair[0].end % most, 0);
+            }
+        }
+    }
+
+    #[test]
+    fn every_tier_keeps_what_is_written_through_windows_of_any_start() {
+        let (_parent, tiers) = on_disk(IoPath::Mapped);
+        // Three windows, the first and the last not whole, and a start in the middle of a block.
+        let range = 4_128..2 * WINDOW_ELEMS + 9_600;
+        let values: Vec<f32> = range.clone().map(|i| i as f32).collect();
+        for tier in [Tier::Device, Tier::Host, Tier::Nvme] {
+            let place = (StateKind::Optimizer, tier);
+            let mut wide = tiers
+                .allocate(place, range.clone(), DType::F32, Tag::Optimizer)
+                .unwrap();
+            let mut narrow = tiers
+                .allocate(place, range.clone(), DType::BF16, Tag::Optimizer)
+                .unwrap();
+            for (region, dtype) in [(&mut wide, DType::F32), (&mut narrow, DType::BF16)] {
+                region
+                    .write_rounded(dtype, range.start, range.clone(), &values)
+                    .unwrap();
+            }
+            let inner = range.start + 10..range.end - 32;
+            wide.for_each_window::<f32>(range.start, inner.clone(), Access::Update, |part, out| {
+                assert!(out.iter().zip(part).all(|(v, i)| *v == i as f32));
+                out.iter_mut().for_each(|v| *v += 1.0);
+                Ok(())
+            })
+            .unwrap();
+            let mut bytes = vec![0; wide.len()];
+            wide.read(0, &mut bytes).unwrap();
+            for (i, v) in range.clone().zip(bytemuck::cast_slice::<u8, f32>(&bytes)) {
+                assert_eq!(*v, i as f32 + f32::from(u8::from(inner.contains(&i))));
+            }
+            bytes.truncate(narrow.len());
+            narrow.read(0, &mut bytes).unwrap();
+            for (v, kept) in values.iter().zip(bytemuck::cast_slice::<u8, bf16>(&bytes)) {
+                assert_eq!(bf16::from_f32(*v), *kept);
+            }
+        }
+        let spilled = tiers.spill().unwrap();
+        assert_eq!(spilled.pool().stats().in_use, 0);
+        assert!(spilled.file_bytes() >= 4096 + range.len() as u64 * 6);
+    }
+
+    #[test]
+    fn a_kind_without_a_file_is_refused_by_name() {
+        let (_parent, tiers) = on_disk(IoPath::Mapped);
+        let place = (StateKind::Param, Tier::Nvme);
+        let error = tiers
+            .allocate(place, 0..32, DType::F32, Tag::Parameters)
+            .unwrap_err();
+        assert!(error.to_string().contains("param"), "{error}");
     }
 }

@@ -1,20 +1,24 @@
 //! The facade: one rank's model states under ZeRO, as the tape and the training loop use them.
 
 use crate::access::{Lease, LeaseOwner, ParamAccess, Phase};
+use crate::activations::Activations;
 use crate::comm::{Collective, CollectiveKind, Communicator, ReadBuffer, Tag as CommTag};
 use crate::error::EngineError;
-use crate::plan::{GroupKind, PassKind, Plan};
+use crate::plan::{GroupKind, PassKind, Plan, Tier};
 use crate::spec::{ParamId, UnitId};
-use crate::state::{Scalars, UnitState};
+use crate::spill::SpillStats;
+use crate::state::UnitState;
 use crate::store::{Store, lease_of};
-use crate::tier::Tiers;
+use crate::tier::{Tiers, windows};
 use crate::timing::{CopyClock, Times};
-use kernels::{Backend, DType, Float, Pool, Tensor};
+use crate::update::{Scalars, Update, chunks};
+use kernels::{Backend, DType, Pool, Tensor};
 use optim::clip::GradientScale;
 use optim::{GroupOptions, Optimizer};
 use std::cell::{Cell, RefCell};
 use std::ops::Range;
 use std::sync::Arc;
+use std::time::Duration;
 
 type Result<T, E = EngineError> = std::result::Result<T, E>;
 
@@ -58,6 +62,7 @@ pub struct Zero {
     backend: Arc<dyn Backend>,
     optimizer: OptimizerConfig,
     tiers: Tiers,
+    activations: Option<Activations>,
     pub(crate) store: RefCell<Store>,
     pub(crate) states: Vec<Option<UnitState>>,
     pub(crate) step: u64,
@@ -93,6 +98,7 @@ impl Zero {
         compare_plans(&plan, &*comm)?;
         let store = Store::new(plan.clone(), comm.clone(), tiers.clone())?;
         let rank = comm.world().rank;
+        let activations = Activations::new(plan.config().offload.activation, tiers.clone());
         let states = plan
             .units()
             .iter()
@@ -103,6 +109,7 @@ impl Zero {
             comm,
             backend,
             optimizer,
+            activations,
             tiers,
             store: RefCell::new(store),
             states,
@@ -168,7 +175,7 @@ impl Zero {
                     .group(kind)
                     .parts(resting.clone())
                     .flat_map(|(slot, part)| {
-                        split(part, LOAD_CHUNK_ELEMS).map(|p| (slot.param, slot.offset, p))
+                        windows(part, LOAD_CHUNK_ELEMS).map(|p| (slot.param, slot.offset, p))
                     })
                     .collect();
                 for (param, offset, part) in pieces {
@@ -179,18 +186,17 @@ impl Zero {
                         source: source.into(),
                     })?;
                     let weights = self.store.get_mut().weights_mut(unit.id, kind)?;
-                    let target = part.start - resting.start..part.end - resting.start;
                     let dtype = plan.config().precision.weight_dtype();
-                    weights.write_rounded(dtype, target, &chunk);
+                    weights.write_rounded(dtype, resting.start, part.clone(), &chunk)?;
                     if let (GroupKind::Trainable, Some(state)) =
                         (kind, &mut self.states[unit.id.index()])
                     {
-                        state.set_master(part, &chunk);
+                        state.set_master(part, &chunk)?;
                     }
                 }
             }
         }
-        Ok(())
+        self.tiers.flush()
     }
 
     // ---- passes -------------------------------------------------------------------------------
@@ -257,11 +263,20 @@ impl Zero {
     /// # Errors
     /// When communication fails.
     pub fn step(&mut self, lr: f64) -> Result<StepReport> {
+        self.step_scaled(lr, 1.0)
+    }
+
+    /// As [`Zero::step`] when the losses were multiplied by `loss_scale` before their gradients were
+    /// taken: all numbers of the report are those without it.
+    ///
+    /// # Errors
+    /// When communication fails.
+    pub fn step_scaled(&mut self, lr: f64, loss_scale: f64) -> Result<StepReport> {
         self.reduce_accumulated()?;
         let totals = self.sum_totals()?;
         let tokens = totals.supervised.max(1) as f64;
         let max_norm = self.plan.config().max_grad_norm;
-        let scale = GradientScale::new(self.sum_of_squares()?, tokens, max_norm);
+        let scale = GradientScale::new(self.sum_of_squares()?, tokens * loss_scale, max_norm);
         let mut report = StepReport {
             step: self.step,
             loss: totals.loss_sum / tokens,
@@ -303,30 +318,29 @@ impl Zero {
     fn reduce_accumulated(&mut self) -> Result<()> {
         let config = self.plan.config().clone();
         for unit in self.trainable_units() {
-            let Some(gradients) = self.store.get_mut().gradients_mut(unit) else {
+            let Some(gradients) = self.store.get_mut().gradients_mut(unit)? else {
                 continue;
             };
             if config.shards_gradients() {
                 continue;
             }
-            let sums = gradients.as_mut_f32();
-            let mut buffer = self.comm.alloc(sums.len() * 4)?;
-            buffer.as_mut_slice::<f32>().copy_from_slice(sums);
+            let region = gradients.region_mut();
+            let mut buffer = self.comm.alloc(region.len())?;
+            region.read(0, buffer.as_bytes_mut())?;
             let start = |kind, name, buffer| {
                 let op = Collective::new(kind, DType::F32, CommTag::new(name, unit.0));
                 self.comm.start(op, buffer)?.wait()
             };
             let mut buffer = start(CollectiveKind::ReduceScatter, "reduce", buffer)?;
+            let mut valid = self.plan.unit(unit).trainable.shard(self.comm.world().rank);
             if !config.stage.shards_optimizer() {
                 buffer = start(CollectiveKind::AllGather, "gather-grads", buffer)?;
+                valid = 0..region.len() / 4;
             }
-            let range = self.plan.unit(unit).trainable.shard(self.comm.world().rank);
-            let valid = if config.stage.shards_optimizer() {
-                range
-            } else {
-                0..sums.len()
-            };
-            sums[valid.clone()].copy_from_slice(&buffer.as_slice::<f32>()[valid]);
+            region.write(
+                valid.start * 4,
+                &buffer.as_bytes()[valid.start * 4..valid.end * 4],
+            )?;
         }
         Ok(())
     }
@@ -348,8 +362,8 @@ impl Zero {
         self.non_finite = None;
         for unit in self.trainable_units() {
             let shard = self.plan.unit(unit).trainable.shard(rank);
-            if let Some(gradients) = self.store.get_mut().gradients_mut(unit) {
-                let squares: f64 = gradients.sum_of_squares(shard);
+            if let Some(gradients) = self.store.get_mut().gradients_mut(unit)? {
+                let squares = gradients.sum_of_squares(shard)?;
                 if !squares.is_finite() {
                     self.non_finite = Some(unit);
                 }
@@ -362,57 +376,27 @@ impl Zero {
 
     fn update(&mut self, lr: f64, grad_scale: f32) -> Result<()> {
         let plan = self.plan.clone();
-        let mut scratch = Vec::new();
-        for unit in self.trainable_units() {
-            let range = self.updated(unit);
-            let gathered = self.gathered_gradients(unit)?;
-            let store = self.store.get_mut();
-            let weights_start = store.resting(unit, GroupKind::Trainable).start;
-            let (gradients, weights) = store.gradients_and_weights(unit)?;
-            let Some(state) = &mut self.states[unit.index()] else {
-                continue;
-            };
-            for (slot, part) in plan.unit(unit).trainable.parts(range) {
-                let options = self.optimizer.groups[slot.param.index()];
-                for piece in split(part, plan.config().sub_group_elems) {
-                    let scalars = Scalars {
-                        step: self.step,
-                        lr: (lr * f64::from(options.lr_scale)) as f32,
-                        weight_decay: options.weight_decay,
-                        grad_scale,
-                        seed: plan.config().seed,
-                        first_element: plan.first_element(slot.param)
-                            + (piece.start - slot.offset) as u64,
-                    };
-                    let grad = match &gathered {
-                        Some(all) => widen(&all.as_slice()[piece.clone()], &mut scratch),
-                        None => gradients.read(piece.clone(), &mut scratch),
-                    };
-                    let target = piece.start - weights_start..piece.end - weights_start;
-                    state.update(&*self.optimizer.rule, scalars, piece, grad, weights, target)?;
-                }
-            }
-        }
-        Ok(())
-    }
-
-    /// Stage 0 in pure bf16, where sums are sharded but every rank updates everything.
-    fn gathered_gradients(&mut self, unit: UnitId) -> Result<Option<ReadBuffer>> {
-        let config = self.plan.config();
-        if config.stage.shards_optimizer() || !config.shards_gradients() {
-            return Ok(None);
-        }
-        let dtype = config.grad_dtype();
-        let group = &self.plan.unit(unit).trainable;
-        let shard = group.shard(self.comm.world().rank);
-        let mut buffer = self.comm.alloc(group.padded_elems * dtype.size_bytes())?;
-        let own = shard.start * dtype.size_bytes()..shard.end * dtype.size_bytes();
-        if let Some(gradients) = self.store.get_mut().gradients_mut(unit) {
-            buffer.as_bytes_mut()[own].copy_from_slice(gradients.as_bytes());
-        }
-        let tag = CommTag::new("gather-grads", unit.0);
-        let op = Collective::new(CollectiveKind::AllGather, dtype, tag);
-        Ok(Some(self.comm.start(op, buffer)?.wait_read()?))
+        let config = plan.config();
+        let on_disk = [config.offload.param, config.offload.optimizer].contains(&Tier::Nvme);
+        let units = self.trainable_units();
+        let ranges = units.into_iter().map(|unit| (unit, self.updated(unit)));
+        let chunks = chunks(ranges, config.sub_group_elems, on_disk);
+        let comm = self.comm.clone();
+        let update = Update {
+            plan: &plan,
+            store: self.store.get_mut(),
+            states: &mut self.states,
+            optimizer: &self.optimizer,
+            scalars: Scalars {
+                step: self.step,
+                lr,
+                grad_scale,
+            },
+        };
+        update.run(&chunks, &mut |store, unit| {
+            gathered_gradients(&plan, &*comm, store, unit)
+        })?;
+        self.tiers.flush()
     }
 
     /// Stages 1 and 2: every rank receives the weights the others updated.
@@ -432,17 +416,16 @@ impl Zero {
                 .get_mut()
                 .weights_mut(unit, GroupKind::Trainable)?;
             let tier = weights.tier();
-            let all = weights.as_mut_slice::<u8>();
-            let mut buffer = self.comm.alloc(all.len())?;
+            let mut buffer = self.comm.alloc(weights.len())?;
             let own = &mut buffer.as_bytes_mut()[bytes.clone()];
-            copies.time(tier, || own.copy_from_slice(&all[bytes]));
+            copies.time(tier, || weights.read(bytes.start, own))?;
             let op = Collective::new(
                 CollectiveKind::AllGather,
                 dtype,
                 CommTag::new("update", unit.0),
             );
             let buffer = self.comm.start(op, buffer)?.wait_read()?;
-            copies.time(tier, || all.copy_from_slice(buffer.as_bytes()));
+            copies.time(tier, || weights.write(0, buffer.as_bytes()))?;
         }
         self.store.get_mut().count_copies(&copies);
         Ok(())
@@ -458,11 +441,10 @@ impl Zero {
         let sharded = self.plan.config().shards_gradients();
         let plan = self.plan.clone();
         let mut out = Vec::new();
-        let mut scratch = Vec::new();
         for unit in self.trainable_units() {
             let group = &plan.unit(unit).trainable;
             let shard = group.shard(self.comm.world().rank);
-            let Some(gradients) = self.store.get_mut().gradients_mut(unit) else {
+            let Some(gradients) = self.store.get_mut().gradients_mut(unit)? else {
                 continue;
             };
             let mut buffer = self.comm.alloc(group.padded_elems * 4)?;
@@ -471,8 +453,7 @@ impl Zero {
             } else {
                 (CollectiveKind::AllReduce, 0..group.padded_elems)
             };
-            buffer.as_mut_slice::<f32>()[own.clone()]
-                .copy_from_slice(gradients.read(own, &mut scratch));
+            gradients.read_f32(own.clone(), &mut buffer.as_mut_slice::<f32>()[own])?;
             let op = Collective::new(kind, DType::F32, CommTag::new("inspect", unit.0));
             let buffer = self.comm.start(op, buffer)?.wait_read()?;
             let values = buffer.as_slice::<f32>();
@@ -488,16 +469,17 @@ impl Zero {
 
     /// Bytes of master weights and optimizer state on this rank, one kind behind the other: what
     /// must not change when a step is skipped.
-    #[must_use]
-    pub fn state_bytes(&self) -> Vec<u8> {
-        let states = self.states.iter().flatten();
-        states
-            .flat_map(|s| {
-                s.kinds()
-                    .flat_map(|(_, _, r)| r.as_ref().to_vec())
-                    .collect::<Vec<_>>()
-            })
-            .collect()
+    ///
+    /// # Errors
+    /// When the disk fails.
+    pub fn state_bytes(&self) -> Result<Vec<u8>> {
+        let mut all = Vec::new();
+        for (_, _, region) in self.states.iter().flatten().flat_map(UnitState::kinds) {
+            let start = all.len();
+            all.resize(start + region.len(), 0);
+            region.read(0, &mut all[start..])?;
+        }
+        Ok(all)
     }
 
     /// Where this rank's time went so far, beside computing.
@@ -505,8 +487,18 @@ impl Zero {
     pub fn times(&self) -> Times {
         Times {
             communication: self.comm.time_spent(),
-            offload: self.store.borrow().copy_time(),
+            offload: self.store.borrow().copy_time()
+                + self
+                    .activations
+                    .as_ref()
+                    .map_or(Duration::ZERO, Activations::copy_time),
         }
+    }
+
+    /// Traffic of this rank's spill files; `None` where there are none.
+    #[must_use]
+    pub fn spill_stats(&self) -> Option<SpillStats> {
+        self.tiers.spill().map(|spill| spill.stats())
     }
 
     /// The device pool.
@@ -547,6 +539,10 @@ impl ParamAccess for Zero {
         self.store.borrow_mut().deposit(id, grad)
     }
 
+    fn activations(&self) -> Option<&Activations> {
+        self.activations.as_ref()
+    }
+
     fn is_trainable(&self, id: ParamId) -> bool {
         self.plan.spec().params[id.index()].trainable
     }
@@ -580,17 +576,28 @@ fn compare_plans(plan: &Plan, comm: &dyn Communicator) -> Result<()> {
     Ok(())
 }
 
-/// `range` in pieces of at most `most` elements.
-pub(crate) fn split(range: Range<usize>, most: usize) -> impl Iterator<Item = Range<usize>> {
-    let most = most.max(1);
-    let end = range.end;
-    range
-        .step_by(most)
-        .map(move |start| start..(start + most).min(end))
-}
-
-fn widen<'a>(values: &[half::bf16], scratch: &'a mut Vec<f32>) -> &'a [f32] {
-    scratch.clear();
-    scratch.extend(values.iter().map(|v| Float::to_f32(*v)));
-    scratch
+/// Stage 0 in pure bf16, where sums are sharded but every rank updates everything: all sums of a unit.
+fn gathered_gradients(
+    plan: &Plan,
+    comm: &dyn Communicator,
+    store: &mut Store,
+    unit: UnitId,
+) -> Result<Option<ReadBuffer>> {
+    let config = plan.config();
+    if config.stage.shards_optimizer() || !config.shards_gradients() {
+        return Ok(None);
+    }
+    let dtype = config.grad_dtype();
+    let group = &plan.unit(unit).trainable;
+    let shard = group.shard(comm.world().rank);
+    let mut buffer = comm.alloc(group.padded_elems * dtype.size_bytes())?;
+    let own = shard.start * dtype.size_bytes()..shard.end * dtype.size_bytes();
+    if let Some(gradients) = store.gradients_mut(unit)? {
+        gradients
+            .region()
+            .read(0, &mut buffer.as_bytes_mut()[own])?;
+    }
+    let tag = CommTag::new("gather-grads", unit.0);
+    let op = Collective::new(CollectiveKind::AllGather, dtype, tag);
+    Ok(Some(comm.start(op, buffer)?.wait_read()?))
 }

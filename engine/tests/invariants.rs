@@ -18,20 +18,21 @@ use toy::{Case, distance, engine_for, load_initial, micro_batch, run_world, trai
 /// have unit size, so the relative change of a weight is of the order steps * lr * 2^-20.
 const ACROSS_WORLDS: f64 = 1e-6;
 
-const OFFLOADS: [Offload; 4] = [
+const fn offload(param: Tier, optimizer: Tier) -> Offload {
     Offload {
-        param: Tier::Device,
-        optimizer: Tier::Device,
-    },
-    Offload {
-        param: Tier::Device,
-        optimizer: Tier::Host,
-    },
-    Offload {
-        param: Tier::Host,
-        optimizer: Tier::Device,
-    },
+        param,
+        optimizer,
+        activation: Tier::Device,
+    }
+}
+
+const OFFLOADS: [Offload; 6] = [
+    Offload::states(Tier::Device),
+    offload(Tier::Device, Tier::Host),
+    offload(Tier::Host, Tier::Device),
     Offload::CPU,
+    offload(Tier::Host, Tier::Nvme),
+    Offload::states(Tier::Nvme),
 ];
 
 #[test]
@@ -161,13 +162,13 @@ fn a_non_finite_gradient_on_one_rank_skips_the_step_everywhere() {
                     let mut zero = engine_for(&case, comm.clone()).unwrap();
                     load_initial(&mut zero);
                     toy::train_step(&case, &mut zero, 0).unwrap();
-                    let before = (weight_bits(&zero), zero.state_bytes());
+                    let before = (weight_bits(&zero), zero.state_bytes().unwrap());
                     let own = toy::own_samples(&case, comm.world(), 1);
                     let value = if comm.world().rank == 1 { poison } else { 0.0 };
                     micro_batch(&mut zero, &own, value).unwrap();
                     let report = zero.step(1e-2).unwrap();
                     assert!(!report.applied && report.step == 1);
-                    assert_eq!((weight_bits(&zero), zero.state_bytes()), before);
+                    assert_eq!((weight_bits(&zero), zero.state_bytes().unwrap()), before);
                     // The next step runs as if the poisoned one had not been.
                     toy::train_step(&case, &mut zero, 1).unwrap();
                     weight_bits(&zero)
@@ -216,7 +217,7 @@ fn frozen_units_own_no_training_state_and_do_not_move() {
             (
                 memory,
                 trained.sum::<u64>(),
-                zero.state_bytes().len() as u64,
+                zero.state_bytes().unwrap().len() as u64,
             )
         });
         let (memory, trained, state) = zero[0];

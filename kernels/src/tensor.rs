@@ -1,7 +1,7 @@
 //! Immutable contiguous tensors.
 
 use crate::error::{KernelError, Result, shape_error};
-use crate::pool::{Block, Pool, Reservation, Tag, counted_bytes};
+use crate::pool::{Block, Placed, Pool, Reservation, Tag};
 use crate::{DType, Element, Shape};
 use std::sync::Arc;
 
@@ -16,7 +16,7 @@ enum Storage {
         _counted: Option<Reservation>,
     },
     Null {
-        _counted: Reservation,
+        _placed: Placed,
     },
 }
 
@@ -96,9 +96,8 @@ impl Tensor {
     /// When the pool is full.
     pub fn null(pool: &Pool, tag: Tag, shape: impl Into<Shape>, dtype: DType) -> Result<Self> {
         let shape = shape.into();
-        let bytes = counted_bytes(shape.elems() * dtype.size_bytes());
-        let counted = pool.reserve(bytes, tag)?;
-        let storage = Arc::new(Storage::Null { _counted: counted });
+        let placed = pool.place(shape.elems() * dtype.size_bytes(), tag)?;
+        let storage = Arc::new(Storage::Null { _placed: placed });
         Ok(Self {
             storage,
             start_elems: 0,

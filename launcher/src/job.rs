@@ -5,6 +5,7 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 use crate::args::{self, Args, Command, Note};
+use crate::bench;
 use crate::config::{Resume, RunConfig, Task, resolve};
 use crate::data;
 use crate::doctor;
@@ -13,12 +14,15 @@ use crate::exit::{ErrorCode, Failure};
 use crate::explain;
 use crate::generate;
 use crate::logging;
+use crate::plan;
 use crate::rank::{self, RunSummary, StopFlag};
 use crate::rank_env::{Env, RankEnv, Variables};
 use crate::report::{self, PlanFile};
+use crate::run;
 use crate::run_folder;
 use crate::supervisor::job::{Job, config_file};
 use crate::supervisor::{SignalSource, Supervisor, own_program};
+use crate::synth;
 use crate::ui::{DoneEvent, Event, ResumeEvent, Screen};
 use crate::watch;
 
@@ -75,14 +79,17 @@ fn run_command(hooks: &Hooks, argv: &[String], format: ErrorFormat) -> Result<Ex
                 None => run_supervisor(hooks, &env, &args, notes),
             }
         }
+        Command::Plan { args, typed, notes } => plan::run(&args, &typed, &Env::read()?, &notes),
         // Reports also on an environment that training refuses.
         Command::Doctor(options) => doctor::run(&Variables::read(), options.json == Some(true)),
         Command::Explain(options) => explain::run(&options),
         Command::DataCheck(options) => data::check::run(&options, &Variables::read()),
         Command::Generate(args) => generate::ask::run(&args),
         Command::Eval(args) => generate::evaluate::run(&args),
-        Command::Export(options) => crate::run::export(&options),
+        Command::Export(options) => run::export(&options),
         Command::Watch(options) => watch::run(&options),
+        Command::Synth(options) => synth::run(&options),
+        Command::BenchNvme(options) => bench::nvme::run(&options),
         Command::Print(text) => {
             drop(write!(std::io::stdout(), "{text}"));
             Ok(ExitCode::SUCCESS)
@@ -165,6 +172,7 @@ fn supervise(
 ) -> Result<RunSummary, Failure> {
     let job = Job::new(&env.temp_dir)?;
     config.save_to(&job.config_file())?;
+    let spill = run::hold_folders(config, job.token(), &mut |event| screen.show(&event))?;
     let program = own_program()?;
     let supervisor = Supervisor {
         program: &program,
@@ -173,9 +181,11 @@ fn supervise(
         job: &job,
         advice,
     };
-    supervisor
+    let ended = supervisor
         .run(signals, screen)
-        .inspect_err(|_| screen.finish_bar())
+        .inspect_err(|_| screen.finish_bar());
+    drop(spill);
+    ended
 }
 
 /// Loads the demo's last checkpoint in one rank and compares the evaluation loss bit for bit.

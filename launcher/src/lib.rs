@@ -6,6 +6,7 @@
 #![forbid(unsafe_code)]
 
 pub mod args;
+pub mod bench;
 pub mod config;
 pub mod data;
 pub mod demo;
@@ -19,12 +20,15 @@ pub mod logging;
 pub mod memory;
 pub mod model_files;
 pub mod monitor;
+mod new_folder;
+pub mod plan;
 pub mod rank;
 pub mod rank_env;
 pub mod report;
 mod run;
 pub mod run_folder;
 pub mod supervisor;
+mod synth;
 pub mod ui;
 pub mod units;
 mod watch;

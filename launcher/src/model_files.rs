@@ -6,8 +6,13 @@ use crate::exit::{ErrorCode, Failure};
 
 /// Endings of files that are copied beside weights.
 const ENDINGS: [&str; 5] = [".json", ".py", ".jinja", ".model", ".txt"];
-/// Files of checkpoints and adapters that are none of the model's.
-const FOREIGN: [&str; 3] = ["trainer_state.json", "adapter_config.json", "MANIFEST.json"];
+/// Files of checkpoints, adapters and synthetic folders that are none of the model's.
+const FOREIGN: [&str; 4] = [
+    "trainer_state.json",
+    "adapter_config.json",
+    "MANIFEST.json",
+    "samples.json",
+];
 
 /// Names and paths of the small files in `folder`, sorted.
 ///
@@ -45,6 +50,7 @@ mod tests {
             "model.safetensors.index.json",
             "MANIFEST.json",
             "trainer_state.json",
+            "samples.json",
             "notes.md",
         ] {
             std::fs::write(folder.path().join(name), "x").expect("written");

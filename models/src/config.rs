@@ -12,7 +12,11 @@ pub(crate) const MAX_SIZE: usize = 1 << 28;
 /// # Errors
 /// [`ConfigError::Read`].
 pub fn read(dir: &Path) -> Result<(Vec<u8>, PathBuf), ConfigError> {
-    let path = dir.join("config.json");
+    let path = if dir.is_file() {
+        dir.to_owned()
+    } else {
+        dir.join("config.json")
+    };
     match std::fs::read(&path) {
         Ok(bytes) => Ok((bytes, path)),
         Err(source) => Err(ConfigError::Read { path, source }),

@@ -11,7 +11,7 @@ use crate::minicpm::config::MiniCpmConfig;
 use crate::minicpm::processor::ProcessorConfig;
 use crate::minicpm::{MiniCpm, MiniCpmProcessor};
 use crate::options::ModelOptions;
-use crate::processor::{Processor, ProcessorError};
+use crate::processor::{Normalization, Processor, ProcessorError};
 use crate::{ModelError, VisionLanguageModel};
 use serde::Deserialize;
 use std::path::Path;
@@ -156,6 +156,29 @@ pub fn open_model(
             let config = CogConfig::load(dir)?;
             Ok(Arc::new(CogVlm::new(config, options)?))
         }
+    }
+}
+
+/// Opens the model that a `config.json`, or the folder it lies in, describes: its parameters, and passes on a device
+/// that computes nothing. Of the other files only what changes no size is missed.
+///
+/// # Errors
+/// As [`open_model`], but for files other than `config.json`.
+pub fn open_shapes(
+    path: &Path,
+    options: ModelOptions,
+) -> Result<Arc<dyn VisionLanguageModel>, OpenError> {
+    let normalization = Normalization::clip();
+    match Family::of(path)? {
+        Family::MiniCpm => {
+            let config = MiniCpmConfig::load(path)?;
+            Ok(Arc::new(MiniCpm::new(config, normalization, options)?))
+        }
+        Family::Glm41v => {
+            let config = Glm41vConfig::load(path)?;
+            Ok(Arc::new(Glm41v::new(config, normalization, options)?))
+        }
+        _ => open_model(path, options),
     }
 }
 

@@ -54,7 +54,9 @@ pub(crate) fn fill(
     }
 }
 
-fn rule(param: &ParamSpec, matrix: Init) -> Init {
+/// The distribution of a parameter; `matrix` is the family's rule for what has several axes.
+#[must_use]
+pub fn rule(param: &ParamSpec, matrix: Init) -> Init {
     let name = param.name.as_str();
     if name.starts_with(ADAPTER_PREFIX) {
         // Kaiming's uniform distribution with a = sqrt(5) for A; B begins at zero.

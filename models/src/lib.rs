@@ -41,14 +41,16 @@ pub mod options;
 pub mod params;
 pub mod processor;
 pub mod selection;
+mod synthetic;
 pub mod text;
 pub mod weights;
 
 pub use batch::{Batch, VisionBatch};
 pub use error::{ModelError, Result};
-pub use families::{Family, OpenError, open_model, open_processor};
+pub use families::{Family, OpenError, open_model, open_processor, open_shapes};
 pub use options::ModelOptions;
 pub use processor::Processor;
+pub use synthetic::largest_sample;
 pub use weights::{WeightError, WeightSource};
 
 use autograd::{Loss, Tape, Var};

@@ -2,6 +2,7 @@
 
 pub mod drift;
 pub mod golden;
+pub mod memory;
 pub mod parity;
 pub mod tolerance;
 pub mod world;

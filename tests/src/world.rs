@@ -39,10 +39,7 @@ impl Layout {
 }
 
 /// Everything on the device.
-pub const NO_OFFLOAD: Offload = Offload {
-    param: engine::Tier::Device,
-    optimizer: engine::Tier::Device,
-};
+pub const NO_OFFLOAD: Offload = Offload::states(engine::Tier::Device);
 
 /// How ranks of a world are set up.
 #[derive(Debug)]
@@ -128,10 +125,7 @@ impl Rank {
         let plan = Arc::new(Plan::new(model.spec().clone(), zero_config, layout.world)?);
         let device = Pool::new("device", None);
         let backend: Arc<dyn Backend> = Arc::new(CpuBackend::new(device.clone()));
-        let tiers = Tiers {
-            device,
-            host: Pool::new("host", None),
-        };
+        let tiers = Tiers::new(device, Pool::new("host", None));
         let settings = &setup.optimizer;
         // The references decay every trainable tensor.
         let common = GroupOptions {

@@ -20,6 +20,7 @@ mod error;
 mod fingerprint;
 mod op;
 mod reduce;
+pub(crate) mod rehearsal;
 pub mod shm;
 pub mod threads;
 mod ticket;
@@ -32,6 +33,7 @@ mod process_tests;
 
 pub use buffer::{Buffer, ReadBuffer};
 pub use error::{CommError, OpInfo, RankOp, RankStatus};
+pub use rehearsal::{WindowBytes, control_bytes};
 pub use ticket::Ticket;
 
 use kernels::DType;

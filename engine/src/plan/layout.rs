@@ -10,7 +10,7 @@ use std::ops::Range;
 pub const ALIGN_ELEMS: usize = 32;
 
 /// The two groups of a unit.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum GroupKind {
     /// Updated by the optimizer.
     Trainable,

@@ -11,6 +11,8 @@ pub struct TierBytes {
     pub device: u64,
     /// Host memory.
     pub host: u64,
+    /// Spill files.
+    pub nvme: u64,
 }
 
 impl TierBytes {
@@ -18,6 +20,7 @@ impl TierBytes {
         match tier {
             Tier::Device => self.device += bytes,
             Tier::Host => self.host += bytes,
+            Tier::Nvme => self.nvme += bytes,
         }
     }
 }
@@ -59,7 +62,7 @@ impl Plan {
     /// Whether a lease needs a buffer of its own instead of reading the weights where they are.
     #[must_use]
     pub fn leases_copy(&self) -> bool {
-        self.config().offload.param == Tier::Host || self.gathers_parameters()
+        self.config().offload.param != Tier::Device || self.gathers_parameters()
     }
 
     /// Whether a lease runs an all-gather.

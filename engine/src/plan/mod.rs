@@ -1,10 +1,13 @@
 //! Who owns which bytes, when each unit is gathered, and how many bytes that takes: a pure
 //! function of the model, the configuration and the world size, equal on every rank.
 
+mod formats;
 mod layout;
 mod memory;
 mod schedule;
+mod spill;
 
+pub use formats::Formats;
 pub use layout::{ALIGN_ELEMS, GroupKind, GroupLayout, Slot, UnitPlan};
 pub use memory::{MemoryReport, TierBytes};
 pub use schedule::{Entry, PassKind};
@@ -77,6 +80,35 @@ pub enum Tier {
     Device,
     /// Host memory.
     Host,
+    /// A spill file on a disk.
+    Nvme,
+}
+
+/// The kinds of state that have a tier of their own.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum StateKind {
+    /// Weights.
+    Param,
+    /// Master weights, moments and accumulated gradients.
+    Optimizer,
+    /// Inputs of segments that run again in backward.
+    Activation,
+}
+
+impl StateKind {
+    /// All kinds.
+    pub const ALL: [Self; 3] = [Self::Param, Self::Optimizer, Self::Activation];
+
+    /// The word on the command line and in file names.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Param => "param",
+            Self::Optimizer => "optimizer",
+            Self::Activation => "activation",
+        }
+    }
 }
 
 /// Which state is moved off the device.
@@ -86,14 +118,44 @@ pub struct Offload {
     pub param: Tier,
     /// Master weights, moments and the gradients they are fed from.
     pub optimizer: Tier,
+    /// Inputs of segments that run again in backward.
+    #[serde(default)]
+    pub activation: Tier,
 }
 
 impl Offload {
-    /// Everything in host memory.
-    pub const CPU: Self = Self {
-        param: Tier::Host,
-        optimizer: Tier::Host,
-    };
+    /// Weights and optimizer state in host memory.
+    pub const CPU: Self = Self::states(Tier::Host);
+
+    /// Weights and optimizer state on one tier, activations on the device.
+    #[must_use]
+    pub const fn states(tier: Tier) -> Self {
+        Self {
+            param: tier,
+            optimizer: tier,
+            activation: Tier::Device,
+        }
+    }
+
+    /// The tier of one kind.
+    #[must_use]
+    pub const fn tier(&self, kind: StateKind) -> Tier {
+        match kind {
+            StateKind::Param => self.param,
+            StateKind::Optimizer => self.optimizer,
+            StateKind::Activation => self.activation,
+        }
+    }
+}
+
+/// Element type of accumulated gradients.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum GradDtype {
+    /// f32.
+    F32,
+    /// bf16, stored with stochastic rounding after every micro-batch.
+    Bf16,
 }
 
 /// The resolved settings of the engine.
@@ -103,6 +165,9 @@ pub struct ZeroConfig {
     pub stage: Stage,
     /// Dtypes of weights and state.
     pub precision: Precision,
+    /// Element type of accumulated gradients; `None` is the precision's own.
+    #[serde(default)]
+    pub grad_dtype: Option<GradDtype>,
     /// Tiers.
     pub offload: Offload,
     /// Units gathered ahead of use.
@@ -118,21 +183,23 @@ pub struct ZeroConfig {
 }
 
 impl ZeroConfig {
-    /// Dtype of accumulated gradients: f32, except in pure bf16, whose promise of memory they keep.
+    /// Dtype of accumulated gradients: f32, except in pure bf16, whose promise of memory they keep;
+    /// or as the configuration says.
     #[must_use]
     pub fn grad_dtype(&self) -> DType {
-        match self.precision {
-            Precision::PureBf16 => DType::BF16,
-            _ => DType::F32,
+        match (self.grad_dtype, self.precision) {
+            (Some(GradDtype::F32), _) => DType::F32,
+            (Some(GradDtype::Bf16), _) | (None, Precision::PureBf16) => DType::BF16,
+            (None, _) => DType::F32,
         }
     }
 
-    /// Whether each rank accumulates only its part of the gradients. Pure bf16 does in every
-    /// stage: rounding must follow the reduction for stages to agree, so the sum is reduced per
-    /// micro-batch anyway and the other ranks' parts would be dead weight.
+    /// Whether each rank accumulates only its part of the gradients. Sums in bf16 are sharded in
+    /// every stage: rounding must follow the reduction for stages to agree, so the sum is reduced
+    /// per micro-batch anyway and the other ranks' parts would be dead weight.
     #[must_use]
     pub fn shards_gradients(&self) -> bool {
-        self.stage.shards_gradients() || self.precision == Precision::PureBf16
+        self.stage.shards_gradients() || self.grad_dtype() == DType::BF16
     }
 }
 
@@ -141,6 +208,7 @@ impl Default for ZeroConfig {
         Self {
             stage: Stage::Zero3,
             precision: Precision::F32,
+            grad_dtype: None,
             offload: Offload::default(),
             prefetch_units: 1,
             buckets_in_flight: 1,

@@ -6,14 +6,16 @@
 )]
 
 use engine::comm::{Communicator, World, threads};
+use engine::spill::{IoPath, SpillFile, SpillFolder, SpillIo};
 use engine::{
     EngineError, ModelSpec, Offload, OptimizerConfig, ParamAccess, ParamId, ParamSpec, PassKind,
-    Phase, Plan, Precision, Stage, StepReport, TensorParallel, Tiers, UnitId, UnitSpec, Zero,
-    ZeroConfig,
+    Phase, Plan, Precision, Spill, Stage, StateKind, StepReport, TensorParallel, Tier, Tiers,
+    UnitId, UnitSpec, Zero, ZeroConfig,
 };
 use kernels::{Backend, NullBackend, Pool, Tag, Tensor};
 use optim::{AdamW, GroupOptions};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 pub const WIDTH: usize = 5;
 pub const VISION_UNITS: usize = 2;
@@ -106,6 +108,27 @@ impl Case {
     }
 }
 
+/// Spill files beside the test binary, whose disk has direct I/O more often than the system's temporary folder.
+fn spill(rank: usize) -> Result<Spill, EngineError> {
+    static JOBS: AtomicUsize = AtomicUsize::new(0);
+    let exe = std::env::current_exe().unwrap();
+    let job = JOBS.fetch_add(1, Ordering::Relaxed);
+    let job = format!("{}-{job}", std::process::id());
+    let folder = Arc::new(SpillFolder::join(exe.parent().unwrap(), &job)?);
+    let io = SpillIo::new(0, &Pool::new("buffers", None))?;
+    let way = if rank.is_multiple_of(2) {
+        IoPath::Mapped
+    } else {
+        IoPath::Direct
+    };
+    let files = [StateKind::Param, StateKind::Optimizer].map(|kind| {
+        let file = SpillFile::create(&folder, rank, kind.name(), way)
+            .or_else(|_| SpillFile::create(&folder, rank, kind.name(), IoPath::Mapped));
+        (kind, file.unwrap())
+    });
+    Ok(Spill::new(io, files))
+}
+
 pub fn engine_for(case: &Case, comm: Arc<dyn Communicator>) -> Result<Zero, EngineError> {
     let spec = spec(|u, _| !case.frozen_units.contains(&u));
     let groups = spec
@@ -119,10 +142,12 @@ pub fn engine_for(case: &Case, comm: Arc<dyn Communicator>) -> Result<Zero, Engi
     let plan = Plan::new(spec, case.config.clone(), case.world)?;
     let pool = Pool::new("device", None);
     let backend: Arc<dyn Backend> = Arc::new(NullBackend::new(pool.clone()));
-    let tiers = Tiers {
-        device: pool,
-        host: Pool::new("host", None),
-    };
+    let mut tiers = Tiers::new(pool, Pool::new("host", None));
+    let offload = case.config.offload;
+    if [offload.param, offload.optimizer].contains(&Tier::Nvme) {
+        tiers = tiers.with_spill(spill(comm.world().rank)?);
+    }
+    let disk = tiers.spill().cloned();
     let optimizer = OptimizerConfig {
         rule: Arc::new(AdamW {
             beta1: 0.9,
@@ -132,7 +157,16 @@ pub fn engine_for(case: &Case, comm: Arc<dyn Communicator>) -> Result<Zero, Engi
         }),
         groups,
     };
-    Zero::new(Arc::new(plan), comm, backend, tiers, optimizer)
+    let slots = optimizer.rule.slots(case.config.precision);
+    let rank = comm.world().rank;
+    let zero = Zero::new(Arc::new(plan), comm, backend, tiers, optimizer)?;
+    if let Some(disk) = disk {
+        // Of a kind that is elsewhere the file has its header only.
+        let planned = [StateKind::Param, StateKind::Optimizer]
+            .map(|kind| zero.plan().spill_file_bytes(rank, kind, slots).max(4096));
+        assert_eq!(disk.file_bytes(), planned.iter().sum::<u64>());
+    }
+    Ok(zero)
 }
 
 pub fn load_initial(zero: &mut Zero) {

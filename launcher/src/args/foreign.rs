@@ -90,12 +90,6 @@ pub struct Restricted {
 /// Foreign flags that are refused unless neutral.
 pub const RESTRICTED: &[Restricted] = &[
     Restricted {
-        name: "fp16",
-        neutral: &["false"],
-        reason: "fp16 needs loss scaling, which is not available yet, and these models were trained in bf16",
-        next: "--precision bf16",
-    },
-    Restricted {
         name: "q_lora",
         neutral: &["false"],
         reason: "quantised base weights are not available",

@@ -4,13 +4,16 @@
 //! the Hugging Face trainers paste in. [`parse`] first rewrites the line onto the frozen set of
 //! flags (see `normalise.rs`) and then hands it to clap.
 
+mod bench;
 mod data_check;
 mod explain;
 mod export;
 mod foreign;
 mod generate;
 mod normalise;
+mod plan;
 mod presets;
+mod synth;
 mod table;
 mod watch;
 
@@ -19,13 +22,15 @@ use std::path::PathBuf;
 use clap::{CommandFactory, Parser};
 
 use crate::config::{
-    DataFormatChoice, DeviceChoice, InitChoice, LrScale, Offload, PrecisionChoice, Recompute,
-    ReportTo, RopeChoice, Scheduler, Strategy, TemplateChoice, Workers,
+    DataFormatChoice, DeviceChoice, GradDtype, InitChoice, LrScale, NvmeIo, Offload,
+    PrecisionChoice, PureBf16Moments, PureBf16Weights, Recompute, ReportTo, RopeChoice, Scheduler,
+    Strategy, TemplateChoice, Workers,
 };
 use crate::error_format::ErrorFormat;
 use crate::exit::Failure;
 use crate::units::parse_bytes;
 
+pub use bench::BenchNvmeArgs;
 pub use data_check::DataCheckArgs;
 pub use explain::{ExplainArgs, Lang};
 pub use export::{ExportArgs, ExportDtype};
@@ -33,7 +38,9 @@ pub use foreign::{IGNORED, RESTRICTED};
 pub use generate::{EvalArgs, GenerateArgs};
 use normalise::Verb;
 pub use normalise::{Note, VERBS};
+pub use plan::{Hardware, PlanArgs};
 pub use presets::{PRESETS, Preset};
+pub use synth::SynthArgs;
 pub(crate) use table::value_name;
 pub use table::{flag_table, with_flags};
 pub use watch::WatchArgs;
@@ -47,7 +54,7 @@ pub use watch::WatchArgs;
     long_about = "Fine-tunes vision-language models with sharded optimizer states (ZeRO 0-3) and offload to host \
 memory.\nWithout --model it trains the built-in demo. Every flag is also accepted in snake_case.\n\
 Other verbs, each with its own --help: \
-doctor, data check, generate, eval, export, watch, explain.",
+plan, doctor, data check, generate, eval, export, watch, explain, synth, bench nvme.",
     max_term_width = 100
 )]
 pub struct Args {
@@ -114,9 +121,12 @@ pub struct Args {
     /// ZeRO stage: 0 nothing, 1 optimizer states, 2 and gradients, 3 and parameters are sharded
     #[arg(long, value_name = "STAGE", value_parser = clap::value_parser!(u8).range(0..=3), help_heading = "Memory and ranks")]
     pub zero: Option<u8>,
-    /// What lives in host memory: none, cpu (all), or optimizer=cpu,param=cpu
+    /// Where states rest: none, cpu, nvme:DIR, or by kind, as param=nvme:DIR,optimizer=cpu,activation=cpu
     #[arg(long, value_name = "TIERS", help_heading = "Memory and ranks")]
     pub offload: Option<Offload>,
+    /// The way to files of --offload nvme: auto measures and takes the faster
+    #[arg(long, value_enum, help_heading = "Memory and ranks")]
+    pub nvme_io: Option<NvmeIo>,
     /// Longest wait of a rank for another, in seconds
     #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..), help_heading = "Memory and ranks")]
     pub comm_timeout: Option<u64>,
@@ -140,6 +150,33 @@ pub struct Args {
     /// `--bf16 true` is `--precision bf16`, `--bf16 false` is `--precision f32`
     #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL", help_heading = "Memory and ranks")]
     pub bf16: Option<bool>,
+    /// `--fp16 true` is `--precision fp16`
+    #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL", help_heading = "Memory and ranks")]
+    pub fp16: Option<bool>,
+    /// Number format of accumulated gradients; the default is f32, bf16 with --precision pure-bf16
+    #[arg(long, value_enum, help_heading = "Memory and ranks")]
+    pub grad_dtype: Option<GradDtype>,
+    /// How pure bf16 stores weights
+    #[arg(long, value_enum, help_heading = "Memory and ranks")]
+    pub pure_bf16_weights: Option<PureBf16Weights>,
+    /// Number format of the moments beside pure bf16 weights
+    #[arg(long, value_enum, help_heading = "Memory and ranks")]
+    pub pure_bf16_moments: Option<PureBf16Moments>,
+    /// Factor on the loss of fp16; 0 finds it by trial
+    #[arg(long, value_name = "FACTOR", help_heading = "Memory and ranks")]
+    pub loss_scale: Option<f64>,
+    /// The first dynamic loss scale is two to this power [default: 16]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(0..=100), help_heading = "Memory and ranks")]
+    pub initial_scale_power: Option<u32>,
+    /// Updates without overflow after which a dynamic loss scale doubles [default: 1000]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..), help_heading = "Memory and ranks")]
+    pub loss_scale_window: Option<u64>,
+    /// Overflows until a dynamic loss scale is halved [default: 2]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..), help_heading = "Memory and ranks")]
+    pub hysteresis: Option<u32>,
+    /// The smallest dynamic loss scale; an overflow there ends the run [default: 1]
+    #[arg(long, value_name = "FACTOR", help_heading = "Memory and ranks")]
+    pub min_loss_scale: Option<f64>,
     /// Host memory the run may use over all ranks, such as 64G or 512MiB
     #[arg(long, value_name = "BYTES", value_parser = parse_bytes, help_heading = "Memory and ranks")]
     pub host_memory_limit: Option<u64>,
@@ -356,6 +393,15 @@ pub enum Command {
         /// Flags without effect here.
         notes: Vec<Note>,
     },
+    /// Plan a run.
+    Plan {
+        /// The arguments.
+        args: Box<PlanArgs>,
+        /// The flags as they were typed, each as `--name=value`.
+        typed: Vec<String>,
+        /// Flags without effect here.
+        notes: Vec<Note>,
+    },
     /// Report on the machine.
     Doctor(DoctorArgs),
     /// Show a run from its folder.
@@ -370,6 +416,10 @@ pub enum Command {
     Eval(Box<EvalArgs>),
     /// Write weights for other programs.
     Export(ExportArgs),
+    /// Write a model folder with random weights.
+    Synth(SynthArgs),
+    /// Measure a disk.
+    BenchNvme(BenchNvmeArgs),
     /// Print this text on stdout and end well: help or version.
     Print(String),
 }
@@ -386,6 +436,16 @@ pub fn parse(argv: &[String]) -> Result<Command, Failure> {
             presets::expand(&mut line.args);
             Args::try_parse_from(words(&line)).map(|args| Command::Train {
                 args: Box::new(args),
+                notes: line.notes,
+            })
+        }
+        Verb::Plan => {
+            let mut line = normalise::normalise(verb, rest, &PlanArgs::described())?;
+            let typed = line.args.clone();
+            presets::expand(&mut line.args);
+            PlanArgs::parse_words(&words(&line)).map(|args| Command::Plan {
+                args: Box::new(args),
+                typed,
                 notes: line.notes,
             })
         }
@@ -417,6 +477,14 @@ pub fn parse(argv: &[String]) -> Result<Command, Failure> {
         Verb::Export => {
             let line = normalise::normalise(verb, rest, &ExportArgs::command())?;
             ExportArgs::try_parse_from(words(&line)).map(Command::Export)
+        }
+        Verb::BenchNvme => {
+            let line = normalise::normalise(verb, rest, &BenchNvmeArgs::command())?;
+            BenchNvmeArgs::try_parse_from(words(&line)).map(Command::BenchNvme)
+        }
+        Verb::Synth => {
+            let line = normalise::normalise(verb, rest, &SynthArgs::command())?;
+            SynthArgs::try_parse_from(words(&line)).map(Command::Synth)
         }
     };
     parsed.or_else(|error| {
@@ -489,12 +557,12 @@ mod tests {
         assert_eq!(
             names.join(" "),
             "adam-beta1 adam-beta2 adam-epsilon bf16 checkpoint-activations comm-timeout data data-format data-workers device \
-             device-memory-limit error-format eval-data eval-steps eval-strategy find-batch freeze global-batch \
-             gradient-accumulation-steps gradient-checkpointing host-memory-limit init learning-rate \
+             device-memory-limit error-format eval-data eval-steps eval-strategy find-batch fp16 freeze global-batch grad-dtype \
+             gradient-accumulation-steps gradient-checkpointing host-memory-limit hysteresis init initial-scale-power learning-rate \
              limit logging-steps logging-strategy lora-alpha lora-dropout lora-layers lora-per-projection lora-rank \
-             lora-target-modules lr lr-scale lr-scheduler-type max-grad-norm max-slice-nums max-steps model \
-             model-max-length modules-to-save no-decay nproc num-train-epochs offload output \
-             per-device-eval-batch-size per-device-train-batch-size precision preset ptuning-tokens report-to resume \
+             lora-target-modules loss-scale loss-scale-window lr lr-scale lr-scheduler-type max-grad-norm max-slice-nums max-steps min-loss-scale model \
+             model-max-length modules-to-save no-decay nproc num-train-epochs nvme-io offload output \
+             per-device-eval-batch-size per-device-train-batch-size precision preset ptuning-tokens pure-bf16-moments pure-bf16-weights report-to resume \
              rope-precision save-steps save-strategy \
              save-total-limit seed skip-bad-samples template text-without-cross train train-on-turn-end tune-llm tune-vision use-lora warmup-ratio \
              warmup-steps weight-decay worst-first zero"
@@ -672,8 +740,8 @@ mod tests {
             "--zero 4",
             "--max-steps -2",
             "--nproc x",
-            "--precision fp16",
-            "--fp16 true",
+            "--precision fp8",
+            "--initial-scale-power -1",
             "--device cuda",
             "--offload nvme",
             "--zero",

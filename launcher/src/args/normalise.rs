@@ -39,6 +39,7 @@ pub struct Note {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Verb {
     Train,
+    Plan,
     Doctor,
     Explain,
     DataCheck,
@@ -46,12 +47,15 @@ pub(super) enum Verb {
     Eval,
     Export,
     Watch,
+    Synth,
+    BenchNvme,
 }
 
 impl Verb {
     /// The verbs that exist, as they are typed; two words where the second says what is done to the first.
-    pub(super) const ALL: [(Self, &'static str); 8] = [
+    pub(super) const ALL: [(Self, &'static str); 11] = [
         (Self::Train, "train"),
+        (Self::Plan, "plan"),
         (Self::Doctor, "doctor"),
         (Self::Explain, "explain"),
         (Self::DataCheck, "data check"),
@@ -59,6 +63,8 @@ impl Verb {
         (Self::Eval, "eval"),
         (Self::Export, "export"),
         (Self::Watch, "watch"),
+        (Self::Synth, "synth"),
+        (Self::BenchNvme, "bench nvme"),
     ];
 
     fn name(self) -> &'static str {
@@ -177,7 +183,10 @@ pub(super) fn normalise(
                     .next(format!("{spelled} human, or {spelled} json")));
                 }
             }
-            None if verb != Verb::Train => return Err(unknown(&key, &spelled, &known)),
+            // A line of another trainer is also planned as it stands.
+            None if !matches!(verb, Verb::Train | Verb::Plan) => {
+                return Err(unknown(&key, &spelled, &known));
+            }
             None => {
                 while let Some(value) = rest.next_if(|word| !word.starts_with("--")) {
                     values.push(value.to_string());

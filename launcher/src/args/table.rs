@@ -6,8 +6,8 @@ use std::fmt::Write;
 use clap::{CommandFactory, ValueEnum};
 
 use super::{
-    ALIASES, Args, DataCheckArgs, DoctorArgs, EvalArgs, ExplainArgs, ExportArgs, GenerateArgs,
-    IGNORED, RESTRICTED, WatchArgs,
+    ALIASES, Args, BenchNvmeArgs, DataCheckArgs, DoctorArgs, EvalArgs, ExplainArgs, ExportArgs,
+    GenerateArgs, IGNORED, PlanArgs, RESTRICTED, SynthArgs, WatchArgs,
 };
 use crate::config::resolve;
 use crate::exit::Failure;
@@ -63,6 +63,7 @@ pub fn flag_table() -> Result<String, Failure> {
             ),
         );
     }
+    verb_section(&mut text, "plan", &PlanArgs::own_flags());
     verb_section(&mut text, "doctor", &DoctorArgs::command());
     verb_section(&mut text, "explain", &ExplainArgs::command());
     verb_section(&mut text, "data check", &DataCheckArgs::command());
@@ -70,6 +71,8 @@ pub fn flag_table() -> Result<String, Failure> {
     verb_section(&mut text, "eval", &EvalArgs::command());
     verb_section(&mut text, "export", &ExportArgs::command());
     verb_section(&mut text, "watch", &WatchArgs::command());
+    verb_section(&mut text, "synth", &SynthArgs::command());
+    verb_section(&mut text, "bench nvme", &BenchNvmeArgs::command());
     push(
         &mut text,
         format_args!("\n## Other spellings\n\n| spelling | flag |\n|---|---|\n"),

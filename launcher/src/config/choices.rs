@@ -31,6 +31,8 @@ pub enum Device {
 pub enum PrecisionChoice {
     /// 16-bit weights and activations, f32 master weights and moments.
     Bf16,
+    /// f16 weights and activations, f32 master weights and moments, a loss scale.
+    Fp16,
     /// Everything in f32.
     #[value(alias = "fp32")]
     F32,
@@ -341,125 +343,9 @@ impl fmt::Display for Recompute {
     }
 }
 
-/// Where bytes live while they are not in use.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Tier {
-    /// On the device.
-    #[default]
-    None,
-    /// In host memory.
-    Cpu,
-}
-
-impl fmt::Display for Tier {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::None => "none",
-            Self::Cpu => "cpu",
-        })
-    }
-}
-
-/// `--offload`: tiers of optimizer states and parameters.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct Offload {
-    /// Master weights, moments, and the gradients they are updated from.
-    pub optimizer: Tier,
-    /// Weights.
-    pub param: Tier,
-}
-
-impl Offload {
-    /// Whether nothing is offloaded.
-    pub const fn is_none(self) -> bool {
-        matches!((self.optimizer, self.param), (Tier::None, Tier::None))
-    }
-}
-
-impl FromStr for Offload {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, Self::Err> {
-        if !text.contains('=') {
-            let tier = tier_from(text)?;
-            return Ok(Self {
-                optimizer: tier,
-                param: tier,
-            });
-        }
-        let mut offload = Self::default();
-        let mut named: Vec<&str> = Vec::new();
-        for part in text.split(',') {
-            let (name, value) = part
-                .split_once('=')
-                .ok_or_else(|| format!("'{part}' is not of the form name=tier"))?;
-            let tier = tier_from(value)?;
-            let name = name.trim();
-            if named.contains(&name) {
-                return Err(format!("{name} is given twice"));
-            }
-            named.push(name);
-            match name {
-                "optimizer" => offload.optimizer = tier,
-                "param" | "parameter" => offload.param = tier,
-                other => return Err(format!("'{other}' is neither optimizer nor param")),
-            }
-        }
-        Ok(offload)
-    }
-}
-
-fn tier_from(text: &str) -> Result<Tier, String> {
-    match text.trim() {
-        "none" => Ok(Tier::None),
-        "cpu" => Ok(Tier::Cpu),
-        other if other.starts_with("nvme") => Err("the nvme tier is not available yet".to_string()),
-        other => Err(format!("'{other}' is neither none nor cpu")),
-    }
-}
-
-impl fmt::Display for Offload {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        if self.optimizer == self.param {
-            write!(f, "{}", self.param)
-        } else {
-            write!(f, "optimizer={},param={}", self.optimizer, self.param)
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn offload_reads_short_and_long_form() {
-        let both = Offload {
-            optimizer: Tier::Cpu,
-            param: Tier::Cpu,
-        };
-        assert_eq!("cpu".parse(), Ok(both));
-        assert_eq!("optimizer=cpu,param=cpu".parse(), Ok(both));
-        let optimizer = Offload {
-            optimizer: Tier::Cpu,
-            param: Tier::None,
-        };
-        assert_eq!("optimizer=cpu".parse(), Ok(optimizer));
-        for offload in [both, optimizer, Offload::default()] {
-            assert_eq!(offload.to_string().parse(), Ok(offload));
-        }
-        for bad in [
-            "gpu",
-            "nvme:/x",
-            "optimizer=cpu,optimizer=none",
-            "weights=cpu",
-            "cpu,param=cpu",
-        ] {
-            assert!(bad.parse::<Offload>().is_err(), "{bad}");
-        }
-    }
 
     #[test]
     fn towers_and_workers_read_what_they_print() {

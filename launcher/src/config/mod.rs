@@ -6,6 +6,8 @@
 mod batch;
 mod choices;
 mod defaults;
+mod numbers;
+mod offload;
 mod resolve;
 mod trainable;
 
@@ -19,10 +21,12 @@ use serde::{Deserialize, Serialize};
 use crate::exit::{ErrorCode, Failure};
 
 pub use choices::{
-    Cadence, DataFormatChoice, Device, DeviceChoice, InitChoice, LrScale, Offload, PrecisionChoice,
-    Recompute, ReportTo, RopeChoice, Scheduler, Strategy, TemplateChoice, Tier, Workers,
+    Cadence, DataFormatChoice, Device, DeviceChoice, InitChoice, LrScale, PrecisionChoice,
+    Recompute, ReportTo, RopeChoice, Scheduler, Strategy, TemplateChoice, Workers,
 };
 pub use defaults::{DEMO, Defaults, MODEL};
+pub use numbers::{GradDtype, Numbers, PureBf16Moments, PureBf16Weights, check_family};
+pub use offload::{NvmeIo, Offload, Tier};
 pub use resolve::{Resolved, resolve};
 
 /// Where the model, its tokenizer and the samples come from.
@@ -247,6 +251,8 @@ pub struct RunConfig {
     pub zero: u8,
     /// Tiers of optimizer states and parameters.
     pub offload: Offload,
+    /// The way to spill files.
+    pub nvme_io: NvmeIo,
     /// Number of ranks.
     pub nproc: usize,
     /// Longest wait of a rank for another, seconds.
@@ -255,6 +261,8 @@ pub struct RunConfig {
     pub device: Device,
     /// Number format.
     pub precision: PrecisionChoice,
+    /// What the number format leaves open.
+    pub numbers: Numbers,
     /// Where rotary angles are rounded.
     pub rope_precision: RopeChoice,
     /// Host memory the run may use over all ranks, bytes; `None` is what the machine has.

@@ -48,11 +48,17 @@ pub fn resolve(args: &Args, env: &Env) -> Result<Resolved, Failure> {
         },
         init: args.init.unwrap_or(defaults.init),
         zero: args.zero.unwrap_or(defaults::ZERO),
-        offload: args.offload.unwrap_or_default(),
+        offload: args
+            .offload
+            .clone()
+            .unwrap_or_default()
+            .resolved(absolute)?,
+        nvme_io: args.nvme_io.unwrap_or_default(),
         nproc,
         comm_timeout_seconds: args.comm_timeout.unwrap_or(defaults::COMM_TIMEOUT_SECONDS),
         // `auto` means the CPU until there is another device.
         device: Device::Cpu,
+        numbers: super::numbers::resolve(args, precision(args, defaults)?)?,
         precision: precision(args, defaults)?,
         rope_precision: args.rope_precision.unwrap_or_default(),
         host_memory_limit: args.host_memory_limit,
@@ -174,31 +180,42 @@ fn output(args: &Args, env: &Env, source: &Source) -> Result<(PathBuf, bool), Fa
 }
 
 fn precision(args: &Args, defaults: &Defaults) -> Result<PrecisionChoice, Failure> {
-    let meant = args.bf16.map(|on| {
-        if on {
-            PrecisionChoice::Bf16
-        } else {
-            PrecisionChoice::F32
+    use PrecisionChoice as P;
+    let contradiction = |one: String, other: String| {
+        Err(Failure::usage(
+            format!("{one} and {other} contradict each other"),
+            "both set the number format",
+        )
+        .next("keep one of them"))
+    };
+    let meant = match (args.bf16, args.fp16) {
+        (Some(true), Some(true)) => {
+            return contradiction("--bf16 true".into(), "--fp16 true".into());
         }
-    });
+        (Some(true), _) => Some(("--bf16 true", P::Bf16)),
+        (_, Some(true)) => Some(("--fp16 true", P::Fp16)),
+        (Some(false), _) => Some(("--bf16 false", P::F32)),
+        // Without fp16 any other format is meant.
+        (None, Some(false) | None) => None,
+    };
     match (args.precision, meant) {
-        (Some(asked), Some(meant)) => {
-            // Pure bf16 is a kind of bf16.
-            let is_bf16 = asked != PrecisionChoice::F32;
-            if is_bf16 != (meant == PrecisionChoice::Bf16) {
-                return Err(Failure::usage(
-                    format!(
-                        "--precision {} and --bf16 {} contradict each other",
-                        value_name(asked),
-                        meant == PrecisionChoice::Bf16
-                    ),
-                    "both set the number format",
-                )
-                .next("keep one of them"));
+        (Some(asked), Some((flag, meant))) => {
+            // Pure bf16 is a kind of bf16, and --bf16 false says nothing about fp16.
+            let agree = asked == meant
+                || (asked == P::PureBf16 && meant == P::Bf16)
+                || (asked == P::Fp16 && args.bf16 == Some(false));
+            if !agree || (asked == P::Fp16 && args.fp16 == Some(false)) {
+                let asked = format!("--precision {}", value_name(asked));
+                return contradiction(asked, flag.to_owned());
             }
             Ok(asked)
         }
-        (asked, meant) => Ok(asked.or(meant).unwrap_or(defaults.precision)),
+        (Some(P::Fp16), None) if args.fp16 == Some(false) => {
+            contradiction("--precision fp16".into(), "--fp16 false".into())
+        }
+        (asked, meant) => Ok(asked
+            .or(meant.map(|(_, meant)| meant))
+            .unwrap_or(defaults.precision)),
     }
 }
 
@@ -441,10 +458,12 @@ impl RunConfig {
         flags.push(("init", value_name(self.init)));
         flags.push(("zero", self.zero.to_string()));
         flags.push(("offload", self.offload.to_string()));
+        flags.push(("nvme-io", value_name(self.nvme_io)));
         flags.push(("nproc", self.nproc.to_string()));
         flags.push(("comm-timeout", self.comm_timeout_seconds.to_string()));
         flags.push(("device", "cpu".to_string()));
         flags.push(("precision", value_name(self.precision)));
+        flags.extend(self.numbers.flags(self.precision));
         let towers = self.checkpoint_activations.to_string();
         flags.push(("checkpoint-activations", towers));
         flags.extend(
@@ -638,7 +657,8 @@ mod tests {
             demo.offload,
             Offload {
                 optimizer: Tier::Cpu,
-                param: Tier::Cpu
+                param: Tier::Cpu,
+                activation: Tier::None,
             }
         );
         assert_eq!((demo.nproc, demo.global_batch()), (2, 32));

@@ -7,11 +7,11 @@
 mod cache;
 mod dataset;
 mod held_out;
-mod model_files;
+pub(crate) mod model_files;
 mod picture;
-mod png;
+pub(crate) mod png;
 mod rng;
-mod tokenizer;
+pub(crate) mod tokenizer;
 
 use std::path::{Path, PathBuf};
 

@@ -7,9 +7,13 @@ use super::tokenizer::{SPECIAL, Vocabulary};
 
 /// Tokens of one picture.
 const QUERIES: usize = 16;
+/// Side of the square whose area a slice has about, in pixels.
+const SCALE_RESOLUTION: usize = 56;
+/// Side of a patch in pixels.
+const PATCH_SIZE: usize = 14;
 
 /// Text that precedes every conversation without a system message of its own.
-const TEMPLATE: &str = "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' }}{% endif %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}";
+pub(crate) const TEMPLATE: &str = "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' }}{% endif %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}";
 
 /// Name and contents of every file; weights are random, so there are none.
 pub(super) fn files() -> Vec<(&'static str, Value)> {
@@ -18,7 +22,10 @@ pub(super) fn files() -> Vec<(&'static str, Value)> {
         ("config.json", config(&vocabulary)),
         ("tokenizer.json", vocabulary.to_json()),
         ("tokenizer_config.json", tokenizer_config(&vocabulary)),
-        ("preprocessor_config.json", preprocessor_config()),
+        (
+            "preprocessor_config.json",
+            preprocessor_config(QUERIES, SCALE_RESOLUTION, PATCH_SIZE),
+        ),
     ]
 }
 
@@ -55,7 +62,7 @@ fn config(vocabulary: &Vocabulary) -> Value {
         "slice_config": {
             "max_slice_nums": 9,
             "patch_size": 14,
-            "scale_resolution": 56,
+            "scale_resolution": SCALE_RESOLUTION,
             "model_type": "minicpmv",
         },
         "vision_config": {
@@ -98,14 +105,19 @@ fn tokenizer_config(vocabulary: &Vocabulary) -> Value {
     })
 }
 
-fn preprocessor_config() -> Value {
+/// `preprocessor_config.json` of the family; lengths in pixels.
+pub(crate) fn preprocessor_config(
+    queries: usize,
+    scale_resolution: usize,
+    patch_size: usize,
+) -> Value {
     json!({
         "image_processor_type": "MiniCPMVImageProcessor",
         "max_slice_nums": 9,
-        "scale_resolution": 56,
-        "patch_size": 14,
+        "scale_resolution": scale_resolution,
+        "patch_size": patch_size,
         "use_image_id": true,
-        "image_feature_size": QUERIES,
+        "image_feature_size": queries,
         "im_start": "<image>",
         "im_end": "</image>",
         "slice_start": "<slice>",

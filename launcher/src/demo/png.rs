@@ -8,7 +8,7 @@ const SIGNATURE: [u8; 8] = [0x89, b'P', b'N', b'G', 0x0d, 0x0a, 0x1a, 0x0a];
 ///
 /// # Panics
 /// The number of pixels is no multiple of `width`, or the picture is larger than 64 KiB.
-pub(super) fn encode(width: usize, pixels: &[bool], palette: [[u8; 3]; 2]) -> Vec<u8> {
+pub(crate) fn encode(width: usize, pixels: &[bool], palette: [[u8; 3]; 2]) -> Vec<u8> {
     assert_eq!(pixels.len() % width, 0, "rows are whole");
     let height = pixels.len() / width;
     let mut header = Vec::new();

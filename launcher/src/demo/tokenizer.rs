@@ -94,35 +94,47 @@ impl Vocabulary {
             .collect();
         let added: Vec<Value> = SPECIAL
             .iter()
-            .map(|token| {
-                json!({
-                    "id": self.special_id(token), "content": token, "single_word": false,
-                    "lstrip": false, "rstrip": false, "normalized": false, "special": true,
-                })
-            })
+            .map(|token| special_token(self.special_id(token), token))
             .collect();
-        json!({
-            "version": "1.0",
-            "truncation": null,
-            "padding": null,
-            "added_tokens": added,
-            "normalizer": { "type": "NFC" },
-            "pre_tokenizer": {
-                "type": "Sequence",
-                "pretokenizers": [
-                    { "type": "Split", "pattern": { "Regex": SPLIT }, "behavior": "Isolated", "invert": false },
-                    { "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false },
-                ],
-            },
-            "post_processor": null,
-            "decoder": { "type": "ByteLevel", "add_prefix_space": true, "trim_offsets": true, "use_regex": true },
-            "model": {
-                "type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
-                "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false,
-                "ignore_merges": false, "vocab": vocab, "merges": self.merges,
-            },
-        })
+        byte_level(vocab, &self.merges, added)
     }
+}
+
+/// `tokenizer.json` of a byte-level BPE: tokens with their ids, merges by rank, entries of added tokens.
+pub(crate) fn byte_level(
+    vocab: serde_json::Map<String, Value>,
+    merges: &[String],
+    added: Vec<Value>,
+) -> Value {
+    json!({
+        "version": "1.0",
+        "truncation": null,
+        "padding": null,
+        "added_tokens": added,
+        "normalizer": { "type": "NFC" },
+        "pre_tokenizer": {
+            "type": "Sequence",
+            "pretokenizers": [
+                { "type": "Split", "pattern": { "Regex": SPLIT }, "behavior": "Isolated", "invert": false },
+                { "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false },
+            ],
+        },
+        "post_processor": null,
+        "decoder": { "type": "ByteLevel", "add_prefix_space": true, "trim_offsets": true, "use_regex": true },
+        "model": {
+            "type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
+            "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false,
+            "ignore_merges": false, "vocab": vocab, "merges": merges,
+        },
+    })
+}
+
+/// One of the added tokens of a `tokenizer.json`: special, found as it is spelt.
+pub(crate) fn special_token(id: usize, content: &str) -> Value {
+    json!({
+        "id": id, "content": content, "single_word": false,
+        "lstrip": false, "rstrip": false, "normalized": false, "special": true,
+    })
 }
 
 /// Words as [`SPLIT`] cuts them, for texts of letters, spaces and single punctuation marks.
@@ -169,7 +181,7 @@ fn merge(word: &[String], left: &str, right: &str) -> Vec<String> {
 
 /// The printable letter that stands for each byte in byte-level BPE: printable Latin-1 bytes stand
 /// for themselves, the others for letters from U+0100 on.
-fn byte_letters() -> Vec<char> {
+pub(crate) fn byte_letters() -> Vec<char> {
     let mut next = 0x100u32;
     (0..=255u8)
         .map(|byte| match byte {

@@ -47,6 +47,7 @@ impl OpenModel {
         let dtype = match precision {
             Some(PrecisionChoice::F32) => DType::F32,
             Some(PrecisionChoice::Bf16 | PrecisionChoice::PureBf16) => DType::BF16,
+            Some(PrecisionChoice::Fp16) => DType::F16,
             None => stored_dtype(&weights),
         };
         let mut options = ModelOptions::new(dtype);

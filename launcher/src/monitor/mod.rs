@@ -13,13 +13,15 @@ use std::time::{Duration, Instant};
 
 use engine::comm::{CommError, Communicator, Tag};
 use engine::{Times, Zero};
+use serde::{Deserialize, Serialize};
 
 use crate::report::TierBytes;
 use memory::{MemoryRow, Timeline};
 use split::StepSplit;
 
 /// A part of a run.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum Phase {
     /// Everything before the first step.
     Load,

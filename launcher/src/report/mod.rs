@@ -35,7 +35,7 @@ pub use page::{REPORT, write_pages};
 pub use plan_file::PlanFile;
 pub use state::{TrainerState, TrainerStateConfig};
 pub use tensorboard::EventWriter;
-pub use trainer_log::{LogRow, TRAINER_LOG, TierBytes, TrainerLog};
+pub use trainer_log::{DiskTraffic, LogRow, TRAINER_LOG, TierBytes, TrainerLog};
 
 /// File of `eval_results.json`.
 pub const EVAL_RESULTS: &str = "eval_results.json";
@@ -67,6 +67,8 @@ pub struct StepRecord {
     pub bytes: TierBytes,
     /// Where the time of a step went.
     pub times: StepTimes,
+    /// What went to and from this rank's spill files since the last logged step.
+    pub disk: Option<DiskTraffic>,
 }
 
 /// Result of evaluating the held-out samples, as stored in `eval_results.json`.
@@ -182,6 +184,7 @@ impl RunReport {
             total_tokens: record.total_tokens,
             bytes: Some(record.bytes),
             times: Some(record.times.clone()),
+            disk: record.disk,
             ..LogRow::default()
         };
         self.log.append(&row)?;
@@ -341,6 +344,7 @@ mod tests {
                 rss: 3 << 20,
             },
             times: StepTimes::of(&[StepSplit::from_slice(&[0.1; 6]); 2], 1.0),
+            disk: None,
         }
     }
 

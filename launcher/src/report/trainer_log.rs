@@ -1,5 +1,6 @@
 //! `trainer_log.jsonl`: one JSON object per logged step, with the fields LLaMA-Factory's tools read.
 
+use std::fmt;
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
@@ -26,6 +27,29 @@ pub struct TierBytes {
     pub host: u64,
     /// Resident memory of the process.
     pub rss: u64,
+}
+
+/// Traffic of one rank's spill files.
+#[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
+pub struct DiskTraffic {
+    /// Bytes read.
+    pub read_bytes: u64,
+    /// Bytes written.
+    pub written_bytes: u64,
+    /// Bytes per second while requests were under way.
+    pub bytes_per_second: f64,
+    /// Share of what the disk reached when it was measured at the start; 0 where it was not.
+    pub share: f64,
+}
+
+impl fmt::Display for DiskTraffic {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "nvme {:.2} GB/s", self.bytes_per_second / 1e9)?;
+        if self.share > 0.0 {
+            write!(f, " ({:.0} %)", 100.0 * self.share)?;
+        }
+        Ok(())
+    }
 }
 
 /// One row. Fields without a value are left out.
@@ -57,6 +81,8 @@ pub struct LogRow {
     pub bytes: Option<TierBytes>,
     /// Where the time of a step went.
     pub times: Option<StepTimes>,
+    /// What went to and from the spill files since the last row.
+    pub disk: Option<DiskTraffic>,
 }
 
 impl LogRow {
@@ -97,6 +123,16 @@ impl LogRow {
             let gib = bytes.device as f64 / 1024f64.powi(3);
             put("vram_allocated", rounded(gib, 2));
             put("vram_reserved", rounded(gib, 2));
+        }
+        if let Some(disk) = &self.disk {
+            put(
+                "nvme",
+                json!({
+                    "read_bytes": disk.read_bytes, "written_bytes": disk.written_bytes,
+                    "gb_per_second": rounded(disk.bytes_per_second / 1e9, 3),
+                    "share_of_measured": rounded(disk.share, 3),
+                }),
+            );
         }
         if let Some(times) = &self.times {
             put("step_seconds", rounded(times.step_seconds(), SECONDS));

@@ -1,15 +1,17 @@
 //! What would fit instead: neighbours of a configuration, each with its own plan.
 
 use super::check;
-use super::fit::{self, Fit};
+use super::fit;
 use super::place;
 use super::setup;
 use crate::args::{self, Command};
 use crate::config::{PrecisionChoice, Recompute, RunConfig, resolve};
 use crate::exit::{ErrorCode, Failure};
+use crate::plan::Fit;
 use crate::rank_env::Env;
 use crate::units::bytes;
 use models::data::EncodedSample;
+use std::sync::Arc;
 
 /// Alternatives that a report names.
 const NAMED: usize = 3;
@@ -74,7 +76,7 @@ fn neighbours(config: &RunConfig) -> Vec<Flags> {
 }
 
 /// `config` with some flags set otherwise.
-fn changed(config: &RunConfig, flags: &Flags) -> Option<RunConfig> {
+pub(crate) fn changed(config: &RunConfig, flags: &[(&'static str, String)]) -> Option<RunConfig> {
     let kept = config.to_flags();
     let kept = kept
         .iter()
@@ -100,14 +102,14 @@ pub(super) fn add(failure: &mut Failure, config: &RunConfig, largest: &Largest<'
     let plan = |config: &RunConfig| -> Result<Fit, Failure> {
         let (model, plan) = setup::replan(config)?;
         let worst = largest(config, config.batch.micro_batch)?;
-        let activations = fit::activation_bytes(config, &*model, &worst)?;
-        Ok(fit::fit(config, &plan, activations))
+        let memory = fit::training_memory(config, &*model, &Arc::new(plan), &worst)?;
+        Ok(fit::fit(config, &memory))
     };
     let Ok(base) = plan(config) else {
         return;
     };
     let on_device = failure.code == ErrorCode::DeviceMemory
-        || failure.code == ErrorCode::Plan && base.exceeds_device(config);
+        || failure.code == ErrorCode::Plan && base.exceeds_device();
     let mut lines = Vec::new();
     let mut taken: Vec<Flags> = Vec::new();
     let mut smallest: Option<(u64, String)> = None;
@@ -128,18 +130,15 @@ pub(super) fn add(failure: &mut Failure, config: &RunConfig, largest: &Largest<'
         let spelled: Vec<String> = flags.iter().map(|(n, v)| format!("--{n} {v}")).collect();
         let spelled = spelled.join(" ");
         let (need, before) = if on_device {
-            (fit.device_need(), base.device_need())
+            (fit.need.device, base.need.device)
         } else {
-            (fit.host_need(), base.host_need())
+            (fit.need.host, base.need.host)
         };
         if smallest.as_ref().is_none_or(|(least, _)| need < *least) {
             smallest = Some((need, spelled.clone()));
         }
-        if need < before && fit.check(&neighbour).is_ok() && lines.len() < NAMED {
-            lines.push(format!(
-                "{spelled}   (plan: {}, fits)",
-                fit.needs(&neighbour)
-            ));
+        if need < before && fit.fits() && lines.len() < NAMED {
+            lines.push(format!("{spelled}   (plan: {}, fits)", fit.needs()));
             taken.push(flags);
         }
     }

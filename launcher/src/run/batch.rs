@@ -1,13 +1,13 @@
 //! The batch of a run: what an update takes, and the largest micro-batch that fits.
 
-use super::check;
-use super::fit::{self, Fit};
+use super::fit;
 use super::setup::Setup;
 use crate::config::{LrScale, RunConfig};
 use crate::data::SampleSet;
 use crate::exit::Failure;
 use crate::ui::Event;
 use crate::units::{bytes, grouped};
+use std::sync::Arc;
 
 /// Larger micro-batches are not looked for.
 const MAX_MICRO_BATCH: usize = 4096;
@@ -55,11 +55,12 @@ pub(super) fn find(
     let mut probe = |at: usize| -> Result<Option<Failure>, Failure> {
         let mut trial = config.clone();
         set(&mut trial, candidates[at]);
-        let worst = check::largest(train, &trial, &*setup.processor)?;
-        let activations = fit::activation_bytes(&trial, &*setup.model, &worst)?;
-        let fit: Fit = fit::fit(&trial, &setup.plan(&trial)?, activations);
-        tried.push((candidates[at], fit.need, fit.fits(&trial)));
-        Ok(fit.check(&trial).err())
+        let plan = Arc::new(setup.plan(&trial)?);
+        let (model, processor) = (&*setup.model, &*setup.processor);
+        let memory = fit::memory_on(&trial, model, processor, &plan, train)?;
+        let fit = fit::fit(&trial, &memory);
+        tried.push((candidates[at], fit.need.host, fit.fits()));
+        Ok(fit.check(&trial, &memory).err())
     };
     if candidates.is_empty() {
         return Err(Failure::usage(

@@ -125,7 +125,7 @@ pub(super) fn text_only(config: &RunConfig, set: &SampleSet) -> Result<(), Failu
 }
 
 /// The samples that a worst micro-batch would hold: the longest by tokens and patches.
-pub(super) fn largest(
+pub(crate) fn largest(
     set: &SampleSet,
     config: &RunConfig,
     processor: &dyn Processor,

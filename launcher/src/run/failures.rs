@@ -5,6 +5,7 @@ use crate::units::bytes;
 use engine::EngineError;
 use engine::checkpoint::CheckpointError;
 use engine::comm::CommError;
+use engine::spill::SpillError;
 use kernels::{KernelError, Tag};
 use models::{ModelError, WeightError};
 use std::error::Error;
@@ -12,12 +13,13 @@ use std::path::Path;
 
 pub(crate) use crate::data::chain;
 
-pub(super) fn engine(doing: &str, error: &EngineError) -> Failure {
+pub(crate) fn engine(doing: &str, error: &EngineError) -> Failure {
     match error {
         EngineError::Comm(comm_error) => comm(comm_error),
         EngineError::Checkpoint(inner) => checkpoint(doing, inner),
         EngineError::Kernel(inner) => kernel(doing, inner),
         EngineError::Map { .. } => host_memory(doing, chain(error)),
+        EngineError::Spill(inner) => spill(doing, inner),
         EngineError::CheckpointMismatch { missing, extra } => mismatch(doing, missing, extra),
         EngineError::Load { source, .. } => match source.downcast_ref::<WeightError>() {
             Some(weights) => self::weights(weights),
@@ -34,6 +36,19 @@ pub(super) fn engine(doing: &str, error: &EngineError) -> Failure {
         )
         .next("start all ranks from the same configuration and the same build"),
         _ => Failure::new(ErrorCode::Panic, format!("cannot {doing}"), chain(error)),
+    }
+}
+
+/// A spill disk that is full, slow to answer or not there.
+pub(super) fn spill(doing: &str, error: &SpillError) -> Failure {
+    let failure = Failure::new(ErrorCode::Disk, format!("cannot {doing}"), chain(error));
+    match error {
+        SpillError::NoSpace { .. } => {
+            failure.next("a larger disk for --offload nvme:DIR, or --offload cpu")
+        }
+        _ => {
+            failure.next("a folder this user may write to, on a local disk, for --offload nvme:DIR")
+        }
     }
 }
 
@@ -232,7 +247,7 @@ pub(crate) fn comm(error: &CommError) -> Failure {
     }
 }
 
-pub(super) fn checkpoint(doing: &str, error: &CheckpointError) -> Failure {
+pub(crate) fn checkpoint(doing: &str, error: &CheckpointError) -> Failure {
     match error {
         CheckpointError::NoSpace {
             path, needed_bytes, ..

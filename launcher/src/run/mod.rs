@@ -14,23 +14,33 @@ mod resume;
 mod save;
 mod session;
 mod setup;
-pub(crate) use check::encode_options;
-pub(crate) use setup::unusable;
+mod spill;
 mod split;
 mod stall;
 mod stored;
 mod trainer;
 mod weight_files;
 
-use crate::config::{Cadence, RunConfig, Task};
+use crate::config::{RunConfig, Task};
+use crate::data::SampleSet;
 use crate::exit::Failure;
 use crate::job::Advice;
 use crate::rank::{RunSummary, StopFlag};
 use crate::rank_env::{Env, RankEnv};
 use crate::ui::{DataEvent, Event};
+pub(crate) use advice::changed;
+pub(crate) use check::{encode_options, largest as worst_samples};
 pub(crate) use export::export;
+pub(crate) use fit::{event as plan_event, fixed, whole_memory};
+use models::Processor;
+use optim::Optimizer;
 use session::Session;
+pub(crate) use session::rule;
 use setup::Setup;
+pub(crate) use setup::{keeps, shapes, unusable};
+pub(crate) use spill::hold_folders;
+use std::sync::Arc;
+pub(crate) use trainer::dropout;
 
 /// Checks model, data and memory before a rank starts and before the run's folder is touched.
 ///
@@ -60,20 +70,21 @@ pub(crate) fn prepare(
         config.first_samples.truncate(config.global_batch());
     }
     let worst = check::largest(&train, config, &*setup.processor)?;
-    let mut activations = fit::activation_bytes(config, &*setup.model, &worst)?;
-    if let Some(held_out) = &eval
-        && config.eval != Cadence::Never
-    {
-        let (model, processor) = (&setup.model, &setup.processor);
-        let need =
-            fit::fit_evaluation(config, &**model, &**processor, held_out, activations, show)?;
-        activations = activations.max(need);
-    }
-    let plan = setup.plan(config)?;
+    let plan = Arc::new(setup.plan(config)?);
+    let (model, processor) = (&*setup.model, &*setup.processor);
+    let held_out = eval.as_ref();
+    let memory = whole_memory(config, model, processor, &plan, &worst, held_out, show)?;
     let total_steps = config.total_steps(train.samples.len());
     resume::check(config, &plan, train.samples.len(), total_steps)?;
-    let fit = fit::fit(config, &plan, activations);
-    show(Event::Plan(fit.event.clone()));
+    let fit = fit::fit(config, &memory);
+    show(Event::Plan(fit::event(config, &plan, &memory, &fit)));
+    let rule = rule(config);
+    show(Event::Info {
+        label: "formats".into(),
+        text: plan
+            .formats(rule.slots(plan.config().precision))
+            .to_string(),
+    });
     show(Event::Trains(session::trained_parts(
         config,
         &*setup.model,
@@ -89,7 +100,7 @@ pub(crate) fn prepare(
         skipped: train.problems.len() + eval.as_ref().map_or(0, |e| e.problems.len()),
         wraps_around_global_batch: sampler.wraps_around(),
     }));
-    if let Err(mut failure) = fit.check(config) {
+    if let Err(mut failure) = fit.check(config, &memory) {
         let largest = |config: &RunConfig, count: usize| {
             check::encode_some(config, &train.by_size(), count, &*setup.processor)
         };
@@ -97,6 +108,21 @@ pub(crate) fn prepare(
         return Err(failure);
     }
     Ok(advice::later(config, train.by_size()))
+}
+
+/// Reads and checks the samples of a run that is only planned.
+///
+/// # Errors
+/// As [`prepare`].
+pub(crate) fn check_data(
+    config: &RunConfig,
+) -> Result<(Arc<dyn Processor>, SampleSet, Option<SampleSet>), Failure> {
+    let dir = config.model_dir();
+    let processor = models::open_processor(&dir).map_err(|e| unusable(&dir, &e))?;
+    let train = check::check(config, &config.data_file(), config.batch.limit, &*processor)?;
+    let eval = config.eval_file();
+    let eval = eval.map(|path| check::check(config, &path, None, &*processor));
+    Ok((processor, train, eval.transpose()?))
 }
 
 /// The whole life of a rank.

@@ -22,6 +22,8 @@ use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
+/// Elements of a weight converted at once.
+const CHUNK_ELEMS: usize = 1 << 20;
 /// Name, without extension, of the files of whole models.
 const MODEL_STEM: &str = "model";
 
@@ -149,7 +151,7 @@ fn export(session: &Session<'_>, writer: &mut Writer) -> Result<u64, Failure> {
             {
                 match split::joined(&*session.model, name, tensor)? {
                     Some(values) => file.write(name, &bytes_of(&values, *dtype))?,
-                    None => file.write(name, &converted(tensor, *dtype)?)?,
+                    None => in_chunks(tensor, *dtype, |bytes| Ok(file.write(name, bytes)?))?,
                 }
             }
             Ok::<_, EngineError>(())
@@ -157,11 +159,17 @@ fn export(session: &Session<'_>, writer: &mut Writer) -> Result<u64, Failure> {
         .map_err(|e| failures::engine(doing, &e))?;
     if let (Some(file), Some(weights)) = (files.get_mut(MODEL_STEM), &session.weights) {
         for tensor in &others {
-            let bytes = weights
-                .read(&tensor.name, tensor.dtype)
-                .map_err(|e| failures::weights(&e))?;
-            file.write(&tensor.name, &bytes)
-                .map_err(|e| failures::checkpoint(doing, &e))?;
+            let elems: usize = tensor.shape.iter().product();
+            let mut bytes = Vec::new();
+            for start in (0..elems).step_by(CHUNK_ELEMS) {
+                let part = start..elems.min(start + CHUNK_ELEMS);
+                bytes.resize(part.len() * tensor.dtype.size_bytes(), 0);
+                weights
+                    .read_range(&tensor.name, part, tensor.dtype, &mut bytes)
+                    .map_err(|e| failures::weights(&e))?;
+                file.write(&tensor.name, &bytes)
+                    .map_err(|e| failures::checkpoint(doing, &e))?;
+            }
         }
     }
     let mut bytes = 0;
@@ -235,11 +243,21 @@ fn other_tensors(weights: &WeightSource, spec: &ModelSpec) -> Vec<TensorSpec> {
         .collect()
 }
 
-fn converted(tensor: &Tensor, dtype: DType) -> Result<Vec<u8>, EngineError> {
+/// Gives `write` the tensor in `dtype`, piece by piece: a whole embedding would be copied three times.
+fn in_chunks(
+    tensor: &Tensor,
+    dtype: DType,
+    mut write: impl FnMut(&[u8]) -> Result<(), EngineError>,
+) -> Result<(), EngineError> {
     if tensor.dtype() == dtype {
-        return Ok(tensor.as_bytes().to_vec());
+        return write(tensor.as_bytes());
     }
-    Ok(bytes_of(&tensor.to_f32_vec()?, dtype))
+    let flat = tensor.reshape([tensor.elems()])?;
+    for start in (0..flat.elems()).step_by(CHUNK_ELEMS) {
+        let part = flat.narrow(start, CHUNK_ELEMS.min(flat.elems() - start))?;
+        write(&bytes_of(&part.to_f32_vec()?, dtype))?;
+    }
+    Ok(())
 }
 
 /// What peft needs to load the adapter.

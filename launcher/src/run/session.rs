@@ -2,11 +2,11 @@
 
 use super::check;
 use super::failures;
-use super::fit;
 use super::place::Place;
 use super::resume;
 use super::setup::{self, Setup};
-use crate::config::{RunConfig, Task};
+use super::spill;
+use crate::config::{PrecisionChoice, RunConfig, Task};
 use crate::data::{SampleSet, problems};
 use crate::exit::{ErrorCode, Failure};
 use crate::rank_env::RankEnv;
@@ -19,15 +19,13 @@ use models::Processor;
 use models::params::{ADAPTER_PREFIX, is_added};
 use models::selection::Selection;
 use models::{VisionLanguageModel, WeightError, WeightSource};
+use optim::loss_scale::LossScaler;
 use optim::{AdamW, ParameterGroups};
 use serde_json::Value;
 use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-
-/// Room for small messages and for alignment, beside what the plan asks of a communicator.
-const WINDOW_SLACK_BYTES: u64 = 16 << 20;
 
 /// One rank's model, states, data and connections.
 pub(super) struct Session<'a> {
@@ -45,6 +43,10 @@ pub(super) struct Session<'a> {
     pub(super) place: Option<Place>,
     /// Micro-batches of the present step and their summed losses on this rank.
     pub(super) step_losses: Vec<(Place, f64)>,
+    /// The loss scale of fp16.
+    pub(super) scaler: Option<LossScaler>,
+    /// Bytes per second of this rank's share of the spill disks, where they were measured.
+    pub(super) disk_ceiling: Option<f64>,
     /// What the checkpoint resumed from has to say to the training loop.
     pub(super) resumed: Option<(PathBuf, Value)>,
 }
@@ -88,10 +90,14 @@ impl<'a> Session<'a> {
         let host_share = config
             .host_memory_limit
             .map(|limit| limit / config.nproc as u64);
-        let tiers = Tiers {
-            device: device.clone(),
-            host: Pool::new("host", host_share),
-        };
+        let host = Pool::new("host", host_share);
+        let disk = spill::open(config, env, &plan, &host, &*comm, &reporter)?;
+        let mut tiers = Tiers::new(device.clone(), host);
+        let mut disk_ceiling = None;
+        if let Some(disk) = disk {
+            disk_ceiling = disk.ceiling;
+            tiers = tiers.with_spill(disk.spill);
+        }
         let backend: Arc<dyn Backend> = Arc::new(CpuBackend::new(device));
         let zero = Zero::new(
             plan,
@@ -101,6 +107,10 @@ impl<'a> Session<'a> {
             optimizer(config, &*model)?,
         )
         .map_err(|e| failures::engine("allocate model states", &e))?;
+        let scaler = (config.precision == PrecisionChoice::Fp16)
+            .then(|| LossScaler::new(config.numbers.loss_scale))
+            .transpose()
+            .map_err(|e| Failure::usage("the loss scale is out of range", e.to_string()))?;
         let mut session = Self {
             config,
             model,
@@ -114,6 +124,8 @@ impl<'a> Session<'a> {
             reporter,
             place: None,
             step_losses: Vec::new(),
+            scaler,
+            disk_ceiling,
             resumed: None,
         };
         session.load()?;
@@ -185,13 +197,11 @@ impl<'a> Session<'a> {
 fn meet(
     config: &RunConfig,
     env: &RankEnv,
-    plan: &engine::Plan,
+    plan: &Arc<engine::Plan>,
     reporter: &Reporter,
 ) -> Result<Arc<dyn Communicator>, Failure> {
     let started = Instant::now();
-    let report = plan.memory();
-    let region = report.gathered + report.communication + report.communication / 8;
-    let region = (region + fit::full_gather_bytes(plan) + WINDOW_SLACK_BYTES) as usize;
+    let region = crate::plan::window_region(plan)? as usize;
     let world = World {
         rank: env.rank,
         size: env.world_size,
@@ -292,6 +302,17 @@ pub(super) fn learning_rates(config: &RunConfig) -> Result<Vec<(&str, Selection,
     parsed.collect()
 }
 
+/// The update rule.
+pub(crate) fn rule(config: &RunConfig) -> AdamW {
+    let settings = &config.optimizer;
+    AdamW {
+        beta1: settings.adam_beta1,
+        beta2: settings.adam_beta2,
+        eps: settings.adam_epsilon,
+        pure_bf16: config.numbers.pure_bf16,
+    }
+}
+
 fn optimizer(
     config: &RunConfig,
     model: &dyn VisionLanguageModel,
@@ -341,14 +362,8 @@ fn optimizer(
         .iter()
         .map(|p| options(&p.name))
         .collect();
-    let rule = AdamW {
-        beta1: settings.adam_beta1,
-        beta2: settings.adam_beta2,
-        eps: settings.adam_epsilon,
-        ..AdamW::default()
-    };
     Ok(OptimizerConfig {
-        rule: Arc::new(rule),
+        rule: Arc::new(rule(config)),
         groups,
     })
 }

@@ -1,7 +1,9 @@
 //! The model of a run, its processor and its plan: what supervisor and ranks build alike.
 
 use super::failures::{self, chain};
-use crate::config::{InitChoice, PrecisionChoice, RopeChoice, RunConfig, Tier};
+use crate::config::{
+    GradDtype, InitChoice, PrecisionChoice, RopeChoice, RunConfig, Tier, check_family,
+};
 use crate::data::{Sampler, SamplerSizes};
 use crate::exit::{ErrorCode, Failure};
 use crate::ui::Event;
@@ -11,7 +13,7 @@ use models::options::RopePrecision;
 use models::selection::Selection;
 use models::{
     Family, ModelOptions, OpenError, Processor, Tower, VisionLanguageModel, WeightSource,
-    open_model, open_processor,
+    open_model, open_processor, open_shapes,
 };
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -91,9 +93,24 @@ pub(crate) fn unusable(dir: &Path, error: &dyn std::error::Error) -> Failure {
     )
 }
 
+/// The model and the plan of `config`, from `config.json` alone.
+pub(crate) fn shapes(config: &RunConfig) -> Result<(Arc<dyn VisionLanguageModel>, Plan), Failure> {
+    let dir = config.model_dir();
+    let family = Family::of(&dir).map_err(|e| unusable(&dir, &e))?;
+    let opened = open_shapes(&dir, model_options(config, family)?);
+    let model = opened.map_err(|error| match &error {
+        OpenError::Model(e) => failures::model("set up the model", e),
+        _ => unusable(&dir, &error),
+    })?;
+    let plan = Plan::new(model.spec().clone(), zero_config(config)?, config.nproc)
+        .map_err(|e| failures::engine("plan the run", &e.into()))?;
+    Ok((model, plan))
+}
+
 fn model(config: &RunConfig) -> Result<Arc<dyn VisionLanguageModel>, Failure> {
     let dir = config.model_dir();
     let family = Family::of(&dir).map_err(|e| unusable(&dir, &e))?;
+    check_family(config, family)?;
     open_model(&dir, model_options(config, family)?).map_err(|error| match &error {
         OpenError::Model(e) => failures::model("set up the model", e),
         _ => unusable(&dir, &error),
@@ -111,6 +128,7 @@ pub(super) fn replan(config: &RunConfig) -> Result<(Arc<dyn VisionLanguageModel>
 pub(super) fn precision(config: &RunConfig) -> Precision {
     match config.precision {
         PrecisionChoice::Bf16 => Precision::Bf16,
+        PrecisionChoice::Fp16 => Precision::Fp16,
         PrecisionChoice::F32 => Precision::F32,
         PrecisionChoice::PureBf16 => Precision::PureBf16,
     }
@@ -145,17 +163,23 @@ fn model_options(config: &RunConfig, family: Family) -> Result<ModelOptions, Fai
 }
 
 fn zero_config(config: &RunConfig) -> Result<ZeroConfig, Failure> {
-    let tier = |tier| match tier {
+    let tier = |tier: &Tier| match tier {
         Tier::None => engine::Tier::Device,
         Tier::Cpu => engine::Tier::Host,
+        Tier::Nvme(_) => engine::Tier::Nvme,
     };
     Ok(ZeroConfig {
         stage: Stage::try_from(config.zero)
             .map_err(|e| Failure::usage("--zero is out of range", e))?,
         precision: precision(config),
+        grad_dtype: config.numbers.grad_dtype.map(|dtype| match dtype {
+            GradDtype::F32 => engine::GradDtype::F32,
+            GradDtype::Bf16 => engine::GradDtype::Bf16,
+        }),
         offload: Offload {
-            param: tier(config.offload.param),
-            optimizer: tier(config.offload.optimizer),
+            param: tier(&config.offload.param),
+            optimizer: tier(&config.offload.optimizer),
+            activation: tier(&config.offload.activation),
         },
         max_grad_norm: config.optimizer.max_grad_norm.map(|norm| norm as f32),
         seed: config.seed,
@@ -175,7 +199,7 @@ pub(super) fn sampler(config: &RunConfig, samples: usize, first: &[usize]) -> Sa
 }
 
 /// Whether the activations of a unit are kept rather than computed again in backward.
-pub(super) fn keeps(config: &RunConfig, model: &dyn VisionLanguageModel, unit: UnitId) -> bool {
+pub(crate) fn keeps(config: &RunConfig, model: &dyn VisionLanguageModel, unit: UnitId) -> bool {
     let again = config.checkpoint_activations;
     !match model.tower(unit) {
         Tower::Vision => again.vit,

@@ -12,14 +12,16 @@ use crate::exit::{ErrorCode, Failure};
 use crate::monitor::split::StepTimes;
 use crate::monitor::{Monitor, Phase};
 use crate::rank::{RunSummary, StopFlag};
-use crate::report::{EvalResults, RunReport, StepRecord};
+use crate::report::{DiskTraffic, EvalResults, RunReport, StepRecord};
 use crate::ui::{EvalEvent, Event, ResumeEvent, StepEvent};
 use engine::comm::Tag;
+use engine::spill::SpillStats;
 use engine::{PassKind, StepReport};
 use kernels::Backend;
 use models::autograd::{Dropout, Tape};
 use models::data::EncodedSample;
 use models::{ModelError, SampleInput};
+use optim::loss_scale::{LossScaler, Verdict};
 use optim::{Schedule, ScheduleKind};
 use serde_json::json;
 use std::time::Instant;
@@ -42,11 +44,13 @@ struct Window {
     loss: f64,
     updates: u64,
     tokens: u64,
+    disk: Option<SpillStats>,
 }
 
 impl Window {
-    fn new() -> Self {
+    fn new(session: &Session<'_>) -> Self {
         Self {
+            disk: session.zero.spill_stats(),
             started: Instant::now(),
             loss: 0.0,
             updates: 0,
@@ -70,6 +74,7 @@ struct Progress {
 }
 
 pub(super) fn train(session: &mut Session<'_>, stop: &StopFlag) -> Result<RunSummary, Failure> {
+    resume_scale(session)?;
     let sampler = sampler(
         session.config,
         session.train.samples.len(),
@@ -102,12 +107,14 @@ pub(super) fn train(session: &mut Session<'_>, stop: &StopFlag) -> Result<RunSum
     });
     let mut loader = start_loader(session, sampler.clone(), progress.done..total_steps);
     let schedule = schedule(session, total_steps);
-    let mut window = Window::new();
+    let mut window = Window::new(session);
     while progress.done < total_steps {
         let lr = schedule.lr(progress.done);
         let step = one_step(session, &mut loader, lr, &mut window, &mut monitor)?;
         progress.done += 1;
-        account(session, &mut progress, &step, &mut window)?;
+        if !rescale(session, &mut progress, &step, &mut window)? {
+            account(session, &mut progress, &step, &mut window)?;
+        }
         let epoch_ended = sampler.epoch_ended(progress.done);
         let done = progress.done;
         let due = |cadence: Cadence| cadence.is_due(done, total_steps, epoch_ended);
@@ -185,6 +192,22 @@ fn progress_from(session: &Session<'_>, total_steps: u64) -> Result<Progress, Fa
         loss_is_identical: None,
     }));
     Ok(progress)
+}
+
+/// Continues with the loss scale of the checkpoint.
+fn resume_scale(session: &mut Session<'_>) -> Result<(), Failure> {
+    let (Some(scaler), Some((folder, meta))) = (&mut session.scaler, &session.resumed) else {
+        return Ok(());
+    };
+    let state = serde_json::from_value(meta["loss_scale"].clone()).map_err(|e| {
+        Failure::new(
+            ErrorCode::Resume,
+            format!("cannot {}", resume::doing(folder)),
+            format!("its manifest has no loss scale: {e}"),
+        )
+    })?;
+    scaler.restore(state);
+    Ok(())
 }
 
 fn schedule(session: &Session<'_>, total_steps: u64) -> Schedule {
@@ -271,13 +294,19 @@ fn one_step(
         let loss = micro_batch(session, &batch, monitor)?;
         session.step_losses.push((place, loss));
     }
+    let loss_scale = loss_scale(session);
     let report = session
         .zero
-        .step(lr)
+        .step_scaled(lr, loss_scale)
         .map_err(|e| failures::engine("update weights", &e))?;
     session.place = None;
     monitor.end(Phase::Step, &session.zero);
     Ok(report)
+}
+
+/// The factor on the losses: above 1 in fp16 only.
+fn loss_scale(session: &Session<'_>) -> f64 {
+    session.scaler.as_ref().map_or(1.0, LossScaler::scale)
 }
 
 /// Trains on one micro-batch; returns the sum of its token losses on this rank.
@@ -288,6 +317,7 @@ fn micro_batch(
 ) -> Result<f64, Failure> {
     let inputs: Vec<SampleInput<'_>> = prepared.samples.iter().map(SampleInput::from).collect();
     session.zero.begin_pass(PassKind::Train);
+    let scale = loss_scale(session);
     let mut run = || -> Result<(f64, usize), ModelError> {
         let batch = session.model.collate(&inputs, &*session.backend)?;
         let keep = |unit| keeps(session.config, &*session.model, unit);
@@ -299,7 +329,7 @@ fn micro_batch(
         let loss = session.model.forward(&tape, &batch)?;
         let sums = (loss.sum()?, loss.supervised);
         monitor.end(Phase::Forward, &session.zero);
-        tape.backward(&loss, 1.0)?;
+        tape.backward(&loss, scale as f32)?;
         Ok(sums)
     };
     let (sum, supervised) = run().map_err(|e| failures::model("train", &e))?;
@@ -312,7 +342,7 @@ fn micro_batch(
 }
 
 /// The random state of a micro-batch, where adapters drop inputs.
-pub(super) fn dropout(
+pub(crate) fn dropout(
     config: &RunConfig,
     keys: &[u64],
     samples: &[SampleInput<'_>],
@@ -323,6 +353,48 @@ pub(super) fn dropout(
     drops
         .then(|| Dropout::new(config.seed, keys, samples, backend))
         .transpose()
+}
+
+/// Moves the loss scale of fp16. Whether the step overflowed, which is part of finding the scale.
+fn rescale(
+    session: &mut Session<'_>,
+    progress: &mut Progress,
+    step: &StepReport,
+    window: &mut Window,
+) -> Result<bool, Failure> {
+    let Some(scaler) = &mut session.scaler else {
+        return Ok(false);
+    };
+    let before = scaler.scale();
+    let verdict = scaler.update(!step.applied).map_err(|e| {
+        Failure::new(
+            ErrorCode::Numeric,
+            format!("fp16 does not hold the gradients of step {}", progress.done),
+            e.to_string(),
+        )
+        .next("--precision bf16, which needs the same memory and has the range of f32")
+    })?;
+    if verdict == Verdict::Apply {
+        return Ok(false);
+    }
+    window.loss += step.loss;
+    window.updates += 1;
+    progress.history.push(step);
+    let after = scaler.scale();
+    session.reporter.emit(&Event::Warning {
+        text: if after < before {
+            format!(
+                "step {}: gradients overflow fp16; the update was skipped, the loss scale is {after} (was {before})",
+                progress.done
+            )
+        } else {
+            format!(
+                "step {}: gradients overflow fp16 at a loss scale of {before}; the update was skipped",
+                progress.done
+            )
+        },
+    });
+    Ok(true)
 }
 
 /// Sums over ranks what only this rank knows, and ends runs that have left the numbers.
@@ -378,7 +450,7 @@ fn log(
         .map_err(|e| failures::comm(&e))?;
     let tokens: f64 = gathered.tokens.iter().sum();
     let seconds = window.started.elapsed().as_secs_f64().max(1e-9);
-    let done = std::mem::replace(window, Window::new());
+    let done = std::mem::replace(window, Window::new(session));
     let updates = done.updates.max(1) as f64;
     let bytes = monitor.peaks();
     let grad_norm = step.applied.then_some(step.grad_norm);
@@ -393,6 +465,7 @@ fn log(
         total_tokens: progress.total_tokens,
         bytes,
         times: StepTimes::of(&gathered.splits, updates),
+        disk: disk_traffic(session, done.disk),
     };
     let mut remaining_seconds = 0.0;
     let mut notices = Vec::new();
@@ -414,11 +487,27 @@ fn log(
         host_bytes: bytes.host,
         skipped: !step.applied,
         remaining_seconds,
+        disk: record.disk,
     }));
     for notice in notices {
         session.reporter.emit(&notice);
     }
     Ok(())
+}
+
+/// What went to and from the spill files since `before`.
+fn disk_traffic(session: &Session<'_>, before: Option<SpillStats>) -> Option<DiskTraffic> {
+    let now = session.zero.spill_stats()?;
+    let since = now.since(before.unwrap_or_default());
+    let bytes_per_second = since.bytes_per_second();
+    Some(DiskTraffic {
+        read_bytes: since.read_bytes,
+        written_bytes: since.written_bytes,
+        bytes_per_second,
+        share: session
+            .disk_ceiling
+            .map_or(0.0, |ceiling| bytes_per_second / ceiling),
+    })
 }
 
 /// Whether any rank answers yes; the same answer on all.
@@ -486,6 +575,7 @@ fn save_now(
         "global_batch": config.global_batch(),
         "seed": config.seed,
         "precision": session.zero.plan().config().precision.name(),
+        "loss_scale": session.scaler.as_ref().map(LossScaler::state),
         "zero": config.zero,
         "world_size": session.comm.world().size,
         "exact_match_before": progress.exact_match_before,

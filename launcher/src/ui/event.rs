@@ -2,7 +2,10 @@
 
 use std::path::PathBuf;
 
+use crate::plan::RankMemory;
 use serde::{Deserialize, Serialize};
+
+use crate::report::DiskTraffic;
 
 /// One thing to show.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -118,6 +121,9 @@ pub struct PlanEvent {
     pub host_free_bytes: u64,
     /// Host memory all ranks need together.
     pub host_need_bytes: u64,
+    /// One rank by phase, tier and kind.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub memory: Option<Box<RankMemory>>,
 }
 
 /// Tensors of one part of the model that train.
@@ -181,6 +187,9 @@ pub struct StepEvent {
     pub skipped: bool,
     /// Estimated seconds to the end.
     pub remaining_seconds: f64,
+    /// Traffic of one rank's spill files since the last row.
+    #[serde(default)]
+    pub disk: Option<DiskTraffic>,
 }
 
 /// Result of an evaluation.

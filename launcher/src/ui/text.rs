@@ -202,10 +202,13 @@ fn step_line(step: &StepEvent) -> String {
     } else {
         format!(" / host {}", bytes(step.host_bytes))
     };
+    let disk = step
+        .disk
+        .map_or_else(String::new, |disk| format!(" / {disk}"));
     line(
         "",
         &format!(
-            "{:>6} {:>8.4}  {:>8.1e}  {norm:>6}  {:>6}  {time:>8}  {:>2.0} %  {}{host}{}",
+            "{:>6} {:>8.4}  {:>8.1e}  {norm:>6}  {:>6}  {time:>8}  {:>2.0} %  {}{host}{disk}{}",
             step.step,
             step.loss,
             step.lr,
@@ -305,6 +308,7 @@ mod tests {
             host_total_bytes: 64 << 30,
             host_free_bytes: 41 << 30,
             host_need_bytes: 1 << 28,
+            memory: None,
         };
         assert_eq!(
             text(&Event::Plan(plan.clone())),
@@ -337,6 +341,7 @@ mod tests {
             host_bytes: 182 << 20,
             skipped: false,
             remaining_seconds: 9.0,
+            disk: None,
         });
         assert_eq!(
             row,

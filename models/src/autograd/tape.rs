@@ -5,11 +5,13 @@ use super::scope::{Mode, Record, Scope};
 use super::sweep::{Grad, sum};
 use super::var::{RecorderId, Slot, Var};
 use crate::error::{ModelError, Result};
-use engine::{ParamAccess, ParamId, Phase, UnitId};
+use engine::{ParamAccess, ParamId, Phase, Saved, UnitId};
 use kernels::{Backend, Tensor};
 use std::cell::{Cell, RefCell};
+use std::collections::HashMap;
 use std::fmt::Display;
 use std::ops::Range;
+use std::rc::Rc;
 
 /// Receives named intermediate values of a forward pass.
 pub type Observer<'o> = &'o dyn Fn(&str, &Tensor);
@@ -54,12 +56,20 @@ struct Segment<'m> {
     work: Work<'m>,
 }
 
+/// An input of a segment that runs again.
+enum Input {
+    /// It stays on the device.
+    Here(Tensor),
+    /// It is kept elsewhere; segments that share it share the copy.
+    Away(Rc<Saved>),
+}
+
 /// How a segment's gradients come about.
 enum Work<'m> {
     /// Its body runs again.
     Replay {
         body: Body<'m>,
-        inputs: Vec<(Tensor, Option<Slot>)>,
+        inputs: Vec<(Input, Option<Slot>)>,
         /// Checksums of the outputs, where replay is checked.
         sums: Vec<u64>,
     },
@@ -114,6 +124,7 @@ pub struct Tape<'e, 'm> {
     slots: Cell<usize>,
     last_unit: Cell<Option<UnitId>>,
     segments: RefCell<Vec<Segment<'m>>>,
+    away: RefCell<HashMap<Slot, Rc<Saved>>>,
 }
 
 impl std::fmt::Debug for Tape<'_, '_> {
@@ -150,6 +161,7 @@ impl<'e, 'm> Tape<'e, 'm> {
             slots: Cell::new(0),
             last_unit: Cell::new(None),
             segments: RefCell::default(),
+            away: RefCell::default(),
         }
     }
 
@@ -215,7 +227,7 @@ impl<'e, 'm> Tape<'e, 'm> {
         }
     }
 
-    /// Elements kept for backward: the inputs of the segments that run again.
+    /// Elements kept on the device for backward: the inputs of the segments that run again.
     #[must_use]
     pub fn saved_elems(&self) -> usize {
         let segments = self.segments.borrow();
@@ -223,7 +235,11 @@ impl<'e, 'm> Tape<'e, 'm> {
             Work::Replay { inputs, .. } => &inputs[..],
             Work::Stored { .. } => &[],
         });
-        inputs.map(|(value, _)| value.elems()).sum()
+        let here = inputs.map(|(input, _)| match input {
+            Input::Here(value) => value.elems(),
+            Input::Away(_) => 0,
+        });
+        here.sum()
     }
 
     /// Runs `body` while the parameters of `unit` are readable, and keeps only `inputs`.
@@ -261,10 +277,7 @@ impl<'e, 'm> Tape<'e, 'm> {
                 },
                 _ => Work::Replay {
                     body,
-                    inputs: inputs
-                        .iter()
-                        .map(|v| (v.value().clone(), v.slot()))
-                        .collect(),
+                    inputs: inputs.iter().map(|v| self.keep(v)).collect::<Result<_>>()?,
                     sums: self.sums(&outputs),
                 },
             };
@@ -286,6 +299,23 @@ impl<'e, 'm> Tape<'e, 'm> {
                 tracked,
             )
         }))
+    }
+
+    /// An input for the second run: values that carry a gradient go to the engine's tier for them.
+    fn keep(&self, input: &Var) -> Result<(Input, Option<Slot>)> {
+        let (Some(tier), Some(slot)) = (self.access.activations(), input.slot()) else {
+            return Ok((Input::Here(input.value().clone()), input.slot()));
+        };
+        let mut away = self.away.borrow_mut();
+        let saved = match away.get(&slot) {
+            Some(saved) => saved.clone(),
+            None => {
+                let saved = Rc::new(tier.save(input.value())?);
+                away.insert(slot, saved.clone());
+                saved
+            }
+        };
+        Ok((Input::Away(saved), Some(slot)))
     }
 
     fn check(&self, unit: UnitId, inputs: &[&Var]) -> Result<()> {
@@ -382,6 +412,7 @@ impl<'e, 'm> Tape<'e, 'm> {
             slots,
             check_replay,
             dropout,
+            away,
             ..
         } = self;
         let backend: &dyn Backend = &**access.backend();
@@ -389,8 +420,13 @@ impl<'e, 'm> Tape<'e, 'm> {
         for (slot, grad) in seeds {
             add(backend, &mut grads, slot, grad)?;
         }
+        // From here on a kept value lives as long as the last segment that wants it.
+        drop(away);
         let mut segments = segments.into_inner();
         while let Some(segment) = segments.pop() {
+            if let Some(next) = segments.last() {
+                prefetch(access, next)?;
+            }
             let seeds: Vec<Option<Grad>> = grads[segment.outputs.clone()]
                 .iter_mut()
                 .map(Option::take)
@@ -431,10 +467,14 @@ fn replay(
         Work::Replay { body, inputs, sums } => {
             let slots: Vec<Slot> = inputs.iter().filter_map(|(_, slot)| *slot).collect();
             let scope = Scope::new(access, &lease, Observers::default(), dropout, Mode::Replay);
-            let vars: Vec<Var> = inputs
-                .into_iter()
-                .map(|(value, slot)| scope.enter(value, slot.is_some()))
-                .collect();
+            let mut vars = Vec::with_capacity(inputs.len());
+            for (input, slot) in inputs {
+                let value = match input {
+                    Input::Here(value) => value,
+                    Input::Away(saved) => load(access, &saved)?,
+                };
+                vars.push(scope.enter(value, slot.is_some()));
+            }
             let outputs = body(&scope, &vars)?;
             drop(vars);
             if check && !scope.has_elided() {
@@ -451,6 +491,24 @@ fn replay(
     Ok(pairs
         .filter_map(|(slot, grad)| grad.map(|g| (slot, g)))
         .collect())
+}
+
+/// Starts to bring back what a segment's second run begins with.
+fn prefetch(access: &dyn ParamAccess, segment: &Segment<'_>) -> Result<()> {
+    if let (Some(tier), Work::Replay { inputs, .. }) = (access.activations(), &segment.work) {
+        for (input, _) in inputs {
+            if let Input::Away(saved) = input {
+                tier.prefetch(saved)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+fn load(access: &dyn ParamAccess, saved: &Saved) -> Result<Tensor> {
+    let tier = access.activations();
+    let tier = tier.expect("a value is away only where there is a tier for it");
+    Ok(tier.load(saved, access.backend().pool())?)
 }
 
 /// The outputs' gradients by their slot in the inner record.

@@ -80,6 +80,33 @@ pub fn generate(
     Ok(decoder.answers)
 }
 
+/// What [`generate`] takes, on a device without values: the first pass, and then a pass of one token
+/// per prompt. `begin` runs before each pass and `end` after it.
+///
+/// # Errors
+/// As [`generate`], sampling aside.
+pub fn rehearse(
+    model: &dyn VisionLanguageModel,
+    access: &dyn ParamAccess,
+    prompts: &[Prompt<'_>],
+    begin: &dyn Fn(),
+    end: &dyn Fn() -> Result<()>,
+) -> Result<()> {
+    let options = GenerateOptions {
+        sampling: Sampling::GREEDY,
+        stop_ids: Vec::new(),
+    };
+    let mut decoder = Decoder::new(model, access, prompts, &options);
+    for _ in 0..2 {
+        begin();
+        let (batch, tape) = (decoder.batch()?, Tape::inference(access));
+        drop(model.next_token_logits(&tape, &batch)?);
+        decoder.answers.iter_mut().for_each(|answer| answer.push(0));
+        end()?;
+    }
+    Ok(())
+}
+
 /// One generation under way.
 struct Decoder<'a> {
     model: &'a dyn VisionLanguageModel,
@@ -122,11 +149,7 @@ impl<'a> Decoder<'a> {
 
     /// One pass and one token more for every open prompt.
     fn step(&mut self) -> Result<()> {
-        let batch = match &self.cache {
-            _ if self.open.is_empty() => self.idle()?,
-            Some(cache) => self.decode(cache.clone())?,
-            None => self.prefill()?,
-        };
+        let batch = self.batch()?;
         let tape = Tape::inference(self.access);
         let logits = self.model.next_token_logits(&tape, &batch)?;
         let vocabulary = logits.shape().last();
@@ -146,6 +169,15 @@ impl<'a> Decoder<'a> {
         }
         self.open = still;
         Ok(())
+    }
+
+    /// What the next pass computes on.
+    fn batch(&mut self) -> Result<Batch> {
+        match &self.cache {
+            _ if self.open.is_empty() => self.idle(),
+            Some(cache) => self.decode(cache.clone()),
+            None => self.prefill(),
+        }
     }
 
     /// A pass for the other ranks' sake.

@@ -9,6 +9,7 @@ use super::stored::MAX_SHARD_BYTES;
 use crate::args::{ExportArgs, ExportDtype};
 use crate::exit::{ErrorCode, Failure};
 use crate::model_files;
+use crate::new_folder::NewFolder;
 use crate::units::{bytes, grouped, seconds};
 use engine::checkpoint::Checkpoint;
 use kernels::DType;
@@ -38,27 +39,12 @@ pub(crate) fn export(args: &ExportArgs) -> Result<ExitCode, Failure> {
     if !checkpoint.is_dir() {
         return Err(missing(checkpoint));
     }
-    check_output(&output)?;
+    let folder = NewFolder::begin(&output, "an export")?;
     let manifest = manifest(checkpoint)?;
     let sources = Sources::open(args, manifest.as_ref())?;
     sources.check(manifest.as_ref())?;
-    let staging = staging(&output);
-    let result = sources.write(args, &staging);
-    let summary = match result {
-        Ok(summary) => summary,
-        Err(failure) => {
-            // What was begun is of no use; the failure is what matters.
-            drop(std::fs::remove_dir_all(&staging));
-            return Err(failure);
-        }
-    };
-    let publish = || -> std::io::Result<()> {
-        if output.is_dir() {
-            std::fs::remove_dir(&output)?;
-        }
-        std::fs::rename(&staging, &output)
-    };
-    publish().map_err(|error| Failure::io(ErrorCode::Disk, "write", &output, &error))?;
+    let summary = sources.write(args, folder.path())?;
+    folder.publish()?;
     let text = format!(
         " export  {} · {} tensors · {} · {} · {}\n",
         summary.what,
@@ -84,28 +70,6 @@ fn missing(checkpoint: &Path) -> Failure {
         "there is no such folder",
     )
     .next("name a checkpoint-N folder of a run")
-}
-
-fn check_output(output: &Path) -> Result<(), Failure> {
-    let free = match std::fs::read_dir(output) {
-        Ok(mut entries) => entries.next().is_none(),
-        Err(error) => error.kind() == std::io::ErrorKind::NotFound,
-    };
-    if free {
-        return Ok(());
-    }
-    Err(Failure::usage(
-        format!("--output {} is not an empty folder", output.display()),
-        "an export never overwrites anything",
-    )
-    .next("choose another folder"))
-}
-
-/// The folder that is written before it takes the name of the output.
-fn staging(output: &Path) -> PathBuf {
-    let mut name = output.file_name().unwrap_or_default().to_os_string();
-    name.push(".tmp");
-    output.with_file_name(name)
 }
 
 /// The manifest, where the folder is a checkpoint of a run; its weights are compared with their hashes.
@@ -209,10 +173,6 @@ impl Sources {
     }
 
     fn write(&self, args: &ExportArgs, folder: &Path) -> Result<Summary, Failure> {
-        // Left by an export that was ended.
-        drop(std::fs::remove_dir_all(folder));
-        std::fs::create_dir_all(folder)
-            .map_err(|error| Failure::io(ErrorCode::Disk, "make", folder, &error))?;
         let dtype = args.dtype.map(|dtype| match dtype {
             ExportDtype::F32 => DType::F32,
             ExportDtype::Bf16 => DType::BF16,

@@ -1,11 +1,16 @@
 //! Accounted memory: every byte a tensor occupies is counted under a tag, against a capacity.
 //!
-//! Freed blocks are kept by size class and reused, so that after warm-up no page is faulted in
-//! (a first touch costs two to four times an Adam step on the same bytes).
+//! Freed memory stays with the pool and is reused, so that after warm-up no page is faulted in (a
+//! first touch costs two to four times an Adam step on the same bytes). Where a block lies depends
+//! on the order of blocks alone: a pool that only counts places them as one that holds bytes.
+
+mod places;
+mod segment;
 
 use crate::error::{KernelError, Result};
-use bytemuck::{Pod, Zeroable};
-use std::collections::{BTreeMap, VecDeque};
+use places::{Place, Places};
+use segment::{LINE_BYTES, Segment};
+use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// What bytes are used for.
@@ -84,8 +89,12 @@ pub struct PoolStats {
     pub in_use: u64,
     /// Highest total ever in use at once.
     pub peak: u64,
-    /// Freed blocks kept for reuse.
-    pub cached: u64,
+    /// What the blocks of the pool occupy: the most they ever reached, since freed memory is kept
+    /// for reuse. Reservations of other memory are not part of it.
+    pub touched: u64,
+    /// Most that ever existed at once: [`PoolStats::touched`] and what is reserved elsewhere. What
+    /// the capacity bounds.
+    pub held: u64,
 }
 
 impl PoolStats {
@@ -121,18 +130,24 @@ pub struct PoolEvent {
     pub in_use: u64,
 }
 
-/// A cache line; blocks are vectors of them, so every tensor starts 64-byte aligned.
-#[derive(Clone, Copy, Pod, Zeroable)]
-#[repr(C, align(64))]
-struct Line([u8; 64]);
-
 const EVENT_LOG: usize = 4096;
 
 #[derive(Default)]
 struct Inner {
     stats: PoolStats,
-    free: BTreeMap<usize, Vec<Vec<Line>>>,
+    places: Places,
+    /// Bytes of places in use: the rest of `in_use` is reserved elsewhere.
+    placed: u64,
+    /// By segment; none while a pool only counts.
+    memory: Vec<Option<Arc<Segment>>>,
     events: VecDeque<PoolEvent>,
+}
+
+impl Inner {
+    /// Bytes that exist for this pool: those of its blocks at their most, and those reserved elsewhere.
+    fn held(&self) -> u64 {
+        self.stats.touched + self.stats.in_use - self.placed
+    }
 }
 
 struct Shared {
@@ -188,19 +203,9 @@ impl Pool {
     /// [`KernelError::OutOfMemory`] when the capacity would be exceeded.
     pub fn reserve(&self, bytes: u64, tag: Tag) -> Result<Reservation> {
         let mut inner = self.lock();
-        let stats = &mut inner.stats;
-        let capacity = self.0.capacity.unwrap_or(u64::MAX);
-        if stats.in_use.saturating_add(bytes) > capacity {
-            return Err(KernelError::OutOfMemory {
-                pool: self.0.name,
-                tag,
-                asked_bytes: bytes,
-                in_use_bytes: stats.in_use,
-                capacity_bytes: capacity,
-                breakdown: breakdown(stats),
-            });
-        }
-        stats.add(tag, bytes);
+        self.check(&inner, bytes, bytes, tag)?;
+        inner.stats.add(tag, bytes);
+        inner.stats.held = inner.stats.held.max(inner.held());
         log(&mut inner, tag, bytes as i64);
         drop(inner);
         Ok(Reservation {
@@ -210,29 +215,86 @@ impl Pool {
         })
     }
 
-    /// Takes a block of at least `bytes` bytes with unspecified contents.
+    /// Refuses `asked` bytes for which `growth` more would have to exist.
+    fn check(&self, inner: &Inner, asked: u64, growth: u64, tag: Tag) -> Result<()> {
+        let capacity = self.0.capacity.unwrap_or(u64::MAX);
+        if inner.held().saturating_add(growth) <= capacity {
+            return Ok(());
+        }
+        Err(KernelError::OutOfMemory {
+            pool: self.0.name,
+            tag,
+            asked_bytes: asked,
+            in_use_bytes: inner.held(),
+            capacity_bytes: capacity,
+            breakdown: breakdown(&inner.stats),
+        })
+    }
+
+    /// Gives a place to a block of at least `bytes` bytes without any memory behind it.
     ///
     /// # Errors
     /// [`KernelError::OutOfMemory`] when the capacity would be exceeded.
-    pub fn take(&self, bytes: usize, tag: Tag) -> Result<Block> {
-        let lines = size_class(bytes.div_ceil(64));
-        let reservation = self.reserve(lines as u64 * 64, tag)?;
-        let cached = {
-            let mut inner = self.lock();
-            let found = inner.free.get_mut(&lines).and_then(Vec::pop);
-            if found.is_some() {
-                inner.stats.cached -= lines as u64 * 64;
-            } else if let Some(capacity) = self.0.capacity {
-                trim(&mut inner, capacity);
-            }
-            found
-        };
-        let lines = cached.unwrap_or_else(|| vec![Line::zeroed(); lines]);
-        Ok(Block {
-            lines,
-            len: bytes,
-            reservation,
+    pub(crate) fn place(&self, bytes: usize, tag: Tag) -> Result<Placed> {
+        let mut inner = self.lock();
+        let lines = bytes.div_ceil(LINE_BYTES).max(1);
+        let counted = (lines * LINE_BYTES) as u64;
+        let growth = (inner.places.growth(lines) * LINE_BYTES) as u64;
+        self.check(&inner, counted, growth, tag)?;
+        let place = inner.places.take(lines);
+        inner.stats.touched = (inner.places.touched() * LINE_BYTES) as u64;
+        inner.placed += counted;
+        inner.stats.add(tag, counted);
+        inner.stats.held = inner.stats.held.max(inner.held());
+        log(&mut inner, tag, counted as i64);
+        drop(inner);
+        Ok(Placed {
+            place,
+            counted: Reservation {
+                pool: self.clone(),
+                bytes: counted,
+                tag,
+            },
         })
+    }
+
+    /// Takes a block of at least `bytes` bytes with unspecified contents.
+    ///
+    /// # Errors
+    /// [`KernelError::OutOfMemory`] when the capacity would be exceeded or the system gives no more.
+    pub fn take(&self, bytes: usize, tag: Tag) -> Result<Block> {
+        let placed = self.place(bytes, tag)?;
+        let memory = self.memory(placed.place.segment, &placed.counted)?;
+        Ok(Block {
+            memory,
+            len: bytes,
+            placed,
+        })
+    }
+
+    /// The memory of a segment, mapped when a block needs it first.
+    fn memory(&self, segment: usize, asked: &Reservation) -> Result<Arc<Segment>> {
+        let mut inner = self.lock();
+        if inner.memory.len() <= segment {
+            inner.memory.resize(segment + 1, None);
+        }
+        if let Some(memory) = &inner.memory[segment] {
+            return Ok(memory.clone());
+        }
+        let lines = inner.places.segment_lines(segment);
+        let Ok(memory) = Segment::map(lines) else {
+            return Err(KernelError::OutOfMemory {
+                pool: self.0.name,
+                tag: asked.tag,
+                asked_bytes: (lines * LINE_BYTES) as u64,
+                in_use_bytes: inner.held(),
+                capacity_bytes: self.0.capacity.unwrap_or(u64::MAX),
+                breakdown: breakdown(&inner.stats),
+            });
+        };
+        let memory = Arc::new(memory);
+        inner.memory[segment] = Some(memory.clone());
+        Ok(memory)
     }
 
     /// Current counters.
@@ -273,33 +335,6 @@ fn breakdown(stats: &PoolStats) -> Vec<(Tag, u64)> {
         .collect()
 }
 
-/// Rounds up so that at most an eighth is wasted and few classes exist.
-fn size_class(lines: usize) -> usize {
-    let lines = lines.max(1);
-    let step = (lines.next_power_of_two() / 16).max(1);
-    lines.next_multiple_of(step)
-}
-
-/// Bytes that a block for `bytes` bytes counts as.
-pub(crate) fn counted_bytes(bytes: usize) -> u64 {
-    size_class(bytes.div_ceil(64)) as u64 * 64
-}
-
-/// Drops cached blocks until use and cache together fit the capacity.
-fn trim(inner: &mut Inner, capacity: u64) {
-    while inner.stats.in_use + inner.stats.cached > capacity {
-        let Some(mut entry) = inner.free.last_entry() else {
-            break;
-        };
-        let lines = *entry.key() as u64;
-        if entry.get_mut().pop().is_some() {
-            inner.stats.cached -= lines * 64;
-        } else {
-            entry.remove();
-        }
-    }
-}
-
 /// Counted bytes; dropping it gives them back.
 #[derive(Debug)]
 pub struct Reservation {
@@ -325,46 +360,52 @@ impl Drop for Reservation {
     }
 }
 
-/// Owned memory of a pool, 64-byte aligned.
+/// A place in a pool; dropping it gives it back.
 #[derive(Debug)]
-pub struct Block {
-    lines: Vec<Line>,
-    len: usize,
-    reservation: Reservation,
+pub(crate) struct Placed {
+    place: Place,
+    counted: Reservation,
 }
 
-impl std::fmt::Debug for Line {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("Line")
+impl Drop for Placed {
+    fn drop(&mut self) {
+        let mut inner = self.counted.pool.lock();
+        inner.placed -= self.counted.bytes;
+        inner.places.give_back(self.place);
     }
 }
 
+/// Owned memory of a pool, 64-byte aligned.
+#[derive(Debug)]
+pub struct Block {
+    memory: Arc<Segment>,
+    len: usize,
+    placed: Placed,
+}
+
+#[expect(
+    unsafe_code,
+    reason = "blocks are disjoint parts of one map, which the borrow checker cannot see"
+)]
 impl Block {
     /// The bytes.
     #[must_use]
     pub fn as_bytes(&self) -> &[u8] {
-        &bytemuck::cast_slice(&self.lines)[..self.len]
+        // SAFETY: no other block has this place until `placed` is dropped, and writing needs `&mut self`.
+        unsafe { self.memory.bytes(self.placed.place, self.len) }
     }
 
     /// The bytes, writable.
     #[must_use]
     pub fn as_bytes_mut(&mut self) -> &mut [u8] {
-        &mut bytemuck::cast_slice_mut(&mut self.lines)[..self.len]
+        // SAFETY: as in `as_bytes`; `&mut self` excludes every other slice of this block.
+        unsafe { self.memory.bytes_mut(self.placed.place, self.len) }
     }
 }
 
 impl AsRef<[u8]> for Block {
     fn as_ref(&self) -> &[u8] {
         self.as_bytes()
-    }
-}
-
-impl Drop for Block {
-    fn drop(&mut self) {
-        let lines = std::mem::take(&mut self.lines);
-        let mut inner = self.reservation.pool.lock();
-        inner.stats.cached += lines.len() as u64 * 64;
-        inner.free.entry(lines.len()).or_default().push(lines);
     }
 }
 
@@ -382,7 +423,7 @@ mod tests {
         drop(a);
         drop(b);
         let stats = pool.stats();
-        assert_eq!((stats.in_use, stats.peak, stats.cached), (0, 1524, 1024));
+        assert_eq!((stats.in_use, stats.peak, stats.touched), (0, 1524, 1024));
         assert_eq!(
             stats.tag(Tag::Activations),
             TagBytes {
@@ -429,23 +470,49 @@ mod tests {
     }
 
     #[test]
-    fn cached_blocks_never_push_the_total_over_the_capacity() {
+    fn what_the_pool_holds_never_exceeds_the_capacity() {
         let pool = Pool::new("device", Some(8192));
         for bytes in [4096, 2048, 8192, 1024, 6000] {
             drop(pool.take(bytes, Tag::Workspace).unwrap());
-            let stats = pool.stats();
-            assert!(stats.in_use + stats.cached <= 8192, "{stats:?}");
         }
+        assert_eq!(pool.stats().touched, 8192);
+        // The pool keeps what its blocks have touched.
+        assert!(pool.reserve(1, Tag::Communication).is_err());
+        assert!(pool.take(8193, Tag::Workspace).is_err());
     }
 
     #[test]
-    fn size_classes_waste_at_most_an_eighth() {
-        for lines in 1..5000 {
-            let class = size_class(lines);
-            assert!(
-                class >= lines && (class - lines) * 8 <= lines.max(8),
-                "{lines} -> {class}"
-            );
-        }
+    fn counting_alone_gives_the_same_places() {
+        let sizes = [900_000usize, 4096, 70_000, 33, 900_000, 512];
+        let run = |pool: &Pool, real: bool| {
+            let mut kept: Vec<Box<dyn std::any::Any>> = Vec::new();
+            for (i, bytes) in sizes.iter().cycle().take(60).enumerate() {
+                kept.push(if real {
+                    Box::new(pool.take(*bytes + i, Tag::Activations).unwrap())
+                } else {
+                    Box::new(pool.place(*bytes + i, Tag::Activations).unwrap())
+                });
+                if i % 3 == 2 {
+                    kept.swap_remove(i % kept.len());
+                }
+            }
+            pool.stats()
+        };
+        let (real, null) = (Pool::new("device", None), Pool::new("null", None));
+        assert_eq!(run(&real, true), run(&null, false));
+    }
+
+    #[test]
+    fn neighbours_do_not_share_bytes() {
+        let pool = Pool::new("device", None);
+        let mut a = pool.take(100, Tag::Workspace).unwrap();
+        let mut b = pool.take(100, Tag::Workspace).unwrap();
+        a.as_bytes_mut().fill(1);
+        b.as_bytes_mut().fill(2);
+        assert!(a.as_bytes().iter().all(|x| *x == 1));
+        assert_eq!(
+            (a.as_bytes().len(), a.as_bytes().as_ptr() as usize % 64),
+            (100, 0)
+        );
     }
 }

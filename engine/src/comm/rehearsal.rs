@@ -1,0 +1,192 @@
+//! What one rank would take of its window, and which pages of all windows it would touch.
+//!
+//! The same allocator hands out places of a window without memory. Other ranks are at the same
+//! place of their programs, so that a buffer lies at the same offset of every rank's region.
+
+use super::arena::{Arena, Region};
+use super::window::Layout;
+use super::{CollectiveKind, World};
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::rc::Rc;
+
+const PAGE: usize = 4096;
+/// Reading a page of a file maps its neighbours too, where they exist; all of a window's do.
+const READ_AROUND: usize = 16 * PAGE;
+
+/// Disjoint ranges: end by start.
+#[derive(Debug, Default, Clone)]
+struct Touched(BTreeMap<usize, usize>);
+
+impl Touched {
+    fn add(&mut self, range: &Range<usize>, unit: usize) {
+        if range.is_empty() {
+            return;
+        }
+        let mut start = range.start / unit * unit;
+        let mut end = range.end.next_multiple_of(unit);
+        while let Some((&s, &e)) = self.0.range(..=end).next_back()
+            && e >= start
+        {
+            start = start.min(s);
+            end = end.max(e);
+            self.0.remove(&s);
+        }
+        self.0.insert(start, end);
+    }
+
+    fn bytes(&self) -> u64 {
+        self.0.iter().map(|(s, e)| (e - s) as u64).sum()
+    }
+}
+
+#[derive(Debug)]
+struct Inner {
+    world: World,
+    arena: Arena,
+    own: Touched,
+    peers: Vec<Touched>,
+    in_use: u64,
+    peak: u64,
+}
+
+/// Bytes of a window on one rank.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct WindowBytes {
+    /// Highest address used: what the rank's region must have.
+    pub region: u64,
+    /// Pages of the own region that this rank touches.
+    pub own: u64,
+    /// Pages of the other ranks' regions that this rank reads.
+    pub peers: u64,
+}
+
+/// A window without memory.
+#[derive(Clone, Debug)]
+pub(crate) struct DryWindow(Rc<RefCell<Inner>>);
+
+impl DryWindow {
+    pub(crate) fn new(world: World) -> Self {
+        Self(Rc::new(RefCell::new(Inner {
+            world,
+            arena: Arena::new(usize::MAX),
+            own: Touched::default(),
+            peers: vec![Touched::default(); world.size],
+            in_use: 0,
+            peak: 0,
+        })))
+    }
+
+    /// A buffer of `bytes` bytes that this rank fills.
+    pub(crate) fn alloc(&self, bytes: usize) -> DryBuffer {
+        let mut inner = self.0.borrow_mut();
+        let class = Arena::class(bytes);
+        let region = inner
+            .arena
+            .reuse(class)
+            .or_else(|| inner.arena.bump(class))
+            .unwrap_or(Region::EMPTY);
+        inner.own.add(&(region.offset..region.offset + bytes), PAGE);
+        inner.in_use += region.bytes as u64;
+        inner.peak = inner.peak.max(inner.in_use);
+        DryBuffer {
+            window: self.clone(),
+            region,
+            bytes,
+        }
+    }
+
+    pub(crate) fn bytes(&self) -> WindowBytes {
+        let inner = self.0.borrow();
+        WindowBytes {
+            region: inner.arena.peak() as u64,
+            own: inner.own.bytes(),
+            peers: inner.peers.iter().map(Touched::bytes).sum(),
+        }
+    }
+
+    /// Most bytes in use at once since the last call.
+    pub(crate) fn take_peak(&self) -> u64 {
+        let mut inner = self.0.borrow_mut();
+        let in_use = inner.in_use;
+        std::mem::replace(&mut inner.peak, in_use)
+    }
+}
+
+/// A buffer without memory; dropping it gives its place back.
+#[derive(Debug)]
+pub(crate) struct DryBuffer {
+    window: DryWindow,
+    region: Region,
+    bytes: usize,
+}
+
+impl DryBuffer {
+    /// Counts what this rank reads of the other ranks' buffers in a collective.
+    pub(crate) fn run(&self, kind: CollectiveKind) {
+        let mut inner = self.window.0.borrow_mut();
+        let World { rank, size } = inner.world;
+        let part = self.bytes / size;
+        for peer in (0..size).filter(|peer| *peer != rank) {
+            let index = match kind {
+                CollectiveKind::ReduceScatter => rank,
+                _ => peer,
+            };
+            let start = self.region.offset + index * part;
+            inner.peers[peer].add(&(start..start + part), READ_AROUND);
+        }
+    }
+}
+
+impl Drop for DryBuffer {
+    fn drop(&mut self) {
+        let mut inner = self.window.0.borrow_mut();
+        inner.in_use -= self.region.bytes as u64;
+        inner.arena.free(self.region);
+    }
+}
+
+/// Bytes of a window beside the regions of the ranks.
+#[must_use]
+pub fn control_bytes() -> u64 {
+    Layout::control_bytes() as u64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranges_are_counted_once() {
+        let mut touched = Touched::default();
+        touched.add(&(100..5000), PAGE);
+        touched.add(&(20_000..20_001), PAGE);
+        assert_eq!(touched.bytes(), 3 * 4096);
+        touched.add(&(4096..20_000), PAGE);
+        assert_eq!(touched.bytes(), 6 * 4096);
+        touched.add(&(0..1), PAGE);
+        assert_eq!(touched.bytes(), 6 * 4096);
+    }
+
+    #[test]
+    fn a_class_is_used_again_and_peers_are_read_in_parts() {
+        let window = DryWindow::new(World { rank: 0, size: 2 });
+        let part = 1 << 20;
+        for _ in 0..3 {
+            window.alloc(2 * part).run(CollectiveKind::AllGather);
+        }
+        let one = WindowBytes {
+            region: 2 * part as u64,
+            own: 2 * part as u64,
+            peers: part as u64,
+        };
+        assert_eq!(window.bytes(), one);
+        window.alloc(2 * part).run(CollectiveKind::ReduceScatter);
+        assert_eq!(window.bytes().peers, 2 * part as u64);
+        let two = (window.alloc(part), window.alloc(2 * part));
+        assert_eq!(window.take_peak(), 3 * part as u64);
+        drop(two);
+        assert_eq!(window.bytes().region, 3 * part as u64);
+    }
+}

@@ -1,0 +1,474 @@
+//! One rank's model states without bytes: what [`Zero`](crate::Zero) takes, in the same order, on
+//! a device that only counts.
+//!
+//! A model's forward and backward run on it as on the real thing. The pools then say what a run
+//! needs by kind, and the places they gave out which pages it will touch.
+
+use crate::access::{Lease, LeaseOwner, ParamAccess, Phase};
+use crate::activations::Activations;
+use crate::comm::rehearsal::{DryBuffer, DryWindow};
+use crate::comm::{CollectiveKind, WindowBytes, World};
+use crate::error::EngineError;
+use crate::plan::{Entry, GroupKind, PassKind, Plan, StateKind, Tier, UnitPlan};
+use crate::spec::{ParamId, UnitId};
+use crate::spill::{BLOCK_BYTES, SpillFile};
+use crate::tier::{Tiers, WINDOW_ALIGN};
+use kernels::{Backend, DType, NullBackend, Pool, Reservation, Tag, Tensor};
+use optim::StateSlot;
+use std::cell::RefCell;
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::sync::Arc;
+
+type Result<T, E = EngineError> = std::result::Result<T, E>;
+
+const PAGE: u64 = 4096;
+
+/// Memory that outlives a pass.
+enum Resting {
+    Device(#[expect(dead_code, reason = "held for its place")] Tensor),
+    Elsewhere(#[expect(dead_code, reason = "held for its count")] Reservation),
+}
+
+/// Weights readable on the device.
+enum Readable {
+    InWindow(
+        #[expect(dead_code, reason = "held for its place")] DryBuffer,
+        #[expect(dead_code, reason = "held for its count")] Reservation,
+    ),
+    Copied(#[expect(dead_code, reason = "held for its place")] Tensor),
+}
+
+#[derive(Default)]
+struct Unit {
+    /// `None` while sharded.
+    readable: Option<Vec<Readable>>,
+    bucket: Option<(DryBuffer, Reservation)>,
+}
+
+#[derive(Default)]
+struct Pass {
+    schedule: Vec<Entry>,
+    position: usize,
+    started: usize,
+}
+
+struct State {
+    units: Vec<Unit>,
+    pending: VecDeque<(DryBuffer, Reservation)>,
+    pass: Option<Pass>,
+}
+
+/// One rank without bytes.
+pub struct Rehearsal {
+    plan: Arc<Plan>,
+    backend: Arc<dyn Backend>,
+    device: Pool,
+    host: Pool,
+    /// Spill files.
+    nvme: Pool,
+    /// Bytes of host maps, whole pages.
+    host_mapped: u64,
+    activations: Option<Activations>,
+    window: DryWindow,
+    resting: Vec<Resting>,
+    /// Handles of weights while they are leased: their bytes are counted elsewhere.
+    handles: Pool,
+    state: RefCell<State>,
+}
+
+impl std::fmt::Debug for Rehearsal {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Rehearsal")
+            .field("config", self.plan.config())
+            .field("device", &self.device)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Rehearsal {
+    /// Rank 0 of `plan` with the states of an optimizer that keeps `slots`.
+    ///
+    /// # Errors
+    /// Never today; counting has no limit.
+    pub fn new(plan: Arc<Plan>, slots: &[StateSlot]) -> Result<Self> {
+        let world = World {
+            rank: 0,
+            size: plan.world_size(),
+        };
+        let [device, host] = ["device", "host"].map(|name| Pool::new(name, None));
+        let away = plan.config().offload.activation;
+        let activations = Activations::new(away, Tiers::new(device.clone(), host.clone()));
+        let nvme = match &activations {
+            Some(keeper) if away == Tier::Nvme => keeper.books().clone(),
+            _ => Pool::new("nvme", None),
+        };
+        let mut rehearsal = Self {
+            backend: Arc::new(NullBackend::new(device.clone())),
+            activations,
+            device,
+            host,
+            nvme,
+            host_mapped: 0,
+            window: DryWindow::new(world),
+            resting: Vec::new(),
+            handles: Pool::new("handles", None),
+            state: RefCell::new(State {
+                units: plan.units().iter().map(|_| Unit::default()).collect(),
+                pending: VecDeque::new(),
+                pass: None,
+            }),
+            plan,
+        };
+        rehearsal.allocate_states(slots)?;
+        Ok(rehearsal)
+    }
+
+    /// In the order of [`Zero::new`](crate::Zero::new).
+    fn allocate_states(&mut self, slots: &[StateSlot]) -> Result<()> {
+        let plan = self.plan.clone();
+        let config = plan.config();
+        let kept = |unit: &UnitPlan, kind, sharded: bool| {
+            let group = unit.group(kind);
+            if sharded {
+                group.shard(0)
+            } else {
+                0..group.padded_elems
+            }
+        };
+        let buffers = plan.spill_buffer_bytes();
+        if buffers > 0 {
+            self.count_host(buffers, Tag::Workspace)?;
+        }
+        for kind in StateKind::ALL {
+            if config.offload.tier(kind) == Tier::Nvme {
+                let header = self.nvme.reserve(BLOCK_BYTES, Tag::Workspace)?;
+                self.resting.push(Resting::Elsewhere(header));
+            }
+        }
+        for unit in plan.units() {
+            for kind in GroupKind::ALL {
+                if !unit.group(kind).is_empty() {
+                    let range = kept(unit, kind, config.stage.shards_parameters());
+                    let dtype = config.precision.weight_dtype();
+                    self.rest(config.offload.param, &range, dtype, Tag::Parameters)?;
+                }
+            }
+            if !unit.trainable.is_empty() {
+                let range = kept(unit, GroupKind::Trainable, config.shards_gradients());
+                let dtype = config.grad_dtype();
+                self.rest(config.offload.optimizer, &range, dtype, Tag::Gradients)?;
+            }
+        }
+        for unit in plan.units().iter().filter(|u| !u.trainable.is_empty()) {
+            let range = kept(unit, GroupKind::Trainable, config.stage.shards_optimizer());
+            let master = config.precision.has_master().then_some(DType::F32);
+            for dtype in master
+                .into_iter()
+                .chain(slots.iter().map(|slot| slot.dtype))
+            {
+                self.rest(config.offload.optimizer, &range, dtype, Tag::Optimizer)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The elements `range` of a group, on `tier` from now on.
+    fn rest(&mut self, tier: Tier, range: &Range<usize>, dtype: DType, tag: Tag) -> Result<()> {
+        let size = dtype.size_bytes();
+        let bytes = range.len() * size;
+        match tier {
+            Tier::Device => {
+                let block = Tensor::null(&self.device, tag, [bytes], DType::U8)?;
+                self.resting.push(Resting::Device(block));
+            }
+            Tier::Host => self.count_host(bytes as u64, tag)?,
+            Tier::Nvme => {
+                let phase = (range.start % WINDOW_ALIGN * size) as u64;
+                let extent = SpillFile::extent_bytes(bytes as u64, phase);
+                let counted = self.nvme.reserve(extent, tag)?;
+                self.resting.push(Resting::Elsewhere(counted));
+            }
+        }
+        Ok(())
+    }
+
+    fn count_host(&mut self, bytes: u64, tag: Tag) -> Result<()> {
+        self.host_mapped += bytes.next_multiple_of(PAGE);
+        let counted = self.host.reserve(bytes, tag)?;
+        self.resting.push(Resting::Elsewhere(counted));
+        Ok(())
+    }
+
+    /// The device pool.
+    #[must_use]
+    pub fn device_pool(&self) -> &Pool {
+        &self.device
+    }
+
+    /// The host pool.
+    #[must_use]
+    pub fn host_pool(&self) -> &Pool {
+        &self.host
+    }
+
+    /// Spill files.
+    #[must_use]
+    pub fn nvme_pool(&self) -> &Pool {
+        &self.nvme
+    }
+
+    /// Bytes of the host tier: maps in whole pages, and what blocks of its pool occupy.
+    #[must_use]
+    pub fn host_bytes(&self) -> u64 {
+        self.host_mapped + self.host.stats().touched
+    }
+
+    /// The communicator's window so far.
+    #[must_use]
+    pub fn window(&self) -> WindowBytes {
+        self.window.bytes()
+    }
+
+    /// Most bytes of the window in use at once since the last call.
+    #[must_use]
+    pub fn take_window_peak(&self) -> u64 {
+        self.window.take_peak()
+    }
+
+    /// As [`Zero::begin_pass`](crate::Zero::begin_pass).
+    pub fn begin_pass(&self, kind: PassKind) {
+        self.state.borrow_mut().pass = Some(Pass {
+            schedule: self.plan.schedule(kind),
+            ..Pass::default()
+        });
+    }
+
+    /// As [`Zero::end_pass`](crate::Zero::end_pass).
+    ///
+    /// # Errors
+    /// Never today; counting has no limit.
+    pub fn end_pass(&self) -> Result<()> {
+        let mut state = self.state.borrow_mut();
+        while let Some(entry) = state.at_cursor() {
+            self.start_gathers(&mut state)?;
+            self.finish_entry(&mut state, entry)?;
+        }
+        state.pass = None;
+        state.pending.clear();
+        Ok(())
+    }
+
+    /// As [`Zero::visit_weights`](crate::Zero::visit_weights): what saving weights gathers.
+    ///
+    /// # Errors
+    /// Never today; counting has no limit.
+    pub fn visit_weights(&self) -> Result<()> {
+        self.begin_pass(PassKind::Infer);
+        for unit in self.plan.units() {
+            self.lease(unit.id, Phase::Forward)?.end()?;
+        }
+        self.end_pass()
+    }
+
+    /// What [`Zero::step`](crate::Zero::step) takes of the window.
+    pub fn step(&self) {
+        let config = self.plan.config();
+        let trained = || self.plan.units().iter().filter(|u| !u.trainable.is_empty());
+        let sharded_state = config.stage.shards_optimizer();
+        if !config.shards_gradients() {
+            for unit in trained() {
+                let buffer = self.window.alloc(unit.trainable.padded_elems * 4);
+                buffer.run(CollectiveKind::ReduceScatter);
+                if !sharded_state {
+                    buffer.run(CollectiveKind::AllGather);
+                }
+            }
+        } else if !sharded_state {
+            let mut held = None;
+            for unit in trained() {
+                let bytes = unit.trainable.padded_elems * config.grad_dtype().size_bytes();
+                let buffer = self.window.alloc(bytes);
+                buffer.run(CollectiveKind::AllGather);
+                // The one before is in use until this one is there.
+                drop(held.replace(buffer));
+            }
+        }
+        if sharded_state && !config.stage.shards_parameters() {
+            let size = config.precision.weight_dtype().size_bytes();
+            for unit in trained() {
+                let bytes = unit.trainable.padded_elems * size;
+                self.window.alloc(bytes).run(CollectiveKind::AllGather);
+            }
+        }
+    }
+
+    // ---- as in the store --------------------------------------------------------------------
+
+    fn weight_bytes(&self, unit: UnitId, kind: GroupKind) -> usize {
+        let size = self.plan.config().precision.weight_dtype().size_bytes();
+        self.plan.unit(unit).group(kind).padded_elems * size
+    }
+
+    fn groups(&self, unit: UnitId) -> impl Iterator<Item = GroupKind> + '_ {
+        let plan = self.plan.unit(unit);
+        GroupKind::ALL
+            .into_iter()
+            .filter(move |kind| !plan.group(*kind).is_empty())
+    }
+
+    fn start_gathers(&self, state: &mut State) -> Result<()> {
+        let ahead = self.plan.config().prefetch_units;
+        let State { units, pass, .. } = state;
+        let Some(pass) = pass else {
+            return Ok(());
+        };
+        loop {
+            let at = pass.started;
+            if at > pass.position + ahead || at >= pass.schedule.len() {
+                return Ok(());
+            }
+            pass.started += 1;
+            let unit = pass.schedule[at].unit;
+            let kept = pass.schedule[at.saturating_sub(ahead.max(1))..at]
+                .iter()
+                .any(|before| before.unit == unit);
+            if kept || !self.plan.gathers_parameters() {
+                continue;
+            }
+            let mut gathered = Vec::new();
+            for kind in self.groups(unit) {
+                let bytes = self.weight_bytes(unit, kind);
+                let counted = self.device.reserve(bytes as u64, Tag::Gathered)?;
+                let buffer = self.window.alloc(bytes);
+                buffer.run(CollectiveKind::AllGather);
+                gathered.push(Readable::InWindow(buffer, counted));
+            }
+            units[unit.index()].readable = Some(gathered);
+        }
+    }
+
+    fn make_resident(&self, state: &mut State, unit: UnitId) -> Result<()> {
+        let readable = &mut state.units[unit.index()].readable;
+        if readable.is_none() {
+            let mut copies = Vec::new();
+            if self.plan.leases_copy() {
+                for kind in self.groups(unit) {
+                    let bytes = self.weight_bytes(unit, kind);
+                    let copy = Tensor::null(&self.device, Tag::Gathered, [bytes], DType::U8)?;
+                    copies.push(Readable::Copied(copy));
+                }
+            }
+            *readable = Some(copies);
+        }
+        Ok(())
+    }
+
+    fn finish_entry(&self, state: &mut State, entry: Entry) -> Result<()> {
+        if entry.phase == Phase::Backward {
+            self.close_bucket(state, entry.unit)?;
+        }
+        let State { units, pass, .. } = state;
+        let Some(pass) = pass else {
+            return Ok(());
+        };
+        pass.position += 1;
+        let ahead = self.plan.config().prefetch_units.max(1);
+        let mut next = pass.schedule.iter().skip(pass.position).take(ahead);
+        if !next.any(|next| next.unit == entry.unit) {
+            units[entry.unit.index()].readable = None;
+        }
+        Ok(())
+    }
+
+    fn open_bucket(&self, unit: UnitId) -> Result<(DryBuffer, Reservation)> {
+        let bytes = self.plan.unit(unit).trainable.padded_elems * 4;
+        let counted = self.device.reserve(bytes as u64, Tag::Communication)?;
+        Ok((self.window.alloc(bytes), counted))
+    }
+
+    fn close_bucket(&self, state: &mut State, unit: UnitId) -> Result<()> {
+        if self.plan.unit(unit).trainable.is_empty() {
+            return Ok(());
+        }
+        let bucket = match state.units[unit.index()].bucket.take() {
+            Some(bucket) => bucket,
+            None => self.open_bucket(unit)?,
+        };
+        let config = self.plan.config();
+        if config.shards_gradients() {
+            let keep = config.buckets_in_flight.saturating_sub(1);
+            while state.pending.len() > keep {
+                state.pending.pop_front();
+            }
+            bucket.0.run(CollectiveKind::ReduceScatter);
+            state.pending.push_back(bucket);
+        }
+        Ok(())
+    }
+}
+
+impl State {
+    fn at_cursor(&self) -> Option<Entry> {
+        let pass = self.pass.as_ref()?;
+        pass.schedule.get(pass.position).copied()
+    }
+}
+
+impl ParamAccess for Rehearsal {
+    fn backend(&self) -> &Arc<dyn Backend> {
+        &self.backend
+    }
+
+    fn lease(&self, unit: UnitId, phase: Phase) -> Result<Lease<'_>> {
+        let wanted = Entry { unit, phase };
+        let mut state = self.state.borrow_mut();
+        while let Some(entry) = state.at_cursor()
+            && entry != wanted
+        {
+            self.start_gathers(&mut state)?;
+            self.finish_entry(&mut state, entry)?;
+        }
+        self.start_gathers(&mut state)?;
+        self.make_resident(&mut state, unit)?;
+        let dtype = self.plan.config().precision.weight_dtype();
+        let mut params = Vec::new();
+        for kind in GroupKind::ALL {
+            for slot in &self.plan.unit(unit).group(kind).slots {
+                let shape = self.plan.spec().params[slot.param.index()].shape;
+                let handle = Tensor::null(&self.handles, Tag::Gathered, shape, dtype)?;
+                params.push((slot.param, handle));
+            }
+        }
+        params.sort_by_key(|(id, _)| *id);
+        Ok(Lease::new(self, unit, phase, params))
+    }
+
+    fn deposit(&self, id: ParamId, _grad: &Tensor) -> Result<()> {
+        let unit = self.plan.spec().params[id.index()].unit;
+        let mut state = self.state.borrow_mut();
+        if state.units[unit.index()].bucket.is_none() {
+            state.units[unit.index()].bucket = Some(self.open_bucket(unit)?);
+        }
+        Ok(())
+    }
+
+    fn activations(&self) -> Option<&Activations> {
+        self.activations.as_ref()
+    }
+
+    fn is_trainable(&self, id: ParamId) -> bool {
+        self.plan.spec().params[id.index()].trainable
+    }
+
+    fn needs_backward(&self, unit: UnitId) -> bool {
+        self.plan.unit(unit).needs_backward
+    }
+}
+
+impl LeaseOwner for Rehearsal {
+    fn end_lease(&self, unit: UnitId, phase: Phase, _completed: bool) -> Result<()> {
+        let mut state = self.state.borrow_mut();
+        self.finish_entry(&mut state, Entry { unit, phase })
+    }
+}

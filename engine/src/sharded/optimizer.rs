@@ -1,0 +1,233 @@
+//! The optimizer of a foreign model: the engine's own step over a plan made from the bridge.
+
+use super::bridge::{BridgeError, TensorBridge};
+use crate::access::{ParamAccess, Phase};
+use crate::comm::Communicator;
+use crate::error::EngineError;
+use crate::plan::{PassKind, Plan, ZeroConfig};
+use crate::spec::{ModelSpec, ParamId, ParamSpec, TensorParallel, UnitId, UnitSpec};
+use crate::tier::Tiers;
+use crate::zero::{OptimizerConfig, StepReport, Zero};
+use kernels::{NullBackend, Pool, Shape, Tag, Tensor};
+use optim::Optimizer;
+use std::sync::Arc;
+
+type Result<T, E = EngineError> = std::result::Result<T, E>;
+
+/// Optimizer of a foreign model, its state divided over ranks.
+///
+/// Every rank makes one over the same tensors with the same weights, and all ranks call the same methods in the same
+/// order.
+///
+/// ```
+/// use engine::comm::threads;
+/// use engine::sharded::{BridgeError, ShardedOptimizer, TensorBridge, TensorGroup, TensorInfo};
+/// use engine::{Stage, ZeroConfig};
+/// use std::sync::Arc;
+///
+/// /// One weight, and a sample that it should become.
+/// struct Model { weight: Vec<f32>, gradient: Vec<f32> }
+///
+/// impl TensorBridge for Model {
+///     fn groups(&self) -> Vec<TensorGroup> {
+///         let tensors = vec![TensorInfo::new("weight", 1, 0.0)];
+///         vec![TensorGroup { name: "model".into(), tensors }]
+///     }
+///     fn read_weight(&self, _: usize, out: &mut [f32]) -> Result<(), BridgeError> {
+///         out.copy_from_slice(&self.weight);
+///         Ok(())
+///     }
+///     fn read_gradient(&self, _: usize, out: &mut [f32]) -> Result<(), BridgeError> {
+///         out.copy_from_slice(&self.gradient);
+///         Ok(())
+///     }
+///     fn write_weight(&mut self, _: usize, values: &[f32]) -> Result<(), BridgeError> {
+///         self.weight.copy_from_slice(values);
+///         Ok(())
+///     }
+/// }
+///
+/// # fn main() -> Result<(), engine::EngineError> {
+/// // Two ranks, here threads of one process; `engine::comm::shm` joins processes.
+/// let ranks = threads::world(2, 1 << 20)?.into_iter().map(|comm| {
+///     std::thread::spawn(move || -> Result<f32, engine::EngineError> {
+///         let target = comm.world().rank as f32; // each rank sees another sample: 0 and 1
+///         let mut model = Model { weight: vec![3.0], gradient: vec![0.0] };
+///         let config = ZeroConfig { stage: Stage::Zero2, ..ZeroConfig::default() };
+///         let rule = Arc::new(optim::AdamW::default());
+///         let mut optimizer = ShardedOptimizer::new(&model, comm, rule, config)?;
+///         for _ in 0..400 {
+///             let error = model.weight[0] - target;
+///             model.gradient[0] = 2.0 * error;
+///             optimizer.accumulate(&model, f64::from(error * error), 1)?;
+///             optimizer.step(&mut model, 0.02)?;
+///         }
+///         Ok(model.weight[0])
+///     })
+/// });
+/// for rank in ranks.collect::<Vec<_>>() {
+///     let weight = rank.join().expect("no rank panics")?;
+///     assert!((weight - 0.5).abs() < 0.05, "{weight}"); // the mean of both samples
+/// }
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Debug)]
+pub struct ShardedOptimizer {
+    zero: Zero,
+    pool: Pool,
+}
+
+impl ShardedOptimizer {
+    /// An optimizer with memory as the system gives it; see [`ShardedOptimizer::with_tiers`].
+    ///
+    /// # Errors
+    /// As [`ShardedOptimizer::with_tiers`].
+    pub fn new(
+        bridge: &dyn TensorBridge,
+        comm: Arc<dyn Communicator>,
+        rule: Arc<dyn Optimizer>,
+        config: ZeroConfig,
+    ) -> Result<Self> {
+        let tiers = Tiers::new(Pool::new("device", None), Pool::new("host", None));
+        Self::with_tiers(bridge, comm, rule, config, tiers)
+    }
+
+    /// An optimizer that updates by `rule`, with state on the tiers that `config.offload` says. The weights are read
+    /// from the bridge.
+    ///
+    /// # Errors
+    /// When memory is short, two tensors share a name, ranks have different tensors or settings, or the bridge fails.
+    pub fn with_tiers(
+        bridge: &dyn TensorBridge,
+        comm: Arc<dyn Communicator>,
+        rule: Arc<dyn Optimizer>,
+        config: ZeroConfig,
+        tiers: Tiers,
+    ) -> Result<Self> {
+        let (spec, groups) = spec(bridge);
+        let plan = Arc::new(Plan::new(spec, config, comm.world().size)?);
+        let pool = tiers.device.clone();
+        let backend = Arc::new(NullBackend::new(pool.clone()));
+        let optimizer = OptimizerConfig { rule, groups };
+        let mut zero = Zero::new(plan.clone(), comm, backend, tiers, optimizer)?;
+        // The engine asks for parts of a tensor in order; the bridge gives whole ones.
+        let mut read: (Option<ParamId>, Vec<f32>) = (None, Vec::new());
+        zero.load(|id, elements, out| -> Result<(), BridgeError> {
+            if read.0 != Some(id) {
+                read.1
+                    .resize(plan.spec().params[id.index()].shape.elems(), 0.0);
+                bridge.read_weight(id.index(), &mut read.1)?;
+                read.0 = Some(id);
+            }
+            out.copy_from_slice(&read.1[elements]);
+            Ok(())
+        })?;
+        Ok(Self { zero, pool })
+    }
+
+    /// Adds the gradients of one micro-batch: those of the mean loss `mean_loss` over `samples` samples (or tokens) of
+    /// this rank. Ranks and calls may differ in `samples`: each sample counts alike. A rank without any passes 0, and
+    /// its gradients are not looked at.
+    ///
+    /// # Errors
+    /// When the bridge or communication fails.
+    pub fn accumulate(
+        &mut self,
+        bridge: &dyn TensorBridge,
+        mean_loss: f64,
+        samples: u64,
+    ) -> Result<()> {
+        self.zero.begin_pass(PassKind::Train);
+        if samples > 0 {
+            let plan = self.zero.plan().clone();
+            for unit in plan.units().iter().rev() {
+                let lease = self.zero.lease(unit.id, Phase::Backward)?;
+                for slot in &unit.trainable.slots {
+                    self.deposit(bridge, slot.param, samples)?;
+                }
+                lease.end()?;
+            }
+        }
+        let loss = if samples > 0 { mean_loss } else { 0.0 };
+        self.zero.end_micro_batch(loss * samples as f64, samples)
+    }
+
+    fn deposit(&self, bridge: &dyn TensorBridge, id: ParamId, samples: u64) -> Result<()> {
+        let param = &self.zero.plan().spec().params[id.index()];
+        let mut gradient = vec![0.0; param.shape.elems()];
+        let read = bridge.read_gradient(id.index(), &mut gradient);
+        read.map_err(|source| EngineError::Bridge {
+            action: "read the gradient of",
+            tensor: param.name.clone(),
+            source,
+        })?;
+        // The engine divides by all samples in the step.
+        for value in &mut gradient {
+            *value *= samples as f32;
+        }
+        let gradient = Tensor::from_slice(&self.pool, Tag::Workspace, param.shape, &gradient)?;
+        self.zero.deposit(id, &gradient)
+    }
+
+    /// Updates the weights by everything accumulated since the last step, clipped by `max_grad_norm` of the settings,
+    /// and writes them into the bridge. When a gradient or a loss is not finite nothing changes, and the report says
+    /// so.
+    ///
+    /// # Errors
+    /// When the bridge or communication fails.
+    pub fn step(&mut self, bridge: &mut dyn TensorBridge, lr: f64) -> Result<StepReport> {
+        let report = self.zero.step(lr)?;
+        if report.applied {
+            self.write_weights(bridge)?;
+        }
+        Ok(report)
+    }
+
+    /// Writes the engine's weights into the bridge, as after a checkpoint was loaded. All ranks must call it.
+    ///
+    /// # Errors
+    /// When the bridge or communication fails.
+    pub fn write_weights(&self, bridge: &mut dyn TensorBridge) -> Result<()> {
+        let plan = self.zero.plan();
+        self.zero.visit_weights(|id, weight| {
+            let written = bridge.write_weight(id.index(), &weight.to_f32_vec()?);
+            written.map_err(|source| EngineError::Bridge {
+                action: "write",
+                tensor: plan.spec().params[id.index()].name.clone(),
+                source,
+            })
+        })
+    }
+
+    /// The engine's states, for checkpoints, sizes and times.
+    #[must_use]
+    pub fn zero(&self) -> &Zero {
+        &self.zero
+    }
+
+    /// As [`ShardedOptimizer::zero`], for loading a checkpoint.
+    pub fn zero_mut(&mut self) -> &mut Zero {
+        &mut self.zero
+    }
+}
+
+/// One unit per group, one flat parameter per tensor.
+fn spec(bridge: &dyn TensorBridge) -> (ModelSpec, Vec<optim::GroupOptions>) {
+    let mut spec = ModelSpec::default();
+    let mut options = Vec::new();
+    for (unit, group) in (0..).zip(bridge.groups()) {
+        spec.units.push(UnitSpec { name: group.name });
+        for tensor in group.tensors {
+            options.push(tensor.options);
+            spec.params.push(ParamSpec {
+                name: tensor.name,
+                shape: Shape::new(&[tensor.elems]),
+                unit: UnitId(unit),
+                trainable: true,
+                tensor_parallel: TensorParallel::Replicated,
+            });
+        }
+    }
+    (spec, options)
+}

@@ -1,0 +1,366 @@
+//! Spill files and the extents in them.
+#![expect(
+    unsafe_code,
+    reason = "memory maps of files, and telling the kernel to forget their pages"
+)]
+
+use super::Result;
+use super::error::SpillError;
+use super::folder::SpillFolder;
+use memmap2::{MmapMut, MmapOptions, UncheckedAdvice};
+use rustix::fs::{FallocateFlags, OFlags};
+use serde::{Deserialize, Serialize};
+use std::fs::{File, OpenOptions};
+use std::ops::Range;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock};
+
+/// Files, extents and requests are multiples of this; direct I/O demands it.
+pub const BLOCK_BYTES: u64 = 4096;
+const MAGIC: &[u8; 8] = b"TESSPILL";
+
+/// The way to the disk.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum IoPath {
+    /// `O_DIRECT`: past the page cache, one copy less.
+    Direct,
+    /// A shared memory map of the file: through the page cache.
+    Mapped,
+}
+
+impl IoPath {
+    /// The word for it.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Direct => "direct",
+            Self::Mapped => "mapped",
+        }
+    }
+}
+
+/// What the first block of a spill file says.
+#[derive(Serialize)]
+struct Header<'a> {
+    version: u32,
+    job: &'a Path,
+    rank: usize,
+    kind: &'a str,
+    process: u32,
+}
+
+#[derive(Debug)]
+struct Backing {
+    path: PathBuf,
+    file: File,
+    io: IoPath,
+    /// Keeps the folder locked.
+    _folder: Arc<SpillFolder>,
+}
+
+/// One file of spilled state: a header, then extents one behind the other.
+#[derive(Debug)]
+pub struct SpillFile {
+    backing: Arc<Backing>,
+    end: u64,
+}
+
+impl SpillFile {
+    /// Makes the file of `rank` for one kind of state.
+    ///
+    /// # Errors
+    /// When the file system refuses; direct I/O is not possible everywhere (tmpfs, some network file systems).
+    pub fn create(folder: &Arc<SpillFolder>, rank: usize, kind: &str, io: IoPath) -> Result<Self> {
+        let path = folder.path().join(format!("rank-{rank}.{kind}"));
+        let mut options = OpenOptions::new();
+        options.create(true).truncate(true).read(true).write(true);
+        // The header is written through the page cache, before anything bypasses it.
+        let plain = options
+            .open(&path)
+            .map_err(SpillError::io("create", &path))?;
+        let header = Header {
+            version: 1,
+            job: folder.path(),
+            rank,
+            kind,
+            process: std::process::id(),
+        };
+        let mut block = vec![0; BLOCK_BYTES as usize];
+        let text = serde_json::to_vec(&header).unwrap_or_default();
+        block[..8].copy_from_slice(MAGIC);
+        let len = text.len().min(block.len() - 8);
+        block[8..8 + len].copy_from_slice(&text[..len]);
+        plain
+            .write_all_at(&block, 0)
+            .and_then(|()| plain.sync_data())
+            .map_err(SpillError::io("write", &path))?;
+        let file = match io {
+            IoPath::Mapped => plain,
+            IoPath::Direct => OpenOptions::new()
+                .read(true)
+                .write(true)
+                .custom_flags(OFlags::DIRECT.bits().cast_signed())
+                .open(&path)
+                .map_err(SpillError::io("open for direct I/O", &path))?,
+        };
+        Ok(Self {
+            backing: Arc::new(Backing {
+                path,
+                file,
+                io,
+                _folder: folder.clone(),
+            }),
+            end: BLOCK_BYTES,
+        })
+    }
+
+    /// Sets aside `len` bytes, all zero. Byte 0 lies `phase` bytes behind a block boundary, so that callers can line
+    /// up extents of different element sizes.
+    ///
+    /// # Errors
+    /// [`SpillError::NoSpace`] when the disk is too small.
+    pub fn allocate(&mut self, len: u64, phase: u64) -> Result<Extent> {
+        let lead = phase % BLOCK_BYTES;
+        let bytes = (lead + len).next_multiple_of(BLOCK_BYTES);
+        let offset = self.end;
+        self.reserve(offset, bytes)?;
+        self.end += bytes;
+        let map = match self.backing.io {
+            IoPath::Direct => None,
+            IoPath::Mapped => {
+                let mut options = MmapOptions::new();
+                let options = options.offset(offset).len(bytes as usize);
+                // SAFETY: the file belongs to this job's locked folder and nobody shortens it.
+                let map = unsafe { options.map_mut(&self.backing.file) }
+                    .map_err(SpillError::io("map", &self.backing.path))?;
+                Some(RwLock::new(map))
+            }
+        };
+        Ok(Extent(Arc::new(ExtentInner {
+            backing: self.backing.clone(),
+            offset,
+            lead,
+            len,
+            map,
+            writes: Writes::default(),
+        })))
+    }
+
+    fn reserve(&self, offset: u64, bytes: u64) -> Result<()> {
+        let Backing { path, file, .. } = &*self.backing;
+        match rustix::fs::fallocate(file, FallocateFlags::empty(), offset, bytes) {
+            Ok(()) => Ok(()),
+            // Not every file system can set blocks aside; then its free space has to do.
+            Err(rustix::io::Errno::OPNOTSUPP | rustix::io::Errno::NOSYS)
+                if free_bytes(path) >= bytes =>
+            {
+                file.set_len(offset + bytes)
+                    .map_err(SpillError::io("extend", path))
+            }
+            Err(
+                rustix::io::Errno::NOSPC
+                | rustix::io::Errno::DQUOT
+                | rustix::io::Errno::OPNOTSUPP
+                | rustix::io::Errno::NOSYS,
+            ) => Err(SpillError::NoSpace {
+                path: path.clone(),
+                asked_bytes: bytes,
+                free_bytes: free_bytes(path),
+            }),
+            Err(e) => Err(SpillError::io("extend", path)(e.into())),
+        }
+    }
+
+    /// Waits until the disk has everything written so far.
+    ///
+    /// # Errors
+    /// When the disk fails.
+    pub(super) fn sync(&self) -> Result<()> {
+        let Backing { path, file, .. } = &*self.backing;
+        file.sync_data().map_err(SpillError::io("sync", path))
+    }
+
+    /// Drops the page cache of the file, so that a read comes from the disk.
+    pub(super) fn forget_cache(&self) -> Result<()> {
+        let Backing { path, file, .. } = &*self.backing;
+        rustix::fs::fadvise(file, 0, None, rustix::fs::Advice::DontNeed)
+            .map_err(|e| SpillError::io("advise on", path)(e.into()))
+    }
+
+    /// Bytes of the file.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        self.end
+    }
+
+    /// Bytes that `len` bytes with this phase take of a file.
+    #[must_use]
+    pub const fn extent_bytes(len: u64, phase: u64) -> u64 {
+        (phase % BLOCK_BYTES + len).next_multiple_of(BLOCK_BYTES)
+    }
+}
+
+impl Drop for SpillFile {
+    fn drop(&mut self) {
+        // The folder goes with the job; a file that is gone already is as good.
+        std::fs::remove_file(&self.backing.path).ok();
+    }
+}
+
+fn free_bytes(path: &Path) -> u64 {
+    rustix::fs::statvfs(path.parent().unwrap_or(path))
+        .map_or(0, |stat| stat.f_bavail.saturating_mul(stat.f_frsize))
+}
+
+/// Writes of an extent that have been submitted and have not ended, by the order of submission.
+#[derive(Debug, Default)]
+struct Writes {
+    open: Mutex<(u64, Vec<(u64, Range<u64>)>)>,
+    ended: Condvar,
+}
+
+impl Writes {
+    fn lock(&self) -> MutexGuard<'_, (u64, Vec<(u64, Range<u64>)>)> {
+        self.open.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[derive(Debug)]
+struct ExtentInner {
+    backing: Arc<Backing>,
+    /// Where the extent begins in the file.
+    offset: u64,
+    /// Bytes before byte 0.
+    lead: u64,
+    len: u64,
+    map: Option<RwLock<MmapMut>>,
+    writes: Writes,
+}
+
+/// A region of a spill file; clones are the same region.
+#[derive(Clone, Debug)]
+pub struct Extent(Arc<ExtentInner>);
+
+impl Extent {
+    /// Bytes in use.
+    #[must_use]
+    pub fn len(&self) -> u64 {
+        self.0.len
+    }
+
+    /// Whether it holds nothing.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.0.len == 0
+    }
+
+    /// The way to the disk.
+    #[must_use]
+    pub fn io(&self) -> IoPath {
+        self.0.backing.io
+    }
+
+    /// The blocks that hold `range`, in bytes from the extent's beginning, and how far into them it starts.
+    pub(super) fn blocks(&self, range: &Range<u64>) -> (Range<u64>, usize) {
+        let (start, end) = (range.start + self.0.lead, range.end + self.0.lead);
+        let first = start / BLOCK_BYTES * BLOCK_BYTES;
+        (
+            first..end.next_multiple_of(BLOCK_BYTES),
+            (start - first) as usize,
+        )
+    }
+
+    /// Whether blocks of `range` hold bytes of the extent outside of it.
+    pub(super) fn shares_blocks(&self, range: &Range<u64>) -> bool {
+        let aligned = |at: u64| (at + self.0.lead).is_multiple_of(BLOCK_BYTES);
+        let start = range.start == 0 || aligned(range.start);
+        let end = range.end == self.0.len || aligned(range.end);
+        !(start && end)
+    }
+
+    /// The end of the longest range from `start` that fits `most` bytes of blocks and stops at a block boundary or at
+    /// the extent's end.
+    pub(super) fn piece_end(&self, start: u64, end: u64, most: u64) -> u64 {
+        let first = (start + self.0.lead) / BLOCK_BYTES * BLOCK_BYTES;
+        (first + most - self.0.lead).min(end)
+    }
+
+    /// Notes a write; returns its place in the order.
+    pub(super) fn note_write(&self, blocks: Range<u64>) -> u64 {
+        let mut open = self.0.writes.lock();
+        open.0 += 1;
+        let id = open.0;
+        open.1.push((id, blocks));
+        id
+    }
+
+    /// The place that a read submitted now has in the order of writes.
+    pub(super) fn order(&self) -> u64 {
+        self.0.writes.lock().0 + 1
+    }
+
+    /// Waits for the writes before `order` that touch `blocks`.
+    pub(super) fn wait_for_writes(&self, order: u64, blocks: &Range<u64>) {
+        let mut open = self.0.writes.lock();
+        let overlaps = |(id, other): &(u64, Range<u64>)| {
+            *id < order && other.start < blocks.end && blocks.start < other.end
+        };
+        while open.1.iter().any(overlaps) {
+            open = self
+                .0
+                .writes
+                .ended
+                .wait(open)
+                .unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    pub(super) fn end_write(&self, id: u64) {
+        self.0.writes.lock().1.retain(|(other, _)| *other != id);
+        self.0.writes.ended.notify_all();
+    }
+
+    /// Reads whole blocks.
+    pub(super) fn read_blocks(&self, blocks: &Range<u64>, out: &mut [u8]) -> Result<()> {
+        let ExtentInner { backing, map, .. } = &*self.0;
+        match map {
+            None => backing
+                .file
+                .read_exact_at(out, self.0.offset + blocks.start)
+                .map_err(SpillError::io("read", &backing.path)),
+            Some(map) => {
+                let map = map.read().unwrap_or_else(PoisonError::into_inner);
+                out.copy_from_slice(&map[blocks.start as usize..blocks.end as usize]);
+                forget(&map, blocks);
+                Ok(())
+            }
+        }
+    }
+
+    /// Writes whole blocks.
+    pub(super) fn write_blocks(&self, blocks: &Range<u64>, bytes: &[u8]) -> Result<()> {
+        let ExtentInner { backing, map, .. } = &*self.0;
+        match map {
+            None => backing
+                .file
+                .write_all_at(bytes, self.0.offset + blocks.start)
+                .map_err(SpillError::io("write", &backing.path)),
+            Some(map) => {
+                let mut map = map.write().unwrap_or_else(PoisonError::into_inner);
+                map[blocks.start as usize..blocks.end as usize].copy_from_slice(bytes);
+                forget(&map, blocks);
+                Ok(())
+            }
+        }
+    }
+}
+
+/// Takes the pages of a shared map out of this process; the page cache keeps them as long as it likes. Without it
+/// everything ever touched would count as this process's memory.
+fn forget(map: &MmapMut, blocks: &Range<u64>) {
+    let (start, len) = (blocks.start as usize, (blocks.end - blocks.start) as usize);
+    // SAFETY: the map is shared with a file, so its pages come back with their contents. A refusal costs memory only.
+    unsafe { map.unchecked_advise_range(UncheckedAdvice::DontNeed, start, len) }.ok();
+}

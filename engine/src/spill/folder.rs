@@ -1,0 +1,174 @@
+//! The folder of one job under the folder a user named.
+
+use super::Result;
+use super::error::SpillError;
+use std::fs::{self, File, OpenOptions, TryLockError};
+use std::io::ErrorKind;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+/// Folders of jobs begin with this.
+pub const FOLDER_PREFIX: &str = "tessera-spill-";
+const LOCK: &str = "lock";
+
+/// A job's folder. While one process of the job holds it, it is locked; the last one to let go removes it.
+#[derive(Debug)]
+pub struct SpillFolder {
+    path: PathBuf,
+    lock: Option<File>,
+}
+
+impl SpillFolder {
+    /// Joins the folder of `job` under `parent`; the first to come makes it.
+    ///
+    /// # Errors
+    /// When the folder cannot be made or locked.
+    pub fn join(parent: &Path, job: &str) -> Result<Self> {
+        let path = parent.join(format!("{FOLDER_PREFIX}{job}"));
+        loop {
+            fs::create_dir_all(&path).map_err(SpillError::io("create", &path))?;
+            let name = path.join(LOCK);
+            let opened = OpenOptions::new()
+                .create(true)
+                .truncate(false)
+                .write(true)
+                .open(&name);
+            let lock = match opened {
+                Ok(lock) => lock,
+                // Swept before it had a lock.
+                Err(e) if e.kind() == ErrorKind::NotFound => continue,
+                Err(e) => return Err(SpillError::io("create", &name)(e)),
+            };
+            lock.lock_shared().map_err(SpillError::io("lock", &name))?;
+            // Somebody who saw it without a living job may have removed it meanwhile.
+            let held = lock.metadata().map_err(SpillError::io("read", &name))?;
+            if fs::metadata(&name).is_ok_and(|there| there.ino() == held.ino()) {
+                return Ok(Self {
+                    path,
+                    lock: Some(lock),
+                });
+            }
+        }
+    }
+
+    /// The folder.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Removes the folders of jobs under `parent` of which no process lives; returns what they held, in bytes.
+    ///
+    /// # Errors
+    /// When `parent` cannot be read.
+    pub fn sweep(parent: &Path) -> Result<Vec<(PathBuf, u64)>> {
+        let entries = match fs::read_dir(parent) {
+            Ok(entries) => entries,
+            Err(e) if e.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
+            Err(e) => return Err(SpillError::io("read", parent)(e)),
+        };
+        let mut swept = Vec::new();
+        for entry in entries.flatten() {
+            let name = entry.file_name();
+            if name.to_str().is_some_and(|n| n.starts_with(FOLDER_PREFIX)) {
+                let path = entry.path();
+                let bytes = size(&path);
+                if remove_if_dead(&path) {
+                    swept.push((path, bytes));
+                }
+            }
+        }
+        Ok(swept)
+    }
+}
+
+impl Drop for SpillFolder {
+    fn drop(&mut self) {
+        // The lock goes first: the folder stays while another process holds it.
+        self.lock = None;
+        remove_if_dead(&self.path);
+    }
+}
+
+/// Bytes of the files in a folder.
+fn size(path: &Path) -> u64 {
+    let entries = fs::read_dir(path).into_iter().flatten().flatten();
+    entries
+        .filter_map(|entry| entry.metadata().ok())
+        .map(|meta| meta.len())
+        .sum()
+}
+
+/// Removes a job's folder unless a process holds it.
+fn remove_if_dead(path: &Path) -> bool {
+    let lock = match File::open(path.join(LOCK)) {
+        Ok(lock) => lock,
+        // Between making a folder and its lock: only an empty one can go, and its maker makes it again.
+        Err(_) => return fs::remove_dir(path).is_ok(),
+    };
+    match lock.try_lock() {
+        Ok(()) => fs::remove_dir_all(path).is_ok(),
+        Err(TryLockError::WouldBlock | TryLockError::Error(_)) => false,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn two_jobs_in_one_folder_leave_each_other_alone() {
+        let parent = tempfile::tempdir().unwrap();
+        let first = SpillFolder::join(parent.path(), "a").unwrap();
+        let other_rank = SpillFolder::join(parent.path(), "a").unwrap();
+        fs::write(first.path().join("rank-0"), [1; 100]).unwrap();
+        assert!(SpillFolder::sweep(parent.path()).unwrap().is_empty());
+        let second = SpillFolder::join(parent.path(), "b").unwrap();
+        let (kept, gone) = (first.path().to_owned(), second.path().to_owned());
+        drop(second);
+        assert!(!gone.exists() && kept.exists());
+        drop(first);
+        assert!(kept.exists(), "another rank still holds it");
+        drop(other_rank);
+        assert!(!kept.exists());
+    }
+
+    #[test]
+    fn folders_of_killed_jobs_are_swept_and_foreign_ones_are_not() {
+        let parent = tempfile::tempdir().unwrap();
+        let dead = parent.path().join(format!("{FOLDER_PREFIX}dead"));
+        fs::create_dir(&dead).unwrap();
+        fs::write(dead.join(LOCK), "").unwrap();
+        fs::write(dead.join("rank-0"), [1; 100]).unwrap();
+        let foreign = parent.path().join("pictures");
+        fs::create_dir(&foreign).unwrap();
+        let swept = SpillFolder::sweep(parent.path()).unwrap();
+        assert_eq!(swept, [(dead.clone(), 100)]);
+        assert!(!dead.exists() && foreign.exists());
+        assert!(
+            SpillFolder::sweep(&parent.path().join("nowhere"))
+                .unwrap()
+                .is_empty()
+        );
+    }
+
+    #[test]
+    fn joining_while_others_sweep_always_ends_with_a_living_folder() {
+        let parent = tempfile::tempdir().unwrap();
+        let path = parent.path();
+        std::thread::scope(|s| {
+            for _ in 0..2 {
+                s.spawn(|| (0..200).for_each(|_| drop(SpillFolder::sweep(path).unwrap())));
+            }
+            for _ in 0..2 {
+                s.spawn(|| {
+                    for _ in 0..100 {
+                        let folder = SpillFolder::join(path, "x").unwrap();
+                        fs::write(folder.path().join("file"), "x").unwrap();
+                    }
+                });
+            }
+        });
+        assert_eq!(fs::read_dir(path).unwrap().count(), 0);
+    }
+}

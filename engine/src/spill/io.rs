@@ -1,0 +1,528 @@
+//! Threads that read ahead and write behind.
+
+use super::Result;
+use super::error::SpillError;
+use super::file::Extent;
+use super::segment::{SEGMENT_BYTES, Segment, SegmentPool};
+use crossbeam::channel::{Receiver, Sender, bounded, unbounded};
+use kernels::Pool;
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+/// Requests under way at once: disks reach their rate at a depth of 16.
+const THREADS: usize = 16;
+/// Segments that read-ahead leaves to everybody else.
+const RESERVED: usize = 16;
+
+/// Traffic of a rank's spill files. Only ever grows: take differences.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct SpillStats {
+    /// Bytes read.
+    pub read_bytes: u64,
+    /// Bytes written.
+    pub written_bytes: u64,
+    /// Time with at least one request under way.
+    pub busy: Duration,
+}
+
+impl SpillStats {
+    /// What was added since `earlier`.
+    #[must_use]
+    pub fn since(self, earlier: Self) -> Self {
+        Self {
+            read_bytes: self.read_bytes - earlier.read_bytes,
+            written_bytes: self.written_bytes - earlier.written_bytes,
+            busy: self.busy.saturating_sub(earlier.busy),
+        }
+    }
+
+    /// Bytes per second of busy time, reads and writes together; 0 without traffic.
+    #[must_use]
+    pub fn bytes_per_second(self) -> f64 {
+        let seconds = self.busy.as_secs_f64();
+        if seconds > 0.0 {
+            (self.read_bytes + self.written_bytes) as f64 / seconds
+        } else {
+            0.0
+        }
+    }
+}
+
+#[derive(Debug, Default)]
+struct Book {
+    stats: SpillStats,
+    under_way: usize,
+    busy_since: Option<Instant>,
+    open_writes: usize,
+    failure: Option<SpillError>,
+}
+
+#[derive(Debug, Default)]
+struct Shared {
+    book: Mutex<Book>,
+    ended: Condvar,
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, Book> {
+        self.book.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn begin(&self, writes: usize) {
+        let mut book = self.lock();
+        book.under_way += 1;
+        book.open_writes += writes;
+        if book.busy_since.is_none() {
+            book.busy_since = Some(Instant::now());
+        }
+    }
+
+    fn end(&self, read: u64, written: u64, failure: Option<SpillError>) {
+        let mut book = self.lock();
+        book.stats.read_bytes += read;
+        book.stats.written_bytes += written;
+        book.under_way -= 1;
+        if written > 0 {
+            book.open_writes -= 1;
+        }
+        if book.under_way == 0
+            && let Some(since) = book.busy_since.take()
+        {
+            book.stats.busy += since.elapsed();
+        }
+        if book.failure.is_none() {
+            book.failure = failure;
+        }
+        drop(book);
+        self.ended.notify_all();
+    }
+}
+
+enum Job {
+    Read {
+        extent: Extent,
+        order: u64,
+        segment: Segment,
+        reply: Sender<Result<Segment>>,
+    },
+    Write {
+        extent: Extent,
+        id: u64,
+        segment: Segment,
+    },
+}
+
+/// A segment that is being read.
+#[derive(Debug)]
+pub struct PendingRead(Receiver<Result<Segment>>);
+
+impl PendingRead {
+    /// Waits for the bytes.
+    ///
+    /// # Errors
+    /// When the disk fails.
+    pub fn wait(self) -> Result<Segment> {
+        self.0.recv().map_err(|_| SpillError::Closed)?
+    }
+}
+
+/// The disk queue of one rank.
+#[derive(Debug)]
+pub struct SpillIo {
+    segments: Arc<SegmentPool>,
+    jobs: Option<Sender<Job>>,
+    threads: Vec<JoinHandle<()>>,
+    shared: Arc<Shared>,
+}
+
+impl SpillIo {
+    /// A queue with about `buffer_bytes` of buffers (at least 32 segments), counted in the host pool.
+    ///
+    /// # Errors
+    /// When the host pool or the system has no room.
+    pub fn new(buffer_bytes: u64, host: &Pool) -> Result<Self, crate::EngineError> {
+        let segments = SegmentPool::new(Self::buffers(buffer_bytes), host)?;
+        let (jobs, queue) = unbounded::<Job>();
+        let shared = Arc::new(Shared::default());
+        let mut threads = Vec::with_capacity(THREADS);
+        for i in 0..THREADS {
+            let (queue, shared) = (queue.clone(), shared.clone());
+            let thread = std::thread::Builder::new()
+                .name(format!("spill-{i}"))
+                .stack_size(128 << 10)
+                .spawn(move || queue.iter().for_each(|job| run(job, &shared)))
+                .map_err(SpillError::io("start a thread for", "spill files"))?;
+            threads.push(thread);
+        }
+        Ok(Self {
+            segments,
+            jobs: Some(jobs),
+            threads,
+            shared,
+        })
+    }
+
+    /// Bytes of buffers that a queue asked for `buffer_bytes` takes.
+    #[must_use]
+    pub const fn buffer_bytes(buffer_bytes: u64) -> u64 {
+        (Self::buffers(buffer_bytes) * SEGMENT_BYTES) as u64
+    }
+
+    const fn buffers(bytes: u64) -> usize {
+        let wanted = bytes.div_ceil(SEGMENT_BYTES as u64) as usize;
+        if wanted < 2 * RESERVED {
+            2 * RESERVED
+        } else {
+            wanted
+        }
+    }
+
+    /// Traffic so far.
+    #[must_use]
+    pub fn stats(&self) -> SpillStats {
+        let book = self.shared.lock();
+        let running = book.busy_since.map_or(Duration::ZERO, |s| s.elapsed());
+        SpillStats {
+            busy: book.stats.busy + running,
+            ..book.stats
+        }
+    }
+
+    fn submit(&self, job: Job) -> Result<()> {
+        let jobs = self.jobs.as_ref().ok_or(SpillError::Closed)?;
+        jobs.send(job).map_err(|_| SpillError::Closed)
+    }
+
+    /// Starts to read `range`, which lies in [`SEGMENT_BYTES`] of blocks. Waits for a free buffer.
+    ///
+    /// # Errors
+    /// When an earlier write failed.
+    pub fn read(&self, extent: &Extent, range: Range<u64>) -> Result<PendingRead> {
+        self.check()?;
+        self.read_into(self.segments.take()?, extent, range)
+    }
+
+    /// As [`SpillIo::read`], but ahead of need: `None` when buffers are short.
+    ///
+    /// # Errors
+    /// When an earlier write failed.
+    pub fn read_ahead(&self, extent: &Extent, range: Range<u64>) -> Result<Option<PendingRead>> {
+        self.check()?;
+        match self.segments.try_take(RESERVED)? {
+            Some(segment) => self.read_into(segment, extent, range).map(Some),
+            None => Ok(None),
+        }
+    }
+
+    fn read_into(
+        &self,
+        mut segment: Segment,
+        extent: &Extent,
+        range: Range<u64>,
+    ) -> Result<PendingRead> {
+        let (reply, result) = bounded(1);
+        place(&mut segment, extent, &range);
+        self.shared.begin(0);
+        self.submit(Job::Read {
+            extent: extent.clone(),
+            order: extent.order(),
+            segment,
+            reply,
+        })?;
+        Ok(PendingRead(result))
+    }
+
+    /// A buffer for all of `range`, to be filled and written. Where its first or last block holds other bytes too, it is read.
+    ///
+    /// # Errors
+    /// When an earlier write failed.
+    pub fn fresh(&self, extent: &Extent, range: Range<u64>) -> Result<Segment> {
+        if extent.shares_blocks(&range) {
+            return self.read(extent, range)?.wait();
+        }
+        self.check()?;
+        let mut segment = self.segments.take()?;
+        place(&mut segment, extent, &range);
+        // What surrounds the range in its blocks belongs to nobody.
+        if segment.is_partial() {
+            let (start, len) = (segment.start, segment.len);
+            let blocks = segment.blocks_mut();
+            blocks[..start].fill(0);
+            blocks[start + len..].fill(0);
+        }
+        Ok(segment)
+    }
+
+    /// Writes a segment of `extent` behind the caller's back. An error shows in a later call.
+    ///
+    /// # Errors
+    /// When an earlier write failed.
+    pub fn write(&self, extent: &Extent, segment: Segment) -> Result<()> {
+        self.check()?;
+        let id = extent.note_write(segment.blocks.clone());
+        self.shared.begin(1);
+        self.submit(Job::Write {
+            extent: extent.clone(),
+            id,
+            segment,
+        })
+    }
+
+    /// Fills `out` with the bytes from `offset`.
+    ///
+    /// # Errors
+    /// When the disk fails.
+    pub fn copy_out(&self, extent: &Extent, offset: u64, out: &mut [u8]) -> Result<()> {
+        let mut pieces = pieces(extent, offset, out.len()).into_iter();
+        let mut ahead: VecDeque<PendingRead> = VecDeque::new();
+        let mut at = 0;
+        let mut first = pieces.next();
+        while first.is_some() || !ahead.is_empty() {
+            while let Some(piece) = first.clone() {
+                let read = if ahead.is_empty() {
+                    Some(self.read(extent, piece)?)
+                } else {
+                    self.read_ahead(extent, piece)?
+                };
+                let Some(read) = read else {
+                    break;
+                };
+                ahead.push_back(read);
+                first = pieces.next();
+            }
+            if let Some(read) = ahead.pop_front() {
+                let segment = read.wait()?;
+                let bytes = segment.as_bytes();
+                out[at..at + bytes.len()].copy_from_slice(bytes);
+                at += bytes.len();
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes `bytes` from `offset` on, behind the caller's back.
+    ///
+    /// # Errors
+    /// When the disk fails.
+    pub fn copy_in(&self, extent: &Extent, offset: u64, bytes: &[u8]) -> Result<()> {
+        for piece in pieces(extent, offset, bytes.len()) {
+            let mut segment = self.fresh(extent, piece.clone())?;
+            let own = (piece.start - offset) as usize..(piece.end - offset) as usize;
+            segment.as_bytes_mut().copy_from_slice(&bytes[own]);
+            self.write(extent, segment)?;
+        }
+        Ok(())
+    }
+
+    /// Waits until everything is written.
+    ///
+    /// # Errors
+    /// When a write failed.
+    pub fn flush(&self) -> Result<()> {
+        let mut book = self.shared.lock();
+        while book.open_writes > 0 {
+            book = self
+                .shared
+                .ended
+                .wait(book)
+                .unwrap_or_else(PoisonError::into_inner);
+        }
+        drop(book);
+        self.check()
+    }
+
+    /// The first failure of a write, once.
+    fn check(&self) -> Result<()> {
+        match self.shared.lock().failure.take() {
+            Some(failure) => Err(failure),
+            None => Ok(()),
+        }
+    }
+}
+
+impl Drop for SpillIo {
+    fn drop(&mut self) {
+        self.jobs = None;
+        for thread in self.threads.drain(..) {
+            // A thread that panicked has dropped its request; waiting callers learned of it.
+            thread.join().ok();
+        }
+    }
+}
+
+fn place(segment: &mut Segment, extent: &Extent, range: &Range<u64>) {
+    let (blocks, start) = extent.blocks(range);
+    debug_assert!(blocks.end - blocks.start <= SEGMENT_BYTES as u64);
+    segment.start = start;
+    segment.len = (range.end - range.start) as usize;
+    segment.blocks = blocks;
+}
+
+/// `len` bytes from `offset` in ranges that fit a segment.
+fn pieces(extent: &Extent, offset: u64, len: usize) -> Vec<Range<u64>> {
+    let end = offset + len as u64;
+    let mut pieces = Vec::new();
+    let mut start = offset;
+    while start < end {
+        let stop = extent.piece_end(start, end, SEGMENT_BYTES as u64);
+        pieces.push(start..stop);
+        start = stop;
+    }
+    pieces
+}
+
+fn run(job: Job, shared: &Shared) {
+    match job {
+        Job::Read {
+            extent,
+            order,
+            mut segment,
+            reply,
+        } => {
+            let blocks = segment.blocks.clone();
+            extent.wait_for_writes(order, &blocks);
+            let result = extent.read_blocks(&blocks, segment.blocks_mut());
+            shared.end(blocks.end - blocks.start, 0, None);
+            // The caller may have lost interest.
+            reply.send(result.map(|()| segment)).ok();
+        }
+        Job::Write {
+            extent,
+            id,
+            segment,
+        } => {
+            let blocks = segment.blocks.clone();
+            extent.wait_for_writes(id, &blocks);
+            let result = extent.write_blocks(&blocks, segment.block_bytes());
+            drop(segment);
+            extent.end_write(id);
+            shared.end(0, blocks.end - blocks.start, result.err());
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{IoPath, SpillFile, SpillFolder};
+    use super::*;
+    use proptest::prelude::*;
+
+    /// Files of this machine's disk in both ways; direct I/O is left out where the file system has none.
+    fn files(folder: &Arc<SpillFolder>) -> Vec<SpillFile> {
+        [IoPath::Mapped, IoPath::Direct]
+            .into_iter()
+            .filter_map(|io| SpillFile::create(folder, 0, io.name(), io).ok())
+            .collect()
+    }
+
+    fn world() -> (tempfile::TempDir, Arc<SpillFolder>, SpillIo) {
+        // The build folder: /tmp may have no direct I/O.
+        let exe = std::env::current_exe().unwrap();
+        let parent = tempfile::tempdir_in(exe.parent().unwrap()).unwrap();
+        let folder = Arc::new(SpillFolder::join(parent.path(), "io").unwrap());
+        let io = SpillIo::new(0, &Pool::new("host", None)).unwrap();
+        (parent, folder, io)
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(12))]
+        #[test]
+        fn any_order_of_reads_and_writes_equals_memory(
+            len in 1u64..3_000_000,
+            phase in 0u64..4096,
+            ops in proptest::collection::vec((any::<bool>(), 0.0..1.0f64, 0.0..1.0f64, any::<u8>()), 1..40),
+        ) {
+            let (_parent, folder, io) = world();
+            for mut file in files(&folder) {
+                // Neighbours that must not change.
+                let before = file.allocate(5000, 0).unwrap();
+                let extent = file.allocate(len, phase).unwrap();
+                let after = file.allocate(5000, 100).unwrap();
+                for neighbour in [&before, &after] {
+                    io.copy_in(neighbour, 0, &[7; 5000]).unwrap();
+                }
+                let mut memory = vec![0u8; len as usize];
+                let mut out = Vec::new();
+                for (write, from, part, value) in &ops {
+                    let start = (from * len as f64) as usize;
+                    let end = start + ((len as usize - start) as f64 * part) as usize;
+                    if *write {
+                        for (i, byte) in memory[start..end].iter_mut().enumerate() {
+                            *byte = value.wrapping_add(i as u8);
+                        }
+                        io.copy_in(&extent, start as u64, &memory[start..end]).unwrap();
+                    } else {
+                        out.resize(end - start, 0);
+                        io.copy_out(&extent, start as u64, &mut out).unwrap();
+                        prop_assert!(out == memory[start..end]);
+                    }
+                }
+                out.resize(memory.len(), 0);
+                io.copy_out(&extent, 0, &mut out).unwrap();
+                prop_assert!(out == memory);
+                for neighbour in [&before, &after] {
+                    let mut bytes = [0; 5000];
+                    io.copy_out(neighbour, 0, &mut bytes).unwrap();
+                    prop_assert_eq!(bytes, [7; 5000]);
+                }
+                let size = std::fs::metadata(folder.path().join(format!("rank-0.{}", extent.io().name())));
+                prop_assert_eq!(size.unwrap().len(), file.bytes());
+            }
+        }
+    }
+
+    #[test]
+    fn a_new_extent_is_zero_and_traffic_is_counted() {
+        let (_parent, folder, io) = world();
+        for mut file in files(&folder) {
+            let extent = file.allocate(10_000, 0).unwrap();
+            let mut out = vec![1; 10_000];
+            let earlier = io.stats();
+            io.copy_out(&extent, 0, &mut out).unwrap();
+            assert!(out.iter().all(|b| *b == 0));
+            io.copy_in(&extent, 0, &out).unwrap();
+            io.flush().unwrap();
+            let stats = io.stats().since(earlier);
+            assert_eq!((stats.read_bytes, stats.written_bytes), (12_288, 12_288));
+            assert!(stats.busy > Duration::ZERO && stats.bytes_per_second() > 0.0);
+        }
+    }
+
+    #[test]
+    fn more_than_the_disk_holds_is_refused_at_once() {
+        let (_parent, folder, _io) = world();
+        let mut file = SpillFile::create(&folder, 0, "big", IoPath::Mapped).unwrap();
+        let error = file.allocate(1 << 50, 0).unwrap_err();
+        assert!(
+            matches!(error, SpillError::NoSpace { asked_bytes, .. } if asked_bytes == 1 << 50)
+                || matches!(
+                    &error,
+                    SpillError::Io {
+                        action: "extend",
+                        ..
+                    }
+                ),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn read_ahead_leaves_buffers_to_others() {
+        let (_parent, folder, io) = world();
+        let mut file = SpillFile::create(&folder, 0, "ahead", IoPath::Mapped).unwrap();
+        let extent = file.allocate(1 << 20, 0).unwrap();
+        let mut held = Vec::new();
+        while let Some(read) = io.read_ahead(&extent, 0..4096).unwrap() {
+            held.push(read);
+        }
+        assert_eq!(held.len(), RESERVED);
+        // Writers are not stopped by it.
+        io.copy_in(&extent, 0, &vec![3; 1 << 20]).unwrap();
+        io.flush().unwrap();
+        drop(held);
+        assert!(io.read_ahead(&extent, 0..4096).unwrap().is_some());
+    }
+}

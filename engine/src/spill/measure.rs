@@ -1,0 +1,86 @@
+//! How fast a disk is, in both ways to it.
+
+use super::file::{IoPath, SpillFile};
+use super::folder::SpillFolder;
+use super::io::SpillIo;
+use crate::EngineError;
+use serde::{Deserialize, Serialize};
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::Instant;
+
+use super::segment::SEGMENT_BYTES;
+
+/// Rates of one way to the disk, in bytes per second.
+#[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
+pub struct Measured {
+    /// The way.
+    pub io: IoPath,
+    /// Bytes read per second.
+    pub read: f64,
+    /// Bytes written per second; for the mapped way, until the disk has them.
+    pub write: f64,
+}
+
+/// Writes `bytes` in `folder` and reads them back the way `io`, as the engine would. `None` where the file system does
+/// not offer it.
+///
+/// # Errors
+/// When the disk fails or is full.
+pub fn measure(
+    folder: &Arc<SpillFolder>,
+    io: IoPath,
+    bytes: u64,
+    queue: &SpillIo,
+) -> Result<Option<Measured>, EngineError> {
+    let name = format!("measure-{}", std::process::id());
+    let Ok(mut file) = SpillFile::create(folder, 0, &name, io) else {
+        return Ok(None);
+    };
+    let segment = SEGMENT_BYTES as u64;
+    let bytes = bytes.next_multiple_of(segment);
+    let extent = file.allocate(bytes, 0)?;
+    let ranges = || (0..bytes / segment).map(|i| i * segment..(i + 1) * segment);
+    // The first pass turns reserved blocks into written ones; states are written over and over.
+    let mut write = 0.0;
+    for _ in 0..2 {
+        let started = Instant::now();
+        for range in ranges() {
+            let mut piece = queue.fresh(&extent, range)?;
+            piece.as_bytes_mut().fill(0x5a);
+            queue.write(&extent, piece)?;
+        }
+        queue.flush()?;
+        // What went past the page cache is on the disk as far as a disk tells.
+        if io == IoPath::Mapped {
+            file.sync()?;
+        }
+        write = bytes as f64 / started.elapsed().as_secs_f64();
+    }
+    file.forget_cache()?;
+    let started = Instant::now();
+    let mut ahead = VecDeque::new();
+    let mut todo = ranges();
+    let mut next = todo.next();
+    while next.is_some() || !ahead.is_empty() {
+        while let Some(range) = next.clone() {
+            let Some(read) = queue.read_ahead(&extent, range)? else {
+                break;
+            };
+            ahead.push_back(read);
+            next = todo.next();
+        }
+        match ahead.pop_front() {
+            Some(read) => drop(read.wait()?),
+            // Somebody else holds the buffers: one at a time then.
+            None => {
+                if let Some(range) = next.take() {
+                    drop(queue.read(&extent, range)?.wait()?);
+                    next = todo.next();
+                }
+            }
+        }
+    }
+    let read = bytes as f64 / started.elapsed().as_secs_f64();
+    Ok(Some(Measured { io, read, write }))
+}

@@ -1,0 +1,257 @@
+//! The optimizer step of one rank: chunk by chunk, reading the next while one is updated and the previous is written.
+
+use crate::comm::ReadBuffer;
+use crate::error::EngineError;
+use crate::plan::{GroupKind, Plan};
+use crate::spec::UnitId;
+use crate::spill::PendingRead;
+use crate::state::UnitState;
+use crate::store::Store;
+use crate::tier::{Access, WINDOW_ALIGN, WINDOW_ELEMS, Window, windows};
+use crate::zero::OptimizerConfig;
+use kernels::DType;
+use optim::{GradWindow, Precision, StateWindow, StepArgs, WeightWindow};
+use std::collections::VecDeque;
+use std::ops::Range;
+
+type Result<T, E = EngineError> = std::result::Result<T, E>;
+
+/// Chunks read before their turn, while buffers last.
+const CHUNKS_AHEAD: usize = 8;
+
+/// The numbers of one update.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Scalars {
+    pub(crate) step: u64,
+    pub(crate) lr: f64,
+    pub(crate) grad_scale: f32,
+}
+
+/// Elements of one unit's trainable group that are updated together.
+#[derive(Clone, Debug)]
+pub(crate) struct Chunk {
+    pub(crate) unit: UnitId,
+    pub(crate) range: Range<usize>,
+}
+
+/// The chunks of `ranges`, of at most `sub_group_elems` elements, or of a window where state is on a disk.
+pub(crate) fn chunks(
+    ranges: impl Iterator<Item = (UnitId, Range<usize>)>,
+    sub_group_elems: usize,
+    on_disk: bool,
+) -> Vec<Chunk> {
+    let most = sub_group_elems.max(1).next_multiple_of(WINDOW_ALIGN);
+    let most = if on_disk {
+        most.min(WINDOW_ELEMS)
+    } else {
+        most
+    };
+    ranges
+        .flat_map(|(unit, range)| windows(range, most).map(move |range| Chunk { unit, range }))
+        .collect()
+}
+
+/// What one rank steps: its store and its states, with the rule.
+pub(crate) struct Update<'a> {
+    pub(crate) plan: &'a Plan,
+    pub(crate) store: &'a mut Store,
+    pub(crate) states: &'a mut [Option<UnitState>],
+    pub(crate) optimizer: &'a OptimizerConfig,
+    pub(crate) scalars: Scalars,
+}
+
+/// Reads of one chunk: gradients, weights, then every kind of state; `None` for what is in memory or must wait.
+type Reads = Vec<Option<PendingRead>>;
+
+impl Update<'_> {
+    /// Whether the step reads the weights; mixed precisions only write them.
+    fn weight_access(&self) -> Access {
+        if self.plan.config().precision.has_master() {
+            Access::Write
+        } else {
+            Access::Update
+        }
+    }
+
+    /// Bytes of `range` in a region of `dtype` that begins at the group's element `start`.
+    fn bytes(range: &Range<usize>, start: usize, dtype: DType) -> Range<usize> {
+        let size = dtype.size_bytes();
+        (range.start - start) * size..(range.end - start) * size
+    }
+
+    /// Starts to read `chunk`; `with_gradients` unless they come from elsewhere.
+    fn read_ahead(&self, chunk: &Chunk, with_gradients: bool) -> Result<Reads> {
+        let Chunk { unit, range } = chunk;
+        let mut reads = Vec::new();
+        let gradients = self.store.gradients(*unit).filter(|_| with_gradients);
+        reads.push(match gradients {
+            Some(g) => {
+                let bytes = Self::bytes(range, g.range().start, g.dtype());
+                g.region().read_ahead(bytes)?
+            }
+            None => None,
+        });
+        let dtype = self.plan.config().precision.weight_dtype();
+        reads.push(match self.store.weights(*unit, GroupKind::Trainable) {
+            Some(weights) if self.weight_access() != Access::Write => {
+                let start = self.store.resting(*unit, GroupKind::Trainable).start;
+                weights.read_ahead(Self::bytes(range, start, dtype))?
+            }
+            _ => None,
+        });
+        if let Some(state) = &self.states[unit.index()] {
+            for (_, dtype, region) in state.kinds() {
+                let bytes = Self::bytes(range, state.range().start, dtype);
+                reads.push(region.read_ahead(bytes)?);
+            }
+        }
+        Ok(reads)
+    }
+
+    /// Steps all chunks in order. `gathered` returns the gradients of a unit's whole group where they are not the ones
+    /// accumulated here.
+    pub(crate) fn run(
+        mut self,
+        chunks: &[Chunk],
+        gathered: &mut dyn FnMut(&mut Store, UnitId) -> Result<Option<ReadBuffer>>,
+    ) -> Result<()> {
+        let mut ahead: VecDeque<Reads> = VecDeque::new();
+        let mut of_unit: Option<(UnitId, Option<ReadBuffer>)> = None;
+        for (i, chunk) in chunks.iter().enumerate() {
+            if of_unit.as_ref().is_none_or(|(unit, _)| *unit != chunk.unit) {
+                of_unit = Some((chunk.unit, gathered(self.store, chunk.unit)?));
+            }
+            let all = of_unit.as_ref().and_then(|(_, all)| all.as_ref());
+            let all = all.map(ReadBuffer::as_bytes);
+            while ahead.len() <= CHUNKS_AHEAD && i + ahead.len() < chunks.len() {
+                let next = self.read_ahead(&chunks[i + ahead.len()], all.is_none())?;
+                ahead.push_back(next);
+            }
+            let reads = ahead.pop_front().unwrap_or_default();
+            self.step(chunk, reads, all)?;
+        }
+        Ok(())
+    }
+
+    fn step(&mut self, chunk: &Chunk, reads: Reads, gathered: Option<&[u8]>) -> Result<()> {
+        let Chunk { unit, range } = chunk;
+        let precision = self.plan.config().precision;
+        let weight_access = self.weight_access();
+        let weights_start = self.store.resting(*unit, GroupKind::Trainable).start;
+        let Some(state) = &mut self.states[unit.index()] else {
+            return Ok(());
+        };
+        let (gradients, weights) = self.store.gradients_and_weights(*unit)?;
+        let mut reads = reads.into_iter();
+        let mut ahead = || reads.next().flatten();
+
+        let (grads_start, grad_dtype) = (gradients.range().start, gradients.dtype());
+        let of_gradients = ahead();
+        let mut grad_window = match gathered {
+            Some(_) => None,
+            None => {
+                let bytes = Self::bytes(range, grads_start, grad_dtype);
+                let region = gradients.region_mut();
+                Some(region.window(bytes, Access::Read, of_gradients)?)
+            }
+        };
+        let grads: &[u8] = match (gathered, &mut grad_window) {
+            (Some(all), _) => &all[Self::bytes(range, 0, grad_dtype)],
+            (None, Some(window)) => window.as_mut_bytes(),
+            (None, None) => &[],
+        };
+
+        let weight_bytes = Self::bytes(range, weights_start, precision.weight_dtype());
+        let mut weight_window = weights.window(weight_bytes, weight_access, ahead())?;
+        let state_start = state.range().start;
+        let mut state_windows: Vec<(DType, Window<'_>)> = Vec::new();
+        for (_, dtype, region) in state.kinds_mut() {
+            let bytes = Self::bytes(range, state_start, dtype);
+            let window = region.window(bytes, Access::Update, ahead())?;
+            state_windows.push((dtype, window));
+        }
+
+        for (slot, part) in self.plan.unit(*unit).trainable.parts(range.clone()) {
+            let own = part.start - range.start..part.end - range.start;
+            let options = self.optimizer.groups[slot.param.index()];
+            let Scalars {
+                step,
+                lr,
+                grad_scale,
+            } = self.scalars;
+            let mut slots = state_windows.iter_mut();
+            let grad = match grad_dtype {
+                DType::BF16 => GradWindow::Bf16(&bytemuck::cast_slice(grads)[own.clone()]),
+                _ => GradWindow::F32(&bytemuck::cast_slice(grads)[own.clone()]),
+            };
+            let weight = weight_window.as_mut_bytes();
+            let weight = match precision {
+                Precision::F32 => WeightWindow::F32(&mut elements(weight)[own.clone()]),
+                Precision::PureBf16 => WeightWindow::PureBf16(&mut elements(weight)[own.clone()]),
+                Precision::Bf16 | Precision::Fp16 => {
+                    let Some((_, master)) = slots.next() else {
+                        return Ok(());
+                    };
+                    let master = &mut master.as_mut_slice()[own.clone()];
+                    if precision == Precision::Bf16 {
+                        WeightWindow::Mixed {
+                            master,
+                            weight: &mut elements(weight)[own.clone()],
+                        }
+                    } else {
+                        WeightWindow::MixedF16 {
+                            master,
+                            weight: &mut elements(weight)[own.clone()],
+                        }
+                    }
+                }
+            };
+            let state = slots
+                .map(|(dtype, window)| match dtype {
+                    DType::BF16 => StateWindow::Bf16(&mut window.as_mut_slice()[own.clone()]),
+                    _ => StateWindow::F32(&mut window.as_mut_slice()[own.clone()]),
+                })
+                .collect();
+            self.optimizer.rule.step(StepArgs {
+                step,
+                lr: (lr * f64::from(options.lr_scale)) as f32,
+                weight_decay: options.weight_decay,
+                grad_scale,
+                seed: self.plan.config().seed,
+                first_element: self.plan.first_element(slot.param)
+                    + (part.start - slot.offset) as u64,
+                grad,
+                weight,
+                state,
+            })?;
+        }
+        weight_window.commit()?;
+        for (_, window) in state_windows {
+            window.commit()?;
+        }
+        Ok(())
+    }
+}
+
+fn elements<T: bytemuck::Pod>(bytes: &mut [u8]) -> &mut [T] {
+    bytemuck::cast_slice_mut(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn chunks_end_at_window_boundaries_of_the_group() {
+        let ranges = [(UnitId(0), 32..5_000), (UnitId(3), 0..4_096)];
+        let all = chunks(ranges.into_iter(), 1, false);
+        let of = |unit| {
+            let own = all.iter().filter(move |c| c.unit == UnitId(unit));
+            own.map(|c| c.range.clone()).collect::<Vec<_>>()
+        };
+        assert_eq!(of(0), [32..2_048, 2_048..4_096, 4_096..5_000]);
+        assert_eq!(of(3), [0..2_048, 2_048..4_096]);
+        let large = |on_disk| chunks([(UnitId(0), 0..1 << 20)].into_iter(), 1 << 24, on_disk);
+        assert_eq!((large(false).len(), large(true).len()), (1, 4));
+    }
+}

@@ -1,0 +1,205 @@
+//! Where blocks lie: the best-fitting hole, or the end of what was ever used.
+//!
+//! Pure bookkeeping in lines of 64 bytes, so that a device that computes nothing gets the same
+//! places as one that does, and the pages a run will touch are known before it runs. Freed
+//! neighbours are merged: batches of changing lengths reuse the same memory.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+/// Smallest segment. Pages of it that no block has used cost nothing.
+const SEGMENT_LINES: usize = (64 << 20) / 64;
+
+/// The place of one block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Place {
+    pub(super) segment: usize,
+    pub(super) start: usize,
+    pub(super) lines: usize,
+}
+
+/// One range of addresses.
+#[derive(Debug)]
+struct Segment {
+    lines: usize,
+    /// No block has ever lain at or beyond this line.
+    top: usize,
+    /// Holes below `top`: length by start.
+    holes: BTreeMap<usize, usize>,
+}
+
+/// The places of all blocks of a pool.
+#[derive(Debug, Default)]
+pub(super) struct Places {
+    segments: Vec<Segment>,
+    /// Every hole as (length, segment, start).
+    by_size: BTreeSet<(usize, usize, usize)>,
+    touched: usize,
+}
+
+impl Places {
+    /// Lines that some block has used, now or before.
+    pub(super) fn touched(&self) -> usize {
+        self.touched
+    }
+
+    /// Lines of a segment.
+    pub(super) fn segment_lines(&self, segment: usize) -> usize {
+        self.segments[segment].lines
+    }
+
+    /// The place `lines` lines would get, and by how many lines the pool would grow for it.
+    fn find(&self, lines: usize) -> (Place, usize) {
+        if let Some(&(_, segment, start)) = self.by_size.range((lines, 0, 0)..).next() {
+            let place = Place {
+                segment,
+                start,
+                lines,
+            };
+            return (place, 0);
+        }
+        let at_end = self.segments.iter().enumerate().filter_map(|(index, s)| {
+            let last = s.holes.last_key_value();
+            let start = match last {
+                Some((start, len)) if start + len == s.top => *start,
+                _ => s.top,
+            };
+            (start + lines <= s.lines).then(|| {
+                let place = Place {
+                    segment: index,
+                    start,
+                    lines,
+                };
+                (place, start + lines - s.top)
+            })
+        });
+        let fresh = Place {
+            segment: self.segments.len(),
+            start: 0,
+            lines,
+        };
+        at_end
+            .min_by_key(|(_, growth)| *growth)
+            .unwrap_or((fresh, lines))
+    }
+
+    /// Lines by which the pool would grow for a block of `lines` lines.
+    pub(super) fn growth(&self, lines: usize) -> usize {
+        self.find(lines).1
+    }
+
+    /// A place for `lines` lines, which must not be 0.
+    pub(super) fn take(&mut self, lines: usize) -> Place {
+        let (place, growth) = self.find(lines);
+        if place.segment == self.segments.len() {
+            let quarter = self.segments.iter().map(|s| s.lines).sum::<usize>() / 4;
+            self.segments.push(Segment {
+                lines: lines
+                    .max(SEGMENT_LINES)
+                    .max(quarter)
+                    .next_multiple_of(SEGMENT_LINES),
+                top: 0,
+                holes: BTreeMap::new(),
+            });
+        }
+        let segment = &mut self.segments[place.segment];
+        let end = place.start + lines;
+        if let Some(hole) = segment.holes.remove(&place.start) {
+            self.by_size.remove(&(hole, place.segment, place.start));
+            if hole > lines {
+                segment.holes.insert(end, hole - lines);
+                self.by_size.insert((hole - lines, place.segment, end));
+            }
+        }
+        segment.top = segment.top.max(end);
+        self.touched += growth;
+        place
+    }
+
+    /// Gives a place back.
+    pub(super) fn give_back(&mut self, place: Place) {
+        let Place {
+            segment: index,
+            mut start,
+            mut lines,
+        } = place;
+        let segment = &mut self.segments[index];
+        let before = segment.holes.range(..start).next_back();
+        if let Some((&at, &len)) = before
+            && at + len == start
+        {
+            segment.holes.remove(&at);
+            self.by_size.remove(&(len, index, at));
+            (start, lines) = (at, lines + len);
+        }
+        if let Some(len) = segment.holes.remove(&(start + lines)) {
+            self.by_size.remove(&(len, index, start + lines));
+            lines += len;
+        }
+        segment.holes.insert(start, lines);
+        self.by_size.insert((lines, index, start));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn freed_neighbours_serve_a_longer_block() {
+        let mut places = Places::default();
+        let a = places.take(10);
+        let b = places.take(20);
+        let c = places.take(5);
+        places.give_back(a);
+        places.give_back(b);
+        assert_eq!((places.growth(30), places.growth(31)), (0, 31));
+        assert_eq!(places.take(28).start, 0);
+        places.give_back(c);
+        // The hole at the end grows.
+        assert_eq!(places.growth(8), 1);
+        assert_eq!(places.take(8).start, 28);
+        assert_eq!(places.touched(), 36);
+    }
+
+    #[test]
+    fn a_block_too_long_for_the_segment_gets_its_own() {
+        let mut places = Places::default();
+        places.take(SEGMENT_LINES - 1);
+        let long = places.take(3 * SEGMENT_LINES);
+        assert_eq!((long.segment, long.start), (1, 0));
+        assert_eq!(places.take(1).segment, 0);
+        assert_eq!(places.touched(), 4 * SEGMENT_LINES);
+    }
+
+    proptest! {
+        #[test]
+        fn live_places_never_overlap_and_repeats_touch_nothing_new(
+            steps in prop::collection::vec((1usize..5000, any::<prop::sample::Index>(), any::<bool>()), 1..200)
+        ) {
+            let mut places = Places::default();
+            let mut touched = Vec::new();
+            for _ in 0..3 {
+                let mut live: Vec<Place> = Vec::new();
+                for (lines, which, release) in &steps {
+                    if *release && !live.is_empty() {
+                        places.give_back(live.swap_remove(which.index(live.len())));
+                        continue;
+                    }
+                    let grown = places.touched() + places.growth(*lines);
+                    let place = places.take(*lines);
+                    prop_assert_eq!(places.touched(), grown);
+                    for other in live.iter().filter(|o| o.segment == place.segment) {
+                        let apart = place.start + place.lines <= other.start
+                            || other.start + other.lines <= place.start;
+                        prop_assert!(apart, "{place:?} {other:?}");
+                    }
+                    live.push(place);
+                }
+                live.into_iter().for_each(|place| places.give_back(place));
+                touched.push(places.touched());
+            }
+            prop_assert_eq!(touched[1], touched[2]);
+        }
+    }
+}

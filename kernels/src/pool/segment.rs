@@ -1,0 +1,61 @@
+//! The memory behind places: anonymous maps, whose pages exist once they are written.
+#![expect(
+    unsafe_code,
+    reason = "blocks are disjoint parts of one map, which the borrow checker cannot see"
+)]
+
+use super::places::Place;
+use memmap2::{MmapOptions, MmapRaw};
+use std::ops::Range;
+
+/// Bytes of a line, the alignment of every block.
+pub(super) const LINE_BYTES: usize = 64;
+
+/// One segment of a pool. Page-aligned, so that every line is aligned too.
+#[derive(Debug)]
+pub(super) struct Segment(MmapRaw);
+
+impl Segment {
+    pub(super) fn map(lines: usize) -> std::io::Result<Self> {
+        let map = MmapOptions::new()
+            .len(lines * LINE_BYTES)
+            .no_reserve_swap()
+            .map_anon()?;
+        Ok(Self(map.into()))
+    }
+
+    fn range(&self, place: Place, len: usize) -> Range<usize> {
+        let start = place.start * LINE_BYTES;
+        assert!(
+            len <= place.lines * LINE_BYTES && start + place.lines * LINE_BYTES <= self.0.len(),
+            "{place:?} holds no {len} bytes of a segment of {}",
+            self.0.len()
+        );
+        start..start + len
+    }
+
+    /// The first `len` bytes at `place`.
+    ///
+    /// # Safety
+    /// Nobody writes them while the slice lives.
+    pub(super) unsafe fn bytes(&self, place: Place, len: usize) -> &[u8] {
+        let range = self.range(place, len);
+        // SAFETY: the range lies inside the map, which is zero-filled when new and lives as long as
+        // `self`; the caller excludes writers.
+        unsafe { std::slice::from_raw_parts(self.0.as_ptr().add(range.start), len) }
+    }
+
+    /// As [`Segment::bytes`], for writing.
+    ///
+    /// # Safety
+    /// Nobody else reads or writes them while the slice lives.
+    #[expect(
+        clippy::mut_from_ref,
+        reason = "exclusive access is the caller's promise"
+    )]
+    pub(super) unsafe fn bytes_mut(&self, place: Place, len: usize) -> &mut [u8] {
+        let range = self.range(place, len);
+        // SAFETY: as in `bytes`; the map is writable and the caller excludes every other access.
+        unsafe { std::slice::from_raw_parts_mut(self.0.as_mut_ptr().add(range.start), len) }
+    }
+}

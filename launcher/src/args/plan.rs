@@ -1,0 +1,121 @@
+//! The arguments of `launcher plan`: every flag of training, and what to plan for.
+
+use std::str::FromStr;
+
+use clap::{CommandFactory, FromArgMatches, Parser};
+
+use super::Args;
+use crate::units::parse_bytes;
+
+/// Devices of a machine, as in `2x24GiB`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Hardware {
+    /// How many.
+    pub devices: usize,
+    /// Memory of each.
+    pub device_bytes: u64,
+}
+
+impl FromStr for Hardware {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let form = || format!("'{text}' is not of the form 2x24GiB");
+        let (count, bytes) = text.split_once(['x', 'X']).ok_or_else(form)?;
+        let devices = count.trim().parse().map_err(|_| form())?;
+        if devices == 0 {
+            return Err("at least 1 device is needed".to_owned());
+        }
+        Ok(Self {
+            devices,
+            device_bytes: parse_bytes(bytes)?,
+        })
+    }
+}
+
+/// What the user typed after `launcher plan`.
+#[derive(Debug, Clone, Default, PartialEq, Parser)]
+#[command(name = "launcher plan", version, max_term_width = 100)]
+pub struct PlanArgs {
+    /// The run that is planned.
+    #[command(flatten)]
+    pub run: Args,
+    /// Plan for these devices instead of this machine's CPU, such as 2x24GiB; one rank on each
+    #[arg(long, value_name = "NxBYTES", help_heading = "What to plan for")]
+    pub hw: Option<Hardware>,
+    /// Plan for this much host memory instead of what is free here
+    #[arg(long, value_name = "BYTES", value_parser = parse_bytes, help_heading = "What to plan for")]
+    pub ram: Option<u64>,
+    /// Plan for this much room for spill files
+    #[arg(long, value_name = "BYTES", value_parser = parse_bytes, help_heading = "What to plan for")]
+    pub nvme: Option<u64>,
+    /// Look at config.json alone: --model may name that file, and no weights need to be there
+    #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL", help_heading = "What to plan for")]
+    pub no_weights: Option<bool>,
+    /// List every stage and offload with what it needs and whether it fits
+    #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL", help_heading = "What to plan for")]
+    pub matrix: Option<bool>,
+    /// Print the plan as JSON with stable keys
+    #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL", help_heading = "What to plan for")]
+    pub json: Option<bool>,
+}
+
+/// What the verb is for.
+const ABOUT: &str = "Prints what a run would need: bytes per rank by phase, tier and kind, and whether they fit. \
+Takes every flag of training";
+
+impl PlanArgs {
+    /// The verb's own command: what is flattened into it would bring its description along.
+    pub(super) fn described() -> clap::Command {
+        Self::command().about(ABOUT).long_about(ABOUT)
+    }
+
+    pub(super) fn parse_words(words: &[String]) -> Result<Self, clap::Error> {
+        let matches = Self::described().try_get_matches_from(words)?;
+        Self::from_arg_matches(&matches)
+    }
+
+    /// The flags of this verb alone, for the table of flags.
+    pub(super) fn own_flags() -> clap::Command {
+        let of_training: Vec<String> = Args::command()
+            .get_arguments()
+            .filter_map(|arg| arg.get_long().map(str::to_owned))
+            .collect();
+        let mut own = clap::Command::new("launcher plan").about(ABOUT);
+        for arg in Self::command().get_arguments() {
+            let long = arg.get_long();
+            if long.is_some_and(|long| !of_training.iter().any(|known| known == long)) {
+                own = own.arg(arg.clone());
+            }
+        }
+        own
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn hardware_is_a_count_of_devices_of_a_size() {
+        let hardware = Hardware {
+            devices: 2,
+            device_bytes: 24 << 30,
+        };
+        assert_eq!("2x24GiB".parse(), Ok(hardware));
+        assert_eq!("2X24g".parse(), Ok(hardware));
+        for wrong in ["", "24GiB", "0x24GiB", "2x", "x24GiB", "2x24Q"] {
+            assert!(wrong.parse::<Hardware>().is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn the_verb_has_flags_of_its_own_beside_those_of_training() {
+        let command = PlanArgs::own_flags();
+        let own: Vec<&str> = command
+            .get_arguments()
+            .filter_map(clap::Arg::get_long)
+            .collect();
+        assert_eq!(own, ["hw", "ram", "nvme", "no-weights", "matrix", "json"]);
+    }
+}

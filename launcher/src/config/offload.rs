@@ -1,0 +1,253 @@
+//! `--offload`: where states rest that are not in use.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+
+use clap::ValueEnum;
+use serde::{Deserialize, Serialize};
+
+/// Where bytes live while they are not in use.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub enum Tier {
+    /// On the device.
+    #[default]
+    None,
+    /// In host memory.
+    Cpu,
+    /// In spill files under a folder.
+    Nvme(PathBuf),
+}
+
+impl Tier {
+    /// The folder of spill files.
+    #[must_use]
+    pub fn folder(&self) -> Option<&Path> {
+        match self {
+            Self::Nvme(folder) => Some(folder),
+            Self::None | Self::Cpu => None,
+        }
+    }
+}
+
+impl fmt::Display for Tier {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::None => f.write_str("none"),
+            Self::Cpu => f.write_str("cpu"),
+            Self::Nvme(folder) => write!(f, "nvme:{}", folder.display()),
+        }
+    }
+}
+
+impl FromStr for Tier {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        match text.trim() {
+            "none" => Ok(Self::None),
+            "cpu" => Ok(Self::Cpu),
+            "nvme" | "nvme:" => Err("nvme needs a folder: nvme:DIR".to_owned()),
+            other => match other.strip_prefix("nvme:") {
+                Some(folder) => Ok(Self::Nvme(folder.into())),
+                None => Err(format!("'{other}' is none of none, cpu, nvme:DIR")),
+            },
+        }
+    }
+}
+
+impl TryFrom<String> for Tier {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Self, String> {
+        text.parse()
+    }
+}
+
+impl From<Tier> for String {
+    fn from(tier: Tier) -> Self {
+        tier.to_string()
+    }
+}
+
+/// Tiers of the kinds of state.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Offload {
+    /// Master weights, moments, and the gradients they are updated from.
+    pub optimizer: Tier,
+    /// Weights.
+    pub param: Tier,
+    /// What backward starts from: the inputs of the blocks that run again.
+    #[serde(default)]
+    pub activation: Tier,
+}
+
+impl Offload {
+    /// Whether nothing is offloaded.
+    #[must_use]
+    pub fn is_none(&self) -> bool {
+        *self == Self::default()
+    }
+
+    /// The tiers, in the order they are written.
+    fn tiers(&self) -> [(&'static str, &Tier); 3] {
+        [
+            ("optimizer", &self.optimizer),
+            ("param", &self.param),
+            ("activation", &self.activation),
+        ]
+    }
+
+    /// Folders of spill files, each once.
+    #[must_use]
+    pub fn folders(&self) -> Vec<&Path> {
+        let mut folders: Vec<&Path> = Vec::new();
+        for (_, tier) in self.tiers() {
+            if let Some(folder) = tier.folder()
+                && !folders.contains(&folder)
+            {
+                folders.push(folder);
+            }
+        }
+        folders
+    }
+
+    /// The same with folders made absolute by `absolute`.
+    ///
+    /// # Errors
+    /// What `absolute` returns.
+    pub fn resolved<E>(
+        mut self,
+        absolute: impl Fn(&Path) -> Result<PathBuf, E>,
+    ) -> Result<Self, E> {
+        for tier in [&mut self.optimizer, &mut self.param, &mut self.activation] {
+            if let Tier::Nvme(folder) = tier {
+                *folder = absolute(folder)?;
+            }
+        }
+        Ok(self)
+    }
+}
+
+impl FromStr for Offload {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        if !text.contains('=') {
+            let tier: Tier = text.parse()?;
+            return Ok(Self {
+                optimizer: tier.clone(),
+                param: tier,
+                activation: Tier::None,
+            });
+        }
+        let mut offload = Self::default();
+        let mut named: Vec<&str> = Vec::new();
+        for part in text.split(',') {
+            let (name, value) = part
+                .split_once('=')
+                .ok_or_else(|| format!("'{part}' is not of the form name=tier"))?;
+            let tier: Tier = value.parse()?;
+            let name = match name.trim() {
+                "parameter" => "param",
+                name => name,
+            };
+            if named.contains(&name) {
+                return Err(format!("{name} is given twice"));
+            }
+            named.push(name);
+            match name {
+                "optimizer" => offload.optimizer = tier,
+                "param" => offload.param = tier,
+                "activation" => offload.activation = tier,
+                other => {
+                    return Err(format!("'{other}' is none of optimizer, param, activation"));
+                }
+            }
+        }
+        Ok(offload)
+    }
+}
+
+impl fmt::Display for Offload {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.optimizer == self.param && self.activation == Tier::None {
+            return write!(f, "{}", self.param);
+        }
+        let tiers = self.tiers();
+        let named = tiers.iter().filter(|(_, tier)| **tier != Tier::None);
+        let named: Vec<String> = named.map(|(name, tier)| format!("{name}={tier}")).collect();
+        f.write_str(&named.join(","))
+    }
+}
+
+/// `--nvme-io`: the way to spill files.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum NvmeIo {
+    /// Whichever a short measurement finds faster.
+    #[default]
+    Auto,
+    /// Past the page cache (`O_DIRECT`).
+    Direct,
+    /// Through a memory map.
+    Mapped,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn offload_reads_short_and_long_form() {
+        let disk = || Tier::Nvme("/fast/disk".into());
+        let of = |optimizer, param, activation| Offload {
+            optimizer,
+            param,
+            activation,
+        };
+        let both = of(Tier::Cpu, Tier::Cpu, Tier::None);
+        assert_eq!("cpu".parse(), Ok(both.clone()));
+        assert_eq!("optimizer=cpu,param=cpu".parse(), Ok(both.clone()));
+        let optimizer = of(Tier::Cpu, Tier::None, Tier::None);
+        assert_eq!("optimizer=cpu".parse(), Ok(optimizer.clone()));
+        let spilled = of(disk(), disk(), Tier::None);
+        assert_eq!("nvme:/fast/disk".parse(), Ok(spilled.clone()));
+        let mixed = of(Tier::Cpu, disk(), Tier::Cpu);
+        assert_eq!(
+            "param=nvme:/fast/disk,optimizer=cpu,activation=cpu".parse(),
+            Ok(mixed.clone())
+        );
+        assert_eq!(mixed.folders(), [Path::new("/fast/disk")]);
+        let activation = of(Tier::None, Tier::None, Tier::Cpu);
+        for offload in [
+            both,
+            optimizer,
+            spilled,
+            mixed,
+            activation,
+            Offload::default(),
+        ] {
+            assert_eq!(offload.to_string().parse(), Ok(offload.clone()));
+            let json = serde_json::to_string(&offload).expect("written");
+            assert_eq!(
+                serde_json::from_str::<Offload>(&json).expect("read"),
+                offload
+            );
+        }
+        for bad in [
+            "gpu",
+            "nvme",
+            "nvme:",
+            "disk:/x",
+            "optimizer=cpu,optimizer=none",
+            "param=cpu,parameter=cpu",
+            "weights=cpu",
+            "cpu,param=cpu",
+        ] {
+            assert!(bad.parse::<Offload>().is_err(), "{bad}");
+        }
+    }
+}

@@ -1,0 +1,22 @@
+//! The memory of a run before it runs: what each rank holds on which tier in which phase, whether
+//! that fits, and `launcher plan`, which prints it.
+
+mod fixed;
+mod machine;
+mod matrix;
+mod memory;
+mod nearest;
+mod planner;
+mod rehearse;
+mod rule;
+#[cfg(test)]
+mod tests;
+mod text;
+mod verb;
+
+pub(crate) use fixed::Fixed;
+pub(crate) use machine::Machine;
+pub use memory::{PhaseBytes, RankMemory, RankPeak};
+pub(crate) use rehearse::{HeldOut, Work, rehearse, window_region};
+pub(crate) use rule::Fit;
+pub(crate) use verb::run;

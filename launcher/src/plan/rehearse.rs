@@ -1,0 +1,225 @@
+//! A run without values: its passes on a device that only counts, in the order of the real one.
+
+use super::fixed::{self, Fixed};
+use super::memory::{Footprint, PhaseBytes, RankMemory};
+use crate::config::{Cadence, RunConfig};
+use crate::exit::Failure;
+use crate::monitor::Phase;
+use crate::monitor::memory::Kinds;
+use crate::run::failures;
+use crate::run::{dropout, keeps, rule};
+use engine::comm::WindowBytes;
+use engine::{EngineError, ParamAccess, PassKind, Plan, Rehearsal};
+use kernels::{Backend, PoolStats, Tag};
+use models::autograd::Tape;
+use models::data::EncodedSample;
+use models::generate::{Prompt, rehearse as rehearse_answers};
+use models::{ModelError, SampleInput, VisionLanguageModel};
+use optim::Optimizer;
+use std::cell::Cell;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+/// What a rank works on: the worst of each kind.
+#[derive(Debug)]
+pub(crate) struct Work<'a> {
+    /// A micro-batch.
+    pub(crate) train: &'a [EncodedSample],
+    /// Held-out samples, where the run evaluates.
+    pub(crate) held_out: Option<HeldOut<'a>>,
+    /// What the process occupies whatever it does.
+    pub(crate) fixed: Fixed,
+}
+
+/// What an evaluation works on.
+#[derive(Debug)]
+pub(crate) struct HeldOut<'a> {
+    /// The longest sample.
+    pub(crate) longest: &'a [EncodedSample],
+    /// The longest questions of one batch.
+    pub(crate) prompts: Vec<Prompt<'a>>,
+}
+
+/// The memory of a rank of `plan`.
+///
+/// # Errors
+/// A sample does not fit the model.
+pub(crate) fn rehearse(
+    config: &RunConfig,
+    model: &dyn VisionLanguageModel,
+    plan: &Arc<Plan>,
+    work: &Work<'_>,
+) -> Result<RankMemory, Failure> {
+    let mut run = Run::new(config, model, plan, work).map_err(|e| allocate(&e))?;
+    run.all().map_err(|e| failures::model("plan memory", &e))?;
+    Ok(run.memory())
+}
+
+/// Bytes of a rank's region of the communicator's window.
+///
+/// # Errors
+/// Never today; counting has no limit.
+pub(crate) fn window_region(plan: &Arc<Plan>) -> Result<u64, Failure> {
+    let rehearse = || -> Result<WindowBytes, EngineError> {
+        let rehearsal = Rehearsal::new(plan.clone(), &[])?;
+        for kind in [PassKind::Train, PassKind::Infer] {
+            rehearsal.begin_pass(kind);
+            rehearsal.end_pass()?;
+        }
+        rehearsal.step();
+        Ok(rehearsal.window())
+    };
+    let window = rehearse().map_err(|e| allocate(&e))?;
+    Ok(window.region + fixed::WINDOW_SLACK_BYTES)
+}
+
+fn allocate(error: &EngineError) -> Failure {
+    failures::engine("plan memory", error)
+}
+
+struct Run<'a> {
+    config: &'a RunConfig,
+    model: &'a dyn VisionLanguageModel,
+    work: &'a Work<'a>,
+    rehearsal: Rehearsal,
+    phases: BTreeMap<Phase, PhaseBytes>,
+    /// Most host memory beside the pools.
+    beside: Cell<u64>,
+}
+
+impl<'a> Run<'a> {
+    fn new(
+        config: &'a RunConfig,
+        model: &'a dyn VisionLanguageModel,
+        plan: &'a Arc<Plan>,
+        work: &'a Work<'a>,
+    ) -> Result<Self, EngineError> {
+        let rule = rule(config);
+        let slots = rule.slots(plan.config().precision);
+        Ok(Self {
+            config,
+            model,
+            work,
+            rehearsal: Rehearsal::new(plan.clone(), slots)?,
+            phases: BTreeMap::new(),
+            beside: Cell::new(0),
+        })
+    }
+
+    /// In the order of the training loop. Twice, since the second step finds what the first left.
+    fn all(&mut self) -> Result<(), ModelError> {
+        self.mark(Phase::Load);
+        self.evaluate()?;
+        for _ in 0..2 {
+            for _ in 0..self.config.batch.accumulation_steps.min(2) {
+                self.micro_batch()?;
+            }
+            self.rehearsal.step();
+            self.mark(Phase::Step);
+        }
+        self.evaluate()?;
+        if self.config.save != Cadence::Never {
+            self.rehearsal.visit_weights()?;
+            self.mark(Phase::Save);
+        }
+        Ok(())
+    }
+
+    fn micro_batch(&mut self) -> Result<(), ModelError> {
+        let samples: Vec<SampleInput<'_>> = self.work.train.iter().map(SampleInput::from).collect();
+        let backend: &dyn Backend = &**self.rehearsal.backend();
+        self.rehearsal.begin_pass(PassKind::Train);
+        let batch = self.model.collate(&samples, backend)?;
+        let (config, model) = (self.config, self.model);
+        let keep = |unit| keeps(config, model, unit);
+        let mut tape = Tape::training(&self.rehearsal).with_stored(&keep);
+        let keys = vec![0; samples.len()];
+        if let Some(state) = dropout(config, &keys, &samples, backend)? {
+            tape = tape.with_dropout(state);
+        }
+        let loss = model.forward(&tape, &batch)?;
+        let forward = self.moment(Phase::Forward);
+        tape.backward(&loss, 1.0)?;
+        drop((loss, batch));
+        self.rehearsal.end_pass()?;
+        self.phases
+            .entry(Phase::Forward)
+            .or_default()
+            .raise(forward);
+        self.mark(Phase::Backward);
+        Ok(())
+    }
+
+    fn evaluate(&mut self) -> Result<(), ModelError> {
+        let Some(held_out) = &self.work.held_out else {
+            return Ok(());
+        };
+        let samples: Vec<SampleInput<'_>> =
+            held_out.longest.iter().map(SampleInput::from).collect();
+        let rehearsal = &self.rehearsal;
+        rehearsal.begin_pass(PassKind::Infer);
+        let batch = self.model.collate(&samples, &**rehearsal.backend())?;
+        drop(self.model.forward(&Tape::inference(rehearsal), &batch)?);
+        drop(batch);
+        rehearsal.end_pass()?;
+        let begin = || rehearsal.begin_pass(PassKind::Infer);
+        let end = || Ok(rehearsal.end_pass()?);
+        rehearse_answers(self.model, rehearsal, &held_out.prompts, &begin, &end)?;
+        self.mark(Phase::Eval);
+        Ok(())
+    }
+
+    fn mark(&mut self, phase: Phase) {
+        let moment = self.moment(phase);
+        self.phases.entry(phase).or_default().raise(moment);
+    }
+
+    /// What was highest since the last call, and what a phase takes beside the pools.
+    fn moment(&self, phase: Phase) -> PhaseBytes {
+        let read = |pool: &kernels::Pool| {
+            let stats = pool.stats();
+            pool.reset_peaks();
+            at_peak(&stats)
+        };
+        let mut device = read(self.rehearsal.device_pool());
+        // The step's collectives and those of a pass are counted where they lie: in the window.
+        let gathered = device.get(Tag::Gathered.name()).copied().unwrap_or(0);
+        let sent = self.rehearsal.take_window_peak().saturating_sub(gathered);
+        let communication = device.entry(Tag::Communication.name().into()).or_default();
+        *communication = sent.max(*communication);
+        device.retain(|_, bytes| *bytes > 0);
+        let mut host = read(self.rehearsal.host_pool());
+        let mut beside = 0;
+        for (kind, bytes) in self.work.fixed.in_phase(phase, self.config, self.work) {
+            *host.entry(kind.to_owned()).or_default() += bytes;
+            beside += bytes;
+        }
+        self.beside.set(self.beside.get().max(beside));
+        host.retain(|_, bytes| *bytes > 0);
+        let mut nvme = read(self.rehearsal.nvme_pool());
+        nvme.retain(|_, bytes| *bytes > 0);
+        PhaseBytes { device, host, nvme }
+    }
+
+    fn memory(self) -> RankMemory {
+        let stats = self.rehearsal.device_pool().stats();
+        let window = self.rehearsal.window();
+        let footprint = Footprint {
+            touched: stats.touched,
+            held: stats.held,
+            host: self.rehearsal.host_bytes(),
+            nvme: self.rehearsal.nvme_pool().stats().held,
+            beside: self.beside.get(),
+            window,
+            region: window.region + fixed::WINDOW_SLACK_BYTES,
+        };
+        RankMemory::new(self.phases, &footprint)
+    }
+}
+
+fn at_peak(stats: &PoolStats) -> Kinds {
+    let kinds = Tag::ALL.iter();
+    kinds
+        .map(|tag| (tag.name().to_owned(), stats.tag(*tag).at_peak))
+        .collect()
+}

@@ -1,0 +1,210 @@
+//! Whether a run fits: one rule for the trainer and for the plan.
+
+use super::machine::Machine;
+use super::memory::RankMemory;
+use crate::config::RunConfig;
+use crate::exit::{ErrorCode, Failure};
+use crate::units::bytes as format_bytes;
+use engine::comm::control_bytes;
+
+/// What a run needs of a machine.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Need {
+    /// Device memory of each rank.
+    pub(crate) device: u64,
+    /// Host memory of all ranks together.
+    pub(crate) host: u64,
+    /// Spill files of all ranks together.
+    pub(crate) nvme: u64,
+    /// The communicator's window, a file in shared memory; 0 for a single rank.
+    pub(crate) window: u64,
+}
+
+/// A need, and what there is for it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Fit {
+    pub(crate) need: Need,
+    pub(crate) machine: Machine,
+    device_limit: Option<u64>,
+}
+
+impl Fit {
+    pub(crate) fn new(config: &RunConfig, memory: &RankMemory, machine: Machine) -> Self {
+        let ranks = config.nproc as u64;
+        let peak = memory.peak;
+        let on_cpu = machine.device_bytes.is_none();
+        let window = if on_cpu && ranks > 1 {
+            control_bytes() + ranks * peak.window
+        } else {
+            0
+        };
+        let host = if on_cpu {
+            // Ranks map each other's part of the window, which exists once.
+            let (own, all) = if ranks > 1 {
+                (peak.resident - memory.mapped_window(), window)
+            } else {
+                (peak.resident, 0)
+            };
+            ranks * own + all
+        } else {
+            ranks * peak.host
+        };
+        let limits = [config.device_memory_limit, machine.device_bytes];
+        Self {
+            need: Need {
+                device: peak.device + machine.device_context_bytes(),
+                host,
+                nvme: ranks * peak.nvme,
+                window,
+            },
+            machine: machine.limited(config),
+            device_limit: limits.into_iter().flatten().min(),
+        }
+    }
+
+    /// Whether everything fits.
+    pub(crate) fn fits(&self) -> bool {
+        !self.exceeds_device()
+            && !self.exceeds_host()
+            && !self.exceeds_nvme()
+            && !self.exceeds_window()
+    }
+
+    /// Whether it is the device memory that does not suffice.
+    pub(crate) fn exceeds_device(&self) -> bool {
+        self.device_limit
+            .is_some_and(|limit| self.need.device > limit)
+    }
+
+    fn exceeds_host(&self) -> bool {
+        self.need.host > self.machine.host_free_bytes
+    }
+
+    fn exceeds_nvme(&self) -> bool {
+        let free = self.machine.nvme_free_bytes;
+        free.is_some_and(|free| self.need.nvme > free)
+    }
+
+    fn exceeds_window(&self) -> bool {
+        let free = self.machine.window_free_bytes;
+        free.is_some_and(|free| self.need.window > free)
+    }
+
+    /// Device memory of a rank, where it is bounded.
+    pub(crate) fn device_limit(&self) -> Option<u64> {
+        self.device_limit
+    }
+
+    /// The needs in words, beside what there is.
+    pub(crate) fn needs(&self) -> String {
+        let mut parts = Vec::new();
+        if let Some(limit) = self.device_limit {
+            parts.push(format!(
+                "device {} of {} per rank",
+                format_bytes(self.need.device),
+                format_bytes(limit)
+            ));
+        }
+        parts.push(format!(
+            "host {} of {}",
+            format_bytes(self.need.host),
+            format_bytes(self.machine.host_free_bytes)
+        ));
+        if self.need.nvme > 0 {
+            let free = self.machine.nvme_free_bytes.map(format_bytes);
+            parts.push(format!(
+                "nvme {}{}",
+                format_bytes(self.need.nvme),
+                free.map_or(String::new(), |free| format!(" of {free}"))
+            ));
+        }
+        parts.join(", ")
+    }
+
+    /// Refuses a run that does not fit, before anything is allocated.
+    ///
+    /// # Errors
+    /// The plan's failure (exit 5), or that of shared memory (exit 13).
+    pub(crate) fn check(&self, config: &RunConfig, memory: &RankMemory) -> Result<(), Failure> {
+        let Some(cause) = self.cause() else {
+            return Ok(());
+        };
+        if !self.exceeds_device() && !self.exceeds_host() && !self.exceeds_nvme() {
+            return Err(Failure::new(
+                ErrorCode::SharedMemory,
+                "the exchange between ranks does not fit into shared memory; no weight was read",
+                cause,
+            )
+            .next("a larger /dev/shm (docker run --shm-size), or fewer ranks")
+            .next("--nproc 1 needs no shared memory"));
+        }
+        let parts = [
+            "parameters",
+            "gradients",
+            "optimizer",
+            "gathered",
+            "communication",
+        ];
+        let mut evidence: Vec<String> = Vec::new();
+        let mut show = |name: &str, kinds: &[&str]| {
+            let (device, host) = memory.most(kinds);
+            if device + host > 0 {
+                evidence.push(format!("{name} {}", format_bytes(device + host)));
+            }
+        };
+        for part in parts {
+            show(part, &[part]);
+        }
+        show("activations", &["activations", "workspace", "cache"]);
+        let mut failure = Failure::new(
+            ErrorCode::Plan,
+            "this run does not fit; no weight was read",
+            cause,
+        )
+        .evidence(format!(
+            "per rank: {}; {} ranks",
+            evidence.join(" + "),
+            config.nproc
+        ));
+        if let Some(limit) = self.machine.cgroup_limit_bytes {
+            failure = failure.evidence(format!("cgroup limit {}", format_bytes(limit)));
+        }
+        if config.batch.model_max_length > 512 {
+            failure = failure.next("a smaller --model-max-length, where samples are long");
+        }
+        Err(failure.next("fewer trained parts (--train, --tune-llm false), or more memory"))
+    }
+
+    fn cause(&self) -> Option<String> {
+        let text = |what: &str, need: u64, verb: &str, free: u64| {
+            let (need, free) = (format_bytes(need), format_bytes(free));
+            Some(format!("{what} {need} {verb} {free}"))
+        };
+        if let Some(limit) = self.device_limit.filter(|_| self.exceeds_device()) {
+            let verb = "of device memory, the limit is";
+            return text("each rank needs", self.need.device, verb, limit);
+        }
+        if self.exceeds_host() {
+            return Some(format!(
+                "the ranks need {} of host memory together, {} are available",
+                format_bytes(self.need.host),
+                format_bytes(self.machine.host_free_bytes)
+            ));
+        }
+        if self.exceeds_nvme() {
+            let free = self.machine.nvme_free_bytes.unwrap_or(0);
+            return text(
+                "the spill files need",
+                self.need.nvme,
+                "of disk, there are",
+                free,
+            );
+        }
+        if self.exceeds_window() {
+            let free = self.machine.window_free_bytes.unwrap_or(0);
+            let verb = "of shared memory, /dev/shm and /tmp have at most";
+            return text("the ranks' window needs", self.need.window, verb, free);
+        }
+        None
+    }
+}

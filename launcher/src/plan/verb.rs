@@ -1,0 +1,237 @@
+//! `launcher plan`.
+
+use super::matrix;
+use super::nearest::{Flags, nearest};
+use super::planner::{Planned, Planner, made_up_sample};
+use super::text;
+use crate::args::{Note, PlanArgs, Preset};
+use crate::config::{RunConfig, resolve};
+use crate::exit::Failure;
+use crate::rank_env::Env;
+use crate::run::plan_event;
+use crate::ui::{Event, lines};
+use serde_json::{Value, json};
+use std::io::Write;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+/// Stands for data that is made up.
+const NO_DATA: &str = "made-up-sample";
+
+/// Plans the run of `args` and prints it.
+///
+/// # Errors
+/// Flags or files that training would refuse too; exit 5 when the run does not fit.
+pub(crate) fn run(
+    args: &PlanArgs,
+    typed: &[String],
+    env: &Env,
+    notes: &[Note],
+) -> Result<ExitCode, Failure> {
+    let has_data = args.run.model.is_none() || args.run.data.is_some();
+    let mut config = configuration(args, env, has_data)?;
+    crate::demo::prepare(&mut config, env, &mut |_| ())?;
+    let planner = Planner::new(&config, args, has_data)?;
+    let json = args.json == Some(true);
+    if args.matrix == Some(true) {
+        let rows = matrix::rows(&planner, &config)?;
+        let text = if json {
+            pretty(&matrix::as_json(&rows))
+        } else {
+            matrix::as_text(&config, &rows)
+        };
+        print(&text);
+        return Ok(ExitCode::SUCCESS);
+    }
+    let planned = planner.plan(&config)?;
+    let fits = planned.fit.fits();
+    let near = if fits {
+        None
+    } else {
+        nearest(&planner, &config)?
+    };
+    if json {
+        print(&pretty(&as_json(&planned, &planner, typed, near.as_ref())));
+    } else {
+        print(&as_text(&planned, &planner, notes, args)?);
+    }
+    planned
+        .fit
+        .check(&planned.config, &planned.memory)
+        .map_err(|failure| with_nearest(failure, typed, near.as_ref()))?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn configuration(args: &PlanArgs, env: &Env, has_data: bool) -> Result<RunConfig, Failure> {
+    let mut run = args.run.clone();
+    if !has_data {
+        run.data = Some(PathBuf::from(NO_DATA));
+        run.eval_data = None;
+    }
+    if let Some(hardware) = args.hw {
+        run.nproc = run.nproc.or(Some(hardware.devices));
+        if run.nproc != Some(hardware.devices) {
+            return Err(Failure::usage(
+                "--nproc and --hw contradict each other",
+                format!("one rank runs on each of {} devices", hardware.devices),
+            )
+            .next("leave --nproc out"));
+        }
+    }
+    Ok(resolve(&run, env)?.config)
+}
+
+fn as_json(
+    planned: &Planned,
+    planner: &Planner,
+    typed: &[String],
+    near: Option<&(Flags, Planned)>,
+) -> Value {
+    let (total, trainable) = planned.plan.spec().elems();
+    let config = &planned.config;
+    json!({
+        "model": config.name(),
+        "parameters_total": total,
+        "parameters_trainable": trainable,
+        "ranks": config.nproc,
+        "stage": config.zero,
+        "precision": planned.plan.config().precision.name(),
+        "offload": config.offload.to_string(),
+        "micro_batch": config.batch.micro_batch,
+        "accumulation_steps": config.batch.accumulation_steps,
+        "checkpoint_activations": config.checkpoint_activations.to_string(),
+        "sample": if planner.makes_up_samples() { "made-up" } else { "data" },
+        "bytes_per_rank": planned.memory.phases,
+        "peak_bytes_per_rank": planned.memory.peak,
+        "need_bytes": needs(planned),
+        "have_bytes": {
+            "device_per_rank": planned.fit.device_limit(),
+            "host": planned.fit.machine.host_free_bytes,
+            "nvme": planned.fit.machine.nvme_free_bytes,
+            "window": planned.fit.machine.window_free_bytes,
+        },
+        "fits": planned.fit.fits(),
+        "nearest": near.map(|(flags, planned)| json!({
+            "flags": spelled(flags),
+            "command": command(typed, flags),
+            "need_bytes": needs(planned),
+        })),
+    })
+}
+
+pub(super) fn needs(planned: &Planned) -> Value {
+    let need = planned.fit.need;
+    json!({
+        "device_per_rank": need.device,
+        "host": need.host,
+        "nvme": need.nvme,
+        "window": need.window,
+    })
+}
+
+fn as_text(
+    planned: &Planned,
+    planner: &Planner,
+    notes: &[Note],
+    args: &PlanArgs,
+) -> Result<String, Failure> {
+    let Planned {
+        config,
+        plan,
+        memory,
+        fit,
+    } = planned;
+    let mut text = String::new();
+    let mut show = |event: &Event| {
+        for line in lines(event) {
+            text += &line;
+            text.push('\n');
+        }
+    };
+    for note in notes {
+        show(&Event::Note {
+            flag: note.flag.clone(),
+            reason: note.reason.clone(),
+        });
+    }
+    if let Some(preset) = args.run.preset.as_deref().and_then(Preset::named) {
+        show(&Event::Info {
+            label: "preset".into(),
+            text: format!("{}: {}", preset.script, preset.spelled()),
+        });
+    }
+    let mut event = plan_event(config, plan, memory, fit);
+    if args.hw.is_some() {
+        event.device = "devices".into();
+    }
+    show(&Event::Plan(event));
+    if planner.makes_up_samples() {
+        let sample = made_up_sample(config)?;
+        show(&Event::Info {
+            label: "sample".into(),
+            text: format!(
+                "no data: made up, {} tokens, all supervised, a picture of {} patches in {} slices",
+                sample.input_ids.len(),
+                sample.patches(),
+                sample.slices.len()
+            ),
+        });
+    }
+    text += &text::table(memory);
+    text += &text::verdict(fit);
+    Ok(text)
+}
+
+fn with_nearest(
+    mut failure: Failure,
+    typed: &[String],
+    near: Option<&(Flags, Planned)>,
+) -> Failure {
+    match near {
+        Some((flags, planned)) => {
+            let line = format!("nearest that fits: {}", planned.fit.needs());
+            failure.next.insert(0, line);
+            failure.next.insert(1, command(typed, flags));
+        }
+        None => {
+            let line = "no stage, offload, batch or precision makes it fit";
+            failure.next.insert(0, line.to_owned());
+        }
+    }
+    failure
+}
+
+/// The line that was typed, with some flags set otherwise.
+fn command(typed: &[String], flags: &Flags) -> String {
+    let name = |word: &str| {
+        word.trim_start_matches("--")
+            .split('=')
+            .next()
+            .map(str::to_owned)
+    };
+    // Two of the three sizes of a batch give the third.
+    let sized = flags
+        .iter()
+        .any(|(flag, _)| *flag == "gradient-accumulation-steps");
+    let kept = typed.iter().filter(|word| {
+        let name = name(word).unwrap_or_default();
+        let replaced = flags.iter().any(|(flag, _)| *flag == name);
+        !replaced && !(sized && matches!(&*name, "global-batch" | "find-batch"))
+    });
+    let kept: Vec<&str> = kept.map(String::as_str).collect();
+    format!("launcher plan {} {}", kept.join(" "), spelled(flags))
+}
+
+pub(super) fn spelled(flags: &Flags) -> String {
+    let flags: Vec<String> = flags.iter().map(|(n, v)| format!("--{n} {v}")).collect();
+    flags.join(" ")
+}
+
+fn pretty(value: &Value) -> String {
+    format!("{value:#}\n")
+}
+
+fn print(text: &str) {
+    // A closed pipe is nobody's error.
+    drop(std::io::stdout().write_all(text.as_bytes()));
+}
