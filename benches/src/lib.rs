@@ -7,6 +7,7 @@
 
 pub mod adam;
 mod ceilings;
+pub mod train;
 
 pub use ceilings::Ceilings;
 

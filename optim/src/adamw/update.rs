@@ -2,7 +2,7 @@
 //! sets of [`crate::lanes`].
 
 use super::Coefficients;
-use super::windows::{Item, LARGE, Mode, Number, Weights};
+use super::windows::{Item, LARGE, LARGE_HALF, Mode, Number, Weights};
 use crate::lanes::{Lanes, Loop, Simd};
 use crate::rng::RandomStream;
 use crate::rounding::PageKey;
@@ -149,14 +149,19 @@ impl<G: Number, W: Weights, M: Number> Update<'_, G, W, M> {
         let new_weight = W::pack::<L, PAIRED>(l, weight, draw[0]);
         let new_m = M::pack::<L, PAIRED>(l, m, draw[1]);
         let new_v = M::pack::<L, PAIRED>(l, v, draw[2]);
-        let mut largest = l.u(0);
-        if W::ROUNDS {
-            largest = larger(l, largest, weight);
-        }
-        if M::NARROW {
-            largest = larger(l, larger(l, largest, m), v);
-        }
-        if (W::ROUNDS || M::NARROW) && !l.all_below(largest, LARGE) {
+        let fits = if PAIRED {
+            let magnitude = l.u(0x7fff_7fff);
+            let weight = l.and(W::halves(l, new_weight), magnitude);
+            let m = l.and(M::halves(l, new_m), magnitude);
+            let v = l.and(M::halves(l, new_v), magnitude);
+            l.all_halves_below(l.max_halves(l.max_halves(weight, m), v), LARGE_HALF)
+        } else if M::NARROW {
+            let largest = larger(l, larger(l, larger(l, l.u(0), weight), m), v);
+            l.all_below(largest, LARGE)
+        } else {
+            !W::ROUNDS || l.all_below(larger(l, l.u(0), weight), LARGE)
+        };
+        if !fits {
             return false;
         }
         self.weights.store(l, i, new_weight);

@@ -14,6 +14,10 @@ const AHEAD_BYTES: usize = 2048;
 /// Sign bit aside, the least that a rounding to `bf16` may carry to infinity, or that is infinite or NaN already.
 pub(crate) const LARGE: u32 = 0x7f00_0000;
 
+/// The same in the high half of a number: where every input is 16 bits wide, NaN have no bits below, so that no
+/// rounding carries them into the sign, and what was written tells as much as what was rounded.
+pub(crate) const LARGE_HALF: u16 = 0x7f00;
+
 /// The numbers of one item: two vectors, either the first half and the second half of the elements, or the even and
 /// the odd ones (`PAIRED`), whichever is cheaper to load. All windows of an update share the order.
 pub(crate) type Item<L> = [<L as Lanes>::F; 2];
@@ -81,6 +85,8 @@ pub(crate) trait Number: Copy + Send + Sync {
         random: Option<L::U>,
     ) -> Self::Packed<L>;
     fn store<L: Lanes>(l: L, to: &mut [Self], x: Self::Packed<L>);
+    /// What [`Number::store`] writes, where `NARROW`.
+    fn halves<L: Lanes>(l: L, x: Self::Packed<L>) -> L::U;
     #[inline(always)]
     fn prefetch<L: Lanes>(l: L, from: &[Self]) {
         let ahead = from.as_ptr().cast::<u8>().wrapping_add(AHEAD_BYTES);
@@ -118,6 +124,10 @@ impl Number for f32 {
         l.store(low, a);
         l.store(high, b);
     }
+    #[inline(always)]
+    fn halves<L: Lanes>(l: L, _: Item<L>) -> L::U {
+        l.u(0)
+    }
 }
 
 impl Number for bf16 {
@@ -153,6 +163,10 @@ impl Number for bf16 {
     fn store<L: Lanes>(l: L, to: &mut [Self], x: L::U) {
         l.store_halves(to, x);
     }
+    #[inline(always)]
+    fn halves<L: Lanes>(_: L, x: L::U) -> L::U {
+        x
+    }
 }
 
 /// The weights of an update, and what is kept beside them.
@@ -178,6 +192,8 @@ pub(crate) trait Weights: Send + Sized {
         random: Option<L::U>,
     ) -> Self::Packed<L>;
     fn store<L: Lanes>(&mut self, l: L, i: usize, x: Self::Packed<L>);
+    /// The 16-bit weights that [`Weights::store`] writes, where `NARROW`.
+    fn halves<L: Lanes>(l: L, x: Self::Packed<L>) -> L::U;
 }
 
 /// `f32` weights.
@@ -209,6 +225,10 @@ impl Weights for &mut [f32] {
     #[inline(always)]
     fn store<L: Lanes>(&mut self, l: L, i: usize, x: Item<L>) {
         f32::store(l, &mut self[i..i + L::ITEM], x);
+    }
+    #[inline(always)]
+    fn halves<L: Lanes>(l: L, _: Item<L>) -> L::U {
+        l.u(0)
     }
 }
 
@@ -251,6 +271,10 @@ impl Weights for Master<'_> {
         f32::store(l, &mut self.master[i..i + L::ITEM], wide);
         l.store_halves(&mut self.weight[i..i + L::ITEM], narrow);
     }
+    #[inline(always)]
+    fn halves<L: Lanes>(_: L, (_, narrow): (Item<L>, L::U)) -> L::U {
+        narrow
+    }
 }
 
 /// `bf16` weights alone, rounded stochastically or, with `NEAREST`, like the moments, to the nearest.
@@ -290,6 +314,10 @@ impl<const NEAREST: bool> Weights for Narrow<'_, NEAREST> {
     #[inline(always)]
     fn store<L: Lanes>(&mut self, l: L, i: usize, x: L::U) {
         l.store_halves(&mut self.0[i..i + L::ITEM], x);
+    }
+    #[inline(always)]
+    fn halves<L: Lanes>(_: L, x: L::U) -> L::U {
+        x
     }
 }
 
@@ -336,5 +364,9 @@ impl Weights for Compensated<'_> {
     fn store<L: Lanes>(&mut self, l: L, i: usize, [weight, error]: [L::U; 2]) {
         l.store_halves(&mut self.weight[i..i + L::ITEM], weight);
         l.store_halves(&mut self.error[i..i + L::ITEM], error);
+    }
+    #[inline(always)]
+    fn halves<L: Lanes>(_: L, [weight, _]: [L::U; 2]) -> L::U {
+        weight
     }
 }

@@ -141,6 +141,21 @@ impl Lanes for Avx2 {
         }
     }
     #[inline(always)]
+    fn max_halves(self, a: Self::U, b: Self::U) -> Self::U {
+        // SAFETY: `self` exists only where the instructions were detected.
+        unsafe { _mm256_max_epu16(a, b) }
+    }
+    #[inline(always)]
+    fn all_halves_below(self, a: Self::U, limit: u16) -> bool {
+        // SAFETY: `self` exists only where the instructions were detected.
+        unsafe {
+            _mm256_movemask_epi8(_mm256_cmpgt_epi16(
+                _mm256_set1_epi16(limit.cast_signed()),
+                a,
+            )) == -1
+        }
+    }
+    #[inline(always)]
     fn load(self, from: &[f32]) -> Self::F {
         assert!(from.len() >= Self::N);
         // SAFETY: the instructions exist, and the slice holds what is read.

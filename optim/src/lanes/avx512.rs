@@ -140,6 +140,16 @@ impl Lanes for Avx512 {
         unsafe { _mm512_cmplt_epu32_mask(a, _mm512_set1_epi32(limit.cast_signed())) == 0xffff }
     }
     #[inline(always)]
+    fn max_halves(self, a: Self::U, b: Self::U) -> Self::U {
+        // SAFETY: `self` exists only where the instructions were detected.
+        unsafe { _mm512_max_epu16(a, b) }
+    }
+    #[inline(always)]
+    fn all_halves_below(self, a: Self::U, limit: u16) -> bool {
+        // SAFETY: `self` exists only where the instructions were detected.
+        unsafe { _mm512_cmplt_epu16_mask(a, _mm512_set1_epi16(limit.cast_signed())) == !0 }
+    }
+    #[inline(always)]
     fn load(self, from: &[f32]) -> Self::F {
         assert!(from.len() >= Self::N);
         // SAFETY: the instructions exist, and the slice holds what is read.

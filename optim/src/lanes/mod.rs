@@ -55,6 +55,11 @@ pub(crate) trait Lanes: Copy {
     /// Whether every number is below `limit`, which is below 2^31, as all numbers are.
     fn all_below(self, a: Self::U, limit: u32) -> bool;
 
+    /// The larger of each two 16-bit numbers.
+    fn max_halves(self, a: Self::U, b: Self::U) -> Self::U;
+    /// Whether every 16-bit number is below `limit`, which is below 2^15, as all numbers are.
+    fn all_halves_below(self, a: Self::U, limit: u16) -> bool;
+
     fn load(self, from: &[f32]) -> Self::F;
     fn store(self, to: &mut [f32], x: Self::F);
     /// Two numbers per word, the first in the low half.

@@ -102,6 +102,17 @@ impl Lanes for Portable {
         a.iter().fold(0, |max, &a| max.max(a)) < limit
     }
     #[inline(always)]
+    fn max_halves(self, a: Self::U, b: Self::U) -> Self::U {
+        both(a, b, |a, b| {
+            (a & 0xffff).max(b & 0xffff) | (a & !0xffff).max(b & !0xffff)
+        })
+    }
+    #[inline(always)]
+    fn all_halves_below(self, a: Self::U, limit: u16) -> bool {
+        let largest = a.iter().fold(0, |max, &a| max.max(a & 0xffff).max(a >> 16));
+        largest < limit.into()
+    }
+    #[inline(always)]
     fn load(self, from: &[f32]) -> Self::F {
         let from = &from[..N];
         std::array::from_fn(|i| from[i])

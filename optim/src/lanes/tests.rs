@@ -33,6 +33,7 @@ impl Loop for Everything<'_> {
         keep(&|a, b, _| u(&|a, b| l.or(a, b), a, b));
         keep(&|a, b, _| u(&|a, b| l.xor(a, b), a, b));
         keep(&|a, b, _| u(&|a, b| l.max_u(a, b), a, b));
+        keep(&|a, b, _| u(&|a, b| l.max_halves(a, b), a, b));
         keep(&|a, b, _| u(&|a, b| l.or(l.shr::<7>(a), l.shl::<9>(b)), a, b));
         let key = PageKey::new(stream, 1, 0);
         keep(&|_, _, i| {
@@ -53,6 +54,8 @@ impl Loop for Everything<'_> {
         self.0.extend(wide.iter().map(|x| x.to_bits()));
         let low = l.and(l.bits(l.load(&a)), l.u(0xffff));
         assert!(l.all_below(low, 0x1_0000) && !l.all_below(low, 1));
+        let halves = l.u(0x1234_0567);
+        assert!(l.all_halves_below(halves, 0x1235) && !l.all_halves_below(halves, 0x1234));
         l.prefetch(a.as_ptr());
     }
 }
