@@ -5,7 +5,7 @@
 # usage: scripts/gpu-check.sh BIN_DIR [OUT] [--stages a,b] [--budget SECONDS]
 set -uo pipefail
 
-stages=probe,doctor,ceilings,ipc,nccl,calibration,conformance,table,parity
+stages=probe,doctor,ceilings,ipc,nccl,calibration,conformance,table,parity,offload
 budget=470
 positional=()
 while [ $# -gt 0 ]; do
@@ -53,6 +53,25 @@ parity() {
   tail -1 "$out/parity.txt"
 }
 
+# The machine's disk, and every tier: the same losses to the last digit, in each precision.
+offload() {
+  local spill precision tier run
+  spill=$(mktemp -d)
+  "$bin/launcher" bench nvme "$spill" --size 1GiB >"$out/nvme.txt" || return 1
+  for precision in f32 bf16 fp16 pure-bf16; do
+    for tier in none cpu "nvme:$spill"; do
+      run="$out/run-$precision-${tier%%:*}"
+      "$bin/launcher" --zero 3 --offload "$tier" --precision "$precision" --max-steps 10 --eval-strategy no \
+        --output "$run" >"$run.txt" 2>&1 || { tail -20 "$run.txt"; return 1; }
+      grep -o '"loss":[^,]*' "$run/trainer_log.jsonl" >"$out/losses-$precision-${tier%%:*}"
+      rm -rf "$run"
+      cmp "$out/losses-$precision-none" "$out/losses-$precision-${tier%%:*}" || return 1
+    done
+  done
+  rm -rf "$spill"
+  { echo "## disk and tiers"; echo; echo '```'; cat "$out/nvme.txt"; echo "12 runs: losses equal on every tier"; echo '```'; } >"$out/offload.md"
+}
+
 packages=$(python3 -c 'import site, sys; print(":".join(site.getsitepackages() + [p for p in sys.path if p.endswith("-packages")]))' 2>/dev/null || true)
 started=$SECONDS
 failed=()
@@ -69,7 +88,7 @@ for stage in ${stages//,/ }; do
   echo "== $stage (at most $limit s)"
   begun=$SECONDS
   rm -f "$out/$stage.md" "$out/$stage.json" "$out/$stage.log"
-  if [ "$stage" = doctor ] || [ "$stage" = parity ]; then
+  if [ "$stage" = doctor ] || [ "$stage" = parity ] || [ "$stage" = offload ]; then
     "$stage" 2>&1 | tee "$out/$stage.log"
     code=${PIPESTATUS[0]}
   else

@@ -5,7 +5,7 @@ use crate::plan::{StateKind, Tier};
 use crate::spill::PendingRead;
 use crate::tier::{Region, Tiers};
 use crate::timing::CopyClock;
-use kernels::{Block, DType, Pool, Reservation, Shape, Tag, Tensor, TensorMut};
+use kernels::{Block, DType, Pool, Shape, Tag, Tensor, TensorMut};
 use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::rc::Rc;
@@ -27,9 +27,9 @@ pub struct Activations {
 
 #[derive(Debug)]
 enum Kept {
-    /// Counted only: on a device without values.
+    /// A place without memory: on a device without values.
     Null {
-        _counted: Reservation,
+        _placed: Tensor,
     },
     Host(Block),
     Spilled {
@@ -99,8 +99,9 @@ impl Activations {
     fn keep(&self, value: &Tensor) -> Result<Kept> {
         let bytes = value.size_bytes();
         if value.is_null() {
-            let counted = self.books.reserve(bytes as u64, Tag::Activations)?;
-            return Ok(Kept::Null { _counted: counted });
+            let (shape, dtype) = (value.shape(), value.dtype());
+            let placed = Tensor::null(&self.books, Tag::Activations, shape, dtype)?;
+            return Ok(Kept::Null { _placed: placed });
         }
         if self.tier == Tier::Host {
             let mut block = self.tiers.host.take(bytes, Tag::Activations)?;

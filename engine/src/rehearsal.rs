@@ -9,13 +9,15 @@ use crate::activations::Activations;
 use crate::comm::rehearsal::{DryBuffer, DryWindow};
 use crate::comm::{CollectiveKind, WindowBytes, World};
 use crate::error::EngineError;
-use crate::plan::{Entry, GroupKind, PassKind, Plan, Tier, UnitPlan};
+use crate::plan::{Entry, GroupKind, PassKind, Plan, StateKind, Tier, UnitPlan};
 use crate::spec::{ParamId, UnitId};
-use crate::tier::Tiers;
+use crate::spill::{BLOCK_BYTES, SpillFile};
+use crate::tier::{Tiers, WINDOW_ALIGN};
 use kernels::{Backend, DType, NullBackend, Pool, Reservation, Tag, Tensor};
 use optim::StateSlot;
 use std::cell::RefCell;
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::sync::Arc;
 
 type Result<T, E = EngineError> = std::result::Result<T, E>;
@@ -25,7 +27,7 @@ const PAGE: u64 = 4096;
 /// Memory that outlives a pass.
 enum Resting {
     Device(#[expect(dead_code, reason = "held for its place")] Tensor),
-    Host(#[expect(dead_code, reason = "held for its count")] Reservation),
+    Elsewhere(#[expect(dead_code, reason = "held for its count")] Reservation),
 }
 
 /// Weights readable on the device.
@@ -63,10 +65,11 @@ pub struct Rehearsal {
     backend: Arc<dyn Backend>,
     device: Pool,
     host: Pool,
+    /// Spill files.
     nvme: Pool,
-    activations: Option<Activations>,
     /// Bytes of host maps, whole pages.
     host_mapped: u64,
+    activations: Option<Activations>,
     window: DryWindow,
     resting: Vec<Resting>,
     /// Handles of weights while they are leased: their bytes are counted elsewhere.
@@ -93,16 +96,19 @@ impl Rehearsal {
             rank: 0,
             size: plan.world_size(),
         };
-        let device = Pool::new("device", None);
-        let host = Pool::new("host", None);
-        let tiers = Tiers::new(device.clone(), host.clone());
-        let activations = Activations::new(plan.config().offload.activation, tiers);
+        let [device, host] = ["device", "host"].map(|name| Pool::new(name, None));
+        let away = plan.config().offload.activation;
+        let activations = Activations::new(away, Tiers::new(device.clone(), host.clone()));
+        let nvme = match &activations {
+            Some(keeper) if away == Tier::Nvme => keeper.books().clone(),
+            _ => Pool::new("nvme", None),
+        };
         let mut rehearsal = Self {
             backend: Arc::new(NullBackend::new(device.clone())),
+            activations,
             device,
             host,
-            nvme: Pool::new("nvme", None),
-            activations,
+            nvme,
             host_mapped: 0,
             window: DryWindow::new(world),
             resting: Vec::new(),
@@ -115,10 +121,6 @@ impl Rehearsal {
             plan,
         };
         rehearsal.allocate_states(slots)?;
-        let buffers = rehearsal.plan.spill_buffer_bytes();
-        if buffers > 0 {
-            rehearsal.rest(Tier::Host, buffers as usize, Tag::Workspace)?;
-        }
         Ok(rehearsal)
     }
 
@@ -126,50 +128,75 @@ impl Rehearsal {
     fn allocate_states(&mut self, slots: &[StateSlot]) -> Result<()> {
         let plan = self.plan.clone();
         let config = plan.config();
-        let weight_bytes = config.precision.weight_dtype().size_bytes();
         let kept = |unit: &UnitPlan, kind, sharded: bool| {
             let group = unit.group(kind);
             if sharded {
-                group.shard_elems
+                group.shard(0)
             } else {
-                group.padded_elems
+                0..group.padded_elems
             }
         };
+        let buffers = plan.spill_buffer_bytes();
+        if buffers > 0 {
+            self.count_host(buffers, Tag::Workspace)?;
+        }
+        for kind in StateKind::ALL {
+            if config.offload.tier(kind) == Tier::Nvme {
+                let header = self.nvme.reserve(BLOCK_BYTES, Tag::Workspace)?;
+                self.resting.push(Resting::Elsewhere(header));
+            }
+        }
         for unit in plan.units() {
             for kind in GroupKind::ALL {
                 if !unit.group(kind).is_empty() {
-                    let elems = kept(unit, kind, config.stage.shards_parameters());
-                    self.rest(config.offload.param, elems * weight_bytes, Tag::Parameters)?;
+                    let range = kept(unit, kind, config.stage.shards_parameters());
+                    let dtype = config.precision.weight_dtype();
+                    self.rest(config.offload.param, &range, dtype, Tag::Parameters)?;
                 }
             }
             if !unit.trainable.is_empty() {
-                let elems = kept(unit, GroupKind::Trainable, config.shards_gradients());
-                let bytes = elems * config.grad_dtype().size_bytes();
-                self.rest(config.offload.optimizer, bytes, Tag::Gradients)?;
+                let range = kept(unit, GroupKind::Trainable, config.shards_gradients());
+                let dtype = config.grad_dtype();
+                self.rest(config.offload.optimizer, &range, dtype, Tag::Gradients)?;
             }
         }
         for unit in plan.units().iter().filter(|u| !u.trainable.is_empty()) {
-            let elems = kept(unit, GroupKind::Trainable, config.stage.shards_optimizer());
+            let range = kept(unit, GroupKind::Trainable, config.stage.shards_optimizer());
             let master = config.precision.has_master().then_some(DType::F32);
-            let slots = slots.iter().map(|slot| slot.dtype);
-            for dtype in master.into_iter().chain(slots) {
-                let bytes = elems * dtype.size_bytes();
-                self.rest(config.offload.optimizer, bytes, Tag::Optimizer)?;
+            for dtype in master
+                .into_iter()
+                .chain(slots.iter().map(|slot| slot.dtype))
+            {
+                self.rest(config.offload.optimizer, &range, dtype, Tag::Optimizer)?;
             }
         }
         Ok(())
     }
 
-    fn rest(&mut self, tier: Tier, bytes: usize, tag: Tag) -> Result<()> {
-        let resting = match tier {
-            Tier::Device => Resting::Device(Tensor::null(&self.device, tag, [bytes], DType::U8)?),
-            Tier::Host => {
-                self.host_mapped += (bytes as u64).next_multiple_of(PAGE);
-                Resting::Host(self.host.reserve(bytes as u64, tag)?)
+    /// The elements `range` of a group, on `tier` from now on.
+    fn rest(&mut self, tier: Tier, range: &Range<usize>, dtype: DType, tag: Tag) -> Result<()> {
+        let size = dtype.size_bytes();
+        let bytes = range.len() * size;
+        match tier {
+            Tier::Device => {
+                let block = Tensor::null(&self.device, tag, [bytes], DType::U8)?;
+                self.resting.push(Resting::Device(block));
             }
-            Tier::Nvme => Resting::Host(self.nvme.reserve(bytes as u64, tag)?),
-        };
-        self.resting.push(resting);
+            Tier::Host => self.count_host(bytes as u64, tag)?,
+            Tier::Nvme => {
+                let phase = (range.start % WINDOW_ALIGN * size) as u64;
+                let extent = SpillFile::extent_bytes(bytes as u64, phase);
+                let counted = self.nvme.reserve(extent, tag)?;
+                self.resting.push(Resting::Elsewhere(counted));
+            }
+        }
+        Ok(())
+    }
+
+    fn count_host(&mut self, bytes: u64, tag: Tag) -> Result<()> {
+        self.host_mapped += bytes.next_multiple_of(PAGE);
+        let counted = self.host.reserve(bytes, tag)?;
+        self.resting.push(Resting::Elsewhere(counted));
         Ok(())
     }
 
@@ -185,16 +212,16 @@ impl Rehearsal {
         &self.host
     }
 
-    /// What rests on a disk: model states, without the files' headers and gaps.
+    /// Spill files.
     #[must_use]
     pub fn nvme_pool(&self) -> &Pool {
         &self.nvme
     }
 
-    /// Bytes of the host tier in whole pages.
+    /// Bytes of the host tier: maps in whole pages, and what blocks of its pool occupy.
     #[must_use]
-    pub fn host_mapped(&self) -> u64 {
-        self.host_mapped
+    pub fn host_bytes(&self) -> u64 {
+        self.host_mapped + self.host.stats().touched
     }
 
     /// The communicator's window so far.
@@ -258,9 +285,13 @@ impl Rehearsal {
                 }
             }
         } else if !sharded_state {
+            let mut held = None;
             for unit in trained() {
                 let bytes = unit.trainable.padded_elems * config.grad_dtype().size_bytes();
-                self.window.alloc(bytes).run(CollectiveKind::AllGather);
+                let buffer = self.window.alloc(bytes);
+                buffer.run(CollectiveKind::AllGather);
+                // The one before is in use until this one is there.
+                drop(held.replace(buffer));
             }
         }
         if sharded_state && !config.stage.shards_parameters() {
@@ -413,10 +444,6 @@ impl ParamAccess for Rehearsal {
         Ok(Lease::new(self, unit, phase, params))
     }
 
-    fn activations(&self) -> Option<&Activations> {
-        self.activations.as_ref()
-    }
-
     fn deposit(&self, id: ParamId, _grad: &Tensor) -> Result<()> {
         let unit = self.plan.spec().params[id.index()].unit;
         let mut state = self.state.borrow_mut();
@@ -424,6 +451,10 @@ impl ParamAccess for Rehearsal {
             state.units[unit.index()].bucket = Some(self.open_bucket(unit)?);
         }
         Ok(())
+    }
+
+    fn activations(&self) -> Option<&Activations> {
+        self.activations.as_ref()
     }
 
     fn is_trainable(&self, id: ParamId) -> bool {

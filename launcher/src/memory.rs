@@ -70,6 +70,11 @@ fn tightest(groups: &[Cgroup]) -> Option<CgroupMemory> {
         })
 }
 
+/// What a process may lock in memory (`ulimit -l`); `None` without a limit.
+pub fn lockable_bytes() -> Option<u64> {
+    rustix::process::getrlimit(rustix::process::Resource::Memlock).current
+}
+
 /// How often the kernel killed a process of this cgroup for lack of memory.
 pub fn oom_kills() -> u64 {
     cgroups()

@@ -2,6 +2,7 @@
 
 pub mod drift;
 pub mod golden;
+pub mod memory;
 pub mod parity;
 pub mod pure_bf16;
 pub mod tolerance;

@@ -38,6 +38,26 @@ pub const GRAD_NORM: f64 = 1e-4;
 /// An adapter tensor after training: relative L2 distance.
 pub const ADAPTER_L2: f64 = 1e-3;
 
+/// How far a plan may lie from the kernel's figures: this share of them, and below [`MEMORY_SMALL_BYTES`] also
+/// [`MEMORY_SLACK_BYTES`], since code pages, stacks and the allocator's heaps do not grow with the model.
+pub const MEMORY_SHARE: f64 = 0.05;
+/// Runs above this are judged by the share alone.
+pub const MEMORY_SMALL_BYTES: u64 = 1 << 30;
+/// What small runs may be off beside the share.
+pub const MEMORY_SLACK_BYTES: u64 = 64 << 20;
+
+/// Whether a plan of `planned` bytes is true of `measured` bytes.
+#[must_use]
+pub fn memory(planned: u64, measured: u64) -> bool {
+    let slack = if measured > MEMORY_SMALL_BYTES {
+        0
+    } else {
+        MEMORY_SLACK_BYTES
+    };
+    let allowed = (measured as f64 * MEMORY_SHARE) as u64 + slack;
+    planned.abs_diff(measured) <= allowed
+}
+
 /// The bound for losses along a trajectory of GLM, whose packs store by how much rounding alone moved theirs.
 #[must_use]
 pub fn glm_trajectory(rounding: f64) -> f64 {

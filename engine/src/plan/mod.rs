@@ -1,11 +1,13 @@
 //! Who owns which bytes, when each unit is gathered, and how many bytes that takes: a pure
 //! function of the model, the configuration and the world size, equal on every rank.
 
+mod formats;
 mod layout;
 mod memory;
 mod schedule;
 mod spill;
 
+pub use formats::Formats;
 pub use layout::{ALIGN_ELEMS, GroupKind, GroupLayout, Slot, UnitPlan};
 pub use memory::{MemoryReport, TierBytes};
 pub use schedule::{Entry, PassKind};

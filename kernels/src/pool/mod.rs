@@ -464,7 +464,7 @@ mod tests {
         let pool = Pool::new("device", Some(4096));
         let held = pool.take(4000, Tag::Optimizer).unwrap();
         let error = pool.take(4096, Tag::Workspace).unwrap_err().to_string();
-        assert!(error.contains("optimizer 4096"), "{error}");
+        assert!(error.contains("optimizer 4032"), "{error}");
         drop(held);
         pool.take(4096, Tag::Workspace).unwrap();
     }

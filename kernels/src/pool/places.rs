@@ -21,9 +21,11 @@ pub(super) struct Place {
 #[derive(Debug)]
 struct Segment {
     lines: usize,
+    /// Everything from here on is free.
+    end: usize,
     /// No block has ever lain at or beyond this line.
-    top: usize,
-    /// Holes below `top`: length by start.
+    reached: usize,
+    /// Holes below `end`, none of which touches it: length by start.
     holes: BTreeMap<usize, usize>,
 }
 
@@ -47,57 +49,46 @@ impl Places {
         self.segments[segment].lines
     }
 
-    /// The place `lines` lines would get, and by how many lines the pool would grow for it.
-    fn find(&self, lines: usize) -> (Place, usize) {
-        if let Some(&(_, segment, start)) = self.by_size.range((lines, 0, 0)..).next() {
-            let place = Place {
-                segment,
-                start,
-                lines,
-            };
-            return (place, 0);
-        }
-        let at_end = self.segments.iter().enumerate().filter_map(|(index, s)| {
-            let last = s.holes.last_key_value();
-            let start = match last {
-                Some((start, len)) if start + len == s.top => *start,
-                _ => s.top,
-            };
-            (start + lines <= s.lines).then(|| {
-                let place = Place {
-                    segment: index,
-                    start,
-                    lines,
-                };
-                (place, start + lines - s.top)
-            })
-        });
-        let fresh = Place {
-            segment: self.segments.len(),
-            start: 0,
-            lines,
+    /// The place `lines` lines would get. What was used before does not matter, only what is in use:
+    /// a step that begins like the one before it gets the same places.
+    fn find(&self, lines: usize) -> Place {
+        let hole = self.by_size.range((lines, 0, 0)..).next();
+        let (segment, start) = match hole {
+            Some(&(_, segment, start)) => (segment, start),
+            None => {
+                let mut ends = self.segments.iter().map(|s| (s.end, s.lines));
+                let fits = ends.position(|(end, all)| end + lines <= all);
+                fits.map_or((self.segments.len(), 0), |i| (i, self.segments[i].end))
+            }
         };
-        at_end
-            .min_by_key(|(_, growth)| *growth)
-            .unwrap_or((fresh, lines))
+        Place {
+            segment,
+            start,
+            lines,
+        }
+    }
+
+    fn growth_at(&self, place: Place) -> usize {
+        let reached = self.segments.get(place.segment).map_or(0, |s| s.reached);
+        (place.start + place.lines).saturating_sub(reached)
     }
 
     /// Lines by which the pool would grow for a block of `lines` lines.
     pub(super) fn growth(&self, lines: usize) -> usize {
-        self.find(lines).1
+        self.growth_at(self.find(lines))
     }
 
     /// A place for `lines` lines, which must not be 0.
     pub(super) fn take(&mut self, lines: usize) -> Place {
-        let (place, growth) = self.find(lines);
+        let place = self.find(lines);
+        self.touched += self.growth_at(place);
         if place.segment == self.segments.len() {
             let quarter = self.segments.iter().map(|s| s.lines).sum::<usize>() / 4;
+            let wanted = lines.max(SEGMENT_LINES).max(quarter);
             self.segments.push(Segment {
-                lines: lines
-                    .max(SEGMENT_LINES)
-                    .max(quarter)
-                    .next_multiple_of(SEGMENT_LINES),
-                top: 0,
+                lines: wanted.next_multiple_of(SEGMENT_LINES),
+                end: 0,
+                reached: 0,
                 holes: BTreeMap::new(),
             });
         }
@@ -110,8 +101,8 @@ impl Places {
                 self.by_size.insert((hole - lines, place.segment, end));
             }
         }
-        segment.top = segment.top.max(end);
-        self.touched += growth;
+        segment.end = segment.end.max(end);
+        segment.reached = segment.reached.max(end);
         place
     }
 
@@ -135,8 +126,12 @@ impl Places {
             self.by_size.remove(&(len, index, start + lines));
             lines += len;
         }
-        segment.holes.insert(start, lines);
-        self.by_size.insert((lines, index, start));
+        if start + lines == segment.end {
+            segment.end = start;
+        } else {
+            segment.holes.insert(start, lines);
+            self.by_size.insert((lines, index, start));
+        }
     }
 }
 
@@ -199,6 +194,7 @@ mod tests {
                 live.into_iter().for_each(|place| places.give_back(place));
                 touched.push(places.touched());
             }
+            prop_assert_eq!(touched[0], touched[1]);
             prop_assert_eq!(touched[1], touched[2]);
         }
     }

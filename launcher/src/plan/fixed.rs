@@ -4,7 +4,6 @@ use super::rehearse::Work;
 use crate::config::{RunConfig, Workers};
 use crate::data::LoaderOptions;
 use crate::monitor::Phase;
-use engine::{Plan, Precision};
 use models::data::EncodedSample;
 use std::path::Path;
 
@@ -12,12 +11,12 @@ use std::path::Path;
 pub(crate) const WINDOW_SLACK_BYTES: u64 = 16 << 20;
 /// The program's pages, its allocator, stacks of its threads and its logs, as measured.
 const PROCESS_BYTES: u64 = 26 << 20;
-/// Memory of a tokenizer for a byte of its files, as measured.
+/// Memory of a tokenizer for a byte of its files, as measured with a vocabulary of 150,000 tokens.
 const TOKENIZER_FACTOR: u64 = 10;
 /// Bytes of a tokenizer's files per token of the vocabulary, where there are no files.
 const TOKENIZER_BYTES_PER_TOKEN: u64 = 48;
-/// Memory of raw samples for a byte of their file, as measured.
-const SAMPLES_FACTOR: u64 = 2;
+/// Memory of raw samples for a byte of their file, as measured with short conversations.
+const SAMPLES_FACTOR: u64 = 3;
 /// Elements of a weight that are read or written at once, in f32 and in the dtype of the file.
 const CHUNK_BYTES: u64 = (1 << 20) * (4 + 2);
 /// A picture while it is cut: as it was decoded, as it was scaled, and the patches.
@@ -52,20 +51,17 @@ impl Fixed {
         &self,
         phase: Phase,
         config: &RunConfig,
-        plan: &Plan,
         work: &Work<'_>,
     ) -> Vec<(&'static str, u64)> {
         let mut parts = vec![("process", self.process), ("samples", self.samples)];
         match phase {
-            Phase::Load => parts.push(("workspace", CHUNK_BYTES)),
-            Phase::Data | Phase::Forward | Phase::Backward => {}
-            Phase::Step => parts.push(("workspace", step_bytes(plan))),
+            Phase::Load | Phase::Save => parts.push(("workspace", CHUNK_BYTES)),
+            Phase::Data | Phase::Forward | Phase::Backward | Phase::Step => {}
             Phase::Eval => {
                 let held_out = work.held_out.as_ref();
                 let longest = held_out.map_or(0, |h| sample_bytes(h.longest));
                 parts.push(("loader", longest * (1 + PICTURE_COPIES)));
             }
-            Phase::Save => parts.push(("workspace", CHUNK_BYTES)),
         }
         if phase != Phase::Load {
             parts.push(("loader", loader_bytes(config, work.train)));
@@ -99,23 +95,4 @@ fn sample_bytes(samples: &[EncodedSample]) -> u64 {
         (pictures + 8 * sample.input_ids.len()) as u64
     };
     samples.iter().map(of).sum()
-}
-
-/// Gradients of one sub-group widened to f32.
-fn step_bytes(plan: &Plan) -> u64 {
-    let config = plan.config();
-    if config.precision != Precision::PureBf16 {
-        return 0;
-    }
-    let slots = plan.units().iter().flat_map(|unit| &unit.trainable.slots);
-    let sharded = config.stage.shards_optimizer();
-    let most = |len: usize| {
-        if sharded {
-            len.div_ceil(plan.world_size())
-        } else {
-            len
-        }
-    };
-    let largest = slots.map(|slot| most(slot.len)).max().unwrap_or(0);
-    4 * largest.min(config.sub_group_elems) as u64
 }

@@ -60,6 +60,11 @@ impl Machine {
         if let Some(limit) = config.host_memory_limit {
             self.host_free_bytes = self.host_free_bytes.min(limit);
         }
+        // Of a machine that is described nobody knows the disks.
+        if self.nvme_free_bytes.is_none() && self.window_free_bytes.is_some() {
+            let free = |folder: &&Path| memory::disk_free_bytes(folder).ok();
+            self.nvme_free_bytes = config.offload.folders().iter().filter_map(free).min();
+        }
         self
     }
 

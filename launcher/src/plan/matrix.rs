@@ -8,25 +8,34 @@ use crate::run::changed;
 use crate::units::bytes;
 use serde_json::{Value, json};
 
-const fn offload(optimizer: Tier, param: Tier) -> Offload {
-    Offload {
-        optimizer,
-        param,
-        activation: Tier::None,
+/// Tiers of optimizer states and weights, activations staying where they are.
+fn offloads(planner: &Planner, config: &RunConfig) -> Vec<Offload> {
+    let disk = planner.disk(config).map(Tier::Nvme);
+    let mut all = Vec::new();
+    for tier in [Some(Tier::Cpu), disk].into_iter().flatten() {
+        for param in [Tier::None, tier.clone()] {
+            all.push(Offload {
+                optimizer: tier.clone(),
+                param,
+                activation: config.offload.activation.clone(),
+            });
+        }
     }
+    all.insert(
+        0,
+        Offload {
+            activation: config.offload.activation.clone(),
+            ..Offload::default()
+        },
+    );
+    all
 }
-
-const OFFLOADS: [Offload; 3] = [
-    offload(Tier::None, Tier::None),
-    offload(Tier::Cpu, Tier::None),
-    offload(Tier::Cpu, Tier::Cpu),
-];
 
 /// The plans, in order of stage and offload.
 pub(super) fn rows(planner: &Planner, config: &RunConfig) -> Result<Vec<Planned>, Failure> {
     let mut rows = Vec::new();
     for stage in 0..=3u8 {
-        for offload in OFFLOADS {
+        for offload in offloads(planner, config) {
             let flags = vec![
                 ("zero", stage.to_string()),
                 ("offload", offload.to_string()),
@@ -56,7 +65,7 @@ pub(super) fn as_json(rows: &[Planned]) -> Value {
 /// A table.
 pub(super) fn as_text(config: &RunConfig, rows: &[Planned]) -> String {
     let mut text = format!(
-        "{} · {} ranks\nstage  offload                   device/rank       host       nvme  fits\n",
+        "{} · {} ranks\nstage  offload                                  device/rank       host       nvme  fits\n",
         config.name(),
         config.nproc
     );
@@ -64,7 +73,7 @@ pub(super) fn as_text(config: &RunConfig, rows: &[Planned]) -> String {
         let need = planned.fit.need;
         let verdict = if planned.fit.fits() { "yes" } else { "no" };
         text += &format!(
-            "{:<7}{:<25}{:>12}{:>11}{:>11}  {verdict}\n",
+            "{:<7}{:<40}{:>12}{:>11}{:>11}  {verdict}\n",
             planned.config.zero,
             planned.config.offload.to_string(),
             bytes(need.device),

@@ -71,8 +71,12 @@ pub(super) struct Footprint {
     pub(super) touched: u64,
     /// With what is reserved beside them.
     pub(super) held: u64,
-    /// Host tier in whole pages.
-    pub(super) host_mapped: u64,
+    /// Host tier: maps in whole pages, and blocks.
+    pub(super) host: u64,
+    /// Spill files.
+    pub(super) nvme: u64,
+    /// Host memory beside the tier, at its highest.
+    pub(super) beside: u64,
     /// The window.
     pub(super) window: WindowBytes,
     /// Bytes of a rank's region of the window.
@@ -80,30 +84,25 @@ pub(super) struct Footprint {
 }
 
 impl RankMemory {
-    /// From the phases and what they touched. Counts on the host tier are those of `phases` less
-    /// `states`, which `host_mapped` counts in whole pages.
-    pub(super) fn new(
-        phases: BTreeMap<Phase, PhaseBytes>,
-        footprint: &Footprint,
-        states: u64,
-    ) -> Self {
-        let host = phases.values().map(|p| PhaseBytes::total(&p.host)).max();
-        let beside = host.unwrap_or(0).saturating_sub(states);
-        let nvme = phases.values().map(|p| PhaseBytes::total(&p.nvme)).max();
+    /// From the phases and what they touched.
+    pub(super) fn new(phases: BTreeMap<Phase, PhaseBytes>, footprint: &Footprint) -> Self {
         let Footprint {
             touched,
             held,
-            host_mapped,
+            host,
+            nvme,
+            beside,
             window,
             region,
         } = *footprint;
+        let host = host + beside;
         Self {
             peak: RankPeak {
                 device: held,
-                host: host_mapped + beside,
-                nvme: nvme.unwrap_or(0),
+                host,
+                nvme,
                 window: region,
-                resident: touched + host_mapped + beside + window.own + window.peers,
+                resident: touched + host + window.own + window.peers,
                 resident_window: window.own + window.peers,
             },
             phases,

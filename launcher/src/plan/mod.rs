@@ -9,6 +9,8 @@ mod nearest;
 mod planner;
 mod rehearse;
 mod rule;
+#[cfg(test)]
+mod tests;
 mod text;
 mod verb;
 

@@ -23,27 +23,30 @@ fn stages(config: &RunConfig) -> Choices {
         .collect()
 }
 
-fn offloads(config: &RunConfig) -> Choices {
+fn offloads(planner: &Planner, config: &RunConfig) -> Choices {
     let now = &config.offload;
-    let optimizer = Offload {
-        optimizer: Tier::Cpu,
-        ..now.clone()
+    let mut steps: Vec<(u32, Offload)> = Vec::new();
+    let mut add = |cost: u32, tier: &Tier| {
+        let optimizer = Offload {
+            optimizer: tier.clone(),
+            ..now.clone()
+        };
+        let both = Offload {
+            param: tier.clone(),
+            ..optimizer.clone()
+        };
+        steps.extend([(cost, optimizer), (cost + 4, both)]);
     };
-    let both = Offload {
-        param: Tier::Cpu,
-        ..optimizer.clone()
-    };
-    let mut choices: Choices = vec![(0, Vec::new())];
-    for (cost, offload) in [(8, optimizer), (12, both)] {
-        if offload != *now && choices.iter().all(|(_, flags)| *flags != spelled(&offload)) {
-            choices.push((cost, spelled(&offload)));
-        }
+    // Nothing comes back from a disk that was put there by hand.
+    if now.folders().is_empty() {
+        add(8, &Tier::Cpu);
     }
-    choices
-}
-
-fn spelled(offload: &Offload) -> Flags {
-    vec![("offload", offload.to_string())]
+    if let Some(folder) = planner.disk(config) {
+        add(16, &Tier::Nvme(folder));
+    }
+    let changed = steps.into_iter().filter(|(_, offload)| offload != now);
+    let changed = changed.map(|(cost, offload)| (cost, vec![("offload", offload.to_string())]));
+    std::iter::once((0, Vec::new())).chain(changed).collect()
 }
 
 fn recomputes(config: &RunConfig) -> Choices {
@@ -84,13 +87,13 @@ fn precisions(config: &RunConfig) -> Choices {
 }
 
 /// Every combination, nearest first.
-fn candidates(config: &RunConfig) -> Vec<Flags> {
+fn candidates(planner: &Planner, config: &RunConfig) -> Vec<Flags> {
     let mut all: Choices = vec![(0, Vec::new())];
     for choices in [
         stages(config),
         recomputes(config),
         batches(config),
-        offloads(config),
+        offloads(planner, config),
         precisions(config),
     ] {
         let mut longer = Vec::with_capacity(all.len() * choices.len());
@@ -111,7 +114,7 @@ pub(super) fn nearest(
     planner: &Planner,
     config: &RunConfig,
 ) -> Result<Option<(Flags, Planned)>, Failure> {
-    for flags in candidates(config) {
+    for flags in candidates(planner, config) {
         let Some(neighbour) = changed(config, &flags) else {
             continue;
         };
@@ -131,7 +134,9 @@ fn states_fit(planner: &Planner, config: &RunConfig) -> Result<bool, Failure> {
     let (_, plan) = crate::run::shapes(config)?;
     let states = plan.memory();
     let (machine, ranks) = (planner.machine(), config.nproc as u64);
-    let (device, host) = (states.device_bytes(), states.host_bytes());
+    let kinds = [states.parameters, states.gradients, states.optimizer];
+    let device: u64 = kinds.iter().map(|kind| kind.device).sum();
+    let host: u64 = kinds.iter().map(|kind| kind.host).sum();
     let limits = [machine.device_bytes, config.device_memory_limit];
     let device_fits = limits.iter().flatten().all(|limit| device <= *limit);
     let on_host = if machine.device_bytes.is_none() {

@@ -10,6 +10,7 @@ use engine::Plan;
 use models::data::EncodedSample;
 use models::generate::Prompt;
 use models::{Processor, SampleInput, VisionLanguageModel, WeightSource, largest_sample};
+use std::path::PathBuf;
 use std::sync::Arc;
 
 /// Tokens of the answer to a sample that is made up.
@@ -70,6 +71,17 @@ impl Planner {
     /// Whether the sample is made up.
     pub(super) fn makes_up_samples(&self) -> bool {
         self.samples.is_none()
+    }
+
+    /// A folder for spill files: the run's, or a name for the user's where there is room for any.
+    pub(super) fn disk(&self, config: &RunConfig) -> Option<PathBuf> {
+        let own = config
+            .offload
+            .folders()
+            .first()
+            .map(|folder| (*folder).to_owned());
+        let described = self.machine.nvme_free_bytes.map(|_| PathBuf::from("/DIR"));
+        own.or(described)
     }
 
     /// The machine planned for.

@@ -7,7 +7,7 @@ use crate::exit::Failure;
 use crate::monitor::Phase;
 use crate::monitor::memory::Kinds;
 use crate::run::failures;
-use crate::run::{dropout, keeps};
+use crate::run::{dropout, keeps, rule};
 use engine::comm::WindowBytes;
 use engine::{EngineError, ParamAccess, PassKind, Plan, Rehearsal};
 use kernels::{Backend, PoolStats, Tag};
@@ -15,7 +15,8 @@ use models::autograd::Tape;
 use models::data::EncodedSample;
 use models::generate::{Prompt, rehearse as rehearse_answers};
 use models::{ModelError, SampleInput, VisionLanguageModel};
-use optim::{AdamW, Optimizer};
+use optim::Optimizer;
+use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -79,10 +80,11 @@ fn allocate(error: &EngineError) -> Failure {
 struct Run<'a> {
     config: &'a RunConfig,
     model: &'a dyn VisionLanguageModel,
-    plan: &'a Arc<Plan>,
     work: &'a Work<'a>,
     rehearsal: Rehearsal,
     phases: BTreeMap<Phase, PhaseBytes>,
+    /// Most host memory beside the pools.
+    beside: Cell<u64>,
 }
 
 impl<'a> Run<'a> {
@@ -92,19 +94,15 @@ impl<'a> Run<'a> {
         plan: &'a Arc<Plan>,
         work: &'a Work<'a>,
     ) -> Result<Self, EngineError> {
-        let rule = AdamW {
-            beta1: config.optimizer.adam_beta1,
-            beta2: config.optimizer.adam_beta2,
-            eps: config.optimizer.adam_epsilon,
-            pure_bf16: config.numbers.pure_bf16,
-        };
+        let rule = rule(config);
+        let slots = rule.slots(plan.config().precision);
         Ok(Self {
             config,
             model,
-            plan,
             work,
-            rehearsal: Rehearsal::new(plan.clone(), rule.slots(plan.config().precision))?,
+            rehearsal: Rehearsal::new(plan.clone(), slots)?,
             phases: BTreeMap::new(),
+            beside: Cell::new(0),
         })
     }
 
@@ -191,19 +189,16 @@ impl<'a> Run<'a> {
         *communication = sent.max(*communication);
         device.retain(|_, bytes| *bytes > 0);
         let mut host = read(self.rehearsal.host_pool());
-        for (kind, bytes) in self
-            .work
-            .fixed
-            .in_phase(phase, self.config, self.plan, self.work)
-        {
+        let mut beside = 0;
+        for (kind, bytes) in self.work.fixed.in_phase(phase, self.config, self.work) {
             *host.entry(kind.to_owned()).or_default() += bytes;
+            beside += bytes;
         }
+        self.beside.set(self.beside.get().max(beside));
         host.retain(|_, bytes| *bytes > 0);
-        PhaseBytes {
-            device,
-            host,
-            nvme: Kinds::new(),
-        }
+        let mut nvme = read(self.rehearsal.nvme_pool());
+        nvme.retain(|_, bytes| *bytes > 0);
+        PhaseBytes { device, host, nvme }
     }
 
     fn memory(self) -> RankMemory {
@@ -212,12 +207,13 @@ impl<'a> Run<'a> {
         let footprint = Footprint {
             touched: stats.touched,
             held: stats.held,
-            host_mapped: self.rehearsal.host_mapped(),
+            host: self.rehearsal.host_bytes(),
+            nvme: self.rehearsal.nvme_pool().stats().held,
+            beside: self.beside.get(),
             window,
             region: window.region + fixed::WINDOW_SLACK_BYTES,
         };
-        let states = self.rehearsal.host_pool().stats().in_use;
-        RankMemory::new(self.phases, &footprint, states)
+        RankMemory::new(self.phases, &footprint)
     }
 }
 

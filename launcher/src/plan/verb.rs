@@ -10,6 +10,7 @@ use crate::exit::Failure;
 use crate::rank_env::Env;
 use crate::run::plan_event;
 use crate::ui::{Event, lines};
+use crate::units::bytes;
 use serde_json::{Value, json};
 use std::io::Write;
 use std::path::PathBuf;
@@ -142,44 +143,75 @@ fn as_text(
         fit,
     } = planned;
     let mut text = String::new();
-    let mut show = |event: &Event| {
-        for line in lines(event) {
-            text += &line;
-            text.push('\n');
-        }
-    };
     for note in notes {
-        show(&Event::Note {
-            flag: note.flag.clone(),
-            reason: note.reason.clone(),
-        });
+        text += &shown(
+            &Event::Note {
+                flag: note.flag.clone(),
+                reason: note.reason.clone(),
+            },
+            usize::MAX,
+        );
     }
     if let Some(preset) = args.run.preset.as_deref().and_then(Preset::named) {
-        show(&Event::Info {
-            label: "preset".into(),
-            text: format!("{}: {}", preset.script, preset.spelled()),
-        });
+        text += &shown(
+            &Event::Info {
+                label: "preset".into(),
+                text: format!("{}: {}", preset.script, preset.spelled()),
+            },
+            usize::MAX,
+        );
     }
     let mut event = plan_event(config, plan, memory, fit);
     if args.hw.is_some() {
         event.device = "devices".into();
     }
-    show(&Event::Plan(event));
+    // The last of its lines is the trainer's verdict; this verb has one of its own.
+    text += &shown(&Event::Plan(event), 2);
     if planner.makes_up_samples() {
         let sample = made_up_sample(config)?;
-        show(&Event::Info {
-            label: "sample".into(),
-            text: format!(
-                "no data: made up, {} tokens, all supervised, a picture of {} patches in {} slices",
-                sample.input_ids.len(),
-                sample.patches(),
-                sample.slices.len()
-            ),
+        text += &shown(
+            &Event::Info {
+                label: "sample".into(),
+                text: format!(
+                    "no data: made up, {} tokens, all supervised, a picture of {} patches in {} slices",
+                    sample.input_ids.len(),
+                    sample.patches(),
+                    sample.slices.len()
+                ),
+            },
+            usize::MAX,
+        );
+    }
+    if args.hw.is_some() {
+        let tier = memory.phases.values().map(|phase| {
+            let states = ["parameters", "gradients", "optimizer", "activations"];
+            states
+                .iter()
+                .filter_map(|kind| phase.host.get(*kind))
+                .sum::<u64>()
         });
+        let limit = crate::memory::lockable_bytes();
+        text += &shown(
+            &Event::Info {
+                label: "memlock".into(),
+                text: format!(
+                    "devices copy fastest from locked pages: {} per rank in host memory; this shell may lock {}",
+                    bytes(tier.max().unwrap_or(0)),
+                    limit.map_or_else(|| "any amount".to_owned(), bytes)
+                ),
+            },
+            usize::MAX,
+        );
     }
     text += &text::table(memory);
     text += &text::verdict(fit);
     Ok(text)
+}
+
+/// The first `most` lines of an event.
+fn shown(event: &Event, most: usize) -> String {
+    let lines = lines(event).into_iter().take(most);
+    lines.map(|line| line + "\n").collect()
 }
 
 fn with_nearest(

@@ -33,7 +33,9 @@ pub(crate) use check::{encode_options, largest as worst_samples};
 pub(crate) use export::export;
 pub(crate) use fit::{event as plan_event, fixed, whole_memory};
 use models::Processor;
+use optim::Optimizer;
 use session::Session;
+pub(crate) use session::rule;
 use setup::Setup;
 pub(crate) use setup::{keeps, shapes, unusable};
 pub(crate) use spill::hold_folders;
@@ -76,6 +78,13 @@ pub(crate) fn prepare(
     resume::check(config, &plan, train.samples.len(), total_steps)?;
     let fit = fit::fit(config, &memory);
     show(Event::Plan(fit::event(config, &plan, &memory, &fit)));
+    let rule = rule(config);
+    show(Event::Info {
+        label: "formats".into(),
+        text: plan
+            .formats(rule.slots(plan.config().precision))
+            .to_string(),
+    });
     show(Event::Trains(session::trained_parts(
         config,
         &*setup.model,

@@ -302,6 +302,17 @@ pub(super) fn learning_rates(config: &RunConfig) -> Result<Vec<(&str, Selection,
     parsed.collect()
 }
 
+/// The update rule.
+pub(crate) fn rule(config: &RunConfig) -> AdamW {
+    let settings = &config.optimizer;
+    AdamW {
+        beta1: settings.adam_beta1,
+        beta2: settings.adam_beta2,
+        eps: settings.adam_epsilon,
+        pure_bf16: config.numbers.pure_bf16,
+    }
+}
+
 fn optimizer(
     config: &RunConfig,
     model: &dyn VisionLanguageModel,
@@ -351,15 +362,8 @@ fn optimizer(
         .iter()
         .map(|p| options(&p.name))
         .collect();
-    let rule = AdamW {
-        beta1: settings.adam_beta1,
-        beta2: settings.adam_beta2,
-        eps: settings.adam_epsilon,
-        pure_bf16: config.numbers.pure_bf16,
-        ..AdamW::default()
-    };
     Ok(OptimizerConfig {
-        rule: Arc::new(rule),
+        rule: Arc::new(rule(config)),
         groups,
     })
 }

@@ -126,6 +126,10 @@ pub(super) static PLAN: Page = Page {
             "next 下各行是相邻设置的计划；标有 fits 的可以启动。",
         ),
         both(
+            "`launcher plan` with the same flags shows the bytes by phase, tier and kind and the nearest settings that fit; with --hw and --ram it plans for another machine.",
+            "用相同参数运行 `launcher plan` 可以按阶段、层级和类别查看字节数，以及最接近且能放下的设置；加上 --hw 和 --ram 可以为另一台机器做计划。",
+        ),
+        both(
             "Train less: --use-lora true, --tune-vision false, --train PARTS.",
             "减少训练的部分：--use-lora true、--tune-vision false、--train PARTS。",
         ),

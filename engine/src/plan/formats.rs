@@ -1,0 +1,121 @@
+//! Which number format every kind of state has, and where it rests: the row of the table that a run prints.
+
+use super::{Plan, Tier};
+use kernels::DType;
+use optim::StateSlot;
+use std::fmt;
+
+/// Element types and tiers of one run.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Formats {
+    /// Weights.
+    pub weights: (DType, Tier),
+    /// Gradients in reductions between ranks.
+    pub reduced: DType,
+    /// Gradients summed over micro-batches.
+    pub accumulated: (DType, Tier),
+    /// `f32` copy of the weights, and what the optimizer keeps per element.
+    pub optimizer: (Vec<(&'static str, DType)>, Tier),
+    /// Inputs of what runs again in backward.
+    pub activation: Tier,
+}
+
+impl Plan {
+    /// Element types and tiers, for an optimizer that keeps `slots`.
+    #[must_use]
+    pub fn formats(&self, slots: &[StateSlot]) -> Formats {
+        let config = self.config();
+        let master = config.precision.has_master();
+        let master = master.then_some(("master", DType::F32));
+        let slots = slots.iter().map(|slot| (slot.name, slot.dtype));
+        Formats {
+            weights: (config.precision.weight_dtype(), config.offload.param),
+            reduced: DType::F32,
+            accumulated: (config.grad_dtype(), config.offload.optimizer),
+            optimizer: (
+                master.into_iter().chain(slots).collect(),
+                config.offload.optimizer,
+            ),
+            activation: config.offload.activation,
+        }
+    }
+}
+
+const fn place(tier: Tier) -> &'static str {
+    match tier {
+        Tier::Device => "device",
+        Tier::Host => "host",
+        Tier::Nvme => "nvme",
+    }
+}
+
+fn short(dtype: DType) -> String {
+    dtype.to_string().to_lowercase()
+}
+
+impl fmt::Display for Formats {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (weights, param) = self.weights;
+        let (accumulated, optimizer) = self.accumulated;
+        let kept: Vec<String> = self
+            .optimizer
+            .0
+            .iter()
+            .map(|(name, dtype)| format!("{name} {}", short(*dtype)))
+            .collect();
+        write!(
+            f,
+            "weights {} ({}) · gradients reduced in {}, summed in {} ({}) · {} ({}) · saved activations ({})",
+            short(weights),
+            place(param),
+            short(self.reduced),
+            short(accumulated),
+            place(optimizer),
+            kept.join(", "),
+            place(self.optimizer.1),
+            place(self.activation)
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::plan::{GradDtype, Offload, ZeroConfig};
+    use crate::spec::ModelSpec;
+    use optim::{AdamW, Optimizer, Precision};
+
+    #[test]
+    fn the_row_says_what_the_configuration_means() {
+        let row = |precision, grad_dtype, offload| {
+            let config = ZeroConfig {
+                precision,
+                grad_dtype,
+                offload,
+                ..ZeroConfig::default()
+            };
+            let spec = ModelSpec {
+                units: Vec::new(),
+                params: Vec::new(),
+            };
+            let plan = Plan::new(spec, config, 1).unwrap();
+            plan.formats(AdamW::default().slots(precision)).to_string()
+        };
+        assert_eq!(
+            row(Precision::Bf16, None, Offload::CPU),
+            "weights bf16 (host) · gradients reduced in f32, summed in f32 (host) · master f32, exp_avg f32, \
+             exp_avg_sq f32 (host) · saved activations (device)"
+        );
+        let pure = row(Precision::PureBf16, None, Offload::states(Tier::Nvme));
+        assert!(
+            pure.contains("summed in bf16 (nvme) · exp_avg bf16"),
+            "{pure}"
+        );
+        let summed = row(
+            Precision::PureBf16,
+            Some(GradDtype::F32),
+            Offload::default(),
+        );
+        assert!(summed.contains("summed in f32 (device)"), "{summed}");
+    }
+}

@@ -1,0 +1,179 @@
+//! A rehearsal counts what a rank really takes: the same pools, the same places, the same window.
+#![allow(
+    clippy::unwrap_used,
+    clippy::panic,
+    reason = "a broken expectation should end the test where it stands"
+)]
+
+use engine::comm::{Communicator, threads};
+use engine::{
+    EngineError, ModelSpec, Offload, OptimizerConfig, ParamAccess, ParamSpec, PassKind, Phase,
+    Plan, Precision, Rehearsal, Stage, TensorParallel, Tier, Tiers, UnitId, UnitSpec, Zero,
+    ZeroConfig,
+};
+use kernels::{Backend, CpuBackend, Pool, PoolStats, Tag, Tensor};
+use optim::{AdamW, GroupOptions, Optimizer};
+use std::sync::Arc;
+
+/// Elements of the parameters of each unit; the second half of a unit is frozen where it is odd.
+const UNITS: [[usize; 2]; 5] = [
+    [90_000, 3_000],
+    [60_000, 40_000],
+    [70_000, 70_000],
+    [60_000, 40_000],
+    [90_000, 11],
+];
+/// Messages of a few numbers, which a rehearsal leaves to the window's slack.
+const SMALL_BYTES: u64 = 256 << 10;
+
+fn spec() -> ModelSpec {
+    let mut spec = ModelSpec::default();
+    for (u, sizes) in UNITS.iter().enumerate() {
+        spec.units.push(UnitSpec {
+            name: format!("units.{u}"),
+        });
+        for (i, elems) in sizes.iter().enumerate() {
+            spec.params.push(ParamSpec {
+                name: format!("units.{u}.{i}"),
+                shape: [*elems].as_slice().into(),
+                unit: UnitId(u as u32),
+                trainable: i == 0 || u % 2 == 0,
+                tensor_parallel: TensorParallel::Replicated,
+            });
+        }
+    }
+    spec
+}
+
+/// A training pass that uses every unit but the second.
+fn pass(access: &dyn ParamAccess, spec: &ModelSpec) -> Result<(), EngineError> {
+    let grads = Pool::new("grads", None);
+    let used = (0..UNITS.len()).filter(|u| *u != 1);
+    for unit in used.clone() {
+        access.lease(UnitId(unit as u32), Phase::Forward)?.end()?;
+    }
+    for unit in used.rev() {
+        let unit = UnitId(unit as u32);
+        let lease = access.lease(unit, Phase::Backward)?;
+        for (i, param) in spec.params.iter().enumerate() {
+            let id = engine::ParamId(i as u32);
+            if param.unit == unit && access.is_trainable(id) {
+                let zeros = vec![0f32; param.shape.elems()];
+                let grad = Tensor::from_slice(&grads, Tag::Gradients, param.shape, &zeros)?;
+                access.deposit(id, &grad)?;
+            }
+        }
+        lease.end()?;
+    }
+    Ok(())
+}
+
+/// Device pool, host pool and window of a rank after a run.
+type Seen = (PoolStats, u64, u64);
+
+fn real(config: &ZeroConfig, comm: Arc<dyn Communicator>) -> Seen {
+    let spec = spec();
+    let plan = Arc::new(Plan::new(spec.clone(), config.clone(), comm.world().size).unwrap());
+    let device = Pool::new("device", None);
+    let backend: Arc<dyn Backend> = Arc::new(CpuBackend::new(device.clone()));
+    let optimizer = OptimizerConfig {
+        rule: Arc::new(AdamW::default()),
+        groups: vec![
+            GroupOptions {
+                weight_decay: 0.0,
+                lr_scale: 1.0
+            };
+            spec.params.len()
+        ],
+    };
+    let tiers = Tiers::new(device, Pool::new("host", None));
+    let mut zero = Zero::new(plan, comm, backend, tiers, optimizer).unwrap();
+    for _ in 0..2 {
+        zero.begin_pass(PassKind::Train);
+        pass(&zero, &spec).unwrap();
+        zero.end_micro_batch(1.0, 1).unwrap();
+        zero.step(1e-3).unwrap();
+    }
+    zero.visit_weights(|_, _| Ok::<_, EngineError>(())).unwrap();
+    (
+        zero.device_pool().stats(),
+        zero.host_pool().stats().in_use,
+        zero.comm().memory().peak_bytes as u64,
+    )
+}
+
+fn rehearsed(config: &ZeroConfig, world: usize) -> Seen {
+    let spec = spec();
+    let plan = Arc::new(Plan::new(spec.clone(), config.clone(), world).unwrap());
+    let slots = AdamW::default().slots(config.precision);
+    let rehearsal = Rehearsal::new(plan, slots).unwrap();
+    for _ in 0..2 {
+        rehearsal.begin_pass(PassKind::Train);
+        pass(&rehearsal, &spec).unwrap();
+        rehearsal.end_pass().unwrap();
+        rehearsal.step();
+    }
+    rehearsal.visit_weights().unwrap();
+    (
+        rehearsal.device_pool().stats(),
+        rehearsal.host_pool().stats().in_use,
+        rehearsal.window().region,
+    )
+}
+
+#[test]
+fn a_rehearsal_takes_what_a_rank_takes() {
+    let host = Offload::states(Tier::Host);
+    let half = Offload {
+        param: Tier::Device,
+        ..host
+    };
+    for world in [1, 2, 3] {
+        for stage in 0..=3 {
+            for precision in [Precision::F32, Precision::Bf16, Precision::PureBf16] {
+                for offload in [Offload::default(), half, host] {
+                    let config = ZeroConfig {
+                        stage: Stage::try_from(stage).unwrap(),
+                        precision,
+                        offload,
+                        ..ZeroConfig::default()
+                    };
+                    let comms = threads::world(world, 16 << 20).unwrap();
+                    let first = std::thread::scope(|scope| {
+                        let ranks = comms.into_iter().map(|c| scope.spawn(|| real(&config, c)));
+                        let ranks: Vec<_> = ranks.collect();
+                        let seen = ranks.into_iter().map(|rank| rank.join().unwrap());
+                        seen.collect::<Vec<Seen>>().swap_remove(0)
+                    });
+                    let (device, on_host, window) = rehearsed(&config, world);
+                    let what = format!("{world} ranks, stage {stage}, {precision:?}, {offload:?}");
+                    assert_eq!(first.0, device, "{what}");
+                    assert_eq!(first.1, on_host, "{what}");
+                    let small = first.2.checked_sub(window);
+                    assert!(
+                        small.is_some_and(|s| s <= SMALL_BYTES),
+                        "{what}: {} {window}",
+                        first.2
+                    );
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn spilled_states_are_as_long_as_their_files() {
+    let config = ZeroConfig {
+        offload: Offload::states(Tier::Nvme),
+        ..ZeroConfig::default()
+    };
+    let plan = Arc::new(Plan::new(spec(), config, 2).unwrap());
+    let slots = AdamW::default().slots(Precision::F32);
+    let rehearsal = Rehearsal::new(plan.clone(), slots).unwrap();
+    let files = [engine::StateKind::Param, engine::StateKind::Optimizer];
+    let files = files.map(|kind| plan.spill_file_bytes(0, kind, slots));
+    let counted = rehearsal.nvme_pool().stats().in_use;
+    assert_eq!(counted, files.iter().sum::<u64>());
+    let buffers = rehearsal.host_pool().stats().tag(Tag::Workspace).in_use;
+    assert_eq!(buffers, plan.spill_buffer_bytes());
+}

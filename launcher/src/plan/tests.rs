@@ -1,0 +1,198 @@
+//! Properties of plans over the grid of settings.
+
+use super::memory::RankMemory;
+use super::planner::made_up_sample;
+use super::{Fit, HeldOut, Machine, Work, rehearse};
+use crate::args::{self, Command};
+use crate::config::{RunConfig, resolve};
+use crate::rank_env::Env;
+use crate::run::{fixed, shapes};
+use models::SampleInput;
+use models::generate::Prompt;
+use serde_json::json;
+use std::path::Path;
+use std::sync::Arc;
+
+const UNBOUNDED: u64 = 1 << 50;
+
+fn write_config(folder: &Path) {
+    let config = json!({
+        "version": 2.6, "model_type": "minicpmv", "hidden_size": 256, "intermediate_size": 512,
+        "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6, "vocab_size": 2000, "query_num": 16, "drop_vision_last_layer": false,
+        "slice_config": {"max_slice_nums": 2, "patch_size": 14, "scale_resolution": 112},
+        "vision_config": {
+            "hidden_size": 96, "image_size": 112, "intermediate_size": 192, "num_attention_heads": 4,
+            "num_hidden_layers": 2, "patch_size": 14,
+        },
+    });
+    std::fs::write(folder.join("config.json"), config.to_string()).expect("written");
+}
+
+fn config(folder: &Path, flags: &str) -> RunConfig {
+    let dir = folder.display();
+    let line = format!(
+        "--model {dir} --data d --output {dir} --model-max-length 128 --max-slice-nums 2 {flags}"
+    );
+    let words: Vec<String> = line.split_whitespace().map(str::to_owned).collect();
+    let Command::Train { args, .. } = args::parse(&words).expect("parses") else {
+        panic!("a training line");
+    };
+    let env = Env::from_lookup(&|_| None).expect("an environment");
+    resolve(&args, &env).expect("resolves").config
+}
+
+fn planned(config: &RunConfig) -> (RankMemory, Fit) {
+    let (model, plan) = shapes(config).expect("a model");
+    let plan = Arc::new(plan);
+    let sample = vec![made_up_sample(config).expect("a sample")];
+    let prompt = Prompt {
+        input: SampleInput::from(&sample[0]),
+        index: 0,
+        max_new_tokens: 16,
+    };
+    let work = Work {
+        train: &sample,
+        held_out: Some(HeldOut {
+            longest: &sample,
+            prompts: vec![prompt],
+        }),
+        fixed: fixed(config, &*model),
+    };
+    let memory = rehearse(config, &*model, &plan, &work).expect("rehearses");
+    let machine = Machine::described(None, UNBOUNDED, None);
+    let fit = Fit::new(config, &memory, machine);
+    (memory, fit)
+}
+
+/// Every stage × offload × precision × ranks.
+fn grid() -> impl Iterator<Item = String> {
+    let offloads = [
+        "none",
+        "optimizer=cpu",
+        "cpu",
+        "nvme:/d",
+        "param=cpu,activation=cpu",
+    ];
+    let precisions = ["f32", "bf16", "pure-bf16"];
+    (0..=3).flat_map(move |stage| {
+        offloads.into_iter().flat_map(move |offload| {
+            precisions.into_iter().flat_map(move |precision| {
+                [1, 2].map(|ranks| {
+                    format!(
+                        "--zero {stage} --offload {offload} --precision {precision} --nproc {ranks}"
+                    )
+                })
+            })
+        })
+    })
+}
+
+#[test]
+fn a_frozen_base_never_costs_more_than_full_tuning() {
+    let folder = tempfile::tempdir().expect("temp dir");
+    write_config(folder.path());
+    for cell in grid() {
+        let of = |more: &str| {
+            planned(&config(folder.path(), &format!("{cell} {more}")))
+                .1
+                .need
+        };
+        let full = of("");
+        for frozen in [
+            "--tune-vision false --tune-llm false",
+            "--use-lora --lora-rank 4 --tune-vision false --tune-llm false --modules-to-save none",
+            "--train resampler",
+        ] {
+            let need = of(frozen);
+            assert!(
+                need.device <= full.device,
+                "{cell} {frozen}: {need:?} {full:?}"
+            );
+            assert!(need.host <= full.host, "{cell} {frozen}: {need:?} {full:?}");
+            assert!(need.nvme <= full.nvme, "{cell} {frozen}: {need:?} {full:?}");
+        }
+    }
+}
+
+#[test]
+fn every_tier_and_phase_is_counted_where_the_settings_say() {
+    let folder = tempfile::tempdir().expect("temp dir");
+    write_config(folder.path());
+    for cell in grid() {
+        let (memory, fit) = planned(&config(folder.path(), &cell));
+        assert!(fit.fits(), "{cell}");
+        let backward = &memory.phases[&crate::monitor::Phase::Backward];
+        let (device, host, nvme) = (&backward.device, &backward.host, &backward.nvme);
+        let on_disk = cell.contains("nvme");
+        assert_eq!(nvme.contains_key("optimizer"), on_disk, "{cell}");
+        assert_eq!(memory.peak.nvme > 0, on_disk, "{cell}");
+        let optimizer_on_host = cell.contains("optimizer=cpu") || cell.contains("offload cpu");
+        assert_eq!(host.contains_key("optimizer"), optimizer_on_host, "{cell}");
+        assert_eq!(
+            host.contains_key("activations"),
+            cell.contains("activation=cpu"),
+            "{cell}"
+        );
+        assert!(
+            device.contains_key("activations") && device.contains_key("workspace"),
+            "{cell}"
+        );
+        assert!(host["process"] > 0 && host["loader"] > 0, "{cell}");
+        assert!(memory.peak.resident >= memory.peak.host, "{cell}");
+        assert_eq!(fit.need.window > 0, cell.ends_with("nproc 2"), "{cell}");
+    }
+}
+
+#[test]
+fn more_ranks_and_less_kept_never_need_more_of_a_device() {
+    let folder = tempfile::tempdir().expect("temp dir");
+    write_config(folder.path());
+    let of = |flags: &str| planned(&config(folder.path(), flags)).0.peak.device;
+    for precision in ["f32", "bf16"] {
+        let line = |stage: u8| format!("--nproc 4 --precision {precision} --zero {stage}");
+        let stages: Vec<u64> = [0, 1, 2].map(|stage| of(&line(stage))).to_vec();
+        assert!(
+            stages.windows(2).all(|pair| pair[1] <= pair[0]),
+            "{stages:?}"
+        );
+        let kept = of(&format!("{} --checkpoint-activations none", line(2)));
+        assert!(of(&line(2)) < kept);
+    }
+}
+
+#[test]
+fn limits_and_machines_bound_what_fits() {
+    let folder = tempfile::tempdir().expect("temp dir");
+    write_config(folder.path());
+    let free = config(folder.path(), "--nproc 2 --offload nvme:/d");
+    let (memory, fit) = planned(&free);
+    let need = fit.need;
+    let on = |config: &RunConfig, machine: Machine| Fit::new(config, &memory, machine);
+    let enough = Machine::described(None, need.host, Some(need.nvme));
+    assert!(on(&free, enough).fits());
+    let less = [
+        Machine::described(None, need.host - 1, Some(need.nvme)),
+        Machine::described(None, need.host, Some(need.nvme - 1)),
+    ];
+    for machine in less {
+        let fit = on(&free, machine);
+        let failure = fit.check(&free, &memory).expect_err("too little");
+        assert_eq!((fit.fits(), failure.code.status()), (false, 5), "{failure}");
+    }
+    let without_window = Machine {
+        window_free_bytes: Some(need.window - 1),
+        ..enough
+    };
+    let failure = on(&free, without_window)
+        .check(&free, &memory)
+        .expect_err("too little");
+    assert_eq!(failure.code.as_str(), "E15", "{failure}");
+    for flag in ["--host-memory-limit", "--device-memory-limit"] {
+        let limited = config(
+            folder.path(),
+            &format!("--nproc 2 --offload nvme:/d {flag} 1MiB"),
+        );
+        assert!(!on(&limited, enough).fits(), "{flag}");
+    }
+}

@@ -1,0 +1,154 @@
+//! Runs a grid of stage × offload × precision × adapters × accumulation × recompute, with evaluation
+//! and saving in every run, and prints the plan beside the kernel's figures.
+//!
+//! `memory_truth LAUNCHER FOLDER [FILTER]`: the launcher's executable, a folder for models, runs and
+//! spill files (about 4 GB), and words that the flags of a cell must contain. Exit 1 when a plan is
+//! not true.
+
+use anyhow::{Context, Result};
+use serde_json::json;
+use std::fs;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use tests::memory::{measure, middle_sizes, model_folder, small_sizes};
+use tests::tolerance;
+
+/// Every stage with every kind of offload, and the other settings spread over them.
+const CELLS: [(&str, &str); 16] = [
+    ("middle", "--zero 0 --nproc 1 --precision f32"),
+    ("middle", "--zero 0 --nproc 2 --precision bf16"),
+    (
+        "middle",
+        "--zero 0 --nproc 2 --precision pure-bf16 --offload optimizer=cpu",
+    ),
+    (
+        "middle",
+        "--zero 1 --nproc 2 --precision bf16 --gradient-accumulation-steps 2",
+    ),
+    ("middle", "--zero 1 --nproc 2 --precision f32 --offload cpu"),
+    (
+        "middle",
+        "--zero 2 --nproc 2 --precision pure-bf16 --checkpoint-activations none",
+    ),
+    (
+        "middle",
+        "--zero 2 --nproc 2 --precision bf16 --offload optimizer=cpu",
+    ),
+    (
+        "middle",
+        "--zero 3 --nproc 2 --precision f32 --checkpoint-activations none",
+    ),
+    (
+        "middle",
+        "--zero 3 --nproc 2 --precision bf16 --offload cpu",
+    ),
+    (
+        "middle",
+        "--zero 3 --nproc 2 --precision bf16 --offload nvme:SPILL --nvme-io direct",
+    ),
+    (
+        "middle",
+        "--zero 3 --nproc 2 --precision pure-bf16 --offload param=nvme:SPILL,optimizer=cpu --nvme-io direct",
+    ),
+    (
+        "middle",
+        "--zero 3 --nproc 2 --precision bf16 --use-lora --tune-vision false --tune-llm false",
+    ),
+    (
+        "middle",
+        "--zero 2 --nproc 2 --precision f32 --use-lora --tune-vision false --tune-llm false --checkpoint-activations none",
+    ),
+    (
+        "small",
+        "--zero 3 --nproc 2 --precision bf16 --offload cpu --gradient-accumulation-steps 2",
+    ),
+    ("small", "--zero 1 --nproc 2 --precision pure-bf16"),
+    (
+        "small",
+        "--zero 0 --nproc 1 --precision bf16 --checkpoint-activations none",
+    ),
+];
+
+fn main() -> Result<ExitCode> {
+    let mut words = std::env::args().skip(1);
+    let usage = "memory_truth LAUNCHER FOLDER [FILTER]";
+    let launcher = fs::canonicalize(words.next().context(usage)?)?;
+    let folder = PathBuf::from(words.next().context(usage)?);
+    let filter = words.next().unwrap_or_default();
+    fs::create_dir_all(&folder)?;
+    let folder = fs::canonicalize(folder)?;
+    let pack = Path::new(env!("CARGO_MANIFEST_DIR")).join("golden/minicpm-v-2_6");
+    for (name, sizes) in [("middle", middle_sizes()), ("small", small_sizes())] {
+        model_folder(&pack, &folder.join(name), &sizes)?;
+    }
+    write_samples(&pack, &folder)?;
+    let mut out = std::io::stdout();
+    writeln!(
+        out,
+        "| model | flags | planned MiB | measured MiB | ratio | spill planned / measured MiB | true |"
+    )?;
+    writeln!(out, "|---|---|---|---|---|---|---|")?;
+    let mut all_true = true;
+    for (model, flags) in CELLS.iter().filter(|(_, flags)| flags.contains(&filter)) {
+        let (output, spill) = (folder.join("run"), folder.join("spill"));
+        for old in [&output, &spill] {
+            fs::remove_dir_all(old).or_else(|e| match e.kind() {
+                std::io::ErrorKind::NotFound => Ok(()),
+                _ => Err(e),
+            })?;
+        }
+        fs::create_dir_all(&spill)?;
+        let line = format!(
+            "--model {} --data {} --eval-data {} --output {} --init random --max-steps 3 --model-max-length 512 \
+             --logging-steps 1 --save-steps 2 --eval-steps 2 --eval-strategy steps --save-total-limit 1 {}",
+            folder.join(model).display(),
+            folder.join("samples.json").display(),
+            folder.join("samples.json").display(),
+            output.display(),
+            flags.replace("SPILL", &spill.display().to_string()),
+        );
+        let args: Vec<String> = line.split_whitespace().map(str::to_owned).collect();
+        let seen = measure(&launcher, &args, &output, Some(&spill))?;
+        let most = seen.resident.last().copied().unwrap_or(0);
+        let holds = tolerance::memory(seen.planned_resident, most)
+            && tolerance::memory(seen.planned_spilled, seen.spilled);
+        all_true &= holds;
+        let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
+        writeln!(
+            out,
+            "| {model} | `{flags}` | {:.0} | {:.0} | {:.3} | {:.0} / {:.0} | {} |",
+            mib(seen.planned_resident),
+            mib(most),
+            seen.planned_resident as f64 / most.max(1) as f64,
+            mib(seen.planned_spilled),
+            mib(seen.spilled),
+            if holds { "yes" } else { "NO" },
+        )?;
+        out.flush()?;
+    }
+    Ok(ExitCode::from(u8::from(!all_true)))
+}
+
+/// Samples of different lengths, with pictures and without.
+fn write_samples(pack: &Path, folder: &Path) -> Result<()> {
+    let picture = pack.join("cases/wide_two_turns/image_wide.png");
+    let samples: Vec<_> = (0..12)
+        .map(|i| {
+            let question = "what stands here and what does it mean? ".repeat(1 + i % 5);
+            let mut sample = json!({
+                "id": i.to_string(),
+                "conversations": [
+                    {"role": "user", "content": question},
+                    {"role": "assistant", "content": format!("It is {i}.")},
+                ],
+            });
+            if i % 3 != 0 {
+                sample["image"] = picture.display().to_string().into();
+            }
+            sample
+        })
+        .collect();
+    fs::write(folder.join("samples.json"), serde_json::to_vec(&samples)?)?;
+    Ok(())
+}

@@ -1,0 +1,199 @@
+//! A run's memory as the kernel counts it, beside what its plan said.
+//!
+//! Nothing of the run itself is asked: high-water marks come from `/proc/PID/status`, the window's
+//! size from the maps of its ranks, spill files from their folder.
+
+use anyhow::{Context, Result, ensure};
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::fs;
+use std::io::{BufRead, BufReader};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::time::Duration;
+
+/// Between two looks at the processes.
+const LOOK: Duration = Duration::from_millis(5);
+/// Name of the window's file in the maps of a rank.
+const WINDOW: &str = "tessera-window-";
+
+/// Bytes of one run.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Measured {
+    /// High-water mark of every rank that trained, ascending.
+    pub resident: Vec<u64>,
+    /// The communicator's window; 0 without one.
+    pub window: u64,
+    /// Spill files of all ranks, at their largest.
+    pub spilled: u64,
+    /// The plan's high-water mark of a rank.
+    pub planned_resident: u64,
+    /// The plan's spill files of all ranks.
+    pub planned_spilled: u64,
+    /// The plan's host memory of all ranks.
+    pub planned_host: u64,
+}
+
+/// A model folder of the pack `pack` with other sizes, and samples of `pack` beside it.
+///
+/// # Errors
+/// A file cannot be read or written.
+pub fn model_folder(pack: &Path, folder: &Path, sizes: &Value) -> Result<()> {
+    fs::create_dir_all(folder)?;
+    for name in [
+        "preprocessor_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ] {
+        fs::copy(pack.join(name), folder.join(name)).with_context(|| name.to_owned())?;
+    }
+    let mut config: Value = serde_json::from_slice(&fs::read(pack.join("config.json"))?)?;
+    merge(&mut config, sizes);
+    fs::write(folder.join("config.json"), config.to_string())?;
+    Ok(())
+}
+
+/// Sets the fields of `changes` in `value`, objects field by field.
+fn merge(value: &mut Value, changes: &Value) {
+    match (value, changes) {
+        (Value::Object(fields), Value::Object(changes)) => {
+            for (name, change) in changes {
+                merge(fields.entry(name).or_insert(Value::Null), change);
+            }
+        }
+        (value, changes) => *value = changes.clone(),
+    }
+}
+
+/// Sizes of a MiniCPM of about 68 million parameters: 260 MiB of f32 weights.
+#[must_use]
+pub fn middle_sizes() -> Value {
+    json!({
+        "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 6,
+        "num_attention_heads": 8, "num_key_value_heads": 4,
+        "vision_config": {
+            "hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 4,
+            "num_hidden_layers": 4,
+        },
+    })
+}
+
+/// Sizes of a MiniCPM of about 7 million parameters.
+#[must_use]
+pub fn small_sizes() -> Value {
+    json!({
+        "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 2,
+    })
+}
+
+/// Runs `launcher` with `args` and watches its ranks; `output` is the run's folder, `spill` where
+/// its spill files are.
+///
+/// # Errors
+/// The run fails, or left no plan.
+pub fn measure(
+    launcher: &Path,
+    args: &[String],
+    output: &Path,
+    spill: Option<&Path>,
+) -> Result<Measured> {
+    let mut child = Command::new(launcher)
+        .args(args)
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .with_context(|| launcher.display().to_string())?;
+    let stream = child.stderr.take().context("standard error is piped")?;
+    let (sender, lines) = channel();
+    std::thread::spawn(move || {
+        for line in BufReader::new(stream).lines().map_while(Result::ok) {
+            if sender.send(line).is_err() {
+                break;
+            }
+        }
+    });
+    let mut screen = String::new();
+    let mut ranks: BTreeMap<u32, u64> = BTreeMap::new();
+    let mut measured = Measured::default();
+    loop {
+        match lines.recv_timeout(LOOK) {
+            Ok(line) => screen = screen + &line + "\n",
+            Err(RecvTimeoutError::Timeout) => {}
+            Err(RecvTimeoutError::Disconnected) => break,
+        }
+        for rank in children(child.id()) {
+            if let Some(resident) = high_water_mark(rank) {
+                let most = ranks.entry(rank).or_default();
+                *most = resident.max(*most);
+            }
+            measured.window = measured.window.max(window_bytes(rank));
+        }
+        if let Some(folder) = spill {
+            measured.spilled = measured.spilled.max(spill_bytes(folder));
+        }
+    }
+    let status = child.wait()?;
+    ensure!(status.success(), "{args:?}\n{screen}");
+    let plan: Value = serde_json::from_slice(&fs::read(output.join("plan.json"))?)?;
+    let (plan, peak) = (&plan["plan"], &plan["plan"]["memory"]["peak"]);
+    let of = |value: &Value| value.as_u64().context("the plan has its bytes");
+    let count = of(&plan["ranks"])?;
+    measured.resident = ranks.into_values().collect();
+    measured.resident.sort_unstable();
+    measured.planned_resident = of(&peak["resident"])?;
+    measured.planned_spilled = of(&peak["nvme"])? * count;
+    measured.planned_host = of(&plan["host_need_bytes"])?;
+    Ok(measured)
+}
+
+/// Processes that `pid` started.
+fn children(pid: u32) -> Vec<u32> {
+    let path = format!("/proc/{pid}/task/{pid}/children");
+    let text = fs::read_to_string(path).unwrap_or_default();
+    text.split_whitespace()
+        .filter_map(|word| word.parse().ok())
+        .collect()
+}
+
+/// `VmHWM` of a process.
+#[must_use]
+pub fn high_water_mark(pid: u32) -> Option<u64> {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+    let line = status
+        .lines()
+        .find_map(|line| line.strip_prefix("VmHWM:"))?;
+    let kib: u64 = line.trim().trim_end_matches("kB").trim().parse().ok()?;
+    Some(kib * 1024)
+}
+
+fn window_bytes(pid: u32) -> u64 {
+    let maps = fs::read_to_string(format!("/proc/{pid}/maps")).unwrap_or_default();
+    let own = maps.lines().filter(|line| line.contains(WINDOW));
+    let size = |line: &str| -> Option<u64> {
+        let (start, end) = line.split_whitespace().next()?.split_once('-')?;
+        Some(u64::from_str_radix(end, 16).ok()? - u64::from_str_radix(start, 16).ok()?)
+    };
+    own.filter_map(size).sum()
+}
+
+/// Bytes of the spill files of ranks anywhere under `folder`.
+fn spill_bytes(folder: &Path) -> u64 {
+    let mut bytes = 0;
+    let mut folders: Vec<PathBuf> = vec![folder.to_owned()];
+    while let Some(folder) = folders.pop() {
+        for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
+            let Ok(metadata) = entry.metadata() else {
+                continue;
+            };
+            if metadata.is_dir() {
+                folders.push(entry.path());
+            } else if entry.file_name().to_string_lossy().starts_with("rank-") {
+                bytes += metadata.len();
+            }
+        }
+    }
+    bytes
+}

@@ -1,0 +1,214 @@
+//! Plans and what comes of them: memory as the kernel counts it, refusals, and what fits instead.
+
+use crate::site::{Site, golden};
+use serde_json::{Value, json};
+use std::fs;
+use std::path::Path;
+use std::process::{Command, Output};
+use tests::memory::{Measured, measure, model_folder, small_sizes};
+use tests::tolerance;
+
+fn launcher() -> &'static Path {
+    Path::new(env!("CARGO_BIN_EXE_tessera_test_launcher"))
+}
+
+fn plan(line: &str) -> Output {
+    let words = line.split_whitespace();
+    let output = Command::new(launcher()).arg("plan").args(words).output();
+    output.unwrap()
+}
+
+fn plan_json(line: &str) -> (Option<i32>, Value) {
+    let output = plan(&format!("{line} --json"));
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    let errors = String::from_utf8_lossy(&output.stderr);
+    let value = serde_json::from_str(&text).unwrap_or_else(|e| panic!("{e}: {text}{errors}"));
+    (output.status.code(), value)
+}
+
+/// Runs a small model in a site and measures it.
+fn measured(site: &Site, flags: &str) -> Measured {
+    let model = site.path("small");
+    if !model.is_dir() {
+        model_folder(&golden("minicpm-v-2_6"), &model, &small_sizes()).unwrap();
+    }
+    let (output, spill) = (site.path("out"), site.path("spill"));
+    fs::remove_dir_all(&output).ok();
+    fs::create_dir_all(&spill).unwrap();
+    let data = site.path("data/samples.json");
+    let line = format!(
+        "--model {} --data {} --eval-data {} --output {} --init random --max-steps 3 --save-steps 2 \
+         --eval-steps 2 --eval-strategy steps --logging-steps 1 {}",
+        model.display(),
+        data.display(),
+        data.display(),
+        output.display(),
+        flags.replace("SPILL", &spill.display().to_string())
+    );
+    let args: Vec<String> = line.split_whitespace().map(str::to_owned).collect();
+    measure(launcher(), &args, &output, Some(&spill)).unwrap()
+}
+
+#[test]
+fn a_plan_is_true_of_the_kernels_figures() {
+    let site = Site::new();
+    for flags in [
+        "--zero 0 --nproc 1 --precision f32",
+        "--zero 3 --nproc 2 --precision bf16 --offload cpu --gradient-accumulation-steps 2",
+        "--zero 2 --nproc 2 --precision pure-bf16 --use-lora --checkpoint-activations none",
+        "--zero 3 --nproc 2 --precision bf16 --offload nvme:SPILL",
+    ] {
+        let seen = measured(&site, flags);
+        assert!(!seen.resident.is_empty(), "{flags}");
+        for resident in &seen.resident {
+            assert!(
+                tolerance::memory(seen.planned_resident, *resident),
+                "{flags}: {seen:?}"
+            );
+        }
+        assert_eq!(
+            seen.spilled > 0,
+            flags.contains("nvme"),
+            "{flags}: {seen:?}"
+        );
+        // Files are planned to the byte: activations are not among them here.
+        assert_eq!(seen.planned_spilled, seen.spilled, "{flags}: {seen:?}");
+        // All ranks together hold no more than the plan says, window included.
+        let together: u64 = seen.resident.iter().sum();
+        let mapped_twice = seen.window * seen.resident.len() as u64;
+        assert!(
+            seen.planned_host + mapped_twice >= together / 2,
+            "{flags}: {seen:?}"
+        );
+        assert!(seen.window <= seen.planned_host, "{flags}: {seen:?}");
+    }
+}
+
+#[test]
+fn after_warm_up_a_step_takes_no_memory_from_the_system() {
+    /// Counters of the kernel are exact to some pages per thread.
+    const EXACT_TO: u64 = 1 << 20;
+    let site = Site::new();
+    let outcome = site.train("--max-steps 12 --nproc 2 --logging-steps 1 --save-strategy no");
+    let text = fs::read_to_string(site.path("out/memory.jsonl")).unwrap();
+    let rows = text
+        .lines()
+        .map(|line| serde_json::from_str::<Value>(line).unwrap());
+    // Two passes over the samples have seen every length.
+    let later = rows.filter(|row| row["step"].as_u64().unwrap() > 7);
+    let resident = |row: &Value| row["phases"]["step"]["rss"].as_u64();
+    let resident: Vec<u64> = later.filter_map(|row| resident(&row)).collect();
+    assert!(resident.len() >= 4, "{}\n{text}", outcome.screen);
+    let (first, last) = (resident[0], resident[resident.len() - 1]);
+    assert!(last <= first + EXACT_TO, "{resident:?}");
+}
+
+#[test]
+fn the_plan_of_every_family_comes_from_its_config_alone() {
+    let configs = Path::new(env!("CARGO_MANIFEST_DIR")).join("../launcher/src/synth/configs");
+    for (name, billions) in [
+        ("minicpm-v-2_6", 8.1),
+        ("minicpm-o-2_6", 8.1),
+        ("cogvlm-chat", 17.6),
+        ("cogvlm2-llama3-chat-19b", 19.5),
+        ("cogagent-chat", 18.3),
+        ("glm-4v-9b", 13.9),
+        ("glm-4.1v-9b-thinking", 10.3),
+    ] {
+        let (code, plan) = plan_json(&format!(
+            "--model {}/{name}.json --no-weights --hw 8x80GiB --ram 1TiB --use-lora --tune-llm false --tune-vision false",
+            configs.display()
+        ));
+        assert_eq!(code, Some(0), "{name}: {plan:#}");
+        let total = plan["parameters_total"].as_f64().unwrap() / 1e9;
+        assert!(
+            (total / billions - 1.0).abs() < 0.03,
+            "{name}: {total} billion parameters"
+        );
+        assert_eq!(plan["fits"], true);
+        for phase in ["load", "forward", "backward", "step", "eval", "save"] {
+            let bytes = &plan["bytes_per_rank"][phase];
+            assert!(
+                bytes["device"]["parameters"].as_u64() > Some(1 << 30),
+                "{name} {phase}: {bytes}"
+            );
+            assert!(
+                bytes["host"]["process"].as_u64() > Some(0),
+                "{name} {phase}: {bytes}"
+            );
+        }
+    }
+}
+
+#[test]
+fn what_does_not_fit_is_refused_with_the_nearest_that_does() {
+    let folder = tempfile::tempdir().unwrap();
+    let model = folder.path().join("small");
+    model_folder(&golden("minicpm-v-2_6"), &model, &small_sizes()).unwrap();
+    let line = format!(
+        "--model {} --no-weights --zero 0 --per-device-train-batch-size 4",
+        model.display()
+    );
+    let (code, whole) = plan_json(&format!("{line} --hw 2x64GiB --ram 64GiB"));
+    assert_eq!((code, &whole["fits"]), (Some(0), &json!(true)));
+    let device = whole["need_bytes"]["device_per_rank"].as_u64().unwrap();
+    let small = format!("{line} --hw 2x{} --ram 64GiB", device - (60 << 20));
+    let (code, refused) = plan_json(&small);
+    assert_eq!((code, &refused["fits"]), (Some(5), &json!(false)));
+    let command = refused["nearest"]["command"].as_str().unwrap();
+    let again = plan(command.strip_prefix("launcher plan ").unwrap());
+    assert_eq!(again.status.code(), Some(0), "{command}");
+    // People get the same line.
+    let shown = plan(&small);
+    assert_eq!(shown.status.code(), Some(5));
+    let errors = String::from_utf8_lossy(&shown.stderr).into_owned();
+    assert!(
+        errors.contains("error[E17]") && errors.contains(command),
+        "{errors}"
+    );
+    // What nothing helps is said too.
+    let hopeless = plan(&format!("{line} --hw 2x16MiB --ram 64GiB"));
+    assert_eq!(hopeless.status.code(), Some(5));
+    assert!(String::from_utf8_lossy(&hopeless.stderr).contains("no stage, offload"));
+}
+
+#[test]
+fn the_matrix_has_every_stage_and_offload() {
+    let folder = tempfile::tempdir().unwrap();
+    let model = folder.path().join("small");
+    model_folder(&golden("minicpm-v-2_6"), &model, &small_sizes()).unwrap();
+    let line = format!("--model {} --no-weights --matrix", model.display());
+    let (code, rows) = plan_json(&format!("{line} --hw 2x2GiB --ram 4GiB --nvme 10GiB"));
+    assert_eq!(code, Some(0));
+    let rows = rows.as_array().unwrap();
+    assert_eq!(rows.len(), 4 * 5);
+    assert!(
+        rows.iter()
+            .any(|row| row["need_bytes"]["nvme"].as_u64() > Some(1 << 20))
+    );
+    let text = plan(&format!("{line} --hw 2x1KiB --ram 4GiB"));
+    let text = String::from_utf8_lossy(&text.stdout).into_owned();
+    assert_eq!(
+        text.lines().filter(|line| line.ends_with(" no")).count(),
+        4 * 3,
+        "{text}"
+    );
+}
+
+#[test]
+fn weights_are_looked_at_unless_told_not_to() {
+    let site = Site::new();
+    let model = site.path("model");
+    let (code, _) = plan_json(&format!("--model {}", model.display()));
+    assert_eq!(code, Some(0));
+    fs::remove_file(model.join("model.safetensors")).unwrap();
+    let refused = plan(&format!("--model {}", model.display()));
+    assert_eq!(refused.status.code(), Some(10));
+    assert!(String::from_utf8_lossy(&refused.stderr).contains("--no-weights"));
+    let (code, with_data) = plan_json(&format!(
+        "--model {} --data {} --no-weights",
+        model.display(),
+        site.path("data/samples.json").display()
+    ));
+    assert_eq!((code, &with_data["sample"]), (Some(0), &json!("data")));
+}

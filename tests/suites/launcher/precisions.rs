@@ -1,0 +1,160 @@
+//! Number formats and tiers through the real program.
+
+use crate::endings::LONG;
+use crate::site::{Site, listing, losses, read_json, signal};
+use std::fs;
+
+/// Bytes of the weights that a run saved.
+fn weights(site: &Site, run: &str) -> Vec<u8> {
+    fs::read(site.path(run).join("checkpoint-3/model.safetensors")).unwrap()
+}
+
+#[test]
+fn every_tier_of_every_stage_has_the_same_bits() {
+    let site = Site::new();
+    let mixed = "param=nvme:spill,optimizer=cpu,activation=nvme:other";
+    let mut number = 0;
+    for (precision, cells) in [
+        (
+            "bf16",
+            [
+                (0, "nvme:spill"),
+                (1, "activation=cpu"),
+                (2, "nvme:spill"),
+                (3, mixed),
+            ],
+        ),
+        (
+            "pure-bf16 --pure-bf16-weights kahan",
+            [
+                (0, "activation=nvme:spill"),
+                (1, "nvme:spill"),
+                (2, mixed),
+                (3, "nvme:spill"),
+            ],
+        ),
+    ] {
+        let line = format!("--max-steps 3 --precision {precision}");
+        number += 1;
+        let whole = format!("whole-{number}");
+        site.train(&format!("{line} --zero 3 --output {whole}"));
+        for (stage, offload) in cells {
+            number += 1;
+            let run = format!("run-{number}");
+            site.train(&format!(
+                "{line} --zero {stage} --offload {offload} --output {run}"
+            ));
+            let cell = format!("{precision} stage {stage} {offload}");
+            assert!(weights(&site, &run) == weights(&site, &whole), "{cell}");
+            assert_eq!(
+                losses(&site.path(&run)),
+                losses(&site.path(&whole)),
+                "{cell}"
+            );
+        }
+    }
+    for folder in ["spill", "other"] {
+        assert_eq!(listing(&site.path(folder)), Vec::<String>::new());
+    }
+}
+
+#[test]
+fn spilled_state_is_logged_saved_and_continued() {
+    let site = Site::new();
+    let line = "--zero 2 --offload nvme:spill --precision fp16 --gradient-accumulation-steps 2";
+    let outcome = site.train(&format!(
+        "{line} --max-steps 3 --save-steps 1 --output whole"
+    ));
+    assert!(outcome.screen.contains(" I/O ("), "{}", outcome.screen);
+    assert!(outcome.screen.contains("nvme "), "{}", outcome.screen);
+    let log = fs::read_to_string(site.path("whole/trainer_log.jsonl")).unwrap();
+    let row: serde_json::Value = serde_json::from_str(log.lines().next().unwrap()).unwrap();
+    assert!(row["nvme"]["written_bytes"].as_u64() > Some(0), "{row}");
+    assert!(
+        row["nvme"]["share_of_measured"].as_f64() > Some(0.0),
+        "{row}"
+    );
+    let manifest = read_json(&site.path("whole/checkpoint-1/MANIFEST.json"));
+    assert!(
+        manifest.to_string().contains("\"loss_scale\":{"),
+        "{manifest}"
+    );
+    site.train(&format!("{line} --max-steps 3 --resume whole/checkpoint-1"));
+    assert!(
+        weights(&site, "out") == weights(&site, "whole"),
+        "weights differ"
+    );
+}
+
+#[test]
+fn jobs_on_one_folder_keep_to_their_own_files_and_sweep_what_is_dead() {
+    let site = Site::new();
+    let long = LONG.replace("--offload cpu", "--offload nvme:spill");
+    let mut run = site.start(&long);
+    run.wait_for_step();
+    let [folder] = &listing(&site.path("spill"))[..] else {
+        panic!("{:?}", listing(&site.path("spill")));
+    };
+    let files = listing(&site.path("spill").join(folder));
+    assert_eq!(
+        files,
+        [
+            "lock",
+            "rank-0.optimizer",
+            "rank-0.param",
+            "rank-1.optimizer",
+            "rank-1.param"
+        ]
+    );
+    let other = "--max-steps 1 --zero 1 --offload optimizer=nvme:spill --output other";
+    let outcome = site.start(other).finish();
+    assert_eq!(outcome.code, Some(0), "{}", outcome.screen);
+    assert_eq!(
+        listing(&site.path("spill").join(folder)),
+        files,
+        "the other job's files"
+    );
+    // A job that is killed cannot tidy up.
+    signal(run.pid(), "KILL");
+    run.finish();
+    fs::create_dir(site.path("spill/tessera-spill-dead")).unwrap();
+    fs::write(site.path("spill/tessera-spill-dead/lock"), "").unwrap();
+    let outcome = site
+        .start("--max-steps 1 --offload nvme:spill --output third")
+        .finish();
+    assert_eq!(outcome.code, Some(0), "{}", outcome.screen);
+    assert!(
+        outcome.screen.contains("left by a job that was killed"),
+        "{}",
+        outcome.screen
+    );
+    assert_eq!(listing(&site.path("spill")), Vec::<String>::new());
+}
+
+#[test]
+fn a_loss_scale_that_cannot_fall_further_ends_the_run() {
+    let site = Site::new();
+    let line = "--precision fp16 --initial-scale-power 60 --min-loss-scale 1e18 --hysteresis 1";
+    let outcome = site.run(&format!("{line} --max-steps 4"));
+    assert_eq!(outcome.code, Some(15), "{}", outcome.screen);
+    assert!(
+        outcome.screen.contains("smallest loss scale")
+            && outcome.screen.contains("--precision bf16"),
+        "{}",
+        outcome.screen
+    );
+}
+
+#[test]
+fn tiers_and_formats_that_cannot_be_are_refused() {
+    let site = Site::new();
+    // A file system that holds nothing, and a place that is no folder.
+    let screen = site.refuse("--offload nvme:/proc/none", 5, "E17");
+    assert!(screen.contains("spill files need"), "{screen}");
+    let screen = site.refuse("--offload nvme:data/samples.json", 16, "E13");
+    assert!(screen.contains("samples.json"), "{screen}");
+    site.refuse("--precision bf16 --loss-scale 128", 2, "E09");
+    let glm = Site::with_family("glm-4v-9b");
+    let screen = glm.refuse("--precision fp16", 2, "E09");
+    assert!(screen.contains("65504"), "{screen}");
+}
