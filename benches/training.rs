@@ -2,75 +2,70 @@
 #![allow(missing_docs, reason = "criterion's macros define public functions")]
 #![allow(clippy::unwrap_used, reason = "a benchmark may panic")]
 
+use benches::adam::{Buffers, Variant};
+use benches::train::{Setting, TOKENS, run};
 use benches::{Work, config, measure};
-use criterion::{Criterion, criterion_group, criterion_main};
+use criterion::{Criterion, SamplingMode, Throughput, criterion_group, criterion_main};
+use engine::Stage;
 use engine::comm::{Collective, CollectiveKind, Communicator, Tag, threads};
-use half::bf16;
 use kernels::DType;
-use optim::{AdamW, GradWindow, Optimizer, StateWindow, StepArgs, WeightWindow};
-use std::sync::Arc;
+use optim::Precision;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 const ELEMS: usize = 16 << 20;
 
-fn args<'a>(
-    grad: &'a [f32],
-    weight: WeightWindow<'a>,
-    state: Vec<StateWindow<'a>>,
-) -> StepArgs<'a> {
-    StepArgs {
-        step: 10,
-        lr: 1e-4,
-        weight_decay: 0.1,
-        grad_scale: 1.0,
-        seed: 1,
-        first_element: 0,
-        grad: GradWindow::F32(grad),
-        weight,
-        state,
-    }
-}
-
-/// Bytes per element count each buffer once for every read and once for every write.
+/// Every form of the step beside the in-place read-modify-write that bounds it. Bytes per element count each buffer
+/// once for every read and once for every write.
 fn adamw(c: &mut Criterion) {
     let mut group = c.benchmark_group("adamw");
-    let rule = AdamW::default();
-    let grad = vec![1e-3f32; ELEMS];
-    let (mut master, mut m, mut v) = (vec![0.1f32; ELEMS], vec![0f32; ELEMS], vec![0f32; ELEMS]);
-    measure(
-        &mut group,
-        "f32 16M (28 B)",
-        Work::bytes(28.0 * ELEMS as f64),
-        || {
-            let state = vec![StateWindow::F32(&mut m), StateWindow::F32(&mut v)];
-            rule.step(args(&grad, WeightWindow::F32(&mut master), state))
-                .unwrap();
-        },
-    );
-    let mut weight = vec![bf16::ZERO; ELEMS];
-    measure(
-        &mut group,
-        "bf16 with f32 master 16M (30 B)",
-        Work::bytes(30.0 * ELEMS as f64),
-        || {
-            let state = vec![StateWindow::F32(&mut m), StateWindow::F32(&mut v)];
-            let window = WeightWindow::Mixed {
-                master: &mut master,
-                weight: &mut weight,
-            };
-            rule.step(args(&grad, window, state)).unwrap();
-        },
-    );
-    let (mut m, mut v) = (vec![bf16::ZERO; ELEMS], vec![bf16::ZERO; ELEMS]);
-    measure(
-        &mut group,
-        "pure bf16 16M (16 B)",
-        Work::bytes(16.0 * ELEMS as f64),
-        || {
-            let state = vec![StateWindow::Bf16(&mut m), StateWindow::Bf16(&mut v)];
-            rule.step(args(&grad, WeightWindow::PureBf16(&mut weight), state))
-                .unwrap();
-        },
-    );
+    let mut buffers = Buffers::new(ELEMS);
+    for variant in Variant::ALL {
+        let name = format!("{} 16M ({} B)", variant.name, variant.bytes);
+        let work = Work::bytes((variant.bytes * ELEMS) as f64);
+        // Makes the buffers.
+        buffers.run(variant);
+        measure(&mut group, &name, work, || buffers.run(variant));
+    }
+    group.finish();
+}
+
+/// A decoder of 110 M parameters, one text of 512 tokens per rank.
+fn train_step(c: &mut Criterion) {
+    let mut group = c.benchmark_group("train_step");
+    group.sampling_mode(SamplingMode::Flat);
+    let cores = rayon::current_num_threads();
+    for (ranks, threads, stage) in [
+        (1, 1, Stage::Zero0),
+        (1, cores, Stage::Zero0),
+        (2, 1, Stage::Zero3),
+    ] {
+        let setting = Setting {
+            ranks,
+            threads,
+            stage,
+            precision: Precision::F32,
+        };
+        group.throughput(Throughput::Elements((ranks * TOKENS) as u64));
+        group.bench_function(
+            format!("f32 {ranks} ranks of {threads} threads, {stage:?}"),
+            |b| {
+                b.iter_custom(|iterations| {
+                    let total = Mutex::new(Duration::ZERO);
+                    let count = AtomicUsize::new(0);
+                    // The first step makes the buffers.
+                    run(setting, 1 + iterations as usize, |time| {
+                        if count.fetch_add(1, Ordering::Relaxed) > 0 {
+                            *total.lock().unwrap() += time.total();
+                        }
+                    })
+                    .unwrap();
+                    total.into_inner().unwrap()
+                });
+            },
+        );
+    }
     group.finish();
 }
 
@@ -113,6 +108,6 @@ fn exchange(comm: &Arc<dyn Communicator>, kind: CollectiveKind, bytes: usize) {
 criterion_group! {
     name = optimizer_and_exchange;
     config = config();
-    targets = adamw, collectives
+    targets = adamw, collectives, train_step
 }
 criterion_main!(optimizer_and_exchange);

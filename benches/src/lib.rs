@@ -5,7 +5,9 @@
     reason = "printing results is what this crate is for"
 )]
 
+pub mod adam;
 mod ceilings;
+pub mod train;
 
 pub use ceilings::Ceilings;
 

@@ -5,8 +5,9 @@ use crate::plan::{GroupLayout, Plan, StateKind, Tier, UnitPlan};
 use crate::tier::{Access, Region, Tiers};
 use half::bf16;
 use kernels::{DType, Float, Tag};
+use optim::accumulate::{RoundingPlace, add_rounded};
 use optim::clip::{NORM_BLOCK_ELEMS, SquareSum};
-use optim::rng::{RandomStream, stochastic_round_bf16};
+use optim::rng::RandomStream;
 use std::ops::Range;
 
 type Result<T, E = EngineError> = std::result::Result<T, E>;
@@ -216,14 +217,14 @@ impl Accumulator {
 /// depend on world size or layout beyond the values themselves.
 struct Rounding {
     stream: RandomStream,
-    major: u64,
+    time: u64,
 }
 
 impl Rounding {
     fn new(plan: &Plan, at: Moment) -> Self {
         Self {
             stream: RandomStream::new(plan.config().seed, "gradient-accumulation"),
-            major: (at.step << 20) | u64::from(at.micro_batch),
+            time: (at.step << 20) | u64::from(at.micro_batch),
         }
     }
 
@@ -238,16 +239,14 @@ impl Rounding {
     ) {
         let start = range.start;
         for (slot, part) in group.parts(range) {
-            let first = plan.first_element(slot.param) + (part.start - slot.offset) as u64;
-            let mut block = (u64::MAX, [0u32; 4]);
-            for (i, element) in (part.start - start..part.end - start).zip(first..) {
-                if block.0 != element / 8 {
-                    block = (element / 8, self.stream.block(self.major, element / 8));
-                }
-                let word = block.1[(element % 8 / 2) as usize];
-                let random = (word >> (16 * (element % 2))) as u16;
-                sums[i] = stochastic_round_bf16(Float::to_f32(sums[i]) + values[i], random);
-            }
+            let first_element = plan.first_element(slot.param) + (part.start - slot.offset) as u64;
+            let own = part.start - start..part.end - start;
+            let place = RoundingPlace {
+                stream: self.stream,
+                time: self.time,
+                first_element,
+            };
+            add_rounded(place, &mut sums[own.clone()], &values[own]);
         }
     }
 }

@@ -1,12 +1,54 @@
 //! Tensors, an accounted memory pool and the coarse operations of vision-language models on one device.
 //!
+//! A [`Backend`] is a device. Its operations are as coarse as a layer's parts and come with their backward: a product with
+//! bias, a norm, attention over packed sequences, the loss of a vocabulary. Every byte they return is counted in the
+//! device's [`Pool`], under a [`Tag`] and against a limit. The same calls on the [`NullBackend`] check shapes and count
+//! bytes without computing, so that what a program needs is known before it runs.
+//!
+//! ```
+//! use kernels::{Backend, CpuBackend, DType, MatmulArgs, NullBackend, Pool, Shape, Tag, Tensor, Transpose};
+//!
+//! /// `x W^T` for rows `x` and a weight `[outputs, inputs]`.
+//! fn project(device: &dyn Backend, x: &[f32], w: &[f32]) -> kernels::Result<Tensor> {
+//!     let upload = |values: &[f32], shape: [usize; 2], tag| {
+//!         device.upload(bytemuck::cast_slice(values), Shape::new(&shape), DType::F32, tag)
+//!     };
+//!     device.matmul(MatmulArgs {
+//!         a: &upload(x, [2, 3], Tag::Activations)?,
+//!         transpose_a: Transpose::No,
+//!         b: &upload(w, [1, 3], Tag::Parameters)?,
+//!         transpose_b: Transpose::Yes,
+//!         bias: None,
+//!         out: DType::F32,
+//!     })
+//! }
+//!
+//! # fn main() -> kernels::Result<()> {
+//! let (x, w) = ([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], [1.0, 0.0, -1.0]);
+//! let cpu = CpuBackend::unlimited();
+//! assert_eq!(project(&cpu, &x, &w)?.to_f32_vec()?, [-2.0, -2.0]);
+//!
+//! // The same program without computing: the same bytes.
+//! let null = NullBackend::unlimited();
+//! assert_eq!(project(&null, &x, &w)?.shape(), Shape::new(&[2, 1]));
+//! assert_eq!(null.pool().stats().peak, cpu.pool().stats().peak);
+//!
+//! // A limit is an error that says what was asked for and who has the rest, before anything is lost.
+//! let tight = CpuBackend::new(Pool::new("device", Some(32)));
+//! assert!(project(&tight, &x, &w).is_err());
+//! # Ok(())
+//! # }
+//! ```
+//!
 //! | concept | type |
 //! |---|---|
 //! | element type | [`DType`], [`Element`], [`Float`] |
 //! | memory with counters and a limit | [`Pool`], [`Tag`] |
 //! | counter-based random numbers | [`random`] |
 //! | immutable value | [`Tensor`], built through [`TensorMut`] |
-//! | operations of a device | [`Backend`]: [`CpuBackend`], [`NullBackend`] |
+//! | operations of a device | [`Backend`]: [`CpuBackend`], [`NullBackend`]; GPUs with the feature `cuda` |
+//!
+//! Results depend on neither the number of threads nor their timing.
 #![deny(unsafe_code)]
 
 mod backend;

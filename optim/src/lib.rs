@@ -1,23 +1,66 @@
 //! Update rules on flat windows, learning-rate schedules and parameter groups. Knows nothing of ranks.
 //!
+//! A rule ([`Optimizer`]) says which numbers it keeps per element and updates a *window*: some consecutive elements of
+//! some tensor, with their gradients and their state. Nothing is kept inside, and what becomes of an element depends on
+//! that element and its index only, so any division of a model into windows (over ranks, tiers, threads) gives the same
+//! bits.
+//!
+//! ```
+//! use optim::clip::{GradientScale, sum_of_squares};
+//! use optim::{AdamW, GradWindow, Optimizer, OptimError, Schedule, ScheduleKind, StateWindow, StepArgs, WeightWindow};
+//!
+//! # fn main() -> Result<(), OptimError> {
+//! let rule = AdamW::new(0.9, 0.95, 1e-8)?;
+//! let schedule = Schedule { kind: ScheduleKind::Cosine, warmup_steps: 10, total_steps: 200, base_lr: 0.05 };
+//! // Two weights in f32 with a first and a second moment each; they should become 1 and -2.
+//! let (target, mut weight) = ([1.0_f32, -2.0], [0.0_f32; 2]);
+//! let (mut first, mut second) = ([0.0; 2], [0.0; 2]);
+//! for step in 0..schedule.total_steps {
+//!     let grad: Vec<f32> = weight.iter().zip(&target).map(|(w, t)| w - t).collect();
+//!     let scale = GradientScale::new(sum_of_squares(&grad), 1.0, Some(1.0)); // clipped to norm 1
+//!     rule.step(StepArgs {
+//!         step: step + 1,
+//!         lr: schedule.lr(step) as f32,
+//!         weight_decay: 0.0,
+//!         grad_scale: scale.factor,
+//!         seed: 0,
+//!         first_element: 0,
+//!         grad: GradWindow::F32(&grad),
+//!         weight: WeightWindow::F32(&mut weight),
+//!         state: vec![StateWindow::F32(&mut first), StateWindow::F32(&mut second)],
+//!     })?;
+//! }
+//! assert!(weight.iter().zip(&target).all(|(w, t)| (w - t).abs() < 0.05), "{weight:?}");
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! Other precisions are other windows: [`WeightWindow::Mixed`] keeps an `f32` master beside `bf16` weights,
+//! [`WeightWindow::PureBf16`] keeps `bf16` only.
+//!
 //! | module | concept |
 //! |---|---|
 //! | [`optimizer`] | what an update rule is: declared state slots, one step over a window |
 //! | [`adamw`] | `AdamW` in `f32`, with 16-bit weights and an `f32` master, or in pure `bf16` |
+//! | [`accumulate`] | sums of gradients in `bf16` with stochastic rounding |
 //! | [`clip`] | the gradient norm as a sum of fixed order, and the factor that clips it |
 //! | [`loss_scale`] | the dynamic loss scale of fp16 training as a state machine |
 //! | [`schedule`] | the learning rate as a pure function of the step |
 //! | [`groups`] | weight decay and learning-rate scale by parameter name |
 //! | [`rng`] | counter-based random numbers and stochastic rounding |
+//! | [`rounding`] | the cheaper random bits that rounding draws |
 #![deny(unsafe_code)]
 
+pub mod accumulate;
 pub mod adamw;
 pub mod clip;
 mod error;
 pub mod groups;
+mod lanes;
 pub mod loss_scale;
 pub mod optimizer;
 pub mod rng;
+pub mod rounding;
 pub mod schedule;
 
 pub use adamw::{AdamW, Bf16Storage, MomentDtype, PureBf16};

@@ -8,7 +8,6 @@ use std::f64::consts::TAU;
 use half::bf16;
 use kernels::Float;
 pub use kernels::random::philox4x32;
-pub(crate) use kernels::random::philox4x32_lanes;
 
 /// A named source of random numbers with random access.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -123,17 +122,6 @@ mod tests {
         ];
         for (counter, key, expected) in cases {
             assert_eq!(philox4x32(counter, key), expected);
-        }
-    }
-
-    #[test]
-    fn lanes_equal_single_blocks() {
-        let counters: [[u32; 16]; 4] =
-            std::array::from_fn(|w| std::array::from_fn(|l| (w * 977 + l * 31) as u32));
-        let lanes = philox4x32_lanes(counters, [3, 4]);
-        for l in 0..16 {
-            let one = philox4x32(counters.map(|word| word[l]), [3, 4]);
-            assert_eq!(lanes.map(|word| word[l]), one);
         }
     }
 

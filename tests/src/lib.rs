@@ -4,5 +4,6 @@ pub mod drift;
 pub mod golden;
 pub mod memory;
 pub mod parity;
+pub mod pure_bf16;
 pub mod tolerance;
 pub mod world;

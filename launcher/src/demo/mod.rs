@@ -61,6 +61,14 @@ pub fn prepare(
     }
 }
 
+/// Makes the demo's files in `folder`, unless they are there and whole.
+///
+/// # Errors
+/// The folder cannot be written (exit 16).
+pub fn make(folder: &Path) -> Result<(), Failure> {
+    cache::ensure(folder, &mut |_| ())
+}
+
 /// Draws the held-out pictures into `folder`: the files that the repository holds.
 ///
 /// # Errors

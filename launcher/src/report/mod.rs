@@ -2,6 +2,7 @@
 
 mod axis;
 mod chart;
+mod comparison;
 mod crc32c;
 mod curve;
 mod folder;
@@ -28,6 +29,7 @@ use crate::monitor::split::{SlowRankNotice, StepSplit, StepTimes};
 use crate::ui::Event;
 use jsonl::JsonLines;
 
+pub use comparison::{Panel, Series, comparison};
 pub use curve::{Point, loss_curve};
 pub(crate) use folder::number;
 pub use folder::{Answer, RunFiles};

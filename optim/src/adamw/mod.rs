@@ -2,36 +2,36 @@
 //!
 //! One pass over memory reads gradient, weight and moments and writes weight, moments and the 16-bit copy:
 //!
-//! | weights | moments | bytes per parameter with 16-bit gradients |
-//! |---|---|---|
-//! | `f32` | `f32` | 26 |
-//! | `f32` master and 16-bit copy | `f32` | 28 |
-//! | `bf16`, stochastic rounding | `f32` | 22 |
-//! | `bf16`, stochastic rounding | `bf16`, stochastic rounding | 14 |
+//! | weights | moments | bytes per element with a 16-bit gradient | with an `f32` one |
+//! |---|---|---|---|
+//! | `f32` | `f32` | 26 | 28 |
+//! | `f32` master and 16-bit copy | `f32` | 28 | 30 |
+//! | `bf16` | `f32` | 22 | 24 |
+//! | `bf16` | `bf16` | 14 | 16 |
+//! | `bf16` with a compensation | `f32`, `bf16` | 26, 18 | 28, 20 |
 //!
 //! Arithmetic is `f32` without fused multiply-add, so every SIMD path, split and thread count gives the same bits.
 
-mod simd;
 mod storage;
 mod update;
+pub(crate) mod windows;
 
-use half::{bf16, f16};
-use kernels::Float;
-use rayon::prelude::*;
+use half::{f16, slice::HalfFloatSliceExt};
 use serde::{Deserialize, Serialize};
 
 use crate::OptimError;
+use crate::lanes::Simd;
 use crate::optimizer::{
     GradWindow, Optimizer, Precision, StateSlot, StateWindow, StepArgs, WeightWindow,
 };
 use crate::rng::RandomStream;
-use simd::Simd;
-use update::Rounding;
+use update::{Rounding, Update};
+use windows::{Compensated, Master, Narrow, Number, Weights};
 
 pub use storage::{Bf16Storage, MomentDtype, PureBf16};
 
-/// Elements per task: longer windows are spread over the rayon pool.
-const CHUNK_ELEMS: usize = 1 << 16;
+/// Elements converted to `f16` while they are in the first-level cache.
+const CAST_ELEMS: usize = 1024;
 
 /// The constants of one step, computed in `f64` and rounded once: what the update of an element reads beside its
 /// gradient, weight and moments.
@@ -45,11 +45,9 @@ pub struct Coefficients {
     pub beta2: f32,
     /// `1 - beta2`.
     pub one_minus_beta2: f32,
-    /// `sqrt(1 - beta2^step)`.
-    pub sqrt_bias_correction2: f32,
-    /// Added to the denominator.
+    /// Added to the root of the second moment: `eps * sqrt(1 - beta2^step)`.
     pub eps: f32,
-    /// `lr / (1 - beta1^step)`.
+    /// `lr * sqrt(1 - beta2^step) / (1 - beta1^step)`: both corrections of the bias at once.
     pub step_size: f32,
     /// `1 - lr * weight_decay`.
     pub decay: f32,
@@ -129,21 +127,21 @@ impl AdamW {
         let exponent = step as f64;
         let bias_correction1 = 1.0 - self.beta1.powf(exponent);
         let bias_correction2 = 1.0 - self.beta2.powf(exponent);
+        let correction = bias_correction2.sqrt();
         let lr = f64::from(lr);
         Ok(Coefficients {
             grad_scale,
             one_minus_beta1: (1.0 - self.beta1) as f32,
             beta2: self.beta2 as f32,
             one_minus_beta2: (1.0 - self.beta2) as f32,
-            sqrt_bias_correction2: bias_correction2.sqrt() as f32,
-            eps: self.eps as f32,
-            step_size: (lr / bias_correction1) as f32,
+            eps: (self.eps * correction) as f32,
+            step_size: (lr * correction / bias_correction1) as f32,
             decay: (1.0 - lr * f64::from(weight_decay)) as f32,
         })
     }
 
-    /// The stream that stochastic rounding draws from. Elements `2k` and `2k + 1` of step `s` share its block at
-    /// `(s, k)`: the low and high half of word 0 round the weight, of word 1 the first moment, of word 2 the second.
+    /// The stream that the keys of stochastic rounding come from, see [`crate::rounding`]: word 0 of a pair rounds
+    /// the weights, word 1 the first moments, word 2 the second.
     #[must_use]
     pub fn rounding_stream(seed: u64) -> RandomStream {
         RandomStream::new(seed, "optimizer rounding")
@@ -168,7 +166,6 @@ impl AdamW {
             one_minus_beta1: c.one_minus_beta1,
             beta2: c.beta2,
             one_minus_beta2: c.one_minus_beta2,
-            sqrt_bias_correction2: c.sqrt_bias_correction2,
             eps: c.eps,
             step_size: c.step_size,
             decay: c.decay,
@@ -181,59 +178,72 @@ impl AdamW {
         self.check_lengths(&args)?;
         let coefficients =
             self.coefficients(args.step, args.lr, args.weight_decay, args.grad_scale)?;
-        let kernel = Kernel { simd, coefficients };
         let rounding = Rounding {
             stream: Self::rounding_stream(args.seed),
             step: args.step,
             first_element: args.first_element,
         };
-        let widened: Vec<f32>;
-        let grad = match args.grad {
-            GradWindow::F32(grad) => grad,
-            GradWindow::Bf16(grad) => {
-                widened = grad.iter().map(|x| Float::to_f32(*x)).collect();
-                &widened
-            }
+        let work = Work {
+            simd,
+            coefficients,
+            rounding,
         };
-        let storage = self.pure_bf16.weights;
-        match (args.weight, args.state.as_mut_slice()) {
-            (WeightWindow::F32(weight), [StateWindow::F32(m), StateWindow::F32(v)]) => {
-                kernel.f32(grad, weight, m, v);
+        let fits = match args.grad {
+            GradWindow::F32(grad) => self.weights(work, grad, args.weight, &mut args.state),
+            GradWindow::Bf16(grad) => self.weights(work, grad, args.weight, &mut args.state),
+        };
+        fits.map_err(|weight| OptimError::UnsupportedWindows {
+            optimizer: self.name(),
+            weight,
+            expected: "two moments in f32, or for pure bf16 weights two in bf16 or f32 and, with Kahan \
+                       compensation, a third window in bf16",
+        })
+    }
+
+    /// Chooses the form of the weights. The error is the kind of weights that the state does not fit.
+    fn weights<G: Number>(
+        &self,
+        work: Work,
+        grad: &[G],
+        weight: WeightWindow<'_>,
+        state: &mut [StateWindow<'_>],
+    ) -> Result<(), &'static str> {
+        let kind = weight.kind();
+        let done = match (weight, self.pure_bf16.weights, state) {
+            (WeightWindow::F32(weight), _, [StateWindow::F32(m), StateWindow::F32(v)]) => {
+                work.run(grad, weight, m, v);
+                true
             }
             (
                 WeightWindow::Mixed { master, weight },
+                _,
                 [StateWindow::F32(m), StateWindow::F32(v)],
-            ) => kernel.mixed_bf16(grad, master, weight, m, v),
+            ) => {
+                work.run(grad, Master { master, weight }, m, v);
+                true
+            }
             (
                 WeightWindow::MixedF16 { master, weight },
+                _,
                 [StateWindow::F32(m), StateWindow::F32(v)],
-            ) => kernel.mixed_f16(grad, master, weight, m, v),
-            (WeightWindow::PureBf16(weight), [StateWindow::Bf16(m), StateWindow::Bf16(v)])
-                if storage == Bf16Storage::Stochastic =>
-            {
-                kernel.pure_bf16(rounding, grad, weight, m, v);
+            ) => {
+                work.run_f16(grad, master, weight, m, v);
+                true
             }
-            (WeightWindow::PureBf16(weight), [StateWindow::F32(m), StateWindow::F32(v)])
-                if storage == Bf16Storage::Stochastic =>
-            {
-                kernel.rounded_bf16(rounding, grad, weight, m, v);
+            (WeightWindow::PureBf16(weight), Bf16Storage::Stochastic, [m, v]) => {
+                work.moments(grad, Narrow::<false>(weight), m, v)
             }
-            (WeightWindow::PureBf16(weight), state)
-                if storage != Bf16Storage::Stochastic
-                    && state.len() == self.slots(Precision::PureBf16).len() =>
-            {
-                update::elementwise(&coefficients, rounding, storage, grad, weight, state);
+            (WeightWindow::PureBf16(weight), Bf16Storage::Nearest, [m, v]) => {
+                work.moments(grad, Narrow::<true>(weight), m, v)
             }
-            (weight, _) => {
-                return Err(OptimError::UnsupportedWindows {
-                    optimizer: self.name(),
-                    weight: weight.kind(),
-                    expected: "two moments in f32, or for pure bf16 weights two in bf16 or f32 and, with Kahan \
-                               compensation, a third window in bf16",
-                });
-            }
-        }
-        Ok(())
+            (
+                WeightWindow::PureBf16(weight),
+                Bf16Storage::Kahan,
+                [m, v, StateWindow::Bf16(error)],
+            ) => work.moments(grad, Compensated { weight, error }, m, v),
+            _ => false,
+        };
+        if done { Ok(()) } else { Err(kind) }
     }
 
     fn check_lengths(&self, args: &StepArgs<'_>) -> Result<(), OptimError> {
@@ -286,117 +296,78 @@ impl Optimizer for AdamW {
     }
 }
 
-/// One step's constants and the instruction set, spread over chunks.
+/// What the windows of one update share.
 #[derive(Clone, Copy)]
-struct Kernel {
+struct Work {
     simd: Simd,
     coefficients: Coefficients,
+    rounding: Rounding,
 }
 
-impl Kernel {
-    fn f32(self, grad: &[f32], weight: &mut [f32], m: &mut [f32], v: &mut [f32]) {
-        if grad.len() <= CHUNK_ELEMS {
-            return self.simd.f32(&self.coefficients, grad, weight, m, v);
-        }
-        grad.par_chunks(CHUNK_ELEMS)
-            .zip(weight.par_chunks_mut(CHUNK_ELEMS))
-            .zip(m.par_chunks_mut(CHUNK_ELEMS))
-            .zip(v.par_chunks_mut(CHUNK_ELEMS))
-            .for_each(|(((grad, weight), m), v)| self.f32(grad, weight, m, v));
-    }
-
-    fn mixed_bf16(
+impl Work {
+    fn run<G: Number, W: Weights, M: Number>(
         self,
-        grad: &[f32],
-        master: &mut [f32],
-        weight: &mut [bf16],
-        m: &mut [f32],
-        v: &mut [f32],
+        grad: &[G],
+        weights: W,
+        m: &mut [M],
+        v: &mut [M],
     ) {
-        if grad.len() <= CHUNK_ELEMS {
-            return self
-                .simd
-                .mixed_bf16(&self.coefficients, grad, master, weight, m, v);
-        }
-        grad.par_chunks(CHUNK_ELEMS)
-            .zip(master.par_chunks_mut(CHUNK_ELEMS))
-            .zip(weight.par_chunks_mut(CHUNK_ELEMS))
-            .zip(m.par_chunks_mut(CHUNK_ELEMS))
-            .zip(v.par_chunks_mut(CHUNK_ELEMS))
-            .for_each(|((((grad, master), weight), m), v)| {
-                self.mixed_bf16(grad, master, weight, m, v);
-            });
+        let update = Update {
+            coefficients: self.coefficients,
+            rounding: self.rounding,
+            grad,
+            weights,
+            m,
+            v,
+        };
+        update.spread(self.simd);
     }
 
-    fn mixed_f16(
+    /// False when the moments differ in type.
+    fn moments<G: Number, W: Weights>(
         self,
-        grad: &[f32],
+        grad: &[G],
+        weights: W,
+        m: &mut StateWindow<'_>,
+        v: &mut StateWindow<'_>,
+    ) -> bool {
+        match (m, v) {
+            (StateWindow::F32(m), StateWindow::F32(v)) => self.run(grad, weights, m, v),
+            (StateWindow::Bf16(m), StateWindow::Bf16(v)) => self.run(grad, weights, m, v),
+            _ => return false,
+        }
+        true
+    }
+
+    /// The update in `f32`, a piece at a time, and its copy.
+    fn run_f16<G: Number>(
+        self,
+        grad: &[G],
         master: &mut [f32],
         weight: &mut [f16],
         m: &mut [f32],
         v: &mut [f32],
     ) {
-        if grad.len() <= CHUNK_ELEMS {
-            return self
-                .simd
-                .mixed_f16(&self.coefficients, grad, master, weight, m, v);
+        if grad.len() > CAST_ELEMS {
+            let mid = (grad.len() / 2).next_multiple_of(CAST_ELEMS);
+            let (grad, master) = (grad.split_at(mid), master.split_at_mut(mid));
+            let (weight, m, v) = (
+                weight.split_at_mut(mid),
+                m.split_at_mut(mid),
+                v.split_at_mut(mid),
+            );
+            let mut first = move || self.run_f16(grad.0, master.0, weight.0, m.0, v.0);
+            let mut second = move || self.run_f16(grad.1, master.1, weight.1, m.1, v.1);
+            if mid >= update::CHUNK_ELEMS {
+                rayon::join(first, second);
+            } else {
+                first();
+                second();
+            }
+        } else {
+            self.run(grad, &mut *master, m, v);
+            weight.convert_from_f32_slice(master);
         }
-        grad.par_chunks(CHUNK_ELEMS)
-            .zip(master.par_chunks_mut(CHUNK_ELEMS))
-            .zip(weight.par_chunks_mut(CHUNK_ELEMS))
-            .zip(m.par_chunks_mut(CHUNK_ELEMS))
-            .zip(v.par_chunks_mut(CHUNK_ELEMS))
-            .for_each(|((((grad, master), weight), m), v)| {
-                self.mixed_f16(grad, master, weight, m, v);
-            });
-    }
-
-    fn pure_bf16(
-        self,
-        rounding: Rounding,
-        grad: &[f32],
-        weight: &mut [bf16],
-        m: &mut [bf16],
-        v: &mut [bf16],
-    ) {
-        if grad.len() <= CHUNK_ELEMS {
-            return self
-                .simd
-                .pure_bf16(&self.coefficients, rounding, grad, weight, m, v);
-        }
-        grad.par_chunks(CHUNK_ELEMS)
-            .zip(weight.par_chunks_mut(CHUNK_ELEMS))
-            .zip(m.par_chunks_mut(CHUNK_ELEMS))
-            .zip(v.par_chunks_mut(CHUNK_ELEMS))
-            .enumerate()
-            .for_each(|(chunk, (((grad, weight), m), v))| {
-                let rounding = rounding.advanced((chunk * CHUNK_ELEMS) as u64);
-                self.pure_bf16(rounding, grad, weight, m, v);
-            });
-    }
-
-    fn rounded_bf16(
-        self,
-        rounding: Rounding,
-        grad: &[f32],
-        weight: &mut [bf16],
-        m: &mut [f32],
-        v: &mut [f32],
-    ) {
-        if grad.len() <= CHUNK_ELEMS {
-            return self
-                .simd
-                .rounded_bf16(&self.coefficients, rounding, grad, weight, m, v);
-        }
-        grad.par_chunks(CHUNK_ELEMS)
-            .zip(weight.par_chunks_mut(CHUNK_ELEMS))
-            .zip(m.par_chunks_mut(CHUNK_ELEMS))
-            .zip(v.par_chunks_mut(CHUNK_ELEMS))
-            .enumerate()
-            .for_each(|(chunk, (((grad, weight), m), v))| {
-                let rounding = rounding.advanced((chunk * CHUNK_ELEMS) as u64);
-                self.rounded_bf16(rounding, grad, weight, m, v);
-            });
     }
 }
 

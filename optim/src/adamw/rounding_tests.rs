@@ -1,8 +1,10 @@
+use half::bf16;
 use kernels::Float;
 
 use super::tests::{DECAY, GRAD_SCALE, LR, numbers};
 use super::*;
 use crate::rng::stochastic_round_bf16;
+use crate::rounding::PageKey;
 
 #[test]
 fn pure_bf16_follows_f32_in_expectation_where_plain_rounding_stalls() {
@@ -98,11 +100,10 @@ fn rounding_draws_the_documented_half_words() {
         AdamW::default().step(args).unwrap();
     }
     let rounded = |values: &[f32], word: usize| -> Vec<bf16> {
-        let stream = AdamW::rounding_stream(5);
-        let half = |e: u64| (stream.block(STEP, e / 2)[word] >> (16 * (e % 2))) as u16;
+        let key = PageKey::new(AdamW::rounding_stream(5), STEP, FIRST);
         let elements = values.iter().zip(FIRST..);
         elements
-            .map(|(x, e)| stochastic_round_bf16(*x, half(e)))
+            .map(|(x, e)| stochastic_round_bf16(*x, key.halves(e)[word]))
             .collect()
     };
     let n = 203;

@@ -1,11 +1,14 @@
 use proptest::prelude::*;
 
 use super::*;
+use half::bf16;
 use kernels::Float;
 
 pub(super) const GRAD_SCALE: f32 = 0.37;
 pub(super) const LR: f32 = 1e-2;
 pub(super) const DECAY: f32 = 0.1;
+/// The key of rounding changes within every window of some length.
+const FIRST: u64 = (1 << 33) - 301;
 
 pub(super) fn numbers(name: &str, n: usize, step: u64) -> Vec<f32> {
     let stream = RandomStream::new(11 + step, name);
@@ -20,6 +23,7 @@ struct Model {
     weight_f16: Vec<f16>,
     moments: [Vec<f32>; 2],
     moments_bf16: [Vec<bf16>; 2],
+    compensation: Vec<bf16>,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -30,14 +34,34 @@ enum Form {
     PureBf16,
     /// `bf16` weights, `f32` moments.
     RoundedBf16,
+    Nearest,
+    KahanBf16,
+    KahanF32,
 }
 
-const FORMS: [Form; 5] = [
+impl Form {
+    fn storage(self) -> Bf16Storage {
+        match self {
+            Self::Nearest => Bf16Storage::Nearest,
+            Self::KahanBf16 | Self::KahanF32 => Bf16Storage::Kahan,
+            _ => Bf16Storage::Stochastic,
+        }
+    }
+
+    fn narrow_moments(self) -> bool {
+        matches!(self, Self::PureBf16 | Self::Nearest | Self::KahanBf16)
+    }
+}
+
+const FORMS: [Form; 8] = [
     Form::F32,
     Form::Mixed,
     Form::MixedF16,
     Form::PureBf16,
     Form::RoundedBf16,
+    Form::Nearest,
+    Form::KahanBf16,
+    Form::KahanF32,
 ];
 
 impl Model {
@@ -51,11 +75,13 @@ impl Model {
             weight_f16: vec![f16::ZERO; n],
             moments: [vec![0.0; n], vec![0.0; n]],
             moments_bf16: [vec![bf16::ZERO; n], vec![bf16::ZERO; n]],
+            compensation: vec![bf16::ZERO; n],
             master,
         }
     }
 
-    fn step(&mut self, simd: Simd, form: Form, step: u64, grad: &[f32], cuts: &[usize]) {
+    fn step(&mut self, simd: Simd, form: Form, step: u64, grad: impl Into<Grad>, cuts: &[usize]) {
+        let grad = &grad.into();
         let edges: Vec<usize> = [0]
             .into_iter()
             .chain(cuts.iter().copied())
@@ -71,51 +97,53 @@ impl Model {
         simd: Simd,
         form: Form,
         step: u64,
-        grad: &[f32],
+        grad: &Grad,
         range: std::ops::Range<usize>,
     ) {
         let [m, v] = &mut self.moments;
         let [m16, v16] = &mut self.moments_bf16;
         let master = &mut self.master[range.clone()];
-        let (weight, state) = match form {
-            Form::PureBf16 => (
-                WeightWindow::PureBf16(&mut self.weight[range.clone()]),
-                [
-                    StateWindow::Bf16(&mut m16[range.clone()]),
-                    StateWindow::Bf16(&mut v16[range.clone()]),
-                ],
-            ),
-            _ => (
-                match form {
-                    Form::Mixed => WeightWindow::Mixed {
-                        master,
-                        weight: &mut self.weight[range.clone()],
-                    },
-                    Form::RoundedBf16 => WeightWindow::PureBf16(&mut self.weight[range.clone()]),
-                    Form::MixedF16 => {
-                        let weight = &mut self.weight_f16[range.clone()];
-                        WeightWindow::MixedF16 { master, weight }
-                    }
-                    _ => WeightWindow::F32(master),
-                },
-                [
-                    StateWindow::F32(&mut m[range.clone()]),
-                    StateWindow::F32(&mut v[range.clone()]),
-                ],
-            ),
+        let own = range.clone();
+        let weight = match form {
+            Form::F32 => WeightWindow::F32(master),
+            Form::Mixed => WeightWindow::Mixed {
+                master,
+                weight: &mut self.weight[own.clone()],
+            },
+            Form::MixedF16 => WeightWindow::MixedF16 {
+                master,
+                weight: &mut self.weight_f16[own.clone()],
+            },
+            _ => WeightWindow::PureBf16(&mut self.weight[own.clone()]),
         };
+        let mut state = if form.narrow_moments() {
+            vec![
+                StateWindow::Bf16(&mut m16[own.clone()]),
+                StateWindow::Bf16(&mut v16[own.clone()]),
+            ]
+        } else {
+            vec![
+                StateWindow::F32(&mut m[own.clone()]),
+                StateWindow::F32(&mut v[own.clone()]),
+            ]
+        };
+        if form.storage() == Bf16Storage::Kahan {
+            state.push(StateWindow::Bf16(&mut self.compensation[own]));
+        }
+        let mut rule = AdamW::default();
+        rule.pure_bf16.weights = form.storage();
         let args = StepArgs {
             step,
             lr: LR,
             weight_decay: DECAY,
             grad_scale: GRAD_SCALE,
             seed: 5,
-            first_element: 1000 + range.start as u64,
-            grad: GradWindow::F32(&grad[range]),
+            first_element: FIRST + range.start as u64,
+            grad: grad.window(range),
             weight,
-            state: state.into(),
+            state,
         };
-        AdamW::default().step_on(simd, args).unwrap();
+        rule.step_on(simd, args).unwrap();
     }
 
     fn bits(&self) -> Vec<u32> {
@@ -128,11 +156,58 @@ impl Model {
             .weight
             .iter()
             .chain(&self.moments_bf16[0])
-            .chain(&self.moments_bf16[1]);
+            .chain(&self.moments_bf16[1])
+            .chain(&self.compensation);
         wide.map(|x| x.to_bits())
             .chain(narrow.map(|x| x.to_bits().into()))
             .chain(self.weight_f16.iter().map(|x| x.to_bits().into()))
             .collect()
+    }
+}
+
+/// A gradient of either width.
+#[derive(Clone, Debug)]
+enum Grad {
+    F32(Vec<f32>),
+    Bf16(Vec<bf16>),
+}
+
+impl From<&Vec<f32>> for Grad {
+    fn from(values: &Vec<f32>) -> Self {
+        Self::F32(values.clone())
+    }
+}
+
+impl Grad {
+    fn narrow(values: &[f32]) -> Self {
+        Self::Bf16(
+            values
+                .iter()
+                .map(|&x| <bf16 as Float>::from_f32(x))
+                .collect(),
+        )
+    }
+
+    /// The same numbers in `f32`.
+    fn widened(&self) -> Self {
+        match self {
+            Self::F32(_) => self.clone(),
+            Self::Bf16(values) => Self::F32(values.iter().map(|x| x.to_f32()).collect()),
+        }
+    }
+
+    fn len(&self) -> usize {
+        match self {
+            Self::F32(values) => values.len(),
+            Self::Bf16(values) => values.len(),
+        }
+    }
+
+    fn window(&self, range: std::ops::Range<usize>) -> GradWindow<'_> {
+        match self {
+            Self::F32(values) => GradWindow::F32(&values[range]),
+            Self::Bf16(values) => GradWindow::Bf16(&values[range]),
+        }
     }
 }
 
@@ -208,14 +283,15 @@ fn every_instruction_set_gives_the_bits_of_a_scalar_loop() {
             let grad = numbers("gradients", n, step);
             model.step(simd, Form::F32, step, &grad, &[]);
             let bias1 = 1.0 - 0.9f64.powf(step as f64);
-            let bias2 = ((1.0 - 0.999f64.powf(step as f64)).sqrt()) as f32;
-            let step_size = (f64::from(LR) / bias1) as f32;
+            let bias2 = (1.0 - 0.999f64.powf(step as f64)).sqrt();
+            let step_size = (f64::from(LR) * bias2 / bias1) as f32;
+            let eps = (1e-8 * bias2) as f32;
             let decay = (1.0 - f64::from(LR) * f64::from(DECAY)) as f32;
             for i in 0..n {
                 let g = std::hint::black_box(grad[i]) * GRAD_SCALE;
                 m[i] += (g - m[i]) * (1.0f64 - 0.9) as f32;
                 v[i] = v[i] * 0.999 + g * g * (1.0f64 - 0.999) as f32;
-                w[i] = w[i] * decay - step_size * m[i] / (v[i].sqrt() / bias2 + 1e-8);
+                w[i] = w[i] * decay - step_size * m[i] / (v[i].sqrt() + eps);
             }
         }
         assert_eq!(model.master, w, "{simd:?}");
@@ -225,34 +301,71 @@ fn every_instruction_set_gives_the_bits_of_a_scalar_loop() {
 
 fn assert_split_invariant(n: usize, cuts: &[usize]) {
     for form in FORMS {
-        let mut whole = Model::new(n);
-        for step in 1..=2 {
-            whole.step(
-                Simd::Portable,
-                form,
-                step,
-                &numbers("gradients", n, step),
-                &[],
-            );
-        }
-        for simd in Simd::available() {
-            let mut split = Model::new(n);
+        for narrow in [false, true] {
+            let grad = |step| {
+                let values = numbers("gradients", n, step);
+                if narrow {
+                    Grad::narrow(&values)
+                } else {
+                    Grad::F32(values)
+                }
+            };
+            let mut whole = Model::new(n);
             for step in 1..=2 {
-                split.step(simd, form, step, &numbers("gradients", n, step), cuts);
+                // Other vectors and another order of elements, the same numbers.
+                whole.step(Simd::Portable, form, step, grad(step).widened(), &[]);
             }
-            assert!(
-                whole.bits() == split.bits(),
-                "{form:?} {simd:?} {n} {cuts:?}"
-            );
+            for simd in Simd::available() {
+                let mut split = Model::new(n);
+                for step in 1..=2 {
+                    split.step(simd, form, step, grad(step), cuts);
+                }
+                assert!(
+                    whole.bits() == split.bits(),
+                    "{form:?} {simd:?} {narrow} {n} {cuts:?}"
+                );
+            }
+        }
+    }
+}
+
+/// Numbers that a carry must not take to infinity, and those that are no numbers, among others.
+#[test]
+fn special_numbers_are_stored_alike_everywhere() {
+    let n = 200;
+    for form in FORMS {
+        let run = |simd, cuts: &[usize]| {
+            let mut model = Model::new(n);
+            let special = [f32::MAX, f32::MIN, f32::INFINITY, f32::NAN, -0.0, 1e-40];
+            for (i, x) in special.into_iter().enumerate() {
+                model.master[7 * i + 3] = x;
+                model.weight[7 * i + 3] = <bf16 as Float>::from_f32(x);
+                model.moments_bf16[0][5 * i + 90] = <bf16 as Float>::from_f32(x);
+            }
+            model.step(simd, form, 1, &numbers("gradients", n, 1), cuts);
+            let quiet = |bits: u32| {
+                if f32::from_bits(bits).is_nan() {
+                    0x7fc0_0000
+                } else {
+                    bits
+                }
+            };
+            model.bits().into_iter().map(quiet).collect::<Vec<_>>()
+        };
+        // Element by element.
+        let cuts: Vec<usize> = (1..n).collect();
+        let expected = run(Simd::Portable, &cuts);
+        for simd in Simd::available() {
+            assert!(run(simd, &[]) == expected, "{form:?} {simd:?}");
         }
     }
 }
 
 #[test]
 fn threads_and_splits_of_a_long_window_do_not_change_a_bit() {
-    let n = 2 * CHUNK_ELEMS + 771;
+    let n = 2 * update::CHUNK_ELEMS + 771;
     assert_split_invariant(n, &[]);
-    assert_split_invariant(n, &[1, 333, CHUNK_ELEMS + 5]);
+    assert_split_invariant(n, &[1, 333, update::CHUNK_ELEMS + 5]);
 }
 
 proptest! {

@@ -1,18 +1,14 @@
-//! The update itself, written as plain loops that the compiler turns into vector code.
+//! The update itself: one pass over memory, written once over the forms of [`super::windows`] and the instruction
+//! sets of [`crate::lanes`].
 
-use half::slice::HalfFloatSliceExt;
-use half::{bf16, f16};
-use kernels::Float;
+use super::Coefficients;
+use super::windows::{Item, LARGE, LARGE_HALF, Mode, Number, Weights};
+use crate::lanes::{Lanes, Loop, Simd};
+use crate::rng::RandomStream;
+use crate::rounding::PageKey;
 
-use super::{Bf16Storage, Coefficients};
-use crate::optimizer::StateWindow;
-use crate::rng::{RandomStream, philox4x32_lanes, stochastic_round_bf16};
-
-/// Elements that share one round of random numbers; also the size of the stack buffers.
-const ROUNDING_ELEMS: usize = 64;
-const PAIRS: usize = ROUNDING_ELEMS / 2;
-/// Elements converted to `f16` while they are in the first-level cache.
-const CAST_ELEMS: usize = 1024;
+/// Elements per task: longer windows are spread over the rayon pool.
+pub(super) const CHUNK_ELEMS: usize = 1 << 16;
 
 impl Coefficients {
     /// New weight, first and second moment of one element.
@@ -21,70 +17,41 @@ impl Coefficients {
         let grad = grad * self.grad_scale;
         let m = m + (grad - m) * self.one_minus_beta1;
         let v = v * self.beta2 + grad * grad * self.one_minus_beta2;
-        let denominator = v.sqrt() / self.sqrt_bias_correction2 + self.eps;
-        let weight = weight * self.decay - self.step_size * m / denominator;
+        let weight = weight * self.decay - self.step_size * m / (v.sqrt() + self.eps);
+        (weight, m, v)
+    }
+
+    /// The same for a vector.
+    #[inline(always)]
+    fn vector<L: Lanes>(
+        &self,
+        l: L,
+        grad: L::F,
+        weight: L::F,
+        m: L::F,
+        v: L::F,
+    ) -> (L::F, L::F, L::F) {
+        let grad = l.mul(grad, l.f(self.grad_scale));
+        let m = l.add(m, l.mul(l.sub(grad, m), l.f(self.one_minus_beta1)));
+        let square = l.mul(l.mul(grad, grad), l.f(self.one_minus_beta2));
+        let v = l.add(l.mul(v, l.f(self.beta2)), square);
+        let denominator = l.add(l.sqrt(v), l.f(self.eps));
+        let change = l.div(l.mul(l.f(self.step_size), m), denominator);
+        let weight = l.sub(l.mul(weight, l.f(self.decay)), change);
         (weight, m, v)
     }
 }
 
+/// The larger magnitudes, as bits.
 #[inline(always)]
-pub(super) fn f32(
-    c: &Coefficients,
-    grad: &[f32],
-    weight: &mut [f32],
-    m: &mut [f32],
-    v: &mut [f32],
-) {
-    let n = grad.len();
-    let (weight, m, v) = (&mut weight[..n], &mut m[..n], &mut v[..n]);
-    for i in 0..n {
-        (weight[i], m[i], v[i]) = c.element(grad[i], weight[i], m[i], v[i]);
-    }
+fn larger<L: Lanes>(l: L, largest: L::U, [a, b]: Item<L>) -> L::U {
+    let magnitude = l.u(0x7fff_ffff);
+    let largest = l.max_u(largest, l.and(l.bits(a), magnitude));
+    l.max_u(largest, l.and(l.bits(b), magnitude))
 }
 
-#[inline(always)]
-pub(super) fn mixed_bf16(
-    c: &Coefficients,
-    grad: &[f32],
-    master: &mut [f32],
-    weight: &mut [bf16],
-    m: &mut [f32],
-    v: &mut [f32],
-) {
-    let n = grad.len();
-    let (master, weight, m, v) = (&mut master[..n], &mut weight[..n], &mut m[..n], &mut v[..n]);
-    for i in 0..n {
-        (master[i], m[i], v[i]) = c.element(grad[i], master[i], m[i], v[i]);
-        weight[i] = <bf16 as Float>::from_f32(master[i]);
-    }
-}
-
-#[inline(always)]
-pub(super) fn mixed_f16(
-    c: &Coefficients,
-    grad: &[f32],
-    master: &mut [f32],
-    weight: &mut [f16],
-    m: &mut [f32],
-    v: &mut [f32],
-) {
-    for start in (0..grad.len()).step_by(CAST_ELEMS) {
-        let range = start..grad.len().min(start + CAST_ELEMS);
-        let master = &mut master[range.clone()];
-        f32(
-            c,
-            &grad[range.clone()],
-            master,
-            &mut m[range.clone()],
-            &mut v[range.clone()],
-        );
-        weight[range].convert_from_f32_slice(master);
-    }
-}
-
-/// Where a window stands in the rounding stream. Elements `2k` and `2k + 1` share the block at (step, k): the low
-/// and high half of word 0 round the weight, of word 1 the first moment, of word 2 the second. Moments in `f32` leave
-/// their words unused.
+/// Where a window stands in the rounding stream: word 0 of a pair rounds the weight, word 1 the first moment, word 2
+/// the second. What is kept in `f32` leaves its words unused.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Rounding {
     pub(super) stream: RandomStream,
@@ -92,169 +59,142 @@ pub(super) struct Rounding {
     pub(super) first_element: u64,
 }
 
-impl Rounding {
-    pub(super) fn advanced(self, elems: u64) -> Self {
-        Self {
-            first_element: self.first_element + elems,
-            ..self
-        }
-    }
-
-    /// Random halves of [`ROUNDING_ELEMS`] elements from the even element `2 * first_pair`, one row per slot.
-    #[inline(always)]
-    fn halves(&self, first_pair: u64) -> [[u16; ROUNDING_ELEMS]; 3] {
-        let mut counter = [[0u32; PAIRS]; 4];
-        for l in 0..PAIRS {
-            let pair = first_pair.wrapping_add(l as u64);
-            counter[0][l] = pair as u32;
-            counter[1][l] = (pair >> 32) as u32;
-            counter[2][l] = self.step as u32;
-            counter[3][l] = (self.step >> 32) as u32;
-        }
-        let words = philox4x32_lanes(counter, self.stream.key());
-        let mut halves = [[0u16; ROUNDING_ELEMS]; 3];
-        for slot in 0..3 {
-            for l in 0..PAIRS {
-                halves[slot][2 * l] = words[slot][l] as u16;
-                halves[slot][2 * l + 1] = (words[slot][l] >> 16) as u16;
-            }
-        }
-        halves
-    }
+/// One update of windows of equal length.
+pub(super) struct Update<'a, G, W, M> {
+    pub(super) coefficients: Coefficients,
+    pub(super) rounding: Rounding,
+    pub(super) grad: &'a [G],
+    pub(super) weights: W,
+    pub(super) m: &'a mut [M],
+    pub(super) v: &'a mut [M],
 }
 
-#[inline(always)]
-pub(super) fn pure_bf16(
-    c: &Coefficients,
-    rounding: Rounding,
-    grad: &[f32],
-    weight: &mut [bf16],
-    m: &mut [bf16],
-    v: &mut [bf16],
-) {
-    let mut start = 0;
-    while start < grad.len() {
-        let element = rounding.first_element + start as u64;
-        // The first block may begin inside an aligned run of elements; all others are aligned.
-        let skip = (element % ROUNDING_ELEMS as u64) as usize;
-        let n = (ROUNDING_ELEMS - skip).min(grad.len() - start);
-        let random = rounding.halves((element - skip as u64) / 2);
-        let range = start..start + n;
-        let window = [
-            &mut weight[range.clone()],
-            &mut m[range.clone()],
-            &mut v[range.clone()],
-        ];
-        pure_bf16_run(c, &random, skip, &grad[range], window);
-        start += n;
-    }
-}
-
-/// `bf16` weights stored with stochastic rounding, moments in `f32`.
-#[inline(always)]
-pub(super) fn rounded_bf16(
-    c: &Coefficients,
-    rounding: Rounding,
-    grad: &[f32],
-    weight: &mut [bf16],
-    m: &mut [f32],
-    v: &mut [f32],
-) {
-    let mut start = 0;
-    while start < grad.len() {
-        let element = rounding.first_element + start as u64;
-        let skip = (element % ROUNDING_ELEMS as u64) as usize;
-        let n = (ROUNDING_ELEMS - skip).min(grad.len() - start);
-        let random = rounding.halves((element - skip as u64) / 2)[0];
-        let range = start..start + n;
-        let mut wide = [0f32; ROUNDING_ELEMS];
-        let wide = &mut wide[..n];
-        for (wide, narrow) in wide.iter_mut().zip(&weight[range.clone()]) {
-            *wide = <bf16 as Float>::to_f32(*narrow);
-        }
-        let (m, v) = (&mut m[range.clone()], &mut v[range.clone()]);
-        f32(c, &grad[range.clone()], wide, m, v);
-        let random = &random[skip..skip + n];
-        for ((narrow, wide), random) in weight[range].iter_mut().zip(wide).zip(random) {
-            *narrow = stochastic_round_bf16(*wide, *random);
-        }
-        start += n;
-    }
-}
-
-/// Steps the elements `skip..skip + grad.len()` of an aligned run, through a padded copy: one loop of known length
-/// vectorises where a loop over the slices falls back to scalar code; whole runs copy with a known length too.
-#[inline(always)]
-fn pure_bf16_run(
-    c: &Coefficients,
-    random: &[[u16; ROUNDING_ELEMS]; 3],
-    skip: usize,
-    grad: &[f32],
-    window: [&mut [bf16]; 3],
-) {
-    let n = grad.len();
-    let mut wide_grad = [0f32; ROUNDING_ELEMS];
-    let mut wide = [[bf16::ZERO; ROUNDING_ELEMS]; 3];
-    if n == ROUNDING_ELEMS {
-        wide_grad.copy_from_slice(grad);
-        for (wide, narrow) in wide.iter_mut().zip(&window) {
-            wide.copy_from_slice(narrow);
-        }
-    } else {
-        wide_grad[skip..skip + n].copy_from_slice(grad);
-        for (wide, narrow) in wide.iter_mut().zip(&window) {
-            wide[skip..skip + n].copy_from_slice(narrow);
-        }
-    }
-    let [weight, m, v] = &mut wide;
-    for i in 0..ROUNDING_ELEMS {
-        let old = [weight[i], m[i], v[i]].map(<bf16 as Float>::to_f32);
-        let (new_weight, new_m, new_v) = c.element(wide_grad[i], old[0], old[1], old[2]);
-        weight[i] = stochastic_round_bf16(new_weight, random[0][i]);
-        m[i] = stochastic_round_bf16(new_m, random[1][i]);
-        v[i] = stochastic_round_bf16(new_v, random[2][i]);
-    }
-    for (wide, narrow) in wide.iter().zip(window) {
-        if n == ROUNDING_ELEMS {
-            narrow.copy_from_slice(wide);
+impl<G: Number, W: Weights, M: Number> Update<'_, G, W, M> {
+    /// Steps all elements, spread over the rayon pool.
+    pub(super) fn spread(self, simd: Simd) {
+        let n = self.grad.len();
+        let page = PageKey::elems_left(self.rounding.first_element);
+        if n as u64 > page {
+            let (a, b) = self.split_at(page as usize);
+            a.spread(simd);
+            b.spread(simd);
+        } else if n > CHUNK_ELEMS {
+            let (a, b) = self.split_at((n / 2).next_multiple_of(CHUNK_ELEMS));
+            rayon::join(|| a.spread(simd), || b.spread(simd));
         } else {
-            narrow.copy_from_slice(&wide[skip..skip + n]);
+            simd.run(self);
         }
+    }
+
+    fn split_at(self, mid: usize) -> (Self, Self) {
+        let (grad, weights) = (self.grad.split_at(mid), self.weights.split_at(mid));
+        let (m, v) = (self.m.split_at_mut(mid), self.v.split_at_mut(mid));
+        let part = |skipped: usize, grad, weights, m, v| Self {
+            coefficients: self.coefficients,
+            rounding: Rounding {
+                first_element: self.rounding.first_element + skipped as u64,
+                ..self.rounding
+            },
+            grad,
+            weights,
+            m,
+            v,
+        };
+        (
+            part(0, grad.0, weights.0, m.0, v.0),
+            part(mid, grad.1, weights.1, m.1, v.1),
+        )
+    }
+
+    /// One by one: the ends of a window, and items with numbers that the vectors' rounding cannot handle.
+    fn scalar(&mut self, key: PageKey, range: std::ops::Range<usize>) {
+        for i in range {
+            let random = key.halves(self.rounding.first_element + i as u64);
+            let (weight, m, v) = self.coefficients.element(
+                self.grad[i].get(),
+                self.weights.get(i),
+                self.m[i].get(),
+                self.v[i].get(),
+            );
+            self.weights.put(i, weight, random[0]);
+            self.m[i].put(m, W::MOMENTS, random[1]);
+            self.v[i].put(v, W::MOMENTS, random[2]);
+        }
+    }
+
+    /// Steps the elements from `i` on, an even one of the run. Returns false, with nothing written, when one of the
+    /// new numbers is too large for the vectors' rounding.
+    #[inline(always)]
+    fn item<L: Lanes, const PAIRED: bool>(&mut self, l: L, key: PageKey, i: usize) -> bool {
+        let own = i..i + L::ITEM;
+        G::prefetch(l, &self.grad[i..]);
+        M::prefetch(l, &self.m[i..]);
+        M::prefetch(l, &self.v[i..]);
+        let grad: Item<L> = G::load::<L, PAIRED>(l, &self.grad[own.clone()]);
+        let weight: Item<L> = self.weights.load::<L, PAIRED>(l, i);
+        let m: Item<L> = M::load::<L, PAIRED>(l, &self.m[own.clone()]);
+        let v: Item<L> = M::load::<L, PAIRED>(l, &self.v[own.clone()]);
+        let c = &self.coefficients;
+        let (weight_a, m_a, v_a) = c.vector(l, grad[0], weight[0], m[0], v[0]);
+        let (weight_b, m_b, v_b) = c.vector(l, grad[1], weight[1], m[1], v[1]);
+        let (weight, m, v) = ([weight_a, weight_b], [m_a, m_b], [v_a, v_b]);
+
+        let pair = ((self.rounding.first_element + i as u64) / 2) as u32;
+        let pairs = l.pairs(key, pair);
+        let draw = [
+            (W::MODE == Mode::Stochastic).then_some(l.word(key, 0, pairs)),
+            (W::MOMENTS == Mode::Stochastic).then_some(l.word(key, 1, pairs)),
+            (W::MOMENTS == Mode::Stochastic).then_some(l.word(key, 2, pairs)),
+        ];
+        let new_weight = W::pack::<L, PAIRED>(l, weight, draw[0]);
+        let new_m = M::pack::<L, PAIRED>(l, m, draw[1]);
+        let new_v = M::pack::<L, PAIRED>(l, v, draw[2]);
+        let fits = if PAIRED {
+            let magnitude = l.u(0x7fff_7fff);
+            let weight = l.and(W::halves(l, new_weight), magnitude);
+            let m = l.and(M::halves(l, new_m), magnitude);
+            let v = l.and(M::halves(l, new_v), magnitude);
+            l.all_halves_below(l.max_halves(l.max_halves(weight, m), v), LARGE_HALF)
+        } else if M::NARROW {
+            let largest = larger(l, larger(l, larger(l, l.u(0), weight), m), v);
+            l.all_below(largest, LARGE)
+        } else {
+            !W::ROUNDS || l.all_below(larger(l, l.u(0), weight), LARGE)
+        };
+        if !fits {
+            return false;
+        }
+        self.weights.store(l, i, new_weight);
+        M::store(l, &mut self.m[own.clone()], new_m);
+        M::store(l, &mut self.v[own], new_v);
+        true
+    }
+
+    #[inline(always)]
+    fn items<L: Lanes, const PAIRED: bool>(mut self, l: L) {
+        let first = self.rounding.first_element;
+        let key = PageKey::new(self.rounding.stream, self.rounding.step, first);
+        let n = self.grad.len();
+        // Items begin at even elements, which begin a pair.
+        let mut i = n.min((first % 2) as usize);
+        self.scalar(key, 0..i);
+        while i + L::ITEM <= n {
+            if !self.item::<L, PAIRED>(l, key, i) {
+                self.scalar(key, i..i + L::ITEM);
+            }
+            i += L::ITEM;
+        }
+        self.scalar(key, i..n);
     }
 }
 
-/// The other ways of storing `bf16` weights, element by element: plain and compensated rounding to the nearest.
-pub(super) fn elementwise(
-    c: &Coefficients,
-    rounding: Rounding,
-    storage: Bf16Storage,
-    grad: &[f32],
-    weight: &mut [bf16],
-    state: &mut [StateWindow<'_>],
-) {
-    let nearest = |value: f32| <bf16 as Float>::from_f32(value);
-    let wide = |value: bf16| <bf16 as Float>::to_f32(value);
-    let get = |window: &StateWindow<'_>, i: usize| match window {
-        StateWindow::F32(values) => values[i],
-        StateWindow::Bf16(values) => wide(values[i]),
-    };
-    let put = |window: &mut StateWindow<'_>, i: usize, value: f32, random: u16| match window {
-        StateWindow::F32(values) => values[i] = value,
-        StateWindow::Bf16(values) if storage == Bf16Storage::Nearest => values[i] = nearest(value),
-        StateWindow::Bf16(values) => values[i] = stochastic_round_bf16(value, random),
-    };
-    for i in 0..grad.len() {
-        let element = rounding.first_element + i as u64;
-        let words = rounding.stream.block(rounding.step, element / 2);
-        let half = |word: usize| (words[word] >> (16 * (element % 2))) as u16;
-        let error = state.get(2).map_or(0.0, |window| get(window, i));
-        let old = wide(weight[i]) + error;
-        let (new, m, v) = c.element(grad[i], old, get(&state[0], i), get(&state[1], i));
-        weight[i] = nearest(new);
-        put(&mut state[0], i, m, half(1));
-        put(&mut state[1], i, v, half(2));
-        if let Some(StateWindow::Bf16(errors)) = state.get_mut(2) {
-            errors[i] = nearest(new - wide(weight[i]));
+impl<G: Number, W: Weights, M: Number> Loop for Update<'_, G, W, M> {
+    #[inline(always)]
+    fn run<L: Lanes>(self, lanes: L) {
+        if G::NARROW && W::NARROW && M::NARROW {
+            self.items::<L, true>(lanes);
+        } else {
+            self.items::<L, false>(lanes);
         }
     }
 }

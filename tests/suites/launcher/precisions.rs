@@ -74,7 +74,7 @@ fn spilled_state_is_logged_saved_and_continued() {
         row["nvme"]["share_of_measured"].as_f64() > Some(0.0),
         "{row}"
     );
-    let manifest = read_json(&site.path("whole/checkpoint-1/manifest.json"));
+    let manifest = read_json(&site.path("whole/checkpoint-1/MANIFEST.json"));
     assert!(
         manifest.to_string().contains("\"loss_scale\":{"),
         "{manifest}"
@@ -148,8 +148,11 @@ fn a_loss_scale_that_cannot_fall_further_ends_the_run() {
 #[test]
 fn tiers_and_formats_that_cannot_be_are_refused() {
     let site = Site::new();
-    let screen = site.refuse("--offload nvme:/proc/none", 16, "E13");
-    assert!(screen.contains("/proc/none"), "{screen}");
+    // A file system that holds nothing, and a place that is no folder.
+    let screen = site.refuse("--offload nvme:/proc/none", 5, "E17");
+    assert!(screen.contains("spill files need"), "{screen}");
+    let screen = site.refuse("--offload nvme:data/samples.json", 16, "E13");
+    assert!(screen.contains("samples.json"), "{screen}");
     site.refuse("--precision bf16 --loss-scale 128", 2, "E09");
     let glm = Site::with_family("glm-4v-9b");
     let screen = glm.refuse("--precision fp16", 2, "E09");

@@ -30,11 +30,9 @@ pub struct Scalars {
     pub beta2: f32,
     /// `1 - beta2`.
     pub one_minus_beta2: f32,
-    /// `sqrt(1 - beta2^step)`.
-    pub sqrt_bias_correction2: f32,
-    /// Added to the denominator.
+    /// Added to the root of the second moment: `eps * sqrt(1 - beta2^step)`.
     pub eps: f32,
-    /// `lr / (1 - beta1^step)`.
+    /// `lr * sqrt(1 - beta2^step) / (1 - beta1^step)`.
     pub step_size: f32,
     /// `1 - lr * weight_decay`.
     pub decay: f32,

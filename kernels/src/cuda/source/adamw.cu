@@ -1,5 +1,5 @@
 // One AdamW step over a window of n elements, bit-equal to optim::AdamW (any NaN counts as equal): single operations
-// rounded to nearest even in the order of optim/src/adamw/update.rs, Philox4x32-10 keyed as its `Rounding`.
+// rounded to nearest even in the order of optim/src/adamw/update.rs, random bits as optim/src/rounding.rs makes them.
 //
 // Defines: GRAD (TYPE_* of the gradient), FORM. Bytes per element, reads and writes, without and with the gradient:
 //   FORM            weight                        moments                    bytes   + 16-bit grad   + f32 grad
@@ -9,8 +9,9 @@
 //   FORM_PURE_BF16  bf16, stochastic rounding     bf16, stochastic rounding  12      14              16
 //
 // Legend: element i of the window is element first_element + i of the run, the position in the rounding stream:
-//   elements 2k and 2k + 1 share the Philox block at counter (k, step); the low and high half of word 0 round the
-//   weight, of word 1 the first moment, of word 2 the second.
+//   elements 2k and 2k + 1 share three words hashed from k; the low and high half of word 0 round the weight, of
+//   word 1 the first moment, of word 2 the second. 2^32 pairs (a page) share a key, the Philox block at counter
+//   (page, step).
 //   [0, head) single elements | [head, head + body) eight per thread, 16-byte aligned | the rest single elements.
 //   The launch chooses head so that all windows are aligned behind it; head = n when no head aligns them all.
 // The factor on every gradient is scalars.grad_scale * clip.factor, one f32 product: with grad_scale = 1 it is the
@@ -30,21 +31,24 @@
 
 // kernels::cuda::ops::adamw::Scalars.
 struct Scalars {
-  float grad_scale, one_minus_beta1, beta2, one_minus_beta2, sqrt_bias_correction2, eps, step_size, decay;
+  float grad_scale, one_minus_beta1, beta2, one_minus_beta2, eps, step_size, decay;
   u32 key[2], step[2];
 };
 
 struct Constants {
   float grad_scale, one_minus_beta1, beta2, one_minus_beta2;
-  float correction, inverse_correction, eps, step_size, decay;
+  float eps, step_size, decay;
   u32 key[2], step[2];
+  // Of the page that was seen last.
+  u64 page;
+  u32 page_key[4];
 };
 
 // ---- rounding
 
-// Words 0, 1, 2 of the Philox block of a pair of elements.
-DEVICE void philox(const Constants& c, u64 pair, u32 (&words)[3]) {
-  u32 c0 = (u32)pair, c1 = (u32)(pair >> 32), c2 = c.step[0], c3 = c.step[1];
+// Makes the key of a page: the Philox4x32-10 block at counter (page, step).
+DEVICE void turn_to(Constants& c, u64 page) {
+  u32 c0 = (u32)page, c1 = (u32)(page >> 32), c2 = c.step[0], c3 = c.step[1];
   u32 k0 = c.key[0], k1 = c.key[1];
   UNROLL for (int round = 0; round < 10; round++) {
     u64 left = (u64)0xD2511F53u * c0, right = (u64)0xCD9E8D57u * c2;
@@ -55,7 +59,20 @@ DEVICE void philox(const Constants& c, u64 pair, u32 (&words)[3]) {
     k0 += 0x9E3779B9u;
     k1 += 0xBB67AE85u;
   }
-  words[0] = c0, words[1] = c1, words[2] = c2;
+  c.page = page;
+  c.page_key[0] = c0, c.page_key[1] = c1, c.page_key[2] = c2, c.page_key[3] = c3;
+}
+
+// optim::rounding: the words of a pair of the page at hand.
+DEVICE void hash(const Constants& c, u32 pair, u32 (&words)[3]) {
+  u32 x = pair + c.page_key[0];
+  x = (x ^ x >> 16) * 0x7FEB352Du;
+  x = (x ^ x >> 15) * 0x846CA68Bu;
+  x ^= x >> 16;
+  u32 a = (x + c.page_key[1]) * 0x9E3779B1u;
+  u32 b = (x + c.page_key[2]) * 0x85EBCA6Bu;
+  u32 d = (x + c.page_key[3]) * 0xC2B2AE35u;
+  words[0] = a ^ a >> 17, words[1] = b ^ b >> 17, words[2] = d ^ d >> 17;
 }
 
 // optim::rng::stochastic_round_bf16.
@@ -83,21 +100,11 @@ DEVICE void put_pair(Eight<TYPE_BF16>& x, int k, float low, float high, u32 rand
 
 // ---- the update
 
-// a / correction for a = sqrt(v): the quotient by the rounded reciprocal y is off by at most 1.5 ulp, the first
-// correction makes it faithful, the second correctly rounded (Markstein). a is 0 or in 2^-75..2^64 and correction in
-// 2^-27..1, so nothing overflows or is subnormal. Infinity and NaN take the plain product.
-DEVICE float over_correction(const Constants& c, float a) {
-  float product = mul_rn(a, c.inverse_correction);
-  float q = fma_rn(fma_rn(-c.correction, product, a), c.inverse_correction, product);
-  q = fma_rn(fma_rn(-c.correction, q, a), c.inverse_correction, q);
-  return a < float_of_bits(0x7f800000u) ? q : product;
-}
-
 DEVICE void update(const Constants& c, float gradient, float& w, float& m, float& v) {
   float g = mul_rn(gradient, c.grad_scale);
   m = add_rn(m, mul_rn(sub_rn(g, m), c.one_minus_beta1));
   v = add_rn(mul_rn(v, c.beta2), mul_rn(mul_rn(g, g), c.one_minus_beta2));
-  float denominator = add_rn(over_correction(c, sqrt_rn(v)), c.eps);
+  float denominator = add_rn(sqrt_rn(v), c.eps);
   w = sub_rn(mul_rn(w, c.decay), div_rn(mul_rn(c.step_size, m), denominator));
 }
 
@@ -117,13 +124,14 @@ struct Window {
   u64 first_element;
 };
 
-DEVICE void step_one(const Constants& c, const Window& at, u64 i) {
+DEVICE void step_one(Constants& c, const Window& at, u64 i) {
   float w = Weight::widen(at.weight[i]), m = Moment::widen(at.exp_avg[i]), v = Moment::widen(at.exp_avg_sq[i]);
   update(c, Grad::widen(at.grad[i]), w, m, v);
   u32 words[3] = {0, 0, 0};
   if (ROUNDED) {
     u64 element = at.first_element + i;
-    philox(c, element >> 1, words);
+    if (element >> 33 != c.page) turn_to(c, element >> 33);
+    hash(c, (u32)(element >> 1), words);
     UNROLL for (int s = 0; s < 3; s++) words[s] = element & 1 ? words[s] >> 16 : words[s] & 0xffffu;
   }
   put(at.weight[i], w, words[0]);
@@ -132,8 +140,8 @@ DEVICE void step_one(const Constants& c, const Window& at, u64 i) {
   if (HAS_COPY) at.copy[i] = Copy::narrow(w);
 }
 
-// Returns false, with nothing written, when a number is too large for the pairwise rounding.
-DEVICE bool step_eight(const Constants& c, const Window& at, u64 i) {
+// Returns false, with nothing written, when a number is too large for the pairwise rounding or a page ends inside.
+DEVICE bool step_eight(Constants& c, const Window& at, u64 i) {
   Eight<GRAD> grad;
   Eight<WEIGHT> weight;
   Eight<MOMENT> exp_avg, exp_avg_sq;
@@ -142,11 +150,15 @@ DEVICE bool step_eight(const Constants& c, const Window& at, u64 i) {
   weight.load(at.weight + i);
   exp_avg.load(at.exp_avg + i);
   exp_avg_sq.load(at.exp_avg_sq + i);
-  // An odd first element begins with the high half of a word: eight elements then touch five blocks.
+  // An odd first element begins with the high half of a word: eight elements then touch five pairs.
   u64 pair = (at.first_element + i) >> 1;
   bool odd = (at.first_element + i) & 1;
   u32 words[3] = {0, 0, 0}, next[3] = {0, 0, 0};
-  if (ROUNDED) philox(c, pair, next);
+  if (ROUNDED) {
+    if (pair >> 32 != c.page) turn_to(c, pair >> 32);
+    if (pair + 4 >> 32 != c.page) return false;
+    hash(c, (u32)pair, next);
+  }
   // Becomes infinite or NaN when a number to be rounded is 2^127 or more, infinite or NaN.
   float sum = 0.0f;
   UNROLL for (int k = 0; k < 4; k++) {
@@ -159,7 +171,7 @@ DEVICE bool step_eight(const Constants& c, const Window& at, u64 i) {
     }
     if (ROUNDED) {
       UNROLL for (int s = 0; s < 3; s++) words[s] = next[s];
-      if (k < 3 || odd) philox(c, pair + k + 1, next);
+      if (k < 3 || odd) hash(c, (u32)pair + k + 1, next);
       UNROLL for (int s = 0; s < 3; s++) words[s] = (u32)(((u64)next[s] << 32 | words[s]) >> (odd ? 16 : 0));
     }
     put_pair(weight, k, w[0], w[1], words[0]);
@@ -187,12 +199,11 @@ adamw(const Grad::Stored* grad, Weight::Stored* weight, u16* copy, Moment::Store
   c.one_minus_beta1 = scalars->one_minus_beta1;
   c.beta2 = scalars->beta2;
   c.one_minus_beta2 = scalars->one_minus_beta2;
-  c.correction = scalars->sqrt_bias_correction2;
-  c.inverse_correction = div_rn(1.0f, c.correction);
   c.eps = scalars->eps;
   c.step_size = scalars->step_size;
   c.decay = scalars->decay;
   UNROLL for (int i = 0; i < 2; i++) c.key[i] = scalars->key[i], c.step[i] = scalars->step[i];
+  if (ROUNDED) turn_to(c, first_element >> 33);
   Window at = {grad, weight, copy, exp_avg, exp_avg_sq, first_element};
 
   // The thread's eight elements of the body, one by one where they are large; then what the body leaves over.

@@ -1,0 +1,233 @@
+//! One `AdamW` step over flat buffers in every form, and the in-place read-modify-write that bounds it.
+
+use half::bf16;
+use memmap2::{Advice, MmapMut};
+use optim::{
+    AdamW, Bf16Storage, GradWindow, Optimizer, PureBf16, StateWindow, StepArgs, WeightWindow,
+};
+use rayon::prelude::*;
+use std::marker::PhantomData;
+
+/// What is stepped.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Form {
+    /// Not a step: every element of one `f32` array is multiplied in place.
+    ReadModifyWrite,
+    /// `f32` weights and moments.
+    F32,
+    /// `f32` master weights and moments; the `bf16` copy is written.
+    Master,
+    /// `bf16` weights with stochastic rounding, `f32` moments.
+    Moments,
+    /// `bf16` weights and moments with stochastic rounding.
+    Pure,
+    /// `bf16` weights with a compensation, `bf16` moments.
+    Kahan,
+}
+
+/// A form and the width of its gradient.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Variant {
+    /// The word on command lines.
+    pub name: &'static str,
+    /// What is stepped.
+    pub form: Form,
+    /// Whether the gradient is `bf16`.
+    pub narrow_grad: bool,
+    /// Bytes moved per element: each buffer once for every read and once for every write.
+    pub bytes: usize,
+}
+
+impl Variant {
+    /// Every variant.
+    pub const ALL: [Self; 10] = [
+        Self::new("rmw", Form::ReadModifyWrite, false, 8),
+        Self::new("f32", Form::F32, false, 28),
+        Self::new("f32-bf16-grad", Form::F32, true, 26),
+        Self::new("master-f32-grad", Form::Master, false, 30),
+        Self::new("master", Form::Master, true, 28),
+        Self::new("moments-f32-grad", Form::Moments, false, 24),
+        Self::new("moments", Form::Moments, true, 22),
+        Self::new("pure-f32-grad", Form::Pure, false, 16),
+        Self::new("pure", Form::Pure, true, 14),
+        Self::new("kahan", Form::Kahan, true, 18),
+    ];
+
+    const fn new(name: &'static str, form: Form, narrow_grad: bool, bytes: usize) -> Self {
+        Self {
+            name,
+            form,
+            narrow_grad,
+            bytes,
+        }
+    }
+
+    /// The variant of a name.
+    #[must_use]
+    pub fn named(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|variant| variant.name == name)
+    }
+}
+
+/// Numbers in huge pages, where the system grants them.
+#[derive(Debug)]
+struct Array<T> {
+    map: MmapMut,
+    kind: PhantomData<T>,
+}
+
+impl<T: bytemuck::Pod + Send + Sync> Array<T> {
+    fn new(elems: usize, value: T) -> Self {
+        let map = MmapMut::map_anon(elems * size_of::<T>()).expect("memory for a benchmark");
+        #[cfg(target_os = "linux")]
+        if let Err(error) = map.advise(Advice::HugePage) {
+            eprintln!("no huge pages: {error}");
+        }
+        let mut array = Self {
+            map,
+            kind: PhantomData,
+        };
+        // Touched by the threads that will step it.
+        array.get_mut().par_iter_mut().for_each(|x| *x = value);
+        array
+    }
+
+    fn get(&self) -> &[T] {
+        bytemuck::cast_slice(&self.map)
+    }
+
+    fn get_mut(&mut self) -> &mut [T] {
+        bytemuck::cast_slice_mut(&mut self.map)
+    }
+}
+
+/// Buffers of one length, made at their first use and used again by every later step.
+#[derive(Debug)]
+pub struct Buffers {
+    elems: usize,
+    step: u64,
+    wide_grad: Option<Array<f32>>,
+    narrow_grad: Option<Array<bf16>>,
+    wide: [Option<Array<f32>>; 3],
+    narrow: [Option<Array<bf16>>; 4],
+}
+
+impl Buffers {
+    /// For windows of `elems` elements.
+    #[must_use]
+    pub fn new(elems: usize) -> Self {
+        Self {
+            elems,
+            step: 0,
+            wide_grad: None,
+            narrow_grad: None,
+            wide: [const { None }; 3],
+            narrow: [const { None }; 4],
+        }
+    }
+
+    /// Runs a variant once.
+    ///
+    /// # Panics
+    /// When memory is short.
+    pub fn run(&mut self, variant: Variant) {
+        let n = self.elems;
+        self.step += 1;
+        let wide = |slot: &'_ mut Option<Array<f32>>, value| {
+            slot.get_or_insert_with(|| Array::new(n, value));
+        };
+        let needs_wide = match variant.form {
+            Form::ReadModifyWrite => 1,
+            Form::F32 | Form::Master => 3,
+            Form::Moments => 2,
+            Form::Pure | Form::Kahan => 0,
+        };
+        for slot in &mut self.wide[..needs_wide] {
+            wide(slot, 1e-3);
+        }
+        let needs_narrow = match variant.form {
+            Form::ReadModifyWrite | Form::F32 => 0,
+            Form::Master | Form::Moments => 1,
+            Form::Pure => 3,
+            Form::Kahan => 4,
+        };
+        for slot in &mut self.narrow[..needs_narrow] {
+            slot.get_or_insert_with(|| Array::new(n, bf16::from_f32(1e-3)));
+        }
+        let step = self.step;
+        let [a, b, c] = &mut self.wide;
+        let [weight, m, v, error] = &mut self.narrow;
+        if variant.form == Form::ReadModifyWrite {
+            return scale(slice(a));
+        }
+        let grad = if variant.narrow_grad {
+            let grad = self
+                .narrow_grad
+                .get_or_insert_with(|| Array::new(n, bf16::from_f32(1e-2)));
+            GradWindow::Bf16(grad.get())
+        } else {
+            let grad = self.wide_grad.get_or_insert_with(|| Array::new(n, 1e-2));
+            GradWindow::F32(grad.get())
+        };
+        let (weight, state) = match variant.form {
+            Form::F32 | Form::ReadModifyWrite => (
+                WeightWindow::F32(slice(c)),
+                vec![StateWindow::F32(slice(a)), StateWindow::F32(slice(b))],
+            ),
+            Form::Master => {
+                let (master, weight) = (slice(c), slice(weight));
+                (
+                    WeightWindow::Mixed { master, weight },
+                    vec![StateWindow::F32(slice(a)), StateWindow::F32(slice(b))],
+                )
+            }
+            Form::Moments => (
+                WeightWindow::PureBf16(slice(weight)),
+                vec![StateWindow::F32(slice(a)), StateWindow::F32(slice(b))],
+            ),
+            Form::Pure => (
+                WeightWindow::PureBf16(slice(weight)),
+                vec![StateWindow::Bf16(slice(m)), StateWindow::Bf16(slice(v))],
+            ),
+            Form::Kahan => (
+                WeightWindow::PureBf16(slice(weight)),
+                vec![
+                    StateWindow::Bf16(slice(m)),
+                    StateWindow::Bf16(slice(v)),
+                    StateWindow::Bf16(slice(error)),
+                ],
+            ),
+        };
+        let mut rule = AdamW::default();
+        if variant.form == Form::Kahan {
+            rule.pure_bf16 = PureBf16 {
+                weights: Bf16Storage::Kahan,
+                ..PureBf16::default()
+            };
+        }
+        let args = StepArgs {
+            step,
+            lr: 1e-4,
+            weight_decay: 0.1,
+            grad_scale: 1.0,
+            seed: 1,
+            first_element: 0,
+            grad,
+            weight,
+            state,
+        };
+        rule.step(args).expect("windows that fit the rule");
+    }
+}
+
+fn slice<T: bytemuck::Pod + Send + Sync>(array: &mut Option<Array<T>>) -> &mut [T] {
+    array.as_mut().expect("an array made above").get_mut()
+}
+
+fn scale(values: &mut [f32]) {
+    values.par_chunks_mut(1 << 16).for_each(|part| {
+        for x in part {
+            *x *= 0.999_99;
+        }
+    });
+}

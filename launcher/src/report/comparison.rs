@@ -1,0 +1,89 @@
+//! Several runs in one picture: charts one below the other, as a document of its own.
+
+use super::chart::{Chart, Line, Look, WIDTH, push};
+
+/// Height of a chart with its title.
+const PANEL_HEIGHT: f64 = 300.0;
+
+/// A named line through (step, value) points.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Series {
+    /// Its name in the legend.
+    pub name: String,
+    /// Points, left to right.
+    pub points: Vec<(f64, f64)>,
+}
+
+/// A chart with a title.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Panel {
+    /// What it shows.
+    pub title: String,
+    /// Unit of the values.
+    pub unit: String,
+    /// Its lines.
+    pub series: Vec<Series>,
+}
+
+/// The panels as an SVG document.
+pub fn comparison(panels: &[Panel]) -> String {
+    let height = PANEL_HEIGHT * panels.len() as f64;
+    let mut svg = format!(
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {height}\" width=\"{WIDTH}\" height=\"{height}\" color=\"#333\" font-family=\"sans-serif\" font-size=\"12\" fill=\"#333\">\n<rect width=\"100%\" height=\"100%\" fill=\"white\"/>\n"
+    );
+    for (panel, top) in panels
+        .iter()
+        .zip((0..).map(|i| f64::from(i) * PANEL_HEIGHT))
+    {
+        let lines = panel
+            .series
+            .iter()
+            .enumerate()
+            .map(|(colour, series)| Line {
+                name: series.name.clone(),
+                colour,
+                look: Look::Plain,
+                points: series.points.clone(),
+            });
+        let chart = Chart {
+            unit: panel.unit.clone(),
+            lines: lines.collect(),
+            ..Chart::default()
+        };
+        push(
+            &mut svg,
+            format_args!(
+                "<text x=\"12\" y=\"{}\" font-size=\"14\">{}</text>\n<g transform=\"translate(0 {})\">\n{}</g>\n",
+                top + 18.0,
+                panel.title,
+                top + 26.0,
+                chart.drawing()
+            ),
+        );
+    }
+    svg += "</svg>\n";
+    svg
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_panel_has_its_title_and_its_lines() {
+        let series = |name: &str| Series {
+            name: name.into(),
+            points: vec![(1.0, 2.0), (2.0, 1.0)],
+        };
+        let panel = |title: &str| Panel {
+            title: title.into(),
+            unit: "loss".into(),
+            series: vec![series("one"), series("two")],
+        };
+        let svg = comparison(&[panel("first"), panel("second")]);
+        assert_eq!(svg.matches("<polyline").count(), 4);
+        for word in [">first<", ">second<", ">one<", ">two<"] {
+            assert!(svg.contains(word), "{word}");
+        }
+    }
+}

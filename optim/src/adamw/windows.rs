@@ -1,0 +1,372 @@
+//! The forms in which gradient, weights and moments are kept, behind traits that the update is written over once.
+//!
+//! Vectors pass through no closure and no `array::map`: those are compiled without the instruction set of the loop
+//! around them, and every operation in them would become a call.
+
+use half::bf16;
+use kernels::Float;
+
+use crate::lanes::Lanes;
+use crate::rng::stochastic_round_bf16;
+
+/// Bytes that are fetched ahead of use.
+const AHEAD_BYTES: usize = 2048;
+/// Sign bit aside, the least that a rounding to `bf16` may carry to infinity, or that is infinite or NaN already.
+pub(crate) const LARGE: u32 = 0x7f00_0000;
+
+/// The same in the high half of a number: where every input is 16 bits wide, NaN have no bits below, so that no
+/// rounding carries them into the sign, and what was written tells as much as what was rounded.
+pub(crate) const LARGE_HALF: u16 = 0x7f00;
+
+/// The numbers of one item: two vectors, either the first half and the second half of the elements, or the even and
+/// the odd ones (`PAIRED`), whichever is cheaper to load. All windows of an update share the order.
+pub(crate) type Item<L> = [<L as Lanes>::F; 2];
+
+/// The 16-bit numbers of an item as the high halves of `f32` bits.
+#[inline(always)]
+fn split_high<L: Lanes, const PAIRED: bool>(l: L, words: L::U) -> [L::U; 2] {
+    if PAIRED {
+        [l.shl::<16>(words), l.and(words, l.u(0xffff_0000))]
+    } else {
+        let [a, b] = l.widen(words);
+        [l.shl::<16>(a), l.shl::<16>(b)]
+    }
+}
+
+/// The same as low halves.
+#[inline(always)]
+fn split_low<L: Lanes, const PAIRED: bool>(l: L, words: L::U) -> [L::U; 2] {
+    if PAIRED {
+        [l.and(words, l.u(0xffff)), l.shr::<16>(words)]
+    } else {
+        l.widen(words)
+    }
+}
+
+/// The high halves of `bits` plus `addend`, back in the order of memory.
+#[inline(always)]
+fn round<L: Lanes, const PAIRED: bool>(l: L, bits: [L::U; 2], addend: [L::U; 2]) -> L::U {
+    let [a, b] = [l.add_u(bits[0], addend[0]), l.add_u(bits[1], addend[1])];
+    if PAIRED {
+        l.or(l.shr::<16>(a), l.and(b, l.u(0xffff_0000)))
+    } else {
+        l.narrow([l.shr::<16>(a), l.shr::<16>(b)])
+    }
+}
+
+/// What makes the cut after sixteen bits a rounding to nearest even.
+#[inline(always)]
+fn nearest_addend<L: Lanes>(l: L, bits: L::U) -> L::U {
+    let odd = l.and(l.shr::<16>(bits), l.u(1));
+    l.add_u(odd, l.u(0x7fff))
+}
+
+/// How a `bf16` is rounded.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Mode {
+    Nearest,
+    Stochastic,
+}
+
+/// An element type of gradients and moments.
+pub(crate) trait Number: Copy + Send + Sync {
+    /// 16 bits wide.
+    const NARROW: bool;
+    /// What [`Number::store`] writes.
+    type Packed<L: Lanes>: Copy;
+
+    fn get(self) -> f32;
+    fn put(&mut self, value: f32, mode: Mode, random: u16);
+    fn load<L: Lanes, const PAIRED: bool>(l: L, from: &[Self]) -> Item<L>;
+    /// Rounds; numbers are below [`LARGE`] where `NARROW`.
+    fn pack<L: Lanes, const PAIRED: bool>(
+        l: L,
+        x: Item<L>,
+        random: Option<L::U>,
+    ) -> Self::Packed<L>;
+    fn store<L: Lanes>(l: L, to: &mut [Self], x: Self::Packed<L>);
+    /// What [`Number::store`] writes, where `NARROW`.
+    fn halves<L: Lanes>(l: L, x: Self::Packed<L>) -> L::U;
+    #[inline(always)]
+    fn prefetch<L: Lanes>(l: L, from: &[Self]) {
+        let ahead = from.as_ptr().cast::<u8>().wrapping_add(AHEAD_BYTES);
+        l.prefetch(ahead);
+        if !Self::NARROW && L::ITEM * size_of::<f32>() > 64 {
+            l.prefetch(ahead.wrapping_add(64));
+        }
+    }
+}
+
+impl Number for f32 {
+    const NARROW: bool = false;
+    type Packed<L: Lanes> = Item<L>;
+
+    #[inline(always)]
+    fn get(self) -> f32 {
+        self
+    }
+    #[inline(always)]
+    fn put(&mut self, value: f32, _: Mode, _: u16) {
+        *self = value;
+    }
+    #[inline(always)]
+    fn load<L: Lanes, const PAIRED: bool>(l: L, from: &[Self]) -> Item<L> {
+        debug_assert!(!PAIRED, "f32 numbers are loaded in order");
+        [l.load(&from[..L::N]), l.load(&from[L::N..])]
+    }
+    #[inline(always)]
+    fn pack<L: Lanes, const PAIRED: bool>(_: L, x: Item<L>, _: Option<L::U>) -> Item<L> {
+        x
+    }
+    #[inline(always)]
+    fn store<L: Lanes>(l: L, to: &mut [Self], [a, b]: Item<L>) {
+        let (low, high) = to.split_at_mut(L::N);
+        l.store(low, a);
+        l.store(high, b);
+    }
+    #[inline(always)]
+    fn halves<L: Lanes>(l: L, _: Item<L>) -> L::U {
+        l.u(0)
+    }
+}
+
+impl Number for bf16 {
+    const NARROW: bool = true;
+    type Packed<L: Lanes> = L::U;
+
+    #[inline(always)]
+    fn get(self) -> f32 {
+        <Self as Float>::to_f32(self)
+    }
+    #[inline(always)]
+    fn put(&mut self, value: f32, mode: Mode, random: u16) {
+        *self = match mode {
+            Mode::Nearest => <Self as Float>::from_f32(value),
+            Mode::Stochastic => stochastic_round_bf16(value, random),
+        };
+    }
+    #[inline(always)]
+    fn load<L: Lanes, const PAIRED: bool>(l: L, from: &[Self]) -> Item<L> {
+        let [a, b] = split_high::<L, PAIRED>(l, l.load_halves(from));
+        [l.float(a), l.float(b)]
+    }
+    #[inline(always)]
+    fn pack<L: Lanes, const PAIRED: bool>(l: L, x: Item<L>, random: Option<L::U>) -> L::U {
+        let bits = [l.bits(x[0]), l.bits(x[1])];
+        let addend = match random {
+            Some(words) => split_low::<L, PAIRED>(l, words),
+            None => [nearest_addend(l, bits[0]), nearest_addend(l, bits[1])],
+        };
+        round::<L, PAIRED>(l, bits, addend)
+    }
+    #[inline(always)]
+    fn store<L: Lanes>(l: L, to: &mut [Self], x: L::U) {
+        l.store_halves(to, x);
+    }
+    #[inline(always)]
+    fn halves<L: Lanes>(_: L, x: L::U) -> L::U {
+        x
+    }
+}
+
+/// The weights of an update, and what is kept beside them.
+pub(crate) trait Weights: Send + Sized {
+    /// Nothing wider than 16 bits.
+    const NARROW: bool;
+    /// Something is rounded to 16 bits.
+    const ROUNDS: bool = true;
+    /// How weights are rounded.
+    const MODE: Mode = Mode::Nearest;
+    /// How `bf16` moments beside them are rounded.
+    const MOMENTS: Mode = Mode::Stochastic;
+    /// What [`Weights::store`] writes.
+    type Packed<L: Lanes>: Copy;
+
+    fn split_at(self, mid: usize) -> (Self, Self);
+    fn get(&self, i: usize) -> f32;
+    fn put(&mut self, i: usize, value: f32, random: u16);
+    fn load<L: Lanes, const PAIRED: bool>(&self, l: L, i: usize) -> Item<L>;
+    fn pack<L: Lanes, const PAIRED: bool>(
+        l: L,
+        x: Item<L>,
+        random: Option<L::U>,
+    ) -> Self::Packed<L>;
+    fn store<L: Lanes>(&mut self, l: L, i: usize, x: Self::Packed<L>);
+    /// The 16-bit weights that [`Weights::store`] writes, where `NARROW`.
+    fn halves<L: Lanes>(l: L, x: Self::Packed<L>) -> L::U;
+}
+
+/// `f32` weights.
+impl Weights for &mut [f32] {
+    const NARROW: bool = false;
+    const ROUNDS: bool = false;
+    type Packed<L: Lanes> = Item<L>;
+
+    fn split_at(self, mid: usize) -> (Self, Self) {
+        self.split_at_mut(mid)
+    }
+    #[inline(always)]
+    fn get(&self, i: usize) -> f32 {
+        self[i]
+    }
+    #[inline(always)]
+    fn put(&mut self, i: usize, value: f32, _: u16) {
+        self[i] = value;
+    }
+    #[inline(always)]
+    fn load<L: Lanes, const PAIRED: bool>(&self, l: L, i: usize) -> Item<L> {
+        f32::prefetch(l, &self[i..]);
+        f32::load::<L, PAIRED>(l, &self[i..i + L::ITEM])
+    }
+    #[inline(always)]
+    fn pack<L: Lanes, const PAIRED: bool>(_: L, x: Item<L>, _: Option<L::U>) -> Item<L> {
+        x
+    }
+    #[inline(always)]
+    fn store<L: Lanes>(&mut self, l: L, i: usize, x: Item<L>) {
+        f32::store(l, &mut self[i..i + L::ITEM], x);
+    }
+    #[inline(always)]
+    fn halves<L: Lanes>(l: L, _: Item<L>) -> L::U {
+        l.u(0)
+    }
+}
+
+/// `f32` master weights and the `bf16` copy that is written.
+pub(crate) struct Master<'a> {
+    pub(crate) master: &'a mut [f32],
+    pub(crate) weight: &'a mut [bf16],
+}
+
+impl Weights for Master<'_> {
+    const NARROW: bool = false;
+    type Packed<L: Lanes> = (Item<L>, L::U);
+
+    fn split_at(self, mid: usize) -> (Self, Self) {
+        let (master, weight) = (self.master.split_at_mut(mid), self.weight.split_at_mut(mid));
+        let half = |master, weight| Self { master, weight };
+        (half(master.0, weight.0), half(master.1, weight.1))
+    }
+    #[inline(always)]
+    fn get(&self, i: usize) -> f32 {
+        self.master[i]
+    }
+    #[inline(always)]
+    fn put(&mut self, i: usize, value: f32, _: u16) {
+        self.master[i] = value;
+        self.weight[i] = <bf16 as Float>::from_f32(value);
+    }
+    #[inline(always)]
+    fn load<L: Lanes, const PAIRED: bool>(&self, l: L, i: usize) -> Item<L> {
+        f32::prefetch(l, &self.master[i..]);
+        bf16::prefetch(l, &self.weight[i..]);
+        f32::load::<L, PAIRED>(l, &self.master[i..i + L::ITEM])
+    }
+    #[inline(always)]
+    fn pack<L: Lanes, const PAIRED: bool>(l: L, x: Item<L>, _: Option<L::U>) -> (Item<L>, L::U) {
+        (x, bf16::pack::<L, PAIRED>(l, x, None))
+    }
+    #[inline(always)]
+    fn store<L: Lanes>(&mut self, l: L, i: usize, (wide, narrow): (Item<L>, L::U)) {
+        f32::store(l, &mut self.master[i..i + L::ITEM], wide);
+        l.store_halves(&mut self.weight[i..i + L::ITEM], narrow);
+    }
+    #[inline(always)]
+    fn halves<L: Lanes>(_: L, (_, narrow): (Item<L>, L::U)) -> L::U {
+        narrow
+    }
+}
+
+/// `bf16` weights alone, rounded stochastically or, with `NEAREST`, like the moments, to the nearest.
+pub(crate) struct Narrow<'a, const NEAREST: bool>(pub(crate) &'a mut [bf16]);
+
+impl<const NEAREST: bool> Weights for Narrow<'_, NEAREST> {
+    const NARROW: bool = true;
+    const MODE: Mode = if NEAREST {
+        Mode::Nearest
+    } else {
+        Mode::Stochastic
+    };
+    const MOMENTS: Mode = Self::MODE;
+    type Packed<L: Lanes> = L::U;
+
+    fn split_at(self, mid: usize) -> (Self, Self) {
+        let (a, b) = self.0.split_at_mut(mid);
+        (Self(a), Self(b))
+    }
+    #[inline(always)]
+    fn get(&self, i: usize) -> f32 {
+        self.0[i].get()
+    }
+    #[inline(always)]
+    fn put(&mut self, i: usize, value: f32, random: u16) {
+        self.0[i].put(value, Self::MODE, random);
+    }
+    #[inline(always)]
+    fn load<L: Lanes, const PAIRED: bool>(&self, l: L, i: usize) -> Item<L> {
+        bf16::prefetch(l, &self.0[i..]);
+        bf16::load::<L, PAIRED>(l, &self.0[i..i + L::ITEM])
+    }
+    #[inline(always)]
+    fn pack<L: Lanes, const PAIRED: bool>(l: L, x: Item<L>, random: Option<L::U>) -> L::U {
+        bf16::pack::<L, PAIRED>(l, x, random)
+    }
+    #[inline(always)]
+    fn store<L: Lanes>(&mut self, l: L, i: usize, x: L::U) {
+        l.store_halves(&mut self.0[i..i + L::ITEM], x);
+    }
+    #[inline(always)]
+    fn halves<L: Lanes>(_: L, x: L::U) -> L::U {
+        x
+    }
+}
+
+/// `bf16` weights rounded to the nearest, and the rounding error in `bf16`: the update sees their sum.
+pub(crate) struct Compensated<'a> {
+    pub(crate) weight: &'a mut [bf16],
+    pub(crate) error: &'a mut [bf16],
+}
+
+impl Weights for Compensated<'_> {
+    const NARROW: bool = true;
+    type Packed<L: Lanes> = [L::U; 2];
+
+    fn split_at(self, mid: usize) -> (Self, Self) {
+        let (weight, error) = (self.weight.split_at_mut(mid), self.error.split_at_mut(mid));
+        let half = |weight, error| Self { weight, error };
+        (half(weight.0, error.0), half(weight.1, error.1))
+    }
+    #[inline(always)]
+    fn get(&self, i: usize) -> f32 {
+        self.weight[i].get() + self.error[i].get()
+    }
+    #[inline(always)]
+    fn put(&mut self, i: usize, value: f32, _: u16) {
+        self.weight[i] = <bf16 as Float>::from_f32(value);
+        self.error[i] = <bf16 as Float>::from_f32(value - self.weight[i].get());
+    }
+    #[inline(always)]
+    fn load<L: Lanes, const PAIRED: bool>(&self, l: L, i: usize) -> Item<L> {
+        bf16::prefetch(l, &self.weight[i..]);
+        bf16::prefetch(l, &self.error[i..]);
+        let [a, b] = bf16::load::<L, PAIRED>(l, &self.weight[i..i + L::ITEM]);
+        let [c, d] = bf16::load::<L, PAIRED>(l, &self.error[i..i + L::ITEM]);
+        [l.add(a, c), l.add(b, d)]
+    }
+    #[inline(always)]
+    fn pack<L: Lanes, const PAIRED: bool>(l: L, x: Item<L>, _: Option<L::U>) -> [L::U; 2] {
+        let weight = bf16::pack::<L, PAIRED>(l, x, None);
+        let [a, b] = split_high::<L, PAIRED>(l, weight);
+        let error = [l.sub(x[0], l.float(a)), l.sub(x[1], l.float(b))];
+        [weight, bf16::pack::<L, PAIRED>(l, error, None)]
+    }
+    #[inline(always)]
+    fn store<L: Lanes>(&mut self, l: L, i: usize, [weight, error]: [L::U; 2]) {
+        l.store_halves(&mut self.weight[i..i + L::ITEM], weight);
+        l.store_halves(&mut self.error[i..i + L::ITEM], error);
+    }
+    #[inline(always)]
+    fn halves<L: Lanes>(_: L, [weight, _]: [L::U; 2]) -> L::U {
+        weight
+    }
+}

@@ -1,0 +1,202 @@
+//! Vectors of 256 bits.
+#![expect(
+    unsafe_code,
+    reason = "calling instructions found at run time; loads and stores of checked length"
+)]
+#![allow(
+    clippy::cast_ptr_alignment,
+    reason = "loads and stores that need no alignment"
+)]
+
+use std::arch::x86_64::*;
+
+use half::bf16;
+
+use super::{Lanes, Loop};
+
+/// A processor with avx2.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Avx2(());
+
+impl Avx2 {
+    /// The proof, where the processor has the instructions.
+    pub(crate) fn detect() -> Option<Self> {
+        (is_x86_feature_detected!("avx2")).then_some(Self(()))
+    }
+
+    /// Runs a loop, compiled with the instructions.
+    pub(crate) fn run(self, work: impl Loop) {
+        #[target_feature(enable = "avx2")]
+        fn compiled<W: Loop>(lanes: Avx2, work: W) {
+            work.run(lanes);
+        }
+        // SAFETY: `self` exists only where the instructions were detected.
+        unsafe { compiled(self, work) }
+    }
+}
+
+impl Lanes for Avx2 {
+    const N: usize = 8;
+    type F = __m256;
+    type U = __m256i;
+
+    #[inline(always)]
+    fn f(self, x: f32) -> Self::F {
+        // SAFETY: `self` exists only where the instructions were detected.
+        unsafe { _mm256_set1_ps(x) }
+    }
+    #[inline(always)]
+    fn u(self, x: u32) -> Self::U {
+        // SAFETY: `self` exists only where the instructions were detected.
+        unsafe { _mm256_set1_epi32(x.cast_signed()) }
+    }
+    #[inline(always)]
+    fn iota(self) -> Self::U {
+        // SAFETY: `self` exists only where the instructions were detected.
+        unsafe { _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7) }
+    }
+    #[inline(always)]
+    fn bits(self, x: Self::F) -> Self::U {
+        // SAFETY: `self` exists only where the instructions were detected.
+        unsafe { _mm256_castps_si256(x) }
+    }
+    #[inline(always)]
+    fn float(self, x: Self::U) -> Self::F {
+        // SAFETY: `self` exists only where the instructions were detected.
+        unsafe { _mm256_castsi256_ps(x) }
+    }
+    #[inline(always)]
+    fn add(self, a: Self::F, b: Self::F) -> Self::F {
+        // SAFETY: `self` exists only where the instructions were detected.
+        unsafe { _mm256_add_ps(a, b) }
+    }
+    #[inline(always)]
+    fn sub(self, a: Self::F, b: Self::F) -> Self::F {
+        // SAFETY: `self` exists only where the instructions were detected.
+        unsafe { _mm256_sub_ps(a, b) }
+    }
+    #[inline(always)]
+    fn mul(self, a: Self::F, b: Self::F) -> Self::F {
+        // SAFETY: `self` exists only where the instructions were detected.
+        unsafe { _mm256_mul_ps(a, b) }
+    }
+    #[inline(always)]
+    fn div(self, a: Self::F, b: Self::F) -> Self::F {
+        // SAFETY: `self` exists only where the instructions were detected.
+        unsafe { _mm256_div_ps(a, b) }
+    }
+    #[inline(always)]
+    fn sqrt(self, a: Self::F) -> Self::F {
+        // SAFETY: `self` exists only where the instructions were detected.
+        unsafe { _mm256_sqrt_ps(a) }
+    }
+    #[inline(always)]
+    fn add_u(self, a: Self::U, b: Self::U) -> Self::U {
+        // SAFETY: `self` exists only where the instructions were detected.
+        unsafe { _mm256_add_epi32(a, b) }
+    }
+    #[inline(always)]
+    fn mul_u(self, a: Self::U, b: Self::U) -> Self::U {
+        // SAFETY: `self` exists only where the instructions were detected.
+        unsafe { _mm256_mullo_epi32(a, b) }
+    }
+    #[inline(always)]
+    fn and(self, a: Self::U, b: Self::U) -> Self::U {
+        // SAFETY: `self` exists only where the instructions were detected.
+        unsafe { _mm256_and_si256(a, b) }
+    }
+    #[inline(always)]
+    fn or(self, a: Self::U, b: Self::U) -> Self::U {
+        // SAFETY: `self` exists only where the instructions were detected.
+        unsafe { _mm256_or_si256(a, b) }
+    }
+    #[inline(always)]
+    fn xor(self, a: Self::U, b: Self::U) -> Self::U {
+        // SAFETY: `self` exists only where the instructions were detected.
+        unsafe { _mm256_xor_si256(a, b) }
+    }
+    #[inline(always)]
+    fn max_u(self, a: Self::U, b: Self::U) -> Self::U {
+        // SAFETY: `self` exists only where the instructions were detected.
+        unsafe { _mm256_max_epu32(a, b) }
+    }
+    #[inline(always)]
+    fn shr<const BITS: u32>(self, a: Self::U) -> Self::U {
+        // SAFETY: `self` exists only where the instructions were detected.
+        unsafe { _mm256_srl_epi32(a, _mm_cvtsi32_si128(BITS.cast_signed())) }
+    }
+    #[inline(always)]
+    fn shl<const BITS: u32>(self, a: Self::U) -> Self::U {
+        // SAFETY: `self` exists only where the instructions were detected.
+        unsafe { _mm256_sll_epi32(a, _mm_cvtsi32_si128(BITS.cast_signed())) }
+    }
+    #[inline(always)]
+    fn all_below(self, a: Self::U, limit: u32) -> bool {
+        // SAFETY: `self` exists only where the instructions were detected.
+        unsafe {
+            _mm256_movemask_epi8(_mm256_cmpgt_epi32(
+                _mm256_set1_epi32(limit.cast_signed()),
+                a,
+            )) == -1
+        }
+    }
+    #[inline(always)]
+    fn max_halves(self, a: Self::U, b: Self::U) -> Self::U {
+        // SAFETY: `self` exists only where the instructions were detected.
+        unsafe { _mm256_max_epu16(a, b) }
+    }
+    #[inline(always)]
+    fn all_halves_below(self, a: Self::U, limit: u16) -> bool {
+        // SAFETY: `self` exists only where the instructions were detected.
+        unsafe {
+            _mm256_movemask_epi8(_mm256_cmpgt_epi16(
+                _mm256_set1_epi16(limit.cast_signed()),
+                a,
+            )) == -1
+        }
+    }
+    #[inline(always)]
+    fn load(self, from: &[f32]) -> Self::F {
+        assert!(from.len() >= Self::N);
+        // SAFETY: the instructions exist, and the slice holds what is read.
+        unsafe { _mm256_loadu_ps(from.as_ptr()) }
+    }
+    #[inline(always)]
+    fn store(self, to: &mut [f32], x: Self::F) {
+        assert!(to.len() >= Self::N);
+        // SAFETY: the instructions exist, and the slice holds what is written.
+        unsafe { _mm256_storeu_ps(to.as_mut_ptr(), x) }
+    }
+    #[inline(always)]
+    fn load_halves(self, from: &[bf16]) -> Self::U {
+        assert!(from.len() >= Self::ITEM);
+        // SAFETY: the instructions exist, and the slice holds what is read.
+        unsafe { _mm256_loadu_si256(from.as_ptr().cast()) }
+    }
+    #[inline(always)]
+    fn store_halves(self, to: &mut [bf16], x: Self::U) {
+        assert!(to.len() >= Self::ITEM);
+        // SAFETY: the instructions exist, and the slice holds what is written.
+        unsafe { _mm256_storeu_si256(to.as_mut_ptr().cast(), x) }
+    }
+    #[inline(always)]
+    fn widen(self, x: Self::U) -> [Self::U; 2] {
+        // SAFETY: `self` exists only where the instructions were detected.
+        unsafe {
+            [
+                _mm256_cvtepu16_epi32(_mm256_castsi256_si128(x)),
+                _mm256_cvtepu16_epi32(_mm256_extracti128_si256::<1>(x)),
+            ]
+        }
+    }
+    #[inline(always)]
+    fn narrow(self, [a, b]: [Self::U; 2]) -> Self::U {
+        // SAFETY: `self` exists only where the instructions were detected.
+        unsafe { _mm256_permute4x64_epi64::<0b11_01_10_00>(_mm256_packus_epi32(a, b)) }
+    }
+    #[inline(always)]
+    fn prefetch<T>(self, at: *const T) {
+        // SAFETY: a prefetch of any address has no effect but on caches.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) }
+    }
+}

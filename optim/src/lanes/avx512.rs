@@ -1,0 +1,201 @@
+//! Vectors of 512 bits.
+#![expect(
+    unsafe_code,
+    reason = "calling instructions found at run time; loads and stores of checked length"
+)]
+#![allow(
+    clippy::cast_ptr_alignment,
+    reason = "loads and stores that need no alignment"
+)]
+
+use std::arch::x86_64::*;
+
+use half::bf16;
+
+use super::{Lanes, Loop};
+
+/// A processor with avx512f,avx512bw,avx512dq,avx512vl.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Avx512(());
+
+impl Avx512 {
+    /// The proof, where the processor has the instructions.
+    pub(crate) fn detect() -> Option<Self> {
+        (is_x86_feature_detected!("avx512f")
+            && is_x86_feature_detected!("avx512bw")
+            && is_x86_feature_detected!("avx512dq")
+            && is_x86_feature_detected!("avx512vl"))
+        .then_some(Self(()))
+    }
+
+    /// Runs a loop, compiled with the instructions.
+    pub(crate) fn run(self, work: impl Loop) {
+        #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+        fn compiled<W: Loop>(lanes: Avx512, work: W) {
+            work.run(lanes);
+        }
+        // SAFETY: `self` exists only where the instructions were detected.
+        unsafe { compiled(self, work) }
+    }
+}
+
+impl Lanes for Avx512 {
+    const N: usize = 16;
+    type F = __m512;
+    type U = __m512i;
+
+    #[inline(always)]
+    fn f(self, x: f32) -> Self::F {
+        // SAFETY: `self` exists only where the instructions were detected.
+        unsafe { _mm512_set1_ps(x) }
+    }
+    #[inline(always)]
+    fn u(self, x: u32) -> Self::U {
+        // SAFETY: `self` exists only where the instructions were detected.
+        unsafe { _mm512_set1_epi32(x.cast_signed()) }
+    }
+    #[inline(always)]
+    fn iota(self) -> Self::U {
+        // SAFETY: `self` exists only where the instructions were detected.
+        unsafe { _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15) }
+    }
+    #[inline(always)]
+    fn bits(self, x: Self::F) -> Self::U {
+        // SAFETY: `self` exists only where the instructions were detected.
+        unsafe { _mm512_castps_si512(x) }
+    }
+    #[inline(always)]
+    fn float(self, x: Self::U) -> Self::F {
+        // SAFETY: `self` exists only where the instructions were detected.
+        unsafe { _mm512_castsi512_ps(x) }
+    }
+    #[inline(always)]
+    fn add(self, a: Self::F, b: Self::F) -> Self::F {
+        // SAFETY: `self` exists only where the instructions were detected.
+        unsafe { _mm512_add_ps(a, b) }
+    }
+    #[inline(always)]
+    fn sub(self, a: Self::F, b: Self::F) -> Self::F {
+        // SAFETY: `self` exists only where the instructions were detected.
+        unsafe { _mm512_sub_ps(a, b) }
+    }
+    #[inline(always)]
+    fn mul(self, a: Self::F, b: Self::F) -> Self::F {
+        // SAFETY: `self` exists only where the instructions were detected.
+        unsafe { _mm512_mul_ps(a, b) }
+    }
+    #[inline(always)]
+    fn div(self, a: Self::F, b: Self::F) -> Self::F {
+        // SAFETY: `self` exists only where the instructions were detected.
+        unsafe { _mm512_div_ps(a, b) }
+    }
+    #[inline(always)]
+    fn sqrt(self, a: Self::F) -> Self::F {
+        // SAFETY: `self` exists only where the instructions were detected.
+        unsafe { _mm512_sqrt_ps(a) }
+    }
+    #[inline(always)]
+    fn add_u(self, a: Self::U, b: Self::U) -> Self::U {
+        // SAFETY: `self` exists only where the instructions were detected.
+        unsafe { _mm512_add_epi32(a, b) }
+    }
+    #[inline(always)]
+    fn mul_u(self, a: Self::U, b: Self::U) -> Self::U {
+        // SAFETY: `self` exists only where the instructions were detected.
+        unsafe { _mm512_mullo_epi32(a, b) }
+    }
+    #[inline(always)]
+    fn and(self, a: Self::U, b: Self::U) -> Self::U {
+        // SAFETY: `self` exists only where the instructions were detected.
+        unsafe { _mm512_and_si512(a, b) }
+    }
+    #[inline(always)]
+    fn or(self, a: Self::U, b: Self::U) -> Self::U {
+        // SAFETY: `self` exists only where the instructions were detected.
+        unsafe { _mm512_or_si512(a, b) }
+    }
+    #[inline(always)]
+    fn xor(self, a: Self::U, b: Self::U) -> Self::U {
+        // SAFETY: `self` exists only where the instructions were detected.
+        unsafe { _mm512_xor_si512(a, b) }
+    }
+    #[inline(always)]
+    fn max_u(self, a: Self::U, b: Self::U) -> Self::U {
+        // SAFETY: `self` exists only where the instructions were detected.
+        unsafe { _mm512_max_epu32(a, b) }
+    }
+    #[inline(always)]
+    fn shr<const BITS: u32>(self, a: Self::U) -> Self::U {
+        // SAFETY: `self` exists only where the instructions were detected.
+        unsafe { _mm512_srl_epi32(a, _mm_cvtsi32_si128(BITS.cast_signed())) }
+    }
+    #[inline(always)]
+    fn shl<const BITS: u32>(self, a: Self::U) -> Self::U {
+        // SAFETY: `self` exists only where the instructions were detected.
+        unsafe { _mm512_sll_epi32(a, _mm_cvtsi32_si128(BITS.cast_signed())) }
+    }
+    #[inline(always)]
+    fn all_below(self, a: Self::U, limit: u32) -> bool {
+        // SAFETY: `self` exists only where the instructions were detected.
+        unsafe { _mm512_cmplt_epu32_mask(a, _mm512_set1_epi32(limit.cast_signed())) == 0xffff }
+    }
+    #[inline(always)]
+    fn max_halves(self, a: Self::U, b: Self::U) -> Self::U {
+        // SAFETY: `self` exists only where the instructions were detected.
+        unsafe { _mm512_max_epu16(a, b) }
+    }
+    #[inline(always)]
+    fn all_halves_below(self, a: Self::U, limit: u16) -> bool {
+        // SAFETY: `self` exists only where the instructions were detected.
+        unsafe { _mm512_cmplt_epu16_mask(a, _mm512_set1_epi16(limit.cast_signed())) == !0 }
+    }
+    #[inline(always)]
+    fn load(self, from: &[f32]) -> Self::F {
+        assert!(from.len() >= Self::N);
+        // SAFETY: the instructions exist, and the slice holds what is read.
+        unsafe { _mm512_loadu_ps(from.as_ptr()) }
+    }
+    #[inline(always)]
+    fn store(self, to: &mut [f32], x: Self::F) {
+        assert!(to.len() >= Self::N);
+        // SAFETY: the instructions exist, and the slice holds what is written.
+        unsafe { _mm512_storeu_ps(to.as_mut_ptr(), x) }
+    }
+    #[inline(always)]
+    fn load_halves(self, from: &[bf16]) -> Self::U {
+        assert!(from.len() >= Self::ITEM);
+        // SAFETY: the instructions exist, and the slice holds what is read.
+        unsafe { _mm512_loadu_si512(from.as_ptr().cast()) }
+    }
+    #[inline(always)]
+    fn store_halves(self, to: &mut [bf16], x: Self::U) {
+        assert!(to.len() >= Self::ITEM);
+        // SAFETY: the instructions exist, and the slice holds what is written.
+        unsafe { _mm512_storeu_si512(to.as_mut_ptr().cast(), x) }
+    }
+    #[inline(always)]
+    fn widen(self, x: Self::U) -> [Self::U; 2] {
+        // SAFETY: `self` exists only where the instructions were detected.
+        unsafe {
+            [
+                _mm512_cvtepu16_epi32(_mm512_castsi512_si256(x)),
+                _mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64::<1>(x)),
+            ]
+        }
+    }
+    #[inline(always)]
+    fn narrow(self, [a, b]: [Self::U; 2]) -> Self::U {
+        // SAFETY: `self` exists only where the instructions were detected.
+        unsafe {
+            _mm512_inserti64x4::<1>(
+                _mm512_castsi256_si512(_mm512_cvtepi32_epi16(a)),
+                _mm512_cvtepi32_epi16(b),
+            )
+        }
+    }
+    #[inline(always)]
+    fn prefetch<T>(self, at: *const T) {
+        // SAFETY: a prefetch of any address has no effect but on caches.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) }
+    }
+}

@@ -1,0 +1,158 @@
+//! Vectors of numbers: one notation for loops over AVX-512, AVX2 and plain arrays, with the same bits on each.
+//!
+//! Every operation rounds once, to nearest even; there is no fused multiply-add. A value that implements [`Lanes`]
+//! is the proof that the processor has the instructions.
+
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+mod portable;
+
+use half::bf16;
+
+use crate::rounding::{PageKey, SHARED};
+
+#[cfg(target_arch = "x86_64")]
+pub(crate) use avx2::Avx2;
+#[cfg(target_arch = "x86_64")]
+pub(crate) use avx512::Avx512;
+pub(crate) use portable::Portable;
+
+/// Vectors of [`Lanes::N`] numbers. Slices handed in hold at least as many, or [`Lanes::ITEM`] where the numbers
+/// are 16 bits wide.
+pub(crate) trait Lanes: Copy {
+    /// `f32` or `u32` numbers in a vector.
+    const N: usize;
+    /// Elements that are handled together: two vectors, or one of 16-bit numbers.
+    const ITEM: usize = 2 * Self::N;
+    /// `f32` numbers.
+    type F: Copy;
+    /// `u32` numbers.
+    type U: Copy;
+
+    fn f(self, x: f32) -> Self::F;
+    fn u(self, x: u32) -> Self::U;
+    /// 0, 1, 2, …
+    fn iota(self) -> Self::U;
+    fn bits(self, x: Self::F) -> Self::U;
+    fn float(self, x: Self::U) -> Self::F;
+
+    fn add(self, a: Self::F, b: Self::F) -> Self::F;
+    fn sub(self, a: Self::F, b: Self::F) -> Self::F;
+    fn mul(self, a: Self::F, b: Self::F) -> Self::F;
+    fn div(self, a: Self::F, b: Self::F) -> Self::F;
+    fn sqrt(self, a: Self::F) -> Self::F;
+
+    fn add_u(self, a: Self::U, b: Self::U) -> Self::U;
+    fn mul_u(self, a: Self::U, b: Self::U) -> Self::U;
+    fn and(self, a: Self::U, b: Self::U) -> Self::U;
+    fn or(self, a: Self::U, b: Self::U) -> Self::U;
+    fn xor(self, a: Self::U, b: Self::U) -> Self::U;
+    fn max_u(self, a: Self::U, b: Self::U) -> Self::U;
+    fn shr<const BITS: u32>(self, a: Self::U) -> Self::U;
+    fn shl<const BITS: u32>(self, a: Self::U) -> Self::U;
+    /// Whether every number is below `limit`, which is below 2^31, as all numbers are.
+    fn all_below(self, a: Self::U, limit: u32) -> bool;
+
+    /// The larger of each two 16-bit numbers.
+    fn max_halves(self, a: Self::U, b: Self::U) -> Self::U;
+    /// Whether every 16-bit number is below `limit`, which is below 2^15, as all numbers are.
+    fn all_halves_below(self, a: Self::U, limit: u16) -> bool;
+
+    fn load(self, from: &[f32]) -> Self::F;
+    fn store(self, to: &mut [f32], x: Self::F);
+    /// Two numbers per word, the first in the low half.
+    fn load_halves(self, from: &[bf16]) -> Self::U;
+    fn store_halves(self, to: &mut [bf16], x: Self::U);
+    /// The 16-bit numbers of the words, in order, each in a `u32`.
+    fn widen(self, x: Self::U) -> [Self::U; 2];
+    /// The other way; the numbers are below 2^16.
+    fn narrow(self, x: [Self::U; 2]) -> Self::U;
+    /// Fetches the line of an address that need not exist.
+    fn prefetch<T>(self, at: *const T);
+
+    /// `x ^ (x >> BITS)`.
+    #[inline(always)]
+    fn fold<const BITS: u32>(self, x: Self::U) -> Self::U {
+        self.xor(x, self.shr::<BITS>(x))
+    }
+
+    /// What the three words of the pairs from `pair` on share, see [`crate::rounding`].
+    #[inline(always)]
+    fn pairs(self, key: PageKey, pair: u32) -> Self::U {
+        let x = self.add_u(self.iota(), self.u(pair.wrapping_add(key.first())));
+        let x = self.mul_u(self.fold::<16>(x), self.u(SHARED[0]));
+        let x = self.mul_u(self.fold::<15>(x), self.u(SHARED[1]));
+        self.fold::<16>(x)
+    }
+
+    /// One word of each pair.
+    #[inline(always)]
+    fn word(self, key: PageKey, word: usize, pairs: Self::U) -> Self::U {
+        let (add, multiplier) = key.word(word);
+        self.fold::<17>(self.mul_u(self.add_u(pairs, self.u(add)), self.u(multiplier)))
+    }
+}
+
+/// An instruction set that this machine has. Values other than `Portable` come from [`Simd::detect`] and
+/// [`Simd::available`] only.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Simd {
+    /// What the target guarantees: SSE2 on x86-64, NEON on aarch64.
+    Portable,
+    #[cfg(target_arch = "x86_64")]
+    Avx2(Avx2),
+    #[cfg(target_arch = "x86_64")]
+    Avx512(Avx512),
+}
+
+impl Simd {
+    /// The best set of this machine.
+    pub(crate) fn detect() -> Self {
+        #[cfg(target_arch = "x86_64")]
+        {
+            if let Some(lanes) = Avx512::detect() {
+                return Self::Avx512(lanes);
+            }
+            if let Some(lanes) = Avx2::detect() {
+                return Self::Avx2(lanes);
+            }
+        }
+        Self::Portable
+    }
+
+    /// Every set of this machine, for tests that compare them.
+    #[cfg(test)]
+    pub(crate) fn available() -> Vec<Self> {
+        let mut sets = vec![Self::Portable];
+        #[cfg(target_arch = "x86_64")]
+        {
+            sets.extend(Avx2::detect().map(Self::Avx2));
+            sets.extend(Avx512::detect().map(Self::Avx512));
+        }
+        sets
+    }
+}
+
+/// A loop over elements, compiled for every instruction set by [`Simd::run`].
+pub(crate) trait Loop {
+    /// Must be `#[inline(always)]`.
+    fn run<L: Lanes>(self, lanes: L);
+}
+
+impl Simd {
+    /// Runs a loop with this instruction set.
+    pub(crate) fn run(self, work: impl Loop) {
+        match self {
+            Self::Portable => work.run(Portable),
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2(lanes) => lanes.run(work),
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512(lanes) => lanes.run(work),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,102 @@
+use half::bf16;
+
+use super::*;
+use crate::rng::RandomStream;
+
+/// Runs every operation; the results of all instruction sets must be those of plain arrays.
+struct Everything<'a>(&'a mut Vec<u32>);
+
+impl Loop for Everything<'_> {
+    #[inline(always)]
+    fn run<L: Lanes>(self, l: L) {
+        const ELEMS: usize = 64;
+        let stream = RandomStream::new(3, "lanes");
+        let a: Vec<f32> = (0..ELEMS as u64).map(|i| stream.normal(i)).collect();
+        let b: Vec<f32> = (0..ELEMS as u64).map(|i| stream.normal(100 + i)).collect();
+        let halves: Vec<bf16> = a.iter().map(|&x| bf16::from_f32(x)).collect();
+        let mut out = vec![0f32; ELEMS];
+        let mut keep = |f: &dyn Fn(L::F, L::F, usize) -> L::F| {
+            for i in (0..ELEMS).step_by(L::N) {
+                l.store(&mut out[i..], f(l.load(&a[i..]), l.load(&b[i..]), i));
+            }
+            self.0.extend(out.iter().map(|x| x.to_bits()));
+        };
+        keep(&|a, b, _| l.add(a, b));
+        keep(&|a, b, _| l.sub(a, b));
+        keep(&|a, b, _| l.mul(a, b));
+        keep(&|a, b, _| l.div(a, b));
+        keep(&|a, _, _| l.sqrt(l.mul(a, a)));
+        let u = |f: &dyn Fn(L::U, L::U) -> L::U, a, b| l.float(f(l.bits(a), l.bits(b)));
+        keep(&|a, b, _| u(&|a, b| l.add_u(a, b), a, b));
+        keep(&|a, b, _| u(&|a, b| l.mul_u(a, b), a, b));
+        keep(&|a, b, _| u(&|a, b| l.and(a, b), a, b));
+        keep(&|a, b, _| u(&|a, b| l.or(a, b), a, b));
+        keep(&|a, b, _| u(&|a, b| l.xor(a, b), a, b));
+        keep(&|a, b, _| u(&|a, b| l.max_u(a, b), a, b));
+        keep(&|a, b, _| u(&|a, b| l.max_halves(a, b), a, b));
+        keep(&|a, b, _| u(&|a, b| l.or(l.shr::<7>(a), l.shl::<9>(b)), a, b));
+        let key = PageKey::new(stream, 1, 0);
+        keep(&|_, _, i| {
+            let pairs = l.pairs(key, 7 + i as u32);
+            l.float(l.xor(l.word(key, 0, pairs), l.word(key, 2, pairs)))
+        });
+        keep(&|_, _, i| l.float(l.add_u(l.iota(), l.u(i as u32))));
+
+        let mut wide = vec![0f32; ELEMS];
+        let mut narrow = vec![bf16::ZERO; ELEMS];
+        for i in (0..ELEMS).step_by(L::ITEM) {
+            let [a, b] = l.widen(l.load_halves(&halves[i..]));
+            l.store(&mut wide[i..], l.float(a));
+            l.store(&mut wide[i + L::N..], l.float(b));
+            l.store_halves(&mut narrow[i..], l.narrow([a, b]));
+        }
+        assert_eq!(narrow, halves);
+        self.0.extend(wide.iter().map(|x| x.to_bits()));
+        let low = l.and(l.bits(l.load(&a)), l.u(0xffff));
+        assert!(l.all_below(low, 0x1_0000) && !l.all_below(low, 1));
+        let halves = l.u(0x1234_0567);
+        assert!(l.all_halves_below(halves, 0x1235) && !l.all_halves_below(halves, 0x1234));
+        l.prefetch(a.as_ptr());
+    }
+}
+
+#[test]
+fn every_instruction_set_has_the_bits_of_plain_arrays() {
+    let results = |simd: Simd| {
+        let mut out = Vec::new();
+        simd.run(Everything(&mut out));
+        out
+    };
+    let expected = results(Simd::Portable);
+    for simd in Simd::available() {
+        assert!(results(simd) == expected, "{simd:?}");
+    }
+}
+
+#[test]
+fn words_are_those_of_single_pairs() {
+    struct Words<'a>(PageKey, &'a mut Vec<u32>);
+    impl Loop for Words<'_> {
+        #[inline(always)]
+        fn run<L: Lanes>(self, l: L) {
+            // The pairs wrap around within the vector.
+            let mut out = vec![0f32; L::N];
+            let pairs = l.pairs(self.0, u32::MAX - 3);
+            for word in 0..3 {
+                l.store(&mut out, l.float(l.word(self.0, word, pairs)));
+                self.1.extend(out[..8].iter().map(|x| x.to_bits()));
+            }
+        }
+    }
+    let key = PageKey::new(RandomStream::new(1, "words"), 2, 3);
+    let pairs = (0..8).map(|i| key.words((u32::MAX - 3).wrapping_add(i)));
+    let pairs: Vec<_> = pairs.collect();
+    let expected: Vec<u32> = (0..3)
+        .flat_map(|w| pairs.iter().map(move |p| p[w]))
+        .collect();
+    for simd in Simd::available() {
+        let mut out = Vec::new();
+        simd.run(Words(key, &mut out));
+        assert_eq!(out, expected, "{simd:?}");
+    }
+}

@@ -1,0 +1,18 @@
+//! Pure bf16 learns as f32 does, unless weights are rounded to the nearest.
+#![allow(clippy::unwrap_used, reason = "a test binary")]
+
+use tests::pure_bf16::{BAND, Keeping, STALLED, Subject, progress};
+
+/// Fewer than in the picture: a third is enough to tell.
+const STEPS: u64 = 100;
+
+#[test]
+fn safe_rounding_follows_f32_and_plain_rounding_stalls() {
+    let subject = Subject::pack().unwrap();
+    let [in_f32, stochastic, kahan, nearest] =
+        Keeping::ALL.map(|keeping| subject.train(keeping, STEPS).unwrap());
+    let of = |losses: &[f64]| progress(losses, &in_f32);
+    assert!((of(&stochastic) - 1.0).abs() <= BAND, "{}", of(&stochastic));
+    assert!((of(&kahan) - 1.0).abs() <= BAND, "{}", of(&kahan));
+    assert!(of(&nearest) < STALLED, "{}", of(&nearest));
+}
