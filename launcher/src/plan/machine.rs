@@ -2,12 +2,20 @@
 
 use crate::config::RunConfig;
 use crate::memory;
+use crate::units::bytes as format_bytes;
 use std::path::Path;
 
 /// Where the window of ranks that share a machine may lie.
 const WINDOW_DIRS: [&str; 2] = ["/dev/shm", "/tmp"];
 /// What a context of a GPU and the libraries' own workspace take of its memory.
 const DEVICE_CONTEXT_BYTES: u64 = 768 << 20;
+
+/// The folders that a window may lie in, each with its room.
+pub(super) fn window_rooms() -> Vec<String> {
+    let room = |dir: &&str| memory::disk_free_bytes(Path::new(dir)).unwrap_or(0);
+    let line = |dir: &&str| format!("{dir}: {} free", format_bytes(room(dir)));
+    WINDOW_DIRS.iter().map(line).collect()
+}
 
 /// Memory of a machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -1,6 +1,6 @@
 //! Whether a run fits: one rule for the trainer and for the plan.
 
-use super::machine::Machine;
+use super::machine::{Machine, window_rooms};
 use super::memory::RankMemory;
 use crate::config::RunConfig;
 use crate::exit::{ErrorCode, Failure};
@@ -135,6 +135,7 @@ impl Fit {
                 "the exchange between ranks does not fit into shared memory; no weight was read",
                 cause,
             )
+            .evidence_lines(window_rooms())
             .next("a larger /dev/shm (docker run --shm-size), or fewer ranks")
             .next("--nproc 1 needs no shared memory"));
         }
