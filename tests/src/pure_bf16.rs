@@ -1,6 +1,8 @@
 //! Whether training in nothing wider than bf16 is safe: the same steps in f32, and in pure bf16 with weights rounded
 //! stochastically, compensated, or plainly to the nearest.
 //!
+//! `docs/pure-bf16.svg` shows it: `cargo run --release -p tests --bin pure_bf16 -- docs/pure-bf16.svg`.
+//!
 //! At a fine-tuning rate an update is smaller than half the spacing of bf16 numbers. Rounded to the nearest it is lost,
 //! and training stalls; rounded stochastically it arrives in the mean; compensated it is kept until it counts.
 
@@ -22,10 +24,11 @@ use std::sync::Arc;
 
 /// Updates of the published picture.
 pub const STEPS: u64 = 300;
-/// Share of f32's progress by which stochastic rounding and compensation may end behind or ahead of it.
-pub const BAND: f64 = 0.1;
-/// Share of f32's progress that plain rounding does not reach.
-pub const STALLED: f64 = 0.5;
+/// Share of f32's progress by which stochastic rounding and compensation may end behind or ahead of it. Measured: 0.1 %
+/// and 0.4 % behind on both subjects.
+pub const BAND: f64 = 0.05;
+/// Share of f32's progress that plain rounding does not reach. Measured: 66 % on the demo, 25 % on the pack.
+pub const STALLED: f64 = 0.75;
 /// Steps over which the loss at the end is averaged, as a divisor of all steps.
 const TAIL: usize = 10;
 const SEED: u64 = 5;
@@ -87,7 +90,7 @@ impl Subject {
         }
         Ok(Self {
             name: "golden pack minicpm-v-2_6",
-            lr: 1e-4,
+            lr: 2e-5,
             dir,
             batch: 2,
             samples,
@@ -108,7 +111,7 @@ impl Subject {
         let encoded = samples.map(|s| processor.encode(&s, &images, &EncodeOptions::default()));
         Ok(Self {
             name: "demo",
-            lr: 1e-4,
+            lr: 2e-5,
             dir,
             batch: 8,
             samples: encoded.collect::<Result<_, _>>()?,

@@ -101,10 +101,9 @@ fn size(path: &Path) -> u64 {
 
 /// Removes a job's folder unless a process holds it.
 fn remove_if_dead(path: &Path) -> bool {
-    let lock = match File::open(path.join(LOCK)) {
-        Ok(lock) => lock,
+    let Ok(lock) = File::open(path.join(LOCK)) else {
         // Between making a folder and its lock: only an empty one can go, and its maker makes it again.
-        Err(_) => return fs::remove_dir(path).is_ok(),
+        return fs::remove_dir(path).is_ok();
     };
     match lock.try_lock() {
         Ok(()) => fs::remove_dir_all(path).is_ok(),

@@ -80,13 +80,12 @@ fn sample(index: usize, filler: usize) -> Value {
 fn text(index: usize, length: usize) -> String {
     let start = 5 * index % FILLER.len();
     let mut text: String = FILLER.chars().cycle().skip(start).take(length).collect();
-    for blank in [
+    let ends = [
         text.starts_with(' ').then_some(0),
         text.ends_with(' ').then(|| text.len() - 1),
-    ] {
-        if let Some(at) = blank {
-            text.replace_range(at..=at, "x");
-        }
+    ];
+    for at in ends.into_iter().flatten() {
+        text.replace_range(at..=at, "x");
     }
     text
 }

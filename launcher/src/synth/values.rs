@@ -53,14 +53,13 @@ impl Values {
         }
         let pieces = out.par_chunks_mut(PIECE).enumerate();
         pieces.for_each(|(piece, out)| {
-            let mut block = (first + (piece * PIECE) as u64) / LANES as u64;
-            for lanes in out.chunks_mut(LANES) {
+            let start = (first + (piece * PIECE) as u64) / LANES as u64;
+            for (lanes, block) in out.chunks_mut(LANES).zip(start..) {
                 let mut hash = mix(self.key, block);
                 for value in lanes {
                     *value = self.table[(hash & 0xffff) as usize];
                     hash >>= 16;
                 }
-                block += 1;
             }
         });
     }
