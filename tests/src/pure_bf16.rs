@@ -139,7 +139,6 @@ impl Subject {
             let loss = model.forward(&tape, &batch)?;
             let (sum, tokens) = (loss.sum()?, loss.supervised);
             tape.backward(&loss, 1.0)?;
-            drop(tape);
             zero.end_micro_batch(sum, tokens as u64)?;
             losses.push(zero.step(schedule.lr(step))?.loss);
         }
@@ -204,12 +203,15 @@ impl Subject {
     }
 }
 
-/// How far the loss fell, as a share of f32's fall: first step to the mean of the last ones.
+/// Mean loss of the last steps.
+#[must_use]
+pub fn tail(losses: &[f64]) -> f64 {
+    let last = &losses[losses.len() - (losses.len() / TAIL).max(1)..];
+    last.iter().sum::<f64>() / last.len() as f64
+}
+
+/// How far the loss fell from f32's first to its own last steps, as a share of f32's fall.
 #[must_use]
 pub fn progress(losses: &[f64], in_f32: &[f64]) -> f64 {
-    let fall = |losses: &[f64]| {
-        let tail = &losses[losses.len() - (losses.len() / TAIL).max(1)..];
-        in_f32[0] - tail.iter().sum::<f64>() / tail.len() as f64
-    };
-    fall(losses) / fall(in_f32)
+    (in_f32[0] - tail(losses)) / (in_f32[0] - tail(in_f32))
 }

@@ -4,7 +4,7 @@
 
 use anyhow::{Context, Result, ensure};
 use launcher::report::{Panel, Series, comparison};
-use tests::pure_bf16::{BAND, Keeping, STALLED, STEPS, Subject, progress};
+use tests::pure_bf16::{BAND, Keeping, STALLED, STEPS, Subject, progress, tail};
 
 /// Steps averaged for the picture; losses of single batches jump.
 const SMOOTHED: usize = 15;
@@ -35,9 +35,11 @@ fn main() -> Result<()> {
             };
             kept &= good;
             println!(
-                "{:<26} {:<16} {:>6.1} % of f32's progress  {}",
+                "{:<26} {:<16} loss {:.3} -> {:.3}  {:>6.1} % of f32's progress  {}",
                 subject.name,
                 keeping.name(),
+                losses[0],
+                tail(&losses),
                 100.0 * share,
                 if good { "ok" } else { "FAIL" }
             );
