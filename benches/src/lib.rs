@@ -2,6 +2,7 @@
 //! run, and [`measure`] prints each result as a share of what they allow.
 #![allow(
     clippy::print_stdout,
+    clippy::print_stderr,
     reason = "printing results is what this crate is for"
 )]
 
