@@ -248,7 +248,8 @@ fn command(typed: &[String], flags: &Flags) -> String {
     let kept = typed.iter().filter(|word| {
         let name = name(word).unwrap_or_default();
         let replaced = name == "json" || flags.iter().any(|(flag, _)| *flag == name);
-        !replaced && !(sized && matches!(&*name, "global-batch" | "find-batch"))
+        let sizes = sized && matches!(&*name, "global-batch" | "find-batch");
+        !(replaced || sizes)
     });
     let kept: Vec<&str> = kept.map(String::as_str).collect();
     format!("launcher plan {} {}", kept.join(" "), spelled(flags))

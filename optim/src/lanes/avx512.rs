@@ -8,6 +8,10 @@
     reason = "loads and stores that need no alignment"
 )]
 
+#[allow(
+    clippy::wildcard_imports,
+    reason = "intrinsics have unmistakable names"
+)]
 use std::arch::x86_64::*;
 
 use half::bf16;
