@@ -172,7 +172,7 @@ fn supervise(
 ) -> Result<RunSummary, Failure> {
     let job = Job::new(&env.temp_dir)?;
     config.save_to(&job.config_file())?;
-    let spill = run::hold_folders(config, job.token(), &mut |event| screen.show(&event))?;
+    let spill = run::hold_folders(config, job.token())?;
     let program = own_program()?;
     let supervisor = Supervisor {
         program: &program,

@@ -107,6 +107,7 @@ pub(crate) fn prepare(
         advice::add(&mut failure, config, &largest);
         return Err(failure);
     }
+    spill::sweep_folders(config, show)?;
     Ok(advice::later(config, train.by_size()))
 }
 

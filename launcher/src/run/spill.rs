@@ -2,7 +2,7 @@
 
 use super::failures;
 use crate::config::{NvmeIo, RunConfig};
-use crate::exit::Failure;
+use crate::exit::{ErrorCode, Failure};
 use crate::rank_env::RankEnv;
 use crate::ui::{Event, Reporter};
 use engine::comm::{Communicator, Tag};
@@ -22,14 +22,17 @@ pub(crate) struct HeldFolders {
     _folders: Vec<SpillFolder>,
 }
 
-/// Sweeps what killed jobs left in the folders of `--offload nvme:DIR`, and holds this job's folders there.
-pub(crate) fn hold_folders(
+/// Makes the folders of `--offload nvme:DIR` where they are missing, and sweeps what killed jobs left in them.
+pub(super) fn sweep_folders(
     config: &RunConfig,
-    job: &str,
     show: &mut dyn FnMut(Event),
-) -> Result<HeldFolders, Failure> {
-    let mut held = Vec::new();
+) -> Result<(), Failure> {
     for parent in config.offload.folders() {
+        let unusable = |e: std::io::Error| {
+            Failure::io(ErrorCode::Disk, "create", parent, &e)
+                .next("a folder this user may write to, on a local disk, for --offload nvme:DIR")
+        };
+        std::fs::create_dir_all(parent).map_err(unusable)?;
         let swept = SpillFolder::sweep(parent).map_err(|e| failed(&e))?;
         for (path, bytes) in swept {
             show(Event::Info {
@@ -41,8 +44,15 @@ pub(crate) fn hold_folders(
                 ),
             });
         }
-        held.push(SpillFolder::join(parent, job).map_err(|e| failed(&e))?);
     }
+    Ok(())
+}
+
+/// Holds a job's folders while it runs.
+pub(crate) fn hold_folders(config: &RunConfig, job: &str) -> Result<HeldFolders, Failure> {
+    let folders = config.offload.folders().into_iter();
+    let held = folders.map(|parent| SpillFolder::join(parent, job));
+    let held = held.collect::<Result<_, _>>().map_err(|e| failed(&e))?;
     Ok(HeldFolders { _folders: held })
 }
 

@@ -22,7 +22,7 @@ fn flags_that_make_no_sense_are_refused() {
         ("--save-total-limit 0", &["--save-total-limit 0"]),
         ("--learning-rate -1", &["--learning-rate"]),
         ("--host-memory-limit lots", &["--host-memory-limit", "lots"]),
-        ("--fp16 true", &["--fp16", "--precision bf16"]),
+        ("--fp16 true --bf16 true", &["--fp16 true", "--bf16 true"]),
         (
             "--lora-target-modules nothing",
             &["nothing", "--lora-target-modules"],

@@ -1,8 +1,9 @@
 //! Number formats and tiers through the real program.
 
 use crate::endings::LONG;
-use crate::site::{Site, listing, losses, read_json, signal};
+use crate::site::{Site, listing, losses, ranks, read_json, signal, wait_for_end};
 use std::fs;
+use std::time::Duration;
 
 /// Bytes of the weights that a run saved.
 fn weights(site: &Site, run: &str) -> Vec<u8> {
@@ -115,8 +116,12 @@ fn jobs_on_one_folder_keep_to_their_own_files_and_sweep_what_is_dead() {
         "the other job's files"
     );
     // A job that is killed cannot tidy up.
+    let ranks = ranks(&site.token());
     signal(run.pid(), "KILL");
     run.finish();
+    for (pid, _) in ranks {
+        wait_for_end(pid, Duration::from_secs(10));
+    }
     fs::create_dir(site.path("spill/tessera-spill-dead")).unwrap();
     fs::write(site.path("spill/tessera-spill-dead/lock"), "").unwrap();
     let outcome = site
