@@ -5,16 +5,14 @@
 #![allow(missing_docs, reason = "criterion's macros define public functions")]
 #![allow(clippy::unwrap_used, reason = "a benchmark may panic")]
 
-use benches::config;
+use benches::{config, decoder};
 use criterion::{Criterion, SamplingMode, Throughput, criterion_group, criterion_main};
 use engine::{ParamAccess, ParamId};
 use kernels::{Backend, CpuBackend, DType, Tag};
-use models::ModelOptions;
 use models::autograd::{ResidentParams, Tape};
 use models::generate::{GenerateOptions, Prompt, Sampling, generate};
 use models::minicpm::MiniCpm;
-use models::minicpm::config::{Family, LanguageConfig, MiniCpmConfig, SlicingConfig, VisionConfig};
-use models::processor::Normalization;
+use models::minicpm::config::LanguageConfig;
 use models::{SampleInput, VisionLanguageModel};
 use std::sync::Arc;
 
@@ -23,44 +21,20 @@ const NEW_TOKENS: usize = 16;
 const VOCABULARY: i32 = 4096;
 
 fn model(dtype: DType) -> MiniCpm {
-    let config = MiniCpmConfig {
-        family: Family::Vision,
-        language: LanguageConfig {
-            hidden_size: 512,
-            intermediate_size: 1536,
-            num_layers: 8,
-            num_heads: 8,
-            num_kv_heads: 2,
-            head_dim: 64,
-            vocab_size: VOCABULARY as usize,
-            rms_norm_eps: 1e-6,
-            rope_theta: 1e6,
-            tie_word_embeddings: false,
-            initializer_range: 0.02,
-        },
-        // Nothing to see here: the smallest there is.
-        vision: VisionConfig {
-            hidden_size: 8,
-            intermediate_size: 12,
-            num_layers: 1,
-            num_heads: 2,
-            head_dim: 4,
-            patch_size: 2,
-            grid_side: 5,
-            layer_norm_eps: 1e-6,
-        },
-        query_num: 2,
-        drop_vision_last_layer: false,
-        vision_batch_size: 16,
-        use_image_id: true,
-        slicing: SlicingConfig {
-            max_slice_nums: 9,
-            scale_resolution: 4,
-            patch_size: 2,
-        },
+    let language = LanguageConfig {
+        hidden_size: 512,
+        intermediate_size: 1536,
+        num_layers: 8,
+        num_heads: 8,
+        num_kv_heads: 2,
+        head_dim: 64,
+        vocab_size: VOCABULARY as usize,
+        rms_norm_eps: 1e-6,
+        rope_theta: 1e6,
+        tie_word_embeddings: false,
+        initializer_range: 0.02,
     };
-    let normalization = Normalization::new([0.5; 3], [0.5; 3]).unwrap();
-    MiniCpm::new(config, normalization, ModelOptions::new(dtype)).unwrap()
+    decoder(language, dtype).unwrap()
 }
 
 fn resident(model: &MiniCpm) -> ResidentParams {

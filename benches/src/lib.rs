@@ -8,13 +8,18 @@
 
 pub mod adam;
 mod ceilings;
+mod decoder;
 pub mod train;
 
 pub use ceilings::Ceilings;
+pub use decoder::decoder;
 
 use criterion::measurement::WallTime;
 use criterion::{BenchmarkGroup, Criterion, SamplingMode, Throughput};
 use std::time::{Duration, Instant};
+
+/// Results with errors of any layer below.
+pub type Result<T> = std::result::Result<T, Box<dyn std::error::Error + Send + Sync>>;
 
 /// What one run of a benchmark has to do at least.
 #[derive(Clone, Copy, Debug, Default)]

@@ -1,26 +1,22 @@
 //! A whole training step: a decoder of 110 M parameters (hidden 768, 12 layers, vocabulary 32000, head apart: 134 M) on one
 //! text of 512 tokens per rank, every block recomputed in the backward pass.
 
+use crate::{Result, decoder};
 use engine::comm::{Communicator, threads};
 use engine::{Offload, OptimizerConfig, ParamId, PassKind, Plan, Stage, Tiers, Zero, ZeroConfig};
-use kernels::{Backend, CpuBackend, DType, Pool};
+use kernels::{Backend, CpuBackend, Pool};
 use models::autograd::Tape;
 use models::minicpm::MiniCpm;
-use models::minicpm::config::{Family, LanguageConfig, MiniCpmConfig, SlicingConfig, VisionConfig};
-use models::processor::Normalization;
-use models::{ModelOptions, SampleInput, VisionLanguageModel};
+use models::minicpm::config::LanguageConfig;
+use models::{SampleInput, VisionLanguageModel};
 use optim::{AdamW, GroupOptions, Precision};
 use std::convert::Infallible;
-use std::error::Error;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// Tokens of a rank's text.
 pub const TOKENS: usize = 512;
 const VOCABULARY: usize = 32_000;
-
-/// Errors of any layer below.
-pub type Result<T> = std::result::Result<T, Box<dyn Error + Send + Sync>>;
 
 /// How the step runs.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -54,14 +50,17 @@ impl StepTime {
     }
 }
 
-/// The model: a decoder with the smallest vision tower there is, which no text reaches.
-///
-/// # Errors
-/// When the configuration is refused.
-pub fn decoder(dtype: DType) -> Result<MiniCpm> {
-    let config = MiniCpmConfig {
-        family: Family::Vision,
-        language: LanguageConfig {
+/// One rank's model and states.
+struct Rank {
+    model: MiniCpm,
+    zero: Zero,
+    backend: Arc<dyn Backend>,
+    ids: Vec<i32>,
+}
+
+impl Rank {
+    fn new(setting: Setting, comm: Arc<dyn Communicator>) -> Result<Self> {
+        let language = LanguageConfig {
             hidden_size: 768,
             intermediate_size: 2048,
             num_layers: 12,
@@ -73,46 +72,8 @@ pub fn decoder(dtype: DType) -> Result<MiniCpm> {
             rope_theta: 1e4,
             tie_word_embeddings: false,
             initializer_range: 0.02,
-        },
-        vision: VisionConfig {
-            hidden_size: 8,
-            intermediate_size: 12,
-            num_layers: 1,
-            num_heads: 2,
-            head_dim: 4,
-            patch_size: 2,
-            grid_side: 5,
-            layer_norm_eps: 1e-6,
-        },
-        query_num: 2,
-        drop_vision_last_layer: false,
-        vision_batch_size: 16,
-        use_image_id: true,
-        slicing: SlicingConfig {
-            max_slice_nums: 9,
-            scale_resolution: 4,
-            patch_size: 2,
-        },
-    };
-    let normalization = Normalization::new([0.5; 3], [0.5; 3])?;
-    Ok(MiniCpm::new(
-        config,
-        normalization,
-        ModelOptions::new(dtype),
-    )?)
-}
-
-/// One rank's model and states.
-struct Rank {
-    model: MiniCpm,
-    zero: Zero,
-    backend: Arc<dyn Backend>,
-    ids: Vec<i32>,
-}
-
-impl Rank {
-    fn new(setting: Setting, comm: Arc<dyn Communicator>) -> Result<Self> {
-        let model = decoder(setting.precision.weight_dtype())?;
+        };
+        let model = decoder(language, setting.precision.weight_dtype())?;
         let config = ZeroConfig {
             stage: setting.stage,
             precision: setting.precision,

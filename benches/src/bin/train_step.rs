@@ -4,7 +4,8 @@
     reason = "a program that answers on standard output"
 )]
 
-use benches::train::{Result, Setting, TOKENS, run};
+use benches::Result;
+use benches::train::{Setting, TOKENS, run};
 use engine::Stage;
 use std::sync::Mutex;
 use std::time::Duration;
