@@ -61,7 +61,7 @@ pub const DEMO: Defaults = Defaults {
     num_train_epochs: 3.0,
     global_batch: Some(32),
     micro_batch: 16,
-    eval_batch: 24,
+    eval_batch: 12,
     learning_rate: 1e-3,
     scheduler: Scheduler::Cosine,
     warmup: Warmup::Steps(20),
