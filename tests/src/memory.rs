@@ -21,14 +21,14 @@ const WINDOW: &str = "tessera-window-";
 /// Bytes of one run.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Measured {
-    /// High-water mark of every rank that trained, ascending.
+    /// High-water mark of every rank that trained, in the order in which they were started.
     pub resident: Vec<u64>,
     /// The communicator's window; 0 without one.
     pub window: u64,
     /// Spill files of all ranks, at their largest.
     pub spilled: u64,
-    /// The plan's high-water mark of a rank.
-    pub planned_resident: u64,
+    /// The plan's high-water mark of every rank.
+    pub planned_resident: Vec<u64>,
     /// The plan's spill files of all ranks.
     pub planned_spilled: u64,
     /// The plan's host memory of all ranks.
@@ -142,8 +142,13 @@ pub fn measure(
     let of = |value: &Value| value.as_u64().context("the plan has its bytes");
     let count = of(&plan["ranks"])?;
     measured.resident = ranks.into_values().collect();
-    measured.resident.sort_unstable();
-    measured.planned_resident = of(&peak["resident"])?;
+    let by_rank = plan["memory"]["resident_by_rank"].as_array();
+    let by_rank = by_rank.context("the plan has its bytes")?;
+    measured.planned_resident = by_rank.iter().map(of).collect::<Result<_>>()?;
+    ensure!(
+        measured.resident.len() == measured.planned_resident.len(),
+        "as many processes as ranks"
+    );
     measured.planned_spilled = of(&peak["nvme"])? * count;
     measured.planned_host = of(&plan["host_need_bytes"])?;
     Ok(measured)

@@ -1,15 +1,20 @@
-//! Allocator of one rank's part of the window: size classes over a bump pointer.
+//! Allocator of one rank's part of the window: best fit, with a corner for small messages.
 //!
-//! A freed region is reused for its own class first, so that the layout of a training run settles
-//! after one step; only when the bump pointer reaches the end are free neighbours merged.
+//! Where a region lies is a function of the requests alone, never of how far the peers are: a region
+//! that peers may still read counts as free here, and whoever receives it waits for them. So all
+//! ranks that run one program have one layout, which is known before the program starts.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 
 /// Alignment of every region.
 pub(super) const ALIGN: usize = 64;
-
-/// Up to here classes are powers of two, so that messages of varying length share regions.
-pub(super) const SMALL: usize = 4096;
+/// Up to here requests are rounded up to powers of two and served from places of their own.
+const SMALL: usize = 4096;
+/// Places of each small size: so many messages may be in flight before one waits for its readers.
+const SMALL_PLACES: usize = 8;
+const SMALL_CLASSES: usize = (SMALL / ALIGN).ilog2() as usize + 1;
+/// Bytes of the small places, at the start of the region; whole pages.
+pub(super) const SMALL_BYTES: usize = (SMALL_PLACES * (2 * SMALL - ALIGN)).next_multiple_of(4096);
 
 /// A piece of a rank's part of the window.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -27,25 +32,46 @@ impl Region {
     fn end(self) -> usize {
         self.offset + self.bytes
     }
+
+    pub(super) fn overlaps(self, other: Self) -> bool {
+        self.offset < other.end() && other.offset < self.end()
+    }
 }
 
 #[derive(Debug)]
 pub(super) struct Arena {
+    /// Bytes behind the small places.
     capacity: usize,
-    /// Everything from here on has never been handed out (or was merged back).
+    /// No region in use reaches beyond.
     top: usize,
     peak: usize,
-    /// Free regions below `top`: bytes by offset.
-    free: BTreeMap<usize, usize>,
+    /// Free neighbours are one hole: bytes by offset, all below `top`.
+    holes: BTreeMap<usize, usize>,
+    /// Free places of each small size; the one that was freed longest ago is taken first.
+    small: [VecDeque<usize>; SMALL_CLASSES],
+}
+
+/// Which small size serves a request, if one does.
+fn small_class(bytes: usize) -> Option<usize> {
+    (bytes <= SMALL).then(|| bytes.div_ceil(ALIGN).next_power_of_two().ilog2() as usize)
 }
 
 impl Arena {
+    /// `capacity` bytes behind [`SMALL_BYTES`] for small places.
     pub(super) fn new(capacity: usize) -> Self {
+        let mut start = 0;
+        let small = std::array::from_fn(|class| {
+            let bytes = ALIGN << class;
+            let places = (0..SMALL_PLACES).map(|i| start + i * bytes).collect();
+            start += SMALL_PLACES * bytes;
+            places
+        });
         Self {
             capacity,
-            top: 0,
-            peak: 0,
-            free: BTreeMap::new(),
+            top: SMALL_BYTES,
+            peak: SMALL_BYTES,
+            holes: BTreeMap::new(),
+            small,
         }
     }
 
@@ -53,86 +79,75 @@ impl Arena {
         self.capacity
     }
 
+    /// Most bytes behind the small places that were ever spanned.
     pub(super) fn peak(&self) -> usize {
-        self.peak
+        self.peak - SMALL_BYTES
     }
 
-    /// Size of the region that serves a request.
-    pub(super) fn class(bytes: usize) -> usize {
-        match bytes {
-            0 => 0,
-            1..=SMALL => bytes.next_power_of_two().max(ALIGN),
-            _ => bytes.checked_next_multiple_of(ALIGN).unwrap_or(bytes),
+    /// A region of at least `bytes` bytes; `None` if no hole is long enough.
+    pub(super) fn alloc(&mut self, bytes: usize) -> Option<Region> {
+        if bytes == 0 {
+            return Some(Region::EMPTY);
         }
-    }
-
-    /// A free region of exactly this class.
-    pub(super) fn reuse(&mut self, class: usize) -> Option<Region> {
-        let (&offset, &bytes) = self.free.iter().find(|&(_, &bytes)| bytes == class)?;
-        self.free.remove(&offset);
+        if let Some(class) = small_class(bytes)
+            && let Some(offset) = self.small[class].pop_front()
+        {
+            let bytes = ALIGN << class;
+            return Some(Region { offset, bytes });
+        }
+        let bytes = bytes.checked_next_multiple_of(ALIGN)?;
+        // Few holes exist at a time; of equal ones the first.
+        let long_enough = self.holes.iter().filter(|&(_, &len)| len >= bytes);
+        let best = long_enough.min_by_key(|&(_, &len)| len);
+        let Some((&offset, &len)) = best else {
+            return self.extend(bytes);
+        };
+        self.holes.remove(&offset);
+        if len > bytes {
+            self.holes.insert(offset + bytes, len - bytes);
+        }
         Some(Region { offset, bytes })
     }
 
-    /// A region that was never used before.
-    pub(super) fn bump(&mut self, class: usize) -> Option<Region> {
-        let end = self
-            .top
-            .checked_add(class)
-            .filter(|&end| end <= self.capacity)?;
-        let region = Region {
-            offset: self.top,
-            bytes: class,
-        };
+    fn extend(&mut self, bytes: usize) -> Option<Region> {
+        let offset = self.top;
+        let end = offset.checked_add(bytes)?;
+        if end - SMALL_BYTES > self.capacity {
+            return None;
+        }
         self.top = end;
         self.peak = self.peak.max(end);
-        Some(region)
-    }
-
-    /// The last resort: merges free neighbours and takes the smallest hole that fits.
-    pub(super) fn compact(&mut self, class: usize) -> Option<Region> {
-        self.merge();
-        let best = self.free.iter().filter(|&(_, &bytes)| bytes >= class);
-        let Some((&offset, &bytes)) = best.min_by_key(|&(_, &bytes)| bytes) else {
-            return self.bump(class);
-        };
-        self.free.remove(&offset);
-        if bytes > class {
-            self.free.insert(offset + class, bytes - class);
-        }
-        Some(Region {
-            offset,
-            bytes: class,
-        })
+        Some(Region { offset, bytes })
     }
 
     pub(super) fn free(&mut self, region: Region) {
-        if region.bytes == 0 {
+        let Region { offset, bytes } = region;
+        if bytes == 0 {
             return;
         }
-        debug_assert!(
-            region.end() <= self.top,
-            "{region:?} lies above {}",
-            self.top
-        );
-        let twice = self.free.insert(region.offset, region.bytes);
-        debug_assert!(twice.is_none(), "{region:?} was freed twice");
-    }
-
-    fn merge(&mut self) {
-        let mut merged: Vec<Region> = Vec::with_capacity(self.free.len());
-        for (&offset, &bytes) in &self.free {
-            match merged.last_mut() {
-                Some(last) if last.end() == offset => last.bytes += bytes,
-                _ => merged.push(Region { offset, bytes }),
+        if offset < SMALL_BYTES {
+            let places = small_class(bytes).map(|class| &mut self.small[class]);
+            debug_assert!(places.as_ref().is_some_and(|p| !p.contains(&offset)));
+            return places.into_iter().for_each(|p| p.push_back(offset));
+        }
+        let (mut start, mut end) = (offset, region.end());
+        debug_assert!(end <= self.top, "{region:?} lies above {}", self.top);
+        if let Some((&before, &len)) = self.holes.range(..offset).next_back() {
+            debug_assert!(before + len <= offset, "{region:?} was freed twice");
+            if before + len == offset {
+                self.holes.remove(&before);
+                start = before;
             }
         }
-        if let Some(&last) = merged.last()
-            && last.end() == self.top
-        {
-            self.top = last.offset;
-            merged.pop();
+        if let Some(&len) = self.holes.get(&end) {
+            self.holes.remove(&end);
+            end += len;
         }
-        self.free = merged.into_iter().map(|r| (r.offset, r.bytes)).collect();
+        if end == self.top {
+            self.top = start;
+        } else {
+            self.holes.insert(start, end - start);
+        }
     }
 }
 
@@ -141,40 +156,50 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn take(arena: &mut Arena, bytes: usize) -> Option<Region> {
-        let class = Arena::class(bytes);
-        arena
-            .reuse(class)
-            .or_else(|| arena.bump(class))
-            .or_else(|| arena.compact(class))
-    }
-
     #[test]
-    fn sizes_are_rounded_up_to_aligned_classes() {
-        let classes = [0, 1, 64, 65, 1000, 4096, 4097, 5000].map(Arena::class);
-        assert_eq!(classes, [0, 64, 64, 128, 1024, 4096, 4160, 5056]);
-    }
-
-    #[test]
-    fn a_class_is_reused_before_fresh_memory() {
+    fn small_requests_have_places_of_their_own_and_take_turns() {
         let mut arena = Arena::new(1 << 20);
-        let a = take(&mut arena, 8192).unwrap();
-        let b = take(&mut arena, 10000).unwrap();
-        arena.free(a);
-        assert_eq!(take(&mut arena, 10000).unwrap().offset, b.end());
-        assert_eq!(take(&mut arena, 8192).unwrap(), a);
+        let sizes = [1, 64, 65, 1000, 4096].map(|bytes| arena.alloc(bytes).unwrap().bytes);
+        assert_eq!(sizes, [64, 64, 128, 1024, 4096]);
+        assert_eq!(arena.alloc(0).unwrap(), Region::EMPTY);
+        assert_eq!(arena.peak(), 0);
+        let mut arena = Arena::new(1 << 20);
+        let first = arena.alloc(3000).unwrap();
+        arena.free(first);
+        let others: Vec<_> = (1..SMALL_PLACES)
+            .map(|_| arena.alloc(3000).unwrap())
+            .collect();
+        assert!(!others.contains(&first));
+        assert_eq!(arena.alloc(3000).unwrap(), first);
+        let beside = arena.alloc(3000).unwrap();
+        assert_eq!((beside.offset, beside.bytes), (SMALL_BYTES, 3008));
+        arena.free(beside);
+        assert_eq!(arena.peak(), 3008);
     }
 
     #[test]
-    fn merged_neighbours_serve_a_larger_request_when_the_end_is_reached() {
+    fn neighbours_that_are_free_serve_larger_and_smaller_requests() {
         let mut arena = Arena::new(4 * 8192);
-        let regions: Vec<_> = (0..4).map(|_| take(&mut arena, 8192).unwrap()).collect();
-        assert_eq!(take(&mut arena, 64), None);
+        let regions: Vec<_> = (0..4).map(|_| arena.alloc(8192).unwrap()).collect();
+        assert_eq!(arena.alloc(5000), None);
         arena.free(regions[1]);
         arena.free(regions[2]);
-        assert_eq!(take(&mut arena, 3 * 8192), None);
-        assert_eq!(take(&mut arena, 2 * 8192).unwrap().offset, 8192);
+        assert_eq!(arena.alloc(3 * 8192), None);
+        let inside = arena.alloc(5000).unwrap();
+        assert_eq!((inside.offset, inside.bytes), (SMALL_BYTES + 8192, 5056));
+        arena.free(inside);
+        assert_eq!(arena.alloc(2 * 8192).unwrap().offset, SMALL_BYTES + 8192);
         assert_eq!(arena.peak(), 4 * 8192);
+    }
+
+    #[test]
+    fn the_smallest_hole_that_fits_is_taken() {
+        let mut arena = Arena::new(1 << 20);
+        let [wide, _, narrow, _] = [20_000, 5000, 10_000, 5000].map(|b| arena.alloc(b).unwrap());
+        arena.free(wide);
+        arena.free(narrow);
+        assert_eq!(arena.alloc(9000).unwrap().offset, narrow.offset);
+        assert_eq!(arena.alloc(9000).unwrap().offset, wide.offset);
     }
 
     proptest! {
@@ -187,17 +212,18 @@ mod tests {
             for (bytes, which, release) in steps {
                 if release && !live.is_empty() {
                     arena.free(live.swap_remove(which.index(live.len())));
-                } else if let Some(region) = take(&mut arena, bytes) {
+                } else if let Some(region) = arena.alloc(bytes) {
                     prop_assert!(region.bytes >= bytes && region.offset % ALIGN == 0);
-                    prop_assert!(region.end() <= arena.capacity());
+                    prop_assert!(region.end() <= SMALL_BYTES + arena.capacity());
                     for other in &live {
-                        prop_assert!(region.end() <= other.offset || other.end() <= region.offset);
+                        prop_assert!(!region.overlaps(*other));
                     }
                     live.push(region);
                 }
             }
             live.into_iter().for_each(|region| arena.free(region));
-            prop_assert_eq!(arena.compact(1 << 17), Some(Region { offset: 0, bytes: 1 << 17 }));
+            let all = Region { offset: SMALL_BYTES, bytes: 1 << 17 };
+            prop_assert_eq!(arena.alloc(1 << 17), Some(all));
         }
     }
 }

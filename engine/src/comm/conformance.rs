@@ -1,11 +1,13 @@
 //! What every transport must do, run over threads and over shared memory.
 
+use super::rehearsal::DryWindow;
 use super::{
     Collective, CollectiveKind, CommError, Communicator, Tag, Ticket, World, shm, threads,
 };
 use half::bf16;
 use kernels::{DType, Element};
 use proptest::prelude::*;
+use std::collections::VecDeque;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
@@ -362,6 +364,34 @@ fn memory_is_reused_only_after_the_last_reader(transport: Transport) {
     });
 }
 
+fn buffers_of_all_sizes_lie_where_a_rehearsal_says(transport: Transport) {
+    transport.run_all(|comm| {
+        let World { rank, size } = comm.world();
+        let dry = DryWindow::new(comm.world());
+        let mut held = VecDeque::new();
+        for round in 0..400usize {
+            let per_rank = 4 + 4 * ((round * 7919) % 1700);
+            let value = |r: usize| (round * 8 + r) as u32;
+            let mut buffer = comm.alloc(size * per_rank).unwrap();
+            let rehearsed = dry.alloc(size * per_rank);
+            buffer.as_mut_slice::<u32>().fill(u32::MAX);
+            let words = per_rank / 4;
+            buffer.as_mut_slice::<u32>()[rank * words..][..words].fill(value(rank));
+            let gather = op(CollectiveKind::AllGather, DType::I32);
+            let result = comm.start(gather, buffer).unwrap().wait_read().unwrap();
+            for (r, part) in result.as_slice::<u32>().chunks(words).enumerate() {
+                assert!(part.iter().all(|&x| x == value(r)), "round {round}");
+            }
+            held.push_back((result, rehearsed));
+            // Not first in, first out: what stays leaves holes between the others.
+            if held.len() > 3 {
+                held.remove(round % 3);
+            }
+            assert_eq!(comm.memory().peak_bytes as u64, dry.bytes().region);
+        }
+    });
+}
+
 fn ten_thousand_collectives_leak_nothing(transport: Transport) {
     transport.run(2, 64 * KIB, PATIENCE, |comm| {
         let World { rank, size } = comm.world();
@@ -493,7 +523,7 @@ fn a_full_window_is_an_error_until_memory_comes_back(transport: Transport) {
         let first = comm.alloc(half).unwrap();
         let second = comm.alloc(half).unwrap();
         assert_eq!(comm.memory().in_use_bytes, 2 * half);
-        let error = comm.alloc(1).unwrap_err();
+        let error = comm.alloc(5000).unwrap_err();
         let CommError::WindowFull {
             asked_bytes,
             in_use_bytes,
@@ -504,7 +534,7 @@ fn a_full_window_is_an_error_until_memory_comes_back(transport: Transport) {
         };
         assert_eq!(
             (asked_bytes, in_use_bytes, capacity_bytes),
-            (1, 2 * half, 2 * half)
+            (5000, 2 * half, 2 * half)
         );
         drop((first, second));
         assert_eq!(comm.alloc(2 * half).unwrap().len(), 2 * half);
@@ -625,6 +655,7 @@ conformance! {
     dropped_tickets_harm_nobody
     a_buffer_can_be_overwritten_as_soon_as_it_is_back
     memory_is_reused_only_after_the_last_reader
+    buffers_of_all_sizes_lie_where_a_rehearsal_says
     ten_thousand_collectives_leak_nothing
     different_collectives_are_an_error_on_every_rank
     a_missing_rank_is_a_timeout_with_the_table_of_ranks

@@ -1,6 +1,6 @@
 //! One rank's end of a window: allocation, start, progress and waiting.
 
-use super::arena::{Arena, Region, SMALL};
+use super::arena::{Arena, Region, SMALL_BYTES};
 use super::fingerprint::Fingerprint;
 use super::op::{Op, State};
 use super::window::{Failure, Phase, RING, Window};
@@ -11,9 +11,6 @@ use kernels::DType;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
-
-/// Regions of one small class that may be in flight before an allocation waits for readers.
-const SMALL_IN_FLIGHT: usize = 8;
 
 #[derive(Debug)]
 pub(super) struct Endpoint {
@@ -32,7 +29,7 @@ pub(super) struct Endpoint {
 #[derive(Debug)]
 struct Local {
     arena: Arena,
-    /// Regions given up by this rank that peers may still be reading.
+    /// Free regions that peers may still be reading: none overlaps a region in use.
     deferred: Vec<Deferred>,
     /// Collectives in which this rank still has something to read.
     pending: Vec<Arc<Op>>,
@@ -70,7 +67,7 @@ pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 impl Endpoint {
     pub(super) fn new(window: Arc<Window>, world: World, deadline: Duration) -> Self {
         let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
-        let arena = Arena::new(window.layout().region_bytes);
+        let arena = Arena::new(window.layout().region_bytes - SMALL_BYTES);
         let local = Local {
             arena,
             deferred: Vec::new(),
@@ -224,66 +221,46 @@ impl Endpoint {
         self.window.fail(Failure::Abort { by_rank, reason });
     }
 
-    /// A region of this class; `None` if there will be one when peers have finished reading, and
-    /// then the collective to wait for.
-    fn try_alloc(
-        &self,
-        asked_bytes: usize,
-        class: usize,
-    ) -> Result<Result<Region, Readers>, CommError> {
-        let mut local = lock(&self.local);
-        local.settle(|readers| self.peers_done(readers));
-        let local = &mut *local;
-        let same_class = local.deferred.iter().filter(|d| d.region.bytes == class);
-        let enough = if class <= SMALL { SMALL_IN_FLIGHT } else { 1 };
-        let awaited = same_class
-            .clone()
-            .next()
-            .filter(|_| same_class.count() >= enough);
-        // Waiting for a region of the same class rather than taking fresh memory makes the peak a
-        // function of the program, not of timing.
-        let region = match (local.arena.reuse(class), awaited) {
-            (Some(region), _) => Some(region),
-            (None, Some(awaited)) => return Ok(Err(awaited.readers)),
-            (None, None) => local.arena.bump(class),
-        };
-        let region = match (region, local.deferred.first()) {
-            (Some(region), _) => Some(region),
-            (None, Some(first)) => return Ok(Err(first.readers)),
-            (None, None) => local.arena.compact(class),
-        };
-        let full = CommError::WindowFull {
-            asked_bytes,
-            in_use_bytes: local.in_use_bytes,
-            capacity_bytes: local.arena.capacity(),
-        };
-        let region = region.ok_or(full)?;
-        local.in_use_bytes += region.bytes;
-        Ok(Ok(region))
+    /// A region that nobody reads. Where it lies does not depend on how far the peers are.
+    fn alloc(&self, bytes: usize) -> Result<Region, CommError> {
+        let region = self.place(bytes)?;
+        while let Some(readers) = self.readers_of(region) {
+            self.reclaim(readers).inspect_err(|_| {
+                // The peers may read on: the place stays among the deferred ones.
+                lock(&self.local).take_back(region);
+            })?;
+        }
+        Ok(region)
     }
 
-    fn alloc(&self, bytes: usize) -> Result<Region, CommError> {
-        let class = Arena::class(bytes);
-        if class == 0 {
-            return Ok(Region::EMPTY);
-        }
-        let mut outcome = self.try_alloc(bytes, class)?;
-        loop {
-            match outcome {
-                Ok(region) => return Ok(region),
-                Err(readers) => self.reclaim(readers)?,
-            }
-            outcome = self.try_alloc(bytes, class)?;
-        }
+    fn place(&self, asked_bytes: usize) -> Result<Region, CommError> {
+        let mut local = lock(&self.local);
+        let Some(region) = local.arena.alloc(asked_bytes) else {
+            return Err(CommError::WindowFull {
+                asked_bytes,
+                in_use_bytes: local.in_use_bytes,
+                capacity_bytes: local.arena.capacity(),
+            });
+        };
+        local.in_use_bytes += region.bytes;
+        Ok(region)
+    }
+
+    /// A collective in which peers may still be reading from there.
+    fn readers_of(&self, region: Region) -> Option<Readers> {
+        let mut local = lock(&self.local);
+        local.deferred.retain(|d| !self.peers_done(d.readers));
+        let mut deferred = local.deferred.iter();
+        let there = deferred.find(|d| d.region.overlaps(region))?;
+        Some(there.readers)
     }
 
     /// Takes a region back; `readers` may still be reading it.
     pub(super) fn release(&self, region: Region, readers: Option<Readers>) {
         let mut local = lock(&self.local);
-        local.in_use_bytes -= region.bytes;
-        match readers {
-            Some(readers) if region.bytes > 0 => local.deferred.push(Deferred { region, readers }),
-            _ => local.arena.free(region),
+        local.take_back(region);
+        if let Some(readers) = readers.filter(|_| region.bytes > 0) {
+            local.deferred.push(Deferred { region, readers });
         }
     }
 
@@ -358,17 +335,9 @@ impl Endpoint {
 }
 
 impl Local {
-    fn settle(&mut self, is_unread: impl Fn(Readers) -> bool) {
-        let Self {
-            arena, deferred, ..
-        } = self;
-        deferred.retain(|d| {
-            let unread = is_unread(d.readers);
-            if unread {
-                arena.free(d.region);
-            }
-            !unread
-        });
+    fn take_back(&mut self, region: Region) {
+        self.in_use_bytes -= region.bytes;
+        self.arena.free(region);
     }
 }
 

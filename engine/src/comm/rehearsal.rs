@@ -3,7 +3,7 @@
 //! The same allocator hands out places of a window without memory. Other ranks are at the same
 //! place of their programs, so that a buffer lies at the same offset of every rank's region.
 
-use super::arena::{Arena, Region};
+use super::arena::{Arena, Region, SMALL_BYTES};
 use super::window::Layout;
 use super::{CollectiveKind, World};
 use std::cell::RefCell;
@@ -46,20 +46,23 @@ struct Inner {
     world: World,
     arena: Arena,
     own: Touched,
-    peers: Vec<Touched>,
+    /// Places of each rank's part of what is gathered: its peers read it there.
+    gathered: Vec<Touched>,
+    /// Places of each rank's part of what is reduced: the rank reads it in every peer's region.
+    reduced: Vec<Touched>,
     in_use: u64,
     peak: u64,
 }
 
-/// Bytes of a window on one rank.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+/// Bytes of a window.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct WindowBytes {
-    /// Highest address used: what the rank's region must have.
+    /// What a rank must ask for: the highest address used behind the places of small messages.
     pub region: u64,
-    /// Pages of the own region that this rank touches.
+    /// Pages of the own region that a rank touches.
     pub own: u64,
-    /// Pages of the other ranks' regions that this rank reads.
-    pub peers: u64,
+    /// Pages of the others' regions that each rank reads.
+    pub peers: Vec<u64>,
 }
 
 /// A window without memory.
@@ -70,9 +73,10 @@ impl DryWindow {
     pub(crate) fn new(world: World) -> Self {
         Self(Rc::new(RefCell::new(Inner {
             world,
-            arena: Arena::new(usize::MAX),
+            arena: Arena::new(usize::MAX - SMALL_BYTES),
             own: Touched::default(),
-            peers: vec![Touched::default(); world.size],
+            gathered: vec![Touched::default(); world.size],
+            reduced: vec![Touched::default(); world.size],
             in_use: 0,
             peak: 0,
         })))
@@ -81,12 +85,7 @@ impl DryWindow {
     /// A buffer of `bytes` bytes that this rank fills.
     pub(crate) fn alloc(&self, bytes: usize) -> DryBuffer {
         let mut inner = self.0.borrow_mut();
-        let class = Arena::class(bytes);
-        let region = inner
-            .arena
-            .reuse(class)
-            .or_else(|| inner.arena.bump(class))
-            .unwrap_or(Region::EMPTY);
+        let region = inner.arena.alloc(bytes).unwrap_or(Region::EMPTY);
         inner.own.add(&(region.offset..region.offset + bytes), PAGE);
         inner.in_use += region.bytes as u64;
         inner.peak = inner.peak.max(inner.in_use);
@@ -102,7 +101,7 @@ impl DryWindow {
         WindowBytes {
             region: inner.arena.peak() as u64,
             own: inner.own.bytes(),
-            peers: inner.peers.iter().map(Touched::bytes).sum(),
+            peers: inner.peers(),
         }
     }
 
@@ -123,19 +122,49 @@ pub(crate) struct DryBuffer {
 }
 
 impl DryBuffer {
-    /// Counts what this rank reads of the other ranks' buffers in a collective.
+    /// Counts what the ranks read of each other's buffers in a collective.
     pub(crate) fn run(&self, kind: CollectiveKind) {
         let mut inner = self.window.0.borrow_mut();
-        let World { rank, size } = inner.world;
-        let part = self.bytes / size;
-        for peer in (0..size).filter(|peer| *peer != rank) {
-            let index = match kind {
-                CollectiveKind::ReduceScatter => rank,
-                _ => peer,
-            };
-            let start = self.region.offset + index * part;
-            inner.peers[peer].add(&(start..start + part), READ_AROUND);
+        let inner = &mut *inner;
+        let size = inner.world.size;
+        if size == 1 {
+            return;
         }
+        let part = self.bytes / size;
+        let (gathers, reduces) = match kind {
+            CollectiveKind::ReduceScatter => (false, true),
+            CollectiveKind::AllReduce => (true, true),
+            _ => (true, false),
+        };
+        for rank in 0..size {
+            let start = self.region.offset + rank * part;
+            for (touched, wanted) in [
+                (&mut inner.gathered[rank], gathers),
+                (&mut inner.reduced[rank], reduces),
+            ] {
+                if wanted {
+                    touched.add(&(start..start + part), READ_AROUND);
+                }
+            }
+        }
+    }
+}
+
+impl Inner {
+    fn peers(&self) -> Vec<u64> {
+        let pages = |reader: usize, owner: usize| {
+            let mut both = self.gathered[owner].clone();
+            for (&start, &end) in &self.reduced[reader].0 {
+                both.add(&(start..end), READ_AROUND);
+            }
+            both.bytes()
+        };
+        let size = self.world.size;
+        let of = |reader: usize| -> u64 {
+            let owners = (0..size).filter(|owner| *owner != reader);
+            owners.map(|owner| pages(reader, owner)).sum()
+        };
+        (0..size).map(of).collect()
     }
 }
 
@@ -147,10 +176,10 @@ impl Drop for DryBuffer {
     }
 }
 
-/// Bytes of a window beside the regions of the ranks.
+/// Bytes of a window of `ranks` ranks beside what the ranks asked for.
 #[must_use]
-pub fn control_bytes() -> u64 {
-    Layout::control_bytes() as u64
+pub fn control_bytes(ranks: usize) -> u64 {
+    (Layout::control_bytes() + ranks * SMALL_BYTES) as u64
 }
 
 #[cfg(test)]
@@ -171,7 +200,7 @@ mod tests {
     }
 
     #[test]
-    fn a_class_is_used_again_and_peers_are_read_in_parts() {
+    fn a_place_is_used_again_and_peers_are_read_in_parts() {
         let window = DryWindow::new(World { rank: 0, size: 2 });
         let part = 1 << 20;
         for _ in 0..3 {
@@ -180,11 +209,11 @@ mod tests {
         let one = WindowBytes {
             region: 2 * part as u64,
             own: 2 * part as u64,
-            peers: part as u64,
+            peers: vec![part as u64; 2],
         };
         assert_eq!(window.bytes(), one);
         window.alloc(2 * part).run(CollectiveKind::ReduceScatter);
-        assert_eq!(window.bytes().peers, 2 * part as u64);
+        assert_eq!(window.bytes().peers, [2 * part as u64; 2]);
         let two = (window.alloc(part), window.alloc(2 * part));
         assert_eq!(window.take_peak(), 3 * part as u64);
         drop(two);

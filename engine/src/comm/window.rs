@@ -7,6 +7,7 @@
     reason = "memory shared between processes has no safe representation"
 )]
 
+use super::arena::SMALL_BYTES;
 use super::fingerprint::{Fingerprint, WORDS};
 use super::{CommError, MAX_RANKS, OpInfo, RankOp, RankStatus};
 use memmap2::MmapRaw;
@@ -125,10 +126,11 @@ pub(super) struct Layout {
 }
 
 impl Layout {
-    /// Regions are rounded up to whole pages.
+    /// Regions of `region_bytes` behind the places of small messages, rounded up to whole pages.
     pub(super) fn new(ranks: usize, region_bytes: usize) -> Self {
         let region_bytes = region_bytes
-            .checked_next_multiple_of(PAGE)
+            .checked_add(SMALL_BYTES)
+            .and_then(|bytes| bytes.checked_next_multiple_of(PAGE))
             .unwrap_or(usize::MAX - PAGE + 1);
         Self {
             ranks,
@@ -668,6 +670,6 @@ mod tests {
     fn offsets_beyond_a_region_are_refused() {
         let window = window(2);
         // SAFETY: nobody else uses this window; the call panics before it forms a slice.
-        let _bytes = unsafe { window.bytes(0, 4096, 0..1) };
+        let _bytes = unsafe { window.bytes(0, SMALL_BYTES + 4096, 0..1) };
     }
 }

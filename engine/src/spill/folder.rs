@@ -6,6 +6,7 @@ use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::ErrorKind;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Folders of jobs begin with this.
 pub const FOLDER_PREFIX: &str = "tessera-spill-";
@@ -106,9 +107,27 @@ fn remove_if_dead(path: &Path) -> bool {
         return fs::remove_dir(path).is_ok();
     };
     match lock.try_lock() {
-        Ok(()) => fs::remove_dir_all(path).is_ok(),
+        Ok(()) => {
+            // Under another name first: who joins meanwhile makes a new folder and loses nothing in it.
+            let grave = grave_of(path);
+            let moved = match fs::metadata(path.join(LOCK)).and_then(|m| Ok((m, lock.metadata()?)))
+            {
+                Ok((there, held)) => there.ino() == held.ino() && fs::rename(path, &grave).is_ok(),
+                Err(_) => false,
+            };
+            moved && fs::remove_dir_all(&grave).is_ok()
+        }
         Err(TryLockError::WouldBlock | TryLockError::Error(_)) => false,
     }
+}
+
+/// A name that nobody else uses, of the kind that [`SpillFolder::sweep`] looks for.
+fn grave_of(path: &Path) -> PathBuf {
+    static GRAVES: AtomicU64 = AtomicU64::new(0);
+    let number = GRAVES.fetch_add(1, Ordering::Relaxed);
+    let mut name = path.as_os_str().to_owned();
+    name.push(format!(".dead-{}-{number}", std::process::id()));
+    name.into()
 }
 
 #[cfg(test)]

@@ -49,9 +49,9 @@ pub struct RankPeak {
     pub nvme: u64,
     /// Pages of the communicator's window that belong to this rank.
     pub window: u64,
-    /// What the kernel calls the process's high-water mark where the ranks compute on the CPU.
+    /// What the kernel calls the process's high-water mark where the ranks compute on the CPU: of the rank with most.
     pub resident: u64,
-    /// Of that, pages of the window: those of this rank and those it reads of the others.
+    /// Of that, pages of the window: those of the rank and those it reads of the others.
     pub resident_window: u64,
 }
 
@@ -62,10 +62,12 @@ pub struct RankMemory {
     pub phases: BTreeMap<Phase, PhaseBytes>,
     /// Over the whole run.
     pub peak: RankPeak,
+    /// [`RankPeak::resident`] of every rank.
+    pub resident_by_rank: Vec<u64>,
 }
 
 /// What a rehearsed run has touched, from which the peaks follow.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub(super) struct Footprint {
     /// Bytes that blocks of the device pool occupy.
     pub(super) touched: u64,
@@ -85,7 +87,7 @@ pub(super) struct Footprint {
 
 impl RankMemory {
     /// From the phases and what they touched.
-    pub(super) fn new(phases: BTreeMap<Phase, PhaseBytes>, footprint: &Footprint) -> Self {
+    pub(super) fn new(phases: BTreeMap<Phase, PhaseBytes>, footprint: Footprint) -> Self {
         let Footprint {
             touched,
             held,
@@ -94,17 +96,20 @@ impl RankMemory {
             beside,
             window,
             region,
-        } = *footprint;
+        } = footprint;
         let host = host + beside;
+        let mapped: Vec<u64> = window.peers.iter().map(|read| window.own + read).collect();
+        let most_mapped = mapped.iter().copied().max().unwrap_or(window.own);
         Self {
             peak: RankPeak {
                 device: held,
                 host,
                 nvme,
                 window: region,
-                resident: touched + host + window.own + window.peers,
-                resident_window: window.own + window.peers,
+                resident: touched + host + most_mapped,
+                resident_window: most_mapped,
             },
+            resident_by_rank: mapped.into_iter().map(|m| touched + host + m).collect(),
             phases,
         }
     }

@@ -210,10 +210,10 @@ impl<'a> Run<'a> {
             host: self.rehearsal.host_bytes(),
             nvme: self.rehearsal.nvme_pool().stats().held,
             beside: self.beside.get(),
-            window,
             region: window.region + fixed::WINDOW_SLACK_BYTES,
+            window,
         };
-        RankMemory::new(self.phases, &footprint)
+        RankMemory::new(self.phases, footprint)
     }
 }
 

@@ -34,7 +34,7 @@ impl Fit {
         let peak = memory.peak;
         let on_cpu = machine.device_bytes.is_none();
         let window = if on_cpu && ranks > 1 {
-            control_bytes() + ranks * peak.window
+            control_bytes(config.nproc) + ranks * peak.window
         } else {
             0
         };

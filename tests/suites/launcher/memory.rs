@@ -60,11 +60,8 @@ fn a_plan_is_true_of_the_kernels_figures() {
     ] {
         let seen = measured(&site, flags);
         assert!(!seen.resident.is_empty(), "{flags}");
-        for resident in &seen.resident {
-            assert!(
-                tolerance::memory(seen.planned_resident, *resident),
-                "{flags}: {seen:?}"
-            );
+        for (planned, resident) in seen.planned_resident.iter().zip(&seen.resident) {
+            assert!(tolerance::memory(*planned, *resident), "{flags}: {seen:?}");
         }
         assert_eq!(
             seen.spilled > 0,
