@@ -15,7 +15,7 @@ use tests::memory::{measure, middle_sizes, model_folder, small_sizes};
 use tests::tolerance;
 
 /// Every stage with every kind of offload, and the other settings spread over them.
-const CELLS: [(&str, &str); 16] = [
+const CELLS: [(&str, &str); 18] = [
     ("middle", "--zero 0 --nproc 1 --precision f32"),
     ("middle", "--zero 0 --nproc 2 --precision bf16"),
     (
@@ -50,6 +50,14 @@ const CELLS: [(&str, &str); 16] = [
     (
         "middle",
         "--zero 3 --nproc 2 --precision pure-bf16 --offload param=nvme:SPILL,optimizer=cpu --nvme-io direct",
+    ),
+    (
+        "middle",
+        "--zero 1 --nproc 2 --precision fp16 --offload optimizer=nvme:SPILL --nvme-io mapped",
+    ),
+    (
+        "middle",
+        "--zero 3 --nproc 2 --precision fp16 --gradient-accumulation-steps 2",
     ),
     (
         "middle",
