@@ -2,12 +2,13 @@
 
 use crate::error::EngineError;
 use crate::plan::{StateKind, Tier};
-use crate::spill::PendingRead;
+use crate::spill::{PendingRead, SpillFile};
 use crate::tier::{Region, Tiers};
 use crate::timing::CopyClock;
 use kernels::{Block, DType, Pool, Shape, Tag, Tensor, TensorMut};
 use std::cell::RefCell;
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::rc::Rc;
 use std::time::Duration;
 
@@ -21,7 +22,7 @@ pub struct Activations {
     tiers: Tiers,
     /// Where tensors without values are counted.
     books: Pool,
-    spare: Rc<RefCell<Vec<Region>>>,
+    arena: Rc<RefCell<Arena>>,
     clock: RefCell<CopyClock>,
 }
 
@@ -33,10 +34,69 @@ enum Kept {
     },
     Host(Block),
     Spilled {
-        region: Option<Region>,
-        spare: Rc<RefCell<Vec<Region>>>,
+        place: Place,
+        arena: Rc<RefCell<Arena>>,
         ahead: RefCell<VecDeque<PendingRead>>,
     },
+}
+
+/// Regions of a disk, each with the bytes that nobody uses, in order.
+#[derive(Debug, Default)]
+struct Arena(Vec<(Region, Vec<Range<usize>>)>);
+
+/// Bytes of a region of the arena.
+#[derive(Clone, Debug)]
+struct Place {
+    region: usize,
+    bytes: Range<usize>,
+}
+
+impl Arena {
+    fn add(&mut self, region: Region) {
+        let all = 0..region.len();
+        self.0.push((region, vec![all]));
+    }
+
+    fn bytes(&self) -> usize {
+        self.0.iter().map(|(region, _)| region.len()).sum()
+    }
+
+    /// The first place that is large enough.
+    fn take(&mut self, bytes: usize) -> Option<Place> {
+        for (region, (_, free)) in self.0.iter_mut().enumerate() {
+            let Some(at) = free.iter().position(|range| range.len() >= bytes) else {
+                continue;
+            };
+            let start = free[at].start;
+            free[at].start += bytes;
+            if free[at].is_empty() {
+                free.remove(at);
+            }
+            return Some(Place {
+                region,
+                bytes: start..start + bytes,
+            });
+        }
+        None
+    }
+
+    fn give_back(&mut self, place: &Place) {
+        let free = &mut self.0[place.region].1;
+        let at = free.partition_point(|range| range.start < place.bytes.start);
+        free.insert(at, place.bytes.clone());
+        // With its neighbours it is one.
+        free.dedup_by(|next, range| {
+            let touches = range.end == next.start;
+            if touches {
+                range.end = next.end;
+            }
+            touches
+        });
+    }
+
+    fn region(&self, place: &Place) -> &Region {
+        &self.0[place.region].0
+    }
 }
 
 /// A tensor that is kept elsewhere.
@@ -49,8 +109,8 @@ pub struct Saved {
 
 impl Drop for Kept {
     fn drop(&mut self) {
-        if let Self::Spilled { region, spare, .. } = self {
-            spare.borrow_mut().extend(region.take());
+        if let Self::Spilled { place, arena, .. } = self {
+            arena.borrow_mut().give_back(place);
         }
     }
 }
@@ -67,7 +127,7 @@ impl Activations {
                 _ => tiers.host.clone(),
             },
             tiers,
-            spare: Rc::default(),
+            arena: Rc::default(),
             clock: RefCell::default(),
         })
     }
@@ -81,6 +141,26 @@ impl Activations {
     /// Time spent copying so far.
     pub(crate) fn copy_time(&self) -> Duration {
         self.clock.borrow().total()
+    }
+
+    /// Sets aside `bytes` of the disk, so that one that is too small is found now; nothing on other tiers. Tensors that
+    /// need more find more as long as the disk has it.
+    ///
+    /// # Errors
+    /// When the disk is full.
+    pub fn reserve(&self, bytes: u64) -> Result<()> {
+        let held = self.arena.borrow().bytes();
+        let missing = (bytes as usize).saturating_sub(held);
+        if self.tier == Tier::Nvme && missing > 0 {
+            let region = self.allocate(missing)?;
+            self.arena.borrow_mut().add(region);
+        }
+        Ok(())
+    }
+
+    fn allocate(&self, bytes: usize) -> Result<Region> {
+        let place = (StateKind::Activation, self.tier);
+        self.tiers.allocate_bytes(place, bytes, 0, Tag::Activations)
     }
 
     /// Copies a tensor to the tier.
@@ -99,8 +179,11 @@ impl Activations {
     fn keep(&self, value: &Tensor) -> Result<Kept> {
         let bytes = value.size_bytes();
         if value.is_null() {
-            let (shape, dtype) = (value.shape(), value.dtype());
-            let placed = Tensor::null(&self.books, Tag::Activations, shape, dtype)?;
+            let taken = match self.tier {
+                Tier::Nvme => disk_bytes(bytes),
+                Tier::Device | Tier::Host => bytes,
+            };
+            let placed = Tensor::null(&self.books, Tag::Activations, [taken], DType::U8)?;
             return Ok(Kept::Null { _placed: placed });
         }
         if self.tier == Tier::Host {
@@ -108,28 +191,24 @@ impl Activations {
             block.as_bytes_mut().copy_from_slice(value.as_bytes());
             return Ok(Kept::Host(block));
         }
-        let mut region = match self.take_spare(bytes) {
-            Some(region) => region,
-            None => {
-                let place = (StateKind::Activation, self.tier);
-                self.tiers
-                    .allocate_bytes(place, bytes, 0, Tag::Activations)?
-            }
-        };
-        region.write(0, value.as_bytes())?;
-        Ok(Kept::Spilled {
-            region: Some(region),
-            spare: self.spare.clone(),
+        let bytes = disk_bytes(bytes);
+        let mut place = self.arena.borrow_mut().take(bytes);
+        if place.is_none() {
+            let region = self.allocate(bytes)?;
+            let mut arena = self.arena.borrow_mut();
+            arena.add(region);
+            place = arena.take(bytes);
+        }
+        let place = place.expect("room in a region made for it");
+        // From here on the place goes back when the tensor goes, also when the write fails.
+        let kept = Kept::Spilled {
+            place: place.clone(),
+            arena: self.arena.clone(),
             ahead: RefCell::default(),
-        })
-    }
-
-    /// The smallest released region that is large enough.
-    fn take_spare(&self, bytes: usize) -> Option<Region> {
-        let mut spare = self.spare.borrow_mut();
-        let fitting = spare.iter().enumerate().filter(|(_, r)| r.len() >= bytes);
-        let best = fitting.min_by_key(|(_, region)| region.len())?.0;
-        Some(spare.swap_remove(best))
+        };
+        let region = &mut self.arena.borrow_mut().0[place.region].0;
+        region.write(place.bytes.start, value.as_bytes())?;
+        Ok(kept)
     }
 
     /// Starts to read a tensor that is needed soon, as far as buffers go.
@@ -138,19 +217,21 @@ impl Activations {
     /// When the disk fails.
     pub fn prefetch(&self, saved: &Saved) -> Result<()> {
         let Kept::Spilled {
-            region: Some(region),
+            place,
+            arena,
             ahead,
-            ..
         } = &saved.kept
         else {
             return Ok(());
         };
+        let (arena, first) = (arena.borrow(), place.bytes.start);
+        let region = arena.region(place);
         let mut ahead = ahead.borrow_mut();
         let len = saved.size_bytes();
         let mut at = ahead.len() * crate::spill::SEGMENT_BYTES;
         while at < len {
             let end = len.min(at + crate::spill::SEGMENT_BYTES);
-            match region.read_ahead(at..end)? {
+            match region.read_ahead(first + at..first + end)? {
                 Some(read) => ahead.push_back(read),
                 None => break,
             }
@@ -174,7 +255,11 @@ impl Activations {
             match kept {
                 Kept::Null { .. } => {}
                 Kept::Host(block) => out.copy_from_slice(block.as_bytes()),
-                Kept::Spilled { region, ahead, .. } => {
+                Kept::Spilled {
+                    place,
+                    arena,
+                    ahead,
+                } => {
                     let mut at = 0;
                     for read in ahead.borrow_mut().drain(..) {
                         let segment = read.wait()?;
@@ -182,15 +267,20 @@ impl Activations {
                         out[at..at + bytes.len()].copy_from_slice(bytes);
                         at += bytes.len();
                     }
-                    if let Some(region) = region {
-                        region.read(at, &mut out[at..])?;
-                    }
+                    let arena = arena.borrow();
+                    let region = arena.region(place);
+                    region.read(place.bytes.start + at, &mut out[at..])?;
                 }
             }
             Ok(value.freeze())
         };
         self.clock.borrow_mut().time(self.tier, load)
     }
+}
+
+/// Whole blocks: neighbours must not share one.
+fn disk_bytes(bytes: usize) -> usize {
+    SpillFile::extent_bytes(bytes as u64, 0) as usize
 }
 
 impl Saved {
@@ -263,11 +353,52 @@ mod tests {
             let value = Tensor::null(&device, Tag::Activations, [16, 16], DType::F32).unwrap();
             let before = keeper.books().stats().in_use;
             let saved = keeper.save(&value).unwrap();
-            assert_eq!(keeper.books().stats().in_use - before, 1024);
+            // Whole blocks on a disk.
+            let bytes = if keeper.tier == Tier::Nvme {
+                4096
+            } else {
+                1024
+            };
+            assert_eq!(keeper.books().stats().in_use - before, bytes);
             let back = keeper.load(&saved, &device).unwrap();
             assert!(back.is_null());
             drop(saved);
             assert_eq!(keeper.books().stats().in_use, before);
         }
+    }
+
+    #[test]
+    fn a_disk_holds_what_was_set_aside_and_no_more_however_sizes_change() {
+        let (_parent, keepers) = keepers();
+        let device = Pool::new("device", None);
+        let keeper = &keepers[1];
+        let file_bytes = || keeper.tiers.spill().unwrap().file_bytes();
+        keeper.reserve(5 * 4096).unwrap();
+        let reserved = file_bytes();
+        assert!(reserved >= 5 * 4096);
+        let values: Vec<f32> = (0..5000).map(|i| i as f32).collect();
+        let save = |len: usize| {
+            let tensor = Tensor::from_slice(&device, Tag::Activations, [len], &values[..len]);
+            (len, keeper.save(&tensor.unwrap()).unwrap())
+        };
+        // Each list fills the blocks set aside; regions of one cannot serve the next without being joined.
+        for lens in [vec![1000; 5], vec![2048, 3000], vec![5000], vec![1, 4000]] {
+            let mut kept: Vec<_> = lens.into_iter().map(save).collect();
+            kept.reverse();
+            for (len, saved) in kept {
+                let back = keeper.load(&saved, &device).unwrap();
+                assert_eq!(back.as_slice::<f32>(), &values[..len]);
+            }
+            assert_eq!(file_bytes(), reserved);
+        }
+        // More than that is found elsewhere on the disk; what is there already is not set aside twice.
+        let more = [save(5000), save(5000)];
+        assert!(file_bytes() > reserved);
+        let grown = file_bytes();
+        drop(more);
+        keeper.reserve(6 * 4096).unwrap();
+        assert_eq!(file_bytes(), grown);
+        let error = keeper.reserve(1 << 50).unwrap_err();
+        assert!(matches!(error, EngineError::Spill(_)), "{error}");
     }
 }

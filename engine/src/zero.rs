@@ -120,6 +120,17 @@ impl Zero {
         })
     }
 
+    /// Sets aside the part of the disk that activations will need at once, where they go to a disk.
+    ///
+    /// # Errors
+    /// When the disk is full.
+    pub fn reserve_activations(&self, bytes: u64) -> Result<()> {
+        match &self.activations {
+            Some(activations) => activations.reserve(bytes),
+            None => Ok(()),
+        }
+    }
+
     /// The plan.
     #[must_use]
     pub fn plan(&self) -> &Arc<Plan> {

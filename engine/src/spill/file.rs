@@ -18,6 +18,8 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock};
 
 /// Files, extents and requests are multiples of this; direct I/O demands it.
 pub const BLOCK_BYTES: u64 = 4096;
+/// Most that the kernel maps around one fault.
+const FAULT_BYTES: usize = 64 << 10;
 const MAGIC: &[u8; 8] = b"TESSPILL";
 
 /// The way to the disk.
@@ -360,7 +362,55 @@ impl Extent {
 /// Takes the pages of a shared map out of this process; the page cache keeps them as long as it likes. Without it
 /// everything ever touched would count as this process's memory.
 fn forget(map: &MmapMut, blocks: &Range<u64>) {
-    let (start, len) = (blocks.start as usize, (blocks.end - blocks.start) as usize);
+    // A fault brings in its neighbours too, also beyond the blocks. Whoever is using those gets them again.
+    let start = (blocks.start as usize).saturating_sub(FAULT_BYTES);
+    let end = (blocks.end as usize + FAULT_BYTES).min(map.len());
     // SAFETY: the map is shared with a file, so its pages come back with their contents. A refusal costs memory only.
-    unsafe { map.unchecked_advise_range(UncheckedAdvice::DontNeed, start, len) }.ok();
+    unsafe { map.unchecked_advise_range(UncheckedAdvice::DontNeed, start, end - start) }.ok();
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::SpillIo;
+    use super::*;
+    use kernels::Pool;
+
+    /// Bytes of `path` that are mapped into this process and resident.
+    fn resident(path: &Path) -> u64 {
+        let text = std::fs::read_to_string("/proc/self/smaps").unwrap();
+        let path = path.to_str().unwrap();
+        let mut inside = false;
+        let mut kib = 0;
+        for line in text.lines() {
+            // The line of a map begins with its addresses, those about it with a word.
+            if line
+                .split(' ')
+                .next()
+                .is_some_and(|word| !word.ends_with(':'))
+            {
+                inside = line.ends_with(path);
+            } else if let Some(rest) = line.strip_prefix("Rss:").filter(|_| inside) {
+                kib += rest.trim().trim_end_matches(" kB").parse::<u64>().unwrap();
+            }
+        }
+        kib << 10
+    }
+
+    #[test]
+    fn pages_of_a_mapped_file_do_not_stay_in_the_process() {
+        let exe = std::env::current_exe().unwrap();
+        let parent = tempfile::tempdir_in(exe.parent().unwrap()).unwrap();
+        let folder = Arc::new(SpillFolder::join(parent.path(), "resident").unwrap());
+        let io = SpillIo::new(0, &Pool::new("host", None)).unwrap();
+        let mut file = SpillFile::create(&folder, 0, "resident", IoPath::Mapped).unwrap();
+        let extent = file.allocate(24 << 20, 4096).unwrap();
+        let path = file.backing.path.clone();
+        let mut bytes = vec![5; 24 << 20];
+        io.copy_in(&extent, 0, &bytes).unwrap();
+        io.flush().unwrap();
+        assert_eq!(resident(&path), 0, "after writing");
+        io.copy_out(&extent, 0, &mut bytes).unwrap();
+        assert_eq!(resident(&path), 0, "after reading");
+        assert!(bytes.iter().all(|b| *b == 5));
+    }
 }

@@ -202,7 +202,7 @@ impl SpillIo {
     /// When an earlier write failed.
     pub fn read(&self, extent: &Extent, range: Range<u64>) -> Result<PendingRead> {
         self.check()?;
-        self.read_into(self.segments.take()?, extent, range)
+        self.read_into(self.segments.take(), extent, range)
     }
 
     /// As [`SpillIo::read`], but ahead of need: `None` when buffers are short.
@@ -211,7 +211,7 @@ impl SpillIo {
     /// When an earlier write failed.
     pub fn read_ahead(&self, extent: &Extent, range: Range<u64>) -> Result<Option<PendingRead>> {
         self.check()?;
-        match self.segments.try_take(RESERVED)? {
+        match self.segments.try_take(RESERVED) {
             Some(segment) => self.read_into(segment, extent, range).map(Some),
             None => Ok(None),
         }
@@ -244,7 +244,7 @@ impl SpillIo {
             return self.read(extent, range)?.wait();
         }
         self.check()?;
-        let mut segment = self.segments.take()?;
+        let mut segment = self.segments.take();
         place(&mut segment, extent, &range);
         // What surrounds the range in its blocks belongs to nobody.
         if segment.is_partial() {

@@ -1,96 +1,100 @@
 //! Page-aligned buffers of one size, a bounded number of them.
+//!
+//! They are pieces of one map that asks for huge pages. A request to the disk is a list of stretches of physical
+//! memory, and a virtual disk's queue holds a few hundred stretches: of 4 KiB pages one request of 1 MiB fills it, of
+//! huge pages sixteen requests fit.
+#![expect(unsafe_code, reason = "buffers handed out from one memory map")]
 
 use super::Result;
 use super::error::SpillError;
 use kernels::{Pool, Reservation, Tag};
-use memmap2::MmapMut;
+use memmap2::{Advice, MmapOptions, MmapRaw};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 /// Bytes of a segment: the largest request to the disk.
 pub const SEGMENT_BYTES: usize = 1 << 20;
-
-#[derive(Debug)]
-struct Inner {
-    free: Vec<MmapMut>,
-    /// Segments that may still be mapped.
-    unmapped: usize,
-}
+/// Huge pages begin at multiples of this.
+const HUGE_BYTES: usize = 2 << 20;
 
 /// The segments of one rank.
 #[derive(Debug)]
 pub(super) struct SegmentPool {
-    inner: Mutex<Inner>,
+    map: MmapRaw,
+    /// Where the first segment begins in the map.
+    first: usize,
+    /// Segments that nobody holds; the one used last is taken first.
+    free: Mutex<Vec<usize>>,
     given_back: Condvar,
     _counted: Reservation,
 }
 
 impl SegmentPool {
     /// A pool of `segments` segments, counted as host memory.
-    pub(super) fn new(segments: usize, host: &Pool) -> Result<Arc<Self>, kernels::KernelError> {
-        let bytes = (segments * SEGMENT_BYTES) as u64;
+    pub(super) fn new(segments: usize, host: &Pool) -> Result<Arc<Self>, crate::EngineError> {
+        let bytes = segments * SEGMENT_BYTES;
+        let counted = host.reserve(bytes as u64, Tag::Workspace)?;
+        let map = MmapOptions::new()
+            .len(bytes + HUGE_BYTES)
+            .map_anon()
+            .map(MmapRaw::from)
+            .map_err(SpillError::io("map buffers for", "spill files"))?;
+        let first = map.as_ptr().align_offset(HUGE_BYTES);
+        // A wish: without huge pages everything works, slower.
+        map.advise_range(Advice::HugePage, first, bytes).ok();
         Ok(Arc::new(Self {
-            inner: Mutex::new(Inner {
-                free: Vec::new(),
-                unmapped: segments,
-            }),
+            map,
+            first,
+            free: Mutex::new((0..segments).rev().collect()),
             given_back: Condvar::new(),
-            _counted: host.reserve(bytes, Tag::Workspace)?,
+            _counted: counted,
         }))
     }
 
-    fn lock(&self) -> MutexGuard<'_, Inner> {
+    fn lock(&self) -> MutexGuard<'_, Vec<usize>> {
         // A panic elsewhere leaves a list of buffers, which stays usable.
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+        self.free.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Waits for a free segment.
-    pub(super) fn take(self: &Arc<Self>) -> Result<Segment> {
-        let mut inner = self.lock();
+    pub(super) fn take(self: &Arc<Self>) -> Segment {
+        let mut free = self.lock();
         loop {
-            if let Some(segment) = self.pop(&mut inner)? {
-                return Ok(segment);
+            if let Some(index) = free.pop() {
+                return self.segment(index);
             }
-            inner = self
+            free = self
                 .given_back
-                .wait(inner)
+                .wait(free)
                 .unwrap_or_else(PoisonError::into_inner);
         }
     }
 
     /// A segment, if more than `reserve` are free.
-    pub(super) fn try_take(self: &Arc<Self>, reserve: usize) -> Result<Option<Segment>> {
-        let mut inner = self.lock();
-        if inner.free.len() + inner.unmapped <= reserve {
-            return Ok(None);
+    pub(super) fn try_take(self: &Arc<Self>, reserve: usize) -> Option<Segment> {
+        let mut free = self.lock();
+        if free.len() <= reserve {
+            return None;
         }
-        self.pop(&mut inner)
+        free.pop().map(|index| self.segment(index))
     }
 
-    fn pop(self: &Arc<Self>, inner: &mut Inner) -> Result<Option<Segment>> {
-        let map = match inner.free.pop() {
-            Some(map) => map,
-            None if inner.unmapped == 0 => return Ok(None),
-            None => {
-                let map = MmapMut::map_anon(SEGMENT_BYTES)
-                    .map_err(SpillError::io("map a buffer for", "spill files"))?;
-                inner.unmapped -= 1;
-                map
-            }
-        };
-        Ok(Some(Segment {
-            map: Some(map),
+    /// `index` has been taken from the list.
+    fn segment(self: &Arc<Self>, index: usize) -> Segment {
+        Segment {
+            index,
             start: 0,
             len: 0,
             blocks: 0..0,
             pool: self.clone(),
-        }))
+        }
     }
 }
 
 /// Bytes of an extent on their way from or to the disk, with the rest of the blocks they lie in.
 #[derive(Debug)]
 pub struct Segment {
-    map: Option<MmapMut>,
+    /// Its place in the pool, which nobody else has while this lives.
+    index: usize,
     /// Where the bytes asked for begin in the buffer.
     pub(super) start: usize,
     /// How many there are.
@@ -101,23 +105,33 @@ pub struct Segment {
 }
 
 impl Segment {
-    fn map(&self) -> &MmapMut {
-        self.map
-            .as_ref()
-            .expect("a map until the segment is dropped")
+    fn at(&self) -> *mut u8 {
+        let offset = self.pool.first + self.index * SEGMENT_BYTES;
+        self.pool.map.as_mut_ptr().wrapping_add(offset)
+    }
+
+    fn buffer(&self) -> &[u8] {
+        // SAFETY: the map holds all segments of the pool, which this one keeps; no other segment has this index, and
+        // the bytes are borrowed as this is.
+        unsafe { std::slice::from_raw_parts(self.at(), SEGMENT_BYTES) }
+    }
+
+    fn buffer_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as above, borrowed exclusively.
+        unsafe { std::slice::from_raw_parts_mut(self.at(), SEGMENT_BYTES) }
     }
 
     /// The bytes asked for.
     #[must_use]
     pub fn as_bytes(&self) -> &[u8] {
-        &self.map()[self.start..self.start + self.len]
+        &self.buffer()[self.start..self.start + self.len]
     }
 
     /// The bytes asked for, writable.
     #[must_use]
     pub fn as_bytes_mut(&mut self) -> &mut [u8] {
-        let map = self.map.as_mut();
-        &mut map.expect("a map until the segment is dropped")[self.start..self.start + self.len]
+        let own = self.start..self.start + self.len;
+        &mut self.buffer_mut()[own]
     }
 
     /// The elements asked for.
@@ -132,31 +146,30 @@ impl Segment {
         bytemuck::cast_slice_mut(self.as_bytes_mut())
     }
 
+    fn block_len(&self) -> usize {
+        (self.blocks.end - self.blocks.start) as usize
+    }
+
     /// Whole blocks, as they are on the disk.
     pub(super) fn blocks_mut(&mut self) -> &mut [u8] {
-        let len = (self.blocks.end - self.blocks.start) as usize;
-        &mut self
-            .map
-            .as_mut()
-            .expect("a map until the segment is dropped")[..len]
+        let len = self.block_len();
+        &mut self.buffer_mut()[..len]
     }
 
     pub(super) fn block_bytes(&self) -> &[u8] {
-        &self.map()[..(self.blocks.end - self.blocks.start) as usize]
+        &self.buffer()[..self.block_len()]
     }
 
     /// Whether bytes of its blocks lie outside of what was asked for.
     pub(super) fn is_partial(&self) -> bool {
-        self.len as u64 != self.blocks.end - self.blocks.start
+        self.len != self.block_len()
     }
 }
 
 impl Drop for Segment {
     fn drop(&mut self) {
-        if let Some(map) = self.map.take() {
-            self.pool.lock().free.push(map);
-            self.pool.given_back.notify_one();
-        }
+        self.pool.lock().push(self.index);
+        self.pool.given_back.notify_one();
     }
 }
 
@@ -169,18 +182,31 @@ mod tests {
         let host = Pool::new("host", None);
         let pool = SegmentPool::new(2, &host).unwrap();
         assert_eq!(host.stats().in_use, 2 << 20);
-        let first = pool.take().unwrap();
+        let first = pool.take();
         // One is left, and it is reserved.
-        assert!(pool.try_take(1).unwrap().is_none());
-        let second = pool.try_take(0).unwrap().expect("one is left");
-        assert!(pool.try_take(0).unwrap().is_none());
-        let waiting = std::thread::scope(|s| {
-            let waiting = s.spawn(|| pool.take().map(drop));
+        assert!(pool.try_take(1).is_none());
+        let second = pool.try_take(0).expect("one is left");
+        assert!(pool.try_take(0).is_none());
+        std::thread::scope(|s| {
+            let waiting = s.spawn(|| drop(pool.take()));
             drop(first);
-            waiting.join().expect("no panic")
+            waiting.join().expect("no panic");
         });
-        waiting.unwrap();
         drop((second, pool));
         assert_eq!(host.stats().in_use, 0);
+    }
+
+    #[test]
+    fn segments_are_apart_and_begin_with_a_huge_page() {
+        let pool = SegmentPool::new(5, &Pool::new("host", None)).unwrap();
+        let mut all: Vec<_> = (0..5).map(|_| pool.take()).collect();
+        assert!(all[0].at().addr().is_multiple_of(HUGE_BYTES));
+        for (i, segment) in all.iter_mut().enumerate() {
+            assert_eq!(segment.at().addr() % SEGMENT_BYTES, 0);
+            segment.buffer_mut().fill(i as u8 + 1);
+        }
+        for (i, segment) in all.iter().enumerate() {
+            assert!(segment.buffer().iter().all(|b| *b == i as u8 + 1));
+        }
     }
 }

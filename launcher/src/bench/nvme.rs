@@ -19,6 +19,7 @@ use crate::units::bytes;
 const SIZE_BYTES: u64 = 1 << 30;
 const ROUNDS: usize = 3;
 const BUFFER_BYTES: u64 = 64 << 20;
+const FIO: &str = "fio";
 
 /// Rates of one way over all rounds, bytes per second.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -87,10 +88,13 @@ fn rounds_of(folder: &Path, size: u64, rounds: usize) -> Result<Vec<Rates>, Fail
         (Some(IoPath::Mapped), Rates::new("mapped")),
     ];
     if fio::is_installed() {
-        ways.push((None, Rates::new("fio")));
+        ways.push((None, Rates::new(FIO)));
     }
-    for _ in 0..rounds {
-        for (way, rates) in &mut ways {
+    for round in 0..rounds {
+        for turn in 0..ways.len() {
+            // Every way goes first, and last, about as often as the others.
+            let at = (round + turn) % ways.len();
+            let (way, rates) = &mut ways[at];
             match way {
                 Some(io) => {
                     if let Some(m) = measure(&held, *io, size, &queue).map_err(|e| failed(&e))? {
@@ -113,56 +117,65 @@ fn median(values: &[f64]) -> Option<f64> {
     sorted.get(sorted.len() / 2).copied()
 }
 
-/// The better of our ways over fio, reading and writing.
-fn shares(rates: &[Rates]) -> Option<(f64, f64)> {
-    let of = |pick: fn(&Rates) -> &Vec<f64>| {
-        let fio = rates.iter().find(|r| r.name == "fio")?;
-        let ours = rates.iter().filter(|r| r.name != "fio");
-        let best = ours
-            .filter_map(|r| median(pick(r)))
-            .max_by(f64::total_cmp)?;
-        Some(best / median(pick(fio))?)
-    };
-    Some((of(|r| &r.read)?, of(|r| &r.write)?))
+fn best(values: &[f64]) -> Option<f64> {
+    values.iter().copied().max_by(f64::total_cmp)
+}
+
+/// The medians of one way over those of fio, reading and writing.
+fn shares(rates: &[Rates], way: &Rates) -> Option<(f64, f64)> {
+    let fio = rates.iter().find(|r| r.name == FIO)?;
+    Some((
+        median(&way.read)? / median(&fio.read)?,
+        median(&way.write)? / median(&fio.write)?,
+    ))
 }
 
 fn as_json(folder: &Path, size: u64, rates: &[Rates]) -> Value {
     let ways = rates.iter().map(|r| {
+        let shares = shares(rates, r);
         json!({
             "way": r.name,
             "read_bytes_per_second": median(&r.read),
+            "best_read_bytes_per_second": best(&r.read),
             "write_bytes_per_second": median(&r.write),
+            "best_write_bytes_per_second": best(&r.write),
+            "share_of_fio_read": shares.map(|s| s.0),
+            "share_of_fio_write": shares.map(|s| s.1),
         })
     });
-    let shares = shares(rates);
     json!({
         "folder": folder,
         "bytes": size,
         "ways": ways.collect::<Vec<_>>(),
-        "share_of_fio_read": shares.map(|s| s.0),
-        "share_of_fio_write": shares.map(|s| s.1),
     })
 }
 
 fn as_text(folder: &Path, size: u64, rates: &[Rates]) -> String {
     let mut text = format!(
-        "{} · {} per round\n\nway      read GB/s  write GB/s\n",
+        "{} · {} per round\n\nGB/s      read    best   write    best   of fio: read   write\n",
         folder.display(),
         bytes(size)
     );
-    let cell = |values: &[f64]| {
-        median(values).map_or_else(|| "-".to_owned(), |rate| format!("{:.2}", rate / 1e9))
-    };
+    let cell = |rate: Option<f64>| rate.map_or("-".to_owned(), |r| format!("{:.2}", r / 1e9));
+    let share =
+        |share: Option<f64>| share.map_or("-".to_owned(), |s| format!("{:.0} %", 100.0 * s));
     for r in rates {
-        text += &format!("{:<9}{:>9}{:>12}\n", r.name, cell(&r.read), cell(&r.write));
+        let shares = shares(rates, r);
+        text += &format!(
+            "{:<6}{:>8}{:>8}{:>8}{:>8}{:>15}{:>8}\n",
+            r.name,
+            cell(median(&r.read)),
+            cell(best(&r.read)),
+            cell(median(&r.write)),
+            cell(best(&r.write)),
+            share(shares.map(|s| s.0)),
+            share(shares.map(|s| s.1)),
+        );
     }
-    text += &match shares(rates) {
-        Some((read, write)) => format!(
-            "\nthe better of ours over fio (1 MiB, direct, queue depth 16): read {:.0} %, write {:.0} %\n",
-            100.0 * read,
-            100.0 * write
-        ),
-        None => "\nfio is not installed: nothing to compare with\n".to_owned(),
+    text += if rates.iter().any(|r| r.name == FIO) {
+        "\nmedians and best of the rounds; fio: 1 MiB, direct, queue depth 16\n"
+    } else {
+        "\nfio is not installed: nothing to compare with\n"
     };
     text
 }
@@ -172,20 +185,30 @@ mod tests {
     use super::*;
 
     #[test]
-    fn shares_are_of_medians_and_of_the_better_way() {
+    fn shares_are_of_medians_and_each_way_has_its_own() {
         let rates = |name, read: [f64; 3], write: [f64; 3]| Rates {
             name,
             read: read.to_vec(),
             write: write.to_vec(),
         };
         let mut all = vec![
-            rates("direct", [1.0, 9.0, 2.0], [3.0, 3.0, 3.0]),
-            rates("mapped", [1.0, 1.0, 1.0], [4.0, 4.0, 4.0]),
+            rates("direct", [1e9, 9e9, 2e9], [3e9, 3e9, 3e9]),
+            rates("mapped", [1e9, 1e9, 1e9], [4e9, 4e9, 4e9]),
         ];
-        assert_eq!(shares(&all), None);
+        assert_eq!(shares(&all, &all[0]), None);
         assert!(as_text(Path::new("/d"), 1, &all).contains("fio is not installed"));
-        all.push(rates("fio", [4.0, 4.0, 4.0], [5.0, 5.0, 5.0]));
-        assert_eq!(shares(&all), Some((0.5, 0.8)));
+        all.push(rates(FIO, [4e9, 4e9, 4e9], [5e9, 5e9, 5e9]));
+        assert_eq!(shares(&all, &all[0]), Some((0.5, 0.6)));
+        assert_eq!(shares(&all, &all[1]), Some((0.25, 0.8)));
+        let text = as_text(Path::new("/d"), 1, &all);
+        let cells = |i: usize| text.lines().nth(i).map(|l| l.split_whitespace().collect());
+        let direct: Vec<&str> = cells(3).expect("a row");
+        let wanted = [
+            "direct", "2.00", "9.00", "3.00", "3.00", "50", "%", "60", "%",
+        ];
+        assert_eq!(direct, wanted);
+        let json = as_json(Path::new("/d"), 1, &all);
+        assert_eq!(json["ways"][1]["share_of_fio_write"], 0.8);
         let none = Rates::new("direct");
         assert!(as_text(Path::new("/d"), 1, &[none]).contains('-'));
     }

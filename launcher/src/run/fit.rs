@@ -8,7 +8,8 @@ use crate::generate::answers::Question;
 use crate::monitor::Phase;
 use crate::plan::{Fit, Fixed, HeldOut, Machine, RankMemory, Work, rehearse};
 use crate::ui::{Event, PlanEvent, PlanPart};
-use engine::Plan;
+use engine::{Plan, Tier};
+use kernels::Tag;
 use models::Processor;
 use models::VisionLanguageModel;
 use models::data::EncodedSample;
@@ -104,6 +105,23 @@ pub(super) fn memory_on(
 ) -> Result<RankMemory, Failure> {
     let worst = check::largest(train, config, processor)?;
     training_memory(config, model, plan, &worst)
+}
+
+/// Bytes of a rank's spill file that activations need at once; 0 where they are elsewhere.
+pub(super) fn spilled_activations(
+    config: &RunConfig,
+    model: &dyn VisionLanguageModel,
+    processor: &dyn Processor,
+    plan: &Arc<Plan>,
+    train: &SampleSet,
+) -> Result<u64, Failure> {
+    if plan.config().offload.activation != Tier::Nvme {
+        return Ok(0);
+    }
+    let memory = memory_on(config, model, processor, plan, train)?;
+    let phases = memory.phases.values();
+    let bytes = phases.filter_map(|phase| phase.nvme.get(Tag::Activations.name()));
+    Ok(bytes.copied().max().unwrap_or(0))
 }
 
 /// Whether `memory` fits on this machine.
