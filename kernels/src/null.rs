@@ -158,7 +158,7 @@ impl Backend for NullBackend {
                 None
             },
         };
-        self.touch(workspace::lora_backward(&args, dy.dtype(), need_dx, sizes))?;
+        self.touch(workspace::lora_backward(&args, need_dx, sizes))?;
         Ok(grads)
     }
 
@@ -293,7 +293,7 @@ impl Backend for NullBackend {
     ) -> Result<Tensor> {
         let sizes = check::loss(hidden, weight, labels)?;
         let out = self.output([sizes.t], DType::F32)?;
-        self.touch(workspace::loss(sizes, sizes.t, weight.dtype(), None))?;
+        self.touch(workspace::loss(sizes, sizes.t, None))?;
         Ok(out)
     }
 
@@ -318,7 +318,7 @@ impl Backend for NullBackend {
                 None
             },
         };
-        self.touch(workspace::loss(sizes, sizes.t, weight.dtype(), Some(need)))?;
+        self.touch(workspace::loss(sizes, sizes.t, Some(need)))?;
         Ok(grads)
     }
 }

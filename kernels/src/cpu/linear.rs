@@ -1,6 +1,6 @@
 //! Linear layers: matrix product, bias gradient, low-rank adapters.
 
-use super::gemm::{Out, Product, Term, multiply, workspace};
+use super::gemm::{Out, Product, multiply, workspace};
 use super::matrix::{Floats, Matrix, widen};
 use super::parallel::workers;
 use super::simd::multiversion;
@@ -38,43 +38,33 @@ fn writable(out: &mut TensorMut, dtype: DType) -> Out<'_> {
     }
 }
 
-fn term(k: usize, a: DType, b: DType) -> Term {
-    Term { k, a, b }
-}
-
 /// Elements of workspace of a product and its widened bias.
 pub(crate) fn matmul_space(args: &MatmulArgs<'_>, Sizes { m, n, k }: Sizes) -> usize {
     let bias = args.bias.map_or(0, |_| n);
-    bias + workspace(m, n, &[term(k, args.a.dtype(), args.b.dtype())], args.out)
+    bias + workspace(m, n, &[k], args.out)
 }
 
 pub(crate) fn lora_space(args: &LoraArgs<'_>, s: LoraSizes) -> usize {
     let LoraSizes { t, n, k, r } = s;
-    let (x, w) = (args.x.dtype(), args.weight.dtype());
-    let (a, b) = (args.lora_a.dtype(), args.lora_b.dtype());
     let bias = args.bias.map_or(0, |_| n);
-    let down = workspace(t, r, &[term(k, x, a)], DType::F32);
-    let up = workspace(t, n, &[term(k, x, w), term(r, DType::F32, b)], x);
+    let down = workspace(t, r, &[k], DType::F32);
+    let up = workspace(t, n, &[k, r], args.x.dtype());
     t * r + bias + down.max(up)
 }
 
-pub(crate) fn lora_backward_space(
-    args: &LoraArgs<'_>,
-    dy: DType,
-    need_dx: bool,
-    s: LoraSizes,
-) -> usize {
+pub(crate) fn lora_backward_space(args: &LoraArgs<'_>, need_dx: bool, s: LoraSizes) -> usize {
     let LoraSizes { t, n, k, r } = s;
-    let (x, w) = (args.x.dtype(), args.weight.dtype());
-    let (a, b) = (args.lora_a.dtype(), args.lora_b.dtype());
     let f = DType::F32;
-    let dx = [term(n, dy, w), term(r, f, a)];
     let most = [
-        workspace(t, r, &[term(k, x, a)], f),
-        workspace(t, r, &[term(n, dy, b)], f),
-        workspace(n, r, &[term(t, dy, f)], f),
-        workspace(r, k, &[term(t, f, x)], f),
-        if need_dx { workspace(t, k, &dx, x) } else { 0 },
+        workspace(t, r, &[k], f),
+        workspace(t, r, &[n], f),
+        workspace(n, r, &[t], f),
+        workspace(r, k, &[t], f),
+        if need_dx {
+            workspace(t, k, &[n, r], args.x.dtype())
+        } else {
+            0
+        },
     ];
     2 * t * r + most.into_iter().max().unwrap_or(0)
 }
@@ -146,7 +136,7 @@ impl CpuBackend {
         } else {
             None
         };
-        let floats = lora_backward_space(args, dy.dtype(), need_dx, s);
+        let floats = lora_backward_space(args, need_dx, s);
         let mut space = Space::take(&self.pool, floats)?;
         let (u, rest) = space.floats().split_at_mut(s.t * s.r);
         let (du, rest) = rest.split_at_mut(s.t * s.r);

@@ -5,7 +5,7 @@
 //! weight; its backward then computes the logits twice. Tiles depend on the vocabulary only, so a
 //! row's loss does not depend on the other rows.
 
-use super::gemm::{Out, Product, Term, multiply, workspace};
+use super::gemm::{Out, Product, multiply, workspace};
 use super::matrix::{Floats, Matrix, narrow};
 use super::parallel::{self, MIN_PARALLEL_ELEMS, workers};
 use super::simd::multiversion;
@@ -53,7 +53,7 @@ impl Cuts {
     }
 
     /// Gathered rows, a tile of logits, gradients of the rows, and what the products need.
-    fn space(&self, weight: DType, need: Option<LossNeeds>) -> usize {
+    fn space(&self, need: Option<LossNeeds>) -> usize {
         let Self {
             rows, cols, v, c, ..
         } = *self;
@@ -61,17 +61,16 @@ impl Cuts {
             return 0;
         }
         let f = DType::F32;
-        let term = |k, b| [Term { k, a: f, b }];
         let last = |all: usize, part: usize| (all - 1) % part + 1;
         let mut products = 0;
         for rows in [rows, last(self.supervised, rows)] {
             for cols in [cols, last(v, cols)] {
-                products = products.max(workspace(rows, cols, &term(c, weight), f));
+                products = products.max(workspace(rows, cols, &[c], f));
                 if need.is_some_and(|n| n.hidden) {
-                    products = products.max(workspace(rows, c, &term(cols, weight), f));
+                    products = products.max(workspace(rows, c, &[cols], f));
                 }
                 if need.is_some_and(|n| n.weight) {
-                    products = products.max(workspace(cols, c, &term(rows, f), f));
+                    products = products.max(workspace(cols, c, &[rows], f));
                 }
             }
         }
@@ -85,13 +84,8 @@ impl Cuts {
 }
 
 /// Elements of workspace when `supervised` rows are.
-pub(crate) fn space(
-    sizes: LossSizes,
-    supervised: usize,
-    weight: DType,
-    need: Option<LossNeeds>,
-) -> usize {
-    Cuts::new(sizes, supervised).space(weight, need)
+pub(crate) fn space(sizes: LossSizes, supervised: usize, need: Option<LossNeeds>) -> usize {
+    Cuts::new(sizes, supervised).space(need)
 }
 
 /// Running softmax statistics of one row.
@@ -280,7 +274,7 @@ impl CpuBackend {
             return Ok(losses.freeze());
         }
         let Cuts { rows, cols, c, .. } = head.cuts;
-        let mut space = Space::take(&self.pool, head.cuts.space(weight.dtype(), None))?;
+        let mut space = Space::take(&self.pool, head.cuts.space(None))?;
         let (h, rest) = space.floats().split_at_mut(rows * c);
         let (logits, ws) = rest.split_at_mut(rows * cols);
         let out = losses.as_mut_slice::<f32>();
@@ -314,7 +308,7 @@ impl CpuBackend {
             false => None,
         };
         if !head.rows.is_empty() {
-            let floats = head.cuts.space(weight.dtype(), Some(need));
+            let floats = head.cuts.space(Some(need));
             let mut space = Space::take(&self.pool, floats)?;
             head.backward(factor, d_hidden.as_mut(), d_weight.as_mut(), space.floats());
         }

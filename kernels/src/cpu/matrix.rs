@@ -1,6 +1,5 @@
 //! Views of matrices and their widening to f32.
 
-use super::parallel;
 use super::simd::multiversion;
 use crate::{DType, Float, Tensor};
 use half::{bf16, f16};
@@ -148,8 +147,25 @@ impl<'a> Matrix<'a> {
         }
     }
 
-    pub(crate) fn dtype(&self) -> DType {
-        self.data.dtype()
+    /// The extents of a view whose rows or columns are contiguous.
+    pub(crate) fn dense(x: Dense<'a>, rows: usize, cols: usize) -> Self {
+        assert!(x.holds(rows, cols), "[{rows}, {cols}] of {}", x.data.len());
+        Self {
+            data: Floats::F32(x.data),
+            rows,
+            cols,
+            row_stride: x.row_stride,
+            col_stride: x.col_stride,
+        }
+    }
+
+    pub(crate) fn data(&self) -> Floats<'a> {
+        self.data
+    }
+
+    /// Elements from one row to the next and from one column to the next.
+    pub(crate) fn strides(&self) -> (usize, usize) {
+        (self.row_stride, self.col_stride)
     }
 
     /// Rows `start..start + rows`.
@@ -157,7 +173,8 @@ impl<'a> Matrix<'a> {
         self.part(start, 0, rows, self.cols)
     }
 
-    fn part(self, row: usize, col: usize, rows: usize, cols: usize) -> Self {
+    /// A part of the rows and columns.
+    pub(crate) fn part(self, row: usize, col: usize, rows: usize, cols: usize) -> Self {
         let data = if rows * cols == 0 {
             self.data
         } else {
@@ -170,42 +187,5 @@ impl<'a> Matrix<'a> {
             cols,
             ..self
         }
-    }
-
-    /// A part as f32: in place, or widened into the front of `space`, whose rest is returned.
-    pub(crate) fn widened<'s>(
-        self,
-        row: usize,
-        col: usize,
-        rows: usize,
-        cols: usize,
-        space: &'s mut [f32],
-    ) -> (Dense<'s>, &'s mut [f32])
-    where
-        'a: 's,
-    {
-        let part = self.part(row, col, rows, cols);
-        if let Floats::F32(data) = part.data {
-            let dense = Dense {
-                data,
-                row_stride: self.row_stride,
-                col_stride: self.col_stride,
-            };
-            return (dense, space);
-        }
-        let (out, rest) = space.split_at_mut(rows * cols);
-        let by_rows = self.col_stride == 1;
-        let (line, stride) = if by_rows {
-            (cols, self.row_stride)
-        } else {
-            (rows, self.col_stride)
-        };
-        parallel::chunks(out, line, |start, out| {
-            for (i, out) in out.chunks_exact_mut(line).enumerate() {
-                part.data.widen((start / line + i) * stride, out);
-            }
-        });
-        let dense = Dense::row_major(out, line);
-        (if by_rows { dense } else { dense.transposed() }, rest)
     }
 }

@@ -1,4 +1,4 @@
-//! The processor as a device: rayon over tasks, the `gemm` crate inside, f32 arithmetic.
+//! The processor as a device: rayon over tasks, matrix products of our own, f32 arithmetic.
 
 mod attention;
 mod gemm;

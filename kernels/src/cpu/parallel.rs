@@ -12,6 +12,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 pub(crate) const MIN_PARALLEL_FLOPS: usize = 8 << 20;
 /// The same for elements of pointwise loops.
 pub(crate) const MIN_PARALLEL_ELEMS: usize = 1 << 17;
+/// Turns of waiting for another thread before the processor is offered to others.
+const SPINS: u32 = 1 << 12;
 /// Elements per task of a pointwise loop.
 const TASK_ELEMS: usize = 1 << 15;
 
@@ -54,6 +56,68 @@ pub(crate) fn run_tasks(
                 break;
             }
             task(i, buffer);
+        }
+    });
+}
+
+/// Tasks of one phase: the next to begin, and those that ended.
+struct Phase {
+    tasks: usize,
+    next: AtomicUsize,
+    ended: AtomicUsize,
+}
+
+/// Counts a task as ended, also when it panics, so that nobody waits for it for ever.
+struct Ending<'a>(&'a AtomicUsize);
+
+impl Drop for Ending<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_add(1, Ordering::Release);
+    }
+}
+
+/// Runs `task(phase, 0..tasks(phase))` for `0..phases` on all threads. A phase begins when the one
+/// before has ended. A thread waits only for tasks that other threads are running, so it does not
+/// matter how many of them the pool has to spare.
+pub(crate) fn run_phases(
+    phases: usize,
+    tasks: impl Fn(usize) -> usize,
+    parallel: bool,
+    task: impl Fn(usize, usize) + Sync,
+) {
+    let threads = workers();
+    if !parallel || threads == 1 {
+        for phase in 0..phases {
+            (0..tasks(phase)).for_each(|i| task(phase, i));
+        }
+        return;
+    }
+    let phases: Vec<Phase> = (0..phases)
+        .map(|phase| Phase {
+            tasks: tasks(phase),
+            next: AtomicUsize::new(0),
+            ended: AtomicUsize::new(0),
+        })
+        .collect();
+    (0..threads).into_par_iter().with_max_len(1).for_each(|_| {
+        for (at, phase) in phases.iter().enumerate() {
+            loop {
+                let i = phase.next.fetch_add(1, Ordering::Relaxed);
+                if i >= phase.tasks {
+                    break;
+                }
+                let _ending = Ending(&phase.ended);
+                task(at, i);
+            }
+            let mut turns = 0u32;
+            while phase.ended.load(Ordering::Acquire) < phase.tasks {
+                turns += 1;
+                if turns < SPINS {
+                    std::hint::spin_loop();
+                } else {
+                    std::thread::yield_now();
+                }
+            }
         }
     });
 }
@@ -105,14 +169,65 @@ impl<'a, T> Shared<'a, T> {
         unsafe { std::slice::from_raw_parts_mut(self.start.add(start), len) }
     }
 
-    pub(crate) fn len(&self) -> usize {
-        self.len
-    }
-
     /// The address of element `start`.
     pub(crate) fn at(&self, start: usize) -> *mut T {
         assert!(start <= self.len, "{start} of {}", self.len);
         // SAFETY: inside the borrowed slice, or one past its end.
         unsafe { self.start.add(start) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::Mutex;
+
+    fn on_threads<R: Send>(threads: usize, f: impl FnOnce() -> R + Send) -> R {
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
+        pool.expect("threads").install(f)
+    }
+
+    #[test]
+    fn a_phase_begins_when_the_one_before_has_ended() {
+        for threads in [1, 2, 5] {
+            let seen = Mutex::new(Vec::new());
+            let sizes = [7, 0, 1, 40, 3];
+            on_threads(threads, || {
+                run_phases(
+                    sizes.len(),
+                    |p| sizes[p],
+                    true,
+                    |phase, i| {
+                        seen.lock().expect("no task panics").push((phase, i));
+                    },
+                );
+            });
+            let seen = seen.into_inner().expect("no task panics");
+            assert!(seen.is_sorted_by_key(|(phase, _)| *phase), "{threads}");
+            let mut sorted = seen;
+            sorted.sort_unstable();
+            let all = sizes.iter().enumerate();
+            let all: Vec<_> = all
+                .flat_map(|(p, n)| (0..*n).map(move |i| (p, i)))
+                .collect();
+            assert_eq!(sorted, all, "{threads}");
+        }
+    }
+
+    #[test]
+    fn a_panic_ends_the_phases_instead_of_stopping_them() {
+        let ended = std::panic::catch_unwind(|| {
+            on_threads(3, || {
+                run_phases(
+                    4,
+                    |_| 9,
+                    true,
+                    |phase, i| {
+                        assert!((phase, i) != (1, 4), "on purpose");
+                    },
+                );
+            });
+        });
+        assert!(ended.is_err());
     }
 }

@@ -42,29 +42,29 @@ pub(crate) fn level() -> Level {
 /// Defines a function whose body is compiled once per [`Level`]. What it calls must be
 /// `#[inline(always)]` to be compiled along.
 macro_rules! multiversion {
-    ($(#[$meta:meta])* $vis:vis fn $name:ident $(<$g:ident : $bound:path>)? (
+    ($(#[$meta:meta])* $vis:vis fn $name:ident $(<$($g:ident : $bound:path),+>)? (
         $($arg:ident : $ty:ty),* $(,)?
     ) $(-> $ret:ty)? $body:block) => {
         $(#[$meta])*
         #[allow(unsafe_code, reason = "calls what was compiled for a detected instruction set")]
-        $vis fn $name $(<$g: $bound>)? ($($arg: $ty),*) $(-> $ret)? {
+        $vis fn $name $(<$($g: $bound),+>)? ($($arg: $ty),*) $(-> $ret)? {
             #[inline(always)]
-            fn body $(<$g: $bound>)? ($($arg: $ty),*) $(-> $ret)? $body
+            fn body $(<$($g: $bound),+>)? ($($arg: $ty),*) $(-> $ret)? $body
             #[cfg(target_arch = "x86_64")]
             {
                 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
-                fn v4 $(<$g: $bound>)? ($($arg: $ty),*) $(-> $ret)? { body($($arg),*) }
+                fn v4 $(<$($g: $bound),+>)? ($($arg: $ty),*) $(-> $ret)? { body$(::<$($g),+>)?($($arg),*) }
                 #[target_feature(enable = "avx2,fma,f16c")]
-                fn v3 $(<$g: $bound>)? ($($arg: $ty),*) $(-> $ret)? { body($($arg),*) }
+                fn v3 $(<$($g: $bound),+>)? ($($arg: $ty),*) $(-> $ret)? { body$(::<$($g),+>)?($($arg),*) }
                 match $crate::cpu::simd::level() {
                     // SAFETY: the processor has every feature the function was compiled for.
-                    $crate::cpu::simd::Level::V4 => return unsafe { v4($($arg),*) },
+                    $crate::cpu::simd::Level::V4 => return unsafe { v4$(::<$($g),+>)?($($arg),*) },
                     // SAFETY: as above.
-                    $crate::cpu::simd::Level::V3 => return unsafe { v3($($arg),*) },
+                    $crate::cpu::simd::Level::V3 => return unsafe { v3$(::<$($g),+>)?($($arg),*) },
                     $crate::cpu::simd::Level::Portable => {}
                 }
             }
-            body($($arg),*)
+            body$(::<$($g),+>)?($($arg),*)
         }
     };
 }

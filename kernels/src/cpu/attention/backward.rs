@@ -2,11 +2,12 @@
 #![allow(unsafe_code, reason = "heads interleave in the outputs")]
 
 use super::{
-    BACKWARD_SCRATCH, Head, K_TILE, Q_TILE, Sequence, Tile, flops, sequences, tile_extents, widened,
+    BACKWARD_SCRATCH, Head, K_TILE, Q_TILE, Sequence, Tile, flops, products_space, sequences,
+    tile_extents, widened,
 };
 use crate::backend::{AttentionArgs, AttentionGrads, AttentionOut};
 use crate::check::AttentionSizes;
-use crate::cpu::gemm::{here_space, multiply_here};
+use crate::cpu::gemm::multiply_here;
 use crate::cpu::matrix::{Dense, Floats, narrow};
 use crate::cpu::parallel::{self, MIN_PARALLEL_FLOPS, Shared, run_tasks};
 use crate::cpu::simd::multiversion;
@@ -22,7 +23,7 @@ fn scratch(args: &AttentionArgs<'_>, d: usize) -> usize {
         + queries * (2 * keys + d)
         + 2 * widened(dtype, queries, d)
         + 2 * widened(dtype, keys, d)
-        + here_space(queries, keys, d.max(queries))
+        + products_space(queries, keys, d, true)
 }
 
 /// Elements of workspace: one scratch per thread, on few enough threads.
@@ -94,7 +95,7 @@ struct Scratch<'s> {
     dout: &'s mut [f32],
     k: &'s mut [f32],
     v: &'s mut [f32],
-    transposed: &'s mut [f32],
+    packed: &'s mut [f32],
 }
 
 impl<'s> Scratch<'s> {
@@ -121,7 +122,7 @@ impl<'s> Scratch<'s> {
             dout: take(wide(q_tile)),
             k: take(wide(k_tile)),
             v: take(wide(k_tile)),
-            transposed: take(here_space(q_tile, k_tile, d.max(q_tile))),
+            packed: take(products_space(q_tile, k_tile, d, true)),
         }
     }
 }
@@ -193,7 +194,7 @@ impl<T: Float> Run<'_, T> {
                 args.scale,
                 false,
                 p,
-                &mut *scratch.transposed,
+                &mut *scratch.packed,
             );
             multiply_here(
                 (rows, keys, d),
@@ -202,7 +203,7 @@ impl<T: Float> Run<'_, T> {
                 1.0,
                 false,
                 dp,
-                &mut *scratch.transposed,
+                &mut *scratch.packed,
             );
             softmax_backward(tile, &lse, &delta, p, dp);
             let (p, ds) = (Dense::row_major(p, keys), Dense::row_major(dp, keys));
@@ -215,7 +216,7 @@ impl<T: Float> Run<'_, T> {
                 1.0,
                 true,
                 dv,
-                &mut *scratch.transposed,
+                &mut *scratch.packed,
             );
             let dk = &mut scratch.dk[part];
             multiply_here(
@@ -225,9 +226,17 @@ impl<T: Float> Run<'_, T> {
                 args.scale,
                 true,
                 dk,
-                &mut *scratch.transposed,
+                &mut *scratch.packed,
             );
-            multiply_here((rows, d, keys), ds, k, args.scale, true, dq, &mut []);
+            multiply_here(
+                (rows, d, keys),
+                ds,
+                k,
+                args.scale,
+                true,
+                dq,
+                &mut *scratch.packed,
+            );
         }
         for i in 0..rows {
             // SAFETY: this task alone writes these rows of the heads of its group.

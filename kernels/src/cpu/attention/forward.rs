@@ -1,10 +1,12 @@
 //! Forward: online softmax.
 #![allow(unsafe_code, reason = "heads interleave in the output")]
 
-use super::{Head, K_TILE, Q_TILE, Sequence, Tile, flops, sequences, tile_extents, widened};
+use super::{
+    Head, K_TILE, Q_TILE, Sequence, Tile, flops, products_space, sequences, tile_extents, widened,
+};
 use crate::backend::{AttentionArgs, AttentionOut};
 use crate::check::AttentionSizes;
-use crate::cpu::gemm::{here_space, multiply_here};
+use crate::cpu::gemm::multiply_here;
 use crate::cpu::matrix::{Dense, Floats, narrow};
 use crate::cpu::parallel::{self, MIN_PARALLEL_FLOPS, Shared, run_tasks};
 use crate::cpu::simd::multiversion;
@@ -30,7 +32,7 @@ fn scratch(args: &AttentionArgs<'_>, d: usize) -> usize {
     queries * (keys + d + 2)
         + widened(dtype, queries, d)
         + widened(dtype, keys, d)
-        + here_space(queries, keys, d)
+        + products_space(queries, keys, d, false)
 }
 
 /// Elements of workspace: one scratch per thread.
@@ -84,7 +86,7 @@ impl<T: Float> Run<'_, T> {
         let (sums, scratch) = scratch.split_at_mut(q_tile * d);
         let (maxima, scratch) = scratch.split_at_mut(q_tile);
         let (totals, scratch) = scratch.split_at_mut(q_tile);
-        let (transposed, scratch) = scratch.split_at_mut(here_space(q_tile, k_tile, d));
+        let (packed, scratch) = scratch.split_at_mut(products_space(q_tile, k_tile, d, false));
         let (q_space, kv_space) = scratch.split_at_mut(widened(T::DTYPE, q_tile, d));
         let (sums, maxima, totals) = (
             &mut sums[..rows * d],
@@ -115,19 +117,11 @@ impl<T: Float> Run<'_, T> {
             };
             let scores = &mut scores[..rows * keys];
             let kt = k.rows(sequence.k_start + key, keys, kv_space).transposed();
-            multiply_here(
-                (rows, keys, d),
-                q,
-                kt,
-                args.scale,
-                false,
-                scores,
-                transposed,
-            );
+            multiply_here((rows, keys, d), q, kt, args.scale, false, scores, packed);
             softmax_tile(tile, scores, maxima, totals, sums);
             let v = v.rows(sequence.k_start + key, keys, kv_space);
             let p = Dense::row_major(scores, keys);
-            multiply_here((rows, d, keys), p, v, 1.0, true, sums, &mut []);
+            multiply_here((rows, d, keys), p, v, 1.0, true, sums, packed);
         }
         for i in 0..rows {
             let row = (sequence.q_start + first + i) * h + head;

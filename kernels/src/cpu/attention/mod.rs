@@ -9,6 +9,7 @@
 mod backward;
 mod forward;
 
+use super::gemm::here_space;
 use super::matrix::{Dense, Floats};
 use crate::DType;
 use crate::backend::AttentionArgs;
@@ -114,6 +115,17 @@ impl<'a> Head<'a> {
 /// Elements of a widened tile of `rows` rows: none for f32.
 fn widened(dtype: DType, rows: usize, d: usize) -> usize {
     if dtype == DType::F32 { 0 } else { rows * d }
+}
+
+/// Workspace of the products of a tile: those with rows of queries and, when `backward`, those
+/// with rows of keys.
+fn products_space(queries: usize, keys: usize, d: usize, backward: bool) -> usize {
+    let forward = here_space(queries, d.max(keys));
+    if backward {
+        forward.max(here_space(keys, queries))
+    } else {
+        forward
+    }
 }
 
 /// Largest tiles of a call.

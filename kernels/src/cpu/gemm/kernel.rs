@@ -1,0 +1,135 @@
+//! What the kernels of all instruction sets have in common.
+
+use super::super::simd::Level;
+
+/// Rows of a panel of `a` are a divisor of this, whatever the instruction set.
+pub(super) const ROW_STEP: usize = 12;
+/// The same for the columns of a panel of `b`.
+pub(super) const COL_STEP: usize = 32;
+
+/// What the first stretch is added to.
+#[derive(Clone, Copy)]
+pub(super) enum Start<'a> {
+    Zero,
+    /// The same values for each row.
+    Row(&'a [f32]),
+    /// What the output holds.
+    Out,
+}
+
+static ZEROS: [f32; COL_STEP] = [0.0; COL_STEP];
+
+/// Where a tile of sums comes from and goes to: rows of f32 with a stride each.
+#[derive(Clone, Copy)]
+pub(super) struct Place {
+    pub(super) from: *const f32,
+    pub(super) from_stride: usize,
+    pub(super) to: *mut f32,
+    pub(super) to_stride: usize,
+}
+
+impl Place {
+    /// The tile at `to`, whose first column is column `col` of the output. `first` says whether
+    /// nothing was added to it yet.
+    pub(super) fn new(
+        to: *mut f32,
+        to_stride: usize,
+        start: Start<'_>,
+        first: bool,
+        col: usize,
+    ) -> Self {
+        let (from, from_stride) = match start {
+            Start::Zero if first => (ZEROS.as_ptr(), 0),
+            Start::Row(row) if first => (row[col..].as_ptr(), 0),
+            _ => (to.cast_const(), to_stride),
+        };
+        Self {
+            from,
+            from_stride,
+            to,
+            to_stride,
+        }
+    }
+
+    /// The same, `rows` further down.
+    ///
+    /// # Safety
+    /// The rows exist.
+    unsafe fn down(self, rows: usize) -> Self {
+        // SAFETY: the caller's promise.
+        let (from, to) = unsafe {
+            (
+                self.from.add(rows * self.from_stride),
+                self.to.add(rows * self.to_stride),
+            )
+        };
+        Self { from, to, ..self }
+    }
+}
+
+/// `to = from + factor * a @ b` of one tile: rows and columns (at most those of a panel) over
+/// `depth`, panels of `a` and of `b`, factor, place.
+type Tile = unsafe fn(usize, usize, usize, *const f32, *const f32, f32, Place);
+
+/// The kernel of an instruction set.
+#[derive(Clone, Copy)]
+pub(super) struct Kernel {
+    pub(super) level: Level,
+    /// Rows of a tile and of a panel of `a`.
+    pub(super) rows: usize,
+    /// Columns of a tile and of a panel of `b`.
+    pub(super) cols: usize,
+    tile: Tile,
+}
+
+impl Kernel {
+    pub(super) fn of(level: Level) -> Self {
+        match level {
+            Level::Portable => Self {
+                level,
+                rows: super::portable::ROWS,
+                cols: super::portable::COLS,
+                tile: super::portable::tile,
+            },
+            #[cfg(target_arch = "x86_64")]
+            Level::V3 => Self {
+                level,
+                rows: super::x86::avx2::ROWS,
+                cols: super::x86::avx2::COLS,
+                tile: super::x86::avx2::tile,
+            },
+            #[cfg(target_arch = "x86_64")]
+            Level::V4 => Self {
+                level,
+                rows: super::x86::avx512::ROWS,
+                cols: super::x86::avx512::COLS,
+                tile: super::x86::avx512::tile,
+            },
+        }
+    }
+
+    /// `to = from + factor * a @ b` for the `cols` columns of one panel of `b` and the `rows` rows
+    /// of as many panels of `a` as they fill.
+    ///
+    /// # Safety
+    /// The processor has the instructions of the level. `a` and `b` point to panels of `depth`,
+    /// and the rows of the place exist, `cols` elements each, those that are written to for this
+    /// thread alone.
+    pub(super) unsafe fn column(
+        &self,
+        (rows, cols, depth): (usize, usize, usize),
+        a: *const f32,
+        b: *const f32,
+        factor: f32,
+        place: Place,
+    ) {
+        for row in (0..rows).step_by(self.rows) {
+            let height = self.rows.min(rows - row);
+            // SAFETY: the caller's promises; a panel of `a` has `self.rows * depth` elements.
+            unsafe {
+                let (a, place) = (a.add(row * depth), place.down(row));
+                (self.tile)(height, cols, depth, a, b, factor, place);
+            }
+        }
+    }
+}

@@ -1,0 +1,191 @@
+//! Matrix products, blocked for the caches and computed by kernels for each instruction set.
+//!
+//! An element is `from + factor * chain + factor * chain + …`: one chain of fused multiply-adds
+//! over each stretch of `k` in order, the stretches in order, each added by one more fused
+//! multiply-add. Stretches depend on `k` only, so the bits of an element depend neither on the
+//! extents of the output, on where in it the element lies, on the number of threads, nor on the
+//! instruction set.
+//!
+//! Operands are copied into *panels* first, widened to f32: [`pack`] describes their layout.
+//! Products of many rows ([`shared`]) pack parts of both operands for all threads; products of
+//! few rows ([`streamed`]) pack a few columns of `b` at a time, next to where they are used.
+#![allow(unsafe_code, reason = "tasks write disjoint blocks of one output")]
+
+mod kernel;
+mod pack;
+mod portable;
+mod shared;
+mod streamed;
+#[cfg(test)]
+mod tests;
+#[cfg(target_arch = "x86_64")]
+mod x86;
+
+use super::matrix::{Dense, Matrix};
+use super::simd::{Level, level};
+use crate::{DType, Float};
+use half::{bf16, f16};
+use kernel::Start;
+
+/// Longest stretch of `k` of one chain: a panel of it stays in the first cache.
+const STRETCH: usize = 256;
+/// Stretches begin at multiples of this.
+const STRETCH_STEP: usize = 16;
+/// Up to this many rows `b` is packed where it is used.
+const FEW_ROWS: usize = 24;
+
+/// One summand `factor * a @ b` of an output.
+#[derive(Clone, Copy)]
+pub(crate) struct Product<'a> {
+    pub(crate) a: Matrix<'a>,
+    pub(crate) b: Matrix<'a>,
+    pub(crate) factor: f32,
+}
+
+/// Contiguous rows of an output.
+pub(crate) enum Out<'a> {
+    F32 {
+        data: &'a mut [f32],
+        /// Adds to what is there.
+        accumulate: bool,
+    },
+    BF16(&'a mut [bf16]),
+    F16(&'a mut [f16]),
+}
+
+/// Elements of workspace that [`multiply`] needs for summands of the given depths.
+pub(crate) fn workspace(m: usize, n: usize, depths: &[usize], out: DType) -> usize {
+    if m <= FEW_ROWS {
+        streamed::space(m, n, depths, out)
+    } else {
+        shared::Cuts::new(m, n, depths, out).space()
+    }
+}
+
+/// `out = (out +) bias + sum of products`, rounded once.
+pub(crate) fn multiply(
+    products: &[Product<'_>],
+    bias: Option<&[f32]>,
+    out: Out<'_>,
+    space: &mut [f32],
+) {
+    multiply_at(level(), products, bias, out, space);
+}
+
+fn multiply_at(
+    level: Level,
+    products: &[Product<'_>],
+    bias: Option<&[f32]>,
+    out: Out<'_>,
+    space: &mut [f32],
+) {
+    match out {
+        Out::F32 { data, accumulate } => {
+            if let (true, Some(bias)) = (accumulate, bias) {
+                add_bias(data, bias);
+            }
+            run(level, products, bias, data, accumulate, space);
+        }
+        Out::BF16(data) => run(level, products, bias, data, false, space),
+        Out::F16(data) => run(level, products, bias, data, false, space),
+    }
+}
+
+fn add_bias(out: &mut [f32], bias: &[f32]) {
+    for line in out.chunks_exact_mut(bias.len().max(1)) {
+        line.iter_mut().zip(bias).for_each(|(o, b)| *o += b);
+    }
+}
+
+fn run<T: Float>(
+    level: Level,
+    products: &[Product<'_>],
+    bias: Option<&[f32]>,
+    out: &mut [T],
+    accumulate: bool,
+    space: &mut [f32],
+) {
+    let (m, n) = (products[0].a.rows, products[0].b.cols);
+    if m == 0 || n == 0 {
+        return;
+    }
+    for p in products {
+        assert!(
+            p.a.rows == m && p.b.cols == n && p.a.cols == p.b.rows,
+            "[{}, {}] @ [{}, {}] for [{m}, {n}]",
+            p.a.rows,
+            p.a.cols,
+            p.b.rows,
+            p.b.cols
+        );
+    }
+    assert!(out.len() >= m * n, "{} elements for [{m}, {n}]", out.len());
+    let start = match bias {
+        _ if accumulate => Start::Out,
+        Some(bias) => Start::Row(&bias[..n]),
+        None => Start::Zero,
+    };
+    if m <= FEW_ROWS {
+        streamed::run(level, products, start, out, space);
+    } else {
+        shared::run(level, products, start, out, space);
+    }
+}
+
+/// `dst = (dst +) factor * a @ b` for contiguous rows, on this thread, with [`here_space`]
+/// elements of workspace.
+pub(crate) fn multiply_here(
+    (m, n, k): (usize, usize, usize),
+    a: Dense<'_>,
+    b: Dense<'_>,
+    factor: f32,
+    accumulate: bool,
+    dst: &mut [f32],
+    space: &mut [f32],
+) {
+    assert!(dst.len() >= m * n, "{} elements for [{m}, {n}]", dst.len());
+    if m == 0 || n == 0 {
+        return;
+    }
+    let product = Product {
+        a: Matrix::dense(a, m, k),
+        b: Matrix::dense(b, k, n),
+        factor,
+    };
+    let start = if accumulate { Start::Out } else { Start::Zero };
+    streamed::here(level(), &product, start, dst, space);
+}
+
+/// Elements of the space of [`multiply_here`].
+pub(crate) fn here_space(m: usize, k: usize) -> usize {
+    streamed::here_space(m, k)
+}
+
+/// Length of the stretches that `k` is cut into.
+fn stretch(k: usize) -> usize {
+    k.div_ceil(k.div_ceil(STRETCH).max(1))
+        .next_multiple_of(STRETCH_STEP)
+}
+
+/// First element and length of the stretches of `k`: one empty stretch when `k` is 0.
+fn stretches(k: usize) -> impl Iterator<Item = (usize, usize)> + Clone {
+    let step = stretch(k).max(1);
+    (0..k.max(1))
+        .step_by(step)
+        .map(move |first| (first, step.min(k - first)))
+}
+
+/// Elements up to the next line of a cache.
+fn whole_lines(elems: usize) -> usize {
+    elems.next_multiple_of(16)
+}
+
+/// Splits `extent` into parts of equal size up to rounding, each at most `most`, in multiples of
+/// `step`.
+fn even(extent: usize, most: usize, step: usize) -> usize {
+    let most = (most / step * step).max(step);
+    extent
+        .div_ceil(extent.div_ceil(most).max(1))
+        .next_multiple_of(step)
+        .max(step)
+}

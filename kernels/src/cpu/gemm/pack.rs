@@ -1,0 +1,158 @@
+//! Copies of operands in the order in which the kernels read them.
+//!
+//! An operand is `lanes × depth`: rows of `a` or columns of `b`, by `k`. Its lanes are cut into
+//! panels of as many lanes as a tile has; a panel holds, for each `k`, its lanes side by side,
+//! zeros where the operand has no more lanes. 16-bit elements are widened on the way.
+
+use crate::Float;
+use crate::cpu::matrix::{Floats, Matrix};
+use crate::cpu::simd::{Level, multiversion};
+
+/// Side of the squares that are transposed at once: one cache line of f32.
+const SIDE: usize = 16;
+
+/// Elements of a lane that are asked for ahead of their use.
+const AHEAD: usize = 64;
+
+/// Packs `x [lanes, depth]` into panels of `width` lanes at the front of `out`.
+pub(super) fn pack(level: Level, width: usize, x: Matrix<'_>, out: &mut [f32]) {
+    if x.rows == 0 || x.cols == 0 {
+        return;
+    }
+    let out = &mut out[..x.rows.next_multiple_of(width) * x.cols];
+    match x.data() {
+        Floats::F32(data) => pack_of(level, width, data, x, out),
+        Floats::BF16(data) => pack_of(level, width, data, x, out),
+        Floats::F16(data) => pack_of(level, width, data, x, out),
+    }
+}
+
+fn pack_of<T: Float>(level: Level, width: usize, data: &[T], x: Matrix<'_>, out: &mut [f32]) {
+    let (lane_stride, depth_stride) = x.strides();
+    if lane_stride == 1 {
+        beside(data, depth_stride, (x.rows, x.cols), width, out);
+        return;
+    }
+    assert!(depth_stride == 1, "strides {lane_stride}, {depth_stride}");
+    assert!((x.rows - 1) * lane_stride + x.cols <= data.len());
+    match level {
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: the processor has the instructions; the lanes lie inside by the assertion.
+        Level::V4 => unsafe { across_v4(data, lane_stride, (x.rows, x.cols), width, out) },
+        _ => across(data, lane_stride, (x.rows, x.cols), width, out),
+    }
+}
+
+multiversion! {
+    /// Lanes of one `k` lie side by side.
+    fn beside<T: Float>(
+        x: &[T],
+        stride: usize,
+        extents: (usize, usize),
+        width: usize,
+        out: &mut [f32],
+    ) {
+        match width {
+            4 => beside_of::<T, 4>(x, stride, extents, out),
+            6 => beside_of::<T, 6>(x, stride, extents, out),
+            12 => beside_of::<T, 12>(x, stride, extents, out),
+            16 => beside_of::<T, 16>(x, stride, extents, out),
+            _ => beside_of::<T, 32>(x, stride, extents, out),
+        }
+    }
+}
+
+#[inline(always)]
+fn beside_of<T: Float, const W: usize>(
+    x: &[T],
+    stride: usize,
+    (lanes, depth): (usize, usize),
+    out: &mut [f32],
+) {
+    for k in 0..depth {
+        let (whole, rest) = x[k * stride..][..lanes].as_chunks::<W>();
+        let mut at = k * W;
+        for x in whole {
+            let out = &mut out[at..][..W];
+            for i in 0..W {
+                out[i] = x[i].to_f32();
+            }
+            at += W * depth;
+        }
+        if !rest.is_empty() {
+            let out = &mut out[at..][..W];
+            out.fill(0.0);
+            for (o, x) in out.iter_mut().zip(rest) {
+                *o = x.to_f32();
+            }
+        }
+    }
+}
+
+multiversion! {
+    /// Elements of one lane lie side by side.
+    fn across<T: Float>(
+        x: &[T],
+        stride: usize,
+        extents: (usize, usize),
+        width: usize,
+        out: &mut [f32],
+    ) {
+        let (lanes, depth) = extents;
+        for (p, out) in out.chunks_exact_mut(width * depth).enumerate() {
+            let filled = width.min(lanes - p * width);
+            for first in (0..depth).step_by(SIDE) {
+                for i in 0..filled {
+                    let x = &x[(p * width + i) * stride + first..][..SIDE.min(depth - first)];
+                    for (k, x) in x.iter().enumerate() {
+                        out[(first + k) * width + i] = x.to_f32();
+                    }
+                }
+                for i in filled..width {
+                    for k in first..depth.min(first + SIDE) {
+                        out[k * width + i] = 0.0;
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// [`across`] in squares of registers.
+///
+/// # Safety
+/// The processor has AVX-512, and `x` holds the lanes.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,f16c")]
+unsafe fn across_v4<T: Float>(
+    x: &[T],
+    stride: usize,
+    (lanes, depth): (usize, usize),
+    width: usize,
+    out: &mut [f32],
+) {
+    use super::x86::square::{load, prefetch, store, transpose, zeros};
+    for (p, out) in out.chunks_exact_mut(width * depth).enumerate() {
+        for at in (0..width).step_by(SIDE) {
+            let lane = p * width + at;
+            let wide = (width - at).min(SIDE);
+            let filled = wide.min(lanes.saturating_sub(lane));
+            for first in (0..depth).step_by(SIDE) {
+                let long = (depth - first).min(SIDE);
+                let mut square = zeros();
+                for i in 0..filled {
+                    let from = x.as_ptr().wrapping_add((lane + i) * stride + first);
+                    prefetch(from.wrapping_add(AHEAD));
+                    // SAFETY: `long` elements of a lane.
+                    square[i] = unsafe { load(from, long) };
+                }
+                let square = transpose(square);
+                for k in 0..long {
+                    let to = &mut out[(first + k) * width + at..][..wide];
+                    // SAFETY: a slice of `wide` elements.
+                    unsafe { store(to.as_mut_ptr(), wide, square[k]) };
+                }
+            }
+        }
+    }
+}

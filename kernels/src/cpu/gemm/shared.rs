@@ -1,0 +1,341 @@
+//! Products of many rows: parts of both operands are packed for all threads.
+//!
+//! The output is cut into parts, and `k` into runs of stretches, so that a packed part of each
+//! operand has bounded size. For each run there are two phases: packing, and blocks of the output
+//! that find what they need in the second cache.
+
+use super::kernel::{COL_STEP, Kernel, Place, ROW_STEP, Start};
+use super::pack::pack;
+use super::{Product, even, stretch, whole_lines};
+use crate::cpu::matrix::narrow;
+use crate::cpu::parallel::{self, MIN_PARALLEL_FLOPS, Shared};
+use crate::cpu::simd::Level;
+use crate::{DType, Float};
+
+/// Elements of a packed part of `a` (2 MiB).
+const LEFT: usize = 512 << 10;
+/// Elements of a packed part of `b` (4 MiB).
+const RIGHT: usize = 1 << 20;
+/// Longest run of stretches.
+const RUN: usize = 2048;
+/// Rows or columns of a part of an output that is not f32: its sums are kept in f32.
+const ROUNDED: usize = 1024;
+/// Rows and columns of a block.
+const BLOCK: (usize, usize) = (144, 384);
+/// Blocks are made smaller down to this much work, until each thread has some of them.
+const BLOCK_FLOPS: usize = 4 << 20;
+const BLOCKS_PER_THREAD: usize = 4;
+/// Elements that one task packs.
+const PACK: usize = 32 << 10;
+
+/// How a product is cut up.
+#[derive(Clone, Copy)]
+pub(super) struct Cuts {
+    rows: usize,
+    cols: usize,
+    /// Elements of the packed parts.
+    left: usize,
+    right: usize,
+    /// Elements of the sums of a part; 0 when the output itself is f32.
+    sums: usize,
+    parallel: bool,
+}
+
+/// Length of the runs that `k` is cut into.
+fn run_length(k: usize) -> usize {
+    let step = stretch(k).max(1);
+    (RUN / step).max(1) * step
+}
+
+impl Cuts {
+    pub(super) fn new(m: usize, n: usize, depths: &[usize], out: DType) -> Self {
+        let runs = depths.iter().map(|k| run_length(*k).min(*k));
+        let deepest = runs.max().unwrap_or(0);
+        let most = if out == DType::F32 {
+            usize::MAX
+        } else {
+            ROUNDED
+        };
+        let rows = even(m, (LEFT / deepest.max(1)).min(most), ROW_STEP);
+        let cols = even(n, (RIGHT / deepest.max(1)).min(most), COL_STEP);
+        let (rows, cols) = (rows.min(m), cols.min(n));
+        let depth: usize = depths.iter().sum();
+        Self {
+            rows,
+            cols,
+            left: whole_lines(rows.next_multiple_of(ROW_STEP) * deepest),
+            right: cols.next_multiple_of(COL_STEP) * deepest,
+            sums: if out == DType::F32 { 0 } else { rows * cols },
+            parallel: 2 * m * n * depth >= MIN_PARALLEL_FLOPS,
+        }
+    }
+
+    pub(super) fn space(&self) -> usize {
+        self.left + self.right + self.sums
+    }
+}
+
+/// A range of rows, columns, or `k`.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct Range {
+    first: usize,
+    len: usize,
+}
+
+fn ranges(len: usize, step: usize) -> impl Iterator<Item = Range> + Clone {
+    (0..len.max(1))
+        .step_by(step.max(1))
+        .map(move |first| Range {
+            first,
+            len: step.min(len - first),
+        })
+}
+
+/// A run of one summand for a part of the output.
+#[derive(Clone, Copy)]
+struct Run {
+    summand: usize,
+    k: Range,
+    rows: Range,
+    cols: Range,
+    pack_left: bool,
+    pack_right: bool,
+    /// Nothing was added to the part yet.
+    first: bool,
+    /// Nothing follows.
+    last: bool,
+    block: (usize, usize),
+}
+
+/// Rows and columns of a block of a part.
+fn block(rows: usize, cols: usize, depth: usize) -> (usize, usize) {
+    let (mut height, mut width) = (even(rows, BLOCK.0, ROW_STEP), even(cols, BLOCK.1, COL_STEP));
+    let enough = BLOCKS_PER_THREAD * parallel::workers();
+    while rows.div_ceil(height) * cols.div_ceil(width) < enough
+        && 2 * height * width * depth > 2 * BLOCK_FLOPS
+    {
+        let before = (height, width);
+        if height > width {
+            height = even(height, height.div_ceil(2), ROW_STEP);
+        } else {
+            width = even(width, width.div_ceil(2), COL_STEP);
+        }
+        if (height, width) == before {
+            break;
+        }
+    }
+    (height, width)
+}
+
+/// All runs, in an order that packs `b` rarely.
+fn runs(cuts: &Cuts, products: &[Product<'_>], out: DType) -> Vec<Run> {
+    let (m, n) = (products[0].a.rows, products[0].b.cols);
+    let sums = products.len() - 1;
+    let depths = || {
+        products.iter().enumerate().flat_map(|(summand, p)| {
+            let k = p.a.cols;
+            ranges(k, run_length(k)).map(move |r| (summand, r, r.first + r.len == k))
+        })
+    };
+    let mut all: Vec<Run> = Vec::new();
+    let mut add = |rows: Range, cols: Range, (summand, k, ends): (usize, Range, bool)| {
+        let before = all.last();
+        let same = |r: &Run| r.summand == summand && r.k == k;
+        all.push(Run {
+            summand,
+            k,
+            rows,
+            cols,
+            pack_left: !before.is_some_and(|r| same(r) && r.rows == rows),
+            pack_right: !before.is_some_and(|r| same(r) && r.cols == cols),
+            first: summand == 0 && k.first == 0,
+            last: summand == sums && ends,
+            block: block(rows.len, cols.len, k.len),
+        });
+    };
+    for cols in ranges(n, cuts.cols) {
+        if out == DType::F32 {
+            for depth in depths() {
+                ranges(m, cuts.rows).for_each(|rows| add(rows, cols, depth));
+            }
+        } else {
+            // The sums of a part end before those of the next begin.
+            for rows in ranges(m, cuts.rows) {
+                depths().for_each(|depth| add(rows, cols, depth));
+            }
+        }
+    }
+    all
+}
+
+/// What the tasks of all phases share.
+struct Job<'a, T> {
+    kernel: Kernel,
+    products: &'a [Product<'a>],
+    start: Start<'a>,
+    n: usize,
+    out: Shared<'a, T>,
+    left: Shared<'a, f32>,
+    right: Shared<'a, f32>,
+    sums: Shared<'a, f32>,
+}
+
+pub(super) fn run<T: Float>(
+    level: Level,
+    products: &[Product<'_>],
+    start: Start<'_>,
+    out: &mut [T],
+    space: &mut [f32],
+) {
+    let (m, n) = (products[0].a.rows, products[0].b.cols);
+    let depths: Vec<usize> = products.iter().map(|p| p.a.cols).collect();
+    let cuts = Cuts::new(m, n, &depths, T::DTYPE);
+    let (left, rest) = space.split_at_mut(cuts.left);
+    let (right, rest) = rest.split_at_mut(cuts.right);
+    let job = Job {
+        kernel: Kernel::of(level),
+        products,
+        start,
+        n,
+        out: Shared::new(out),
+        left: Shared::new(left),
+        right: Shared::new(right),
+        sums: Shared::new(&mut rest[..cuts.sums]),
+    };
+    let runs = runs(&cuts, products, T::DTYPE);
+    // Even phases pack, odd ones compute.
+    let tasks = |phase: usize| {
+        let run = &runs[phase / 2];
+        if phase.is_multiple_of(2) {
+            job.packs(run).count()
+        } else {
+            let (height, width) = run.block;
+            run.rows.len.div_ceil(height) * run.cols.len.div_ceil(width)
+        }
+    };
+    parallel::run_phases(2 * runs.len(), tasks, cuts.parallel, |phase, i| {
+        let run = &runs[phase / 2];
+        if phase.is_multiple_of(2) {
+            job.pack(run, i);
+        } else {
+            job.block(run, i);
+        }
+    });
+}
+
+/// A stretch of some lanes of an operand.
+struct Packing {
+    left: bool,
+    /// Relative to the run.
+    stretch: Range,
+    /// Relative to the part.
+    lanes: Range,
+}
+
+impl<T: Float> Job<'_, T> {
+    fn stretches(&self, run: &Run) -> impl Iterator<Item = Range> + Clone + use<T> {
+        let (step, len) = (stretch(self.products[run.summand].a.cols), run.k.len);
+        ranges(len, step)
+    }
+
+    fn packs(&self, run: &Run) -> impl Iterator<Item = Packing> {
+        let side = |left: bool, wanted: bool, lanes: usize, step: usize| {
+            let stretches = self.stretches(run).filter(move |_| wanted);
+            stretches.flat_map(move |stretch| {
+                let most = (PACK / stretch.len.max(1) / step * step).max(step);
+                ranges(lanes, most).map(move |lanes| Packing {
+                    left,
+                    stretch,
+                    lanes,
+                })
+            })
+        };
+        side(true, run.pack_left, run.rows.len, ROW_STEP).chain(side(
+            false,
+            run.pack_right,
+            run.cols.len,
+            COL_STEP,
+        ))
+    }
+
+    fn pack(&self, run: &Run, task: usize) {
+        let Some(Packing {
+            left,
+            stretch,
+            lanes,
+        }) = self.packs(run).nth(task)
+        else {
+            return;
+        };
+        let p = &self.products[run.summand];
+        let k = run.k.first + stretch.first;
+        let (x, width, step, all, packed) = if left {
+            let a =
+                p.a.part(run.rows.first + lanes.first, k, lanes.len, stretch.len);
+            (a, self.kernel.rows, ROW_STEP, run.rows.len, &self.left)
+        } else {
+            let b =
+                p.b.part(k, run.cols.first + lanes.first, stretch.len, lanes.len);
+            (
+                b.transposed(),
+                self.kernel.cols,
+                COL_STEP,
+                run.cols.len,
+                &self.right,
+            )
+        };
+        let at = stretch.first * all.next_multiple_of(step) + lanes.first * stretch.len;
+        let len = lanes.len.next_multiple_of(width) * stretch.len;
+        // SAFETY: tasks pack disjoint parts, and nobody reads them before the phase has ended.
+        pack(self.kernel.level, width, x, unsafe { packed.part(at, len) });
+    }
+
+    fn block(&self, run: &Run, task: usize) {
+        let (height, width) = run.block;
+        let down = run.rows.len.div_ceil(height);
+        let (row, col) = (task % down * height, task / down * width);
+        let (rows, cols) = (
+            height.min(run.rows.len - row),
+            width.min(run.cols.len - col),
+        );
+        let (at_row, at_col) = (run.rows.first + row, run.cols.first + col);
+        let in_place = T::DTYPE == DType::F32;
+        let (to, stride) = if in_place {
+            let to = self.out.at(at_row * self.n + at_col).cast::<f32>();
+            (to, self.n)
+        } else {
+            (self.sums.at(row * run.cols.len + col), run.cols.len)
+        };
+        let (all_rows, all_cols) = (
+            run.rows.len.next_multiple_of(ROW_STEP),
+            run.cols.len.next_multiple_of(COL_STEP),
+        );
+        let factor = self.products[run.summand].factor;
+        for (i, stretch) in self.stretches(run).enumerate() {
+            let depth = stretch.len;
+            let a = self.left.at(stretch.first * all_rows + row * depth);
+            let b = self.right.at(stretch.first * all_cols + col * depth);
+            for j in (0..cols).step_by(self.kernel.cols) {
+                let wide = self.kernel.cols.min(cols - j);
+                // SAFETY: column `j` of the block, which lies inside the output or the sums.
+                let to = unsafe { to.add(j) };
+                let place = Place::new(to, stride, self.start, run.first && i == 0, at_col + j);
+                // SAFETY: the packing ended before this phase began, panels of `b` are
+                // `depth` long; blocks of different tasks are disjoint.
+                unsafe {
+                    let b = b.add(j * depth);
+                    self.kernel.column((rows, wide, depth), a, b, factor, place);
+                }
+            }
+        }
+        if run.last && !in_place {
+            for i in 0..rows {
+                // SAFETY: blocks of different tasks are disjoint.
+                unsafe {
+                    let sums = self.sums.part((row + i) * run.cols.len + col, cols);
+                    narrow(sums, self.out.part((at_row + i) * self.n + at_col, cols));
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,151 @@
+//! Products of few rows: all of `a` is packed, `b` by one panel and stretch at a time.
+
+use super::kernel::{COL_STEP, Kernel, Place, ROW_STEP, Start};
+use super::pack::pack;
+use super::{Product, STRETCH, stretches, whole_lines};
+use crate::cpu::matrix::narrow;
+use crate::cpu::parallel::{self, MIN_PARALLEL_FLOPS, Shared};
+use crate::cpu::simd::Level;
+use crate::{DType, Float};
+
+/// Multiplications of one task at least.
+const TASK_FLOPS: usize = 1 << 20;
+
+/// Columns of one task and tasks.
+fn tasks(m: usize, n: usize, depth: usize) -> (usize, usize) {
+    let panels = n.div_ceil(COL_STEP);
+    let each = (TASK_FLOPS / (2 * m * COL_STEP * depth).max(1)).clamp(1, panels.max(1));
+    (each * COL_STEP, panels.div_ceil(each))
+}
+
+/// Elements of a packed panel of `b` over one stretch.
+fn panel(depth: usize) -> usize {
+    COL_STEP * depth.min(STRETCH)
+}
+
+/// Elements of one task's scratch: a panel of `b`, and the sums when the output is not f32.
+fn scratch(m: usize, deepest: usize, out: DType) -> usize {
+    let sums = if out == DType::F32 { 0 } else { m * COL_STEP };
+    panel(deepest) + sums
+}
+
+pub(super) fn space(m: usize, n: usize, depths: &[usize], out: DType) -> usize {
+    let depth: usize = depths.iter().sum();
+    let deepest = depths.iter().copied().max().unwrap_or(0);
+    let (_, tasks) = tasks(m.max(1), n, depth);
+    left_space(m, depth) + parallel::slots(tasks) * scratch(m, deepest, out)
+}
+
+pub(super) fn here_space(m: usize, k: usize) -> usize {
+    left_space(m, k) + panel(k)
+}
+
+/// Elements of packed rows over all of `depth`.
+fn left_space(m: usize, depth: usize) -> usize {
+    whole_lines(m.next_multiple_of(ROW_STEP) * depth)
+}
+
+/// Packs all of each `a`, one after the other.
+fn pack_left(kernel: &Kernel, products: &[Product<'_>], mut out: &mut [f32]) {
+    for p in products {
+        let height = p.a.rows.next_multiple_of(ROW_STEP);
+        for (first, depth) in stretches(p.a.cols) {
+            let part = p.a.part(0, first, p.a.rows, depth);
+            pack(kernel.level, kernel.rows, part, &mut out[first * height..]);
+        }
+        out = &mut out[height * p.a.cols..];
+    }
+}
+
+/// Adds the summands to `cols` columns from `col` on, at most one panel.
+///
+/// # Safety
+/// `to` points to the first of these columns; `stride` apart there are as many rows as the
+/// products have, that nobody else touches.
+unsafe fn column(
+    kernel: &Kernel,
+    products: &[Product<'_>],
+    start: Start<'_>,
+    left: &[f32],
+    (col, cols): (usize, usize),
+    to: *mut f32,
+    stride: usize,
+    space: &mut [f32],
+) {
+    let (mut left, mut first) = (left, true);
+    for p in products {
+        let (m, k) = (p.a.rows, p.a.cols);
+        let height = m.next_multiple_of(ROW_STEP);
+        for (at, depth) in stretches(k) {
+            let part = p.b.part(at, col, depth, cols).transposed();
+            pack(kernel.level, kernel.cols, part, space);
+            let place = Place::new(to, stride, start, first, col);
+            let a = left[at * height..].as_ptr();
+            // SAFETY: both operands are packed for this depth; the caller's promise.
+            unsafe { kernel.column((m, cols, depth), a, space.as_ptr(), p.factor, place) };
+            first = false;
+        }
+        left = &left[height * k..];
+    }
+}
+
+pub(super) fn run<T: Float>(
+    level: Level,
+    products: &[Product<'_>],
+    start: Start<'_>,
+    out: &mut [T],
+    space: &mut [f32],
+) {
+    let kernel = Kernel::of(level);
+    let (m, n) = (products[0].a.rows, products[0].b.cols);
+    let depth: usize = products.iter().map(|p| p.a.cols).sum();
+    let deepest = products.iter().map(|p| p.a.cols).max().unwrap_or(0);
+    let (left, scratch) = space.split_at_mut(left_space(m, depth));
+    pack_left(&kernel, products, left);
+    let left = &*left;
+    let (wide, tasks) = tasks(m, n, depth);
+    let parallel = 2 * m * n * depth >= MIN_PARALLEL_FLOPS;
+    let each = self::scratch(m, deepest, T::DTYPE);
+    let out = Shared::new(out);
+    parallel::run_tasks(tasks, scratch, each, parallel, |i, scratch| {
+        let (space, sums) = scratch.split_at_mut(panel(deepest));
+        let end = ((i + 1) * wide).min(n);
+        for col in (i * wide..end).step_by(kernel.cols) {
+            let cols = kernel.cols.min(end - col);
+            if T::DTYPE == DType::F32 {
+                let to = out.at(col).cast::<f32>();
+                // SAFETY: the output was checked to hold `m` rows of `n`; tasks are disjoint.
+                unsafe { column(&kernel, products, start, left, (col, cols), to, n, space) };
+                continue;
+            }
+            let to = sums.as_mut_ptr();
+            // SAFETY: the scratch holds `m` rows of a panel.
+            unsafe { column(&kernel, products, start, left, (col, cols), to, cols, space) };
+            for (i, sums) in sums[..m * cols].chunks_exact(cols).enumerate() {
+                // SAFETY: tasks are disjoint.
+                narrow(sums, unsafe { out.part(i * n + col, cols) });
+            }
+        }
+    });
+}
+
+/// One product into f32 on this thread.
+pub(super) fn here(
+    level: Level,
+    product: &Product<'_>,
+    start: Start<'_>,
+    out: &mut [f32],
+    space: &mut [f32],
+) {
+    let kernel = Kernel::of(level);
+    let (m, n, k) = (product.a.rows, product.b.cols, product.a.cols);
+    let products = std::slice::from_ref(product);
+    let (left, space) = space.split_at_mut(left_space(m, k));
+    pack_left(&kernel, products, left);
+    for col in (0..n).step_by(kernel.cols) {
+        let cols = kernel.cols.min(n - col);
+        let to = out[col..].as_mut_ptr();
+        // SAFETY: the output holds `m` rows of `n`.
+        unsafe { column(&kernel, products, start, left, (col, cols), to, n, space) };
+    }
+}

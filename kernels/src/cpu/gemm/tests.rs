@@ -1,0 +1,232 @@
+//! Bits of every kernel against the definition, element by element.
+
+use super::{Matrix, Out, Product, STRETCH, STRETCH_STEP, multiply_at, stretches, workspace};
+use crate::cpu::matrix::{Floats, narrow};
+use crate::cpu::simd::{Level, level};
+use crate::{DType, Float};
+use half::{bf16, f16};
+use proptest::prelude::*;
+
+/// Values of one operand in each element type.
+struct Values {
+    wide: Vec<f32>,
+    brain: Vec<bf16>,
+    half: Vec<f16>,
+}
+
+impl Values {
+    fn new(n: usize, seed: &mut u64) -> Self {
+        let mut draw = || {
+            *seed = seed
+                .wrapping_mul(6_364_136_223_846_793_005)
+                .wrapping_add(1_442_695_040_888_963_407);
+            (*seed >> 40) as f32 / (1 << 23) as f32 - 1.0
+        };
+        let wide: Vec<f32> = (0..n).map(|_| draw()).collect();
+        let brain = wide.iter().map(|x| bf16::from_f32(*x)).collect();
+        let half = wide.iter().map(|x| f16::from_f32(*x)).collect();
+        Self { wide, brain, half }
+    }
+
+    fn matrix(&self, dtype: DType, rows: usize, cols: usize, transposed: bool) -> Matrix<'_> {
+        let data = match dtype {
+            DType::BF16 => Floats::BF16(&self.brain),
+            DType::F16 => Floats::F16(&self.half),
+            _ => Floats::F32(&self.wide),
+        };
+        if transposed {
+            Matrix::new(data, cols, rows).transposed()
+        } else {
+            Matrix::new(data, rows, cols)
+        }
+    }
+}
+
+fn at(x: &Matrix<'_>, row: usize, col: usize) -> f32 {
+    let (row_stride, col_stride) = x.strides();
+    let mut out = [0.0];
+    x.data()
+        .widen(row * row_stride + col * col_stride, &mut out);
+    out[0]
+}
+
+/// The definition of an element of an f32 output.
+fn element(products: &[Product<'_>], from: f32, row: usize, col: usize) -> f32 {
+    let mut sum = from;
+    for p in products {
+        for (first, len) in stretches(p.a.cols) {
+            let mut chain = 0.0f32;
+            for k in first..first + len {
+                chain = at(&p.a, row, k).mul_add(at(&p.b, k, col), chain);
+            }
+            sum = p.factor.mul_add(chain, sum);
+        }
+    }
+    sum
+}
+
+fn levels() -> Vec<Level> {
+    let mut all = vec![Level::Portable];
+    #[cfg(target_arch = "x86_64")]
+    all.extend([Level::V3, Level::V4]);
+    all.retain(|l| *l <= level());
+    all
+}
+
+/// Bits of a product of one level on a number of threads, in exactly the workspace it asks for.
+fn bits<T: Float>(
+    (level, threads): (Level, usize),
+    products: &[Product<'_>],
+    bias: Option<&[f32]>,
+    before: &[f32],
+    accumulate: bool,
+) -> Vec<f32> {
+    let depths: Vec<usize> = products.iter().map(|p| p.a.cols).collect();
+    let (m, n) = (products[0].a.rows, products[0].b.cols);
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
+    pool.expect("threads").install(|| {
+        let mut space = vec![f32::NAN; workspace(m, n, &depths, T::DTYPE)];
+        let mut out: Vec<T> = before.iter().map(|x| T::from_f32(*x)).collect();
+        match T::DTYPE {
+            DType::BF16 => {
+                let out = Out::BF16(bytemuck::cast_slice_mut(&mut out));
+                multiply_at(level, products, bias, out, &mut space);
+            }
+            DType::F16 => {
+                let out = Out::F16(bytemuck::cast_slice_mut(&mut out));
+                multiply_at(level, products, bias, out, &mut space);
+            }
+            _ => {
+                let data = bytemuck::cast_slice_mut(&mut out);
+                let out = Out::F32 { data, accumulate };
+                multiply_at(level, products, bias, out, &mut space);
+            }
+        }
+        out.iter().map(|x| x.to_f32()).collect()
+    })
+}
+
+/// All levels on one and three threads give what the definition says.
+fn check(products: &[Product<'_>], bias: Option<&[f32]>, out: DType, accumulate: bool) {
+    let (m, n) = (products[0].a.rows, products[0].b.cols);
+    let accumulate = accumulate && out == DType::F32;
+    let before: Vec<f32> = (0..m * n).map(|i| (i % 13) as f32 - 6.0).collect();
+    let from = |row: usize, col: usize| {
+        let bias = bias.map_or(0.0, |b| b[col]);
+        let before = if accumulate {
+            before[row * n + col]
+        } else {
+            0.0
+        };
+        before + bias
+    };
+    let wide: Vec<f32> = (0..m * n)
+        .map(|i| element(products, from(i / n, i % n), i / n, i % n))
+        .collect();
+    let want: Vec<f32> = match out {
+        DType::BF16 => rounded::<bf16>(&wide),
+        DType::F16 => rounded::<f16>(&wide),
+        _ => wide,
+    };
+    for level in levels() {
+        for threads in [1, 3] {
+            let on = (level, threads);
+            let got = match out {
+                DType::BF16 => bits::<bf16>(on, products, bias, &before, false),
+                DType::F16 => bits::<f16>(on, products, bias, &before, false),
+                _ => bits::<f32>(on, products, bias, &before, accumulate),
+            };
+            for (i, (got, want)) in got.iter().zip(&want).enumerate() {
+                let (row, col) = (i / n, i % n);
+                assert!(
+                    got == want,
+                    "{level:?}, {threads} threads: [{row}, {col}] of [{m}, {n}] is {got}, not {want}"
+                );
+            }
+        }
+    }
+}
+
+fn rounded<T: Float>(x: &[f32]) -> Vec<f32> {
+    let mut out = vec![T::from_f32(0.0); x.len()];
+    narrow(x, &mut out);
+    out.iter().map(|x| x.to_f32()).collect()
+}
+
+fn dtypes() -> impl Strategy<Value = DType> {
+    prop_oneof![Just(DType::F32), Just(DType::BF16), Just(DType::F16)]
+}
+
+fn extents() -> impl Strategy<Value = usize> {
+    prop_oneof![1..8usize, 8..40usize, 40..90usize]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 96, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn every_kernel_has_the_bits_of_the_definition(
+        (m, n) in (extents(), extents()),
+        depths in prop::collection::vec(prop_oneof![0..40usize, 240..300usize, 500..560usize], 1..3),
+        (a, b, out) in (dtypes(), dtypes(), dtypes()),
+        (a_transposed, b_transposed) in any::<(bool, bool)>(),
+        (with_bias, accumulate) in any::<(bool, bool)>(),
+        factor in prop_oneof![Just(1.0f32), -2.0..2.0f32],
+        seed: u64,
+    ) {
+        let mut seed = seed;
+        let operands: Vec<(Values, Values)> = depths
+            .iter()
+            .map(|k| (Values::new(m * k, &mut seed), Values::new(k * n, &mut seed)))
+            .collect();
+        let products: Vec<Product<'_>> = operands
+            .iter()
+            .zip(&depths)
+            .map(|((left, right), k)| Product {
+                a: left.matrix(a, m, *k, a_transposed),
+                b: right.matrix(b, *k, n, b_transposed),
+                factor,
+            })
+            .collect();
+        let bias = Values::new(n, &mut seed).wide;
+        check(&products, with_bias.then_some(&bias[..]), out, accumulate);
+    }
+}
+
+/// More rows, columns and depth than one packed part of each operand holds.
+#[test]
+fn parts_and_runs_join_without_a_seam() {
+    let (m, n, k) = (270, 530, 2500);
+    let mut seed = 7;
+    let (left, right) = (Values::new(m * k, &mut seed), Values::new(k * n, &mut seed));
+    for dtype in [DType::F32, DType::BF16] {
+        let product = Product {
+            a: left.matrix(dtype, m, k, false),
+            b: right.matrix(dtype, k, n, true),
+            factor: 0.5,
+        };
+        let before = vec![0.0; m * n];
+        for level in levels().into_iter().filter(|l| *l > Level::Portable) {
+            let got = bits::<f32>((level, 2), &[product], None, &before, false);
+            let rounded = bits::<bf16>((level, 2), &[product], None, &before, false);
+            for i in (0..m * n).step_by(97).chain([m * n - 1]) {
+                let want = element(&[product], 0.0, i / n, i % n);
+                assert_eq!(got[i], want, "{level:?} [{}, {}]", i / n, i % n);
+                assert_eq!(rounded[i], bf16::from_f32(want).to_f32(), "{level:?} {i}");
+            }
+        }
+    }
+}
+
+#[test]
+fn stretches_cover_every_depth_once() {
+    for k in [0, 1, 16, 255, 256, 257, 511, 768, 1000, 4097] {
+        let all: Vec<_> = stretches(k).collect();
+        assert_eq!(all.iter().map(|s| s.1).sum::<usize>(), k);
+        assert!(
+            all.iter()
+                .all(|(first, len)| first % STRETCH_STEP == 0 && *len <= STRETCH)
+        );
+        assert!(all.windows(2).all(|w| w[0].0 + w[0].1 == w[1].0));
+    }
+}

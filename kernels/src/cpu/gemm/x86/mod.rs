@@ -1,0 +1,5 @@
+//! Kernels of x86-64.
+
+pub(super) mod avx2;
+pub(super) mod avx512;
+pub(super) mod square;

@@ -1,0 +1,98 @@
+//! Squares of 16 by 16 elements in registers.
+
+#[allow(
+    clippy::wildcard_imports,
+    reason = "intrinsics have unmistakable names"
+)]
+use std::arch::x86_64::*;
+
+use super::avx512::lanes;
+use crate::{DType, Float};
+
+type Square = [__m512; 16];
+
+/// A square of zeros.
+#[inline]
+#[target_feature(enable = "avx512f")]
+pub(in crate::cpu::gemm) fn zeros() -> Square {
+    [_mm512_setzero_ps(); 16]
+}
+
+/// Asks for a line; of any address, since it has no effect but on caches.
+#[inline]
+pub(in crate::cpu::gemm) fn prefetch<T>(at: *const T) {
+    // SAFETY: part of every x86-64, and never a fault.
+    unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) }
+}
+
+/// `n <= 16` elements as f32, then zeros.
+///
+/// # Safety
+/// `from` points to them.
+#[inline]
+#[target_feature(enable = "avx512f,f16c")]
+pub(in crate::cpu::gemm) unsafe fn load<T: Float>(from: *const T, n: usize) -> __m512 {
+    // SAFETY: masked lanes are not read; 16-bit elements are read whole or one by one.
+    unsafe {
+        if T::DTYPE == DType::F32 {
+            return _mm512_maskz_loadu_ps(lanes(n), from.cast());
+        }
+        let halves = if n == 16 {
+            _mm256_loadu_si256(from.cast())
+        } else {
+            let mut some = [0u16; 16];
+            std::ptr::copy_nonoverlapping(from.cast(), some.as_mut_ptr(), n);
+            _mm256_loadu_si256(some.as_ptr().cast())
+        };
+        if T::DTYPE == DType::F16 {
+            _mm512_cvtph_ps(halves)
+        } else {
+            _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(halves)))
+        }
+    }
+}
+
+/// Stores the first `n <= 16` lanes.
+///
+/// # Safety
+/// `to` points to as many elements.
+#[inline]
+#[target_feature(enable = "avx512f")]
+pub(in crate::cpu::gemm) unsafe fn store(to: *mut f32, n: usize, x: __m512) {
+    // SAFETY: masked lanes are not written.
+    unsafe { _mm512_mask_storeu_ps(to, lanes(n), x) }
+}
+
+/// Rows become columns: within quarters of vectors first, then quarters as wholes.
+#[inline]
+#[target_feature(enable = "avx512f")]
+pub(in crate::cpu::gemm) fn transpose(x: Square) -> Square {
+    let mut y = zeros();
+    for i in (0..16).step_by(4) {
+        let a = _mm512_castps_pd(_mm512_unpacklo_ps(x[i], x[i + 1]));
+        let b = _mm512_castps_pd(_mm512_unpackhi_ps(x[i], x[i + 1]));
+        let c = _mm512_castps_pd(_mm512_unpacklo_ps(x[i + 2], x[i + 3]));
+        let d = _mm512_castps_pd(_mm512_unpackhi_ps(x[i + 2], x[i + 3]));
+        y[i] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, c));
+        y[i + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, c));
+        y[i + 2] = _mm512_castpd_ps(_mm512_unpacklo_pd(b, d));
+        y[i + 3] = _mm512_castpd_ps(_mm512_unpackhi_pd(b, d));
+    }
+    let mut z = zeros();
+    for i in 0..4 {
+        let [a, b, c, d] = [y[i], y[i + 4], y[i + 8], y[i + 12]];
+        let (ab, cd) = (
+            _mm512_shuffle_f32x4::<0x88>(a, b),
+            _mm512_shuffle_f32x4::<0x88>(c, d),
+        );
+        z[i] = _mm512_shuffle_f32x4::<0x88>(ab, cd);
+        z[i + 8] = _mm512_shuffle_f32x4::<0xdd>(ab, cd);
+        let (ab, cd) = (
+            _mm512_shuffle_f32x4::<0xdd>(a, b),
+            _mm512_shuffle_f32x4::<0xdd>(c, d),
+        );
+        z[i + 4] = _mm512_shuffle_f32x4::<0x88>(ab, cd);
+        z[i + 12] = _mm512_shuffle_f32x4::<0xdd>(ab, cd);
+    }
+    z
+}
