@@ -293,6 +293,8 @@ pub struct RunConfig {
     pub seed: u64,
     /// Samples that the first update takes, found when the data was checked.
     pub first_samples: Vec<usize>,
+    /// Bytes of a rank's spill file that activations need at once, known from the plan.
+    pub spilled_activation_bytes: u64,
     /// Where to continue from.
     pub resume: Resume,
 }

@@ -95,6 +95,7 @@ pub fn resolve(args: &Args, env: &Env) -> Result<Resolved, Failure> {
         report_to: args.report_to.unwrap_or(ReportTo::None),
         seed: args.seed.unwrap_or(defaults::SEED),
         first_samples: Vec::new(),
+        spilled_activation_bytes: 0,
         resume: resume(args)?,
         source,
     };

@@ -8,7 +8,7 @@ use crate::generate::answers::Question;
 use crate::monitor::Phase;
 use crate::plan::{Fit, Fixed, HeldOut, Machine, RankMemory, Work, rehearse};
 use crate::ui::{Event, PlanEvent, PlanPart};
-use engine::{Plan, Tier};
+use engine::Plan;
 use kernels::Tag;
 use models::Processor;
 use models::VisionLanguageModel;
@@ -108,20 +108,10 @@ pub(super) fn memory_on(
 }
 
 /// Bytes of a rank's spill file that activations need at once; 0 where they are elsewhere.
-pub(super) fn spilled_activations(
-    config: &RunConfig,
-    model: &dyn VisionLanguageModel,
-    processor: &dyn Processor,
-    plan: &Arc<Plan>,
-    train: &SampleSet,
-) -> Result<u64, Failure> {
-    if plan.config().offload.activation != Tier::Nvme {
-        return Ok(0);
-    }
-    let memory = memory_on(config, model, processor, plan, train)?;
+pub(super) fn spilled_activations(memory: &RankMemory) -> u64 {
     let phases = memory.phases.values();
     let bytes = phases.filter_map(|phase| phase.nvme.get(Tag::Activations.name()));
-    Ok(bytes.copied().max().unwrap_or(0))
+    bytes.copied().max().unwrap_or(0)
 }
 
 /// Whether `memory` fits on this machine.

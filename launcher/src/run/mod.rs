@@ -74,6 +74,7 @@ pub(crate) fn prepare(
     let (model, processor) = (&*setup.model, &*setup.processor);
     let held_out = eval.as_ref();
     let memory = whole_memory(config, model, processor, &plan, &worst, held_out, show)?;
+    config.spilled_activation_bytes = fit::spilled_activations(&memory);
     let total_steps = config.total_steps(train.samples.len());
     resume::check(config, &plan, train.samples.len(), total_steps)?;
     let fit = fit::fit(config, &memory);

@@ -2,7 +2,6 @@
 
 use super::check;
 use super::failures;
-use super::fit;
 use super::place::Place;
 use super::resume;
 use super::setup::{self, Setup};
@@ -100,10 +99,6 @@ impl<'a> Session<'a> {
             tiers = tiers.with_spill(disk.spill);
         }
         let backend: Arc<dyn Backend> = Arc::new(CpuBackend::new(device));
-        let activation_bytes = match config.task {
-            Task::Evaluate => 0,
-            _ => fit::spilled_activations(config, &*model, &*processor, &plan, &train)?,
-        };
         let zero = Zero::new(
             plan,
             comm.clone(),
@@ -112,7 +107,7 @@ impl<'a> Session<'a> {
             optimizer(config, &*model)?,
         )
         .map_err(|e| failures::engine("allocate model states", &e))?;
-        zero.reserve_activations(activation_bytes)
+        zero.reserve_activations(config.spilled_activation_bytes)
             .map_err(|e| failures::engine("set aside spill space for activations", &e))?;
         let scaler = (config.precision == PrecisionChoice::Fp16)
             .then(|| LossScaler::new(config.numbers.loss_scale))
