@@ -1,6 +1,7 @@
 //! Accumulated gradients of one unit on one rank: f32, or bf16 with stochastic rounding.
 
 use crate::error::EngineError;
+use crate::parallel;
 use crate::plan::{GroupLayout, Plan, StateKind, Tier, UnitPlan};
 use crate::tier::{Access, Region, Tiers};
 use half::bf16;
@@ -121,11 +122,9 @@ impl Accumulator {
                 .for_each_window::<f32>(start, range, access, |part, sums| {
                     let values = &values[part.start - start..part.end - start];
                     if filled {
-                        for (sum, v) in sums.iter_mut().zip(values) {
-                            *sum += v;
-                        }
+                        parallel::add(values, sums);
                     } else {
-                        sums.copy_from_slice(values);
+                        parallel::copy(values, sums);
                     }
                     if let Some(squares) = &mut squares {
                         squares.push(sums);
@@ -272,7 +271,8 @@ impl Squares {
         }
         let blocks = values.chunks_exact(NORM_BLOCK_ELEMS);
         self.rest.extend_from_slice(blocks.remainder());
-        blocks.for_each(|block| self.sum.add_block(block));
+        let whole = values.len() - blocks.remainder().len();
+        self.sum.add_blocks(&values[..whole]);
     }
 
     fn total(mut self) -> f64 {

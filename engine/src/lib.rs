@@ -75,6 +75,7 @@ pub mod checkpoint;
 pub mod comm;
 mod error;
 mod gradients;
+mod parallel;
 pub mod plan;
 mod prefetch;
 mod rehearsal;

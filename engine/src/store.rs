@@ -11,6 +11,7 @@ use crate::comm::{
 };
 use crate::error::EngineError;
 use crate::gradients::{Accumulator, Moment};
+use crate::parallel;
 use crate::plan::{Entry, GroupKind, PassKind, Plan, StateKind, Tier, UnitPlan};
 use crate::prefetch::WeightReads;
 use crate::spec::{ParamId, UnitId};
@@ -520,8 +521,8 @@ impl Store {
             if std::mem::replace(&mut bucket.deposited[index], true) {
                 return refuse("it was deposited already in this micro-batch");
             }
-            bucket.buffer.as_mut_slice::<f32>()[group.slots[index].range()]
-                .copy_from_slice(grad.as_slice());
+            let place = &mut bucket.buffer.as_mut_slice::<f32>()[group.slots[index].range()];
+            parallel::copy(grad.as_slice(), place);
         }
         Ok(())
     }

@@ -328,13 +328,14 @@ impl Zero {
     /// Where gradients are not sharded (stages 0 and 1): reduces the local sums.
     fn reduce_accumulated(&mut self) -> Result<()> {
         let config = self.plan.config().clone();
+        // One rank's sums are those of all ranks.
+        if config.shards_gradients() || self.comm.world().size == 1 {
+            return Ok(());
+        }
         for unit in self.trainable_units() {
             let Some(gradients) = self.store.get_mut().gradients_mut(unit)? else {
                 continue;
             };
-            if config.shards_gradients() {
-                continue;
-            }
             let region = gradients.region_mut();
             let mut buffer = self.comm.alloc(region.len())?;
             region.read(0, buffer.as_bytes_mut())?;

@@ -1,9 +1,13 @@
 //! The global gradient norm and the factor that clips it.
 
+use rayon::prelude::*;
+
 /// Elements of a block of [`SquareSum`].
 pub const NORM_BLOCK_ELEMS: usize = 4096;
 /// Interleaved sums of a block.
 const ELEMENT_LANES: usize = 256;
+/// Blocks of a task.
+const TASK_BLOCKS: usize = 32;
 /// Interleaved sums of blocks.
 const BLOCK_LANES: usize = 1024;
 
@@ -39,6 +43,17 @@ impl SquareSum {
         self.blocks += 1;
     }
 
+    /// Adds all blocks of `values`, computed on all threads of the rayon pool: only the last block may have fewer than
+    /// [`NORM_BLOCK_ELEMS`] elements.
+    pub fn add_blocks(&mut self, values: &[f32]) {
+        let blocks = values.par_chunks(NORM_BLOCK_ELEMS);
+        let sums: Vec<f64> = blocks.with_min_len(TASK_BLOCKS).map(block_sum).collect();
+        for sum in sums {
+            self.lanes[self.blocks % BLOCK_LANES] += sum;
+            self.blocks += 1;
+        }
+    }
+
     /// The sum of all blocks.
     #[must_use]
     pub fn total(mut self) -> f64 {
@@ -50,9 +65,7 @@ impl SquareSum {
 #[must_use]
 pub fn sum_of_squares(values: &[f32]) -> f64 {
     let mut sum = SquareSum::default();
-    for block in values.chunks(NORM_BLOCK_ELEMS) {
-        sum.add_block(block);
-    }
+    sum.add_blocks(values);
     sum.total()
 }
 

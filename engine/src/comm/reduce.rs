@@ -17,6 +17,9 @@ pub(super) fn sum_in_rank_order<'a, T>(
 ) where
     T: Copy + Default + AddAssign + 'a,
 {
+    if ranks == 1 {
+        return;
+    }
     let mut block = [T::default(); BLOCK];
     for start in (0..out.len()).step_by(BLOCK) {
         let out = &mut out[start..];

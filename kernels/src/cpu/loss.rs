@@ -304,7 +304,11 @@ impl CpuBackend {
             false => None,
         };
         let mut d_weight = match need.weight {
-            true => Some(zeros(Tag::Gradients, weight.shape(), DType::F32)?),
+            true if head.rows.is_empty() => {
+                Some(zeros(Tag::Gradients, weight.shape(), DType::F32)?)
+            }
+            // The first chunk writes all of it.
+            true => Some(self.gradient(weight.shape())?),
             false => None,
         };
         if !head.rows.is_empty() {
@@ -334,7 +338,7 @@ impl Head<'_> {
         let (logits, rest) = rest.split_at_mut(rows * cols);
         let d_rows = if d_hidden.is_some() { rows * c } else { 0 };
         let (dh, ws) = rest.split_at_mut(d_rows);
-        for chunk in self.rows.chunks(rows) {
+        for (number, chunk) in self.rows.chunks(rows).enumerate() {
             let n = chunk.len();
             let h = &mut h[..n * c];
             self.gather(chunk, h);
@@ -364,7 +368,8 @@ impl Head<'_> {
                     let out = &mut d_weight.as_mut_slice::<f32>()[tile.0 * c..][..tile.1 * c];
                     let a = grad.transposed();
                     let b = Matrix::new(Floats::F32(h), n, c);
-                    multiply(&[Product { a, b, factor: 1.0 }], None, into(out, true), ws);
+                    let out = into(out, number > 0);
+                    multiply(&[Product { a, b, factor: 1.0 }], None, out, ws);
                 }
             }
             if let Some(d_hidden) = &mut d_hidden {

@@ -1,0 +1,47 @@
+//! Passes over long gradients, spread over the rayon pool: one thread does not use all of the memory's bandwidth.
+
+use rayon::prelude::*;
+
+/// Elements of a task.
+const TASK_ELEMS: usize = 1 << 17;
+
+/// `out = values`.
+pub(crate) fn copy(values: &[f32], out: &mut [f32]) {
+    for_each(values, out, |values, out| out.copy_from_slice(values));
+}
+
+/// `out += values`.
+pub(crate) fn add(values: &[f32], out: &mut [f32]) {
+    for_each(values, out, |values, out| {
+        for (sum, v) in out.iter_mut().zip(values) {
+            *sum += v;
+        }
+    });
+}
+
+fn for_each(values: &[f32], out: &mut [f32], pass: impl Fn(&[f32], &mut [f32]) + Sync) {
+    assert_eq!(values.len(), out.len(), "as many values as places");
+    if out.len() <= TASK_ELEMS {
+        return pass(values, out);
+    }
+    out.par_chunks_mut(TASK_ELEMS)
+        .zip(values.par_chunks(TASK_ELEMS))
+        .for_each(|(out, values)| pass(values, out));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_element_is_copied_and_added_once() {
+        for len in [0, 1, TASK_ELEMS, TASK_ELEMS + 1, 3 * TASK_ELEMS + 5] {
+            let values: Vec<f32> = (0..len).map(|i| (i % 1009) as f32).collect();
+            let mut out = vec![f32::NAN; len];
+            copy(&values, &mut out);
+            assert_eq!(out, values);
+            add(&values, &mut out);
+            assert!(out.iter().zip(&values).all(|(o, v)| *o == 2.0 * v), "{len}");
+        }
+    }
+}
