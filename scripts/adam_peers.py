@@ -3,6 +3,8 @@
 usage: cargo build --release -p benches && python3 scripts/adam_peers.py --params 100e6 --threads 1 --rounds 7
 needs torch; the rows of DeepSpeed need the package deepspeed (installed with DS_ACCELERATOR=cpu) and a C++ compiler.
 
+       ... --params 400e6 --threads 2 --groups runs what is compared with each other group by group, for less memory (18 GB)
+
 Every round runs each row once, so that a slow moment of the machine hits all of them alike; figures are medians.
 `share` is the row's bytes over its time, divided by the bandwidth of an in-place read-modify-write of the same round.
 """
@@ -12,6 +14,7 @@ import os
 import pathlib
 import statistics
 import subprocess
+import sys
 import time
 
 parser = argparse.ArgumentParser()
@@ -20,7 +23,18 @@ parser.add_argument("--threads", type=int, default=1)
 parser.add_argument("--rounds", type=int, default=7)
 parser.add_argument("--cpu", action="store_true", help="processor time over threads instead of wall time, for a busy machine")
 parser.add_argument("--only", default="", help="rows, separated by commas")
+parser.add_argument("--groups", action="store_true", help="group by group, each in a process of its own")
 options = parser.parse_args()
+GROUPS = [
+    "f32,torch fused f32,deepspeed f32", "master,deepspeed cast + step + copy",
+    "pure,torch fused all bf16", "moments,deepspeed bf16 + f32 moments",
+    "f32-bf16-grad,master-f32-grad", "moments-f32-grad,pure-f32-grad,kahan",
+]
+if options.groups:
+    for group in GROUPS:
+        words = [f"--params={options.params}", f"--threads={options.threads}", f"--rounds={options.rounds}", f"--only={group}"]
+        subprocess.run([sys.executable, __file__, *words] + ["--cpu"] * options.cpu, check=True)
+    sys.exit()
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ["OMP_NUM_THREADS"] = str(options.threads)
 
@@ -92,7 +106,7 @@ PEERS = {
     "torch fused all bf16": (lambda: peers.torch(True), 14),
     "deepspeed f32": (lambda: peers.deepspeed(False), 28),
     "deepspeed cast + step + copy": (peers.offload, 28),
-    "deepspeed bf16, f32 moments": (lambda: peers.deepspeed(True), 22),
+    "deepspeed bf16 + f32 moments": (lambda: peers.deepspeed(True), 22),
 }
 
 rows = {}
@@ -136,6 +150,6 @@ def ratio(label, ours_name, *others):
 ratio("f32 state", "f32", "torch fused f32", "deepspeed f32")
 ratio("offloaded step", "master", "deepspeed cast + step + copy")
 ratio("all bf16", "pure", "torch fused all bf16")
-ratio("bf16 weights, f32 moments", "moments", "deepspeed bf16, f32 moments")
+ratio("bf16 weights, f32 moments", "moments", "deepspeed bf16 + f32 moments")
 ours.stdin.close()
 ours.wait()
