@@ -39,6 +39,20 @@ pub(crate) fn level() -> Level {
     Level::Portable
 }
 
+/// Asks for the cache line at an address, of which nothing is required.
+#[inline(always)]
+#[allow(unsafe_code, reason = "an intrinsic")]
+pub(crate) fn prefetch<T>(at: *const T) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: part of every x86-64; it changes caches only and never faults.
+    unsafe {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        _mm_prefetch::<_MM_HINT_T0>(at.cast());
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = at;
+}
+
 /// Defines a function whose body is compiled once per [`Level`]. What it calls must be
 /// `#[inline(always)]` to be compiled along.
 macro_rules! multiversion {

@@ -3,9 +3,9 @@
 use super::super::simd::Level;
 
 /// Rows of a panel of `a` are a divisor of this, whatever the instruction set.
-pub(super) const ROW_STEP: usize = 12;
+pub(super) const ROW_STEP: usize = 24;
 /// The same for the columns of a panel of `b`.
-pub(super) const COL_STEP: usize = 32;
+pub(super) const COL_STEP: usize = 48;
 
 /// What the first stretch is added to.
 #[derive(Clone, Copy)]

@@ -6,13 +6,17 @@
 
 use crate::Float;
 use crate::cpu::matrix::{Floats, Matrix};
-use crate::cpu::simd::{Level, multiversion};
+use crate::cpu::simd::{Level, multiversion, prefetch};
 
 /// Side of the squares that are transposed at once: one cache line of f32.
 const SIDE: usize = 16;
 
 /// Elements of a lane that are asked for ahead of their use.
 const AHEAD: usize = 64;
+/// The same in `k`, when lanes lie side by side.
+const AHEAD_ROWS: usize = 8;
+/// Bytes of a line of a cache.
+const LINE: usize = 64;
 
 /// Packs `x [lanes, depth]` into panels of `width` lanes at the front of `out`.
 pub(super) fn pack(level: Level, width: usize, x: Matrix<'_>, out: &mut [f32]) {
@@ -55,9 +59,9 @@ multiversion! {
         match width {
             4 => beside_of::<T, 4>(x, stride, extents, out),
             6 => beside_of::<T, 6>(x, stride, extents, out),
-            12 => beside_of::<T, 12>(x, stride, extents, out),
+            8 => beside_of::<T, 8>(x, stride, extents, out),
             16 => beside_of::<T, 16>(x, stride, extents, out),
-            _ => beside_of::<T, 32>(x, stride, extents, out),
+            _ => beside_of::<T, 48>(x, stride, extents, out),
         }
     }
 }
@@ -70,6 +74,10 @@ fn beside_of<T: Float, const W: usize>(
     out: &mut [f32],
 ) {
     for k in 0..depth {
+        let ahead = x.as_ptr().wrapping_add((k + AHEAD_ROWS) * stride);
+        for line in (0..lanes * size_of::<T>()).step_by(LINE) {
+            prefetch(ahead.wrapping_byte_add(line));
+        }
         let (whole, rest) = x[k * stride..][..lanes].as_chunks::<W>();
         let mut at = k * W;
         for x in whole {
@@ -118,7 +126,7 @@ multiversion! {
     }
 }
 
-/// [`across`] in squares of registers.
+/// [`across`] in squares of registers, for a `width` that halves or that is a multiple of a square.
 ///
 /// # Safety
 /// The processor has AVX-512, and `x` holds the lanes.
@@ -131,26 +139,34 @@ unsafe fn across_v4<T: Float>(
     width: usize,
     out: &mut [f32],
 ) {
-    use super::x86::square::{load, prefetch, store, transpose, zeros};
-    for (p, out) in out.chunks_exact_mut(width * depth).enumerate() {
-        for at in (0..width).step_by(SIDE) {
-            let lane = p * width + at;
-            let wide = (width - at).min(SIDE);
-            let filled = wide.min(lanes.saturating_sub(lane));
-            for first in (0..depth).step_by(SIDE) {
-                let long = (depth - first).min(SIDE);
-                let mut square = zeros();
-                for i in 0..filled {
-                    let from = x.as_ptr().wrapping_add((lane + i) * stride + first);
-                    prefetch(from.wrapping_add(AHEAD));
-                    // SAFETY: `long` elements of a lane.
-                    square[i] = unsafe { load(from, long) };
-                }
-                let square = transpose(square);
+    use super::x86::square::{behind, load, store, transpose, zeros};
+    let all = lanes.next_multiple_of(width);
+    // Lanes of a square that lie side by side in a panel.
+    let piece = width.min(SIDE);
+    for lane in (0..all).step_by(SIDE) {
+        let filled = SIDE.min(lanes.saturating_sub(lane));
+        for first in (0..depth).step_by(SIDE) {
+            let long = (depth - first).min(SIDE);
+            let ahead = if first + AHEAD < depth {
+                lane * stride + first + AHEAD
+            } else {
+                (lane + SIDE) * stride + (first + AHEAD) % depth
+            };
+            let from = x.as_ptr().wrapping_add(lane * stride + first);
+            let ahead = x.as_ptr().wrapping_add(ahead);
+            let mut square = zeros();
+            for i in 0..filled {
+                prefetch(ahead.wrapping_add(i * stride));
+                // SAFETY: `long` elements of a lane.
+                square[i] = unsafe { load(from.wrapping_add(i * stride), long) };
+            }
+            let square = transpose(square);
+            for at in (lane..all.min(lane + SIDE)).step_by(piece) {
+                let panel = &mut out[at / width * width * depth..][..width * depth];
                 for k in 0..long {
-                    let to = &mut out[(first + k) * width + at..][..wide];
-                    // SAFETY: a slice of `wide` elements.
-                    unsafe { store(to.as_mut_ptr(), wide, square[k]) };
+                    let to = &mut panel[(first + k) * width + at % width..][..piece];
+                    // SAFETY: a slice of `piece` elements.
+                    unsafe { store(to.as_mut_ptr(), piece, behind(square[k], at - lane)) };
                 }
             }
         }

@@ -1,4 +1,6 @@
-//! Tiles of 12 rows and two vectors of 512 bits: 24 chains, which hide the latency of both units.
+//! Tiles of 8 rows and three vectors of 512 bits: 24 chains, which hide the latency of both units.
+//! Of the shapes with as many chains it loads least (11 times for 24 multiply-adds) while a panel
+//! of `b` still comes from the second cache in time.
 
 #[allow(
     clippy::wildcard_imports,
@@ -7,12 +9,15 @@
 use std::arch::x86_64::*;
 
 use crate::cpu::gemm::kernel::Place;
+use crate::cpu::simd::prefetch;
 
-pub(in crate::cpu::gemm) const ROWS: usize = 12;
-pub(in crate::cpu::gemm) const COLS: usize = 32;
+pub(in crate::cpu::gemm) const ROWS: usize = 8;
+pub(in crate::cpu::gemm) const COLS: usize = 48;
 /// Elements of a vector.
 const N: usize = 16;
 const UNROLL: usize = 4;
+/// Steps that a panel of `b`, which is longer than the first cache, is asked for ahead of its use.
+const AHEAD: usize = 8;
 
 /// # Safety
 /// As [`Kernel::column`](crate::cpu::gemm::kernel::Kernel::column) for at most one panel of rows.
@@ -27,29 +32,48 @@ pub(in crate::cpu::gemm) unsafe fn tile(
 ) {
     // SAFETY: the caller's promises.
     unsafe {
-        match rows {
-            1 => high::<1>(cols, depth, a, b, factor, place),
-            2 => high::<2>(cols, depth, a, b, factor, place),
-            3 => high::<3>(cols, depth, a, b, factor, place),
-            4 => high::<4>(cols, depth, a, b, factor, place),
-            5 => high::<5>(cols, depth, a, b, factor, place),
-            6 => high::<6>(cols, depth, a, b, factor, place),
-            7 => high::<7>(cols, depth, a, b, factor, place),
-            8 => high::<8>(cols, depth, a, b, factor, place),
-            9 => high::<9>(cols, depth, a, b, factor, place),
-            10 => high::<10>(cols, depth, a, b, factor, place),
-            11 => high::<11>(cols, depth, a, b, factor, place),
-            _ => high::<12>(cols, depth, a, b, factor, place),
+        match cols.div_ceil(N) {
+            1 => wide::<1>(rows, cols, depth, a, b, factor, place),
+            2 => wide::<2>(rows, cols, depth, a, b, factor, place),
+            _ => wide::<3>(rows, cols, depth, a, b, factor, place),
         }
     }
 }
 
-/// A tile of `R` rows.
+/// A tile of up to `V` vectors.
+///
+/// # Safety
+/// As [`tile`].
+unsafe fn wide<const V: usize>(
+    rows: usize,
+    cols: usize,
+    depth: usize,
+    a: *const f32,
+    b: *const f32,
+    factor: f32,
+    place: Place,
+) {
+    // SAFETY: the caller's promises.
+    unsafe {
+        match rows {
+            1 => of::<1, V>(cols, depth, a, b, factor, place),
+            2 => of::<2, V>(cols, depth, a, b, factor, place),
+            3 => of::<3, V>(cols, depth, a, b, factor, place),
+            4 => of::<4, V>(cols, depth, a, b, factor, place),
+            5 => of::<5, V>(cols, depth, a, b, factor, place),
+            6 => of::<6, V>(cols, depth, a, b, factor, place),
+            7 => of::<7, V>(cols, depth, a, b, factor, place),
+            _ => of::<8, V>(cols, depth, a, b, factor, place),
+        }
+    }
+}
+
+/// A tile of `R` rows and up to `V` vectors.
 ///
 /// # Safety
 /// As [`tile`].
 #[target_feature(enable = "avx512f")]
-unsafe fn high<const R: usize>(
+unsafe fn of<const R: usize, const V: usize>(
     cols: usize,
     depth: usize,
     mut a: *const f32,
@@ -58,21 +82,27 @@ unsafe fn high<const R: usize>(
     place: Place,
 ) {
     // SAFETY: panels of `depth` and rows of `cols` elements by the contract; masked lanes are
-    // neither read nor written, and a prefetch of any address has no effect but on caches.
+    // neither read nor written.
     unsafe {
         for i in 0..R {
             let to = place.to.wrapping_add(i * place.to_stride);
-            _mm_prefetch::<_MM_HINT_T0>(to.cast());
-            _mm_prefetch::<_MM_HINT_T0>(to.wrapping_add(N).cast());
-            _mm_prefetch::<_MM_HINT_T0>(to.wrapping_add(cols - 1).cast());
+            for v in 0..V {
+                prefetch(to.wrapping_add(v * N));
+            }
+            prefetch(to.wrapping_add(cols - 1));
         }
-        let mut sums = [[_mm512_setzero_ps(); 2]; R];
+        let mut sums = [[_mm512_setzero_ps(); V]; R];
         let mut step = |a: *const f32, b: *const f32| {
-            let right = [_mm512_loadu_ps(b), _mm512_loadu_ps(b.add(N))];
+            let mut right = [_mm512_setzero_ps(); V];
+            for v in 0..V {
+                prefetch(b.wrapping_add(AHEAD * COLS + v * N));
+                right[v] = _mm512_loadu_ps(b.add(v * N));
+            }
             for i in 0..R {
                 let left = _mm512_set1_ps(*a.add(i));
-                sums[i][0] = _mm512_fmadd_ps(left, right[0], sums[i][0]);
-                sums[i][1] = _mm512_fmadd_ps(left, right[1], sums[i][1]);
+                for v in 0..V {
+                    sums[i][v] = _mm512_fmadd_ps(left, right[v], sums[i][v]);
+                }
             }
         };
         for _ in 0..depth / UNROLL {
@@ -86,14 +116,14 @@ unsafe fn high<const R: usize>(
             step(a.add(u * ROWS), b.add(u * COLS));
         }
         let factor = _mm512_set1_ps(factor);
-        let masks = [lanes(cols), lanes(cols.saturating_sub(N))];
         for i in 0..R {
-            for v in 0..2 {
+            for v in 0..V {
+                let mask = lanes(cols - (v * N).min(cols));
                 let from = place.from.wrapping_add(i * place.from_stride + v * N);
-                let from = _mm512_maskz_loadu_ps(masks[v], from);
+                let from = _mm512_maskz_loadu_ps(mask, from);
                 let to = place.to.wrapping_add(i * place.to_stride + v * N);
                 let sum = _mm512_fmadd_ps(factor, sums[i][v], from);
-                _mm512_mask_storeu_ps(to, masks[v], sum);
+                _mm512_mask_storeu_ps(to, mask, sum);
             }
         }
     }

@@ -18,13 +18,6 @@ pub(in crate::cpu::gemm) fn zeros() -> Square {
     [_mm512_setzero_ps(); 16]
 }
 
-/// Asks for a line; of any address, since it has no effect but on caches.
-#[inline]
-pub(in crate::cpu::gemm) fn prefetch<T>(at: *const T) {
-    // SAFETY: part of every x86-64, and never a fault.
-    unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) }
-}
-
 /// `n <= 16` elements as f32, then zeros.
 ///
 /// # Safety
@@ -61,6 +54,17 @@ pub(in crate::cpu::gemm) unsafe fn load<T: Float>(from: *const T, n: usize) -> _
 pub(in crate::cpu::gemm) unsafe fn store(to: *mut f32, n: usize, x: __m512) {
     // SAFETY: masked lanes are not written.
     unsafe { _mm512_mask_storeu_ps(to, lanes(n), x) }
+}
+
+/// The lanes from `first` on, 0 or 8, in front.
+#[inline]
+#[target_feature(enable = "avx512f")]
+pub(in crate::cpu::gemm) fn behind(x: __m512, first: usize) -> __m512 {
+    if first == 0 {
+        x
+    } else {
+        _mm512_shuffle_f32x4::<0b1110>(x, x)
+    }
 }
 
 /// Rows become columns: within quarters of vectors first, then quarters as wholes.
