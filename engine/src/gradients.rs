@@ -69,17 +69,24 @@ impl Accumulator {
 
     /// Makes a sum without contributions zero.
     pub(crate) fn settle(&mut self) -> Result<()> {
+        self.complete(std::iter::once(self.range.clone()))
+    }
+
+    /// Ends a micro-batch that had nothing for the ranges `missing` of the group: the first makes them zero.
+    pub(crate) fn complete(&mut self, missing: impl Iterator<Item = Range<usize>>) -> Result<()> {
         if !self.filled {
-            let (start, range) = (self.range.start, self.range.clone());
-            let zero = |_: Range<usize>, out: &mut [u16]| {
-                out.fill(0);
-                Ok(())
-            };
             // In units of two bytes, which every gradient is a multiple of.
             let halves = self.dtype.size_bytes() / 2;
-            let range = range.start * halves..range.end * halves;
-            self.region
-                .for_each_window(start * halves, range, Access::Write, zero)?;
+            let start = self.range.start * halves;
+            for range in missing {
+                let range = range.start * halves..range.end * halves;
+                let zero = |_: Range<usize>, out: &mut [u16]| {
+                    out.fill(0);
+                    Ok(())
+                };
+                self.region
+                    .for_each_window(start, range, Access::Write, zero)?;
+            }
             self.filled = true;
         }
         Ok(())
@@ -93,7 +100,22 @@ impl Accumulator {
         at: Moment,
         values: &[f32],
     ) -> Result<()> {
-        let (start, range) = (self.range.start, self.range.clone());
+        self.add_part(group, plan, at, self.range.clone(), values)?;
+        self.filled = true;
+        Ok(())
+    }
+
+    /// Adds a micro-batch's gradients of `range` of the group; each range once before [`Accumulator::complete`].
+    pub(crate) fn add_part(
+        &mut self,
+        group: &GroupLayout,
+        plan: &Plan,
+        at: Moment,
+        range: Range<usize>,
+        values: &[f32],
+    ) -> Result<()> {
+        let (start, first) = (self.range.start, range.start);
+        let own = |part: &Range<usize>| part.start - first..part.end - first;
         let filled = self.filled;
         let access = if filled {
             Access::Update
@@ -101,7 +123,8 @@ impl Accumulator {
             Access::Write
         };
         // Reading a disk again for the norm would cost more than the sum.
-        let mut squares = (self.region.tier() == Tier::Nvme).then(Squares::default);
+        let whole = range == self.range;
+        let mut squares = (whole && self.region.tier() == Tier::Nvme).then(Squares::default);
         if self.dtype == DType::BF16 {
             let rounding = Rounding::new(plan, at);
             let mut wide = Vec::new();
@@ -110,7 +133,7 @@ impl Accumulator {
                     if !filled {
                         sums.fill(bf16::ZERO);
                     }
-                    let values = &values[part.start - start..part.end - start];
+                    let values = &values[own(&part)];
                     rounding.add(group, plan, part, sums, values);
                     if let Some(squares) = &mut squares {
                         squares.push(widen(sums, &mut wide));
@@ -120,7 +143,7 @@ impl Accumulator {
         } else {
             self.region
                 .for_each_window::<f32>(start, range, access, |part, sums| {
-                    let values = &values[part.start - start..part.end - start];
+                    let values = &values[own(&part)];
                     if filled {
                         parallel::add(values, sums);
                     } else {
@@ -133,7 +156,6 @@ impl Accumulator {
                 })?;
         }
         self.squares = squares.map(Squares::total);
-        self.filled = true;
         Ok(())
     }
 

@@ -276,7 +276,8 @@ impl Rehearsal {
         let config = self.plan.config();
         let trained = || self.plan.units().iter().filter(|u| !u.trainable.is_empty());
         let sharded_state = config.stage.shards_optimizer();
-        if !config.shards_gradients() {
+        // One rank's sums are those of all ranks.
+        if !config.shards_gradients() && self.plan.world_size() > 1 {
             for unit in trained() {
                 let buffer = self.window.alloc(unit.trainable.padded_elems * 4);
                 buffer.run(CollectiveKind::ReduceScatter);
@@ -284,7 +285,7 @@ impl Rehearsal {
                     buffer.run(CollectiveKind::AllGather);
                 }
             }
-        } else if !sharded_state {
+        } else if config.shards_gradients() && !sharded_state {
             let mut held = None;
             for unit in trained() {
                 let bytes = unit.trainable.padded_elems * config.grad_dtype().size_bytes();
@@ -381,10 +382,13 @@ impl Rehearsal {
         Ok(())
     }
 
-    fn open_bucket(&self, unit: UnitId) -> Result<(DryBuffer, Reservation)> {
+    fn open_bucket(&self, unit: UnitId) -> Result<Option<(DryBuffer, Reservation)>> {
+        if !self.plan.buckets_gradients() {
+            return Ok(None);
+        }
         let bytes = self.plan.unit(unit).trainable.padded_elems * 4;
         let counted = self.device.reserve(bytes as u64, Tag::Communication)?;
-        Ok((self.window.alloc(bytes), counted))
+        Ok(Some((self.window.alloc(bytes), counted)))
     }
 
     fn close_bucket(&self, state: &mut State, unit: UnitId) -> Result<()> {
@@ -392,11 +396,13 @@ impl Rehearsal {
             return Ok(());
         }
         let bucket = match state.units[unit.index()].bucket.take() {
-            Some(bucket) => bucket,
+            Some(bucket) => Some(bucket),
             None => self.open_bucket(unit)?,
         };
         let config = self.plan.config();
-        if config.shards_gradients() {
+        if let Some(bucket) = bucket
+            && config.shards_gradients()
+        {
             let keep = config.buckets_in_flight.saturating_sub(1);
             while state.pending.len() > keep {
                 state.pending.pop_front();
@@ -448,7 +454,7 @@ impl ParamAccess for Rehearsal {
         let unit = self.plan.spec().params[id.index()].unit;
         let mut state = self.state.borrow_mut();
         if state.units[unit.index()].bucket.is_none() {
-            state.units[unit.index()].bucket = Some(self.open_bucket(unit)?);
+            state.units[unit.index()].bucket = self.open_bucket(unit)?;
         }
         Ok(())
     }

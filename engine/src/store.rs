@@ -52,10 +52,10 @@ enum Residency {
     Resident(Vec<(GroupKind, ForeignBytes)>),
 }
 
-/// A unit's gradients of one micro-batch, before reduction.
+/// A unit's gradients of one micro-batch.
 struct Bucket {
-    buffer: Buffer,
-    counted: Reservation,
+    /// Where they are collected; nowhere when each is added to its sum at once.
+    buffer: Option<(Buffer, Reservation)>,
     deposited: Vec<bool>,
 }
 
@@ -517,54 +517,61 @@ impl Store {
             let bucket = self.open_bucket(unit)?;
             self.units[unit.index()].bucket = Some(bucket);
         }
+        let range = group.slots[index].range();
         if let Some(bucket) = &mut self.units[unit.index()].bucket {
             if std::mem::replace(&mut bucket.deposited[index], true) {
                 return refuse("it was deposited already in this micro-batch");
             }
-            let place = &mut bucket.buffer.as_mut_slice::<f32>()[group.slots[index].range()];
-            parallel::copy(grad.as_slice(), place);
+            if let Some((buffer, _)) = &mut bucket.buffer {
+                parallel::copy(grad.as_slice(), &mut buffer.as_mut_slice::<f32>()[range]);
+                return Ok(());
+            }
         }
-        Ok(())
+        self.accumulate(unit, |gradients, plan, moment| {
+            gradients.add_part(group, plan, moment, range, grad.as_slice())
+        })
     }
 
     fn open_bucket(&self, unit: UnitId) -> Result<Bucket> {
         let group = &self.unit_plan(unit).trainable;
         let bytes = group.padded_elems * 4;
-        let counted = self
-            .tiers
-            .device
-            .reserve(bytes as u64, Tag::Communication)?;
-        let buffer = self.comm.alloc(bytes)?;
+        let buffer = if self.plan.buckets_gradients() {
+            let device = &self.tiers.device;
+            let counted = device.reserve(bytes as u64, Tag::Communication)?;
+            Some((self.comm.alloc(bytes)?, counted))
+        } else {
+            None
+        };
         Ok(Bucket {
             buffer,
-            counted,
             deposited: vec![false; group.slots.len()],
         })
     }
 
     /// Ends a unit's backward: what was not deposited is zero; the bucket is reduced (stages 2, 3)
-    /// or added to the local sum (stages 0, 1).
+    /// or added to the local sum (stages 0, 1), if that has not happened yet.
     fn close_bucket(&mut self, unit: UnitId) -> Result<()> {
         let plan = self.plan.clone();
         let group = &plan.unit(unit).trainable;
         if group.is_empty() {
             return Ok(());
         }
-        let mut bucket = match self.units[unit.index()].bucket.take() {
+        let bucket = match self.units[unit.index()].bucket.take() {
             Some(bucket) => bucket,
             None => self.open_bucket(unit)?,
         };
-        let values = bucket.buffer.as_mut_slice::<f32>();
-        for (slot, deposited) in group.slots.iter().zip(&bucket.deposited) {
-            if !deposited {
-                values[slot.range()].fill(0.0);
-            }
-        }
-        for gap in group.gaps() {
-            values[gap].fill(0.0);
-        }
+        let slots = group.slots.iter().zip(&bucket.deposited);
+        let missing = slots.filter(|(_, deposited)| !**deposited);
+        let zeros = missing.map(|(slot, _)| slot.range()).chain(group.gaps());
+        let Some((mut buffer, counted)) = bucket.buffer else {
+            return self.accumulate(unit, |gradients, _, _| gradients.complete(zeros));
+        };
+        let values = buffer.as_mut_slice::<f32>();
+        zeros.for_each(|range| values[range].fill(0.0));
         if !plan.config().shards_gradients() {
-            return self.accumulate(unit, bucket.buffer.as_slice::<f32>());
+            return self.accumulate(unit, |gradients, plan, moment| {
+                gradients.add(group, plan, moment, buffer.as_slice())
+            });
         }
         self.drain(plan.config().buckets_in_flight.saturating_sub(1))?;
         let op = Collective::new(
@@ -572,11 +579,11 @@ impl Store {
             DType::F32,
             CommTag::new("reduce", unit.0),
         );
-        let ticket = self.comm.start(op, bucket.buffer)?;
+        let ticket = self.comm.start(op, buffer)?;
         self.pending.push_back(PendingReduce {
             unit,
             ticket,
-            _counted: bucket.counted,
+            _counted: counted,
         });
         Ok(())
     }
@@ -594,21 +601,26 @@ impl Store {
                 break;
             };
             let buffer = ticket.wait_read()?;
-            let shard = self.unit_plan(unit).trainable.shard(rank);
-            self.accumulate(unit, &buffer.as_slice::<f32>()[shard])?;
+            self.accumulate(unit, |gradients, plan, moment| {
+                let group = &plan.unit(unit).trainable;
+                let shard = &buffer.as_slice::<f32>()[group.shard(rank)];
+                gradients.add(group, plan, moment, shard)
+            })?;
         }
         Ok(())
     }
 
-    fn accumulate(&mut self, unit: UnitId, values: &[f32]) -> Result<()> {
-        let group = &self.plan.unit(unit).trainable;
+    fn accumulate(
+        &mut self,
+        unit: UnitId,
+        add: impl FnOnce(&mut Accumulator, &Plan, Moment) -> Result<()>,
+    ) -> Result<()> {
         let Some(gradients) = &mut self.units[unit.index()].gradients else {
             return Ok(());
         };
         let (plan, moment) = (&self.plan, self.moment);
-        self.copies.time(gradients.tier(), || {
-            gradients.add(group, plan, moment, values)
-        })
+        self.copies
+            .time(gradients.tier(), || add(gradients, plan, moment))
     }
 }
 

@@ -171,9 +171,11 @@ pub struct NormGrads {
     pub d_bias: Option<Tensor>,
 }
 
-/// Gradients of [`Backend::linear_cross_entropy`].
+/// Losses and gradients of [`Backend::linear_cross_entropy`].
 #[derive(Debug)]
 pub struct LossGrads {
+    /// The losses themselves.
+    pub losses: Tensor,
     /// `[t, c]` in the dtype of the hidden states; zero rows where nothing is supervised.
     pub d_hidden: Option<Tensor>,
     /// `[v, c]` f32.
@@ -402,7 +404,8 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
         labels: &Tensor,
     ) -> Result<Tensor>;
 
-    /// Gradients of `factor * sum(losses)`.
+    /// The losses, and the gradients of `factor * sum(losses)`. Takes the products of a vocabulary in one tile
+    /// three times, which is once less than losses and gradients apart.
     ///
     /// # Errors
     /// As [`Backend::linear_cross_entropy`].

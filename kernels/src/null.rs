@@ -307,6 +307,7 @@ impl Backend for NullBackend {
     ) -> Result<LossGrads> {
         let sizes = check::loss(hidden, weight, labels)?;
         let grads = LossGrads {
+            losses: self.output([sizes.t], DType::F32)?,
             d_hidden: if need.hidden {
                 Some(self.like(hidden)?)
             } else {

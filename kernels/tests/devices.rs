@@ -248,7 +248,8 @@ fn calls(s: Sizes) -> Vec<Call> {
         }),
         call("linear_cross_entropy_backward", move |b, o| {
             let g = b.linear_cross_entropy_backward(&o.x, &o.table, &o.labels, 0.1, both)?;
-            Ok(g.d_hidden.into_iter().chain(g.d_weight).collect())
+            let grads = g.d_hidden.into_iter().chain(g.d_weight);
+            Ok(std::iter::once(g.losses).chain(grads).collect())
         }),
     ]
 }

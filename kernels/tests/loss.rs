@@ -30,6 +30,7 @@ fn check(t: usize, c: usize, v: usize, dtypes: (DType, DType), supervised: f64, 
         .cpu
         .linear_cross_entropy_backward(h, w, &ids, factor, BOTH)
         .unwrap();
+    assert_eq!(grads.losses.as_bytes(), losses.as_bytes());
     let want = naive::cross_entropy(
         &hidden.values,
         &weight.values,

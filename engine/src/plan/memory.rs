@@ -71,6 +71,14 @@ impl Plan {
         self.config().stage.shards_parameters() && self.world_size() > 1
     }
 
+    /// Whether a unit's gradients are collected before they are added to their sum: where they are reduced in between,
+    /// or where the sum lies on a disk.
+    #[must_use]
+    pub fn buckets_gradients(&self) -> bool {
+        let config = self.config();
+        config.shards_gradients() || config.offload.optimizer == Tier::Nvme
+    }
+
     /// Bytes of model states on each rank (shards are padded to equal size).
     #[must_use]
     pub fn memory(&self) -> MemoryReport {

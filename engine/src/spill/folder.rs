@@ -27,7 +27,12 @@ impl SpillFolder {
     pub fn join(parent: &Path, job: &str) -> Result<Self> {
         let path = parent.join(format!("{FOLDER_PREFIX}{job}"));
         loop {
-            fs::create_dir_all(&path).map_err(SpillError::io("create", &path))?;
+            match fs::create_dir_all(&path) {
+                Ok(()) => {}
+                // Swept after it was found there, and before it was looked at.
+                Err(e) if e.kind() == ErrorKind::AlreadyExists && !is_file(&path) => continue,
+                Err(e) => return Err(SpillError::io("create", &path)(e)),
+            }
             let name = path.join(LOCK);
             let opened = OpenOptions::new()
                 .create(true)
@@ -89,6 +94,11 @@ impl Drop for SpillFolder {
         self.lock = None;
         remove_if_dead(&self.path);
     }
+}
+
+/// Whether something that is not a folder has the name.
+fn is_file(path: &Path) -> bool {
+    fs::symlink_metadata(path).is_ok_and(|meta| !meta.is_dir())
 }
 
 /// Bytes of the files in a folder.
@@ -168,6 +178,14 @@ mod tests {
                 .unwrap()
                 .is_empty()
         );
+    }
+
+    #[test]
+    fn a_file_in_the_place_of_the_folder_is_an_error() {
+        let parent = tempfile::tempdir().unwrap();
+        fs::write(parent.path().join(format!("{FOLDER_PREFIX}x")), "").unwrap();
+        let error = SpillFolder::join(parent.path(), "x").unwrap_err();
+        assert!(error.to_string().contains("create"), "{error}");
     }
 
     #[test]

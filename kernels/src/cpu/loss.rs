@@ -106,6 +106,10 @@ impl Running {
     fn log_sum(&self) -> f64 {
         f64::from(self.max) + self.sum.ln()
     }
+
+    fn loss(&self) -> f32 {
+        (self.log_sum() - f64::from(self.label)) as f32
+    }
 }
 
 fn supervised(labels: &[i32], v: usize) -> Result<Vec<usize>> {
@@ -282,7 +286,7 @@ impl CpuBackend {
             let h = &mut h[..chunk.len() * c];
             head.gather(chunk, h);
             for (row, stats) in chunk.iter().zip(head.statistics(chunk, h, logits, ws)) {
-                out[*row] = (stats.log_sum() - f64::from(stats.label)) as f32;
+                out[*row] = stats.loss();
             }
         }
         Ok(losses.freeze())
@@ -299,6 +303,7 @@ impl CpuBackend {
     ) -> Result<LossGrads> {
         let head = Head::new(hidden, weight, labels, sizes)?;
         let zeros = |tag, shape, dtype| TensorMut::zeros(&self.pool, tag, shape, dtype);
+        let mut losses = zeros(Tag::Activations, [sizes.t].into(), DType::F32)?;
         let mut d_hidden = match need.hidden {
             true => Some(zeros(Tag::Activations, hidden.shape(), hidden.dtype())?),
             false => None,
@@ -314,23 +319,35 @@ impl CpuBackend {
         if !head.rows.is_empty() {
             let floats = head.cuts.space(Some(need));
             let mut space = Space::take(&self.pool, floats)?;
-            head.backward(factor, d_hidden.as_mut(), d_weight.as_mut(), space.floats());
+            let mut out = Outputs {
+                losses: losses.as_mut_slice(),
+                d_hidden: d_hidden.as_mut(),
+                d_weight: d_weight.as_mut().map(TensorMut::as_mut_slice),
+            };
+            head.backward(factor, &mut out, space.floats());
         }
         Ok(LossGrads {
+            losses: losses.freeze(),
             d_hidden: d_hidden.map(TensorMut::freeze),
             d_weight: d_weight.map(TensorMut::freeze),
         })
     }
 }
 
+/// What backward fills.
+struct Outputs<'a> {
+    losses: &'a mut [f32],
+    d_hidden: Option<&'a mut TensorMut>,
+    d_weight: Option<&'a mut [f32]>,
+}
+
 impl Head<'_> {
-    fn backward(
-        &self,
-        factor: f32,
-        mut d_hidden: Option<&mut TensorMut>,
-        mut d_weight: Option<&mut TensorMut>,
-        space: &mut [f32],
-    ) {
+    fn backward(&self, factor: f32, outputs: &mut Outputs<'_>, space: &mut [f32]) {
+        let Outputs {
+            losses,
+            d_hidden,
+            d_weight,
+        } = outputs;
         let Cuts {
             rows, cols, v, c, ..
         } = self.cuts;
@@ -343,6 +360,9 @@ impl Head<'_> {
             let h = &mut h[..n * c];
             self.gather(chunk, h);
             let mut stats = self.statistics(chunk, h, logits, ws);
+            for (row, stats) in chunk.iter().zip(&stats) {
+                losses[*row] = stats.loss();
+            }
             for tile in self.tiles() {
                 let logits = &mut logits[..n * tile.1];
                 if cols < v {
@@ -364,15 +384,15 @@ impl Head<'_> {
                     };
                     multiply(&[product], None, into(&mut dh[..n * c], tile.0 > 0), ws);
                 }
-                if let Some(d_weight) = &mut d_weight {
-                    let out = &mut d_weight.as_mut_slice::<f32>()[tile.0 * c..][..tile.1 * c];
+                if let Some(d_weight) = d_weight {
+                    let out = &mut d_weight[tile.0 * c..][..tile.1 * c];
                     let a = grad.transposed();
                     let b = Matrix::new(Floats::F32(h), n, c);
                     let out = into(out, number > 0);
                     multiply(&[Product { a, b, factor: 1.0 }], None, out, ws);
                 }
             }
-            if let Some(d_hidden) = &mut d_hidden {
+            if let Some(d_hidden) = d_hidden {
                 floats!(self.hidden.dtype(), T => spread(chunk, dh, d_hidden.as_mut_slice::<T>(), c));
             }
         }

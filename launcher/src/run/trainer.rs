@@ -321,7 +321,8 @@ fn micro_batch(
     let mut run = || -> Result<(f64, usize), ModelError> {
         let batch = session.model.collate(&inputs, &*session.backend)?;
         let keep = |unit| keeps(session.config, &*session.model, unit);
-        let mut tape = Tape::training(&session.zero).with_stored(&keep);
+        let tape = Tape::training(&session.zero).with_stored(&keep);
+        let mut tape = tape.with_loss_factor(scale as f32);
         let state = dropout(session.config, &prepared.keys, &inputs, &*session.backend)?;
         if let Some(state) = state {
             tape = tape.with_dropout(state);

@@ -29,6 +29,7 @@ pub struct Scope<'s> {
     observers: Observers<'s>,
     dropout: Option<&'s Dropout>,
     mode: Mode,
+    loss_factor: f32,
     id: RecorderId,
     nodes: RefCell<Vec<Node>>,
     slots: Cell<usize>,
@@ -54,6 +55,7 @@ impl<'s> Scope<'s> {
         observers: Observers<'s>,
         dropout: Option<&'s Dropout>,
         mode: Mode,
+        loss_factor: f32,
     ) -> Self {
         Self {
             access,
@@ -61,6 +63,7 @@ impl<'s> Scope<'s> {
             observers,
             dropout,
             mode,
+            loss_factor,
             id: RecorderId::fresh(),
             nodes: RefCell::default(),
             slots: Cell::new(0),
@@ -150,6 +153,11 @@ impl<'s> Scope<'s> {
         let replay = self.mode == Mode::Replay;
         self.elided.set(self.elided.get() || replay);
         replay
+    }
+
+    /// The factor that a loss will be asked the gradient of, when its gradient may be computed in this run already.
+    pub(crate) fn stored_loss_factor(&self) -> Option<f32> {
+        (self.mode == Mode::Store).then_some(self.loss_factor)
     }
 
     pub(super) fn has_elided(&self) -> bool {

@@ -120,6 +120,7 @@ pub struct Tape<'e, 'm> {
     stored: Option<&'e dyn Fn(UnitId) -> bool>,
     recording: bool,
     check_replay: bool,
+    loss_factor: f32,
     id: RecorderId,
     slots: Cell<usize>,
     last_unit: Cell<Option<UnitId>>,
@@ -157,6 +158,7 @@ impl<'e, 'm> Tape<'e, 'm> {
             stored: None,
             recording,
             check_replay: cfg!(debug_assertions),
+            loss_factor: 1.0,
             id: RecorderId::fresh(),
             slots: Cell::new(0),
             last_unit: Cell::new(None),
@@ -198,6 +200,14 @@ impl<'e, 'm> Tape<'e, 'm> {
     #[must_use]
     pub fn with_replay_check(mut self, check: bool) -> Self {
         self.check_replay = check;
+        self
+    }
+
+    /// The factor that [`Tape::backward`] will be called with, 1 unless told: the gradient of a loss in a
+    /// [`Tape::last_segment`] is computed for it in forward.
+    #[must_use]
+    pub fn with_loss_factor(mut self, factor: f32) -> Self {
+        self.loss_factor = factor;
         self
     }
 
@@ -257,13 +267,38 @@ impl<'e, 'm> Tape<'e, 'm> {
         inputs: [&Var; I],
         body: impl Fn(&Scope<'_>, [&Var; I]) -> Result<[Var; O]> + 'm,
     ) -> Result<[Var; O]> {
+        let stored = self.stored.is_some_and(|stored| stored(unit));
+        self.segment_in(unit, inputs, body, stored)
+    }
+
+    /// As [`Tape::segment`], for the one that backward begins with: it needs the inner values at once, so they are
+    /// kept instead of computed again.
+    ///
+    /// # Errors
+    /// As [`Tape::segment`].
+    pub fn last_segment<const I: usize, const O: usize>(
+        &self,
+        unit: UnitId,
+        inputs: [&Var; I],
+        body: impl Fn(&Scope<'_>, [&Var; I]) -> Result<[Var; O]> + 'm,
+    ) -> Result<[Var; O]> {
+        self.segment_in(unit, inputs, body, true)
+    }
+
+    fn segment_in<const I: usize, const O: usize>(
+        &self,
+        unit: UnitId,
+        inputs: [&Var; I],
+        body: impl Fn(&Scope<'_>, [&Var; I]) -> Result<[Var; O]> + 'm,
+        stored: bool,
+    ) -> Result<[Var; O]> {
         self.check(unit, &inputs)?;
         let body: Body<'m> =
             Box::new(move |scope, vars| Ok(body(scope, std::array::from_fn(|i| &vars[i]))?.into()));
         let visited = self.recording && self.access.needs_backward(unit);
-        let mode = match self.stored {
-            Some(stored) if visited && stored(unit) => Mode::Store,
-            _ => Mode::Forward,
+        let mode = match visited && stored {
+            true => Mode::Store,
+            false => Mode::Forward,
         };
         let (outputs, record) = self.first_run(unit, &inputs, &body, mode)?;
         let wanted = visited && outputs.iter().any(Var::requires_grad);
@@ -341,7 +376,8 @@ impl<'e, 'm> Tape<'e, 'm> {
         let lease = self.access.lease(unit, Phase::Forward)?;
         let outputs = {
             let dropout = self.dropout.as_ref();
-            let scope = Scope::new(self.access, &lease, self.observers, dropout, mode);
+            let (access, factor) = (self.access, self.loss_factor);
+            let scope = Scope::new(access, &lease, self.observers, dropout, mode, factor);
             let vars: Vec<Var> = inputs
                 .iter()
                 .map(|v| scope.enter(v.value().clone(), v.requires_grad()))
@@ -466,7 +502,9 @@ fn replay(
         }
         Work::Replay { body, inputs, sums } => {
             let slots: Vec<Slot> = inputs.iter().filter_map(|(_, slot)| *slot).collect();
-            let scope = Scope::new(access, &lease, Observers::default(), dropout, Mode::Replay);
+            // In a replay the factor comes with the gradient.
+            let mode = Mode::Replay;
+            let scope = Scope::new(access, &lease, Observers::default(), dropout, mode, 1.0);
             let mut vars = Vec::with_capacity(inputs.len());
             for (input, slot) in inputs {
                 let value = match input {

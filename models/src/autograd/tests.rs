@@ -273,6 +273,40 @@ fn the_replayed_loss_skips_its_value_and_keeps_its_gradient() {
 }
 
 #[test]
+fn a_loss_in_the_last_segment_has_the_bits_of_a_replayed_one() {
+    let run = |last: bool, expected: f32, factor: f32| {
+        let access = resident(&spec(&[(0, &[3, 3], true), (1, &[4, 3], true)]));
+        let tape = Tape::training(&access).with_loss_factor(expected);
+        let x = tape.input(tensor(tape.backend(), &[2, 3], &values(1, 6)));
+        let labels = index(tape.backend(), &[1, 3]);
+        let [y] = tape
+            .segment(UnitId(0), [&x], |s, [x]| {
+                Ok([s.linear(x, &LinearParams::new(ParamId(0), None))?])
+            })
+            .unwrap();
+        let body = move |s: &Scope<'_>, [y]: [&Var; 1]| {
+            Ok([s.linear_cross_entropy(y, ParamId(1), &labels)?])
+        };
+        let [rows] = match last {
+            true => tape.last_segment(UnitId(1), [&y], body),
+            false => tape.segment(UnitId(1), [&y], body),
+        }
+        .unwrap();
+        let loss = Loss {
+            rows,
+            supervised: 2,
+        };
+        let sum = loss.sum().unwrap();
+        tape.backward(&loss, factor).unwrap();
+        let grads = [0, 1].map(|i| access.grad(ParamId(i)).unwrap().to_f32_vec().unwrap());
+        (sum.to_bits(), grads)
+    };
+    let replayed = run(false, 1.0, 0.5);
+    assert_eq!(run(true, 0.5, 0.5), replayed);
+    assert_eq!(run(true, 1.0, 0.5), replayed, "not what the tape expected");
+}
+
+#[test]
 fn an_observer_sees_each_value_once() {
     let access = resident(&blocks(1, 3, true));
     let seen = std::cell::RefCell::new(Vec::new());

@@ -59,7 +59,7 @@ impl LmHead {
     /// # Errors
     /// When the engine or the device fails.
     pub fn loss<'m>(&'m self, tape: &Tape<'_, 'm>, batch: &'m Batch, hidden: &Var) -> Result<Loss> {
-        let [rows] = tape.segment(self.unit, [hidden], move |scope, [x]| {
+        let [rows] = tape.last_segment(self.unit, [hidden], move |scope, [x]| {
             let x = self.norm.forward(scope, x)?;
             Ok([scope.linear_cross_entropy(&x, self.weight, &batch.labels)?])
         })?;

@@ -3,7 +3,7 @@
 use crate::autograd::{Grad, Scope, Var};
 use crate::error::{ModelError, Result};
 use engine::ParamId;
-use kernels::{DType, LossNeeds, Shape, Tag, Tensor};
+use kernels::{Backend, DType, LossGrads, LossNeeds, Shape, Tag, Tensor};
 
 const OP: &str = "linear_cross_entropy";
 
@@ -12,8 +12,9 @@ impl Scope<'_> {
     /// `labels` (i32 `[t]`, already shifted): f32 `[t]`, zero where nothing is supervised.
     ///
     /// Its gradient must be one factor for all rows, as [`crate::autograd::Tape::backward`] seeds.
-    /// In a replay the values are left out (zeros): only their gradient is wanted, which spares a
-    /// third product with the vocabulary.
+    /// In a segment whose first run is recorded, gradients are computed along with the values, for
+    /// the factor that the tape expects. In a replay the values are left out (zeros): only their
+    /// gradient is wanted.
     ///
     /// # Errors
     /// When shapes do not fit, a label lies outside the vocabulary, or memory runs out.
@@ -23,27 +24,42 @@ impl Scope<'_> {
         weight: ParamId,
         labels: &Tensor,
     ) -> Result<Var> {
+        let need = LossNeeds {
+            hidden: hidden.requires_grad(),
+            weight: self.trains(weight),
+        };
+        let gradients_of =
+            move |backend: &dyn Backend, x: &Tensor, w: &Tensor, y: &Tensor, factor| {
+                backend.linear_cross_entropy_backward(x, w, y, factor, need)
+            };
+        let mut known: Option<(f32, LossGrads)> = None;
         let value = if self.elide_value() {
             let rows = Shape::new(&[labels.elems()]);
             self.backend().zeros(rows, DType::F32, Tag::Activations)?
         } else {
-            let w = self.weight(weight)?;
-            self.backend()
-                .linear_cross_entropy(hidden.value(), w, labels)?
+            let (w, backend) = (self.weight(weight)?, self.backend());
+            match self.stored_loss_factor() {
+                Some(factor) if need.hidden || need.weight => {
+                    let grads = gradients_of(backend, hidden.value(), w, labels, factor)?;
+                    let losses = grads.losses.clone();
+                    known = Some((factor, grads));
+                    losses
+                }
+                _ => backend.linear_cross_entropy(hidden.value(), w, labels)?,
+            }
         };
         let (slot, kept, labels) = (hidden.slot(), hidden.value().clone(), labels.clone());
-        let need = LossNeeds {
-            hidden: slot.is_some(),
-            weight: self.trains(weight),
-        };
         self.record_grad(OP, value, &[hidden], &[weight], move |sweep, grad| {
             let Grad::Uniform(factor) = grad else {
                 return Err(ModelError::LossGradient { op: OP });
             };
-            let w = sweep.weight(weight)?;
-            let grads = sweep
-                .backend()
-                .linear_cross_entropy_backward(&kept, w, &labels, factor, need)?;
+            let grads = match known.filter(|(expected, _)| *expected == factor) {
+                Some((_, grads)) => grads,
+                None => {
+                    let w = sweep.weight(weight)?;
+                    gradients_of(sweep.backend(), &kept, w, &labels, factor)?
+                }
+            };
             if let Some(d_hidden) = grads.d_hidden {
                 sweep.add(slot, d_hidden)?;
             }
