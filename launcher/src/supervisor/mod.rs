@@ -142,6 +142,9 @@ impl Supervisor<'_> {
         drop(sender);
         watch.until_all_ended(&receiver, &signals.receiver);
         watch.drain(&receiver);
+        // What a save left unfinished, gigabytes perhaps on a disk that it filled. Whether that works out is not what
+        // the user is to hear about first.
+        engine::checkpoint::sweep(self.output).ok();
         watch.outcome(self.job.folder())
     }
 
