@@ -1,7 +1,7 @@
 use half::bf16;
 use kernels::Float;
 
-use super::tests::{DECAY, GRAD_SCALE, LR, numbers};
+use super::tests::{DECAY, FORMS, GRAD_SCALE, Grad, LR, Model, numbers};
 use super::*;
 use crate::rng::stochastic_round_bf16;
 use crate::rounding::PageKey;
@@ -187,5 +187,46 @@ fn kahan_follows_f32_and_plain_rounding_stalls() {
         );
         let (nearest, _) = with(Bf16Storage::Nearest);
         assert_eq!(nearest, 0.0);
+    }
+}
+
+/// Numbers that a carry must not take to infinity, and those that are no numbers, among others.
+#[test]
+fn special_numbers_are_stored_alike_everywhere() {
+    let n = 200;
+    for (form, narrow) in FORMS
+        .into_iter()
+        .flat_map(|form| [(form, false), (form, true)])
+    {
+        let run = |simd, cuts: &[usize]| {
+            let mut model = Model::new(n);
+            let special = [f32::MAX, f32::MIN, f32::INFINITY, f32::NAN, -0.0, 1e-40];
+            for (i, x) in special.into_iter().enumerate() {
+                model.master[7 * i + 3] = x;
+                model.weight[7 * i + 3] = <bf16 as Float>::from_f32(x);
+                model.moments_bf16[0][5 * i + 90] = <bf16 as Float>::from_f32(x);
+            }
+            let mut grad = numbers("gradients", n, 1);
+            // NaN whose low bits a rounding would carry into the sign.
+            let nan = [0x7fff_ffff, 0xffff_fff0].map(f32::from_bits);
+            for (i, x) in special.into_iter().chain(nan).enumerate() {
+                grad[9 * i + 120] = x;
+            }
+            model.step(simd, form, 1, Grad::of(grad, narrow), cuts);
+            let quiet = |bits: u32| {
+                if f32::from_bits(bits).is_nan() {
+                    0x7fc0_0000
+                } else {
+                    bits
+                }
+            };
+            model.bits().into_iter().map(quiet).collect::<Vec<_>>()
+        };
+        // Element by element.
+        let cuts: Vec<usize> = (1..n).collect();
+        let expected = run(Simd::Portable, &cuts);
+        for simd in Simd::available() {
+            assert!(run(simd, &[]) == expected, "{form:?} {simd:?} {narrow}");
+        }
     }
 }

@@ -9,6 +9,8 @@ use crate::rounding::PageKey;
 
 /// Elements per task: longer windows are spread over the rayon pool.
 pub(super) const CHUNK_ELEMS: usize = 1 << 16;
+/// Elements of the longest item.
+const MOST_ITEM: usize = 32;
 
 impl Coefficients {
     /// New weight, first and second moment of one element.
@@ -21,24 +23,87 @@ impl Coefficients {
         (weight, m, v)
     }
 
-    /// The same for a vector.
+    /// Each in every place of a vector.
     #[inline(always)]
-    fn vector<L: Lanes>(
-        &self,
-        l: L,
-        grad: L::F,
-        weight: L::F,
-        m: L::F,
-        v: L::F,
-    ) -> (L::F, L::F, L::F) {
-        let grad = l.mul(grad, l.f(self.grad_scale));
-        let m = l.add(m, l.mul(l.sub(grad, m), l.f(self.one_minus_beta1)));
-        let square = l.mul(l.mul(grad, grad), l.f(self.one_minus_beta2));
-        let v = l.add(l.mul(v, l.f(self.beta2)), square);
-        let denominator = l.add(l.sqrt(v), l.f(self.eps));
-        let change = l.div(l.mul(l.f(self.step_size), m), denominator);
-        let weight = l.sub(l.mul(weight, l.f(self.decay)), change);
-        (weight, m, v)
+    fn vectors<L: Lanes>(&self, l: L) -> Vectors<L> {
+        Vectors {
+            grad_scale: l.f(self.grad_scale),
+            one_minus_beta1: l.f(self.one_minus_beta1),
+            beta2: l.f(self.beta2),
+            one_minus_beta2: l.f(self.one_minus_beta2),
+            eps: l.f(self.eps),
+            step_size: l.f(self.step_size),
+            decay: l.f(self.decay),
+        }
+    }
+}
+
+/// [`Coefficients`] and the arithmetic of [`Coefficients::element`] for vectors.
+#[derive(Clone, Copy)]
+struct Vectors<L: Lanes> {
+    grad_scale: L::F,
+    one_minus_beta1: L::F,
+    beta2: L::F,
+    one_minus_beta2: L::F,
+    eps: L::F,
+    step_size: L::F,
+    decay: L::F,
+}
+
+impl<L: Lanes> Vectors<L> {
+    /// New first and second moment.
+    #[inline(always)]
+    fn moments(&self, l: L, grad: L::F, m: L::F, v: L::F) -> (L::F, L::F) {
+        let grad = l.mul(grad, self.grad_scale);
+        let m = l.add(m, l.mul(l.sub(grad, m), self.one_minus_beta1));
+        let square = l.mul(l.mul(grad, grad), self.one_minus_beta2);
+        (m, l.add(l.mul(v, self.beta2), square))
+    }
+
+    /// New weight, from the first moment and the root of the second.
+    #[inline(always)]
+    fn weight(&self, l: L, weight: L::F, m: L::F, root: L::F) -> L::F {
+        let change = l.div(l.mul(self.step_size, m), l.add(root, self.eps));
+        l.sub(l.mul(weight, self.decay), change)
+    }
+}
+
+/// What the second half of an item's step needs of the first.
+struct Begun<L: Lanes> {
+    m: Item<L>,
+    /// Of the second moment.
+    root: Item<L>,
+    /// Rounds the weight.
+    random: Option<L::U>,
+}
+
+/// The numbers of an item in the order of memory.
+#[inline(always)]
+fn in_order<L: Lanes, const PAIRED: bool>(l: L, [a, b]: Item<L>) -> [f32; MOST_ITEM] {
+    let (mut halves, mut numbers) = ([0.0; MOST_ITEM], [0.0; MOST_ITEM]);
+    l.store(&mut halves, a);
+    l.store(&mut halves[L::N..], b);
+    for i in 0..L::ITEM {
+        numbers[i] = halves[if PAIRED { i % 2 * L::N + i / 2 } else { i }];
+    }
+    numbers
+}
+
+/// Stores moments one by one, for numbers that the vectors' rounding cannot handle.
+#[cold]
+#[inline(never)]
+fn put_each<M: Number>(to: &mut [M], numbers: &[f32], mode: Mode, random: impl Fn(usize) -> u16) {
+    for (i, (to, x)) in to.iter_mut().zip(numbers).enumerate() {
+        to.put(*x, mode, random(i));
+    }
+}
+
+/// The same for weights.
+#[cold]
+#[inline(never)]
+fn put_each_weight<W: Weights>(mut to: W, numbers: &[f32], random: impl Fn(usize) -> u16) {
+    for (i, x) in numbers.iter().enumerate() {
+        to.put(i, *x, random(i));
     }
 }
 
@@ -106,9 +171,9 @@ impl<G: Number, W: Weights, M: Number> Update<'_, G, W, M> {
         )
     }
 
-    /// One by one: the ends of a window, and items with numbers that the vectors' rounding cannot handle.
-    fn scalar(&mut self, key: PageKey, range: std::ops::Range<usize>) {
-        for i in range {
+    /// One by one: the elements before and after whole items.
+    fn scalar(&mut self, key: PageKey) {
+        for i in 0..self.grad.len() {
             let random = key.halves(self.rounding.first_element + i as u64);
             let (weight, m, v) = self.coefficients.element(
                 self.grad[i].get(),
@@ -122,79 +187,146 @@ impl<G: Number, W: Weights, M: Number> Update<'_, G, W, M> {
         }
     }
 
-    /// Steps the elements from `i` on, an even one of the run. Returns false, with nothing written, when one of the
-    /// new numbers is too large for the vectors' rounding.
+    /// The first half of an item's step: writes the moments. `pairs` is what the words of its pairs share.
     #[inline(always)]
-    fn item<L: Lanes, const PAIRED: bool>(&mut self, l: L, key: PageKey, i: usize) -> bool {
-        let own = i..i + L::ITEM;
-        G::prefetch(l, &self.grad[i..]);
-        M::prefetch(l, &self.m[i..]);
-        M::prefetch(l, &self.v[i..]);
-        let grad: Item<L> = G::load::<L, PAIRED>(l, &self.grad[own.clone()]);
-        let weight: Item<L> = self.weights.load::<L, PAIRED>(l, i);
-        let m: Item<L> = M::load::<L, PAIRED>(l, &self.m[own.clone()]);
-        let v: Item<L> = M::load::<L, PAIRED>(l, &self.v[own.clone()]);
-        let c = &self.coefficients;
-        let (weight_a, m_a, v_a) = c.vector(l, grad[0], weight[0], m[0], v[0]);
-        let (weight_b, m_b, v_b) = c.vector(l, grad[1], weight[1], m[1], v[1]);
-        let (weight, m, v) = ([weight_a, weight_b], [m_a, m_b], [v_a, v_b]);
+    fn begin<L: Lanes, const PAIRED: bool>(
+        l: L,
+        c: &Vectors<L>,
+        key: PageKey,
+        element: u64,
+        pairs: L::U,
+        (grad, m, v): (&[G], &mut [M], &mut [M]),
+    ) -> Begun<L> {
+        G::prefetch(l, grad);
+        M::prefetch(l, m);
+        M::prefetch(l, v);
+        let grad: Item<L> = G::load::<L, PAIRED>(l, grad);
+        let old_m: Item<L> = M::load::<L, PAIRED>(l, m);
+        let old_v: Item<L> = M::load::<L, PAIRED>(l, v);
+        let (m_a, v_a) = c.moments(l, grad[0], old_m[0], old_v[0]);
+        let (m_b, v_b) = c.moments(l, grad[1], old_m[1], old_v[1]);
+        let (new_m, new_v) = ([m_a, m_b], [v_a, v_b]);
 
-        let pair = ((self.rounding.first_element + i as u64) / 2) as u32;
-        let pairs = l.pairs(key, pair);
         let draw = [
             (W::MODE == Mode::Stochastic).then_some(l.word(key, 0, pairs)),
             (W::MOMENTS == Mode::Stochastic).then_some(l.word(key, 1, pairs)),
             (W::MOMENTS == Mode::Stochastic).then_some(l.word(key, 2, pairs)),
         ];
-        let new_weight = W::pack::<L, PAIRED>(l, weight, draw[0]);
-        let new_m = M::pack::<L, PAIRED>(l, m, draw[1]);
-        let new_v = M::pack::<L, PAIRED>(l, v, draw[2]);
+        let packed_m = M::pack::<L, PAIRED>(l, new_m, draw[1]);
+        let packed_v = M::pack::<L, PAIRED>(l, new_v, draw[2]);
         let fits = if PAIRED {
             let magnitude = l.u(0x7fff_7fff);
-            let weight = l.and(W::halves(l, new_weight), magnitude);
-            let m = l.and(M::halves(l, new_m), magnitude);
-            let v = l.and(M::halves(l, new_v), magnitude);
-            l.all_halves_below(l.max_halves(l.max_halves(weight, m), v), LARGE_HALF)
-        } else if M::NARROW {
-            let largest = larger(l, larger(l, larger(l, l.u(0), weight), m), v);
-            l.all_below(largest, LARGE)
+            let m = l.and(M::halves(l, packed_m), magnitude);
+            let v = l.and(M::halves(l, packed_v), magnitude);
+            l.all_halves_below(l.max_halves(m, v), LARGE_HALF)
+                && (G::NARROW || l.all_below(larger(l, l.u(0), grad), LARGE))
         } else {
-            !W::ROUNDS || l.all_below(larger(l, l.u(0), weight), LARGE)
+            !M::NARROW || l.all_below(larger(l, larger(l, l.u(0), new_m), new_v), LARGE)
         };
-        if !fits {
-            return false;
+        if fits {
+            M::store(l, m, packed_m);
+            M::store(l, v, packed_v);
+        } else {
+            let random = |word: usize| move |i: usize| key.halves(element + i as u64)[word];
+            let numbers = in_order::<L, PAIRED>(l, new_m);
+            put_each(m, &numbers, W::MOMENTS, random(1));
+            let numbers = in_order::<L, PAIRED>(l, new_v);
+            put_each(v, &numbers, W::MOMENTS, random(2));
         }
-        self.weights.store(l, i, new_weight);
-        M::store(l, &mut self.m[own.clone()], new_m);
-        M::store(l, &mut self.v[own], new_v);
-        true
+        Begun {
+            m: new_m,
+            root: [l.sqrt(v_a), l.sqrt(v_b)],
+            random: draw[0],
+        }
     }
 
+    /// The second half: writes the weights.
     #[inline(always)]
-    fn items<L: Lanes, const PAIRED: bool>(mut self, l: L) {
-        let first = self.rounding.first_element;
-        let key = PageKey::new(self.rounding.stream, self.rounding.step, first);
-        let n = self.grad.len();
-        // Items begin at even elements, which begin a pair.
-        let mut i = n.min((first % 2) as usize);
-        self.scalar(key, 0..i);
-        while i + L::ITEM <= n {
-            if !self.item::<L, PAIRED>(l, key, i) {
-                self.scalar(key, i..i + L::ITEM);
-            }
-            i += L::ITEM;
+    fn finish<L: Lanes, const PAIRED: bool>(
+        l: L,
+        c: &Vectors<L>,
+        key: PageKey,
+        element: u64,
+        begun: &Begun<L>,
+        mut weights: W,
+    ) {
+        let Begun { m, root, random } = begun;
+        let old: Item<L> = weights.load::<L, PAIRED>(l, 0);
+        let new = [
+            c.weight(l, old[0], m[0], root[0]),
+            c.weight(l, old[1], m[1], root[1]),
+        ];
+        let packed = W::pack::<L, PAIRED>(l, new, *random);
+        let fits = if PAIRED && G::NARROW {
+            let magnitude = l.and(W::halves(l, packed), l.u(0x7fff_7fff));
+            l.all_halves_below(magnitude, LARGE_HALF)
+        } else {
+            !W::ROUNDS || l.all_below(larger(l, l.u(0), new), LARGE)
+        };
+        if fits {
+            weights.store(l, 0, packed);
+        } else {
+            let random = move |i: usize| key.halves(element + i as u64)[0];
+            put_each_weight(weights, &in_order::<L, PAIRED>(l, new)[..L::ITEM], random);
         }
-        self.scalar(key, i..n);
+    }
+
+    /// Whole items, which begin at an even element of the run.
+    ///
+    /// Root, quotient and random words are long chains that the processor works off one after another where it
+    /// does not see far enough ahead. So every round finishes one item, begins the next, and prepares the words of
+    /// the one behind it, none of which wait for each other.
+    #[inline(always)]
+    fn items<L: Lanes, const PAIRED: bool>(self, l: L, key: PageKey) {
+        // Fields in variables: behind a reference they would be read again after every store.
+        let Self {
+            coefficients,
+            rounding,
+            grad,
+            mut weights,
+            m,
+            v,
+        } = self;
+        let c = coefficients.vectors(l);
+        let grad = grad.chunks_exact(L::ITEM);
+        let (m, v) = (m.chunks_exact_mut(L::ITEM), v.chunks_exact_mut(L::ITEM));
+        let mut items = grad.zip(m).zip(v);
+        let Some(((grad, m), v)) = items.next() else {
+            return;
+        };
+        let (mut element, item) = (rounding.first_element, L::ITEM as u64);
+        let pair = |element: u64| (element / 2) as u32;
+        let pairs = l.pairs(key, pair(element));
+        let mut begun = Self::begin::<L, PAIRED>(l, &c, key, element, pairs, (grad, m, v));
+        let mut pairs = l.pairs(key, pair(element + item));
+        for ((grad, m), v) in items {
+            let ahead = l.pairs(key, pair(element + 2 * item));
+            let next = Self::begin::<L, PAIRED>(l, &c, key, element + item, pairs, (grad, m, v));
+            let (own, rest) = weights.split_at(L::ITEM);
+            Self::finish::<L, PAIRED>(l, &c, key, element, &begun, own);
+            (begun, pairs, weights) = (next, ahead, rest);
+            element += item;
+        }
+        Self::finish::<L, PAIRED>(l, &c, key, element, &begun, weights);
     }
 }
 
 impl<G: Number, W: Weights, M: Number> Loop for Update<'_, G, W, M> {
     #[inline(always)]
-    fn run<L: Lanes>(self, lanes: L) {
-        if G::NARROW && W::NARROW && M::NARROW {
-            self.items::<L, true>(lanes);
+    fn run<L: Lanes>(self, l: L) {
+        let first = self.rounding.first_element;
+        let key = PageKey::new(self.rounding.stream, self.rounding.step, first);
+        let n = self.grad.len();
+        // Items begin at even elements, which begin a pair.
+        let (mut head, rest) = self.split_at(n.min((first % 2) as usize));
+        head.scalar(key);
+        let left = rest.grad.len();
+        let (items, mut tail) = rest.split_at(left - left % L::ITEM);
+        if W::NARROW && M::NARROW {
+            items.items::<L, true>(l, key);
         } else {
-            self.items::<L, false>(lanes);
+            items.items::<L, false>(l, key);
         }
+        tail.scalar(key);
     }
 }

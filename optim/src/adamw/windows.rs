@@ -14,7 +14,7 @@ const AHEAD_BYTES: usize = 2048;
 /// Sign bit aside, the least that a rounding to `bf16` may carry to infinity, or that is infinite or NaN already.
 pub(crate) const LARGE: u32 = 0x7f00_0000;
 
-/// The same in the high half of a number: where every input is 16 bits wide, NaN have no bits below, so that no
+/// The same in the high half of a number: where no input is a NaN of 32 bits, NaN have no bits below, so that no
 /// rounding carries them into the sign, and what was written tells as much as what was rounded.
 pub(crate) const LARGE_HALF: u16 = 0x7f00;
 
@@ -48,7 +48,7 @@ fn split_low<L: Lanes, const PAIRED: bool>(l: L, words: L::U) -> [L::U; 2] {
 fn round<L: Lanes, const PAIRED: bool>(l: L, bits: [L::U; 2], addend: [L::U; 2]) -> L::U {
     let [a, b] = [l.add_u(bits[0], addend[0]), l.add_u(bits[1], addend[1])];
     if PAIRED {
-        l.or(l.shr::<16>(a), l.and(b, l.u(0xffff_0000)))
+        l.high_halves(a, b)
     } else {
         l.narrow([l.shr::<16>(a), l.shr::<16>(b)])
     }
@@ -111,8 +111,8 @@ impl Number for f32 {
     }
     #[inline(always)]
     fn load<L: Lanes, const PAIRED: bool>(l: L, from: &[Self]) -> Item<L> {
-        debug_assert!(!PAIRED, "f32 numbers are loaded in order");
-        [l.load(&from[..L::N]), l.load(&from[L::N..])]
+        let [a, b] = [l.load(&from[..L::N]), l.load(&from[L::N..])];
+        if PAIRED { l.even_odd(a, b) } else { [a, b] }
     }
     #[inline(always)]
     fn pack<L: Lanes, const PAIRED: bool>(_: L, x: Item<L>, _: Option<L::U>) -> Item<L> {

@@ -110,11 +110,6 @@ impl Lanes for Avx2 {
         unsafe { _mm256_and_si256(a, b) }
     }
     #[inline(always)]
-    fn or(self, a: Self::U, b: Self::U) -> Self::U {
-        // SAFETY: `self` exists only where the instructions were detected.
-        unsafe { _mm256_or_si256(a, b) }
-    }
-    #[inline(always)]
     fn xor(self, a: Self::U, b: Self::U) -> Self::U {
         // SAFETY: `self` exists only where the instructions were detected.
         unsafe { _mm256_xor_si256(a, b) }
@@ -197,6 +192,28 @@ impl Lanes for Avx2 {
     fn narrow(self, [a, b]: [Self::U; 2]) -> Self::U {
         // SAFETY: `self` exists only where the instructions were detected.
         unsafe { _mm256_permute4x64_epi64::<0b11_01_10_00>(_mm256_packus_epi32(a, b)) }
+    }
+    #[inline(always)]
+    fn high_halves(self, a: Self::U, b: Self::U) -> Self::U {
+        // SAFETY: `self` exists only where the instructions were detected.
+        unsafe { _mm256_blend_epi16::<0b1010_1010>(self.shr::<16>(a), b) }
+    }
+    #[inline(always)]
+    fn even_odd(self, a: Self::F, b: Self::F) -> [Self::F; 2] {
+        // SAFETY: `self` exists only where the instructions were detected.
+        unsafe {
+            // Within the halves of the vectors first, then the quarters into order.
+            let even = _mm256_shuffle_ps::<0b10_00_10_00>(a, b);
+            let odd = _mm256_shuffle_ps::<0b11_01_11_01>(a, b);
+            [
+                _mm256_castpd_ps(_mm256_permute4x64_pd::<0b11_01_10_00>(_mm256_castps_pd(
+                    even,
+                ))),
+                _mm256_castpd_ps(_mm256_permute4x64_pd::<0b11_01_10_00>(_mm256_castps_pd(
+                    odd,
+                ))),
+            ]
+        }
     }
     #[inline(always)]
     fn prefetch<T>(self, at: *const T) {

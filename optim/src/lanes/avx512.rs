@@ -114,11 +114,6 @@ impl Lanes for Avx512 {
         unsafe { _mm512_and_si512(a, b) }
     }
     #[inline(always)]
-    fn or(self, a: Self::U, b: Self::U) -> Self::U {
-        // SAFETY: `self` exists only where the instructions were detected.
-        unsafe { _mm512_or_si512(a, b) }
-    }
-    #[inline(always)]
     fn xor(self, a: Self::U, b: Self::U) -> Self::U {
         // SAFETY: `self` exists only where the instructions were detected.
         unsafe { _mm512_xor_si512(a, b) }
@@ -195,6 +190,28 @@ impl Lanes for Avx512 {
                 _mm512_castsi256_si512(_mm512_cvtepi32_epi16(a)),
                 _mm512_cvtepi32_epi16(b),
             )
+        }
+    }
+    #[inline(always)]
+    fn high_halves(self, a: Self::U, b: Self::U) -> Self::U {
+        // SAFETY: `self` exists only where the instructions were detected.
+        unsafe {
+            // Low bits of the first, high bits of the second: the compiler's own choice, a shuffle of 16-bit
+            // numbers, costs three operations instead of one.
+            let high = _mm512_set1_epi32(0xffff_0000u32.cast_signed());
+            _mm512_ternarylogic_epi32::<0xf8>(self.shr::<16>(a), b, high)
+        }
+    }
+    #[inline(always)]
+    fn even_odd(self, a: Self::F, b: Self::F) -> [Self::F; 2] {
+        // SAFETY: `self` exists only where the instructions were detected.
+        unsafe {
+            let even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+            let odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
+            [
+                _mm512_permutex2var_ps(a, even, b),
+                _mm512_permutex2var_ps(a, odd, b),
+            ]
         }
     }
     #[inline(always)]

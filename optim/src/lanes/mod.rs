@@ -47,7 +47,6 @@ pub(crate) trait Lanes: Copy {
     fn add_u(self, a: Self::U, b: Self::U) -> Self::U;
     fn mul_u(self, a: Self::U, b: Self::U) -> Self::U;
     fn and(self, a: Self::U, b: Self::U) -> Self::U;
-    fn or(self, a: Self::U, b: Self::U) -> Self::U;
     fn xor(self, a: Self::U, b: Self::U) -> Self::U;
     fn max_u(self, a: Self::U, b: Self::U) -> Self::U;
     fn shr<const BITS: u32>(self, a: Self::U) -> Self::U;
@@ -69,6 +68,10 @@ pub(crate) trait Lanes: Copy {
     fn widen(self, x: Self::U) -> [Self::U; 2];
     /// The other way; the numbers are below 2^16.
     fn narrow(self, x: [Self::U; 2]) -> Self::U;
+    /// The high halves of words: of `a` in the low halves, of `b` in the high ones.
+    fn high_halves(self, a: Self::U, b: Self::U) -> Self::U;
+    /// The numbers at even places of two vectors, and those at odd ones.
+    fn even_odd(self, a: Self::F, b: Self::F) -> [Self::F; 2];
     /// Fetches the line of an address that need not exist.
     fn prefetch<T>(self, at: *const T);
 

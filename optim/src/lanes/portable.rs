@@ -78,10 +78,6 @@ impl Lanes for Portable {
         both(a, b, |a, b| a & b)
     }
     #[inline(always)]
-    fn or(self, a: Self::U, b: Self::U) -> Self::U {
-        both(a, b, |a, b| a | b)
-    }
-    #[inline(always)]
     fn xor(self, a: Self::U, b: Self::U) -> Self::U {
         both(a, b, |a, b| a ^ b)
     }
@@ -149,6 +145,18 @@ impl Lanes for Portable {
     fn narrow(self, [a, b]: [Self::U; 2]) -> Self::U {
         let number = |i: usize| if i < N { a[i] } else { b[i - N] };
         std::array::from_fn(|i| number(2 * i) | number(2 * i + 1) << 16)
+    }
+    #[inline(always)]
+    fn high_halves(self, a: Self::U, b: Self::U) -> Self::U {
+        both(a, b, |a, b| a >> 16 | (b & 0xffff_0000))
+    }
+    #[inline(always)]
+    fn even_odd(self, a: Self::F, b: Self::F) -> [Self::F; 2] {
+        let number = |i: usize| if i < N { a[i] } else { b[i - N] };
+        [
+            std::array::from_fn(|i| number(2 * i)),
+            std::array::from_fn(|i| number(2 * i + 1)),
+        ]
     }
     #[inline(always)]
     fn prefetch<T>(self, _: *const T) {}

@@ -30,11 +30,11 @@ impl Loop for Everything<'_> {
         keep(&|a, b, _| u(&|a, b| l.add_u(a, b), a, b));
         keep(&|a, b, _| u(&|a, b| l.mul_u(a, b), a, b));
         keep(&|a, b, _| u(&|a, b| l.and(a, b), a, b));
-        keep(&|a, b, _| u(&|a, b| l.or(a, b), a, b));
         keep(&|a, b, _| u(&|a, b| l.xor(a, b), a, b));
         keep(&|a, b, _| u(&|a, b| l.max_u(a, b), a, b));
         keep(&|a, b, _| u(&|a, b| l.max_halves(a, b), a, b));
-        keep(&|a, b, _| u(&|a, b| l.or(l.shr::<7>(a), l.shl::<9>(b)), a, b));
+        keep(&|a, b, _| u(&|a, b| l.xor(l.shr::<7>(a), l.shl::<9>(b)), a, b));
+        keep(&|a, b, _| u(&|a, b| l.high_halves(a, b), a, b));
         let key = PageKey::new(stream, 1, 0);
         keep(&|_, _, i| {
             let pairs = l.pairs(key, 7 + i as u32);
@@ -52,6 +52,13 @@ impl Loop for Everything<'_> {
         }
         assert_eq!(narrow, halves);
         self.0.extend(wide.iter().map(|x| x.to_bits()));
+        let [even, odd] = l.even_odd(l.load(&a), l.load(&a[L::N..]));
+        let mut parts = [[0f32; ELEMS]; 2];
+        l.store(&mut parts[0], even);
+        l.store(&mut parts[1], odd);
+        for i in 0..L::ITEM {
+            assert_eq!(parts[i % 2][i / 2], a[i]);
+        }
         let low = l.and(l.bits(l.load(&a)), l.u(0xffff));
         assert!(l.all_below(low, 0x1_0000) && !l.all_below(low, 1));
         let halves = l.u(0x1234_0567);
