@@ -19,7 +19,7 @@ use crate::rank::{self, RunSummary, StopFlag};
 use crate::rank_env::{Env, RankEnv, Variables};
 use crate::report::{self, PlanFile};
 use crate::run;
-use crate::run_folder;
+use crate::run_folder::{self, Held};
 use crate::supervisor::job::{Job, config_file};
 use crate::supervisor::{SignalSource, Supervisor, own_program};
 use crate::synth;
@@ -129,8 +129,7 @@ fn run_supervisor(
         screen.show(&event);
     })?;
     let signals = SignalSource::new()?;
-    run_folder::prepare(&config)?;
-    let held = run_folder::hold(&config);
+    let held = run_folder::prepare(&config)?;
     plan.save(&config.output)?;
     let ended = run_job(&config, env, &signals, &mut screen, &*advice);
     // Also of a run that failed: from what it left.
@@ -262,10 +261,8 @@ fn run_rank(
     args: &Args,
     format: ErrorFormat,
 ) -> Result<ExitCode, Failure> {
-    let config = rank_config(hooks, env, rank, args)?;
     // Under another launcher rank 0 does for the folder what otherwise the supervisor does.
-    let keeps_folder = rank.rank == 0 && !rank.is_supervised();
-    let held = keeps_folder.then(|| run_folder::hold(&config));
+    let (config, held) = rank_config(hooks, env, rank, args)?;
     let stop = rank::enter(rank, &config.output, &env.temp_dir)?;
     let result = logging::init(
         &config.output.join(run_folder::LOGS),
@@ -293,7 +290,9 @@ fn run_rank(
             Ok(failure.exit_code())
         }
     };
-    if keeps_folder && let Err(failure) = report::write_pages(&config.output) {
+    if held.is_some()
+        && let Err(failure) = report::write_pages(&config.output)
+    {
         tracing::warn!("{}: {}", failure.title, failure.cause);
     }
     drop(held);
@@ -301,15 +300,15 @@ fn run_rank(
 }
 
 /// The configuration of a rank: the supervisor's, or under another launcher resolved from the
-/// same command line on every rank.
+/// same command line on every rank, of which rank 0 holds the folder.
 fn rank_config(
     hooks: &Hooks,
     env: &Env,
     rank: &RankEnv,
     args: &Args,
-) -> Result<RunConfig, Failure> {
+) -> Result<(RunConfig, Option<Held>), Failure> {
     if let Some(job_dir) = &rank.job_dir {
-        return RunConfig::load_from(&config_file(job_dir));
+        return Ok((RunConfig::load_from(&config_file(job_dir))?, None));
     }
     let mut config = resolve(args, env)?.config;
     if config.batch.find_batch {
@@ -328,9 +327,10 @@ fn rank_config(
     drop((hooks.prepare)(&mut config, env, &mut |event| {
         plan.note(&event);
     })?);
-    if rank.rank == 0 {
-        run_folder::prepare(&config)?;
-        plan.save(&config.output)?;
+    if rank.rank != 0 {
+        return Ok((config, None));
     }
-    Ok(config)
+    let held = run_folder::prepare(&config)?;
+    plan.save(&config.output)?;
+    Ok((config, Some(held)))
 }

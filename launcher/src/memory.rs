@@ -4,6 +4,7 @@
 //! tested without a machine.
 
 use std::fs;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 /// Host memory a run may use, in bytes.
@@ -144,6 +145,21 @@ fn process_from(status: &str) -> ProcessMemory {
 /// # Errors
 /// The file system cannot be asked.
 pub fn disk_free_bytes(path: &Path) -> std::io::Result<u64> {
+    let stat = rustix::fs::statvfs(existing(path))?;
+    Ok(stat.f_bavail.saturating_mul(stat.f_frsize))
+}
+
+/// Whether two folders, which need not exist yet, lie on one file system; false where nobody can tell.
+pub fn on_one_disk(one: &Path, other: &Path) -> bool {
+    let device = |path| existing(path).metadata().map(|meta| meta.dev());
+    match (device(one), device(other)) {
+        (Ok(one), Ok(other)) => one == other,
+        _ => false,
+    }
+}
+
+/// The folder, or its nearest ancestor that exists.
+fn existing(path: &Path) -> &Path {
     let mut folder = path;
     while !folder.exists() {
         folder = match folder.parent() {
@@ -151,8 +167,7 @@ pub fn disk_free_bytes(path: &Path) -> std::io::Result<u64> {
             _ => Path::new("."),
         };
     }
-    let stat = rustix::fs::statvfs(folder)?;
-    Ok(stat.f_bavail.saturating_mul(stat.f_frsize))
+    folder
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

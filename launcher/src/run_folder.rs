@@ -91,31 +91,55 @@ fn unused(folder: &Path) -> PathBuf {
     candidate
 }
 
-/// Makes the folder with its subfolders, saves the configuration in it and removes the failures of
+/// Takes the folder for this process, makes its subfolders, saves the configuration in it and removes the failures of
 /// an earlier attempt.
 ///
 /// # Errors
-/// The folder cannot be written (exit 16 where the disk is full).
-pub fn prepare(config: &RunConfig) -> Result<(), Failure> {
+/// Another process works on the folder (exit 2), or it cannot be written (exit 16 where the disk is full).
+pub fn prepare(config: &RunConfig) -> Result<Held, Failure> {
     let logs = config.output.join(LOGS);
     fs::create_dir_all(&logs)
         .map_err(|error| Failure::io(ErrorCode::Disk, "make", &logs, &error))?;
+    let held = hold(&config.output)?;
     forget_errors(config)?;
-    config.save_to(&config.output.join(CONFIG_FILE))
+    config.save_to(&config.output.join(CONFIG_FILE))?;
+    Ok(held)
 }
 
-/// Tells other processes that this one works on the folder, for as long as the file is open: the
-/// system forgets it when the process ends, however it does. File systems without locks tell nothing.
-pub fn hold(config: &RunConfig) -> Option<File> {
-    let file = File::open(config.output.join(CONFIG_FILE)).ok()?;
-    file.lock_shared().ok()?;
-    Some(file)
+/// Keeps other processes away from the folder of a run. The system lets go of it when the process ends, however it does.
+#[derive(Debug)]
+#[must_use = "the folder is free again when this is dropped"]
+pub struct Held {
+    /// The locked folder; `None` on file systems without locks.
+    _lock: Option<File>,
+}
+
+fn hold(folder: &Path) -> Result<Held, Failure> {
+    let open = |error: io::Error| Failure::io(ErrorCode::Disk, "open", folder, &error);
+    let lock = File::open(folder).map_err(open)?;
+    loop {
+        match lock.try_lock() {
+            Ok(()) => return Ok(Held { _lock: Some(lock) }),
+            Err(TryLockError::Error(_)) => return Ok(Held { _lock: None }),
+            // Who only asks whether the folder is held shares its lock, for a moment.
+            Err(TryLockError::WouldBlock) if lock.try_lock_shared().is_ok() => {
+                std::thread::yield_now();
+            }
+            Err(TryLockError::WouldBlock) => break,
+        }
+    }
+    Err(Failure::usage(
+        format!("--output {} is in use", folder.display()),
+        "another run works on it at this moment",
+    )
+    .next("choose another folder, or wait until that run has ended")
+    .next(format!("launcher watch {} shows it", folder.display())))
 }
 
 /// Whether a process works on a run's folder.
 pub fn is_held(folder: &Path) -> bool {
-    File::open(folder.join(CONFIG_FILE))
-        .is_ok_and(|file| matches!(file.try_lock(), Err(TryLockError::WouldBlock)))
+    File::open(folder)
+        .is_ok_and(|folder| matches!(folder.try_lock_shared(), Err(TryLockError::WouldBlock)))
 }
 
 /// Removes the failures of an earlier attempt.
@@ -186,7 +210,7 @@ mod tests {
         let folder = tempfile::tempdir().expect("temp dir");
         let mut config = config(&folder.path().join("out"));
         check(&mut config).expect("new");
-        prepare(&config).expect("made");
+        drop(prepare(&config).expect("made"));
         let failure = check(&mut config).expect_err("taken");
         assert_eq!(failure.code.status(), 2);
         config.resume = Resume::Latest;
@@ -205,7 +229,7 @@ mod tests {
     fn a_run_that_failed_before_its_first_step_does_not_block_its_folder() {
         let folder = tempfile::tempdir().expect("temp dir");
         let mut config = config(&folder.path().join("out"));
-        prepare(&config).expect("made");
+        drop(prepare(&config).expect("made"));
         Failure::usage("t", "c")
             .save(&config.output, 0)
             .expect("saved");
@@ -234,16 +258,43 @@ mod tests {
     }
 
     #[test]
-    fn a_folder_is_held_until_the_file_is_dropped() {
+    fn a_folder_belongs_to_one_process_at_a_time() {
         let folder = tempfile::tempdir().expect("temp dir");
         let config = config(folder.path());
-        assert!(hold(&config).is_none() && !is_held(folder.path()));
-        prepare(&config).expect("prepared");
         assert!(!is_held(folder.path()));
-        let held = [hold(&config), hold(&config)];
-        assert!(held[0].is_some() && held[1].is_some() && is_held(folder.path()));
+        let held = prepare(&config).expect("prepared");
+        assert!(is_held(folder.path()));
+        Failure::usage("t", "c")
+            .save(&config.output, 0)
+            .expect("saved");
+        let refused = prepare(&config).expect_err("in use");
+        assert_eq!(refused.code.status(), 2, "{refused}");
+        assert!(
+            config.output.join(ERRORS).exists(),
+            "a stranger's files stay"
+        );
         drop(held);
         assert!(!is_held(folder.path()));
+        prepare(&config).map(drop).expect("free again");
+    }
+
+    #[test]
+    fn who_asks_does_not_keep_a_run_out() {
+        let folder = tempfile::tempdir().expect("temp dir");
+        let config = config(folder.path());
+        let done = std::sync::atomic::AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            for _ in 0..2 {
+                scope.spawn(|| {
+                    while !done.load(std::sync::atomic::Ordering::Relaxed) {
+                        is_held(folder.path());
+                    }
+                });
+            }
+            let taken = (0..500).all(|_| prepare(&config).is_ok());
+            done.store(true, std::sync::atomic::Ordering::Relaxed);
+            assert!(taken);
+        });
     }
 
     #[test]

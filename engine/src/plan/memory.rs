@@ -1,7 +1,8 @@
 //! Bytes of model states per rank, known before anything is allocated.
 
 use super::{GroupKind, Plan, Tier};
-use optim::Precision;
+use kernels::DType;
+use optim::{Precision, StateSlot};
 use serde::{Deserialize, Serialize};
 
 /// Bytes by tier.
@@ -77,6 +78,21 @@ impl Plan {
     pub fn buckets_gradients(&self) -> bool {
         let config = self.config();
         config.shards_gradients() || config.offload.optimizer == Tier::Nvme
+    }
+
+    /// Bytes of the training state in a checkpoint, of all ranks together: of every trained element its master weight
+    /// (without one, its weight) and the optimizer's `slots`.
+    #[must_use]
+    pub fn checkpoint_bytes(&self, slots: &[StateSlot]) -> u64 {
+        let precision = self.config().precision;
+        let kept = if precision.has_master() {
+            DType::F32
+        } else {
+            precision.weight_dtype()
+        };
+        let slots: usize = slots.iter().map(|slot| slot.dtype.size_bytes()).sum();
+        let (_, trained) = self.spec().elems();
+        trained as u64 * (kept.size_bytes() + slots) as u64
     }
 
     /// Bytes of model states on each rank (shards are padded to equal size).

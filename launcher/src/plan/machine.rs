@@ -63,13 +63,17 @@ impl Machine {
         }
     }
 
+    /// Whether this is the machine this runs on: of one that is described nobody knows the disks.
+    pub(crate) const fn is_here(&self) -> bool {
+        self.window_free_bytes.is_some()
+    }
+
     /// With the limits that a run is given.
     pub(crate) fn limited(mut self, config: &RunConfig) -> Self {
         if let Some(limit) = config.host_memory_limit {
             self.host_free_bytes = self.host_free_bytes.min(limit);
         }
-        // Of a machine that is described nobody knows the disks.
-        if self.nvme_free_bytes.is_none() && self.window_free_bytes.is_some() {
+        if self.nvme_free_bytes.is_none() && self.is_here() {
             let free = |folder: &&Path| memory::disk_free_bytes(folder).ok();
             self.nvme_free_bytes = config.offload.folders().iter().filter_map(free).min();
         }

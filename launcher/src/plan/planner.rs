@@ -5,7 +5,9 @@ use crate::args::PlanArgs;
 use crate::config::RunConfig;
 use crate::data::SampleSet;
 use crate::exit::{ErrorCode, Failure};
-use crate::run::{check_data, fixed, shapes, unusable, whole_memory, worst_samples};
+use crate::run::{
+    CheckpointBytes, Room, check_data, fixed, saves, shapes, unusable, whole_memory, worst_samples,
+};
 use engine::Plan;
 use models::data::EncodedSample;
 use models::generate::Prompt;
@@ -38,6 +40,7 @@ struct Samples {
 pub(super) struct Planner {
     machine: Machine,
     samples: Option<Samples>,
+    weights: Option<WeightSource>,
 }
 
 impl Planner {
@@ -49,9 +52,11 @@ impl Planner {
         has_data: bool,
     ) -> Result<Self, Failure> {
         let dir = config.model_dir();
-        if args.no_weights != Some(true) && !dir.is_file() && !config.is_demo() {
-            check_weights(config)?;
-        }
+        let weights = if args.no_weights != Some(true) && !dir.is_file() && !config.is_demo() {
+            Some(check_weights(config)?)
+        } else {
+            None
+        };
         let samples = if has_data {
             let (processor, train, eval) = check_data(config)?;
             Some(Samples {
@@ -65,6 +70,7 @@ impl Planner {
         Ok(Self {
             machine: machine(args),
             samples,
+            weights,
         })
     }
 
@@ -105,6 +111,25 @@ impl Planner {
             memory,
             fit,
         })
+    }
+
+    /// What the checkpoints of a planned run need of their disk.
+    pub(super) fn room(&self, planned: &Planned) -> Result<Room, Failure> {
+        let config = &planned.config;
+        let (model, _) = shapes(config)?;
+        let weights = self.weights.as_ref();
+        let checkpoint = CheckpointBytes::of(config, &*model, &planned.plan, weights)?;
+        if !self.machine.is_here() {
+            return Ok(Room::elsewhere(checkpoint));
+        }
+        let times = match &self.samples {
+            Some(samples) => {
+                let count = samples.train.samples.len();
+                saves(config, config.total_steps(count), count)
+            }
+            None => 1,
+        };
+        Ok(Room::of(config, checkpoint, times, planned.fit.need.nvme))
     }
 
     fn of_samples(
@@ -154,11 +179,14 @@ pub(super) fn made_up_sample(config: &RunConfig) -> Result<EncodedSample, Failur
         .map_err(|e| unusable(&dir, &e))
 }
 
-fn check_weights(config: &RunConfig) -> Result<(), Failure> {
+fn check_weights(config: &RunConfig) -> Result<WeightSource, Failure> {
     let (model, _) = shapes(config)?;
     let dir = config.model_dir();
-    let checked = WeightSource::open(&dir).and_then(|source| source.check(model.spec()));
-    checked.map(drop).map_err(|error| {
+    let checked = WeightSource::open(&dir).and_then(|source| {
+        source.check(model.spec())?;
+        Ok(source)
+    });
+    checked.map_err(|error| {
         Failure::new(
             ErrorCode::ModelFiles,
             format!("the weights in {} cannot be used", dir.display()),

@@ -8,7 +8,7 @@ use crate::args::{Note, PlanArgs, Preset};
 use crate::config::{RunConfig, resolve};
 use crate::exit::Failure;
 use crate::rank_env::Env;
-use crate::run::plan_event;
+use crate::run::{Room, plan_event};
 use crate::ui::{Event, lines};
 use crate::units::bytes;
 use serde_json::{Value, json};
@@ -45,6 +45,7 @@ pub(crate) fn run(
         return Ok(ExitCode::SUCCESS);
     }
     let planned = planner.plan(&config)?;
+    let room = planner.room(&planned)?;
     let fits = planned.fit.fits();
     let near = if fits {
         None
@@ -52,14 +53,21 @@ pub(crate) fn run(
         nearest(&planner, &config)?
     };
     if json {
-        print(&pretty(&as_json(&planned, &planner, typed, near.as_ref())));
+        print(&pretty(&as_json(
+            &planned,
+            &room,
+            &planner,
+            typed,
+            near.as_ref(),
+        )));
     } else {
-        print(&as_text(&planned, &planner, notes, args)?);
+        print(&as_text(&planned, &room, &planner, notes, args)?);
     }
     planned
         .fit
         .check(&planned.config, &planned.memory)
         .map_err(|failure| with_nearest(failure, typed, near.as_ref()))?;
+    room.check(&planned.config)?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -84,6 +92,7 @@ fn configuration(args: &PlanArgs, env: &Env, has_data: bool) -> Result<RunConfig
 
 fn as_json(
     planned: &Planned,
+    room: &Room,
     planner: &Planner,
     typed: &[String],
     near: Option<&(Flags, Planned)>,
@@ -111,7 +120,13 @@ fn as_json(
             "nvme": planned.fit.machine.nvme_free_bytes,
             "window": planned.fit.machine.window_free_bytes,
         },
-        "fits": planned.fit.fits(),
+        "checkpoint_bytes": {
+            "state": room.checkpoint.state,
+            "weights": room.checkpoint.weights,
+            "at_once": room.most,
+            "free": room.free,
+        },
+        "fits": planned.fit.fits() && room.check(config).is_ok(),
         "nearest": near.map(|(flags, planned)| json!({
             "flags": spelled(flags),
             "command": command(typed, flags),
@@ -132,6 +147,7 @@ pub(super) fn needs(planned: &Planned) -> Value {
 
 fn as_text(
     planned: &Planned,
+    room: &Room,
     planner: &Planner,
     notes: &[Note],
     args: &PlanArgs,
@@ -204,6 +220,7 @@ fn as_text(
         );
     }
     text += &text::table(memory);
+    text += &shown(&room.event(config), usize::MAX);
     text += &text::verdict(fit);
     Ok(text)
 }

@@ -4,6 +4,7 @@
 mod advice;
 mod batch;
 pub(crate) mod check;
+mod contents;
 mod evaluate;
 mod export;
 pub(crate) mod failures;
@@ -11,6 +12,7 @@ mod fit;
 mod numeric;
 mod place;
 mod resume;
+mod room;
 mod save;
 mod session;
 mod setup;
@@ -30,10 +32,12 @@ use crate::rank_env::{Env, RankEnv};
 use crate::ui::{DataEvent, Event};
 pub(crate) use advice::changed;
 pub(crate) use check::{encode_options, largest as worst_samples};
+pub(crate) use contents::CheckpointBytes;
 pub(crate) use export::export;
 pub(crate) use fit::{event as plan_event, fixed, whole_memory};
 use models::Processor;
 use optim::Optimizer;
+pub(crate) use room::{Room, saves};
 use session::Session;
 pub(crate) use session::rule;
 use setup::Setup;
@@ -107,6 +111,13 @@ pub(crate) fn prepare(
         };
         advice::add(&mut failure, config, &largest);
         return Err(failure);
+    }
+    let checkpoint = CheckpointBytes::of(config, model, &plan, setup.weights.as_ref())?;
+    let saves = saves(config, total_steps, train.samples.len());
+    let room = Room::of(config, checkpoint, saves, fit.need.nvme);
+    room.check(config)?;
+    if let warning @ Event::Warning { .. } = room.event(config) {
+        show(warning);
     }
     spill::sweep_folders(config, show)?;
     Ok(advice::later(config, train.by_size()))

@@ -1,5 +1,6 @@
 //! A checkpoint: sharded training state of all ranks, and weights in the files people expect.
 
+use super::contents::{Contents, MODEL_STEM};
 use super::failures;
 use super::session::Session;
 use super::split;
@@ -15,17 +16,15 @@ use engine::comm::Tag;
 use engine::{EngineError, ModelSpec};
 use kernels::{DType, Tensor};
 use models::WeightSource;
-use models::adapter::{ADAPTER_CONFIG, ADAPTER_STEM, TRAINED_STEM};
+use models::adapter::ADAPTER_CONFIG;
 use models::lora::LoraTargets;
 use models::params::ADAPTER_PREFIX;
 use serde_json::{Value, json};
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::path::Path;
 
 /// Elements of a weight converted at once.
 const CHUNK_ELEMS: usize = 1 << 20;
-/// Name, without extension, of the files of whole models.
-const MODEL_STEM: &str = "model";
 
 /// Saves after `step` updates; all ranks take part. `meta` is what the training loop needs back.
 pub(super) fn save(
@@ -79,63 +78,15 @@ pub(super) fn save(
     Ok(event)
 }
 
-/// Which file a trained or exported tensor goes to, and under which name.
-fn destination(
-    session: &Session<'_>,
-    name: &str,
-    trainable: bool,
-) -> Option<(&'static str, String)> {
-    let spec = session.model.spec();
-    let complete = spec.params.iter().all(|p| p.trainable);
-    let adapters = session.model.options().lora.as_ref();
-    if complete && adapters.is_none() {
-        return Some((MODEL_STEM, name.to_owned()));
-    }
-    let lora = adapters?;
-    if !trainable {
-        return None;
-    }
-    if name.starts_with(ADAPTER_PREFIX) {
-        Some((ADAPTER_STEM, name.to_owned()))
-    } else if lora.saves(name) {
-        Some((ADAPTER_STEM, format!("{ADAPTER_PREFIX}{name}")))
-    } else {
-        Some((TRAINED_STEM, name.to_owned()))
-    }
-}
-
 /// Writes weights: `model.safetensors` when all of the model trains; otherwise only what was
 /// trained, as adapter files or `trained.safetensors`, so that no folder looks complete that is not.
 fn export(session: &Session<'_>, writer: &mut Writer) -> Result<u64, Failure> {
-    let spec = session.model.spec();
     let lora = session.model.options().lora.is_some();
-    let mut plan: BTreeMap<&'static str, Vec<TensorSpec>> = BTreeMap::new();
-    let mut targets: Vec<Option<(&'static str, String, DType)>> = Vec::new();
-    for param in &spec.params {
-        let target = destination(session, &param.name, param.trainable)
-            .or_else(|| (param.trainable && !lora).then(|| (TRAINED_STEM, param.name.clone())));
-        targets.push(target.map(|(file, name)| {
-            let dtype = session.stored_dtype(&param.name);
-            plan.entry(file).or_default().push(TensorSpec {
-                dtype,
-                shape: split::shape(&*session.model, &name, param.shape.dims()),
-                name: name.clone(),
-            });
-            (file, name, dtype)
-        }));
-    }
-    // Parts of the model that are not trained here stay as they came.
-    let others = match &session.weights {
-        Some(weights) if plan.contains_key(MODEL_STEM) => other_tensors(weights, spec),
-        _ => Vec::new(),
-    };
-    if let Some(model) = plan.get_mut(MODEL_STEM) {
-        model.extend(others.iter().cloned());
-    }
+    let contents = Contents::of(&*session.model, session.weights.as_ref());
     let doing = "save weights";
     let mut files = BTreeMap::new();
     if session.comm.world().rank == 0 {
-        for (stem, tensors) in &plan {
+        for (stem, tensors) in &contents.files {
             let limit = max_shard_bytes(stem);
             let metadata = [("format", "pt")];
             let file =
@@ -146,7 +97,7 @@ fn export(session: &Session<'_>, writer: &mut Writer) -> Result<u64, Failure> {
     session
         .zero
         .visit_weights(|id, tensor| {
-            if let Some((file, name, dtype)) = &targets[id.index()]
+            if let Some((file, name, dtype)) = &contents.targets[id.index()]
                 && let Some(file) = files.get_mut(file)
             {
                 match split::joined(&*session.model, name, tensor)? {
@@ -158,7 +109,7 @@ fn export(session: &Session<'_>, writer: &mut Writer) -> Result<u64, Failure> {
         })
         .map_err(|e| failures::engine(doing, &e))?;
     if let (Some(file), Some(weights)) = (files.get_mut(MODEL_STEM), &session.weights) {
-        for tensor in &others {
+        for tensor in &contents.others {
             let elems: usize = tensor.shape.iter().product();
             let mut bytes = Vec::new();
             for start in (0..elems).step_by(CHUNK_ELEMS) {
@@ -176,7 +127,7 @@ fn export(session: &Session<'_>, writer: &mut Writer) -> Result<u64, Failure> {
     for (stem, file) in files {
         let finished = file.finish().map_err(|e| failures::checkpoint(doing, &e))?;
         if stem != MODEL_STEM {
-            check_written(writer.folder(), stem, &plan[stem], &finished)?;
+            check_written(writer.folder(), stem, &contents.files[stem], &finished)?;
         }
         for (name, digest) in finished {
             bytes += digest.bytes;
@@ -226,21 +177,6 @@ fn check_written(
         wrong.map_or("a stranger", |tensor| &tensor.name)
     ))
     .next("check the disk; earlier checkpoints are untouched"))
-}
-
-/// Tensors of the model's files that the model built here does not have, such as its ears.
-fn other_tensors(weights: &WeightSource, spec: &ModelSpec) -> Vec<TensorSpec> {
-    let known: BTreeSet<&str> = spec.params.iter().map(|p| p.name.as_str()).collect();
-    let others = weights.names().filter(|name| !known.contains(name));
-    others
-        .filter_map(|name| {
-            Some(TensorSpec {
-                name: name.to_owned(),
-                dtype: weights.dtype(name)?,
-                shape: weights.shape(name)?.to_vec(),
-            })
-        })
-        .collect()
 }
 
 /// Gives `write` the tensor in `dtype`, piece by piece: a whole embedding would be copied three times.

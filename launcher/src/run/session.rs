@@ -186,14 +186,6 @@ impl<'a> Session<'a> {
         }
         Ok(())
     }
-
-    /// The dtype a tensor is exported in: that of the file it came from; f32 for what began here.
-    pub(super) fn stored_dtype(&self, name: &str) -> DType {
-        self.weights
-            .as_ref()
-            .and_then(|w| w.dtype(name))
-            .unwrap_or(DType::F32)
-    }
 }
 
 fn meet(

@@ -237,6 +237,56 @@ fn a_full_disk_ends_the_run_and_keeps_the_last_checkpoint() {
 }
 
 #[test]
+fn a_disk_without_room_for_the_checkpoints_is_found_before_training() {
+    // A checkpoint takes about 6 MB; two lie there until the older one is removed.
+    for (size, flags) in [
+        ("4m", "--max-steps 1"),
+        ("10m", "--max-steps 2 --save-steps 1 --save-total-limit 1"),
+    ] {
+        let site = Site::new();
+        let script = format!(
+            "mkdir small && mount -t tmpfs -o size={size} tmpfs small && {{ \
+             '{}' {} --output small/out {flags}; echo \"status $?\" >&2; \
+             ls -a small/out >&2; }}",
+            env!("CARGO_BIN_EXE_tessera_test_launcher"),
+            "--model model --data data/samples.json --precision f32"
+        );
+        let Some(command) = mounting_shell(&script) else {
+            // The rule is tested beside the code.
+            return;
+        };
+        let outcome = site.start_command(command).finish();
+        let screen = &outcome.screen;
+        for part in [
+            "status 16",
+            "error[E13]",
+            "no weight was read",
+            "--output",
+            "--save-strategy no",
+            "No such file",
+        ] {
+            assert!(screen.contains(part), "{part}\n{screen}");
+        }
+        site.assert_tidy();
+    }
+}
+
+#[test]
+fn two_runs_never_share_a_folder() {
+    let site = Site::new();
+    let mut first = site.start(LONG);
+    first.wait_for_step();
+    let second = site.start("--max-steps 1 --resume auto").finish();
+    assert_eq!(second.code, Some(2), "{}", second.screen);
+    for part in ["is in use", "launcher watch"] {
+        assert!(second.screen.contains(part), "{part}\n{}", second.screen);
+    }
+    first.signal("TERM");
+    let outcome = first.finish();
+    assert_eq!(outcome.code, Some(130), "{}", outcome.screen);
+}
+
+#[test]
 fn shared_memory_that_is_too_small_is_its_own_failure() {
     let site = Site::new();
     // Site and program may lie in /tmp, which is hidden: they are reached through another mount.

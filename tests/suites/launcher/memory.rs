@@ -210,3 +210,53 @@ fn weights_are_looked_at_unless_told_not_to() {
     ));
     assert_eq!((code, &with_data["sample"]), (Some(0), &json!("data")));
 }
+
+/// Bytes of the files in a folder and below, by a rule of which files count.
+fn file_bytes(folder: &Path, counts: &dyn Fn(&str) -> bool) -> u64 {
+    let entries = fs::read_dir(folder).unwrap().map(Result::unwrap);
+    let sizes = entries.map(|entry| {
+        let meta = entry.metadata().unwrap();
+        if meta.is_dir() {
+            return file_bytes(&entry.path(), counts);
+        }
+        let name = entry.file_name().to_string_lossy().into_owned();
+        if counts(&name) { meta.len() } else { 0 }
+    });
+    sizes.sum()
+}
+
+#[test]
+fn a_plan_knows_the_bytes_of_a_checkpoint() {
+    /// Headers and manifests.
+    const HEADERS: u64 = 256 << 10;
+    let site = Site::new();
+    for flags in [
+        "--zero 3 --nproc 2 --precision bf16",
+        "--zero 1 --nproc 2 --precision f32 --tune-vision false",
+        "--zero 2 --nproc 1 --precision pure-bf16 --use-lora --lora-rank 4",
+        "--zero 3 --nproc 1 --precision fp16 --use-lora --modules-to-save none --train resampler",
+    ] {
+        let (code, plan) = plan_json(&format!(
+            "--model {} --data {} {flags}",
+            site.path("model").display(),
+            site.path("data/samples.json").display()
+        ));
+        assert_eq!(code, Some(0), "{flags}: {plan:#}");
+        fs::remove_dir_all(site.path("out")).ok();
+        let outcome = site.train(&format!("--max-steps 1 {flags}"));
+        let folder = site.path("out/checkpoint-1");
+        let in_state = file_bytes(&folder.join("state"), &|_| true);
+        let state = file_bytes(&folder.join("state"), &|name| {
+            name.ends_with(".safetensors")
+        });
+        let weights = file_bytes(&folder, &|_| true) - in_state;
+        for (part, saved) in [("state", state), ("weights", weights)] {
+            let planned = plan["checkpoint_bytes"][part].as_u64().unwrap();
+            assert!(
+                planned <= saved && saved <= planned + HEADERS,
+                "{flags}: {part} planned {planned}, saved {saved}\n{}",
+                outcome.screen
+            );
+        }
+    }
+}
