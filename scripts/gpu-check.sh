@@ -5,7 +5,7 @@
 # usage: scripts/gpu-check.sh BIN_DIR [OUT] [--stages a,b] [--budget SECONDS]
 set -uo pipefail
 
-stages=probe,doctor,ceilings,ipc,nccl,calibration,conformance,table,parity,offload
+stages=probe,doctor,ceilings,ipc,nccl,calibration,conformance,backend,table,parity,offload
 budget=470
 positional=()
 while [ $# -gt 0 ]; do

@@ -76,6 +76,7 @@ namespace emulator {
 // A subnormal number becomes a zero of its sign.
 DEVICE float flushed(float x) { return (bits_of_float(x) & 0x7f800000u) ? x : float_of_bits(bits_of_float(x) & 0x80000000u); }
 }  // namespace emulator
+DEVICE double natural_log(double x) { return __builtin_log(x); }
 DEVICE float exp2_approx(float x) { return emulator::flushed(__builtin_exp2f(emulator::flushed(x))); }
 DEVICE float log2_approx(float x) { return emulator::flushed(__builtin_log2f(emulator::flushed(x))); }
 DEVICE float reciprocal_approx(float x) { return emulator::flushed(1.0f / emulator::flushed(x)); }

@@ -20,6 +20,8 @@ pub enum Device {
     Cpu,
     /// Shapes and bytes only: nothing is computed.
     Null,
+    /// An NVIDIA GPU and its memory.
+    Cuda,
 }
 
 /// Whether a matrix operand is used as stored or transposed.

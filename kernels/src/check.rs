@@ -378,13 +378,16 @@ pub(crate) fn loss(hidden: &Tensor, weight: &Tensor, labels: &Tensor) -> Result<
     Ok(LossSizes { t, c, v })
 }
 
-/// No operand comes from the null device.
+/// Every operand has its values in host memory.
 pub(crate) fn values(op: &'static str, operands: &[&Tensor]) -> Result<()> {
-    match operands.iter().find(|x| x.is_null()) {
-        Some(x) => Err(KernelError::NoValues {
-            op,
-            shape: x.shape(),
-        }),
-        None => Ok(()),
+    for x in operands {
+        let shape = x.shape();
+        if x.is_null() {
+            return Err(KernelError::NoValues { op, shape });
+        }
+        if x.is_on_device() {
+            return Err(KernelError::Elsewhere { op, shape });
+        }
     }
+    Ok(())
 }

@@ -62,6 +62,22 @@ pub enum KernelError {
         /// Its shape.
         shape: Shape,
     },
+    /// An operand lies in the memory of another device.
+    #[error("{op}: a tensor of shape {shape} lies on another device")]
+    Elsewhere {
+        /// The operation.
+        op: &'static str,
+        /// Its shape.
+        shape: Shape,
+    },
+    /// The device itself failed.
+    #[error("{op}: {cause}")]
+    Device {
+        /// The operation.
+        op: &'static str,
+        /// What the device or its driver said.
+        cause: Box<dyn std::error::Error + Send + Sync>,
+    },
 }
 
 /// Result of a device operation.

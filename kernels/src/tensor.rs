@@ -9,8 +9,29 @@ use std::sync::Arc;
 /// buffer or a memory map. They must start aligned to the element type.
 pub type ForeignBytes = Arc<dyn AsRef<[u8]> + Send + Sync>;
 
+/// Memory of a device in which tensors lie.
+#[cfg(feature = "cuda")]
+pub(crate) trait DeviceMemory: Send + Sync + std::fmt::Debug {
+    /// Its first byte, as the device counts.
+    fn address(&self) -> u64;
+
+    /// Waits for the device and copies bytes from `offset` on.
+    fn read(&self, offset: u64, out: &mut [u8]) -> Result<()>;
+}
+
+/// A place in a device's memory.
+#[cfg(feature = "cuda")]
+pub(crate) struct OnDevice {
+    pub(crate) memory: Arc<dyn DeviceMemory>,
+    pub(crate) placed: Placed,
+    /// The values, where the host knew them anyway: row numbers and labels.
+    pub(crate) known: Option<Box<[u8]>>,
+}
+
 enum Storage {
     Block(Block),
+    #[cfg(feature = "cuda")]
+    Device(OnDevice),
     Foreign {
         bytes: ForeignBytes,
         _counted: Option<Reservation>,
@@ -104,6 +125,70 @@ impl Tensor {
             shape,
             dtype,
         })
+    }
+
+    /// A tensor in a device's memory.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn on_device(place: OnDevice, shape: Shape, dtype: DType) -> Self {
+        Self {
+            storage: Arc::new(Storage::Device(place)),
+            start_elems: 0,
+            shape,
+            dtype,
+        }
+    }
+
+    /// Where it begins in the memory of `of`, if it lies there.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn address_in(&self, of: &Arc<dyn DeviceMemory>) -> Option<u64> {
+        match &*self.storage {
+            Storage::Device(place) if Arc::ptr_eq(&place.memory, of) => {
+                let start = self.start_elems * self.dtype.size_bytes();
+                Some(of.address() + place.placed.offset() + start as u64)
+            }
+            _ => None,
+        }
+    }
+
+    /// Whether this is the only handle to its memory, and has all of it.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn is_sole(&self) -> bool {
+        Arc::strong_count(&self.storage) == 1 && self.start_elems == 0
+    }
+
+    /// Whether its values lie in the memory of a device that the host cannot address.
+    #[must_use]
+    pub fn is_on_device(&self) -> bool {
+        #[cfg(feature = "cuda")]
+        return matches!(*self.storage, Storage::Device(_));
+        #[cfg(not(feature = "cuda"))]
+        false
+    }
+
+    /// The bytes, fetched from the device where they lie on one (which waits for it).
+    ///
+    /// # Errors
+    /// [`KernelError::NoValues`] on the null device; a device that fails.
+    pub fn to_bytes(&self) -> Result<Vec<u8>> {
+        match &*self.storage {
+            Storage::Null { .. } => Err(KernelError::NoValues {
+                op: "to_bytes",
+                shape: self.shape,
+            }),
+            #[cfg(feature = "cuda")]
+            Storage::Device(place) => {
+                let start = self.start_elems * self.dtype.size_bytes();
+                let mut out = vec![0; self.size_bytes()];
+                match &place.known {
+                    Some(known) => out.copy_from_slice(&known[start..start + self.size_bytes()]),
+                    None => place
+                        .memory
+                        .read(place.placed.offset() + start as u64, &mut out)?,
+                }
+                Ok(out)
+            }
+            Storage::Block(_) | Storage::Foreign { .. } => Ok(self.as_bytes().to_vec()),
+        }
     }
 
     /// Extents.
@@ -234,6 +319,8 @@ impl Tensor {
         let all = match &*self.storage {
             Storage::Block(block) => block.as_bytes(),
             Storage::Foreign { bytes, .. } => (**bytes).as_ref(),
+            #[cfg(feature = "cuda")]
+            Storage::Device(_) => panic!("a tensor on a device is read with to_bytes"),
             Storage::Null { .. } => panic!("a tensor of the null device has no values"),
         };
         let size = self.dtype.size_bytes();
@@ -251,18 +338,22 @@ impl Tensor {
                 shape: self.shape,
             });
         }
+        let fetched;
+        let bytes = if self.is_on_device() {
+            fetched = self.to_bytes()?;
+            &fetched
+        } else {
+            self.as_bytes()
+        };
+        let word = |b: &[u8]| u16::from_le_bytes([b[0], b[1]]);
+        let words = bytes.chunks_exact(2).map(word);
         Ok(match self.dtype {
-            DType::F32 => self.as_slice::<f32>().to_vec(),
-            DType::BF16 => self
-                .as_slice::<half::bf16>()
-                .iter()
-                .map(|x| x.to_f32())
+            DType::F32 => bytes
+                .chunks_exact(4)
+                .map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]))
                 .collect(),
-            DType::F16 => self
-                .as_slice::<half::f16>()
-                .iter()
-                .map(|x| x.to_f32())
-                .collect(),
+            DType::BF16 => words.map(|x| half::bf16::from_bits(x).to_f32()).collect(),
+            DType::F16 => words.map(|x| half::f16::from_bits(x).to_f32()).collect(),
             got => {
                 return Err(KernelError::DType {
                     op: "to_f32_vec",

@@ -10,7 +10,9 @@
 //! | pinned and shared memory, time | [`transfer`] |
 //! | NVIDIA's own products and collectives | [`matmul`], [`nccl`] |
 //! | operations as launches | [`ops`] |
+//! | all of it as a [`Backend`](crate::Backend) | [`backend`] |
 
+pub mod backend;
 mod error;
 pub mod gpu;
 pub mod image;
@@ -26,4 +28,5 @@ pub mod probe;
 pub mod ptx;
 pub mod transfer;
 
+pub use backend::CudaBackend;
 pub use error::{CudaError, Result};

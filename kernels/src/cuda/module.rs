@@ -31,11 +31,19 @@ pub enum Family {
     LinearParts,
     /// Matrix products in f32.
     MatmulPlain,
+    /// Elements, dropout, rotary positions.
+    Pointwise,
+    /// Rows moved as they are.
+    Rows,
+    /// Sums over rows.
+    RowSums,
+    /// Cross entropy.
+    Loss,
 }
 
 impl Family {
     /// Every family.
-    pub const ALL: [Self; 10] = [
+    pub const ALL: [Self; 14] = [
         Self::Cast,
         Self::PrimitivesCheck,
         Self::AdamW,
@@ -46,6 +54,10 @@ impl Family {
         Self::LoraLinear,
         Self::LinearParts,
         Self::MatmulPlain,
+        Self::Pointwise,
+        Self::Rows,
+        Self::RowSums,
+        Self::Loss,
     ];
 
     /// Its file's stem.
@@ -62,6 +74,10 @@ impl Family {
             Self::LoraLinear => "lora_linear",
             Self::LinearParts => "linear_parts",
             Self::MatmulPlain => "matmul_plain",
+            Self::Pointwise => "pointwise",
+            Self::Rows => "rows",
+            Self::RowSums => "row_sums",
+            Self::Loss => "loss",
         }
     }
 
@@ -79,6 +95,10 @@ impl Family {
             Self::LoraLinear => include_str!("source/lora_linear.cu"),
             Self::LinearParts => include_str!("source/linear_parts.cu"),
             Self::MatmulPlain => include_str!("source/matmul_plain.cu"),
+            Self::Pointwise => include_str!("source/pointwise.cu"),
+            Self::Rows => include_str!("source/rows.cu"),
+            Self::RowSums => include_str!("source/row_sums.cu"),
+            Self::Loss => include_str!("source/loss.cu"),
         }
     }
 
@@ -97,6 +117,10 @@ impl Family {
             Self::LoraLinear => super::ops::lora_linear::modules(),
             Self::LinearParts => super::ops::lora_linear::parts_modules(),
             Self::MatmulPlain => super::ops::matmul_plain::modules(),
+            Self::Pointwise => super::ops::pointwise::modules(),
+            Self::Rows => super::ops::rows::modules(),
+            Self::RowSums => super::ops::rows::sum_modules(),
+            Self::Loss => super::ops::loss::modules(),
         }
     }
 }

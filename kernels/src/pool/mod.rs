@@ -180,6 +180,20 @@ impl Pool {
         }))
     }
 
+    /// A pool whose blocks lie in one range of `bytes` bytes, which somebody else holds.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn arena(name: &'static str, bytes: u64) -> Self {
+        let lines = bytes as usize / LINE_BYTES;
+        Self(Arc::new(Shared {
+            name,
+            capacity: Some(bytes),
+            inner: Mutex::new(Inner {
+                places: Places::within(lines),
+                ..Inner::default()
+            }),
+        }))
+    }
+
     /// The pool's name.
     #[must_use]
     pub fn name(&self) -> &'static str {
@@ -239,7 +253,9 @@ impl Pool {
         let mut inner = self.lock();
         let lines = bytes.div_ceil(LINE_BYTES).max(1);
         let counted = (lines * LINE_BYTES) as u64;
-        let growth = (inner.places.growth(lines) * LINE_BYTES) as u64;
+        let growth = inner.places.growth(lines);
+        // No place in one piece is as good as no room.
+        let growth = growth.map_or(u64::MAX, |lines| (lines * LINE_BYTES) as u64);
         self.check(&inner, counted, growth, tag)?;
         let place = inner.places.take(lines);
         inner.stats.touched = (inner.places.touched() * LINE_BYTES) as u64;
@@ -365,6 +381,14 @@ impl Drop for Reservation {
 pub(crate) struct Placed {
     place: Place,
     counted: Reservation,
+}
+
+#[cfg(feature = "cuda")]
+impl Placed {
+    /// Bytes in front of it in the pool's one range.
+    pub(crate) fn offset(&self) -> u64 {
+        (self.place.start * LINE_BYTES) as u64
+    }
 }
 
 impl Drop for Placed {

@@ -36,9 +36,26 @@ pub(super) struct Places {
     /// Every hole as (length, segment, start).
     by_size: BTreeSet<(usize, usize, usize)>,
     touched: usize,
+    /// There are no other segments than those at hand.
+    fixed: bool,
 }
 
 impl Places {
+    /// Places in one range of `lines` lines.
+    pub(super) fn within(lines: usize) -> Self {
+        let whole = Segment {
+            lines,
+            end: 0,
+            reached: 0,
+            holes: BTreeMap::new(),
+        };
+        Self {
+            segments: vec![whole],
+            fixed: true,
+            ..Self::default()
+        }
+    }
+
     /// Lines that some block has used, now or before.
     pub(super) fn touched(&self) -> usize {
         self.touched
@@ -73,9 +90,11 @@ impl Places {
         (place.start + place.lines).saturating_sub(reached)
     }
 
-    /// Lines by which the pool would grow for a block of `lines` lines.
-    pub(super) fn growth(&self, lines: usize) -> usize {
-        self.growth_at(self.find(lines))
+    /// Lines by which the pool would grow for a block of `lines` lines; `None` where no hole and no rest is long enough.
+    pub(super) fn growth(&self, lines: usize) -> Option<usize> {
+        let place = self.find(lines);
+        let there = place.segment < self.segments.len() || !self.fixed;
+        there.then(|| self.growth_at(place))
     }
 
     /// A place for `lines` lines, which must not be 0.
@@ -148,11 +167,11 @@ mod tests {
         let c = places.take(5);
         places.give_back(a);
         places.give_back(b);
-        assert_eq!((places.growth(30), places.growth(31)), (0, 31));
+        assert_eq!((places.growth(30), places.growth(31)), (Some(0), Some(31)));
         assert_eq!(places.take(28).start, 0);
         places.give_back(c);
         // The hole at the end grows.
-        assert_eq!(places.growth(8), 1);
+        assert_eq!(places.growth(8), Some(1));
         assert_eq!(places.take(8).start, 28);
         assert_eq!(places.touched(), 36);
     }
@@ -165,6 +184,19 @@ mod tests {
         assert_eq!((long.segment, long.start), (1, 0));
         assert_eq!(places.take(1).segment, 0);
         assert_eq!(places.touched(), 4 * SEGMENT_LINES);
+    }
+
+    #[test]
+    fn a_fixed_range_ends_where_it_ends() {
+        let mut places = Places::within(10);
+        let a = places.take(4);
+        let b = places.take(4);
+        assert_eq!((places.growth(2), places.growth(3)), (Some(2), None));
+        places.give_back(a);
+        // Four free lines at the front and two at the back are no six.
+        assert_eq!((places.growth(4), places.growth(6)), (Some(0), None));
+        places.give_back(b);
+        assert_eq!(places.growth(10), Some(2));
     }
 
     proptest! {
@@ -181,7 +213,7 @@ mod tests {
                         places.give_back(live.swap_remove(which.index(live.len())));
                         continue;
                     }
-                    let grown = places.touched() + places.growth(*lines);
+                    let grown = places.touched() + places.growth(*lines).unwrap();
                     let place = places.take(*lines);
                     prop_assert_eq!(places.touched(), grown);
                     for other in live.iter().filter(|o| o.segment == place.segment) {

@@ -154,21 +154,33 @@ pub fn registers(compiler: Compiler, module: &Module) -> Result<BTreeMap<String,
     Ok(all)
 }
 
-/// Compiles every module and runs every small case on the emulator, and writes the table of what was seen.
+/// Compiles every module and runs every small case on the emulator, and writes the table of what was seen. With names of
+/// `families`, only of those: the other lines of the file stay.
 ///
 /// # Errors
-/// When NVRTC is missing, or a module or a case fails.
-pub fn build_table(setting: &Setting, file: &Path) -> Result<()> {
+/// When NVRTC is missing, a name is none of a family, or a module or a case fails.
+pub fn build_table(setting: &Setting, file: &Path, families: &[String]) -> Result<()> {
     let compiler = Compiler::find(&setting.search)?;
-    let modules = modules();
+    let known = |name: &String| Family::ALL.iter().any(|family| family.name() == name);
+    let stranger = families.iter().find(|name| !known(name));
+    ensure!(stranger.is_none(), "{stranger:?} is the name of no family");
+    let wanted =
+        |family: &Family| families.is_empty() || families.iter().any(|name| name == family.name());
+    let chosen: Vec<Family> = Family::ALL.into_iter().filter(wanted).collect();
+    let modules: Vec<Module> = chosen.iter().flat_map(|family| family.modules()).collect();
     let (seen, compiled) = std::thread::scope(|scope| {
-        let cases = scope.spawn(launched_by_cases);
+        let cases = scope.spawn(|| launched_by_cases(&chosen));
         let compiled: Result<Vec<_>> = modules.iter().map(|m| registers(compiler, m)).collect();
         let seen = cases.join().map_err(|_| anyhow!("a case panicked"));
         (seen, compiled)
     });
     let seen = seen??;
     let mut table = Table::new();
+    if !families.is_empty() {
+        table = parse_table(&std::fs::read_to_string(file)?)?;
+        let belongs = |module: &String| chosen.iter().any(|family| is_of(module, family.name()));
+        table.retain(|(module, _), _| !belongs(module));
+    }
     for (module, kernels) in modules.iter().zip(compiled?) {
         for (kernel, registers) in kernels {
             let key = (module.name(), kernel);
@@ -187,11 +199,17 @@ pub fn build_table(setting: &Setting, file: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Threads and shared memory of the launches of all small cases.
-fn launched_by_cases() -> Result<Seen> {
+/// Whether a module's name begins with that of a family.
+fn is_of(module: &str, family: &str) -> bool {
+    let rest = module.strip_prefix(family);
+    rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('-'))
+}
+
+/// Threads and shared memory of the launches of the small cases of some families.
+fn launched_by_cases(families: &[Family]) -> Result<Seen> {
     let mut machine = Recording::new(Emulator::new(Order::Ascending));
-    for family in Family::ALL {
-        for case in cases::of(family, Effort::Emulated) {
+    for family in families {
+        for case in cases::of(*family, Effort::Emulated) {
             case.run(&mut machine)?;
         }
     }
@@ -201,6 +219,12 @@ fn launched_by_cases() -> Result<Seen> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn families_are_told_apart_by_their_whole_name() {
+        assert!(is_of("attention-type1", "attention") && is_of("adamw", "adamw"));
+        assert!(!is_of("attention_plain-type1", "attention"));
+    }
 
     #[test]
     fn the_table_survives_writing_and_wrong_lines_are_named() {

@@ -2,9 +2,12 @@
 //! source as C++ and runs it on a CPU. A *case* draws operands, launches, and compares; every case runs on both.
 #![deny(unsafe_code)]
 
+pub mod backend_checks;
 pub mod cases;
 pub mod compile;
 pub mod emulator;
+#[expect(unsafe_code, reason = "implements what a backend trusts")]
+pub mod executor;
 pub mod gpu;
 pub mod machine;
 pub mod numbers;

@@ -124,6 +124,47 @@ pub fn norm_parameter(rows: usize, magnitude: f64, terms: f64) -> f64 {
     terms + (additions + 1.0) * U32 * magnitude
 }
 
+/// A sum over `rows` terms whose sizes add up to `size`, stored in `to`: at most 32 additions in a warp's chain, 7 over
+/// warps, one for each group of 256 rows.
+#[must_use]
+pub fn column_sum(to: DType, rows: usize, want: f64, size: f64) -> f64 {
+    let additions = 32.0 + 7.0 + (rows as f64 / 256.0).ceil();
+    store(to, want) + additions * U32 * size
+}
+
+/// The same number, or the one next to it.
+#[must_use]
+pub fn neighbours(a: f32, b: f32) -> bool {
+    a == b || a == b.next_up() || a == b.next_down()
+}
+
+/// Relative, between two sums of exponentials of one row that add other stretches in f32: 32 additions in a lane and 5
+/// over lanes, in each.
+const STRETCHES: f64 = 2.0 * 37.0 * U32;
+
+/// Between two losses computed from such sums: the logarithm turns the relative error into an absolute one; the largest
+/// logit has the size `top`, and both results are rounded once.
+#[must_use]
+pub fn loss(want: f64, top: f64) -> f64 {
+    STRETCHES + 2.0 * U32 * want.abs() + 1e-15 * top
+}
+
+/// Between two gradients `factor * (softmax - one at the label)` computed from such sums, each rounded to `out`; `share`
+/// bounds `factor * softmax`, and the rounded logarithm of a sum has the size `base`: its rounding is an error of the
+/// exponent.
+#[must_use]
+pub fn softmax_gradient(out: DType, want: f64, share: f64, base: f64) -> f64 {
+    2.0 * store(out, want) + (STRETCHES + 2.0 * U32 * base + 4.0 * U32) * share
+}
+
+/// Between two backends that add in different orders, for results of at most `size` of small operations: a few roundings
+/// to `dtype` of values near the largest, and no more than a few hundred f32 roundings of terms of its size. A wrong
+/// operand, extent or stride is off by `size` itself.
+#[must_use]
+pub fn wiring(dtype: DType, size: f64) -> f64 {
+    6.0 * store(dtype, size) + 512.0 * U32 * size
+}
+
 /// An f32 sum of `depth` products of 16-bit elements on tensor cores, with factor and bias; the magnitudes of all
 /// terms add up to `magnitude`. Products are exact. The hardware adds up to 8 of them to the sum after aligning all
 /// to the largest and cutting off below its last bit: 9 cuts below `2 U32 * magnitude` every 8 terms, 2.25 U32 a term.

@@ -89,6 +89,10 @@ families! {
     adamw: AdamW 0 of 1,
     grad_norm: GradNorm 0 of 1,
     norm: Norm 0 of 1,
+    pointwise: Pointwise 0 of 1,
+    rows: Rows 0 of 1,
+    row_sums: RowSums 0 of 1,
+    loss: Loss 0 of 1,
 }
 
 #[test]

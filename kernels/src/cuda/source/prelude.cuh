@@ -37,6 +37,28 @@ struct Element<TYPE_F16> {
 DEVICE float minus_infinity() { return float_of_bits(0xff800000u); }
 DEVICE int divide_up(int a, int b) { return (a + b - 1) / b; }
 
+// p and n with e^x = p * 2^n for -104 <= x <= 89, with the bits of the CPU (kernels::cpu::math).
+struct ScaledExp {
+  float p;
+  int n;
+};
+DEVICE ScaledExp scaled_exp(float x) {
+  const float round = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+  float shifted = add_rn(mul_rn(x, 1.44269504088896341f), round);
+  float n = sub_rn(shifted, round);
+  // ln 2 in two parts: the product of the first with a small integer is exact.
+  float r = sub_rn(sub_rn(x, mul_rn(n, 0.6933594f)), mul_rn(n, -2.1219444e-4f));
+  float p = 1.9875692e-4f;
+  p = add_rn(mul_rn(p, r), 1.3982e-3f);
+  p = add_rn(mul_rn(p, r), 8.333452e-3f);
+  p = add_rn(mul_rn(p, r), 4.1665796e-2f);
+  p = add_rn(mul_rn(p, r), 1.6666665e-1f);
+  p = add_rn(mul_rn(p, r), 0.5f);
+  p = add_rn(add_rn(mul_rn(p, mul_rn(r, r)), r), 1.0f);
+  return {p, (int)(bits_of_float(shifted) - bits_of_float(round))};
+}
+DEVICE float power_of_two(int n) { return float_of_bits(((u32)n + 127u) << 23); }
+
 // Eight consecutive elements as they lie in memory, from and to addresses of 16-byte words: registers hold them
 // packed until they are used. `load` bypasses the first-level cache (read once), `load_cached` does not;
 // `store_streaming` is for what is not read again soon.

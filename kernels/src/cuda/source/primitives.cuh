@@ -34,6 +34,9 @@ DEVICE double div_rn(double a, double b) { return __ddiv_rn(a, b); }
 DEVICE double sqrt_rn(double a) { return __dsqrt_rn(a); }
 DEVICE double fma_rn(double a, double b, double c) { return __fma_rn(a, b, c); }
 
+// The natural logarithm, to 1 ulp.
+DEVICE double natural_log(double x) { return log(x); }
+
 // 2^x and log2 x to about 2 ulp; subnormal results are zero.
 DEVICE float exp2_approx(float x) {
   float y;

@@ -46,12 +46,13 @@ KERNEL(256, 1) arithmetic(const float* as, const float* bs, const float* cs, flo
   y[8 * n + i] = fminf(a, b);
 }
 
-// y[2][n]: a * b + c rounded twice, a + b.
+// y[3][n]: a * b + c rounded twice, a + b, ln |a|.
 KERNEL(256, 1) double_arithmetic(const double* as, const double* bs, const double* cs, double* y, int n) {
   const int i = this_element();
   if (i >= n) return;
   y[i] = add_rn(mul_rn(as[i], bs[i]), cs[i]);
   y[n + i] = add_rn(as[i], bs[i]);
+  y[2 * n + i] = natural_log(as[i] < 0.0 ? -as[i] : as[i]);
 }
 
 KERNEL(256, 1) high_products(const u32* a, const u32* b, u32* y, int n) {

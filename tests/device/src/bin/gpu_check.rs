@@ -55,6 +55,8 @@ enum Stage {
     Calibration,
     /// Every kernel against its reference.
     Conformance,
+    /// Every operation of the backend beside the CPU.
+    Backend,
     /// The time of every kernel, with shares of ceilings and PyTorch's times.
     Table,
     /// Compiles the PTX that is built in; give the folder of the NVRTC that is meant.
@@ -71,6 +73,9 @@ enum Stage {
     BuildTable {
         /// The table to write.
         file: PathBuf,
+        /// Only these families; the lines of the others stay as they are.
+        #[arg(long, value_delimiter = ',')]
+        families: Vec<String>,
     },
     /// One process of the stage `ipc`.
     #[command(hide = true)]
@@ -123,7 +128,10 @@ fn run(stage: &Stage, setting: &Setting) -> Result<bool> {
         Stage::Calibration => finish(conformance::calibrate(setting)),
         Stage::Table => finish(table::run(setting)),
         Stage::Conformance => finish(conformance::run(setting)),
-        Stage::BuildTable { file } => compile::build_table(setting, file).map(|()| true),
+        Stage::Backend => finish(conformance::backend(setting)),
+        Stage::BuildTable { file, families } => {
+            compile::build_table(setting, file, families).map(|()| true)
+        }
         Stage::BuildEmulated { folder } => device_tests::emulator::build_all(folder).map(|()| true),
         Stage::BuildPtx { file } => compile::build_ptx(setting, file).map(|()| true),
         Stage::IpcRank { rank, meeting } => {

@@ -9,14 +9,18 @@ pub mod adamw;
 pub mod attention;
 pub mod cast;
 pub mod grad_norm;
+mod host;
 mod layer;
 pub mod linear_parts;
 pub mod lora_linear;
+pub mod loss;
 pub mod matmul_plain;
 pub mod norm;
 mod operand;
+pub mod pointwise;
 pub mod primitives_check;
 mod product;
+pub mod rows;
 
 /// How large operands may be.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -77,6 +81,10 @@ pub fn of(family: Family, effort: Effort) -> Vec<Case> {
         Family::LinearParts => linear_parts::cases(effort),
         Family::LoraLinear => lora_linear::cases(effort),
         Family::MatmulPlain => matmul_plain::cases(effort),
+        Family::Pointwise => pointwise::cases(effort),
+        Family::Rows => rows::cases(effort),
+        Family::RowSums => rows::sum_cases(effort),
+        Family::Loss => loss::cases(effort),
         other => vec![Case::new(format!("{other:?}"), move |_| {
             anyhow::bail!("the family {other:?} has no checks")
         })],

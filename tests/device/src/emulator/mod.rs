@@ -72,6 +72,22 @@ impl Emulator {
         }
     }
 
+    /// Copies bytes to `start` bytes behind the front of a buffer.
+    ///
+    /// # Errors
+    /// When the bytes do not fit.
+    pub fn write_at(&mut self, buffer: Buffer, start: usize, bytes: &[u8]) -> Result<()> {
+        let end = start.checked_add(bytes.len()).context("a long range")?;
+        ensure!(end <= buffer.len, "the bytes do not fit the buffer");
+        let allocation = self.allocation(buffer)?;
+        // SAFETY: the allocation has at least as many bytes, and nobody else holds a reference into it.
+        unsafe {
+            let to = allocation.start().add(start);
+            to.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len());
+        }
+        Ok(())
+    }
+
     fn allocation(&self, buffer: Buffer) -> Result<&Allocation> {
         let found = self.allocations.iter().find(|a| a.buffer() == buffer);
         found.context("a buffer of another machine, or from before a reset")
@@ -95,15 +111,7 @@ impl Machine for Emulator {
     }
 
     fn write(&mut self, buffer: Buffer, bytes: &[u8]) -> Result<()> {
-        ensure!(bytes.len() <= buffer.len, "the bytes do not fit the buffer");
-        let allocation = self.allocation(buffer)?;
-        // SAFETY: the allocation has at least as many bytes, and nobody else holds a reference into it.
-        unsafe {
-            allocation
-                .start()
-                .copy_from_nonoverlapping(bytes.as_ptr(), bytes.len());
-        }
-        Ok(())
+        self.write_at(buffer, 0, bytes)
     }
 
     fn read(&mut self, buffer: Buffer, start: isize, len: usize) -> Result<Vec<u8>> {

@@ -1,10 +1,15 @@
 //! Stage `conformance`: every kernel on the GPU against its reference. Stage `calibration`: the emulator against the
 //! GPU, so that what the emulator proves in a test without a GPU holds.
 
+use std::sync::Arc;
+
 use anyhow::Context;
+use kernels::Backend;
+use kernels::cuda::CudaBackend;
 use kernels::cuda::module::Family;
 
 use super::{Report, Setting, show};
+use crate::backend_checks;
 use crate::cases::{self, Effort};
 use crate::emulator::{Emulator, Order};
 use crate::gpu::GpuMachine;
@@ -48,6 +53,39 @@ pub fn run(setting: &Setting) -> Report {
         }
     }
     show("conformance done");
+    report
+}
+
+/// Every operation of the backend beside the CPU, on the memory and the stream of a real GPU.
+#[must_use]
+pub fn backend(setting: &Setting) -> Report {
+    /// Room for the small tensors of the checks.
+    const ARENA_BYTES: u64 = 256 << 20;
+    let mut report = Report::new("backend");
+    report.part("backend", |report| {
+        let gpu = Arc::new(setting.gpu()?);
+        let device = CudaBackend::new(gpu, ARENA_BYTES)?;
+        let checks = backend_checks::all();
+        let mut passed = 0;
+        for check in &checks {
+            match check.run(&device) {
+                Ok(()) => passed += 1,
+                Err(error) => report.failure(format!("{error:#}")),
+            }
+        }
+        let left = device.pool().stats().in_use;
+        report.row(
+            "operations",
+            format!("{passed} of {} passed", checks.len()),
+            "",
+        );
+        report.row(
+            "bytes left in the arena",
+            left.to_string(),
+            "the last attention's table",
+        );
+        Ok(())
+    });
     report
 }
 

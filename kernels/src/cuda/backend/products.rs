@@ -1,0 +1,161 @@
+//! Products: matrices, linear layers with adapters.
+
+use super::CudaBackend;
+use crate::backend::{LoraArgs, LoraGrads, MatmulArgs, Transpose};
+use crate::check::{LoraSizes, Sizes};
+use crate::cuda::launch::Address;
+use crate::cuda::ops::lora_linear::{Gradients, LoraLinear};
+use crate::cuda::ops::product::{Product, Term};
+use crate::error::Result;
+use crate::{Backend, DType, Tensor};
+
+/// The 16-bit dtype that all operands share; f32 otherwise, to which every other is widened without loss.
+fn common<'t>(operands: impl IntoIterator<Item = &'t Tensor>) -> DType {
+    let mut operands = operands.into_iter();
+    let first = operands.next().map_or(DType::F32, Tensor::dtype);
+    if operands.all(|x| x.dtype() == first) {
+        first
+    } else {
+        DType::F32
+    }
+}
+
+impl CudaBackend {
+    /// Runs one product.
+    pub(super) fn product(&self, op: &'static str, product: &Product) -> Result<()> {
+        let multiprocessors = self.executor.multiprocessors();
+        let choice = product.choose(multiprocessors);
+        self.run_in_workspace(op, |space| product.launches(choice, multiprocessors, space))
+    }
+
+    pub(super) fn matmul_op(&self, args: &MatmulArgs<'_>, sizes: Sizes) -> Result<Tensor> {
+        const OP: &str = "matmul";
+        let Sizes { m, n, k } = sizes;
+        let dtype = common([args.a, args.b].into_iter().chain(args.bias));
+        let a = self.operand(OP, args.a, dtype)?;
+        let b = self.operand(OP, args.b, dtype)?;
+        let bias = args.bias.map(|x| self.operand(OP, x, dtype)).transpose()?;
+        // A product is stored in its operands' dtype or in f32.
+        let stored = if args.out == dtype { dtype } else { DType::F32 };
+        let y = self.output([m, n], stored)?;
+        let (transpose_a, transpose_b) = (
+            args.transpose_a == Transpose::Yes,
+            args.transpose_b == Transpose::No,
+        );
+        let term = Term {
+            a: self.address(OP, &a)?,
+            a_line: if transpose_a { m } else { k },
+            b: self.address(OP, &b)?,
+            b_line: if transpose_b { n } else { k },
+            k,
+        };
+        let product = Product {
+            dtype,
+            out: stored,
+            transpose_a,
+            transpose_b,
+            m,
+            n,
+            b_rows: n,
+            terms: [(k > 0).then_some(term), None],
+            bias: match &bias {
+                Some(bias) => self.address(OP, bias)?,
+                None => Address::NULL,
+            },
+            scale: 1.0,
+            y: self.address(OP, &y)?,
+            y_line: n,
+        };
+        self.product(OP, &product)?;
+        self.cast(&y, args.out)
+    }
+
+    /// The layer in one dtype, with the tensors that its addresses stand for.
+    fn layer(
+        &self,
+        op: &'static str,
+        args: &LoraArgs<'_>,
+        sizes: LoraSizes,
+        dtype: DType,
+    ) -> Result<(LoraLinear, Vec<Tensor>)> {
+        let mut held = Vec::with_capacity(5);
+        let mut place = |x: &Tensor| -> Result<Address> {
+            let x = self.operand(op, x, dtype)?;
+            let address = self.address(op, &x)?;
+            held.push(x);
+            Ok(address)
+        };
+        let layer = LoraLinear {
+            dtype,
+            t: sizes.t,
+            n: sizes.n,
+            k: sizes.k,
+            r: sizes.r,
+            x: place(args.x)?,
+            weight: place(args.weight)?,
+            bias: args.bias.map_or(Ok(Address::NULL), &mut place)?,
+            lora_a: place(args.lora_a)?,
+            lora_b: place(args.lora_b)?,
+            scale: args.scale,
+        };
+        Ok((layer, held))
+    }
+
+    pub(super) fn lora_op(&self, args: &LoraArgs<'_>, sizes: LoraSizes) -> Result<Tensor> {
+        const OP: &str = "lora_linear";
+        let all = [args.x, args.weight, args.lora_a, args.lora_b];
+        let dtype = common(all.into_iter().chain(args.bias));
+        let (layer, held) = self.layer(OP, args, sizes, dtype)?;
+        let y = self.output([sizes.t, sizes.n], dtype)?;
+        let at = self.address(OP, &y)?;
+        let multiprocessors = self.executor.multiprocessors();
+        self.run_in_workspace(OP, |space| layer.forward(at, multiprocessors, space))?;
+        drop(held);
+        self.cast(&y, args.x.dtype())
+    }
+
+    pub(super) fn lora_backward_op(
+        &self,
+        args: &LoraArgs<'_>,
+        dy: &Tensor,
+        need_dx: bool,
+        sizes: LoraSizes,
+    ) -> Result<LoraGrads> {
+        const OP: &str = "lora_linear_backward";
+        let LoraSizes { n, k, r, .. } = sizes;
+        let all = [args.x, args.weight, args.lora_a, args.lora_b, dy];
+        let dtype = common(all);
+        // The bias has no part in the gradients.
+        let unbiased = LoraArgs {
+            bias: None,
+            ..*args
+        };
+        let (layer, held) = self.layer(OP, &unbiased, sizes, dtype)?;
+        let dy = self.operand(OP, dy, dtype)?;
+        let (d_lora_a, d_lora_b) = (self.gradient([r, k])?, self.gradient([n, r])?);
+        let dx = match need_dx {
+            true => Some(self.output(args.x.shape(), dtype)?),
+            false => None,
+        };
+        let gradients = Gradients {
+            dx: match &dx {
+                Some(dx) => self.address(OP, dx)?,
+                None => Address::NULL,
+            },
+            d_lora_a: self.address(OP, &d_lora_a)?,
+            d_lora_b: self.address(OP, &d_lora_b)?,
+        };
+        let dy_at = self.address(OP, &dy)?;
+        let multiprocessors = self.executor.multiprocessors();
+        self.run_in_workspace(OP, |space| {
+            layer.backward(dy_at, gradients, multiprocessors, space)
+        })?;
+        drop(held);
+        let dx = dx.map(|dx| self.cast(&dx, args.x.dtype())).transpose()?;
+        Ok(LoraGrads {
+            dx,
+            d_lora_a,
+            d_lora_b,
+        })
+    }
+}

@@ -1,0 +1,219 @@
+//! Operations on single elements, dropout and rotary positions, with the bits of the CPU.
+
+use crate::DType;
+use crate::backend::{Direction, Gelu, RopeLayout};
+use crate::cuda::launch::{Address, Arg, Launch};
+use crate::cuda::module::{Family, Module, element_type};
+
+const THREADS: u32 = 256;
+/// Elements a thread handles at a time.
+const WIDTH: u64 = 8;
+/// Columns of a block of random numbers.
+const RANDOM_COLUMNS: u64 = 4;
+/// Blocks of the grid at most: enough for several waves of any GPU.
+const MAX_BLOCKS: u64 = 132 * 16;
+
+const KERNELS: &[&str] = &[
+    "add",
+    "scale",
+    "gelu_tanh",
+    "gelu_tanh_backward",
+    "gelu_erf",
+    "gelu_erf_backward",
+    "swiglu",
+    "swiglu_backward",
+    "dropout",
+    "rope_half",
+    "rope_pairs",
+];
+
+fn module(dtype: DType) -> Option<Module> {
+    let defines = [("TYPE", element_type(dtype)?)];
+    Some(Module::new(Family::Pointwise, defines, KERNELS))
+}
+
+/// Every float dtype.
+#[must_use]
+pub fn modules() -> Vec<Module> {
+    let dtypes = [DType::F32, DType::BF16, DType::F16];
+    dtypes.into_iter().filter_map(module).collect()
+}
+
+fn aligned(addresses: &[Address]) -> bool {
+    addresses.iter().all(|Address(a)| a.is_multiple_of(16))
+}
+
+fn launch(dtype: DType, kernel: &'static str, threads: u64, args: Vec<Arg>) -> Option<Launch> {
+    let blocks = threads.div_ceil(u64::from(THREADS)).clamp(1, MAX_BLOCKS);
+    Some(Launch {
+        module: module(dtype)?,
+        kernel,
+        grid: [blocks as u32, 1, 1],
+        threads: THREADS,
+        shared_bytes: 0,
+        args,
+    })
+}
+
+/// Operands, `n` and whether they are read in words of 16 bytes.
+fn elements(
+    dtype: DType,
+    kernel: &'static str,
+    operands: &[Address],
+    factor: Option<f32>,
+    results: &[Address],
+    n: u64,
+) -> Option<Launch> {
+    let all: Vec<Address> = operands.iter().chain(results).copied().collect();
+    let mut args: Vec<Arg> = operands.iter().copied().map(Arg::Address).collect();
+    args.extend(factor.map(Arg::F32));
+    args.extend(results.iter().copied().map(Arg::Address));
+    args.extend([Arg::U64(n), Arg::I32(aligned(&all).into())]);
+    launch(dtype, kernel, n.div_ceil(WIDTH), args)
+}
+
+/// `y = a + b` for `n` elements. `None` when the dtype is no float, here and below.
+#[must_use]
+pub fn add(dtype: DType, a: Address, b: Address, y: Address, n: u64) -> Option<Launch> {
+    elements(dtype, "add", &[a, b], None, &[y], n)
+}
+
+/// `y = factor * x`.
+#[must_use]
+pub fn scale(dtype: DType, x: Address, factor: f32, y: Address, n: u64) -> Option<Launch> {
+    elements(dtype, "scale", &[x], Some(factor), &[y], n)
+}
+
+/// GELU.
+#[must_use]
+pub fn gelu(dtype: DType, kind: Gelu, x: Address, y: Address, n: u64) -> Option<Launch> {
+    let kernel = match kind {
+        Gelu::Tanh => "gelu_tanh",
+        Gelu::Erf => "gelu_erf",
+    };
+    elements(dtype, kernel, &[x], None, &[y], n)
+}
+
+/// `dx` of GELU.
+#[must_use]
+pub fn gelu_backward(
+    dtype: DType,
+    kind: Gelu,
+    [x, dy]: [Address; 2],
+    dx: Address,
+    n: u64,
+) -> Option<Launch> {
+    let kernel = match kind {
+        Gelu::Tanh => "gelu_tanh_backward",
+        Gelu::Erf => "gelu_erf_backward",
+    };
+    elements(dtype, kernel, &[x, dy], None, &[dx], n)
+}
+
+/// `y = silu(gate) * up`.
+#[must_use]
+pub fn swiglu(dtype: DType, gate: Address, up: Address, y: Address, n: u64) -> Option<Launch> {
+    elements(dtype, "swiglu", &[gate, up], None, &[y], n)
+}
+
+/// Gradients of gate and up in one pass: five elements are moved per element.
+#[must_use]
+pub fn swiglu_backward(
+    dtype: DType,
+    [gate, up, dy]: [Address; 3],
+    [d_gate, d_up]: [Address; 2],
+    n: u64,
+) -> Option<Launch> {
+    let operands = [gate, up, dy];
+    elements(
+        dtype,
+        "swiglu_backward",
+        &operands,
+        None,
+        &[d_gate, d_up],
+        n,
+    )
+}
+
+/// Dropout of `x [t, k]` with probability `p`, as [`Backend::dropout`](crate::Backend::dropout); `rows` is i32 `[t, 2]`.
+#[must_use]
+pub fn dropout(
+    dtype: DType,
+    [x, rows, y]: [Address; 3],
+    [t, k]: [u64; 2],
+    key: [u32; 2],
+    p: f32,
+) -> Option<Launch> {
+    let threshold = (f64::from(p) * 4_294_967_296.0) as u32;
+    let args = vec![
+        Arg::Address(x),
+        Arg::Address(rows),
+        Arg::Address(y),
+        Arg::U64(t),
+        Arg::U64(k),
+        Arg::U32(key[0]),
+        Arg::U32(key[1]),
+        Arg::U32(threshold),
+        Arg::F32(1.0 / (1.0 - p)),
+    ];
+    launch(dtype, "dropout", t * k.div_ceil(RANDOM_COLUMNS), args)
+}
+
+/// Sizes of a rotation: `x [tokens, heads, d]`, angles `[tokens, w]`.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct RopeShape {
+    /// Tokens.
+    pub tokens: u64,
+    /// Heads of a token.
+    pub heads: u32,
+    /// Elements of a head.
+    pub d: u32,
+    /// Pairs that rotate, at most `d / 2`.
+    pub w: u32,
+}
+
+/// Rotation of `x` by angles whose cosines and sines are f32 `[tokens, w]`, as [`Backend::rope`](crate::Backend::rope).
+#[must_use]
+pub fn rope(
+    dtype: DType,
+    [x, cos, sin, y]: [Address; 4],
+    shape: RopeShape,
+    layout: RopeLayout,
+    direction: Direction,
+) -> Option<Launch> {
+    let RopeShape {
+        tokens,
+        heads,
+        d,
+        w,
+    } = shape;
+    let kernel = match layout {
+        RopeLayout::HalfSplit => "rope_half",
+        RopeLayout::Interleaved => "rope_pairs",
+    };
+    let lines = w.is_multiple_of(8) && d.is_multiple_of(8);
+    let wide = lines && aligned(&[x, cos, sin, y]);
+    let sign = match direction {
+        Direction::Forward => 1.0,
+        Direction::Inverse => -1.0,
+    };
+    let units = (d - w) / if wide { 8 } else { 1 };
+    let args = vec![
+        Arg::Address(x),
+        Arg::Address(cos),
+        Arg::Address(sin),
+        Arg::Address(y),
+        Arg::U64(tokens),
+        Arg::I32(heads.try_into().ok()?),
+        Arg::I32(d.try_into().ok()?),
+        Arg::I32(w.try_into().ok()?),
+        Arg::F32(sign),
+        Arg::I32(wide.into()),
+    ];
+    launch(
+        dtype,
+        kernel,
+        tokens * u64::from(heads) * u64::from(units),
+        args,
+    )
+}

@@ -1,0 +1,295 @@
+//! Tables of rows: gathered, replaced, transposed, and summed in a fixed order.
+
+use crate::DType;
+use crate::cuda::launch::{Address, Arg, Launch};
+use crate::cuda::module::{Family, Module, element_type};
+
+const THREADS: u32 = 256;
+const MAX_BLOCKS: u64 = 132 * 16;
+/// Blocks of a grid along y and z at most.
+const MAX_GRID: u64 = 65_535;
+/// Side of a tile of a transposition.
+const TILE: u64 = 32;
+/// Rows of a group of column sums. Part of the result's definition.
+const GROUP_ROWS: u64 = 256;
+
+const ROW_KERNELS: &[&str] = &["gather_rows", "put_rows", "transpose_each"];
+const SUM_KERNELS: &[&str] = &["scatter_add_rows", "column_sums", "sum_groups"];
+
+fn rows_module(unit: u64) -> Module {
+    let kernels = if unit <= 4 {
+        ROW_KERNELS
+    } else {
+        &ROW_KERNELS[..2]
+    };
+    Module::new(Family::Rows, [("UNIT", unit as u32)], kernels)
+}
+
+fn sums_module(x: DType, out: DType) -> Option<Module> {
+    let defines = [("X", element_type(x)?), ("OUT", element_type(out)?)];
+    Some(Module::new(Family::RowSums, defines, SUM_KERNELS))
+}
+
+/// Every unit.
+#[must_use]
+pub fn modules() -> Vec<Module> {
+    [1, 2, 4, 16].into_iter().map(rows_module).collect()
+}
+
+/// Sums in the dtype of what is summed, and in f32.
+#[must_use]
+pub fn sum_modules() -> Vec<Module> {
+    let pairs = [
+        (DType::F32, DType::F32),
+        (DType::BF16, DType::BF16),
+        (DType::BF16, DType::F32),
+        (DType::F16, DType::F16),
+        (DType::F16, DType::F32),
+    ];
+    let modules = pairs.into_iter().map(|(x, out)| sums_module(x, out));
+    modules.flatten().collect()
+}
+
+/// The widest unit that rows of `row_bytes` at these addresses are made of.
+fn unit(row_bytes: u64, addresses: &[Address]) -> u64 {
+    let fits = |unit: &u64| {
+        let starts = addresses.iter().all(|Address(a)| a.is_multiple_of(*unit));
+        starts && row_bytes.is_multiple_of(*unit)
+    };
+    [16, 4, 2].into_iter().find(fits).unwrap_or(1)
+}
+
+fn blocks(threads: u64) -> u32 {
+    threads.div_ceil(u64::from(THREADS)).clamp(1, MAX_BLOCKS) as u32
+}
+
+/// `y[i] = table[index[i]]` for `rows` rows of `row_bytes`; `index` is i32 and lies inside the table.
+#[must_use]
+pub fn gather_rows(
+    table: Address,
+    index: Address,
+    y: Address,
+    rows: u64,
+    row_bytes: u64,
+) -> Launch {
+    let unit = unit(row_bytes, &[table, y]);
+    let units = row_bytes / unit;
+    Launch {
+        module: rows_module(unit),
+        kernel: "gather_rows",
+        grid: [blocks(rows * units), 1, 1],
+        threads: THREADS,
+        shared_bytes: 0,
+        args: vec![
+            Arg::Address(table),
+            Arg::Address(index),
+            Arg::Address(y),
+            Arg::U64(rows),
+            Arg::U64(units),
+        ],
+    }
+}
+
+/// `y[to[i]] = x[from[i]]` for `rows` rows of `row_bytes`, or zeros where `x` is [`Address::NULL`] (then `from` is not
+/// read). No row is named twice in `to`.
+#[must_use]
+pub fn put_rows(
+    x: Address,
+    from: Address,
+    to: Address,
+    y: Address,
+    rows: u64,
+    row_bytes: u64,
+) -> Launch {
+    let unit = unit(row_bytes, &[x, y]);
+    let units = row_bytes / unit;
+    Launch {
+        module: rows_module(unit),
+        kernel: "put_rows",
+        grid: [blocks(rows * units), 1, 1],
+        threads: THREADS,
+        shared_bytes: 0,
+        args: vec![
+            Arg::Address(x),
+            Arg::Address(from),
+            Arg::Address(to),
+            Arg::Address(y),
+            Arg::U64(rows),
+            Arg::U64(units),
+        ],
+    }
+}
+
+/// Each of the `n` matrices `[a, b]` of `x` transposed, elements of `size` bytes (1, 2 or 4). `None` for other sizes and
+/// for extents beyond a grid's.
+#[must_use]
+pub fn transpose_each(x: Address, y: Address, [n, a, b]: [u64; 3], size: u64) -> Option<Launch> {
+    let rows = a.div_ceil(TILE).max(1);
+    if !matches!(size, 1 | 2 | 4) || rows > MAX_GRID {
+        return None;
+    }
+    Some(Launch {
+        module: rows_module(size),
+        kernel: "transpose_each",
+        grid: [
+            u32::try_from(b.div_ceil(TILE).max(1)).ok()?,
+            rows as u32,
+            n.clamp(1, MAX_GRID) as u32,
+        ],
+        threads: THREADS,
+        shared_bytes: (TILE * (TILE + 1) * size) as u32,
+        args: vec![
+            Arg::Address(x),
+            Arg::Address(y),
+            Arg::U64(n),
+            Arg::I32(a.try_into().ok()?),
+            Arg::I32(b.try_into().ok()?),
+        ],
+    })
+}
+
+/// Rows that are added, by their target: what [`scatter_add_rows`] reads, computed on the host from the index.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct Groups {
+    /// Rows of x, those of one target behind each other in their order.
+    pub sources: Vec<i32>,
+    /// Where each target's sources begin, and the end of the last.
+    pub starts: Vec<i32>,
+    /// The targets, ascending.
+    pub targets: Vec<i32>,
+}
+
+impl Groups {
+    /// Of the targets `index[i]` of rows `i`.
+    #[must_use]
+    pub fn of(index: &[i32]) -> Self {
+        let mut order: Vec<(i32, i32)> = index.iter().copied().zip(0..).collect();
+        order.sort_unstable();
+        let mut groups = Self::default();
+        for same in order.chunk_by(|a, b| a.0 == b.0) {
+            groups.starts.push(groups.sources.len() as i32);
+            groups.targets.push(same[0].0);
+            groups.sources.extend(same.iter().map(|(_, source)| source));
+        }
+        groups.starts.push(groups.sources.len() as i32);
+        groups
+    }
+}
+
+/// Operands of [`scatter_add_rows`]: `sources`, `starts` and `targets` are i32, as in [`Groups`].
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Scatter {
+    /// Rows that are added.
+    pub x: Address,
+    /// [`Groups::sources`].
+    pub sources: Address,
+    /// [`Groups::starts`].
+    pub starts: Address,
+    /// [`Groups::targets`].
+    pub targets: Address,
+    /// Where the sums go; other rows stay as they are.
+    pub y: Address,
+}
+
+/// The sums of `groups` targets over rows of `c` elements, in f32 and in the order of the sources. `None` when a dtype is
+/// no float.
+#[must_use]
+pub fn scatter_add_rows(
+    (from, to): (DType, DType),
+    at: &Scatter,
+    groups: u64,
+    c: u64,
+) -> Option<Launch> {
+    Some(Launch {
+        module: sums_module(from, to)?,
+        kernel: "scatter_add_rows",
+        grid: [blocks(c), groups.clamp(1, MAX_GRID) as u32, 1],
+        threads: THREADS,
+        shared_bytes: 0,
+        args: vec![
+            Arg::Address(at.x),
+            Arg::Address(at.sources),
+            Arg::Address(at.starts),
+            Arg::Address(at.targets),
+            Arg::Address(at.y),
+            Arg::I32(groups.try_into().ok()?),
+            Arg::U64(c),
+        ],
+    })
+}
+
+/// Bytes of workspace of [`column_sum`].
+#[must_use]
+pub const fn column_sum_workspace_bytes(rows: u64, c: u64) -> u64 {
+    rows.div_ceil(GROUP_ROWS) * c * 4
+}
+
+/// `y[c] = sum over the rows of x [rows, c]`, in f32: groups of 256 rows, then the groups in order. The launches in their
+/// order. `None` when a dtype is no float or an extent is beyond a grid's (16 million rows).
+#[must_use]
+pub fn column_sum(
+    (from, to): (DType, DType),
+    x: Address,
+    [rows, c]: [u64; 2],
+    workspace: Address,
+    y: Address,
+) -> Option<[Launch; 2]> {
+    let module = sums_module(from, to)?;
+    let groups = rows.div_ceil(GROUP_ROWS).max(1);
+    if groups > MAX_GRID {
+        return None;
+    }
+    let partial = Launch {
+        module: module.clone(),
+        kernel: "column_sums",
+        grid: [
+            u32::try_from(c.div_ceil(TILE).max(1)).ok()?,
+            groups as u32,
+            1,
+        ],
+        threads: THREADS,
+        shared_bytes: THREADS * 4,
+        args: vec![
+            Arg::Address(x),
+            Arg::Address(workspace),
+            Arg::U64(rows),
+            Arg::I32(c.try_into().ok()?),
+            Arg::U64(GROUP_ROWS),
+        ],
+    };
+    let total = Launch {
+        module,
+        kernel: "sum_groups",
+        grid: [blocks(c), 1, 1],
+        threads: THREADS,
+        shared_bytes: 0,
+        args: vec![
+            Arg::Address(workspace),
+            Arg::I32(groups as i32),
+            Arg::Address(y),
+            Arg::U64(c),
+        ],
+    };
+    Some([partial, total])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_of_a_target_lie_behind_each_other_in_their_order() {
+        let groups = Groups::of(&[5, 2, 5, 0, 2, 5]);
+        assert_eq!(groups.targets, [0, 2, 5]);
+        assert_eq!(groups.sources, [3, 1, 4, 0, 2, 5]);
+        assert_eq!(groups.starts, [0, 1, 3, 6]);
+        assert_eq!(Groups::of(&[]).starts, [0]);
+    }
+
+    #[test]
+    fn the_widest_unit_divides_rows_and_addresses() {
+        let of = |bytes, address| unit(bytes, &[Address(address), Address(64)]);
+        assert_eq!((of(32, 16), of(32, 8), of(8, 16)), (16, 4, 4));
+        assert_eq!((of(6, 16), of(32, 2), of(3, 16), of(32, 1)), (2, 2, 1, 1));
+    }
+}

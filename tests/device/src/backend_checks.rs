@@ -1,0 +1,468 @@
+//! Every operation of a backend beside the CPU: with operands that are whole tensors, and with parts of larger ones.
+//! Bit for bit where the definition leaves no bit open; elsewhere as close as a wrong operand, extent or stride could
+//! not be: the exact bounds of kernels are checked in their own cases.
+
+use anyhow::{Context, Result, ensure};
+use kernels::{
+    AttentionArgs, Backend, CpuBackend, DType, Direction, DropoutArgs, Gelu, IGNORED_LABEL,
+    LoraArgs, LossNeeds, MatmulArgs, RopeLayout, Shape, Tag, Tensor, Transpose,
+};
+
+use crate::numbers::{bytes, first_difference};
+use crate::random::Operands;
+use crate::tolerance;
+
+/// An operand of a check.
+#[derive(Clone, Debug)]
+enum Input {
+    /// Normal numbers.
+    Float(DType, Vec<usize>),
+    /// Row numbers, labels.
+    Index(Vec<usize>, Vec<i32>),
+}
+
+/// How results are compared.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Compare {
+    Bits,
+    /// Through sums in another order, on numbers rounded to this dtype on the way.
+    Close(DType),
+}
+
+type Run = Box<dyn Fn(&dyn Backend, &[Tensor]) -> kernels::Result<Vec<Tensor>> + Send + Sync>;
+
+/// One operation with its operands.
+pub struct Check {
+    /// What is called, in which dtypes.
+    pub name: String,
+    inputs: Vec<Input>,
+    compare: Compare,
+    run: Run,
+}
+
+impl std::fmt::Debug for Check {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_tuple("Check").field(&self.name).finish()
+    }
+}
+
+impl Check {
+    fn new(
+        name: impl Into<String>,
+        inputs: impl Into<Vec<Input>>,
+        compare: Compare,
+        run: impl Fn(&dyn Backend, &[Tensor]) -> kernels::Result<Vec<Tensor>> + Send + Sync + 'static,
+    ) -> Self {
+        Self {
+            name: name.into(),
+            inputs: inputs.into(),
+            compare,
+            run: Box::new(run),
+        }
+    }
+
+    /// Runs it on the CPU and on `device`.
+    ///
+    /// # Errors
+    /// What differs, or what failed.
+    pub fn run(&self, device: &dyn Backend) -> Result<()> {
+        for part in [false, true] {
+            let what = || format!("{}{}", self.name, if part { ", parts" } else { "" });
+            self.run_once(device, part).with_context(what)?;
+        }
+        Ok(())
+    }
+
+    fn run_once(&self, device: &dyn Backend, part: bool) -> Result<()> {
+        let cpu = CpuBackend::unlimited();
+        let want = (self.run)(&cpu, &self.operands(&cpu, part)?)?;
+        let got = (self.run)(device, &self.operands(device, part)?)?;
+        ensure!(got.len() == want.len(), "{} results", got.len());
+        for (i, (got, want)) in got.iter().zip(&want).enumerate() {
+            self.same(got, want)
+                .with_context(|| format!("result {i}"))?;
+        }
+        Ok(())
+    }
+
+    /// The inputs; as parts they are the rows behind the first of a longer tensor.
+    fn operands(&self, backend: &dyn Backend, part: bool) -> Result<Vec<Tensor>> {
+        let operand = |(i, input): (usize, &Input)| {
+            let (dtype, dims, own) = match input {
+                Input::Float(dtype, dims) => {
+                    let n = dims.iter().product();
+                    let own = Operands::new(61).normal(&format!("operand {i}"), n, 1.0);
+                    (*dtype, dims, bytes(*dtype, &own))
+                }
+                Input::Index(dims, own) => (DType::I32, dims, bytemuck::cast_slice(own).to_vec()),
+            };
+            if !part {
+                return backend.upload(&own, Shape::new(dims), dtype, Tag::Activations);
+            }
+            let mut longer = dims.clone();
+            longer[0] += 1;
+            let row = dims[1..].iter().product::<usize>() * dtype.size_bytes();
+            let mut all = vec![0; row];
+            all.extend(own);
+            let whole = backend.upload(&all, Shape::new(&longer), dtype, Tag::Activations)?;
+            whole.narrow(1, dims[0])
+        };
+        let all = self.inputs.iter().enumerate().map(operand);
+        Ok(all.collect::<kernels::Result<_>>()?)
+    }
+
+    fn same(&self, got: &Tensor, want: &Tensor) -> Result<()> {
+        ensure!(
+            (got.shape(), got.dtype()) == (want.shape(), want.dtype()),
+            "{got:?} instead of {want:?}"
+        );
+        if !want.dtype().is_float() {
+            ensure!(got.to_bytes()? == want.to_bytes()?, "other bytes");
+            return Ok(());
+        }
+        let (got, want) = (got.to_f32_vec()?, want.to_f32_vec()?);
+        let wrong = match self.compare {
+            Compare::Bits => first_difference(&got, &want),
+            Compare::Close(dtype) => {
+                let size = want.iter().fold(0.0f32, |size, x| size.max(x.abs()));
+                let allowed = tolerance::wiring(dtype, f64::from(size));
+                let off = |(g, w): (&f32, &f32)| f64::from((g - w).abs()) > allowed || g.is_nan();
+                got.iter().zip(&want).position(off)
+            }
+        };
+        match wrong {
+            None => Ok(()),
+            Some(i) => anyhow::bail!("[{i}] is {:e} instead of {:e}", got[i], want[i]),
+        }
+    }
+}
+
+const DTYPES: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
+
+/// Every operation of the trait, in every dtype and in mixtures.
+#[must_use]
+pub fn all() -> Vec<Check> {
+    let mut checks = Vec::new();
+    for dtype in DTYPES {
+        checks.extend(elements(dtype));
+        checks.extend(norms(dtype));
+        checks.extend(attention(dtype));
+        checks.extend(losses(dtype, dtype));
+        checks.extend(tables(dtype));
+        for out in [dtype, DType::F32] {
+            checks.extend(products([dtype; 2], dtype, out));
+        }
+        checks.extend(adapters([dtype; 2]));
+    }
+    checks.extend(products(
+        [DType::BF16, DType::F32],
+        DType::BF16,
+        DType::BF16,
+    ));
+    checks.extend(products([DType::BF16; 2], DType::F32, DType::F16));
+    checks.extend(adapters([DType::BF16, DType::F32]));
+    checks.extend(losses(DType::BF16, DType::F32));
+    checks
+}
+
+fn float(dtype: DType, dims: &[usize]) -> Input {
+    Input::Float(dtype, dims.to_vec())
+}
+
+fn elements(dtype: DType) -> Vec<Check> {
+    let x = || float(dtype, &[5, 21]);
+    let mut checks = vec![
+        Check::new(format!("add {dtype}"), [x(), x()], Compare::Bits, |b, x| {
+            Ok(vec![b.add(&x[0], &x[1])?])
+        }),
+        Check::new(format!("scale {dtype}"), [x()], Compare::Bits, |b, x| {
+            Ok(vec![b.scale(&x[0], 0.7)?])
+        }),
+        Check::new(
+            format!("swiglu {dtype}"),
+            [x(), x(), x()],
+            Compare::Bits,
+            |b, x| {
+                let (d_gate, d_up) = b.swiglu_backward(&x[0], &x[1], &x[2])?;
+                Ok(vec![b.swiglu(&x[0], &x[1])?, d_gate, d_up])
+            },
+        ),
+        Check::new(
+            format!("dropout {dtype}"),
+            [x(), Input::Index(vec![5, 2], (10..20).collect())],
+            Compare::Bits,
+            |b, x| {
+                Ok(vec![b.dropout(DropoutArgs {
+                    x: &x[0],
+                    rows: &x[1],
+                    key: [3, 4],
+                    p: 0.3,
+                })?])
+            },
+        ),
+    ];
+    for kind in [Gelu::Tanh, Gelu::Erf] {
+        checks.push(Check::new(
+            format!("gelu {kind:?} {dtype}"),
+            [x(), x()],
+            Compare::Bits,
+            move |b, x| {
+                Ok(vec![
+                    b.gelu(&x[0], kind)?,
+                    b.gelu_backward(&x[0], &x[1], kind)?,
+                ])
+            },
+        ));
+    }
+    for to in DTYPES {
+        checks.push(Check::new(
+            format!("cast {dtype} to {to}"),
+            [x()],
+            Compare::Bits,
+            move |b, x| Ok(vec![b.cast(&x[0], to)?]),
+        ));
+    }
+    for layout in [RopeLayout::HalfSplit, RopeLayout::Interleaved] {
+        let angles = || float(DType::F32, &[7, 4]);
+        checks.push(Check::new(
+            format!("rope {layout:?} {dtype}"),
+            [float(dtype, &[7, 2, 12]), angles(), angles()],
+            Compare::Bits,
+            move |b, x| {
+                let turn = |direction| b.rope(&x[0], &x[1], &x[2], layout, direction);
+                Ok(vec![turn(Direction::Forward)?, turn(Direction::Inverse)?])
+            },
+        ));
+    }
+    checks
+}
+
+fn norms(dtype: DType) -> Vec<Check> {
+    let inputs = |params: DType| {
+        vec![
+            float(dtype, &[9, 24]),
+            float(params, &[24]),
+            float(params, &[24]),
+            float(dtype, &[9, 24]),
+        ]
+    };
+    let kinds = [dtype, DType::F32, DType::BF16].into_iter();
+    kinds
+        .map(|params| {
+            Check::new(
+                format!("norms of {dtype} with parameters of {params}"),
+                inputs(params),
+                Compare::Close(dtype),
+                |b, x| {
+                    let [x, w, bias, dy] = [&x[0], &x[1], &x[2], &x[3]];
+                    let layer = b.layer_norm_backward(x, w, dy, 1e-5)?;
+                    let rms = b.rms_norm_backward(x, w, dy, 1e-6)?;
+                    let mut all = vec![b.layer_norm(x, w, bias, 1e-5)?, b.rms_norm(x, w, 1e-6)?];
+                    all.extend([layer.dx, layer.d_weight, rms.dx, rms.d_weight]);
+                    all.extend(layer.d_bias);
+                    Ok(all)
+                },
+            )
+        })
+        .collect()
+}
+
+fn products(operands: [DType; 2], bias: DType, out: DType) -> Vec<Check> {
+    let mut checks = Vec::new();
+    let (m, n, k) = (19, 13, 40);
+    for transpose_a in [Transpose::No, Transpose::Yes] {
+        for transpose_b in [Transpose::No, Transpose::Yes] {
+            let a = match transpose_a {
+                Transpose::No => [m, k],
+                Transpose::Yes => [k, m],
+            };
+            let b = match transpose_b {
+                Transpose::No => [k, n],
+                Transpose::Yes => [n, k],
+            };
+            let coarse = if operands[0] == operands[1] {
+                operands[0]
+            } else {
+                out
+            };
+            checks.push(Check::new(
+                format!(
+                    "matmul {operands:?}, bias {bias}, to {out}, {transpose_a:?} {transpose_b:?}"
+                ),
+                [
+                    float(operands[0], &a),
+                    float(operands[1], &b),
+                    float(bias, &[n]),
+                ],
+                Compare::Close(if out == DType::F32 { coarse } else { out }),
+                move |backend, x| {
+                    let args = MatmulArgs {
+                        a: &x[0],
+                        transpose_a,
+                        b: &x[1],
+                        transpose_b,
+                        bias: Some(&x[2]),
+                        out,
+                    };
+                    Ok(vec![
+                        backend.matmul(args)?,
+                        backend.matmul(MatmulArgs { bias: None, ..args })?,
+                    ])
+                },
+            ));
+        }
+    }
+    checks
+}
+
+fn adapters([dtype, adapter]: [DType; 2]) -> Vec<Check> {
+    let (t, n, k, r) = (11, 20, 36, 4);
+    vec![Check::new(
+        format!("adapted layer of {dtype}, adapters of {adapter}"),
+        [
+            float(dtype, &[t, k]),
+            float(dtype, &[n, k]),
+            float(dtype, &[n]),
+            float(adapter, &[r, k]),
+            float(adapter, &[n, r]),
+            float(dtype, &[t, n]),
+        ],
+        Compare::Close(dtype),
+        |b, x| {
+            let args = LoraArgs {
+                x: &x[0],
+                weight: &x[1],
+                bias: Some(&x[2]),
+                lora_a: &x[3],
+                lora_b: &x[4],
+                scale: 0.5,
+            };
+            let grads = b.lora_linear_backward(args, &x[5], true)?;
+            let without = b.lora_linear_backward(args, &x[5], false)?;
+            let mut all = vec![b.lora_linear(args)?, grads.d_lora_a, grads.d_lora_b];
+            all.extend([without.d_lora_a, without.d_lora_b]);
+            all.extend(grads.dx.into_iter().chain(without.dx));
+            Ok(all)
+        },
+    )]
+}
+
+fn attention(dtype: DType) -> Vec<Check> {
+    let mut checks = Vec::new();
+    for (causal, d, q_starts, k_starts) in [
+        (true, 16, vec![0, 5, 5, 12], vec![0, 9, 11, 20]),
+        (false, 20, vec![0, 7, 12], vec![0, 13, 20]),
+        // No query, no key.
+        (false, 16, vec![0, 0], vec![0, 20]),
+    ] {
+        let t = q_starts[q_starts.len() - 1];
+        let (h, g) = (4, 2);
+        checks.push(Check::new(
+            format!("attention {dtype}, causal {causal}, {q_starts:?}"),
+            [
+                float(dtype, &[t, h, d]),
+                float(dtype, &[20, g, d]),
+                float(dtype, &[20, g, d]),
+                float(dtype, &[t, h, d]),
+            ],
+            Compare::Close(dtype),
+            move |b, x| {
+                let args = AttentionArgs {
+                    q: &x[0],
+                    k: &x[1],
+                    v: &x[2],
+                    q_starts: &q_starts,
+                    k_starts: &k_starts,
+                    causal,
+                    scale: 0.3,
+                };
+                let saved = b.attention(args)?;
+                let grads = b.attention_backward(args, &saved, &x[3])?;
+                Ok(vec![saved.out, grads.dq, grads.dk, grads.dv])
+            },
+        ));
+    }
+    checks
+}
+
+fn losses(hidden: DType, weight: DType) -> Vec<Check> {
+    let mut checks = Vec::new();
+    for (v, labels) in [
+        (40, vec![3, IGNORED_LABEL, 39, 0, IGNORED_LABEL, 17]),
+        (37, vec![IGNORED_LABEL, 36, 1, 1, 20, 5]),
+        (37, vec![IGNORED_LABEL; 6]),
+    ] {
+        checks.push(Check::new(
+            format!("loss of {hidden} with {weight}, vocabulary {v}"),
+            [
+                float(hidden, &[6, 24]),
+                float(weight, &[v, 24]),
+                Input::Index(vec![6], labels),
+            ],
+            Compare::Close(hidden),
+            |b, x| {
+                let losses = b.linear_cross_entropy(&x[0], &x[1], &x[2])?;
+                let mut all = vec![losses];
+                for need in [(true, true), (true, false), (false, true)] {
+                    let need = LossNeeds {
+                        hidden: need.0,
+                        weight: need.1,
+                    };
+                    let grads = b.linear_cross_entropy_backward(&x[0], &x[1], &x[2], 0.25, need)?;
+                    all.push(grads.losses);
+                    all.extend(grads.d_hidden.into_iter().chain(grads.d_weight));
+                }
+                Ok(all)
+            },
+        ));
+    }
+    checks
+}
+
+fn tables(dtype: DType) -> Vec<Check> {
+    let table = || float(dtype, &[8, 6]);
+    let rows = || float(dtype, &[5, 6]);
+    let index = || Input::Index(vec![5], vec![7, 2, 0, 2, 5]);
+    let mut checks = vec![
+        Check::new(
+            format!("rows of {dtype}"),
+            [table(), rows(), index()],
+            Compare::Bits,
+            |b, x| {
+                let [table, rows, index] = [&x[0], &x[1], &x[2]];
+                // The copy is this call's only, the operand is the caller's too.
+                let own = b.add(table, table)?;
+                Ok(vec![
+                    b.gather_rows(table, index)?,
+                    b.replace_rows(table, index, Some(rows))?,
+                    b.replace_rows(table, index, None)?,
+                    b.write_rows(own, index, rows)?,
+                    b.write_rows(table.clone(), index, rows)?,
+                    table.clone(),
+                ])
+            },
+        ),
+        Check::new(
+            format!("transposed matrices of {dtype}"),
+            [float(dtype, &[3, 5, 7])],
+            Compare::Bits,
+            |b, x| Ok(vec![b.transpose_each(&x[0])?]),
+        ),
+        Check::new(
+            format!("column sums of {dtype}"),
+            [float(dtype, &[40, 33])],
+            // Results are f32.
+            Compare::Close(DType::F32),
+            |b, x| Ok(vec![b.column_sum(&x[0])?]),
+        ),
+    ];
+    for out in DTYPES {
+        checks.push(Check::new(
+            format!("added rows of {dtype} in {out}"),
+            [rows(), index()],
+            Compare::Bits,
+            move |b, x| Ok(vec![b.scatter_add_rows(&x[0], &x[1], 9, out)?]),
+        ));
+    }
+    checks
+}
