@@ -5,7 +5,7 @@ use crate::plan::{StateKind, Tier};
 use crate::spill::{PendingRead, SpillFile};
 use crate::tier::{Region, Tiers};
 use crate::timing::CopyClock;
-use kernels::{Block, DType, Pool, Shape, Tag, Tensor, TensorMut};
+use kernels::{Backend, Block, DType, Pool, Shape, Tag, Tensor, TensorMut};
 use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -188,7 +188,7 @@ impl Activations {
         }
         if self.tier == Tier::Host {
             let mut block = self.tiers.host.take(bytes, Tag::Activations)?;
-            block.as_bytes_mut().copy_from_slice(value.as_bytes());
+            block.as_bytes_mut().copy_from_slice(&value.host_bytes()?);
             return Ok(Kept::Host(block));
         }
         let bytes = disk_bytes(bytes);
@@ -207,7 +207,7 @@ impl Activations {
             ahead: RefCell::default(),
         };
         let region = &mut self.arena.borrow_mut().0[place.region].0;
-        region.write(place.bytes.start, value.as_bytes())?;
+        region.write(place.bytes.start, &value.host_bytes()?)?;
         Ok(kept)
     }
 
@@ -244,37 +244,50 @@ impl Activations {
     ///
     /// # Errors
     /// When the device or the disk refuses.
-    pub fn load(&self, saved: &Saved, device: &Pool) -> Result<Tensor> {
+    pub fn load(&self, saved: &Saved, device: &dyn Backend) -> Result<Tensor> {
         let Saved { shape, dtype, kept } = saved;
         let load = || -> Result<Tensor> {
             if let Kept::Null { .. } = kept {
-                return Ok(Tensor::null(device, Tag::Activations, *shape, *dtype)?);
+                let pool = device.pool();
+                return Ok(Tensor::null(pool, Tag::Activations, *shape, *dtype)?);
             }
-            let mut value = TensorMut::new(device, Tag::Activations, *shape, *dtype)?;
-            let out = value.as_bytes_mut();
-            match kept {
-                Kept::Null { .. } => {}
-                Kept::Host(block) => out.copy_from_slice(block.as_bytes()),
-                Kept::Spilled {
-                    place,
-                    arena,
-                    ahead,
-                } => {
-                    let mut at = 0;
-                    for read in ahead.borrow_mut().drain(..) {
-                        let segment = read.wait()?;
-                        let bytes = segment.as_bytes();
-                        out[at..at + bytes.len()].copy_from_slice(bytes);
-                        at += bytes.len();
-                    }
-                    let arena = arena.borrow();
-                    let region = arena.region(place);
-                    region.read(place.bytes.start + at, &mut out[at..])?;
-                }
+            if device.device().is_apart() {
+                let mut bytes = vec![0; saved.size_bytes()];
+                kept.read(&mut bytes)?;
+                return Ok(device.upload(&bytes, *shape, *dtype, Tag::Activations)?);
             }
+            let mut value = TensorMut::new(device.pool(), Tag::Activations, *shape, *dtype)?;
+            kept.read(value.as_bytes_mut())?;
             Ok(value.freeze())
         };
         self.clock.borrow_mut().time(self.tier, load)
+    }
+}
+
+impl Kept {
+    /// Copies the bytes from where they are; none of the null device's.
+    fn read(&self, out: &mut [u8]) -> Result<()> {
+        match self {
+            Self::Null { .. } => {}
+            Self::Host(block) => out.copy_from_slice(block.as_bytes()),
+            Self::Spilled {
+                place,
+                arena,
+                ahead,
+            } => {
+                let mut at = 0;
+                for read in ahead.borrow_mut().drain(..) {
+                    let segment = read.wait()?;
+                    let bytes = segment.as_bytes();
+                    out[at..at + bytes.len()].copy_from_slice(bytes);
+                    at += bytes.len();
+                }
+                let arena = arena.borrow();
+                let region = arena.region(place);
+                region.read(place.bytes.start + at, &mut out[at..])?;
+            }
+        }
+        Ok(())
     }
 }
 
@@ -294,6 +307,7 @@ mod tests {
     use super::*;
     use crate::spill::{IoPath, SpillFile, SpillFolder, SpillIo};
     use crate::tier::Spill;
+    use kernels::{CpuBackend, NullBackend};
     use std::sync::Arc;
 
     fn keepers() -> (tempfile::TempDir, Vec<Activations>) {
@@ -334,7 +348,9 @@ mod tests {
                 for (saved, len) in kept.iter().zip([700_000, 10]) {
                     // More than one segment may want the same value.
                     for _ in 0..2 {
-                        let back = keeper.load(saved, &device).unwrap();
+                        let back = keeper
+                            .load(saved, &CpuBackend::new(device.clone()))
+                            .unwrap();
                         assert_eq!(back.as_slice::<f32>(), &values[..len]);
                     }
                 }
@@ -360,7 +376,9 @@ mod tests {
                 1024
             };
             assert_eq!(keeper.books().stats().in_use - before, bytes);
-            let back = keeper.load(&saved, &device).unwrap();
+            let back = keeper
+                .load(&saved, &NullBackend::new(device.clone()))
+                .unwrap();
             assert!(back.is_null());
             drop(saved);
             assert_eq!(keeper.books().stats().in_use, before);
@@ -386,7 +404,9 @@ mod tests {
             let mut kept: Vec<_> = lens.into_iter().map(save).collect();
             kept.reverse();
             for (len, saved) in kept {
-                let back = keeper.load(&saved, &device).unwrap();
+                let back = keeper
+                    .load(&saved, &CpuBackend::new(device.clone()))
+                    .unwrap();
                 assert_eq!(back.as_slice::<f32>(), &values[..len]);
             }
             assert_eq!(file_bytes(), reserved);

@@ -518,17 +518,19 @@ impl Store {
             self.units[unit.index()].bucket = Some(bucket);
         }
         let range = group.slots[index].range();
+        // From a device apart it is fetched, which waits for the backward so far.
+        let values = grad.host_f32()?;
         if let Some(bucket) = &mut self.units[unit.index()].bucket {
             if std::mem::replace(&mut bucket.deposited[index], true) {
                 return refuse("it was deposited already in this micro-batch");
             }
             if let Some((buffer, _)) = &mut bucket.buffer {
-                parallel::copy(grad.as_slice(), &mut buffer.as_mut_slice::<f32>()[range]);
+                parallel::copy(&values, &mut buffer.as_mut_slice::<f32>()[range]);
                 return Ok(());
             }
         }
         self.accumulate(unit, |gradients, plan, moment| {
-            gradients.add_part(group, plan, moment, range, grad.as_slice())
+            gradients.add_part(group, plan, moment, range, &values)
         })
     }
 

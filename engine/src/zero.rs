@@ -12,7 +12,7 @@ use crate::store::{Store, lease_of};
 use crate::tier::{Tiers, windows};
 use crate::timing::{CopyClock, Times};
 use crate::update::{Scalars, Update, chunks};
-use kernels::{Backend, DType, Pool, Tensor};
+use kernels::{Backend, DType, Pool, Tag, Tensor};
 use optim::clip::GradientScale;
 use optim::{GroupOptions, Optimizer};
 use std::cell::{Cell, RefCell};
@@ -543,7 +543,15 @@ impl ParamAccess for Zero {
 
     fn lease(&self, unit: UnitId, phase: Phase) -> Result<Lease<'_>> {
         self.leased.set(Some((unit, phase)));
-        let params = self.store.borrow_mut().lease(unit, phase)?;
+        let mut params = self.store.borrow_mut().lease(unit, phase)?;
+        if self.backend.device().is_apart() {
+            for (_, weight) in &mut params {
+                let (bytes, shape, dtype) = (weight.host_bytes()?, weight.shape(), weight.dtype());
+                let there = self.backend.upload(&bytes, shape, dtype, Tag::Gathered)?;
+                drop(bytes);
+                *weight = there;
+            }
+        }
         Ok(lease_of(self, unit, phase, params))
     }
 

@@ -24,6 +24,15 @@ pub enum Device {
     Cuda,
 }
 
+impl Device {
+    /// Whether the host cannot address the device's memory: tensors are uploaded, and fetched with
+    /// [`Tensor::to_bytes`].
+    #[must_use]
+    pub const fn is_apart(self) -> bool {
+        matches!(self, Self::Cuda)
+    }
+}
+
 /// Whether a matrix operand is used as stored or transposed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Transpose {

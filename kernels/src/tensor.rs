@@ -3,6 +3,7 @@
 use crate::error::{KernelError, Result, shape_error};
 use crate::pool::{Block, Placed, Pool, Reservation, Tag};
 use crate::{DType, Element, Shape};
+use std::borrow::Cow;
 use std::sync::Arc;
 
 /// Read-only bytes that a tensor may stand on without owning a pool block: a communicator's
@@ -325,6 +326,32 @@ impl Tensor {
         };
         let size = self.dtype.size_bytes();
         &all[self.start_elems * size..(self.start_elems + self.elems()) * size]
+    }
+
+    /// The bytes: in place where the host can read them, otherwise as [`Tensor::to_bytes`].
+    ///
+    /// # Errors
+    /// As [`Tensor::to_bytes`].
+    pub fn host_bytes(&self) -> Result<Cow<'_, [u8]>> {
+        if self.is_null() || self.is_on_device() {
+            return self.to_bytes().map(Cow::Owned);
+        }
+        Ok(Cow::Borrowed(self.as_bytes()))
+    }
+
+    /// The elements of an f32 tensor, in place where the host can read them.
+    ///
+    /// # Errors
+    /// As [`Tensor::to_f32_vec`].
+    ///
+    /// # Panics
+    /// When the dtype is another.
+    pub fn host_f32(&self) -> Result<Cow<'_, [f32]>> {
+        assert_eq!(self.dtype, DType::F32, "tensor is {}", self.dtype);
+        if self.is_null() || self.is_on_device() {
+            return self.to_f32_vec().map(Cow::Owned);
+        }
+        Ok(Cow::Borrowed(self.as_slice()))
     }
 
     /// The elements widened to `f32`.

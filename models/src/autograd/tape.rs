@@ -546,7 +546,7 @@ fn prefetch(access: &dyn ParamAccess, segment: &Segment<'_>) -> Result<()> {
 fn load(access: &dyn ParamAccess, saved: &Saved) -> Result<Tensor> {
     let tier = access.activations();
     let tier = tier.expect("a value is away only where there is a tier for it");
-    Ok(tier.load(saved, access.backend().pool())?)
+    Ok(tier.load(saved, &**access.backend())?)
 }
 
 /// The outputs' gradients by their slot in the inner record.
@@ -586,17 +586,15 @@ fn add(backend: &dyn Backend, grads: &mut [Option<Grad>], slot: Slot, grad: Grad
     Ok(())
 }
 
-/// FNV-1a over the bytes; 0 on the null device.
+/// FNV-1a over the bytes; 0 where there are none: on the null device, and of a device that fails (its next operation
+/// says so).
 fn checksum(value: &Tensor) -> u64 {
-    if value.is_null() {
-        return 0;
-    }
-    value
-        .as_bytes()
-        .iter()
-        .fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
+    let hash = |bytes: &[u8]| {
+        bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
             (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3)
         })
+    };
+    value.host_bytes().map_or(0, |bytes| hash(&bytes))
 }
 
 /// Gradients of leaves.

@@ -165,6 +165,27 @@ pub fn wiring(dtype: DType, size: f64) -> f64 {
     6.0 * store(dtype, size) + 512.0 * U32 * size
 }
 
+/// Between two devices, of a loss or of the length of a tensor's gradient, of this size, behind some dozens of layers:
+/// in f32, sums of at most some thousands of terms in another order (2^-11 of the sum of their sizes at the very most,
+/// which seldom is a hundred times the sum); in 16 bits every layer rounds its results, and the gradients of the logits
+/// are rounded too.
+#[must_use]
+pub fn trained(dtype: DType, size: f64) -> f64 {
+    let unit = match dtype {
+        DType::BF16 => 1.0 / 256.0,
+        DType::F16 => 1.0 / 2048.0,
+        _ => return 1e-4 * size,
+    };
+    16.0 * unit * size
+}
+
+/// Length of a gradient that would be zero without rounding (that of a key's bias: the softmax does not see it), beside
+/// the `largest` of the model: a small part of what the largest may be off by.
+#[must_use]
+pub fn trained_noise(dtype: DType, largest: f64) -> f64 {
+    trained(dtype, largest) / 64.0
+}
+
 /// An f32 sum of `depth` products of 16-bit elements on tensor cores, with factor and bias; the magnitudes of all
 /// terms add up to `magnitude`. Products are exact. The hardware adds up to 8 of them to the sum after aligning all
 /// to the largest and cutting off below its last bit: 9 cuts below `2 U32 * magnitude` every 8 terms, 2.25 U32 a term.

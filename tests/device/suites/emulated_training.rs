@@ -1,0 +1,183 @@
+//! Training on the emulated GPU: weights, gradients and optimizer in host memory, passes on the device. Losses,
+//! gradients and weights after a step are those of the CPU, up to the order of sums.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use device_tests::emulator::Order;
+use device_tests::executor::emulated_backend;
+use device_tests::tolerance;
+use engine::comm::threads;
+use engine::{
+    Offload, OptimizerConfig, ParamId, PassKind, Plan, Precision, Stage, Tier, Tiers, Zero,
+    ZeroConfig,
+};
+use kernels::{Backend, CpuBackend, DType, Pool};
+use models::autograd::Tape;
+use models::data::EncodedSample;
+use models::{ModelOptions, SampleInput, VisionLanguageModel, WeightSource, open_model};
+use optim::GroupOptions;
+
+const ARENA_BYTES: u64 = 256 << 20;
+const TOKENS: usize = 24;
+const MOST_TOKENS: usize = 120;
+const LEARNING_RATE: f64 = 1e-3;
+
+/// Everything a step leaves.
+struct Left {
+    losses: Vec<f64>,
+    gradients: Vec<(ParamId, Vec<f32>)>,
+    weights: Vec<(ParamId, Vec<f32>)>,
+}
+
+fn pack(name: &str) -> PathBuf {
+    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../golden");
+    golden.join(name)
+}
+
+/// Two passes over a sample with a picture, and a step between them.
+fn train(
+    dir: &Path,
+    precision: Precision,
+    backend: Arc<dyn Backend>,
+    activation: Tier,
+) -> (Left, Arc<dyn VisionLanguageModel>) {
+    let model = open_model(dir, ModelOptions::new(precision.weight_dtype())).unwrap();
+    let config = ZeroConfig {
+        stage: Stage::try_from(3).unwrap(),
+        precision,
+        offload: Offload {
+            activation,
+            ..Offload::states(Tier::Host)
+        },
+        ..ZeroConfig::default()
+    };
+    let plan = Arc::new(Plan::new(model.spec().clone(), config, 1).unwrap());
+    let comm = threads::world(1, 1 << 26).unwrap().remove(0);
+    let host = Pool::new("host", None);
+    let tiers = Tiers::new(Pool::new("device", None), host.clone());
+    let same = GroupOptions {
+        weight_decay: 0.01,
+        lr_scale: 1.0,
+    };
+    let groups = vec![same; model.spec().params.len()];
+    let optimizer = OptimizerConfig {
+        rule: Arc::new(optim::AdamW::default()),
+        groups,
+    };
+    let mut zero = Zero::new(plan, comm, backend.clone(), tiers, optimizer).unwrap();
+    let weights = WeightSource::open(dir).unwrap();
+    zero.load(|id, elements, out| {
+        let name = &model.spec().params[id.index()].name;
+        weights.read_range(name, elements, DType::F32, bytemuck::cast_slice_mut(out))
+    })
+    .unwrap();
+    let sample = sample(dir);
+    let mut left = Left {
+        losses: Vec::new(),
+        gradients: Vec::new(),
+        weights: Vec::new(),
+    };
+    for pass in 0..2 {
+        zero.begin_pass(PassKind::Train);
+        let inputs = [SampleInput::from(&sample)];
+        let batch = model.collate(&inputs, &*backend).unwrap();
+        let tape = Tape::training(&zero).with_replay_check(true);
+        let loss = model.forward(&tape, &batch).unwrap();
+        let (sum, supervised) = (loss.sum().unwrap(), loss.supervised);
+        tape.backward(&loss, 1.0).unwrap();
+        drop((loss, batch));
+        zero.end_micro_batch(sum, supervised as u64).unwrap();
+        left.losses.push(sum / supervised as f64);
+        if pass == 0 {
+            left.gradients = zero.gradients().unwrap();
+            zero.step(LEARNING_RATE).unwrap();
+        }
+    }
+    zero.visit_weights(|id, tensor| {
+        left.weights.push((id, tensor.to_f32_vec()?));
+        Ok::<_, engine::EngineError>(())
+    })
+    .unwrap();
+    (left, model)
+}
+
+/// As long as the family's picture needs, and little more; where pictures have any size, a small one.
+fn sample(dir: &Path) -> EncodedSample {
+    let of = |tokens| models::largest_sample(dir, tokens, 1).unwrap();
+    let end = of(4096).image_bounds.iter().map(|(_, end)| *end).max();
+    of((end.unwrap_or(0) + TOKENS).min(MOST_TOKENS))
+}
+
+fn agree(family: &str, precision: Precision, activation: Tier) {
+    let dir = pack(family);
+    let device = emulated_backend(ARENA_BYTES, Order::Ascending).unwrap();
+    let cpu: Arc<dyn Backend> = Arc::new(CpuBackend::unlimited());
+    let (want, model) = train(&dir, precision, cpu, activation);
+    let (got, _) = train(&dir, precision, Arc::new(device.clone()), activation);
+    let dtype = precision.weight_dtype();
+    for (got, want) in got.losses.iter().zip(&want.losses) {
+        let allowed = tolerance::trained(dtype, *want);
+        assert!(
+            (got - want).abs() <= allowed,
+            "loss {got} instead of {want}"
+        );
+    }
+    assert!(want.losses[1] < want.losses[0], "{:?}", want.losses);
+    let name = |id: &ParamId| &model.spec().params[id.index()].name;
+    let norm = |x: &[f32]| x.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>().sqrt();
+    let norms = want.gradients.iter().map(|(_, gradient)| norm(gradient));
+    let largest = norms.fold(0.0, f64::max);
+    for ((id, got), (other, want)) in got.gradients.iter().zip(&want.gradients) {
+        assert_eq!(id, other);
+        let difference: Vec<f32> = got.iter().zip(want).map(|(g, w)| g - w).collect();
+        let (off, size) = (norm(&difference), norm(want));
+        let allowed = tolerance::trained(dtype, size) + tolerance::trained_noise(dtype, largest);
+        assert!(off <= allowed, "{}: off by {off:e} of {size:e}", name(id));
+    }
+    for ((id, got), (_, want)) in got.weights.iter().zip(&want.weights) {
+        let far = got.iter().zip(want).find(|(g, w)| {
+            // The sign of a gradient near zero decides about a whole first step of Adam; both weights are rounded.
+            f64::from((*g - *w).abs())
+                > 2.001 * LEARNING_RATE + 2.0 * tolerance::store(dtype, f64::from(**w))
+        });
+        assert!(far.is_none(), "{}: {far:?}", name(id));
+    }
+    // What is left on the device is the table of the last attention.
+    assert!(device.pool().stats().in_use < 4096, "{:?}", device.pool());
+}
+
+#[test]
+fn minicpm_trains_as_on_the_cpu() {
+    agree("minicpm-v-2_6", Precision::F32, Tier::Device);
+}
+
+#[test]
+fn minicpm_trains_in_bf16_with_activations_on_the_host() {
+    agree("minicpm-v-2_6", Precision::Bf16, Tier::Host);
+}
+
+#[test]
+fn cogvlm_trains_as_on_the_cpu() {
+    agree("cogvlm-chat-hf", Precision::F32, Tier::Host);
+}
+
+#[test]
+fn cogagent_trains_as_on_the_cpu() {
+    agree("cogagent-chat-hf", Precision::F32, Tier::Device);
+}
+
+#[test]
+fn cogvlm2_trains_as_on_the_cpu() {
+    agree("cogvlm2-llama3-chat-19B", Precision::F32, Tier::Device);
+}
+
+#[test]
+fn glm_4v_trains_as_on_the_cpu() {
+    agree("glm-4v-9b", Precision::F32, Tier::Device);
+}
+
+#[test]
+fn glm_41v_trains_as_on_the_cpu() {
+    agree("glm-4.1v-9b-thinking", Precision::F32, Tier::Device);
+}
