@@ -5,7 +5,7 @@ use super::numeric::History;
 use super::place::Place;
 use super::session::Session;
 use super::setup::{keeps, sampler};
-use super::{evaluate, failures, resume, save};
+use super::{evaluate, failures, resume, save, tiers};
 use crate::config::{Cadence, RunConfig, Scheduler, Workers};
 use crate::data::{Loader, LoaderOptions, Sampler};
 use crate::exit::{ErrorCode, Failure};
@@ -158,6 +158,10 @@ pub(super) fn train(session: &mut Session<'_>, stop: &StopFlag) -> Result<RunSum
     if let Some(report) = &mut report {
         report.finish(monitor.take_memory(progress.done, Vec::new()))?;
     }
+    session.reporter.emit(&Event::Info {
+        label: "tiers".into(),
+        text: tiers::line(&session.zero),
+    });
     progress.summary.steps = progress.done;
     Ok(progress.summary)
 }
