@@ -81,7 +81,13 @@ fn run_command(hooks: &Hooks, argv: &[String], format: ErrorFormat) -> Result<Ex
                 false => Box::new(args::train_args(&loaded.words)?),
             };
             match env.rank.clone() {
-                Some(rank) => run_rank(hooks, &env, &rank, &args, format),
+                Some(rank) => {
+                    // Under another launcher no supervisor has said it.
+                    if rank.rank == 0 {
+                        show_files(&loaded, &mut Screen::on_stderr(env.no_color));
+                    }
+                    run_rank(hooks, &env, &rank, &args, format)
+                }
                 None => run_supervisor(hooks, &env, &args, &loaded, notes),
             }
         }

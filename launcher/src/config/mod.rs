@@ -6,7 +6,7 @@
 mod batch;
 mod choices;
 mod defaults;
-pub mod file;
+pub(crate) mod file;
 mod numbers;
 mod offload;
 mod resolve;

@@ -1,6 +1,6 @@
 //! Configuration files of DeepSpeed and of trainers.
 
-use crate::site::{Site, losses, read_json};
+use crate::site::{Site, completed, losses, read_json};
 use serde_json::Value;
 use std::fs;
 use std::process::Command;
@@ -83,6 +83,19 @@ fn a_misplaced_key_is_warned_of_twice_or_refused() {
         screen.contains("rank 0 holds device: parameters") && !screen.contains("host: "),
         "{screen}"
     );
+    // A rank that another launcher starts has no supervisor that could warn.
+    let rank = Command::new(env!("CARGO_BIN_EXE_tessera_test_launcher"))
+        .args(completed(&format!("{line} --output foreign")).split_whitespace())
+        .current_dir(site.path(""))
+        .envs(["RANK", "LOCAL_RANK"].map(|name| (name, "0")))
+        .envs(["WORLD_SIZE", "LOCAL_WORLD_SIZE"].map(|name| (name, "1")))
+        .envs([("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "1")])
+        .env("TMPDIR", site.path("tmp"))
+        .output()
+        .unwrap();
+    let screen = String::from_utf8_lossy(&rank.stderr);
+    assert_eq!(rank.status.code(), Some(0), "{screen}");
+    assert!(screen.contains(warning), "{screen}");
     let screen = site.refuse(&format!("{line} --strict-config --output strict"), 2, "E09");
     assert!(
         screen.contains("move it, or use --offload optimizer=cpu"),

@@ -201,9 +201,17 @@ impl<'t> Reader<'t> {
                 let first = self.unit()?;
                 let code = match first {
                     0xd800..0xdc00 if self.rest.starts_with("\\u") => {
+                        let before = self.rest;
                         self.take(2);
-                        let second = self.unit()?;
-                        0x10000 + ((first - 0xd800) << 10) + (second.wrapping_sub(0xdc00) & 0x3ff)
+                        match self.unit()? {
+                            second @ 0xdc00..0xe000 => {
+                                0x10000 + ((first - 0xd800) << 10) + (second - 0xdc00)
+                            }
+                            _ => {
+                                self.rest = before;
+                                first
+                            }
+                        }
                     }
                     code => code,
                 };
@@ -270,8 +278,8 @@ mod tests {
 
     #[test]
     fn escapes_are_those_of_json() {
-        let value = parse("\"\\u00e9\\ud83d\\ude00\\n\\/\\ud800\"").expect("reads");
-        assert_eq!(value.as_text(), Some("é😀\n/\u{fffd}"));
+        let value = parse("\"\\u00e9\\ud83d\\ude00\\n\\/\\ud800\\u0041\\ud800\"").expect("reads");
+        assert_eq!(value.as_text(), Some("é😀\n/\u{fffd}A\u{fffd}"));
     }
 
     proptest! {
