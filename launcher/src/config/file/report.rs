@@ -1,5 +1,6 @@
 //! What a configuration file says: its keys one by one, the flags that it gives, its mistakes.
 
+use super::value::Entry;
 use crate::exit::Failure;
 use std::path::Path;
 
@@ -29,6 +30,23 @@ pub(crate) struct Row {
     pub(crate) value: String,
     /// What becomes of it.
     pub(crate) outcome: Outcome,
+}
+
+impl Row {
+    /// The row of `entry` at `path`; what must stay secret is not shown.
+    pub(crate) fn new(path: String, entry: &Entry, outcome: Outcome) -> Self {
+        let secret = ["api_key", "hub_token"].contains(&&*entry.key);
+        let value = match secret {
+            true => "…".to_owned(),
+            false => entry.value.to_string(),
+        };
+        Self {
+            path,
+            line: entry.line,
+            value,
+            outcome,
+        }
+    }
 }
 
 /// What becomes of a key.

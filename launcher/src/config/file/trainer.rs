@@ -197,12 +197,7 @@ fn take(
             unknown(entry, &path, near, report)
         }
     };
-    report.rows.push(Row {
-        path,
-        line: entry.line,
-        value: entry.value.to_string(),
-        outcome,
-    });
+    report.rows.push(Row::new(path, entry, outcome));
 }
 
 /// A key that should be a flag.

@@ -32,12 +32,8 @@ fn walk(section: &Section, entries: &[Entry], report: &mut Report) {
 }
 
 fn push(section: &Section, entry: &Entry, outcome: Outcome, report: &mut Report) {
-    report.rows.push(Row {
-        path: path(section, &entry.key),
-        line: entry.line,
-        value: entry.value.to_string(),
-        outcome,
-    });
+    let path = path(section, &entry.key);
+    report.rows.push(Row::new(path, entry, outcome));
 }
 
 fn path(section: &Section, key: &str) -> String {

@@ -21,6 +21,7 @@ const ANY_OPTIMIZER: &str = "the optimizer works in every stage and tier";
 const RECOMPUTED: &str =
     "it sets up DeepSpeed's own function; --checkpoint-activations says what is computed again";
 const LOG: &str = "--logging-steps says how often a row is printed";
+const LOGGED: &str = "trainer_log.jsonl always holds the metrics";
 const NOTHING_SENT: &str = "nothing is sent anywhere; metrics lie in the run's folder";
 const NO_TORCH: &str = "there is no torch here";
 const ONE_PROCESS_GROUP: &str = "all ranks form one group";
@@ -74,10 +75,10 @@ pub(super) const SECTIONS: &[Section] = &[
             key("memory_breakdown", Bool, "false", Unused(MEASURED)),
             key("dump_state", Bool, "false", Unused("config.resolved.json holds the configuration")),
             key("flops_profiler", Map, "", Unused(MEASURED)),
-            key("comms_logger", Map, "", Unused(MEASURED)),
-            key("csv_monitor", Map, "", Unused("trainer_log.jsonl always holds the metrics")),
-            key("wandb", Map, "", Unused(NOTHING_SENT)),
-            key("comet", Map, "", Unused(NOTHING_SENT)),
+            section("comms_logger"),
+            section("csv_monitor"),
+            section("wandb"),
+            section("comet"),
             key("log_level", Any, "", Unused("RUST_LOG chooses what is logged")),
             key("zero_allow_untested_optimizer", Bool, "false", Unused(ANY_OPTIMIZER)),
             key("zero_force_ds_cpu_optimizer", Bool, "true", Unused(ANY_OPTIMIZER)),
@@ -96,7 +97,7 @@ pub(super) const SECTIONS: &[Section] = &[
             key("amp", Map, "", Off("the number format is that of bf16 or fp16")),
             key("vocabulary_size", Whole, "", Unused("the model folder says it")),
             key("checkpoint", Map, "", Unused(STATES)),
-            key("nebula", Map, "", Unused(STATES)),
+            key("nebula", Map, "", Off("DeepSpeed has it no more")),
             key("datastates_ckpt", Map, "", Unused(STATES)),
             key("elasticity", Map, "", Off("the number of ranks changes between runs only: a checkpoint loads at any number")),
             key("sequence_parallel_size", Whole, "1", Only(ONE, NO_PARALLEL, "leave it out")),
@@ -277,7 +278,7 @@ pub(super) const SECTIONS: &[Section] = &[
     },
     Section {
         path: "data_types",
-        strict: true,
+        strict: false,
         keys: &[
             key("grad_accum_dtype", Words(&["fp32", "bf16"]), "", Flag("grad-dtype")),
             key("param_dtype", Any, "", Unused("the number format is that of bf16 or fp16")),
@@ -291,6 +292,51 @@ pub(super) const SECTIONS: &[Section] = &[
             key("enabled", Bool, "false", Flag("report-to")),
             key("output_path", Text, "", Unused("everything of a run lies in --output")),
             key("job_name", Text, "", Unused("everything of a run lies in --output")),
+        ],
+    },
+    Section {
+        path: "csv_monitor",
+        strict: true,
+        keys: &[
+            key("enabled", Bool, "false", Unused(LOGGED)),
+            key("output_path", Text, "", Unused(LOGGED)),
+            key("job_name", Text, "", Unused(LOGGED)),
+        ],
+    },
+    Section {
+        path: "wandb",
+        strict: true,
+        keys: &[
+            key("enabled", Bool, "false", Unused(NOTHING_SENT)),
+            key("group", Any, "", Unused(NOTHING_SENT)),
+            key("team", Any, "", Unused(NOTHING_SENT)),
+            key("project", Any, "", Unused(NOTHING_SENT)),
+        ],
+    },
+    Section {
+        path: "comet",
+        strict: true,
+        keys: &[
+            key("enabled", Bool, "false", Unused(NOTHING_SENT)),
+            key("samples_log_interval", Any, "", Unused(NOTHING_SENT)),
+            key("project", Any, "", Unused(NOTHING_SENT)),
+            key("workspace", Any, "", Unused(NOTHING_SENT)),
+            key("api_key", Any, "", Unused(NOTHING_SENT)),
+            key("experiment_name", Any, "", Unused(NOTHING_SENT)),
+            key("experiment_key", Any, "", Unused(NOTHING_SENT)),
+            key("online", Any, "", Unused(NOTHING_SENT)),
+            key("mode", Any, "", Unused(NOTHING_SENT)),
+        ],
+    },
+    Section {
+        path: "comms_logger",
+        strict: true,
+        keys: &[
+            key("enabled", Bool, "false", Unused(MEASURED)),
+            key("verbose", Bool, "false", Unused(MEASURED)),
+            key("prof_all", Bool, "true", Unused(MEASURED)),
+            key("prof_ops", Any, "", Unused(MEASURED)),
+            key("debug", Bool, "false", Unused(MEASURED)),
         ],
     },
     Section {

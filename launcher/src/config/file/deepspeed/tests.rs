@@ -312,6 +312,10 @@ fn mistakes_in_strict_sections_are_errors_and_elsewhere_warnings() {
             inside("\"reduce_scatter\": true},\n\"fp16\": {\"enabled\": true, \"hysteresis\": 0"),
             "ds.json line 2",
         ),
+        (
+            format!("{{{Z}, \"comms_logger\": {{\"prof_al\": true}}}}"),
+            "did you mean prof_all?",
+        ),
         ("{\"learning_rate\": 1}".to_owned(), "no file of DeepSpeed"),
     ] {
         let failure = refused(&text, "");
@@ -389,6 +393,23 @@ fn files_of_flags_name_what_they_do_not_know() {
     let loaded = load(&[format!("--config={}", path.display())]).expect("loads");
     let words = loaded.map(|loaded| loaded.words.join(" "));
     assert_eq!(words.as_deref(), Some("--save-steps=500 --max-steps=-1"));
+}
+
+#[test]
+fn secrets_are_not_shown() {
+    let folder = tempfile::tempdir().expect("temp dir");
+    for (name, text) in [
+        (
+            "ds.json",
+            format!("{{{Z}, \"comet\": {{\"api_key\": \"hunter2\"}}}}"),
+        ),
+        ("run.yaml", "hub_token: hunter2".to_owned()),
+    ] {
+        let path = folder.path().join(name);
+        fs::write(&path, text).expect("written");
+        let page = shown(&path);
+        assert!(page.contains("…") && !page.contains("hunter2"), "{page}");
+    }
 }
 
 proptest! {
