@@ -525,6 +525,12 @@ impl Zero {
         &self.tiers.host
     }
 
+    /// What this rank's spill files hold; `None` where there are none.
+    #[must_use]
+    pub fn spill_pool(&self) -> Option<&Pool> {
+        self.tiers.spill().map(|spill| spill.pool())
+    }
+
     /// Elements of the trainable group whose weights rest on this rank.
     pub(crate) fn resting_range(&self, unit: UnitId) -> Range<usize> {
         self.store.borrow().resting(unit, GroupKind::Trainable)

@@ -4,8 +4,9 @@ use std::io::Write;
 use std::process::ExitCode;
 use std::time::Instant;
 
-use crate::args::{self, Args, Command, Note};
+use crate::args::{self, Args, Command, Note, PlanArgs};
 use crate::bench;
+use crate::config::file::{self, Loaded};
 use crate::config::{Resume, RunConfig, Task, resolve};
 use crate::data;
 use crate::doctor;
@@ -72,14 +73,26 @@ pub fn run_hooks(hooks: Hooks) -> ExitCode {
 
 fn run_command(hooks: &Hooks, argv: &[String], format: ErrorFormat) -> Result<ExitCode, Failure> {
     match args::parse(argv)? {
-        Command::Train { args, notes } => {
+        Command::Train { args, typed, notes } => {
             let env = Env::read()?;
+            let loaded = file::load(&typed)?.unwrap_or_default();
+            let args = match loaded.words.is_empty() {
+                true => args,
+                false => Box::new(args::train_args(&loaded.words)?),
+            };
             match env.rank.clone() {
-                Some(rank) => run_rank(hooks, &env, &rank, &args, format),
-                None => run_supervisor(hooks, &env, &args, notes),
+                Some(rank) => {
+                    // Under another launcher no supervisor has said it.
+                    if rank.rank == 0 {
+                        show_files(&loaded, &mut Screen::on_stderr(env.no_color));
+                    }
+                    run_rank(hooks, &env, &rank, &args, format)
+                }
+                None => run_supervisor(hooks, &env, &args, &loaded, notes),
             }
         }
-        Command::Plan { args, typed, notes } => plan::run(&args, &typed, &Env::read()?, &notes),
+        Command::Plan { args, typed, notes } => plan_with_files(&args, typed, notes),
+        Command::ExplainConfig { args, typed } => file::explain(&args, &typed, &Env::read()?),
         // Reports also on an environment that training refuses.
         Command::Doctor(options) => doctor::run(&Variables::read(), options.json == Some(true)),
         Command::Explain(options) => explain::run(&options),
@@ -97,18 +110,51 @@ fn run_command(hooks: &Hooks, argv: &[String], format: ErrorFormat) -> Result<Ex
     }
 }
 
+/// Plans a line that its files are part of.
+fn plan_with_files(
+    args: &PlanArgs,
+    typed: Vec<String>,
+    mut notes: Vec<Note>,
+) -> Result<ExitCode, Failure> {
+    let env = Env::read()?;
+    let Some(loaded) = file::load(&typed)? else {
+        return plan::run(args, &typed, &env, &notes);
+    };
+    let mut screen = Screen::on_stderr(env.no_color);
+    show_files(&loaded, &mut screen);
+    notes.extend(loaded.notes.iter().cloned());
+    let args = args::plan_args(&loaded.words)?;
+    plan::run(&args, &loaded.words, &env, &notes).map_err(|failure| loaded.place(failure))
+}
+
+/// What the files of a line give, and what in them deserves attention.
+fn show_files(loaded: &Loaded, screen: &mut Screen) {
+    for text in &loaded.gives {
+        screen.show(&Event::Info {
+            label: "config".into(),
+            text: text.clone(),
+        });
+    }
+    for text in &loaded.warnings {
+        screen.show(&Event::Warning { text: text.clone() });
+    }
+}
+
 fn run_supervisor(
     hooks: &Hooks,
     env: &Env,
     args: &Args,
+    loaded: &Loaded,
     mut notes: Vec<Note>,
 ) -> Result<ExitCode, Failure> {
     let started = Instant::now();
-    let resolved = resolve(args, env)?;
+    let resolved = resolve(args, env).map_err(|failure| loaded.place(failure))?;
+    notes.extend(loaded.notes.iter().cloned());
     notes.extend(resolved.notes);
     let mut config = resolved.config;
     let mut screen = Screen::on_stderr(env.no_color);
     logging::init_supervisor(env.rust_log.as_deref())?;
+    show_files(loaded, &mut screen);
     for note in notes {
         screen.show(&Event::Note {
             flag: note.flag,
@@ -142,6 +188,7 @@ fn run_supervisor(
     screen.show(&Event::Done(done(
         &config,
         &summary,
+        &loaded.warnings,
         started.elapsed().as_secs_f64(),
     )));
     Ok(status_of(&summary))
@@ -227,7 +274,7 @@ fn prove_resume(
     )))
 }
 
-fn done(config: &RunConfig, summary: &RunSummary, seconds: f64) -> DoneEvent {
+fn done(config: &RunConfig, summary: &RunSummary, warnings: &[String], seconds: f64) -> DoneEvent {
     let output = config.output.display();
     let mut next = Vec::new();
     if summary.interrupted {
@@ -242,6 +289,7 @@ fn done(config: &RunConfig, summary: &RunSummary, seconds: f64) -> DoneEvent {
         seconds,
         output: config.output.clone(),
         interrupted: summary.interrupted,
+        warnings: warnings.to_vec(),
         next,
     }
 }

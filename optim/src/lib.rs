@@ -62,6 +62,7 @@ pub mod optimizer;
 pub mod rng;
 pub mod rounding;
 pub mod schedule;
+mod warmup;
 
 pub use adamw::{AdamW, Bf16Storage, MomentDtype, PureBf16};
 pub use error::OptimError;
@@ -71,3 +72,4 @@ pub use optimizer::{
     GradWindow, Optimizer, Precision, StateSlot, StateWindow, StepArgs, WeightWindow,
 };
 pub use schedule::{Schedule, ScheduleKind};
+pub use warmup::{WarmupOptions, WarmupShape};

@@ -1,4 +1,4 @@
-//! The learning rate as a pure function of the step, with the semantics of Hugging Face's schedulers.
+//! The learning rate as a pure function of the step, with the semantics of Hugging Face's schedulers and of DeepSpeed's.
 //!
 //! Nothing is stored between steps, so that resuming needs the step number only.
 
@@ -8,9 +8,10 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 
 use crate::OptimError;
+use crate::warmup::{After, Course, WarmupOptions};
 
 /// The curve after (and including) warmup.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ScheduleKind {
     /// The base rate at every step; warmup is ignored, as `constant` does upstream.
@@ -24,6 +25,12 @@ pub enum ScheduleKind {
     /// As SwissArmyTransformer: a twentieth of the base rate for the first hundred updates, or less while it
     /// warms up, then half a cosine wave from the base rate to a tenth of it.
     SatCosine,
+    /// DeepSpeed's `WarmupLR`: a warmup, then the base rate.
+    WarmupLr(WarmupOptions),
+    /// DeepSpeed's `WarmupDecayLR`: a warmup, then a straight line down.
+    WarmupDecayLr(WarmupOptions),
+    /// DeepSpeed's `WarmupCosineLR`: a warmup, then half a cosine wave down.
+    WarmupCosineLr(WarmupOptions),
 }
 
 /// Updates that [`ScheduleKind::SatCosine`] begins with at [`SAT_AUTO_RATE`].
@@ -33,7 +40,7 @@ const SAT_AUTO_RATE: f64 = 0.05;
 const SAT_DECAY_RATIO: f64 = 0.1;
 
 impl ScheduleKind {
-    const NAMES: &'static str = "constant, constant_with_warmup, linear, cosine, sat_cosine";
+    const NAMES: &'static str = "constant, constant_with_warmup, linear, cosine, sat_cosine, warmup_lr, warmup_decay_lr, warmup_cosine_lr";
 
     /// The word used on command lines and in configuration files.
     #[must_use]
@@ -44,6 +51,21 @@ impl ScheduleKind {
             Self::Linear => "linear",
             Self::Cosine => "cosine",
             Self::SatCosine => "sat_cosine",
+            Self::WarmupLr(_) => "warmup_lr",
+            Self::WarmupDecayLr(_) => "warmup_decay_lr",
+            Self::WarmupCosineLr(_) => "warmup_cosine_lr",
+        }
+    }
+}
+
+impl ScheduleKind {
+    /// What follows the warmup of a schedule of DeepSpeed.
+    const fn deepspeed(self) -> Option<(After, WarmupOptions)> {
+        match self {
+            Self::WarmupLr(options) => Some((After::Constant, options)),
+            Self::WarmupDecayLr(options) => Some((After::Decay, options)),
+            Self::WarmupCosineLr(options) => Some((After::Cosine, options)),
+            _ => None,
         }
     }
 }
@@ -59,6 +81,9 @@ impl FromStr for ScheduleKind {
             Self::Linear,
             Self::Cosine,
             Self::SatCosine,
+            Self::WarmupLr(WarmupOptions::default()),
+            Self::WarmupDecayLr(WarmupOptions::default()),
+            Self::WarmupCosineLr(WarmupOptions::default()),
         ]
         .into_iter()
         .find(|kind| kind.name() == snake_case)
@@ -86,10 +111,21 @@ pub struct Schedule {
 
 impl Schedule {
     /// The rate used by the update that follows `completed_steps` finished updates: the first update of a run
-    /// uses `lr(0)`, which is zero when there is a warmup.
+    /// uses `lr(0)`, which is zero when there is a warmup from zero.
     #[must_use]
     pub fn lr(&self, completed_steps: u64) -> f64 {
-        self.base_lr * self.factor(completed_steps)
+        match self.kind.deepspeed() {
+            Some((after, options)) => options.lr(after, self.course(), completed_steps),
+            None => self.base_lr * self.factor(completed_steps),
+        }
+    }
+
+    const fn course(&self) -> Course {
+        Course {
+            warmup_steps: self.warmup_steps,
+            total_steps: self.total_steps,
+            base_lr: self.base_lr,
+        }
     }
 
     fn factor(&self, step: u64) -> f64 {
@@ -104,12 +140,12 @@ impl Schedule {
         }
         let decay_steps = self.total_steps.saturating_sub(self.warmup_steps).max(1) as f64;
         match self.kind {
-            ScheduleKind::Constant | ScheduleKind::ConstantWithWarmup => 1.0,
             ScheduleKind::Linear => self.total_steps.saturating_sub(step) as f64 / decay_steps,
             ScheduleKind::Cosine | ScheduleKind::SatCosine => {
                 let progress = (step - self.warmup_steps) as f64 / decay_steps;
                 (0.5 * (1.0 + (PI * progress).cos())).max(0.0)
             }
+            _ => 1.0,
         }
     }
 }
@@ -155,6 +191,7 @@ pub fn warmup_steps(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::WarmupShape;
 
     fn schedule(kind: ScheduleKind, warmup_steps: u64, total_steps: u64) -> Schedule {
         Schedule {
@@ -239,6 +276,18 @@ mod tests {
             let got = schedule.lr(iteration - 1);
             assert!((got / lr - 1.0).abs() < 1e-12, "{iteration}: {got:e}");
         }
+    }
+
+    #[test]
+    fn deepspeeds_schedules_begin_one_update_later() {
+        let options = WarmupOptions {
+            shape: WarmupShape::Linear,
+            ..WarmupOptions::default()
+        };
+        assert_lrs(
+            schedule(ScheduleKind::WarmupDecayLr(options), 2, 10),
+            &[(0, 0.0), (1, 0.0), (2, 0.5), (3, 1.0), (7, 0.5), (11, 0.0)],
+        );
     }
 
     #[test]

@@ -5,8 +5,8 @@ const FAMILY: &str = "the family is read from config.json";
 const ALWAYS_TRAIN: &str = "a run trains, and evaluates where --eval-data is given";
 const RECOMPUTE: &str =
     "activations are recomputed block by block; --checkpoint-activations says where";
-const ZERO: &str = "the file is not read: --zero and --offload say the same";
 const EVAL_PRECISION: &str = "evaluation uses the precision of the run";
+const GENERATED: &str = "evaluation generates answers, at every stage";
 const RUN_FOLDER: &str = "everything of a run lies in --output";
 const NEVER_OVERWRITTEN: &str = "a folder that holds another run is never overwritten";
 const LOADER: &str = "loader threads and look-ahead are chosen by the program";
@@ -30,11 +30,10 @@ pub const IGNORED: &[(&str, &str)] = &[
     ("do_predict", ALWAYS_TRAIN),
     ("prediction_loss_only", ALWAYS_TRAIN),
     ("gradient_checkpointing_kwargs", RECOMPUTE),
-    ("deepspeed", ZERO),
-    ("deepspeed_config", ZERO),
     ("bf16_full_eval", EVAL_PRECISION),
     ("fp16_full_eval", EVAL_PRECISION),
     ("eval_accumulation_steps", EVAL_PRECISION),
+    ("predict_with_generate", GENERATED),
     ("logging_dir", RUN_FOLDER),
     ("run_name", RUN_FOLDER),
     ("cache_dir", RUN_FOLDER),

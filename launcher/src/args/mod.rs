@@ -7,6 +7,7 @@
 mod bench;
 mod data_check;
 mod explain;
+mod explain_config;
 mod export;
 mod foreign;
 mod generate;
@@ -24,7 +25,7 @@ use clap::{CommandFactory, Parser};
 use crate::config::{
     DataFormatChoice, DeviceChoice, GradDtype, InitChoice, LrScale, NvmeIo, Offload,
     PrecisionChoice, PureBf16Moments, PureBf16Weights, Recompute, ReportTo, RopeChoice, Scheduler,
-    Strategy, TemplateChoice, Workers,
+    SchedulerKwargs, Strategy, TemplateChoice, Workers,
 };
 use crate::error_format::ErrorFormat;
 use crate::exit::Failure;
@@ -33,10 +34,12 @@ use crate::units::parse_bytes;
 pub use bench::BenchNvmeArgs;
 pub use data_check::DataCheckArgs;
 pub use explain::{ExplainArgs, Lang};
+pub use explain_config::ExplainConfigArgs;
 pub use export::{ExportArgs, ExportDtype};
 pub use foreign::{IGNORED, RESTRICTED};
 pub use generate::{EvalArgs, GenerateArgs};
 use normalise::Verb;
+pub(crate) use normalise::{FileKey, file_key, nearest};
 pub use normalise::{Note, VERBS};
 pub use plan::{Hardware, PlanArgs};
 pub use presets::{PRESETS, Preset};
@@ -54,7 +57,7 @@ pub use watch::WatchArgs;
     long_about = "Fine-tunes vision-language models with sharded optimizer states (ZeRO 0-3) and offload to host \
 memory.\nWithout --model it trains the built-in demo. Every flag is also accepted in snake_case.\n\
 Other verbs, each with its own --help: \
-plan, doctor, data check, generate, eval, export, watch, explain, synth, bench nvme.",
+plan, doctor, data check, generate, eval, export, watch, explain, explain-config, synth, bench nvme.",
     max_term_width = 100
 )]
 pub struct Args {
@@ -76,6 +79,9 @@ pub struct Args {
     /// A published recipe: sets the flags that are listed for it, where the line does not have them
     #[arg(long, value_name = "NAME", value_parser = clap::builder::PossibleValuesParser::new(PRESETS.map(|p| p.name)), help_heading = "Model and data")]
     pub preset: Option<String>,
+    /// Flags in a file, under their names: TOML, or the YAML of a trainer; the line comes before it
+    #[arg(long, value_name = "FILE", help_heading = "Model and data")]
+    pub config: Option<PathBuf>,
     /// Form of the data; auto goes by what the file or folder holds
     #[arg(
         long,
@@ -121,6 +127,12 @@ pub struct Args {
     /// ZeRO stage: 0 nothing, 1 optimizer states, 2 and gradients, 3 and parameters are sharded
     #[arg(long, value_name = "STAGE", value_parser = clap::value_parser!(u8).range(0..=3), help_heading = "Memory and ranks")]
     pub zero: Option<u8>,
+    /// Configuration file of DeepSpeed: every key is honoured, refused, or said to have no effect
+    #[arg(long, value_name = "FILE", help_heading = "Memory and ranks")]
+    pub deepspeed: Option<PathBuf>,
+    /// Make misplaced, unknown and old keys of --deepspeed an error instead of a warning
+    #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL", help_heading = "Memory and ranks")]
+    pub strict_config: Option<bool>,
     /// Where states rest: none, cpu, nvme:DIR, or by kind, as param=nvme:DIR,optimizer=cpu,activation=cpu
     #[arg(long, value_name = "TIERS", help_heading = "Memory and ranks")]
     pub offload: Option<Offload>,
@@ -221,6 +233,9 @@ pub struct Args {
     /// Course of the learning rate
     #[arg(long, value_enum, value_name = "NAME", help_heading = "Training")]
     pub lr_scheduler_type: Option<Scheduler>,
+    /// What warmup_lr, warmup_decay_lr and warmup_cosine_lr take besides, as warmup_type=linear,cos_min_ratio=0.1
+    #[arg(long, value_name = "NAME=X", help_heading = "Training")]
+    pub lr_scheduler_kwargs: Option<SchedulerKwargs>,
     /// Warmup as a share of all steps
     #[arg(long, value_name = "X", help_heading = "Training")]
     pub warmup_ratio: Option<f64>,
@@ -369,7 +384,7 @@ pub struct DoctorArgs {
 }
 
 /// Other spellings of flags, in snake_case as Hugging Face writes them.
-pub const ALIASES: [(&str, &str); 11] = [
+pub const ALIASES: [(&str, &str); 12] = [
     ("model_name_or_path", "model"),
     ("data_path", "data"),
     ("eval_data_path", "eval-data"),
@@ -381,6 +396,7 @@ pub const ALIASES: [(&str, &str); 11] = [
     ("global_batch_size", "global-batch"),
     ("evaluation_strategy", "eval-strategy"),
     ("resume_from_checkpoint", "resume"),
+    ("deepspeed_config", "deepspeed"),
 ];
 
 /// What a command line asks for.
@@ -390,8 +406,17 @@ pub enum Command {
     Train {
         /// The arguments.
         args: Box<Args>,
+        /// The flags as they were typed, each as `--name=value`.
+        typed: Vec<String>,
         /// Flags without effect here.
         notes: Vec<Note>,
+    },
+    /// Show what a configuration file becomes.
+    ExplainConfig {
+        /// The arguments.
+        args: Box<ExplainConfigArgs>,
+        /// The flags as they were typed, each as `--name=value`; the file is not among them.
+        typed: Vec<String>,
     },
     /// Plan a run.
     Plan {
@@ -433,10 +458,21 @@ pub fn parse(argv: &[String]) -> Result<Command, Failure> {
     let parsed = match verb {
         Verb::Train => {
             let mut line = normalise::normalise(verb, rest, &Args::command())?;
+            let typed = line.args.clone();
             presets::expand(&mut line.args);
             Args::try_parse_from(words(&line)).map(|args| Command::Train {
                 args: Box::new(args),
+                typed,
                 notes: line.notes,
+            })
+        }
+        Verb::ExplainConfig => {
+            let line = normalise::normalise(verb, rest, &ExplainConfigArgs::described())?;
+            let typed = line.args.iter().filter(|word| word.starts_with("--"));
+            let typed = typed.cloned().collect();
+            ExplainConfigArgs::parse_words(&words(&line)).map(|args| Command::ExplainConfig {
+                args: Box::new(args),
+                typed,
             })
         }
         Verb::Plan => {
@@ -496,6 +532,28 @@ pub fn parse(argv: &[String]) -> Result<Command, Failure> {
     })
 }
 
+/// The arguments of a rewritten line of training, presets expanded.
+///
+/// # Errors
+/// A value that its flag does not take (exit 2).
+pub(crate) fn train_args(typed: &[String]) -> Result<Args, Failure> {
+    Args::try_parse_from(expanded(typed)).map_err(|error| usage_from(&error))
+}
+
+/// As [`train_args`], for a line of `launcher plan`.
+pub(crate) fn plan_args(typed: &[String]) -> Result<PlanArgs, Failure> {
+    PlanArgs::parse_words(&expanded(typed)).map_err(|error| usage_from(&error))
+}
+
+fn expanded(typed: &[String]) -> Vec<String> {
+    let mut line = normalise::Line {
+        args: typed.to_vec(),
+        notes: Vec::new(),
+    };
+    presets::expand(&mut line.args);
+    words(&line)
+}
+
 fn workers(text: &str) -> Result<Workers, String> {
     text.parse()
 }
@@ -530,7 +588,7 @@ mod tests {
     pub(super) fn parse_line(line: &str) -> Result<(Args, Vec<Note>), Failure> {
         let argv: Vec<String> = line.split_whitespace().map(str::to_string).collect();
         match parse(&argv)? {
-            Command::Train { args, notes } => Ok((*args, notes)),
+            Command::Train { args, notes, .. } => Ok((*args, notes)),
             other => panic!("parsed as {other:?}"),
         }
     }
@@ -556,15 +614,15 @@ mod tests {
         names.sort_unstable();
         assert_eq!(
             names.join(" "),
-            "adam-beta1 adam-beta2 adam-epsilon bf16 checkpoint-activations comm-timeout data data-format data-workers device \
+            "adam-beta1 adam-beta2 adam-epsilon bf16 checkpoint-activations comm-timeout config data data-format data-workers deepspeed device \
              device-memory-limit error-format eval-data eval-steps eval-strategy find-batch fp16 freeze global-batch grad-dtype \
              gradient-accumulation-steps gradient-checkpointing host-memory-limit hysteresis init initial-scale-power learning-rate \
              limit logging-steps logging-strategy lora-alpha lora-dropout lora-layers lora-per-projection lora-rank \
-             lora-target-modules loss-scale loss-scale-window lr lr-scale lr-scheduler-type max-grad-norm max-slice-nums max-steps min-loss-scale model \
+             lora-target-modules loss-scale loss-scale-window lr lr-scale lr-scheduler-kwargs lr-scheduler-type max-grad-norm max-slice-nums max-steps min-loss-scale model \
              model-max-length modules-to-save no-decay nproc num-train-epochs nvme-io offload output \
              per-device-eval-batch-size per-device-train-batch-size precision preset ptuning-tokens pure-bf16-moments pure-bf16-weights report-to resume \
              rope-precision save-steps save-strategy \
-             save-total-limit seed skip-bad-samples template text-without-cross train train-on-turn-end tune-llm tune-vision use-lora warmup-ratio \
+             save-total-limit seed skip-bad-samples strict-config template text-without-cross train train-on-turn-end tune-llm tune-vision use-lora warmup-ratio \
              warmup-steps weight-decay worst-first zero"
         );
         for (alias, target) in ALIASES {
@@ -623,11 +681,11 @@ mod tests {
             "--remove_unused_columns",
             "--label_names",
             "--do_train",
-            "--deepspeed",
         ] {
             assert!(listed.contains(&flag), "{flag} missing in {listed:?}");
         }
         assert!(!listed.contains(&"--bf16"));
+        assert_eq!(args.deepspeed, Some("ds_config_zero3.json".into()));
     }
 
     #[test]

@@ -1,11 +1,12 @@
 //! Rewrites a command line onto the frozen flags: verb, snake_case, aliases, foreign flags.
 
 use std::collections::BTreeMap;
+use std::sync::LazyLock;
 
-use clap::ArgAction;
+use clap::{ArgAction, CommandFactory};
 
-use super::ALIASES;
 use super::foreign::{IGNORED, RESTRICTED};
+use super::{ALIASES, Args};
 use crate::error_format::{self, ErrorFormat};
 use crate::exit::Failure;
 
@@ -49,11 +50,12 @@ pub(super) enum Verb {
     Watch,
     Synth,
     BenchNvme,
+    ExplainConfig,
 }
 
 impl Verb {
     /// The verbs that exist, as they are typed; two words where the second says what is done to the first.
-    pub(super) const ALL: [(Self, &'static str); 11] = [
+    pub(super) const ALL: [(Self, &'static str); 12] = [
         (Self::Train, "train"),
         (Self::Plan, "plan"),
         (Self::Doctor, "doctor"),
@@ -65,6 +67,7 @@ impl Verb {
         (Self::Watch, "watch"),
         (Self::Synth, "synth"),
         (Self::BenchNvme, "bench nvme"),
+        (Self::ExplainConfig, "explain-config"),
     ];
 
     fn name(self) -> &'static str {
@@ -184,7 +187,7 @@ pub(super) fn normalise(
                 }
             }
             // A line of another trainer is also planned as it stands.
-            None if !matches!(verb, Verb::Train | Verb::Plan) => {
+            None if !matches!(verb, Verb::Train | Verb::Plan | Verb::ExplainConfig) => {
                 return Err(unknown(&key, &spelled, &known));
             }
             None => {
@@ -286,6 +289,35 @@ fn foreign(key: &str, spelled: &str, values: &[String], known: &Known) -> Result
     Err(unknown(key, spelled, known))
 }
 
+/// What a key of a trainer's file is here.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum FileKey {
+    /// This flag, in kebab-case.
+    Flag(String),
+    /// A flag of other trainers without effect: why.
+    Unused(&'static str),
+    /// One that is refused unless it has one of these values; why, and what to do instead.
+    Only(&'static [&'static str], &'static str, &'static str),
+    /// Nothing; the nearest name where there is one.
+    Unknown(Option<String>),
+}
+
+/// The meaning of `key`, in kebab-case or snake_case, in a file of flags of training.
+pub(crate) fn file_key(key: &str) -> FileKey {
+    static KNOWN: LazyLock<Known> = LazyLock::new(|| Known::new(Verb::Train, &Args::command()));
+    let (key, known) = (key.replace('-', "_"), &*KNOWN);
+    if let Some((flag, _)) = known.kind(&key) {
+        return FileKey::Flag(flag.to_owned());
+    }
+    if let Some((_, reason)) = IGNORED.iter().find(|(name, _)| *name == key) {
+        return FileKey::Unused(reason);
+    }
+    match RESTRICTED.iter().find(|rule| rule.name == key) {
+        Some(rule) => FileKey::Only(rule.neutral, rule.reason, rule.next),
+        None => FileKey::Unknown(nearest(&key, known.spellings()).map(str::to_owned)),
+    }
+}
+
 fn unknown(key: &str, spelled: &str, known: &Known) -> Failure {
     let failure = Failure::usage(format!("unknown flag {spelled}"), "no flag has this name");
     match nearest(key, known.spellings()) {
@@ -346,7 +378,10 @@ impl Known {
 }
 
 /// The candidate with the fewest edits, where these are few enough to be a slip.
-fn nearest<'a>(word: &str, candidates: impl Iterator<Item = &'a str>) -> Option<&'a str> {
+pub(crate) fn nearest<'a>(
+    word: &str,
+    candidates: impl Iterator<Item = &'a str>,
+) -> Option<&'a str> {
     let limit = (word.len() / 3).max(2);
     candidates
         .map(|candidate| (edits(word, candidate), candidate))

@@ -6,8 +6,9 @@ use std::fmt::Write;
 use clap::{CommandFactory, ValueEnum};
 
 use super::{
-    ALIASES, Args, BenchNvmeArgs, DataCheckArgs, DoctorArgs, EvalArgs, ExplainArgs, ExportArgs,
-    GenerateArgs, IGNORED, PlanArgs, RESTRICTED, SynthArgs, WatchArgs,
+    ALIASES, Args, BenchNvmeArgs, DataCheckArgs, DoctorArgs, EvalArgs, ExplainArgs,
+    ExplainConfigArgs, ExportArgs, GenerateArgs, IGNORED, PlanArgs, RESTRICTED, SynthArgs,
+    WatchArgs,
 };
 use crate::config::resolve;
 use crate::exit::Failure;
@@ -23,8 +24,8 @@ pub fn flag_table() -> Result<String, Failure> {
     let mut text = String::from(
         "# Flags\n\n\
          `cargo run --release -p launcher -- [FLAGS]`. Every flag is accepted in kebab-case and in snake_case, as\n\
-         `--flag value` and `--flag=value`. Booleans take an optional `true` or `false`. A flag comes before a default;\n\
-         nothing else sets anything. Ranges in flags are half-open as in Rust: `0..16` is 0 to 15.\n\
+         `--flag value` and `--flag=value`. Booleans take an optional `true` or `false`. A flag comes before a file\n\
+         (`--config`, `--deepspeed`), a file before a default; nothing else sets anything. Ranges in flags are half-open as in Rust: `0..16` is 0 to 15.\n\
          The demo's defaults apply where `--model` is absent; each is overridden by its flag.\n\
          Bytes: `K M G T KiB MiB …` are powers of 1024, `KB MB GB TB` powers of 1000, a bare number is bytes.\n",
     );
@@ -66,6 +67,8 @@ pub fn flag_table() -> Result<String, Failure> {
     verb_section(&mut text, "plan", &PlanArgs::own_flags());
     verb_section(&mut text, "doctor", &DoctorArgs::command());
     verb_section(&mut text, "explain", &ExplainArgs::command());
+    let explain_config = ExplainConfigArgs::own_flags();
+    verb_section(&mut text, "explain-config", &explain_config);
     verb_section(&mut text, "data check", &DataCheckArgs::command());
     verb_section(&mut text, "generate", &GenerateArgs::command());
     verb_section(&mut text, "eval", &EvalArgs::command());
@@ -213,7 +216,9 @@ fn unset(flag: &str) -> &'static str {
         "resume" => "start anew",
         "error-format" => "`human`",
         "lora-target-modules" | "modules-to-save" => "those of the model's family",
-        "preset" => "none",
+        "preset" | "config" | "deepspeed" => "none",
+        "strict-config" => "`false`",
+        "lr-scheduler-kwargs" => "DeepSpeed's",
         "no-decay" => "norm weights and biases",
         "train" => "the switches below",
         "freeze" => "nothing more",

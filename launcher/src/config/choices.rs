@@ -144,7 +144,7 @@ pub enum InitChoice {
     Random,
 }
 
-/// `--lr-scheduler-type`, as Hugging Face names them.
+/// `--lr-scheduler-type`, as Hugging Face names them, and DeepSpeed's.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Scheduler {
@@ -160,6 +160,26 @@ pub enum Scheduler {
     /// Constant after the warmup.
     #[value(name = "constant_with_warmup", alias = "constant-with-warmup")]
     ConstantWithWarmup,
+    /// DeepSpeed's `WarmupLR`: constant after a warmup along a logarithm.
+    #[value(name = "warmup_lr", alias = "warmup-lr")]
+    WarmupLr,
+    /// DeepSpeed's `WarmupDecayLR`: the same, then down in a straight line.
+    #[value(name = "warmup_decay_lr", alias = "warmup-decay-lr")]
+    WarmupDecayLr,
+    /// DeepSpeed's `WarmupCosineLR`: the same, then down along half a cosine.
+    #[value(name = "warmup_cosine_lr", alias = "warmup-cosine-lr")]
+    WarmupCosineLr,
+}
+
+impl Scheduler {
+    /// Whether it is one of DeepSpeed's, which take arguments.
+    #[must_use]
+    pub const fn takes_arguments(self) -> bool {
+        matches!(
+            self,
+            Self::WarmupLr | Self::WarmupDecayLr | Self::WarmupCosineLr
+        )
+    }
 }
 
 /// `--save-strategy` and its like.

@@ -1,14 +1,16 @@
 //! The configuration of a run, resolved once: no value means "default", nothing is "auto".
 //!
-//! Flag > default. The resolved configuration is saved as `config.resolved.json`; ranks read that
+//! Flag > file > default. The resolved configuration is saved as `config.resolved.json`; ranks read that
 //! file and resolve nothing themselves, and resolving what it says gives the same configuration.
 
 mod batch;
 mod choices;
 mod defaults;
+pub(crate) mod file;
 mod numbers;
 mod offload;
 mod resolve;
+mod schedule;
 mod trainable;
 
 use std::fs;
@@ -28,6 +30,7 @@ pub use defaults::{DEMO, Defaults, MODEL};
 pub use numbers::{GradDtype, Numbers, PureBf16Moments, PureBf16Weights, check_family};
 pub use offload::{NvmeIo, Offload, Tier};
 pub use resolve::{Resolved, resolve};
+pub use schedule::SchedulerKwargs;
 
 /// Where the model, its tokenizer and the samples come from.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -187,6 +190,9 @@ pub struct OptimizerConfig {
     pub lr_scale: LrScale,
     /// Its course.
     pub scheduler: Scheduler,
+    /// What the course takes besides.
+    #[serde(default)]
+    pub scheduler_kwargs: SchedulerKwargs,
     /// Its warmup.
     pub warmup: Warmup,
     /// Decoupled weight decay, on weights that are neither biases nor norms.

@@ -249,10 +249,22 @@ fn optimizer(
     defaults: &Defaults,
     notes: &mut Vec<Note>,
 ) -> Result<OptimizerConfig, Failure> {
+    let scheduler = args.lr_scheduler_type.unwrap_or(defaults.scheduler);
+    if args.lr_scheduler_kwargs.is_some() && !scheduler.takes_arguments() {
+        return Err(Failure::usage(
+            format!(
+                "--lr-scheduler-kwargs has no meaning for --lr-scheduler-type {}",
+                value_name(scheduler)
+            ),
+            "warmup_lr, warmup_decay_lr and warmup_cosine_lr take arguments",
+        )
+        .next("leave it out, or choose one of these"));
+    }
     let optimizer = OptimizerConfig {
         learning_rate: args.learning_rate.unwrap_or(defaults.learning_rate),
         lr_scale: args.lr_scale.unwrap_or(LrScale::None),
-        scheduler: args.lr_scheduler_type.unwrap_or(defaults.scheduler),
+        scheduler,
+        scheduler_kwargs: args.lr_scheduler_kwargs.unwrap_or_default(),
         warmup: warmup(args, defaults, notes),
         weight_decay: args.weight_decay.unwrap_or(defaults.weight_decay),
         no_decay: args.no_decay.clone(),
@@ -506,6 +518,10 @@ impl RunConfig {
         flags.push(("learning-rate", format!("{:e}", optimizer.learning_rate)));
         flags.push(("lr-scale", value_name(optimizer.lr_scale)));
         flags.push(("lr-scheduler-type", value_name(optimizer.scheduler)));
+        if optimizer.scheduler.takes_arguments() {
+            let kwargs = optimizer.scheduler_kwargs.to_string();
+            flags.push(("lr-scheduler-kwargs", kwargs));
+        }
         match optimizer.warmup {
             Warmup::Steps(steps) => flags.push(("warmup-steps", steps.to_string())),
             Warmup::Ratio(ratio) => flags.push(("warmup-ratio", ratio.to_string())),
@@ -865,7 +881,7 @@ mod tests {
             lr in 1e-9f64..1.0,
             epochs in prop::option::of(0.01f64..100.0),
             nproc in 1usize..9,
-            which in 0usize..6,
+            which in 0usize..7,
         ) {
             let mut line = format!("--learning-rate {lr} --nproc {nproc} ");
             line += [
@@ -875,6 +891,7 @@ mod tests {
                 "--max-grad-norm 0 --save-strategy no --warmup-ratio 0.3 --report-to tensorboard",
                 "--model m --data d --tune-vision false --offload optimizer=cpu --zero 1",
                 "--output o --resume auto --logging-strategy epoch --precision pure-bf16",
+                "--lr-scheduler-type warmup_cosine_lr --lr-scheduler-kwargs warmup_type=linear,total_num_steps=9",
             ][which];
             if let Some(epochs) = epochs {
                 line += &format!(" --num-train-epochs {epochs}");

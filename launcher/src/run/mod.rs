@@ -20,6 +20,7 @@ mod spill;
 mod split;
 mod stall;
 mod stored;
+mod tiers;
 mod trainer;
 mod weight_files;
 

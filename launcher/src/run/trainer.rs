@@ -5,8 +5,8 @@ use super::numeric::History;
 use super::place::Place;
 use super::session::Session;
 use super::setup::{keeps, sampler};
-use super::{evaluate, failures, resume, save};
-use crate::config::{Cadence, RunConfig, Scheduler, Workers};
+use super::{evaluate, failures, resume, save, tiers};
+use crate::config::{Cadence, RunConfig, Workers};
 use crate::data::{Loader, LoaderOptions, Sampler};
 use crate::exit::{ErrorCode, Failure};
 use crate::monitor::split::StepTimes;
@@ -21,8 +21,8 @@ use kernels::Backend;
 use models::autograd::{Dropout, Tape};
 use models::data::EncodedSample;
 use models::{ModelError, SampleInput};
+use optim::Schedule;
 use optim::loss_scale::{LossScaler, Verdict};
-use optim::{Schedule, ScheduleKind};
 use serde_json::json;
 use std::time::Instant;
 
@@ -158,6 +158,10 @@ pub(super) fn train(session: &mut Session<'_>, stop: &StopFlag) -> Result<RunSum
     if let Some(report) = &mut report {
         report.finish(monitor.take_memory(progress.done, Vec::new()))?;
     }
+    session.reporter.emit(&Event::Info {
+        label: "tiers".into(),
+        text: tiers::line(&session.zero),
+    });
     progress.summary.steps = progress.done;
     Ok(progress.summary)
 }
@@ -212,18 +216,11 @@ fn resume_scale(session: &mut Session<'_>) -> Result<(), Failure> {
 
 fn schedule(session: &Session<'_>, total_steps: u64) -> Schedule {
     let settings = &session.config.optimizer;
-    let kind = match settings.scheduler {
-        Scheduler::Linear => ScheduleKind::Linear,
-        Scheduler::Cosine => ScheduleKind::Cosine,
-        Scheduler::SatCosine => ScheduleKind::SatCosine,
-        Scheduler::Constant => ScheduleKind::Constant,
-        Scheduler::ConstantWithWarmup => ScheduleKind::ConstantWithWarmup,
-    };
-    let warmup_steps = settings.warmup.steps(total_steps);
+    let kwargs = settings.scheduler_kwargs;
     Schedule {
-        kind,
-        warmup_steps,
-        total_steps,
+        kind: kwargs.kind(settings.scheduler),
+        warmup_steps: settings.warmup.steps(total_steps),
+        total_steps: kwargs.total_num_steps.unwrap_or(total_steps),
         base_lr: session.config.peak_lr(),
     }
 }

@@ -242,6 +242,9 @@ pub struct DoneEvent {
     pub output: PathBuf,
     /// Whether a signal ended it early.
     pub interrupted: bool,
+    /// What was warned of before the run and may have been forgotten.
+    #[serde(default)]
+    pub warnings: Vec<String>,
     /// What to do next, one line each.
     pub next: Vec<String>,
 }

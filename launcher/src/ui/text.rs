@@ -9,7 +9,8 @@ use crate::units::{bytes, count, grouped, seconds};
 pub fn lines(event: &Event) -> Vec<String> {
     match event {
         Event::Note { flag, reason } => {
-            vec![line("note", &format!("{flag} has no effect: {reason}"))]
+            let have = if flag.contains(", ") { "have" } else { "has" };
+            vec![line("note", &format!("{flag} {have} no effect: {reason}"))]
         }
         Event::Info { label, text } => text
             .lines()
@@ -273,6 +274,8 @@ fn done_lines(done: &DoneEvent) -> Vec<String> {
         what,
         &format!("{} · {}", seconds(done.seconds), done.output.display()),
     )];
+    let warnings = done.warnings.iter();
+    lines.extend(warnings.map(|warning| line("warning", warning)));
     for (index, next) in done.next.iter().enumerate() {
         lines.push(line(if index == 0 { "next" } else { "" }, next));
     }
@@ -404,11 +407,12 @@ mod tests {
             seconds: 19.4,
             output: "runs/demo".into(),
             interrupted: false,
+            warnings: vec!["w".into()],
             next: vec!["a".into(), "b".into()],
         };
         assert_eq!(
             text(&Event::Done(done)),
-            " done    19.4 s · runs/demo\n next    a\n         b"
+            " done    19.4 s · runs/demo\n warning w\n next    a\n         b"
         );
         assert!(
             lines(&Event::Tick {

@@ -7,6 +7,7 @@
 
 mod bad_input;
 mod batches;
+mod configs;
 mod data_check;
 mod doctor;
 mod endings;

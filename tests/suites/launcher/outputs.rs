@@ -287,6 +287,9 @@ fn bad_samples_are_left_out_only_when_asked() {
 #[test]
 fn a_command_line_of_the_hugging_face_trainer_works() {
     let site = Site::new();
+    let published =
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("../launcher/tests/configs/minicpm-zero3.json");
+    fs::copy(published, site.path("ds_config_zero3.json")).unwrap();
     let outcome = site
         .start_plain(
             "--model_name_or_path model --llm_type qwen --data_path data/samples.json \
@@ -304,6 +307,15 @@ fn a_command_line_of_the_hugging_face_trainer_works() {
     assert_complete(&site, 2, 2);
     let config = read_json(&site.path("out/config.resolved.json"));
     assert_eq!(config["precision"], json!("f32"));
+    // The file's schedule wins, and that is said before the run and after it.
+    assert_eq!(config["optimizer"]["scheduler"], json!("warmup_lr"));
+    let overridden = "--lr-scheduler-type cosine has no effect";
+    assert_eq!(
+        outcome.screen.matches(overridden).count(),
+        2,
+        "{}",
+        outcome.screen
+    );
     for flag in [
         "--remove_unused_columns",
         "--label_names",
@@ -311,7 +323,6 @@ fn a_command_line_of_the_hugging_face_trainer_works() {
         "--do_train",
         "--do_eval",
         "--llm_type",
-        "--deepspeed",
     ] {
         let note = format!("{flag} has no effect");
         let times = outcome.screen.matches(&note).count();

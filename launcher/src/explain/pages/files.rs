@@ -76,6 +76,10 @@ pub(super) static USAGE: Page = Page {
             "其他训练框架的参数，在此无法生效。",
         ),
         both(
+            "A key of a configuration file that is misplaced, unknown or not available: `launcher explain-config FILE` shows each.",
+            "配置文件中的某个键位置不对、未知或不可用：`launcher explain-config FILE` 逐个列出。",
+        ),
+        both(
             "An --output folder that holds another run: runs are never overwritten.",
             "--output 文件夹中已有其他运行：程序从不覆盖已有运行。",
         ),

@@ -1,0 +1,144 @@
+//! What DeepSpeed's schedules take besides steps and the peak.
+
+use std::fmt;
+use std::str::FromStr;
+
+use optim::{ScheduleKind, WarmupOptions, WarmupShape};
+use serde::{Deserialize, Serialize};
+
+use super::Scheduler;
+
+/// `--lr-scheduler-kwargs`: arguments of `warmup_lr`, `warmup_decay_lr` and `warmup_cosine_lr` under DeepSpeed's names.
+#[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct SchedulerKwargs {
+    /// Form and ends of the curve.
+    pub warmup: WarmupOptions,
+    /// Steps after which the curve has fallen; `None` is the length of the run.
+    pub total_num_steps: Option<u64>,
+}
+
+/// The names, in the order they are written.
+const NAMES: [&str; 5] = [
+    "warmup_type",
+    "warmup_min_lr",
+    "warmup_min_ratio",
+    "cos_min_ratio",
+    "total_num_steps",
+];
+
+impl SchedulerKwargs {
+    /// The curve that `scheduler` is with these arguments.
+    #[must_use]
+    pub fn kind(&self, scheduler: Scheduler) -> ScheduleKind {
+        match scheduler {
+            Scheduler::Linear => ScheduleKind::Linear,
+            Scheduler::Cosine => ScheduleKind::Cosine,
+            Scheduler::SatCosine => ScheduleKind::SatCosine,
+            Scheduler::Constant => ScheduleKind::Constant,
+            Scheduler::ConstantWithWarmup => ScheduleKind::ConstantWithWarmup,
+            Scheduler::WarmupLr => ScheduleKind::WarmupLr(self.warmup),
+            Scheduler::WarmupDecayLr => ScheduleKind::WarmupDecayLr(self.warmup),
+            Scheduler::WarmupCosineLr => ScheduleKind::WarmupCosineLr(self.warmup),
+        }
+    }
+}
+
+impl FromStr for SchedulerKwargs {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let mut kwargs = Self::default();
+        for part in text
+            .split(',')
+            .map(str::trim)
+            .filter(|part| !part.is_empty())
+        {
+            let (name, value) = part
+                .split_once('=')
+                .ok_or_else(|| format!("'{part}' is not of the form name=value"))?;
+            let bad = |what: &str| format!("{name} must be {what}, not '{value}'");
+            let number = || {
+                let number = value.parse().ok();
+                number.filter(|x: &f64| x.is_finite() && *x >= 0.0)
+            };
+            let share = || {
+                number()
+                    .filter(|x| *x <= 1.0)
+                    .ok_or_else(|| bad("in 0..=1"))
+            };
+            match name {
+                "warmup_type" => {
+                    kwargs.warmup.shape = match value {
+                        "log" => WarmupShape::Log,
+                        "linear" => WarmupShape::Linear,
+                        _ => return Err(bad("log or linear")),
+                    }
+                }
+                "warmup_min_lr" => {
+                    kwargs.warmup.min_lr = number().ok_or_else(|| bad("a number of at least 0"))?;
+                }
+                "warmup_min_ratio" => kwargs.warmup.min_ratio = share()?,
+                "cos_min_ratio" => kwargs.warmup.end_ratio = share()?,
+                "total_num_steps" => {
+                    let steps = value.parse().ok().filter(|steps| *steps > 0);
+                    kwargs.total_num_steps = Some(steps.ok_or_else(|| bad("at least 1"))?);
+                }
+                other => return Err(format!("'{other}' is none of {}", NAMES.join(", "))),
+            }
+        }
+        Ok(kwargs)
+    }
+}
+
+impl fmt::Display for SchedulerKwargs {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let shape = match self.warmup.shape {
+            WarmupShape::Log => "log",
+            WarmupShape::Linear => "linear",
+        };
+        let WarmupOptions {
+            min_lr,
+            min_ratio,
+            end_ratio,
+            ..
+        } = self.warmup;
+        write!(
+            f,
+            "warmup_type={shape},warmup_min_lr={min_lr},warmup_min_ratio={min_ratio},cos_min_ratio={end_ratio}"
+        )?;
+        match self.total_num_steps {
+            Some(steps) => write!(f, ",total_num_steps={steps}"),
+            None => Ok(()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn arguments_read_what_they_print() {
+        for text in [
+            "",
+            "warmup_type=linear",
+            "warmup_min_lr=1e-7, cos_min_ratio=0.1,total_num_steps=500",
+        ] {
+            let read: SchedulerKwargs = text.parse().expect(text);
+            assert_eq!(read.to_string().parse(), Ok(read), "{text}");
+        }
+        let linear: SchedulerKwargs = "warmup_type=linear".parse().expect("reads");
+        assert_eq!(linear.warmup.shape, WarmupShape::Linear);
+        for bad in [
+            "linear",
+            "warmup_type=cosine",
+            "warmup_min_lr=-1",
+            "cos_min_ratio=2",
+            "total_num_steps=0",
+            "num_cycles=2",
+        ] {
+            assert!(bad.parse::<SchedulerKwargs>().is_err(), "{bad}");
+        }
+    }
+}
