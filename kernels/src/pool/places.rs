@@ -42,6 +42,7 @@ pub(super) struct Places {
 
 impl Places {
     /// Places in one range of `lines` lines.
+    #[cfg(any(test, feature = "cuda"))]
     pub(super) fn within(lines: usize) -> Self {
         let whole = Segment {
             lines,

@@ -4,6 +4,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use anyhow::{Context, Result};
 use device_tests::emulator::Order;
 use device_tests::executor::emulated_backend;
 use device_tests::tolerance;
@@ -41,10 +42,10 @@ fn train(
     precision: Precision,
     backend: Arc<dyn Backend>,
     activation: Tier,
-) -> (Left, Arc<dyn VisionLanguageModel>) {
-    let model = open_model(dir, ModelOptions::new(precision.weight_dtype())).unwrap();
+) -> Result<(Left, Arc<dyn VisionLanguageModel>)> {
+    let model = open_model(dir, ModelOptions::new(precision.weight_dtype()))?;
     let config = ZeroConfig {
-        stage: Stage::try_from(3).unwrap(),
+        stage: Stage::try_from(3).map_err(anyhow::Error::msg)?,
         precision,
         offload: Offload {
             activation,
@@ -52,8 +53,8 @@ fn train(
         },
         ..ZeroConfig::default()
     };
-    let plan = Arc::new(Plan::new(model.spec().clone(), config, 1).unwrap());
-    let comm = threads::world(1, 1 << 26).unwrap().remove(0);
+    let plan = Arc::new(Plan::new(model.spec().clone(), config, 1)?);
+    let comm = threads::world(1, 1 << 26)?.remove(0);
     let host = Pool::new("host", None);
     let tiers = Tiers::new(Pool::new("device", None), host.clone());
     let same = GroupOptions {
@@ -65,14 +66,13 @@ fn train(
         rule: Arc::new(optim::AdamW::default()),
         groups,
     };
-    let mut zero = Zero::new(plan, comm, backend.clone(), tiers, optimizer).unwrap();
-    let weights = WeightSource::open(dir).unwrap();
+    let mut zero = Zero::new(plan, comm, backend.clone(), tiers, optimizer)?;
+    let weights = WeightSource::open(dir)?;
     zero.load(|id, elements, out| {
         let name = &model.spec().params[id.index()].name;
         weights.read_range(name, elements, DType::F32, bytemuck::cast_slice_mut(out))
-    })
-    .unwrap();
-    let sample = sample(dir);
+    })?;
+    let sample = sample(dir)?;
     let mut left = Left {
         losses: Vec::new(),
         gradients: Vec::new(),
@@ -81,40 +81,39 @@ fn train(
     for pass in 0..2 {
         zero.begin_pass(PassKind::Train);
         let inputs = [SampleInput::from(&sample)];
-        let batch = model.collate(&inputs, &*backend).unwrap();
+        let batch = model.collate(&inputs, &*backend)?;
         let tape = Tape::training(&zero).with_replay_check(true);
-        let loss = model.forward(&tape, &batch).unwrap();
-        let (sum, supervised) = (loss.sum().unwrap(), loss.supervised);
-        tape.backward(&loss, 1.0).unwrap();
+        let loss = model.forward(&tape, &batch)?;
+        let (sum, supervised) = (loss.sum()?, loss.supervised);
+        tape.backward(&loss, 1.0)?;
         drop((loss, batch));
-        zero.end_micro_batch(sum, supervised as u64).unwrap();
+        zero.end_micro_batch(sum, supervised as u64)?;
         left.losses.push(sum / supervised as f64);
         if pass == 0 {
-            left.gradients = zero.gradients().unwrap();
-            zero.step(LEARNING_RATE).unwrap();
+            left.gradients = zero.gradients()?;
+            zero.step(LEARNING_RATE)?;
         }
     }
     zero.visit_weights(|id, tensor| {
         left.weights.push((id, tensor.to_f32_vec()?));
         Ok::<_, engine::EngineError>(())
-    })
-    .unwrap();
-    (left, model)
+    })?;
+    Ok((left, model))
 }
 
 /// As long as the family's picture needs, and little more; where pictures have any size, a small one.
-fn sample(dir: &Path) -> EncodedSample {
-    let of = |tokens| models::largest_sample(dir, tokens, 1).unwrap();
-    let end = of(4096).image_bounds.iter().map(|(_, end)| *end).max();
+fn sample(dir: &Path) -> Result<EncodedSample> {
+    let of = |tokens| models::largest_sample(dir, tokens, 1).context("a sample");
+    let end = of(4096)?.image_bounds.iter().map(|(_, end)| *end).max();
     of((end.unwrap_or(0) + TOKENS).min(MOST_TOKENS))
 }
 
-fn agree(family: &str, precision: Precision, activation: Tier) {
+fn agree(family: &str, precision: Precision, activation: Tier) -> Result<()> {
     let dir = pack(family);
-    let device = emulated_backend(ARENA_BYTES, Order::Ascending).unwrap();
+    let device = emulated_backend(ARENA_BYTES, Order::Ascending)?;
     let cpu: Arc<dyn Backend> = Arc::new(CpuBackend::unlimited());
-    let (want, model) = train(&dir, precision, cpu, activation);
-    let (got, _) = train(&dir, precision, Arc::new(device.clone()), activation);
+    let (want, model) = train(&dir, precision, cpu, activation)?;
+    let (got, _) = train(&dir, precision, Arc::new(device.clone()), activation)?;
     let dtype = precision.weight_dtype();
     for (got, want) in got.losses.iter().zip(&want.losses) {
         let allowed = tolerance::trained(dtype, *want);
@@ -145,39 +144,40 @@ fn agree(family: &str, precision: Precision, activation: Tier) {
     }
     // What is left on the device is the table of the last attention.
     assert!(device.pool().stats().in_use < 4096, "{:?}", device.pool());
+    Ok(())
 }
 
 #[test]
-fn minicpm_trains_as_on_the_cpu() {
-    agree("minicpm-v-2_6", Precision::F32, Tier::Device);
+fn minicpm_trains_as_on_the_cpu() -> Result<()> {
+    agree("minicpm-v-2_6", Precision::F32, Tier::Device)
 }
 
 #[test]
-fn minicpm_trains_in_bf16_with_activations_on_the_host() {
-    agree("minicpm-v-2_6", Precision::Bf16, Tier::Host);
+fn minicpm_trains_in_bf16_with_activations_on_the_host() -> Result<()> {
+    agree("minicpm-v-2_6", Precision::Bf16, Tier::Host)
 }
 
 #[test]
-fn cogvlm_trains_as_on_the_cpu() {
-    agree("cogvlm-chat-hf", Precision::F32, Tier::Host);
+fn cogvlm_trains_as_on_the_cpu() -> Result<()> {
+    agree("cogvlm-chat-hf", Precision::F32, Tier::Host)
 }
 
 #[test]
-fn cogagent_trains_as_on_the_cpu() {
-    agree("cogagent-chat-hf", Precision::F32, Tier::Device);
+fn cogagent_trains_as_on_the_cpu() -> Result<()> {
+    agree("cogagent-chat-hf", Precision::F32, Tier::Device)
 }
 
 #[test]
-fn cogvlm2_trains_as_on_the_cpu() {
-    agree("cogvlm2-llama3-chat-19B", Precision::F32, Tier::Device);
+fn cogvlm2_trains_as_on_the_cpu() -> Result<()> {
+    agree("cogvlm2-llama3-chat-19B", Precision::F32, Tier::Device)
 }
 
 #[test]
-fn glm_4v_trains_as_on_the_cpu() {
-    agree("glm-4v-9b", Precision::F32, Tier::Device);
+fn glm_4v_trains_as_on_the_cpu() -> Result<()> {
+    agree("glm-4v-9b", Precision::F32, Tier::Device)
 }
 
 #[test]
-fn glm_41v_trains_as_on_the_cpu() {
-    agree("glm-4.1v-9b-thinking", Precision::F32, Tier::Device);
+fn glm_41v_trains_as_on_the_cpu() -> Result<()> {
+    agree("glm-4.1v-9b-thinking", Precision::F32, Tier::Device)
 }
