@@ -153,6 +153,8 @@ impl Inner {
 struct Shared {
     name: &'static str,
     capacity: Option<u64>,
+    /// Blocks lie in memory that somebody else holds.
+    arena: bool,
     inner: Mutex<Inner>,
 }
 
@@ -176,6 +178,7 @@ impl Pool {
         Self(Arc::new(Shared {
             name,
             capacity,
+            arena: false,
             inner: Mutex::default(),
         }))
     }
@@ -187,6 +190,7 @@ impl Pool {
         Self(Arc::new(Shared {
             name,
             capacity: Some(bytes),
+            arena: true,
             inner: Mutex::new(Inner {
                 places: Places::within(lines),
                 ..Inner::default()
@@ -277,8 +281,15 @@ impl Pool {
     /// Takes a block of at least `bytes` bytes with unspecified contents.
     ///
     /// # Errors
-    /// [`KernelError::OutOfMemory`] when the capacity would be exceeded or the system gives no more.
+    /// [`KernelError::OutOfMemory`] when the capacity would be exceeded or the system gives no more;
+    /// [`KernelError::Elsewhere`] of a device's pool, whose memory the host cannot write.
     pub fn take(&self, bytes: usize, tag: Tag) -> Result<Block> {
+        if self.0.arena {
+            return Err(KernelError::Elsewhere {
+                op: "take a block",
+                shape: [bytes].into(),
+            });
+        }
         let placed = self.place(bytes, tag)?;
         let memory = self.memory(placed.place.segment, &placed.counted)?;
         Ok(Block {

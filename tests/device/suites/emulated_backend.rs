@@ -3,6 +3,7 @@
 use device_tests::backend_checks;
 use device_tests::emulator::Order;
 use device_tests::executor::emulated_backend;
+use kernels::cuda::backend::LossCuts;
 use kernels::{Backend, CpuBackend, DType, KernelError, NullBackend, Shape, Tag};
 
 const ARENA_BYTES: u64 = 64 << 20;
@@ -31,6 +32,27 @@ fn operations_agree_with_the_cpu_1() -> kernels::Result<()> {
 #[test]
 fn operations_agree_with_the_cpu_2() -> kernels::Result<()> {
     run(1, 2)
+}
+
+#[test]
+fn losses_in_small_pieces_agree_with_the_cpu() -> kernels::Result<()> {
+    let cuts = LossCuts {
+        logits: 80,
+        weight_rows: 16,
+    };
+    let device = emulated_backend(ARENA_BYTES, Order::Descending)?.with_loss_cuts(cuts);
+    let checks = backend_checks::all();
+    let losses: Vec<_> = checks
+        .iter()
+        .filter(|check| check.name.starts_with("loss"))
+        .collect();
+    assert!(!losses.is_empty());
+    let failures: Vec<_> = losses
+        .iter()
+        .filter_map(|check| check.run(&device).err())
+        .collect();
+    assert!(failures.is_empty(), "{failures:#?}");
+    Ok(())
 }
 
 #[test]
@@ -73,5 +95,7 @@ fn the_arena_is_the_limit() {
     let again = zeros(1 << 19).unwrap();
     assert!(again.to_bytes().unwrap().iter().all(|b| *b == 0));
     drop((other, again));
+    let block = device.pool().take(64, Tag::Activations).unwrap_err();
+    assert!(matches!(block, KernelError::Elsewhere { .. }), "{block}");
     assert_eq!(device.pool().stats().in_use, 0);
 }

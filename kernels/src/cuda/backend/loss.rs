@@ -12,10 +12,24 @@ use crate::error::{KernelError, Result};
 use crate::pool::Tag;
 use crate::{Backend, DType, Tensor};
 
-/// Logits that exist at once (128 MiB): rows of a chunk times the vocabulary.
-const LOGITS: usize = 32 << 20;
-/// Rows of the weight's gradient that later chunks add at once.
-const WEIGHT_ROWS: usize = 8192;
+/// How much of a loss exists at once.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct LossCuts {
+    /// Logits: rows of a chunk times the vocabulary.
+    pub logits: usize,
+    /// Rows of the weight's gradient that chunks behind the first add at once; a multiple of 8.
+    pub weight_rows: usize,
+}
+
+impl Default for LossCuts {
+    /// 128 MiB of logits.
+    fn default() -> Self {
+        Self {
+            logits: 32 << 20,
+            weight_rows: 8192,
+        }
+    }
+}
 
 /// Supervised rows and their labels.
 fn supervised(labels: &Tensor, v: usize) -> Result<Vec<(i32, i32)>> {
@@ -108,7 +122,7 @@ impl CudaBackend {
             hidden: self.operand(OP, hidden, dtype)?.reshape([t, c])?,
             weight: self.address(OP, &weight)?,
         };
-        let most = (LOGITS / v.max(1)).max(1);
+        let most = (self.cuts.logits / v.max(1)).max(1);
         for (number, chunk) in all.chunks(most).enumerate() {
             let (rows, labels): (Vec<i32>, Vec<i32>) = chunk.iter().copied().unzip();
             let n = rows.len();
@@ -236,8 +250,9 @@ impl CudaBackend {
         if !adds {
             return self.product(OP, &product(head.dtype, [v, c], [true; 2], term(0), whole));
         }
-        for first in (0..v).step_by(WEIGHT_ROWS) {
-            let n = WEIGHT_ROWS.min(v - first);
+        let rows = self.cuts.weight_rows;
+        for first in (0..v).step_by(rows) {
+            let n = rows.min(v - first);
             let part = self.uninit([n, c], DType::F32, Tag::Workspace)?;
             let y = self.address(OP, &part)?;
             self.product(OP, &product(head.dtype, [n, c], [true; 2], term(first), y))?;

@@ -17,6 +17,8 @@ mod loss;
 mod products;
 mod rows;
 
+pub use loss::LossCuts;
+
 use super::launch::{Address, Launch};
 use super::ops::norm::{self, Kind};
 use super::ops::pointwise::{self, RopeShape};
@@ -134,6 +136,7 @@ pub struct CudaBackend {
     executor: Arc<dyn Executor>,
     memory: Arc<dyn DeviceMemory>,
     table: Arc<LastTable>,
+    cuts: LossCuts,
 }
 
 impl CudaBackend {
@@ -157,7 +160,15 @@ impl CudaBackend {
             executor,
             memory,
             table: Arc::default(),
+            cuts: LossCuts::default(),
         })
+    }
+
+    /// The same device with losses cut otherwise.
+    #[must_use]
+    pub fn with_loss_cuts(mut self, cuts: LossCuts) -> Self {
+        self.cuts = cuts;
+        self
     }
 
     /// A tensor with unspecified contents.
