@@ -252,7 +252,7 @@ mod tests {
         assert_eq!(of(0), [32..2_048, 2_048..4_096, 4_096..5_000]);
         assert_eq!(of(3), [0..2_048, 2_048..4_096]);
         let large = |on_disk| chunks([(UnitId(0), 0..1 << 20)].into_iter(), 1 << 24, on_disk);
-        let windows = (1 << 20) / crate::tier::WINDOW_ELEMS;
+        let windows = (1 << 20) / WINDOW_ELEMS;
         assert_eq!((large(false).len(), large(true).len()), (1, windows));
     }
 }
