@@ -11,6 +11,7 @@
 
 use crate::error::Result;
 use crate::pool::{Pool, Tag};
+use crate::routed::{self, RoutedArgs};
 use crate::{DType, Shape, Tensor};
 
 /// Where an operation runs.
@@ -253,6 +254,32 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
     /// # Errors
     /// When the pool is full.
     fn column_sum(&self, x: &Tensor) -> Result<Tensor>;
+
+    /// Two linear layers over a partition of rows `[t, n]`, in the dtype of `a`: every row has the bits that
+    /// [`Backend::matmul`] of its group's rows gives it.
+    ///
+    /// # Errors
+    /// When shapes do not fit, the groups are no partition of the rows, or the pool is full.
+    fn routed_matmul(&self, args: RoutedArgs<'_>) -> Result<Tensor> {
+        routed::matmul(self, &args)
+    }
+
+    /// `a[rows]^T @ b[rows]` in f32 for `a [t, m]`, `b [t, n]`, `rows` i32: `[m, n]`, the gradient of the weight that
+    /// these rows used.
+    ///
+    /// # Errors
+    /// When shapes do not fit, an index lies outside, or the pool is full.
+    fn matmul_of_rows(&self, a: &Tensor, b: &Tensor, rows: &Tensor) -> Result<Tensor> {
+        routed::matmul_of_rows(self, a, b, rows)
+    }
+
+    /// Column sums `[n]` f32 of the rows `rows` (i32) of `x [t, n]`: the gradient of the bias that they used.
+    ///
+    /// # Errors
+    /// When an index lies outside or the pool is full.
+    fn column_sum_of_rows(&self, x: &Tensor, rows: &Tensor) -> Result<Tensor> {
+        self.column_sum(&self.gather_rows(x, rows)?)
+    }
 
     /// The adapted linear layer.
     ///

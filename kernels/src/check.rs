@@ -2,6 +2,7 @@
 
 use crate::backend::{AttentionArgs, DropoutArgs, LoraArgs, MatmulArgs, Transpose};
 use crate::error::{KernelError, Result, shape_error};
+use crate::routed::RoutedArgs;
 use crate::{DType, Shape, Tensor};
 
 /// `x` has a dtype that tensor operations compute with.
@@ -140,6 +141,53 @@ pub(crate) fn matmul(args: &MatmulArgs<'_>) -> Result<Sizes> {
         length(OP, "bias", bias, n)?;
     }
     Ok(Sizes { m, n, k })
+}
+
+/// The shape `[t, n]` of two layers over a partition of rows.
+pub(crate) fn routed(args: &RoutedArgs<'_>) -> Result<Shape> {
+    const OP: &str = "routed_matmul";
+    float(OP, args.a)?;
+    rank(OP, "a", args.a, 2)?;
+    let [t, k] = [args.a.dim(0), args.a.dim(1)];
+    let columns = args.groups.map(|group| folded(group.b, args.transpose_b));
+    let n = columns[0].1;
+    for (group, (inner, columns)) in args.groups.iter().zip(columns) {
+        float(OP, group.b)?;
+        index(OP, group.rows)?;
+        if (inner, columns) != (k, n) {
+            return shape_error(
+                OP,
+                format!("[{t}, {k}] @ [{inner}, {columns}] to {n} columns"),
+            );
+        }
+        if let Some(bias) = group.bias {
+            float(OP, bias)?;
+            length(OP, "bias", bias, n)?;
+        }
+    }
+    let [first, second] = args.groups.map(|group| group.rows.elems());
+    if first + second != t {
+        return shape_error(OP, format!("groups of {first} and {second} rows of {t}"));
+    }
+    Ok(Shape::new(&[t, n]))
+}
+
+/// Sizes of a product of named rows: `k` of them.
+pub(crate) fn matmul_of_rows(a: &Tensor, b: &Tensor, rows: &Tensor) -> Result<Sizes> {
+    const OP: &str = "matmul_of_rows";
+    index(OP, rows)?;
+    for x in [a, b] {
+        float(OP, x)?;
+        rank(OP, "an operand", x, 2)?;
+    }
+    if a.dim(0) != b.dim(0) {
+        return shape_error(OP, format!("rows of {} and {}", a.shape(), b.shape()));
+    }
+    Ok(Sizes {
+        m: a.dim(1),
+        n: b.dim(1),
+        k: rows.elems(),
+    })
 }
 
 /// Sizes of an adapted linear layer.

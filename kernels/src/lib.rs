@@ -61,6 +61,7 @@ mod error;
 mod null;
 mod pool;
 pub mod random;
+mod routed;
 mod shape;
 mod tensor;
 
@@ -74,5 +75,6 @@ pub use dtype::{DType, Element, Float};
 pub use error::{KernelError, Result};
 pub use null::NullBackend;
 pub use pool::{Block, Pool, PoolEvent, PoolStats, Reservation, Tag, TagBytes};
+pub use routed::{RoutedArgs, RoutedGroup};
 pub use shape::{MAX_RANK, Shape};
 pub use tensor::{ForeignBytes, Tensor, TensorMut};

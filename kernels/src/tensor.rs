@@ -16,6 +16,9 @@ pub(crate) trait DeviceMemory: Send + Sync + std::fmt::Debug {
     /// Its first byte, as the device counts.
     fn address(&self) -> u64;
 
+    /// Whether there are bytes at all: not on a device that only counts.
+    fn has_values(&self) -> bool;
+
     /// Waits for the device and copies bytes from `offset` on.
     fn read(&self, offset: u64, out: &mut [u8]) -> Result<()>;
 }
@@ -182,6 +185,12 @@ impl Tensor {
                 let mut out = vec![0; self.size_bytes()];
                 match &place.known {
                     Some(known) => out.copy_from_slice(&known[start..start + self.size_bytes()]),
+                    None if !place.memory.has_values() => {
+                        return Err(KernelError::NoValues {
+                            op: "to_bytes",
+                            shape: self.shape,
+                        });
+                    }
                     None => place
                         .memory
                         .read(place.placed.offset() + start as u64, &mut out)?,
@@ -222,10 +231,15 @@ impl Tensor {
         self.elems() * self.dtype.size_bytes()
     }
 
-    /// Whether the tensor carries no values (null device).
+    /// Whether the tensor carries no values (a device that only counts).
     #[must_use]
     pub fn is_null(&self) -> bool {
-        matches!(*self.storage, Storage::Null { .. })
+        match &*self.storage {
+            Storage::Null { .. } => true,
+            #[cfg(feature = "cuda")]
+            Storage::Device(place) => !place.memory.has_values(),
+            Storage::Block(_) | Storage::Foreign { .. } => false,
+        }
     }
 
     /// The same values under another shape.

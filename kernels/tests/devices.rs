@@ -7,8 +7,8 @@ mod common;
 use common::{Case, config, dtypes};
 use kernels::{
     AttentionArgs, AttentionOut, Backend, CpuBackend, DType, Direction, Gelu, KernelError,
-    LoraArgs, LossNeeds, MatmulArgs, NullBackend, Pool, Result, RopeLayout, Shape, Tag, Tensor,
-    Transpose,
+    LoraArgs, LossNeeds, MatmulArgs, NullBackend, Pool, Result, RopeLayout, RoutedArgs,
+    RoutedGroup, Shape, Tag, Tensor, Transpose,
 };
 use proptest::prelude::*;
 
@@ -123,6 +123,12 @@ fn saved_attention(b: &dyn Backend, o: &Operands) -> Result<AttentionOut> {
     })
 }
 
+fn numbers(b: &dyn Backend, all: impl Iterator<Item = i32>) -> Result<Tensor> {
+    let all: Vec<i32> = all.collect();
+    let bytes = bytemuck::cast_slice(&all);
+    b.upload(bytes, Shape::new(&[all.len()]), DType::I32, Tag::Workspace)
+}
+
 fn calls(s: Sizes) -> Vec<Call> {
     use Transpose::{No, Yes};
     let starts = vec![0, s.t / 3, s.t];
@@ -162,6 +168,27 @@ fn calls(s: Sizes) -> Vec<Call> {
             Ok(vec![b.matmul(args)?, b.matmul(dw)?])
         }),
         call("column_sum", |b, o| Ok(vec![b.column_sum(&o.x)?])),
+        call("column_sum_of_rows", move |b, o| {
+            let rows = numbers(b, (0..s.t as i32).step_by(2))?;
+            Ok(vec![b.column_sum_of_rows(&o.x, &rows)?])
+        }),
+        call("routed_matmul", move |b, o| {
+            let rows = [
+                numbers(b, (0..s.t as i32).step_by(2))?,
+                numbers(b, (1..s.t as i32).step_by(2))?,
+            ];
+            let group = |rows| RoutedGroup {
+                rows,
+                b: &o.weight,
+                bias: Some(&o.wide_bias),
+            };
+            let y = b.routed_matmul(RoutedArgs {
+                a: &o.x,
+                groups: [group(&rows[0]), group(&rows[1])],
+                transpose_b: Yes,
+            })?;
+            Ok(vec![y, b.matmul_of_rows(&o.dy, &o.x, &rows[0])?])
+        }),
         call("lora_linear", |b, o| Ok(vec![b.lora_linear(lora(o))?])),
         call("lora_linear_backward", |b, o| {
             let g = b.lora_linear_backward(lora(o), &o.dy, true)?;
@@ -475,4 +502,34 @@ fn a_full_pool_is_an_error_and_leaks_nothing() {
         Err(KernelError::OutOfMemory { .. })
     ));
     assert_eq!(cpu.pool().stats().in_use, 0);
+}
+
+#[test]
+fn groups_that_are_no_partition_are_refused() {
+    let cpu = CpuBackend::unlimited();
+    let zeros = |shape: [usize; 2]| cpu.zeros(Shape::new(&shape), DType::F32, Tag::Activations);
+    let (x, w) = (zeros([3, 4]).unwrap(), zeros([2, 4]).unwrap());
+    let run = |first: &[i32], second: &[i32]| {
+        let rows = [first, second].map(|rows| numbers(&cpu, rows.iter().copied()).unwrap());
+        let group = |rows| RoutedGroup {
+            rows,
+            b: &w,
+            bias: None,
+        };
+        cpu.routed_matmul(RoutedArgs {
+            a: &x,
+            groups: [group(&rows[0]), group(&rows[1])],
+            transpose_b: Transpose::Yes,
+        })
+    };
+    assert!(run(&[2, 0], &[1]).is_ok());
+    assert!(run(&[], &[1, 2, 0]).is_ok());
+    for (first, second) in [
+        (&[0, 1][..], &[1][..]),
+        (&[0], &[1]),
+        (&[0, 3], &[1]),
+        (&[0, -1], &[2]),
+    ] {
+        assert!(run(first, second).is_err(), "{first:?}, {second:?}");
+    }
 }

@@ -27,6 +27,8 @@ pub enum Family {
     AttentionPlain,
     /// Matrix products on tensor cores, linear layers with adapters.
     LoraLinear,
+    /// Two products of an adapter's backward in one pass.
+    LoraGradients,
     /// Copies and sums around those products.
     LinearParts,
     /// Matrix products in f32.
@@ -43,7 +45,7 @@ pub enum Family {
 
 impl Family {
     /// Every family.
-    pub const ALL: [Self; 14] = [
+    pub const ALL: [Self; 15] = [
         Self::Cast,
         Self::PrimitivesCheck,
         Self::AdamW,
@@ -52,6 +54,7 @@ impl Family {
         Self::Attention,
         Self::AttentionPlain,
         Self::LoraLinear,
+        Self::LoraGradients,
         Self::LinearParts,
         Self::MatmulPlain,
         Self::Pointwise,
@@ -72,6 +75,7 @@ impl Family {
             Self::Attention => "attention",
             Self::AttentionPlain => "attention_plain",
             Self::LoraLinear => "lora_linear",
+            Self::LoraGradients => "lora_gradients",
             Self::LinearParts => "linear_parts",
             Self::MatmulPlain => "matmul_plain",
             Self::Pointwise => "pointwise",
@@ -93,6 +97,7 @@ impl Family {
             Self::Attention => include_str!("source/attention.cu"),
             Self::AttentionPlain => include_str!("source/attention_plain.cu"),
             Self::LoraLinear => include_str!("source/lora_linear.cu"),
+            Self::LoraGradients => include_str!("source/lora_gradients.cu"),
             Self::LinearParts => include_str!("source/linear_parts.cu"),
             Self::MatmulPlain => include_str!("source/matmul_plain.cu"),
             Self::Pointwise => include_str!("source/pointwise.cu"),
@@ -115,6 +120,7 @@ impl Family {
             Self::Attention => super::ops::attention::modules(),
             Self::AttentionPlain => super::ops::attention::plain_modules(),
             Self::LoraLinear => super::ops::lora_linear::modules(),
+            Self::LoraGradients => super::ops::lora_gradients::modules(),
             Self::LinearParts => super::ops::lora_linear::parts_modules(),
             Self::MatmulPlain => super::ops::matmul_plain::modules(),
             Self::Pointwise => super::ops::pointwise::modules(),

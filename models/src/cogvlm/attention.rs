@@ -73,8 +73,7 @@ impl ExpertAttention {
         cache: Option<CachedLayer<'_>>,
     ) -> Result<Var> {
         let (t, d, experts) = (x.shape().rows(), self.head_dim, batch.experts.as_ref());
-        let project = |layer: &FusedLinear, x: &Var| layer.forward::<3>(scope, x);
-        let [q, k, v] = self.qkv.forward(scope, x, experts, project)?;
+        let [q, k, v] = self.qkv.projections(scope, x, experts)?;
         let rotary = &batch.rotary;
         let rotate = |x: &Var, heads: usize| {
             let x = scope.reshape(x, [t, heads, d])?;
@@ -91,8 +90,6 @@ impl ExpertAttention {
             _ => scope.cached_attention([&q, &k, &v], &batch.sequences, cache, scale)?,
         };
         let mixed = scope.reshape(&mixed, [t, self.heads * d])?;
-        let project = |layer: &Linear, x: &Var| Ok([layer.forward(scope, x)?]);
-        let [out] = self.out.forward(scope, &mixed, experts, project)?;
-        Ok(out)
+        self.out.linear(scope, &mixed, experts)
     }
 }

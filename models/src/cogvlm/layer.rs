@@ -67,10 +67,7 @@ impl CogLayer {
             _ => x,
         };
         let normed = self.mlp_norm.forward(scope, &x)?;
-        let run = |mlp: &GatedMlp, x: &Var| Ok([mlp.forward(scope, x)?]);
-        let [inner] = self
-            .mlp
-            .forward(scope, &normed, batch.experts.as_ref(), run)?;
+        let inner = self.mlp.mlp(scope, &normed, batch.experts.as_ref())?;
         scope.add(&x, &inner)
     }
 }

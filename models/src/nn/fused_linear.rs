@@ -20,6 +20,15 @@ pub struct FusedLinear {
 }
 
 impl FusedLinear {
+    /// Weight and bias of each projection, where they are all of the layer.
+    #[must_use]
+    pub fn plain(&self) -> Option<Vec<LinearParams>> {
+        let part = |rows: &Range<usize>| self.base.clone().with_rows(rows.clone());
+        self.adapter
+            .is_none()
+            .then(|| self.parts.iter().map(part).collect())
+    }
+
     /// Projection `i`: `[t, k]` to `[t, rows of the part]`.
     ///
     /// # Errors

@@ -14,6 +14,12 @@ pub struct Linear {
 }
 
 impl Linear {
+    /// Weight and bias, where they are all of the layer.
+    #[must_use]
+    pub fn plain(&self) -> Option<&LinearParams> {
+        self.adapter.is_none().then_some(&self.base)
+    }
+
     /// `[t, k]` to `[t, n]`.
     ///
     /// # Errors

@@ -3,6 +3,7 @@
 use super::{FusedLinear, Linear};
 use crate::autograd::{Scope, Var};
 use crate::error::Result;
+use crate::ops::LinearParams;
 use crate::params::ParamScope;
 use engine::TensorParallel;
 use kernels::Gelu;
@@ -86,6 +87,19 @@ impl GatedMlp {
             inputs: GateUp::Fused(scope.fused_linear(gate_up, &[inner; 2], width, false)),
             down: scope.linear(down, [width, inner], false, TensorParallel::Row),
         }
+    }
+
+    /// Gate, up and down, where each is a weight and nothing else.
+    #[must_use]
+    pub fn plain(&self) -> Option<[LinearParams; 3]> {
+        let [gate, up] = match &self.inputs {
+            GateUp::Apart(layers) => {
+                let [gate, up] = &**layers;
+                [gate.plain()?.clone(), up.plain()?.clone()]
+            }
+            GateUp::Fused(layer) => layer.plain()?.try_into().ok()?,
+        };
+        Some([gate, up, self.down.plain()?.clone()])
     }
 
     /// `[t, c]` to `[t, c]`.

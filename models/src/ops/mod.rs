@@ -13,6 +13,7 @@ mod lora;
 mod loss;
 mod norm;
 mod pointwise;
+mod routed;
 mod rows;
 
 pub use attention::Sequences;

@@ -179,6 +179,19 @@ pub fn trained(dtype: DType, size: f64) -> f64 {
     16.0 * unit * size
 }
 
+/// Between two devices, of the loss `want` behind so many updates of Adam. Each update adds as much as a pass is off by:
+/// Adam divides by the root of squares, so that a relative error of gradients is one of the update, and an update changes
+/// the loss by less than the loss. A pass in 16 bits is off by the roundings of some dozen layers as in [`trained`],
+/// but the mean over tokens of independent ones, which add up as the root of their squares: a quarter.
+#[must_use]
+pub fn trajectory(dtype: DType, want: f64, updates: usize) -> f64 {
+    let pass = match dtype {
+        DType::F32 => trained(dtype, want),
+        _ => trained(dtype, want) / 4.0,
+    };
+    (updates + 1) as f64 * pass
+}
+
 /// Length of a gradient that would be zero without rounding (that of a key's bias: the softmax does not see it), beside
 /// the `largest` of the model: a small part of what the largest may be off by.
 #[must_use]

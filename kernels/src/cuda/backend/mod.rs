@@ -12,9 +12,11 @@
     reason = "launches read and write memory by address; tensors vouch for it"
 )]
 
+mod counting;
 mod gpu;
 mod loss;
 mod products;
+mod routed;
 mod rows;
 
 pub use loss::LossCuts;
@@ -23,6 +25,7 @@ use super::launch::{Address, Launch};
 use super::ops::norm::{self, Kind};
 use super::ops::pointwise::{self, RopeShape};
 use super::ops::{attention, cast, workspace::Workspace};
+use crate::RoutedArgs;
 use crate::backend::{
     AttentionArgs, AttentionGrads, AttentionOut, Backend, Device, Direction, DropoutArgs, Gelu,
     LoraArgs, LoraGrads, LossGrads, LossNeeds, MatmulArgs, NormGrads, RopeLayout,
@@ -45,6 +48,11 @@ pub type Cause = Box<dyn std::error::Error + Send + Sync>;
 pub unsafe trait Executor: Send + Sync + std::fmt::Debug {
     /// Multiprocessors of the device: a hint for the cut of work, never for its results.
     fn multiprocessors(&self) -> u32;
+
+    /// Whether there is memory behind the addresses.
+    fn has_values(&self) -> bool {
+        true
+    }
 
     /// Memory with unspecified contents, aligned to 256 bytes.
     ///
@@ -113,6 +121,10 @@ impl DeviceMemory for Arena {
         self.start.0
     }
 
+    fn has_values(&self) -> bool {
+        self.executor.has_values()
+    }
+
     fn read(&self, offset: u64, out: &mut [u8]) -> Result<()> {
         // SAFETY: tensors ask for bytes of places that the pool gave them inside the arena.
         let read = unsafe { self.executor.read(Address(self.start.0 + offset), out) };
@@ -151,17 +163,23 @@ impl CudaBackend {
                 op: "allocate the arena",
                 cause,
             })?;
+        let pool = Pool::arena("GPU", bytes);
+        Ok(Self::at(executor, start, pool))
+    }
+
+    /// On memory that was taken.
+    fn at(executor: Arc<dyn Executor>, start: Address, pool: Pool) -> Self {
         let memory: Arc<dyn DeviceMemory> = Arc::new(Arena {
             executor: executor.clone(),
             start,
         });
-        Ok(Self {
-            pool: Pool::arena("device", bytes),
+        Self {
+            pool,
             executor,
             memory,
             table: Arc::default(),
             cuts: LossCuts::default(),
-        })
+        }
     }
 
     /// The same device with losses cut otherwise.
@@ -198,11 +216,11 @@ impl CudaBackend {
 
     fn address(&self, op: &'static str, x: &Tensor) -> Result<Address> {
         let shape = x.shape();
-        if x.is_null() {
-            return Err(KernelError::NoValues { op, shape });
+        match x.address_in(&self.memory) {
+            Some(address) => Ok(Address(address)),
+            None if x.is_null() => Err(KernelError::NoValues { op, shape }),
+            None => Err(KernelError::Elsewhere { op, shape }),
         }
-        let address = x.address_in(&self.memory).map(Address);
-        address.ok_or(KernelError::Elsewhere { op, shape })
     }
 
     fn device_error(op: &'static str) -> impl Fn(Cause) -> KernelError {
@@ -242,8 +260,13 @@ impl CudaBackend {
 
     /// Row numbers and the like, which the host keeps too.
     fn integers(&self, op: &'static str, values: &[i32]) -> Result<Tensor> {
-        let bytes = bytemuck::cast_slice(values);
-        let out = self.uninit([values.len()], DType::I32, Tag::Workspace)?;
+        let bytes: &[u8] = bytemuck::cast_slice(values);
+        let place = OnDevice {
+            memory: self.memory.clone(),
+            placed: self.pool.place(bytes.len(), Tag::Workspace)?,
+            known: Some(bytes.into()),
+        };
+        let out = Tensor::on_device(place, [values.len()].into(), DType::I32);
         self.write(op, &out, bytes)?;
         Ok(out)
     }
@@ -526,7 +549,19 @@ impl Backend for CudaBackend {
     }
 
     fn column_sum(&self, x: &Tensor) -> Result<Tensor> {
-        self.column_sum_op(x)
+        self.column_sum_op(x, None)
+    }
+
+    fn routed_matmul(&self, args: RoutedArgs<'_>) -> Result<Tensor> {
+        self.routed_op(&args, check::routed(&args)?)
+    }
+
+    fn matmul_of_rows(&self, a: &Tensor, b: &Tensor, rows: &Tensor) -> Result<Tensor> {
+        self.of_rows_op(a, b, rows, check::matmul_of_rows(a, b, rows)?)
+    }
+
+    fn column_sum_of_rows(&self, x: &Tensor, rows: &Tensor) -> Result<Tensor> {
+        self.column_sum_op(x, Some(rows))
     }
 
     fn lora_linear(&self, args: LoraArgs<'_>) -> Result<Tensor> {

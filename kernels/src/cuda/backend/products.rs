@@ -10,7 +10,7 @@ use crate::error::Result;
 use crate::{Backend, DType, Tensor};
 
 /// The 16-bit dtype that all operands share; f32 otherwise, to which every other is widened without loss.
-fn common<'t>(operands: impl IntoIterator<Item = &'t Tensor>) -> DType {
+pub(super) fn common<'t>(operands: impl IntoIterator<Item = &'t Tensor>) -> DType {
     let mut operands = operands.into_iter();
     let first = operands.next().map_or(DType::F32, Tensor::dtype);
     if operands.all(|x| x.dtype() == first) {

@@ -10,7 +10,7 @@ use crate::{Backend, DType, Shape, Tensor};
 use std::collections::BTreeMap;
 
 /// Row numbers of a table of `rows` rows, known to the host or fetched.
-fn numbers(op: &'static str, index: &Tensor, rows: usize) -> Result<Vec<i32>> {
+pub(super) fn numbers(op: &'static str, index: &Tensor, rows: usize) -> Result<Vec<i32>> {
     let bytes = index.to_bytes()?;
     let numbers: Vec<i32> = bytes
         .chunks_exact(4)
@@ -34,10 +34,16 @@ fn row_bytes(table: &Tensor) -> u64 {
 }
 
 impl CudaBackend {
-    pub(super) fn column_sum_op(&self, x: &Tensor) -> Result<Tensor> {
+    /// Of all rows, or of those that `index` names.
+    pub(super) fn column_sum_op(&self, x: &Tensor, index: Option<&Tensor>) -> Result<Tensor> {
         const OP: &str = "column_sum";
         check::float(OP, x)?;
-        let (t, c) = (x.shape().rows() as u64, x.shape().last() as u64);
+        let (rows, c) = (x.shape().rows(), x.shape().last() as u64);
+        let t = match index {
+            Some(index) => numbers(OP, index, rows)?.len(),
+            None => rows,
+        } as u64;
+        let index_at = index.map_or(Ok(Address::NULL), |index| self.address(OP, index))?;
         let y = self.gradient([c as usize])?;
         if t == 0 {
             self.clear(OP, &y)?;
@@ -46,7 +52,7 @@ impl CudaBackend {
         let workspace = self.scratch(rows::column_sum_workspace_bytes(t, c))?;
         let at = self.address(OP, &workspace)?;
         let (x_at, y_at) = (self.address(OP, x)?, self.address(OP, &y)?);
-        let launches = rows::column_sum((x.dtype(), DType::F32), x_at, [t, c], at, y_at);
+        let launches = rows::column_sum((x.dtype(), DType::F32), x_at, index_at, [t, c], at, y_at);
         self.run_some(OP, launches)?;
         Ok(y)
     }

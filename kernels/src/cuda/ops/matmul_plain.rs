@@ -1,6 +1,7 @@
 //! Matrix products of f32 operands: the same [`Product`](super::product::Product) without tensor cores, in full f32.
 
 use super::product::Variant;
+use super::routed;
 use super::tile::Tile;
 use crate::DType;
 use crate::cuda::module::{Family, Module};
@@ -27,12 +28,20 @@ const PADDING: u32 = 4;
 /// The module for one of the tiles.
 #[must_use]
 pub fn module([transpose_a, transpose_b]: [bool; 2], tile: Tile) -> Module {
-    let defines = vec![
+    let defines = defines([transpose_a, transpose_b], tile);
+    Module::new(Family::MatmulPlain, defines, &["matmul_plain"])
+}
+
+/// The defines of [`module`].
+pub(super) fn defines(
+    [transpose_a, transpose_b]: [bool; 2],
+    tile: Tile,
+) -> Vec<(&'static str, u32)> {
+    vec![
         ("TRANSPOSE_A", u32::from(transpose_a)),
         ("TRANSPOSE_B", u32::from(transpose_b)),
         ("BLOCK", tile.m),
-    ];
-    Module::new(Family::MatmulPlain, defines, &["matmul_plain"])
+    ]
 }
 
 /// Both tiles in every orientation.
@@ -50,6 +59,7 @@ pub fn variants() -> Vec<Variant> {
 pub fn modules() -> Vec<Module> {
     let all = variants().into_iter();
     all.map(|(_, _, transpose, tile)| module(transpose, tile))
+        .chain(routed::plain_modules())
         .collect()
 }
 

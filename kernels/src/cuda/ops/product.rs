@@ -73,7 +73,18 @@ pub fn module(
     [transpose_a, transpose_b]: [bool; 2],
     tile: Tile,
 ) -> Option<Module> {
-    let defines = vec![
+    let defines = defines(dtype, out, [transpose_a, transpose_b], tile)?;
+    Some(Module::new(Family::LoraLinear, defines, &["linear"]))
+}
+
+/// The defines of [`module`].
+pub(super) fn defines(
+    dtype: DType,
+    out: DType,
+    [transpose_a, transpose_b]: [bool; 2],
+    tile: Tile,
+) -> Option<Vec<(&'static str, u32)>> {
+    Some(vec![
         ("TYPE", element_type(dtype).filter(|_| dtype != DType::F32)?),
         (
             "OUT",
@@ -89,8 +100,7 @@ pub fn module(
         ("WARPS_K", tile.warps[2]),
         ("STAGES", tile.stages),
         ("BLOCKS", tile.blocks),
-    ];
-    Some(Module::new(Family::LoraLinear, defines, &["linear"]))
+    ])
 }
 
 impl Product {
@@ -283,7 +293,8 @@ impl Product {
         Some(parts)
     }
 
-    fn sum(&self, partial: Address, parts: u32) -> Option<Launch> {
+    /// Adds the parts of `y`.
+    pub(super) fn sum(&self, partial: Address, parts: u32) -> Option<Launch> {
         Some(Launch {
             module: parts_module(self.dtype, self.out)?,
             kernel: "sum_parts",
@@ -318,7 +329,7 @@ pub fn parts_module(dtype: DType, out: DType) -> Option<Module> {
 }
 
 /// Copies an operand whose lines do not start at multiples of 16 bytes to lines that do.
-fn align(
+pub(super) fn align(
     launches: &mut Vec<Launch>,
     address: &mut Address,
     line: &mut usize,
@@ -347,7 +358,7 @@ fn align(
     Some(())
 }
 
-fn int(x: usize) -> Option<Arg> {
+pub(super) fn int(x: usize) -> Option<Arg> {
     i32::try_from(x).ok().map(Arg::I32)
 }
 

@@ -224,12 +224,13 @@ pub const fn column_sum_workspace_bytes(rows: u64, c: u64) -> u64 {
     rows.div_ceil(GROUP_ROWS) * c * 4
 }
 
-/// `y[c] = sum over the rows of x [rows, c]`, in f32: groups of 256 rows, then the groups in order. The launches in their
+/// `y[c] = sum over the rows of x [rows, c]`, or over `rows` rows that `index` names, in f32: groups of 256 rows, then the groups in order. The launches in their
 /// order. `None` when a dtype is no float or an extent is beyond a grid's (16 million rows).
 #[must_use]
 pub fn column_sum(
     (from, to): (DType, DType),
     x: Address,
+    index: Address,
     [rows, c]: [u64; 2],
     workspace: Address,
     y: Address,
@@ -251,6 +252,7 @@ pub fn column_sum(
         shared_bytes: THREADS * 4,
         args: vec![
             Arg::Address(x),
+            Arg::Address(index),
             Arg::Address(workspace),
             Arg::U64(rows),
             Arg::I32(c.try_into().ok()?),

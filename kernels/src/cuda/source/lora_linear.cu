@@ -14,10 +14,15 @@
 //   b    [n, k] with k contiguous, or [k, n] with n contiguous (TRANSPOSE_B 1); rows from b_rows on count as zeros
 //   bias [n] in TYPE, or null
 //   y    [m, n] in OUT, ldy elements from row to row
+//   rows ROUTED 1: two layers over a partition of rows, the vision experts of CogVLM. The tiles of the first layer's rows
+//        come before those of the second; rows1 and rows2 name the rows of a and y that are theirs. Each row is computed
+//        once, in one launch, where it lies.
+//        ROUTED 2: the sum over k takes these lines of a and b: the gradient of one of those layers.
 //   Addresses are 16-byte aligned, lda and ldb multiples of 8, and what lies between the end of k (when contiguous)
 //   and the next multiple of 8 is zero in both operands. m, n, k1, k2 are otherwise free; y may have any ldy.
 // Defines: TYPE and OUT (TYPE_*), TRANSPOSE_A, TRANSPOSE_B, BLOCK_M, BLOCK_N, BLOCK_K (tile of a block),
-//   WARPS_M, WARPS_N, WARPS_K (how the warps share it), STAGES (of the pipeline), BLOCKS (per multiprocessor).
+//   WARPS_M, WARPS_N, WARPS_K (how the warps share it), STAGES (of the pipeline), BLOCKS (per multiprocessor);
+//   ROUTED (absent: 0).
 //
 // Algorithm: a ring of STAGES tiles in shared memory is filled by asynchronous 16-byte copies (out of range: zeros);
 // warps read fragments by ldmatrix one k16 slice ahead of the mma that use them. Chunks of 16 bytes are stored at
@@ -47,6 +52,10 @@
 // The adapter, counted: t = 8192, k = n = 4096, r = 16 adds one step to 128 (0.8 %) and a pass over x, 67 MB at the
 // speed of memory against 275 Gflop (16 us at 4.2 TB/s against 500 us at 550 Tflop/s: 3 %).
 
+#ifndef ROUTED
+#define ROUTED 0
+#endif
+
 typedef Element<TYPE> E;
 constexpr int WARPS = WARPS_M * WARPS_N * WARPS_K;
 constexpr int THREADS = 32 * WARPS;
@@ -63,8 +72,9 @@ DEVICE u32 chunk_offset(int line, int chunk) {
 }
 
 // One operand's tile: ROWS (of m or n) by BLOCK_K. A line is contiguous in global memory: BLOCK_K elements of a row,
-// or ROWS elements of one k when transposed. SIDE 0 feeds the rows of the mma, 1 its columns.
-template <int ROWS, int WARP_ROWS, int TRANSPOSED, int SIDE>
+// or ROWS elements of one k when transposed. SIDE 0 feeds the rows of the mma, 1 its columns. INDEXED: a table names the
+// lines.
+template <int ROWS, int WARP_ROWS, int TRANSPOSED, int SIDE, int INDEXED>
 struct Tile {
   static constexpr int CHUNKS = (TRANSPOSED ? ROWS : BLOCK_K) / 8;
   static constexpr int BYTES = ROWS * BLOCK_K * 2;
@@ -80,6 +90,10 @@ struct Tile {
   int lines, chunks;  // lines and elements of the line left from this thread's place on; <= 0 is out of range
   u32 target;         // where this thread's chunks go, relative to the tile
   u32 fragment[ADDRESSES];
+  // Indexed: the table's entry of this thread's first line, and where its lines of the next tile lie, in chunks. The
+  // lines of a transposed tile are looked up a step before they are copied.
+  const int* entry;
+  u32 offset[COPIES];
 
   // `warp`: the first row of the warp in the tile; `slice`: its first k16 slice of a step.
   DEVICE void place(int thread, int warp, int slice) {
@@ -95,22 +109,38 @@ struct Tile {
   }
 
   // Starts at element `k` of an operand with `rows` rows and `depth` elements of k; the tile begins at row `row`.
-  DEVICE void seek(int thread, const u16* base, u64 line_elements, int rows, int depth, int row, int k) {
+  DEVICE void seek(int thread, const u16* base, u64 line_elements, int rows, int depth, int row, int k,
+                   const int* table) {
     int line = thread / CHUNKS + (TRANSPOSED ? k : row), at = thread % CHUNKS * 8 + (TRANSPOSED ? row : k);
     ld = line_elements;
-    source = base + ((u64)line * ld + at);
+    source = base + (INDEXED ? (u64)at : (u64)line * ld + at);
     lines = (TRANSPOSED ? depth : rows) - line;
     chunks = (TRANSPOSED ? rows : depth) - at;
+    if constexpr (INDEXED != 0) {
+      entry = table + line;
+      look_up();
+    }
+  }
+
+  DEVICE void look_up() {
+    UNROLL for (int i = 0; i < COPIES; i++)
+      offset[i] = lines > i * LINES_PER_COPY ? (u32)entry[i * LINES_PER_COPY] * (u32)(ld / 8) : 0u;
   }
 
   // Copies the tile and moves on by BLOCK_K.
   DEVICE void copy(u32 tile) {
     UNROLL for (int i = 0; i < COPIES; i++)
-      copy_async_16(tile + target + i * (LINES_PER_COPY * CHUNKS * 16), source + i * LINES_PER_COPY * ld,
+      copy_async_16(tile + target + i * (LINES_PER_COPY * CHUNKS * 16),
+                    source + (INDEXED ? (u64)offset[i] * 8 : i * LINES_PER_COPY * ld),
                     lines > i * LINES_PER_COPY && chunks > 0);
     if (TRANSPOSED) {
-      source += BLOCK_K * ld;
       lines -= BLOCK_K;
+      if constexpr (INDEXED != 0) {
+        entry += BLOCK_K;
+        look_up();
+      } else {
+        source += BLOCK_K * ld;
+      }
     } else {
       source += BLOCK_K;
       chunks -= BLOCK_K;
@@ -127,8 +157,10 @@ struct Tile {
   }
 };
 
-typedef Tile<BLOCK_M, WARP_M, TRANSPOSE_A, 0> TileA;
-typedef Tile<BLOCK_N, WARP_N, TRANSPOSE_B, 1> TileB;
+static_assert(ROUTED == 0 || (ROUTED == 1 && !TRANSPOSE_A) || (TRANSPOSE_A && TRANSPOSE_B), "what has a table");
+static_assert(ROUTED != 1 || OUT == TYPE, "routed rows are stored in 16 bits");
+typedef Tile<BLOCK_M, WARP_M, TRANSPOSE_A, 0, ROUTED != 0> TileA;
+typedef Tile<BLOCK_N, WARP_N, TRANSPOSE_B, 1, ROUTED == 2> TileB;
 constexpr int STAGE_BYTES = TileA::BYTES + TileB::BYTES;
 // After the loop the same memory holds the sums of the other WARPS_K - 1 warps and the rows of y on their way out.
 constexpr int PARTIAL_BYTES = (WARPS_K - 1) * BLOCK_M * BLOCK_N * 4;
@@ -177,11 +209,11 @@ DEVICE void load_bias(const u16* bias, int column, int n, float (&v)[2]) {
   v[1] = bias && column + 1 < n ? E::widen(bias[column + 1]) : 0.0f;
 }
 
-// The warp's piece of y, whose first element is (row, column).
+// The warp's piece of y, whose first element is (row, column). `table` names the rows of y where rows are routed.
 template <int T>
 struct Output {
   static DEVICE void store(const Sums& sums, u8* memory, u16* y, u64 ldy, int row, int column, int m, int n,
-                           float scale, const u16* bias, int lane) {
+                           float scale, const u16* bias, const int* table, int lane) {
     constexpr int CHUNKS = WARP_N / 8, ROWS = 32 / CHUNKS;
     UNROLL for (int j = 0; j < 2 * TILES_N; j++) {
       float v[2];
@@ -195,17 +227,18 @@ struct Output {
     warp_barrier();
     int chunk = lane % CHUNKS, first = column + chunk * 8;
     bool whole = first + 8 <= n && ldy % 8 == 0;
-    u16* out = y + ((u64)(row + lane / CHUNKS) * ldy + first);
+    u16* first_row = y + ((u64)(row + lane / CHUNKS) * ldy + first);
     UNROLL for (int i = 0; i < WARP_M / ROWS; i++) {
       int line = i * ROWS + lane / CHUNKS;
       uint4 w = *(const uint4*)(memory + chunk_offset<CHUNKS>(line, chunk));
       if (row + line < m) {
+        u16* out = ROUTED == 1 ? y + ((u64)table[row + line] * ldy + first) : first_row + (u64)(i * ROWS) * ldy;
         if (whole) {
-          *(uint4*)(out + (u64)(i * ROWS) * ldy) = w;
+          *(uint4*)out = w;
         } else {
           u32 words[4] = {w.x, w.y, w.z, w.w};
           UNROLL for (int e = 0; e < 8; e++)
-            if (first + e < n) out[(u64)(i * ROWS) * ldy + e] = (u16)(words[e / 2] >> (e % 2 * 16));
+            if (first + e < n) out[e] = (u16)(words[e / 2] >> (e % 2 * 16));
         }
       }
     }
@@ -214,7 +247,7 @@ struct Output {
 template <>
 struct Output<TYPE_F32> {
   static DEVICE void store(const Sums& sums, u8*, float* y, u64 ldy, int row, int column, int m, int n, float scale,
-                           const u16* bias, int lane) {
+                           const u16* bias, const int*, int lane) {
     bool pairs = ldy % 2 == 0;
     UNROLL for (int j = 0; j < 2 * TILES_N; j++) {
       int at = column + j * 8 + (lane & 3) * 2;
@@ -235,22 +268,15 @@ struct Output<TYPE_F32> {
   }
 };
 
-KERNEL(THREADS, BLOCKS)
-linear(const u16* a1, u64 lda1, const u16* b1, u64 ldb1, int k1, const u16* a2, u64 lda2, const u16* b2, u64 ldb2,
-       int k2, int m, int n, int b_rows, const u16* bias, Element<OUT>::Stored* y, u64 ldy, float scale, int group,
-       int steps_per_part) {
+// The tile of y that begins at (row, column), or block z's part of its sum.
+DEVICE void multiply(const u16* a1, u64 lda1, const u16* b1, u64 ldb1, int k1, const u16* a2, u64 lda2, const u16* b2,
+                     u64 ldb2, int k2, int m, int n, int b_rows, const u16* bias, Element<OUT>::Stored* y, u64 ldy,
+                     float scale, int row, int column, int steps_per_part, const int* table) {
   SHARED_MEMORY(memory);
   u32 ring = shared_address(memory);
   int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
   int piece = warp % (WARPS_M * WARPS_N), share = warp / (WARPS_M * WARPS_N);
   int warp_m = piece % WARPS_M * WARP_M, warp_n = piece / WARPS_M * WARP_N;
-
-  // Tile rows come in groups, a group is walked column by column.
-  int tiles_m = divide_up(m, BLOCK_M), tiles_n = divide_up(n, BLOCK_N);
-  int first_row = (int)blockIdx.x / (group * tiles_n) * group;
-  int in_group = (int)blockIdx.x % (group * tiles_n);
-  int height = tiles_m - first_row < group ? tiles_m - first_row : group;
-  int row = (first_row + in_group % height) * BLOCK_M, column = in_group / height * BLOCK_N;
 
   // Steps of BLOCK_K over the first pair of operands, then over the second.
   int steps1 = divide_up(k1, BLOCK_K), steps = steps1 + divide_up(k2, BLOCK_K);
@@ -260,20 +286,20 @@ linear(const u16* a1, u64 lda1, const u16* b1, u64 ldb1, int k1, const u16* a2, 
   TileB tile_b;
   tile_a.place(thread, warp_m, share);
   tile_b.place(thread, warp_n, share);
-  if (step < steps1) {
-    tile_a.seek(thread, a1, lda1, m, k1, row, step * BLOCK_K);
-    tile_b.seek(thread, b1, ldb1, b_rows, k1, column, step * BLOCK_K);
+  if (ROUTED != 0 || step < steps1) {
+    tile_a.seek(thread, a1, lda1, m, k1, row, step * BLOCK_K, table);
+    tile_b.seek(thread, b1, ldb1, b_rows, k1, column, step * BLOCK_K, table);
   } else {
-    tile_a.seek(thread, a2, lda2, m, k2, row, (step - steps1) * BLOCK_K);
-    tile_b.seek(thread, b2, ldb2, b_rows, k2, column, (step - steps1) * BLOCK_K);
+    tile_a.seek(thread, a2, lda2, m, k2, row, (step - steps1) * BLOCK_K, table);
+    tile_b.seek(thread, b2, ldb2, b_rows, k2, column, (step - steps1) * BLOCK_K, table);
   }
   int fetched = step;
   // Copies the tile of step `fetched` to `stage`; nothing but the pipeline's count after the last.
   auto fetch = [&](u32 stage) {
     if (fetched < end) {
-      if (fetched == steps1) {
-        tile_a.seek(thread, a2, lda2, m, k2, row, 0);
-        tile_b.seek(thread, b2, ldb2, b_rows, k2, column, 0);
+      if (ROUTED == 0 && fetched == steps1) {
+        tile_a.seek(thread, a2, lda2, m, k2, row, 0, table);
+        tile_b.seek(thread, b2, ldb2, b_rows, k2, column, 0, table);
       }
       tile_a.copy(stage);
       tile_b.copy(stage + TileA::BYTES);
@@ -318,5 +344,49 @@ linear(const u16* a1, u64 lda1, const u16* b1, u64 ldb1, int k1, const u16* a2, 
   if (WARPS_K > 1 && !reduce_warps(sums, memory, piece, share, lane)) return;
   u8* staging = memory + PARTIAL_BYTES + piece * (WARP_M * WARP_N * 2);
   y += (u64)blockIdx.z * (u64)m * ldy;
-  Output<OUT>::store(sums, staging, y, ldy, row + warp_m, column + warp_n, m, n, scale, bias, lane);
+  Output<OUT>::store(sums, staging, y, ldy, row + warp_m, column + warp_n, m, n, scale, bias, table, lane);
 }
+
+// Tile rows come in groups, a group is walked column by column.
+struct Place {
+  int row, column;  // of tiles
+};
+DEVICE Place place_of_block(int tiles_m, int tiles_n, int group) {
+  int first_row = (int)blockIdx.x / (group * tiles_n) * group;
+  int in_group = (int)blockIdx.x % (group * tiles_n);
+  int height = tiles_m - first_row < group ? tiles_m - first_row : group;
+  return {first_row + in_group % height, in_group / height};
+}
+
+#if ROUTED == 0
+KERNEL(THREADS, BLOCKS)
+linear(const u16* a1, u64 lda1, const u16* b1, u64 ldb1, int k1, const u16* a2, u64 lda2, const u16* b2, u64 ldb2,
+       int k2, int m, int n, int b_rows, const u16* bias, Element<OUT>::Stored* y, u64 ldy, float scale, int group,
+       int steps_per_part) {
+  Place place = place_of_block(divide_up(m, BLOCK_M), divide_up(n, BLOCK_N), group);
+  multiply(a1, lda1, b1, ldb1, k1, a2, lda2, b2, ldb2, k2, m, n, b_rows, bias, y, ldy, scale, place.row * BLOCK_M,
+           place.column * BLOCK_N, steps_per_part, nullptr);
+}
+#elif ROUTED == 1
+// y[rows1[i], :] = a[rows1[i], :] b1 + bias1 for i < m1, and the same of the second layer.
+KERNEL(THREADS, BLOCKS)
+linear_routed(const u16* a, u64 lda, const u16* b1, const u16* b2, u64 ldb, int k, int n, const int* rows1, int m1,
+              const int* rows2, int m2, const u16* bias1, const u16* bias2, Element<OUT>::Stored* y, u64 ldy,
+              int group) {
+  int tiles1 = divide_up(m1, BLOCK_M);
+  Place place = place_of_block(tiles1 + divide_up(m2, BLOCK_M), divide_up(n, BLOCK_N), group);
+  bool second = place.row >= tiles1;
+  int row = (second ? place.row - tiles1 : place.row) * BLOCK_M;
+  multiply(a, lda, second ? b2 : b1, ldb, k, nullptr, 0, nullptr, 0, 0, second ? m2 : m1, n, n, second ? bias2 : bias1,
+           y, ldy, 1.0f, row, place.column * BLOCK_N, divide_up(k, BLOCK_K), second ? rows2 : rows1);
+}
+#else
+// y[m, n] = sum over i < k of a[rows[i], m] b[rows[i], n].
+KERNEL(THREADS, BLOCKS)
+linear_of_rows(const u16* a, u64 lda, const u16* b, u64 ldb, const int* rows, int k, int m, int n,
+               Element<OUT>::Stored* y, u64 ldy, int group, int steps_per_part) {
+  Place place = place_of_block(divide_up(m, BLOCK_M), divide_up(n, BLOCK_N), group);
+  multiply(a, lda, b, ldb, k, nullptr, 0, nullptr, 0, 0, m, n, n, nullptr, y, ldy, 1.0f, place.row * BLOCK_M,
+           place.column * BLOCK_N, steps_per_part, rows);
+}
+#endif

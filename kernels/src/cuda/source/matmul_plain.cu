@@ -8,8 +8,10 @@
 //   b    [n, k], or [k, n] (TRANSPOSE_B 1); rows from b_rows on count as zeros
 //   bias [n], or null
 //   y    [m, n], ldy elements from row to row
+//   rows as in lora_linear: two layers over a partition of rows (ROUTED 1), sums over named lines (ROUTED 2)
 //   All f32. Every size, any ld; addresses are aligned to 4 bytes.
-// Defines: TRANSPOSE_A, TRANSPOSE_B, BLOCK (edge of a block's square tile: 128 or 64).
+// Defines: TRANSPOSE_A, TRANSPOSE_B, BLOCK (edge of a block's square tile: 128 or 64), ROUTED
+//   (absent: 0).
 //
 // Algorithm: 256 threads; thread (i, j) of 16 x 16 sums SIDE x SIDE elements, in quadrants of 4 x 4 so that it reads
 // shared memory by 16 bytes. Tiles of 8 elements of k lie as [k][row] in two buffers: while one is used, the next is on
@@ -17,12 +19,16 @@
 // Every element is one chain of fma over ascending k, whatever BLOCK: the same bits. gridDim.z cuts the K loop as in
 // lora_linear.
 
+#ifndef ROUTED
+#define ROUTED 0
+#endif
+
 constexpr int DEPTH = 8, SIDE = BLOCK / 16, QUADS = SIDE / 4;
 // Elements of each operand that a thread moves per tile, and the padded length of a line in shared memory.
 constexpr int MOVES = BLOCK * DEPTH / 256, LINE = BLOCK + 4;
 
-// One operand's tile of BLOCK rows by DEPTH.
-template <int TRANSPOSED>
+// One operand's tile of BLOCK rows by DEPTH. INDEXED: a table names the lines.
+template <int TRANSPOSED, int INDEXED>
 struct Tile {
   // From move to move: rows of an operand whose lines run along k, elements of k else.
   static constexpr int STRIDE = TRANSPOSED ? 256 / BLOCK : 256 / DEPTH;
@@ -30,24 +36,44 @@ struct Tile {
   u64 ld;
   int rows, depth;  // left from there on
   float values[MOVES];
+  // Indexed: the table's entry of this thread's first line, and the lines of the next tile, looked up a step before.
+  const int* entry;
+  u32 named[MOVES];
 
-  DEVICE void seek(const float* base, u64 line_elements, int row_count, int k_count, int row, int k) {
+  DEVICE void seek(const float* base, u64 line_elements, int row_count, int k_count, int row, int k,
+                   const int* table) {
     int thread = threadIdx.x;
     row += TRANSPOSED ? thread % BLOCK : thread / DEPTH;
     k += TRANSPOSED ? thread / BLOCK : thread % DEPTH;
     ld = line_elements;
-    source = base + (TRANSPOSED ? (u64)k * ld + row : (u64)row * ld + k);
+    if (INDEXED)
+      source = base + (TRANSPOSED ? row : k);
+    else
+      source = base + (TRANSPOSED ? (u64)k * ld + row : (u64)row * ld + k);
     rows = row_count - row;
     depth = k_count - k;
+    if constexpr (INDEXED != 0) {
+      entry = table + (TRANSPOSED ? k : row);
+      look_up();
+    }
+  }
+  DEVICE void look_up() {
+    int lines = TRANSPOSED ? depth : rows;
+    UNROLL for (int i = 0; i < MOVES; i++) named[i] = lines > i * STRIDE ? (u32)entry[i * STRIDE] : 0u;
   }
   // Loads the tile and moves on by DEPTH; zeros where there is nothing.
   DEVICE void load() {
     UNROLL for (int i = 0; i < MOVES; i++) {
       bool inside = TRANSPOSED ? rows > 0 && depth > i * STRIDE : depth > 0 && rows > i * STRIDE;
-      values[i] = inside ? source[i * STRIDE * ld] : 0.0f;
+      values[i] = inside ? source[INDEXED ? named[i] * ld : i * STRIDE * ld] : 0.0f;
     }
-    source += TRANSPOSED ? DEPTH * ld : (u64)DEPTH;
     depth -= DEPTH;
+    if constexpr (INDEXED != 0 && TRANSPOSED != 0) {
+      entry += DEPTH;
+      look_up();
+    } else {
+      source += TRANSPOSED ? DEPTH * ld : (u64)DEPTH;
+    }
   }
   DEVICE void store(float* tile) const {
     int thread = threadIdx.x;
@@ -65,36 +91,30 @@ DEVICE void load_quads(float (&v)[SIDE], const float* tile, int k, int place) {
   }
 }
 
-KERNEL(256, 2)
-matmul_plain(const float* a1, u64 lda1, const float* b1, u64 ldb1, int k1, const float* a2, u64 lda2, const float* b2,
-             u64 ldb2, int k2, int m, int n, int b_rows, const float* bias, float* y, u64 ldy, float scale, int group,
-             int steps_per_part) {
+// The tile of y that begins at (row, column), or block z's part of its sum. `table` names the rows of y where rows are
+// routed.
+DEVICE void multiply(const float* a1, u64 lda1, const float* b1, u64 ldb1, int k1, const float* a2, u64 lda2,
+                     const float* b2, u64 ldb2, int k2, int m, int n, int b_rows, const float* bias, float* y, u64 ldy,
+                     float scale, int row, int column, int steps_per_part, const int* table) {
   SHARED_MEMORY(memory);
   constexpr int BUFFER = 2 * DEPTH * LINE;
   float* tiles = (float*)memory;  // [2 buffers][a, b][DEPTH][LINE]
   int thread_row = threadIdx.x / 16, thread_column = threadIdx.x % 16;
 
-  // Tile rows come in groups, a group is walked column by column.
-  int tiles_m = divide_up(m, BLOCK), tiles_n = divide_up(n, BLOCK);
-  int first_row = (int)blockIdx.x / (group * tiles_n) * group;
-  int in_group = (int)blockIdx.x % (group * tiles_n);
-  int height = tiles_m - first_row < group ? tiles_m - first_row : group;
-  int row = (first_row + in_group % height) * BLOCK, column = in_group / height * BLOCK;
-
   int steps1 = divide_up(k1, DEPTH), steps = steps1 + divide_up(k2, DEPTH);
   int step = (int)blockIdx.z * steps_per_part, end = steps - step < steps_per_part ? steps : step + steps_per_part;
 
-  Tile<TRANSPOSE_A> tile_a;
-  Tile<TRANSPOSE_B> tile_b;
-  if (step < steps1) {
-    tile_a.seek(a1, lda1, m, k1, row, step * DEPTH);
-    tile_b.seek(b1, ldb1, b_rows, k1, column, step * DEPTH);
+  Tile<TRANSPOSE_A, ROUTED != 0> tile_a;
+  Tile<TRANSPOSE_B, ROUTED == 2> tile_b;
+  if (ROUTED != 0 || step < steps1) {
+    tile_a.seek(a1, lda1, m, k1, row, step * DEPTH, table);
+    tile_b.seek(b1, ldb1, b_rows, k1, column, step * DEPTH, table);
   }
   // Brings the tile of step `next` into registers.
   auto load = [&](int next) {
-    if (next == steps1 || (next > steps1 && next == step)) {
-      tile_a.seek(a2, lda2, m, k2, row, (next - steps1) * DEPTH);
-      tile_b.seek(b2, ldb2, b_rows, k2, column, (next - steps1) * DEPTH);
+    if (ROUTED == 0 && (next == steps1 || (next > steps1 && next == step))) {
+      tile_a.seek(a2, lda2, m, k2, row, (next - steps1) * DEPTH, table);
+      tile_b.seek(b2, ldb2, b_rows, k2, column, (next - steps1) * DEPTH, table);
     }
     tile_a.load();
     tile_b.load();
@@ -135,7 +155,50 @@ matmul_plain(const float* a1, u64 lda1, const float* b1, u64 ldb1, int k1, const
     float add = bias && at < n ? bias[at] : 0.0f;
     UNROLL for (int i = 0; i < SIDE; i++) {
       int line = row + i / 4 * (BLOCK / QUADS) + thread_row * 4 + i % 4;
-      if (line < m && at < n) y[(u64)line * ldy + at] = fma_rn(sums[i][j], scale, add);
+      if (line < m && at < n) y[(u64)(ROUTED == 1 ? table[line] : line) * ldy + at] = fma_rn(sums[i][j], scale, add);
     }
   }
 }
+
+// Tile rows come in groups, a group is walked column by column.
+struct Place {
+  int row, column;  // of tiles
+};
+DEVICE Place place_of_block(int tiles_m, int tiles_n, int group) {
+  int first_row = (int)blockIdx.x / (group * tiles_n) * group;
+  int in_group = (int)blockIdx.x % (group * tiles_n);
+  int height = tiles_m - first_row < group ? tiles_m - first_row : group;
+  return {first_row + in_group % height, in_group / height};
+}
+
+#if ROUTED == 0
+KERNEL(256, 2)
+matmul_plain(const float* a1, u64 lda1, const float* b1, u64 ldb1, int k1, const float* a2, u64 lda2, const float* b2,
+             u64 ldb2, int k2, int m, int n, int b_rows, const float* bias, float* y, u64 ldy, float scale, int group,
+             int steps_per_part) {
+  Place place = place_of_block(divide_up(m, BLOCK), divide_up(n, BLOCK), group);
+  multiply(a1, lda1, b1, ldb1, k1, a2, lda2, b2, ldb2, k2, m, n, b_rows, bias, y, ldy, scale, place.row * BLOCK,
+           place.column * BLOCK, steps_per_part, nullptr);
+}
+#elif ROUTED == 1
+// y[rows1[i], :] = a[rows1[i], :] b1 + bias1 for i < m1, and the same of the second layer.
+KERNEL(256, 2)
+matmul_routed(const float* a, u64 lda, const float* b1, const float* b2, u64 ldb, int k, int n, const int* rows1,
+              int m1, const int* rows2, int m2, const float* bias1, const float* bias2, float* y, u64 ldy, int group) {
+  int tiles1 = divide_up(m1, BLOCK);
+  Place place = place_of_block(tiles1 + divide_up(m2, BLOCK), divide_up(n, BLOCK), group);
+  bool second = place.row >= tiles1;
+  int row = (second ? place.row - tiles1 : place.row) * BLOCK;
+  multiply(a, lda, second ? b2 : b1, ldb, k, nullptr, 0, nullptr, 0, 0, second ? m2 : m1, n, n, second ? bias2 : bias1,
+           y, ldy, 1.0f, row, place.column * BLOCK, divide_up(k, DEPTH), second ? rows2 : rows1);
+}
+#else
+// y[m, n] = sum over i < k of a[rows[i], m] b[rows[i], n].
+KERNEL(256, 2)
+matmul_of_rows(const float* a, u64 lda, const float* b, u64 ldb, const int* rows, int k, int m, int n, float* y,
+               u64 ldy, int group, int steps_per_part) {
+  Place place = place_of_block(divide_up(m, BLOCK), divide_up(n, BLOCK), group);
+  multiply(a, lda, b, ldb, k, nullptr, 0, nullptr, 0, 0, m, n, n, nullptr, y, ldy, 1.0f, place.row * BLOCK,
+           place.column * BLOCK, steps_per_part, rows);
+}
+#endif

@@ -22,16 +22,17 @@ scatter_add_rows(const From::Stored* x, const int* sources, const int* starts, c
 }
 
 // partial[g, :] = sums over the rows g * group .. (g + 1) * group of x [rows, c]: a block takes 32 columns (grid x) of
-// one group (grid y); its eight warps take every eighth row, then their sums are added in order. c below 2^31.
+// one group (grid y); its eight warps take every eighth row, then their sums are added in order. c below 2^31. With an
+// index, row r is index[r] of x.
 // Bytes: rows * c * size of X + 4 * groups * c.
-KERNEL(256, 4) column_sums(const From::Stored* x, float* partial, u64 rows, int c, u64 group) {
+KERNEL(256, 4) column_sums(const From::Stored* x, const int* index, float* partial, u64 rows, int c, u64 group) {
   SHARED_MEMORY(memory);
   float* sums = (float*)memory;  // [8, 32]
   int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, column = blockIdx.x * 32 + lane;
   u64 first = (u64)blockIdx.y * group, last = first + group < rows ? first + group : rows;
   float sum = 0.0f;
   if (column < c)
-    for (u64 r = first + warp; r < last; r += 8) sum = add_rn(sum, From::widen(x[r * c + column]));
+    for (u64 r = first + warp; r < last; r += 8) sum = add_rn(sum, From::widen(x[(index ? (u64)index[r] : r) * c + column]));
   sums[threadIdx.x] = sum;
   block_barrier();
   if (warp == 0 && column < c) {

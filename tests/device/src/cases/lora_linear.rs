@@ -5,12 +5,13 @@ use kernels::DType;
 use kernels::cuda::launch::Address;
 use kernels::cuda::ops::lora_linear::{self, Gradients, LoraLinear};
 use kernels::cuda::ops::product::Choice;
+use kernels::cuda::ops::routed::variants as routed_variants;
 use kernels::cuda::ops::tile::Tile;
 use kernels::cuda::ops::workspace::Workspace;
 
 use super::layer::{Shape, compare, draw, forward_error, magnitudes, narrow_error, run_product};
 use super::operand::{Operand, launch_all};
-use super::{Case, Effort, product};
+use super::{Case, Effort, product, routed};
 use crate::machine::Machine;
 use crate::reference::{Lora, absolute, matmul, transpose};
 
@@ -18,6 +19,7 @@ use crate::reference::{Lora, absolute, matmul, transpose};
 #[must_use]
 pub fn cases(effort: Effort) -> Vec<Case> {
     let mut cases = product::cases(&lora_linear::variants());
+    cases.extend(routed::cases(&routed_variants(), effort));
     cases.extend(layers(shapes(effort)));
     cases.push(Case::new("adapters that share s", check_stacked_adapters));
     cases.push(Case::new("gradient of a weight", check_weight_gradient));

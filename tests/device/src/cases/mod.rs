@@ -12,6 +12,7 @@ pub mod grad_norm;
 mod host;
 mod layer;
 pub mod linear_parts;
+pub mod lora_gradients;
 pub mod lora_linear;
 pub mod loss;
 pub mod matmul_plain;
@@ -20,6 +21,7 @@ mod operand;
 pub mod pointwise;
 pub mod primitives_check;
 mod product;
+mod routed;
 pub mod rows;
 
 /// How large operands may be.
@@ -79,6 +81,7 @@ pub fn of(family: Family, effort: Effort) -> Vec<Case> {
         Family::Attention => attention::cases(effort),
         Family::AttentionPlain => attention::plain_cases(effort),
         Family::LinearParts => linear_parts::cases(effort),
+        Family::LoraGradients => lora_gradients::cases(effort),
         Family::LoraLinear => lora_linear::cases(effort),
         Family::MatmulPlain => matmul_plain::cases(effort),
         Family::Pointwise => pointwise::cases(effort),

@@ -1,6 +1,6 @@
 //! Rows gathered, replaced, transposed and added: bit-equal to the CPU; column sums within their bound.
 
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
 use kernels::cuda::launch::Address;
 use kernels::cuda::ops::rows::{self, Groups, Scatter};
 use kernels::{Backend, DType};
@@ -178,15 +178,36 @@ fn columns(
 ) -> Result<()> {
     let x = widened(from, &Operands::new(46).normal("x", rows * c, 1.0));
     let twin = Twin::new(machine, from, &[rows, c], &x, 0)?;
+    let all = column_sums(machine, (from, to), &twin, &x, None, [rows, c]);
+    all.context("all rows")?;
+    // Every third row, from the last to the first.
+    let named: Vec<i32> = (0..rows as i32).rev().step_by(3).collect();
+    let some = column_sums(machine, (from, to), &twin, &x, Some(&named), [rows, c]);
+    some.context("named rows")
+}
+
+fn column_sums(
+    machine: &mut dyn Machine,
+    (from, to): (DType, DType),
+    twin: &Twin,
+    x: &[f32],
+    named: Option<&[i32]>,
+    [rows, c]: [usize; 2],
+) -> Result<()> {
+    let (index, named) = match named {
+        Some(named) => (machine.upload(named)?.address, named.to_vec()),
+        None => (Address::NULL, (0..rows as i32).collect()),
+    };
+    let rows = named.len();
     let sizes = [rows as u64, c as u64];
     let workspace = rows::column_sum_workspace_bytes(sizes[0], sizes[1]);
     let workspace = machine.output::<u8>(workspace as usize)?;
     let (buffer, y) = result(machine, to, c, 0)?;
-    let launches = rows::column_sum((from, to), twin.address, sizes, workspace.address, y);
+    let launches = rows::column_sum((from, to), twin.address, index, sizes, workspace.address, y);
     launch_all(machine, &launches.expect("extents of a grid"))?;
     let got = values(to, &machine.download::<u8>(buffer)?);
     for (column, got) in got.into_iter().enumerate() {
-        let terms = || (0..rows).map(|r| f64::from(x[r * c + column]));
+        let terms = || named.iter().map(|r| f64::from(x[*r as usize * c + column]));
         let (want, size): (f64, f64) = (terms().sum(), terms().map(f64::abs).sum());
         let allowed = tolerance::column_sum(to, rows, want, size);
         let error = (f64::from(got) - want).abs();

@@ -1,0 +1,186 @@
+//! One pass over `dy` for `ds = scale * dy B` and `dB = dy^T s`.
+//!
+//! A block sums over a slice of 512 columns and a range of rows; the slices of `ds` and the ranges of `dB` are added by
+//! two small launches. For 8192 tokens, 4096 features and rank 16 that is 67 MB of `dy` and 17 MB of partial sums, written
+//! and read, instead of 134 MB. Larger ranks have too many partial sums for that: they keep two products.
+
+use super::product::{Product, int};
+use super::workspace::Workspace;
+use crate::DType;
+use crate::cuda::launch::{Address, Arg, Launch};
+use crate::cuda::module::{Family, Module, element_type};
+
+/// As in the kernel.
+const SLICE: usize = 512;
+const ROWS: usize = 16;
+const STAGES: usize = 4;
+const WARPS: usize = 8;
+/// Blocks that give every multiprocessor work.
+const BLOCKS: usize = 128;
+
+/// Ranks that a module is made for.
+const RANKS: [usize; 2] = [16, 32];
+
+/// Operands and results; addresses of `dy` and `s` are 16-byte aligned.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct LoraGradients {
+    /// bf16 or f16.
+    pub dtype: DType,
+    /// Tokens.
+    pub t: usize,
+    /// Features out, a multiple of 8.
+    pub n: usize,
+    /// Rank, at most 32.
+    pub r: usize,
+    /// Elements of a row of `s` and `ds`: the rank, padded with zeros to a multiple of 16.
+    pub padded_rank: usize,
+    /// `[t, n]`.
+    pub dy: Address,
+    /// `[t, padded_rank]`.
+    pub s: Address,
+    /// `[n, r]`.
+    pub lora_b: Address,
+    /// Of `ds`.
+    pub scale: f32,
+    /// `[t, padded_rank]`.
+    pub ds: Address,
+    /// `[n, r]` f32.
+    pub d_lora_b: Address,
+}
+
+fn module(dtype: DType, rank: usize) -> Option<Module> {
+    let element = element_type(dtype).filter(|_| dtype != DType::F32)?;
+    let defines = [("TYPE", element), ("RANK", rank as u32)];
+    Some(Module::new(
+        Family::LoraGradients,
+        defines,
+        &["lora_gradients"],
+    ))
+}
+
+/// Every dtype and rank.
+#[must_use]
+pub fn modules() -> Vec<Module> {
+    let dtypes = [DType::BF16, DType::F16].into_iter();
+    dtypes
+        .flat_map(|dtype| {
+            RANKS
+                .into_iter()
+                .filter_map(move |rank| module(dtype, rank))
+        })
+        .collect()
+}
+
+impl LoraGradients {
+    /// Whether one pass is possible, and shorter than two products.
+    #[must_use]
+    pub fn fits(&self) -> bool {
+        let narrow = matches!(self.dtype, DType::BF16 | DType::F16);
+        narrow && self.n.is_multiple_of(8) && RANKS.contains(&self.padded_rank) && self.t > 0
+    }
+
+    /// Slices of columns and ranges of rows, and the rows of a range: functions of the shape alone.
+    const fn cut(&self) -> [usize; 3] {
+        let slices = self.n.div_ceil(SLICE);
+        let wanted = BLOCKS.div_ceil(slices);
+        let rows = self.t.div_ceil(wanted).next_multiple_of(ROWS);
+        // Short ranges would have more partial sums than rows.
+        let rows = if rows < 256 { 256 } else { rows };
+        [slices, self.t.div_ceil(rows), rows]
+    }
+
+    /// The launches, in order. `None` when an extent exceeds a grid's; only of what [`LoraGradients::fits`].
+    #[must_use]
+    pub fn launches(&self, workspace: &mut Workspace) -> Option<Vec<Launch>> {
+        let Self {
+            t,
+            n,
+            r,
+            padded_rank: rank,
+            ..
+        } = *self;
+        let [slices, ranges, range_rows] = self.cut();
+        let mark = workspace.mark();
+        let ds_partial = workspace.take((slices * t * rank * 4) as u64);
+        let db_partial = workspace.take((ranges * n * r * 4) as u64);
+        let shared = STAGES * ROWS * (SLICE + rank) * 2 + WARPS * ROWS * (rank + 8) * 4;
+        let pass = Launch {
+            module: module(self.dtype, rank)?,
+            kernel: "lora_gradients",
+            grid: [u32::try_from(slices).ok()?, u32::try_from(ranges).ok()?, 1],
+            threads: 32 * WARPS as u32,
+            shared_bytes: shared as u32,
+            args: vec![
+                Arg::Address(self.dy),
+                Arg::Address(self.s),
+                Arg::U64(rank as u64),
+                Arg::Address(self.lora_b),
+                int(t)?,
+                int(n)?,
+                int(r)?,
+                Arg::Address(ds_partial),
+                Arg::Address(db_partial),
+                int(range_rows)?,
+            ],
+        };
+        let sum = |[m, n]: [usize; 2], out: DType, scale: f32, y: Address| Product {
+            dtype: self.dtype,
+            out,
+            transpose_a: false,
+            transpose_b: false,
+            m,
+            n,
+            b_rows: n,
+            terms: [None; 2],
+            bias: Address::NULL,
+            scale,
+            y,
+            y_line: n,
+        };
+        let ds = sum([t, rank], self.dtype, self.scale, self.ds);
+        let db = sum([n, r], DType::F32, 1.0, self.d_lora_b);
+        let launches = vec![
+            pass,
+            ds.sum(ds_partial, slices as u32)?,
+            db.sum(db_partial, ranges as u32)?,
+        ];
+        workspace.release(mark);
+        Some(launches)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_row_and_column_is_in_one_block_and_the_partial_sums_stay_below_a_pass() {
+        for (t, n, r) in [
+            (1, 8, 1),
+            (8192, 4096, 16),
+            (300, 11008, 32),
+            (5000, 1152, 4),
+        ] {
+            let shape = LoraGradients {
+                dtype: DType::BF16,
+                t,
+                n,
+                r,
+                padded_rank: usize::next_multiple_of(r, 16),
+                dy: Address::NULL,
+                s: Address::NULL,
+                lora_b: Address::NULL,
+                scale: 1.0,
+                ds: Address::NULL,
+                d_lora_b: Address::NULL,
+            };
+            let [slices, ranges, rows] = shape.cut();
+            assert!(shape.fits() && rows.is_multiple_of(ROWS));
+            assert!(slices * SLICE >= n && (slices - 1) * SLICE < n);
+            assert!(ranges * rows >= t && (ranges - 1) * rows < t);
+            // Written and read again, in f32, against a pass over dy.
+            let partial = 8 * (slices * t * shape.padded_rank + ranges * n * r);
+            assert!(t < 2048 || partial < 2 * t * n, "{shape:?}");
+        }
+    }
+}

@@ -1,0 +1,370 @@
+//! Two linear layers over a partition of rows, as CogVLM's experts for text and for pictures: one launch reads each row
+//! where it lies, multiplies it by the weight of its group and writes the result where it belongs.
+//!
+//! | result | launches | bytes read and written, 16-bit |
+//! |---|---|---|
+//! | `y[row] = x[row] W_g^T + bias_g` | one | `2 (t k + 2 n k + t n) + 4 t` |
+//! | `dx[row] = dy[row] W_g` | one | `2 (t n + 2 n k + t k) + 4 t` |
+//! | `dW_g = dy[rows_g]^T x[rows_g]` | one each | `2 t_g (n + k) + 4 n k + 4 t_g` |
+//!
+//! Gathering and scattering around separate products would read and write `x` and `y` once more each: `4 t (k + n)` bytes.
+//! A row has the bits that one product of its group alone would give it: the order of its sum is that of every product
+//! of `Tile::GENERAL`.
+
+use super::product::{self, Product, align, int};
+use super::tile::Tile;
+use super::workspace::Workspace;
+use super::{matmul_plain, product::Variant};
+use crate::DType;
+use crate::cuda::launch::{Address, Arg, Launch};
+use crate::cuda::module::{Family, Module};
+
+/// One of the two groups.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Group {
+    /// i32 `[m]`: its rows. No row is in both groups.
+    pub rows: Address,
+    /// How many; may be 0.
+    pub m: usize,
+    /// `[n, k]`, or `[k, n]` when `transpose_b`.
+    pub b: Address,
+    /// `[n]`, or [`Address::NULL`].
+    pub bias: Address,
+}
+
+/// `y[row] = a[row] b_g^T + bias_g` for the rows of both groups. Addresses are 16-byte aligned; everything is dense.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Routed {
+    /// Of all operands and the result.
+    pub dtype: DType,
+    /// The lines of `b` run along n: `dx` of a layer.
+    pub transpose_b: bool,
+    /// Rows of `a` and `y`.
+    pub t: usize,
+    /// Columns of `y`.
+    pub n: usize,
+    /// Length of a sum.
+    pub k: usize,
+    /// `[t, k]`.
+    pub a: Address,
+    /// The two layers.
+    pub groups: [Group; 2],
+    /// `[t, n]`.
+    pub y: Address,
+}
+
+/// `y[m, n] = sum over i < k of a[rows[i], m] b[rows[i], n]` in f32: the gradient of one group's weight.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct OfRows {
+    /// Of the operands.
+    pub dtype: DType,
+    /// Rows of `a` and `b`.
+    pub t: usize,
+    /// Columns of `a`.
+    pub m: usize,
+    /// Columns of `b`.
+    pub n: usize,
+    /// i32 `[k]`.
+    pub rows: Address,
+    /// How many rows are summed over; may be 0.
+    pub k: usize,
+    /// `[t, m]`.
+    pub a: Address,
+    /// `[t, n]`.
+    pub b: Address,
+    /// `[m, n]` f32.
+    pub y: Address,
+}
+
+const FORWARD: [bool; 2] = [false, false];
+const INPUT_GRADIENT: [bool; 2] = [false, true];
+const WEIGHT_GRADIENT: [bool; 2] = [true, true];
+
+/// What is tested and listed in 16 bits: every tile for bf16, a sample for f16.
+#[must_use]
+pub fn variants() -> Vec<Variant> {
+    let (bf16, f16, f32) = (DType::BF16, DType::F16, DType::F32);
+    let tiles = Tile::GENERAL.map(|(tile, _)| tile);
+    let mut all = Vec::new();
+    for tile in tiles {
+        all.push((bf16, bf16, FORWARD, tile));
+        all.push((bf16, bf16, INPUT_GRADIENT, tile));
+        all.push((bf16, f32, WEIGHT_GRADIENT, tile));
+    }
+    all.extend([
+        (f16, f16, FORWARD, tiles[3]),
+        (f16, f16, INPUT_GRADIENT, tiles[3]),
+        (f16, f32, WEIGHT_GRADIENT, tiles[3]),
+    ]);
+    all
+}
+
+/// Both tiles of f32 in each use.
+#[must_use]
+pub fn plain_variants() -> Vec<Variant> {
+    let uses = [FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT];
+    let all = uses
+        .into_iter()
+        .flat_map(|transpose| matmul_plain::TILES.map(|(tile, _)| (transpose, tile)));
+    all.map(|(transpose, tile)| (DType::F32, DType::F32, transpose, tile))
+        .collect()
+}
+
+/// The modules of [`variants`].
+#[must_use]
+pub fn modules() -> Vec<Module> {
+    variants().into_iter().filter_map(module).collect()
+}
+
+/// The modules of [`plain_variants`].
+#[must_use]
+pub fn plain_modules() -> Vec<Module> {
+    plain_variants().into_iter().filter_map(module).collect()
+}
+
+/// The module of a variant. `None` when a dtype has none.
+#[must_use]
+pub fn module((dtype, out, transpose, tile): Variant) -> Option<Module> {
+    let sum_of_rows = transpose == WEIGHT_GRADIENT;
+    let routed = ("ROUTED", 1 + u32::from(sum_of_rows));
+    let (family, mut defines, kernels): (_, _, [&'static [&'static str]; 2]) =
+        if dtype == DType::F32 {
+            let defines = matmul_plain::defines(transpose, tile);
+            let kernels: [&'static [&'static str]; 2] = [&["matmul_routed"], &["matmul_of_rows"]];
+            (Family::MatmulPlain, defines, kernels)
+        } else {
+            let defines = product::defines(dtype, out, transpose, tile)?;
+            let kernels: [&'static [&'static str]; 2] = [&["linear_routed"], &["linear_of_rows"]];
+            (Family::LoraLinear, defines, kernels)
+        };
+    defines.push(routed);
+    Some(Module::new(
+        family,
+        defines,
+        kernels[usize::from(sum_of_rows)],
+    ))
+}
+
+fn tiles(dtype: DType) -> Vec<(Tile, u64)> {
+    match dtype {
+        DType::F32 => matmul_plain::TILES.to_vec(),
+        _ => Tile::GENERAL.to_vec(),
+    }
+}
+
+fn shared_bytes(dtype: DType, tile: Tile) -> u32 {
+    match dtype {
+        DType::F32 => matmul_plain::shared_bytes(tile),
+        _ => tile.shared_bytes(),
+    }
+}
+
+/// Whether the kernels' 32-bit line numbers reach all of a table.
+fn reachable(t: usize, line: usize) -> bool {
+    t.checked_mul(line)
+        .is_some_and(|elements| elements < 1 << 35)
+}
+
+impl Routed {
+    /// Tiles of rows of both groups.
+    fn tile_rows(&self, tile: Tile) -> usize {
+        let tiles = self.groups.map(|group| group.m.div_ceil(tile.m as usize));
+        tiles[0] + tiles[1]
+    }
+
+    /// The tile whose blocks take the least time; all give the same bits.
+    #[must_use]
+    pub fn choose(&self, multiprocessors: u32) -> Tile {
+        let sms = multiprocessors.max(1) as usize;
+        let tiles = tiles(self.dtype);
+        let time = |(tile, weight): &(Tile, u64)| {
+            let blocks = self.tile_rows(*tile) * self.n.div_ceil(tile.n as usize);
+            blocks.div_ceil(sms) as u64 * u64::from(tile.m * tile.n) * weight
+        };
+        let best = tiles.iter().min_by_key(|tile| time(tile));
+        best.unwrap_or(&tiles[0]).0
+    }
+
+    /// The launches, in order: one, behind copies of operands whose lines are no multiple of 16 bytes. `None` when the
+    /// dtype has no kernel or an extent exceeds a grid's.
+    #[must_use]
+    pub fn launches(
+        &self,
+        tile: Tile,
+        multiprocessors: u32,
+        workspace: &mut Workspace,
+    ) -> Option<Vec<Launch>> {
+        let mut launches = Vec::new();
+        let rows = self.tile_rows(tile);
+        if rows == 0 || self.n == 0 {
+            return Some(launches);
+        }
+        let mark = workspace.mark();
+        let (mut a, mut a_line) = (self.a, self.k);
+        let mut groups = self.groups;
+        let (b_lines, mut b_line) = if self.transpose_b {
+            (self.k, self.n)
+        } else {
+            (self.n, self.k)
+        };
+        if self.dtype != DType::F32 {
+            align(&mut launches, &mut a, &mut a_line, self.t, workspace)?;
+            let line = b_line;
+            for group in groups.iter_mut().filter(|group| group.m > 0) {
+                b_line = line;
+                align(&mut launches, &mut group.b, &mut b_line, b_lines, workspace)?;
+            }
+        }
+        if !reachable(self.t, a_line) {
+            return None;
+        }
+        let [first, second] = groups;
+        let variant = (self.dtype, self.dtype, [false, self.transpose_b], tile);
+        let module = module(variant)?;
+        let columns = self.n.div_ceil(tile.n as usize);
+        launches.push(Launch {
+            kernel: module.kernels()[0],
+            module,
+            grid: [u32::try_from(rows * columns).ok()?, 1, 1],
+            threads: tile.threads(),
+            shared_bytes: shared_bytes(self.dtype, tile),
+            args: vec![
+                Arg::Address(a),
+                Arg::U64(a_line as u64),
+                Arg::Address(first.b),
+                Arg::Address(second.b),
+                Arg::U64(b_line as u64),
+                int(self.k)?,
+                int(self.n)?,
+                Arg::Address(first.rows),
+                int(first.m)?,
+                Arg::Address(second.rows),
+                int(second.m)?,
+                Arg::Address(first.bias),
+                Arg::Address(second.bias),
+                Arg::Address(self.y),
+                Arg::U64(self.n as u64),
+                int(tile.group(multiprocessors).min(rows))?,
+            ],
+        });
+        workspace.release(mark);
+        Some(launches)
+    }
+
+    /// Bytes of workspace that the launches need, on every GPU.
+    #[must_use]
+    pub fn workspace_bytes(&self) -> u64 {
+        let mut space = Workspace::new(Address::NULL);
+        self.launches(self.choose(1), 1, &mut space)
+            .map_or(0, |_| space.bytes())
+    }
+}
+
+impl OfRows {
+    /// The dense product whose parts, tile and sum are the same.
+    fn dense(&self, y: Address) -> Product {
+        Product {
+            dtype: self.dtype,
+            out: DType::F32,
+            transpose_a: true,
+            transpose_b: true,
+            m: self.m,
+            n: self.n,
+            b_rows: self.n,
+            terms: [None; 2],
+            bias: Address::NULL,
+            scale: 1.0,
+            y,
+            y_line: self.n,
+        }
+    }
+
+    /// The tile, which depends on the GPU, and the number of parts of the sum, which does not.
+    #[must_use]
+    pub fn choose(&self, multiprocessors: u32) -> product::Choice {
+        let sms = multiprocessors.max(1) as usize;
+        let blocks = self.m.div_ceil(64) * self.n.div_ceil(64);
+        let wanted = 128usize.div_ceil(blocks.max(1));
+        let parts = wanted.min(self.k / 1024).clamp(1, 16) as u32;
+        let tiles = tiles(self.dtype);
+        let time = |(tile, weight): &(Tile, u64)| {
+            let [m, n] = tile.grid(self.m, self.n);
+            let rounds = (m * n * parts as usize).div_ceil(sms) as u64;
+            rounds * u64::from(tile.m * tile.n) * weight
+        };
+        let best = tiles.iter().min_by_key(|tile| time(tile));
+        product::Choice {
+            tile: best.unwrap_or(&tiles[0]).0,
+            parts,
+        }
+    }
+
+    /// The launches, in order: one, between copies of operands whose lines are no multiple of 16 bytes and the addition
+    /// of parts. `None` when the dtype has no kernel or an extent exceeds a grid's.
+    #[must_use]
+    pub fn launches(
+        &self,
+        choice: product::Choice,
+        multiprocessors: u32,
+        workspace: &mut Workspace,
+    ) -> Option<Vec<Launch>> {
+        let mut launches = Vec::new();
+        if self.m == 0 || self.n == 0 {
+            return Some(launches);
+        }
+        let mark = workspace.mark();
+        let (mut a, mut a_line) = (self.a, self.m);
+        let (mut b, mut b_line) = (self.b, self.n);
+        if self.dtype != DType::F32 {
+            align(&mut launches, &mut a, &mut a_line, self.t, workspace)?;
+            align(&mut launches, &mut b, &mut b_line, self.t, workspace)?;
+        }
+        if !reachable(self.t, a_line.max(b_line)) {
+            return None;
+        }
+        let tile = choice.tile;
+        let steps = self.k.div_ceil(tile.k as usize);
+        let steps_per_part = steps.div_ceil(choice.parts as usize).max(1);
+        let parts = u32::try_from(steps.div_ceil(steps_per_part).max(1)).ok()?;
+        let y = match parts {
+            1 => self.y,
+            _ => workspace.take((parts as usize * self.m * self.n * 4) as u64),
+        };
+        let [rows, columns] = tile.grid(self.m, self.n);
+        let module = module((self.dtype, DType::F32, WEIGHT_GRADIENT, tile))?;
+        launches.push(Launch {
+            kernel: module.kernels()[0],
+            module,
+            grid: [u32::try_from(rows * columns).ok()?, 1, parts],
+            threads: tile.threads(),
+            shared_bytes: shared_bytes(self.dtype, tile),
+            args: vec![
+                Arg::Address(a),
+                Arg::U64(a_line as u64),
+                Arg::Address(b),
+                Arg::U64(b_line as u64),
+                Arg::Address(self.rows),
+                int(self.k)?,
+                int(self.m)?,
+                int(self.n)?,
+                Arg::Address(y),
+                Arg::U64(self.n as u64),
+                int(tile.group(multiprocessors).min(rows))?,
+                int(steps_per_part)?,
+            ],
+        });
+        if parts > 1 {
+            launches.push(self.dense(self.y).sum(y, parts)?);
+        }
+        workspace.release(mark);
+        Some(launches)
+    }
+
+    /// Bytes of workspace that the launches need, on every GPU.
+    #[must_use]
+    pub fn workspace_bytes(&self) -> u64 {
+        let mut space = Workspace::new(Address::NULL);
+        self.launches(self.choose(1), 1, &mut space)
+            .map_or(0, |_| space.bytes())
+    }
+}

@@ -1,0 +1,123 @@
+// One pass over dy for two products of an adapter's backward:
+//
+//   ds[t, r] = dy[t, n] B[n, r]        dB[n, r] = dy[t, n]^T s[t, r]
+//
+// Legend
+//   dy [t, n], n a multiple of 8; s [t, s_line], of which RANK columns are read: those from r on are zeros; b [n, r]
+//   ds_partial [slices, t, RANK] f32, slice = blockIdx.x; columns from r on are zeros
+//   db_partial [ranges, n, r] f32, range = blockIdx.y
+//   linear_parts adds both in order. Addresses of dy and s are 16-byte aligned, s_line is a multiple of 8.
+// Defines: TYPE (TYPE_*), RANK (16 or 32).
+//
+// Algorithm: a block owns SLICE columns and `range_rows` rows; each of its 8 warps owns 64 of the columns. B's part lies
+// in registers as the right operand of the first product, dB's part as the sums of the second. Tiles of 16 rows of dy
+// and s pass through a ring in shared memory; a tile of dy is read from there twice, as it is and transposed. The warps'
+// sums of ds are added in the order of warps.
+// Bytes: 2 t n + 2 slices t RANK + 4 slices t RANK + 4 ranges n r, and the partial sums once more where they are added:
+// for t = 8192, n = 4096, r = 16 in 8 slices and 16 ranges 67 + 2 + 4 + 4 MB, where two products read 134 MB.
+// A tile's work per warp: 8 loads of matrices, RANK / 2 mma.
+
+typedef Element<TYPE> E;
+constexpr int WARPS = 8, THREADS = 32 * WARPS, SLICE = 64 * WARPS, ROWS = 16, STAGES = 4;
+constexpr int DY_BYTES = ROWS * SLICE * 2, S_BYTES = ROWS * RANK * 2, STAGE_BYTES = DY_BYTES + S_BYTES;
+constexpr int TILES = RANK / 8;        // n8 columns of the rank
+constexpr int PITCH = RANK + 8;        // floats of a row of a warp's sums: rows start at different banks
+constexpr int DY_CHUNKS = SLICE / 8, S_CHUNKS = RANK / 8;
+
+// Where chunk `chunk` (16 bytes) of line `line` lies, in bytes: eight lines of one chunk touch each bank once.
+template <int CHUNKS>
+DEVICE u32 chunk_offset(int line, int chunk) {
+  constexpr int LINES_PER_128_BYTES = CHUNKS < 8 ? 8 / CHUNKS : 1;
+  constexpr int MASK = CHUNKS < 8 ? CHUNKS - 1 : 7;
+  return (u32)((line * CHUNKS + (chunk ^ ((line / LINES_PER_128_BYTES) & MASK))) * 16);
+}
+
+KERNEL(THREADS, 1)
+lora_gradients(const u16* dy, const u16* s, u64 s_line, const u16* b, int t, int n, int r, float* ds_partial,
+               float* db_partial, int range_rows) {
+  SHARED_MEMORY(memory);
+  u32 ring = shared_address(memory);
+  float* warp_sums = (float*)(memory + STAGES * STAGE_BYTES);  // [WARPS][ROWS][PITCH]
+  int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
+  int slice = (int)blockIdx.x * SLICE, column = slice + warp * 64;
+  int begin = (int)blockIdx.y * range_rows, end = t - begin < range_rows ? t : begin + range_rows;
+
+  auto fetch = [&](int row, int stage) {
+    u32 to = ring + stage * STAGE_BYTES;
+    if (row < end) {
+      UNROLL for (int i = 0; i < ROWS * DY_CHUNKS / THREADS; i++) {
+        int at = i * THREADS + thread, line = at / DY_CHUNKS, chunk = at % DY_CHUNKS;
+        bool inside = row + line < end && slice + chunk * 8 < n;
+        copy_async_16(to + chunk_offset<DY_CHUNKS>(line, chunk), dy + ((u64)(row + line) * n + (slice + chunk * 8)),
+                      inside);
+      }
+      if (thread < ROWS * S_CHUNKS) {
+        int line = thread / S_CHUNKS, chunk = thread % S_CHUNKS;
+        copy_async_16(to + DY_BYTES + chunk_offset<S_CHUNKS>(line, chunk), s + ((u64)(row + line) * s_line + chunk * 8),
+                      row + line < end);
+      }
+    }
+    copy_async_commit();
+  };
+
+  // Rows 2c, 2c + 1 and 8 further of each k16 slice of B, column 8 j + lane / 4.
+  u32 right[4][TILES][2];
+  UNROLL for (int e = 0; e < 8 * TILES; e++) {
+    int k = e / (2 * TILES), j = e / 2 % TILES, half = e % 2;
+    int line = column + k * 16 + half * 8 + (lane & 3) * 2, at = j * 8 + (lane >> 2);
+    u32 low = line < n && at < r ? b[(u64)line * r + at] : 0u;
+    u32 high = line + 1 < n && at < r ? b[(u64)(line + 1) * r + at] : 0u;
+    right[k][j][half] = low | high << 16;
+  }
+  float sums[4][TILES][4];
+  UNROLL for (int i = 0; i < 4; i++) UNROLL for (int j = 0; j < TILES; j++) UNROLL for (int e = 0; e < 4; e++)
+    sums[i][j][e] = 0.0f;
+
+  UNROLL for (int i = 0; i < STAGES - 1; i++) fetch(begin + i * ROWS, i);
+  int stage = 0;
+  for (int row = begin; row < end; row += ROWS) {
+    // The tile has landed for all threads; nobody reads the stage that is fetched next, nor the sums of the last tile.
+    copy_async_wait<STAGES - 2>();
+    block_barrier();
+    fetch(row + (STAGES - 1) * ROWS, (stage + STAGES - 1) % STAGES);
+    u32 tile = ring + stage * STAGE_BYTES;
+    stage = (stage + 1) % STAGES;
+
+    float own[TILES][4];
+    UNROLL for (int j = 0; j < TILES; j++) UNROLL for (int e = 0; e < 4; e++) own[j][e] = 0.0f;
+    UNROLL for (int k = 0; k < 4; k++) {
+      u32 left[4];
+      load_matrix_x4(left, tile + chunk_offset<DY_CHUNKS>(lane & 15, warp * 8 + k * 2 + (lane >> 4)));
+      UNROLL for (int j = 0; j < TILES; j++) E::mma(own[j], left, right[k][j][0], right[k][j][1]);
+    }
+    UNROLL for (int j = 0; j < TILES; j++) UNROLL for (int half = 0; half < 2; half++)
+      *(float2*)(warp_sums + (warp * ROWS + half * 8 + (lane >> 2)) * PITCH + j * 8 + (lane & 3) * 2) =
+          make_float2(own[j][2 * half], own[j][2 * half + 1]);
+
+    u32 low_rank[TILES / 2][4];
+    UNROLL for (int j = 0; j < TILES / 2; j++)
+      load_matrix_x4_transposed(low_rank[j],
+                                tile + DY_BYTES + chunk_offset<S_CHUNKS>(lane & 15, j * 2 + (lane >> 4)));
+    UNROLL for (int i = 0; i < 4; i++) {
+      u32 left[4];
+      int line = (lane & 7) + ((lane >> 4) << 3), chunk = warp * 8 + i * 2 + ((lane >> 3) & 1);
+      load_matrix_x4_transposed(left, tile + chunk_offset<DY_CHUNKS>(line, chunk));
+      UNROLL for (int j = 0; j < TILES; j++)
+        E::mma(sums[i][j], left, low_rank[j >> 1][2 * (j & 1)], low_rank[j >> 1][2 * (j & 1) + 1]);
+    }
+
+    block_barrier();
+    UNROLL for (int i = 0; i < ROWS * RANK / THREADS; i++) {
+      int line = (i * THREADS + thread) / RANK, at = (i * THREADS + thread) % RANK;
+      float sum = warp_sums[line * PITCH + at];
+      UNROLL for (int w = 1; w < WARPS; w++) sum = add_rn(sum, warp_sums[(w * ROWS + line) * PITCH + at]);
+      if (row + line < end) ds_partial[((u64)blockIdx.x * t + (row + line)) * RANK + at] = sum;
+    }
+  }
+  copy_async_wait<0>();
+
+  UNROLL for (int i = 0; i < 4; i++) UNROLL for (int j = 0; j < TILES; j++) UNROLL for (int e = 0; e < 4; e++) {
+    int line = column + i * 16 + (e >> 1) * 8 + (lane >> 2), at = j * 8 + (lane & 3) * 2 + (e & 1);
+    if (line < n && at < r) db_partial[((u64)blockIdx.y * n + line) * r + at] = sums[i][j][e];
+  }
+}

@@ -1,0 +1,98 @@
+//! Two linear layers over a partition of rows: what a device computes that has no kernel for them, which is also what
+//! the results are defined as.
+
+use crate::backend::{MatmulArgs, Transpose};
+use crate::check;
+use crate::error::{KernelError, Result, shape_error};
+use crate::pool::Tag;
+use crate::{Backend, DType, Tensor};
+
+/// `y[row] = a[row] @ op(b) + bias`, with `b` and `bias` of the row's group.
+#[derive(Clone, Copy, Debug)]
+pub struct RoutedArgs<'a> {
+    /// `[t, k]`.
+    pub a: &'a Tensor,
+    /// The groups; together they name every row once.
+    pub groups: [RoutedGroup<'a>; 2],
+    /// How each `b` is used.
+    pub transpose_b: Transpose,
+}
+
+/// The rows of one layer, and the layer.
+#[derive(Clone, Copy, Debug)]
+pub struct RoutedGroup<'a> {
+    /// i32 `[m]`; may be empty.
+    pub rows: &'a Tensor,
+    /// `[k, n]`, or `[n, k]` when transposed (the layout of a linear weight).
+    pub b: &'a Tensor,
+    /// `[n]`, added to the group's rows.
+    pub bias: Option<&'a Tensor>,
+}
+
+/// Every row below `t` is named once: no row is written twice or left out. Of null tensors nothing is known.
+pub(crate) fn partition(args: &RoutedArgs<'_>, t: usize) -> Result<()> {
+    const OP: &str = "routed_matmul";
+    let mut seen = vec![false; t];
+    for rows in args
+        .groups
+        .map(|group| group.rows)
+        .iter()
+        .filter(|rows| !rows.is_null())
+    {
+        for row in rows.to_bytes()?.chunks_exact(4) {
+            let row = i32::from_le_bytes([row[0], row[1], row[2], row[3]]);
+            let place = usize::try_from(row).ok().and_then(|row| seen.get_mut(row));
+            let Some(place) = place else {
+                return Err(KernelError::Index {
+                    op: OP,
+                    index: i64::from(row),
+                    rows: t,
+                });
+            };
+            if std::mem::replace(place, true) {
+                return shape_error(OP, format!("row {row} is named twice"));
+            }
+        }
+    }
+    // There are as many numbers as rows.
+    Ok(())
+}
+
+/// [`Backend::routed_matmul`] by a product per group on gathered rows.
+pub(crate) fn matmul<B: Backend + ?Sized>(on: &B, args: &RoutedArgs<'_>) -> Result<Tensor> {
+    let (shape, dtype) = (check::routed(args)?, args.a.dtype());
+    partition(args, args.a.dim(0))?;
+    let mut y = on.zeros(shape, dtype, Tag::Activations)?;
+    for group in args.groups.iter().filter(|group| group.rows.elems() > 0) {
+        let own = on.gather_rows(args.a, group.rows)?;
+        let part = on.matmul(MatmulArgs {
+            a: &own,
+            transpose_a: Transpose::No,
+            b: group.b,
+            transpose_b: args.transpose_b,
+            bias: group.bias,
+            out: dtype,
+        })?;
+        drop(own);
+        y = on.write_rows(y, group.rows, &part)?;
+    }
+    Ok(y)
+}
+
+/// [`Backend::matmul_of_rows`] by one product of gathered rows.
+pub(crate) fn matmul_of_rows<B: Backend + ?Sized>(
+    on: &B,
+    a: &Tensor,
+    b: &Tensor,
+    rows: &Tensor,
+) -> Result<Tensor> {
+    check::matmul_of_rows(a, b, rows)?;
+    on.matmul(MatmulArgs {
+        a: &on.gather_rows(a, rows)?,
+        transpose_a: Transpose::Yes,
+        b: &on.gather_rows(b, rows)?,
+        transpose_b: Transpose::No,
+        bias: None,
+        out: DType::F32,
+    })
+}

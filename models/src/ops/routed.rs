@@ -1,0 +1,110 @@
+//! Two linear layers over a partition of rows.
+
+use super::linear::{LinearParams, matrix};
+use crate::autograd::{Scope, Sweep, Var};
+use crate::error::Result;
+use engine::ParamId;
+use kernels::{RoutedArgs, RoutedGroup, Tensor, Transpose};
+
+/// A layer and the rows that it computes.
+#[derive(Clone, Debug)]
+struct Group {
+    params: LinearParams,
+    /// i32.
+    rows: Tensor,
+}
+
+impl Group {
+    /// Adds the gradients of bias and weight.
+    fn add_grads(
+        &self,
+        sweep: &mut Sweep<'_>,
+        dy: &Tensor,
+        input: Option<&Tensor>,
+        bias: Option<ParamId>,
+    ) -> Result<()> {
+        if let Some(id) = bias {
+            let d_bias = sweep.backend().column_sum_of_rows(dy, &self.rows)?;
+            self.params.add_grad(sweep, id, d_bias)?;
+        }
+        if let Some(input) = input {
+            let d_weight = sweep.backend().matmul_of_rows(dy, input, &self.rows)?;
+            self.params.add_grad(sweep, self.params.weight, d_weight)?;
+        }
+        Ok(())
+    }
+}
+
+impl Scope<'_> {
+    /// `x[row] W^T + bias` with weight and bias of the row's group: `[t, k]` to `[t, n]`, in the dtype of `x`. Each
+    /// group's `rows` are i32; together they name every row once. The results are those of [`Scope::linear`] on the
+    /// rows of each group.
+    ///
+    /// # Errors
+    /// As [`Scope::linear`], or when the groups are no partition.
+    pub fn routed_linear(
+        &self,
+        x: &Var,
+        params: [&LinearParams; 2],
+        rows: [&Tensor; 2],
+    ) -> Result<Var> {
+        let input = super::linear::rows(x.value())?;
+        let mut weights = Vec::with_capacity(2);
+        let mut biases = Vec::with_capacity(2);
+        for layer in params {
+            weights.push(matrix(&layer.select(self.weight(layer.weight)?)?)?);
+            let bias = layer.bias.map(|id| layer.select(self.weight(id)?));
+            biases.push(bias.transpose()?);
+        }
+        let groups = [0, 1].map(|i| RoutedGroup {
+            rows: rows[i],
+            b: &weights[i],
+            bias: biases[i].as_ref(),
+        });
+        let value = self.backend().routed_matmul(RoutedArgs {
+            a: &input,
+            groups,
+            transpose_b: Transpose::Yes,
+        })?;
+        let (slot, shape) = (x.slot(), x.shape());
+        let trained = params.map(|layer| {
+            let bias = layer.bias.filter(|id| self.trains(*id));
+            (self.trains(layer.weight), bias)
+        });
+        // The input is kept for the weights' gradients alone.
+        let kept = trained.iter().any(|(weight, _)| *weight).then_some(input);
+        let used: Vec<ParamId> = params
+            .iter()
+            .flat_map(|layer| [Some(layer.weight), layer.bias])
+            .flatten()
+            .collect();
+        let groups = [0, 1].map(|i| Group {
+            params: params[i].clone(),
+            rows: rows[i].clone(),
+        });
+        self.record("routed_linear", value, &[x], &used, move |sweep, dy| {
+            for (group, (weight, bias)) in groups.iter().zip(trained) {
+                let input = kept.as_ref().filter(|_| weight);
+                group.add_grads(sweep, &dy, input, bias)?;
+            }
+            drop(kept);
+            if slot.is_none() {
+                return Ok(());
+            }
+            let mut weights = Vec::with_capacity(2);
+            for Group { params, .. } in &groups {
+                weights.push(matrix(&params.select(sweep.weight(params.weight)?)?)?);
+            }
+            let dx = sweep.backend().routed_matmul(RoutedArgs {
+                a: &dy,
+                groups: [0, 1].map(|i| RoutedGroup {
+                    rows: &groups[i].rows,
+                    b: &weights[i],
+                    bias: None,
+                }),
+                transpose_b: Transpose::No,
+            })?;
+            sweep.add(slot, dx.reshape(shape)?)
+        })
+    }
+}

@@ -1,0 +1,286 @@
+//! Two layers over a partition of rows: against f64, and bit for bit against one product of each group's gathered rows.
+
+use anyhow::{Context, Result, ensure};
+use kernels::DType;
+use kernels::cuda::launch::Address;
+use kernels::cuda::ops::product::{Choice, Product, Term, Variant};
+use kernels::cuda::ops::routed::{Group, OfRows, Routed};
+use kernels::cuda::ops::tile::Tile;
+use kernels::cuda::ops::workspace::Workspace;
+
+use super::operand::{Operand, decode, encode, launch_all};
+use super::{Case, Effort};
+use crate::machine::Machine;
+use crate::reference::{absolute, add_bias, matmul, transpose};
+use crate::tolerance;
+
+/// What is computed.
+#[derive(Clone, Copy, Debug)]
+struct Shape {
+    dtype: DType,
+    /// Rows of both groups.
+    m: [usize; 2],
+    n: usize,
+    k: usize,
+    bias: [bool; 2],
+    /// dx instead of y.
+    backward: bool,
+}
+
+/// Each variant with ragged tiles in both groups; groups without rows and of one row; sums over named rows.
+pub(super) fn cases(variants: &[Variant], effort: Effort) -> Vec<Case> {
+    let mut cases = Vec::new();
+    for (i, &(dtype, _, transpose, tile)) in variants.iter().enumerate() {
+        let n = tile.n as usize - 3 + 11 * (i % 2);
+        if transpose[0] {
+            let (rows, parts) = ([100, 33, 1][i % 3], 1 + i as u32 % 3);
+            let sizes = [tile.m as usize + 5, n];
+            cases.push(Case::new(
+                format!("sum over {rows} of 120 rows, {dtype}, {sizes:?}, {parts} parts, {tile:?}"),
+                move |machine| check_sum(machine, dtype, sizes, [120, rows], tile, parts),
+            ));
+            continue;
+        }
+        let shape = Shape {
+            dtype,
+            m: [tile.m as usize + 9, 21 + i],
+            n,
+            k: [40, 72, 75][i % 3],
+            bias: [i % 2 == 0, i % 3 == 0],
+            backward: transpose[1],
+        };
+        cases.push(routed_case(shape, tile));
+    }
+    // The smallest tile: the last of the forward variants.
+    let forward = |variant: &&Variant| variant.2 == [false, false];
+    let Some(&(dtype, _, _, tile)) = variants.iter().rfind(forward) else {
+        return cases;
+    };
+    let (one, two) = (tile.m as usize, 2 * tile.m as usize);
+    for m in [[0, 0], [0, 7], [two + 1, 0], [1, one], [one, 1], [two, one]] {
+        let shape = Shape {
+            dtype,
+            m,
+            n: 24,
+            k: 56,
+            bias: [true, false],
+            backward: false,
+        };
+        cases.push(routed_case(shape, tile));
+    }
+    let sizes = [40, 24];
+    cases.push(Case::new(
+        format!("sum over no rows, {dtype}"),
+        move |machine| check_sum(machine, dtype, sizes, [50, 0], tile, 1),
+    ));
+    if effort == Effort::Gpu {
+        let shape = Shape {
+            dtype,
+            m: [1300, 225],
+            n: 520,
+            k: 640,
+            bias: [true; 2],
+            backward: false,
+        };
+        cases.extend(variants.iter().filter(forward).map(|variant| {
+            let dtype = variant.0;
+            routed_case(Shape { dtype, ..shape }, variant.3)
+        }));
+    }
+    cases
+}
+
+fn routed_case(shape: Shape, tile: Tile) -> Case {
+    Case::new(format!("routed {shape:?}, {tile:?}"), move |machine| {
+        check_routed(machine, shape, tile)
+    })
+}
+
+/// Numbers below `t` in a scattered order.
+fn scattered(t: usize) -> Vec<i32> {
+    let mut rows: Vec<i32> = (0..t as i32).collect();
+    rows.sort_by_key(|row| (*row as u32).wrapping_mul(0x9e37_79b1));
+    rows
+}
+
+/// Rows `rows` of a table with rows of `c` values.
+fn gathered(table: &[f64], rows: &[i32], c: usize) -> Vec<f64> {
+    rows.iter()
+        .flat_map(|row| table[*row as usize * c..][..c].to_vec())
+        .collect()
+}
+
+fn check_routed(machine: &mut dyn Machine, shape: Shape, tile: Tile) -> Result<()> {
+    let Shape { dtype, n, k, .. } = shape;
+    let t = shape.m[0] + shape.m[1];
+    let all = scattered(t);
+    let rows = all.split_at(shape.m[0]);
+    let a = Operand::draw(machine, dtype, "a", t * k, 1.0)?;
+    let mut weights = Vec::new();
+    for (i, rows) in [rows.0, rows.1].into_iter().enumerate() {
+        let b = Operand::draw(machine, dtype, &format!("b{i}"), n * k, 1.0)?;
+        let bias = if shape.bias[i] { n } else { 0 };
+        let bias = Operand::draw(machine, dtype, &format!("bias{i}"), bias, 1.0)?;
+        let table = if rows.is_empty() {
+            Address::NULL
+        } else {
+            machine.upload(rows)?.address
+        };
+        weights.push((b, bias, table, rows));
+    }
+    let groups = [0, 1].map(|i: usize| Group {
+        rows: weights[i].2,
+        m: weights[i].3.len(),
+        b: weights[i].0.address(),
+        bias: weights[i].1.address(),
+    });
+    let mut runs = Vec::new();
+    for _ in 0..2 {
+        let y = machine.output::<u8>(t * n * dtype.size_bytes())?;
+        let routed = Routed {
+            dtype,
+            transpose_b: shape.backward,
+            t,
+            n,
+            k,
+            a: a.address(),
+            groups,
+            y: y.address,
+        };
+        let space = machine.allocate(routed.workspace_bytes() as usize)?;
+        // Few multiprocessors: tiles are walked in several groups.
+        let launches = routed.launches(tile, 1, &mut Workspace::new(space.address));
+        launch_all(machine, &launches.context("no kernel")?)?;
+        runs.push(machine.download::<u8>(y)?);
+    }
+    ensure!(runs[0] == runs[1], "two runs differ");
+    let got = decode(dtype, &runs[0]);
+    for (i, (b, bias, _, rows)) in weights.iter().enumerate() {
+        let own = gathered(&a.values, rows, k);
+        let columns = match shape.backward {
+            true => b.values.clone(),
+            false => transpose(&b.values, n, k),
+        };
+        let m = rows.len();
+        let mut want = matmul(&own, &columns, m, n, k);
+        let mut size = matmul(&absolute(&own), &absolute(&columns), m, n, k);
+        if shape.bias[i] {
+            add_bias(&mut want, &bias.values);
+            add_bias(&mut size, &absolute(&bias.values));
+        }
+        let group = gathered(&got, rows, n);
+        for (at, got) in group.iter().enumerate() {
+            let allowed = tolerance::tensor_product(dtype, k, want[at], size[at]);
+            ensure!(
+                (got - want[at]).abs() <= allowed,
+                "group {i}, row {}, column {}: {got} instead of {}, allowed {allowed:e}",
+                at / n,
+                at % n,
+                want[at]
+            );
+        }
+        let alone = product_alone(machine, shape, tile, &own, [b, bias])?;
+        ensure!(group == alone, "group {i} alone gives other bits");
+    }
+    Ok(())
+}
+
+/// The values of one product of rows that lie behind each other.
+fn product_alone(
+    machine: &mut dyn Machine,
+    shape: Shape,
+    tile: Tile,
+    rows: &[f64],
+    [b, bias]: [&Operand; 2],
+) -> Result<Vec<f64>> {
+    let Shape { dtype, n, k, .. } = shape;
+    let m = rows.len() / k;
+    if m == 0 {
+        return Ok(Vec::new());
+    }
+    let values: Vec<f32> = rows.iter().map(|x| *x as f32).collect();
+    let a = machine.upload(&encode(dtype, &values))?;
+    let y = machine.output::<u8>(m * n * dtype.size_bytes())?;
+    let product = Product {
+        dtype,
+        out: dtype,
+        transpose_a: false,
+        transpose_b: shape.backward,
+        m,
+        n,
+        b_rows: n,
+        terms: [
+            Some(Term {
+                a: a.address,
+                a_line: k,
+                b: b.address(),
+                b_line: if shape.backward { n } else { k },
+                k,
+            }),
+            None,
+        ],
+        bias: bias.address(),
+        scale: 1.0,
+        y: y.address,
+        y_line: n,
+    };
+    let choice = Choice { tile, parts: 1 };
+    let space = machine.allocate(product.workspace_bytes(choice) as usize)?;
+    let launches = product.launches(choice, 1, &mut Workspace::new(space.address));
+    launch_all(machine, &launches.context("no kernel")?)?;
+    Ok(decode(dtype, &machine.download::<u8>(y)?))
+}
+
+fn check_sum(
+    machine: &mut dyn Machine,
+    dtype: DType,
+    [m, n]: [usize; 2],
+    [t, k]: [usize; 2],
+    tile: Tile,
+    parts: u32,
+) -> Result<()> {
+    let rows = &scattered(t)[..k];
+    let a = Operand::draw(machine, dtype, "a", t * m, 1.0)?;
+    let b = Operand::draw(machine, dtype, "b", t * n, 1.0)?;
+    let table = if k == 0 {
+        Address::NULL
+    } else {
+        machine.upload(rows)?.address
+    };
+    let y = machine.output::<u8>(m * n * 4)?;
+    let product = OfRows {
+        dtype,
+        t,
+        m,
+        n,
+        rows: table,
+        k,
+        a: a.address(),
+        b: b.address(),
+        y: y.address,
+    };
+    let choice = Choice { tile, parts };
+    let mut count = Workspace::new(Address::NULL);
+    product
+        .launches(choice, 1, &mut count)
+        .context("no kernel")?;
+    let space = machine.allocate(count.bytes() as usize)?;
+    let launches = product.launches(choice, 1, &mut Workspace::new(space.address));
+    launch_all(machine, &launches.context("no kernel")?)?;
+    let got = decode(DType::F32, &machine.download::<u8>(y)?);
+    let rows_of_a = transpose(&gathered(&a.values, rows, m), k, m);
+    let rows_of_b = gathered(&b.values, rows, n);
+    let want = matmul(&rows_of_a, &rows_of_b, m, n, k);
+    let size = matmul(&absolute(&rows_of_a), &absolute(&rows_of_b), m, n, k);
+    for (i, got) in got.into_iter().enumerate() {
+        let allowed = tolerance::tensor_product(DType::F32, k, want[i], size[i]);
+        ensure!(
+            (got - want[i]).abs() <= allowed,
+            "row {}, column {}: {got} instead of {}, allowed {allowed:e}",
+            i / n,
+            i % n,
+            want[i]
+        );
+    }
+    Ok(())
+}
