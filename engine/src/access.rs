@@ -15,6 +15,17 @@ pub enum Phase {
     Backward,
 }
 
+impl Phase {
+    /// A word for it.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Forward => "forward",
+            Self::Backward => "backward",
+        }
+    }
+}
+
 /// What one forward/backward pass may ask of the engine.
 ///
 /// Units are leased in plan order in forward, in reverse in backward. Units that a pass does not

@@ -248,8 +248,7 @@ impl Activations {
         let Saved { shape, dtype, kept } = saved;
         let load = || -> Result<Tensor> {
             if let Kept::Null { .. } = kept {
-                let pool = device.pool();
-                return Ok(Tensor::null(pool, Tag::Activations, *shape, *dtype)?);
+                return Ok(device.zeros(*shape, *dtype, Tag::Activations)?);
             }
             if device.device().is_apart() {
                 let mut bytes = vec![0; saved.size_bytes()];

@@ -67,6 +67,20 @@ pub enum EngineError {
         /// What is wrong.
         reason: &'static str,
     },
+    /// Gradients that are kept nowhere came where they could not be used, or the update is not the one announced.
+    #[error("the gradients of unit {unit} are consumed as they come, and {reason}")]
+    Consumed {
+        /// Name of the unit.
+        unit: String,
+        /// What is wrong.
+        reason: &'static str,
+    },
+    /// A copy within a tier was asked for between two.
+    #[error("a state and its spare are on different tiers")]
+    TiersDiffer,
+    /// The thread that updates beside backward ended early.
+    #[error("the thread of early updates ended before its work")]
+    EarlyThread,
     /// A tensor of a lease is still alive while weights are to be written.
     #[error("weights of unit {unit} are still borrowed")]
     WeightsBorrowed {

@@ -40,7 +40,7 @@ impl Accumulator {
         tiers: &Tiers,
     ) -> Result<Option<Self>> {
         let group = &unit.trainable;
-        if group.is_empty() {
+        if group.is_empty() || plan.consumes_gradients(unit.id) {
             return Ok(None);
         }
         let config = plan.config();
@@ -191,6 +191,11 @@ impl Accumulator {
         &mut self.region
     }
 
+    /// Everything kept, for windows that only read.
+    pub(crate) fn region_read(&mut self) -> &mut Region {
+        &mut self.region
+    }
+
     /// Elements of the group that are kept.
     pub(crate) fn range(&self) -> Range<usize> {
         self.range.clone()
@@ -231,6 +236,48 @@ impl Accumulator {
                 })?;
         }
         Ok(squares.total())
+    }
+}
+
+/// Gradients that are consumed as they come: rounded as their sum would be, and their squares added.
+pub(crate) struct Consumed<'a> {
+    group: &'a GroupLayout,
+    plan: &'a Plan,
+    rounding: Option<Rounding>,
+    squares: Squares,
+    sums: Vec<bf16>,
+    wide: Vec<f32>,
+}
+
+impl<'a> Consumed<'a> {
+    pub(crate) fn new(group: &'a GroupLayout, plan: &'a Plan, at: Moment) -> Self {
+        let rounds = plan.config().grad_dtype() == DType::BF16;
+        Self {
+            group,
+            plan,
+            rounding: rounds.then(|| Rounding::new(plan, at)),
+            squares: Squares::default(),
+            sums: Vec::new(),
+            wide: Vec::new(),
+        }
+    }
+
+    /// The elements `range` of the group as the update reads them; ranges come in order.
+    pub(crate) fn take<'v>(&'v mut self, range: Range<usize>, values: &'v [f32]) -> &'v [u8] {
+        let Some(rounding) = &self.rounding else {
+            self.squares.push(values);
+            return bytemuck::cast_slice(values);
+        };
+        self.sums.clear();
+        self.sums.resize(values.len(), bf16::ZERO);
+        rounding.add(self.group, self.plan, range, &mut self.sums, values);
+        self.squares.push(widen(&self.sums, &mut self.wide));
+        bytemuck::cast_slice(&self.sums)
+    }
+
+    /// Sum of squares of everything taken.
+    pub(crate) fn squares(self) -> f64 {
+        self.squares.total()
     }
 }
 

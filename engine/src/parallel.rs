@@ -6,7 +6,7 @@ use rayon::prelude::*;
 const TASK_ELEMS: usize = 1 << 17;
 
 /// `out = values`.
-pub(crate) fn copy(values: &[f32], out: &mut [f32]) {
+pub(crate) fn copy<T: Copy + Send + Sync>(values: &[T], out: &mut [T]) {
     for_each(values, out, |values, out| out.copy_from_slice(values));
 }
 
@@ -19,7 +19,11 @@ pub(crate) fn add(values: &[f32], out: &mut [f32]) {
     });
 }
 
-fn for_each(values: &[f32], out: &mut [f32], pass: impl Fn(&[f32], &mut [f32]) + Sync) {
+fn for_each<T: Copy + Send + Sync>(
+    values: &[T],
+    out: &mut [T],
+    pass: impl Fn(&[T], &mut [T]) + Sync,
+) {
     assert_eq!(values.len(), out.len(), "as many values as places");
     if out.len() <= TASK_ELEMS {
         return pass(values, out);

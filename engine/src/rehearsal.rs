@@ -8,6 +8,7 @@ use crate::access::{Lease, LeaseOwner, ParamAccess, Phase};
 use crate::activations::Activations;
 use crate::comm::rehearsal::{DryBuffer, DryWindow};
 use crate::comm::{CollectiveKind, WindowBytes, World};
+use crate::early;
 use crate::error::EngineError;
 use crate::plan::{Entry, GroupKind, PassKind, Plan, StateKind, Tier, UnitPlan};
 use crate::spec::{ParamId, UnitId};
@@ -92,19 +93,40 @@ impl Rehearsal {
     /// # Errors
     /// Never today; counting has no limit.
     pub fn new(plan: Arc<Plan>, slots: &[StateSlot]) -> Result<Self> {
+        let [device, host] = ["device", "host"].map(|name| Pool::new(name, None));
+        let backend = Arc::new(NullBackend::new(device.clone()));
+        Self::on(plan, slots, backend, Tiers::new(device, host))
+    }
+
+    /// As [`Rehearsal::new`], with passes on `backend`: a device apart that only counts. What the communicator holds
+    /// for it, and states of the device's tier, lie in host memory.
+    ///
+    /// # Errors
+    /// Never today; counting has no limit.
+    pub fn apart(plan: Arc<Plan>, slots: &[StateSlot], backend: Arc<dyn Backend>) -> Result<Self> {
+        let host = Pool::new("host", None);
+        Self::on(plan, slots, backend, Tiers::new(host.clone(), host))
+    }
+
+    fn on(
+        plan: Arc<Plan>,
+        slots: &[StateSlot],
+        backend: Arc<dyn Backend>,
+        tiers: Tiers,
+    ) -> Result<Self> {
         let world = World {
             rank: 0,
             size: plan.world_size(),
         };
-        let [device, host] = ["device", "host"].map(|name| Pool::new(name, None));
         let away = plan.config().offload.activation;
-        let activations = Activations::new(away, Tiers::new(device.clone(), host.clone()));
+        let activations = Activations::new(away, tiers.clone());
+        let Tiers { device, host, .. } = tiers;
         let nvme = match &activations {
             Some(keeper) if away == Tier::Nvme => keeper.books().clone(),
             _ => Pool::new("nvme", None),
         };
         let mut rehearsal = Self {
-            backend: Arc::new(NullBackend::new(device.clone())),
+            backend,
             activations,
             device,
             host,
@@ -154,7 +176,7 @@ impl Rehearsal {
                     self.rest(config.offload.param, &range, dtype, Tag::Parameters)?;
                 }
             }
-            if !unit.trainable.is_empty() {
+            if !unit.trainable.is_empty() && !plan.consumes_gradients(unit.id) {
                 let range = kept(unit, GroupKind::Trainable, config.shards_gradients());
                 let dtype = config.grad_dtype();
                 self.rest(config.offload.optimizer, &range, dtype, Tag::Gradients)?;
@@ -162,12 +184,24 @@ impl Rehearsal {
         }
         for unit in plan.units().iter().filter(|u| !u.trainable.is_empty()) {
             let range = kept(unit, GroupKind::Trainable, config.stage.shards_optimizer());
-            let master = config.precision.has_master().then_some(DType::F32);
-            for dtype in master
-                .into_iter()
-                .chain(slots.iter().map(|slot| slot.dtype))
-            {
-                self.rest(config.offload.optimizer, &range, dtype, Tag::Optimizer)?;
+            let early = plan.steps_early(unit.id);
+            for _copy in 0..1 + usize::from(early) {
+                let master = config.precision.has_master().then_some(DType::F32);
+                for dtype in master
+                    .into_iter()
+                    .chain(slots.iter().map(|slot| slot.dtype))
+                {
+                    self.rest(config.offload.optimizer, &range, dtype, Tag::Optimizer)?;
+                }
+            }
+            if early {
+                let dtype = config.precision.weight_dtype();
+                self.rest(config.offload.param, &range, dtype, Tag::Parameters)?;
+            }
+        }
+        if plan.waiting_elems() > 0 {
+            for _ in 0..early::JOBS {
+                self.count_host(4 * plan.waiting_elems() as u64, Tag::Gradients)?;
             }
         }
         Ok(())
@@ -200,10 +234,16 @@ impl Rehearsal {
         Ok(())
     }
 
-    /// The device pool.
+    /// The pool of the device that computes.
     #[must_use]
     pub fn device_pool(&self) -> &Pool {
-        &self.device
+        self.backend.pool()
+    }
+
+    /// Whether that is a device apart.
+    #[must_use]
+    pub fn is_apart(&self) -> bool {
+        self.backend.device().is_apart()
     }
 
     /// The host pool.
@@ -266,7 +306,8 @@ impl Rehearsal {
     pub fn visit_weights(&self) -> Result<()> {
         self.begin_pass(PassKind::Infer);
         for unit in self.plan.units() {
-            self.lease(unit.id, Phase::Forward)?.end()?;
+            self.take_lease(unit.id, Phase::Forward)?;
+            self.end_lease(unit.id, Phase::Forward, true)?;
         }
         self.end_pass()
     }
@@ -365,6 +406,20 @@ impl Rehearsal {
         Ok(())
     }
 
+    /// Takes part in what comes before an entry, and makes its unit readable where it is leased.
+    fn take_lease(&self, unit: UnitId, phase: Phase) -> Result<()> {
+        let wanted = Entry { unit, phase };
+        let mut state = self.state.borrow_mut();
+        while let Some(entry) = state.at_cursor()
+            && entry != wanted
+        {
+            self.start_gathers(&mut state)?;
+            self.finish_entry(&mut state, entry)?;
+        }
+        self.start_gathers(&mut state)?;
+        self.make_resident(&mut state, unit)
+    }
+
     fn finish_entry(&self, state: &mut State, entry: Entry) -> Result<()> {
         if entry.phase == Phase::Backward {
             self.close_bucket(state, entry.unit)?;
@@ -383,7 +438,7 @@ impl Rehearsal {
     }
 
     fn open_bucket(&self, unit: UnitId) -> Result<Option<(DryBuffer, Reservation)>> {
-        if !self.plan.buckets_gradients() {
+        if !self.plan.buckets_gradients(unit) {
             return Ok(None);
         }
         let bytes = self.plan.unit(unit).trainable.padded_elems * 4;
@@ -427,26 +482,23 @@ impl ParamAccess for Rehearsal {
     }
 
     fn lease(&self, unit: UnitId, phase: Phase) -> Result<Lease<'_>> {
-        let wanted = Entry { unit, phase };
-        let mut state = self.state.borrow_mut();
-        while let Some(entry) = state.at_cursor()
-            && entry != wanted
-        {
-            self.start_gathers(&mut state)?;
-            self.finish_entry(&mut state, entry)?;
-        }
-        self.start_gathers(&mut state)?;
-        self.make_resident(&mut state, unit)?;
+        self.take_lease(unit, phase)?;
         let dtype = self.plan.config().precision.weight_dtype();
+        let groups = GroupKind::ALL.into_iter();
+        let slots = groups.flat_map(|kind| &self.plan.unit(unit).group(kind).slots);
+        let mut ids: Vec<ParamId> = slots.map(|slot| slot.param).collect();
+        ids.sort_unstable();
         let mut params = Vec::new();
-        for kind in GroupKind::ALL {
-            for slot in &self.plan.unit(unit).group(kind).slots {
-                let shape = self.plan.spec().params[slot.param.index()].shape;
-                let handle = Tensor::null(&self.handles, Tag::Gathered, shape, dtype)?;
-                params.push((slot.param, handle));
-            }
+        for id in ids {
+            let shape = self.plan.spec().params[id.index()].shape;
+            let weight = if self.is_apart() {
+                // In the order of uploads: places depend on it.
+                self.backend.zeros(shape, dtype, Tag::Gathered)?
+            } else {
+                Tensor::null(&self.handles, Tag::Gathered, shape, dtype)?
+            };
+            params.push((id, weight));
         }
-        params.sort_by_key(|(id, _)| *id);
         Ok(Lease::new(self, unit, phase, params))
     }
 

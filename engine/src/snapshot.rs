@@ -28,10 +28,9 @@ impl Zero {
         let rank = self.comm().world().rank;
         let weight_dtype = plan.config().precision.weight_dtype();
         let mut pieces = Vec::new();
-        let Self { store, states, .. } = self;
-        let store = store.get_mut();
+        let store = &*self.store.get_mut();
         for unit in plan.units() {
-            let Some(state) = &states[unit.id.index()] else {
+            let Some(state) = store.state(unit.id) else {
                 continue;
             };
             let mut kinds: Vec<(&str, DType, usize, &Region)> = state
@@ -75,7 +74,7 @@ impl Zero {
         let plan = self.plan().clone();
         let precision = plan.config().precision;
         for unit in plan.units() {
-            let Some(state) = &mut self.states[unit.id.index()] else {
+            let Some(state) = self.store.get_mut().state_mut(unit.id) else {
                 continue;
             };
             let kept = state.range();

@@ -4,8 +4,10 @@
 //! pool. Spilled memory is an extent of a file, reached through windows that are read ahead and written behind.
 
 use crate::error::EngineError;
+use crate::parallel;
 use crate::plan::{StateKind, Tier};
 use crate::spill::{Extent, PendingRead, Segment, SpillFile, SpillIo, SpillStats};
+use crate::trace::Trace;
 use bytemuck::Pod;
 use half::{bf16, f16};
 use kernels::{Block, DType, Float, Pool, Reservation, Tag};
@@ -32,6 +34,7 @@ pub struct Tiers {
     /// Host memory.
     pub host: Pool,
     spill: Option<Arc<Spill>>,
+    trace: Trace,
 }
 
 impl Tiers {
@@ -42,12 +45,14 @@ impl Tiers {
             device,
             host,
             spill: None,
+            trace: Trace::default(),
         }
     }
 
     /// Adds the disk.
     #[must_use]
     pub fn with_spill(mut self, spill: Spill) -> Self {
+        spill.io.record(&self.trace);
         self.spill = Some(Arc::new(spill));
         self
     }
@@ -56,6 +61,12 @@ impl Tiers {
     #[must_use]
     pub fn spill(&self) -> Option<&Arc<Spill>> {
         self.spill.as_ref()
+    }
+
+    /// The recorder of the rank that these are of.
+    #[must_use]
+    pub fn trace(&self) -> &Trace {
+        &self.trace
     }
 
     /// Allocates zeroed memory for `elems` elements of a group, from its element `start` on.
@@ -315,6 +326,37 @@ impl Region {
                 }
             }
         })
+    }
+
+    /// A window to be filled with the bytes `from` of `source`, which lies on the same tier, changed and written here.
+    pub(crate) fn window_from(
+        &mut self,
+        bytes: Range<usize>,
+        source: &Self,
+        from: Range<usize>,
+        ahead: Option<PendingRead>,
+    ) -> Result<Window<'_>> {
+        let target = match self {
+            Self::Spilled { extent, spill, .. } => {
+                let read = match (ahead, source) {
+                    (Some(ahead), _) => ahead,
+                    (None, Self::Spilled { extent, .. }) => spill.io.read(extent, wide(&from))?,
+                    (None, _) => return Err(EngineError::TiersDiffer),
+                };
+                return Ok(Window::Segment {
+                    segment: spill.io.moved(read.wait()?, extent, wide(&bytes))?,
+                    extent,
+                    io: &spill.io,
+                    written: true,
+                });
+            }
+            Self::Device(block) => block.as_bytes_mut(),
+            Self::Mapped { map, len, .. } => &mut map[..*len],
+        };
+        let source = source.in_memory().ok_or(EngineError::TiersDiffer)?;
+        let target = &mut target[bytes];
+        parallel::copy(&source[from], target);
+        Ok(Window::Memory(target))
     }
 
     /// Runs `body` over the elements `range` of a region that begins at the group's element `start`, window by window

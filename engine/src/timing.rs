@@ -39,6 +39,11 @@ impl CopyClock {
         result
     }
 
+    /// Counts a wait for copies that somebody else makes.
+    pub(crate) fn count(&mut self, waited: Duration) {
+        self.0 += waited;
+    }
+
     pub(crate) fn add(&mut self, other: &Self) {
         self.0 += other.0;
     }

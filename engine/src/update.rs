@@ -2,12 +2,14 @@
 
 use crate::comm::ReadBuffer;
 use crate::error::EngineError;
+use crate::gradients::Accumulator;
 use crate::plan::{GroupKind, Plan};
 use crate::spec::UnitId;
 use crate::spill::PendingRead;
 use crate::state::UnitState;
 use crate::store::Store;
-use crate::tier::{Access, WINDOW_ALIGN, WINDOW_ELEMS, Window, windows};
+use crate::tier::{Access, Region, WINDOW_ALIGN, WINDOW_ELEMS, Window, windows};
+use crate::trace::{Lane, Trace};
 use crate::zero::OptimizerConfig;
 use kernels::DType;
 use optim::{GradWindow, Precision, StateWindow, StepArgs, WeightWindow};
@@ -17,10 +19,10 @@ use std::ops::Range;
 type Result<T, E = EngineError> = std::result::Result<T, E>;
 
 /// Chunks read before their turn, while buffers last.
-const CHUNKS_AHEAD: usize = 8;
+pub(crate) const CHUNKS_AHEAD: usize = 8;
 
 /// The numbers of one update.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, PartialEq, Debug)]
 pub(crate) struct Scalars {
     pub(crate) step: u64,
     pub(crate) lr: f64,
@@ -51,126 +53,69 @@ pub(crate) fn chunks(
         .collect()
 }
 
-/// What one rank steps: its store and its states, with the rule.
-pub(crate) struct Update<'a> {
+/// The update rule with the numbers of one update.
+#[derive(Clone, Copy)]
+pub(crate) struct Rule<'a> {
     pub(crate) plan: &'a Plan,
-    pub(crate) store: &'a mut Store,
-    pub(crate) states: &'a mut [Option<UnitState>],
     pub(crate) optimizer: &'a OptimizerConfig,
     pub(crate) scalars: Scalars,
 }
 
 /// Reads of one chunk: gradients, weights, then every kind of state; `None` for what is in memory or must wait.
-type Reads = Vec<Option<PendingRead>>;
+pub(crate) type Reads = Vec<Option<PendingRead>>;
 
-impl Update<'_> {
+/// Bytes of `range` in a region of `dtype` that begins at the group's element `start`.
+fn bytes(range: &Range<usize>, start: usize, dtype: DType) -> Range<usize> {
+    let size = dtype.size_bytes();
+    (range.start - start) * size..(range.end - start) * size
+}
+
+impl Rule<'_> {
     /// Whether the step reads the weights; mixed precisions only write them.
-    fn weight_access(&self) -> Access {
-        if self.plan.config().precision.has_master() {
-            Access::Write
-        } else {
-            Access::Update
-        }
+    pub(crate) fn reads_weights(&self) -> bool {
+        !self.plan.config().precision.has_master()
     }
 
-    /// Bytes of `range` in a region of `dtype` that begins at the group's element `start`.
-    fn bytes(range: &Range<usize>, start: usize, dtype: DType) -> Range<usize> {
-        let size = dtype.size_bytes();
-        (range.start - start) * size..(range.end - start) * size
-    }
-
-    /// Starts to read `chunk`; `with_gradients` unless they come from elsewhere.
-    fn read_ahead(&self, chunk: &Chunk, with_gradients: bool) -> Result<Reads> {
-        let Chunk { unit, range } = chunk;
+    /// Starts to read `range`; gradients unless they come from elsewhere. The weights begin at the group's element `start`.
+    pub(crate) fn read_ahead(
+        &self,
+        range: &Range<usize>,
+        gradients: Option<&Accumulator>,
+        (weights, start): (&Region, usize),
+        state: &UnitState,
+    ) -> Result<Reads> {
         let mut reads = Vec::new();
-        let gradients = self.store.gradients(*unit).filter(|_| with_gradients);
         reads.push(match gradients {
             Some(g) => {
-                let bytes = Self::bytes(range, g.range().start, g.dtype());
+                let bytes = bytes(range, g.range().start, g.dtype());
                 g.region().read_ahead(bytes)?
             }
             None => None,
         });
         let dtype = self.plan.config().precision.weight_dtype();
-        reads.push(match self.store.weights(*unit, GroupKind::Trainable) {
-            Some(weights) if self.weight_access() != Access::Write => {
-                let start = self.store.resting(*unit, GroupKind::Trainable).start;
-                weights.read_ahead(Self::bytes(range, start, dtype))?
-            }
-            _ => None,
+        reads.push(if self.reads_weights() {
+            weights.read_ahead(bytes(range, start, dtype))?
+        } else {
+            None
         });
-        if let Some(state) = &self.states[unit.index()] {
-            for (_, dtype, region) in state.kinds() {
-                let bytes = Self::bytes(range, state.range().start, dtype);
-                reads.push(region.read_ahead(bytes)?);
-            }
+        for (_, dtype, region) in state.kinds() {
+            let bytes = bytes(range, state.range().start, dtype);
+            reads.push(region.read_ahead(bytes)?);
         }
         Ok(reads)
     }
 
-    /// Steps all chunks in order. `gathered` returns the gradients of a unit's whole group where they are not the ones
-    /// accumulated here.
-    pub(crate) fn run(
-        mut self,
-        chunks: &[Chunk],
-        gathered: &mut dyn FnMut(&mut Store, UnitId) -> Result<Option<ReadBuffer>>,
+    /// Updates a chunk through windows of its weights and of every kind of state, and ends them.
+    pub(crate) fn apply(
+        &self,
+        chunk: &Chunk,
+        grads: &[u8],
+        mut weight_window: Window<'_>,
+        mut state_windows: Vec<(DType, Window<'_>)>,
     ) -> Result<()> {
-        let mut ahead: VecDeque<Reads> = VecDeque::new();
-        let mut of_unit: Option<(UnitId, Option<ReadBuffer>)> = None;
-        for (i, chunk) in chunks.iter().enumerate() {
-            if of_unit.as_ref().is_none_or(|(unit, _)| *unit != chunk.unit) {
-                of_unit = Some((chunk.unit, gathered(self.store, chunk.unit)?));
-            }
-            let all = of_unit.as_ref().and_then(|(_, all)| all.as_ref());
-            let all = all.map(ReadBuffer::as_bytes);
-            while ahead.len() <= CHUNKS_AHEAD && i + ahead.len() < chunks.len() {
-                let next = self.read_ahead(&chunks[i + ahead.len()], all.is_none())?;
-                ahead.push_back(next);
-            }
-            let reads = ahead.pop_front().unwrap_or_default();
-            self.step(chunk, reads, all)?;
-        }
-        Ok(())
-    }
-
-    fn step(&mut self, chunk: &Chunk, reads: Reads, gathered: Option<&[u8]>) -> Result<()> {
         let Chunk { unit, range } = chunk;
-        let precision = self.plan.config().precision;
-        let weight_access = self.weight_access();
-        let weights_start = self.store.resting(*unit, GroupKind::Trainable).start;
-        let Some(state) = &mut self.states[unit.index()] else {
-            return Ok(());
-        };
-        let (gradients, weights) = self.store.gradients_and_weights(*unit)?;
-        let mut reads = reads.into_iter();
-        let mut ahead = || reads.next().flatten();
-
-        let (grads_start, grad_dtype) = (gradients.range().start, gradients.dtype());
-        let of_gradients = ahead();
-        let mut grad_window = match gathered {
-            Some(_) => None,
-            None => {
-                let bytes = Self::bytes(range, grads_start, grad_dtype);
-                let region = gradients.region_mut();
-                Some(region.window(bytes, Access::Read, of_gradients)?)
-            }
-        };
-        let grads: &[u8] = match (gathered, &mut grad_window) {
-            (Some(all), _) => &all[Self::bytes(range, 0, grad_dtype)],
-            (None, Some(window)) => window.as_mut_bytes(),
-            (None, None) => &[],
-        };
-
-        let weight_bytes = Self::bytes(range, weights_start, precision.weight_dtype());
-        let mut weight_window = weights.window(weight_bytes, weight_access, ahead())?;
-        let state_start = state.range().start;
-        let mut state_windows: Vec<(DType, Window<'_>)> = Vec::new();
-        for (_, dtype, region) in state.kinds_mut() {
-            let bytes = Self::bytes(range, state_start, dtype);
-            let window = region.window(bytes, Access::Update, ahead())?;
-            state_windows.push((dtype, window));
-        }
-
+        let config = self.plan.config();
+        let precision = config.precision;
         for (slot, part) in self.plan.unit(*unit).trainable.parts(range.clone()) {
             let own = part.start - range.start..part.end - range.start;
             let options = self.optimizer.groups[slot.param.index()];
@@ -180,7 +125,7 @@ impl Update<'_> {
                 grad_scale,
             } = self.scalars;
             let mut slots = state_windows.iter_mut();
-            let grad = match grad_dtype {
+            let grad = match config.grad_dtype() {
                 DType::BF16 => GradWindow::Bf16(&bytemuck::cast_slice(grads)[own.clone()]),
                 _ => GradWindow::F32(&bytemuck::cast_slice(grads)[own.clone()]),
             };
@@ -217,7 +162,7 @@ impl Update<'_> {
                 lr: (lr * f64::from(options.lr_scale)) as f32,
                 weight_decay: options.weight_decay,
                 grad_scale,
-                seed: self.plan.config().seed,
+                seed: config.seed,
                 first_element: self.plan.first_element(slot.param)
                     + (part.start - slot.offset) as u64,
                 grad,
@@ -230,6 +175,95 @@ impl Update<'_> {
             window.commit()?;
         }
         Ok(())
+    }
+}
+
+/// What one rank steps behind the pass: its store, with the rule.
+pub(crate) struct Update<'a> {
+    pub(crate) rule: Rule<'a>,
+    pub(crate) store: &'a mut Store,
+    pub(crate) trace: &'a Trace,
+}
+
+impl Update<'_> {
+    fn read_ahead(&self, chunk: &Chunk, with_gradients: bool) -> Result<Reads> {
+        let Chunk { unit, range } = chunk;
+        let weights = self.store.weights(*unit, GroupKind::Trainable);
+        let (Some(weights), Some(state)) = (weights, self.store.state(*unit)) else {
+            return Ok(Reads::new());
+        };
+        let start = self.store.resting(*unit, GroupKind::Trainable).start;
+        let gradients = self.store.gradients(*unit).filter(|_| with_gradients);
+        self.rule
+            .read_ahead(range, gradients, (weights, start), state)
+    }
+
+    /// Steps all chunks in order. `gathered` returns the gradients of a unit's whole group where they are not the ones
+    /// accumulated here.
+    pub(crate) fn run(
+        mut self,
+        chunks: &[Chunk],
+        gathered: &mut dyn FnMut(&mut Store, UnitId) -> Result<Option<ReadBuffer>>,
+    ) -> Result<()> {
+        let mut ahead: VecDeque<Reads> = VecDeque::new();
+        let mut of_unit: Option<(UnitId, Option<ReadBuffer>)> = None;
+        for (i, chunk) in chunks.iter().enumerate() {
+            if of_unit.as_ref().is_none_or(|(unit, _)| *unit != chunk.unit) {
+                of_unit = Some((chunk.unit, gathered(self.store, chunk.unit)?));
+            }
+            let all = of_unit.as_ref().and_then(|(_, all)| all.as_ref());
+            let all = all.map(ReadBuffer::as_bytes);
+            while ahead.len() <= CHUNKS_AHEAD && i + ahead.len() < chunks.len() {
+                let next = self.read_ahead(&chunks[i + ahead.len()], all.is_none())?;
+                ahead.push_back(next);
+            }
+            let reads = ahead.pop_front().unwrap_or_default();
+            let (trace, units) = (self.trace, &self.rule.plan.spec().units);
+            let name = || units[chunk.unit.index()].name.clone();
+            trace.span(Lane::Update, name, || self.step(chunk, reads, all))?;
+        }
+        Ok(())
+    }
+
+    fn step(&mut self, chunk: &Chunk, reads: Reads, gathered: Option<&[u8]>) -> Result<()> {
+        let Chunk { unit, range } = chunk;
+        let dtype = self.rule.plan.config().precision.weight_dtype();
+        let weight_access = if self.rule.reads_weights() {
+            Access::Update
+        } else {
+            Access::Write
+        };
+        let weights_start = self.store.resting(*unit, GroupKind::Trainable).start;
+        let (gradients, weights, state) = self.store.of_update(*unit)?;
+        let mut reads = reads.into_iter();
+        let mut ahead = || reads.next().flatten();
+
+        let (grads_start, grad_dtype) = (gradients.range().start, gradients.dtype());
+        let of_gradients = ahead();
+        let mut grad_window = match gathered {
+            Some(_) => None,
+            None => {
+                let bytes = bytes(range, grads_start, grad_dtype);
+                let region = gradients.region_mut();
+                Some(region.window(bytes, Access::Read, of_gradients)?)
+            }
+        };
+        let grads: &[u8] = match (gathered, &mut grad_window) {
+            (Some(all), _) => &all[bytes(range, 0, grad_dtype)],
+            (None, Some(window)) => window.as_mut_bytes(),
+            (None, None) => &[],
+        };
+
+        let weight_bytes = bytes(range, weights_start, dtype);
+        let weight_window = weights.window(weight_bytes, weight_access, ahead())?;
+        let state_start = state.range().start;
+        let mut state_windows: Vec<(DType, Window<'_>)> = Vec::new();
+        for (_, dtype, region) in state.kinds_mut() {
+            let bytes = bytes(range, state_start, dtype);
+            let window = region.window(bytes, Access::Update, ahead())?;
+            state_windows.push((dtype, window));
+        }
+        self.rule.apply(chunk, grads, weight_window, state_windows)
     }
 }
 

@@ -7,18 +7,18 @@ use crate::error::EngineError;
 use crate::plan::{GroupKind, PassKind, Plan, Tier};
 use crate::spec::{ParamId, UnitId};
 use crate::spill::SpillStats;
-use crate::state::UnitState;
 use crate::store::{Store, lease_of};
 use crate::tier::{Tiers, windows};
 use crate::timing::{CopyClock, Times};
-use crate::update::{Scalars, Update, chunks};
+use crate::trace::{Lane, Trace};
+use crate::update::{Rule, Scalars, Update, chunks};
 use kernels::{Backend, DType, Pool, Tag, Tensor};
 use optim::clip::GradientScale;
 use optim::{GroupOptions, Optimizer};
 use std::cell::{Cell, RefCell};
 use std::ops::Range;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 type Result<T, E = EngineError> = std::result::Result<T, E>;
 
@@ -60,15 +60,16 @@ pub struct Zero {
     plan: Arc<Plan>,
     comm: Arc<dyn Communicator>,
     backend: Arc<dyn Backend>,
-    optimizer: OptimizerConfig,
+    optimizer: Arc<OptimizerConfig>,
     tiers: Tiers,
     activations: Option<Activations>,
     pub(crate) store: RefCell<Store>,
-    pub(crate) states: Vec<Option<UnitState>>,
     pub(crate) step: u64,
     totals: Totals,
     /// The last unit leased in a pass that has not ended well.
     leased: Cell<Option<(UnitId, Phase)>>,
+    /// When it was leased, if that is recorded.
+    leased_at: Cell<Option<Instant>>,
     non_finite: Option<UnitId>,
 }
 
@@ -96,26 +97,20 @@ impl Zero {
         optimizer: OptimizerConfig,
     ) -> Result<Self> {
         compare_plans(&plan, &*comm)?;
-        let store = Store::new(plan.clone(), comm.clone(), tiers.clone())?;
-        let rank = comm.world().rank;
+        let store = Store::new(plan.clone(), comm.clone(), tiers.clone(), &*optimizer.rule)?;
         let activations = Activations::new(plan.config().offload.activation, tiers.clone());
-        let states = plan
-            .units()
-            .iter()
-            .map(|unit| UnitState::new(unit, plan.config(), &*optimizer.rule, rank, &tiers))
-            .collect::<Result<_>>()?;
         Ok(Self {
             plan,
             comm,
             backend,
-            optimizer,
+            optimizer: Arc::new(optimizer),
             activations,
             tiers,
             store: RefCell::new(store),
-            states,
             step: 0,
             totals: Totals::default(),
             leased: Cell::new(None),
+            leased_at: Cell::new(None),
             non_finite: None,
         })
     }
@@ -154,7 +149,7 @@ impl Zero {
     #[must_use]
     pub fn position(&self) -> Option<(&str, Phase)> {
         let (unit, phase) = self.leased.get()?;
-        Some((&self.plan.spec().units[unit.index()].name, phase))
+        Some((self.unit_name(unit), phase))
     }
 
     /// The unit nearest to the loss whose gradients, as far as this rank holds them, were not finite
@@ -162,7 +157,7 @@ impl Zero {
     #[must_use]
     pub fn non_finite_gradient(&self) -> Option<&str> {
         let unit = self.non_finite?;
-        Some(&self.plan.spec().units[unit.index()].name)
+        Some(self.unit_name(unit))
     }
 
     /// Fills weights (and master weights). `read` is asked for ranges of a parameter's elements as
@@ -200,7 +195,7 @@ impl Zero {
                     let dtype = plan.config().precision.weight_dtype();
                     weights.write_rounded(dtype, resting.start, part.clone(), &chunk)?;
                     if let (GroupKind::Trainable, Some(state)) =
-                        (kind, &mut self.states[unit.id.index()])
+                        (kind, self.store.get_mut().state_mut(unit.id))
                     {
                         state.set_master(part, &chunk)?;
                     }
@@ -243,7 +238,7 @@ impl Zero {
         Ok(())
     }
 
-    /// Runs `visit` with the weights of every unit, in forward order; all ranks must call it.
+    /// Runs `visit` with the weights of every unit in host memory, in forward order; all ranks must call it.
     ///
     /// # Errors
     /// When communication or `visit` fails.
@@ -253,7 +248,7 @@ impl Zero {
     ) -> Result<(), E> {
         self.begin_pass(PassKind::Infer);
         for unit in self.plan.units() {
-            let lease = self.lease(unit.id, Phase::Forward)?;
+            let lease = self.lease_on_host(unit.id, Phase::Forward)?;
             for kind in GroupKind::ALL {
                 for slot in &unit.group(kind).slots {
                     visit(slot.param, lease.param(slot.param)?)?;
@@ -266,6 +261,33 @@ impl Zero {
     }
 
     // ---- step ---------------------------------------------------------------------------------
+
+    /// Says before the last pass of an update what the update will be: its learning rate, the factor on the losses (see
+    /// [`Zero::step_scaled`]) and the number of supervised tokens of this rank in that pass. Units that the plan steps
+    /// early are then updated while backward runs, and [`Zero::step_scaled`] keeps the outcome unless clipping or a value
+    /// that is not finite contradicts it; every result has the bits of an update without announcement. All ranks must
+    /// call it. Does nothing where the plan steps nothing early.
+    ///
+    /// # Errors
+    /// When communication fails or no thread can be started.
+    pub fn announce_update(&mut self, lr: f64, loss_scale: f64, supervised: u64) -> Result<()> {
+        if !self.plan.any_steps_early() {
+            return Ok(());
+        }
+        let own = [(self.totals.supervised + supervised) as f64];
+        let all = self
+            .comm
+            .all_gather_f64(&own, CommTag::new("announce", 0))?;
+        let tokens: u64 = all.iter().map(|r| r[0] as u64).sum();
+        let divisor = tokens.max(1) as f64 * loss_scale;
+        let scalars = Scalars {
+            step: self.step + 1,
+            lr,
+            grad_scale: GradientScale::new(0.0, divisor, None).factor,
+        };
+        let optimizer = &self.optimizer;
+        self.store.get_mut().begin_early(optimizer, scalars)
+    }
 
     /// The optimizer step over everything deposited since the last one: gradients are divided by
     /// the number of supervised tokens of all ranks and micro-batches, clipped by the global norm
@@ -283,6 +305,7 @@ impl Zero {
     /// # Errors
     /// When communication fails.
     pub fn step_scaled(&mut self, lr: f64, loss_scale: f64) -> Result<StepReport> {
+        let announced = self.store.get_mut().end_early()?;
         self.reduce_accumulated()?;
         let totals = self.sum_totals()?;
         let tokens = totals.supervised.max(1) as f64;
@@ -296,9 +319,15 @@ impl Zero {
             applied: scale.norm.is_finite() && totals.loss_sum.is_finite(),
         };
         if report.applied {
+            let scalars = Scalars {
+                step: self.step + 1,
+                lr,
+                grad_scale: scale.factor,
+            };
+            let kept = self.keep_early(announced == Some(scalars))?;
             self.step += 1;
             report.step = self.step;
-            self.update(lr, scale.factor)?;
+            self.update(scalars, &kept)?;
             self.share_updated_weights()?;
         }
         self.store.get_mut().clear_gradients(self.step);
@@ -374,8 +403,15 @@ impl Zero {
         self.non_finite = None;
         for unit in self.trainable_units() {
             let shard = self.plan.unit(unit).trainable.shard(rank);
-            if let Some(gradients) = self.store.get_mut().gradients_mut(unit)? {
-                let squares = gradients.sum_of_squares(shard)?;
+            let store = self.store.get_mut();
+            let squares = match store.consumed_squares(unit) {
+                Some(squares) => Some(squares),
+                None => match store.gradients_mut(unit)? {
+                    Some(gradients) => Some(gradients.sum_of_squares(shard)?),
+                    None => None,
+                },
+            };
+            if let Some(squares) = squares {
                 if !squares.is_finite() {
                     self.non_finite = Some(unit);
                 }
@@ -386,24 +422,51 @@ impl Zero {
         Ok(all.iter().map(|r| r[0]).sum())
     }
 
-    fn update(&mut self, lr: f64, grad_scale: f32) -> Result<()> {
+    /// Keeps what was updated early if it was updated `rightly`: with the numbers that the step has come to. Returns those
+    /// units; all others are still as before the update.
+    fn keep_early(&mut self, rightly: bool) -> Result<Vec<UnitId>> {
+        let units = self.trainable_units();
+        if !rightly {
+            let lost = units
+                .iter()
+                .find(|unit| self.plan.consumes_gradients(**unit));
+            return match lost {
+                None => Ok(Vec::new()),
+                Some(unit) => Err(EngineError::Consumed {
+                    unit: self.unit_name(*unit).to_owned(),
+                    reason: "the update is not the one that was announced",
+                }),
+            };
+        }
+        let store = self.store.get_mut();
+        let stepped: Vec<_> = units
+            .into_iter()
+            .filter(|u| store.stepped_early(*u))
+            .collect();
+        for unit in &stepped {
+            store.commit_early(*unit)?;
+        }
+        Ok(stepped)
+    }
+
+    /// Updates every unit but those that are `done`.
+    fn update(&mut self, scalars: Scalars, done: &[UnitId]) -> Result<()> {
         let plan = self.plan.clone();
         let config = plan.config();
         let on_disk = [config.offload.param, config.offload.optimizer].contains(&Tier::Nvme);
-        let units = self.trainable_units();
+        let mut units = self.trainable_units();
+        units.retain(|unit| !done.contains(unit));
         let ranges = units.into_iter().map(|unit| (unit, self.updated(unit)));
         let chunks = chunks(ranges, config.sub_group_elems, on_disk);
         let comm = self.comm.clone();
         let update = Update {
-            plan: &plan,
-            store: self.store.get_mut(),
-            states: &mut self.states,
-            optimizer: &self.optimizer,
-            scalars: Scalars {
-                step: self.step,
-                lr,
-                grad_scale,
+            rule: Rule {
+                plan: &plan,
+                optimizer: &self.optimizer,
+                scalars,
             },
+            store: self.store.get_mut(),
+            trace: self.tiers.trace(),
         };
         update.run(&chunks, &mut |store, unit| {
             gathered_gradients(&plan, &*comm, store, unit)
@@ -486,12 +549,24 @@ impl Zero {
     /// When the disk fails.
     pub fn state_bytes(&self) -> Result<Vec<u8>> {
         let mut all = Vec::new();
-        for (_, _, region) in self.states.iter().flatten().flat_map(UnitState::kinds) {
+        let store = self.store.borrow();
+        let states = self.plan.units().iter().filter_map(|u| store.state(u.id));
+        for (_, _, region) in states.flat_map(|state| state.kinds()) {
             let start = all.len();
             all.resize(start + region.len(), 0);
             region.read(0, &mut all[start..])?;
         }
         Ok(all)
+    }
+
+    /// The recorder of this rank.
+    #[must_use]
+    pub fn trace(&self) -> &Trace {
+        self.tiers.trace()
+    }
+
+    fn unit_name(&self, unit: UnitId) -> &str {
+        &self.plan.spec().units[unit.index()].name
     }
 
     /// Where this rank's time went so far, beside computing.
@@ -513,9 +588,12 @@ impl Zero {
         self.tiers.spill().map(|spill| spill.stats())
     }
 
-    /// The device pool.
+    /// The pool of the device that computes.
     #[must_use]
     pub fn device_pool(&self) -> &Pool {
+        if self.backend.device().is_apart() {
+            return self.backend.pool();
+        }
         &self.tiers.device
     }
 
@@ -529,6 +607,13 @@ impl Zero {
     #[must_use]
     pub fn spill_pool(&self) -> Option<&Pool> {
         self.tiers.spill().map(|spill| spill.pool())
+    }
+
+    /// A lease whose weights stay where the store has them.
+    fn lease_on_host(&self, unit: UnitId, phase: Phase) -> Result<Lease<'_>> {
+        self.leased.set(Some((unit, phase)));
+        let params = self.store.borrow_mut().lease(unit, phase)?;
+        Ok(lease_of(self, unit, phase, params))
     }
 
     /// Elements of the trainable group whose weights rest on this rank.
@@ -558,6 +643,7 @@ impl ParamAccess for Zero {
                 *weight = there;
             }
         }
+        self.leased_at.set(self.trace().now());
         Ok(lease_of(self, unit, phase, params))
     }
 
@@ -580,6 +666,9 @@ impl ParamAccess for Zero {
 
 impl LeaseOwner for Zero {
     fn end_lease(&self, unit: UnitId, phase: Phase, completed: bool) -> Result<()> {
+        self.trace().end(self.leased_at.take(), Lane::Compute, || {
+            format!("{} {}", phase.name(), self.unit_name(unit))
+        });
         let mut store = self.store.borrow_mut();
         if completed {
             store.end_lease(unit, phase)

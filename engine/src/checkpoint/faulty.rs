@@ -1,16 +1,16 @@
 //! The disk's faulty twin: it fails a chosen call. A save must survive each of these faults with the previous or the
-//! new checkpoint whole.
+//! new checkpoint whole. Tests use it, and [`Writer::begin_faulty`](super::Writer::begin_faulty) for whole programs.
 
 use std::fs::File;
 use std::io::{self, ErrorKind, Write};
 use std::path::Path;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::fs::{Disk, FileHandle, FileSystem};
 
-/// What happens at the chosen call.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Fault {
+/// What happens at a chosen call of a save, counted from 0 over all calls to the disk.
+#[derive(Clone, Copy, Debug)]
+pub enum DiskFault {
     /// Nothing.
     None,
     /// The process dies: a write gets half of its bytes out, and nothing works from then on.
@@ -21,13 +21,15 @@ pub(super) enum Fault {
     NoSpace,
     /// One write takes half of its bytes; that is not an error.
     ShortWrite,
+    /// This is called, for what a disk cannot do: it may end or suspend the process.
+    Act(fn()),
 }
 
 #[derive(Debug)]
 struct State {
     calls: u64,
     fail_at: u64,
-    fault: Fault,
+    fault: DiskFault,
     unsynced: Vec<(u64, File)>,
     next_file: u64,
 }
@@ -47,7 +49,7 @@ enum Verdict {
 }
 
 impl FaultyDisk {
-    pub(super) fn new(fault: Fault, fail_at: u64, can_exchange: bool) -> Self {
+    pub(super) fn new(fault: DiskFault, fail_at: u64, can_exchange: bool) -> Self {
         let state = State {
             calls: 0,
             fail_at,
@@ -61,12 +63,19 @@ impl FaultyDisk {
         }
     }
 
+    /// How often the disk was called.
+    #[cfg(test)]
     pub(super) fn calls(&self) -> u64 {
-        self.state.lock().unwrap().calls
+        self.state().calls
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        // What a panic of another thread left is still a count.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn call(&self, allocates: bool) -> io::Result<Verdict> {
-        let mut state = self.state.lock().unwrap();
+        let mut state = self.state();
         let call = state.calls;
         state.calls += 1;
         let died = || io::Error::other("killed");
@@ -74,20 +83,26 @@ impl FaultyDisk {
             return Ok(Verdict::Proceed);
         }
         match state.fault {
-            Fault::None => Ok(Verdict::Proceed),
-            Fault::ShortWrite if call == state.fail_at => Ok(Verdict::Half),
-            Fault::ShortWrite => Ok(Verdict::Proceed),
-            Fault::NoSpace if allocates => Err(ErrorKind::StorageFull.into()),
-            Fault::NoSpace => Ok(Verdict::Proceed),
-            Fault::Kill | Fault::PowerLoss if call > state.fail_at => Err(died()),
-            Fault::PowerLoss => {
+            DiskFault::Act(act) if call == state.fail_at => {
+                // The lock is free meanwhile: the call may not return, or unwind.
+                drop(state);
+                act();
+                Ok(Verdict::Proceed)
+            }
+            DiskFault::None | DiskFault::Act(_) => Ok(Verdict::Proceed),
+            DiskFault::ShortWrite if call == state.fail_at => Ok(Verdict::Half),
+            DiskFault::ShortWrite => Ok(Verdict::Proceed),
+            DiskFault::NoSpace if allocates => Err(ErrorKind::StorageFull.into()),
+            DiskFault::NoSpace => Ok(Verdict::Proceed),
+            DiskFault::Kill | DiskFault::PowerLoss if call > state.fail_at => Err(died()),
+            DiskFault::PowerLoss => {
                 for (_, file) in &state.unsynced {
-                    file.set_len(0).unwrap();
+                    file.set_len(0)?;
                 }
                 Err(died())
             }
-            Fault::Kill if allocates => Ok(Verdict::HalfThenFail),
-            Fault::Kill => Err(died()),
+            DiskFault::Kill if allocates => Ok(Verdict::HalfThenFail),
+            DiskFault::Kill => Err(died()),
         }
     }
 }
@@ -96,7 +111,7 @@ impl FileSystem for FaultyDisk {
     fn create(&self, path: &Path, _bytes: u64) -> io::Result<Box<dyn FileHandle>> {
         self.call(true)?;
         let file = File::create(path)?;
-        let mut state = self.state.lock().unwrap();
+        let mut state = self.state();
         let id = state.next_file;
         state.next_file += 1;
         state.unsynced.push((id, file.try_clone()?));
@@ -181,12 +196,7 @@ impl Write for FaultyFile {
 impl FileHandle for FaultyFile {
     fn sync(&mut self) -> io::Result<()> {
         self.disk.call(false)?;
-        self.disk
-            .state
-            .lock()
-            .unwrap()
-            .unsynced
-            .retain(|(id, _)| *id != self.id);
+        self.disk.state().unsynced.retain(|(id, _)| *id != self.id);
         Ok(())
     }
 }

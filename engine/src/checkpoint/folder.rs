@@ -34,7 +34,8 @@ pub(super) fn aside_folder(output: &Path, step: u64) -> PathBuf {
     output.join(format!("{PREFIX}{step}{ASIDE}"))
 }
 
-fn parse_step(name: &str) -> Option<u64> {
+/// The step in the name of a finished checkpoint's folder.
+pub(super) fn parse_step(name: &str) -> Option<u64> {
     let digits = name.strip_prefix(PREFIX)?;
     let step: u64 = digits.parse().ok()?;
     // Refuses `+5` and `005`, which name other folders.

@@ -1,11 +1,12 @@
 //! The few file-system calls that a save consists of, behind a trait so that tests can fail any of them.
 
 use std::fmt::Debug;
-use std::fs::{self, File};
+use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::Path;
 
-use rustix::fs::{CWD, FallocateFlags, RenameFlags};
+use rustix::fs::{CWD, FallocateFlags, OFlags, RenameFlags};
 
 /// Calls that change the disk.
 pub(super) trait FileSystem: Debug + Send + Sync {
@@ -39,7 +40,14 @@ pub(super) struct Disk;
 
 impl FileSystem for Disk {
     fn create(&self, path: &Path, bytes: u64) -> io::Result<Box<dyn FileHandle>> {
-        let file = File::create(path)?;
+        // Weights and data are their owner's alone, and a name that leads elsewhere is not followed.
+        let file = OpenOptions::new()
+            .create(true)
+            .truncate(true)
+            .write(true)
+            .mode(0o600)
+            .custom_flags(OFlags::NOFOLLOW.bits().cast_signed())
+            .open(path)?;
         if bytes > 0 {
             // A full disk is found before the first byte is written; disks that cannot reserve go on.
             let reserved = rustix::fs::fallocate(&file, FallocateFlags::KEEP_SIZE, 0, bytes);
@@ -51,7 +59,10 @@ impl FileSystem for Disk {
     }
 
     fn create_dir_all(&self, path: &Path) -> io::Result<()> {
-        fs::create_dir_all(path)
+        fs::DirBuilder::new()
+            .recursive(true)
+            .mode(0o700)
+            .create(path)
     }
 
     fn rename(&self, from: &Path, to: &Path) -> io::Result<()> {
@@ -88,5 +99,33 @@ impl FileSystem for Disk {
 impl FileHandle for File {
     fn sync(&mut self) -> io::Result<()> {
         self.sync_all()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::{PermissionsExt, symlink};
+
+    #[test]
+    fn files_and_folders_are_their_owners_alone_and_links_are_not_followed() {
+        let folder = tempfile::tempdir().unwrap();
+        let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
+        let inner = folder.path().join("a/b");
+        Disk.create_dir_all(&inner).unwrap();
+        assert_eq!(
+            (mode(&folder.path().join("a")), mode(&inner)),
+            (0o700, 0o700)
+        );
+        let file = inner.join("file");
+        Disk.create(&file, 10).unwrap().write_all(b"x").unwrap();
+        assert_eq!(mode(&file), 0o600);
+
+        let target = folder.path().join("target");
+        fs::write(&target, "precious").unwrap();
+        let link = inner.join("link");
+        symlink(&target, &link).unwrap();
+        Disk.create(&link, 0).unwrap_err();
+        assert_eq!(fs::read(&target).unwrap(), b"precious");
     }
 }

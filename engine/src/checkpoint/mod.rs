@@ -20,21 +20,25 @@
 //! Files are read with positioned reads rather than memory maps: the bytes go straight into the destination, and a
 //! file that shrinks while it is read is an error instead of a signal.
 
+mod audit;
 mod error;
-#[cfg(test)]
 mod faulty;
 mod folder;
 mod fs;
 mod manifest;
 mod read;
+mod reshard;
 mod sharded;
 mod tensor_file;
 mod write;
 
+pub use audit::{Audit, audit};
 pub use error::CheckpointError;
+pub use faulty::DiskFault;
 pub use folder::{find_latest, list, prune, sweep};
 pub use manifest::{FileEntry, LogicalTensor, PieceEntry};
 pub use read::{Checkpoint, verify_file};
+pub use reshard::reshard;
 pub use sharded::ShardedTensorWriter;
 pub use tensor_file::{FileDigest, TensorFileWriter, TensorSpec};
 pub use write::{Piece, PieceBytes, PieceSink, ProducerError, Writer};

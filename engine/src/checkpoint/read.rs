@@ -11,6 +11,7 @@ use safetensors::tensor::Metadata;
 use serde_json::Value;
 
 use super::CheckpointError;
+use super::folder::parse_step;
 use super::manifest::{FileEntry, LogicalTensor, MANIFEST, MAX_MANIFEST_BYTES, Manifest};
 use super::tensor_file::FileDigest;
 
@@ -31,7 +32,7 @@ pub struct Checkpoint {
 }
 
 #[derive(Debug)]
-struct StateFile {
+pub(super) struct StateFile {
     path: PathBuf,
     file: File,
 }
@@ -260,7 +261,7 @@ impl Checkpoint {
     }
 }
 
-fn read_manifest(folder: &Path) -> Result<Manifest, CheckpointError> {
+pub(super) fn read_manifest(folder: &Path) -> Result<Manifest, CheckpointError> {
     let path = folder.join(MANIFEST);
     let malformed = |what| CheckpointError::Malformed {
         path: path.clone(),
@@ -275,11 +276,21 @@ fn read_manifest(folder: &Path) -> Result<Manifest, CheckpointError> {
         return Err(malformed("it is too long"));
     }
     let text = String::from_utf8(bytes).map_err(|_| malformed("it is not UTF-8"))?;
-    Manifest::from_text(&text, &path)
+    let manifest = Manifest::from_text(&text, &path)?;
+    let named = folder.file_name().and_then(|name| name.to_str());
+    let named = named.and_then(parse_step);
+    if named.is_some_and(|step| step != manifest.step) {
+        return Err(malformed("its step is not the one in the folder's name"));
+    }
+    Ok(manifest)
 }
 
 /// Checks that a listed file is a regular file inside the folder, of the right length.
-fn check_file(root: &Path, folder: &Path, file: &FileEntry) -> Result<(), CheckpointError> {
+pub(super) fn check_file(
+    root: &Path,
+    folder: &Path,
+    file: &FileEntry,
+) -> Result<(), CheckpointError> {
     let path = folder.join(&file.path);
     let metadata = fs::symlink_metadata(&path).map_err(CheckpointError::reading(&path))?;
     let real = fs::canonicalize(&path).map_err(CheckpointError::reading(&path))?;
@@ -300,7 +311,7 @@ fn check_file(root: &Path, folder: &Path, file: &FileEntry) -> Result<(), Checkp
 }
 
 /// The header of a safetensors file.
-struct Header {
+pub(super) struct Header {
     metadata: Metadata,
     data_start: u64,
     data_bytes: u64,
@@ -308,7 +319,7 @@ struct Header {
 
 impl Header {
     /// Where the data of a piece begins, if it is in the file as the manifest says.
-    fn locate(&self, tensor: &LogicalTensor, key: &str, elems: u64) -> Option<u64> {
+    pub(super) fn locate(&self, tensor: &LogicalTensor, key: &str, elems: u64) -> Option<u64> {
         let info = self.metadata.info(key)?;
         let (begin, end) = (info.data_offsets.0 as u64, info.data_offsets.1 as u64);
         let expected_bytes = elems.checked_mul(tensor.dtype.size_bytes() as u64)?;
@@ -320,7 +331,7 @@ impl Header {
     }
 }
 
-fn open_state_file(path: PathBuf) -> Result<(StateFile, Header), CheckpointError> {
+pub(super) fn open_state_file(path: PathBuf) -> Result<(StateFile, Header), CheckpointError> {
     let malformed = |what| CheckpointError::Malformed {
         path: path.clone(),
         what,
@@ -391,7 +402,11 @@ pub(super) fn hash_file(path: &Path) -> Result<FileDigest, CheckpointError> {
     }
 }
 
-fn compare(path: &Path, entry: &FileEntry, found: &FileDigest) -> Result<(), CheckpointError> {
+pub(super) fn compare(
+    path: &Path,
+    entry: &FileEntry,
+    found: &FileDigest,
+) -> Result<(), CheckpointError> {
     let path = path.to_owned();
     if found.bytes != entry.bytes {
         let (expected, found) = (entry.bytes, found.bytes);

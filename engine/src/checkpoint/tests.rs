@@ -9,7 +9,7 @@ use kernels::DType;
 use proptest::prelude::*;
 use serde_json::json;
 
-use super::faulty::{Fault, FaultyDisk};
+use super::faulty::{DiskFault, FaultyDisk};
 use super::fs::{Disk, FileSystem};
 use super::*;
 
@@ -122,7 +122,7 @@ fn save_on(
 }
 
 fn save(tensors: &[Tensor], save: Save<'_>) -> PathBuf {
-    let disk: Arc<dyn FileSystem> = Arc::new(FaultyDisk::new(Fault::None, 0, true));
+    let disk: Arc<dyn FileSystem> = Arc::new(FaultyDisk::new(DiskFault::None, 0, true));
     save_on(&disk, tensors, save).unwrap()
 }
 
@@ -516,7 +516,7 @@ const NEW: u64 = 2;
 
 impl Scenario {
     /// Runs the save with one fault; returns the calls it made.
-    fn run(&self, fault: Fault, fail_at: u64) -> u64 {
+    fn run(&self, fault: DiskFault, fail_at: u64) -> u64 {
         let folder = tempfile::tempdir().unwrap();
         let output = folder.path();
         let old = Save {
@@ -539,13 +539,13 @@ impl Scenario {
         let generation = assert_whole(output, &context);
         match (&result, fault) {
             (Ok(_), _) => assert_eq!(generation, NEW, "{context}"),
-            (Err(error), Fault::NoSpace) => {
+            (Err(error), DiskFault::NoSpace) => {
                 assert!(
                     matches!(error, CheckpointError::NoSpace { .. }),
                     "{context}"
                 );
             }
-            (Err(_), Fault::None | Fault::ShortWrite) => panic!("{context}"),
+            (Err(_), DiskFault::None | DiskFault::ShortWrite) => panic!("{context}"),
             (Err(_), _) => {}
         }
         sweep(output).unwrap();
@@ -603,13 +603,13 @@ fn a_fault_at_any_call_leaves_the_old_or_the_new_checkpoint_whole() {
         },
     ];
     for scenario in scenarios {
-        let calls = scenario.run(Fault::None, 0);
+        let calls = scenario.run(DiskFault::None, 0);
         assert!((40..120).contains(&calls), "{calls}");
         for fault in [
-            Fault::Kill,
-            Fault::PowerLoss,
-            Fault::NoSpace,
-            Fault::ShortWrite,
+            DiskFault::Kill,
+            DiskFault::PowerLoss,
+            DiskFault::NoSpace,
+            DiskFault::ShortWrite,
         ] {
             for fail_at in 0..calls {
                 scenario.run(fault, fail_at);

@@ -12,6 +12,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::CheckpointError;
+use super::faulty::{DiskFault, FaultyDisk};
 use super::folder::{self, LATEST, LATEST_TMP, holds_manifest, remove_folder};
 use super::fs::{Disk, FileSystem};
 use super::manifest::{
@@ -19,7 +20,8 @@ use super::manifest::{
 };
 use super::tensor_file::{FileDigest, TensorFileWriter, TensorSpec, write_file};
 
-const STATE: &str = "state";
+/// Folder of the ranks' pieces.
+pub(super) const STATE: &str = "state";
 
 /// The error of a caller's code that produces bytes.
 pub type ProducerError = Box<dyn std::error::Error + Send + Sync>;
@@ -115,6 +117,22 @@ impl Writer {
         world_size: u32,
     ) -> Result<Self, CheckpointError> {
         Self::begin_on(Arc::new(Disk), output, step, rank, world_size)
+    }
+
+    /// As [`Writer::begin`], on a disk to which `fault` happens at this rank's call number `at_call`.
+    ///
+    /// # Errors
+    /// As [`Writer::begin`], and the fault's.
+    pub fn begin_faulty(
+        output: &Path,
+        step: u64,
+        rank: u32,
+        world_size: u32,
+        fault: DiskFault,
+        at_call: u64,
+    ) -> Result<Self, CheckpointError> {
+        let disk = FaultyDisk::new(fault, at_call, true);
+        Self::begin_on(Arc::new(disk), output, step, rank, world_size)
     }
 
     pub(super) fn begin_on(

@@ -119,6 +119,7 @@ impl Endpoint {
                 return Ok(value);
             }
             self.check_alive()?;
+            self.check_present(wanted.sequence)?;
             self.advance_pending()?;
             let elapsed = started.elapsed();
             if elapsed >= self.deadline {
@@ -128,6 +129,18 @@ impl Endpoint {
                 .bell()
                 .wait(seen, self.deadline - elapsed, self.spin);
         }
+    }
+
+    /// An error when a rank has ended that never came to the collective `sequence`: nobody waits for it in vain.
+    fn check_present(&self, sequence: u64) -> Result<(), CommError> {
+        let gone = self.window.gone();
+        let left = |peer: &usize| gone >> peer & 1 == 1 && self.window.started(*peer) <= sequence;
+        let Some(by_rank) = self.world.peers().find(left) else {
+            return Ok(());
+        };
+        let reason = format!("it ended before collective #{sequence}");
+        let failure = Failure::Abort { by_rank, reason };
+        Err(self.window.fail(failure).error(&self.window))
     }
 
     fn time_out(&self, wanted: Readers, elapsed: Duration) -> CommError {
@@ -155,9 +168,16 @@ impl Endpoint {
     /// Tells the peers that this rank reads nothing of `op` any more.
     pub(super) fn finish(&self, op: &Op, state: &mut State) {
         state.finished = true;
-        self.window
-            .set_phase(self.world.rank, op.sequence, Phase::Done);
+        self.reach(op, Phase::Done);
         self.forget(op);
+    }
+
+    /// Tells the peers how far this rank is with `op`.
+    pub(super) fn reach(&self, op: &Op, phase: Phase) {
+        self.window.set_phase(self.world.rank, op.sequence, phase);
+        if let Some(remote) = self.window.remote() {
+            remote.reached(&self.window, op, phase);
+        }
     }
 
     fn forget(&self, op: &Op) {
@@ -312,6 +332,9 @@ impl Endpoint {
         lock(&self.local).pending.push(op.clone());
         self.window
             .publish(self.world.rank, sequence, print, op.offset);
+        if let Some(remote) = self.window.remote() {
+            remote.published(&self.window, &op);
+        }
         drop(next);
         tracing::trace!(rank = self.world.rank, sequence, %kind, bytes = op.bytes, %tag, "started");
         self.compare(&op).inspect_err(|_| {
@@ -331,6 +354,14 @@ impl Endpoint {
             op.peer(&self.window, self.world, peer)?;
         }
         Ok(())
+    }
+}
+
+impl Drop for Endpoint {
+    fn drop(&mut self) {
+        if let Some(remote) = self.window.remote() {
+            remote.close(self.window.failure().as_ref());
+        }
     }
 }
 

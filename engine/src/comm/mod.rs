@@ -10,18 +10,22 @@
 //! [`CommError::Mismatch`] instead of a hang. Sums run in rank order 0, 1, 2, …, so that their bits
 //! depend on neither timing nor transport.
 //!
-//! Both transports are one protocol over a shared byte window, described in `README.md` beside this
-//! file: [`threads`] (ranks of one process) and [`shm`] (processes of one machine).
+//! All transports are one protocol over a byte window, described in `README.md` beside this file: [`threads`] (ranks of
+//! one process), [`shm`] (processes of one machine) and [`tcp`] (several machines, each rank with a copy of the window).
 
 mod arena;
 mod buffer;
 mod endpoint;
 mod error;
 mod fingerprint;
+mod mirror;
+#[cfg(feature = "mpi")]
+pub mod mpi;
 mod op;
 mod reduce;
 pub(crate) mod rehearsal;
 pub mod shm;
+pub mod tcp;
 pub mod threads;
 mod ticket;
 mod window;

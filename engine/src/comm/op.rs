@@ -196,15 +196,13 @@ impl Op {
             if self.collective.participation == Participation::ContributeOnly {
                 return Ok(true);
             }
-            endpoint
-                .window
-                .set_phase(endpoint.world.rank, self.sequence, Phase::Reduced);
+            endpoint.reach(self, Phase::Reduced);
         }
         self.copy_parts(endpoint, state, Phase::Reduced)
     }
 
     /// Bytes of `rank`'s part: equal parts of whole elements, the last ones possibly shorter.
-    fn part(&self, rank: usize, ranks: usize) -> Range<usize> {
+    pub(super) fn part(&self, rank: usize, ranks: usize) -> Range<usize> {
         let elem_bytes = self.collective.dtype.size_bytes();
         let part_bytes = (self.bytes / elem_bytes).div_ceil(ranks) * elem_bytes;
         (rank * part_bytes).min(self.bytes)..((rank + 1) * part_bytes).min(self.bytes)

@@ -94,6 +94,32 @@ fn reduce_round(comm: &dyn Communicator, round: usize) -> Result<(), CommError> 
     Ok(())
 }
 
+#[test]
+fn the_window_is_its_owners_alone() {
+    use std::os::unix::fs::PermissionsExt;
+    let dir = tempfile::tempdir().unwrap();
+    let seen = std::thread::scope(|scope| {
+        let deadline = Duration::from_secs(60);
+        let join = |rank| {
+            let options = options(World { rank, size: 2 }, dir.path(), deadline);
+            scope.spawn(move || shm::join(&options).unwrap())
+        };
+        let first = join(0);
+        // It has a name until the last rank has joined.
+        let path = dir.path().join("processes");
+        let mode = loop {
+            match std::fs::metadata(&path) {
+                Ok(found) => break found.permissions().mode() & 0o777,
+                Err(_) => std::thread::yield_now(),
+            }
+        };
+        let second = join(1);
+        drop((first.join().unwrap(), second.join().unwrap()));
+        mode
+    });
+    assert_eq!(seen, 0o600);
+}
+
 fn work(comm: &dyn Communicator) {
     (0..300)
         .try_for_each(|round| reduce_round(comm, round))

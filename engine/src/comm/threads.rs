@@ -26,6 +26,16 @@ pub fn world_with_deadline(
     region_bytes: usize,
     deadline: Duration,
 ) -> Result<Vec<Arc<dyn Communicator>>, CommError> {
+    let window = window(size, region_bytes)?;
+    let member = |rank| -> Arc<dyn Communicator> {
+        let endpoint = Endpoint::new(window.clone(), World { rank, size }, deadline);
+        Arc::new(Member(Arc::new(endpoint)))
+    };
+    Ok((0..size).map(member).collect())
+}
+
+/// A window in memory of this process.
+pub(super) fn window(size: usize, region_bytes: usize) -> Result<Arc<Window>, CommError> {
     World { rank: 0, size }.check()?;
     let layout = Layout::new(size, region_bytes);
     let map = MmapOptions::new()
@@ -37,10 +47,5 @@ pub fn world_with_deadline(
         path: PathBuf::from("anonymous memory"),
         source,
     })?;
-    let window = Arc::new(Window::new(map.into(), layout));
-    let member = |rank| -> Arc<dyn Communicator> {
-        let endpoint = Endpoint::new(window.clone(), World { rank, size }, deadline);
-        Arc::new(Member(Arc::new(endpoint)))
-    };
-    Ok((0..size).map(member).collect())
+    Ok(Arc::new(Window::new(map.into(), layout)))
 }

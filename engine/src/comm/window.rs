@@ -9,10 +9,12 @@
 
 use super::arena::SMALL_BYTES;
 use super::fingerprint::{Fingerprint, WORDS};
+use super::mirror::Remote;
 use super::{CommError, MAX_RANKS, OpInfo, RankOp, RankStatus};
 use memmap2::MmapRaw;
 use rustix::thread::futex;
 use std::ops::Range;
+use std::sync::OnceLock;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release, SeqCst};
 use std::sync::atomic::{AtomicU32, AtomicU64};
 use std::time::{Duration, Instant};
@@ -159,6 +161,10 @@ impl Layout {
 pub(super) struct Window {
     map: MmapRaw,
     layout: Layout,
+    /// Where ranks do not share this memory: who tells the others.
+    remote: OnceLock<Remote>,
+    /// Ranks that said goodbye, as a bit mask; only where they do not share this memory.
+    gone: AtomicU64,
 }
 
 impl std::fmt::Debug for Window {
@@ -178,11 +184,25 @@ impl Window {
             0,
             "maps are page-aligned"
         );
-        Self { map, layout }
+        Self {
+            map,
+            layout,
+            remote: OnceLock::new(),
+            gone: AtomicU64::new(0),
+        }
     }
 
     pub(super) fn layout(&self) -> Layout {
         self.layout
+    }
+
+    /// This memory is one rank's copy from now on; set once, before the first collective.
+    pub(super) fn set_remote(&self, remote: Remote) -> &Remote {
+        self.remote.get_or_init(|| remote)
+    }
+
+    pub(super) fn remote(&self) -> Option<&Remote> {
+        self.remote.get()
     }
 
     #[expect(
@@ -276,6 +296,22 @@ impl Window {
         self.record(rank, sequence).progress.load(Acquire) >= progress_word(sequence, phase)
     }
 
+    /// `rank` has ended and publishes nothing more.
+    pub(super) fn set_gone(&self, rank: usize) {
+        self.gone.fetch_or(1 << rank, SeqCst);
+        self.bell().ring();
+    }
+
+    /// Ranks that have ended, as a bit mask.
+    pub(super) fn gone(&self) -> u64 {
+        self.gone.load(SeqCst)
+    }
+
+    /// Collectives that `rank` has published.
+    pub(super) fn started(&self, rank: usize) -> u64 {
+        self.control().ranks[rank].published.load(SeqCst)
+    }
+
     /// Whether no rank other than `rank` reads buffers of `sequence` any more.
     pub(super) fn peers_done(&self, rank: usize, sequence: u64) -> bool {
         (0..self.layout.ranks).all(|peer| peer == rank || self.reached(peer, sequence, Phase::Done))
@@ -284,7 +320,7 @@ impl Window {
     /// Last collective of every rank. May mix two collectives of a rank that is running.
     pub(super) fn statuses(&self) -> Vec<RankStatus> {
         let status = |rank: usize| {
-            let started = self.control().ranks[rank].published.load(SeqCst);
+            let started = self.started(rank);
             let last = started.checked_sub(1).and_then(|sequence| {
                 Fingerprint(load_words(&self.record(rank, sequence).words)).describe()
             });
@@ -299,6 +335,15 @@ impl Window {
 
     /// Declares the world dead and returns the cause. The first one wins.
     pub(super) fn fail(&self, failure: Failure) -> Failure {
+        let winner = self.fail_silently(failure);
+        if let Some(remote) = self.remote() {
+            remote.failed(&winner);
+        }
+        winner
+    }
+
+    /// As [`Window::fail`], without telling ranks that do not share this memory.
+    pub(super) fn fail_silently(&self, failure: Failure) -> Failure {
         let block = &self.control().failure;
         let is_first = block.state.compare_exchange(0, 1, SeqCst, SeqCst).is_ok();
         if is_first {

@@ -54,7 +54,7 @@ pub struct GroupLayout {
 }
 
 impl GroupLayout {
-    fn new(params: impl Iterator<Item = (ParamId, usize)>, world_size: usize) -> Self {
+    pub(crate) fn new(params: impl Iterator<Item = (ParamId, usize)>, world_size: usize) -> Self {
         let mut end = 0;
         let slots = params
             .map(|(param, len)| {

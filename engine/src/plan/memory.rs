@@ -1,6 +1,7 @@
 //! Bytes of model states per rank, known before anything is allocated.
 
 use super::{GroupKind, Plan, Tier};
+use crate::spec::UnitId;
 use kernels::DType;
 use optim::{Precision, StateSlot};
 use serde::{Deserialize, Serialize};
@@ -73,11 +74,13 @@ impl Plan {
     }
 
     /// Whether a unit's gradients are collected before they are added to their sum: where they are reduced in between,
-    /// or where the sum lies on a disk.
+    /// where the sum lies on a disk, or where there is no sum.
     #[must_use]
-    pub fn buckets_gradients(&self) -> bool {
+    pub fn buckets_gradients(&self, unit: UnitId) -> bool {
         let config = self.config();
-        config.shards_gradients() || config.offload.optimizer == Tier::Nvme
+        config.shards_gradients()
+            || config.offload.optimizer == Tier::Nvme
+            || self.consumes_gradients(unit)
     }
 
     /// Bytes of the training state in a checkpoint, of all ranks together: of every trained element its master weight
@@ -118,11 +121,21 @@ impl Plan {
                 report.parameters.add(config.offload.param, weights);
                 unit_bytes += full * weight_bytes;
                 if kind == GroupKind::Trainable {
-                    let state = part(config.stage.shards_optimizer()) * state_bytes;
+                    let updated = self.updated_elems(unit) as u64;
+                    let mut copies = 1;
+                    if self.steps_early(unit.id) {
+                        copies = 2;
+                        report
+                            .parameters
+                            .add(config.offload.param, updated * weight_bytes);
+                    }
+                    let state = updated * state_bytes * copies;
                     report.optimizer.add(config.offload.optimizer, state);
-                    let grad_bytes = config.grad_dtype().size_bytes() as u64;
-                    let grads = part(config.shards_gradients()) * grad_bytes;
-                    report.gradients.add(config.offload.optimizer, grads);
+                    if !self.consumes_gradients(unit.id) {
+                        let grad_bytes = config.grad_dtype().size_bytes() as u64;
+                        let grads = part(config.shards_gradients()) * grad_bytes;
+                        report.gradients.add(config.offload.optimizer, grads);
+                    }
                     largest_bucket = largest_bucket.max(full * 4);
                 }
             }
@@ -136,6 +149,9 @@ impl Plan {
                 .max()
                 .unwrap_or(0);
         }
+        report
+            .gradients
+            .add(Tier::Host, 2 * 4 * self.waiting_elems() as u64);
         report.communication = largest_bucket * (1 + config.buckets_in_flight as u64);
         report
     }

@@ -1,12 +1,14 @@
 //! Who owns which bytes, when each unit is gathered, and how many bytes that takes: a pure
 //! function of the model, the configuration and the world size, equal on every rank.
 
+mod early;
 mod formats;
 mod layout;
 mod memory;
 mod schedule;
 mod spill;
 
+pub use early::EarlyStep;
 pub use formats::Formats;
 pub use layout::{ALIGN_ELEMS, GroupKind, GroupLayout, Slot, UnitPlan};
 pub use memory::{MemoryReport, TierBytes};
@@ -178,6 +180,9 @@ pub struct ZeroConfig {
     pub sub_group_elems: usize,
     /// Clip gradients to this global norm.
     pub max_grad_norm: Option<f32>,
+    /// Updates that begin while backward runs; `None` begins them all behind it.
+    #[serde(default)]
+    pub early_step: Option<EarlyStep>,
     /// Seed of stochastic rounding.
     pub seed: u64,
 }
@@ -214,6 +219,7 @@ impl Default for ZeroConfig {
             buckets_in_flight: 1,
             sub_group_elems: 1 << 24,
             max_grad_norm: None,
+            early_step: None,
             seed: 0,
         }
     }
@@ -250,6 +256,8 @@ pub struct Plan {
     world_size: usize,
     units: Vec<UnitPlan>,
     first_element: Vec<u64>,
+    /// By unit: whether its update begins while backward runs.
+    early: Vec<bool>,
 }
 
 impl Plan {
@@ -288,12 +296,14 @@ impl Plan {
             })
             .collect();
         let units = plan_units(&spec, world_size);
+        let early = early::chosen(&config, world_size, &units);
         Ok(Self {
             spec,
             config,
             world_size,
             units,
             first_element,
+            early,
         })
     }
 

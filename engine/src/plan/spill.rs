@@ -40,20 +40,25 @@ impl Plan {
                 };
                 match kind {
                     StateKind::Param => {
-                        let resting = part(config.stage.shards_parameters(), layout);
-                        add(&resting, config.precision.weight_dtype());
+                        let dtype = config.precision.weight_dtype();
+                        add(&part(config.stage.shards_parameters(), layout), dtype);
+                        if group == GroupKind::Trainable && self.steps_early(unit.id) {
+                            add(&part(config.stage.shards_optimizer(), layout), dtype);
+                        }
                     }
                     StateKind::Optimizer if group == GroupKind::Trainable => {
-                        add(
-                            &part(config.shards_gradients(), layout),
-                            config.grad_dtype(),
-                        );
-                        let own = part(config.stage.shards_optimizer(), layout);
-                        if config.precision.has_master() {
-                            add(&own, DType::F32);
+                        if !self.consumes_gradients(unit.id) {
+                            let summed = part(config.shards_gradients(), layout);
+                            add(&summed, config.grad_dtype());
                         }
-                        for slot in slots {
-                            add(&own, slot.dtype);
+                        let own = part(config.stage.shards_optimizer(), layout);
+                        for _copy in 0..1 + usize::from(self.steps_early(unit.id)) {
+                            if config.precision.has_master() {
+                                add(&own, DType::F32);
+                            }
+                            for slot in slots {
+                                add(&own, slot.dtype);
+                            }
                         }
                     }
                     StateKind::Optimizer | StateKind::Activation => {}

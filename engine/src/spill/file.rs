@@ -78,6 +78,9 @@ impl SpillFile {
         let path = folder.path().join(format!("rank-{rank}.{kind}"));
         let mut options = OpenOptions::new();
         options.create(true).truncate(true).read(true).write(true);
+        options
+            .mode(0o600)
+            .custom_flags(OFlags::NOFOLLOW.bits().cast_signed());
         // The header is written through the page cache, before anything bypasses it.
         let plain = options
             .open(&path)
@@ -103,7 +106,7 @@ impl SpillFile {
             IoPath::Direct => OpenOptions::new()
                 .read(true)
                 .write(true)
-                .custom_flags(OFlags::DIRECT.bits().cast_signed())
+                .custom_flags((OFlags::DIRECT | OFlags::NOFOLLOW).bits().cast_signed())
                 .open(&path)
                 .map_err(SpillError::io("open for direct I/O", &path))?,
         };

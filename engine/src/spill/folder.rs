@@ -2,9 +2,11 @@
 
 use super::Result;
 use super::error::SpillError;
+use rustix::fs::OFlags;
 use std::fs::{self, File, OpenOptions, TryLockError};
+use std::io;
 use std::io::ErrorKind;
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -27,7 +29,7 @@ impl SpillFolder {
     pub fn join(parent: &Path, job: &str) -> Result<Self> {
         let path = parent.join(format!("{FOLDER_PREFIX}{job}"));
         loop {
-            match fs::create_dir_all(&path) {
+            match make(&path) {
                 Ok(()) => {}
                 // Swept after it was found there, and before it was looked at.
                 Err(e) if e.kind() == ErrorKind::AlreadyExists && !is_file(&path) => continue,
@@ -38,6 +40,8 @@ impl SpillFolder {
                 .create(true)
                 .truncate(false)
                 .write(true)
+                .mode(0o600)
+                .custom_flags(OFlags::NOFOLLOW.bits().cast_signed())
                 .open(&name);
             let lock = match opened {
                 Ok(lock) => lock,
@@ -96,6 +100,25 @@ impl Drop for SpillFolder {
     }
 }
 
+/// Makes the folder, for its owner alone. One that is there must be this user's, and no link.
+fn make(path: &Path) -> io::Result<()> {
+    if let Some(parent) = path.parent() {
+        fs::create_dir_all(parent)?;
+    }
+    match fs::DirBuilder::new().mode(0o700).create(path) {
+        Err(e) if e.kind() == ErrorKind::AlreadyExists && !is_file(path) => {}
+        other => return other,
+    }
+    let found = fs::symlink_metadata(path)?;
+    if found.uid() != rustix::process::geteuid().as_raw() {
+        return Err(io::Error::new(
+            ErrorKind::PermissionDenied,
+            "folder of another user",
+        ));
+    }
+    Ok(())
+}
+
 /// Whether something that is not a folder has the name.
 fn is_file(path: &Path) -> bool {
     fs::symlink_metadata(path).is_ok_and(|meta| !meta.is_dir())
@@ -142,7 +165,39 @@ fn grave_of(path: &Path) -> PathBuf {
 
 #[cfg(test)]
 mod tests {
+    use super::super::{IoPath, SpillFile};
     use super::*;
+    use std::sync::Arc;
+
+    #[test]
+    fn folder_and_files_are_their_owners_alone_and_links_are_not_followed() {
+        use std::os::unix::fs::{PermissionsExt, symlink};
+        let parent = tempfile::tempdir().unwrap();
+        let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
+        let folder = Arc::new(SpillFolder::join(parent.path(), "a").unwrap());
+        let file = SpillFile::create(&folder, 0, "param", IoPath::Mapped).unwrap();
+        assert_eq!(mode(folder.path()), 0o700);
+        assert_eq!(mode(&folder.path().join(LOCK)), 0o600);
+        assert_eq!(mode(&folder.path().join("rank-0.param")), 0o600);
+        drop(file);
+
+        let target = parent.path().join("target");
+        fs::write(&target, "precious").unwrap();
+        symlink(&target, folder.path().join("rank-1.param")).unwrap();
+        SpillFile::create(&folder, 1, "param", IoPath::Mapped).unwrap_err();
+        assert_eq!(fs::read(&target).unwrap(), b"precious");
+        fs::remove_file(folder.path().join("rank-1.param")).unwrap();
+
+        let elsewhere = parent.path().join("elsewhere");
+        fs::create_dir(&elsewhere).unwrap();
+        symlink(&elsewhere, parent.path().join(format!("{FOLDER_PREFIX}b"))).unwrap();
+        SpillFolder::join(parent.path(), "b").unwrap_err();
+        let locked = parent.path().join(format!("{FOLDER_PREFIX}c"));
+        fs::create_dir(&locked).unwrap();
+        symlink(&target, locked.join(LOCK)).unwrap();
+        SpillFolder::join(parent.path(), "c").unwrap_err();
+        assert_eq!(fs::read_dir(&elsewhere).unwrap().count(), 0);
+    }
 
     #[test]
     fn two_jobs_in_one_folder_leave_each_other_alone() {

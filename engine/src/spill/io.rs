@@ -4,11 +4,12 @@ use super::Result;
 use super::error::SpillError;
 use super::file::Extent;
 use super::segment::{SEGMENT_BYTES, Segment, SegmentPool};
+use crate::trace::{Lane, Trace};
 use crossbeam::channel::{Receiver, Sender, bounded, unbounded};
 use kernels::Pool;
 use std::collections::VecDeque;
 use std::ops::Range;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -64,6 +65,7 @@ struct Book {
 struct Shared {
     book: Mutex<Book>,
     ended: Condvar,
+    trace: OnceLock<Trace>,
 }
 
 impl Shared {
@@ -153,7 +155,7 @@ impl SpillIo {
             let thread = std::thread::Builder::new()
                 .name(format!("spill-{i}"))
                 .stack_size(128 << 10)
-                .spawn(move || queue.iter().for_each(|job| run(job, &shared)))
+                .spawn(move || queue.iter().for_each(|job| run(job, &shared, i as u16)))
                 .map_err(SpillError::io("start a thread for", "spill files"))?;
             threads.push(thread);
         }
@@ -189,6 +191,11 @@ impl SpillIo {
             busy: book.stats.busy + running,
             ..book.stats
         }
+    }
+
+    /// Records requests to `trace` from now on; the first one stays.
+    pub(crate) fn record(&self, trace: &Trace) {
+        self.shared.trace.get_or_init(|| trace.clone());
     }
 
     fn submit(&self, job: Job) -> Result<()> {
@@ -254,6 +261,25 @@ impl SpillIo {
             blocks[start + len..].fill(0);
         }
         Ok(segment)
+    }
+
+    /// Lets a segment stand for `range` of another extent; copied only where its bytes lie otherwise in their blocks.
+    ///
+    /// # Errors
+    /// When an earlier write failed.
+    pub fn moved(
+        &self,
+        mut segment: Segment,
+        extent: &Extent,
+        range: Range<u64>,
+    ) -> Result<Segment> {
+        if extent.blocks(&range).1 == segment.start && !extent.shares_blocks(&range) {
+            place(&mut segment, extent, &range);
+            return Ok(segment);
+        }
+        let mut fresh = self.fresh(extent, range)?;
+        fresh.as_bytes_mut().copy_from_slice(segment.as_bytes());
+        Ok(fresh)
     }
 
     /// Writes a segment of `extent` behind the caller's back. An error shows in a later call.
@@ -374,7 +400,9 @@ fn pieces(extent: &Extent, offset: u64, len: usize) -> Vec<Range<u64>> {
     pieces
 }
 
-fn run(job: Job, shared: &Shared) {
+fn run(job: Job, shared: &Shared, thread: u16) {
+    let trace = shared.trace.get();
+    let lane = Lane::Disk(thread);
     match job {
         Job::Read {
             extent,
@@ -384,7 +412,11 @@ fn run(job: Job, shared: &Shared) {
         } => {
             let blocks = segment.blocks.clone();
             extent.wait_for_writes(order, &blocks);
+            let started = trace.and_then(Trace::now);
             let result = extent.read_blocks(&blocks, segment.blocks_mut());
+            if let Some(trace) = trace {
+                trace.end(started, lane, || "read".into());
+            }
             shared.end(blocks.end - blocks.start, 0, None);
             // The caller may have lost interest.
             reply.send(result.map(|()| segment)).ok();
@@ -396,7 +428,11 @@ fn run(job: Job, shared: &Shared) {
         } => {
             let blocks = segment.blocks.clone();
             extent.wait_for_writes(id, &blocks);
+            let started = trace.and_then(Trace::now);
             let result = extent.write_blocks(&blocks, segment.block_bytes());
+            if let Some(trace) = trace {
+                trace.end(started, lane, || "write".into());
+            }
             drop(segment);
             extent.end_write(id);
             shared.end(0, blocks.end - blocks.start, result.err());

@@ -18,6 +18,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 pub const WIDTH: usize = 5;
+/// The learning rate of every step.
+pub const RATE: f64 = 1e-2;
 pub const VISION_UNITS: usize = 2;
 pub const UNITS: usize = 5;
 
@@ -302,6 +304,24 @@ pub fn micro_batch(
     Ok((loss, supervised))
 }
 
+/// A training pass that ends in the middle of backward.
+pub fn abandoned_pass(zero: &mut Zero, batch: &[Sample]) {
+    let pool = Pool::new("toy", None);
+    zero.begin_pass(PassKind::Train);
+    let mut xs: Vec<[f32; WIDTH]> = batch.iter().map(|s| s.x).collect();
+    for u in VISION_UNITS..UNITS {
+        forward_unit(zero, u, &mut xs).unwrap();
+    }
+    let mut gs = xs.clone();
+    for u in (VISION_UNITS + 1..UNITS).rev() {
+        backward_unit(zero, &pool, u, &xs, &mut gs).unwrap();
+    }
+    drop(
+        zero.lease(UnitId(VISION_UNITS as u32), Phase::Backward)
+            .unwrap(),
+    );
+}
+
 /// This rank's part of a step's samples.
 pub fn own_samples(case: &Case, world: World, step: usize) -> Vec<Sample> {
     let all = samples(step, case.samples);
@@ -317,9 +337,18 @@ pub fn train_step(case: &Case, zero: &mut Zero, step: usize) -> Result<StepRepor
     for micro in 0..case.accumulation {
         let from = (micro * per_micro).min(own.len());
         let to = ((micro + 1) * per_micro).min(own.len());
+        if micro + 1 == case.accumulation {
+            announce(zero, &own[from..to])?;
+        }
         micro_batch(zero, &own[from..to], 0.0)?;
     }
-    zero.step(1e-2)
+    zero.step(RATE)
+}
+
+/// Says that the pass over `batch` is the update's last.
+pub fn announce(zero: &mut Zero, batch: &[Sample]) -> Result<(), EngineError> {
+    let supervised = batch.iter().filter(|sample| sample.supervised).count();
+    zero.announce_update(RATE, 1.0, supervised as u64)
 }
 
 /// Bits of every weight, in parameter order.

@@ -5,19 +5,25 @@
 //! the entries that a batch does not need are walked too, so the sequence of collectives never
 //! depends on data.
 
+mod early;
+
 use crate::access::{Lease, LeaseOwner, Phase};
 use crate::comm::{
     Buffer, Collective, CollectiveKind, Communicator, ReadBuffer, Tag as CommTag, Ticket,
 };
+use crate::early::{EarlyRun, JOBS};
 use crate::error::EngineError;
 use crate::gradients::{Accumulator, Moment};
 use crate::parallel;
 use crate::plan::{Entry, GroupKind, PassKind, Plan, StateKind, Tier, UnitPlan};
 use crate::prefetch::WeightReads;
 use crate::spec::{ParamId, UnitId};
+use crate::state::UnitState;
 use crate::tier::{Region, Tiers};
 use crate::timing::CopyClock;
+use crate::trace::Lane;
 use kernels::{DType, ForeignBytes, Reservation, Tag, Tensor};
+use optim::Optimizer;
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
@@ -63,7 +69,19 @@ struct Unit {
     weights: Vec<(GroupKind, Arc<Region>)>,
     residency: Residency,
     bucket: Option<Bucket>,
+    /// At the thread of early updates while it steps the unit, as the state.
     gradients: Option<Accumulator>,
+    state: Option<UnitState>,
+    early: Early,
+}
+
+/// What an early update of a unit has come to since the gradients were cleared.
+#[derive(Clone, Copy, Default)]
+struct Early {
+    /// The spare holds the unit after the update.
+    stepped: bool,
+    /// Sum of squares of gradients that are gone.
+    squares: Option<f64>,
 }
 
 struct PendingReduce {
@@ -99,10 +117,18 @@ pub(crate) struct Store {
     reads: WeightReads,
     moment: Moment,
     copies: CopyClock,
+    early: Option<EarlyRun>,
+    /// Where gradients wait that are consumed as they come.
+    waiting: Vec<Region>,
 }
 
 impl Store {
-    pub(crate) fn new(plan: Arc<Plan>, comm: Arc<dyn Communicator>, tiers: Tiers) -> Result<Self> {
+    pub(crate) fn new(
+        plan: Arc<Plan>,
+        comm: Arc<dyn Communicator>,
+        tiers: Tiers,
+        rule: &dyn Optimizer,
+    ) -> Result<Self> {
         let config = plan.config().clone();
         let dtype = config.precision.weight_dtype();
         let rank = comm.world().rank;
@@ -132,7 +158,20 @@ impl Store {
                 residency: Residency::Sharded,
                 bucket: None,
                 gradients,
+                state: None,
+                early: Early::default(),
             });
+        }
+        for unit in plan.units() {
+            units[unit.id.index()].state = UnitState::new(unit, &plan, rule, rank, &tiers)?;
+        }
+        let mut waiting = Vec::new();
+        if plan.waiting_elems() > 0 {
+            let place = (StateKind::Optimizer, Tier::Host);
+            for _ in 0..JOBS {
+                let range = 0..plan.waiting_elems();
+                waiting.push(tiers.allocate(place, range, DType::F32, Tag::Gradients)?);
+            }
         }
         Ok(Self {
             plan,
@@ -144,6 +183,8 @@ impl Store {
             reads: WeightReads::default(),
             moment,
             copies: CopyClock::default(),
+            early: None,
+            waiting,
         })
     }
 
@@ -193,23 +234,33 @@ impl Store {
             .map(|(_, region)| &**region)
     }
 
-    /// Accumulated gradients and resting weights of a trainable group together.
-    pub(crate) fn gradients_and_weights(
+    /// Accumulated gradients, resting weights and state of a trainable group together.
+    pub(crate) fn of_update(
         &mut self,
         unit: UnitId,
-    ) -> Result<(&mut Accumulator, &mut Region)> {
+    ) -> Result<(&mut Accumulator, &mut Region, &mut UnitState)> {
         let name = self.unit_name(unit);
-        let state = &mut self.units[unit.index()];
-        state.residency = Residency::Sharded;
-        let weights = state
+        let parts = &mut self.units[unit.index()];
+        parts.residency = Residency::Sharded;
+        let weights = parts
             .weights
             .iter_mut()
             .find(|(k, _)| *k == GroupKind::Trainable)
             .and_then(|(_, region)| Arc::get_mut(region));
-        match (&mut state.gradients, weights) {
-            (Some(gradients), Some(weights)) => Ok((gradients, weights)),
+        match (&mut parts.gradients, weights, &mut parts.state) {
+            (Some(gradients), Some(weights), Some(state)) => Ok((gradients, weights, state)),
             _ => Err(EngineError::WeightsBorrowed { unit: name }),
         }
+    }
+
+    /// Master weights and optimizer state of a unit that trains.
+    pub(crate) fn state(&self, unit: UnitId) -> Option<&UnitState> {
+        self.units[unit.index()].state.as_ref()
+    }
+
+    /// As [`Store::state`], writable.
+    pub(crate) fn state_mut(&mut self, unit: UnitId) -> Option<&mut UnitState> {
+        self.units[unit.index()].state.as_mut()
     }
 
     /// Accumulated gradients of a unit that trains; zero if no micro-batch has run.
@@ -236,6 +287,7 @@ impl Store {
             if let Some(gradients) = &mut unit.gradients {
                 gradients.clear();
             }
+            unit.early = Early::default();
         }
     }
 
@@ -257,7 +309,8 @@ impl Store {
         }
         self.pass = None;
         self.reads.clear();
-        self.drain(0)
+        self.drain(0)?;
+        self.collect()
     }
 
     /// Counts a micro-batch of the present update.
@@ -270,6 +323,8 @@ impl Store {
         self.pass = None;
         self.reads.clear();
         self.pending.clear();
+        // The pass has failed already: what the thread says can only come of that.
+        self.end_early().ok();
         for unit in &mut self.units {
             unit.bucket = None;
             unit.residency = Residency::Sharded;
@@ -376,8 +431,13 @@ impl Store {
             Residency::Resident(groups) => groups,
             Residency::InFlight(tickets) => {
                 let mut groups: Vec<(GroupKind, ForeignBytes)> = Vec::new();
+                let trace = self.tiers.trace();
                 for (kind, ticket, counted) in tickets {
+                    let started = trace.now();
                     let buffer = ticket.wait_read()?;
+                    trace.end(started, Lane::Communication, || {
+                        format!("gather {}", self.plan.spec().units[unit.index()].name)
+                    });
                     groups.push((
                         kind,
                         Arc::new(Gathered {
@@ -537,7 +597,7 @@ impl Store {
     fn open_bucket(&self, unit: UnitId) -> Result<Bucket> {
         let group = &self.unit_plan(unit).trainable;
         let bytes = group.padded_elems * 4;
-        let buffer = if self.plan.buckets_gradients() {
+        let buffer = if self.plan.buckets_gradients(unit) {
             let device = &self.tiers.device;
             let counted = device.reserve(bytes as u64, Tag::Communication)?;
             Some((self.comm.alloc(bytes)?, counted))
@@ -566,14 +626,13 @@ impl Store {
         let missing = slots.filter(|(_, deposited)| !**deposited);
         let zeros = missing.map(|(slot, _)| slot.range()).chain(group.gaps());
         let Some((mut buffer, counted)) = bucket.buffer else {
-            return self.accumulate(unit, |gradients, _, _| gradients.complete(zeros));
+            self.accumulate(unit, |gradients, _, _| gradients.complete(zeros))?;
+            return self.step_early(unit);
         };
         let values = buffer.as_mut_slice::<f32>();
         zeros.for_each(|range| values[range].fill(0.0));
         if !plan.config().shards_gradients() {
-            return self.accumulate(unit, |gradients, plan, moment| {
-                gradients.add(group, plan, moment, buffer.as_slice())
-            });
+            return self.take_sum(unit, buffer.as_slice());
         }
         self.drain(plan.config().buckets_in_flight.saturating_sub(1))?;
         let op = Collective::new(
@@ -602,14 +661,27 @@ impl Store {
             else {
                 break;
             };
+            let trace = self.tiers.trace();
+            let started = trace.now();
             let buffer = ticket.wait_read()?;
-            self.accumulate(unit, |gradients, plan, moment| {
-                let group = &plan.unit(unit).trainable;
-                let shard = &buffer.as_slice::<f32>()[group.shard(rank)];
-                gradients.add(group, plan, moment, shard)
-            })?;
+            trace.end(started, Lane::Communication, || {
+                format!("reduce {}", self.unit_name(unit))
+            });
+            let shard = self.unit_plan(unit).trainable.shard(rank);
+            self.take_sum(unit, &buffer.as_slice::<f32>()[shard])?;
         }
         Ok(())
+    }
+
+    /// Takes a micro-batch's gradients of what this rank sums of `unit`.
+    fn take_sum(&mut self, unit: UnitId, values: &[f32]) -> Result<()> {
+        if self.plan.consumes_gradients(unit) {
+            return self.consume(unit, values);
+        }
+        self.accumulate(unit, |gradients, plan, moment| {
+            gradients.add(&plan.unit(unit).trainable, plan, moment, values)
+        })?;
+        self.step_early(unit)
     }
 
     fn accumulate(

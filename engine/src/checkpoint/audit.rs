@@ -1,0 +1,104 @@
+//! Everything that is wrong with a checkpoint, instead of the first thing.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::path::Path;
+
+use super::CheckpointError;
+use super::manifest::Manifest;
+use super::read::{check_file, compare, hash_file, open_state_file, read_manifest};
+
+/// What [`audit`] found.
+#[derive(Debug)]
+pub struct Audit {
+    /// Files that the manifest lists.
+    pub files: usize,
+    /// Their bytes, according to the manifest.
+    pub bytes: u64,
+    /// Tensors that the manifest lists, each kind of a parameter counted.
+    pub tensors: usize,
+    /// One error per bad file, in the manifest's order.
+    pub problems: Vec<CheckpointError>,
+    /// Kind and name of every tensor that lies in a bad file, as a whole or in part.
+    pub lost: Vec<(String, String)>,
+}
+
+impl Audit {
+    /// Whether everything is as it was written.
+    #[must_use]
+    pub fn is_whole(&self) -> bool {
+        self.problems.is_empty()
+    }
+}
+
+/// Compares every file of a checkpoint with its length and hash, and every tensor's pieces with the headers of the
+/// files that hold them. Unlike [`Checkpoint::open`](super::Checkpoint::open) it goes on behind the first bad file.
+///
+/// # Errors
+/// The manifest is missing, cannot be read or is damaged itself: nothing else can be told then.
+pub fn audit(folder: &Path) -> Result<Audit, CheckpointError> {
+    let manifest = read_manifest(folder)?;
+    let root = fs::canonicalize(folder).map_err(CheckpointError::reading(folder))?;
+    let mut audit = Audit {
+        files: manifest.files.len(),
+        bytes: manifest.files.iter().map(|file| file.bytes).sum(),
+        tensors: manifest.tensors.len(),
+        problems: Vec::new(),
+        lost: Vec::new(),
+    };
+    let mut bad = BTreeSet::new();
+    for file in &manifest.files {
+        let path = folder.join(&file.path);
+        let found = check_file(&root, folder, file)
+            .and_then(|()| hash_file(&path))
+            .and_then(|digest| compare(&path, file, &digest));
+        if let Err(problem) = found {
+            audit.problems.push(problem);
+            bad.insert(file.path.as_str());
+        }
+    }
+    let contradicting = contradicting_files(folder, &manifest, &bad, &mut audit.problems);
+    bad.extend(contradicting);
+    for tensor in &manifest.tensors {
+        let mut pieces = tensor.pieces.iter();
+        if pieces.any(|piece| bad.contains(piece.file.as_str())) {
+            audit.lost.push((tensor.kind.clone(), tensor.name.clone()));
+        }
+    }
+    Ok(audit)
+}
+
+/// Files, not known to be bad, that do not hold their pieces as the manifest says.
+fn contradicting_files<'m>(
+    folder: &Path,
+    manifest: &'m Manifest,
+    bad: &BTreeSet<&str>,
+    problems: &mut Vec<CheckpointError>,
+) -> BTreeSet<&'m str> {
+    let mut headers = BTreeMap::new();
+    let mut found = BTreeSet::new();
+    let pieces = manifest
+        .tensors
+        .iter()
+        .flat_map(|tensor| tensor.pieces.iter().map(move |piece| (tensor, piece)));
+    for (tensor, piece) in pieces {
+        let file = piece.file.as_str();
+        if bad.contains(file) || found.contains(file) {
+            continue;
+        }
+        let header = headers
+            .entry(file)
+            .or_insert_with(|| open_state_file(folder.join(file)).map(|(_, header)| header));
+        let located = header
+            .as_ref()
+            .is_ok_and(|header| header.locate(tensor, &piece.key, piece.elems).is_some());
+        if !located {
+            found.insert(file);
+            problems.push(CheckpointError::Malformed {
+                path: folder.join(file),
+                what: "its header contradicts the manifest",
+            });
+        }
+    }
+    found
+}

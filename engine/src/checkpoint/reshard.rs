@@ -1,0 +1,188 @@
+//! The same state, cut for another number of ranks.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+use serde_json::Value;
+
+use super::CheckpointError;
+use super::manifest::{LogicalTensor, MANIFEST};
+use super::read::{Checkpoint, verify_file};
+use super::tensor_file::FileDigest;
+use super::write::{Piece, PieceBytes, STATE, Writer};
+use crate::plan::GroupLayout;
+use crate::spec::ParamId;
+
+/// Bytes read and written at once.
+const CHUNK_BYTES: usize = 1 << 22;
+
+/// Writes the state of `source` as `checkpoint-<step>` in `output`, cut for `world_size` ranks, with every other file
+/// as it is and `meta` in the manifest. `units` names the parameters that share a flat buffer, in their order there; a
+/// run of that many ranks then divides them in the same places, and going back gives the first files again. Where it
+/// is empty each parameter is divided by itself. Streams: no more than 4 MiB of any tensor are in memory.
+///
+/// # Errors
+/// [`CheckpointError::Malformed`] when `units` does not name every parameter once; as [`Checkpoint::read`] and
+/// [`Writer::commit`].
+pub fn reshard(
+    source: &Checkpoint,
+    units: &[Vec<String>],
+    world_size: u32,
+    output: &Path,
+    meta: Value,
+) -> Result<PathBuf, CheckpointError> {
+    let units = Units::of(source, units)?;
+    let layouts = units.layouts(world_size as usize);
+    let mut first = Err(CheckpointError::OutOfTurn {
+        rank: 0,
+        world_size,
+        action: "reshard a checkpoint",
+    });
+    for rank in (0..world_size).rev() {
+        let mut writer = Writer::begin(output, source.step(), rank, world_size)?;
+        writer.write_pieces(units.pieces(&layouts, rank as usize))?;
+        writer.finish_rank()?;
+        // That of rank 0, the last, remains.
+        first = Ok(writer);
+    }
+    let mut writer = first?;
+    let others = source.files().iter();
+    for file in others.filter(|file| file.path.split('/').next() != Some(STATE)) {
+        let (from, to) = (
+            source.folder().join(&file.path),
+            writer.folder().join(&file.path),
+        );
+        let parent = to.parent().unwrap_or(&to);
+        fs::create_dir_all(parent).map_err(CheckpointError::io("create", parent, 0))?;
+        fs::copy(&from, &to).map_err(CheckpointError::io("write", &to, file.bytes))?;
+        let digest = FileDigest {
+            bytes: file.bytes,
+            blake3: file.blake3.clone(),
+        };
+        verify_file(&to, &digest)?;
+        writer.adopt_file(&file.path)?;
+    }
+    writer.commit(meta, 0)
+}
+
+/// One kind of a parameter.
+struct Kind<'a> {
+    tensor: &'a LogicalTensor,
+    shape: Vec<usize>,
+    elems: usize,
+}
+
+/// The kinds of parameters by the flat buffers they share.
+struct Units<'a> {
+    source: &'a Checkpoint,
+    /// Per buffer, per parameter in it, its kinds in the manifest's order.
+    units: Vec<Vec<Vec<Kind<'a>>>>,
+}
+
+impl<'a> Units<'a> {
+    fn of(source: &'a Checkpoint, units: &[Vec<String>]) -> Result<Self, CheckpointError> {
+        let malformed = |what| CheckpointError::Malformed {
+            path: source.folder().join(MANIFEST),
+            what,
+        };
+        let mut kinds: BTreeMap<&str, Vec<Kind<'_>>> = BTreeMap::new();
+        let mut order: Vec<&str> = Vec::new();
+        for tensor in source.tensors() {
+            let known = kinds.entry(&tensor.name).or_default();
+            match known.first() {
+                None => order.push(&tensor.name),
+                Some(first) if first.tensor.shape != tensor.shape => {
+                    return Err(malformed("the kinds of a parameter differ in shape"));
+                }
+                Some(_) => {}
+            }
+            let size = |n: u64| usize::try_from(n).map_err(|_| tensor.bad("it is too large"));
+            known.push(Kind {
+                tensor,
+                shape: tensor
+                    .shape
+                    .iter()
+                    .map(|&dim| size(dim))
+                    .collect::<Result<_, _>>()?,
+                elems: size(tensor.elems()?)?,
+            });
+        }
+        let alone = || order.iter().map(|name| vec![*name]).collect();
+        let named = || -> Vec<Vec<&str>> {
+            let units = units.iter();
+            units
+                .map(|unit| unit.iter().map(String::as_str).collect())
+                .collect()
+        };
+        let named: Vec<Vec<&str>> = if units.is_empty() { alone() } else { named() };
+        let units = named
+            .iter()
+            .map(|unit| unit.iter().map(|name| kinds.remove(name)).collect());
+        // A parameter that is named twice is no longer there.
+        let units = units.collect::<Option<Vec<Vec<_>>>>();
+        match units {
+            Some(units) if kinds.is_empty() => Ok(Self { source, units }),
+            _ => Err(malformed(
+                "its units do not name every parameter exactly once",
+            )),
+        }
+    }
+
+    /// Where each parameter lies in its buffer and how the buffer is divided: as the plan of a run does it.
+    fn layouts(&self, world_size: usize) -> Vec<GroupLayout> {
+        let layout = |unit: &Vec<Vec<Kind<'_>>>| {
+            let params = unit.iter().enumerate();
+            let params = params.map(|(i, kinds)| (ParamId(i as u32), kinds[0].elems));
+            GroupLayout::new(params, world_size)
+        };
+        self.units.iter().map(layout).collect()
+    }
+
+    /// What `rank` holds.
+    fn pieces(&self, layouts: &[GroupLayout], rank: usize) -> Vec<Piece<'_>> {
+        let mut pieces = Vec::new();
+        for (unit, layout) in self.units.iter().zip(layouts) {
+            for (slot, part) in layout.parts(layout.shard(rank)) {
+                let own = (part.start - slot.offset) as u64..(part.end - slot.offset) as u64;
+                let kinds = unit[slot.param.index()].iter();
+                pieces.extend(kinds.map(|kind| self.piece(kind, own.clone())));
+            }
+            // What has no elements lies in no shard; rank 0 declares it.
+            let empty = unit.iter().flatten().filter(|kind| kind.elems == 0);
+            pieces.extend(
+                empty
+                    .filter(|_| rank == 0)
+                    .map(|kind| self.piece(kind, 0..0)),
+            );
+        }
+        pieces
+    }
+
+    fn piece<'s>(&'s self, kind: &'s Kind<'_>, own: Range<u64>) -> Piece<'s> {
+        let (source, tensor) = (self.source, kind.tensor);
+        Piece {
+            name: &tensor.name,
+            kind: &tensor.kind,
+            dtype: tensor.dtype,
+            shape: &kind.shape,
+            start: own.start,
+            elems: own.end - own.start,
+            bytes: PieceBytes::Produce(Box::new(move |sink| {
+                let size = tensor.dtype.size_bytes();
+                let chunk_elems = (CHUNK_BYTES / size) as u64;
+                let mut chunk = Vec::new();
+                let mut start = own.start;
+                while start < own.end {
+                    let end = own.end.min(start + chunk_elems);
+                    chunk.resize((end - start) as usize * size, 0);
+                    source.read(&tensor.kind, &tensor.name, start..end, &mut chunk)?;
+                    sink.write(&chunk)?;
+                    start = end;
+                }
+                Ok(())
+            })),
+        }
+    }
+}

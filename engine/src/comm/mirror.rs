@@ -1,0 +1,504 @@
+//! A window whose ranks do not share memory: each keeps a copy of it, and frames keep the copies alike.
+//!
+//! The protocol of the window stays as it is. What a rank writes for its peers, it writes into its own copy and sends:
+//! the bytes that a peer will read, then the record or phase that says so. Frames of one rank arrive in order, so that a
+//! peer that sees the record sees the bytes. A place is reused when all peers are done with it, which they say in frames
+//! too; so a frame never writes what somebody reads.
+#![expect(
+    unsafe_code,
+    reason = "writes what peers sent into the window, under the protocol"
+)]
+
+use super::endpoint::{Endpoint, Member};
+use super::fingerprint::{Fingerprint, WORDS};
+use super::op::Op;
+use super::window::{Failure, Phase, RING, Window};
+use super::{CollectiveKind, Communicator, Participation, World};
+use std::fmt;
+use std::io;
+use std::ops::Range;
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+/// Most bytes of data in one frame.
+const CHUNK: usize = 1 << 20;
+/// Most bytes of a frame, its length aside.
+pub(super) const MAX_FRAME: usize = CHUNK + 256;
+
+const DATA: u8 = 1;
+const PUBLISH: u8 = 2;
+const PHASE: u8 = 3;
+const FAIL: u8 = 4;
+const BYE: u8 = 5;
+
+/// Carries frames between ranks: complete, and in order for every two of them.
+pub(super) trait Wire: Send + Sync + fmt::Debug {
+    /// Begins to hand what arrives to `inbox`.
+    fn open(&self, inbox: Arc<Inbox>) -> io::Result<()>;
+    /// Sends `frame` to `peer`, without waiting; the four bytes of its length come first.
+    fn send(&self, peer: usize, frame: Arc<Vec<u8>>);
+    /// Sends what is left and ends.
+    fn close(&self, is_dead: bool);
+}
+
+/// The sending half of one rank.
+#[derive(Debug)]
+pub(super) struct Remote {
+    world: World,
+    wire: Box<dyn Wire>,
+}
+
+/// The receiving half of one rank.
+#[derive(Debug)]
+pub(super) struct Inbox {
+    window: Weak<Window>,
+    world: World,
+}
+
+/// One rank over its copy of the window.
+pub(super) fn member(
+    window: Arc<Window>,
+    world: World,
+    deadline: Duration,
+    remote: Option<Remote>,
+) -> io::Result<Arc<dyn Communicator>> {
+    if let Some(remote) = remote {
+        let inbox = Arc::new(Inbox {
+            window: Arc::downgrade(&window),
+            world,
+        });
+        // Before the first frame can arrive: what fails is told to all.
+        let remote = window.set_remote(remote);
+        remote.wire.open(inbox)?;
+    }
+    let endpoint = Endpoint::new(window, world, deadline);
+    Ok(Arc::new(Member(Arc::new(endpoint))))
+}
+
+/// A frame with its length in front.
+fn framed(kind: u8, parts: &[&[u8]]) -> Arc<Vec<u8>> {
+    let length = 1 + parts.iter().map(|part| part.len()).sum::<usize>();
+    debug_assert!(length <= MAX_FRAME);
+    let mut frame = Vec::with_capacity(4 + length);
+    frame.extend((length as u32).to_le_bytes());
+    frame.push(kind);
+    parts.iter().for_each(|part| frame.extend(*part));
+    Arc::new(frame)
+}
+
+fn word(value: usize) -> [u8; 8] {
+    (value as u64).to_le_bytes()
+}
+
+fn words(values: &[u64]) -> Vec<u8> {
+    values
+        .iter()
+        .flat_map(|value| value.to_le_bytes())
+        .collect()
+}
+
+impl Remote {
+    pub(super) fn new(world: World, wire: Box<dyn Wire>) -> Self {
+        Self { world, wire }
+    }
+
+    fn to_all(&self, frame: &Arc<Vec<u8>>) {
+        for peer in self.world.peers() {
+            self.wire.send(peer, frame.clone());
+        }
+    }
+
+    /// The bytes `range` of the own buffer of `op`, in frames.
+    fn data(&self, window: &Window, op: &Op, range: Range<usize>) -> Vec<Arc<Vec<u8>>> {
+        // SAFETY: the caller owns the buffer, or has just reduced this part of it; until it says so to its peers,
+        // which happens after this, nobody writes these bytes.
+        let bytes = unsafe { window.bytes(self.world.rank, op.offset, range.clone()) };
+        let chunks = bytes.chunks(CHUNK).enumerate();
+        chunks
+            .map(|(i, chunk)| {
+                let offset = op.offset + range.start + i * CHUNK;
+                framed(DATA, &[&word(offset), chunk])
+            })
+            .collect()
+    }
+
+    /// Sends what peers will read of `op`, and that it has been published.
+    pub(super) fn published(&self, window: &Window, op: &Op) {
+        let World { rank, size } = self.world;
+        match op.collective.kind {
+            CollectiveKind::AllGather => {
+                let frames = self.data(window, op, op.part(rank, size));
+                frames.iter().for_each(|frame| self.to_all(frame));
+            }
+            CollectiveKind::Broadcast { root } if root == rank => {
+                let frames = self.data(window, op, 0..op.bytes);
+                frames.iter().for_each(|frame| self.to_all(frame));
+            }
+            CollectiveKind::ReduceScatter | CollectiveKind::AllReduce => {
+                for peer in self.world.peers() {
+                    for frame in self.data(window, op, op.part(peer, size)) {
+                        self.wire.send(peer, frame);
+                    }
+                }
+            }
+            CollectiveKind::Broadcast { .. } | CollectiveKind::Barrier => {}
+        }
+        let record = [
+            &op.sequence.to_le_bytes()[..],
+            &word(op.offset),
+            &words(&op.print.0),
+        ];
+        self.to_all(&framed(PUBLISH, &record));
+    }
+
+    /// Sends how far this rank is with `op`; with a finished sum, the sum.
+    pub(super) fn reached(&self, window: &Window, op: &Op, phase: Phase) {
+        // A rank that only contributes says nothing before it is done.
+        let contributed = op.collective.kind == CollectiveKind::AllReduce
+            && op.collective.participation == Participation::ContributeOnly;
+        if phase == Phase::Reduced || contributed {
+            let own = op.part(self.world.rank, self.world.size);
+            let frames = self.data(window, op, own);
+            frames.iter().for_each(|frame| self.to_all(frame));
+        }
+        self.to_all(&framed(
+            PHASE,
+            &[&op.sequence.to_le_bytes(), &[phase as u8]],
+        ));
+    }
+
+    /// Tells all peers that the world is dead.
+    pub(super) fn failed(&self, failure: &Failure) {
+        self.to_all(&encode(failure));
+    }
+
+    /// Says goodbye and waits until everything is sent. Of a dead world the cause goes first: who told this rank may not
+    /// have told all others yet, and they would take the goodbye for the cause.
+    pub(super) fn close(&self, failure: Option<&Failure>) {
+        if let Some(failure) = failure {
+            self.failed(failure);
+        }
+        self.to_all(&framed(BYE, &[]));
+        self.wire.close(failure.is_some());
+    }
+}
+
+impl Inbox {
+    /// Takes a frame of `peer`, its length aside. False: nothing more is to be read.
+    pub(super) fn take(&self, peer: usize, frame: &[u8]) -> bool {
+        let Some(window) = self.window.upgrade() else {
+            // This rank has ended; its peers may still say so to it.
+            return true;
+        };
+        let outcome = self.apply(&window, peer, frame);
+        if let Err(what) = outcome {
+            let reason = format!("it sent a frame that cannot be: {what}");
+            window.fail(Failure::Abort {
+                by_rank: peer,
+                reason,
+            });
+        }
+        outcome.is_ok()
+    }
+
+    /// Whether every peer has said that it ends, or the world is dead.
+    #[cfg(feature = "mpi")]
+    pub(super) fn all_gone(&self) -> bool {
+        let mut peers = self.world.peers();
+        self.window.upgrade().is_none_or(|window| {
+            let gone = window.gone();
+            window.failure().is_some() || peers.all(|peer| gone >> peer & 1 == 1)
+        })
+    }
+
+    /// The connection with `peer` has ended.
+    pub(super) fn lost(&self, peer: usize, why: &str) {
+        let Some(window) = self.window.upgrade() else {
+            return;
+        };
+        let expected = window.gone() >> peer & 1 == 1;
+        if !expected && window.failure().is_none() {
+            let reason = format!("the connection with it was lost ({why})");
+            window.fail(Failure::Abort {
+                by_rank: peer,
+                reason,
+            });
+        }
+    }
+
+    fn apply(&self, window: &Window, peer: usize, frame: &[u8]) -> Result<(), &'static str> {
+        let region_bytes = window.layout().region_bytes;
+        let (&kind, rest) = frame.split_first().ok_or("an empty one")?;
+        let mut reader = Reader(rest);
+        match kind {
+            DATA => {
+                let offset = reader.size()?;
+                let bytes = reader.0;
+                let end = offset.checked_add(bytes.len());
+                if end.is_none_or(|end| end > region_bytes) {
+                    return Err("data outside of its region");
+                }
+                // SAFETY: the range is inside the region of `peer`, of which only this thread writes; `peer` sends data
+                // into a place only when this rank is done with what it read there before.
+                let place = unsafe { window.bytes_mut(peer, offset, 0..bytes.len()) };
+                place.copy_from_slice(bytes);
+            }
+            PUBLISH => {
+                let sequence = reader.word()?;
+                let offset = reader.size()?;
+                let print = reader.print()?;
+                let bytes = print.describe().map_or(usize::MAX, |op| op.bytes);
+                if sequence != window.started(peer) {
+                    return Err("a collective out of order");
+                }
+                if offset
+                    .checked_add(bytes)
+                    .is_none_or(|end| end > region_bytes)
+                {
+                    return Err("a buffer outside of its region");
+                }
+                window.publish(peer, sequence, print, offset);
+            }
+            PHASE => {
+                let sequence = reader.word()?;
+                let started = window.started(peer);
+                if sequence >= started || sequence + RING < started {
+                    return Err("a phase of no collective in flight");
+                }
+                let phase = match reader.0 {
+                    [1] => Phase::Reduced,
+                    [2] => Phase::Done,
+                    _ => return Err("an unknown phase"),
+                };
+                window.set_phase(peer, sequence, phase);
+            }
+            FAIL => {
+                let failure = decode(&mut reader, self.world)?;
+                window.fail_silently(failure);
+            }
+            BYE => {
+                window.set_gone(peer);
+            }
+            _ => return Err("an unknown kind"),
+        }
+        Ok(())
+    }
+}
+
+/// The rest of a frame.
+struct Reader<'a>(&'a [u8]);
+
+impl Reader<'_> {
+    fn word(&mut self) -> Result<u64, &'static str> {
+        let (word, rest) = self.0.split_first_chunk::<8>().ok_or("too short")?;
+        self.0 = rest;
+        Ok(u64::from_le_bytes(*word))
+    }
+
+    fn size(&mut self) -> Result<usize, &'static str> {
+        usize::try_from(self.word()?).map_err(|_| "too large")
+    }
+
+    fn print(&mut self) -> Result<Fingerprint, &'static str> {
+        let mut words = [0; WORDS];
+        for word in &mut words {
+            *word = self.word()?;
+        }
+        let print = Fingerprint(words);
+        print
+            .describe()
+            .map(|_| print)
+            .ok_or("an unknown collective")
+    }
+}
+
+const ABORT: u64 = 1;
+const MISMATCH: u64 = 2;
+const TIMEOUT: u64 = 3;
+
+fn encode(failure: &Failure) -> Arc<Vec<u8>> {
+    match failure {
+        Failure::Abort { by_rank, reason } => {
+            // Longer than what the failure record keeps.
+            let reason = reason.as_bytes().get(..512).unwrap_or(reason.as_bytes());
+            framed(FAIL, &[&words(&[ABORT, *by_rank as u64]), reason])
+        }
+        Failure::Mismatch {
+            sequence,
+            ranks,
+            prints,
+        } => {
+            let mut numbers = vec![MISMATCH, ranks[0] as u64, ranks[1] as u64, *sequence];
+            numbers.extend(prints[0].0);
+            numbers.extend(prints[1].0);
+            framed(FAIL, &[&words(&numbers)])
+        }
+        Failure::Timeout {
+            by_rank,
+            sequence,
+            print,
+            elapsed,
+        } => {
+            let nanoseconds = u64::try_from(elapsed.as_nanos()).unwrap_or(u64::MAX);
+            let mut numbers = vec![TIMEOUT, *by_rank as u64, *sequence, nanoseconds];
+            numbers.extend(print.0);
+            framed(FAIL, &[&words(&numbers)])
+        }
+        Failure::Rendezvous { by_rank, .. } => {
+            let reason = b"it did not meet the others";
+            framed(FAIL, &[&words(&[ABORT, *by_rank as u64]), reason])
+        }
+    }
+}
+
+fn decode(reader: &mut Reader<'_>, world: World) -> Result<Failure, &'static str> {
+    let rank = |reader: &mut Reader<'_>| {
+        let rank = reader.size()?;
+        (rank < world.size).then_some(rank).ok_or("an unknown rank")
+    };
+    Ok(match reader.word()? {
+        ABORT => Failure::Abort {
+            by_rank: rank(reader)?,
+            reason: String::from_utf8_lossy(reader.0).into_owned(),
+        },
+        MISMATCH => Failure::Mismatch {
+            ranks: [rank(reader)?, rank(reader)?],
+            sequence: reader.word()?,
+            prints: [reader.print()?, reader.print()?],
+        },
+        TIMEOUT => Failure::Timeout {
+            by_rank: rank(reader)?,
+            sequence: reader.word()?,
+            elapsed: Duration::from_nanos(reader.word()?),
+            print: reader.print()?,
+        },
+        _ => return Err("an unknown failure"),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{Tag, threads};
+    use super::*;
+    use kernels::DType;
+    use proptest::prelude::*;
+
+    const WORLD: World = World { rank: 0, size: 2 };
+
+    fn inbox() -> (Arc<Window>, Inbox) {
+        let window = threads::window(2, 4096).unwrap();
+        let inbox = Inbox {
+            window: Arc::downgrade(&window),
+            world: WORLD,
+        };
+        (window, inbox)
+    }
+
+    fn print() -> Fingerprint {
+        Fingerprint::new(CollectiveKind::AllGather, DType::U8, 8, Tag::new("t", 1)).unwrap()
+    }
+
+    fn body(frame: &Arc<Vec<u8>>) -> &[u8] {
+        &frame[4..]
+    }
+
+    fn publish(sequence: u64, offset: usize) -> Arc<Vec<u8>> {
+        framed(
+            PUBLISH,
+            &[&sequence.to_le_bytes(), &word(offset), &words(&print().0)],
+        )
+    }
+
+    #[test]
+    fn failures_survive_the_wire() {
+        for failure in [
+            Failure::Abort {
+                by_rank: 1,
+                reason: "disk full".to_owned(),
+            },
+            Failure::Mismatch {
+                sequence: 9,
+                ranks: [0, 1],
+                prints: [print(), print()],
+            },
+            Failure::Timeout {
+                by_rank: 1,
+                sequence: 4,
+                print: print(),
+                elapsed: Duration::from_millis(1500),
+            },
+        ] {
+            let (window, inbox) = inbox();
+            assert!(inbox.take(1, body(&encode(&failure))));
+            assert_eq!(window.failure(), Some(failure));
+        }
+    }
+
+    #[test]
+    fn frames_that_cannot_be_end_the_world_and_name_the_peer() {
+        let far = threads::window(2, 4096).unwrap().layout().region_bytes;
+        for (frame, words) in [
+            (framed(9, &[]), "unknown kind"),
+            (framed(DATA, &[&word(far), &[1]]), "outside of its region"),
+            (
+                framed(DATA, &[&word(usize::MAX), &[1]]),
+                "outside of its region",
+            ),
+            (publish(1, 0), "out of order"),
+            (publish(0, far), "a buffer outside"),
+            (framed(PHASE, &[&word(0), &[2]]), "no collective in flight"),
+            (framed(PUBLISH, &[&word(0)]), "too short"),
+            (framed(FAIL, &[&words(&[ABORT, 7])]), "unknown rank"),
+            (framed(FAIL, &[&words(&[8])]), "unknown failure"),
+        ] {
+            let (window, inbox) = inbox();
+            assert!(!inbox.take(1, body(&frame)));
+            let Some(Failure::Abort { by_rank: 1, reason }) = window.failure() else {
+                panic!("{words}: {:?}", window.failure())
+            };
+            assert!(reason.contains(words), "{reason}");
+        }
+    }
+
+    #[test]
+    fn a_lost_connection_is_a_failure_unless_the_peer_said_goodbye() {
+        let (window, inbox) = inbox();
+        assert!(inbox.take(1, &[BYE]));
+        inbox.lost(1, "end of file");
+        assert_eq!(window.failure(), None);
+        inbox.lost(0, "end of file");
+        assert!(matches!(
+            window.failure(),
+            Some(Failure::Abort { by_rank: 0, .. })
+        ));
+    }
+
+    fn frames() -> impl Strategy<Value = Vec<u8>> {
+        let hostile = prop::collection::vec(any::<u8>(), 0..80);
+        let number = prop_oneof![0u64..80, 4000u64..80_000, any::<u64>()];
+        let near = (1u8..6, number, prop::collection::vec(any::<u8>(), 0..16)).prop_map(
+            |(kind, number, rest)| body(&framed(kind, &[&number.to_le_bytes(), &rest])).to_vec(),
+        );
+        let sound = (0u64..3, 0usize..80_000).prop_map(|(s, o)| body(&publish(s, o)).to_vec());
+        prop_oneof![hostile, near, sound]
+    }
+
+    proptest! {
+        #[test]
+        fn hostile_frames_never_panic_nor_write_outside_of_their_region(
+            frames in prop::collection::vec(frames(), 1..12),
+        ) {
+            let (window, inbox) = inbox();
+            for frame in frames {
+                if !inbox.take(1, &frame) {
+                    prop_assert!(window.failure().is_some());
+                    break;
+                }
+            }
+            let own = window.layout().region_bytes;
+            // SAFETY: no other thread knows this window.
+            let own = unsafe { window.bytes(0, 0, 0..own) };
+            prop_assert!(own.iter().all(|byte| *byte == 0));
+        }
+    }
+}

@@ -1,0 +1,394 @@
+//! Ranks that an MPI started: frames between copies of the window go as MPI messages.
+//!
+//! One thread of the process makes every call of MPI, so that MPI needs to know of no other: it takes frames from a
+//! channel, looks for messages, and hands them to the inbox they are for. Sums are the window's own, in rank order; MPI
+//! only carries bytes.
+#![expect(
+    unsafe_code,
+    reason = "sends that outlive a scope have no safe form in the binding"
+)]
+
+use super::mirror::{Inbox, Remote, Wire};
+use super::{CommError, Communicator, World};
+use ::mpi::Threading;
+use ::mpi::datatype::Equivalence;
+use ::mpi::environment::Universe;
+use ::mpi::ffi;
+use ::mpi::raw::AsRaw;
+use ::mpi::topology::SimpleCommunicator;
+use ::mpi::traits::{Communicator as _, Source as _};
+use crossbeam::channel::{Receiver, RecvTimeoutError, Sender, unbounded};
+use std::collections::{BTreeMap, BTreeSet};
+use std::io;
+use std::path::PathBuf;
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
+
+/// Tag of every message; those of one sender arrive in order.
+const TAG: i32 = 7;
+/// Bytes in front of a frame: world, sender, receiver.
+const HEAD: usize = 8;
+/// Pause of a thread that found nothing to do, soon after there was something and later.
+const PAUSES: (Duration, Duration) = (Duration::from_micros(20), Duration::from_micros(500));
+/// How long after the last message the short pause holds.
+const LIVELY: Duration = Duration::from_millis(5);
+/// How long the last words of a dead world may take.
+const LAST_WORDS: Duration = Duration::from_secs(2);
+
+/// Number of the world of all processes.
+const PROCESSES: u32 = 0;
+
+/// How MPI numbers this process. Starts MPI at the first call.
+///
+/// # Errors
+/// MPI cannot be started.
+pub fn world() -> Result<World, CommError> {
+    Ok(hub()?.world)
+}
+
+/// Joins the world of all processes that MPI started together: every rank has `region_bytes` bytes. Called once; when
+/// the communicator is dropped, MPI ends.
+///
+/// # Errors
+/// [`CommError::InvalidWorld`], a refused memory map, or MPI cannot be started.
+pub fn join(region_bytes: usize, deadline: Duration) -> Result<Arc<dyn Communicator>, CommError> {
+    let hub = hub()?;
+    let World { rank, size } = hub.world;
+    let wires = Wires {
+        hub,
+        number: PROCESSES,
+        rank,
+        processes: (0..size as i32).collect(),
+        deadline,
+    };
+    member(wires, region_bytes)
+}
+
+/// A world of ranks in this one process, for the suite that every transport passes.
+#[cfg(test)]
+pub(super) fn worlds(
+    size: usize,
+    region_bytes: usize,
+    deadline: Duration,
+) -> Vec<Arc<dyn Communicator>> {
+    let hub = hub().unwrap();
+    let number = next_number();
+    let rank = |rank| Wires {
+        hub,
+        number,
+        rank,
+        processes: vec![hub.world.rank as i32; size],
+        deadline,
+    };
+    (0..size)
+        .map(|r| member(rank(r), region_bytes).unwrap())
+        .collect()
+}
+
+#[cfg(test)]
+fn next_number() -> u32 {
+    use std::sync::atomic::{AtomicU32, Ordering};
+    static NEXT: AtomicU32 = AtomicU32::new(PROCESSES + 1);
+    NEXT.fetch_add(1, Ordering::Relaxed)
+}
+
+fn member(wires: Wires, region_bytes: usize) -> Result<Arc<dyn Communicator>, CommError> {
+    let world = World {
+        rank: wires.rank,
+        size: wires.processes.len(),
+    };
+    let deadline = wires.deadline;
+    let window = super::threads::window(world.size, region_bytes)?;
+    let remote = Remote::new(world, Box::new(wires));
+    super::mirror::member(window, world, deadline, Some(remote))
+        .map_err(|source| failed("open", source))
+}
+
+fn failed(action: &'static str, source: io::Error) -> CommError {
+    CommError::Io {
+        action,
+        path: PathBuf::from("MPI"),
+        source,
+    }
+}
+
+/// The thread that speaks to MPI, and what is known of this process.
+#[derive(Debug)]
+struct Hub {
+    world: World,
+    orders: Sender<Order>,
+}
+
+#[derive(Debug)]
+enum Order {
+    /// Frames for this rank of that world go there.
+    Open(u32, usize, Arc<Inbox>),
+    /// A message for a process.
+    Send(i32, Vec<u8>),
+    /// This rank of that world ends; the channel is dropped when that is done.
+    Close {
+        number: u32,
+        rank: usize,
+        is_dead: bool,
+        done: Sender<()>,
+    },
+}
+
+fn hub() -> Result<&'static Hub, CommError> {
+    static HUB: OnceLock<Result<Hub, String>> = OnceLock::new();
+    let hub = HUB.get_or_init(|| {
+        let (orders, queue) = unbounded();
+        let (tell, told) = unbounded();
+        std::thread::spawn(
+            move || match ::mpi::initialize_with_threading(Threading::Funneled) {
+                None => tell
+                    .send(Err("MPI was started before".to_owned()))
+                    .unwrap_or(()),
+                Some((universe, _)) => {
+                    let world = universe.world();
+                    let own = World {
+                        rank: world.rank() as usize,
+                        size: world.size() as usize,
+                    };
+                    tell.send(Ok(own)).unwrap_or(());
+                    Pump::new(universe, world).run(&queue);
+                }
+            },
+        );
+        let world = told
+            .recv()
+            .map_err(|_| "MPI could not be started".to_owned())??;
+        Ok(Hub { world, orders })
+    });
+    hub.as_ref()
+        .map_err(|why| failed("start", io::Error::other(why.clone())))
+}
+
+/// One rank's way to its peers.
+#[derive(Debug)]
+struct Wires {
+    hub: &'static Hub,
+    number: u32,
+    rank: usize,
+    /// The process of each rank.
+    processes: Vec<i32>,
+    deadline: Duration,
+}
+
+impl Wires {
+    fn order(&self, order: Order) {
+        // The thread ends when MPI has, and nothing is sent after that.
+        self.hub.orders.send(order).unwrap_or(());
+    }
+}
+
+impl Wire for Wires {
+    fn open(&self, inbox: Arc<Inbox>) -> io::Result<()> {
+        self.order(Order::Open(self.number, self.rank, inbox));
+        Ok(())
+    }
+
+    fn send(&self, peer: usize, frame: Arc<Vec<u8>>) {
+        let mut bytes = Vec::with_capacity(HEAD + frame.len());
+        bytes.extend(self.number.to_le_bytes());
+        bytes.extend((self.rank as u16).to_le_bytes());
+        bytes.extend((peer as u16).to_le_bytes());
+        // MPI knows how long its messages are.
+        bytes.extend(&frame[4..]);
+        self.order(Order::Send(self.processes[peer], bytes));
+    }
+
+    fn close(&self, is_dead: bool) {
+        let (done, ended) = unbounded();
+        self.order(Order::Close {
+            number: self.number,
+            rank: self.rank,
+            is_dead,
+            done,
+        });
+        let patience = if is_dead { LAST_WORDS } else { self.deadline };
+        // Nothing is ever sent: this returns when the order is done, or after the time.
+        ended.recv_timeout(patience).unwrap_or(());
+    }
+}
+
+/// A message on its way: MPI reads the bytes until the request is complete.
+struct Sending {
+    request: ffi::MPI_Request,
+    _bytes: Vec<u8>,
+}
+
+struct Pump {
+    /// Dropped to end MPI.
+    universe: Option<Universe>,
+    world: SimpleCommunicator,
+    sending: Vec<Sending>,
+    inboxes: BTreeMap<(u32, usize), Arc<Inbox>>,
+    /// Frames for ranks of this process that have not opened yet: sender and frame.
+    early: BTreeMap<(u32, usize), Vec<(usize, Vec<u8>)>>,
+    ended: BTreeSet<(u32, usize)>,
+    closing: Vec<(u32, usize, Sender<()>)>,
+}
+
+impl Pump {
+    fn new(universe: Universe, world: SimpleCommunicator) -> Self {
+        Self {
+            universe: Some(universe),
+            world,
+            sending: Vec::new(),
+            inboxes: BTreeMap::new(),
+            early: BTreeMap::new(),
+            ended: BTreeSet::new(),
+            closing: Vec::new(),
+        }
+    }
+
+    fn run(mut self, queue: &Receiver<Order>) {
+        let mut lively = Instant::now();
+        loop {
+            let mut busy = false;
+            while let Ok(order) = queue.try_recv() {
+                self.obey(order);
+                busy = true;
+            }
+            busy |= self.receive();
+            self.sending.retain_mut(|sending| !sending.is_complete());
+            if self.close() {
+                return;
+            }
+            if busy {
+                lively = Instant::now();
+                continue;
+            }
+            let pause = if lively.elapsed() < LIVELY || !self.sending.is_empty() {
+                PAUSES.0
+            } else {
+                PAUSES.1
+            };
+            match queue.recv_timeout(pause) {
+                Ok(order) => self.obey(order),
+                Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Disconnected) => return,
+            }
+        }
+    }
+
+    fn obey(&mut self, order: Order) {
+        match order {
+            Order::Open(number, rank, inbox) => {
+                for (from, frame) in self.early.remove(&(number, rank)).unwrap_or_default() {
+                    inbox.take(from, &frame);
+                }
+                self.inboxes.insert((number, rank), inbox);
+            }
+            Order::Send(process, bytes) => {
+                self.sending
+                    .push(Sending::start(&self.world, process, bytes))
+            }
+            Order::Close {
+                number,
+                rank,
+                is_dead,
+                done,
+            } => {
+                if number != PROCESSES || is_dead {
+                    self.inboxes.remove(&(number, rank));
+                    self.ended.insert((number, rank));
+                }
+                if is_dead {
+                    // MPI is not ended: whoever started it ends the others.
+                    return;
+                }
+                self.closing.push((number, rank, done));
+            }
+        }
+    }
+
+    /// Takes every message that has arrived; false when there was none.
+    fn receive(&mut self) -> bool {
+        let mut any = false;
+        while let Some((message, status)) = self.world.any_process().immediate_matched_probe() {
+            any = true;
+            let count = status.count(u8::equivalent_datatype());
+            let mut bytes = vec![0; usize::try_from(count).unwrap_or(0)];
+            message.matched_receive_into(&mut bytes[..]);
+            let Some((head, frame)) = bytes.split_first_chunk::<HEAD>() else {
+                continue;
+            };
+            let number = u32::from_le_bytes([head[0], head[1], head[2], head[3]]);
+            let from = usize::from(u16::from_le_bytes([head[4], head[5]]));
+            let to = usize::from(u16::from_le_bytes([head[6], head[7]]));
+            if let Some(inbox) = self.inboxes.get(&(number, to)) {
+                inbox.take(from, frame);
+            } else if !self.ended.contains(&(number, to)) {
+                let early = self.early.entry((number, to)).or_default();
+                early.push((from, frame.to_vec()));
+            }
+        }
+        any
+    }
+
+    /// Ends what can be ended; true when MPI has.
+    fn close(&mut self) -> bool {
+        if !self.sending.is_empty() {
+            return false;
+        }
+        let processes = self
+            .closing
+            .iter()
+            .find(|(number, ..)| *number == PROCESSES);
+        let ends = processes.is_some_and(|(number, rank, _)| {
+            // What peers still say must be heard before MPI ends.
+            let inbox = self.inboxes.get(&(*number, *rank));
+            inbox.is_none_or(|inbox| inbox.all_gone())
+        });
+        if ends {
+            self.universe = None;
+            self.closing.clear();
+            return true;
+        }
+        self.closing.retain(|(number, ..)| *number == PROCESSES);
+        false
+    }
+}
+
+impl Sending {
+    #[expect(
+        clippy::borrow_as_ptr,
+        reason = "the binding's own form of an out parameter"
+    )]
+    fn start(world: &SimpleCommunicator, process: i32, bytes: Vec<u8>) -> Self {
+        // SAFETY: an all-zero request is only written to.
+        let mut request: ffi::MPI_Request = unsafe { std::mem::zeroed() };
+        // SAFETY: the bytes live on the heap, are not written, and stay until `is_complete` says that MPI is done with
+        // them; the count fits, since frames are far below 2 GiB.
+        unsafe {
+            ffi::MPI_Isend(
+                bytes.as_ptr().cast(),
+                bytes.len() as i32,
+                u8::equivalent_datatype().as_raw(),
+                process,
+                TAG,
+                world.as_raw(),
+                &mut request,
+            );
+        }
+        Self {
+            request,
+            _bytes: bytes,
+        }
+    }
+
+    #[expect(
+        clippy::borrow_as_ptr,
+        reason = "the binding's own form of an out parameter"
+    )]
+    fn is_complete(&mut self) -> bool {
+        let mut flag = 0;
+        // SAFETY: the request was started by this thread and is not freed before it is complete.
+        unsafe {
+            ffi::MPI_Test(&mut self.request, &mut flag, ffi::RSMPI_STATUS_IGNORE);
+        }
+        flag != 0
+    }
+}

@@ -1,0 +1,115 @@
+//! Frames on a connection: four bytes of length, then so many bytes, never more than the reader allows.
+
+use std::io::{self, Read, Write};
+use std::net::TcpStream;
+use std::time::{Duration, Instant};
+
+/// Most bytes of a frame while ranks meet.
+pub(super) const MAX_MEETING: usize = 64 << 10;
+
+/// Reads one frame into `into`, which never grows beyond `limit` bytes.
+///
+/// # Errors
+/// [`io::ErrorKind::InvalidData`] for a longer frame; whatever the connection fails with.
+pub(in crate::comm) fn read(
+    stream: &mut impl Read,
+    limit: usize,
+    into: &mut Vec<u8>,
+) -> io::Result<()> {
+    let mut length = [0; 4];
+    stream.read_exact(&mut length)?;
+    let length = u32::from_le_bytes(length) as usize;
+    if length > limit {
+        let text = format!("a frame of {length} bytes where {limit} are the most");
+        return Err(io::Error::new(io::ErrorKind::InvalidData, text));
+    }
+    into.clear();
+    into.reserve_exact(length);
+    into.resize(length, 0);
+    stream.read_exact(into)
+}
+
+/// Writes one frame.
+pub(super) fn write(stream: &mut impl Write, bytes: &[u8]) -> io::Result<()> {
+    let length = u32::try_from(bytes.len()).map_err(io::Error::other)?;
+    // One call, so that small frames are one packet.
+    let mut whole = Vec::with_capacity(4 + bytes.len());
+    whole.extend(length.to_le_bytes());
+    whole.extend(bytes);
+    stream.write_all(&whole)
+}
+
+/// A connection on which every wait ends at one time.
+#[derive(Debug)]
+pub(super) struct Timed<'a> {
+    pub(super) stream: &'a TcpStream,
+    pub(super) until: Instant,
+}
+
+impl Timed<'_> {
+    fn left(&self) -> io::Result<Option<Duration>> {
+        let left = self.until.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(io::ErrorKind::TimedOut.into());
+        }
+        Ok(Some(left.max(Duration::from_millis(1))))
+    }
+}
+
+impl Read for Timed<'_> {
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        self.stream.set_read_timeout(self.left()?)?;
+        let mut stream = self.stream;
+        stream.read(into)
+    }
+}
+
+impl Write for Timed<'_> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.stream.set_write_timeout(self.left()?)?;
+        let mut stream = self.stream;
+        stream.write(bytes)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn hostile_bytes_end_in_an_error_or_a_frame_within_the_limit(
+            bytes in prop::collection::vec(any::<u8>(), 0..64),
+            limit in 0usize..40,
+        ) {
+            let mut frame = Vec::new();
+            let mut stream = &bytes[..];
+            if read(&mut stream, limit, &mut frame).is_ok() {
+                prop_assert!(frame.len() <= limit);
+                prop_assert_eq!(&bytes[4..4 + frame.len()], &frame[..]);
+            }
+            prop_assert!(frame.capacity() <= limit);
+        }
+
+        #[test]
+        fn what_was_written_is_read(bytes in prop::collection::vec(any::<u8>(), 0..300)) {
+            let mut wire = Vec::new();
+            write(&mut wire, &bytes).unwrap();
+            let mut frame = Vec::new();
+            read(&mut &wire[..], 300, &mut frame).unwrap();
+            prop_assert_eq!(frame, bytes);
+        }
+    }
+
+    #[test]
+    fn a_length_beyond_the_limit_is_named() {
+        let error = read(&mut &u32::MAX.to_le_bytes()[..], 10, &mut Vec::new()).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::InvalidData);
+        assert!(error.to_string().contains("4294967295"), "{error}");
+    }
+}

@@ -1,0 +1,201 @@
+//! Two ranks at the ends of one connection: they show each other the job's secret and say who they are.
+
+use super::MeetError;
+use super::frame::{self, MAX_MEETING, Timed};
+use super::secret::{NONCE_BYTES, Secret, nonce};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use std::io;
+use std::net::TcpStream;
+use std::time::Instant;
+
+/// Begins every greeting: this protocol and its version.
+const MAGIC: &str = "tessera-ranks-1";
+
+/// Most bytes of a greeting: nobody has shown the secret yet.
+const MAX_GREETING: usize = 512;
+
+#[derive(Debug, Serialize, Deserialize)]
+struct Greeting {
+    magic: String,
+    nonce: [u8; NONCE_BYTES],
+    rank: usize,
+    size: usize,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+struct Proof {
+    seal: [u8; 32],
+}
+
+/// A connection between two ranks that have shown each other the secret.
+#[derive(Debug)]
+pub(super) struct Peer {
+    pub(super) stream: TcpStream,
+    pub(super) rank: usize,
+    /// How many ranks the other side counts.
+    pub(super) size: usize,
+    secret: Secret,
+    /// Frames sent and received: no seal fits twice.
+    counts: [u64; 2],
+    is_caller: bool,
+}
+
+/// Who a rank says it is.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Claim {
+    pub(super) rank: usize,
+    pub(super) size: usize,
+}
+
+/// Meets the rank at the other end. The caller shows the secret first: who only listens in learns nothing from
+/// whoever answers.
+pub(super) fn shake(
+    stream: TcpStream,
+    secret: &Secret,
+    own: Claim,
+    is_caller: bool,
+    until: Instant,
+) -> Result<Peer, MeetError> {
+    let from = address(&stream);
+    stream.set_nodelay(true).map_err(|e| broken(&from, e))?;
+    let mut timed = Timed {
+        stream: &stream,
+        until,
+    };
+    let greeting = Greeting {
+        magic: MAGIC.to_owned(),
+        nonce: nonce().map_err(|e| broken(&from, e))?,
+        rank: own.rank,
+        size: own.size,
+    };
+    send(&mut timed, &greeting).map_err(|e| broken(&from, e))?;
+    let theirs: Greeting = receive(&mut timed, MAX_GREETING).map_err(|e| broken(&from, e))?;
+    if theirs.magic != MAGIC {
+        return Err(MeetError::Stranger {
+            from,
+            what: "speaks another protocol, or another version of it".to_owned(),
+        });
+    }
+    let (caller, callee) = if is_caller {
+        (&greeting, &theirs)
+    } else {
+        (&theirs, &greeting)
+    };
+    let seal = |role: &[u8]| {
+        let claims = [caller.rank, caller.size, callee.rank, callee.size]
+            .map(|number| (number as u64).to_le_bytes())
+            .concat();
+        secret.seal(&[role, &caller.nonce, &callee.nonce, &claims])
+    };
+    let show = |timed: &mut Timed<'_>, role: &[u8]| {
+        let seal = *seal(role).as_bytes();
+        send(timed, &Proof { seal }).map_err(|e| broken(&from, e))
+    };
+    let check = |timed: &mut Timed<'_>, role: &[u8]| {
+        let proof: Proof = receive(timed, MAX_GREETING).map_err(|e| match e.kind() {
+            // Whoever finds a wrong proof hangs up.
+            io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset => {
+                MeetError::Refused { from: from.clone() }
+            }
+            _ => broken(&from, e),
+        })?;
+        if blake3::Hash::from_bytes(proof.seal) != seal(role) {
+            return Err(MeetError::Stranger {
+                from: from.clone(),
+                what: "does not know the secret of this job".to_owned(),
+            });
+        }
+        Ok(())
+    };
+    if is_caller {
+        show(&mut timed, b"caller")?;
+        check(&mut timed, b"callee")?;
+    } else {
+        check(&mut timed, b"caller")?;
+        show(&mut timed, b"callee")?;
+    }
+    let secret = secret.of_connection(&[&caller.nonce, &callee.nonce]);
+    Ok(Peer {
+        rank: theirs.rank,
+        size: theirs.size,
+        stream,
+        secret,
+        counts: [0; 2],
+        is_caller,
+    })
+}
+
+impl Peer {
+    /// Sends a message under the connection's seal.
+    pub(super) fn send(
+        &mut self,
+        message: &impl Serialize,
+        until: Instant,
+    ) -> Result<(), MeetError> {
+        let bytes = serde_json::to_vec(message).map_err(|e| self.broken(e.into()))?;
+        let seal = self.seal(self.is_caller, self.counts[0], &bytes);
+        self.counts[0] += 1;
+        let mut whole = seal.as_bytes().to_vec();
+        whole.extend(bytes);
+        let mut timed = Timed {
+            stream: &self.stream,
+            until,
+        };
+        frame::write(&mut timed, &whole).map_err(|e| self.broken(e))
+    }
+
+    /// Receives a message that bears the connection's seal.
+    pub(super) fn receive<T: DeserializeOwned>(&mut self, until: Instant) -> Result<T, MeetError> {
+        let mut whole = Vec::new();
+        let mut timed = Timed {
+            stream: &self.stream,
+            until,
+        };
+        frame::read(&mut timed, MAX_MEETING, &mut whole).map_err(|e| self.broken(e))?;
+        let stranger = || MeetError::Stranger {
+            from: address(&self.stream),
+            what: "sent a message without the seal of its connection".to_owned(),
+        };
+        let (seal, bytes) = whole.split_first_chunk::<32>().ok_or_else(stranger)?;
+        let expected = self.seal(!self.is_caller, self.counts[1], bytes);
+        if blake3::Hash::from_bytes(*seal) != expected {
+            return Err(stranger());
+        }
+        self.counts[1] += 1;
+        serde_json::from_slice(bytes).map_err(|e| self.broken(e.into()))
+    }
+
+    fn seal(&self, by_caller: bool, count: u64, bytes: &[u8]) -> blake3::Hash {
+        self.secret
+            .seal(&[&[u8::from(by_caller)], &count.to_le_bytes(), bytes])
+    }
+
+    fn broken(&self, source: io::Error) -> MeetError {
+        broken(&address(&self.stream), source)
+    }
+}
+
+fn send(timed: &mut Timed<'_>, message: &impl Serialize) -> io::Result<()> {
+    frame::write(timed, &serde_json::to_vec(message)?)
+}
+
+fn receive<T: DeserializeOwned>(timed: &mut Timed<'_>, limit: usize) -> io::Result<T> {
+    let mut bytes = Vec::new();
+    frame::read(timed, limit, &mut bytes)?;
+    Ok(serde_json::from_slice(&bytes)?)
+}
+
+fn address(stream: &TcpStream) -> String {
+    stream.peer_addr().map_or_else(
+        |_| "a closed connection".to_owned(),
+        |addr| addr.to_string(),
+    )
+}
+
+fn broken(from: &str, source: io::Error) -> MeetError {
+    MeetError::Broken {
+        from: from.to_owned(),
+        source,
+    }
+}

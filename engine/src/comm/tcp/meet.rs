@@ -1,0 +1,459 @@
+//! The meeting: a star around rank 0, then a connection between every two ranks.
+
+use super::handshake::{Claim, Peer, shake};
+use super::{MeetError, Secret, TcpOptions, is_loopback};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::io;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
+/// Pause between looks for a new connection.
+const POLL: Duration = Duration::from_millis(2);
+/// First and longest pause between attempts to reach rank 0, which may start later.
+const PAUSES: (Duration, Duration) = (Duration::from_millis(10), Duration::from_millis(500));
+/// Longest time for one attempt to connect.
+const ATTEMPT: Duration = Duration::from_secs(5);
+/// How long one connection may take to say who it is.
+const GREETING: Duration = Duration::from_secs(10);
+/// Connections that may be greeting at once; more are closed.
+const MOST_GREETINGS: usize = 256;
+
+/// What a rank tells rank 0.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+struct Report {
+    host: String,
+    facts: Vec<(String, String)>,
+    /// Where this rank listens for those above it.
+    port: u16,
+}
+
+/// What rank 0 answers.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+enum Verdict {
+    /// Where each rank listens; none for those on the machine of rank 0.
+    Go(Vec<(Option<IpAddr>, u16)>),
+    /// The meeting is over.
+    End(Reason),
+}
+
+#[derive(Debug, Clone, Serialize, Deserialize)]
+enum Reason {
+    Differs {
+        rank: usize,
+        host: String,
+        what: String,
+        theirs: String,
+        ours: String,
+    },
+    Other(String),
+}
+
+/// One connection per peer, in rank order; none for this rank.
+pub(super) fn meet(
+    options: &TcpOptions,
+    listener: Option<TcpListener>,
+    until: Instant,
+) -> Result<Vec<Option<TcpStream>>, MeetError> {
+    let size = options.world.size;
+    let mut streams: Vec<Option<TcpStream>> = (0..size).map(|_| None).collect();
+    if size == 1 {
+        return Ok(streams);
+    }
+    let peers = match options.world.rank {
+        0 => host(options, listener, until)?,
+        _ => visit(options, until)?,
+    };
+    for peer in peers {
+        // Waits of the exchange have deadlines of their own.
+        let clear = peer.stream.set_read_timeout(None);
+        clear.map_err(|source| MeetError::Broken {
+            from: format!("rank {}", peer.rank),
+            source,
+        })?;
+        streams[peer.rank] = Some(peer.stream);
+    }
+    Ok(streams)
+}
+
+fn resolve(options: &TcpOptions) -> Result<Vec<SocketAddr>, MeetError> {
+    let found = (&*options.addr, options.port).to_socket_addrs();
+    let address = |source| MeetError::Address {
+        addr: options.addr.clone(),
+        source,
+    };
+    let found: Vec<SocketAddr> = found.map_err(address)?.collect();
+    if found.is_empty() {
+        return Err(address(io::ErrorKind::NotFound.into()));
+    }
+    Ok(found)
+}
+
+/// Listens on all interfaces where ranks come from elsewhere, on the loopback where the address is that.
+fn listen(loopback: bool, v6: bool, port: u16) -> io::Result<TcpListener> {
+    let ip: IpAddr = match (loopback, v6) {
+        (true, false) => Ipv4Addr::LOCALHOST.into(),
+        (true, true) => Ipv6Addr::LOCALHOST.into(),
+        (false, false) => Ipv4Addr::UNSPECIFIED.into(),
+        (false, true) => Ipv6Addr::UNSPECIFIED.into(),
+    };
+    let listener = TcpListener::bind((ip, port))?;
+    listener.set_nonblocking(true)?;
+    Ok(listener)
+}
+
+/// Where rank 0 listens.
+fn open(options: &TcpOptions) -> Result<TcpListener, MeetError> {
+    let loopback = ["localhost", "127.0.0.1", "::1"].contains(&&*options.addr);
+    // The name of this very machine may lead to an address that is not its own: a service, a translated one.
+    let v6 = resolve(options).is_ok_and(|found| found.iter().all(SocketAddr::is_ipv6));
+    listen(loopback, v6, options.port).map_err(|source| match source.kind() {
+        io::ErrorKind::AddrInUse => MeetError::PortInUse { port: options.port },
+        _ => MeetError::Address {
+            addr: format!("{}:{}", options.addr, options.port),
+            source,
+        },
+    })
+}
+
+/// Rank 0.
+fn host(
+    options: &TcpOptions,
+    listener: Option<TcpListener>,
+    until: Instant,
+) -> Result<Vec<Peer>, MeetError> {
+    let started = Instant::now();
+    let size = options.world.size;
+    let listener = match listener {
+        Some(listener) => listener,
+        None => open(options)?,
+    };
+    let mut guests: BTreeMap<usize, (Peer, Report)> = BTreeMap::new();
+    let mut turned_away = Vec::new();
+    let own = Claim { rank: 0, size };
+    let outcome = receive_guests(&listener, options, own, until, |guest| {
+        let (mut peer, report): (Peer, Report) = match guest {
+            Ok(guest) => guest,
+            Err(error) => {
+                if turned_away.len() < 8 {
+                    turned_away.push(error.to_string());
+                }
+                return Ok(guests.len() + 1 == size);
+            }
+        };
+        let problem = if peer.size != size || peer.rank >= size || peer.rank == 0 {
+            Some(MeetError::Differs {
+                rank: peer.rank,
+                host: report.host.clone(),
+                what: "a world of".to_owned(),
+                theirs: format!("{} ranks", peer.size),
+                ours: format!("{size} ranks"),
+            })
+        } else if let Some((_, first)) = guests.get(&peer.rank) {
+            Some(MeetError::Twice {
+                rank: peer.rank,
+                hosts: [first.host.clone(), report.host.clone()],
+            })
+        } else {
+            difference(peer.rank, &report, &options.facts)
+        };
+        if let Some(problem) = problem {
+            // Whoever is gone needs no answer.
+            peer.send(&Verdict::End(reason(&problem)), until).ok();
+            return Err(problem);
+        }
+        guests.insert(peer.rank, (peer, report));
+        Ok(guests.len() + 1 == size)
+    });
+    let problem = match outcome {
+        Ok(true) => None,
+        Ok(false) => Some(MeetError::Missing {
+            addr: format!("{}:{}", options.addr, options.port),
+            size,
+            arrived: std::iter::once((0, options.host.clone()))
+                .chain(
+                    guests
+                        .iter()
+                        .map(|(rank, (_, report))| (*rank, report.host.clone())),
+                )
+                .collect(),
+            missing: (1..size)
+                .filter(|rank| !guests.contains_key(rank))
+                .collect(),
+            turned_away,
+            elapsed: started.elapsed(),
+        }),
+        Err(problem) => Some(problem),
+    };
+    // The answer gets a moment of its own: the deadline is over where ranks are missing.
+    let until = until.max(Instant::now() + Duration::from_secs(2));
+    if let Some(problem) = problem {
+        let verdict = Verdict::End(reason(&problem));
+        for (peer, _) in guests.values_mut() {
+            peer.send(&verdict, until).ok();
+        }
+        return Err(problem);
+    }
+    let place = |(peer, report): &(Peer, Report)| {
+        let ip = peer.stream.peer_addr().ok().map(|addr| addr.ip());
+        (ip.filter(|ip| !is_loopback(*ip)), report.port)
+    };
+    let mut places = vec![(None, options.port)];
+    places.extend(guests.values().map(place));
+    let verdict = Verdict::Go(places);
+    let mut peers = Vec::with_capacity(size - 1);
+    for (_, (mut peer, _)) in guests {
+        peer.send(&verdict, until)?;
+        peers.push(peer);
+    }
+    Ok(peers)
+}
+
+/// The first fact in which a rank differs from rank 0.
+fn difference(rank: usize, report: &Report, facts: &[(String, String)]) -> Option<MeetError> {
+    let names = facts.iter().chain(&report.facts).map(|(name, _)| name);
+    let value = |facts: &[(String, String)], name: &str| {
+        let found = facts.iter().find(|(known, _)| known == name);
+        found.map_or("nothing", |(_, value)| value).to_owned()
+    };
+    names
+        .map(|name| (name, value(&report.facts, name), value(facts, name)))
+        .find(|(_, theirs, ours)| theirs != ours)
+        .map(|(name, theirs, ours)| MeetError::Differs {
+            rank,
+            host: report.host.clone(),
+            what: name.clone(),
+            theirs,
+            ours,
+        })
+}
+
+fn reason(error: &MeetError) -> Reason {
+    match error {
+        MeetError::Differs {
+            rank,
+            host,
+            what,
+            theirs,
+            ours,
+        } => Reason::Differs {
+            rank: *rank,
+            host: host.clone(),
+            what: what.clone(),
+            theirs: theirs.clone(),
+            ours: ours.clone(),
+        },
+        MeetError::Missing {
+            addr,
+            size,
+            missing,
+            ..
+        } => Reason::Other(format!(
+            "of {size} ranks {missing:?} did not come to {addr}"
+        )),
+        other => Reason::Other(other.to_string()),
+    }
+}
+
+/// Greets whoever connects until `take` says that all are there; false when the time is over before.
+fn receive_guests<T: DeserializeOwned + Send + 'static>(
+    listener: &TcpListener,
+    options: &TcpOptions,
+    own: Claim,
+    until: Instant,
+    mut take: impl FnMut(Result<(Peer, T), MeetError>) -> Result<bool, MeetError>,
+) -> Result<bool, MeetError> {
+    let (sender, receiver) = mpsc::channel();
+    let mut greeting = 0;
+    loop {
+        // What one connection met on its way is its own affair; too many at once are closed.
+        if let Ok((stream, _)) = listener.accept()
+            && greeting < MOST_GREETINGS
+        {
+            greeting += 1;
+            let (sender, secret) = (sender.clone(), options.secret.clone());
+            // Nobody may keep the others waiting by saying nothing.
+            let patience = until.min(Instant::now() + GREETING);
+            std::thread::spawn(move || {
+                let guest = greet(stream, &secret, own, patience);
+                // The meeting may be over.
+                sender.send(guest).ok();
+            });
+            continue;
+        }
+        if let Ok(guest) = receiver.recv_timeout(POLL) {
+            greeting -= 1;
+            if take(guest)? {
+                return Ok(true);
+            }
+        }
+        if Instant::now() >= until {
+            return Ok(false);
+        }
+    }
+}
+
+fn greet<T: DeserializeOwned>(
+    stream: TcpStream,
+    secret: &Secret,
+    own: Claim,
+    patience: Instant,
+) -> Result<(Peer, T), MeetError> {
+    let blocking = stream.set_nonblocking(false);
+    blocking.map_err(|source| MeetError::Broken {
+        from: "a new connection".to_owned(),
+        source,
+    })?;
+    let mut peer = shake(stream, secret, own, false, patience)?;
+    let report = peer.receive(patience)?;
+    Ok((peer, report))
+}
+
+/// Every rank but 0.
+fn visit(options: &TcpOptions, until: Instant) -> Result<Vec<Peer>, MeetError> {
+    let rank = options.world.rank;
+    let own = Claim {
+        rank,
+        size: options.world.size,
+    };
+    let (stream, found) = reach(options, until)?;
+    let loopback = is_loopback(found.ip());
+    let broken = |source| MeetError::Broken {
+        from: "this machine's own network".to_owned(),
+        source,
+    };
+    let listener = listen(loopback, found.is_ipv6(), 0).map_err(broken)?;
+    let port = listener.local_addr().map_err(broken)?.port();
+    let mut first = shake(stream, &options.secret, own, true, until)?;
+    if first.rank != 0 {
+        return Err(MeetError::Stranger {
+            from: found.to_string(),
+            what: format!("is rank {}, not rank 0", first.rank),
+        });
+    }
+    let report = Report {
+        host: options.host.clone(),
+        facts: options.facts.clone(),
+        port,
+    };
+    first.send(&report, until)?;
+    // Rank 0 waits for the slowest until its own deadline, and answers a moment later.
+    let patience = until + options.deadline;
+    let places = match first.receive(patience)? {
+        Verdict::Go(places) if places.len() == own.size => places,
+        Verdict::Go(_) => {
+            return Err(MeetError::Stranger {
+                from: found.to_string(),
+                what: "lists another number of ranks".to_owned(),
+            });
+        }
+        Verdict::End(Reason::Differs {
+            rank,
+            host,
+            what,
+            theirs,
+            ours,
+        }) => {
+            return Err(MeetError::Differs {
+                rank,
+                host,
+                what,
+                theirs,
+                ours,
+            });
+        }
+        Verdict::End(Reason::Other(reason)) => return Err(MeetError::Ended { reason }),
+    };
+    let until = Instant::now() + options.deadline;
+    let mut peers = vec![first];
+    for (other, (ip, port)) in places.iter().enumerate().take(rank).skip(1) {
+        let addr = SocketAddr::new(ip.unwrap_or(found.ip()), *port);
+        let stream = TcpStream::connect_timeout(&addr, options.deadline).map_err(|source| {
+            MeetError::Unreachable {
+                rank,
+                addr: format!("{addr} of rank {other}"),
+                elapsed: Duration::ZERO,
+                source,
+            }
+        })?;
+        let mut peer = shake(stream, &options.secret, own, true, until)?;
+        peer.send(&(), until)?;
+        peers.push(peer);
+    }
+    let mut above: BTreeMap<usize, Peer> = BTreeMap::new();
+    let started = Instant::now();
+    let expected = own.size - rank - 1;
+    let mut turned_away = Vec::new();
+    let complete = expected == 0
+        || receive_guests(
+            &listener,
+            options,
+            own,
+            until,
+            |guest: Result<(Peer, ()), _>| {
+                match guest {
+                    Ok((peer, ())) if peer.rank > rank && peer.rank < own.size => {
+                        above.insert(peer.rank, peer);
+                    }
+                    Ok(_) => {}
+                    Err(error) => turned_away.push(error.to_string()),
+                }
+                Ok(above.len() == expected)
+            },
+        )?;
+    if !complete {
+        return Err(MeetError::Missing {
+            addr: format!("rank {rank} on {}", options.host),
+            size: own.size,
+            arrived: (0..=rank)
+                .chain(above.keys().copied())
+                .map(|rank| (rank, String::new()))
+                .collect(),
+            missing: (rank + 1..own.size)
+                .filter(|rank| !above.contains_key(rank))
+                .collect(),
+            turned_away,
+            elapsed: started.elapsed(),
+        });
+    }
+    peers.extend(above.into_values());
+    Ok(peers)
+}
+
+/// A connection to rank 0, which may start later than this rank.
+fn reach(options: &TcpOptions, until: Instant) -> Result<(TcpStream, SocketAddr), MeetError> {
+    let started = Instant::now();
+    let (mut pause, longest) = PAUSES;
+    let mut last: io::Error = io::ErrorKind::TimedOut.into();
+    loop {
+        // Names of machines that are still starting may appear later.
+        match resolve(options) {
+            Ok(addresses) => {
+                for addr in addresses {
+                    let left = until.saturating_duration_since(Instant::now()).min(ATTEMPT);
+                    if left.is_zero() {
+                        break;
+                    }
+                    match TcpStream::connect_timeout(&addr, left) {
+                        Ok(stream) => return Ok((stream, addr)),
+                        Err(error) => last = error,
+                    }
+                }
+            }
+            Err(MeetError::Address { source, .. }) => last = source,
+            Err(error) => return Err(error),
+        }
+        if Instant::now() + pause >= until {
+            return Err(MeetError::Unreachable {
+                rank: options.world.rank,
+                addr: format!("{}:{}", options.addr, options.port),
+                elapsed: started.elapsed(),
+                source: last,
+            });
+        }
+        std::thread::sleep(pause);
+        pause = (pause * 2).min(longest);
+    }
+}

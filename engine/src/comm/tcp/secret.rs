@@ -1,0 +1,71 @@
+//! What only the ranks of a job know, and how two of them show it without sending it.
+//!
+//! Both sides send a fresh number; each answers with a keyed hash of both numbers, its role and what it claims to be.
+//! Later frames of the meeting carry keyed hashes too. Nothing is encrypted.
+
+use std::fmt;
+use std::fs::File;
+use std::io::{self, Read};
+
+/// Fewest bytes of a secret: a word can be tried out by whoever listens.
+pub const MIN_SECRET_BYTES: usize = 16;
+/// Bytes of a fresh number.
+pub(super) const NONCE_BYTES: usize = 32;
+
+/// The secret of a job.
+#[derive(Clone)]
+pub struct Secret([u8; 32]);
+
+impl fmt::Debug for Secret {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Secret(…)")
+    }
+}
+
+impl Secret {
+    /// The secret of a text that all ranks of the job were given; none where it is shorter than
+    /// [`MIN_SECRET_BYTES`].
+    #[must_use]
+    pub fn new(text: &[u8]) -> Option<Self> {
+        (text.len() >= MIN_SECRET_BYTES)
+            .then(|| Self(blake3::derive_key("tessera 2026 ranks of one job", text)))
+    }
+
+    /// The keyed hash of `parts`. Comparing two of them takes the same time wherever they differ.
+    pub(super) fn seal(&self, parts: &[&[u8]]) -> blake3::Hash {
+        let mut hasher = blake3::Hasher::new_keyed(&self.0);
+        for part in parts {
+            hasher.update(&(part.len() as u64).to_le_bytes());
+            hasher.update(part);
+        }
+        hasher.finalize()
+    }
+
+    /// The secret of one connection.
+    pub(super) fn of_connection(&self, nonces: &[&[u8]; 2]) -> Self {
+        Self(*self.seal(&[b"connection", nonces[0], nonces[1]]).as_bytes())
+    }
+}
+
+/// A number that nobody has seen.
+pub(super) fn nonce() -> io::Result<[u8; NONCE_BYTES]> {
+    let mut bytes = [0; NONCE_BYTES];
+    File::open("/dev/urandom")?.read_exact(&mut bytes)?;
+    Ok(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn secrets_are_long_hidden_and_tell_parts_apart() {
+        assert!(Secret::new(b"short").is_none());
+        let secret = Secret::new(b"sixteen bytes or more").unwrap();
+        assert_eq!(format!("{secret:?}"), "Secret(…)");
+        assert_ne!(secret.seal(&[b"ab", b"c"]), secret.seal(&[b"a", b"bc"]));
+        let other = Secret::new(b"sixteen bytes or mora").unwrap();
+        assert_ne!(secret.seal(&[b"x"]), other.seal(&[b"x"]));
+        assert_ne!(nonce().unwrap(), nonce().unwrap());
+    }
+}

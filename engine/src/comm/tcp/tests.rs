@@ -1,0 +1,335 @@
+//! Meetings that succeed, and each way in which one can fail.
+
+use super::handshake::{Claim, shake};
+use super::{MeetError, Secret, TcpOptions, join, join_at};
+use crate::comm::{Communicator, Tag, World};
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+const PATIENCE: Duration = Duration::from_secs(60);
+
+fn secret(text: &str) -> Secret {
+    Secret::new(format!("the secret of these tests {text}").as_bytes()).unwrap()
+}
+
+/// Where rank 0 listens already, so that no other test takes its port.
+fn listener() -> (TcpListener, u16) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    listener.set_nonblocking(true).unwrap();
+    let port = listener.local_addr().unwrap().port();
+    (listener, port)
+}
+
+fn options(rank: usize, size: usize, port: u16) -> TcpOptions {
+    TcpOptions {
+        world: World { rank, size },
+        region_bytes: 1 << 16,
+        deadline: PATIENCE,
+        addr: "127.0.0.1".to_owned(),
+        port,
+        secret: secret("a"),
+        facts: vec![("version".to_owned(), "1".to_owned())],
+        host: format!("host{rank}"),
+    }
+}
+
+type Joined = Result<Arc<dyn Communicator>, MeetError>;
+
+/// Joins with the options that `change` makes of each rank's; ranks for which it gives none stay away.
+fn meet(size: usize, change: impl Fn(&mut TcpOptions) -> bool) -> Vec<Option<Joined>> {
+    let (listener, port) = listener();
+    let mut listener = Some(listener);
+    std::thread::scope(|scope| {
+        let handles: Vec<_> = (0..size)
+            .map(|rank| {
+                let mut options = options(rank, size, port);
+                let comes = change(&mut options);
+                let listener = listener.take().filter(|_| rank == 0);
+                comes.then(|| scope.spawn(move || join_at(&options, listener)))
+            })
+            .collect();
+        let joined = |handle: Option<std::thread::ScopedJoinHandle<'_, Joined>>| {
+            handle.map(|handle| handle.join().unwrap())
+        };
+        handles.into_iter().map(joined).collect()
+    })
+}
+
+/// A world of ranks that are threads with connections, for the suite that every transport passes.
+pub(in crate::comm) fn worlds(
+    size: usize,
+    region_bytes: usize,
+    deadline: Duration,
+) -> Vec<Arc<dyn Communicator>> {
+    let (listener, port) = listener();
+    let mut listener = Some(listener);
+    std::thread::scope(|scope| {
+        let handles: Vec<_> = (0..size)
+            .map(|rank| {
+                let mut options = options(rank, size, port);
+                options.region_bytes = region_bytes;
+                // The suite's own deadlines begin when all have met.
+                options.deadline = PATIENCE;
+                let listener = listener.take().filter(|_| rank == 0);
+                scope.spawn(move || super::join_with(&options, listener, deadline).unwrap())
+            })
+            .collect();
+        let joined = handles.into_iter().map(|handle| handle.join().unwrap());
+        joined.collect()
+    })
+}
+
+fn error(joined: &Option<Joined>) -> &MeetError {
+    match joined {
+        Some(Err(error)) => error,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn ranks_meet_and_hear_each_other() {
+    for size in [1, 2, 5] {
+        let ranks: Vec<_> = meet(size, |_| true)
+            .into_iter()
+            .map(|joined| joined.unwrap().unwrap())
+            .collect();
+        std::thread::scope(|scope| {
+            for comm in &ranks {
+                scope.spawn(move || {
+                    let own = vec![comm.world().rank as u8];
+                    let all = comm.all_gather_bytes(&own, Tag::new("hello", 0)).unwrap();
+                    let expected: Vec<Vec<u8>> = (0..size).map(|rank| vec![rank as u8]).collect();
+                    assert_eq!(all, expected);
+                });
+            }
+        });
+    }
+}
+
+#[test]
+fn a_rank_that_ends_early_is_not_waited_for() {
+    let ranks: Vec<_> = meet(3, |_| true)
+        .into_iter()
+        .map(|joined| joined.unwrap().unwrap())
+        .collect();
+    std::thread::scope(|scope| {
+        for comm in ranks {
+            scope.spawn(move || {
+                comm.barrier(Tag::new("before", 0)).unwrap();
+                if comm.world().rank == 2 {
+                    return;
+                }
+                let started = Instant::now();
+                let error = comm.barrier(Tag::new("after", 1)).unwrap_err();
+                assert_eq!(
+                    error.to_string(),
+                    "rank 2 aborted: it ended before collective #1"
+                );
+                assert!(started.elapsed() < PATIENCE);
+            });
+        }
+    });
+}
+
+#[test]
+fn missing_ranks_are_named_with_those_that_came() {
+    let joined = meet(4, |options| {
+        options.deadline = Duration::from_millis(300);
+        ![1, 3].contains(&options.world.rank)
+    });
+    let MeetError::Missing {
+        size: 4,
+        arrived,
+        missing,
+        ..
+    } = error(&joined[0])
+    else {
+        panic!("{joined:?}")
+    };
+    assert_eq!(missing, &[1, 3]);
+    let came = [(0, "host0".to_owned()), (2, "host2".to_owned())];
+    assert_eq!(arrived, &came);
+    // The others learn of it from rank 0.
+    let told = error(&joined[2]).to_string();
+    assert!(told.contains("[1, 3] did not come"), "{told}");
+}
+
+#[test]
+fn a_rank_with_another_fact_is_named_to_all() {
+    let joined = meet(3, |options| {
+        if options.world.rank == 2 {
+            options.facts[0].1 = "2".to_owned();
+        }
+        true
+    });
+    for joined in &joined {
+        let MeetError::Differs {
+            rank: 2,
+            host,
+            what,
+            theirs,
+            ours,
+        } = error(joined)
+        else {
+            // Rank 1 may come when the meeting is over already.
+            assert!(
+                matches!(
+                    error(joined),
+                    MeetError::Broken { .. }
+                        | MeetError::Unreachable { .. }
+                        | MeetError::Refused { .. }
+                ),
+                "{joined:?}"
+            );
+            continue;
+        };
+        assert_eq!(
+            (&**host, &**what, &**theirs, &**ours),
+            ("host2", "version", "2", "1")
+        );
+    }
+    assert!(matches!(error(&joined[0]), MeetError::Differs { .. }));
+    assert!(matches!(error(&joined[2]), MeetError::Differs { .. }));
+}
+
+#[test]
+fn a_rank_that_counts_other_ranks_or_a_missing_fact_differs_too() {
+    let joined = meet(2, |options| {
+        if options.world.rank == 1 {
+            options.world.size = 3;
+        }
+        true
+    });
+    let text = error(&joined[0]).to_string();
+    assert!(
+        text.contains("a world of \"3 ranks\"") && text.contains("\"2 ranks\""),
+        "{text}"
+    );
+    let joined = meet(2, |options| {
+        if options.world.rank == 0 {
+            options.facts.clear();
+        }
+        true
+    });
+    let text = error(&joined[1]).to_string();
+    assert!(
+        text.contains("rank 1 on host1 has version \"1\", rank 0 has \"nothing\""),
+        "{text}"
+    );
+}
+
+#[test]
+fn two_processes_of_one_rank_are_told_so() {
+    let (listener, port) = listener();
+    let twice = std::thread::scope(|scope| {
+        let first = scope.spawn(move || join_at(&options(0, 3, port), Some(listener)));
+        for _ in 0..2 {
+            scope.spawn(move || join(&options(1, 3, port)).map(drop));
+        }
+        first.join().unwrap().map(drop).unwrap_err()
+    });
+    assert!(
+        matches!(&twice, MeetError::Twice { rank: 1, hosts } if hosts[0] == "host1"),
+        "{twice}"
+    );
+}
+
+#[test]
+fn a_rank_with_another_secret_stays_outside_and_ends_nobody() {
+    let (listener, port) = listener();
+    std::thread::scope(|scope| {
+        let first = scope.spawn(move || join_at(&options(0, 2, port), Some(listener)));
+        let mut stranger = options(1, 2, port);
+        stranger.secret = secret("b");
+        let refused = join(&stranger).map(drop).unwrap_err();
+        assert!(matches!(refused, MeetError::Refused { .. }), "{refused}");
+        // The real one still finds its place.
+        let second = join(&options(1, 2, port)).unwrap();
+        let first = first.join().unwrap().unwrap();
+        drop((first, second));
+    });
+}
+
+#[test]
+fn whoever_sends_noise_or_nothing_is_turned_away() {
+    let (listener, port) = listener();
+    std::thread::scope(|scope| {
+        let mut waiting = options(0, 2, port);
+        waiting.deadline = Duration::from_millis(600);
+        let first = scope.spawn(move || join_at(&waiting, Some(listener)));
+        let silent = TcpStream::connect(("127.0.0.1", port)).unwrap();
+        let mut loud = TcpStream::connect(("127.0.0.1", port)).unwrap();
+        loud.write_all(b"GET / HTTP/1.1\r\n\r\n").unwrap();
+        let mut claims_much = TcpStream::connect(("127.0.0.1", port)).unwrap();
+        claims_much.write_all(&u32::MAX.to_le_bytes()).unwrap();
+        let error = first.join().unwrap().map(drop).unwrap_err();
+        let MeetError::Missing {
+            missing,
+            turned_away,
+            ..
+        } = &error
+        else {
+            panic!("{error}")
+        };
+        assert_eq!(missing, &[1]);
+        assert!(turned_away.len() >= 2, "{turned_away:?}");
+        drop(silent);
+    });
+}
+
+#[test]
+fn a_listener_that_does_not_know_the_secret_learns_nothing() {
+    let impostor = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = impostor.local_addr().unwrap().port();
+    let until = Instant::now() + PATIENCE;
+    std::thread::scope(|scope| {
+        scope.spawn(move || {
+            let (stream, _) = impostor.accept().unwrap();
+            let claim = Claim { rank: 0, size: 2 };
+            let error = shake(stream, &secret("b"), claim, false, until).unwrap_err();
+            assert!(
+                error.to_string().contains("does not know the secret"),
+                "{error}"
+            );
+        });
+        let error = join(&options(1, 2, port)).map(drop).unwrap_err();
+        assert!(matches!(error, MeetError::Refused { .. }), "{error}");
+    });
+    // Nor does one that repeats what it hears.
+    let mirror = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = mirror.local_addr().unwrap().port();
+    std::thread::scope(|scope| {
+        scope.spawn(move || {
+            let (mut stream, _) = mirror.accept().unwrap();
+            let mut bytes = [0; 4096];
+            while let Ok(read) = stream.read(&mut bytes) {
+                if read == 0 || stream.write_all(&bytes[..read]).is_err() {
+                    break;
+                }
+            }
+        });
+        let error = join(&options(1, 2, port)).map(drop).unwrap_err();
+        assert!(matches!(error, MeetError::Stranger { .. }), "{error}");
+    });
+}
+
+#[test]
+fn a_port_in_use_and_an_absent_host_are_told_apart() {
+    let (_taken, port) = listener();
+    let error = join(&options(0, 2, port)).map(drop).unwrap_err();
+    assert!(
+        matches!(error, MeetError::PortInUse { port: found } if found == port),
+        "{error}"
+    );
+    let (listener, port) = listener();
+    drop(listener);
+    let mut alone = options(1, 2, port);
+    alone.deadline = Duration::from_millis(100);
+    let error = join(&alone).map(drop).unwrap_err();
+    assert!(
+        matches!(error, MeetError::Unreachable { rank: 1, .. }),
+        "{error}"
+    );
+}

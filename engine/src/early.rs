@@ -1,0 +1,222 @@
+//! Updates beside backward: a thread that steps a unit as soon as its gradients are final, into the unit's spare.
+//!
+//! What a unit needs moves to the thread and back, so nothing is shared. At most one unit waits while another is
+//! stepped: that bounds the gradients that wait, and a slow optimizer slows backward down instead of filling memory.
+//! Only time depends on the thread: every element has one update, of the same numbers as behind the pass.
+
+use crate::error::EngineError;
+use crate::gradients::{Accumulator, Consumed, Moment};
+use crate::plan::{Plan, Tier};
+use crate::spec::UnitId;
+use crate::state::UnitState;
+use crate::tier::{Access, Region};
+use crate::trace::{Lane, Trace};
+use crate::update::{CHUNKS_AHEAD, Chunk, Rule, Scalars, chunks};
+use crate::zero::OptimizerConfig;
+use crossbeam::channel::{Receiver, Sender, unbounded};
+use kernels::DType;
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+
+type Result<T, E = EngineError> = std::result::Result<T, E>;
+
+/// Units at the thread at once: one that is stepped, one that waits.
+pub(crate) const JOBS: usize = 2;
+/// Most elements of a chunk in memory: its windows are copied before they are stepped, and should still be in a cache.
+const CHUNK_ELEMS: usize = 1 << 20;
+
+/// The gradients of a unit.
+#[derive(Debug)]
+pub(crate) enum Gradients {
+    /// Their sum, which stays.
+    Summed(Accumulator),
+    /// The only micro-batch's, f32, for the elements of the unit's state.
+    Coming(Region, Moment),
+}
+
+/// A unit on its way to the thread and back.
+#[derive(Debug)]
+pub(crate) struct Job {
+    pub(crate) unit: UnitId,
+    pub(crate) gradients: Gradients,
+    pub(crate) state: UnitState,
+    /// Resting weights, and the element of the group at which they begin; gone on the way back.
+    pub(crate) weights: Option<(Arc<Region>, usize)>,
+    /// Sum of squares of gradients that were consumed.
+    pub(crate) squares: Option<f64>,
+    pub(crate) outcome: Result<()>,
+}
+
+/// The thread of one update.
+#[derive(Debug)]
+pub(crate) struct EarlyRun {
+    scalars: Scalars,
+    jobs: Option<Sender<Job>>,
+    done: Receiver<Job>,
+    thread: Option<JoinHandle<()>>,
+    open: usize,
+}
+
+impl EarlyRun {
+    /// Starts the thread of the update with `scalars`.
+    pub(crate) fn start(
+        plan: Arc<Plan>,
+        optimizer: Arc<OptimizerConfig>,
+        scalars: Scalars,
+        trace: Trace,
+    ) -> Result<Self> {
+        let (jobs, queue) = unbounded::<Job>();
+        let (reply, done) = unbounded();
+        let work = move || {
+            let rule = Rule {
+                plan: &plan,
+                optimizer: &optimizer,
+                scalars,
+            };
+            for mut job in queue {
+                let started = trace.now();
+                job.outcome = job.step(rule);
+                trace.end(started, Lane::EarlyUpdate, || {
+                    plan.spec().units[job.unit.index()].name.clone()
+                });
+                job.weights = None;
+                // Who does not wait for the answer has given up the update.
+                if reply.send(job).is_err() {
+                    return;
+                }
+            }
+        };
+        let builder = std::thread::Builder::new().name("early-step".into());
+        let thread = builder.spawn(work).map_err(|_| EngineError::EarlyThread)?;
+        Ok(Self {
+            scalars,
+            jobs: Some(jobs),
+            done,
+            thread: Some(thread),
+            open: 0,
+        })
+    }
+
+    /// The numbers that units are stepped with.
+    pub(crate) fn scalars(&self) -> Scalars {
+        self.scalars
+    }
+
+    /// Units at the thread.
+    pub(crate) fn open(&self) -> usize {
+        self.open
+    }
+
+    /// Hands a unit over.
+    pub(crate) fn send(&mut self, job: Job) -> Result<()> {
+        let jobs = self.jobs.as_ref().ok_or(EngineError::EarlyThread)?;
+        jobs.send(job).map_err(|_| EngineError::EarlyThread)?;
+        self.open += 1;
+        Ok(())
+    }
+
+    /// Waits for the unit that was handed over first of those still there.
+    pub(crate) fn receive(&mut self) -> Result<Job> {
+        let job = self.done.recv().map_err(|_| EngineError::EarlyThread)?;
+        self.open -= 1;
+        Ok(job)
+    }
+}
+
+impl Drop for EarlyRun {
+    fn drop(&mut self) {
+        self.jobs = None;
+        if let Some(thread) = self.thread.take() {
+            // A panic there has shown as a missing answer.
+            thread.join().ok();
+        }
+    }
+}
+
+impl Job {
+    fn step(&mut self, rule: Rule<'_>) -> Result<()> {
+        let config = rule.plan.config();
+        let on_disk = [config.offload.param, config.offload.optimizer].contains(&Tier::Nvme);
+        let most = config.sub_group_elems.min(CHUNK_ELEMS);
+        let of_unit = [(self.unit, self.state.range())];
+        let chunks = chunks(of_unit.into_iter(), most, on_disk);
+        let group = &rule.plan.unit(self.unit).trainable;
+        let Some((weights, start)) = &self.weights else {
+            return Ok(());
+        };
+        let mut consumed = match &self.gradients {
+            Gradients::Coming(_, moment) => Some(Consumed::new(group, rule.plan, *moment)),
+            Gradients::Summed(_) => None,
+        };
+        let mut ahead = VecDeque::new();
+        for (i, chunk) in chunks.iter().enumerate() {
+            while ahead.len() <= CHUNKS_AHEAD && i + ahead.len() < chunks.len() {
+                let summed = match &self.gradients {
+                    Gradients::Summed(sum) => Some(sum),
+                    Gradients::Coming(..) => None,
+                };
+                let range = &chunks[i + ahead.len()].range;
+                ahead.push_back(rule.read_ahead(range, summed, (weights, *start), &self.state)?);
+            }
+            let reads = ahead.pop_front().unwrap_or_default();
+            let first = self.state.range().start;
+            self.gradients
+                .chunk(chunk, first, reads, &mut consumed, |grads, ahead| {
+                    let dtype = config.precision.weight_dtype();
+                    let from = (&**weights, *start);
+                    let windows = self.state.early_windows(
+                        &chunk.range,
+                        dtype,
+                        from,
+                        rule.reads_weights(),
+                        ahead,
+                    )?;
+                    match windows {
+                        Some((weight, states)) => rule.apply(chunk, grads, weight, states),
+                        None => Ok(()),
+                    }
+                })?;
+        }
+        self.squares = consumed.map(Consumed::squares);
+        Ok(())
+    }
+}
+
+impl Gradients {
+    /// Runs `step` with the gradients of a chunk, and with the reads of what else it needs.
+    fn chunk(
+        &mut self,
+        chunk: &Chunk,
+        first: usize,
+        reads: crate::update::Reads,
+        consumed: &mut Option<Consumed<'_>>,
+        step: impl FnOnce(&[u8], &mut dyn FnMut() -> Option<crate::spill::PendingRead>) -> Result<()>,
+    ) -> Result<()> {
+        let mut reads = reads.into_iter();
+        let of_gradients = reads.next().flatten();
+        let mut ahead = || reads.next().flatten();
+        let bytes = |range: &Range<usize>, start: usize, dtype: DType| {
+            let size = dtype.size_bytes();
+            (range.start - start) * size..(range.end - start) * size
+        };
+        match (self, consumed) {
+            (Self::Summed(sum), _) => {
+                let bytes = bytes(&chunk.range, sum.range().start, sum.dtype());
+                let region = sum.region_read();
+                let mut window = region.window(bytes, Access::Read, of_gradients)?;
+                step(window.as_mut_bytes(), &mut ahead)
+            }
+            (Self::Coming(values, _), Some(consumed)) => {
+                let bytes = bytes(&chunk.range, first, DType::F32);
+                let mut window = values.window(bytes, Access::Read, None)?;
+                step(
+                    consumed.take(chunk.range.clone(), window.as_mut_slice()),
+                    &mut ahead,
+                )
+            }
+            (Self::Coming(..), None) => Ok(()),
+        }
+    }
+}

@@ -1,0 +1,93 @@
+//! Which units are updated while backward still runs, and what becomes of their gradients.
+//!
+//! Such a unit keeps its optimizer state and its part of the weights twice. The update reads one copy and writes the
+//! other; they change places when the global norm is known and nothing contradicts, so that a step that clips or skips
+//! has lost nothing, and every result has the bits of an update behind the pass.
+
+use super::{Plan, UnitPlan, ZeroConfig};
+use crate::spec::UnitId;
+use serde::{Deserialize, Serialize};
+
+/// Updates that begin while backward runs.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct EarlyStep {
+    /// Most elements of a rank that are updated early. Units nearest to the loss, whose gradients come first, are
+    /// chosen first.
+    pub most_elems: u64,
+    /// Whether every update has one micro-batch.
+    pub single_micro_batch: bool,
+}
+
+/// By unit, whether it is updated early: where a rank has the final sum of what it updates before the pass ends.
+pub(super) fn chosen(config: &ZeroConfig, world_size: usize, units: &[UnitPlan]) -> Vec<bool> {
+    let mut chosen = vec![false; units.len()];
+    let Some(early) = config.early_step else {
+        return chosen;
+    };
+    let reduced_in_the_pass = config.shards_gradients() && config.stage.shards_optimizer();
+    if !reduced_in_the_pass && world_size > 1 {
+        return chosen;
+    }
+    let mut left = early.most_elems;
+    for unit in units.iter().rev() {
+        let elems = unit.trainable.shard_elems as u64;
+        if unit.trainable.is_empty() {
+            continue;
+        }
+        if elems > left {
+            break;
+        }
+        left -= elems;
+        chosen[unit.id.index()] = true;
+    }
+    chosen
+}
+
+impl Plan {
+    /// Whether `unit` is updated while backward runs, in the last micro-batch of an update.
+    #[must_use]
+    pub fn steps_early(&self, unit: UnitId) -> bool {
+        self.early[unit.index()]
+    }
+
+    /// Whether any unit is.
+    #[must_use]
+    pub fn any_steps_early(&self) -> bool {
+        self.early.contains(&true)
+    }
+
+    /// Whether the gradients of `unit` go into its update as they come and are kept nowhere: with one micro-batch there
+    /// is nothing to add, and without clipping nothing can ask for another factor.
+    #[must_use]
+    pub fn consumes_gradients(&self, unit: UnitId) -> bool {
+        let config = self.config();
+        let single = config
+            .early_step
+            .is_some_and(|early| early.single_micro_batch);
+        self.steps_early(unit) && single && config.max_grad_norm.is_none()
+    }
+
+    /// Elements of `unit` that one rank updates (shards are padded to equal size).
+    #[must_use]
+    pub(crate) fn updated_elems(&self, unit: &UnitPlan) -> usize {
+        if self.config().stage.shards_optimizer() {
+            unit.trainable.shard_elems
+        } else {
+            unit.trainable.padded_elems
+        }
+    }
+
+    /// Most elements whose gradients wait to be consumed at once, for each of the two buffers they wait in; 0 where
+    /// none are.
+    #[must_use]
+    pub(crate) fn waiting_elems(&self) -> usize {
+        let consumed = self
+            .units()
+            .iter()
+            .filter(|u| self.consumes_gradients(u.id));
+        consumed
+            .map(|unit| self.updated_elems(unit))
+            .max()
+            .unwrap_or(0)
+    }
+}

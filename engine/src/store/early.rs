@@ -1,0 +1,174 @@
+//! What a store hands to the thread of early updates, and what it takes back.
+
+use super::{Early, Residency, Result, Store};
+use crate::early::{self, EarlyRun, Gradients, Job};
+use crate::error::EngineError;
+use crate::parallel;
+use crate::plan::{GroupKind, Tier};
+use crate::spec::UnitId;
+use crate::tier::Access;
+use crate::trace::Lane;
+use crate::update::Scalars;
+use crate::zero::OptimizerConfig;
+use std::sync::Arc;
+use std::time::Instant;
+
+impl Store {
+    /// The coming pass is the last of its update, whose numbers are `scalars`.
+    pub(crate) fn begin_early(
+        &mut self,
+        optimizer: &Arc<OptimizerConfig>,
+        scalars: Scalars,
+    ) -> Result<()> {
+        // What an update came to that never was made is nothing.
+        self.end_early()?;
+        self.units
+            .iter_mut()
+            .for_each(|unit| unit.early = Early::default());
+        let trace = self.tiers.trace().clone();
+        let run = EarlyRun::start(self.plan.clone(), optimizer.clone(), scalars, trace)?;
+        self.early = Some(run);
+        Ok(())
+    }
+
+    /// Takes everything back from the thread.
+    pub(super) fn collect(&mut self) -> Result<()> {
+        let mut outcome = Ok(());
+        while let Some(run) = &mut self.early
+            && run.open() > 0
+        {
+            // All come back, also behind a failure: their memory belongs here.
+            let job = run.receive()?;
+            outcome = outcome.and(self.take_back(job));
+        }
+        outcome
+    }
+
+    /// Ends the thread; the numbers that units were stepped with, if any were announced.
+    pub(crate) fn end_early(&mut self) -> Result<Option<Scalars>> {
+        let outcome = self.collect();
+        let scalars = self.early.take().map(|run| run.scalars());
+        outcome.map(|()| scalars)
+    }
+
+    /// Whether the spare of `unit` holds it after the update.
+    pub(crate) fn stepped_early(&self, unit: UnitId) -> bool {
+        self.units[unit.index()].early.stepped
+    }
+
+    /// Sum of squares of the gradients of `unit`, where they are gone.
+    pub(crate) fn consumed_squares(&self, unit: UnitId) -> Option<f64> {
+        self.units[unit.index()].early.squares
+    }
+
+    /// Makes the spare of `unit` its state and weights.
+    pub(crate) fn commit_early(&mut self, unit: UnitId) -> Result<()> {
+        let start = self.resting(unit, GroupKind::Trainable).start;
+        let (name, dtype) = (self.unit_name(unit), self.weight_dtype());
+        let parts = &mut self.units[unit.index()];
+        parts.residency = Residency::Sharded;
+        let mut weights = parts.weights.iter_mut();
+        let weights = weights
+            .find(|(kind, _)| *kind == GroupKind::Trainable)
+            .and_then(|(_, region)| Arc::get_mut(region));
+        match (weights, &mut parts.state) {
+            (Some(weights), Some(state)) => state.commit(weights, start, dtype),
+            _ => Err(EngineError::WeightsBorrowed { unit: name }),
+        }
+    }
+
+    /// Hands a unit with its final sum to the thread, if it is stepped early and this is the update's last pass.
+    pub(super) fn step_early(&mut self, unit: UnitId) -> Result<()> {
+        if self.early.is_none() || !self.plan.steps_early(unit) {
+            return Ok(());
+        }
+        self.wait_for_thread()?;
+        match self.units[unit.index()].gradients.take() {
+            Some(sum) => self.hand_over(unit, Gradients::Summed(sum)),
+            None => Ok(()),
+        }
+    }
+
+    /// Hands the gradients of a unit to the thread, which leaves nothing of them.
+    pub(super) fn consume(&mut self, unit: UnitId, values: &[f32]) -> Result<()> {
+        let refuse = |reason| {
+            Err(EngineError::Consumed {
+                unit: self.unit_name(unit),
+                reason,
+            })
+        };
+        if self.early.is_none() {
+            return refuse("the update was not announced before the pass");
+        }
+        if self.moment.micro_batch > 0 {
+            return refuse("this is not the update's first micro-batch");
+        }
+        self.wait_for_thread()?;
+        let mut region = self.waiting.pop().ok_or(EngineError::EarlyThread)?;
+        let window = 0..values.len() * 4;
+        let copied = self.copies.time(Tier::Host, || {
+            let mut window = region.window(window, Access::Write, None)?;
+            parallel::copy(values, window.as_mut_slice());
+            window.commit()
+        });
+        match copied {
+            Ok(()) => self.hand_over(unit, Gradients::Coming(region, self.moment)),
+            Err(error) => {
+                self.waiting.push(region);
+                Err(error)
+            }
+        }
+    }
+
+    fn hand_over(&mut self, unit: UnitId, gradients: Gradients) -> Result<()> {
+        let start = self.resting(unit, GroupKind::Trainable).start;
+        let parts = &mut self.units[unit.index()];
+        let weights = parts
+            .weights
+            .iter()
+            .find(|(kind, _)| *kind == GroupKind::Trainable);
+        let weights = weights.map(|(_, region)| (region.clone(), start));
+        let (Some(run), Some(state)) = (&mut self.early, parts.state.take()) else {
+            return Ok(());
+        };
+        run.send(Job {
+            unit,
+            gradients,
+            state,
+            weights,
+            squares: None,
+            outcome: Ok(()),
+        })
+    }
+
+    /// Waits until the thread has room for one more unit.
+    fn wait_for_thread(&mut self) -> Result<()> {
+        while let Some(run) = &mut self.early
+            && run.open() >= early::JOBS
+        {
+            let started = Instant::now();
+            let job = run.receive()?;
+            self.copies.count(started.elapsed());
+            let waited = self.tiers.trace().now().map(|_| started);
+            let trace = self.tiers.trace();
+            trace.end(waited, Lane::Offload, || "wait for updates".into());
+            self.take_back(job)?;
+        }
+        Ok(())
+    }
+
+    fn take_back(&mut self, job: Job) -> Result<()> {
+        let parts = &mut self.units[job.unit.index()];
+        parts.state = Some(job.state);
+        match job.gradients {
+            Gradients::Summed(sum) => parts.gradients = Some(sum),
+            Gradients::Coming(region, _) => self.waiting.push(region),
+        }
+        job.outcome?;
+        parts.early = Early {
+            stepped: true,
+            squares: job.squares,
+        };
+        Ok(())
+    }
+}
