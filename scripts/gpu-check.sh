@@ -2,16 +2,19 @@
 # Turns any GPU into figures: probes it, checks every kernel, measures them. Needs what scripts/gpu-build.sh put into
 # BIN_DIR, this repository and a driver. Logs and tables go to OUT, a summary is printed last; a failing stage does
 # not stop the others; exits with 0 when every stage passed.
-# usage: scripts/gpu-check.sh BIN_DIR [OUT] [--stages a,b] [--budget SECONDS]
+# usage: scripts/gpu-check.sh BIN_DIR [OUT] [--stages a,b] [--budget SECONDS] [--device cuda|cpu]
+# --device cpu takes the stage `train` through its paths where no GPU is; the other stages need one.
 set -uo pipefail
 
-stages=probe,doctor,ceilings,ipc,nccl,calibration,conformance,backend,table,parity,offload
-budget=470
+stages=probe,doctor,ceilings,ipc,nccl,calibration,conformance,backend,train,table,products,parity,offload
+budget=590
+device=cuda
 positional=()
 while [ $# -gt 0 ]; do
   case $1 in
     --stages) stages=${2:?--stages needs a list}; shift 2 ;;
     --budget) budget=${2:?--budget needs seconds}; shift 2 ;;
+    --device) device=${2:?--device needs cuda or cpu}; shift 2 ;;
     -*) echo "unknown option $1" >&2; exit 2 ;;
     *) positional+=("$1"); shift ;;
   esac
@@ -30,6 +33,7 @@ limit_of() {
     ipc) echo 40 ;;
     nccl) echo 60 ;;
     calibration) echo 90 ;;
+    train) echo 240 ;;
     *) echo 180 ;;
   esac
 }
@@ -46,7 +50,32 @@ assert report["gpus"], "the doctor sees no GPU"
 PYTHON
 }
 
-# Golden packs of every family on this machine: another processor checks the tolerances, and the GPU once training runs on it.
+# Training on the GPU: golden packs and the 200-step trajectory at the tolerances of the CPU, the demo to its end in f32,
+# its first updates in every precision beside the CPU's, and the memory that the driver counts beside the plan.
+train() {
+  local precision where run
+  "$bin/parity" --device "$device" --drift "$root"/tests/golden/*/ >"$out/train-parity.txt" 2>&1 ||
+    { grep -v ' ok$' "$out/train-parity.txt" | grep -E 'FAIL|read|error|cause|evidence|next' | head -20; return 1; }
+  tail -1 "$out/train-parity.txt"
+  rm -rf "$out/demo"
+  "$bin/launcher" --device "$device" --nproc 2 --zero 3 --offload cpu --output "$out/demo" >"$out/train-demo.txt" 2>&1 ||
+    { tail -20 "$out/train-demo.txt"; return 1; }
+  grep -E '^ (device|gpu|eval|resume|done)' "$out/train-demo.txt"
+  "$root/.ci/check-demo" "$out/demo" || return 1
+  for precision in f32 bf16 fp16 pure-bf16; do
+    for where in cpu "$device"; do
+      run="$out/train-$precision-$where"
+      rm -rf "$run"
+      "$bin/launcher" --device "$where" --nproc 1 --zero 3 --offload cpu --precision "$precision" --max-steps 8 \
+        --logging-steps 1 --eval-strategy no --save-strategy no --output "$run" >"$run.txt" 2>&1 ||
+        { tail -20 "$run.txt"; return 1; }
+    done
+  done
+  python3 "$root/scripts/gpu_train.py" "$out" "$device" >"$out/train.md" || { cat "$out/train.md"; return 1; }
+  cat "$out/train.md"
+}
+
+# Golden packs of every family on this machine's processor: another one checks the tolerances.
 parity() {
   "$bin/parity" "$root"/tests/golden/*/ >"$out/parity.txt" || { grep FAIL "$out/parity.txt"; return 1; }
   { echo "## parity"; echo; echo '```'; grep -E 'margin:|agree|passed' "$out/parity.txt"; echo '```'; } >"$out/parity.md"
@@ -68,8 +97,19 @@ offload() {
       cmp "$out/losses-$precision-none" "$out/losses-$precision-${tier%%:*}" || return 1
     done
   done
+  # Updates beside backward: the same losses as behind it, with gradients kept nowhere and with a norm that clips.
+  for clip in 0 0.5; do
+    for early in off all; do
+      run="$out/run-early-$clip-$early"
+      "$bin/launcher" --zero 3 --offload "nvme:$spill" --precision bf16 --max-grad-norm "$clip" --early-step "$early" \
+        --max-steps 10 --eval-strategy no --output "$run" >"$run.txt" 2>&1 || { tail -20 "$run.txt"; return 1; }
+      grep -o '"loss":[^,]*' "$run/trainer_log.jsonl" >"$out/losses-early-$clip-$early"
+      rm -rf "$run"
+    done
+    cmp "$out/losses-early-$clip-off" "$out/losses-early-$clip-all" || return 1
+  done
   rm -rf "$spill"
-  { echo "## disk and tiers"; echo; echo '```'; cat "$out/nvme.txt"; echo "12 runs: losses equal on every tier"; echo '```'; } >"$out/offload.md"
+  { echo "## disk and tiers"; echo; echo '```'; cat "$out/nvme.txt"; echo "16 runs: losses equal on every tier, and with updates beside backward"; echo '```'; } >"$out/offload.md"
 }
 
 packages=$(python3 -c 'import site, sys; print(":".join(site.getsitepackages() + [p for p in sys.path if p.endswith("-packages")]))' 2>/dev/null || true)
@@ -88,7 +128,7 @@ for stage in ${stages//,/ }; do
   echo "== $stage (at most $limit s)"
   begun=$SECONDS
   rm -f "$out/$stage.md" "$out/$stage.json" "$out/$stage.log"
-  if [ "$stage" = doctor ] || [ "$stage" = parity ] || [ "$stage" = offload ]; then
+  if [ "$stage" = doctor ] || [ "$stage" = train ] || [ "$stage" = parity ] || [ "$stage" = offload ]; then
     "$stage" 2>&1 | tee "$out/$stage.log"
     code=${PIPESTATUS[0]}
   else

@@ -1,7 +1,7 @@
 """Times the same work in PyTorch, for the table of scripts/gpu-check.sh: the same shapes, on the same GPU, right after.
 
 Prints one JSON object: name of the row -> milliseconds. What PyTorch cannot do is left out and named on stderr.
-usage: gpu_peers.py [--budget SECONDS]
+usage: gpu_peers.py [--budget SECONDS] [--params N] [--stage table|products]
 """
 
 import json
@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 BUDGET = float(sys.argv[sys.argv.index("--budget") + 1]) if "--budget" in sys.argv else 60.0
+STAGE = sys.argv[sys.argv.index("--stage") + 1] if "--stage" in sys.argv else "table"
 STARTED = time.monotonic()
 results = {}
 
@@ -33,7 +34,10 @@ def median_ms(work, seconds=0.5):
     return sorted(times)[len(times) // 2]
 
 
-def measure(name, prepare):
+def measure(name, prepare, stage="table"):
+    """Rows of another stage than the one that asks are left out."""
+    if stage != STAGE:
+        return
     if time.monotonic() - STARTED > BUDGET:
         print(f"{name}: not measured, the time is used up", file=sys.stderr)
         return
@@ -121,6 +125,63 @@ def linear(t, n, k, rank):
     return prepare
 
 
+def two_layers(t, n, k, vision, which):
+    """As published code does it: rows taken apart, a product each, results put together."""
+
+    def prepare():
+        front = (t - vision) // 2
+        second = torch.arange(front, front + vision, device="cuda")
+        first = torch.cat([torch.arange(front, device="cuda"), torch.arange(front + vision, t, device="cuda")])
+        groups = [(first, normal(n, k)), (second, normal(n, k))]
+        x, dy = normal(t, k), normal(t, n)
+
+        def work():
+            with torch.no_grad():
+                if which == "dW":
+                    return [dy[rows].T @ x[rows] for rows, _ in groups]
+                a, width = (dy, k) if which == "dx" else (x, n)
+                out = torch.empty(t, width, device="cuda", dtype=torch.bfloat16)
+                for rows, weight in groups:
+                    out[rows] = a[rows] @ (weight if which == "dx" else weight.T)
+                return out
+
+        return work
+
+    return prepare
+
+
+def adapted(t, n, k, rank, backward):
+    def prepare():
+        x, w = normal(t, k, grad=backward), normal(n, k)
+        a, b = normal(rank, k, grad=backward), normal(n, rank, grad=backward)
+
+        def forward():
+            return F.linear(x, w) + 0.5 * F.linear(F.linear(x, a), b)
+
+        if not backward:
+            def work():
+                with torch.no_grad():
+                    forward()
+            return work
+        y, dy = forward(), normal(t, n)
+        return lambda: torch.autograd.grad(y, [x, a, b], dy, retain_graph=True)
+
+    return prepare
+
+
+def products():
+    for t, n, k in ((8192, 4096, 4096), (8192, 11008, 4096), (8192, 4096, 11008), (9808, 15360, 1792)):
+        measure(f"product bf16 {t}x{n}x{k}", linear(t, n, k, 0), "products")
+    for vision in (2048, 6144):
+        for which in ("forward", "dx", "dW"):
+            name = f"two layers bf16 8192x4096x4096, {vision} rows of the second, {which}"
+            measure(name, two_layers(8192, 4096, 4096, vision, which), "products")
+    for rank in (16, 64):
+        for which in ("forward", "backward"):
+            name = f"adapted product bf16 8192x4096x4096 rank {rank} {which}"
+            measure(name, adapted(8192, 4096, 4096, rank, which == "backward"), "products")
+
+
 def main():
     n = int(sys.argv[sys.argv.index("--params") + 1]) if "--params" in sys.argv else 1 << 28
     measure("adamw f32, f32 gradient", adamw(torch.float32, n))
@@ -142,6 +203,7 @@ def main():
         measure(f"attention bf16 {name} backward", attention(*shape, True))
     for rank in (0, 16, 64):
         measure(f"linear bf16 8192x4096x4096 rank {rank}", linear(8192, 4096, 4096, rank))
+    products()
     print(json.dumps(results))
 
 

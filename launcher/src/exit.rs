@@ -44,9 +44,18 @@ pub enum ErrorCode {
     /// A model folder is incomplete, damaged or of an unsupported family.
     #[serde(rename = "E10")]
     ModelFiles,
+    /// A GPU is too old for what it is asked to do.
+    #[serde(rename = "E11")]
+    DeviceTooOld,
+    /// CUDA cannot be used: no driver or one that is too old, no GPU, or one that fails.
+    #[serde(rename = "E12")]
+    Cuda,
     /// The disk is full or a file cannot be written.
     #[serde(rename = "E13")]
     Disk,
+    /// The port where ranks meet is in use.
+    #[serde(rename = "E14")]
+    PortInUse,
     /// Shared memory is too small for the exchange between ranks.
     #[serde(rename = "E15")]
     SharedMemory,
@@ -72,7 +81,7 @@ pub enum ErrorCode {
 
 impl ErrorCode {
     /// Every code, in order.
-    pub const ALL: [Self; 18] = [
+    pub const ALL: [Self; 21] = [
         Self::DeviceMemory,
         Self::HostMemory,
         Self::Rendezvous,
@@ -83,7 +92,10 @@ impl ErrorCode {
         Self::Resume,
         Self::Usage,
         Self::ModelFiles,
+        Self::DeviceTooOld,
+        Self::Cuda,
         Self::Disk,
+        Self::PortInUse,
         Self::SharedMemory,
         Self::NothingToDo,
         Self::Plan,
@@ -106,7 +118,10 @@ impl ErrorCode {
             Self::Resume => "E08",
             Self::Usage => "E09",
             Self::ModelFiles => "E10",
+            Self::DeviceTooOld => "E11",
+            Self::Cuda => "E12",
             Self::Disk => "E13",
+            Self::PortInUse => "E14",
             Self::SharedMemory => "E15",
             Self::NothingToDo => "E16",
             Self::Plan => "E17",
@@ -127,7 +142,11 @@ impl ErrorCode {
             Self::ModelFiles => 10,
             Self::DeviceMemory => 11,
             Self::HostMemory => 12,
-            Self::Rendezvous | Self::SharedMemory => 13,
+            Self::Rendezvous
+            | Self::PortInUse
+            | Self::SharedMemory
+            | Self::DeviceTooOld
+            | Self::Cuda => 13,
             Self::Collective => 14,
             Self::Numeric => 15,
             Self::Disk => 16,

@@ -6,23 +6,27 @@ use std::time::Instant;
 
 use crate::args::{self, Args, Command, Note, PlanArgs};
 use crate::bench;
+use crate::ckpt;
 use crate::config::file::{self, Loaded};
-use crate::config::{Resume, RunConfig, Task, resolve};
+use crate::config::{DEVICE, EarlyStep, Resume, RunConfig, Task, resolve_on};
 use crate::data;
+use crate::device::{self, Chosen, Devices, Nvidia};
 use crate::doctor;
 use crate::error_format::ErrorFormat;
 use crate::exit::{ErrorCode, Failure};
 use crate::explain;
 use crate::generate;
+use crate::hostfile;
 use crate::logging;
 use crate::plan;
 use crate::rank::{self, RunSummary, StopFlag};
 use crate::rank_env::{Env, RankEnv, Variables};
 use crate::report::{self, PlanFile};
+use crate::restart::Attempts;
 use crate::run;
 use crate::run_folder::{self, Held};
 use crate::supervisor::job::{Job, config_file};
-use crate::supervisor::{SignalSource, Supervisor, own_program};
+use crate::supervisor::{RunFailure, Share, SignalSource, Supervisor, own_program};
 use crate::synth;
 use crate::ui::{DoneEvent, Event, ResumeEvent, Screen};
 use crate::watch;
@@ -31,7 +35,8 @@ use crate::watch;
 pub(crate) const RECORD_TARGET: &str = "tessera_report";
 
 /// The work of one rank process, from its configuration to its summary.
-pub type RankMain = fn(&RunConfig, &RankEnv, &StopFlag) -> Result<RunSummary, Failure>;
+pub type RankMain =
+    fn(&RunConfig, &RankEnv, &StopFlag, &dyn Devices) -> Result<RunSummary, Failure>;
 
 /// Work of the supervisor before ranks start and before the run's folder is touched: check model
 /// and data, plan the memory. What it shows goes through the callback.
@@ -48,6 +53,8 @@ pub struct Hooks {
     pub prepare: PrepareHook,
     /// Runs in every rank.
     pub rank_main: RankMain,
+    /// GPUs.
+    pub devices: &'static dyn Devices,
 }
 
 /// Runs the program with nothing to prepare.
@@ -55,6 +62,7 @@ pub fn run_with(rank_main: RankMain) -> ExitCode {
     run_hooks(Hooks {
         prepare: |_, _, _| Ok(Box::new(|_| ())),
         rank_main,
+        devices: &Nvidia,
     })
 }
 
@@ -74,12 +82,18 @@ pub fn run_hooks(hooks: Hooks) -> ExitCode {
 fn run_command(hooks: &Hooks, argv: &[String], format: ErrorFormat) -> Result<ExitCode, Failure> {
     match args::parse(argv)? {
         Command::Train { args, typed, notes } => {
-            let env = Env::read()?;
+            let mut env = Env::read(args.rank_is)?;
             let loaded = file::load(&typed)?.unwrap_or_default();
             let args = match loaded.words.is_empty() {
                 true => args,
                 false => Box::new(args::train_args(&loaded.words)?),
             };
+            // Ranks that our own supervisor started have its configuration instead of a line.
+            if !env.rank.as_ref().is_some_and(RankEnv::is_supervised) {
+                let mut screen = Screen::on_stderr(env.no_color);
+                let place = hostfile::place(&args, argv, &env, &mut |event| screen.show(&event))?;
+                env.node = place.or(env.node);
+            }
             match env.rank.clone() {
                 Some(rank) => {
                     // Under another launcher no supervisor has said it.
@@ -91,8 +105,8 @@ fn run_command(hooks: &Hooks, argv: &[String], format: ErrorFormat) -> Result<Ex
                 None => run_supervisor(hooks, &env, &args, &loaded, notes),
             }
         }
-        Command::Plan { args, typed, notes } => plan_with_files(&args, typed, notes),
-        Command::ExplainConfig { args, typed } => file::explain(&args, &typed, &Env::read()?),
+        Command::Plan { args, typed, notes } => plan_with_files(hooks, &args, typed, notes),
+        Command::ExplainConfig { args, typed } => file::explain(&args, &typed, &Env::read_alone()),
         // Reports also on an environment that training refuses.
         Command::Doctor(options) => doctor::run(&Variables::read(), options.json == Some(true)),
         Command::Explain(options) => explain::run(&options),
@@ -100,6 +114,7 @@ fn run_command(hooks: &Hooks, argv: &[String], format: ErrorFormat) -> Result<Ex
         Command::Generate(args) => generate::ask::run(&args),
         Command::Eval(args) => generate::evaluate::run(&args),
         Command::Export(options) => run::export(&options),
+        Command::Ckpt(command) => ckpt::run(&command),
         Command::Watch(options) => watch::run(&options),
         Command::Synth(options) => synth::run(&options),
         Command::BenchNvme(options) => bench::nvme::run(&options),
@@ -112,19 +127,27 @@ fn run_command(hooks: &Hooks, argv: &[String], format: ErrorFormat) -> Result<Ex
 
 /// Plans a line that its files are part of.
 fn plan_with_files(
+    hooks: &Hooks,
     args: &PlanArgs,
     typed: Vec<String>,
     mut notes: Vec<Note>,
 ) -> Result<ExitCode, Failure> {
-    let env = Env::read()?;
+    let env = Env::read_alone();
     let Some(loaded) = file::load(&typed)? else {
-        return plan::run(args, &typed, &env, &notes);
+        return plan::run(args, &typed, &env, &notes, hooks.devices);
     };
     let mut screen = Screen::on_stderr(env.no_color);
     show_files(&loaded, &mut screen);
     notes.extend(loaded.notes.iter().cloned());
     let args = args::plan_args(&loaded.words)?;
-    plan::run(&args, &loaded.words, &env, &notes).map_err(|failure| loaded.place(failure))
+    plan::run(&args, &loaded.words, &env, &notes, hooks.devices)
+        .map_err(|failure| loaded.place(failure))
+}
+
+/// Where the run of a line computes.
+fn choose(args: &Args, devices: &dyn Devices) -> Result<Chosen, Failure> {
+    let choice = args.device.unwrap_or(DEVICE);
+    device::choose(choice, devices, &Variables::read())
 }
 
 /// What the files of a line give, and what in them deserves attention.
@@ -148,7 +171,8 @@ fn run_supervisor(
     mut notes: Vec<Note>,
 ) -> Result<ExitCode, Failure> {
     let started = Instant::now();
-    let resolved = resolve(args, env).map_err(|failure| loaded.place(failure))?;
+    let chosen = choose(args, hooks.devices)?;
+    let resolved = resolve_on(args, env, &chosen).map_err(|failure| loaded.place(failure))?;
     notes.extend(loaded.notes.iter().cloned());
     notes.extend(resolved.notes);
     let mut config = resolved.config;
@@ -167,7 +191,18 @@ fn run_supervisor(
             text: format!("{}: {}", preset.script, preset.spelled()),
         });
     }
-    run_folder::check(&mut config)?;
+    for event in chosen.events(&config) {
+        screen.show(&event);
+    }
+    let share = share_of(&config, env);
+    if share.is_some() {
+        one_by_one(&mut config)?;
+    }
+    // The machine of rank 0 does for the folder what elsewhere nobody must do twice.
+    let is_first = share.as_ref().is_none_or(|share| share.first_rank == 0);
+    if is_first {
+        run_folder::check(&mut config)?;
+    }
     crate::demo::prepare(&mut config, env, &mut |event| screen.show(&event))?;
     let mut plan = PlanFile::default();
     let advice = (hooks.prepare)(&mut config, env, &mut |event| {
@@ -175,11 +210,19 @@ fn run_supervisor(
         screen.show(&event);
     })?;
     let signals = SignalSource::new()?;
-    let held = run_folder::prepare(&config)?;
-    plan.save(&config.output)?;
-    let ended = run_job(&config, env, &signals, &mut screen, &*advice);
+    let held = match is_first {
+        true => Some(run_folder::prepare(&config)?),
+        false => {
+            run_folder::join(&config)?;
+            None
+        }
+    };
+    if is_first {
+        plan.save(&config.output)?;
+    }
+    let ended = run_job(hooks, &config, env, share, &signals, &mut screen, &*advice);
     // Also of a run that failed: from what it left.
-    if let Err(failure) = report::write_pages(&config.output) {
+    if is_first && let Err(failure) = report::write_pages(&config.output) {
         let text = format!("{}: {}", failure.title, failure.cause);
         screen.show(&Event::Warning { text });
     }
@@ -194,16 +237,48 @@ fn run_supervisor(
     Ok(status_of(&summary))
 }
 
+/// The ranks of this machine among those of others, where there are others.
+fn share_of(config: &RunConfig, env: &Env) -> Option<Share> {
+    let node = env.node.as_ref().filter(|_| config.ranks_here.is_some())?;
+    let (first_rank, _, world_size) = node.share(config.nproc / node.nodes);
+    Some(Share {
+        first_rank,
+        world_size,
+        master: node.master.clone(),
+    })
+}
+
 /// Trains, and in the demo shows that the result can be loaded.
 fn run_job(
+    hooks: &Hooks,
     config: &RunConfig,
     env: &Env,
+    share: Option<Share>,
     signals: &SignalSource,
     screen: &mut Screen,
     advice: &dyn Fn(&mut Failure),
 ) -> Result<RunSummary, Failure> {
-    let summary = supervise(config, env, signals, screen, advice)?;
-    if config.is_demo() && !summary.interrupted {
+    let is_first = share.as_ref().is_none_or(|share| share.first_rank == 0);
+    let mut attempts = Attempts::new(config);
+    let summary = loop {
+        let share = share.clone();
+        let ended = supervise(attempts.config(), env, share, signals, screen, advice);
+        match ended {
+            Ok(summary) => break summary,
+            Err(ended) => {
+                let mut prepare = |config: &mut RunConfig, screen: &mut Screen| {
+                    let mut plan = PlanFile::default();
+                    drop((hooks.prepare)(config, env, &mut |event| {
+                        plan.note(&event);
+                        screen.show(&event);
+                    })?);
+                    plan.save(&config.output)
+                };
+                attempts.again(ended, &mut prepare, screen)?;
+            }
+        }
+    };
+    if config.is_demo() && is_first && !summary.interrupted {
         prove_resume(config, &summary, env, signals, screen)?;
     }
     Ok(summary)
@@ -212,17 +287,19 @@ fn run_job(
 fn supervise(
     config: &RunConfig,
     env: &Env,
+    share: Option<Share>,
     signals: &SignalSource,
     screen: &mut Screen,
     advice: &dyn Fn(&mut Failure),
-) -> Result<RunSummary, Failure> {
+) -> Result<RunSummary, RunFailure> {
     let job = Job::new(&env.temp_dir)?;
     config.save_to(&job.config_file())?;
     let spill = run::hold_folders(config, job.token())?;
     let program = own_program()?;
     let supervisor = Supervisor {
         program: &program,
-        nproc: config.nproc,
+        nproc: config.ranks_here(),
+        share,
         output: &config.output,
         job: &job,
         advice,
@@ -248,8 +325,9 @@ fn prove_resume(
     let mut again = config.clone();
     again.task = Task::Evaluate;
     again.nproc = 1;
+    again.ranks_here = None;
     again.resume = Resume::From(checkpoint.clone());
-    let summary = supervise(&again, env, signals, screen, &|_| ())?;
+    let summary = supervise(&again, env, None, signals, screen, &|_| ())?;
     let identical = summary.eval_loss.map(f64::to_bits) == Some(expected.to_bits());
     let name = checkpoint
         .file_name()
@@ -317,7 +395,7 @@ fn run_rank(
         rank.rank,
         env.rust_log.as_deref(),
     )
-    .and_then(|()| (hooks.rank_main)(&config, rank, &stop))
+    .and_then(|()| (hooks.rank_main)(&config, rank, &stop, hooks.devices))
     .and_then(|summary| {
         if let Some(job_dir) = &rank.job_dir {
             summary.save(job_dir, rank.rank)?;
@@ -347,6 +425,29 @@ fn run_rank(
     status
 }
 
+/// What ranks that are started one by one, or on several machines, cannot find alike or do together.
+fn one_by_one(config: &mut RunConfig) -> Result<(), Failure> {
+    if config.early_step == EarlyStep::Auto {
+        // What a disk has free differs between ranks.
+        config.early_step = EarlyStep::Off;
+    }
+    if config.max_restarts > 0 {
+        return Err(Failure::usage(
+            "--max-restarts is not available under another launcher or on several machines",
+            "all ranks would have to be started again together",
+        )
+        .next("start with this program on one machine, or let the job's own launcher restart it with --resume auto"));
+    }
+    if !config.batch.find_batch {
+        return Ok(());
+    }
+    Err(Failure::usage(
+        "--find-batch is not available under another launcher or on several machines",
+        "what is free differs between ranks, and each would find another size",
+    )
+    .next("start with this program on one machine, or give --per-device-train-batch-size"))
+}
+
 /// The configuration of a rank: the supervisor's, or under another launcher resolved from the
 /// same command line on every rank, of which rank 0 holds the folder.
 fn rank_config(
@@ -358,14 +459,8 @@ fn rank_config(
     if let Some(job_dir) = &rank.job_dir {
         return Ok((RunConfig::load_from(&config_file(job_dir))?, None));
     }
-    let mut config = resolve(args, env)?.config;
-    if config.batch.find_batch {
-        return Err(Failure::usage(
-            "--find-batch is not available under another launcher",
-            "what is free differs between ranks, and each would find another size",
-        )
-        .next("start with this program, or give --per-device-train-batch-size"));
-    }
+    let mut config = resolve_on(args, env, &choose(args, hooks.devices)?)?.config;
+    one_by_one(&mut config)?;
     crate::demo::prepare(&mut config, env, &mut |_| ())?;
     if rank.rank == 0 {
         run_folder::check(&mut config)?;

@@ -7,16 +7,21 @@
 
 pub mod args;
 pub mod bench;
+mod ckpt;
 pub mod config;
 pub mod data;
 pub mod demo;
+pub mod device;
 pub mod doctor;
 pub mod error_format;
 pub mod exit;
 mod explain;
 mod generate;
+pub mod hostfile;
+pub mod identity;
 mod job;
 pub mod logging;
+mod meeting;
 pub mod memory;
 pub mod model_files;
 pub mod monitor;
@@ -25,6 +30,7 @@ pub mod plan;
 pub mod rank;
 pub mod rank_env;
 pub mod report;
+mod restart;
 mod run;
 pub mod run_folder;
 pub mod supervisor;
@@ -37,8 +43,14 @@ pub use job::{Advice, Hooks, PrepareHook, RankMain, run_hooks, run_with};
 
 /// Runs the program: checks, trains, evaluates, saves.
 pub fn run() -> std::process::ExitCode {
+    run_on(&device::Nvidia)
+}
+
+/// Runs the program with these GPUs in the place of the machine's.
+pub fn run_on(devices: &'static dyn device::Devices) -> std::process::ExitCode {
     run_hooks(Hooks {
         prepare: run::prepare,
         rank_main: run::rank_main,
+        devices,
     })
 }

@@ -42,14 +42,28 @@ impl NewFolder {
     /// # Errors
     /// Something has taken the name in the meantime.
     pub(crate) fn publish(self) -> Result<(), Failure> {
-        let rename = || -> std::io::Result<()> {
-            if self.output.is_dir() {
-                std::fs::remove_dir(&self.output)?;
-            }
-            std::fs::rename(&self.staging, &self.output)
-        };
-        rename().map_err(|error| Failure::io(ErrorCode::Disk, "write", &self.output, &error))
+        rename(&self.staging, &self.output)
     }
+}
+
+impl NewFolder {
+    /// Gives its name to the folder `inner` in [`NewFolder::path`]; what else lies there goes.
+    ///
+    /// # Errors
+    /// As [`NewFolder::publish`].
+    pub(crate) fn publish_inner(self, inner: &Path) -> Result<(), Failure> {
+        rename(inner, &self.output)
+    }
+}
+
+fn rename(from: &Path, output: &Path) -> Result<(), Failure> {
+    let rename = || -> std::io::Result<()> {
+        if output.is_dir() {
+            std::fs::remove_dir(output)?;
+        }
+        std::fs::rename(from, output)
+    };
+    rename().map_err(|error| Failure::io(ErrorCode::Disk, "write", output, &error))
 }
 
 impl Drop for NewFolder {

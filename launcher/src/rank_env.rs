@@ -1,14 +1,15 @@
 //! The only reader of the environment. Everything else receives values.
 //!
-//! `LOCAL_RANK` decides: where it is set, this process is a rank and never spawns; where it is
-//! not, this process is the supervisor.
+//! What started this process may have numbered it ([`crate::identity`]): then it is a rank and never spawns, or it
+//! spawns the ranks of its machine. Where nothing did, it spawns all.
 
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
 use std::path::PathBuf;
 use std::time::SystemTime;
 
-use crate::exit::{ErrorCode, Failure};
+use crate::exit::Failure;
+use crate::identity::{self, Identity, Master, NodePlace, RankIs, Source};
 
 /// Rank number over all nodes.
 pub const RANK: &str = "RANK";
@@ -26,8 +27,30 @@ pub const MASTER_PORT: &str = "MASTER_PORT";
 pub const RUN_TOKEN: &str = "TESSERA_RUN_TOKEN";
 /// Folder of the job's private files; set by our supervisor only.
 pub const JOB_DIR: &str = "TESSERA_JOB_DIR";
+/// What only the ranks of a job on several machines know.
+pub const TOKEN: &str = "TESSERA_JOB_TOKEN";
+/// A file that holds it instead.
+pub const TOKEN_FILE: &str = "TESSERA_JOB_TOKEN_FILE";
 /// Folders with CUDA's libraries, separated by colons; looked at before all others.
 pub const CUDA_LIBS: &str = "TESSERA_CUDA_LIBS";
+
+/// The token of a job, or where it lies; never printed.
+#[derive(Clone, Default, PartialEq, Eq)]
+pub struct Token {
+    /// The token itself.
+    pub text: Option<String>,
+    /// A file that holds it.
+    pub file: Option<PathBuf>,
+}
+
+impl std::fmt::Debug for Token {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Token")
+            .field("text", &self.text.as_ref().map(|_| "…"))
+            .field("file", &self.file)
+            .finish()
+    }
+}
 
 /// Identity of one rank process.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -40,10 +63,12 @@ pub struct RankEnv {
     pub world_size: usize,
     /// Number of ranks on this node.
     pub local_world_size: usize,
-    /// Address of the rendezvous.
-    pub master_addr: String,
-    /// Port of the rendezvous. Under torchrun its agent listens there: derive, do not bind.
-    pub master_port: u16,
+    /// Where the ranks of several machines meet, as far as the variables say.
+    pub master: Master,
+    /// Who numbered this rank.
+    pub source: Source,
+    /// What only the ranks of this job know, where they are on several machines.
+    pub token: Token,
     /// Goes into the names of shared-memory and temporary files, so that they can be swept.
     pub run_token: String,
     /// Private folder of the job, where our supervisor started this rank.
@@ -57,6 +82,11 @@ impl RankEnv {
     pub fn is_supervised(&self) -> bool {
         self.job_dir.is_some()
     }
+
+    /// Whether some ranks are on other machines.
+    pub fn has_peers_elsewhere(&self) -> bool {
+        self.local_world_size < self.world_size
+    }
 }
 
 /// What the environment says, read once at start.
@@ -64,6 +94,8 @@ impl RankEnv {
 pub struct Env {
     /// Rank identity; absent in the supervisor.
     pub rank: Option<RankEnv>,
+    /// The place of this machine among others, in a supervisor that was told one.
+    pub node: Option<NodePlace>,
     /// Folder for temporary files.
     pub temp_dir: PathBuf,
     /// Folder for files that may be drawn again at any time.
@@ -77,12 +109,17 @@ pub struct Env {
 }
 
 impl Env {
-    /// Reads the process environment.
+    /// Reads the process environment. `rank_is` tells what `RANK` counts where the environment does not.
     ///
     /// # Errors
     /// Rank variables are incomplete or contradict each other (exit 13).
-    pub fn read() -> Result<Self, Failure> {
-        Self::from_lookup(&|name| std::env::var_os(name))
+    pub fn read(rank_is: Option<RankIs>) -> Result<Self, Failure> {
+        Self::from_lookup_as(&|name| std::env::var_os(name), rank_is)
+    }
+
+    /// Reads the process environment of a program that starts no ranks: nobody numbers it.
+    pub fn read_alone() -> Self {
+        Self::of(&|name| std::env::var_os(name), Identity::Alone)
     }
 
     /// Reads an environment through `lookup`.
@@ -90,25 +127,57 @@ impl Env {
     /// # Errors
     /// As [`Env::read`].
     pub fn from_lookup(lookup: &dyn Fn(&str) -> Option<OsString>) -> Result<Self, Failure> {
+        Self::from_lookup_as(lookup, None)
+    }
+
+    /// As [`Env::from_lookup`], told what `RANK` counts.
+    ///
+    /// # Errors
+    /// As [`Env::read`].
+    pub fn from_lookup_as(
+        lookup: &dyn Fn(&str) -> Option<OsString>,
+        rank_is: Option<RankIs>,
+    ) -> Result<Self, Failure> {
+        Ok(Self::of(lookup, identity::find(lookup, rank_is)?))
+    }
+
+    fn of(lookup: &dyn Fn(&str) -> Option<OsString>, identity: Identity) -> Self {
         let path = |name: &str| {
             lookup(name)
                 .filter(|value| !value.is_empty())
                 .map(PathBuf::from)
         };
-        let temp_dir = path("TMPDIR").unwrap_or_else(|| PathBuf::from("/tmp"));
-        let cache_dir = path("XDG_CACHE_HOME")
-            .filter(|folder| folder.is_absolute())
-            .or_else(|| path("HOME").map(|home| home.join(".cache")))
-            .unwrap_or_else(|| temp_dir.clone())
-            .join("tessera");
-        Ok(Self {
-            rank: rank_from(lookup)?,
+        let temp_dir = temp_dir(&path);
+        let cache_dir = cache_dir(&path);
+        let (rank, node) = match identity {
+            Identity::Alone => (None, None),
+            Identity::Rank(place) => (Some(place), None),
+            Identity::Node(place) => (None, Some(place)),
+        };
+        let text = |name: &str| lookup(name).and_then(|value| value.into_string().ok());
+        Self {
+            rank: rank.map(|place| RankEnv {
+                rank: place.rank,
+                local_rank: place.local_rank,
+                world_size: place.world_size,
+                local_world_size: place.local_world_size,
+                master: place.master,
+                source: place.source,
+                token: Token {
+                    text: text(TOKEN).filter(|token| !token.is_empty()),
+                    file: path(TOKEN_FILE),
+                },
+                run_token: text(RUN_TOKEN).unwrap_or(place.job),
+                job_dir: lookup(JOB_DIR).map(PathBuf::from),
+                no_color: no_color(lookup),
+            }),
+            node,
             temp_dir,
             cache_dir,
             no_color: no_color(lookup),
-            rust_log: lookup("RUST_LOG").and_then(|value| value.into_string().ok()),
+            rust_log: text("RUST_LOG"),
             now: SystemTime::now(),
-        })
+        }
     }
 }
 
@@ -127,6 +196,14 @@ impl Variables {
     /// The value of one variable.
     pub fn get(&self, name: &str) -> Option<&OsStr> {
         self.0.get(name).map(OsString::as_os_str)
+    }
+
+    /// Folder for files that may be made again at any time, as [`Env::cache_dir`].
+    pub fn cache_dir(&self) -> PathBuf {
+        cache_dir(&|name| {
+            let value = self.get(name).filter(|value| !value.is_empty());
+            value.map(PathBuf::from)
+        })
     }
 
     /// The names of all that are set, sorted.
@@ -184,98 +261,20 @@ impl CudaPlaces {
     }
 }
 
-fn rank_from(lookup: &dyn Fn(&str) -> Option<OsString>) -> Result<Option<RankEnv>, Failure> {
-    let world_size = number(lookup, WORLD_SIZE)?;
-    let Some(local_rank) = number(lookup, LOCAL_RANK)? else {
-        return match world_size {
-            Some(world) if world > 1 => Err(rendezvous(
-                format!("{WORLD_SIZE}={world} is set but {LOCAL_RANK} is not"),
-                "some schedulers count nodes this way; jobs over several nodes are not available yet",
-            )
-            .next("run one rank per process under torchrun, or unset RANK and WORLD_SIZE to let this program start its ranks")),
-            _ => Ok(None),
-        };
-    };
-    let needed = |name: &str, value: Option<usize>| {
-        value.ok_or_else(|| {
-            rendezvous(
-                format!("{LOCAL_RANK}={local_rank} is set but {name} is not"),
-                "a rank needs its full identity",
-            )
-            .next("start with `launcher --nproc N`, torchrun, or set RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT")
-        })
-    };
-    let rank = needed(RANK, number(lookup, RANK)?)?;
-    let world_size = needed(WORLD_SIZE, world_size)?;
-    let local_world_size = number(lookup, LOCAL_WORLD_SIZE)?.unwrap_or(world_size);
-    if rank >= world_size || local_rank >= local_world_size || local_world_size > world_size {
-        return Err(rendezvous(
-            "the rank variables contradict each other".to_string(),
-            "a rank must be smaller than its world",
-        )
-        .evidence(format!(
-            "{RANK}={rank} {WORLD_SIZE}={world_size} {LOCAL_RANK}={local_rank} {LOCAL_WORLD_SIZE}={local_world_size}"
-        )));
-    }
-    if local_world_size != world_size {
-        return Err(rendezvous(
-            format!("{world_size} ranks on several nodes"),
-            "ranks meet through shared memory today; several nodes are not available yet",
-        )
-        .evidence(format!(
-            "{WORLD_SIZE}={world_size} {LOCAL_WORLD_SIZE}={local_world_size}"
-        ))
-        .next("run all ranks on one node"));
-    }
-    let text = |name: &str| lookup(name).and_then(|value| value.into_string().ok());
-    let master_addr = text(MASTER_ADDR).unwrap_or_else(|| "127.0.0.1".to_string());
-    let port = number(lookup, MASTER_PORT)?.unwrap_or(29500);
-    let master_port =
-        u16::try_from(port).map_err(|_| not_a_number(MASTER_PORT, &port.to_string()))?;
-    // Ranks of a foreign launcher agree on a token through what they all know.
-    let run_token = text(RUN_TOKEN).unwrap_or_else(|| {
-        let id = text("TORCHELASTIC_RUN_ID").unwrap_or_default();
-        let restart = text("TORCHELASTIC_RESTART_COUNT").unwrap_or_default();
-        let key = format!("{master_addr}:{master_port}:{id}:{restart}");
-        blake3::hash(key.as_bytes()).to_hex()[..24].to_string()
-    });
-    Ok(Some(RankEnv {
-        rank,
-        local_rank,
-        world_size,
-        local_world_size,
-        master_addr,
-        master_port,
-        run_token,
-        job_dir: lookup(JOB_DIR).map(PathBuf::from),
-        no_color: no_color(lookup),
-    }))
+fn temp_dir(path: &dyn Fn(&str) -> Option<PathBuf>) -> PathBuf {
+    path("TMPDIR").unwrap_or_else(|| PathBuf::from("/tmp"))
+}
+
+fn cache_dir(path: &dyn Fn(&str) -> Option<PathBuf>) -> PathBuf {
+    path("XDG_CACHE_HOME")
+        .filter(|folder| folder.is_absolute())
+        .or_else(|| path("HOME").map(|home| home.join(".cache")))
+        .unwrap_or_else(|| temp_dir(path))
+        .join("tessera")
 }
 
 fn no_color(lookup: &dyn Fn(&str) -> Option<OsString>) -> bool {
     lookup("NO_COLOR").is_some_and(|value| !value.is_empty())
-}
-
-fn number(lookup: &dyn Fn(&str) -> Option<OsString>, name: &str) -> Result<Option<usize>, Failure> {
-    let Some(value) = lookup(name) else {
-        return Ok(None);
-    };
-    let text = value.to_string_lossy();
-    text.trim()
-        .parse()
-        .map(Some)
-        .map_err(|_| not_a_number(name, &text))
-}
-
-fn not_a_number(name: &str, value: &str) -> Failure {
-    rendezvous(
-        format!("environment variable {name}={value:?} is not a number in range"),
-        "rank variables are whole numbers",
-    )
-}
-
-fn rendezvous(title: String, cause: &str) -> Failure {
-    Failure::new(ErrorCode::Rendezvous, title, cause)
 }
 
 #[cfg(test)]
@@ -291,59 +290,23 @@ mod tests {
     }
 
     #[test]
-    fn without_local_rank_the_process_is_a_supervisor() {
-        assert_eq!(read(&[]).expect("reads").rank, None);
-        assert_eq!(read(&[("WORLD_SIZE", "1")]).expect("reads").rank, None);
-        let failure = read(&[("WORLD_SIZE", "4"), ("RANK", "1")]).expect_err("node level");
-        assert_eq!(failure.code.status(), 13);
-    }
-
-    #[test]
-    fn torchrun_variables_make_a_rank_that_agrees_on_a_token() {
-        let vars = |rank| {
-            [
-                ("RANK", rank),
-                ("LOCAL_RANK", rank),
-                ("WORLD_SIZE", "2"),
-                ("MASTER_PORT", "1234"),
-            ]
-        };
-        let first = read(&vars("0")).expect("reads").rank.expect("a rank");
-        let second = read(&vars("1")).expect("reads").rank.expect("a rank");
+    fn what_a_rank_inherits_from_its_supervisor_is_kept() {
+        let vars = [
+            ("RANK", "1"),
+            ("LOCAL_RANK", "1"),
+            ("WORLD_SIZE", "2"),
+            ("TESSERA_RUN_TOKEN", "abc"),
+            ("TESSERA_JOB_DIR", "/job"),
+        ];
+        let rank = read(&vars).expect("reads").rank.expect("a rank");
+        assert!(rank.is_supervised() && !rank.has_peers_elsewhere());
         assert_eq!(
-            (second.rank, second.world_size, second.local_world_size),
-            (1, 2, 2)
+            (&*rank.run_token, rank.job_dir),
+            ("abc", Some("/job".into()))
         );
-        assert_eq!(first.run_token, second.run_token);
-        assert!(!first.is_supervised());
-    }
-
-    #[test]
-    fn incomplete_or_contradicting_identity_is_refused() {
-        for vars in [
-            vec![("LOCAL_RANK", "0")],
-            vec![("LOCAL_RANK", "0"), ("RANK", "0")],
-            vec![("LOCAL_RANK", "0"), ("RANK", "2"), ("WORLD_SIZE", "2")],
-            vec![("LOCAL_RANK", "x"), ("RANK", "0"), ("WORLD_SIZE", "2")],
-            vec![
-                ("LOCAL_RANK", "0"),
-                ("RANK", "0"),
-                ("WORLD_SIZE", "4"),
-                ("LOCAL_WORLD_SIZE", "2"),
-            ],
-            vec![
-                ("LOCAL_RANK", "0"),
-                ("RANK", "0"),
-                ("WORLD_SIZE", "1"),
-                ("MASTER_PORT", "70000"),
-            ],
-        ] {
-            assert_eq!(
-                read(&vars).expect_err("refused").code.status(),
-                13,
-                "{vars:?}"
-            );
-        }
+        let rank = read(&vars[..3]).expect("reads").rank.expect("a rank");
+        assert!(!rank.is_supervised());
+        assert_eq!(rank.run_token.len(), 24);
     }
 
     #[test]

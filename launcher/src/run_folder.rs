@@ -106,6 +106,15 @@ pub fn prepare(config: &RunConfig) -> Result<Held, Failure> {
     Ok(held)
 }
 
+/// Makes the subfolders that ranks write to, where another machine holds the folder.
+///
+/// # Errors
+/// They cannot be made (exit 16).
+pub fn join(config: &RunConfig) -> Result<(), Failure> {
+    let logs = config.output.join(LOGS);
+    fs::create_dir_all(&logs).map_err(|error| Failure::io(ErrorCode::Disk, "make", &logs, &error))
+}
+
 /// Keeps other processes away from the folder of a run. The system lets go of it when the process ends, however it does.
 #[derive(Debug)]
 #[must_use = "the folder is free again when this is dropped"]
@@ -151,6 +160,26 @@ fn forget_errors(config: &RunConfig) -> Result<(), Failure> {
         }
         _ => Ok(()),
     }
+}
+
+/// Moves the failures of attempt number `attempt`, from 1, into a folder of their own, so that the next begins without.
+///
+/// # Errors
+/// The folder cannot be written.
+pub fn set_errors_aside(output: &Path, attempt: u32) -> Result<(), Failure> {
+    let errors = output.join(ERRORS);
+    let aside = errors.join(format!("attempt-{attempt}"));
+    let moved = || -> io::Result<()> {
+        fs::create_dir_all(&aside)?;
+        for entry in fs::read_dir(&errors)? {
+            let path = entry?.path();
+            if path.is_file() {
+                fs::rename(&path, aside.join(file_name(&path)))?;
+            }
+        }
+        Ok(())
+    };
+    moved().map_err(|error| Failure::io(ErrorCode::Disk, "write", &aside, &error))
 }
 
 /// Checkpoints of a run folder as (step, path), by step. Unfinished ones have other names.

@@ -16,6 +16,7 @@ use std::process::{Child, Command, ExitCode, Stdio};
 use std::time::{Duration, Instant};
 
 use launcher::config::{RunConfig, Task};
+use launcher::device::Devices;
 use launcher::exit::{ErrorCode, Failure};
 use launcher::rank::{RunSummary, StopFlag};
 use launcher::rank_env::RankEnv;
@@ -36,7 +37,12 @@ fn main() -> ExitCode {
 
 // ---- the fake rank ----
 
-fn fake_rank(config: &RunConfig, rank: &RankEnv, stop: &StopFlag) -> Result<RunSummary, Failure> {
+fn fake_rank(
+    config: &RunConfig,
+    rank: &RankEnv,
+    stop: &StopFlag,
+    _devices: &dyn Devices,
+) -> Result<RunSummary, Failure> {
     let marks = PathBuf::from(std::env::var_os(MARKS).unwrap());
     let shared = format!(
         "/dev/shm/{}-{}-{}",

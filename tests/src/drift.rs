@@ -3,8 +3,8 @@
 //! Golden packs have eight steps. Here the same tiny model trains on all samples of a pack in turn, on two ranks under
 //! ZeRO-3 with offload. Every later change must give the same bits, or say why in the commit that replaces the file.
 
-use crate::golden::Pack;
 use crate::golden::minicpm::encode;
+use crate::golden::{Comparison, Pack, compare_floats};
 use crate::world::{Layout, Setup, run_world};
 use anyhow::{Context, Result};
 use engine::Offload;
@@ -90,6 +90,22 @@ pub fn run() -> Result<Trajectory> {
         losses: rows.iter().map(|(loss, _)| hex(*loss)).collect(),
         grad_norms: rows.iter().map(|(_, norm)| hex(*norm)).collect(),
     })
+}
+
+/// Compares the losses of a trajectory, taken on any device, with the committed ones: within `share` of the first.
+///
+/// # Errors
+/// When the committed file cannot be read.
+pub fn compare(run: &Trajectory, share: f64) -> Result<Comparison> {
+    let text = std::fs::read_to_string(path()).context("read the committed trajectory")?;
+    let committed: Trajectory = serde_json::from_str(&text)?;
+    let values = |run: &Trajectory| -> Result<Vec<f32>> {
+        let losses = run.losses.iter().map(|bits| value(bits).map(|x| x as f32));
+        losses.collect()
+    };
+    let (got, want) = (values(run)?, values(&committed)?);
+    let first = want.first().copied().map_or(0.0, f64::from);
+    Ok(compare_floats("losses", &got, &want, share * first))
 }
 
 /// What rounding depends on: the processor with its cache, by which products are cut, and its widest vector instructions.

@@ -16,7 +16,7 @@ use models::{
 use optim::GroupOptions;
 use std::cell::RefCell;
 use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 /// How a world shards and where its states live.
 #[derive(Clone, Copy, PartialEq, Debug)]
@@ -40,6 +40,14 @@ impl Layout {
 
 /// Everything on the device.
 pub const NO_OFFLOAD: Offload = Offload::states(engine::Tier::Device);
+
+/// What all ranks of this process compute on, where that is not the CPU.
+static DEVICE: OnceLock<Arc<dyn Backend>> = OnceLock::new();
+
+/// Lets every world of this process compute on `backend`. Only the first call counts.
+pub fn compute_on(backend: Arc<dyn Backend>) {
+    DEVICE.set(backend).ok();
+}
 
 /// How ranks of a world are set up.
 #[derive(Debug)]
@@ -124,7 +132,10 @@ impl Rank {
         };
         let plan = Arc::new(Plan::new(model.spec().clone(), zero_config, layout.world)?);
         let device = Pool::new("device", None);
-        let backend: Arc<dyn Backend> = Arc::new(CpuBackend::new(device.clone()));
+        let backend: Arc<dyn Backend> = match DEVICE.get() {
+            Some(gpu) => gpu.clone(),
+            None => Arc::new(CpuBackend::new(device.clone())),
+        };
         let tiers = Tiers::new(device, Pool::new("host", None));
         let settings = &setup.optimizer;
         // The references decay every trainable tensor.

@@ -11,6 +11,8 @@ const RUN_FOLDER: &str = "everything of a run lies in --output";
 const NEVER_OVERWRITTEN: &str = "a folder that holds another run is never overwritten";
 const LOADER: &str = "loader threads and look-ahead are chosen by the program";
 const RANKS: &str = "ranks are started and connected by the program";
+const LOCAL_RANK: &str =
+    "the rank is read from the environment, where the launcher that sets this flag put it too";
 const NO_PYTHON: &str = "there is no Python or torch here";
 const HUB: &str = "nothing is sent anywhere";
 const SCREEN: &str = "the screen adapts to the terminal";
@@ -42,7 +44,7 @@ pub const IGNORED: &[(&str, &str)] = &[
     ("dataloader_persistent_workers", LOADER),
     ("dataloader_prefetch_factor", LOADER),
     ("preprocessing_num_workers", LOADER),
-    ("local_rank", RANKS),
+    ("local_rank", LOCAL_RANK),
     ("ddp_backend", RANKS),
     ("ddp_timeout", RANKS),
     ("ddp_find_unused_parameters", RANKS),

@@ -5,6 +5,7 @@
 //! flags (see `normalise.rs`) and then hands it to clap.
 
 mod bench;
+mod ckpt;
 mod data_check;
 mod explain;
 mod explain_config;
@@ -23,15 +24,17 @@ use std::path::PathBuf;
 use clap::{CommandFactory, Parser};
 
 use crate::config::{
-    DataFormatChoice, DeviceChoice, GradDtype, InitChoice, LrScale, NvmeIo, Offload,
-    PrecisionChoice, PureBf16Moments, PureBf16Weights, Recompute, ReportTo, RopeChoice, Scheduler,
-    SchedulerKwargs, Strategy, TemplateChoice, Workers,
+    DataFormatChoice, DeviceChoice, EarlyStep, Fault, GradDtype, InitChoice, LrScale, NvmeIo,
+    Offload, PrecisionChoice, PureBf16Moments, PureBf16Weights, Recompute, ReportTo, RopeChoice,
+    Scheduler, SchedulerKwargs, Strategy, TemplateChoice, Workers,
 };
 use crate::error_format::ErrorFormat;
 use crate::exit::Failure;
+use crate::identity::RankIs;
 use crate::units::parse_bytes;
 
 pub use bench::BenchNvmeArgs;
+pub use ckpt::{CkptCommand, CkptConsolidateArgs, CkptLsArgs, CkptReshardArgs, CkptVerifyArgs};
 pub use data_check::DataCheckArgs;
 pub use explain::{ExplainArgs, Lang};
 pub use explain_config::ExplainConfigArgs;
@@ -57,7 +60,7 @@ pub use watch::WatchArgs;
     long_about = "Fine-tunes vision-language models with sharded optimizer states (ZeRO 0-3) and offload to host \
 memory.\nWithout --model it trains the built-in demo. Every flag is also accepted in snake_case.\n\
 Other verbs, each with its own --help: \
-plan, doctor, data check, generate, eval, export, watch, explain, explain-config, synth, bench nvme.",
+plan, doctor, data check, generate, eval, export, ckpt ls, ckpt verify, ckpt reshard, ckpt consolidate, watch, explain, explain-config, synth, bench nvme.",
     max_term_width = 100
 )]
 pub struct Args {
@@ -139,13 +142,37 @@ pub struct Args {
     /// The way to files of --offload nvme: auto measures and takes the faster
     #[arg(long, value_enum, help_heading = "Memory and ranks")]
     pub nvme_io: Option<NvmeIo>,
+    /// Update units while backward runs, from a second copy of their states: auto does so where it only takes disk and saves traffic
+    #[arg(
+        long,
+        value_name = "auto|off|all|BYTES",
+        help_heading = "Memory and ranks"
+    )]
+    pub early_step: Option<EarlyStep>,
     /// Longest wait of a rank for another, in seconds
     #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..), help_heading = "Memory and ranks")]
     pub comm_timeout: Option<u64>,
-    /// Number of ranks on this machine
+    /// Number of ranks on this machine, and on each other one; on GPUs one on each that is visible, by default
     #[arg(long, value_name = "N", help_heading = "Memory and ranks")]
     pub nproc: Option<usize>,
-    /// Where the ranks compute
+    /// Machines of the run, as `host slots=N` lines; the same command runs on each of them
+    #[arg(long, value_name = "FILE", help_heading = "Memory and ranks")]
+    pub hostfile: Option<PathBuf>,
+    /// Only these machines and slots of the hostfile, as host1@host2:0,2
+    #[arg(long, value_name = "HOSTS", help_heading = "Memory and ranks")]
+    pub include: Option<String>,
+    /// All but these machines and slots of the hostfile
+    #[arg(long, value_name = "HOSTS", help_heading = "Memory and ranks")]
+    pub exclude: Option<String>,
+    /// What RANK counts where the environment does not tell: machines, each of which starts --nproc ranks, or processes
+    #[arg(
+        long,
+        value_enum,
+        value_name = "WHAT",
+        help_heading = "Memory and ranks"
+    )]
+    pub rank_is: Option<RankIs>,
+    /// Where the ranks compute; auto takes NVIDIA GPUs where there is one that can be used. On GPUs, states rest in host memory or on a disk
     #[arg(long, value_enum, help_heading = "Memory and ranks")]
     pub device: Option<DeviceChoice>,
     /// Number format of weights and activations
@@ -189,7 +216,7 @@ pub struct Args {
     /// The smallest dynamic loss scale; an overflow there ends the run [default: 1]
     #[arg(long, value_name = "FACTOR", help_heading = "Memory and ranks")]
     pub min_loss_scale: Option<f64>,
-    /// Host memory the run may use over all ranks, such as 64G or 512MiB
+    /// Host memory the run may use over all ranks of a machine, such as 64G or 512MiB
     #[arg(long, value_name = "BYTES", value_parser = parse_bytes, help_heading = "Memory and ranks")]
     pub host_memory_limit: Option<u64>,
     /// Device memory each rank may use
@@ -335,6 +362,13 @@ pub struct Args {
     /// Steps between log lines
     #[arg(long, value_name = "N", help_heading = "Saving, evaluation, logs")]
     pub logging_steps: Option<u64>,
+    /// Steps of which each rank writes what it did when, for Chrome's and Perfetto's trace viewers, as in 3..5
+    #[arg(
+        long,
+        value_name = "FROM..TO",
+        help_heading = "Saving, evaluation, logs"
+    )]
+    pub trace_steps: Option<String>,
     /// When to log
     #[arg(
         long,
@@ -367,6 +401,15 @@ pub struct Args {
         help_heading = "Saving, evaluation, logs"
     )]
     pub resume: Option<String>,
+    /// Start the run again from its newest whole checkpoint, at most so often, when a rank died
+    #[arg(long, value_name = "N", help_heading = "Saving, evaluation, logs")]
+    pub max_restarts: Option<u32>,
+    /// With --max-restarts: go on with fewer ranks and the same global batch where one is gone for good
+    #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL", help_heading = "Saving, evaluation, logs")]
+    pub elastic: Option<bool>,
+    /// For tests of a cluster or of this program: let a fault happen, such as kill:rank=1,step=3; may be given several times
+    #[arg(long, value_name = "SPEC", help_heading = "Saving, evaluation, logs")]
+    pub inject: Vec<Fault>,
 }
 
 /// What the user typed after `launcher doctor`.
@@ -441,6 +484,8 @@ pub enum Command {
     Eval(Box<EvalArgs>),
     /// Write weights for other programs.
     Export(ExportArgs),
+    /// List, verify, cut or widen checkpoints.
+    Ckpt(CkptCommand),
     /// Write a model folder with random weights.
     Synth(SynthArgs),
     /// Measure a disk.
@@ -513,6 +558,25 @@ pub fn parse(argv: &[String]) -> Result<Command, Failure> {
         Verb::Export => {
             let line = normalise::normalise(verb, rest, &ExportArgs::command())?;
             ExportArgs::try_parse_from(words(&line)).map(Command::Export)
+        }
+        Verb::CkptLs => {
+            let line = normalise::normalise(verb, rest, &CkptLsArgs::command())?;
+            CkptLsArgs::try_parse_from(words(&line)).map(|a| Command::Ckpt(CkptCommand::Ls(a)))
+        }
+        Verb::CkptVerify => {
+            let line = normalise::normalise(verb, rest, &CkptVerifyArgs::command())?;
+            CkptVerifyArgs::try_parse_from(words(&line))
+                .map(|a| Command::Ckpt(CkptCommand::Verify(a)))
+        }
+        Verb::CkptReshard => {
+            let line = normalise::normalise(verb, rest, &CkptReshardArgs::command())?;
+            CkptReshardArgs::try_parse_from(words(&line))
+                .map(|a| Command::Ckpt(CkptCommand::Reshard(a)))
+        }
+        Verb::CkptConsolidate => {
+            let line = normalise::normalise(verb, rest, &CkptConsolidateArgs::command())?;
+            CkptConsolidateArgs::try_parse_from(words(&line))
+                .map(|a| Command::Ckpt(CkptCommand::Consolidate(a)))
         }
         Verb::BenchNvme => {
             let line = normalise::normalise(verb, rest, &BenchNvmeArgs::command())?;
@@ -615,14 +679,14 @@ mod tests {
         assert_eq!(
             names.join(" "),
             "adam-beta1 adam-beta2 adam-epsilon bf16 checkpoint-activations comm-timeout config data data-format data-workers deepspeed device \
-             device-memory-limit error-format eval-data eval-steps eval-strategy find-batch fp16 freeze global-batch grad-dtype \
-             gradient-accumulation-steps gradient-checkpointing host-memory-limit hysteresis init initial-scale-power learning-rate \
+             device-memory-limit early-step elastic error-format eval-data eval-steps eval-strategy exclude find-batch fp16 freeze global-batch grad-dtype \
+             gradient-accumulation-steps gradient-checkpointing host-memory-limit hostfile hysteresis include init initial-scale-power inject learning-rate \
              limit logging-steps logging-strategy lora-alpha lora-dropout lora-layers lora-per-projection lora-rank \
-             lora-target-modules loss-scale loss-scale-window lr lr-scale lr-scheduler-kwargs lr-scheduler-type max-grad-norm max-slice-nums max-steps min-loss-scale model \
+             lora-target-modules loss-scale loss-scale-window lr lr-scale lr-scheduler-kwargs lr-scheduler-type max-grad-norm max-restarts max-slice-nums max-steps min-loss-scale model \
              model-max-length modules-to-save no-decay nproc num-train-epochs nvme-io offload output \
-             per-device-eval-batch-size per-device-train-batch-size precision preset ptuning-tokens pure-bf16-moments pure-bf16-weights report-to resume \
+             per-device-eval-batch-size per-device-train-batch-size precision preset ptuning-tokens pure-bf16-moments pure-bf16-weights rank-is report-to resume \
              rope-precision save-steps save-strategy \
-             save-total-limit seed skip-bad-samples strict-config template text-without-cross train train-on-turn-end tune-llm tune-vision use-lora warmup-ratio \
+             save-total-limit seed skip-bad-samples strict-config template text-without-cross trace-steps train train-on-turn-end tune-llm tune-vision use-lora warmup-ratio \
              warmup-steps weight-decay worst-first zero"
         );
         for (alias, target) in ALIASES {
@@ -800,7 +864,7 @@ mod tests {
             "--nproc x",
             "--precision fp8",
             "--initial-scale-power -1",
-            "--device cuda",
+            "--device gpu",
             "--offload nvme",
             "--zero",
             "--lr-scheduler-type polynomial",

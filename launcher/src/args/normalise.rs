@@ -51,11 +51,15 @@ pub(super) enum Verb {
     Synth,
     BenchNvme,
     ExplainConfig,
+    CkptLs,
+    CkptVerify,
+    CkptReshard,
+    CkptConsolidate,
 }
 
 impl Verb {
     /// The verbs that exist, as they are typed; two words where the second says what is done to the first.
-    pub(super) const ALL: [(Self, &'static str); 12] = [
+    pub(super) const ALL: [(Self, &'static str); 16] = [
         (Self::Train, "train"),
         (Self::Plan, "plan"),
         (Self::Doctor, "doctor"),
@@ -68,6 +72,10 @@ impl Verb {
         (Self::Synth, "synth"),
         (Self::BenchNvme, "bench nvme"),
         (Self::ExplainConfig, "explain-config"),
+        (Self::CkptLs, "ckpt ls"),
+        (Self::CkptVerify, "ckpt verify"),
+        (Self::CkptReshard, "ckpt reshard"),
+        (Self::CkptConsolidate, "ckpt consolidate"),
     ];
 
     fn name(self) -> &'static str {
@@ -203,21 +211,24 @@ pub(super) fn normalise(
 
 fn verb_of<'a>(first: &str, rest: &'a [String]) -> Result<(Verb, &'a [String]), Failure> {
     let verb = first;
+    let mut actions = Vec::new();
     for (verb, name) in Verb::ALL {
         match name.split_once(' ') {
             None if name == first => return Ok((verb, rest)),
             Some((noun, action)) if noun == first => match rest.split_first() {
                 Some((second, rest)) if second == action => return Ok((verb, rest)),
-                _ => {
-                    return Err(Failure::usage(
-                        format!("`launcher {noun}` needs to know what to do"),
-                        format!("after `{noun}` comes `{action}`"),
-                    )
-                    .next(verb.help()));
-                }
+                _ => actions.push((verb, action)),
             },
             _ => {}
         }
+    }
+    if let Some((verb, _)) = actions.first() {
+        let actions: Vec<String> = actions.iter().map(|(_, a)| format!("`{a}`")).collect();
+        return Err(Failure::usage(
+            format!("`launcher {first}` needs to know what to do"),
+            format!("after `{first}` comes {}", actions.join(", ")),
+        )
+        .next(verb.help()));
     }
     if VERBS.contains(&verb) {
         let names: Vec<String> = Verb::ALL

@@ -6,9 +6,9 @@ use std::fmt::Write;
 use clap::{CommandFactory, ValueEnum};
 
 use super::{
-    ALIASES, Args, BenchNvmeArgs, DataCheckArgs, DoctorArgs, EvalArgs, ExplainArgs,
-    ExplainConfigArgs, ExportArgs, GenerateArgs, IGNORED, PlanArgs, RESTRICTED, SynthArgs,
-    WatchArgs,
+    ALIASES, Args, BenchNvmeArgs, CkptConsolidateArgs, CkptLsArgs, CkptReshardArgs, CkptVerifyArgs,
+    DataCheckArgs, DoctorArgs, EvalArgs, ExplainArgs, ExplainConfigArgs, ExportArgs, GenerateArgs,
+    IGNORED, PlanArgs, RESTRICTED, SynthArgs, WatchArgs,
 };
 use crate::config::resolve;
 use crate::exit::Failure;
@@ -73,6 +73,11 @@ pub fn flag_table() -> Result<String, Failure> {
     verb_section(&mut text, "generate", &GenerateArgs::command());
     verb_section(&mut text, "eval", &EvalArgs::command());
     verb_section(&mut text, "export", &ExportArgs::command());
+    verb_section(&mut text, "ckpt ls", &CkptLsArgs::command());
+    verb_section(&mut text, "ckpt verify", &CkptVerifyArgs::command());
+    verb_section(&mut text, "ckpt reshard", &CkptReshardArgs::command());
+    let consolidate = CkptConsolidateArgs::command();
+    verb_section(&mut text, "ckpt consolidate", &consolidate);
     verb_section(&mut text, "watch", &WatchArgs::command());
     verb_section(&mut text, "synth", &SynthArgs::command());
     verb_section(&mut text, "bench nvme", &BenchNvmeArgs::command());
@@ -193,8 +198,6 @@ fn defaults(of_a_model: bool) -> Result<BTreeMap<&'static str, String>, Failure>
     for path in ["model", "data", "eval-data", "output"] {
         flags.remove(path);
     }
-    // The devices to choose from are those of the machine.
-    flags.insert("device", "auto".to_string());
     Ok(flags)
 }
 
@@ -210,19 +213,23 @@ fn unset(flag: &str) -> &'static str {
         "save-steps" | "eval-steps" => "at the end",
         "save-strategy" | "eval-strategy" => "`steps` where steps are given",
         "logging-strategy" => "`steps`",
+        "trace-steps" => "none",
         "save-total-limit" => "keep all",
         "warmup-steps" => "from the ratio",
         "warmup-ratio" => "not used",
         "resume" => "start anew",
         "error-format" => "`human`",
         "lora-target-modules" | "modules-to-save" => "those of the model's family",
-        "preset" | "config" | "deepspeed" => "none",
+        "preset" | "config" | "deepspeed" | "inject" => "none",
         "strict-config" => "`false`",
         "lr-scheduler-kwargs" => "DeepSpeed's",
         "no-decay" => "norm weights and biases",
         "train" => "the switches below",
         "freeze" => "nothing more",
         "lr" => "`--learning-rate`",
+        "rank-is" => "from the environment",
+        "hostfile" => "this machine",
+        "include" | "exclude" => "all of the hostfile",
         "lora-layers" | "limit" => "all",
         "global-batch" => "what the two give",
         "find-batch" => "`false`",

@@ -11,10 +11,12 @@ use serde::{Deserialize, Serialize};
 /// `--device` as typed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum DeviceChoice {
-    /// The best device there is; today always the CPU.
+    /// GPUs where there is one that can be used, else the CPU.
     Auto,
     /// The CPU.
     Cpu,
+    /// NVIDIA GPUs, or an error.
+    Cuda,
 }
 
 /// A device after resolution.
@@ -23,6 +25,19 @@ pub enum DeviceChoice {
 pub enum Device {
     /// The CPU.
     Cpu,
+    /// NVIDIA GPUs.
+    Cuda,
+}
+
+impl Device {
+    /// As on the command line.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Cpu => "cpu",
+            Self::Cuda => "cuda",
+        }
+    }
 }
 
 /// `--precision`.

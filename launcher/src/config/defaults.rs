@@ -1,6 +1,6 @@
 //! Every default, in two rows: models of the user, and the built-in demo.
 
-use super::{InitChoice, PrecisionChoice, Scheduler, Warmup};
+use super::{DeviceChoice, InitChoice, PrecisionChoice, Scheduler, Warmup};
 
 /// Defaults that differ between the demo and the user's models.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -74,6 +74,8 @@ pub const DEMO: Defaults = Defaults {
 
 /// `--zero`
 pub(super) const ZERO: u8 = 3;
+/// `--device`: the CPU until training on GPUs has been measured on hardware.
+pub(crate) const DEVICE: DeviceChoice = DeviceChoice::Cpu;
 /// `--nproc` where no GPU is visible.
 pub(super) const NPROC: usize = 2;
 /// `--comm-timeout`, in seconds.

@@ -6,6 +6,8 @@
 mod batch;
 mod choices;
 mod defaults;
+mod early;
+mod fault;
 pub(crate) mod file;
 mod numbers;
 mod offload;
@@ -20,15 +22,20 @@ use std::path::{Path, PathBuf};
 use models::Family;
 use serde::{Deserialize, Serialize};
 
+use crate::device::RunGpu;
 use crate::exit::{ErrorCode, Failure};
 
 pub use choices::{
     Cadence, DataFormatChoice, Device, DeviceChoice, InitChoice, LrScale, PrecisionChoice,
     Recompute, ReportTo, RopeChoice, Scheduler, Strategy, TemplateChoice, Workers,
 };
+pub(crate) use defaults::DEVICE;
 pub use defaults::{DEMO, Defaults, MODEL};
+pub use early::EarlyStep;
+pub use fault::{Fault, FaultKind, FaultPhase, NotFinite};
 pub use numbers::{GradDtype, Numbers, PureBf16Moments, PureBf16Weights, check_family};
 pub use offload::{NvmeIo, Offload, Tier};
+pub(crate) use resolve::resolve_on;
 pub use resolve::{Resolved, resolve};
 pub use schedule::SchedulerKwargs;
 
@@ -259,12 +266,24 @@ pub struct RunConfig {
     pub offload: Offload,
     /// The way to spill files.
     pub nvme_io: NvmeIo,
+    /// Updates that begin while backward runs.
+    #[serde(default)]
+    pub early_step: EarlyStep,
     /// Number of ranks.
     pub nproc: usize,
+    /// How many of them are on this machine; `None` is all.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ranks_here: Option<usize>,
     /// Longest wait of a rank for another, seconds.
     pub comm_timeout_seconds: u64,
     /// Where they compute.
     pub device: Device,
+    /// The GPUs of a run on GPUs, which ranks take in turn.
+    #[serde(default)]
+    pub gpus: Vec<RunGpu>,
+    /// Bytes that each rank takes of its GPU when it starts, known from the plan; 0 on the CPU.
+    #[serde(default)]
+    pub arena_bytes: u64,
     /// Number format.
     pub precision: PrecisionChoice,
     /// What the number format leaves open.
@@ -293,6 +312,9 @@ pub struct RunConfig {
     pub eval: Cadence,
     /// When a log row is written.
     pub logging: Cadence,
+    /// Steps that are traced, from 1.
+    #[serde(default)]
+    pub trace_steps: Option<Range<u64>>,
     /// Further reports.
     pub report_to: ReportTo,
     /// Seed of data order, initial weights and stochastic rounding.
@@ -303,12 +325,26 @@ pub struct RunConfig {
     pub spilled_activation_bytes: u64,
     /// Where to continue from.
     pub resume: Resume,
+    /// How often the run is started again after a rank died.
+    #[serde(default)]
+    pub max_restarts: u32,
+    /// Whether it may then go on with fewer ranks.
+    #[serde(default)]
+    pub elastic: bool,
+    /// Faults that happen on purpose.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub inject: Vec<Fault>,
 }
 
 /// File name of the saved configuration.
 pub const CONFIG_FILE: &str = "config.resolved.json";
 
 impl RunConfig {
+    /// Number of ranks on this machine.
+    pub fn ranks_here(&self) -> usize {
+        self.ranks_here.unwrap_or(self.nproc)
+    }
+
     /// Samples per optimizer update over all ranks.
     pub const fn global_batch(&self) -> usize {
         self.batch.micro_batch * self.batch.accumulation_steps * self.nproc

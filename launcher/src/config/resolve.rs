@@ -6,10 +6,11 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use super::SampleRules;
 use super::defaults::{self, DEMO, Defaults, MODEL};
 use super::{
-    Cadence, Device, Length, LrScale, OptimizerConfig, PrecisionChoice, ReportTo, Resume,
-    RunConfig, Source, Strategy, Task, Warmup,
+    Cadence, Device, DeviceChoice, Length, LrScale, Offload, OptimizerConfig, PrecisionChoice,
+    ReportTo, Resume, RunConfig, Source, Strategy, Task, Tier, Warmup,
 };
 use crate::args::{Args, Note, value_name};
+use crate::device::{Chosen, RunGpu};
 use crate::exit::Failure;
 use crate::rank_env::Env;
 
@@ -27,6 +28,18 @@ pub struct Resolved {
 /// # Errors
 /// A usage failure naming the flags that contradict each other or are out of range (exit 2).
 pub fn resolve(args: &Args, env: &Env) -> Result<Resolved, Failure> {
+    let chosen = match args.device {
+        Some(DeviceChoice::Cuda) => Chosen::described(Vec::new()),
+        Some(DeviceChoice::Auto | DeviceChoice::Cpu) | None => Chosen::cpu(),
+    };
+    resolve_on(args, env, &chosen)
+}
+
+/// As [`resolve`], on a device that was chosen before.
+///
+/// # Errors
+/// As [`resolve`].
+pub(crate) fn resolve_on(args: &Args, env: &Env, chosen: &Chosen) -> Result<Resolved, Failure> {
     let source = source(args, env)?;
     let defaults = if matches!(source, Source::Demo { .. }) {
         &DEMO
@@ -34,7 +47,7 @@ pub fn resolve(args: &Args, env: &Env) -> Result<Resolved, Failure> {
         &MODEL
     };
     let mut notes = Vec::new();
-    let nproc = nproc(args, env)?;
+    let nproc = nproc(args, env, &chosen.gpus)?;
     let (output, output_is_explicit) = output(args, env, &source)?;
     let config = RunConfig {
         task: Task::Train,
@@ -48,16 +61,15 @@ pub fn resolve(args: &Args, env: &Env) -> Result<Resolved, Failure> {
         },
         init: args.init.unwrap_or(defaults.init),
         zero: args.zero.unwrap_or(defaults::ZERO),
-        offload: args
-            .offload
-            .clone()
-            .unwrap_or_default()
-            .resolved(absolute)?,
+        offload: offload(args, chosen.device, &mut notes)?,
         nvme_io: args.nvme_io.unwrap_or_default(),
+        early_step: args.early_step.unwrap_or_default(),
         nproc,
+        ranks_here: ranks_here(args, env, nproc),
         comm_timeout_seconds: args.comm_timeout.unwrap_or(defaults::COMM_TIMEOUT_SECONDS),
-        // `auto` means the CPU until there is another device.
-        device: Device::Cpu,
+        device: chosen.device,
+        gpus: chosen.gpus.clone(),
+        arena_bytes: 0,
         numbers: super::numbers::resolve(args, precision(args, defaults)?)?,
         precision: precision(args, defaults)?,
         rope_precision: args.rope_precision.unwrap_or_default(),
@@ -92,14 +104,47 @@ pub fn resolve(args: &Args, env: &Env) -> Result<Resolved, Failure> {
             Cadence::Steps(defaults.logging_steps),
             &mut notes,
         )?,
+        trace_steps: trace_steps(args)?,
         report_to: args.report_to.unwrap_or(ReportTo::None),
         seed: args.seed.unwrap_or(defaults::SEED),
         first_samples: Vec::new(),
         spilled_activation_bytes: 0,
         resume: resume(args)?,
+        max_restarts: args.max_restarts.unwrap_or(0),
+        elastic: elastic(args)?,
+        inject: args.inject.clone(),
         source,
     };
     Ok(Resolved { config, notes })
+}
+
+fn trace_steps(args: &Args) -> Result<Option<std::ops::Range<u64>>, Failure> {
+    let Some(text) = &args.trace_steps else {
+        return Ok(None);
+    };
+    let steps = text.split_once("..").and_then(|(from, to)| {
+        let number = |word: &str| word.trim().parse::<u64>().ok();
+        Some(number(from)?..number(to)?)
+    });
+    let steps = steps.filter(|steps| steps.start > 0 && steps.start < steps.end);
+    steps.map(Some).ok_or_else(|| {
+        out_of_range(
+            &format!("--trace-steps {text}"),
+            "must be a half-open range of steps, which count from 1, such as 3..5",
+        )
+    })
+}
+
+fn elastic(args: &Args) -> Result<bool, Failure> {
+    let elastic = args.elastic.unwrap_or(false);
+    if elastic && args.max_restarts.unwrap_or(0) == 0 {
+        return Err(Failure::usage(
+            "--elastic needs --max-restarts",
+            "it says with how many ranks a run may be started again, and none is",
+        )
+        .next("add --max-restarts N"));
+    }
+    Ok(elastic)
 }
 
 fn source(args: &Args, env: &Env) -> Result<Source, Failure> {
@@ -135,17 +180,64 @@ fn source(args: &Args, env: &Env) -> Result<Source, Failure> {
     }
 }
 
-fn nproc(args: &Args, env: &Env) -> Result<usize, Failure> {
+/// States in the tiers that were asked for. A GPU keeps none yet: what would lie on it lies in host memory.
+fn offload(args: &Args, device: Device, notes: &mut Vec<Note>) -> Result<Offload, Failure> {
+    let asked = args.offload.clone().unwrap_or_default();
+    let mut offload = asked.resolved(absolute)?;
+    if device == Device::Cuda {
+        let states = [&mut offload.param, &mut offload.optimizer].into_iter();
+        let on_device: Vec<&mut Tier> = states.filter(|tier| **tier == Tier::None).collect();
+        if !on_device.is_empty() && args.offload.is_some() {
+            let reason =
+                "on GPUs, weights, gradients and optimizer states rest in host memory or on a disk";
+            notes.push(note("--offload", reason));
+        }
+        on_device.into_iter().for_each(|tier| *tier = Tier::Cpu);
+    }
+    Ok(offload)
+}
+
+/// One rank on each GPU, where there are any and nothing else is said.
+fn nproc(args: &Args, env: &Env, gpus: &[RunGpu]) -> Result<usize, Failure> {
+    let default = match gpus.len() {
+        0 => defaults::NPROC,
+        count => count,
+    };
+    if args.nproc == Some(0) {
+        return Err(out_of_range("--nproc 0", "at least 1 rank is needed"));
+    }
+    if let Some(node) = &env.node {
+        return match (args.nproc, &node.ranks) {
+            (Some(asked), Some((name, told))) if asked != *told => Err(Failure::usage(
+                format!("--nproc {asked} and {name}={told} contradict each other"),
+                "both say how many ranks each machine has",
+            )
+            .next(format!("leave --nproc out, or unset {name}"))),
+            (asked, _) => Ok(node.share(asked.unwrap_or(default)).2),
+        };
+    }
     let started = env.rank.as_ref().map(|rank| rank.world_size);
     match (args.nproc, started) {
-        (Some(0), _) => Err(out_of_range("--nproc 0", "at least 1 rank is needed")),
         (Some(asked), Some(world)) if asked != world => Err(Failure::usage(
-            format!("--nproc {asked} and WORLD_SIZE={world} contradict each other"),
+            format!(
+                "--nproc {asked} and the {world} ranks of the environment contradict each other"
+            ),
             "the ranks were started by another launcher",
         )
-        .next("leave --nproc out")),
-        (asked, started) => Ok(started.or(asked).unwrap_or(defaults::NPROC)),
+        .next("leave --nproc out")
+        .next("--rank-is node, where each process that was started stands for a machine")),
+        (asked, started) => Ok(started.or(asked).unwrap_or(default)),
     }
+}
+
+/// Ranks of this machine, where others have some too.
+fn ranks_here(args: &Args, env: &Env, nproc: usize) -> Option<usize> {
+    let here = match (&env.rank, &env.node) {
+        (Some(rank), _) => rank.local_world_size,
+        (_, Some(node)) => node.share(args.nproc.unwrap_or(defaults::NPROC)).1,
+        _ => nproc,
+    };
+    (here < nproc).then_some(here)
 }
 
 fn output(args: &Args, env: &Env, source: &Source) -> Result<(PathBuf, bool), Failure> {
@@ -163,10 +255,10 @@ fn output(args: &Args, env: &Env, source: &Source) -> Result<(PathBuf, bool), Fa
             return Ok((run.to_path_buf(), true));
         }
     }
-    if env.rank.is_some() {
+    if env.rank.is_some() || env.node.as_ref().is_some_and(|node| node.nodes > 1) {
         return Err(Failure::usage(
             "--output is missing",
-            "ranks started by another launcher must agree on a folder",
+            "ranks that are started one by one must agree on a folder",
         )
         .next("add --output DIR"));
     }
@@ -472,9 +564,10 @@ impl RunConfig {
         flags.push(("zero", self.zero.to_string()));
         flags.push(("offload", self.offload.to_string()));
         flags.push(("nvme-io", value_name(self.nvme_io)));
-        flags.push(("nproc", self.nproc.to_string()));
+        flags.push(("early-step", self.early_step.to_string()));
+        flags.push(("nproc", self.ranks_here().to_string()));
         flags.push(("comm-timeout", self.comm_timeout_seconds.to_string()));
-        flags.push(("device", "cpu".to_string()));
+        flags.push(("device", self.device.name().to_string()));
         flags.push(("precision", value_name(self.precision)));
         flags.extend(self.numbers.flags(self.precision));
         let towers = self.checkpoint_activations.to_string();
@@ -597,16 +690,25 @@ impl RunConfig {
                 Cadence::End => {}
             }
         }
+        let steps = self.trace_steps.as_ref();
+        flags.extend(steps.map(|s| ("trace-steps", format!("{}..{}", s.start, s.end))));
         flags.extend(
             self.save_total_limit
                 .map(|limit| ("save-total-limit", limit.to_string())),
         );
         flags.push(("report-to", value_name(self.report_to)));
+        flags.push(("max-restarts", self.max_restarts.to_string()));
+        flags.push(("elastic", self.elastic.to_string()));
         match &self.resume {
             Resume::No => {}
             Resume::Latest => flags.push(("resume", "auto".to_string())),
             Resume::From(path) => flags.push(("resume", path.display().to_string())),
         }
+        flags.extend(
+            self.inject
+                .iter()
+                .map(|fault| ("inject", fault.to_string())),
+        );
     }
 }
 
@@ -614,7 +716,7 @@ impl RunConfig {
 mod tests {
     use super::*;
     use crate::args::{Command, parse};
-    use crate::config::{CONFIG_FILE, InitChoice, Offload, Scheduler, Tier};
+    use crate::config::{CONFIG_FILE, InitChoice, Scheduler};
     use proptest::prelude::*;
     use std::time::Duration;
 
@@ -881,7 +983,7 @@ mod tests {
             lr in 1e-9f64..1.0,
             epochs in prop::option::of(0.01f64..100.0),
             nproc in 1usize..9,
-            which in 0usize..7,
+            which in 0usize..8,
         ) {
             let mut line = format!("--learning-rate {lr} --nproc {nproc} ");
             line += [
@@ -892,6 +994,7 @@ mod tests {
                 "--model m --data d --tune-vision false --offload optimizer=cpu --zero 1",
                 "--output o --resume auto --logging-strategy epoch --precision pure-bf16",
                 "--lr-scheduler-type warmup_cosine_lr --lr-scheduler-kwargs warmup_type=linear,total_num_steps=9",
+                "--device cuda --offload activation=cpu",
             ][which];
             if let Some(epochs) = epochs {
                 line += &format!(" --num-train-epochs {epochs}");

@@ -14,22 +14,31 @@ const CLASSES: [&str; 2] = ["0x0300", "0x0302"];
 
 /// Asks the kernel, and where CUDA was built in, driver and libraries.
 pub(super) fn gather(places: &CudaPlaces) -> (Cuda, Vec<Gpu>) {
-    let python_packages = if cfg!(feature = "cuda") {
-        super::python::packages(places)
-    } else {
-        Vec::new()
-    };
-    let search = SearchFacts {
-        directories: places.directories.clone(),
-        cuda_home: places.cuda_home.clone(),
-        python_packages,
-    };
-    let (mut cuda, gpus) = ask(search);
+    let (mut cuda, gpus) = ask(folders(places));
     cuda.pci_devices = pci_devices(Path::new("/sys/bus/pci/devices"));
     cuda.kernel_module = fs::read_to_string("/proc/driver/nvidia/version")
         .ok()
         .and_then(|text| module_version(&text));
     (cuda, gpus)
+}
+
+fn folders(places: &CudaPlaces) -> SearchFacts {
+    let python_packages = if cfg!(feature = "cuda") {
+        super::python::packages(places)
+    } else {
+        Vec::new()
+    };
+    SearchFacts {
+        directories: places.directories.clone(),
+        cuda_home: places.cuda_home.clone(),
+        python_packages,
+    }
+}
+
+/// The search for libraries in these places.
+#[cfg(feature = "cuda")]
+pub(super) fn search(places: &CudaPlaces) -> kernels::cuda::library::Search {
+    built_in::search(&folders(places))
 }
 
 /// NVIDIA graphics devices among the devices of the bus.
@@ -124,14 +133,9 @@ fn ask(search: SearchFacts) -> (Cuda, Vec<Gpu>) {
 
 #[cfg(feature = "cuda")]
 fn ask(search: SearchFacts) -> (Cuda, Vec<Gpu>) {
-    use kernels::cuda::library::Search;
     use kernels::cuda::{nvml, probe};
 
-    let probed = probe::probe(&Search {
-        directories: search.directories.clone(),
-        cuda_home: search.cuda_home.clone(),
-        python_packages: search.python_packages.clone(),
-    });
+    let probed = probe::probe(&built_in::search(&search));
     let managed = nvml::read(&search.directories);
     let mut libraries: Vec<_> = probed.libraries.iter().map(built_in::library).collect();
     libraries.insert(libraries.len().min(1), built_in::management(&managed));
@@ -155,11 +159,21 @@ fn ask(search: SearchFacts) -> (Cuda, Vec<Gpu>) {
 /// What the crate `kernels` found, as facts.
 #[cfg(feature = "cuda")]
 mod built_in {
-    use kernels::cuda::library::{Attempt, Found, Library};
+    use kernels::cuda::library::{Attempt, Found, Library, Search};
     use kernels::cuda::nvml::{NvmlGpu, NvmlReport, Reading};
     use kernels::cuda::probe::DeviceFacts;
 
-    use crate::doctor::facts::{AttemptFacts, Gpu, GpuProcess, LibraryFacts, LibraryKind, Pcie};
+    use crate::doctor::facts::{
+        AttemptFacts, Gpu, GpuProcess, LibraryFacts, LibraryKind, Pcie, SearchFacts,
+    };
+
+    pub(super) fn search(folders: &SearchFacts) -> Search {
+        Search {
+            directories: folders.directories.clone(),
+            cuda_home: folders.cuda_home.clone(),
+            python_packages: folders.python_packages.clone(),
+        }
+    }
 
     pub(super) fn library(found: &Found) -> LibraryFacts {
         let kind = match found.library {

@@ -154,7 +154,7 @@ pub struct Launch {
     pub problem: Option<String>,
     /// What to do about it.
     pub next: Vec<String>,
-    /// Tasks of a scheduler, which this program does not take for ranks.
+    /// Tasks of a scheduler of which this process is none.
     pub scheduler_tasks: Option<SchedulerTasks>,
 }
 

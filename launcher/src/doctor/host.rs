@@ -12,7 +12,7 @@ use super::facts::{
 use crate::memory::{self, kib_field};
 use crate::rank_env::{Env, Variables};
 
-/// Variables in which schedulers count tasks that this program does not take for ranks.
+/// Variables in which schedulers count tasks, also for a process that is none of them.
 const TASK_COUNTS: [&str; 4] = [
     "SLURM_NTASKS",
     "OMPI_COMM_WORLD_SIZE",

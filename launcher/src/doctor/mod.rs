@@ -61,8 +61,36 @@ impl Report {
 
 /// Collects everything about this machine and this environment.
 pub fn gather(variables: &Variables) -> Facts {
+    let (cuda, gpus) = survey_gpus(variables);
+    facts(variables, cuda, gpus)
+}
+
+/// Driver, libraries and GPUs alone.
+pub(crate) fn survey_gpus(variables: &Variables) -> (facts::Cuda, Vec<facts::Gpu>) {
+    cuda::gather(&places(variables))
+}
+
+/// Where CUDA's libraries are looked for.
+#[cfg(feature = "cuda")]
+pub(crate) fn search(variables: &Variables) -> kernels::cuda::library::Search {
+    cuda::search(&places(variables))
+}
+
+fn places(variables: &Variables) -> CudaPlaces {
     let lookup = |name: &str| variables.get(name).map(ToOwned::to_owned);
-    let (cuda, gpus) = cuda::gather(&CudaPlaces::from_lookup(&lookup));
+    CudaPlaces::from_lookup(&lookup)
+}
+
+/// What these GPUs and this driver mean for a run, the most important first.
+pub(crate) fn gpu_findings(
+    cuda: &facts::Cuda,
+    gpus: &[facts::Gpu],
+    variables: &Variables,
+) -> Vec<Finding> {
+    findings::of_gpus(&facts(variables, cuda.clone(), gpus.to_vec()))
+}
+
+fn facts(variables: &Variables, cuda: facts::Cuda, gpus: Vec<facts::Gpu>) -> Facts {
     Facts {
         program: host::program(),
         system: host::system(),

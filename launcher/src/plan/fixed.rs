@@ -1,7 +1,7 @@
 //! What a rank occupies beside its pools: the process itself, its samples, and buffers of a moment.
 
 use super::rehearse::Work;
-use crate::config::{RunConfig, Workers};
+use crate::config::{Device, RunConfig, Workers};
 use crate::data::LoaderOptions;
 use crate::monitor::Phase;
 use models::data::EncodedSample;
@@ -17,6 +17,8 @@ const TOKENIZER_FACTOR: u64 = 10;
 const TOKENIZER_BYTES_PER_TOKEN: u64 = 48;
 /// Memory of raw samples for a byte of their file, as measured with short conversations.
 const SAMPLES_FACTOR: u64 = 3;
+/// Host memory of a process that uses CUDA: the driver's pages, the compiler of kernels, staging buffers. Not measured.
+const DRIVER_BYTES: u64 = 512 << 20;
 /// Elements of a weight that are read or written at once, in f32 and in the dtype of the file.
 const CHUNK_BYTES: u64 = (1 << 20) * (4 + 2);
 /// A picture while it is cut: as it was decoded, as it was scaled, and the patches.
@@ -54,6 +56,9 @@ impl Fixed {
         work: &Work<'_>,
     ) -> Vec<(&'static str, u64)> {
         let mut parts = vec![("process", self.process), ("samples", self.samples)];
+        if config.device == Device::Cuda {
+            parts.push(("driver", DRIVER_BYTES));
+        }
         match phase {
             Phase::Load | Phase::Save => parts.push(("workspace", CHUNK_BYTES)),
             Phase::Data | Phase::Forward | Phase::Backward | Phase::Step => {}
@@ -74,7 +79,7 @@ impl Fixed {
 fn loader_bytes(config: &RunConfig, micro_batch: &[EncodedSample]) -> u64 {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let options = match config.batch.data_workers {
-        Workers::Auto => LoaderOptions::for_node(cores, config.nproc),
+        Workers::Auto => LoaderOptions::for_node(cores, config.ranks_here()),
         Workers::Count(threads) => LoaderOptions {
             threads,
             ahead: 2 * threads,

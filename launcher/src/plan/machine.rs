@@ -1,6 +1,7 @@
 //! What there is: this machine, or one that the command line describes.
 
 use crate::config::RunConfig;
+use crate::device;
 use crate::memory;
 use crate::units::bytes as format_bytes;
 use std::path::Path;
@@ -66,6 +67,14 @@ impl Machine {
     /// Whether this is the machine this runs on: of one that is described nobody knows the disks.
     pub(crate) const fn is_here(&self) -> bool {
         self.window_free_bytes.is_some()
+    }
+
+    /// With the GPUs of a run on them: what each rank may take of its own.
+    pub(super) fn with_gpus(mut self, config: &RunConfig) -> Self {
+        if self.device_bytes.is_none() {
+            self.device_bytes = device::free_bytes(config);
+        }
+        self
     }
 
     /// With the limits that a run is given.

@@ -49,7 +49,7 @@ pub struct RankPeak {
     pub nvme: u64,
     /// Pages of the communicator's window that belong to this rank.
     pub window: u64,
-    /// What the kernel calls the process's high-water mark where the ranks compute on the CPU: of the rank with most.
+    /// What the kernel calls the process's high-water mark: of the rank with most.
     pub resident: u64,
     /// Of that, pages of the window: those of the rank and those it reads of the others.
     pub resident_window: u64,
@@ -69,9 +69,9 @@ pub struct RankMemory {
 /// What a rehearsed run has touched, from which the peaks follow.
 #[derive(Debug, Clone)]
 pub(super) struct Footprint {
-    /// Bytes that blocks of the device pool occupy.
+    /// Bytes that blocks of the device pool occupy in host memory: none of a GPU.
     pub(super) touched: u64,
-    /// With what is reserved beside them.
+    /// Device memory: those blocks, with what is reserved beside them.
     pub(super) held: u64,
     /// Host tier: maps in whole pages, and blocks.
     pub(super) host: u64,

@@ -2,7 +2,7 @@
 
 use super::{Fit, HeldOut, Machine, RankMemory, Work, rehearse};
 use crate::args::PlanArgs;
-use crate::config::RunConfig;
+use crate::config::{EarlyStep, RunConfig};
 use crate::data::SampleSet;
 use crate::exit::{ErrorCode, Failure};
 use crate::run::{
@@ -105,6 +105,18 @@ impl Planner {
             None => self.made_up(&config, &*model, &plan)?,
         };
         let fit = Fit::new(&config, &memory, self.machine);
+        if config.early_step == EarlyStep::Auto {
+            // As the check before a run decides.
+            let takes = plan.any_steps_early() && !fit.exceeds_nvme();
+            config.early_step = if takes {
+                EarlyStep::All
+            } else {
+                EarlyStep::Off
+            };
+            if plan.any_steps_early() && !takes {
+                return self.plan(&config);
+            }
+        }
         Ok(Planned {
             config,
             plan,

@@ -3,6 +3,7 @@
 use super::fixed::{self, Fixed};
 use super::memory::{Footprint, PhaseBytes, RankMemory};
 use crate::config::{Cadence, RunConfig};
+use crate::device;
 use crate::exit::Failure;
 use crate::monitor::Phase;
 use crate::monitor::memory::Kinds;
@@ -50,9 +51,23 @@ pub(crate) fn rehearse(
     plan: &Arc<Plan>,
     work: &Work<'_>,
 ) -> Result<RankMemory, Failure> {
-    let mut run = Run::new(config, model, plan, work).map_err(|e| allocate(&e))?;
-    run.all().map_err(|e| failures::model("plan memory", &e))?;
-    Ok(run.memory())
+    let rehearse = |device: Option<Arc<dyn Backend>>| -> Result<RankMemory, Failure> {
+        let mut run = Run::new(config, model, plan, work, device).map_err(|e| allocate(&e))?;
+        run.all().map_err(|e| failures::model("plan memory", &e))?;
+        Ok(run.memory())
+    };
+    // Scratch memory depends on how many multiprocessors a GPU has: the kind that needs most counts.
+    let mut most: Option<RankMemory> = None;
+    for device in device::counting(config) {
+        let memory = rehearse(Some(device))?;
+        if most
+            .as_ref()
+            .is_none_or(|m| memory.peak.device > m.peak.device)
+        {
+            most = Some(memory);
+        }
+    }
+    most.map_or_else(|| rehearse(None), Ok)
 }
 
 /// Bytes of a rank's region of the communicator's window.
@@ -93,14 +108,19 @@ impl<'a> Run<'a> {
         model: &'a dyn VisionLanguageModel,
         plan: &'a Arc<Plan>,
         work: &'a Work<'a>,
+        device: Option<Arc<dyn Backend>>,
     ) -> Result<Self, EngineError> {
         let rule = rule(config);
         let slots = rule.slots(plan.config().precision);
+        let rehearsal = match device {
+            Some(device) => Rehearsal::apart(plan.clone(), slots, device),
+            None => Rehearsal::new(plan.clone(), slots),
+        };
         Ok(Self {
             config,
             model,
             work,
-            rehearsal: Rehearsal::new(plan.clone(), slots)?,
+            rehearsal: rehearsal?,
             phases: BTreeMap::new(),
             beside: Cell::new(0),
         })
@@ -182,13 +202,19 @@ impl<'a> Run<'a> {
             at_peak(&stats)
         };
         let mut device = read(self.rehearsal.device_pool());
-        // The step's collectives and those of a pass are counted where they lie: in the window.
-        let gathered = device.get(Tag::Gathered.name()).copied().unwrap_or(0);
+        let mut host = read(self.rehearsal.host_pool());
+        // The step's collectives and those of a pass are counted where they lie: in the window, which is host memory
+        // beside a GPU.
+        let tier = if self.rehearsal.is_apart() {
+            &mut host
+        } else {
+            &mut device
+        };
+        let gathered = tier.get(Tag::Gathered.name()).copied().unwrap_or(0);
         let sent = self.rehearsal.take_window_peak().saturating_sub(gathered);
-        let communication = device.entry(Tag::Communication.name().into()).or_default();
+        let communication = tier.entry(Tag::Communication.name().into()).or_default();
         *communication = sent.max(*communication);
         device.retain(|_, bytes| *bytes > 0);
-        let mut host = read(self.rehearsal.host_pool());
         let mut beside = 0;
         for (kind, bytes) in self.work.fixed.in_phase(phase, self.config, self.work) {
             *host.entry(kind.to_owned()).or_default() += bytes;
@@ -205,7 +231,11 @@ impl<'a> Run<'a> {
         let stats = self.rehearsal.device_pool().stats();
         let window = self.rehearsal.window();
         let footprint = Footprint {
-            touched: stats.touched,
+            touched: if self.rehearsal.is_apart() {
+                0
+            } else {
+                stats.touched
+            },
             held: stats.held,
             host: self.rehearsal.host_bytes(),
             nvme: self.rehearsal.nvme_pool().stats().held,

@@ -2,7 +2,8 @@
 
 use super::machine::{Machine, window_rooms};
 use super::memory::RankMemory;
-use crate::config::RunConfig;
+use crate::config::{Device, RunConfig};
+use crate::device;
 use crate::exit::{ErrorCode, Failure};
 use crate::units::bytes as format_bytes;
 use engine::comm::control_bytes;
@@ -30,17 +31,21 @@ pub(crate) struct Fit {
 
 impl Fit {
     pub(crate) fn new(config: &RunConfig, memory: &RankMemory, machine: Machine) -> Self {
-        let ranks = config.nproc as u64;
+        let machine = machine.with_gpus(config);
+        let ranks = config.ranks_here() as u64;
         let peak = memory.peak;
-        let on_cpu = machine.device_bytes.is_none();
-        let window = if on_cpu && ranks > 1 {
+        // Also ranks on GPUs meet through shared memory today; described devices stand for those that need not.
+        let meets_on_host = machine.device_bytes.is_none() || config.device == Device::Cuda;
+        // Ranks of several machines have a copy of the window each, in memory of their own.
+        let shares = ranks > 1 && config.ranks_here.is_none();
+        let window = if meets_on_host && shares {
             control_bytes(config.nproc) + ranks * peak.window
         } else {
             0
         };
-        let host = if on_cpu {
+        let host = if meets_on_host {
             // Ranks map each other's part of the window, which exists once.
-            let (own, all) = if ranks > 1 {
+            let (own, all) = if shares {
                 (peak.resident - memory.mapped_window(), window)
             } else {
                 (peak.resident, 0)
@@ -80,7 +85,8 @@ impl Fit {
         self.need.host > self.machine.host_free_bytes
     }
 
-    fn exceeds_nvme(&self) -> bool {
+    /// Whether it is the disk that does not suffice.
+    pub(crate) fn exceeds_nvme(&self) -> bool {
         let free = self.machine.nvme_free_bytes;
         free.is_some_and(|free| self.need.nvme > free)
     }
@@ -88,6 +94,13 @@ impl Fit {
     fn exceeds_window(&self) -> bool {
         let free = self.machine.window_free_bytes;
         free.is_some_and(|free| self.need.window > free)
+    }
+
+    /// The arena of a rank on a GPU: its plan, and some room where there is any.
+    pub(crate) fn arena_bytes(&self, memory: &RankMemory) -> u64 {
+        let context = self.machine.device_context_bytes();
+        let most = self.device_limit.map(|limit| limit.saturating_sub(context));
+        device::arena_bytes(memory.peak.device, most)
     }
 
     /// Device memory of a rank, where it is bounded.

@@ -4,10 +4,11 @@ use super::matrix;
 use super::nearest::{Flags, nearest};
 use super::planner::{Planned, Planner, made_up_sample};
 use super::text;
-use crate::args::{Note, PlanArgs, Preset};
-use crate::config::{RunConfig, resolve};
+use crate::args::{Hardware, Note, PlanArgs, Preset};
+use crate::config::{DEVICE, Device, DeviceChoice, RunConfig, resolve_on};
+use crate::device::{self, Chosen, Devices, RunGpu};
 use crate::exit::Failure;
-use crate::rank_env::Env;
+use crate::rank_env::{Env, Variables};
 use crate::run::{Room, plan_event};
 use crate::ui::{Event, lines};
 use crate::units::bytes;
@@ -16,6 +17,8 @@ use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
+/// Multiprocessors of GPUs that are described: those of an H100. Scratch memory differs little between kinds.
+const DESCRIBED_MULTIPROCESSORS: u32 = 132;
 /// Stands for data that is made up.
 const NO_DATA: &str = "made-up-sample";
 
@@ -28,9 +31,10 @@ pub(crate) fn run(
     typed: &[String],
     env: &Env,
     notes: &[Note],
+    devices: &dyn Devices,
 ) -> Result<ExitCode, Failure> {
     let has_data = args.run.model.is_none() || args.run.data.is_some();
-    let mut config = configuration(args, env, has_data)?;
+    let mut config = configuration(args, env, has_data, devices)?;
     crate::demo::prepare(&mut config, env, &mut |_| ())?;
     let planner = Planner::new(&config, args, has_data)?;
     let json = args.json == Some(true);
@@ -71,7 +75,12 @@ pub(crate) fn run(
     Ok(ExitCode::SUCCESS)
 }
 
-fn configuration(args: &PlanArgs, env: &Env, has_data: bool) -> Result<RunConfig, Failure> {
+fn configuration(
+    args: &PlanArgs,
+    env: &Env,
+    has_data: bool,
+    devices: &dyn Devices,
+) -> Result<RunConfig, Failure> {
     let mut run = args.run.clone();
     if !has_data {
         run.data = Some(PathBuf::from(NO_DATA));
@@ -87,7 +96,28 @@ fn configuration(args: &PlanArgs, env: &Env, has_data: bool) -> Result<RunConfig
             .next("leave --nproc out"));
         }
     }
-    Ok(resolve(&run, env)?.config)
+    let choice = run.device.unwrap_or(DEVICE);
+    let chosen = match args.hw {
+        // What today's back end needs of GPUs that are not here.
+        Some(hardware) if choice == DeviceChoice::Cuda => described(hardware),
+        Some(_) => Chosen::cpu(),
+        None => device::choose(choice, devices, &Variables::read())?,
+    };
+    Ok(resolve_on(&run, env, &chosen)?.config)
+}
+
+/// GPUs of a described machine.
+fn described(hardware: Hardware) -> Chosen {
+    let gpu = |ordinal| RunGpu {
+        ordinal,
+        name: "described".to_owned(),
+        uuid: None,
+        multiprocessors: DESCRIBED_MULTIPROCESSORS,
+        memory_bytes: hardware.device_bytes,
+        free_bytes: hardware.device_bytes,
+    };
+    let count = u32::try_from(hardware.devices).unwrap_or(u32::MAX);
+    Chosen::described((0..count).map(gpu).collect())
 }
 
 fn as_json(
@@ -178,7 +208,7 @@ fn as_text(
         );
     }
     let mut event = plan_event(config, plan, memory, fit);
-    if args.hw.is_some() {
+    if args.hw.is_some() && config.device == Device::Cpu {
         event.device = "devices".into();
     }
     // The last of its lines is the trainer's verdict; this verb has one of its own.

@@ -93,6 +93,7 @@ pub(crate) fn changed(config: &RunConfig, flags: &[(&'static str, String)]) -> O
     let env = Env::from_lookup(&|_| None).ok()?;
     let mut resolved = resolve(&args, &env).ok()?.config;
     resolved.source = config.source.clone();
+    resolved.gpus.clone_from(&config.gpus);
     Some(resolved)
 }
 

@@ -2,7 +2,7 @@
 
 use super::fit;
 use super::setup::Setup;
-use crate::config::{LrScale, RunConfig};
+use crate::config::{Device, LrScale, RunConfig};
 use crate::data::SampleSet;
 use crate::exit::Failure;
 use crate::ui::Event;
@@ -59,7 +59,11 @@ pub(super) fn find(
         let (model, processor) = (&*setup.model, &*setup.processor);
         let memory = fit::memory_on(&trial, model, processor, &plan, train)?;
         let fit = fit::fit(&trial, &memory);
-        tried.push((candidates[at], fit.need.host, fit.fits()));
+        let need = match trial.device {
+            Device::Cpu => fit.need.host,
+            Device::Cuda => fit.need.device,
+        };
+        tried.push((candidates[at], need, fit.fits()));
         Ok(fit.check(&trial, &memory).err())
     };
     if candidates.is_empty() {

@@ -90,6 +90,32 @@ pub(crate) fn kernel(doing: &str, error: &KernelError) -> Failure {
             in_use_bytes,
             capacity_bytes,
             breakdown,
+        } if *pool == "GPU" => Failure::new(
+            ErrorCode::DeviceMemory,
+            format!("cannot {doing}: the memory set aside on the GPU ran out"),
+            format!(
+                "{} more are needed for {tag} in one piece, {} of {} that were taken at the start are unused",
+                bytes(*asked_bytes),
+                bytes(capacity_bytes.saturating_sub(*in_use_bytes)),
+                bytes(*capacity_bytes)
+            ),
+        )
+        .evidence(in_use(*in_use_bytes, breakdown))
+        .next("a smaller --per-device-train-batch-size or --model-max-length"),
+        KernelError::Device { op, cause } => Failure::new(
+            ErrorCode::Cuda,
+            format!("cannot {doing}: the GPU failed in {op}"),
+            cause.to_string(),
+        )
+        .next("look for Xid messages in the machine's log (dmesg), and at `launcher doctor`")
+        .next("--resume auto continues from the last checkpoint; --device cpu needs no GPU"),
+        KernelError::OutOfMemory {
+            pool,
+            tag,
+            asked_bytes,
+            in_use_bytes,
+            capacity_bytes,
+            breakdown,
         } => {
             let device = *pool == "device";
             let (code, flag) = if device {
@@ -271,7 +297,7 @@ pub(crate) fn checkpoint(doing: &str, error: &CheckpointError) -> Failure {
             format!("cannot {doing}: the checkpoint is damaged"),
             chain(error),
         )
-        .next("--resume an earlier checkpoint folder"),
+        .next("`launcher ckpt verify` names every file of it that is damaged"),
         _ => Failure::new(ErrorCode::Resume, format!("cannot {doing}"), chain(error)),
     }
 }

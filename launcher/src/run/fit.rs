@@ -8,6 +8,7 @@ use crate::generate::answers::Question;
 use crate::monitor::Phase;
 use crate::plan::{Fit, Fixed, HeldOut, Machine, RankMemory, Work, rehearse};
 use crate::ui::{Event, PlanEvent, PlanPart};
+use crate::units::bytes;
 use engine::Plan;
 use kernels::Tag;
 use models::Processor;
@@ -119,6 +120,20 @@ pub(super) fn fit(config: &RunConfig, memory: &RankMemory) -> Fit {
     Fit::new(config, memory, Machine::here())
 }
 
+/// What each rank takes of its GPU.
+pub(super) fn device_line(config: &RunConfig, memory: &RankMemory, fit: &Fit) -> Event {
+    let limit = fit.device_limit().map(bytes).unwrap_or_default();
+    Event::Info {
+        label: String::new(),
+        text: format!(
+            "GPU memory per rank: {} by the plan, {} taken at the start, {} for CUDA itself, of {limit}",
+            bytes(memory.peak.device),
+            bytes(config.arena_bytes),
+            bytes(fit.machine.device_context_bytes()),
+        ),
+    }
+}
+
 /// The plan line.
 pub(crate) fn event(config: &RunConfig, plan: &Plan, memory: &RankMemory, fit: &Fit) -> PlanEvent {
     let (params, trainable) = plan.spec().elems();
@@ -139,7 +154,7 @@ pub(crate) fn event(config: &RunConfig, plan: &Plan, memory: &RankMemory, fit: &
         params: params as u64,
         trainable: trainable as u64,
         ranks: config.nproc,
-        device: "cpu".into(),
+        device: config.device.name().into(),
         stage: config.zero,
         precision: plan.config().precision.name().into(),
         offload: config.offload.to_string(),

@@ -4,11 +4,13 @@
 mod advice;
 mod batch;
 pub(crate) mod check;
+mod collectives;
 mod contents;
 mod evaluate;
 mod export;
 pub(crate) mod failures;
 mod fit;
+mod inject;
 mod numeric;
 mod place;
 mod resume;
@@ -21,11 +23,13 @@ mod split;
 mod stall;
 mod stored;
 mod tiers;
+mod trace;
 mod trainer;
 mod weight_files;
 
-use crate::config::{RunConfig, Task};
+use crate::config::{Device, EarlyStep, RunConfig, Task};
 use crate::data::SampleSet;
+use crate::device::Devices;
 use crate::exit::Failure;
 use crate::job::Advice;
 use crate::rank::{RunSummary, StopFlag};
@@ -34,17 +38,20 @@ use crate::ui::{DataEvent, Event};
 pub(crate) use advice::changed;
 pub(crate) use check::{encode_options, largest as worst_samples};
 pub(crate) use contents::CheckpointBytes;
-pub(crate) use export::export;
+use engine::Plan;
+pub(crate) use export::{copy, export};
 pub(crate) use fit::{event as plan_event, fixed, whole_memory};
 use models::Processor;
 use optim::Optimizer;
 pub(crate) use room::{Room, saves};
+pub(crate) use save::UNITS;
 use session::Session;
 pub(crate) use session::rule;
 use setup::Setup;
 pub(crate) use setup::{keeps, shapes, unusable};
 pub(crate) use spill::hold_folders;
 use std::sync::Arc;
+pub(crate) use stored::max_shard_bytes;
 pub(crate) use trainer::dropout;
 
 /// Checks model, data and memory before a rank starts and before the run's folder is touched.
@@ -75,15 +82,36 @@ pub(crate) fn prepare(
         config.first_samples.truncate(config.global_batch());
     }
     let worst = check::largest(&train, config, &*setup.processor)?;
-    let plan = Arc::new(setup.plan(config)?);
     let (model, processor) = (&*setup.model, &*setup.processor);
     let held_out = eval.as_ref();
-    let memory = whole_memory(config, model, processor, &plan, &worst, held_out, show)?;
+    let mut plan = Arc::new(setup.plan(config)?);
+    let mut memory = whole_memory(config, model, processor, &plan, &worst, held_out, show)?;
+    if config.early_step == EarlyStep::Auto {
+        let early = plan.any_steps_early();
+        let takes = early && !fit::fit(config, &memory).exceeds_nvme();
+        config.early_step = if takes {
+            EarlyStep::All
+        } else {
+            EarlyStep::Off
+        };
+        if early && !takes {
+            plan = Arc::new(setup.plan(config)?);
+            memory = whole_memory(config, model, processor, &plan, &worst, held_out, show)?;
+        }
+    }
     config.spilled_activation_bytes = fit::spilled_activations(&memory);
     let total_steps = config.total_steps(train.samples.len());
+    inject::check(config, total_steps)?;
+    for text in inject::lines(config) {
+        show(Event::Warning { text });
+    }
     resume::check(config, &plan, train.samples.len(), total_steps)?;
     let fit = fit::fit(config, &memory);
     show(Event::Plan(fit::event(config, &plan, &memory, &fit)));
+    if config.device == Device::Cuda {
+        config.arena_bytes = fit.arena_bytes(&memory);
+        show(fit::device_line(config, &memory, &fit));
+    }
     let rule = rule(config);
     show(Event::Info {
         label: "formats".into(),
@@ -91,6 +119,12 @@ pub(crate) fn prepare(
             .formats(rule.slots(plan.config().precision))
             .to_string(),
     });
+    if let Some(text) = early_line(&plan) {
+        show(Event::Info {
+            label: "early".into(),
+            text,
+        });
+    }
     show(Event::Trains(session::trained_parts(
         config,
         &*setup.model,
@@ -124,6 +158,30 @@ pub(crate) fn prepare(
     Ok(advice::later(config, train.by_size()))
 }
 
+/// What is updated while backward runs, where anything is.
+fn early_line(plan: &Plan) -> Option<String> {
+    let trained = plan
+        .units()
+        .iter()
+        .filter(|unit| !unit.trainable.is_empty());
+    let (all, early): (Vec<_>, Vec<_>) = (
+        trained.clone().collect(),
+        trained.filter(|unit| plan.steps_early(unit.id)).collect(),
+    );
+    let gradients = if early.iter().all(|unit| plan.consumes_gradients(unit.id)) {
+        "their gradients are kept nowhere"
+    } else {
+        "their gradients are kept until the norm is known"
+    };
+    (!early.is_empty()).then(|| {
+        format!(
+            "{} of {} units are updated while backward runs · states twice · {gradients}",
+            early.len(),
+            all.len()
+        )
+    })
+}
+
 /// Reads and checks the samples of a run that is only planned.
 ///
 /// # Errors
@@ -147,8 +205,9 @@ pub(crate) fn rank_main(
     config: &RunConfig,
     env: &RankEnv,
     stop: &StopFlag,
+    devices: &dyn Devices,
 ) -> Result<RunSummary, Failure> {
-    let mut session = Session::open(config, env)?;
+    let mut session = Session::open(config, env, devices)?;
     let result = match config.task {
         Task::Train => trainer::train(&mut session, stop),
         Task::Evaluate => trainer::verify_resume(&mut session),

@@ -96,6 +96,17 @@ pub(super) fn complete(failure: Failure, session: &Session<'_>) -> Failure {
         _ => failure,
     };
     let mut failure = failure;
+    if failure.code == ErrorCode::Collective && world.size > 1 {
+        let (plan, output) = (session.zero.plan(), &session.config.output);
+        match session.collectives.save(plan, output, world.rank) {
+            Ok(path) => {
+                let line = format!("its last collectives: {}", path.display());
+                failure = failure.evidence(line);
+            }
+            // The failure itself is to be heard of.
+            Err(error) => tracing::warn!("the last collectives cannot be written: {error}"),
+        }
+    }
     if matches!(
         failure.code,
         ErrorCode::DeviceMemory | ErrorCode::HostMemory

@@ -3,6 +3,7 @@
 
 use super::failures;
 use super::setup::precision;
+use crate::ckpt::advise_intact;
 use crate::config::{Resume, RunConfig};
 use crate::exit::{ErrorCode, Failure};
 use engine::Plan;
@@ -29,7 +30,8 @@ pub(super) fn open(config: &RunConfig) -> Result<Option<Checkpoint>, Failure> {
     };
     folder
         .map(|folder| {
-            Checkpoint::open(&folder).map_err(|e| failures::checkpoint(&doing(&folder), &e))
+            Checkpoint::open(&folder)
+                .map_err(|e| advise_intact(failures::checkpoint(&doing(&folder), &e), &folder))
         })
         .transpose()
 }
@@ -53,7 +55,7 @@ pub(super) fn check(
     let doing = doing(folder);
     checkpoint
         .verify()
-        .map_err(|e| failures::checkpoint(&doing, &e))?;
+        .map_err(|e| advise_intact(failures::checkpoint(&doing, &e), folder))?;
     let saved = checkpoint.meta().get("precision").and_then(Value::as_str);
     let asked = precision(config).name();
     if let Some(saved) = saved.filter(|saved| *saved != asked) {

@@ -13,7 +13,7 @@ use engine::checkpoint::{
     CheckpointError, FileDigest, ShardedTensorWriter, TensorSpec, Writer, verify_file,
 };
 use engine::comm::Tag;
-use engine::{EngineError, ModelSpec};
+use engine::{EngineError, ModelSpec, Plan};
 use kernels::{DType, Tensor};
 use models::WeightSource;
 use models::adapter::ADAPTER_CONFIG;
@@ -25,6 +25,8 @@ use std::path::Path;
 
 /// Elements of a weight converted at once.
 const CHUNK_ELEMS: usize = 1 << 20;
+/// Key of a manifest under which the parameters stand that shared a flat buffer, buffer by buffer.
+pub(crate) const UNITS: &str = "units";
 
 /// Saves after `step` updates; all ranks take part. `meta` is what the training loop needs back.
 pub(super) fn save(
@@ -36,7 +38,9 @@ pub(super) fn save(
     let doing = "save a checkpoint";
     let world = session.comm.world();
     let output = session.config.output.clone();
-    let mut writer = Writer::begin(&output, step, world.rank as u32, world.size as u32)
+    let mut writer = session
+        .faults
+        .writer(&output, step, world)
         .map_err(|e| failures::checkpoint(doing, &e))?;
     session
         .zero
@@ -75,7 +79,22 @@ pub(super) fn save(
         .comm
         .barrier(Tag::new("committed", step as u32))
         .map_err(|e| failures::comm(&e))?;
+    session
+        .faults
+        .saved(&output.join(&event.name), step, world)?;
     Ok(event)
+}
+
+/// Names of what trains by the flat buffers that are divided among ranks, in their order there: what cuts the state for
+/// another number of ranks as a run of that many would.
+pub(super) fn units(plan: &Plan) -> Value {
+    let params = &plan.spec().params;
+    let units = plan.units().iter().map(|unit| &unit.trainable.slots);
+    let names = units.filter(|slots| !slots.is_empty()).map(|slots| {
+        let names = slots.iter().map(|slot| &params[slot.param.index()].name);
+        names.collect::<Vec<_>>()
+    });
+    json!(names.collect::<Vec<_>>())
 }
 
 /// Writes weights: `model.safetensors` when all of the model trains; otherwise only what was

@@ -1,18 +1,21 @@
 //! Everything a rank holds while it works.
 
 use super::check;
+use super::collectives::Collectives;
 use super::failures;
+use super::inject::{self, Faults};
 use super::place::Place;
 use super::resume;
 use super::setup::{self, Setup};
 use super::spill;
 use crate::config::{PrecisionChoice, RunConfig, Task};
 use crate::data::{SampleSet, problems};
+use crate::device::{Devices, RunGpu, gpu_of};
 use crate::exit::{ErrorCode, Failure};
-use crate::rank_env::RankEnv;
+use crate::meeting;
+use crate::rank_env::{RankEnv, Variables};
 use crate::ui::{Event, Reporter, TrainRow};
-use engine::comm::shm::{self, ShmOptions};
-use engine::comm::{Communicator, World, threads};
+use engine::comm::Communicator;
 use engine::{OptimizerConfig, ParamId, Tiers, Zero};
 use kernels::{Backend, CpuBackend, DType, Pool};
 use models::Processor;
@@ -34,6 +37,8 @@ pub(super) struct Session<'a> {
     pub(super) processor: Arc<dyn Processor>,
     pub(super) weights: Option<WeightSource>,
     pub(super) backend: Arc<dyn Backend>,
+    devices: &'a dyn Devices,
+    local_rank: usize,
     pub(super) comm: Arc<dyn Communicator>,
     pub(super) zero: Zero,
     pub(super) train: Arc<SampleSet>,
@@ -49,10 +54,18 @@ pub(super) struct Session<'a> {
     pub(super) disk_ceiling: Option<f64>,
     /// What the checkpoint resumed from has to say to the training loop.
     pub(super) resumed: Option<(PathBuf, Value)>,
+    /// What this rank exchanged with the others last.
+    pub(super) collectives: Arc<Collectives>,
+    /// What happens to this rank on purpose.
+    pub(super) faults: Faults,
 }
 
 impl<'a> Session<'a> {
-    pub(super) fn open(config: &'a RunConfig, env: &RankEnv) -> Result<Self, Failure> {
+    pub(super) fn open(
+        config: &'a RunConfig,
+        env: &RankEnv,
+        devices: &'a dyn Devices,
+    ) -> Result<Self, Failure> {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let threads = (cores / env.local_world_size.max(1)).max(1);
         // A second initialisation only happens in tests that share the process.
@@ -61,6 +74,12 @@ impl<'a> Session<'a> {
             .build_global()
             .ok();
         let reporter = Reporter::for_rank(env);
+        if env.rank == 0 && !env.is_supervised() {
+            // Under another launcher no supervisor has said it.
+            for text in inject::lines(config) {
+                reporter.emit(&Event::Warning { text });
+            }
+        }
         let Setup {
             model,
             processor,
@@ -80,25 +99,27 @@ impl<'a> Session<'a> {
             weights,
         };
         let plan = Arc::new(setup.plan(config)?);
-        let comm = meet(config, env, &plan, &reporter)?;
+        let collectives = Collectives::new();
+        let comm = meet(config, env, &plan, &collectives, &reporter)?;
+        let faults = Faults::of(config, env.rank);
+        let comm = faults.link(comm, Duration::from_secs(config.comm_timeout_seconds));
         let Setup {
             model,
             processor,
             weights,
         } = setup;
-        let device = Pool::new("device", config.device_memory_limit);
         let host_share = config
             .host_memory_limit
-            .map(|limit| limit / config.nproc as u64);
+            .map(|limit| limit / config.ranks_here() as u64);
         let host = Pool::new("host", host_share);
         let disk = spill::open(config, env, &plan, &host, &*comm, &reporter)?;
-        let mut tiers = Tiers::new(device.clone(), host);
+        let (backend, device) = compute(config, env, devices, &host)?;
+        let mut tiers = Tiers::new(device, host);
         let mut disk_ceiling = None;
         if let Some(disk) = disk {
             disk_ceiling = disk.ceiling;
             tiers = tiers.with_spill(disk.spill);
         }
-        let backend: Arc<dyn Backend> = Arc::new(CpuBackend::new(device));
         let zero = Zero::new(
             plan,
             comm.clone(),
@@ -119,6 +140,8 @@ impl<'a> Session<'a> {
             processor,
             weights,
             backend,
+            devices,
+            local_rank: env.local_rank,
             comm,
             zero,
             train: Arc::new(train),
@@ -129,9 +152,17 @@ impl<'a> Session<'a> {
             scaler,
             disk_ceiling,
             resumed: None,
+            collectives,
+            faults,
         };
         session.load()?;
         Ok(session)
+    }
+
+    /// This rank's GPU, and what nobody uses of it now.
+    pub(super) fn gpu_now(&self) -> Option<(&RunGpu, Option<u64>)> {
+        let gpu = gpu_of(self.config, self.local_rank)?;
+        Some((gpu, self.devices.free_bytes(gpu)))
     }
 
     /// Base weights, then the checkpoint to resume from, if any.
@@ -188,32 +219,37 @@ impl<'a> Session<'a> {
     }
 }
 
+/// What computes, and the pool of what the engine keeps beside it: of a GPU that is host memory.
+fn compute(
+    config: &RunConfig,
+    env: &RankEnv,
+    devices: &dyn Devices,
+    host: &Pool,
+) -> Result<(Arc<dyn Backend>, Pool), Failure> {
+    match gpu_of(config, env.local_rank) {
+        Some(gpu) => {
+            let backend = devices.open(gpu, config.arena_bytes, &Variables::read())?;
+            Ok((backend, host.clone()))
+        }
+        None => {
+            let pool = Pool::new("device", config.device_memory_limit);
+            Ok((Arc::new(CpuBackend::new(pool.clone())), pool))
+        }
+    }
+}
+
 fn meet(
     config: &RunConfig,
     env: &RankEnv,
     plan: &Arc<engine::Plan>,
+    collectives: &Arc<Collectives>,
     reporter: &Reporter,
 ) -> Result<Arc<dyn Communicator>, Failure> {
     let started = Instant::now();
     let region = crate::plan::window_region(plan)? as usize;
-    let world = World {
-        rank: env.rank,
-        size: env.world_size,
-    };
-    let (comm, transport) = if world.size == 1 {
-        let mut alone = threads::world(1, region).map_err(|e| failures::comm(&e))?;
-        (alone.remove(0), "one process")
-    } else {
-        let name = format!("tessera-window-{}", env.run_token);
-        let mut options = ShmOptions::new(name, world, region);
-        options.deadline = Duration::from_secs(config.comm_timeout_seconds);
-        (
-            shm::join(&options).map_err(|e| failures::comm(&e))?,
-            "shared memory",
-        )
-    };
+    let (comm, transport) = meeting::join(config, env, plan, region, |comm| collectives.of(comm))?;
     reporter.emit(&Event::Comm {
-        ranks: world.size,
+        ranks: env.world_size,
         transport: transport.into(),
         seconds: started.elapsed().as_secs_f64(),
     });

@@ -1,13 +1,14 @@
 //! The model of a run, its processor and its plan: what supervisor and ranks build alike.
 
 use super::failures::{self, chain};
+use super::session::rule;
 use crate::config::{
     GradDtype, InitChoice, PrecisionChoice, RopeChoice, RunConfig, Tier, check_family,
 };
 use crate::data::{Sampler, SamplerSizes};
 use crate::exit::{ErrorCode, Failure};
 use crate::ui::Event;
-use engine::{Offload, Plan, Precision, Stage, UnitId, ZeroConfig};
+use engine::{EarlyStep, Offload, Plan, Precision, Stage, UnitId, ZeroConfig};
 use models::lora::{LoraConfig, LoraTargets};
 use models::options::RopePrecision;
 use models::selection::Selection;
@@ -15,6 +16,7 @@ use models::{
     Family, ModelOptions, OpenError, Processor, Tower, VisionLanguageModel, WeightSource,
     open_model, open_processor, open_shapes,
 };
+use optim::Optimizer;
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
@@ -182,9 +184,20 @@ fn zero_config(config: &RunConfig) -> Result<ZeroConfig, Failure> {
             activation: tier(&config.offload.activation),
         },
         max_grad_norm: config.optimizer.max_grad_norm.map(|norm| norm as f32),
+        early_step: config.early_step_bytes().map(|bytes| EarlyStep {
+            most_elems: bytes / second_bytes_per_elem(config),
+            single_micro_batch: config.batch.accumulation_steps == 1,
+        }),
         seed: config.seed,
         ..ZeroConfig::default()
     })
+}
+
+/// What an element of a unit that is updated early keeps once more: its weight, master and moments.
+fn second_bytes_per_elem(config: &RunConfig) -> u64 {
+    let precision = precision(config);
+    let states = rule(config).state_bytes_per_elem(precision);
+    (precision.weight_dtype().size_bytes() + states) as u64
 }
 
 /// The order of `samples` samples; the first update takes `first`.

@@ -116,7 +116,8 @@ pub(super) fn open(
     }
     Ok(Some(Disk {
         spill: Spill::new(io, files),
-        ceiling: (!ceilings.is_empty()).then(|| ceilings.iter().sum::<f64>() / config.nproc as f64),
+        ceiling: (!ceilings.is_empty())
+            .then(|| ceilings.iter().sum::<f64>() / config.ranks_here() as f64),
     }))
 }
 

@@ -104,7 +104,7 @@ fn last(status: &RankStatus, plan: &Plan) -> String {
 }
 
 /// A collective with its number and, where it has one, its unit: `all-gather #412 (gather of llm.layers.3, 1.2M)`.
-fn name(sequence: u64, op: &OpInfo, plan: &Plan) -> String {
+pub(super) fn name(sequence: u64, op: &OpInfo, plan: &Plan) -> String {
     let unit = OF_UNITS
         .contains(&op.tag_name.as_str())
         .then(|| plan.spec().units.get(op.tag_index as usize))

@@ -7,7 +7,7 @@ use models::adapter::ADAPTER_STEM;
 pub(super) const MAX_SHARD_BYTES: u64 = 5_000_000_000;
 
 /// Largest file of the weights called `stem`: peft reads adapters from one file only.
-pub(super) fn max_shard_bytes(stem: &str) -> u64 {
+pub(crate) fn max_shard_bytes(stem: &str) -> u64 {
     if stem == ADAPTER_STEM {
         u64::MAX
     } else {

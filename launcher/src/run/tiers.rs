@@ -1,5 +1,6 @@
 //! Where the states of this rank lie, counted and not planned.
 
+use super::session::Session;
 use crate::units::bytes;
 use engine::Zero;
 use kernels::{Pool, Tag};
@@ -17,6 +18,24 @@ pub(super) fn line(zero: &Zero) -> String {
     let tiers = tiers.iter().filter_map(|(name, pool)| tier(name, (*pool)?));
     let tiers: Vec<String> = tiers.collect();
     format!("rank 0 holds {}", tiers.join(" · "))
+}
+
+/// What rank 0 used of its GPU, by its own count and by the driver's; `None` on the CPU.
+pub(super) fn gpu_line(session: &Session<'_>) -> Option<String> {
+    let (gpu, free_now) = session.gpu_now()?;
+    let stats = session.zero.device_pool().stats();
+    let mut text = format!(
+        "rank 0 used {} of the {} it took of GPU {}",
+        bytes(stats.touched),
+        bytes(session.config.arena_bytes),
+        gpu.ordinal,
+    );
+    if let Some(free) = free_now {
+        let taken = gpu.free_bytes.saturating_sub(free);
+        text +=
+            &format!(" · the driver counts {taken} bytes more in use there than before the run");
+    }
+    Some(text)
 }
 
 fn tier(name: &str, pool: &Pool) -> Option<String> {

@@ -5,6 +5,7 @@ use super::numeric::History;
 use super::place::Place;
 use super::session::Session;
 use super::setup::{keeps, sampler};
+use super::trace::StepTraces;
 use super::{evaluate, failures, resume, save, tiers};
 use crate::config::{Cadence, RunConfig, Workers};
 use crate::data::{Loader, LoaderOptions, Sampler};
@@ -108,10 +109,15 @@ pub(super) fn train(session: &mut Session<'_>, stop: &StopFlag) -> Result<RunSum
     let mut loader = start_loader(session, sampler.clone(), progress.done..total_steps);
     let schedule = schedule(session, total_steps);
     let mut window = Window::new(session);
+    let mut traces = StepTraces::new(session.config.trace_steps.clone());
     while progress.done < total_steps {
         let lr = schedule.lr(progress.done);
+        traces.begin(progress.done + 1, session.zero.trace());
         let step = one_step(session, &mut loader, lr, &mut window, &mut monitor)?;
         progress.done += 1;
+        let ended = (progress.done, progress.done == total_steps);
+        let (output, rank) = (&session.config.output, session.comm.world().rank);
+        traces.end(ended, session.zero.trace(), output, rank)?;
         if !rescale(session, &mut progress, &step, &mut window)? {
             account(session, &mut progress, &step, &mut window)?;
         }
@@ -162,6 +168,12 @@ pub(super) fn train(session: &mut Session<'_>, stop: &StopFlag) -> Result<RunSum
         label: "tiers".into(),
         text: tiers::line(&session.zero),
     });
+    if let Some(text) = tiers::gpu_line(session) {
+        session.reporter.emit(&Event::Info {
+            label: "gpu".into(),
+            text,
+        });
+    }
     progress.summary.steps = progress.done;
     Ok(progress.summary)
 }
@@ -274,7 +286,8 @@ fn one_step(
 ) -> Result<StepReport, Failure> {
     monitor.begin(&session.zero);
     session.step_losses.clear();
-    for _ in 0..session.config.batch.accumulation_steps {
+    let micro_batches = session.config.batch.accumulation_steps;
+    for micro in 1..=micro_batches {
         let prepared = loader.next().ok_or_else(|| {
             Failure::new(
                 ErrorCode::Panic,
@@ -284,10 +297,19 @@ fn one_step(
         })??;
         monitor.end(Phase::Data, &session.zero);
         let batch = prepared.batch;
+        session.faults.begin_step(prepared.step + 1);
         let indices = batch.indices.clone();
         let place = Place::new(prepared.step, prepared.micro_step, indices, &batch.samples);
         window.tokens += place.tokens.iter().sum::<usize>() as u64;
         session.place = Some(place.clone());
+        if micro == micro_batches {
+            let tokens = batch.samples.iter().map(EncodedSample::supervised_tokens);
+            let (supervised, loss_scale) = (tokens.sum::<usize>() as u64, loss_scale(session));
+            session
+                .zero
+                .announce_update(lr, loss_scale, supervised)
+                .map_err(|e| failures::engine("announce an update", &e))?;
+        }
         let loss = micro_batch(session, &batch, monitor)?;
         session.step_losses.push((place, loss));
     }
@@ -314,12 +336,14 @@ fn micro_batch(
 ) -> Result<f64, Failure> {
     let inputs: Vec<SampleInput<'_>> = prepared.samples.iter().map(SampleInput::from).collect();
     session.zero.begin_pass(PassKind::Train);
+    session.faults.forward();
     let scale = loss_scale(session);
+    let factor = session.faults.loss_factor(scale as f32);
     let mut run = || -> Result<(f64, usize), ModelError> {
         let batch = session.model.collate(&inputs, &*session.backend)?;
         let keep = |unit| keeps(session.config, &*session.model, unit);
         let tape = Tape::training(&session.zero).with_stored(&keep);
-        let mut tape = tape.with_loss_factor(scale as f32);
+        let mut tape = tape.with_loss_factor(factor);
         let state = dropout(session.config, &prepared.keys, &inputs, &*session.backend)?;
         if let Some(state) = state {
             tape = tape.with_dropout(state);
@@ -327,7 +351,7 @@ fn micro_batch(
         let loss = session.model.forward(&tape, &batch)?;
         let sums = (loss.sum()?, loss.supervised);
         monitor.end(Phase::Forward, &session.zero);
-        tape.backward(&loss, scale as f32)?;
+        tape.backward(&loss, factor)?;
         Ok(sums)
     };
     let (sum, supervised) = run().map_err(|e| failures::model("train", &e))?;
@@ -565,7 +589,7 @@ fn save_now(
     progress: &mut Progress,
 ) -> Result<(), Failure> {
     let config = session.config;
-    let meta = json!({
+    let mut meta = json!({
         "steps_done": progress.done,
         "updates": session.zero.step_count(),
         "total_tokens": progress.total_tokens,
@@ -580,6 +604,7 @@ fn save_now(
         "worst_first": config.batch.worst_first,
         "base_model": config.model_dir(),
     });
+    meta[save::UNITS] = save::units(session.zero.plan());
     let event = save::save(session, progress.done, &meta, report)?;
     progress.summary.checkpoint = Some(config.output.join(&event.name));
     session.reporter.emit(&Event::Save(event));

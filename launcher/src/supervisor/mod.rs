@@ -24,6 +24,7 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 use signal_hook::iterator::Signals;
 
 use crate::exit::{ErrorCode, Failure};
+use crate::identity::Master;
 use crate::rank::RunSummary;
 use crate::rank_env;
 use crate::ui::{Event, Screen};
@@ -81,18 +82,57 @@ impl Drop for SignalSource {
     }
 }
 
+/// Why a run ended early.
+#[derive(Debug)]
+pub struct RunFailure {
+    /// What is reported.
+    pub failure: Box<Failure>,
+    /// Whether a process ended or stood still that did not decide to: a signal, a panic, an exchange that broke. The same
+    /// run may go well another time.
+    pub died: bool,
+}
+
+impl From<Failure> for RunFailure {
+    /// A failure that would come again.
+    fn from(failure: Failure) -> Self {
+        Self {
+            failure: Box::new(failure),
+            died: false,
+        }
+    }
+}
+
+impl From<RunFailure> for Failure {
+    fn from(ended: RunFailure) -> Self {
+        *ended.failure
+    }
+}
+
 /// What to start.
 pub struct Supervisor<'a> {
     /// The executable of the ranks.
     pub program: &'a Path,
-    /// Number of ranks.
+    /// Number of ranks that it starts.
     pub nproc: usize,
+    /// Their place among the ranks of other machines; none where there are no others.
+    pub share: Option<Share>,
     /// Folder of the run: `logs/` and `errors/` lie in it.
     pub output: &'a Path,
     /// Names and holds the job's private files; its configuration is written.
     pub job: &'a Job,
     /// Adds to the failure of a rank what would help, before it is stored and shown.
     pub advice: &'a dyn Fn(&mut Failure),
+}
+
+/// The ranks of one machine among those of all.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Share {
+    /// Its first rank.
+    pub first_rank: usize,
+    /// Number of all ranks.
+    pub world_size: usize,
+    /// Where they meet.
+    pub master: Master,
 }
 
 impl std::fmt::Debug for Supervisor<'_> {
@@ -110,11 +150,16 @@ impl Supervisor<'_> {
     ///
     /// # Errors
     /// The failure of the first failing rank, or what kept the ranks from being started.
-    pub fn run(&self, signals: &SignalSource, screen: &mut Screen) -> Result<RunSummary, Failure> {
+    pub fn run(
+        &self,
+        signals: &SignalSource,
+        screen: &mut Screen,
+    ) -> Result<RunSummary, RunFailure> {
         let (sender, receiver) = unbounded();
         let environment = self.common_environment()?;
         let mut watch = Watch {
             output: self.output,
+            first_rank: self.first_rank(),
             ranks: Vec::with_capacity(self.nproc),
             endings: Vec::new(),
             undrained: 2 * self.nproc,
@@ -128,9 +173,13 @@ impl Supervisor<'_> {
         };
         for rank in 0..self.nproc {
             let mut env = environment.clone();
-            env.push((rank_env::RANK, rank.to_string().into()));
+            let number = self.first_rank() + rank;
+            env.push((rank_env::RANK, number.to_string().into()));
             env.push((rank_env::LOCAL_RANK, rank.to_string().into()));
-            let log = self.output.join("logs").join(format!("rank-{rank:04}.log"));
+            let log = self
+                .output
+                .join("logs")
+                .join(format!("rank-{number:04}.log"));
             let launch = Launch {
                 program: self.program,
                 rank,
@@ -143,9 +192,15 @@ impl Supervisor<'_> {
         watch.until_all_ended(&receiver, &signals.receiver);
         watch.drain(&receiver);
         // What a save left unfinished, gigabytes perhaps on a disk that it filled. Whether that works out is not what
-        // the user is to hear about first.
-        engine::checkpoint::sweep(self.output).ok();
+        // the user is to hear about first. Elsewhere rank 0 may be at work still.
+        if self.first_rank() == 0 {
+            engine::checkpoint::sweep(self.output).ok();
+        }
         watch.outcome(self.job.folder())
+    }
+
+    fn first_rank(&self) -> usize {
+        self.share.as_ref().map_or(0, |share| share.first_rank)
     }
 
     fn common_environment(&self) -> Result<Vec<(&'static str, OsString)>, Failure> {
@@ -160,10 +215,18 @@ impl Supervisor<'_> {
                 )
             })?
             .port();
+        let (world, addr, port) = match &self.share {
+            Some(share) => (
+                share.world_size,
+                share.master.addr.clone().unwrap_or_default(),
+                share.master.port.unwrap_or(crate::meeting::DEFAULT_PORT),
+            ),
+            None => (self.nproc, "127.0.0.1".to_string(), port),
+        };
         Ok(vec![
-            (rank_env::WORLD_SIZE, self.nproc.to_string().into()),
+            (rank_env::WORLD_SIZE, world.to_string().into()),
             (rank_env::LOCAL_WORLD_SIZE, self.nproc.to_string().into()),
-            (rank_env::MASTER_ADDR, "127.0.0.1".into()),
+            (rank_env::MASTER_ADDR, addr.into()),
             (rank_env::MASTER_PORT, port.to_string().into()),
             (rank_env::RUN_TOKEN, self.job.token().into()),
             (
@@ -193,6 +256,7 @@ enum Phase {
 
 struct Watch<'a> {
     output: &'a Path,
+    first_rank: usize,
     ranks: Vec<RankChild>,
     endings: Vec<Ending>,
     undrained: usize,
@@ -245,7 +309,7 @@ impl Watch<'_> {
         let was_aborted =
             was_stopped || matches!(self.phase, Phase::Aborting { .. } | Phase::Killed);
         let ending = Ending {
-            rank,
+            rank: self.first_rank + rank,
             status,
             was_aborted,
             tail: Vec::new(),
@@ -261,9 +325,9 @@ impl Watch<'_> {
         }
         if self.machine.is_none() {
             self.vitals.look(alive(&self.ranks));
-            self.machine = Some(self.vitals.machine(self.oom_kills_before));
+            self.machine = Some(self.seen());
         }
-        let own = Failure::load(self.output, rank).map(|own| own.code);
+        let own = Failure::load(self.output, self.first_rank + rank).map(|own| own.code);
         let code = own.or_else(|| status.code().and_then(ErrorCode::from_status));
         match self.phase {
             Phase::Running | Phase::Stopping if code.is_some_and(ErrorCode::is_consequence) => {
@@ -273,6 +337,15 @@ impl Watch<'_> {
             }
             _ => self.abort(),
         }
+    }
+
+    /// What the machine tells, by the numbers that ranks have among those of all machines.
+    fn seen(&self) -> Machine {
+        let mut machine = self.vitals.machine(self.oom_kills_before);
+        for seen in &mut machine.ranks {
+            seen.rank += self.first_rank;
+        }
+        machine
     }
 
     fn signalled(&mut self, signal: i32) {
@@ -336,31 +409,36 @@ impl Watch<'_> {
             }
         }
         for ending in &mut self.endings {
-            ending.tail = self.ranks[ending.rank].tail();
+            ending.tail = self.ranks[ending.rank - self.first_rank].tail();
         }
     }
 
-    fn outcome(self, job_dir: &Path) -> Result<RunSummary, Failure> {
+    fn outcome(self, job_dir: &Path) -> Result<RunSummary, RunFailure> {
         self.screen.finish_bar();
         let first = report::first_failure(&self.endings, self.output);
         // After a second signal ranks end as they may; that is no failure of theirs.
         let asked = self.asked_to_stop;
         if let Some(first) = first.filter(|first| !(asked && first.was_aborted)) {
-            let machine = self
-                .machine
-                .unwrap_or_else(|| self.vitals.machine(self.oom_kills_before));
-            return Err(report::explain(first, &machine, self.output, self.advice));
+            let machine = match &self.machine {
+                Some(machine) => machine.clone(),
+                None => self.seen(),
+            };
+            return Err(RunFailure {
+                failure: Box::new(report::explain(first, &machine, self.output, self.advice)),
+                died: !asked && first.died(),
+            });
         }
-        RunSummary::load(job_dir, 0).ok_or_else(|| {
+        let missing = || {
             if asked {
                 return stopped_at_once(self.output);
             }
             Failure::new(
                 ErrorCode::RankDied,
-                "rank 0 ended without a result",
+                format!("rank {} ended without a result", self.first_rank),
                 "the process ended well but left no summary",
             )
-        })
+        };
+        Ok(RunSummary::load(job_dir, self.first_rank).ok_or_else(missing)?)
     }
 }
 

@@ -28,6 +28,18 @@ impl Ending {
         self.status.success() || self.is_interrupted()
     }
 
+    /// Whether the process ended without having decided to: a signal, a panic, an exchange that broke.
+    pub(super) fn died(&self) -> bool {
+        match self.status.code().map(ErrorCode::from_status) {
+            // A signal, or a status that this program does not give.
+            None | Some(None) => true,
+            Some(Some(code)) => matches!(
+                code,
+                ErrorCode::Panic | ErrorCode::RankDied | ErrorCode::Collective
+            ),
+        }
+    }
+
     pub(super) fn is_interrupted(&self) -> bool {
         self.status.code() == Some(i32::from(ErrorCode::Interrupted.status()))
     }

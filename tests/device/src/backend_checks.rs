@@ -5,7 +5,8 @@
 use anyhow::{Context, Result, ensure};
 use kernels::{
     AttentionArgs, Backend, CpuBackend, DType, Direction, DropoutArgs, Gelu, IGNORED_LABEL,
-    LoraArgs, LossNeeds, MatmulArgs, RopeLayout, Shape, Tag, Tensor, Transpose,
+    LoraArgs, LossNeeds, MatmulArgs, RopeLayout, RoutedArgs, RoutedGroup, Shape, Tag, Tensor,
+    Transpose,
 };
 
 use crate::numbers::{bytes, first_difference};
@@ -153,6 +154,9 @@ pub fn all() -> Vec<Check> {
             checks.extend(products([dtype; 2], dtype, out));
         }
         checks.extend(adapters([dtype; 2]));
+        for first in [0, 8, 21] {
+            checks.extend(routed([dtype; 2], first));
+        }
     }
     checks.extend(products(
         [DType::BF16, DType::F32],
@@ -161,6 +165,7 @@ pub fn all() -> Vec<Check> {
     ));
     checks.extend(products([DType::BF16; 2], DType::F32, DType::F16));
     checks.extend(adapters([DType::BF16, DType::F32]));
+    checks.extend(routed([DType::BF16, DType::F32], 4));
     checks.extend(losses(DType::BF16, DType::F32));
     checks
 }
@@ -315,6 +320,50 @@ fn products(operands: [DType; 2], bias: DType, out: DType) -> Vec<Check> {
     checks
 }
 
+/// Forward, input gradient and weight gradients of two layers; the first of the groups has `first` rows.
+fn routed([dtype, weight]: [DType; 2], first: usize) -> Vec<Check> {
+    let (t, n, k) = (21, 24, 40);
+    let rows: Vec<i32> = (0..t).map(|i| i * 8 % t).collect();
+    let (language, vision) = rows.split_at(first);
+    let index = |rows: &[i32]| Input::Index(vec![rows.len()], rows.to_vec());
+    vec![Check::new(
+        format!("two layers of {dtype} with weights of {weight}, {first} rows of the first"),
+        [
+            float(dtype, &[t as usize, k]),
+            float(dtype, &[t as usize, n]),
+            float(weight, &[n, k]),
+            float(weight, &[n, k]),
+            float(weight, &[n]),
+            index(language),
+            index(vision),
+        ],
+        Compare::Close(dtype),
+        |b, inputs| {
+            let [x, dy, first, second, bias] = [0, 1, 2, 3, 4].map(|i: usize| &inputs[i]);
+            let rows = [&inputs[5], &inputs[6]];
+            let group = |i: usize, bias| RoutedGroup {
+                rows: rows[i],
+                b: [first, second][i],
+                bias,
+            };
+            Ok(vec![
+                b.routed_matmul(RoutedArgs {
+                    a: x,
+                    groups: [group(0, None), group(1, Some(bias))],
+                    transpose_b: Transpose::Yes,
+                })?,
+                b.routed_matmul(RoutedArgs {
+                    a: dy,
+                    groups: [group(0, None), group(1, None)],
+                    transpose_b: Transpose::No,
+                })?,
+                b.matmul_of_rows(dy, x, rows[0])?,
+                b.matmul_of_rows(dy, x, rows[1])?,
+            ])
+        },
+    )]
+}
+
 fn adapters([dtype, adapter]: [DType; 2]) -> Vec<Check> {
     let (t, n, k, r) = (11, 20, 36, 4);
     vec![Check::new(
@@ -454,6 +503,15 @@ fn tables(dtype: DType) -> Vec<Check> {
             // Results are f32.
             Compare::Close(DType::F32),
             |b, x| Ok(vec![b.column_sum(&x[0])?]),
+        ),
+        Check::new(
+            format!("column sums of named rows of {dtype}"),
+            [
+                float(dtype, &[40, 33]),
+                Input::Index(vec![3], vec![7, 39, 0]),
+            ],
+            Compare::Close(DType::F32),
+            |b, x| Ok(vec![b.column_sum_of_rows(&x[0], &x[1])?]),
         ),
     ];
     for out in DTYPES {

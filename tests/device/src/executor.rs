@@ -10,7 +10,7 @@ use crate::emulator::{Emulator, Order};
 use crate::machine::{Buffer, Machine};
 
 /// Multiprocessors that launches are cut for: few, so that small work makes several rounds.
-const MULTIPROCESSORS: u32 = 4;
+pub const MULTIPROCESSORS: u32 = 4;
 
 /// A backend on an emulated GPU with `bytes` of memory.
 ///

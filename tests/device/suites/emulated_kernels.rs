@@ -84,6 +84,7 @@ families! {
     cast: Cast 0 of 1,
     primitives_check: PrimitivesCheck 0 of 1,
     lora_linear: LoraLinear 0 of 1,
+    lora_gradients: LoraGradients 0 of 1,
     linear_parts: LinearParts 0 of 1,
     matmul_plain: MatmulPlain 0 of 1,
     adamw: AdamW 0 of 1,

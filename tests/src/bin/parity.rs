@@ -1,24 +1,85 @@
-//! `parity PACK_DIR...`: compares golden packs with what this project computes.
+//! `parity [--device cpu|cuda] [--drift] PACK_DIR...`: compares golden packs with what this project computes, and with
+//! `--drift` the 200 steps of the committed trajectory.
 //!
 //! One line per stored quantity: name, largest difference, tolerance, ok or FAIL. Exit status 1
-//! when anything differs, 2 when a pack cannot be read.
+//! when anything differs, 2 when a pack cannot be read or the device cannot be used.
 #![allow(
     clippy::print_stdout,
     clippy::print_stderr,
     reason = "this is a command"
 )]
 
+use launcher::device::first_gpu;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use tests::parity::{check_pack, count, margins};
+use tests::{drift, tolerance, world};
+
+/// Memory of the GPU for everything: packs are tiny, and two ranks of the trajectory share it.
+const ARENA_BYTES: u64 = 2 << 30;
+
+/// What the line asks for.
+#[derive(Default)]
+struct Asked {
+    dirs: Vec<PathBuf>,
+    on_gpu: bool,
+    drift: bool,
+}
+
+fn asked() -> Option<Asked> {
+    let mut asked = Asked::default();
+    let mut words = std::env::args().skip(1);
+    while let Some(word) = words.next() {
+        match &*word {
+            "--device" => match words.next().as_deref() {
+                Some("cpu") => asked.on_gpu = false,
+                Some("cuda") => asked.on_gpu = true,
+                _ => return None,
+            },
+            "--drift" => asked.drift = true,
+            _ if word.starts_with('-') => return None,
+            _ => asked.dirs.push(word.into()),
+        }
+    }
+    (!asked.dirs.is_empty() || asked.drift).then_some(asked)
+}
 
 fn main() -> ExitCode {
-    let dirs: Vec<PathBuf> = std::env::args_os().skip(1).map(PathBuf::from).collect();
-    if dirs.is_empty() {
-        eprintln!("usage: parity PACK_DIR...");
+    let Some(Asked {
+        dirs,
+        on_gpu,
+        drift,
+    }) = asked()
+    else {
+        eprintln!("usage: parity [--device cpu|cuda] [--drift] PACK_DIR...");
         return ExitCode::from(2);
+    };
+    if on_gpu {
+        match first_gpu(ARENA_BYTES) {
+            Ok((name, gpu)) => {
+                println!("parity: on {name}");
+                world::compute_on(gpu);
+            }
+            Err(failure) => {
+                eprintln!("{failure}");
+                return ExitCode::from(2);
+            }
+        }
     }
     let (mut compared, mut failed, mut unreadable) = (0, 0, 0);
+    if drift {
+        match drift::run().and_then(|run| drift::compare(&run, tolerance::DRIFT_RELATIVE)) {
+            Ok(comparison) => {
+                println!("trajectory of 200 steps: {comparison}");
+                compared += 1;
+                failed += usize::from(!comparison.ok());
+            }
+            Err(error) => {
+                eprintln!("the trajectory of 200 steps cannot be taken: {error:#}");
+                unreadable += 1;
+            }
+        }
+    }
     for dir in &dirs {
         match check_pack(dir) {
             Ok(sections) => {

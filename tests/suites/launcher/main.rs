@@ -7,17 +7,20 @@
 
 mod bad_input;
 mod batches;
+mod ckpt;
 mod configs;
 mod data_check;
 mod doctor;
 mod endings;
 mod families;
+mod faults;
 mod generate;
 mod memory;
 mod monitoring;
 mod outputs;
 mod precisions;
 mod reports;
+mod restarts;
 mod resume;
 mod site;
 mod synth;

@@ -57,6 +57,8 @@ fn a_plan_is_true_of_the_kernels_figures() {
         "--zero 3 --nproc 2 --precision bf16 --offload cpu --gradient-accumulation-steps 2",
         "--zero 2 --nproc 2 --precision pure-bf16 --use-lora --checkpoint-activations none",
         "--zero 3 --nproc 2 --precision bf16 --offload nvme:SPILL",
+        "--zero 3 --nproc 2 --precision bf16 --offload nvme:SPILL --max-grad-norm 0",
+        "--zero 2 --nproc 2 --precision bf16 --offload cpu --early-step 16MiB",
     ] {
         let seen = measured(&site, flags);
         assert!(!seen.resident.is_empty(), "{flags}");

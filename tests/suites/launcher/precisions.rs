@@ -60,6 +60,65 @@ fn every_tier_of_every_stage_has_the_same_bits() {
 }
 
 #[test]
+fn updates_that_begin_while_backward_runs_have_the_same_bits() {
+    let site = Site::new();
+    let mut number = 0;
+    // Fewer than all units; gradients that are kept, with a norm that clips; gradients that are kept nowhere.
+    for (line, early, says) in [
+        (
+            "--zero 3 --offload cpu --max-grad-norm 0.5",
+            "--early-step 512KiB",
+            "kept until the norm is known",
+        ),
+        (
+            "--zero 2 --offload nvme:spill --precision fp16 --initial-scale-power 24 --gradient-accumulation-steps 2",
+            "--early-step all",
+            "kept until the norm is known",
+        ),
+        (
+            "--zero 3 --offload nvme:spill --precision pure-bf16 --max-grad-norm 0",
+            "",
+            "kept nowhere",
+        ),
+    ] {
+        number += 1;
+        let (plain, run) = (format!("plain-{number}"), format!("early-{number}"));
+        site.train(&format!(
+            "{line} --max-steps 3 --early-step off --output {plain}"
+        ));
+        let outcome = site.train(&format!("{line} --max-steps 3 {early} --output {run}"));
+        assert!(outcome.screen.contains(says), "{}", outcome.screen);
+        assert!(weights(&site, &run) == weights(&site, &plain), "{line}");
+        assert_eq!(losses(&site.path(&run)), losses(&site.path(&plain)));
+    }
+    // What ran beside what is to be seen.
+    site.train("--zero 3 --offload nvme:spill --early-step all --max-steps 3 --trace-steps 2..3 --output traced");
+    for rank in 0..2 {
+        let trace = read_json(&site.path(&format!("traced/traces/rank-{rank:04}.json")));
+        let events = trace["traceEvents"].as_array().unwrap();
+        let count = |wanted: &dyn Fn(&str) -> bool| {
+            let lanes = events.iter().filter(|event| event["ph"] == "M");
+            let lane = lanes.filter(|lane| lane["args"]["name"].as_str().is_some_and(wanted));
+            let lanes: Vec<_> = lane.map(|lane| &lane["tid"]).collect();
+            let spans = events.iter().filter(|event| event["ph"] == "X");
+            spans.filter(|span| lanes.contains(&&span["tid"])).count()
+        };
+        let lanes = ["compute", "communication", "early update"];
+        assert!(
+            lanes.iter().all(|lane| count(&|name| name == *lane) > 0),
+            "{trace}"
+        );
+        assert!(count(&|name| name.starts_with("disk")) > 0, "{trace}");
+    }
+    // A run that continues has the bits too, whatever was early before.
+    site.train(
+        "--zero 3 --offload cpu --early-step all --max-steps 3 --save-steps 1 --output whole",
+    );
+    site.train("--zero 3 --offload cpu --max-steps 3 --resume whole/checkpoint-1");
+    assert!(weights(&site, "out") == weights(&site, "whole"));
+}
+
+#[test]
 fn spilled_state_is_logged_saved_and_continued() {
     let site = Site::new();
     let line = "--zero 2 --offload nvme:spill --precision fp16 --gradient-accumulation-steps 2";

@@ -22,6 +22,10 @@ use std::path::{Path, PathBuf};
 use value::Value;
 
 pub(crate) use explain::run as explain;
+#[cfg(test)]
+pub(crate) use read::read as read_file;
+#[cfg(test)]
+pub(crate) use value::Value as FileValue;
 
 /// A line that its files are part of.
 #[derive(Debug, Default)]

@@ -3,7 +3,7 @@
 use super::Kind;
 
 /// Read by this program.
-pub(super) const READ: [(&str, &str); 22] = [
+pub(super) const READ: [(&str, &str); 57] = [
     (
         "TESSERA_CUDA_LIBS",
         "folders with CUDA's libraries, colon-separated; looked at first",
@@ -42,24 +42,107 @@ pub(super) const READ: [(&str, &str); 22] = [
     ),
     (
         "RANK",
-        "number of this process among all ranks, from torchrun or a script",
+        "number of this process among all ranks, or of this machine where no LOCAL_RANK is set",
     ),
     (
         "LOCAL_RANK",
         "set: this process is a rank and starts no others",
     ),
-    ("WORLD_SIZE", "number of ranks; needs LOCAL_RANK"),
     (
-        "LOCAL_WORLD_SIZE",
-        "number of ranks on this machine; must be all of them",
+        "WORLD_SIZE",
+        "number of ranks, or of machines where no LOCAL_RANK is set",
+    ),
+    ("LOCAL_WORLD_SIZE", "number of ranks on this machine"),
+    ("LOCAL_SIZE", "the same, from DeepSpeed's launcher"),
+    (
+        "NNODES",
+        "number of machines, each of which starts its ranks",
+    ),
+    ("NODE_RANK", "number of this machine"),
+    (
+        "NPROC_PER_NODE",
+        "ranks on each machine; --nproc must not differ",
+    ),
+    ("PET_NNODES", "number of machines, from PyTorchJob"),
+    ("PET_NODE_RANK", "number of this machine, from PyTorchJob"),
+    (
+        "PET_NPROC_PER_NODE",
+        "ranks on each machine, from PyTorchJob",
     ),
     (
-        "MASTER_ADDR",
-        "names the job, so that its ranks find each other in shared memory",
+        "OMPI_COMM_WORLD_RANK",
+        "set: this process is a rank of OpenMPI's mpirun",
     ),
-    ("MASTER_PORT", "likewise; nothing listens on it"),
-    ("TORCHELASTIC_RUN_ID", "likewise"),
+    ("OMPI_COMM_WORLD_SIZE", "number of its ranks"),
+    (
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "number among those on this machine",
+    ),
+    (
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+        "number of those on this machine",
+    ),
+    (
+        "PMI_RANK",
+        "set: this process is a rank of Intel MPI or MPICH",
+    ),
+    ("PMI_SIZE", "number of its ranks"),
+    ("MPI_LOCALRANKID", "number among those on this machine"),
+    ("MPI_LOCALNRANKS", "number of those on this machine"),
+    (
+        "MV2_COMM_WORLD_RANK",
+        "set: this process is a rank of MVAPICH",
+    ),
+    ("MV2_COMM_WORLD_SIZE", "number of its ranks"),
+    (
+        "MV2_COMM_WORLD_LOCAL_RANK",
+        "number among those on this machine",
+    ),
+    (
+        "MV2_COMM_WORLD_LOCAL_SIZE",
+        "number of those on this machine",
+    ),
+    (
+        "SLURM_STEP_ID",
+        "set with several tasks: this process is a rank of srun",
+    ),
+    ("SLURM_PROCID", "number of this task"),
+    ("SLURM_STEP_NUM_TASKS", "number of tasks of srun"),
+    ("SLURM_NTASKS", "the same, where the one above is not set"),
+    ("SLURM_LOCALID", "number of this task on its machine"),
+    ("SLURM_NODEID", "number of this machine"),
+    (
+        "SLURM_STEP_TASKS_PER_NODE",
+        "tasks of each machine, as 2(x3),1",
+    ),
+    (
+        "SLURM_TASKS_PER_NODE",
+        "the same, where the one above is not set",
+    ),
+    (
+        "SLURM_STEP_NODELIST",
+        "machines of the tasks; ranks meet on the first",
+    ),
+    (
+        "SLURM_JOB_NODELIST",
+        "the same, where the one above is not set",
+    ),
+    (
+        "SLURM_JOB_ID",
+        "names the job, and gives the port where ranks meet: 15000 + number % 20000",
+    ),
+    ("PMIX_NAMESPACE", "names the job of mpirun"),
+    ("MASTER_ADDR", "machine of rank 0; names the job"),
+    ("MASTER_PORT", "likewise"),
+    ("PET_MASTER_ADDR", "the same, from PyTorchJob"),
+    ("PET_MASTER_PORT", "the same, from PyTorchJob"),
+    ("TORCHELASTIC_RUN_ID", "set by torchrun: names the job"),
     ("TORCHELASTIC_RESTART_COUNT", "likewise"),
+    (
+        "TESSERA_JOB_TOKEN",
+        "what only the ranks of a job on several machines know",
+    ),
+    ("TESSERA_JOB_TOKEN_FILE", "a file that holds it instead"),
     (
         "TESSERA_RUN_TOKEN",
         "names the job; set by this program for its ranks",
@@ -142,7 +225,7 @@ pub(super) const ACT_ON_OTHERS: [(&str, &str); 17] = [
 /// Names, why they have no effect, what takes their place.
 pub(super) type Foreign = (&'static [&'static str], &'static str, &'static str);
 
-pub(super) const FOREIGN: [Foreign; 26] = [
+pub(super) const FOREIGN: [Foreign; 24] = [
     (
         &["MP_SIZE", "NUM_GPUS_PER_WORKER"],
         "the model is not split by layers or tensors",
@@ -192,35 +275,14 @@ pub(super) const FOREIGN: [Foreign; 26] = [
         "--zero 3",
     ),
     (
-        &["NPROC_PER_NODE", "PET_NPROC_PER_NODE"],
-        "the number of ranks is a flag",
-        "--nproc N",
-    ),
-    (
-        &[
-            "NNODES",
-            "NODE_RANK",
-            "GROUP_RANK",
-            "PET_NNODES",
-            "PET_NODE_RANK",
-        ],
-        "several machines are not available yet",
-        "--nproc N on one machine",
+        &["GROUP_RANK", "CROSS_RANK", "CROSS_SIZE"],
+        "machines are told apart by the numbers of their ranks",
+        "nothing to set",
     ),
     (
         &["FORCE_TORCHRUN"],
         "ranks are started by the program",
         "--nproc N",
-    ),
-    (
-        &[
-            "SLURM_NTASKS",
-            "OMPI_COMM_WORLD_SIZE",
-            "PMI_SIZE",
-            "MV2_COMM_WORLD_SIZE",
-        ],
-        "tasks of a scheduler are not taken for ranks",
-        "one task per machine and --nproc N, or torchrun",
     ),
     (
         &["OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"],
@@ -364,19 +426,9 @@ pub(super) const FAMILIES: [Family; 14] = [
         "nothing is sent anywhere",
         Some("--report-to tensorboard"),
     ),
-    ("SLURM_", Kind::WithoutEffect, "not read", Some("--nproc N")),
-    (
-        "OMPI_",
-        Kind::WithoutEffect,
-        "not read",
-        Some("--nproc N, or torchrun"),
-    ),
-    (
-        "PMI_",
-        Kind::WithoutEffect,
-        "not read",
-        Some("--nproc N, or torchrun"),
-    ),
+    ("SLURM_", Kind::WithoutEffect, "not read", None),
+    ("OMPI_", Kind::WithoutEffect, "not read", None),
+    ("PMI_", Kind::WithoutEffect, "not read", None),
     (
         "PET_",
         Kind::WithoutEffect,
@@ -386,7 +438,8 @@ pub(super) const FAMILIES: [Family; 14] = [
 ];
 
 /// Known by name, but not shown: what may open an account, and what is long and tells nothing.
-pub(super) const HIDDEN: [&str; 6] = [
+pub(super) const HIDDEN: [&str; 7] = [
+    "TESSERA_JOB_TOKEN",
     "HF_TOKEN",
     "HUGGING_FACE_HUB_TOKEN",
     "WANDB_API_KEY",

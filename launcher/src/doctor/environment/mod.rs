@@ -128,6 +128,28 @@ mod tests {
         for environment in [
             vec![],
             vec![("LOCAL_RANK", "0"), ("RANK", "0"), ("WORLD_SIZE", "1")],
+            vec![
+                ("OMPI_COMM_WORLD_RANK", "0"),
+                ("OMPI_COMM_WORLD_SIZE", "2"),
+                ("OMPI_COMM_WORLD_LOCAL_RANK", "0"),
+            ],
+            vec![
+                ("PMI_RANK", "0"),
+                ("PMI_SIZE", "2"),
+                ("MPI_LOCALRANKID", "0"),
+            ],
+            vec![
+                ("MV2_COMM_WORLD_RANK", "0"),
+                ("MV2_COMM_WORLD_SIZE", "2"),
+                ("MV2_COMM_WORLD_LOCAL_RANK", "0"),
+            ],
+            vec![
+                ("SLURM_STEP_ID", "0"),
+                ("SLURM_PROCID", "0"),
+                ("SLURM_NTASKS", "2"),
+                ("SLURM_LOCALID", "0"),
+                ("SLURM_NODEID", "0"),
+            ],
         ] {
             let lookup = |name: &str| {
                 asked.borrow_mut().insert(name.to_string());
@@ -199,8 +221,9 @@ mod tests {
         let table = table(&environment(&[
             ("HF_TOKEN", "hf_secret"),
             ("WANDB_API_KEY", "secret"),
+            ("TESSERA_JOB_TOKEN", "secret"),
             ("SLURM_JWT", "secret"),
-            ("SLURM_JOB_ID", "secret"),
+            ("SLURM_JOB_USER", "secret"),
             ("SLURM_NTASKS", "2"),
             ("MY_PASSWORD", "secret"),
         ]));

@@ -29,18 +29,18 @@ pub(super) fn launch(facts: &Facts, findings: &mut Findings) {
     if let (Some(rank), Some(world)) = (launch.rank, launch.world_size) {
         findings.note(
             "is-a-rank",
-            format!("LOCAL_RANK is set: a run would join as rank {rank} of {world}"),
-            &["outside of torchrun: unset RANK, LOCAL_RANK and WORLD_SIZE"],
+            format!("this process is numbered: a run would join as rank {rank} of {world}"),
+            &["outside of torchrun, mpirun or srun: unset the variables that are left over"],
         );
     }
     if let Some(tasks) = &launch.scheduler_tasks {
         findings.warning(
             "scheduler-tasks",
             format!(
-                "{}={}: each of these tasks would start a whole run of its own",
+                "{}={}, but this process is none of these tasks: a run would start its ranks on this machine",
                 tasks.variable, tasks.tasks
             ),
-            &["start one task per machine with --nproc N, or ranks through torchrun"],
+            &["start every task: srun launcher, mpirun launcher"],
         );
     }
     if !facts.program.is_release {

@@ -3,11 +3,9 @@
 mod gpu;
 mod host;
 
-use clap::ValueEnum;
 use serde::Serialize;
 
 use super::facts::{Facts, Gpu};
-use crate::config::DeviceChoice;
 use crate::units::bytes;
 
 /// Generation of instructions that kernels need.
@@ -65,6 +63,18 @@ pub(super) fn judge(facts: &Facts) -> (Verdict, Vec<Finding>) {
     (verdict(facts), findings)
 }
 
+/// The findings about GPUs, driver and libraries alone.
+pub(super) fn of_gpus(facts: &Facts) -> Vec<Finding> {
+    let mut findings = Findings::default();
+    gpu::driver(facts, &mut findings);
+    gpu::devices(facts, &mut findings);
+    gpu::together(facts, &mut findings);
+    gpu::libraries(facts, &mut findings);
+    let mut findings = findings.0;
+    findings.sort_by_key(|finding| finding.severity);
+    findings
+}
+
 /// Whether all GPUs that runs could use are of one kind; unknown for fewer than two.
 pub(super) fn are_equal(facts: &Facts) -> Option<bool> {
     let gpus: Vec<&Gpu> = facts.gpus.iter().filter(|gpu| is_usable(gpu)).collect();
@@ -77,16 +87,13 @@ fn verdict(facts: &Facts) -> Verdict {
     let version = facts.cuda.cuda_version;
     let is_new_enough = version.is_none() || version >= facts.cuda.minimum_cuda_version;
     let could_use = !usable.is_empty() && is_new_enough;
-    if !could_use || !trains_on_gpus() {
+    if !could_use {
         let cores = facts.cpu.usable_cores;
-        let mut summary = format!(
+        let summary = format!(
             "runs use the CPU: {cores} {}, {} of host memory",
             if cores == 1 { "core" } else { "cores" },
             bytes(facts.memory.usable_bytes)
         );
-        if could_use {
-            summary += "; this version does not train on GPUs yet";
-        }
         return Verdict {
             device: "cpu",
             gpus: Vec::new(),
@@ -108,18 +115,16 @@ fn verdict(facts: &Facts) -> Verdict {
     Verdict {
         device: "cuda",
         gpus: usable.iter().filter_map(|gpu| gpu.ordinal).collect(),
-        summary: format!("runs use {}", names.join("; ")),
+        summary: format!(
+            "runs with --device cuda or auto use {}; without it the CPU",
+            names.join("; ")
+        ),
     }
 }
 
 /// Whether CUDA shows the GPU and kernels run on it.
-fn is_usable(gpu: &Gpu) -> bool {
+pub(crate) fn is_usable(gpu: &Gpu) -> bool {
     gpu.ordinal.is_some() && gpu.compute_capability >= Some(MINIMUM_CAPABILITY)
-}
-
-/// Whether `--device` offers GPUs.
-pub(super) fn trains_on_gpus() -> bool {
-    DeviceChoice::from_str("cuda", true).is_ok()
 }
 
 #[derive(Default)]

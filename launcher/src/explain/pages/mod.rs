@@ -1,6 +1,7 @@
 //! The pages themselves, each sentence beside its translation.
 
 mod data;
+mod device;
 mod files;
 mod memory;
 mod ranks;
@@ -39,6 +40,7 @@ pub(super) const fn page(code: ErrorCode) -> &'static Page {
         ErrorCode::Plan => &memory::PLAN,
         ErrorCode::SharedMemory => &memory::SHARED_MEMORY,
         ErrorCode::Rendezvous => &ranks::RENDEZVOUS,
+        ErrorCode::PortInUse => &ranks::PORT_IN_USE,
         ErrorCode::Collective => &ranks::COLLECTIVE,
         ErrorCode::Panic => &ranks::PANIC,
         ErrorCode::RankDied => &ranks::RANK_DIED,
@@ -52,5 +54,7 @@ pub(super) const fn page(code: ErrorCode) -> &'static Page {
         ErrorCode::Usage => &files::USAGE,
         ErrorCode::ModelFiles => &files::MODEL_FILES,
         ErrorCode::Disk => &files::DISK,
+        ErrorCode::DeviceTooOld => &device::DEVICE_TOO_OLD,
+        ErrorCode::Cuda => &device::CUDA,
     }
 }

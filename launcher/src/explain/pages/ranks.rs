@@ -17,6 +17,14 @@ pub(super) static RENDEZVOUS: Page = Page {
             "Ranks of another launcher were started with different command lines or builds.",
             "由其他启动器启动的 rank 使用了不同的命令行或构建版本。",
         ),
+        both(
+            "On several machines: MASTER_ADDR names another machine, a firewall closes the port, or tokens differ.",
+            "多台机器时：MASTER_ADDR 指向了别的机器，防火墙关闭了端口，或令牌不一致。",
+        ),
+        both(
+            "Variables of two launchers contradict each other, or do not tell what they count.",
+            "两个启动器的环境变量相互矛盾，或没有说明计数的对象。",
+        ),
     ],
     look_at: &[both(
         "logs/ of the ranks that are missing.",
@@ -33,6 +41,36 @@ pub(super) static RENDEZVOUS: Page = Page {
         ),
     ],
     example: include_str!("examples/E03.txt"),
+};
+
+pub(super) static PORT_IN_USE: Page = Page {
+    title: both("the port where ranks meet is in use", "会合端口已被占用"),
+    meaning: both(
+        "Ranks of several machines meet at a port of the first one, and another program listens there.",
+        "多台机器的 rank 在第一台机器的一个端口会合，而该端口已有其他程序在监听。",
+    ),
+    causes: &[
+        both(
+            "Another run on that machine, or one that has not ended.",
+            "该机器上有另一个运行，或某个运行尚未结束。",
+        ),
+        both(
+            "A service that always has this port.",
+            "某个服务一直占用该端口。",
+        ),
+    ],
+    look_at: &[both(
+        "The process that the report names; `ss -ltnp` lists all.",
+        "报告中指出的进程；`ss -ltnp` 会列出全部。",
+    )],
+    what_to_do: &[
+        both(
+            "Set MASTER_PORT to another number, the same on every machine.",
+            "将 MASTER_PORT 设为另一个端口号，所有机器保持一致。",
+        ),
+        both("End the other run.", "结束另一个运行。"),
+    ],
+    example: include_str!("examples/E14.txt"),
 };
 
 pub(super) static COLLECTIVE: Page = Page {

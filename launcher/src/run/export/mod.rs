@@ -211,7 +211,7 @@ fn adapter_failure(folder: &Path, error: &AdapterError) -> Failure {
 }
 
 /// A small file; the dtype that `config.json` names follows the weights.
-fn copy(from: &Path, to: &Path, dtype: Option<DType>) -> Result<(), Failure> {
+pub(crate) fn copy(from: &Path, to: &Path, dtype: Option<DType>) -> Result<(), Failure> {
     let read = std::fs::read(from)
         .map_err(|error| Failure::io(ErrorCode::ModelFiles, "read", from, &error))?;
     let config = dtype.filter(|_| from.file_name().is_some_and(|name| name == "config.json"));

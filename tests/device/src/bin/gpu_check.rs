@@ -59,6 +59,8 @@ enum Stage {
     Backend,
     /// The time of every kernel, with shares of ceilings and PyTorch's times.
     Table,
+    /// Products beside cuBLASLt, two layers beside one, adapted layers beside plain ones.
+    Products,
     /// Compiles the PTX that is built in; give the folder of the NVRTC that is meant.
     BuildPtx {
         /// The bundle to write.
@@ -127,6 +129,7 @@ fn run(stage: &Stage, setting: &Setting) -> Result<bool> {
         Stage::Nccl => finish(processes::nccl(setting)),
         Stage::Calibration => finish(conformance::calibrate(setting)),
         Stage::Table => finish(table::run(setting)),
+        Stage::Products => finish(table::products::run(setting)),
         Stage::Conformance => finish(conformance::run(setting)),
         Stage::Backend => finish(conformance::backend(setting)),
         Stage::BuildTable { file, families } => {

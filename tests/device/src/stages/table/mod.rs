@@ -11,6 +11,7 @@ use kernels::cuda::launch::{Address, Launch};
 
 use super::{Report, Setting, measured_ceiling, median_milliseconds, queue, show};
 
+pub mod products;
 mod works;
 
 const BUDGET: Duration = Duration::from_millis(400);
@@ -90,7 +91,7 @@ pub fn run(setting: &Setting) -> Report {
         }
     };
     let params = works::params(&gpu);
-    let peers = peers(setting, params);
+    let peers = peers(setting, "table", params);
     for (name, prepare) in works::all(params) {
         if setting.expired() {
             report.failure(format!("the time was used up before {name}"));
@@ -145,20 +146,21 @@ fn measure(
 }
 
 /// PyTorch's times by row, or none with the reason shown.
-fn peers(setting: &Setting, params: u64) -> BTreeMap<String, f64> {
-    let answer = ask_peers(setting, params);
+fn peers(setting: &Setting, stage: &str, params: u64) -> BTreeMap<String, f64> {
+    let answer = ask_peers(setting, stage, params);
     answer.unwrap_or_else(|problem| {
         show(&format!("no times of PyTorch: {problem:#}"));
         BTreeMap::new()
     })
 }
 
-fn ask_peers(setting: &Setting, params: u64) -> Result<BTreeMap<String, f64>> {
+fn ask_peers(setting: &Setting, stage: &str, params: u64) -> Result<BTreeMap<String, f64>> {
     let script = setting.peers.as_ref().context("--peers names no script")?;
     let mut command = Command::new("python3");
     command
         .arg(script)
-        .args(["--params", &params.to_string(), "--budget", "60"]);
+        .args(["--stage", stage, "--budget", "60"])
+        .args(["--params", &params.to_string()]);
     let output = command.output().context("starting python3")?;
     let remarks = String::from_utf8_lossy(&output.stderr).into_owned();
     remarks

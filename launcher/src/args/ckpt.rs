@@ -1,0 +1,94 @@
+//! The command lines of `launcher ckpt`.
+
+use std::path::PathBuf;
+
+use clap::Parser;
+
+use crate::units::parse_bytes;
+
+/// What to do with checkpoints.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum CkptCommand {
+    /// List them.
+    Ls(CkptLsArgs),
+    /// Compare one with what was written.
+    Verify(CkptVerifyArgs),
+    /// Cut one for another number of ranks.
+    Reshard(CkptReshardArgs),
+    /// Write one as a model in f32.
+    Consolidate(CkptConsolidateArgs),
+}
+
+/// What the user typed after `launcher ckpt ls`.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Parser)]
+#[command(
+    name = "launcher ckpt ls",
+    version,
+    about = "Lists the checkpoints of a run: steps, contents, bytes, and whether each is whole",
+    max_term_width = 100
+)]
+pub struct CkptLsArgs {
+    /// Folder of a run, or one checkpoint
+    #[arg(value_name = "RUN")]
+    pub run: PathBuf,
+    /// Print JSON with stable keys
+    #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL")]
+    pub json: Option<bool>,
+}
+
+/// What the user typed after `launcher ckpt verify`.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Parser)]
+#[command(
+    name = "launcher ckpt verify",
+    version,
+    about = "Compares every byte of a checkpoint with its hash and every tensor with its description; names each bad file",
+    max_term_width = 100
+)]
+pub struct CkptVerifyArgs {
+    /// Folder checkpoint-N of a run
+    #[arg(value_name = "CHECKPOINT")]
+    pub checkpoint: PathBuf,
+}
+
+/// What the user typed after `launcher ckpt reshard`.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Parser)]
+#[command(
+    name = "launcher ckpt reshard",
+    version,
+    about = "Writes the same state cut for another number of ranks",
+    max_term_width = 100
+)]
+pub struct CkptReshardArgs {
+    /// Folder checkpoint-N of a run
+    #[arg(value_name = "CHECKPOINT")]
+    pub checkpoint: PathBuf,
+    /// Number of ranks to cut it for
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub nproc: Option<u32>,
+    /// Folder to write; it must not exist or be empty
+    #[arg(long, value_name = "DIR")]
+    pub output: Option<PathBuf>,
+}
+
+/// What the user typed after `launcher ckpt consolidate`.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Parser)]
+#[command(
+    name = "launcher ckpt consolidate",
+    version,
+    about = "Writes a checkpoint as safetensors in f32 under the original names, from its master weights where it has them",
+    max_term_width = 100
+)]
+pub struct CkptConsolidateArgs {
+    /// Folder checkpoint-N of a run
+    #[arg(value_name = "CHECKPOINT")]
+    pub checkpoint: PathBuf,
+    /// Folder to write; it must not exist or be empty
+    #[arg(long, value_name = "DIR")]
+    pub output: Option<PathBuf>,
+    /// Also write the optimizer's state, as optimizer.safetensors with tensors called NAME.exp_avg and so on
+    #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL")]
+    pub optimizer: Option<bool>,
+    /// Largest file of weights, such as 5GB (the default) or 512MiB
+    #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
+    pub max_shard_size: Option<u64>,
+}

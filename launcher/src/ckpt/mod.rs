@@ -1,0 +1,91 @@
+//! `launcher ckpt`: checkpoints as they lie on a disk: listed, verified, cut for other ranks, made one file.
+//!
+//! Nothing of the run is needed but its folder, and nothing in it is changed. What is written begins under a temporary
+//! name, in parts of a few MiB, and takes its own when it is whole.
+
+mod consolidate;
+mod ls;
+mod reshard;
+mod verify;
+
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use engine::checkpoint::{self, Checkpoint};
+
+use crate::args::CkptCommand;
+use crate::exit::{ErrorCode, Failure};
+use crate::run::failures;
+
+/// Runs the verb.
+///
+/// # Errors
+/// The checkpoint is missing, damaged or cannot be read (exit 9), the output is taken (exit 2) or cannot be written
+/// (exit 16).
+pub(crate) fn run(command: &CkptCommand) -> Result<ExitCode, Failure> {
+    match command {
+        CkptCommand::Ls(args) => ls::run(args),
+        CkptCommand::Verify(args) => verify::run(args),
+        CkptCommand::Reshard(args) => reshard::run(args),
+        CkptCommand::Consolidate(args) => consolidate::run(args),
+    }
+}
+
+/// The newest checkpoint of the run in `output` that is whole, byte for byte, `except` aside.
+pub(crate) fn newest_intact(output: &Path, except: Option<&Path>) -> Option<PathBuf> {
+    let mut all = checkpoint::list(output).ok()?;
+    let except = except.and_then(|path| path.canonicalize().ok());
+    all.retain(|(_, folder)| folder.canonicalize().ok() != except || except.is_none());
+    let mut newest_first = all.into_iter().rev().map(|(_, folder)| folder);
+    newest_first.find(|folder| checkpoint::audit(folder).is_ok_and(|found| found.is_whole()))
+}
+
+/// The next step where a checkpoint cannot be used: the newest of its run that can.
+pub(crate) fn advise_intact(failure: Failure, checkpoint: &Path) -> Failure {
+    let parent = checkpoint.parent().filter(|p| !p.as_os_str().is_empty());
+    match newest_intact(parent.unwrap_or(Path::new(".")), Some(checkpoint)) {
+        Some(folder) => failure.next(format!(
+            "{} is whole, the newest of this run that is: --resume {}",
+            crate::run_folder::file_name(&folder),
+            folder.display()
+        )),
+        None => failure.next("no other checkpoint of this run is whole: start anew"),
+    }
+}
+
+/// Opens a checkpoint and compares all of it with its hashes.
+fn open(folder: &Path, doing: &str) -> Result<Checkpoint, Failure> {
+    let doing = format!("{doing} {}", folder.display());
+    if !folder.is_dir() {
+        return Err(missing(folder, &doing));
+    }
+    let open = || {
+        let checkpoint = Checkpoint::open(folder)?;
+        checkpoint.verify()?;
+        Ok(checkpoint)
+    };
+    open().map_err(|e| failures::checkpoint(&doing, &e))
+}
+
+fn missing(folder: &Path, doing: &str) -> Failure {
+    let cause = if folder.exists() {
+        "it is not a folder"
+    } else {
+        "there is no such folder"
+    };
+    Failure::new(ErrorCode::Resume, format!("cannot {doing}"), cause)
+        .next("name a checkpoint-N folder of a run; `launcher ckpt ls RUN` lists them")
+}
+
+/// What every verb that writes asks for.
+fn required(output: Option<&PathBuf>) -> Result<&PathBuf, Failure> {
+    output.ok_or_else(|| {
+        Failure::usage("--output is missing", "the result needs a folder").next("add --output DIR")
+    })
+}
+
+/// Prints on standard output. A closed pipe is no failure: the reader has seen enough.
+fn print(text: &str) {
+    drop(std::io::stdout().write_all(text.as_bytes()));
+}

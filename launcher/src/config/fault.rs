@@ -1,0 +1,364 @@
+//! `--inject`: faults that happen on purpose, at a known place, so that what they lead to can be tested.
+//!
+//! `KIND:KEY=VALUE,…`, as in `kill:rank=1,step=3`. Nothing is random but where a bit is flipped and in which call of a
+//! save something happens, unless `call` says it; both follow from `seed`, by default the run's.
+
+use std::fmt;
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+
+use crate::args::nearest;
+
+/// What happens.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum FaultKind {
+    /// The rank ends by SIGKILL.
+    Kill,
+    /// The rank is suspended by SIGSTOP.
+    Stop,
+    /// The rank panics.
+    Panic,
+    /// The gradients of the rank are not finite.
+    Nan,
+    /// The disk is full for the rank's training state.
+    DiskFull,
+    /// The disk takes half of one write, which is no error.
+    ShortWrite,
+    /// A bit of the rank's file changes after a checkpoint was published.
+    FlipBit,
+    /// Each collective of the rank begins late.
+    SlowLink,
+    /// The rank's collectives reach nobody.
+    CutLink,
+}
+
+impl FaultKind {
+    const ALL: [(Self, &'static str); 9] = [
+        (Self::Kill, "kill"),
+        (Self::Stop, "stop"),
+        (Self::Panic, "panic"),
+        (Self::Nan, "nan"),
+        (Self::DiskFull, "disk-full"),
+        (Self::ShortWrite, "short-write"),
+        (Self::FlipBit, "flip-bit"),
+        (Self::SlowLink, "slow-link"),
+        (Self::CutLink, "cut-link"),
+    ];
+
+    /// The word on the command line.
+    pub fn name(self) -> &'static str {
+        let found = Self::ALL.iter().find(|(kind, _)| *kind == self);
+        found.map_or("", |(_, name)| name)
+    }
+
+    /// Keys that mean something for it.
+    const fn keys(self) -> &'static [&'static str] {
+        match self {
+            Self::Kill => &["rank", "step", "times", "phase", "call", "seed", "lost"],
+            Self::Stop | Self::Panic => &["rank", "step", "times", "phase", "call", "seed"],
+            Self::Nan => &["rank", "step", "times", "value"],
+            Self::DiskFull | Self::ShortWrite => &["rank", "step", "times", "call", "seed"],
+            Self::FlipBit => &["rank", "step", "times", "seed"],
+            Self::SlowLink => &["rank", "step", "times", "ms"],
+            Self::CutLink => &["rank", "step", "times"],
+        }
+    }
+}
+
+/// In which part of a step a process ends or stops.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum FaultPhase {
+    /// As its first forward pass begins.
+    #[default]
+    Forward,
+    /// In its first collective, when its data can be read by others and it has read nothing.
+    Collective,
+    /// In a call to the disk of the first save at or behind the step.
+    Save,
+}
+
+impl FaultPhase {
+    const ALL: [(Self, &'static str); 3] = [
+        (Self::Forward, "forward"),
+        (Self::Collective, "collective"),
+        (Self::Save, "save"),
+    ];
+
+    fn name(self) -> &'static str {
+        let found = Self::ALL.iter().find(|(phase, _)| *phase == self);
+        found.map_or("", |(_, name)| name)
+    }
+}
+
+/// What gradients become.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum NotFinite {
+    /// No number.
+    #[default]
+    Nan,
+    /// Above every number, where they are positive.
+    Inf,
+    /// Below every number, where they are positive.
+    MinusInf,
+}
+
+impl NotFinite {
+    const ALL: [(Self, &'static str); 3] = [
+        (Self::Nan, "nan"),
+        (Self::Inf, "inf"),
+        (Self::MinusInf, "-inf"),
+    ];
+
+    fn name(self) -> &'static str {
+        let found = Self::ALL.iter().find(|(value, _)| *value == self);
+        found.map_or("", |(_, name)| name)
+    }
+
+    /// The number.
+    pub const fn value(self) -> f32 {
+        match self {
+            Self::Nan => f32::NAN,
+            Self::Inf => f32::INFINITY,
+            Self::MinusInf => f32::NEG_INFINITY,
+        }
+    }
+}
+
+/// One fault.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct Fault {
+    /// What happens.
+    pub kind: FaultKind,
+    /// To which rank.
+    pub rank: usize,
+    /// In which step, from 1; a slow link is slow from there on.
+    pub step: u64,
+    /// In how many attempts of the run, from the first: a run that is restarted meets it again only where this is
+    /// more than 1.
+    pub times: u32,
+    /// In which part of the step.
+    pub phase: FaultPhase,
+    /// In which call of the save, from 0; drawn where it is absent.
+    pub call: Option<u64>,
+    /// What is drawn follows from it; the run's where it is absent.
+    pub seed: Option<u64>,
+    /// Milliseconds by which collectives begin late.
+    pub ms: u64,
+    /// What gradients are multiplied by.
+    pub value: NotFinite,
+    /// Whether the device or slot of the rank is gone for good.
+    pub lost: bool,
+}
+
+impl Fault {
+    /// Whether it happens while a checkpoint is saved or after.
+    pub fn needs_a_save(&self) -> bool {
+        self.phase == FaultPhase::Save
+            || matches!(
+                self.kind,
+                FaultKind::DiskFull | FaultKind::ShortWrite | FaultKind::FlipBit
+            )
+    }
+
+    /// A number below `limit` that depends on seed, rank and step only.
+    pub fn draw(&self, run_seed: u64, limit: u64) -> u64 {
+        let mut hasher = blake3::Hasher::new();
+        for number in [self.seed.unwrap_or(run_seed), self.rank as u64, self.step] {
+            hasher.update(&number.to_le_bytes());
+        }
+        let hash = hasher.finalize();
+        let mut first = [0; 8];
+        first.copy_from_slice(&hash.as_bytes()[..8]);
+        u64::from_le_bytes(first) % limit.max(1)
+    }
+}
+
+/// The spelling that gives the same fault again.
+impl fmt::Display for Fault {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "{}:rank={},step={}",
+            self.kind.name(),
+            self.rank,
+            self.step
+        )?;
+        let keys = self.kind.keys();
+        if keys.contains(&"phase") {
+            write!(f, ",phase={}", self.phase.name())?;
+        }
+        if self.kind == FaultKind::SlowLink {
+            write!(f, ",ms={}", self.ms)?;
+        }
+        if self.kind == FaultKind::Nan {
+            write!(f, ",value={}", self.value.name())?;
+        }
+        if let Some(call) = self.call {
+            write!(f, ",call={call}")?;
+        }
+        if let Some(seed) = self.seed {
+            write!(f, ",seed={seed}")?;
+        }
+        if self.lost {
+            write!(f, ",lost=true")?;
+        }
+        if self.times != 1 {
+            write!(f, ",times={}", self.times)?;
+        }
+        Ok(())
+    }
+}
+
+impl FromStr for Fault {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (word, rest) = text.split_once(':').unwrap_or((text, ""));
+        let kind = named(&FaultKind::ALL, word.trim(), "fault")?;
+        let mut fault = Self {
+            kind,
+            rank: 0,
+            step: 1,
+            times: 1,
+            phase: FaultPhase::default(),
+            call: None,
+            seed: None,
+            ms: 0,
+            value: NotFinite::default(),
+            lost: false,
+        };
+        let mut seen = Vec::new();
+        for pair in rest.split(',').map(str::trim).filter(|p| !p.is_empty()) {
+            let Some((key, value)) = pair.split_once('=') else {
+                return Err(format!("`{pair}` is not KEY=VALUE"));
+            };
+            if !kind.keys().contains(&key) {
+                let keys = kind.keys().join(", ");
+                return Err(format!("{} takes {keys}, not `{key}`", kind.name()));
+            }
+            if seen.contains(&key) {
+                return Err(format!("`{key}` is given twice"));
+            }
+            seen.push(key);
+            match key {
+                "rank" => fault.rank = number(key, value, 0)?,
+                "step" => fault.step = number(key, value, 1)?,
+                "times" => fault.times = number(key, value, 1)?,
+                "call" => fault.call = Some(number(key, value, 0)?),
+                "seed" => fault.seed = Some(number(key, value, 0)?),
+                "ms" => fault.ms = number(key, value, 1)?,
+                "phase" => fault.phase = named(&FaultPhase::ALL, value, "phase")?,
+                "value" => fault.value = named(&NotFinite::ALL, value, "value")?,
+                _ => {
+                    fault.lost = value
+                        .parse()
+                        .map_err(|_| format!("{key} is true or false, not `{value}`"))?;
+                }
+            }
+        }
+        if kind == FaultKind::SlowLink && fault.ms == 0 {
+            return Err("slow-link needs ms=MILLISECONDS".to_owned());
+        }
+        if fault.phase != FaultPhase::Save && kind.keys().contains(&"phase") {
+            let mut of_saves = ["call", "seed"].into_iter();
+            if let Some(key) = of_saves.rfind(|key| seen.contains(key)) {
+                return Err(format!("`{key}` means something with phase=save only"));
+            }
+        }
+        Ok(fault)
+    }
+}
+
+fn named<T: Copy>(all: &[(T, &'static str)], word: &str, what: &str) -> Result<T, String> {
+    if let Some((one, _)) = all.iter().find(|(_, name)| *name == word) {
+        return Ok(*one);
+    }
+    let names: Vec<&str> = all.iter().map(|(_, name)| *name).collect();
+    let meant = nearest(word, names.iter().copied());
+    let meant = meant.map_or_else(String::new, |name| format!("; did you mean {name}?"));
+    Err(format!(
+        "no {what} is called `{word}`, there are {}{meant}",
+        names.join(", ")
+    ))
+}
+
+fn number<T: FromStr + PartialOrd + From<u8>>(
+    key: &str,
+    value: &str,
+    least: u8,
+) -> Result<T, String> {
+    let parsed = value.parse().ok().filter(|n| *n >= T::from(least));
+    parsed.ok_or_else(|| format!("{key} is a whole number from {least} on, not `{value}`"))
+}
+
+impl TryFrom<String> for Fault {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Self, String> {
+        text.parse()
+    }
+}
+
+impl From<Fault> for String {
+    fn from(fault: Fault) -> Self {
+        fault.to_string()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_shown_gives_the_same_fault_again() {
+        for text in [
+            "kill:rank=1,step=3,phase=save,call=7,lost=true,times=2",
+            "stop:rank=0,step=2,phase=collective",
+            "panic:rank=0,step=1,phase=forward",
+            "nan:rank=2,step=9,value=-inf",
+            "disk-full:rank=1,step=4,seed=8",
+            "short-write:rank=0,step=1,call=0",
+            "flip-bit:rank=1,step=2,seed=3",
+            "slow-link:rank=1,step=1,ms=20",
+            "cut-link:rank=1,step=2",
+        ] {
+            let fault: Fault = text.parse().expect(text);
+            assert_eq!(fault.to_string(), text);
+        }
+        let short: Fault = "kill".parse().expect("defaults");
+        assert_eq!(short.to_string(), "kill:rank=0,step=1,phase=forward");
+    }
+
+    #[test]
+    fn what_is_malformed_is_refused_with_its_reason() {
+        for (text, reason) in [
+            ("kil:rank=1", "did you mean kill?"),
+            ("", "no fault is called ``"),
+            ("kill:rank", "`rank` is not KEY=VALUE"),
+            ("kill:rank=-1", "rank is a whole number from 0 on"),
+            ("kill:step=0", "step is a whole number from 1 on"),
+            ("kill:rank=1,rank=2", "`rank` is given twice"),
+            ("kill:ms=3", "kill takes rank, step"),
+            ("kill:phase=sav", "did you mean save?"),
+            ("kill:call=3", "phase=save only"),
+            ("nan:value=big", "there are nan, inf, -inf"),
+            ("slow-link:rank=1", "needs ms"),
+            ("stop:lost=true", "not `lost`"),
+            ("kill:lost=perhaps", "true or false"),
+        ] {
+            let error = text.parse::<Fault>().expect_err(text);
+            assert!(error.contains(reason), "{text}: {error}");
+        }
+    }
+
+    #[test]
+    fn draws_follow_from_the_seed() {
+        let fault: Fault = "flip-bit:rank=1,step=2".parse().expect("parses");
+        assert_eq!(fault.draw(7, 1000), fault.draw(7, 1000));
+        let drawn: Vec<u64> = (0..8).map(|seed| fault.draw(seed, 1 << 40)).collect();
+        assert!(drawn.windows(2).all(|pair| pair[0] != pair[1]), "{drawn:?}");
+        assert_eq!(fault.draw(7, 0), 0);
+    }
+}

@@ -1,0 +1,137 @@
+//! The GPUs of this machine.
+
+use std::sync::Arc;
+
+use kernels::Backend;
+
+use super::{Devices, RunGpu};
+use crate::doctor::facts::{Cuda, Gpu};
+use crate::doctor::survey_gpus;
+use crate::exit::Failure;
+use crate::rank_env::Variables;
+
+/// NVIDIA's GPUs, through the driver that is found at run time.
+#[derive(Debug, Clone, Copy)]
+pub struct Nvidia;
+
+impl Devices for Nvidia {
+    fn survey(&self, variables: &Variables) -> (Cuda, Vec<Gpu>) {
+        survey_gpus(variables)
+    }
+
+    fn open(
+        &self,
+        gpu: &RunGpu,
+        arena_bytes: u64,
+        variables: &Variables,
+    ) -> Result<Arc<dyn Backend>, Failure> {
+        driver::open(gpu, arena_bytes, variables)
+    }
+
+    fn free_bytes(&self, gpu: &RunGpu) -> Option<u64> {
+        driver::free_bytes(gpu)
+    }
+}
+
+#[cfg(not(feature = "cuda"))]
+mod driver {
+    use super::{Arc, Backend, Failure, RunGpu, Variables};
+    use crate::exit::ErrorCode;
+
+    pub(super) fn open(
+        gpu: &RunGpu,
+        _arena_bytes: u64,
+        _variables: &Variables,
+    ) -> Result<Arc<dyn Backend>, Failure> {
+        Err(Failure::new(
+            ErrorCode::Cuda,
+            format!("cannot open GPU {}", gpu.ordinal),
+            "support of CUDA was left out of this build",
+        )
+        .next("build without --no-default-features"))
+    }
+
+    pub(super) fn free_bytes(_gpu: &RunGpu) -> Option<u64> {
+        None
+    }
+}
+
+#[cfg(feature = "cuda")]
+mod driver {
+    use super::{Arc, Backend, Failure, RunGpu, Variables};
+    use crate::doctor::search;
+    use crate::exit::ErrorCode;
+    use crate::units::bytes;
+    use kernels::cuda::CudaBackend;
+    use kernels::cuda::gpu::Gpu;
+    use kernels::cuda::image::Cache;
+    use kernels::cuda::nvml;
+
+    /// Compiled kernels, in the folder of files that may be made again at any time.
+    const KERNELS: &str = "kernels";
+
+    pub(super) fn open(
+        gpu: &RunGpu,
+        arena_bytes: u64,
+        variables: &Variables,
+    ) -> Result<Arc<dyn Backend>, Failure> {
+        let cache = Cache::new(variables.cache_dir().join(KERNELS));
+        let opened = Gpu::open(gpu.ordinal, &search(variables), Some(cache)).map_err(|error| {
+            Failure::new(
+                ErrorCode::Cuda,
+                format!("cannot open GPU {} ({})", gpu.ordinal, gpu.name),
+                crate::data::chain(&error),
+            )
+            .next("`launcher doctor` shows driver, GPUs and libraries")
+        })?;
+        let free = opened.memory_info().ok().map(|(free, _)| free as u64);
+        let backend = CudaBackend::new(Arc::new(opened), arena_bytes).map_err(|error| {
+            let mut failure = Failure::new(
+                ErrorCode::DeviceMemory,
+                format!("GPU {} ({}) cannot hold this run", gpu.ordinal, gpu.name),
+                crate::data::chain(&error),
+            )
+            .evidence(format!(
+                "the plan takes {} at the start; {} were free when it was made{}",
+                bytes(arena_bytes),
+                bytes(gpu.free_bytes),
+                free.map_or(String::new(), |free| format!(", {} are now", bytes(free)))
+            ));
+            if let Some(others) = others(gpu) {
+                failure = failure.evidence(others);
+            }
+            failure
+                .next("end what else uses the GPU, or choose another one with CUDA_VISIBLE_DEVICES")
+        })?;
+        Ok(Arc::new(backend))
+    }
+
+    /// The GPU in the management library, which has numbers of its own.
+    fn managed(gpu: &RunGpu) -> Option<nvml::NvmlGpu> {
+        let own = gpu.uuid.as_ref()?.to_ascii_lowercase();
+        let gpus = nvml::read(&[]).gpus.ok()?;
+        gpus.into_iter().find(|other| {
+            let uuid = other.uuid.as_ref().map(|uuid| uuid.to_ascii_lowercase());
+            uuid.is_ok_and(|uuid| uuid == own)
+        })
+    }
+
+    pub(super) fn free_bytes(gpu: &RunGpu) -> Option<u64> {
+        Some(managed(gpu)?.memory.ok()?.free_bytes)
+    }
+
+    /// Processes on the GPU with what they hold.
+    fn others(gpu: &RunGpu) -> Option<String> {
+        let processes = managed(gpu)?.processes.ok()?;
+        let own = std::process::id();
+        let shown: Vec<String> = processes
+            .iter()
+            .filter(|process| process.pid != own)
+            .map(|process| {
+                let held = process.used_bytes.map_or_else(|| "?".to_owned(), bytes);
+                format!("process {} holds {held}", process.pid)
+            })
+            .collect();
+        (!shown.is_empty()).then(|| shown.join(", "))
+    }
+}

@@ -1,0 +1,327 @@
+//! Where the ranks compute: the choice between the CPU and GPUs, made once before anything else is resolved, and how a
+//! rank opens the GPU that it was given.
+
+mod cuda;
+mod memory;
+#[cfg(test)]
+mod tests;
+
+use std::fmt;
+use std::sync::Arc;
+
+use kernels::Backend;
+use serde::{Deserialize, Serialize};
+
+use crate::config::{Device, DeviceChoice, RunConfig};
+use crate::doctor::facts::{Cuda, Gpu};
+use crate::doctor::findings::{Finding, Severity};
+use crate::doctor::{self, findings};
+use crate::exit::{ErrorCode, Failure};
+use crate::rank_env::Variables;
+use crate::ui::Event;
+use crate::units::bytes;
+
+pub use cuda::Nvidia;
+pub(crate) use memory::{arena_bytes, counting, free_bytes};
+
+/// The variable that names the GPUs a process may use; CUDA reads it.
+const MASK: &str = "CUDA_VISIBLE_DEVICES";
+/// What the findings of `launcher doctor` end with where CUDA shows nothing.
+const INSTEAD: &str = ": runs use the CPU";
+
+/// A GPU of a run, as it was when the run was resolved.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct RunGpu {
+    /// CUDA's number among those that are visible.
+    pub ordinal: u32,
+    /// Its name.
+    pub name: String,
+    /// Its identity, where the driver tells.
+    pub uuid: Option<String>,
+    /// Streaming multiprocessors: work is cut for them.
+    pub multiprocessors: u32,
+    /// All of its memory.
+    pub memory_bytes: u64,
+    /// What nobody used.
+    pub free_bytes: u64,
+}
+
+/// GPUs and how they are opened: those of the machine, or what a test puts in their place.
+pub trait Devices: Sync + fmt::Debug {
+    /// What there is; never fails. CUDA numbers the GPUs that this process may use.
+    fn survey(&self, variables: &Variables) -> (Cuda, Vec<Gpu>);
+
+    /// One of these GPUs with `arena_bytes` of memory for everything a rank does on it.
+    ///
+    /// # Errors
+    /// The GPU cannot be opened (exit 13) or has no such room (exit 11).
+    fn open(
+        &self,
+        gpu: &RunGpu,
+        arena_bytes: u64,
+        variables: &Variables,
+    ) -> Result<Arc<dyn Backend>, Failure>;
+
+    /// Bytes of a GPU that nobody uses now, where somebody tells.
+    fn free_bytes(&self, gpu: &RunGpu) -> Option<u64>;
+}
+
+/// The device of a run.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Chosen {
+    pub(crate) device: Device,
+    pub(crate) gpus: Vec<RunGpu>,
+    /// Why, where the choice was left to the program.
+    reason: Option<String>,
+    driver: Option<String>,
+    /// What else to know of GPUs and driver.
+    findings: Vec<Finding>,
+}
+
+impl Chosen {
+    /// The CPU, as the user said or left it.
+    pub(crate) const fn cpu() -> Self {
+        Self {
+            device: Device::Cpu,
+            gpus: Vec::new(),
+            reason: None,
+            driver: None,
+            findings: Vec::new(),
+        }
+    }
+
+    /// These GPUs, which need not be here.
+    pub(crate) fn described(gpus: Vec<RunGpu>) -> Self {
+        Self {
+            device: Device::Cuda,
+            gpus,
+            ..Self::cpu()
+        }
+    }
+
+    /// What to show when the run starts.
+    pub(crate) fn events(&self, config: &RunConfig) -> Vec<Event> {
+        let mut lines = Vec::new();
+        match self.device {
+            Device::Cpu => {
+                lines.extend(self.reason.iter().map(|why| format!("cpu · {why}")));
+            }
+            Device::Cuda => {
+                let why = self.reason.as_deref().map(|why| format!(" · {why}"));
+                let driver = self.driver.as_deref().map(|text| format!(" · {text}"));
+                let parts = [why, driver].into_iter().flatten().collect::<String>();
+                lines.push(format!("cuda{parts}"));
+                lines.extend(self.gpus.iter().enumerate().map(|(place, gpu)| {
+                    let ranks = ranks_on(place, self.gpus.len(), config.nproc);
+                    format!(
+                        "GPU {} {} · {}, {} free · {ranks}",
+                        gpu.ordinal,
+                        gpu.name,
+                        bytes(gpu.memory_bytes),
+                        bytes(gpu.free_bytes),
+                    )
+                }));
+                lines.push(
+                    "weights, gradients and optimizer states rest in host memory or on a disk"
+                        .into(),
+                );
+                if config.nproc > self.gpus.len() {
+                    lines.push(format!(
+                        "{} ranks share {} in turn: each has a part of its memory, and they wait for each other",
+                        config.nproc,
+                        counted(self.gpus.len())
+                    ));
+                }
+            }
+        }
+        let mut events = Vec::new();
+        if !lines.is_empty() {
+            events.push(Event::Info {
+                label: "device".into(),
+                text: lines.join("\n"),
+            });
+        }
+        events.extend(self.findings.iter().map(|finding| {
+            let mut text = finding.title.clone();
+            if let Some(next) = finding.next.first() {
+                text += &format!("; {next}");
+            }
+            match finding.severity {
+                Severity::Problem | Severity::Warning => Event::Warning { text },
+                Severity::Note => Event::Info {
+                    label: "device".into(),
+                    text,
+                },
+            }
+        }));
+        events
+    }
+}
+
+/// The first GPU of this machine that can be used, opened with `arena_bytes` of memory, and its name.
+///
+/// # Errors
+/// As a run with `--device cuda`.
+pub fn first_gpu(arena_bytes: u64) -> Result<(String, Arc<dyn Backend>), Failure> {
+    let variables = Variables::read();
+    let chosen = choose(DeviceChoice::Cuda, &Nvidia, &variables)?;
+    let gpu = &chosen.gpus[0];
+    Ok((gpu.name.clone(), Nvidia.open(gpu, arena_bytes, &variables)?))
+}
+
+/// The GPU of a rank: in turn, as many ranks on each as there are.
+pub(crate) fn gpu_of(config: &RunConfig, local_rank: usize) -> Option<&RunGpu> {
+    let count = config.gpus.len();
+    (count > 0).then(|| &config.gpus[local_rank % count])
+}
+
+/// Ranks that share the busiest GPU.
+pub(crate) fn ranks_per_gpu(config: &RunConfig) -> usize {
+    config.nproc.div_ceil(config.gpus.len().max(1))
+}
+
+fn ranks_on(place: usize, gpus: usize, ranks: usize) -> String {
+    let on: Vec<String> = (place..ranks)
+        .step_by(gpus)
+        .map(|rank| rank.to_string())
+        .collect();
+    match on.len() {
+        0 => "no rank".to_owned(),
+        1 => format!("rank {}", on[0]),
+        _ => format!("ranks {}", on.join(", ")),
+    }
+}
+
+fn counted(gpus: usize) -> String {
+    match gpus {
+        1 => "1 GPU".to_owned(),
+        more => format!("{more} GPUs"),
+    }
+}
+
+/// Decides where a run computes. Looks for GPUs only where they may be used.
+///
+/// # Errors
+/// `cuda` without a GPU that can be used (exit 13).
+pub(crate) fn choose(
+    choice: DeviceChoice,
+    devices: &dyn Devices,
+    variables: &Variables,
+) -> Result<Chosen, Failure> {
+    if choice == DeviceChoice::Cpu {
+        return Ok(Chosen::cpu());
+    }
+    let (cuda, gpus) = devices.survey(variables);
+    let findings = doctor::gpu_findings(&cuda, &gpus, variables);
+    let new_enough = cuda.cuda_version.is_none() || cuda.cuda_version >= cuda.minimum_cuda_version;
+    let usable: Vec<RunGpu> = gpus
+        .iter()
+        .filter(|gpu| new_enough && findings::is_usable(gpu))
+        .filter_map(run_gpu)
+        .collect();
+    if usable.is_empty() {
+        return match choice {
+            DeviceChoice::Cuda => Err(refusal(&cuda, &gpus, &findings, variables)),
+            _ => Ok(Chosen {
+                reason: Some(format!("auto: {}", missing(&cuda, &findings))),
+                findings: findings.into_iter().filter(is_of_shown).collect(),
+                ..Chosen::cpu()
+            }),
+        };
+    }
+    let driver = match (&cuda.driver, cuda.cuda_version) {
+        (Some(driver), Some((major, minor))) => {
+            Some(format!("driver {driver} (CUDA {major}.{minor})"))
+        }
+        (Some(driver), None) => Some(format!("driver {driver}")),
+        (None, Some((major, minor))) => Some(format!("driver for CUDA {major}.{minor}")),
+        (None, None) => None,
+    };
+    let reason = match choice {
+        DeviceChoice::Auto => Some(format!("auto: {} can be used", counted(usable.len()))),
+        DeviceChoice::Cpu | DeviceChoice::Cuda => None,
+    };
+    Ok(Chosen {
+        gpus: usable,
+        reason,
+        driver,
+        findings: findings.into_iter().filter(is_of_shown).collect(),
+        ..Chosen::described(Vec::new())
+    })
+}
+
+/// Whether a finding is one of those that a run names at its start: what makes it fail, slow, or share.
+fn is_of_shown(finding: &Finding) -> bool {
+    finding.severity != Severity::Note || finding.id == "some-gpus-hidden"
+}
+
+fn run_gpu(gpu: &Gpu) -> Option<RunGpu> {
+    let memory_bytes = gpu.memory_bytes?;
+    Some(RunGpu {
+        ordinal: gpu.ordinal?,
+        name: gpu.name.clone().unwrap_or_else(|| "unnamed".to_owned()),
+        uuid: gpu.uuid.clone(),
+        multiprocessors: gpu.multiprocessors?,
+        memory_bytes,
+        free_bytes: gpu.free_bytes.unwrap_or(memory_bytes),
+    })
+}
+
+/// Why there is no GPU to use, in words.
+fn missing(cuda: &Cuda, findings: &[Finding]) -> String {
+    let about = |finding: &&Finding| finding.id != "some-gpus-hidden";
+    let first = findings.iter().find(about);
+    let title = first.map(|finding| finding.title.trim_end_matches(INSTEAD).to_owned());
+    title
+        .or_else(|| cuda.problem.clone())
+        .unwrap_or_else(|| "CUDA shows no GPU".to_owned())
+}
+
+/// `--device cuda` where that cannot be: too old a GPU (E11), or no working CUDA (E12).
+fn refusal(cuda: &Cuda, gpus: &[Gpu], findings: &[Finding], variables: &Variables) -> Failure {
+    let too_old = findings.iter().any(|finding| finding.id == "gpu-too-old");
+    let mut failure = Failure::new(
+        if too_old {
+            ErrorCode::DeviceTooOld
+        } else {
+            ErrorCode::Cuda
+        },
+        "--device cuda: there is no GPU that can be used",
+        missing(cuda, findings),
+    );
+    if let Some(mask) = variables.get(MASK) {
+        failure = failure.evidence(format!("{MASK}={}", mask.to_string_lossy()));
+    }
+    if let Some(version) = &cuda.kernel_module {
+        failure = failure.evidence(format!("kernel module {version}"));
+    }
+    if let Some(problem) = &cuda.problem {
+        failure = failure.evidence(problem.clone());
+    }
+    failure = failure.evidence(format!(
+        "NVIDIA graphics devices: {} on the bus, {} seen by CUDA or NVML",
+        cuda.pci_devices,
+        gpus.len()
+    ));
+    for library in cuda.libraries.iter().filter(|found| found.path.is_none()) {
+        let tried = library.attempts.iter();
+        let tried: Vec<String> = tried
+            .map(|a| format!("{} ({})", a.place, a.outcome))
+            .collect();
+        if library.kind == doctor::facts::LibraryKind::Driver {
+            failure = failure.evidence(format!("{}: tried {}", library.name, tried.join(", ")));
+        }
+    }
+    let about = findings
+        .iter()
+        .filter(|f| f.severity != Severity::Note || f.id == "no-gpu");
+    for next in about.flat_map(|finding| &finding.next) {
+        if !failure.next.contains(next) {
+            failure = failure.next(next.clone());
+        }
+    }
+    failure
+        .next("--device cpu trains on the CPU; --device auto takes a GPU only where there is one")
+        .next("`launcher doctor` shows what was looked for and where")
+}

@@ -1,0 +1,241 @@
+use super::*;
+use crate::args::{self, Command};
+use crate::config::resolve_on;
+use crate::doctor::facts::{AttemptFacts, GpuProcess, LibraryFacts, LibraryKind};
+use crate::rank_env::Env;
+use std::ffi::OsString;
+use std::path::PathBuf;
+
+/// A machine that is made up.
+#[derive(Debug, Clone, Default)]
+struct Machine {
+    cuda: Cuda,
+    gpus: Vec<Gpu>,
+}
+
+impl Devices for Machine {
+    fn survey(&self, _variables: &Variables) -> (Cuda, Vec<Gpu>) {
+        (self.cuda.clone(), self.gpus.clone())
+    }
+
+    fn open(&self, _: &RunGpu, _: u64, _: &Variables) -> Result<Arc<dyn Backend>, Failure> {
+        unreachable!("nothing is opened when a device is chosen")
+    }
+
+    fn free_bytes(&self, gpu: &RunGpu) -> Option<u64> {
+        Some(gpu.free_bytes)
+    }
+}
+
+fn gpu(ordinal: u32) -> Gpu {
+    Gpu {
+        ordinal: Some(ordinal),
+        index: Some(ordinal),
+        name: Some("RTX 3090".into()),
+        uuid: Some(format!("GPU-{ordinal}")),
+        compute_capability: Some((8, 6)),
+        multiprocessors: Some(82),
+        memory_bytes: Some(24 << 30),
+        used_bytes: Some(1 << 30),
+        free_bytes: Some(23 << 30),
+        peers: Some((0..2).filter(|peer| *peer != ordinal).collect()),
+        ..Gpu::default()
+    }
+}
+
+fn with(gpus: Vec<Gpu>) -> Machine {
+    Machine {
+        cuda: Cuda {
+            driver: Some("580.65.06".into()),
+            cuda_version: Some((13, 0)),
+            minimum_cuda_version: Some((12, 8)),
+            pci_devices: gpus.len(),
+            libraries: vec![driver(Some("/usr/lib/libcuda.so.1".into()))],
+            ..Cuda::default()
+        },
+        gpus,
+    }
+}
+
+fn driver(path: Option<PathBuf>) -> LibraryFacts {
+    LibraryFacts {
+        kind: LibraryKind::Driver,
+        name: "NVIDIA driver".into(),
+        path,
+        version: None,
+        attempts: vec![AttemptFacts {
+            place: "dynamic linker: libcuda.so.1".into(),
+            outcome: "no such file".into(),
+        }],
+    }
+}
+
+fn without() -> Machine {
+    Machine {
+        cuda: Cuda {
+            problem: Some("the NVIDIA driver (libcuda.so.1) is not installed".into()),
+            libraries: vec![driver(None)],
+            ..Cuda::default()
+        },
+        gpus: Vec::new(),
+    }
+}
+
+fn variables(mask: Option<&str>) -> Variables {
+    let mask = mask.map(|mask| (MASK.to_owned(), OsString::from(mask)));
+    mask.into_iter().collect()
+}
+
+fn chosen(choice: DeviceChoice, machine: &Machine) -> Result<Chosen, Failure> {
+    choose(choice, machine, &variables(None))
+}
+
+fn config(line: &str, chosen: &Chosen) -> RunConfig {
+    let words: Vec<String> = line.split_whitespace().map(str::to_owned).collect();
+    let Ok(Command::Train { args, .. }) = args::parse(&words) else {
+        panic!("a training line");
+    };
+    let env = Env::from_lookup(&|_| None).expect("an environment");
+    resolve_on(&args, &env, chosen).expect("resolves").config
+}
+
+/// Everything that is shown at the start.
+fn shown(chosen: &Chosen, config: &RunConfig) -> String {
+    let events = chosen.events(config);
+    let lines = events.iter().flat_map(crate::ui::lines);
+    lines.map(|line| line + "\n").collect()
+}
+
+#[test]
+fn the_cpu_is_taken_without_a_look_at_gpus() {
+    let chosen = chosen(DeviceChoice::Cpu, &with(vec![gpu(0)])).expect("chosen");
+    assert_eq!(chosen, Chosen::cpu());
+    assert_eq!(shown(&chosen, &config("", &chosen)), "");
+}
+
+#[test]
+fn auto_takes_gpus_where_there_are_any_and_says_why() {
+    let two = chosen(DeviceChoice::Auto, &with(vec![gpu(0), gpu(1)])).expect("chosen");
+    let run = config("", &two);
+    assert_eq!(
+        (run.device, run.nproc, run.gpus.len()),
+        (Device::Cuda, 2, 2)
+    );
+    let text = shown(&two, &run);
+    for words in [
+        "cuda · auto: 2 GPUs can be used · driver 580.65.06 (CUDA 13.0)",
+        "GPU 0 RTX 3090 · 24.0G, 23.0G free · rank 0",
+        "GPU 1 RTX 3090 · 24.0G, 23.0G free · rank 1",
+        "rest in host memory",
+    ] {
+        assert!(text.contains(words), "no {words:?} in\n{text}");
+    }
+    let none = chosen(DeviceChoice::Auto, &without()).expect("chosen");
+    let run = config("", &none);
+    assert_eq!((run.device, run.nproc), (Device::Cpu, 2));
+    let text = shown(&none, &run);
+    assert!(
+        text.contains("cpu · auto: no NVIDIA GPU was found"),
+        "{text}"
+    );
+}
+
+#[test]
+fn cuda_without_a_gpu_says_what_was_tried_and_what_helps() {
+    let failure = chosen(DeviceChoice::Cuda, &without()).expect_err("refused");
+    assert_eq!((failure.code.as_str(), failure.code.status()), ("E12", 13));
+    let text = failure.to_string();
+    for words in ["dynamic linker: libcuda.so.1", "--gpus all", "--device cpu"] {
+        assert!(text.contains(words), "no {words:?} in\n{text}");
+    }
+    let mut hidden = with(vec![gpu(0)]);
+    hidden.gpus[0].ordinal = None;
+    let mask = variables(Some(""));
+    let failure = choose(DeviceChoice::Cuda, &hidden, &mask).expect_err("refused");
+    assert_eq!(failure.code, ErrorCode::Cuda);
+    assert!(failure.evidence.contains(&format!("{MASK}=")), "{failure}");
+    assert!(failure.cause.contains("hides every GPU"), "{failure}");
+    let mut old = with(vec![gpu(0)]);
+    old.cuda.cuda_version = Some((12, 2));
+    let failure = chosen(DeviceChoice::Cuda, &old).expect_err("refused");
+    assert!(failure.cause.contains("12.8 is needed"), "{failure}");
+    let mut mismatched = with(vec![]);
+    mismatched.cuda.is_mismatched = true;
+    let failure = chosen(DeviceChoice::Cuda, &mismatched).expect_err("refused");
+    assert!(failure.cause.contains("different versions"), "{failure}");
+}
+
+#[test]
+fn a_gpu_without_the_instructions_is_not_used() {
+    let mut machine = with(vec![gpu(0), gpu(1)]);
+    machine.gpus[0].compute_capability = Some((7, 0));
+    let run = chosen(DeviceChoice::Cuda, &machine).expect("the other one");
+    let ordinals: Vec<u32> = run.gpus.iter().map(|gpu| gpu.ordinal).collect();
+    assert_eq!(ordinals, [1]);
+    assert!(shown(&run, &config("", &run)).contains("compute capability 7.0"));
+    machine.gpus.pop();
+    let failure = chosen(DeviceChoice::Cuda, &machine).expect_err("refused");
+    assert_eq!((failure.code.as_str(), failure.code.status()), ("E11", 13));
+    let run = chosen(DeviceChoice::Auto, &machine).expect("the CPU");
+    assert_eq!(run.device, Device::Cpu);
+    let text = shown(&run, &config("", &run));
+    assert!(text.contains("compute capability 7.0"), "{text}");
+}
+
+#[test]
+fn what_others_hold_and_what_differs_is_named() {
+    let mut machine = with(vec![gpu(0), gpu(1)]);
+    machine.gpus[0].processes = Some(vec![GpuProcess {
+        pid: 4711,
+        used_bytes: Some(5 << 30),
+    }]);
+    machine.gpus[0].free_bytes = Some(18 << 30);
+    machine.gpus[1].name = Some("RTX 4090".into());
+    let run = chosen(DeviceChoice::Cuda, &machine).expect("chosen");
+    let text = shown(&run, &config("", &run));
+    for words in [
+        "GPU 0: other processes hold 5.0G of 24.0G (process 4711)",
+        "the GPUs are not equal",
+        "18.0G free",
+    ] {
+        assert!(text.contains(words), "no {words:?} in\n{text}");
+    }
+    // The smaller of the two bounds every rank; two ranks on each have half of it.
+    assert_eq!(free_bytes(&config("", &run)), Some(18 << 30));
+    assert_eq!(free_bytes(&config("--nproc 4", &run)), Some(9 << 30));
+}
+
+#[test]
+fn more_ranks_than_gpus_take_turns() {
+    let run = chosen(DeviceChoice::Cuda, &with(vec![gpu(0), gpu(1)])).expect("chosen");
+    let config = config("--nproc 5", &run);
+    let ordinals: Vec<u32> = (0..5)
+        .filter_map(|rank| gpu_of(&config, rank))
+        .map(|gpu| gpu.ordinal)
+        .collect();
+    assert_eq!(ordinals, [0, 1, 0, 1, 0]);
+    assert_eq!(ranks_per_gpu(&config), 3);
+    let text = shown(&run, &config);
+    assert!(text.contains("ranks 0, 2, 4"), "{text}");
+    assert!(text.contains("5 ranks share 2 GPUs in turn"), "{text}");
+}
+
+#[test]
+fn states_rest_in_host_memory_beside_gpus() {
+    let run = chosen(DeviceChoice::Cuda, &with(vec![gpu(0)])).expect("chosen");
+    let offload = |line: &str| config(line, &run).offload.to_string();
+    assert_eq!(offload(""), offload("--offload cpu"));
+    assert_eq!(
+        offload("--offload optimizer=nvme:/d"),
+        offload("--offload param=cpu,optimizer=nvme:/d")
+    );
+}
+
+#[test]
+fn an_arena_has_room_beside_its_plan_where_there_is_any() {
+    assert_eq!(arena_bytes(1 << 20, None), (1 << 20) + (16 << 20));
+    assert_eq!(arena_bytes(16 << 30, None), 17 << 30);
+    assert_eq!(arena_bytes(16 << 30, Some(33 << 29)), 33 << 29);
+    // A plan that does not fit is refused elsewhere.
+    assert_eq!(arena_bytes(100, Some(50)), 100);
+}

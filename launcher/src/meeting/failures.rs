@@ -1,0 +1,159 @@
+//! From failed meetings to reports for people.
+
+use engine::comm::tcp::{MeetError, TcpOptions};
+
+use super::port;
+use crate::data::chain;
+use crate::exit::{ErrorCode, Failure};
+use crate::hostfile::host_name;
+use crate::rank_env::RankEnv;
+use crate::run::failures::comm as comm_failure;
+
+const SAME_START: &str = "start all ranks from the same command line, files and build";
+
+pub(super) fn meeting(error: &MeetError, env: &RankEnv, options: &TcpOptions) -> Failure {
+    let place = format!("{}:{}", options.addr, options.port);
+    let own = format!(
+        "this is rank {} of {} on {}; numbers and address from {}",
+        env.rank,
+        env.world_size,
+        host_name(),
+        env.source
+    );
+    let failure = match error {
+        MeetError::Missing {
+            size,
+            arrived,
+            missing,
+            turned_away,
+            elapsed,
+            ..
+        } => {
+            let came = arrived.iter().map(|(rank, host)| format!("{rank} ({host})"));
+            Failure::new(
+                ErrorCode::Rendezvous,
+                format!(
+                    "rendezvous incomplete after {:.0} s: {} of {size} ranks arrived",
+                    elapsed.as_secs_f64(),
+                    arrived.len()
+                ),
+                format!("ranks {missing:?} never connected to {place}"),
+            )
+            .evidence(format!("connected: {}", came.collect::<Vec<_>>().join(", ")))
+            .evidence_lines(turned_away.iter().map(|line| format!("turned away: {line}")))
+            .next("see the logs of the missing ranks; raise --comm-timeout where a rank starts slowly")
+            .next(format!("on their machines: can {place} be reached, or does a firewall close it?"))
+        }
+        MeetError::Unreachable { elapsed, .. } => Failure::new(
+            ErrorCode::Rendezvous,
+            format!("rank {} reached nobody at {place} in {:.0} s", env.rank, elapsed.as_secs_f64()),
+            chain(error),
+        )
+        .next("has rank 0 started, and does MASTER_ADDR name its machine?")
+        .next("can that machine be reached from here, or does a firewall close the port?"),
+        MeetError::Address { .. } => Failure::new(
+            ErrorCode::Rendezvous,
+            format!("the ranks cannot meet at {place}"),
+            chain(error),
+        )
+        .next("set MASTER_ADDR to a name or address of the first machine"),
+        MeetError::PortInUse { port } => port_in_use(*port),
+        MeetError::Refused { .. } | MeetError::Stranger { .. } => Failure::new(
+            ErrorCode::Rendezvous,
+            "the ranks do not know each other's token",
+            chain(error),
+        )
+        .next("give TESSERA_JOB_TOKEN, or the file that TESSERA_JOB_TOKEN_FILE names, the same content on every machine")
+        .next("another MASTER_PORT, where another job meets at this one"),
+        MeetError::Differs {
+            rank,
+            what,
+            theirs,
+            ours,
+            ..
+        } => differs(*rank, what, theirs, ours),
+        MeetError::Twice { rank, .. } => Failure::new(
+            ErrorCode::Rendezvous,
+            format!("two processes are rank {rank}"),
+            chain(error),
+        )
+        .next("number the machines differently: NODE_RANK, or the launcher that sets RANK"),
+        MeetError::Window(inner) => comm_failure(inner),
+        _ => Failure::new(
+            ErrorCode::Rendezvous,
+            "the ranks did not meet",
+            chain(error),
+        )
+        .next("the report of rank 0 tells why"),
+    };
+    failure.evidence(own)
+}
+
+fn differs(rank: usize, what: &str, theirs: &str, ours: &str) -> Failure {
+    Failure::new(
+        ErrorCode::Rendezvous,
+        format!("rank {rank} is about to run something else: its {what} differs"),
+        "ranks that do not run the same would wait for each other for ever",
+    )
+    .evidence(format!("rank 0 has {ours:?}"))
+    .evidence(format!("rank {rank} has {theirs:?}"))
+    .next(SAME_START)
+}
+
+/// The first rank that differs from rank 0.
+pub(super) fn first_difference(all: &[Vec<(String, String)>]) -> Failure {
+    let value = |rank: usize, name: &str| {
+        let found = all[rank].iter().find(|(known, _)| known == name);
+        found.map_or("nothing", |(_, value)| value)
+    };
+    for (rank, facts) in all.iter().enumerate().skip(1) {
+        for (name, _) in all[0].iter().chain(facts) {
+            let (ours, theirs) = (value(0, name), value(rank, name));
+            if ours != theirs {
+                return differs(rank, name, theirs, ours);
+            }
+        }
+    }
+    Failure::new(
+        ErrorCode::Rendezvous,
+        "the ranks run different things",
+        "they say so in different order",
+    )
+    .next(SAME_START)
+}
+
+fn port_in_use(port: u16) -> Failure {
+    let owner = port::owner(port);
+    let who = owner.as_ref().map_or_else(
+        || "a process that is not visible to this user".to_string(),
+        |(pid, name)| format!("process {pid} ({name})"),
+    );
+    Failure::new(
+        ErrorCode::PortInUse,
+        format!("port {port} is in use on {}", host_name()),
+        format!("{who} listens there; the ranks of this run were told to meet there"),
+    )
+    .next(format!(
+        "set MASTER_PORT to another port on every machine, such as {}",
+        port.checked_add(1).unwrap_or(super::DEFAULT_PORT)
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::net::TcpListener;
+
+    #[test]
+    fn whoever_listens_at_a_port_is_named() {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("listens");
+        let port = listener.local_addr().expect("an address").port();
+        let failure = port_in_use(port);
+        assert_eq!((failure.code.as_str(), failure.code.status()), ("E14", 13));
+        let own = format!("process {} (", std::process::id());
+        assert!(failure.cause.starts_with(&own), "{failure}");
+        assert!(failure.next[0].contains("MASTER_PORT"));
+        drop(listener);
+        assert_eq!(port::owner(port), None);
+    }
+}

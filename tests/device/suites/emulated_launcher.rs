@@ -1,0 +1,358 @@
+//! Whole runs of the launcher on emulated GPUs: supervisor, two ranks, saving, resuming and evaluating. This binary
+//! starts itself: as the program under test, whose ranks are this binary again, it offers GPUs that it emulates. The
+//! real launcher knows of no such GPUs.
+
+#![allow(
+    clippy::unwrap_used,
+    clippy::print_stdout,
+    reason = "helpers of a test binary"
+)]
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode};
+use std::sync::Arc;
+
+use device_tests::emulator::Order;
+use device_tests::executor::{MULTIPROCESSORS, emulated_backend};
+use device_tests::tolerance;
+use kernels::{Backend, DType};
+use launcher::device::{Devices, RunGpu};
+use launcher::doctor::facts::{Cuda, Gpu};
+use launcher::exit::{ErrorCode, Failure};
+use launcher::rank_env::Variables;
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+/// How many GPUs to emulate; also tells the program under test from the driver.
+const GPUS: &str = "TESSERA_EMULATED_GPUS";
+/// Bytes that a rank gets instead of those it asks for.
+const ARENA: &str = "TESSERA_EMULATED_ARENA";
+/// Memory of each.
+const MEMORY_BYTES: u64 = 2 << 30;
+
+fn main() -> ExitCode {
+    if std::env::var_os(GPUS).is_some() {
+        return launcher::run_on(&Emulated);
+    }
+    drive()
+}
+
+// ---- the program under test ----
+
+/// GPUs of which every rank emulates its own.
+#[derive(Debug)]
+struct Emulated;
+
+impl Devices for Emulated {
+    fn survey(&self, variables: &Variables) -> (Cuda, Vec<Gpu>) {
+        let count = variables.get(GPUS).unwrap().to_string_lossy();
+        let gpu = |ordinal| Gpu {
+            ordinal: Some(ordinal),
+            name: Some("emulated".into()),
+            compute_capability: Some((8, 6)),
+            multiprocessors: Some(MULTIPROCESSORS),
+            memory_bytes: Some(MEMORY_BYTES),
+            ..Gpu::default()
+        };
+        let gpus = (0..count.parse().unwrap()).map(gpu);
+        (Cuda::default(), gpus.collect())
+    }
+
+    fn open(
+        &self,
+        _gpu: &RunGpu,
+        arena_bytes: u64,
+        variables: &Variables,
+    ) -> Result<Arc<dyn Backend>, Failure> {
+        let given = variables.get(ARENA).map(|bytes| bytes.to_string_lossy());
+        let arena_bytes = given.map_or(arena_bytes, |bytes| bytes.parse().unwrap());
+        let device = emulated_backend(arena_bytes, Order::Ascending).map_err(|error| {
+            Failure::new(
+                ErrorCode::DeviceMemory,
+                "no room for the arena",
+                error.to_string(),
+            )
+        })?;
+        Ok(Arc::new(device))
+    }
+
+    fn free_bytes(&self, _gpu: &RunGpu) -> Option<u64> {
+        None
+    }
+}
+
+// ---- the driver ----
+
+/// A model folder, samples, and runs of it.
+struct Site(TempDir);
+
+impl Site {
+    fn new() -> Self {
+        let site = Self(tempfile::tempdir().unwrap());
+        let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../golden/minicpm-v-2_6");
+        fs::create_dir(site.path("model")).unwrap();
+        for name in [
+            "config.json",
+            "model.safetensors",
+            "preprocessor_config.json",
+            "tokenizer.json",
+            "tokenizer_config.json",
+        ] {
+            fs::copy(golden.join(name), site.path("model").join(name)).unwrap();
+        }
+        let picture = golden.join("cases/square_no_slice");
+        let picture = fs::read_dir(picture)
+            .unwrap()
+            .map(|entry| entry.unwrap().path())
+            .find(|path| path.extension().is_some_and(|e| e == "png"));
+        fs::copy(picture.unwrap(), site.path("a.png")).unwrap();
+        let sample = |i: usize| {
+            let mut sample = json!({"id": i.to_string(), "conversations": [
+                {"role": "user", "content": format!("What is {i}?")},
+                {"role": "assistant", "content": format!("It is {i}.")},
+            ]});
+            if i.is_multiple_of(2) {
+                sample["image"] = "a.png".into();
+            }
+            sample
+        };
+        let samples: Vec<Value> = (0..4).map(sample).collect();
+        fs::write(site.path("data.json"), json!(samples).to_string()).unwrap();
+        fs::write(site.path("held_out.json"), json!(samples[..2]).to_string()).unwrap();
+        site
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.0.path().join(name)
+    }
+
+    /// The launcher with `gpus` emulated GPUs; its exit status and its screen.
+    fn run(&self, gpus: usize, line: &str) -> (Option<i32>, String) {
+        self.run_with(gpus, None, line)
+    }
+
+    /// As [`Site::run`], with so many bytes for each rank on its GPU.
+    fn run_with(&self, gpus: usize, arena: Option<u64>, line: &str) -> (Option<i32>, String) {
+        let done = Command::new(std::env::current_exe().unwrap())
+            .args(line.split_whitespace())
+            .envs(arena.map(|bytes| (ARENA, bytes.to_string())))
+            .current_dir(self.0.path())
+            .env(GPUS, gpus.to_string())
+            .env("TMPDIR", self.0.path())
+            .env("XDG_CACHE_HOME", self.path("cache"))
+            .output()
+            .unwrap();
+        let text = [done.stdout, done.stderr].concat();
+        let text = String::from_utf8(text).unwrap();
+        (done.status.code(), text)
+    }
+
+    /// A training run that must end well; its screen.
+    fn train(&self, gpus: usize, line: &str) -> String {
+        let line = format!(
+            "--model model --data data.json --zero 3 --learning-rate 1e-3 --model-max-length 96 --max-slice-nums 1 \
+             --lr-scheduler-type constant {line}"
+        );
+        let (code, text) = self.run(gpus, &line);
+        assert_eq!(code, Some(0), "{line}\n{text}");
+        text
+    }
+
+    fn rows(&self, run: &str) -> Vec<Value> {
+        let log = fs::read_to_string(self.path(run).join("trainer_log.jsonl")).unwrap();
+        log.lines()
+            .map(|line| serde_json::from_str(line).unwrap())
+            .collect()
+    }
+
+    /// A number of the log, from the rows that have it.
+    fn logged(&self, run: &str, field: &str) -> Vec<f64> {
+        let rows = self.rows(run);
+        rows.iter().filter_map(|row| row[field].as_f64()).collect()
+    }
+
+    fn weights(&self, run: &str, step: u64) -> Vec<u8> {
+        let file = format!("{run}/checkpoint-{step}/model.safetensors");
+        fs::read(self.path(&file)).unwrap()
+    }
+
+    fn json(&self, name: &str) -> Value {
+        serde_json::from_slice(&fs::read(self.path(name)).unwrap()).unwrap()
+    }
+}
+
+const EVALUATES: &str = "--eval-data held_out.json";
+
+/// Losses of training, and of the held-out samples.
+fn losses(site: &Site, run: &str) -> Vec<f64> {
+    let mut losses = site.logged(run, "loss");
+    let eval = site.json(&format!("{run}/eval_results.json"));
+    losses.push(eval["eval_loss"].as_f64().unwrap());
+    losses
+}
+
+/// Two ranks on two GPUs, saved after two of three updates and continued from there: the losses of the CPU, and the
+/// bits of the unbroken run.
+fn a_run_agrees_with_the_cpu_and_resumes_exactly(precision: &str, dtype: DType) {
+    let site = Site::new();
+    let line = format!("--precision {precision} --max-steps 3 {EVALUATES}");
+    site.train(
+        2,
+        &format!("{line} --device cpu --nproc 2 --offload cpu --output cpu"),
+    );
+    let screen = site.train(
+        2,
+        &format!("{line} --device cuda --save-steps 2 --output whole"),
+    );
+    for words in [
+        "2 ranks on cuda",
+        "GPU 1 emulated · 2.0G, 2.0G free · rank 1",
+        "rest in host memory",
+        "GPU memory per rank: ",
+    ] {
+        assert!(screen.contains(words), "no {words:?} in\n{screen}");
+    }
+    let (cpu, gpu) = (losses(&site, "cpu"), losses(&site, "whole"));
+    assert_eq!(cpu.len(), 4);
+    assert!(cpu[2] < cpu[0], "{cpu:?}");
+    for (step, (got, want)) in gpu.iter().zip(&cpu).enumerate() {
+        let allowed = tolerance::trajectory(dtype, *want, step);
+        assert!((got - want).abs() <= allowed, "{gpu:?} instead of {cpu:?}");
+    }
+    assert_ne!(
+        site.weights("cpu", 3),
+        site.weights("whole", 3),
+        "the GPU did nothing"
+    );
+
+    fs::create_dir(site.path("again")).unwrap();
+    let line = format!("{line} --device cuda --output again --resume whole/checkpoint-2");
+    site.train(2, &line);
+    assert!(
+        site.weights("whole", 3) == site.weights("again", 3),
+        "weights differ"
+    );
+    assert_eq!(losses(&site, "whole")[2..], losses(&site, "again")[..]);
+    takes_what_the_plan_says(&site, "whole");
+}
+
+/// The most that was in use on the device is what the plan foresaw.
+fn takes_what_the_plan_says(site: &Site, run: &str) {
+    let planned = site.json(&format!("{run}/plan.json"));
+    let phases = planned["plan"]["memory"]["phases"].as_object().unwrap();
+    let total = |kinds: &Value| -> u64 {
+        let kinds = kinds["device"].as_object().unwrap();
+        kinds.values().filter_map(Value::as_u64).sum()
+    };
+    let planned = phases.values().map(total).max().unwrap();
+    let rows = site.rows(run);
+    let measured = rows
+        .iter()
+        .filter_map(|row| row["bytes"]["device"].as_u64());
+    assert_eq!(measured.max(), Some(planned));
+}
+
+/// More ranks than GPUs, chosen by the program; what is in one rank is in two.
+fn ranks_share_a_gpu() {
+    let site = Site::new();
+    let line = "--precision f32 --max-steps 1 --device auto --save-strategy no --eval-strategy no";
+    let screen = site.train(1, &format!("{line} --nproc 2 --output two"));
+    for words in [
+        "auto: 1 GPU can be used",
+        "ranks 0, 1",
+        "2 ranks share 1 GPU in turn",
+    ] {
+        assert!(screen.contains(words), "no {words:?} in\n{screen}");
+    }
+    // One rank per GPU by default.
+    let screen = site.train(
+        1,
+        &format!("{line} --output one --gradient-accumulation-steps 2"),
+    );
+    assert!(screen.contains("1 rank on cuda"), "{screen}");
+    let (two, one) = (site.logged("two", "loss"), site.logged("one", "loss"));
+    assert_eq!(two, one);
+}
+
+/// What does not fit the GPU is refused before a weight is read.
+fn a_plan_that_does_not_fit_is_refused() {
+    let site = Site::new();
+    let line = "--model model --data data.json --device cuda --precision f32 --device-memory-limit 769MiB --output out";
+    let (code, text) = site.run(1, line);
+    assert_eq!(code, Some(5), "{text}");
+    assert!(
+        text.contains("of device memory, the limit is 769M"),
+        "{text}"
+    );
+    assert!(!site.path("out").exists());
+    // Without the emulated GPUs there are none.
+    let (code, text) = site.run(0, "--device cuda --output out");
+    assert_eq!(code, Some(13), "{text}");
+    assert!(text.contains("error[E12]"), "{text}");
+}
+
+/// What the plan did not foresee ends the run with the code of device memory, and says who has it.
+fn an_arena_that_is_too_small_ends_the_run() {
+    let site = Site::new();
+    let line = "--model model --data data.json --device cuda --nproc 2 --precision f32 --max-steps 1 --output out";
+    let (code, text) = site.run_with(2, Some(256 << 10), line);
+    assert_eq!(code, Some(11), "{text}");
+    for words in [
+        "error[E01]",
+        "the memory set aside on the GPU ran out",
+        "of 256K that were taken at the start",
+        "in use ",
+        "step 1",
+    ] {
+        assert!(text.contains(words), "no {words:?} in\n{text}");
+    }
+}
+
+type Test = (&'static str, fn());
+
+const TESTS: [Test; 5] = [
+    (
+        "a_run_in_f32_agrees_with_the_cpu_and_resumes_exactly",
+        || {
+            a_run_agrees_with_the_cpu_and_resumes_exactly("f32", DType::F32);
+        },
+    ),
+    (
+        "a_run_in_bf16_agrees_with_the_cpu_and_resumes_exactly",
+        || {
+            a_run_agrees_with_the_cpu_and_resumes_exactly("bf16", DType::BF16);
+        },
+    ),
+    ("ranks_share_a_gpu", ranks_share_a_gpu),
+    (
+        "a_plan_that_does_not_fit_is_refused",
+        a_plan_that_does_not_fit_is_refused,
+    ),
+    (
+        "an_arena_that_is_too_small_ends_the_run",
+        an_arena_that_is_too_small_ends_the_run,
+    ),
+];
+
+fn drive() -> ExitCode {
+    let words: Vec<String> = std::env::args().skip(1).collect();
+    let filter: Vec<&String> = words.iter().filter(|word| !word.starts_with('-')).collect();
+    let is_wanted =
+        |name: &str| filter.is_empty() || filter.iter().any(|part| name.contains(part.as_str()));
+    if words.iter().any(|word| word == "--list") {
+        TESTS.iter().for_each(|(name, _)| println!("{name}: test"));
+        return ExitCode::SUCCESS;
+    }
+    let mut all_good = true;
+    for (name, test) in TESTS.into_iter().filter(|(name, _)| is_wanted(name)) {
+        let is_good = std::panic::catch_unwind(test).is_ok();
+        println!("test {name} ... {}", if is_good { "ok" } else { "FAILED" });
+        all_good &= is_good;
+    }
+    if all_good {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    }
+}

@@ -1,0 +1,436 @@
+//! `launcher ckpt`: whole checkpoints, and every way in which one can be damaged.
+
+use crate::site::{Site, assert_says, listing, losses, read_json};
+use engine::checkpoint::Checkpoint;
+use half::bf16;
+use kernels::DType;
+use models::WeightSource;
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+/// What a verb printed, and how it ended.
+struct Answer {
+    code: Option<i32>,
+    stdout: String,
+    stderr: String,
+}
+
+/// Runs `launcher ckpt LINE` in the site's folder.
+fn ckpt(site: &Site, line: &str) -> Answer {
+    let output = Command::new(env!("CARGO_BIN_EXE_tessera_test_launcher"))
+        .arg("ckpt")
+        .args(line.split_whitespace())
+        .current_dir(site.path(""))
+        .stdin(Stdio::null())
+        .output()
+        .unwrap();
+    let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
+    Answer {
+        code: output.status.code(),
+        stdout: text(output.stdout),
+        stderr: text(output.stderr),
+    }
+}
+
+fn done(site: &Site, line: &str) -> String {
+    let answer = ckpt(site, line);
+    assert_eq!(answer.code, Some(0), "{line}\n{}", answer.stderr);
+    answer.stdout
+}
+
+/// The verb must fail with this status and say these words.
+fn refused(site: &Site, line: &str, status: i32, words: &[&str]) {
+    let answer = ckpt(site, line);
+    assert_eq!(answer.code, Some(status), "{line}\n{}", answer.stderr);
+    assert_says(&answer.stderr, words);
+    assert_says(&answer.stderr, &["  cause     ", "  next      "]);
+}
+
+/// Every file below a folder with its bytes.
+fn files(folder: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
+    let mut found = BTreeMap::new();
+    let mut folders = vec![folder.to_owned()];
+    while let Some(inner) = folders.pop() {
+        for entry in fs::read_dir(inner).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                folders.push(path);
+            } else {
+                let relative = path.strip_prefix(folder).unwrap().to_owned();
+                found.insert(relative, fs::read(path).unwrap());
+            }
+        }
+    }
+    found
+}
+
+fn write_all(folder: &Path, files: &BTreeMap<PathBuf, Vec<u8>>) {
+    for (relative, bytes) in files {
+        let path = folder.join(relative);
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(path, bytes).unwrap();
+    }
+}
+
+#[test]
+fn a_run_is_listed_with_what_its_checkpoints_hold() {
+    let site = Site::new();
+    site.train("--save-steps 1 --precision bf16 --zero 2");
+    fs::create_dir(site.path("out/checkpoint-3.tmp")).unwrap();
+    let list = || -> Value { serde_json::from_str(&done(&site, "ls out --json")).unwrap() };
+    let all = list();
+    assert_eq!(all["latest"], json!("checkpoint-2"));
+    let rows = all["checkpoints"].as_array().unwrap();
+    let names: Vec<&Value> = rows.iter().map(|row| &row["name"]).collect();
+    assert_eq!(names, ["checkpoint-1", "checkpoint-2", "checkpoint-3.tmp"]);
+    for (row, step) in rows.iter().zip(1..3) {
+        let expected = json!({"step": step, "whole": true, "world_size": 2, "zero": 2,
+            "precision": "bf16", "holds": ["model", "state"], "steps_done": step});
+        for (key, value) in expected.as_object().unwrap() {
+            assert_eq!(&row[key], value, "{key} of {row}");
+        }
+        let folder = site.path(&format!("out/checkpoint-{step}"));
+        let bytes: usize = files(&folder).values().map(Vec::len).sum();
+        assert_eq!(row["bytes"], json!(bytes));
+        let state = &row["state"];
+        let kinds: Vec<&String> = state.as_object().unwrap().keys().collect();
+        assert_eq!(kinds, ["exp_avg", "exp_avg_sq", "master"]);
+        let of = |folder: &Path, stem| WeightSource::open_stem(folder, stem).unwrap();
+        let trained = of(&folder, "model").names().count();
+        assert_eq!(state["master"]["tensors"], json!(trained));
+    }
+    assert_eq!(rows[2]["whole"], json!(false));
+    let text = done(&site, "ls out");
+    assert_says(&text, &["whole, the latest", "a save that did not finish"]);
+    let text = done(&site, "ls out/checkpoint-1");
+    assert_says(&text, &["model + state", "exp_avg_sq", "whole"]);
+
+    let state = site.path("out/checkpoint-1/state/rank-0000.safetensors");
+    let bytes = fs::read(&state).unwrap();
+    fs::write(&state, &bytes[..bytes.len() - 1]).unwrap();
+    let row = &list()["checkpoints"][0];
+    assert_eq!(row["whole"], json!(false));
+    let problem = row["problem"].as_str().unwrap();
+    assert!(problem.contains("rank-0000.safetensors"), "{problem}");
+
+    refused(&site, "ls data", 9, &["error[E08]", "holds no checkpoint"]);
+    refused(&site, "ls nowhere", 9, &["error[E08]", "no such folder"]);
+    refused(
+        &site,
+        "lst out",
+        2,
+        &["`ls`, `verify`, `reshard`, `consolidate`"],
+    );
+}
+
+/// Changes the files of a checkpoint's folder.
+type Damage = fn(&Path);
+
+/// Kinds of damage, each with the files that a report must name.
+fn damages() -> Vec<(&'static str, Damage, &'static [&'static str])> {
+    fn flip(path: &Path) {
+        let mut bytes = fs::read(path).unwrap();
+        let last = bytes.len() - 1;
+        bytes[last / 2] ^= 0x04;
+        fs::write(path, bytes).unwrap();
+    }
+    vec![
+        (
+            "a flipped bit",
+            |folder| flip(&folder.join("state/rank-0001.safetensors")),
+            &["rank-0001.safetensors is damaged"],
+        ),
+        (
+            "two bad files",
+            |folder| {
+                flip(&folder.join("state/rank-0000.safetensors"));
+                flip(&folder.join("config.json"));
+            },
+            &["config.json is damaged", "rank-0000.safetensors is damaged"],
+        ),
+        (
+            "a truncated shard",
+            |folder| {
+                let path = folder.join("state/rank-0000.safetensors");
+                let bytes = fs::read(&path).unwrap();
+                fs::write(path, &bytes[..bytes.len() / 3]).unwrap();
+            },
+            &["rank-0000.safetensors has "],
+        ),
+        (
+            "a deleted shard",
+            |folder| fs::remove_file(folder.join("state/rank-0001.safetensors")).unwrap(),
+            &["rank-0001.safetensors is missing"],
+        ),
+        (
+            "exchanged shards",
+            |folder| {
+                let [a, b, c] = ["0000", "0001", "swap"]
+                    .map(|n| folder.join(format!("state/rank-{n}.safetensors")));
+                fs::rename(&a, &c).unwrap();
+                fs::rename(&b, &a).unwrap();
+                fs::rename(&c, &b).unwrap();
+            },
+            &["rank-0000.safetensors ", "rank-0001.safetensors "],
+        ),
+        (
+            "a deleted model",
+            |folder| fs::remove_file(folder.join("model.safetensors")).unwrap(),
+            &["model.safetensors is missing"],
+        ),
+        (
+            "a deleted manifest",
+            |folder| fs::remove_file(folder.join("MANIFEST.json")).unwrap(),
+            &["MANIFEST.json is missing"],
+        ),
+        (
+            "a changed manifest",
+            |folder| flip(&folder.join("MANIFEST.json")),
+            &["MANIFEST.json"],
+        ),
+    ]
+}
+
+#[test]
+fn every_kind_of_damage_is_named_and_refused_everywhere() {
+    let site = Site::new();
+    site.train("--save-steps 1");
+    let text = done(&site, "verify out/checkpoint-2");
+    assert_says(&text, &["checkpoint-2 is whole"]);
+    let last = site.path("out/checkpoint-2");
+    let whole = files(&last);
+    for (what, damage, named) in damages() {
+        damage(&last);
+        println!("{what}");
+        let mut words = vec!["error[E08]", "checkpoint-1 is whole", "out/checkpoint-1"];
+        words.extend(named);
+        refused(&site, "verify out/checkpoint-2", 9, &words);
+        for verb in ["reshard --nproc 3", "consolidate"] {
+            let line = format!("{verb} --output made out/checkpoint-2");
+            // The first bad file is enough to refuse.
+            let answer = ckpt(&site, &line);
+            assert_eq!(answer.code, Some(9), "{line}\n{}", answer.stderr);
+            let said = named.iter().any(|file| answer.stderr.contains(file));
+            assert!(said, "{line}\n{}", answer.stderr);
+            assert!(
+                !listing(&site.path(""))
+                    .iter()
+                    .any(|n| n.starts_with("made"))
+            );
+        }
+        if named[0].starts_with("MANIFEST.json is missing") {
+            // What is no checkpoint any more is not the latest one.
+            let line = "--resume out/checkpoint-2 --output next --max-steps 3";
+            assert_says(&site.refuse(line, 9, "E08"), &words);
+        } else {
+            words.truncate(4);
+            assert_says(
+                &site.refuse("--max-steps 3 --resume auto", 9, "E08"),
+                &words,
+            );
+        }
+        fs::remove_dir_all(&last).unwrap();
+        write_all(&last, &whole);
+    }
+    done(&site, "verify out/checkpoint-2");
+}
+
+#[test]
+fn a_copied_step_is_not_taken_for_another() {
+    let site = Site::new();
+    site.train("--save-steps 1");
+    let (first, copy) = (site.path("out/checkpoint-1"), site.path("out/checkpoint-5"));
+    write_all(&copy, &files(&first));
+    fs::write(site.path("out/latest"), "").unwrap();
+    let words = ["error[E08]", "the folder's name", "out/checkpoint-2"];
+    refused(&site, "verify out/checkpoint-5", 9, &words);
+    assert_says(
+        &site.refuse("--resume auto --max-steps 6", 9, "E08"),
+        &words,
+    );
+    let text = done(&site, "ls out");
+    assert_says(&text, &["not whole: ", "the folder's name"]);
+    // Without the copy an empty `latest` does no harm.
+    fs::remove_dir_all(copy).unwrap();
+    let outcome = site.train("--resume auto --max-steps 3");
+    assert_says(&outcome.screen, &["continues after step 2"]);
+}
+
+#[test]
+fn resharding_there_and_back_gives_the_same_bytes() {
+    for line in [
+        "--precision bf16",
+        "--precision pure-bf16 --pure-bf16-moments f32",
+        "--use-lora true --lora-rank 4",
+    ] {
+        let site = Site::new();
+        site.train(&format!("{line} --max-steps 3 --save-steps 2"));
+        let original = files(&site.path("out/checkpoint-2"));
+        let mut from = "out/checkpoint-2".to_owned();
+        for nproc in [3, 1, 7, 2] {
+            let to = format!("cut-{nproc}");
+            done(
+                &site,
+                &format!("reshard {from} --nproc {nproc} --output {to}"),
+            );
+            let cut = site.path(&to);
+            done(&site, &format!("verify {to}"));
+            let checkpoint = Checkpoint::open(&cut).unwrap();
+            assert_eq!(checkpoint.world_size(), nproc);
+            assert_eq!(listing(&cut.join("state")).len(), 2 * nproc as usize);
+            from = to;
+        }
+        assert!(files(&site.path("cut-2")) == original, "{line}");
+        // A run of one rank goes on from either with the same bits.
+        let rest = format!("{line} --nproc 1 --per-device-train-batch-size 2 --max-steps 3");
+        site.train(&format!("{rest} --resume cut-1 --output a"));
+        site.train(&format!("{rest} --resume out/checkpoint-2 --output b"));
+        assert_eq!(losses(&site.path("a")), losses(&site.path("b")));
+        refused(
+            &site,
+            "reshard out/checkpoint-2 --nproc 4 --output out",
+            2,
+            &["error[E09]", "never overwrites"],
+        );
+        refused(
+            &site,
+            "reshard out/checkpoint-2 --nproc 0 --output x",
+            2,
+            &["--nproc"],
+        );
+    }
+}
+
+fn f32s(bytes: &[u8]) -> Vec<f32> {
+    let quads = bytes.chunks_exact(4);
+    quads
+        .map(|b| f32::from_le_bytes(b.try_into().unwrap()))
+        .collect()
+}
+
+#[test]
+fn consolidated_weights_are_the_masters() {
+    let site = Site::new();
+    site.train("--precision bf16 --learning-rate 1e-5");
+    let line = "consolidate out/checkpoint-2 --output wide --optimizer --max-shard-size 1MiB";
+    assert_says(
+        &done(&site, line),
+        &["in f32", "weights from the training state"],
+    );
+    let checkpoint = Checkpoint::open(&site.path("out/checkpoint-2")).unwrap();
+    let [own, wide] =
+        ["out/checkpoint-2", "wide"].map(|folder| WeightSource::open(&site.path(folder)).unwrap());
+    assert!(own.names().eq(wide.names()));
+    assert!(
+        wide.files().count() > 1,
+        "one file in spite of --max-shard-size"
+    );
+    let mut finer = 0;
+    for name in wide.names() {
+        assert_eq!(wide.dtype(name), Some(DType::F32), "{name}");
+        assert_eq!(wide.shape(name), own.shape(name), "{name}");
+        let values = f32s(&wide.read(name, DType::F32).unwrap());
+        let mut master = vec![0; 4 * values.len()];
+        checkpoint
+            .read("master", name, 0..values.len() as u64, &mut master)
+            .unwrap();
+        assert!(f32s(&master) == values, "{name} is not its master");
+        let stored = f32s(&own.read(name, DType::F32).unwrap());
+        for (value, stored) in values.iter().zip(&stored) {
+            // The checkpoint's own file holds what the model computes with.
+            let rounded = bf16::from_f32(*value).to_f32();
+            finer += usize::from(rounded != *value);
+            assert!(
+                rounded == *stored || *value == *stored,
+                "{name}: {value} {stored}"
+            );
+        }
+    }
+    assert!(finer > 0, "masters hold no more than bf16");
+    let moments = WeightSource::open_stem(&site.path("wide"), "optimizer").unwrap();
+    let expected = 2 * wide.names().count();
+    assert_eq!(moments.names().count(), expected);
+    for name in wide.names() {
+        let values = f32s(
+            &moments
+                .read(&format!("{name}.exp_avg"), DType::F32)
+                .unwrap(),
+        );
+        let mut raw = vec![0; 4 * values.len()];
+        checkpoint
+            .read("exp_avg", name, 0..values.len() as u64, &mut raw)
+            .unwrap();
+        assert!(f32s(&raw) == values, "{name}");
+        assert_eq!(
+            moments.shape(&format!("{name}.exp_avg_sq")),
+            wide.shape(name)
+        );
+    }
+    // It is a model folder: with the checkpoint's small files, and trainable.
+    assert!(site.path("wide/tokenizer.json").is_file());
+    assert!(!site.path("wide/trainer_state.json").exists());
+    site.train("--model wide --output next --max-steps 1");
+    refused(
+        &site,
+        "consolidate out/checkpoint-2 --output wide",
+        2,
+        &["error[E09]"],
+    );
+    refused(
+        &site,
+        "consolidate out/checkpoint-2",
+        2,
+        &["--output is missing"],
+    );
+}
+
+#[test]
+fn consolidated_adapters_and_parts_keep_their_files() {
+    let site = Site::new();
+    site.train("--use-lora true --lora-rank 4 --precision pure-bf16 --output lora");
+    site.train("--train resampler --precision bf16 --output part");
+    for (run, stem) in [("lora", "adapter_model"), ("part", "trained")] {
+        done(&site, &format!("verify {run}/checkpoint-2"));
+        done(
+            &site,
+            &format!("consolidate {run}/checkpoint-2 --output {run}-wide"),
+        );
+        let open = |folder: String| WeightSource::open_stem(&site.path(&folder), stem).unwrap();
+        let (own, wide) = (
+            open(format!("{run}/checkpoint-2")),
+            open(format!("{run}-wide")),
+        );
+        assert!(own.names().eq(wide.names()), "{run}");
+        assert!(
+            wide.names()
+                .all(|name| wide.dtype(name) == Some(DType::F32))
+        );
+        for name in own.names() {
+            let [a, b] = [&own, &wide].map(|s| {
+                f32s(
+                    &s.read(name, DType::BF16)
+                        .map(|b| {
+                            b.chunks_exact(2)
+                                .flat_map(|h| {
+                                    bf16::from_le_bytes([h[0], h[1]]).to_f32().to_le_bytes()
+                                })
+                                .collect::<Vec<u8>>()
+                        })
+                        .unwrap(),
+                )
+            });
+            assert!(a == b, "{run}: {name}");
+        }
+    }
+    assert!(site.path("lora-wide/adapter_config.json").is_file());
+    let meta = read_json(&site.path("lora/checkpoint-2/MANIFEST.json"));
+    let units = meta["meta"]["units"].as_array().unwrap();
+    assert!(
+        units
+            .iter()
+            .all(|unit| !unit.as_array().unwrap().is_empty())
+    );
+}
