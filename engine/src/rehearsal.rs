@@ -132,7 +132,7 @@ impl Rehearsal {
             host,
             nvme,
             host_mapped: 0,
-            window: DryWindow::new(world),
+            window: DryWindow::new(world, plan.shards()),
             resting: Vec::new(),
             handles: Pool::new("handles", None),
             state: RefCell::new(State {

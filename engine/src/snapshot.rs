@@ -25,7 +25,7 @@ impl Zero {
     /// When the disk fails.
     pub fn write_state(&mut self, writer: &mut Writer) -> Result<(), EngineError> {
         let plan = self.plan().clone();
-        let rank = self.comm().world().rank;
+        let rank = self.shard();
         let weight_dtype = plan.config().precision.weight_dtype();
         let mut pieces = Vec::new();
         let store = &*self.store.get_mut();

@@ -335,11 +335,16 @@ impl Zero {
         Ok(report)
     }
 
+    /// The shard this rank holds.
+    pub(crate) fn shard(&self) -> usize {
+        self.plan.shard_of(self.comm.world().rank)
+    }
+
     /// Elements of a trainable group this rank updates.
     fn updated(&self, unit: UnitId) -> Range<usize> {
         let group = &self.plan.unit(unit).trainable;
         if self.plan.config().stage.shards_optimizer() {
-            group.shard(self.comm.world().rank)
+            group.shard(self.shard())
         } else {
             0..group.padded_elems
         }
@@ -361,6 +366,7 @@ impl Zero {
         if config.shards_gradients() || self.comm.world().size == 1 {
             return Ok(());
         }
+        let own = self.shard();
         for unit in self.trainable_units() {
             let Some(gradients) = self.store.get_mut().gradients_mut(unit)? else {
                 continue;
@@ -369,11 +375,12 @@ impl Zero {
             let mut buffer = self.comm.alloc(region.len())?;
             region.read(0, buffer.as_bytes_mut())?;
             let start = |kind, name, buffer| {
-                let op = Collective::new(kind, DType::F32, CommTag::new(name, unit.0));
+                let op = Collective::new(kind, DType::F32, CommTag::new(name, unit.0))
+                    .in_groups(config.shard_group);
                 self.comm.start(op, buffer)?.wait()
             };
             let mut buffer = start(CollectiveKind::ReduceScatter, "reduce", buffer)?;
-            let mut valid = self.plan.unit(unit).trainable.shard(self.comm.world().rank);
+            let mut valid = self.plan.unit(unit).trainable.shard(own);
             if !config.stage.shards_optimizer() {
                 buffer = start(CollectiveKind::AllGather, "gather-grads", buffer)?;
                 valid = 0..region.len() / 4;
@@ -398,7 +405,7 @@ impl Zero {
     /// Squares of the summed gradients: f64 over fixed blocks of each unit's shard, then over units
     /// and ranks in order. The same in every stage, tier and bucket order.
     fn sum_of_squares(&mut self) -> Result<f64> {
-        let rank = self.comm.world().rank;
+        let rank = self.shard();
         let mut own = 0.0;
         self.non_finite = None;
         for unit in self.trainable_units() {
@@ -419,7 +426,9 @@ impl Zero {
             }
         }
         let all = self.comm.all_gather_f64(&[own], CommTag::new("norm", 0))?;
-        Ok(all.iter().map(|r| r[0]).sum())
+        // The other groups hold the same sums.
+        let shards = all.iter().take(self.plan.shards());
+        Ok(shards.map(|r| r[0]).sum())
     }
 
     /// Keeps what was updated early if it was updated `rightly`: with the numbers that the step has come to. Returns those
@@ -480,7 +489,7 @@ impl Zero {
         if !stage.shards_optimizer() || stage.shards_parameters() {
             return Ok(());
         }
-        let rank = self.comm.world().rank;
+        let rank = self.shard();
         let dtype = self.plan.config().precision.weight_dtype();
         let mut copies = CopyClock::default();
         for unit in self.trainable_units() {
@@ -498,7 +507,8 @@ impl Zero {
                 CollectiveKind::AllGather,
                 dtype,
                 CommTag::new("update", unit.0),
-            );
+            )
+            .in_groups(self.plan.config().shard_group);
             let buffer = self.comm.start(op, buffer)?.wait_read()?;
             copies.time(tier, || weights.write(0, buffer.as_bytes()))?;
         }
@@ -518,18 +528,20 @@ impl Zero {
         let mut out = Vec::new();
         for unit in self.trainable_units() {
             let group = &plan.unit(unit).trainable;
-            let shard = group.shard(self.comm.world().rank);
+            let shard = group.shard(self.shard());
             let Some(gradients) = self.store.get_mut().gradients_mut(unit)? else {
                 continue;
             };
             let mut buffer = self.comm.alloc(group.padded_elems * 4)?;
-            let (kind, own) = if sharded {
-                (CollectiveKind::AllGather, shard)
+            let (kind, groups, own) = if sharded {
+                let groups = plan.config().shard_group;
+                (CollectiveKind::AllGather, groups, shard)
             } else {
-                (CollectiveKind::AllReduce, 0..group.padded_elems)
+                (CollectiveKind::AllReduce, None, 0..group.padded_elems)
             };
             gradients.read_f32(own.clone(), &mut buffer.as_mut_slice::<f32>()[own])?;
-            let op = Collective::new(kind, DType::F32, CommTag::new("inspect", unit.0));
+            let tag = CommTag::new("inspect", unit.0);
+            let op = Collective::new(kind, DType::F32, tag).in_groups(groups);
             let buffer = self.comm.start(op, buffer)?.wait_read()?;
             let values = buffer.as_slice::<f32>();
             out.extend(
@@ -704,7 +716,7 @@ fn gathered_gradients(
     }
     let dtype = config.grad_dtype();
     let group = &plan.unit(unit).trainable;
-    let shard = group.shard(comm.world().rank);
+    let shard = group.shard(plan.shard_of(comm.world().rank));
     let mut buffer = comm.alloc(group.padded_elems * dtype.size_bytes())?;
     let own = shard.start * dtype.size_bytes()..shard.end * dtype.size_bytes();
     if let Some(gradients) = store.gradients_mut(unit)? {

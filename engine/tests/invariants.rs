@@ -61,6 +61,45 @@ fn weights_are_bit_identical_across_stages_and_tiers() {
     }
 }
 
+/// Sums run over all ranks in rank order, whoever holds the shards.
+#[test]
+fn shard_groups_have_the_bits_of_one_group() {
+    for precision in [Precision::F32, Precision::Bf16, Precision::PureBf16] {
+        for stage in 1..=3 {
+            let flat = Case::new(4, stage).precision(precision);
+            let (reference, losses) = train(&flat);
+            for group in [1, 2, 4] {
+                for offload in OFFLOADS {
+                    let mut case = flat.clone().offload(offload);
+                    case.config.shard_group = Some(group);
+                    let (weights, case_losses) = train(&case);
+                    let what = format!("stage {stage} groups of {group} {offload:?}");
+                    assert_eq!(weights, reference, "{what}");
+                    assert_eq!(case_losses, losses, "{what}");
+                }
+            }
+        }
+    }
+}
+
+/// The norm adds up shards in another order: its last bits, and no more.
+#[test]
+fn clipped_steps_in_shard_groups_follow_one_group() {
+    let clipped = |group, accumulation| {
+        let mut case = Case::new(4, 3);
+        case.config.max_grad_norm = Some(0.01);
+        case.config.shard_group = group;
+        case.accumulation = accumulation;
+        train(&case).0
+    };
+    for accumulation in [1, 2] {
+        let flat = clipped(None, accumulation);
+        for group in [1, 2] {
+            assert!(distance(&clipped(Some(group), accumulation), &flat) < ACROSS_WORLDS);
+        }
+    }
+}
+
 #[test]
 fn weights_are_bit_identical_across_prefetch_buckets_and_sub_groups() {
     let (reference, _) = train(&Case::new(3, 3).offload(Offload::CPU));

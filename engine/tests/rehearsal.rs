@@ -128,13 +128,17 @@ fn a_rehearsal_takes_what_a_rank_takes() {
         param: Tier::Device,
         ..host
     };
-    for world in [1, 2, 3] {
+    for (world, shard_group) in [(1, None), (2, None), (3, None), (2, Some(1)), (4, Some(2))] {
         for stage in 0..=3 {
+            if shard_group.is_some() && stage == 0 {
+                continue;
+            }
             for precision in [Precision::F32, Precision::Bf16, Precision::PureBf16] {
                 for offload in [Offload::default(), half, host] {
                     let config = ZeroConfig {
                         stage: Stage::try_from(stage).unwrap(),
                         precision,
+                        shard_group,
                         offload,
                         ..ZeroConfig::default()
                     };
@@ -146,7 +150,9 @@ fn a_rehearsal_takes_what_a_rank_takes() {
                         seen.collect::<Vec<Seen>>().swap_remove(0)
                     });
                     let (device, on_host, window) = rehearsed(&config, world);
-                    let what = format!("{world} ranks, stage {stage}, {precision:?}, {offload:?}");
+                    let what = format!(
+                        "{world} ranks in groups of {shard_group:?}, stage {stage}, {precision:?}, {offload:?}"
+                    );
                     assert_eq!(first.0, device, "{what}");
                     assert_eq!(first.1, on_host, "{what}");
                     let small = first.2.checked_sub(window);

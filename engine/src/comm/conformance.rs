@@ -181,6 +181,40 @@ fn reduce_scatter_sums_in_rank_order(transport: Transport) {
     });
 }
 
+fn groups_hold_copies_and_sum_over_all_ranks(transport: Transport) {
+    for (size, group) in [(2, 1), (2, 2), (4, 1), (4, 2), (6, 2), (6, 3)] {
+        transport.run(size, 256 * KIB, PATIENCE, |comm| {
+            let place = comm.world().in_group(Some(group));
+            let first = comm.world().rank - place.rank;
+            for (round, per_part) in [0, 1, 5, 2049].into_iter().cycle().take(12).enumerate() {
+                let count = group * per_part;
+                let own = place.rank * per_part..(place.rank + 1) * per_part;
+                let reduce = op(CollectiveKind::ReduceScatter, DType::F32).in_groups(Some(group));
+                let ticket = start(&*comm, reduce, &operands(comm.world().rank, count));
+                if (round + comm.world().rank).is_multiple_of(5) {
+                    // The others need this rank's part of the sum all the same.
+                    drop(ticket);
+                } else {
+                    let sum = ticket.wait().unwrap();
+                    let expected: Vec<f32> = own.clone().map(|i| ordered_sum(size, i)).collect();
+                    assert_eq!(bits(&sum.as_slice::<f32>()[own.clone()]), bits(&expected));
+                }
+
+                let mut values = vec![-1.0; count];
+                let value = |i: usize| (first * 10_000 + i + round) as f32;
+                own.for_each(|i| values[i] = value(i));
+                let gather = op(CollectiveKind::AllGather, DType::F32).in_groups(Some(group));
+                let all = start(&*comm, gather, &values).wait_read().unwrap();
+                assert_eq!(
+                    all.as_slice::<f32>(),
+                    (0..count).map(value).collect::<Vec<_>>()
+                );
+            }
+            comm.barrier(TAG).unwrap();
+        });
+    }
+}
+
 fn all_reduce_gives_every_rank_the_same_bits_at_any_length(transport: Transport) {
     transport.run_all(|comm| {
         let World { rank, size } = comm.world();
@@ -384,7 +418,7 @@ fn memory_is_reused_only_after_the_last_reader(transport: Transport) {
 fn buffers_of_all_sizes_lie_where_a_rehearsal_says(transport: Transport) {
     transport.run_all(|comm| {
         let World { rank, size } = comm.world();
-        let dry = DryWindow::new(comm.world());
+        let dry = DryWindow::new(comm.world(), comm.world().size);
         let mut held = VecDeque::new();
         for round in 0..400usize {
             let per_rank = 4 + 4 * ((round * 7919) % 1700);
@@ -675,6 +709,7 @@ macro_rules! conformance {
 conformance! {
     all_gather_puts_every_part_in_its_place
     reduce_scatter_sums_in_rank_order
+    groups_hold_copies_and_sum_over_all_ranks
     all_reduce_gives_every_rank_the_same_bits_at_any_length
     broadcast_copies_the_root
     barrier_holds_until_all_have_come

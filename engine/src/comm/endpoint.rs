@@ -47,15 +47,21 @@ struct Deferred {
 pub(super) struct Readers {
     sequence: u64,
     print: Fingerprint,
+    /// Bit mask.
+    ranks: u64,
 }
 
 impl Readers {
     pub(super) fn of(op: &Op, world: World) -> Option<Self> {
-        let Op {
-            sequence, print, ..
-        } = *op;
-        op.is_read_by_peers(world)
-            .then_some(Self { sequence, print })
+        op.is_read_by_peers(world).then(|| Self::new(op, world))
+    }
+
+    fn new(op: &Op, world: World) -> Self {
+        Self {
+            sequence: op.sequence,
+            print: op.print,
+            ranks: op.readers(world),
+        }
     }
 }
 
@@ -144,7 +150,9 @@ impl Endpoint {
     }
 
     fn time_out(&self, wanted: Readers, elapsed: Duration) -> CommError {
-        let Readers { sequence, print } = wanted;
+        let Readers {
+            sequence, print, ..
+        } = wanted;
         let failure = Failure::Timeout {
             by_rank: self.world.rank,
             sequence,
@@ -193,11 +201,9 @@ impl Endpoint {
 
     /// Waits until this rank is finished with `op`.
     pub(super) fn complete(&self, op: &Op) -> Result<(), CommError> {
-        let wanted = Readers {
-            sequence: op.sequence,
-            print: op.print,
-        };
-        self.block_on(wanted, || Ok(self.poll(op)?.then_some(())))
+        self.block_on(Readers::new(op, self.world), || {
+            Ok(self.poll(op)?.then_some(()))
+        })
     }
 
     /// Waits until no peer reads buffers of that collective any more.
@@ -206,7 +212,7 @@ impl Endpoint {
     }
 
     fn peers_done(&self, readers: Readers) -> bool {
-        self.window.peers_done(self.world.rank, readers.sequence)
+        self.window.all_done(readers.ranks, readers.sequence)
     }
 
     /// Gives up the result of `op` without harm to the peers.
@@ -218,13 +224,13 @@ impl Endpoint {
         if self.window.failure().is_some() {
             state.finished = true;
             self.forget(op);
-        } else if op.collective.kind != CollectiveKind::AllReduce {
+        } else if !op.shares_sums(self.world) {
             self.finish(op, &mut state);
         } else if std::thread::panicking() {
             state.finished = true;
             self.forget(op);
             drop(state);
-            self.abort("panicked with an all-reduce in flight");
+            self.abort("panicked with a sum in flight that others wait for");
         } else {
             // The peers need the sum of this rank's part.
             drop(state);
@@ -296,10 +302,8 @@ impl Endpoint {
     /// Publishes a collective. On an error after publication `buffer` keeps its readers, so that
     /// dropping it does not free memory that a peer may be reading.
     fn publish(&self, collective: Collective, buffer: &mut Buffer) -> Result<Arc<Op>, CommError> {
-        let Collective {
-            kind, dtype, tag, ..
-        } = collective;
-        let print = Fingerprint::new(kind, dtype, buffer.len(), tag)?;
+        let Collective { kind, tag, .. } = collective;
+        let print = Fingerprint::new(&collective, buffer.len())?;
         let mut next = lock(&self.next);
         let sequence = *next;
         if let Some(reused) = sequence.checked_sub(RING) {
@@ -308,6 +312,7 @@ impl Endpoint {
                 Readers {
                     sequence: reused,
                     print,
+                    ranks: u64::MAX,
                 },
                 || {
                     let all =
@@ -376,15 +381,25 @@ fn check_arguments(op: Collective, bytes: usize, size: usize) -> Result<(), Comm
     let Collective {
         kind, dtype, tag, ..
     } = op;
-    let sums = matches!(
-        kind,
-        CollectiveKind::ReduceScatter | CollectiveKind::AllReduce
-    );
-    if sums && !matches!(dtype, DType::F32 | DType::F64) {
+    if let Some(group) = op.group {
+        let knows = matches!(
+            kind,
+            CollectiveKind::AllGather | CollectiveKind::ReduceScatter
+        );
+        if !knows || group == 0 || !size.is_multiple_of(group) {
+            return Err(CommError::InvalidGroup {
+                kind,
+                tag,
+                group,
+                size,
+            });
+        }
+    }
+    if kind.sums() && !matches!(dtype, DType::F32 | DType::F64) {
         return Err(CommError::UnsupportedDType { kind, tag, dtype });
     }
     let ranks = match kind {
-        CollectiveKind::AllGather | CollectiveKind::ReduceScatter => size,
+        CollectiveKind::AllGather | CollectiveKind::ReduceScatter => op.group.unwrap_or(size),
         _ => 1,
     };
     if !bytes.is_multiple_of(ranks * dtype.size_bytes()) {

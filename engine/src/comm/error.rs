@@ -57,6 +57,18 @@ pub enum CommError {
         /// World size.
         size: usize,
     },
+    /// Groups that do not divide the world, or of a collective that knows none.
+    #[error("{tag}: {kind} in groups of {group} ranks in a world of {size}")]
+    InvalidGroup {
+        /// Kind of collective.
+        kind: CollectiveKind,
+        /// Its tag.
+        tag: Tag,
+        /// Ranks of a group.
+        group: usize,
+        /// World size.
+        size: usize,
+    },
     /// The tag's name is longer than a fingerprint can hold.
     #[error("tag name `{name}` is longer than {} bytes", Tag::MAX_NAME_BYTES)]
     TagTooLong {
@@ -185,6 +197,8 @@ pub struct OpInfo {
     pub tag_name: String,
     /// Index of the tag.
     pub tag_index: u32,
+    /// Ranks that hold one copy, where not all do.
+    pub group: Option<usize>,
 }
 
 impl std::fmt::Display for OpInfo {
@@ -195,8 +209,10 @@ impl std::fmt::Display for OpInfo {
             bytes,
             tag_name,
             tag_index,
+            group,
         } = self;
-        write!(f, "{kind} {tag_name}[{tag_index}] of {bytes} bytes {dtype}")
+        write!(f, "{kind} {tag_name}[{tag_index}] of {bytes} bytes {dtype}")?;
+        group.map_or(Ok(()), |ranks| write!(f, " in groups of {ranks}"))
     }
 }
 

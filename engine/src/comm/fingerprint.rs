@@ -1,6 +1,6 @@
 //! The fingerprint of a collective as fixed-size words, comparable between processes.
 
-use super::{CollectiveKind, CommError, OpInfo, Tag};
+use super::{Collective, CollectiveKind, CommError, OpInfo, Tag};
 use kernels::DType;
 
 /// Words of a fingerprint.
@@ -16,25 +16,28 @@ const DTYPES: [DType; 6] = [
     DType::U8,
 ];
 
-/// Kind, root, element type, length and tag of one collective. Equal words mean equal collectives.
-/// Layout: kind | dtype << 8 | name length << 16 | root << 32, bytes, tag index, name.
+/// Kind, root or group, element type, length and tag of one collective. Equal words mean equal collectives.
+/// Layout: kind | dtype << 8 | name length << 16 | (root, or ranks of a group) << 32, bytes, tag index, name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Fingerprint(pub(super) [u64; WORDS]);
 
 impl Fingerprint {
-    pub(super) fn new(
-        kind: CollectiveKind,
-        dtype: DType,
-        bytes: usize,
-        tag: Tag,
-    ) -> Result<Self, CommError> {
+    pub(super) fn new(collective: &Collective, bytes: usize) -> Result<Self, CommError> {
+        let Collective {
+            kind,
+            dtype,
+            tag,
+            group,
+            ..
+        } = *collective;
         let name = tag.name.as_bytes();
         if name.len() > Tag::MAX_NAME_BYTES {
             return Err(CommError::TagTooLong { name: tag.name });
         }
+        let group = group.unwrap_or(0) as u64;
         let (code, root) = match kind {
-            CollectiveKind::AllGather => (1, 0),
-            CollectiveKind::ReduceScatter => (2, 0),
+            CollectiveKind::AllGather => (1, group),
+            CollectiveKind::ReduceScatter => (2, group),
             CollectiveKind::AllReduce => (3, 0),
             CollectiveKind::Broadcast { root } => (4, root as u64),
             CollectiveKind::Barrier => (5, 0),
@@ -58,13 +61,12 @@ impl Fingerprint {
     /// The fields, for messages. `None` for words that no rank of this version writes.
     pub(super) fn describe(&self) -> Option<OpInfo> {
         let [packed, bytes, index, name @ ..] = self.0;
+        let root = (packed >> 32) as usize;
         let kind = match packed & 0xff {
             1 => CollectiveKind::AllGather,
             2 => CollectiveKind::ReduceScatter,
             3 => CollectiveKind::AllReduce,
-            4 => CollectiveKind::Broadcast {
-                root: (packed >> 32) as usize,
-            },
+            4 => CollectiveKind::Broadcast { root },
             5 => CollectiveKind::Barrier,
             _ => return None,
         };
@@ -79,6 +81,7 @@ impl Fingerprint {
             bytes: bytes as usize,
             tag_name,
             tag_index: index as u32,
+            group: (matches!(packed & 0xff, 1 | 2) && root > 0).then_some(root),
         })
     }
 }
@@ -105,17 +108,15 @@ mod tests {
                     "llm.layers",
                     "123456789012345678901234",
                 ] {
-                    let print =
-                        Fingerprint::new(kind, dtype, 1 << 40, Tag::new(name, u32::MAX)).unwrap();
-                    let tag_name = name.to_owned();
-                    let expected = OpInfo {
+                    let mut op = Collective::new(kind, dtype, Tag::new(name, u32::MAX));
+                    if matches!(
                         kind,
-                        dtype,
-                        bytes: 1 << 40,
-                        tag_name,
-                        tag_index: u32::MAX,
-                    };
-                    assert_eq!(print.describe(), Some(expected));
+                        CollectiveKind::AllGather | CollectiveKind::ReduceScatter
+                    ) {
+                        op = op.in_groups(Some(7));
+                    }
+                    let print = Fingerprint::new(&op, 1 << 40).unwrap();
+                    assert_eq!(print.describe(), Some(op.info(1 << 40)));
                 }
             }
         }
@@ -124,9 +125,12 @@ mod tests {
     #[test]
     fn any_field_changes_the_fingerprint() {
         let print = |kind, dtype, bytes, name, index| {
-            Fingerprint::new(kind, dtype, bytes, Tag::new(name, index)).unwrap()
+            Fingerprint::new(&Collective::new(kind, dtype, Tag::new(name, index)), bytes).unwrap()
         };
+        let grouped = Collective::new(CollectiveKind::AllGather, DType::F32, Tag::new("a", 0));
+        let grouped = grouped.in_groups(Some(2));
         let all = [
+            Fingerprint::new(&grouped, 8).unwrap(),
             print(CollectiveKind::AllGather, DType::F32, 8, "a", 0),
             print(CollectiveKind::AllReduce, DType::F32, 8, "a", 0),
             print(CollectiveKind::Broadcast { root: 0 }, DType::F32, 8, "a", 0),
@@ -146,7 +150,8 @@ mod tests {
     #[test]
     fn long_names_and_foreign_words_are_refused() {
         let tag = Tag::new("1234567890123456789012345", 0);
-        let error = Fingerprint::new(CollectiveKind::Barrier, DType::U8, 0, tag).unwrap_err();
+        let op = Collective::new(CollectiveKind::Barrier, DType::U8, tag);
+        let error = Fingerprint::new(&op, 0).unwrap_err();
         assert!(matches!(error, CommError::TagTooLong { .. }));
         assert_eq!(Fingerprint([0; WORDS]).describe(), None);
         assert_eq!(Fingerprint([u64::MAX; WORDS]).describe(), None);

@@ -127,8 +127,7 @@ impl Remote {
         let World { rank, size } = self.world;
         match op.collective.kind {
             CollectiveKind::AllGather => {
-                let frames = self.data(window, op, op.part(rank, size));
-                frames.iter().for_each(|frame| self.to_all(frame));
+                self.finished_part(window, op);
             }
             CollectiveKind::Broadcast { root } if root == rank => {
                 let frames = self.data(window, op, 0..op.bytes);
@@ -136,7 +135,7 @@ impl Remote {
             }
             CollectiveKind::ReduceScatter | CollectiveKind::AllReduce => {
                 for peer in self.world.peers() {
-                    for frame in self.data(window, op, op.part(peer, size)) {
+                    for frame in self.data(window, op, op.finished_part(peer, size)) {
                         self.wire.send(peer, frame);
                     }
                 }
@@ -154,17 +153,25 @@ impl Remote {
     /// Sends how far this rank is with `op`; with a finished sum, the sum.
     pub(super) fn reached(&self, window: &Window, op: &Op, phase: Phase) {
         // A rank that only contributes says nothing before it is done.
-        let contributed = op.collective.kind == CollectiveKind::AllReduce
+        let contributed = op.shares_sums(self.world)
             && op.collective.participation == Participation::ContributeOnly;
         if phase == Phase::Reduced || contributed {
-            let own = op.part(self.world.rank, self.world.size);
-            let frames = self.data(window, op, own);
-            frames.iter().for_each(|frame| self.to_all(frame));
+            self.finished_part(window, op);
         }
         self.to_all(&framed(
             PHASE,
             &[&op.sequence.to_le_bytes(), &[phase as u8]],
         ));
+    }
+
+    /// Sends the own part to those who copy it.
+    fn finished_part(&self, window: &Window, op: &Op) {
+        let World { rank, size } = self.world;
+        for frame in self.data(window, op, op.finished_part(rank, size)) {
+            for peer in op.partners(self.world) {
+                self.wire.send(peer, frame.clone());
+            }
+        }
     }
 
     /// Tells all peers that the world is dead.
@@ -378,7 +385,7 @@ fn decode(reader: &mut Reader<'_>, world: World) -> Result<Failure, &'static str
 
 #[cfg(test)]
 mod tests {
-    use super::super::{Tag, threads};
+    use super::super::{Collective, Tag, threads};
     use super::*;
     use kernels::DType;
     use proptest::prelude::*;
@@ -395,7 +402,8 @@ mod tests {
     }
 
     fn print() -> Fingerprint {
-        Fingerprint::new(CollectiveKind::AllGather, DType::U8, 8, Tag::new("t", 1)).unwrap()
+        let op = Collective::new(CollectiveKind::AllGather, DType::U8, Tag::new("t", 1));
+        Fingerprint::new(&op, 8).unwrap()
     }
 
     fn body(frame: &Arc<Vec<u8>>) -> &[u8] {

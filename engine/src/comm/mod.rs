@@ -67,6 +67,14 @@ impl World {
         (0..self.size).filter(move |&rank| rank != self.rank)
     }
 
+    /// This rank's place among the shards of one copy, where `group` consecutive ranks hold one together; `None`: all do.
+    #[must_use]
+    pub fn in_group(self, group: Option<usize>) -> Self {
+        let size = group.unwrap_or(self.size);
+        let rank = self.rank % size;
+        Self { rank, size }
+    }
+
     fn check(self) -> Result<(), CommError> {
         if self.rank < self.size && self.size <= MAX_RANKS {
             Ok(())
@@ -124,6 +132,13 @@ pub enum CollectiveKind {
     Barrier,
 }
 
+impl CollectiveKind {
+    /// Whether ranks add something up.
+    fn sums(self) -> bool {
+        matches!(self, Self::ReduceScatter | Self::AllReduce)
+    }
+}
+
 impl std::fmt::Display for CollectiveKind {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
@@ -158,6 +173,9 @@ pub struct Collective {
     pub tag: Tag,
     /// Whether this rank needs the result.
     pub participation: Participation,
+    /// Consecutive ranks that hold one copy of what is gathered or scattered, as shards; `None`: all ranks do. With
+    /// `Some(k)` a buffer has `k` parts: a gather runs within each group, a sum over all ranks reaches each group whole.
+    pub group: Option<usize>,
 }
 
 impl Collective {
@@ -169,7 +187,28 @@ impl Collective {
             dtype,
             tag,
             participation: Participation::Full,
+            group: None,
         }
+    }
+
+    /// The description of this collective of a buffer of `bytes` bytes.
+    #[must_use]
+    pub fn info(&self, bytes: usize) -> OpInfo {
+        OpInfo {
+            kind: self.kind,
+            dtype: self.dtype,
+            bytes,
+            tag_name: self.tag.name.to_owned(),
+            tag_index: self.tag.index,
+            group: self.group,
+        }
+    }
+
+    /// The same all-gather or reduce-scatter where `group` consecutive ranks hold one copy.
+    #[must_use]
+    pub const fn in_groups(mut self, group: Option<usize>) -> Self {
+        self.group = group;
+        self
     }
 
     /// The same collective without the need of a result on this rank.

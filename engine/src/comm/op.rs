@@ -39,10 +39,10 @@ impl Op {
     pub(super) fn needs_no_peer(&self, world: World) -> bool {
         let kind = self.collective.kind;
         let contribute_only = self.collective.participation == Participation::ContributeOnly;
-        world.size == 1
+        self.partners(world).next().is_none() && !kind.sums()
+            || world.size == 1
             || kind == (CollectiveKind::Broadcast { root: world.rank })
-            || contribute_only
-                && !matches!(kind, CollectiveKind::AllReduce | CollectiveKind::Barrier)
+            || contribute_only && !self.shares_sums(world) && kind != CollectiveKind::Barrier
     }
 
     /// Whether a peer may read this rank's buffer.
@@ -50,7 +50,39 @@ impl Op {
         match self.collective.kind {
             CollectiveKind::Broadcast { root } => world.size > 1 && root == world.rank,
             CollectiveKind::Barrier => false,
-            _ => world.size > 1,
+            CollectiveKind::AllGather => self.partners(world).next().is_some(),
+            CollectiveKind::ReduceScatter | CollectiveKind::AllReduce => world.size > 1,
+        }
+    }
+
+    /// Whether a sum, once a rank has made its part of it, goes on to others: an all-reduce, and a reduce-scatter whose
+    /// shards several groups hold.
+    pub(super) fn shares_sums(&self, world: World) -> bool {
+        match self.collective.kind {
+            CollectiveKind::AllReduce => true,
+            CollectiveKind::ReduceScatter => self.parts(world.size) < world.size,
+            _ => false,
+        }
+    }
+
+    /// The peers whose finished part this rank copies, and they its own: in a gather those of its group, in a
+    /// reduce-scatter those that hold the same shard.
+    pub(super) fn partners(&self, world: World) -> impl Iterator<Item = usize> + use<> {
+        let parts = self.parts(world.size);
+        let kind = self.collective.kind;
+        world.peers().filter(move |peer| match kind {
+            CollectiveKind::AllGather => peer / parts == world.rank / parts,
+            CollectiveKind::ReduceScatter => peer % parts == world.rank % parts,
+            _ => true,
+        })
+    }
+
+    /// The peers that may read this rank's buffer, as a bit mask.
+    pub(super) fn readers(&self, world: World) -> u64 {
+        let mask = |peers: &mut dyn Iterator<Item = usize>| peers.fold(0, |all, p| all | 1 << p);
+        match self.collective.kind {
+            CollectiveKind::AllGather => mask(&mut self.partners(world)),
+            _ => mask(&mut world.peers()),
         }
     }
 
@@ -93,8 +125,12 @@ impl Op {
             CollectiveKind::Barrier => self.see_peers(endpoint, state)?,
             CollectiveKind::AllGather => self.copy_parts(endpoint, state, Phase::Published)?,
             CollectiveKind::Broadcast { root } => self.copy_from_root(endpoint, root)?,
-            CollectiveKind::ReduceScatter => self.reduce(endpoint)?,
-            CollectiveKind::AllReduce => self.all_reduce(endpoint, state)?,
+            CollectiveKind::ReduceScatter if !self.shares_sums(endpoint.world) => {
+                self.reduce(endpoint)?
+            }
+            CollectiveKind::ReduceScatter | CollectiveKind::AllReduce => {
+                self.share_sum(endpoint, state)?
+            }
         };
         if complete {
             endpoint.finish(self, state);
@@ -120,8 +156,8 @@ impl Op {
         phase: Phase,
     ) -> Result<bool, CommError> {
         let Endpoint { world, window, .. } = endpoint;
-        for peer in world
-            .peers()
+        for peer in self
+            .partners(*world)
             .filter(|peer| state.seen >> peer & 1 == 0)
             .collect::<Vec<_>>()
         {
@@ -131,18 +167,18 @@ impl Op {
             if !window.reached(peer, self.sequence, phase) {
                 continue;
             }
-            let part = self.part(peer, world.size);
+            let part = self.finished_part(peer, world.size);
             // SAFETY: `peer` wrote its own part before it reached `phase` and leaves it alone until
             // this rank is done.
             let from = unsafe { window.bytes(peer, offset, part.clone()) };
             // SAFETY: of this rank's buffer only the own part is read by peers from here on: an
-            // all-gather never reads others, and in an all-reduce `peer`, the only reader of this
+            // all-gather never reads others, and of a sum `peer`, the only reader of this
             // part, has finished with it when it reached `Reduced`.
             let to = unsafe { window.bytes_mut(world.rank, self.offset, part) };
             to.copy_from_slice(from);
             state.seen |= 1 << peer;
         }
-        Ok(state.seen.count_ones() as usize == world.size - 1)
+        Ok(state.seen.count_ones() as usize == self.partners(*world).count())
     }
 
     fn copy_from_root(&self, endpoint: &Endpoint, root: usize) -> Result<bool, CommError> {
@@ -168,7 +204,7 @@ impl Op {
             };
             offsets[peer] = offset;
         }
-        let part = self.part(world.rank, world.size);
+        let part = self.finished_part(world.rank, world.size);
         let source = |peer: usize| {
             // SAFETY: `peer` wrote its buffer before publishing; until this rank has reduced its
             // own part, `peer` writes only into other parts.
@@ -187,7 +223,7 @@ impl Op {
         Ok(true)
     }
 
-    fn all_reduce(&self, endpoint: &Endpoint, state: &mut State) -> Result<bool, CommError> {
+    fn share_sum(&self, endpoint: &Endpoint, state: &mut State) -> Result<bool, CommError> {
         if !state.reduced {
             if !self.reduce(endpoint)? {
                 return Ok(false);
@@ -201,10 +237,26 @@ impl Op {
         self.copy_parts(endpoint, state, Phase::Reduced)
     }
 
-    /// Bytes of `rank`'s part: equal parts of whole elements, the last ones possibly shorter.
-    pub(super) fn part(&self, rank: usize, ranks: usize) -> Range<usize> {
+    /// Parts of the buffer.
+    fn parts(&self, ranks: usize) -> usize {
+        self.collective.group.unwrap_or(ranks)
+    }
+
+    /// What `rank` makes for others: its shard, or of a sum that several ranks take the part it adds up.
+    pub(super) fn finished_part(&self, rank: usize, ranks: usize) -> Range<usize> {
+        let parts = self.parts(ranks);
+        let shard = self.divided(0..self.bytes, rank % parts, parts);
+        match self.collective.kind {
+            CollectiveKind::AllGather => shard,
+            _ => self.divided(shard, rank / parts, ranks / parts),
+        }
+    }
+
+    /// Part `index` of `count` of these bytes: equal parts of whole elements, the last ones possibly shorter.
+    fn divided(&self, bytes: Range<usize>, index: usize, count: usize) -> Range<usize> {
         let elem_bytes = self.collective.dtype.size_bytes();
-        let part_bytes = (self.bytes / elem_bytes).div_ceil(ranks) * elem_bytes;
-        (rank * part_bytes).min(self.bytes)..((rank + 1) * part_bytes).min(self.bytes)
+        let part_bytes = (bytes.len() / elem_bytes).div_ceil(count) * elem_bytes;
+        let edge = |index: usize| (bytes.start + index * part_bytes).min(bytes.end);
+        edge(index)..edge(index + 1)
     }
 }

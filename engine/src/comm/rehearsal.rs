@@ -46,8 +46,13 @@ struct Inner {
     world: World,
     arena: Arena,
     own: Touched,
-    /// Places of each rank's part of what is gathered: its peers read it there.
+    /// Ranks that hold one copy.
+    group: usize,
+    /// By rank, the places of what it finishes for the others of its group.
     gathered: Vec<Touched>,
+    /// The same for those that hold the same shard, and for all ranks.
+    replicated: Vec<Touched>,
+    shared: Vec<Touched>,
     /// Places of each rank's part of what is reduced: the rank reads it in every peer's region.
     reduced: Vec<Touched>,
     in_use: u64,
@@ -70,12 +75,16 @@ pub struct WindowBytes {
 pub(crate) struct DryWindow(Rc<RefCell<Inner>>);
 
 impl DryWindow {
-    pub(crate) fn new(world: World) -> Self {
+    /// Of a world where `group` ranks hold one copy.
+    pub(crate) fn new(world: World, group: usize) -> Self {
         Self(Rc::new(RefCell::new(Inner {
             world,
+            group,
             arena: Arena::new(usize::MAX - SMALL_BYTES),
             own: Touched::default(),
             gathered: vec![Touched::default(); world.size],
+            replicated: vec![Touched::default(); world.size],
+            shared: vec![Touched::default(); world.size],
             reduced: vec![Touched::default(); world.size],
             in_use: 0,
             peak: 0,
@@ -126,25 +135,32 @@ impl DryBuffer {
     pub(crate) fn run(&self, kind: CollectiveKind) {
         let mut inner = self.window.0.borrow_mut();
         let inner = &mut *inner;
-        let size = inner.world.size;
+        let (size, group) = (inner.world.size, inner.group);
         if size == 1 {
             return;
         }
-        let part = self.bytes / size;
-        let (gathers, reduces) = match kind {
-            CollectiveKind::ReduceScatter => (false, true),
-            CollectiveKind::AllReduce => (true, true),
-            _ => (true, false),
-        };
+        let shard = self.bytes / group;
         for rank in 0..size {
-            let start = self.region.offset + rank * part;
-            for (touched, wanted) in [
-                (&mut inner.gathered[rank], gathers),
-                (&mut inner.reduced[rank], reduces),
-            ] {
-                if wanted {
-                    touched.add(&(start..start + part), READ_AROUND);
+            let gathered = self.region.offset + rank % group * shard;
+            let summed = match kind {
+                CollectiveKind::ReduceScatter => gathered + rank / group * shard * group / size,
+                _ => self.region.offset + rank * self.bytes / size,
+            };
+            let (gathered, summed) = (
+                gathered..gathered + shard,
+                summed..summed + self.bytes / size,
+            );
+            match kind {
+                CollectiveKind::AllGather => inner.gathered[rank].add(&gathered, READ_AROUND),
+                CollectiveKind::ReduceScatter => {
+                    inner.reduced[rank].add(&summed, READ_AROUND);
+                    inner.replicated[rank].add(&summed, READ_AROUND);
                 }
+                CollectiveKind::AllReduce => {
+                    inner.reduced[rank].add(&summed, READ_AROUND);
+                    inner.shared[rank].add(&summed, READ_AROUND);
+                }
+                CollectiveKind::Broadcast { .. } | CollectiveKind::Barrier => {}
             }
         }
     }
@@ -153,11 +169,19 @@ impl DryBuffer {
 impl Inner {
     fn peers(&self) -> Vec<u64> {
         let pages = |reader: usize, owner: usize| {
-            let mut both = self.gathered[owner].clone();
-            for (&start, &end) in &self.reduced[reader].0 {
-                both.add(&(start..end), READ_AROUND);
+            let mut all = self.shared[owner].clone();
+            let mut join = |more: &Touched| {
+                let ranges = more.0.iter();
+                ranges.for_each(|(&start, &end)| all.add(&(start..end), READ_AROUND));
+            };
+            join(&self.reduced[reader]);
+            if reader / self.group == owner / self.group {
+                join(&self.gathered[owner]);
             }
-            both.bytes()
+            if reader % self.group == owner % self.group {
+                join(&self.replicated[owner]);
+            }
+            all.bytes()
         };
         let size = self.world.size;
         let of = |reader: usize| -> u64 {
@@ -201,7 +225,7 @@ mod tests {
 
     #[test]
     fn a_place_is_used_again_and_peers_are_read_in_parts() {
-        let window = DryWindow::new(World { rank: 0, size: 2 });
+        let window = DryWindow::new(World { rank: 0, size: 2 }, 2);
         let part = 1 << 20;
         for _ in 0..3 {
             window.alloc(2 * part).run(CollectiveKind::AllGather);

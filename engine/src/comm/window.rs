@@ -312,9 +312,10 @@ impl Window {
         self.control().ranks[rank].published.load(SeqCst)
     }
 
-    /// Whether no rank other than `rank` reads buffers of `sequence` any more.
-    pub(super) fn peers_done(&self, rank: usize, sequence: u64) -> bool {
-        (0..self.layout.ranks).all(|peer| peer == rank || self.reached(peer, sequence, Phase::Done))
+    /// Whether none of the ranks in the bit mask reads buffers of `sequence` any more.
+    pub(super) fn all_done(&self, ranks: u64, sequence: u64) -> bool {
+        (0..self.layout.ranks)
+            .all(|rank| ranks >> rank & 1 == 0 || self.reached(rank, sequence, Phase::Done))
     }
 
     /// Last collective of every rank. May mix two collectives of a rank that is running.
@@ -620,7 +621,7 @@ fn load_words<const N: usize>(from: &[AtomicU64; N]) -> [u64; N] {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{CollectiveKind, Tag};
+    use super::super::{Collective, CollectiveKind, Tag};
     use super::*;
     use kernels::DType;
     use memmap2::MmapMut;
@@ -635,7 +636,8 @@ mod tests {
 
     fn print(bytes: usize) -> Fingerprint {
         let tag = Tag::new("test", 0);
-        Fingerprint::new(CollectiveKind::AllGather, DType::F32, bytes, tag).unwrap()
+        let op = Collective::new(CollectiveKind::AllGather, DType::F32, tag);
+        Fingerprint::new(&op, bytes).unwrap()
     }
 
     #[test]

@@ -70,7 +70,7 @@ impl Plan {
     /// Whether a lease runs an all-gather.
     #[must_use]
     pub fn gathers_parameters(&self) -> bool {
-        self.config().stage.shards_parameters() && self.world_size() > 1
+        self.config().stage.shards_parameters() && self.shards() > 1
     }
 
     /// Whether a unit's gradients are collected before they are added to their sum: where they are reduced in between,

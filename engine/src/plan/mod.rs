@@ -170,6 +170,9 @@ pub struct ZeroConfig {
     /// Element type of accumulated gradients; `None` is the precision's own.
     #[serde(default)]
     pub grad_dtype: Option<GradDtype>,
+    /// Hybrid sharding: consecutive ranks that hold one copy of what is sharded; `None`: all ranks do.
+    #[serde(default)]
+    pub shard_group: Option<usize>,
     /// Tiers.
     pub offload: Offload,
     /// Units gathered ahead of use.
@@ -214,6 +217,7 @@ impl Default for ZeroConfig {
             stage: Stage::Zero3,
             precision: Precision::F32,
             grad_dtype: None,
+            shard_group: None,
             offload: Offload::default(),
             prefetch_units: 1,
             buckets_in_flight: 1,
@@ -232,6 +236,16 @@ pub enum PlanError {
     /// The world is empty.
     #[error("the world size is 0")]
     EmptyWorld,
+    /// Groups that do not divide the world, or where nothing is sharded.
+    #[error("{world_size} ranks at stage {} cannot be divided into shard groups of {group}", *stage as u8)]
+    ShardGroup {
+        /// Ranks of a group.
+        group: usize,
+        /// Number of ranks.
+        world_size: usize,
+        /// The stage.
+        stage: Stage,
+    },
     /// A parameter is declared out of unit order or names a missing unit.
     #[error("parameter {name} belongs to unit {unit}, which is out of order or does not exist")]
     Unit {
@@ -269,6 +283,16 @@ impl Plan {
         if world_size == 0 {
             return Err(PlanError::EmptyWorld);
         }
+        if let Some(group) = config.shard_group
+            && (group == 0 || !world_size.is_multiple_of(group) || !config.stage.shards_optimizer())
+        {
+            return Err(PlanError::ShardGroup {
+                group,
+                world_size,
+                stage: config.stage,
+            });
+        }
+        let shards = config.shard_group.unwrap_or(world_size);
         let mut names = std::collections::BTreeSet::new();
         let mut last_unit = 0;
         for p in &spec.params {
@@ -295,7 +319,7 @@ impl Plan {
                 first
             })
             .collect();
-        let units = plan_units(&spec, world_size);
+        let units = plan_units(&spec, shards);
         let early = early::chosen(&config, world_size, &units);
         Ok(Self {
             spec,
@@ -323,6 +347,18 @@ impl Plan {
     #[must_use]
     pub fn world_size(&self) -> usize {
         self.world_size
+    }
+
+    /// Number of parts into which sharded data is cut.
+    #[must_use]
+    pub fn shards(&self) -> usize {
+        self.config.shard_group.unwrap_or(self.world_size)
+    }
+
+    /// The shard that `rank` holds.
+    #[must_use]
+    pub fn shard_of(&self, rank: usize) -> usize {
+        rank % self.shards()
     }
 
     /// Units in forward order.

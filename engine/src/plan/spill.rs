@@ -21,7 +21,7 @@ impl Plan {
         }
         let part = |sharded: bool, group: &super::GroupLayout| {
             if sharded {
-                group.shard(rank)
+                group.shard(self.shard_of(rank))
             } else {
                 0..group.padded_elems
             }

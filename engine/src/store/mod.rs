@@ -131,7 +131,7 @@ impl Store {
     ) -> Result<Self> {
         let config = plan.config().clone();
         let dtype = config.precision.weight_dtype();
-        let rank = comm.world().rank;
+        let rank = plan.shard_of(comm.world().rank);
         let moment = Moment {
             step: 0,
             micro_batch: 0,
@@ -204,7 +204,7 @@ impl Store {
     pub(crate) fn resting(&self, unit: UnitId, kind: GroupKind) -> std::ops::Range<usize> {
         let group = self.unit_plan(unit).group(kind);
         if self.plan.config().stage.shards_parameters() {
-            group.shard(self.comm.world().rank)
+            group.shard(self.plan.shard_of(self.comm.world().rank))
         } else {
             0..group.padded_elems
         }
@@ -401,7 +401,7 @@ impl Store {
     }
 
     fn start_gather(&mut self, unit: UnitId) -> Result<()> {
-        let rank = self.comm.world().rank;
+        let rank = self.plan.shard_of(self.comm.world().rank);
         let dtype = self.weight_dtype();
         let mut tickets = Vec::new();
         for (kind, region) in &self.units[unit.index()].weights {
@@ -418,7 +418,9 @@ impl Store {
                 GroupKind::Trainable => "gather",
                 GroupKind::Frozen => "gather-frozen",
             };
-            let op = Collective::new(CollectiveKind::AllGather, dtype, CommTag::new(name, unit.0));
+            let tag = CommTag::new(name, unit.0);
+            let op = Collective::new(CollectiveKind::AllGather, dtype, tag)
+                .in_groups(self.plan.config().shard_group);
             tickets.push((*kind, self.comm.start(op, buffer)?, counted));
         }
         self.units[unit.index()].residency = Residency::InFlight(tickets);
@@ -639,7 +641,8 @@ impl Store {
             CollectiveKind::ReduceScatter,
             DType::F32,
             CommTag::new("reduce", unit.0),
-        );
+        )
+        .in_groups(plan.config().shard_group);
         let ticket = self.comm.start(op, buffer)?;
         self.pending.push_back(PendingReduce {
             unit,
@@ -651,7 +654,7 @@ impl Store {
 
     /// Waits until at most `keep` reductions are in flight.
     fn drain(&mut self, keep: usize) -> Result<()> {
-        let rank = self.comm.world().rank;
+        let rank = self.plan.shard_of(self.comm.world().rank);
         while self.pending.len() > keep {
             let Some(PendingReduce {
                 unit,

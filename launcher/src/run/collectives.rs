@@ -46,13 +46,7 @@ impl Collectives {
     }
 
     fn note(&self, op: &Collective, bytes: usize) {
-        let op = OpInfo {
-            kind: op.kind,
-            dtype: op.dtype,
-            bytes,
-            tag_name: op.tag.name.to_owned(),
-            tag_index: op.tag.index,
-        };
+        let op = op.info(bytes);
         let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
         kept.begun += 1;
         if kept.last.len() == KEPT {

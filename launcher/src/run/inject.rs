@@ -159,13 +159,7 @@ impl FaultyLink {
     /// Nothing arrives in either direction: this rank, too, learns of the cut by waiting in vain.
     fn wait_in_vain(&self, op: &Collective, bytes: usize) -> CommError {
         std::thread::sleep(self.deadline);
-        let op = OpInfo {
-            kind: op.kind,
-            dtype: op.dtype,
-            bytes,
-            tag_name: op.tag.name.to_owned(),
-            tag_index: op.tag.index,
-        };
+        let op = op.info(bytes);
         let mut waited = self.waited.lock().unwrap_or_else(PoisonError::into_inner);
         self.timeout(waited.insert(op).clone())
     }
