@@ -28,9 +28,11 @@ impl Zero {
         let rank = self.shard();
         let weight_dtype = plan.config().precision.weight_dtype();
         let mut pieces = Vec::new();
+        // The other groups hold the same.
+        let writes = self.comm().world().rank < plan.shards();
         let store = &*self.store.get_mut();
         for unit in plan.units() {
-            let Some(state) = store.state(unit.id) else {
+            let Some(state) = store.state(unit.id).filter(|_| writes) else {
                 continue;
             };
             let mut kinds: Vec<(&str, DType, usize, &Region)> = state

@@ -84,6 +84,32 @@ fn resume_is_bit_identical_in_every_precision_and_across_stages_and_tiers() {
 }
 
 #[test]
+fn shard_groups_save_one_copy_and_resume_in_any_division() {
+    let case = |group: Option<usize>| {
+        let mut case = Case::new(4, 3);
+        case.config.shard_group = group;
+        case
+    };
+    let whole = train(&case(None)).0;
+    for (saved, loaded) in [
+        (Some(2), Some(2)),
+        (Some(1), None),
+        (None, Some(2)),
+        (Some(2), Some(1)),
+    ] {
+        let dir = tempfile::tempdir().unwrap();
+        let mut first = case(saved);
+        first.steps = 3;
+        train_and_save(&first, dir.path());
+        assert_eq!(
+            resume(&case(loaded), dir.path(), 6),
+            whole,
+            "{saved:?} -> {loaded:?}"
+        );
+    }
+}
+
+#[test]
 fn a_checkpoint_loads_unchanged_at_every_world_size() {
     for (from, to) in [(1, 4), (4, 1), (2, 3), (3, 2), (4, 3)] {
         for stage in [1, 3] {

@@ -139,6 +139,9 @@ pub struct Args {
     /// Where states rest: none, cpu, nvme:DIR, or by kind, as param=nvme:DIR,optimizer=cpu,activation=cpu
     #[arg(long, value_name = "TIERS", help_heading = "Memory and ranks")]
     pub offload: Option<Offload>,
+    /// Consecutive ranks that hold one copy of what --zero shards, replicated across groups; all ranks by default
+    #[arg(long, value_name = "RANKS", help_heading = "Memory and ranks")]
+    pub shard_group: Option<usize>,
     /// The way to files of --offload nvme: auto measures and takes the faster
     #[arg(long, value_enum, help_heading = "Memory and ranks")]
     pub nvme_io: Option<NvmeIo>,
@@ -686,7 +689,7 @@ mod tests {
              model-max-length modules-to-save no-decay nproc num-train-epochs nvme-io offload output \
              per-device-eval-batch-size per-device-train-batch-size precision preset ptuning-tokens pure-bf16-moments pure-bf16-weights rank-is report-to resume \
              rope-precision save-steps save-strategy \
-             save-total-limit seed skip-bad-samples strict-config template text-without-cross trace-steps train train-on-turn-end tune-llm tune-vision use-lora warmup-ratio \
+             save-total-limit seed shard-group skip-bad-samples strict-config template text-without-cross trace-steps train train-on-turn-end tune-llm tune-vision use-lora warmup-ratio \
              warmup-steps weight-decay worst-first zero"
         );
         for (alias, target) in ALIASES {

@@ -277,9 +277,8 @@ mod tests {
         for name in ["README.md", "README.zh.md"] {
             let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(name);
             let text = std::fs::read_to_string(&path).unwrap_or_default();
-            assert_eq!(
-                with_flags(&text, &table).as_deref(),
-                Some(&*text),
+            assert!(
+                with_flags(&text, &table).as_deref() == Some(&*text),
                 "{name} is stale: cargo run -p launcher --example flags -- write"
             );
         }

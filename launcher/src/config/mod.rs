@@ -262,6 +262,9 @@ pub struct RunConfig {
     pub init: InitChoice,
     /// ZeRO stage, 0 to 3.
     pub zero: u8,
+    /// Ranks that hold one copy of what is sharded; `None`: all.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub shard_group: Option<usize>,
     /// Tiers of optimizer states and parameters.
     pub offload: Offload,
     /// The way to spill files.

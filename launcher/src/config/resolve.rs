@@ -61,6 +61,7 @@ pub(crate) fn resolve_on(args: &Args, env: &Env, chosen: &Chosen) -> Result<Reso
         },
         init: args.init.unwrap_or(defaults.init),
         zero: args.zero.unwrap_or(defaults::ZERO),
+        shard_group: shard_group(args, nproc)?,
         offload: offload(args, chosen.device, &mut notes)?,
         nvme_io: args.nvme_io.unwrap_or_default(),
         early_step: args.early_step.unwrap_or_default(),
@@ -116,6 +117,21 @@ pub(crate) fn resolve_on(args: &Args, env: &Env, chosen: &Chosen) -> Result<Reso
         source,
     };
     Ok(Resolved { config, notes })
+}
+
+/// Groups of ranks that hold a copy each; one group of all is none.
+fn shard_group(args: &Args, nproc: usize) -> Result<Option<usize>, Failure> {
+    let Some(ranks) = args.shard_group else {
+        return Ok(None);
+    };
+    let why = if ranks == 0 || !nproc.is_multiple_of(ranks) {
+        format!("it must divide the number of ranks, which is {nproc}")
+    } else if args.zero == Some(0) && ranks < nproc {
+        "nothing is sharded at --zero 0".to_owned()
+    } else {
+        return Ok((ranks < nproc).then_some(ranks));
+    };
+    Err(out_of_range(&format!("--shard-group {ranks}"), &why))
 }
 
 fn trace_steps(args: &Args) -> Result<Option<std::ops::Range<u64>>, Failure> {
@@ -562,6 +578,10 @@ impl RunConfig {
         flags.push(("output", self.output.display().to_string()));
         flags.push(("init", value_name(self.init)));
         flags.push(("zero", self.zero.to_string()));
+        flags.extend(
+            self.shard_group
+                .map(|ranks| ("shard-group", ranks.to_string())),
+        );
         flags.push(("offload", self.offload.to_string()));
         flags.push(("nvme-io", value_name(self.nvme_io)));
         flags.push(("early-step", self.early_step.to_string()));
@@ -934,6 +954,29 @@ mod tests {
         );
         let path = config("--model a/MyModel --data d").output;
         assert!(path.to_string_lossy().contains("runs/MyModel-"));
+    }
+
+    #[test]
+    fn shard_groups_divide_the_ranks_of_a_stage_that_shards() {
+        let groups = |nproc, zero, ranks| {
+            let args = Args {
+                nproc: Some(nproc),
+                zero: Some(zero),
+                shard_group: Some(ranks),
+                ..Args::default()
+            };
+            let env = Env::from_lookup(&|_| None).expect("reads");
+            resolve(&args, &env).map(|resolved| resolved.config.shard_group)
+        };
+        assert_eq!(groups(4, 3, 2).expect("resolves"), Some(2));
+        assert_eq!(groups(4, 1, 1).expect("resolves"), Some(1));
+        assert_eq!(groups(4, 0, 4).expect("resolves"), None);
+        for (nproc, zero, ranks) in [(4, 3, 0), (4, 3, 3), (4, 3, 8), (4, 0, 2)] {
+            assert!(
+                groups(nproc, zero, ranks).is_err(),
+                "{nproc} {zero} {ranks}"
+            );
+        }
     }
 
     #[test]

@@ -23,6 +23,12 @@ fn stages(config: &RunConfig) -> Choices {
         .collect()
 }
 
+fn groups(config: &RunConfig) -> Choices {
+    let one = vec![("shard-group", config.nproc.to_string())];
+    let one = config.shard_group.map(|_| (1, one));
+    std::iter::once((0, Vec::new())).chain(one).collect()
+}
+
 fn offloads(planner: &Planner, config: &RunConfig) -> Choices {
     let now = &config.offload;
     let mut steps: Vec<(u32, Offload)> = Vec::new();
@@ -91,6 +97,7 @@ fn candidates(planner: &Planner, config: &RunConfig) -> Vec<Flags> {
     let mut all: Choices = vec![(0, Vec::new())];
     for choices in [
         stages(config),
+        groups(config),
         recomputes(config),
         batches(config),
         offloads(planner, config),

@@ -29,6 +29,9 @@ fn neighbours(config: &RunConfig) -> Vec<Flags> {
     if config.zero < 3 {
         found.push(vec![zero()]);
     }
+    if config.shard_group.is_some() {
+        found.push(vec![("shard-group", config.nproc.to_string())]);
+    }
     if config.offload.is_none() {
         found.push(vec![offload()]);
         if config.zero < 3 {
@@ -82,7 +85,13 @@ pub(crate) fn changed(config: &RunConfig, flags: &[(&'static str, String)]) -> O
         .iter()
         // Micro-batch and accumulation are known by now and say it all.
         .filter(|(name, _)| !matches!(*name, "global-batch" | "find-batch"))
-        .filter(|(name, _)| !flags.iter().any(|(changed, _)| changed == name));
+        .filter(|(name, _)| !flags.iter().any(|(changed, _)| changed == name))
+        // Groups go with the ranks and a stage that shards.
+        .filter(|(name, _)| {
+            let ends =
+                |(name, value): &(_, String)| *name == "nproc" || *name == "zero" && value == "0";
+            *name != "shard-group" || !flags.iter().any(ends)
+        });
     let line: Vec<String> = kept
         .chain(flags)
         .map(|(name, value)| format!("--{name}={value}"))

@@ -178,6 +178,7 @@ fn zero_config(config: &RunConfig) -> Result<ZeroConfig, Failure> {
             GradDtype::F32 => engine::GradDtype::F32,
             GradDtype::Bf16 => engine::GradDtype::Bf16,
         }),
+        shard_group: config.shard_group,
         offload: Offload {
             param: tier(&config.offload.param),
             optimizer: tier(&config.offload.optimizer),

@@ -59,6 +59,7 @@ fn a_plan_is_true_of_the_kernels_figures() {
         "--zero 3 --nproc 2 --precision bf16 --offload nvme:SPILL",
         "--zero 3 --nproc 2 --precision bf16 --offload nvme:SPILL --max-grad-norm 0",
         "--zero 2 --nproc 2 --precision bf16 --offload cpu --early-step 16MiB",
+        "--zero 3 --nproc 4 --shard-group 2 --precision bf16",
     ] {
         let seen = measured(&site, flags);
         assert!(!seen.resident.is_empty(), "{flags}");

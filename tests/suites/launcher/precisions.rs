@@ -60,6 +60,40 @@ fn every_tier_of_every_stage_has_the_same_bits() {
 }
 
 #[test]
+fn shard_groups_have_the_bits_of_one_group_and_save_one_copy() {
+    let site = Site::new();
+    let line = "--nproc 4 --precision bf16 --max-grad-norm 0 --max-steps 6 --save-steps 3";
+    site.train(&format!("{line} --zero 3 --output flat"));
+    let saved = |run: &str| {
+        let state = site.path(run).join("checkpoint-3/state");
+        let files = fs::read_dir(state).unwrap().map(|file| file.unwrap());
+        files
+            .map(|file| file.metadata().unwrap().len())
+            .sum::<u64>()
+    };
+    for (run, cell) in [
+        ("groups", "--zero 3 --shard-group 2 --offload cpu"),
+        ("disk", "--zero 3 --shard-group 2 --offload nvme:spill"),
+        ("gradients", "--zero 2 --shard-group 2"),
+        ("copies", "--zero 1 --shard-group 1"),
+    ] {
+        site.train(&format!("{line} {cell} --output {run}"));
+        assert!(weights(&site, run) == weights(&site, "flat"), "{cell}");
+        assert_eq!(
+            losses(&site.path(run)),
+            losses(&site.path("flat")),
+            "{cell}"
+        );
+        let (one, flat) = (saved(run), saved("flat"));
+        assert!(one < flat + flat / 10, "{cell}: {one} bytes beside {flat}");
+    }
+    // A checkpoint of groups continues in one group.
+    site.train(&format!("{line} --zero 3 --resume groups/checkpoint-3"));
+    let last = |run: &str| fs::read(site.path(run).join("checkpoint-6/model.safetensors")).unwrap();
+    assert!(last("out") == last("flat"));
+}
+
+#[test]
 fn updates_that_begin_while_backward_runs_have_the_same_bits() {
     let site = Site::new();
     let mut number = 0;

@@ -24,7 +24,8 @@ const LOG: &str = "--logging-steps says how often a row is printed";
 const LOGGED: &str = "trainer_log.jsonl always holds the metrics";
 const NOTHING_SENT: &str = "nothing is sent anywhere; metrics lie in the run's folder";
 const NO_TORCH: &str = "there is no torch here";
-const ONE_PROCESS_GROUP: &str = "all ranks form one group";
+const NO_SECOND_WEIGHTS: &str =
+    "weights are not kept a second time; --shard-group shards all states within groups";
 const NO_QUANTISED: &str = "quantised weights and gradients are not available: they change results";
 const NO_PARALLEL: &str =
     "one model per rank, sharded by ZeRO: other ways to divide it are not available";
@@ -153,14 +154,14 @@ pub(super) const SECTIONS: &[Section] = &[
             key("legacy_stage1", Bool, "false", Unused(UNITS)),
             key("log_trace_cache_warnings", Bool, "false", Unused("the order of gathers comes from the plan")),
             key("enable_sanity_checks", Bool, "false", Unused("the order of collectives is always checked between ranks")),
-            key("zero_hpz_partition_size", Whole, "1", Unused(ONE_PROCESS_GROUP)),
+            key("zero_hpz_partition_size", Whole, "1", Unused(NO_SECOND_WEIGHTS)),
             key("zero_quantized_weights", Bool, "false", Only(OFF, NO_QUANTISED, "leave it out")),
             key("zero_quantized_nontrainable_weights", Bool, "false", Only(OFF, NO_QUANTISED, "leave it out; --offload param=cpu saves device memory")),
             key("zero_quantized_gradients", Bool, "false", Only(OFF, NO_QUANTISED, "leave it out")),
             key("zeropp_loco_param", Any, "", Only(&["null"], NO_QUANTISED, "leave it out")),
             key("zenflow", Any, "", Only(&["null"], "it updates weights from late gradients, which changes results", "leave it out")),
-            key("mics_shard_size", Any, "-1", Only(&["-1"], ONE_PROCESS_GROUP, "leave it out")),
-            key("mics_hierarchical_params_gather", Bool, "false", Only(OFF, ONE_PROCESS_GROUP, "leave it out")),
+            key("mics_shard_size", Any, "-1", Flag("shard-group")),
+            key("mics_hierarchical_params_gather", Bool, "false", Unused("a gather stays within its group")),
             key("save_muon_momentum_buffer_in_memory", Bool, "false", Only(OFF, ONLY_ADAMW, "leave it out")),
         ],
     },

@@ -206,6 +206,12 @@ fn tiers_are_those_that_deepspeed_reads_in_the_stage() {
         "{:?}",
         loaded.warnings
     );
+    let groups = |size: &str| of(3, &format!("\"mics_shard_size\": {size}"));
+    let loaded = groups("4").expect("loads");
+    assert_eq!(loaded.words.join(" "), "--zero=3 --shard-group=4");
+    let loaded = groups("-1").expect("loads");
+    assert_eq!(loaded.words.join(" "), "--zero=3");
+    assert!(groups("\"all\"").is_err());
     let old = of(2, "\"cpu_offload\": true").expect("loads");
     assert!(old.words.join(" ").ends_with("--offload=optimizer=cpu"));
     assert!(

@@ -313,6 +313,20 @@ impl<'a> Mapper<'a> {
             let dtype = word.to_ascii_lowercase().replace("fp", "f");
             self.written("grad-dtype", &dtype, sums);
         }
+        let group = "zero_optimization.mics_shard_size";
+        match self.value(group) {
+            None => {}
+            Some(value) if value.to_string() == "-1" => {
+                self.set(group, Outcome::Here("all ranks form one group"));
+            }
+            Some(value) if value.as_u64().is_some() => {
+                self.take(group, "shard-group");
+            }
+            Some(value) => {
+                let what = format!("{group} cannot be {value}");
+                self.error(group, what, "it is a number of ranks, or -1 for all", "");
+            }
+        }
         let board = "tensorboard.enabled";
         match self.switch(board) {
             Switch::On => self.choose("report-to", "tensorboard", &[board]),
