@@ -62,6 +62,8 @@ fn copies(bytes: usize, iterations: u64) -> Duration {
                 let start = &start;
                 scope.spawn(move || {
                     let (from, mut to) = (vec![1u8; bytes], vec![0u8; bytes]);
+                    // Touches the pages.
+                    to.copy_from_slice(&from);
                     start.wait();
                     let begun = Instant::now();
                     for _ in 0..iterations {

@@ -2,8 +2,11 @@
 
 use std::ops::AddAssign;
 
-/// Elements summed at a time: the accumulator stays in the first-level cache while each source is
-/// streamed once.
+/// Most operands that are read side by side: a processor follows so many streams ahead of time.
+const STREAMS: usize = 8;
+/// Elements added up in registers at a time.
+const LANES: usize = 32;
+/// Elements summed at a time where operands are read one after the other: the sum stays in the first-level cache.
 const BLOCK: usize = 2048;
 
 /// Replaces `out`, this rank's operand, by `operand 0 + operand 1 + …`, added in rank order.
@@ -17,9 +20,55 @@ pub(super) fn sum_in_rank_order<'a, T>(
 ) where
     T: Copy + Default + AddAssign + 'a,
 {
-    if ranks == 1 {
-        return;
+    match ranks {
+        0 | 1 => {}
+        2..=STREAMS => side_by_side(ranks, own, source, out),
+        _ => one_by_one(ranks, own, source, out),
     }
+}
+
+/// Every element in one go: each operand is read once, the sum written once.
+fn side_by_side<'a, T>(ranks: usize, own: usize, source: impl Fn(usize) -> &'a [T], out: &mut [T])
+where
+    T: Copy + Default + AddAssign + 'a,
+{
+    let len = out.len();
+    let sources: [&[T]; STREAMS] = std::array::from_fn(|rank| {
+        if rank < ranks && rank != own {
+            &source(rank)[..len]
+        } else {
+            &[]
+        }
+    });
+    let mut start = 0;
+    while start + LANES <= len {
+        let lanes = start..start + LANES;
+        let mut sum = [T::default(); LANES];
+        // Starting from the operand, not from zero, keeps the sign of -0.
+        let first = if own == 0 { &*out } else { sources[0] };
+        sum.copy_from_slice(&first[lanes.clone()]);
+        for rank in 1..ranks {
+            let operand = if rank == own { &*out } else { sources[rank] };
+            for (sum, x) in sum.iter_mut().zip(&operand[lanes.clone()]) {
+                *sum += *x;
+            }
+        }
+        out[lanes].copy_from_slice(&sum);
+        start += LANES;
+    }
+    one_by_one(
+        ranks,
+        own,
+        |rank| &sources[rank][start..],
+        &mut out[start..],
+    );
+}
+
+/// One operand after the other over blocks.
+fn one_by_one<'a, T>(ranks: usize, own: usize, source: impl Fn(usize) -> &'a [T], out: &mut [T])
+where
+    T: Copy + Default + AddAssign + 'a,
+{
     let mut block = [T::default(); BLOCK];
     for start in (0..out.len()).step_by(BLOCK) {
         let out = &mut out[start..];
@@ -33,7 +82,6 @@ pub(super) fn sum_in_rank_order<'a, T>(
                 &source(rank)[start..][..count]
             };
             if rank == 0 {
-                // Starting from the operand, not from zero, keeps the sign of -0.
                 sum.copy_from_slice(operand);
             } else {
                 sum.iter_mut().zip(operand).for_each(|(sum, &x)| *sum += x);
@@ -50,26 +98,27 @@ mod tests {
     #[test]
     fn every_rank_computes_the_ordered_sum() {
         let count = BLOCK + 17;
-        let operands: Vec<Vec<f32>> = (0..4)
+        // Fewer operands than streams, and more.
+        let ranks = STREAMS + 3;
+        let operands: Vec<Vec<f32>> = (0..ranks)
             .map(|r| {
                 (0..count)
-                    .map(|i| ((i * 7 + r * 13) % 29) as f32 * 10f32.powi(r as i32))
+                    .map(|i| ((i * 7 + r * 13) % 29) as f32 * 10f32.powi(r as i32 % 5))
                     .collect()
             })
             .collect();
-        let expected: Vec<u32> = (0..count)
-            .map(|i| {
-                let ordered = ((operands[0][i] + operands[1][i]) + operands[2][i]) + operands[3][i];
-                ordered.to_bits()
-            })
-            .collect();
-        for own in 0..4 {
-            let mut out = operands[own].clone();
-            sum_in_rank_order(4, own, |r| &operands[r][..], &mut out);
-            assert_eq!(
-                out.iter().map(|x| x.to_bits()).collect::<Vec<_>>(),
-                expected
-            );
+        for ranks in [2, 4, STREAMS, ranks] {
+            let ordered = |i: usize| {
+                let others = operands[1..ranks].iter();
+                others.fold(operands[0][i], |sum, operand| sum + operand[i])
+            };
+            let expected: Vec<u32> = (0..count).map(|i| ordered(i).to_bits()).collect();
+            for own in 0..ranks {
+                let mut out = operands[own].clone();
+                sum_in_rank_order(ranks, own, |r| &operands[r][..], &mut out);
+                let bits: Vec<u32> = out.iter().map(|x| x.to_bits()).collect();
+                assert_eq!(bits, expected);
+            }
         }
     }
 
