@@ -5,7 +5,7 @@ use serde_json::{Value, json};
 use std::fs;
 use std::path::Path;
 use std::process::{Command, Output};
-use tests::memory::{Measured, measure, model_folder, small_sizes};
+use tests::memory::{Measured, high_water_mark, measure, model_folder, small_sizes};
 use tests::tolerance;
 
 fn launcher() -> &'static Path {
@@ -262,4 +262,42 @@ fn a_plan_knows_the_bytes_of_a_checkpoint() {
             );
         }
     }
+}
+
+/// A merged model is written from blocks, whatever its size: the process itself is most of what it takes.
+#[test]
+fn check_25_an_export_holds_blocks_and_no_model() {
+    const MOST: u64 = 40 << 20;
+    let site = Site::new();
+    let sizes = json!({"num_hidden_layers": 12, "intermediate_size": 16 << 10});
+    model_folder(&golden("minicpm-v-2_6"), &site.path("sizes"), &sizes).unwrap();
+    let mut synth = Command::new(launcher());
+    synth
+        .current_dir(site.path("."))
+        .args("synth --samples 2 --sample-tokens 150 --output big".split(' '))
+        .args(["--model-config", "sizes"]);
+    assert!(synth.output().unwrap().status.success());
+    site.train(
+        "--model big --data big/samples.json --nproc 1 --precision bf16 --use-lora --lora-rank 2 \
+         --max-steps 1 --model-max-length 200",
+    );
+    let export = "export out/checkpoint-1 --merge --output merged";
+    let mut child = Command::new(launcher())
+        .current_dir(site.path("."))
+        .args(export.split(' '))
+        .spawn()
+        .unwrap();
+    let mut most = 0;
+    let status = loop {
+        // It only grows: the last look is the peak, but for what a look misses at the end.
+        most = high_water_mark(child.id()).unwrap_or(0).max(most);
+        if let Some(status) = child.try_wait().unwrap() {
+            break status;
+        }
+        std::thread::yield_now();
+    };
+    assert!(status.success());
+    let model = file_bytes(&site.path("merged"), &|_| true);
+    assert!(model > 3 * MOST, "{model} bytes");
+    assert!(0 < most && most < MOST, "{most} bytes for {model}");
 }
