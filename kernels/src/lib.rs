@@ -77,4 +77,4 @@ pub use null::NullBackend;
 pub use pool::{Block, Pool, PoolEvent, PoolStats, Reservation, Tag, TagBytes};
 pub use routed::{RoutedArgs, RoutedGroup};
 pub use shape::{MAX_RANK, Shape};
-pub use tensor::{ForeignBytes, Tensor, TensorMut};
+pub use tensor::{Fetch, ForeignBytes, Tensor, TensorMut};

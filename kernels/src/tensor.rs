@@ -1,5 +1,7 @@
 //! Immutable contiguous tensors.
 
+#[cfg(feature = "cuda")]
+use crate::cuda::backend::Moment;
 use crate::error::{KernelError, Result, shape_error};
 use crate::pool::{Block, Placed, Pool, Reservation, Tag};
 use crate::{DType, Element, Shape};
@@ -21,6 +23,56 @@ pub(crate) trait DeviceMemory: Send + Sync + std::fmt::Debug {
 
     /// Waits for the device and copies bytes from `offset` on.
     fn read(&self, offset: u64, out: &mut [u8]) -> Result<()>;
+
+    /// The moment when everything queued so far is done.
+    fn moment(&self) -> Result<Moment>;
+
+    /// As `read`, waiting for that moment only.
+    fn fetch(&self, offset: u64, out: &mut [u8], behind: &Moment) -> Result<()>;
+
+    /// All uses of these bytes are queued: the place is given back.
+    fn release(&self, offset: u64, bytes: u64);
+}
+
+#[cfg(feature = "cuda")]
+impl Drop for OnDevice {
+    fn drop(&mut self) {
+        self.memory
+            .release(self.placed.offset(), self.placed.bytes());
+    }
+}
+
+/// Values on their way to the host: from a device they come without waiting for what is queued after
+/// [`Tensor::fetch`]. The tensor lives until they are there.
+#[derive(Debug)]
+pub struct Fetch {
+    tensor: Tensor,
+    #[cfg(feature = "cuda")]
+    behind: Option<Moment>,
+}
+
+impl Fetch {
+    /// The elements of an f32 tensor, in place where the host can read them.
+    ///
+    /// # Errors
+    /// As [`Tensor::to_f32_vec`].
+    ///
+    /// # Panics
+    /// When the dtype is another.
+    pub fn f32(&self) -> Result<Cow<'_, [f32]>> {
+        let tensor = &self.tensor;
+        #[cfg(feature = "cuda")]
+        if let (Storage::Device(place), Some(behind)) = (&*tensor.storage, &self.behind) {
+            assert_eq!(tensor.dtype, DType::F32, "tensor is {}", tensor.dtype);
+            let start = tensor.start_elems * tensor.dtype.size_bytes();
+            let mut out = vec![0.0; tensor.elems()];
+            let bytes = bytemuck::cast_slice_mut(&mut out);
+            let memory = &place.memory;
+            memory.fetch(place.placed.offset() + start as u64, bytes, behind)?;
+            return Ok(Cow::Owned(out));
+        }
+        tensor.host_f32()
+    }
 }
 
 /// A place in a device's memory.
@@ -167,6 +219,23 @@ impl Tensor {
         return matches!(*self.storage, Storage::Device(_));
         #[cfg(not(feature = "cuda"))]
         false
+    }
+
+    /// Lets its values, as they are with everything queued so far, be taken to the host later.
+    ///
+    /// # Errors
+    /// A device that fails.
+    pub fn fetch(&self) -> Result<Fetch> {
+        Ok(Fetch {
+            tensor: self.clone(),
+            #[cfg(feature = "cuda")]
+            behind: match &*self.storage {
+                Storage::Device(place) if place.known.is_none() && place.memory.has_values() => {
+                    Some(place.memory.moment()?)
+                }
+                _ => None,
+            },
+        })
     }
 
     /// The bytes, fetched from the device where they lie on one (which waits for it).

@@ -1,14 +1,15 @@
-//! One GPU: its memory, one stream, and launches on it.
+//! One GPU: its memory, one stream for work, and launches on it.
 #![expect(unsafe_code, reason = "calls into the driver, which was probed before")]
 
 use std::collections::HashMap;
 use std::ffi::{CString, c_void};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use cudarc::driver::result::{self, DriverError};
 use cudarc::driver::sys::{self, CUfunction_attribute_enum as FunctionAttribute, CUresult};
 use cudarc::driver::{CudaContext, CudaStream};
 
+use super::copies::Copies;
 use super::error::{CudaError, DriverResult, Result};
 use super::image::{Cache, Image, Images};
 use super::launch::{Address, Launch};
@@ -28,6 +29,8 @@ pub struct Gpu {
     images: Images,
     shared_limit: u32,
     loaded: Mutex<HashMap<Module, Loaded>>,
+    /// Made when something is first copied.
+    copies: OnceLock<Copies>,
 }
 
 /// A module in the driver; unloaded with the context at the end of the process.
@@ -102,6 +105,7 @@ impl Gpu {
             stream,
             shared_limit: shared_limit.unsigned_abs(),
             loaded: Mutex::default(),
+            copies: OnceLock::new(),
         })
     }
 
@@ -127,6 +131,17 @@ impl Gpu {
     #[must_use]
     pub const fn stream(&self) -> &Arc<CudaStream> {
         &self.stream
+    }
+
+    /// Streams and pinned memory for copies beside the work.
+    pub(super) fn copies(&self) -> Result<&Copies> {
+        self.bind()?;
+        if let Some(copies) = self.copies.get() {
+            return Ok(copies);
+        }
+        let stream = || self.context.new_stream().during("creating a stream");
+        let copies = Copies::new(self, [stream()?, stream()?])?;
+        Ok(self.copies.get_or_init(|| copies))
     }
 
     /// Free and total bytes now.

@@ -400,6 +400,11 @@ impl Placed {
     pub(crate) fn offset(&self) -> u64 {
         (self.place.start * LINE_BYTES) as u64
     }
+
+    /// Its size, whole lines.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.counted.bytes
+    }
 }
 
 impl Drop for Placed {

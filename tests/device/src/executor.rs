@@ -1,9 +1,14 @@
 //! The emulator as what a [`CudaBackend`] works on.
+//!
+//! Work is executed as late as it may be: when somebody looks. So a copy beside the queue really runs before what was
+//! queued earlier and need not wait for it (ascending order), or behind all of that (every other order), and a fetch
+//! sees nothing that was queued after its moment.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use kernels::cuda::CudaBackend;
-use kernels::cuda::backend::{Cause, Executor};
+use kernels::cuda::backend::{Cause, Executor, Moment};
 use kernels::cuda::launch::{Address, Launch};
 
 use crate::emulator::{Emulator, Order};
@@ -17,7 +22,7 @@ pub const MULTIPROCESSORS: u32 = 4;
 /// # Errors
 /// When there is no such room.
 pub fn emulated_backend(bytes: u64, order: Order) -> kernels::Result<CudaBackend> {
-    CudaBackend::new(std::sync::Arc::new(EmulatedGpu::new(order)), bytes)
+    CudaBackend::new(Arc::new(EmulatedGpu::new(order)), bytes)
 }
 
 /// One machine whose buffers belong to one backend.
@@ -30,9 +35,58 @@ pub struct EmulatedGpu {
 struct State {
     machine: Emulator,
     buffers: Vec<Buffer>,
+    /// Whether uploads run as early as they may.
+    early: bool,
+    /// Ascending by number; an upload has that of the work it follows.
+    queue: VecDeque<(u64, Work)>,
+    /// Works queued so far, without uploads: the number of the last.
+    queued: u64,
+    /// Number of the last upload.
+    uploaded: u64,
 }
 
+#[derive(Debug)]
+enum Work {
+    Launch(Box<Launch>),
+    Write(Address, Vec<u8>),
+    Zero(Address, u64),
+    Copy(Address, Address, u64),
+}
+
+/// Works that wait at most: they hold copies of what they write.
+const QUEUE: usize = 512;
+
 impl State {
+    fn push(&mut self, work: Work) -> Result<(), Cause> {
+        self.queued += 1;
+        self.queue.push_back((self.queued, work));
+        if let (true, Some((first, _))) = (self.queue.len() > QUEUE, self.queue.front()) {
+            self.run_to(*first)?;
+        }
+        Ok(())
+    }
+
+    /// Executes all works up to this number.
+    fn run_to(&mut self, last: u64) -> Result<(), Cause> {
+        while self
+            .queue
+            .front()
+            .is_some_and(|(number, _)| *number <= last)
+            && let Some((_, work)) = self.queue.pop_front()
+        {
+            match work {
+                Work::Launch(launch) => self.machine.launch(&launch)?,
+                Work::Write(to, bytes) => self.write(to, &bytes)?,
+                Work::Zero(at, bytes) => self.write(at, &vec![0; bytes as usize])?,
+                Work::Copy(from, to, bytes) => {
+                    let bytes = self.read(from, bytes as usize)?;
+                    self.write(to, &bytes)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
     /// The buffer that holds a range, and where in it the range begins.
     fn place(&self, at: Address, bytes: usize) -> Result<(Buffer, usize), Cause> {
         let inside = |buffer: &&Buffer| {
@@ -62,6 +116,10 @@ impl EmulatedGpu {
         let state = State {
             machine: Emulator::new(order),
             buffers: Vec::new(),
+            early: matches!(order, Order::Ascending),
+            queue: VecDeque::new(),
+            queued: 0,
+            uploaded: 0,
         };
         Self {
             state: Mutex::new(state),
@@ -73,7 +131,15 @@ impl EmulatedGpu {
     }
 }
 
-// SAFETY: buffers live as long as the machine, which runs every call to its end before the next.
+/// Works that are behind.
+fn works(moment: &Moment) -> Result<u64, Cause> {
+    let works = moment.downcast_ref::<u64>();
+    works
+        .copied()
+        .ok_or_else(|| "a moment of another device".into())
+}
+
+// SAFETY: buffers live as long as the machine; works run in their order, an upload as the trait says.
 unsafe impl Executor for EmulatedGpu {
     fn multiprocessors(&self) -> u32 {
         MULTIPROCESSORS
@@ -87,30 +153,61 @@ unsafe impl Executor for EmulatedGpu {
     }
 
     fn free(&self, memory: Address) {
-        // The machine keeps its memory; nothing may use it any more.
-        self.lock().buffers.retain(|b| b.address != memory);
+        let mut state = self.lock();
+        // What is left has no reader. The machine keeps its memory; nothing may use it any more.
+        state.queue.clear();
+        state.buffers.retain(|b| b.address != memory);
     }
 
     unsafe fn write(&self, to: Address, bytes: &[u8]) -> Result<(), Cause> {
-        self.lock().write(to, bytes)
+        self.lock().push(Work::Write(to, bytes.to_vec()))
     }
 
     unsafe fn read(&self, from: Address, bytes: &mut [u8]) -> Result<(), Cause> {
-        bytes.copy_from_slice(&self.lock().read(from, bytes.len())?);
+        let mut state = self.lock();
+        state.run_to(u64::MAX)?;
+        bytes.copy_from_slice(&state.read(from, bytes.len())?);
         Ok(())
     }
 
     unsafe fn zero(&self, at: Address, bytes: u64) -> Result<(), Cause> {
-        self.lock().write(at, &vec![0; bytes as usize])
+        self.lock().push(Work::Zero(at, bytes))
     }
 
     unsafe fn copy(&self, from: Address, to: Address, bytes: u64) -> Result<(), Cause> {
+        self.lock().push(Work::Copy(from, to, bytes))
+    }
+
+    fn moment(&self) -> Result<Moment, Cause> {
+        Ok(Arc::new(self.lock().queued))
+    }
+
+    unsafe fn upload(
+        &self,
+        to: Address,
+        bytes: &[u8],
+        behind: Option<&Moment>,
+    ) -> Result<(), Cause> {
         let mut state = self.lock();
-        let bytes = state.read(from, bytes as usize)?;
-        state.write(to, &bytes)
+        let behind = behind.map(works).transpose()?.unwrap_or(0);
+        let number = if state.early { behind } else { state.queued };
+        let number = number.max(state.uploaded);
+        state.uploaded = number;
+        let place = state.queue.partition_point(|(other, _)| *other <= number);
+        let work = Work::Write(to, bytes.to_vec());
+        state.queue.insert(place, (number, work));
+        Ok(())
+    }
+
+    unsafe fn fetch(&self, from: Address, bytes: &mut [u8], behind: &Moment) -> Result<(), Cause> {
+        let mut state = self.lock();
+        let behind = works(behind)?;
+        state.run_to(behind)?;
+        bytes.copy_from_slice(&state.read(from, bytes.len())?);
+        Ok(())
     }
 
     unsafe fn launch(&self, launch: &Launch) -> Result<(), Cause> {
-        Ok(self.lock().machine.launch(launch)?)
+        self.lock().push(Work::Launch(Box::new(launch.clone())))
     }
 }

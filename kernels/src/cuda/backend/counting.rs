@@ -3,7 +3,7 @@
 //! It is the same code that takes outputs and scratch memory, so a plan knows the places that a run will get, whatever
 //! an operation needs.
 
-use super::{Cause, CudaBackend, Executor};
+use super::{Cause, CudaBackend, Executor, Moment};
 use crate::cuda::launch::{Address, Launch};
 use crate::pool::Pool;
 use std::sync::Arc;
@@ -59,6 +59,28 @@ unsafe impl Executor for Nowhere {
 
     unsafe fn copy(&self, _from: Address, _to: Address, _bytes: u64) -> Result<(), Cause> {
         Ok(())
+    }
+
+    fn moment(&self) -> Result<Moment, Cause> {
+        Ok(Arc::new(()))
+    }
+
+    unsafe fn upload(
+        &self,
+        _to: Address,
+        _bytes: &[u8],
+        _behind: Option<&Moment>,
+    ) -> Result<(), Cause> {
+        Ok(())
+    }
+
+    unsafe fn fetch(
+        &self,
+        _from: Address,
+        _bytes: &mut [u8],
+        _behind: &Moment,
+    ) -> Result<(), Cause> {
+        Err("a device that only counts has no values".into())
     }
 
     unsafe fn launch(&self, _launch: &Launch) -> Result<(), Cause> {

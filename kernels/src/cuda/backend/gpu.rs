@@ -1,12 +1,19 @@
-//! A GPU as an executor: its driver's calls, on its one stream.
+//! A GPU as an executor: its driver's calls, on one stream for work and one each for copies in and out.
 
-use super::{Cause, Executor};
+use super::{Cause, Executor, Moment};
 use crate::cuda::error::DriverResult;
 use crate::cuda::gpu::Gpu;
 use crate::cuda::launch::{Address, Launch};
-use cudarc::driver::result;
+use cudarc::driver::{CudaEvent, result};
+use std::sync::Arc;
 
-// SAFETY: memory stays until `free`, which waits for the device; everything goes to one stream, in the order of calls.
+fn event(moment: &Moment) -> Result<&CudaEvent, Cause> {
+    let event = moment.downcast_ref::<CudaEvent>();
+    event.ok_or_else(|| "a moment of another device".into())
+}
+
+// SAFETY: memory stays until `free`, which waits for the device; work goes to one stream, in the order of calls, and
+// that stream waits for each upload before it goes on.
 unsafe impl Executor for Gpu {
     fn multiprocessors(&self) -> u32 {
         self.facts().multiprocessors
@@ -29,20 +36,15 @@ unsafe impl Executor for Gpu {
     }
 
     unsafe fn write(&self, to: Address, bytes: &[u8]) -> Result<(), Cause> {
-        self.bind()?;
-        let stream = self.stream().cu_stream();
-        // SAFETY: the caller vouches for the range, and the copy is waited for.
-        unsafe { result::memcpy_htod_async(to.0, bytes, stream) }.during("copying to the GPU")?;
-        Ok(self.synchronize()?)
+        let copies = self.copies()?;
+        // SAFETY: the caller vouches for the range.
+        Ok(unsafe { copies.small.send(self, self.stream(), to, bytes) }?)
     }
 
     unsafe fn read(&self, from: Address, bytes: &mut [u8]) -> Result<(), Cause> {
-        self.bind()?;
-        let stream = self.stream().cu_stream();
-        // SAFETY: the caller vouches for the range, and the copy is waited for.
-        unsafe { result::memcpy_dtoh_async(bytes, from.0, stream) }
-            .during("copying from the GPU")?;
-        Ok(self.synchronize()?)
+        let behind = self.moment()?;
+        // SAFETY: the caller vouches for the range; the moment is behind everything queued.
+        unsafe { self.fetch(from, bytes, &behind) }
     }
 
     unsafe fn zero(&self, at: Address, bytes: u64) -> Result<(), Cause> {
@@ -61,6 +63,38 @@ unsafe impl Executor for Gpu {
         unsafe { result::memcpy_dtod_async(to.0, from.0, bytes as usize, stream) }
             .during("copying on the GPU")?;
         Ok(())
+    }
+
+    fn moment(&self) -> Result<Moment, Cause> {
+        let moment = self.stream().record_event(None);
+        Ok(Arc::new(moment.during("marking a moment")?))
+    }
+
+    unsafe fn upload(
+        &self,
+        to: Address,
+        bytes: &[u8],
+        behind: Option<&Moment>,
+    ) -> Result<(), Cause> {
+        let copies = self.copies()?;
+        if let Some(behind) = behind {
+            let wait = copies.inward.wait(event(behind)?);
+            wait.during("ordering a copy behind a moment")?;
+        }
+        // SAFETY: the caller vouches for the range and for the moment.
+        unsafe { copies.large.send(self, &copies.inward, to, bytes) }?;
+        let done = copies.inward.record_event(None);
+        let done = done.during("marking a moment")?;
+        let wait = self.stream().wait(&done);
+        Ok(wait.during("ordering work behind a copy")?)
+    }
+
+    unsafe fn fetch(&self, from: Address, bytes: &mut [u8], behind: &Moment) -> Result<(), Cause> {
+        let copies = self.copies()?;
+        let wait = copies.outward.wait(event(behind)?);
+        wait.during("ordering a copy behind a moment")?;
+        // SAFETY: the caller vouches for the range and for the moment.
+        Ok(unsafe { copies.back.receive(self, &copies.outward, from, bytes) }?)
     }
 
     unsafe fn launch(&self, launch: &Launch) -> Result<(), Cause> {

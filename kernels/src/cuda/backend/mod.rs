@@ -1,7 +1,9 @@
-//! A GPU as a [`Backend`]: every operation as launches on one stream, tensors in one arena.
+//! A GPU as a [`Backend`]: every operation as launches on one queue, tensors in one arena.
 //!
 //! The arena is taken from the device once; after that nothing is allocated there. A tensor that is dropped gives its
 //! place back at once: launches run in their order, so who gets the place next writes it after all earlier readers.
+//! Weights come in beside that queue, behind the last use of the place they get, and gradients go out beside it, behind
+//! the launches that made them.
 //! What executes the launches is an [`Executor`]: a [`Gpu`](super::gpu::Gpu), or the emulator of the tests.
 //!
 //! Differences from the CPU: products of 16-bit tensors sum on tensor cores in another order; LoRA's inner activation
@@ -18,6 +20,7 @@ mod loss;
 mod products;
 mod routed;
 mod rows;
+mod uses;
 
 pub use loss::LossCuts;
 
@@ -35,16 +38,22 @@ use crate::error::{KernelError, Result};
 use crate::pool::{Pool, Tag};
 use crate::tensor::{DeviceMemory, OnDevice};
 use crate::{DType, Shape, Tensor};
+use std::any::Any;
 use std::sync::{Arc, Mutex, PoisonError};
+use uses::Uses;
 
 /// What a device's own calls fail with.
 pub type Cause = Box<dyn std::error::Error + Send + Sync>;
 
-/// Memory of a device, and one queue of work on it.
+/// A point in the queue of an [`Executor`], which alone knows what it is.
+pub type Moment = Arc<dyn Any + Send + Sync>;
+
+/// Memory of a device, one queue of work on it, and copies beside that queue.
 ///
 /// # Safety
 /// An implementor keeps the memory of [`Executor::allocate`] until [`Executor::free`], and executes launches, copies,
-/// fills, reads and writes in the order of their calls.
+/// fills, reads and writes in the order of their calls; uploads in the order of theirs, each before everything that is
+/// queued behind it.
 pub unsafe trait Executor: Send + Sync + std::fmt::Debug {
     /// Multiprocessors of the device: a hint for the cut of work, never for its results.
     fn multiprocessors(&self) -> u32;
@@ -99,6 +108,35 @@ pub unsafe trait Executor: Send + Sync + std::fmt::Debug {
     /// When the device fails.
     unsafe fn copy(&self, from: Address, to: Address, bytes: u64) -> Result<(), Cause>;
 
+    /// The moment when everything queued so far is done.
+    ///
+    /// # Errors
+    /// When the device fails.
+    fn moment(&self) -> Result<Moment, Cause>;
+
+    /// Copies host bytes to the device beside the queue, not before the moment `behind`.
+    ///
+    /// # Safety
+    /// The range lies in allocated memory, and nothing queued between that moment and this call uses it.
+    ///
+    /// # Errors
+    /// When the device fails.
+    unsafe fn upload(
+        &self,
+        to: Address,
+        bytes: &[u8],
+        behind: Option<&Moment>,
+    ) -> Result<(), Cause>;
+
+    /// Waits for the moment `behind`, and no longer, and copies bytes to the host.
+    ///
+    /// # Safety
+    /// The range lies in allocated memory, and nothing queued after that moment writes it.
+    ///
+    /// # Errors
+    /// When the device fails, or work queued before the moment did.
+    unsafe fn fetch(&self, from: Address, bytes: &mut [u8], behind: &Moment) -> Result<(), Cause>;
+
     /// Queues a launch.
     ///
     /// # Safety
@@ -114,6 +152,7 @@ pub unsafe trait Executor: Send + Sync + std::fmt::Debug {
 struct Arena {
     executor: Arc<dyn Executor>,
     start: Address,
+    uses: Arc<Uses>,
 }
 
 impl DeviceMemory for Arena {
@@ -129,6 +168,25 @@ impl DeviceMemory for Arena {
         // SAFETY: tensors ask for bytes of places that the pool gave them inside the arena.
         let read = unsafe { self.executor.read(Address(self.start.0 + offset), out) };
         read.map_err(|cause| KernelError::Device { op: "read", cause })
+    }
+
+    fn moment(&self) -> Result<Moment> {
+        let moment = self.executor.moment();
+        moment.map_err(|cause| KernelError::Device {
+            op: "moment",
+            cause,
+        })
+    }
+
+    fn fetch(&self, offset: u64, out: &mut [u8], behind: &Moment) -> Result<()> {
+        let from = Address(self.start.0 + offset);
+        // SAFETY: as in `read`; a tensor is written before anybody has it.
+        let fetched = unsafe { self.executor.fetch(from, out, behind) };
+        fetched.map_err(|cause| KernelError::Device { op: "fetch", cause })
+    }
+
+    fn release(&self, offset: u64, bytes: u64) {
+        self.uses.release(offset..offset + bytes);
     }
 }
 
@@ -147,6 +205,7 @@ pub struct CudaBackend {
     pool: Pool,
     executor: Arc<dyn Executor>,
     memory: Arc<dyn DeviceMemory>,
+    uses: Arc<Uses>,
     table: Arc<LastTable>,
     cuts: LossCuts,
 }
@@ -169,14 +228,17 @@ impl CudaBackend {
 
     /// On memory that was taken.
     fn at(executor: Arc<dyn Executor>, start: Address, pool: Pool) -> Self {
+        let uses = Arc::<Uses>::default();
         let memory: Arc<dyn DeviceMemory> = Arc::new(Arena {
             executor: executor.clone(),
             start,
+            uses: uses.clone(),
         });
         Self {
             pool,
             executor,
             memory,
+            uses,
             table: Arc::default(),
             cuts: LossCuts::default(),
         }
@@ -231,7 +293,8 @@ impl CudaBackend {
         for launch in launches {
             // SAFETY: operations build launches from addresses of tensors that they hold, whose sizes were checked
             // against those of the call, or of scratch memory of the size that the operation states. A place that is
-            // given back meanwhile is written by later launches only.
+            // given back meanwhile is written by later launches, or by an upload behind this one.
+            self.uses.count();
             unsafe { self.executor.launch(&launch) }.map_err(Self::device_error(op))?;
         }
         Ok(())
@@ -254,6 +317,7 @@ impl CudaBackend {
 
     fn write(&self, op: &'static str, to: &Tensor, bytes: &[u8]) -> Result<()> {
         let at = self.address(op, to)?;
+        self.uses.count();
         // SAFETY: `to` has as many bytes.
         unsafe { self.executor.write(at, bytes) }.map_err(Self::device_error(op))
     }
@@ -271,8 +335,25 @@ impl CudaBackend {
         Ok(out)
     }
 
+    /// Writes a tensor at `offset` of the arena beside what is queued, behind the last use of its place.
+    fn upload_beside(&self, to: &Tensor, offset: u64, bytes: &[u8]) -> Result<()> {
+        const OP: &str = "upload";
+        let at = self.address(OP, to)?;
+        let now = || self.executor.moment();
+        // A later upload into a place that was given back before need not wait for what is queued from here on.
+        let marked = self.uses.mark(now);
+        marked.map_err(Self::device_error(OP))?;
+        let place = offset..offset + bytes.len() as u64;
+        let behind = self.uses.behind(place, now);
+        let behind = behind.map_err(Self::device_error(OP))?;
+        // SAFETY: `to` has as many bytes, and its place has no use behind that moment.
+        let uploaded = unsafe { self.executor.upload(at, bytes, behind.as_ref()) };
+        uploaded.map_err(Self::device_error(OP))
+    }
+
     fn clear(&self, op: &'static str, x: &Tensor) -> Result<()> {
         let at = self.address(op, x)?;
+        self.uses.count();
         // SAFETY: the range is the tensor's.
         unsafe { self.executor.zero(at, x.size_bytes() as u64) }.map_err(Self::device_error(op))
     }
@@ -281,6 +362,7 @@ impl CudaBackend {
     fn copy_of(&self, op: &'static str, x: &Tensor, tag: Tag) -> Result<Tensor> {
         let out = self.uninit(x.shape(), x.dtype(), tag)?;
         let (from, to) = (self.address(op, x)?, self.address(op, &out)?);
+        self.uses.count();
         // SAFETY: both tensors have as many bytes, and they are different ones.
         unsafe { self.executor.copy(from, to, x.size_bytes() as u64) }
             .map_err(Self::device_error(op))?;
@@ -487,8 +569,13 @@ impl Backend for CudaBackend {
             placed,
             known: (dtype == DType::I32).then(|| bytes.into()),
         };
+        let offset = place.placed.offset();
         let out = Tensor::on_device(place, shape, dtype);
-        self.write("upload", &out, bytes)?;
+        if tag == Tag::Gathered {
+            self.upload_beside(&out, offset, bytes)?;
+        } else {
+            self.write("upload", &out, bytes)?;
+        }
         Ok(out)
     }
 

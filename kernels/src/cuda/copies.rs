@@ -1,0 +1,175 @@
+//! Copies between host and device through pinned chunks, beside the work of the device.
+//!
+//! The driver copies from plain memory only after it has waited for the stream. So bytes go through chunks of pinned
+//! memory in turn: while the bus takes one, the host fills (or empties) the next.
+#![expect(unsafe_code, reason = "queues copies to and from pinned memory")]
+
+use super::error::{DriverResult, Result};
+use super::gpu::Gpu;
+use super::launch::Address;
+use super::transfer::Pinned;
+use cudarc::driver::{CudaEvent, CudaStream, result};
+use rayon::prelude::*;
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// Bytes of a chunk of large copies: long beside what a copy costs to start, short beside a unit's weights.
+const LARGE: usize = 8 << 20;
+/// Bytes of a chunk of small ones: tables of row numbers, labels, pictures.
+const SMALL: usize = 256 << 10;
+/// Chunks of a ring: two would do, if the host were never late.
+const CHUNKS: usize = 4;
+
+/// Bytes of pinned memory of one GPU's copies.
+pub const PINNED_BYTES: usize = CHUNKS * (2 * LARGE + SMALL);
+
+/// Bytes that one thread copies at once: one alone is slower than the bus.
+const TASK: usize = 1 << 20;
+
+fn copy(from: &[u8], to: &mut [u8]) {
+    if to.len() <= TASK {
+        return to.copy_from_slice(from);
+    }
+    let parts = to.par_chunks_mut(TASK).zip(from.par_chunks(TASK));
+    parts.for_each(|(to, from)| to.copy_from_slice(from));
+}
+
+/// Streams and pinned memory of one GPU's copies.
+#[derive(Debug)]
+pub(super) struct Copies {
+    /// Weights to the device.
+    pub(super) inward: Arc<CudaStream>,
+    /// Gradients from it.
+    pub(super) outward: Arc<CudaStream>,
+    pub(super) large: Ring,
+    pub(super) small: Ring,
+    pub(super) back: Ring,
+}
+
+impl Copies {
+    pub(super) fn new(gpu: &Gpu, streams: [Arc<CudaStream>; 2]) -> Result<Self> {
+        let [inward, outward] = streams;
+        Ok(Self {
+            inward,
+            outward,
+            large: Ring::new(gpu, LARGE)?,
+            small: Ring::new(gpu, SMALL)?,
+            back: Ring::new(gpu, LARGE)?,
+        })
+    }
+}
+
+/// Chunks of pinned memory, used in turn.
+#[derive(Debug)]
+pub(super) struct Ring {
+    chunk_bytes: usize,
+    chunks: Mutex<VecDeque<Chunk>>,
+}
+
+#[derive(Debug)]
+struct Chunk {
+    memory: Pinned,
+    /// When the bus is done with it.
+    busy: Option<CudaEvent>,
+}
+
+impl Chunk {
+    fn wait(&mut self) -> Result<()> {
+        match self.busy.take() {
+            Some(event) => event.synchronize().during("waiting for a copy"),
+            None => Ok(()),
+        }
+    }
+}
+
+impl Ring {
+    fn new(gpu: &Gpu, chunk_bytes: usize) -> Result<Self> {
+        let chunk = |_| {
+            let memory = gpu.pinned(chunk_bytes)?;
+            Ok(Chunk { memory, busy: None })
+        };
+        let chunks = (0..CHUNKS).map(chunk).collect::<Result<_>>()?;
+        Ok(Self {
+            chunk_bytes,
+            chunks: Mutex::new(chunks),
+        })
+    }
+
+    /// Queues a copy to the device; returns when all bytes were taken from `bytes`.
+    ///
+    /// # Safety
+    /// The range at `to` must be memory of this GPU that stays until the stream has passed the copy.
+    pub(super) unsafe fn send(
+        &self,
+        gpu: &Gpu,
+        stream: &CudaStream,
+        to: Address,
+        bytes: &[u8],
+    ) -> Result<()> {
+        gpu.bind()?;
+        let mut chunks = self.chunks.lock().unwrap_or_else(PoisonError::into_inner);
+        for (part, bytes) in bytes.chunks(self.chunk_bytes).enumerate() {
+            // The one used longest ago; it stays in the ring when something fails.
+            chunks.rotate_left(1);
+            let Some(chunk) = chunks.back_mut() else {
+                return Ok(());
+            };
+            chunk.wait()?;
+            let pinned = &mut chunk.memory.as_mut_slice()[..bytes.len()];
+            copy(bytes, pinned);
+            let at = to.0 + (part * self.chunk_bytes) as u64;
+            // SAFETY: the caller vouches for the range; the chunk is left alone until its event.
+            unsafe { result::memcpy_htod_async(at, pinned, stream.cu_stream()) }
+                .during("copying to the GPU")?;
+            let busy = stream.record_event(None).during("marking a moment")?;
+            chunk.busy = Some(busy);
+        }
+        Ok(())
+    }
+
+    /// Copies from the device, behind what the stream waits for; returns when all bytes are in `bytes`.
+    ///
+    /// # Safety
+    /// The range at `from` must be memory of this GPU.
+    pub(super) unsafe fn receive(
+        &self,
+        gpu: &Gpu,
+        stream: &CudaStream,
+        from: Address,
+        bytes: &mut [u8],
+    ) -> Result<()> {
+        gpu.bind()?;
+        let mut chunks = self.chunks.lock().unwrap_or_else(PoisonError::into_inner);
+        let count = bytes.len().div_ceil(self.chunk_bytes);
+        let ahead = chunks.len();
+        let all = bytes.len();
+        let range = |part: usize| {
+            let start = part * self.chunk_bytes;
+            start..(start + self.chunk_bytes).min(all)
+        };
+        for part in 0..count + ahead {
+            // The chunk of part `part - ahead`, which is emptied, and filled with part `part`.
+            chunks.rotate_left(1);
+            let Some(chunk) = chunks.back_mut() else {
+                return Ok(());
+            };
+            chunk.wait()?;
+            if part >= ahead && part - ahead < count {
+                let done = range(part - ahead);
+                let len = done.len();
+                copy(&chunk.memory.as_slice()[..len], &mut bytes[done]);
+            }
+            if part < count {
+                let wanted = range(part);
+                let at = from.0 + wanted.start as u64;
+                let pinned = &mut chunk.memory.as_mut_slice()[..wanted.len()];
+                // SAFETY: the caller vouches for the range; the chunk is left alone until its event.
+                unsafe { result::memcpy_dtoh_async(pinned, at, stream.cu_stream()) }
+                    .during("copying from the GPU")?;
+                let busy = stream.record_event(None).during("marking a moment")?;
+                chunk.busy = Some(busy);
+            }
+        }
+        Ok(())
+    }
+}
