@@ -83,6 +83,12 @@ impl RankEnv {
         self.job_dir.is_some()
     }
 
+    /// Whether an MPI numbered this rank.
+    #[cfg(feature = "mpi")]
+    pub fn is_under_mpi(&self) -> bool {
+        matches!(self.source, Source::OpenMpi | Source::Pmi | Source::Mvapich)
+    }
+
     /// Whether some ranks are on other machines.
     pub fn has_peers_elsewhere(&self) -> bool {
         self.local_world_size < self.world_size

@@ -9,8 +9,8 @@ use kernels::{DType, Element};
 use proptest::prelude::*;
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, mpsc};
-use std::time::Duration;
+use std::sync::{Arc, Barrier};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 const KIB: usize = 1024;
 const TAG: Tag = Tag::new("test", 7);
@@ -34,6 +34,9 @@ enum Transport {
     Tcp,
     #[cfg(feature = "mpi")]
     Mpi,
+    /// Ranks dealt to the processes that mpirun started.
+    #[cfg(feature = "mpi")]
+    Processes,
 }
 
 impl Transport {
@@ -42,7 +45,31 @@ impl Transport {
         !matches!(self, Self::Threads | Self::Shm)
     }
 
-    /// Runs `rank` on every rank of a world and returns the results in rank order.
+    /// How many ranks of a world of `size` this process has.
+    fn ranks_here(self, size: usize) -> usize {
+        match self {
+            #[cfg(feature = "mpi")]
+            Self::Processes => super::mpi::ranks_here(size).count(),
+            _ => size,
+        }
+    }
+
+    /// Holds ranks 0 and 1 until both have come, without a collective of their own world.
+    fn gate(self) -> impl Fn() + Sync {
+        let threads = Barrier::new(2);
+        #[cfg(feature = "mpi")]
+        let processes = match self {
+            Self::Processes => super::mpi::dealt(2, KIB, PATIENCE),
+            _ => Vec::new(),
+        };
+        move || match self {
+            #[cfg(feature = "mpi")]
+            Self::Processes => processes[0].barrier(TAG).unwrap(),
+            _ => drop(threads.wait()),
+        }
+    }
+
+    /// Runs `rank` on every rank of a world and returns the results in rank order, those of this process.
     fn run<R: Send>(
         self,
         size: usize,
@@ -82,6 +109,11 @@ impl Transport {
                     .into_iter()
                     .map(|comm| scope.spawn(move || rank(comm)))
                     .collect(),
+                #[cfg(feature = "mpi")]
+                Self::Processes => super::mpi::dealt(size, region_bytes, deadline)
+                    .into_iter()
+                    .map(|comm| scope.spawn(move || rank(comm)))
+                    .collect(),
                 Self::Tcp => tcp::tests::worlds(size, region_bytes, deadline)
                     .into_iter()
                     .map(|comm| scope.spawn(move || rank(comm)))
@@ -97,6 +129,11 @@ impl Transport {
             0,
             "the window file is gone"
         );
+        // What a rank returned may be its communicator, which the others still want to be there.
+        #[cfg(feature = "mpi")]
+        if matches!(self, Self::Processes) {
+            processes::meet();
+        }
         results
     }
 
@@ -242,14 +279,24 @@ fn broadcast_copies_the_root(transport: Transport) {
 }
 
 fn barrier_holds_until_all_have_come(transport: Transport) {
+    // One clock for all processes of the machine.
+    let now = || {
+        let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap();
+        since.as_secs_f64()
+    };
     for size in 1..=4 {
         let arrived = AtomicUsize::new(0);
         transport.run(size, KIB, PATIENCE, |comm| {
             for round in 1..=50 {
                 arrived.fetch_add(1, Ordering::SeqCst);
+                let came = now();
                 comm.barrier(TAG).unwrap();
-                assert!(arrived.load(Ordering::SeqCst) >= round * size);
-                comm.barrier(TAG).unwrap();
+                let left = now();
+                assert!(arrived.load(Ordering::SeqCst) >= round * transport.ranks_here(size));
+                let times = comm.all_gather_f64(&[came, left], TAG).unwrap();
+                for [came, left] in times.iter().map(|times| [times[0], left]) {
+                    assert!(came <= left, "{came} {left}");
+                }
             }
         });
     }
@@ -669,18 +716,17 @@ fn threads_of_one_rank_wait_at_the_same_time(transport: Transport) {
 }
 
 fn is_done_turns_true_without_waiting(transport: Transport) {
-    let (send, receive) = mpsc::channel();
-    let receive = std::sync::Mutex::new(receive);
+    let gate = transport.gate();
     transport.run(2, KIB, PATIENCE, |comm| {
         let gather = op(CollectiveKind::AllGather, DType::U8);
         if comm.world().rank == 0 {
             let ticket = start(&*comm, gather, &[1u8; 2]);
             assert!(!ticket.is_done());
-            send.send(()).unwrap();
+            gate();
             comm.barrier(TAG).unwrap();
             assert!(ticket.is_done());
         } else {
-            receive.lock().unwrap().recv().unwrap();
+            gate();
             let ticket = start(&*comm, gather, &[1u8; 2]);
             comm.barrier(TAG).unwrap();
             ticket.wait().unwrap();
@@ -690,6 +736,8 @@ fn is_done_turns_true_without_waiting(transport: Transport) {
 
 macro_rules! conformance {
     ($($case:ident)*) => {
+        #[cfg(feature = "mpi")]
+        const CASES: &[(&str, fn(Transport))] = &[$((stringify!($case), $case)),*];
         mod over_threads {
             $(#[test] fn $case() { super::$case(super::Transport::Threads); })*
         }
@@ -730,6 +778,44 @@ conformance! {
     a_result_can_back_a_shared_tensor
     threads_of_one_rank_wait_at_the_same_time
     is_done_turns_true_without_waiting
+}
+
+/// The same suite with ranks in several processes: `mpirun -np 2 <this test binary> comm::conformance::processes`.
+#[cfg(feature = "mpi")]
+mod processes {
+    use super::{CASES, Communicator, KIB, PATIENCE, TAG, Transport};
+    use crate::comm::mpi;
+    use std::sync::{Arc, Mutex, PoisonError};
+
+    /// A world of one rank per process, for what is not under test; MPI ends with it.
+    static ALL: Mutex<Option<Arc<dyn Communicator>>> = Mutex::new(None);
+
+    fn all() -> std::sync::MutexGuard<'static, Option<Arc<dyn Communicator>>> {
+        ALL.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns when every process has called it.
+    pub(super) fn meet() {
+        let all = all().clone();
+        all.expect("under mpirun").barrier(TAG).unwrap();
+    }
+
+    /// Not a test of its own, where mpirun did not start several processes. All cases in one test: processes must run
+    /// them in one order.
+    #[test]
+    fn every_case() {
+        let processes = std::env::var("OMPI_COMM_WORLD_SIZE").map_or(1, |n| n.parse().unwrap());
+        if processes < 2 {
+            return;
+        }
+        *all() = Some(mpi::join(64 * KIB, PATIENCE).unwrap());
+        for (name, case) in CASES {
+            println!("{name}");
+            case(Transport::Processes);
+        }
+        println!("{} cases in {processes} processes", CASES.len());
+        drop(all().take());
+    }
 }
 
 #[test]

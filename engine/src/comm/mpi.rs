@@ -46,6 +46,15 @@ pub fn world() -> Result<World, CommError> {
     Ok(hub()?.world)
 }
 
+/// Name and version of the MPI library that this process loaded.
+#[must_use]
+pub fn library_version() -> String {
+    let text = ::mpi::environment::library_version().unwrap_or_default();
+    // Behind these stand the package and the day of its build.
+    let first = text.split([',', '\n', '\0']).next().unwrap_or_default();
+    first.split_whitespace().collect::<Vec<_>>().join(" ")
+}
+
 /// Joins the world of all processes that MPI started together: every rank has `region_bytes` bytes. Called once; when
 /// the communicator is dropped, MPI ends.
 ///
@@ -83,6 +92,34 @@ pub(super) fn worlds(
     (0..size)
         .map(|r| member(rank(r), region_bytes).unwrap())
         .collect()
+}
+
+/// A world of ranks that are dealt to the processes in turn; those of this one. Processes must make worlds in one order.
+#[cfg(test)]
+pub(super) fn dealt(
+    size: usize,
+    region_bytes: usize,
+    deadline: Duration,
+) -> Vec<Arc<dyn Communicator>> {
+    let hub = hub().unwrap();
+    let number = next_number();
+    let rank = |rank| Wires {
+        hub,
+        number,
+        rank,
+        processes: (0..size).map(|r| (r % hub.world.size) as i32).collect(),
+        deadline,
+    };
+    ranks_here(size)
+        .map(|r| member(rank(r), region_bytes).unwrap())
+        .collect()
+}
+
+/// The ranks that [`dealt`] gives this process.
+#[cfg(test)]
+pub(super) fn ranks_here(size: usize) -> impl Iterator<Item = usize> {
+    let World { rank, size: step } = hub().unwrap().world;
+    (rank..size).step_by(step)
 }
 
 #[cfg(test)]
@@ -283,7 +320,7 @@ impl Pump {
             }
             Order::Send(process, bytes) => {
                 self.sending
-                    .push(Sending::start(&self.world, process, bytes))
+                    .push(Sending::start(&self.world, process, bytes));
             }
             Order::Close {
                 number,

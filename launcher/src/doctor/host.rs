@@ -55,7 +55,7 @@ fn os_name(release: &str) -> Option<String> {
 }
 
 /// The C library that this process is linked to; it carries its version as a text.
-fn libc() -> Option<String> {
+pub(crate) fn libc() -> Option<String> {
     let path = libc_path(&read("/proc/self/maps")?)?;
     if path.contains("musl") {
         return Some("musl".to_string());
@@ -131,7 +131,8 @@ fn cores_in(list: &str) -> Option<usize> {
         .sum()
 }
 
-fn instruction_sets() -> Vec<&'static str> {
+/// Instruction sets of this processor that matter here.
+pub(crate) fn instruction_sets() -> Vec<&'static str> {
     let mut sets = Vec::new();
     macro_rules! ask {
         ($detected:ident: $($name:tt)*) => { $(if std::arch::$detected!($name) { sets.push($name); })* };

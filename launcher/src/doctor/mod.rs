@@ -21,6 +21,8 @@ use crate::rank_env::{CudaPlaces, Variables};
 use facts::Facts;
 use findings::{Finding, Verdict};
 
+pub(crate) use host::{instruction_sets, libc};
+
 /// Grows when a key of the JSON report changes its meaning or goes.
 const SCHEMA: u32 = 1;
 

@@ -1,6 +1,7 @@
 //! How the ranks of a run come together: through shared memory on one machine, over TCP on several.
 
 mod failures;
+mod machine;
 mod port;
 mod token;
 
@@ -14,21 +15,27 @@ use engine::comm::tcp::{self, TcpOptions};
 use engine::comm::{CommError, Communicator, Tag, World, threads};
 
 use crate::config::RunConfig;
+use crate::device::Devices;
 use crate::exit::{ErrorCode, Failure};
 use crate::hostfile::host_name;
-#[cfg(feature = "mpi")]
-use crate::identity::Source;
 use crate::rank_env::RankEnv;
 use crate::run::failures::comm as comm_failure;
+use machine::Machine;
 
 /// Where rank 0 listens unless the environment says otherwise.
 pub(crate) const DEFAULT_PORT: u16 = 29_500;
 
-/// A communicator, and how its ranks exchange.
-pub(crate) type Met = (Arc<dyn Communicator>, &'static str);
+/// Ranks that have met.
+pub(crate) struct Met {
+    pub(crate) comm: Arc<dyn Communicator>,
+    /// How they exchange.
+    pub(crate) transport: &'static str,
+    /// In what they differ without harm; the same on every rank.
+    pub(crate) warnings: Vec<String>,
+}
 
-/// Joins the world of `env`: every rank with `region` bytes of its window. All ranks must be about to run the same.
-/// `noted` sees the communicator before its first collective.
+/// Joins the world of `env`: every rank with `region` bytes of its window. All ranks must be about to run the same,
+/// with libraries and devices that give the same results. `noted` sees the communicator before its first collective.
 ///
 /// # Errors
 /// Ranks are missing, do not know the job's token or differ (exit 13); the output folder is not shared (exit 16).
@@ -37,8 +44,31 @@ pub(crate) fn join(
     env: &RankEnv,
     plan: &Plan,
     region: usize,
+    devices: &dyn Devices,
     noted: impl FnOnce(Arc<dyn Communicator>) -> Arc<dyn Communicator>,
 ) -> Result<Met, Failure> {
+    let (comm, transport) = connect(config, env, plan, region, noted)?;
+    let warnings = match env.world_size {
+        1 => Vec::new(),
+        _ => machine::compare(&Machine::of(config, env, devices), &*comm)?,
+    };
+    if env.has_peers_elsewhere() {
+        shared_folder(&config.output, &*comm, &env.run_token)?;
+    }
+    Ok(Met {
+        comm,
+        transport,
+        warnings,
+    })
+}
+
+fn connect(
+    config: &RunConfig,
+    env: &RankEnv,
+    plan: &Plan,
+    region: usize,
+    noted: impl FnOnce(Arc<dyn Communicator>) -> Arc<dyn Communicator>,
+) -> Result<(Arc<dyn Communicator>, &'static str), Failure> {
     let world = World {
         rank: env.rank,
         size: env.world_size,
@@ -50,17 +80,13 @@ pub(crate) fn join(
         return Ok((noted(alone.remove(0)), "one process"));
     }
     #[cfg(feature = "mpi")]
-    if matches!(env.source, Source::OpenMpi | Source::Pmi | Source::Mvapich) {
+    if env.is_under_mpi() {
         let comm = noted(over_mpi(env, world, region, deadline)?);
         compare(&facts, &*comm)?;
-        if env.has_peers_elsewhere() {
-            shared_folder(&config.output, &*comm, &env.run_token)?;
-        }
         return Ok((comm, "MPI"));
     }
     if env.has_peers_elsewhere() {
         let comm = noted(over_tcp(env, world, region, deadline, facts)?);
-        shared_folder(&config.output, &*comm, &env.run_token)?;
         return Ok((comm, "tcp"));
     }
     let name = format!("tessera-window-{}", env.run_token);
@@ -244,7 +270,10 @@ mod tests {
             .into()
     }
 
-    fn on_ranks<R: Send>(size: usize, run: impl Fn(&dyn Communicator) -> R + Sync) -> Vec<R> {
+    pub(super) fn on_ranks<R: Send>(
+        size: usize,
+        run: impl Fn(&dyn Communicator) -> R + Sync,
+    ) -> Vec<R> {
         let world = threads::world(size, 1 << 16).expect("a world");
         std::thread::scope(|scope| {
             let handles: Vec<_> = world

@@ -100,7 +100,7 @@ impl<'a> Session<'a> {
         };
         let plan = Arc::new(setup.plan(config)?);
         let collectives = Collectives::new();
-        let comm = meet(config, env, &plan, &collectives, &reporter)?;
+        let comm = meet(config, env, &plan, devices, &collectives, &reporter)?;
         let faults = Faults::of(config, env.rank);
         let comm = faults.link(comm, Duration::from_secs(config.comm_timeout_seconds));
         let Setup {
@@ -242,18 +242,24 @@ fn meet(
     config: &RunConfig,
     env: &RankEnv,
     plan: &Arc<engine::Plan>,
+    devices: &dyn Devices,
     collectives: &Arc<Collectives>,
     reporter: &Reporter,
 ) -> Result<Arc<dyn Communicator>, Failure> {
     let started = Instant::now();
     let region = crate::plan::window_region(plan)? as usize;
-    let (comm, transport) = meeting::join(config, env, plan, region, |comm| collectives.of(comm))?;
+    let met = meeting::join(config, env, plan, region, devices, |comm| {
+        collectives.of(comm)
+    })?;
     reporter.emit(&Event::Comm {
         ranks: env.world_size,
-        transport: transport.into(),
+        transport: met.transport.into(),
         seconds: started.elapsed().as_secs_f64(),
     });
-    Ok(comm)
+    for text in met.warnings {
+        reporter.emit(&Event::Warning { text });
+    }
+    Ok(met.comm)
 }
 
 /// The path that a user writes: of the module, also for its adapter.

@@ -246,7 +246,7 @@ fn start_loader(
     let options = encode_options(session.config);
     let rank = session.comm.world().rank;
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    let mut ahead = LoaderOptions::for_node(cores, session.comm.world().size);
+    let mut ahead = LoaderOptions::for_node(cores, session.config.ranks_here());
     if let Workers::Count(threads) = session.config.batch.data_workers {
         ahead = LoaderOptions {
             threads,

@@ -9,8 +9,9 @@
 )]
 
 use std::fs;
+use std::net::TcpListener;
 use std::path::{Path, PathBuf};
-use std::process::{Command, ExitCode};
+use std::process::{Child, Command, ExitCode, Stdio};
 use std::sync::Arc;
 
 use device_tests::emulator::Order;
@@ -18,7 +19,7 @@ use device_tests::executor::{MULTIPROCESSORS, emulated_backend};
 use device_tests::tolerance;
 use kernels::{Backend, DType};
 use launcher::device::{Devices, RunGpu};
-use launcher::doctor::facts::{Cuda, Gpu};
+use launcher::doctor::facts::{Cuda, Gpu, LibraryFacts, LibraryKind};
 use launcher::exit::{ErrorCode, Failure};
 use launcher::rank_env::Variables;
 use serde_json::{Value, json};
@@ -28,6 +29,9 @@ use tempfile::TempDir;
 const GPUS: &str = "TESSERA_EMULATED_GPUS";
 /// Bytes that a rank gets instead of those it asks for.
 const ARENA: &str = "TESSERA_EMULATED_ARENA";
+/// Versions of compiler and driver that a machine says it has.
+const NVRTC: &str = "TESSERA_EMULATED_NVRTC";
+const DRIVER: &str = "TESSERA_EMULATED_DRIVER";
 /// Memory of each.
 const MEMORY_BYTES: u64 = 2 << 30;
 
@@ -56,7 +60,20 @@ impl Devices for Emulated {
             ..Gpu::default()
         };
         let gpus = (0..count.parse().unwrap()).map(gpu);
-        (Cuda::default(), gpus.collect())
+        let text = |name| Some(variables.get(name)?.to_string_lossy().into_owned());
+        let nvrtc = text(NVRTC).map(|version| LibraryFacts {
+            kind: LibraryKind::Nvrtc,
+            name: "NVRTC".into(),
+            path: Some("emulated".into()),
+            version: Some(version),
+            attempts: Vec::new(),
+        });
+        let cuda = Cuda {
+            driver: text(DRIVER),
+            libraries: nvrtc.into_iter().collect(),
+            ..Cuda::default()
+        };
+        (cuda, gpus.collect())
     }
 
     fn open(
@@ -146,6 +163,42 @@ impl Site {
         let text = [done.stdout, done.stderr].concat();
         let text = String::from_utf8(text).unwrap();
         (done.status.code(), text)
+    }
+
+    /// Machine `number` of two with one GPU, and a variable of its own.
+    fn machine(&self, number: usize, port: u16, own: (&str, &str), line: &str) -> Child {
+        Command::new(std::env::current_exe().unwrap())
+            .args(line.split_whitespace())
+            .current_dir(self.0.path())
+            .env_clear()
+            .envs(std::env::var_os("PATH").map(|path| ("PATH", path)))
+            .env(GPUS, "1")
+            .env(own.0, own.1)
+            .env("TMPDIR", self.0.path())
+            .env("XDG_CACHE_HOME", self.path("cache"))
+            .env("NNODES", "2")
+            .env("NODE_RANK", number.to_string())
+            .env("NPROC_PER_NODE", "1")
+            .env("MASTER_ADDR", "127.0.0.1")
+            .env("MASTER_PORT", port.to_string())
+            .env("TESSERA_JOB_TOKEN", "a token of these tests alone")
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap()
+    }
+
+    /// Runs two machines that have unlike values of a variable; exit statuses and screens.
+    fn machines(&self, name: &str, values: [&str; 2], line: &str) -> [(Option<i32>, String); 2] {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = listener.local_addr().unwrap().port();
+        drop(listener);
+        let children = [0, 1].map(|i| self.machine(i, port, (name, values[i]), line));
+        children.map(|child| {
+            let done = child.wait_with_output().unwrap();
+            let text = String::from_utf8(done.stderr).unwrap();
+            (done.status.code(), text)
+        })
     }
 
     /// A training run that must end well; its screen.
@@ -309,9 +362,35 @@ fn an_arena_that_is_too_small_ends_the_run() {
     }
 }
 
+/// Another compiler of kernels on one machine ends the run on both before it begins; another driver is a warning.
+fn machines_with_unlike_libraries_are_named() {
+    let site = Site::new();
+    let line = "--model model --data data.json --zero 3 --model-max-length 96 --max-slice-nums 1 --device cuda --precision f32 \
+                --max-steps 1 --save-strategy no --eval-strategy no --comm-timeout 120 --output out";
+    for (code, text) in site.machines(NVRTC, ["13.0", "12.8"], line) {
+        assert_eq!(code, Some(13), "{text}");
+        for words in [
+            "error[E03] rank 1 computes with another NVRTC than the others",
+            "NVRTC of rank 0 (",
+            "): \"13.0\"",
+            "): \"12.8\"",
+            "TESSERA_CUDA_LIBS",
+        ] {
+            assert!(text.contains(words), "no {words:?} in\n{text}");
+        }
+    }
+    assert!(!site.path("out/trainer_log.jsonl").exists());
+    let [first, second] = site.machines(DRIVER, ["580.65", "575.1"], line);
+    assert_eq!((first.0, second.0), (Some(0), Some(0)), "{}", first.1);
+    let words = "ranks differ in a way that changes no result: GPU driver of rank 0";
+    let said = |text: &str| text.matches(words).count();
+    assert_eq!((said(&first.1), said(&second.1)), (1, 0), "{}", first.1);
+    assert_eq!(site.logged("out", "loss").len(), 1);
+}
+
 type Test = (&'static str, fn());
 
-const TESTS: [Test; 5] = [
+const TESTS: [Test; 6] = [
     (
         "a_run_in_f32_agrees_with_the_cpu_and_resumes_exactly",
         || {
@@ -328,6 +407,10 @@ const TESTS: [Test; 5] = [
     (
         "a_plan_that_does_not_fit_is_refused",
         a_plan_that_does_not_fit_is_refused,
+    ),
+    (
+        "machines_with_unlike_libraries_are_named",
+        machines_with_unlike_libraries_are_named,
     ),
     (
         "an_arena_that_is_too_small_ends_the_run",

@@ -5,8 +5,8 @@ use super::{Page, both};
 pub(super) static RENDEZVOUS: Page = Page {
     title: both("the ranks did not meet", "各 rank 未能会合"),
     meaning: both(
-        "Not every rank joined the exchange within --comm-timeout, a rank could not be started, or the ranks run different plans.",
-        "并非所有 rank 都在 --comm-timeout 内加入交换，或某个 rank 无法启动，或各 rank 的计划不同。",
+        "Not every rank joined the exchange within --comm-timeout, a rank could not be started, or the ranks run different plans or compute with different libraries.",
+        "并非所有 rank 都在 --comm-timeout 内加入交换，或某个 rank 无法启动，或各 rank 的计划或计算库不同。",
     ),
     causes: &[
         both(
@@ -22,18 +22,32 @@ pub(super) static RENDEZVOUS: Page = Page {
             "多台机器时：MASTER_ADDR 指向了别的机器，防火墙关闭了端口，或令牌不一致。",
         ),
         both(
+            "Machines compute with unlike libraries or GPUs, so that results would differ: NVRTC, the GPU's generation, the C library's mathematics, MPI.",
+            "各机器的计算库或 GPU 不同，会使结果不一致：NVRTC、GPU 架构代次、C 库的数学函数、MPI。",
+        ),
+        both(
             "Variables of two launchers contradict each other, or do not tell what they count.",
             "两个启动器的环境变量相互矛盾，或没有说明计数的对象。",
         ),
     ],
-    look_at: &[both(
-        "logs/ of the ranks that are missing.",
-        "缺席 rank 的 logs/ 日志。",
-    )],
+    look_at: &[
+        both(
+            "logs/ of the ranks that are missing.",
+            "缺席 rank 的 logs/ 日志。",
+        ),
+        both(
+            "`launcher doctor` on both machines: it shows GPUs and the libraries that are found.",
+            "在两台机器上运行 `launcher doctor`：它会显示 GPU 和找到的库。",
+        ),
+    ],
     what_to_do: &[
         both(
             "Start all ranks from the same command line and the same build.",
             "用同一命令行和同一构建启动所有 rank。",
+        ),
+        both(
+            "Use one container image, or the same library versions, on every machine.",
+            "所有机器使用同一容器镜像，或相同版本的库。",
         ),
         both(
             "Raise --comm-timeout where a rank merely starts slowly.",
