@@ -75,6 +75,8 @@ pub mod checkpoint;
 pub mod comm;
 mod early;
 mod error;
+#[doc(hidden)]
+pub mod fuzzing;
 mod gradients;
 mod parallel;
 pub mod plan;
