@@ -50,7 +50,7 @@ pub const TARGETS: [Target; 7] = [
             model || endings.iter().any(Result::is_ok)
         },
         fixed: 512 * KIB,
-        per_byte: 192,
+        per_byte: 256,
     },
     // All machines together have at most 65536 slots, of eight bytes each.
     Target {

@@ -52,7 +52,10 @@ fn every_file_of_the_corpus_is_read_or_refused_within_its_memory() {
     for (target, files) in TARGETS.iter().zip(corpora()) {
         let accepted: Vec<&str> = files
             .iter()
-            .filter(|(_, bytes)| target.check(bytes))
+            .filter(|(name, bytes)| {
+                std::panic::catch_unwind(|| target.check(bytes))
+                    .unwrap_or_else(|_| panic!("{}/{name}", target.name))
+            })
             .map(|(name, _)| name.as_str())
             .collect();
         // Otherwise mutations would only ever see the first check.
