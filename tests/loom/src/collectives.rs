@@ -88,8 +88,8 @@ fn on_both(window: &Arc<Window>, rank: impl Fn(&Window, usize) + Send + Sync + C
     other.join().expect("no rank panics");
 }
 
-/// Fails with: `Relaxed` in `Ring::publish` or `Ring::published`, `Relaxed` in `Ring::set_phase`, a ring before the
-/// change in `Window::publish` here.
+/// Fails with: `Relaxed` on `published`, `Relaxed` in `Ring::set_phase` or `Ring::reached`, a place that is written again
+/// without waiting for its readers, a ring before the change.
 #[test]
 fn gathers_read_what_was_published_and_overwrite_what_nobody_reads() {
     crate::check(2, || {
@@ -140,13 +140,15 @@ fn sums_are_copied_when_they_are_whole() {
     });
 }
 
+/// Without the bell, which orders as much.
+///
 /// Fails with: `Release` and `Acquire` in place of `SeqCst` on `published`.
 #[test]
 fn of_two_ranks_that_differ_one_notices_at_least() {
     crate::check(3, || {
         let window = Window::new();
         let differs = |window: &Window, rank: usize| {
-            window.publish(rank, 0, 7 + rank as u64);
+            window.rings[rank].publish(0, &[7 + rank as u64], 0);
             let peer = window.rings[1 - rank].published(0);
             peer.is_some_and(|(words, _)| words != [7 + rank as u64])
         };
@@ -157,7 +159,8 @@ fn of_two_ranks_that_differ_one_notices_at_least() {
     });
 }
 
-/// Fails with: a sleeper that does not look again (`Bell::wait`), `Relaxed` in `Bell::ring` or `Bell::wait`.
+/// Fails with: a sleeper that does not look again (`Bell::wait`), a counter that is taken behind the look
+/// (`Bell::until`), `AcqRel` and `Acquire` in place of `SeqCst` in `Bell::ring`.
 #[test]
 fn no_wake_up_is_lost() {
     crate::check(4, || {

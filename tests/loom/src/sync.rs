@@ -24,26 +24,42 @@ pub(crate) mod atomic {
                     Self(loom::sync::atomic::$name::new(value))
                 }
 
+                fn around<T>(
+                    &self,
+                    order: Ordering,
+                    access: impl FnOnce(Option<Ordering>) -> T,
+                ) -> T {
+                    if order != Ordering::SeqCst {
+                        return access(Some(order));
+                    }
+                    // Others may run between what came before and the fence.
+                    self.0.load(Ordering::Relaxed);
+                    fence(Ordering::SeqCst);
+                    let value = access(None);
+                    fence(Ordering::SeqCst);
+                    value
+                }
+
                 pub(crate) fn load(&self, order: Ordering) -> $value {
-                    around(order, |order| {
+                    self.around(order, |order| {
                         self.0.load(order.unwrap_or(Ordering::Acquire))
                     })
                 }
 
                 pub(crate) fn store(&self, value: $value, order: Ordering) {
-                    around(order, |order| {
+                    self.around(order, |order| {
                         self.0.store(value, order.unwrap_or(Ordering::Release))
                     });
                 }
 
                 pub(crate) fn fetch_add(&self, value: $value, order: Ordering) -> $value {
-                    around(order, |order| {
+                    self.around(order, |order| {
                         self.0.fetch_add(value, order.unwrap_or(Ordering::AcqRel))
                     })
                 }
 
                 pub(crate) fn fetch_sub(&self, value: $value, order: Ordering) -> $value {
-                    around(order, |order| {
+                    self.around(order, |order| {
                         self.0.fetch_sub(value, order.unwrap_or(Ordering::AcqRel))
                     })
                 }
@@ -53,16 +69,6 @@ pub(crate) mod atomic {
 
     atomic!(AtomicU32, u32);
     atomic!(AtomicU64, u64);
-
-    fn around<T>(order: Ordering, access: impl FnOnce(Option<Ordering>) -> T) -> T {
-        if order != Ordering::SeqCst {
-            return access(Some(order));
-        }
-        fence(Ordering::SeqCst);
-        let value = access(None);
-        fence(Ordering::SeqCst);
-        value
-    }
 }
 
 /// As the system has it: the word is compared again under a lock that whoever wakes takes, too.

@@ -308,6 +308,15 @@ fn check_kind(role: &str, part: &Value, known: &[&str], depth: usize) -> Result<
     if role == "decoder" && kind == "Strip" && part["stop"] != 0 {
         return Err("a decoder that strips the end is not supported".to_owned());
     }
+    // the crate loses count where nothing is replaced by something
+    if role == "normalizer"
+        && let Some(pattern) = part["pattern"]["Regex"].as_str()
+        && !takes_text(pattern)
+    {
+        return Err(format!(
+            "a normalizer that replaces what matches {pattern:?} is not supported: it may match no text"
+        ));
+    }
     let inner = ["normalizers", "pretokenizers", "decoders"].map(|list| part[list].as_array());
     let mut inner = inner.into_iter().flatten().flatten();
     if depth == MAX_PART_DEPTH && inner.next().is_some() {
@@ -316,6 +325,12 @@ fn check_kind(role: &str, part: &Value, known: &[&str], depth: usize) -> Result<
         ));
     }
     inner.try_for_each(|part| check_kind(role, part, known, depth + 1))
+}
+
+/// Whether every match of a pattern has a character at least; patterns that look around are not understood.
+fn takes_text(pattern: &str) -> bool {
+    let parsed = regex_syntax::parse(pattern).ok();
+    parsed.is_some_and(|parsed| parsed.properties().minimum_len() != Some(0))
 }
 
 #[cfg(test)]
@@ -392,6 +407,11 @@ mod tests {
                 "/normalizer",
                 json!({"type": "Precompiled", "precompiled_charsmap": ""}),
                 "\"Precompiled\"",
+            ),
+            (
+                "/normalizer",
+                json!({"type": "Replace", "pattern": {"Regex": "a*"}, "content": "b"}),
+                "may match no text",
             ),
             ("/normalizer", json!(3), "type \"\""),
             ("/normalizer", sequence(json!({"type": "Nmt"})), "\"Nmt\""),
