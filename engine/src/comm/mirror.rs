@@ -485,6 +485,7 @@ mod tests {
             ),
             (publish(1, 0), "out of order"),
             (publish(0, far), "a buffer outside"),
+            (publish(0, 1), "not aligned"),
             (framed(PHASE, &[&word(0), &[2]]), "no collective in flight"),
             (framed(PUBLISH, &[&word(0)]), "too short"),
             (framed(FAIL, &[&words(&[ABORT, 7])]), "unknown rank"),

@@ -349,7 +349,7 @@ fn survives(target: &Target, files: &[(String, Vec<u8>)], which: Index, edits: &
 macro_rules! twins {
     ($($name:ident: $index:literal,)*) => {
         proptest! {
-            #![proptest_config(ProptestConfig::with_cases(400))]
+            #![proptest_config(ProptestConfig::with_cases(1500))]
             $(
                 #[test]
                 fn $name(

@@ -309,10 +309,9 @@ fn check_kind(role: &str, part: &Value, known: &[&str], depth: usize) -> Result<
         return Err("a decoder that strips the end is not supported".to_owned());
     }
     // the crate loses count where nothing is replaced by something
-    if role == "normalizer"
-        && let Some(pattern) = part["pattern"]["Regex"].as_str()
-        && !takes_text(pattern)
-    {
+    let pattern = &part["pattern"];
+    let (regex, text) = (pattern["Regex"].as_str(), pattern["String"].as_str());
+    if role == "normalizer" && (regex.is_some_and(|regex| !takes_text(regex)) || text == Some("")) {
         return Err(format!(
             "a normalizer that replaces what matches {pattern:?} is not supported: it may match no text"
         ));
