@@ -23,10 +23,11 @@ mod disk_queue;
 mod guarded;
 mod residency;
 
-/// Runs `model` in every order in which a thread is interrupted at most `interruptions` times.
+/// Runs `model` in every order in which a thread is interrupted at most `interruptions` times, or as often as loom's
+/// variable `LOOM_MAX_PREEMPTIONS` says.
 fn check(interruptions: usize, model: impl Fn() + Sync + Send + 'static) {
     let mut builder = loom::model::Builder::new();
-    builder.preemption_bound = Some(interruptions);
+    builder.preemption_bound = builder.preemption_bound.or(Some(interruptions));
     builder.max_branches = 20_000;
     builder.check(model);
 }

@@ -2,8 +2,10 @@
 //! input's length allows. The fuzzers of `fuzz/` do the same for longer; their corpus is where inputs here begin.
 
 #[path = "../../../fuzz/src/memory.rs"]
+#[allow(unreachable_pub, reason = "public to the fuzzers")]
 mod memory;
 #[path = "../../../fuzz/src/targets.rs"]
+#[allow(unreachable_pub, reason = "public to the fuzzers")]
 mod targets;
 
 use proptest::prelude::*;
