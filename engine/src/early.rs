@@ -6,6 +6,7 @@
 
 use crate::error::EngineError;
 use crate::gradients::{Accumulator, Consumed, Moment};
+use crate::handover::{Gone, Handover};
 use crate::plan::{Plan, Tier};
 use crate::spec::UnitId;
 use crate::state::UnitState;
@@ -13,12 +14,10 @@ use crate::tier::{Access, Region};
 use crate::trace::{Lane, Trace};
 use crate::update::{CHUNKS_AHEAD, Chunk, Rule, Scalars, chunks};
 use crate::zero::OptimizerConfig;
-use crossbeam::channel::{Receiver, Sender, unbounded};
 use kernels::DType;
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
-use std::thread::JoinHandle;
 
 type Result<T, E = EngineError> = std::result::Result<T, E>;
 
@@ -42,21 +41,19 @@ pub(crate) struct Job {
     pub(crate) unit: UnitId,
     pub(crate) gradients: Gradients,
     pub(crate) state: UnitState,
-    /// Resting weights, and the element of the group at which they begin; gone on the way back.
-    pub(crate) weights: Option<(Arc<Region>, usize)>,
     /// Sum of squares of gradients that were consumed.
     pub(crate) squares: Option<f64>,
     pub(crate) outcome: Result<()>,
 }
 
+/// Resting weights, and the element of the group at which they begin.
+pub(crate) type Weights = (Arc<Region>, usize);
+
 /// The thread of one update.
 #[derive(Debug)]
 pub(crate) struct EarlyRun {
     scalars: Scalars,
-    jobs: Option<Sender<Job>>,
-    done: Receiver<Job>,
-    thread: Option<JoinHandle<()>>,
-    open: usize,
+    thread: Handover<Job, Option<Weights>>,
 }
 
 impl EarlyRun {
@@ -67,36 +64,20 @@ impl EarlyRun {
         scalars: Scalars,
         trace: Trace,
     ) -> Result<Self> {
-        let (jobs, queue) = unbounded::<Job>();
-        let (reply, done) = unbounded();
-        let work = move || {
+        let work = move |job: &mut Job, weights: Option<Weights>| {
             let rule = Rule {
                 plan: &plan,
                 optimizer: &optimizer,
                 scalars,
             };
-            for mut job in queue {
-                let started = trace.now();
-                job.outcome = job.step(rule);
-                trace.end(started, Lane::EarlyUpdate, || {
-                    plan.spec().units[job.unit.index()].name.clone()
-                });
-                job.weights = None;
-                // Who does not wait for the answer has given up the update.
-                if reply.send(job).is_err() {
-                    return;
-                }
-            }
+            let started = trace.now();
+            job.outcome = job.step(rule, weights.as_ref());
+            trace.end(started, Lane::EarlyUpdate, || {
+                plan.spec().units[job.unit.index()].name.clone()
+            });
         };
-        let builder = std::thread::Builder::new().name("early-step".into());
-        let thread = builder.spawn(work).map_err(|_| EngineError::EarlyThread)?;
-        Ok(Self {
-            scalars,
-            jobs: Some(jobs),
-            done,
-            thread: Some(thread),
-            open: 0,
-        })
+        let thread = Handover::start("early-step", work)?;
+        Ok(Self { scalars, thread })
     }
 
     /// The numbers that units are stepped with.
@@ -106,44 +87,35 @@ impl EarlyRun {
 
     /// Units at the thread.
     pub(crate) fn open(&self) -> usize {
-        self.open
+        self.thread.open()
     }
 
-    /// Hands a unit over.
-    pub(crate) fn send(&mut self, job: Job) -> Result<()> {
-        let jobs = self.jobs.as_ref().ok_or(EngineError::EarlyThread)?;
-        jobs.send(job).map_err(|_| EngineError::EarlyThread)?;
-        self.open += 1;
-        Ok(())
+    /// Hands a unit over, and lets the thread read its weights.
+    pub(crate) fn send(&mut self, job: Job, weights: Option<Weights>) -> Result<()> {
+        Ok(self.thread.send(job, weights)?)
     }
 
     /// Waits for the unit that was handed over first of those still there.
     pub(crate) fn receive(&mut self) -> Result<Job> {
-        let job = self.done.recv().map_err(|_| EngineError::EarlyThread)?;
-        self.open -= 1;
-        Ok(job)
+        Ok(self.thread.receive()?)
     }
 }
 
-impl Drop for EarlyRun {
-    fn drop(&mut self) {
-        self.jobs = None;
-        if let Some(thread) = self.thread.take() {
-            // A panic there has shown as a missing answer.
-            thread.join().ok();
-        }
+impl From<Gone> for EngineError {
+    fn from(_: Gone) -> Self {
+        Self::EarlyThread
     }
 }
 
 impl Job {
-    fn step(&mut self, rule: Rule<'_>) -> Result<()> {
+    fn step(&mut self, rule: Rule<'_>, weights: Option<&Weights>) -> Result<()> {
         let config = rule.plan.config();
         let on_disk = [config.offload.param, config.offload.optimizer].contains(&Tier::Nvme);
         let most = config.sub_group_elems.min(CHUNK_ELEMS);
         let of_unit = [(self.unit, self.state.range())];
         let chunks = chunks(of_unit.into_iter(), most, on_disk);
         let group = &rule.plan.unit(self.unit).trainable;
-        let Some((weights, start)) = &self.weights else {
+        let Some((weights, start)) = weights else {
             return Ok(());
         };
         let mut consumed = match &self.gradients {

@@ -75,7 +75,10 @@ pub mod checkpoint;
 pub mod comm;
 mod early;
 mod error;
+#[doc(hidden)]
+pub mod fuzzing;
 mod gradients;
+mod handover;
 mod parallel;
 pub mod plan;
 mod prefetch;
@@ -86,6 +89,7 @@ pub mod spec;
 pub mod spill;
 mod state;
 mod store;
+mod sync;
 pub mod tier;
 mod timing;
 pub mod trace;

@@ -16,6 +16,8 @@ pub mod doctor;
 pub mod error_format;
 pub mod exit;
 mod explain;
+#[doc(hidden)]
+pub mod fuzzing;
 mod generate;
 pub mod hostfile;
 pub mod identity;

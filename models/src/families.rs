@@ -78,15 +78,26 @@ impl Family {
     /// [`ConfigError`] if `config.json` cannot be read or is of no family that is implemented.
     pub fn of(dir: &Path) -> Result<Self, ConfigError> {
         let (bytes, path) = config::read(dir)?;
-        let invalid = |source| ConfigError::Json { path, source };
-        if let Ok(Some(edition)) = Edition::parse(&bytes) {
+        Self::of_bytes(&bytes, &path)
+    }
+
+    /// As [`Family::of`], for the content of a `config.json`; `path` is named in errors.
+    ///
+    /// # Errors
+    /// As [`Family::of`].
+    pub fn of_bytes(bytes: &[u8], path: &Path) -> Result<Self, ConfigError> {
+        let invalid = |source| ConfigError::Json {
+            path: path.to_owned(),
+            source,
+        };
+        if let Ok(Some(edition)) = Edition::parse(bytes) {
             return Ok(match edition {
                 Edition::CogVlm => Self::CogVlm,
                 Edition::CogVlm2 => Self::CogVlm2,
                 Edition::CogAgent => Self::CogAgent,
             });
         }
-        let head: Head = serde_json::from_slice(&bytes).map_err(invalid)?;
+        let head: Head = serde_json::from_slice(bytes).map_err(invalid)?;
         let architecture = head.architectures.first().map_or("", String::as_str);
         match (&*head.model_type, architecture) {
             ("minicpmv" | "minicpmo", _) => Ok(Self::MiniCpm),

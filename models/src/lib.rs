@@ -28,6 +28,8 @@ pub mod data;
 mod error;
 pub mod eva;
 pub mod families;
+#[doc(hidden)]
+pub mod fuzzing;
 pub mod generate;
 pub mod glm41v;
 pub mod glm4v;

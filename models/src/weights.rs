@@ -213,21 +213,7 @@ impl WeightSource {
         let file = File::open(path).map_err(|source| read_error(path, source))?;
         let (metadata, data_start) = read_header(&file, path)?;
         let shard = self.shards.len();
-        for name in metadata.offset_keys() {
-            let info = metadata
-                .info(&name)
-                .expect("the name comes from the header");
-            let dtype_name = format!("{:?}", info.dtype);
-            let entry = Entry {
-                shard,
-                offset_bytes: data_start + info.data_offsets.0 as u64,
-                shape: info.shape.clone(),
-                dtype: DType::from_name(&dtype_name)
-                    .filter(|d| matches!(d, DType::F32 | DType::BF16 | DType::F16)),
-                dtype_name,
-            };
-            self.tensors.insert(name, entry);
-        }
+        self.tensors.extend(entries(&metadata, data_start, shard));
         self.shards.push(Shard {
             path: path.to_owned(),
             file,
@@ -391,6 +377,29 @@ fn is_plain(file: &str) -> bool {
     matches!(parts.next(), Some(std::path::Component::Normal(_))) && parts.next().is_none()
 }
 
+/// Where the tensors of a file lie.
+fn entries(
+    metadata: &Metadata,
+    data_start: u64,
+    shard: usize,
+) -> impl Iterator<Item = (String, Entry)> {
+    metadata.offset_keys().into_iter().map(move |name| {
+        let info = metadata
+            .info(&name)
+            .expect("the name comes from the header");
+        let dtype_name = format!("{:?}", info.dtype);
+        let entry = Entry {
+            shard,
+            offset_bytes: data_start + info.data_offsets.0 as u64,
+            shape: info.shape.clone(),
+            dtype: DType::from_name(&dtype_name)
+                .filter(|d| matches!(d, DType::F32 | DType::BF16 | DType::F16)),
+            dtype_name,
+        };
+        (name, entry)
+    })
+}
+
 /// The header, and where the data begins.
 fn read_header(file: &File, path: &Path) -> Result<(Metadata, u64)> {
     let read = |source| read_error(path, source);
@@ -405,21 +414,58 @@ fn read_header(file: &File, path: &Path) -> Result<(Metadata, u64)> {
     }
     let mut length = [0; 8];
     file.read_exact_at(&mut length, 0).map_err(read)?;
-    let header_bytes = u64::from_le_bytes(length);
-    if header_bytes > MAX_HEADER_BYTES.min(got_bytes - 8) {
-        return Err(truncated(header_bytes.saturating_add(8), got_bytes));
-    }
+    let header_bytes = header_bytes(length, got_bytes, path)?;
     let mut header = vec![0; header_bytes as usize];
     file.read_exact_at(&mut header, 8).map_err(read)?;
-    let metadata: Metadata = serde_json::from_slice(&header).map_err(|source| {
+    let metadata = parse_header(&header, got_bytes, path)?;
+    Ok((metadata, 8 + header_bytes))
+}
+
+/// Length of the header of a file of `got_bytes` bytes that begins with `length`: no more than the file has.
+fn header_bytes(length: [u8; 8], got_bytes: u64, path: &Path) -> Result<u64> {
+    let header_bytes = u64::from_le_bytes(length);
+    if header_bytes > MAX_HEADER_BYTES.min(got_bytes.saturating_sub(8)) {
+        return Err(WeightError::Truncated {
+            path: path.to_owned(),
+            expected_bytes: header_bytes.saturating_add(8),
+            got_bytes,
+        });
+    }
+    Ok(header_bytes)
+}
+
+/// The text of a header whose file has `got_bytes` bytes.
+fn parse_header(header: &[u8], got_bytes: u64, path: &Path) -> Result<Metadata> {
+    let metadata: Metadata = serde_json::from_slice(header).map_err(|source| {
         let path = path.to_owned();
         WeightError::Header { path, source }
     })?;
-    let expected_bytes = 8 + header_bytes + metadata.data_len() as u64;
+    // What a header describes may have more bytes than can be counted.
+    let expected_bytes = (8 + header.len() as u64).saturating_add(metadata.data_len() as u64);
     if expected_bytes != got_bytes {
-        return Err(truncated(expected_bytes, got_bytes));
+        return Err(WeightError::Truncated {
+            path: path.to_owned(),
+            expected_bytes,
+            got_bytes,
+        });
     }
-    Ok((metadata, 8 + header_bytes))
+    Ok(metadata)
+}
+
+/// Reads the header of a file with this content, as [`WeightSource::open_file`] does. For [`crate::fuzzing`].
+pub(crate) fn check_bytes(bytes: &[u8], path: &Path) -> Result<()> {
+    let got_bytes = bytes.len() as u64;
+    let Some((length, rest)) = bytes.split_first_chunk::<8>() else {
+        return Err(WeightError::Truncated {
+            path: path.to_owned(),
+            expected_bytes: 8,
+            got_bytes,
+        });
+    };
+    let header_bytes = header_bytes(*length, got_bytes, path)?;
+    let metadata = parse_header(&rest[..header_bytes as usize], got_bytes, path)?;
+    entries(&metadata, 8 + header_bytes, 0).for_each(drop);
+    Ok(())
 }
 
 type Convert = fn(&[u8], &mut [u8]);

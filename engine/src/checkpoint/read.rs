@@ -275,8 +275,7 @@ pub(super) fn read_manifest(folder: &Path) -> Result<Manifest, CheckpointError> 
     if bytes.len() as u64 > MAX_MANIFEST_BYTES {
         return Err(malformed("it is too long"));
     }
-    let text = String::from_utf8(bytes).map_err(|_| malformed("it is not UTF-8"))?;
-    let manifest = Manifest::from_text(&text, &path)?;
+    let manifest = Manifest::from_bytes(&bytes, &path)?;
     let named = folder.file_name().and_then(|name| name.to_str());
     let named = named.and_then(parse_step);
     if named.is_some_and(|step| step != manifest.step) {
@@ -318,6 +317,20 @@ pub(super) struct Header {
 }
 
 impl Header {
+    /// Reads the text of a header; its file has `file_bytes` bytes.
+    fn parse(text: &[u8], file_bytes: u64, path: &Path) -> Result<Self, CheckpointError> {
+        let json = |source| CheckpointError::Json {
+            path: path.to_owned(),
+            source,
+        };
+        let data_start = 8 + text.len() as u64;
+        Ok(Self {
+            metadata: serde_json::from_slice(text).map_err(json)?,
+            data_start,
+            data_bytes: file_bytes - data_start,
+        })
+    }
+
     /// Where the data of a piece begins, if it is in the file as the manifest says.
     pub(super) fn locate(&self, tensor: &LogicalTensor, key: &str, elems: u64) -> Option<u64> {
         let info = self.metadata.info(key)?;
@@ -347,25 +360,36 @@ pub(super) fn open_state_file(path: PathBuf) -> Result<(StateFile, Header), Chec
     }
     file.read_exact_at(&mut prefix, 0)
         .map_err(CheckpointError::reading(&path))?;
-    let header_bytes = u64::from_le_bytes(prefix);
-    if header_bytes > MAX_HEADER_BYTES.min(file_bytes - 8) {
-        return Err(malformed("its header is longer than the file or the limit"));
-    }
+    let header_bytes = header_bytes(prefix, file_bytes, &path)?;
     let mut header = vec![0; usize::try_from(header_bytes).expect("bounded by the limit")];
     file.read_exact_at(&mut header, 8)
         .map_err(CheckpointError::reading(&path))?;
-    let metadata: Metadata =
-        serde_json::from_slice(&header).map_err(|source| CheckpointError::Json {
-            path: path.clone(),
-            source,
-        })?;
-    let data_start = 8 + header_bytes;
-    let header = Header {
-        metadata,
-        data_start,
-        data_bytes: file_bytes - data_start,
-    };
+    let header = Header::parse(&header, file_bytes, &path)?;
     Ok((StateFile { path, file }, header))
+}
+
+/// Length of the header of a file of `file_bytes` bytes that begins with `prefix`: no more than the file has.
+fn header_bytes(prefix: [u8; 8], file_bytes: u64, path: &Path) -> Result<u64, CheckpointError> {
+    let header_bytes = u64::from_le_bytes(prefix);
+    if header_bytes > MAX_HEADER_BYTES.min(file_bytes.saturating_sub(8)) {
+        return Err(CheckpointError::Malformed {
+            path: path.to_owned(),
+            what: "its header is longer than the file or the limit",
+        });
+    }
+    Ok(header_bytes)
+}
+
+/// As [`open_state_file`] reads the header, of a file's bytes.
+pub(super) fn state_header(bytes: &[u8], path: &Path) -> Result<Header, CheckpointError> {
+    let short = || CheckpointError::Malformed {
+        path: path.to_owned(),
+        what: "it is too short for a safetensors file",
+    };
+    let (prefix, rest) = bytes.split_first_chunk::<8>().ok_or_else(short)?;
+    let file_bytes = bytes.len() as u64;
+    let length = header_bytes(*prefix, file_bytes, path)?;
+    Header::parse(&rest[..length as usize], file_bytes, path)
 }
 
 /// Reads a file again and compares it with what was written.

@@ -8,6 +8,7 @@ use super::{
     Buffer, Collective, CollectiveKind, CommError, Communicator, Ticket, WindowUsage, World,
 };
 use kernels::DType;
+use std::ops::ControlFlow;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -118,11 +119,10 @@ impl Endpoint {
         wanted: Readers,
         mut ready: impl FnMut() -> Result<Option<T>, CommError>,
     ) -> Result<T, CommError> {
-        loop {
-            let seen = self.window.bell().events();
+        let mut look = || {
             // In this order: a failure of a later collective does not take back a finished one.
             if let Some(value) = ready()? {
-                return Ok(value);
+                return Ok(ControlFlow::Break(value));
             }
             self.check_alive()?;
             self.check_present(wanted.sequence)?;
@@ -131,10 +131,13 @@ impl Endpoint {
             if elapsed >= self.deadline {
                 return Err(self.time_out(wanted, elapsed));
             }
-            self.window
-                .bell()
-                .wait(seen, self.deadline - elapsed, self.spin);
-        }
+            Ok(ControlFlow::Continue(self.deadline - elapsed))
+        };
+        self.window.bell().until(self.spin, || match look() {
+            Ok(ControlFlow::Continue(limit)) => Err(limit),
+            Ok(ControlFlow::Break(value)) => Ok(Ok(value)),
+            Err(error) => Ok(Err(error)),
+        })
     }
 
     /// An error when a rank has ended that never came to the collective `sequence`: nobody waits for it in vain.

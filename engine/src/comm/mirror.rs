@@ -9,11 +9,13 @@
     reason = "writes what peers sent into the window, under the protocol"
 )]
 
+use super::arena::ALIGN;
 use super::endpoint::{Endpoint, Member};
 use super::fingerprint::{Fingerprint, WORDS};
 use super::op::Op;
 use super::window::{Failure, Phase, RING, Window};
-use super::{CollectiveKind, Communicator, Participation, World};
+use super::{Collective, CollectiveKind, CommError, Communicator, Participation, Tag, World};
+use kernels::DType;
 use std::fmt;
 use std::io;
 use std::ops::Range;
@@ -264,6 +266,10 @@ impl Inbox {
                 {
                     return Err("a buffer outside of its region");
                 }
+                // Sums read it as numbers.
+                if !offset.is_multiple_of(ALIGN) {
+                    return Err("a buffer that is not aligned");
+                }
                 window.publish(peer, sequence, print, offset);
             }
             PHASE => {
@@ -317,6 +323,40 @@ impl Reader<'_> {
             .map(|_| print)
             .ok_or("an unknown collective")
     }
+}
+
+/// Gives `feed` something that takes the frames of rank 1, beside collectives of rank 0. For [`crate::fuzzing`].
+pub(super) fn take_frames(
+    world: World,
+    feed: impl FnOnce(&mut dyn FnMut(&[u8]) -> io::Result<()>) -> io::Result<()>,
+) -> io::Result<()> {
+    let dead = |error: CommError| io::Error::other(error.to_string());
+    let window = super::threads::window(world.size, 4096).map_err(dead)?;
+    let inbox = Inbox {
+        window: Arc::downgrade(&window),
+        world,
+    };
+    let comm = member(window, world, Duration::from_secs(1), None)?;
+    let start = |kind, index| {
+        let buffer = comm.alloc(64).map_err(dead)?;
+        let op = Collective::new(kind, DType::F32, Tag::new("fuzz", index));
+        comm.start(op, buffer).map_err(dead)
+    };
+    let tickets = [
+        start(CollectiveKind::ReduceScatter, 0)?,
+        start(CollectiveKind::AllGather, 1)?,
+    ];
+    let outcome = feed(&mut |frame| {
+        let goes_on = inbox.take(1, frame);
+        let is_done = tickets.iter().all(super::Ticket::is_done);
+        match comm.failure() {
+            Some(error) => Err(dead(error)),
+            None if goes_on || is_done => Ok(()),
+            None => Err(io::ErrorKind::InvalidData.into()),
+        }
+    });
+    drop(tickets);
+    outcome
 }
 
 const ABORT: u64 = 1;
@@ -385,9 +425,8 @@ fn decode(reader: &mut Reader<'_>, world: World) -> Result<Failure, &'static str
 
 #[cfg(test)]
 mod tests {
-    use super::super::{Collective, Tag, threads};
+    use super::super::threads;
     use super::*;
-    use kernels::DType;
     use proptest::prelude::*;
 
     const WORLD: World = World { rank: 0, size: 2 };
@@ -454,6 +493,7 @@ mod tests {
             ),
             (publish(1, 0), "out of order"),
             (publish(0, far), "a buffer outside"),
+            (publish(0, 1), "not aligned"),
             (framed(PHASE, &[&word(0), &[2]]), "no collective in flight"),
             (framed(PUBLISH, &[&word(0)]), "too short"),
             (framed(FAIL, &[&words(&[ABORT, 7])]), "unknown rank"),

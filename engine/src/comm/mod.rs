@@ -14,6 +14,7 @@
 //! one process), [`shm`] (processes of one machine) and [`tcp`] (several machines, each rank with a copy of the window).
 
 mod arena;
+mod bell;
 mod buffer;
 mod endpoint;
 mod error;
@@ -24,6 +25,7 @@ pub mod mpi;
 mod op;
 mod reduce;
 pub(crate) mod rehearsal;
+mod ring;
 pub mod shm;
 pub mod tcp;
 pub mod threads;

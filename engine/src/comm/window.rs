@@ -8,16 +8,19 @@
 )]
 
 use super::arena::SMALL_BYTES;
+use super::bell::Bell;
 use super::fingerprint::{Fingerprint, WORDS};
 use super::mirror::Remote;
+use super::ring::{Ring, load_words, store_words};
 use super::{CommError, MAX_RANKS, OpInfo, RankOp, RankStatus};
 use memmap2::MmapRaw;
-use rustix::thread::futex;
 use std::ops::Range;
 use std::sync::OnceLock;
-use std::sync::atomic::Ordering::{Acquire, Relaxed, Release, SeqCst};
+use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
 use std::sync::atomic::{AtomicU32, AtomicU64};
-use std::time::{Duration, Instant};
+use std::time::Duration;
+
+pub(super) use super::ring::Phase;
 
 /// Collectives of one rank whose records are kept: more may not be unfinished at once.
 pub(super) const RING: u64 = 64;
@@ -25,25 +28,7 @@ pub(super) const RING: u64 = 64;
 /// "TESSERA", layout version 1.
 const MAGIC: u64 = u64::from_be_bytes(*b"TESSERA\x01");
 const PAGE: usize = 4096;
-/// About what falling asleep and waking up costs, so that no wait costs twice the better choice.
-const SPIN: Duration = Duration::from_micros(5);
 const REASON_WORDS: usize = 32;
-
-/// How far a rank is with one collective.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Phase {
-    Published = 0,
-    /// All-reduce: the own part holds the sum.
-    Reduced = 1,
-    /// This rank reads nobody's buffer any more.
-    Done = 2,
-}
-
-/// A counter that grows with the sequence first and the phase second, so that a record that was
-/// reused for a later collective compares as done.
-fn progress_word(sequence: u64, phase: Phase) -> u64 {
-    (sequence + 1) << 2 | phase as u64
-}
 
 #[repr(C, align(128))]
 struct Header {
@@ -54,25 +39,7 @@ struct Header {
     arrived: AtomicU64,
 }
 
-/// Sleepers wait for any change of the window.
-#[repr(C, align(128))]
-pub(super) struct Bell {
-    events: AtomicU32,
-    sleepers: AtomicU32,
-}
-
-#[repr(C, align(64))]
-struct Record {
-    progress: AtomicU64,
-    offset: AtomicU64,
-    words: [AtomicU64; WORDS],
-}
-
-#[repr(C, align(128))]
-struct RankBlock {
-    published: AtomicU64,
-    records: [Record; RING as usize],
-}
+type RankBlock = Ring<{ RING as usize }, WORDS>;
 
 #[repr(C, align(128))]
 struct FailureBlock {
@@ -254,46 +221,30 @@ impl Window {
         &self.control().bell
     }
 
-    fn record(&self, rank: usize, sequence: u64) -> &Record {
-        &self.control().ranks[rank].records[(sequence % RING) as usize]
+    fn ring(&self, rank: usize) -> &RankBlock {
+        &self.control().ranks[rank]
     }
 
     /// Makes a collective of `rank` visible, and with it everything the rank wrote before.
     pub(super) fn publish(&self, rank: usize, sequence: u64, print: Fingerprint, offset: usize) {
-        let record = self.record(rank, sequence);
-        record.offset.store(offset as u64, Relaxed);
-        store_words(&record.words, &print.0);
-        record
-            .progress
-            .store(progress_word(sequence, Phase::Published), Release);
-        self.control().ranks[rank]
-            .published
-            .store(sequence + 1, SeqCst);
+        self.ring(rank).publish(sequence, &print.0, offset as u64);
         self.bell().ring();
     }
 
     /// The fingerprint and buffer offset of `rank` at `sequence`, once published. Meaningful while
     /// the caller has not marked that sequence as done.
     pub(super) fn published(&self, rank: usize, sequence: u64) -> Option<(Fingerprint, usize)> {
-        if self.control().ranks[rank].published.load(SeqCst) <= sequence {
-            return None;
-        }
-        let record = self.record(rank, sequence);
-        Some((
-            Fingerprint(load_words(&record.words)),
-            record.offset.load(Relaxed) as usize,
-        ))
+        let (words, offset) = self.ring(rank).published(sequence)?;
+        Some((Fingerprint(words), offset as usize))
     }
 
     pub(super) fn set_phase(&self, rank: usize, sequence: u64, phase: Phase) {
-        self.record(rank, sequence)
-            .progress
-            .store(progress_word(sequence, phase), Release);
+        self.ring(rank).set_phase(sequence, phase);
         self.bell().ring();
     }
 
     pub(super) fn reached(&self, rank: usize, sequence: u64, phase: Phase) -> bool {
-        self.record(rank, sequence).progress.load(Acquire) >= progress_word(sequence, phase)
+        self.ring(rank).reached(sequence, phase)
     }
 
     /// `rank` has ended and publishes nothing more.
@@ -309,7 +260,7 @@ impl Window {
 
     /// Collectives that `rank` has published.
     pub(super) fn started(&self, rank: usize) -> u64 {
-        self.control().ranks[rank].published.load(SeqCst)
+        self.ring(rank).started()
     }
 
     /// Whether none of the ranks in the bit mask reads buffers of `sequence` any more.
@@ -322,9 +273,9 @@ impl Window {
     pub(super) fn statuses(&self) -> Vec<RankStatus> {
         let status = |rank: usize| {
             let started = self.started(rank);
-            let last = started.checked_sub(1).and_then(|sequence| {
-                Fingerprint(load_words(&self.record(rank, sequence).words)).describe()
-            });
+            let last = started
+                .checked_sub(1)
+                .and_then(|sequence| Fingerprint(self.ring(rank).words(sequence)).describe());
             RankStatus {
                 rank,
                 started,
@@ -405,48 +356,6 @@ impl Window {
         let start = self.checked_offset(rank, offset, &range);
         // SAFETY: as in `bytes`; the map is writable and the caller excludes every other access.
         unsafe { std::slice::from_raw_parts_mut(self.map.as_mut_ptr().add(start), range.len()) }
-    }
-}
-
-impl Bell {
-    /// The value to pass to [`Bell::wait`]; taken before the condition is evaluated.
-    pub(super) fn events(&self) -> u32 {
-        self.events.load(SeqCst)
-    }
-
-    pub(super) fn ring(&self) {
-        self.events.fetch_add(1, SeqCst);
-        if self.sleepers.load(SeqCst) > 0 {
-            // Waking cannot fail on a mapped word, and a waiter has its deadline in any case.
-            futex::wake(&self.events, futex::Flags::empty(), i32::MAX as u32).unwrap_or(0);
-        }
-    }
-
-    /// Returns after the bell has rung since `seen` was taken, after `limit`, or for no reason.
-    pub(super) fn wait(&self, seen: u32, limit: Duration, spin: bool) {
-        if spin && self.spin(seen) {
-            return;
-        }
-        let limit = futex::Timespec::try_from(limit).ok();
-        self.sleepers.fetch_add(1, SeqCst);
-        if self.events.load(SeqCst) == seen {
-            // Every error (changed value, signal, time limit) means: look again.
-            futex::wait(&self.events, futex::Flags::empty(), seen, limit.as_ref()).unwrap_or(());
-        }
-        self.sleepers.fetch_sub(1, SeqCst);
-    }
-
-    fn spin(&self, seen: u32) -> bool {
-        let started = Instant::now();
-        while started.elapsed() < SPIN {
-            for _ in 0..16 {
-                if self.events.load(SeqCst) != seen {
-                    return true;
-                }
-                std::hint::spin_loop();
-            }
-        }
-        false
     }
 }
 
@@ -609,22 +518,13 @@ fn describe(print: &Fingerprint) -> OpInfo {
         .expect("ranks with the same magic number write fingerprints alike")
 }
 
-fn store_words<const N: usize>(to: &[AtomicU64; N], from: &[u64; N]) {
-    to.iter()
-        .zip(from)
-        .for_each(|(word, &value)| word.store(value, Relaxed));
-}
-
-fn load_words<const N: usize>(from: &[AtomicU64; N]) -> [u64; N] {
-    std::array::from_fn(|i| from[i].load(Relaxed))
-}
-
 #[cfg(test)]
 mod tests {
     use super::super::{Collective, CollectiveKind, Tag};
     use super::*;
     use kernels::DType;
     use memmap2::MmapMut;
+    use std::time::Instant;
 
     fn window(ranks: usize) -> Window {
         let layout = Layout::new(ranks, 1);

@@ -7,6 +7,7 @@
 use super::Result;
 use super::error::SpillError;
 use super::folder::SpillFolder;
+use super::queue::Writes;
 use memmap2::{MmapMut, MmapOptions, UncheckedAdvice};
 use rustix::fs::{FallocateFlags, OFlags};
 use serde::{Deserialize, Serialize};
@@ -14,7 +15,7 @@ use std::fs::{File, OpenOptions};
 use std::ops::Range;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock};
+use std::sync::{Arc, PoisonError, RwLock};
 
 /// Files, extents and requests are multiples of this; direct I/O demands it.
 pub const BLOCK_BYTES: u64 = 4096;
@@ -149,7 +150,7 @@ impl SpillFile {
             lead,
             len,
             map,
-            writes: Writes::default(),
+            writes: Writes::new(),
         })))
     }
 
@@ -219,19 +220,6 @@ fn free_bytes(path: &Path) -> u64 {
         .map_or(0, |stat| stat.f_bavail.saturating_mul(stat.f_frsize))
 }
 
-/// Writes of an extent that have been submitted and have not ended, by the order of submission.
-#[derive(Debug, Default)]
-struct Writes {
-    open: Mutex<(u64, Vec<(u64, Range<u64>)>)>,
-    ended: Condvar,
-}
-
-impl Writes {
-    fn lock(&self) -> MutexGuard<'_, (u64, Vec<(u64, Range<u64>)>)> {
-        self.open.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
 #[derive(Debug)]
 struct ExtentInner {
     backing: Arc<Backing>,
@@ -292,39 +280,9 @@ impl Extent {
         (first + most - self.0.lead).min(end)
     }
 
-    /// Notes a write; returns its place in the order.
-    pub(super) fn note_write(&self, blocks: Range<u64>) -> u64 {
-        let mut open = self.0.writes.lock();
-        open.0 += 1;
-        let id = open.0;
-        open.1.push((id, blocks));
-        id
-    }
-
-    /// The place that a read submitted now has in the order of writes.
-    pub(super) fn order(&self) -> u64 {
-        self.0.writes.lock().0 + 1
-    }
-
-    /// Waits for the writes before `order` that touch `blocks`.
-    pub(super) fn wait_for_writes(&self, order: u64, blocks: &Range<u64>) {
-        let mut open = self.0.writes.lock();
-        let overlaps = |(id, other): &(u64, Range<u64>)| {
-            *id < order && other.start < blocks.end && blocks.start < other.end
-        };
-        while open.1.iter().any(overlaps) {
-            open = self
-                .0
-                .writes
-                .ended
-                .wait(open)
-                .unwrap_or_else(PoisonError::into_inner);
-        }
-    }
-
-    pub(super) fn end_write(&self, id: u64) {
-        self.0.writes.lock().1.retain(|(other, _)| *other != id);
-        self.0.writes.ended.notify_all();
+    /// The order of its writes.
+    pub(super) fn writes(&self) -> &Writes {
+        &self.0.writes
     }
 
     /// Reads whole blocks.

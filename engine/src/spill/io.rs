@@ -3,104 +3,25 @@
 use super::Result;
 use super::error::SpillError;
 use super::file::Extent;
+use super::queue::{Book, Requests, SpillStats};
 use super::segment::{SEGMENT_BYTES, Segment, SegmentPool};
 use crate::trace::{Lane, Trace};
-use crossbeam::channel::{Receiver, Sender, bounded, unbounded};
+use crossbeam::channel::{Receiver, Sender, bounded};
 use kernels::Pool;
 use std::collections::VecDeque;
 use std::ops::Range;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
 
 /// Requests under way at once: disks reach their rate at a depth of 16.
 const THREADS: usize = 16;
 /// Segments that read-ahead leaves to everybody else.
 const RESERVED: usize = 16;
 
-/// Traffic of a rank's spill files. Only ever grows: take differences.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub struct SpillStats {
-    /// Bytes read.
-    pub read_bytes: u64,
-    /// Bytes written.
-    pub written_bytes: u64,
-    /// Time with at least one request under way.
-    pub busy: Duration,
-}
-
-impl SpillStats {
-    /// What was added since `earlier`.
-    #[must_use]
-    pub fn since(self, earlier: Self) -> Self {
-        Self {
-            read_bytes: self.read_bytes - earlier.read_bytes,
-            written_bytes: self.written_bytes - earlier.written_bytes,
-            busy: self.busy.saturating_sub(earlier.busy),
-        }
-    }
-
-    /// Bytes per second of busy time, reads and writes together; 0 without traffic.
-    #[must_use]
-    pub fn bytes_per_second(self) -> f64 {
-        let seconds = self.busy.as_secs_f64();
-        if seconds > 0.0 {
-            (self.read_bytes + self.written_bytes) as f64 / seconds
-        } else {
-            0.0
-        }
-    }
-}
-
-#[derive(Debug, Default)]
-struct Book {
-    stats: SpillStats,
-    under_way: usize,
-    busy_since: Option<Instant>,
-    open_writes: usize,
-    failure: Option<SpillError>,
-}
-
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Shared {
-    book: Mutex<Book>,
-    ended: Condvar,
+    book: Book<SpillError>,
     trace: OnceLock<Trace>,
-}
-
-impl Shared {
-    fn lock(&self) -> MutexGuard<'_, Book> {
-        self.book.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn begin(&self, writes: usize) {
-        let mut book = self.lock();
-        book.under_way += 1;
-        book.open_writes += writes;
-        if book.busy_since.is_none() {
-            book.busy_since = Some(Instant::now());
-        }
-    }
-
-    fn end(&self, read: u64, written: u64, failure: Option<SpillError>) {
-        let mut book = self.lock();
-        book.stats.read_bytes += read;
-        book.stats.written_bytes += written;
-        book.under_way -= 1;
-        if written > 0 {
-            book.open_writes -= 1;
-        }
-        if book.under_way == 0
-            && let Some(since) = book.busy_since.take()
-        {
-            book.stats.busy += since.elapsed();
-        }
-        if book.failure.is_none() {
-            book.failure = failure;
-        }
-        drop(book);
-        self.ended.notify_all();
-    }
 }
 
 enum Job {
@@ -135,7 +56,7 @@ impl PendingRead {
 #[derive(Debug)]
 pub struct SpillIo {
     segments: Arc<SegmentPool>,
-    jobs: Option<Sender<Job>>,
+    jobs: Requests<Job>,
     threads: Vec<JoinHandle<()>>,
     shared: Arc<Shared>,
 }
@@ -147,8 +68,11 @@ impl SpillIo {
     /// When the host pool or the system has no room.
     pub fn new(buffer_bytes: u64, host: &Pool) -> Result<Self, crate::EngineError> {
         let segments = SegmentPool::new(Self::buffers(buffer_bytes), host)?;
-        let (jobs, queue) = unbounded::<Job>();
-        let shared = Arc::new(Shared::default());
+        let (jobs, queue) = Requests::<Job>::new();
+        let shared = Arc::new(Shared {
+            book: Book::new(),
+            trace: OnceLock::new(),
+        });
         let mut threads = Vec::with_capacity(THREADS);
         for i in 0..THREADS {
             let (queue, shared) = (queue.clone(), shared.clone());
@@ -161,7 +85,7 @@ impl SpillIo {
         }
         Ok(Self {
             segments,
-            jobs: Some(jobs),
+            jobs,
             threads,
             shared,
         })
@@ -185,12 +109,7 @@ impl SpillIo {
     /// Traffic so far.
     #[must_use]
     pub fn stats(&self) -> SpillStats {
-        let book = self.shared.lock();
-        let running = book.busy_since.map_or(Duration::ZERO, |s| s.elapsed());
-        SpillStats {
-            busy: book.stats.busy + running,
-            ..book.stats
-        }
+        self.shared.book.stats()
     }
 
     /// Records requests to `trace` from now on; the first one stays.
@@ -198,9 +117,13 @@ impl SpillIo {
         self.shared.trace.get_or_init(|| trace.clone());
     }
 
-    fn submit(&self, job: Job) -> Result<()> {
-        let jobs = self.jobs.as_ref().ok_or(SpillError::Closed)?;
-        jobs.send(job).map_err(|_| SpillError::Closed)
+    /// Submits the request that `numbered` makes, within which it takes its place in the order of writes.
+    fn submit(&self, writes: usize, numbered: impl FnOnce() -> Job) -> Result<()> {
+        self.shared.book.begin(writes);
+        match self.jobs.submit(numbered) {
+            true => Ok(()),
+            false => Err(SpillError::Closed),
+        }
     }
 
     /// Starts to read `range`, which lies in [`SEGMENT_BYTES`] of blocks. Waits for a free buffer.
@@ -232,10 +155,9 @@ impl SpillIo {
     ) -> Result<PendingRead> {
         let (reply, result) = bounded(1);
         place(&mut segment, extent, &range);
-        self.shared.begin(0);
-        self.submit(Job::Read {
+        self.submit(0, || Job::Read {
             extent: extent.clone(),
-            order: extent.order(),
+            order: extent.writes().order(),
             segment,
             reply,
         })?;
@@ -288,11 +210,9 @@ impl SpillIo {
     /// When an earlier write failed.
     pub fn write(&self, extent: &Extent, segment: Segment) -> Result<()> {
         self.check()?;
-        let id = extent.note_write(segment.blocks.clone());
-        self.shared.begin(1);
-        self.submit(Job::Write {
+        self.submit(1, || Job::Write {
             extent: extent.clone(),
-            id,
+            id: extent.writes().note(segment.blocks.clone()),
             segment,
         })
     }
@@ -348,21 +268,13 @@ impl SpillIo {
     /// # Errors
     /// When a write failed.
     pub fn flush(&self) -> Result<()> {
-        let mut book = self.shared.lock();
-        while book.open_writes > 0 {
-            book = self
-                .shared
-                .ended
-                .wait(book)
-                .unwrap_or_else(PoisonError::into_inner);
-        }
-        drop(book);
+        self.shared.book.wait_for_writes();
         self.check()
     }
 
     /// The first failure of a write, once.
     fn check(&self) -> Result<()> {
-        match self.shared.lock().failure.take() {
+        match self.shared.book.take_failure() {
             Some(failure) => Err(failure),
             None => Ok(()),
         }
@@ -371,7 +283,7 @@ impl SpillIo {
 
 impl Drop for SpillIo {
     fn drop(&mut self) {
-        self.jobs = None;
+        self.jobs.close();
         for thread in self.threads.drain(..) {
             // A thread that panicked has dropped its request; waiting callers learned of it.
             thread.join().ok();
@@ -411,13 +323,13 @@ fn run(job: Job, shared: &Shared, thread: u16) {
             reply,
         } => {
             let blocks = segment.blocks.clone();
-            extent.wait_for_writes(order, &blocks);
+            extent.writes().wait_for(order, &blocks);
             let started = trace.and_then(Trace::now);
             let result = extent.read_blocks(&blocks, segment.blocks_mut());
             if let Some(trace) = trace {
                 trace.end(started, lane, || "read".into());
             }
-            shared.end(blocks.end - blocks.start, 0, None);
+            shared.book.end(blocks.end - blocks.start, 0, None);
             // The caller may have lost interest.
             reply.send(result.map(|()| segment)).ok();
         }
@@ -427,15 +339,15 @@ fn run(job: Job, shared: &Shared, thread: u16) {
             segment,
         } => {
             let blocks = segment.blocks.clone();
-            extent.wait_for_writes(id, &blocks);
+            extent.writes().wait_for(id, &blocks);
             let started = trace.and_then(Trace::now);
             let result = extent.write_blocks(&blocks, segment.block_bytes());
             if let Some(trace) = trace {
                 trace.end(started, lane, || "write".into());
             }
             drop(segment);
-            extent.end_write(id);
-            shared.end(0, blocks.end - blocks.start, result.err());
+            extent.writes().end(id);
+            shared.book.end(0, blocks.end - blocks.start, result.err());
         }
     }
 }
@@ -445,6 +357,7 @@ mod tests {
     use super::super::{IoPath, SpillFile, SpillFolder};
     use super::*;
     use proptest::prelude::*;
+    use std::time::Duration;
 
     /// Files of this machine's disk in both ways; direct I/O is left out where the file system has none.
     fn files(folder: &Arc<SpillFolder>) -> Vec<SpillFile> {

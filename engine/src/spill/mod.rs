@@ -14,13 +14,15 @@ mod file;
 mod folder;
 mod io;
 mod measure;
+mod queue;
 mod segment;
 
 pub use error::SpillError;
 pub use file::{BLOCK_BYTES, Extent, IoPath, SpillFile};
 pub use folder::{FOLDER_PREFIX, SpillFolder};
-pub use io::{PendingRead, SpillIo, SpillStats};
+pub use io::{PendingRead, SpillIo};
 pub use measure::{Measured, measure};
+pub use queue::SpillStats;
 pub use segment::{SEGMENT_BYTES, Segment};
 
 pub(crate) type Result<T, E = SpillError> = std::result::Result<T, E>;

@@ -7,9 +7,10 @@
 
 use super::Result;
 use super::error::SpillError;
+use super::queue::Free;
 use kernels::{Pool, Reservation, Tag};
 use memmap2::{Advice, MmapOptions, MmapRaw};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 /// Bytes of a segment: the largest request to the disk. Larger ones write a tenth slower (`benches/RESULTS.md`).
 pub const SEGMENT_BYTES: usize = 512 << 10;
@@ -22,9 +23,7 @@ pub(super) struct SegmentPool {
     map: MmapRaw,
     /// Where the first segment begins in the map.
     first: usize,
-    /// Segments that nobody holds; the one used last is taken first.
-    free: Mutex<Vec<usize>>,
-    given_back: Condvar,
+    free: Free,
     _counted: Reservation,
 }
 
@@ -44,38 +43,20 @@ impl SegmentPool {
         Ok(Arc::new(Self {
             map,
             first,
-            free: Mutex::new((0..segments).rev().collect()),
-            given_back: Condvar::new(),
+            free: Free::new(segments),
             _counted: counted,
         }))
     }
 
-    fn lock(&self) -> MutexGuard<'_, Vec<usize>> {
-        // A panic elsewhere leaves a list of buffers, which stays usable.
-        self.free.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Waits for a free segment.
     pub(super) fn take(self: &Arc<Self>) -> Segment {
-        let mut free = self.lock();
-        loop {
-            if let Some(index) = free.pop() {
-                return self.segment(index);
-            }
-            free = self
-                .given_back
-                .wait(free)
-                .unwrap_or_else(PoisonError::into_inner);
-        }
+        self.segment(self.free.take())
     }
 
     /// A segment, if more than `reserve` are free.
     pub(super) fn try_take(self: &Arc<Self>, reserve: usize) -> Option<Segment> {
-        let mut free = self.lock();
-        if free.len() <= reserve {
-            return None;
-        }
-        free.pop().map(|index| self.segment(index))
+        let index = self.free.try_take(reserve)?;
+        Some(self.segment(index))
     }
 
     /// `index` has been taken from the list.
@@ -168,8 +149,7 @@ impl Segment {
 
 impl Drop for Segment {
     fn drop(&mut self) {
-        self.pool.lock().push(self.index);
-        self.pool.given_back.notify_one();
+        self.pool.free.give_back(self.index);
     }
 }
 

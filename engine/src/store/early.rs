@@ -131,14 +131,14 @@ impl Store {
         let (Some(run), Some(state)) = (&mut self.early, parts.state.take()) else {
             return Ok(());
         };
-        run.send(Job {
+        let job = Job {
             unit,
             gradients,
             state,
-            weights,
             squares: None,
             outcome: Ok(()),
-        })
+        };
+        run.send(job, weights)
     }
 
     /// Waits until the thread has room for one more unit.

@@ -7,6 +7,9 @@ mod choose;
 #[cfg(test)]
 mod tests;
 
+use std::collections::HashMap;
+use std::fs::File;
+use std::io::Read;
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 
@@ -22,6 +25,8 @@ pub const PLACES: [&str; 2] = ["/job/hostfile", "/etc/mpi/hostfile"];
 const MAX_BYTES: u64 = 1 << 20;
 /// Most slots of one line.
 const MAX_SLOTS: usize = 4096;
+/// Most slots of all machines: each is kept, and a line of a few bytes has thousands.
+const MAX_ALL_SLOTS: usize = 1 << 16;
 
 /// One machine of a hostfile.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -34,12 +39,35 @@ pub struct Host {
     pub line: usize,
 }
 
+/// Reads the content of a hostfile; `path` is for messages.
+///
+/// # Errors
+/// As [`parse`], and it is no text or too long (exit 2).
+pub fn parse_bytes(bytes: &[u8], path: &Path) -> Result<Vec<Host>, Failure> {
+    if bytes.len() as u64 > MAX_BYTES {
+        return Err(Failure::usage(
+            format!("{} has more than {MAX_BYTES} bytes", path.display()),
+            "a hostfile is a short list of machines",
+        ));
+    }
+    let text = std::str::from_utf8(bytes).map_err(|error| {
+        let before = &bytes[..error.valid_up_to()];
+        let line = 1 + before.iter().filter(|byte| **byte == b'\n').count();
+        let what = format!("{}: line {line} is not text in UTF-8", path.display());
+        Failure::usage(what, FORM)
+    })?;
+    parse(text, path)
+}
+
 /// Reads the text of a hostfile; `path` is for messages.
 ///
 /// # Errors
-/// A line is not of the form `host slots=N`, a host stands twice, or there is none (exit 2). The line is named.
+/// A line is not of the form `host slots=N`, a host stands twice, there are too many slots, or no host (exit 2). The
+/// line is named.
 pub fn parse(text: &str, path: &Path) -> Result<Vec<Host>, Failure> {
     let mut hosts: Vec<Host> = Vec::new();
+    let mut lines: HashMap<&str, usize> = HashMap::new();
+    let mut all_slots = 0;
     for (number, line) in (1..).zip(text.lines()) {
         let bad = |what: String| {
             Failure::usage(format!("{}: line {number}: {what}", path.display()), FORM)
@@ -71,13 +99,20 @@ pub fn parse(text: &str, path: &Path) -> Result<Vec<Host>, Failure> {
                 return Err(bad("slots are given twice".to_string()));
             }
         }
-        if let Some(first) = hosts.iter().find(|host| host.name == name) {
-            return Err(bad(format!("{name} stands on line {} already", first.line))
+        if let Some(first) = lines.insert(name, number) {
+            return Err(bad(format!("{name} stands on line {first} already"))
                 .next(format!("one line for {name}, with the sum of its slots")));
+        }
+        let slots = slots.unwrap_or(1);
+        all_slots += slots;
+        if all_slots > MAX_ALL_SLOTS {
+            return Err(bad(format!(
+                "there are more than {MAX_ALL_SLOTS} slots up to here"
+            )));
         }
         hosts.push(Host {
             name: name.to_string(),
-            slots: (0..slots.unwrap_or(1)).collect(),
+            slots: (0..slots).collect(),
             line: number,
         });
     }
@@ -109,7 +144,7 @@ pub fn place(
     if is_numbered && !chooses && args.hostfile.is_none() {
         return Ok(None);
     }
-    let Some((path, text)) = find(args.hostfile.as_deref(), chooses, show)? else {
+    let Some((path, bytes)) = find(args.hostfile.as_deref(), chooses, show)? else {
         return Ok(None);
     };
     if let Some(rank) = &env.rank {
@@ -122,7 +157,7 @@ pub fn place(
         )
         .next("leave --hostfile out where mpirun, srun or torchrun starts the ranks"));
     }
-    let hosts = parse(&text, &path)?;
+    let hosts = parse_bytes(&bytes, &path)?;
     let hosts = choose::choose(hosts, args.include.as_deref(), args.exclude.as_deref())?;
     let ranks: Vec<usize> = hosts
         .iter()
@@ -162,12 +197,12 @@ pub fn place(
     }))
 }
 
-/// The file's path and text; none where there is nothing to read.
+/// The file's path and content; none where there is nothing to read.
 fn find(
     given: Option<&Path>,
     chooses: bool,
     show: &mut dyn FnMut(Event),
-) -> Result<Option<(PathBuf, String)>, Failure> {
+) -> Result<Option<(PathBuf, Vec<u8>)>, Failure> {
     let usual = || PLACES.iter().map(PathBuf::from).find(|path| path.exists());
     let path = match given {
         Some(path) if path.exists() => path.to_path_buf(),
@@ -197,16 +232,12 @@ fn find(
         Some(path) => return Err(no_file(&path.display().to_string())),
         None => usual().ok_or_else(|| no_file(&PLACES.join(" or ")))?,
     };
-    let size = std::fs::metadata(&path).map_or(0, |file| file.len());
-    if size > MAX_BYTES {
-        return Err(Failure::usage(
-            format!("{} has {size} bytes", path.display()),
-            "a hostfile is a short list of machines",
-        ));
-    }
-    let text = std::fs::read_to_string(&path)
+    let mut bytes = Vec::new();
+    // One byte more than is read tells that it is too long, also of what has no length.
+    File::open(&path)
+        .and_then(|file| file.take(MAX_BYTES + 1).read_to_end(&mut bytes))
         .map_err(|error| Failure::io(ErrorCode::Usage, "read", &path, &error))?;
-    Ok(Some((path, text)))
+    Ok(Some((path, bytes)))
 }
 
 fn no_file(places: &str) -> Failure {

@@ -1,4 +1,4 @@
-use super::{Host, choose::choose, parse, place, same_name};
+use super::{Host, choose::choose, parse, parse_bytes, place, same_name};
 use crate::args::Args;
 use crate::exit::Failure;
 use crate::identity::NodePlace;
@@ -53,6 +53,28 @@ fn mistakes_are_named_with_their_line() {
         assert_eq!(failure.code.status(), 2);
         assert!(failure.title.contains(words), "{text:?}: {failure}");
     }
+}
+
+#[test]
+fn lines_of_a_few_bytes_do_not_take_much_memory() {
+    let many = |hosts: usize| -> String {
+        let lines = (0..hosts).map(|host| format!("h{host} slots=4096\n"));
+        lines.collect()
+    };
+    assert_eq!(read(&many(16)).expect("reads").len(), 16);
+    let failure = read(&many(17)).expect_err("too many");
+    let title = &failure.title;
+    assert!(
+        title.contains("line 17: there are more than 65536 slots"),
+        "{failure}"
+    );
+    let failure = parse_bytes(b"a\n\xff", Path::new("hosts")).expect_err("no text");
+    assert!(failure.title.contains("line 2 is not text"), "{failure}");
+    let failure = parse_bytes(&vec![b'#'; 2 << 20], Path::new("hosts")).expect_err("too long");
+    assert!(
+        failure.title.contains("more than 1048576 bytes"),
+        "{failure}"
+    );
 }
 
 #[test]

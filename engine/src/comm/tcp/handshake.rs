@@ -157,7 +157,7 @@ impl Peer {
             from: address(&self.stream),
             what: "sent a message without the seal of its connection".to_owned(),
         };
-        let (seal, bytes) = whole.split_first_chunk::<32>().ok_or_else(stranger)?;
+        let (seal, bytes) = parts(&whole).ok_or_else(stranger)?;
         let expected = self.seal(!self.is_caller, self.counts[1], bytes);
         if blake3::Hash::from_bytes(*seal) != expected {
             return Err(stranger());
@@ -180,10 +180,27 @@ fn send(timed: &mut Timed<'_>, message: &impl Serialize) -> io::Result<()> {
     frame::write(timed, &serde_json::to_vec(message)?)
 }
 
-fn receive<T: DeserializeOwned>(timed: &mut Timed<'_>, limit: usize) -> io::Result<T> {
+fn receive<T: DeserializeOwned>(stream: &mut impl io::Read, limit: usize) -> io::Result<T> {
     let mut bytes = Vec::new();
-    frame::read(timed, limit, &mut bytes)?;
+    frame::read(stream, limit, &mut bytes)?;
     Ok(serde_json::from_slice(&bytes)?)
+}
+
+/// What [`shake`] reads.
+pub(super) fn read_greeting(stream: &mut impl io::Read) -> io::Result<()> {
+    receive::<Greeting>(stream, MAX_GREETING)?;
+    receive::<Proof>(stream, MAX_GREETING).map(drop)
+}
+
+/// Seal and content of a sealed message.
+fn parts(whole: &[u8]) -> Option<(&[u8; 32], &[u8])> {
+    whole.split_first_chunk()
+}
+
+/// What [`Peer::receive`] reads, whatever its seal.
+pub(super) fn read_message<T: DeserializeOwned>(whole: &[u8]) -> io::Result<T> {
+    let (_, bytes) = parts(whole).ok_or(io::ErrorKind::InvalidData)?;
+    Ok(serde_json::from_slice(bytes)?)
 }
 
 fn address(stream: &TcpStream) -> String {

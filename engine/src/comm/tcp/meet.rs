@@ -1,6 +1,6 @@
 //! The meeting: a star around rank 0, then a connection between every two ranks.
 
-use super::handshake::{Claim, Peer, shake};
+use super::handshake::{self, Claim, Peer, shake};
 use super::{MeetError, Secret, TcpOptions, is_loopback};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -49,6 +49,13 @@ enum Reason {
         ours: String,
     },
     Other(String),
+}
+
+/// A message of the meeting, whichever it is.
+pub(super) fn read_message(whole: &[u8]) -> io::Result<()> {
+    let report = handshake::read_message::<Report>(whole).map(drop);
+    let verdict = handshake::read_message::<Verdict>(whole).map(drop);
+    report.or(verdict).or(handshake::read_message::<()>(whole))
 }
 
 /// One connection per peer, in rank order; none for this rank.

@@ -183,6 +183,30 @@ fn join_with(
     })
 }
 
+/// Reads what a peer sends while ranks meet. For [`crate::fuzzing`].
+pub(crate) fn read_meeting(bytes: &[u8]) -> io::Result<()> {
+    let mut stream = bytes;
+    handshake::read_greeting(&mut stream)?;
+    let mut message = Vec::new();
+    loop {
+        frame::read(&mut stream, frame::MAX_MEETING, &mut message)?;
+        meet::read_message(&message)?;
+    }
+}
+
+/// Takes what a peer sends afterwards. For [`crate::fuzzing`].
+pub(crate) fn take_frames(bytes: &[u8]) -> io::Result<()> {
+    let world = World { rank: 0, size: 2 };
+    super::mirror::take_frames(world, |take| {
+        let mut stream = bytes;
+        let mut bytes = Vec::new();
+        loop {
+            frame::read(&mut stream, super::mirror::MAX_FRAME, &mut bytes)?;
+            take(&bytes)?;
+        }
+    })
+}
+
 /// Whether an address means this machine alone.
 pub(super) fn is_loopback(addr: IpAddr) -> bool {
     match addr {

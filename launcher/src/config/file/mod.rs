@@ -112,6 +112,18 @@ fn go_through(config: Option<&Path>, given: &mut Given) -> Result<Vec<Part>, Fai
     Ok(parts)
 }
 
+/// Goes through a file with this content and ending, as a line without other flags would. For [`crate::fuzzing`].
+pub(crate) fn go_through_bytes(bytes: &[u8], ending: &str) -> Result<(), Failure> {
+    let path = Path::new("config").with_extension(ending);
+    let file = read::parse_named(bytes, &path)?;
+    let given = Given::default();
+    let report = match deepspeed::is_deepspeed(&file) {
+        true => deepspeed::report(&file, &path, &given),
+        false => trainer::report(&file, &given),
+    };
+    report.verdict(&path, true)
+}
+
 /// A path that a file names: as it stands, or beside the file where only that exists.
 fn beside(path: &Path, config: Option<&Path>) -> PathBuf {
     let folder = config.and_then(Path::parent);

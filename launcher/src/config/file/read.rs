@@ -25,8 +25,13 @@ pub(crate) fn read(path: &Path) -> Result<Value, Failure> {
         let why = format!("it is larger than {} KiB", MAX_BYTES >> 10);
         return Err(unreadable(path, &Fault::new(1, why)));
     }
+    parse_named(&bytes, path)
+}
+
+/// As [`read`], for the content of a file.
+pub(super) fn parse_named(bytes: &[u8], path: &Path) -> Result<Value, Failure> {
     let ending = path.extension().and_then(|ending| ending.to_str());
-    parse(&bytes, ending.unwrap_or_default()).map_err(|fault| unreadable(path, &fault))
+    parse(bytes, ending.unwrap_or_default()).map_err(|fault| unreadable(path, &fault))
 }
 
 /// As [`read`], for the bytes of a file with this ending.

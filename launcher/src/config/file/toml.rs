@@ -5,7 +5,8 @@ use toml::de::{DeTable, DeValue};
 
 /// Reads a document.
 pub(super) fn parse(text: &str) -> Result<Value, Fault> {
-    let line_at = |offset: usize| 1 + text.bytes().take(offset).filter(|b| *b == b'\n').count();
+    let ends: Vec<usize> = text.match_indices('\n').map(|(at, _)| at).collect();
+    let line_at = |offset: usize| 1 + ends.partition_point(|end| *end < offset);
     let table = DeTable::parse(text).map_err(|error| {
         let line = error.span().map_or(1, |span| line_at(span.start));
         Fault::new(line, error.message())

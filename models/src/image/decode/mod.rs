@@ -11,7 +11,7 @@ use std::fs::File;
 use std::io::{BufReader, Cursor, Read};
 use std::path::{Path, PathBuf};
 
-use image::{DynamicImage, ImageDecoder, ImageFormat, ImageReader, Limits};
+use image::{DynamicImage, ImageFormat, ImageReader, Limits};
 use thiserror::Error;
 
 use super::RgbImage;
@@ -22,6 +22,11 @@ pub const MAX_PIXELS: u64 = 178_956_970;
 const MAX_FILE_BYTES: u64 = 1 << 30;
 /// Bytes a decoder may hold per pixel: 16-bit RGBA output and as much working space again.
 const BYTES_PER_PIXEL: u64 = 16;
+/// Bytes that a decoder may hold besides: colour profiles, texts, tables.
+const BESIDE_PIXELS: u64 = 16 << 20;
+/// Most pixels that a byte of a PNG or JPEG stands for. Deflate writes at most 1032 bytes for one, of eight pixels
+/// each; a JPEG's block of 64 pixels takes a bit at least, also where a component is sampled at every 16th pixel.
+const PIXELS_PER_BYTE: u64 = 1032 * 8;
 /// How far from the end of a JPEG its end marker is looked for, in bytes.
 const JPEG_TAIL_BYTES: usize = 64 << 10;
 
@@ -99,30 +104,64 @@ pub fn dimensions(path: &Path) -> Result<(usize, usize), ImageError> {
 /// # Errors
 /// [`ImageError`] if the file is missing, unreadable, no picture, damaged or too large.
 pub fn decode(path: &Path) -> Result<RgbImage, ImageError> {
-    let (file, file_bytes) = open(path)?;
+    let (file, _) = open(path)?;
     let mut bytes = Vec::new();
     // `take` guards against a file that grows while it is read
     let read = file.take(MAX_FILE_BYTES).read_to_end(&mut bytes);
     read.map_err(|error| unreadable(path, &error))?;
-    let mut reader = guess(path, Cursor::new(bytes.as_slice()))?;
-    if reader.format() == Some(ImageFormat::Jpeg) {
-        check_jpeg_end(path, &bytes)?;
-    }
-    let mut limits = Limits::default();
-    limits.max_alloc = Some(MAX_PIXELS * BYTES_PER_PIXEL);
-    reader.limits(limits);
+    decode_bytes(path, &bytes)
+}
+
+/// As [`decode`], for the content of a file; `path` is named in errors. No memory is taken for pixels that the content
+/// cannot hold, as far as its format bounds them: a WebP, or a BMP of runs, may be one colour.
+///
+/// # Errors
+/// [`ImageError`] if it is no picture, damaged or too large.
+pub fn decode_bytes(path: &Path, bytes: &[u8]) -> Result<RgbImage, ImageError> {
+    let (width, height) = size_of(path, bytes)?;
+    let pixels = u64::from(width) * u64::from(height);
+    let mut reader = guess(path, Cursor::new(bytes))?;
+    reader.limits(limited(pixels * BYTES_PER_PIXEL + BESIDE_PIXELS));
     let decoder = reader
         .into_decoder()
         .map_err(|error| corrupt(path, &error.to_string()))?;
-    let (width, height) = decoder.dimensions();
-    check_size(path, width, height, file_bytes)?;
     let picture =
         DynamicImage::from_decoder(decoder).map_err(|error| corrupt(path, &error.to_string()))?;
     Ok(RgbImage::new(
         width as usize,
         height as usize,
-        pixels::to_rgb8(picture, &bytes),
+        pixels::to_rgb8(picture, bytes),
     ))
+}
+
+/// Width and height by the header of a file's content, which could hold so many pixels.
+pub(crate) fn size_of(path: &Path, bytes: &[u8]) -> Result<(u32, u32), ImageError> {
+    let mut reader = guess(path, Cursor::new(bytes))?;
+    let format = reader.format();
+    if format == Some(ImageFormat::Jpeg) {
+        check_jpeg_end(path, bytes)?;
+    }
+    // How much more may be taken follows from the header.
+    reader.limits(limited(BESIDE_PIXELS));
+    let (width, height) = reader
+        .into_dimensions()
+        .map_err(|error| corrupt(path, &error.to_string()))?;
+    check_size(path, width, height, bytes.len() as u64)?;
+    let pixels = u64::from(width) * u64::from(height);
+    if most_pixels(format, bytes).is_some_and(|most| pixels > most) {
+        let reason = format!(
+            "its header promises {width} x {height} pixels, which {} bytes cannot hold",
+            bytes.len()
+        );
+        return Err(corrupt(path, &reason));
+    }
+    Ok((width, height))
+}
+
+fn limited(bytes: u64) -> Limits {
+    let mut limits = Limits::default();
+    limits.max_alloc = Some(bytes);
+    limits
 }
 
 fn open(path: &Path) -> Result<(File, u64), ImageError> {
@@ -177,6 +216,23 @@ fn check_size(path: &Path, width: u32, height: u32, file_bytes: u64) -> Result<(
         });
     }
     Ok(())
+}
+
+/// Most pixels that the content of a file can hold; none where its format sets no bound.
+fn most_pixels(format: Option<ImageFormat>, bytes: &[u8]) -> Option<u64> {
+    let file_bytes = bytes.len() as u64;
+    match format {
+        Some(ImageFormat::Png | ImageFormat::Jpeg) => Some(file_bytes * PIXELS_PER_BYTE),
+        Some(ImageFormat::Bmp) => {
+            const CORE_HEADER: u32 = 12;
+            const RUNS: [u32; 2] = [1, 2];
+            let number = |at: usize| Some(u32::from_le_bytes(*bytes.get(at..)?.first_chunk()?));
+            let is_core = number(14) == Some(CORE_HEADER);
+            let has_runs = number(30).is_some_and(|kind| RUNS.contains(&kind));
+            (is_core || !has_runs).then_some(file_bytes * 8)
+        }
+        _ => None,
+    }
 }
 
 /// The JPEG decoder fills missing data with grey instead of failing.

@@ -7,13 +7,22 @@
 use std::collections::{HashMap, HashSet};
 
 use serde::Deserialize;
+use serde::de::DeserializeOwned;
 use serde_json::Value;
-use tokenizers::{PostProcessorWrapper, Tokenizer};
+use tokenizers::decoders::DecoderWrapper;
+use tokenizers::models::bpe::{BPE, Vocab};
+use tokenizers::normalizers::NormalizerWrapper;
+use tokenizers::pre_tokenizers::PreTokenizerWrapper;
+use tokenizers::{AddedToken, Tokenizer};
 
-use super::limits::{MAX_ADDED_TOKENS, MAX_PART_BYTES, MAX_PART_DEPTH, MAX_TOKENS};
+use super::limits::{MAX_ADDED_TOKENS, MAX_PART_DEPTH, MAX_TOKENS};
+use super::part::Part;
 
 /// Longest token in bytes of JSON text: byte-level spellings take two per byte, added tokens are longer.
 const MAX_TEXT_BYTES: usize = 4096;
+
+/// Ids are below it, so that those of added tokens behind them can be counted.
+const MAX_ID: u32 = 1 << 30;
 
 const NORMALIZERS: &[&str] = &[
     "Sequence",
@@ -50,8 +59,13 @@ const DECODERS: &[&str] = &[
 pub(super) fn build(content: &[u8]) -> Result<Tokenizer, String> {
     let file: File = serde_json::from_slice(content).map_err(|error| error.to_string())?;
     file.check()?;
-    let mut tokenizer = Tokenizer::from_bytes(content).map_err(|error| error.to_string())?;
-    for added in &file.added_tokens {
+    let added = file.added_tokens.clone();
+    let mut tokenizer = file.build().map_err(|error| error.to_string())?;
+    let tokens = added.iter().cloned().map(AddedId::token);
+    tokenizer
+        .add_tokens(tokens)
+        .map_err(|error| error.to_string())?;
+    for added in &added {
         if let Some(found) = tokenizer.token_to_id(&added.content)
             && found != added.id
         {
@@ -61,29 +75,43 @@ pub(super) fn build(content: &[u8]) -> Result<Tokenizer, String> {
             ));
         }
     }
-    // lengths and added tokens are the caller's business
-    tokenizer.with_padding(None);
-    tokenizer.with_post_processor(None::<PostProcessorWrapper>);
-    tokenizer
-        .with_truncation(None)
-        .map_err(|error| error.to_string())?;
     Ok(tokenizer)
 }
 
+/// What matters of the file. How to cut, fill and frame sequences is the caller's business and is not read.
 #[derive(Deserialize)]
 struct File {
+    version: Option<String>,
     model: Model,
     #[serde(default)]
     added_tokens: Vec<AddedId>,
-    normalizer: Option<Value>,
-    pre_tokenizer: Option<Value>,
-    decoder: Option<Value>,
+    normalizer: Option<Part>,
+    pre_tokenizer: Option<Part>,
+    decoder: Option<Part>,
 }
 
-#[derive(Deserialize)]
+#[derive(Clone, Deserialize)]
 struct AddedId {
     id: u32,
     content: String,
+    single_word: bool,
+    lstrip: bool,
+    rstrip: bool,
+    normalized: bool,
+    special: bool,
+}
+
+impl AddedId {
+    fn token(self) -> AddedToken {
+        AddedToken {
+            content: self.content,
+            single_word: self.single_word,
+            lstrip: self.lstrip,
+            rstrip: self.rstrip,
+            normalized: self.normalized,
+            special: self.special,
+        }
+    }
 }
 
 #[derive(Deserialize)]
@@ -93,6 +121,9 @@ struct Model {
     vocab: HashMap<String, u32>,
     merges: Vec<Merge>,
     unk_token: Option<String>,
+    fuse_unk: Option<bool>,
+    byte_fallback: Option<bool>,
+    ignore_merges: Option<bool>,
     dropout: Option<f64>,
     continuing_subword_prefix: Option<String>,
     end_of_word_suffix: Option<String>,
@@ -111,14 +142,44 @@ enum Merge {
 impl Merge {
     fn parts(&self) -> Option<(&str, &str)> {
         match self {
-            Self::Text(text) => text.split_once(' '),
+            Self::Text(text) => text
+                .split_once(' ')
+                .filter(|(_, right)| !right.contains(' ')),
             Self::Pair(left, right) => Some((left, right)),
+        }
+    }
+
+    fn into_parts(self) -> Option<(String, String)> {
+        match self {
+            Self::Pair(left, right) => Some((left, right)),
+            Self::Text(_) => self
+                .parts()
+                .map(|(left, right)| (left.to_owned(), right.to_owned())),
         }
     }
 }
 
 impl File {
+    /// The encoder without added tokens, part by part: nothing else of the file reaches the crate.
+    fn build(self) -> tokenizers::Result<Tokenizer> {
+        let mut tokenizer = Tokenizer::new(self.model.build()?);
+        let normalizer: Option<NormalizerWrapper> = read_part(self.normalizer)?;
+        tokenizer.with_normalizer(normalizer)?;
+        let pre_tokenizer: Option<PreTokenizerWrapper> = read_part(self.pre_tokenizer)?;
+        tokenizer.with_pre_tokenizer(pre_tokenizer);
+        let decoder: Option<DecoderWrapper> = read_part(self.decoder)?;
+        tokenizer.with_decoder(decoder);
+        Ok(tokenizer)
+    }
+
     fn check(&self) -> Result<(), String> {
+        if self
+            .version
+            .as_ref()
+            .is_some_and(|version| version != "1.0")
+        {
+            return Err(format!("version {:?} is not known", self.version));
+        }
         self.model.check()?;
         let added = self.added_tokens.len();
         if added > MAX_ADDED_TOKENS {
@@ -135,7 +196,28 @@ impl File {
     }
 }
 
+fn read_part<T: DeserializeOwned>(part: Option<Part>) -> tokenizers::Result<Option<T>> {
+    Ok(match part {
+        None => None,
+        Some(Part(value)) => Some(serde_json::from_value(value)?),
+    })
+}
+
 impl Model {
+    fn build(self) -> tokenizers::Result<BPE> {
+        let merges = self.merges.into_iter().filter_map(Merge::into_parts);
+        let vocab: Vocab = self.vocab.into_iter().collect();
+        let mut builder = BPE::builder()
+            .vocab_and_merges(vocab, merges.collect())
+            .fuse_unk(self.fuse_unk.unwrap_or(false))
+            .byte_fallback(self.byte_fallback.unwrap_or(false))
+            .ignore_merges(self.ignore_merges.unwrap_or(false));
+        if let Some(unknown) = self.unk_token {
+            builder = builder.unk_token(unknown);
+        }
+        builder.build()
+    }
+
     fn check(&self) -> Result<(), String> {
         if self.kind != "BPE" {
             return Err(format!(
@@ -159,6 +241,9 @@ impl Model {
         let mut ids = HashSet::with_capacity(tokens);
         for (token, id) in &self.vocab {
             check_text(token)?;
+            if *id >= MAX_ID {
+                return Err(format!("token {token:?} has id {id}, not below {MAX_ID}"));
+            }
             if !ids.insert(id) {
                 return Err(format!("two tokens have id {id}"));
             }
@@ -199,7 +284,8 @@ impl Model {
     }
 }
 
-fn check_text(token: &str) -> Result<(), String> {
+/// Whether a token is short enough.
+pub(super) fn check_text(token: &str) -> Result<(), String> {
     let bytes = token.len();
     if bytes > MAX_TEXT_BYTES {
         return Err(format!(
@@ -209,15 +295,8 @@ fn check_text(token: &str) -> Result<(), String> {
     Ok(())
 }
 
-fn check_part(role: &str, part: Option<&Value>, known: &[&str]) -> Result<(), String> {
-    let Some(part) = part else { return Ok(()) };
-    let bytes = part.to_string().len();
-    if bytes > MAX_PART_BYTES {
-        return Err(format!(
-            "{role} takes {bytes} bytes, at most {MAX_PART_BYTES} are read"
-        ));
-    }
-    check_kind(role, part, known, 0)
+fn check_part(role: &str, part: Option<&Part>, known: &[&str]) -> Result<(), String> {
+    part.map_or(Ok(()), |Part(part)| check_kind(role, part, known, 0))
 }
 
 fn check_kind(role: &str, part: &Value, known: &[&str], depth: usize) -> Result<(), String> {
@@ -229,6 +308,14 @@ fn check_kind(role: &str, part: &Value, known: &[&str], depth: usize) -> Result<
     if role == "decoder" && kind == "Strip" && part["stop"] != 0 {
         return Err("a decoder that strips the end is not supported".to_owned());
     }
+    // the crate loses count where nothing is replaced by something
+    let pattern = &part["pattern"];
+    let (regex, text) = (pattern["Regex"].as_str(), pattern["String"].as_str());
+    if role == "normalizer" && (regex.is_some_and(|regex| !takes_text(regex)) || text == Some("")) {
+        return Err(format!(
+            "a normalizer that replaces what matches {pattern:?} is not supported: it may match no text"
+        ));
+    }
     let inner = ["normalizers", "pretokenizers", "decoders"].map(|list| part[list].as_array());
     let mut inner = inner.into_iter().flatten().flatten();
     if depth == MAX_PART_DEPTH && inner.next().is_some() {
@@ -237,6 +324,12 @@ fn check_kind(role: &str, part: &Value, known: &[&str], depth: usize) -> Result<
         ));
     }
     inner.try_for_each(|part| check_kind(role, part, known, depth + 1))
+}
+
+/// Whether every match of a pattern has a character at least; patterns that look around are not understood.
+fn takes_text(pattern: &str) -> bool {
+    let parsed = regex_syntax::parse(pattern).ok();
+    parsed.is_some_and(|parsed| parsed.properties().minimum_len() != Some(0))
 }
 
 #[cfg(test)]
@@ -313,6 +406,11 @@ mod tests {
                 "/normalizer",
                 json!({"type": "Precompiled", "precompiled_charsmap": ""}),
                 "\"Precompiled\"",
+            ),
+            (
+                "/normalizer",
+                json!({"type": "Replace", "pattern": {"Regex": "a*"}, "content": "b"}),
+                "may match no text",
             ),
             ("/normalizer", json!(3), "type \"\""),
             ("/normalizer", sequence(json!({"type": "Nmt"})), "\"Nmt\""),

@@ -14,6 +14,7 @@ mod error;
 mod json;
 pub(in crate::text) mod limits;
 mod merges;
+mod part;
 mod protobuf;
 mod ranks;
 mod sentencepiece;
@@ -46,45 +47,60 @@ impl Tokenizer {
     /// # Errors
     /// [`TokenizerError`] if there is no vocabulary, if a file is invalid or too large, or if they disagree.
     pub fn load(dir: &Path) -> Result<Self, TokenizerError> {
-        let mut tokenizer = Self::vocabulary(dir)?;
+        let tokenizer = Self::vocabulary(dir)?;
         let path = dir.join("tokenizer_config.json");
-        let config: TokenizerConfig = match read(&path)? {
-            None => return Ok(tokenizer),
-            Some(bytes) => {
-                serde_json::from_slice(&bytes).map_err(|error| invalid(&path, error.to_string()))?
-            }
-        };
-        tokenizer.add_missing(&path, &config)?;
-        let stated = config.named();
-        tokenizer
-            .named
-            .retain(|(name, _)| stated.iter().all(|(other, _)| name != other));
-        tokenizer.named.extend(stated);
-        Ok(tokenizer)
+        match read(&path)? {
+            None => Ok(tokenizer),
+            Some(bytes) => tokenizer.with_config(&bytes, &path),
+        }
     }
 
     fn vocabulary(dir: &Path) -> Result<Self, TokenizerError> {
         let path = dir.join("tokenizer.json");
-        let named = Vec::new();
         if let Some(bytes) = read(&path)? {
-            let inner = json::build(&bytes).map_err(|reason| invalid(&path, reason))?;
-            return Ok(Self { inner, named });
+            return Self::of_json(&bytes, &path);
         }
         let path = dir.join("tokenizer.model");
         let bytes = read(&path)?.ok_or_else(|| TokenizerError::NoVocabulary {
             dir: dir.to_owned(),
         })?;
-        if ranks::is_rank_file(&bytes) {
-            let inner = ranks::build(&bytes);
+        Self::of_model(&bytes, &path)
+    }
+
+    /// The tokenizer of a `tokenizer.json` with this content.
+    pub(crate) fn of_json(bytes: &[u8], path: &Path) -> Result<Self, TokenizerError> {
+        let inner = json::build(bytes).map_err(|reason| invalid(path, reason))?;
+        let named = Vec::new();
+        Ok(Self { inner, named })
+    }
+
+    /// The tokenizer of a `tokenizer.model` with this content.
+    pub(crate) fn of_model(bytes: &[u8], path: &Path) -> Result<Self, TokenizerError> {
+        let path = path.to_owned();
+        if ranks::is_rank_file(bytes) {
+            let inner = ranks::build(bytes);
             let inner = inner.map_err(|source| TokenizerError::Ranks { path, source })?;
+            let named = Vec::new();
             return Ok(Self { inner, named });
         }
-        let built = sentencepiece::build(&bytes);
+        let built = sentencepiece::build(bytes);
         let built = built.map_err(|source| TokenizerError::SentencePiece { path, source })?;
         Ok(Self {
             inner: built.tokenizer,
             named: built.named,
         })
+    }
+
+    /// With what a `tokenizer_config.json` of this content says.
+    pub(crate) fn with_config(mut self, bytes: &[u8], path: &Path) -> Result<Self, TokenizerError> {
+        let config: TokenizerConfig =
+            serde_json::from_slice(bytes).map_err(|error| invalid(path, error.to_string()))?;
+        self.add_missing(path, &config)?;
+        let stated = config.named();
+        self.named
+            .retain(|(name, _)| stated.iter().all(|(other, _)| name != other));
+        self.named.extend(stated);
+        Ok(self)
     }
 
     /// Registers tokens that only `tokenizer_config.json` lists, in the order of their ids.
@@ -95,6 +111,10 @@ impl Tokenizer {
             let reason = format!("{count} added tokens, at most {MAX_ADDED_TOKENS} are read");
             return Err(invalid(path, reason));
         }
+        let mut texts = stated.values().map(|token| &token.content);
+        texts
+            .try_for_each(|text| json::check_text(text))
+            .map_err(|reason| invalid(path, reason))?;
         let known = self.inner.get_added_vocabulary().get_vocab();
         let missing: Vec<AddedToken> = stated
             .values()

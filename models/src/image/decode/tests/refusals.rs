@@ -124,6 +124,40 @@ fn bombs_are_refused_by_their_headers() {
 }
 
 #[test]
+fn pixels_that_a_file_cannot_hold_are_refused_before_they_have_memory() {
+    let (width, height) = (13_000, 13_000);
+    let png = Png {
+        width,
+        height,
+        bits: 1,
+        colour_type: 0,
+        chunks: &[],
+        rows: &[0; 64],
+    };
+    let bmp = Bmp {
+        width,
+        height,
+        bits: 24,
+        masks: &[],
+        rows: &[0; 64],
+    };
+    let mut jpeg = encode(&noise(8), ImageFormat::Jpeg);
+    let frame = jpeg.windows(2).position(|pair| pair == [0xff, 0xc0]);
+    let frame = frame.unwrap();
+    jpeg[frame + 5..frame + 9].copy_from_slice(&[0x32, 0xc8, 0x32, 0xc8]);
+    for file in [png.file(), bmp.file(), jpeg] {
+        let result = decode_file(&file);
+        assert!(
+            matches!(&result, Err(ImageError::Corrupt { reason, .. }) if reason.contains("cannot hold")),
+            "{result:?}"
+        );
+    }
+    // What deflate makes the smallest is still read.
+    let even = DynamicImage::ImageLuma8(image::GrayImage::new(3000, 3000));
+    assert!(decode_file(&encode(&even, ImageFormat::Png)).is_ok());
+}
+
+#[test]
 fn a_webp_frame_must_have_the_size_of_its_canvas() {
     let simple = encode(&noise(8), ImageFormat::WebP);
     assert_eq!(

@@ -1,0 +1,89 @@
+//! Readers of what others wrote, as functions of its bytes: for fuzzers and tests, no part of the interface.
+
+use crate::cogvlm::CogConfig;
+use crate::config::ConfigError;
+use crate::families::Family;
+use crate::glm4v::config::Glm4vConfig;
+use crate::glm41v::config::Glm41vConfig;
+use crate::image::RgbImage;
+use crate::image::decode::{self, ImageError, decode_bytes};
+use crate::minicpm::config::MiniCpmConfig;
+use crate::text::{Tokenizer, TokenizerError};
+use crate::weights::{self, WeightError};
+use std::path::Path;
+
+/// Reads the header of a safetensors file.
+///
+/// # Errors
+/// It cannot be used.
+pub fn weights(bytes: &[u8]) -> Result<(), WeightError> {
+    weights::check_bytes(bytes, Path::new("model.safetensors"))
+}
+
+/// Reads a model's `config.json`, as its own family does and as all others do.
+///
+/// # Errors
+/// Its own family cannot use it, or it is of none.
+pub fn config(bytes: &[u8]) -> Result<(), ConfigError> {
+    let path = Path::new("config.json");
+    // A file that is not meant for a family must not harm it either.
+    let cog = CogConfig::parse(bytes, path).map(drop);
+    let minicpm = MiniCpmConfig::parse(bytes, path).map(drop);
+    let glm4v = Glm4vConfig::parse(bytes, path).map(drop);
+    let glm41v = Glm41vConfig::parse(bytes, path).map(drop);
+    match Family::of_bytes(bytes, path)? {
+        Family::CogVlm | Family::CogVlm2 | Family::CogAgent => cog,
+        Family::MiniCpm => minicpm,
+        Family::Glm4v => glm4v,
+        Family::Glm41v => glm41v,
+    }
+}
+
+/// Pixels by the header of a picture.
+#[must_use]
+pub fn pixels(bytes: &[u8]) -> Option<u64> {
+    let (width, height) = decode::size_of(Path::new("picture"), bytes).ok()?;
+    Some(u64::from(width) * u64::from(height))
+}
+
+/// Reads a picture.
+///
+/// # Errors
+/// It cannot be used.
+pub fn picture(bytes: &[u8]) -> Result<RgbImage, ImageError> {
+    decode_bytes(Path::new("picture"), bytes)
+}
+
+/// Reads a file of a tokenizer, whichever it is, and encodes and decodes a text with it.
+///
+/// # Errors
+/// It cannot be used.
+pub fn tokenizer(bytes: &[u8]) -> Result<(), TokenizerError> {
+    /// What a `tokenizer_config.json` adds to.
+    const SMALL: &[u8] =
+        br#"{"model": {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": ["a b"]}}"#;
+    let model = Path::new("tokenizer.model");
+    let first = bytes.iter().find(|byte| !byte.is_ascii_whitespace());
+    let tokenizer = if first == Some(&b'{') {
+        let path = Path::new("tokenizer.json");
+        let config = Path::new("tokenizer_config.json");
+        Tokenizer::of_json(bytes, path).or_else(|error| {
+            let small = Tokenizer::of_json(SMALL, path)?;
+            small.with_config(bytes, config).map_err(|_| error)
+        })?
+    } else {
+        Tokenizer::of_model(bytes, model)?
+    };
+    for text in [
+        "",
+        "ab a  b\n\u{e9}\u{4f60}\u{1f600}\0<|user|>",
+        "aaaa bbbb 1234",
+    ] {
+        let ids = tokenizer.encode(text)?;
+        let plain = tokenizer.encode_plain(text)?;
+        tokenizer.decode(&ids)?;
+        tokenizer.decode_verbatim(&plain)?;
+    }
+    tokenizer.decode(&[0, i32::MAX])?;
+    Ok(())
+}

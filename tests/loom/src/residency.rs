@@ -1,0 +1,109 @@
+//! Units at the thread of early updates: it reads one copy of a unit's state and writes the other, while the computation
+//! reads the weights; then the copies change places, or the plain update follows. Either way a unit has one version.
+
+use crate::guarded::Guarded;
+use crate::handover::Handover;
+use loom::sync::Arc;
+
+/// State of a unit twice, as `engine/src/state.rs` has it.
+struct State {
+    kept: Guarded,
+    spare: Guarded,
+}
+
+impl State {
+    fn new() -> Self {
+        Self {
+            kept: Guarded::new(0),
+            spare: Guarded::new(99),
+        }
+    }
+
+    fn commit(&mut self) {
+        std::mem::swap(&mut self.kept, &mut self.spare);
+    }
+}
+
+struct Job {
+    unit: usize,
+    state: State,
+    /// The answer's number among those of the thread.
+    outcome: Option<usize>,
+}
+
+type Thread = Handover<Job, Arc<Guarded>>;
+
+fn start() -> Thread {
+    let mut answers = 0;
+    let work = move |job: &mut Job, weights: Arc<Guarded>| {
+        // One update adds one to both.
+        assert_eq!(job.state.kept.get(), weights.get());
+        job.state.spare.set(job.state.kept.get() + 1);
+        job.outcome = Some(answers);
+        answers += 1;
+    };
+    Handover::start("early", work).expect("a thread")
+}
+
+/// Two units, of which the clipping of the second update takes back what the thread did.
+///
+/// Fails with: an answer that is sent before the thread gave up the weights (`Handover::start`), a state that is read
+/// while it is away (`Job.state` behind an `Arc`), a commit that is not followed by the weights.
+#[test]
+fn copies_change_places_or_the_plain_update_follows() {
+    crate::check(3, || {
+        let mut weights = [0, 1].map(|_| Arc::new(Guarded::new(0)));
+        let mut states = [0, 1].map(|_| Some(State::new()));
+        for update in 0..2u64 {
+            let mut thread = start();
+            for unit in 0..2 {
+                let state = states[unit].take().expect("it is here");
+                let job = Job {
+                    unit,
+                    state,
+                    outcome: None,
+                };
+                thread.send(job, weights[unit].clone()).expect("it lives");
+                // Backward goes on with the weights before the update.
+                assert_eq!(weights[unit].get(), update);
+            }
+            for expected in 0..2 {
+                let job = thread.receive().expect("an answer");
+                assert_eq!((job.unit, job.outcome), (expected, Some(expected)));
+                states[job.unit] = Some(job.state);
+            }
+            assert_eq!(thread.open(), 0);
+            let is_kept = update == 0;
+            for (state, weights) in states.iter_mut().zip(&mut weights) {
+                let state = state.as_mut().expect("it came back");
+                match is_kept {
+                    true => state.commit(),
+                    false => state.kept.set(state.kept.get() + 1),
+                }
+                // As `Store::commit_early`: a lease or the thread may not hold them any more.
+                let weights = Arc::get_mut(weights).expect("nobody else has the weights");
+                weights.set(state.kept.get());
+                assert_eq!(state.kept.get(), update + 1);
+            }
+        }
+    });
+}
+
+/// Fails with: a drop that does not wait for the thread.
+#[test]
+fn a_pass_that_is_given_up_leaves_nothing_behind() {
+    crate::check(3, || {
+        let mut weights = Arc::new(Guarded::new(0));
+        let mut thread = start();
+        for unit in 0..2 {
+            let job = Job {
+                unit,
+                state: State::new(),
+                outcome: None,
+            };
+            thread.send(job, weights.clone()).expect("it lives");
+        }
+        drop(thread);
+        assert!(Arc::get_mut(&mut weights).is_some());
+    });
+}
