@@ -45,6 +45,8 @@ struct Unit {
     /// `None` while sharded.
     readable: Option<Vec<Readable>>,
     bucket: Option<(DryBuffer, Reservation)>,
+    /// Gradients on a device apart.
+    deposited: Vec<Tensor>,
 }
 
 #[derive(Default)]
@@ -57,6 +59,8 @@ struct Pass {
 struct State {
     units: Vec<Unit>,
     pending: VecDeque<(DryBuffer, Reservation)>,
+    /// The unit whose gradients are still to be fetched.
+    closing: Option<UnitId>,
     pass: Option<Pass>,
 }
 
@@ -138,6 +142,7 @@ impl Rehearsal {
             state: RefCell::new(State {
                 units: plan.units().iter().map(|_| Unit::default()).collect(),
                 pending: VecDeque::new(),
+                closing: None,
                 pass: None,
             }),
             plan,
@@ -294,6 +299,9 @@ impl Rehearsal {
             self.start_gathers(&mut state)?;
             self.finish_entry(&mut state, entry)?;
         }
+        if let Some(unit) = state.closing.take() {
+            self.close_bucket(&mut state, unit)?;
+        }
         state.pass = None;
         state.pending.clear();
         Ok(())
@@ -421,8 +429,13 @@ impl Rehearsal {
     }
 
     fn finish_entry(&self, state: &mut State, entry: Entry) -> Result<()> {
-        if entry.phase == Phase::Backward {
-            self.close_bucket(state, entry.unit)?;
+        let closing = match (entry.phase, self.is_apart()) {
+            (Phase::Forward, _) => None,
+            (Phase::Backward, true) => state.closing.replace(entry.unit),
+            (Phase::Backward, false) => Some(entry.unit),
+        };
+        if let Some(unit) = closing {
+            self.close_bucket(state, unit)?;
         }
         let State { units, pass, .. } = state;
         let Some(pass) = pass else {
@@ -454,6 +467,8 @@ impl Rehearsal {
             Some(bucket) => Some(bucket),
             None => self.open_bucket(unit)?,
         };
+        // Fetched one behind the other.
+        state.units[unit.index()].deposited.clear();
         let config = self.plan.config();
         if let Some(bucket) = bucket
             && config.shards_gradients()
@@ -502,9 +517,13 @@ impl ParamAccess for Rehearsal {
         Ok(Lease::new(self, unit, phase, params))
     }
 
-    fn deposit(&self, id: ParamId, _grad: &Tensor) -> Result<()> {
+    fn deposit(&self, id: ParamId, grad: &Tensor) -> Result<()> {
         let unit = self.plan.spec().params[id.index()].unit;
         let mut state = self.state.borrow_mut();
+        if self.is_apart() {
+            state.units[unit.index()].deposited.push(grad.clone());
+            return Ok(());
+        }
         if state.units[unit.index()].bucket.is_none() {
             state.units[unit.index()].bucket = self.open_bucket(unit)?;
         }

@@ -97,7 +97,13 @@ impl Zero {
         optimizer: OptimizerConfig,
     ) -> Result<Self> {
         compare_plans(&plan, &*comm)?;
-        let store = Store::new(plan.clone(), comm.clone(), tiers.clone(), &*optimizer.rule)?;
+        let store = Store::new(
+            plan.clone(),
+            comm.clone(),
+            tiers.clone(),
+            &*optimizer.rule,
+            backend.device().is_apart(),
+        )?;
         let activations = Activations::new(plan.config().offload.activation, tiers.clone());
         Ok(Self {
             plan,

@@ -22,7 +22,7 @@ use crate::state::UnitState;
 use crate::tier::{Region, Tiers};
 use crate::timing::CopyClock;
 use crate::trace::Lane;
-use kernels::{DType, ForeignBytes, Reservation, Tag, Tensor};
+use kernels::{DType, Fetch, ForeignBytes, Reservation, Tag, Tensor};
 use optim::Optimizer;
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -63,6 +63,8 @@ struct Bucket {
     /// Where they are collected; nowhere when each is added to its sum at once.
     buffer: Option<(Buffer, Reservation)>,
     deposited: Vec<bool>,
+    /// Places of gradients on a device apart, and the gradients.
+    fetches: Vec<(std::ops::Range<usize>, Fetch)>,
 }
 
 struct Unit {
@@ -113,6 +115,11 @@ pub(crate) struct Store {
     tiers: Tiers,
     units: Vec<Unit>,
     pending: VecDeque<PendingReduce>,
+    /// Whether gradients come from a device apart. A unit's are then fetched behind the next unit's backward, so that the
+    /// device has that to do meanwhile.
+    apart: bool,
+    /// The unit whose gradients are still to be fetched.
+    closing: Option<UnitId>,
     pass: Option<Pass>,
     reads: WeightReads,
     moment: Moment,
@@ -128,6 +135,7 @@ impl Store {
         comm: Arc<dyn Communicator>,
         tiers: Tiers,
         rule: &dyn Optimizer,
+        apart: bool,
     ) -> Result<Self> {
         let config = plan.config().clone();
         let dtype = config.precision.weight_dtype();
@@ -179,6 +187,8 @@ impl Store {
             tiers,
             units,
             pending: VecDeque::new(),
+            apart,
+            closing: None,
             pass: None,
             reads: WeightReads::default(),
             moment,
@@ -307,6 +317,9 @@ impl Store {
         while let Some(entry) = self.entry_at_cursor() {
             self.skip(entry)?;
         }
+        if let Some(unit) = self.closing.take() {
+            self.close_bucket(unit)?;
+        }
         self.pass = None;
         self.reads.clear();
         self.drain(0)?;
@@ -321,6 +334,7 @@ impl Store {
     /// Drops a pass that failed half way: nothing of its gradients is kept.
     pub(crate) fn abandon_pass(&mut self) {
         self.pass = None;
+        self.closing = None;
         self.reads.clear();
         self.pending.clear();
         // The pass has failed already: what the thread says can only come of that.
@@ -506,7 +520,14 @@ impl Store {
 
     fn finish_entry(&mut self, entry: Entry) -> Result<()> {
         if entry.phase == Phase::Backward {
-            self.close_bucket(entry.unit)?;
+            let closing = if self.apart {
+                self.closing.replace(entry.unit)
+            } else {
+                Some(entry.unit)
+            };
+            if let Some(unit) = closing {
+                self.close_bucket(unit)?;
+            }
         }
         let Some(pass) = &mut self.pass else {
             return Ok(());
@@ -576,40 +597,49 @@ impl Store {
             return refuse("the parameter is frozen");
         };
         if self.units[unit.index()].bucket.is_none() {
-            let bucket = self.open_bucket(unit)?;
-            self.units[unit.index()].bucket = Some(bucket);
+            let buffer = if self.apart {
+                None
+            } else {
+                self.bucket_buffer(unit)?
+            };
+            self.units[unit.index()].bucket = Some(Bucket {
+                buffer,
+                deposited: vec![false; group.slots.len()],
+                fetches: Vec::new(),
+            });
         }
         let range = group.slots[index].range();
-        // From a device apart it is fetched, which waits for the backward so far.
-        let values = grad.host_f32()?;
         if let Some(bucket) = &mut self.units[unit.index()].bucket {
             if std::mem::replace(&mut bucket.deposited[index], true) {
                 return refuse("it was deposited already in this micro-batch");
             }
+            if self.apart {
+                bucket.fetches.push((range, grad.fetch()?));
+                return Ok(());
+            }
             if let Some((buffer, _)) = &mut bucket.buffer {
+                let values = grad.host_f32()?;
                 parallel::copy(&values, &mut buffer.as_mut_slice::<f32>()[range]);
                 return Ok(());
             }
         }
+        let values = grad.host_f32()?;
         self.accumulate(unit, |gradients, plan, moment| {
             gradients.add_part(group, plan, moment, range, &values)
         })
     }
 
-    fn open_bucket(&self, unit: UnitId) -> Result<Bucket> {
-        let group = &self.unit_plan(unit).trainable;
-        let bytes = group.padded_elems * 4;
-        let buffer = if self.plan.buckets_gradients(unit) {
-            let device = &self.tiers.device;
-            let counted = device.reserve(bytes as u64, Tag::Communication)?;
-            Some((self.comm.alloc(bytes)?, counted))
-        } else {
-            None
-        };
-        Ok(Bucket {
-            buffer,
-            deposited: vec![false; group.slots.len()],
-        })
+    /// Where a micro-batch's gradients of `unit` are collected before they are reduced or added to their sum.
+    fn bucket_buffer(&self, unit: UnitId) -> Result<Option<(Buffer, Reservation)>> {
+        if !self.plan.buckets_gradients(unit) {
+            return Ok(None);
+        }
+        let bytes = self.unit_plan(unit).trainable.padded_elems * 4;
+        let counted = self
+            .tiers
+            .device
+            .reserve(bytes as u64, Tag::Communication)?;
+        Ok(Some((self.comm.alloc(bytes)?, counted)))
     }
 
     /// Ends a unit's backward: what was not deposited is zero; the bucket is reduced (stages 2, 3)
@@ -620,10 +650,28 @@ impl Store {
         if group.is_empty() {
             return Ok(());
         }
-        let bucket = match self.units[unit.index()].bucket.take() {
+        let mut bucket = match self.units[unit.index()].bucket.take() {
             Some(bucket) => bucket,
-            None => self.open_bucket(unit)?,
+            None => Bucket {
+                buffer: None,
+                deposited: vec![false; group.slots.len()],
+                fetches: Vec::new(),
+            },
         };
+        if bucket.buffer.is_none() {
+            bucket.buffer = self.bucket_buffer(unit)?;
+        }
+        for (range, fetch) in std::mem::take(&mut bucket.fetches) {
+            let values = fetch.f32()?;
+            match &mut bucket.buffer {
+                Some((buffer, _)) => {
+                    parallel::copy(&values, &mut buffer.as_mut_slice::<f32>()[range]);
+                }
+                None => self.accumulate(unit, |gradients, plan, moment| {
+                    gradients.add_part(group, plan, moment, range, &values)
+                })?,
+            }
+        }
         let slots = group.slots.iter().zip(&bucket.deposited);
         let missing = slots.filter(|(_, deposited)| !**deposited);
         let zeros = missing.map(|(slot, _)| slot.range()).chain(group.gaps());
