@@ -61,6 +61,8 @@ struct State {
     pending: VecDeque<(DryBuffer, Reservation)>,
     /// The unit whose gradients are still to be fetched.
     closing: Option<UnitId>,
+    /// On a device apart, the weights leased last.
+    uploaded: Option<(UnitId, Vec<(ParamId, Tensor)>)>,
     pass: Option<Pass>,
 }
 
@@ -143,6 +145,7 @@ impl Rehearsal {
                 units: plan.units().iter().map(|_| Unit::default()).collect(),
                 pending: VecDeque::new(),
                 closing: None,
+                uploaded: None,
                 pass: None,
             }),
             plan,
@@ -299,6 +302,7 @@ impl Rehearsal {
             self.start_gathers(&mut state)?;
             self.finish_entry(&mut state, entry)?;
         }
+        state.uploaded = None;
         if let Some(unit) = state.closing.take() {
             self.close_bucket(&mut state, unit)?;
         }
@@ -503,6 +507,14 @@ impl ParamAccess for Rehearsal {
         let slots = groups.flat_map(|kind| &self.plan.unit(unit).group(kind).slots);
         let mut ids: Vec<ParamId> = slots.map(|slot| slot.param).collect();
         ids.sort_unstable();
+        let mut state = self.state.borrow_mut();
+        let there = state.uploaded.as_ref().filter(|(there, _)| *there == unit);
+        if let Some((_, params)) = there {
+            return Ok(Lease::new(self, unit, phase, params.clone()));
+        }
+        if self.plan.config().prefetch_units == 0 {
+            state.uploaded = None;
+        }
         let mut params = Vec::new();
         for id in ids {
             let shape = self.plan.spec().params[id.index()].shape;
@@ -514,6 +526,10 @@ impl ParamAccess for Rehearsal {
             };
             params.push((id, weight));
         }
+        if self.is_apart() {
+            state.uploaded = Some((unit, params.clone()));
+        }
+        drop(state);
         Ok(Lease::new(self, unit, phase, params))
     }
 

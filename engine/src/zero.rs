@@ -55,6 +55,9 @@ struct Totals {
     supervised: u64,
 }
 
+/// A unit's weights on a device apart.
+type Uploaded = (UnitId, Vec<(ParamId, Tensor)>);
+
 /// Model states of one rank under ZeRO.
 pub struct Zero {
     plan: Arc<Plan>,
@@ -66,6 +69,8 @@ pub struct Zero {
     pub(crate) store: RefCell<Store>,
     pub(crate) step: u64,
     totals: Totals,
+    /// On a device apart, the weights leased last: the next ones come in while it still computes with these.
+    uploaded: RefCell<Option<Uploaded>>,
     /// The last unit leased in a pass that has not ended well.
     leased: Cell<Option<(UnitId, Phase)>>,
     /// When it was leased, if that is recorded.
@@ -115,6 +120,7 @@ impl Zero {
             store: RefCell::new(store),
             step: 0,
             totals: Totals::default(),
+            uploaded: RefCell::new(None),
             leased: Cell::new(None),
             leased_at: Cell::new(None),
             non_finite: None,
@@ -224,6 +230,7 @@ impl Zero {
     /// # Errors
     /// When communication fails.
     pub fn end_pass(&self) -> Result<()> {
+        self.uploaded.take();
         self.store.borrow_mut().end_pass()?;
         self.leased.set(None);
         Ok(())
@@ -235,6 +242,7 @@ impl Zero {
     /// # Errors
     /// When communication fails.
     pub fn end_micro_batch(&mut self, loss_sum: f64, supervised: u64) -> Result<()> {
+        self.uploaded.take();
         let store = self.store.get_mut();
         store.end_pass()?;
         store.count_micro_batch();
@@ -627,6 +635,30 @@ impl Zero {
         self.tiers.spill().map(|spill| spill.pool())
     }
 
+    /// The weights of a unit on a device apart. Those of the unit before stay until they are there, so that they get
+    /// another place and need not wait for what the device still does with it.
+    fn upload(
+        &self,
+        unit: UnitId,
+        params: Vec<(ParamId, Tensor)>,
+    ) -> Result<Vec<(ParamId, Tensor)>> {
+        let mut uploaded = self.uploaded.borrow_mut();
+        if let Some((_, there)) = uploaded.as_ref().filter(|(there, _)| *there == unit) {
+            return Ok(there.clone());
+        }
+        if self.plan.config().prefetch_units == 0 {
+            uploaded.take();
+        }
+        let mut there = Vec::with_capacity(params.len());
+        for (id, weight) in params {
+            let (bytes, shape, dtype) = (weight.host_bytes()?, weight.shape(), weight.dtype());
+            let weight = self.backend.upload(&bytes, shape, dtype, Tag::Gathered)?;
+            there.push((id, weight));
+        }
+        *uploaded = Some((unit, there.clone()));
+        Ok(there)
+    }
+
     /// A lease whose weights stay where the store has them.
     fn lease_on_host(&self, unit: UnitId, phase: Phase) -> Result<Lease<'_>> {
         self.leased.set(Some((unit, phase)));
@@ -654,12 +686,7 @@ impl ParamAccess for Zero {
         self.leased.set(Some((unit, phase)));
         let mut params = self.store.borrow_mut().lease(unit, phase)?;
         if self.backend.device().is_apart() {
-            for (_, weight) in &mut params {
-                let (bytes, shape, dtype) = (weight.host_bytes()?, weight.shape(), weight.dtype());
-                let there = self.backend.upload(&bytes, shape, dtype, Tag::Gathered)?;
-                drop(bytes);
-                *weight = there;
-            }
+            params = self.upload(unit, params)?;
         }
         self.leased_at.set(self.trace().now());
         Ok(lease_of(self, unit, phase, params))
@@ -692,6 +719,7 @@ impl LeaseOwner for Zero {
             store.end_lease(unit, phase)
         } else {
             store.abandon_pass();
+            self.uploaded.take();
             Ok(())
         }
     }

@@ -43,6 +43,16 @@ struct State {
     queued: u64,
     /// Number of the last upload.
     uploaded: u64,
+    uploads: Uploads,
+}
+
+/// What was uploaded beside the queue.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Uploads {
+    /// Bytes.
+    pub bytes: u64,
+    /// Those that need not wait for the end of the queue: a device copies them while it computes.
+    pub overlapping: u64,
 }
 
 #[derive(Debug)]
@@ -120,10 +130,16 @@ impl EmulatedGpu {
             queue: VecDeque::new(),
             queued: 0,
             uploaded: 0,
+            uploads: Uploads::default(),
         };
         Self {
             state: Mutex::new(state),
         }
+    }
+
+    /// What was uploaded so far.
+    pub fn uploads(&self) -> Uploads {
+        self.lock().uploads
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -190,6 +206,10 @@ unsafe impl Executor for EmulatedGpu {
     ) -> Result<(), Cause> {
         let mut state = self.lock();
         let behind = behind.map(works).transpose()?.unwrap_or(0);
+        state.uploads.bytes += bytes.len() as u64;
+        if behind < state.queued {
+            state.uploads.overlapping += bytes.len() as u64;
+        }
         let number = if state.early { behind } else { state.queued };
         let number = number.max(state.uploaded);
         state.uploaded = number;

@@ -6,13 +6,14 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result};
 use device_tests::emulator::Order;
-use device_tests::executor::emulated_backend;
+use device_tests::executor::EmulatedGpu;
 use device_tests::tolerance;
 use engine::comm::threads;
 use engine::{
     Offload, OptimizerConfig, ParamId, PassKind, Plan, Precision, Stage, Tier, Tiers, Zero,
     ZeroConfig,
 };
+use kernels::cuda::CudaBackend;
 use kernels::{Backend, CpuBackend, DType, Pool};
 use models::autograd::Tape;
 use models::data::EncodedSample;
@@ -110,7 +111,8 @@ fn sample(dir: &Path) -> Result<EncodedSample> {
 
 fn agree(family: &str, precision: Precision, activation: Tier) -> Result<()> {
     let dir = pack(family);
-    let device = emulated_backend(ARENA_BYTES, Order::Ascending)?;
+    let gpu = Arc::new(EmulatedGpu::new(Order::Ascending));
+    let device = CudaBackend::new(gpu.clone(), ARENA_BYTES)?;
     let cpu: Arc<dyn Backend> = Arc::new(CpuBackend::unlimited());
     let (want, model) = train(&dir, precision, cpu, activation)?;
     let (got, _) = train(&dir, precision, Arc::new(device.clone()), activation)?;
@@ -142,6 +144,9 @@ fn agree(family: &str, precision: Precision, activation: Tier) -> Result<()> {
         });
         assert!(far.is_none(), "{}: {far:?}", name(id));
     }
+    let uploads = gpu.uploads();
+    // A few layers of each kind: of two layers alike, the second comes in while the device computes with the first.
+    assert!(uploads.overlapping * 8 > uploads.bytes, "{uploads:?}");
     // What is left on the device is the table of the last attention.
     assert!(device.pool().stats().in_use < 4096, "{:?}", device.pool());
     Ok(())
