@@ -81,7 +81,7 @@ pub const TARGETS: [Target; 7] = [
         fixed: 64 * MIB,
         per_byte: 512,
     },
-    // Behind the check of the header: what a PNG of so many bytes can hold is 8256 pixels for each, see `decode_bytes`.
+    // A byte of a PNG is 8256 pixels at most, with 24 bytes each while they are decoded; one of a JPEG 1024, with 48.
     Target {
         name: "picture",
         read: picture,

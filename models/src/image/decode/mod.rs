@@ -6,6 +6,7 @@
 //! level in places, since decoders round differently.
 
 mod pixels;
+mod webp;
 
 use std::fs::File;
 use std::io::{BufReader, Cursor, Read};
@@ -24,9 +25,11 @@ const MAX_FILE_BYTES: u64 = 1 << 30;
 const BYTES_PER_PIXEL: u64 = 16;
 /// Bytes that a decoder may hold besides: colour profiles, texts, tables.
 const BESIDE_PIXELS: u64 = 16 << 20;
-/// Most pixels that a byte of a PNG or JPEG stands for. Deflate writes at most 1032 bytes for one, of eight pixels
-/// each; a JPEG's block of 64 pixels takes a bit at least, also where a component is sampled at every 16th pixel.
-const PIXELS_PER_BYTE: u64 = 1032 * 8;
+/// Most pixels that a byte of a PNG stands for: deflate writes at most 1032 bytes for one, of eight pixels each.
+const PNG_PIXELS_PER_BYTE: u64 = 1032 * 8;
+/// Most pixels that a byte of a JPEG stands for: each block of 64 takes a bit at least, and where no component is whole
+/// (one sampled at every fourth column, another at every fourth row) two blocks are 256 pixels.
+const JPEG_PIXELS_PER_BYTE: u64 = 128 * 8;
 /// How far from the end of a JPEG its end marker is looked for, in bytes.
 const JPEG_TAIL_BYTES: usize = 64 << 10;
 
@@ -155,6 +158,9 @@ pub(crate) fn size_of(path: &Path, bytes: &[u8]) -> Result<(u32, u32), ImageErro
         );
         return Err(corrupt(path, &reason));
     }
+    if format == Some(ImageFormat::WebP) && webp::most_frame_pixels(bytes) > pixels {
+        return Err(corrupt(path, "a frame is larger than the picture"));
+    }
     Ok((width, height))
 }
 
@@ -222,7 +228,8 @@ fn check_size(path: &Path, width: u32, height: u32, file_bytes: u64) -> Result<(
 fn most_pixels(format: Option<ImageFormat>, bytes: &[u8]) -> Option<u64> {
     let file_bytes = bytes.len() as u64;
     match format {
-        Some(ImageFormat::Png | ImageFormat::Jpeg) => Some(file_bytes * PIXELS_PER_BYTE),
+        Some(ImageFormat::Png) => Some(file_bytes * PNG_PIXELS_PER_BYTE),
+        Some(ImageFormat::Jpeg) => Some(file_bytes * JPEG_PIXELS_PER_BYTE),
         Some(ImageFormat::Bmp) => {
             const CORE_HEADER: u32 = 12;
             const RUNS: [u32; 2] = [1, 2];
