@@ -291,10 +291,10 @@ impl CudaBackend {
 
     fn run(&self, op: &'static str, launches: impl IntoIterator<Item = Launch>) -> Result<()> {
         for launch in launches {
+            self.uses.count();
             // SAFETY: operations build launches from addresses of tensors that they hold, whose sizes were checked
             // against those of the call, or of scratch memory of the size that the operation states. A place that is
             // given back meanwhile is written by later launches, or by an upload behind this one.
-            self.uses.count();
             unsafe { self.executor.launch(&launch) }.map_err(Self::device_error(op))?;
         }
         Ok(())
