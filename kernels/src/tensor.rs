@@ -52,6 +52,28 @@ pub struct Fetch {
 }
 
 impl Fetch {
+    /// Copies the elements of an f32 tensor.
+    ///
+    /// # Errors
+    /// As [`Tensor::to_f32_vec`].
+    ///
+    /// # Panics
+    /// When the dtype is another, or `out` has another length.
+    pub fn f32_into(&self, out: &mut [f32]) -> Result<()> {
+        let tensor = &self.tensor;
+        #[cfg(feature = "cuda")]
+        if let (Storage::Device(place), Some(behind)) = (&*tensor.storage, &self.behind) {
+            assert_eq!(tensor.dtype, DType::F32, "tensor is {}", tensor.dtype);
+            assert_eq!(tensor.elems(), out.len(), "as many values as places");
+            let start = tensor.start_elems * tensor.dtype.size_bytes();
+            let bytes = bytemuck::cast_slice_mut(out);
+            let memory = &place.memory;
+            return memory.fetch(place.placed.offset() + start as u64, bytes, behind);
+        }
+        out.copy_from_slice(&tensor.host_f32()?);
+        Ok(())
+    }
+
     /// The elements of an f32 tensor, in place where the host can read them.
     ///
     /// # Errors
@@ -62,13 +84,9 @@ impl Fetch {
     pub fn f32(&self) -> Result<Cow<'_, [f32]>> {
         let tensor = &self.tensor;
         #[cfg(feature = "cuda")]
-        if let (Storage::Device(place), Some(behind)) = (&*tensor.storage, &self.behind) {
-            assert_eq!(tensor.dtype, DType::F32, "tensor is {}", tensor.dtype);
-            let start = tensor.start_elems * tensor.dtype.size_bytes();
+        if self.behind.is_some() {
             let mut out = vec![0.0; tensor.elems()];
-            let bytes = bytemuck::cast_slice_mut(&mut out);
-            let memory = &place.memory;
-            memory.fetch(place.placed.offset() + start as u64, bytes, behind)?;
+            self.f32_into(&mut out)?;
             return Ok(Cow::Owned(out));
         }
         tensor.host_f32()

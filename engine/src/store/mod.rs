@@ -662,15 +662,14 @@ impl Store {
             bucket.buffer = self.bucket_buffer(unit)?;
         }
         for (range, fetch) in std::mem::take(&mut bucket.fetches) {
-            let values = fetch.f32()?;
-            match &mut bucket.buffer {
-                Some((buffer, _)) => {
-                    parallel::copy(&values, &mut buffer.as_mut_slice::<f32>()[range]);
-                }
-                None => self.accumulate(unit, |gradients, plan, moment| {
-                    gradients.add_part(group, plan, moment, range, &values)
-                })?,
+            if let Some((buffer, _)) = &mut bucket.buffer {
+                fetch.f32_into(&mut buffer.as_mut_slice::<f32>()[range])?;
+                continue;
             }
+            let values = fetch.f32()?;
+            self.accumulate(unit, |gradients, plan, moment| {
+                gradients.add_part(group, plan, moment, range, &values)
+            })?;
         }
         let slots = group.slots.iter().zip(&bucket.deposited);
         let missing = slots.filter(|(_, deposited)| !**deposited);

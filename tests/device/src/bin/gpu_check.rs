@@ -9,7 +9,7 @@ use anyhow::Result;
 use clap::{Parser, Subcommand};
 use device_tests::compile;
 use device_tests::stages::{
-    Report, Setting, ceilings, conformance, processes, show, survey, table,
+    Report, Setting, ceilings, conformance, copies, processes, show, survey, table,
 };
 use kernels::cuda::library::Search;
 
@@ -47,6 +47,8 @@ enum Stage {
     Probe,
     /// Copies, matrix products and the bus, by NVIDIA's own code.
     Ceilings,
+    /// Weights in and gradients out beside work.
+    Copies,
     /// Device memory of one process read by another.
     Ipc,
     /// Two NCCL ranks on one GPU.
@@ -125,6 +127,7 @@ fn run(stage: &Stage, setting: &Setting) -> Result<bool> {
     match stage {
         Stage::Probe => finish(survey::run(setting)),
         Stage::Ceilings => finish(ceilings::run(setting)),
+        Stage::Copies => finish(copies::run(setting)),
         Stage::Ipc => finish(processes::ipc(setting)),
         Stage::Nccl => finish(processes::nccl(setting)),
         Stage::Calibration => finish(conformance::calibrate(setting)),

@@ -13,6 +13,7 @@ use serde::{Deserialize, Serialize};
 
 pub mod ceilings;
 pub mod conformance;
+pub mod copies;
 pub mod processes;
 mod queue;
 pub mod survey;

@@ -1,28 +1,23 @@
 //! What a plan foresees of a GPU's memory, and what a run takes of it: the counting device beside the emulated one.
 
-use std::path::Path;
 use std::sync::Arc;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use device_tests::emulator::Order;
 use device_tests::executor::{MULTIPROCESSORS, emulated_backend};
-use engine::comm::threads;
-use engine::{
-    Offload, OptimizerConfig, ParamAccess, PassKind, Plan, Precision, Rehearsal, Stage, Tier,
-    Tiers, Zero, ZeroConfig,
-};
+use engine::{ParamAccess, PassKind, Precision, Rehearsal, Tier, Zero};
 use kernels::cuda::CudaBackend;
-use kernels::{Backend, DType, Pool, PoolStats};
+use kernels::{Backend, PoolStats};
 use models::autograd::Tape;
 use models::data::EncodedSample;
 use models::generate::{GenerateOptions, Prompt, Sampling, generate, rehearse};
-use models::{
-    ModelError, ModelOptions, SampleInput, VisionLanguageModel, WeightSource, open_model,
-};
-use optim::{GroupOptions, Optimizer};
+use models::{ModelError, ModelOptions, SampleInput, VisionLanguageModel, open_model};
+use optim::Optimizer;
 
-const ARENA_BYTES: u64 = 256 << 20;
+use crate::setup::{self, ARENA_BYTES, pack};
+
 const TOKENS: usize = 16;
+const MOST_TOKENS: usize = 100;
 /// A prefill, and two passes of one token.
 const ANSWER_TOKENS: usize = 3;
 
@@ -80,22 +75,11 @@ fn as_access(engine: &dyn Passes) -> &dyn ParamAccess {
 }
 
 fn agree(family: &str, precision: Precision, activation: Tier) -> Result<()> {
-    let dir = Path::new(env!("CARGO_MANIFEST_DIR"))
-        .join("../golden")
-        .join(family);
+    let dir = pack(family);
     let model = open_model(&dir, ModelOptions::new(precision.weight_dtype()))?;
-    let config = ZeroConfig {
-        stage: Stage::try_from(3).map_err(anyhow::Error::msg)?,
-        precision,
-        offload: Offload {
-            activation,
-            ..Offload::states(Tier::Host)
-        },
-        ..ZeroConfig::default()
-    };
-    let plan = Arc::new(Plan::new(model.spec().clone(), config, 1)?);
+    let plan = setup::plan(&*model, precision, activation)?;
     let rule = optim::AdamW::default();
-    let sample = sample(&dir)?;
+    let sample = setup::sample(&dir, TOKENS, MOST_TOKENS)?;
     let prompt = Prompt {
         input: SampleInput::from(&sample),
         index: 0,
@@ -116,7 +100,7 @@ fn agree(family: &str, precision: Precision, activation: Tier) -> Result<()> {
     let planned = [trained, counting.pool().stats()];
 
     let device = emulated_backend(ARENA_BYTES, Order::Ascending)?;
-    let zero = loaded(&dir, &*model, plan, &device)?;
+    let zero = setup::loaded(&dir, &*model, plan, Arc::new(device.clone()))?;
     passes(&zero, &*model, &sample)?;
     let trained = device.pool().stats();
     let options = GenerateOptions {
@@ -153,40 +137,6 @@ fn same(planned: &PoolStats, measured: &PoolStats) {
         "{planned:?} {measured:?}"
     );
     assert_eq!(planned, measured);
-}
-
-fn loaded(
-    dir: &Path,
-    model: &dyn VisionLanguageModel,
-    plan: Arc<Plan>,
-    device: &CudaBackend,
-) -> Result<Zero> {
-    let comm = threads::world(1, 1 << 26)?.remove(0);
-    let host = Pool::new("host", None);
-    let same = GroupOptions {
-        weight_decay: 0.01,
-        lr_scale: 1.0,
-    };
-    let optimizer = OptimizerConfig {
-        rule: Arc::new(optim::AdamW::default()),
-        groups: vec![same; model.spec().params.len()],
-    };
-    let backend: Arc<dyn Backend> = Arc::new(device.clone());
-    let tiers = Tiers::new(host.clone(), host);
-    let mut zero = Zero::new(plan, comm, backend, tiers, optimizer)?;
-    let weights = WeightSource::open(dir)?;
-    zero.load(|id, elements, out| {
-        let name = &model.spec().params[id.index()].name;
-        weights.read_range(name, elements, DType::F32, bytemuck::cast_slice_mut(out))
-    })?;
-    Ok(zero)
-}
-
-/// As long as the family's picture needs, and little more.
-fn sample(dir: &Path) -> Result<EncodedSample> {
-    let of = |tokens| models::largest_sample(dir, tokens, 1).context("a sample");
-    let end = of(4096)?.image_bounds.iter().map(|(_, end)| *end).max();
-    of((end.unwrap_or(0) + TOKENS).min(100))
 }
 
 #[test]

@@ -1,26 +1,21 @@
-//! Training on the emulated GPU: weights, gradients and optimizer in host memory, passes on the device. Losses,
-//! gradients and weights after a step are those of the CPU, up to the order of sums.
+//! Training on the emulated GPU: losses, gradients and weights after a step are those of the CPU, up to the order of
+//! sums.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use device_tests::emulator::Order;
 use device_tests::executor::EmulatedGpu;
 use device_tests::tolerance;
-use engine::comm::threads;
-use engine::{
-    Offload, OptimizerConfig, ParamId, PassKind, Plan, Precision, Stage, Tier, Tiers, Zero,
-    ZeroConfig,
-};
+use engine::{ParamId, PassKind, Precision, Tier};
 use kernels::cuda::CudaBackend;
-use kernels::{Backend, CpuBackend, DType, Pool};
+use kernels::{Backend, CpuBackend};
 use models::autograd::Tape;
-use models::data::EncodedSample;
-use models::{ModelOptions, SampleInput, VisionLanguageModel, WeightSource, open_model};
-use optim::GroupOptions;
+use models::{ModelOptions, SampleInput, VisionLanguageModel, open_model};
 
-const ARENA_BYTES: u64 = 256 << 20;
+use crate::setup::{self, ARENA_BYTES, pack};
+
 const TOKENS: usize = 24;
 const MOST_TOKENS: usize = 120;
 const LEARNING_RATE: f64 = 1e-3;
@@ -32,11 +27,6 @@ struct Left {
     weights: Vec<(ParamId, Vec<f32>)>,
 }
 
-fn pack(name: &str) -> PathBuf {
-    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../golden");
-    golden.join(name)
-}
-
 /// Two passes over a sample with a picture, and a step between them.
 fn train(
     dir: &Path,
@@ -45,35 +35,9 @@ fn train(
     activation: Tier,
 ) -> Result<(Left, Arc<dyn VisionLanguageModel>)> {
     let model = open_model(dir, ModelOptions::new(precision.weight_dtype()))?;
-    let config = ZeroConfig {
-        stage: Stage::try_from(3).map_err(anyhow::Error::msg)?,
-        precision,
-        offload: Offload {
-            activation,
-            ..Offload::states(Tier::Host)
-        },
-        ..ZeroConfig::default()
-    };
-    let plan = Arc::new(Plan::new(model.spec().clone(), config, 1)?);
-    let comm = threads::world(1, 1 << 26)?.remove(0);
-    let host = Pool::new("host", None);
-    let tiers = Tiers::new(Pool::new("device", None), host.clone());
-    let same = GroupOptions {
-        weight_decay: 0.01,
-        lr_scale: 1.0,
-    };
-    let groups = vec![same; model.spec().params.len()];
-    let optimizer = OptimizerConfig {
-        rule: Arc::new(optim::AdamW::default()),
-        groups,
-    };
-    let mut zero = Zero::new(plan, comm, backend.clone(), tiers, optimizer)?;
-    let weights = WeightSource::open(dir)?;
-    zero.load(|id, elements, out| {
-        let name = &model.spec().params[id.index()].name;
-        weights.read_range(name, elements, DType::F32, bytemuck::cast_slice_mut(out))
-    })?;
-    let sample = sample(dir)?;
+    let plan = setup::plan(&*model, precision, activation)?;
+    let mut zero = setup::loaded(dir, &*model, plan, backend.clone())?;
+    let sample = setup::sample(dir, TOKENS, MOST_TOKENS)?;
     let mut left = Left {
         losses: Vec::new(),
         gradients: Vec::new(),
@@ -100,13 +64,6 @@ fn train(
         Ok::<_, engine::EngineError>(())
     })?;
     Ok((left, model))
-}
-
-/// As long as the family's picture needs, and little more; where pictures have any size, a small one.
-fn sample(dir: &Path) -> Result<EncodedSample> {
-    let of = |tokens| models::largest_sample(dir, tokens, 1).context("a sample");
-    let end = of(4096)?.image_bounds.iter().map(|(_, end)| *end).max();
-    of((end.unwrap_or(0) + TOKENS).min(MOST_TOKENS))
 }
 
 fn agree(family: &str, precision: Precision, activation: Tier) -> Result<()> {

@@ -1,0 +1,187 @@
+//! Stage `copies`: weights in and gradients out beside work, as a run does it; their rates beside the bus's.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, ensure};
+use kernels::cuda::CudaBackend;
+use kernels::{Backend, DType, Fetch, Shape, Tag, Tensor};
+
+use super::{Report, Setting, median_milliseconds, queue};
+
+/// Bytes of a unit: a layer of an 8 B model in bf16 is six times as long.
+const UNIT_BYTES: usize = 64 << 20;
+const UNITS: usize = 24;
+/// Room for two units' weights, their gradients and what works with them.
+const ARENA_BYTES: u64 = 16 * UNIT_BYTES as u64;
+const BUDGET: Duration = Duration::from_secs(2);
+/// Share of the bus that copies are to reach.
+const GOAL: f64 = 0.85;
+/// Most times of the longest of three that all three together may take.
+const TOGETHER: f64 = 1.2;
+
+/// Rates of copies alone, and of copies beside work.
+#[must_use]
+pub fn run(setting: &Setting) -> Report {
+    let mut report = Report::new("copies");
+    report.part("copies", |report| measure(setting, report));
+    report
+}
+
+/// A unit's weights on the host: f32 of a few bits, so that doubling is exact.
+fn weights(unit: usize) -> Vec<f32> {
+    let value = |i: usize| ((i * 31 + unit * 17) % 1021) as f32;
+    (0..UNIT_BYTES / 4).map(value).collect()
+}
+
+fn shape() -> Shape {
+    [UNIT_BYTES / 4096, 1024].into()
+}
+
+fn measure(setting: &Setting, report: &mut Report) -> Result<()> {
+    let gpu = setting.gpu()?;
+    let device = gpu.allocate(UNIT_BYTES)?;
+    let mut pinned = gpu.pinned(UNIT_BYTES)?;
+    let rate = |milliseconds: f64| UNIT_BYTES as f64 / milliseconds * 1e3;
+    let bus_up = rate(median_milliseconds(&gpu, BUDGET, |_| {
+        queue::upload(&gpu, &pinned, &device)
+    })?);
+    let bus_down = rate(median_milliseconds(&gpu, BUDGET, |_| {
+        queue::download(&gpu, &device, &mut pinned)
+    })?);
+    drop((device, pinned));
+    let backend = CudaBackend::new(Arc::new(gpu), ARENA_BYTES)?;
+    let units: Vec<Vec<f32>> = (0..2).map(weights).collect();
+    let mut out = vec![0.0f32; UNIT_BYTES / 4];
+    // Once, for modules, rings and pages.
+    pass(&backend, &units, &mut out, 1, true)?;
+
+    let up = alone(|| {
+        let mut held = None;
+        for unit in 0..UNITS {
+            held = Some(upload(&backend, &units[unit % 2])?);
+        }
+        settle(&backend)?;
+        drop(held);
+        Ok(())
+    })?;
+    let resident = upload(&backend, &units[0])?;
+    let down = alone(|| {
+        for _ in 0..UNITS {
+            resident.fetch()?.f32_into(&mut out)?;
+        }
+        Ok(())
+    })?;
+    let bytes = (UNITS * UNIT_BYTES) as f64;
+    for (name, seconds, bus) in [("up", up, bus_up), ("down", down, bus_down)] {
+        let rate = bytes / seconds;
+        report.row(
+            format!("{name}, through pinned chunks"),
+            format!("{:.1} GB/s", rate / 1e9),
+            format!("{:.0} % of the bus, pinned", 100.0 * rate / bus),
+        );
+        ensure!(
+            rate >= GOAL * bus,
+            "{name}: {:.1} of {:.1} GB/s",
+            rate / 1e9,
+            bus / 1e9
+        );
+    }
+    // As much work as a copy takes.
+    let once = work_seconds(&backend, &resident, 1)?;
+    let rounds = ((up.max(down) / UNITS as f64 / once).ceil() as usize).max(1);
+    let work = UNITS as f64 * work_seconds(&backend, &resident, rounds)?;
+    drop(resident);
+    let together = alone(|| pass(&backend, &units, &mut out, rounds, false))?;
+    let longest = up.max(down).max(work);
+    report.row(
+        "weights in, work, gradients out",
+        format!("{:.0} ms", together * 1e3),
+        format!(
+            "{:.2} of the longest (in {:.0}, work {:.0}, out {:.0} ms)",
+            together / longest,
+            up * 1e3,
+            work * 1e3,
+            down * 1e3
+        ),
+    );
+    ensure!(
+        together <= TOGETHER * longest,
+        "copies are not hidden: {:.2} of the longest",
+        together / longest
+    );
+    Ok(())
+}
+
+fn alone(work: impl FnOnce() -> Result<()>) -> Result<f64> {
+    let begun = Instant::now();
+    work()?;
+    Ok(begun.elapsed().as_secs_f64())
+}
+
+fn upload(backend: &CudaBackend, values: &[f32]) -> Result<Tensor> {
+    let bytes = bytemuck::cast_slice(values);
+    Ok(backend.upload(bytes, shape(), DType::F32, Tag::Gathered)?)
+}
+
+/// Waits for all that is queued.
+fn settle(backend: &CudaBackend) -> Result<()> {
+    backend
+        .zeros([1].into(), DType::F32, Tag::Workspace)?
+        .to_bytes()?;
+    Ok(())
+}
+
+/// Doubles and halves `rounds` times.
+fn work(backend: &CudaBackend, weights: &Tensor, rounds: usize) -> Result<Tensor> {
+    let mut result = backend.scale(weights, 2.0)?;
+    for _ in 1..rounds {
+        result = backend.scale(&backend.scale(&result, 0.5)?, 2.0)?;
+    }
+    Ok(result)
+}
+
+fn work_seconds(backend: &CudaBackend, weights: &Tensor, rounds: usize) -> Result<f64> {
+    settle(backend)?;
+    let begun = Instant::now();
+    drop(work(backend, weights, rounds)?);
+    settle(backend)?;
+    Ok(begun.elapsed().as_secs_f64())
+}
+
+/// What a backward pass does: the next weights come in while the device works with these, and the gradients of the unit
+/// before are fetched then.
+fn pass(
+    backend: &CudaBackend,
+    units: &[Vec<f32>],
+    out: &mut [f32],
+    rounds: usize,
+    check: bool,
+) -> Result<()> {
+    let mut weights: Option<Tensor> = None;
+    let mut gradients: Option<(usize, Fetch)> = None;
+    let mut fetch = |pending: Option<(usize, Fetch)>| -> Result<()> {
+        let Some((unit, fetch)) = pending else {
+            return Ok(());
+        };
+        fetch.f32_into(out)?;
+        let wrong = || {
+            out.iter()
+                .zip(&units[unit % 2])
+                .position(|(o, w)| *o != 2.0 * w)
+        };
+        if check && let Some(place) = wrong() {
+            anyhow::bail!("unit {unit}: {} at {place}", out[place]);
+        }
+        Ok(())
+    };
+    for unit in 0..UNITS {
+        let next = upload(backend, &units[unit % 2])?;
+        let result = work(backend, &next, rounds)?;
+        weights.replace(next);
+        let before = gradients.replace((unit, result.fetch()?));
+        drop(result);
+        fetch(before)?;
+    }
+    fetch(gradients)
+}

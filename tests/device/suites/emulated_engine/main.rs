@@ -1,0 +1,7 @@
+//! The engine on the emulated GPU: weights, gradients and optimizer in host memory, passes on the device.
+
+#![allow(unreachable_pub, reason = "helpers of a test binary")]
+
+mod plan;
+mod setup;
+mod training;

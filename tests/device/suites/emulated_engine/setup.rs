@@ -1,0 +1,70 @@
+//! A family's golden pack under the engine, on any device.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use anyhow::{Context, Result};
+use engine::comm::threads;
+use engine::{Offload, OptimizerConfig, Plan, Precision, Stage, Tier, Tiers, Zero, ZeroConfig};
+use kernels::{Backend, DType, Pool};
+use models::data::EncodedSample;
+use models::{VisionLanguageModel, WeightSource};
+use optim::GroupOptions;
+
+pub const ARENA_BYTES: u64 = 256 << 20;
+
+pub fn pack(name: &str) -> PathBuf {
+    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../golden");
+    golden.join(name)
+}
+
+/// ZeRO-3 of one rank with its states in host memory.
+pub fn plan(
+    model: &dyn VisionLanguageModel,
+    precision: Precision,
+    activation: Tier,
+) -> Result<Arc<Plan>> {
+    let config = ZeroConfig {
+        stage: Stage::try_from(3).map_err(anyhow::Error::msg)?,
+        precision,
+        offload: Offload {
+            activation,
+            ..Offload::states(Tier::Host)
+        },
+        ..ZeroConfig::default()
+    };
+    Ok(Arc::new(Plan::new(model.spec().clone(), config, 1)?))
+}
+
+/// The rank, with the pack's weights.
+pub fn loaded(
+    dir: &Path,
+    model: &dyn VisionLanguageModel,
+    plan: Arc<Plan>,
+    backend: Arc<dyn Backend>,
+) -> Result<Zero> {
+    let comm = threads::world(1, 1 << 26)?.remove(0);
+    let [device, host] = ["device", "host"].map(|name| Pool::new(name, None));
+    let same = GroupOptions {
+        weight_decay: 0.01,
+        lr_scale: 1.0,
+    };
+    let optimizer = OptimizerConfig {
+        rule: Arc::new(optim::AdamW::default()),
+        groups: vec![same; model.spec().params.len()],
+    };
+    let mut zero = Zero::new(plan, comm, backend, Tiers::new(device, host), optimizer)?;
+    let weights = WeightSource::open(dir)?;
+    zero.load(|id, elements, out| {
+        let name = &model.spec().params[id.index()].name;
+        weights.read_range(name, elements, DType::F32, bytemuck::cast_slice_mut(out))
+    })?;
+    Ok(zero)
+}
+
+/// As long as the family's picture needs and `tokens` more, at most `most`; where pictures have any size, a small one.
+pub fn sample(dir: &Path, tokens: usize, most: usize) -> Result<EncodedSample> {
+    let of = |tokens| models::largest_sample(dir, tokens, 1).context("a sample");
+    let end = of(4096)?.image_bounds.iter().map(|(_, end)| *end).max();
+    of((end.unwrap_or(0) + tokens).min(most))
+}
