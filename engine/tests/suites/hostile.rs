@@ -1,8 +1,6 @@
 //! Bytes that nobody of good will wrote: a checkpoint's files say anything, and reading them is an error or a result,
 //! never a panic, and never more memory than the files have.
 
-#![allow(clippy::unwrap_used, reason = "a test binary")]
-
 use engine::checkpoint::{Checkpoint, Piece, PieceBytes, Writer, audit};
 use kernels::DType;
 use proptest::prelude::*;

@@ -1,21 +1,13 @@
 //! Checkpoints through the engine: exact resume, other world sizes and stages (I9, I10).
 
-#![allow(
-    unreachable_pub,
-    clippy::unwrap_used,
-    reason = "helpers of a test binary"
-)]
-
-mod toy;
-
+use crate::toy::{Case, engine_for, load_initial, run_world, train, train_step, weight_bits};
 use engine::checkpoint::{Checkpoint, Writer, find_latest};
 use engine::comm::Tag;
 use engine::{EngineError, Offload, Precision, Zero};
 use std::path::Path;
-use toy::{Case, engine_for, load_initial, run_world, train, train_step, weight_bits};
 
 /// All ranks save; rank 0 commits.
-fn save(zero: &mut Zero, output: &Path) {
+pub fn save(zero: &mut Zero, output: &Path) {
     let world = zero.comm().world();
     let step = zero.step_count();
     let mut writer = Writer::begin(output, step, world.rank as u32, world.size as u32).unwrap();

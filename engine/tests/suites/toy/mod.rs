@@ -1,9 +1,5 @@
 //! A residual network with an optional "vision" half, written directly against `ParamAccess`, and
 //! worlds of threads that train it: the smallest thing that exercises every path of the engine.
-#![allow(
-    dead_code,
-    reason = "each test binary uses its own part of the harness"
-)]
 
 use engine::comm::{Communicator, World, threads};
 use engine::spill::{IoPath, SpillFile, SpillFolder, SpillIo};

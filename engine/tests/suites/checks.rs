@@ -1,15 +1,10 @@
 //! Checks of the list in `docs/faults.md` that the other suites of the engine leave open, by their numbers.
 
-#![allow(
-    unreachable_pub,
-    clippy::unwrap_used,
-    reason = "helpers of a test binary"
-)]
-
-mod toy;
-
+use crate::toy;
+use crate::toy::{
+    Case, distance, engine_for, load_initial, micro_batch, run_world, train, weight_bits,
+};
 use engine::Offload;
-use toy::{Case, distance, engine_for, load_initial, micro_batch, run_world, train, weight_bits};
 
 /// Relative L2 of f32 weights after `steps` Adam steps whose sums are taken in another order: each gradient differs by a
 /// few units in the last place, Adam's steps have unit size, so that a weight changes by about steps * 1e-2 * 2^-20.
@@ -360,25 +355,12 @@ mod check_16_branches_that_depend_on_data {
 /// A checkpoint of four ranks with states on a disk, at every other size, stage and tier, and back.
 mod check_20_resharding {
     use super::{Case, Offload, engine_for, load_initial, run_world, toy};
-    use engine::checkpoint::{Checkpoint, Writer, find_latest, reshard};
-    use engine::comm::Tag;
-    use engine::{Precision, Tier, Zero};
+    use crate::checkpoints::save;
+    use engine::checkpoint::{Checkpoint, find_latest, reshard};
+    use engine::{Precision, Tier};
     use std::collections::BTreeMap;
     use std::fs;
     use std::path::{Path, PathBuf};
-
-    fn save(zero: &mut Zero, output: &Path) {
-        let world = zero.comm().world();
-        let step = zero.step_count();
-        let mut writer = Writer::begin(output, step, world.rank as u32, world.size as u32).unwrap();
-        zero.write_state(&mut writer).unwrap();
-        writer.finish_rank().unwrap();
-        zero.comm().barrier(Tag::new("saved", 0)).unwrap();
-        if world.rank == 0 {
-            writer.commit(serde_json::Value::Null, 0).unwrap();
-        }
-        zero.comm().barrier(Tag::new("committed", 0)).unwrap();
-    }
 
     fn latest(output: &Path) -> Checkpoint {
         let checkpoint = Checkpoint::open(&find_latest(output).unwrap().unwrap()).unwrap();

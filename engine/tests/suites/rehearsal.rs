@@ -1,10 +1,4 @@
 //! A rehearsal counts what a rank really takes: the same pools, the same places, the same window.
-#![allow(
-    clippy::unwrap_used,
-    clippy::panic,
-    reason = "a broken expectation should end the test where it stands"
-)]
-
 use engine::comm::{Communicator, threads};
 use engine::{
     EngineError, ModelSpec, Offload, OptimizerConfig, ParamAccess, ParamSpec, PassKind, Phase,

@@ -1,17 +1,12 @@
 //! Invariants of the sharded engine on worlds of threads (I1, I2, I5, I6, I7, I8).
 
-#![allow(
-    unreachable_pub,
-    clippy::unwrap_used,
-    reason = "helpers of a test binary"
-)]
-
-mod toy;
-
+use crate::toy;
+use crate::toy::{
+    Case, distance, engine_for, load_initial, micro_batch, run_world, train, weight_bits,
+};
 use engine::access::LeaseOwner;
 use engine::{EngineError, Offload, ParamAccess, PassKind, Phase, Precision, Tier, UnitId};
 use std::time::{Duration, Instant};
-use toy::{Case, distance, engine_for, load_initial, micro_batch, run_world, train, weight_bits};
 
 /// Relative L2 of f32 weights after six Adam steps when the summation order differs between world
 /// sizes: each gradient differs by a few units in the last place (2^-24 each), Adam's first steps

@@ -1,16 +1,9 @@
 //! Updates that begin while backward runs have the bits of updates behind it: when they are kept, when clipping asks for
 //! other numbers, and when nothing may change (I6; "exact early step").
 
-#![allow(
-    unreachable_pub,
-    clippy::unwrap_used,
-    reason = "helpers of a test binary"
-)]
-
-mod toy;
-
+use crate::toy;
+use crate::toy::{Case, announce, engine_for, load_initial, micro_batch, run_world, train_step};
 use engine::{EarlyStep, EngineError, GradDtype, Offload, Precision, StepReport, Tier, Zero};
-use toy::{Case, announce, engine_for, load_initial, micro_batch, run_world, train_step};
 
 const ALL: u64 = u64::MAX;
 const OFFLOADS: [Offload; 4] = [

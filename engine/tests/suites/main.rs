@@ -1,0 +1,16 @@
+//! The engine's suites: one program, which is linked once.
+
+#![allow(
+    unreachable_pub,
+    clippy::unwrap_used,
+    clippy::panic,
+    reason = "a test program: a broken expectation ends the test where it stands"
+)]
+
+mod checkpoints;
+mod checks;
+mod early_step;
+mod hostile;
+mod invariants;
+mod rehearsal;
+mod toy;
