@@ -5,16 +5,16 @@
 //! the entries that a batch does not need are walked too, so the sequence of collectives never
 //! depends on data.
 
+mod buckets;
 mod early;
 
+use buckets::{Bucket, PendingReduce};
+
 use crate::access::{Lease, LeaseOwner, Phase};
-use crate::comm::{
-    Buffer, Collective, CollectiveKind, Communicator, ReadBuffer, Tag as CommTag, Ticket,
-};
+use crate::comm::{Collective, CollectiveKind, Communicator, ReadBuffer, Tag as CommTag, Ticket};
 use crate::early::{EarlyRun, JOBS};
 use crate::error::EngineError;
 use crate::gradients::{Accumulator, Moment};
-use crate::parallel;
 use crate::plan::{Entry, GroupKind, PassKind, Plan, StateKind, Tier, UnitPlan};
 use crate::prefetch::WeightReads;
 use crate::spec::{ParamId, UnitId};
@@ -22,7 +22,7 @@ use crate::state::UnitState;
 use crate::tier::{Region, Tiers};
 use crate::timing::CopyClock;
 use crate::trace::Lane;
-use kernels::{DType, Fetch, ForeignBytes, Reservation, Tag, Tensor};
+use kernels::{DType, ForeignBytes, Reservation, Tag, Tensor};
 use optim::Optimizer;
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -58,15 +58,6 @@ enum Residency {
     Resident(Vec<(GroupKind, ForeignBytes)>),
 }
 
-/// A unit's gradients of one micro-batch.
-struct Bucket {
-    /// Where they are collected; nowhere when each is added to its sum at once.
-    buffer: Option<(Buffer, Reservation)>,
-    deposited: Vec<bool>,
-    /// Places of gradients on a device apart, and the gradients.
-    fetches: Vec<(std::ops::Range<usize>, Fetch)>,
-}
-
 struct Unit {
     weights: Vec<(GroupKind, Arc<Region>)>,
     residency: Residency,
@@ -85,13 +76,6 @@ struct Early {
     /// Sum of squares of gradients that are gone.
     squares: Option<f64>,
 }
-
-struct PendingReduce {
-    unit: UnitId,
-    ticket: Ticket,
-    _counted: Reservation,
-}
-
 struct Pass {
     schedule: Vec<Entry>,
     position: usize,
@@ -567,184 +551,6 @@ impl Store {
 
     pub(crate) fn end_lease(&mut self, unit: UnitId, phase: Phase) -> Result<()> {
         self.finish_entry(Entry { unit, phase })
-    }
-
-    // ---- gradients ----------------------------------------------------------------------------
-
-    pub(crate) fn deposit(&mut self, id: ParamId, grad: &Tensor) -> Result<()> {
-        let spec = &self.plan.spec().params[id.index()];
-        let refuse = |reason| {
-            Err(EngineError::UnexpectedGradient {
-                param: spec.name.clone(),
-                reason,
-            })
-        };
-        let unit = spec.unit;
-        if self.entry_at_cursor()
-            != Some(Entry {
-                unit,
-                phase: Phase::Backward,
-            })
-        {
-            return refuse("its unit is not leased for backward");
-        }
-        if grad.dtype() != DType::F32 || grad.elems() != spec.shape.elems() {
-            return refuse("it must be f32 and have the parameter's shape");
-        }
-        let plan = self.plan.clone();
-        let group = &plan.unit(unit).trainable;
-        let Some(index) = group.slots.iter().position(|s| s.param == id) else {
-            return refuse("the parameter is frozen");
-        };
-        if self.units[unit.index()].bucket.is_none() {
-            let buffer = if self.apart {
-                None
-            } else {
-                self.bucket_buffer(unit)?
-            };
-            self.units[unit.index()].bucket = Some(Bucket {
-                buffer,
-                deposited: vec![false; group.slots.len()],
-                fetches: Vec::new(),
-            });
-        }
-        let range = group.slots[index].range();
-        if let Some(bucket) = &mut self.units[unit.index()].bucket {
-            if std::mem::replace(&mut bucket.deposited[index], true) {
-                return refuse("it was deposited already in this micro-batch");
-            }
-            if self.apart {
-                bucket.fetches.push((range, grad.fetch()?));
-                return Ok(());
-            }
-            if let Some((buffer, _)) = &mut bucket.buffer {
-                let values = grad.host_f32()?;
-                parallel::copy(&values, &mut buffer.as_mut_slice::<f32>()[range]);
-                return Ok(());
-            }
-        }
-        let values = grad.host_f32()?;
-        self.accumulate(unit, |gradients, plan, moment| {
-            gradients.add_part(group, plan, moment, range, &values)
-        })
-    }
-
-    /// Where a micro-batch's gradients of `unit` are collected before they are reduced or added to their sum.
-    fn bucket_buffer(&self, unit: UnitId) -> Result<Option<(Buffer, Reservation)>> {
-        if !self.plan.buckets_gradients(unit) {
-            return Ok(None);
-        }
-        let bytes = self.unit_plan(unit).trainable.padded_elems * 4;
-        let counted = self
-            .tiers
-            .device
-            .reserve(bytes as u64, Tag::Communication)?;
-        Ok(Some((self.comm.alloc(bytes)?, counted)))
-    }
-
-    /// Ends a unit's backward: what was not deposited is zero; the bucket is reduced (stages 2, 3)
-    /// or added to the local sum (stages 0, 1), if that has not happened yet.
-    fn close_bucket(&mut self, unit: UnitId) -> Result<()> {
-        let plan = self.plan.clone();
-        let group = &plan.unit(unit).trainable;
-        if group.is_empty() {
-            return Ok(());
-        }
-        let mut bucket = match self.units[unit.index()].bucket.take() {
-            Some(bucket) => bucket,
-            None => Bucket {
-                buffer: None,
-                deposited: vec![false; group.slots.len()],
-                fetches: Vec::new(),
-            },
-        };
-        if bucket.buffer.is_none() {
-            bucket.buffer = self.bucket_buffer(unit)?;
-        }
-        for (range, fetch) in std::mem::take(&mut bucket.fetches) {
-            if let Some((buffer, _)) = &mut bucket.buffer {
-                fetch.f32_into(&mut buffer.as_mut_slice::<f32>()[range])?;
-                continue;
-            }
-            let values = fetch.f32()?;
-            self.accumulate(unit, |gradients, plan, moment| {
-                gradients.add_part(group, plan, moment, range, &values)
-            })?;
-        }
-        let slots = group.slots.iter().zip(&bucket.deposited);
-        let missing = slots.filter(|(_, deposited)| !**deposited);
-        let zeros = missing.map(|(slot, _)| slot.range()).chain(group.gaps());
-        let Some((mut buffer, counted)) = bucket.buffer else {
-            self.accumulate(unit, |gradients, _, _| gradients.complete(zeros))?;
-            return self.step_early(unit);
-        };
-        let values = buffer.as_mut_slice::<f32>();
-        zeros.for_each(|range| values[range].fill(0.0));
-        if !plan.config().shards_gradients() {
-            return self.take_sum(unit, buffer.as_slice());
-        }
-        self.drain(plan.config().buckets_in_flight.saturating_sub(1))?;
-        let op = Collective::new(
-            CollectiveKind::ReduceScatter,
-            DType::F32,
-            CommTag::new("reduce", unit.0),
-        )
-        .in_groups(plan.config().shard_group);
-        let ticket = self.comm.start(op, buffer)?;
-        self.pending.push_back(PendingReduce {
-            unit,
-            ticket,
-            _counted: counted,
-        });
-        Ok(())
-    }
-
-    /// Waits until at most `keep` reductions are in flight.
-    fn drain(&mut self, keep: usize) -> Result<()> {
-        let rank = self.plan.shard_of(self.comm.world().rank);
-        while self.pending.len() > keep {
-            let Some(PendingReduce {
-                unit,
-                ticket,
-                _counted,
-            }) = self.pending.pop_front()
-            else {
-                break;
-            };
-            let trace = self.tiers.trace();
-            let started = trace.now();
-            let buffer = ticket.wait_read()?;
-            trace.end(started, Lane::Communication, || {
-                format!("reduce {}", self.unit_name(unit))
-            });
-            let shard = self.unit_plan(unit).trainable.shard(rank);
-            self.take_sum(unit, &buffer.as_slice::<f32>()[shard])?;
-        }
-        Ok(())
-    }
-
-    /// Takes a micro-batch's gradients of what this rank sums of `unit`.
-    fn take_sum(&mut self, unit: UnitId, values: &[f32]) -> Result<()> {
-        if self.plan.consumes_gradients(unit) {
-            return self.consume(unit, values);
-        }
-        self.accumulate(unit, |gradients, plan, moment| {
-            gradients.add(&plan.unit(unit).trainable, plan, moment, values)
-        })?;
-        self.step_early(unit)
-    }
-
-    fn accumulate(
-        &mut self,
-        unit: UnitId,
-        add: impl FnOnce(&mut Accumulator, &Plan, Moment) -> Result<()>,
-    ) -> Result<()> {
-        let Some(gradients) = &mut self.units[unit.index()].gradients else {
-            return Ok(());
-        };
-        let (plan, moment) = (&self.plan, self.moment);
-        self.copies
-            .time(gradients.tier(), || add(gradients, plan, moment))
     }
 }
 
