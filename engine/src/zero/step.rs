@@ -1,0 +1,333 @@
+//! The optimizer step over everything deposited.
+
+use super::{Result, StepReport, Totals, Zero};
+use crate::comm::{Collective, CollectiveKind, Communicator, ReadBuffer, Tag as CommTag};
+use crate::error::EngineError;
+use crate::plan::{GroupKind, Plan, Tier};
+use crate::spec::{ParamId, UnitId};
+use crate::store::Store;
+use crate::timing::CopyClock;
+use crate::update::{Rule, Scalars, Update, chunks};
+use kernels::DType;
+use optim::clip::GradientScale;
+use std::ops::Range;
+
+impl Zero {
+    /// Says before the last pass of an update what the update will be: its learning rate, the factor on the losses (see
+    /// [`Zero::step_scaled`]) and the number of supervised tokens of this rank in that pass. Units that the plan steps
+    /// early are then updated while backward runs, and [`Zero::step_scaled`] keeps the outcome unless clipping or a value
+    /// that is not finite contradicts it; every result has the bits of an update without announcement. All ranks must
+    /// call it. Does nothing where the plan steps nothing early.
+    ///
+    /// # Errors
+    /// When communication fails or no thread can be started.
+    pub fn announce_update(&mut self, lr: f64, loss_scale: f64, supervised: u64) -> Result<()> {
+        if !self.plan.any_steps_early() {
+            return Ok(());
+        }
+        let own = [(self.totals.supervised + supervised) as f64];
+        let all = self
+            .comm
+            .all_gather_f64(&own, CommTag::new("announce", 0))?;
+        let tokens: u64 = all.iter().map(|r| r[0] as u64).sum();
+        let divisor = tokens.max(1) as f64 * loss_scale;
+        let scalars = Scalars {
+            step: self.step + 1,
+            lr,
+            grad_scale: GradientScale::new(0.0, divisor, None).factor,
+        };
+        let optimizer = &self.optimizer;
+        self.store.get_mut().begin_early(optimizer, scalars)
+    }
+
+    /// The optimizer step over everything deposited since the last one: gradients are divided by
+    /// the number of supervised tokens of all ranks and micro-batches, clipped by the global norm
+    /// and applied; or, when anything is not finite, dropped with all states untouched.
+    ///
+    /// # Errors
+    /// When communication fails.
+    pub fn step(&mut self, lr: f64) -> Result<StepReport> {
+        self.step_scaled(lr, 1.0)
+    }
+
+    /// As [`Zero::step`] when the losses were multiplied by `loss_scale` before their gradients were
+    /// taken: all numbers of the report are those without it.
+    ///
+    /// # Errors
+    /// When communication fails.
+    pub fn step_scaled(&mut self, lr: f64, loss_scale: f64) -> Result<StepReport> {
+        let announced = self.store.get_mut().end_early()?;
+        self.reduce_accumulated()?;
+        let totals = self.sum_totals()?;
+        let tokens = totals.supervised.max(1) as f64;
+        let max_norm = self.plan.config().max_grad_norm;
+        let scale = GradientScale::new(self.sum_of_squares()?, tokens * loss_scale, max_norm);
+        let mut report = StepReport {
+            step: self.step,
+            loss: totals.loss_sum / tokens,
+            supervised_tokens: totals.supervised,
+            grad_norm: scale.norm,
+            applied: scale.norm.is_finite() && totals.loss_sum.is_finite(),
+        };
+        if report.applied {
+            let scalars = Scalars {
+                step: self.step + 1,
+                lr,
+                grad_scale: scale.factor,
+            };
+            let kept = self.keep_early(announced == Some(scalars))?;
+            self.step += 1;
+            report.step = self.step;
+            self.update(scalars, &kept)?;
+            self.share_updated_weights()?;
+        }
+        self.store.get_mut().clear_gradients(self.step);
+        self.totals = Totals::default();
+        Ok(report)
+    }
+
+    /// The shard this rank holds.
+    pub(crate) fn shard(&self) -> usize {
+        self.plan.shard_of(self.comm.world().rank)
+    }
+
+    /// Elements of a trainable group this rank updates.
+    fn updated(&self, unit: UnitId) -> Range<usize> {
+        let group = &self.plan.unit(unit).trainable;
+        if self.plan.config().stage.shards_optimizer() {
+            group.shard(self.shard())
+        } else {
+            0..group.padded_elems
+        }
+    }
+
+    fn trainable_units(&self) -> Vec<UnitId> {
+        self.plan
+            .units()
+            .iter()
+            .filter(|u| !u.trainable.is_empty())
+            .map(|u| u.id)
+            .collect()
+    }
+
+    /// Where gradients are not sharded (stages 0 and 1): reduces the local sums.
+    fn reduce_accumulated(&mut self) -> Result<()> {
+        let config = self.plan.config().clone();
+        // One rank's sums are those of all ranks.
+        if config.shards_gradients() || self.comm.world().size == 1 {
+            return Ok(());
+        }
+        let own = self.shard();
+        for unit in self.trainable_units() {
+            let Some(gradients) = self.store.get_mut().gradients_mut(unit)? else {
+                continue;
+            };
+            let region = gradients.region_mut();
+            let mut buffer = self.comm.alloc(region.len())?;
+            region.read(0, buffer.as_bytes_mut())?;
+            let start = |kind, name, buffer| {
+                let op = Collective::new(kind, DType::F32, CommTag::new(name, unit.0))
+                    .in_groups(config.shard_group);
+                self.comm.start(op, buffer)?.wait()
+            };
+            let mut buffer = start(CollectiveKind::ReduceScatter, "reduce", buffer)?;
+            let mut valid = self.plan.unit(unit).trainable.shard(own);
+            if !config.stage.shards_optimizer() {
+                buffer = start(CollectiveKind::AllGather, "gather-grads", buffer)?;
+                valid = 0..region.len() / 4;
+            }
+            region.write(
+                valid.start * 4,
+                &buffer.as_bytes()[valid.start * 4..valid.end * 4],
+            )?;
+        }
+        Ok(())
+    }
+
+    fn sum_totals(&self) -> Result<Totals> {
+        let own = [self.totals.loss_sum, self.totals.supervised as f64];
+        let all = self.comm.all_gather_f64(&own, CommTag::new("totals", 0))?;
+        Ok(Totals {
+            loss_sum: all.iter().map(|r| r[0]).sum(),
+            supervised: all.iter().map(|r| r[1] as u64).sum(),
+        })
+    }
+
+    /// Squares of the summed gradients: f64 over fixed blocks of each unit's shard, then over units
+    /// and ranks in order. The same in every stage, tier and bucket order.
+    fn sum_of_squares(&mut self) -> Result<f64> {
+        let rank = self.shard();
+        let mut own = 0.0;
+        self.non_finite = None;
+        for unit in self.trainable_units() {
+            let shard = self.plan.unit(unit).trainable.shard(rank);
+            let store = self.store.get_mut();
+            let squares = match store.consumed_squares(unit) {
+                Some(squares) => Some(squares),
+                None => match store.gradients_mut(unit)? {
+                    Some(gradients) => Some(gradients.sum_of_squares(shard)?),
+                    None => None,
+                },
+            };
+            if let Some(squares) = squares {
+                if !squares.is_finite() {
+                    self.non_finite = Some(unit);
+                }
+                own += squares;
+            }
+        }
+        let all = self.comm.all_gather_f64(&[own], CommTag::new("norm", 0))?;
+        // The other groups hold the same sums.
+        let shards = all.iter().take(self.plan.shards());
+        Ok(shards.map(|r| r[0]).sum())
+    }
+
+    /// Keeps what was updated early if it was updated `rightly`: with the numbers that the step has come to. Returns those
+    /// units; all others are still as before the update.
+    fn keep_early(&mut self, rightly: bool) -> Result<Vec<UnitId>> {
+        let units = self.trainable_units();
+        if !rightly {
+            let lost = units
+                .iter()
+                .find(|unit| self.plan.consumes_gradients(**unit));
+            return match lost {
+                None => Ok(Vec::new()),
+                Some(unit) => Err(EngineError::Consumed {
+                    unit: self.unit_name(*unit).to_owned(),
+                    reason: "the update is not the one that was announced",
+                }),
+            };
+        }
+        let store = self.store.get_mut();
+        let stepped: Vec<_> = units
+            .into_iter()
+            .filter(|u| store.stepped_early(*u))
+            .collect();
+        for unit in &stepped {
+            store.commit_early(*unit)?;
+        }
+        Ok(stepped)
+    }
+
+    /// Updates every unit but those that are `done`.
+    fn update(&mut self, scalars: Scalars, done: &[UnitId]) -> Result<()> {
+        let plan = self.plan.clone();
+        let config = plan.config();
+        let on_disk = [config.offload.param, config.offload.optimizer].contains(&Tier::Nvme);
+        let mut units = self.trainable_units();
+        units.retain(|unit| !done.contains(unit));
+        let ranges = units.into_iter().map(|unit| (unit, self.updated(unit)));
+        let chunks = chunks(ranges, config.sub_group_elems, on_disk);
+        let comm = self.comm.clone();
+        let update = Update {
+            rule: Rule {
+                plan: &plan,
+                optimizer: &self.optimizer,
+                scalars,
+            },
+            store: self.store.get_mut(),
+            trace: self.tiers.trace(),
+        };
+        update.run(&chunks, &mut |store, unit| {
+            gathered_gradients(&plan, &*comm, store, unit)
+        })?;
+        self.tiers.flush()
+    }
+
+    /// Stages 1 and 2: every rank receives the weights the others updated.
+    fn share_updated_weights(&mut self) -> Result<()> {
+        let stage = self.plan.config().stage;
+        if !stage.shards_optimizer() || stage.shards_parameters() {
+            return Ok(());
+        }
+        let rank = self.shard();
+        let dtype = self.plan.config().precision.weight_dtype();
+        let mut copies = CopyClock::default();
+        for unit in self.trainable_units() {
+            let shard = self.plan.unit(unit).trainable.shard(rank);
+            let bytes = shard.start * dtype.size_bytes()..shard.end * dtype.size_bytes();
+            let weights = self
+                .store
+                .get_mut()
+                .weights_mut(unit, GroupKind::Trainable)?;
+            let tier = weights.tier();
+            let mut buffer = self.comm.alloc(weights.len())?;
+            let own = &mut buffer.as_bytes_mut()[bytes.clone()];
+            copies.time(tier, || weights.read(bytes.start, own))?;
+            let op = Collective::new(
+                CollectiveKind::AllGather,
+                dtype,
+                CommTag::new("update", unit.0),
+            )
+            .in_groups(self.plan.config().shard_group);
+            let buffer = self.comm.start(op, buffer)?.wait_read()?;
+            copies.time(tier, || weights.write(0, buffer.as_bytes()))?;
+        }
+        self.store.get_mut().count_copies(&copies);
+        Ok(())
+    }
+
+    /// The summed gradients of every trainable parameter over all ranks and micro-batches (not yet
+    /// divided by tokens), for tests and inspection. All ranks must call it; call it before
+    /// [`Zero::step`].
+    ///
+    /// # Errors
+    /// When communication fails.
+    pub fn gradients(&mut self) -> Result<Vec<(ParamId, Vec<f32>)>> {
+        let sharded = self.plan.config().shards_gradients();
+        let plan = self.plan.clone();
+        let mut out = Vec::new();
+        for unit in self.trainable_units() {
+            let group = &plan.unit(unit).trainable;
+            let shard = group.shard(self.shard());
+            let Some(gradients) = self.store.get_mut().gradients_mut(unit)? else {
+                continue;
+            };
+            let mut buffer = self.comm.alloc(group.padded_elems * 4)?;
+            let (kind, groups, own) = if sharded {
+                let groups = plan.config().shard_group;
+                (CollectiveKind::AllGather, groups, shard)
+            } else {
+                (CollectiveKind::AllReduce, None, 0..group.padded_elems)
+            };
+            gradients.read_f32(own.clone(), &mut buffer.as_mut_slice::<f32>()[own])?;
+            let tag = CommTag::new("inspect", unit.0);
+            let op = Collective::new(kind, DType::F32, tag).in_groups(groups);
+            let buffer = self.comm.start(op, buffer)?.wait_read()?;
+            let values = buffer.as_slice::<f32>();
+            out.extend(
+                group
+                    .slots
+                    .iter()
+                    .map(|s| (s.param, values[s.range()].to_vec())),
+            );
+        }
+        Ok(out)
+    }
+}
+
+/// Stage 0 in pure bf16, where sums are sharded but every rank updates everything: all sums of a unit.
+fn gathered_gradients(
+    plan: &Plan,
+    comm: &dyn Communicator,
+    store: &mut Store,
+    unit: UnitId,
+) -> Result<Option<ReadBuffer>> {
+    let config = plan.config();
+    if config.stage.shards_optimizer() || !config.shards_gradients() {
+        return Ok(None);
+    }
+    let dtype = config.grad_dtype();
+    let group = &plan.unit(unit).trainable;
+    let shard = group.shard(plan.shard_of(comm.world().rank));
+    let mut buffer = comm.alloc(group.padded_elems * dtype.size_bytes())?;
+    let own = shard.start * dtype.size_bytes()..shard.end * dtype.size_bytes();
+    if let Some(gradients) = store.gradients_mut(unit)? {
+        gradients
+            .region()
+            .read(0, &mut buffer.as_bytes_mut()[own])?;
+    }
+    let tag = CommTag::new("gather-grads", unit.0);
+    let op = Collective::new(CollectiveKind::AllGather, dtype, tag);
+    Ok(Some(comm.start(op, buffer)?.wait_read()?))
+}
