@@ -17,7 +17,8 @@ use crate::tier::{Tiers, WINDOW_ALIGN};
 use kernels::{Backend, DType, NullBackend, Pool, Reservation, Tag, Tensor};
 use optim::StateSlot;
 use std::cell::RefCell;
-use std::collections::VecDeque;
+use std::collections::btree_map::Entry as MapEntry;
+use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -61,6 +62,8 @@ struct State {
     pending: VecDeque<(DryBuffer, Reservation)>,
     /// The unit whose gradients are still to be fetched.
     closing: Option<UnitId>,
+    /// On a device apart, weights that stay there until they change.
+    kept: BTreeMap<ParamId, Tensor>,
     /// On a device apart, the weights leased last.
     uploaded: Option<(UnitId, Vec<(ParamId, Tensor)>)>,
     pass: Option<Pass>,
@@ -146,6 +149,7 @@ impl Rehearsal {
                 pending: VecDeque::new(),
                 closing: None,
                 uploaded: None,
+                kept: BTreeMap::new(),
                 pass: None,
             }),
             plan,
@@ -327,6 +331,10 @@ impl Rehearsal {
     /// What [`Zero::step`](crate::Zero::step) takes of the window.
     pub fn step(&self) {
         let config = self.plan.config();
+        let params = &self.plan.spec().params;
+        let mut state = self.state.borrow_mut();
+        state.kept.retain(|id, _| !params[id.index()].trainable);
+        drop(state);
         let trained = || self.plan.units().iter().filter(|u| !u.trainable.is_empty());
         let sharded_state = config.stage.shards_optimizer();
         // One rank's sums are those of all ranks.
@@ -454,6 +462,20 @@ impl Rehearsal {
         Ok(())
     }
 
+    /// As the run: all that the device lacks, in the order of units.
+    fn keep(&self, state: &mut State, ids: &[ParamId]) -> Result<Vec<(ParamId, Tensor)>> {
+        let dtype = self.plan.config().precision.weight_dtype();
+        for (index, param) in self.plan.spec().params.iter().enumerate() {
+            if let MapEntry::Vacant(place) = state.kept.entry(ParamId(index as u32)) {
+                place.insert(self.backend.zeros(param.shape, dtype, Tag::Parameters)?);
+            }
+        }
+        let there = ids
+            .iter()
+            .filter_map(|id| Some((*id, state.kept.get(id)?.clone())));
+        Ok(there.collect())
+    }
+
     fn open_bucket(&self, unit: UnitId) -> Result<Option<(DryBuffer, Reservation)>> {
         if !self.plan.buckets_gradients(unit) {
             return Ok(None);
@@ -508,6 +530,9 @@ impl ParamAccess for Rehearsal {
         let mut ids: Vec<ParamId> = slots.map(|slot| slot.param).collect();
         ids.sort_unstable();
         let mut state = self.state.borrow_mut();
+        if self.is_apart() && self.plan.keeps_uploads() {
+            return Ok(Lease::new(self, unit, phase, self.keep(&mut state, &ids)?));
+        }
         let there = state.uploaded.as_ref().filter(|(there, _)| *there == unit);
         if let Some((_, params)) = there {
             return Ok(Lease::new(self, unit, phase, params.clone()));

@@ -64,7 +64,15 @@ impl Plan {
     /// Whether a lease needs a buffer of its own instead of reading the weights where they are.
     #[must_use]
     pub fn leases_copy(&self) -> bool {
-        self.config().offload.param != Tier::Device || self.gathers_parameters()
+        let rests = self.config().offload.param == Tier::Device || self.keeps_uploads();
+        !rests || self.gathers_parameters()
+    }
+
+    /// Whether a device apart keeps the weights that it was given.
+    #[must_use]
+    pub fn keeps_uploads(&self) -> bool {
+        let config = self.config();
+        config.keep_uploads && config.offload.param != Tier::Nvme && !self.gathers_parameters()
     }
 
     /// Whether a lease runs an all-gather.

@@ -175,6 +175,10 @@ pub struct ZeroConfig {
     pub shard_group: Option<usize>,
     /// Tiers.
     pub offload: Offload,
+    /// On a device apart, weights stay there once they are uploaded, beside those in host memory, as far as no gather
+    /// brings them.
+    #[serde(default)]
+    pub keep_uploads: bool,
     /// Units gathered ahead of use.
     pub prefetch_units: usize,
     /// Most gradient buckets in flight at once.
@@ -219,6 +223,7 @@ impl Default for ZeroConfig {
             grad_dtype: None,
             shard_group: None,
             offload: Offload::default(),
+            keep_uploads: false,
             prefetch_units: 1,
             buckets_in_flight: 1,
             sub_group_elems: 1 << 24,

@@ -48,7 +48,7 @@ struct InPlace(Arc<Region>);
 impl AsRef<[u8]> for InPlace {
     fn as_ref(&self) -> &[u8] {
         let bytes = self.0.in_memory();
-        bytes.expect("only weights on the device are leased in place")
+        bytes.expect("only weights in memory are leased in place")
     }
 }
 
@@ -533,16 +533,35 @@ impl Store {
     pub(crate) fn lease(&mut self, unit: UnitId, phase: Phase) -> Result<Vec<(ParamId, Tensor)>> {
         self.advance_to(Entry { unit, phase })?;
         self.make_resident(unit)?;
+        match &self.units[unit.index()].residency {
+            Residency::Resident(groups) => self.tensors(unit, groups),
+            _ => Ok(Vec::new()),
+        }
+    }
+
+    /// The weights of `unit` where they rest, ascending by parameter.
+    pub(crate) fn at_rest(&self, unit: UnitId) -> Result<Vec<(ParamId, Tensor)>> {
+        let weights = self.units[unit.index()].weights.iter();
+        let groups: Vec<(GroupKind, ForeignBytes)> = weights
+            .map(|(kind, region)| -> (GroupKind, ForeignBytes) {
+                (*kind, Arc::new(InPlace(region.clone())))
+            })
+            .collect();
+        self.tensors(unit, &groups)
+    }
+
+    fn tensors(
+        &self,
+        unit: UnitId,
+        groups: &[(GroupKind, ForeignBytes)],
+    ) -> Result<Vec<(ParamId, Tensor)>> {
         let dtype = self.weight_dtype();
         let mut params = Vec::new();
-        if let Residency::Resident(groups) = &self.units[unit.index()].residency {
-            for (kind, bytes) in groups {
-                for slot in &self.unit_plan(unit).group(*kind).slots {
-                    let shape = self.plan.spec().params[slot.param.index()].shape;
-                    let tensor =
-                        Tensor::from_foreign(bytes.clone(), None, slot.offset, shape, dtype)?;
-                    params.push((slot.param, tensor));
-                }
+        for (kind, bytes) in groups {
+            for slot in &self.unit_plan(unit).group(*kind).slots {
+                let shape = self.plan.spec().params[slot.param.index()].shape;
+                let tensor = Tensor::from_foreign(bytes.clone(), None, slot.offset, shape, dtype)?;
+                params.push((slot.param, tensor));
             }
         }
         params.sort_by_key(|(id, _)| *id);

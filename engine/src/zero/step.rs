@@ -80,6 +80,8 @@ impl Zero {
             report.step = self.step;
             self.update(scalars, &kept)?;
             self.share_updated_weights()?;
+            let plan = self.plan.clone();
+            self.forget_uploads(|id| !plan.spec().params[id.index()].trainable);
         }
         self.store.get_mut().clear_gradients(self.step);
         self.totals = Totals::default();

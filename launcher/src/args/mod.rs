@@ -175,7 +175,7 @@ pub struct Args {
         help_heading = "Memory and ranks"
     )]
     pub rank_is: Option<RankIs>,
-    /// Where the ranks compute; auto takes NVIDIA GPUs where there is one that can be used. On GPUs, states rest in host memory or on a disk
+    /// Where the ranks compute; auto takes NVIDIA GPUs where there is one that can be used. On GPUs, gradients and optimizer states rest in host memory or on a disk
     #[arg(long, value_enum, help_heading = "Memory and ranks")]
     pub device: Option<DeviceChoice>,
     /// Number format of weights and activations

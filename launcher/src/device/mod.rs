@@ -12,7 +12,7 @@ use std::sync::Arc;
 use kernels::Backend;
 use serde::{Deserialize, Serialize};
 
-use crate::config::{Device, DeviceChoice, RunConfig};
+use crate::config::{Device, DeviceChoice, RunConfig, Tier};
 use crate::doctor::facts::{Cuda, Gpu};
 use crate::doctor::findings::{Finding, Severity};
 use crate::doctor::{self, findings};
@@ -122,10 +122,13 @@ impl Chosen {
                         bytes(gpu.free_bytes),
                     )
                 }));
-                lines.push(
-                    "weights, gradients and optimizer states rest in host memory or on a disk"
-                        .into(),
-                );
+                let weights = match config.offload.param {
+                    Tier::None => "weights stay on the GPU and in host memory; ",
+                    _ => "weights, ",
+                };
+                lines.push(format!(
+                    "{weights}gradients and optimizer states rest in host memory or on a disk"
+                ));
                 if config.nproc > self.gpus.len() {
                     lines.push(format!(
                         "{} ranks share {} in turn: each has a part of its memory, and they wait for each other",

@@ -224,11 +224,17 @@ fn more_ranks_than_gpus_take_turns() {
 fn states_rest_in_host_memory_beside_gpus() {
     let run = chosen(DeviceChoice::Cuda, &with(vec![gpu(0)])).expect("chosen");
     let offload = |line: &str| config(line, &run).offload.to_string();
-    assert_eq!(offload(""), offload("--offload cpu"));
+    let sharded = |line: &str| offload(&format!("--nproc 2 {line}"));
+    assert_eq!(sharded(""), "cpu");
     assert_eq!(
-        offload("--offload optimizer=nvme:/d"),
-        offload("--offload param=cpu,optimizer=nvme:/d")
+        sharded("--offload optimizer=nvme:/d"),
+        sharded("--offload param=cpu,optimizer=nvme:/d")
     );
+    // Weights that no gather brings stay on the GPU.
+    for line in ["", "--nproc 2 --zero 2", "--nproc 2 --shard-group 1"] {
+        assert_eq!(offload(line), "optimizer=cpu", "{line}");
+    }
+    assert_eq!(offload("--offload cpu"), "cpu");
 }
 
 #[test]

@@ -3,7 +3,7 @@
 use super::failures::{self, chain};
 use super::session::rule;
 use crate::config::{
-    GradDtype, InitChoice, PrecisionChoice, RopeChoice, RunConfig, Tier, check_family,
+    Device, GradDtype, InitChoice, PrecisionChoice, RopeChoice, RunConfig, Tier, check_family,
 };
 use crate::data::{Sampler, SamplerSizes};
 use crate::exit::{ErrorCode, Failure};
@@ -165,6 +165,8 @@ fn model_options(config: &RunConfig, family: Family) -> Result<ModelOptions, Fai
 }
 
 fn zero_config(config: &RunConfig) -> Result<ZeroConfig, Failure> {
+    // A GPU's weights have a copy in host memory, which the update writes.
+    let keep_uploads = config.device == Device::Cuda && config.offload.param == Tier::None;
     let tier = |tier: &Tier| match tier {
         Tier::None => engine::Tier::Device,
         Tier::Cpu => engine::Tier::Host,
@@ -180,10 +182,14 @@ fn zero_config(config: &RunConfig) -> Result<ZeroConfig, Failure> {
         }),
         shard_group: config.shard_group,
         offload: Offload {
-            param: tier(&config.offload.param),
+            param: match tier(&config.offload.param) {
+                engine::Tier::Device if keep_uploads => engine::Tier::Host,
+                other => other,
+            },
             optimizer: tier(&config.offload.optimizer),
             activation: tier(&config.offload.activation),
         },
+        keep_uploads,
         max_grad_norm: config.optimizer.max_grad_norm.map(|norm| norm as f32),
         early_step: config.early_step_bytes().map(|bytes| EarlyStep {
             most_elems: bytes / second_bytes_per_elem(config),

@@ -323,7 +323,10 @@ fn ranks_share_a_gpu() {
         1,
         &format!("{line} --output one --gradient-accumulation-steps 2"),
     );
-    assert!(screen.contains("1 rank on cuda"), "{screen}");
+    for words in ["1 rank on cuda", "weights stay on the GPU"] {
+        assert!(screen.contains(words), "no {words:?} in\n{screen}");
+    }
+    takes_what_the_plan_says(&site, "one");
     let (two, one) = (site.logged("two", "loss"), site.logged("one", "loss"));
     assert_eq!(two, one);
 }

@@ -571,7 +571,7 @@ impl Backend for CudaBackend {
         };
         let offset = place.placed.offset();
         let out = Tensor::on_device(place, shape, dtype);
-        if tag == Tag::Gathered {
+        if matches!(tag, Tag::Gathered | Tag::Parameters) {
             self.upload_beside(&out, offset, bytes)?;
         } else {
             self.write("upload", &out, bytes)?;

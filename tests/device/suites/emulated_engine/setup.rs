@@ -18,11 +18,12 @@ pub fn pack(name: &str) -> PathBuf {
     golden.join(name)
 }
 
-/// ZeRO-3 of one rank with its states in host memory.
+/// ZeRO-3 of one rank with its states in host memory, weights also on the device where it keeps them.
 pub fn plan(
     model: &dyn VisionLanguageModel,
     precision: Precision,
     activation: Tier,
+    keep_uploads: bool,
 ) -> Result<Arc<Plan>> {
     let config = ZeroConfig {
         stage: Stage::try_from(3).map_err(anyhow::Error::msg)?,
@@ -31,6 +32,7 @@ pub fn plan(
             activation,
             ..Offload::states(Tier::Host)
         },
+        keep_uploads,
         ..ZeroConfig::default()
     };
     Ok(Arc::new(Plan::new(model.spec().clone(), config, 1)?))

@@ -6,11 +6,11 @@ use std::sync::Arc;
 
 use anyhow::Result;
 use device_tests::emulator::Order;
-use device_tests::executor::EmulatedGpu;
+use device_tests::executor::{EmulatedGpu, Uploads};
 use device_tests::tolerance;
 use engine::{ParamId, PassKind, Precision, Tier};
 use kernels::cuda::CudaBackend;
-use kernels::{Backend, CpuBackend};
+use kernels::{Backend, CpuBackend, DType};
 use models::autograd::Tape;
 use models::{ModelOptions, SampleInput, VisionLanguageModel, open_model};
 
@@ -33,9 +33,10 @@ fn train(
     precision: Precision,
     backend: Arc<dyn Backend>,
     activation: Tier,
+    keep: bool,
 ) -> Result<(Left, Arc<dyn VisionLanguageModel>)> {
     let model = open_model(dir, ModelOptions::new(precision.weight_dtype()))?;
-    let plan = setup::plan(&*model, precision, activation)?;
+    let plan = setup::plan(&*model, precision, activation, keep)?;
     let mut zero = setup::loaded(dir, &*model, plan, backend.clone())?;
     let sample = setup::sample(dir, TOKENS, MOST_TOKENS)?;
     let mut left = Left {
@@ -67,12 +68,24 @@ fn train(
 }
 
 fn agree(family: &str, precision: Precision, activation: Tier) -> Result<()> {
+    let uploads = agree_keeping(family, precision, activation, false)?;
+    // A few layers of each kind: of two layers alike, the second comes in while the device computes with the first.
+    assert!(uploads.overlapping * 8 > uploads.bytes, "{uploads:?}");
+    Ok(())
+}
+
+fn agree_keeping(
+    family: &str,
+    precision: Precision,
+    activation: Tier,
+    keep: bool,
+) -> Result<Uploads> {
     let dir = pack(family);
     let gpu = Arc::new(EmulatedGpu::new(Order::Ascending));
     let device = CudaBackend::new(gpu.clone(), ARENA_BYTES)?;
     let cpu: Arc<dyn Backend> = Arc::new(CpuBackend::unlimited());
-    let (want, model) = train(&dir, precision, cpu, activation)?;
-    let (got, _) = train(&dir, precision, Arc::new(device.clone()), activation)?;
+    let (want, model) = train(&dir, precision, cpu, activation, keep)?;
+    let (got, _) = train(&dir, precision, Arc::new(device.clone()), activation, keep)?;
     let dtype = precision.weight_dtype();
     for (got, want) in got.losses.iter().zip(&want.losses) {
         let allowed = tolerance::trained(dtype, *want);
@@ -101,11 +114,20 @@ fn agree(family: &str, precision: Precision, activation: Tier) -> Result<()> {
         });
         assert!(far.is_none(), "{}: {far:?}", name(id));
     }
-    let uploads = gpu.uploads();
-    // A few layers of each kind: of two layers alike, the second comes in while the device computes with the first.
-    assert!(uploads.overlapping * 8 > uploads.bytes, "{uploads:?}");
     // What is left on the device is the table of the last attention.
     assert!(device.pool().stats().in_use < 4096, "{:?}", device.pool());
+    Ok(gpu.uploads())
+}
+
+/// All weights come once, and once more when the step has changed them all.
+#[test]
+fn weights_that_stay_on_the_device_come_when_they_change() -> Result<()> {
+    let family = "glm-4v-9b";
+    let uploads = agree_keeping(family, Precision::F32, Tier::Device, true)?;
+    let model = open_model(&pack(family), ModelOptions::new(DType::F32))?;
+    let (elems, trained) = model.spec().elems();
+    assert_eq!(elems, trained);
+    assert_eq!(uploads.bytes, 2 * 4 * elems as u64);
     Ok(())
 }
 

@@ -62,7 +62,7 @@ pub(crate) fn resolve_on(args: &Args, env: &Env, chosen: &Chosen) -> Result<Reso
         init: args.init.unwrap_or(defaults.init),
         zero: args.zero.unwrap_or(defaults::ZERO),
         shard_group: shard_group(args, nproc)?,
-        offload: offload(args, chosen.device, &mut notes)?,
+        offload: offload(args, chosen.device, nproc, &mut notes)?,
         nvme_io: args.nvme_io.unwrap_or_default(),
         early_step: args.early_step.unwrap_or_default(),
         nproc,
@@ -197,18 +197,34 @@ fn source(args: &Args, env: &Env) -> Result<Source, Failure> {
 }
 
 /// States in the tiers that were asked for. A GPU keeps none yet: what would lie on it lies in host memory.
-fn offload(args: &Args, device: Device, notes: &mut Vec<Note>) -> Result<Offload, Failure> {
+fn offload(
+    args: &Args,
+    device: Device,
+    nproc: usize,
+    notes: &mut Vec<Note>,
+) -> Result<Offload, Failure> {
     let asked = args.offload.clone().unwrap_or_default();
     let mut offload = asked.resolved(absolute)?;
     if device == Device::Cuda {
-        let states = [&mut offload.param, &mut offload.optimizer].into_iter();
-        let on_device: Vec<&mut Tier> = states.filter(|tier| **tier == Tier::None).collect();
-        if !on_device.is_empty() && args.offload.is_some() {
-            let reason =
-                "on GPUs, weights, gradients and optimizer states rest in host memory or on a disk";
-            notes.push(note("--offload", reason));
+        // Weights that a gather brings for every unit come from the host each time.
+        let gathers = args.zero.unwrap_or(defaults::ZERO) == 3
+            && args.shard_group.unwrap_or(nproc).min(nproc) > 1;
+        let mut moved = Vec::new();
+        if offload.param == Tier::None && gathers {
+            offload.param = Tier::Cpu;
+            moved.push("sharded weights");
         }
-        on_device.into_iter().for_each(|tier| *tier = Tier::Cpu);
+        if offload.optimizer == Tier::None {
+            offload.optimizer = Tier::Cpu;
+            moved.push("gradients and optimizer states");
+        }
+        if !moved.is_empty() && args.offload.is_some() {
+            let reason = format!(
+                "on GPUs, {} rest in host memory or on a disk",
+                moved.join(", ")
+            );
+            notes.push(note("--offload", &reason));
+        }
     }
     Ok(offload)
 }
