@@ -15,13 +15,16 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 /// Bytes of a chunk of large copies: long beside what a copy costs to start, short beside a unit's weights.
 const LARGE: usize = 8 << 20;
-/// Bytes of a chunk of small ones: tables of row numbers, labels, pictures.
-const SMALL: usize = 256 << 10;
-/// Chunks of a ring: two would do, if the host were never late.
-const CHUNKS: usize = 4;
+/// Chunks of their rings: two would do, if the host were never late.
+const LARGE_CHUNKS: usize = 4;
+/// Bytes of a chunk of small copies: tables of row numbers, labels, pictures.
+const SMALL: usize = 128 << 10;
+/// They are taken in the order of the work, so that chunks come back as late as that is done: as many as the host
+/// queues for some units of a model.
+const SMALL_CHUNKS: usize = 96;
 
 /// Bytes of pinned memory of one GPU's copies.
-pub const PINNED_BYTES: usize = CHUNKS * (2 * LARGE + SMALL);
+pub const PINNED_BYTES: usize = 2 * LARGE_CHUNKS * LARGE + SMALL_CHUNKS * SMALL;
 
 /// Bytes that one thread copies at once: one alone is slower than the bus.
 const TASK: usize = 1 << 20;
@@ -52,9 +55,9 @@ impl Copies {
         Ok(Self {
             inward,
             outward,
-            large: Ring::new(gpu, LARGE)?,
-            small: Ring::new(gpu, SMALL)?,
-            back: Ring::new(gpu, LARGE)?,
+            large: Ring::new(gpu, LARGE_CHUNKS, LARGE)?,
+            small: Ring::new(gpu, SMALL_CHUNKS, SMALL)?,
+            back: Ring::new(gpu, LARGE_CHUNKS, LARGE)?,
         })
     }
 }
@@ -83,12 +86,12 @@ impl Chunk {
 }
 
 impl Ring {
-    fn new(gpu: &Gpu, chunk_bytes: usize) -> Result<Self> {
+    fn new(gpu: &Gpu, count: usize, chunk_bytes: usize) -> Result<Self> {
         let chunk = |_| {
             let memory = gpu.pinned(chunk_bytes)?;
             Ok(Chunk { memory, busy: None })
         };
-        let chunks = (0..CHUNKS).map(chunk).collect::<Result<_>>()?;
+        let chunks = (0..count).map(chunk).collect::<Result<_>>()?;
         Ok(Self {
             chunk_bytes,
             chunks: Mutex::new(chunks),
