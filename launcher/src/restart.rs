@@ -132,10 +132,6 @@ impl Attempts {
             return Err(failure.clone());
         };
         config.nproc = nproc;
-        // What takes the least memory on each.
-        config.shard_group = config
-            .shard_group
-            .filter(|ranks| nproc.is_multiple_of(*ranks) && *ranks < nproc);
         // The batch is what it is, however it was found.
         config.batch.find_batch = false;
         config.batch.accumulation_steps = micro_batches / nproc;

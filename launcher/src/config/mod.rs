@@ -343,6 +343,13 @@ pub struct RunConfig {
 pub const CONFIG_FILE: &str = "config.resolved.json";
 
 impl RunConfig {
+    /// Ranks that hold one copy of what is sharded. `None` where all do: also where a run goes on with other ranks than were
+    /// asked for, which the groups do not divide.
+    pub(crate) fn shard_groups(&self) -> Option<usize> {
+        let divide = |ranks: &usize| *ranks < self.nproc && self.nproc.is_multiple_of(*ranks);
+        self.shard_group.filter(divide)
+    }
+
     /// Number of ranks on this machine.
     pub fn ranks_here(&self) -> usize {
         self.ranks_here.unwrap_or(self.nproc)

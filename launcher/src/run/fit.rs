@@ -155,6 +155,7 @@ pub(crate) fn event(config: &RunConfig, plan: &Plan, memory: &RankMemory, fit: &
         trainable: trainable as u64,
         ranks: config.nproc,
         device: config.device.name().into(),
+        shard_group: config.shard_groups(),
         stage: config.zero,
         precision: plan.config().precision.name().into(),
         offload: config.offload.to_string(),

@@ -180,7 +180,7 @@ fn zero_config(config: &RunConfig) -> Result<ZeroConfig, Failure> {
             GradDtype::F32 => engine::GradDtype::F32,
             GradDtype::Bf16 => engine::GradDtype::Bf16,
         }),
-        shard_group: config.shard_group,
+        shard_group: config.shard_groups(),
         offload: Offload {
             param: match tier(&config.offload.param) {
                 engine::Tier::Device if keep_uploads => engine::Tier::Host,

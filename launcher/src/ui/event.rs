@@ -107,6 +107,9 @@ pub struct PlanEvent {
     pub ranks: usize,
     /// Device of the ranks.
     pub device: String,
+    /// Ranks that hold one copy, where not all do.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub shard_group: Option<usize>,
     /// ZeRO stage.
     pub stage: u8,
     /// Number format.

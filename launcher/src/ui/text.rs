@@ -112,11 +112,13 @@ fn plan_lines(plan: &PlanEvent) -> Vec<String> {
         line(
             "plan",
             &format!(
-                "{} {} params · trainable {} ({share} %) · {} on {} · ZeRO-{} · {}{}",
+                "{} {} params · trainable {} ({share} %) · {}{} on {} · ZeRO-{} · {}{}",
                 plan.model,
                 count(plan.params),
                 count(plan.trainable),
                 plural(plan.ranks, "rank"),
+                plan.shard_group
+                    .map_or_else(String::new, |ranks| format!(" in groups of {ranks}")),
                 plan.device,
                 plan.stage,
                 plan.precision,
@@ -304,6 +306,7 @@ mod tests {
             trainable: 1_300_000,
             ranks: 2,
             device: "cpu".into(),
+            shard_group: None,
             stage: 3,
             precision: "f32".into(),
             offload: "cpu".into(),

@@ -236,6 +236,14 @@ fn shard_groups_divide_the_ranks_of_a_stage_that_shards() {
     assert_eq!(groups(4, 3, 2).expect("resolves"), Some(2));
     assert_eq!(groups(4, 1, 1).expect("resolves"), Some(1));
     assert_eq!(groups(4, 0, 4).expect("resolves"), None);
+    // The check of a resumed checkpoint, and a run that lost a rank, have other numbers of ranks.
+    let mut config = try_config("--nproc 4 --shard-group 2")
+        .expect("resolves")
+        .config;
+    for (nproc, expected) in [(4, Some(2)), (6, Some(2)), (3, None), (2, None), (1, None)] {
+        config.nproc = nproc;
+        assert_eq!(config.shard_groups(), expected, "{nproc}");
+    }
     for (nproc, zero, ranks) in [(4, 3, 0), (4, 3, 3), (4, 3, 8), (4, 0, 2)] {
         assert!(
             groups(nproc, zero, ranks).is_err(),
