@@ -23,9 +23,6 @@ const SMALL: usize = 128 << 10;
 /// queues for some units of a model.
 const SMALL_CHUNKS: usize = 96;
 
-/// Bytes of pinned memory of one GPU's copies.
-pub const PINNED_BYTES: usize = 2 * LARGE_CHUNKS * LARGE + SMALL_CHUNKS * SMALL;
-
 /// Bytes that one thread copies at once: one alone is slower than the bus.
 const TASK: usize = 1 << 20;
 

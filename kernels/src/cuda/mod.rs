@@ -8,13 +8,13 @@
 //! | a GPU: memory, streams, launches | [`gpu`] |
 //! | what is executed | [`launch`]: a grid with its arguments, as a value |
 //! | pinned and shared memory, time | [`transfer`] |
-//! | copies beside the work | [`copies`] |
+//! | copies beside the work | `copies.rs` |
 //! | NVIDIA's own products and collectives | [`matmul`], [`nccl`] |
 //! | operations as launches | [`ops`] |
 //! | all of it as a [`Backend`](crate::Backend) | [`backend`] |
 
 pub mod backend;
-pub mod copies;
+mod copies;
 mod error;
 pub mod gpu;
 pub mod image;
