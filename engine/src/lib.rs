@@ -73,6 +73,7 @@ pub mod access;
 mod activations;
 pub mod checkpoint;
 pub mod comm;
+mod device_comm;
 mod early;
 mod error;
 #[doc(hidden)]
@@ -101,7 +102,10 @@ pub use activations::{Activations, Saved};
 pub use error::EngineError;
 pub use optim::Precision;
 pub use optim::clip::{NORM_BLOCK_ELEMS, sum_of_squares};
-pub use plan::{EarlyStep, GradDtype, Offload, PassKind, Plan, Stage, StateKind, Tier, ZeroConfig};
+pub use plan::{
+    DeviceTransport, EarlyStep, GradDtype, Offload, PassKind, Plan, Stage, StateKind, Tier,
+    ZeroConfig,
+};
 pub use rehearsal::Rehearsal;
 pub use snapshot::check_trained;
 pub use spec::{ModelSpec, ParamId, ParamSpec, TensorParallel, UnitId, UnitSpec};

@@ -8,6 +8,7 @@ use crate::access::{Lease, LeaseOwner, ParamAccess, Phase};
 use crate::activations::Activations;
 use crate::comm::rehearsal::{DryBuffer, DryWindow};
 use crate::comm::{CollectiveKind, WindowBytes, World};
+use crate::device_comm::{DeviceComm, OwnPart, Produced};
 use crate::early;
 use crate::error::EngineError;
 use crate::plan::{Entry, GroupKind, PassKind, Plan, StateKind, Tier, UnitPlan};
@@ -39,6 +40,17 @@ enum Readable {
         #[expect(dead_code, reason = "held for its count")] Reservation,
     ),
     Copied(#[expect(dead_code, reason = "held for its place")] Tensor),
+    /// A whole group, gathered by the devices.
+    OnDevice(GroupKind, Tensor),
+}
+
+/// A sum of gradients that is not yet taken.
+enum Sum {
+    InWindow(
+        #[expect(dead_code, reason = "held for its place")] DryBuffer,
+        #[expect(dead_code, reason = "held for its count")] Reservation,
+    ),
+    OnDevice(#[expect(dead_code, reason = "held for its place")] Tensor),
 }
 
 #[derive(Default)]
@@ -47,7 +59,7 @@ struct Unit {
     readable: Option<Vec<Readable>>,
     bucket: Option<(DryBuffer, Reservation)>,
     /// Gradients on a device apart.
-    deposited: Vec<Tensor>,
+    deposited: Vec<(ParamId, Tensor)>,
 }
 
 #[derive(Default)]
@@ -55,11 +67,25 @@ struct Pass {
     schedule: Vec<Entry>,
     position: usize,
     started: usize,
+    /// Whether the devices gather.
+    on_device: bool,
+}
+
+impl Pass {
+    /// Whether the unit of entry `at` is still readable from an entry just before it.
+    fn keeps(&self, at: usize, ahead: usize) -> bool {
+        let unit = self.schedule[at].unit;
+        self.schedule[at.saturating_sub(ahead.max(1))..at]
+            .iter()
+            .any(|before| before.unit == unit)
+    }
 }
 
 struct State {
     units: Vec<Unit>,
-    pending: VecDeque<(DryBuffer, Reservation)>,
+    pending: VecDeque<Sum>,
+    /// Collectives between devices.
+    device: Option<DeviceComm>,
     /// The unit whose gradients are still to be fetched.
     closing: Option<UnitId>,
     /// On a device apart, weights that stay there until they change.
@@ -147,6 +173,7 @@ impl Rehearsal {
             state: RefCell::new(State {
                 units: plan.units().iter().map(|_| Unit::default()).collect(),
                 pending: VecDeque::new(),
+                device: None,
                 closing: None,
                 uploaded: None,
                 kept: BTreeMap::new(),
@@ -154,6 +181,11 @@ impl Rehearsal {
             }),
             plan,
         };
+        if rehearsal.plan.devices_talk() {
+            let (backend, shards) = (rehearsal.backend.clone(), rehearsal.plan.shards());
+            let device = DeviceComm::rehearsed(backend, world, shards);
+            rehearsal.state.get_mut().device = Some(device);
+        }
         rehearsal.allocate_states(slots)?;
         Ok(rehearsal)
     }
@@ -290,8 +322,15 @@ impl Rehearsal {
 
     /// As [`Zero::begin_pass`](crate::Zero::begin_pass).
     pub fn begin_pass(&self, kind: PassKind) {
-        self.state.borrow_mut().pass = Some(Pass {
+        self.begin(kind, false);
+    }
+
+    fn begin(&self, kind: PassKind, on_host: bool) {
+        let mut state = self.state.borrow_mut();
+        let gathers = state.device.is_some() && self.plan.gathers_parameters();
+        state.pass = Some(Pass {
             schedule: self.plan.schedule(kind),
+            on_device: gathers && !on_host,
             ..Pass::default()
         });
     }
@@ -302,15 +341,18 @@ impl Rehearsal {
     /// Never today; counting has no limit.
     pub fn end_pass(&self) -> Result<()> {
         let mut state = self.state.borrow_mut();
-        while let Some(entry) = state.at_cursor() {
-            self.start_gathers(&mut state)?;
-            self.finish_entry(&mut state, entry)?;
-        }
+        // As the run: before what is left of the pass.
         state.uploaded = None;
+        while let Some(entry) = state.at_cursor() {
+            self.skip(&mut state, entry)?;
+        }
         if let Some(unit) = state.closing.take() {
             self.close_bucket(&mut state, unit)?;
         }
         state.pass = None;
+        if let Some(device) = &mut state.device {
+            device.settle()?;
+        }
         state.pending.clear();
         Ok(())
     }
@@ -320,7 +362,7 @@ impl Rehearsal {
     /// # Errors
     /// Never today; counting has no limit.
     pub fn visit_weights(&self) -> Result<()> {
-        self.begin_pass(PassKind::Infer);
+        self.begin(PassKind::Infer, true);
         for unit in self.plan.units() {
             self.take_lease(unit.id, Phase::Forward)?;
             self.end_lease(unit.id, Phase::Forward, true)?;
@@ -387,15 +429,12 @@ impl Rehearsal {
         };
         loop {
             let at = pass.started;
-            if at > pass.position + ahead || at >= pass.schedule.len() {
+            if pass.on_device || at > pass.position + ahead || at >= pass.schedule.len() {
                 return Ok(());
             }
             pass.started += 1;
             let unit = pass.schedule[at].unit;
-            let kept = pass.schedule[at.saturating_sub(ahead.max(1))..at]
-                .iter()
-                .any(|before| before.unit == unit);
-            if kept || !self.plan.gathers_parameters() {
+            if pass.keeps(at, ahead) || !self.plan.gathers_parameters() {
                 continue;
             }
             let mut gathered = Vec::new();
@@ -410,7 +449,53 @@ impl Rehearsal {
         }
     }
 
+    fn skip(&self, state: &mut State, entry: Entry) -> Result<()> {
+        self.start_gathers(state)?;
+        self.gather_on_device(state, entry.unit, false)?;
+        self.finish_entry(state, entry)
+    }
+
+    fn gather_on_device(&self, state: &mut State, unit: UnitId, needed: bool) -> Result<()> {
+        let ahead = self.plan.config().prefetch_units;
+        let gathers = |pass: &Pass| pass.on_device && !pass.keeps(pass.position, ahead);
+        if !state.pass.as_ref().is_some_and(gathers) {
+            return Ok(());
+        }
+        let config = self.plan.config();
+        let dtype = config.precision.weight_dtype();
+        let (mut staged, mut parts) = (Vec::new(), Vec::new());
+        for kind in self.groups(unit) {
+            let elems = self.plan.unit(unit).group(kind).shard_elems;
+            if config.offload.param == Tier::Nvme {
+                let bytes = elems * dtype.size_bytes();
+                staged.push(Tensor::null(
+                    &self.device,
+                    Tag::Gathered,
+                    [bytes],
+                    DType::U8,
+                )?);
+            }
+            let bytes = None;
+            parts.push(OwnPart {
+                bytes,
+                elems,
+                dtype,
+            });
+        }
+        if let Some(device) = &mut state.device {
+            let groups = self.groups(unit).zip(device.gather(unit, &parts, needed)?);
+            let groups = groups.map(|(kind, group)| Readable::OnDevice(kind, group));
+            if needed {
+                state.units[unit.index()].readable = Some(groups.collect());
+            }
+        }
+        Ok(())
+    }
+
     fn make_resident(&self, state: &mut State, unit: UnitId) -> Result<()> {
+        if state.pass.as_ref().is_some_and(|pass| pass.on_device) {
+            return self.gather_on_device(state, unit, true);
+        }
         let readable = &mut state.units[unit.index()].readable;
         if readable.is_none() {
             let mut copies = Vec::new();
@@ -433,8 +518,7 @@ impl Rehearsal {
         while let Some(entry) = state.at_cursor()
             && entry != wanted
         {
-            self.start_gathers(&mut state)?;
-            self.finish_entry(&mut state, entry)?;
+            self.skip(&mut state, entry)?;
         }
         self.start_gathers(&mut state)?;
         self.make_resident(&mut state, unit)
@@ -476,6 +560,23 @@ impl Rehearsal {
         Ok(there.collect())
     }
 
+    /// The parameters of a unit that the devices gathered.
+    fn gathered(&self, state: &State, unit: UnitId) -> Result<Vec<(ParamId, Tensor)>> {
+        let mut params = Vec::new();
+        for readable in state.units[unit.index()].readable.iter().flatten() {
+            if let Readable::OnDevice(kind, group) = readable {
+                for slot in &self.plan.unit(unit).group(*kind).slots {
+                    params.push((slot.param, group.narrow(slot.offset, slot.len)?));
+                }
+            }
+        }
+        let shape = |id: ParamId| self.plan.spec().params[id.index()].shape;
+        let shaped = params.into_iter();
+        shaped
+            .map(|(id, part)| Ok((id, part.reshape(shape(id))?)))
+            .collect()
+    }
+
     fn open_bucket(&self, unit: UnitId) -> Result<Option<(DryBuffer, Reservation)>> {
         if !self.plan.buckets_gradients(unit) {
             return Ok(None);
@@ -486,7 +587,33 @@ impl Rehearsal {
     }
 
     fn close_bucket(&self, state: &mut State, unit: UnitId) -> Result<()> {
-        if self.plan.unit(unit).trainable.is_empty() {
+        let group = &self.plan.unit(unit).trainable;
+        if group.is_empty() {
+            return Ok(());
+        }
+        let config = self.plan.config();
+        let keep = config.buckets_in_flight.saturating_sub(1);
+        let State {
+            units,
+            pending,
+            device,
+            ..
+        } = state;
+        if let Some(device) = device
+            && config.shards_gradients()
+        {
+            let deposited = std::mem::take(&mut units[unit.index()].deposited);
+            let of = |param| deposited.iter().find(|(id, _)| *id == param);
+            let slots = group.slots.iter().map(|slot| of(slot.param));
+            let slots: Vec<_> = slots.map(|found| Some(found?.1.clone())).collect();
+            let mark = device.produced()?;
+            let slots = &slots;
+            let sum = device.reduce(unit, group, Produced { slots, mark })?;
+            drop(deposited);
+            while pending.len() > keep {
+                pending.pop_front();
+            }
+            pending.push_back(Sum::OnDevice(sum));
             return Ok(());
         }
         let bucket = match state.units[unit.index()].bucket.take() {
@@ -495,16 +622,14 @@ impl Rehearsal {
         };
         // Fetched one behind the other.
         state.units[unit.index()].deposited.clear();
-        let config = self.plan.config();
-        if let Some(bucket) = bucket
+        if let Some((bucket, counted)) = bucket
             && config.shards_gradients()
         {
-            let keep = config.buckets_in_flight.saturating_sub(1);
             while state.pending.len() > keep {
                 state.pending.pop_front();
             }
-            bucket.0.run(CollectiveKind::ReduceScatter);
-            state.pending.push_back(bucket);
+            bucket.run(CollectiveKind::ReduceScatter);
+            state.pending.push_back(Sum::InWindow(bucket, counted));
         }
         Ok(())
     }
@@ -523,6 +648,10 @@ impl ParamAccess for Rehearsal {
     }
 
     fn lease(&self, unit: UnitId, phase: Phase) -> Result<Lease<'_>> {
+        if self.plan.config().prefetch_units == 0 {
+            let mut state = self.state.borrow_mut();
+            state.uploaded.take_if(|(there, _)| *there != unit);
+        }
         self.take_lease(unit, phase)?;
         let dtype = self.plan.config().precision.weight_dtype();
         let groups = GroupKind::ALL.into_iter();
@@ -537,11 +666,13 @@ impl ParamAccess for Rehearsal {
         if let Some((_, params)) = there {
             return Ok(Lease::new(self, unit, phase, params.clone()));
         }
-        if self.plan.config().prefetch_units == 0 {
-            state.uploaded = None;
-        }
+        let gathered = self.gathered(&state, unit)?;
         let mut params = Vec::new();
         for id in ids {
+            if let Some(there) = gathered.iter().find(|(other, _)| *other == id) {
+                params.push(there.clone());
+                continue;
+            }
             let shape = self.plan.spec().params[id.index()].shape;
             let weight = if self.is_apart() {
                 // In the order of uploads: places depend on it.
@@ -562,7 +693,8 @@ impl ParamAccess for Rehearsal {
         let unit = self.plan.spec().params[id.index()].unit;
         let mut state = self.state.borrow_mut();
         if self.is_apart() {
-            state.units[unit.index()].deposited.push(grad.clone());
+            let deposited = &mut state.units[unit.index()].deposited;
+            deposited.push((id, grad.clone()));
             return Ok(());
         }
         if state.units[unit.index()].bucket.is_none() {

@@ -10,6 +10,7 @@
 //! * Results depend on shapes and values only, never on the number of threads.
 
 use crate::error::Result;
+use crate::peers::PeerAccess;
 use crate::pool::{Pool, Tag};
 use crate::routed::{self, RoutedArgs};
 use crate::{DType, Shape, Tensor};
@@ -204,6 +205,11 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
 
     /// The device's memory.
     fn pool(&self) -> &Pool;
+
+    /// How other ranks' devices reach this one's memory, where they can.
+    fn peers(&self) -> Option<&dyn PeerAccess> {
+        None
+    }
 
     /// Copies host bytes into a new tensor.
     ///

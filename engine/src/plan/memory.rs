@@ -1,6 +1,6 @@
 //! Bytes of model states per rank, known before anything is allocated.
 
-use super::{GroupKind, Plan, Tier};
+use super::{DeviceTransport, GroupKind, Plan, Tier};
 use crate::spec::UnitId;
 use kernels::DType;
 use optim::{Precision, StateSlot};
@@ -79,6 +79,15 @@ impl Plan {
     #[must_use]
     pub fn gathers_parameters(&self) -> bool {
         self.config().stage.shards_parameters() && self.shards() > 1
+    }
+
+    /// Whether devices gather weights and add up gradients among themselves.
+    #[must_use]
+    pub fn devices_talk(&self) -> bool {
+        let config = self.config();
+        config.device_transport == DeviceTransport::Peers
+            && self.world_size() > 1
+            && (self.gathers_parameters() || config.shards_gradients())
     }
 
     /// Whether a unit's gradients are collected before they are added to their sum: where they are reduced in between,

@@ -160,6 +160,17 @@ pub enum GradDtype {
     Bf16,
 }
 
+/// What carries weights and gradients between ranks whose devices the host cannot address.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize, Default)]
+#[serde(rename_all = "kebab-case")]
+pub enum DeviceTransport {
+    /// Host memory: the communicator's window, before they go to a device and after they come from it.
+    #[default]
+    Host,
+    /// Devices read each other's memory: only a rank's own part passes its bus.
+    Peers,
+}
+
 /// The resolved settings of the engine.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct ZeroConfig {
@@ -179,6 +190,9 @@ pub struct ZeroConfig {
     /// brings them.
     #[serde(default)]
     pub keep_uploads: bool,
+    /// What carries weights and gradients between devices apart.
+    #[serde(default)]
+    pub device_transport: DeviceTransport,
     /// Units gathered ahead of use.
     pub prefetch_units: usize,
     /// Most gradient buckets in flight at once.
@@ -224,6 +238,7 @@ impl Default for ZeroConfig {
             shard_group: None,
             offload: Offload::default(),
             keep_uploads: false,
+            device_transport: DeviceTransport::Host,
             prefetch_units: 1,
             buckets_in_flight: 1,
             sub_group_elems: 1 << 24,

@@ -3,6 +3,7 @@
 use super::{Result, Store};
 use crate::access::Phase;
 use crate::comm::{Buffer, Collective, CollectiveKind, Tag as CommTag, Ticket};
+use crate::device_comm::Produced;
 use crate::error::EngineError;
 use crate::gradients::{Accumulator, Moment};
 use crate::parallel;
@@ -18,12 +19,34 @@ pub(super) struct Bucket {
     deposited: Vec<bool>,
     /// Places of gradients on a device apart, and the gradients.
     fetches: Vec<(std::ops::Range<usize>, Fetch)>,
+    /// Gradients that the devices will add up, by slot, and a mark behind them.
+    on_device: Vec<Option<Tensor>>,
+    produced: u64,
+}
+
+impl Bucket {
+    fn new(slots: usize) -> Self {
+        Self {
+            buffer: None,
+            deposited: vec![false; slots],
+            fetches: Vec::new(),
+            on_device: vec![None; slots],
+            produced: 0,
+        }
+    }
+}
+
+/// The sum of a unit's gradients, of which this rank takes its shard.
+enum Sum {
+    /// Of the communicator, with the count of its buffer.
+    InWindow(Ticket, Reservation),
+    /// Of the devices, the shard only.
+    OnDevice(Fetch),
 }
 
 pub(super) struct PendingReduce {
     unit: UnitId,
-    ticket: Ticket,
-    _counted: Reservation,
+    sum: Sum,
 }
 
 impl Store {
@@ -60,14 +83,17 @@ impl Store {
             };
             self.units[unit.index()].bucket = Some(Bucket {
                 buffer,
-                deposited: vec![false; group.slots.len()],
-                fetches: Vec::new(),
+                ..Bucket::new(group.slots.len())
             });
         }
         let range = group.slots[index].range();
         if let Some(bucket) = &mut self.units[unit.index()].bucket {
             if std::mem::replace(&mut bucket.deposited[index], true) {
                 return refuse("it was deposited already in this micro-batch");
+            }
+            if self.device.is_some() && plan.config().shards_gradients() {
+                bucket.on_device[index] = Some(grad.clone());
+                return Ok(());
             }
             if self.apart {
                 bucket.fetches.push((range, grad.fetch()?));
@@ -108,12 +134,22 @@ impl Store {
         }
         let mut bucket = match self.units[unit.index()].bucket.take() {
             Some(bucket) => bucket,
-            None => Bucket {
-                buffer: None,
-                deposited: vec![false; group.slots.len()],
-                fetches: Vec::new(),
-            },
+            None => Bucket::new(group.slots.len()),
         };
+        if let Some(device) = &mut self.device
+            && plan.config().shards_gradients()
+        {
+            let produced = Produced {
+                slots: &bucket.on_device,
+                mark: bucket.produced,
+            };
+            let sum = device.reduce(unit, group, produced)?;
+            drop(bucket);
+            let sum = Sum::OnDevice(sum.fetch()?);
+            self.drain(plan.config().buckets_in_flight.saturating_sub(1))?;
+            self.pending.push_back(PendingReduce { unit, sum });
+            return Ok(());
+        }
         if bucket.buffer.is_none() {
             bucket.buffer = self.bucket_buffer(unit)?;
         }
@@ -146,12 +182,19 @@ impl Store {
             CommTag::new("reduce", unit.0),
         )
         .in_groups(plan.config().shard_group);
-        let ticket = self.comm.start(op, buffer)?;
-        self.pending.push_back(PendingReduce {
-            unit,
-            ticket,
-            _counted: counted,
-        });
+        let sum = Sum::InWindow(self.comm.start(op, buffer)?, counted);
+        self.pending.push_back(PendingReduce { unit, sum });
+        Ok(())
+    }
+
+    /// Ends what the device computes for the gradients of `unit`, so that other devices may read them behind that.
+    pub(super) fn mark_produced(&mut self, unit: UnitId) -> Result<()> {
+        let Some(device) = &self.device else {
+            return Ok(());
+        };
+        if let Some(bucket) = &mut self.units[unit.index()].bucket {
+            bucket.produced = device.produced()?;
+        }
         Ok(())
     }
 
@@ -159,22 +202,25 @@ impl Store {
     pub(super) fn drain(&mut self, keep: usize) -> Result<()> {
         let rank = self.plan.shard_of(self.comm.world().rank);
         while self.pending.len() > keep {
-            let Some(PendingReduce {
-                unit,
-                ticket,
-                _counted,
-            }) = self.pending.pop_front()
-            else {
+            let Some(PendingReduce { unit, sum }) = self.pending.pop_front() else {
                 break;
             };
             let trace = self.tiers.trace();
             let started = trace.now();
-            let buffer = ticket.wait_read()?;
-            trace.end(started, Lane::Communication, || {
-                format!("reduce {}", self.unit_name(unit))
-            });
-            let shard = self.unit_plan(unit).trainable.shard(rank);
-            self.take_sum(unit, &buffer.as_slice::<f32>()[shard])?;
+            let name = || format!("reduce {}", self.unit_name(unit));
+            match sum {
+                Sum::InWindow(ticket, _counted) => {
+                    let buffer = ticket.wait_read()?;
+                    trace.end(started, Lane::Communication, name);
+                    let shard = self.unit_plan(unit).trainable.shard(rank);
+                    self.take_sum(unit, &buffer.as_slice::<f32>()[shard])?;
+                }
+                Sum::OnDevice(fetch) => {
+                    let shard = fetch.f32()?;
+                    trace.end(started, Lane::Communication, name);
+                    self.take_sum(unit, &shard)?;
+                }
+            }
         }
         Ok(())
     }

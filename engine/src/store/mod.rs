@@ -12,6 +12,7 @@ use buckets::{Bucket, PendingReduce};
 
 use crate::access::{Lease, LeaseOwner, Phase};
 use crate::comm::{Collective, CollectiveKind, Communicator, ReadBuffer, Tag as CommTag, Ticket};
+use crate::device_comm::{DeviceComm, OwnPart};
 use crate::early::{EarlyRun, JOBS};
 use crate::error::EngineError;
 use crate::gradients::{Accumulator, Moment};
@@ -56,6 +57,8 @@ enum Residency {
     Sharded,
     InFlight(Vec<(GroupKind, Ticket, Reservation)>),
     Resident(Vec<(GroupKind, ForeignBytes)>),
+    /// Gathered by the devices; whole groups.
+    OnDevice(Vec<(GroupKind, Tensor)>),
 }
 
 struct Unit {
@@ -76,10 +79,13 @@ struct Early {
     /// Sum of squares of gradients that are gone.
     squares: Option<f64>,
 }
+
 struct Pass {
     schedule: Vec<Entry>,
     position: usize,
     started: usize,
+    /// Whether the devices gather, and not the communicator.
+    on_device: bool,
 }
 
 impl Pass {
@@ -104,6 +110,8 @@ pub(crate) struct Store {
     apart: bool,
     /// The unit whose gradients are still to be fetched.
     closing: Option<UnitId>,
+    /// Collectives between devices, where these do them.
+    device: Option<DeviceComm>,
     pass: Option<Pass>,
     reads: WeightReads,
     moment: Moment,
@@ -119,7 +127,7 @@ impl Store {
         comm: Arc<dyn Communicator>,
         tiers: Tiers,
         rule: &dyn Optimizer,
-        apart: bool,
+        (apart, device): (bool, Option<DeviceComm>),
     ) -> Result<Self> {
         let config = plan.config().clone();
         let dtype = config.precision.weight_dtype();
@@ -173,6 +181,7 @@ impl Store {
             pending: VecDeque::new(),
             apart,
             closing: None,
+            device,
             pass: None,
             reads: WeightReads::default(),
             moment,
@@ -287,13 +296,19 @@ impl Store {
 
     // ---- passes -------------------------------------------------------------------------------
 
-    pub(crate) fn begin_pass(&mut self, kind: PassKind) {
+    /// Starts a pass, which reads weights in host memory if `on_host`, and otherwise where they are computed with.
+    pub(crate) fn begin_pass(&mut self, kind: PassKind, on_host: bool) {
         let schedule = self.plan.schedule(kind);
         self.pass = Some(Pass {
             schedule,
             position: 0,
             started: 0,
+            on_device: self.device.is_some() && self.plan.gathers_parameters() && !on_host,
         });
+    }
+
+    fn on_device(&self) -> bool {
+        self.pass.as_ref().is_some_and(|pass| pass.on_device)
     }
 
     /// Walks the rest of the schedule and waits for every reduction.
@@ -306,6 +321,9 @@ impl Store {
         }
         self.pass = None;
         self.reads.clear();
+        if let Some(device) = &mut self.device {
+            device.settle()?;
+        }
         self.drain(0)?;
         self.collect()
     }
@@ -349,6 +367,9 @@ impl Store {
     /// from forward to backward a unit's next entry may lie within that distance of its last one:
     /// its weights are kept instead of being gathered twice.
     fn start_gathers(&mut self) -> Result<()> {
+        if self.on_device() {
+            return Ok(());
+        }
         let ahead = self.plan.config().prefetch_units;
         loop {
             let Some(pass) = &mut self.pass else {
@@ -375,7 +396,7 @@ impl Store {
             return Ok(());
         };
         let ahead = self.plan.config().prefetch_units;
-        let first = if self.plan.gathers_parameters() {
+        let first = if self.plan.gathers_parameters() && !pass.on_device {
             pass.started
         } else {
             pass.position
@@ -384,7 +405,7 @@ impl Store {
             let unit = pass.schedule[at].unit;
             let resident = matches!(
                 self.units[unit.index()].residency,
-                Residency::Resident(_) | Residency::InFlight(_)
+                Residency::Resident(_) | Residency::InFlight(_) | Residency::OnDevice(_)
             );
             if resident || pass.keeps(at, ahead) {
                 continue;
@@ -425,10 +446,70 @@ impl Store {
         Ok(())
     }
 
+    /// Takes part in the devices' gather for the entry at the cursor, unless its unit is still there.
+    fn gather_on_device(&mut self, unit: UnitId, needed: bool) -> Result<()> {
+        let ahead = self.plan.config().prefetch_units;
+        let kept = |pass: &Pass| pass.keeps(pass.position, ahead);
+        if !self.on_device() || self.pass.as_ref().is_some_and(kept) {
+            return Ok(());
+        }
+        let dtype = self.weight_dtype();
+        let Some(device) = &mut self.device else {
+            return Ok(());
+        };
+        let weights = &self.units[unit.index()].weights;
+        // What rests on a disk passes host memory.
+        let mut staged = Vec::new();
+        for (kind, region) in weights {
+            let reads = &mut self.reads;
+            staged.push(match region.in_memory() {
+                Some(_) => None,
+                None => {
+                    let mut block = self.tiers.device.take(region.len(), Tag::Gathered)?;
+                    self.copies.time(region.tier(), || {
+                        reads.fetch((unit, *kind), region, block.as_bytes_mut())
+                    })?;
+                    Some(block)
+                }
+            });
+        }
+        let parts = weights.iter().zip(&staged).map(|((_, region), staged)| {
+            let bytes = match staged {
+                Some(block) => Some(block.as_bytes()),
+                None => region.in_memory(),
+            };
+            OwnPart {
+                bytes,
+                elems: region.len() / dtype.size_bytes(),
+                dtype,
+            }
+        });
+        let parts: Vec<OwnPart<'_>> = parts.collect();
+        let trace = self.tiers.trace();
+        let started = trace.now();
+        let groups = device.gather(unit, &parts, needed)?;
+        trace.end(started, Lane::Communication, || {
+            format!("gather {}", self.plan.spec().units[unit.index()].name)
+        });
+        let kinds = weights.iter().map(|(kind, _)| *kind);
+        let groups: Vec<_> = kinds.zip(groups).collect();
+        if needed {
+            self.units[unit.index()].residency = Residency::OnDevice(groups);
+        }
+        Ok(())
+    }
+
     fn make_resident(&mut self, unit: UnitId) -> Result<()> {
+        if self.on_device() {
+            self.gather_on_device(unit, true)?;
+        }
         let state = &mut self.units[unit.index()];
         let resident = match std::mem::replace(&mut state.residency, Residency::Sharded) {
             Residency::Resident(groups) => groups,
+            Residency::OnDevice(groups) => {
+                state.residency = Residency::OnDevice(groups);
+                return Ok(());
+            }
             Residency::InFlight(tickets) => {
                 let mut groups: Vec<(GroupKind, ForeignBytes)> = Vec::new();
                 let trace = self.tiers.trace();
@@ -499,11 +580,13 @@ impl Store {
     /// dropped, its gradients are zeros.
     fn skip(&mut self, entry: Entry) -> Result<()> {
         self.start_gathers()?;
+        self.gather_on_device(entry.unit, false)?;
         self.finish_entry(entry)
     }
 
     fn finish_entry(&mut self, entry: Entry) -> Result<()> {
         if entry.phase == Phase::Backward {
+            self.mark_produced(entry.unit)?;
             let closing = if self.apart {
                 self.closing.replace(entry.unit)
             } else {
@@ -535,8 +618,27 @@ impl Store {
         self.make_resident(unit)?;
         match &self.units[unit.index()].residency {
             Residency::Resident(groups) => self.tensors(unit, groups),
+            Residency::OnDevice(groups) => self.parts(unit, groups),
             _ => Ok(Vec::new()),
         }
+    }
+
+    /// The parameters in groups that the devices gathered.
+    fn parts(
+        &self,
+        unit: UnitId,
+        groups: &[(GroupKind, Tensor)],
+    ) -> Result<Vec<(ParamId, Tensor)>> {
+        let mut params = Vec::new();
+        for (kind, group) in groups {
+            for slot in &self.unit_plan(unit).group(*kind).slots {
+                let shape = self.plan.spec().params[slot.param.index()].shape;
+                let tensor = group.narrow(slot.offset, slot.len)?.reshape(shape)?;
+                params.push((slot.param, tensor));
+            }
+        }
+        params.sort_by_key(|(id, _)| *id);
+        Ok(params)
     }
 
     /// The weights of `unit` where they rest, ascending by parameter.

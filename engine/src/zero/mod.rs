@@ -5,6 +5,7 @@ mod step;
 use crate::access::{Lease, LeaseOwner, ParamAccess, Phase};
 use crate::activations::Activations;
 use crate::comm::{Communicator, Tag as CommTag};
+use crate::device_comm::DeviceComm;
 use crate::error::EngineError;
 use crate::plan::{GroupKind, PassKind, Plan};
 use crate::spec::{ParamId, UnitId};
@@ -106,12 +107,18 @@ impl Zero {
         optimizer: OptimizerConfig,
     ) -> Result<Self> {
         compare_plans(&plan, &*comm)?;
+        let device = if plan.devices_talk() {
+            let (backend, comm) = (backend.clone(), comm.clone());
+            Some(DeviceComm::join(backend, comm, plan.shards())?)
+        } else {
+            None
+        };
         let store = Store::new(
             plan.clone(),
             comm.clone(),
             tiers.clone(),
             &*optimizer.rule,
-            backend.device().is_apart(),
+            (backend.device().is_apart(), device),
         )?;
         let activations = Activations::new(plan.config().offload.activation, tiers.clone());
         Ok(Self {
@@ -228,7 +235,7 @@ impl Zero {
     /// Starts a pass; every rank starts the same kind.
     pub fn begin_pass(&self, kind: PassKind) {
         self.leased.set(None);
-        self.store.borrow_mut().begin_pass(kind);
+        self.store.borrow_mut().begin_pass(kind, false);
     }
 
     /// Ends a pass: takes part in what is left of it and waits for its reductions.
@@ -266,7 +273,8 @@ impl Zero {
         &self,
         mut visit: impl FnMut(ParamId, &Tensor) -> Result<(), E>,
     ) -> Result<(), E> {
-        self.begin_pass(PassKind::Infer);
+        self.leased.set(None);
+        self.store.borrow_mut().begin_pass(PassKind::Infer, true);
         for unit in self.plan.units() {
             let lease = self.lease_on_host(unit.id, Phase::Forward)?;
             for kind in GroupKind::ALL {
@@ -361,11 +369,12 @@ impl Zero {
         if let Some((_, there)) = uploaded.as_ref().filter(|(there, _)| *there == unit) {
             return Ok(there.clone());
         }
-        if self.plan.config().prefetch_units == 0 {
-            uploaded.take();
-        }
         let mut there = Vec::with_capacity(params.len());
         for (id, weight) in params {
+            if weight.is_on_device() {
+                there.push((id, weight));
+                continue;
+            }
             let (bytes, shape, dtype) = (weight.host_bytes()?, weight.shape(), weight.dtype());
             let weight = self.backend.upload(&bytes, shape, dtype, Tag::Gathered)?;
             there.push((id, weight));
@@ -428,6 +437,11 @@ impl ParamAccess for Zero {
 
     fn lease(&self, unit: UnitId, phase: Phase) -> Result<Lease<'_>> {
         self.leased.set(Some((unit, phase)));
+        if self.plan.config().prefetch_units == 0 {
+            self.uploaded
+                .borrow_mut()
+                .take_if(|(there, _)| *there != unit);
+        }
         let mut params = self.store.borrow_mut().lease(unit, phase)?;
         if self.backend.device().is_apart() {
             params = self.upload(unit, params)?;

@@ -15,6 +15,7 @@ use super::image::{Cache, Image, Images};
 use super::launch::{Address, Launch};
 use super::library::Search;
 use super::module::Module;
+use super::peers::Peers;
 use super::probe::{DeviceFacts, probe};
 
 /// Shared memory a block may have without asking.
@@ -31,6 +32,8 @@ pub struct Gpu {
     loaded: Mutex<HashMap<Module, Loaded>>,
     /// Made when something is first copied.
     copies: OnceLock<Copies>,
+    /// Made when other processes first reach it.
+    peers: OnceLock<Peers>,
 }
 
 /// A module in the driver; unloaded with the context at the end of the process.
@@ -106,6 +109,7 @@ impl Gpu {
             shared_limit: shared_limit.unsigned_abs(),
             loaded: Mutex::default(),
             copies: OnceLock::new(),
+            peers: OnceLock::new(),
         })
     }
 
@@ -142,6 +146,16 @@ impl Gpu {
         let stream = || self.context.new_stream().during("creating a stream");
         let copies = Copies::new(self, [stream()?, stream()?])?;
         Ok(self.copies.get_or_init(|| copies))
+    }
+
+    /// What other processes reach of it, and what it reaches of theirs.
+    pub(super) fn peers(&self) -> Result<&Peers> {
+        self.bind()?;
+        if let Some(peers) = self.peers.get() {
+            return Ok(peers);
+        }
+        let peers = Peers::new(&self.context)?;
+        Ok(self.peers.get_or_init(|| peers))
     }
 
     /// Free and total bytes now.

@@ -26,6 +26,7 @@ pub mod nccl;
 pub mod nvml;
 pub mod nvrtc;
 pub mod ops;
+mod peers;
 pub mod probe;
 pub mod ptx;
 pub mod transfer;

@@ -9,6 +9,8 @@ pub mod emulator;
 #[expect(unsafe_code, reason = "implements what a backend trusts")]
 pub mod executor;
 pub mod gpu;
+#[expect(unsafe_code, reason = "implements what a backend trusts")]
+pub mod linked;
 pub mod machine;
 pub mod numbers;
 pub mod paired;

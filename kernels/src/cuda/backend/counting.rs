@@ -3,8 +3,9 @@
 //! It is the same code that takes outputs and scratch memory, so a plan knows the places that a run will get, whatever
 //! an operation needs.
 
-use super::{Cause, CudaBackend, Executor, Moment};
+use super::{Cause, CudaBackend, Executor, Moment, PeerExecutor};
 use crate::cuda::launch::{Address, Launch};
+use crate::peers::Lane;
 use crate::pool::Pool;
 use std::sync::Arc;
 
@@ -84,6 +85,48 @@ unsafe impl Executor for Nowhere {
     }
 
     unsafe fn launch(&self, _launch: &Launch) -> Result<(), Cause> {
+        Ok(())
+    }
+
+    fn peers(&self) -> Option<&dyn PeerExecutor> {
+        Some(self)
+    }
+}
+
+impl PeerExecutor for Nowhere {
+    fn name(&self, _memory: Address) -> Result<Vec<u8>, Cause> {
+        Ok(Vec::new())
+    }
+
+    fn join(&self, _rank: usize, _names: &[Vec<u8>]) -> Result<(), Cause> {
+        Ok(())
+    }
+
+    fn inward_behind(&self, _moment: &Moment) -> Result<(), Cause> {
+        Ok(())
+    }
+
+    unsafe fn put(&self, _to: Address, _bytes: &[u8]) -> Result<(), Cause> {
+        Ok(())
+    }
+
+    unsafe fn clear(&self, _at: Address, _bytes: u64) -> Result<(), Cause> {
+        Ok(())
+    }
+
+    unsafe fn pull(&self, _: usize, _offset: u64, _to: Address, _bytes: u64) -> Result<(), Cause> {
+        Ok(())
+    }
+
+    fn arrive(&self) -> Result<(), Cause> {
+        Ok(())
+    }
+
+    fn mark(&self, _lane: Lane) -> Result<u64, Cause> {
+        Ok(1)
+    }
+
+    fn await_mark(&self, _: Lane, _peer: usize, _of: Lane, _number: u64) -> Result<(), Cause> {
         Ok(())
     }
 }

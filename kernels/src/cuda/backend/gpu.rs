@@ -1,6 +1,6 @@
 //! A GPU as an executor: its driver's calls, on one stream for work and one each for copies in and out.
 
-use super::{Cause, Executor, Moment};
+use super::{Cause, Executor, Moment, PeerExecutor};
 use crate::cuda::error::DriverResult;
 use crate::cuda::gpu::Gpu;
 use crate::cuda::launch::{Address, Launch};
@@ -78,15 +78,11 @@ unsafe impl Executor for Gpu {
     ) -> Result<(), Cause> {
         let copies = self.copies()?;
         if let Some(behind) = behind {
-            let wait = copies.inward.wait(event(behind)?);
-            wait.during("ordering a copy behind a moment")?;
+            self.wait_inward(behind)?;
         }
         // SAFETY: the caller vouches for the range and for the moment.
         unsafe { copies.large.send(self, &copies.inward, to, bytes) }?;
-        let done = copies.inward.record_event(None);
-        let done = done.during("marking a moment")?;
-        let wait = self.stream().wait(&done);
-        Ok(wait.during("ordering work behind a copy")?)
+        self.wait_for_inward()
     }
 
     unsafe fn fetch(&self, from: Address, bytes: &mut [u8], behind: &Moment) -> Result<(), Cause> {
@@ -100,5 +96,25 @@ unsafe impl Executor for Gpu {
     unsafe fn launch(&self, launch: &Launch) -> Result<(), Cause> {
         // SAFETY: the caller vouches for the addresses, whose memory stays until the arena is dropped.
         Ok(unsafe { Self::launch(self, launch) }?)
+    }
+
+    fn peers(&self) -> Option<&dyn PeerExecutor> {
+        Some(self)
+    }
+}
+
+impl Gpu {
+    /// Copies in go on behind the moment.
+    pub(in crate::cuda) fn wait_inward(&self, moment: &Moment) -> Result<(), Cause> {
+        let wait = self.copies()?.inward.wait(event(moment)?);
+        Ok(wait.during("ordering a copy behind a moment")?)
+    }
+
+    /// Work goes on behind all copies in.
+    pub(in crate::cuda) fn wait_for_inward(&self) -> Result<(), Cause> {
+        let done = self.copies()?.inward.record_event(None);
+        let done = done.during("marking a moment")?;
+        let wait = self.stream().wait(&done);
+        Ok(wait.during("ordering work behind a copy")?)
     }
 }

@@ -17,12 +17,14 @@
 mod counting;
 mod gpu;
 mod loss;
+mod peers;
 mod products;
 mod routed;
 mod rows;
 mod uses;
 
 pub use loss::LossCuts;
+pub use peers::PeerExecutor;
 
 use super::launch::{Address, Launch};
 use super::ops::norm::{self, Kind};
@@ -35,10 +37,12 @@ use crate::backend::{
 };
 use crate::check;
 use crate::error::{KernelError, Result};
+use crate::peers::PeerAccess;
 use crate::pool::{Pool, Tag};
 use crate::tensor::{DeviceMemory, OnDevice};
 use crate::{DType, Shape, Tensor};
 use std::any::Any;
+use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 use uses::Uses;
 
@@ -145,6 +149,11 @@ pub unsafe trait Executor: Send + Sync + std::fmt::Debug {
     /// # Errors
     /// When the module does not compile or the device refuses.
     unsafe fn launch(&self, launch: &Launch) -> Result<(), Cause>;
+
+    /// How other ranks' devices reach this one's memory, where they can.
+    fn peers(&self) -> Option<&dyn PeerExecutor> {
+        None
+    }
 }
 
 /// All memory of a backend.
@@ -339,19 +348,23 @@ impl CudaBackend {
     fn upload_beside(&self, to: &Tensor, offset: u64, bytes: &[u8]) -> Result<()> {
         const OP: &str = "upload";
         let at = self.address(OP, to)?;
-        let now = || self.executor.moment();
-        // A later upload into a place that was given back before need not wait for what is queued from here on.
-        let marked = self.uses.mark(now);
-        marked.map_err(Self::device_error(OP))?;
-        let place = offset..offset + bytes.len() as u64;
-        let behind = self.uses.behind(place, now);
-        let behind = behind.map_err(Self::device_error(OP))?;
+        let behind = self.last_use(OP, offset..offset + bytes.len() as u64)?;
         // SAFETY: `to` has as many bytes, and its place has no use behind that moment.
         let uploaded = unsafe { self.executor.upload(at, bytes, behind.as_ref()) };
         uploaded.map_err(Self::device_error(OP))
     }
 
-    fn clear(&self, op: &'static str, x: &Tensor) -> Result<()> {
+    /// A moment behind the last use of a place of the arena.
+    fn last_use(&self, op: &'static str, place: Range<u64>) -> Result<Option<Moment>> {
+        let now = || self.executor.moment();
+        // A later copy into a place that was given back before need not wait for what is queued from here on.
+        let marked = self.uses.mark(now);
+        marked.map_err(Self::device_error(op))?;
+        let behind = self.uses.behind(place, now);
+        behind.map_err(Self::device_error(op))
+    }
+
+    fn zero(&self, op: &'static str, x: &Tensor) -> Result<()> {
         let at = self.address(op, x)?;
         self.uses.count();
         // SAFETY: the range is the tensor's.
@@ -561,6 +574,10 @@ impl Backend for CudaBackend {
         &self.pool
     }
 
+    fn peers(&self) -> Option<&dyn PeerAccess> {
+        self.executor.peers().map(|_| self as _)
+    }
+
     fn upload(&self, bytes: &[u8], shape: Shape, dtype: DType, tag: Tag) -> Result<Tensor> {
         check::upload(bytes, shape, dtype)?;
         let placed = self.pool.place(bytes.len(), tag)?;
@@ -581,7 +598,7 @@ impl Backend for CudaBackend {
 
     fn zeros(&self, shape: Shape, dtype: DType, tag: Tag) -> Result<Tensor> {
         let out = self.uninit(shape, dtype, tag)?;
-        self.clear("zeros", &out)?;
+        self.zero("zeros", &out)?;
         Ok(out)
     }
 
@@ -776,7 +793,7 @@ impl Backend for CudaBackend {
             lse: self.output([sizes.t, sizes.h], DType::F32)?,
         };
         let Some((plan, table)) = self.attention_plan(OP, &args, sizes)? else {
-            self.clear(OP, &saved.out)?;
+            self.zero(OP, &saved.out)?;
             return Ok(saved);
         };
         let [q, k, v] = self.attention_operands(OP, &args)?;
@@ -809,7 +826,7 @@ impl Backend for CudaBackend {
         };
         let Some((plan, table)) = self.attention_plan(OP, &args, sizes)? else {
             for x in [&grads.dq, &grads.dk, &grads.dv] {
-                self.clear(OP, x)?;
+                self.zero(OP, x)?;
             }
             return Ok(grads);
         };

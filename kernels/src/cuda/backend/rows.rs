@@ -46,7 +46,7 @@ impl CudaBackend {
         let index_at = index.map_or(Ok(Address::NULL), |index| self.address(OP, index))?;
         let y = self.gradient([c as usize])?;
         if t == 0 {
-            self.clear(OP, &y)?;
+            self.zero(OP, &y)?;
             return Ok(y);
         }
         let workspace = self.scratch(rows::column_sum_workspace_bytes(t, c))?;

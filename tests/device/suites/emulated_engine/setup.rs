@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Context, Result};
-use engine::comm::threads;
+use engine::comm::{Communicator, threads};
 use engine::{Offload, OptimizerConfig, Plan, Precision, Stage, Tier, Tiers, Zero, ZeroConfig};
 use kernels::{Backend, DType, Pool};
 use models::data::EncodedSample;
@@ -46,6 +46,17 @@ pub fn loaded(
     backend: Arc<dyn Backend>,
 ) -> Result<Zero> {
     let comm = threads::world(1, 1 << 26)?.remove(0);
+    loaded_on(dir, model, plan, backend, comm)
+}
+
+/// As [`loaded`], among other ranks.
+pub fn loaded_on(
+    dir: &Path,
+    model: &dyn VisionLanguageModel,
+    plan: Arc<Plan>,
+    backend: Arc<dyn Backend>,
+    comm: Arc<dyn Communicator>,
+) -> Result<Zero> {
     let [device, host] = ["device", "host"].map(|name| Pool::new(name, None));
     let same = GroupOptions {
         weight_decay: 0.01,
@@ -69,4 +80,12 @@ pub fn sample(dir: &Path, tokens: usize, most: usize) -> Result<EncodedSample> {
     let of = |tokens| models::largest_sample(dir, tokens, 1).context("a sample");
     let end = of(4096)?.image_bounds.iter().map(|(_, end)| *end).max();
     of((end.unwrap_or(0) + tokens).min(most))
+}
+
+/// Tokens without a picture.
+pub fn text_sample(dir: &Path, tokens: usize) -> Result<EncodedSample> {
+    let mut sample = models::largest_sample(dir, tokens, 1).context("a sample")?;
+    sample.image_bounds.clear();
+    sample.slices.clear();
+    Ok(sample)
 }

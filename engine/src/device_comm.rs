@@ -1,0 +1,243 @@
+//! Collectives between devices that read each other's memory.
+//!
+//! A rank says where its part lies and behind which mark of its device; the others' devices wait for the mark and pull,
+//! and nothing but the words of that message passes host memory. What peers may still read is *lent*: it is kept until
+//! the next message, which carries a mark behind everything its sender has pulled, and the device waits for those marks
+//! before it uses the places again. Sums are added in rank order in f32, with the bits of the communicator's.
+//!
+//! The rehearsal runs the same code on a device that only counts, with messages that nobody sends.
+
+use crate::comm::{Collective, CollectiveKind, Communicator, Tag as CommTag, World};
+use crate::error::EngineError;
+use crate::plan::GroupLayout;
+use crate::spec::UnitId;
+use kernels::{Backend, DType, KernelError, Lane, PeerAccess, Shape, Tag, Tensor};
+use std::ops::Range;
+use std::sync::Arc;
+
+type Result<T, E = EngineError> = std::result::Result<T, E>;
+
+/// In a message: a gradient that this rank does not have.
+const ABSENT: u64 = u64::MAX;
+
+/// This rank's part of one group's weights.
+pub(crate) struct OwnPart<'a> {
+    /// Its bytes; none in a rehearsal.
+    pub(crate) bytes: Option<&'a [u8]>,
+    /// Elements of every rank's part.
+    pub(crate) elems: usize,
+    pub(crate) dtype: DType,
+}
+
+/// Gradients of one unit on the device, and the mark behind them.
+pub(crate) struct Produced<'a> {
+    /// By slot.
+    pub(crate) slots: &'a [Option<Tensor>],
+    pub(crate) mark: u64,
+}
+
+/// One rank's device among the others.
+pub(crate) struct DeviceComm {
+    backend: Arc<dyn Backend>,
+    world: World,
+    /// Ranks that hold one copy of what is sharded.
+    shards: usize,
+    /// `None` in a rehearsal.
+    comm: Option<Arc<dyn Communicator>>,
+    /// What peers may read until the next message.
+    lent: Vec<Tensor>,
+    /// Inward mark behind the last pulls; 0 before the first.
+    pulled: u64,
+    /// By rank: the mark of its pulls that this device waits for already.
+    awaited: Vec<u64>,
+}
+
+impl DeviceComm {
+    /// Opens the devices of all ranks.
+    ///
+    /// # Errors
+    /// When a device shares no memory, or one cannot be reached.
+    pub(crate) fn join(
+        backend: Arc<dyn Backend>,
+        comm: Arc<dyn Communicator>,
+        shards: usize,
+    ) -> Result<Self> {
+        let world = comm.world();
+        let joined = Self {
+            comm: Some(comm.clone()),
+            ..Self::rehearsed(backend, world, shards)
+        };
+        let peers = joined.peers()?;
+        let names = comm.all_gather_bytes(&peers.name()?, CommTag::new("devices", 0))?;
+        peers.join(world.rank, &names)?;
+        // Nobody may go on, and fail, before all have opened what this rank shares.
+        comm.barrier(CommTag::new("devices", 0))?;
+        Ok(joined)
+    }
+
+    /// The same without other ranks.
+    pub(crate) fn rehearsed(backend: Arc<dyn Backend>, world: World, shards: usize) -> Self {
+        Self {
+            backend,
+            world,
+            shards,
+            comm: None,
+            lent: Vec::new(),
+            pulled: 0,
+            awaited: vec![0; world.size],
+        }
+    }
+
+    fn peers(&self) -> Result<&dyn PeerAccess> {
+        let missing = || KernelError::Device {
+            op: "peers",
+            cause: "the device shares no memory with other ranks".into(),
+        };
+        Ok(self.backend.peers().ok_or_else(missing)?)
+    }
+
+    /// A mark behind everything that computes gradients so far.
+    pub(crate) fn produced(&self) -> Result<u64> {
+        Ok(self.peers()?.mark(Lane::Compute)?)
+    }
+
+    /// Every rank's words, in rank order. What was lent before is this rank's again.
+    fn exchange(&mut self, tag: CommTag, words: &[u64]) -> Result<Vec<Vec<u64>>> {
+        let World { rank, size } = self.world;
+        let mut own = vec![self.pulled];
+        own.extend(words);
+        let all: Vec<Vec<u64>> = match &self.comm {
+            None => vec![own; size],
+            Some(comm) => {
+                let count = own.len();
+                let mut buffer = comm.alloc(size * count * size_of::<u64>())?;
+                let values = bytemuck::cast_slice_mut(buffer.as_bytes_mut());
+                values[rank * count..][..count].copy_from_slice(&own);
+                let op = Collective::new(CollectiveKind::AllGather, DType::U8, tag);
+                let buffer = comm.start(op, buffer)?.wait_read()?;
+                let values: &[u64] = bytemuck::cast_slice(buffer.as_bytes());
+                values.chunks_exact(count).map(<[u64]>::to_vec).collect()
+            }
+        };
+        let peers = self.backend.peers();
+        for (peer, words) in all.iter().enumerate() {
+            if peer != rank && words[0] != self.awaited[peer] {
+                if let Some(peers) = peers {
+                    peers.await_mark(Lane::Compute, peer, Lane::Inward, words[0])?;
+                }
+                self.awaited[peer] = words[0];
+            }
+        }
+        self.lent.clear();
+        Ok(all.into_iter().map(|words| words[1..].to_vec()).collect())
+    }
+
+    /// The whole groups of a unit, to which every rank contributes `own`; nothing where the result is not needed.
+    pub(crate) fn gather(
+        &mut self,
+        unit: UnitId,
+        own: &[OwnPart<'_>],
+        needed: bool,
+    ) -> Result<Vec<Tensor>> {
+        let (rank, shards) = (self.world.rank, self.shards);
+        let (mut groups, mut words) = (Vec::new(), Vec::new());
+        let peers = self.peers()?;
+        for part in own {
+            let bytes = part.elems * part.dtype.size_bytes();
+            let (parts, at) = match needed {
+                true => (shards, rank % shards * bytes),
+                false => (1, 0),
+            };
+            let shape = Shape::new(&[parts * part.elems]);
+            let group = peers.incoming(shape, part.dtype, Tag::Gathered)?;
+            if let Some(bytes) = part.bytes {
+                peers.put(&group, at, bytes)?;
+            }
+            words.push(peers.offset(&group)? + at as u64);
+            groups.push(group);
+        }
+        words.push(peers.mark(Lane::Inward)?);
+        let all = self.exchange(CommTag::new("gather", unit.0), &words)?;
+        self.lent.extend(groups.iter().cloned());
+        if !needed {
+            return Ok(Vec::new());
+        }
+        let peers = self.peers()?;
+        let first = rank / shards * shards;
+        for peer in (first..first + shards).filter(|peer| *peer != rank) {
+            let words = &all[peer];
+            peers.await_mark(Lane::Inward, peer, Lane::Inward, words[own.len()])?;
+            for ((group, part), offset) in groups.iter().zip(own).zip(words) {
+                let bytes = part.elems * part.dtype.size_bytes();
+                let at = (peer - first) * bytes;
+                peers.pull(peer, *offset, group, at..at + bytes)?;
+            }
+        }
+        let pulled = peers.mark(Lane::Inward)?;
+        peers.arrive()?;
+        self.pulled = pulled;
+        Ok(groups)
+    }
+
+    /// This rank's shard of the sum over all ranks of a unit's gradients, f32. What nobody has is zero.
+    pub(crate) fn reduce(
+        &mut self,
+        unit: UnitId,
+        group: &GroupLayout,
+        produced: Produced<'_>,
+    ) -> Result<Tensor> {
+        let peers = self.peers()?;
+        let mut words = vec![produced.mark];
+        for gradient in produced.slots {
+            words.push(match gradient {
+                Some(gradient) => peers.offset(gradient)?,
+                None => ABSENT,
+            });
+        }
+        let all = self.exchange(CommTag::new("reduce", unit.0), &words)?;
+        self.lent.extend(produced.slots.iter().flatten().cloned());
+        let peers = self.peers()?;
+        let (size, elems) = (self.world.size, group.shard_elems);
+        let shard = group.shard(self.world.rank % self.shards);
+        let shape = Shape::new(&[size * elems]);
+        let all_ranks = peers.incoming(shape, DType::F32, Tag::Communication)?;
+        for (peer, words) in all.iter().enumerate() {
+            peers.await_mark(Lane::Inward, peer, Lane::Compute, words[0])?;
+            let place = |part: Range<usize>| {
+                let at = |elem: usize| (peer * elems + elem - shard.start) * 4;
+                at(part.start)..at(part.end)
+            };
+            let mut done = shard.start;
+            for (slot, part) in group.parts(shard.clone()) {
+                let index = group.slots.iter().position(|s| s.param == slot.param);
+                let offset = index.map_or(ABSENT, |index| words[1 + index]);
+                if offset == ABSENT {
+                    continue;
+                }
+                if done < part.start {
+                    peers.clear(&all_ranks, place(done..part.start))?;
+                }
+                let from = offset + 4 * (part.start - slot.offset) as u64;
+                peers.pull(peer, from, &all_ranks, place(part.clone()))?;
+                done = part.end;
+            }
+            if done < shard.end {
+                peers.clear(&all_ranks, place(done..shard.end))?;
+            }
+        }
+        let pulled = peers.mark(Lane::Inward)?;
+        peers.arrive()?;
+        self.pulled = pulled;
+        let of = |rank: usize| all_ranks.narrow(rank * elems, elems);
+        let mut sum = of(0)?;
+        for rank in 1..size {
+            sum = self.backend.add(&sum, &of(rank)?)?;
+        }
+        Ok(sum)
+    }
+
+    /// Ends a pass: nothing is lent any more.
+    pub(crate) fn settle(&mut self) -> Result<()> {
+        self.exchange(CommTag::new("settle", 0), &[]).map(drop)
+    }
+}

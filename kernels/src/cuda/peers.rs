@@ -1,0 +1,265 @@
+//! A GPU among those of other processes: memory and events that the driver shares between them (CUDA IPC).
+#![expect(unsafe_code, reason = "calls into the driver through an opened GPU")]
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use cudarc::driver::sys::{self, CUevent_flags, CUipcMem_flags_enum};
+use cudarc::driver::{CudaContext, result};
+
+use super::backend::{Cause, Moment, PeerExecutor};
+use super::error::{DriverResult, Result};
+use super::gpu::Gpu;
+use super::launch::Address;
+use super::transfer::HANDLE_BYTES;
+use crate::peers::Lane;
+
+/// Marks of a lane that are kept. Ranks exchange messages between marks, so that few are ever waited for.
+const MARKS: usize = 64;
+/// An event without a clock that other processes may wait for.
+const SHARED: u32 =
+    CUevent_flags::CU_EVENT_DISABLE_TIMING as u32 | CUevent_flags::CU_EVENT_INTERPROCESS as u32;
+
+/// An event, of this process or opened from another.
+#[derive(Debug)]
+struct Event {
+    context: Arc<CudaContext>,
+    raw: sys::CUevent,
+}
+
+// SAFETY: an event is a plain identifier that any thread may use.
+unsafe impl Send for Event {}
+// SAFETY: as above; the driver orders calls on it.
+unsafe impl Sync for Event {}
+
+impl Event {
+    fn create(context: &Arc<CudaContext>) -> Result<Self> {
+        let mut raw = std::ptr::null_mut();
+        // SAFETY: the handle is written before success is reported.
+        unsafe { sys::cuEventCreate(&raw mut raw, SHARED) }
+            .result()
+            .during("creating an event for other processes")?;
+        let context = context.clone();
+        Ok(Self { context, raw })
+    }
+
+    fn open(context: &Arc<CudaContext>, handle: &[u8; HANDLE_BYTES]) -> Result<Self> {
+        let handle = sys::CUipcEventHandle {
+            reserved: handle.map(u8::cast_signed),
+        };
+        let mut raw = std::ptr::null_mut();
+        // SAFETY: the handle is written before success is reported.
+        unsafe { sys::cuIpcOpenEventHandle(&raw mut raw, handle) }
+            .result()
+            .during("opening an event of another process")?;
+        let context = context.clone();
+        Ok(Self { context, raw })
+    }
+
+    fn handle(&self) -> Result<[u8; HANDLE_BYTES]> {
+        let mut handle = sys::CUipcEventHandle {
+            reserved: [0; HANDLE_BYTES],
+        };
+        // SAFETY: the event was created for other processes and is alive.
+        unsafe { sys::cuIpcGetEventHandle(&raw mut handle, self.raw) }
+            .result()
+            .during("naming an event for another process")?;
+        Ok(handle.reserved.map(i8::cast_unsigned))
+    }
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        if self.context.bind_to_thread().is_ok() {
+            // SAFETY: made above, destroyed once. A failing driver leaves nothing to do.
+            let _unused_outcome = unsafe { result::event::destroy(self.raw) };
+        }
+    }
+}
+
+/// The events of one lane, used in turn.
+type Marks = Vec<Event>;
+
+/// What this process shows of its GPU, and what it sees of the others'.
+#[derive(Debug)]
+pub(super) struct Peers {
+    marks: [Marks; 2],
+    counts: [AtomicU64; 2],
+    members: Mutex<Vec<Arc<Member>>>,
+}
+
+/// A rank's GPU as this process reaches it.
+#[derive(Debug)]
+enum Member {
+    Own(Address),
+    Other { memory: Mapped, marks: [Marks; 2] },
+}
+
+/// Memory of another process.
+#[derive(Debug)]
+struct Mapped {
+    context: Arc<CudaContext>,
+    start: sys::CUdeviceptr,
+}
+
+impl Drop for Mapped {
+    fn drop(&mut self) {
+        if self.context.bind_to_thread().is_ok() {
+            // SAFETY: opened once, closed once. A failing driver leaves nothing to do.
+            let _unused_outcome = unsafe { sys::cuIpcCloseMemHandle(self.start) }.result();
+        }
+    }
+}
+
+impl Peers {
+    pub(super) fn new(context: &Arc<CudaContext>) -> Result<Self> {
+        let lane = || -> Result<Marks> { (0..MARKS).map(|_| Event::create(context)).collect() };
+        Ok(Self {
+            marks: [lane()?, lane()?],
+            counts: Default::default(),
+            members: Mutex::default(),
+        })
+    }
+}
+
+fn place(number: u64) -> usize {
+    (number % MARKS as u64) as usize
+}
+
+impl Gpu {
+    fn member(&self, peer: usize) -> Result<Arc<Member>, Cause> {
+        let members = self.peers()?.members.lock();
+        let members = members.unwrap_or_else(PoisonError::into_inner);
+        let member = members.get(peer).cloned();
+        member.ok_or_else(|| format!("rank {peer} has not joined").into())
+    }
+
+    fn lane(&self, lane: Lane) -> Result<sys::CUstream, Cause> {
+        Ok(match lane {
+            Lane::Compute => self.stream().cu_stream(),
+            Lane::Inward => self.copies()?.inward.cu_stream(),
+        })
+    }
+
+    fn open_peer(&self, name: &[u8]) -> Result<Member, Cause> {
+        let mut handles = name.chunks_exact(HANDLE_BYTES);
+        let mut next = || -> Result<[u8; HANDLE_BYTES], Cause> {
+            let handle = handles.next().ok_or("the name of a GPU's memory is cut")?;
+            Ok(handle.try_into()?)
+        };
+        let handle = sys::CUipcMemHandle {
+            reserved: next()?.map(u8::cast_signed),
+        };
+        let flags = CUipcMem_flags_enum::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS as u32;
+        let context = self.stream().context();
+        let mut start = 0;
+        // SAFETY: the result is written before success is reported.
+        unsafe { sys::cuIpcOpenMemHandle_v2(&raw mut start, handle, flags) }
+            .result()
+            .during("mapping GPU memory of another rank")?;
+        let memory = Mapped {
+            context: context.clone(),
+            start,
+        };
+        let mut marks = || -> Result<Marks, Cause> {
+            let open = |_| Ok(Event::open(context, &next()?)?);
+            (0..MARKS).map(open).collect()
+        };
+        let marks = [marks()?, marks()?];
+        Ok(Member::Other { memory, marks })
+    }
+}
+
+impl PeerExecutor for Gpu {
+    fn name(&self, memory: Address) -> Result<Vec<u8>, Cause> {
+        self.bind()?;
+        let mut handle = sys::CUipcMemHandle {
+            reserved: [0; HANDLE_BYTES],
+        };
+        // SAFETY: the address is the start of a live allocation that is not stream-ordered.
+        unsafe { sys::cuIpcGetMemHandle(&raw mut handle, memory.0) }
+            .result()
+            .during("naming GPU memory for another process")?;
+        let mut name = handle.reserved.map(i8::cast_unsigned).to_vec();
+        for event in self.peers()?.marks.iter().flatten() {
+            name.extend(event.handle()?);
+        }
+        // For this process itself.
+        name.extend(memory.0.to_le_bytes());
+        Ok(name)
+    }
+
+    fn join(&self, rank: usize, names: &[Vec<u8>]) -> Result<(), Cause> {
+        self.bind()?;
+        let mut members = Vec::with_capacity(names.len());
+        for (peer, name) in names.iter().enumerate() {
+            members.push(Arc::new(if peer == rank {
+                let start = name.last_chunk::<8>().ok_or("no name of its own")?;
+                Member::Own(Address(u64::from_le_bytes(*start)))
+            } else {
+                self.open_peer(name)
+                    .map_err(|cause| format!("rank {peer}: {cause}"))?
+            }));
+        }
+        let joined = self.peers()?.members.lock();
+        *joined.unwrap_or_else(PoisonError::into_inner) = members;
+        Ok(())
+    }
+
+    fn inward_behind(&self, moment: &Moment) -> Result<(), Cause> {
+        self.wait_inward(moment)
+    }
+
+    unsafe fn put(&self, to: Address, bytes: &[u8]) -> Result<(), Cause> {
+        let copies = self.copies()?;
+        // SAFETY: the caller vouches for the range.
+        Ok(unsafe { copies.large.send(self, &copies.inward, to, bytes) }?)
+    }
+
+    unsafe fn clear(&self, at: Address, bytes: u64) -> Result<(), Cause> {
+        let lane = self.lane(Lane::Inward)?;
+        // SAFETY: the caller vouches for the range.
+        unsafe { result::memset_d8_async(at.0, 0, bytes as usize, lane) }
+            .during("clearing memory")?;
+        Ok(())
+    }
+
+    unsafe fn pull(&self, peer: usize, offset: u64, to: Address, bytes: u64) -> Result<(), Cause> {
+        let start = match &*self.member(peer)? {
+            Member::Own(start) => start.0,
+            Member::Other { memory, .. } => memory.start,
+        };
+        let lane = self.lane(Lane::Inward)?;
+        // SAFETY: the caller vouches for both ranges.
+        unsafe { result::memcpy_dtod_async(to.0, start + offset, bytes as usize, lane) }
+            .during("copying from another rank's GPU")?;
+        Ok(())
+    }
+
+    fn arrive(&self) -> Result<(), Cause> {
+        self.wait_for_inward()
+    }
+
+    fn mark(&self, lane: Lane) -> Result<u64, Cause> {
+        let peers = self.peers()?;
+        let number = peers.counts[lane as usize].fetch_add(1, Ordering::Relaxed) + 1;
+        let event = &peers.marks[lane as usize][place(number)];
+        // SAFETY: event and stream belong to this GPU's context and are alive.
+        unsafe { result::event::record(event.raw, self.lane(lane)?) }.during("marking a moment")?;
+        Ok(number)
+    }
+
+    fn await_mark(&self, lane: Lane, peer: usize, of: Lane, number: u64) -> Result<(), Cause> {
+        let member = self.member(peer)?;
+        let marks = match &*member {
+            Member::Own(_) => &self.peers()?.marks,
+            Member::Other { marks, .. } => marks,
+        };
+        let event = &marks[of as usize][place(number)];
+        let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
+        // SAFETY: the event is alive, and the stream this GPU's.
+        unsafe { result::stream::wait_event(self.lane(lane)?, event.raw, flags) }
+            .during("waiting for another rank's GPU")?;
+        Ok(())
+    }
+}

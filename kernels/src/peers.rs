@@ -1,0 +1,89 @@
+//! Memory of a device that the devices of other ranks read: what collectives between devices are made of.
+//!
+//! Ranks pull. Who has something that others need says where it lies and marks the point in its queue behind which it is
+//! there; the others wait for the mark, copy, and mark in turn that they are done. Nothing is pushed into memory of
+//! another rank, and every wait is the device's: the host only queues.
+
+use crate::error::Result;
+use crate::pool::Tag;
+use crate::{DType, Shape, Tensor};
+use std::ops::Range;
+
+/// The queues of a device that ranks order against each other.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
+pub enum Lane {
+    /// What computes.
+    Compute,
+    /// What brings bytes in, beside computing.
+    Inward,
+}
+
+impl Lane {
+    /// Both.
+    pub const ALL: [Self; 2] = [Self::Compute, Self::Inward];
+}
+
+/// A device among those of other ranks. Calls queue and return, but for [`PeerAccess::name`] and [`PeerAccess::join`].
+pub trait PeerAccess: Send + Sync + std::fmt::Debug {
+    /// What other ranks need to reach this device's memory and marks.
+    ///
+    /// # Errors
+    /// When the driver or the container forbids sharing.
+    fn name(&self) -> Result<Vec<u8>>;
+
+    /// Opens the devices of all ranks, named in rank order; this one is `rank`.
+    ///
+    /// # Errors
+    /// When a device cannot be reached from this one.
+    fn join(&self, rank: usize, names: &[Vec<u8>]) -> Result<()>;
+
+    /// A tensor with unspecified contents, for the inward lane to fill.
+    ///
+    /// # Errors
+    /// When the pool is full or the device fails.
+    fn incoming(&self, shape: Shape, dtype: DType, tag: Tag) -> Result<Tensor>;
+
+    /// Inward: host bytes into an incoming tensor, from its byte `at` on.
+    ///
+    /// # Errors
+    /// When they do not fit or the device fails.
+    fn put(&self, to: &Tensor, at: usize, bytes: &[u8]) -> Result<()>;
+
+    /// Inward: zeros into the bytes `range` of an incoming tensor.
+    ///
+    /// # Errors
+    /// When they lie outside or the device fails.
+    fn clear(&self, to: &Tensor, range: Range<usize>) -> Result<()>;
+
+    /// Inward: the bytes `range` of an incoming tensor from those at `offset` of the memory of rank `peer`, which may be
+    /// this one.
+    ///
+    /// # Errors
+    /// When they lie outside or the device fails.
+    fn pull(&self, peer: usize, offset: u64, to: &Tensor, range: Range<usize>) -> Result<()>;
+
+    /// Computing goes on behind everything that is queued inward.
+    ///
+    /// # Errors
+    /// When the device fails.
+    fn arrive(&self) -> Result<()>;
+
+    /// Where a tensor begins in this device's memory.
+    ///
+    /// # Errors
+    /// When it lies elsewhere.
+    fn offset(&self, x: &Tensor) -> Result<u64>;
+
+    /// Marks the end of a lane as it is: a number from 1 on, ascending by lane. Some dozen marks are kept; a peer must
+    /// have queued its wait by then.
+    ///
+    /// # Errors
+    /// When the device fails.
+    fn mark(&self, lane: Lane) -> Result<u64>;
+
+    /// `lane` goes on behind the mark `number` of a lane of rank `peer`, which may be this one.
+    ///
+    /// # Errors
+    /// When the device fails.
+    fn await_mark(&self, lane: Lane, peer: usize, of: Lane, number: u64) -> Result<()>;
+}

@@ -1,0 +1,246 @@
+//! Ranks whose emulated GPUs read each other's memory: weights, losses and gradients have the bits of ranks that go
+//! through host memory, and the plan knows their memory.
+
+use std::sync::Arc;
+
+use anyhow::{Result, ensure};
+use device_tests::emulator::Order;
+use device_tests::executor::MULTIPROCESSORS;
+use device_tests::linked::{Copies, LinkedGpu};
+use engine::comm::{Communicator, threads};
+use engine::{
+    DeviceTransport, Offload, ParamId, PassKind, Plan, Precision, Rehearsal, Stage, Tier, Zero,
+    ZeroConfig,
+};
+use kernels::cuda::CudaBackend;
+use kernels::{Backend, PoolStats};
+use models::autograd::Tape;
+use models::data::EncodedSample;
+use models::{ModelOptions, SampleInput, VisionLanguageModel, open_model};
+use optim::Optimizer;
+
+use crate::setup::{self, ARENA_BYTES, pack};
+
+const TOKENS: usize = 12;
+const MOST_TOKENS: usize = 80;
+const WINDOW_BYTES: usize = 1 << 26;
+const LEARNING_RATE: f64 = 1e-3;
+
+/// What is told apart.
+#[derive(Clone, Copy)]
+struct Case {
+    family: &'static str,
+    ranks: usize,
+    stage: Stage,
+    group: Option<usize>,
+    precision: Precision,
+    prefetch_units: usize,
+}
+
+const PLAIN: Case = Case {
+    family: "glm-4v-9b",
+    ranks: 2,
+    stage: Stage::Zero3,
+    group: None,
+    precision: Precision::F32,
+    prefetch_units: 1,
+};
+
+/// Everything a rank has at the end.
+#[derive(PartialEq)]
+struct Left {
+    losses: Vec<f64>,
+    gradients: Vec<(ParamId, Vec<f32>)>,
+    weights: Vec<(ParamId, Vec<f32>)>,
+}
+
+impl Case {
+    fn plan(&self, model: &dyn VisionLanguageModel, transport: DeviceTransport) -> Result<Plan> {
+        let config = ZeroConfig {
+            stage: self.stage,
+            precision: self.precision,
+            shard_group: self.group,
+            offload: Offload::states(Tier::Host),
+            device_transport: transport,
+            prefetch_units: self.prefetch_units,
+            max_grad_norm: Some(1.0),
+            ..ZeroConfig::default()
+        };
+        Ok(Plan::new(model.spec().clone(), config, self.ranks)?)
+    }
+
+    fn open(&self) -> Result<Arc<dyn VisionLanguageModel>> {
+        let options = ModelOptions::new(self.precision.weight_dtype());
+        Ok(open_model(&pack(self.family), options)?)
+    }
+
+    /// Every rank on a thread of its own, with the copies as said; also what each GPU had from others and from the host.
+    fn train(&self, transport: DeviceTransport, copies: Copies) -> Result<Vec<Trained>> {
+        let gpus = LinkedGpu::node(self.ranks, Order::Ascending, copies);
+        let comms = threads::world(self.ranks, WINDOW_BYTES)?;
+        let ranks = gpus.into_iter().zip(comms).map(|(gpu, comm)| {
+            let case = *self;
+            std::thread::spawn(move || case.rank(transport, gpu, comm))
+        });
+        let ranks: Vec<_> = ranks.collect();
+        let join = |rank: std::thread::JoinHandle<Result<Trained>>| match rank.join() {
+            Ok(trained) => trained,
+            Err(_) => anyhow::bail!("a rank panicked"),
+        };
+        ranks.into_iter().map(join).collect()
+    }
+
+    /// Two micro-batches and a step, and a micro-batch after it. The last rank has no picture in the first.
+    fn rank(
+        &self,
+        transport: DeviceTransport,
+        gpu: LinkedGpu,
+        comm: Arc<dyn Communicator>,
+    ) -> Result<Trained> {
+        let model = self.open()?;
+        let plan = Arc::new(self.plan(&*model, transport)?);
+        let gpu = Arc::new(gpu);
+        let device = CudaBackend::new(gpu.clone(), ARENA_BYTES)?;
+        let backend: Arc<dyn Backend> = Arc::new(device.clone());
+        let rank = comm.world().rank;
+        let dir = pack(self.family);
+        let mut zero = setup::loaded_on(&dir, &*model, plan, backend.clone(), comm)?;
+        let mut left = Left {
+            losses: Vec::new(),
+            gradients: Vec::new(),
+            weights: Vec::new(),
+        };
+        let with_picture = setup::sample(&dir, TOKENS + rank, MOST_TOKENS + rank)?;
+        let without = setup::text_sample(&dir, TOKENS)?;
+        for pass in 0..3 {
+            let last = rank + 1 == self.ranks;
+            let sample = if pass == 0 && last {
+                &without
+            } else {
+                &with_picture
+            };
+            left.losses
+                .push(micro_batch(&mut zero, &*model, sample, &backend)?);
+            if pass == 1 {
+                left.gradients = zero.gradients()?;
+                zero.step(LEARNING_RATE)?;
+            }
+        }
+        zero.visit_weights(|id, tensor| {
+            left.weights.push((id, tensor.to_f32_vec()?));
+            Ok::<_, engine::EngineError>(())
+        })?;
+        let stats = device.pool().stats();
+        Ok(Trained {
+            left,
+            stats,
+            traffic: gpu.traffic(),
+        })
+    }
+
+    /// The same passes of rank 0 without values.
+    fn planned(&self) -> Result<PoolStats> {
+        let model = self.open()?;
+        let plan = Arc::new(self.plan(&*model, DeviceTransport::Peers)?);
+        let device = CudaBackend::counting(MULTIPROCESSORS);
+        let rule = optim::AdamW::default();
+        let slots = rule.slots(self.precision);
+        let rehearsal = Rehearsal::apart(plan, slots, Arc::new(device.clone()))?;
+        let backend: Arc<dyn Backend> = Arc::new(device.clone());
+        let sample = setup::sample(&pack(self.family), TOKENS, MOST_TOKENS)?;
+        for pass in 0..3 {
+            rehearsal.begin_pass(PassKind::Train);
+            let batch = model.collate(&[SampleInput::from(&sample)], &*backend)?;
+            let tape = Tape::training(&rehearsal);
+            let loss = model.forward(&tape, &batch)?;
+            tape.backward(&loss, 1.0)?;
+            drop((loss, batch));
+            rehearsal.end_pass()?;
+            if pass == 1 {
+                rehearsal.step();
+            }
+        }
+        rehearsal.visit_weights()?;
+        Ok(device.pool().stats())
+    }
+
+    fn agrees(&self) -> Result<()> {
+        let want = self.train(DeviceTransport::Host, Copies::Late)?;
+        for copies in [Copies::Early, Copies::Late] {
+            let got = self.train(DeviceTransport::Peers, copies)?;
+            for (rank, (got, want)) in got.iter().zip(&want).enumerate() {
+                ensure!(
+                    got.left.losses == want.left.losses,
+                    "rank {rank}: losses {:?} instead of {:?}",
+                    got.left.losses,
+                    want.left.losses
+                );
+                ensure!(got.left == want.left, "rank {rank}: {copies:?} copies");
+                // A shard passes the bus, and the rest comes from the other GPUs.
+                let ((pulled, put), (_, all)) = (got.traffic, want.traffic);
+                ensure!(pulled > 0, "rank {rank} read no other GPU");
+                if self.stage == Stage::Zero3 {
+                    ensure!(put < all, "rank {rank}: {put} of {all} bytes uploaded");
+                }
+            }
+            ensure!(
+                self.planned()? == got[0].stats,
+                "{:?} planned, {:?} used",
+                self.planned()?,
+                got[0].stats
+            );
+        }
+        Ok(())
+    }
+}
+
+struct Trained {
+    left: Left,
+    stats: PoolStats,
+    traffic: (u64, u64),
+}
+
+fn micro_batch(
+    zero: &mut Zero,
+    model: &dyn VisionLanguageModel,
+    sample: &EncodedSample,
+    backend: &Arc<dyn Backend>,
+) -> Result<f64> {
+    zero.begin_pass(PassKind::Train);
+    let batch = model.collate(&[SampleInput::from(sample)], &**backend)?;
+    let tape = Tape::training(zero);
+    let loss = model.forward(&tape, &batch)?;
+    let (sum, supervised) = (loss.sum()?, loss.supervised);
+    tape.backward(&loss, 1.0)?;
+    drop((loss, batch));
+    zero.end_micro_batch(sum, supervised as u64)?;
+    Ok(sum)
+}
+
+#[test]
+fn two_ranks_at_stage_3() -> Result<()> {
+    PLAIN.agrees()
+}
+
+#[test]
+fn gradients_at_stage_2_in_bf16() -> Result<()> {
+    let case = Case {
+        family: "minicpm-v-2_6",
+        stage: Stage::Zero2,
+        precision: Precision::Bf16,
+        ..PLAIN
+    };
+    case.agrees()
+}
+
+#[test]
+fn groups_of_two_among_four_in_pure_bf16_without_prefetch() -> Result<()> {
+    let case = Case {
+        ranks: 4,
+        group: Some(2),
+        precision: Precision::PureBf16,
+        prefetch_units: 0,
+        ..PLAIN
+    };
+    case.agrees()
+}
