@@ -6,7 +6,7 @@
 # --device cpu takes the stage `train` through its paths where no GPU is; the other stages need one.
 set -uo pipefail
 
-stages=probe,doctor,ceilings,copies,ipc,nccl,calibration,conformance,backend,train,table,products,parity,offload
+stages=probe,doctor,ceilings,copies,ipc,nccl,calibration,conformance,backend,train,ranks,table,products,parity,offload
 budget=590
 device=cuda
 positional=()
@@ -77,6 +77,38 @@ train() {
   cat "$out/train.md"
 }
 
+# Ranks that share the GPU: read each other's memory, go through host memory, or leave it to NCCL. The first two have the same
+# bits; NCCL adds in an order of its own.
+ranks() {
+  local name count more how run
+  {
+    echo "## ranks on one GPU"
+    echo
+    echo "| ranks | settings | carried by | losses | seconds per step |"
+    echo "|---|---|---|---|---|"
+  } >"$out/ranks.md"
+  while read -r name count more; do
+    for how in shm ipc nccl; do
+      # NCCL has no groups, and one pair of ranks says enough of it.
+      [ "$how" = nccl ] && [ "$name" != two ] && continue
+      run="$out/ranks-$name-$how"
+      rm -rf "$run"
+      # shellcheck disable=SC2086 # the settings are words
+      "$bin/launcher" --device "$device" --nproc "$count" $more --collectives "$how" --max-steps 8 --logging-steps 1 \
+        --eval-strategy no --save-strategy no --output "$run" >"$run.txt" 2>&1 || { tail -20 "$run.txt"; return 1; }
+      cp "$run/trainer_log.jsonl" "$run.jsonl"
+      rm -rf "$run"
+    done
+    python3 "$root/scripts/gpu_ranks.py" "$out/ranks-$name" "$count" "$more" >>"$out/ranks.md" || { cat "$out/ranks.md"; return 1; }
+  done <<'CASES'
+two 2 --zero 3 --offload cpu --precision f32
+gradients 2 --zero 2 --offload optimizer=cpu --precision bf16
+four 4 --zero 3 --offload cpu --precision pure-bf16
+groups 4 --zero 3 --shard-group 2 --offload cpu --precision bf16
+CASES
+  cat "$out/ranks.md"
+}
+
 # Golden packs of every family on this machine's processor: another one checks the tolerances.
 parity() {
   "$bin/parity" "$root"/tests/golden/*/ >"$out/parity.txt" || { grep FAIL "$out/parity.txt"; return 1; }
@@ -130,7 +162,7 @@ for stage in ${stages//,/ }; do
   echo "== $stage (at most $limit s)"
   begun=$SECONDS
   rm -f "$out/$stage.md" "$out/$stage.json" "$out/$stage.log"
-  if [ "$stage" = doctor ] || [ "$stage" = train ] || [ "$stage" = parity ] || [ "$stage" = offload ]; then
+  if [ "$stage" = doctor ] || [ "$stage" = train ] || [ "$stage" = ranks ] || [ "$stage" = parity ] || [ "$stage" = offload ]; then
     "$stage" 2>&1 | tee "$out/$stage.log"
     code=${PIPESTATUS[0]}
   else

@@ -1,19 +1,24 @@
-//! Collectives between devices that read each other's memory.
+//! Collectives between devices, which read each other's memory or leave that to a library.
 //!
-//! A rank says where its part lies and behind which mark of its device; the others' devices wait for the mark and pull,
+//! *Peers*: a rank says where its part lies and behind which mark of its device; the others' devices wait for the mark and pull,
 //! and nothing but the words of that message passes host memory. What peers may still read is *lent*: it is kept until
 //! the next message, which carries a mark behind everything its sender has pulled, and the device waits for those marks
 //! before it uses the places again. Sums are added in rank order in f32, with the bits of the communicator's.
+//!
+//! *Group*: NCCL moves and adds, in an order of its own. The same message comes before every operation: without words, but
+//! with the communicator's fingerprint and deadline, so that ranks that do not agree, or are gone, are named by the host and
+//! do not hang a device.
 //!
 //! The rehearsal runs the same code on a device that only counts, with messages that nobody sends.
 
 use crate::comm::{Collective, CollectiveKind, Communicator, Tag as CommTag, World};
 use crate::error::EngineError;
-use crate::plan::GroupLayout;
+use crate::plan::{DeviceTransport, GroupLayout};
 use crate::spec::UnitId;
-use kernels::{Backend, DType, KernelError, Lane, PeerAccess, Shape, Tag, Tensor};
+use kernels::{Backend, DType, GroupAccess, KernelError, Lane, PeerAccess, Shape, Tag, Tensor};
 use std::ops::Range;
 use std::sync::Arc;
+use std::time::Duration;
 
 type Result<T, E = EngineError> = std::result::Result<T, E>;
 
@@ -38,6 +43,8 @@ pub(crate) struct Produced<'a> {
 
 /// One rank's device among the others.
 pub(crate) struct DeviceComm {
+    /// Whether a library runs the collectives.
+    grouped: bool,
     backend: Arc<dyn Backend>,
     world: World,
     /// Ranks that hold one copy of what is sharded.
@@ -60,13 +67,18 @@ impl DeviceComm {
     pub(crate) fn join(
         backend: Arc<dyn Backend>,
         comm: Arc<dyn Communicator>,
-        shards: usize,
+        (shards, transport): (usize, DeviceTransport),
     ) -> Result<Self> {
         let world = comm.world();
         let joined = Self {
+            grouped: transport == DeviceTransport::Nccl,
             comm: Some(comm.clone()),
-            ..Self::rehearsed(backend, world, shards)
+            ..Self::alone(backend, world, shards)
         };
+        if joined.grouped {
+            joined.join_group(&*comm)?;
+            return Ok(joined);
+        }
         let peers = joined.peers()?;
         let names = comm.all_gather_bytes(&peers.name()?, CommTag::new("devices", 0))?;
         peers.join(world.rank, &names)?;
@@ -75,9 +87,47 @@ impl DeviceComm {
         Ok(joined)
     }
 
+    /// All ranks in one group of the library, of one version.
+    fn join_group(&self, comm: &dyn Communicator) -> Result<()> {
+        let World { rank, size } = self.world;
+        let group = self.group()?;
+        let own = group.version()?;
+        let versions = comm.all_gather_bytes(own.as_bytes(), CommTag::new("nccl", 0))?;
+        for (rank, theirs) in versions.iter().enumerate() {
+            let theirs = String::from_utf8_lossy(theirs).into_owned();
+            if theirs != own {
+                let ours = own;
+                return Err(EngineError::LibraryDiffers { rank, theirs, ours });
+            }
+        }
+        let id = if rank == 0 { group.id()? } else { Vec::new() };
+        let ids = comm.all_gather_bytes(&id, CommTag::new("nccl", 1))?;
+        Ok(group.join(&ids[0], rank, size, comm.deadline())?)
+    }
+
     /// The same without other ranks.
-    pub(crate) fn rehearsed(backend: Arc<dyn Backend>, world: World, shards: usize) -> Self {
+    ///
+    /// # Errors
+    /// When the device has no collectives.
+    pub(crate) fn rehearsed(
+        backend: Arc<dyn Backend>,
+        world: World,
+        (shards, transport): (usize, DeviceTransport),
+    ) -> Result<Self> {
+        let rehearsed = Self {
+            grouped: transport == DeviceTransport::Nccl,
+            ..Self::alone(backend, world, shards)
+        };
+        if rehearsed.grouped {
+            let (rank, deadline) = (world.rank, Duration::ZERO);
+            rehearsed.group()?.join(&[], rank, world.size, deadline)?;
+        }
+        Ok(rehearsed)
+    }
+
+    fn alone(backend: Arc<dyn Backend>, world: World, shards: usize) -> Self {
         Self {
+            grouped: false,
             backend,
             world,
             shards,
@@ -90,10 +140,18 @@ impl DeviceComm {
 
     fn peers(&self) -> Result<&dyn PeerAccess> {
         let missing = || KernelError::Device {
-            op: "peers",
+            op: "share memory",
             cause: "the device shares no memory with other ranks".into(),
         };
         Ok(self.backend.peers().ok_or_else(missing)?)
+    }
+
+    fn group(&self) -> Result<&dyn GroupAccess> {
+        let missing = || KernelError::Device {
+            op: "join the NCCL group",
+            cause: "no library runs collectives of the device".into(),
+        };
+        Ok(self.backend.group().ok_or_else(missing)?)
     }
 
     /// A mark behind everything that computes gradients so far.
@@ -139,6 +197,9 @@ impl DeviceComm {
         own: &[OwnPart<'_>],
         needed: bool,
     ) -> Result<Vec<Tensor>> {
+        if self.grouped {
+            return self.gather_in_group(unit, own);
+        }
         let (rank, shards) = (self.world.rank, self.shards);
         let (mut groups, mut words) = (Vec::new(), Vec::new());
         let peers = self.peers()?;
@@ -186,6 +247,9 @@ impl DeviceComm {
         group: &GroupLayout,
         produced: Produced<'_>,
     ) -> Result<Tensor> {
+        if self.grouped {
+            return self.reduce_in_group(unit, group, produced);
+        }
         let peers = self.peers()?;
         let mut words = vec![produced.mark];
         for gradient in produced.slots {
@@ -202,23 +266,35 @@ impl DeviceComm {
         let shape = Shape::new(&[size * elems]);
         let all_ranks = peers.incoming(shape, DType::F32, Tag::Communication)?;
         for (peer, words) in all.iter().enumerate() {
-            peers.await_mark(Lane::Inward, peer, Lane::Compute, words[0])?;
+            let own = peer == self.world.rank;
+            if own {
+                peers.await_own(produced.mark)?;
+            } else {
+                peers.await_mark(Lane::Inward, peer, Lane::Compute, words[0])?;
+            }
             let place = |part: Range<usize>| {
                 let at = |elem: usize| (peer * elems + elem - shard.start) * 4;
                 at(part.start)..at(part.end)
             };
             let mut done = shard.start;
             for (slot, part) in group.parts(shard.clone()) {
-                let index = group.slots.iter().position(|s| s.param == slot.param);
-                let offset = index.map_or(ABSENT, |index| words[1 + index]);
+                let Some(index) = group.slots.iter().position(|s| s.param == slot.param) else {
+                    continue;
+                };
+                let offset = words[1 + index];
                 if offset == ABSENT {
                     continue;
                 }
                 if done < part.start {
                     peers.clear(&all_ranks, place(done..part.start))?;
                 }
-                let from = offset + 4 * (part.start - slot.offset) as u64;
-                peers.pull(peer, from, &all_ranks, place(part.clone()))?;
+                let at = 4 * (part.start - slot.offset);
+                match &produced.slots[index] {
+                    Some(gradient) if own => {
+                        peers.take(gradient, at, &all_ranks, place(part.clone()))?;
+                    }
+                    _ => peers.pull(peer, offset + at as u64, &all_ranks, place(part.clone()))?,
+                }
                 done = part.end;
             }
             if done < shard.end {
@@ -233,6 +309,55 @@ impl DeviceComm {
         for rank in 1..size {
             sum = self.backend.add(&sum, &of(rank)?)?;
         }
+        Ok(sum)
+    }
+
+    fn gather_in_group(&mut self, unit: UnitId, own: &[OwnPart<'_>]) -> Result<Vec<Tensor>> {
+        let World { rank, size } = self.world;
+        self.exchange(CommTag::new("gather", unit.0), &[])?;
+        let (peers, library) = (self.peers()?, self.group()?);
+        let mut groups = Vec::new();
+        for part in own {
+            let shape = Shape::new(&[size * part.elems]);
+            let group = peers.incoming(shape, part.dtype, Tag::Gathered)?;
+            if let Some(bytes) = part.bytes {
+                peers.put(&group, rank * bytes.len(), bytes)?;
+            }
+            library.all_gather(&group)?;
+            groups.push(group);
+        }
+        peers.arrive()?;
+        Ok(groups)
+    }
+
+    fn reduce_in_group(
+        &mut self,
+        unit: UnitId,
+        group: &GroupLayout,
+        produced: Produced<'_>,
+    ) -> Result<Tensor> {
+        self.exchange(CommTag::new("reduce", unit.0), &[])?;
+        let (peers, library) = (self.peers()?, self.group()?);
+        let tag = Tag::Communication;
+        let all = peers.incoming(Shape::new(&[group.padded_elems]), DType::F32, tag)?;
+        let sum = peers.incoming(Shape::new(&[group.shard_elems]), DType::F32, tag)?;
+        peers.await_own(produced.mark)?;
+        let place = |elems: Range<usize>| elems.start * 4..elems.end * 4;
+        let mut done = 0;
+        for (slot, gradient) in group.slots.iter().zip(produced.slots) {
+            if let Some(gradient) = gradient {
+                if done < slot.offset {
+                    peers.clear(&all, place(done..slot.offset))?;
+                }
+                peers.take(gradient, 0, &all, place(slot.range()))?;
+                done = slot.range().end;
+            }
+        }
+        if done < group.padded_elems {
+            peers.clear(&all, place(done..group.padded_elems))?;
+        }
+        library.reduce_scatter(&all, &sum)?;
+        peers.arrive()?;
         Ok(sum)
     }
 

@@ -118,6 +118,16 @@ pub enum EngineError {
         /// Names of what is there and not trained here, sorted.
         extra: Vec<String>,
     },
+    /// Ranks have different versions of the library that runs their collectives.
+    #[error("rank {rank} has NCCL {theirs}, this rank has {ours}")]
+    LibraryDiffers {
+        /// The other rank.
+        rank: usize,
+        /// Its version.
+        theirs: String,
+        /// Ours.
+        ours: String,
+    },
     /// Ranks run different plans.
     #[error("rank {rank} has plan {theirs}, this rank has {ours}")]
     PlanDiffers {

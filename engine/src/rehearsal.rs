@@ -182,8 +182,9 @@ impl Rehearsal {
             plan,
         };
         if rehearsal.plan.devices_talk() {
-            let (backend, shards) = (rehearsal.backend.clone(), rehearsal.plan.shards());
-            let device = DeviceComm::rehearsed(backend, world, shards);
+            let plan = &rehearsal.plan;
+            let how = (plan.shards(), plan.config().device_transport);
+            let device = DeviceComm::rehearsed(rehearsal.backend.clone(), world, how)?;
             rehearsal.state.get_mut().device = Some(device);
         }
         rehearsal.allocate_states(slots)?;

@@ -10,7 +10,7 @@
 //! * Results depend on shapes and values only, never on the number of threads.
 
 use crate::error::Result;
-use crate::peers::PeerAccess;
+use crate::peers::{GroupAccess, PeerAccess};
 use crate::pool::{Pool, Tag};
 use crate::routed::{self, RoutedArgs};
 use crate::{DType, Shape, Tensor};
@@ -208,6 +208,11 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
 
     /// How other ranks' devices reach this one's memory, where they can.
     fn peers(&self) -> Option<&dyn PeerAccess> {
+        None
+    }
+
+    /// How a library runs collectives between this device and those of other ranks, where one can.
+    fn group(&self) -> Option<&dyn GroupAccess> {
         None
     }
 

@@ -75,7 +75,7 @@ pub use cpu::CpuBackend;
 pub use dtype::{DType, Element, Float};
 pub use error::{KernelError, Result};
 pub use null::NullBackend;
-pub use peers::{Lane, PeerAccess};
+pub use peers::{GroupAccess, Lane, PeerAccess};
 pub use pool::{Block, Pool, PoolEvent, PoolStats, Reservation, Tag, TagBytes};
 pub use routed::{RoutedArgs, RoutedGroup};
 pub use shape::{MAX_RANK, Shape};

@@ -8,6 +8,7 @@ use crate::error::Result;
 use crate::pool::Tag;
 use crate::{DType, Shape, Tensor};
 use std::ops::Range;
+use std::time::Duration;
 
 /// The queues of a device that ranks order against each other.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
@@ -55,8 +56,13 @@ pub trait PeerAccess: Send + Sync + std::fmt::Debug {
     /// When they lie outside or the device fails.
     fn clear(&self, to: &Tensor, range: Range<usize>) -> Result<()>;
 
-    /// Inward: the bytes `range` of an incoming tensor from those at `offset` of the memory of rank `peer`, which may be
-    /// this one.
+    /// Inward: the bytes `range` of an incoming tensor from those of a tensor of this device, from its byte `at` on.
+    ///
+    /// # Errors
+    /// When they lie outside or the device fails.
+    fn take(&self, from: &Tensor, at: usize, to: &Tensor, range: Range<usize>) -> Result<()>;
+
+    /// Inward: the bytes `range` of an incoming tensor from those at `offset` of the memory of another rank.
     ///
     /// # Errors
     /// When they lie outside or the device fails.
@@ -81,9 +87,50 @@ pub trait PeerAccess: Send + Sync + std::fmt::Debug {
     /// When the device fails.
     fn mark(&self, lane: Lane) -> Result<u64>;
 
-    /// `lane` goes on behind the mark `number` of a lane of rank `peer`, which may be this one.
+    /// `lane` goes on behind the mark `number` of a lane of another rank.
     ///
     /// # Errors
     /// When the device fails.
     fn await_mark(&self, lane: Lane, peer: usize, of: Lane, number: u64) -> Result<()>;
+
+    /// The inward lane goes on behind this device's own mark `number` of what computes.
+    ///
+    /// # Errors
+    /// When the device fails.
+    fn await_own(&self, number: u64) -> Result<()>;
+}
+
+/// A device in a group whose collectives a library runs, on the inward lane (NCCL). Every rank issues the same ones in
+/// the same order.
+pub trait GroupAccess: Send + Sync + std::fmt::Debug {
+    /// The library's version.
+    ///
+    /// # Errors
+    /// When there is no library.
+    fn version(&self) -> Result<String>;
+
+    /// A fresh name for a group, made by one rank for all.
+    ///
+    /// # Errors
+    /// When there is no library, or no network to meet on.
+    fn id(&self) -> Result<Vec<u8>>;
+
+    /// Joins the group `id` as `rank` of `size`; returns when all have come. An operation that is not done after
+    /// `deadline` fails.
+    ///
+    /// # Errors
+    /// When the ranks do not reach each other.
+    fn join(&self, id: &[u8], rank: usize, size: usize, deadline: Duration) -> Result<()>;
+
+    /// Inward: every rank's part of an incoming tensor, one rank's behind the other's; its own is there.
+    ///
+    /// # Errors
+    /// When it cannot be divided or the library fails.
+    fn all_gather(&self, whole: &Tensor) -> Result<()>;
+
+    /// Inward: into the incoming tensor `to` this rank's part of the sum over all ranks of `from`, both f32.
+    ///
+    /// # Errors
+    /// When `from` has not as many parts as there are ranks or the library fails.
+    fn reduce_scatter(&self, from: &Tensor, to: &Tensor) -> Result<()>;
 }

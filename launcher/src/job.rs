@@ -8,7 +8,7 @@ use crate::args::{self, Args, Command, Note, PlanArgs};
 use crate::bench;
 use crate::ckpt;
 use crate::config::file::{self, Loaded};
-use crate::config::{DEVICE, EarlyStep, Resume, RunConfig, Task, resolve_on};
+use crate::config::{Collectives, DEVICE, EarlyStep, Resume, RunConfig, Task, resolve_on};
 use crate::data;
 use crate::device::{self, Chosen, Devices, Nvidia};
 use crate::doctor;
@@ -302,6 +302,7 @@ fn supervise(
         share,
         output: &config.output,
         job: &job,
+        claims_hosts: config.shares_gpus() && config.resolved_collectives() == Collectives::Nccl,
         advice,
     };
     let ended = supervisor

@@ -15,6 +15,8 @@ use crate::identity::{self, Identity, Master, NodePlace, RankIs, Source};
 pub const RANK: &str = "RANK";
 /// Rank number on this node.
 pub const LOCAL_RANK: &str = "LOCAL_RANK";
+/// The host that a rank claims to be on, to NCCL.
+pub const NCCL_HOSTID: &str = "NCCL_HOSTID";
 /// Number of ranks.
 pub const WORLD_SIZE: &str = "WORLD_SIZE";
 /// Number of ranks on this node.

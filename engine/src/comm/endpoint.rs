@@ -457,6 +457,10 @@ impl Communicator for Member {
         self.0.usage()
     }
 
+    fn deadline(&self) -> Duration {
+        self.0.deadline
+    }
+
     fn time_spent(&self) -> Duration {
         Duration::from_nanos(self.0.spent.load(Ordering::Relaxed))
     }

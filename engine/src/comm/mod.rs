@@ -273,6 +273,11 @@ pub trait Communicator: Send + Sync + std::fmt::Debug {
     /// and adding it up.
     fn time_spent(&self) -> Duration;
 
+    /// The longest that one wait may take.
+    fn deadline(&self) -> Duration {
+        DEFAULT_DEADLINE
+    }
+
     /// Returns once every rank has called it with the same tag.
     ///
     /// # Errors

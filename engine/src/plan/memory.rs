@@ -85,7 +85,7 @@ impl Plan {
     #[must_use]
     pub fn devices_talk(&self) -> bool {
         let config = self.config();
-        config.device_transport == DeviceTransport::Peers
+        config.device_transport != DeviceTransport::Host
             && self.world_size() > 1
             && (self.gathers_parameters() || config.shards_gradients())
     }

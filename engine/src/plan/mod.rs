@@ -169,6 +169,8 @@ pub enum DeviceTransport {
     Host,
     /// Devices read each other's memory: only a rank's own part passes its bus.
     Peers,
+    /// NCCL: the same, also between machines. It adds in an order of its own.
+    Nccl,
 }
 
 /// The resolved settings of the engine.
@@ -266,6 +268,14 @@ pub enum PlanError {
         /// The stage.
         stage: Stage,
     },
+    /// NCCL has one group of all ranks.
+    #[error("collectives by NCCL run among all {world_size} ranks, not in shard groups of {group}")]
+    GroupsInNccl {
+        /// Ranks of a group.
+        group: usize,
+        /// Number of ranks.
+        world_size: usize,
+    },
     /// A parameter is declared out of unit order or names a missing unit.
     #[error("parameter {name} belongs to unit {unit}, which is out of order or does not exist")]
     Unit {
@@ -313,6 +323,10 @@ impl Plan {
             });
         }
         let shards = config.shard_group.unwrap_or(world_size);
+        if config.device_transport == DeviceTransport::Nccl && shards < world_size {
+            let group = shards;
+            return Err(PlanError::GroupsInNccl { group, world_size });
+        }
         let mut names = std::collections::BTreeSet::new();
         let mut last_unit = 0;
         for p in &spec.params {

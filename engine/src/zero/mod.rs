@@ -109,7 +109,8 @@ impl Zero {
         compare_plans(&plan, &*comm)?;
         let device = if plan.devices_talk() {
             let (backend, comm) = (backend.clone(), comm.clone());
-            Some(DeviceComm::join(backend, comm, plan.shards())?)
+            let how = (plan.shards(), plan.config().device_transport);
+            Some(DeviceComm::join(backend, comm, how)?)
         } else {
             None
         };

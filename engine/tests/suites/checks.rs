@@ -179,6 +179,10 @@ mod check_05_delays {
         fn memory(&self) -> WindowUsage {
             self.inner.memory()
         }
+        fn deadline(&self) -> Duration {
+            self.inner.deadline()
+        }
+
         fn time_spent(&self) -> Duration {
             self.inner.time_spent()
         }

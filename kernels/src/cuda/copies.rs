@@ -74,9 +74,9 @@ struct Chunk {
 }
 
 impl Chunk {
-    fn wait(&mut self) -> Result<()> {
+    fn wait(&mut self, gpu: &Gpu) -> Result<()> {
         match self.busy.take() {
-            Some(event) => event.synchronize().during("waiting for a copy"),
+            Some(event) => gpu.group_state().wait(&event),
             None => Ok(()),
         }
     }
@@ -114,7 +114,7 @@ impl Ring {
             let Some(chunk) = chunks.back_mut() else {
                 return Ok(());
             };
-            chunk.wait()?;
+            chunk.wait(gpu)?;
             let pinned = &mut chunk.memory.as_mut_slice()[..bytes.len()];
             copy(bytes, pinned);
             let at = to.0 + (part * self.chunk_bytes) as u64;
@@ -153,7 +153,7 @@ impl Ring {
             let Some(chunk) = chunks.back_mut() else {
                 return Ok(());
             };
-            chunk.wait()?;
+            chunk.wait(gpu)?;
             if part >= ahead && part - ahead < count {
                 let done = range(part - ahead);
                 let len = done.len();

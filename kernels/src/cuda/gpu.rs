@@ -11,6 +11,7 @@ use cudarc::driver::{CudaContext, CudaStream};
 
 use super::copies::Copies;
 use super::error::{CudaError, DriverResult, Result};
+use super::group::Group;
 use super::image::{Cache, Image, Images};
 use super::launch::{Address, Launch};
 use super::library::Search;
@@ -34,6 +35,9 @@ pub struct Gpu {
     copies: OnceLock<Copies>,
     /// Made when other processes first reach it.
     peers: OnceLock<Peers>,
+    group: Group,
+    /// Where NCCL is looked for.
+    search: Search,
 }
 
 /// A module in the driver; unloaded with the context at the end of the process.
@@ -110,6 +114,8 @@ impl Gpu {
             loaded: Mutex::default(),
             copies: OnceLock::new(),
             peers: OnceLock::new(),
+            group: Group::default(),
+            search: search.clone(),
         })
     }
 
@@ -156,6 +162,16 @@ impl Gpu {
         }
         let peers = Peers::new(&self.context)?;
         Ok(self.peers.get_or_init(|| peers))
+    }
+
+    /// Where libraries are looked for.
+    pub(super) const fn search(&self) -> &Search {
+        &self.search
+    }
+
+    /// The NCCL group it may be in.
+    pub(super) const fn group_state(&self) -> &Group {
+        &self.group
     }
 
     /// Free and total bytes now.

@@ -17,6 +17,7 @@ pub mod backend;
 mod copies;
 mod error;
 pub mod gpu;
+mod group;
 pub mod image;
 pub mod launch;
 pub mod library;

@@ -3,11 +3,12 @@
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::path::Path;
+use std::sync::Arc;
 
+use cudarc::driver::CudaStream;
 use libloading::Library as Handle;
 
-use super::error::{CudaError, Result};
-use super::gpu::Gpu;
+use super::error::{CudaError, DriverResult, Result};
 use super::launch::Address;
 use super::library::{Library, Search, find};
 
@@ -156,27 +157,30 @@ impl Nccl {
         Ok(id.0)
     }
 
-    /// Joins the ranks that use the same name; returns when all `world` have come.
+    /// Joins the ranks that use the same name; returns when all `world` have come. Operations will run on `stream`.
     ///
     /// # Errors
     /// When the ranks do not reach each other, or two of them use one GPU (NCCL refuses that).
-    pub fn join<'a>(
-        &'a self,
-        gpu: &'a Gpu,
+    pub fn join(
+        self: &Arc<Self>,
+        stream: &Arc<CudaStream>,
         id: [u8; UNIQUE_ID_BYTES],
         rank: u32,
         world: u32,
-    ) -> Result<Communicator<'a>> {
-        gpu.synchronize()?;
+    ) -> Result<Communicator> {
+        let bound = stream.context().bind_to_thread();
+        bound.during("selecting the GPU")?;
+        stream.synchronize().during("waiting for the GPU")?;
         let mut raw = std::ptr::null_mut();
         // SAFETY: the GPU's context is current; the handle is written on success.
         let status =
             unsafe { (self.init_rank)(&raw mut raw, world as c_int, UniqueId(id), rank as c_int) };
         self.check("joining the ranks", status)?;
         Ok(Communicator {
-            nccl: self,
-            gpu,
+            nccl: self.clone(),
+            stream: stream.clone(),
             raw,
+            rank,
             finished: false,
         })
     }
@@ -184,16 +188,26 @@ impl Nccl {
 
 /// One rank's part in a group. Every rank issues the same operations in the same order.
 #[derive(Debug)]
-pub struct Communicator<'a> {
-    nccl: &'a Nccl,
-    gpu: &'a Gpu,
+pub struct Communicator {
+    nccl: Arc<Nccl>,
+    stream: Arc<CudaStream>,
     raw: RawCommunicator,
+    rank: u32,
     finished: bool,
 }
 
-impl Communicator<'_> {
+// SAFETY: the handle is used by one thread at a time, which NCCL asks for; it is tied to no thread.
+unsafe impl Send for Communicator {}
+
+impl Communicator {
+    /// This rank.
+    #[must_use]
+    pub const fn rank(&self) -> u32 {
+        self.rank
+    }
+
     fn stream(&self) -> *mut c_void {
-        self.gpu.stream().cu_stream().cast()
+        self.stream.cu_stream().cast()
     }
 
     /// Queues: `n` elements of every rank, one rank behind the other, into `to`. In place when `from` is this
@@ -280,7 +294,8 @@ impl Communicator<'_> {
     /// # Errors
     /// What went wrong meanwhile.
     pub fn finish(mut self) -> Result<()> {
-        self.gpu.synchronize()?;
+        let done = self.stream.synchronize();
+        done.during("waiting for the GPU")?;
         self.check()?;
         self.finished = true;
         // SAFETY: the communicator is alive and not used again.
@@ -290,7 +305,7 @@ impl Communicator<'_> {
     }
 }
 
-impl Drop for Communicator<'_> {
+impl Drop for Communicator {
     fn drop(&mut self) {
         if !self.finished {
             // SAFETY: the communicator is alive and not used again; abort does not wait for other ranks.

@@ -85,14 +85,15 @@ type Marks = Vec<Event>;
 pub(super) struct Peers {
     marks: [Marks; 2],
     counts: [AtomicU64; 2],
-    members: Mutex<Vec<Arc<Member>>>,
+    /// By rank; none for this process.
+    members: Mutex<Vec<Option<Arc<Member>>>>,
 }
 
-/// A rank's GPU as this process reaches it.
+/// Another rank's GPU as this process reaches it.
 #[derive(Debug)]
-enum Member {
-    Own(Address),
-    Other { memory: Mapped, marks: [Marks; 2] },
+struct Member {
+    memory: Mapped,
+    marks: [Marks; 2],
 }
 
 /// Memory of another process.
@@ -130,7 +131,7 @@ impl Gpu {
     fn member(&self, peer: usize) -> Result<Arc<Member>, Cause> {
         let members = self.peers()?.members.lock();
         let members = members.unwrap_or_else(PoisonError::into_inner);
-        let member = members.get(peer).cloned();
+        let member = members.get(peer).cloned().flatten();
         member.ok_or_else(|| format!("rank {peer} has not joined").into())
     }
 
@@ -139,6 +140,14 @@ impl Gpu {
             Lane::Compute => self.stream().cu_stream(),
             Lane::Inward => self.copies()?.inward.cu_stream(),
         })
+    }
+
+    fn order(&self, lane: Lane, event: &Event) -> Result<(), Cause> {
+        let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
+        // SAFETY: the event is alive, and the stream this GPU's.
+        unsafe { result::stream::wait_event(self.lane(lane)?, event.raw, flags) }
+            .during("ordering queues of GPUs")?;
+        Ok(())
     }
 
     fn open_peer(&self, name: &[u8]) -> Result<Member, Cause> {
@@ -166,7 +175,7 @@ impl Gpu {
             (0..MARKS).map(open).collect()
         };
         let marks = [marks()?, marks()?];
-        Ok(Member::Other { memory, marks })
+        Ok(Member { memory, marks })
     }
 }
 
@@ -184,8 +193,6 @@ impl PeerExecutor for Gpu {
         for event in self.peers()?.marks.iter().flatten() {
             name.extend(event.handle()?);
         }
-        // For this process itself.
-        name.extend(memory.0.to_le_bytes());
         Ok(name)
     }
 
@@ -193,13 +200,9 @@ impl PeerExecutor for Gpu {
         self.bind()?;
         let mut members = Vec::with_capacity(names.len());
         for (peer, name) in names.iter().enumerate() {
-            members.push(Arc::new(if peer == rank {
-                let start = name.last_chunk::<8>().ok_or("no name of its own")?;
-                Member::Own(Address(u64::from_le_bytes(*start)))
-            } else {
-                self.open_peer(name)
-                    .map_err(|cause| format!("rank {peer}: {cause}"))?
-            }));
+            let member = || self.open_peer(name).map(Arc::new);
+            let member = (peer != rank).then(member).transpose();
+            members.push(member.map_err(|cause| format!("rank {peer}: {cause}"))?);
         }
         let joined = self.peers()?.members.lock();
         *joined.unwrap_or_else(PoisonError::into_inner) = members;
@@ -224,11 +227,16 @@ impl PeerExecutor for Gpu {
         Ok(())
     }
 
+    unsafe fn take(&self, from: Address, to: Address, bytes: u64) -> Result<(), Cause> {
+        let lane = self.lane(Lane::Inward)?;
+        // SAFETY: the caller vouches for both ranges.
+        unsafe { result::memcpy_dtod_async(to.0, from.0, bytes as usize, lane) }
+            .during("copying on the GPU")?;
+        Ok(())
+    }
+
     unsafe fn pull(&self, peer: usize, offset: u64, to: Address, bytes: u64) -> Result<(), Cause> {
-        let start = match &*self.member(peer)? {
-            Member::Own(start) => start.0,
-            Member::Other { memory, .. } => memory.start,
-        };
+        let start = self.member(peer)?.memory.start;
         let lane = self.lane(Lane::Inward)?;
         // SAFETY: the caller vouches for both ranges.
         unsafe { result::memcpy_dtod_async(to.0, start + offset, bytes as usize, lane) }
@@ -251,15 +259,11 @@ impl PeerExecutor for Gpu {
 
     fn await_mark(&self, lane: Lane, peer: usize, of: Lane, number: u64) -> Result<(), Cause> {
         let member = self.member(peer)?;
-        let marks = match &*member {
-            Member::Own(_) => &self.peers()?.marks,
-            Member::Other { marks, .. } => marks,
-        };
-        let event = &marks[of as usize][place(number)];
-        let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
-        // SAFETY: the event is alive, and the stream this GPU's.
-        unsafe { result::stream::wait_event(self.lane(lane)?, event.raw, flags) }
-            .during("waiting for another rank's GPU")?;
-        Ok(())
+        self.order(lane, &member.marks[of as usize][place(number)])
+    }
+
+    fn await_own(&self, number: u64) -> Result<(), Cause> {
+        let marks = &self.peers()?.marks[Lane::Compute as usize];
+        self.order(Lane::Inward, &marks[place(number)])
     }
 }

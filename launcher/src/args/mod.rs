@@ -24,9 +24,9 @@ use std::path::PathBuf;
 use clap::{CommandFactory, Parser};
 
 use crate::config::{
-    DataFormatChoice, DeviceChoice, EarlyStep, Fault, GradDtype, InitChoice, LrScale, NvmeIo,
-    Offload, PrecisionChoice, PureBf16Moments, PureBf16Weights, Recompute, ReportTo, RopeChoice,
-    Scheduler, SchedulerKwargs, Strategy, TemplateChoice, Workers,
+    Collectives, DataFormatChoice, DeviceChoice, EarlyStep, Fault, GradDtype, InitChoice, LrScale,
+    NvmeIo, Offload, PrecisionChoice, PureBf16Moments, PureBf16Weights, Recompute, ReportTo,
+    RopeChoice, Scheduler, SchedulerKwargs, Strategy, TemplateChoice, Workers,
 };
 use crate::error_format::ErrorFormat;
 use crate::exit::Failure;
@@ -142,6 +142,9 @@ pub struct Args {
     /// Consecutive ranks that hold one copy of what --zero shards, replicated across groups; all ranks by default
     #[arg(long, value_name = "RANKS", help_heading = "Memory and ranks")]
     pub shard_group: Option<usize>,
+    /// What carries weights and gradients between GPUs: their own reads of each other's memory (ipc), host memory (shm), or NCCL by request; auto takes ipc where all GPUs of the run reach each other, else shm
+    #[arg(long, value_enum, help_heading = "Memory and ranks")]
+    pub collectives: Option<Collectives>,
     /// The way to files of --offload nvme: auto measures and takes the faster
     #[arg(long, value_enum, help_heading = "Memory and ranks")]
     pub nvme_io: Option<NvmeIo>,
@@ -681,7 +684,7 @@ mod tests {
         names.sort_unstable();
         assert_eq!(
             names.join(" "),
-            "adam-beta1 adam-beta2 adam-epsilon bf16 checkpoint-activations comm-timeout config data data-format data-workers deepspeed device \
+            "adam-beta1 adam-beta2 adam-epsilon bf16 checkpoint-activations collectives comm-timeout config data data-format data-workers deepspeed device \
              device-memory-limit early-step elastic error-format eval-data eval-steps eval-strategy exclude find-batch fp16 freeze global-batch grad-dtype \
              gradient-accumulation-steps gradient-checkpointing host-memory-limit hostfile hysteresis include init initial-scale-power inject learning-rate \
              limit logging-steps logging-strategy lora-alpha lora-dropout lora-layers lora-per-projection lora-rank \

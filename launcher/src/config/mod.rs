@@ -5,6 +5,7 @@
 
 mod batch;
 mod choices;
+mod collectives;
 mod defaults;
 mod early;
 mod fault;
@@ -29,6 +30,7 @@ pub use choices::{
     Cadence, DataFormatChoice, Device, DeviceChoice, InitChoice, LrScale, PrecisionChoice,
     Recompute, ReportTo, RopeChoice, Scheduler, Strategy, TemplateChoice, Workers,
 };
+pub use collectives::Collectives;
 pub(crate) use defaults::DEVICE;
 pub use defaults::{DEMO, Defaults, MODEL};
 pub use early::EarlyStep;
@@ -265,6 +267,9 @@ pub struct RunConfig {
     /// Ranks that hold one copy of what is sharded; `None`: all.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub shard_group: Option<usize>,
+    /// What carries weights and gradients between GPUs, as asked for.
+    #[serde(default)]
+    pub collectives: Collectives,
     /// Tiers of optimizer states and parameters.
     pub offload: Offload,
     /// The way to spill files.

@@ -12,7 +12,7 @@ use std::sync::Arc;
 use kernels::Backend;
 use serde::{Deserialize, Serialize};
 
-use crate::config::{Device, DeviceChoice, RunConfig, Tier};
+use crate::config::{Collectives, Device, DeviceChoice, RunConfig, Tier};
 use crate::doctor::facts::{Cuda, Gpu};
 use crate::doctor::findings::{Finding, Severity};
 use crate::doctor::{self, findings};
@@ -45,6 +45,9 @@ pub struct RunGpu {
     pub memory_bytes: u64,
     /// What nobody used.
     pub free_bytes: u64,
+    /// CUDA's numbers of the GPUs whose memory it reads directly.
+    #[serde(default)]
+    pub peers: Vec<u32>,
 }
 
 /// GPUs and how they are opened: those of the machine, or what a test puts in their place.
@@ -129,6 +132,9 @@ impl Chosen {
                 lines.push(format!(
                     "{weights}gradients and optimizer states rest in host memory or on a disk"
                 ));
+                if config.nproc > 1 {
+                    lines.push(carried(config));
+                }
                 if config.nproc > self.gpus.len() {
                     lines.push(format!(
                         "{} ranks share {} in turn: each has a part of its memory, and they wait for each other",
@@ -193,6 +199,22 @@ fn ranks_on(place: usize, gpus: usize, ranks: usize) -> String {
         0 => "no rank".to_owned(),
         1 => format!("rank {}", on[0]),
         _ => format!("ranks {}", on.join(", ")),
+    }
+}
+
+/// What carries weights and gradients between the GPUs, and why.
+fn carried(config: &RunConfig) -> String {
+    let why = config.apart();
+    match (config.resolved_collectives(), why) {
+        (Collectives::Ipc, _) => "between ranks: ipc, GPUs read each other's memory".into(),
+        (Collectives::Nccl, _) if config.shares_gpus() => {
+            "between ranks: nccl, through sockets, since ranks share a GPU".into()
+        }
+        (Collectives::Nccl, _) => "between ranks: nccl".into(),
+        (_, Some(why)) if config.collectives == Collectives::Auto => {
+            format!("between ranks: shm, through host memory; {why}")
+        }
+        _ => "between ranks: shm, through host memory".into(),
     }
 }
 
@@ -268,6 +290,7 @@ fn run_gpu(gpu: &Gpu) -> Option<RunGpu> {
         multiprocessors: gpu.multiprocessors?,
         memory_bytes,
         free_bytes: gpu.free_bytes.unwrap_or(memory_bytes),
+        peers: gpu.peers.clone().unwrap_or_default(),
     })
 }
 

@@ -245,3 +245,61 @@ fn an_arena_has_room_beside_its_plan_where_there_is_any() {
     // A plan that does not fit is refused elsewhere.
     assert_eq!(arena_bytes(100, Some(50)), 100);
 }
+
+/// Two GPUs of which each reads the other's memory, or one that does not.
+fn linked(both: bool) -> Chosen {
+    let mut gpus = vec![gpu(0), gpu(1)];
+    gpus[0].peers = Some(vec![1]);
+    gpus[1].peers = Some(if both { vec![0] } else { Vec::new() });
+    chosen(DeviceChoice::Cuda, &with(gpus)).expect("chosen")
+}
+
+fn refused(line: &str, chosen: &Chosen) -> Failure {
+    let words: Vec<String> = line.split_whitespace().map(str::to_owned).collect();
+    let Ok(Command::Train { args, .. }) = args::parse(&words) else {
+        panic!("a training line");
+    };
+    let env = Env::from_lookup(&|_| None).expect("an environment");
+    resolve_on(&args, &env, chosen).expect_err("refused")
+}
+
+#[test]
+fn gpus_that_reach_each_other_need_no_host_memory() {
+    let (both, one) = (linked(true), linked(false));
+    let config_of = |line: &str, chosen: &Chosen| config(line, chosen);
+    let auto = config_of("--device cuda", &both);
+    assert_eq!(auto.resolved_collectives(), Collectives::Ipc);
+    assert!(shown(&both, &auto).contains("ipc, GPUs read each other's memory"));
+    let apart = config_of("--device cuda", &one);
+    assert_eq!(apart.resolved_collectives(), Collectives::Shm);
+    assert!(shown(&one, &apart).contains("GPU 1 has no peer access to GPU 0"));
+    // Ranks of one GPU share its memory.
+    let shared = config_of("--device cuda --nproc 2", &linked_to_itself());
+    assert_eq!(shared.resolved_collectives(), Collectives::Ipc);
+    let alone = config_of("--device cuda --nproc 1", &one);
+    assert_eq!(alone.resolved_collectives(), Collectives::Shm);
+    let asked = config_of("--device cuda --collectives shm", &both);
+    assert_eq!(asked.resolved_collectives(), Collectives::Shm);
+    assert!(shown(&both, &asked).contains("shm, through host memory"));
+    let nccl = config_of(
+        "--device cuda --nproc 2 --collectives nccl",
+        &linked_to_itself(),
+    );
+    assert!(nccl.shares_gpus());
+    assert!(shown(&both, &nccl).contains("nccl"));
+}
+
+fn linked_to_itself() -> Chosen {
+    chosen(DeviceChoice::Cuda, &with(vec![gpu(0)])).expect("chosen")
+}
+
+#[test]
+fn collectives_that_cannot_be_are_refused() {
+    let failure = refused("--device cuda --collectives ipc", &linked(false));
+    assert!(failure.to_string().contains("no peer access"), "{failure}");
+    let failure = refused("--collectives nccl", &Chosen::cpu());
+    assert!(failure.to_string().contains("on the CPU"), "{failure}");
+    let line = "--device cuda --nproc 4 --shard-group 2 --collectives nccl";
+    let failure = refused(line, &linked(true));
+    assert!(failure.to_string().contains("one group"), "{failure}");
+}

@@ -115,6 +115,7 @@ fn described(hardware: Hardware) -> Chosen {
         multiprocessors: DESCRIBED_MULTIPROCESSORS,
         memory_bytes: hardware.device_bytes,
         free_bytes: hardware.device_bytes,
+        peers: Vec::new(),
     };
     let count = u32::try_from(hardware.devices).unwrap_or(u32::MAX);
     Chosen::described((0..count).map(gpu).collect())

@@ -116,6 +116,10 @@ impl Communicator for Noted {
         self.inner.memory()
     }
 
+    fn deadline(&self) -> Duration {
+        self.inner.deadline()
+    }
+
     fn time_spent(&self) -> Duration {
         self.inner.time_spent()
     }

@@ -13,6 +13,15 @@ use std::path::Path;
 
 pub(crate) use crate::data::chain;
 
+/// What ranks do with each other's GPUs before a run begins.
+const SHARING: [&str; 5] = [
+    "share memory",
+    "open memory of other ranks",
+    "ask NCCL for its version",
+    "name an NCCL group",
+    "join the NCCL group",
+];
+
 pub(crate) fn engine(doing: &str, error: &EngineError) -> Failure {
     match error {
         EngineError::Comm(comm_error) => comm(comm_error),
@@ -29,6 +38,12 @@ pub(crate) fn engine(doing: &str, error: &EngineError) -> Failure {
                 chain(error),
             ),
         },
+        EngineError::LibraryDiffers { .. } => Failure::new(
+            ErrorCode::Rendezvous,
+            "the ranks have different versions of NCCL",
+            chain(error),
+        )
+        .next("install one version on all machines, or leave --collectives nccl out"),
         EngineError::PlanDiffers { .. } => Failure::new(
             ErrorCode::Rendezvous,
             "the ranks do not run the same plan",
@@ -102,6 +117,13 @@ pub(crate) fn kernel(doing: &str, error: &KernelError) -> Failure {
         )
         .evidence(in_use(*in_use_bytes, breakdown))
         .next("a smaller --per-device-train-batch-size or --model-max-length"),
+        KernelError::Device { op, cause } if SHARING.contains(op) => Failure::new(
+            ErrorCode::Cuda,
+            format!("the GPUs of the ranks cannot {op}"),
+            cause.to_string(),
+        )
+        .next("--collectives shm goes through host memory and works everywhere")
+        .next("in a container, ranks that share GPU memory need one IPC namespace (docker run --ipc=host)"),
         KernelError::Device { op, cause } => Failure::new(
             ErrorCode::Cuda,
             format!("cannot {doing}: the GPU failed in {op}"),

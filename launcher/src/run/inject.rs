@@ -230,6 +230,10 @@ impl Communicator for FaultyLink {
         self.inner.memory()
     }
 
+    fn deadline(&self) -> Duration {
+        self.inner.deadline()
+    }
+
     fn time_spent(&self) -> Duration {
         self.inner.time_spent()
     }

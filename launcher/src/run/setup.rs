@@ -3,12 +3,13 @@
 use super::failures::{self, chain};
 use super::session::rule;
 use crate::config::{
-    Device, GradDtype, InitChoice, PrecisionChoice, RopeChoice, RunConfig, Tier, check_family,
+    Collectives, Device, GradDtype, InitChoice, PrecisionChoice, RopeChoice, RunConfig, Tier,
+    check_family,
 };
 use crate::data::{Sampler, SamplerSizes};
 use crate::exit::{ErrorCode, Failure};
 use crate::ui::Event;
-use engine::{EarlyStep, Offload, Plan, Precision, Stage, UnitId, ZeroConfig};
+use engine::{DeviceTransport, EarlyStep, Offload, Plan, Precision, Stage, UnitId, ZeroConfig};
 use models::lora::{LoraConfig, LoraTargets};
 use models::options::RopePrecision;
 use models::selection::Selection;
@@ -190,6 +191,11 @@ fn zero_config(config: &RunConfig) -> Result<ZeroConfig, Failure> {
             activation: tier(&config.offload.activation),
         },
         keep_uploads,
+        device_transport: match config.resolved_collectives() {
+            Collectives::Ipc => DeviceTransport::Peers,
+            Collectives::Nccl => DeviceTransport::Nccl,
+            Collectives::Auto | Collectives::Shm => DeviceTransport::Host,
+        },
         max_grad_norm: config.optimizer.max_grad_norm.map(|norm| norm as f32),
         early_step: config.early_step_bytes().map(|bytes| EarlyStep {
             most_elems: bytes / second_bytes_per_elem(config),

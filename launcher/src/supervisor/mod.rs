@@ -120,6 +120,8 @@ pub struct Supervisor<'a> {
     pub output: &'a Path,
     /// Names and holds the job's private files; its configuration is written.
     pub job: &'a Job,
+    /// Whether ranks of one GPU form an NCCL group, which takes them only from hosts apart.
+    pub claims_hosts: bool,
     /// Adds to the failure of a rank what would help, before it is stored and shown.
     pub advice: &'a dyn Fn(&mut Failure),
 }
@@ -176,6 +178,10 @@ impl Supervisor<'_> {
             let number = self.first_rank() + rank;
             env.push((rank_env::RANK, number.to_string().into()));
             env.push((rank_env::LOCAL_RANK, rank.to_string().into()));
+            if self.claims_hosts {
+                let host = format!("{}-{number}", self.job.token());
+                env.push((rank_env::NCCL_HOSTID, host.into()));
+            }
             let log = self
                 .output
                 .join("logs")

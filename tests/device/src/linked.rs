@@ -4,10 +4,11 @@
 //! them (*late*). Computing is always late. So a wait that is missing reads what is not there yet, or what is there no more.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use kernels::Lane;
-use kernels::cuda::backend::{Cause, Executor, Moment, PeerExecutor};
+use kernels::cuda::backend::{Cause, Executor, GroupExecutor, Moment, PeerExecutor};
 use kernels::cuda::launch::{Address, Launch};
 
 use crate::emulator::{Emulator, Order};
@@ -29,9 +30,17 @@ pub enum Copies {
 /// One of the GPUs.
 #[derive(Debug)]
 pub struct LinkedGpu {
-    node: Arc<Mutex<Vec<Device>>>,
+    node: Arc<Node>,
     index: usize,
     copies: Copies,
+}
+
+/// What the GPUs of a node share.
+#[derive(Debug)]
+struct Node {
+    devices: Mutex<Vec<Device>>,
+    /// Somebody came to a collective of the group.
+    came: Condvar,
 }
 
 #[derive(Debug)]
@@ -44,6 +53,15 @@ struct Device {
     members: Vec<usize>,
     pulled_bytes: u64,
     put_bytes: u64,
+    /// Of the group: what this GPU brings to each collective, and the works of its inward lane before and behind it.
+    brought: Vec<Brought>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Brought {
+    offset: u64,
+    before: u64,
+    behind: Option<u64>,
 }
 
 #[derive(Debug, Default)]
@@ -68,6 +86,12 @@ enum Work {
         offset: u64,
         to: Address,
         bytes: u64,
+    },
+    /// The sum of f32 at offsets of devices' shared memory, in rank order.
+    Sum {
+        from: Vec<(usize, u64)>,
+        to: Address,
+        elems: u64,
     },
     /// Until a lane of a device has done so many works.
     Await(usize, Lane, u64),
@@ -129,6 +153,21 @@ fn run(devices: &mut [Device], at: usize, lane: Lane, count: u64) -> Result<(), 
                 let bytes = devices[peer].read(from, bytes as usize)?;
                 devices[at].write(to, &bytes)?;
             }
+            Work::Sum { from, to, elems } => {
+                let mut sum: Vec<f32> = Vec::new();
+                for (peer, offset) in from {
+                    let start = devices[peer].shared.ok_or("a GPU that shares nothing")?;
+                    let bytes =
+                        devices[peer].read(Address(start.0 + offset), 4 * elems as usize)?;
+                    let values: Vec<f32> = bytemuck::pod_collect_to_vec(&bytes);
+                    if sum.is_empty() {
+                        sum = values;
+                    } else {
+                        sum.iter_mut().zip(values).for_each(|(s, x)| *s += x);
+                    }
+                }
+                devices[at].write(to, bytemuck::cast_slice(&sum))?;
+            }
             Work::Await(other, of, works) => {
                 devices[at].lanes[lane as usize].waiting = true;
                 run(devices, other, of, works)?;
@@ -151,8 +190,12 @@ impl LinkedGpu {
             members: Vec::new(),
             pulled_bytes: 0,
             put_bytes: 0,
+            brought: Vec::new(),
         };
-        let node = Arc::new(Mutex::new((0..count).map(device).collect::<Vec<_>>()));
+        let node = Arc::new(Node {
+            devices: Mutex::new((0..count).map(device).collect()),
+            came: Condvar::new(),
+        });
         let gpu = |index| Self {
             node: node.clone(),
             index,
@@ -170,7 +213,8 @@ impl LinkedGpu {
     }
 
     fn lock(&self) -> MutexGuard<'_, Vec<Device>> {
-        self.node.lock().unwrap_or_else(PoisonError::into_inner)
+        let devices = self.node.devices.lock();
+        devices.unwrap_or_else(PoisonError::into_inner)
     }
 
     fn push(&self, devices: &mut [Device], lane: Lane, work: Work) -> Result<(), Cause> {
@@ -286,6 +330,10 @@ unsafe impl Executor for LinkedGpu {
     fn peers(&self) -> Option<&dyn PeerExecutor> {
         Some(self)
     }
+
+    fn group(&self) -> Option<&dyn GroupExecutor> {
+        Some(self)
+    }
 }
 
 impl PeerExecutor for LinkedGpu {
@@ -312,6 +360,10 @@ impl PeerExecutor for LinkedGpu {
 
     unsafe fn clear(&self, at: Address, bytes: u64) -> Result<(), Cause> {
         self.queue(Lane::Inward, Work::Zero(at, bytes))
+    }
+
+    unsafe fn take(&self, from: Address, to: Address, bytes: u64) -> Result<(), Cause> {
+        self.queue(Lane::Inward, Work::Copy(from, to, bytes))
     }
 
     unsafe fn pull(&self, peer: usize, offset: u64, to: Address, bytes: u64) -> Result<(), Cause> {
@@ -353,5 +405,138 @@ impl PeerExecutor for LinkedGpu {
             number => *marks.get(number as usize - 1).unwrap_or(&0),
         };
         self.push(&mut devices, lane, Work::Await(device, of, count))
+    }
+
+    fn await_own(&self, number: u64) -> Result<(), Cause> {
+        self.await_mark(Lane::Inward, self.rank()?, Lane::Compute, number)
+    }
+}
+
+impl LinkedGpu {
+    /// Its rank among those that joined.
+    fn rank(&self) -> Result<usize, Cause> {
+        let devices = self.lock();
+        let mut members = devices[self.index].members.iter();
+        let rank = members.position(|member| *member == self.index);
+        rank.ok_or_else(|| "no rank has joined".into())
+    }
+
+    /// Brings memory to the next collective of the group and waits on the host until all have; the ranks' devices, with
+    /// where each one's memory begins. `queue` queues what this rank does with it. As the library's, a collective is done
+    /// when all have read what others brought.
+    fn collective(
+        &self,
+        at: Address,
+        queue: impl Fn(&Self, &mut [Device], &[(usize, u64)]) -> Result<(), Cause>,
+    ) -> Result<(), Cause> {
+        let mut devices = self.lock();
+        let own = &mut devices[self.index];
+        let sequence = own.brought.len();
+        let start = own.shared.ok_or("a GPU that shares nothing")?;
+        own.brought.push(Brought {
+            offset: at.0 - start.0,
+            before: own.lanes[Lane::Inward as usize].queued,
+            behind: None,
+        });
+        self.node.came.notify_all();
+        let members = own.members.clone();
+        let all = |devices: &[Device], is: fn(&Brought) -> bool| {
+            let mut members = members.iter();
+            members.all(|member| devices[*member].brought.get(sequence).is_some_and(is))
+        };
+        while !all(&devices, |_| true) {
+            devices = self
+                .node
+                .came
+                .wait(devices)
+                .unwrap_or_else(PoisonError::into_inner);
+        }
+        let mut places = Vec::new();
+        for member in &members {
+            let Brought { offset, before, .. } = devices[*member].brought[sequence];
+            places.push((*member, offset));
+            self.push(
+                &mut devices,
+                Lane::Inward,
+                Work::Await(*member, Lane::Inward, before),
+            )?;
+        }
+        queue(self, &mut devices, &places)?;
+        let behind = devices[self.index].lanes[Lane::Inward as usize].queued;
+        devices[self.index].brought[sequence].behind = Some(behind);
+        self.node.came.notify_all();
+        while !all(&devices, |brought| brought.behind.is_some()) {
+            devices = self
+                .node
+                .came
+                .wait(devices)
+                .unwrap_or_else(PoisonError::into_inner);
+        }
+        for member in members {
+            let behind = devices[member].brought[sequence].behind.unwrap_or(0);
+            if member != self.index {
+                self.push(
+                    &mut devices,
+                    Lane::Inward,
+                    Work::Await(member, Lane::Inward, behind),
+                )?;
+            }
+        }
+        Ok(())
+    }
+}
+
+impl GroupExecutor for LinkedGpu {
+    fn version(&self) -> Result<String, Cause> {
+        Ok("emulated".into())
+    }
+
+    fn id(&self) -> Result<Vec<u8>, Cause> {
+        Ok(vec![1])
+    }
+
+    fn join(&self, id: &[u8], _rank: usize, size: usize, _: Duration) -> Result<(), Cause> {
+        if *id != [1] {
+            return Err("the name of no group".into());
+        }
+        let mut devices = self.lock();
+        let own = &mut devices[self.index];
+        own.members = (0..size).collect();
+        own.shared = own.buffers.first().map(|buffer| buffer.address);
+        Ok(())
+    }
+
+    fn size(&self) -> usize {
+        self.lock()[self.index].members.len()
+    }
+
+    unsafe fn all_gather(&self, whole: Address, part: u64) -> Result<(), Cause> {
+        self.collective(whole, |own, devices, places| {
+            for (rank, (device, offset)) in places.iter().enumerate() {
+                let at = rank as u64 * part;
+                if *device != own.index {
+                    devices[own.index].pulled_bytes += part;
+                    let pull = Work::Pull {
+                        device: *device,
+                        offset: offset + at,
+                        to: Address(whole.0 + at),
+                        bytes: part,
+                    };
+                    own.push(devices, Lane::Inward, pull)?;
+                }
+            }
+            Ok(())
+        })
+    }
+
+    unsafe fn reduce_scatter(&self, from: Address, to: Address, elems: u64) -> Result<(), Cause> {
+        let rank = self.rank()? as u64;
+        self.collective(from, |own, devices, places| {
+            devices[own.index].pulled_bytes += (places.len() as u64 - 1) * 4 * elems;
+            let from = places.iter();
+            let from = from.map(|(device, offset)| (*device, offset + 4 * rank * elems));
+            let from = from.collect();
+            own.push(devices, Lane::Inward, Work::Sum { from, to, elems })
+        })
     }
 }

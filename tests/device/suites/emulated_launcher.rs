@@ -306,11 +306,27 @@ fn takes_what_the_plan_says(site: &Site, run: &str) {
     assert_eq!(measured.max(), Some(planned));
 }
 
+/// These GPUs share no memory; who asks for that is told what does without.
+fn gpus_that_share_no_memory_are_named() {
+    let site = Site::new();
+    let line = "--model model --data data.json --device cuda --nproc 2 --max-steps 1 --model-max-length 96 --max-slice-nums 1";
+    let (code, screen) = site.run(1, &format!("{line} --collectives ipc --output shared"));
+    assert_eq!(code, Some(13), "{screen}");
+    for words in [
+        "between ranks: ipc",
+        "cannot share memory",
+        "--collectives shm",
+    ] {
+        assert!(screen.contains(words), "no {words:?} in\n{screen}");
+    }
+}
+
 /// More ranks than GPUs, chosen by the program; what is in one rank is in two.
 fn ranks_share_a_gpu() {
     let site = Site::new();
     let line = "--precision f32 --max-steps 1 --device auto --save-strategy no --eval-strategy no";
-    let screen = site.train(1, &format!("{line} --nproc 2 --output two"));
+    let two = "--nproc 2 --output two --collectives shm";
+    let screen = site.train(1, &format!("{line} {two}"));
     for words in [
         "auto: 1 GPU can be used",
         "ranks 0, 1",
@@ -393,7 +409,7 @@ fn machines_with_unlike_libraries_are_named() {
 
 type Test = (&'static str, fn());
 
-const TESTS: [Test; 6] = [
+const TESTS: [Test; 7] = [
     (
         "a_run_in_f32_agrees_with_the_cpu_and_resumes_exactly",
         || {
@@ -407,6 +423,10 @@ const TESTS: [Test; 6] = [
         },
     ),
     ("ranks_share_a_gpu", ranks_share_a_gpu),
+    (
+        "gpus_that_share_no_memory_are_named",
+        gpus_that_share_no_memory_are_named,
+    ),
     (
         "a_plan_that_does_not_fit_is_refused",
         a_plan_that_does_not_fit_is_refused,

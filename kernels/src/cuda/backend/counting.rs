@@ -3,11 +3,13 @@
 //! It is the same code that takes outputs and scratch memory, so a plan knows the places that a run will get, whatever
 //! an operation needs.
 
-use super::{Cause, CudaBackend, Executor, Moment, PeerExecutor};
+use super::{Cause, CudaBackend, Executor, GroupExecutor, Moment, PeerExecutor};
 use crate::cuda::launch::{Address, Launch};
 use crate::peers::Lane;
 use crate::pool::Pool;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 
 /// Where the memory that is not there begins: aligned as a device's own.
 const START: Address = Address(1 << 40);
@@ -18,6 +20,8 @@ const BYTES: u64 = 1 << 50;
 #[derive(Debug)]
 struct Nowhere {
     multiprocessors: u32,
+    /// Of the group that was joined.
+    ranks: AtomicUsize,
 }
 
 impl CudaBackend {
@@ -25,7 +29,10 @@ impl CudaBackend {
     /// other tensors have none, as on the null device.
     #[must_use]
     pub fn counting(multiprocessors: u32) -> Self {
-        let executor = Arc::new(Nowhere { multiprocessors });
+        let executor = Arc::new(Nowhere {
+            multiprocessors,
+            ranks: AtomicUsize::new(0),
+        });
         Self::at(executor, START, Pool::arena("GPU", BYTES))
     }
 }
@@ -91,6 +98,10 @@ unsafe impl Executor for Nowhere {
     fn peers(&self) -> Option<&dyn PeerExecutor> {
         Some(self)
     }
+
+    fn group(&self) -> Option<&dyn GroupExecutor> {
+        Some(self)
+    }
 }
 
 impl PeerExecutor for Nowhere {
@@ -114,6 +125,10 @@ impl PeerExecutor for Nowhere {
         Ok(())
     }
 
+    unsafe fn take(&self, _from: Address, _to: Address, _bytes: u64) -> Result<(), Cause> {
+        Ok(())
+    }
+
     unsafe fn pull(&self, _: usize, _offset: u64, _to: Address, _bytes: u64) -> Result<(), Cause> {
         Ok(())
     }
@@ -127,6 +142,37 @@ impl PeerExecutor for Nowhere {
     }
 
     fn await_mark(&self, _: Lane, _peer: usize, _of: Lane, _number: u64) -> Result<(), Cause> {
+        Ok(())
+    }
+
+    fn await_own(&self, _number: u64) -> Result<(), Cause> {
+        Ok(())
+    }
+}
+
+impl GroupExecutor for Nowhere {
+    fn version(&self) -> Result<String, Cause> {
+        Ok(String::new())
+    }
+
+    fn id(&self) -> Result<Vec<u8>, Cause> {
+        Ok(Vec::new())
+    }
+
+    fn join(&self, _: &[u8], _rank: usize, size: usize, _: Duration) -> Result<(), Cause> {
+        self.ranks.store(size, Ordering::Relaxed);
+        Ok(())
+    }
+
+    fn size(&self) -> usize {
+        self.ranks.load(Ordering::Relaxed)
+    }
+
+    unsafe fn all_gather(&self, _whole: Address, _part: u64) -> Result<(), Cause> {
+        Ok(())
+    }
+
+    unsafe fn reduce_scatter(&self, _: Address, _: Address, _elems: u64) -> Result<(), Cause> {
         Ok(())
     }
 }

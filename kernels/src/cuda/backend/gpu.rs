@@ -1,6 +1,6 @@
 //! A GPU as an executor: its driver's calls, on one stream for work and one each for copies in and out.
 
-use super::{Cause, Executor, Moment, PeerExecutor};
+use super::{Cause, Executor, GroupExecutor, Moment, PeerExecutor};
 use crate::cuda::error::DriverResult;
 use crate::cuda::gpu::Gpu;
 use crate::cuda::launch::{Address, Launch};
@@ -99,6 +99,10 @@ unsafe impl Executor for Gpu {
     }
 
     fn peers(&self) -> Option<&dyn PeerExecutor> {
+        Some(self)
+    }
+
+    fn group(&self) -> Option<&dyn GroupExecutor> {
         Some(self)
     }
 }

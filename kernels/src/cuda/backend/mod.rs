@@ -24,7 +24,7 @@ mod rows;
 mod uses;
 
 pub use loss::LossCuts;
-pub use peers::PeerExecutor;
+pub use peers::{GroupExecutor, PeerExecutor};
 
 use super::launch::{Address, Launch};
 use super::ops::norm::{self, Kind};
@@ -37,7 +37,7 @@ use crate::backend::{
 };
 use crate::check;
 use crate::error::{KernelError, Result};
-use crate::peers::PeerAccess;
+use crate::peers::{GroupAccess, PeerAccess};
 use crate::pool::{Pool, Tag};
 use crate::tensor::{DeviceMemory, OnDevice};
 use crate::{DType, Shape, Tensor};
@@ -152,6 +152,11 @@ pub unsafe trait Executor: Send + Sync + std::fmt::Debug {
 
     /// How other ranks' devices reach this one's memory, where they can.
     fn peers(&self) -> Option<&dyn PeerExecutor> {
+        None
+    }
+
+    /// How a library runs collectives between ranks' devices, where one can.
+    fn group(&self) -> Option<&dyn GroupExecutor> {
         None
     }
 }
@@ -576,6 +581,10 @@ impl Backend for CudaBackend {
 
     fn peers(&self) -> Option<&dyn PeerAccess> {
         self.executor.peers().map(|_| self as _)
+    }
+
+    fn group(&self) -> Option<&dyn GroupAccess> {
+        self.executor.group().map(|_| self as _)
     }
 
     fn upload(&self, bytes: &[u8], shape: Shape, dtype: DType, tag: Tag) -> Result<Tensor> {

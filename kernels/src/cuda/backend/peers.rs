@@ -3,11 +3,12 @@
 use super::{Cause, CudaBackend, Moment};
 use crate::cuda::launch::Address;
 use crate::error::{KernelError, Result};
-use crate::peers::{Lane, PeerAccess};
+use crate::peers::{GroupAccess, Lane, PeerAccess};
 use crate::pool::Tag;
 use crate::tensor::OnDevice;
 use crate::{DType, Shape, Tensor};
 use std::ops::Range;
+use std::time::Duration;
 
 /// Lanes of an executor that other ranks' executors read and wait for. Each lane is in order, and the two are ordered
 /// by moments, arrivals and marks only.
@@ -48,6 +49,15 @@ pub trait PeerExecutor: Send + Sync {
     /// When the device fails.
     unsafe fn clear(&self, at: Address, bytes: u64) -> Result<(), Cause>;
 
+    /// Inward: bytes of this device.
+    ///
+    /// # Safety
+    /// As for [`PeerExecutor::put`], and `from` is memory of this device.
+    ///
+    /// # Errors
+    /// When the device fails.
+    unsafe fn take(&self, from: Address, to: Address, bytes: u64) -> Result<(), Cause>;
+
     /// Inward: bytes at an offset of the named memory of rank `peer`.
     ///
     /// # Safety
@@ -75,6 +85,54 @@ pub trait PeerExecutor: Send + Sync {
     /// # Errors
     /// When the device fails or no such rank joined.
     fn await_mark(&self, lane: Lane, peer: usize, of: Lane, number: u64) -> Result<(), Cause>;
+
+    /// The inward lane goes on behind this executor's own mark of what computes.
+    ///
+    /// # Errors
+    /// When the device fails.
+    fn await_own(&self, number: u64) -> Result<(), Cause>;
+}
+
+/// A library's collectives on the inward lane of an executor.
+pub trait GroupExecutor: Send + Sync {
+    /// The library's version.
+    ///
+    /// # Errors
+    /// When there is none.
+    fn version(&self) -> Result<String, Cause>;
+
+    /// A fresh name for a group.
+    ///
+    /// # Errors
+    /// When there is no library or no network.
+    fn id(&self) -> Result<Vec<u8>, Cause>;
+
+    /// Joins a group; returns when all have come.
+    ///
+    /// # Errors
+    /// When the ranks do not reach each other.
+    fn join(&self, id: &[u8], rank: usize, size: usize, deadline: Duration) -> Result<(), Cause>;
+
+    /// Ranks of the group that was joined; 0 without one.
+    fn size(&self) -> usize;
+
+    /// Inward: every rank's `part` bytes, one behind the other from `whole` on, this rank's in place.
+    ///
+    /// # Safety
+    /// The memory is that large, and nobody uses it until the lane has passed.
+    ///
+    /// # Errors
+    /// When the library fails.
+    unsafe fn all_gather(&self, whole: Address, part: u64) -> Result<(), Cause>;
+
+    /// Inward: this rank's `elems` f32 of the sum over ranks of what lies from `from` on.
+    ///
+    /// # Safety
+    /// As for [`GroupExecutor::all_gather`]: one part for each rank at `from`, one at `to`.
+    ///
+    /// # Errors
+    /// When the library fails.
+    unsafe fn reduce_scatter(&self, from: Address, to: Address, elems: u64) -> Result<(), Cause>;
 }
 
 impl CudaBackend {
@@ -146,6 +204,14 @@ impl PeerAccess for CudaBackend {
         unsafe { self.peer_executor()?.clear(to, bytes) }.map_err(failed(OP))
     }
 
+    fn take(&self, from: &Tensor, at: usize, to: &Tensor, range: Range<usize>) -> Result<()> {
+        const OP: &str = "take";
+        let (from, _) = self.part(OP, from, &(at..at + range.len()))?;
+        let (to, bytes) = self.part(OP, to, &range)?;
+        // SAFETY: as in `put`; the caller holds `from`.
+        unsafe { self.peer_executor()?.take(from, to, bytes) }.map_err(failed(OP))
+    }
+
     fn pull(&self, peer: usize, offset: u64, to: &Tensor, range: Range<usize>) -> Result<()> {
         const OP: &str = "pull";
         let (to, bytes) = self.part(OP, to, &range)?;
@@ -174,5 +240,71 @@ impl PeerAccess for CudaBackend {
         let peers = self.peer_executor()?;
         let ordered = peers.await_mark(lane, peer, of, number);
         ordered.map_err(failed("wait for another rank's device"))
+    }
+
+    fn await_own(&self, number: u64) -> Result<()> {
+        let ordered = self.peer_executor()?.await_own(number);
+        ordered.map_err(failed("order a copy behind work"))
+    }
+}
+
+impl CudaBackend {
+    fn group_executor(&self) -> Result<&dyn GroupExecutor> {
+        self.executor.group().ok_or_else(|| KernelError::Device {
+            op: "group",
+            cause: "no library runs collectives of this device".into(),
+        })
+    }
+}
+
+impl GroupAccess for CudaBackend {
+    fn version(&self) -> Result<String> {
+        let version = self.group_executor()?.version();
+        version.map_err(failed("ask NCCL for its version"))
+    }
+
+    fn id(&self) -> Result<Vec<u8>> {
+        let id = self.group_executor()?.id();
+        id.map_err(failed("name an NCCL group"))
+    }
+
+    fn join(&self, id: &[u8], rank: usize, size: usize, deadline: Duration) -> Result<()> {
+        let joined = self.group_executor()?.join(id, rank, size, deadline);
+        joined.map_err(failed("join the NCCL group"))
+    }
+
+    fn all_gather(&self, whole: &Tensor) -> Result<()> {
+        const OP: &str = "NCCL all-gather";
+        let group = self.group_executor()?;
+        let (at, bytes) = self.part(OP, whole, &(0..whole.size_bytes()))?;
+        let part = self.divided(OP, whole, bytes, group.size())?;
+        // SAFETY: the range is the tensor's, whose place the inward lane entered behind its last use.
+        unsafe { group.all_gather(at, part) }.map_err(failed(OP))
+    }
+
+    fn reduce_scatter(&self, from: &Tensor, to: &Tensor) -> Result<()> {
+        const OP: &str = "NCCL reduce-scatter";
+        let group = self.group_executor()?;
+        let elems = self.divided(OP, from, from.elems() as u64, group.size())?;
+        let f32s = [from, to].iter().all(|x| x.dtype() == DType::F32);
+        if elems != to.elems() as u64 || !f32s {
+            let detail = format!("{from:?} into {to:?} on {} ranks", group.size());
+            return Err(KernelError::Shape { op: OP, detail });
+        }
+        let (from, to) = (self.address(OP, from)?, self.address(OP, to)?);
+        // SAFETY: as above; the sizes were compared.
+        unsafe { group.reduce_scatter(from, to, elems) }.map_err(failed(OP))
+    }
+}
+
+impl CudaBackend {
+    /// A rank's part of `all`.
+    fn divided(&self, op: &'static str, x: &Tensor, all: u64, ranks: usize) -> Result<u64> {
+        let ranks = ranks as u64;
+        if ranks == 0 || !all.is_multiple_of(ranks) {
+            let detail = format!("{x:?} on {ranks} ranks");
+            return Err(KernelError::Shape { op, detail });
+        }
+        Ok(all / ranks)
     }
 }

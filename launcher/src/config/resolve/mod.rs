@@ -62,6 +62,7 @@ pub(crate) fn resolve_on(args: &Args, env: &Env, chosen: &Chosen) -> Result<Reso
         init: args.init.unwrap_or(defaults.init),
         zero: args.zero.unwrap_or(defaults::ZERO),
         shard_group: shard_group(args, nproc)?,
+        collectives: args.collectives.unwrap_or_default(),
         offload: offload(args, chosen.device, nproc, &mut notes)?,
         nvme_io: args.nvme_io.unwrap_or_default(),
         early_step: args.early_step.unwrap_or_default(),
@@ -116,6 +117,7 @@ pub(crate) fn resolve_on(args: &Args, env: &Env, chosen: &Chosen) -> Result<Reso
         inject: args.inject.clone(),
         source,
     };
+    config.check_collectives()?;
     Ok(Resolved { config, notes })
 }
 

@@ -3,6 +3,7 @@
 
 use std::path::Path;
 use std::process::{Child, Command};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
@@ -159,14 +160,14 @@ pub fn ipc_rank(setting: &Setting, rank: u32, meeting: &Path) -> Result<()> {
 /// What failed.
 pub fn nccl_rank(setting: &Setting, rank: u32, meeting: &Path) -> Result<()> {
     let gpu = setting.gpu()?;
-    let nccl = Nccl::open(&setting.search)?;
+    let nccl = Arc::new(Nccl::open(&setting.search)?);
     let name = meeting.join("id");
     if rank == 0 {
         publish(meeting, "id", &nccl.unique_id()?)?;
     }
     let id = await_file(setting, &name)?;
     let id = <[u8; 128]>::try_from(&*id).map_err(|_| anyhow::anyhow!("a short name"))?;
-    let group = nccl.join(&gpu, id, rank, WORLD)?;
+    let group = nccl.join(gpu.stream(), id, rank, WORLD)?;
     let value = |rank: usize, i: usize| (rank + 1) as f32 + (i % 97) as f32;
     let all: Vec<f32> = (0..PART * WORLD as usize)
         .map(|i| value(rank as usize, i))

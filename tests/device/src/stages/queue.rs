@@ -47,7 +47,7 @@ pub(crate) fn from_mapped(gpu: &Gpu, from: &Mapped, to: &Memory) -> Result<()> {
 }
 
 pub(crate) fn gather(
-    group: &Communicator<'_>,
+    group: &Communicator,
     from: &Memory,
     to: &Memory,
     n: usize,
@@ -58,7 +58,7 @@ pub(crate) fn gather(
 }
 
 pub(crate) fn scatter(
-    group: &Communicator<'_>,
+    group: &Communicator,
     from: &Memory,
     to: &Memory,
     n: usize,
@@ -69,7 +69,7 @@ pub(crate) fn scatter(
 }
 
 pub(crate) fn reduce(
-    group: &Communicator<'_>,
+    group: &Communicator,
     from: &Memory,
     to: &Memory,
     n: usize,

@@ -1,0 +1,128 @@
+//! A GPU in an NCCL group, whose operations run on its stream of copies in.
+//!
+//! A rank that is gone leaves the others' operations waiting on their GPUs for ever. So whoever waits for the device asks
+//! the library for errors meanwhile, and ends the group when an operation takes too long.
+#![expect(
+    unsafe_code,
+    reason = "queues operations on memory that the caller vouches for"
+)]
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use cudarc::driver::CudaEvent;
+
+use super::backend::{Cause, GroupExecutor};
+use super::error::{CudaError, DriverResult, Result};
+use super::gpu::Gpu;
+use super::launch::Address;
+use super::nccl::{Communicator, Kind, Nccl, UNIQUE_ID_BYTES};
+
+/// How often a waiting host looks.
+const LOOK: Duration = Duration::from_micros(50);
+
+/// The group of one GPU.
+#[derive(Debug, Default)]
+pub(super) struct Group(Mutex<Option<Member>>);
+
+#[derive(Debug)]
+struct Member {
+    communicator: Communicator,
+    size: usize,
+    deadline: Duration,
+}
+
+impl Group {
+    fn lock(&self) -> MutexGuard<'_, Option<Member>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits for an event, no longer than an operation of the group may take.
+    pub(super) fn wait(&self, event: &CudaEvent) -> Result<()> {
+        let deadline = self.lock().as_ref().map(|member| member.deadline);
+        let Some(deadline) = deadline else {
+            return event.synchronize().during("waiting for a copy");
+        };
+        let started = Instant::now();
+        while !event.try_is_complete().during("waiting for a copy")? {
+            let mut group = self.lock();
+            let Some(member) = group.as_ref() else {
+                return Err(ended("the group has ended"));
+            };
+            let failed = member.communicator.check().err();
+            let late = started.elapsed() > deadline;
+            if failed.is_some() || late {
+                // Dropping it ends what still waits on the device.
+                group.take();
+                let late = || ended(&format!("not done after {} s", deadline.as_secs()));
+                return Err(failed.unwrap_or_else(late));
+            }
+            drop(group);
+            std::thread::park_timeout(LOOK);
+        }
+        Ok(())
+    }
+}
+
+fn ended(why: &str) -> CudaError {
+    CudaError::Driver {
+        call: "NCCL collective".into(),
+        code: why.into(),
+    }
+}
+
+impl Gpu {
+    fn nccl(&self) -> Result<Arc<Nccl>> {
+        Ok(Arc::new(Nccl::open(self.search())?))
+    }
+
+    fn in_group(&self, run: impl FnOnce(&Communicator) -> Result<()>) -> Result<(), Cause> {
+        let group = self.group_state().lock();
+        let member = group.as_ref().ok_or_else(|| ended("there is no group"))?;
+        run(&member.communicator)?;
+        Ok(member.communicator.check()?)
+    }
+}
+
+impl GroupExecutor for Gpu {
+    fn version(&self) -> Result<String, Cause> {
+        Ok(self.nccl()?.version()?)
+    }
+
+    fn id(&self) -> Result<Vec<u8>, Cause> {
+        Ok(self.nccl()?.unique_id()?.to_vec())
+    }
+
+    fn join(&self, id: &[u8], rank: usize, size: usize, deadline: Duration) -> Result<(), Cause> {
+        let id: [u8; UNIQUE_ID_BYTES] = id.try_into()?;
+        let (rank, world) = (u32::try_from(rank)?, u32::try_from(size)?);
+        let inward = &self.copies()?.inward;
+        let communicator = self.nccl()?.join(inward, id, rank, world)?;
+        *self.group_state().lock() = Some(Member {
+            communicator,
+            size,
+            deadline,
+        });
+        Ok(())
+    }
+
+    fn size(&self) -> usize {
+        let group = self.group_state().lock();
+        group.as_ref().map_or(0, |member| member.size)
+    }
+
+    unsafe fn all_gather(&self, whole: Address, part: u64) -> Result<(), Cause> {
+        self.bind()?;
+        self.in_group(|group| {
+            let own = Address(whole.0 + u64::from(group.rank()) * part);
+            // SAFETY: the caller vouches for the memory.
+            unsafe { group.all_gather(own, whole, part as usize, Kind::U8) }
+        })
+    }
+
+    unsafe fn reduce_scatter(&self, from: Address, to: Address, elems: u64) -> Result<(), Cause> {
+        self.bind()?;
+        // SAFETY: the caller vouches for the memory.
+        self.in_group(|group| unsafe { group.reduce_scatter(from, to, elems as usize, Kind::F32) })
+    }
+}

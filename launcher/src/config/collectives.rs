@@ -1,0 +1,98 @@
+//! What carries weights and gradients between the GPUs of a run.
+
+use clap::ValueEnum;
+use serde::{Deserialize, Serialize};
+
+use super::{Device, RunConfig};
+use crate::exit::Failure;
+
+/// `--collectives`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Collectives {
+    /// GPUs that all reach each other's memory read it; others go through host memory.
+    #[default]
+    Auto,
+    /// GPUs read each other's memory.
+    Ipc,
+    /// Host memory that the ranks share; between machines, TCP or MPI.
+    Shm,
+    /// NVIDIA's library, also between machines.
+    Nccl,
+}
+
+impl Collectives {
+    /// As on the command line.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Auto => "auto",
+            Self::Ipc => "ipc",
+            Self::Shm => "shm",
+            Self::Nccl => "nccl",
+        }
+    }
+}
+
+impl RunConfig {
+    /// What `--collectives` comes to: never `Auto`.
+    pub(crate) fn resolved_collectives(&self) -> Collectives {
+        match self.collectives {
+            Collectives::Auto if self.device == Device::Cuda && self.apart().is_none() => {
+                Collectives::Ipc
+            }
+            Collectives::Auto => Collectives::Shm,
+            asked => asked,
+        }
+    }
+
+    /// Whether ranks of this machine share a GPU.
+    pub(crate) fn shares_gpus(&self) -> bool {
+        self.device == Device::Cuda && self.gpus.len() < self.ranks_here()
+    }
+
+    /// Why the GPUs of this run do not all read each other's memory; `None` where they do.
+    pub(crate) fn apart(&self) -> Option<String> {
+        if self.nproc < 2 {
+            return Some("there is one rank".into());
+        }
+        if self.ranks_here() < self.nproc {
+            return Some("the ranks are on several machines".into());
+        }
+        let used = &self.gpus[..self.gpus.len().min(self.nproc)];
+        for one in used {
+            let others = used.iter().filter(|two| two.ordinal != one.ordinal);
+            let mut apart = others.filter(|two| !one.peers.contains(&two.ordinal));
+            if let Some(two) = apart.next() {
+                let (one, two) = (one.ordinal, two.ordinal);
+                return Some(format!("GPU {one} has no peer access to GPU {two}"));
+            }
+        }
+        None
+    }
+
+    /// Refuses what was asked for by name and cannot be.
+    pub(super) fn check_collectives(&self) -> Result<(), Failure> {
+        let asked = self.collectives;
+        if matches!(asked, Collectives::Auto | Collectives::Shm) {
+            return Ok(());
+        }
+        let why = if self.device == Device::Cpu {
+            Some("it is for GPUs, and this run computes on the CPU".to_owned())
+        } else if asked == Collectives::Ipc && self.nproc > 1 {
+            self.apart()
+        } else if asked == Collectives::Nccl && self.shard_group.is_some() {
+            Some("NCCL has one group of all ranks here, not those of --shard-group".to_owned())
+        } else {
+            None
+        };
+        match why {
+            None => Ok(()),
+            Some(why) => Err(Failure::usage(
+                format!("--collectives {} cannot be used", asked.name()),
+                why,
+            )
+            .next("--collectives auto takes what works here; shm works everywhere")),
+        }
+    }
+}

@@ -1,0 +1,49 @@
+"""The stage `ranks` of scripts/gpu-check.sh: the same run with different carriers between its ranks.
+usage: gpu_ranks.py PREFIX RANKS SETTINGS, for the logs PREFIX-shm.jsonl, PREFIX-ipc.jsonl and perhaps PREFIX-nccl.jsonl;
+rows of a table on standard output, exit status 1 when losses are not what they should be."""
+
+import json
+import sys
+from pathlib import Path
+
+# NCCL adds two f32 in the same order as anybody, so that a difference comes from more ranks or from an order of its own:
+# as for a pass in f32 (scripts/gpu_train.py), per update.
+PASS = 1e-4
+
+
+def rows(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def main(prefix, ranks, settings):
+    failures, first = [], None
+    for how in ("shm", "ipc", "nccl"):
+        path = Path(f"{prefix}-{how}.jsonl")
+        if not path.exists():
+            continue
+        log = rows(path)
+        losses = [row["loss"] for row in log if "loss" in row]
+        times = sorted(row["step_seconds"] for row in log if "step_seconds" in row)
+        seconds = f"{times[len(times) // 2]:.3f}" if times else "?"
+        if not losses:
+            failures.append(f"{path.name} has no losses")
+            continue
+        if first is None:
+            first, verdict = losses, f"{losses[0]:.4f} to {losses[-1]:.4f}"
+        elif how == "ipc":
+            verdict = "the same bits" if losses == first else "NOT the same bits"
+            if losses != first:
+                failures.append(f"{path.name}: {losses} instead of {first}")
+        else:
+            off = max(abs(a - b) / abs(b) / (k + 1) for k, (a, b) in enumerate(zip(losses, first)))
+            verdict = f"off by at most {off:.1e} of the loss for each update"
+            if len(losses) != len(first) or not off <= PASS:
+                failures.append(f"{path.name}: {losses} instead of {first}")
+        print(f"| {ranks} | `{settings}` | {how} | {verdict} | {seconds} |")
+    for failure in failures:
+        print(f"FAILED {failure}")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
