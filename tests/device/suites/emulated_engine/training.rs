@@ -164,6 +164,29 @@ fn weights_that_stay_on_the_device_come_when_they_change() -> Result<()> {
     Ok(())
 }
 
+/// Saved activations leave beside the segments that follow, and come back beside those in front of theirs: but for the
+/// first of a pass, whose place is taken when it is wanted.
+#[test]
+fn activations_cross_the_bus_beside_the_work() -> Result<()> {
+    let copies = |activation| -> Result<[Beside; 2]> {
+        let gpu = Arc::new(EmulatedGpu::new(Order::Ascending));
+        let device = CudaBackend::new(gpu.clone(), ARENA_BYTES)?;
+        let dir = pack("glm-4v-9b");
+        train(&dir, Precision::Bf16, Arc::new(device), activation, true)?;
+        Ok([gpu.fetches(), gpu.uploads()])
+    };
+    let [stayed, moved] = [copies(Tier::Device)?, copies(Tier::Host)?];
+    for (stayed, moved) in stayed.iter().zip(&moved) {
+        let bytes = moved.bytes - stayed.bytes;
+        let overlapping = moved.overlapping - stayed.overlapping;
+        assert!(
+            bytes > 0 && overlapping * 4 >= bytes * 3,
+            "{overlapping} of {bytes}"
+        );
+    }
+    Ok(())
+}
+
 #[test]
 fn minicpm_trains_as_on_the_cpu() -> Result<()> {
     agree("minicpm-v-2_6", Precision::F32, Tier::Device)
