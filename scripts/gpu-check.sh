@@ -2,24 +2,27 @@
 # Turns any GPU into figures: probes it, checks every kernel, measures them. Needs what scripts/gpu-build.sh put into
 # BIN_DIR, this repository and a driver. Logs and tables go to OUT, a summary is printed last; a failing stage does
 # not stop the others; exits with 0 when every stage passed.
-# usage: scripts/gpu-check.sh BIN_DIR [OUT] [--stages a,b] [--budget SECONDS] [--device cuda|cpu]
-# --device cpu takes the stage `train` through its paths where no GPU is; the other stages need one.
+# usage: scripts/gpu-check.sh BIN_DIR [OUT] [--stages a,b] [--cases a,b] [--budget SECONDS] [--device cuda|cpu]
+# The stage `headline` (published sizes under caps of device memory) runs only where --stages names it; --cases selects of
+# scripts/headline.json. --device cpu takes `train` and `headline` through their paths where no GPU is; the others need one.
 set -uo pipefail
 
 stages=probe,doctor,ceilings,copies,ipc,nccl,calibration,conformance,backend,train,ranks,table,products,parity,offload
 budget=590
 device=cuda
+cases=
 positional=()
 while [ $# -gt 0 ]; do
   case $1 in
     --stages) stages=${2:?--stages needs a list}; shift 2 ;;
+    --cases) cases=${2:?--cases needs a list}; shift 2 ;;
     --budget) budget=${2:?--budget needs seconds}; shift 2 ;;
     --device) device=${2:?--device needs cuda or cpu}; shift 2 ;;
     -*) echo "unknown option $1" >&2; exit 2 ;;
     *) positional+=("$1"); shift ;;
   esac
 done
-[ "${#positional[@]}" -ge 1 ] || { echo "usage: $0 BIN_DIR [OUT] [--stages a,b] [--budget SECONDS]" >&2; exit 2; }
+[ "${#positional[@]}" -ge 1 ] || { echo "usage: $0 BIN_DIR [OUT] [--stages a,b] [--cases a,b] [--budget SECONDS]" >&2; exit 2; }
 bin=$(realpath "${positional[0]}")
 out=$(realpath -m "${positional[1]:-gpu-check-results}")
 root=$(cd "$(dirname "$0")/.." && pwd)
@@ -34,6 +37,7 @@ limit_of() {
     nccl) echo 60 ;;
     calibration) echo 90 ;;
     train) echo 240 ;;
+    headline) echo "$budget" ;;
     *) echo 180 ;;
   esac
 }
@@ -146,6 +150,12 @@ offload() {
   { echo "## disk and tiers"; echo; echo '```'; cat "$out/nvme.txt"; echo "16 runs: losses equal on every tier, and with updates beside backward"; echo '```'; } >"$out/offload.md"
 }
 
+# Cases at published sizes, each with a limit of its own.
+headline() {
+  python3 "$root/scripts/gpu_headline.py" "$bin" "$out" --seconds "$limit" --device "$device" ${cases:+--cases "$cases"} \
+    ${packages:+--packages "$packages"}
+}
+
 packages=$(python3 -c 'import site, sys; print(":".join(site.getsitepackages() + [p for p in sys.path if p.endswith("-packages")]))' 2>/dev/null || true)
 started=$SECONDS
 failed=()
@@ -162,7 +172,8 @@ for stage in ${stages//,/ }; do
   echo "== $stage (at most $limit s)"
   begun=$SECONDS
   rm -f "$out/$stage.md" "$out/$stage.json" "$out/$stage.log"
-  if [ "$stage" = doctor ] || [ "$stage" = train ] || [ "$stage" = ranks ] || [ "$stage" = parity ] || [ "$stage" = offload ]; then
+  if [ "$stage" = doctor ] || [ "$stage" = train ] || [ "$stage" = ranks ] || [ "$stage" = parity ] || [ "$stage" = offload ] ||
+    [ "$stage" = headline ]; then
     "$stage" 2>&1 | tee "$out/$stage.log"
     code=${PIPESTATUS[0]}
   else

@@ -2,6 +2,8 @@
 
 Prints one JSON object: name of the row -> milliseconds. What PyTorch cannot do is left out and named on stderr.
 usage: gpu_peers.py [--budget SECONDS] [--params N] [--stage table|products]
+       gpu_peers.py --stage step --model-config FILE [--tokens N] [--slices N] [--rank N]
+The stage `step` times a training step of MiniCPM-V's shapes (gpu_peer_step.py).
 """
 
 import json
@@ -12,8 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-BUDGET = float(sys.argv[sys.argv.index("--budget") + 1]) if "--budget" in sys.argv else 60.0
-STAGE = sys.argv[sys.argv.index("--stage") + 1] if "--stage" in sys.argv else "table"
+def option(name, otherwise):
+    return sys.argv[sys.argv.index(name) + 1] if name in sys.argv else otherwise
+
+
+BUDGET = float(option("--budget", 60.0))
+STAGE = option("--stage", "table")
 STARTED = time.monotonic()
 results = {}
 
@@ -182,7 +188,19 @@ def products():
             measure(name, adapted(8192, 4096, 4096, rank, which == "backward"), "products")
 
 
+def training_steps():
+    import gpu_peer_step
+
+    numbers = [int(option(name, value)) for name, value in (("--tokens", 2048), ("--slices", 10), ("--rank", 64))]
+    for name, prepare in gpu_peer_step.steps(option("--model-config", None), *numbers):
+        measure(name, prepare, "step")
+
+
 def main():
+    if STAGE == "step":
+        training_steps()
+        print(json.dumps(results))
+        return
     n = int(sys.argv[sys.argv.index("--params") + 1]) if "--params" in sys.argv else 1 << 28
     measure("adamw f32, f32 gradient", adamw(torch.float32, n))
     measure("adamw pure bf16, bf16 gradient", adamw(torch.bfloat16, n))

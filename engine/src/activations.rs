@@ -1,15 +1,20 @@
 //! What backward starts from, kept off the device between forward and backward.
+//!
+//! A device apart is never waited for by a save: the values leave it while it goes on, and the host has them when the
+//! next ones are saved. The place of what backward wants next is taken before the segment in front of it is queued, so
+//! that the values come back beside that segment's work.
 
 use crate::error::EngineError;
 use crate::plan::{StateKind, Tier};
 use crate::spill::{PendingRead, SpillFile};
 use crate::tier::{Region, Tiers};
 use crate::timing::CopyClock;
-use kernels::{Backend, Block, DType, Pool, Shape, Tag, Tensor, TensorMut};
+use kernels::{Arrival, Backend, Block, DType, Fetch, Pool, Shape, Tag, Tensor, TensorMut};
+use std::borrow::Cow;
 use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::ops::Range;
-use std::rc::Rc;
+use std::rc::{Rc, Weak};
 use std::time::Duration;
 
 type Result<T, E = EngineError> = std::result::Result<T, E>;
@@ -24,10 +29,16 @@ pub struct Activations {
     books: Pool,
     arena: Rc<RefCell<Arena>>,
     clock: RefCell<CopyClock>,
+    /// Whether tensors lie on a device apart.
+    apart: bool,
+    /// What was saved last there.
+    leaving: RefCell<Weak<RefCell<Kept>>>,
 }
 
 #[derive(Debug)]
 enum Kept {
+    /// Still on a device apart, on its way.
+    Leaving(Fetch),
     /// A place without memory: on a device without values.
     Null {
         _placed: Tensor,
@@ -38,6 +49,33 @@ enum Kept {
         arena: Rc<RefCell<Arena>>,
         ahead: RefCell<VecDeque<PendingRead>>,
     },
+}
+
+/// Where the values of a tensor are read from.
+enum Source<'a> {
+    Here(&'a Tensor),
+    Leaving(&'a Fetch),
+}
+
+impl Source<'_> {
+    fn bytes(&self) -> Result<Cow<'_, [u8]>> {
+        match self {
+            Self::Here(value) => Ok(value.host_bytes()?),
+            Self::Leaving(fetch) => {
+                let mut bytes = vec![0; fetch.tensor().size_bytes()];
+                fetch.bytes_into(&mut bytes)?;
+                Ok(Cow::Owned(bytes))
+            }
+        }
+    }
+
+    fn copy_into(&self, out: &mut [u8]) -> Result<()> {
+        match self {
+            Self::Here(value) => out.copy_from_slice(&value.host_bytes()?),
+            Self::Leaving(fetch) => fetch.bytes_into(out)?,
+        }
+        Ok(())
+    }
 }
 
 /// Regions of a disk, each with the bytes that nobody uses, in order.
@@ -104,7 +142,9 @@ impl Arena {
 pub struct Saved {
     shape: Shape,
     dtype: DType,
-    kept: Kept,
+    kept: Rc<RefCell<Kept>>,
+    /// Places on a device apart that were taken for it, one for each segment that wants it.
+    arrivals: RefCell<VecDeque<Arrival>>,
 }
 
 impl Drop for Kept {
@@ -129,7 +169,16 @@ impl Activations {
             tiers,
             arena: Rc::default(),
             clock: RefCell::default(),
+            apart: false,
+            leaving: RefCell::default(),
         })
+    }
+
+    /// For tensors of `device`: those of one apart leave it beside its work.
+    #[must_use]
+    pub fn of(mut self, device: &dyn Backend) -> Self {
+        self.apart = device.device().is_apart();
+        self
     }
 
     /// Where tensors are counted: the host pool, or the disk's.
@@ -163,20 +212,47 @@ impl Activations {
         self.tiers.allocate_bytes(place, bytes, 0, Tag::Activations)
     }
 
-    /// Copies a tensor to the tier.
+    /// Copies a tensor to the tier. On a device apart it stays where it is until the next call, when what saved it has
+    /// long been queued.
     ///
     /// # Errors
     /// When the tier is full.
     pub fn save(&self, value: &Tensor) -> Result<Saved> {
-        let save = || self.keep(value);
+        let save = || -> Result<Kept> {
+            if self.apart {
+                self.finish()?;
+                return Ok(Kept::Leaving(value.fetch()?));
+            }
+            self.keep(value, &Source::Here(value))
+        };
+        let kept = self.clock.borrow_mut().time(self.tier, save)?;
+        let kept = Rc::new(RefCell::new(kept));
+        if self.apart {
+            *self.leaving.borrow_mut() = Rc::downgrade(&kept);
+        }
         Ok(Saved {
             shape: value.shape(),
             dtype: value.dtype(),
-            kept: self.clock.borrow_mut().time(self.tier, save)?,
+            kept,
+            arrivals: RefCell::default(),
         })
     }
 
-    fn keep(&self, value: &Tensor) -> Result<Kept> {
+    /// Brings what was saved last to its tier, if anybody still wants it.
+    fn finish(&self) -> Result<()> {
+        let Some(last) = self.leaving.take().upgrade() else {
+            return Ok(());
+        };
+        let mut kept = last.borrow_mut();
+        if let Kept::Leaving(fetch) = &*kept {
+            let arrived = self.keep(fetch.tensor(), &Source::Leaving(fetch))?;
+            *kept = arrived;
+        }
+        Ok(())
+    }
+
+    /// A place on the tier with the values of `value`, which come from `source`.
+    fn keep(&self, value: &Tensor, source: &Source<'_>) -> Result<Kept> {
         let bytes = value.size_bytes();
         if value.is_null() {
             let taken = match self.tier {
@@ -188,7 +264,7 @@ impl Activations {
         }
         if self.tier == Tier::Host {
             let mut block = self.tiers.host.take(bytes, Tag::Activations)?;
-            block.as_bytes_mut().copy_from_slice(&value.host_bytes()?);
+            source.copy_into(block.as_bytes_mut())?;
             return Ok(Kept::Host(block));
         }
         let bytes = disk_bytes(bytes);
@@ -207,20 +283,29 @@ impl Activations {
             ahead: RefCell::default(),
         };
         let region = &mut self.arena.borrow_mut().0[place.region].0;
-        region.write(place.bytes.start, &value.host_bytes()?)?;
+        region.write(place.bytes.start, &source.bytes()?)?;
         Ok(kept)
     }
 
-    /// Starts to read a tensor that is needed soon, as far as buffers go.
+    /// Prepares for a tensor that is needed soon: takes its place on a device apart, and starts to read it from a disk, as
+    /// far as buffers go.
     ///
     /// # Errors
-    /// When the disk fails.
-    pub fn prefetch(&self, saved: &Saved) -> Result<()> {
+    /// When the device has no room or the disk fails.
+    pub fn prefetch(&self, saved: &Saved, device: &dyn Backend) -> Result<()> {
+        let kept = saved.kept.borrow();
+        if matches!(*kept, Kept::Leaving(_)) {
+            return Ok(());
+        }
+        if self.apart {
+            let arrival = device.reserve_upload(saved.shape, saved.dtype, Tag::Activations)?;
+            saved.arrivals.borrow_mut().push_back(arrival);
+        }
         let Kept::Spilled {
             place,
             arena,
             ahead,
-        } = &saved.kept
+        } = &*kept
         else {
             return Ok(());
         };
@@ -240,26 +325,45 @@ impl Activations {
         Ok(())
     }
 
-    /// The tensor, on the device again.
+    /// The tensor, on the device again; what never left is still there.
     ///
     /// # Errors
     /// When the device or the disk refuses.
     pub fn load(&self, saved: &Saved, device: &dyn Backend) -> Result<Tensor> {
-        let Saved { shape, dtype, kept } = saved;
-        let load = || -> Result<Tensor> {
-            if let Kept::Null { .. } = kept {
-                return Ok(device.zeros(*shape, *dtype, Tag::Activations)?);
-            }
-            if device.device().is_apart() {
-                let mut bytes = vec![0; saved.size_bytes()];
-                kept.read(&mut bytes)?;
-                return Ok(device.upload(&bytes, *shape, *dtype, Tag::Activations)?);
-            }
-            let mut value = TensorMut::new(device.pool(), Tag::Activations, *shape, *dtype)?;
-            kept.read(value.as_bytes_mut())?;
-            Ok(value.freeze())
-        };
+        let load = || self.bring_back(saved, device);
         self.clock.borrow_mut().time(self.tier, load)
+    }
+
+    fn bring_back(&self, saved: &Saved, device: &dyn Backend) -> Result<Tensor> {
+        let (shape, dtype) = (saved.shape, saved.dtype);
+        let kept = saved.kept.borrow();
+        if let Kept::Leaving(fetch) = &*kept {
+            return Ok(fetch.tensor().clone());
+        }
+        if self.apart {
+            let arrival = match saved.arrivals.borrow_mut().pop_front() {
+                Some(arrival) => arrival,
+                None => device.reserve_upload(shape, dtype, Tag::Activations)?,
+            };
+            return match &*kept {
+                Kept::Null { .. } => match arrival.into_tensor() {
+                    Some(place) => Ok(place),
+                    None => Ok(device.zeros(shape, dtype, Tag::Activations)?),
+                },
+                Kept::Host(block) => Ok(device.upload_into(arrival, block.as_bytes())?),
+                Kept::Leaving(_) | Kept::Spilled { .. } => {
+                    let mut bytes = vec![0; saved.size_bytes()];
+                    kept.read(&mut bytes)?;
+                    Ok(device.upload_into(arrival, &bytes)?)
+                }
+            };
+        }
+        if let Kept::Null { .. } = *kept {
+            return Ok(device.zeros(shape, dtype, Tag::Activations)?);
+        }
+        let mut value = TensorMut::new(device.pool(), Tag::Activations, shape, dtype)?;
+        kept.read(value.as_bytes_mut())?;
+        Ok(value.freeze())
     }
 }
 
@@ -268,6 +372,7 @@ impl Kept {
     fn read(&self, out: &mut [u8]) -> Result<()> {
         match self {
             Self::Null { .. } => {}
+            Self::Leaving(fetch) => fetch.bytes_into(out)?,
             Self::Host(block) => out.copy_from_slice(block.as_bytes()),
             Self::Spilled {
                 place,
@@ -342,7 +447,8 @@ mod tests {
                 drop((large, small));
                 assert_eq!(device.stats().in_use, 0, "nothing stays on the device");
                 if round > 0 {
-                    keeper.prefetch(&kept[0]).unwrap();
+                    let cpu = CpuBackend::new(device.clone());
+                    keeper.prefetch(&kept[0], &cpu).unwrap();
                 }
                 for (saved, len) in kept.iter().zip([700_000, 10]) {
                     // More than one segment may want the same value.

@@ -154,7 +154,7 @@ impl Rehearsal {
             size: plan.world_size(),
         };
         let away = plan.config().offload.activation;
-        let activations = Activations::new(away, tiers.clone());
+        let activations = Activations::new(away, tiers.clone()).map(|keeper| keeper.of(&*backend));
         let Tiers { device, host, .. } = tiers;
         let nvme = match &activations {
             Some(keeper) if away == Tier::Nvme => keeper.books().clone(),

@@ -9,6 +9,7 @@
 //!   activations come out in the dtype of the activation.
 //! * Results depend on shapes and values only, never on the number of threads.
 
+use crate::arrival::Arrival;
 use crate::error::Result;
 use crate::peers::{GroupAccess, PeerAccess};
 use crate::pool::{Pool, Tag};
@@ -221,6 +222,23 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
     /// # Errors
     /// When the pool is full or the length does not fit.
     fn upload(&self, bytes: &[u8], shape: Shape, dtype: DType, tag: Tag) -> Result<Tensor>;
+
+    /// A place for [`Backend::upload_into`]. A device apart takes it now, so that the copy runs beside the work that is
+    /// queued between the two calls; elsewhere nothing is taken yet.
+    ///
+    /// # Errors
+    /// When the pool is full.
+    fn reserve_upload(&self, shape: Shape, dtype: DType, tag: Tag) -> Result<Arrival> {
+        Ok(Arrival::later(shape, dtype, tag))
+    }
+
+    /// Copies host bytes into a place of [`Backend::reserve_upload`] of the same device.
+    ///
+    /// # Errors
+    /// As [`Backend::upload`].
+    fn upload_into(&self, place: Arrival, bytes: &[u8]) -> Result<Tensor> {
+        self.upload(bytes, place.shape, place.dtype, place.tag)
+    }
 
     /// A tensor of zeros.
     ///

@@ -51,6 +51,7 @@
 //! Results depend on neither the number of threads nor their timing.
 #![deny(unsafe_code)]
 
+mod arrival;
 mod backend;
 mod check;
 mod cpu;
@@ -66,6 +67,7 @@ mod routed;
 mod shape;
 mod tensor;
 
+pub use arrival::Arrival;
 pub use backend::{
     AttentionArgs, AttentionGrads, AttentionOut, Backend, Device, Direction, DropoutArgs, Gelu,
     IGNORED_LABEL, LoraArgs, LoraGrads, LossGrads, LossNeeds, MatmulArgs, NormGrads, RopeLayout,

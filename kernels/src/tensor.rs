@@ -52,6 +52,32 @@ pub struct Fetch {
 }
 
 impl Fetch {
+    /// The tensor, which is still there.
+    #[must_use]
+    pub const fn tensor(&self) -> &Tensor {
+        &self.tensor
+    }
+
+    /// Copies all bytes.
+    ///
+    /// # Errors
+    /// As [`Tensor::to_bytes`].
+    ///
+    /// # Panics
+    /// When `out` has another length.
+    pub fn bytes_into(&self, out: &mut [u8]) -> Result<()> {
+        let tensor = &self.tensor;
+        assert_eq!(tensor.size_bytes(), out.len(), "as many bytes as places");
+        #[cfg(feature = "cuda")]
+        if let (Storage::Device(place), Some(behind)) = (&*tensor.storage, &self.behind) {
+            let start = tensor.start_elems * tensor.dtype.size_bytes();
+            let memory = &place.memory;
+            return memory.fetch(place.placed.offset() + start as u64, out, behind);
+        }
+        out.copy_from_slice(&tensor.host_bytes()?);
+        Ok(())
+    }
+
     /// Copies the elements of an f32 tensor.
     ///
     /// # Errors
@@ -60,18 +86,9 @@ impl Fetch {
     /// # Panics
     /// When the dtype is another, or `out` has another length.
     pub fn f32_into(&self, out: &mut [f32]) -> Result<()> {
-        let tensor = &self.tensor;
-        #[cfg(feature = "cuda")]
-        if let (Storage::Device(place), Some(behind)) = (&*tensor.storage, &self.behind) {
-            assert_eq!(tensor.dtype, DType::F32, "tensor is {}", tensor.dtype);
-            assert_eq!(tensor.elems(), out.len(), "as many values as places");
-            let start = tensor.start_elems * tensor.dtype.size_bytes();
-            let bytes = bytemuck::cast_slice_mut(out);
-            let memory = &place.memory;
-            return memory.fetch(place.placed.offset() + start as u64, bytes, behind);
-        }
-        out.copy_from_slice(&tensor.host_f32()?);
-        Ok(())
+        let dtype = self.tensor.dtype;
+        assert_eq!(dtype, DType::F32, "tensor is {dtype}");
+        self.bytes_into(bytemuck::cast_slice_mut(out))
     }
 
     /// The elements of an f32 tensor, in place where the host can read them.

@@ -7,11 +7,12 @@ use crate::exit::{ErrorCode, Failure};
 /// Endings of files that are copied beside weights.
 const ENDINGS: [&str; 5] = [".json", ".py", ".jinja", ".model", ".txt"];
 /// Files of checkpoints, adapters and synthetic folders that are none of the model's.
-const FOREIGN: [&str; 4] = [
+const FOREIGN: [&str; 5] = [
     "trainer_state.json",
     "adapter_config.json",
     "MANIFEST.json",
     "samples.json",
+    models::seeded::FILE,
 ];
 
 /// Names and paths of the small files in `folder`, sorted.
@@ -51,6 +52,7 @@ mod tests {
             "MANIFEST.json",
             "trainer_state.json",
             "samples.json",
+            "model.seeded.json",
             "notes.md",
         ] {
             std::fs::write(folder.path().join(name), "x").expect("written");

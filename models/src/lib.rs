@@ -11,6 +11,7 @@
 //! | [`batch`] | packed inputs of one pass |
 //! | [`generate`] | answers: the decoder's cache, sampling, ranks in lock step |
 //! | [`weights`], [`adapter`] | reading safetensors folders, and what a run saved beside its base |
+//! | [`seeded`] | random weights of any size without a file |
 //! | [`cogvlm`] | CogVLM, CogAgent and CogVLM2 |
 //! | [`eva`] | the vision tower of the Cogs and GLM-4V |
 //! | [`glm4v`], [`glm41v`] | GLM-4V-9B; GLM-4.1V-9B-Thinking |
@@ -42,6 +43,7 @@ pub mod ops;
 pub mod options;
 pub mod params;
 pub mod processor;
+pub mod seeded;
 pub mod selection;
 mod synthetic;
 pub mod text;

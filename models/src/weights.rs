@@ -1,9 +1,13 @@
 //! Reading a model folder's safetensors files, any range of any tensor, converted on the way.
 //!
+//! A folder whose weights are only declared ([`seeded::FILE`]) is read as if it had files.
+//!
 //! Nothing is held in memory but the headers: reads are positioned, so several threads may read
 //! through one source and a rank touches only the bytes of its own slices.
 
+use crate::OpenError;
 use crate::params::is_added;
+use crate::seeded::{self, Generators, Marker, Values};
 use engine::{ModelSpec, ParamSpec};
 use half::{bf16, f16};
 use kernels::{DType, Float, Shape};
@@ -47,13 +51,21 @@ pub enum WeightError {
         /// Bytes found.
         got_bytes: u64,
     },
-    /// The header of a file, or the index of shards, is not valid.
-    #[error("{} is not a valid safetensors header or index", path.display())]
+    /// The header of a file, the index of shards or the file that declares weights is not valid.
+    #[error("{} is not a valid safetensors header, index or declaration of weights", path.display())]
     Header {
         /// The file.
         path: PathBuf,
         /// The cause.
         source: serde_json::Error,
+    },
+    /// Weights are declared for a model that `config.json` does not describe.
+    #[error("{} declares the weights of a model that cannot be opened", path.display())]
+    Declared {
+        /// The file that declares them.
+        path: PathBuf,
+        /// The cause.
+        source: Box<OpenError>,
     },
     /// The index names a file outside its folder.
     #[error("{} refers to {file:?}, which is not a plain file name", path.display())]
@@ -117,11 +129,19 @@ struct Shard {
 #[derive(Debug)]
 struct Entry {
     shard: usize,
-    offset_bytes: u64,
+    place: Place,
     shape: Vec<usize>,
     /// `None` for a dtype that is not converted; its name is in `dtype_name`.
     dtype: Option<DType>,
     dtype_name: String,
+}
+
+#[derive(Debug)]
+enum Place {
+    /// From this byte of the file on.
+    At(u64),
+    /// Nowhere: made when asked for, as bf16.
+    Made(Values),
 }
 
 /// The tensors of one model folder or file.
@@ -133,12 +153,51 @@ pub struct WeightSource {
 }
 
 impl WeightSource {
-    /// Opens the folder `dir`: `model.safetensors`, or the shards of `model.safetensors.index.json`.
+    /// Opens the folder `dir`: `model.safetensors`, the shards of `model.safetensors.index.json`, or, where neither is
+    /// there, weights that [`seeded::FILE`] declares.
     ///
     /// # Errors
     /// When a file is missing, truncated or invalid.
     pub fn open(dir: &Path) -> Result<Self> {
-        Self::open_stem(dir, "model")
+        let declared = dir.join(seeded::FILE);
+        match Self::open_stem(dir, "model") {
+            Err(WeightError::NoWeights { .. }) if declared.is_file() => {
+                Self::open_declared(dir, &declared)
+            }
+            opened => opened,
+        }
+    }
+
+    fn open_declared(dir: &Path, path: &Path) -> Result<Self> {
+        let bytes = std::fs::read(path).map_err(|source| read_error(path, source))?;
+        let marker: Marker = serde_json::from_slice(&bytes).map_err(|source| {
+            let path = path.to_owned();
+            WeightError::Header { path, source }
+        })?;
+        let tensors = seeded::tensors(dir).map_err(|source| WeightError::Declared {
+            path: path.to_owned(),
+            source: Box::new(source),
+        })?;
+        let file = File::open(path).map_err(|source| read_error(path, source))?;
+        let mut generators = Generators::default();
+        let entry = |(param, init): (ParamSpec, _)| {
+            let entry = Entry {
+                shard: 0,
+                place: Place::Made(generators.of(marker.seed, &param.name, init)),
+                shape: param.shape.dims().to_vec(),
+                dtype: Some(DType::BF16),
+                dtype_name: "BF16".to_owned(),
+            };
+            (param.name, entry)
+        };
+        Ok(Self {
+            dir: dir.to_owned(),
+            tensors: tensors.into_iter().map(entry).collect(),
+            shards: vec![Shard {
+                path: path.to_owned(),
+                file,
+            }],
+        })
     }
 
     /// As [`WeightSource::open`] for files of another name: `STEM.safetensors`, or its shards.
@@ -315,7 +374,10 @@ impl WeightSource {
         let convert = converter(stored, out).ok_or_else(|| entry.bad_dtype(name, out))?;
         let shard = &self.shards[entry.shard];
         let size = stored.size_bytes();
-        let start = entry.offset_bytes + (elements.start * size) as u64;
+        let start = match &entry.place {
+            Place::At(offset_bytes) => offset_bytes + (elements.start * size) as u64,
+            Place::Made(values) => return make(values, elements.start as u64, out, dst, convert),
+        };
         let read = |buffer: &mut [u8], at: u64| {
             let result = shard.file.read_exact_at(buffer, at);
             result.map_err(|source| read_error(&shard.path, source))
@@ -365,6 +427,23 @@ impl Entry {
     }
 }
 
+/// Makes the elements from `first` on as `out`.
+fn make(values: &Values, first: u64, out: DType, dst: &mut [u8], convert: Convert) -> Result<()> {
+    // What loading asks for needs no second pass over memory.
+    if let (DType::F32, Ok(dst)) = (out, bytemuck::try_cast_slice_mut::<u8, f32>(dst)) {
+        values.fill_as(first, dst, |bits| bf16::from_bits(bits).to_f32());
+        return Ok(());
+    }
+    let mut made = vec![0u16; CHUNK_ELEMS.min(dst.len() / out.size_bytes())];
+    let parts = dst.chunks_mut(CHUNK_ELEMS * out.size_bytes());
+    for (part, first) in parts.zip((first..).step_by(CHUNK_ELEMS)) {
+        let made = &mut made[..part.len() / out.size_bytes()];
+        values.fill(first, made);
+        convert(bytemuck::cast_slice(made), part);
+    }
+    Ok(())
+}
+
 fn read_error(path: &Path, source: std::io::Error) -> WeightError {
     WeightError::Read {
         path: path.to_owned(),
@@ -390,7 +469,7 @@ fn entries(
         let dtype_name = format!("{:?}", info.dtype);
         let entry = Entry {
             shard,
-            offset_bytes: data_start + info.data_offsets.0 as u64,
+            place: Place::At(data_start + info.data_offsets.0 as u64),
             shape: info.shape.clone(),
             dtype: DType::from_name(&dtype_name)
                 .filter(|d| matches!(d, DType::F32 | DType::BF16 | DType::F16)),

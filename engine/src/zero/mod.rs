@@ -121,7 +121,8 @@ impl Zero {
             &*optimizer.rule,
             (backend.device().is_apart(), device),
         )?;
-        let activations = Activations::new(plan.config().offload.activation, tiers.clone());
+        let activations = Activations::new(plan.config().offload.activation, tiers.clone())
+            .map(|keeper| keeper.of(&*backend));
         Ok(Self {
             plan,
             comm,

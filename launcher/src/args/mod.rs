@@ -46,7 +46,7 @@ pub(crate) use normalise::{FileKey, file_key, nearest};
 pub use normalise::{Note, VERBS};
 pub use plan::{Hardware, PlanArgs};
 pub use presets::{PRESETS, Preset};
-pub use synth::SynthArgs;
+pub use synth::{SynthArgs, SynthWeights};
 pub(crate) use table::value_name;
 pub use table::{flag_table, with_flags};
 pub use watch::WatchArgs;

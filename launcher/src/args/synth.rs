@@ -22,6 +22,9 @@ pub struct SynthArgs {
     /// Seed of the weights; 0 by default
     #[arg(long, value_name = "N")]
     pub seed: Option<u64>,
+    /// Where the weights are: in files, or made whenever they are read, from the seed in model.seeded.json; the same values
+    #[arg(long, value_enum, value_name = "files|seeded")]
+    pub weights: Option<SynthWeights>,
     /// Files of about equal size to spread the weights over; 4 by default, fewer where one tensor is larger than its share
     #[arg(long, value_name = "N")]
     pub shards: Option<usize>,
@@ -31,4 +34,17 @@ pub struct SynthArgs {
     /// Length of these samples in tokens, the picture's included; 512 by default
     #[arg(long, value_name = "N")]
     pub sample_tokens: Option<usize>,
+    /// Side of their square pictures in pixels; by default that of one slice, or the tower's own
+    #[arg(long, value_name = "N")]
+    pub picture_side: Option<usize>,
+}
+
+/// Where the weights of a synthetic model are.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, clap::ValueEnum)]
+pub enum SynthWeights {
+    /// In safetensors files.
+    #[default]
+    Files,
+    /// Nowhere: made when they are read.
+    Seeded,
 }

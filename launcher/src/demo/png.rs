@@ -4,10 +4,13 @@
 /// Eight bytes that begin every PNG file.
 const SIGNATURE: [u8; 8] = [0x89, b'P', b'N', b'G', 0x0d, 0x0a, 0x1a, 0x0a];
 
+/// The longest stored block of deflate.
+const STORED_BYTES: usize = u16::MAX as usize;
+
 /// Encodes a picture of `width` pixels per row; `pixels` tells which take `palette[1]`.
 ///
 /// # Panics
-/// The number of pixels is no multiple of `width`, or the picture is larger than 64 KiB.
+/// The number of pixels is no multiple of `width`.
 pub(crate) fn encode(width: usize, pixels: &[bool], palette: [[u8; 3]; 2]) -> Vec<u8> {
     assert_eq!(pixels.len() % width, 0, "rows are whole");
     let height = pixels.len() / width;
@@ -42,13 +45,17 @@ fn chunk(file: &mut Vec<u8>, kind: [u8; 4], data: &[u8]) {
     file.extend(checksum.to_be_bytes());
 }
 
-/// A zlib stream of one stored block.
+/// A zlib stream of stored blocks.
 fn stored(data: &[u8]) -> Vec<u8> {
-    let length = u16::try_from(data.len()).expect("a demo picture is below 64 KiB");
-    let mut stream = vec![0x78, 0x01, 0x01];
-    stream.extend(length.to_le_bytes());
-    stream.extend((!length).to_le_bytes());
-    stream.extend(data);
+    let mut stream = vec![0x78, 0x01];
+    let count = data.chunks(STORED_BYTES).len();
+    for (index, block) in data.chunks(STORED_BYTES).enumerate() {
+        let length = block.len() as u16;
+        stream.push(u8::from(index + 1 == count));
+        stream.extend(length.to_le_bytes());
+        stream.extend((!length).to_le_bytes());
+        stream.extend(block);
+    }
     stream.extend(adler32(data).to_be_bytes());
     stream
 }
@@ -87,13 +94,14 @@ mod tests {
     #[test]
     fn decoders_read_back_every_pixel() {
         let palette = [[1, 2, 3], [200, 100, 50]];
-        for width in [1, 8, 13, 56] {
-            let pixels: Vec<bool> = (0..width * 5).map(|index| index % 3 == 0).collect();
+        // The last takes three blocks.
+        for (width, height) in [(1, 5), (8, 5), (13, 5), (56, 5), (1344, 800)] {
+            let pixels: Vec<bool> = (0..width * height).map(|index| index % 3 == 0).collect();
             let file = encode(width, &pixels, palette);
             let image = image::load_from_memory(&file)
                 .expect("a PNG file")
                 .to_rgb8();
-            assert_eq!(image.dimensions(), (width as u32, 5));
+            assert_eq!(image.dimensions(), (width as u32, height as u32));
             for (pixel, &on) in image.pixels().zip(&pixels) {
                 assert_eq!(pixel.0, palette[usize::from(on)]);
             }

@@ -2,6 +2,8 @@
 //! that fits, and `launcher plan`, which prints it.
 
 mod fixed;
+#[cfg(test)]
+mod headline;
 mod machine;
 mod matrix;
 mod memory;

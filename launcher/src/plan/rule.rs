@@ -81,7 +81,8 @@ impl Fit {
             .is_some_and(|limit| self.need.device > limit)
     }
 
-    fn exceeds_host(&self) -> bool {
+    /// Whether it is the host memory that does not suffice.
+    pub(crate) fn exceeds_host(&self) -> bool {
         self.need.host > self.machine.host_free_bytes
     }
 

@@ -75,7 +75,11 @@ pub(crate) fn run(
     Ok(ExitCode::SUCCESS)
 }
 
-fn configuration(
+/// The run that `args` describe, on the machine that they describe.
+///
+/// # Errors
+/// As training with the same flags.
+pub(super) fn configuration(
     args: &PlanArgs,
     env: &Env,
     has_data: bool,

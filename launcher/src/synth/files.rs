@@ -9,6 +9,7 @@ use models::cogvlm::config::Edition;
 use models::glm4v::config::Glm4vConfig;
 use models::glm41v::config::Glm41vConfig;
 use models::minicpm::config::MiniCpmConfig;
+use models::seeded;
 use serde_json::{Value, json};
 
 use super::config::Config;
@@ -98,6 +99,15 @@ pub(super) fn write(config: &Config, folder: &Path) -> Result<(), Failure> {
         put(folder, name, format!("{value:#}\n").as_bytes())?;
     }
     Ok(())
+}
+
+/// Writes the file that stands for all weights, which are those of `seed`.
+///
+/// # Errors
+/// The disk.
+pub(super) fn declare(seed: u64, folder: &Path) -> Result<(), Failure> {
+    let marker = json!(seeded::Marker::new(seed));
+    put(folder, seeded::FILE, format!("{marker:#}\n").as_bytes())
 }
 
 fn put(folder: &Path, name: &str, bytes: &[u8]) -> Result<(), Failure> {

@@ -4,13 +4,13 @@
 //! tokenizer knows bytes and the family's special tokens. With it real sizes can be tried before gigabytes are fetched:
 //! loading, plan, memory, a step, export.
 //!
-//! Every weight is a function of seed, tensor name and element ([`values`]), so a folder can be made again anywhere.
+//! Every weight is a function of seed, tensor name and element ([`models::seeded`]), so a folder can be made again
+//! anywhere, and need not hold its weights: `--weights seeded` leaves a file that names the seed in their place.
 
 mod config;
 mod files;
 mod samples;
 mod tokenizer;
-mod values;
 mod weights;
 
 use std::io::Write;
@@ -21,7 +21,7 @@ use std::time::Instant;
 use kernels::DType;
 use models::{ModelOptions, open_model};
 
-use crate::args::SynthArgs;
+use crate::args::{SynthArgs, SynthWeights};
 use crate::data::chain;
 use crate::exit::{ErrorCode, Failure};
 use crate::memory::disk_free_bytes;
@@ -43,6 +43,14 @@ pub(crate) fn run(args: &SynthArgs) -> Result<ExitCode, Failure> {
     let output = args.output.clone().ok_or_else(|| {
         Failure::usage("--output is missing", "the model needs a folder").next("add --output DIR")
     })?;
+    let seeded = args.weights.unwrap_or_default() == SynthWeights::Seeded;
+    if let (true, Some(_)) = (seeded, args.shards) {
+        return Err(Failure::usage(
+            "--shards and --weights seeded contradict each other",
+            "weights that are made when they are read have no files",
+        )
+        .next("leave one of the two out"));
+    }
     let shards = args.shards.unwrap_or(SHARDS);
     if shards == 0 {
         return Err(
@@ -60,10 +68,15 @@ pub(crate) fn run(args: &SynthArgs) -> Result<ExitCode, Failure> {
         0 => None,
         count => {
             let tokens = args.sample_tokens.unwrap_or(SAMPLE_TOKENS);
-            Some(samples::write(folder.path(), count, tokens)?)
+            let size = samples::Size {
+                tokens,
+                picture_side: args.picture_side,
+            };
+            Some(samples::write(folder.path(), count, size)?)
         }
     };
-    check_space(&output, layout.total_bytes())?;
+    let stored_bytes = if seeded { 0 } else { layout.total_bytes() };
+    check_space(&output, stored_bytes)?;
     say(&format!(
         " synth   {} parameters in {} tensors, {}, into {}\n",
         grouped(layout.parameters()),
@@ -71,14 +84,24 @@ pub(crate) fn run(args: &SynthArgs) -> Result<ExitCode, Failure> {
         bytes(layout.total_bytes()),
         output.display(),
     ));
-    let written = layout.write(args.seed.unwrap_or(0), folder.path())?;
-    folder.publish()?;
-    let took = started.elapsed().as_secs_f64();
-    say(&format!(
-        " done    {written} files of weights · {} · {}/s\n",
-        seconds(took),
-        bytes((layout.total_bytes() as f64 / took) as u64)
-    ));
+    let seed = args.seed.unwrap_or(0);
+    if seeded {
+        files::declare(seed, folder.path())?;
+        folder.publish()?;
+        say(&format!(
+            " done    {} names seed {seed} in place of weights\n",
+            models::seeded::FILE
+        ));
+    } else {
+        let written = layout.write(seed, folder.path())?;
+        folder.publish()?;
+        let took = started.elapsed().as_secs_f64();
+        say(&format!(
+            " done    {written} files of weights · {} · {}/s\n",
+            seconds(took),
+            bytes((stored_bytes as f64 / took) as u64)
+        ));
+    }
     if let Some(sampled) = sampled {
         say(&format!(
             " samples {} of {} tokens, {} of them for the picture: launcher --model {out} --data {out}/{}\n",

@@ -17,6 +17,8 @@ pub(super) const FILE: &str = "samples.json";
 const PICTURES: &str = "pictures";
 /// Side of the pictures where the configuration leaves it open, in pixels; also the largest.
 const LARGEST_SIDE: usize = 448;
+/// Sides that can be asked for, in pixels.
+const SIDES: std::ops::RangeInclusive<usize> = 28..=4096;
 /// Long enough that nothing is cut while samples are measured.
 const NO_LIMIT: usize = 1 << 24;
 /// One token per byte in the tokenizers of these folders.
@@ -32,19 +34,38 @@ pub(super) struct Samples {
     pub(super) picture_tokens: usize,
 }
 
-/// Writes `count` samples of about `tokens` tokens into the model folder `folder`. A picture that alone takes more
-/// leaves them longer.
+/// What is asked of samples.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Size {
+    /// Length in tokens, the picture's included.
+    pub(super) tokens: usize,
+    /// Side of the picture in pixels; that of one slice, or the tower's own, where nothing is said.
+    pub(super) picture_side: Option<usize>,
+}
+
+/// Writes `count` samples of about `size` into the model folder `folder`. A picture that alone takes more tokens leaves
+/// them longer.
 ///
 /// # Errors
-/// The disk fails.
-pub(super) fn write(folder: &Path, count: usize, tokens: usize) -> Result<Samples, Failure> {
+/// The picture has too few pixels, or the disk fails.
+pub(super) fn write(folder: &Path, count: usize, size: Size) -> Result<Samples, Failure> {
+    if let Some(side) = size.picture_side
+        && !SIDES.contains(&side)
+    {
+        return Err(Failure::usage(
+            format!("--picture-side {side} is out of range"),
+            format!("it is {} to {}", SIDES.start(), SIDES.end()),
+        )
+        .next("leave --picture-side out for one slice, or the tower's own size"));
+    }
+    let tokens = size.tokens;
     let disk = |path: &Path| {
         let path = path.to_owned();
         move |error| Failure::io(ErrorCode::Disk, "write", &path, &error)
     };
     let pictures = folder.join(PICTURES);
     fs::create_dir(&pictures).map_err(disk(&pictures))?;
-    let side = picture_side(folder);
+    let side = size.picture_side.unwrap_or_else(|| picture_side(folder));
     for index in 0..count {
         let path = pictures.join(picture_name(index));
         fs::write(&path, picture(index, side)).map_err(disk(&path))?;

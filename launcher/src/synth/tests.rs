@@ -54,6 +54,95 @@ fn every_family_gets_a_folder_that_opens() {
     }
 }
 
+#[test]
+fn weights_without_files_are_those_of_the_files() {
+    let temp = tempfile::tempdir().expect("temp dir");
+    for pack in ["minicpm-o-2_6", "cogagent-chat-hf", "glm-4.1v-9b-thinking"] {
+        let [files, seeded] = ["files", "seeded"].map(|kind| temp.path().join(pack).join(kind));
+        let args = |output, weights| SynthArgs {
+            weights: Some(weights),
+            seed: Some(7),
+            ..args(&golden(pack), output)
+        };
+        run(&args(&files, SynthWeights::Files)).expect(pack);
+        run(&args(&seeded, SynthWeights::Seeded)).expect(pack);
+        let [files, made] =
+            [&files, &seeded].map(|folder| WeightSource::open(folder).expect("weights"));
+        assert_eq!(
+            made.files().collect::<Vec<_>>(),
+            [seeded.join(models::seeded::FILE)]
+        );
+        assert!(files.names().eq(made.names()), "{pack}");
+        for name in files.names() {
+            assert_eq!(files.shape(name), made.shape(name), "{pack}: {name}");
+            assert_eq!(files.dtype(name), made.dtype(name));
+            let elems: usize = files.shape(name).expect("a shape").iter().product();
+            for dtype in [DType::F32, DType::BF16, DType::F16] {
+                let read = |source: &WeightSource, elements: std::ops::Range<usize>| {
+                    let mut bytes = vec![0; elements.len() * dtype.size_bytes()];
+                    source
+                        .read_range(name, elements, dtype, &mut bytes)
+                        .expect(name);
+                    bytes
+                };
+                for elements in [0..elems, elems / 3..elems, elems / 2..elems / 2 + elems / 4] {
+                    let range = format!("{name} {elements:?} {dtype}");
+                    assert_eq!(
+                        read(&files, elements.clone()),
+                        read(&made, elements),
+                        "{range}"
+                    );
+                }
+            }
+            let past = made.read_range(name, 1..elems + 1, DType::BF16, &mut vec![0; 2 * elems]);
+            assert!(past.is_err(), "{name}");
+        }
+    }
+    let marker = temp
+        .path()
+        .join("minicpm-o-2_6/seeded")
+        .join(models::seeded::FILE);
+    std::fs::write(&marker, r#"{"generator": "another", "seed": 7}"#).expect("written");
+    let error = WeightSource::open(marker.parent().expect("a folder")).expect_err("unknown");
+    assert!(error.to_string().contains("declaration"), "{error}");
+}
+
+#[test]
+fn pictures_of_any_side_make_as_many_slices() {
+    let temp = tempfile::tempdir().expect("temp dir");
+    let output = temp.path().join("out");
+    let large = SynthArgs {
+        picture_side: Some(1344),
+        sample_tokens: Some(900),
+        weights: Some(SynthWeights::Seeded),
+        ..args(Path::new("minicpm-v-2_6"), &output)
+    };
+    run(&large).expect("made");
+    let processor = open_processor(&output).expect("opens");
+    let file = output.join(samples::FILE);
+    let read = models::data::read_samples(&file).expect("a data file");
+    let images = models::image::ImageFolder::beside(&file);
+    let encoded = processor
+        .encode(&read[0], &images, &models::data::EncodeOptions::default())
+        .expect("encodes");
+    // Nine cells and the overview.
+    assert_eq!((encoded.slices.len(), encoded.input_ids.len()), (10, 900));
+    for side in [0, 5000] {
+        let other = SynthArgs {
+            output: Some(temp.path().join("other")),
+            picture_side: Some(side),
+            ..large.clone()
+        };
+        assert_eq!(run(&other).expect_err("refused").code.status(), 2);
+    }
+    let both = SynthArgs {
+        output: Some(temp.path().join("other")),
+        shards: Some(2),
+        ..large
+    };
+    assert_eq!(run(&both).expect_err("refused").code.status(), 2);
+}
+
 /// Every sample is as long as asked, or as its picture makes it.
 fn check_samples(folder: &Path, processor: &dyn Processor) {
     let file = folder.join(samples::FILE);

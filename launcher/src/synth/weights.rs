@@ -6,8 +6,8 @@ use engine::checkpoint::{CheckpointError, ShardedTensorWriter, TensorSpec};
 use kernels::DType;
 use models::VisionLanguageModel;
 use models::init::{Init, rule};
+use models::seeded::Generators;
 
-use super::values::Values;
 use crate::exit::Failure;
 use crate::run::failures;
 
@@ -81,12 +81,13 @@ impl Layout {
         .map_err(failed)?;
         let (mut ready, mut next) = (Vec::new(), Vec::new());
         let mut owner = None;
+        let mut generators = Generators::default();
         let mut flush = |owner: Option<&str>, block: &[u16]| match owner {
             Some(name) => file.write(name, bytemuck::cast_slice(block)),
             None => Ok(()),
         };
         for (tensor, init) in self.tensors.iter().zip(&self.inits) {
-            let values = Values::new(seed, &tensor.name, *init);
+            let values = generators.of(seed, &tensor.name, *init);
             let elems: usize = tensor.shape.iter().product();
             for first in (0..elems).step_by(BLOCK_ELEMS) {
                 next.resize(BLOCK_ELEMS.min(elems - first), 0u16);

@@ -536,7 +536,7 @@ fn prefetch(access: &dyn ParamAccess, segment: &Segment<'_>) -> Result<()> {
     if let (Some(tier), Work::Replay { inputs, .. }) = (access.activations(), &segment.work) {
         for (input, _) in inputs {
             if let Input::Away(saved) = input {
-                tier.prefetch(saved)?;
+                tier.prefetch(saved, &**access.backend())?;
             }
         }
     }

@@ -2,7 +2,8 @@
 //!
 //! Work is executed as late as it may be: when somebody looks. So a copy beside the queue really runs before what was
 //! queued earlier and need not wait for it (ascending order), or behind all of that (every other order), and a fetch
-//! sees nothing that was queued after its moment.
+//! sees nothing that was queued after its moment. With [`Delays`] every one of these moments is drawn from a seed, within
+//! what events allow: what a device may do on any day must leave the same bits.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -10,6 +11,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use kernels::cuda::CudaBackend;
 use kernels::cuda::backend::{Cause, Executor, Moment};
 use kernels::cuda::launch::{Address, Launch};
+use optim::rng::RandomStream;
 
 use crate::emulator::{Emulator, Order};
 use crate::machine::{Buffer, Machine};
@@ -31,28 +33,101 @@ pub struct EmulatedGpu {
     state: Mutex<State>,
 }
 
+/// When works are executed.
+#[derive(Debug)]
+enum Timing {
+    /// As late as they may be; uploads as early as they may.
+    EarlyUploads,
+    /// All as late as they may be.
+    LateUploads,
+    /// At moments that are drawn.
+    Drawn(Draws),
+}
+
+/// Moments that are drawn from a seed: how far the device is when the host does something, and where among the queued
+/// works a copy beside them runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Delays {
+    /// Another seed is another day.
+    pub seed: u64,
+    /// An event that is not waited for, on purpose.
+    pub lost: Option<Lost>,
+}
+
+/// What somebody forgot: other bits must be the result.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Lost {
+    /// Uploads do not wait for the moment behind the last use of their place.
+    Uploads,
+    /// What is queued behind an upload does not wait for it.
+    Joins,
+    /// Fetches do not wait for their moment.
+    Fetches,
+}
+
+#[derive(Debug)]
+struct Draws {
+    stream: RandomStream,
+    drawn: u64,
+    /// Works queued between two stretches of the device's way: it may be quick or far behind.
+    pace: u64,
+    lost: Option<Lost>,
+}
+
+impl Draws {
+    fn new(delays: Delays) -> Self {
+        let stream = RandomStream::new(delays.seed, "delays");
+        Self {
+            pace: 2 << (stream.bits(0, 0) % PACES),
+            stream,
+            drawn: 0,
+            lost: delays.lost,
+        }
+    }
+
+    /// A number of `from..=to`.
+    fn between(&mut self, from: u64, to: u64) -> u64 {
+        self.drawn += 1;
+        from + self.stream.bits(0, self.drawn) % (to.saturating_sub(from) + 1)
+    }
+}
+
+/// Works of the queue that a join that was lost is late by at most.
+const LATE: u64 = 16;
+/// Devices make a stretch of their way after 2, 4, … 256 works.
+const PACES: u64 = 8;
+
 #[derive(Debug)]
 struct State {
     machine: Emulator,
     buffers: Vec<Buffer>,
-    /// Whether uploads run as early as they may.
-    early: bool,
+    timing: Timing,
     /// Ascending by number; an upload has that of the work it follows.
     queue: VecDeque<(u64, Work)>,
     /// Works queued so far, without uploads: the number of the last.
     queued: u64,
+    /// Works that are done.
+    done: u64,
     /// Number of the last upload.
     uploaded: u64,
-    uploads: Uploads,
+    uploads: Beside,
+    fetches: Beside,
 }
 
-/// What was uploaded beside the queue.
+/// What was copied beside the queue in one direction.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Uploads {
+pub struct Beside {
     /// Bytes.
     pub bytes: u64,
     /// Those that need not wait for the end of the queue: a device copies them while it computes.
     pub overlapping: u64,
+}
+
+impl Beside {
+    fn count(&mut self, bytes: usize, overlaps: bool) {
+        self.bytes += bytes as u64;
+        self.overlapping += u64::from(overlaps) * bytes as u64;
+    }
 }
 
 #[derive(Debug)]
@@ -69,7 +144,17 @@ const QUEUE: usize = 512;
 impl State {
     fn push(&mut self, work: Work) -> Result<(), Cause> {
         self.queued += 1;
-        self.queue.push_back((self.queued, work));
+        // Only an upload that nobody waits for may have a higher number.
+        let place = self
+            .queue
+            .partition_point(|(other, _)| *other < self.queued);
+        self.queue.insert(place, (self.queued, work));
+        if let Timing::Drawn(draws) = &mut self.timing
+            && draws.between(1, draws.pace) == 1
+        {
+            let until = draws.between(self.done, self.queued);
+            self.run_to(until)?;
+        }
         if let (true, Some((first, _))) = (self.queue.len() > QUEUE, self.queue.front()) {
             self.run_to(*first)?;
         }
@@ -78,6 +163,7 @@ impl State {
 
     /// Executes all works up to this number.
     fn run_to(&mut self, last: u64) -> Result<(), Cause> {
+        self.done = self.done.max(last.min(self.queued));
         while self
             .queue
             .front()
@@ -95,6 +181,32 @@ impl State {
             }
         }
         Ok(())
+    }
+
+    /// Where an upload that may run from the moment `behind` on stands in the queue.
+    fn upload_number(&mut self, behind: u64) -> u64 {
+        let (done, queued) = (self.done, self.queued);
+        match &mut self.timing {
+            Timing::EarlyUploads => behind,
+            Timing::LateUploads => queued,
+            Timing::Drawn(draws) => match draws.lost {
+                Some(Lost::Uploads) => draws.between(done, queued),
+                Some(Lost::Joins) => draws.between(behind.max(done), queued + LATE),
+                _ => draws.between(behind.max(done), queued),
+            },
+        }
+    }
+
+    /// How far the device is when a fetch behind the moment `behind` reads.
+    fn fetch_number(&mut self, behind: u64) -> u64 {
+        let (done, queued) = (self.done, self.queued);
+        match &mut self.timing {
+            Timing::EarlyUploads | Timing::LateUploads => behind,
+            Timing::Drawn(draws) => match draws.lost {
+                Some(Lost::Fetches) => draws.between(done, queued),
+                _ => draws.between(behind.max(done), queued.max(behind)),
+            },
+        }
     }
 
     /// The buffer that holds a range, and where in it the range begins.
@@ -123,14 +235,30 @@ impl EmulatedGpu {
     /// A machine without memory.
     #[must_use]
     pub fn new(order: Order) -> Self {
+        let timing = match order {
+            Order::Ascending => Timing::EarlyUploads,
+            _ => Timing::LateUploads,
+        };
+        Self::timed(order, timing)
+    }
+
+    /// A machine without memory that does everything at some moment at which it may.
+    #[must_use]
+    pub fn delayed(order: Order, delays: Delays) -> Self {
+        Self::timed(order, Timing::Drawn(Draws::new(delays)))
+    }
+
+    fn timed(order: Order, timing: Timing) -> Self {
         let state = State {
             machine: Emulator::new(order),
             buffers: Vec::new(),
-            early: matches!(order, Order::Ascending),
+            timing,
             queue: VecDeque::new(),
             queued: 0,
+            done: 0,
             uploaded: 0,
-            uploads: Uploads::default(),
+            uploads: Beside::default(),
+            fetches: Beside::default(),
         };
         Self {
             state: Mutex::new(state),
@@ -138,8 +266,13 @@ impl EmulatedGpu {
     }
 
     /// What was uploaded so far.
-    pub fn uploads(&self) -> Uploads {
+    pub fn uploads(&self) -> Beside {
         self.lock().uploads
+    }
+
+    /// What was fetched so far.
+    pub fn fetches(&self) -> Beside {
+        self.lock().fetches
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -206,12 +339,9 @@ unsafe impl Executor for EmulatedGpu {
     ) -> Result<(), Cause> {
         let mut state = self.lock();
         let behind = behind.map(works).transpose()?.unwrap_or(0);
-        state.uploads.bytes += bytes.len() as u64;
-        if behind < state.queued {
-            state.uploads.overlapping += bytes.len() as u64;
-        }
-        let number = if state.early { behind } else { state.queued };
-        let number = number.max(state.uploaded);
+        let overlaps = behind < state.queued;
+        state.uploads.count(bytes.len(), overlaps);
+        let number = state.upload_number(behind).max(state.uploaded);
         state.uploaded = number;
         let place = state.queue.partition_point(|(other, _)| *other <= number);
         let work = Work::Write(to, bytes.to_vec());
@@ -221,8 +351,11 @@ unsafe impl Executor for EmulatedGpu {
 
     unsafe fn fetch(&self, from: Address, bytes: &mut [u8], behind: &Moment) -> Result<(), Cause> {
         let mut state = self.lock();
-        let behind = works(behind)?;
-        state.run_to(behind)?;
+        let until = works(behind)?;
+        let overlaps = until < state.queued;
+        state.fetches.count(bytes.len(), overlaps);
+        let until = state.fetch_number(until);
+        state.run_to(until)?;
         bytes.copy_from_slice(&state.read(from, bytes.len())?);
         Ok(())
     }

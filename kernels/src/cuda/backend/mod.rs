@@ -14,6 +14,7 @@
     reason = "launches read and write memory by address; tensors vouch for it"
 )]
 
+mod arrivals;
 mod counting;
 mod gpu;
 mod loss;
@@ -31,6 +32,7 @@ use super::ops::norm::{self, Kind};
 use super::ops::pointwise::{self, RopeShape};
 use super::ops::{attention, cast, workspace::Workspace};
 use crate::RoutedArgs;
+use crate::arrival::Arrival;
 use crate::backend::{
     AttentionArgs, AttentionGrads, AttentionOut, Backend, Device, Direction, DropoutArgs, Gelu,
     LoraArgs, LoraGrads, LossGrads, LossNeeds, MatmulArgs, NormGrads, RopeLayout,
@@ -603,6 +605,17 @@ impl Backend for CudaBackend {
             self.write("upload", &out, bytes)?;
         }
         Ok(out)
+    }
+
+    fn reserve_upload(&self, shape: Shape, dtype: DType, tag: Tag) -> Result<Arrival> {
+        self.reserve_upload_op(shape, dtype, tag)
+    }
+
+    fn upload_into(&self, place: Arrival, bytes: &[u8]) -> Result<Tensor> {
+        match place.tensor {
+            Some(tensor) => self.upload_into_op(tensor, place.behind.as_ref(), bytes),
+            None => self.upload(bytes, place.shape, place.dtype, place.tag),
+        }
     }
 
     fn zeros(&self, shape: Shape, dtype: DType, tag: Tag) -> Result<Tensor> {

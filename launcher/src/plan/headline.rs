@@ -1,0 +1,107 @@
+//! The cases of `scripts/gpu-check.sh --stages headline` fit their caps, as planned from published configurations. What a
+//! case exceeds is stated beside it with the reason; it must go when it is no longer true.
+
+use super::planner::Planner;
+use super::verb::configuration;
+use crate::args::{self, Command};
+use crate::device::Nvidia;
+use crate::rank_env::Env;
+use crate::units::parse_bytes;
+use serde::Deserialize;
+use serde_json::Value;
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+/// Host memory of a machine that bounds nothing.
+const AMPLE: &str = "4TiB";
+
+/// What a plan needs of a case; `scripts/gpu_headline.py` reads the rest.
+#[derive(Debug, Deserialize)]
+struct Case {
+    name: String,
+    model: String,
+    ranks: usize,
+    device_cap: String,
+    host_cap: Option<String>,
+    flags: Vec<String>,
+    saves: Option<bool>,
+    /// Fields of the configuration that the case has otherwise.
+    #[serde(default)]
+    model_config: serde_json::Map<String, Value>,
+    /// What of the caps the plan exceeds (device, host), and why.
+    #[serde(default)]
+    beyond: BTreeMap<String, String>,
+}
+
+impl Case {
+    /// The configuration of the case, written into `folder`.
+    fn config(&self, folder: &Path) -> PathBuf {
+        let published = Path::new(env!("CARGO_MANIFEST_DIR"))
+            .join("src/synth/configs")
+            .join(format!("{}.json", self.model));
+        let text = std::fs::read(published).expect("a published configuration");
+        let mut config: Value = serde_json::from_slice(&text).expect("JSON");
+        for (field, value) in &self.model_config {
+            config[field] = value.clone();
+        }
+        let path = folder.join("config.json");
+        std::fs::write(&path, config.to_string()).expect("written");
+        path
+    }
+}
+
+fn cases() -> Vec<Case> {
+    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("../scripts/headline.json");
+    let text = std::fs::read(file).expect("the cases");
+    serde_json::from_slice(&text).expect("a list of cases")
+}
+
+#[test]
+fn every_case_fits_its_caps_but_where_it_says_why() {
+    let cases = cases();
+    assert!(cases.len() >= 7);
+    let temp = tempfile::tempdir().expect("temp dir");
+    let mut wrong = Vec::new();
+    for case in cases {
+        let config = case.config(temp.path());
+        let mut words = vec!["plan".to_owned(), "--model".to_owned()];
+        words.push(config.display().to_string());
+        let hw = format!("{}x{}", case.ranks, case.device_cap);
+        let ram = case.host_cap.as_deref().unwrap_or(AMPLE);
+        let save = match case.saves {
+            Some(true) => "steps",
+            _ => "no",
+        };
+        let machine = format!(
+            "--no-weights true --device cuda --hw {hw} --ram {ram} --save-strategy {save} --eval-strategy no"
+        );
+        words.extend(machine.split(' ').map(str::to_owned));
+        words.extend(case.flags);
+        let parsed = args::parse(&words).expect("parses");
+        let Command::Plan { args, .. } = parsed else {
+            panic!("a line of `launcher plan`");
+        };
+        let env = Env::from_lookup(&|_| None).expect("an environment");
+        let config = configuration(&args, &env, false, &Nvidia).expect("resolves");
+        let planner = Planner::new(&config, &args, false).expect("a planner");
+        let planned = planner.plan(&config).expect("a plan");
+        let needs = planned.fit.needs();
+        let cap = parse_bytes(&case.device_cap).expect("bytes");
+        assert_eq!(planned.fit.device_limit(), Some(cap), "{}", case.name);
+        // The host's cap is that of the machine planned for.
+        let exceeds = [
+            ("device", planned.fit.exceeds_device()),
+            ("host", planned.fit.exceeds_host()),
+        ];
+        for (what, exceeds) in exceeds {
+            if exceeds != case.beyond.contains_key(what) {
+                let name = &case.name;
+                wrong.push(format!(
+                    "{name}, {what}: {needs}, stated: {:?}",
+                    case.beyond
+                ));
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "not as the caps say: {wrong:#?}");
+}

@@ -1,0 +1,333 @@
+"""The stage `headline` of scripts/gpu-check.sh: the cases of headline.json at their real sizes, each under its cap of device
+memory, with step time, tokens per second, and device and host memory beside the plan.
+
+Models are made on the fly (`launcher synth --weights seeded`): published configurations, weights that are functions of a
+seed and take no room on the disk. Results are written as they come, so that a case that is stopped takes none with it.
+usage: gpu_headline.py BIN OUT [--cases a,b] [--seconds N] [--device cuda|cpu] [--packages PATHS] [--list]
+--device cpu takes the cases through this program at the sizes of the golden packs, where no GPU is.
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+GIB, MIB = 1 << 30, 1 << 20
+# Device and host peak beside the plan: the project's goal.
+SHARE = 0.05
+# What CUDA is planned to take beside a rank's arena: the constant of launcher/src/plan/machine.rs.
+CONTEXT_BYTES = 768 * MIB
+# The longest of a step's parts to the step: the project's goal for the overlap.
+OVERLAP = 1.2
+STEPS = 5
+# Configurations of the golden packs, where sizes do not matter.
+PACKS = {
+    "minicpm-v-2_6": "minicpm-v-2_6",
+    "minicpm-o-2_6": "minicpm-o-2_6",
+    "cogagent-chat": "cogagent-chat-hf",
+    "glm-4v-9b": "glm-4v-9b",
+    "cogvlm2-llama3-chat-19b": "cogvlm2-llama3-chat-19B",
+}
+UNITS = {"": 1, "B": 1, "K": 1 << 10, "M": MIB, "G": GIB, "T": 1 << 40, "KiB": 1 << 10, "MiB": MIB, "GiB": GIB, "TiB": 1 << 40}
+
+
+def parse_bytes(text):
+    number, unit = re.fullmatch(r"([\d.]+)\s*([A-Za-z]*)", text).groups()
+    return int(float(number) * UNITS[unit])
+
+
+def gib(count):
+    return f"{count / GIB:.2f}"
+
+
+def median(values):
+    values = sorted(values)
+    return values[len(values) // 2] if values else 0.0
+
+
+def high_water_mark(pid):
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return 0
+    found = re.search(r"^VmHWM:\s+(\d+) kB", status, re.M)
+    return int(found[1]) * 1024 if found else 0
+
+
+def children(pid):
+    try:
+        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def stop(process):
+    """Ends what this program started, and what that started."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait()
+
+
+def watched(command, log, seconds):
+    """Runs a command; its exit status (None when it was stopped), its text, and VmHWM of each process that it started."""
+    marks = {}
+    with open(log, "w") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+        ends = time.monotonic() + seconds
+        while process.poll() is None:
+            for child in children(process.pid):
+                marks[child] = max(marks.get(child, 0), high_water_mark(child))
+            if time.monotonic() > ends:
+                stop(process)
+                return None, Path(log).read_text(), marks
+            time.sleep(0.05)
+    return process.returncode, Path(log).read_text(), marks
+
+
+def model_config(case, tiny, published):
+    """The configuration of a case: as published, with the fields that the case has otherwise."""
+    path = published / f"{case['model']}.json"
+    if tiny:
+        path = HERE.parent / "tests/golden" / PACKS[case["model"]] / "config.json"
+    config = json.loads(path.read_text())
+    changed = {} if tiny else {**case.get("model_config", {}), **case.get("run", {}).get("model_config", {})}
+    config.update(changed)
+    return config
+
+
+def commands(case, binary, work, device, published):
+    """How the model is made, and how it is trained."""
+    tiny = device == "cpu"
+    work.mkdir(parents=True)
+    config = work / "config.json"
+    config.write_text(json.dumps(model_config(case, tiny, published)))
+    steps = 2 if tiny else case.get("steps", STEPS)
+    synth = [
+        binary / "launcher", "synth", "--model-config", config, "--weights", "seeded", "--output", work / "model",
+        "--samples", max(8, case["ranks"] * steps * 4), "--sample-tokens", 300 if tiny else case["tokens"],
+    ]
+    if not tiny and "picture_side" in case:
+        synth += ["--picture-side", case["picture_side"]]
+    host_cap = case.get("run", {}).get("host_cap", case.get("host_cap"))
+    train = [
+        binary / "launcher", "--model", work / "model", "--data", work / "model/samples.json", "--output", work / "run",
+        "--device", device, "--nproc", case["ranks"], "--max-steps", steps, "--logging-steps", 1, "--warmup-steps", 0,
+        "--learning-rate", "1e-6", "--trace-steps", f"{steps}..{steps + 1}", "--eval-strategy", "no",
+        *(["--save-steps", steps] if case.get("saves") else ["--save-strategy", "no"]), *case["flags"],
+    ]
+    if not tiny:
+        train += ["--device-memory-limit", case["device_cap"]]
+        train += ["--host-memory-limit", host_cap] if host_cap else []
+    return [[str(word) for word in command] for command in (synth, train)]
+
+
+def within(measured, planned):
+    return abs(measured / planned - 1) <= SHARE
+
+
+def outcome(case, run, text, marks, device):
+    """What a run that ended well says of itself, and what is wrong with it."""
+    wrong = []
+    rows = [json.loads(line) for line in (run / "trainer_log.jsonl").read_text().splitlines()]
+    # The first step compiles kernels and touches memory.
+    rows = [row for row in rows if "step_seconds" in row][1:]
+    plan = json.loads((run / "plan.json").read_text())["plan"]
+    memory, config = plan["memory"], json.loads((run / "config.resolved.json").read_text())
+    result = {
+        "name": case["name"],
+        "losses": [row["loss"] for row in rows],
+        "step_seconds": median([row["step_seconds"] for row in rows]),
+        "tokens_per_second": median([row["tokens_per_second"] for row in rows]),
+        "seconds": {part: median([row["seconds"][part] for row in rows]) for part in rows[0]["seconds"]},
+        "ranks": case["ranks"],
+        "device_cap": parse_bytes(case["device_cap"]),
+        "planned_host": memory["resident_by_rank"],
+        "measured_host": sorted(marks.values(), reverse=True),
+    }
+    if not all(loss == loss and abs(loss) < 1e4 for loss in result["losses"]):
+        wrong.append("a loss is no number")
+    # Ranks are told apart by nothing but what they hold. The small ones of a rehearsal may end before anybody looks.
+    planned = sorted(memory["resident_by_rank"], reverse=True)
+    if device == "cuda" and len(planned) != len(marks):
+        wrong.append(f"{len(marks)} processes for {len(planned)} ranks")
+    for want, got in zip(planned, result["measured_host"]):
+        # Of small models the process itself is most, which the CPU rehearsal of this program need not weigh.
+        if device == "cuda" and not within(got, want):
+            wrong.append(f"VmHWM {gib(got)} GiB, planned {gib(want)}")
+    if device == "cuda":
+        used = re.search(r"rank 0 used (\S+) of the", text)
+        taken = re.search(r"the driver counts (\d+) bytes more", text)
+        if not used or not taken:
+            return result, [*wrong, "the run does not say what it used of the GPU"]
+        on_gpu = -(-case["ranks"] // len(config["gpus"]))
+        result |= {
+            "planned_device": memory["peak"]["device"],
+            "used_device": parse_bytes(used[1]),
+            "arena": config["arena_bytes"],
+            "planned_driver": config["arena_bytes"] + CONTEXT_BYTES,
+            "driver": int(taken[1]) // on_gpu,
+        }
+        if not within(result["used_device"], result["planned_device"]):
+            wrong.append(f"used {gib(result['used_device'])} GiB of the arena, planned {gib(result['planned_device'])}")
+        if not within(result["driver"], result["planned_driver"]):
+            wrong.append(f"the driver counts {gib(result['driver'])} GiB, planned {gib(result['planned_driver'])}")
+        if result["driver"] > result["device_cap"]:
+            wrong.append(f"the driver counts {gib(result['driver'])} GiB, more than the cap")
+    return result, wrong
+
+
+def peer(case, work, slices, seconds, packages):
+    """Milliseconds of the peer's step by the way it is done."""
+    command = [
+        sys.executable, HERE / "gpu_peers.py", "--stage", "step", "--model-config", work / "config.json", "--tokens",
+        case["tokens"], "--slices", slices, "--rank", 64, "--budget", max(seconds - 10, 5),
+    ]
+    environment = dict(os.environ)
+    if packages:
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (packages, environment.get("PYTHONPATH"))))
+    try:
+        done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=seconds, env=environment)
+    except subprocess.TimeoutExpired:
+        return {}, f"stopped after {seconds:.0f} s"
+    last = done.stdout.strip().splitlines()[-1:] or ["{}"]
+    try:
+        return json.loads(last[0]), done.stderr.strip()
+    except ValueError:
+        return {}, done.stderr.strip()
+
+
+def run_case(case, arguments, seconds):
+    """One case; never raises."""
+    out, work = arguments.out, arguments.out / "headline-work"
+    shutil.rmtree(work, ignore_errors=True)
+    begun = time.monotonic()
+    result, wrong = {"name": case["name"]}, []
+    try:
+        synth, train = commands(case, arguments.bin, work, arguments.device, arguments.configs)
+        made = subprocess.run(synth, capture_output=True, text=True, timeout=60)
+        if made.returncode:
+            return result, [f"the model cannot be made: {(made.stderr or made.stdout).strip()[-400:]}"]
+        log = out / f"headline-{case['name']}.txt"
+        left = seconds - (time.monotonic() - begun)
+        code, text, marks = watched(train, log, left)
+        if code is None:
+            return result, [f"stopped after {left:.0f} s: {text.strip().splitlines()[-1:]}"]
+        if code:
+            return result, [f"exit {code}: " + " / ".join(text.strip().splitlines()[-8:])]
+        result, wrong = outcome(case, work / "run", text, marks, arguments.device)
+        for trace in (work / "run/traces").glob("*.json"):
+            shutil.copy(trace, out / f"headline-{case['name']}-{trace.name}")
+        if "peer_step" in case and arguments.device == "cuda":
+            left = seconds - (time.monotonic() - begun)
+            times, said = peer(case, work, case["slices"], left, arguments.packages)
+            result["peer_ms"], result["peer_said"] = times, said
+            if times:
+                # Both do the same tokens.
+                best = case["tokens"] * 1e3 / min(times.values())
+                result["peer_tokens_per_second"] = best
+                result["times_peer"] = result["tokens_per_second"] / best
+                if result["times_peer"] < case["at_least"]:
+                    wrong.append(f"{result['times_peer']:.2f} times the peer's tokens per second, wanted {case['at_least']}")
+            else:
+                wrong.append(f"no peer to compare with: {said[-300:]}")
+    except Exception as error:  # one case takes no other with it
+        wrong.append(f"{type(error).__name__}: {error}")
+    finally:
+        result["took"] = time.monotonic() - begun
+        shutil.rmtree(work, ignore_errors=True)
+    return result, wrong
+
+
+HEAD = """## headline cases
+
+| case | GiB of device memory: cap | plan | used | driver (planned) | GiB of host memory by rank: plan | VmHWM | s/step | tokens/s | peers | |
+|---|---|---|---|---|---|---|---|---|---|---|
+"""
+
+
+def row(case, result, wrong):
+    many = lambda values: ", ".join(gib(value) for value in values)
+    cells = [case["title"], case["device_cap"].removesuffix("GiB")]
+    if "step_seconds" in result:
+        device = ["-"] * 3
+        if "driver" in result:
+            device = [gib(result["planned_device"]), gib(result["used_device"])]
+            device.append(f"{gib(result['driver'])} ({gib(result['planned_driver'])})")
+        cells += [*device, many(result["planned_host"]), many(result["measured_host"])]
+        cells += [f"{result['step_seconds']:.2f}", f"{result['tokens_per_second']:.0f}"]
+    else:
+        cells += ["-"] * 7
+    said = case["peers"]
+    if "times_peer" in result:
+        said = f"{result['peer_tokens_per_second']:.0f} tokens/s ({min(result['peer_ms'], key=result['peer_ms'].get)})"
+    return "| " + " | ".join([*cells, said, "FAILED" if wrong else "ok"]) + " |\n"
+
+
+def remarks(case, result, wrong):
+    """What differs from the case's words, where the time goes, and what is wrong."""
+    lines = []
+    for changes in (case, case.get("run", {})):
+        if "because" in changes:
+            changed = {name: changes[name] for name in ("model_config", "host_cap") if name in changes}
+            lines.append(f"- {case['name']}: run with {json.dumps(changed)}: {changes['because']}")
+    for what, why in case.get("beyond", {}).items():
+        lines.append(f"- {case['name']}: the plan exceeds the {what}'s cap: {why}")
+    if "seconds" in result:
+        parts = ", ".join(f"{part} {value:.3f}" for part, value in result["seconds"].items())
+        lines.append(f"- {case['name']}: seconds of a step: {parts}")
+    lines += [f"- FAILED {case['name']}: {text}" for text in wrong]
+    return "".join(line + "\n" for line in lines)
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("bin", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--cases", default="")
+    parser.add_argument("--seconds", type=float, default=580)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--packages", default="")
+    parser.add_argument("--list", action="store_true")
+    arguments = parser.parse_args()
+    arguments.bin, arguments.out = arguments.bin.resolve(), arguments.out.resolve()
+    arguments.configs = HERE.parent / "launcher/src/synth/configs"
+    cases = json.loads((HERE / "headline.json").read_text())
+    names = [name for name in arguments.cases.split(",") if name]
+    unknown = set(names) - {case["name"] for case in cases}
+    if unknown:
+        parser.error(f"no such cases: {', '.join(sorted(unknown))}")
+    if arguments.list:
+        print("\n".join(case["name"] for case in cases))
+        return 0
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    ends = time.monotonic() + arguments.seconds
+    results, table, notes, failed = [], HEAD, "", []
+    for case in (case for case in cases if not names or case["name"] in names):
+        left = ends - time.monotonic()
+        if left < 15:
+            result, wrong = {"name": case["name"]}, ["NOT RUN, the time is used up"]
+        else:
+            print(f"-- {case['name']} (at most {min(case['seconds'], left):.0f} s)", flush=True)
+            result, wrong = run_case(case, arguments, min(case["seconds"], left))
+        result["wrong"] = wrong
+        failed += [case["name"]] if wrong else []
+        results.append(result)
+        table += row(case, result, wrong)
+        notes += remarks(case, result, wrong)
+        (arguments.out / "headline.json").write_text(json.dumps(results, indent=1))
+        (arguments.out / "headline.md").write_text(f"{table}\n{notes}")
+        print(row(case, result, wrong) + remarks(case, result, wrong), end="", flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,118 @@
+//! Copies beside the queue at every moment that events allow: whatever the device's day is like, a step leaves the same
+//! bits. And it does not where an event is lost.
+
+use std::sync::Arc;
+
+use anyhow::Result;
+use device_tests::emulator::Order;
+use device_tests::executor::{Delays, EmulatedGpu, Lost};
+use engine::{Precision, Tier};
+use kernels::cuda::CudaBackend;
+
+use crate::setup::{ARENA_BYTES, pack};
+use crate::training::{Left, train};
+
+/// Days per family.
+const SEEDS: u64 = 2;
+/// Days of the family that is slowest.
+const FEW_SEEDS: u64 = 1;
+/// Days of the family that is fastest to emulate.
+const MANY_SEEDS: u64 = 8;
+/// Days on which a lost event must have shown at least once.
+const LOST_SEEDS: u64 = 6;
+
+fn on(gpu: EmulatedGpu, family: &str, precision: Precision, activation: Tier) -> Result<Left> {
+    let device = CudaBackend::new(Arc::new(gpu), ARENA_BYTES)?;
+    let (left, _) = train(
+        &pack(family),
+        precision,
+        Arc::new(device),
+        activation,
+        false,
+    )?;
+    Ok(left)
+}
+
+fn day(seed: u64, lost: Option<Lost>) -> EmulatedGpu {
+    EmulatedGpu::delayed(Order::Ascending, Delays { seed, lost })
+}
+
+fn agree(family: &str, precision: Precision, activation: Tier, seeds: u64) -> Result<()> {
+    let want = on(
+        EmulatedGpu::new(Order::Ascending),
+        family,
+        precision,
+        activation,
+    )?;
+    for seed in 0..seeds {
+        let got = on(day(seed, None), family, precision, activation)?;
+        assert!(got.same_bits(&want), "{family}, seed {seed}");
+    }
+    Ok(())
+}
+
+#[test]
+fn minicpm_has_one_result() -> Result<()> {
+    agree("minicpm-v-2_6", Precision::F32, Tier::Device, SEEDS)
+}
+
+#[test]
+fn minicpm_o_has_one_result_in_pure_bf16_with_activations_on_the_host() -> Result<()> {
+    agree("minicpm-o-2_6", Precision::PureBf16, Tier::Host, SEEDS)
+}
+
+#[test]
+fn cogvlm_has_one_result_in_bf16() -> Result<()> {
+    agree("cogvlm-chat-hf", Precision::Bf16, Tier::Device, SEEDS)
+}
+
+#[test]
+fn cogagent_has_one_result() -> Result<()> {
+    agree("cogagent-chat-hf", Precision::F32, Tier::Host, SEEDS)
+}
+
+#[test]
+fn cogvlm2_has_one_result() -> Result<()> {
+    agree(
+        "cogvlm2-llama3-chat-19B",
+        Precision::F32,
+        Tier::Device,
+        SEEDS,
+    )
+}
+
+#[test]
+fn glm_41v_has_one_result() -> Result<()> {
+    agree(
+        "glm-4.1v-9b-thinking",
+        Precision::F32,
+        Tier::Host,
+        FEW_SEEDS,
+    )
+}
+
+#[test]
+fn glm_4v_has_one_result_on_many_days() -> Result<()> {
+    agree("glm-4v-9b", Precision::F32, Tier::Host, MANY_SEEDS)
+}
+
+/// Each kind of event is needed, and the days above would show its loss.
+#[test]
+fn a_lost_event_changes_the_result() -> Result<()> {
+    let (family, precision, activation) = ("glm-4v-9b", Precision::F32, Tier::Host);
+    let want = on(
+        EmulatedGpu::new(Order::Ascending),
+        family,
+        precision,
+        activation,
+    )?;
+    for lost in [Lost::Uploads, Lost::Joins, Lost::Fetches] {
+        let shows = (0..LOST_SEEDS).any(|seed| {
+            // Memory that nobody wrote may end a launch of the emulator, too.
+            on(day(seed, Some(lost)), family, precision, activation)
+                .map_or(true, |got| !got.same_bits(&want))
+        });
+        assert!(shows, "{lost:?}");
+    }
+    Ok(())
+}
