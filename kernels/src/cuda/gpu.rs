@@ -14,6 +14,7 @@ use super::error::{CudaError, DriverResult, Result};
 use super::image::{Cache, Image, Images};
 use super::launch::{Address, Launch};
 use super::library::Search;
+use super::matmul::CublasLt;
 use super::module::Module;
 use super::probe::{DeviceFacts, probe};
 
@@ -31,6 +32,8 @@ pub struct Gpu {
     loaded: Mutex<HashMap<Module, Loaded>>,
     /// Made when something is first copied.
     copies: OnceLock<Copies>,
+    /// Where products of a back end go through a library.
+    products: Option<CublasLt>,
 }
 
 /// A module in the driver; unloaded with the context at the end of the process.
@@ -106,7 +109,23 @@ impl Gpu {
             shared_limit: shared_limit.unsigned_abs(),
             loaded: Mutex::default(),
             copies: OnceLock::new(),
+            products: None,
         })
+    }
+
+    /// The same GPU whose back end multiplies through cuBLASLt.
+    ///
+    /// # Errors
+    /// When the library is not there or does not start.
+    pub fn with_cublaslt(mut self, search: &Search) -> Result<Self> {
+        self.products = Some(CublasLt::open(&self, search)?);
+        Ok(self)
+    }
+
+    /// The library that a back end's products go through, where there is one.
+    #[must_use]
+    pub const fn products(&self) -> Option<&CublasLt> {
+        self.products.as_ref()
     }
 
     /// What the driver says of it.

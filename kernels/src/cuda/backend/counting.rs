@@ -5,6 +5,7 @@
 
 use super::{Cause, CudaBackend, Executor, Moment};
 use crate::cuda::launch::{Address, Launch};
+use crate::cuda::matmul::Multiply;
 use crate::pool::Pool;
 use std::sync::Arc;
 
@@ -17,14 +18,19 @@ const BYTES: u64 = 1 << 50;
 #[derive(Debug)]
 struct Nowhere {
     multiprocessors: u32,
+    multiplies: bool,
 }
 
 impl CudaBackend {
-    /// A GPU of `multiprocessors` that only counts, without a limit. Row numbers and labels keep their values; all
-    /// other tensors have none, as on the null device.
+    /// A GPU of `multiprocessors` that only counts, without a limit; `multiplies`: whether products go through a library,
+    /// as [`Executor::multiplies`] of the GPU that it stands for. Row numbers and labels keep their values; all other
+    /// tensors have none, as on the null device.
     #[must_use]
-    pub fn counting(multiprocessors: u32) -> Self {
-        let executor = Arc::new(Nowhere { multiprocessors });
+    pub fn counting(multiprocessors: u32, multiplies: bool) -> Self {
+        let executor = Arc::new(Nowhere {
+            multiprocessors,
+            multiplies,
+        });
         Self::at(executor, START, Pool::arena("GPU", BYTES))
     }
 }
@@ -85,5 +91,18 @@ unsafe impl Executor for Nowhere {
 
     unsafe fn launch(&self, _launch: &Launch) -> Result<(), Cause> {
         Ok(())
+    }
+
+    fn multiplies(&self) -> bool {
+        self.multiplies
+    }
+
+    unsafe fn multiply(
+        &self,
+        _product: &Multiply,
+        _workspace: Address,
+        _workspace_bytes: u64,
+    ) -> Result<bool, Cause> {
+        Ok(true)
     }
 }

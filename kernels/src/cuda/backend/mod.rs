@@ -4,7 +4,8 @@
 //! place back at once: launches run in their order, so who gets the place next writes it after all earlier readers.
 //! Weights come in beside that queue, behind the last use of the place they get, and gradients go out beside it, behind
 //! the launches that made them.
-//! What executes the launches is an [`Executor`]: a [`Gpu`](super::gpu::Gpu), or the emulator of the tests.
+//! What executes the launches is an [`Executor`]: a [`Gpu`](super::gpu::Gpu), or the emulator of the tests. Products
+//! of one sum go through the executor's library, where it has one; the others, and all elsewhere, are our own.
 //!
 //! Differences from the CPU: products of 16-bit tensors sum on tensor cores in another order; LoRA's inner activation
 //! is rounded once to 16 bits; the gradient of the logits is rounded to the dtype of the hidden states before its
@@ -25,6 +26,7 @@ mod uses;
 pub use loss::LossCuts;
 
 use super::launch::{Address, Launch};
+use super::matmul::Multiply;
 use super::ops::norm::{self, Kind};
 use super::ops::pointwise::{self, RopeShape};
 use super::ops::{attention, cast, workspace::Workspace};
@@ -145,6 +147,30 @@ pub unsafe trait Executor: Send + Sync + std::fmt::Debug {
     /// # Errors
     /// When the module does not compile or the device refuses.
     unsafe fn launch(&self, launch: &Launch) -> Result<(), Cause>;
+
+    /// Whether [`Executor::multiply`] is asked for products: then each has scratch memory for it, used or not, in a plan
+    /// as in its run.
+    fn multiplies(&self) -> bool {
+        false
+    }
+
+    /// Queues a product through a library; `false` where that has no way to do it, and nothing was queued: always the
+    /// same answer for one shape.
+    ///
+    /// # Safety
+    /// Every address of the product points to allocated memory of the size that it says, and `workspace` to
+    /// `workspace_bytes` of it that nothing else uses.
+    ///
+    /// # Errors
+    /// When the workspace is smaller than [`WORKSPACE_BYTES`](super::matmul::WORKSPACE_BYTES), or the device fails.
+    unsafe fn multiply(
+        &self,
+        _product: &Multiply,
+        _workspace: Address,
+        _workspace_bytes: u64,
+    ) -> Result<bool, Cause> {
+        Ok(false)
+    }
 }
 
 /// All memory of a backend.

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use anyhow::Result;
 use device_tests::emulator::Order;
-use device_tests::executor::{EmulatedGpu, Uploads};
+use device_tests::executor::{EmulatedGpu, Library};
 use device_tests::tolerance;
 use engine::{ParamId, PassKind, Precision, Tier};
 use kernels::cuda::CudaBackend;
@@ -68,9 +68,19 @@ fn train(
 }
 
 fn agree(family: &str, precision: Precision, activation: Tier) -> Result<()> {
-    let uploads = agree_keeping(family, precision, activation, false)?;
+    let gpu = agree_keeping(family, precision, activation, false, Library::Absent)?;
+    assert_eq!(gpu.multiplied(), 0);
+    let uploads = gpu.uploads();
     // A few layers of each kind: of two layers alike, the second comes in while the device computes with the first.
     assert!(uploads.overlapping * 8 > uploads.bytes, "{uploads:?}");
+    Ok(())
+}
+
+/// The same where products go through a library.
+fn agree_through_a_library(family: &str, precision: Precision) -> Result<()> {
+    let library = Library::Multiplies;
+    let gpu = agree_keeping(family, precision, Tier::Device, false, library)?;
+    assert!(gpu.multiplied() > 100, "{} products", gpu.multiplied());
     Ok(())
 }
 
@@ -79,9 +89,10 @@ fn agree_keeping(
     precision: Precision,
     activation: Tier,
     keep: bool,
-) -> Result<Uploads> {
+    library: Library,
+) -> Result<Arc<EmulatedGpu>> {
     let dir = pack(family);
-    let gpu = Arc::new(EmulatedGpu::new(Order::Ascending));
+    let gpu = Arc::new(EmulatedGpu::new(Order::Ascending).with_library(library));
     let device = CudaBackend::new(gpu.clone(), ARENA_BYTES)?;
     let cpu: Arc<dyn Backend> = Arc::new(CpuBackend::unlimited());
     let (want, model) = train(&dir, precision, cpu, activation, keep)?;
@@ -116,14 +127,15 @@ fn agree_keeping(
     }
     // What is left on the device is the table of the last attention.
     assert!(device.pool().stats().in_use < 4096, "{:?}", device.pool());
-    Ok(gpu.uploads())
+    Ok(gpu)
 }
 
 /// All weights come once, and once more when the step has changed them all.
 #[test]
 fn weights_that_stay_on_the_device_come_when_they_change() -> Result<()> {
     let family = "glm-4v-9b";
-    let uploads = agree_keeping(family, Precision::F32, Tier::Device, true)?;
+    let gpu = agree_keeping(family, Precision::F32, Tier::Device, true, Library::Absent)?;
+    let uploads = gpu.uploads();
     let model = open_model(&pack(family), ModelOptions::new(DType::F32))?;
     let (elems, trained) = model.spec().elems();
     assert_eq!(elems, trained);
@@ -164,4 +176,35 @@ fn glm_4v_trains_as_on_the_cpu() -> Result<()> {
 #[test]
 fn glm_41v_trains_as_on_the_cpu() -> Result<()> {
     agree("glm-4.1v-9b-thinking", Precision::F32, Tier::Device)
+}
+
+#[test]
+fn minicpm_trains_through_a_library() -> Result<()> {
+    agree_through_a_library("minicpm-v-2_6", Precision::F32)?;
+    agree_through_a_library("minicpm-v-2_6", Precision::Bf16)
+}
+
+#[test]
+fn cogvlm_trains_through_a_library() -> Result<()> {
+    agree_through_a_library("cogvlm-chat-hf", Precision::F32)
+}
+
+#[test]
+fn cogagent_trains_through_a_library() -> Result<()> {
+    agree_through_a_library("cogagent-chat-hf", Precision::F32)
+}
+
+#[test]
+fn cogvlm2_trains_through_a_library() -> Result<()> {
+    agree_through_a_library("cogvlm2-llama3-chat-19B", Precision::F32)
+}
+
+#[test]
+fn glm_4v_trains_through_a_library() -> Result<()> {
+    agree_through_a_library("glm-4v-9b", Precision::F32)
+}
+
+#[test]
+fn glm_41v_trains_through_a_library() -> Result<()> {
+    agree_through_a_library("glm-4.1v-9b-thinking", Precision::F32)
 }

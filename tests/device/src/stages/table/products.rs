@@ -6,7 +6,7 @@ use anyhow::{Context, Result};
 use kernels::DType;
 use kernels::cuda::gpu::{Gpu, Memory};
 use kernels::cuda::launch::{Address, Launch};
-use kernels::cuda::matmul::CublasLt;
+use kernels::cuda::matmul::{CublasLt, WORKSPACE_BYTES};
 use kernels::cuda::ops::lora_linear::{Gradients, LoraLinear};
 use kernels::cuda::ops::routed::{Group, OfRows, Routed};
 use kernels::cuda::ops::workspace::Workspace;
@@ -148,7 +148,6 @@ fn plain(
     let mut compared = teraflops(flops, own);
     match CublasLt::open(gpu, &setting.search) {
         Ok(library) => {
-            let prepared = library.linear(DTYPE, t as u64, n as u64, k as u64)?;
             let matrix = |elements: usize, scale: f32| -> Result<Memory> {
                 let memory = gpu.allocate(2 * elements)?;
                 works::fill_normal(gpu, DTYPE, &memory, scale)?;
@@ -158,9 +157,10 @@ fn plain(
                 matrix(t * k, 1.0)?,
                 matrix(n * k, 0.02)?,
                 matrix(t * n, 1.0)?,
+                gpu.allocate(WORKSPACE_BYTES as usize)?,
             ];
             let theirs = median_milliseconds(gpu, BUDGET, |_| {
-                queue::product(gpu, &library, &prepared, &all)
+                queue::product(gpu, &library, DTYPE, shape, &all)
             })?;
             compared += &format!(
                 ", cuBLASLt {theirs:.3} ms: {:.2}x (target {PRODUCT_TARGET})",
