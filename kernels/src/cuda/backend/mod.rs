@@ -21,6 +21,7 @@ mod loss;
 mod products;
 mod routed;
 mod rows;
+mod shared_lora;
 mod uses;
 
 pub use loss::LossCuts;
@@ -38,6 +39,7 @@ use crate::backend::{
 use crate::check;
 use crate::error::{KernelError, Result};
 use crate::pool::{Pool, Tag};
+use crate::shared_lora::{SharedLora, SharedLoraGradArgs, SharedLoraGrads};
 use crate::tensor::{DeviceMemory, OnDevice};
 use crate::{DType, Shape, Tensor};
 use std::any::Any;
@@ -688,6 +690,14 @@ impl Backend for CudaBackend {
         need_dx: bool,
     ) -> Result<LoraGrads> {
         self.lora_backward_op(&args, dy, need_dx, check::lora_backward(&args, dy)?)
+    }
+
+    fn shared_lora(&self, layers: &[LoraArgs<'_>]) -> Result<SharedLora> {
+        self.shared_lora_op(layers)
+    }
+
+    fn shared_lora_backward(&self, args: SharedLoraGradArgs<'_>) -> Result<SharedLoraGrads> {
+        self.shared_lora_backward_op(&args)
     }
 
     fn layer_norm(&self, x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f32) -> Result<Tensor> {

@@ -118,7 +118,7 @@ impl CudaBackend {
     }
 
     /// The layer in one dtype, with the tensors that its addresses stand for.
-    fn layer(
+    pub(super) fn layer(
         &self,
         op: &'static str,
         args: &LoraArgs<'_>,

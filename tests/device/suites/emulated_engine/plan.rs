@@ -11,7 +11,7 @@ use kernels::{Backend, PoolStats};
 use models::autograd::Tape;
 use models::data::EncodedSample;
 use models::generate::{GenerateOptions, Prompt, Sampling, generate, rehearse};
-use models::{ModelError, ModelOptions, SampleInput, VisionLanguageModel, open_model};
+use models::{ModelError, SampleInput, VisionLanguageModel, open_model};
 use optim::Optimizer;
 
 use crate::setup::{self, ARENA_BYTES, pack};
@@ -75,7 +75,7 @@ fn as_access(engine: &dyn Passes) -> &dyn ParamAccess {
 }
 
 fn agree(family: &str, precision: Precision, activation: Tier, keep: bool) -> Result<()> {
-    agree_with(family, precision, activation, keep, Library::Absent)
+    agree_with(family, precision, activation, keep, Library::Absent, false)
 }
 
 fn agree_with(
@@ -84,9 +84,10 @@ fn agree_with(
     activation: Tier,
     keep: bool,
     library: Library,
+    adapters: bool,
 ) -> Result<()> {
     let dir = pack(family);
-    let model = open_model(&dir, ModelOptions::new(precision.weight_dtype()))?;
+    let model = open_model(&dir, setup::options(precision, adapters))?;
     let plan = setup::plan(&*model, precision, activation, keep)?;
     let rule = optim::AdamW::default();
     let sample = setup::sample(&dir, TOKENS, MOST_TOKENS)?;
@@ -168,7 +169,24 @@ fn glm_4v_in_f32_with_activations_on_the_host() -> Result<()> {
 #[test]
 fn glm_4v_with_products_by_a_library() -> Result<()> {
     for library in [Library::Multiplies, Library::Refuses] {
-        agree_with("glm-4v-9b", Precision::Bf16, Tier::Device, false, library)?;
+        agree_with(
+            "glm-4v-9b",
+            Precision::Bf16,
+            Tier::Device,
+            false,
+            library,
+            false,
+        )?;
+    }
+    Ok(())
+}
+
+/// Adapters that share an input keep what they made of it until backward.
+#[test]
+fn adapters_of_shared_inputs() -> Result<()> {
+    for family in ["minicpm-v-2_6", "glm-4v-9b"] {
+        let (precision, library) = (Precision::Bf16, Library::Absent);
+        agree_with(family, precision, Tier::Device, false, library, true)?;
     }
     Ok(())
 }

@@ -27,16 +27,38 @@ struct Left {
     weights: Vec<(ParamId, Vec<f32>)>,
 }
 
+/// How a family is trained.
+#[derive(Clone, Copy)]
+struct How {
+    precision: Precision,
+    activation: Tier,
+    /// Whether weights stay on the device.
+    keep: bool,
+    /// Whether adapters train, instead of everything.
+    adapters: bool,
+    library: Library,
+}
+
+impl How {
+    fn new(precision: Precision) -> Self {
+        Self {
+            precision,
+            activation: Tier::Device,
+            keep: false,
+            adapters: false,
+            library: Library::Absent,
+        }
+    }
+}
+
 /// Two passes over a sample with a picture, and a step between them.
 fn train(
     dir: &Path,
-    precision: Precision,
+    how: How,
     backend: Arc<dyn Backend>,
-    activation: Tier,
-    keep: bool,
 ) -> Result<(Left, Arc<dyn VisionLanguageModel>)> {
-    let model = open_model(dir, ModelOptions::new(precision.weight_dtype()))?;
-    let plan = setup::plan(&*model, precision, activation, keep)?;
+    let model = open_model(dir, setup::options(how.precision, how.adapters))?;
+    let plan = setup::plan(&*model, how.precision, how.activation, how.keep)?;
     let mut zero = setup::loaded(dir, &*model, plan, backend.clone())?;
     let sample = setup::sample(dir, TOKENS, MOST_TOKENS)?;
     let mut left = Left {
@@ -68,7 +90,9 @@ fn train(
 }
 
 fn agree(family: &str, precision: Precision, activation: Tier) -> Result<()> {
-    let gpu = agree_keeping(family, precision, activation, false, Library::Absent)?;
+    let mut how = How::new(precision);
+    how.activation = activation;
+    let gpu = agree_how(family, how)?;
     assert_eq!(gpu.multiplied(), 0);
     let uploads = gpu.uploads();
     // A few layers of each kind: of two layers alike, the second comes in while the device computes with the first.
@@ -78,26 +102,29 @@ fn agree(family: &str, precision: Precision, activation: Tier) -> Result<()> {
 
 /// The same where products go through a library.
 fn agree_through_a_library(family: &str, precision: Precision) -> Result<()> {
-    let library = Library::Multiplies;
-    let gpu = agree_keeping(family, precision, Tier::Device, false, library)?;
+    let mut how = How::new(precision);
+    how.library = Library::Multiplies;
+    let gpu = agree_how(family, how)?;
     assert!(gpu.multiplied() > 100, "{} products", gpu.multiplied());
     Ok(())
 }
 
-fn agree_keeping(
-    family: &str,
-    precision: Precision,
-    activation: Tier,
-    keep: bool,
-    library: Library,
-) -> Result<Arc<EmulatedGpu>> {
+/// The same with adapters, of which those of one input share it.
+fn agree_with_adapters(family: &str, precision: Precision) -> Result<()> {
+    let mut how = How::new(precision);
+    how.adapters = true;
+    agree_how(family, how)?;
+    Ok(())
+}
+
+fn agree_how(family: &str, how: How) -> Result<Arc<EmulatedGpu>> {
     let dir = pack(family);
-    let gpu = Arc::new(EmulatedGpu::new(Order::Ascending).with_library(library));
+    let gpu = Arc::new(EmulatedGpu::new(Order::Ascending).with_library(how.library));
     let device = CudaBackend::new(gpu.clone(), ARENA_BYTES)?;
     let cpu: Arc<dyn Backend> = Arc::new(CpuBackend::unlimited());
-    let (want, model) = train(&dir, precision, cpu, activation, keep)?;
-    let (got, _) = train(&dir, precision, Arc::new(device.clone()), activation, keep)?;
-    let dtype = precision.weight_dtype();
+    let (want, model) = train(&dir, how, cpu)?;
+    let (got, _) = train(&dir, how, Arc::new(device.clone()))?;
+    let dtype = how.precision.weight_dtype();
     for (got, want) in got.losses.iter().zip(&want.losses) {
         let allowed = tolerance::trained(dtype, *want);
         assert!(
@@ -120,8 +147,8 @@ fn agree_keeping(
     for ((id, got), (_, want)) in got.weights.iter().zip(&want.weights) {
         let far = got.iter().zip(want).find(|(g, w)| {
             // The sign of a gradient near zero decides about a whole first step of Adam; both weights are rounded.
-            f64::from((*g - *w).abs())
-                > 2.001 * LEARNING_RATE + 2.0 * tolerance::store(dtype, f64::from(**w))
+            let rounded = [**g, **w].map(|x| tolerance::store(dtype, f64::from(x)));
+            f64::from((*g - *w).abs()) > 2.001 * LEARNING_RATE + rounded[0] + rounded[1]
         });
         assert!(far.is_none(), "{}: {far:?}", name(id));
     }
@@ -134,7 +161,9 @@ fn agree_keeping(
 #[test]
 fn weights_that_stay_on_the_device_come_when_they_change() -> Result<()> {
     let family = "glm-4v-9b";
-    let gpu = agree_keeping(family, Precision::F32, Tier::Device, true, Library::Absent)?;
+    let mut how = How::new(Precision::F32);
+    how.keep = true;
+    let gpu = agree_how(family, how)?;
     let uploads = gpu.uploads();
     let model = open_model(&pack(family), ModelOptions::new(DType::F32))?;
     let (elems, trained) = model.spec().elems();
@@ -207,4 +236,21 @@ fn glm_4v_trains_through_a_library() -> Result<()> {
 #[test]
 fn glm_41v_trains_through_a_library() -> Result<()> {
     agree_through_a_library("glm-4.1v-9b-thinking", Precision::F32)
+}
+
+#[test]
+fn minicpm_trains_adapters() -> Result<()> {
+    agree_with_adapters("minicpm-v-2_6", Precision::F32)?;
+    agree_with_adapters("minicpm-v-2_6", Precision::Bf16)
+}
+
+#[test]
+fn cogvlm_trains_adapters() -> Result<()> {
+    agree_with_adapters("cogvlm-chat-hf", Precision::F32)
+}
+
+#[test]
+fn glm_4v_trains_adapters() -> Result<()> {
+    agree_with_adapters("glm-4v-9b", Precision::F32)?;
+    agree_with_adapters("glm-4v-9b", Precision::Bf16)
 }
