@@ -14,6 +14,7 @@ use crate::error::Result;
 use crate::peers::{GroupAccess, PeerAccess};
 use crate::pool::{Pool, Tag};
 use crate::routed::{self, RoutedArgs};
+use crate::shared_lora::{self, SharedLora, SharedLoraGradArgs, SharedLoraGrads};
 use crate::{DType, Shape, Tensor};
 
 /// Where an operation runs.
@@ -326,6 +327,23 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
         dy: &Tensor,
         need_dx: bool,
     ) -> Result<LoraGrads>;
+
+    /// Adapted linear layers of one `x` (the same tensor in all `layers`): of each what [`Backend::lora_linear`] gives, up
+    /// to the order of sums.
+    ///
+    /// # Errors
+    /// When there is no layer, shapes do not fit, or the pool is full.
+    fn shared_lora(&self, layers: &[LoraArgs<'_>]) -> Result<SharedLora> {
+        shared_lora::forward(self, layers)
+    }
+
+    /// Their gradients: of each what [`Backend::lora_linear_backward`] gives, and the sum of the inputs' gradients.
+    ///
+    /// # Errors
+    /// As [`Backend::shared_lora`]; when there is not one `dy` for each layer.
+    fn shared_lora_backward(&self, args: SharedLoraGradArgs<'_>) -> Result<SharedLoraGrads> {
+        shared_lora::backward(self, &args)
+    }
 
     /// `(x - mean) / sqrt(var + eps) * weight + bias` over the last axis, statistics in f32.
     ///

@@ -65,6 +65,7 @@ mod pool;
 pub mod random;
 mod routed;
 mod shape;
+mod shared_lora;
 mod tensor;
 
 pub use arrival::Arrival;
@@ -81,4 +82,5 @@ pub use peers::{GroupAccess, Lane, PeerAccess};
 pub use pool::{Block, Pool, PoolEvent, PoolStats, Reservation, Tag, TagBytes};
 pub use routed::{RoutedArgs, RoutedGroup};
 pub use shape::{MAX_RANK, Shape};
+pub use shared_lora::{SharedLora, SharedLoraGradArgs, SharedLoraGrads};
 pub use tensor::{Fetch, ForeignBytes, Tensor, TensorMut};

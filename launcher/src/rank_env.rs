@@ -35,6 +35,42 @@ pub const TOKEN: &str = "TESSERA_JOB_TOKEN";
 pub const TOKEN_FILE: &str = "TESSERA_JOB_TOKEN_FILE";
 /// Folders with CUDA's libraries, separated by colons; looked at before all others.
 pub const CUDA_LIBS: &str = "TESSERA_CUDA_LIBS";
+/// What multiplies matrices on GPUs; see [`Matmul`].
+pub const MATMUL: &str = "TESSERA_MATMUL";
+
+/// The values of [`MATMUL`].
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Matmul {
+    /// `auto`: cuBLASLt where it is found, else our own kernels.
+    #[default]
+    Auto,
+    /// `cublaslt`: cuBLASLt, or an error.
+    CublasLt,
+    /// `own`: our own kernels.
+    Own,
+}
+
+impl Matmul {
+    /// Reads an environment through `lookup`; [`Matmul::Auto`] where the variable is not set.
+    ///
+    /// # Errors
+    /// It has another value (exit 2).
+    pub fn from_lookup(lookup: &dyn Fn(&str) -> Option<OsString>) -> Result<Self, Failure> {
+        let value = lookup(MATMUL).filter(|value| !value.is_empty());
+        match value.as_deref().map(OsStr::to_string_lossy).as_deref() {
+            None | Some("auto") => Ok(Self::Auto),
+            Some("cublaslt") => Ok(Self::CublasLt),
+            Some("own") => Ok(Self::Own),
+            Some(other) => Err(Failure::usage(
+                format!("{MATMUL}={other} is not understood"),
+                "the values are auto, cublaslt and own",
+            )
+            .next(format!(
+                "unset {MATMUL}: cuBLASLt is taken where it is found"
+            ))),
+        }
+    }
+}
 
 /// The token of a job, or where it lies; never printed.
 #[derive(Clone, Default, PartialEq, Eq)]
@@ -204,6 +240,14 @@ impl Variables {
     /// The value of one variable.
     pub fn get(&self, name: &str) -> Option<&OsStr> {
         self.0.get(name).map(OsString::as_os_str)
+    }
+
+    /// The value of [`MATMUL`], as [`Matmul::from_lookup`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn matmul(&self) -> Result<Matmul, Failure> {
+        Matmul::from_lookup(&|name| self.get(name).map(ToOwned::to_owned))
     }
 
     /// Folder for files that may be made again at any time, as [`Env::cache_dir`].

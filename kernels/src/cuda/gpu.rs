@@ -15,6 +15,7 @@ use super::group::Group;
 use super::image::{Cache, Image, Images};
 use super::launch::{Address, Launch};
 use super::library::Search;
+use super::matmul::CublasLt;
 use super::module::Module;
 use super::peers::Peers;
 use super::probe::{DeviceFacts, probe};
@@ -38,6 +39,8 @@ pub struct Gpu {
     group: Group,
     /// Where NCCL is looked for.
     search: Search,
+    /// Where products of a back end go through a library.
+    products: Option<CublasLt>,
 }
 
 /// A module in the driver; unloaded with the context at the end of the process.
@@ -116,7 +119,23 @@ impl Gpu {
             peers: OnceLock::new(),
             group: Group::default(),
             search: search.clone(),
+            products: None,
         })
+    }
+
+    /// The same GPU whose back end multiplies through cuBLASLt.
+    ///
+    /// # Errors
+    /// When the library is not there or does not start.
+    pub fn with_cublaslt(mut self, search: &Search) -> Result<Self> {
+        self.products = Some(CublasLt::open(&self, search)?);
+        Ok(self)
+    }
+
+    /// The library that a back end's products go through, where there is one.
+    #[must_use]
+    pub const fn products(&self) -> Option<&CublasLt> {
+        self.products.as_ref()
     }
 
     /// What the driver says of it.

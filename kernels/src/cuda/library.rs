@@ -14,7 +14,7 @@ pub enum Library {
     Driver,
     /// The run-time compiler; without it the PTX that is built in is used.
     Nvrtc,
-    /// Matrix products of frozen weights; without it our own kernels are used.
+    /// Matrix products; without it our own kernels are used.
     CublasLt,
     /// Collectives between GPUs without peer access or on several nodes.
     Nccl,

@@ -4,6 +4,8 @@ use std::sync::Arc;
 
 use kernels::Backend;
 
+#[cfg(feature = "cuda")]
+use super::Products;
 use super::{Devices, RunGpu};
 use crate::doctor::facts::{Cuda, Gpu};
 use crate::doctor::survey_gpus;
@@ -58,7 +60,7 @@ mod driver {
 
 #[cfg(feature = "cuda")]
 mod driver {
-    use super::{Arc, Backend, Failure, RunGpu, Variables};
+    use super::{Arc, Backend, Failure, Products, RunGpu, Variables};
     use crate::doctor::search;
     use crate::exit::ErrorCode;
     use crate::units::bytes;
@@ -76,7 +78,14 @@ mod driver {
         variables: &Variables,
     ) -> Result<Arc<dyn Backend>, Failure> {
         let cache = Cache::new(variables.cache_dir().join(KERNELS));
-        let opened = Gpu::open(gpu.ordinal, &search(variables), Some(cache)).map_err(|error| {
+        let search = search(variables);
+        let opened = Gpu::open(gpu.ordinal, &search, Some(cache));
+        // The plan has scratch memory for what was chosen, so that nothing else is taken where it is missing now.
+        let opened = match gpu.products {
+            Products::CublasLt => opened.and_then(|opened| opened.with_cublaslt(&search)),
+            Products::Own => opened,
+        };
+        let opened = opened.map_err(|error| {
             Failure::new(
                 ErrorCode::Cuda,
                 format!("cannot open GPU {} ({})", gpu.ordinal, gpu.name),

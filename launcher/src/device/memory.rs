@@ -4,6 +4,8 @@ use std::sync::Arc;
 
 use kernels::Backend;
 
+#[cfg(feature = "cuda")]
+use super::Products;
 use super::ranks_per_gpu;
 use crate::config::RunConfig;
 
@@ -12,13 +14,16 @@ use crate::config::RunConfig;
 const SLACK_SHARE: u64 = 16;
 const SLACK_BYTES: u64 = 16 << 20;
 
-/// The devices that stand for the GPUs of `config` in its plan: one for each number of multiprocessors. None on the CPU.
+/// The devices that stand for the GPUs of `config` in its plan: one for each number of multiprocessors and each way to
+/// multiply. None on the CPU.
 #[cfg(feature = "cuda")]
 pub(crate) fn counting(config: &RunConfig) -> Vec<Arc<dyn Backend>> {
-    let kinds = config.gpus.iter().map(|gpu| gpu.multiprocessors);
-    let kinds: std::collections::BTreeSet<u32> = kinds.collect();
-    let device =
-        |kind| -> Arc<dyn Backend> { Arc::new(kernels::cuda::CudaBackend::counting(kind)) };
+    let kind = |gpu: &super::RunGpu| (gpu.multiprocessors, gpu.products == Products::CublasLt);
+    let kinds: std::collections::BTreeSet<(u32, bool)> = config.gpus.iter().map(kind).collect();
+    let device = |(multiprocessors, multiplies)| -> Arc<dyn Backend> {
+        let counting = kernels::cuda::CudaBackend::counting;
+        Arc::new(counting(multiprocessors, multiplies))
+    };
     kinds.into_iter().map(device).collect()
 }
 

@@ -17,7 +17,7 @@ use crate::doctor::facts::{Cuda, Gpu};
 use crate::doctor::findings::{Finding, Severity};
 use crate::doctor::{self, findings};
 use crate::exit::{ErrorCode, Failure};
-use crate::rank_env::Variables;
+use crate::rank_env::{MATMUL, Matmul, Variables};
 use crate::ui::Event;
 use crate::units::bytes;
 
@@ -48,6 +48,29 @@ pub struct RunGpu {
     /// CUDA's numbers of the GPUs whose memory it reads directly.
     #[serde(default)]
     pub peers: Vec<u32>,
+    /// What multiplies matrices on it.
+    #[serde(default)]
+    pub products: Products,
+}
+
+/// What multiplies matrices on a GPU.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Products {
+    /// Our own kernels.
+    #[default]
+    Own,
+    /// NVIDIA's library, except for what it does not take.
+    CublasLt,
+}
+
+impl fmt::Display for Products {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Own => "own kernels",
+            Self::CublasLt => "cuBLASLt",
+        })
+    }
 }
 
 /// GPUs and how they are opened: those of the machine, or what a test puts in their place.
@@ -114,7 +137,9 @@ impl Chosen {
                 let why = self.reason.as_deref().map(|why| format!(" · {why}"));
                 let driver = self.driver.as_deref().map(|text| format!(" · {text}"));
                 let parts = [why, driver].into_iter().flatten().collect::<String>();
-                lines.push(format!("cuda{parts}"));
+                let products = self.gpus.first().map(|gpu| gpu.products);
+                let products = products.map(|by| format!(" · matrix products by {by}"));
+                lines.push(format!("cuda{parts}{}", products.unwrap_or_default()));
                 lines.extend(self.gpus.iter().enumerate().map(|(place, gpu)| {
                     let ranks = ranks_on(place, self.gpus.len(), config.nproc);
                     format!(
@@ -228,7 +253,7 @@ fn counted(gpus: usize) -> String {
 /// Decides where a run computes. Looks for GPUs only where they may be used.
 ///
 /// # Errors
-/// `cuda` without a GPU that can be used (exit 13).
+/// `cuda` without a GPU that can be used (exit 13); the same without cuBLASLt where it was asked for.
 pub(crate) fn choose(
     choice: DeviceChoice,
     devices: &dyn Devices,
@@ -239,11 +264,12 @@ pub(crate) fn choose(
     }
     let (cuda, gpus) = devices.survey(variables);
     let findings = doctor::gpu_findings(&cuda, &gpus, variables);
+    let products = products(&cuda, variables)?;
     let new_enough = cuda.cuda_version.is_none() || cuda.cuda_version >= cuda.minimum_cuda_version;
     let usable: Vec<RunGpu> = gpus
         .iter()
         .filter(|gpu| new_enough && findings::is_usable(gpu))
-        .filter_map(run_gpu)
+        .filter_map(|gpu| run_gpu(gpu, products))
         .collect();
     if usable.is_empty() {
         return match choice {
@@ -281,7 +307,35 @@ fn is_of_shown(finding: &Finding) -> bool {
     finding.severity != Severity::Note || finding.id == "some-gpus-hidden"
 }
 
-fn run_gpu(gpu: &Gpu) -> Option<RunGpu> {
+/// What multiplies matrices: cuBLASLt where it is found, unless the environment says otherwise.
+fn products(cuda: &Cuda, variables: &Variables) -> Result<Products, Failure> {
+    let library = cuda
+        .libraries
+        .iter()
+        .find(|library| library.kind == doctor::facts::LibraryKind::CublasLt);
+    let found = library.is_some_and(|library| library.path.is_some());
+    match (variables.matmul()?, found) {
+        (Matmul::Own, _) | (Matmul::Auto, false) => Ok(Products::Own),
+        (Matmul::Auto | Matmul::CublasLt, true) => Ok(Products::CublasLt),
+        (Matmul::CublasLt, false) => {
+            let mut failure = Failure::new(
+                ErrorCode::Cuda,
+                format!("{MATMUL}=cublaslt: cuBLASLt was not found"),
+                "it is opened at run time, and no place that was tried has it",
+            );
+            for attempt in library.iter().flat_map(|library| &library.attempts) {
+                failure = failure.evidence(format!("{} ({})", attempt.place, attempt.outcome));
+            }
+            Err(failure
+                .next("name its folder: TESSERA_CUDA_LIBS=/path/to/folder")
+                .next(format!(
+                    "unset {MATMUL}: our own kernels multiply without it"
+                )))
+        }
+    }
+}
+
+fn run_gpu(gpu: &Gpu, products: Products) -> Option<RunGpu> {
     let memory_bytes = gpu.memory_bytes?;
     Some(RunGpu {
         ordinal: gpu.ordinal?,
@@ -291,6 +345,7 @@ fn run_gpu(gpu: &Gpu) -> Option<RunGpu> {
         memory_bytes,
         free_bytes: gpu.free_bytes.unwrap_or(memory_bytes),
         peers: gpu.peers.clone().unwrap_or_default(),
+        products,
     })
 }
 

@@ -206,6 +206,39 @@ fn what_others_hold_and_what_differs_is_named() {
 }
 
 #[test]
+fn products_go_through_the_library_that_is_there() {
+    let mut machine = with(vec![gpu(0)]);
+    let products = |machine: &Machine, matmul: Option<&str>| {
+        let variable = matmul.map(|value| ("TESSERA_MATMUL".to_owned(), OsString::from(value)));
+        let chosen = choose(DeviceChoice::Cuda, machine, &variable.into_iter().collect())?;
+        let text = shown(&chosen, &config("", &chosen));
+        let by = chosen.gpus[0].products;
+        assert!(text.contains(&format!("matrix products by {by}")), "{text}");
+        Ok::<_, Failure>(by)
+    };
+    for matmul in [None, Some("auto"), Some("own"), Some("")] {
+        assert_eq!(products(&machine, matmul).expect("chosen"), Products::Own);
+    }
+    let failure = products(&machine, Some("cublaslt")).expect_err("no library");
+    assert_eq!(failure.code.status(), 13);
+    machine.cuda.libraries.push(LibraryFacts {
+        kind: LibraryKind::CublasLt,
+        name: "cuBLASLt".into(),
+        path: Some("/lib/libcublasLt.so.13".into()),
+        ..driver(None)
+    });
+    for (matmul, by) in [
+        (None, Products::CublasLt),
+        (Some("cublaslt"), Products::CublasLt),
+        (Some("own"), Products::Own),
+    ] {
+        assert_eq!(products(&machine, matmul).expect("chosen"), by);
+    }
+    let failure = products(&machine, Some("CUBLAS")).expect_err("no such value");
+    assert_eq!(failure.code.status(), 2);
+}
+
+#[test]
 fn more_ranks_than_gpus_take_turns() {
     let run = chosen(DeviceChoice::Cuda, &with(vec![gpu(0), gpu(1)])).expect("chosen");
     let config = config("--nproc 5", &run);

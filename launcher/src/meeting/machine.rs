@@ -10,7 +10,7 @@ use engine::comm::{CommError, Communicator, Tag};
 use serde::{Deserialize, Serialize};
 
 use crate::config::{Device, RunConfig};
-use crate::device::{Devices, gpu_of};
+use crate::device::{Devices, Products, gpu_of};
 use crate::doctor::facts::{Cuda, Gpu, LibraryKind};
 use crate::doctor::{instruction_sets, libc};
 use crate::exit::{ErrorCode, Failure};
@@ -22,6 +22,7 @@ const MATHEMATICS: &str = "mathematics of the C library";
 const C_LIBRARY: &str = "C library";
 const INSTRUCTIONS: &str = "instruction sets";
 const NVRTC: &str = "NVRTC";
+const PRODUCTS: &str = "matrix products";
 const DRIVER: &str = "GPU driver";
 const GPU: &str = "GPU";
 const COMPUTE_CAPABILITY: &str = "compute capability";
@@ -53,7 +54,8 @@ pub(super) struct Machine {
 }
 
 impl Machine {
-    /// Of this rank. CUDA's libraries count where the run uses a GPU; cuBLASLt and NCCL do not, since no run calls them.
+    /// Of this rank. CUDA's libraries count where the run uses a GPU, cuBLASLt where it multiplies on it; NCCL does not,
+    /// since no run calls it.
     pub(super) fn of(config: &RunConfig, env: &RankEnv, devices: &dyn Devices) -> Self {
         let mut machine = Self {
             host: host_name(),
@@ -69,9 +71,12 @@ impl Machine {
         }
         if config.device == Device::Cuda {
             let (cuda, gpus) = devices.survey(&Variables::read());
-            let ordinal = gpu_of(config, env.local_rank).map(|gpu| gpu.ordinal);
+            let own = gpu_of(config, env.local_rank);
+            let products = own.map_or(Products::Own, |gpu| gpu.products);
+            let ordinal = own.map(|gpu| gpu.ordinal);
             let gpu = gpus.iter().find(|gpu| gpu.ordinal == ordinal);
             machine.add_gpu(&cuda, gpu, env.has_peers_elsewhere());
+            machine.add_products(&cuda, products);
         }
         machine
     }
@@ -107,6 +112,18 @@ impl Machine {
             false => Concern::Speed,
         };
         self.add(COMPUTE_CAPABILITY, or_unknown(capability), concern);
+    }
+
+    /// Libraries of other versions add in another order.
+    fn add_products(&mut self, cuda: &Cuda, products: Products) {
+        let mut by = products.to_string();
+        if products == Products::CublasLt {
+            let mut libraries = cuda.libraries.iter();
+            let library = libraries.find(|library| library.kind == LibraryKind::CublasLt);
+            let version = library.and_then(|library| library.version.clone());
+            by += &format!(" {}", or_unknown(version));
+        }
+        self.add(PRODUCTS, by, Concern::Results);
     }
 
     fn value(&self, name: &str) -> &str {
@@ -245,6 +262,9 @@ fn remedy(name: &str) -> &'static str {
         NVRTC => {
             "the same NVRTC on every machine; TESSERA_CUDA_LIBS names a folder that is looked at first, `launcher doctor` shows which is found"
         }
+        PRODUCTS => {
+            "the same cuBLASLt on every machine, or TESSERA_MATMUL=own on all: our own kernels multiply then"
+        }
         COMPUTE_CAPABILITY => "machines with GPUs of one generation, or --device cpu on all",
         MATHEMATICS => {
             "the same operating system or container image on every machine, and processors of one kind"
@@ -344,7 +364,36 @@ mod tests {
         machine.add(INSTRUCTIONS, "avx2 fma", Concern::Speed);
         machine.add("MPI library", "Open MPI v4.1.4", Concern::Results);
         machine.add_gpu(&cuda, Some(&gpu), true);
+        machine.add_products(&cuda, Products::Own);
         machine
+    }
+
+    #[test]
+    fn a_library_counts_where_it_multiplies() {
+        let multiplies = |version: &str| {
+            let mut machine = plain("gpu02");
+            machine.facts.retain(|fact| fact.name != PRODUCTS);
+            let library = LibraryFacts {
+                kind: LibraryKind::CublasLt,
+                name: "a library".into(),
+                path: Some(PathBuf::from("/lib")),
+                version: Some(version.into()),
+                attempts: Vec::new(),
+            };
+            let cuda = Cuda {
+                libraries: vec![library],
+                ..Cuda::default()
+            };
+            machine.add_products(&cuda, Products::CublasLt);
+            machine
+        };
+        let one = || multiplies("13.1.0");
+        assert_eq!(judge(&[one(), one()]).expect("equal").len(), 0);
+        for other in [multiplies("12.9.0"), plain("gpu01")] {
+            let failure = judge(&[one(), other]).expect_err("differs");
+            assert!(failure.title.contains(PRODUCTS), "{failure}");
+            assert!(failure.next[0].contains("TESSERA_MATMUL"), "{failure}");
+        }
     }
 
     fn plain(host: &str) -> Machine {

@@ -6,7 +6,7 @@ use super::planner::{Planned, Planner, made_up_sample};
 use super::text;
 use crate::args::{Hardware, Note, PlanArgs, Preset};
 use crate::config::{DEVICE, Device, DeviceChoice, RunConfig, resolve_on};
-use crate::device::{self, Chosen, Devices, RunGpu};
+use crate::device::{self, Chosen, Devices, Products, RunGpu};
 use crate::exit::Failure;
 use crate::rank_env::{Env, Variables};
 use crate::run::{Room, plan_event};
@@ -120,6 +120,8 @@ fn described(hardware: Hardware) -> Chosen {
         memory_bytes: hardware.device_bytes,
         free_bytes: hardware.device_bytes,
         peers: Vec::new(),
+        // What needs more scratch memory.
+        products: Products::CublasLt,
     };
     let count = u32::try_from(hardware.devices).unwrap_or(u32::MAX);
     Chosen::described((0..count).map(gpu).collect())

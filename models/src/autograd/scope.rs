@@ -207,11 +207,64 @@ impl<'s> Scope<'s> {
         }
         let slot = self.new_slot();
         self.nodes.borrow_mut().push(Node {
-            out: slot,
+            outs: vec![slot],
             params: trained,
-            backward: Box::new(backward),
+            backward: Box::new(
+                move |sweep, grads| match grads.into_iter().flatten().next() {
+                    Some(grad) => backward(sweep, grad),
+                    None => Ok(()),
+                },
+            ),
         });
         Ok(Var::new(value, self.id, Some(slot), true))
+    }
+
+    /// As [`Scope::record`], of several results of one `input`, each with its parameters. `backward` receives the gradients
+    /// of those that have one, in their shapes and dtypes.
+    pub(crate) fn record_all(
+        &self,
+        op: &'static str,
+        values: Vec<(Tensor, Vec<ParamId>)>,
+        input: &Var,
+        backward: impl FnOnce(&mut Sweep<'_>, Vec<Option<Tensor>>) -> Result<()> + 'static,
+    ) -> Result<Vec<Var>> {
+        if input.requires_grad() && input.recorder() != self.id {
+            return Err(ModelError::ForeignVar { op });
+        }
+        let mut trained = Vec::new();
+        for (value, params) in &values {
+            if let Some(observer) = self.observers.ops {
+                observer(op, params, value);
+            }
+            trained.extend(params.iter().copied().filter(|p| self.trains(*p)));
+        }
+        let requires_grad = !trained.is_empty() || input.requires_grad();
+        let is_kept = requires_grad && self.mode != Mode::Forward;
+        let forms = values
+            .iter()
+            .map(|(value, _)| (value.shape(), value.dtype()));
+        let forms: Vec<_> = forms.collect();
+        let vars: Vec<Var> = values
+            .into_iter()
+            .map(|(value, _)| {
+                let slot = is_kept.then(|| self.new_slot());
+                Var::new(value, self.id, slot, requires_grad)
+            })
+            .collect();
+        if is_kept {
+            self.nodes.borrow_mut().push(Node {
+                outs: vars.iter().filter_map(Var::slot).collect(),
+                params: trained,
+                backward: Box::new(move |sweep, grads| {
+                    let dense = grads.into_iter().zip(forms).map(|(grad, (shape, dtype))| {
+                        grad.map(|grad| sweep.dense(grad, shape, dtype)).transpose()
+                    });
+                    let dense = dense.collect::<Result<_>>()?;
+                    backward(sweep, dense)
+                }),
+            });
+        }
+        Ok(vars)
     }
 
     fn new_slot(&self) -> usize {

@@ -16,11 +16,12 @@ pub(crate) enum Grad {
     Tensor(Tensor),
 }
 
-type Backward = Box<dyn FnOnce(&mut Sweep<'_>, Grad) -> Result<()>>;
+/// Receives the gradient of each result; at least one is there.
+type Backward = Box<dyn FnOnce(&mut Sweep<'_>, Vec<Option<Grad>>) -> Result<()>>;
 
 /// One recorded operation. Weights are remembered by id, never by value.
 pub(crate) struct Node {
-    pub(super) out: Slot,
+    pub(super) outs: Vec<Slot>,
     /// The trainable parameters it used.
     pub(super) params: Vec<ParamId>,
     pub(super) backward: Backward,
@@ -117,8 +118,13 @@ impl<'s> Sweep<'s> {
     /// Sweeps `nodes` from the last to the first; what a node kept dies with it.
     pub(super) fn run(&mut self, mut nodes: Vec<Node>) -> Result<()> {
         while let Some(node) = nodes.pop() {
-            if let Some(grad) = self.grads[node.out].take() {
-                (node.backward)(self, grad)?;
+            let grads: Vec<_> = node
+                .outs
+                .iter()
+                .map(|out| self.grads[*out].take())
+                .collect();
+            if grads.iter().any(Option::is_some) {
+                (node.backward)(self, grads)?;
             }
             for id in node.params {
                 self.used(id)?;

@@ -114,11 +114,7 @@ impl SelfAttention {
         let [q, k, v] = match &self.inputs {
             Projections::Apart(layers) => {
                 let [q, k, v] = &**layers;
-                [
-                    q.forward(scope, x)?,
-                    k.forward(scope, x)?,
-                    v.forward(scope, x)?,
-                ]
+                Linear::forward_all([q, k, v], scope, x)?
             }
             Projections::Fused(layer) => layer.forward(scope, x)?,
         };

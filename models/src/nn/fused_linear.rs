@@ -34,12 +34,20 @@ impl FusedLinear {
     /// # Errors
     /// When shapes do not fit or memory runs out.
     pub fn part(&self, scope: &Scope<'_>, x: &Var, i: usize) -> Result<Var> {
-        let base = self.base.clone().with_rows(self.parts[i].clone());
-        match self.adapter {
-            Some(adapter) if self.own_adapters => scope.lora_linear(x, &base, adapter.with_part(i)),
-            Some(adapter) => scope.lora_linear(x, &base, adapter),
-            None => scope.linear(x, &base),
+        match self.adapted(i) {
+            Some((base, adapter)) => scope.lora_linear(x, &base, adapter),
+            None => scope.linear(x, &self.base.clone().with_rows(self.parts[i].clone())),
         }
+    }
+
+    /// Projection `i` and its adapter, where it has one.
+    fn adapted(&self, i: usize) -> Option<(LinearParams, LoraParams)> {
+        let base = self.base.clone().with_rows(self.parts[i].clone());
+        let adapter = match self.adapter? {
+            adapter if self.own_adapters => adapter.with_part(i),
+            adapter => adapter,
+        };
+        Some((base, adapter))
     }
 
     /// All projections, in order.
@@ -48,9 +56,14 @@ impl FusedLinear {
     /// As [`FusedLinear::part`].
     pub fn forward<const N: usize>(&self, scope: &Scope<'_>, x: &Var) -> Result<[Var; N]> {
         debug_assert_eq!(N, self.parts.len());
-        let parts: Vec<Var> = (0..N)
-            .map(|i| self.part(scope, x, i))
-            .collect::<Result<_>>()?;
+        let adapted = (0..N).map(|i| self.adapted(i)).collect::<Option<Vec<_>>>();
+        let parts = match adapted {
+            Some(adapted) => scope.shared_lora(x, &adapted)?,
+            None => {
+                let each = (0..N).map(|i| self.part(scope, x, i));
+                each.collect::<Result<_>>()?
+            }
+        };
         Ok(parts.try_into().expect("one value per part"))
     }
 }

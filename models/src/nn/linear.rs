@@ -20,6 +20,28 @@ impl Linear {
         self.adapter.is_none().then_some(&self.base)
     }
 
+    /// Layers of one input, in order: `[t, k]` to `[t, n]` of each. Where all have adapters, these share what they read.
+    ///
+    /// # Errors
+    /// As [`Linear::forward`].
+    pub fn forward_all<const N: usize>(
+        layers: [&Self; N],
+        scope: &Scope<'_>,
+        x: &Var,
+    ) -> Result<[Var; N]> {
+        let adapted = layers
+            .iter()
+            .map(|layer| Some((layer.base.clone(), layer.adapter?)));
+        let all = match adapted.collect::<Option<Vec<_>>>() {
+            Some(adapted) => scope.shared_lora(x, &adapted)?,
+            None => {
+                let each = layers.iter().map(|layer| layer.forward(scope, x));
+                each.collect::<Result<_>>()?
+            }
+        };
+        Ok(all.try_into().expect("one value per layer"))
+    }
+
     /// `[t, k]` to `[t, n]`.
     ///
     /// # Errors

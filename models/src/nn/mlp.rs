@@ -110,7 +110,7 @@ impl GatedMlp {
         let [gate, up] = match &self.inputs {
             GateUp::Apart(layers) => {
                 let [gate, up] = &**layers;
-                [gate.forward(scope, x)?, up.forward(scope, x)?]
+                Linear::forward_all([gate, up], scope, x)?
             }
             GateUp::Fused(layer) => layer.forward(scope, x)?,
         };

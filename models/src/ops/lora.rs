@@ -1,10 +1,10 @@
 //! The linear layer with a low-rank adapter, as one operation.
 
 use super::linear::{LinearParams, matrix, product, rows};
-use crate::autograd::{Dropout, Rows, Scope, Var};
+use crate::autograd::{Dropout, Rows, Scope, Sweep, Var};
 use crate::error::Result;
 use engine::ParamId;
-use kernels::{DType, LoraArgs, Tensor, Transpose};
+use kernels::{DType, LoraArgs, SharedLora, SharedLoraGradArgs, Tensor, Transpose};
 
 /// The parameters of a low-rank adapter.
 #[derive(Clone, Copy, PartialEq, Debug)]
@@ -51,6 +51,98 @@ impl Halves {
     }
 }
 
+/// An adapted layer as its backward needs it.
+struct Part {
+    base: LinearParams,
+    halves: Halves,
+    adapter: LoraParams,
+    train_weight: bool,
+    train_bias: Option<ParamId>,
+}
+
+/// The rows in use of its parameters.
+struct PartTensors {
+    weight: Tensor,
+    bias: Option<Tensor>,
+    lora_a: Tensor,
+    lora_b: Tensor,
+    scale: f32,
+}
+
+impl PartTensors {
+    fn args<'t>(&'t self, x: &'t Tensor) -> LoraArgs<'t> {
+        LoraArgs {
+            x,
+            weight: &self.weight,
+            bias: self.bias.as_ref(),
+            lora_a: &self.lora_a,
+            lora_b: &self.lora_b,
+            scale: self.scale,
+        }
+    }
+}
+
+impl Part {
+    /// Its parameters by `weight`; the bias only where that is wanted.
+    fn tensors<'w>(
+        &self,
+        weight: &dyn Fn(ParamId) -> Result<&'w Tensor>,
+        with_bias: bool,
+    ) -> Result<PartTensors> {
+        let bias = self.base.bias.filter(|_| with_bias);
+        let bias = bias.map(|id| self.base.select(weight(id)?)).transpose()?;
+        Ok(PartTensors {
+            weight: matrix(&self.base.select(weight(self.base.weight)?)?)?,
+            bias,
+            lora_a: self.halves.a.select(weight(self.adapter.lora_a)?)?,
+            lora_b: self.halves.b.select(weight(self.adapter.lora_b)?)?,
+            scale: self.adapter.scale,
+        })
+    }
+
+    fn params(&self) -> Vec<ParamId> {
+        let LinearParams { weight, bias, .. } = self.base;
+        let all = [
+            Some(self.adapter.lora_a),
+            Some(self.adapter.lora_b),
+            Some(weight),
+            bias,
+        ];
+        all.into_iter().flatten().collect()
+    }
+
+    /// The gradients of its parameters, those of the base where that trains.
+    fn add_grads(
+        &self,
+        sweep: &mut Sweep<'_>,
+        input: &Tensor,
+        dy: &Tensor,
+        [d_lora_a, d_lora_b]: [Tensor; 2],
+    ) -> Result<()> {
+        let Self {
+            base,
+            halves,
+            adapter,
+            ..
+        } = self;
+        halves.a.add_grad(sweep, adapter.lora_a, d_lora_a)?;
+        halves.b.add_grad(sweep, adapter.lora_b, d_lora_b)?;
+        if let Some(id) = self.train_bias {
+            base.add_grad(sweep, id, sweep.backend().column_sum(dy)?)?;
+        }
+        if self.train_weight {
+            let d_weight = product(
+                sweep,
+                (dy, Transpose::Yes),
+                (input, Transpose::No),
+                DType::F32,
+            )?;
+            base.add_grad(sweep, base.weight, d_weight)?;
+        }
+        Ok(())
+    }
+}
+
 impl Scope<'_> {
     /// `x W^T + bias + scale * (x A^T) B^T`: `[t, k]` to `[t, n]`. The base may train as well.
     ///
@@ -61,64 +153,93 @@ impl Scope<'_> {
             return self.lora_linear_with_dropout(x, base, adapter, state);
         }
         let input = rows(x.value())?;
-        let halves = Halves::new(base, adapter, self.weight(adapter.lora_b)?.shape().last());
-        let bias = base
-            .bias
-            .map(|id| base.select(self.weight(id)?))
-            .transpose()?;
-        let weight = matrix(&base.select(self.weight(base.weight)?)?)?;
-        let value = self.backend().lora_linear(LoraArgs {
-            x: &input,
-            weight: &weight,
-            bias: bias.as_ref(),
-            lora_a: &halves.a.select(self.weight(adapter.lora_a)?)?,
-            lora_b: &halves.b.select(self.weight(adapter.lora_b)?)?,
-            scale: adapter.scale,
-        })?;
-        let (slot, shape) = (x.slot(), x.shape());
-        let weight_id = base.weight;
-        let train_weight = self.trains(weight_id);
-        let train_bias = base.bias.filter(|id| self.trains(*id));
-        let mut used = vec![adapter.lora_a, adapter.lora_b, weight_id];
-        used.extend(base.bias);
-        let base = base.clone();
+        let part = self.part(base, adapter)?;
+        let held = part.tensors(&|id| self.weight(id), true)?;
+        let value = self.backend().lora_linear(held.args(&input))?;
+        let (slot, shape, used) = (x.slot(), x.shape(), part.params());
         self.record(
             "lora_linear",
             value,
             &[x],
             &used,
             move |sweep, dy: Tensor| {
+                let held = part.tensors(&|id| sweep.weight(id), false)?;
                 let backend = sweep.backend();
-                let weight = matrix(&base.select(sweep.weight(weight_id)?)?)?;
-                let args = LoraArgs {
-                    x: &input,
-                    weight: &weight,
-                    bias: None,
-                    lora_a: &halves.a.select(sweep.weight(adapter.lora_a)?)?,
-                    lora_b: &halves.b.select(sweep.weight(adapter.lora_b)?)?,
-                    scale: adapter.scale,
-                };
-                let grads = backend.lora_linear_backward(args, &dy, slot.is_some())?;
+                let grads = backend.lora_linear_backward(held.args(&input), &dy, slot.is_some())?;
                 if let Some(dx) = grads.dx {
                     sweep.add(slot, dx.reshape(shape)?)?;
                 }
-                halves.a.add_grad(sweep, adapter.lora_a, grads.d_lora_a)?;
-                halves.b.add_grad(sweep, adapter.lora_b, grads.d_lora_b)?;
-                if let Some(id) = train_bias {
-                    base.add_grad(sweep, id, backend.column_sum(&dy)?)?;
-                }
-                if train_weight {
-                    let d_weight = product(
-                        sweep,
-                        (&dy, Transpose::Yes),
-                        (&input, Transpose::No),
-                        DType::F32,
-                    )?;
-                    base.add_grad(sweep, weight_id, d_weight)?;
-                }
-                Ok(())
+                part.add_grads(sweep, &input, &dy, [grads.d_lora_a, grads.d_lora_b])
             },
         )
+    }
+
+    fn part(&self, base: &LinearParams, adapter: LoraParams) -> Result<Part> {
+        let rank = self.weight(adapter.lora_b)?.shape().last();
+        Ok(Part {
+            base: base.clone(),
+            halves: Halves::new(base, adapter, rank),
+            adapter,
+            train_weight: self.trains(base.weight),
+            train_bias: base.bias.filter(|id| self.trains(*id)),
+        })
+    }
+
+    /// Adapted layers of one `x`, each as [`Scope::lora_linear`], in order. The gradients of `x` are added from the last
+    /// layer to the first.
+    ///
+    /// # Errors
+    /// As [`Scope::linear`].
+    pub fn shared_lora(&self, x: &Var, layers: &[(LinearParams, LoraParams)]) -> Result<Vec<Var>> {
+        let drops = |(_, adapter): &(LinearParams, LoraParams)| adapter.dropout > 0.0;
+        if layers.len() < 2 || (self.dropout_state().is_some() && layers.iter().any(drops)) {
+            let each = layers.iter();
+            return each
+                .map(|(base, adapter)| self.lora_linear(x, base, *adapter))
+                .collect();
+        }
+        let input = rows(x.value())?;
+        let parts = layers.iter();
+        let parts = parts.map(|(base, adapter)| self.part(base, *adapter));
+        let parts: Vec<Part> = parts.collect::<Result<_>>()?;
+        let held = parts
+            .iter()
+            .map(|part| part.tensors(&|id| self.weight(id), true));
+        let held: Vec<PartTensors> = held.collect::<Result<_>>()?;
+        let args: Vec<LoraArgs<'_>> = held.iter().map(|part| part.args(&input)).collect();
+        let SharedLora { y, inner } = self.backend().shared_lora(&args)?;
+        let (slot, shape) = (x.slot(), x.shape());
+        let values = y.into_iter().zip(&parts);
+        let values = values.map(|(y, part)| (y, part.params())).collect();
+        self.record_all("lora_linear", values, x, move |sweep, dy| {
+            // The form of `inner` is that of all layers together.
+            let inner = inner.filter(|_| dy.iter().all(Option::is_some));
+            let both = parts.iter().zip(&dy);
+            let used: Vec<(&Part, &Tensor)> = both
+                .filter_map(|(part, dy)| Some((part, dy.as_ref()?)))
+                .collect();
+            let held = used
+                .iter()
+                .map(|(part, _)| part.tensors(&|id| sweep.weight(id), false));
+            let held: Vec<PartTensors> = held.collect::<Result<_>>()?;
+            let args: Vec<LoraArgs<'_>> = held.iter().map(|part| part.args(&input)).collect();
+            let dy: Vec<&Tensor> = used.iter().map(|(_, dy)| *dy).collect();
+            let backend = sweep.backend();
+            let grads = backend.shared_lora_backward(SharedLoraGradArgs {
+                layers: &args,
+                dy: &dy,
+                inner: inner.as_ref(),
+                need_dx: slot.is_some(),
+            })?;
+            if let Some(dx) = grads.dx {
+                sweep.add(slot, dx.reshape(shape)?)?;
+            }
+            // In the order of layers that stand for themselves: a gradient may be that of several.
+            for ((part, dy), grads) in used.into_iter().zip(grads.adapters).rev() {
+                part.add_grads(sweep, &input, dy, grads)?;
+            }
+            Ok(())
+        })
     }
 
     /// The adapter sees other inputs than the base, so its two products stand for themselves.

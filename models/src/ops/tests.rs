@@ -1,16 +1,21 @@
 //! Every operation's gradient against central differences, through a tape.
 
 use super::{LinearParams, LoraParams, Sequences};
-use crate::autograd::Rows;
-use crate::autograd::gradcheck::{backend, gradcheck, gradcheck_loss, index, tensor, values};
+use crate::autograd::gradcheck::{
+    backend, gradcheck, gradcheck_loss, index, resident, spec, tensor, values,
+};
+use crate::autograd::{Rows, Tape};
+use crate::error::Result;
 use crate::nn::FusedLinear;
-use engine::ParamId;
+use engine::{ParamId, UnitId};
 use kernels::{DType, Gelu, IGNORED_LABEL, RopeLayout};
 
 const P0: ParamId = ParamId(0);
 const P1: ParamId = ParamId(1);
 const P2: ParamId = ParamId(2);
 const P3: ParamId = ParamId(3);
+const P4: ParamId = ParamId(4);
+const P5: ParamId = ParamId(5);
 
 #[test]
 fn linear_with_and_without_bias() {
@@ -79,6 +84,76 @@ fn lora_linear_with_a_trained_base() {
     gradcheck([&[3, 4]], &shapes, |s, [x]| {
         s.lora_linear(x, &base, adapter)
     });
+}
+
+#[test]
+fn adapted_layers_of_one_input() {
+    let adapter = |a, b| LoraParams {
+        lora_a: a,
+        lora_b: b,
+        dropout: 0.0,
+        rows: Rows::Tokens,
+        scale: 0.7,
+        part: None,
+    };
+    let [q, k] = [(P0, [P1, P2]), (P3, [P4, P5])]
+        .map(|(weight, [a, b])| (LinearParams::new(weight, None), adapter(a, b)));
+    let shapes: [&[usize]; 6] = [&[5, 4], &[2, 4], &[5, 2], &[5, 4], &[3, 4], &[5, 3]];
+    let layers = [q, k];
+    gradcheck([&[3, 4]], &shapes, |s, [x]| {
+        let both = s.shared_lora(x, &layers)?;
+        s.swiglu(&both[0], &both[1])
+    });
+    // Parameters of two layers, and a result that nobody uses.
+    let layers = [layers[0].clone(), layers[1].clone(), layers[0].clone()];
+    for used in [[0, 1, 1], [1, 2, 2], [0, 1, 2]] {
+        gradcheck([&[3, 4]], &shapes, |s, [x]| {
+            let all = s.shared_lora(x, &layers)?;
+            let [a, b, c] = used.map(|i| &all[i]);
+            s.swiglu(&s.add(a, b)?, c)
+        });
+    }
+}
+
+/// On the CPU the gradients of layers that share their input are those of layers one after the other, to the last bit.
+#[test]
+fn adapted_layers_of_one_input_have_the_bits_of_each_alone() {
+    let adapter = |a, b| LoraParams {
+        lora_a: a,
+        lora_b: b,
+        dropout: 0.0,
+        rows: Rows::Tokens,
+        scale: 0.7,
+        part: None,
+    };
+    let layers = [(P0, [P1, P2]), (P3, [P4, P5]), (P0, [P4, P2])]
+        .map(|(weight, [a, b])| (LinearParams::new(weight, None), adapter(a, b)));
+    let shapes: [&[usize]; 6] = [&[5, 24], &[2, 24], &[5, 2], &[5, 24], &[2, 24], &[5, 2]];
+    let gradients = |shared: bool| {
+        let access = resident(&spec(&shapes.map(|shape| (0, shape, true))));
+        let tape = Tape::training(&access);
+        let x = tape.leaf(tensor(&*backend(), &[7, 24], &values(3, 7 * 24)));
+        let [y] = tape
+            .segment(UnitId(0), [&x], |s, [x]| {
+                let all = match shared {
+                    true => s.shared_lora(x, &layers)?,
+                    false => {
+                        let each = layers.iter();
+                        each.map(|(base, adapter)| s.lora_linear(x, base, *adapter))
+                            .collect::<Result<_>>()?
+                    }
+                };
+                Ok([s.add(&s.swiglu(&all[0], &all[1])?, &all[2])?])
+            })
+            .unwrap();
+        let seed = tensor(&*backend(), &[7, 5], &values(9, 7 * 5));
+        let grads = tape.backward_from(&[(&y, seed)]).unwrap();
+        let params = (0..6).map(|i| access.grad(ParamId(i)).unwrap().to_f32_vec().unwrap());
+        let dx = grads.get(&x).unwrap().to_f32_vec().unwrap();
+        let all = params.chain([dx]).flatten().map(f32::to_bits);
+        all.collect::<Vec<_>>()
+    };
+    assert_eq!(gradients(true), gradients(false));
 }
 
 #[test]

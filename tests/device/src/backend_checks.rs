@@ -5,8 +5,8 @@
 use anyhow::{Context, Result, ensure};
 use kernels::{
     AttentionArgs, Backend, CpuBackend, DType, Direction, DropoutArgs, Gelu, IGNORED_LABEL,
-    LoraArgs, LossNeeds, MatmulArgs, RopeLayout, RoutedArgs, RoutedGroup, Shape, Tag, Tensor,
-    Transpose,
+    LoraArgs, LossNeeds, MatmulArgs, RopeLayout, RoutedArgs, RoutedGroup, Shape,
+    SharedLoraGradArgs, Tag, Tensor, Transpose,
 };
 
 use crate::numbers::{bytes, first_difference};
@@ -154,6 +154,7 @@ pub fn all() -> Vec<Check> {
             checks.extend(products([dtype; 2], dtype, out));
         }
         checks.extend(adapters([dtype; 2]));
+        checks.extend(shared_adapters([dtype; 2]));
         for first in [0, 8, 21] {
             checks.extend(routed([dtype; 2], first));
         }
@@ -165,6 +166,7 @@ pub fn all() -> Vec<Check> {
     ));
     checks.extend(products([DType::BF16; 2], DType::F32, DType::F16));
     checks.extend(adapters([DType::BF16, DType::F32]));
+    checks.extend(shared_adapters([DType::BF16, DType::F32]));
     checks.extend(routed([DType::BF16, DType::F32], 4));
     checks.extend(losses(DType::BF16, DType::F32));
     checks
@@ -394,6 +396,62 @@ fn adapters([dtype, adapter]: [DType; 2]) -> Vec<Check> {
             Ok(all)
         },
     )]
+}
+
+/// Three layers of one input: a rank of each way to the gradients, outputs of unlike widths, and lines that are no whole
+/// words. Factors that differ are not stacked.
+fn shared_adapters([dtype, adapter]: [DType; 2]) -> Vec<Check> {
+    const RANKS: [usize; 3] = [4, 16, 40];
+    const WIDTHS: [usize; 3] = [24, 20, 8];
+    let (t, k) = (11, 36);
+    let mut inputs = vec![float(dtype, &[t, k])];
+    for (r, n) in RANKS.into_iter().zip(WIDTHS) {
+        inputs.extend([
+            float(dtype, &[n, k]),
+            float(dtype, &[n]),
+            float(adapter, &[r, k]),
+            float(adapter, &[n, r]),
+            float(dtype, &[t, n]),
+        ]);
+    }
+    let check = |(layers, scales): (usize, [f32; 3])| {
+        let name = format!("{layers} adapted layers of {dtype}, adapters of {adapter}, {scales:?}");
+        Check::new(name, inputs.clone(), Compare::Close(dtype), move |b, x| {
+            let own = |i: usize| &x[1 + 5 * i..6 + 5 * i];
+            let layer = |i: usize| LoraArgs {
+                x: &x[0],
+                weight: &own(i)[0],
+                bias: (i != 1).then(|| &own(i)[1]),
+                lora_a: &own(i)[2],
+                lora_b: &own(i)[3],
+                scale: scales[i],
+            };
+            let all: Vec<LoraArgs<'_>> = (0..layers).map(layer).collect();
+            let dy: Vec<&Tensor> = (0..layers).map(|i| &own(i)[4]).collect();
+            let forward = b.shared_lora(&all)?;
+            let mut results = Vec::new();
+            for (inner, need_dx) in [(forward.inner.as_ref(), true), (None, false), (None, true)] {
+                let grads = b.shared_lora_backward(SharedLoraGradArgs {
+                    layers: &all,
+                    dy: &dy,
+                    inner,
+                    need_dx,
+                })?;
+                results.extend(grads.dx);
+                results.extend(grads.adapters.into_iter().flatten());
+            }
+            results.extend(forward.y);
+            Ok(results)
+        })
+    };
+    [
+        (3, [0.5; 3]),
+        (2, [0.5; 3]),
+        (3, [0.5, 0.5, 0.25]),
+        (1, [0.5; 3]),
+    ]
+    .map(check)
+    .into()
 }
 
 fn attention(dtype: DType) -> Vec<Check> {

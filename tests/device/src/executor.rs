@@ -11,6 +11,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use kernels::cuda::CudaBackend;
 use kernels::cuda::backend::{Cause, Executor, Moment};
 use kernels::cuda::launch::{Address, Launch};
+use kernels::cuda::matmul::Multiply;
 use optim::rng::RandomStream;
 
 use crate::emulator::{Emulator, Order};
@@ -27,10 +28,35 @@ pub fn emulated_backend(bytes: u64, order: Order) -> kernels::Result<CudaBackend
     CudaBackend::new(Arc::new(EmulatedGpu::new(order)), bytes)
 }
 
+/// As [`emulated_backend`], on a GPU with this library.
+///
+/// # Errors
+/// When there is no such room.
+pub fn emulated_backend_with(
+    bytes: u64,
+    order: Order,
+    library: Library,
+) -> kernels::Result<CudaBackend> {
+    let gpu = EmulatedGpu::new(order).with_library(library);
+    CudaBackend::new(Arc::new(gpu), bytes)
+}
+
+/// What an emulated GPU has for products.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Library {
+    /// Nothing: our own kernels do all.
+    Absent,
+    /// A library that does every product that it is asked for.
+    Multiplies,
+    /// A library that has no algorithm for anything.
+    Refuses,
+}
+
 /// One machine whose buffers belong to one backend.
 #[derive(Debug)]
 pub struct EmulatedGpu {
     state: Mutex<State>,
+    library: Library,
 }
 
 /// When works are executed.
@@ -112,6 +138,8 @@ struct State {
     uploaded: u64,
     uploads: Beside,
     fetches: Beside,
+    /// Products by the library.
+    multiplied: u64,
 }
 
 /// What was copied beside the queue in one direction.
@@ -136,6 +164,7 @@ enum Work {
     Write(Address, Vec<u8>),
     Zero(Address, u64),
     Copy(Address, Address, u64),
+    Multiply(Box<Multiply>, Address, u64),
 }
 
 /// Works that wait at most: they hold copies of what they write.
@@ -177,6 +206,9 @@ impl State {
                 Work::Copy(from, to, bytes) => {
                     let bytes = self.read(from, bytes as usize)?;
                     self.write(to, &bytes)?;
+                }
+                Work::Multiply(product, workspace, bytes) => {
+                    self.machine.multiply(&product, workspace, bytes)?;
                 }
             }
         }
@@ -259,10 +291,24 @@ impl EmulatedGpu {
             uploaded: 0,
             uploads: Beside::default(),
             fetches: Beside::default(),
+            multiplied: 0,
         };
         Self {
             state: Mutex::new(state),
+            library: Library::Absent,
         }
+    }
+
+    /// The same machine with this library.
+    #[must_use]
+    pub fn with_library(mut self, library: Library) -> Self {
+        self.library = library;
+        self
+    }
+
+    /// Products that went through the library so far.
+    pub fn multiplied(&self) -> u64 {
+        self.lock().multiplied
     }
 
     /// What was uploaded so far.
@@ -362,5 +408,28 @@ unsafe impl Executor for EmulatedGpu {
 
     unsafe fn launch(&self, launch: &Launch) -> Result<(), Cause> {
         self.lock().push(Work::Launch(Box::new(launch.clone())))
+    }
+
+    fn multiplies(&self) -> bool {
+        self.library != Library::Absent
+    }
+
+    unsafe fn multiply(
+        &self,
+        product: &Multiply,
+        workspace: Address,
+        workspace_bytes: u64,
+    ) -> Result<bool, Cause> {
+        if self.library != Library::Multiplies {
+            return Ok(false);
+        }
+        let mut state = self.lock();
+        state.multiplied += 1;
+        state.push(Work::Multiply(
+            Box::new(*product),
+            workspace,
+            workspace_bytes,
+        ))?;
+        Ok(true)
     }
 }

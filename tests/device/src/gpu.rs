@@ -4,6 +4,7 @@
 use anyhow::{Result, anyhow, ensure};
 use kernels::cuda::gpu::{Gpu, Memory};
 use kernels::cuda::launch::{Address, Launch};
+use kernels::cuda::matmul::Multiply;
 
 use crate::machine::{Buffer, GUARD_BYTES, Machine, POISON};
 
@@ -77,6 +78,20 @@ impl Machine for GpuMachine<'_> {
         // tested, and the device's own memory protection bounds the damage to this process.
         unsafe { self.gpu.launch(launch) }?;
         Ok(self.gpu.synchronize()?)
+    }
+
+    fn multiply(
+        &mut self,
+        product: &Multiply,
+        workspace: Address,
+        workspace_bytes: u64,
+    ) -> Result<bool> {
+        let library = self.gpu.products();
+        let library = library.ok_or_else(|| anyhow!("the GPU was opened without cuBLASLt"))?;
+        // SAFETY: as of a launch.
+        let done = unsafe { library.multiply(self.gpu, product, workspace, workspace_bytes) }?;
+        self.gpu.synchronize()?;
+        Ok(done)
     }
 
     fn reset(&mut self) -> Result<()> {

@@ -3,6 +3,7 @@
 use anyhow::{Result, bail};
 use bytemuck::Pod;
 use kernels::cuda::launch::{Address, Launch};
+use kernels::cuda::matmul::Multiply;
 
 /// Bytes on either side of a buffer that no kernel may change: one row of the widest tile and more.
 pub const GUARD_BYTES: usize = 1024;
@@ -49,6 +50,19 @@ pub trait Machine {
     /// # Errors
     /// When the module does not compile or the device reports a fault.
     fn launch(&mut self, launch: &Launch) -> Result<()>;
+
+    /// Executes a product by a library and waits for its end; `false` where the library has no way to do it.
+    ///
+    /// # Errors
+    /// When the machine has no library, or that reports a fault.
+    fn multiply(
+        &mut self,
+        product: &Multiply,
+        _workspace: Address,
+        _workspace_bytes: u64,
+    ) -> Result<bool> {
+        bail!("{} has no library for {product:?}", self.name())
+    }
 
     /// Frees all buffers, after checking that every guard is intact.
     ///

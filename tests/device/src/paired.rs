@@ -2,6 +2,7 @@
 
 use anyhow::{Result, bail};
 use kernels::cuda::launch::{Address, Arg, Launch};
+use kernels::cuda::matmul::Multiply;
 
 use crate::machine::{Buffer, Machine};
 
@@ -51,20 +52,24 @@ impl<A: Machine, B: Machine> Paired<A, B> {
         }
     }
 
-    /// The same place in the second machine's memory.
+    /// An argument of the first machine as one of the second.
     fn translate(&self, arg: Arg) -> Arg {
-        let Arg::Address(Address(address)) = arg else {
-            return arg;
-        };
+        match arg {
+            Arg::Address(address) => Arg::Address(self.elsewhere(address)),
+            other => other,
+        }
+    }
+
+    /// The same place in the second machine's memory.
+    fn elsewhere(&self, place: Address) -> Address {
+        let Address(address) = place;
         let inside = |(first, _): &&(Buffer, Buffer)| {
             let start = first.address.0;
             (start..=start + first.len as u64).contains(&address)
         };
         match self.buffers.iter().find(inside) {
-            Some((first, second)) => {
-                Arg::Address(Address(second.address.0 + (address - first.address.0)))
-            }
-            None => arg,
+            Some((first, second)) => Address(second.address.0 + (address - first.address.0)),
+            None => place,
         }
     }
 }
@@ -108,6 +113,25 @@ impl<A: Machine, B: Machine> Machine for Paired<A, B> {
         };
         self.first.launch(launch)?;
         self.second.launch(&partner)
+    }
+
+    fn multiply(
+        &mut self,
+        product: &Multiply,
+        workspace: Address,
+        workspace_bytes: u64,
+    ) -> Result<bool> {
+        let partner = Multiply {
+            a: self.elsewhere(product.a),
+            b: self.elsewhere(product.b),
+            y: self.elsewhere(product.y),
+            bias: self.elsewhere(product.bias),
+            aux: self.elsewhere(product.aux),
+            ..*product
+        };
+        let other = self.elsewhere(workspace);
+        let first = self.first.multiply(product, workspace, workspace_bytes)?;
+        Ok(self.second.multiply(&partner, other, workspace_bytes)? && first)
     }
 
     fn reset(&mut self) -> Result<()> {

@@ -3,7 +3,8 @@
 use std::collections::BTreeMap;
 
 use anyhow::Result;
-use kernels::cuda::launch::Launch;
+use kernels::cuda::launch::{Address, Launch};
+use kernels::cuda::matmul::Multiply;
 
 use crate::machine::{Buffer, Machine};
 
@@ -58,6 +59,15 @@ impl<M: Machine> Machine for Recording<M> {
         let most = self.seen.entry(key).or_default();
         *most = (most.0.max(launch.threads), most.1.max(launch.shared_bytes));
         self.machine.launch(launch)
+    }
+
+    fn multiply(
+        &mut self,
+        product: &Multiply,
+        workspace: Address,
+        workspace_bytes: u64,
+    ) -> Result<bool> {
+        self.machine.multiply(product, workspace, workspace_bytes)
     }
 
     fn reset(&mut self) -> Result<()> {

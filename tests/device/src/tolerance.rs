@@ -214,6 +214,14 @@ pub fn tensor_product(out: DType, depth: usize, want: f64, magnitude: f64) -> f6
     store(out, want) + tensor_sum(depth, magnitude)
 }
 
+/// GELU in its tanh form of an `x` that is off by `error`, by a library that may take the processor's approximate tangent
+/// (2^-10.987 relative; half of `x` times that): the slope of GELU is at most 1.13. What it cancels (`1 + tanh` of large
+/// negative `x`) is off by as much.
+#[must_use]
+pub fn library_gelu(out: DType, x: f64, want: f64, error: f64) -> f64 {
+    store(out, want) + 1.13 * error + 0.5 * x.abs() * (1.0 / 2000.0 + 8.0 * U32)
+}
+
 /// The roundings of attention, each as a bound on an absolute error (`relative`: on a relative one).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Attention {

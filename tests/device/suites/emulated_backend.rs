@@ -2,19 +2,32 @@
 
 use device_tests::backend_checks;
 use device_tests::emulator::Order;
-use device_tests::executor::emulated_backend;
+use device_tests::executor::{EmulatedGpu, Library, emulated_backend, emulated_backend_with};
+use device_tests::numbers::bytes;
+use device_tests::random::Operands;
+use kernels::cuda::CudaBackend;
 use kernels::cuda::backend::LossCuts;
-use kernels::{Backend, CpuBackend, DType, KernelError, NullBackend, Shape, Tag};
+use kernels::{
+    Backend, CpuBackend, DType, KernelError, MatmulArgs, NullBackend, Shape, Tag, Transpose,
+};
+use std::sync::Arc;
 
 const ARENA_BYTES: u64 = 64 << 20;
 
 /// The checks whose number leaves `part` when divided by `parts`, so that tests run beside each other.
 fn run(part: usize, parts: usize) -> kernels::Result<()> {
-    let device = emulated_backend(ARENA_BYTES, Order::Ascending)?;
+    run_on(
+        &emulated_backend(ARENA_BYTES, Order::Ascending)?,
+        part,
+        parts,
+    )
+}
+
+fn run_on(device: &CudaBackend, part: usize, parts: usize) -> kernels::Result<()> {
     let checks = backend_checks::all();
     let own = checks.iter().skip(part).step_by(parts);
     let failures: Vec<String> = own
-        .filter_map(|check| check.run(&device).err())
+        .filter_map(|check| check.run(device).err())
         .map(|error| format!("{error:#}"))
         .collect();
     assert!(failures.is_empty(), "{}", failures.join("\n"));
@@ -34,13 +47,73 @@ fn operations_agree_with_the_cpu_2() -> kernels::Result<()> {
     run(1, 2)
 }
 
+/// Products that go through a library: all operations again, since most use one.
+#[test]
+fn operations_agree_with_the_cpu_through_a_library() -> kernels::Result<()> {
+    let gpu = EmulatedGpu::new(Order::Ascending).with_library(Library::Multiplies);
+    let gpu = Arc::new(gpu);
+    run_on(&CudaBackend::new(gpu.clone(), ARENA_BYTES)?, 0, 1)?;
+    assert!(gpu.multiplied() > 50, "{} products", gpu.multiplied());
+    Ok(())
+}
+
+/// A library that refuses leaves the bits of our own kernels, and scratch memory has room for them.
+#[test]
+fn what_a_library_refuses_has_the_bits_of_our_kernels() -> kernels::Result<()> {
+    let backends = [Library::Absent, Library::Refuses]
+        .map(|library| emulated_backend_with(ARENA_BYTES, Order::Ascending, library));
+    let [own, refused] = backends.map(|backend| backend.unwrap());
+    let [a, b, bias] = [(19, 4096), (24, 4096), (1, 24)].map(|(rows, columns)| {
+        let values = Operands::new(3).normal("product", rows * columns, 1.0);
+        (bytes(DType::BF16, &values), Shape::new(&[rows, columns]))
+    });
+    let products: Vec<Vec<u8>> = [own, refused]
+        .iter()
+        .map(|device| {
+            let upload = |(bytes, shape): &(Vec<u8>, Shape)| {
+                device.upload(bytes, *shape, DType::BF16, Tag::Activations)
+            };
+            let args = MatmulArgs {
+                a: &upload(&a)?,
+                transpose_a: Transpose::No,
+                b: &upload(&b)?,
+                transpose_b: Transpose::Yes,
+                bias: Some(&upload(&bias)?.reshape([24])?),
+                out: DType::BF16,
+            };
+            let y = device.matmul(args)?;
+            let scratch = device.pool().stats().by_tag;
+            assert!(scratch.iter().any(|tag| tag.peak > 0));
+            y.to_bytes()
+        })
+        .collect::<kernels::Result<_>>()?;
+    assert!(products[0] == products[1]);
+    Ok(())
+}
+
+/// Chunks of a loss add to the weight's gradient in the library's own sum.
+#[test]
+fn losses_in_small_pieces_agree_with_the_cpu_through_a_library() -> kernels::Result<()> {
+    losses_in_small_pieces(Library::Multiplies)
+}
+
+#[test]
+fn losses_in_small_pieces_agree_with_the_cpu_where_a_library_refuses() -> kernels::Result<()> {
+    losses_in_small_pieces(Library::Refuses)
+}
+
 #[test]
 fn losses_in_small_pieces_agree_with_the_cpu() -> kernels::Result<()> {
+    losses_in_small_pieces(Library::Absent)
+}
+
+fn losses_in_small_pieces(library: Library) -> kernels::Result<()> {
     let cuts = LossCuts {
         logits: 80,
         weight_rows: 16,
     };
-    let device = emulated_backend(ARENA_BYTES, Order::Descending)?.with_loss_cuts(cuts);
+    let device = emulated_backend_with(ARENA_BYTES, Order::Descending, library)?;
+    let device = device.with_loss_cuts(cuts);
     let checks = backend_checks::all();
     let losses: Vec<_> = checks
         .iter()

@@ -96,6 +96,19 @@ families! {
     loss: Loss 0 of 1,
 }
 
+/// The emulator's own product, so that what a back end asks of a library is executed as cuBLASLt must execute it.
+#[test]
+fn products_by_the_emulated_library() {
+    let mut machine = Emulator::new(Order::Ascending);
+    let cases = cases::multiply::cases(Effort::Emulated);
+    let failures: Vec<_> = cases
+        .iter()
+        .filter_map(|case| case.run(&mut machine).err())
+        .map(|error| format!("{error:#}"))
+        .collect();
+    assert!(failures.is_empty(), "{}", failures.join("\n"));
+}
+
 #[test]
 fn prebuilt_modules_run_without_a_compiler() {
     let folder = tempfile::tempdir().unwrap();

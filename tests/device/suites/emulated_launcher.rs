@@ -15,10 +15,10 @@ use std::process::{Child, Command, ExitCode, Stdio};
 use std::sync::Arc;
 
 use device_tests::emulator::Order;
-use device_tests::executor::{MULTIPROCESSORS, emulated_backend};
+use device_tests::executor::{Library, MULTIPROCESSORS, emulated_backend_with};
 use device_tests::tolerance;
 use kernels::{Backend, DType};
-use launcher::device::{Devices, RunGpu};
+use launcher::device::{Devices, Products, RunGpu};
 use launcher::doctor::facts::{Cuda, Gpu, LibraryFacts, LibraryKind};
 use launcher::exit::{ErrorCode, Failure};
 use launcher::rank_env::Variables;
@@ -32,6 +32,8 @@ const ARENA: &str = "TESSERA_EMULATED_ARENA";
 /// Versions of compiler and driver that a machine says it has.
 const NVRTC: &str = "TESSERA_EMULATED_NVRTC";
 const DRIVER: &str = "TESSERA_EMULATED_DRIVER";
+/// Version of a library for products that a machine says it has.
+const CUBLASLT: &str = "TESSERA_EMULATED_CUBLASLT";
 /// Memory of each.
 const MEMORY_BYTES: u64 = 2 << 30;
 
@@ -68,9 +70,16 @@ impl Devices for Emulated {
             version: Some(version),
             attempts: Vec::new(),
         });
+        let cublaslt = text(CUBLASLT).map(|version| LibraryFacts {
+            kind: LibraryKind::CublasLt,
+            name: "cuBLASLt".into(),
+            path: Some("emulated".into()),
+            version: Some(version),
+            attempts: Vec::new(),
+        });
         let cuda = Cuda {
             driver: text(DRIVER),
-            libraries: nvrtc.into_iter().collect(),
+            libraries: nvrtc.into_iter().chain(cublaslt).collect(),
             ..Cuda::default()
         };
         (cuda, gpus.collect())
@@ -78,13 +87,18 @@ impl Devices for Emulated {
 
     fn open(
         &self,
-        _gpu: &RunGpu,
+        gpu: &RunGpu,
         arena_bytes: u64,
         variables: &Variables,
     ) -> Result<Arc<dyn Backend>, Failure> {
         let given = variables.get(ARENA).map(|bytes| bytes.to_string_lossy());
         let arena_bytes = given.map_or(arena_bytes, |bytes| bytes.parse().unwrap());
-        let device = emulated_backend(arena_bytes, Order::Ascending).map_err(|error| {
+        let library = match gpu.products {
+            Products::Own => Library::Absent,
+            Products::CublasLt => Library::Multiplies,
+        };
+        let device = emulated_backend_with(arena_bytes, Order::Ascending, library);
+        let device = device.map_err(|error| {
             Failure::new(
                 ErrorCode::DeviceMemory,
                 "no room for the arena",
@@ -146,14 +160,14 @@ impl Site {
 
     /// The launcher with `gpus` emulated GPUs; its exit status and its screen.
     fn run(&self, gpus: usize, line: &str) -> (Option<i32>, String) {
-        self.run_with(gpus, None, line)
+        self.run_with(gpus, &[], line)
     }
 
-    /// As [`Site::run`], with so many bytes for each rank on its GPU.
-    fn run_with(&self, gpus: usize, arena: Option<u64>, line: &str) -> (Option<i32>, String) {
+    /// As [`Site::run`], with these variables.
+    fn run_with(&self, gpus: usize, own: &[(&str, &str)], line: &str) -> (Option<i32>, String) {
         let done = Command::new(std::env::current_exe().unwrap())
             .args(line.split_whitespace())
-            .envs(arena.map(|bytes| (ARENA, bytes.to_string())))
+            .envs(own.iter().copied())
             .current_dir(self.0.path())
             .env(GPUS, gpus.to_string())
             .env("TMPDIR", self.0.path())
@@ -203,11 +217,16 @@ impl Site {
 
     /// A training run that must end well; its screen.
     fn train(&self, gpus: usize, line: &str) -> String {
+        self.train_with(gpus, &[], line)
+    }
+
+    /// As [`Site::train`], with these variables.
+    fn train_with(&self, gpus: usize, own: &[(&str, &str)], line: &str) -> String {
         let line = format!(
             "--model model --data data.json --zero 3 --learning-rate 1e-3 --model-max-length 96 --max-slice-nums 1 \
              --lr-scheduler-type constant {line}"
         );
-        let (code, text) = self.run(gpus, &line);
+        let (code, text) = self.run_with(gpus, own, &line);
         assert_eq!(code, Some(0), "{line}\n{text}");
         text
     }
@@ -347,6 +366,42 @@ fn ranks_share_a_gpu() {
     assert_eq!(two, one);
 }
 
+/// Products through a library, chosen by the program: the plan has its scratch memory, and the losses are those of our
+/// own kernels up to the order of sums, which the variable brings back.
+fn products_go_through_a_library() {
+    let site = Site::new();
+    let line = "--precision f32 --max-steps 2 --device cuda --save-strategy no --eval-strategy no";
+    let library = (CUBLASLT, "13.1.0");
+    for (output, own, by) in [
+        ("library", &[library][..], "cuBLASLt"),
+        (
+            "chosen",
+            &[library, ("TESSERA_MATMUL", "own")],
+            "own kernels",
+        ),
+        ("none", &[], "own kernels"),
+    ] {
+        let screen = site.train_with(1, own, &format!("{line} --output {output}"));
+        let words = format!("matrix products by {by}");
+        assert!(screen.contains(&words), "no {words:?} in\n{screen}");
+        takes_what_the_plan_says(&site, output);
+    }
+    let [library, chosen, none] = ["library", "chosen", "none"].map(|run| site.logged(run, "loss"));
+    assert_eq!(chosen, none);
+    assert_ne!(library, none, "the library did nothing");
+    for (step, (got, want)) in library.iter().zip(&none).enumerate() {
+        let allowed = tolerance::trajectory(DType::F32, *want, step);
+        assert!(
+            (got - want).abs() <= allowed,
+            "{library:?} instead of {none:?}"
+        );
+    }
+    let asked = [("TESSERA_MATMUL", "cublaslt")];
+    let (code, text) = site.run_with(1, &asked, "--device cuda --output out");
+    assert_eq!(code, Some(13), "{text}");
+    assert!(text.contains("cuBLASLt was not found"), "{text}");
+}
+
 /// What does not fit the GPU is refused before a weight is read.
 fn a_plan_that_does_not_fit_is_refused() {
     let site = Site::new();
@@ -368,7 +423,7 @@ fn a_plan_that_does_not_fit_is_refused() {
 fn an_arena_that_is_too_small_ends_the_run() {
     let site = Site::new();
     let line = "--model model --data data.json --device cuda --nproc 2 --precision f32 --max-steps 1 --output out";
-    let (code, text) = site.run_with(2, Some(256 << 10), line);
+    let (code, text) = site.run_with(2, &[(ARENA, "262144")], line);
     assert_eq!(code, Some(11), "{text}");
     for words in [
         "error[E01]",
@@ -409,7 +464,7 @@ fn machines_with_unlike_libraries_are_named() {
 
 type Test = (&'static str, fn());
 
-const TESTS: [Test; 7] = [
+const TESTS: [Test; 8] = [
     (
         "a_run_in_f32_agrees_with_the_cpu_and_resumes_exactly",
         || {
@@ -426,6 +481,10 @@ const TESTS: [Test; 7] = [
     (
         "gpus_that_share_no_memory_are_named",
         gpus_that_share_no_memory_are_named,
+    ),
+    (
+        "products_go_through_a_library",
+        products_go_through_a_library,
     ),
     (
         "a_plan_that_does_not_fit_is_refused",

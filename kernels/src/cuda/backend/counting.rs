@@ -5,6 +5,7 @@
 
 use super::{Cause, CudaBackend, Executor, GroupExecutor, Moment, PeerExecutor};
 use crate::cuda::launch::{Address, Launch};
+use crate::cuda::matmul::Multiply;
 use crate::peers::Lane;
 use crate::pool::Pool;
 use std::sync::Arc;
@@ -20,17 +21,20 @@ const BYTES: u64 = 1 << 50;
 #[derive(Debug)]
 struct Nowhere {
     multiprocessors: u32,
+    multiplies: bool,
     /// Of the group that was joined.
     ranks: AtomicUsize,
 }
 
 impl CudaBackend {
-    /// A GPU of `multiprocessors` that only counts, without a limit. Row numbers and labels keep their values; all
-    /// other tensors have none, as on the null device.
+    /// A GPU of `multiprocessors` that only counts, without a limit; `multiplies`: whether products go through a library,
+    /// as [`Executor::multiplies`] of the GPU that it stands for. Row numbers and labels keep their values; all other
+    /// tensors have none, as on the null device.
     #[must_use]
-    pub fn counting(multiprocessors: u32) -> Self {
+    pub fn counting(multiprocessors: u32, multiplies: bool) -> Self {
         let executor = Arc::new(Nowhere {
             multiprocessors,
+            multiplies,
             ranks: AtomicUsize::new(0),
         });
         Self::at(executor, START, Pool::arena("GPU", BYTES))
@@ -93,6 +97,19 @@ unsafe impl Executor for Nowhere {
 
     unsafe fn launch(&self, _launch: &Launch) -> Result<(), Cause> {
         Ok(())
+    }
+
+    fn multiplies(&self) -> bool {
+        self.multiplies
+    }
+
+    unsafe fn multiply(
+        &self,
+        _product: &Multiply,
+        _workspace: Address,
+        _workspace_bytes: u64,
+    ) -> Result<bool, Cause> {
+        Ok(true)
     }
 
     fn peers(&self) -> Option<&dyn PeerExecutor> {

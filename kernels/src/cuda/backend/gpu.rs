@@ -4,6 +4,7 @@ use super::{Cause, Executor, GroupExecutor, Moment, PeerExecutor};
 use crate::cuda::error::DriverResult;
 use crate::cuda::gpu::Gpu;
 use crate::cuda::launch::{Address, Launch};
+use crate::cuda::matmul::Multiply;
 use cudarc::driver::{CudaEvent, result};
 use std::sync::Arc;
 
@@ -96,6 +97,23 @@ unsafe impl Executor for Gpu {
     unsafe fn launch(&self, launch: &Launch) -> Result<(), Cause> {
         // SAFETY: the caller vouches for the addresses, whose memory stays until the arena is dropped.
         Ok(unsafe { Self::launch(self, launch) }?)
+    }
+
+    fn multiplies(&self) -> bool {
+        self.products().is_some()
+    }
+
+    unsafe fn multiply(
+        &self,
+        product: &Multiply,
+        workspace: Address,
+        workspace_bytes: u64,
+    ) -> Result<bool, Cause> {
+        let Some(library) = self.products() else {
+            return Ok(false);
+        };
+        // SAFETY: the caller vouches for the addresses, whose memory stays until the arena is dropped.
+        Ok(unsafe { library.multiply(self, product, workspace, workspace_bytes) }?)
     }
 
     fn peers(&self) -> Option<&dyn PeerExecutor> {

@@ -255,8 +255,11 @@ impl CudaBackend {
             let n = rows.min(v - first);
             let part = self.uninit([n, c], DType::F32, Tag::Workspace)?;
             let y = self.address(OP, &part)?;
-            self.product(OP, &product(head.dtype, [n, c], [true; 2], term(first), y))?;
             let sum = Address(whole.0 + (first * c * 4) as u64);
+            let added = product(head.dtype, [n, c], [true; 2], term(first), y);
+            if self.product_added_to(OP, &added, sum)? {
+                continue;
+            }
             let launch = pointwise::add(DType::F32, sum, y, sum, (n * c) as u64);
             self.run_some(OP, launch.map(|l| [l]))?;
         }

@@ -4,7 +4,8 @@
 //! place back at once: launches run in their order, so who gets the place next writes it after all earlier readers.
 //! Weights come in beside that queue, behind the last use of the place they get, and gradients go out beside it, behind
 //! the launches that made them.
-//! What executes the launches is an [`Executor`]: a [`Gpu`](super::gpu::Gpu), or the emulator of the tests.
+//! What executes the launches is an [`Executor`]: a [`Gpu`](super::gpu::Gpu), or the emulator of the tests. Products
+//! of one sum go through the executor's library, where it has one; the others, and all elsewhere, are our own.
 //!
 //! Differences from the CPU: products of 16-bit tensors sum on tensor cores in another order; LoRA's inner activation
 //! is rounded once to 16 bits; the gradient of the logits is rounded to the dtype of the hidden states before its
@@ -22,12 +23,14 @@ mod peers;
 mod products;
 mod routed;
 mod rows;
+mod shared_lora;
 mod uses;
 
 pub use loss::LossCuts;
 pub use peers::{GroupExecutor, PeerExecutor};
 
 use super::launch::{Address, Launch};
+use super::matmul::Multiply;
 use super::ops::norm::{self, Kind};
 use super::ops::pointwise::{self, RopeShape};
 use super::ops::{attention, cast, workspace::Workspace};
@@ -41,6 +44,7 @@ use crate::check;
 use crate::error::{KernelError, Result};
 use crate::peers::{GroupAccess, PeerAccess};
 use crate::pool::{Pool, Tag};
+use crate::shared_lora::{SharedLora, SharedLoraGradArgs, SharedLoraGrads};
 use crate::tensor::{DeviceMemory, OnDevice};
 use crate::{DType, Shape, Tensor};
 use std::any::Any;
@@ -151,6 +155,30 @@ pub unsafe trait Executor: Send + Sync + std::fmt::Debug {
     /// # Errors
     /// When the module does not compile or the device refuses.
     unsafe fn launch(&self, launch: &Launch) -> Result<(), Cause>;
+
+    /// Whether [`Executor::multiply`] is asked for products: then each has scratch memory for it, used or not, in a plan
+    /// as in its run.
+    fn multiplies(&self) -> bool {
+        false
+    }
+
+    /// Queues a product through a library; `false` where that has no way to do it, and nothing was queued: always the
+    /// same answer for one shape.
+    ///
+    /// # Safety
+    /// Every address of the product points to allocated memory of the size that it says, and `workspace` to
+    /// `workspace_bytes` of it that nothing else uses.
+    ///
+    /// # Errors
+    /// When the workspace is smaller than [`WORKSPACE_BYTES`](super::matmul::WORKSPACE_BYTES), or the device fails.
+    unsafe fn multiply(
+        &self,
+        _product: &Multiply,
+        _workspace: Address,
+        _workspace_bytes: u64,
+    ) -> Result<bool, Cause> {
+        Ok(false)
+    }
 
     /// How other ranks' devices reach this one's memory, where they can.
     fn peers(&self) -> Option<&dyn PeerExecutor> {
@@ -701,6 +729,14 @@ impl Backend for CudaBackend {
         need_dx: bool,
     ) -> Result<LoraGrads> {
         self.lora_backward_op(&args, dy, need_dx, check::lora_backward(&args, dy)?)
+    }
+
+    fn shared_lora(&self, layers: &[LoraArgs<'_>]) -> Result<SharedLora> {
+        self.shared_lora_op(layers)
+    }
+
+    fn shared_lora_backward(&self, args: SharedLoraGradArgs<'_>) -> Result<SharedLoraGrads> {
+        self.shared_lora_backward_op(&args)
     }
 
     fn layer_norm(&self, x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f32) -> Result<Tensor> {

@@ -4,8 +4,10 @@ use super::CudaBackend;
 use crate::backend::{LoraArgs, LoraGrads, MatmulArgs, Transpose};
 use crate::check::{LoraSizes, Sizes};
 use crate::cuda::launch::Address;
+use crate::cuda::matmul::{Multiply, WORKSPACE_BYTES};
 use crate::cuda::ops::lora_linear::{Gradients, LoraLinear};
 use crate::cuda::ops::product::{Product, Term};
+use crate::cuda::ops::workspace::Workspace;
 use crate::error::Result;
 use crate::{Backend, DType, Tensor};
 
@@ -21,11 +23,56 @@ pub(super) fn common<'t>(operands: impl IntoIterator<Item = &'t Tensor>) -> DTyp
 }
 
 impl CudaBackend {
-    /// Runs one product.
+    /// Runs one product: through the library where that takes it.
     pub(super) fn product(&self, op: &'static str, product: &Product) -> Result<()> {
+        self.product_or(op, product, |multiply| Some(*multiply))?;
+        Ok(())
+    }
+
+    /// Adds a product to `sum` if the library does that in one (`true`), else writes it to `product.y`. `sum` is f32 and
+    /// as large as `y`.
+    pub(super) fn product_added_to(
+        &self,
+        op: &'static str,
+        product: &Product,
+        sum: Address,
+    ) -> Result<bool> {
+        self.product_or(op, product, |multiply| multiply.added_to(sum))
+    }
+
+    /// Runs `library` of the product if there is one that the library takes (`true`), else the product by our kernel.
+    /// Scratch memory holds either, since only the run knows what the library refuses.
+    fn product_or(
+        &self,
+        op: &'static str,
+        product: &Product,
+        library: impl Fn(&Multiply) -> Option<Multiply>,
+    ) -> Result<bool> {
         let multiprocessors = self.executor.multiprocessors();
         let choice = product.choose(multiprocessors);
-        self.run_in_workspace(op, |space| product.launches(choice, multiprocessors, space))
+        let own = |space: &mut Workspace| product.launches(choice, multiprocessors, space);
+        let multiply = match self.executor.multiplies() {
+            true => Multiply::of(product).as_ref().and_then(library),
+            false => None,
+        };
+        let Some(multiply) = multiply else {
+            self.run_in_workspace(op, own)?;
+            return Ok(false);
+        };
+        let mut counted = Workspace::new(Address::NULL);
+        // Without a kernel of ours the library may still do it.
+        let bytes = own(&mut counted).map_or(0, |_| counted.bytes());
+        let scratch = self.scratch(bytes.max(WORKSPACE_BYTES) + 256)?;
+        let start = Address(self.address(op, &scratch)?.0.next_multiple_of(256));
+        self.uses.count();
+        // SAFETY: the addresses are those of the product, which operations build from tensors that they hold, and the
+        // scratch memory has room for the workspace behind an aligned start.
+        let queued = unsafe { self.executor.multiply(&multiply, start, WORKSPACE_BYTES) };
+        if queued.map_err(Self::device_error(op))? {
+            return Ok(true);
+        }
+        self.run_some(op, own(&mut Workspace::new(start)))?;
+        Ok(false)
     }
 
     pub(super) fn matmul_op(&self, args: &MatmulArgs<'_>, sizes: Sizes) -> Result<Tensor> {
@@ -71,7 +118,7 @@ impl CudaBackend {
     }
 
     /// The layer in one dtype, with the tensors that its addresses stand for.
-    fn layer(
+    pub(super) fn layer(
         &self,
         op: &'static str,
         args: &LoraArgs<'_>,

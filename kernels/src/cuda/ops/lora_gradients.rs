@@ -32,17 +32,19 @@ pub struct LoraGradients {
     pub n: usize,
     /// Rank, at most 32.
     pub r: usize,
-    /// Elements of a row of `s` and `ds`: the rank, padded with zeros to a multiple of 16.
+    /// Columns of `s` and `ds`: the rank, padded with zeros to a multiple of 16.
     pub padded_rank: usize,
+    /// Elements from row to row of `s` and `ds`; a multiple of 8.
+    pub line: usize,
     /// `[t, n]`.
     pub dy: Address,
-    /// `[t, padded_rank]`.
+    /// `[t, padded_rank]`, rows `line` apart.
     pub s: Address,
     /// `[n, r]`.
     pub lora_b: Address,
     /// Of `ds`.
     pub scale: f32,
-    /// `[t, padded_rank]`.
+    /// `[t, padded_rank]`, rows `line` apart.
     pub ds: Address,
     /// `[n, r]` f32.
     pub d_lora_b: Address,
@@ -113,7 +115,7 @@ impl LoraGradients {
             args: vec![
                 Arg::Address(self.dy),
                 Arg::Address(self.s),
-                Arg::U64(rank as u64),
+                Arg::U64(self.line as u64),
                 Arg::Address(self.lora_b),
                 int(t)?,
                 int(n)?,
@@ -123,7 +125,7 @@ impl LoraGradients {
                 int(range_rows)?,
             ],
         };
-        let sum = |[m, n]: [usize; 2], out: DType, scale: f32, y: Address| Product {
+        let sum = |[m, n, y_line]: [usize; 3], out: DType, scale: f32, y: Address| Product {
             dtype: self.dtype,
             out,
             transpose_a: false,
@@ -135,10 +137,10 @@ impl LoraGradients {
             bias: Address::NULL,
             scale,
             y,
-            y_line: n,
+            y_line,
         };
-        let ds = sum([t, rank], self.dtype, self.scale, self.ds);
-        let db = sum([n, r], DType::F32, 1.0, self.d_lora_b);
+        let ds = sum([t, rank, self.line], self.dtype, self.scale, self.ds);
+        let db = sum([n, r, r], DType::F32, 1.0, self.d_lora_b);
         let launches = vec![
             pass,
             ds.sum(ds_partial, slices as u32)?,
@@ -167,6 +169,7 @@ mod tests {
                 n,
                 r,
                 padded_rank: usize::next_multiple_of(r, 16),
+                line: usize::next_multiple_of(r, 16),
                 dy: Address::NULL,
                 s: Address::NULL,
                 lora_b: Address::NULL,

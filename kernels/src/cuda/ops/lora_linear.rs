@@ -243,6 +243,7 @@ impl LoraLinear {
             n: self.n,
             r: self.r,
             padded_rank: self.padded_rank(),
+            line: self.padded_rank(),
             dy,
             s,
             lora_b: self.lora_b,
@@ -303,7 +304,7 @@ impl LoraLinear {
 }
 
 /// The launches of one product after the other.
-fn run(
+pub(super) fn run(
     products: impl IntoIterator<Item = Product>,
     multiprocessors: u32,
     workspace: &mut Workspace,

@@ -14,5 +14,6 @@ pub mod primitives_check;
 pub mod product;
 pub mod routed;
 pub mod rows;
+pub mod shared_lora;
 pub mod tile;
 pub mod workspace;

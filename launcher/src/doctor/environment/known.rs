@@ -3,10 +3,14 @@
 use super::Kind;
 
 /// Read by this program.
-pub(super) const READ: [(&str, &str); 57] = [
+pub(super) const READ: [(&str, &str); 58] = [
     (
         "TESSERA_CUDA_LIBS",
         "folders with CUDA's libraries, colon-separated; looked at first",
+    ),
+    (
+        "TESSERA_MATMUL",
+        "matrix products on GPUs: auto, cublaslt, own; auto takes cuBLASLt where it is found",
     ),
     (
         "CUDA_HOME",

@@ -58,6 +58,7 @@ fn check(machine: &mut dyn Machine, dtype: DType, [t, n, r]: [usize; 3]) -> Resu
             n,
             r,
             padded_rank: rank,
+            line: rank,
             dy: dy.address(),
             s: s_at,
             lora_b: lora_b.address(),

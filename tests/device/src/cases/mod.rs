@@ -16,6 +16,7 @@ pub mod lora_gradients;
 pub mod lora_linear;
 pub mod loss;
 pub mod matmul_plain;
+pub mod multiply;
 pub mod norm;
 mod operand;
 pub mod pointwise;

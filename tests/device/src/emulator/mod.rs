@@ -7,6 +7,7 @@
 
 mod compile;
 mod library;
+mod multiply;
 
 use std::alloc::{Layout, alloc, dealloc, handle_alloc_error};
 use std::path::{Path, PathBuf};
@@ -14,6 +15,7 @@ use std::ptr::NonNull;
 
 use anyhow::{Context, Result, ensure};
 use kernels::cuda::launch::{Address, Arg, Launch};
+use kernels::cuda::matmul::Multiply;
 
 pub use self::compile::{build_all, build_modules};
 use self::library::{RawBuffer, RawLaunch};
@@ -88,9 +90,49 @@ impl Emulator {
         Ok(())
     }
 
+    /// Bytes from `start` behind the front of a buffer, guards included.
+    fn read_at(&self, buffer: Buffer, start: isize, len: usize) -> Result<Vec<u8>> {
+        let allocation = self.allocation(buffer)?;
+        let guard = GUARD_BYTES as isize;
+        let end = start.checked_add_unsigned(len).context("a long range")?;
+        let inside = start >= -guard && end <= buffer.len as isize + guard;
+        ensure!(inside, "outside the buffer and its guards");
+        let mut bytes = vec![0; len];
+        // SAFETY: the range lies in the buffer and its guards, which were all written when they were made.
+        unsafe {
+            let from = allocation.start().offset(start);
+            from.copy_to_nonoverlapping(bytes.as_mut_ptr(), len);
+        }
+        Ok(bytes)
+    }
+
+    /// The buffer that holds a range, and where in it the range begins.
+    fn place(&self, at: Address, bytes: usize) -> Result<(Buffer, usize)> {
+        let mut all = self.allocations.iter().map(Allocation::buffer);
+        let inside = |buffer: &Buffer| {
+            let end = buffer.address.0 + buffer.len as u64;
+            at.0 >= buffer.address.0 && at.0 + bytes as u64 <= end
+        };
+        let found = all.find(inside);
+        let buffer = found.with_context(|| format!("{at:?} + {bytes} lies in no buffer"))?;
+        Ok((buffer, (at.0 - buffer.address.0) as usize))
+    }
+
     fn allocation(&self, buffer: Buffer) -> Result<&Allocation> {
         let found = self.allocations.iter().find(|a| a.buffer() == buffer);
         found.context("a buffer of another machine, or from before a reset")
+    }
+}
+
+impl multiply::Memory for Emulator {
+    fn load(&self, at: Address, bytes: usize) -> Result<Vec<u8>> {
+        let (buffer, start) = self.place(at, bytes)?;
+        self.read_at(buffer, start as isize, bytes)
+    }
+
+    fn store(&mut self, at: Address, bytes: &[u8]) -> Result<()> {
+        let (buffer, start) = self.place(at, bytes.len())?;
+        self.write_at(buffer, start, bytes)
     }
 }
 
@@ -115,18 +157,17 @@ impl Machine for Emulator {
     }
 
     fn read(&mut self, buffer: Buffer, start: isize, len: usize) -> Result<Vec<u8>> {
-        let allocation = self.allocation(buffer)?;
-        let guard = GUARD_BYTES as isize;
-        let end = start.checked_add_unsigned(len).context("a long range")?;
-        let inside = start >= -guard && end <= buffer.len as isize + guard;
-        ensure!(inside, "outside the buffer and its guards");
-        let mut bytes = vec![0; len];
-        // SAFETY: the range lies in the buffer and its guards, which were all written when they were made.
-        unsafe {
-            let from = allocation.start().offset(start);
-            from.copy_to_nonoverlapping(bytes.as_mut_ptr(), len);
-        }
-        Ok(bytes)
+        self.read_at(buffer, start, len)
+    }
+
+    fn multiply(
+        &mut self,
+        product: &Multiply,
+        workspace: Address,
+        workspace_bytes: u64,
+    ) -> Result<bool> {
+        multiply::run(self, product, workspace, workspace_bytes)?;
+        Ok(true)
     }
 
     fn launch(&mut self, launch: &Launch) -> Result<()> {

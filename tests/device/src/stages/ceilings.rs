@@ -6,7 +6,7 @@ use anyhow::{Context, Result};
 use kernels::DType;
 use kernels::cuda::gpu::{Gpu, Memory};
 use kernels::cuda::launch::Address;
-use kernels::cuda::matmul::CublasLt;
+use kernels::cuda::matmul::{CublasLt, WORKSPACE_BYTES};
 use kernels::cuda::ops::cast;
 use optim::rng::RandomStream;
 
@@ -60,13 +60,12 @@ fn product(setting: &Setting, gpu: &Gpu, report: &mut Report) -> Result<()> {
         gpu.allocate(bytes)?,
         gpu.allocate(bytes)?,
         gpu.allocate(bytes)?,
+        gpu.allocate(WORKSPACE_BYTES as usize)?,
     ];
     normal_bf16(gpu, &operands[0])?;
     normal_bf16(gpu, &operands[1])?;
-    let side = SIDE as u64;
-    let linear = cublas.linear(DType::BF16, side, side, side)?;
     let milliseconds = median_milliseconds(gpu, BUDGET, |_| {
-        queue::product(gpu, &cublas, &linear, &operands)
+        queue::product(gpu, &cublas, DType::BF16, [SIDE; 3], &operands)
     })?;
     let rate = 2.0 * (SIDE as f64).powi(3) / milliseconds * 1e3;
     report.row(

@@ -3,10 +3,11 @@
 
 use std::sync::Arc;
 
-use anyhow::Context;
+use anyhow::{Context, Result};
 use kernels::Backend;
-use kernels::cuda::CudaBackend;
+use kernels::cuda::gpu::Gpu;
 use kernels::cuda::module::Family;
+use kernels::cuda::{CudaBackend, CudaError};
 
 use super::{Report, Setting, show};
 use crate::backend_checks;
@@ -52,8 +53,40 @@ pub fn run(setting: &Setting) -> Report {
             report.row(format!("{}, {sizes}", family.name()), figure, "");
         }
     }
+    report.part("library", |report| library(setting, report));
     show("conformance done");
     report
+}
+
+/// Products by cuBLASLt, where it is found: every epilogue, and every product that the back end asks for.
+fn library(setting: &Setting, report: &mut Report) -> Result<()> {
+    let Some(gpu) = with_library(setting, report)? else {
+        return Ok(());
+    };
+    let mut machine = GpuMachine::new(&gpu);
+    let all = cases::multiply::cases(Effort::Gpu);
+    let mut passed = 0;
+    for case in &all {
+        match case.run(&mut machine) {
+            Ok(()) => passed += 1,
+            Err(error) => report.failure(format!("{error:#}")),
+        }
+    }
+    let figure = format!("{passed} of {} passed", all.len());
+    report.row("products by cuBLASLt", figure, "our kernel and f64");
+    Ok(())
+}
+
+/// The first GPU with cuBLASLt; `None` and a row where that is not installed.
+fn with_library(setting: &Setting, report: &mut Report) -> Result<Option<Gpu>> {
+    match setting.gpu()?.with_cublaslt(&setting.search) {
+        Ok(gpu) => Ok(Some(gpu)),
+        Err(CudaError::LibraryMissing { .. }) => {
+            report.row("products by cuBLASLt", "not found", "");
+            Ok(None)
+        }
+        Err(error) => Err(error.into()),
+    }
 }
 
 /// Every operation of the backend beside the CPU, on the memory and the stream of a real GPU.
@@ -62,31 +95,39 @@ pub fn backend(setting: &Setting) -> Report {
     /// Room for the small tensors of the checks.
     const ARENA_BYTES: u64 = 256 << 20;
     let mut report = Report::new("backend");
-    report.part("backend", |report| {
-        let gpu = Arc::new(setting.gpu()?);
-        let device = CudaBackend::new(gpu, ARENA_BYTES)?;
-        let checks = backend_checks::all();
-        let mut passed = 0;
-        for check in &checks {
-            match check.run(&device) {
-                Ok(()) => passed += 1,
-                Err(error) => report.failure(format!("{error:#}")),
+    report.part("our products", |report| {
+        operations(setting.gpu()?, ARENA_BYTES, "operations", report)
+    });
+    report.part("products by cuBLASLt", |report| {
+        match with_library(setting, report)? {
+            Some(gpu) => {
+                let what = "operations, products by cuBLASLt";
+                operations(gpu, ARENA_BYTES, what, report)
             }
+            None => Ok(()),
         }
-        let left = device.pool().stats().in_use;
-        report.row(
-            "operations",
-            format!("{passed} of {} passed", checks.len()),
-            "",
-        );
-        report.row(
-            "bytes left in the arena",
-            left.to_string(),
-            "the last attention's table",
-        );
-        Ok(())
     });
     report
+}
+
+fn operations(gpu: Gpu, arena_bytes: u64, what: &str, report: &mut Report) -> Result<()> {
+    let device = CudaBackend::new(Arc::new(gpu), arena_bytes)?;
+    let checks = backend_checks::all();
+    let mut passed = 0;
+    for check in &checks {
+        match check.run(&device) {
+            Ok(()) => passed += 1,
+            Err(error) => report.failure(format!("{what}: {error:#}")),
+        }
+    }
+    let left = device.pool().stats().in_use;
+    report.row(what, format!("{passed} of {} passed", checks.len()), "");
+    report.row(
+        "bytes left in the arena",
+        left.to_string(),
+        "the last attention's table",
+    );
+    Ok(())
 }
 
 /// The small cases of every family on the GPU and on the emulator: both must pass, and equal bytes are counted.

@@ -5,9 +5,10 @@
 )]
 
 use anyhow::{Result, ensure};
+use kernels::DType;
 use kernels::cuda::gpu::{Gpu, Memory};
 use kernels::cuda::launch::{Address, Launch};
-use kernels::cuda::matmul::{CublasLt, Linear};
+use kernels::cuda::matmul::{CublasLt, Epilogue, Multiply, Shape};
 use kernels::cuda::nccl::{Communicator, Kind};
 use kernels::cuda::transfer::{Mapped, Pinned};
 
@@ -31,14 +32,44 @@ pub(crate) fn repeat(gpu: &Gpu, memory: &Memory, start: usize, n: usize) -> Resu
     Ok(unsafe { gpu.queue_copy(Address(from), Address(from + start as u64), n) }?)
 }
 
+/// Queues `y [t, n] = x [t, k] w [n, k]^T` in one dtype by the library.
 pub(crate) fn product(
     gpu: &Gpu,
-    cublas: &CublasLt,
-    linear: &Linear,
-    [x, w, y]: &[Memory; 3],
+    library: &CublasLt,
+    dtype: DType,
+    [t, n, k]: [usize; 3],
+    [x, w, y, workspace]: &[Memory; 4],
 ) -> Result<()> {
-    // SAFETY: the caller made the operands for the prepared sizes; freeing waits for the device.
-    Ok(unsafe { cublas.run(gpu, linear, x.address(), w.address(), y.address()) }?)
+    let size = dtype.size_bytes();
+    let fits = x.bytes() >= t * k * size && w.bytes() >= n * k * size && y.bytes() >= t * n * size;
+    ensure!(fits, "a product of other sizes");
+    let multiply = Multiply {
+        shape: Shape {
+            dtype,
+            out: dtype,
+            transpose_a: false,
+            transpose_b: false,
+            m: t,
+            n,
+            k,
+            a_line: k,
+            b_line: k,
+            y_line: n,
+            epilogue: Epilogue::None,
+        },
+        a: x.address(),
+        b: w.address(),
+        y: y.address(),
+        bias: Address::NULL,
+        aux: Address::NULL,
+        alpha: 1.0,
+        beta: 0.0,
+    };
+    let bytes = workspace.bytes() as u64;
+    // SAFETY: the sizes were just checked, and lines are dense; freeing waits for the device.
+    let queued = unsafe { library.multiply(gpu, &multiply, workspace.address(), bytes) }?;
+    ensure!(queued, "cuBLASLt has no algorithm for {multiply:?}");
+    Ok(())
 }
 
 pub(crate) fn from_mapped(gpu: &Gpu, from: &Mapped, to: &Memory) -> Result<()> {

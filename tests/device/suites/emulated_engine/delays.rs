@@ -10,7 +10,7 @@ use engine::{Precision, Tier};
 use kernels::cuda::CudaBackend;
 
 use crate::setup::{ARENA_BYTES, pack};
-use crate::training::{Left, train};
+use crate::training::{How, Left, train};
 
 /// Days per family.
 const SEEDS: u64 = 2;
@@ -23,13 +23,12 @@ const LOST_SEEDS: u64 = 6;
 
 fn on(gpu: EmulatedGpu, family: &str, precision: Precision, activation: Tier) -> Result<Left> {
     let device = CudaBackend::new(Arc::new(gpu), ARENA_BYTES)?;
-    let (left, _) = train(
-        &pack(family),
-        precision,
-        Arc::new(device),
+    let how = How {
         activation,
-        false,
-    )?;
+        check: false,
+        ..How::new(precision)
+    };
+    let (left, _) = train(&pack(family), how, Arc::new(device))?;
     Ok(left)
 }
 

@@ -142,7 +142,7 @@ impl Case {
     fn planned(&self, transport: DeviceTransport) -> Result<PoolStats> {
         let model = self.open()?;
         let plan = Arc::new(self.plan(&*model, transport)?);
-        let device = CudaBackend::counting(MULTIPROCESSORS);
+        let device = CudaBackend::counting(MULTIPROCESSORS, false);
         let rule = optim::AdamW::default();
         let slots = rule.slots(self.precision);
         let rehearsal = Rehearsal::apart(plan, slots, Arc::new(device.clone()))?;

@@ -4,14 +4,14 @@ use std::sync::Arc;
 
 use anyhow::Result;
 use device_tests::emulator::Order;
-use device_tests::executor::{MULTIPROCESSORS, emulated_backend};
+use device_tests::executor::{Library, MULTIPROCESSORS, emulated_backend_with};
 use engine::{ParamAccess, PassKind, Precision, Rehearsal, Tier, Zero};
 use kernels::cuda::CudaBackend;
 use kernels::{Backend, PoolStats};
 use models::autograd::Tape;
 use models::data::EncodedSample;
 use models::generate::{GenerateOptions, Prompt, Sampling, generate, rehearse};
-use models::{ModelError, ModelOptions, SampleInput, VisionLanguageModel, open_model};
+use models::{ModelError, SampleInput, VisionLanguageModel, open_model};
 use optim::Optimizer;
 
 use crate::setup::{self, ARENA_BYTES, pack};
@@ -75,8 +75,19 @@ fn as_access(engine: &dyn Passes) -> &dyn ParamAccess {
 }
 
 fn agree(family: &str, precision: Precision, activation: Tier, keep: bool) -> Result<()> {
+    agree_with(family, precision, activation, keep, Library::Absent, false)
+}
+
+fn agree_with(
+    family: &str,
+    precision: Precision,
+    activation: Tier,
+    keep: bool,
+    library: Library,
+    adapters: bool,
+) -> Result<()> {
     let dir = pack(family);
-    let model = open_model(&dir, ModelOptions::new(precision.weight_dtype()))?;
+    let model = open_model(&dir, setup::options(precision, adapters))?;
     let plan = setup::plan(&*model, precision, activation, keep)?;
     let rule = optim::AdamW::default();
     let sample = setup::sample(&dir, TOKENS, MOST_TOKENS)?;
@@ -86,7 +97,7 @@ fn agree(family: &str, precision: Precision, activation: Tier, keep: bool) -> Re
         max_new_tokens: ANSWER_TOKENS,
     };
 
-    let counting = CudaBackend::counting(MULTIPROCESSORS);
+    let counting = CudaBackend::counting(MULTIPROCESSORS, library != Library::Absent);
     let rehearsal = Rehearsal::apart(
         plan.clone(),
         rule.slots(precision),
@@ -99,7 +110,7 @@ fn agree(family: &str, precision: Precision, activation: Tier, keep: bool) -> Re
     rehearse(&*model, &rehearsal, &[prompt], &begin, &end)?;
     let planned = [trained, counting.pool().stats()];
 
-    let device = emulated_backend(ARENA_BYTES, Order::Ascending)?;
+    let device = emulated_backend_with(ARENA_BYTES, Order::Ascending, library)?;
     let zero = setup::loaded(&dir, &*model, plan, Arc::new(device.clone()))?;
     passes(&zero, &*model, &sample)?;
     let trained = device.pool().stats();
@@ -152,6 +163,32 @@ fn minicpm_in_bf16_with_activations_on_the_host() -> Result<()> {
 #[test]
 fn glm_4v_in_f32_with_activations_on_the_host() -> Result<()> {
     agree("glm-4v-9b", Precision::F32, Tier::Host, true)
+}
+
+/// Scratch memory of products by a library is planned, whether it does them or refuses.
+#[test]
+fn glm_4v_with_products_by_a_library() -> Result<()> {
+    for library in [Library::Multiplies, Library::Refuses] {
+        agree_with(
+            "glm-4v-9b",
+            Precision::Bf16,
+            Tier::Device,
+            false,
+            library,
+            false,
+        )?;
+    }
+    Ok(())
+}
+
+/// Adapters that share an input keep what they made of it until backward.
+#[test]
+fn adapters_of_shared_inputs() -> Result<()> {
+    for family in ["minicpm-v-2_6", "glm-4v-9b"] {
+        let (precision, library) = (Precision::Bf16, Library::Absent);
+        agree_with(family, precision, Tier::Device, false, library, true)?;
+    }
+    Ok(())
 }
 
 #[test]

@@ -4,11 +4,13 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Context, Result};
+use device_tests::random::Operands;
 use engine::comm::{Communicator, threads};
 use engine::{Offload, OptimizerConfig, Plan, Precision, Stage, Tier, Tiers, Zero, ZeroConfig};
 use kernels::{Backend, DType, Pool};
 use models::data::EncodedSample;
-use models::{VisionLanguageModel, WeightSource};
+use models::lora::{LoraConfig, LoraTargets};
+use models::{ModelOptions, VisionLanguageModel, WeightSource};
 use optim::GroupOptions;
 
 pub const ARENA_BYTES: u64 = 256 << 20;
@@ -16,6 +18,22 @@ pub const ARENA_BYTES: u64 = 256 << 20;
 pub fn pack(name: &str) -> PathBuf {
     let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../golden");
     golden.join(name)
+}
+
+/// All parameters train, or adapters on every linear layer of the language model.
+pub fn options(precision: Precision, adapters: bool) -> ModelOptions {
+    let mut options = ModelOptions::new(precision.weight_dtype());
+    options.lora = adapters.then(|| LoraConfig {
+        lora_rank: 4,
+        lora_alpha: 8.0,
+        lora_dropout: 0.0,
+        others: Default::default(),
+        targets: LoraTargets::parse("all"),
+        layers: None,
+        per_projection: false,
+        modules_to_save: Vec::new(),
+    });
+    options
 }
 
 /// ZeRO-3 of one rank with its states in host memory, weights also on the device where it keeps them.
@@ -70,6 +88,11 @@ pub fn loaded_on(
     let weights = WeightSource::open(dir)?;
     zero.load(|id, elements, out| {
         let name = &model.spec().params[id.index()].name;
+        if name.contains("lora_") {
+            let drawn = Operands::new(7).normal(name, elements.end, 0.05);
+            bytemuck::cast_slice_mut(out).copy_from_slice(&drawn[elements]);
+            return Ok(());
+        }
         weights.read_range(name, elements, DType::F32, bytemuck::cast_slice_mut(out))
     })?;
     Ok(zero)

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use anyhow::Result;
 use device_tests::emulator::Order;
-use device_tests::executor::{Beside, EmulatedGpu};
+use device_tests::executor::{Beside, EmulatedGpu, Library};
 use device_tests::tolerance;
 use engine::{ParamId, PassKind, Precision, Tier};
 use kernels::cuda::CudaBackend;
@@ -47,28 +47,42 @@ impl Left {
     }
 }
 
-/// Two passes over a sample with a picture, and a step between them. Nothing waits for the device but what must.
-pub fn train(
-    dir: &Path,
-    precision: Precision,
-    backend: Arc<dyn Backend>,
-    activation: Tier,
-    keep: bool,
-) -> Result<(Left, Arc<dyn VisionLanguageModel>)> {
-    train_checked(dir, precision, backend, activation, keep, false)
+/// How a family is trained.
+#[derive(Clone, Copy)]
+pub struct How {
+    pub precision: Precision,
+    pub activation: Tier,
+    /// Whether weights stay on the device.
+    pub keep: bool,
+    /// Whether adapters train, instead of everything.
+    pub adapters: bool,
+    pub library: Library,
+    /// Whether each segment's second run is compared with its first, for which the host waits.
+    pub check: bool,
 }
 
-/// As [`train`]; `check` compares each segment's second run with its first, for which the host waits.
-fn train_checked(
+impl How {
+    pub fn new(precision: Precision) -> Self {
+        Self {
+            precision,
+            activation: Tier::Device,
+            keep: false,
+            adapters: false,
+            library: Library::Absent,
+            check: true,
+        }
+    }
+}
+
+/// Two passes over a sample with a picture, and a step between them. Without the check nothing waits for the device but
+/// what must.
+pub fn train(
     dir: &Path,
-    precision: Precision,
+    how: How,
     backend: Arc<dyn Backend>,
-    activation: Tier,
-    keep: bool,
-    check: bool,
 ) -> Result<(Left, Arc<dyn VisionLanguageModel>)> {
-    let model = open_model(dir, ModelOptions::new(precision.weight_dtype()))?;
-    let plan = setup::plan(&*model, precision, activation, keep)?;
+    let model = open_model(dir, setup::options(how.precision, how.adapters))?;
+    let plan = setup::plan(&*model, how.precision, how.activation, how.keep)?;
     let mut zero = setup::loaded(dir, &*model, plan, backend.clone())?;
     let sample = setup::sample(dir, TOKENS, MOST_TOKENS)?;
     let mut left = Left {
@@ -80,7 +94,7 @@ fn train_checked(
         zero.begin_pass(PassKind::Train);
         let inputs = [SampleInput::from(&sample)];
         let batch = model.collate(&inputs, &*backend)?;
-        let tape = Tape::training(&zero).with_replay_check(check);
+        let tape = Tape::training(&zero).with_replay_check(how.check);
         let loss = model.forward(&tape, &batch)?;
         let (sum, supervised) = (loss.sum()?, loss.supervised);
         tape.backward(&loss, 1.0)?;
@@ -100,26 +114,41 @@ fn train_checked(
 }
 
 fn agree(family: &str, precision: Precision, activation: Tier) -> Result<()> {
-    let uploads = agree_keeping(family, precision, activation, false)?;
+    let mut how = How::new(precision);
+    how.activation = activation;
+    let gpu = agree_how(family, how)?;
+    assert_eq!(gpu.multiplied(), 0);
+    let uploads = gpu.uploads();
     // A few layers of each kind: of two layers alike, the second comes in while the device computes with the first.
     assert!(uploads.overlapping * 8 > uploads.bytes, "{uploads:?}");
     Ok(())
 }
 
-fn agree_keeping(
-    family: &str,
-    precision: Precision,
-    activation: Tier,
-    keep: bool,
-) -> Result<Beside> {
+/// The same where products go through a library.
+fn agree_through_a_library(family: &str, precision: Precision) -> Result<()> {
+    let mut how = How::new(precision);
+    how.library = Library::Multiplies;
+    let gpu = agree_how(family, how)?;
+    assert!(gpu.multiplied() > 100, "{} products", gpu.multiplied());
+    Ok(())
+}
+
+/// The same with adapters, of which those of one input share it.
+fn agree_with_adapters(family: &str, precision: Precision) -> Result<()> {
+    let mut how = How::new(precision);
+    how.adapters = true;
+    agree_how(family, how)?;
+    Ok(())
+}
+
+fn agree_how(family: &str, how: How) -> Result<Arc<EmulatedGpu>> {
     let dir = pack(family);
-    let gpu = Arc::new(EmulatedGpu::new(Order::Ascending));
+    let gpu = Arc::new(EmulatedGpu::new(Order::Ascending).with_library(how.library));
     let device = CudaBackend::new(gpu.clone(), ARENA_BYTES)?;
     let cpu: Arc<dyn Backend> = Arc::new(CpuBackend::unlimited());
-    let (want, model) = train_checked(&dir, precision, cpu, activation, keep, true)?;
-    let gpu_backend = Arc::new(device.clone());
-    let (got, _) = train_checked(&dir, precision, gpu_backend, activation, keep, true)?;
-    let dtype = precision.weight_dtype();
+    let (want, model) = train(&dir, how, cpu)?;
+    let (got, _) = train(&dir, how, Arc::new(device.clone()))?;
+    let dtype = how.precision.weight_dtype();
     for (got, want) in got.losses.iter().zip(&want.losses) {
         let allowed = tolerance::trained(dtype, *want);
         assert!(
@@ -142,21 +171,24 @@ fn agree_keeping(
     for ((id, got), (_, want)) in got.weights.iter().zip(&want.weights) {
         let far = got.iter().zip(want).find(|(g, w)| {
             // The sign of a gradient near zero decides about a whole first step of Adam; both weights are rounded.
-            f64::from((*g - *w).abs())
-                > 2.001 * LEARNING_RATE + 2.0 * tolerance::store(dtype, f64::from(**w))
+            let rounded = [**g, **w].map(|x| tolerance::store(dtype, f64::from(x)));
+            f64::from((*g - *w).abs()) > 2.001 * LEARNING_RATE + rounded[0] + rounded[1]
         });
         assert!(far.is_none(), "{}: {far:?}", name(id));
     }
     // What is left on the device is the table of the last attention.
     assert!(device.pool().stats().in_use < 4096, "{:?}", device.pool());
-    Ok(gpu.uploads())
+    Ok(gpu)
 }
 
 /// All weights come once, and once more when the step has changed them all.
 #[test]
 fn weights_that_stay_on_the_device_come_when_they_change() -> Result<()> {
     let family = "glm-4v-9b";
-    let uploads = agree_keeping(family, Precision::F32, Tier::Device, true)?;
+    let mut how = How::new(Precision::F32);
+    how.keep = true;
+    let gpu = agree_how(family, how)?;
+    let uploads = gpu.uploads();
     let model = open_model(&pack(family), ModelOptions::new(DType::F32))?;
     let (elems, trained) = model.spec().elems();
     assert_eq!(elems, trained);
@@ -172,7 +204,13 @@ fn activations_cross_the_bus_beside_the_work() -> Result<()> {
         let gpu = Arc::new(EmulatedGpu::new(Order::Ascending));
         let device = CudaBackend::new(gpu.clone(), ARENA_BYTES)?;
         let dir = pack("glm-4v-9b");
-        train(&dir, Precision::Bf16, Arc::new(device), activation, true)?;
+        let how = How {
+            activation,
+            keep: true,
+            check: false,
+            ..How::new(Precision::Bf16)
+        };
+        train(&dir, how, Arc::new(device))?;
         Ok([gpu.fetches(), gpu.uploads()])
     };
     let [stayed, moved] = [copies(Tier::Device)?, copies(Tier::Host)?];
@@ -220,4 +258,52 @@ fn glm_4v_trains_as_on_the_cpu() -> Result<()> {
 #[test]
 fn glm_41v_trains_as_on_the_cpu() -> Result<()> {
     agree("glm-4.1v-9b-thinking", Precision::F32, Tier::Device)
+}
+
+#[test]
+fn minicpm_trains_through_a_library() -> Result<()> {
+    agree_through_a_library("minicpm-v-2_6", Precision::F32)?;
+    agree_through_a_library("minicpm-v-2_6", Precision::Bf16)
+}
+
+#[test]
+fn cogvlm_trains_through_a_library() -> Result<()> {
+    agree_through_a_library("cogvlm-chat-hf", Precision::F32)
+}
+
+#[test]
+fn cogagent_trains_through_a_library() -> Result<()> {
+    agree_through_a_library("cogagent-chat-hf", Precision::F32)
+}
+
+#[test]
+fn cogvlm2_trains_through_a_library() -> Result<()> {
+    agree_through_a_library("cogvlm2-llama3-chat-19B", Precision::F32)
+}
+
+#[test]
+fn glm_4v_trains_through_a_library() -> Result<()> {
+    agree_through_a_library("glm-4v-9b", Precision::F32)
+}
+
+#[test]
+fn glm_41v_trains_through_a_library() -> Result<()> {
+    agree_through_a_library("glm-4.1v-9b-thinking", Precision::F32)
+}
+
+#[test]
+fn minicpm_trains_adapters() -> Result<()> {
+    agree_with_adapters("minicpm-v-2_6", Precision::F32)?;
+    agree_with_adapters("minicpm-v-2_6", Precision::Bf16)
+}
+
+#[test]
+fn cogvlm_trains_adapters() -> Result<()> {
+    agree_with_adapters("cogvlm-chat-hf", Precision::F32)
+}
+
+#[test]
+fn glm_4v_trains_adapters() -> Result<()> {
+    agree_with_adapters("glm-4v-9b", Precision::F32)?;
+    agree_with_adapters("glm-4v-9b", Precision::Bf16)
 }

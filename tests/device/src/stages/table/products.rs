@@ -6,9 +6,11 @@ use anyhow::{Context, Result};
 use kernels::DType;
 use kernels::cuda::gpu::{Gpu, Memory};
 use kernels::cuda::launch::{Address, Launch};
-use kernels::cuda::matmul::CublasLt;
+use kernels::cuda::matmul::{CublasLt, WORKSPACE_BYTES};
 use kernels::cuda::ops::lora_linear::{Gradients, LoraLinear};
+use kernels::cuda::ops::pointwise;
 use kernels::cuda::ops::routed::{Group, OfRows, Routed};
+use kernels::cuda::ops::shared_lora::{self, SharedLora};
 use kernels::cuda::ops::workspace::Workspace;
 
 use super::{BUDGET, Operands, peers, works};
@@ -58,6 +60,7 @@ pub fn run(setting: &Setting) -> Report {
     }
     for r in [16, 64] {
         report.part("adapted layer", |report| adapted(&gpu, report, r, &torch));
+        report.part("adapted layers", |report| shared(&gpu, report, r));
     }
     report
 }
@@ -148,7 +151,6 @@ fn plain(
     let mut compared = teraflops(flops, own);
     match CublasLt::open(gpu, &setting.search) {
         Ok(library) => {
-            let prepared = library.linear(DTYPE, t as u64, n as u64, k as u64)?;
             let matrix = |elements: usize, scale: f32| -> Result<Memory> {
                 let memory = gpu.allocate(2 * elements)?;
                 works::fill_normal(gpu, DTYPE, &memory, scale)?;
@@ -158,9 +160,10 @@ fn plain(
                 matrix(t * k, 1.0)?,
                 matrix(n * k, 0.02)?,
                 matrix(t * n, 1.0)?,
+                gpu.allocate(WORKSPACE_BYTES as usize)?,
             ];
             let theirs = median_milliseconds(gpu, BUDGET, |_| {
-                queue::product(gpu, &library, &prepared, &all)
+                queue::product(gpu, &library, DTYPE, shape, &all)
             })?;
             compared += &format!(
                 ", cuBLASLt {theirs:.3} ms: {:.2}x (target {PRODUCT_TARGET})",
@@ -277,6 +280,82 @@ fn compare(
         torch(name, two)
     );
     report.row(name, format!("{two:.3} ms"), compared);
+    Ok(())
+}
+
+/// Queries, keys and values with adapters: stacked, beside each for itself with the sums of their dx.
+fn shared(gpu: &Gpu, report: &mut Report, r: usize) -> Result<()> {
+    let shape @ [t, n, k] = [8192, 4096, 4096];
+    let flops = 3.0 * 2.0 * t as f64 * n as f64 * k as f64;
+    let (mut on, sms) = (operands(gpu), gpu.facts().multiprocessors);
+    let first = layer(&mut on, shape, r)?;
+    let mut layers = vec![first];
+    for _ in 0..2 {
+        let other = layer(&mut on, shape, r)?;
+        layers.push(LoraLinear {
+            x: first.x,
+            ..other
+        });
+    }
+    let line = shared_lora::line(&layers);
+    let stacked = SharedLora {
+        layers: &layers,
+        stacked: on.normal(DTYPE, (line * k) as u64, 0.02)?,
+    };
+    let (s, d_stacked) = (
+        on.output((2 * t * line) as u64)?,
+        on.output((4 * line * k) as u64)?,
+    );
+    let mut places = |elems: usize| -> Result<Vec<Address>> {
+        layers.iter().map(|_| on.output(4 * elems as u64)).collect()
+    };
+    let (y, d_lora_b, dx) = (places(t * n)?, places(n * r)?, places(t * k)?);
+    let dy: Vec<Address> = layers
+        .iter()
+        .map(|_| on.normal(DTYPE, (t * n) as u64, 1.0))
+        .collect::<Result<_>>()?;
+    for backward in [false, true] {
+        let together = with_scratch(&mut on, |space| match backward {
+            false => stacked.forward(s, &y, sms, space),
+            true => {
+                let gradients = shared_lora::Gradients {
+                    dx: dx[0],
+                    d_stacked,
+                    d_lora_b: &d_lora_b,
+                };
+                stacked.backward(&dy, s, gradients, sms, space)
+            }
+        })?;
+        let mut apart = Vec::new();
+        for (i, layer) in layers.iter().enumerate() {
+            apart.extend(with_scratch(&mut on, |space| match backward {
+                false => layer.forward(y[i], sms, space),
+                true => {
+                    let gradients = Gradients {
+                        dx: dx[i],
+                        d_lora_a: d_stacked,
+                        d_lora_b: d_lora_b[i],
+                    };
+                    layer.backward(dy[i], gradients, sms, space)
+                }
+            })?);
+            if backward && i > 0 {
+                let sum = pointwise::add(DTYPE, dx[0], dx[i], dx[0], (t * k) as u64);
+                apart.push(sum.context("no kernel")?);
+            }
+        }
+        let (together, apart) = (time(gpu, &together)?, time(gpu, &apart)?);
+        let which = if backward { "backward" } else { "forward" };
+        report.row(
+            format!("three adapted products of one x bf16 8192x4096x4096 rank {r} {which}"),
+            format!("{together:.3} ms"),
+            format!(
+                "{}, {:.2} of {apart:.3} ms each for itself",
+                teraflops(flops, together),
+                together / apart
+            ),
+        );
+    }
     Ok(())
 }
 

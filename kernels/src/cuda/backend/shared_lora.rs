@@ -1,0 +1,181 @@
+//! Adapted linear layers of one input.
+
+use super::CudaBackend;
+use crate::Tensor;
+use crate::backend::LoraArgs;
+use crate::check;
+use crate::cuda::launch::Address;
+use crate::cuda::ops::lora_linear::LoraLinear;
+use crate::cuda::ops::shared_lora::{Gradients, SharedLora as Layers, line};
+use crate::error::{Result, shape_error};
+use crate::pool::Tag;
+use crate::shared_lora::{self, SharedLora, SharedLoraGradArgs, SharedLoraGrads};
+
+/// Layers whose adapters are stacked, with the tensors that addresses stand for.
+struct Stacked {
+    layers: Vec<LoraLinear>,
+    /// `[line, k]`.
+    stacked: Address,
+    line: usize,
+    held: Vec<Tensor>,
+}
+
+impl Stacked {
+    fn layers(&self) -> Layers<'_> {
+        Layers {
+            layers: &self.layers,
+            stacked: self.stacked,
+        }
+    }
+}
+
+impl CudaBackend {
+    /// The layers with their adapters stacked. `None` where these cannot share: one layer, other inputs, dtypes or
+    /// factors, an adapter without ranks.
+    fn stack(&self, op: &'static str, args: &[LoraArgs<'_>]) -> Result<Option<Stacked>> {
+        shared_lora::check(args)?;
+        let first = args[0];
+        let (dtype, at) = (first.x.dtype(), self.address(op, first.x)?);
+        let mut alike = args.len() > 1;
+        for args in args {
+            let tensors = [args.x, args.weight, args.lora_a, args.lora_b];
+            alike &= tensors
+                .into_iter()
+                .chain(args.bias)
+                .all(|x| x.dtype() == dtype)
+                && self.address(op, args.x)? == at
+                && args.scale.to_bits() == first.scale.to_bits()
+                && check::lora(args)?.r > 0;
+        }
+        if !alike {
+            return Ok(None);
+        }
+        let x = self.operand(op, first.x, dtype)?;
+        let (mut layers, mut held) = (Vec::with_capacity(args.len()), vec![x.clone()]);
+        for args in args {
+            let own = LoraArgs { x: &x, ..*args };
+            let (layer, tensors) = self.layer(op, &own, check::lora(&own)?, dtype)?;
+            layers.push(layer);
+            held.extend(tensors);
+        }
+        let (line, k) = (line(&layers), first.x.shape().last());
+        let stacked = self.uninit([line, k], dtype, Tag::Workspace)?;
+        if layers.iter().any(|layer| layer.padded_rank() > layer.r) {
+            self.zero(op, &stacked)?;
+        }
+        let start = self.address(op, &stacked)?;
+        let row = (k * dtype.size_bytes()) as u64;
+        let mut to = start;
+        for layer in &layers {
+            self.uses.count();
+            // SAFETY: A has `r` rows of `k` elements, and so many are behind `to` in the tensor of all padded ranks.
+            unsafe { self.executor.copy(layer.lora_a, to, layer.r as u64 * row) }
+                .map_err(Self::device_error(op))?;
+            to = Address(to.0 + layer.padded_rank() as u64 * row);
+        }
+        held.push(stacked);
+        Ok(Some(Stacked {
+            layers,
+            stacked: start,
+            line,
+            held,
+        }))
+    }
+
+    pub(super) fn shared_lora_op(&self, args: &[LoraArgs<'_>]) -> Result<SharedLora> {
+        const OP: &str = "shared_lora";
+        let Some(stacked) = self.stack(OP, args)? else {
+            return shared_lora::forward(self, args);
+        };
+        let (t, dtype) = (args[0].x.shape().rows(), args[0].x.dtype());
+        let outputs = stacked
+            .layers
+            .iter()
+            .map(|layer| self.output([t, layer.n], dtype));
+        let y: Vec<Tensor> = outputs.collect::<Result<_>>()?;
+        let inner = self.output([t, stacked.line], dtype)?;
+        let to = y.iter().map(|y| self.address(OP, y));
+        let to: Vec<Address> = to.collect::<Result<_>>()?;
+        let (s, sms) = (self.address(OP, &inner)?, self.executor.multiprocessors());
+        let layers = stacked.layers();
+        self.run_in_workspace(OP, |space| layers.forward(s, &to, sms, space))?;
+        drop(stacked.held);
+        Ok(SharedLora {
+            y,
+            inner: Some(inner),
+        })
+    }
+
+    pub(super) fn shared_lora_backward_op(
+        &self,
+        args: &SharedLoraGradArgs<'_>,
+    ) -> Result<SharedLoraGrads> {
+        const OP: &str = "shared_lora_backward";
+        shared_lora::check_backward(args)?;
+        for (layer, dy) in args.layers.iter().zip(args.dy) {
+            check::lora_backward(layer, dy)?;
+        }
+        // The bias has no part in the gradients.
+        let unbiased = args.layers.iter().map(|layer| LoraArgs {
+            bias: None,
+            ..*layer
+        });
+        let unbiased: Vec<LoraArgs<'_>> = unbiased.collect();
+        let x = unbiased[0].x;
+        let dtypes = args.dy.iter().all(|dy| dy.dtype() == x.dtype());
+        let stacked = match dtypes {
+            true => self.stack(OP, &unbiased)?,
+            false => None,
+        };
+        let Some(stacked) = stacked else {
+            return shared_lora::backward(self, args);
+        };
+        let (t, k, dtype) = (x.shape().rows(), x.shape().last(), x.dtype());
+        let (layers, sms) = (stacked.layers(), self.executor.multiprocessors());
+        let inner = match args.inner {
+            Some(inner) if inner.shape() == [t, stacked.line].into() => inner.clone(),
+            Some(inner) => return shape_error(OP, format!("{inner:?} of other layers")),
+            None => {
+                let inner = self.uninit([t, stacked.line], dtype, Tag::Workspace)?;
+                let s = self.address(OP, &inner)?;
+                self.run_in_workspace(OP, |space| layers.forward(s, &[], sms, space))?;
+                inner
+            }
+        };
+        let dy = args.dy.iter().map(|dy| self.operand(OP, dy, dtype));
+        let dy: Vec<Tensor> = dy.collect::<Result<_>>()?;
+        let dx = match args.need_dx {
+            true => Some(self.output(x.shape(), dtype)?),
+            false => None,
+        };
+        let d_stacked = self.gradient([stacked.line, k])?;
+        let d_lora_b = stacked.layers.iter();
+        let d_lora_b = d_lora_b.map(|layer| self.gradient([layer.n, layer.r]));
+        let d_lora_b: Vec<Tensor> = d_lora_b.collect::<Result<_>>()?;
+        let places = |tensors: &[Tensor]| -> Result<Vec<Address>> {
+            tensors.iter().map(|x| self.address(OP, x)).collect()
+        };
+        let (dy_at, b_at) = (places(&dy)?, places(&d_lora_b)?);
+        let gradients = Gradients {
+            dx: match &dx {
+                Some(dx) => self.address(OP, dx)?,
+                None => Address::NULL,
+            },
+            d_stacked: self.address(OP, &d_stacked)?,
+            d_lora_b: &b_at,
+        };
+        let s = self.address(OP, &inner)?;
+        self.run_in_workspace(OP, |space| {
+            layers.backward(&dy_at, s, gradients, sms, space)
+        })?;
+        let mut first = 0;
+        let mut adapters = Vec::with_capacity(stacked.layers.len());
+        for (layer, d_lora_b) in stacked.layers.iter().zip(d_lora_b) {
+            // A view: the rows of the others live as long.
+            adapters.push([d_stacked.narrow(first, layer.r)?, d_lora_b]);
+            first += layer.padded_rank();
+        }
+        drop((stacked.held, dy));
+        Ok(SharedLoraGrads { dx, adapters })
+    }
+}
