@@ -14,7 +14,7 @@
 use crate::comm::{Collective, CollectiveKind, Communicator, Tag as CommTag, World};
 use crate::error::EngineError;
 use crate::plan::{DeviceTransport, GroupLayout};
-use crate::spec::UnitId;
+use crate::spec::{ParamId, UnitId};
 use kernels::{Backend, DType, GroupAccess, KernelError, Lane, PeerAccess, Shape, Tag, Tensor};
 use std::ops::Range;
 use std::sync::Arc;
@@ -27,12 +27,14 @@ const ABSENT: u64 = u64::MAX;
 
 /// This rank's part of one group's weights.
 pub(crate) struct OwnPart<'a> {
-    /// Its bytes; none in a rehearsal.
+    /// The bytes of its shard; none in a rehearsal.
     pub(crate) bytes: Option<&'a [u8]>,
-    /// Elements of every rank's part.
-    pub(crate) elems: usize,
+    pub(crate) group: &'a GroupLayout,
     pub(crate) dtype: DType,
 }
+
+/// Parameters of a group as flat tensors.
+pub(crate) type Gathered = Vec<(ParamId, Tensor)>;
 
 /// Gradients of one unit on the device, and the mark behind them.
 pub(crate) struct Produced<'a> {
@@ -190,54 +192,89 @@ impl DeviceComm {
         Ok(all.into_iter().map(|words| words[1..].to_vec()).collect())
     }
 
-    /// The whole groups of a unit, to which every rank contributes `own`; nothing where the result is not needed.
+    /// The parameters of a unit, to whose groups every rank contributes `own`; nothing where the result is not needed. Each
+    /// has a place of its own: many small ones leave fewer holes in a device's memory than whole groups.
     pub(crate) fn gather(
         &mut self,
         unit: UnitId,
         own: &[OwnPart<'_>],
         needed: bool,
-    ) -> Result<Vec<Tensor>> {
+    ) -> Result<Gathered> {
         if self.grouped {
             return self.gather_in_group(unit, own);
         }
         let (rank, shards) = (self.world.rank, self.shards);
-        let (mut groups, mut words) = (Vec::new(), Vec::new());
         let peers = self.peers()?;
+        let (mut gathered, mut lent, mut words) = (Gathered::new(), Vec::new(), Vec::new());
         for part in own {
-            let bytes = part.elems * part.dtype.size_bytes();
-            let (parts, at) = match needed {
-                true => (shards, rank % shards * bytes),
-                false => (1, 0),
+            let (group, size) = (part.group, part.dtype.size_bytes());
+            let shard = group.shard(rank % shards);
+            let incoming = |elems| {
+                let shape = Shape::new(&[elems]);
+                peers.incoming(shape, part.dtype, Tag::Gathered)
             };
-            let shape = Shape::new(&[parts * part.elems]);
-            let group = peers.incoming(shape, part.dtype, Tag::Gathered)?;
-            if let Some(bytes) = part.bytes {
-                peers.put(&group, at, bytes)?;
+            if !needed {
+                let whole = incoming(group.shard_elems)?;
+                if let Some(bytes) = part.bytes {
+                    peers.put(&whole, 0, bytes)?;
+                }
+                // Where each parameter would begin: only what lies in the shard is asked for.
+                let start = peers.offset(&whole)?;
+                words.extend(group.slots.iter().map(|slot| {
+                    let behind = (slot.offset * size) as u64;
+                    start
+                        .wrapping_add(behind)
+                        .wrapping_sub((shard.start * size) as u64)
+                }));
+                lent.push(whole);
+                continue;
             }
-            words.push(peers.offset(&group)? + at as u64);
-            groups.push(group);
+            for slot in &group.slots {
+                let tensor = incoming(slot.len)?;
+                words.push(peers.offset(&tensor)?);
+                let kept = slot.offset.max(shard.start)..slot.range().end.min(shard.end);
+                if let (Some(bytes), false) = (part.bytes, kept.is_empty()) {
+                    let of = |elem: usize| (elem - shard.start) * size;
+                    let at = (kept.start - slot.offset) * size;
+                    peers.put(&tensor, at, &bytes[of(kept.start)..of(kept.end)])?;
+                }
+                lent.push(tensor.clone());
+                gathered.push((slot.param, tensor));
+            }
         }
         words.push(peers.mark(Lane::Inward)?);
         let all = self.exchange(CommTag::new("gather", unit.0), &words)?;
-        self.lent.extend(groups.iter().cloned());
+        self.lent.extend(lent);
         if !needed {
-            return Ok(Vec::new());
+            return Ok(Gathered::new());
         }
         let peers = self.peers()?;
         let first = rank / shards * shards;
         for peer in (first..first + shards).filter(|peer| *peer != rank) {
             let words = &all[peer];
-            peers.await_mark(Lane::Inward, peer, Lane::Inward, words[own.len()])?;
-            for ((group, part), offset) in groups.iter().zip(own).zip(words) {
-                let bytes = part.elems * part.dtype.size_bytes();
-                let at = (peer - first) * bytes;
-                peers.pull(peer, *offset, group, at..at + bytes)?;
+            peers.await_mark(Lane::Inward, peer, Lane::Inward, words[gathered.len()])?;
+            let mut tensors = gathered.iter().zip(words);
+            for part in own {
+                let size = part.dtype.size_bytes();
+                let shard = part.group.shard(peer - first);
+                for slot in &part.group.slots {
+                    let Some(((_, tensor), offset)) = tensors.next() else {
+                        break;
+                    };
+                    let theirs = slot.offset.max(shard.start)..slot.range().end.min(shard.end);
+                    if !theirs.is_empty() {
+                        let of = |elem: usize| (elem - slot.offset) * size;
+                        let place = of(theirs.start)..of(theirs.end);
+                        let from = offset.wrapping_add(place.start as u64);
+                        peers.pull(peer, from, tensor, place)?;
+                    }
+                }
             }
         }
         let pulled = peers.mark(Lane::Inward)?;
         peers.arrive()?;
         self.pulled = pulled;
-        Ok(groups)
+        Ok(gathered)
     }
 
     /// This rank's shard of the sum over all ranks of a unit's gradients, f32. What nobody has is zero.
@@ -312,22 +349,24 @@ impl DeviceComm {
         Ok(sum)
     }
 
-    fn gather_in_group(&mut self, unit: UnitId, own: &[OwnPart<'_>]) -> Result<Vec<Tensor>> {
-        let World { rank, size } = self.world;
+    fn gather_in_group(&mut self, unit: UnitId, own: &[OwnPart<'_>]) -> Result<Gathered> {
+        let rank = self.world.rank;
         self.exchange(CommTag::new("gather", unit.0), &[])?;
         let (peers, library) = (self.peers()?, self.group()?);
-        let mut groups = Vec::new();
+        let mut gathered = Gathered::new();
         for part in own {
-            let shape = Shape::new(&[size * part.elems]);
-            let group = peers.incoming(shape, part.dtype, Tag::Gathered)?;
+            let shape = Shape::new(&[part.group.padded_elems]);
+            let whole = peers.incoming(shape, part.dtype, Tag::Gathered)?;
             if let Some(bytes) = part.bytes {
-                peers.put(&group, rank * bytes.len(), bytes)?;
+                peers.put(&whole, rank * bytes.len(), bytes)?;
             }
-            library.all_gather(&group)?;
-            groups.push(group);
+            library.all_gather(&whole)?;
+            for slot in &part.group.slots {
+                gathered.push((slot.param, whole.narrow(slot.offset, slot.len)?));
+            }
         }
         peers.arrive()?;
-        Ok(groups)
+        Ok(gathered)
     }
 
     fn reduce_in_group(

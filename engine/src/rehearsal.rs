@@ -14,6 +14,7 @@ use crate::error::EngineError;
 use crate::plan::{Entry, GroupKind, PassKind, Plan, StateKind, Tier, UnitPlan};
 use crate::spec::{ParamId, UnitId};
 use crate::spill::{BLOCK_BYTES, SpillFile};
+use crate::store::shaped;
 use crate::tier::{Tiers, WINDOW_ALIGN};
 use kernels::{Backend, DType, NullBackend, Pool, Reservation, Tag, Tensor};
 use optim::StateSlot;
@@ -40,8 +41,8 @@ enum Readable {
         #[expect(dead_code, reason = "held for its count")] Reservation,
     ),
     Copied(#[expect(dead_code, reason = "held for its place")] Tensor),
-    /// A whole group, gathered by the devices.
-    OnDevice(GroupKind, Tensor),
+    /// Gathered by the devices; flat.
+    OnDevice(ParamId, Tensor),
 }
 
 /// A sum of gradients that is not yet taken.
@@ -466,9 +467,9 @@ impl Rehearsal {
         let dtype = config.precision.weight_dtype();
         let (mut staged, mut parts) = (Vec::new(), Vec::new());
         for kind in self.groups(unit) {
-            let elems = self.plan.unit(unit).group(kind).shard_elems;
+            let group = self.plan.unit(unit).group(kind);
             if config.offload.param == Tier::Nvme {
-                let bytes = elems * dtype.size_bytes();
+                let bytes = group.shard_elems * dtype.size_bytes();
                 staged.push(Tensor::null(
                     &self.device,
                     Tag::Gathered,
@@ -479,15 +480,15 @@ impl Rehearsal {
             let bytes = None;
             parts.push(OwnPart {
                 bytes,
-                elems,
+                group,
                 dtype,
             });
         }
         if let Some(device) = &mut state.device {
-            let groups = self.groups(unit).zip(device.gather(unit, &parts, needed)?);
-            let groups = groups.map(|(kind, group)| Readable::OnDevice(kind, group));
+            let gathered = device.gather(unit, &parts, needed)?.into_iter();
+            let gathered = gathered.map(|(id, tensor)| Readable::OnDevice(id, tensor));
             if needed {
-                state.units[unit.index()].readable = Some(groups.collect());
+                state.units[unit.index()].readable = Some(gathered.collect());
             }
         }
         Ok(())
@@ -563,19 +564,12 @@ impl Rehearsal {
 
     /// The parameters of a unit that the devices gathered.
     fn gathered(&self, state: &State, unit: UnitId) -> Result<Vec<(ParamId, Tensor)>> {
-        let mut params = Vec::new();
-        for readable in state.units[unit.index()].readable.iter().flatten() {
-            if let Readable::OnDevice(kind, group) = readable {
-                for slot in &self.plan.unit(unit).group(*kind).slots {
-                    params.push((slot.param, group.narrow(slot.offset, slot.len)?));
-                }
-            }
-        }
-        let shape = |id: ParamId| self.plan.spec().params[id.index()].shape;
-        let shaped = params.into_iter();
-        shaped
-            .map(|(id, part)| Ok((id, part.reshape(shape(id))?)))
-            .collect()
+        let readable = state.units[unit.index()].readable.iter().flatten();
+        let flat = readable.filter_map(|readable| match readable {
+            Readable::OnDevice(id, tensor) => Some((*id, tensor.clone())),
+            _ => None,
+        });
+        shaped(&self.plan, &flat.collect::<Vec<_>>())
     }
 
     fn open_bucket(&self, unit: UnitId) -> Result<Option<(DryBuffer, Reservation)>> {

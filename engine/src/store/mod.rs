@@ -12,7 +12,7 @@ use buckets::{Bucket, PendingReduce};
 
 use crate::access::{Lease, LeaseOwner, Phase};
 use crate::comm::{Collective, CollectiveKind, Communicator, ReadBuffer, Tag as CommTag, Ticket};
-use crate::device_comm::{DeviceComm, OwnPart};
+use crate::device_comm::{DeviceComm, Gathered, OwnPart};
 use crate::early::{EarlyRun, JOBS};
 use crate::error::EngineError;
 use crate::gradients::{Accumulator, Moment};
@@ -32,12 +32,12 @@ use std::time::Duration;
 type Result<T, E = EngineError> = std::result::Result<T, E>;
 
 /// Gathered weights in a communicator's buffer, counted as device memory.
-struct Gathered {
+struct InWindow {
     buffer: ReadBuffer,
     _counted: Reservation,
 }
 
-impl AsRef<[u8]> for Gathered {
+impl AsRef<[u8]> for InWindow {
     fn as_ref(&self) -> &[u8] {
         self.buffer.as_bytes()
     }
@@ -57,8 +57,8 @@ enum Residency {
     Sharded,
     InFlight(Vec<(GroupKind, Ticket, Reservation)>),
     Resident(Vec<(GroupKind, ForeignBytes)>),
-    /// Gathered by the devices; whole groups.
-    OnDevice(Vec<(GroupKind, Tensor)>),
+    /// Gathered by the devices; flat.
+    OnDevice(Gathered),
 }
 
 struct Unit {
@@ -473,28 +473,27 @@ impl Store {
                 }
             });
         }
-        let parts = weights.iter().zip(&staged).map(|((_, region), staged)| {
+        let unit_plan = self.plan.unit(unit);
+        let parts = weights.iter().zip(&staged).map(|((kind, region), staged)| {
             let bytes = match staged {
                 Some(block) => Some(block.as_bytes()),
                 None => region.in_memory(),
             };
             OwnPart {
                 bytes,
-                elems: region.len() / dtype.size_bytes(),
+                group: unit_plan.group(*kind),
                 dtype,
             }
         });
         let parts: Vec<OwnPart<'_>> = parts.collect();
         let trace = self.tiers.trace();
         let started = trace.now();
-        let groups = device.gather(unit, &parts, needed)?;
+        let gathered = device.gather(unit, &parts, needed)?;
         trace.end(started, Lane::Communication, || {
             format!("gather {}", self.plan.spec().units[unit.index()].name)
         });
-        let kinds = weights.iter().map(|(kind, _)| *kind);
-        let groups: Vec<_> = kinds.zip(groups).collect();
         if needed {
-            self.units[unit.index()].residency = Residency::OnDevice(groups);
+            self.units[unit.index()].residency = Residency::OnDevice(gathered);
         }
         Ok(())
     }
@@ -506,8 +505,8 @@ impl Store {
         let state = &mut self.units[unit.index()];
         let resident = match std::mem::replace(&mut state.residency, Residency::Sharded) {
             Residency::Resident(groups) => groups,
-            Residency::OnDevice(groups) => {
-                state.residency = Residency::OnDevice(groups);
+            Residency::OnDevice(gathered) => {
+                state.residency = Residency::OnDevice(gathered);
                 return Ok(());
             }
             Residency::InFlight(tickets) => {
@@ -521,7 +520,7 @@ impl Store {
                     });
                     groups.push((
                         kind,
-                        Arc::new(Gathered {
+                        Arc::new(InWindow {
                             buffer,
                             _counted: counted,
                         }),
@@ -618,27 +617,9 @@ impl Store {
         self.make_resident(unit)?;
         match &self.units[unit.index()].residency {
             Residency::Resident(groups) => self.tensors(unit, groups),
-            Residency::OnDevice(groups) => self.parts(unit, groups),
+            Residency::OnDevice(gathered) => shaped(&self.plan, gathered),
             _ => Ok(Vec::new()),
         }
-    }
-
-    /// The parameters in groups that the devices gathered.
-    fn parts(
-        &self,
-        unit: UnitId,
-        groups: &[(GroupKind, Tensor)],
-    ) -> Result<Vec<(ParamId, Tensor)>> {
-        let mut params = Vec::new();
-        for (kind, group) in groups {
-            for slot in &self.unit_plan(unit).group(*kind).slots {
-                let shape = self.plan.spec().params[slot.param.index()].shape;
-                let tensor = group.narrow(slot.offset, slot.len)?.reshape(shape)?;
-                params.push((slot.param, tensor));
-            }
-        }
-        params.sort_by_key(|(id, _)| *id);
-        Ok(params)
     }
 
     /// The weights of `unit` where they rest, ascending by parameter.
@@ -673,6 +654,16 @@ impl Store {
     pub(crate) fn end_lease(&mut self, unit: UnitId, phase: Phase) -> Result<()> {
         self.finish_entry(Entry { unit, phase })
     }
+}
+
+/// What devices gathered, in the shapes of parameters and ascending.
+pub(crate) fn shaped(plan: &Plan, gathered: &[(ParamId, Tensor)]) -> Result<Gathered> {
+    let shape = |id: ParamId| plan.spec().params[id.index()].shape;
+    let params = gathered.iter();
+    let params = params.map(|(id, tensor)| Ok((*id, tensor.reshape(shape(*id))?)));
+    let mut params = params.collect::<Result<Gathered>>()?;
+    params.sort_by_key(|(id, _)| *id);
+    Ok(params)
 }
 
 /// A lease over `params` that ends at `owner`.

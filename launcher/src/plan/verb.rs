@@ -5,7 +5,7 @@ use super::nearest::{Flags, nearest};
 use super::planner::{Planned, Planner, made_up_sample};
 use super::text;
 use crate::args::{Hardware, Note, PlanArgs, Preset};
-use crate::config::{DEVICE, Device, DeviceChoice, RunConfig, resolve_on};
+use crate::config::{Collectives, DEVICE, Device, DeviceChoice, RunConfig, resolve_on};
 use crate::device::{self, Chosen, Devices, Products, RunGpu};
 use crate::exit::Failure;
 use crate::rank_env::{Env, Variables};
@@ -103,15 +103,19 @@ pub(super) fn configuration(
     let choice = run.device.unwrap_or(DEVICE);
     let chosen = match args.hw {
         // What today's back end needs of GPUs that are not here.
-        Some(hardware) if choice == DeviceChoice::Cuda => described(hardware),
+        Some(hardware) if choice == DeviceChoice::Cuda => {
+            described(hardware, run.collectives == Some(Collectives::Ipc))
+        }
         Some(_) => Chosen::cpu(),
         None => device::choose(choice, devices, &Variables::read())?,
     };
     Ok(resolve_on(&run, env, &chosen)?.config)
 }
 
-/// GPUs of a described machine.
-fn described(hardware: Hardware) -> Chosen {
+/// GPUs of a described machine, which reach each other's memory where that is asked for.
+fn described(hardware: Hardware, linked: bool) -> Chosen {
+    let count = u32::try_from(hardware.devices).unwrap_or(u32::MAX);
+    let others = |ordinal| (0..count).filter(move |other| *other != ordinal);
     let gpu = |ordinal| RunGpu {
         ordinal,
         name: "described".to_owned(),
@@ -119,11 +123,14 @@ fn described(hardware: Hardware) -> Chosen {
         multiprocessors: DESCRIBED_MULTIPROCESSORS,
         memory_bytes: hardware.device_bytes,
         free_bytes: hardware.device_bytes,
-        peers: Vec::new(),
+        peers: if linked {
+            others(ordinal).collect()
+        } else {
+            Vec::new()
+        },
         // What needs more scratch memory.
         products: Products::CublasLt,
     };
-    let count = u32::try_from(hardware.devices).unwrap_or(u32::MAX);
     Chosen::described((0..count).map(gpu).collect())
 }
 
