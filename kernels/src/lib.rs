@@ -65,6 +65,7 @@ pub mod random;
 mod routed;
 mod shape;
 mod tensor;
+mod timeline;
 
 pub use arrival::Arrival;
 pub use backend::{
@@ -80,3 +81,4 @@ pub use pool::{Block, Pool, PoolEvent, PoolStats, Reservation, Tag, TagBytes};
 pub use routed::{RoutedArgs, RoutedGroup};
 pub use shape::{MAX_RANK, Shape};
 pub use tensor::{Fetch, ForeignBytes, Tensor, TensorMut};
+pub use timeline::{DeviceLane, DeviceSpan};

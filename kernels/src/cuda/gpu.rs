@@ -16,6 +16,7 @@ use super::launch::{Address, Launch};
 use super::library::Search;
 use super::module::Module;
 use super::probe::{DeviceFacts, probe};
+use super::timeline::Timeline;
 
 /// Shared memory a block may have without asking.
 const DEFAULT_SHARED_BYTES: u32 = 48 << 10;
@@ -31,6 +32,7 @@ pub struct Gpu {
     loaded: Mutex<HashMap<Module, Loaded>>,
     /// Made when something is first copied.
     copies: OnceLock<Copies>,
+    pub(super) timeline: Timeline,
 }
 
 /// A module in the driver; unloaded with the context at the end of the process.
@@ -106,6 +108,7 @@ impl Gpu {
             shared_limit: shared_limit.unsigned_abs(),
             loaded: Mutex::default(),
             copies: OnceLock::new(),
+            timeline: Timeline::default(),
         })
     }
 

@@ -8,11 +8,13 @@
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use kernels::DeviceSpan;
 use kernels::cuda::CudaBackend;
 use kernels::cuda::backend::{Cause, Executor, Moment};
 use kernels::cuda::launch::{Address, Launch};
 use optim::rng::RandomStream;
 
+use crate::clock::Clock;
 use crate::emulator::{Emulator, Order};
 use crate::machine::{Buffer, Machine};
 
@@ -112,6 +114,7 @@ struct State {
     uploaded: u64,
     uploads: Beside,
     fetches: Beside,
+    clock: Clock,
 }
 
 /// What was copied beside the queue in one direction.
@@ -144,6 +147,10 @@ const QUEUE: usize = 512;
 impl State {
     fn push(&mut self, work: Work) -> Result<(), Cause> {
         self.queued += 1;
+        self.clock.work(match &work {
+            Work::Launch(launch) => launch.grid.iter().map(|n| u64::from(*n)).product(),
+            Work::Write(..) | Work::Zero(..) | Work::Copy(..) => 1,
+        });
         // Only an upload that nobody waits for may have a higher number.
         let place = self
             .queue
@@ -259,6 +266,7 @@ impl EmulatedGpu {
             uploaded: 0,
             uploads: Beside::default(),
             fetches: Beside::default(),
+            clock: Clock::default(),
         };
         Self {
             state: Mutex::new(state),
@@ -341,6 +349,7 @@ unsafe impl Executor for EmulatedGpu {
         let behind = behind.map(works).transpose()?.unwrap_or(0);
         let overlaps = behind < state.queued;
         state.uploads.count(bytes.len(), overlaps);
+        state.clock.upload(bytes.len(), behind);
         let number = state.upload_number(behind).max(state.uploaded);
         state.uploaded = number;
         let place = state.queue.partition_point(|(other, _)| *other <= number);
@@ -354,10 +363,25 @@ unsafe impl Executor for EmulatedGpu {
         let until = works(behind)?;
         let overlaps = until < state.queued;
         state.fetches.count(bytes.len(), overlaps);
+        state.clock.fetch(bytes.len(), until);
         let until = state.fetch_number(until);
         state.run_to(until)?;
         bytes.copy_from_slice(&state.read(from, bytes.len())?);
         Ok(())
+    }
+
+    fn measure(&self, on: bool) -> Result<(), Cause> {
+        self.lock().clock.measure(on);
+        Ok(())
+    }
+
+    fn label(&self, label: Option<u32>) -> Result<(), Cause> {
+        self.lock().clock.label(label);
+        Ok(())
+    }
+
+    fn measured(&self) -> Result<Vec<DeviceSpan>, Cause> {
+        Ok(self.lock().clock.take())
     }
 
     unsafe fn launch(&self, launch: &Launch) -> Result<(), Cause> {

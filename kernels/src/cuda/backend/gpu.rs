@@ -4,6 +4,7 @@ use super::{Cause, Executor, Moment};
 use crate::cuda::error::DriverResult;
 use crate::cuda::gpu::Gpu;
 use crate::cuda::launch::{Address, Launch};
+use crate::timeline::{DeviceLane, DeviceSpan};
 use cudarc::driver::{CudaEvent, result};
 use std::sync::Arc;
 
@@ -81,20 +82,44 @@ unsafe impl Executor for Gpu {
             let wait = copies.inward.wait(event(behind)?);
             wait.during("ordering a copy behind a moment")?;
         }
+        let began = self.timeline.stamp(&copies.inward)?;
         // SAFETY: the caller vouches for the range and for the moment.
         unsafe { copies.large.send(self, &copies.inward, to, bytes) }?;
+        self.timeline
+            .end(DeviceLane::Inward, began, &copies.inward)?;
         let done = copies.inward.record_event(None);
         let done = done.during("marking a moment")?;
+        let waits = self.timeline.stamp(self.stream())?;
         let wait = self.stream().wait(&done);
-        Ok(wait.during("ordering work behind a copy")?)
+        wait.during("ordering work behind a copy")?;
+        Ok(self.timeline.end(DeviceLane::Wait, waits, self.stream())?)
     }
 
     unsafe fn fetch(&self, from: Address, bytes: &mut [u8], behind: &Moment) -> Result<(), Cause> {
         let copies = self.copies()?;
         let wait = copies.outward.wait(event(behind)?);
         wait.during("ordering a copy behind a moment")?;
+        let began = self.timeline.stamp(&copies.outward)?;
         // SAFETY: the caller vouches for the range and for the moment.
-        Ok(unsafe { copies.back.receive(self, &copies.outward, from, bytes) }?)
+        unsafe { copies.back.receive(self, &copies.outward, from, bytes) }?;
+        Ok(self
+            .timeline
+            .end(DeviceLane::Outward, began, &copies.outward)?)
+    }
+
+    fn measure(&self, on: bool) -> Result<(), Cause> {
+        self.bind()?;
+        Ok(self.timeline.measure(on, self.stream())?)
+    }
+
+    fn label(&self, label: Option<u32>) -> Result<(), Cause> {
+        self.bind()?;
+        Ok(self.timeline.label(label, self.stream())?)
+    }
+
+    fn measured(&self) -> Result<Vec<DeviceSpan>, Cause> {
+        self.bind()?;
+        Ok(self.timeline.take(self.stream())?)
     }
 
     unsafe fn launch(&self, launch: &Launch) -> Result<(), Cause> {
