@@ -153,6 +153,13 @@ def outcome(case, run, text, marks, device):
         "planned_host": memory["resident_by_rank"],
         "measured_host": sorted(marks.values(), reverse=True),
     }
+    if all("device_seconds" in row for row in rows):
+        # Of every part the host or the device waits for nothing in; the update runs on the processor.
+        own = {part: median([row["device_seconds"][part] for row in rows]) for part in rows[0]["device_seconds"]}
+        parts = {"compute": own["compute"], "to the device": own["inward"], "from the device": own["outward"]}
+        parts["update on the processor"] = result["seconds"]["step"]
+        longest = max(parts, key=parts.get)
+        result |= {"device_seconds": own, "longest": longest, "times_longest": result["step_seconds"] / max(parts[longest], 1e-9)}
     if not all(loss == loss and abs(loss) < 1e4 for loss in result["losses"]):
         wrong.append("a loss is no number")
     # Ranks are told apart by nothing but what they hold. The small ones of a rehearsal may end before anybody looks.
@@ -284,6 +291,13 @@ def remarks(case, result, wrong):
     if "seconds" in result:
         parts = ", ".join(f"{part} {value:.3f}" for part, value in result["seconds"].items())
         lines.append(f"- {case['name']}: seconds of a step: {parts}")
+    if "times_longest" in result:
+        parts = ", ".join(f"{part} {value:.3f}" for part, value in result["device_seconds"].items())
+        goal = "within" if result["times_longest"] <= OVERLAP else "beyond"
+        lines.append(
+            f"- {case['name']}: seconds by the device's clock: {parts}; the step is {result['times_longest']:.2f} times its "
+            f"longest part ({result['longest']}), {goal} the goal of {OVERLAP}"
+        )
     lines += [f"- FAILED {case['name']}: {text}" for text in wrong]
     return "".join(line + "\n" for line in lines)
 

@@ -14,9 +14,24 @@ CONTEXT_BYTES = 768 << 20
 MIB = 1 << 20
 
 
+# A step to its longest part: the project's goal for the overlap.
+OVERLAP = 1.2
+
+
+def rows_of(run):
+    return [json.loads(line) for line in (run / "trainer_log.jsonl").read_text().splitlines()]
+
+
 def losses(run):
-    rows = [json.loads(line) for line in (run / "trainer_log.jsonl").read_text().splitlines()]
-    return [row["loss"] for row in rows if "loss" in row]
+    return [row["loss"] for row in rows_of(run) if "loss" in row]
+
+
+def parts(run):
+    """Milliseconds of the last step and of its parts, those of the device by its own clock."""
+    row = rows_of(run)[-1]
+    device = row["device_seconds"]
+    own = {"compute": device["compute"], "in": device["inward"], "out": device["outward"], "update": row["seconds"]["step"]}
+    return 1e3 * row["step_seconds"], {name: 1e3 * value for name, value in own.items()}, 1e3 * device["waits"]
 
 
 def main(out, device):
@@ -51,6 +66,13 @@ def main(out, device):
             print(f"| {precision} | {plan / MIB:.1f}M | {arena / MIB:.1f}M | {used[1]} | {taken / MIB:.0f}M |")
             if not arena <= taken <= arena + CONTEXT_BYTES:
                 failures.append(f"{precision}: the driver counts {taken} bytes, planned are {arena} and {CONTEXT_BYTES}")
+        print(f"\nThe last step, ms; the goal at sizes that matter is {OVERLAP} times the longest part.\n")
+        print("| precision | compute | bus in | bus out | update on the processor | waits for copies | step | times the longest |")
+        print("|---|---|---|---|---|---|---|---|")
+        for precision in PASS:
+            step, own, waits = parts(out / f"train-{precision}-{device}")
+            cells = " | ".join(f"{value:.2f}" for value in own.values())
+            print(f"| {precision} | {cells} | {waits:.2f} | {step:.2f} | {step / max(own.values()):.2f} |")
     print()
     for failure in failures:
         print(f"FAILED {failure}")

@@ -110,6 +110,6 @@ pub use rehearsal::Rehearsal;
 pub use snapshot::check_trained;
 pub use spec::{ModelSpec, ParamId, ParamSpec, TensorParallel, UnitId, UnitSpec};
 pub use tier::{Region, Spill, Tiers};
-pub use timing::Times;
+pub use timing::{DeviceTimes, Times};
 pub use trace::Trace;
 pub use zero::{OptimizerConfig, StepReport, Zero};

@@ -1,6 +1,7 @@
 //! Where a rank's time goes beside computing: what a training loop cannot see from outside.
 
 use crate::plan::Tier;
+use kernels::{DeviceLane, DeviceSpan};
 use std::time::{Duration, Instant};
 
 /// Time of one rank since its states were allocated. Only ever grows: take differences.
@@ -19,6 +20,47 @@ impl Times {
         Self {
             communication: self.communication.saturating_sub(earlier.communication),
             offload: self.offload.saturating_sub(earlier.offload),
+        }
+    }
+}
+
+/// Time of a device apart, by its own clock. Copies run beside its work, so that the parts may be more than the whole.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct DeviceTimes {
+    /// Work of units' passes, without waits.
+    pub compute: Duration,
+    /// Waits of that work for copies to the device.
+    pub waits: Duration,
+    /// Copies to the device.
+    pub inward: Duration,
+    /// Copies from it.
+    pub outward: Duration,
+}
+
+impl DeviceTimes {
+    /// Adds what was measured. A wait lies inside a unit's work or outside of it, never across.
+    pub(crate) fn add(&mut self, spans: &[DeviceSpan]) {
+        let of = |lane| spans.iter().filter(move |span| span.lane == lane);
+        let total = |lane| -> Duration { of(lane).map(|span| span.length).sum() };
+        let inside = of(DeviceLane::Wait).filter(|wait| {
+            let middle = wait.start + wait.length / 2;
+            of(DeviceLane::Compute).any(|w| w.start <= middle && middle < w.start + w.length)
+        });
+        let inside: Duration = inside.map(|wait| wait.length).sum();
+        self.compute += total(DeviceLane::Compute).saturating_sub(inside);
+        self.waits += total(DeviceLane::Wait);
+        self.inward += total(DeviceLane::Inward);
+        self.outward += total(DeviceLane::Outward);
+    }
+
+    /// What was added since `earlier`.
+    #[must_use]
+    pub fn since(self, earlier: Self) -> Self {
+        Self {
+            compute: self.compute.saturating_sub(earlier.compute),
+            waits: self.waits.saturating_sub(earlier.waits),
+            inward: self.inward.saturating_sub(earlier.inward),
+            outward: self.outward.saturating_sub(earlier.outward),
         }
     }
 }
@@ -65,6 +107,35 @@ mod tests {
         assert_eq!(clock.total(), Duration::ZERO);
         assert_eq!(clock.time(Tier::Host, work), 499_500);
         assert!(clock.total() > Duration::ZERO);
+    }
+
+    #[test]
+    fn waits_inside_of_work_are_no_work() {
+        let origin = Instant::now();
+        let span = |lane, from, to| DeviceSpan {
+            lane,
+            label: 0,
+            start: origin + Duration::from_millis(from),
+            length: Duration::from_millis(to - from),
+        };
+        let mut times = DeviceTimes::default();
+        times.add(&[
+            span(DeviceLane::Compute, 0, 10),
+            span(DeviceLane::Wait, 4, 6),
+            span(DeviceLane::Wait, 10, 13),
+            span(DeviceLane::Compute, 13, 20),
+            span(DeviceLane::Inward, 3, 6),
+            span(DeviceLane::Outward, 7, 8),
+        ]);
+        let millis = Duration::from_millis;
+        let want = DeviceTimes {
+            compute: millis(15),
+            waits: millis(5),
+            inward: millis(3),
+            outward: millis(1),
+        };
+        assert_eq!(times, want);
+        assert_eq!(times.since(want), DeviceTimes::default());
     }
 
     #[test]

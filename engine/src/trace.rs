@@ -19,6 +19,14 @@ pub enum Lane {
     Update,
     /// Updates beside backward.
     EarlyUpdate,
+    /// Work of a device apart: from a unit's first to its last.
+    Device,
+    /// Waits of that work for copies to the device.
+    DeviceWait,
+    /// Copies to a device apart.
+    Inward,
+    /// Copies from it.
+    Outward,
     /// One thread of the disk queue.
     Disk(u16),
 }
@@ -33,6 +41,10 @@ impl Lane {
             Self::Offload => "offload".into(),
             Self::Update => "update".into(),
             Self::EarlyUpdate => "early update".into(),
+            Self::Device => "device".into(),
+            Self::DeviceWait => "device waits".into(),
+            Self::Inward => "to the device".into(),
+            Self::Outward => "from the device".into(),
             Self::Disk(thread) => format!("disk {thread}"),
         }
     }
@@ -46,7 +58,11 @@ impl Lane {
             Self::Offload => 2,
             Self::Update => 3,
             Self::EarlyUpdate => 4,
-            Self::Disk(thread) => 5 + u32::from(thread),
+            Self::Device => 5,
+            Self::DeviceWait => 6,
+            Self::Inward => 7,
+            Self::Outward => 8,
+            Self::Disk(thread) => 9 + u32::from(thread),
         }
     }
 }
@@ -114,10 +130,18 @@ impl Trace {
 
     /// Records what began at `started`, which [`Trace::now`] gave, and ends now.
     pub(crate) fn end(&self, started: Option<Instant>, lane: Lane, name: impl FnOnce() -> String) {
-        let Some(started) = started else {
-            return;
-        };
-        let length = started.elapsed();
+        if let Some(started) = started {
+            self.add(lane, (started, started.elapsed()), name);
+        }
+    }
+
+    /// Records a stretch of time that somebody else measured: when it began, and how long it was.
+    pub(crate) fn add(
+        &self,
+        lane: Lane,
+        (started, length): (Instant, Duration),
+        name: impl FnOnce() -> String,
+    ) {
         if let Some(recording) = &mut *self.recording()
             && let Some(start) = started.checked_duration_since(recording.origin)
         {

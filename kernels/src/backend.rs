@@ -15,6 +15,7 @@ use crate::peers::{GroupAccess, PeerAccess};
 use crate::pool::{Pool, Tag};
 use crate::routed::{self, RoutedArgs};
 use crate::shared_lora::{self, SharedLora, SharedLoraGradArgs, SharedLoraGrads};
+use crate::timeline::DeviceSpan;
 use crate::{DType, Shape, Tensor};
 
 /// Where an operation runs.
@@ -239,6 +240,30 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
     /// As [`Backend::upload`].
     fn upload_into(&self, place: Arrival, bytes: &[u8]) -> Result<Tensor> {
         self.upload(bytes, place.shape, place.dtype, place.tag)
+    }
+
+    /// Starts to measure what the device does when, or stops and forgets. Only a device apart measures anything.
+    ///
+    /// # Errors
+    /// When the device fails.
+    fn measure(&self, _on: bool) -> Result<()> {
+        Ok(())
+    }
+
+    /// Work that is queued from here on belongs to `label`; with `None` to nothing.
+    ///
+    /// # Errors
+    /// When the device fails.
+    fn label(&self, _label: Option<u32>) -> Result<()> {
+        Ok(())
+    }
+
+    /// What was measured since the last call, in no order; waits for the device.
+    ///
+    /// # Errors
+    /// When the device fails.
+    fn measured(&self) -> Result<Vec<DeviceSpan>> {
+        Ok(Vec::new())
     }
 
     /// A tensor of zeros.

@@ -67,6 +67,7 @@ mod routed;
 mod shape;
 mod shared_lora;
 mod tensor;
+mod timeline;
 
 pub use arrival::Arrival;
 pub use backend::{
@@ -84,3 +85,4 @@ pub use routed::{RoutedArgs, RoutedGroup};
 pub use shape::{MAX_RANK, Shape};
 pub use shared_lora::{SharedLora, SharedLoraGradArgs, SharedLoraGrads};
 pub use tensor::{Fetch, ForeignBytes, Tensor, TensorMut};
+pub use timeline::{DeviceLane, DeviceSpan};

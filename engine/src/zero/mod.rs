@@ -1,5 +1,6 @@
 //! The facade: one rank's model states under ZeRO, as the tape and the training loop use them.
 
+mod device;
 mod step;
 
 use crate::access::{Lease, LeaseOwner, ParamAccess, Phase};
@@ -12,7 +13,7 @@ use crate::spec::{ParamId, UnitId};
 use crate::spill::SpillStats;
 use crate::store::{Store, lease_of};
 use crate::tier::{Tiers, windows};
-use crate::timing::Times;
+use crate::timing::{DeviceTimes, Times};
 use crate::trace::{Lane, Trace};
 use kernels::{Backend, Pool, Tag, Tensor};
 use optim::{GroupOptions, Optimizer};
@@ -81,6 +82,9 @@ pub struct Zero {
     /// When it was leased, if that is recorded.
     leased_at: Cell<Option<Instant>>,
     non_finite: Option<UnitId>,
+    device_times: DeviceTimes,
+    /// Whether the present pass trains.
+    trains: Cell<bool>,
 }
 
 impl std::fmt::Debug for Zero {
@@ -138,6 +142,8 @@ impl Zero {
             leased: Cell::new(None),
             leased_at: Cell::new(None),
             non_finite: None,
+            device_times: DeviceTimes::default(),
+            trains: Cell::new(false),
         })
     }
 
@@ -237,6 +243,7 @@ impl Zero {
     /// Starts a pass; every rank starts the same kind.
     pub fn begin_pass(&self, kind: PassKind) {
         self.leased.set(None);
+        self.trains.set(kind == PassKind::Train);
         self.store.borrow_mut().begin_pass(kind, false);
     }
 
@@ -448,6 +455,7 @@ impl ParamAccess for Zero {
         if self.backend.device().is_apart() {
             params = self.upload(unit, params)?;
         }
+        self.label_device(Some((unit, phase)))?;
         self.leased_at.set(self.trace().now());
         Ok(lease_of(self, unit, phase, params))
     }
@@ -474,6 +482,7 @@ impl LeaseOwner for Zero {
         self.trace().end(self.leased_at.take(), Lane::Compute, || {
             format!("{} {}", phase.name(), self.unit_name(unit))
         });
+        self.label_device(None)?;
         let mut store = self.store.borrow_mut();
         if completed {
             store.end_lease(unit, phase)

@@ -56,6 +56,7 @@ impl Zero {
     /// # Errors
     /// When communication fails.
     pub fn step_scaled(&mut self, lr: f64, loss_scale: f64) -> Result<StepReport> {
+        self.read_device()?;
         let announced = self.store.get_mut().end_early()?;
         self.reduce_accumulated()?;
         let totals = self.sum_totals()?;

@@ -19,6 +19,7 @@ use super::matmul::CublasLt;
 use super::module::Module;
 use super::peers::Peers;
 use super::probe::{DeviceFacts, probe};
+use super::timeline::Timeline;
 
 /// Shared memory a block may have without asking.
 const DEFAULT_SHARED_BYTES: u32 = 48 << 10;
@@ -41,6 +42,7 @@ pub struct Gpu {
     search: Search,
     /// Where products of a back end go through a library.
     products: Option<CublasLt>,
+    pub(super) timeline: Timeline,
 }
 
 /// A module in the driver; unloaded with the context at the end of the process.
@@ -120,6 +122,7 @@ impl Gpu {
             group: Group::default(),
             search: search.clone(),
             products: None,
+            timeline: Timeline::default(),
         })
     }
 

@@ -9,6 +9,7 @@
 //! | what is executed | [`launch`]: a grid with its arguments, as a value |
 //! | pinned and shared memory, time | [`transfer`] |
 //! | copies beside the work | `copies.rs` |
+//! | what a GPU did when | `timeline.rs` |
 //! | NVIDIA's own products and collectives | [`matmul`], [`nccl`] |
 //! | operations as launches | [`ops`] |
 //! | all of it as a [`Backend`](crate::Backend) | [`backend`] |
@@ -30,6 +31,7 @@ pub mod ops;
 mod peers;
 pub mod probe;
 pub mod ptx;
+mod timeline;
 pub mod transfer;
 
 pub use backend::CudaBackend;

@@ -12,12 +12,12 @@ pub mod split;
 use std::time::{Duration, Instant};
 
 use engine::comm::{CommError, Communicator, Tag};
-use engine::{Times, Zero};
+use engine::{DeviceTimes, Times, Zero};
 use serde::{Deserialize, Serialize};
 
 use crate::report::TierBytes;
 use memory::{MemoryRow, Timeline};
-use split::StepSplit;
+use split::{DeviceSplit, StepSplit};
 
 /// A part of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
@@ -72,6 +72,8 @@ pub struct Monitor {
     engine: Times,
     split: StepSplit,
     memory: Timeline,
+    /// The device's own times at the last step, and at the last row.
+    device: [DeviceTimes; 2],
 }
 
 /// What all ranks measured since the last logged row.
@@ -81,18 +83,21 @@ pub struct Gathered {
     pub tokens: Vec<f64>,
     /// Seconds by rank, over all steps since the last row.
     pub splits: Vec<StepSplit>,
+    /// Seconds of each rank's device, where it lies apart.
+    pub devices: Vec<DeviceSplit>,
     /// Peak bytes by rank since the last row.
     pub peaks: Vec<TierBytes>,
 }
 
 impl Gathered {
     /// Numbers of one rank in the message.
-    const NUMBERS: usize = 1 + StepSplit::PARTS + 3;
+    const NUMBERS: usize = 1 + StepSplit::PARTS + 3 + DeviceSplit::PARTS;
 
     fn from_messages(messages: &[Vec<f64>]) -> Self {
         let mut gathered = Self {
             tokens: Vec::new(),
             splits: Vec::new(),
+            devices: Vec::new(),
             peaks: Vec::new(),
         };
         for message in messages.iter().filter(|m| m.len() == Self::NUMBERS) {
@@ -104,6 +109,8 @@ impl Gathered {
                 host: bytes[1] as u64,
                 rss: bytes[2] as u64,
             });
+            let devices = DeviceSplit::from_slice(&bytes[3..]);
+            gathered.devices.push(devices);
         }
         gathered
     }
@@ -119,6 +126,7 @@ impl Monitor {
             engine: zero.times(),
             split: StepSplit::default(),
             memory,
+            device: [zero.device_times(); 2],
         }
     }
 
@@ -139,6 +147,7 @@ impl Monitor {
             engine.since(std::mem::replace(&mut self.engine, engine)),
         );
         self.mark = now;
+        self.device[0] = zero.device_times();
         // Waiting for samples uses no memory of its own.
         if phase == Phase::Data {
             self.memory.pass(zero.device_pool(), zero.host_pool());
@@ -167,6 +176,9 @@ impl Monitor {
         let mut message = vec![tokens as f64];
         message.extend(self.split.values());
         message.extend([bytes.device, bytes.host, bytes.rss].map(|b| b as f64));
+        let [now, before] = self.device;
+        message.extend(DeviceSplit::from(now.since(before)).values());
+        self.device[1] = now;
         let all = comm.all_gather_f64(&message, Tag::new("tokens", 0))?;
         self.split = StepSplit::default();
         Ok(Gathered::from_messages(&all))
@@ -252,11 +264,13 @@ mod tests {
             let mut numbers = vec![100.0 + rank];
             numbers.extend((1..=6).map(|part| f64::from(part) + rank));
             numbers.extend([1e9 + rank, 2e9, 3e9]);
+            numbers.extend((1..=4).map(|part| f64::from(part) - rank));
             numbers
         };
         let gathered = Gathered::from_messages(&[message(0.0), message(1.0)]);
         assert_eq!(gathered.tokens, [100.0, 101.0]);
         assert_eq!(gathered.splits[1].values(), [2.0, 3.0, 4.0, 5.0, 6.0, 7.0]);
+        assert_eq!(gathered.devices[1].values(), [0.0, 1.0, 2.0, 3.0]);
         assert_eq!(gathered.peaks[1].device, 1_000_000_001);
         assert_eq!(
             (gathered.peaks[0].host, gathered.peaks[0].rss),

@@ -1,5 +1,6 @@
 //! The parts of a step's time, and which rank is slower than the others.
 
+use engine::DeviceTimes;
 use serde::{Deserialize, Serialize};
 
 /// How far above the mean of all ranks a rank's own time must be to be named.
@@ -90,6 +91,60 @@ impl StepSplit {
     }
 }
 
+/// Seconds of a device apart, by its own clock: the host only queues its work. Copies run beside the work.
+#[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
+pub struct DeviceSplit {
+    /// Work of passes, without waits.
+    pub compute: f64,
+    /// Waits of that work for copies to the device.
+    pub waits: f64,
+    /// Copies to the device.
+    pub inward: f64,
+    /// Copies from the device.
+    pub outward: f64,
+}
+
+impl DeviceSplit {
+    /// How many parts there are.
+    pub const PARTS: usize = 4;
+
+    /// The parts in the order of the fields.
+    pub fn values(&self) -> [f64; Self::PARTS] {
+        [self.compute, self.waits, self.inward, self.outward]
+    }
+
+    /// The split with these parts; what is missing is zero.
+    pub fn from_slice(values: &[f64]) -> Self {
+        let at = |part: usize| values.get(part).copied().unwrap_or(0.0);
+        Self {
+            compute: at(0),
+            waits: at(1),
+            inward: at(2),
+            outward: at(3),
+        }
+    }
+
+    /// The mean over ranks and updates; `None` where no device apart did anything.
+    pub fn mean(ranks: &[Self], updates: f64) -> Option<Self> {
+        let count = ranks.len() as f64 * updates.max(1.0);
+        let part = |part: usize| ranks.iter().map(|rank| rank.values()[part]).sum::<f64>() / count;
+        let mean: Vec<f64> = (0..Self::PARTS).map(part).collect();
+        let any = mean.iter().any(|seconds| *seconds > 0.0);
+        any.then(|| Self::from_slice(&mean))
+    }
+}
+
+impl From<DeviceTimes> for DeviceSplit {
+    fn from(times: DeviceTimes) -> Self {
+        Self {
+            compute: times.compute.as_secs_f64(),
+            waits: times.waits.as_secs_f64(),
+            inward: times.inward.as_secs_f64(),
+            outward: times.outward.as_secs_f64(),
+        }
+    }
+}
+
 /// The time of one step, as a logged row tells it.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct StepTimes {
@@ -99,6 +154,8 @@ pub struct StepTimes {
     pub own: Vec<f64>,
     /// The slowest rank; `None` where there is one rank.
     pub imbalance: Option<Imbalance>,
+    /// Mean of all ranks' devices, where they lie apart.
+    pub device: Option<DeviceSplit>,
 }
 
 impl StepTimes {
@@ -109,7 +166,15 @@ impl StepTimes {
             mean: StepSplit::mean(ranks).scaled(per_step),
             own: ranks.iter().map(|rank| rank.own() * per_step).collect(),
             imbalance: Imbalance::of(ranks),
+            device: None,
         }
+    }
+
+    /// With the time of the ranks' devices over the same steps.
+    #[must_use]
+    pub fn with_devices(mut self, ranks: &[DeviceSplit], updates: f64) -> Self {
+        self.device = DeviceSplit::mean(ranks, updates);
+        self
     }
 
     /// Seconds of the step.
@@ -218,6 +283,16 @@ mod tests {
         assert_eq!((found.rank, found.part), (1, "data"));
         assert_eq!(Imbalance::of(&ranks[..1]), None);
         assert_eq!(Imbalance::of(&[StepSplit::default(); 2]), None);
+    }
+
+    #[test]
+    fn devices_count_where_they_did_anything() {
+        let ranks =
+            [[4.0, 1.0, 2.0, 0.0], [2.0, 1.0, 0.0, 2.0]].map(|r| DeviceSplit::from_slice(&r));
+        let times = StepTimes::of(&[rank(0.0, 1.0); 2], 2.0).with_devices(&ranks, 2.0);
+        let want = DeviceSplit::from_slice(&[1.5, 0.5, 0.5, 0.5]);
+        assert_eq!(times.device, Some(want));
+        assert_eq!(DeviceSplit::mean(&[DeviceSplit::default(); 2], 1.0), None);
     }
 
     #[test]

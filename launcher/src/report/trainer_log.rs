@@ -142,6 +142,12 @@ impl LogRow {
             put("seconds", Value::Object(parts.collect()));
             let own = times.own.iter().map(|seconds| rounded(*seconds, SECONDS));
             put("rank_seconds", own.collect());
+            if let Some(device) = times.device {
+                let names = ["compute", "waits", "inward", "outward"].into_iter();
+                let parts = names.zip(device.values());
+                let parts = parts.map(|(name, value)| (name.to_owned(), rounded(value, SECONDS)));
+                put("device_seconds", Value::Object(parts.collect()));
+            }
             if let Some(imbalance) = times.imbalance {
                 put("slowest_rank", imbalance.rank.into());
                 put("slowest_part", imbalance.part.into());
@@ -209,6 +215,7 @@ impl TrainerLog {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::monitor::split::DeviceSplit;
 
     #[test]
     fn rows_have_the_fields_that_tools_read() {
@@ -228,13 +235,16 @@ mod tests {
                 host: 5,
                 rss: 7,
             }),
-            times: Some(StepTimes::of(
-                &[
-                    StepSplit::from_slice(&[0.1, 0.2, 0.5, 0.4, 0.1, 0.1]),
-                    StepSplit::from_slice(&[0.1, 0.2, 0.1, 0.8, 0.1, 0.1]),
-                ],
-                2.0,
-            )),
+            times: Some(
+                StepTimes::of(
+                    &[
+                        StepSplit::from_slice(&[0.1, 0.2, 0.5, 0.4, 0.1, 0.1]),
+                        StepSplit::from_slice(&[0.1, 0.2, 0.1, 0.8, 0.1, 0.1]),
+                    ],
+                    2.0,
+                )
+                .with_devices(&[DeviceSplit::from_slice(&[0.6, 0.1, 0.4, 0.2]); 2], 2.0),
+            ),
             ..LogRow::default()
         };
         assert_eq!(
@@ -251,6 +261,7 @@ mod tests {
                     "step": 0.05, "offload": 0.05
                 },
                 "rank_seconds": [0.45, 0.65],
+                "device_seconds": {"compute": 0.3, "waits": 0.05, "inward": 0.2, "outward": 0.1},
                 "slowest_rank": 1, "slowest_part": "backward", "imbalance": 0.1818
             })
         );

@@ -1,7 +1,7 @@
 //! Where the states of this rank lie, counted and not planned.
 
 use super::session::Session;
-use crate::units::bytes;
+use crate::units::{bytes, seconds};
 use engine::Zero;
 use kernels::{Pool, Tag};
 
@@ -29,6 +29,14 @@ pub(super) fn gpu_line(session: &Session<'_>) -> Option<String> {
         bytes(stats.touched),
         bytes(session.config.arena_bytes),
         gpu.ordinal,
+    );
+    let times = session.zero.device_times();
+    text += &format!(
+        " · its work took {}, waits for copies {}, copies to it {}, from it {}",
+        seconds(times.compute.as_secs_f64()),
+        seconds(times.waits.as_secs_f64()),
+        seconds(times.inward.as_secs_f64()),
+        seconds(times.outward.as_secs_f64()),
     );
     if let Some(free) = free_now {
         let taken = gpu.free_bytes.saturating_sub(free);

@@ -486,7 +486,7 @@ fn log(
         tokens_per_second: tokens / seconds,
         total_tokens: progress.total_tokens,
         bytes,
-        times: StepTimes::of(&gathered.splits, updates),
+        times: StepTimes::of(&gathered.splits, updates).with_devices(&gathered.devices, updates),
         disk: disk_traffic(session, done.disk),
     };
     let mut remaining_seconds = 0.0;

@@ -8,12 +8,14 @@
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use kernels::DeviceSpan;
 use kernels::cuda::CudaBackend;
 use kernels::cuda::backend::{Cause, Executor, Moment};
 use kernels::cuda::launch::{Address, Launch};
 use kernels::cuda::matmul::Multiply;
 use optim::rng::RandomStream;
 
+use crate::clock::Clock;
 use crate::emulator::{Emulator, Order};
 use crate::machine::{Buffer, Machine};
 
@@ -140,6 +142,7 @@ struct State {
     fetches: Beside,
     /// Products by the library.
     multiplied: u64,
+    clock: Clock,
 }
 
 /// What was copied beside the queue in one direction.
@@ -173,6 +176,10 @@ const QUEUE: usize = 512;
 impl State {
     fn push(&mut self, work: Work) -> Result<(), Cause> {
         self.queued += 1;
+        self.clock.work(match &work {
+            Work::Launch(launch) => launch.grid.iter().map(|n| u64::from(*n)).product(),
+            Work::Write(..) | Work::Zero(..) | Work::Copy(..) => 1,
+        });
         // Only an upload that nobody waits for may have a higher number.
         let place = self
             .queue
@@ -292,6 +299,7 @@ impl EmulatedGpu {
             uploads: Beside::default(),
             fetches: Beside::default(),
             multiplied: 0,
+            clock: Clock::default(),
         };
         Self {
             state: Mutex::new(state),
@@ -387,6 +395,7 @@ unsafe impl Executor for EmulatedGpu {
         let behind = behind.map(works).transpose()?.unwrap_or(0);
         let overlaps = behind < state.queued;
         state.uploads.count(bytes.len(), overlaps);
+        state.clock.upload(bytes.len(), behind);
         let number = state.upload_number(behind).max(state.uploaded);
         state.uploaded = number;
         let place = state.queue.partition_point(|(other, _)| *other <= number);
@@ -400,10 +409,25 @@ unsafe impl Executor for EmulatedGpu {
         let until = works(behind)?;
         let overlaps = until < state.queued;
         state.fetches.count(bytes.len(), overlaps);
+        state.clock.fetch(bytes.len(), until);
         let until = state.fetch_number(until);
         state.run_to(until)?;
         bytes.copy_from_slice(&state.read(from, bytes.len())?);
         Ok(())
+    }
+
+    fn measure(&self, on: bool) -> Result<(), Cause> {
+        self.lock().clock.measure(on);
+        Ok(())
+    }
+
+    fn label(&self, label: Option<u32>) -> Result<(), Cause> {
+        self.lock().clock.label(label);
+        Ok(())
+    }
+
+    fn measured(&self) -> Result<Vec<DeviceSpan>, Cause> {
+        Ok(self.lock().clock.take())
     }
 
     unsafe fn launch(&self, launch: &Launch) -> Result<(), Cause> {

@@ -4,6 +4,7 @@
 
 pub mod backend_checks;
 pub mod cases;
+mod clock;
 pub mod compile;
 pub mod emulator;
 #[expect(unsafe_code, reason = "implements what a backend trusts")]

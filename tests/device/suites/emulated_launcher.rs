@@ -275,13 +275,14 @@ fn a_run_agrees_with_the_cpu_and_resumes_exactly(precision: &str, dtype: DType) 
     );
     let screen = site.train(
         2,
-        &format!("{line} --device cuda --save-steps 2 --output whole"),
+        &format!("{line} --device cuda --save-steps 2 --trace-steps 3..4 --output whole"),
     );
     for words in [
         "2 ranks on cuda",
         "GPU 1 emulated · 2.0G, 2.0G free · rank 1",
         "rest in host memory",
         "GPU memory per rank: ",
+        "waits for copies",
     ] {
         assert!(screen.contains(words), "no {words:?} in\n{screen}");
     }
@@ -307,6 +308,37 @@ fn a_run_agrees_with_the_cpu_and_resumes_exactly(precision: &str, dtype: DType) 
     );
     assert_eq!(losses(&site, "whole")[2..], losses(&site, "again")[..]);
     takes_what_the_plan_says(&site, "whole");
+    tells_the_time_of_the_devices(&site, "whole", "cpu");
+}
+
+/// Rows and traces of a run on GPUs have the devices' own times; those of one on the CPU have none.
+fn tells_the_time_of_the_devices(site: &Site, run: &str, cpu: &str) {
+    for row in site
+        .rows(run)
+        .iter()
+        .filter(|row| row["seconds"].is_object())
+    {
+        for part in ["compute", "inward", "outward"] {
+            let seconds = row["device_seconds"][part].as_f64().unwrap();
+            assert!(seconds > 0.0, "{part}: {row}");
+        }
+    }
+    assert!(
+        site.rows(cpu)
+            .iter()
+            .all(|row| row["device_seconds"].is_null())
+    );
+    for rank in 0..2 {
+        let trace = site.json(&format!("{run}/traces/rank-{rank:04}.json"));
+        let events = trace["traceEvents"].as_array().unwrap();
+        let named = events.iter().filter(|event| event["name"] == "thread_name");
+        let lanes: Vec<&str> = named
+            .filter_map(|event| event["args"]["name"].as_str())
+            .collect();
+        for lane in ["device", "to the device", "from the device"] {
+            assert!(lanes.contains(&lane), "no {lane} in {lanes:?}");
+        }
+    }
 }
 
 /// The most that was in use on the device is what the plan foresaw.

@@ -5,6 +5,7 @@ use crate::cuda::error::DriverResult;
 use crate::cuda::gpu::Gpu;
 use crate::cuda::launch::{Address, Launch};
 use crate::cuda::matmul::Multiply;
+use crate::timeline::{DeviceLane, DeviceSpan};
 use cudarc::driver::{CudaEvent, result};
 use std::sync::Arc;
 
@@ -81,8 +82,11 @@ unsafe impl Executor for Gpu {
         if let Some(behind) = behind {
             self.wait_inward(behind)?;
         }
+        let began = self.timeline.stamp(&copies.inward)?;
         // SAFETY: the caller vouches for the range and for the moment.
         unsafe { copies.large.send(self, &copies.inward, to, bytes) }?;
+        self.timeline
+            .end(DeviceLane::Inward, began, &copies.inward)?;
         self.wait_for_inward()
     }
 
@@ -90,8 +94,27 @@ unsafe impl Executor for Gpu {
         let copies = self.copies()?;
         let wait = copies.outward.wait(event(behind)?);
         wait.during("ordering a copy behind a moment")?;
+        let began = self.timeline.stamp(&copies.outward)?;
         // SAFETY: the caller vouches for the range and for the moment.
-        Ok(unsafe { copies.back.receive(self, &copies.outward, from, bytes) }?)
+        unsafe { copies.back.receive(self, &copies.outward, from, bytes) }?;
+        Ok(self
+            .timeline
+            .end(DeviceLane::Outward, began, &copies.outward)?)
+    }
+
+    fn measure(&self, on: bool) -> Result<(), Cause> {
+        self.bind()?;
+        Ok(self.timeline.measure(on, self.stream())?)
+    }
+
+    fn label(&self, label: Option<u32>) -> Result<(), Cause> {
+        self.bind()?;
+        Ok(self.timeline.label(label, self.stream())?)
+    }
+
+    fn measured(&self) -> Result<Vec<DeviceSpan>, Cause> {
+        self.bind()?;
+        Ok(self.timeline.take(self.stream())?)
     }
 
     unsafe fn launch(&self, launch: &Launch) -> Result<(), Cause> {
@@ -136,7 +159,9 @@ impl Gpu {
     pub(in crate::cuda) fn wait_for_inward(&self) -> Result<(), Cause> {
         let done = self.copies()?.inward.record_event(None);
         let done = done.during("marking a moment")?;
+        let waits = self.timeline.stamp(self.stream())?;
         let wait = self.stream().wait(&done);
-        Ok(wait.during("ordering work behind a copy")?)
+        wait.during("ordering work behind a copy")?;
+        Ok(self.timeline.end(DeviceLane::Wait, waits, self.stream())?)
     }
 }

@@ -46,6 +46,7 @@ use crate::peers::{GroupAccess, PeerAccess};
 use crate::pool::{Pool, Tag};
 use crate::shared_lora::{SharedLora, SharedLoraGradArgs, SharedLoraGrads};
 use crate::tensor::{DeviceMemory, OnDevice};
+use crate::timeline::DeviceSpan;
 use crate::{DType, Shape, Tensor};
 use std::any::Any;
 use std::ops::Range;
@@ -146,6 +147,30 @@ pub unsafe trait Executor: Send + Sync + std::fmt::Debug {
     /// # Errors
     /// When the device fails, or work queued before the moment did.
     unsafe fn fetch(&self, from: Address, bytes: &mut [u8], behind: &Moment) -> Result<(), Cause>;
+
+    /// Starts to measure what happens when, or stops and forgets.
+    ///
+    /// # Errors
+    /// When the device fails.
+    fn measure(&self, _on: bool) -> Result<(), Cause> {
+        Ok(())
+    }
+
+    /// What is queued from here on belongs to `label`; with `None` to nothing.
+    ///
+    /// # Errors
+    /// When the device fails.
+    fn label(&self, _label: Option<u32>) -> Result<(), Cause> {
+        Ok(())
+    }
+
+    /// What was measured since the last call; waits for the device.
+    ///
+    /// # Errors
+    /// When the device fails.
+    fn measured(&self) -> Result<Vec<DeviceSpan>, Cause> {
+        Ok(Vec::new())
+    }
 
     /// Queues a launch.
     ///
@@ -644,6 +669,21 @@ impl Backend for CudaBackend {
             Some(tensor) => self.upload_into_op(tensor, place.behind.as_ref(), bytes),
             None => self.upload(bytes, place.shape, place.dtype, place.tag),
         }
+    }
+
+    fn measure(&self, on: bool) -> Result<()> {
+        let started = self.executor.measure(on);
+        started.map_err(Self::device_error("measure"))
+    }
+
+    fn label(&self, label: Option<u32>) -> Result<()> {
+        let labelled = self.executor.label(label);
+        labelled.map_err(Self::device_error("label"))
+    }
+
+    fn measured(&self) -> Result<Vec<DeviceSpan>> {
+        let spans = self.executor.measured();
+        spans.map_err(Self::device_error("measure"))
     }
 
     fn zeros(&self, shape: Shape, dtype: DType, tag: Tag) -> Result<Tensor> {

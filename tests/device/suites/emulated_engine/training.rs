@@ -3,11 +3,13 @@
 
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
 use anyhow::Result;
 use device_tests::emulator::Order;
 use device_tests::executor::{Beside, EmulatedGpu, Library};
 use device_tests::tolerance;
+use engine::trace::{Lane, Span};
 use engine::{ParamId, PassKind, Precision, Tier};
 use kernels::cuda::CudaBackend;
 use kernels::{Backend, CpuBackend, DType};
@@ -222,6 +224,63 @@ fn activations_cross_the_bus_beside_the_work() -> Result<()> {
             "{overlapping} of {bytes}"
         );
     }
+    Ok(())
+}
+
+/// The trace and the times of a step are those of the device's own clock, not of the host that queues its work; copies run
+/// beside the work of other units.
+#[test]
+fn a_device_says_what_it_did_when() -> Result<()> {
+    let dir = pack("glm-4v-9b");
+    let model = open_model(&dir, ModelOptions::new(DType::F32))?;
+    let plan = setup::plan(&*model, Precision::F32, Tier::Host, false)?;
+    let backend: Arc<dyn Backend> = Arc::new(CudaBackend::new(
+        Arc::new(EmulatedGpu::new(Order::Ascending)),
+        ARENA_BYTES,
+    )?);
+    let mut zero = setup::loaded(&dir, &*model, plan, backend.clone())?;
+    let sample = setup::sample(&dir, TOKENS, MOST_TOKENS)?;
+    zero.trace().start();
+    zero.begin_pass(PassKind::Train);
+    let batch = model.collate(&[SampleInput::from(&sample)], &*backend)?;
+    let tape = Tape::training(&zero);
+    let loss = model.forward(&tape, &batch)?;
+    let (sum, supervised) = (loss.sum()?, loss.supervised);
+    tape.backward(&loss, 1.0)?;
+    drop((loss, batch));
+    zero.end_micro_batch(sum, supervised as u64)?;
+    zero.step(LEARNING_RATE)?;
+    let spans = zero.trace().stop();
+    let of = |lane| -> Vec<&Span> { spans.iter().filter(|span| span.lane == lane).collect() };
+    let [work, waits, inward, outward] =
+        [Lane::Device, Lane::DeviceWait, Lane::Inward, Lane::Outward].map(of);
+    // Every unit forward and backward, but for the loss, whose backward begins with what its forward left.
+    let units = model.spec().units.len();
+    for phase in ["forward", "backward"] {
+        let named = work.iter().filter(|span| span.name.starts_with(phase));
+        assert_eq!(named.count(), units, "{phase}");
+    }
+    let times = zero.device_times();
+    let total = |spans: &[&Span]| spans.iter().map(|span| span.length).sum::<Duration>();
+    assert_eq!(times.inward, total(&inward));
+    assert_eq!(times.outward, total(&outward));
+    assert_eq!(times.waits, total(&waits));
+    assert!(times.compute <= total(&work) && times.compute + times.waits >= total(&work));
+    let beside = |copies: &[&Span]| {
+        let overlaps = |copy: &Span| {
+            work.iter().any(|work| {
+                copy.start < work.start + work.length && work.start < copy.start + copy.length
+            })
+        };
+        copies.iter().filter(|copy| overlaps(copy)).count()
+    };
+    // Models of this size move little: most copies are over before the next work begins.
+    for copies in [&inward, &outward] {
+        assert!(beside(copies) > 0, "none of {}", copies.len());
+    }
+    // Passes that do not train are not measured.
+    zero.visit_weights(|_, _| Ok::<_, engine::EngineError>(()))?;
+    assert_eq!(zero.device_times(), times);
     Ok(())
 }
 

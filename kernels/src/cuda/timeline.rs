@@ -1,0 +1,119 @@
+//! Stretches of a GPU's time between events on its streams.
+
+use super::error::{DriverResult, Result};
+use crate::timeline::{DeviceLane, DeviceSpan};
+use cudarc::driver::sys::CUevent_flags;
+use cudarc::driver::{CudaEvent, CudaStream};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+/// What is measured since the last look.
+#[derive(Debug)]
+struct Measured {
+    /// A moment on both clocks.
+    origin: (CudaEvent, Instant),
+    /// The label of the present work, and where it began.
+    open: Option<(u32, CudaEvent)>,
+    spans: Vec<(DeviceLane, u32, CudaEvent, CudaEvent)>,
+}
+
+impl Measured {
+    /// Begins at the present moment: the stream is waited for.
+    fn begin(stream: &CudaStream) -> Result<Self> {
+        let event = timed(stream)?;
+        event.synchronize().during("waiting for the GPU")?;
+        Ok(Self {
+            origin: (event, Instant::now()),
+            open: None,
+            spans: Vec::new(),
+        })
+    }
+}
+
+/// The timeline of one GPU; measures nothing until it is started.
+#[derive(Debug, Default)]
+pub(super) struct Timeline(Mutex<Option<Measured>>);
+
+fn timed(stream: &CudaStream) -> Result<CudaEvent> {
+    let event = stream.record_event(Some(CUevent_flags::CU_EVENT_DEFAULT));
+    event.during("marking a moment")
+}
+
+impl Timeline {
+    fn lock(&self) -> std::sync::MutexGuard<'_, Option<Measured>> {
+        // Every statement leaves a state that is right.
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Starts to measure, or stops and forgets.
+    pub(super) fn measure(&self, on: bool, stream: &CudaStream) -> Result<()> {
+        let mut measured = self.lock();
+        match (on, measured.is_some()) {
+            (true, false) => *measured = Some(Measured::begin(stream)?),
+            (false, true) => *measured = None,
+            _ => {}
+        }
+        Ok(())
+    }
+
+    /// The present moment of a stream, where it is measured.
+    pub(super) fn stamp(&self, stream: &CudaStream) -> Result<Option<CudaEvent>> {
+        let measures = self.lock().is_some();
+        measures.then(|| timed(stream)).transpose()
+    }
+
+    /// Notes what began at `start`, a stamp, and ends at the present moment of `stream`.
+    pub(super) fn end(
+        &self,
+        lane: DeviceLane,
+        start: Option<CudaEvent>,
+        stream: &CudaStream,
+    ) -> Result<()> {
+        if let (Some(measured), Some(start)) = (&mut *self.lock(), start) {
+            measured.spans.push((lane, 0, start, timed(stream)?));
+        }
+        Ok(())
+    }
+
+    /// What is queued from here on belongs to `label`.
+    pub(super) fn label(&self, label: Option<u32>, stream: &CudaStream) -> Result<()> {
+        if let Some(measured) = &mut *self.lock() {
+            if let Some((label, start)) = measured.open.take() {
+                let span = (DeviceLane::Compute, label, start, timed(stream)?);
+                measured.spans.push(span);
+            }
+            if let Some(label) = label {
+                measured.open = Some((label, timed(stream)?));
+            }
+        }
+        Ok(())
+    }
+
+    /// What was measured since the last call; waits for the GPU. Work that has not been ended goes on behind it.
+    pub(super) fn take(&self, stream: &CudaStream) -> Result<Vec<DeviceSpan>> {
+        let mut guard = self.lock();
+        let Some(measured) = &mut *guard else {
+            return Ok(Vec::new());
+        };
+        let next = Measured::begin(stream)?;
+        let done = std::mem::replace(measured, next);
+        measured.open = done.open;
+        let (event, at) = done.origin;
+        // Both events are waited for.
+        let since = |from: &CudaEvent, to: &CudaEvent| -> Result<Duration> {
+            let milliseconds = from.elapsed_ms(to).during("reading a GPU's clock")?;
+            Ok(Duration::from_secs_f64(
+                f64::from(milliseconds.max(0.0)) / 1e3,
+            ))
+        };
+        let span = |(lane, label, start, end): (DeviceLane, u32, CudaEvent, CudaEvent)| {
+            Ok(DeviceSpan {
+                lane,
+                label,
+                start: at + since(&event, &start)?,
+                length: since(&start, &end)?,
+            })
+        };
+        done.spans.into_iter().map(span).collect()
+    }
+}
