@@ -6,7 +6,7 @@
 # --device cpu takes the stage `train` through its paths where no GPU is; the other stages need one.
 set -uo pipefail
 
-stages=probe,doctor,ceilings,copies,ipc,nccl,calibration,conformance,backend,train,table,products,parity,offload
+stages=probe,doctor,ceilings,copies,ipc,nccl,calibration,conformance,backend,graphs,train,table,products,parity,offload
 budget=590
 device=cuda
 positional=()
@@ -29,7 +29,7 @@ mkdir -p "$out"
 limit_of() {
   case $1 in
     probe | doctor) echo 30 ;;
-    ceilings | copies) echo 60 ;;
+    ceilings | copies | graphs) echo 60 ;;
     ipc) echo 40 ;;
     nccl) echo 60 ;;
     calibration) echo 90 ;;

@@ -8,6 +8,7 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use kernels::cuda::CudaBackend;
+use kernels::cuda::backend::graphs::{self, Graphs, Mode, Replaying};
 use kernels::cuda::backend::{Cause, Executor, Moment};
 use kernels::cuda::launch::{Address, Launch};
 use kernels::cuda::matmul::Multiply;
@@ -37,6 +38,19 @@ pub fn emulated_backend_with(
 ) -> kernels::Result<CudaBackend> {
     let gpu = EmulatedGpu::new(order).with_library(library);
     CudaBackend::new(Arc::new(gpu), bytes)
+}
+
+/// A backend on `gpu` with `bytes` of memory, that queues graphs as `mode` says, and what tells how many it did.
+///
+/// # Errors
+/// When there is no such room.
+pub fn with_graphs(
+    gpu: Arc<EmulatedGpu>,
+    bytes: u64,
+    mode: Mode,
+) -> kernels::Result<(CudaBackend, Arc<Replaying<EmulatedGpu>>)> {
+    let replaying = Arc::new(Replaying::new(gpu, mode));
+    Ok((CudaBackend::new(replaying.clone(), bytes)?, replaying))
 }
 
 /// What an emulated GPU has for products.
@@ -298,5 +312,21 @@ unsafe impl Executor for EmulatedGpu {
             workspace_bytes,
         ))?;
         Ok(true)
+    }
+}
+
+// SAFETY: works of a graph are queued one by one, in their order.
+unsafe impl Graphs for EmulatedGpu {
+    type Graph = Vec<graphs::Work>;
+
+    unsafe fn keep(&self, works: &[graphs::Work]) -> Result<Self::Graph, Cause> {
+        Ok(works.to_vec())
+    }
+
+    unsafe fn replay(&self, graph: &Self::Graph) -> Result<(), Cause> {
+        // SAFETY: the caller vouches for the works.
+        graph
+            .iter()
+            .try_for_each(|work| unsafe { graphs::queue_one(self, work) })
     }
 }
