@@ -7,7 +7,7 @@
 # scripts/headline.json. --device cpu takes `train` and `headline` through their paths where no GPU is; the others need one.
 set -uo pipefail
 
-stages=probe,doctor,ceilings,copies,ipc,nccl,calibration,conformance,backend,train,ranks,table,products,parity,offload
+stages=probe,doctor,ceilings,copies,ipc,nccl,calibration,conformance,backend,graphs,train,ranks,table,products,parity,offload
 budget=590
 device=cuda
 cases=
@@ -32,7 +32,7 @@ mkdir -p "$out"
 limit_of() {
   case $1 in
     probe | doctor) echo 30 ;;
-    ceilings | copies) echo 60 ;;
+    ceilings | copies | graphs) echo 60 ;;
     ipc) echo 40 ;;
     nccl) echo 60 ;;
     calibration) echo 90 ;;

@@ -6,6 +6,7 @@
 //! | what is compiled | [`module`]: families, defines, source text; [`nvrtc`]: the compiler |
 //! | machine code for a GPU | [`image`]: disk cache, compiler, built-in PTX |
 //! | a GPU: memory, streams, launches | [`gpu`] |
+//! | works that are queued as one | [`graph`], [`backend::graphs`] |
 //! | what is executed | [`launch`]: a grid with its arguments, as a value |
 //! | pinned and shared memory, time | [`transfer`] |
 //! | copies beside the work | `copies.rs` |
@@ -18,6 +19,7 @@ pub mod backend;
 mod copies;
 mod error;
 pub mod gpu;
+pub mod graph;
 mod group;
 pub mod image;
 pub mod launch;

@@ -24,9 +24,9 @@ use std::path::PathBuf;
 use clap::{CommandFactory, Parser};
 
 use crate::config::{
-    Collectives, DataFormatChoice, DeviceChoice, EarlyStep, Fault, GradDtype, InitChoice, LrScale,
-    NvmeIo, Offload, PrecisionChoice, PureBf16Moments, PureBf16Weights, Recompute, ReportTo,
-    RopeChoice, Scheduler, SchedulerKwargs, Strategy, TemplateChoice, Workers,
+    Collectives, CudaGraph, DataFormatChoice, DeviceChoice, EarlyStep, Fault, GradDtype,
+    InitChoice, LrScale, NvmeIo, Offload, PrecisionChoice, PureBf16Moments, PureBf16Weights,
+    Recompute, ReportTo, RopeChoice, Scheduler, SchedulerKwargs, Strategy, TemplateChoice, Workers,
 };
 use crate::error_format::ErrorFormat;
 use crate::exit::Failure;
@@ -181,6 +181,9 @@ pub struct Args {
     /// Where the ranks compute; auto takes NVIDIA GPUs where there is one that can be used. On GPUs, gradients and optimizer states rest in host memory or on a disk
     #[arg(long, value_enum, help_heading = "Memory and ranks")]
     pub device: Option<DeviceChoice>,
+    /// Whether runs of kernels on GPUs are queued as one CUDA graph when they come again; no result depends on it
+    #[arg(long, value_enum, help_heading = "Memory and ranks")]
+    pub cuda_graph: Option<CudaGraph>,
     /// Number format of weights and activations
     #[arg(long, value_enum, help_heading = "Memory and ranks")]
     pub precision: Option<PrecisionChoice>,
@@ -684,7 +687,7 @@ mod tests {
         names.sort_unstable();
         assert_eq!(
             names.join(" "),
-            "adam-beta1 adam-beta2 adam-epsilon bf16 checkpoint-activations collectives comm-timeout config data data-format data-workers deepspeed device \
+            "adam-beta1 adam-beta2 adam-epsilon bf16 checkpoint-activations collectives comm-timeout config cuda-graph data data-format data-workers deepspeed device \
              device-memory-limit early-step elastic error-format eval-data eval-steps eval-strategy exclude find-batch fp16 freeze global-batch grad-dtype \
              gradient-accumulation-steps gradient-checkpointing host-memory-limit hostfile hysteresis include init initial-scale-power inject learning-rate \
              limit logging-steps logging-strategy lora-alpha lora-dropout lora-layers lora-per-projection lora-rank \

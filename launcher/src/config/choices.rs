@@ -19,6 +19,19 @@ pub enum DeviceChoice {
     Cuda,
 }
 
+/// `--cuda-graph`: whether runs of works on a GPU are queued as one when they come again.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum CudaGraph {
+    /// Where there are enough of them and the GPU takes them.
+    #[default]
+    Auto,
+    /// All, or an error.
+    On,
+    /// None.
+    Off,
+}
+
 /// A device after resolution.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]

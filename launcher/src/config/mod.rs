@@ -27,8 +27,8 @@ use crate::device::RunGpu;
 use crate::exit::{ErrorCode, Failure};
 
 pub use choices::{
-    Cadence, DataFormatChoice, Device, DeviceChoice, InitChoice, LrScale, PrecisionChoice,
-    Recompute, ReportTo, RopeChoice, Scheduler, Strategy, TemplateChoice, Workers,
+    Cadence, CudaGraph, DataFormatChoice, Device, DeviceChoice, InitChoice, LrScale,
+    PrecisionChoice, Recompute, ReportTo, RopeChoice, Scheduler, Strategy, TemplateChoice, Workers,
 };
 pub use collectives::Collectives;
 pub(crate) use defaults::DEVICE;
@@ -289,6 +289,9 @@ pub struct RunConfig {
     /// The GPUs of a run on GPUs, which ranks take in turn.
     #[serde(default)]
     pub gpus: Vec<RunGpu>,
+    /// Whether runs of works on them are queued as one when they come again.
+    #[serde(default)]
+    pub cuda_graph: CudaGraph,
     /// Bytes that each rank takes of its GPU when it starts, known from the plan; 0 on the CPU.
     #[serde(default)]
     pub arena_bytes: u64,

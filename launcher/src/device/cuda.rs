@@ -7,6 +7,7 @@ use kernels::Backend;
 #[cfg(feature = "cuda")]
 use super::Products;
 use super::{Devices, RunGpu};
+use crate::config::CudaGraph;
 use crate::doctor::facts::{Cuda, Gpu};
 use crate::doctor::survey_gpus;
 use crate::exit::Failure;
@@ -25,9 +26,10 @@ impl Devices for Nvidia {
         &self,
         gpu: &RunGpu,
         arena_bytes: u64,
+        graphs: CudaGraph,
         variables: &Variables,
     ) -> Result<Arc<dyn Backend>, Failure> {
-        driver::open(gpu, arena_bytes, variables)
+        driver::open(gpu, arena_bytes, graphs, variables)
     }
 
     fn free_bytes(&self, gpu: &RunGpu) -> Option<u64> {
@@ -37,12 +39,13 @@ impl Devices for Nvidia {
 
 #[cfg(not(feature = "cuda"))]
 mod driver {
-    use super::{Arc, Backend, Failure, RunGpu, Variables};
+    use super::{Arc, Backend, CudaGraph, Failure, RunGpu, Variables};
     use crate::exit::ErrorCode;
 
     pub(super) fn open(
         gpu: &RunGpu,
         _arena_bytes: u64,
+        _graphs: CudaGraph,
         _variables: &Variables,
     ) -> Result<Arc<dyn Backend>, Failure> {
         Err(Failure::new(
@@ -60,11 +63,13 @@ mod driver {
 
 #[cfg(feature = "cuda")]
 mod driver {
-    use super::{Arc, Backend, Failure, Products, RunGpu, Variables};
+    use super::{Arc, Backend, CudaGraph, Failure, Products, RunGpu, Variables};
     use crate::doctor::search;
     use crate::exit::ErrorCode;
     use crate::units::bytes;
     use kernels::cuda::CudaBackend;
+    use kernels::cuda::backend::Executor;
+    use kernels::cuda::backend::graphs::{Mode, Replaying};
     use kernels::cuda::gpu::Gpu;
     use kernels::cuda::image::Cache;
     use kernels::cuda::nvml;
@@ -75,6 +80,7 @@ mod driver {
     pub(super) fn open(
         gpu: &RunGpu,
         arena_bytes: u64,
+        graphs: CudaGraph,
         variables: &Variables,
     ) -> Result<Arc<dyn Backend>, Failure> {
         let cache = Cache::new(variables.cache_dir().join(KERNELS));
@@ -94,7 +100,13 @@ mod driver {
             .next("`launcher doctor` shows driver, GPUs and libraries")
         })?;
         let free = opened.memory_info().ok().map(|(free, _)| free as u64);
-        let backend = CudaBackend::new(Arc::new(opened), arena_bytes).map_err(|error| {
+        let opened = Arc::new(opened);
+        let executor: Arc<dyn Executor> = match graphs {
+            CudaGraph::Off => opened,
+            CudaGraph::Auto => Arc::new(Replaying::new(opened, Mode::Auto)),
+            CudaGraph::On => Arc::new(Replaying::new(opened, Mode::On)),
+        };
+        let backend = CudaBackend::new(executor, arena_bytes).map_err(|error| {
             let mut failure = Failure::new(
                 ErrorCode::DeviceMemory,
                 format!("GPU {} ({}) cannot hold this run", gpu.ordinal, gpu.name),

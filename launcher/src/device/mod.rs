@@ -12,7 +12,7 @@ use std::sync::Arc;
 use kernels::Backend;
 use serde::{Deserialize, Serialize};
 
-use crate::config::{Collectives, Device, DeviceChoice, RunConfig, Tier};
+use crate::config::{Collectives, CudaGraph, Device, DeviceChoice, RunConfig, Tier};
 use crate::doctor::facts::{Cuda, Gpu};
 use crate::doctor::findings::{Finding, Severity};
 use crate::doctor::{self, findings};
@@ -78,7 +78,7 @@ pub trait Devices: Sync + fmt::Debug {
     /// What there is; never fails. CUDA numbers the GPUs that this process may use.
     fn survey(&self, variables: &Variables) -> (Cuda, Vec<Gpu>);
 
-    /// One of these GPUs with `arena_bytes` of memory for everything a rank does on it.
+    /// One of these GPUs with `arena_bytes` of memory for everything a rank does on it, which queues graphs as said.
     ///
     /// # Errors
     /// The GPU cannot be opened (exit 13) or has no such room (exit 11).
@@ -86,6 +86,7 @@ pub trait Devices: Sync + fmt::Debug {
         &self,
         gpu: &RunGpu,
         arena_bytes: u64,
+        graphs: CudaGraph,
         variables: &Variables,
     ) -> Result<Arc<dyn Backend>, Failure>;
 
@@ -201,7 +202,10 @@ pub fn first_gpu(arena_bytes: u64) -> Result<(String, Arc<dyn Backend>), Failure
     let variables = Variables::read();
     let chosen = choose(DeviceChoice::Cuda, &Nvidia, &variables)?;
     let gpu = &chosen.gpus[0];
-    Ok((gpu.name.clone(), Nvidia.open(gpu, arena_bytes, &variables)?))
+    Ok((
+        gpu.name.clone(),
+        Nvidia.open(gpu, arena_bytes, CudaGraph::default(), &variables)?,
+    ))
 }
 
 /// The GPU of a rank: in turn, as many ranks on each as there are.

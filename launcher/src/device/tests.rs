@@ -18,7 +18,13 @@ impl Devices for Machine {
         (self.cuda.clone(), self.gpus.clone())
     }
 
-    fn open(&self, _: &RunGpu, _: u64, _: &Variables) -> Result<Arc<dyn Backend>, Failure> {
+    fn open(
+        &self,
+        _: &RunGpu,
+        _: u64,
+        _: CudaGraph,
+        _: &Variables,
+    ) -> Result<Arc<dyn Backend>, Failure> {
         unreachable!("nothing is opened when a device is chosen")
     }
 

@@ -228,7 +228,12 @@ fn compute(
 ) -> Result<(Arc<dyn Backend>, Pool), Failure> {
     match gpu_of(config, env.local_rank) {
         Some(gpu) => {
-            let backend = devices.open(gpu, config.arena_bytes, &Variables::read())?;
+            let backend = devices.open(
+                gpu,
+                config.arena_bytes,
+                config.cuda_graph,
+                &Variables::read(),
+            )?;
             Ok((backend, host.clone()))
         }
         None => {

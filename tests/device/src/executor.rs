@@ -10,6 +10,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use kernels::DeviceSpan;
 use kernels::cuda::CudaBackend;
+use kernels::cuda::backend::graphs::{self, Graphs, Mode, Replaying};
 use kernels::cuda::backend::{Cause, Executor, Moment};
 use kernels::cuda::launch::{Address, Launch};
 use kernels::cuda::matmul::Multiply;
@@ -41,6 +42,19 @@ pub fn emulated_backend_with(
 ) -> kernels::Result<CudaBackend> {
     let gpu = EmulatedGpu::new(order).with_library(library);
     CudaBackend::new(Arc::new(gpu), bytes)
+}
+
+/// A backend on `gpu` with `bytes` of memory, that queues graphs as `mode` says, and what tells how many it did.
+///
+/// # Errors
+/// When there is no such room.
+pub fn with_graphs(
+    gpu: Arc<EmulatedGpu>,
+    bytes: u64,
+    mode: Mode,
+) -> kernels::Result<(CudaBackend, Arc<Replaying<EmulatedGpu>>)> {
+    let replaying = Arc::new(Replaying::new(gpu, mode));
+    Ok((CudaBackend::new(replaying.clone(), bytes)?, replaying))
 }
 
 /// What an emulated GPU has for products.
@@ -178,7 +192,7 @@ impl State {
         self.queued += 1;
         self.clock.work(match &work {
             Work::Launch(launch) => launch.grid.iter().map(|n| u64::from(*n)).product(),
-            Work::Write(..) | Work::Zero(..) | Work::Copy(..) => 1,
+            Work::Write(..) | Work::Zero(..) | Work::Copy(..) | Work::Multiply(..) => 1,
         });
         // Only an upload that nobody waits for may have a higher number.
         let place = self
@@ -455,5 +469,21 @@ unsafe impl Executor for EmulatedGpu {
             workspace_bytes,
         ))?;
         Ok(true)
+    }
+}
+
+// SAFETY: works of a graph are queued one by one, in their order.
+unsafe impl Graphs for EmulatedGpu {
+    type Graph = Vec<graphs::Work>;
+
+    unsafe fn keep(&self, works: &[graphs::Work]) -> Result<Self::Graph, Cause> {
+        Ok(works.to_vec())
+    }
+
+    unsafe fn replay(&self, graph: &Self::Graph) -> Result<(), Cause> {
+        // SAFETY: the caller vouches for the works.
+        graph
+            .iter()
+            .try_for_each(|work| unsafe { graphs::queue_one(self, work) })
     }
 }

@@ -8,6 +8,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use kernels::Lane;
+use kernels::cuda::backend::graphs::{self, Graphs};
 use kernels::cuda::backend::{Cause, Executor, GroupExecutor, Moment, PeerExecutor};
 use kernels::cuda::launch::{Address, Launch};
 
@@ -255,6 +256,21 @@ fn works(moment: &Moment) -> Result<u64, Cause> {
     works
         .copied()
         .ok_or_else(|| "a moment of another device".into())
+}
+
+// SAFETY: works of a graph are queued one by one, in their order.
+unsafe impl Graphs for LinkedGpu {
+    type Graph = Vec<graphs::Work>;
+
+    unsafe fn keep(&self, works: &[graphs::Work]) -> Result<Self::Graph, Cause> {
+        Ok(works.to_vec())
+    }
+
+    unsafe fn replay(&self, graph: &Self::Graph) -> Result<(), Cause> {
+        let mut works = graph.iter();
+        // SAFETY: the caller vouches for the works.
+        works.try_for_each(|work| unsafe { graphs::queue_one(self, work) })
+    }
 }
 
 // SAFETY: buffers live as long as the machines; works run in their order, an upload as the trait says.

@@ -2,11 +2,14 @@
 
 use device_tests::backend_checks;
 use device_tests::emulator::Order;
-use device_tests::executor::{EmulatedGpu, Library, emulated_backend, emulated_backend_with};
+use device_tests::executor::{
+    EmulatedGpu, Library, emulated_backend, emulated_backend_with, with_graphs,
+};
 use device_tests::numbers::bytes;
 use device_tests::random::Operands;
 use kernels::cuda::CudaBackend;
 use kernels::cuda::backend::LossCuts;
+use kernels::cuda::backend::graphs::Mode;
 use kernels::{
     Backend, CpuBackend, DType, KernelError, MatmulArgs, NullBackend, Shape, Tag, Transpose,
 };
@@ -125,6 +128,56 @@ fn losses_in_small_pieces(library: Library) -> kernels::Result<()> {
         .filter_map(|check| check.run(&device).err())
         .collect();
     assert!(failures.is_empty(), "{failures:#?}");
+    Ok(())
+}
+
+/// Some works on a tensor of the shape; small ones, as of a model that waits for launches.
+fn works(device: &dyn Backend, rows: usize, first: f32) -> kernels::Result<Vec<u8>> {
+    let values: Vec<f32> = (0..rows * 8).map(|i| i as f32 * 0.01 + first).collect();
+    let shape = Shape::new(&[rows, 8]);
+    let bytes = bytemuck::cast_slice(&values);
+    let x = device.upload(bytes, shape, DType::F32, Tag::Activations)?;
+    let mut y = device.zeros(shape, DType::F32, Tag::Activations)?;
+    for _ in 0..6 {
+        y = device.add(&device.scale(&y, 0.5)?, &x)?;
+    }
+    y.to_bytes()
+}
+
+/// What was seen before is replayed, with the values of now; another shape is not.
+#[test]
+fn a_run_that_was_seen_before_is_replayed() -> kernels::Result<()> {
+    let alone = emulated_backend(1 << 20, Order::Ascending)?;
+    let gpu = Arc::new(EmulatedGpu::new(Order::Ascending));
+    let (device, graphs) = with_graphs(gpu, 1 << 20, Mode::Auto)?;
+    let same = |rows, first| -> kernels::Result<()> {
+        let (got, want) = (works(&device, rows, first)?, works(&alone, rows, first)?);
+        assert!(got == want, "{rows} rows from {first}");
+        Ok(())
+    };
+    same(4, 1.0)?;
+    assert_eq!(graphs.counts().replays, 0);
+    same(4, 2.0)?;
+    let counts = graphs.counts();
+    assert_eq!((counts.graphs, counts.replays, counts.replayed), (1, 1, 13));
+    same(5, 2.0)?;
+    same(4, 3.0)?;
+    let counts = graphs.counts();
+    assert_eq!(
+        (counts.graphs, counts.replays, counts.works),
+        (1, 2, 4 * 13)
+    );
+    Ok(())
+}
+
+/// All operations, twice, so that the second time is a replay of the first where places are the same.
+#[test]
+fn operations_agree_with_the_cpu_in_graphs() -> kernels::Result<()> {
+    let gpu = EmulatedGpu::new(Order::Descending).with_library(Library::Multiplies);
+    let (device, graphs) = with_graphs(Arc::new(gpu), ARENA_BYTES, Mode::On)?;
+    run_on(&device, 0, 3)?;
+    run_on(&device, 0, 3)?;
+    assert!(graphs.counts().replays > 10, "{:?}", graphs.counts());
     Ok(())
 }
 

@@ -15,9 +15,12 @@ use std::process::{Child, Command, ExitCode, Stdio};
 use std::sync::Arc;
 
 use device_tests::emulator::Order;
-use device_tests::executor::{Library, MULTIPROCESSORS, emulated_backend_with};
+use device_tests::executor::{EmulatedGpu, Library, MULTIPROCESSORS, with_graphs};
 use device_tests::tolerance;
+use kernels::cuda::CudaBackend;
+use kernels::cuda::backend::graphs::Mode;
 use kernels::{Backend, DType};
+use launcher::config::CudaGraph;
 use launcher::device::{Devices, Products, RunGpu};
 use launcher::doctor::facts::{Cuda, Gpu, LibraryFacts, LibraryKind};
 use launcher::exit::{ErrorCode, Failure};
@@ -89,6 +92,7 @@ impl Devices for Emulated {
         &self,
         gpu: &RunGpu,
         arena_bytes: u64,
+        graphs: CudaGraph,
         variables: &Variables,
     ) -> Result<Arc<dyn Backend>, Failure> {
         let given = variables.get(ARENA).map(|bytes| bytes.to_string_lossy());
@@ -97,7 +101,12 @@ impl Devices for Emulated {
             Products::Own => Library::Absent,
             Products::CublasLt => Library::Multiplies,
         };
-        let device = emulated_backend_with(arena_bytes, Order::Ascending, library);
+        let gpu = Arc::new(EmulatedGpu::new(Order::Ascending).with_library(library));
+        let device = match graphs {
+            CudaGraph::Off => CudaBackend::new(gpu, arena_bytes),
+            CudaGraph::Auto => with_graphs(gpu, arena_bytes, Mode::Auto).map(|(device, _)| device),
+            CudaGraph::On => with_graphs(gpu, arena_bytes, Mode::On).map(|(device, _)| device),
+        };
         let device = device.map_err(|error| {
             Failure::new(
                 ErrorCode::DeviceMemory,
@@ -434,6 +443,19 @@ fn products_go_through_a_library() {
     assert!(text.contains("cuBLASLt was not found"), "{text}");
 }
 
+/// Graphs change no digit of a run, nor its memory.
+fn graphs_change_nothing() {
+    let site = Site::new();
+    let line = "--precision bf16 --max-steps 3 --device cuda --save-strategy steps --save-steps 3 --eval-strategy no";
+    for mode in ["off", "auto", "on"] {
+        site.train(1, &format!("{line} --cuda-graph {mode} --output {mode}"));
+        takes_what_the_plan_says(&site, mode);
+        assert_eq!(site.logged(mode, "loss"), site.logged("off", "loss"));
+        let same = site.weights(mode, 3) == site.weights("off", 3);
+        assert!(same, "--cuda-graph {mode} has other weights");
+    }
+}
+
 /// What does not fit the GPU is refused before a weight is read.
 fn a_plan_that_does_not_fit_is_refused() {
     let site = Site::new();
@@ -496,7 +518,7 @@ fn machines_with_unlike_libraries_are_named() {
 
 type Test = (&'static str, fn());
 
-const TESTS: [Test; 8] = [
+const TESTS: [Test; 9] = [
     (
         "a_run_in_f32_agrees_with_the_cpu_and_resumes_exactly",
         || {
@@ -510,6 +532,7 @@ const TESTS: [Test; 8] = [
         },
     ),
     ("ranks_share_a_gpu", ranks_share_a_gpu),
+    ("graphs_change_nothing", graphs_change_nothing),
     (
         "gpus_that_share_no_memory_are_named",
         gpus_that_share_no_memory_are_named,

@@ -1,8 +1,10 @@
 //! A GPU as an executor: its driver's calls, on one stream for work and one each for copies in and out.
 
+use super::graphs::{Graphs, Work, queue_one};
 use super::{Cause, Executor, GroupExecutor, Moment, PeerExecutor};
 use crate::cuda::error::DriverResult;
 use crate::cuda::gpu::Gpu;
+use crate::cuda::graph::Graph;
 use crate::cuda::launch::{Address, Launch};
 use crate::cuda::matmul::Multiply;
 use crate::timeline::{DeviceLane, DeviceSpan};
@@ -163,5 +165,24 @@ impl Gpu {
         let wait = self.stream().wait(&done);
         wait.during("ordering work behind a copy")?;
         Ok(self.timeline.end(DeviceLane::Wait, waits, self.stream())?)
+    }
+}
+
+// SAFETY: a captured stream keeps the order of its works, and a graph is queued on that stream.
+unsafe impl Graphs for Gpu {
+    type Graph = Graph;
+
+    unsafe fn keep(&self, works: &[Work]) -> Result<Graph, Cause> {
+        self.capture(|| {
+            // SAFETY: the caller vouches for the works.
+            works
+                .iter()
+                .try_for_each(|work| unsafe { queue_one(self, work) })
+        })
+    }
+
+    unsafe fn replay(&self, graph: &Graph) -> Result<(), Cause> {
+        // SAFETY: the caller vouches for the memory.
+        Ok(unsafe { Self::replay(self, graph) }?)
     }
 }

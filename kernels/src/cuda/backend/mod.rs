@@ -18,6 +18,7 @@
 mod arrivals;
 mod counting;
 mod gpu;
+pub mod graphs;
 mod loss;
 mod peers;
 mod products;
@@ -265,7 +266,9 @@ impl Drop for Arena {
     }
 }
 
-/// The tile table of the last attention call: the layers of a model share it.
+/// The tile table of the last attention call: the layers of a model share it. Later ones are written where it lies, as
+/// far as they fit: a place of its own each time would move what comes behind it, and equal batches would not get
+/// equal places.
 type LastTable = Mutex<Option<(Vec<i32>, Tensor)>>;
 
 /// Operations on a GPU.
@@ -384,10 +387,12 @@ impl CudaBackend {
         }
     }
 
+    /// Writes the front of a tensor.
     fn write(&self, op: &'static str, to: &Tensor, bytes: &[u8]) -> Result<()> {
         let at = self.address(op, to)?;
+        assert!(bytes.len() <= to.size_bytes(), "bytes outside the tensor");
         self.uses.count();
-        // SAFETY: `to` has as many bytes.
+        // SAFETY: `to` has at least as many bytes.
         unsafe { self.executor.write(at, bytes) }.map_err(Self::device_error(op))
     }
 
@@ -597,16 +602,22 @@ impl CudaBackend {
             });
         };
         let mut last = self.table.lock().unwrap_or_else(PoisonError::into_inner);
-        let table = match &*last {
-            Some((values, table)) if values == plan.table() => table.clone(),
-            _ => {
-                // The old table goes first: its place may serve the new one.
-                *last = None;
-                let table = self.integers(op, plan.table())?;
-                *last = Some((plan.table().to_vec(), table.clone()));
+        let table = match last.take() {
+            Some((values, table)) if values == plan.table() => table,
+            Some((_, table)) if table.elems() >= plan.table().len() => {
+                // Behind the launches that read the old one, as all works are.
+                self.write(op, &table, bytemuck::cast_slice(plan.table()))?;
+                table
+            }
+            old => {
+                drop(old);
+                let places = plan.table().len().next_power_of_two();
+                let table = self.uninit([places], DType::I32, Tag::Workspace)?;
+                self.write(op, &table, bytemuck::cast_slice(plan.table()))?;
                 table
             }
         };
+        *last = Some((plan.table().to_vec(), table.clone()));
         Ok(Some((plan, table)))
     }
 

@@ -71,6 +71,7 @@ pub(crate) fn resolve_on(args: &Args, env: &Env, chosen: &Chosen) -> Result<Reso
         comm_timeout_seconds: args.comm_timeout.unwrap_or(defaults::COMM_TIMEOUT_SECONDS),
         device: chosen.device,
         gpus: chosen.gpus.clone(),
+        cuda_graph: args.cuda_graph.unwrap_or_default(),
         arena_bytes: 0,
         numbers: super::numbers::resolve(args, precision(args, defaults)?)?,
         precision: precision(args, defaults)?,
@@ -606,6 +607,8 @@ impl RunConfig {
         flags.push(("nproc", self.ranks_here().to_string()));
         flags.push(("comm-timeout", self.comm_timeout_seconds.to_string()));
         flags.push(("device", self.device.name().to_string()));
+        flags.push(("cuda-graph", value_name(self.cuda_graph)));
+        flags.push(("collectives", value_name(self.collectives)));
         flags.push(("precision", value_name(self.precision)));
         flags.extend(self.numbers.flags(self.precision));
         let towers = self.checkpoint_activations.to_string();

@@ -9,7 +9,7 @@ use anyhow::Result;
 use clap::{Parser, Subcommand};
 use device_tests::compile;
 use device_tests::stages::{
-    Report, Setting, ceilings, conformance, copies, processes, show, survey, table,
+    Report, Setting, ceilings, conformance, copies, graphs, processes, show, survey, table,
 };
 use kernels::cuda::library::Search;
 
@@ -59,6 +59,8 @@ enum Stage {
     Conformance,
     /// Every operation of the backend beside the CPU.
     Backend,
+    /// Small works queued one by one and as graphs.
+    Graphs,
     /// The time of every kernel, with shares of ceilings and PyTorch's times.
     Table,
     /// Products beside cuBLASLt, two layers beside one, adapted layers beside plain ones.
@@ -135,6 +137,7 @@ fn run(stage: &Stage, setting: &Setting) -> Result<bool> {
         Stage::Products => finish(table::products::run(setting)),
         Stage::Conformance => finish(conformance::run(setting)),
         Stage::Backend => finish(conformance::backend(setting)),
+        Stage::Graphs => finish(graphs::run(setting)),
         Stage::BuildTable { file, families } => {
             compile::build_table(setting, file, families).map(|()| true)
         }

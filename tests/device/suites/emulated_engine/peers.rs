@@ -13,6 +13,8 @@ use engine::{
     ZeroConfig,
 };
 use kernels::cuda::CudaBackend;
+use kernels::cuda::backend::Executor;
+use kernels::cuda::backend::graphs::{Mode, Replaying};
 use kernels::{Backend, PoolStats};
 use models::autograd::Tape;
 use models::data::EncodedSample;
@@ -100,7 +102,13 @@ impl Case {
         let model = self.open()?;
         let plan = Arc::new(self.plan(&*model, transport)?);
         let gpu = Arc::new(gpu);
-        let device = CudaBackend::new(gpu.clone(), ARENA_BYTES)?;
+        // Those that share memory replay runs of works, too.
+        let replays = transport == DeviceTransport::Peers;
+        let executor: Arc<dyn Executor> = match replays {
+            true => Arc::new(Replaying::new(gpu.clone(), Mode::On)),
+            false => gpu.clone(),
+        };
+        let device = CudaBackend::new(executor, ARENA_BYTES)?;
         let backend: Arc<dyn Backend> = Arc::new(device.clone());
         let rank = comm.world().rank;
         let dir = pack(self.family);

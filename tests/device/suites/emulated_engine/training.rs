@@ -7,11 +7,12 @@ use std::time::Duration;
 
 use anyhow::Result;
 use device_tests::emulator::Order;
-use device_tests::executor::{Beside, EmulatedGpu, Library};
+use device_tests::executor::{Beside, EmulatedGpu, Library, with_graphs};
 use device_tests::tolerance;
 use engine::trace::{Lane, Span};
 use engine::{ParamId, PassKind, Precision, Tier};
 use kernels::cuda::CudaBackend;
+use kernels::cuda::backend::graphs::Mode;
 use kernels::{Backend, CpuBackend, DType};
 use models::autograd::Tape;
 use models::{ModelOptions, SampleInput, VisionLanguageModel, open_model};
@@ -61,6 +62,9 @@ pub struct How {
     pub library: Library,
     /// Whether each segment's second run is compared with its first, for which the host waits.
     pub check: bool,
+    /// Whether runs of works are replayed as graphs.
+    pub graphs: Option<Mode>,
+    pub passes: usize,
 }
 
 impl How {
@@ -72,11 +76,13 @@ impl How {
             adapters: false,
             library: Library::Absent,
             check: true,
+            graphs: None,
+            passes: 2,
         }
     }
 }
 
-/// Two passes over a sample with a picture, and a step between them. Without the check nothing waits for the device but
+/// Passes over a sample with a picture, and a step between each two. Without the check nothing waits for the device but
 /// what must.
 pub fn train(
     dir: &Path,
@@ -92,7 +98,7 @@ pub fn train(
         gradients: Vec::new(),
         weights: Vec::new(),
     };
-    for pass in 0..2 {
+    for pass in 0..how.passes {
         zero.begin_pass(PassKind::Train);
         let inputs = [SampleInput::from(&sample)];
         let batch = model.collate(&inputs, &*backend)?;
@@ -105,6 +111,8 @@ pub fn train(
         left.losses.push(sum / supervised as f64);
         if pass == 0 {
             left.gradients = zero.gradients()?;
+        }
+        if pass + 1 < how.passes {
             zero.step(LEARNING_RATE)?;
         }
     }
@@ -181,6 +189,55 @@ fn agree_how(family: &str, how: How) -> Result<Arc<EmulatedGpu>> {
     // What is left on the device is the table of the last attention.
     assert!(device.pool().stats().in_use < 4096, "{:?}", device.pool());
     Ok(gpu)
+}
+
+/// Everything that training on an emulated GPU leaves, as bits, and how many graphs were queued.
+fn trained_bits(family: &str, how: How) -> Result<(Vec<u64>, u64)> {
+    let gpu = Arc::new(EmulatedGpu::new(Order::Ascending).with_library(how.library));
+    let (device, replaying): (Arc<dyn Backend>, _) = match how.graphs {
+        None => (Arc::new(CudaBackend::new(gpu, ARENA_BYTES)?), None),
+        Some(mode) => {
+            let (device, replaying) = with_graphs(gpu, ARENA_BYTES, mode)?;
+            (Arc::new(device), Some(replaying))
+        }
+    };
+    let (left, _) = train(&pack(family), how, device)?;
+    let tensors = left.gradients.iter().chain(&left.weights);
+    let floats = tensors
+        .flat_map(|(_, values)| values)
+        .map(|x| u64::from(x.to_bits()));
+    let losses = left.losses.iter().map(|loss| loss.to_bits());
+    let replays = replaying.map_or(0, |replaying| replaying.counts().replays);
+    Ok((losses.chain(floats).collect(), replays))
+}
+
+/// Losses, gradients and weights have the same bits with graphs and without.
+fn agree_with_graphs(family: &str, how: How) -> Result<()> {
+    let mut how = how;
+    how.passes = 4;
+    let (want, none) = trained_bits(family, how)?;
+    assert_eq!(none, 0);
+    for mode in [Mode::Auto, Mode::On] {
+        how.graphs = Some(mode);
+        let (got, replays) = trained_bits(family, how)?;
+        assert!(replays > 0, "{mode:?} queued no graph");
+        assert!(got == want, "{mode:?} has other bits");
+    }
+    Ok(())
+}
+
+#[test]
+fn graphs_leave_the_bits_of_adapters_in_bf16() -> Result<()> {
+    let mut how = How::new(Precision::Bf16);
+    how.adapters = true;
+    agree_with_graphs("minicpm-v-2_6", how)
+}
+
+#[test]
+fn graphs_leave_the_bits_where_weights_stay_and_a_library_multiplies() -> Result<()> {
+    let mut how = How::new(Precision::F32);
+    (how.keep, how.library) = (true, Library::Multiplies);
+    agree_with_graphs("glm-4v-9b", how)
 }
 
 /// All weights come once, and once more when the step has changed them all.

@@ -1,0 +1,497 @@
+//! Runs of works that were seen before, replayed as one.
+//!
+//! A training step queues the same kernels again and again. Between two points that need the host or another stream
+//! (bytes that come or go, a moment), works are collected; a run of works that is in every part the same as an earlier
+//! one (modules, grids, arguments, addresses) is made into a graph of the device, which is queued by one call. Places in
+//! an arena follow from shapes alone, so equal batches give equal runs. Works are executed in their order, each with its
+//! own arguments, whether in a graph or not: results have the same bits.
+
+use super::{Cause, Executor, GroupExecutor, Moment, PeerExecutor};
+use crate::cuda::launch::{Address, Launch};
+use crate::cuda::matmul::{Multiply, Shape};
+use crate::peers::Lane;
+use crate::timeline::DeviceSpan;
+use std::collections::HashMap;
+use std::collections::hash_map::DefaultHasher;
+use std::fmt::Debug;
+use std::hash::{Hash, Hasher};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// Works of a run at most. The device waits for the first while the host collects; so many are collected in about a
+/// millisecond, and kernels of models run longer.
+const LONGEST: usize = 256;
+/// Runs that are remembered, and those of them that are graphs: the device has memory for each node of a graph.
+const REMEMBERED: usize = 1024;
+const GRAPHS: usize = 128;
+/// Products whose answer is remembered.
+const PRODUCTS: usize = 4096;
+
+/// One piece of work in an executor's queue.
+#[derive(Clone, PartialEq, Debug)]
+pub enum Work {
+    /// A launch.
+    Launch(Launch),
+    /// So many bytes of zeros.
+    Zero(Address, u64),
+    /// So many bytes from the first place to the second.
+    Copy(Address, Address, u64),
+    /// A product by the library, with its workspace and that one's bytes.
+    Multiply(Multiply, Address, u64),
+}
+
+impl Work {
+    /// Equal works have equal hashes.
+    fn hash(&self, hasher: &mut DefaultHasher) {
+        match self {
+            Self::Launch(launch) => {
+                (0, &launch.module, launch.kernel, launch.grid).hash(hasher);
+                (launch.threads, launch.shared_bytes).hash(hasher);
+                launch.args.iter().for_each(|arg| arg.word().hash(hasher));
+            }
+            Self::Zero(at, bytes) => (1, at, bytes).hash(hasher),
+            Self::Copy(from, to, bytes) => (2, from, to, bytes).hash(hasher),
+            Self::Multiply(product, workspace, _) => {
+                let Multiply { shape, a, b, y, .. } = product;
+                (3, shape, a, b, y, workspace).hash(hasher);
+            }
+        }
+    }
+}
+
+/// An executor that can keep works and queue them as one.
+///
+/// # Safety
+/// A replayed graph executes its works as if each had been queued alone, in their order, behind everything that was
+/// queued before.
+pub unsafe trait Graphs: Executor {
+    /// Works that are kept.
+    type Graph: Send + Debug;
+
+    /// Keeps works; executes nothing. Each was executed before, so that its code is there.
+    ///
+    /// # Safety
+    /// As of the works; their memory stays as long as the graph is replayed.
+    ///
+    /// # Errors
+    /// When the device cannot keep them.
+    unsafe fn keep(&self, works: &[Work]) -> Result<Self::Graph, Cause>;
+
+    /// Queues all works of a graph of this executor.
+    ///
+    /// # Safety
+    /// The memory of its works is still allocated.
+    ///
+    /// # Errors
+    /// When the device fails.
+    unsafe fn replay(&self, graph: &Self::Graph) -> Result<(), Cause>;
+}
+
+/// Which runs become graphs.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Mode {
+    /// Those of at least eight works: a graph is queued about as fast as four launches, and making one costs its works
+    /// again. What the device refuses is queued work by work from then on.
+    Auto,
+    /// All; what the device refuses is an error.
+    On,
+}
+
+impl Mode {
+    const fn shortest(self) -> usize {
+        match self {
+            Self::Auto => 8,
+            Self::On => 1,
+        }
+    }
+}
+
+/// What was queued so far.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub struct Counts {
+    /// Works, in graphs and alone.
+    pub works: u64,
+    /// Graphs that were made.
+    pub graphs: u64,
+    /// Times that one was queued.
+    pub replays: u64,
+    /// Works of those.
+    pub replayed: u64,
+}
+
+/// An executor that queues what it has seen before as graphs of another one.
+#[derive(Debug)]
+pub struct Replaying<E: Graphs> {
+    inner: Arc<E>,
+    mode: Mode,
+    state: Mutex<State<E::Graph>>,
+    /// Whether the inner executor takes times.
+    measured: AtomicBool,
+}
+
+#[derive(Debug)]
+struct State<G> {
+    /// Collected, not yet queued.
+    pending: Vec<Work>,
+    /// By hash.
+    seen: HashMap<u64, Seen<G>>,
+    /// Whether the library takes products of a shape.
+    products: HashMap<Shape, bool>,
+    /// Runs so far: the age of those that were seen.
+    runs: u64,
+    /// The device refused a graph.
+    refused: bool,
+    counts: Counts,
+}
+
+/// A run that was queued at least once.
+#[derive(Debug)]
+struct Seen<G> {
+    works: Vec<Work>,
+    graph: Option<G>,
+    last: u64,
+}
+
+impl<E: Graphs> Replaying<E> {
+    /// Works go to `inner`, which must get none from elsewhere.
+    #[must_use]
+    pub fn new(inner: Arc<E>, mode: Mode) -> Self {
+        let state = State {
+            pending: Vec::with_capacity(LONGEST),
+            seen: HashMap::new(),
+            products: HashMap::new(),
+            runs: 0,
+            refused: false,
+            counts: Counts::default(),
+        };
+        Self {
+            inner,
+            mode,
+            state: Mutex::new(state),
+            measured: AtomicBool::new(false),
+        }
+    }
+
+    /// What was queued so far.
+    pub fn counts(&self) -> Counts {
+        self.lock().counts
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State<E::Graph>> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn collect(&self, work: Work) -> Result<(), Cause> {
+        let mut state = self.lock();
+        state.pending.push(work);
+        match state.pending.len() < LONGEST {
+            true => Ok(()),
+            false => self.queue(&mut state),
+        }
+    }
+
+    /// Everything collected is in the inner executor's queue; nobody else queues while the guard lives.
+    fn queued(&self) -> Result<MutexGuard<'_, State<E::Graph>>, Cause> {
+        let mut state = self.lock();
+        self.queue(&mut state)?;
+        Ok(state)
+    }
+
+    /// Queues what was collected: as a graph where the same run was queued before.
+    fn queue(&self, state: &mut State<E::Graph>) -> Result<(), Cause> {
+        let works = std::mem::take(&mut state.pending);
+        state.counts.works += works.len() as u64;
+        if works.is_empty() || works.len() < self.mode.shortest() || state.refused {
+            return self.queue_each(&works);
+        }
+        let mut hasher = DefaultHasher::new();
+        works.iter().for_each(|work| work.hash(&mut hasher));
+        let key = hasher.finish();
+        state.runs += 1;
+        let now = state.runs;
+        if !state.seen.get(&key).is_some_and(|seen| seen.works == works) {
+            self.queue_each(&works)?;
+            state.make_room(REMEMBERED, |_| true);
+            let graph = None;
+            let last = now;
+            state.seen.insert(key, Seen { works, graph, last });
+            return Ok(());
+        }
+        if state
+            .seen
+            .get(&key)
+            .is_some_and(|seen| seen.graph.is_none())
+        {
+            state.make_room(GRAPHS, |seen| seen.graph.is_some());
+            // SAFETY: callers vouched for the works, whose memory is the arena's; it is freed when this is dropped.
+            match unsafe { self.inner.keep(&works) } {
+                Ok(graph) => {
+                    state.counts.graphs += 1;
+                    if let Some(seen) = state.seen.get_mut(&key) {
+                        seen.graph = Some(graph);
+                    }
+                }
+                Err(cause) if self.mode == Mode::On => return Err(cause),
+                Err(_) => {
+                    state.refused = true;
+                    return self.queue_each(&works);
+                }
+            }
+        }
+        let Some(Seen {
+            graph: Some(graph),
+            last,
+            ..
+        }) = state.seen.get_mut(&key)
+        else {
+            return self.queue_each(&works);
+        };
+        *last = now;
+        state.counts.replays += 1;
+        state.counts.replayed += works.len() as u64;
+        // SAFETY: equal works were vouched for again.
+        unsafe { self.inner.replay(graph) }
+    }
+
+    fn queue_each(&self, works: &[Work]) -> Result<(), Cause> {
+        for work in works {
+            // SAFETY: callers vouched for each when they gave it; their memory is the arena's, and places that were given
+            // back meanwhile are used by later works only, or by copies that queue everything first.
+            unsafe { queue_one(&*self.inner, work) }?;
+        }
+        Ok(())
+    }
+}
+
+/// Gives one work to an executor.
+///
+/// # Safety
+/// As of the work.
+///
+/// # Errors
+/// As of the work; a product that was taken before is refused.
+pub unsafe fn queue_one(on: &(impl Executor + ?Sized), work: &Work) -> Result<(), Cause> {
+    match work {
+        // SAFETY: the caller vouches for the work.
+        Work::Launch(launch) => unsafe { on.launch(launch) },
+        // SAFETY: as above.
+        Work::Zero(at, bytes) => unsafe { on.zero(*at, *bytes) },
+        // SAFETY: as above.
+        Work::Copy(from, to, bytes) => unsafe { on.copy(*from, *to, *bytes) },
+        Work::Multiply(product, workspace, bytes) => {
+            // SAFETY: as above.
+            match unsafe { on.multiply(product, *workspace, *bytes) }? {
+                true => Ok(()),
+                false => Err("a product that was taken before is refused".into()),
+            }
+        }
+    }
+}
+
+impl<G> State<G> {
+    /// Forgets the run that was not seen longest, of those that count, where there are `most` of them.
+    fn make_room(&mut self, most: usize, counts: impl Fn(&Seen<G>) -> bool) {
+        let counted = || self.seen.iter().filter(|(_, seen)| counts(seen));
+        if counted().count() >= most
+            && let Some((oldest, _)) = counted().min_by_key(|(_, seen)| seen.last)
+        {
+            let oldest = *oldest;
+            self.seen.remove(&oldest);
+        }
+    }
+}
+
+// SAFETY: works reach the inner executor in the order of their calls: all that were collected go before anything else
+// that has an order, while the lock is held.
+unsafe impl<E: Graphs> Executor for Replaying<E> {
+    fn multiprocessors(&self) -> u32 {
+        self.inner.multiprocessors()
+    }
+
+    fn has_values(&self) -> bool {
+        self.inner.has_values()
+    }
+
+    fn allocate(&self, bytes: u64) -> Result<Address, Cause> {
+        self.inner.allocate(bytes)
+    }
+
+    fn free(&self, memory: Address) {
+        let mut state = self.lock();
+        // What is left has no reader, and graphs have the addresses of what is freed.
+        state.pending.clear();
+        state.seen.clear();
+        self.inner.free(memory);
+    }
+
+    unsafe fn write(&self, to: Address, bytes: &[u8]) -> Result<(), Cause> {
+        let _queued = self.queued()?;
+        // SAFETY: the caller vouches for the range.
+        unsafe { self.inner.write(to, bytes) }
+    }
+
+    unsafe fn read(&self, from: Address, bytes: &mut [u8]) -> Result<(), Cause> {
+        let behind = self.moment()?;
+        // SAFETY: the caller vouches for the range; the moment is behind everything queued.
+        unsafe { self.inner.fetch(from, bytes, &behind) }
+    }
+
+    unsafe fn zero(&self, at: Address, bytes: u64) -> Result<(), Cause> {
+        self.collect(Work::Zero(at, bytes))
+    }
+
+    unsafe fn copy(&self, from: Address, to: Address, bytes: u64) -> Result<(), Cause> {
+        self.collect(Work::Copy(from, to, bytes))
+    }
+
+    fn moment(&self) -> Result<Moment, Cause> {
+        let _queued = self.queued()?;
+        self.inner.moment()
+    }
+
+    unsafe fn upload(
+        &self,
+        to: Address,
+        bytes: &[u8],
+        behind: Option<&Moment>,
+    ) -> Result<(), Cause> {
+        let _queued = self.queued()?;
+        // SAFETY: the caller vouches for the range and the moment.
+        unsafe { self.inner.upload(to, bytes, behind) }
+    }
+
+    unsafe fn fetch(&self, from: Address, bytes: &mut [u8], behind: &Moment) -> Result<(), Cause> {
+        // A moment is behind everything that was collected before it. The lock is not held: others may queue meanwhile.
+        // SAFETY: the caller vouches for the range and the moment.
+        unsafe { self.inner.fetch(from, bytes, behind) }
+    }
+
+    unsafe fn launch(&self, launch: &Launch) -> Result<(), Cause> {
+        self.collect(Work::Launch(launch.clone()))
+    }
+
+    fn multiplies(&self) -> bool {
+        self.inner.multiplies()
+    }
+
+    unsafe fn multiply(
+        &self,
+        product: &Multiply,
+        workspace: Address,
+        workspace_bytes: u64,
+    ) -> Result<bool, Cause> {
+        let known = self.lock().products.get(&product.shape).copied();
+        if let Some(taken) = known {
+            if taken {
+                self.collect(Work::Multiply(*product, workspace, workspace_bytes))?;
+            }
+            return Ok(taken);
+        }
+        // Only the library knows, and it says so when it is asked to do it.
+        let mut state = self.queued()?;
+        // SAFETY: the caller vouches for the addresses.
+        let taken = unsafe { self.inner.multiply(product, workspace, workspace_bytes) }?;
+        state.counts.works += u64::from(taken);
+        if state.products.len() >= PRODUCTS {
+            state.products.clear();
+        }
+        state.products.insert(product.shape, taken);
+        Ok(taken)
+    }
+
+    fn measure(&self, on: bool) -> Result<(), Cause> {
+        let _queued = self.queued()?;
+        self.measured.store(on, Ordering::Relaxed);
+        self.inner.measure(on)
+    }
+
+    fn label(&self, label: Option<u32>) -> Result<(), Cause> {
+        // Only a clock asks where one label's works end.
+        let _queued = match self.measured.load(Ordering::Relaxed) {
+            true => Some(self.queued()?),
+            false => None,
+        };
+        self.inner.label(label)
+    }
+
+    fn measured(&self) -> Result<Vec<DeviceSpan>, Cause> {
+        let _queued = self.queued()?;
+        self.inner.measured()
+    }
+
+    fn peers(&self) -> Option<&dyn PeerExecutor> {
+        self.inner.peers().map(|_| self as _)
+    }
+
+    fn group(&self) -> Option<&dyn GroupExecutor> {
+        self.inner.group()
+    }
+}
+
+impl<E: Graphs> Replaying<E> {
+    fn inner_peers(&self) -> Result<&dyn PeerExecutor, Cause> {
+        let peers = self.inner.peers();
+        peers.ok_or_else(|| "the device shares no memory".into())
+    }
+}
+
+/// Only what touches the lane that computes waits for what was collected.
+impl<E: Graphs> PeerExecutor for Replaying<E> {
+    fn name(&self, memory: Address) -> Result<Vec<u8>, Cause> {
+        self.inner_peers()?.name(memory)
+    }
+
+    fn join(&self, rank: usize, names: &[Vec<u8>]) -> Result<(), Cause> {
+        self.inner_peers()?.join(rank, names)
+    }
+
+    fn inward_behind(&self, moment: &Moment) -> Result<(), Cause> {
+        // A moment is behind everything that was collected before it.
+        self.inner_peers()?.inward_behind(moment)
+    }
+
+    unsafe fn put(&self, to: Address, bytes: &[u8]) -> Result<(), Cause> {
+        // SAFETY: the caller vouches for the range.
+        unsafe { self.inner_peers()?.put(to, bytes) }
+    }
+
+    unsafe fn clear(&self, at: Address, bytes: u64) -> Result<(), Cause> {
+        // SAFETY: the caller vouches for the range.
+        unsafe { self.inner_peers()?.clear(at, bytes) }
+    }
+
+    unsafe fn take(&self, from: Address, to: Address, bytes: u64) -> Result<(), Cause> {
+        // SAFETY: the caller vouches for the ranges.
+        unsafe { self.inner_peers()?.take(from, to, bytes) }
+    }
+
+    unsafe fn pull(&self, peer: usize, offset: u64, to: Address, bytes: u64) -> Result<(), Cause> {
+        // SAFETY: the caller vouches for the ranges.
+        unsafe { self.inner_peers()?.pull(peer, offset, to, bytes) }
+    }
+
+    fn arrive(&self) -> Result<(), Cause> {
+        let _queued = self.queued()?;
+        self.inner_peers()?.arrive()
+    }
+
+    fn mark(&self, lane: Lane) -> Result<u64, Cause> {
+        let _queued = match lane {
+            Lane::Compute => Some(self.queued()?),
+            Lane::Inward => None,
+        };
+        self.inner_peers()?.mark(lane)
+    }
+
+    fn await_mark(&self, lane: Lane, peer: usize, of: Lane, number: u64) -> Result<(), Cause> {
+        let _queued = match lane {
+            Lane::Compute => Some(self.queued()?),
+            Lane::Inward => None,
+        };
+        self.inner_peers()?.await_mark(lane, peer, of, number)
+    }
+
+    fn await_own(&self, number: u64) -> Result<(), Cause> {
+        self.inner_peers()?.await_own(number)
+    }
+}
