@@ -283,6 +283,7 @@ impl Zero {
         mut visit: impl FnMut(ParamId, &Tensor) -> Result<(), E>,
     ) -> Result<(), E> {
         self.leased.set(None);
+        self.trains.set(false);
         self.store.borrow_mut().begin_pass(PassKind::Infer, true);
         for unit in self.plan.units() {
             let lease = self.lease_on_host(unit.id, Phase::Forward)?;
