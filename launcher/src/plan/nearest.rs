@@ -1,7 +1,7 @@
 //! The configuration that fits and is nearest to the one that does not.
 
 use super::planner::{Planned, Planner};
-use crate::config::{Offload, PrecisionChoice, Recompute, RunConfig, Tier};
+use crate::config::{Collectives, Offload, PrecisionChoice, Recompute, RunConfig, Tier};
 use crate::exit::Failure;
 use crate::run::changed;
 
@@ -27,6 +27,14 @@ fn groups(config: &RunConfig) -> Choices {
     let one = vec![("shard-group", config.nproc.to_string())];
     let one = config.shard_group.map(|_| (1, one));
     std::iter::once((0, Vec::new())).chain(one).collect()
+}
+
+/// GPUs that add up gradients hold every rank's part of a unit's at once.
+fn carriers(config: &RunConfig) -> Choices {
+    let through_host = vec![("collectives", Collectives::Shm.name().to_owned())];
+    let by_gpus = config.resolved_collectives() == Collectives::Ipc;
+    let other = by_gpus.then_some((1, through_host));
+    std::iter::once((0, Vec::new())).chain(other).collect()
 }
 
 fn offloads(planner: &Planner, config: &RunConfig) -> Choices {
@@ -98,6 +106,7 @@ fn candidates(planner: &Planner, config: &RunConfig) -> Vec<Flags> {
     for choices in [
         stages(config),
         groups(config),
+        carriers(config),
         recomputes(config),
         batches(config),
         offloads(planner, config),
