@@ -13,7 +13,7 @@
 
 use crate::comm::{Collective, CollectiveKind, Communicator, Tag as CommTag, World};
 use crate::error::EngineError;
-use crate::plan::{DeviceTransport, GroupLayout};
+use crate::plan::{DeviceTransport, GroupLayout, Plan};
 use crate::spec::{ParamId, UnitId};
 use kernels::{Backend, DType, GroupAccess, KernelError, Lane, PeerAccess, Shape, Tag, Tensor};
 use std::ops::Range;
@@ -22,6 +22,9 @@ use std::time::Duration;
 
 type Result<T, E = EngineError> = std::result::Result<T, E>;
 
+/// Sub-groups of an update that are added up at once. A chunk's pulls wait for the place of the one before, whose sums are
+/// queued behind the next unit's backward: a unit of a model on few ranks is one or two.
+const CHUNK_SUB_GROUPS: usize = 4;
 /// In a message: a gradient that this rank does not have.
 const ABSENT: u64 = u64::MAX;
 
@@ -43,6 +46,26 @@ pub(crate) struct Produced<'a> {
     pub(crate) mark: u64,
 }
 
+/// How the devices of a plan talk.
+#[derive(Clone, Copy)]
+pub(crate) struct How {
+    transport: DeviceTransport,
+    shards: usize,
+    /// Elements of a shard that are added up at once: of each rank's gradients a device holds so many in its own memory.
+    chunk_elems: usize,
+}
+
+impl How {
+    pub(crate) fn of(plan: &Plan) -> Self {
+        let config = plan.config();
+        Self {
+            transport: config.device_transport,
+            shards: plan.shards(),
+            chunk_elems: CHUNK_SUB_GROUPS * config.sub_group_elems,
+        }
+    }
+}
+
 /// One rank's device among the others.
 pub(crate) struct DeviceComm {
     /// Whether a library runs the collectives.
@@ -51,6 +74,7 @@ pub(crate) struct DeviceComm {
     world: World,
     /// Ranks that hold one copy of what is sharded.
     shards: usize,
+    chunk_elems: usize,
     /// `None` in a rehearsal.
     comm: Option<Arc<dyn Communicator>>,
     /// What peers may read until the next message.
@@ -69,13 +93,13 @@ impl DeviceComm {
     pub(crate) fn join(
         backend: Arc<dyn Backend>,
         comm: Arc<dyn Communicator>,
-        (shards, transport): (usize, DeviceTransport),
+        how: How,
     ) -> Result<Self> {
         let world = comm.world();
         let joined = Self {
-            grouped: transport == DeviceTransport::Nccl,
+            grouped: how.transport == DeviceTransport::Nccl,
             comm: Some(comm.clone()),
-            ..Self::alone(backend, world, shards)
+            ..Self::alone(backend, world, how)
         };
         if joined.grouped {
             joined.join_group(&*comm)?;
@@ -111,14 +135,10 @@ impl DeviceComm {
     ///
     /// # Errors
     /// When the device has no collectives.
-    pub(crate) fn rehearsed(
-        backend: Arc<dyn Backend>,
-        world: World,
-        (shards, transport): (usize, DeviceTransport),
-    ) -> Result<Self> {
+    pub(crate) fn rehearsed(backend: Arc<dyn Backend>, world: World, how: How) -> Result<Self> {
         let rehearsed = Self {
-            grouped: transport == DeviceTransport::Nccl,
-            ..Self::alone(backend, world, shards)
+            grouped: how.transport == DeviceTransport::Nccl,
+            ..Self::alone(backend, world, how)
         };
         if rehearsed.grouped {
             let (rank, deadline) = (world.rank, Duration::ZERO);
@@ -127,12 +147,13 @@ impl DeviceComm {
         Ok(rehearsed)
     }
 
-    fn alone(backend: Arc<dyn Backend>, world: World, shards: usize) -> Self {
+    fn alone(backend: Arc<dyn Backend>, world: World, how: How) -> Self {
         Self {
             grouped: false,
+            chunk_elems: how.chunk_elems,
             backend,
             world,
-            shards,
+            shards: how.shards,
             comm: None,
             lent: Vec::new(),
             pulled: 0,
@@ -277,15 +298,16 @@ impl DeviceComm {
         Ok(gathered)
     }
 
-    /// This rank's shard of the sum over all ranks of a unit's gradients, f32. What nobody has is zero.
+    /// This rank's shard of the sum over all ranks of a unit's gradients, f32, in parts. What nobody has is zero.
     pub(crate) fn reduce(
         &mut self,
         unit: UnitId,
         group: &GroupLayout,
         produced: Produced<'_>,
-    ) -> Result<Tensor> {
+    ) -> Result<Vec<Tensor>> {
         if self.grouped {
-            return self.reduce_in_group(unit, group, produced);
+            let sum = self.reduce_in_group(unit, group, produced)?;
+            return Ok(vec![sum]);
         }
         let peers = self.peers()?;
         let mut words = vec![produced.mark];
@@ -297,9 +319,28 @@ impl DeviceComm {
         }
         let all = self.exchange(CommTag::new("reduce", unit.0), &words)?;
         self.lent.extend(produced.slots.iter().flatten().cloned());
-        let peers = self.peers()?;
-        let (size, elems) = (self.world.size, group.shard_elems);
         let shard = group.shard(self.world.rank % self.shards);
+        let mut sums = Vec::new();
+        let mut start = shard.start;
+        while start < shard.end {
+            let chunk = start..shard.end.min(start + self.chunk_elems);
+            start = chunk.end;
+            sums.push(self.add_up(group, &produced, &all, chunk)?);
+        }
+        self.pulled = self.peers()?.mark(Lane::Inward)?;
+        Ok(sums)
+    }
+
+    /// The sum over ranks of a part of this rank's shard.
+    fn add_up(
+        &self,
+        group: &GroupLayout,
+        produced: &Produced<'_>,
+        all: &[Vec<u64>],
+        chunk: Range<usize>,
+    ) -> Result<Tensor> {
+        let peers = self.peers()?;
+        let (size, elems) = (self.world.size, chunk.len());
         let shape = Shape::new(&[size * elems]);
         let all_ranks = peers.incoming(shape, DType::F32, Tag::Communication)?;
         for (peer, words) in all.iter().enumerate() {
@@ -310,11 +351,11 @@ impl DeviceComm {
                 peers.await_mark(Lane::Inward, peer, Lane::Compute, words[0])?;
             }
             let place = |part: Range<usize>| {
-                let at = |elem: usize| (peer * elems + elem - shard.start) * 4;
+                let at = |elem: usize| (peer * elems + elem - chunk.start) * 4;
                 at(part.start)..at(part.end)
             };
-            let mut done = shard.start;
-            for (slot, part) in group.parts(shard.clone()) {
+            let mut done = chunk.start;
+            for (slot, part) in group.parts(chunk.clone()) {
                 let Some(index) = group.slots.iter().position(|s| s.param == slot.param) else {
                     continue;
                 };
@@ -334,13 +375,11 @@ impl DeviceComm {
                 }
                 done = part.end;
             }
-            if done < shard.end {
-                peers.clear(&all_ranks, place(done..shard.end))?;
+            if done < chunk.end {
+                peers.clear(&all_ranks, place(done..chunk.end))?;
             }
         }
-        let pulled = peers.mark(Lane::Inward)?;
         peers.arrive()?;
-        self.pulled = pulled;
         let of = |rank: usize| all_ranks.narrow(rank * elems, elems);
         let mut sum = of(0)?;
         for rank in 1..size {

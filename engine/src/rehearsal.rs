@@ -8,7 +8,7 @@ use crate::access::{Lease, LeaseOwner, ParamAccess, Phase};
 use crate::activations::Activations;
 use crate::comm::rehearsal::{DryBuffer, DryWindow};
 use crate::comm::{CollectiveKind, WindowBytes, World};
-use crate::device_comm::{DeviceComm, OwnPart, Produced};
+use crate::device_comm::{DeviceComm, How, OwnPart, Produced};
 use crate::early;
 use crate::error::EngineError;
 use crate::plan::{Entry, GroupKind, PassKind, Plan, StateKind, Tier, UnitPlan};
@@ -51,7 +51,7 @@ enum Sum {
         #[expect(dead_code, reason = "held for its place")] DryBuffer,
         #[expect(dead_code, reason = "held for its count")] Reservation,
     ),
-    OnDevice(#[expect(dead_code, reason = "held for its place")] Tensor),
+    OnDevice(#[expect(dead_code, reason = "held for their places")] Vec<Tensor>),
 }
 
 #[derive(Default)]
@@ -184,7 +184,7 @@ impl Rehearsal {
         };
         if rehearsal.plan.devices_talk() {
             let plan = &rehearsal.plan;
-            let how = (plan.shards(), plan.config().device_transport);
+            let how = How::of(plan);
             let device = DeviceComm::rehearsed(rehearsal.backend.clone(), world, how)?;
             rehearsal.state.get_mut().device = Some(device);
         }

@@ -52,6 +52,12 @@ pub struct Fetch {
 }
 
 impl Fetch {
+    /// Number of elements.
+    #[must_use]
+    pub fn elems(&self) -> usize {
+        self.tensor.elems()
+    }
+
     /// The tensor, which is still there.
     #[must_use]
     pub const fn tensor(&self) -> &Tensor {

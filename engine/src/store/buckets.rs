@@ -40,8 +40,8 @@ impl Bucket {
 enum Sum {
     /// Of the communicator, with the count of its buffer.
     InWindow(Ticket, Reservation),
-    /// Of the devices, the shard only.
-    OnDevice(Fetch),
+    /// Of the devices, the shard only, in parts.
+    OnDevice(Vec<Fetch>),
 }
 
 pub(super) struct PendingReduce {
@@ -143,9 +143,10 @@ impl Store {
                 slots: &bucket.on_device,
                 mark: bucket.produced,
             };
-            let sum = device.reduce(unit, group, produced)?;
+            let sums = device.reduce(unit, group, produced)?;
             drop(bucket);
-            let sum = Sum::OnDevice(sum.fetch()?);
+            let fetches = sums.into_iter().map(|sum| sum.fetch());
+            let sum = Sum::OnDevice(fetches.collect::<Result<_, _>>()?);
             self.drain(plan.config().buckets_in_flight.saturating_sub(1))?;
             self.pending.push_back(PendingReduce { unit, sum });
             return Ok(());
@@ -215,8 +216,14 @@ impl Store {
                     let shard = self.unit_plan(unit).trainable.shard(rank);
                     self.take_sum(unit, &buffer.as_slice::<f32>()[shard])?;
                 }
-                Sum::OnDevice(fetch) => {
-                    let shard = fetch.f32()?;
+                Sum::OnDevice(fetches) => {
+                    let mut shard = vec![0.0; self.unit_plan(unit).trainable.shard_elems];
+                    let mut rest = &mut shard[..];
+                    for fetch in fetches {
+                        let (part, behind) = rest.split_at_mut(fetch.elems());
+                        fetch.f32_into(part)?;
+                        rest = behind;
+                    }
                     trace.end(started, Lane::Communication, name);
                     self.take_sum(unit, &shard)?;
                 }

@@ -6,7 +6,7 @@ mod step;
 use crate::access::{Lease, LeaseOwner, ParamAccess, Phase};
 use crate::activations::Activations;
 use crate::comm::{Communicator, Tag as CommTag};
-use crate::device_comm::DeviceComm;
+use crate::device_comm::{DeviceComm, How};
 use crate::error::EngineError;
 use crate::plan::{GroupKind, PassKind, Plan};
 use crate::spec::{ParamId, UnitId};
@@ -113,8 +113,7 @@ impl Zero {
         compare_plans(&plan, &*comm)?;
         let device = if plan.devices_talk() {
             let (backend, comm) = (backend.clone(), comm.clone());
-            let how = (plan.shards(), plan.config().device_transport);
-            Some(DeviceComm::join(backend, comm, how)?)
+            Some(DeviceComm::join(backend, comm, How::of(&plan))?)
         } else {
             None
         };

@@ -66,6 +66,8 @@ impl Case {
             device_transport: transport,
             prefetch_units: self.prefetch_units,
             max_grad_norm: Some(1.0),
+            // Of a few chunks, the last of which is shorter.
+            sub_group_elems: 1000,
             ..ZeroConfig::default()
         };
         Ok(Plan::new(model.spec().clone(), config, self.ranks)?)
