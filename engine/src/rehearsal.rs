@@ -11,7 +11,7 @@ use crate::comm::{CollectiveKind, WindowBytes, World};
 use crate::device_comm::{DeviceComm, How, OwnPart, Produced};
 use crate::early;
 use crate::error::EngineError;
-use crate::plan::{Entry, GroupKind, PassKind, Plan, StateKind, Tier, UnitPlan};
+use crate::plan::{Entry, GroupKind, Pass, PassKind, Plan, StateKind, Tier, UnitPlan};
 use crate::spec::{ParamId, UnitId};
 use crate::spill::{BLOCK_BYTES, SpillFile};
 use crate::store::shaped;
@@ -61,25 +61,6 @@ struct Unit {
     bucket: Option<(DryBuffer, Reservation)>,
     /// Gradients on a device apart.
     deposited: Vec<(ParamId, Tensor)>,
-}
-
-#[derive(Default)]
-struct Pass {
-    schedule: Vec<Entry>,
-    position: usize,
-    started: usize,
-    /// Whether the devices gather.
-    on_device: bool,
-}
-
-impl Pass {
-    /// Whether the unit of entry `at` is still readable from an entry just before it.
-    fn keeps(&self, at: usize, ahead: usize) -> bool {
-        let unit = self.schedule[at].unit;
-        self.schedule[at.saturating_sub(ahead.max(1))..at]
-            .iter()
-            .any(|before| before.unit == unit)
-    }
 }
 
 struct State {

@@ -12,6 +12,7 @@ pub use early::EarlyStep;
 pub use formats::Formats;
 pub use layout::{ALIGN_ELEMS, GroupKind, GroupLayout, Slot, UnitPlan};
 pub use memory::{MemoryReport, TierBytes};
+pub(crate) use schedule::Pass;
 pub use schedule::{Entry, PassKind};
 
 use crate::spec::{ModelSpec, ParamId, UnitId};

@@ -22,6 +22,28 @@ pub struct Entry {
     pub phase: Phase,
 }
 
+/// A walk through the uses of one pass: the same in a run and in its rehearsal.
+#[derive(Default)]
+pub(crate) struct Pass {
+    pub(crate) schedule: Vec<Entry>,
+    /// Entries that are behind.
+    pub(crate) position: usize,
+    /// Entries whose gathers have begun.
+    pub(crate) started: usize,
+    /// Whether the devices gather, and not the communicator.
+    pub(crate) on_device: bool,
+}
+
+impl Pass {
+    /// Whether the unit of entry `at` is still readable from an entry just before it.
+    pub(crate) fn keeps(&self, at: usize, ahead: usize) -> bool {
+        let unit = self.schedule[at].unit;
+        self.schedule[at.saturating_sub(ahead.max(1))..at]
+            .iter()
+            .any(|before| before.unit == unit)
+    }
+}
+
 pub(super) fn schedule(units: &[UnitPlan], kind: PassKind) -> Vec<Entry> {
     let forward = units.iter().map(|u| Entry {
         unit: u.id,

@@ -16,7 +16,7 @@ use crate::device_comm::{DeviceComm, Gathered, OwnPart};
 use crate::early::{EarlyRun, JOBS};
 use crate::error::EngineError;
 use crate::gradients::{Accumulator, Moment};
-use crate::plan::{Entry, GroupKind, PassKind, Plan, StateKind, Tier, UnitPlan};
+use crate::plan::{Entry, GroupKind, Pass, PassKind, Plan, StateKind, Tier, UnitPlan};
 use crate::prefetch::WeightReads;
 use crate::spec::{ParamId, UnitId};
 use crate::state::UnitState;
@@ -78,24 +78,6 @@ struct Early {
     stepped: bool,
     /// Sum of squares of gradients that are gone.
     squares: Option<f64>,
-}
-
-struct Pass {
-    schedule: Vec<Entry>,
-    position: usize,
-    started: usize,
-    /// Whether the devices gather, and not the communicator.
-    on_device: bool,
-}
-
-impl Pass {
-    /// Whether the unit of entry `at` is still readable from an entry just before it.
-    fn keeps(&self, at: usize, ahead: usize) -> bool {
-        let unit = self.schedule[at].unit;
-        self.schedule[at.saturating_sub(ahead.max(1))..at]
-            .iter()
-            .any(|before| before.unit == unit)
-    }
 }
 
 /// Resting weights, leases and gradients of one rank.
