@@ -28,10 +28,37 @@ const CHUNK_SUB_GROUPS: usize = 4;
 /// In a message: a gradient that this rank does not have.
 const ABSENT: u64 = u64::MAX;
 
+/// Where this rank's shard of a group's weights lies.
+pub(crate) enum Own<'a> {
+    /// In a rehearsal.
+    Nowhere,
+    /// In host memory.
+    Host(&'a [u8]),
+    /// In the device's own memory.
+    Device(Tensor),
+}
+
+impl Own<'_> {
+    /// Queues the bytes `range` of the shard into `to`, from its byte `at` on.
+    fn put(
+        &self,
+        peers: &dyn PeerAccess,
+        range: Range<usize>,
+        to: &Tensor,
+        at: usize,
+    ) -> Result<()> {
+        match self {
+            Self::Nowhere => Ok(()),
+            Self::Host(bytes) => Ok(peers.put(to, at, &bytes[range])?),
+            Self::Device(shard) => Ok(peers.take(shard, range.start, to, at..at + range.len())?),
+        }
+    }
+}
+
 /// This rank's part of one group's weights.
 pub(crate) struct OwnPart<'a> {
-    /// The bytes of its shard; none in a rehearsal.
-    pub(crate) bytes: Option<&'a [u8]>,
+    /// Its shard.
+    pub(crate) weights: Own<'a>,
     pub(crate) group: &'a GroupLayout,
     pub(crate) dtype: DType,
 }
@@ -83,6 +110,8 @@ pub(crate) struct DeviceComm {
     pulled: u64,
     /// By rank: the mark of its pulls that this device waits for already.
     awaited: Vec<u64>,
+    /// Whether weights in the device's own memory were changed since the last gather.
+    changed: bool,
 }
 
 impl DeviceComm {
@@ -158,6 +187,7 @@ impl DeviceComm {
             lent: Vec::new(),
             pulled: 0,
             awaited: vec![0; world.size],
+            changed: true,
         }
     }
 
@@ -175,6 +205,23 @@ impl DeviceComm {
             cause: "no library runs collectives of the device".into(),
         };
         Ok(self.backend.group().ok_or_else(missing)?)
+    }
+
+    /// Weights in the device's own memory may change from here on: behind the copies that read them.
+    pub(crate) fn weights_change(&mut self) -> Result<()> {
+        if !std::mem::replace(&mut self.changed, true) {
+            self.peers()?.arrive()?;
+        }
+        Ok(())
+    }
+
+    /// Copies that are queued from here on read weights behind their last change.
+    fn see_changes(&mut self) -> Result<()> {
+        if std::mem::replace(&mut self.changed, false) {
+            let peers = self.peers()?;
+            peers.await_own(peers.mark(Lane::Compute)?)?;
+        }
+        Ok(())
     }
 
     /// A mark behind everything that computes gradients so far.
@@ -221,6 +268,7 @@ impl DeviceComm {
         own: &[OwnPart<'_>],
         needed: bool,
     ) -> Result<Gathered> {
+        self.see_changes()?;
         if self.grouped {
             return self.gather_in_group(unit, own);
         }
@@ -236,9 +284,7 @@ impl DeviceComm {
             };
             if !needed {
                 let whole = incoming(group.shard_elems)?;
-                if let Some(bytes) = part.bytes {
-                    peers.put(&whole, 0, bytes)?;
-                }
+                part.weights.put(peers, 0..whole.size_bytes(), &whole, 0)?;
                 // Where each parameter would begin: only what lies in the shard is asked for.
                 let start = peers.offset(&whole)?;
                 words.extend(group.slots.iter().map(|slot| {
@@ -254,10 +300,11 @@ impl DeviceComm {
                 let tensor = incoming(slot.len)?;
                 words.push(peers.offset(&tensor)?);
                 let kept = slot.offset.max(shard.start)..slot.range().end.min(shard.end);
-                if let (Some(bytes), false) = (part.bytes, kept.is_empty()) {
+                if !kept.is_empty() {
                     let of = |elem: usize| (elem - shard.start) * size;
                     let at = (kept.start - slot.offset) * size;
-                    peers.put(&tensor, at, &bytes[of(kept.start)..of(kept.end)])?;
+                    let own = of(kept.start)..of(kept.end);
+                    part.weights.put(peers, own, &tensor, at)?;
                 }
                 lent.push(tensor.clone());
                 gathered.push((slot.param, tensor));
@@ -396,9 +443,8 @@ impl DeviceComm {
         for part in own {
             let shape = Shape::new(&[part.group.padded_elems]);
             let whole = peers.incoming(shape, part.dtype, Tag::Gathered)?;
-            if let Some(bytes) = part.bytes {
-                peers.put(&whole, rank * bytes.len(), bytes)?;
-            }
+            let own = part.group.shard_elems * part.dtype.size_bytes();
+            part.weights.put(peers, 0..own, &whole, rank * own)?;
             library.all_gather(&whole)?;
             for slot in &part.group.slots {
                 gathered.push((slot.param, whole.narrow(slot.offset, slot.len)?));

@@ -3,9 +3,9 @@
 use crate::error::EngineError;
 use crate::parallel;
 use crate::plan::{GroupLayout, Plan, StateKind, Tier, UnitPlan};
-use crate::tier::{Access, Region, Tiers};
+use crate::tier::{Access, COPY_ELEMS, Region, Tiers, access, windows};
 use half::bf16;
-use kernels::{DType, Float, Tag};
+use kernels::{DType, Float, Part, Shape, Tag, Tensor};
 use optim::accumulate::{RoundingPlace, add_rounded};
 use optim::clip::{NORM_BLOCK_ELEMS, SquareSum};
 use optim::rng::RandomStream;
@@ -74,20 +74,28 @@ impl Accumulator {
 
     /// Ends a micro-batch that had nothing for the ranges `missing` of the group: the first makes them zero.
     pub(crate) fn complete(&mut self, missing: impl Iterator<Item = Range<usize>>) -> Result<()> {
-        if !self.filled {
-            // In units of two bytes, which every gradient is a multiple of.
-            let halves = self.dtype.size_bytes() / 2;
-            let start = self.range.start * halves;
+        if self.filled {
+            return Ok(());
+        }
+        self.filled = true;
+        let first = self.range.start;
+        if let Region::Resident { states, backend } = &mut self.region {
+            let device = access(backend)?;
             for range in missing {
-                let range = range.start * halves..range.end * halves;
-                let zero = |_: Range<usize>, out: &mut [u16]| {
-                    out.fill(0);
-                    Ok(())
-                };
-                self.region
-                    .for_each_window(start, range, Access::Write, zero)?;
+                device.clear(states, range.start - first..range.end - first)?;
             }
-            self.filled = true;
+            return Ok(());
+        }
+        // In units of two bytes, which every gradient is a multiple of.
+        let halves = self.dtype.size_bytes() / 2;
+        for range in missing {
+            let range = range.start * halves..range.end * halves;
+            let zero = |_: Range<usize>, out: &mut [u16]| {
+                out.fill(0);
+                Ok(())
+            };
+            self.region
+                .for_each_window(first * halves, range, Access::Write, zero)?;
         }
         Ok(())
     }
@@ -117,6 +125,16 @@ impl Accumulator {
         let (start, first) = (self.range.start, range.start);
         let own = |part: &Range<usize>| part.start - first..part.end - first;
         let filled = self.filled;
+        if let Region::Resident { backend, .. } = &self.region {
+            let backend = backend.clone();
+            for part in windows(range, COPY_ELEMS) {
+                let bytes = bytemuck::cast_slice(&values[own(&part)]);
+                let shape = Shape::new(&[part.len()]);
+                let there = backend.upload(bytes, shape, DType::F32, Tag::Communication)?;
+                self.add_on_device(group, plan, at, part, &there)?;
+            }
+            return Ok(());
+        }
         let access = if filled {
             Access::Update
         } else {
@@ -157,6 +175,62 @@ impl Accumulator {
         }
         self.squares = squares.map(Squares::total);
         Ok(())
+    }
+
+    /// As [`Accumulator::add_part`] where sums rest on the device that has the values.
+    pub(crate) fn add_on_device(
+        &mut self,
+        group: &GroupLayout,
+        plan: &Plan,
+        at: Moment,
+        range: Range<usize>,
+        values: &Tensor,
+    ) -> Result<()> {
+        let Region::Resident { states, backend } = &mut self.region else {
+            return Err(EngineError::TiersDiffer);
+        };
+        let (device, fresh) = (access(backend)?, !self.filled);
+        let values = values.reshape([values.elems()])?;
+        let (start, first) = (self.range.start, range.start);
+        if self.dtype != DType::BF16 {
+            let start = range.start - start;
+            return Ok(device.add(Part { of: states, start }, &values, None, fresh)?);
+        }
+        let rounding = Rounding::new(plan, at);
+        for (slot, part) in group.parts(range) {
+            let place = rounding.place(plan.first_element(slot.param), part.start - slot.offset);
+            let values = values.narrow(part.start - first, part.len())?;
+            let start = part.start - start;
+            let sums = Part { of: states, start };
+            device.add(sums, &values, Some(place.on_device()), fresh)?;
+        }
+        Ok(())
+    }
+
+    /// Adds a micro-batch's gradients of everything kept here, from the device on which they rest, in parts.
+    pub(crate) fn add_all_on_device(
+        &mut self,
+        group: &GroupLayout,
+        plan: &Plan,
+        at: Moment,
+        parts: &[Tensor],
+    ) -> Result<()> {
+        let mut start = self.range.start;
+        for values in parts {
+            let range = start..start + values.elems();
+            start = range.end;
+            self.add_on_device(group, plan, at, range, values)?;
+        }
+        self.filled = true;
+        Ok(())
+    }
+
+    /// `range` of the group where it rests on a device apart.
+    pub(crate) fn on_device(&self, range: Range<usize>) -> Result<Option<Tensor>> {
+        let start = self.range.start;
+        let states = self.region.resident();
+        let part = states.map(|states| states.part(range.start - start..range.end - start));
+        Ok(part.transpose()?)
     }
 
     /// The elements `range` of the group as f32.
@@ -296,6 +370,15 @@ impl Rounding {
         }
     }
 
+    /// Where element `element` of a parameter whose first is `first_element` of the run stands.
+    fn place(&self, first_element: u64, element: usize) -> RoundingPlace {
+        RoundingPlace {
+            stream: self.stream,
+            time: self.time,
+            first_element: first_element + element as u64,
+        }
+    }
+
     /// Adds `values` to the elements `range` of a group.
     fn add(
         &self,
@@ -307,13 +390,8 @@ impl Rounding {
     ) {
         let start = range.start;
         for (slot, part) in group.parts(range) {
-            let first_element = plan.first_element(slot.param) + (part.start - slot.offset) as u64;
+            let place = self.place(plan.first_element(slot.param), part.start - slot.offset);
             let own = part.start - start..part.end - start;
-            let place = RoundingPlace {
-                stream: self.stream,
-                time: self.time,
-                first_element,
-            };
             add_rounded(place, &mut sums[own.clone()], &values[own]);
         }
     }

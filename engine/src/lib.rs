@@ -74,6 +74,7 @@ mod activations;
 pub mod checkpoint;
 pub mod comm;
 mod device_comm;
+mod device_step;
 mod early;
 mod error;
 #[doc(hidden)]

@@ -8,19 +8,20 @@ use crate::access::{Lease, LeaseOwner, ParamAccess, Phase};
 use crate::activations::Activations;
 use crate::comm::rehearsal::{DryBuffer, DryWindow};
 use crate::comm::{CollectiveKind, WindowBytes, World};
-use crate::device_comm::{DeviceComm, How, OwnPart, Produced};
+use crate::device_comm::{DeviceComm, How, Own, OwnPart, Produced};
+use crate::device_step::DeviceStep;
 use crate::early;
 use crate::error::EngineError;
 use crate::plan::{Entry, GroupKind, Pass, PassKind, Plan, StateKind, Tier, UnitPlan};
 use crate::spec::{ParamId, UnitId};
 use crate::spill::{BLOCK_BYTES, SpillFile};
 use crate::store::shaped;
-use crate::tier::{Tiers, WINDOW_ALIGN};
-use kernels::{Backend, DType, NullBackend, Pool, Reservation, Tag, Tensor};
+use crate::tier::{COPY_ELEMS, Tiers, WINDOW_ALIGN, access, windows};
+use crate::update::chunks;
+use kernels::{Backend, DType, NullBackend, Pool, Reservation, Resident, Shape, Tag, Tensor};
 use optim::StateSlot;
 use std::cell::RefCell;
-use std::collections::btree_map::Entry as MapEntry;
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -31,6 +32,7 @@ const PAGE: u64 = 4096;
 /// Memory that outlives a pass.
 enum Resting {
     Device(#[expect(dead_code, reason = "held for its place")] Tensor),
+    Apart(#[expect(dead_code, reason = "held for its place")] Resident),
     Elsewhere(#[expect(dead_code, reason = "held for its count")] Reservation),
 }
 
@@ -65,13 +67,11 @@ struct Unit {
 
 struct State {
     units: Vec<Unit>,
-    pending: VecDeque<Sum>,
+    pending: VecDeque<(UnitId, Sum)>,
     /// Collectives between devices.
     device: Option<DeviceComm>,
     /// The unit whose gradients are still to be fetched.
     closing: Option<UnitId>,
-    /// On a device apart, weights that stay there until they change.
-    kept: BTreeMap<ParamId, Tensor>,
     /// On a device apart, the weights leased last.
     uploaded: Option<(UnitId, Vec<(ParamId, Tensor)>)>,
     pass: Option<Pass>,
@@ -90,6 +90,11 @@ pub struct Rehearsal {
     activations: Option<Activations>,
     window: DryWindow,
     resting: Vec<Resting>,
+    /// Weights on a device apart, by unit and group.
+    weights: Vec<(UnitId, GroupKind, Resident)>,
+    /// Sums of gradients there, by unit.
+    sums: Vec<(UnitId, Resident)>,
+    device_step: Option<DeviceStep>,
     /// Handles of weights while they are leased: their bytes are counted elsewhere.
     handles: Pool,
     state: RefCell<State>,
@@ -151,6 +156,9 @@ impl Rehearsal {
             host_mapped: 0,
             window: DryWindow::new(world, plan.shards()),
             resting: Vec::new(),
+            weights: Vec::new(),
+            sums: Vec::new(),
+            device_step: None,
             handles: Pool::new("handles", None),
             state: RefCell::new(State {
                 units: plan.units().iter().map(|_| Unit::default()).collect(),
@@ -158,7 +166,6 @@ impl Rehearsal {
                 device: None,
                 closing: None,
                 uploaded: None,
-                kept: BTreeMap::new(),
                 pass: None,
             }),
             plan,
@@ -200,13 +207,25 @@ impl Rehearsal {
                 if !unit.group(kind).is_empty() {
                     let range = kept(unit, kind, config.stage.shards_parameters());
                     let dtype = config.precision.weight_dtype();
-                    self.rest(config.offload.param, &range, dtype, Tag::Parameters)?;
+                    if config.offload.param == Tier::Device && self.keeps_states() {
+                        let weights = access(&self.backend)?;
+                        let weights = weights.zeros(range.len(), dtype, Tag::Parameters)?;
+                        self.weights.push((unit.id, kind, weights));
+                    } else {
+                        self.rest(config.offload.param, &range, dtype, Tag::Parameters)?;
+                    }
                 }
             }
             if !unit.trainable.is_empty() && !plan.consumes_gradients(unit.id) {
                 let range = kept(unit, GroupKind::Trainable, config.shards_gradients());
-                let dtype = config.grad_dtype();
-                self.rest(config.offload.optimizer, &range, dtype, Tag::Gradients)?;
+                let (dtype, tier) = (config.grad_dtype(), config.offload.optimizer);
+                if tier == Tier::Device && self.keeps_states() {
+                    let sums = access(&self.backend)?;
+                    let sums = sums.zeros(range.len(), dtype, Tag::Gradients)?;
+                    self.sums.push((unit.id, sums));
+                } else {
+                    self.rest(tier, &range, dtype, Tag::Gradients)?;
+                }
             }
         }
         for unit in plan.units().iter().filter(|u| !u.trainable.is_empty()) {
@@ -231,7 +250,15 @@ impl Rehearsal {
                 self.count_host(4 * plan.waiting_elems() as u64, Tag::Gradients)?;
             }
         }
+        if self.keeps_states() && plan.steps_on_device() {
+            self.device_step = Some(DeviceStep::new(&plan, self.backend.clone())?);
+        }
         Ok(())
+    }
+
+    /// Whether the device has states in its own memory, which the host cannot address.
+    fn keeps_states(&self) -> bool {
+        self.backend.residents().is_some()
     }
 
     /// The elements `range` of a group, on `tier` from now on.
@@ -239,6 +266,10 @@ impl Rehearsal {
         let size = dtype.size_bytes();
         let bytes = range.len() * size;
         match tier {
+            Tier::Device if self.keeps_states() => {
+                let states = access(&self.backend)?.zeros(range.len(), dtype, tag)?;
+                self.resting.push(Resting::Apart(states));
+            }
             Tier::Device => {
                 let block = Tensor::null(&self.device, tag, [bytes], DType::U8)?;
                 self.resting.push(Resting::Device(block));
@@ -314,6 +345,7 @@ impl Rehearsal {
         state.pass = Some(Pass {
             schedule: self.plan.schedule(kind),
             on_device: gathers && !on_host,
+            on_host,
             ..Pass::default()
         });
     }
@@ -336,7 +368,7 @@ impl Rehearsal {
         if let Some(device) = &mut state.device {
             device.settle()?;
         }
-        state.pending.clear();
+        self.drain(&mut state.pending, 0)?;
         Ok(())
     }
 
@@ -353,13 +385,12 @@ impl Rehearsal {
         self.end_pass()
     }
 
-    /// What [`Zero::step`](crate::Zero::step) takes of the window.
-    pub fn step(&self) {
+    /// What [`Zero::step`](crate::Zero::step) takes of the window, and of a device apart.
+    ///
+    /// # Errors
+    /// Never today; counting has no limit.
+    pub fn step(&self) -> Result<()> {
         let config = self.plan.config();
-        let params = &self.plan.spec().params;
-        let mut state = self.state.borrow_mut();
-        state.kept.retain(|id, _| !params[id.index()].trainable);
-        drop(state);
         let trained = || self.plan.units().iter().filter(|u| !u.trainable.is_empty());
         let sharded_state = config.stage.shards_optimizer();
         // One rank's sums are those of all ranks.
@@ -381,13 +412,41 @@ impl Rehearsal {
                 drop(held.replace(buffer));
             }
         }
-        if sharded_state && !config.stage.shards_parameters() {
+        if self.plan.shares_updates() {
             let size = config.precision.weight_dtype().size_bytes();
             for unit in trained() {
                 let bytes = unit.trainable.padded_elems * size;
                 self.window.alloc(bytes).run(CollectiveKind::AllGather);
             }
         }
+        self.step_on_device()
+    }
+
+    fn step_on_device(&self) -> Result<()> {
+        let sums = self.sums.iter();
+        let sums = sums.map(|(unit, sums)| {
+            let shard = self.plan.unit(*unit).trainable.shard_elems;
+            sums.part(0..shard)
+        });
+        let sums = sums.collect::<Result<Vec<_>, _>>()?;
+        if !sums.is_empty() {
+            access(&self.backend)?.square_sums(&sums)?;
+        }
+        let Some(device) = &self.device_step else {
+            return Ok(());
+        };
+        let config = self.plan.config();
+        let gathered = config.shards_gradients() && !config.stage.shards_optimizer();
+        let elsewhere = config.offload.param != Tier::Device;
+        let ranges = self.sums.iter().map(|(unit, _)| {
+            let elems = self.plan.updated_elems(self.plan.unit(*unit));
+            (*unit, 0..elems)
+        });
+        let on_disk = config.offload.param == Tier::Nvme;
+        for chunk in chunks(ranges, config.sub_group_elems, on_disk) {
+            device.rehearse(&self.plan, &chunk.range, gathered, elsewhere)?;
+        }
+        Ok(())
     }
 
     // ---- as in the store --------------------------------------------------------------------
@@ -458,9 +517,9 @@ impl Rehearsal {
                     DType::U8,
                 )?);
             }
-            let bytes = None;
+            let weights = Own::Nowhere;
             parts.push(OwnPart {
-                bytes,
+                weights,
                 group,
                 dtype,
             });
@@ -482,7 +541,9 @@ impl Rehearsal {
         let readable = &mut state.units[unit.index()].readable;
         if readable.is_none() {
             let mut copies = Vec::new();
-            if self.plan.leases_copy() {
+            let there = !self.plan.leases_copy() && self.keeps_states();
+            let on_host = state.pass.as_ref().is_some_and(|pass| pass.on_host);
+            if self.plan.leases_copy() || there && on_host {
                 for kind in self.groups(unit) {
                     let bytes = self.weight_bytes(unit, kind);
                     let copy = Tensor::null(&self.device, Tag::Gathered, [bytes], DType::U8)?;
@@ -529,18 +590,38 @@ impl Rehearsal {
         Ok(())
     }
 
-    /// As the run: all that the device lacks, in the order of units.
-    fn keep(&self, state: &mut State, ids: &[ParamId]) -> Result<Vec<(ParamId, Tensor)>> {
-        let dtype = self.plan.config().precision.weight_dtype();
-        for (index, param) in self.plan.spec().params.iter().enumerate() {
-            if let MapEntry::Vacant(place) = state.kept.entry(ParamId(index as u32)) {
-                place.insert(self.backend.zeros(param.shape, dtype, Tag::Parameters)?);
+    fn adds_on_device(&self, unit: UnitId) -> bool {
+        self.keeps_states() && self.plan.adds_where_computed(unit)
+    }
+
+    /// Takes sums until `keep` are in flight; where they rest on the device, those of the window come back in pieces.
+    fn drain(&self, pending: &mut VecDeque<(UnitId, Sum)>, keep: usize) -> Result<()> {
+        while pending.len() > keep {
+            let Some((unit, sum)) = pending.pop_front() else {
+                break;
+            };
+            let comes_back = matches!(sum, Sum::InWindow(..));
+            if comes_back && self.keeps_states() && self.plan.sums_on_device(unit) {
+                let elems = self.plan.unit(unit).trainable.shard_elems;
+                for part in windows(0..elems, COPY_ELEMS) {
+                    let shape = Shape::new(&[part.len()]);
+                    let tag = Tag::Communication;
+                    self.backend.zeros(shape, DType::F32, tag)?;
+                }
             }
         }
-        let there = ids
-            .iter()
-            .filter_map(|id| Some((*id, state.kept.get(id)?.clone())));
-        Ok(there.collect())
+        Ok(())
+    }
+
+    /// The parameters of a unit where they rest on the device.
+    fn at_rest(&self, unit: UnitId) -> Result<Vec<(ParamId, Tensor)>> {
+        let mut flat = Vec::new();
+        for (_, kind, weights) in self.weights.iter().filter(|(of, ..)| *of == unit) {
+            for slot in &self.plan.unit(unit).group(*kind).slots {
+                flat.push((slot.param, weights.part(slot.range())?));
+            }
+        }
+        shaped(&self.plan, &flat)
     }
 
     /// The parameters of a unit that the devices gathered.
@@ -586,14 +667,16 @@ impl Rehearsal {
             let slots = &slots;
             let sum = device.reduce(unit, group, Produced { slots, mark })?;
             drop(deposited);
-            while pending.len() > keep {
-                pending.pop_front();
+            // Added where they are.
+            if !self.keeps_states() || !self.plan.sums_on_device(unit) {
+                self.drain(pending, keep)?;
+                pending.push_back((unit, Sum::OnDevice(sum)));
             }
-            pending.push_back(Sum::OnDevice(sum));
             return Ok(());
         }
         let bucket = match state.units[unit.index()].bucket.take() {
             Some(bucket) => Some(bucket),
+            None if self.adds_on_device(unit) => None,
             None => self.open_bucket(unit)?,
         };
         // Fetched one behind the other.
@@ -601,11 +684,10 @@ impl Rehearsal {
         if let Some((bucket, counted)) = bucket
             && config.shards_gradients()
         {
-            while state.pending.len() > keep {
-                state.pending.pop_front();
-            }
+            self.drain(&mut state.pending, keep)?;
             bucket.run(CollectiveKind::ReduceScatter);
-            state.pending.push_back(Sum::InWindow(bucket, counted));
+            let sum = Sum::InWindow(bucket, counted);
+            state.pending.push_back((unit, sum));
         }
         Ok(())
     }
@@ -635,8 +717,8 @@ impl ParamAccess for Rehearsal {
         let mut ids: Vec<ParamId> = slots.map(|slot| slot.param).collect();
         ids.sort_unstable();
         let mut state = self.state.borrow_mut();
-        if self.is_apart() && self.plan.keeps_uploads() {
-            return Ok(Lease::new(self, unit, phase, self.keep(&mut state, &ids)?));
+        if self.is_apart() && !self.plan.leases_copy() && self.keeps_states() {
+            return Ok(Lease::new(self, unit, phase, self.at_rest(unit)?));
         }
         let there = state.uploaded.as_ref().filter(|(there, _)| *there == unit);
         if let Some((_, params)) = there {
@@ -668,6 +750,9 @@ impl ParamAccess for Rehearsal {
     fn deposit(&self, id: ParamId, grad: &Tensor) -> Result<()> {
         let unit = self.plan.spec().params[id.index()].unit;
         let mut state = self.state.borrow_mut();
+        if self.adds_on_device(unit) {
+            return Ok(());
+        }
         if self.is_apart() {
             let deposited = &mut state.units[unit.index()].deposited;
             deposited.push((id, grad.clone()));

@@ -73,7 +73,6 @@ impl Zero {
     /// is then incomplete and the run must end.
     pub fn restore(&mut self, checkpoint: &Checkpoint, updates: u64) -> Result<(), EngineError> {
         check_trained(self.plan(), checkpoint)?;
-        self.forget_uploads(|_| false);
         let plan = self.plan().clone();
         let precision = plan.config().precision;
         for unit in plan.units() {

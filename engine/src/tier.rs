@@ -1,6 +1,7 @@
 //! Memory that outlives a pass, on the tier the plan puts it.
 //!
-//! Device memory comes from the device's pool. Host memory is a private anonymous memory map, counted against the host
+//! Device memory comes from the device's pool, or is resident memory of a device that the host cannot address: that is read
+//! and written through copies, and computed with where it lies. Host memory is a private anonymous memory map, counted against the host
 //! pool. Spilled memory is an extent of a file, reached through windows that are read ahead and written behind.
 
 use crate::error::EngineError;
@@ -10,7 +11,9 @@ use crate::spill::{Extent, PendingRead, Segment, SpillFile, SpillIo, SpillStats}
 use crate::trace::Trace;
 use bytemuck::Pod;
 use half::{bf16, f16};
-use kernels::{Block, DType, Float, Pool, Reservation, Tag};
+use kernels::{
+    Backend, Block, DType, Float, KernelError, Pool, Reservation, Resident, ResidentAccess, Tag,
+};
 use memmap2::{Advice, MmapMut};
 use std::collections::{HashMap, VecDeque};
 use std::ops::Range;
@@ -23,6 +26,8 @@ pub(crate) const WINDOW_ELEMS: usize = crate::spill::SEGMENT_BYTES / 4;
 /// Windows begin at multiples of this many elements of their group, so that they begin at block boundaries in every
 /// element type.
 pub(crate) const WINDOW_ALIGN: usize = 2048;
+/// Elements that are copied at once between a device apart and the host.
+pub(crate) const COPY_ELEMS: usize = 1 << 22;
 /// Maps from this size on ask for huge pages.
 const HUGE_BYTES: usize = 4 << 20;
 
@@ -34,6 +39,8 @@ pub struct Tiers {
     /// Host memory.
     pub host: Pool,
     spill: Option<Arc<Spill>>,
+    /// The device that keeps states in its own memory, where the host cannot address it.
+    apart: Option<Arc<dyn Backend>>,
     trace: Trace,
 }
 
@@ -45,8 +52,20 @@ impl Tiers {
             device,
             host,
             spill: None,
+            apart: None,
             trace: Trace::default(),
         }
+    }
+
+    /// The same for a rank that computes on `backend`.
+    pub(crate) fn on(mut self, backend: &Arc<dyn Backend>) -> Self {
+        self.apart = backend.residents().map(|_| backend.clone());
+        self
+    }
+
+    /// Whether states of the device's tier lie where the host cannot address them.
+    pub(crate) fn are_resident(&self) -> bool {
+        self.apart.is_some()
     }
 
     /// Adds the disk.
@@ -80,6 +99,9 @@ impl Tiers {
         dtype: DType,
         tag: Tag,
     ) -> Result<Region> {
+        if let (Tier::Device, Some(backend)) = (tier, &self.apart) {
+            return resident(backend, range.len(), dtype, tag);
+        }
         let bytes = range.len() * dtype.size_bytes();
         let phase = (range.start % WINDOW_ALIGN * dtype.size_bytes()) as u64;
         self.allocate_bytes((kind, tier), bytes, phase, tag)
@@ -141,6 +163,23 @@ impl Tiers {
     }
 }
 
+/// Zeros in the memory of a device apart.
+fn resident(backend: &Arc<dyn Backend>, elems: usize, dtype: DType, tag: Tag) -> Result<Region> {
+    Ok(Region::Resident {
+        states: access(backend)?.zeros(elems, dtype, tag)?,
+        backend: backend.clone(),
+    })
+}
+
+/// How the device keeps states.
+pub(crate) fn access(backend: &Arc<dyn Backend>) -> Result<&dyn ResidentAccess> {
+    let missing = || KernelError::Device {
+        op: "keep states",
+        cause: "the device keeps none".into(),
+    };
+    Ok(backend.residents().ok_or_else(missing)?)
+}
+
 /// The spill files of one rank.
 #[derive(Debug)]
 pub struct Spill {
@@ -200,6 +239,13 @@ impl Spill {
 pub enum Region {
     /// A block of the device pool.
     Device(Block),
+    /// Memory of a device apart.
+    Resident {
+        /// The elements.
+        states: Resident,
+        /// The device.
+        backend: Arc<dyn Backend>,
+    },
     /// A memory map.
     Mapped {
         /// The map, page aligned, at least `len` bytes.
@@ -225,7 +271,7 @@ impl Region {
     #[must_use]
     pub fn tier(&self) -> Tier {
         match self {
-            Self::Device(_) => Tier::Device,
+            Self::Device(_) | Self::Resident { .. } => Tier::Device,
             Self::Mapped { .. } => Tier::Host,
             Self::Spilled { .. } => Tier::Nvme,
         }
@@ -236,6 +282,7 @@ impl Region {
     pub fn len(&self) -> usize {
         match self {
             Self::Device(block) => block.as_bytes().len(),
+            Self::Resident { states, .. } => states.size_bytes(),
             Self::Mapped { len, .. } => *len,
             Self::Spilled { extent, .. } => extent.len() as usize,
         }
@@ -247,13 +294,31 @@ impl Region {
         self.len() == 0
     }
 
-    /// The bytes, where they are in memory.
+    /// The elements, where they rest on a device apart.
+    #[must_use]
+    pub fn resident(&self) -> Option<&Resident> {
+        match self {
+            Self::Resident { states, .. } => Some(states),
+            _ => None,
+        }
+    }
+
+    /// As [`Region::resident`], to be changed there.
+    #[must_use]
+    pub fn resident_mut(&mut self) -> Option<&mut Resident> {
+        match self {
+            Self::Resident { states, .. } => Some(states),
+            _ => None,
+        }
+    }
+
+    /// The bytes, where they are in memory that the host can address.
     #[must_use]
     pub fn in_memory(&self) -> Option<&[u8]> {
         match self {
             Self::Device(block) => Some(block.as_bytes()),
             Self::Mapped { map, len, .. } => Some(&map[..*len]),
-            Self::Spilled { .. } => None,
+            Self::Spilled { .. } | Self::Resident { .. } => None,
         }
     }
 
@@ -266,6 +331,7 @@ impl Region {
             Self::Spilled { extent, spill, .. } => {
                 Ok(spill.io.copy_out(extent, offset as u64, out)?)
             }
+            Self::Resident { states, backend } => Ok(access(backend)?.read(states, offset, out)?),
             Self::Device(_) | Self::Mapped { .. } => {
                 let all = self.in_memory().unwrap_or_default();
                 out.copy_from_slice(&all[offset..offset + out.len()]);
@@ -283,6 +349,9 @@ impl Region {
             Self::Spilled { extent, spill, .. } => {
                 return Ok(spill.io.copy_in(extent, offset as u64, bytes)?);
             }
+            Self::Resident { states, backend } => {
+                return Ok(access(backend)?.write(states, offset, bytes)?);
+            }
             Self::Device(block) => block.as_bytes_mut(),
             Self::Mapped { map, len, .. } => &mut map[..*len],
         };
@@ -294,7 +363,7 @@ impl Region {
     pub(crate) fn read_ahead(&self, bytes: Range<usize>) -> Result<Option<PendingRead>> {
         match self {
             Self::Spilled { extent, spill, .. } => Ok(spill.io.read_ahead(extent, wide(&bytes))?),
-            Self::Device(_) | Self::Mapped { .. } => Ok(None),
+            Self::Device(_) | Self::Resident { .. } | Self::Mapped { .. } => Ok(None),
         }
     }
 
@@ -308,6 +377,14 @@ impl Region {
         Ok(match self {
             Self::Device(block) => Window::Memory(&mut block.as_bytes_mut()[bytes]),
             Self::Mapped { map, .. } => Window::Memory(&mut map[bytes]),
+            Self::Resident { states, backend } => {
+                let mut copy = Copied::of(states, backend, bytes);
+                if access != Access::Write {
+                    copy.fetch()?;
+                }
+                copy.written = access != Access::Read;
+                Window::Copied(copy)
+            }
             Self::Spilled { extent, spill, .. } => {
                 let segment = match (access, ahead) {
                     (_, Some(ahead)) => ahead.wait()?,
@@ -350,6 +427,12 @@ impl Region {
                     written: true,
                 });
             }
+            Self::Resident { states, backend } => {
+                let mut copy = Copied::of(states, backend, bytes);
+                source.read(from.start, copy.as_bytes_mut())?;
+                copy.written = true;
+                return Ok(Window::Copied(copy));
+            }
             Self::Device(block) => block.as_bytes_mut(),
             Self::Mapped { map, len, .. } => &mut map[..*len],
         };
@@ -372,6 +455,7 @@ impl Region {
         let bytes = |part: &Range<usize>| (part.start - start) * size..(part.end - start) * size;
         let most = match self {
             Self::Spilled { .. } => WINDOW_ELEMS,
+            Self::Resident { .. } => COPY_ELEMS,
             Self::Device(_) | Self::Mapped { .. } => usize::MAX,
         };
         let parts: Vec<_> = windows(range, most).collect();
@@ -443,6 +527,8 @@ pub(crate) enum Access {
 pub(crate) enum Window<'r> {
     /// The region itself.
     Memory(&'r mut [u8]),
+    /// A copy of what a device apart has.
+    Copied(Copied<'r>),
     /// A copy.
     Segment {
         segment: Segment,
@@ -456,6 +542,7 @@ impl Window<'_> {
     pub(crate) fn as_mut_bytes(&mut self) -> &mut [u8] {
         match self {
             Self::Memory(bytes) => bytes,
+            Self::Copied(copy) => copy.as_bytes_mut(),
             Self::Segment { segment, .. } => segment.as_bytes_mut(),
         }
     }
@@ -473,8 +560,51 @@ impl Window<'_> {
                 io,
                 written: true,
             } => Ok(io.write(extent, segment)?),
+            Self::Copied(copy) => copy.commit(),
             Self::Memory(_) | Self::Segment { .. } => Ok(()),
         }
+    }
+}
+
+/// Bytes of a device apart in host memory.
+#[derive(Debug)]
+pub(crate) struct Copied<'r> {
+    states: &'r mut Resident,
+    backend: &'r Arc<dyn Backend>,
+    at: usize,
+    /// In words, so that elements of every type are aligned.
+    words: Vec<u32>,
+    len: usize,
+    written: bool,
+}
+
+impl<'r> Copied<'r> {
+    fn of(states: &'r mut Resident, backend: &'r Arc<dyn Backend>, bytes: Range<usize>) -> Self {
+        Self {
+            states,
+            backend,
+            at: bytes.start,
+            words: vec![0; bytes.len().div_ceil(4)],
+            len: bytes.len(),
+            written: false,
+        }
+    }
+
+    fn as_bytes_mut(&mut self) -> &mut [u8] {
+        &mut bytemuck::cast_slice_mut(&mut self.words)[..self.len]
+    }
+
+    fn fetch(&mut self) -> Result<()> {
+        let out = &mut bytemuck::cast_slice_mut(&mut self.words)[..self.len];
+        Ok(access(self.backend)?.read(self.states, self.at, out)?)
+    }
+
+    fn commit(self) -> Result<()> {
+        if !self.written {
+            return Ok(());
+        }
+        let bytes = &bytemuck::cast_slice(&self.words)[..self.len];
+        Ok(access(self.backend)?.write(self.states, self.at, bytes)?)
     }
 }
 

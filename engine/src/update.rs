@@ -1,6 +1,7 @@
 //! The optimizer step of one rank: chunk by chunk, reading the next while one is updated and the previous is written.
 
 use crate::comm::ReadBuffer;
+use crate::device_step::{DeviceStep, Gradients};
 use crate::error::EngineError;
 use crate::gradients::Accumulator;
 use crate::plan::{GroupKind, Plan};
@@ -65,7 +66,7 @@ pub(crate) struct Rule<'a> {
 pub(crate) type Reads = Vec<Option<PendingRead>>;
 
 /// Bytes of `range` in a region of `dtype` that begins at the group's element `start`.
-fn bytes(range: &Range<usize>, start: usize, dtype: DType) -> Range<usize> {
+pub(crate) fn bytes(range: &Range<usize>, start: usize, dtype: DType) -> Range<usize> {
     let size = dtype.size_bytes();
     (range.start - start) * size..(range.end - start) * size
 }
@@ -182,6 +183,8 @@ impl Rule<'_> {
 pub(crate) struct Update<'a> {
     pub(crate) rule: Rule<'a>,
     pub(crate) store: &'a mut Store,
+    /// Where a device steps.
+    pub(crate) device: Option<&'a DeviceStep>,
     pub(crate) trace: &'a Trace,
 }
 
@@ -225,7 +228,29 @@ impl Update<'_> {
         Ok(())
     }
 
+    fn step_on_device(
+        &mut self,
+        device: &DeviceStep,
+        chunk: &Chunk,
+        gathered: Option<&[u8]>,
+    ) -> Result<()> {
+        let Chunk { unit, range } = chunk;
+        let start = self.store.resting(*unit, GroupKind::Trainable).start;
+        let (gradients, weights, state) = self.store.of_update(*unit)?;
+        let gradients = match gathered {
+            Some(all) => Gradients::Here(&all[bytes(range, 0, gradients.dtype())]),
+            None => {
+                let there = gradients.on_device(range.clone())?;
+                Gradients::There(there.ok_or(EngineError::TiersDiffer)?)
+            }
+        };
+        device.step(self.rule.plan, chunk, gradients, (weights, start), state)
+    }
+
     fn step(&mut self, chunk: &Chunk, reads: Reads, gathered: Option<&[u8]>) -> Result<()> {
+        if let Some(device) = self.device {
+            return self.step_on_device(device, chunk, gathered);
+        }
         let Chunk { unit, range } = chunk;
         let dtype = self.rule.plan.config().precision.weight_dtype();
         let weight_access = if self.rule.reads_weights() {

@@ -13,6 +13,7 @@ use crate::arrival::Arrival;
 use crate::error::Result;
 use crate::peers::{GroupAccess, PeerAccess};
 use crate::pool::{Pool, Tag};
+use crate::resident::ResidentAccess;
 use crate::routed::{self, RoutedArgs};
 use crate::shared_lora::{self, SharedLora, SharedLoraGradArgs, SharedLoraGrads};
 use crate::timeline::DeviceSpan;
@@ -216,6 +217,11 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
 
     /// How a library runs collectives between this device and those of other ranks, where one can.
     fn group(&self) -> Option<&dyn GroupAccess> {
+        None
+    }
+
+    /// How the device keeps model states in its own memory, where the host cannot address that.
+    fn residents(&self) -> Option<&dyn ResidentAccess> {
         None
     }
 

@@ -253,6 +253,11 @@ impl Tensor {
         Arc::strong_count(&self.storage) == 1 && self.start_elems == 0
     }
 
+    /// Whether another handle to its memory is held.
+    pub(crate) fn is_shared(&self) -> bool {
+        Arc::strong_count(&self.storage) > 1
+    }
+
     /// Whether its values lie in the memory of a device that the host cannot address.
     #[must_use]
     pub fn is_on_device(&self) -> bool {

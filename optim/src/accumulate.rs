@@ -1,6 +1,7 @@
 //! Sums of gradients in `bf16`.
 
 use half::bf16;
+use kernels::Place;
 
 use crate::adamw::windows::{LARGE, Mode, Number};
 use crate::lanes::{Lanes, Loop, Simd};
@@ -16,6 +17,18 @@ pub struct RoundingPlace {
     pub time: u64,
     /// Global, unpadded logical index of the first element.
     pub first_element: u64,
+}
+
+impl RoundingPlace {
+    /// The same for the kernels of a device.
+    #[must_use]
+    pub fn on_device(self) -> Place {
+        Place {
+            key: self.stream.key(),
+            time: self.time,
+            first_element: self.first_element,
+        }
+    }
 }
 
 /// Adds `values` to `sums`, each result rounded stochastically. The result for an element depends on its value, sum

@@ -3,10 +3,10 @@
 use std::str::FromStr;
 
 use half::{bf16, f16};
-use kernels::DType;
+use kernels::{DType, Form};
 use serde::{Deserialize, Serialize};
 
-use crate::OptimError;
+use crate::{AdamW, OptimError};
 
 /// The arithmetic a model is trained in.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
@@ -195,6 +195,12 @@ pub trait Optimizer: Send + Sync + std::fmt::Debug {
         };
         let slots = self.slots(precision).iter();
         master + slots.map(|slot| slot.dtype.size_bytes()).sum::<usize>()
+    }
+
+    /// The rule as the kernels of a device do it where weights and state lie, with the same bits; `None` where they do
+    /// not know it in this precision.
+    fn on_device(&self, _precision: Precision) -> Option<(&AdamW, Form)> {
+        None
     }
 
     /// Updates weights and state in place.

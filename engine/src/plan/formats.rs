@@ -10,8 +10,6 @@ use std::fmt;
 pub struct Formats {
     /// Weights.
     pub weights: (DType, Tier),
-    /// Whether a device apart keeps them too.
-    pub weights_on_device: bool,
     /// Gradients in reductions between ranks.
     pub reduced: DType,
     /// Gradients summed over micro-batches.
@@ -32,7 +30,6 @@ impl Plan {
         let slots = slots.iter().map(|slot| (slot.name, slot.dtype));
         Formats {
             weights: (config.precision.weight_dtype(), config.offload.param),
-            weights_on_device: self.keeps_uploads(),
             reduced: DType::F32,
             accumulated: (config.grad_dtype(), config.offload.optimizer),
             optimizer: (
@@ -68,13 +65,8 @@ impl fmt::Display for Formats {
             .collect();
         write!(
             f,
-            "weights {} ({}{}) · gradients reduced in {}, summed in {} ({}) · {} ({}) · saved activations ({})",
+            "weights {} ({}) · gradients reduced in {}, summed in {} ({}) · {} ({}) · saved activations ({})",
             short(weights),
-            if self.weights_on_device {
-                "device, and "
-            } else {
-                ""
-            },
             place(param),
             short(self.reduced),
             short(accumulated),

@@ -64,15 +64,7 @@ impl Plan {
     /// Whether a lease needs a buffer of its own instead of reading the weights where they are.
     #[must_use]
     pub fn leases_copy(&self) -> bool {
-        let rests = self.config().offload.param == Tier::Device || self.keeps_uploads();
-        !rests || self.gathers_parameters()
-    }
-
-    /// Whether a device apart keeps the weights that it was given.
-    #[must_use]
-    pub fn keeps_uploads(&self) -> bool {
-        let config = self.config();
-        config.keep_uploads && config.offload.param != Tier::Nvme && !self.gathers_parameters()
+        self.config().offload.param != Tier::Device || self.gathers_parameters()
     }
 
     /// Whether a lease runs an all-gather.
@@ -98,6 +90,34 @@ impl Plan {
         config.shards_gradients()
             || config.offload.optimizer == Tier::Nvme
             || self.consumes_gradients(unit)
+    }
+
+    /// Whether the gradients of `unit` are summed in the device's memory.
+    #[must_use]
+    pub fn sums_on_device(&self, unit: UnitId) -> bool {
+        self.config().offload.optimizer == Tier::Device && !self.consumes_gradients(unit)
+    }
+
+    /// Whether every rank keeps whole weights of which it updates a part.
+    #[must_use]
+    pub fn shares_updates(&self) -> bool {
+        let stage = self.config().stage;
+        stage.shards_optimizer() && !stage.shards_parameters() && self.shards() > 1
+    }
+
+    /// Whether a device whose states are its own keeps what an update changes.
+    #[must_use]
+    pub fn steps_on_device(&self) -> bool {
+        let trains = self.units().iter().any(|unit| !unit.trainable.is_empty());
+        self.config().offload.optimizer == Tier::Device && trains
+    }
+
+    /// Whether a device whose states are its own adds the gradients of `unit` to their sums at once: where the sums lie
+    /// there, and are those of all ranks or are reduced behind the last micro-batch.
+    #[must_use]
+    pub fn adds_where_computed(&self, unit: UnitId) -> bool {
+        let reduced_at_once = self.world_size() > 1 && self.config().shards_gradients();
+        self.sums_on_device(unit) && !reduced_at_once
     }
 
     /// Bytes of the training state in a checkpoint, of all ranks together: of every trained element its master weight

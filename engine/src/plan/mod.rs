@@ -189,10 +189,6 @@ pub struct ZeroConfig {
     pub shard_group: Option<usize>,
     /// Tiers.
     pub offload: Offload,
-    /// On a device apart, weights stay there once they are uploaded, beside those in host memory, as far as no gather
-    /// brings them.
-    #[serde(default)]
-    pub keep_uploads: bool,
     /// What carries weights and gradients between devices apart.
     #[serde(default)]
     pub device_transport: DeviceTransport,
@@ -240,7 +236,6 @@ impl Default for ZeroConfig {
             grad_dtype: None,
             shard_group: None,
             offload: Offload::default(),
-            keep_uploads: false,
             device_transport: DeviceTransport::Host,
             prefetch_units: 1,
             buckets_in_flight: 1,

@@ -32,6 +32,8 @@ pub(crate) struct Pass {
     pub(crate) started: usize,
     /// Whether the devices gather, and not the communicator.
     pub(crate) on_device: bool,
+    /// Whether weights are read in host memory.
+    pub(crate) on_host: bool,
 }
 
 impl Pass {

@@ -87,6 +87,7 @@ impl Store {
             });
         }
         let range = group.slots[index].range();
+        let adds_on_device = self.adds_on_device(unit);
         if let Some(bucket) = &mut self.units[unit.index()].bucket {
             if std::mem::replace(&mut bucket.deposited[index], true) {
                 return refuse("it was deposited already in this micro-batch");
@@ -94,6 +95,11 @@ impl Store {
             if self.device.is_some() && plan.config().shards_gradients() {
                 bucket.on_device[index] = Some(grad.clone());
                 return Ok(());
+            }
+            if adds_on_device {
+                return self.accumulate(unit, |gradients, plan, moment| {
+                    gradients.add_on_device(group, plan, moment, range, grad)
+                });
             }
             if self.apart {
                 bucket.fetches.push((range, grad.fetch()?));
@@ -109,6 +115,12 @@ impl Store {
         self.accumulate(unit, |gradients, plan, moment| {
             gradients.add_part(group, plan, moment, range, &values)
         })
+    }
+
+    /// Whether gradients of `unit` are added where they are computed, because their sums rest there and nobody else has a
+    /// part of them yet.
+    fn adds_on_device(&self, unit: UnitId) -> bool {
+        self.tiers.are_resident() && self.plan.adds_where_computed(unit)
     }
 
     /// Where a micro-batch's gradients of `unit` are collected before they are reduced or added to their sum.
@@ -145,13 +157,19 @@ impl Store {
             };
             let sums = device.reduce(unit, group, produced)?;
             drop(bucket);
+            if self.tiers.are_resident() && plan.sums_on_device(unit) {
+                self.accumulate(unit, |gradients, plan, moment| {
+                    gradients.add_all_on_device(group, plan, moment, &sums)
+                })?;
+                return self.step_early(unit);
+            }
             let fetches = sums.into_iter().map(|sum| sum.fetch());
             let sum = Sum::OnDevice(fetches.collect::<Result<_, _>>()?);
             self.drain(plan.config().buckets_in_flight.saturating_sub(1))?;
             self.pending.push_back(PendingReduce { unit, sum });
             return Ok(());
         }
-        if bucket.buffer.is_none() {
+        if bucket.buffer.is_none() && !self.adds_on_device(unit) {
             bucket.buffer = self.bucket_buffer(unit)?;
         }
         for (range, fetch) in std::mem::take(&mut bucket.fetches) {

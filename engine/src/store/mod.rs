@@ -12,7 +12,7 @@ use buckets::{Bucket, PendingReduce};
 
 use crate::access::{Lease, LeaseOwner, Phase};
 use crate::comm::{Collective, CollectiveKind, Communicator, ReadBuffer, Tag as CommTag, Ticket};
-use crate::device_comm::{DeviceComm, Gathered, OwnPart};
+use crate::device_comm::{DeviceComm, Gathered, Own, OwnPart};
 use crate::early::{EarlyRun, JOBS};
 use crate::error::EngineError;
 use crate::gradients::{Accumulator, Moment};
@@ -23,7 +23,7 @@ use crate::state::UnitState;
 use crate::tier::{Region, Tiers};
 use crate::timing::CopyClock;
 use crate::trace::Lane;
-use kernels::{DType, ForeignBytes, Reservation, Tag, Tensor};
+use kernels::{DType, ForeignBytes, Reservation, Resident, Tag, Tensor};
 use optim::Optimizer;
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -57,7 +57,7 @@ enum Residency {
     Sharded,
     InFlight(Vec<(GroupKind, Ticket, Reservation)>),
     Resident(Vec<(GroupKind, ForeignBytes)>),
-    /// Gathered by the devices; flat.
+    /// Gathered by the devices, or where they rest there; flat.
     OnDevice(Gathered),
 }
 
@@ -195,18 +195,23 @@ impl Store {
         }
     }
 
+    /// Orders a change of weights behind the devices that read them.
+    fn weights_change(&mut self) -> Result<()> {
+        let there = self.tiers.are_resident() && self.plan.config().offload.param == Tier::Device;
+        match &mut self.device {
+            Some(device) if there => device.weights_change(),
+            _ => Ok(()),
+        }
+    }
+
     /// The resting weights of a group, writable.
     pub(crate) fn weights_mut(&mut self, unit: UnitId, kind: GroupKind) -> Result<&mut Region> {
         let name = self.unit_name(unit);
+        self.weights_change()?;
         let state = &mut self.units[unit.index()];
         // Views of unsharded device weights share their memory with the region.
         state.residency = Residency::Sharded;
-        state
-            .weights
-            .iter_mut()
-            .find(|(k, _)| *k == kind)
-            .and_then(|(_, region)| Arc::get_mut(region))
-            .ok_or(EngineError::WeightsBorrowed { unit: name })
+        sole(&mut state.weights, kind).ok_or(EngineError::WeightsBorrowed { unit: name })
     }
 
     /// The resting weights of a group.
@@ -225,14 +230,17 @@ impl Store {
         unit: UnitId,
     ) -> Result<(&mut Accumulator, &mut Region, &mut UnitState)> {
         let name = self.unit_name(unit);
+        self.weights_change()?;
         let parts = &mut self.units[unit.index()];
         parts.residency = Residency::Sharded;
-        let weights = parts
-            .weights
-            .iter_mut()
-            .find(|(k, _)| *k == GroupKind::Trainable)
-            .and_then(|(_, region)| Arc::get_mut(region));
-        match (&mut parts.gradients, weights, &mut parts.state) {
+        let Unit {
+            weights,
+            gradients,
+            state,
+            ..
+        } = parts;
+        let weights = sole(weights, GroupKind::Trainable);
+        match (gradients, weights, state) {
             (Some(gradients), Some(weights), Some(state)) => Ok((gradients, weights, state)),
             _ => Err(EngineError::WeightsBorrowed { unit: name }),
         }
@@ -286,6 +294,7 @@ impl Store {
             position: 0,
             started: 0,
             on_device: self.device.is_some() && self.plan.gathers_parameters() && !on_host,
+            on_host,
         });
     }
 
@@ -444,9 +453,10 @@ impl Store {
         let mut staged = Vec::new();
         for (kind, region) in weights {
             let reads = &mut self.reads;
-            staged.push(match region.in_memory() {
-                Some(_) => None,
-                None => {
+            let addressed = region.in_memory().is_some() || region.resident().is_some();
+            staged.push(match addressed {
+                true => None,
+                false => {
                     let mut block = self.tiers.device.take(region.len(), Tag::Gathered)?;
                     self.copies.time(region.tier(), || {
                         reads.fetch((unit, *kind), region, block.as_bytes_mut())
@@ -457,17 +467,18 @@ impl Store {
         }
         let unit_plan = self.plan.unit(unit);
         let parts = weights.iter().zip(&staged).map(|((kind, region), staged)| {
-            let bytes = match staged {
-                Some(block) => Some(block.as_bytes()),
-                None => region.in_memory(),
+            let weights = match (staged, region.resident()) {
+                (Some(block), _) => Own::Host(block.as_bytes()),
+                (None, Some(states)) => Own::Device(states.part(0..states.elems())?),
+                (None, None) => Own::Host(region.in_memory().unwrap_or_default()),
             };
-            OwnPart {
-                bytes,
+            Ok(OwnPart {
+                weights,
                 group: unit_plan.group(*kind),
                 dtype,
-            }
+            })
         });
-        let parts: Vec<OwnPart<'_>> = parts.collect();
+        let parts = parts.collect::<Result<Vec<OwnPart<'_>>>>()?;
         let trace = self.tiers.trace();
         let started = trace.now();
         let gathered = device.gather(unit, &parts, needed)?;
@@ -484,6 +495,8 @@ impl Store {
         if self.on_device() {
             self.gather_on_device(unit, true)?;
         }
+        let on_host = self.pass.as_ref().is_some_and(|pass| pass.on_host);
+        let in_place = !self.plan.leases_copy();
         let state = &mut self.units[unit.index()];
         let resident = match std::mem::replace(&mut state.residency, Residency::Sharded) {
             Residency::Resident(groups) => groups,
@@ -510,8 +523,19 @@ impl Store {
                 }
                 groups
             }
+            Residency::Sharded if in_place && self.tiers.are_resident() && !on_host => {
+                let mut there = Gathered::new();
+                for (kind, region) in &state.weights {
+                    let states = region.resident().ok_or(EngineError::TiersDiffer)?;
+                    for slot in &self.plan.unit(unit).group(*kind).slots {
+                        there.push((slot.param, states.part(slot.range())?));
+                    }
+                }
+                state.residency = Residency::OnDevice(there);
+                return Ok(());
+            }
             Residency::Sharded => {
-                let copy = self.plan.leases_copy();
+                let copy = !in_place || self.tiers.are_resident();
                 let mut groups: Vec<(GroupKind, ForeignBytes)> = Vec::new();
                 for (kind, region) in &state.weights {
                     let bytes: ForeignBytes = if copy {
@@ -604,17 +628,6 @@ impl Store {
         }
     }
 
-    /// The weights of `unit` where they rest, ascending by parameter.
-    pub(crate) fn at_rest(&self, unit: UnitId) -> Result<Vec<(ParamId, Tensor)>> {
-        let weights = self.units[unit.index()].weights.iter();
-        let groups: Vec<(GroupKind, ForeignBytes)> = weights
-            .map(|(kind, region)| -> (GroupKind, ForeignBytes) {
-                (*kind, Arc::new(InPlace(region.clone())))
-            })
-            .collect();
-        self.tensors(unit, &groups)
-    }
-
     fn tensors(
         &self,
         unit: UnitId,
@@ -636,6 +649,14 @@ impl Store {
     pub(crate) fn end_lease(&mut self, unit: UnitId, phase: Phase) -> Result<()> {
         self.finish_entry(Entry { unit, phase })
     }
+}
+
+/// The resting weights of a group, where nobody reads them.
+fn sole(weights: &mut [(GroupKind, Arc<Region>)], kind: GroupKind) -> Option<&mut Region> {
+    let (_, region) = weights.iter_mut().find(|(other, _)| *other == kind)?;
+    let region = Arc::get_mut(region)?;
+    let read = region.resident().is_some_and(Resident::is_shared);
+    (!read).then_some(region)
 }
 
 /// What devices gathered, in the shapes of parameters and ascending.

@@ -7,6 +7,7 @@ use crate::access::{Lease, LeaseOwner, ParamAccess, Phase};
 use crate::activations::Activations;
 use crate::comm::{Communicator, Tag as CommTag};
 use crate::device_comm::{DeviceComm, How};
+use crate::device_step::DeviceStep;
 use crate::error::EngineError;
 use crate::plan::{GroupKind, PassKind, Plan};
 use crate::spec::{ParamId, UnitId};
@@ -18,8 +19,6 @@ use crate::trace::{Lane, Trace};
 use kernels::{Backend, Pool, Tag, Tensor};
 use optim::{GroupOptions, Optimizer};
 use std::cell::{Cell, RefCell};
-use std::collections::BTreeMap;
-use std::collections::btree_map::Entry;
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -70,13 +69,13 @@ pub struct Zero {
     optimizer: Arc<OptimizerConfig>,
     tiers: Tiers,
     activations: Option<Activations>,
+    /// Where a device steps what it keeps.
+    device_step: Option<DeviceStep>,
     pub(crate) store: RefCell<Store>,
     pub(crate) step: u64,
     totals: Totals,
     /// On a device apart, the weights leased last: the next ones come in while it still computes with these.
     uploaded: RefCell<Option<Uploaded>>,
-    /// On a device apart, weights that stay there until they change.
-    kept: RefCell<BTreeMap<ParamId, Tensor>>,
     /// The last unit leased in a pass that has not ended well.
     leased: Cell<Option<(UnitId, Phase)>>,
     /// When it was leased, if that is recorded.
@@ -111,6 +110,7 @@ impl Zero {
         optimizer: OptimizerConfig,
     ) -> Result<Self> {
         compare_plans(&plan, &*comm)?;
+        let tiers = tiers.on(&backend);
         let device = if plan.devices_talk() {
             let (backend, comm) = (backend.clone(), comm.clone());
             Some(DeviceComm::join(backend, comm, How::of(&plan))?)
@@ -124,6 +124,11 @@ impl Zero {
             &*optimizer.rule,
             (backend.device().is_apart(), device),
         )?;
+        let device_step = if tiers.are_resident() && plan.steps_on_device() {
+            Some(DeviceStep::new(&plan, backend.clone())?)
+        } else {
+            None
+        };
         let activations = Activations::new(plan.config().offload.activation, tiers.clone())
             .map(|keeper| keeper.of(&*backend));
         Ok(Self {
@@ -133,11 +138,11 @@ impl Zero {
             optimizer: Arc::new(optimizer),
             activations,
             tiers,
+            device_step,
             store: RefCell::new(store),
             step: 0,
             totals: Totals::default(),
             uploaded: RefCell::new(None),
-            kept: RefCell::default(),
             leased: Cell::new(None),
             leased_at: Cell::new(None),
             non_finite: None,
@@ -204,7 +209,6 @@ impl Zero {
         E: Into<Box<dyn std::error::Error + Send + Sync>>,
     {
         let plan = self.plan.clone();
-        self.forget_uploads(|_| false);
         let mut chunk = Vec::new();
         for unit in plan.units() {
             for kind in GroupKind::ALL {
@@ -371,9 +375,6 @@ impl Zero {
         unit: UnitId,
         params: Vec<(ParamId, Tensor)>,
     ) -> Result<Vec<(ParamId, Tensor)>> {
-        if self.plan.keeps_uploads() {
-            return self.keep(params);
-        }
         let mut uploaded = self.uploaded.borrow_mut();
         if let Some((_, there)) = uploaded.as_ref().filter(|(there, _)| *there == unit) {
             return Ok(there.clone());
@@ -390,35 +391,6 @@ impl Zero {
         }
         *uploaded = Some((unit, there.clone()));
         Ok(there)
-    }
-
-    /// The same where the device keeps what it has. All that it lacks is uploaded at once: one behind the other they
-    /// leave no holes between what passes come and go with.
-    fn keep(&self, params: Vec<(ParamId, Tensor)>) -> Result<Vec<(ParamId, Tensor)>> {
-        let mut kept = self.kept.borrow_mut();
-        if kept.len() < self.plan.spec().params.len() {
-            for unit in self.plan.units() {
-                let weights = self.store.borrow().at_rest(unit.id)?;
-                for (id, weight) in weights {
-                    if let Entry::Vacant(place) = kept.entry(id) {
-                        let bytes = weight.host_bytes()?;
-                        let (shape, dtype) = (weight.shape(), weight.dtype());
-                        let there = self.backend.upload(&bytes, shape, dtype, Tag::Parameters)?;
-                        place.insert(there);
-                    }
-                }
-            }
-        }
-        let there = params.into_iter().map(|(id, weight)| {
-            let weight = kept.get(&id).cloned().unwrap_or(weight);
-            (id, weight)
-        });
-        Ok(there.collect())
-    }
-
-    /// Weights that stay on a device apart have changed in host memory, but for those that are `same`.
-    pub(crate) fn forget_uploads(&mut self, same: impl Fn(ParamId) -> bool) {
-        self.kept.get_mut().retain(|id, _| same(*id));
     }
 
     /// A lease whose weights stay where the store has them.

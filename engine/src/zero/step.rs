@@ -6,6 +6,7 @@ use crate::error::EngineError;
 use crate::plan::{GroupKind, Plan, Tier};
 use crate::spec::{ParamId, UnitId};
 use crate::store::Store;
+use crate::tier::access;
 use crate::timing::CopyClock;
 use crate::update::{Rule, Scalars, Update, chunks};
 use kernels::DType;
@@ -81,8 +82,6 @@ impl Zero {
             report.step = self.step;
             self.update(scalars, &kept)?;
             self.share_updated_weights()?;
-            let plan = self.plan.clone();
-            self.forget_uploads(|id| !plan.spec().params[id.index()].trainable);
         }
         self.store.get_mut().clear_gradients(self.step);
         self.totals = Totals::default();
@@ -160,24 +159,41 @@ impl Zero {
     /// and ranks in order. The same in every stage, tier and bucket order.
     fn sum_of_squares(&mut self) -> Result<f64> {
         let rank = self.shard();
-        let mut own = 0.0;
-        self.non_finite = None;
+        let mut all = Vec::new();
+        let mut there = Vec::new();
         for unit in self.trainable_units() {
             let shard = self.plan.unit(unit).trainable.shard(rank);
             let store = self.store.get_mut();
             let squares = match store.consumed_squares(unit) {
-                Some(squares) => Some(squares),
+                Some(squares) => squares,
                 None => match store.gradients_mut(unit)? {
-                    Some(gradients) => Some(gradients.sum_of_squares(shard)?),
-                    None => None,
+                    Some(gradients) => match gradients.on_device(shard.clone())? {
+                        Some(sums) => {
+                            there.push((all.len(), sums));
+                            0.0
+                        }
+                        None => gradients.sum_of_squares(shard)?,
+                    },
+                    None => continue,
                 },
             };
-            if let Some(squares) = squares {
-                if !squares.is_finite() {
-                    self.non_finite = Some(unit);
-                }
-                own += squares;
+            all.push((unit, squares));
+        }
+        // All of a device's at once: it is waited for once.
+        if !there.is_empty() {
+            let (places, sums): (Vec<usize>, Vec<_>) = there.into_iter().unzip();
+            let squares = access(&self.backend)?.square_sums(&sums)?;
+            for (place, squares) in places.into_iter().zip(squares) {
+                all[place].1 = squares;
             }
+        }
+        self.non_finite = None;
+        let mut own = 0.0;
+        for (unit, squares) in all {
+            if !squares.is_finite() {
+                self.non_finite = Some(unit);
+            }
+            own += squares;
         }
         let all = self.comm.all_gather_f64(&[own], CommTag::new("norm", 0))?;
         // The other groups hold the same sums.
@@ -222,13 +238,19 @@ impl Zero {
         let ranges = units.into_iter().map(|unit| (unit, self.updated(unit)));
         let chunks = chunks(ranges, config.sub_group_elems, on_disk);
         let comm = self.comm.clone();
+        let rule = Rule {
+            plan: &plan,
+            optimizer: &self.optimizer,
+            scalars,
+        };
+        let steps_there = match &mut self.device_step {
+            Some(device) => device.begin(&rule)?,
+            None => false,
+        };
         let update = Update {
-            rule: Rule {
-                plan: &plan,
-                optimizer: &self.optimizer,
-                scalars,
-            },
+            rule,
             store: self.store.get_mut(),
+            device: self.device_step.as_ref().filter(|_| steps_there),
             trace: self.tiers.trace(),
         };
         update.run(&chunks, &mut |store, unit| {
@@ -239,8 +261,7 @@ impl Zero {
 
     /// Stages 1 and 2: every rank receives the weights the others updated.
     fn share_updated_weights(&mut self) -> Result<()> {
-        let stage = self.plan.config().stage;
-        if !stage.shards_optimizer() || stage.shards_parameters() {
+        if !self.plan.shares_updates() {
             return Ok(());
         }
         let rank = self.shard();

@@ -105,7 +105,7 @@ fn rehearsed(config: &ZeroConfig, world: usize) -> Seen {
         rehearsal.begin_pass(PassKind::Train);
         pass(&rehearsal, &spec).unwrap();
         rehearsal.end_pass().unwrap();
-        rehearsal.step();
+        rehearsal.step().unwrap();
     }
     rehearsal.visit_weights().unwrap();
     (

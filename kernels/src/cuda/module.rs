@@ -7,6 +7,17 @@ pub const PRIMITIVES: &str = include_str!("source/primitives.cuh");
 /// What all families share.
 pub const PRELUDE: &str = include_str!("source/prelude.cuh");
 
+/// The text of a family that rounds stochastically.
+macro_rules! rounding {
+    ($path:literal) => {
+        concat!(
+            include_str!("source/rounding.cuh"),
+            "\n",
+            include_str!($path)
+        )
+    };
+}
+
 /// A source file of kernels.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 #[non_exhaustive]
@@ -17,6 +28,8 @@ pub enum Family {
     PrimitivesCheck,
     /// `AdamW` steps.
     AdamW,
+    /// Sums of gradients in bf16.
+    Accumulate,
     /// The norm of gradients.
     GradNorm,
     /// RMS norm and layer norm.
@@ -45,10 +58,11 @@ pub enum Family {
 
 impl Family {
     /// Every family.
-    pub const ALL: [Self; 15] = [
+    pub const ALL: [Self; 16] = [
         Self::Cast,
         Self::PrimitivesCheck,
         Self::AdamW,
+        Self::Accumulate,
         Self::GradNorm,
         Self::Norm,
         Self::Attention,
@@ -70,6 +84,7 @@ impl Family {
             Self::Cast => "cast",
             Self::PrimitivesCheck => "primitives_check",
             Self::AdamW => "adamw",
+            Self::Accumulate => "accumulate",
             Self::GradNorm => "grad_norm",
             Self::Norm => "norm",
             Self::Attention => "attention",
@@ -91,7 +106,8 @@ impl Family {
         match self {
             Self::Cast => include_str!("source/cast.cu"),
             Self::PrimitivesCheck => include_str!("source/primitives_check.cu"),
-            Self::AdamW => include_str!("source/adamw.cu"),
+            Self::AdamW => rounding!("source/adamw.cu"),
+            Self::Accumulate => rounding!("source/accumulate.cu"),
             Self::GradNorm => include_str!("source/grad_norm.cu"),
             Self::Norm => include_str!("source/norm.cu"),
             Self::Attention => include_str!("source/attention.cu"),
@@ -115,6 +131,7 @@ impl Family {
             Self::Cast => super::ops::cast::modules(),
             Self::PrimitivesCheck => super::ops::primitives_check::modules(),
             Self::AdamW => super::ops::adamw::modules(),
+            Self::Accumulate => super::ops::accumulate::modules(),
             Self::GradNorm => super::ops::grad_norm::modules(),
             Self::Norm => super::ops::norm::modules(),
             Self::Attention => super::ops::attention::modules(),

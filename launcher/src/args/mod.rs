@@ -178,7 +178,7 @@ pub struct Args {
         help_heading = "Memory and ranks"
     )]
     pub rank_is: Option<RankIs>,
-    /// Where the ranks compute; auto takes NVIDIA GPUs where there is one that can be used. On GPUs, gradients and optimizer states rest in host memory or on a disk
+    /// Where the ranks compute; auto takes NVIDIA GPUs where there is one that can be used
     #[arg(long, value_enum, help_heading = "Memory and ranks")]
     pub device: Option<DeviceChoice>,
     /// Whether runs of kernels on GPUs are queued as one CUDA graph when they come again; no result depends on it

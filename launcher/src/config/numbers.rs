@@ -22,9 +22,10 @@ pub enum GradDtype {
 }
 
 /// `--pure-bf16-weights`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum)]
 pub enum PureBf16Weights {
     /// Rounded up or down at random, in the mean to the exact value.
+    #[default]
     Stochastic,
     /// Rounded to the nearest; the error is kept in a third bf16 number and added back.
     Kahan,

@@ -12,7 +12,7 @@ use std::sync::Arc;
 use kernels::Backend;
 use serde::{Deserialize, Serialize};
 
-use crate::config::{Collectives, CudaGraph, Device, DeviceChoice, RunConfig, Tier};
+use crate::config::{Collectives, CudaGraph, Device, DeviceChoice, Offload, RunConfig, Tier};
 use crate::doctor::facts::{Cuda, Gpu};
 use crate::doctor::findings::{Finding, Severity};
 use crate::doctor::{self, findings};
@@ -151,13 +151,7 @@ impl Chosen {
                         bytes(gpu.free_bytes),
                     )
                 }));
-                let weights = match config.offload.param {
-                    Tier::None => "weights stay on the GPU and in host memory; ",
-                    _ => "weights, ",
-                };
-                lines.push(format!(
-                    "{weights}gradients and optimizer states rest in host memory or on a disk"
-                ));
+                lines.push(resting(&config.offload));
                 if config.nproc > 1 {
                     lines.push(carried(config));
                 }
@@ -191,6 +185,30 @@ impl Chosen {
             }
         }));
         events
+    }
+}
+
+/// Which model states rest on the GPU.
+fn resting(offload: &Offload) -> String {
+    let states = [
+        ("weights", &offload.param),
+        ("gradients and optimizer states", &offload.optimizer),
+    ];
+    let of = |on_gpu: bool| {
+        let own = states
+            .iter()
+            .filter(|(_, tier)| (**tier == Tier::None) == on_gpu);
+        let names: Vec<&str> = own.map(|(name, _)| *name).collect();
+        names.join(", ")
+    };
+    match (of(true), of(false)) {
+        (there, elsewhere) if elsewhere.is_empty() => format!("{there} rest on the GPU"),
+        (there, elsewhere) if there.is_empty() => {
+            format!("{elsewhere} rest in host memory or on a disk")
+        }
+        (there, elsewhere) => {
+            format!("{there} rest on the GPU, {elsewhere} in host memory or on a disk")
+        }
     }
 }
 

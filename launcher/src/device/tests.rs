@@ -132,7 +132,7 @@ fn auto_takes_gpus_where_there_are_any_and_says_why() {
         "cuda · auto: 2 GPUs can be used · driver 580.65.06 (CUDA 13.0)",
         "GPU 0 RTX 3090 · 24.0G, 23.0G free · rank 0",
         "GPU 1 RTX 3090 · 24.0G, 23.0G free · rank 1",
-        "rest in host memory",
+        "states rest on the GPU",
     ] {
         assert!(text.contains(words), "no {words:?} in\n{text}");
     }
@@ -259,21 +259,28 @@ fn more_ranks_than_gpus_take_turns() {
     assert!(text.contains("5 ranks share 2 GPUs in turn"), "{text}");
 }
 
+/// States rest where the configuration says, but for those whose update a GPU does not know.
 #[test]
-fn states_rest_in_host_memory_beside_gpus() {
+fn states_rest_on_gpus_where_they_are_updated() {
     let run = chosen(DeviceChoice::Cuda, &with(vec![gpu(0)])).expect("chosen");
     let offload = |line: &str| config(line, &run).offload.to_string();
-    let sharded = |line: &str| offload(&format!("--nproc 2 {line}"));
-    assert_eq!(sharded(""), "cpu");
-    assert_eq!(
-        sharded("--offload optimizer=nvme:/d"),
-        sharded("--offload param=cpu,optimizer=nvme:/d")
-    );
-    // Weights that no gather brings stay on the GPU.
-    for line in ["", "--nproc 2 --zero 2", "--nproc 2 --shard-group 1"] {
-        assert_eq!(offload(line), "optimizer=cpu", "{line}");
+    for (line, tiers) in [
+        ("", "none"),
+        ("--nproc 2", "none"),
+        ("--offload cpu", "cpu"),
+        ("--offload optimizer=cpu", "optimizer=cpu"),
+        ("--precision pure-bf16", "none"),
+        (
+            "--precision pure-bf16 --pure-bf16-weights kahan",
+            "optimizer=cpu",
+        ),
+    ] {
+        assert_eq!(offload(line), tiers, "{line}");
     }
-    assert_eq!(offload("--offload cpu"), "cpu");
+    let config = config("--offload optimizer=cpu", &run);
+    let text = shown(&run, &config);
+    let words = "weights rest on the GPU, gradients and optimizer states in host memory";
+    assert!(text.contains(words), "{text}");
 }
 
 #[test]

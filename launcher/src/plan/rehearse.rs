@@ -81,7 +81,7 @@ pub(crate) fn window_region(plan: &Arc<Plan>) -> Result<u64, Failure> {
             rehearsal.begin_pass(kind);
             rehearsal.end_pass()?;
         }
-        rehearsal.step();
+        rehearsal.step()?;
         Ok(rehearsal.window())
     };
     let window = rehearse().map_err(|e| allocate(&e))?;
@@ -134,7 +134,7 @@ impl<'a> Run<'a> {
             for _ in 0..self.config.batch.accumulation_steps.min(2) {
                 self.micro_batch()?;
             }
-            self.rehearsal.step();
+            self.rehearsal.step()?;
             self.mark(Phase::Step);
         }
         self.evaluate()?;

@@ -3,8 +3,7 @@
 use super::failures::{self, chain};
 use super::session::rule;
 use crate::config::{
-    Collectives, Device, GradDtype, InitChoice, PrecisionChoice, RopeChoice, RunConfig, Tier,
-    check_family,
+    Collectives, GradDtype, InitChoice, PrecisionChoice, RopeChoice, RunConfig, Tier, check_family,
 };
 use crate::data::{Sampler, SamplerSizes};
 use crate::exit::{ErrorCode, Failure};
@@ -166,8 +165,6 @@ fn model_options(config: &RunConfig, family: Family) -> Result<ModelOptions, Fai
 }
 
 fn zero_config(config: &RunConfig) -> Result<ZeroConfig, Failure> {
-    // A GPU's weights have a copy in host memory, which the update writes.
-    let keep_uploads = config.device == Device::Cuda && config.offload.param == Tier::None;
     let tier = |tier: &Tier| match tier {
         Tier::None => engine::Tier::Device,
         Tier::Cpu => engine::Tier::Host,
@@ -183,14 +180,10 @@ fn zero_config(config: &RunConfig) -> Result<ZeroConfig, Failure> {
         }),
         shard_group: config.shard_groups(),
         offload: Offload {
-            param: match tier(&config.offload.param) {
-                engine::Tier::Device if keep_uploads => engine::Tier::Host,
-                other => other,
-            },
+            param: tier(&config.offload.param),
             optimizer: tier(&config.offload.optimizer),
             activation: tier(&config.offload.activation),
         },
-        keep_uploads,
         device_transport: match config.resolved_collectives() {
             Collectives::Ipc => DeviceTransport::Peers,
             Collectives::Nccl => DeviceTransport::Nccl,

@@ -17,6 +17,7 @@ mod update;
 pub(crate) mod windows;
 
 use half::{f16, slice::HalfFloatSliceExt};
+use kernels::{Form, Scalars};
 use serde::{Deserialize, Serialize};
 
 use crate::OptimError;
@@ -151,7 +152,6 @@ impl AdamW {
     ///
     /// # Errors
     /// [`OptimError::StepZero`].
-    #[cfg(feature = "cuda")]
     pub fn scalars(
         &self,
         step: u64,
@@ -159,9 +159,9 @@ impl AdamW {
         weight_decay: f32,
         grad_scale: f32,
         seed: u64,
-    ) -> Result<kernels::cuda::ops::adamw::Scalars, OptimError> {
+    ) -> Result<Scalars, OptimError> {
         let c = self.coefficients(step, lr, weight_decay, grad_scale)?;
-        Ok(kernels::cuda::ops::adamw::Scalars {
+        Ok(Scalars {
             grad_scale: c.grad_scale,
             one_minus_beta1: c.one_minus_beta1,
             beta2: c.beta2,
@@ -289,6 +289,18 @@ impl Optimizer for AdamW {
 
     fn slots(&self, precision: Precision) -> &'static [StateSlot] {
         self.pure_bf16.slots(precision)
+    }
+
+    fn on_device(&self, precision: Precision) -> Option<(&AdamW, Form)> {
+        let form = match (precision, self.pure_bf16.weights, self.pure_bf16.moments) {
+            (Precision::F32, ..) => Form::F32,
+            (Precision::Bf16, ..) => Form::MasterBf16,
+            (Precision::Fp16, ..) => Form::MasterF16,
+            (Precision::PureBf16, Bf16Storage::Stochastic, MomentDtype::Bf16) => Form::PureBf16,
+            (Precision::PureBf16, Bf16Storage::Stochastic, MomentDtype::F32) => Form::Bf16,
+            (Precision::PureBf16, Bf16Storage::Nearest | Bf16Storage::Kahan, _) => return None,
+        };
+        Some((self, form))
     }
 
     fn step(&self, args: StepArgs<'_>) -> Result<(), OptimError> {

@@ -88,6 +88,7 @@ families! {
     linear_parts: LinearParts 0 of 1,
     matmul_plain: MatmulPlain 0 of 1,
     adamw: AdamW 0 of 1,
+    accumulate: Accumulate 0 of 1,
     grad_norm: GradNorm 0 of 1,
     norm: Norm 0 of 1,
     pointwise: Pointwise 0 of 1,

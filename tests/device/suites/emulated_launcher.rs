@@ -289,7 +289,7 @@ fn a_run_agrees_with_the_cpu_and_resumes_exactly(precision: &str, dtype: DType) 
     for words in [
         "2 ranks on cuda",
         "GPU 1 emulated · 2.0G, 2.0G free · rank 1",
-        "rest in host memory",
+        "weights, gradients and optimizer states rest on the GPU",
         "GPU memory per rank: ",
         "waits for copies",
     ] {
@@ -308,14 +308,27 @@ fn a_run_agrees_with_the_cpu_and_resumes_exactly(precision: &str, dtype: DType) 
         "the GPU did nothing"
     );
 
-    fs::create_dir(site.path("again")).unwrap();
-    let line = format!("{line} --device cuda --output again --resume whole/checkpoint-2");
-    site.train(2, &line);
-    assert!(
-        site.weights("whole", 3) == site.weights("again", 3),
-        "weights differ"
-    );
-    assert_eq!(losses(&site, "whole")[2..], losses(&site, "again")[..]);
+    // Where states rest changes no bit.
+    for (output, offload, rest) in [
+        ("again", "none", "states rest on the GPU"),
+        ("moved", "cpu", "states rest in host memory"),
+        (
+            "half",
+            "optimizer=cpu",
+            "weights rest on the GPU, gradients",
+        ),
+    ] {
+        fs::create_dir(site.path(output)).unwrap();
+        let resumed = format!("--output {output} --resume whole/checkpoint-2 --offload {offload}");
+        let screen = site.train(2, &format!("{line} --device cuda {resumed}"));
+        assert!(screen.contains(rest), "no {rest:?} in\n{screen}");
+        assert!(
+            site.weights("whole", 3) == site.weights(output, 3),
+            "{offload}: weights differ"
+        );
+        assert_eq!(losses(&site, "whole")[2..], losses(&site, output)[..]);
+        takes_what_the_plan_says(&site, output);
+    }
     takes_what_the_plan_says(&site, "whole");
     tells_the_time_of_the_devices(&site, "whole", "cpu");
 }
@@ -399,7 +412,7 @@ fn ranks_share_a_gpu() {
         1,
         &format!("{line} --output one --gradient-accumulation-steps 2"),
     );
-    for words in ["1 rank on cuda", "weights stay on the GPU"] {
+    for words in ["1 rank on cuda", "states rest on the GPU"] {
         assert!(screen.contains(words), "no {words:?} in\n{screen}");
     }
     takes_what_the_plan_says(&site, "one");
@@ -476,7 +489,7 @@ fn a_plan_that_does_not_fit_is_refused() {
 /// What the plan did not foresee ends the run with the code of device memory, and says who has it.
 fn an_arena_that_is_too_small_ends_the_run() {
     let site = Site::new();
-    let line = "--model model --data data.json --device cuda --nproc 2 --precision f32 --max-steps 1 --output out";
+    let line = "--model model --data data.json --device cuda --nproc 2 --offload cpu --precision f32 --max-steps 1 --output out";
     let (code, text) = site.run_with(2, &[(ARENA, "262144")], line);
     assert_eq!(code, Some(11), "{text}");
     for words in [

@@ -22,6 +22,7 @@ pub mod graphs;
 mod loss;
 mod peers;
 mod products;
+mod residents;
 mod routed;
 mod rows;
 mod shared_lora;
@@ -45,6 +46,7 @@ use crate::check;
 use crate::error::{KernelError, Result};
 use crate::peers::{GroupAccess, PeerAccess};
 use crate::pool::{Pool, Tag};
+use crate::resident::ResidentAccess;
 use crate::shared_lora::{SharedLora, SharedLoraGradArgs, SharedLoraGrads};
 use crate::tensor::{DeviceMemory, OnDevice};
 use crate::timeline::DeviceSpan;
@@ -651,6 +653,10 @@ impl Backend for CudaBackend {
 
     fn group(&self) -> Option<&dyn GroupAccess> {
         self.executor.group().map(|_| self as _)
+    }
+
+    fn residents(&self) -> Option<&dyn ResidentAccess> {
+        Some(self)
     }
 
     fn upload(&self, bytes: &[u8], shape: Shape, dtype: DType, tag: Tag) -> Result<Tensor> {

@@ -1,5 +1,6 @@
 //! One file per kernel family: which modules it has, and the launches of an operation as values.
 
+pub mod accumulate;
 pub mod adamw;
 pub mod attention;
 pub mod cast;
@@ -16,4 +17,5 @@ pub mod routed;
 pub mod rows;
 pub mod shared_lora;
 pub mod tile;
+mod window;
 pub mod workspace;

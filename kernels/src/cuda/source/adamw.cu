@@ -38,57 +38,10 @@ struct Scalars {
 struct Constants {
   float grad_scale, one_minus_beta1, beta2, one_minus_beta2;
   float eps, step_size, decay;
-  u32 key[2], step[2];
-  // Of the page that was seen last.
-  u64 page;
-  u32 page_key[4];
+  Rounding rounding;
 };
 
 // ---- rounding
-
-// Makes the key of a page: the Philox4x32-10 block at counter (page, step).
-DEVICE void turn_to(Constants& c, u64 page) {
-  u32 c0 = (u32)page, c1 = (u32)(page >> 32), c2 = c.step[0], c3 = c.step[1];
-  u32 k0 = c.key[0], k1 = c.key[1];
-  UNROLL for (int round = 0; round < 10; round++) {
-    u64 left = (u64)0xD2511F53u * c0, right = (u64)0xCD9E8D57u * c2;
-    c0 = (u32)(right >> 32) ^ c1 ^ k0;
-    c1 = (u32)right;
-    c2 = (u32)(left >> 32) ^ c3 ^ k1;
-    c3 = (u32)left;
-    k0 += 0x9E3779B9u;
-    k1 += 0xBB67AE85u;
-  }
-  c.page = page;
-  c.page_key[0] = c0, c.page_key[1] = c1, c.page_key[2] = c2, c.page_key[3] = c3;
-}
-
-// optim::rounding: the words of a pair of the page at hand.
-DEVICE void hash(const Constants& c, u32 pair, u32 (&words)[3]) {
-  u32 x = pair + c.page_key[0];
-  x = (x ^ x >> 16) * 0x7FEB352Du;
-  x = (x ^ x >> 15) * 0x846CA68Bu;
-  x ^= x >> 16;
-  u32 a = (x + c.page_key[1]) * 0x9E3779B1u;
-  u32 b = (x + c.page_key[2]) * 0x85EBCA6Bu;
-  u32 d = (x + c.page_key[3]) * 0xC2B2AE35u;
-  words[0] = a ^ a >> 17, words[1] = b ^ b >> 17, words[2] = d ^ d >> 17;
-}
-
-// optim::rng::stochastic_round_bf16.
-DEVICE u16 stochastic_round(float x, u32 random16) {
-  u32 bits = bits_of_float(x), magnitude = bits & 0x7fffffffu;
-  u32 rounded = (magnitude + random16) >> 16;
-  rounded = rounded < 0x7f7fu ? rounded : 0x7f7fu;
-  u32 stochastic = (bits >> 16 & 0x8000u) | rounded;
-  return magnitude < 0x7f800000u ? (u16)stochastic : bf16_of_float(x);
-}
-
-// The same for two numbers below 2^127 in magnitude: the carry stays below the sign.
-DEVICE u32 stochastic_round_pair(float low, float high, u32 random) {
-  u32 l = bits_of_float(low) + (random & 0xffffu), h = bits_of_float(high) + (random >> 16);
-  return l >> 16 | (h & 0xffff0000u);
-}
 
 // Stores exactly, or with stochastic rounding.
 DEVICE void put(float& x, float value, u32) { x = value; }
@@ -130,8 +83,8 @@ DEVICE void step_one(Constants& c, const Window& at, u64 i) {
   u32 words[3] = {0, 0, 0};
   if (ROUNDED) {
     u64 element = at.first_element + i;
-    if (element >> 33 != c.page) turn_to(c, element >> 33);
-    hash(c, (u32)(element >> 1), words);
+    if (element >> 33 != c.rounding.page) turn_to(c.rounding, element >> 33);
+    hash(c.rounding, (u32)(element >> 1), words);
     UNROLL for (int s = 0; s < 3; s++) words[s] = element & 1 ? words[s] >> 16 : words[s] & 0xffffu;
   }
   put(at.weight[i], w, words[0]);
@@ -155,9 +108,9 @@ DEVICE bool step_eight(Constants& c, const Window& at, u64 i) {
   bool odd = (at.first_element + i) & 1;
   u32 words[3] = {0, 0, 0}, next[3] = {0, 0, 0};
   if (ROUNDED) {
-    if (pair >> 32 != c.page) turn_to(c, pair >> 32);
-    if (pair + 4 >> 32 != c.page) return false;
-    hash(c, (u32)pair, next);
+    if (pair >> 32 != c.rounding.page) turn_to(c.rounding, pair >> 32);
+    if (pair + 4 >> 32 != c.rounding.page) return false;
+    hash(c.rounding, (u32)pair, next);
   }
   // Becomes infinite or NaN when a number to be rounded is 2^127 or more, infinite or NaN.
   float sum = 0.0f;
@@ -171,7 +124,7 @@ DEVICE bool step_eight(Constants& c, const Window& at, u64 i) {
     }
     if (ROUNDED) {
       UNROLL for (int s = 0; s < 3; s++) words[s] = next[s];
-      if (k < 3 || odd) hash(c, (u32)pair + k + 1, next);
+      if (k < 3 || odd) hash(c.rounding, (u32)pair + k + 1, next);
       UNROLL for (int s = 0; s < 3; s++) words[s] = (u32)(((u64)next[s] << 32 | words[s]) >> (odd ? 16 : 0));
     }
     put_pair(weight, k, w[0], w[1], words[0]);
@@ -202,8 +155,11 @@ adamw(const Grad::Stored* grad, Weight::Stored* weight, u16* copy, Moment::Store
   c.eps = scalars->eps;
   c.step_size = scalars->step_size;
   c.decay = scalars->decay;
-  UNROLL for (int i = 0; i < 2; i++) c.key[i] = scalars->key[i], c.step[i] = scalars->step[i];
-  if (ROUNDED) turn_to(c, first_element >> 33);
+  UNROLL for (int i = 0; i < 2; i++) {
+    c.rounding.key[i] = scalars->key[i];
+    c.rounding.time[i] = scalars->step[i];
+  }
+  if (ROUNDED) turn_to(c.rounding, first_element >> 33);
   Window at = {grad, weight, copy, exp_avg, exp_avg_sq, first_element};
 
   // The thread's eight elements of the body, one by one where they are large; then what the body leaves over.

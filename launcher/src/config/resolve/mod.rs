@@ -7,7 +7,7 @@ use super::SampleRules;
 use super::defaults::{self, DEMO, Defaults, MODEL};
 use super::{
     Cadence, Device, DeviceChoice, Length, LrScale, Offload, OptimizerConfig, PrecisionChoice,
-    ReportTo, Resume, RunConfig, Source, Strategy, Task, Tier, Warmup,
+    PureBf16Weights, ReportTo, Resume, RunConfig, Source, Strategy, Task, Tier, Warmup,
 };
 use crate::args::{Args, Note, value_name};
 use crate::device::{Chosen, RunGpu};
@@ -63,7 +63,7 @@ pub(crate) fn resolve_on(args: &Args, env: &Env, chosen: &Chosen) -> Result<Reso
         zero: args.zero.unwrap_or(defaults::ZERO),
         shard_group: shard_group(args, nproc)?,
         collectives: args.collectives.unwrap_or_default(),
-        offload: offload(args, chosen.device, nproc, &mut notes)?,
+        offload: offload(args, chosen.device, &mut notes)?,
         nvme_io: args.nvme_io.unwrap_or_default(),
         early_step: args.early_step.unwrap_or_default(),
         nproc,
@@ -199,35 +199,16 @@ fn source(args: &Args, env: &Env) -> Result<Source, Failure> {
     }
 }
 
-/// States in the tiers that were asked for. A GPU keeps none yet: what would lie on it lies in host memory.
-fn offload(
-    args: &Args,
-    device: Device,
-    nproc: usize,
-    notes: &mut Vec<Note>,
-) -> Result<Offload, Failure> {
+/// States in the tiers that were asked for. Those of an update that a GPU has no kernel for lie in host memory instead.
+fn offload(args: &Args, device: Device, notes: &mut Vec<Note>) -> Result<Offload, Failure> {
     let asked = args.offload.clone().unwrap_or_default();
     let mut offload = asked.resolved(absolute)?;
-    if device == Device::Cuda {
-        // Weights that a gather brings for every unit come from the host each time.
-        let gathers = args.zero.unwrap_or(defaults::ZERO) == 3
-            && args.shard_group.unwrap_or(nproc).min(nproc) > 1;
-        let mut moved = Vec::new();
-        if offload.param == Tier::None && gathers {
-            offload.param = Tier::Cpu;
-            moved.push("sharded weights");
-        }
-        if offload.optimizer == Tier::None {
-            offload.optimizer = Tier::Cpu;
-            moved.push("gradients and optimizer states");
-        }
-        if !moved.is_empty() && args.offload.is_some() {
-            let reason = format!(
-                "on GPUs, {} rest in host memory or on a disk",
-                moved.join(", ")
-            );
-            notes.push(note("--offload", &reason));
-        }
+    let stored = args.pure_bf16_weights.unwrap_or_default();
+    let steps = device != Device::Cuda || stored == PureBf16Weights::Stochastic;
+    if !steps && offload.optimizer == Tier::None {
+        offload.optimizer = Tier::Cpu;
+        let reason = "the update of such weights runs on the host: gradients and optimizer states rest there";
+        notes.push(note("--pure-bf16-weights", reason));
     }
     Ok(offload)
 }

@@ -5,6 +5,7 @@ use kernels::cuda::module::Family;
 
 use crate::machine::Machine;
 
+pub mod accumulate;
 pub mod adamw;
 pub mod attention;
 pub mod cast;
@@ -77,6 +78,7 @@ pub fn of(family: Family, effort: Effort) -> Vec<Case> {
         Family::Cast => cast::cases(effort),
         Family::PrimitivesCheck => primitives_check::cases(effort),
         Family::AdamW => adamw::cases(effort),
+        Family::Accumulate => accumulate::cases(effort),
         Family::GradNorm => grad_norm::cases(effort),
         Family::Norm => norm::cases(effort),
         Family::Attention => attention::cases(effort),

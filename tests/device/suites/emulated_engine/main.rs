@@ -1,9 +1,10 @@
-//! The engine on the emulated GPU: weights, gradients and optimizer in host memory, passes on the device.
+//! The engine on the emulated GPU: passes on the device, states there or in host memory.
 
 #![allow(unreachable_pub, reason = "helpers of a test binary")]
 
 mod delays;
 mod peers;
 mod plan;
+mod resident;
 mod setup;
 mod training;

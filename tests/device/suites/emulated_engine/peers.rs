@@ -37,6 +37,8 @@ struct Case {
     group: Option<usize>,
     precision: Precision,
     prefetch_units: usize,
+    /// Where weights, gradients and optimizer states rest.
+    states: Tier,
 }
 
 const PLAIN: Case = Case {
@@ -46,6 +48,7 @@ const PLAIN: Case = Case {
     group: None,
     precision: Precision::F32,
     prefetch_units: 1,
+    states: Tier::Host,
 };
 
 /// Everything a rank has at the end.
@@ -62,7 +65,7 @@ impl Case {
             stage: self.stage,
             precision: self.precision,
             shard_group: self.group,
-            offload: Offload::states(Tier::Host),
+            offload: Offload::states(self.states),
             device_transport: transport,
             prefetch_units: self.prefetch_units,
             max_grad_norm: Some(1.0),
@@ -167,16 +170,21 @@ impl Case {
             drop((loss, batch));
             rehearsal.end_pass()?;
             if pass == 1 {
-                rehearsal.step();
+                rehearsal.step()?;
             }
         }
         rehearsal.visit_weights()?;
         Ok(device.pool().stats())
     }
 
-    /// The emulated library adds in rank order, which the real one does not promise.
+    /// With what is left where states rest in host memory and everything goes through it. The emulated library adds in
+    /// rank order, which the real one does not promise.
     fn agrees(&self, how: &[(DeviceTransport, Copies)]) -> Result<()> {
-        let want = self.train(DeviceTransport::Host, Copies::Late)?;
+        let plain = Case {
+            states: Tier::Host,
+            ..*self
+        };
+        let want = plain.train(DeviceTransport::Host, Copies::Late)?;
         for (transport, copies) in how {
             let got = self.train(*transport, *copies)?;
             for (rank, (got, want)) in got.iter().zip(&want).enumerate() {
@@ -189,8 +197,12 @@ impl Case {
                 ensure!(got.left == want.left, "rank {rank}: {copies:?} copies");
                 // A shard passes the bus, and the rest comes from the other GPUs.
                 let ((pulled, put), (_, all)) = (got.traffic, want.traffic);
-                ensure!(pulled > 0, "rank {rank} read no other GPU");
-                if self.stage == Stage::Zero3 {
+                let apart = *transport != DeviceTransport::Host;
+                ensure!(
+                    apart == (pulled > 0),
+                    "rank {rank} read {pulled} bytes of other GPUs"
+                );
+                if apart && self.stage == Stage::Zero3 {
                     ensure!(put < all, "rank {rank}: {put} of {all} bytes uploaded");
                 }
             }
@@ -258,4 +270,54 @@ fn groups_of_two_among_four_in_pure_bf16_without_prefetch() -> Result<()> {
         ..PLAIN
     };
     case.agrees(&[(DeviceTransport::Peers, Copies::Late)])
+}
+
+/// States that rest on the GPUs: gathered from there, added up there, stepped there.
+#[test]
+fn states_on_the_gpus_at_stage_3() -> Result<()> {
+    let case = Case {
+        states: Tier::Device,
+        ..PLAIN
+    };
+    case.agrees(&[
+        (DeviceTransport::Host, Copies::Late),
+        (DeviceTransport::Peers, Copies::Early),
+        (DeviceTransport::Peers, Copies::Late),
+        (DeviceTransport::Nccl, Copies::Late),
+    ])
+}
+
+#[test]
+fn states_on_the_gpus_in_pure_bf16_in_groups() -> Result<()> {
+    let case = Case {
+        ranks: 4,
+        group: Some(2),
+        precision: Precision::PureBf16,
+        states: Tier::Device,
+        ..PLAIN
+    };
+    case.agrees(&[
+        (DeviceTransport::Host, Copies::Early),
+        (DeviceTransport::Peers, Copies::Late),
+    ])
+}
+
+/// In stage 0 sums in bf16 are divided, and gathered for the update.
+#[test]
+fn states_on_the_gpus_below_stage_3() -> Result<()> {
+    for (stage, precision, transport) in [
+        (Stage::Zero0, Precision::PureBf16, DeviceTransport::Host),
+        (Stage::Zero1, Precision::Bf16, DeviceTransport::Host),
+        (Stage::Zero2, Precision::F32, DeviceTransport::Host),
+        (Stage::Zero2, Precision::PureBf16, DeviceTransport::Peers),
+    ] {
+        let case = Case {
+            stage,
+            precision,
+            states: Tier::Device,
+            ..PLAIN
+        };
+        case.agrees(&[(transport, Copies::Late)])?;
+    }
+    Ok(())
 }

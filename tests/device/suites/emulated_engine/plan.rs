@@ -88,7 +88,7 @@ fn agree_with(
 ) -> Result<()> {
     let dir = pack(family);
     let model = open_model(&dir, setup::options(precision, adapters))?;
-    let plan = setup::plan(&*model, precision, activation, keep)?;
+    let plan = setup::plan(&*model, precision, setup::offload(activation, keep))?;
     let rule = optim::AdamW::default();
     let sample = setup::sample(&dir, TOKENS, MOST_TOKENS)?;
     let prompt = Prompt {

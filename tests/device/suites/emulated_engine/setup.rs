@@ -36,21 +36,26 @@ pub fn options(precision: Precision, adapters: bool) -> ModelOptions {
     options
 }
 
-/// ZeRO-3 of one rank with its states in host memory, weights also on the device where it keeps them.
+/// States in host memory, and weights on the device where it keeps them.
+pub fn offload(activation: Tier, keeps_weights: bool) -> Offload {
+    let mut offload = Offload::states(Tier::Host);
+    offload.activation = activation;
+    if keeps_weights {
+        offload.param = Tier::Device;
+    }
+    offload
+}
+
+/// ZeRO-3 of one rank.
 pub fn plan(
     model: &dyn VisionLanguageModel,
     precision: Precision,
-    activation: Tier,
-    keep_uploads: bool,
+    offload: Offload,
 ) -> Result<Arc<Plan>> {
     let config = ZeroConfig {
         stage: Stage::try_from(3).map_err(anyhow::Error::msg)?,
         precision,
-        offload: Offload {
-            activation,
-            ..Offload::states(Tier::Host)
-        },
-        keep_uploads,
+        offload,
         ..ZeroConfig::default()
     };
     Ok(Arc::new(Plan::new(model.spec().clone(), config, 1)?))
@@ -67,6 +72,18 @@ pub fn loaded(
     loaded_on(dir, model, plan, backend, comm)
 }
 
+/// As [`loaded`], with another optimizer.
+pub fn loaded_with(
+    dir: &Path,
+    model: &dyn VisionLanguageModel,
+    plan: Arc<Plan>,
+    backend: Arc<dyn Backend>,
+    optimizer: OptimizerConfig,
+) -> Result<Zero> {
+    let comm = threads::world(1, 1 << 26)?.remove(0);
+    load(dir, model, plan, (backend, comm), optimizer)
+}
+
 /// As [`loaded`], among other ranks.
 pub fn loaded_on(
     dir: &Path,
@@ -75,7 +92,6 @@ pub fn loaded_on(
     backend: Arc<dyn Backend>,
     comm: Arc<dyn Communicator>,
 ) -> Result<Zero> {
-    let [device, host] = ["device", "host"].map(|name| Pool::new(name, None));
     let same = GroupOptions {
         weight_decay: 0.01,
         lr_scale: 1.0,
@@ -84,6 +100,17 @@ pub fn loaded_on(
         rule: Arc::new(optim::AdamW::default()),
         groups: vec![same; model.spec().params.len()],
     };
+    load(dir, model, plan, (backend, comm), optimizer)
+}
+
+fn load(
+    dir: &Path,
+    model: &dyn VisionLanguageModel,
+    plan: Arc<Plan>,
+    (backend, comm): (Arc<dyn Backend>, Arc<dyn Communicator>),
+    optimizer: OptimizerConfig,
+) -> Result<Zero> {
+    let [device, host] = ["device", "host"].map(|name| Pool::new(name, None));
     let mut zero = Zero::new(plan, comm, backend, Tiers::new(device, host), optimizer)?;
     let weights = WeightSource::open(dir)?;
     zero.load(|id, elements, out| {

@@ -10,7 +10,7 @@ use kernels::cuda::ops::attention::{self, Gradients, Inputs, Outputs, Problem};
 use kernels::cuda::ops::lora_linear::LoraLinear;
 use kernels::cuda::ops::norm::{self, Backward, Forward, Kind};
 use kernels::cuda::ops::workspace::Workspace;
-use kernels::cuda::ops::{cast, grad_norm};
+use kernels::cuda::ops::{accumulate, cast, grad_norm};
 use optim::AdamW;
 use optim::rng::RandomStream;
 
@@ -57,6 +57,10 @@ pub(super) fn all(params: u64) -> Vec<(String, Prepare)> {
             Box::new(move |on| adamw_row(on, form, grad, params)),
         );
     }
+    add(
+        "sums of gradients in bf16, rounded stochastically".into(),
+        Box::new(move |on| accumulate_row(on, params)),
+    );
     for dtype in [DType::F32, DType::BF16] {
         add(
             format!("gradient norm {dtype}"),
@@ -158,6 +162,18 @@ fn adamw_row(on: &mut Operands<'_>, form: Form, grad_dtype: DType, n: u64) -> Re
     let launch = adamw::launch(&window, scalars, Address::NULL).context("a form of AdamW")?;
     let bytes = form.bytes(grad_dtype) as f64 * n as f64;
     Ok((Amount::Bytes(bytes), vec![vec![launch]]))
+}
+
+fn accumulate_row(on: &mut Operands<'_>, n: u64) -> Result<Prepared> {
+    let values = on.normal(DType::F32, n, 1e-3)?;
+    let sums = on.normal(DType::BF16, n, 1e-3)?;
+    let place = accumulate::Place {
+        key: [1, 2],
+        time: 3,
+        first_element: 0,
+    };
+    let launch = accumulate::launch(sums, values, n, place, false);
+    Ok((Amount::Bytes(8.0 * n as f64), vec![vec![launch]]))
 }
 
 fn norm_row(on: &mut Operands<'_>, dtype: DType, n: u64) -> Result<Prepared> {

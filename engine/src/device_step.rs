@@ -1,0 +1,176 @@
+//! The optimizer step on a device that keeps master weights and moments in its own memory.
+//!
+//! Nothing crosses the bus but the numbers of the update: gradients are read where they were summed. Weights that rest
+//! elsewhere are updated in scratch memory and fetched, chunk by chunk.
+
+use crate::error::EngineError;
+use crate::plan::Plan;
+use crate::state::UnitState;
+use crate::tier::{Region, access};
+use crate::update::{Chunk, Rule, bytes};
+use kernels::{AdamWArgs, Backend, DType, Form, Part, Resident, Scalars, Shape, Tag, Tensor};
+use std::ops::Range;
+use std::sync::Arc;
+
+type Result<T, E = EngineError> = std::result::Result<T, E>;
+
+/// Where the gradients of a chunk are.
+pub(crate) enum Gradients<'a> {
+    /// Summed on the device: the elements of the chunk.
+    There(Tensor),
+    /// In host memory: the same as bytes.
+    Here(&'a [u8]),
+}
+
+/// The constants of updates in a device's memory: one entry for each pair of learning-rate factor and weight decay.
+#[derive(Debug)]
+pub(crate) struct DeviceStep {
+    backend: Arc<dyn Backend>,
+    table: Resident,
+    /// By parameter.
+    entries: Vec<usize>,
+    form: Option<Form>,
+}
+
+impl DeviceStep {
+    /// Room for the constants of every parameter of a plan.
+    pub(crate) fn new(plan: &Plan, backend: Arc<dyn Backend>) -> Result<Self> {
+        let most = plan.spec().params.len();
+        let words = most * size_of::<Scalars>() / size_of::<f32>();
+        let table = access(&backend)?.zeros(words, DType::F32, Tag::Optimizer)?;
+        Ok(Self {
+            backend,
+            table,
+            entries: vec![0; most],
+            form: None,
+        })
+    }
+
+    /// Takes the numbers of the coming update. `false` where the device does not know the rule: then the host steps.
+    pub(crate) fn begin(&mut self, rule: &Rule<'_>) -> Result<bool> {
+        let (config, optimizer) = (rule.plan.config(), rule.optimizer);
+        let Some((adamw, form)) = optimizer.rule.on_device(config.precision) else {
+            self.form = None;
+            return Ok(false);
+        };
+        let mut distinct: Vec<Scalars> = Vec::new();
+        for (entry, options) in self.entries.iter_mut().zip(&optimizer.groups) {
+            let constants = adamw.scalars(
+                rule.scalars.step,
+                (rule.scalars.lr * f64::from(options.lr_scale)) as f32,
+                options.weight_decay,
+                rule.scalars.grad_scale,
+                config.seed,
+            )?;
+            let known = distinct.iter().position(|other| *other == constants);
+            *entry = known.unwrap_or(distinct.len());
+            if known.is_none() {
+                distinct.push(constants);
+            }
+        }
+        let bytes = bytemuck::cast_slice(&distinct);
+        access(&self.backend)?.write(&mut self.table, 0, bytes)?;
+        self.form = Some(form);
+        Ok(true)
+    }
+
+    /// Updates a chunk. `weights` begin at the group's element `weights_start`.
+    pub(crate) fn step(
+        &self,
+        plan: &Plan,
+        chunk: &Chunk,
+        gradients: Gradients<'_>,
+        (weights, weights_start): (&mut Region, usize),
+        state: &mut UnitState,
+    ) -> Result<()> {
+        let Some(form) = self.form else {
+            return Err(EngineError::TiersDiffer);
+        };
+        let Chunk { unit, range } = chunk;
+        let (device, config) = (access(&self.backend)?, plan.config());
+        let gradients = match gradients {
+            Gradients::There(values) => values,
+            Gradients::Here(values) => {
+                let shape = Shape::new(&[range.len()]);
+                let dtype = config.grad_dtype();
+                self.backend
+                    .upload(values, shape, dtype, Tag::Communication)?
+            }
+        };
+        let weight_dtype = config.precision.weight_dtype();
+        let state_start = state.range().start;
+        let kept = state.kinds_mut().map(|(_, _, region)| {
+            let states = region.resident_mut();
+            states.ok_or(EngineError::TiersDiffer)
+        });
+        let mut kept = kept.collect::<Result<Vec<&mut Resident>>>()?;
+        let place = bytes(range, weights_start, weight_dtype);
+        let mut scratch = match weights.resident() {
+            Some(_) => None,
+            None => {
+                let tag = Tag::Workspace;
+                let mut scratch = device.zeros(range.len(), weight_dtype, tag)?;
+                if form.copy().is_none() {
+                    let mut values = vec![0; place.len()];
+                    weights.read(place.start, &mut values)?;
+                    device.write(&mut scratch, 0, &values)?;
+                }
+                Some(scratch)
+            }
+        };
+        for (slot, part) in plan.unit(*unit).trainable.parts(range.clone()) {
+            let grad = gradients.narrow(part.start - range.start, part.len())?;
+            let model = match (&mut scratch, weights.resident_mut()) {
+                (Some(of), _) => Part {
+                    of,
+                    start: part.start - range.start,
+                },
+                (None, Some(of)) => Part {
+                    of,
+                    start: part.start - weights_start,
+                },
+                (None, None) => return Err(EngineError::TiersDiffer),
+            };
+            let start = part.start - state_start;
+            let mut kept = kept.iter_mut().map(|of| Part { of, start });
+            let mut next = || kept.next().ok_or(EngineError::TiersDiffer);
+            let (weight, copy) = match form.copy() {
+                Some(_) => (next()?, Some(model)),
+                None => (model, None),
+            };
+            device.adamw(AdamWArgs {
+                form,
+                grad: &grad,
+                weight,
+                copy,
+                exp_avg: next()?,
+                exp_avg_sq: next()?,
+                scalars: (&self.table, self.entries[slot.param.index()]),
+                first_element: plan.first_element(slot.param) + (part.start - slot.offset) as u64,
+            })?;
+        }
+        if let Some(scratch) = scratch {
+            let mut values = vec![0; place.len()];
+            device.read(&scratch, 0, &mut values)?;
+            weights.write(place.start, &values)?;
+        }
+        Ok(())
+    }
+
+    /// What a step of `range` takes for a moment: on a device that only counts.
+    pub(crate) fn rehearse(
+        &self,
+        plan: &Plan,
+        range: &Range<usize>,
+        gathered: bool,
+        weights_elsewhere: bool,
+    ) -> Result<()> {
+        let (device, config) = (access(&self.backend)?, plan.config());
+        let take = |dtype, tag| device.zeros(range.len(), dtype, tag);
+        let gradients = gathered.then(|| take(config.grad_dtype(), Tag::Communication));
+        let weights =
+            weights_elsewhere.then(|| take(config.precision.weight_dtype(), Tag::Workspace));
+        let _held = (gradients.transpose()?, weights.transpose()?);
+        Ok(())
+    }
+}

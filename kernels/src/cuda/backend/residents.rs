@@ -1,0 +1,155 @@
+//! Model states that rest in the arena and are changed in place, in the order of the queue.
+
+use super::CudaBackend;
+use crate::cuda::launch::Address;
+use crate::cuda::ops::{accumulate, adamw, grad_norm, pointwise};
+use crate::error::{KernelError, Result, shape_error};
+use crate::pool::Tag;
+use crate::resident::{AdamWArgs, Part, Place, Resident, ResidentAccess, Scalars, fits};
+use crate::{DType, Tensor};
+use std::ops::Range;
+
+impl CudaBackend {
+    /// Where the bytes `at..at + len` lie.
+    fn bytes_of(&self, op: &'static str, x: &Resident, at: usize, len: usize) -> Result<Address> {
+        if at + len > x.size_bytes() {
+            return shape_error(op, format!("bytes {at}..{} of {x:?}", at + len));
+        }
+        let start = self.address(op, &x.part(0..x.elems())?)?;
+        Ok(Address(start.0 + at as u64))
+    }
+}
+
+impl ResidentAccess for CudaBackend {
+    fn zeros(&self, elems: usize, dtype: DType, tag: Tag) -> Result<Resident> {
+        const OP: &str = "resident zeros";
+        let all = self.uninit([elems], dtype, tag)?;
+        self.zero(OP, &all)?;
+        Ok(Resident::new(all))
+    }
+
+    fn read(&self, from: &Resident, at: usize, out: &mut [u8]) -> Result<()> {
+        const OP: &str = "read states";
+        if out.is_empty() {
+            return Ok(());
+        }
+        let from = self.bytes_of(OP, from, at, out.len())?;
+        let behind = self.executor.moment().map_err(Self::device_error(OP))?;
+        // SAFETY: the range is the resident's, and whoever may change it waits for this call.
+        let fetched = unsafe { self.executor.fetch(from, out, &behind) };
+        fetched.map_err(Self::device_error(OP))
+    }
+
+    fn write(&self, to: &mut Resident, at: usize, bytes: &[u8]) -> Result<()> {
+        const OP: &str = "write states";
+        if bytes.is_empty() {
+            return Ok(());
+        }
+        let to = self.bytes_of(OP, to, at, bytes.len())?;
+        let behind = self.executor.moment().map_err(Self::device_error(OP))?;
+        // SAFETY: the range is the resident's; nothing is queued between that moment and this call.
+        let uploaded = unsafe { self.executor.upload(to, bytes, Some(&behind)) };
+        uploaded.map_err(Self::device_error(OP))
+    }
+
+    fn clear(&self, of: &mut Resident, range: Range<usize>) -> Result<()> {
+        if range.is_empty() {
+            return Ok(());
+        }
+        self.zero("clear states", &of.part(range)?)
+    }
+
+    fn add(
+        &self,
+        sums: Part<'_>,
+        values: &Tensor,
+        place: Option<Place>,
+        fresh: bool,
+    ) -> Result<()> {
+        const OP: &str = "add to sums";
+        let n = values.elems();
+        let sums = sums.tensor(n)?;
+        fits(OP, values, DType::F32, n)?;
+        let (to, from) = (self.address(OP, &sums)?, self.address(OP, values)?);
+        match (sums.dtype(), place) {
+            (DType::F32, None) if fresh => {
+                self.uses.count();
+                // SAFETY: both have as many bytes, and gradients do not lie among the sums.
+                let copied = unsafe { self.executor.copy(from, to, 4 * n as u64) };
+                copied.map_err(Self::device_error(OP))
+            }
+            (DType::F32, None) => {
+                let launch = pointwise::add(DType::F32, to, from, to, n as u64);
+                self.run_some(OP, launch.map(|launch| [launch]))
+            }
+            (DType::BF16, Some(place)) => {
+                self.run(OP, [accumulate::launch(to, from, n as u64, place, fresh)])
+            }
+            (dtype, place) => shape_error(OP, format!("{dtype} sums, rounded at {place:?}")),
+        }
+    }
+
+    fn square_sums(&self, of: &[Tensor]) -> Result<Vec<f64>> {
+        const OP: &str = "squares of gradients";
+        if of.is_empty() {
+            return Ok(Vec::new());
+        }
+        let sums = self.scratch(8 * of.len() as u64)?;
+        let start = self.address(OP, &sums)?;
+        let longest = of.iter().map(Tensor::elems).max().unwrap_or(0);
+        let blocks = self.scratch(grad_norm::workspace_bytes(longest as u64))?;
+        let blocks = self.address(OP, &blocks)?;
+        for (i, x) in of.iter().enumerate() {
+            let (at, sum) = (self.address(OP, x)?, Address(start.0 + 8 * i as u64));
+            let n = x.elems() as u64;
+            let launches = grad_norm::square_sum(x.dtype(), at, n, blocks, sum, false);
+            self.run_some(OP, launches)?;
+        }
+        let mut out = vec![0.0; of.len()];
+        if self.executor.has_values() {
+            // SAFETY: the scratch memory has as many bytes.
+            let read = unsafe {
+                self.executor
+                    .read(start, bytemuck::cast_slice_mut(&mut out))
+            };
+            read.map_err(Self::device_error(OP))?;
+        }
+        Ok(out)
+    }
+
+    fn adamw(&self, args: AdamWArgs<'_>) -> Result<()> {
+        const OP: &str = "AdamW";
+        let (form, n) = (args.form, args.grad.elems());
+        let address = |x: &Tensor, dtype| {
+            fits(OP, x, dtype, n)?;
+            self.address(OP, x)
+        };
+        let copy = match (form.copy(), &args.copy) {
+            (Some(dtype), Some(copy)) => address(&copy.tensor(n)?, dtype)?,
+            (None, None) => Address::NULL,
+            _ => return shape_error(OP, format!("{form:?} with the copy {:?}", args.copy)),
+        };
+        let window = adamw::Window {
+            form,
+            grad_dtype: args.grad.dtype(),
+            grad: self.address(OP, args.grad)?,
+            weight: address(&args.weight.tensor(n)?, form.weight())?,
+            copy,
+            exp_avg: address(&args.exp_avg.tensor(n)?, form.moment())?,
+            exp_avg_sq: address(&args.exp_avg_sq.tensor(n)?, form.moment())?,
+            n: n as u64,
+            first_element: args.first_element,
+        };
+        let (table, index) = args.scalars;
+        let size = size_of::<Scalars>();
+        let scalars = self.bytes_of(OP, table, index * size, size)?;
+        let launch = adamw::launch(&window, scalars, Address::NULL);
+        match launch {
+            Some(launch) => self.run(OP, [launch]),
+            None => Err(KernelError::Shape {
+                op: OP,
+                detail: format!("a gradient of {}", args.grad.dtype()),
+            }),
+        }
+    }
+}

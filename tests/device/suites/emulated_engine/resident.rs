@@ -1,0 +1,265 @@
+//! Model states that rest on the GPU: everything has the bits of a run whose states rest in host memory, the plan has
+//! every place, and nothing crosses the bus for an update.
+
+use std::sync::Arc;
+
+use anyhow::{Result, ensure};
+use device_tests::emulator::Order;
+use device_tests::executor::{EmulatedGpu, MULTIPROCESSORS};
+use engine::{
+    GradDtype, Offload, OptimizerConfig, ParamId, PassKind, Plan, Precision, Rehearsal, Stage,
+    Tier, ZeroConfig,
+};
+use kernels::cuda::CudaBackend;
+use kernels::{Backend, PoolStats};
+use models::autograd::Tape;
+use models::{ModelOptions, SampleInput, VisionLanguageModel, open_model};
+use optim::adamw::{Bf16Storage, MomentDtype, PureBf16};
+use optim::{AdamW, GroupOptions, Optimizer};
+
+use crate::setup::{self, ARENA_BYTES, pack};
+
+const FAMILY: &str = "glm-4v-9b";
+const TOKENS: usize = 16;
+const MOST_TOKENS: usize = 100;
+const LEARNING_RATE: f64 = 1e-3;
+/// Small beside a unit, so that a unit's update is several chunks.
+const SUB_GROUP_ELEMS: usize = 5000;
+
+/// The numbers of a run.
+#[derive(Clone, Copy)]
+struct Numbers {
+    stage: Stage,
+    precision: Precision,
+    grad_dtype: Option<GradDtype>,
+    pure: PureBf16,
+}
+
+const PLAIN: Numbers = Numbers {
+    stage: Stage::Zero2,
+    precision: Precision::F32,
+    grad_dtype: None,
+    pure: PureBf16 {
+        weights: Bf16Storage::Stochastic,
+        moments: MomentDtype::Bf16,
+    },
+};
+
+/// Everything that a run leaves.
+#[derive(PartialEq)]
+struct Left {
+    losses: Vec<u64>,
+    norms: Vec<u64>,
+    gradients: Vec<(ParamId, Vec<f32>)>,
+    weights: Vec<(ParamId, Vec<f32>)>,
+    states: Vec<u8>,
+}
+
+/// What a run took: places of the device, and bytes that crossed the bus inward while it trained.
+struct Took {
+    stats: PoolStats,
+    inward: u64,
+}
+
+impl Numbers {
+    fn rule(self) -> AdamW {
+        AdamW {
+            pure_bf16: self.pure,
+            ..AdamW::default()
+        }
+    }
+
+    fn plan(self, model: &dyn VisionLanguageModel, offload: Offload) -> Result<Arc<Plan>> {
+        let config = ZeroConfig {
+            stage: self.stage,
+            precision: self.precision,
+            grad_dtype: self.grad_dtype,
+            offload,
+            max_grad_norm: Some(1.0),
+            sub_group_elems: SUB_GROUP_ELEMS,
+            ..ZeroConfig::default()
+        };
+        Ok(Arc::new(Plan::new(model.spec().clone(), config, 1)?))
+    }
+
+    /// Two updates of two micro-batches, and a micro-batch behind them. Every other parameter has a learning rate and a
+    /// decay of its own.
+    fn train(self, offload: Offload) -> Result<(Left, Took)> {
+        let dir = pack(FAMILY);
+        let model = open_model(&dir, ModelOptions::new(self.precision.weight_dtype()))?;
+        let gpu = Arc::new(EmulatedGpu::new(Order::Ascending));
+        let device = CudaBackend::new(gpu.clone(), ARENA_BYTES)?;
+        let backend: Arc<dyn Backend> = Arc::new(device.clone());
+        let plan = self.plan(&*model, offload)?;
+        let of = |(weight_decay, lr_scale)| GroupOptions {
+            weight_decay,
+            lr_scale,
+        };
+        let groups = (0..model.spec().params.len()).map(|i| of([(0.01, 1.0), (0.0, 0.5)][i % 2]));
+        let optimizer = OptimizerConfig {
+            rule: Arc::new(self.rule()),
+            groups: groups.collect(),
+        };
+        let mut zero = setup::loaded_with(&dir, &*model, plan, backend.clone(), optimizer)?;
+        let sample = setup::sample(&dir, TOKENS, MOST_TOKENS)?;
+        let mut left = Left {
+            losses: Vec::new(),
+            norms: Vec::new(),
+            gradients: Vec::new(),
+            weights: Vec::new(),
+            states: Vec::new(),
+        };
+        let before = gpu.uploads().bytes;
+        for micro_batch in 0..5 {
+            zero.begin_pass(PassKind::Train);
+            let batch = model.collate(&[SampleInput::from(&sample)], &*backend)?;
+            let tape = Tape::training(&zero).with_replay_check(false);
+            let loss = model.forward(&tape, &batch)?;
+            let (sum, supervised) = (loss.sum()?, loss.supervised);
+            tape.backward(&loss, 1.0)?;
+            drop((loss, batch));
+            zero.end_micro_batch(sum, supervised as u64)?;
+            left.losses.push(sum.to_bits());
+            if micro_batch % 2 == 1 {
+                left.gradients.extend(zero.gradients()?);
+                left.norms
+                    .push(zero.step(LEARNING_RATE)?.grad_norm.to_bits());
+            }
+        }
+        let inward = gpu.uploads().bytes - before;
+        zero.visit_weights(|id, tensor| {
+            left.weights.push((id, tensor.to_f32_vec()?));
+            Ok::<_, engine::EngineError>(())
+        })?;
+        left.states = zero.state_bytes()?;
+        let stats = device.pool().stats();
+        Ok((left, Took { stats, inward }))
+    }
+
+    fn planned(self, offload: Offload) -> Result<PoolStats> {
+        let model = open_model(
+            &pack(FAMILY),
+            ModelOptions::new(self.precision.weight_dtype()),
+        )?;
+        let plan = self.plan(&*model, offload)?;
+        let device = CudaBackend::counting(MULTIPROCESSORS, false);
+        let backend: Arc<dyn Backend> = Arc::new(device.clone());
+        let rule = self.rule();
+        let rehearsal = Rehearsal::apart(plan, rule.slots(self.precision), backend.clone())?;
+        let sample = setup::sample(&pack(FAMILY), TOKENS, MOST_TOKENS)?;
+        for micro_batch in 0..5 {
+            rehearsal.begin_pass(PassKind::Train);
+            let batch = model.collate(&[SampleInput::from(&sample)], &*backend)?;
+            let tape = Tape::training(&rehearsal);
+            let loss = model.forward(&tape, &batch)?;
+            tape.backward(&loss, 1.0)?;
+            drop((loss, batch));
+            rehearsal.end_pass()?;
+            if micro_batch % 2 == 1 {
+                rehearsal.step()?;
+            }
+        }
+        rehearsal.visit_weights()?;
+        Ok(device.pool().stats())
+    }
+
+    fn agrees(self, tiers: &[(Tier, Tier)]) -> Result<()> {
+        let (want, _) = self.train(Offload::states(Tier::Host))?;
+        for (param, optimizer) in tiers {
+            let offload = Offload {
+                param: *param,
+                optimizer: *optimizer,
+                activation: Tier::Device,
+            };
+            let (got, took) = self.train(offload)?;
+            ensure!(got.losses == want.losses, "{offload:?}: losses");
+            ensure!(got.norms == want.norms, "{offload:?}: norms");
+            ensure!(got.gradients == want.gradients, "{offload:?}: gradients");
+            ensure!(got.weights == want.weights, "{offload:?}: weights");
+            ensure!(got.states == want.states, "{offload:?}: states");
+            let planned = self.planned(offload)?;
+            ensure!(
+                planned == took.stats,
+                "{offload:?}: {planned:?} planned, {:?}",
+                took.stats
+            );
+            if offload == Offload::states(Tier::Device) {
+                // The constants of two updates.
+                ensure!(took.inward < 1000, "{} bytes for updates", took.inward);
+            }
+        }
+        Ok(())
+    }
+}
+
+const THERE: (Tier, Tier) = (Tier::Device, Tier::Device);
+
+#[test]
+fn in_f32_on_every_tier() -> Result<()> {
+    PLAIN.agrees(&[
+        THERE,
+        (Tier::Device, Tier::Host),
+        (Tier::Host, Tier::Device),
+    ])
+}
+
+#[test]
+fn in_bf16_with_weights_elsewhere_and_not() -> Result<()> {
+    let numbers = Numbers {
+        precision: Precision::Bf16,
+        stage: Stage::Zero0,
+        ..PLAIN
+    };
+    numbers.agrees(&[THERE, (Tier::Host, Tier::Device)])
+}
+
+#[test]
+fn in_fp16_with_sums_in_bf16() -> Result<()> {
+    let numbers = Numbers {
+        precision: Precision::Fp16,
+        grad_dtype: Some(GradDtype::Bf16),
+        stage: Stage::Zero3,
+        ..PLAIN
+    };
+    numbers.agrees(&[THERE])
+}
+
+#[test]
+fn in_pure_bf16() -> Result<()> {
+    let numbers = Numbers {
+        precision: Precision::PureBf16,
+        ..PLAIN
+    };
+    numbers.agrees(&[THERE, (Tier::Host, Tier::Device)])
+}
+
+#[test]
+fn in_pure_bf16_with_moments_and_sums_in_f32() -> Result<()> {
+    let numbers = Numbers {
+        precision: Precision::PureBf16,
+        grad_dtype: Some(GradDtype::F32),
+        pure: PureBf16 {
+            moments: MomentDtype::F32,
+            ..PLAIN.pure
+        },
+        ..PLAIN
+    };
+    numbers.agrees(&[THERE])
+}
+
+/// A rule that the device's kernels do not know steps in host memory, and what it keeps goes there and back.
+#[test]
+fn by_a_rule_of_the_host() -> Result<()> {
+    let numbers = Numbers {
+        precision: Precision::PureBf16,
+        pure: PureBf16 {
+            weights: Bf16Storage::Kahan,
+            ..PLAIN.pure
+        },
+        ..PLAIN
+    };
+    let (want, _) = numbers.train(Offload::states(Tier::Host))?;
+    let (got, _) = numbers.train(Offload::states(Tier::Device))?;
+    ensure!(got == want, "other bits");
+    Ok(())
+}
