@@ -57,7 +57,7 @@ PYTHON
 # Training on the GPU: golden packs and the 200-step trajectory at the tolerances of the CPU, the demo to its end in f32,
 # its first updates in every precision beside the CPU's, and the memory that the driver counts beside the plan.
 train() {
-  local precision where run offload
+  local precision where run offload told
   "$bin/parity" --device "$device" --drift "$root"/tests/golden/*/ >"$out/train-parity.txt" 2>&1 ||
     { grep -v ' ok$' "$out/train-parity.txt" | grep -E 'FAIL|read|error|cause|evidence|next' | head -20; return 1; }
   tail -1 "$out/train-parity.txt"
@@ -67,15 +67,21 @@ train() {
   grep -E '^ (device|gpu|eval|resume|done)' "$out/train-demo.txt"
   "$root/.ci/check-demo" "$out/demo" || return 1
   for precision in f32 bf16 fp16 pure-bf16; do
-    # Weights come for each unit, or stay on the GPU until they change.
-    case $precision in f32 | fp16) offload=cpu ;; *) offload=optimizer=cpu ;; esac
-    for where in cpu "$device"; do
-      run="$out/train-$precision-$where"
+    # All states on the device, or part of them, or none: the same losses to the last bit.
+    while read -r where offload told; do
+      run="$out/train-$precision-$told"
       rm -rf "$run"
       "$bin/launcher" --device "$where" --nproc 1 --zero 3 --offload "$offload" --precision "$precision" --max-steps 8 \
         --logging-steps 1 --eval-strategy no --save-strategy no --output "$run" >"$run.txt" 2>&1 ||
         { tail -20 "$run.txt"; return 1; }
-    done
+      grep -o '"loss":[^,]*' "$run/trainer_log.jsonl" >"$run.losses"
+      [ "$told" = "$where" ] || cmp "$out/train-$precision-$where.losses" "$run.losses" || return 1
+    done <<RUNS
+cpu none cpu
+$device none $device
+$device optimizer=cpu $device-optimizer
+$device cpu $device-states
+RUNS
   done
   python3 "$root/scripts/gpu_train.py" "$out" "$device" >"$out/train.md" || { cat "$out/train.md"; return 1; }
   cat "$out/train.md"
@@ -106,6 +112,7 @@ ranks() {
     python3 "$root/scripts/gpu_ranks.py" "$out/ranks-$name" "$count" "$more" >>"$out/ranks.md" || { cat "$out/ranks.md"; return 1; }
   done <<'CASES'
 two 2 --zero 3 --offload cpu --precision f32
+resident 2 --zero 3 --offload none --precision bf16
 gradients 2 --zero 2 --offload optimizer=cpu --precision bf16
 four 4 --zero 3 --offload cpu --precision pure-bf16
 groups 4 --zero 3 --shard-group 2 --offload cpu --precision bf16
