@@ -207,12 +207,10 @@ impl DeviceComm {
         Ok(self.backend.group().ok_or_else(missing)?)
     }
 
-    /// Weights in the device's own memory may change from here on: behind the copies that read them.
-    pub(crate) fn weights_change(&mut self) -> Result<()> {
-        if !std::mem::replace(&mut self.changed, true) {
-            self.peers()?.arrive()?;
-        }
-        Ok(())
+    /// Weights in the device's own memory change from here on. Copies that read them are behind it: computing has waited
+    /// for its own pulls, and for those of the others from what this rank copied, and both are queued behind them.
+    pub(crate) const fn weights_change(&mut self) {
+        self.changed = true;
     }
 
     /// Copies that are queued from here on read weights behind their last change.

@@ -195,19 +195,18 @@ impl Store {
         }
     }
 
-    /// Orders a change of weights behind the devices that read them.
-    fn weights_change(&mut self) -> Result<()> {
+    /// Lets copies between devices wait for the change of weights that comes.
+    fn weights_change(&mut self) {
         let there = self.tiers.are_resident() && self.plan.config().offload.param == Tier::Device;
-        match &mut self.device {
-            Some(device) if there => device.weights_change(),
-            _ => Ok(()),
+        if let Some(device) = self.device.as_mut().filter(|_| there) {
+            device.weights_change();
         }
     }
 
     /// The resting weights of a group, writable.
     pub(crate) fn weights_mut(&mut self, unit: UnitId, kind: GroupKind) -> Result<&mut Region> {
         let name = self.unit_name(unit);
-        self.weights_change()?;
+        self.weights_change();
         let state = &mut self.units[unit.index()];
         // Views of unsharded device weights share their memory with the region.
         state.residency = Residency::Sharded;
@@ -230,7 +229,7 @@ impl Store {
         unit: UnitId,
     ) -> Result<(&mut Accumulator, &mut Region, &mut UnitState)> {
         let name = self.unit_name(unit);
-        self.weights_change()?;
+        self.weights_change();
         let parts = &mut self.units[unit.index()];
         parts.residency = Residency::Sharded;
         let Unit {
