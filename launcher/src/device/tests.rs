@@ -277,6 +277,13 @@ fn states_rest_on_gpus_where_they_are_updated() {
     ] {
         assert_eq!(offload(line), tiers, "{line}");
     }
+    for (line, early) in [
+        ("--early-step all", "off"),
+        ("--early-step all --offload cpu", "all"),
+        ("", "auto"),
+    ] {
+        assert_eq!(config(line, &run).early_step.to_string(), early, "{line}");
+    }
     let config = config("--offload optimizer=cpu", &run);
     let text = shown(&run, &config);
     let words = "weights rest on the GPU, gradients and optimizer states in host memory";

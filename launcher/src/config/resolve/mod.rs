@@ -6,8 +6,9 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use super::SampleRules;
 use super::defaults::{self, DEMO, Defaults, MODEL};
 use super::{
-    Cadence, Device, DeviceChoice, Length, LrScale, Offload, OptimizerConfig, PrecisionChoice,
-    PureBf16Weights, ReportTo, Resume, RunConfig, Source, Strategy, Task, Tier, Warmup,
+    Cadence, Device, DeviceChoice, EarlyStep, Length, LrScale, Offload, OptimizerConfig,
+    PrecisionChoice, PureBf16Weights, ReportTo, Resume, RunConfig, Source, Strategy, Task, Tier,
+    Warmup,
 };
 use crate::args::{Args, Note, value_name};
 use crate::device::{Chosen, RunGpu};
@@ -49,6 +50,8 @@ pub(crate) fn resolve_on(args: &Args, env: &Env, chosen: &Chosen) -> Result<Reso
     let mut notes = Vec::new();
     let nproc = nproc(args, env, &chosen.gpus)?;
     let (output, output_is_explicit) = output(args, env, &source)?;
+    let offload = offload(args, chosen.device, &mut notes)?;
+    let on_gpu = chosen.device == Device::Cuda && offload.optimizer == Tier::None;
     let config = RunConfig {
         task: Task::Train,
         output,
@@ -63,9 +66,9 @@ pub(crate) fn resolve_on(args: &Args, env: &Env, chosen: &Chosen) -> Result<Reso
         zero: args.zero.unwrap_or(defaults::ZERO),
         shard_group: shard_group(args, nproc)?,
         collectives: args.collectives.unwrap_or_default(),
-        offload: offload(args, chosen.device, &mut notes)?,
         nvme_io: args.nvme_io.unwrap_or_default(),
-        early_step: args.early_step.unwrap_or_default(),
+        early_step: early_step(args, on_gpu, &mut notes),
+        offload,
         nproc,
         ranks_here: ranks_here(args, env, nproc),
         comm_timeout_seconds: args.comm_timeout.unwrap_or(defaults::COMM_TIMEOUT_SECONDS),
@@ -197,6 +200,17 @@ fn source(args: &Args, env: &Env) -> Result<Source, Failure> {
             folder: crate::demo::folder_in(&env.cache_dir),
         }),
     }
+}
+
+/// An early step runs on the processor: states on a GPU are updated there, faster than they would come and go.
+fn early_step(args: &Args, on_gpu: bool, notes: &mut Vec<Note>) -> EarlyStep {
+    let asked = args.early_step.unwrap_or_default();
+    if !on_gpu || matches!(asked, EarlyStep::Auto | EarlyStep::Off) {
+        return asked;
+    }
+    let reason = "states that rest on a GPU are updated there, behind the pass";
+    notes.push(note("--early-step", reason));
+    EarlyStep::Off
 }
 
 /// States in the tiers that were asked for. Those of an update that a GPU has no kernel for lie in host memory instead.
