@@ -83,6 +83,8 @@ pub(crate) struct DeviceComm {
     pulled: u64,
     /// By rank: the mark of its pulls that this device waits for already.
     awaited: Vec<u64>,
+    /// Whether something was gathered that computing does not wait for yet.
+    arriving: bool,
 }
 
 impl DeviceComm {
@@ -158,6 +160,7 @@ impl DeviceComm {
             lent: Vec::new(),
             pulled: 0,
             awaited: vec![0; world.size],
+            arriving: false,
         }
     }
 
@@ -214,7 +217,8 @@ impl DeviceComm {
     }
 
     /// The parameters of a unit, to whose groups every rank contributes `own`; nothing where the result is not needed. Each
-    /// has a place of its own: many small ones leave fewer holes in a device's memory than whole groups.
+    /// has a place of its own: many small ones leave fewer holes in a device's memory than whole groups. They may be used,
+    /// or given back, behind [`DeviceComm::arrive`].
     pub(crate) fn gather(
         &mut self,
         unit: UnitId,
@@ -266,6 +270,7 @@ impl DeviceComm {
         words.push(peers.mark(Lane::Inward)?);
         let all = self.exchange(CommTag::new("gather", unit.0), &words)?;
         self.lent.extend(lent);
+        self.arriving = true;
         if !needed {
             return Ok(Gathered::new());
         }
@@ -292,10 +297,16 @@ impl DeviceComm {
                 }
             }
         }
-        let pulled = peers.mark(Lane::Inward)?;
-        peers.arrive()?;
-        self.pulled = pulled;
+        self.pulled = peers.mark(Lane::Inward)?;
         Ok(gathered)
+    }
+
+    /// What is queued from here on computes behind everything gathered so far.
+    pub(crate) fn arrive(&mut self) -> Result<()> {
+        if std::mem::take(&mut self.arriving) {
+            self.peers()?.arrive()?;
+        }
+        Ok(())
     }
 
     /// This rank's shard of the sum over all ranks of a unit's gradients, f32, in parts. What nobody has is zero.
@@ -404,7 +415,7 @@ impl DeviceComm {
                 gathered.push((slot.param, whole.narrow(slot.offset, slot.len)?));
             }
         }
-        peers.arrive()?;
+        self.arriving = true;
         Ok(gathered)
     }
 
@@ -441,6 +452,8 @@ impl DeviceComm {
 
     /// Ends a pass: nothing is lent any more.
     pub(crate) fn settle(&mut self) -> Result<()> {
+        // Also what nobody pulled has its place until it is there.
+        self.arrive()?;
         self.exchange(CommTag::new("settle", 0), &[]).map(drop)
     }
 }

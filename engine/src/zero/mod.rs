@@ -5,6 +5,7 @@ mod step;
 
 use crate::access::{Lease, LeaseOwner, ParamAccess, Phase};
 use crate::activations::Activations;
+use crate::ahead::Ahead;
 use crate::comm::{Communicator, Tag as CommTag};
 use crate::device_comm::{DeviceComm, How};
 use crate::error::EngineError;
@@ -75,6 +76,8 @@ pub struct Zero {
     totals: Totals,
     /// On a device apart, the weights leased last: the next ones come in while it still computes with these.
     uploaded: RefCell<Option<Uploaded>>,
+    /// On a device apart, places for those that are leased next.
+    ahead: RefCell<Ahead>,
     /// On a device apart, weights that stay there until they change.
     kept: RefCell<BTreeMap<ParamId, Tensor>>,
     /// The last unit leased in a pass that has not ended well.
@@ -137,6 +140,7 @@ impl Zero {
             step: 0,
             totals: Totals::default(),
             uploaded: RefCell::new(None),
+            ahead: RefCell::default(),
             kept: RefCell::default(),
             leased: Cell::new(None),
             leased_at: Cell::new(None),
@@ -252,6 +256,7 @@ impl Zero {
     /// When communication fails.
     pub fn end_pass(&self) -> Result<()> {
         self.uploaded.take();
+        self.ahead.take();
         self.store.borrow_mut().end_pass()?;
         self.leased.set(None);
         Ok(())
@@ -264,6 +269,7 @@ impl Zero {
     /// When communication fails.
     pub fn end_micro_batch(&mut self, loss_sum: f64, supervised: u64) -> Result<()> {
         self.uploaded.take();
+        self.ahead.take();
         let store = self.store.get_mut();
         store.end_pass()?;
         store.count_micro_batch();
@@ -376,8 +382,11 @@ impl Zero {
         }
         let mut uploaded = self.uploaded.borrow_mut();
         if let Some((_, there)) = uploaded.as_ref().filter(|(there, _)| *there == unit) {
-            return Ok(there.clone());
+            let there = there.clone();
+            self.reserve_ahead()?;
+            return Ok(there);
         }
+        let mut places = self.ahead.borrow_mut().take(unit);
         let mut there = Vec::with_capacity(params.len());
         for (id, weight) in params {
             if weight.is_on_device() {
@@ -385,11 +394,22 @@ impl Zero {
                 continue;
             }
             let (bytes, shape, dtype) = (weight.host_bytes()?, weight.shape(), weight.dtype());
-            let weight = self.backend.upload(&bytes, shape, dtype, Tag::Gathered)?;
+            let weight = match places.remove(&id) {
+                Some(place) => self.backend.upload_into(place, &bytes)?,
+                None => self.backend.upload(&bytes, shape, dtype, Tag::Gathered)?,
+            };
             there.push((id, weight));
         }
         *uploaded = Some((unit, there.clone()));
+        self.reserve_ahead()?;
         Ok(there)
+    }
+
+    /// Takes places for the weights that the pass uploads next, before the work of the unit leased now is queued.
+    fn reserve_ahead(&self) -> Result<()> {
+        let next = self.store.borrow().next_upload();
+        let mut ahead = self.ahead.borrow_mut();
+        ahead.reserve(next, &self.plan, &*self.backend)
     }
 
     /// The same where the device keeps what it has. All that it lacks is uploaded at once: one behind the other they
@@ -446,7 +466,8 @@ impl ParamAccess for Zero {
 
     fn lease(&self, unit: UnitId, phase: Phase) -> Result<Lease<'_>> {
         self.leased.set(Some((unit, phase)));
-        if self.plan.config().prefetch_units == 0 {
+        // What is gathered ahead has its place already.
+        if self.plan.config().prefetch_units == 0 || self.plan.gathers_ahead() {
             self.uploaded
                 .borrow_mut()
                 .take_if(|(there, _)| *there != unit);
@@ -489,6 +510,7 @@ impl LeaseOwner for Zero {
         } else {
             store.abandon_pass();
             self.uploaded.take();
+            self.ahead.take();
             Ok(())
         }
     }

@@ -20,6 +20,17 @@ pub fn pack(name: &str) -> PathBuf {
     golden.join(name)
 }
 
+/// When a unit's weights come to the device.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Weights {
+    /// When it is leased.
+    Leased,
+    /// One unit ahead of that.
+    Ahead,
+    /// Once: they stay.
+    Kept,
+}
+
 /// All parameters train, or adapters on every linear layer of the language model.
 pub fn options(precision: Precision, adapters: bool) -> ModelOptions {
     let mut options = ModelOptions::new(precision.weight_dtype());
@@ -36,12 +47,12 @@ pub fn options(precision: Precision, adapters: bool) -> ModelOptions {
     options
 }
 
-/// ZeRO-3 of one rank with its states in host memory, weights also on the device where it keeps them.
+/// ZeRO-3 of one rank with its states in host memory.
 pub fn plan(
     model: &dyn VisionLanguageModel,
     precision: Precision,
     activation: Tier,
-    keep_uploads: bool,
+    weights: Weights,
 ) -> Result<Arc<Plan>> {
     let config = ZeroConfig {
         stage: Stage::try_from(3).map_err(anyhow::Error::msg)?,
@@ -50,7 +61,8 @@ pub fn plan(
             activation,
             ..Offload::states(Tier::Host)
         },
-        keep_uploads,
+        keep_uploads: weights == Weights::Kept,
+        uploads_ahead: weights == Weights::Ahead,
         ..ZeroConfig::default()
     };
     Ok(Arc::new(Plan::new(model.spec().clone(), config, 1)?))
