@@ -191,6 +191,7 @@ fn zero_config(config: &RunConfig) -> Result<ZeroConfig, Failure> {
             activation: tier(&config.offload.activation),
         },
         keep_uploads,
+        uploads_ahead: config.uploads_ahead(),
         device_transport: match config.resolved_collectives() {
             Collectives::Ipc => DeviceTransport::Peers,
             Collectives::Nccl => DeviceTransport::Nccl,
