@@ -3,7 +3,7 @@
 use super::memory::RankMemory;
 use super::planner::{Planned, Planner, made_up_sample};
 use super::verb::configuration;
-use super::{Fit, HeldOut, Machine, Work, rehearse};
+use super::{Fit, HeldOut, Machine, Work, rehearse, window_region};
 use crate::args::{self, Command};
 use crate::config::{RunConfig, UploadAhead, resolve};
 use crate::device::Nvidia;
@@ -269,4 +269,20 @@ fn weights_come_ahead_where_the_plan_then_fits() {
     assert_eq!(on.fit.need.device, off);
     let auto = planned_on(folder.path(), UNBOUNDED, stays);
     assert_eq!(auto.config.upload_ahead, UploadAhead::Off);
+}
+
+/// What ranks take of shared memory when they meet is what the plan said, however GPUs exchange weights and gradients.
+#[test]
+fn the_window_of_ranks_on_gpus_is_the_planned_one() {
+    let folder = tempfile::tempdir().expect("temp dir");
+    write_config(folder.path());
+    for collectives in ["shm", "ipc", "nccl"] {
+        for (stage, save) in [(3, "steps"), (3, "no"), (2, "steps")] {
+            let flags =
+                format!("--zero {stage} --collectives {collectives} --save-strategy {save}");
+            let planned = planned_on(folder.path(), UNBOUNDED, &flags);
+            let taken = window_region(&planned.config, &planned.plan).expect("a window");
+            assert_eq!(taken, planned.memory.peak.window, "{flags}");
+        }
+    }
 }
