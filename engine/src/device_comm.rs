@@ -112,6 +112,8 @@ pub(crate) struct DeviceComm {
     awaited: Vec<u64>,
     /// Whether weights in the device's own memory were changed since the last gather.
     changed: bool,
+    /// Whether something was gathered that computing does not wait for yet.
+    arriving: bool,
 }
 
 impl DeviceComm {
@@ -188,6 +190,7 @@ impl DeviceComm {
             pulled: 0,
             awaited: vec![0; world.size],
             changed: true,
+            arriving: false,
         }
     }
 
@@ -207,8 +210,8 @@ impl DeviceComm {
         Ok(self.backend.group().ok_or_else(missing)?)
     }
 
-    /// Weights in the device's own memory change from here on. Copies that read them are behind it: computing has waited
-    /// for its own pulls, and for those of the others from what this rank copied, and both are queued behind them.
+    /// Weights in the device's own memory change from here on: behind the copies that read them, for which computing has
+    /// waited when their pass ended.
     pub(crate) const fn weights_change(&mut self) {
         self.changed = true;
     }
@@ -259,7 +262,8 @@ impl DeviceComm {
     }
 
     /// The parameters of a unit, to whose groups every rank contributes `own`; nothing where the result is not needed. Each
-    /// has a place of its own: many small ones leave fewer holes in a device's memory than whole groups.
+    /// has a place of its own: many small ones leave fewer holes in a device's memory than whole groups. They may be used,
+    /// or given back, behind [`DeviceComm::arrive`].
     pub(crate) fn gather(
         &mut self,
         unit: UnitId,
@@ -311,6 +315,7 @@ impl DeviceComm {
         words.push(peers.mark(Lane::Inward)?);
         let all = self.exchange(CommTag::new("gather", unit.0), &words)?;
         self.lent.extend(lent);
+        self.arriving = true;
         if !needed {
             return Ok(Gathered::new());
         }
@@ -337,10 +342,16 @@ impl DeviceComm {
                 }
             }
         }
-        let pulled = peers.mark(Lane::Inward)?;
-        peers.arrive()?;
-        self.pulled = pulled;
+        self.pulled = peers.mark(Lane::Inward)?;
         Ok(gathered)
+    }
+
+    /// What is queued from here on computes behind everything gathered so far.
+    pub(crate) fn arrive(&mut self) -> Result<()> {
+        if std::mem::take(&mut self.arriving) {
+            self.peers()?.arrive()?;
+        }
+        Ok(())
     }
 
     /// This rank's shard of the sum over all ranks of a unit's gradients, f32, in parts. What nobody has is zero.
@@ -448,7 +459,7 @@ impl DeviceComm {
                 gathered.push((slot.param, whole.narrow(slot.offset, slot.len)?));
             }
         }
-        peers.arrive()?;
+        self.arriving = true;
         Ok(gathered)
     }
 
@@ -485,6 +496,8 @@ impl DeviceComm {
 
     /// Ends a pass: nothing is lent any more.
     pub(crate) fn settle(&mut self) -> Result<()> {
+        // Also what nobody pulled has its place until it is there.
+        self.arrive()?;
         self.exchange(CommTag::new("settle", 0), &[]).map(drop)
     }
 }

@@ -71,6 +71,7 @@
 
 pub mod access;
 mod activations;
+mod ahead;
 pub mod checkpoint;
 pub mod comm;
 mod device_comm;

@@ -6,6 +6,7 @@
 
 use crate::access::{Lease, LeaseOwner, ParamAccess, Phase};
 use crate::activations::Activations;
+use crate::ahead::{Ahead, next_upload};
 use crate::comm::rehearsal::{DryBuffer, DryWindow};
 use crate::comm::{CollectiveKind, WindowBytes, World};
 use crate::device_comm::{DeviceComm, How, Own, OwnPart, Produced};
@@ -18,7 +19,9 @@ use crate::spill::{BLOCK_BYTES, SpillFile};
 use crate::store::shaped;
 use crate::tier::{COPY_ELEMS, Tiers, WINDOW_ALIGN, access, windows};
 use crate::update::chunks;
-use kernels::{Backend, DType, NullBackend, Pool, Reservation, Resident, Shape, Tag, Tensor};
+use kernels::{
+    Arrival, Backend, DType, NullBackend, Pool, Reservation, Resident, Shape, Tag, Tensor,
+};
 use optim::StateSlot;
 use std::cell::RefCell;
 use std::collections::VecDeque;
@@ -74,6 +77,8 @@ struct State {
     closing: Option<UnitId>,
     /// On a device apart, the weights leased last.
     uploaded: Option<(UnitId, Vec<(ParamId, Tensor)>)>,
+    /// On a device apart, places for those that are leased next.
+    ahead: Ahead,
     pass: Option<Pass>,
 }
 
@@ -166,6 +171,7 @@ impl Rehearsal {
                 device: None,
                 closing: None,
                 uploaded: None,
+                ahead: Ahead::default(),
                 pass: None,
             }),
             plan,
@@ -358,6 +364,10 @@ impl Rehearsal {
         let mut state = self.state.borrow_mut();
         // As the run: before what is left of the pass.
         state.uploaded = None;
+        state.ahead.clear();
+        if let Some(pass) = &mut state.pass {
+            pass.want(None);
+        }
         while let Some(entry) = state.at_cursor() {
             self.skip(&mut state, entry)?;
         }
@@ -493,16 +503,44 @@ impl Rehearsal {
 
     fn skip(&self, state: &mut State, entry: Entry) -> Result<()> {
         self.start_gathers(state)?;
-        self.gather_on_device(state, entry.unit, false)?;
+        self.gather_at_cursor(state)?;
+        if state.pass.as_ref().is_some_and(|pass| pass.on_device) {
+            state.units[entry.unit.index()].readable = None;
+        }
+        self.gather_ahead(state)?;
         self.finish_entry(state, entry)
     }
 
-    fn gather_on_device(&self, state: &mut State, unit: UnitId, needed: bool) -> Result<()> {
-        let ahead = self.plan.config().prefetch_units;
-        let gathers = |pass: &Pass| pass.on_device && !pass.keeps(pass.position, ahead);
-        if !state.pass.as_ref().is_some_and(gathers) {
+    fn gather_at_cursor(&self, state: &mut State) -> Result<()> {
+        let Some(pass) = state.pass.as_ref().filter(|pass| pass.on_device) else {
             return Ok(());
+        };
+        self.gather_up_to(state, pass.position)?;
+        match &mut state.device {
+            Some(device) => device.arrive(),
+            None => Ok(()),
         }
+    }
+
+    fn gather_ahead(&self, state: &mut State) -> Result<()> {
+        let next = state.pass.as_ref().and_then(Pass::next_unit);
+        match next.filter(|_| self.plan.gathers_ahead()) {
+            Some(next) => self.gather_up_to(state, next),
+            None => Ok(()),
+        }
+    }
+
+    fn gather_up_to(&self, state: &mut State, last: usize) -> Result<()> {
+        let ahead = self.plan.config().prefetch_units;
+        while let Some(pass) = &mut state.pass
+            && let Some((unit, needed)) = pass.next_gather(last, ahead)
+        {
+            self.gather_on_device(state, unit, needed)?;
+        }
+        Ok(())
+    }
+
+    fn gather_on_device(&self, state: &mut State, unit: UnitId, needed: bool) -> Result<()> {
         let config = self.plan.config();
         let dtype = config.precision.weight_dtype();
         let (mut staged, mut parts) = (Vec::new(), Vec::new());
@@ -536,7 +574,7 @@ impl Rehearsal {
 
     fn make_resident(&self, state: &mut State, unit: UnitId) -> Result<()> {
         if state.pass.as_ref().is_some_and(|pass| pass.on_device) {
-            return self.gather_on_device(state, unit, true);
+            return self.gather_at_cursor(state);
         }
         let readable = &mut state.units[unit.index()].readable;
         if readable.is_none() {
@@ -559,13 +597,19 @@ impl Rehearsal {
     fn take_lease(&self, unit: UnitId, phase: Phase) -> Result<()> {
         let wanted = Entry { unit, phase };
         let mut state = self.state.borrow_mut();
+        if let Some(pass) = &mut state.pass {
+            let left = pass.position..pass.schedule.len();
+            let target = left.into_iter().find(|at| pass.schedule[*at] == wanted);
+            pass.want(target);
+        }
         while let Some(entry) = state.at_cursor()
             && entry != wanted
         {
             self.skip(&mut state, entry)?;
         }
         self.start_gathers(&mut state)?;
-        self.make_resident(&mut state, unit)
+        self.make_resident(&mut state, unit)?;
+        self.gather_ahead(&mut state)
     }
 
     fn finish_entry(&self, state: &mut State, entry: Entry) -> Result<()> {
@@ -622,6 +666,12 @@ impl Rehearsal {
             }
         }
         shaped(&self.plan, &flat)
+    }
+
+    /// As the run, before the unit's work.
+    fn reserve_ahead(&self, state: &mut State) -> Result<()> {
+        let next = next_upload(&self.plan, state.pass.as_ref());
+        state.ahead.reserve(next, &self.plan, &*self.backend)
     }
 
     /// The parameters of a unit that the devices gathered.
@@ -706,7 +756,7 @@ impl ParamAccess for Rehearsal {
     }
 
     fn lease(&self, unit: UnitId, phase: Phase) -> Result<Lease<'_>> {
-        if self.plan.config().prefetch_units == 0 {
+        if self.plan.config().prefetch_units == 0 || self.plan.gathers_ahead() {
             let mut state = self.state.borrow_mut();
             state.uploaded.take_if(|(there, _)| *there != unit);
         }
@@ -722,8 +772,11 @@ impl ParamAccess for Rehearsal {
         }
         let there = state.uploaded.as_ref().filter(|(there, _)| *there == unit);
         if let Some((_, params)) = there {
-            return Ok(Lease::new(self, unit, phase, params.clone()));
+            let params = params.clone();
+            self.reserve_ahead(&mut state)?;
+            return Ok(Lease::new(self, unit, phase, params));
         }
+        let mut places = state.ahead.take(unit);
         let gathered = self.gathered(&state, unit)?;
         let mut params = Vec::new();
         for id in ids {
@@ -732,7 +785,10 @@ impl ParamAccess for Rehearsal {
                 continue;
             }
             let shape = self.plan.spec().params[id.index()].shape;
-            let weight = if self.is_apart() {
+            let place = places.remove(&id).and_then(Arrival::into_tensor);
+            let weight = if let Some(place) = place {
+                place
+            } else if self.is_apart() {
                 // In the order of uploads: places depend on it.
                 self.backend.zeros(shape, dtype, Tag::Gathered)?
             } else {
@@ -742,6 +798,7 @@ impl ParamAccess for Rehearsal {
         }
         if self.is_apart() {
             state.uploaded = Some((unit, params.clone()));
+            self.reserve_ahead(&mut state)?;
         }
         drop(state);
         Ok(Lease::new(self, unit, phase, params))

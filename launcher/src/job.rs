@@ -8,7 +8,9 @@ use crate::args::{self, Args, Command, Note, PlanArgs};
 use crate::bench;
 use crate::ckpt;
 use crate::config::file::{self, Loaded};
-use crate::config::{Collectives, DEVICE, EarlyStep, Resume, RunConfig, Task, resolve_on};
+use crate::config::{
+    Collectives, DEVICE, EarlyStep, Resume, RunConfig, Task, UploadAhead, resolve_on,
+};
 use crate::data;
 use crate::device::{self, Chosen, Devices, Nvidia};
 use crate::doctor;
@@ -431,6 +433,10 @@ fn one_by_one(config: &mut RunConfig) -> Result<(), Failure> {
     if config.early_step == EarlyStep::Auto {
         // What a disk has free differs between ranks.
         config.early_step = EarlyStep::Off;
+    }
+    if config.upload_ahead == UploadAhead::Auto {
+        // As does what a GPU has.
+        config.upload_ahead = UploadAhead::Off;
     }
     if config.max_restarts > 0 {
         return Err(Failure::usage(

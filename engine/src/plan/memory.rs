@@ -82,6 +82,19 @@ impl Plan {
             && (self.gathers_parameters() || config.shards_gradients())
     }
 
+    /// Whether weights come to a device apart one unit ahead of their use.
+    #[must_use]
+    pub fn uploads_ahead(&self) -> bool {
+        let config = self.config();
+        config.uploads_ahead && config.prefetch_units > 0 && self.leases_copy()
+    }
+
+    /// Whether the devices gather them so.
+    #[must_use]
+    pub(crate) fn gathers_ahead(&self) -> bool {
+        self.uploads_ahead() && self.devices_talk() && self.gathers_parameters()
+    }
+
     /// Whether a unit's gradients are collected before they are added to their sum: where they are reduced in between,
     /// where the sum lies on a disk, or where there is no sum.
     #[must_use]

@@ -194,6 +194,10 @@ pub struct ZeroConfig {
     pub device_transport: DeviceTransport,
     /// Units gathered ahead of use.
     pub prefetch_units: usize,
+    /// On a device apart, weights that do not stay there come one unit ahead of their use, beside the work of the unit in
+    /// between: it holds one more unit's weights.
+    #[serde(default)]
+    pub uploads_ahead: bool,
     /// Most gradient buckets in flight at once.
     pub buckets_in_flight: usize,
     /// Elements of a shard updated at once.
@@ -238,6 +242,7 @@ impl Default for ZeroConfig {
             offload: Offload::default(),
             device_transport: DeviceTransport::Host,
             prefetch_units: 1,
+            uploads_ahead: false,
             buckets_in_flight: 1,
             sub_group_elems: 1 << 24,
             max_grad_norm: None,

@@ -34,6 +34,8 @@ pub(crate) struct Pass {
     pub(crate) on_device: bool,
     /// Whether weights are read in host memory.
     pub(crate) on_host: bool,
+    /// The entry that is leased next, as far as that is known: this rank passes over those in front of it.
+    pub(crate) wanted: usize,
 }
 
 impl Pass {
@@ -43,6 +45,30 @@ impl Pass {
         self.schedule[at.saturating_sub(ahead.max(1))..at]
             .iter()
             .any(|before| before.unit == unit)
+    }
+
+    /// The first entry behind the cursor's whose unit is another one.
+    pub(crate) fn next_unit(&self) -> Option<usize> {
+        let unit = self.schedule.get(self.position)?.unit;
+        let mut behind = self.position + 1..self.schedule.len();
+        behind.find(|at| self.schedule[*at].unit != unit)
+    }
+
+    /// Passes on to the next entry up to `last` that the devices gather: its unit, and whether this rank needs it.
+    pub(crate) fn next_gather(&mut self, last: usize, ahead: usize) -> Option<(UnitId, bool)> {
+        while self.on_device && self.started <= last && self.started < self.schedule.len() {
+            let at = self.started;
+            self.started += 1;
+            if !self.keeps(at, ahead) {
+                return Some((self.schedule[at].unit, at >= self.wanted));
+            }
+        }
+        None
+    }
+
+    /// Passes over everything in front of `entry`, or over all that is left.
+    pub(crate) fn want(&mut self, entry: Option<usize>) {
+        self.wanted = entry.unwrap_or(self.schedule.len());
     }
 }
 

@@ -5,6 +5,7 @@
 //! the entries that a batch does not need are walked too, so the sequence of collectives never
 //! depends on data.
 
+mod ahead;
 mod buckets;
 mod early;
 
@@ -294,6 +295,7 @@ impl Store {
             started: 0,
             on_device: self.device.is_some() && self.plan.gathers_parameters() && !on_host,
             on_host,
+            wanted: 0,
         });
     }
 
@@ -303,6 +305,9 @@ impl Store {
 
     /// Walks the rest of the schedule and waits for every reduction.
     pub(crate) fn end_pass(&mut self) -> Result<()> {
+        if let Some(pass) = &mut self.pass {
+            pass.want(None);
+        }
         while let Some(entry) = self.entry_at_cursor() {
             self.skip(entry)?;
         }
@@ -331,6 +336,9 @@ impl Store {
         self.pending.clear();
         // The pass has failed already: what the thread says can only come of that.
         self.end_early().ok();
+        if let Some(device) = &mut self.device {
+            device.arrive().ok();
+        }
         for unit in &mut self.units {
             unit.bucket = None;
             unit.residency = Residency::Sharded;
@@ -386,7 +394,8 @@ impl Store {
             return Ok(());
         };
         let ahead = self.plan.config().prefetch_units;
-        let first = if self.plan.gathers_parameters() && !pass.on_device {
+        let started = !pass.on_device || self.plan.gathers_ahead();
+        let first = if self.plan.gathers_parameters() && started {
             pass.started
         } else {
             pass.position
@@ -436,13 +445,8 @@ impl Store {
         Ok(())
     }
 
-    /// Takes part in the devices' gather for the entry at the cursor, unless its unit is still there.
+    /// Takes part in the devices' gather of `unit`.
     fn gather_on_device(&mut self, unit: UnitId, needed: bool) -> Result<()> {
-        let ahead = self.plan.config().prefetch_units;
-        let kept = |pass: &Pass| pass.keeps(pass.position, ahead);
-        if !self.on_device() || self.pass.as_ref().is_some_and(kept) {
-            return Ok(());
-        }
         let dtype = self.weight_dtype();
         let Some(device) = &mut self.device else {
             return Ok(());
@@ -491,11 +495,9 @@ impl Store {
     }
 
     fn make_resident(&mut self, unit: UnitId) -> Result<()> {
-        if self.on_device() {
-            self.gather_on_device(unit, true)?;
-        }
         let on_host = self.pass.as_ref().is_some_and(|pass| pass.on_host);
         let in_place = !self.plan.leases_copy();
+        self.gather_at_cursor()?;
         let state = &mut self.units[unit.index()];
         let resident = match std::mem::replace(&mut state.residency, Residency::Sharded) {
             Residency::Resident(groups) => groups,
@@ -571,6 +573,9 @@ impl Store {
                 position: self.pass.as_ref().map_or(0, |p| p.position),
             });
         };
+        if let Some(pass) = &mut self.pass {
+            pass.want(Some(target));
+        }
         while self.pass.as_ref().is_some_and(|p| p.position < target) {
             if let Some(before) = self.entry_at_cursor() {
                 self.skip(before)?;
@@ -584,7 +589,9 @@ impl Store {
     /// dropped, its gradients are zeros.
     fn skip(&mut self, entry: Entry) -> Result<()> {
         self.start_gathers()?;
-        self.gather_on_device(entry.unit, false)?;
+        self.gather_at_cursor()?;
+        self.drop_gathered(entry.unit);
+        self.gather_ahead()?;
         self.finish_entry(entry)
     }
 
@@ -620,6 +627,7 @@ impl Store {
     pub(crate) fn lease(&mut self, unit: UnitId, phase: Phase) -> Result<Vec<(ParamId, Tensor)>> {
         self.advance_to(Entry { unit, phase })?;
         self.make_resident(unit)?;
+        self.gather_ahead()?;
         match &self.units[unit.index()].residency {
             Residency::Resident(groups) => self.tensors(unit, groups),
             Residency::OnDevice(gathered) => shaped(&self.plan, gathered),

@@ -5,6 +5,7 @@ mod step;
 
 use crate::access::{Lease, LeaseOwner, ParamAccess, Phase};
 use crate::activations::Activations;
+use crate::ahead::Ahead;
 use crate::comm::{Communicator, Tag as CommTag};
 use crate::device_comm::{DeviceComm, How};
 use crate::device_step::DeviceStep;
@@ -76,6 +77,8 @@ pub struct Zero {
     totals: Totals,
     /// On a device apart, the weights leased last: the next ones come in while it still computes with these.
     uploaded: RefCell<Option<Uploaded>>,
+    /// On a device apart, places for those that are leased next.
+    ahead: RefCell<Ahead>,
     /// The last unit leased in a pass that has not ended well.
     leased: Cell<Option<(UnitId, Phase)>>,
     /// When it was leased, if that is recorded.
@@ -143,6 +146,7 @@ impl Zero {
             step: 0,
             totals: Totals::default(),
             uploaded: RefCell::new(None),
+            ahead: RefCell::default(),
             leased: Cell::new(None),
             leased_at: Cell::new(None),
             non_finite: None,
@@ -256,6 +260,7 @@ impl Zero {
     /// When communication fails.
     pub fn end_pass(&self) -> Result<()> {
         self.uploaded.take();
+        self.ahead.take();
         self.store.borrow_mut().end_pass()?;
         self.leased.set(None);
         Ok(())
@@ -268,6 +273,7 @@ impl Zero {
     /// When communication fails.
     pub fn end_micro_batch(&mut self, loss_sum: f64, supervised: u64) -> Result<()> {
         self.uploaded.take();
+        self.ahead.take();
         let store = self.store.get_mut();
         store.end_pass()?;
         store.count_micro_batch();
@@ -377,8 +383,11 @@ impl Zero {
     ) -> Result<Vec<(ParamId, Tensor)>> {
         let mut uploaded = self.uploaded.borrow_mut();
         if let Some((_, there)) = uploaded.as_ref().filter(|(there, _)| *there == unit) {
-            return Ok(there.clone());
+            let there = there.clone();
+            self.reserve_ahead()?;
+            return Ok(there);
         }
+        let mut places = self.ahead.borrow_mut().take(unit);
         let mut there = Vec::with_capacity(params.len());
         for (id, weight) in params {
             if weight.is_on_device() {
@@ -386,11 +395,22 @@ impl Zero {
                 continue;
             }
             let (bytes, shape, dtype) = (weight.host_bytes()?, weight.shape(), weight.dtype());
-            let weight = self.backend.upload(&bytes, shape, dtype, Tag::Gathered)?;
+            let weight = match places.remove(&id) {
+                Some(place) => self.backend.upload_into(place, &bytes)?,
+                None => self.backend.upload(&bytes, shape, dtype, Tag::Gathered)?,
+            };
             there.push((id, weight));
         }
         *uploaded = Some((unit, there.clone()));
+        self.reserve_ahead()?;
         Ok(there)
+    }
+
+    /// Takes places for the weights that the pass uploads next, before the work of the unit leased now is queued.
+    fn reserve_ahead(&self) -> Result<()> {
+        let next = self.store.borrow().next_upload();
+        let mut ahead = self.ahead.borrow_mut();
+        ahead.reserve(next, &self.plan, &*self.backend)
     }
 
     /// A lease whose weights stay where the store has them.
@@ -418,7 +438,8 @@ impl ParamAccess for Zero {
 
     fn lease(&self, unit: UnitId, phase: Phase) -> Result<Lease<'_>> {
         self.leased.set(Some((unit, phase)));
-        if self.plan.config().prefetch_units == 0 {
+        // What is gathered ahead has its place already.
+        if self.plan.config().prefetch_units == 0 || self.plan.gathers_ahead() {
             self.uploaded
                 .borrow_mut()
                 .take_if(|(there, _)| *there != unit);
@@ -461,6 +482,7 @@ impl LeaseOwner for Zero {
         } else {
             store.abandon_pass();
             self.uploaded.take();
+            self.ahead.take();
             Ok(())
         }
     }

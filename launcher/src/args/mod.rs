@@ -26,7 +26,8 @@ use clap::{CommandFactory, Parser};
 use crate::config::{
     Collectives, CudaGraph, DataFormatChoice, DeviceChoice, EarlyStep, Fault, GradDtype,
     InitChoice, LrScale, NvmeIo, Offload, PrecisionChoice, PureBf16Moments, PureBf16Weights,
-    Recompute, ReportTo, RopeChoice, Scheduler, SchedulerKwargs, Strategy, TemplateChoice, Workers,
+    Recompute, ReportTo, RopeChoice, Scheduler, SchedulerKwargs, Strategy, TemplateChoice,
+    UploadAhead, Workers,
 };
 use crate::error_format::ErrorFormat;
 use crate::exit::Failure;
@@ -184,6 +185,9 @@ pub struct Args {
     /// Whether runs of kernels on GPUs are queued as one CUDA graph when they come again; no result depends on it
     #[arg(long, value_enum, help_heading = "Memory and ranks")]
     pub cuda_graph: Option<CudaGraph>,
+    /// Whether weights that do not stay on a GPU come there one unit before they are used, beside the work of the unit in between: auto does so where the plan still fits with one more unit's weights; no result depends on it
+    #[arg(long, value_enum, help_heading = "Memory and ranks")]
+    pub upload_ahead: Option<UploadAhead>,
     /// Number format of weights and activations
     #[arg(long, value_enum, help_heading = "Memory and ranks")]
     pub precision: Option<PrecisionChoice>,
@@ -695,7 +699,7 @@ mod tests {
              model-max-length modules-to-save no-decay nproc num-train-epochs nvme-io offload output \
              per-device-eval-batch-size per-device-train-batch-size precision preset ptuning-tokens pure-bf16-moments pure-bf16-weights rank-is report-to resume \
              rope-precision save-steps save-strategy \
-             save-total-limit seed shard-group skip-bad-samples strict-config template text-without-cross trace-steps train train-on-turn-end tune-llm tune-vision use-lora warmup-ratio \
+             save-total-limit seed shard-group skip-bad-samples strict-config template text-without-cross trace-steps train train-on-turn-end tune-llm tune-vision upload-ahead use-lora warmup-ratio \
              warmup-steps weight-decay worst-first zero"
         );
         for (alias, target) in ALIASES {

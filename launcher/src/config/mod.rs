@@ -15,6 +15,7 @@ mod offload;
 mod resolve;
 mod schedule;
 mod trainable;
+mod upload;
 
 use std::fs;
 use std::ops::Range;
@@ -40,6 +41,7 @@ pub use offload::{NvmeIo, Offload, Tier};
 pub(crate) use resolve::resolve_on;
 pub use resolve::{Resolved, resolve};
 pub use schedule::SchedulerKwargs;
+pub use upload::UploadAhead;
 
 /// Where the model, its tokenizer and the samples come from.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -292,6 +294,9 @@ pub struct RunConfig {
     /// Whether runs of works on them are queued as one when they come again.
     #[serde(default)]
     pub cuda_graph: CudaGraph,
+    /// Whether weights that do not stay on a GPU come there one unit before they are used.
+    #[serde(default)]
+    pub upload_ahead: UploadAhead,
     /// Bytes that each rank takes of its GPU when it starts, known from the plan; 0 on the CPU.
     #[serde(default)]
     pub arena_bytes: u64,

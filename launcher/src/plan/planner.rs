@@ -95,9 +95,9 @@ impl Planner {
         self.machine
     }
 
-    /// The plan of `config`.
-    pub(super) fn plan(&self, config: &RunConfig) -> Result<Planned, Failure> {
-        let mut config = config.clone();
+    /// The plan of the configuration `asked` for.
+    pub(super) fn plan(&self, asked: &RunConfig) -> Result<Planned, Failure> {
+        let mut config = asked.clone();
         let (model, plan) = shapes(&config)?;
         let plan = Arc::new(plan);
         let memory = match &self.samples {
@@ -116,6 +116,14 @@ impl Planner {
             if plan.any_steps_early() && !takes {
                 return self.plan(&config);
             }
+        }
+        // As there.
+        if config.settle_upload_ahead(&plan, fit.exceeds_device()) {
+            return self.plan(&RunConfig {
+                early_step: config.early_step,
+                upload_ahead: config.upload_ahead,
+                ..asked.clone()
+            });
         }
         Ok(Planned {
             config,

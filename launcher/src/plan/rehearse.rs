@@ -70,18 +70,26 @@ pub(crate) fn rehearse(
     most.map_or_else(|| rehearse(None), Ok)
 }
 
-/// Bytes of a rank's region of the communicator's window.
+/// Bytes of a rank's region of the communicator's window. GPUs that gather among themselves need it only for weights that
+/// are saved.
 ///
 /// # Errors
 /// Never today; counting has no limit.
-pub(crate) fn window_region(plan: &Arc<Plan>) -> Result<u64, Failure> {
+pub(crate) fn window_region(config: &RunConfig, plan: &Arc<Plan>) -> Result<u64, Failure> {
     let rehearse = || -> Result<WindowBytes, EngineError> {
-        let rehearsal = Rehearsal::new(plan.clone(), &[])?;
+        // The window is the same on every kind of GPU.
+        let rehearsal = match device::counting(config).pop() {
+            Some(device) => Rehearsal::apart(plan.clone(), &[], device),
+            None => Rehearsal::new(plan.clone(), &[]),
+        }?;
         for kind in [PassKind::Train, PassKind::Infer] {
             rehearsal.begin_pass(kind);
             rehearsal.end_pass()?;
         }
         rehearsal.step()?;
+        if config.save != Cadence::Never {
+            rehearsal.visit_weights()?;
+        }
         Ok(rehearsal.window())
     };
     let window = rehearse().map_err(|e| allocate(&e))?;

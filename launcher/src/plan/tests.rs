@@ -1,10 +1,12 @@
 //! Properties of plans over the grid of settings.
 
 use super::memory::RankMemory;
-use super::planner::made_up_sample;
-use super::{Fit, HeldOut, Machine, Work, rehearse};
+use super::planner::{Planned, Planner, made_up_sample};
+use super::verb::configuration;
+use super::{Fit, HeldOut, Machine, Work, rehearse, window_region};
 use crate::args::{self, Command};
-use crate::config::{RunConfig, resolve};
+use crate::config::{RunConfig, UploadAhead, resolve};
+use crate::device::Nvidia;
 use crate::rank_env::Env;
 use crate::run::{fixed, shapes};
 use models::SampleInput;
@@ -194,5 +196,93 @@ fn limits_and_machines_bound_what_fits() {
             &format!("--nproc 2 --offload nvme:/d {flag} 1MiB"),
         );
         assert!(!on(&limited, enough).fits(), "{flag}");
+    }
+}
+
+/// The plan of `launcher plan` for GPUs of `device` bytes.
+fn planned_on(folder: &Path, device: u64, flags: &str) -> Planned {
+    let model = folder.join("config.json");
+    let line = format!(
+        "plan --model {} --no-weights true --device cuda --hw 2x{device} --ram 1TiB --model-max-length 128 \
+         --max-slice-nums 2 --precision bf16 {flags}",
+        model.display()
+    );
+    let words: Vec<String> = line.split_whitespace().map(str::to_owned).collect();
+    let Command::Plan { args, .. } = args::parse(&words).expect("parses") else {
+        panic!("a line of `launcher plan`");
+    };
+    let env = Env::from_lookup(&|_| None).expect("an environment");
+    let config = configuration(&args, &env, false, &Nvidia).expect("resolves");
+    let planner = Planner::new(&config, &args, false).expect("a planner");
+    planner.plan(&config).expect("a plan")
+}
+
+#[test]
+fn weights_come_ahead_where_the_plan_then_fits() {
+    let folder = tempfile::tempdir().expect("temp dir");
+    write_config(folder.path());
+    let needs = |device, flags: &str| planned_on(folder.path(), device, flags).fit.need.device;
+    for flags in [
+        "--zero 3 --collectives shm",
+        "--zero 3 --collectives ipc",
+        "--zero 2 --offload cpu",
+    ] {
+        let of = |device, mode: &str| {
+            planned_on(
+                folder.path(),
+                device,
+                &format!("{flags} --upload-ahead {mode}"),
+            )
+        };
+        let [on, off] =
+            ["on", "off"].map(|mode| needs(UNBOUNDED, &format!("{flags} --upload-ahead {mode}")));
+        assert!(off < on, "{flags}: {off} {on}");
+        for (device, want) in [
+            (UNBOUNDED, UploadAhead::On),
+            (on, UploadAhead::On),
+            (on - 1, UploadAhead::Off),
+        ] {
+            let auto = of(device, "auto");
+            assert_eq!(auto.config.upload_ahead, want, "{flags}, {device}");
+            assert_eq!(auto.plan.uploads_ahead(), want == UploadAhead::On);
+            let need = if want == UploadAhead::On { on } else { off };
+            assert_eq!(auto.fit.need.device, need, "{flags}, {device}");
+            assert!(auto.fit.fits());
+        }
+        let tight = of(on - 1, "on");
+        let failure = tight.fit.check(&tight.config, &tight.memory);
+        let failure = failure.expect_err("more than there is");
+        assert!(
+            failure.cause.contains("of device memory, the limit is"),
+            "{failure:?}"
+        );
+    }
+    // Where weights stay there is nothing to upload.
+    let stays = "--zero 2 --offload optimizer=cpu";
+    let on = planned_on(
+        folder.path(),
+        UNBOUNDED,
+        &format!("{stays} --upload-ahead on"),
+    );
+    assert!(!on.plan.uploads_ahead());
+    let off = needs(UNBOUNDED, &format!("{stays} --upload-ahead off"));
+    assert_eq!(on.fit.need.device, off);
+    let auto = planned_on(folder.path(), UNBOUNDED, stays);
+    assert_eq!(auto.config.upload_ahead, UploadAhead::Off);
+}
+
+/// What ranks take of shared memory when they meet is what the plan said, however GPUs exchange weights and gradients.
+#[test]
+fn the_window_of_ranks_on_gpus_is_the_planned_one() {
+    let folder = tempfile::tempdir().expect("temp dir");
+    write_config(folder.path());
+    for collectives in ["shm", "ipc", "nccl"] {
+        for (stage, save) in [(3, "steps"), (3, "no"), (2, "steps")] {
+            let flags =
+                format!("--zero {stage} --collectives {collectives} --save-strategy {save}");
+            let planned = planned_on(folder.path(), UNBOUNDED, &flags);
+            let taken = window_region(&planned.config, &planned.plan).expect("a window");
+            assert_eq!(taken, planned.memory.peak.window, "{flags}");
+        }
     }
 }

@@ -9,7 +9,7 @@ use crate::config::{Collectives, DEVICE, Device, DeviceChoice, RunConfig, resolv
 use crate::device::{self, Chosen, Devices, Products, RunGpu};
 use crate::exit::Failure;
 use crate::rank_env::{Env, Variables};
-use crate::run::{Room, plan_event};
+use crate::run::{Room, plan_event, upload_line};
 use crate::ui::{Event, lines};
 use crate::units::bytes;
 use serde_json::{Value, json};
@@ -153,6 +153,7 @@ fn as_json(
         "offload": config.offload.to_string(),
         "micro_batch": config.batch.micro_batch,
         "accumulation_steps": config.batch.accumulation_steps,
+        "uploads_ahead": planned.plan.uploads_ahead(),
         "checkpoint_activations": config.checkpoint_activations.to_string(),
         "sample": if planner.makes_up_samples() { "made-up" } else { "data" },
         "bytes_per_rank": planned.memory.phases,
@@ -227,6 +228,9 @@ fn as_text(
     }
     // The last of its lines is the trainer's verdict; this verb has one of its own.
     text += &shown(&Event::Plan(event), 2);
+    if let Some(line) = upload_line(plan, None) {
+        text += &shown(&line, usize::MAX);
+    }
     if planner.makes_up_samples() {
         let sample = made_up_sample(config)?;
         text += &shown(

@@ -2,7 +2,7 @@
 
 use super::fit;
 use super::setup::Setup;
-use crate::config::{Device, LrScale, RunConfig};
+use crate::config::{Device, LrScale, RunConfig, UploadAhead};
 use crate::data::SampleSet;
 use crate::exit::Failure;
 use crate::ui::Event;
@@ -55,6 +55,10 @@ pub(super) fn find(
     let mut probe = |at: usize| -> Result<Option<Failure>, Failure> {
         let mut trial = config.clone();
         set(&mut trial, candidates[at]);
+        // What is left decides whether weights come ahead.
+        if trial.upload_ahead == UploadAhead::Auto {
+            trial.upload_ahead = UploadAhead::Off;
+        }
         let plan = Arc::new(setup.plan(&trial)?);
         let (model, processor) = (&*setup.model, &*setup.processor);
         let memory = fit::memory_on(&trial, model, processor, &plan, train)?;

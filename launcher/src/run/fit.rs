@@ -134,6 +134,24 @@ pub(super) fn device_line(config: &RunConfig, memory: &RankMemory, fit: &Fit) ->
     }
 }
 
+/// When weights come to the GPUs, where they do not stay there; `tried` is what they had no room for.
+pub(crate) fn upload_line(plan: &Plan, tried: Option<&Fit>) -> Option<Event> {
+    let text = match tried {
+        Some(tried) => format!(
+            "come when they are used, not one unit ahead, which needs {}",
+            tried.needs()
+        ),
+        None if plan.uploads_ahead() => {
+            "come one unit ahead, beside the work of the unit in between".to_owned()
+        }
+        None => return None,
+    };
+    Some(Event::Info {
+        label: "weights".into(),
+        text,
+    })
+}
+
 /// The plan line.
 pub(crate) fn event(config: &RunConfig, plan: &Plan, memory: &RankMemory, fit: &Fit) -> PlanEvent {
     let (params, trainable) = plan.spec().elems();

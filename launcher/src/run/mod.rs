@@ -40,7 +40,7 @@ pub(crate) use check::{encode_options, largest as worst_samples};
 pub(crate) use contents::CheckpointBytes;
 use engine::Plan;
 pub(crate) use export::{copy, export};
-pub(crate) use fit::{event as plan_event, fixed, whole_memory};
+pub(crate) use fit::{event as plan_event, fixed, upload_line, whole_memory};
 use models::Processor;
 use optim::Optimizer;
 pub(crate) use room::{Room, saves};
@@ -84,8 +84,18 @@ pub(crate) fn prepare(
     let worst = check::largest(&train, config, &*setup.processor)?;
     let (model, processor) = (&*setup.model, &*setup.processor);
     let held_out = eval.as_ref();
+    let eval_batch = config.batch.eval_batch;
+    let mut said = Vec::new();
     let mut plan = Arc::new(setup.plan(config)?);
-    let mut memory = whole_memory(config, model, processor, &plan, &worst, held_out, show)?;
+    let mut memory = whole_memory(
+        config,
+        model,
+        processor,
+        &plan,
+        &worst,
+        held_out,
+        &mut |event| said.push(event),
+    )?;
     if config.early_step == EarlyStep::Auto {
         let early = plan.any_steps_early();
         let takes = early && !fit::fit(config, &memory).exceeds_nvme();
@@ -99,6 +109,16 @@ pub(crate) fn prepare(
             memory = whole_memory(config, model, processor, &plan, &worst, held_out, show)?;
         }
     }
+    let tried = fit::fit(config, &memory);
+    let falls_back = config.settle_upload_ahead(&plan, tried.exceeds_device());
+    if falls_back {
+        // As if it had not been tried.
+        config.batch.eval_batch = eval_batch;
+        said.clear();
+        plan = Arc::new(setup.plan(config)?);
+        memory = whole_memory(config, model, processor, &plan, &worst, held_out, show)?;
+    }
+    said.into_iter().for_each(&mut *show);
     config.spilled_activation_bytes = fit::spilled_activations(&memory);
     let total_steps = config.total_steps(train.samples.len());
     inject::check(config, total_steps)?;
@@ -111,6 +131,9 @@ pub(crate) fn prepare(
     if config.device == Device::Cuda {
         config.arena_bytes = fit.arena_bytes(&memory);
         show(fit::device_line(config, &memory, &fit));
+    }
+    if let Some(line) = upload_line(&plan, falls_back.then_some(&tried)) {
+        show(line);
     }
     let rule = rule(config);
     show(Event::Info {

@@ -252,7 +252,7 @@ fn meet(
     reporter: &Reporter,
 ) -> Result<Arc<dyn Communicator>, Failure> {
     let started = Instant::now();
-    let region = crate::plan::window_region(plan)? as usize;
+    let region = crate::plan::window_region(config, plan)? as usize;
     let met = meeting::join(config, env, plan, region, devices, |comm| {
         collectives.of(comm)
     })?;

@@ -184,6 +184,7 @@ fn zero_config(config: &RunConfig) -> Result<ZeroConfig, Failure> {
             optimizer: tier(&config.offload.optimizer),
             activation: tier(&config.offload.activation),
         },
+        uploads_ahead: config.uploads_ahead(),
         device_transport: match config.resolved_collectives() {
             Collectives::Ipc => DeviceTransport::Peers,
             Collectives::Nccl => DeviceTransport::Nccl,

@@ -150,6 +150,8 @@ struct State {
     queued: u64,
     /// Works that are done.
     done: u64,
+    /// Works that were queued when the last labelled ones began: a unit's.
+    unit: u64,
     /// Number of the last upload.
     uploaded: u64,
     uploads: Beside,
@@ -166,6 +168,8 @@ pub struct Beside {
     pub bytes: u64,
     /// Those that need not wait for the end of the queue: a device copies them while it computes.
     pub overlapping: u64,
+    /// Of uploads, those that need not wait for any work of the unit queued last.
+    pub early: u64,
 }
 
 impl Beside {
@@ -309,6 +313,7 @@ impl EmulatedGpu {
             queue: VecDeque::new(),
             queued: 0,
             done: 0,
+            unit: 0,
             uploaded: 0,
             uploads: Beside::default(),
             fetches: Beside::default(),
@@ -409,6 +414,8 @@ unsafe impl Executor for EmulatedGpu {
         let behind = behind.map(works).transpose()?.unwrap_or(0);
         let overlaps = behind < state.queued;
         state.uploads.count(bytes.len(), overlaps);
+        let early = overlaps && behind <= state.unit;
+        state.uploads.early += u64::from(early) * bytes.len() as u64;
         state.clock.upload(bytes.len(), behind);
         let number = state.upload_number(behind).max(state.uploaded);
         state.uploaded = number;
@@ -436,7 +443,11 @@ unsafe impl Executor for EmulatedGpu {
     }
 
     fn label(&self, label: Option<u32>) -> Result<(), Cause> {
-        self.lock().clock.label(label);
+        let mut state = self.lock();
+        if label.is_some() {
+            state.unit = state.queued;
+        }
+        state.clock.label(label);
         Ok(())
     }
 

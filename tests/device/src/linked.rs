@@ -54,6 +54,9 @@ struct Device {
     members: Vec<usize>,
     pulled_bytes: u64,
     put_bytes: u64,
+    /// Bytes pulled since computing last waited for the inward lane, and those that found work to run beside.
+    coming_bytes: u64,
+    beside_bytes: u64,
     /// Of the group: what this GPU brings to each collective, and the works of its inward lane before and behind it.
     brought: Vec<Brought>,
 }
@@ -191,6 +194,8 @@ impl LinkedGpu {
             members: Vec::new(),
             pulled_bytes: 0,
             put_bytes: 0,
+            coming_bytes: 0,
+            beside_bytes: 0,
             brought: Vec::new(),
         };
         let node = Arc::new(Node {
@@ -213,12 +218,24 @@ impl LinkedGpu {
         (own.pulled_bytes, own.put_bytes)
     }
 
+    /// Bytes that came from other GPUs before launches that were queued behind them and did not wait for them.
+    #[must_use]
+    pub fn beside(&self) -> u64 {
+        self.lock()[self.index].beside_bytes
+    }
+
     fn lock(&self) -> MutexGuard<'_, Vec<Device>> {
         let devices = self.node.devices.lock();
         devices.unwrap_or_else(PoisonError::into_inner)
     }
 
     fn push(&self, devices: &mut [Device], lane: Lane, work: Work) -> Result<(), Cause> {
+        let own = &mut devices[self.index];
+        match &work {
+            Work::Pull { bytes, .. } => own.coming_bytes += bytes,
+            Work::Launch(_) => own.beside_bytes += std::mem::take(&mut own.coming_bytes),
+            _ => {}
+        }
         let queue = &mut devices[self.index].lanes[lane as usize];
         queue.queued += 1;
         queue.works.push_back(work);
@@ -399,6 +416,7 @@ impl PeerExecutor for LinkedGpu {
 
     fn arrive(&self) -> Result<(), Cause> {
         let mut devices = self.lock();
+        devices[self.index].coming_bytes = 0;
         let queued = devices[self.index].lanes[Lane::Inward as usize].queued;
         let wait = Work::Await(self.index, Lane::Inward, queued);
         self.push(&mut devices, Lane::Compute, wait)

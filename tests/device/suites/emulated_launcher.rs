@@ -469,6 +469,40 @@ fn graphs_change_nothing() {
     }
 }
 
+/// Weights come one unit ahead where the plan fits the GPU with them, with the same bits; by request it must fit.
+fn weights_come_ahead_where_they_fit() {
+    let site = Site::new();
+    let line = "--precision bf16 --max-steps 2 --device cuda --eval-data held_out.json";
+    let ahead = "come one unit ahead";
+    let peak = |run: &str| {
+        let plan = site.json(&format!("{run}/plan.json"));
+        plan["plan"]["memory"]["peak"]["device"].as_u64().unwrap()
+    };
+    for (mode, comes) in [("off", false), ("on", true), ("auto", true)] {
+        let screen = site.train(2, &format!("{line} --upload-ahead {mode} --output {mode}"));
+        assert_eq!(screen.contains(ahead), comes, "{screen}");
+        takes_what_the_plan_says(&site, mode);
+    }
+    assert!(peak("off") < peak("on") && peak("auto") == peak("on"));
+    // CUDA's own memory beside the plan.
+    let limit = peak("on") - 1 + (768 << 20);
+    let line = format!("{line} --device-memory-limit {limit}");
+    let screen = site.train(2, &format!("{line} --output tight"));
+    let words = "come when they are used, not one unit ahead";
+    assert!(screen.contains(words), "{screen}");
+    takes_what_the_plan_says(&site, "tight");
+    assert_eq!(peak("tight"), peak("off"));
+    for run in ["on", "auto", "tight"] {
+        assert_eq!(losses(&site, run), losses(&site, "off"), "{run}");
+        assert!(site.weights(run, 2) == site.weights("off", 2), "{run}");
+    }
+    let model = "--model model --data data.json --zero 3 --model-max-length 96 --max-slice-nums 1";
+    let (code, text) = site.run(2, &format!("{model} {line} --upload-ahead on --output out"));
+    assert_eq!(code, Some(5), "{text}");
+    let words = "of device memory, the limit is";
+    assert!(text.contains(words), "{text}");
+}
+
 /// What does not fit the GPU is refused before a weight is read.
 fn a_plan_that_does_not_fit_is_refused() {
     let site = Site::new();
@@ -531,7 +565,7 @@ fn machines_with_unlike_libraries_are_named() {
 
 type Test = (&'static str, fn());
 
-const TESTS: [Test; 9] = [
+const TESTS: [Test; 10] = [
     (
         "a_run_in_f32_agrees_with_the_cpu_and_resumes_exactly",
         || {
@@ -546,6 +580,10 @@ const TESTS: [Test; 9] = [
     ),
     ("ranks_share_a_gpu", ranks_share_a_gpu),
     ("graphs_change_nothing", graphs_change_nothing),
+    (
+        "weights_come_ahead_where_they_fit",
+        weights_come_ahead_where_they_fit,
+    ),
     (
         "gpus_that_share_no_memory_are_named",
         gpus_that_share_no_memory_are_named,

@@ -75,6 +75,7 @@ pub(crate) fn resolve_on(args: &Args, env: &Env, chosen: &Chosen) -> Result<Reso
         device: chosen.device,
         gpus: chosen.gpus.clone(),
         cuda_graph: args.cuda_graph.unwrap_or_default(),
+        upload_ahead: args.upload_ahead.unwrap_or_default(),
         arena_bytes: 0,
         numbers: super::numbers::resolve(args, precision(args, defaults)?)?,
         precision: precision(args, defaults)?,
@@ -122,6 +123,7 @@ pub(crate) fn resolve_on(args: &Args, env: &Env, chosen: &Chosen) -> Result<Reso
         source,
     };
     config.check_collectives()?;
+    config.check_upload_ahead()?;
     Ok(Resolved { config, notes })
 }
 
@@ -603,6 +605,7 @@ impl RunConfig {
         flags.push(("comm-timeout", self.comm_timeout_seconds.to_string()));
         flags.push(("device", self.device.name().to_string()));
         flags.push(("cuda-graph", value_name(self.cuda_graph)));
+        flags.push(("upload-ahead", value_name(self.upload_ahead)));
         flags.push(("collectives", value_name(self.collectives)));
         flags.push(("precision", value_name(self.precision)));
         flags.extend(self.numbers.flags(self.precision));

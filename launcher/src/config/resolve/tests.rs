@@ -54,6 +54,16 @@ fn defaults_of_a_model_are_those_of_its_scripts() {
 }
 
 #[test]
+fn weights_come_ahead_on_gpus_only() {
+    let auto = config("--device cuda");
+    assert!(auto.uploads_ahead());
+    assert!(!config("--device cuda --upload-ahead off").uploads_ahead());
+    assert!(!config("--device cpu").uploads_ahead());
+    let failure = refused("--device cpu --upload-ahead on");
+    assert!(failure.cause.contains("it is for GPUs"), "{failure:?}");
+}
+
+#[test]
 fn the_demo_has_its_own_defaults_and_keeps_its_global_batch() {
     let demo = config("--zero 3 --offload cpu");
     assert!(demo.is_demo());

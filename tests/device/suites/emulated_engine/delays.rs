@@ -9,7 +9,7 @@ use device_tests::executor::{Delays, EmulatedGpu, Lost};
 use engine::{Precision, Tier};
 use kernels::cuda::CudaBackend;
 
-use crate::setup::{ARENA_BYTES, pack};
+use crate::setup::{ARENA_BYTES, Weights, pack};
 use crate::training::{How, Left, train};
 
 /// Days per family.
@@ -22,11 +22,18 @@ const MANY_SEEDS: u64 = 8;
 const LOST_SEEDS: u64 = 6;
 
 fn on(gpu: EmulatedGpu, family: &str, precision: Precision, activation: Tier) -> Result<Left> {
-    let device = CudaBackend::new(Arc::new(gpu), ARENA_BYTES)?;
     let how = How {
         activation,
-        check: false,
         ..How::new(precision)
+    };
+    trained(gpu, family, how)
+}
+
+fn trained(gpu: EmulatedGpu, family: &str, how: How) -> Result<Left> {
+    let device = CudaBackend::new(Arc::new(gpu), ARENA_BYTES)?;
+    let how = How {
+        check: false,
+        ..how
     };
     let (left, _) = train(&pack(family), how, Arc::new(device))?;
     Ok(left)
@@ -48,6 +55,42 @@ fn agree(family: &str, precision: Precision, activation: Tier, seeds: u64) -> Re
         assert!(got.same_bits(&want), "{family}, seed {seed}");
     }
     Ok(())
+}
+
+/// Weights that come one unit ahead, also for a unit that is passed over, against those that come when they are leased.
+fn agree_ahead(family: &str, precision: Precision, activation: Tier, seeds: u64) -> Result<()> {
+    let mut how = How {
+        activation,
+        text_pass: Some(1),
+        passes: 3,
+        ..How::new(precision)
+    };
+    let want = trained(EmulatedGpu::new(Order::Ascending), family, how)?;
+    how.weights = Weights::Ahead;
+    for order in [Order::Ascending, Order::Descending] {
+        let got = trained(EmulatedGpu::new(order), family, how)?;
+        assert!(got.same_bits(&want), "{family}, {order:?}");
+    }
+    for seed in 0..seeds {
+        let got = trained(day(seed, None), family, how)?;
+        assert!(got.same_bits(&want), "{family}, seed {seed}");
+    }
+    Ok(())
+}
+
+#[test]
+fn minicpm_has_one_result_with_weights_ahead() -> Result<()> {
+    agree_ahead("minicpm-v-2_6", Precision::Bf16, Tier::Device, SEEDS)
+}
+
+#[test]
+fn cogvlm_has_one_result_with_weights_ahead() -> Result<()> {
+    agree_ahead("cogvlm-chat-hf", Precision::PureBf16, Tier::Host, FEW_SEEDS)
+}
+
+#[test]
+fn glm_4v_has_one_result_with_weights_ahead_on_many_days() -> Result<()> {
+    agree_ahead("glm-4v-9b", Precision::F32, Tier::Host, MANY_SEEDS)
 }
 
 #[test]

@@ -14,7 +14,7 @@ use models::generate::{GenerateOptions, Prompt, Sampling, generate, rehearse};
 use models::{ModelError, SampleInput, VisionLanguageModel, open_model};
 use optim::Optimizer;
 
-use crate::setup::{self, ARENA_BYTES, pack};
+use crate::setup::{self, ARENA_BYTES, Weights, pack};
 
 const TOKENS: usize = 16;
 const MOST_TOKENS: usize = 100;
@@ -74,23 +74,31 @@ fn as_access(engine: &dyn Passes) -> &dyn ParamAccess {
     engine
 }
 
-fn agree(family: &str, precision: Precision, activation: Tier, keep: bool) -> Result<()> {
-    agree_with(family, precision, activation, keep, Library::Absent, false)
+fn agree(family: &str, precision: Precision, activation: Tier, weights: Weights) -> Result<()> {
+    agree_with(
+        family,
+        precision,
+        activation,
+        weights,
+        Library::Absent,
+        false,
+    )
 }
 
 fn agree_with(
     family: &str,
     precision: Precision,
     activation: Tier,
-    keep: bool,
+    weights: Weights,
     library: Library,
     adapters: bool,
 ) -> Result<()> {
     let dir = pack(family);
     let model = open_model(&dir, setup::options(precision, adapters))?;
-    let plan = setup::plan(&*model, precision, setup::offload(activation, keep))?;
+    let plan = setup::plan(&*model, precision, activation, weights)?;
     let rule = optim::AdamW::default();
     let sample = setup::sample(&dir, TOKENS, MOST_TOKENS)?;
+    let text = setup::text_sample(&dir, TOKENS)?;
     let prompt = Prompt {
         input: SampleInput::from(&sample),
         index: 0,
@@ -104,6 +112,7 @@ fn agree_with(
         Arc::new(counting.clone()),
     )?;
     passes(&rehearsal, &*model, &sample)?;
+    passes(&rehearsal, &*model, &text)?;
     let trained = counting.pool().stats();
     let begin = || rehearsal.begin_pass(PassKind::Infer);
     let end = || Ok(rehearsal.end_pass()?);
@@ -113,6 +122,7 @@ fn agree_with(
     let device = emulated_backend_with(ARENA_BYTES, Order::Ascending, library)?;
     let zero = setup::loaded(&dir, &*model, plan, Arc::new(device.clone()))?;
     passes(&zero, &*model, &sample)?;
+    passes(&zero, &*model, &text)?;
     let trained = device.pool().stats();
     let options = GenerateOptions {
         sampling: Sampling::GREEDY,
@@ -152,17 +162,22 @@ fn same(planned: &PoolStats, measured: &PoolStats) {
 
 #[test]
 fn minicpm_in_f32() -> Result<()> {
-    agree("minicpm-v-2_6", Precision::F32, Tier::Device, false)
+    agree(
+        "minicpm-v-2_6",
+        Precision::F32,
+        Tier::Device,
+        Weights::Leased,
+    )
 }
 
 #[test]
 fn minicpm_in_bf16_with_activations_on_the_host() -> Result<()> {
-    agree("minicpm-v-2_6", Precision::Bf16, Tier::Host, true)
+    agree("minicpm-v-2_6", Precision::Bf16, Tier::Host, Weights::Kept)
 }
 
 #[test]
 fn glm_4v_in_f32_with_activations_on_the_host() -> Result<()> {
-    agree("glm-4v-9b", Precision::F32, Tier::Host, true)
+    agree("glm-4v-9b", Precision::F32, Tier::Host, Weights::Kept)
 }
 
 /// Scratch memory of products by a library is planned, whether it does them or refuses.
@@ -173,7 +188,7 @@ fn glm_4v_with_products_by_a_library() -> Result<()> {
             "glm-4v-9b",
             Precision::Bf16,
             Tier::Device,
-            false,
+            Weights::Leased,
             library,
             false,
         )?;
@@ -186,12 +201,33 @@ fn glm_4v_with_products_by_a_library() -> Result<()> {
 fn adapters_of_shared_inputs() -> Result<()> {
     for family in ["minicpm-v-2_6", "glm-4v-9b"] {
         let (precision, library) = (Precision::Bf16, Library::Absent);
-        agree_with(family, precision, Tier::Device, false, library, true)?;
+        let weights = Weights::Leased;
+        agree_with(family, precision, Tier::Device, weights, library, true)?;
     }
     Ok(())
 }
 
 #[test]
 fn glm_4v_in_bf16() -> Result<()> {
-    agree("glm-4v-9b", Precision::Bf16, Tier::Device, false)
+    agree("glm-4v-9b", Precision::Bf16, Tier::Device, Weights::Leased)
+}
+
+#[test]
+fn minicpm_with_weights_ahead() -> Result<()> {
+    agree(
+        "minicpm-v-2_6",
+        Precision::Bf16,
+        Tier::Device,
+        Weights::Ahead,
+    )
+}
+
+#[test]
+fn cogvlm_with_weights_ahead() -> Result<()> {
+    agree("cogvlm-chat-hf", Precision::F32, Tier::Host, Weights::Ahead)
+}
+
+#[test]
+fn glm_4v_with_weights_ahead_and_activations_on_the_host() -> Result<()> {
+    agree("glm-4v-9b", Precision::F32, Tier::Host, Weights::Ahead)
 }

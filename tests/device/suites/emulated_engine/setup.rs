@@ -20,6 +20,17 @@ pub fn pack(name: &str) -> PathBuf {
     golden.join(name)
 }
 
+/// When a unit's weights come to the device.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Weights {
+    /// When it is leased.
+    Leased,
+    /// One unit ahead of that.
+    Ahead,
+    /// Once: they stay.
+    Kept,
+}
+
 /// All parameters train, or adapters on every linear layer of the language model.
 pub fn options(precision: Precision, adapters: bool) -> ModelOptions {
     let mut options = ModelOptions::new(precision.weight_dtype());
@@ -36,26 +47,25 @@ pub fn options(precision: Precision, adapters: bool) -> ModelOptions {
     options
 }
 
-/// States in host memory, and weights on the device where it keeps them.
-pub fn offload(activation: Tier, keeps_weights: bool) -> Offload {
-    let mut offload = Offload::states(Tier::Host);
-    offload.activation = activation;
-    if keeps_weights {
-        offload.param = Tier::Device;
-    }
-    offload
-}
-
-/// ZeRO-3 of one rank.
+/// ZeRO-3 of one rank with its optimizer states in host memory.
 pub fn plan(
     model: &dyn VisionLanguageModel,
     precision: Precision,
-    offload: Offload,
+    activation: Tier,
+    weights: Weights,
 ) -> Result<Arc<Plan>> {
     let config = ZeroConfig {
         stage: Stage::try_from(3).map_err(anyhow::Error::msg)?,
         precision,
-        offload,
+        offload: Offload {
+            activation,
+            param: match weights {
+                Weights::Kept => Tier::Device,
+                _ => Tier::Host,
+            },
+            optimizer: Tier::Host,
+        },
+        uploads_ahead: weights == Weights::Ahead,
         ..ZeroConfig::default()
     };
     Ok(Arc::new(Plan::new(model.spec().clone(), config, 1)?))

@@ -17,7 +17,7 @@ use kernels::{Backend, CpuBackend, DType};
 use models::autograd::Tape;
 use models::{ModelOptions, SampleInput, VisionLanguageModel, open_model};
 
-use crate::setup::{self, ARENA_BYTES, pack};
+use crate::setup::{self, ARENA_BYTES, Weights, pack};
 
 const TOKENS: usize = 24;
 const MOST_TOKENS: usize = 120;
@@ -55,8 +55,9 @@ impl Left {
 pub struct How {
     pub precision: Precision,
     pub activation: Tier,
-    /// Whether weights stay on the device.
-    pub keep: bool,
+    pub weights: Weights,
+    /// The pass whose sample has no picture.
+    pub text_pass: Option<usize>,
     /// Whether adapters train, instead of everything.
     pub adapters: bool,
     pub library: Library,
@@ -72,7 +73,8 @@ impl How {
         Self {
             precision,
             activation: Tier::Device,
-            keep: false,
+            weights: Weights::Leased,
+            text_pass: None,
             adapters: false,
             library: Library::Absent,
             check: true,
@@ -82,7 +84,7 @@ impl How {
     }
 }
 
-/// Passes over a sample with a picture, and a step between each two. Without the check nothing waits for the device but
+/// Passes over a sample with a picture, or one without, and a step between each two. Without the check nothing waits for the device but
 /// what must.
 pub fn train(
     dir: &Path,
@@ -90,10 +92,10 @@ pub fn train(
     backend: Arc<dyn Backend>,
 ) -> Result<(Left, Arc<dyn VisionLanguageModel>)> {
     let model = open_model(dir, setup::options(how.precision, how.adapters))?;
-    let offload = setup::offload(how.activation, how.keep);
-    let plan = setup::plan(&*model, how.precision, offload)?;
+    let plan = setup::plan(&*model, how.precision, how.activation, how.weights)?;
     let mut zero = setup::loaded(dir, &*model, plan, backend.clone())?;
-    let sample = setup::sample(dir, TOKENS, MOST_TOKENS)?;
+    let with_picture = setup::sample(dir, TOKENS, MOST_TOKENS)?;
+    let without = setup::text_sample(dir, TOKENS)?;
     let mut left = Left {
         losses: Vec::new(),
         gradients: Vec::new(),
@@ -101,8 +103,11 @@ pub fn train(
     };
     for pass in 0..how.passes {
         zero.begin_pass(PassKind::Train);
-        let inputs = [SampleInput::from(&sample)];
-        let batch = model.collate(&inputs, &*backend)?;
+        let sample = match how.text_pass {
+            Some(text) if text == pass => &without,
+            _ => &with_picture,
+        };
+        let batch = model.collate(&[SampleInput::from(sample)], &*backend)?;
         let tape = Tape::training(&zero).with_replay_check(how.check);
         let loss = model.forward(&tape, &batch)?;
         let (sum, supervised) = (loss.sum()?, loss.supervised);
@@ -237,7 +242,7 @@ fn graphs_leave_the_bits_of_adapters_in_bf16() -> Result<()> {
 #[test]
 fn graphs_leave_the_bits_where_weights_stay_and_a_library_multiplies() -> Result<()> {
     let mut how = How::new(Precision::F32);
-    (how.keep, how.library) = (true, Library::Multiplies);
+    (how.weights, how.library) = (Weights::Kept, Library::Multiplies);
     agree_with_graphs("glm-4v-9b", how)
 }
 
@@ -246,16 +251,73 @@ fn graphs_leave_the_bits_where_weights_stay_and_a_library_multiplies() -> Result
 fn weights_that_stay_on_the_device_come_when_they_change() -> Result<()> {
     let family = "glm-4v-9b";
     let mut how = How::new(Precision::F32);
-    how.keep = true;
+    how.weights = Weights::Kept;
     let gpu = agree_how(family, how)?;
     let uploads = gpu.uploads();
     let model = open_model(&pack(family), ModelOptions::new(DType::F32))?;
     let (elems, trained) = model.spec().elems();
     assert_eq!(elems, trained);
-    let plan = setup::plan(&*model, how.precision, setup::offload(Tier::Device, true))?;
+    let plan = setup::plan(&*model, how.precision, Tier::Device, Weights::Kept)?;
     let padded = plan.units().iter().map(|unit| unit.trainable.padded_elems);
     assert_eq!(uploads.bytes, 4 * (elems + padded.sum::<usize>()) as u64);
     Ok(())
+}
+
+/// Weights that come one unit ahead wait for what was there before the unit in front of theirs, and not for that unit;
+/// but for those of the first unit of a pass, and of one that another was passed over for.
+#[test]
+fn weights_come_beside_the_whole_unit_in_front() -> Result<()> {
+    let uploads = |weights| -> Result<Beside> {
+        let gpu = Arc::new(EmulatedGpu::new(Order::Ascending));
+        let device = CudaBackend::new(gpu.clone(), ARENA_BYTES)?;
+        let how = How {
+            weights,
+            check: false,
+            ..How::new(Precision::Bf16)
+        };
+        train(&pack("glm-4v-9b"), how, Arc::new(device))?;
+        Ok(gpu.uploads())
+    };
+    let [leased, ahead] = [uploads(Weights::Leased)?, uploads(Weights::Ahead)?];
+    assert_eq!(leased.bytes, ahead.bytes);
+    assert!(leased.early * 2 < leased.bytes, "{leased:?}");
+    assert!(ahead.early * 10 > ahead.bytes * 9, "{ahead:?}");
+    Ok(())
+}
+
+/// Weights that come one unit ahead change no bit, also where a batch passes over the unit that they came for.
+fn agree_ahead(family: &str, how: How) -> Result<()> {
+    let mut how = How {
+        text_pass: Some(1),
+        passes: 4,
+        ..how
+    };
+    let (want, _) = trained_bits(family, how)?;
+    how.weights = Weights::Ahead;
+    let (got, _) = trained_bits(family, how)?;
+    assert!(got == want, "other bits");
+    how.graphs = Some(Mode::On);
+    let (got, replays) = trained_bits(family, how)?;
+    assert!(got == want, "other bits with graphs");
+    assert!(replays > 0, "queued no graph");
+    Ok(())
+}
+
+#[test]
+fn minicpm_has_the_same_bits_with_weights_ahead() -> Result<()> {
+    agree_ahead("minicpm-v-2_6", How::new(Precision::Bf16))
+}
+
+#[test]
+fn cogvlm_has_the_same_bits_with_weights_ahead() -> Result<()> {
+    agree_ahead("cogvlm-chat-hf", How::new(Precision::F32))
+}
+
+#[test]
+fn glm_4v_has_the_same_bits_with_adapters_and_weights_ahead() -> Result<()> {
+    let mut how = How::new(Precision::F32);
+    (how.activation, how.adapters) = (Tier::Host, true);
+    agree_ahead("glm-4v-9b", how)
 }
 
 /// Saved activations leave beside the segments that follow, and come back beside those in front of theirs: but for the
@@ -268,7 +330,7 @@ fn activations_cross_the_bus_beside_the_work() -> Result<()> {
         let dir = pack("glm-4v-9b");
         let how = How {
             activation,
-            keep: true,
+            weights: Weights::Kept,
             check: false,
             ..How::new(Precision::Bf16)
         };
@@ -293,8 +355,7 @@ fn activations_cross_the_bus_beside_the_work() -> Result<()> {
 fn a_device_says_what_it_did_when() -> Result<()> {
     let dir = pack("glm-4v-9b");
     let model = open_model(&dir, ModelOptions::new(DType::F32))?;
-    let offload = setup::offload(Tier::Host, false);
-    let plan = setup::plan(&*model, Precision::F32, offload)?;
+    let plan = setup::plan(&*model, Precision::F32, Tier::Host, Weights::Leased)?;
     let backend: Arc<dyn Backend> = Arc::new(CudaBackend::new(
         Arc::new(EmulatedGpu::new(Order::Ascending)),
         ARENA_BYTES,

@@ -1,0 +1,57 @@
+//! Weights that come to a device one unit ahead of their use.
+
+use super::{Residency, Result, Store};
+use crate::ahead::next_upload;
+use crate::plan::Pass;
+use crate::spec::UnitId;
+
+impl Store {
+    /// The unit whose weights are uploaded next, unless the batch passes over it.
+    pub(crate) fn next_upload(&self) -> Option<UnitId> {
+        next_upload(&self.plan, self.pass.as_ref())
+    }
+
+    /// Takes part in the devices' gathers up to the entry at the cursor, whose weights may be used from here on.
+    pub(super) fn gather_at_cursor(&mut self) -> Result<()> {
+        let Some(pass) = self.pass.as_ref().filter(|pass| pass.on_device) else {
+            return Ok(());
+        };
+        self.gather_up_to(pass.position)?;
+        self.arrive()
+    }
+
+    /// Takes part in the devices' gathers up to the next unit, so that they run beside the work of the unit at the cursor.
+    /// How far a rank is depends on its place in the schedule only, so that all do the same.
+    pub(super) fn gather_ahead(&mut self) -> Result<()> {
+        let next = self.pass.as_ref().and_then(Pass::next_unit);
+        match next.filter(|_| self.plan.gathers_ahead()) {
+            Some(next) => self.gather_up_to(next),
+            None => Ok(()),
+        }
+    }
+
+    fn gather_up_to(&mut self, last: usize) -> Result<()> {
+        let ahead = self.plan.config().prefetch_units;
+        while let Some(pass) = &mut self.pass
+            && let Some((unit, needed)) = pass.next_gather(last, ahead)
+        {
+            self.gather_on_device(unit, needed)?;
+        }
+        Ok(())
+    }
+
+    /// Gives back what was gathered for an entry that this rank passes over.
+    pub(super) fn drop_gathered(&mut self, unit: UnitId) {
+        let residency = &mut self.units[unit.index()].residency;
+        if let Residency::OnDevice(_) = residency {
+            *residency = Residency::Sharded;
+        }
+    }
+
+    fn arrive(&mut self) -> Result<()> {
+        match &mut self.device {
+            Some(device) => device.arrive(),
+            None => Ok(()),
+        }
+    }
+}

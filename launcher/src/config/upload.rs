@@ -1,0 +1,54 @@
+//! `--upload-ahead`: weights that come to a GPU one unit before they are used.
+
+use clap::ValueEnum;
+use engine::Plan;
+use serde::{Deserialize, Serialize};
+
+use super::{Device, RunConfig};
+use crate::exit::Failure;
+
+/// Whether weights that do not stay on a GPU come there one unit ahead. It holds one more unit's weights then.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum UploadAhead {
+    /// Where the plan then fits the GPU. The check before a run decides.
+    #[default]
+    Auto,
+    /// Always.
+    On,
+    /// Never: they come when they are used.
+    Off,
+}
+
+impl RunConfig {
+    /// Whether weights come ahead where any are uploaded; `auto` is tried first.
+    pub(crate) fn uploads_ahead(&self) -> bool {
+        self.device == Device::Cuda && self.upload_ahead != UploadAhead::Off
+    }
+
+    /// Decides `auto` by the plan that tried it. True where that plan `exceeds` the device: it is to be made again.
+    pub(crate) fn settle_upload_ahead(&mut self, plan: &Plan, exceeds: bool) -> bool {
+        if self.upload_ahead != UploadAhead::Auto {
+            return false;
+        }
+        let ahead = plan.uploads_ahead();
+        self.upload_ahead = if ahead && !exceeds {
+            UploadAhead::On
+        } else {
+            UploadAhead::Off
+        };
+        ahead && exceeds
+    }
+
+    /// Refuses what was asked for by name and cannot be.
+    pub(super) fn check_upload_ahead(&self) -> Result<(), Failure> {
+        if self.upload_ahead != UploadAhead::On || self.device == Device::Cuda {
+            return Ok(());
+        }
+        Err(Failure::usage(
+            "--upload-ahead on cannot be used",
+            "it is for GPUs, and this run computes on the CPU",
+        )
+        .next("--upload-ahead auto takes what works here"))
+    }
+}
