@@ -141,20 +141,22 @@ fn glm_4v_has_one_result_on_many_days() -> Result<()> {
 /// Each kind of event is needed, and the days above would show its loss.
 #[test]
 fn a_lost_event_changes_the_result() -> Result<()> {
-    let (family, precision, activation) = ("glm-4v-9b", Precision::F32, Tier::Host);
-    let want = on(
-        EmulatedGpu::new(Order::Ascending),
-        family,
-        precision,
-        activation,
-    )?;
-    for lost in [Lost::Uploads, Lost::Joins, Lost::Fetches] {
-        let shows = (0..LOST_SEEDS).any(|seed| {
-            // Memory that nobody wrote may end a launch of the emulator, too.
-            on(day(seed, Some(lost)), family, precision, activation)
-                .map_or(true, |got| !got.same_bits(&want))
-        });
-        assert!(shows, "{lost:?}");
+    let family = "glm-4v-9b";
+    let mut how = How {
+        activation: Tier::Host,
+        ..How::new(Precision::F32)
+    };
+    let want = trained(EmulatedGpu::new(Order::Ascending), family, how)?;
+    for weights in [Weights::Leased, Weights::Ahead] {
+        how.weights = weights;
+        for lost in [Lost::Uploads, Lost::Joins, Lost::Fetches] {
+            let shows = (0..LOST_SEEDS).any(|seed| {
+                // Memory that nobody wrote may end a launch of the emulator, too.
+                trained(day(seed, Some(lost)), family, how)
+                    .map_or(true, |got| !got.same_bits(&want))
+            });
+            assert!(shows, "{weights:?}, {lost:?}");
+        }
     }
     Ok(())
 }
