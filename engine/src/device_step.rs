@@ -84,7 +84,7 @@ impl DeviceStep {
         state: &mut UnitState,
     ) -> Result<()> {
         let Some(form) = self.form else {
-            return Err(EngineError::TiersDiffer);
+            return Err(EngineError::NotResident);
         };
         let Chunk { unit, range } = chunk;
         let (device, config) = (access(&self.backend)?, plan.config());
@@ -101,7 +101,7 @@ impl DeviceStep {
         let state_start = state.range().start;
         let kept = state.kinds_mut().map(|(_, _, region)| {
             let states = region.resident_mut();
-            states.ok_or(EngineError::TiersDiffer)
+            states.ok_or(EngineError::NotResident)
         });
         let mut kept = kept.collect::<Result<Vec<&mut Resident>>>()?;
         let place = bytes(range, weights_start, weight_dtype);
@@ -129,11 +129,11 @@ impl DeviceStep {
                     of,
                     start: part.start - weights_start,
                 },
-                (None, None) => return Err(EngineError::TiersDiffer),
+                (None, None) => return Err(EngineError::NotResident),
             };
             let start = part.start - state_start;
             let mut kept = kept.iter_mut().map(|of| Part { of, start });
-            let mut next = || kept.next().ok_or(EngineError::TiersDiffer);
+            let mut next = || kept.next().ok_or(EngineError::NotResident);
             let (weight, copy) = match form.copy() {
                 Some(_) => (next()?, Some(model)),
                 None => (model, None),

@@ -78,6 +78,9 @@ pub enum EngineError {
     /// A copy within a tier was asked for between two.
     #[error("a state and its spare are on different tiers")]
     TiersDiffer,
+    /// A device was to compute with a state that it does not keep.
+    #[error("a state does not rest on the device that computes with it")]
+    NotResident,
     /// The thread that updates beside backward ended early.
     #[error("the thread of early updates ended before its work")]
     EarlyThread,

@@ -187,7 +187,7 @@ impl Accumulator {
         values: &Tensor,
     ) -> Result<()> {
         let Region::Resident { states, backend } = &mut self.region else {
-            return Err(EngineError::TiersDiffer);
+            return Err(EngineError::NotResident);
         };
         let (device, fresh) = (access(backend)?, !self.filled);
         let values = values.reshape([values.elems()])?;

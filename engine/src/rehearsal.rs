@@ -125,8 +125,8 @@ impl Rehearsal {
         Self::on(plan, slots, backend, Tiers::new(device, host))
     }
 
-    /// As [`Rehearsal::new`], with passes on `backend`: a device apart that only counts. What the communicator holds
-    /// for it, and states of the device's tier, lie in host memory.
+    /// As [`Rehearsal::new`], with passes on `backend`: a device apart that only counts. States of
+    /// the device's tier lie there; what the communicator holds for it lies in host memory.
     ///
     /// # Errors
     /// Never today; counting has no limit.

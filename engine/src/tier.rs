@@ -151,6 +151,18 @@ impl Tiers {
         })
     }
 
+    /// Takes a moment behind the last change of those that rest on a device apart.
+    ///
+    /// # Errors
+    /// When the device fails.
+    pub(crate) fn settle<'r>(&self, regions: impl Iterator<Item = &'r mut Region>) -> Result<()> {
+        let Some(backend) = &self.apart else {
+            return Ok(());
+        };
+        let mut states: Vec<&mut Resident> = regions.filter_map(Region::resident_mut).collect();
+        Ok(access(backend)?.settle(&mut states)?)
+    }
+
     /// Waits until the disk has everything.
     ///
     /// # Errors
@@ -325,7 +337,7 @@ impl Region {
     /// Copies the bytes from `offset` to `out`.
     ///
     /// # Errors
-    /// When the disk fails.
+    /// When the disk or the device fails.
     pub fn read(&self, offset: usize, out: &mut [u8]) -> Result<()> {
         match self {
             Self::Spilled { extent, spill, .. } => {
@@ -343,7 +355,7 @@ impl Region {
     /// Writes `bytes` from `offset` on.
     ///
     /// # Errors
-    /// When the disk fails.
+    /// When the disk or the device fails.
     pub fn write(&mut self, offset: usize, bytes: &[u8]) -> Result<()> {
         let all = match self {
             Self::Spilled { extent, spill, .. } => {

@@ -241,7 +241,7 @@ impl Update<'_> {
             Some(all) => Gradients::Here(&all[bytes(range, 0, gradients.dtype())]),
             None => {
                 let there = gradients.on_device(range.clone())?;
-                Gradients::There(there.ok_or(EngineError::TiersDiffer)?)
+                Gradients::There(there.ok_or(EngineError::NotResident)?)
             }
         };
         device.step(self.rule.plan, chunk, gradients, (weights, start), state)

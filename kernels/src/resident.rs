@@ -4,24 +4,53 @@
 //! fills and reads them through [`ResidentAccess`], and what happens at every step happens there: gradients are added
 //! to their sums, their squares are summed, and the update runs, each with the bits of the host's code.
 
-use crate::error::{Result, shape_error};
+use crate::error::Result;
+#[cfg(feature = "cuda")]
+use crate::error::{KernelError, shape_error};
 use crate::pool::Tag;
 use crate::{DType, Tensor};
 use bytemuck::{Pod, Zeroable};
+use std::any::Any;
 use std::ops::Range;
+use std::sync::Arc;
 
-/// Elements that rest on a device. Tensors of a part of them share their memory: they see what is queued behind the
-/// change that was queued last.
+/// Elements that rest on a device. Tensors of a part of them share their memory: work that is queued on one sees every
+/// change that was queued before it. Nothing is changed while one is held.
 #[derive(Debug)]
 pub struct Resident {
     all: Tensor,
+    /// A moment behind the last change, where one was taken.
+    settled: Option<Arc<dyn Any + Send + Sync>>,
 }
 
 impl Resident {
     /// All of a tensor's memory, which nobody else has.
     #[cfg(feature = "cuda")]
     pub(crate) const fn new(all: Tensor) -> Self {
-        Self { all }
+        Self { all, settled: None }
+    }
+
+    /// A moment behind the last change, where [`ResidentAccess::settle`] took one.
+    #[cfg(feature = "cuda")]
+    pub(crate) const fn settled(&self) -> Option<&Arc<dyn Any + Send + Sync>> {
+        self.settled.as_ref()
+    }
+
+    #[cfg(feature = "cuda")]
+    pub(crate) fn settle(&mut self, behind: &Arc<dyn Any + Send + Sync>) {
+        // An earlier one is as right, and waits for less.
+        self.settled.get_or_insert_with(|| behind.clone());
+    }
+
+    /// The elements are about to be changed.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn changes(&mut self, op: &'static str) -> Result<()> {
+        if self.is_shared() {
+            let cause = "a tensor of the states is still held".into();
+            return Err(KernelError::Device { op, cause });
+        }
+        self.settled = None;
+        Ok(())
     }
 
     /// Element type.
@@ -206,7 +235,8 @@ pub trait ResidentAccess: Send + Sync + std::fmt::Debug {
     /// When the pool is full or the device fails.
     fn zeros(&self, elems: usize, dtype: DType, tag: Tag) -> Result<Resident>;
 
-    /// Copies bytes from the byte `at` on to the host, behind everything queued so far.
+    /// Copies bytes from the byte `at` on to the host, behind everything queued so far, or where they are settled behind
+    /// their last change.
     ///
     /// # Errors
     /// When they lie outside or the device fails.
@@ -215,22 +245,28 @@ pub trait ResidentAccess: Send + Sync + std::fmt::Debug {
     /// Copies host bytes to the byte `at` on, behind everything queued so far.
     ///
     /// # Errors
-    /// When they lie outside or the device fails.
+    /// When they lie outside, a tensor of them is held, or the device fails.
     fn write(&self, to: &mut Resident, at: usize, bytes: &[u8]) -> Result<()>;
 
     /// Makes elements zero.
     ///
     /// # Errors
-    /// When they lie outside or the device fails.
+    /// As for [`ResidentAccess::write`].
     fn clear(&self, of: &mut Resident, range: Range<usize>) -> Result<()>;
 
     /// Adds f32 `values` to sums, which are f32, or bf16 and rounded stochastically at `place`; sums that are `fresh` are
     /// taken as zero.
     ///
     /// # Errors
-    /// When dtypes or sizes do not fit, or the device fails.
+    /// When dtypes or sizes do not fit, a tensor of the sums is held, or the device fails.
     fn add(&self, sums: Part<'_>, values: &Tensor, place: Option<Place>, fresh: bool)
     -> Result<()>;
+
+    /// Takes a moment behind the last change of each: reads wait for that, and no longer for what is queued behind it.
+    ///
+    /// # Errors
+    /// When the device fails.
+    fn settle(&self, states: &mut [&mut Resident]) -> Result<()>;
 
     /// The sum of squares of each tensor, with the bits of `optim::clip::SquareSum`; waits for the device. One that only
     /// counts says zero.
@@ -242,7 +278,7 @@ pub trait ResidentAccess: Send + Sync + std::fmt::Debug {
     /// One update, with the bits of `optim::AdamW`.
     ///
     /// # Errors
-    /// When dtypes or sizes do not fit, or the device fails.
+    /// When dtypes or sizes do not fit, a tensor of what changes is held, or the device fails.
     fn adamw(&self, args: AdamWArgs<'_>) -> Result<()>;
 }
 

@@ -93,6 +93,8 @@ pub(crate) struct Store {
     apart: bool,
     /// The unit whose gradients are still to be fetched.
     closing: Option<UnitId>,
+    /// Whether a moment behind the last change of weights was taken.
+    settled: bool,
     /// Collectives between devices, where these do them.
     device: Option<DeviceComm>,
     pass: Option<Pass>,
@@ -164,6 +166,7 @@ impl Store {
             pending: VecDeque::new(),
             apart,
             closing: None,
+            settled: false,
             device,
             pass: None,
             reads: WeightReads::default(),
@@ -198,6 +201,7 @@ impl Store {
 
     /// Lets copies between devices wait for the change of weights that comes.
     fn weights_change(&mut self) {
+        self.settled = false;
         let there = self.tiers.are_resident() && self.plan.config().offload.param == Tier::Device;
         if let Some(device) = self.device.as_mut().filter(|_| there) {
             device.weights_change();
@@ -418,7 +422,19 @@ impl Store {
         Ok(())
     }
 
+    /// Takes a moment behind the last change of all weights that rest on a device, before the work of a pass is queued:
+    /// gathers through the host then wait for no work.
+    fn settle_weights(&mut self) -> Result<()> {
+        if std::mem::replace(&mut self.settled, true) || !self.tiers.are_resident() {
+            return Ok(());
+        }
+        let regions = self.units.iter_mut().flat_map(|unit| &mut unit.weights);
+        let regions = regions.filter_map(|(_, region)| Arc::get_mut(region));
+        self.tiers.settle(regions)
+    }
+
     fn start_gather(&mut self, unit: UnitId) -> Result<()> {
+        self.settle_weights()?;
         let rank = self.plan.shard_of(self.comm.world().rank);
         let dtype = self.weight_dtype();
         let mut tickets = Vec::new();
@@ -527,7 +543,7 @@ impl Store {
             Residency::Sharded if in_place && self.tiers.are_resident() && !on_host => {
                 let mut there = Gathered::new();
                 for (kind, region) in &state.weights {
-                    let states = region.resident().ok_or(EngineError::TiersDiffer)?;
+                    let states = region.resident().ok_or(EngineError::NotResident)?;
                     for slot in &self.plan.unit(unit).group(*kind).slots {
                         there.push((slot.param, states.part(slot.range())?));
                     }

@@ -251,6 +251,9 @@ impl Zero {
     pub fn begin_pass(&self, kind: PassKind) {
         self.leased.set(None);
         self.trains.set(kind == PassKind::Train);
+        // What a pass that failed has left.
+        self.uploaded.take();
+        self.ahead.borrow_mut().clear();
         self.store.borrow_mut().begin_pass(kind, false);
     }
 

@@ -2,7 +2,7 @@
 
 use super::fixed::{self, Fixed};
 use super::memory::{Footprint, PhaseBytes, RankMemory};
-use crate::config::{Cadence, RunConfig};
+use crate::config::RunConfig;
 use crate::device;
 use crate::exit::Failure;
 use crate::monitor::Phase;
@@ -70,8 +70,8 @@ pub(crate) fn rehearse(
     most.map_or_else(|| rehearse(None), Ok)
 }
 
-/// Bytes of a rank's region of the communicator's window. GPUs that gather among themselves need it only for weights that
-/// are saved.
+/// Bytes of a rank's region of the communicator's window. In stage 3, GPUs that gather among themselves need it only for
+/// weights that are saved.
 ///
 /// # Errors
 /// Never today; counting has no limit.
@@ -87,9 +87,7 @@ pub(crate) fn window_region(config: &RunConfig, plan: &Arc<Plan>) -> Result<u64,
             rehearsal.end_pass()?;
         }
         rehearsal.step()?;
-        if config.save != Cadence::Never {
-            rehearsal.visit_weights()?;
-        }
+        rehearsal.visit_weights()?;
         Ok(rehearsal.window())
     };
     let window = rehearse().map_err(|e| allocate(&e))?;
@@ -146,10 +144,9 @@ impl<'a> Run<'a> {
             self.mark(Phase::Step);
         }
         self.evaluate()?;
-        if self.config.save != Cadence::Never {
-            self.rehearsal.visit_weights()?;
-            self.mark(Phase::Save);
-        }
+        // A run that is stopped is saved, whatever its cadence.
+        self.rehearsal.visit_weights()?;
+        self.mark(Phase::Save);
         Ok(())
     }
 

@@ -117,7 +117,7 @@ pub(crate) fn kernel(doing: &str, error: &KernelError) -> Failure {
         )
         .evidence(in_use(*in_use_bytes, breakdown))
         .next("a smaller --per-device-train-batch-size or --model-max-length")
-        .next("--offload cpu keeps model states in host memory"),
+        .next("--offload cpu moves model states that still rest on the GPU to host memory"),
         KernelError::Device { op, cause } if SHARING.contains(op) => Failure::new(
             ErrorCode::Cuda,
             format!("the GPUs of the ranks cannot {op}"),

@@ -96,6 +96,15 @@ pub(crate) fn prepare(
         held_out,
         &mut |event| said.push(event),
     )?;
+    // As if the plan before had not been tried.
+    let again = |config: &mut RunConfig, said: &mut Vec<Event>| {
+        config.batch.eval_batch = eval_batch;
+        said.clear();
+        let plan = Arc::new(setup.plan(config)?);
+        let mut keep = |event| said.push(event);
+        let memory = whole_memory(config, model, processor, &plan, &worst, held_out, &mut keep)?;
+        Ok::<_, Failure>((plan, memory))
+    };
     if config.early_step == EarlyStep::Auto {
         let early = plan.any_steps_early();
         let takes = early && !fit::fit(config, &memory).exceeds_nvme();
@@ -105,18 +114,13 @@ pub(crate) fn prepare(
             EarlyStep::Off
         };
         if early && !takes {
-            plan = Arc::new(setup.plan(config)?);
-            memory = whole_memory(config, model, processor, &plan, &worst, held_out, show)?;
+            (plan, memory) = again(config, &mut said)?;
         }
     }
     let tried = fit::fit(config, &memory);
     let falls_back = config.settle_upload_ahead(&plan, tried.exceeds_device());
     if falls_back {
-        // As if it had not been tried.
-        config.batch.eval_batch = eval_batch;
-        said.clear();
-        plan = Arc::new(setup.plan(config)?);
-        memory = whole_memory(config, model, processor, &plan, &worst, held_out, show)?;
+        (plan, memory) = again(config, &mut said)?;
     }
     said.into_iter().for_each(&mut *show);
     config.spilled_activation_bytes = fit::spilled_activations(&memory);

@@ -252,7 +252,8 @@ impl DeviceMemory for Arena {
 
     fn fetch(&self, offset: u64, out: &mut [u8], behind: &Moment) -> Result<()> {
         let from = Address(self.start.0 + offset);
-        // SAFETY: as in `read`; a tensor is written before anybody has it.
+        // SAFETY: as in `read`; a tensor is written before anybody has it, and states are not changed while one of them is
+        // held.
         let fetched = unsafe { self.executor.fetch(from, out, behind) };
         fetched.map_err(|cause| KernelError::Device { op: "fetch", cause })
     }
@@ -281,6 +282,8 @@ pub struct CudaBackend {
     memory: Arc<dyn DeviceMemory>,
     uses: Arc<Uses>,
     table: Arc<LastTable>,
+    /// Key and time of the rounding of sums, and where they lie: taken with the first states, so that it leaves no hole.
+    rounding: Arc<Mutex<Option<([u32; 4], Tensor)>>>,
     cuts: LossCuts,
 }
 
@@ -314,6 +317,7 @@ impl CudaBackend {
             memory,
             uses,
             table: Arc::default(),
+            rounding: Arc::default(),
             cuts: LossCuts::default(),
         }
     }

@@ -8,8 +8,24 @@ use crate::pool::Tag;
 use crate::resident::{AdamWArgs, Part, Place, Resident, ResidentAccess, Scalars, fits};
 use crate::{DType, Tensor};
 use std::ops::Range;
+use std::sync::PoisonError;
 
 impl CudaBackend {
+    /// Where key and time of a rounding lie. They are written where the last ones lay, behind the launches that read
+    /// those: once for each micro-batch.
+    fn rounding_at(&self, op: &'static str, place: Place) -> Result<Address> {
+        let mut rounding = self.rounding.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some((last, at)) = rounding.as_mut() else {
+            return shape_error(op, "no states were taken");
+        };
+        let when = accumulate::when(place);
+        if *last != when {
+            self.write(op, at, bytemuck::cast_slice(&when))?;
+            *last = when;
+        }
+        self.address(op, at)
+    }
+
     /// Where the bytes `at..at + len` lie.
     fn bytes_of(&self, op: &'static str, x: &Resident, at: usize, len: usize) -> Result<Address> {
         if at + len > x.size_bytes() {
@@ -23,6 +39,13 @@ impl CudaBackend {
 impl ResidentAccess for CudaBackend {
     fn zeros(&self, elems: usize, dtype: DType, tag: Tag) -> Result<Resident> {
         const OP: &str = "resident zeros";
+        let mut rounding = self.rounding.lock().unwrap_or_else(PoisonError::into_inner);
+        if rounding.is_none() {
+            let place = self.uninit([4], DType::F32, Tag::Workspace)?;
+            self.zero(OP, &place)?;
+            *rounding = Some(([0; 4], place));
+        }
+        drop(rounding);
         let all = self.uninit([elems], dtype, tag)?;
         self.zero(OP, &all)?;
         Ok(Resident::new(all))
@@ -33,9 +56,13 @@ impl ResidentAccess for CudaBackend {
         if out.is_empty() {
             return Ok(());
         }
+        let settled = from.settled().cloned();
         let from = self.bytes_of(OP, from, at, out.len())?;
-        let behind = self.executor.moment().map_err(Self::device_error(OP))?;
-        // SAFETY: the range is the resident's, and whoever may change it waits for this call.
+        let behind = match settled {
+            Some(behind) => behind,
+            None => self.executor.moment().map_err(Self::device_error(OP))?,
+        };
+        // SAFETY: the range is the resident's, which is borrowed; a change forgets the moment behind the one before.
         let fetched = unsafe { self.executor.fetch(from, out, &behind) };
         fetched.map_err(Self::device_error(OP))
     }
@@ -45,9 +72,11 @@ impl ResidentAccess for CudaBackend {
         if bytes.is_empty() {
             return Ok(());
         }
+        to.changes(OP)?;
         let to = self.bytes_of(OP, to, at, bytes.len())?;
         let behind = self.executor.moment().map_err(Self::device_error(OP))?;
-        // SAFETY: the range is the resident's; nothing is queued between that moment and this call.
+        // SAFETY: the range is the resident's, which is borrowed to be changed: nothing queued between that moment and this
+        // call uses it.
         let uploaded = unsafe { self.executor.upload(to, bytes, Some(&behind)) };
         uploaded.map_err(Self::device_error(OP))
     }
@@ -56,7 +85,9 @@ impl ResidentAccess for CudaBackend {
         if range.is_empty() {
             return Ok(());
         }
-        self.zero("clear states", &of.part(range)?)
+        const OP: &str = "clear states";
+        of.changes(OP)?;
+        self.zero(OP, &of.part(range)?)
     }
 
     fn add(
@@ -68,6 +99,7 @@ impl ResidentAccess for CudaBackend {
     ) -> Result<()> {
         const OP: &str = "add to sums";
         let n = values.elems();
+        sums.of.changes(OP)?;
         let sums = sums.tensor(n)?;
         fits(OP, values, DType::F32, n)?;
         let (to, from) = (self.address(OP, &sums)?, self.address(OP, values)?);
@@ -83,10 +115,19 @@ impl ResidentAccess for CudaBackend {
                 self.run_some(OP, launch.map(|launch| [launch]))
             }
             (DType::BF16, Some(place)) => {
+                let when = self.rounding_at(OP, place)?;
+                let place = (place.first_element, when);
                 self.run(OP, [accumulate::launch(to, from, n as u64, place, fresh)])
             }
             (dtype, place) => shape_error(OP, format!("{dtype} sums, rounded at {place:?}")),
         }
+    }
+
+    fn settle(&self, states: &mut [&mut Resident]) -> Result<()> {
+        let now = self.executor.moment();
+        let now = now.map_err(Self::device_error("settle states"))?;
+        states.iter_mut().for_each(|states| states.settle(&now));
+        Ok(())
     }
 
     fn square_sums(&self, of: &[Tensor]) -> Result<Vec<f64>> {
@@ -117,9 +158,13 @@ impl ResidentAccess for CudaBackend {
         Ok(out)
     }
 
-    fn adamw(&self, args: AdamWArgs<'_>) -> Result<()> {
+    fn adamw(&self, mut args: AdamWArgs<'_>) -> Result<()> {
         const OP: &str = "AdamW";
         let (form, n) = (args.form, args.grad.elems());
+        let changed = [&mut args.weight, &mut args.exp_avg, &mut args.exp_avg_sq];
+        for part in changed.into_iter().chain(&mut args.copy) {
+            part.of.changes(OP)?;
+        }
         let address = |x: &Tensor, dtype| {
             fits(OP, x, dtype, n)?;
             self.address(OP, x)

@@ -20,10 +20,24 @@ pub fn modules() -> Vec<Module> {
     vec![module()]
 }
 
-/// `sums[i] += values[i]` for `n` elements, rounded stochastically; sums that are `fresh` are taken as zero and not
-/// read. Both addresses are aligned to their elements. Moves 8 bytes per element, or 6.
+/// Key and time of a place, as the kernel reads them from device memory.
 #[must_use]
-pub fn launch(sums: Address, values: Address, n: u64, place: Place, fresh: bool) -> Launch {
+pub const fn when(place: Place) -> [u32; 4] {
+    let Place { key, time, .. } = place;
+    [key[0], key[1], time as u32, (time >> 32) as u32]
+}
+
+/// `sums[i] += values[i]` for `n` elements, rounded stochastically; sums that are `fresh` are taken as zero and not
+/// read. Both addresses are aligned to their elements. The sums begin at the run's element `first_element`; `when` is
+/// the address of [`when`]'s words. Moves 8 bytes per element, or 6.
+#[must_use]
+pub fn launch(
+    sums: Address,
+    values: Address,
+    n: u64,
+    (first_element, when): (u64, Address),
+    fresh: bool,
+) -> Launch {
     let head = head(&[(sums, DType::BF16), (values, DType::F32)], n);
     Launch {
         module: module(),
@@ -35,11 +49,9 @@ pub fn launch(sums: Address, values: Address, n: u64, place: Place, fresh: bool)
             Arg::Address(sums),
             Arg::Address(values),
             Arg::U64(n),
-            Arg::U64(place.first_element),
+            Arg::U64(first_element),
             Arg::U64(head),
-            Arg::U32(place.key[0]),
-            Arg::U32(place.key[1]),
-            Arg::U64(place.time),
+            Arg::Address(when),
             Arg::I32(fresh.into()),
         ],
     }

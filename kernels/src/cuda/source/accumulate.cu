@@ -2,7 +2,8 @@
 // (any NaN counts as equal). Word 0 of a pair rounds a sum. Bytes per element: 8; 6 where the sums are new.
 //
 // Legend: as in adamw.cu: [0, head) single elements | [head, head + body) eight per thread, 16-byte aligned | the rest
-//   single elements. `fresh`: the sums are taken as zero and not read.
+//   single elements. `fresh`: the sums are taken as zero and not read. when [4]: key and time, low words first, in device
+//   memory, so that a captured launch can be replayed at another time.
 
 struct Sum {
   u16* sums;
@@ -38,7 +39,7 @@ DEVICE bool add_eight(Rounding& r, const Sum& at, u64 i) {
   float large = 0.0f;
   UNROLL for (int k = 0; k < 4; k++) {
     float low = add_rn(sum.get(2 * k), value.get(2 * k)), high = add_rn(sum.get(2 * k + 1), value.get(2 * k + 1));
-    large = fma_rn(high, 2.0f, fma_rn(low, 2.0f, large));
+    large = fma_rn(fabsf(high), 2.0f, fma_rn(fabsf(low), 2.0f, large));
     words[0] = next[0];
     if (k < 3 || odd) hash(r, (u32)pair + k + 1, next);
     u32 random = (u32)(((u64)next[0] << 32 | words[0]) >> (odd ? 16 : 0));
@@ -50,11 +51,9 @@ DEVICE bool add_eight(Rounding& r, const Sum& at, u64 i) {
 }
 
 KERNEL(256, 4)
-accumulate(u16* sums, const float* values, u64 n, u64 first_element, u64 head, u32 key_low, u32 key_high, u64 time,
-           int fresh) {
+accumulate(u16* sums, const float* values, u64 n, u64 first_element, u64 head, const u32* when, int fresh) {
   Rounding r;
-  r.key[0] = key_low, r.key[1] = key_high;
-  r.time[0] = (u32)time, r.time[1] = (u32)(time >> 32);
+  UNROLL for (int i = 0; i < 2; i++) r.key[i] = when[i], r.time[i] = when[2 + i];
   turn_to(r, first_element >> 33);
   Sum at = {sums, values, first_element, fresh != 0};
 

@@ -29,7 +29,7 @@
 #define COPY (FORM == FORM_MASTER_F16 ? TYPE_F16 : TYPE_BF16)
 #define ROUNDED (FORM >= FORM_BF16)
 
-// kernels::cuda::ops::adamw::Scalars.
+// kernels::Scalars.
 struct Scalars {
   float grad_scale, one_minus_beta1, beta2, one_minus_beta2, eps, step_size, decay;
   u32 key[2], step[2];
@@ -41,7 +41,7 @@ struct Constants {
   Rounding rounding;
 };
 
-// ---- rounding
+// ---- stores
 
 // Stores exactly, or with stochastic rounding.
 DEVICE void put(float& x, float value, u32) { x = value; }
@@ -119,8 +119,8 @@ DEVICE bool step_eight(Constants& c, const Window& at, u64 i) {
     UNROLL for (int h = 0; h < 2; h++) {
       w[h] = weight.get(2 * k + h), m[h] = exp_avg.get(2 * k + h), v[h] = exp_avg_sq.get(2 * k + h);
       update(c, grad.get(2 * k + h), w[h], m[h], v[h]);
-      if (ROUNDED) sum = fma_rn(w[h], 2.0f, sum);
-      if (MOMENT == TYPE_BF16) sum = fma_rn(v[h], 2.0f, fma_rn(m[h], 2.0f, sum));
+      if (ROUNDED) sum = fma_rn(fabsf(w[h]), 2.0f, sum);
+      if (MOMENT == TYPE_BF16) sum = fma_rn(fabsf(v[h]), 2.0f, fma_rn(fabsf(m[h]), 2.0f, sum));
     }
     if (ROUNDED) {
       UNROLL for (int s = 0; s < 3; s++) words[s] = next[s];

@@ -71,11 +71,12 @@ fn check(
             first_element,
         };
         let fresh = addition == 0;
+        let when = machine.upload(&accumulate::when(place.on_device()))?;
         machine.launch(&accumulate::launch(
             at(device.address, shifts[0], 2),
             at(uploaded.address, shifts[1], 4),
             n as u64,
-            place.on_device(),
+            (first_element, when.address),
             fresh,
         ))?;
         let own = &mut sums[own.clone()];

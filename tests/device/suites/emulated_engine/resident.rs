@@ -6,6 +6,7 @@ use std::sync::Arc;
 use anyhow::{Result, ensure};
 use device_tests::emulator::Order;
 use device_tests::executor::{EmulatedGpu, MULTIPROCESSORS};
+use engine::comm::{Communicator, threads};
 use engine::{
     GradDtype, Offload, OptimizerConfig, ParamId, PassKind, Plan, Precision, Rehearsal, Stage,
     Tier, ZeroConfig,
@@ -261,5 +262,50 @@ fn by_a_rule_of_the_host() -> Result<()> {
     let (want, _) = numbers.train(Offload::states(Tier::Host))?;
     let (got, _) = numbers.train(Offload::states(Tier::Device))?;
     ensure!(got == want, "other bits");
+    Ok(())
+}
+
+/// Weights that rest on the GPUs and are gathered through the host leave beside the work: what is read of them waits for
+/// their last change, and for no work of the pass.
+#[test]
+fn shards_leave_beside_the_work() -> Result<()> {
+    let rank = |comm: Arc<dyn Communicator>| -> Result<[u64; 2]> {
+        let dir = pack(FAMILY);
+        let model = open_model(&dir, ModelOptions::new(kernels::DType::F32))?;
+        let config = ZeroConfig {
+            offload: Offload::states(Tier::Device),
+            ..ZeroConfig::default()
+        };
+        let plan = Arc::new(Plan::new(model.spec().clone(), config, comm.world().size)?);
+        let gpu = Arc::new(EmulatedGpu::new(Order::Ascending));
+        let backend: Arc<dyn Backend> = Arc::new(CudaBackend::new(gpu.clone(), ARENA_BYTES)?);
+        let zero = setup::loaded_on(&dir, &*model, plan, backend.clone(), comm)?;
+        let sample = setup::sample(&dir, TOKENS, MOST_TOKENS)?;
+        let before = gpu.fetches();
+        zero.begin_pass(PassKind::Infer);
+        let batch = model.collate(&[SampleInput::from(&sample)], &*backend)?;
+        drop(model.forward(&Tape::inference(&zero), &batch)?);
+        drop(batch);
+        zero.end_pass()?;
+        let after = gpu.fetches();
+        Ok([
+            after.bytes - before.bytes,
+            after.overlapping - before.overlapping,
+        ])
+    };
+    let ranks: Vec<_> = threads::world(2, 1 << 26)?
+        .into_iter()
+        .map(|comm| std::thread::spawn(move || rank(comm)))
+        .collect();
+    for rank in ranks {
+        let Ok(fetched) = rank.join() else {
+            anyhow::bail!("a rank panicked");
+        };
+        let [bytes, overlapping] = fetched?;
+        ensure!(
+            bytes > 0 && overlapping * 2 > bytes,
+            "{overlapping} of {bytes}"
+        );
+    }
     Ok(())
 }

@@ -172,7 +172,8 @@ fn accumulate_row(on: &mut Operands<'_>, n: u64) -> Result<Prepared> {
         time: 3,
         first_element: 0,
     };
-    let launch = accumulate::launch(sums, values, n, place, false);
+    let when = on.bytes(bytemuck::cast_slice(&accumulate::when(place)))?;
+    let launch = accumulate::launch(sums, values, n, (0, when), false);
     Ok((Amount::Bytes(8.0 * n as f64), vec![vec![launch]]))
 }
 
