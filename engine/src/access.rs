@@ -11,6 +11,8 @@ use std::sync::Arc;
 pub enum Phase {
     /// Computing outputs.
     Forward,
+    /// Computing outputs again, from which a unit behind begins its backward.
+    Recompute,
     /// Replaying and sweeping back. Ending the lease closes the unit's gradients.
     Backward,
 }
@@ -21,6 +23,7 @@ impl Phase {
     pub const fn name(self) -> &'static str {
         match self {
             Self::Forward => "forward",
+            Self::Recompute => "recompute",
             Self::Backward => "backward",
         }
     }
@@ -28,7 +31,8 @@ impl Phase {
 
 /// What one forward/backward pass may ask of the engine.
 ///
-/// Units are leased in plan order in forward, in reverse in backward. Units that a pass does not
+/// Units are leased in plan order in forward, in reverse in backward; of a group whose inputs are not kept, all but the
+/// last once more in plan order in front of its backward. Units that a pass does not
 /// touch (no image in the batch) are left out: the engine takes part in their collectives by
 /// itself, so every rank issues the same sequence whatever its data.
 pub trait ParamAccess {
@@ -59,6 +63,12 @@ pub trait ParamAccess {
     /// Whether backward visits this unit: it trains, or something before it does. The answer comes
     /// from the plan, so that all ranks agree.
     fn needs_backward(&self, unit: UnitId) -> bool;
+
+    /// Whether what the unit in front hands to this one is computed again instead of being kept for backward. The answer
+    /// comes from the plan, as all leases do.
+    fn recomputes_input(&self, _unit: UnitId) -> bool {
+        false
+    }
 }
 
 /// Receives the end of a lease.

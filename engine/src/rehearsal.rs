@@ -614,7 +614,7 @@ impl Rehearsal {
 
     fn finish_entry(&self, state: &mut State, entry: Entry) -> Result<()> {
         let closing = match (entry.phase, self.is_apart()) {
-            (Phase::Forward, _) => None,
+            (Phase::Forward | Phase::Recompute, _) => None,
             (Phase::Backward, true) => state.closing.replace(entry.unit),
             (Phase::Backward, false) => Some(entry.unit),
         };
@@ -831,6 +831,10 @@ impl ParamAccess for Rehearsal {
 
     fn needs_backward(&self, unit: UnitId) -> bool {
         self.plan.unit(unit).needs_backward
+    }
+
+    fn recomputes_input(&self, unit: UnitId) -> bool {
+        self.plan.recomputes_input(unit)
     }
 }
 

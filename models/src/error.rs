@@ -38,6 +38,14 @@ pub enum ModelError {
         /// Which output.
         output: usize,
     },
+    /// A segment's input was to be computed again by the segment in front, which cannot.
+    #[error(
+        "the input of unit {unit:?} was not kept, and nothing in front of it computes it again"
+    )]
+    NotRecomputed {
+        /// The segment's unit.
+        unit: UnitId,
+    },
     /// The gradient of per-token losses must be the same for every token.
     #[error("{op}: the gradient of the losses must be one factor for all rows")]
     LossGradient {

@@ -5,6 +5,7 @@ mod early;
 mod formats;
 mod layout;
 mod memory;
+mod recompute;
 mod schedule;
 mod spill;
 
@@ -20,6 +21,7 @@ use kernels::DType;
 use layout::plan_units;
 use optim::Precision;
 use serde::{Deserialize, Serialize};
+use std::ops::Range;
 
 /// What ZeRO shards, in DeepSpeed's numbers.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Serialize, Deserialize)]
@@ -200,6 +202,10 @@ pub struct ZeroConfig {
     pub uploads_ahead: bool,
     /// Most gradient buckets in flight at once.
     pub buckets_in_flight: usize,
+    /// Runs of units, by index, of which only the first one's input is kept for backward: the others' are computed again
+    /// from it, before the run's backward ([`ModelSpec::layer_groups`]).
+    #[serde(default)]
+    pub recomputed: Vec<Range<u32>>,
     /// Elements of a shard updated at once.
     pub sub_group_elems: usize,
     /// Clip gradients to this global norm.
@@ -244,6 +250,7 @@ impl Default for ZeroConfig {
             prefetch_units: 1,
             uploads_ahead: false,
             buckets_in_flight: 1,
+            recomputed: Vec::new(),
             sub_group_elems: 1 << 24,
             max_grad_norm: None,
             early_step: None,
@@ -284,6 +291,12 @@ pub enum PlanError {
         name: String,
         /// Its unit.
         unit: u32,
+    },
+    /// Units whose inputs cannot be computed again together.
+    #[error("units {} to {} are not a run that backward visits, behind the run in front", group.start, group.end)]
+    Recomputed {
+        /// Their indices.
+        group: Range<u32>,
     },
     /// Two parameters share a name.
     #[error("two parameters are called {name}")]
@@ -355,6 +368,7 @@ impl Plan {
             })
             .collect();
         let units = plan_units(&spec, shards);
+        recompute::check(&config.recomputed, &units)?;
         let early = early::chosen(&config, world_size, &units);
         Ok(Self {
             spec,
@@ -418,7 +432,15 @@ impl Plan {
     /// The gathers of one pass, in order.
     #[must_use]
     pub fn schedule(&self, kind: PassKind) -> Vec<Entry> {
-        schedule::schedule(&self.units, kind)
+        schedule::schedule(&self.units, &self.config.recomputed, kind)
+    }
+
+    /// Whether the input of `unit` is computed again instead of being kept for backward.
+    #[must_use]
+    pub fn recomputes_input(&self, unit: UnitId) -> bool {
+        let groups = &self.config.recomputed;
+        let inner = |group: &Range<u32>| group.start < unit.0 && unit.0 < group.end;
+        groups.iter().any(inner)
     }
 
     /// Fingerprint of everything that must agree between ranks.

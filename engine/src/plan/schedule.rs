@@ -3,6 +3,7 @@
 use super::UnitPlan;
 use crate::access::Phase;
 use crate::spec::UnitId;
+use std::ops::Range;
 
 /// What a pass does.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -72,18 +73,23 @@ impl Pass {
     }
 }
 
-pub(super) fn schedule(units: &[UnitPlan], kind: PassKind) -> Vec<Entry> {
-    let forward = units.iter().map(|u| Entry {
-        unit: u.id,
-        phase: Phase::Forward,
-    });
-    let backward = units
+/// Forward, then backward; in front of a group of `recomputed`, its units but the last again.
+pub(super) fn schedule(
+    units: &[UnitPlan],
+    recomputed: &[Range<u32>],
+    kind: PassKind,
+) -> Vec<Entry> {
+    let entry = |unit, phase| Entry { unit, phase };
+    let mut entries: Vec<Entry> = units
         .iter()
-        .rev()
-        .filter(|u| u.needs_backward && kind == PassKind::Train)
-        .map(|u| Entry {
-            unit: u.id,
-            phase: Phase::Backward,
-        });
-    forward.chain(backward).collect()
+        .map(|unit| entry(unit.id, Phase::Forward))
+        .collect();
+    let backward = units.iter().rev().filter(|unit| unit.needs_backward);
+    for unit in backward.filter(|_| kind == PassKind::Train) {
+        let group = recomputed.iter().find(|group| group.end == unit.id.0 + 1);
+        let again = group.map_or(0..0, |group| group.start..unit.id.0);
+        entries.extend(again.map(|unit| entry(UnitId(unit), Phase::Recompute)));
+        entries.push(entry(unit.id, Phase::Backward));
+    }
+    entries
 }

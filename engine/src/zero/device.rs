@@ -7,9 +7,19 @@ use crate::timing::DeviceTimes;
 use crate::trace::Lane;
 use kernels::DeviceLane;
 
+/// The phases by the number that they have in a label.
+const PHASES: [Phase; 3] = [Phase::Forward, Phase::Recompute, Phase::Backward];
+
 /// What work on the device is labelled with: the unit, and which of its passes.
 fn label(unit: UnitId, phase: Phase) -> u32 {
-    2 * unit.0 + u32::from(phase == Phase::Backward)
+    let number = PHASES.iter().position(|known| *known == phase);
+    (PHASES.len() * unit.index() + number.unwrap_or(0)) as u32
+}
+
+/// The unit and the pass that a label names.
+fn labelled(label: u32) -> (UnitId, Phase) {
+    let count = PHASES.len() as u32;
+    (UnitId(label / count), PHASES[(label % count) as usize])
 }
 
 impl Zero {
@@ -33,17 +43,16 @@ impl Zero {
         let spans = self.backend.measured()?;
         self.device_times.add(&spans);
         for span in &spans {
-            let (lane, phase) = match span.lane {
-                DeviceLane::Compute if span.label % 2 == 0 => (Lane::Device, Phase::Forward),
-                DeviceLane::Compute => (Lane::Device, Phase::Backward),
-                DeviceLane::Wait => (Lane::DeviceWait, Phase::Forward),
-                DeviceLane::Inward => (Lane::Inward, Phase::Forward),
-                DeviceLane::Outward => (Lane::Outward, Phase::Forward),
+            let lane = match span.lane {
+                DeviceLane::Compute => Lane::Device,
+                DeviceLane::Wait => Lane::DeviceWait,
+                DeviceLane::Inward => Lane::Inward,
+                DeviceLane::Outward => Lane::Outward,
             };
             let when = (span.start, span.length);
             self.trace().add(lane, when, || match lane {
                 Lane::Device => {
-                    let unit = UnitId(span.label / 2);
+                    let (unit, phase) = labelled(span.label);
                     format!("{} {}", phase.name(), self.unit_name(unit))
                 }
                 _ => lane.name(),

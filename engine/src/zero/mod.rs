@@ -471,6 +471,10 @@ impl ParamAccess for Zero {
     fn needs_backward(&self, unit: UnitId) -> bool {
         self.plan.unit(unit).needs_backward
     }
+
+    fn recomputes_input(&self, unit: UnitId) -> bool {
+        self.plan.recomputes_input(unit)
+    }
 }
 
 impl LeaseOwner for Zero {

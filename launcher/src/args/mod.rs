@@ -239,6 +239,9 @@ pub struct Args {
     /// Towers whose activations are computed again in backward instead of kept: all, none, or of llm,vit,resampler
     #[arg(long, value_name = "TOWERS", help_heading = "Memory and ranks")]
     pub checkpoint_activations: Option<Recompute>,
+    /// Layers that share one kept input: more than 1 needs less memory, and computes the other inputs again in backward
+    #[arg(long, value_name = "N", help_heading = "Memory and ranks")]
+    pub checkpoint_num_layers: Option<usize>,
     /// `--gradient-checkpointing true` is `--checkpoint-activations all`, false is none
     #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL", help_heading = "Memory and ranks")]
     pub gradient_checkpointing: Option<bool>,
@@ -691,7 +694,7 @@ mod tests {
         names.sort_unstable();
         assert_eq!(
             names.join(" "),
-            "adam-beta1 adam-beta2 adam-epsilon bf16 checkpoint-activations collectives comm-timeout config cuda-graph data data-format data-workers deepspeed device \
+            "adam-beta1 adam-beta2 adam-epsilon bf16 checkpoint-activations checkpoint-num-layers collectives comm-timeout config cuda-graph data data-format data-workers deepspeed device \
              device-memory-limit early-step elastic error-format eval-data eval-steps eval-strategy exclude find-batch fp16 freeze global-batch grad-dtype \
              gradient-accumulation-steps gradient-checkpointing host-memory-limit hostfile hysteresis include init initial-scale-power inject learning-rate \
              limit logging-steps logging-strategy lora-alpha lora-dropout lora-layers lora-per-projection lora-rank \

@@ -143,6 +143,25 @@ pub(super) fn recompute(args: &Args) -> Result<Recompute, Failure> {
     }
 }
 
+/// Layers that share one kept input.
+pub(super) fn num_layers(args: &Args) -> Result<usize, Failure> {
+    let layers = args.checkpoint_num_layers.unwrap_or(1);
+    if layers == 0 {
+        return Err(out_of_range(
+            "--checkpoint-num-layers 0",
+            "must be at least 1",
+        ));
+    }
+    if layers > 1 && recompute(args)? == Recompute::NONE {
+        return Err(Failure::usage(
+            format!("--checkpoint-num-layers {layers} has nothing to act on"),
+            "no tower computes activations again in backward",
+        )
+        .next("--checkpoint-activations all, or leave --checkpoint-num-layers out"));
+    }
+    Ok(layers)
+}
+
 #[cfg(test)]
 mod tests {
     use super::super::defaults::{DEMO, MODEL};
@@ -219,5 +238,22 @@ mod tests {
         assert_eq!(of(Some("llm"), Some(true)).expect("resolves"), llm);
         assert!(of(Some("none"), Some(true)).is_err());
         assert!(of(Some("llm"), Some(false)).is_err());
+    }
+
+    #[test]
+    fn layers_share_an_input_only_where_something_is_computed_again() {
+        let of = |layers, again: &str| {
+            num_layers(&Args {
+                checkpoint_num_layers: layers,
+                checkpoint_activations: Some(again.parse().expect("towers")),
+                ..Args::default()
+            })
+        };
+        assert_eq!(of(None, "none").expect("resolves"), 1);
+        assert_eq!(of(Some(1), "none").expect("resolves"), 1);
+        assert_eq!(of(Some(6), "llm").expect("resolves"), 6);
+        assert!(of(Some(0), "all").is_err());
+        let refused = of(Some(2), "none").expect_err("refused").to_string();
+        assert!(refused.contains("--checkpoint-num-layers 2"), "{refused}");
     }
 }

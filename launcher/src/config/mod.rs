@@ -312,6 +312,9 @@ pub struct RunConfig {
     pub device_memory_limit: Option<u64>,
     /// Towers whose activations are computed again in backward.
     pub checkpoint_activations: Recompute,
+    /// Layers of these that share one kept input.
+    #[serde(default = "one")]
+    pub checkpoint_num_layers: usize,
     /// Length of the run.
     pub length: Length,
     /// Batches.
@@ -354,6 +357,11 @@ pub struct RunConfig {
 
 /// File name of the saved configuration.
 pub const CONFIG_FILE: &str = "config.resolved.json";
+
+/// Every layer keeps its input.
+const fn one() -> usize {
+    1
+}
 
 impl RunConfig {
     /// Ranks that hold one copy of what is sharded. `None` where all do: also where a run goes on with other ranks than were

@@ -1,7 +1,7 @@
 //! The configuration that fits and is nearest to the one that does not.
 
 use super::planner::{Planned, Planner};
-use crate::config::{Collectives, Offload, PrecisionChoice, Recompute, RunConfig, Tier};
+use crate::config::{Collectives, Device, Offload, PrecisionChoice, Recompute, RunConfig, Tier};
 use crate::exit::Failure;
 use crate::run::changed;
 
@@ -11,6 +11,10 @@ pub(super) type Flags = Vec<(&'static str, String)>;
 /// What one setting may become, with what the change costs: how a run is laid out before how fast it
 /// is, and that before what its numbers are.
 type Choices = Vec<(u32, Flags)>;
+
+/// Layers that may share one kept input, with what each choice costs beyond the first: two save half of the inputs,
+/// and the square root of 28 to 40 layers as many as one more pass can.
+const NUM_LAYERS: [(u32, usize); 2] = [(0, 2), (1, 6)];
 
 fn stages(config: &RunConfig) -> Choices {
     let more = (config.zero + 1..=3).map(|stage| {
@@ -58,6 +62,18 @@ fn offloads(planner: &Planner, config: &RunConfig) -> Choices {
     if let Some(folder) = planner.disk(config) {
         add(16, &Tier::Nvme(folder));
     }
+    // What a GPU saves for backward leaves it beside its work.
+    if config.device == Device::Cuda && now.activation == Tier::None {
+        let mut also = vec![(0, now.clone())];
+        also.extend(steps.iter().cloned());
+        steps.extend(also.into_iter().map(|(cost, offload)| {
+            let offload = Offload {
+                activation: Tier::Cpu,
+                ..offload
+            };
+            (cost + 5, offload)
+        }));
+    }
     let changed = steps.into_iter().filter(|(_, offload)| offload != now);
     let changed = changed.map(|(cost, offload)| (cost, vec![("offload", offload.to_string())]));
     std::iter::once((0, Vec::new())).chain(changed).collect()
@@ -65,8 +81,18 @@ fn offloads(planner: &Planner, config: &RunConfig) -> Choices {
 
 fn recomputes(config: &RunConfig) -> Choices {
     let mut choices: Choices = vec![(0, Vec::new())];
-    if config.checkpoint_activations != Recompute::ALL {
-        choices.push((4, vec![("checkpoint-activations", "all".to_owned())]));
+    let all = ("checkpoint-activations", "all".to_owned());
+    let again = config.checkpoint_activations != Recompute::ALL;
+    let mut flags: Flags = again.then_some(all).into_iter().collect();
+    if again {
+        choices.push((4, flags.clone()));
+    }
+    for (more, layers) in NUM_LAYERS {
+        if config.checkpoint_num_layers < layers {
+            flags.push(("checkpoint-num-layers", layers.to_string()));
+            choices.push((6 + more, flags.clone()));
+            flags.pop();
+        }
     }
     choices
 }

@@ -159,7 +159,10 @@ fn more_ranks_and_less_kept_never_need_more_of_a_device() {
             "{stages:?}"
         );
         let kept = of(&format!("{} --checkpoint-activations none", line(2)));
-        assert!(of(&line(2)) < kept);
+        let every = of(&line(2));
+        assert!(every < kept);
+        let shared = of(&format!("{} --checkpoint-num-layers 3", line(2)));
+        assert!(shared <= every);
     }
 }
 

@@ -155,6 +155,7 @@ fn as_json(
         "accumulation_steps": config.batch.accumulation_steps,
         "uploads_ahead": planned.plan.uploads_ahead(),
         "checkpoint_activations": config.checkpoint_activations.to_string(),
+        "checkpoint_num_layers": config.checkpoint_num_layers,
         "sample": if planner.makes_up_samples() { "made-up" } else { "data" },
         "bytes_per_rank": planned.memory.phases,
         "peak_bytes_per_rank": planned.memory.peak,

@@ -5,7 +5,7 @@ use super::fit;
 use super::place;
 use super::setup;
 use crate::args::{self, Command};
-use crate::config::{PrecisionChoice, Recompute, RunConfig, resolve};
+use crate::config::{Device, Offload, PrecisionChoice, Recompute, RunConfig, Tier, resolve};
 use crate::exit::{ErrorCode, Failure};
 use crate::plan::Fit;
 use crate::rank_env::Env;
@@ -40,6 +40,16 @@ fn neighbours(config: &RunConfig) -> Vec<Flags> {
     }
     if config.checkpoint_activations != Recompute::ALL {
         found.push(vec![("checkpoint-activations", "all".to_owned())]);
+    }
+    if config.device == Device::Cuda && config.offload.activation == Tier::None {
+        let offload = Offload {
+            activation: Tier::Cpu,
+            ..config.offload.clone()
+        };
+        found.push(vec![("offload", offload.to_string())]);
+    }
+    if config.checkpoint_num_layers == 1 && config.checkpoint_activations != Recompute::NONE {
+        found.push(vec![("checkpoint-num-layers", "6".to_owned())]);
     }
     let batch = &config.batch;
     let halves = std::iter::successors(Some(batch.micro_batch / 2), |half| Some(half / 2));

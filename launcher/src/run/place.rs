@@ -5,7 +5,6 @@ use super::stall;
 use crate::data::SampleSet;
 use crate::exit::{ErrorCode, Failure};
 use crate::units::grouped;
-use engine::Phase;
 use models::data::EncodedSample;
 
 /// Stands before the step in the title of a failure that met a training step.
@@ -112,11 +111,7 @@ pub(super) fn complete(failure: Failure, session: &Session<'_>) -> Failure {
         ErrorCode::DeviceMemory | ErrorCode::HostMemory
     ) {
         if let Some((unit, phase)) = session.zero.position() {
-            let phase = match phase {
-                Phase::Forward => "forward",
-                Phase::Backward => "backward",
-            };
-            failure.title += &format!(" in {phase} of {unit}");
+            failure.title += &format!(" in {} of {unit}", phase.name());
         }
         if let Some(place) = &session.place {
             failure.title += &format!("{AT_STEP}{}", place.step);

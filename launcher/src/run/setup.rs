@@ -80,7 +80,7 @@ impl Setup {
     pub(super) fn plan(&self, config: &RunConfig) -> Result<Plan, Failure> {
         Plan::new(
             self.model.spec().clone(),
-            zero_config(config)?,
+            zero_config(config, &*self.model)?,
             config.nproc,
         )
         .map_err(|e| failures::engine("plan the run", &e.into()))
@@ -104,8 +104,12 @@ pub(crate) fn shapes(config: &RunConfig) -> Result<(Arc<dyn VisionLanguageModel>
         OpenError::Model(e) => failures::model("set up the model", e),
         _ => unusable(&dir, &error),
     })?;
-    let plan = Plan::new(model.spec().clone(), zero_config(config)?, config.nproc)
-        .map_err(|e| failures::engine("plan the run", &e.into()))?;
+    let plan = Plan::new(
+        model.spec().clone(),
+        zero_config(config, &*model)?,
+        config.nproc,
+    )
+    .map_err(|e| failures::engine("plan the run", &e.into()))?;
     Ok((model, plan))
 }
 
@@ -122,8 +126,12 @@ fn model(config: &RunConfig) -> Result<Arc<dyn VisionLanguageModel>, Failure> {
 /// The model and the plan of `config`; reads the folder's configuration only.
 pub(super) fn replan(config: &RunConfig) -> Result<(Arc<dyn VisionLanguageModel>, Plan), Failure> {
     let model = model(config)?;
-    let plan = Plan::new(model.spec().clone(), zero_config(config)?, config.nproc)
-        .map_err(|e| failures::engine("plan the run", &e.into()))?;
+    let plan = Plan::new(
+        model.spec().clone(),
+        zero_config(config, &*model)?,
+        config.nproc,
+    )
+    .map_err(|e| failures::engine("plan the run", &e.into()))?;
     Ok((model, plan))
 }
 
@@ -164,7 +172,7 @@ fn model_options(config: &RunConfig, family: Family) -> Result<ModelOptions, Fai
     Ok(options)
 }
 
-fn zero_config(config: &RunConfig) -> Result<ZeroConfig, Failure> {
+fn zero_config(config: &RunConfig, model: &dyn VisionLanguageModel) -> Result<ZeroConfig, Failure> {
     let tier = |tier: &Tier| match tier {
         Tier::None => engine::Tier::Device,
         Tier::Cpu => engine::Tier::Host,
@@ -185,6 +193,11 @@ fn zero_config(config: &RunConfig) -> Result<ZeroConfig, Failure> {
             activation: tier(&config.offload.activation),
         },
         uploads_ahead: config.uploads_ahead(),
+        recomputed: model
+            .spec()
+            .layer_groups(config.checkpoint_num_layers, &|unit| {
+                !keeps(config, model, unit)
+            }),
         device_transport: match config.resolved_collectives() {
             Collectives::Ipc => DeviceTransport::Peers,
             Collectives::Nccl => DeviceTransport::Nccl,
@@ -235,6 +248,42 @@ mod tests {
     use crate::config::resolve;
     use crate::rank_env::Env;
     use serde_json::{Value, json};
+
+    /// The layers of every family are found by the names of their units, in the language model and in every vision tower.
+    #[test]
+    fn layers_of_every_family_share_kept_inputs() {
+        let configs = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/synth/configs");
+        for entry in std::fs::read_dir(configs).expect("the configurations") {
+            let folder = tempfile::tempdir().expect("temp dir");
+            let published = entry.expect("an entry").path();
+            std::fs::copy(&published, folder.path().join("config.json")).expect("copied");
+            let dir = folder.path().display();
+            let line = format!(
+                "--model {dir} --data d --output o --zero 3 --precision bf16 --checkpoint-num-layers 4"
+            );
+            let words: Vec<String> = line.split_whitespace().map(str::to_owned).collect();
+            let Command::Train { args, .. } = args::parse(&words).expect("parses") else {
+                panic!("a training line");
+            };
+            let env = Env::from_lookup(&|_| None).expect("an environment");
+            let config = resolve(&args, &env).expect("resolves").config;
+            let (model, plan) = shapes(&config).expect("a plan");
+            let grouped = |tower: Tower| {
+                let groups = plan.config().recomputed.iter().filter(|group| {
+                    let mut units = (*group).clone().map(UnitId);
+                    units.all(|unit| model.tower(unit) == tower)
+                });
+                groups.map(|group| group.len()).sum::<usize>()
+            };
+            let (llm, vision) = (grouped(Tower::Language), grouped(Tower::Vision));
+            let units = plan.units().iter();
+            let of_vision = units.filter(|unit| model.tower(unit.id) == Tower::Vision);
+            // All but the first and last units, and what a group of four leaves.
+            let name = published.display();
+            assert!(llm >= 24, "{name}: {llm} layers");
+            assert!(vision + 6 >= of_vision.count(), "{name}: {vision} layers");
+        }
+    }
 
     /// `config.json` of the published checkpoint.
     fn published(family: Family) -> Value {

@@ -4,6 +4,7 @@ use engine::{EngineError, Lease, LeaseOwner, ModelSpec, ParamAccess, ParamId, Ph
 use kernels::{Backend, KernelError, Tensor};
 use std::cell::RefCell;
 use std::collections::BTreeSet;
+use std::ops::Range;
 use std::sync::Arc;
 
 /// What a tape asked of [`ResidentParams`], in order.
@@ -34,6 +35,7 @@ struct State {
 pub struct ResidentParams {
     backend: Arc<dyn Backend>,
     spec: ModelSpec,
+    recomputed: Vec<Range<u32>>,
     weights: RefCell<Vec<Tensor>>,
     grads: RefCell<Vec<Option<Tensor>>>,
     state: RefCell<State>,
@@ -62,10 +64,18 @@ impl ResidentParams {
         Ok(Self {
             backend,
             spec,
+            recomputed: Vec::new(),
             weights: RefCell::new(weights),
             grads,
             state: RefCell::default(),
         })
+    }
+
+    /// With the inputs of these runs of units, but for the first of each, computed again in backward.
+    #[must_use]
+    pub fn with_recomputed(mut self, groups: Vec<Range<u32>>) -> Self {
+        self.recomputed = groups;
+        self
     }
 
     /// The model's description.
@@ -165,6 +175,11 @@ impl ParamAccess for ResidentParams {
             .iter()
             .filter(trains)
             .any(|p| p.unit <= unit)
+    }
+
+    fn recomputes_input(&self, unit: UnitId) -> bool {
+        let inner = |group: &Range<u32>| group.start < unit.0 && unit.0 < group.end;
+        self.recomputed.iter().any(inner)
     }
 }
 

@@ -62,6 +62,8 @@ enum Input {
     Here(Tensor),
     /// It is kept elsewhere; segments that share it share the copy.
     Away(Rc<Saved>),
+    /// The segment in front computes it again: this output.
+    Recomputed(usize),
 }
 
 /// How a segment's gradients come about.
@@ -247,15 +249,15 @@ impl<'e, 'm> Tape<'e, 'm> {
         });
         let here = inputs.map(|(input, _)| match input {
             Input::Here(value) => value.elems(),
-            Input::Away(_) => 0,
+            Input::Away(_) | Input::Recomputed(_) => 0,
         });
         here.sum()
     }
 
     /// Runs `body` while the parameters of `unit` are readable, and keeps only `inputs`.
     ///
-    /// `body` runs once here and, when a gradient passes through, once more in backward; both
-    /// runs must compute the same. Values without gradient (masks, positions) are captured.
+    /// `body` runs once here and, when a gradient passes through, once more in backward, or twice where the unit behind
+    /// keeps no input ([`ParamAccess::recomputes_input`]); all runs must compute the same. Values without gradient (masks, positions) are captured.
     /// Units are used in the order of the model, each at most once per tape.
     ///
     /// # Errors
@@ -312,7 +314,7 @@ impl<'e, 'm> Tape<'e, 'm> {
                 },
                 _ => Work::Replay {
                     body,
-                    inputs: inputs.iter().map(|v| self.keep(v)).collect::<Result<_>>()?,
+                    inputs: self.keep_all(unit, &inputs)?,
                     sums: self.sums(&outputs),
                 },
             };
@@ -334,6 +336,24 @@ impl<'e, 'm> Tape<'e, 'm> {
                 tracked,
             )
         }))
+    }
+
+    /// The inputs for the second run.
+    fn keep_all(&self, unit: UnitId, inputs: &[&Var]) -> Result<Vec<(Input, Option<Slot>)>> {
+        let again = match self.segments.borrow().last() {
+            Some(front) if self.access.recomputes_input(unit) => match front.work {
+                Work::Replay { .. } => front.outputs.clone(),
+                Work::Stored { .. } => 0..0,
+            },
+            _ => 0..0,
+        };
+        let input = |input: &&Var| match input.slot() {
+            Some(slot) if again.contains(&slot) => {
+                Ok((Input::Recomputed(slot - again.start), Some(slot)))
+            }
+            _ => self.keep(input),
+        };
+        inputs.iter().map(input).collect()
     }
 
     /// An input for the second run: values that carry a gradient go to the engine's tier for them.
@@ -459,15 +479,27 @@ impl<'e, 'm> Tape<'e, 'm> {
         // From here on a kept value lives as long as the last segment that wants it.
         drop(away);
         let mut segments = segments.into_inner();
-        while let Some(segment) = segments.pop() {
-            if let Some(next) = segments.last() {
-                prefetch(access, next)?;
-            }
+        while let Some(mut segment) = segments.pop() {
             let seeds: Vec<Option<Grad>> = grads[segment.outputs.clone()]
                 .iter_mut()
                 .map(Option::take)
                 .collect();
-            if seeds.iter().all(Option::is_none) {
+            let wanted = seeds.iter().any(Option::is_some);
+            if wanted && segment.lacks_input() {
+                recompute(
+                    access,
+                    &mut segments,
+                    &mut segment,
+                    dropout.as_ref(),
+                    check_replay,
+                )?;
+            }
+            // A group that is computed again begins with its first.
+            let next = segments.iter().rfind(|segment| !segment.lacks_input());
+            if let Some(next) = next.filter(|_| !segment.lacks_input()) {
+                prefetch(access, next)?;
+            }
+            if !wanted {
                 continue;
             }
             for (slot, grad) in replay(access, segment, seeds, dropout.as_ref(), check_replay)? {
@@ -510,6 +542,7 @@ fn replay(
                 let value = match input {
                     Input::Here(value) => value,
                     Input::Away(saved) => load(access, &saved)?,
+                    Input::Recomputed(_) => return Err(ModelError::NotRecomputed { unit }),
                 };
                 vars.push(scope.enter(value, slot.is_some()));
             }
@@ -529,6 +562,86 @@ fn replay(
     Ok(pairs
         .filter_map(|(slot, grad)| grad.map(|g| (slot, g)))
         .collect())
+}
+
+impl Segment<'_> {
+    /// Whether an input has to be computed first.
+    fn lacks_input(&self) -> bool {
+        let Work::Replay { inputs, .. } = &self.work else {
+            return false;
+        };
+        let mut inputs = inputs.iter();
+        inputs.any(|(input, _)| matches!(input, Input::Recomputed(_)))
+    }
+
+    /// Takes what it lacks from the outputs of the segment in front.
+    fn complete(&mut self, front: &[Tensor]) {
+        if let Work::Replay { inputs, .. } = &mut self.work {
+            for (input, _) in inputs {
+                if let Input::Recomputed(output) = *input {
+                    *input = Input::Here(front[output].clone());
+                }
+            }
+        }
+    }
+}
+
+/// Computes the inputs that a group did not keep: runs its segments in front of `last` forward again, and leaves every
+/// segment of the group its inputs. Those that were kept elsewhere come back once.
+fn recompute(
+    access: &dyn ParamAccess,
+    segments: &mut [Segment<'_>],
+    last: &mut Segment<'_>,
+    dropout: Option<&Dropout>,
+    check: bool,
+) -> Result<()> {
+    let unit = last.unit;
+    let first = segments.iter().rposition(|segment| !segment.lacks_input());
+    let group = &mut segments[first.ok_or(ModelError::NotRecomputed { unit })?..];
+    let mut back: Vec<(Rc<Saved>, Tensor)> = Vec::new();
+    let mut front: Vec<Tensor> = Vec::new();
+    for segment in group {
+        segment.complete(&front);
+        let unit = segment.unit;
+        let Work::Replay { body, inputs, sums } = &mut segment.work else {
+            return Err(ModelError::NotRecomputed { unit });
+        };
+        let lease = access.lease(unit, Phase::Recompute)?;
+        let scope = Scope::new(
+            access,
+            &lease,
+            Observers::default(),
+            dropout,
+            Mode::Forward,
+            1.0,
+        );
+        let mut vars = Vec::with_capacity(inputs.len());
+        for (input, slot) in inputs.iter_mut() {
+            let value = match input {
+                Input::Here(value) => value.clone(),
+                Input::Away(saved) => match back.iter().find(|(of, _)| Rc::ptr_eq(of, saved)) {
+                    Some((_, value)) => value.clone(),
+                    None => {
+                        let value = load(access, saved)?;
+                        back.push((saved.clone(), value.clone()));
+                        value
+                    }
+                },
+                Input::Recomputed(_) => return Err(ModelError::NotRecomputed { unit }),
+            };
+            *input = Input::Here(value.clone());
+            vars.push(scope.enter(value, slot.is_some()));
+        }
+        let outputs = body(&scope, &vars)?;
+        if check {
+            compare(unit, &outputs, sums)?;
+        }
+        front = outputs.into_iter().map(Var::into_value).collect();
+        drop((vars, scope));
+        lease.end()?;
+    }
+    last.complete(&front);
+    Ok(())
 }
 
 /// Starts to bring back what a segment's second run begins with.

@@ -110,6 +110,106 @@ fn only_segment_inputs_are_kept() {
     assert_eq!(pool.stats().tag(Tag::Activations).in_use, inputs + weights);
 }
 
+/// Layers in groups of `num_layers`, but for the last group, as the engine makes them.
+fn groups(depth: usize, num_layers: usize) -> Vec<std::ops::Range<u32>> {
+    let starts = (0..depth as u32).step_by(num_layers);
+    let groups = starts.map(|start| start..(depth as u32).min(start + num_layers as u32));
+    let mut groups: Vec<_> = groups.collect();
+    groups.pop();
+    groups
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(24))]
+    #[test]
+    fn inputs_that_are_computed_again_change_no_bit(
+        depth in 1usize..9, num_layers in 1usize..5, kept in 0usize..9, rows in 1usize..4,
+    ) {
+        let stored = |unit: UnitId| unit.index() == kept;
+        let outcome = |recomputed: Vec<std::ops::Range<u32>>| {
+            let access = resident(&blocks(depth, 3, true)).with_recomputed(recomputed);
+            let tape = Tape::training(&access).with_replay_check(true).with_stored(&stored);
+            let x = tape.leaf(tensor(tape.backend(), &[rows, 3], &values(1, rows * 3)));
+            let y = run(&tape, &x, depth, true);
+            let seed = tensor(tape.backend(), &[rows, 3], &values(2, rows * 3));
+            let mut all = vec![bits(y.value())];
+            let grads = tape.backward_from(&[(&y, seed)]).unwrap();
+            all.push(bits(grads.get(&x).unwrap()));
+            all.extend((0..depth).map(|i| bits(&access.grad(ParamId(i as u32)).unwrap())));
+            all
+        };
+        prop_assert_eq!(outcome(groups(depth, num_layers)), outcome(Vec::new()));
+    }
+}
+
+#[test]
+fn a_group_keeps_its_first_input_and_runs_again_in_front_of_its_backward() {
+    let access = resident(&blocks(6, 3, true)).with_recomputed(vec![0..3, 3..5]);
+    let tape = Tape::training(&access).with_replay_check(true);
+    let x = tape.leaf(tensor(tape.backend(), &[2, 3], &values(1, 6)));
+    let y = run(&tape, &x, 6, true);
+    // Of units 0, 3 and 5.
+    assert_eq!(tape.saved_elems(), 3 * 6);
+    let seed = tensor(tape.backend(), &[2, 3], &values(2, 6));
+    access.take_events();
+    tape.backward_from(&[(&y, seed)]).unwrap();
+    let leases = access.take_events().into_iter();
+    let leases: Vec<(u32, Phase)> = leases
+        .filter_map(|event| match event {
+            AccessEvent::Lease(unit, phase) => Some((unit.0, phase)),
+            _ => None,
+        })
+        .collect();
+    let (again, backward) = (Phase::Recompute, Phase::Backward);
+    let expected = [
+        (5, backward),
+        (3, again),
+        (4, backward),
+        (3, backward),
+        (0, again),
+        (1, again),
+        (2, backward),
+        (1, backward),
+        (0, backward),
+    ];
+    assert_eq!(leases, expected);
+}
+
+/// An input that several segments share stays the one tensor, and a value that skips a segment is kept.
+#[test]
+fn only_what_comes_from_the_unit_in_front_is_computed_again() {
+    let outcome = |recomputed: Vec<std::ops::Range<u32>>| {
+        let access = resident(&blocks(4, 3, true)).with_recomputed(recomputed);
+        let tape = Tape::training(&access).with_replay_check(true);
+        let x = tape.leaf(tensor(tape.backend(), &[2, 3], &values(1, 6)));
+        let shared = tape.leaf(tensor(tape.backend(), &[2, 3], &values(3, 6)));
+        let mut before: [Var; 2] = [x.clone(), x.clone()];
+        for unit in 0..4 {
+            let [far, near] = &before;
+            let inputs = [near, far, &shared];
+            let [y] = tape
+                .segment(UnitId(unit), inputs, move |scope, [near, far, shared]| {
+                    let sum = scope.add(far, shared)?;
+                    Ok([block(scope, &scope.add(near, &sum)?, unit as usize)?])
+                })
+                .unwrap();
+            before = [near.clone(), y];
+        }
+        let kept = tape.saved_elems();
+        let seed = tensor(tape.backend(), &[2, 3], &values(2, 6));
+        let grads = tape.backward_from(&[(&before[1], seed)]).unwrap();
+        let weights = (0..4).map(|i| bits(&access.grad(ParamId(i)).unwrap()));
+        let mut all: Vec<Vec<u32>> = weights.collect();
+        all.extend([&x, &shared].map(|leaf| bits(grads.get(leaf).unwrap())));
+        (kept, all)
+    };
+    let (kept, plain) = outcome(Vec::new());
+    let group = 0..4;
+    let (fewer, grouped) = outcome(vec![group]);
+    assert_eq!(plain, grouped);
+    assert_eq!(kept - fewer, 3 * 6);
+}
+
 #[test]
 fn inference_keeps_nothing() {
     let access = resident(&blocks(3, 3, true));

@@ -35,6 +35,53 @@ fn recomputing_or_not_gives_the_same_bits() {
     assert_eq!(needs("llm")["vit"], false);
 }
 
+/// Whether a layer keeps its input or has it computed again is told by no bit, on any tier.
+#[test]
+fn layers_that_share_a_kept_input_give_the_same_bits() {
+    let site = Site::new();
+    let mut config = read_json(&site.path("model/config.json"));
+    config["num_hidden_layers"] = 5.into();
+    config["vision_config"]["num_hidden_layers"] = 3.into();
+    std::fs::write(site.path("model/config.json"), config.to_string()).unwrap();
+    let train = |name: &str, flags: &str| {
+        site.train(&format!(
+            "--init random --max-steps 3 --gradient-accumulation-steps 2 --output {name} {flags}"
+        ));
+        losses(&site.path(name))
+    };
+    let plain = train("plain", "--nproc 2 --zero 2");
+    for (name, flags) in [
+        ("two", "--zero 2 --checkpoint-num-layers 2"),
+        ("three", "--zero 3 --checkpoint-num-layers 3"),
+        (
+            "cpu",
+            "--zero 3 --checkpoint-num-layers 4 --offload param=cpu,optimizer=cpu,activation=cpu",
+        ),
+        (
+            "nvme",
+            "--zero 3 --checkpoint-num-layers 2 --offload nvme:spill",
+        ),
+        (
+            "llm",
+            "--zero 2 --checkpoint-num-layers 2 --checkpoint-activations llm",
+        ),
+    ] {
+        assert_eq!(train(name, &format!("--nproc 2 {flags}")), plain, "{flags}");
+    }
+    assert!(device_peak(&site, "two") < device_peak(&site, "plain"));
+    let lora = "--lora-rank 2 --lora-dropout 0.5 --precision bf16";
+    assert_eq!(
+        train("adapters", lora),
+        train("again", &format!("{lora} --checkpoint-num-layers 2"))
+    );
+    let screen = site.refuse(
+        "--output x --checkpoint-activations none --checkpoint-num-layers 2",
+        2,
+        "E09",
+    );
+    assert!(screen.contains("--checkpoint-activations all"), "{screen}");
+}
+
 #[test]
 fn readers_and_limits_change_nothing_but_what_they_say() {
     let site = Site::new();

@@ -84,6 +84,7 @@ pub(crate) fn resolve_on(args: &Args, env: &Env, chosen: &Chosen) -> Result<Reso
         device_memory_limit: args.device_memory_limit,
         length: length(args, defaults, &mut notes)?,
         checkpoint_activations: super::batch::recompute(args)?,
+        checkpoint_num_layers: super::batch::num_layers(args)?,
         batch: super::batch::resolve(args, defaults, nproc)?,
         optimizer: optimizer(args, defaults, &mut notes)?,
         trainable: super::trainable::resolve(args, &mut notes)?,
@@ -611,6 +612,8 @@ impl RunConfig {
         flags.extend(self.numbers.flags(self.precision));
         let towers = self.checkpoint_activations.to_string();
         flags.push(("checkpoint-activations", towers));
+        let layers = self.checkpoint_num_layers.to_string();
+        flags.push(("checkpoint-num-layers", layers));
         flags.extend(
             self.host_memory_limit
                 .map(|bytes| ("host-memory-limit", bytes.to_string())),

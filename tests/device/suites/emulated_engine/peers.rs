@@ -41,6 +41,8 @@ struct Case {
     states: Tier,
     /// Whether weights come one unit ahead.
     ahead: bool,
+    /// Whether the inputs of layers are computed again.
+    again: bool,
 }
 
 const PLAIN: Case = Case {
@@ -52,6 +54,7 @@ const PLAIN: Case = Case {
     prefetch_units: 1,
     states: Tier::Host,
     ahead: false,
+    again: false,
 };
 
 /// Everything a rank has at the end.
@@ -72,6 +75,10 @@ impl Case {
             device_transport: transport,
             prefetch_units: self.prefetch_units,
             uploads_ahead: self.ahead,
+            recomputed: match self.again {
+                true => setup::stacks(model.spec()),
+                false => Vec::new(),
+            },
             max_grad_norm: Some(1.0),
             // Of a few chunks, the last of which is shorter.
             sub_group_elems: 1000,
@@ -187,6 +194,7 @@ impl Case {
     fn agrees(&self, how: &[(DeviceTransport, Copies)]) -> Result<()> {
         let plain = Self {
             ahead: false,
+            again: false,
             states: Tier::Host,
             ..*self
         };
@@ -289,6 +297,32 @@ fn weights_gathered_one_unit_ahead() -> Result<()> {
         ..case
     };
     farther.agrees(&[(DeviceTransport::Peers, Copies::Late)])
+}
+
+/// Units are gathered once more for layers whose inputs are computed again, also by a rank that has no such layers in its
+/// batch.
+#[test]
+fn inputs_of_layers_that_are_computed_again() -> Result<()> {
+    let case = Case {
+        again: true,
+        ..PLAIN
+    };
+    case.agrees(&[
+        (DeviceTransport::Peers, Copies::Late),
+        (DeviceTransport::Nccl, Copies::Early),
+        (DeviceTransport::Host, Copies::Late),
+    ])?;
+    let ahead = Case {
+        family: "minicpm-v-2_6",
+        precision: Precision::Bf16,
+        prefetch_units: 2,
+        ahead: true,
+        ..case
+    };
+    ahead.agrees(&[
+        (DeviceTransport::Peers, Copies::Early),
+        (DeviceTransport::Host, Copies::Early),
+    ])
 }
 
 #[test]

@@ -74,15 +74,23 @@ fn as_access(engine: &dyn Passes) -> &dyn ParamAccess {
     engine
 }
 
+/// What stands beside precision and tiers.
+#[derive(Clone, Copy)]
+struct Also {
+    library: Library,
+    adapters: bool,
+    /// Whether the inputs of layers are computed again.
+    again: bool,
+}
+
+const PLAIN: Also = Also {
+    library: Library::Absent,
+    adapters: false,
+    again: false,
+};
+
 fn agree(family: &str, precision: Precision, activation: Tier, weights: Weights) -> Result<()> {
-    agree_with(
-        family,
-        precision,
-        activation,
-        weights,
-        Library::Absent,
-        false,
-    )
+    agree_with(family, precision, activation, weights, PLAIN)
 }
 
 fn agree_with(
@@ -90,12 +98,16 @@ fn agree_with(
     precision: Precision,
     activation: Tier,
     weights: Weights,
-    library: Library,
-    adapters: bool,
+    also: Also,
 ) -> Result<()> {
+    let Also {
+        library,
+        adapters,
+        again,
+    } = also;
     let dir = pack(family);
     let model = open_model(&dir, setup::options(precision, adapters))?;
-    let plan = setup::plan(&*model, precision, activation, weights)?;
+    let plan = setup::plan(&*model, precision, activation, weights, again)?;
     let rule = optim::AdamW::default();
     let sample = setup::sample(&dir, TOKENS, MOST_TOKENS)?;
     let text = setup::text_sample(&dir, TOKENS)?;
@@ -189,8 +201,7 @@ fn glm_4v_with_products_by_a_library() -> Result<()> {
             Precision::Bf16,
             Tier::Device,
             Weights::Leased,
-            library,
-            false,
+            Also { library, ..PLAIN },
         )?;
     }
     Ok(())
@@ -200,11 +211,38 @@ fn glm_4v_with_products_by_a_library() -> Result<()> {
 #[test]
 fn adapters_of_shared_inputs() -> Result<()> {
     for family in ["minicpm-v-2_6", "glm-4v-9b"] {
-        let (precision, library) = (Precision::Bf16, Library::Absent);
-        let weights = Weights::Leased;
-        agree_with(family, precision, Tier::Device, weights, library, true)?;
+        let also = Also {
+            adapters: true,
+            ..PLAIN
+        };
+        agree_with(family, Precision::Bf16, Tier::Device, Weights::Leased, also)?;
     }
     Ok(())
+}
+
+/// Inputs of layers that are computed again, also those that come back from the host first.
+#[test]
+fn inputs_that_are_computed_again() -> Result<()> {
+    let also = Also {
+        again: true,
+        ..PLAIN
+    };
+    let (device, host) = (Tier::Device, Tier::Host);
+    agree_with(
+        "minicpm-v-2_6",
+        Precision::Bf16,
+        device,
+        Weights::Leased,
+        also,
+    )?;
+    agree_with("glm-4v-9b", Precision::Bf16, host, Weights::Ahead, also)?;
+    agree_with(
+        "cogagent-chat-hf",
+        Precision::F32,
+        host,
+        Weights::Kept,
+        also,
+    )
 }
 
 #[test]

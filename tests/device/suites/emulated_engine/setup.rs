@@ -1,12 +1,16 @@
 //! A family's golden pack under the engine, on any device.
 
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Context, Result};
 use device_tests::random::Operands;
 use engine::comm::{Communicator, threads};
-use engine::{Offload, OptimizerConfig, Plan, Precision, Stage, Tier, Tiers, Zero, ZeroConfig};
+use engine::{
+    ModelSpec, Offload, OptimizerConfig, Plan, Precision, Stage, Tier, Tiers, UnitSpec, Zero,
+    ZeroConfig,
+};
 use kernels::{Backend, DType, Pool};
 use models::data::EncodedSample;
 use models::lora::{LoraConfig, LoraTargets};
@@ -47,13 +51,28 @@ pub fn options(precision: Precision, adapters: bool) -> ModelOptions {
     options
 }
 
-/// ZeRO-3 of one rank with its optimizer states in host memory.
+/// Every stack of layers as one group, of which only the first one's input is kept.
+pub fn stacks(spec: &ModelSpec) -> Vec<Range<u32>> {
+    let mut spec = spec.clone();
+    // The last stack is one too where something follows.
+    for name in ["behind", "farther"] {
+        spec.units.push(UnitSpec { name: name.into() });
+    }
+    spec.layer_groups(8, &|_| true)
+}
+
+/// ZeRO-3 of one rank with its optimizer states in host memory; `again` computes the inputs of layers again.
 pub fn plan(
     model: &dyn VisionLanguageModel,
     precision: Precision,
     activation: Tier,
     weights: Weights,
+    again: bool,
 ) -> Result<Arc<Plan>> {
+    let recomputed = match again {
+        true => stacks(model.spec()),
+        false => Vec::new(),
+    };
     let config = ZeroConfig {
         stage: Stage::try_from(3).map_err(anyhow::Error::msg)?,
         precision,
@@ -66,6 +85,7 @@ pub fn plan(
             optimizer: Tier::Host,
         },
         uploads_ahead: weights == Weights::Ahead,
+        recomputed,
         ..ZeroConfig::default()
     };
     Ok(Arc::new(Plan::new(model.spec().clone(), config, 1)?))

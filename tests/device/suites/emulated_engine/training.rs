@@ -56,6 +56,8 @@ pub struct How {
     pub precision: Precision,
     pub activation: Tier,
     pub weights: Weights,
+    /// Whether the inputs of layers are computed again.
+    pub again: bool,
     /// The pass whose sample has no picture.
     pub text_pass: Option<usize>,
     /// Whether adapters train, instead of everything.
@@ -74,6 +76,7 @@ impl How {
             precision,
             activation: Tier::Device,
             weights: Weights::Leased,
+            again: false,
             text_pass: None,
             adapters: false,
             library: Library::Absent,
@@ -92,7 +95,13 @@ pub fn train(
     backend: Arc<dyn Backend>,
 ) -> Result<(Left, Arc<dyn VisionLanguageModel>)> {
     let model = open_model(dir, setup::options(how.precision, how.adapters))?;
-    let plan = setup::plan(&*model, how.precision, how.activation, how.weights)?;
+    let plan = setup::plan(
+        &*model,
+        how.precision,
+        how.activation,
+        how.weights,
+        how.again,
+    )?;
     let mut zero = setup::loaded(dir, &*model, plan, backend.clone())?;
     let with_picture = setup::sample(dir, TOKENS, MOST_TOKENS)?;
     let without = setup::text_sample(dir, TOKENS)?;
@@ -232,6 +241,38 @@ fn agree_with_graphs(family: &str, how: How) -> Result<()> {
     Ok(())
 }
 
+/// Layers whose inputs are computed again leave the bits of those that keep theirs, wherever these and the weights are, and
+/// also in graphs.
+fn agree_again(family: &str, how: How) -> Result<()> {
+    let mut how = How {
+        text_pass: Some(1),
+        passes: 4,
+        ..how
+    };
+    let (want, _) = trained_bits(family, how)?;
+    how.again = true;
+    let (got, _) = trained_bits(family, how)?;
+    assert!(got == want, "other bits");
+    how.graphs = Some(Mode::On);
+    let (got, replays) = trained_bits(family, how)?;
+    assert!(replays > 0, "no graph was queued");
+    assert!(got == want, "other bits in graphs");
+    Ok(())
+}
+
+#[test]
+fn minicpm_computes_the_inputs_of_layers_again() -> Result<()> {
+    agree_again("minicpm-v-2_6", How::new(Precision::Bf16))
+}
+
+/// The cross-attended features, which layers share, are kept elsewhere as well.
+#[test]
+fn cogagent_computes_the_inputs_of_layers_again() -> Result<()> {
+    let mut how = How::new(Precision::F32);
+    (how.activation, how.weights) = (Tier::Host, Weights::Ahead);
+    agree_again("cogagent-chat-hf", how)
+}
+
 #[test]
 fn graphs_leave_the_bits_of_adapters_in_bf16() -> Result<()> {
     let mut how = How::new(Precision::Bf16);
@@ -257,7 +298,7 @@ fn weights_that_stay_on_the_device_come_when_they_change() -> Result<()> {
     let model = open_model(&pack(family), ModelOptions::new(DType::F32))?;
     let (elems, trained) = model.spec().elems();
     assert_eq!(elems, trained);
-    let plan = setup::plan(&*model, how.precision, Tier::Device, Weights::Kept)?;
+    let plan = setup::plan(&*model, how.precision, Tier::Device, Weights::Kept, false)?;
     let padded = plan.units().iter().map(|unit| unit.trainable.padded_elems);
     assert_eq!(uploads.bytes, 4 * (elems + padded.sum::<usize>()) as u64);
     Ok(())
@@ -355,7 +396,7 @@ fn activations_cross_the_bus_beside_the_work() -> Result<()> {
 fn a_device_says_what_it_did_when() -> Result<()> {
     let dir = pack("glm-4v-9b");
     let model = open_model(&dir, ModelOptions::new(DType::F32))?;
-    let plan = setup::plan(&*model, Precision::F32, Tier::Host, Weights::Leased)?;
+    let plan = setup::plan(&*model, Precision::F32, Tier::Host, Weights::Leased, false)?;
     let backend: Arc<dyn Backend> = Arc::new(CudaBackend::new(
         Arc::new(EmulatedGpu::new(Order::Ascending)),
         ARENA_BYTES,
