@@ -48,9 +48,6 @@ fn neighbours(config: &RunConfig) -> Vec<Flags> {
         };
         found.push(vec![("offload", offload.to_string())]);
     }
-    if config.checkpoint_num_layers == 1 && config.checkpoint_activations != Recompute::NONE {
-        found.push(vec![("checkpoint-num-layers", "6".to_owned())]);
-    }
     let batch = &config.batch;
     let halves = std::iter::successors(Some(batch.micro_batch / 2), |half| Some(half / 2));
     for micro_batch in halves.take_while(|half| *half > 0) {
@@ -59,6 +56,9 @@ fn neighbours(config: &RunConfig) -> Vec<Flags> {
             ("per-device-train-batch-size", micro_batch.to_string()),
             ("gradient-accumulation-steps", accumulation.to_string()),
         ]);
+    }
+    if config.checkpoint_num_layers == 1 && config.checkpoint_activations != Recompute::NONE {
+        found.push(vec![("checkpoint-num-layers", "6".to_owned())]);
     }
     let precision = |name: &str| vec![("precision", name.to_owned())];
     if config.precision == PrecisionChoice::F32 {
@@ -232,6 +232,7 @@ mod tests {
                 "zero",
                 "per-device-train-batch-size",
                 "per-device-train-batch-size",
+                "checkpoint-num-layers",
                 "precision",
                 "precision",
                 "nproc",
@@ -244,7 +245,7 @@ mod tests {
     #[test]
     fn what_is_done_already_is_not_advised() {
         let config = config(
-            "--model m --data d --zero 3 --offload cpu --precision pure-bf16 --nproc 1 --use-lora --max-slice-nums 1",
+            "--model m --data d --zero 3 --offload cpu --precision pure-bf16 --nproc 1 --use-lora --max-slice-nums 1 --checkpoint-num-layers 6",
         );
         assert_eq!(neighbours(&config), Vec::<Flags>::new());
     }
