@@ -13,7 +13,7 @@ use crate::device_comm::{DeviceComm, How, Own, OwnPart, Produced};
 use crate::device_step::DeviceStep;
 use crate::early;
 use crate::error::EngineError;
-use crate::plan::{Entry, GroupKind, Pass, PassKind, Plan, StateKind, Tier, UnitPlan};
+use crate::plan::{Entry, GroupKind, Pass, PassKind, Plan, StateKind, Tier, UnitPlan, Visit};
 use crate::spec::{ParamId, UnitId};
 use crate::spill::{BLOCK_BYTES, SpillFile};
 use crate::store::shaped;
@@ -342,18 +342,14 @@ impl Rehearsal {
 
     /// As [`Zero::begin_pass`](crate::Zero::begin_pass).
     pub fn begin_pass(&self, kind: PassKind) {
-        self.begin(kind, false);
+        self.begin(kind, None);
     }
 
-    fn begin(&self, kind: PassKind, on_host: bool) {
+    fn begin(&self, kind: PassKind, visits: Option<Visit>) {
         let mut state = self.state.borrow_mut();
         let gathers = state.device.is_some() && self.plan.gathers_parameters();
-        state.pass = Some(Pass {
-            schedule: self.plan.schedule(kind),
-            on_device: gathers && !on_host,
-            on_host,
-            ..Pass::default()
-        });
+        let schedule = self.plan.schedule(kind);
+        state.pass = Some(Pass::new(schedule, self.plan.units(), visits, gathers));
     }
 
     /// As [`Zero::end_pass`](crate::Zero::end_pass).
@@ -382,13 +378,27 @@ impl Rehearsal {
         Ok(())
     }
 
-    /// As [`Zero::visit_weights`](crate::Zero::visit_weights): what saving weights gathers.
+    /// As [`Zero::visit_weights`](crate::Zero::visit_weights): what saving all weights gathers.
     ///
     /// # Errors
     /// Never today; counting has no limit.
     pub fn visit_weights(&self) -> Result<()> {
-        self.begin(PassKind::Infer, true);
-        for unit in self.plan.units() {
+        self.visit(Visit::All)
+    }
+
+    /// As [`Zero::visit_trained_weights`](crate::Zero::visit_trained_weights): what saving those that train gathers.
+    ///
+    /// # Errors
+    /// Never today; counting has no limit.
+    pub fn visit_trained_weights(&self) -> Result<()> {
+        self.visit(Visit::Trained)
+    }
+
+    fn visit(&self, visits: Visit) -> Result<()> {
+        self.begin(PassKind::Infer, Some(visits));
+        let read = |kind: GroupKind| visits.reads(kind);
+        let units = self.plan.units().iter();
+        for unit in units.filter(|unit| self.groups(unit.id).any(read)) {
             self.take_lease(unit.id, Phase::Forward)?;
             self.end_lease(unit.id, Phase::Forward, true)?;
         }
@@ -490,7 +500,7 @@ impl Rehearsal {
                 continue;
             }
             let mut gathered = Vec::new();
-            for kind in self.groups(unit) {
+            for kind in self.groups(unit).filter(|kind| pass.reads(*kind)) {
                 let bytes = self.weight_bytes(unit, kind);
                 let counted = self.device.reserve(bytes as u64, Tag::Gathered)?;
                 let buffer = self.window.alloc(bytes);
@@ -580,9 +590,10 @@ impl Rehearsal {
         if readable.is_none() {
             let mut copies = Vec::new();
             let there = !self.plan.leases_copy() && self.keeps_states();
-            let on_host = state.pass.as_ref().is_some_and(|pass| pass.on_host);
-            if self.plan.leases_copy() || there && on_host {
-                for kind in self.groups(unit) {
+            let visits = state.pass.as_ref().and_then(|pass| pass.visits);
+            if self.plan.leases_copy() || there && visits.is_some() {
+                let read = |kind: &GroupKind| visits.is_none_or(|visits| visits.reads(*kind));
+                for kind in self.groups(unit).filter(read) {
                     let bytes = self.weight_bytes(unit, kind);
                     let copy = Tensor::null(&self.device, Tag::Gathered, [bytes], DType::U8)?;
                     copies.push(Readable::Copied(copy));

@@ -13,8 +13,8 @@ pub use early::EarlyStep;
 pub use formats::Formats;
 pub use layout::{ALIGN_ELEMS, GroupKind, GroupLayout, Slot, UnitPlan};
 pub use memory::{MemoryReport, TierBytes};
-pub(crate) use schedule::Pass;
 pub use schedule::{Entry, PassKind};
+pub(crate) use schedule::{Pass, Visit};
 
 use crate::spec::{ModelSpec, ParamId, UnitId};
 use kernels::DType;

@@ -1,6 +1,6 @@
 //! The order in which units are needed during a pass.
 
-use super::UnitPlan;
+use super::{GroupKind, UnitPlan};
 use crate::access::Phase;
 use crate::spec::UnitId;
 use std::ops::Range;
@@ -23,6 +23,22 @@ pub struct Entry {
     pub phase: Phase,
 }
 
+/// What is read of all weights, to be saved.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Visit {
+    /// Everything.
+    All,
+    /// What trains; the rest is left where it is.
+    Trained,
+}
+
+impl Visit {
+    /// Whether weights of this kind are read.
+    pub(crate) fn reads(self, kind: GroupKind) -> bool {
+        self == Self::All || kind == GroupKind::Trainable
+    }
+}
+
 /// A walk through the uses of one pass: the same in a run and in its rehearsal.
 #[derive(Default)]
 pub(crate) struct Pass {
@@ -33,13 +49,36 @@ pub(crate) struct Pass {
     pub(crate) started: usize,
     /// Whether the devices gather, and not the communicator.
     pub(crate) on_device: bool,
-    /// Whether weights are read in host memory.
-    pub(crate) on_host: bool,
+    /// The weights that are read, where that is in host memory.
+    pub(crate) visits: Option<Visit>,
     /// The entry that is leased next, as far as that is known: this rank passes over those in front of it.
     pub(crate) wanted: usize,
 }
 
 impl Pass {
+    /// Through the whole `schedule`, in host memory as far as `visits` says; the devices gather if `gathers`, where they read.
+    pub(crate) fn new(
+        mut schedule: Vec<Entry>,
+        units: &[UnitPlan],
+        visits: Option<Visit>,
+        gathers: bool,
+    ) -> Self {
+        if visits == Some(Visit::Trained) {
+            schedule.retain(|entry| !units[entry.unit.index()].trainable.is_empty());
+        }
+        Self {
+            schedule,
+            on_device: gathers && visits.is_none(),
+            visits,
+            ..Self::default()
+        }
+    }
+
+    /// Whether weights of this kind are read.
+    pub(crate) fn reads(&self, kind: GroupKind) -> bool {
+        self.visits.is_none_or(|visits| visits.reads(kind))
+    }
+
     /// Whether the unit of entry `at` is still readable from an entry just before it.
     pub(crate) fn keeps(&self, at: usize, ahead: usize) -> bool {
         let unit = self.schedule[at].unit;

@@ -17,7 +17,7 @@ use crate::device_comm::{DeviceComm, Gathered, Own, OwnPart};
 use crate::early::{EarlyRun, JOBS};
 use crate::error::EngineError;
 use crate::gradients::{Accumulator, Moment};
-use crate::plan::{Entry, GroupKind, Pass, PassKind, Plan, StateKind, Tier, UnitPlan};
+use crate::plan::{Entry, GroupKind, Pass, PassKind, Plan, StateKind, Tier, UnitPlan, Visit};
 use crate::prefetch::WeightReads;
 use crate::spec::{ParamId, UnitId};
 use crate::state::UnitState;
@@ -290,17 +290,16 @@ impl Store {
 
     // ---- passes -------------------------------------------------------------------------------
 
-    /// Starts a pass, which reads weights in host memory if `on_host`, and otherwise where they are computed with.
-    pub(crate) fn begin_pass(&mut self, kind: PassKind, on_host: bool) {
+    /// Starts a pass, which reads the weights that `visits` names in host memory, and otherwise all where they are computed
+    /// with.
+    pub(crate) fn begin_pass(&mut self, kind: PassKind, visits: Option<Visit>) {
+        let gathers = self.device.is_some() && self.plan.gathers_parameters();
         let schedule = self.plan.schedule(kind);
-        self.pass = Some(Pass {
-            schedule,
-            position: 0,
-            started: 0,
-            on_device: self.device.is_some() && self.plan.gathers_parameters() && !on_host,
-            on_host,
-            wanted: 0,
-        });
+        self.pass = Some(Pass::new(schedule, self.plan.units(), visits, gathers));
+    }
+
+    fn reads(&self, kind: GroupKind) -> bool {
+        self.pass.as_ref().is_none_or(|pass| pass.reads(kind))
     }
 
     fn on_device(&self) -> bool {
@@ -414,7 +413,7 @@ impl Store {
                 continue;
             }
             for (kind, region) in &self.units[unit.index()].weights {
-                if !self.reads.advance((unit, *kind), region)? {
+                if pass.reads(*kind) && !self.reads.advance((unit, *kind), region)? {
                     return Ok(());
                 }
             }
@@ -439,6 +438,9 @@ impl Store {
         let dtype = self.weight_dtype();
         let mut tickets = Vec::new();
         for (kind, region) in &self.units[unit.index()].weights {
+            if !self.reads(*kind) {
+                continue;
+            }
             let group = self.plan.unit(unit).group(*kind);
             let bytes = group.padded_elems * dtype.size_bytes();
             let counted = self.tiers.device.reserve(bytes as u64, Tag::Gathered)?;
@@ -511,7 +513,7 @@ impl Store {
     }
 
     fn make_resident(&mut self, unit: UnitId) -> Result<()> {
-        let on_host = self.pass.as_ref().is_some_and(|pass| pass.on_host);
+        let visits = self.pass.as_ref().and_then(|pass| pass.visits);
         let in_place = !self.plan.leases_copy();
         self.gather_at_cursor()?;
         let state = &mut self.units[unit.index()];
@@ -540,7 +542,7 @@ impl Store {
                 }
                 groups
             }
-            Residency::Sharded if in_place && self.tiers.are_resident() && !on_host => {
+            Residency::Sharded if in_place && self.tiers.are_resident() && visits.is_none() => {
                 let mut there = Gathered::new();
                 for (kind, region) in &state.weights {
                     let states = region.resident().ok_or(EngineError::NotResident)?;
@@ -554,7 +556,8 @@ impl Store {
             Residency::Sharded => {
                 let copy = !in_place || self.tiers.are_resident();
                 let mut groups: Vec<(GroupKind, ForeignBytes)> = Vec::new();
-                for (kind, region) in &state.weights {
+                let read = |kind| visits.is_none_or(|visits| visits.reads(kind));
+                for (kind, region) in state.weights.iter().filter(|(kind, _)| read(*kind)) {
                     let bytes: ForeignBytes = if copy {
                         let mut block = self.tiers.device.take(region.len(), Tag::Gathered)?;
                         let reads = &mut self.reads;

@@ -10,7 +10,7 @@ use crate::comm::{Communicator, Tag as CommTag};
 use crate::device_comm::{DeviceComm, How};
 use crate::device_step::DeviceStep;
 use crate::error::EngineError;
-use crate::plan::{GroupKind, PassKind, Plan};
+use crate::plan::{GroupKind, PassKind, Plan, UnitPlan, Visit};
 use crate::spec::{ParamId, UnitId};
 use crate::spill::SpillStats;
 use crate::store::{Store, lease_of};
@@ -254,7 +254,7 @@ impl Zero {
         // What a pass that failed has left.
         self.uploaded.take();
         self.ahead.borrow_mut().clear();
-        self.store.borrow_mut().begin_pass(kind, false);
+        self.store.borrow_mut().begin_pass(kind, None);
     }
 
     /// Ends a pass: takes part in what is left of it and waits for its reductions.
@@ -292,14 +292,40 @@ impl Zero {
     /// When communication or `visit` fails.
     pub fn visit_weights<E: From<EngineError>>(
         &self,
+        visit: impl FnMut(ParamId, &Tensor) -> Result<(), E>,
+    ) -> Result<(), E> {
+        self.visit(Visit::All, visit)
+    }
+
+    /// As [`Zero::visit_weights`], with those that train only: nothing else is gathered or copied.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn visit_trained_weights<E: From<EngineError>>(
+        &self,
+        visit: impl FnMut(ParamId, &Tensor) -> Result<(), E>,
+    ) -> Result<(), E> {
+        self.visit(Visit::Trained, visit)
+    }
+
+    fn visit<E: From<EngineError>>(
+        &self,
+        visits: Visit,
         mut visit: impl FnMut(ParamId, &Tensor) -> Result<(), E>,
     ) -> Result<(), E> {
         self.leased.set(None);
         self.trains.set(false);
-        self.store.borrow_mut().begin_pass(PassKind::Infer, true);
-        for unit in self.plan.units() {
+        let mut store = self.store.borrow_mut();
+        store.begin_pass(PassKind::Infer, Some(visits));
+        drop(store);
+        let kinds = GroupKind::ALL
+            .into_iter()
+            .filter(|kind| visits.reads(*kind));
+        let units = self.plan.units().iter();
+        let holds = |unit: &&UnitPlan| kinds.clone().any(|kind| !unit.group(kind).is_empty());
+        for unit in units.filter(holds) {
             let lease = self.lease_on_host(unit.id, Phase::Forward)?;
-            for kind in GroupKind::ALL {
+            for kind in kinds.clone() {
                 for slot in &unit.group(kind).slots {
                     visit(slot.param, lease.param(slot.param)?)?;
                 }

@@ -177,3 +177,72 @@ fn spilled_states_are_as_long_as_their_files() {
     let buffers = rehearsal.host_pool().stats().tag(Tag::Workspace).in_use;
     assert_eq!(buffers, plan.spill_buffer_bytes());
 }
+
+/// The window of a rank that only saves, and what it saw.
+fn saved(config: &ZeroConfig, comm: Arc<dyn Communicator>, all: bool) -> (u64, Vec<u32>) {
+    let spec = spec();
+    let plan = Arc::new(Plan::new(spec.clone(), config.clone(), comm.world().size).unwrap());
+    let device = Pool::new("device", None);
+    let backend: Arc<dyn Backend> = Arc::new(CpuBackend::new(device.clone()));
+    let same = GroupOptions {
+        weight_decay: 0.0,
+        lr_scale: 1.0,
+    };
+    let optimizer = OptimizerConfig {
+        rule: Arc::new(AdamW::default()),
+        groups: vec![same; spec.params.len()],
+    };
+    let tiers = Tiers::new(device, Pool::new("host", None));
+    let zero = Zero::new(plan, comm, backend, tiers, optimizer).unwrap();
+    let mut seen = Vec::new();
+    let see = |id: engine::ParamId, _: &Tensor| {
+        seen.push(id.0);
+        Ok::<_, EngineError>(())
+    };
+    match all {
+        true => zero.visit_weights(see),
+        false => zero.visit_trained_weights(see),
+    }
+    .unwrap();
+    (zero.comm().memory().peak_bytes as u64, seen)
+}
+
+#[test]
+fn saving_what_trains_gathers_nothing_else() {
+    for offload in [Offload::default(), Offload::states(Tier::Host)] {
+        let config = ZeroConfig {
+            offload,
+            ..ZeroConfig::default()
+        };
+        let window = |all: bool| {
+            let comms = threads::world(2, 16 << 20).unwrap();
+            let (peak, seen) = std::thread::scope(|scope| {
+                let ranks = comms
+                    .into_iter()
+                    .map(|comm| scope.spawn(|| saved(&config, comm, all)));
+                let ranks: Vec<_> = ranks.collect();
+                let mut ranks = ranks.into_iter().map(|rank| rank.join().unwrap());
+                let first = ranks.next().unwrap();
+                assert_eq!(ranks.next().unwrap(), first);
+                first
+            });
+            let plan = Arc::new(Plan::new(spec(), config.clone(), 2).unwrap());
+            let rehearsal = Rehearsal::new(plan, AdamW::default().slots(config.precision)).unwrap();
+            match all {
+                true => rehearsal.visit_weights(),
+                false => rehearsal.visit_trained_weights(),
+            }
+            .unwrap();
+            let planned = rehearsal.window().region;
+            let what = format!("{peak} bytes, {planned} planned");
+            assert!(planned <= peak && peak <= planned + SMALL_BYTES, "{what}");
+            (planned, seen)
+        };
+        let (whole, all) = window(true);
+        let (less, trained) = window(false);
+        let trains = |id: &u32| spec().params[*id as usize].trainable;
+        assert!(less < whole, "{less} {whole}");
+        assert_eq!(all.len(), spec().params.len());
+        assert_eq!(trained, all.into_iter().filter(trains).collect::<Vec<_>>());
+    }
+}

@@ -87,7 +87,7 @@ pub(crate) fn window_region(config: &RunConfig, plan: &Arc<Plan>) -> Result<u64,
             rehearsal.end_pass()?;
         }
         rehearsal.step()?;
-        rehearsal.visit_weights()?;
+        rehearsal.visit_trained_weights()?;
         Ok(rehearsal.window())
     };
     let window = rehearse().map_err(|e| allocate(&e))?;
@@ -145,7 +145,7 @@ impl<'a> Run<'a> {
         }
         self.evaluate()?;
         // A run that is stopped is saved, whatever its cadence.
-        self.rehearsal.visit_weights()?;
+        self.rehearsal.visit_trained_weights()?;
         self.mark(Phase::Save);
         Ok(())
     }

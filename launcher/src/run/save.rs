@@ -115,7 +115,7 @@ fn export(session: &Session<'_>, writer: &mut Writer) -> Result<u64, Failure> {
     }
     session
         .zero
-        .visit_weights(|id, tensor| {
+        .visit_trained_weights(|id, tensor| {
             if let Some((file, name, dtype)) = &contents.targets[id.index()]
                 && let Some(file) = files.get_mut(file)
             {
