@@ -312,6 +312,7 @@ unsafe impl Executor for LinkedGpu {
             run(&mut devices, self.index, lane, queued).ok();
         }
         devices[self.index].buffers.retain(|b| b.address != memory);
+        self.node.came.notify_all();
     }
 
     unsafe fn write(&self, to: Address, bytes: &[u8]) -> Result<(), Cause> {
@@ -455,6 +456,20 @@ impl LinkedGpu {
         rank.ok_or_else(|| "no rank has joined".into())
     }
 
+    /// Until somebody did something in the group; never for one that is gone.
+    fn wait_for<'a>(
+        &self,
+        devices: MutexGuard<'a, Vec<Device>>,
+        members: &[usize],
+    ) -> Result<MutexGuard<'a, Vec<Device>>, Cause> {
+        let gone = |member: &&usize| devices[**member].buffers.is_empty();
+        if let Some(gone) = members.iter().find(gone) {
+            return Err(format!("GPU {gone} has left the group").into());
+        }
+        let devices = self.node.came.wait(devices);
+        Ok(devices.unwrap_or_else(PoisonError::into_inner))
+    }
+
     /// Brings memory to the next collective of the group and waits on the host until all have; the ranks' devices, with
     /// where each one's memory begins. `queue` queues what this rank does with it. As the library's, a collective is done
     /// when all have read what others brought.
@@ -479,11 +494,7 @@ impl LinkedGpu {
             members.all(|member| devices[*member].brought.get(sequence).is_some_and(is))
         };
         while !all(&devices, |_| true) {
-            devices = self
-                .node
-                .came
-                .wait(devices)
-                .unwrap_or_else(PoisonError::into_inner);
+            devices = self.wait_for(devices, &members)?;
         }
         let mut places = Vec::new();
         for member in &members {
@@ -500,11 +511,7 @@ impl LinkedGpu {
         devices[self.index].brought[sequence].behind = Some(behind);
         self.node.came.notify_all();
         while !all(&devices, |brought| brought.behind.is_some()) {
-            devices = self
-                .node
-                .came
-                .wait(devices)
-                .unwrap_or_else(PoisonError::into_inner);
+            devices = self.wait_for(devices, &members)?;
         }
         for member in members {
             let behind = devices[member].brought[sequence].behind.unwrap_or(0);
