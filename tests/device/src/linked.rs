@@ -28,12 +28,25 @@ pub enum Copies {
     Late,
 }
 
+/// What goes wrong where a GPU joins others.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Trouble {
+    /// The driver does not open memory of other ranks.
+    Refuses,
+    /// What it opens is other memory.
+    OpensOther,
+}
+
+/// What a driver that refuses says.
+pub const REFUSAL: &str = "mapping GPU memory of another rank failed: CUDA_ERROR_MAP_FAILED";
+
 /// One of the GPUs.
 #[derive(Debug)]
 pub struct LinkedGpu {
     node: Arc<Node>,
     index: usize,
     copies: Copies,
+    trouble: Option<Trouble>,
 }
 
 /// What the GPUs of a node share.
@@ -206,8 +219,18 @@ impl LinkedGpu {
             node: node.clone(),
             index,
             copies,
+            trouble: None,
         };
         (0..count).map(gpu).collect()
+    }
+
+    /// The same GPU with something wrong.
+    #[must_use]
+    pub fn with_trouble(self, trouble: Trouble) -> Self {
+        Self {
+            trouble: Some(trouble),
+            ..self
+        }
     }
 
     /// Bytes that came from other GPUs, and from the host beside computing.
@@ -376,9 +399,17 @@ impl PeerExecutor for LinkedGpu {
         Ok(self.index.to_le_bytes().to_vec())
     }
 
-    fn join(&self, _rank: usize, names: &[Vec<u8>]) -> Result<(), Cause> {
+    fn join(&self, rank: usize, names: &[Vec<u8>]) -> Result<(), Cause> {
         let index = |name: &Vec<u8>| Ok(usize::from_le_bytes(name.as_slice().try_into()?));
-        let members = names.iter().map(index).collect::<Result<_, Cause>>()?;
+        let mut members: Vec<usize> = names.iter().map(index).collect::<Result<_, Cause>>()?;
+        match self.trouble {
+            Some(Trouble::Refuses) => {
+                let peer = usize::from(rank == 0);
+                return Err(format!("rank {peer}: {REFUSAL}").into());
+            }
+            Some(Trouble::OpensOther) => members.fill(self.index),
+            None => {}
+        }
         self.lock()[self.index].members = members;
         Ok(())
     }

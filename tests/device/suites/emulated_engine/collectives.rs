@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use device_tests::emulator::Order;
-use device_tests::linked::{Copies, LinkedGpu};
+use device_tests::linked::{Copies, LinkedGpu, REFUSAL, Trouble};
 use engine::comm::shm::{self, ShmOptions};
 use engine::comm::{CommError, Communicator, Tag as CommTag, World};
 use engine::plan::PlanError;
@@ -118,8 +118,25 @@ impl Layout {
 
     /// Runs `rank` on every rank and returns the results in rank order.
     fn run<R: Send>(self, carrier: Carrier, rank: impl Fn(Rank) -> R + Sync) -> Vec<R> {
-        let dir = tempfile::tempdir().unwrap();
         let gpus = LinkedGpu::node(self.size, Order::Ascending, carrier.copies());
+        self.run_on(carrier, gpus, |opened| rank(opened.unwrap()))
+    }
+
+    /// Opens the ranks, of whose GPUs the last has something wrong; what each was told.
+    fn refused(self, carrier: Carrier, trouble: Trouble) -> Vec<EngineError> {
+        let mut gpus = LinkedGpu::node(self.size, Order::Ascending, carrier.copies());
+        let last = gpus.pop().unwrap().with_trouble(trouble);
+        gpus.push(last);
+        self.run_on(carrier, gpus, |opened| opened.err().unwrap())
+    }
+
+    fn run_on<R: Send>(
+        self,
+        carrier: Carrier,
+        gpus: Vec<LinkedGpu>,
+        rank: impl Fn(Result<Rank>) -> R + Sync,
+    ) -> Vec<R> {
+        let dir = tempfile::tempdir().unwrap();
         let plan = Arc::new(self.plan(carrier).unwrap());
         let (rank, dir, plan) = (&rank, dir.path(), &plan);
         std::thread::scope(|scope| {
@@ -134,7 +151,7 @@ impl Layout {
                     options.dirs = vec![dir.to_owned()];
                     let comm = shm::join(&options).unwrap();
                     let _guard = AbortOnPanic(comm.clone());
-                    rank(Rank::open(plan.clone(), gpu, comm).unwrap())
+                    rank(Rank::open(plan.clone(), gpu, comm))
                 })
             });
             let ranks: Vec<_> = ranks.collect();
@@ -522,6 +539,35 @@ fn a_missing_rank_is_a_timeout_with_the_table_of_ranks(carrier: Carrier) {
             let started: Vec<u64> = ranks.iter().map(|status| status.started).collect();
             let most = started.iter().max();
             assert!(Some(&started[size - 1]) < most, "{started:?}");
+        }
+    }
+}
+
+// ---- what only some can do ----
+
+/// Every rank is told which ranks cannot reach which others, and why.
+#[test]
+fn a_driver_that_refuses_is_named_on_every_rank() {
+    for size in 2..=4 {
+        for (trouble, cannot) in [
+            (
+                Trouble::Refuses,
+                format!("cannot open memory of other ranks: rank 0: {REFUSAL}"),
+            ),
+            (
+                Trouble::OpensOther,
+                "cannot read memory of other ranks: rank 0: what is there is not what that rank wrote"
+                    .to_owned(),
+            ),
+        ] {
+            let errors = Layout::of(size).refused(Carrier::Ipc(Copies::Late), trouble);
+            assert_eq!(errors.len(), size);
+            for error in errors {
+                let EngineError::DevicesApart { refusals } = error else {
+                    panic!("{error}")
+                };
+                assert_eq!(refusals, [(size - 1, cannot.clone())]);
+            }
         }
     }
 }
