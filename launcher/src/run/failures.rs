@@ -129,6 +129,8 @@ pub(crate) fn kernel(doing: &str, error: &KernelError) -> Failure {
             format!("the GPUs of the ranks cannot {op}"),
             cause.to_string(),
         )
+        .next("NCCL_DEBUG=INFO shows in logs/ how far each rank came; NCCL_SOCKET_IFNAME names the network interface to use")
+        .next("--comm-timeout gives ranks more time to join")
         .next("--collectives shm goes through host memory and works everywhere"),
         KernelError::Device { op, cause } => Failure::new(
             ErrorCode::Cuda,

@@ -35,6 +35,8 @@ pub enum Trouble {
     Refuses,
     /// What it opens is other memory.
     OpensOther,
+    /// It never joins a library's group.
+    StaysAway,
 }
 
 /// What a driver that refuses says.
@@ -408,7 +410,7 @@ impl PeerExecutor for LinkedGpu {
                 return Err(format!("rank {peer}: {REFUSAL}").into());
             }
             Some(Trouble::OpensOther) => members.fill(self.index),
-            None => {}
+            Some(Trouble::StaysAway) | None => {}
         }
         self.lock()[self.index].members = members;
         Ok(())
@@ -567,15 +569,28 @@ impl GroupExecutor for LinkedGpu {
         Ok(vec![1])
     }
 
-    fn join(&self, id: &[u8], _rank: usize, size: usize, _: Duration) -> Result<(), Cause> {
+    fn join(&self, id: &[u8], _: usize, size: usize, deadline: Duration) -> Result<(), Cause> {
         if *id != [1] {
             return Err("the name of no group".into());
+        }
+        if self.trouble == Some(Trouble::StaysAway) {
+            return Err("the network is down".into());
         }
         let mut devices = self.lock();
         let own = &mut devices[self.index];
         own.members = (0..size).collect();
         own.shared = own.buffers.first().map(|buffer| buffer.address);
-        Ok(())
+        self.node.came.notify_all();
+        let missing = |devices: &mut Vec<Device>| devices.iter().any(|d| d.members.len() < size);
+        let waited = self
+            .node
+            .came
+            .wait_timeout_while(devices, deadline, missing);
+        let (devices, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        match devices.iter().position(|d| d.members.len() < size) {
+            Some(absent) => Err(format!("GPU {absent} has not come after {deadline:?}").into()),
+            None => Ok(()),
+        }
     }
 
     fn size(&self) -> usize {

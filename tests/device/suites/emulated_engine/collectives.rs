@@ -572,6 +572,31 @@ fn a_driver_that_refuses_is_named_on_every_rank() {
     }
 }
 
+/// Who waits in the library's group for a rank that does not come, waits no longer than for the host's collectives.
+#[test]
+fn a_rank_that_does_not_join_the_group_is_missed() {
+    let layout = Layout {
+        deadline: SHORT,
+        ..Layout::of(3)
+    };
+    let errors = layout.refused(Carrier::Nccl(Copies::Late), Trouble::StaysAway);
+    let said: Vec<String> = errors.iter().map(chain).collect();
+    assert!(said[2].contains("the network is down"), "{said:?}");
+    for said in &said[..2] {
+        assert!(said.contains("GPU 2 has not come after 1s"), "{said}");
+    }
+}
+
+fn chain(error: &EngineError) -> String {
+    let mut text = error.to_string();
+    let mut source = std::error::Error::source(error);
+    while let Some(inner) = source {
+        text += &format!(": {inner}");
+        source = inner.source();
+    }
+    text
+}
+
 macro_rules! conformance {
     ($($case:ident)*) => {
         mod over_shm {
