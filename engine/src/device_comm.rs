@@ -25,6 +25,8 @@ type Result<T, E = EngineError> = std::result::Result<T, E>;
 /// Sub-groups of an update that are added up at once. A chunk's pulls wait for the place of the one before, whose sums are
 /// queued behind the next unit's backward: a unit of a model on few ranks is one or two.
 const CHUNK_SUB_GROUPS: usize = 4;
+/// Bytes of each rank that all others read before they rely on reading.
+const SIGHT: usize = 64;
 /// In a message: a gradient that this rank does not have.
 const ABSENT: u64 = u64::MAX;
 
@@ -93,6 +95,32 @@ impl How {
     }
 }
 
+/// What a rank shows to the others: all bytes differ between two ranks.
+fn sight(rank: usize) -> [u8; SIGHT] {
+    std::array::from_fn(|i| (i * 7 + rank * 31 + 1) as u8)
+}
+
+/// Tells all ranks what each came to: bytes, or a failure, which is then that of every rank. All go on, or none.
+fn agree(comm: &dyn Communicator, step: u32, own: Result<Vec<u8>>) -> Result<Vec<Vec<u8>>> {
+    const WELL: u8 = 0;
+    let own = match own {
+        Ok(bytes) => [&[WELL], &*bytes].concat(),
+        Err(EngineError::Kernel(KernelError::Device { op, cause })) => {
+            format!("\u{1}cannot {op}: {cause}").into_bytes()
+        }
+        Err(error) => format!("\u{1}{error}").into_bytes(),
+    };
+    let all = comm.all_gather_bytes(&own, CommTag::new("devices", step))?;
+    let failed = all.iter().enumerate().filter(|(_, said)| said[0] != WELL);
+    let refusals: Vec<(usize, String)> = failed
+        .map(|(rank, said)| (rank, String::from_utf8_lossy(&said[1..]).into_owned()))
+        .collect();
+    match refusals.is_empty() {
+        true => Ok(all.into_iter().map(|said| said[1..].to_vec()).collect()),
+        false => Err(EngineError::DevicesApart { refusals }),
+    }
+}
+
 /// One rank's device among the others.
 pub(crate) struct DeviceComm {
     /// Whether a library runs the collectives.
@@ -120,7 +148,8 @@ impl DeviceComm {
     /// Opens the devices of all ranks.
     ///
     /// # Errors
-    /// When a device shares no memory, or one cannot be reached.
+    /// [`EngineError::DevicesApart`] on every rank when one shares no memory, or cannot reach another's; what fails when the
+    /// ranks join a library's group.
     pub(crate) fn join(
         backend: Arc<dyn Backend>,
         comm: Arc<dyn Communicator>,
@@ -132,16 +161,60 @@ impl DeviceComm {
             comm: Some(comm.clone()),
             ..Self::alone(backend, world, how)
         };
-        if joined.grouped {
-            joined.join_group(&*comm)?;
-            return Ok(joined);
+        match joined.grouped {
+            true => joined.join_group(&*comm)?,
+            false => joined.join_peers(&*comm)?,
         }
-        let peers = joined.peers()?;
-        let names = comm.all_gather_bytes(&peers.name()?, CommTag::new("devices", 0))?;
-        peers.join(world.rank, &names)?;
-        // Nobody may go on, and fail, before all have opened what this rank shares.
-        comm.barrier(CommTag::new("devices", 0))?;
         Ok(joined)
+    }
+
+    /// Opens the other ranks' memory and reads some bytes of each: what a driver or a container forbids shows here, and
+    /// on every rank.
+    fn join_peers(&self, comm: &dyn Communicator) -> Result<()> {
+        let named = self.peers().and_then(|peers| Ok(peers.name()?));
+        let names = agree(comm, 0, named)?;
+        let mut shown = None;
+        let opened = self.peers().and_then(|peers| {
+            peers.join(self.world.rank, &names)?;
+            let (tensor, words) = self.show(peers)?;
+            shown = Some(tensor);
+            Ok(bytemuck::cast_slice(&words).to_vec())
+        });
+        let places = agree(comm, 1, opened)?;
+        let seen = self.peers().and_then(|peers| self.see(peers, &places));
+        // Nobody may go on, and give its place back, before all have read it.
+        agree(comm, 2, seen.map(|()| Vec::new()))?;
+        Ok(())
+    }
+
+    /// Writes bytes that tell this rank from others; where, and the mark behind them.
+    fn show(&self, peers: &dyn PeerAccess) -> Result<(Tensor, [u64; 2])> {
+        let own = peers.incoming(Shape::new(&[SIGHT]), DType::U8, Tag::Communication)?;
+        peers.put(&own, 0, &sight(self.world.rank))?;
+        let words = [peers.offset(&own)?, peers.mark(Lane::Inward)?];
+        Ok((own, words))
+    }
+
+    /// Reads what the others have written.
+    fn see(&self, peers: &dyn PeerAccess, places: &[Vec<u8>]) -> Result<()> {
+        let World { rank, size } = self.world;
+        let all = peers.incoming(Shape::new(&[size * SIGHT]), DType::U8, Tag::Communication)?;
+        for (peer, words) in places.iter().enumerate().filter(|(peer, _)| *peer != rank) {
+            let words: Vec<u64> = bytemuck::pod_collect_to_vec(words);
+            peers.await_mark(Lane::Inward, peer, Lane::Inward, words[1])?;
+            peers.pull(peer, words[0], &all, peer * SIGHT..(peer + 1) * SIGHT)?;
+        }
+        peers.arrive()?;
+        let bytes = all.to_bytes()?;
+        let parts = bytes.chunks_exact(SIGHT).enumerate();
+        let mut others = parts.filter(|(peer, _)| *peer != rank);
+        let Some((peer, _)) = others.find(|(peer, part)| **part != sight(*peer)) else {
+            return Ok(());
+        };
+        Err(EngineError::Kernel(KernelError::Device {
+            op: "read memory of other ranks",
+            cause: format!("rank {peer}: what is there is not what that rank wrote").into(),
+        }))
     }
 
     /// All ranks in one group of the library, of one version.

@@ -131,6 +131,15 @@ pub enum EngineError {
         /// Ours.
         ours: String,
     },
+    /// Devices of ranks do not read each other's memory. The same on every rank.
+    #[error(
+        "the devices of the ranks do not read each other's memory: {}",
+        refused(refusals)
+    )]
+    DevicesApart {
+        /// Ranks and what each could not do, in rank order.
+        refusals: Vec<(usize, String)>,
+    },
     /// Ranks run different plans.
     #[error("rank {rank} has plan {theirs}, this rank has {ours}")]
     PlanDiffers {
@@ -141,6 +150,13 @@ pub enum EngineError {
         /// Ours.
         ours: String,
     },
+}
+
+fn refused(refusals: &[(usize, String)]) -> String {
+    let each = refusals
+        .iter()
+        .map(|(rank, what)| format!("rank {rank} {what}"));
+    each.collect::<Vec<_>>().join("; ")
 }
 
 fn first(names: &[String]) -> &str {

@@ -115,11 +115,11 @@ pub trait GroupAccess: Send + Sync + std::fmt::Debug {
     /// When there is no library, or no network to meet on.
     fn id(&self) -> Result<Vec<u8>>;
 
-    /// Joins the group `id` as `rank` of `size`; returns when all have come. An operation that is not done after
-    /// `deadline` fails.
+    /// Joins the group `id` as `rank` of `size`; returns when all have come. What is not done after `deadline` fails, this
+    /// call and every operation.
     ///
     /// # Errors
-    /// When the ranks do not reach each other.
+    /// When the ranks do not reach each other, or do not come in time.
     fn join(&self, id: &[u8], rank: usize, size: usize, deadline: Duration) -> Result<()>;
 
     /// Inward: every rank's part of an incoming tensor, one rank's behind the other's; its own is there.

@@ -9,7 +9,7 @@ use crate::bench;
 use crate::ckpt;
 use crate::config::file::{self, Loaded};
 use crate::config::{
-    Collectives, DEVICE, EarlyStep, Resume, RunConfig, Task, UploadAhead, resolve_on,
+    CONFIG_FILE, Collectives, DEVICE, EarlyStep, Resume, RunConfig, Task, UploadAhead, resolve_on,
 };
 use crate::data;
 use crate::device::{self, Chosen, Devices, Nvidia};
@@ -24,7 +24,7 @@ use crate::plan;
 use crate::rank::{self, RunSummary, StopFlag};
 use crate::rank_env::{Env, RankEnv, Variables};
 use crate::report::{self, PlanFile};
-use crate::restart::Attempts;
+use crate::restart::{self, Attempts};
 use crate::run;
 use crate::run_folder::{self, Held};
 use crate::supervisor::job::{Job, config_file};
@@ -206,6 +206,7 @@ fn run_supervisor(
         run_folder::check(&mut config)?;
     }
     crate::demo::prepare(&mut config, env, &mut |event| screen.show(&event))?;
+    let unprepared = config.clone();
     let mut plan = PlanFile::default();
     let advice = (hooks.prepare)(&mut config, env, &mut |event| {
         plan.note(&event);
@@ -222,7 +223,12 @@ fn run_supervisor(
     if is_first {
         plan.save(&config.output)?;
     }
-    let ended = run_job(hooks, &config, env, share, &signals, &mut screen, &*advice);
+    let planned = Planned {
+        config: &config,
+        unprepared: &unprepared,
+        advice: &*advice,
+    };
+    let ended = run_job(hooks, &planned, env, share, &signals, &mut screen);
     // Also of a run that failed: from what it left.
     if is_first && let Err(failure) = report::write_pages(&config.output) {
         let text = format!("{}: {}", failure.title, failure.cause);
@@ -250,34 +256,44 @@ fn share_of(config: &RunConfig, env: &Env) -> Option<Share> {
     })
 }
 
+/// A run that is ready to begin.
+struct Planned<'a> {
+    config: &'a RunConfig,
+    /// The same before its plan settled anything.
+    unprepared: &'a RunConfig,
+    advice: &'a dyn Fn(&mut Failure),
+}
+
 /// Trains, and in the demo shows that the result can be loaded.
 fn run_job(
     hooks: &Hooks,
-    config: &RunConfig,
+    planned: &Planned<'_>,
     env: &Env,
     share: Option<Share>,
     signals: &SignalSource,
     screen: &mut Screen,
-    advice: &dyn Fn(&mut Failure),
 ) -> Result<RunSummary, Failure> {
+    let config = planned.config;
     let is_first = share.as_ref().is_none_or(|share| share.first_rank == 0);
     let mut attempts = Attempts::new(config);
+    let mut prepare = |config: &mut RunConfig, screen: &mut Screen| {
+        let mut plan = PlanFile::default();
+        drop((hooks.prepare)(config, env, &mut |event| {
+            plan.note(&event);
+            screen.show(&event);
+        })?);
+        plan.save(&config.output)
+    };
     let summary = loop {
-        let share = share.clone();
+        let (share, advice) = (share.clone(), planned.advice);
         let ended = supervise(attempts.config(), env, share, signals, screen, advice);
         match ended {
+            Ok(RunSummary {
+                ipc_refused: Some(why),
+                ..
+            }) => attempts.through_host(why, planned.unprepared, &mut prepare, screen)?,
             Ok(summary) => break summary,
-            Err(ended) => {
-                let mut prepare = |config: &mut RunConfig, screen: &mut Screen| {
-                    let mut plan = PlanFile::default();
-                    drop((hooks.prepare)(config, env, &mut |event| {
-                        plan.note(&event);
-                        screen.show(&event);
-                    })?);
-                    plan.save(&config.output)
-                };
-                attempts.again(ended, &mut prepare, screen)?;
-            }
+            Err(ended) => attempts.again(ended, &mut prepare, screen)?,
         }
     };
     if config.is_demo() && is_first && !summary.interrupted {
@@ -391,7 +407,7 @@ fn run_rank(
     format: ErrorFormat,
 ) -> Result<ExitCode, Failure> {
     // Under another launcher rank 0 does for the folder what otherwise the supervisor does.
-    let (config, held) = rank_config(hooks, env, rank, args)?;
+    let (config, alone) = rank_config(hooks, env, rank, args)?;
     let stop = rank::enter(rank, &config.output, &env.temp_dir)?;
     let result = logging::init(
         &config.output.join(run_folder::LOGS),
@@ -399,6 +415,13 @@ fn run_rank(
         env.rust_log.as_deref(),
     )
     .and_then(|()| (hooks.rank_main)(&config, rank, &stop, hooks.devices))
+    .and_then(|summary| match (summary.ipc_refused.clone(), &alone) {
+        (Some(why), Some(alone)) => {
+            let config = alone.through_host(hooks, env, rank, why)?;
+            (hooks.rank_main)(&config, rank, &stop, hooks.devices)
+        }
+        _ => Ok(summary),
+    })
     .and_then(|summary| {
         if let Some(job_dir) = &rank.job_dir {
             summary.save(job_dir, rank.rank)?;
@@ -419,12 +442,12 @@ fn run_rank(
             Ok(failure.exit_code())
         }
     };
-    if held.is_some()
+    if alone.as_ref().is_some_and(|alone| alone.held.is_some())
         && let Err(failure) = report::write_pages(&config.output)
     {
         tracing::warn!("{}: {}", failure.title, failure.cause);
     }
-    drop(held);
+    drop(alone);
     status
 }
 
@@ -455,6 +478,40 @@ fn one_by_one(config: &mut RunConfig) -> Result<(), Failure> {
     .next("start with this program on one machine, or give --per-device-train-batch-size"))
 }
 
+/// What a rank has that plans for itself.
+struct Alone {
+    /// The configuration before its plan settled anything.
+    unprepared: RunConfig,
+    /// The run's folder, on rank 0.
+    held: Option<Held>,
+}
+
+impl Alone {
+    /// Plans the run again for the way through host memory, as every rank does.
+    fn through_host(
+        &self,
+        hooks: &Hooks,
+        env: &Env,
+        rank: &RankEnv,
+        why: String,
+    ) -> Result<RunConfig, Failure> {
+        let mut config = self.unprepared.clone();
+        if rank.rank == 0 {
+            Screen::on_stderr(env.no_color).show(&restart::refused(&why));
+        }
+        config.ipc_refused = Some(why);
+        let mut plan = PlanFile::default();
+        drop((hooks.prepare)(&mut config, env, &mut |event| {
+            plan.note(&event);
+        })?);
+        if rank.rank == 0 {
+            config.save_to(&config.output.join(CONFIG_FILE))?;
+            plan.save(&config.output)?;
+        }
+        Ok(config)
+    }
+}
+
 /// The configuration of a rank: the supervisor's, or under another launcher resolved from the
 /// same command line on every rank, of which rank 0 holds the folder.
 fn rank_config(
@@ -462,7 +519,7 @@ fn rank_config(
     env: &Env,
     rank: &RankEnv,
     args: &Args,
-) -> Result<(RunConfig, Option<Held>), Failure> {
+) -> Result<(RunConfig, Option<Alone>), Failure> {
     if let Some(job_dir) = &rank.job_dir {
         return Ok((RunConfig::load_from(&config_file(job_dir))?, None));
     }
@@ -472,15 +529,19 @@ fn rank_config(
     if rank.rank == 0 {
         run_folder::check(&mut config)?;
     }
+    let unprepared = config.clone();
     // The same on every rank: order of the samples, batches of the evaluation.
     let mut plan = PlanFile::default();
     drop((hooks.prepare)(&mut config, env, &mut |event| {
         plan.note(&event);
     })?);
-    if rank.rank != 0 {
-        return Ok((config, None));
+    let mut alone = Alone {
+        unprepared,
+        held: None,
+    };
+    if rank.rank == 0 {
+        alone.held = Some(run_folder::prepare(&config)?);
+        plan.save(&config.output)?;
     }
-    let held = run_folder::prepare(&config)?;
-    plan.save(&config.output)?;
-    Ok((config, Some(held)))
+    Ok((config, Some(alone)))
 }

@@ -51,6 +51,10 @@ pub struct RunSummary {
     pub checkpoint: Option<PathBuf>,
     /// Whether a signal ended the run early; the process then exits with 130.
     pub interrupted: bool,
+    /// Nothing was done: what the ranks met where `--collectives auto` has their GPUs read each other's memory. The same on
+    /// every rank.
+    #[serde(default)]
+    pub ipc_refused: Option<String>,
 }
 
 impl RunSummary {

@@ -13,6 +13,15 @@ use crate::run_folder::{self, file_name};
 use crate::supervisor::RunFailure;
 use crate::ui::{Event, Screen};
 
+/// What is said when `--collectives auto` goes through host memory after all.
+pub(crate) fn refused(why: &str) -> Event {
+    Event::Warning {
+        text: format!(
+            "the GPUs of the ranks do not read each other's memory: {why}; what ranks exchange goes through host memory (shm)"
+        ),
+    }
+}
+
 /// The attempts at one run.
 #[derive(Debug)]
 pub(crate) struct Attempts {
@@ -84,6 +93,27 @@ impl Attempts {
             self.config.save_to(&self.config.output.join(CONFIG_FILE))?;
         }
         Ok(())
+    }
+
+    /// Plans the run for the way through host memory, after ranks whose GPUs could not read each other's memory and that
+    /// have done nothing. What the plan settled is settled anew from `unprepared`, unless earlier attempts go on.
+    ///
+    /// # Errors
+    /// The run does not fit that way, or its folder cannot be written.
+    pub(crate) fn through_host(
+        &mut self,
+        why: String,
+        unprepared: &RunConfig,
+        prepare: &mut Prepare<'_>,
+        screen: &mut Screen,
+    ) -> Result<(), Failure> {
+        screen.show(&refused(&why));
+        if self.ended == 0 {
+            self.config = unprepared.clone();
+        }
+        self.config.ipc_refused = Some(why);
+        prepare(&mut self.config, screen)?;
+        self.config.save_to(&self.config.output.join(CONFIG_FILE))
     }
 
     /// Continues from the newest whole checkpoint of this run, or else where it first began. Says which.

@@ -1,6 +1,7 @@
 //! What can go wrong between us and a GPU.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use cudarc::driver::result::DriverError;
 
@@ -50,6 +51,19 @@ pub enum CudaError {
         call: String,
         /// The driver's name of the error.
         code: String,
+    },
+    /// A group of ranks did not come together in time.
+    #[error(
+        "NCCL had not joined rank {rank} with all {world} ranks after {} s: a rank did not come, or cannot be reached",
+        waited.as_secs_f64()
+    )]
+    NotJoined {
+        /// The rank that waited.
+        rank: u32,
+        /// Ranks of the group.
+        world: u32,
+        /// How long it waited.
+        waited: Duration,
     },
     /// A file of the cache of compiled kernels cannot be written.
     #[error("{}: {error}", path.display())]

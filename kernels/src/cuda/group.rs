@@ -1,7 +1,8 @@
 //! A GPU in an NCCL group, whose operations run on its stream of copies in.
 //!
 //! A rank that is gone leaves the others' operations waiting on their GPUs for ever. So whoever waits for the device asks
-//! the library for errors meanwhile, and ends the group when an operation takes too long.
+//! the library for errors meanwhile, and ends the group when an operation takes too long. Ranks join under the same
+//! deadline.
 #![expect(
     unsafe_code,
     reason = "queues operations on memory that the caller vouches for"
@@ -97,7 +98,7 @@ impl GroupExecutor for Gpu {
         let id: [u8; UNIQUE_ID_BYTES] = id.try_into()?;
         let (rank, world) = (u32::try_from(rank)?, u32::try_from(size)?);
         let inward = &self.copies()?.inward;
-        let communicator = self.nccl()?.join(inward, id, rank, world)?;
+        let communicator = self.nccl()?.join(inward, id, (rank, world), deadline)?;
         *self.group_state().lock() = Some(Member {
             communicator,
             size,

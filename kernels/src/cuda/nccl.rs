@@ -4,6 +4,8 @@
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::time::Duration;
 
 use cudarc::driver::CudaStream;
 use libloading::Library as Handle;
@@ -160,25 +162,72 @@ impl Nccl {
     /// Joins the ranks that use the same name; returns when all `world` have come. Operations will run on `stream`.
     ///
     /// # Errors
-    /// When the ranks do not reach each other, or two of them use one GPU (NCCL refuses that).
+    /// When the ranks do not reach each other, or two of them use one GPU (NCCL refuses that);
+    /// [`CudaError::NotJoined`] when `deadline` has passed.
     pub fn join(
         self: &Arc<Self>,
         stream: &Arc<CudaStream>,
         id: [u8; UNIQUE_ID_BYTES],
-        rank: u32,
-        world: u32,
+        (rank, world): (u32, u32),
+        deadline: Duration,
     ) -> Result<Communicator> {
-        let bound = stream.context().bind_to_thread();
-        bound.during("selecting the GPU")?;
+        let context = stream.context().clone();
+        let bind = move || context.bind_to_thread().during("selecting the GPU");
+        bind()?;
         stream.synchronize().during("waiting for the GPU")?;
+        Ok(Communicator {
+            member: self.meet(id, (rank, world), deadline, bind)?,
+            stream: stream.clone(),
+        })
+    }
+
+    /// Takes the place `rank` among the `world` ranks that use the same name, on a thread of its own: the library waits
+    /// for ranks without end. After `deadline` that thread is left to itself; should the ranks come even then, it leaves
+    /// them again. `bind` makes the GPU's context current on it.
+    ///
+    /// # Errors
+    /// As [`Nccl::join`], and what `bind` reports.
+    pub fn meet(
+        self: &Arc<Self>,
+        id: [u8; UNIQUE_ID_BYTES],
+        (rank, world): (u32, u32),
+        deadline: Duration,
+        bind: impl FnOnce() -> Result<()> + Send + 'static,
+    ) -> Result<Member> {
+        let nccl = self.clone();
+        let (sender, receiver) = channel();
+        let join = move || {
+            let joined = bind().and_then(|()| nccl.init(id, rank, world));
+            // What nobody waits for any more is dropped, and with it the place.
+            drop(sender.send(joined));
+        };
+        let failed = |code: String| CudaError::Driver {
+            call: "NCCL joining the ranks".into(),
+            code,
+        };
+        let thread = std::thread::Builder::new().name("nccl-join".into());
+        thread.spawn(join).map_err(|e| failed(e.to_string()))?;
+        receiver
+            .recv_timeout(deadline)
+            .unwrap_or_else(|error| match error {
+                RecvTimeoutError::Timeout => Err(CudaError::NotJoined {
+                    rank,
+                    world,
+                    waited: deadline,
+                }),
+                RecvTimeoutError::Disconnected => Err(failed("its thread panicked".into())),
+            })
+    }
+
+    /// Returns when all ranks have come.
+    fn init(self: Arc<Self>, id: [u8; UNIQUE_ID_BYTES], rank: u32, world: u32) -> Result<Member> {
         let mut raw = std::ptr::null_mut();
-        // SAFETY: the GPU's context is current; the handle is written on success.
+        // SAFETY: the caller has made a GPU's context current; the handle is written on success.
         let status =
             unsafe { (self.init_rank)(&raw mut raw, world as c_int, UniqueId(id), rank as c_int) };
         self.check("joining the ranks", status)?;
-        Ok(Communicator {
-            nccl: self.clone(),
-            stream: stream.clone(),
+        Ok(Member {
+            nccl: self,
             raw,
             rank,
             finished: false,
@@ -186,24 +235,39 @@ impl Nccl {
     }
 }
 
-/// One rank's part in a group. Every rank issues the same operations in the same order.
+/// A rank's place in a group, which it leaves when this is dropped.
 #[derive(Debug)]
-pub struct Communicator {
+pub struct Member {
     nccl: Arc<Nccl>,
-    stream: Arc<CudaStream>,
     raw: RawCommunicator,
     rank: u32,
     finished: bool,
 }
 
 // SAFETY: the handle is used by one thread at a time, which NCCL asks for; it is tied to no thread.
-unsafe impl Send for Communicator {}
+unsafe impl Send for Member {}
+
+impl Drop for Member {
+    fn drop(&mut self) {
+        if !self.finished {
+            // SAFETY: the communicator is alive and not used again; abort does not wait for other ranks.
+            let _unused_outcome = unsafe { (self.nccl.abort)(self.raw) };
+        }
+    }
+}
+
+/// One rank's part in a group. Every rank issues the same operations in the same order.
+#[derive(Debug)]
+pub struct Communicator {
+    member: Member,
+    stream: Arc<CudaStream>,
+}
 
 impl Communicator {
     /// This rank.
     #[must_use]
     pub const fn rank(&self) -> u32 {
-        self.rank
+        self.member.rank
     }
 
     fn stream(&self) -> *mut c_void {
@@ -227,10 +291,10 @@ impl Communicator {
         kind: Kind,
     ) -> Result<()> {
         let (from, to) = (from.0 as *const c_void, to.0 as *mut c_void);
+        let Member { nccl, raw, .. } = &self.member;
         // SAFETY: the caller vouches for the memory.
-        let status =
-            unsafe { (self.nccl.all_gather)(from, to, n, kind as c_int, self.raw, self.stream()) };
-        self.nccl.check("all-gather", status)
+        let status = unsafe { (nccl.all_gather)(from, to, n, kind as c_int, *raw, self.stream()) };
+        nccl.check("all-gather", status)
     }
 
     /// Queues: the sum over ranks of `world * n` elements, of which this rank gets its `n`.
@@ -248,11 +312,11 @@ impl Communicator {
         kind: Kind,
     ) -> Result<()> {
         let (from, to) = (from.0 as *const c_void, to.0 as *mut c_void);
+        let Member { nccl, raw, .. } = &self.member;
         // SAFETY: the caller vouches for the memory.
-        let status = unsafe {
-            (self.nccl.reduce_scatter)(from, to, n, kind as c_int, SUM, self.raw, self.stream())
-        };
-        self.nccl.check("reduce-scatter", status)
+        let status =
+            unsafe { (nccl.reduce_scatter)(from, to, n, kind as c_int, SUM, *raw, self.stream()) };
+        nccl.check("reduce-scatter", status)
     }
 
     /// Queues: the sum over ranks of `n` elements, on every rank.
@@ -270,11 +334,11 @@ impl Communicator {
         kind: Kind,
     ) -> Result<()> {
         let (from, to) = (from.0 as *const c_void, to.0 as *mut c_void);
+        let Member { nccl, raw, .. } = &self.member;
         // SAFETY: the caller vouches for the memory.
-        let status = unsafe {
-            (self.nccl.all_reduce)(from, to, n, kind as c_int, SUM, self.raw, self.stream())
-        };
-        self.nccl.check("all-reduce", status)
+        let status =
+            unsafe { (nccl.all_reduce)(from, to, n, kind as c_int, SUM, *raw, self.stream()) };
+        nccl.check("all-reduce", status)
     }
 
     /// An error that happened after an operation was queued.
@@ -283,10 +347,11 @@ impl Communicator {
     /// That error.
     pub fn check(&self) -> Result<()> {
         let mut status = 0;
+        let Member { nccl, raw, .. } = &self.member;
         // SAFETY: the communicator is alive.
-        let asked = unsafe { (self.nccl.async_error)(self.raw, &raw mut status) };
-        self.nccl.check("asking for errors", asked)?;
-        self.nccl.check("an operation of the group", status)
+        let asked = unsafe { (nccl.async_error)(*raw, &raw mut status) };
+        nccl.check("asking for errors", asked)?;
+        nccl.check("an operation of the group", status)
     }
 
     /// Waits for queued operations and leaves the group.
@@ -297,19 +362,9 @@ impl Communicator {
         let done = self.stream.synchronize();
         done.during("waiting for the GPU")?;
         self.check()?;
-        self.finished = true;
+        self.member.finished = true;
+        let Member { nccl, raw, .. } = &self.member;
         // SAFETY: the communicator is alive and not used again.
-        self.nccl.check("leaving the group", unsafe {
-            (self.nccl.destroy)(self.raw)
-        })
-    }
-}
-
-impl Drop for Communicator {
-    fn drop(&mut self) {
-        if !self.finished {
-            // SAFETY: the communicator is alive and not used again; abort does not wait for other ranks.
-            let _unused_outcome = unsafe { (self.nccl.abort)(self.raw) };
-        }
+        nccl.check("leaving the group", unsafe { (nccl.destroy)(*raw) })
     }
 }

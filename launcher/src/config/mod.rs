@@ -272,6 +272,9 @@ pub struct RunConfig {
     /// What carries weights and gradients between GPUs, as asked for.
     #[serde(default)]
     pub collectives: Collectives,
+    /// What the ranks met where their GPUs should have read each other's memory: they go through host memory.
+    #[serde(default)]
+    pub ipc_refused: Option<String>,
     /// Tiers of optimizer states and parameters.
     pub offload: Offload,
     /// The way to spill files.

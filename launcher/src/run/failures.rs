@@ -13,10 +13,8 @@ use std::path::Path;
 
 pub(crate) use crate::data::chain;
 
-/// What ranks do with each other's GPUs before a run begins.
-const SHARING: [&str; 5] = [
-    "share memory",
-    "open memory of other ranks",
+/// What ranks do with NCCL before a run begins.
+const JOINING: [&str; 3] = [
     "ask NCCL for its version",
     "name an NCCL group",
     "join the NCCL group",
@@ -44,6 +42,14 @@ pub(crate) fn engine(doing: &str, error: &EngineError) -> Failure {
             chain(error),
         )
         .next("install one version on all machines, or leave --collectives nccl out"),
+        EngineError::DevicesApart { refusals } => Failure::new(
+            ErrorCode::Cuda,
+            "the GPUs of the ranks do not read each other's memory, as --collectives ipc asks",
+            "the driver, or the container around a rank, refuses it",
+        )
+        .evidence_lines(refusals.iter().map(|(rank, what)| format!("rank {rank} {what}")))
+        .next("--collectives shm goes through host memory and works everywhere; auto does so where this happens")
+        .next("in a container, ranks that share GPU memory need one IPC namespace (docker run --ipc=host)"),
         EngineError::PlanDiffers { .. } => Failure::new(
             ErrorCode::Rendezvous,
             "the ranks do not run the same plan",
@@ -118,13 +124,14 @@ pub(crate) fn kernel(doing: &str, error: &KernelError) -> Failure {
         .evidence(in_use(*in_use_bytes, breakdown))
         .next("a smaller --per-device-train-batch-size or --model-max-length")
         .next("--offload cpu moves model states that still rest on the GPU to host memory"),
-        KernelError::Device { op, cause } if SHARING.contains(op) => Failure::new(
+        KernelError::Device { op, cause } if JOINING.contains(op) => Failure::new(
             ErrorCode::Cuda,
             format!("the GPUs of the ranks cannot {op}"),
             cause.to_string(),
         )
-        .next("--collectives shm goes through host memory and works everywhere")
-        .next("in a container, ranks that share GPU memory need one IPC namespace (docker run --ipc=host)"),
+        .next("NCCL_DEBUG=INFO shows in logs/ how far each rank came; NCCL_SOCKET_IFNAME names the network interface to use")
+        .next("--comm-timeout gives ranks more time to join")
+        .next("--collectives shm goes through host memory and works everywhere"),
         KernelError::Device { op, cause } => Failure::new(
             ErrorCode::Cuda,
             format!("cannot {doing}: the GPU failed in {op}"),

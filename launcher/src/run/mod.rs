@@ -45,8 +45,8 @@ use models::Processor;
 use optim::Optimizer;
 pub(crate) use room::{Room, saves};
 pub(crate) use save::UNITS;
-use session::Session;
 pub(crate) use session::rule;
+use session::{NotOpened, Session};
 use setup::Setup;
 pub(crate) use setup::{keeps, shapes, unusable};
 pub(crate) use spill::hold_folders;
@@ -234,7 +234,16 @@ pub(crate) fn rank_main(
     stop: &StopFlag,
     devices: &dyn Devices,
 ) -> Result<RunSummary, Failure> {
-    let mut session = Session::open(config, env, devices)?;
+    let mut session = match Session::open(config, env, devices) {
+        Ok(session) => session,
+        Err(NotOpened::IpcRefused(why)) => {
+            return Ok(RunSummary {
+                ipc_refused: Some(why),
+                ..RunSummary::default()
+            });
+        }
+        Err(NotOpened::Failed(failure)) => return Err(*failure),
+    };
     let result = match config.task {
         Task::Train => trainer::train(&mut session, stop),
         Task::Evaluate => trainer::verify_resume(&mut session),

@@ -8,7 +8,7 @@ use super::place::Place;
 use super::resume;
 use super::setup::{self, Setup};
 use super::spill;
-use crate::config::{PrecisionChoice, RunConfig, Task};
+use crate::config::{Collectives as ChosenCollectives, PrecisionChoice, RunConfig, Task};
 use crate::data::{SampleSet, problems};
 use crate::device::{Devices, RunGpu, gpu_of};
 use crate::exit::{ErrorCode, Failure};
@@ -16,7 +16,7 @@ use crate::meeting;
 use crate::rank_env::{RankEnv, Variables};
 use crate::ui::{Event, Reporter, TrainRow};
 use engine::comm::Communicator;
-use engine::{OptimizerConfig, ParamId, Tiers, Zero};
+use engine::{EngineError, OptimizerConfig, ParamId, Tiers, Zero};
 use kernels::{Backend, CpuBackend, DType, Pool};
 use models::Processor;
 use models::params::{ADAPTER_PREFIX, is_added};
@@ -60,12 +60,26 @@ pub(super) struct Session<'a> {
     pub(super) faults: Faults,
 }
 
+/// Why a rank has no session.
+pub(super) enum NotOpened {
+    /// GPUs should have read each other's memory, cannot, and need not: the run can be planned another way. The same on
+    /// every rank.
+    IpcRefused(String),
+    Failed(Box<Failure>),
+}
+
+impl From<Failure> for NotOpened {
+    fn from(failure: Failure) -> Self {
+        Self::Failed(Box::new(failure))
+    }
+}
+
 impl<'a> Session<'a> {
     pub(super) fn open(
         config: &'a RunConfig,
         env: &RankEnv,
         devices: &'a dyn Devices,
-    ) -> Result<Self, Failure> {
+    ) -> Result<Self, NotOpened> {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let threads = (cores / env.local_world_size.max(1)).max(1);
         // A second initialisation only happens in tests that share the process.
@@ -127,7 +141,12 @@ impl<'a> Session<'a> {
             tiers,
             optimizer(config, &*model)?,
         )
-        .map_err(|e| failures::engine("allocate model states", &e))?;
+        .map_err(|error| match error {
+            EngineError::DevicesApart { refusals } if goes_another_way(config, env) => {
+                NotOpened::IpcRefused(refused(&refusals))
+            }
+            error => failures::engine("allocate model states", &error).into(),
+        })?;
         zero.reserve_activations(config.spilled_activation_bytes)
             .map_err(|e| failures::engine("set aside spill space for activations", &e))?;
         let scaler = (config.precision == PrecisionChoice::Fp16)
@@ -240,6 +259,26 @@ fn compute(
             let pool = Pool::new("device", config.device_memory_limit);
             Ok((Arc::new(CpuBackend::new(pool.clone())), pool))
         }
+    }
+}
+
+/// Whether this run may be planned again for the way through host memory. MPI lets processes meet once.
+fn goes_another_way(config: &RunConfig, env: &RankEnv) -> bool {
+    #[cfg(feature = "mpi")]
+    if env.is_under_mpi() {
+        return false;
+    }
+    config.collectives == ChosenCollectives::Auto && !env.has_peers_elsewhere()
+}
+
+/// The first of them in a line.
+fn refused(refusals: &[(usize, String)]) -> String {
+    let Some(((rank, what), others)) = refusals.split_first() else {
+        return String::new();
+    };
+    match others.len() {
+        0 => format!("rank {rank} {what}"),
+        others => format!("rank {rank} {what} (and {others} more)"),
     }
 }
 

@@ -28,12 +28,27 @@ pub enum Copies {
     Late,
 }
 
+/// What goes wrong where a GPU joins others.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Trouble {
+    /// The driver does not open memory of other ranks.
+    Refuses,
+    /// What it opens is other memory.
+    OpensOther,
+    /// It never joins a library's group.
+    StaysAway,
+}
+
+/// What a driver that refuses says.
+pub const REFUSAL: &str = "mapping GPU memory of another rank failed: CUDA_ERROR_MAP_FAILED";
+
 /// One of the GPUs.
 #[derive(Debug)]
 pub struct LinkedGpu {
     node: Arc<Node>,
     index: usize,
     copies: Copies,
+    trouble: Option<Trouble>,
 }
 
 /// What the GPUs of a node share.
@@ -206,8 +221,18 @@ impl LinkedGpu {
             node: node.clone(),
             index,
             copies,
+            trouble: None,
         };
         (0..count).map(gpu).collect()
+    }
+
+    /// The same GPU with something wrong.
+    #[must_use]
+    pub fn with_trouble(self, trouble: Trouble) -> Self {
+        Self {
+            trouble: Some(trouble),
+            ..self
+        }
     }
 
     /// Bytes that came from other GPUs, and from the host beside computing.
@@ -312,6 +337,7 @@ unsafe impl Executor for LinkedGpu {
             run(&mut devices, self.index, lane, queued).ok();
         }
         devices[self.index].buffers.retain(|b| b.address != memory);
+        self.node.came.notify_all();
     }
 
     unsafe fn write(&self, to: Address, bytes: &[u8]) -> Result<(), Cause> {
@@ -375,9 +401,17 @@ impl PeerExecutor for LinkedGpu {
         Ok(self.index.to_le_bytes().to_vec())
     }
 
-    fn join(&self, _rank: usize, names: &[Vec<u8>]) -> Result<(), Cause> {
+    fn join(&self, rank: usize, names: &[Vec<u8>]) -> Result<(), Cause> {
         let index = |name: &Vec<u8>| Ok(usize::from_le_bytes(name.as_slice().try_into()?));
-        let members = names.iter().map(index).collect::<Result<_, Cause>>()?;
+        let mut members: Vec<usize> = names.iter().map(index).collect::<Result<_, Cause>>()?;
+        match self.trouble {
+            Some(Trouble::Refuses) => {
+                let peer = usize::from(rank == 0);
+                return Err(format!("rank {peer}: {REFUSAL}").into());
+            }
+            Some(Trouble::OpensOther) => members.fill(self.index),
+            Some(Trouble::StaysAway) | None => {}
+        }
         self.lock()[self.index].members = members;
         Ok(())
     }
@@ -455,6 +489,20 @@ impl LinkedGpu {
         rank.ok_or_else(|| "no rank has joined".into())
     }
 
+    /// Until somebody did something in the group; never for one that is gone.
+    fn wait_for<'a>(
+        &self,
+        devices: MutexGuard<'a, Vec<Device>>,
+        members: &[usize],
+    ) -> Result<MutexGuard<'a, Vec<Device>>, Cause> {
+        let gone = |member: &&usize| devices[**member].buffers.is_empty();
+        if let Some(gone) = members.iter().find(gone) {
+            return Err(format!("GPU {gone} has left the group").into());
+        }
+        let devices = self.node.came.wait(devices);
+        Ok(devices.unwrap_or_else(PoisonError::into_inner))
+    }
+
     /// Brings memory to the next collective of the group and waits on the host until all have; the ranks' devices, with
     /// where each one's memory begins. `queue` queues what this rank does with it. As the library's, a collective is done
     /// when all have read what others brought.
@@ -479,11 +527,7 @@ impl LinkedGpu {
             members.all(|member| devices[*member].brought.get(sequence).is_some_and(is))
         };
         while !all(&devices, |_| true) {
-            devices = self
-                .node
-                .came
-                .wait(devices)
-                .unwrap_or_else(PoisonError::into_inner);
+            devices = self.wait_for(devices, &members)?;
         }
         let mut places = Vec::new();
         for member in &members {
@@ -500,11 +544,7 @@ impl LinkedGpu {
         devices[self.index].brought[sequence].behind = Some(behind);
         self.node.came.notify_all();
         while !all(&devices, |brought| brought.behind.is_some()) {
-            devices = self
-                .node
-                .came
-                .wait(devices)
-                .unwrap_or_else(PoisonError::into_inner);
+            devices = self.wait_for(devices, &members)?;
         }
         for member in members {
             let behind = devices[member].brought[sequence].behind.unwrap_or(0);
@@ -529,15 +569,28 @@ impl GroupExecutor for LinkedGpu {
         Ok(vec![1])
     }
 
-    fn join(&self, id: &[u8], _rank: usize, size: usize, _: Duration) -> Result<(), Cause> {
+    fn join(&self, id: &[u8], _: usize, size: usize, deadline: Duration) -> Result<(), Cause> {
         if *id != [1] {
             return Err("the name of no group".into());
+        }
+        if self.trouble == Some(Trouble::StaysAway) {
+            return Err("the network is down".into());
         }
         let mut devices = self.lock();
         let own = &mut devices[self.index];
         own.members = (0..size).collect();
         own.shared = own.buffers.first().map(|buffer| buffer.address);
-        Ok(())
+        self.node.came.notify_all();
+        let missing = |devices: &mut Vec<Device>| devices.iter().any(|d| d.members.len() < size);
+        let waited = self
+            .node
+            .came
+            .wait_timeout_while(devices, deadline, missing);
+        let (devices, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        match devices.iter().position(|d| d.members.len() < size) {
+            Some(absent) => Err(format!("GPU {absent} has not come after {deadline:?}").into()),
+            None => Ok(()),
+        }
     }
 
     fn size(&self) -> usize {

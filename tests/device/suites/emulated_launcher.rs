@@ -16,6 +16,7 @@ use std::sync::Arc;
 
 use device_tests::emulator::Order;
 use device_tests::executor::{EmulatedGpu, Library, MULTIPROCESSORS, with_graphs};
+use device_tests::linked::{Copies, LinkedGpu, REFUSAL, Trouble};
 use device_tests::tolerance;
 use kernels::cuda::CudaBackend;
 use kernels::cuda::backend::graphs::Mode;
@@ -24,7 +25,7 @@ use launcher::config::CudaGraph;
 use launcher::device::{Devices, Products, RunGpu};
 use launcher::doctor::facts::{Cuda, Gpu, LibraryFacts, LibraryKind};
 use launcher::exit::{ErrorCode, Failure};
-use launcher::rank_env::Variables;
+use launcher::rank_env::{RANK, Variables, WORLD_SIZE};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
@@ -37,6 +38,8 @@ const NVRTC: &str = "TESSERA_EMULATED_NVRTC";
 const DRIVER: &str = "TESSERA_EMULATED_DRIVER";
 /// Version of a library for products that a machine says it has.
 const CUBLASLT: &str = "TESSERA_EMULATED_CUBLASLT";
+/// Says that GPUs share memory, and what goes wrong with it on the last rank.
+const IPC: &str = "TESSERA_EMULATED_IPC";
 /// Memory of each.
 const MEMORY_BYTES: u64 = 2 << 30;
 
@@ -101,25 +104,42 @@ impl Devices for Emulated {
             Products::Own => Library::Absent,
             Products::CublasLt => Library::Multiplies,
         };
+        if let Some(trouble) = variables.get(IPC) {
+            let rank: usize = text(variables, RANK).parse().unwrap();
+            let size: usize = text(variables, WORLD_SIZE).parse().unwrap();
+            // Memory of another process is out of reach: ranks find their own in its place.
+            let mut gpu = LinkedGpu::node(1, Order::Ascending, Copies::Late).remove(0);
+            if trouble == "refused" && rank + 1 == size {
+                gpu = gpu.with_trouble(Trouble::Refuses);
+            }
+            return opened(CudaBackend::new(Arc::new(gpu), arena_bytes));
+        }
         let gpu = Arc::new(EmulatedGpu::new(Order::Ascending).with_library(library));
-        let device = match graphs {
+        opened(match graphs {
             CudaGraph::Off => CudaBackend::new(gpu, arena_bytes),
             CudaGraph::Auto => with_graphs(gpu, arena_bytes, Mode::Auto).map(|(device, _)| device),
             CudaGraph::On => with_graphs(gpu, arena_bytes, Mode::On).map(|(device, _)| device),
-        };
-        let device = device.map_err(|error| {
-            Failure::new(
-                ErrorCode::DeviceMemory,
-                "no room for the arena",
-                error.to_string(),
-            )
-        })?;
-        Ok(Arc::new(device))
+        })
     }
 
     fn free_bytes(&self, _gpu: &RunGpu) -> Option<u64> {
         None
     }
+}
+
+fn opened(device: kernels::Result<CudaBackend>) -> Result<Arc<dyn Backend>, Failure> {
+    let device = device.map_err(|error| {
+        Failure::new(
+            ErrorCode::DeviceMemory,
+            "no room for the arena",
+            error.to_string(),
+        )
+    })?;
+    Ok(Arc::new(device))
+}
+
+fn text(variables: &Variables, name: &str) -> String {
+    variables.get(name).unwrap().to_string_lossy().into_owned()
 }
 
 // ---- the driver ----
@@ -224,6 +244,33 @@ impl Site {
         })
     }
 
+    /// Two ranks of one machine that another program started, with these variables; exit statuses and screens.
+    fn ranks_alone(&self, own: &[(&str, &str)], line: &str) -> [(Option<i32>, String); 2] {
+        let children = ["0", "1"].map(|rank| {
+            Command::new(std::env::current_exe().unwrap())
+                .args(MODEL.split_whitespace().chain(line.split_whitespace()))
+                .current_dir(self.0.path())
+                .env_clear()
+                .envs(std::env::var_os("PATH").map(|path| ("PATH", path)))
+                .envs(own.iter().copied())
+                .env(GPUS, "1")
+                .env("TMPDIR", self.0.path())
+                .env("XDG_CACHE_HOME", self.path("cache"))
+                .envs([(RANK, rank), ("LOCAL_RANK", rank)])
+                .envs([(WORLD_SIZE, "2"), ("LOCAL_WORLD_SIZE", "2")])
+                .envs([("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29400")])
+                .stdout(Stdio::piped())
+                .stderr(Stdio::piped())
+                .spawn()
+                .unwrap()
+        });
+        children.map(|child| {
+            let done = child.wait_with_output().unwrap();
+            let text = String::from_utf8(done.stderr).unwrap();
+            (done.status.code(), text)
+        })
+    }
+
     /// A training run that must end well; its screen.
     fn train(&self, gpus: usize, line: &str) -> String {
         self.train_with(gpus, &[], line)
@@ -231,10 +278,7 @@ impl Site {
 
     /// As [`Site::train`], with these variables.
     fn train_with(&self, gpus: usize, own: &[(&str, &str)], line: &str) -> String {
-        let line = format!(
-            "--model model --data data.json --zero 3 --learning-rate 1e-3 --model-max-length 96 --max-slice-nums 1 \
-             --lr-scheduler-type constant {line}"
-        );
+        let line = format!("{MODEL} {line}");
         let (code, text) = self.run_with(gpus, own, &line);
         assert_eq!(code, Some(0), "{line}\n{text}");
         text
@@ -263,6 +307,8 @@ impl Site {
     }
 }
 
+const MODEL: &str = "--model model --data data.json --zero 3 --learning-rate 1e-3 --model-max-length 96 --max-slice-nums 1 \
+                     --lr-scheduler-type constant";
 const EVALUATES: &str = "--eval-data held_out.json";
 
 /// Losses of training, and of the held-out samples.
@@ -376,6 +422,57 @@ fn takes_what_the_plan_says(site: &Site, run: &str) {
         .iter()
         .filter_map(|row| row["bytes"]["device"].as_u64());
     assert_eq!(measured.max(), Some(planned));
+}
+
+/// GPUs that should read each other's memory and cannot: the run says so once, is planned again, and has the bits and the
+/// memory of one through host memory, also where another program starts the ranks. Who asks for `ipc` is refused.
+fn a_refused_ipc_goes_through_host_memory() {
+    let site = Site::new();
+    let line = "--precision bf16 --max-steps 2 --device cuda --nproc 2 --save-strategy steps --save-steps 2";
+    let screen = site.train(1, &format!("{line} --collectives shm --output shm"));
+    assert!(!screen.contains("do not read each other's memory"));
+    let refused = format!("rank 1 cannot open memory of other ranks: rank 0: {REFUSAL};");
+    let other = "rank 0 cannot read memory of other ranks: rank 1: what is there is not what that rank wrote (and 1 more)";
+    for (output, trouble, note) in [("refused", "refused", &*refused), ("other", "other", other)] {
+        let screen = site.train_with(1, &[(IPC, trouble)], &format!("{line} --output {output}"));
+        for words in ["between ranks: ipc", note, "through host memory (shm)"] {
+            assert_eq!(screen.matches(words).count(), 1, "{words:?} in\n{screen}");
+        }
+        goes_as(&site, output, "shm");
+    }
+    // Ranks that plan for themselves leave out what an unlike GPU might have no room for.
+    site.ranks_alone(&[], &format!("{line} --collectives shm --output shm_alone"));
+    let alone = site.ranks_alone(&[(IPC, "refused")], &format!("{line} --output alone"));
+    for (rank, (code, screen)) in alone.iter().enumerate() {
+        assert_eq!(*code, Some(0), "{screen}");
+        let said = screen.matches(&refused).count();
+        assert_eq!(said, usize::from(rank == 0), "rank {rank}:\n{screen}");
+    }
+    goes_as(&site, "alone", "shm_alone");
+    assert!(site.weights("alone", 2) == site.weights("shm", 2));
+
+    let asked = format!("{MODEL} {line} --collectives ipc --output asked");
+    let (code, screen) = site.run_with(1, &[(IPC, "refused")], &asked);
+    assert_eq!(code, Some(13), "{screen}");
+    for words in [
+        "as --collectives ipc asks",
+        refused.trim_end_matches(';'),
+        "--collectives shm",
+        "--ipc=host",
+    ] {
+        assert!(screen.contains(words), "no {words:?} in\n{screen}");
+    }
+}
+
+/// The run has weights, losses and planned memory of another, to which nothing was refused.
+fn goes_as(site: &Site, run: &str, like: &str) {
+    takes_what_the_plan_says(site, run);
+    let peak = |run: &str| site.json(&format!("{run}/plan.json"))["plan"]["memory"]["peak"].clone();
+    assert_eq!(peak(run), peak(like), "{run}");
+    assert_eq!(site.logged(run, "loss"), site.logged(like, "loss"));
+    assert!(site.weights(run, 2) == site.weights(like, 2), "{run}");
+    let config = site.json(&format!("{run}/config.resolved.json"));
+    assert!(config["ipc_refused"].is_string(), "{config}");
 }
 
 /// These GPUs share no memory; who asks for that is told what does without.
@@ -564,7 +661,7 @@ fn machines_with_unlike_libraries_are_named() {
 
 type Test = (&'static str, fn());
 
-const TESTS: [Test; 10] = [
+const TESTS: [Test; 11] = [
     (
         "a_run_in_f32_agrees_with_the_cpu_and_resumes_exactly",
         || {
@@ -582,6 +679,10 @@ const TESTS: [Test; 10] = [
     (
         "weights_come_ahead_where_they_fit",
         weights_come_ahead_where_they_fit,
+    ),
+    (
+        "a_refused_ipc_goes_through_host_memory",
+        a_refused_ipc_goes_through_host_memory,
     ),
     (
         "gpus_that_share_no_memory_are_named",

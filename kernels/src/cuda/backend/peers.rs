@@ -107,10 +107,10 @@ pub trait GroupExecutor: Send + Sync {
     /// When there is no library or no network.
     fn id(&self) -> Result<Vec<u8>, Cause>;
 
-    /// Joins a group; returns when all have come.
+    /// Joins a group; returns when all have come, at the latest after `deadline`.
     ///
     /// # Errors
-    /// When the ranks do not reach each other.
+    /// When the ranks do not reach each other, or do not come in time.
     fn join(&self, id: &[u8], rank: usize, size: usize, deadline: Duration) -> Result<(), Cause>;
 
     /// Ranks of the group that was joined; 0 without one.

@@ -66,6 +66,7 @@ pub(crate) fn resolve_on(args: &Args, env: &Env, chosen: &Chosen) -> Result<Reso
         zero: args.zero.unwrap_or(defaults::ZERO),
         shard_group: shard_group(args, nproc)?,
         collectives: args.collectives.unwrap_or_default(),
+        ipc_refused: None,
         nvme_io: args.nvme_io.unwrap_or_default(),
         early_step: early_step(args, on_gpu, &mut notes),
         offload,

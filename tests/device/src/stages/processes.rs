@@ -13,6 +13,8 @@ use super::{Report, Setting, queue};
 
 const WORLD: u32 = 2;
 const BYTES: usize = 64 << 20;
+/// For the other process.
+const PATIENCE: Duration = Duration::from_secs(120);
 /// Elements of each rank's part in the collectives.
 const PART: usize = 1 << 20;
 
@@ -167,7 +169,7 @@ pub fn nccl_rank(setting: &Setting, rank: u32, meeting: &Path) -> Result<()> {
     }
     let id = await_file(setting, &name)?;
     let id = <[u8; 128]>::try_from(&*id).map_err(|_| anyhow::anyhow!("a short name"))?;
-    let group = nccl.join(gpu.stream(), id, rank, WORLD)?;
+    let group = nccl.join(gpu.stream(), id, (rank, WORLD), PATIENCE)?;
     let value = |rank: usize, i: usize| (rank + 1) as f32 + (i % 97) as f32;
     let all: Vec<f32> = (0..PART * WORLD as usize)
         .map(|i| value(rank as usize, i))

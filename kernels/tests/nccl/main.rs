@@ -1,0 +1,84 @@
+//! How ranks join a group, with a library in NCCL's place that the system's C compiler builds.
+#![cfg(feature = "cuda")]
+#![allow(
+    unsafe_code,
+    clippy::unwrap_used,
+    reason = "a test binary, which asks its own library what happened in it"
+)]
+
+use std::path::Path;
+use std::process::Command;
+use std::sync::Arc;
+use std::time::Duration;
+
+use kernels::cuda::CudaError;
+use kernels::cuda::library::Search;
+use kernels::cuda::nccl::{Member, Nccl, UNIQUE_ID_BYTES};
+use tempfile::TempDir;
+
+const PATIENCE: Duration = Duration::from_secs(60);
+const SHORT: Duration = Duration::from_millis(50);
+
+fn library() -> (TempDir, Arc<Nccl>) {
+    let folder = tempfile::tempdir().unwrap();
+    let status = Command::new("cc")
+        .args(["-shared", "-fPIC", "-pthread", "-w", "-o"])
+        .arg(folder.path().join("libnccl.so.2"))
+        .arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/nccl/library.c"))
+        .status();
+    assert!(status.unwrap().success());
+    let search = Search {
+        directories: vec![folder.path().into()],
+        ..Search::default()
+    };
+    let nccl = Arc::new(Nccl::open(&search).unwrap());
+    (folder, nccl)
+}
+
+/// The name of a group whose ranks come as the library says.
+fn named(how: u8) -> [u8; UNIQUE_ID_BYTES] {
+    let mut id = [0; UNIQUE_ID_BYTES];
+    id[0] = how;
+    id
+}
+
+fn meet(nccl: &Arc<Nccl>, how: u8, deadline: Duration) -> kernels::cuda::Result<Member> {
+    nccl.meet(named(how), (1, 3), deadline, || Ok(()))
+}
+
+/// In one test, since the library counts for the whole process.
+#[test]
+fn ranks_join_are_refused_or_are_missed_after_the_deadline() {
+    let (folder, nccl) = library();
+    assert_eq!(nccl.version().unwrap(), "2.28.9");
+    let refused = meet(&nccl, b'r', PATIENCE).unwrap_err().to_string();
+    assert_eq!(
+        refused,
+        "NCCL joining the ranks failed: unhandled system error"
+    );
+    let unbound = || {
+        Err(CudaError::NoDevice {
+            reason: "gone".into(),
+        })
+    };
+    let unbound = nccl.meet(named(b'n'), (1, 3), PATIENCE, unbound);
+    assert!(matches!(unbound, Err(CudaError::NoDevice { .. })));
+
+    let absent = meet(&nccl, b'a', SHORT).unwrap_err();
+    assert_eq!(
+        absent.to_string(),
+        "NCCL had not joined rank 1 with all 3 ranks after 0.05 s: a rank did not come, or cannot be reached"
+    );
+
+    // Who comes after the deadline is not waited for, and leaves by itself.
+    let late = meet(&nccl, b'l', SHORT).unwrap_err();
+    assert!(matches!(late, CudaError::NotJoined { waited: SHORT, .. }));
+    drop(meet(&nccl, b'n', PATIENCE).unwrap());
+    // SAFETY: the file was opened before; its initialisers have run.
+    let library = unsafe { libloading::Library::new(folder.path().join("libnccl.so.2")) }.unwrap();
+    // SAFETY: this is its signature.
+    let await_aborts: libloading::Symbol<'_, unsafe extern "C" fn(i32) -> i32> =
+        unsafe { library.get(b"await_aborts") }.unwrap();
+    // SAFETY: it may be called at any time.
+    assert_eq!(unsafe { await_aborts(2) }, 2);
+}
