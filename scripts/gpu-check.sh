@@ -57,7 +57,7 @@ PYTHON
 # Training on the GPU: golden packs and the 200-step trajectory at the tolerances of the CPU, the demo to its end in f32,
 # its first updates in every precision beside the CPU's, and the memory that the driver counts beside the plan.
 train() {
-  local precision where run offload told
+  local precision where run offload told more
   "$bin/parity" --device "$device" --drift "$root"/tests/golden/*/ >"$out/train-parity.txt" 2>&1 ||
     { grep -v ' ok$' "$out/train-parity.txt" | grep -E 'FAIL|read|error|cause|evidence|next' | head -20; return 1; }
   tail -1 "$out/train-parity.txt"
@@ -67,11 +67,13 @@ train() {
   grep -E '^ (device|gpu|eval|resume|done)' "$out/train-demo.txt"
   "$root/.ci/check-demo" "$out/demo" || return 1
   for precision in f32 bf16 fp16 pure-bf16; do
-    # All states on the device, or part of them, or none: the same losses to the last bit.
-    while read -r where offload told; do
+    # All states on the device, or part of them, or none, with inputs of layers that are computed again: the same losses to the
+    # last bit.
+    while read -r where offload told more; do
       run="$out/train-$precision-$told"
       rm -rf "$run"
-      "$bin/launcher" --device "$where" --nproc 1 --zero 3 --offload "$offload" --precision "$precision" --max-steps 8 \
+      # shellcheck disable=SC2086 # the settings are words
+      "$bin/launcher" --device "$where" --nproc 1 --zero 3 --offload "$offload" --precision "$precision" $more --max-steps 8 \
         --logging-steps 1 --eval-strategy no --save-strategy no --output "$run" >"$run.txt" 2>&1 ||
         { tail -20 "$run.txt"; return 1; }
       grep -o '"loss":[^,]*' "$run/trainer_log.jsonl" >"$run.losses"
@@ -81,6 +83,7 @@ cpu none cpu
 $device none $device
 $device optimizer=cpu $device-optimizer
 $device cpu $device-states
+$device param=cpu,optimizer=cpu,activation=cpu $device-layers --checkpoint-num-layers 2
 RUNS
   done
   python3 "$root/scripts/gpu_train.py" "$out" "$device" >"$out/train.md" || { cat "$out/train.md"; return 1; }
