@@ -198,6 +198,14 @@ fn run_supervisor(
     }
     let share = share_of(&config, env);
     if share.is_some() {
+        if config.early_step == EarlyStep::Auto && config.updates_beside_gpus() {
+            screen.show(&Event::Info {
+                label: "early".into(),
+                text: "--early-step auto leaves updates behind the pass: machines differ in the host memory they can \
+                       spare; a number of bytes holds for all"
+                    .into(),
+            });
+        }
         one_by_one(&mut config)?;
     }
     // The machine of rank 0 does for the folder what elsewhere nobody must do twice.
@@ -454,7 +462,7 @@ fn run_rank(
 /// What ranks that are started one by one, or on several machines, cannot find alike or do together.
 fn one_by_one(config: &mut RunConfig) -> Result<(), Failure> {
     if config.early_step == EarlyStep::Auto {
-        // What a disk has free differs between ranks.
+        // What a disk or host memory has free differs between ranks.
         config.early_step = EarlyStep::Off;
     }
     if config.upload_ahead == UploadAhead::Auto {

@@ -24,8 +24,7 @@ pub(super) fn chosen(config: &ZeroConfig, world_size: usize, units: &[UnitPlan])
     let Some(early) = config.early_step else {
         return chosen;
     };
-    let reduced_in_the_pass = config.shards_gradients() && config.stage.shards_optimizer();
-    if !reduced_in_the_pass && world_size > 1 {
+    if !sums_in_the_pass(config, world_size) {
         return chosen;
     }
     let mut left = early.most_elems;
@@ -43,7 +42,22 @@ pub(super) fn chosen(config: &ZeroConfig, world_size: usize, units: &[UnitPlan])
     chosen
 }
 
+/// Whether a rank has the final sums of what it updates before a pass ends.
+fn sums_in_the_pass(config: &ZeroConfig, world_size: usize) -> bool {
+    world_size == 1 || config.shards_gradients() && config.stage.shards_optimizer()
+}
+
 impl Plan {
+    /// Elements of a rank that are updated early where [`EarlyStep::most_elems`] bounds nothing; 0 where none can be.
+    #[must_use]
+    pub fn most_early_elems(&self) -> u64 {
+        if !sums_in_the_pass(self.config(), self.world_size()) {
+            return 0;
+        }
+        let units = self.units().iter();
+        units.map(|unit| unit.trainable.shard_elems as u64).sum()
+    }
+
     /// Whether `unit` is updated while backward runs, in the last micro-batch of an update.
     #[must_use]
     pub fn steps_early(&self, unit: UnitId) -> bool {

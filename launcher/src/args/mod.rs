@@ -149,7 +149,7 @@ pub struct Args {
     /// The way to files of --offload nvme: auto measures and takes the faster
     #[arg(long, value_enum, help_heading = "Memory and ranks")]
     pub nvme_io: Option<NvmeIo>,
-    /// Update units while backward runs, from a second copy of their states: auto does so where it only takes disk and saves traffic
+    /// Update units while backward runs, from a second copy of their states: auto does so where it only takes disk and saves traffic, and beside GPUs, with --offload cpu, in host memory that the plan leaves, but for a tenth of it
     #[arg(
         long,
         value_name = "auto|off|all|BYTES",

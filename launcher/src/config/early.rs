@@ -3,9 +3,10 @@
 use std::fmt;
 use std::str::FromStr;
 
+use engine::Plan;
 use serde::{Deserialize, Serialize};
 
-use super::{RunConfig, Tier};
+use super::{Device, RunConfig, Tier};
 use crate::units::parse_bytes;
 
 /// Which units are updated while backward runs. They keep their states twice.
@@ -13,7 +14,8 @@ use crate::units::parse_bytes;
 #[serde(rename_all = "kebab-case")]
 pub enum EarlyStep {
     /// All, where that costs only disk and saves traffic: the optimizer is on nvme, every update has one micro-batch and
-    /// nothing is clipped. The check before a run decides: without room on the disk none are.
+    /// nothing is clipped. On GPUs with weights and optimizer in host memory, as many as have room in what the plan leaves of
+    /// it. The check before a run decides: without room none are.
     #[default]
     Auto,
     /// None: updates run behind the pass.
@@ -51,7 +53,8 @@ impl fmt::Display for EarlyStep {
 }
 
 impl RunConfig {
-    /// Most bytes of second states of each rank; `None` where no update is early.
+    /// Most bytes of second states of each rank; `None` where no update is early. `auto` is tried first where it is for
+    /// the disk; what it takes of host memory is what a plan without it leaves.
     pub(crate) fn early_step_bytes(&self) -> Option<u64> {
         match self.early_step {
             EarlyStep::Off => None,
@@ -59,11 +62,43 @@ impl RunConfig {
             EarlyStep::Most(bytes) => Some(bytes),
             EarlyStep::Auto => {
                 let on_disk = matches!(self.offload.optimizer, Tier::Nvme(_));
-                let consumes =
-                    self.optimizer.max_grad_norm.is_none() && self.batch.accumulation_steps == 1;
-                (on_disk && consumes).then_some(u64::MAX)
+                (on_disk && self.consumes_gradients()).then_some(u64::MAX)
             }
         }
+    }
+
+    /// Whether gradients of units that are updated early are kept nowhere.
+    pub(crate) fn consumes_gradients(&self) -> bool {
+        self.optimizer.max_grad_norm.is_none() && self.batch.accumulation_steps == 1
+    }
+
+    /// Whether a processor that has time during backward updates states in host memory, the weights among them: second
+    /// weights on a GPU would take memory that is scarce there.
+    pub(crate) fn updates_beside_gpus(&self) -> bool {
+        let beside = self.device == Device::Cuda && self.offload.optimizer == Tier::Cpu;
+        beside && self.offload.param != Tier::None
+    }
+
+    /// Decides `auto` where the plan that tried it has early updates, from a disk. True where that plan `exceeds` the
+    /// disk: it is to be made again.
+    pub(crate) fn settle_early_step_on_disk(&mut self, plan: &Plan, exceeds: bool) -> bool {
+        if self.early_step != EarlyStep::Auto || !plan.any_steps_early() {
+            return false;
+        }
+        self.early_step = if exceeds {
+            EarlyStep::Off
+        } else {
+            EarlyStep::All
+        };
+        exceeds
+    }
+
+    /// The same without what `auto` would take because it is to spare: what has to fit.
+    pub(crate) fn without_spare(mut self) -> Self {
+        if self.early_step == EarlyStep::Auto && self.early_step_bytes().is_none() {
+            self.early_step = EarlyStep::Off;
+        }
+        self
     }
 }
 

@@ -41,7 +41,7 @@ pub(super) fn rows(planner: &Planner, config: &RunConfig) -> Result<Vec<Planned>
                 ("offload", offload.to_string()),
             ];
             if let Some(config) = changed(config, &flags) {
-                rows.push(planner.plan(&config)?);
+                rows.push(planner.plan(&config.without_spare())?);
             }
         }
     }

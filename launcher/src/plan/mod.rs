@@ -1,6 +1,7 @@
 //! The memory of a run before it runs: what each rank holds on which tier in which phase, whether
 //! that fits, and `launcher plan`, which prints it.
 
+mod early;
 mod fixed;
 #[cfg(test)]
 mod headline;
@@ -16,6 +17,7 @@ mod tests;
 mod text;
 mod verb;
 
+pub(crate) use early::{Spare, early_line, settle_early_step};
 pub(crate) use fixed::Fixed;
 pub(crate) use machine::Machine;
 pub use memory::{PhaseBytes, RankMemory, RankPeak};

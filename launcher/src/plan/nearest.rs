@@ -157,7 +157,7 @@ pub(super) fn nearest(
     config: &RunConfig,
 ) -> Result<Option<(Flags, Planned)>, Failure> {
     for flags in candidates(planner, config) {
-        let Some(neighbour) = changed(config, &flags) else {
+        let Some(neighbour) = changed(config, &flags).map(RunConfig::without_spare) else {
             continue;
         };
         if !states_fit(planner, &neighbour)? {

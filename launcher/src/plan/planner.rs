@@ -1,8 +1,8 @@
 //! Plans of configurations that differ in flags: with the user's samples, or with one that is made up.
 
-use super::{Fit, HeldOut, Machine, RankMemory, Work, rehearse};
+use super::{Fit, HeldOut, Machine, RankMemory, Spare, Work, rehearse, settle_early_step};
 use crate::args::PlanArgs;
-use crate::config::{EarlyStep, RunConfig};
+use crate::config::RunConfig;
 use crate::data::SampleSet;
 use crate::exit::{ErrorCode, Failure};
 use crate::run::{
@@ -25,6 +25,8 @@ pub(super) struct Planned {
     pub(super) plan: Arc<Plan>,
     pub(super) memory: RankMemory,
     pub(super) fit: Fit,
+    /// What `--early-step auto` found in host memory, where that was asked for.
+    pub(super) spare: Option<Spare>,
 }
 
 /// Samples of the user.
@@ -105,17 +107,12 @@ impl Planner {
             None => self.made_up(&config, &*model, &plan)?,
         };
         let fit = Fit::new(&config, &memory, self.machine);
-        if config.early_step == EarlyStep::Auto {
-            // As the check before a run decides.
-            let takes = plan.any_steps_early() && !fit.exceeds_nvme();
-            config.early_step = if takes {
-                EarlyStep::All
-            } else {
-                EarlyStep::Off
-            };
-            if plan.any_steps_early() && !takes {
-                return self.plan(&config);
-            }
+        // As the check before a run decides.
+        if config.settle_early_step_on_disk(&plan, fit.exceeds_nvme()) {
+            return self.plan(&RunConfig {
+                early_step: config.early_step,
+                ..asked.clone()
+            });
         }
         // As there.
         if config.settle_upload_ahead(&plan, fit.exceeds_device()) {
@@ -125,11 +122,23 @@ impl Planner {
                 ..asked.clone()
             });
         }
+        let mut again = |config: &mut RunConfig| {
+            let planned = self.plan(&RunConfig {
+                early_step: config.early_step,
+                upload_ahead: config.upload_ahead,
+                ..asked.clone()
+            })?;
+            *config = planned.config;
+            Ok((planned.plan, planned.memory))
+        };
+        let (replanned, spare) = settle_early_step(&mut config, &plan, &fit, &mut again)?;
+        let (plan, memory) = replanned.unwrap_or((plan, memory));
         Ok(Planned {
+            fit: Fit::new(&config, &memory, self.machine),
             config,
             plan,
             memory,
-            fit,
+            spare,
         })
     }
 

@@ -8,6 +8,10 @@ use crate::exit::{ErrorCode, Failure};
 use crate::units::bytes as format_bytes;
 use engine::comm::control_bytes;
 
+/// One part in so many of the host memory that a run may have stays free of what the program takes by itself: a run is
+/// held to its plan to within 5 %, samples and checkpoints pass through the page cache, and others live here too.
+const HOST_RESERVE: u64 = 10;
+
 /// What a run needs of a machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Need {
@@ -27,6 +31,7 @@ pub(crate) struct Fit {
     pub(crate) need: Need,
     pub(crate) machine: Machine,
     device_limit: Option<u64>,
+    host_reserve: u64,
 }
 
 impl Fit {
@@ -55,6 +60,7 @@ impl Fit {
             ranks * peak.host
         };
         let limits = [config.device_memory_limit, machine.device_bytes];
+        let whole_host = config.host_memory_limit.unwrap_or(u64::MAX);
         Self {
             need: Need {
                 device: peak.device + machine.device_context_bytes(),
@@ -64,6 +70,7 @@ impl Fit {
             },
             machine: machine.limited(config),
             device_limit: limits.into_iter().flatten().min(),
+            host_reserve: whole_host.min(machine.host_total_bytes) / HOST_RESERVE,
         }
     }
 
@@ -84,6 +91,18 @@ impl Fit {
     /// Whether it is the host memory that does not suffice.
     pub(crate) fn exceeds_host(&self) -> bool {
         self.need.host > self.machine.host_free_bytes
+    }
+
+    /// Host memory that all ranks together leave, but for the reserve.
+    pub(crate) fn spare_host(&self) -> u64 {
+        let free = self.machine.host_free_bytes;
+        free.saturating_sub(self.need.host.saturating_add(self.host_reserve))
+    }
+
+    /// What all ranks together take of the reserve, or beyond.
+    pub(crate) fn host_overrun(&self) -> u64 {
+        let taken = self.need.host.saturating_add(self.host_reserve);
+        taken.saturating_sub(self.machine.host_free_bytes)
     }
 
     /// Whether it is the disk that does not suffice.

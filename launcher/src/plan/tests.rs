@@ -5,7 +5,7 @@ use super::planner::{Planned, Planner, made_up_sample};
 use super::verb::configuration;
 use super::{Fit, HeldOut, Machine, Work, rehearse, window_region};
 use crate::args::{self, Command};
-use crate::config::{RunConfig, UploadAhead, resolve};
+use crate::config::{EarlyStep, RunConfig, UploadAhead, resolve};
 use crate::device::Nvidia;
 use crate::rank_env::Env;
 use crate::run::{fixed, shapes};
@@ -204,10 +204,17 @@ fn limits_and_machines_bound_what_fits() {
 
 /// The plan of `launcher plan` for GPUs of `device` bytes.
 fn planned_on(folder: &Path, device: u64, flags: &str) -> Planned {
+    planned_by(
+        folder,
+        &format!("--device cuda --hw 2x{device} --ram 1TiB {flags}"),
+    )
+}
+
+/// The plan of `launcher plan` with these flags.
+fn planned_by(folder: &Path, flags: &str) -> Planned {
     let model = folder.join("config.json");
     let line = format!(
-        "plan --model {} --no-weights true --device cuda --hw 2x{device} --ram 1TiB --model-max-length 128 \
-         --max-slice-nums 2 --precision bf16 {flags}",
+        "plan --model {} --no-weights true --model-max-length 128 --max-slice-nums 2 --precision bf16 {flags}",
         model.display()
     );
     let words: Vec<String> = line.split_whitespace().map(str::to_owned).collect();
@@ -272,6 +279,74 @@ fn weights_come_ahead_where_the_plan_then_fits() {
     assert_eq!(on.fit.need.device, off);
     let auto = planned_on(folder.path(), UNBOUNDED, stays);
     assert_eq!(auto.config.upload_ahead, UploadAhead::Off);
+}
+
+/// `auto` takes of host memory what the plan leaves but for a tenth, and nothing where that is too little for a unit.
+#[test]
+fn updates_begin_in_what_host_memory_is_to_spare() {
+    let folder = tempfile::tempdir().expect("temp dir");
+    write_config(folder.path());
+    let run = |flags: &str| planned_on(folder.path(), UNBOUNDED, flags);
+    let of = |flags: &str| run(&format!("--zero 2 --offload cpu {flags}"));
+    let on = |ram: u64, flags: &str| of(&format!("--host-memory-limit {ram} {flags}"));
+    let early = |planned: &Planned| {
+        let units = planned.plan.units().iter();
+        units.filter(|u| planned.plan.steps_early(u.id)).count()
+    };
+    for flags in ["", "--max-grad-norm 0", "--upload-ahead off"] {
+        let off = of(&format!("{flags} --early-step off"));
+        let all = of(&format!("{flags} --early-step all"));
+        let auto = of(flags);
+        assert_eq!(auto.config.early_step, EarlyStep::All, "{flags}");
+        assert_eq!(auto.fit.need, all.fit.need, "{flags}");
+        assert!(early(&all) > 2 && early(&off) == 0, "{flags}");
+        let (least, most) = (off.fit.need.host, all.fit.need.host);
+        assert!(least < most, "{flags}");
+        // With the reserve, what fits exactly and what does not.
+        let room = |need: u64| need.div_ceil(9) * 10;
+        assert_eq!(early(&on(room(most), flags)), early(&all), "{flags}");
+        let between = on(room(u64::midpoint(least, most)), flags);
+        assert!((1..early(&all)).contains(&early(&between)), "{flags}");
+        let EarlyStep::Most(bound) = between.config.early_step else {
+            panic!("{:?}", between.config.early_step)
+        };
+        assert_eq!(bound % (1 << 20), 0);
+        assert_eq!(between.fit.host_overrun(), 0, "{flags}");
+        // Given by hand, the bound that was found plans the same.
+        let by_hand = of(&format!("{flags} --early-step {bound}"));
+        assert_eq!(by_hand.memory, between.memory, "{flags}");
+        for tight in [room(least), least] {
+            let none = on(tight, flags);
+            assert_eq!(none.config.early_step, EarlyStep::Off, "{flags}");
+            assert_eq!(none.memory, off.memory, "{flags}");
+            assert!(none.fit.fits(), "{flags}");
+        }
+        assert!(!on(least - 1, flags).fit.fits());
+    }
+    // Not where updates run on the GPU or second weights would lie there, states come from a disk, or no sum is final
+    // before the pass ends.
+    for flags in [
+        "--zero 2",
+        "--zero 2 --offload param=cpu",
+        "--zero 2 --offload optimizer=cpu",
+        "--zero 2 --offload nvme:/d",
+        "--zero 1 --offload cpu",
+    ] {
+        let auto = run(flags);
+        assert_eq!(auto.config.early_step, EarlyStep::Off, "{flags}");
+        assert_eq!(auto.spare, None, "{flags}");
+    }
+    let on_cpu = planned_by(
+        folder.path(),
+        "--hw 2x1TiB --ram 1TiB --device cpu --zero 2 --offload cpu",
+    );
+    assert_eq!(on_cpu.config.early_step, EarlyStep::Off);
+    // What is looked for is what must be there.
+    let asked = config(folder.path(), "--device cuda --zero 2 --offload cpu");
+    assert_eq!(asked.early_step, EarlyStep::Auto);
+    assert_eq!(asked.without_spare().early_step, EarlyStep::Off);
+    let on_disk = config(folder.path(), "--offload nvme:/d --max-grad-norm 0");
+    assert_eq!(on_disk.without_spare().early_step, EarlyStep::Auto);
 }
 
 /// What ranks take of shared memory when they meet is what the plan said, however GPUs exchange weights and gradients.

@@ -1,5 +1,6 @@
 //! `launcher plan`.
 
+use super::early_line;
 use super::matrix;
 use super::nearest::{Flags, nearest};
 use super::planner::{Planned, Planner, made_up_sample};
@@ -154,6 +155,7 @@ fn as_json(
         "micro_batch": config.batch.micro_batch,
         "accumulation_steps": config.batch.accumulation_steps,
         "uploads_ahead": planned.plan.uploads_ahead(),
+        "early_step": config.early_step.to_string(),
         "checkpoint_activations": config.checkpoint_activations.to_string(),
         "checkpoint_num_layers": config.checkpoint_num_layers,
         "sample": if planner.makes_up_samples() { "made-up" } else { "data" },
@@ -203,6 +205,7 @@ fn as_text(
         plan,
         memory,
         fit,
+        spare,
     } = planned;
     let mut text = String::new();
     for note in notes {
@@ -230,6 +233,9 @@ fn as_text(
     // The last of its lines is the trainer's verdict; this verb has one of its own.
     text += &shown(&Event::Plan(event), 2);
     if let Some(line) = upload_line(plan, None) {
+        text += &shown(&line, usize::MAX);
+    }
+    if let Some(line) = early_line(plan, spare.as_ref()) {
         text += &shown(&line, usize::MAX);
     }
     if planner.makes_up_samples() {

@@ -5,7 +5,9 @@ use super::fit;
 use super::place;
 use super::setup;
 use crate::args::{self, Command};
-use crate::config::{Device, Offload, PrecisionChoice, Recompute, RunConfig, Tier, resolve};
+use crate::config::{
+    Device, EarlyStep, Offload, PrecisionChoice, Recompute, RunConfig, Tier, resolve,
+};
 use crate::exit::{ErrorCode, Failure};
 use crate::plan::Fit;
 use crate::rank_env::Env;
@@ -176,9 +178,18 @@ pub(super) fn add(failure: &mut Failure, config: &RunConfig, largest: &Largest<'
     failure.next = lines;
 }
 
-/// What the supervisor keeps to advise on failures of ranks: the order of the samples by size.
-pub(super) fn later(config: &RunConfig, order: Vec<usize>) -> crate::job::Advice {
-    let config = config.clone();
+/// What the supervisor keeps to advise on failures of ranks: the order of the samples by size, and the host memory that
+/// was taken for early updates because it was to spare.
+pub(super) fn later(
+    config: &RunConfig,
+    order: Vec<usize>,
+    spared: Option<u64>,
+) -> crate::job::Advice {
+    let mut config = config.clone();
+    if spared.is_some() {
+        // What must be there is compared: whatever runs instead decides anew.
+        config.early_step = EarlyStep::Off;
+    }
     Box::new(move |failure| {
         // The plan is that of training; it has nothing to say about an evaluation.
         let planned = match failure.code {
@@ -195,6 +206,14 @@ pub(super) fn later(config: &RunConfig, order: Vec<usize>) -> crate::job::Advice
             check::encode_some(config, &order, count, &*processor)
         };
         add(failure, &config, &largest);
+        let spared = spared.filter(|_| failure.code == ErrorCode::HostMemory);
+        if let Some(spared) = spared {
+            let line = format!(
+                "--early-step off   (second states took {} of host memory that was to spare)",
+                bytes(spared)
+            );
+            failure.next.insert(0, line);
+        }
     })
 }
 

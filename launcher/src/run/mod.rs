@@ -27,18 +27,18 @@ mod trace;
 mod trainer;
 mod weight_files;
 
-use crate::config::{Device, EarlyStep, RunConfig, Task};
+use crate::config::{Device, RunConfig, Task};
 use crate::data::SampleSet;
 use crate::device::Devices;
 use crate::exit::Failure;
 use crate::job::Advice;
+use crate::plan::{early_line, settle_early_step};
 use crate::rank::{RunSummary, StopFlag};
 use crate::rank_env::{Env, RankEnv};
 use crate::ui::{DataEvent, Event};
 pub(crate) use advice::changed;
 pub(crate) use check::{encode_options, largest as worst_samples};
 pub(crate) use contents::CheckpointBytes;
-use engine::Plan;
 pub(crate) use export::{copy, export};
 pub(crate) use fit::{event as plan_event, fixed, upload_line, whole_memory};
 use models::Processor;
@@ -48,7 +48,7 @@ pub(crate) use save::UNITS;
 pub(crate) use session::rule;
 use session::{NotOpened, Session};
 use setup::Setup;
-pub(crate) use setup::{keeps, shapes, unusable};
+pub(crate) use setup::{keeps, second_bytes_per_elem, shapes, unusable};
 pub(crate) use spill::hold_folders;
 use std::sync::Arc;
 pub(crate) use stored::max_shard_bytes;
@@ -105,22 +105,22 @@ pub(crate) fn prepare(
         let memory = whole_memory(config, model, processor, &plan, &worst, held_out, &mut keep)?;
         Ok::<_, Failure>((plan, memory))
     };
-    if config.early_step == EarlyStep::Auto {
-        let early = plan.any_steps_early();
-        let takes = early && !fit::fit(config, &memory).exceeds_nvme();
-        config.early_step = if takes {
-            EarlyStep::All
-        } else {
-            EarlyStep::Off
-        };
-        if early && !takes {
-            (plan, memory) = again(config, &mut said)?;
-        }
+    let exceeds_nvme = fit::fit(config, &memory).exceeds_nvme();
+    if config.settle_early_step_on_disk(&plan, exceeds_nvme) {
+        (plan, memory) = again(config, &mut said)?;
     }
     let tried = fit::fit(config, &memory);
     let falls_back = config.settle_upload_ahead(&plan, tried.exceeds_device());
     if falls_back {
         (plan, memory) = again(config, &mut said)?;
+    }
+    // Last, since it takes what all else leaves.
+    let without = fit::fit(config, &memory);
+    let (replanned, spare) = settle_early_step(config, &plan, &without, &mut |config| {
+        again(config, &mut said)
+    })?;
+    if let Some(replanned) = replanned {
+        (plan, memory) = replanned;
     }
     said.into_iter().for_each(&mut *show);
     config.spilled_activation_bytes = fit::spilled_activations(&memory);
@@ -146,11 +146,8 @@ pub(crate) fn prepare(
             .formats(rule.slots(plan.config().precision))
             .to_string(),
     });
-    if let Some(text) = early_line(&plan) {
-        show(Event::Info {
-            label: "early".into(),
-            text,
-        });
+    if let Some(line) = early_line(&plan, spare.as_ref()) {
+        show(line);
     }
     show(Event::Trains(session::trained_parts(
         config,
@@ -182,31 +179,8 @@ pub(crate) fn prepare(
         show(warning);
     }
     spill::sweep_folders(config, show)?;
-    Ok(advice::later(config, train.by_size()))
-}
-
-/// What is updated while backward runs, where anything is.
-fn early_line(plan: &Plan) -> Option<String> {
-    let trained = plan
-        .units()
-        .iter()
-        .filter(|unit| !unit.trainable.is_empty());
-    let (all, early): (Vec<_>, Vec<_>) = (
-        trained.clone().collect(),
-        trained.filter(|unit| plan.steps_early(unit.id)).collect(),
-    );
-    let gradients = if early.iter().all(|unit| plan.consumes_gradients(unit.id)) {
-        "their gradients are kept nowhere"
-    } else {
-        "their gradients are kept until the norm is known"
-    };
-    (!early.is_empty()).then(|| {
-        format!(
-            "{} of {} units are updated while backward runs · states twice · {gradients}",
-            early.len(),
-            all.len()
-        )
-    })
+    let taken = spare.and_then(|spare| spare.taken);
+    Ok(advice::later(config, train.by_size(), taken))
 }
 
 /// Reads and checks the samples of a run that is only planned.

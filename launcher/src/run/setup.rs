@@ -214,7 +214,7 @@ fn zero_config(config: &RunConfig, model: &dyn VisionLanguageModel) -> Result<Ze
 }
 
 /// What an element of a unit that is updated early keeps once more: its weight, master and moments.
-fn second_bytes_per_elem(config: &RunConfig) -> u64 {
+pub(crate) fn second_bytes_per_elem(config: &RunConfig) -> u64 {
     let precision = precision(config);
     let states = rule(config).state_bytes_per_elem(precision);
     (precision.weight_dtype().size_bytes() + states) as u64

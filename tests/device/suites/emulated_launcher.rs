@@ -599,6 +599,101 @@ fn weights_come_ahead_where_they_fit() {
     assert!(text.contains(words), "{text}");
 }
 
+/// Updates begin while backward runs where host memory is to spare, with the same bits; the plan knows their states.
+fn updates_begin_where_host_memory_is_to_spare() {
+    let site = Site::new();
+    let plan_of = |run: &str| site.json(&format!("{run}/plan.json"));
+    let need = |run: &str| plan_of(run)["plan"]["host_need_bytes"].as_u64().unwrap();
+    for (cell, flags) in [
+        ("whole", "--precision bf16 --offload cpu"),
+        (
+            "consumed",
+            "--precision bf16 --offload cpu --max-grad-norm 0",
+        ),
+        (
+            "kahan",
+            "--precision pure-bf16 --pure-bf16-weights kahan --offload cpu",
+        ),
+    ] {
+        let line = format!(
+            "--device cuda --max-steps 3 --save-strategy steps --save-steps 3 --eval-strategy no \
+             --trace-steps 2..4 {flags}"
+        );
+        let run = |mode: &str| format!("{cell}-{mode}");
+        let check = |mode: &str, more: &str, begins: bool| {
+            let run = run(mode);
+            let screen = site.train(2, &format!("{line} {more} --output {run}"));
+            let said = screen.contains("units are updated while backward runs");
+            assert_eq!(said, begins, "{screen}");
+            let costs = screen.contains("more of host memory, which is to spare");
+            assert_eq!(costs, mode == "auto", "{screen}");
+            for rank in 0..2 {
+                let seen = early_updates(&site, &run, rank);
+                assert_eq!(seen > 0, begins, "{run}, rank {rank}: {seen}");
+            }
+            let first = format!("{cell}-off");
+            assert_eq!(site.logged(&run, "loss"), site.logged(&first, "loss"));
+            assert!(
+                site.weights(&run, 3) == site.weights(&first, 3),
+                "{run}: weights"
+            );
+            takes_what_the_plan_says(&site, &run);
+            takes_the_planned_host_memory(&site, &run);
+        };
+        check("off", "--early-step off", false);
+        check("auto", "", true);
+        check("bound", "--early-step 1GiB", true);
+        assert!(need(&run("off")) < need(&run("auto")), "{cell}");
+        // A tenth is kept: here nothing else is left.
+        let limit = need(&run("off")) / 9 * 10;
+        check("tight", &format!("--host-memory-limit {limit}"), false);
+        assert_eq!(need(&run("tight")), need(&run("off")));
+    }
+    // Second weights would lie on the GPU, whose memory nobody has to spare: only by request.
+    let line = "--device cuda --max-steps 3 --save-strategy steps --save-steps 3 --eval-strategy no --trace-steps 2..4 \
+                --precision bf16 --offload optimizer=cpu";
+    for (mode, begins) in [("off", false), ("auto", false), ("1GiB", true)] {
+        let run = format!("stay-{mode}");
+        site.train(2, &format!("{line} --early-step {mode} --output {run}"));
+        assert_eq!(early_updates(&site, &run, 0) > 0, begins, "{run}");
+        assert_eq!(site.logged(&run, "loss"), site.logged("stay-off", "loss"));
+        assert!(site.weights(&run, 3) == site.weights("stay-off", 3));
+        takes_what_the_plan_says(&site, &run);
+    }
+}
+
+/// Of every kind of state, the most in host memory is what the plan foresaw.
+fn takes_the_planned_host_memory(site: &Site, run: &str) {
+    let log = fs::read_to_string(site.path(run).join("memory.jsonl")).unwrap();
+    let rows = log.lines().map(|row| serde_json::from_str(row).unwrap());
+    let rows: Vec<Value> = rows.collect();
+    let plan = site.json(&format!("{run}/plan.json"));
+    let planned = plan["plan"]["memory"]["phases"].as_object().unwrap();
+    for kind in ["parameters", "gradients", "optimizer"] {
+        let phases = rows
+            .iter()
+            .flat_map(|row| row["phases"].as_object().unwrap().values());
+        let taken = phases.filter_map(|phase| phase["host"]["by_kind"][kind].as_u64());
+        let foreseen = planned
+            .values()
+            .filter_map(|phase| phase["host"][kind].as_u64());
+        assert_eq!(taken.max(), foreseen.max(), "{run}: {kind}");
+    }
+}
+
+/// Spans of early updates in a rank's trace.
+fn early_updates(site: &Site, run: &str, rank: usize) -> usize {
+    let trace = site.json(&format!("{run}/traces/rank-{rank:04}.json"));
+    let events = trace["traceEvents"].as_array().unwrap();
+    let mut named = events.iter().filter(|event| event["ph"] == "M");
+    let lane = named.find(|event| event["args"]["name"] == "early update");
+    let Some(lane) = lane.map(|event| &event["tid"]) else {
+        return 0;
+    };
+    let spans = events.iter().filter(|event| event["ph"] == "X");
+    spans.filter(|event| &event["tid"] == lane).count()
+}
+
 /// What does not fit the GPU is refused before a weight is read.
 fn a_plan_that_does_not_fit_is_refused() {
     let site = Site::new();
@@ -637,7 +732,7 @@ fn an_arena_that_is_too_small_ends_the_run() {
 fn machines_with_unlike_libraries_are_named() {
     let site = Site::new();
     let line = "--model model --data data.json --zero 3 --model-max-length 96 --max-slice-nums 1 --device cuda --precision f32 \
-                --max-steps 1 --save-strategy no --eval-strategy no --comm-timeout 120 --output out";
+                --max-steps 1 --save-strategy no --eval-strategy no --comm-timeout 120 --offload cpu --output out";
     for (code, text) in site.machines(NVRTC, ["13.0", "12.8"], line) {
         assert_eq!(code, Some(13), "{text}");
         for words in [
@@ -656,12 +751,19 @@ fn machines_with_unlike_libraries_are_named() {
     let words = "ranks differ in a way that changes no result: GPU driver of rank 0";
     let said = |text: &str| text.matches(words).count();
     assert_eq!((said(&first.1), said(&second.1)), (1, 0), "{}", first.1);
+    let alone = "--early-step auto leaves updates behind the pass";
+    assert!(first.1.contains(alone), "{}", first.1);
+    assert!(
+        !first.1.contains("updated while backward runs"),
+        "{}",
+        first.1
+    );
     assert_eq!(site.logged("out", "loss").len(), 1);
 }
 
 type Test = (&'static str, fn());
 
-const TESTS: [Test; 11] = [
+const TESTS: [Test; 12] = [
     (
         "a_run_in_f32_agrees_with_the_cpu_and_resumes_exactly",
         || {
@@ -683,6 +785,10 @@ const TESTS: [Test; 11] = [
     (
         "a_refused_ipc_goes_through_host_memory",
         a_refused_ipc_goes_through_host_memory,
+    ),
+    (
+        "updates_begin_where_host_memory_is_to_spare",
+        updates_begin_where_host_memory_is_to_spare,
     ),
     (
         "gpus_that_share_no_memory_are_named",

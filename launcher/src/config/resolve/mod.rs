@@ -225,8 +225,8 @@ fn offload(args: &Args, device: Device, notes: &mut Vec<Note>) -> Result<Offload
     let steps = device != Device::Cuda || stored == PureBf16Weights::Stochastic;
     if !steps && offload.optimizer == Tier::None {
         offload.optimizer = Tier::Cpu;
-        let reason = "the update of such weights runs on the host: gradients and optimizer states rest there";
-        notes.push(note("--pure-bf16-weights", reason));
+        let reason = "weights rounded as --pure-bf16-weights says are updated on the host: gradients and optimizer states rest there";
+        notes.push(note("--offload none for the optimizer", reason));
     }
     Ok(offload)
 }

@@ -1,0 +1,145 @@
+//! `--early-step auto` of runs on GPUs: second states in host memory that the plan without them leaves.
+
+use super::{Fit, RankMemory};
+use crate::config::{EarlyStep, RunConfig};
+use crate::exit::Failure;
+use crate::run::second_bytes_per_elem;
+use crate::ui::Event;
+use crate::units::bytes;
+use engine::Plan;
+use std::sync::Arc;
+
+/// Plans with second states. The second has less by what the first took too much beside them (whole pages, gradients on
+/// their way).
+const TRIES: usize = 2;
+/// Bounds are whole MiB, and whole GiB from here on, so that they are the same where little else changed.
+const IN_GIB_FROM: u64 = 8 << 30;
+
+/// What `auto` found in host memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Spare {
+    /// Bytes that second states of each rank may take.
+    offered: u64,
+    /// Bytes of each rank for second states of all units.
+    all: u64,
+    /// Bytes that all ranks take more together; `None` where no unit is updated early.
+    pub(crate) taken: Option<u64>,
+}
+
+/// A plan, and what it needs.
+type Replanned = (Arc<Plan>, RankMemory);
+
+/// Decides what is left of `auto` by the plan without early updates and its `fit`, for all ranks alike: units nearest to
+/// the loss, as many as have their states twice in host memory that is spare. A GPU computes then, and its processor has time; on the
+/// CPU both want the same cores. `again` plans a configuration; what it came to last is returned, where it was
+/// called.
+///
+/// # Errors
+/// Those of `again`.
+pub(crate) fn settle_early_step(
+    config: &mut RunConfig,
+    plan: &Plan,
+    fit: &Fit,
+    again: &mut dyn FnMut(&mut RunConfig) -> Result<Replanned, Failure>,
+) -> Result<(Option<Replanned>, Option<Spare>), Failure> {
+    if config.early_step != EarlyStep::Auto {
+        return Ok((None, None));
+    }
+    config.early_step = EarlyStep::Off;
+    let second = second_bytes_per_elem(config);
+    let all = plan.most_early_elems() * second;
+    if !config.updates_beside_gpus() || all == 0 || !fit.fits() {
+        return Ok((None, None));
+    }
+    let ranks = config.ranks_here() as u64;
+    // Gradients that are consumed leave room for states.
+    let gradients = match config.consumes_gradients() {
+        true => plan.config().grad_dtype().size_bytes() as u64,
+        false => 0,
+    };
+    let of_states = |host: u64| {
+        let (host, second) = (u128::from(host / ranks), u128::from(second));
+        let states = host * second / (second - u128::from(gradients)).max(1);
+        u64::try_from(states).unwrap_or(u64::MAX)
+    };
+    let mut offered = of_states(fit.spare_host());
+    let mut spare = Spare {
+        offered,
+        all,
+        taken: None,
+    };
+    let mut last = None;
+    for _ in 0..TRIES {
+        config.early_step = bound(offered, all);
+        let (plan, memory) = again(config)?;
+        let tried = Fit::new(config, &memory, fit.machine);
+        let (early, over) = (plan.any_steps_early(), tried.host_overrun());
+        last = Some((plan, memory));
+        if early && over == 0 && tried.fits() {
+            spare.taken = Some(tried.need.host.saturating_sub(fit.need.host));
+            return Ok((last, Some(spare)));
+        }
+        // Less of it helps only where host memory is what lacks.
+        if !early || over == 0 {
+            break;
+        }
+        offered = offered.min(all).saturating_sub(of_states(over + ranks));
+    }
+    config.early_step = EarlyStep::Off;
+    if last.is_some() {
+        last = Some(again(config)?);
+    }
+    Ok((last, Some(spare)))
+}
+
+/// Second states of at most `offered` bytes, where all units have `all`.
+fn bound(offered: u64, all: u64) -> EarlyStep {
+    if offered >= all {
+        return EarlyStep::All;
+    }
+    let unit = if offered < IN_GIB_FROM {
+        1 << 20
+    } else {
+        1 << 30
+    };
+    EarlyStep::Most(offered / unit * unit)
+}
+
+/// What is updated while backward runs, or what `auto` has no room for.
+pub(crate) fn early_line(plan: &Plan, spare: Option<&Spare>) -> Option<Event> {
+    let units = plan.units().iter();
+    let trained = units.filter(|unit| !unit.trainable.is_empty());
+    let all = trained.clone().count();
+    let early: Vec<_> = trained.filter(|unit| plan.steps_early(unit.id)).collect();
+    let text = if early.is_empty() {
+        let spare = spare?;
+        let why = if spare.offered < spare.all {
+            let [all, offered] = [spare.all, spare.offered].map(bytes);
+            format!(
+                "their second states need {all} of host memory per rank, {offered} can be spared"
+            )
+        } else {
+            "with second states the plan does not fit".to_owned()
+        };
+        format!("no unit is updated while backward runs: {why}")
+    } else {
+        let gradients = if early.iter().all(|unit| plan.consumes_gradients(unit.id)) {
+            "their gradients are kept nowhere"
+        } else {
+            "their gradients are kept until the norm is known"
+        };
+        let cost = spare.and_then(|spare| spare.taken).map(|taken| {
+            let taken = bytes(taken);
+            format!(" · {taken} more of host memory, which is to spare")
+        });
+        format!(
+            "{} of {all} units are updated while backward runs · states twice · {gradients}{}",
+            early.len(),
+            cost.unwrap_or_default()
+        )
+    };
+    Some(Event::Info {
+        label: "early".into(),
+        text,
+    })
+}
