@@ -86,8 +86,47 @@ $device cpu $device-states
 $device param=cpu,optimizer=cpu,activation=cpu $device-layers --checkpoint-num-layers 2
 RUNS
   done
+  timing || return 1
   python3 "$root/scripts/gpu_train.py" "$out" "$device" >"$out/train.md" || { cat "$out/train.md"; return 1; }
+  echo "12 runs in bf16: the same losses with graphs or without, with weights ahead or at their lease, and with updates beside backward, also where the norm clips" >>"$out/train.md"
   cat "$out/train.md"
+}
+
+# What only decides when something is done changes no bit: by the name of the group, whose first run is the one that the
+# others are compared with.
+timing() {
+  local group told first="" before="" more run
+  while read -r group told more; do
+    # Flags that are for GPUs.
+    [ "$device" = cuda ] || case $group in graphs | ahead) continue ;; esac
+    run="$out/train-$group-$told"
+    rm -rf "$run"
+    # shellcheck disable=SC2086 # the settings are words
+    "$bin/launcher" --device "$device" --nproc 1 --zero 3 --precision bf16 $more --max-steps 8 --logging-steps 1 \
+      --eval-strategy no --save-strategy no --output "$run" >"$run.txt" 2>&1 || { tail -20 "$run.txt"; return 1; }
+    grep -o '"loss":[^,]*' "$run/trainer_log.jsonl" >"$run.losses"
+    rm -rf "$run"
+    [ "$group" = "$before" ] || first="$run"
+    before="$group"
+    cmp "$first.losses" "$run.losses" || return 1
+    if [ "$told" = early ] && ! grep -q 'units are updated while backward runs' "$run.txt"; then
+      echo "$run: no unit was updated while backward ran"
+      return 1
+    fi
+  done <<'RUNS'
+graphs off --offload cpu --cuda-graph off
+graphs on --offload cpu --cuda-graph on
+graphs auto --offload cpu --cuda-graph auto
+ahead off --offload cpu --upload-ahead off
+ahead on --offload cpu --upload-ahead on
+clipped late --offload cpu --early-step off --max-grad-norm 0.05
+clipped early --offload cpu --early-step all --max-grad-norm 0.05
+clipped some --offload cpu --early-step 1MiB --max-grad-norm 0.05
+unclipped late --offload cpu --early-step off --max-grad-norm 0
+unclipped early --offload cpu --early-step all --max-grad-norm 0
+weights late --early-step off --offload optimizer=cpu
+weights early --early-step all --offload optimizer=cpu
+RUNS
 }
 
 # Ranks that share the GPU: read each other's memory, go through host memory, or leave it to NCCL. The first two have the same

@@ -157,9 +157,12 @@ def outcome(case, run, text, marks, device):
         # Of every part the host or the device waits for nothing in; the update runs on the processor.
         own = {part: median([row["device_seconds"][part] for row in rows]) for part in rows[0]["device_seconds"]}
         parts = {"compute": own["compute"], "to the device": own["inward"], "from the device": own["outward"]}
-        parts["update on the processor"] = result["seconds"]["step"]
+        parts["update on the processor"] = result["seconds"]["step"] + own["updates"]
         longest = max(parts, key=parts.get)
         result |= {"device_seconds": own, "longest": longest, "times_longest": result["step_seconds"] / max(parts[longest], 1e-9)}
+        offloads = config["offload"]
+        if "cpu" in (offloads["param"], offloads["optimizer"]) and result["times_longest"] > OVERLAP:
+            wrong.append(f"the step is {result['times_longest']:.2f} times its longest part ({longest}), the goal is {OVERLAP}")
     if not all(loss == loss and abs(loss) < 1e4 for loss in result["losses"]):
         wrong.append("a loss is no number")
     # Ranks are told apart by nothing but what they hold. The small ones of a rehearsal may end before anybody looks.
@@ -170,6 +173,9 @@ def outcome(case, run, text, marks, device):
         # Of small models the process itself is most, which the CPU rehearsal of this program need not weigh.
         if device == "cuda" and not within(got, want):
             wrong.append(f"VmHWM {gib(got)} GiB, planned {gib(want)}")
+    host_cap = case.get("run", {}).get("host_cap", case.get("host_cap"))
+    if device == "cuda" and host_cap and sum(marks.values()) > parse_bytes(host_cap):
+        wrong.append(f"VmHWM of all ranks {gib(sum(marks.values()))} GiB, more than the cap of {host_cap}")
     if device == "cuda":
         used = re.search(r"rank 0 used (\S+) of the", text)
         taken = re.search(r"the driver counts (\d+) bytes more", text)

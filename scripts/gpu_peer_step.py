@@ -2,7 +2,7 @@
 of `scripts/gpu-check.sh --stages headline`. Weights are random, on the device; nothing is fetched.
 
 The step: the frozen vision tower over all slices, the frozen resampler, the language model with adapters on its attention,
-loss over all tokens, backward, clipping, AdamW on the adapters. bf16 throughout, which is the faster choice for the peer.
+loss over the answer's tokens as there, backward, clipping, AdamW on the adapters. bf16 throughout, which is the faster choice for the peer.
 """
 
 import json
@@ -191,6 +191,9 @@ def steps(config_path, tokens, slices, rank, device="cuda"):
     side = c["slice_config"].get("scale_resolution", 448)
     pixels = torch.randn(slices, 3, side, side)
     ids = torch.randint(0, c["vocab_size"], (1, tokens))
+    # Of what is not a picture, the last quarter is answered, as in the samples of `launcher synth`.
+    labels = ids.clone()
+    labels[:, : tokens - max(1, (tokens - slices * QUERIES) // 4)] = -100
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-6, fused=device == "cuda")
 
@@ -199,7 +202,7 @@ def steps(config_path, tokens, slices, rank, device="cuda"):
             features = resampler(vision(pixels)).flatten(0, 1)
             x = embed(ids).clone()
             x[0, 4 : 4 + len(features)] = features[: tokens - 4]
-        loss_of(x, ids).backward()
+        loss_of(x, labels).backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

@@ -30,7 +30,7 @@ def parts(run):
     """Milliseconds of the last step and of its parts, those of the device by its own clock."""
     row = rows_of(run)[-1]
     device = row["device_seconds"]
-    own = {"compute": device["compute"], "in": device["inward"], "out": device["outward"], "update": row["seconds"]["step"]}
+    own = {"compute": device["compute"], "in": device["inward"], "out": device["outward"], "update": row["seconds"]["step"] + device["updates"]}
     return 1e3 * row["step_seconds"], {name: 1e3 * value for name, value in own.items()}, 1e3 * device["waits"]
 
 

@@ -18,6 +18,7 @@ use kernels::DType;
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 type Result<T, E = EngineError> = std::result::Result<T, E>;
 
@@ -44,6 +45,8 @@ pub(crate) struct Job {
     /// Sum of squares of gradients that were consumed.
     pub(crate) squares: Option<f64>,
     pub(crate) outcome: Result<()>,
+    /// Time at the thread.
+    pub(crate) took: Duration,
 }
 
 /// Resting weights, and the element of the group at which they begin.
@@ -70,8 +73,9 @@ impl EarlyRun {
                 optimizer: &optimizer,
                 scalars,
             };
-            let started = trace.now();
+            let (started, begun) = (trace.now(), Instant::now());
             job.outcome = job.step(rule, weights.as_ref());
+            job.took = begun.elapsed();
             trace.end(started, Lane::EarlyUpdate, || {
                 plan.spec().units[job.unit.index()].name.clone()
             });

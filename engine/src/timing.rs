@@ -35,6 +35,8 @@ pub struct DeviceTimes {
     pub inward: Duration,
     /// Copies from it.
     pub outward: Duration,
+    /// Updates that the processor makes meanwhile, by its clock.
+    pub updates: Duration,
 }
 
 impl DeviceTimes {
@@ -61,6 +63,7 @@ impl DeviceTimes {
             waits: self.waits.saturating_sub(earlier.waits),
             inward: self.inward.saturating_sub(earlier.inward),
             outward: self.outward.saturating_sub(earlier.outward),
+            updates: self.updates.saturating_sub(earlier.updates),
         }
     }
 }
@@ -133,6 +136,7 @@ mod tests {
             waits: millis(5),
             inward: millis(3),
             outward: millis(1),
+            updates: Duration::ZERO,
         };
         assert_eq!(times, want);
         assert_eq!(times.since(want), DeviceTimes::default());

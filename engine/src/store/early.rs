@@ -11,7 +11,7 @@ use crate::trace::Lane;
 use crate::update::Scalars;
 use crate::zero::OptimizerConfig;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 impl Store {
     /// The coming pass is the last of its update, whose numbers are `scalars`.
@@ -138,6 +138,7 @@ impl Store {
             state,
             squares: None,
             outcome: Ok(()),
+            took: Duration::ZERO,
         };
         run.send(job, weights)
     }
@@ -159,6 +160,7 @@ impl Store {
     }
 
     fn take_back(&mut self, job: Job) -> Result<()> {
+        self.early_time += job.took;
         let parts = &mut self.units[job.unit.index()];
         parts.state = Some(job.state);
         match job.gradients {

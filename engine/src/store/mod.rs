@@ -102,6 +102,8 @@ pub(crate) struct Store {
     moment: Moment,
     copies: CopyClock,
     early: Option<EarlyRun>,
+    /// Time of the thread of early updates so far.
+    early_time: Duration,
     /// Where gradients wait that are consumed as they come.
     waiting: Vec<Region>,
 }
@@ -173,6 +175,7 @@ impl Store {
             moment,
             copies: CopyClock::default(),
             early: None,
+            early_time: Duration::ZERO,
             waiting,
         })
     }
@@ -356,6 +359,11 @@ impl Store {
     /// Time of copies between tiers so far.
     pub(crate) fn copy_time(&self) -> Duration {
         self.copies.total()
+    }
+
+    /// Time of the thread of early updates so far.
+    pub(crate) fn early_time(&self) -> Duration {
+        self.early_time
     }
 
     fn entry_at_cursor(&self) -> Option<Entry> {

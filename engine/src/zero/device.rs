@@ -23,11 +23,15 @@ fn labelled(label: u32) -> (UnitId, Phase) {
 }
 
 impl Zero {
-    /// What this rank's device did so far, by its own clock, in training passes that were followed by a step; zero where
-    /// the host computes.
+    /// What this rank's device did so far, by its own clock, in training passes that were followed by a step, and what the
+    /// processor updated beside it; zero where the host computes.
     #[must_use]
     pub fn device_times(&self) -> DeviceTimes {
-        self.device_times
+        let mut times = self.device_times;
+        if self.backend.device().is_apart() {
+            times.updates = self.store.borrow().early_time();
+        }
+        times
     }
 
     /// What is queued from here on is work of a unit. Only passes that train are measured: a step reads what was

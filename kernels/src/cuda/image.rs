@@ -94,7 +94,7 @@ impl Images {
     /// Looks for the compiler. Without it, only built-in PTX and what is listed there can run.
     #[must_use]
     pub fn new((major, minor): (u32, u32), search: &Search, cache: Option<Cache>) -> Self {
-        // Instructions of one architecture only (wgmma) are compiled in for Hopper.
+        // The sources are those of sm_80; the compiler may use what only Hopper has.
         let suffix = if (major, minor) == (9, 0) { "a" } else { "" };
         Self {
             arch: format!("sm_{major}{minor}{suffix}"),

@@ -102,15 +102,25 @@ pub struct DeviceSplit {
     pub inward: f64,
     /// Copies from the device.
     pub outward: f64,
+    /// Updates that the processor makes meanwhile.
+    pub updates: f64,
 }
 
 impl DeviceSplit {
+    /// Names of the parts, in the order of the fields.
+    pub const NAMES: [&str; Self::PARTS] = ["compute", "waits", "inward", "outward", "updates"];
     /// How many parts there are.
-    pub const PARTS: usize = 4;
+    pub const PARTS: usize = 5;
 
     /// The parts in the order of the fields.
     pub fn values(&self) -> [f64; Self::PARTS] {
-        [self.compute, self.waits, self.inward, self.outward]
+        [
+            self.compute,
+            self.waits,
+            self.inward,
+            self.outward,
+            self.updates,
+        ]
     }
 
     /// The split with these parts; what is missing is zero.
@@ -121,6 +131,7 @@ impl DeviceSplit {
             waits: at(1),
             inward: at(2),
             outward: at(3),
+            updates: at(4),
         }
     }
 
@@ -141,6 +152,7 @@ impl From<DeviceTimes> for DeviceSplit {
             waits: times.waits.as_secs_f64(),
             inward: times.inward.as_secs_f64(),
             outward: times.outward.as_secs_f64(),
+            updates: times.updates.as_secs_f64(),
         }
     }
 }
@@ -287,10 +299,10 @@ mod tests {
 
     #[test]
     fn devices_count_where_they_did_anything() {
-        let ranks =
-            [[4.0, 1.0, 2.0, 0.0], [2.0, 1.0, 0.0, 2.0]].map(|r| DeviceSplit::from_slice(&r));
+        let ranks = [[4.0, 1.0, 2.0, 0.0, 1.0], [2.0, 1.0, 0.0, 2.0, 3.0]]
+            .map(|r| DeviceSplit::from_slice(&r));
         let times = StepTimes::of(&[rank(0.0, 1.0); 2], 2.0).with_devices(&ranks, 2.0);
-        let want = DeviceSplit::from_slice(&[1.5, 0.5, 0.5, 0.5]);
+        let want = DeviceSplit::from_slice(&[1.5, 0.5, 0.5, 0.5, 1.0]);
         assert_eq!(times.device, Some(want));
         assert_eq!(DeviceSplit::mean(&[DeviceSplit::default(); 2], 1.0), None);
     }

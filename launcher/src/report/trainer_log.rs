@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use super::curve::Point;
 use super::jsonl::JsonLines;
 use crate::exit::Failure;
-use crate::monitor::split::{StepSplit, StepTimes};
+use crate::monitor::split::{DeviceSplit, StepSplit, StepTimes};
 use crate::units::clock;
 
 /// File of the log.
@@ -143,7 +143,7 @@ impl LogRow {
             let own = times.own.iter().map(|seconds| rounded(*seconds, SECONDS));
             put("rank_seconds", own.collect());
             if let Some(device) = times.device {
-                let names = ["compute", "waits", "inward", "outward"].into_iter();
+                let names = DeviceSplit::NAMES.into_iter();
                 let parts = names.zip(device.values());
                 let parts = parts.map(|(name, value)| (name.to_owned(), rounded(value, SECONDS)));
                 put("device_seconds", Value::Object(parts.collect()));
@@ -215,7 +215,6 @@ impl TrainerLog {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::monitor::split::DeviceSplit;
 
     #[test]
     fn rows_have_the_fields_that_tools_read() {
@@ -243,7 +242,10 @@ mod tests {
                     ],
                     2.0,
                 )
-                .with_devices(&[DeviceSplit::from_slice(&[0.6, 0.1, 0.4, 0.2]); 2], 2.0),
+                .with_devices(
+                    &[DeviceSplit::from_slice(&[0.6, 0.1, 0.4, 0.2, 0.8]); 2],
+                    2.0,
+                ),
             ),
             ..LogRow::default()
         };
@@ -261,7 +263,7 @@ mod tests {
                     "step": 0.05, "offload": 0.05
                 },
                 "rank_seconds": [0.45, 0.65],
-                "device_seconds": {"compute": 0.3, "waits": 0.05, "inward": 0.2, "outward": 0.1},
+                "device_seconds": {"compute": 0.3, "waits": 0.05, "inward": 0.2, "outward": 0.1, "updates": 0.4},
                 "slowest_rank": 1, "slowest_part": "backward", "imbalance": 0.1818
             })
         );
