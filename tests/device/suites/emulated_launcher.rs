@@ -631,6 +631,11 @@ fn updates_begin_where_host_memory_is_to_spare() {
                 let seen = early_updates(&site, &run, rank);
                 assert_eq!(seen > 0, begins, "{run}, rank {rank}: {seen}");
             }
+            let rows = site.rows(&run);
+            let updates = rows
+                .iter()
+                .filter_map(|row| row["device_seconds"]["updates"].as_f64());
+            assert_eq!(updates.sum::<f64>() > 0.0, begins, "{run}");
             let first = format!("{cell}-off");
             assert_eq!(site.logged(&run, "loss"), site.logged(&first, "loss"));
             assert!(
