@@ -100,17 +100,28 @@ fn sight(rank: usize) -> [u8; SIGHT] {
     std::array::from_fn(|i| (i * 7 + rank * 31 + 1) as u8)
 }
 
-/// Tells all ranks what each came to: bytes, or a failure, which is then that of every rank. All go on, or none.
+/// Tells all ranks what each came to: bytes, or a failure, which is then that of every rank. All go on, or none. A rank
+/// without memory keeps its own failure, which says nothing of the others.
 fn agree(comm: &dyn Communicator, step: u32, own: Result<Vec<u8>>) -> Result<Vec<Vec<u8>>> {
     const WELL: u8 = 0;
+    let mut short = None;
     let own = match own {
         Ok(bytes) => [&[WELL], &*bytes].concat(),
         Err(EngineError::Kernel(KernelError::Device { op, cause })) => {
             format!("\u{1}cannot {op}: {cause}").into_bytes()
         }
-        Err(error) => format!("\u{1}{error}").into_bytes(),
+        Err(error) => {
+            let said = format!("\u{1}{error}").into_bytes();
+            short = Some(error).filter(|error| {
+                matches!(error, EngineError::Kernel(KernelError::OutOfMemory { .. }))
+            });
+            said
+        }
     };
     let all = comm.all_gather_bytes(&own, CommTag::new("devices", step))?;
+    if let Some(error) = short {
+        return Err(error);
+    }
     let failed = all.iter().enumerate().filter(|(_, said)| said[0] != WELL);
     let refusals: Vec<(usize, String)> = failed
         .map(|(rank, said)| (rank, String::from_utf8_lossy(&said[1..]).into_owned()))
@@ -200,9 +211,9 @@ impl DeviceComm {
         let World { rank, size } = self.world;
         let all = peers.incoming(Shape::new(&[size * SIGHT]), DType::U8, Tag::Communication)?;
         for (peer, words) in places.iter().enumerate().filter(|(peer, _)| *peer != rank) {
-            let words: Vec<u64> = bytemuck::pod_collect_to_vec(words);
-            peers.await_mark(Lane::Inward, peer, Lane::Inward, words[1])?;
-            peers.pull(peer, words[0], &all, peer * SIGHT..(peer + 1) * SIGHT)?;
+            let word = |at: usize| bytemuck::pod_read_unaligned::<u64>(&words[8 * at..8 * at + 8]);
+            peers.await_mark(Lane::Inward, peer, Lane::Inward, word(1))?;
+            peers.pull(peer, word(0), &all, peer * SIGHT..(peer + 1) * SIGHT)?;
         }
         peers.arrive()?;
         let bytes = all.to_bytes()?;

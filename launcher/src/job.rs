@@ -1,5 +1,6 @@
 //! The two parts of the program: supervisor and rank.
 
+use std::cell::RefCell;
 use std::io::Write;
 use std::process::ExitCode;
 use std::time::Instant;
@@ -283,23 +284,30 @@ fn run_job(
 ) -> Result<RunSummary, Failure> {
     let config = planned.config;
     let is_first = share.as_ref().is_none_or(|share| share.first_rank == 0);
-    let mut attempts = Attempts::new(config);
+    let mut attempts = Attempts::new(config, planned.unprepared);
+    // That of the newest plan.
+    let advice: RefCell<Option<Advice>> = RefCell::new(None);
     let mut prepare = |config: &mut RunConfig, screen: &mut Screen| {
         let mut plan = PlanFile::default();
-        drop((hooks.prepare)(config, env, &mut |event| {
+        let newest = (hooks.prepare)(config, env, &mut |event| {
             plan.note(&event);
             screen.show(&event);
-        })?);
+        })?;
+        advice.replace(Some(newest));
         plan.save(&config.output)
     };
     let summary = loop {
-        let (share, advice) = (share.clone(), planned.advice);
-        let ended = supervise(attempts.config(), env, share, signals, screen, advice);
+        let advise = |failure: &mut Failure| match &*advice.borrow() {
+            Some(newest) => newest(failure),
+            None => (planned.advice)(failure),
+        };
+        let config = attempts.config();
+        let ended = supervise(config, env, share.clone(), signals, screen, &advise);
         match ended {
             Ok(RunSummary {
                 ipc_refused: Some(why),
                 ..
-            }) => attempts.through_host(why, planned.unprepared, &mut prepare, screen)?,
+            }) => attempts.through_host(why, &mut prepare, screen)?,
             Ok(summary) => break summary,
             Err(ended) => attempts.again(ended, &mut prepare, screen)?,
         }

@@ -26,6 +26,8 @@ pub(crate) fn refused(why: &str) -> Event {
 #[derive(Debug)]
 pub(crate) struct Attempts {
     config: RunConfig,
+    /// Before its plan settled anything.
+    unprepared: RunConfig,
     /// Attempts that have ended.
     ended: u32,
 }
@@ -34,9 +36,10 @@ pub(crate) struct Attempts {
 type Prepare<'a> = dyn FnMut(&mut RunConfig, &mut Screen) -> Result<(), Failure> + 'a;
 
 impl Attempts {
-    pub(crate) fn new(config: &RunConfig) -> Self {
+    pub(crate) fn new(config: &RunConfig, unprepared: &RunConfig) -> Self {
         Self {
             config: config.clone(),
+            unprepared: unprepared.clone(),
             ended: 0,
         }
     }
@@ -89,28 +92,35 @@ impl Attempts {
             ),
         });
         if lost > 0 {
+            self.unsettle();
             prepare(&mut self.config, screen)?;
             self.config.save_to(&self.config.output.join(CONFIG_FILE))?;
         }
         Ok(())
     }
 
+    /// Leaves to the next plan what the last one found room for.
+    fn unsettle(&mut self) {
+        self.config.early_step = self.unprepared.early_step;
+        self.config.upload_ahead = self.unprepared.upload_ahead;
+    }
+
     /// Plans the run for the way through host memory, after ranks whose GPUs could not read each other's memory and that
-    /// have done nothing. What the plan settled is settled anew from `unprepared`, unless earlier attempts go on.
+    /// have done nothing. What the plan settled is settled anew.
     ///
     /// # Errors
     /// The run does not fit that way, or its folder cannot be written.
     pub(crate) fn through_host(
         &mut self,
         why: String,
-        unprepared: &RunConfig,
         prepare: &mut Prepare<'_>,
         screen: &mut Screen,
     ) -> Result<(), Failure> {
         screen.show(&refused(&why));
         if self.ended == 0 {
-            self.config = unprepared.clone();
+            self.config = self.unprepared.clone();
         }
+        self.unsettle();
         self.config.ipc_refused = Some(why);
         prepare(&mut self.config, screen)?;
         self.config.save_to(&self.config.output.join(CONFIG_FILE))
@@ -189,7 +199,8 @@ mod tests {
             ..Args::default()
         };
         edit(&mut args);
-        Attempts::new(&resolve(&args, &env).expect("resolves").config)
+        let config = resolve(&args, &env).expect("resolves").config;
+        Attempts::new(&config, &config)
     }
 
     fn ended(died: bool) -> RunFailure {

@@ -172,8 +172,14 @@ impl Nccl {
         deadline: Duration,
     ) -> Result<Communicator> {
         let context = stream.context().clone();
-        let bind = move || context.bind_to_thread().during("selecting the GPU");
-        bind()?;
+        let bind = move || {
+            let bound = context.bind_to_thread().during("selecting the GPU");
+            bound.map(|()| context)
+        };
+        stream
+            .context()
+            .bind_to_thread()
+            .during("selecting the GPU")?;
         stream.synchronize().during("waiting for the GPU")?;
         Ok(Communicator {
             member: self.meet(id, (rank, world), deadline, bind)?,
@@ -183,21 +189,25 @@ impl Nccl {
 
     /// Takes the place `rank` among the `world` ranks that use the same name, on a thread of its own: the library waits
     /// for ranks without end. After `deadline` that thread is left to itself; should the ranks come even then, it leaves
-    /// them again. `bind` makes the GPU's context current on it.
+    /// them again. `bind` makes the GPU's context current on it; what it returns keeps the context until then.
     ///
     /// # Errors
     /// As [`Nccl::join`], and what `bind` reports.
-    pub fn meet(
+    pub fn meet<G>(
         self: &Arc<Self>,
         id: [u8; UNIQUE_ID_BYTES],
         (rank, world): (u32, u32),
         deadline: Duration,
-        bind: impl FnOnce() -> Result<()> + Send + 'static,
+        bind: impl FnOnce() -> Result<G> + Send + 'static,
     ) -> Result<Member> {
         let nccl = self.clone();
         let (sender, receiver) = channel();
         let join = move || {
-            let joined = bind().and_then(|()| nccl.init(id, rank, world));
+            let bound = bind();
+            let (joined, _held) = match bound {
+                Ok(held) => (nccl.init(id, rank, world), Some(held)),
+                Err(error) => (Err(error), None),
+            };
             // What nobody waits for any more is dropped, and with it the place.
             drop(sender.send(joined));
         };

@@ -57,7 +57,7 @@ fn ranks_join_are_refused_or_are_missed_after_the_deadline() {
         "NCCL joining the ranks failed: unhandled system error"
     );
     let unbound = || {
-        Err(CudaError::NoDevice {
+        Err::<(), _>(CudaError::NoDevice {
             reason: "gone".into(),
         })
     };

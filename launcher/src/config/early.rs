@@ -73,10 +73,10 @@ impl RunConfig {
     }
 
     /// Whether a processor that has time during backward updates states in host memory, the weights among them: second
-    /// weights on a GPU would take memory that is scarce there.
+    /// weights would take memory that is scarce on a GPU, and a disk's unasked.
     pub(crate) fn updates_beside_gpus(&self) -> bool {
         let beside = self.device == Device::Cuda && self.offload.optimizer == Tier::Cpu;
-        beside && self.offload.param != Tier::None
+        beside && self.offload.param == Tier::Cpu
     }
 
     /// Decides `auto` where the plan that tried it has early updates, from a disk. True where that plan `exceeds` the

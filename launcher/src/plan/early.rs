@@ -22,6 +22,8 @@ pub(crate) struct Spare {
     offered: u64,
     /// Bytes of each rank for second states of all units.
     all: u64,
+    /// Whether it is host memory that lacks for more.
+    short: bool,
     /// Bytes that all ranks take more together; `None` where no unit is updated early.
     pub(crate) taken: Option<u64>,
 }
@@ -66,6 +68,7 @@ pub(crate) fn settle_early_step(
     let mut spare = Spare {
         offered,
         all,
+        short: offered < all,
         taken: None,
     };
     let mut last = None;
@@ -81,8 +84,10 @@ pub(crate) fn settle_early_step(
         }
         // Less of it helps only where host memory is what lacks.
         if !early || over == 0 {
+            spare.short = !early;
             break;
         }
+        spare.short = true;
         offered = offered.min(all).saturating_sub(of_states(over + ranks));
     }
     config.early_step = EarlyStep::Off;
@@ -113,7 +118,7 @@ pub(crate) fn early_line(plan: &Plan, spare: Option<&Spare>) -> Option<Event> {
     let early: Vec<_> = trained.filter(|unit| plan.steps_early(unit.id)).collect();
     let text = if early.is_empty() {
         let spare = spare?;
-        let why = if spare.offered < spare.all {
+        let why = if spare.short {
             let [all, offered] = [spare.all, spare.offered].map(bytes);
             format!(
                 "their second states need {all} of host memory per rank, {offered} can be spared"

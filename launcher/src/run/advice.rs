@@ -115,6 +115,7 @@ pub(crate) fn changed(config: &RunConfig, flags: &[(&'static str, String)]) -> O
     let mut resolved = resolve(&args, &env).ok()?.config;
     resolved.source = config.source.clone();
     resolved.gpus.clone_from(&config.gpus);
+    resolved.ipc_refused.clone_from(&config.ipc_refused);
     Some(resolved)
 }
 

@@ -13,12 +13,10 @@ use std::path::Path;
 
 pub(crate) use crate::data::chain;
 
-/// What ranks do with NCCL before a run begins.
-const JOINING: [&str; 3] = [
-    "ask NCCL for its version",
-    "name an NCCL group",
-    "join the NCCL group",
-];
+/// What ranks do with NCCL before they wait for each other.
+const ASKING: [&str; 2] = ["ask NCCL for its version", "name an NCCL group"];
+/// Where they wait.
+const JOINING: &str = "join the NCCL group";
 
 pub(crate) fn engine(doing: &str, error: &EngineError) -> Failure {
     match error {
@@ -124,7 +122,13 @@ pub(crate) fn kernel(doing: &str, error: &KernelError) -> Failure {
         .evidence(in_use(*in_use_bytes, breakdown))
         .next("a smaller --per-device-train-batch-size or --model-max-length")
         .next("--offload cpu moves model states that still rest on the GPU to host memory"),
-        KernelError::Device { op, cause } if JOINING.contains(op) => Failure::new(
+        KernelError::Device { op, cause } if ASKING.contains(op) => Failure::new(
+            ErrorCode::Cuda,
+            format!("the GPUs of the ranks cannot {op}"),
+            cause.to_string(),
+        )
+        .next("--collectives shm goes through host memory and works everywhere"),
+        KernelError::Device { op, cause } if *op == JOINING => Failure::new(
             ErrorCode::Cuda,
             format!("the GPUs of the ranks cannot {op}"),
             cause.to_string(),

@@ -444,7 +444,12 @@ impl Watch<'_> {
                 "the process ended well but left no summary",
             )
         };
-        Ok(RunSummary::load(job_dir, self.first_rank).ok_or_else(missing)?)
+        let summary = RunSummary::load(job_dir, self.first_rank).ok_or_else(missing)?;
+        // What would be tried another way was told to stop.
+        if asked && summary.ipc_refused.is_some() {
+            return Err(stopped_at_once(self.output).into());
+        }
+        Ok(summary)
     }
 }
 
