@@ -76,6 +76,35 @@ pub struct Report {
     pub ceilings: Vec<(String, f64)>,
 }
 
+/// A bound of a measured ratio.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Target {
+    /// Of a speed.
+    AtLeast(f64),
+    /// Of a time.
+    AtMost(f64),
+}
+
+impl Target {
+    /// Whether `ratio` keeps it; what is no number does not.
+    #[must_use]
+    pub fn is_met(self, ratio: f64) -> bool {
+        match self {
+            Self::AtLeast(least) => ratio >= least,
+            Self::AtMost(most) => ratio <= most,
+        }
+    }
+}
+
+impl std::fmt::Display for Target {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::AtLeast(least) => write!(f, "at least {least}x"),
+            Self::AtMost(most) => write!(f, "at most {most}x"),
+        }
+    }
+}
+
 impl Report {
     /// An empty report.
     #[must_use]
@@ -110,6 +139,13 @@ impl Report {
         let problem = problem.into();
         show(&format!("FAILED {problem}"));
         self.failures.push(problem);
+    }
+
+    /// Judges a ratio of the row `what` that was measured and written: a target that is missed is a failure of the stage.
+    pub fn target(&mut self, what: &str, ratio: f64, target: Target) {
+        if !target.is_met(ratio) {
+            self.failure(format!("{what}: {ratio:.2}x, the target is {target}"));
+        }
     }
 
     /// Runs a part; its error is a failure of the stage, not its end.
@@ -216,5 +252,22 @@ mod tests {
         assert!(
             table.contains("| copy | 4.3 TB/s |") && table.contains("FAILED: bad: no such thing")
         );
+    }
+
+    #[test]
+    fn a_target_that_is_missed_is_a_failure() {
+        let mut report = Report::new("products");
+        report.target("fast", 0.8, Target::AtLeast(0.7));
+        report.target("cheap", 1.1, Target::AtMost(1.15));
+        assert!(report.failures.is_empty());
+        report.target("slow", 0.6, Target::AtLeast(0.7));
+        report.target("dear", 1.2, Target::AtMost(1.15));
+        report.target("none", f64::NAN, Target::AtMost(1.15));
+        let missed = [
+            "slow: 0.60x, the target is at least 0.7x",
+            "dear: 1.20x, the target is at most 1.15x",
+        ];
+        assert_eq!(report.failures[..2], missed);
+        assert_eq!(report.failures.len(), 3);
     }
 }

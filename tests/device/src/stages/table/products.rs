@@ -1,6 +1,6 @@
 //! Stage `products`: matrix products beside cuBLASLt's, two layers over a partition of rows beside one layer of all rows,
-//! and layers with adapters beside plain ones, each pair measured in the same run. A target is stated, not enforced: what
-//! a GPU reaches is a figure, not a fault.
+//! and layers with adapters beside plain ones, each pair measured in the same run. Every row is written; a target that is
+//! missed, or that nothing can be compared for, is a failure of the stage.
 
 use anyhow::{Context, Result};
 use kernels::DType;
@@ -14,7 +14,7 @@ use kernels::cuda::ops::shared_lora::{self, SharedLora};
 use kernels::cuda::ops::workspace::Workspace;
 
 use super::{BUDGET, Operands, peers, works};
-use crate::stages::{Report, Setting, median_milliseconds, queue};
+use crate::stages::{Report, Setting, Target, median_milliseconds, queue};
 
 /// Tokens, features out and in: layers of 7 B models, and of their vision towers.
 const SHAPES: [[usize; 3]; 4] = [
@@ -24,11 +24,11 @@ const SHAPES: [[usize; 3]; 4] = [
     [9808, 15360, 1792],
 ];
 /// Of cuBLASLt's speed.
-const PRODUCT_TARGET: f64 = 0.7;
+const PRODUCT_TARGET: Target = Target::AtLeast(0.7);
 /// Of the speed of one product of all rows.
-const ROUTED_TARGET: f64 = 0.9;
+const ROUTED_TARGET: Target = Target::AtLeast(0.9);
 /// Most time of a layer with an adapter, relative to the plain one.
-const FORWARD_TARGET: f64 = 1.15;
+const FORWARD_TARGET: Target = Target::AtMost(1.15);
 
 const DTYPE: DType = DType::BF16;
 
@@ -149,7 +149,7 @@ fn plain(
     let layer = layer(&mut on, shape, 0)?;
     let own = time(gpu, &forward(&mut on, &layer)?)?;
     let mut compared = teraflops(flops, own);
-    match CublasLt::open(gpu, &setting.search) {
+    let beside = match CublasLt::open(gpu, &setting.search) {
         Ok(library) => {
             let matrix = |elements: usize, scale: f32| -> Result<Memory> {
                 let memory = gpu.allocate(2 * elements)?;
@@ -169,11 +169,19 @@ fn plain(
                 ", cuBLASLt {theirs:.3} ms: {:.2}x (target {PRODUCT_TARGET})",
                 theirs / own
             );
+            Ok(theirs / own)
         }
-        Err(error) => compared += &format!(", no cuBLASLt: {error}"),
-    }
+        Err(error) => {
+            compared += &format!(", no cuBLASLt: {error}");
+            Err(error.to_string())
+        }
+    };
     compared += &torch(&name, own);
-    report.row(name, format!("{own:.3} ms"), compared);
+    report.row(&name, format!("{own:.3} ms"), compared);
+    match beside {
+        Ok(ratio) => report.target(&name, ratio, PRODUCT_TARGET),
+        Err(error) => report.failure(format!("{name}: not judged, no cuBLASLt: {error}")),
+    }
     Ok(())
 }
 
@@ -280,6 +288,7 @@ fn compare(
         torch(name, two)
     );
     report.row(name, format!("{two:.3} ms"), compared);
+    report.target(name, one / two, ROUTED_TARGET);
     Ok(())
 }
 
@@ -387,6 +396,9 @@ fn adapted(gpu: &Gpu, report: &mut Report, r: usize, torch: Torch<'_>) -> Result
             torch(&name, adapted)
         );
         report.row(&name, format!("{adapted:.3} ms"), compared);
+        if which == "forward" {
+            report.target(&name, adapted / plain, FORWARD_TARGET);
+        }
     }
     Ok(())
 }
