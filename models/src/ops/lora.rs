@@ -152,26 +152,9 @@ impl Scope<'_> {
         if let Some(state) = self.dropout_state().filter(|_| adapter.dropout > 0.0) {
             return self.lora_linear_with_dropout(x, base, adapter, state);
         }
-        let input = rows(x.value())?;
-        let part = self.part(base, adapter)?;
-        let held = part.tensors(&|id| self.weight(id), true)?;
-        let value = self.backend().lora_linear(held.args(&input))?;
-        let (slot, shape, used) = (x.slot(), x.shape(), part.params());
-        self.record(
-            "lora_linear",
-            value,
-            &[x],
-            &used,
-            move |sweep, dy: Tensor| {
-                let held = part.tensors(&|id| sweep.weight(id), false)?;
-                let backend = sweep.backend();
-                let grads = backend.lora_linear_backward(held.args(&input), &dy, slot.is_some())?;
-                if let Some(dx) = grads.dx {
-                    sweep.add(slot, dx.reshape(shape)?)?;
-                }
-                part.add_grads(sweep, &input, &dy, [grads.d_lora_a, grads.d_lora_b])
-            },
-        )
+        let layer = [(base.clone(), adapter)];
+        let mut all = self.adapted_layers(x, &layer)?;
+        Ok(all.pop().expect("one value of one layer"))
     }
 
     fn part(&self, base: &LinearParams, adapter: LoraParams) -> Result<Part> {
@@ -192,12 +175,20 @@ impl Scope<'_> {
     /// As [`Scope::linear`].
     pub fn shared_lora(&self, x: &Var, layers: &[(LinearParams, LoraParams)]) -> Result<Vec<Var>> {
         let drops = |(_, adapter): &(LinearParams, LoraParams)| adapter.dropout > 0.0;
-        if layers.len() < 2 || (self.dropout_state().is_some() && layers.iter().any(drops)) {
+        if self.dropout_state().is_some() && layers.iter().any(drops) {
             let each = layers.iter();
             return each
                 .map(|(base, adapter)| self.lora_linear(x, base, *adapter))
                 .collect();
         }
+        match layers {
+            [] => Ok(Vec::new()),
+            layers => self.adapted_layers(x, layers),
+        }
+    }
+
+    /// Layers whose adapters see the input as it is. What these made of it is kept for backward, where the device keeps any.
+    fn adapted_layers(&self, x: &Var, layers: &[(LinearParams, LoraParams)]) -> Result<Vec<Var>> {
         let input = rows(x.value())?;
         let parts = layers.iter();
         let parts = parts.map(|(base, adapter)| self.part(base, *adapter));

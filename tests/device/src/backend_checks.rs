@@ -2,6 +2,8 @@
 //! Bit for bit where the definition leaves no bit open; elsewhere as close as a wrong operand, extent or stride could
 //! not be: the exact bounds of kernels are checked in their own cases.
 
+use std::ops::Range;
+
 use anyhow::{Context, Result, ensure};
 use kernels::{
     AttentionArgs, Backend, CpuBackend, DType, Direction, DropoutArgs, Gelu, IGNORED_LABEL,
@@ -414,8 +416,9 @@ fn shared_adapters([dtype, adapter]: [DType; 2]) -> Vec<Check> {
             float(dtype, &[t, n]),
         ]);
     }
-    let check = |(layers, scales): (usize, [f32; 3])| {
-        let name = format!("{layers} adapted layers of {dtype}, adapters of {adapter}, {scales:?}");
+    let check = |(layers, scales): (Range<usize>, [f32; 3])| {
+        let name =
+            format!("adapted layers {layers:?} of {dtype}, adapters of {adapter}, {scales:?}");
         Check::new(name, inputs.clone(), Compare::Close(dtype), move |b, x| {
             let own = |i: usize| &x[1 + 5 * i..6 + 5 * i];
             let layer = |i: usize| LoraArgs {
@@ -426,8 +429,8 @@ fn shared_adapters([dtype, adapter]: [DType; 2]) -> Vec<Check> {
                 lora_b: &own(i)[3],
                 scale: scales[i],
             };
-            let all: Vec<LoraArgs<'_>> = (0..layers).map(layer).collect();
-            let dy: Vec<&Tensor> = (0..layers).map(|i| &own(i)[4]).collect();
+            let all: Vec<LoraArgs<'_>> = layers.clone().map(layer).collect();
+            let dy: Vec<&Tensor> = layers.clone().map(|i| &own(i)[4]).collect();
             let forward = b.shared_lora(&all)?;
             let mut results = Vec::new();
             for (inner, need_dx) in [(forward.inner.as_ref(), true), (None, false), (None, true)] {
@@ -445,10 +448,12 @@ fn shared_adapters([dtype, adapter]: [DType; 2]) -> Vec<Check> {
         })
     };
     [
-        (3, [0.5; 3]),
-        (2, [0.5; 3]),
-        (3, [0.5, 0.5, 0.25]),
-        (1, [0.5; 3]),
+        (0..3, [0.5; 3]),
+        (0..2, [0.5; 3]),
+        (0..3, [0.5, 0.5, 0.25]),
+        // Alone, with a rank that is padded and one that is not.
+        (0..1, [0.5; 3]),
+        (1..2, [0.5; 3]),
     ]
     .map(check)
     .into()

@@ -30,13 +30,13 @@ impl Stacked {
 }
 
 impl CudaBackend {
-    /// The layers with their adapters stacked. `None` where these cannot share: one layer, other inputs, dtypes or
-    /// factors, an adapter without ranks.
+    /// The layers with their adapters stacked. `None` where these cannot share: other inputs, dtypes or factors, an adapter
+    /// without ranks.
     fn stack(&self, op: &'static str, args: &[LoraArgs<'_>]) -> Result<Option<Stacked>> {
         shared_lora::check(args)?;
         let first = args[0];
         let (dtype, at) = (first.x.dtype(), self.address(op, first.x)?);
-        let mut alike = args.len() > 1;
+        let mut alike = true;
         for args in args {
             let tensors = [args.x, args.weight, args.lora_a, args.lora_b];
             alike &= tensors
@@ -59,6 +59,17 @@ impl CudaBackend {
             held.extend(tensors);
         }
         let (line, k) = (line(&layers), first.x.shape().last());
+        if let [layer] = &*layers
+            && layer.padded_rank() == layer.r
+        {
+            let stacked = layer.lora_a;
+            return Ok(Some(Stacked {
+                layers,
+                stacked,
+                line,
+                held,
+            }));
+        }
         let stacked = self.uninit([line, k], dtype, Tag::Workspace)?;
         if layers.iter().any(|layer| layer.padded_rank() > layer.r) {
             self.zero(op, &stacked)?;

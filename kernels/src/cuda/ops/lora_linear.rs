@@ -9,7 +9,7 @@
 //! | `y = [x \| s] [W \| B]^T + bias` | one | `2 (t k + n k + t n + t r + n r)` |
 //! | `ds = scale * dy B` `[t, r]` | one, narrow | `2 (t n + n r + t r)` |
 //! | `dx = [dy \| ds] [W ; A]` | one | `2 (t n + n k + t k + t r + r k)` |
-//! | `ds` and `dB` together, rank 32 or less | one pass ([`super::lora_gradients`]) | `2 (t n + n r + t r)`, partial sums |
+//! | `ds` and `dB` together, rank 64 or less | one pass ([`super::lora_gradients`]) | `2 (t n + n r + t r)`, partial sums |
 //! | `dB = dy^T s`, `dA = ds^T x` | one each | `2 (t n + t r) + 4 n r`, `2 (t k + t r) + 4 r k` |
 //!
 //! The backward of one layer, besides the product of `dx`, passes over `x` twice (`s` is computed again, `dA`) and over `dy`

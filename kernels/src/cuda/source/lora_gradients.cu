@@ -3,22 +3,24 @@
 //   ds[t, r] = dy[t, n] B[n, r]        dB[n, r] = dy[t, n]^T s[t, r]
 //
 // Legend
-//   dy [t, n], n a multiple of 8; s [t, s_line], of which RANK columns are read: those from r on are zeros; b [n, r]
-//   ds_partial [slices, t, RANK] f32, slice = blockIdx.x; columns from r on are zeros
+//   dy [t, n], n a multiple of 8; s [t, s_line], of which `columns` are read, a multiple of 16 that is at most RANK:
+//   those from r on are zeros; b [n, r]
+//   ds_partial [slices, t, columns] f32, slice = blockIdx.x; columns from r on are zeros
 //   db_partial [ranges, n, r] f32, range = blockIdx.y
 //   linear_parts adds both in order. Addresses of dy and s are 16-byte aligned, s_line is a multiple of 8.
-// Defines: TYPE (TYPE_*), RANK (16 or 32).
+// Defines: TYPE (TYPE_*), RANK (16, 32 or 64).
 //
 // Algorithm: a block owns SLICE columns and `range_rows` rows; each of its 8 warps owns 64 of the columns. B's part lies
 // in registers as the right operand of the first product, dB's part as the sums of the second. Tiles of 16 rows of dy
 // and s pass through a ring in shared memory; a tile of dy is read from there twice, as it is and transposed. The warps'
 // sums of ds are added in the order of warps.
 // Bytes: 2 t n + 2 slices t RANK + 4 slices t RANK + 4 ranges n r, and the partial sums once more where they are added:
-// for t = 8192, n = 4096, r = 16 in 8 slices and 16 ranges 67 + 2 + 4 + 4 MB, where two products read 134 MB.
-// A tile's work per warp: 8 loads of matrices, RANK / 2 mma.
+// for t = 8192, n = 4096, r = 16 in 8 slices and 16 ranges 67 + 2 + 4 + 4 MB, where two products read 134 MB. With rank
+// 64 as many bytes as two products move, half of them partial sums, which caches of 40 MB and more hold.
+// A tile's work per warp: 8 loads of matrices (with rank 64: 12 and 4 of s), RANK / 2 * 2 mma.
 
 typedef Element<TYPE> E;
-constexpr int WARPS = 8, THREADS = 32 * WARPS, SLICE = 64 * WARPS, ROWS = 16, STAGES = 4;
+constexpr int WARPS = 8, THREADS = 32 * WARPS, SLICE = 64 * WARPS, ROWS = 16, STAGES = RANK < 64 ? 4 : 3;
 constexpr int DY_BYTES = ROWS * SLICE * 2, S_BYTES = ROWS * RANK * 2, STAGE_BYTES = DY_BYTES + S_BYTES;
 constexpr int TILES = RANK / 8;        // n8 columns of the rank
 constexpr int PITCH = RANK + 8;        // floats of a row of a warp's sums: rows start at different banks
@@ -33,8 +35,8 @@ DEVICE u32 chunk_offset(int line, int chunk) {
 }
 
 KERNEL(THREADS, 1)
-lora_gradients(const u16* dy, const u16* s, u64 s_line, const u16* b, int t, int n, int r, float* ds_partial,
-               float* db_partial, int range_rows) {
+lora_gradients(const u16* dy, const u16* s, u64 s_line, const u16* b, int t, int n, int r, int columns,
+               float* ds_partial, float* db_partial, int range_rows) {
   SHARED_MEMORY(memory);
   u32 ring = shared_address(memory);
   float* warp_sums = (float*)(memory + STAGES * STAGE_BYTES);  // [WARPS][ROWS][PITCH]
@@ -54,7 +56,7 @@ lora_gradients(const u16* dy, const u16* s, u64 s_line, const u16* b, int t, int
       if (thread < ROWS * S_CHUNKS) {
         int line = thread / S_CHUNKS, chunk = thread % S_CHUNKS;
         copy_async_16(to + DY_BYTES + chunk_offset<S_CHUNKS>(line, chunk), s + ((u64)(row + line) * s_line + chunk * 8),
-                      row + line < end);
+                      row + line < end && chunk * 8 < columns);
       }
     }
     copy_async_commit();
@@ -83,16 +85,20 @@ lora_gradients(const u16* dy, const u16* s, u64 s_line, const u16* b, int t, int
     u32 tile = ring + stage * STAGE_BYTES;
     stage = (stage + 1) % STAGES;
 
-    float own[TILES][4];
-    UNROLL for (int j = 0; j < TILES; j++) UNROLL for (int e = 0; e < 4; e++) own[j][e] = 0.0f;
-    UNROLL for (int k = 0; k < 4; k++) {
-      u32 left[4];
-      load_matrix_x4(left, tile + chunk_offset<DY_CHUNKS>(lane & 15, warp * 8 + k * 2 + (lane >> 4)));
-      UNROLL for (int j = 0; j < TILES; j++) E::mma(own[j], left, right[k][j][0], right[k][j][1]);
+    // Columns of the rank at once: all of 64 would need more registers than there are.
+    constexpr int GROUP = TILES < 4 ? TILES : 4;
+    UNROLL for (int first = 0; first < TILES; first += GROUP) {
+      float own[GROUP][4];
+      UNROLL for (int j = 0; j < GROUP; j++) UNROLL for (int e = 0; e < 4; e++) own[j][e] = 0.0f;
+      UNROLL for (int k = 0; k < 4; k++) {
+        u32 left[4];
+        load_matrix_x4(left, tile + chunk_offset<DY_CHUNKS>(lane & 15, warp * 8 + k * 2 + (lane >> 4)));
+        UNROLL for (int j = 0; j < GROUP; j++) E::mma(own[j], left, right[k][first + j][0], right[k][first + j][1]);
+      }
+      UNROLL for (int j = 0; j < GROUP; j++) UNROLL for (int half = 0; half < 2; half++)
+        *(float2*)(warp_sums + (warp * ROWS + half * 8 + (lane >> 2)) * PITCH + (first + j) * 8 + (lane & 3) * 2) =
+            make_float2(own[j][2 * half], own[j][2 * half + 1]);
     }
-    UNROLL for (int j = 0; j < TILES; j++) UNROLL for (int half = 0; half < 2; half++)
-      *(float2*)(warp_sums + (warp * ROWS + half * 8 + (lane >> 2)) * PITCH + j * 8 + (lane & 3) * 2) =
-          make_float2(own[j][2 * half], own[j][2 * half + 1]);
 
     u32 low_rank[TILES / 2][4];
     UNROLL for (int j = 0; j < TILES / 2; j++)
@@ -111,7 +117,7 @@ lora_gradients(const u16* dy, const u16* s, u64 s_line, const u16* b, int t, int
       int line = (i * THREADS + thread) / RANK, at = (i * THREADS + thread) % RANK;
       float sum = warp_sums[line * PITCH + at];
       UNROLL for (int w = 1; w < WARPS; w++) sum = add_rn(sum, warp_sums[(w * ROWS + line) * PITCH + at]);
-      if (row + line < end) ds_partial[((u64)blockIdx.x * t + (row + line)) * RANK + at] = sum;
+      if (row + line < end && at < columns) ds_partial[((u64)blockIdx.x * t + (row + line)) * columns + at] = sum;
     }
   }
   copy_async_wait<0>();

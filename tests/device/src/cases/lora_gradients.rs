@@ -13,7 +13,7 @@ use crate::machine::Machine;
 use crate::random::Operands;
 use crate::reference::{absolute, matmul, transpose};
 
-/// Both ranks in both dtypes: one row, ragged tiles, several slices of columns and ranges of rows.
+/// Every rank in both dtypes: one row, ragged tiles, several slices of columns and ranges of rows.
 #[must_use]
 pub fn cases(effort: Effort) -> Vec<Case> {
     let (bf16, f16) = (DType::BF16, DType::F16);
@@ -24,9 +24,18 @@ pub fn cases(effort: Effort) -> Vec<Case> {
         (bf16, [33, 136, 32]),
         (f16, [20, 72, 12]),
         (f16, [19, 528, 24]),
+        (bf16, [37, 520, 64]),
+        (bf16, [21, 40, 50]),
+        (bf16, [300, 24, 33]),
+        (f16, [18, 72, 48]),
     ];
     if effort == Effort::Gpu {
-        shapes.extend([(bf16, [3000, 1152, 16]), (bf16, [1025, 4096, 31])]);
+        shapes.extend([
+            (bf16, [3000, 1152, 16]),
+            (bf16, [1025, 4096, 31]),
+            (bf16, [2049, 4096, 50]),
+            (f16, [600, 1152, 64]),
+        ]);
     }
     let case = |(dtype, sizes): (DType, [usize; 3])| {
         let [t, n, r] = sizes;
