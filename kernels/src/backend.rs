@@ -316,6 +316,15 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
     /// When the pool is full.
     fn column_sum(&self, x: &Tensor) -> Result<Tensor>;
 
+    /// Row numbers (i32) by group: of the rows that are not `second`, and of those that are, each in order. The device
+    /// makes both lists; nobody waits for it, since the host can count.
+    ///
+    /// # Errors
+    /// When there are more than 2^31 rows or the pool is full.
+    fn partition_rows(&self, second: &[bool]) -> Result<[Tensor; 2]> {
+        routed::partition_rows(self, second)
+    }
+
     /// Two linear layers over a partition of rows `[t, n]`, in the dtype of `a`: every row has the bits that
     /// [`Backend::matmul`] of its group's rows gives it.
     ///

@@ -58,6 +58,25 @@ pub(crate) fn partition(args: &RoutedArgs<'_>, t: usize) -> Result<()> {
     Ok(())
 }
 
+/// The numbers of the rows that are not `second`, and of those that are, each in order.
+pub(crate) fn split(second: &[bool]) -> [Vec<i32>; 2] {
+    let mut rows = [Vec::new(), Vec::new()];
+    for (row, second) in second.iter().enumerate() {
+        rows[usize::from(*second)].push(row as i32);
+    }
+    rows
+}
+
+/// [`Backend::partition_rows`] by the host.
+pub(crate) fn partition_rows<B: Backend + ?Sized>(on: &B, second: &[bool]) -> Result<[Tensor; 2]> {
+    let [first, second] = split(second);
+    let place = |rows: &[i32]| {
+        let bytes = bytemuck::cast_slice(rows);
+        on.upload(bytes, [rows.len()].into(), DType::I32, Tag::Activations)
+    };
+    Ok([place(&first)?, place(&second)?])
+}
+
 /// [`Backend::routed_matmul`] by a product per group on gathered rows.
 pub(crate) fn matmul<B: Backend + ?Sized>(on: &B, args: &RoutedArgs<'_>) -> Result<Tensor> {
     let (shape, dtype) = (check::routed(args)?, args.a.dtype());

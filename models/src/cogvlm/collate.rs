@@ -2,7 +2,7 @@
 
 use super::config::CogConfig;
 use super::cross_vision::CrossPictures;
-use super::positions::{expert_rows, position_ids, token_types};
+use super::positions::{position_ids, token_types, vision_rows};
 use super::prefix::PrefixTables;
 use super::rope::rotary;
 use super::vision::CogAgentTables;
@@ -35,12 +35,10 @@ impl CogVlm {
         let rotary = self.rotary(&positions, backend)?;
         let vision = self.vision_batch(samples, backend)?;
         let mut batch = pack(samples, positions, rotary, vision, backend)?;
-        let [language, vision] = expert_rows(&types);
-        if !vision.is_empty() {
-            batch.experts = Some(Experts {
-                language: upload(backend, &language, &[language.len()])?,
-                vision: upload(backend, &vision, &[vision.len()])?,
-            });
+        let vision = vision_rows(&types);
+        if vision.contains(&true) {
+            let [language, vision] = backend.partition_rows(&vision)?;
+            batch.experts = Some(Experts { language, vision });
         }
         let tokens = samples.iter().flat_map(|s| s.input_ids);
         let text = types.iter().flatten().map(|picture| !picture);

@@ -35,14 +35,9 @@ pub fn vision_mask(types: &[bool]) -> Vec<bool> {
     (0..types.len()).map(|i| types[i] && next(i)).collect()
 }
 
-/// Rows of the two experts, text first, of samples with these token types.
-pub(super) fn expert_rows(types: &[Vec<bool>]) -> [Vec<i32>; 2] {
-    let masks = types.iter().flat_map(|types| vision_mask(types));
-    let mut rows = [Vec::new(), Vec::new()];
-    for (row, vision) in masks.enumerate() {
-        rows[usize::from(vision)].push(row as i32);
-    }
-    rows
+/// [`vision_mask`] of all rows of samples with these token types.
+pub(super) fn vision_rows(types: &[Vec<bool>]) -> Vec<bool> {
+    types.iter().flat_map(|types| vision_mask(types)).collect()
 }
 
 #[cfg(test)]
@@ -72,8 +67,9 @@ mod tests {
     }
 
     #[test]
-    fn rows_are_split_over_all_samples() {
+    fn rows_of_all_samples_are_one_list() {
         let types = [token_types(5, &[(1, 4)]), token_types(2, &[])];
-        assert_eq!(expert_rows(&types), [vec![0, 3, 4, 5, 6], vec![1, 2]]);
+        let vision = [false, true, true, false, false, false, false];
+        assert_eq!(vision_rows(&types), vision);
     }
 }

@@ -171,6 +171,7 @@ pub fn all() -> Vec<Check> {
     checks.extend(shared_adapters([DType::BF16, DType::F32]));
     checks.extend(routed([DType::BF16, DType::F32], 4));
     checks.extend(losses(DType::BF16, DType::F32));
+    checks.extend(partitions());
     checks
 }
 
@@ -366,6 +367,24 @@ fn routed([dtype, weight]: [DType; 2], first: usize) -> Vec<Check> {
             ])
         },
     )]
+}
+
+/// The lists are read by the device, as the host's copies of them would not show.
+fn partitions() -> Vec<Check> {
+    let check = |(n, every): (usize, usize)| {
+        Check::new(
+            format!("{n} rows by group, every {every}. of the second"),
+            [float(DType::BF16, &[n, 4])],
+            Compare::Bits,
+            move |b, x| {
+                let second: Vec<bool> = (1..=n).map(|i| i % every == 0).collect();
+                let rows = b.partition_rows(&second)?;
+                let parts = rows.iter().map(|rows| b.gather_rows(&x[0], rows));
+                parts.collect()
+            },
+        )
+    };
+    [(21, 2), (5000, 7), (40, 1), (40, 41)].map(check).into()
 }
 
 fn adapters([dtype, adapter]: [DType; 2]) -> Vec<Check> {

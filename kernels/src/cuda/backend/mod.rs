@@ -767,6 +767,10 @@ impl Backend for CudaBackend {
         self.column_sum_op(x, None)
     }
 
+    fn partition_rows(&self, second: &[bool]) -> Result<[Tensor; 2]> {
+        self.partition_rows_op(second)
+    }
+
     fn routed_matmul(&self, args: RoutedArgs<'_>) -> Result<Tensor> {
         self.routed_op(&args, check::routed(&args)?)
     }

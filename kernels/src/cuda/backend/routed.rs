@@ -8,11 +8,39 @@ use crate::backend::Transpose;
 use crate::check::Sizes;
 use crate::cuda::launch::Address;
 use crate::cuda::ops::routed::{Group, OfRows, Routed};
+use crate::cuda::ops::rows;
 use crate::error::Result;
-use crate::routed::partition;
-use crate::{Backend, Shape, Tensor};
+use crate::pool::Tag;
+use crate::routed::{partition, split};
+use crate::tensor::OnDevice;
+use crate::{Backend, DType, Shape, Tensor};
 
 impl CudaBackend {
+    pub(super) fn partition_rows_op(&self, second: &[bool]) -> Result<[Tensor; 2]> {
+        const OP: &str = "partition_rows";
+        let lists = split(second);
+        let [first, n] = [lists[0].len(), second.len()];
+        let mask = self.uninit([n], DType::U8, Tag::Workspace)?;
+        let bytes: Vec<u8> = second.iter().map(|second| u8::from(*second)).collect();
+        self.write(OP, &mask, &bytes)?;
+        // The host keeps what it counts with, for the checks of whoever names rows.
+        let known = lists.concat();
+        let place = OnDevice {
+            memory: self.memory.clone(),
+            placed: self.pool.place(4 * n, Tag::Activations)?,
+            known: Some(bytemuck::cast_slice(&known).into()),
+        };
+        let rows = Tensor::on_device(place, [n].into(), DType::I32);
+        if n > 0 {
+            let (from, to) = (self.address(OP, &mask)?, self.address(OP, &rows)?);
+            self.run_some(
+                OP,
+                rows::partition_rows(from, n, first, to).map(|one| [one]),
+            )?;
+        }
+        Ok([rows.narrow(0, first)?, rows.narrow(first, n - first)?])
+    }
+
     pub(super) fn routed_op(&self, args: &RoutedArgs<'_>, shape: Shape) -> Result<Tensor> {
         const OP: &str = "routed_matmul";
         let (t, k, n) = (args.a.dim(0), args.a.dim(1), shape.last());

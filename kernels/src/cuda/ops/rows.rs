@@ -1,4 +1,4 @@
-//! Tables of rows: gathered, replaced, transposed, and summed in a fixed order.
+//! Tables of rows: gathered, replaced, transposed, numbered by group, and summed in a fixed order.
 
 use crate::DType;
 use crate::cuda::launch::{Address, Arg, Launch};
@@ -13,14 +13,19 @@ const TILE: u64 = 32;
 /// Rows of a group of column sums. Part of the result's definition.
 const GROUP_ROWS: u64 = 256;
 
-const ROW_KERNELS: &[&str] = &["gather_rows", "put_rows", "transpose_each"];
+const ROW_KERNELS: &[&str] = &[
+    "gather_rows",
+    "put_rows",
+    "transpose_each",
+    "partition_rows",
+];
 const SUM_KERNELS: &[&str] = &["scatter_add_rows", "column_sums", "sum_groups"];
 
 fn rows_module(unit: u64) -> Module {
-    let kernels = if unit <= 4 {
-        ROW_KERNELS
-    } else {
-        &ROW_KERNELS[..2]
+    let kernels = match unit {
+        1 => ROW_KERNELS,
+        2 | 4 => &ROW_KERNELS[..3],
+        _ => &ROW_KERNELS[..2],
     };
     Module::new(Family::Rows, [("UNIT", unit as u32)], kernels)
 }
@@ -88,6 +93,25 @@ pub fn gather_rows(
             Arg::U64(units),
         ],
     }
+}
+
+/// The numbers of the rows below `n` whose byte in `second` is 0, in order, and from `rows[first]` on those of the others:
+/// i32 `[n]`, of which the first `first` have a 0. `None` when `n` exceeds 2^31.
+#[must_use]
+pub fn partition_rows(second: Address, n: usize, first: usize, rows: Address) -> Option<Launch> {
+    Some(Launch {
+        module: rows_module(1),
+        kernel: "partition_rows",
+        grid: [1, 1, 1],
+        threads: THREADS,
+        shared_bytes: 4 * THREADS,
+        args: vec![
+            Arg::Address(second),
+            Arg::I32(i32::try_from(n).ok()?),
+            Arg::I32(i32::try_from(first).ok()?),
+            Arg::Address(rows),
+        ],
+    })
 }
 
 /// `y[to[i]] = x[from[i]]` for `rows` rows of `row_bytes`, or zeros where `x` is [`Address::NULL`] (then `from` is not

@@ -1,4 +1,4 @@
-// Tables of rows moved as they are: gather, replace, transpose. The elements' type does not matter, only their size.
+// Tables of rows moved as they are: gather, replace, transpose; and rows numbered by group. The elements' type does not matter, only their size.
 // Defines: UNIT, the bytes that move at once: 1, 2, 4 or 16; addresses and rows are multiples of it.
 // Bytes: what is moved, twice, and the indices.
 
@@ -31,6 +31,38 @@ KERNEL(256, 4) put_rows(const Unit* x, const int* from, const int* to, Unit* y, 
     y[(u64)to[row] * units + at] = value;
   }
 }
+
+#if UNIT == 1
+// The numbers of the rows below n whose byte is 0, in order, and from rows[first] on those of the others; `first` rows
+// have a 0. One block: it counts and numbers 4096 rows at a time, and starts where it stopped. Bytes: 5 n.
+KERNEL(256, 4) partition_rows(const u8* second, int n, int first, int* rows) {
+  constexpr int OWN = 16;
+  SHARED_MEMORY(memory);
+  int* counts = (int*)memory;  // [256]
+  int thread = threadIdx.x, before = 0;
+  for (int start = 0; start < n; start += 256 * OWN) {
+    int begin = start + thread * OWN, end = n - begin < OWN ? n : begin + OWN, own = 0;
+    for (int row = begin; row < end; row++) own += second[row] != 0;
+    counts[thread] = own;
+    block_barrier();
+    // Sums up to and with each thread's.
+    for (int distance = 1; distance < 256; distance *= 2) {
+      int left = thread >= distance ? counts[thread - distance] : 0;
+      block_barrier();
+      counts[thread] += left;
+      block_barrier();
+    }
+    int ones = before + counts[thread] - own;
+    for (int row = begin; row < end; row++) {
+      bool is_second = second[row] != 0;
+      rows[is_second ? first + ones : row - ones] = row;
+      ones += is_second;
+    }
+    before += counts[255];
+    block_barrier();
+  }
+}
+#endif
 
 #if UNIT <= 4  // an element
 // y[i, c, r] = x[i, r, c]: matrices [a, b], one tile of 32 x 32 a block (x: column tiles, y: row tiles, z: matrices).

@@ -15,7 +15,7 @@ use crate::tolerance;
 
 const DTYPES: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
 
-/// Gather, replace and transpose: rows that are made of every unit.
+/// Gather, replace and transpose: rows that are made of every unit. Rows by group: fewer and more than are numbered at once.
 #[must_use]
 pub fn cases(effort: Effort) -> Vec<Case> {
     let (table, moved) = match effort {
@@ -40,6 +40,21 @@ pub fn cases(effort: Effort) -> Vec<Case> {
                 transpose(machine, dtype, dims)
             }));
         }
+    }
+    let mut partitions = vec![
+        (1, 2),
+        (17, 3),
+        (4096, 5),
+        (4097, 1),
+        (9000, 4),
+        (300, 1000),
+    ];
+    if effort == Effort::Gpu {
+        partitions.push((1 << 20, 3));
+    }
+    for (n, every) in partitions {
+        let name = format!("{n} rows by group, every {every}. of the second");
+        cases.push(Case::new(name, move |machine| partition(machine, n, every)));
     }
     cases
 }
@@ -123,6 +138,22 @@ fn replace(
         let want = cpu().replace_rows(&base.host, &index.host, values.map(|twin| &twin.host))?;
         same(machine, "replaced", buffer, &want)?;
     }
+    Ok(())
+}
+
+fn partition(machine: &mut dyn Machine, n: usize, every: usize) -> Result<()> {
+    // Any byte but 0 is of the second; none is where `every` is more than there are.
+    let mask: Vec<u8> = (1..=n)
+        .map(|i| if i % every == 0 { 1 + i as u8 % 255 } else { 0 })
+        .collect();
+    let mask = &mask;
+    let rows = |second: bool| (0..n as i32).filter(move |i| (mask[*i as usize] != 0) == second);
+    let want: Vec<i32> = rows(false).chain(rows(true)).collect();
+    let first = rows(false).count();
+    let (from, to) = (machine.upload(mask)?, machine.output::<i32>(n)?);
+    let launch = rows::partition_rows(from.address, n, first, to.address);
+    launch_all(machine, &[launch.context("few rows")?])?;
+    ensure!(machine.download::<i32>(to)? == want, "other rows");
     Ok(())
 }
 
