@@ -2,12 +2,15 @@
 # Turns any GPU into figures: probes it, checks every kernel, measures them. Needs what scripts/gpu-build.sh put into
 # BIN_DIR, this repository and a driver. Logs and tables go to OUT, a summary is printed last; a failing stage does
 # not stop the others; exits with 0 when every stage passed.
-# usage: scripts/gpu-check.sh BIN_DIR [OUT] [--stages a,b] [--cases a,b] [--budget SECONDS] [--device cuda|cpu]
+# usage: scripts/gpu-check.sh BIN_DIR [OUT] [--stages a,b] [--cases a,b] [--budget SECONDS] [--device cuda|cpu] [--arch native]
+# Kernels run as the code of sm_80, which is what A100 and RTX 30 have, whatever the GPU; --arch native has them compiled for it.
+# The stage `native` does so for every kernel against its reference.
 # The stage `headline` (published sizes under caps of device memory) runs only where --stages names it; --cases selects of
 # scripts/headline.json. --device cpu takes `train` and `headline` through their paths where no GPU is; the others need one.
 set -uo pipefail
 
-stages=probe,doctor,ceilings,copies,ipc,nccl,calibration,conformance,backend,graphs,train,ranks,table,products,parity,offload
+stages=probe,doctor,ceilings,copies,ipc,nccl,calibration,conformance,backend,graphs,train,ranks,table,products,native,parity,offload
+arch=sm_80
 budget=590
 device=cuda
 cases=
@@ -15,6 +18,7 @@ positional=()
 while [ $# -gt 0 ]; do
   case $1 in
     --stages) stages=${2:?--stages needs a list}; shift 2 ;;
+    --arch) arch=${2:?--arch needs sm_80 or native}; shift 2 ;;
     --cases) cases=${2:?--cases needs a list}; shift 2 ;;
     --budget) budget=${2:?--budget needs seconds}; shift 2 ;;
     --device) device=${2:?--device needs cuda or cpu}; shift 2 ;;
@@ -27,6 +31,7 @@ bin=$(realpath "${positional[0]}")
 out=$(realpath -m "${positional[1]:-gpu-check-results}")
 root=$(cd "$(dirname "$0")/.." && pwd)
 mkdir -p "$out"
+export TESSERA_CUDA_ARCH=$arch
 
 # Seconds a stage may take at most; the rest of the budget when less is left.
 limit_of() {
@@ -240,7 +245,7 @@ for stage in ${stages//,/ }; do
 done
 
 {
-  echo "# GPU check, $(date -u +%Y-%m-%d)"
+  echo "# GPU check, $(date -u +%Y-%m-%d), kernels of $arch"
   echo
   for stage in ${stages//,/ }; do
     [ -f "$out/$stage.md" ] && cat "$out/$stage.md" && echo

@@ -38,6 +38,40 @@ pub const CUDA_LIBS: &str = "TESSERA_CUDA_LIBS";
 /// What multiplies matrices on GPUs; see [`Matmul`].
 pub const MATMUL: &str = "TESSERA_MATMUL";
 
+/// Which machine code of our kernels runs on GPUs; see [`GpuCode`].
+pub const GPU_CODE: &str = "TESSERA_CUDA_ARCH";
+
+/// The values of [`GPU_CODE`].
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum GpuCode {
+    /// `native`: that of the GPU.
+    #[default]
+    Native,
+    /// `sm_80`: that of the sm_80 family on every GPU, to see on a newer one what an A100 or a 3090 runs.
+    Sm80,
+}
+
+impl GpuCode {
+    /// Reads an environment through `lookup`; [`GpuCode::Native`] where the variable is not set.
+    ///
+    /// # Errors
+    /// It has another value (exit 2).
+    pub fn from_lookup(lookup: &dyn Fn(&str) -> Option<OsString>) -> Result<Self, Failure> {
+        let value = lookup(GPU_CODE).filter(|value| !value.is_empty());
+        match value.as_deref().map(OsStr::to_string_lossy).as_deref() {
+            None | Some("native") => Ok(Self::Native),
+            Some("sm_80") => Ok(Self::Sm80),
+            Some(other) => Err(Failure::usage(
+                format!("{GPU_CODE}={other} is not understood"),
+                "the values are native and sm_80",
+            )
+            .next(format!(
+                "unset {GPU_CODE}: kernels are compiled for the GPU"
+            ))),
+        }
+    }
+}
+
 /// The values of [`MATMUL`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Matmul {
@@ -248,6 +282,14 @@ impl Variables {
     /// As there.
     pub fn matmul(&self) -> Result<Matmul, Failure> {
         Matmul::from_lookup(&|name| self.get(name).map(ToOwned::to_owned))
+    }
+
+    /// The value of [`GPU_CODE`], as [`GpuCode::from_lookup`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn gpu_code(&self) -> Result<GpuCode, Failure> {
+        GpuCode::from_lookup(&|name| self.get(name).map(ToOwned::to_owned))
     }
 
     /// Folder for files that may be made again at any time, as [`Env::cache_dir`].

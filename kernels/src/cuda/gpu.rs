@@ -12,7 +12,7 @@ use cudarc::driver::{CudaContext, CudaStream};
 use super::copies::Copies;
 use super::error::{CudaError, DriverResult, Result};
 use super::group::Group;
-use super::image::{Cache, Image, Images};
+use super::image::{Cache, Code, Image, Images};
 use super::launch::{Address, Launch};
 use super::library::Search;
 use super::matmul::CublasLt;
@@ -133,6 +133,13 @@ impl Gpu {
     pub fn with_cublaslt(mut self, search: &Search) -> Result<Self> {
         self.products = Some(CublasLt::open(&self, search)?);
         Ok(self)
+    }
+
+    /// The same GPU with this machine code.
+    #[must_use]
+    pub fn with_code(mut self, code: Code) -> Self {
+        self.images = self.images.with_code(code);
+        self
     }
 
     /// The library that a back end's products go through, where there is one.

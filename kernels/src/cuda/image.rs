@@ -36,6 +36,16 @@ pub struct Image {
     pub origin: Origin,
 }
 
+/// Which machine code runs.
+#[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
+pub enum Code {
+    /// What the compiler makes for the GPU at hand.
+    #[default]
+    Native,
+    /// That of the sm_80 family on every GPU: PTX, built in or compiled, which the driver translates.
+    Sm80,
+}
+
 /// A folder of compiled modules. Several processes may use it at once: files appear whole.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Cache {
@@ -86,6 +96,7 @@ impl Cache {
 #[derive(Debug)]
 pub struct Images {
     arch: String,
+    code: Code,
     cache: Option<Cache>,
     compiler: Result<Compiler, String>,
 }
@@ -98,12 +109,23 @@ impl Images {
         let suffix = if (major, minor) == (9, 0) { "a" } else { "" };
         Self {
             arch: format!("sm_{major}{minor}{suffix}"),
+            code: Code::Native,
             cache,
             compiler: Compiler::find(search).map_err(|error| error.to_string()),
         }
     }
 
-    /// For example `sm_86`.
+    /// The same with this machine code.
+    #[must_use]
+    pub fn with_code(mut self, code: Code) -> Self {
+        self.code = code;
+        if code == Code::Sm80 {
+            ptx::ARCH.clone_into(&mut self.arch);
+        }
+        self
+    }
+
+    /// For example `sm_86`; `compute_80` for the PTX of that family.
     #[must_use]
     pub fn arch(&self) -> &str {
         &self.arch
@@ -125,6 +147,12 @@ impl Images {
     /// # Errors
     /// When the module neither compiles nor is built in.
     pub fn get(&self, module: &Module) -> Result<Image> {
+        if self.code == Code::Sm80 {
+            let built_in = built_in(module, "the code of sm_80 was asked for");
+            if built_in.is_ok() {
+                return built_in;
+            }
+        }
         let compiler = match &self.compiler {
             Ok(compiler) => compiler,
             Err(problem) => return built_in(module, problem),
@@ -145,11 +173,15 @@ impl Images {
         }
         match compiler.compile(module, &self.arch) {
             Ok(compiled) => {
+                let bytes = match self.code {
+                    Code::Native => compiled.cubin,
+                    Code::Sm80 => with_final_zero(&compiled.ptx),
+                };
                 if let (Some(cache), Some(path)) = (&self.cache, &path) {
-                    let _slower_next_time = cache.write(path, &compiled.cubin);
+                    let _slower_next_time = cache.write(path, &bytes);
                 }
                 Ok(Image {
-                    bytes: compiled.cubin,
+                    bytes,
                     origin: Origin::Compiled,
                 })
             }
@@ -172,13 +204,18 @@ fn built_in(module: &Module, reason: &str) -> Result<Image> {
         module: module.name(),
         nvrtc: reason.to_owned(),
     })?;
-    let mut bytes = ptx.as_bytes().to_vec();
-    bytes.push(0);
+    let bytes = with_final_zero(ptx);
     let reason = reason.to_owned();
     Ok(Image {
         bytes,
         origin: Origin::BuiltIn { reason },
     })
+}
+
+fn with_final_zero(ptx: &str) -> Vec<u8> {
+    let mut bytes = ptx.as_bytes().to_vec();
+    bytes.push(0);
+    bytes
 }
 
 #[cfg(test)]
@@ -214,6 +251,7 @@ mod tests {
         let module = &Family::Cast.modules()[0];
         let images = Images {
             arch: "sm_86".into(),
+            code: Code::Native,
             cache: None,
             compiler: Err("nowhere".into()),
         };
@@ -231,5 +269,27 @@ mod tests {
             error.contains("nvidia-cuda-nvrtc") && error.contains("nowhere"),
             "{error}"
         );
+    }
+
+    #[test]
+    fn the_code_of_sm_80_is_ptx_on_every_gpu() {
+        let images = Images::new((9, 0), &Search::default(), None);
+        assert_eq!(images.arch(), "sm_90a");
+        let images = images.with_code(Code::Sm80);
+        assert_eq!(images.arch(), ptx::ARCH);
+        let image = images.get(&Family::Cast.modules()[0]).unwrap();
+        assert!(matches!(image.origin, Origin::BuiltIn { .. }));
+        let text = String::from_utf8(image.bytes).unwrap();
+        assert!(text.contains(".target sm_80") && text.ends_with('\0'));
+        // What is not built in is compiled for the same family.
+        let foreign = "KERNEL(32, 1) nothing(int* x) { x[threadIdx.x] = 1; }";
+        let foreign = Module::foreign("nothing", foreign, &["nothing"]);
+        match images.get(&foreign) {
+            Ok(image) => {
+                let text = String::from_utf8(image.bytes).unwrap();
+                assert!(text.contains(".target sm_80"), "{text}");
+            }
+            Err(error) => assert!(images.compiler().is_err(), "{error}"),
+        }
     }
 }

@@ -66,12 +66,13 @@ mod driver {
     use super::{Arc, Backend, CudaGraph, Failure, Products, RunGpu, Variables};
     use crate::doctor::search;
     use crate::exit::ErrorCode;
+    use crate::rank_env::GpuCode;
     use crate::units::bytes;
     use kernels::cuda::CudaBackend;
     use kernels::cuda::backend::Executor;
     use kernels::cuda::backend::graphs::{Mode, Replaying};
     use kernels::cuda::gpu::Gpu;
-    use kernels::cuda::image::Cache;
+    use kernels::cuda::image::{Cache, Code};
     use kernels::cuda::nvml;
 
     /// Compiled kernels, in the folder of files that may be made again at any time.
@@ -85,7 +86,11 @@ mod driver {
     ) -> Result<Arc<dyn Backend>, Failure> {
         let cache = Cache::new(variables.cache_dir().join(KERNELS));
         let search = search(variables);
-        let opened = Gpu::open(gpu.ordinal, &search, Some(cache));
+        let code = match variables.gpu_code()? {
+            GpuCode::Native => Code::Native,
+            GpuCode::Sm80 => Code::Sm80,
+        };
+        let opened = Gpu::open(gpu.ordinal, &search, Some(cache)).map(|gpu| gpu.with_code(code));
         // The plan has scratch memory for what was chosen, so that nothing else is taken where it is missing now.
         let opened = match gpu.products {
             Products::CublasLt => opened.and_then(|opened| opened.with_cublaslt(&search)),

@@ -17,7 +17,7 @@ use crate::doctor::facts::{Cuda, Gpu};
 use crate::doctor::findings::{Finding, Severity};
 use crate::doctor::{self, findings};
 use crate::exit::{ErrorCode, Failure};
-use crate::rank_env::{MATMUL, Matmul, Variables};
+use crate::rank_env::{GpuCode, MATMUL, Matmul, Variables};
 use crate::ui::Event;
 use crate::units::bytes;
 
@@ -287,6 +287,7 @@ pub(crate) fn choose(
     let (cuda, gpus) = devices.survey(variables);
     let findings = doctor::gpu_findings(&cuda, &gpus, variables);
     let products = products(&cuda, variables)?;
+    let code = variables.gpu_code()?;
     let new_enough = cuda.cuda_version.is_none() || cuda.cuda_version >= cuda.minimum_cuda_version;
     let usable: Vec<RunGpu> = gpus
         .iter()
@@ -310,6 +311,13 @@ pub(crate) fn choose(
         (Some(driver), None) => Some(format!("driver {driver}")),
         (None, Some((major, minor))) => Some(format!("driver for CUDA {major}.{minor}")),
         (None, None) => None,
+    };
+    let driver = match code {
+        GpuCode::Native => driver,
+        GpuCode::Sm80 => {
+            let driver = driver.as_deref().unwrap_or("driver of unknown version");
+            Some(format!("{driver} · kernels of sm_80"))
+        }
     };
     let reason = match choice {
         DeviceChoice::Auto => Some(format!("auto: {} can be used", counted(usable.len()))),

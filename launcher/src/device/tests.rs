@@ -245,6 +245,28 @@ fn products_go_through_the_library_that_is_there() {
 }
 
 #[test]
+fn the_code_of_an_older_family_is_by_request() {
+    let machine = with(vec![gpu(0)]);
+    let first_line = |code: Option<&str>| {
+        let variable = code.map(|value| ("TESSERA_CUDA_ARCH".to_owned(), OsString::from(value)));
+        let chosen = choose(
+            DeviceChoice::Cuda,
+            &machine,
+            &variable.into_iter().collect(),
+        )?;
+        Ok::<_, Failure>(shown(&chosen, &config("", &chosen)))
+    };
+    for code in [None, Some(""), Some("native")] {
+        let text = first_line(code).expect("chosen");
+        assert!(!text.contains("sm_80"), "{text}");
+    }
+    let text = first_line(Some("sm_80")).expect("chosen");
+    assert!(text.contains("kernels of sm_80"), "{text}");
+    let failure = first_line(Some("sm_86")).expect_err("no such value");
+    assert_eq!(failure.code.status(), 2);
+}
+
+#[test]
 fn more_ranks_than_gpus_take_turns() {
     let run = chosen(DeviceChoice::Cuda, &with(vec![gpu(0), gpu(1)])).expect("chosen");
     let config = config("--nproc 5", &run);

@@ -3,7 +3,7 @@
 use super::Kind;
 
 /// Read by this program.
-pub(super) const READ: [(&str, &str); 58] = [
+pub(super) const READ: [(&str, &str); 59] = [
     (
         "TESSERA_CUDA_LIBS",
         "folders with CUDA's libraries, colon-separated; looked at first",
@@ -11,6 +11,10 @@ pub(super) const READ: [(&str, &str); 58] = [
     (
         "TESSERA_MATMUL",
         "matrix products on GPUs: auto, cublaslt, own; auto takes cuBLASLt where it is found",
+    ),
+    (
+        "TESSERA_CUDA_ARCH",
+        "machine code of our kernels: native, sm_80; sm_80 is that of A100 and RTX 30 on any GPU",
     ),
     (
         "CUDA_HOME",

@@ -104,7 +104,7 @@ fn printable(value: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::rank_env::{CudaPlaces, Env, Matmul};
+    use crate::rank_env::{CudaPlaces, Env, GpuCode, Matmul};
     use std::cell::RefCell;
     use std::collections::BTreeSet;
     use std::ffi::OsString;
@@ -159,6 +159,7 @@ mod tests {
             Env::from_lookup(&lookup).expect("a good environment");
             CudaPlaces::from_lookup(&lookup);
             Matmul::from_lookup(&lookup).expect("a good environment");
+            GpuCode::from_lookup(&lookup).expect("a good environment");
         }
         // The system looks there for programs on our behalf.
         asked.borrow_mut().insert("PATH".to_string());

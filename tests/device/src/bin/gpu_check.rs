@@ -11,6 +11,7 @@ use device_tests::compile;
 use device_tests::stages::{
     Report, Setting, ceilings, conformance, copies, graphs, processes, show, survey, table,
 };
+use kernels::cuda::image::Code;
 use kernels::cuda::library::Search;
 
 #[derive(Parser)]
@@ -57,6 +58,8 @@ enum Stage {
     Calibration,
     /// Every kernel against its reference.
     Conformance,
+    /// The same as machine code of this GPU.
+    Native,
     /// Every operation of the backend beside the CPU.
     Backend,
     /// Small works queued one by one and as graphs.
@@ -99,6 +102,15 @@ fn main() -> ExitCode {
             cuda_home: std::env::var_os("CUDA_HOME").map(PathBuf::from),
             python_packages: arguments.python_packages,
         },
+        code: match code() {
+            Ok(code) => code,
+            Err(value) => {
+                show(&format!(
+                    "TESSERA_CUDA_ARCH={value}: native and sm_80 are understood"
+                ));
+                return ExitCode::FAILURE;
+            }
+        },
         out: arguments.out,
         emulated: arguments.emulated,
         peers: arguments.peers,
@@ -111,6 +123,15 @@ fn main() -> ExitCode {
             show(&format!("FAILED {error:#}"));
             ExitCode::FAILURE
         }
+    }
+}
+
+/// As the launcher reads it.
+fn code() -> Result<Code, String> {
+    match std::env::var("TESSERA_CUDA_ARCH").as_deref() {
+        Err(_) | Ok("" | "native") => Ok(Code::Native),
+        Ok("sm_80") => Ok(Code::Sm80),
+        Ok(other) => Err(other.to_owned()),
     }
 }
 
@@ -135,7 +156,14 @@ fn run(stage: &Stage, setting: &Setting) -> Result<bool> {
         Stage::Calibration => finish(conformance::calibrate(setting)),
         Stage::Table => finish(table::run(setting)),
         Stage::Products => finish(table::products::run(setting)),
-        Stage::Conformance => finish(conformance::run(setting)),
+        Stage::Conformance => finish(conformance::run(setting, "conformance")),
+        Stage::Native => {
+            let native = Setting {
+                code: Code::Native,
+                ..setting.clone()
+            };
+            finish(conformance::run(&native, "native"))
+        }
         Stage::Backend => finish(conformance::backend(setting)),
         Stage::Graphs => finish(graphs::run(setting)),
         Stage::BuildTable { file, families } => {

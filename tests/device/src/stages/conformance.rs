@@ -1,4 +1,5 @@
-//! Stage `conformance`: every kernel on the GPU against its reference. Stage `calibration`: the emulator against the
+//! Stage `conformance`: every kernel on the GPU against its reference, and `native` again as machine code of that very
+//! GPU where `conformance` had the code of sm_80. Stage `calibration`: the emulator against the
 //! GPU, so that what the emulator proves in a test without a GPU holds.
 
 use std::sync::Arc;
@@ -18,8 +19,8 @@ use crate::paired::Paired;
 
 /// All cases of all families, small and large.
 #[must_use]
-pub fn run(setting: &Setting) -> Report {
-    let mut report = Report::new("conformance");
+pub fn run(setting: &Setting, name: &'static str) -> Report {
+    let mut report = Report::new(name);
     let gpu = match setting.gpu() {
         Ok(gpu) => gpu,
         Err(error) => {
@@ -54,7 +55,9 @@ pub fn run(setting: &Setting) -> Report {
         }
     }
     report.part("library", |report| library(setting, report));
-    show("conformance done");
+    let arch = gpu.images().arch();
+    report.row("machine code", arch, "");
+    show(&format!("{name} done"));
     report
 }
 

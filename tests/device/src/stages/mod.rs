@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use kernels::cuda::gpu::Gpu;
-use kernels::cuda::image::Cache;
+use kernels::cuda::image::{Cache, Code};
 use kernels::cuda::library::Search;
 use serde::{Deserialize, Serialize};
 
@@ -25,6 +25,8 @@ pub mod table;
 pub struct Setting {
     /// Where NVIDIA's libraries are looked for.
     pub search: Search,
+    /// The machine code that runs.
+    pub code: Code,
     /// Results are written here.
     pub out: PathBuf,
     /// Emulated kernels that were compiled before.
@@ -42,7 +44,8 @@ impl Setting {
     /// When there is none.
     pub fn gpu(&self) -> Result<Gpu> {
         let cache = Cache::new(self.out.join("kernel-cache"));
-        Gpu::open(0, &self.search, Some(cache)).context("opening the first GPU")
+        let gpu = Gpu::open(0, &self.search, Some(cache)).context("opening the first GPU")?;
+        Ok(gpu.with_code(self.code))
     }
 
     /// Whether the time is used up.
