@@ -32,7 +32,7 @@ pub(super) type Prepared = (Amount, Vec<Vec<Launch>>);
 type Prepare = Box<dyn Fn(&mut Operands<'_>) -> Result<Prepared>>;
 
 /// What a row is judged by.
-#[derive(Clone, Copy, PartialEq, Default, Debug)]
+#[derive(Clone, Copy, PartialEq, Debug)]
 pub(super) struct Targets {
     /// Of the rate of the measured copy.
     pub(super) copy: Option<Target>,
@@ -40,8 +40,7 @@ pub(super) struct Targets {
     pub(super) torch: Option<Target>,
 }
 
-/// Of the measured copy's rate, where a kernel has less to compute than to move. The copy itself reaches nine tenths of
-/// what the memory can do, so that this is three quarters of the data sheet's.
+/// Of the measured copy's rate, where a kernel has less to compute than to move.
 const OF_COPY: Target = Target::AtLeast(0.85);
 /// Of PyTorch's speed, where PyTorch has one kernel for the same work.
 const AS_TORCH: Target = Target::AtLeast(1.0);
@@ -68,7 +67,7 @@ impl Targets {
     };
 
     /// So many bytes take so many instructions, by the kernel's PTX with ten for a division: where that is more than a GPU
-    /// executes while it moves them, instructions are the bound, and what is asked of them is what is asked of memory.
+    /// executes while it moves them, instructions are the bound, and as much is asked of them as of memory.
     fn computed(bytes: usize, instructions: usize) -> Self {
         let share = INSTRUCTIONS_PER_BYTE * bytes as f64 / instructions as f64;
         // Shown with two digits.
