@@ -1,8 +1,9 @@
 """Times the same work in PyTorch, for the table of scripts/gpu-check.sh: the same shapes, on the same GPU, right after.
 
 Prints one JSON object: name of the row -> milliseconds. What PyTorch cannot do is left out and named on stderr.
-usage: gpu_peers.py [--budget SECONDS] [--params N] [--stage table|products]
+usage: gpu_peers.py [--budget SECONDS] [--params N] [--stage table|products] [--names]
        gpu_peers.py --stage step --model-config FILE [--tokens N] [--slices N] [--rank N]
+With --names it prints the rows' names and needs no PyTorch.
 The stage `step` times a training step of MiniCPM-V's shapes (gpu_peer_step.py).
 """
 
@@ -10,9 +11,13 @@ import json
 import sys
 import time
 
-import torch
-import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
+import gpu_peer_rows as peer
+
+NAMES = "--names" in sys.argv
+if not NAMES:
+    import torch
+    import torch.nn.functional as F
+
 
 def option(name, otherwise):
     return sys.argv[sys.argv.index(name) + 1] if name in sys.argv else otherwise
@@ -24,7 +29,7 @@ STARTED = time.monotonic()
 results = {}
 
 
-def median_ms(work, seconds=0.5):
+def median_ms(work, seconds=0.15):
     """Median time of one call on the device, after three calls to warm up."""
     for _ in range(3):
         work()
@@ -44,6 +49,9 @@ def measure(name, prepare, stage="table"):
     """Rows of another stage than the one that asks are left out."""
     if stage != STAGE:
         return
+    if NAMES:
+        results[name] = None
+        return
     if time.monotonic() - STARTED > BUDGET:
         print(f"{name}: not measured, the time is used up", file=sys.stderr)
         return
@@ -54,138 +62,17 @@ def measure(name, prepare, stage="table"):
     torch.cuda.empty_cache()
 
 
-def normal(*shape, dtype=torch.bfloat16, grad=False):
-    return torch.randn(*shape, device="cuda", dtype=dtype).requires_grad_(grad)
-
-
-def adamw(dtype, n):
-    def prepare():
-        weight = torch.nn.Parameter(normal(n, dtype=dtype))
-        weight.grad = normal(n, dtype=dtype)
-        optimizer = torch.optim.AdamW([weight], lr=1e-3, weight_decay=0.1, fused=True)
-        return optimizer.step
-
-    return prepare
-
-
-def norm(kind, rows, c, backward):
-    def prepare():
-        # Several inputs in turn, so that none is in the cache.
-        sets = [(normal(rows, c, grad=backward), normal(rows, c)) for _ in range(4)]
-        weight, bias = normal(c, grad=backward), normal(c, grad=backward)
-        forward = {
-            "rms": lambda x: F.rms_norm(x, (c,), weight, 1e-6),
-            "layer": lambda x: F.layer_norm(x, (c,), weight, bias, 1e-6),
-        }[kind]
-        turn = [0]
-        inputs = [weight] if kind == "rms" else [weight, bias]
-        outputs = [forward(x) for x, _ in sets] if backward else None
-
-        def work():
-            turn[0] = (turn[0] + 1) % 4
-            x, dy = sets[turn[0]]
-            if backward:
-                torch.autograd.grad(outputs[turn[0]], [x, *inputs], dy, retain_graph=True)
-            else:
-                with torch.no_grad():
-                    forward(x)
-
-        return work
-
-    return prepare
-
-
-def attention(batch, length, heads, kv_heads, d, causal, backward):
-    def prepare():
-        q = normal(batch, heads, length, d, grad=backward)
-        k, v = (normal(batch, kv_heads, length, d, grad=backward) for _ in range(2))
-
-        def forward():
-            with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-                return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=heads != kv_heads)
-
-        if not backward:
-            def work():
-                with torch.no_grad():
-                    forward()
-            return work
-        out, dout = forward(), normal(batch, heads, length, d)
-        return lambda: torch.autograd.grad(out, [q, k, v], dout, retain_graph=True)
-
-    return prepare
-
-
-def linear(t, n, k, rank):
-    def prepare():
-        x, w = normal(t, k), normal(n, k)
-        a, b = normal(rank, k), normal(n, rank)
-
-        def work():
-            with torch.no_grad():
-                y = F.linear(x, w)
-                if rank:
-                    y += 0.5 * F.linear(F.linear(x, a), b)
-
-        return work
-
-    return prepare
-
-
-def two_layers(t, n, k, vision, which):
-    """As published code does it: rows taken apart, a product each, results put together."""
-
-    def prepare():
-        front = (t - vision) // 2
-        second = torch.arange(front, front + vision, device="cuda")
-        first = torch.cat([torch.arange(front, device="cuda"), torch.arange(front + vision, t, device="cuda")])
-        groups = [(first, normal(n, k)), (second, normal(n, k))]
-        x, dy = normal(t, k), normal(t, n)
-
-        def work():
-            with torch.no_grad():
-                if which == "dW":
-                    return [dy[rows].T @ x[rows] for rows, _ in groups]
-                a, width = (dy, k) if which == "dx" else (x, n)
-                out = torch.empty(t, width, device="cuda", dtype=torch.bfloat16)
-                for rows, weight in groups:
-                    out[rows] = a[rows] @ (weight if which == "dx" else weight.T)
-                return out
-
-        return work
-
-    return prepare
-
-
-def adapted(t, n, k, rank, backward):
-    def prepare():
-        x, w = normal(t, k, grad=backward), normal(n, k)
-        a, b = normal(rank, k, grad=backward), normal(n, rank, grad=backward)
-
-        def forward():
-            return F.linear(x, w) + 0.5 * F.linear(F.linear(x, a), b)
-
-        if not backward:
-            def work():
-                with torch.no_grad():
-                    forward()
-            return work
-        y, dy = forward(), normal(t, n)
-        return lambda: torch.autograd.grad(y, [x, a, b], dy, retain_graph=True)
-
-    return prepare
-
-
 def products():
     for t, n, k in ((8192, 4096, 4096), (8192, 11008, 4096), (8192, 4096, 11008), (9808, 15360, 1792)):
-        measure(f"product bf16 {t}x{n}x{k}", linear(t, n, k, 0), "products")
+        measure(f"product bf16 {t}x{n}x{k}", peer.linear(t, n, k, 0), "products")
     for vision in (2048, 6144):
         for which in ("forward", "dx", "dW"):
             name = f"two layers bf16 8192x4096x4096, {vision} rows of the second, {which}"
-            measure(name, two_layers(8192, 4096, 4096, vision, which), "products")
+            measure(name, peer.two_layers(8192, 4096, 4096, vision, which), "products")
     for rank in (16, 64):
         for which in ("forward", "backward"):
             name = f"adapted product bf16 8192x4096x4096 rank {rank} {which}"
-            measure(name, adapted(8192, 4096, 4096, rank, which == "backward"), "products")
+            measure(name, peer.adapted(8192, 4096, 4096, rank, which == "backward"), "products")
 
 
 def training_steps():
@@ -196,33 +83,95 @@ def training_steps():
         measure(name, prepare, "step")
 
 
+WHICH = ((False, "forward"), (True, "backward"))
+
+
+def table(n):
+    for source, target in (("f32", "bf16"), ("bf16", "f32"), ("f32", "f16")):
+        measure(f"cast {source} to {target}, 256 Mi", peer.cast(source, target, n))
+    measure("adamw f32, f32 gradient", peer.adamw("f32", n))
+    measure("adamw pure bf16, bf16 gradient", peer.adamw("bf16", n))
+    for dtype in ("f32", "bf16", "f16"):
+        measure(f"gradient norm {dtype}", peer.gradient_norm(dtype, n))
+    for backward, which in WHICH:
+        for name in ("rms", "layer"):
+            for dtype, c in (("bf16", 4096), ("bf16", 1152), ("f16", 4096), ("f32", 4096)):
+                measure(f"{name} norm {dtype} 16384x{c} {which}", peer.norm(name, dtype, 16384, c, backward))
+        measure(f"rms norm bf16 16384x4096 with residual {which}", peer.norm("rms", "bf16", 16384, 4096, backward, True))
+        measure(f"rms norm bf16 8192x12288 {which}", peer.norm("rms", "bf16", 8192, 12288, backward))
+        measure(f"rms norm bf16 16384x4100 {which}", peer.norm("rms", "bf16", 16384, 4100, backward))
+    for dtype, name, *shape in (
+        ("bf16", "d128 causal 4096 28:4", 2, 4096, 28, 4, 128, True),
+        ("bf16", "d128 full 4096 16:16", 2, 4096, 16, 16, 128, False),
+        ("bf16", "d112 full 1226 16:16", 8, 1226, 16, 16, 112, False),
+        ("bf16", "d80 full 1024 16:16", 10, 1024, 16, 16, 80, False),
+        ("bf16", "d72 full 1024 16:16", 10, 1024, 16, 16, 72, False),
+        ("bf16", "d64 full 1226 16:16", 8, 1226, 16, 16, 64, False),
+        ("bf16", "d128 causal 512 28:4", 1, 512, 28, 4, 128, True),
+        ("f16", "d128 causal 4096 28:4", 2, 4096, 28, 4, 128, True),
+        ("f16", "d72 full 1024 16:16", 10, 1024, 16, 16, 72, False),
+        ("f32", "d128 causal 1024 16:16", 2, 1024, 16, 16, 128, True),
+    ):
+        for backward, which in WHICH:
+            measure(f"attention {dtype} {name} {which}", peer.attention(dtype, *shape, backward))
+    layer = (8192, 4096, 4096)
+    for dtype, rank in (
+        *(("bf16", rank) for rank in (0, 12, 16, 64)),
+        *((dtype, rank) for dtype in ("f16", "f32") for rank in (0, 16)),
+    ):
+        measure(f"linear {dtype} 8192x4096x4096 rank {rank}", peer.linear(*layer, rank, dtype))
+    for dtype in ("f16", "f32"):
+        measure(f"linear {dtype} 8192x4096x4096 rank 16 backward", peer.adapted(*layer, 16, True, dtype))
+    for dtype in ("bf16", "f32"):
+        measure(f"linear {dtype} 8192x4096x4096 dW", peer.weight_gradient(*layer, dtype))
+    for which in ("forward", "dx", "dW"):
+        name = f"two layers f32 8192x4096x4096, 2048 rows of the second, {which}"
+        measure(name, peer.two_layers(*layer, 2048, which, "f32"))
+    pointwise()
+    tables()
+    for name, work in (
+        ("losses f32 222x150528", peer.losses(222, 150528)),
+        ("gradients of logits bf16 222x150528", peer.logit_gradients("bf16", 222, 150528)),
+        ("gradients of logits f32 222x150528", peer.logit_gradients("f32", 222, 150528)),
+        ("linear cross entropy bf16 222x4096x150528 forward", peer.head(222, 4096, 150528, False, False)),
+        ("linear cross entropy bf16 222x4096x150528 with gradients of hidden states", peer.head(222, 4096, 150528, True, False)),
+        ("linear cross entropy bf16 222x4096x150528 with all gradients", peer.head(222, 4096, 150528, True, True)),
+    ):
+        measure(name, work)
+
+
+def pointwise():
+    for backward, which in WHICH:
+        swiglu = peer.elements(lambda gate, up: F.silu(gate) * up, 2, backward, 8192, 13696)
+        measure(f"swiglu bf16 8192x13696 {which}", swiglu)
+        tanh = peer.elements(lambda x: F.gelu(x, approximate="tanh"), 1, backward, 10240, 4304)
+        measure(f"gelu tanh bf16 10240x4304 {which}", tanh)
+        measure(f"gelu erf bf16 9808x15360 {which}", peer.elements(lambda x: F.gelu(x), 1, backward, 9808, 15360))
+        for halves, name in ((True, "halves"), (False, "pairs")):
+            measure(f"rope {name} bf16 8192x32x128 {which}", peer.rope(halves, 8192, 32, 128, 128, backward))
+    measure("rope pairs bf16 8192x32x128, half of a head, forward", peer.rope(False, 8192, 32, 128, 64, False))
+    measure("add bf16 8192x4096", peer.elements(lambda a, b: a + b, 2, False, 8192, 4096))
+    measure("scale bf16 8192x4096", peer.elements(lambda x: x * 0.5, 1, False, 8192, 4096))
+    measure("dropout bf16 8192x4096", peer.elements(lambda x: F.dropout(x, 0.1), 1, False, 8192, 4096))
+
+
+def tables():
+    measure("embedding bf16 8192 rows of 150528x4096", peer.embedding(8192, 150528, 4096))
+    measure("embedding gradient f32 of bf16, 8192 rows of 150528x4096", peer.embedding_gradient(8192, 150528, 4096))
+    measure("rows put bf16 6144 of 8192x4096", peer.put_rows(6144, 8192, 4096))
+    for dtype in ("bf16", "f32"):
+        measure(f"transposed {dtype} 64x1024x1152", peer.transposed(dtype, 64, 1024, 1152))
+        measure(f"sums over 8192 rows {dtype} x4096", peer.row_sums(dtype, 8192, 8192, 4096))
+    measure("sums over 6144 of 8192 rows bf16 x4096", peer.row_sums("bf16", 6144, 8192, 4096))
+
+
 def main():
     if STAGE == "step":
         training_steps()
-        print(json.dumps(results))
-        return
-    n = int(sys.argv[sys.argv.index("--params") + 1]) if "--params" in sys.argv else 1 << 28
-    measure("adamw f32, f32 gradient", adamw(torch.float32, n))
-    measure("adamw pure bf16, bf16 gradient", adamw(torch.bfloat16, n))
-    for kind in ("rms", "layer"):
-        for c in (4096, 1152):
-            for backward in (False, True):
-                which = "backward" if backward else "forward"
-                measure(f"{kind} norm bf16 16384x{c} {which}", norm(kind, 16384, c, backward))
-    for name, shape in {
-        "d128 causal 4096 28:4": (2, 4096, 28, 4, 128, True),
-        "d128 full 4096 16:16": (2, 4096, 16, 16, 128, False),
-        "d112 full 1226 16:16": (8, 1226, 16, 16, 112, False),
-        "d80 full 1024 16:16": (10, 1024, 16, 16, 80, False),
-        "d72 full 1024 16:16": (10, 1024, 16, 16, 72, False),
-        "d64 full 1226 16:16": (8, 1226, 16, 16, 64, False),
-    }.items():
-        measure(f"attention bf16 {name} forward", attention(*shape, False))
-        measure(f"attention bf16 {name} backward", attention(*shape, True))
-    for rank in (0, 16, 64):
-        measure(f"linear bf16 8192x4096x4096 rank {rank}", linear(8192, 4096, 4096, rank))
-    products()
-    print(json.dumps(results))
+    else:
+        table(int(option("--params", 1 << 28)))
+        products()
+    print(json.dumps(list(results) if NAMES else results))
 
 
 main()

@@ -32,18 +32,9 @@ pub(crate) fn repeat(gpu: &Gpu, memory: &Memory, start: usize, n: usize) -> Resu
     Ok(unsafe { gpu.queue_copy(Address(from), Address(from + start as u64), n) }?)
 }
 
-/// Queues `y [t, n] = x [t, k] w [n, k]^T` in one dtype by the library.
-pub(crate) fn product(
-    gpu: &Gpu,
-    library: &CublasLt,
-    dtype: DType,
-    [t, n, k]: [usize; 3],
-    [x, w, y, workspace]: &[Memory; 4],
-) -> Result<()> {
-    let size = dtype.size_bytes();
-    let fits = x.bytes() >= t * k * size && w.bytes() >= n * k * size && y.bytes() >= t * n * size;
-    ensure!(fits, "a product of other sizes");
-    let multiply = Multiply {
+/// `y [t, n] = x [t, k] w [n, k]^T` in one dtype, everything dense.
+pub(crate) fn product_of(dtype: DType, [t, n, k]: [usize; 3], [x, w, y]: [Address; 3]) -> Multiply {
+    Multiply {
         shape: Shape {
             dtype,
             out: dtype,
@@ -57,18 +48,43 @@ pub(crate) fn product(
             y_line: n,
             epilogue: Epilogue::None,
         },
-        a: x.address(),
-        b: w.address(),
-        y: y.address(),
+        a: x,
+        b: w,
+        y,
         bias: Address::NULL,
         aux: Address::NULL,
         alpha: 1.0,
         beta: 0.0,
-    };
-    let bytes = workspace.bytes() as u64;
-    // SAFETY: the sizes were just checked, and lines are dense; freeing waits for the device.
-    let queued = unsafe { library.multiply(gpu, &multiply, workspace.address(), bytes) }?;
-    ensure!(queued, "cuBLASLt has no algorithm for {multiply:?}");
+    }
+}
+
+/// Queues [`product_of`] by the library.
+pub(crate) fn product(
+    gpu: &Gpu,
+    library: &CublasLt,
+    dtype: DType,
+    sizes: [usize; 3],
+    [x, w, y, workspace]: &[Memory; 4],
+) -> Result<()> {
+    let [t, n, k] = sizes;
+    let size = dtype.size_bytes();
+    let fits = x.bytes() >= t * k * size && w.bytes() >= n * k * size && y.bytes() >= t * n * size;
+    ensure!(fits, "a product of other sizes");
+    let product = product_of(dtype, sizes, [x.address(), w.address(), y.address()]);
+    let scratch = (workspace.address(), workspace.bytes() as u64);
+    multiply(gpu, library, &product, scratch)
+}
+
+/// Queues a product by the library.
+pub(crate) fn multiply(
+    gpu: &Gpu,
+    library: &CublasLt,
+    product: &Multiply,
+    (workspace, bytes): (Address, u64),
+) -> Result<()> {
+    // SAFETY: callers made operands and scratch memory of the sizes that the product has; freeing waits for the device.
+    let queued = unsafe { library.multiply(gpu, product, workspace, bytes) }?;
+    ensure!(queued, "cuBLASLt has no algorithm for {product:?}");
     Ok(())
 }
 

@@ -1,83 +1,33 @@
 //! Stage `table`: the time of every kernel at sizes of models, as a share of the ceiling that the stage `ceilings`
-//! measured in the same run, and beside the time of PyTorch for the same work.
+//! measured in the same run, and beside the time of PyTorch for the same work. Every row is written; a target that is
+//! missed, or that nothing can be compared for, is a failure of the stage.
 
 use std::collections::BTreeMap;
 use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use kernels::cuda::gpu::{Gpu, Memory};
-use kernels::cuda::launch::{Address, Launch};
 
-use super::{Report, Setting, measured_ceiling, median_milliseconds, queue, show};
+use super::{Report, Setting, measured_ceiling, show};
 
+mod bench;
+mod layers;
 pub mod products;
+#[cfg(test)]
+mod tests;
 mod works;
 
-const BUDGET: Duration = Duration::from_millis(400);
+use bench::{Bench, OnGpu, Operands, Scale};
+use works::{Amount, Row, Targets};
 
-/// What a piece of work must do at least.
-#[derive(Clone, Copy, PartialEq, Debug)]
-enum Amount {
-    /// Bytes read and written.
-    Bytes(f64),
-    /// Floating-point operations.
-    Flops(f64),
-}
-
-/// One row: launches on operands of its own, several sets in turn where a set would fit the cache.
-struct Work {
-    name: String,
-    amount: Amount,
-    sets: Vec<Vec<Launch>>,
-    memory: Vec<Memory>,
-}
-
-/// Device memory for one piece of work.
-struct Operands<'g> {
-    gpu: &'g Gpu,
-    memory: Vec<Memory>,
-}
-
-impl Operands<'_> {
-    /// `n` standard normal values times `scale` in a float dtype; a pattern of a million values repeats.
-    fn normal(&mut self, dtype: kernels::DType, n: u64, scale: f32) -> Result<Address> {
-        let memory = self
-            .gpu
-            .allocate(usize::try_from(n)? * dtype.size_bytes())?;
-        works::fill_normal(self.gpu, dtype, &memory, scale)?;
-        let address = memory.address();
-        self.memory.push(memory);
-        Ok(address)
-    }
-
-    /// Memory for a result.
-    fn output(&mut self, bytes: u64) -> Result<Address> {
-        let memory = self.gpu.allocate(usize::try_from(bytes)?)?;
-        self.gpu.fill(&memory, 0xff)?;
-        let address = memory.address();
-        self.memory.push(memory);
-        Ok(address)
-    }
-
-    /// Memory of zeros.
-    fn zeros(&mut self, bytes: u64) -> Result<Address> {
-        let memory = self.gpu.allocate(usize::try_from(bytes)?)?;
-        self.gpu.fill(&memory, 0)?;
-        let address = memory.address();
-        self.memory.push(memory);
-        Ok(address)
-    }
-
-    /// These bytes.
-    fn bytes(&mut self, bytes: &[u8]) -> Result<Address> {
-        let memory = self.gpu.allocate(bytes.len())?;
-        self.gpu.write(&memory, 0, bytes)?;
-        let address = memory.address();
-        self.memory.push(memory);
-        Ok(address)
-    }
-}
+/// Time that a row is repeated for. About a hundred rows of the table take 20 s of it, their operands 10 s, modules that
+/// no earlier stage compiled 10 s, and PyTorch's rows with its start 35 s: 75 s, estimated. The stage is to stay below
+/// 100 s, and `gpu-check.sh` stops it at 180 s.
+const BUDGET: Duration = Duration::from_millis(200);
+/// Seconds that PyTorch has for all of its rows.
+const PEERS_SECONDS: u32 = 60;
+/// Operands of more bytes than this are in no GPU's second-level cache: an H200 has 50 MB, an RTX 4090 72 MB.
+const CACHE_BYTES: u64 = 80 << 20;
 
 /// Measures; PyTorch's times are added when `peers` runs.
 #[must_use]
@@ -90,59 +40,112 @@ pub fn run(setting: &Setting) -> Report {
             return report;
         }
     };
-    let params = works::params(&gpu);
-    let peers = peers(setting, "table", params);
-    for (name, prepare) in works::all(params) {
+    let scale = Scale {
+        divisor: 1,
+        params: works::params(&gpu),
+    };
+    let yardsticks = Yardsticks {
+        copy: measured_ceiling(&setting.out, "copy"),
+        product: measured_ceiling(&setting.out, "matmul"),
+        peers: peers(setting, "table", scale.params),
+        peers_asked: setting.peers.is_some(),
+    };
+    let mut bench = OnGpu::new(&gpu, Err("no row needs it".into()));
+    for row in works::all() {
         if setting.expired() {
-            report.failure(format!("the time was used up before {name}"));
+            report.failure(format!("the time was used up before {}", row.name));
             break;
         }
-        report.part(&name, |report| {
-            let mut operands = Operands {
-                gpu: &gpu,
-                memory: Vec::new(),
-            };
-            let (amount, sets) = prepare(&mut operands)?;
-            let work = Work {
-                name: name.clone(),
-                amount,
-                sets,
-                memory: operands.memory,
-            };
-            measure(&gpu, setting, &peers, &work, report)
+        report.part(&row.name, |report| {
+            measure(&mut bench, scale, &row, &yardsticks, report)
         });
     }
     report
 }
 
+/// What rows are compared with.
+struct Yardsticks {
+    /// Bytes a second of the copy.
+    copy: Option<f64>,
+    /// Floating-point operations a second of the library's product.
+    product: Option<f64>,
+    /// Milliseconds of PyTorch's rows.
+    peers: BTreeMap<String, f64>,
+    /// A row without its peer is a failure.
+    peers_asked: bool,
+}
+
 fn measure(
-    gpu: &Gpu,
-    setting: &Setting,
-    peers: &BTreeMap<String, f64>,
-    work: &Work,
+    bench: &mut dyn Bench,
+    scale: Scale,
+    row: &Row,
+    yardsticks: &Yardsticks,
     report: &mut Report,
 ) -> Result<()> {
-    let milliseconds = median_milliseconds(gpu, BUDGET, |round| {
-        let set = &work.sets[round % work.sets.len()];
-        set.iter().try_for_each(|launch| queue::launch(gpu, launch))
-    })?;
-    let held: usize = work.memory.iter().map(Memory::bytes).sum();
-    let (rate, unit, ceiling) = match work.amount {
-        Amount::Bytes(bytes) => (bytes / milliseconds * 1e3, "TB/s", "copy"),
-        Amount::Flops(flops) => (flops / milliseconds * 1e3, "TFLOP/s", "matmul"),
+    let mut on = Operands::new(bench, scale);
+    let measured = (row.prepare)(&mut on).and_then(|(amount, sets)| {
+        let milliseconds = on.bench.time(&sets)?;
+        Ok((amount, on.held, milliseconds))
+    });
+    // Also of a row that failed: the next one needs the room.
+    let cleared = bench.clear();
+    let (amount, held, milliseconds) = measured?;
+    judge(row, amount, held, milliseconds, yardsticks, report);
+    cleared
+}
+
+/// Writes a row and judges it.
+fn judge(
+    row: &Row,
+    amount: Amount,
+    held: u64,
+    milliseconds: f64,
+    yardsticks: &Yardsticks,
+    report: &mut Report,
+) {
+    let Targets { copy, torch } = row.targets;
+    let (work, unit, name, ceiling) = match amount {
+        Amount::Bytes(bytes) => (bytes, "TB/s", "copy", yardsticks.copy),
+        Amount::Flops(flops) => (flops, "TFLOP/s", "matmul", yardsticks.product),
+        Amount::PlainFlops(flops) => (flops, "TFLOP/s", "", None),
     };
+    let rate = work / milliseconds * 1e3;
+    let share = ceiling.map(|most| rate / most);
+    let peer = yardsticks.peers.get(&row.name);
     let mut compared = format!("{:.2} {unit}", rate / 1e12);
-    if let Some(most) = measured_ceiling(&setting.out, ceiling) {
-        compared += &format!(", {:.0} % of {ceiling}", rate / most * 100.0);
+    if let Some(share) = share {
+        compared += &format!(", {:.0} % of {name}", share * 100.0);
     }
-    if let Some(peer) = peers.get(&work.name) {
+    if let Some(target) = copy {
+        compared += &format!(" (target {target})");
+    }
+    if let Some(peer) = peer {
         compared += &format!(", torch {peer:.3} ms: {:.2}x", peer / milliseconds);
     }
-    if held < 1 << 20 {
+    if let Some(target) = torch {
+        compared += &format!(" (target {target})");
+    }
+    if held < CACHE_BYTES {
         compared += ", operands fit the cache";
     }
-    report.row(&work.name, format!("{milliseconds:.3} ms"), compared);
-    Ok(())
+    report.row(&row.name, format!("{milliseconds:.3} ms"), compared);
+    match (copy, share) {
+        (Some(target), Some(share)) => {
+            report.target(&format!("{} beside the copy", row.name), share, target);
+        }
+        (Some(_), None) => report.failure(format!("{}: not judged, no measured copy", row.name)),
+        (None, _) => {}
+    }
+    match (torch, peer) {
+        (Some(target), Some(peer)) => {
+            let what = format!("{} beside PyTorch", row.name);
+            report.target(&what, peer / milliseconds, target);
+        }
+        (Some(_), None) if yardsticks.peers_asked => {
+            report.failure(format!("{}: not judged, no time of PyTorch", row.name));
+        }
+        _ => {}
+    }
 }
 
 /// PyTorch's times by row, or none with the reason shown.
@@ -159,7 +162,7 @@ fn ask_peers(setting: &Setting, stage: &str, params: u64) -> Result<BTreeMap<Str
     let mut command = Command::new("python3");
     command
         .arg(script)
-        .args(["--stage", stage, "--budget", "60"])
+        .args(["--stage", stage, "--budget", &PEERS_SECONDS.to_string()])
         .args(["--params", &params.to_string()]);
     let output = command.output().context("starting python3")?;
     let remarks = String::from_utf8_lossy(&output.stderr).into_owned();

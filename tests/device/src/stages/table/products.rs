@@ -2,19 +2,18 @@
 //! and layers with adapters beside plain ones, each pair measured in the same run. Every row is written; a target that is
 //! missed, or that nothing can be compared for, is a failure of the stage.
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use kernels::DType;
-use kernels::cuda::gpu::{Gpu, Memory};
 use kernels::cuda::launch::{Address, Launch};
 use kernels::cuda::matmul::{CublasLt, WORKSPACE_BYTES};
 use kernels::cuda::ops::lora_linear::{Gradients, LoraLinear};
 use kernels::cuda::ops::pointwise;
-use kernels::cuda::ops::routed::{Group, OfRows, Routed};
 use kernels::cuda::ops::shared_lora::{self, SharedLora};
-use kernels::cuda::ops::workspace::Workspace;
 
-use super::{BUDGET, Operands, peers, works};
-use crate::stages::{Report, Setting, Target, median_milliseconds, queue};
+use super::bench::{Bench, OnGpu, Operands, Scale};
+use super::layers::{self, TwoLayers};
+use super::peers;
+use crate::stages::{Report, Setting, Target, queue};
 
 /// Tokens, features out and in: layers of 7 B models, and of their vision towers.
 const SHAPES: [[usize; 3]; 4] = [
@@ -23,6 +22,8 @@ const SHAPES: [[usize; 3]; 4] = [
     [8192, 4096, 11008],
     [9808, 15360, 1792],
 ];
+/// Of the layers with adapters, and of two over a partition.
+const LAYER: [usize; 3] = [8192, 4096, 4096];
 /// Of cuBLASLt's speed.
 const PRODUCT_TARGET: Target = Target::AtLeast(0.7);
 /// Of the speed of one product of all rows.
@@ -50,237 +51,125 @@ pub fn run(setting: &Setting) -> Report {
             format!(", torch {peer:.3} ms: {:.2}x", peer / milliseconds)
         })
     };
-    for shape in SHAPES {
-        report.part("product", |report| {
-            plain(setting, &gpu, report, shape, &torch)
+    let library = CublasLt::open(&gpu, &setting.search).map_err(|error| error.to_string());
+    let scale = Scale {
+        divisor: 1,
+        params: 0,
+    };
+    all(&mut OnGpu::new(&gpu, library), scale, &mut report, &torch);
+    report
+}
+
+/// Every row, on any device.
+pub(super) fn all(bench: &mut dyn Bench, scale: Scale, report: &mut Report, torch: Torch<'_>) {
+    let mut part = |what: &str, part: &dyn Fn(&mut Operands<'_>, &mut Report) -> Result<()>| {
+        report.part(what, |report| {
+            let done = part(&mut Operands::new(bench, scale), report);
+            done.and(bench.clear())
         });
+    };
+    for shape in SHAPES {
+        part("product", &|on, report| plain(on, report, shape, torch));
     }
     for vision in [2048, 6144] {
-        report.part("two layers", |report| routed(&gpu, report, vision, &torch));
+        part("two layers", &|on, report| {
+            routed(on, report, vision, torch)
+        });
     }
     for r in [16, 64] {
-        report.part("adapted layer", |report| adapted(&gpu, report, r, &torch));
-        report.part("adapted layers", |report| shared(&gpu, report, r));
+        part("adapted layer", &|on, report| adapted(on, report, r, torch));
+        part("adapted layers", &|on, report| shared(on, report, r));
     }
-    report
 }
 
 /// Adds what PyTorch takes for a row of this name and time.
 type Torch<'t> = &'t dyn Fn(&str, f64) -> String;
 
-fn time(gpu: &Gpu, launches: &[Launch]) -> Result<f64> {
-    median_milliseconds(gpu, BUDGET, |_| {
-        launches
-            .iter()
-            .try_for_each(|launch| queue::launch(gpu, launch))
-    })
+fn time(on: &mut Operands<'_>, launches: Vec<Launch>) -> Result<f64> {
+    on.bench.time(&[launches])
+}
+
+fn flops([t, n, k]: [usize; 3]) -> f64 {
+    2.0 * t as f64 * n as f64 * k as f64
 }
 
 fn teraflops(flops: f64, milliseconds: f64) -> String {
     format!("{:.0} TFLOP/s", flops / milliseconds * 1e-9)
 }
 
-fn operands(gpu: &Gpu) -> Operands<'_> {
-    Operands {
-        gpu,
-        memory: Vec::new(),
-    }
-}
-
-/// A layer with random operands.
-fn layer(on: &mut Operands<'_>, [t, n, k]: [usize; 3], r: usize) -> Result<LoraLinear> {
-    Ok(LoraLinear {
-        dtype: DTYPE,
-        t,
-        n,
-        k,
-        r,
-        x: on.normal(DTYPE, (t * k) as u64, 1.0)?,
-        weight: on.normal(DTYPE, (n * k) as u64, 0.02)?,
-        bias: Address::NULL,
-        lora_a: on.normal(DTYPE, (r.max(1) * k) as u64, 0.02)?,
-        lora_b: on.normal(DTYPE, (n * r.max(1)) as u64, 0.02)?,
-        scale: 0.5,
-    })
-}
-
-/// The launches of `build`, with scratch memory of the size that it asks for.
-fn with_scratch(
-    on: &mut Operands<'_>,
-    build: impl Fn(&mut Workspace) -> Option<Vec<Launch>>,
-) -> Result<Vec<Launch>> {
-    let mut count = Workspace::new(Address::NULL);
-    build(&mut count).context("no kernel")?;
-    let scratch = on.output(count.bytes().max(256))?;
-    build(&mut Workspace::new(scratch)).context("no kernel")
-}
-
-fn forward(on: &mut Operands<'_>, layer: &LoraLinear) -> Result<Vec<Launch>> {
-    let y = on.output((2 * layer.t * layer.n) as u64)?;
-    let sms = on.gpu.facts().multiprocessors;
-    with_scratch(on, |space| layer.forward(y, sms, space))
-}
-
-/// dx and, with an adapter, its gradients.
-fn backward(on: &mut Operands<'_>, layer: &LoraLinear) -> Result<Vec<Launch>> {
-    let LoraLinear { t, n, k, r, .. } = *layer;
-    let dy = on.normal(DTYPE, (t * n) as u64, 1.0)?;
-    let gradients = Gradients {
-        dx: on.output((2 * t * k) as u64)?,
-        d_lora_a: on.output((4 * r.max(1) * k) as u64)?,
-        d_lora_b: on.output((4 * n * r.max(1)) as u64)?,
-    };
-    let sms = on.gpu.facts().multiprocessors;
-    with_scratch(on, |space| layer.backward(dy, gradients, sms, space))
-}
-
 /// Our product and cuBLASLt's.
 fn plain(
-    setting: &Setting,
-    gpu: &Gpu,
+    on: &mut Operands<'_>,
     report: &mut Report,
     shape: [usize; 3],
     torch: Torch<'_>,
 ) -> Result<()> {
     let [t, n, k] = shape;
     let name = format!("product bf16 {t}x{n}x{k}");
-    let flops = 2.0 * t as f64 * n as f64 * k as f64;
-    let mut on = operands(gpu);
-    let layer = layer(&mut on, shape, 0)?;
-    let own = time(gpu, &forward(&mut on, &layer)?)?;
-    let mut compared = teraflops(flops, own);
-    let beside = match CublasLt::open(gpu, &setting.search) {
-        Ok(library) => {
-            let matrix = |elements: usize, scale: f32| -> Result<Memory> {
-                let memory = gpu.allocate(2 * elements)?;
-                works::fill_normal(gpu, DTYPE, &memory, scale)?;
-                Ok(memory)
-            };
-            let all = [
-                matrix(t * k, 1.0)?,
-                matrix(n * k, 0.02)?,
-                matrix(t * n, 1.0)?,
-                gpu.allocate(WORKSPACE_BYTES as usize)?,
-            ];
-            let theirs = median_milliseconds(gpu, BUDGET, |_| {
-                queue::product(gpu, &library, DTYPE, shape, &all)
-            })?;
-            compared += &format!(
-                ", cuBLASLt {theirs:.3} ms: {:.2}x (target {PRODUCT_TARGET})",
-                theirs / own
-            );
-            Ok(theirs / own)
-        }
-        Err(error) => {
-            compared += &format!(", no cuBLASLt: {error}");
-            Err(error.to_string())
-        }
+    let sizes @ [t, n, _] = layers::sizes(on, shape);
+    let layer = layers::layer(on, DTYPE, sizes, 0)?;
+    let launches = layers::forward(on, &layer)?;
+    let own = time(on, launches)?;
+    let y = on.output(DTYPE.size_bytes() * t * n)?;
+    let scratch = (on.output(WORKSPACE_BYTES as usize)?, WORKSPACE_BYTES);
+    let product = queue::product_of(DTYPE, sizes, [layer.x, layer.weight, y]);
+    let theirs = on.bench.time_product(&product, scratch);
+    let mut compared = teraflops(flops(sizes), own);
+    compared += &match &theirs {
+        Ok(theirs) => format!(
+            ", cuBLASLt {theirs:.3} ms: {:.2}x (target {PRODUCT_TARGET})",
+            theirs / own
+        ),
+        Err(error) => format!(", no cuBLASLt: {error:#}"),
     };
     compared += &torch(&name, own);
     report.row(&name, format!("{own:.3} ms"), compared);
-    match beside {
-        Ok(ratio) => report.target(&name, ratio, PRODUCT_TARGET),
-        Err(error) => report.failure(format!("{name}: not judged, no cuBLASLt: {error}")),
+    match theirs {
+        Ok(theirs) => report.target(&name, theirs / own, PRODUCT_TARGET),
+        Err(error) => report.failure(format!("{name}: not judged, no cuBLASLt: {error:#}")),
     }
     Ok(())
 }
 
-/// Rows of both groups, mixed as pictures and text are: in stretches.
-fn stretches(t: usize, vision: usize) -> [Vec<i32>; 2] {
-    // Half of the text stands in front of the picture, half behind it.
-    let front = (t - vision) / 2;
-    let picture = front..front + vision;
-    let (inside, outside) = (0..t as i32).partition(|row| picture.contains(&(*row as usize)));
-    [outside, inside]
-}
-
 /// One launch for two layers, forward, dx and both dW, and the same for one layer of all rows.
-fn routed(gpu: &Gpu, report: &mut Report, vision: usize, torch: Torch<'_>) -> Result<()> {
-    let shape @ [t, n, k] = [8192, 4096, 4096];
-    let flops = 2.0 * t as f64 * n as f64 * k as f64;
-    let sms = gpu.facts().multiprocessors;
-    let mut on = operands(gpu);
-    let first = layer(&mut on, shape, 0)?;
-    let weights = [first.weight, on.normal(DTYPE, (n * k) as u64, 0.02)?];
-    let dy = on.normal(DTYPE, (t * n) as u64, 1.0)?;
-    let rows = stretches(t, vision);
-    let mut groups = [Group {
-        rows: Address::NULL,
-        m: 0,
-        b: Address::NULL,
-        bias: Address::NULL,
-    }; 2];
-    for (i, group) in groups.iter_mut().enumerate() {
-        group.rows = on.bytes(bytemuck::cast_slice(&rows[i]))?;
-        group.m = rows[i].len();
-        group.b = weights[i];
+fn routed(
+    on: &mut Operands<'_>,
+    report: &mut Report,
+    vision: usize,
+    torch: Torch<'_>,
+) -> Result<()> {
+    let name =
+        |which| format!("two layers bf16 8192x4096x4096, {vision} rows of the second, {which}");
+    let sizes = layers::sizes(on, LAYER);
+    let rows = on.of(vision);
+    let layers = TwoLayers::new(on, DTYPE, sizes, rows)?;
+    let LoraLinear { t, n, k, .. } = layers.first;
+    for (backward, which, columns) in [(false, "forward", n), (true, "dx", k)] {
+        let together = layers.product(on, backward)?;
+        let y = on.output(DTYPE.size_bytes() * t * columns)?;
+        let all_rows = match backward {
+            true => layers.first.input_gradient(layers.dy, Address::NULL, y),
+            false => layers.first.output(Address::NULL, 0, y),
+        };
+        let single =
+            on.with_scratch(|sms, space| all_rows.launches(all_rows.choose(sms), sms, space))?;
+        compare(on, report, &name(which), [together, single], torch)?;
     }
-    for backward in [false, true] {
-        let (a, n, k) = if backward {
-            (dy, k, n)
-        } else {
-            (first.x, n, k)
-        };
-        let layers = Routed {
-            dtype: DTYPE,
-            transpose_b: backward,
-            t,
-            n,
-            k,
-            a,
-            groups,
-            y: on.output((2 * t * n) as u64)?,
-        };
-        let tile = layers.choose(sms);
-        let launches = with_scratch(&mut on, |space| layers.launches(tile, sms, space))?;
-        let y = on.output((2 * t * n) as u64)?;
-        let all_rows = if backward {
-            first.input_gradient(dy, Address::NULL, y)
-        } else {
-            first.output(Address::NULL, 0, y)
-        };
-        let choice = all_rows.choose(sms);
-        let single = with_scratch(&mut on, |space| all_rows.launches(choice, sms, space))?;
-        let which = if backward { "dx" } else { "forward" };
-        let name = format!("two layers bf16 8192x4096x4096, {vision} rows of the second, {which}");
-        compare(gpu, report, (&name, flops), &launches, &single, torch)?;
-    }
-    let mut launches = Vec::new();
-    for group in groups {
-        let product = OfRows {
-            dtype: DTYPE,
-            t,
-            m: n,
-            n: k,
-            rows: group.rows,
-            k: group.m,
-            a: dy,
-            b: first.x,
-            y: on.output((4 * n * k) as u64)?,
-        };
-        let choice = product.choose(sms);
-        launches.extend(with_scratch(&mut on, |space| {
-            product.launches(choice, sms, space)
-        })?);
-    }
-    let d_weight = on.output((4 * n * k) as u64)?;
-    let all_rows = first.weight_gradient(dy, d_weight);
-    let choice = all_rows.choose(sms);
-    let single = with_scratch(&mut on, |space| all_rows.launches(choice, sms, space))?;
-    let name = format!("two layers bf16 8192x4096x4096, {vision} rows of the second, dW");
-    compare(gpu, report, (&name, flops), &launches, &single, torch)
+    let together = layers.weight_gradients(on)?;
+    let single = layers::weight_gradient(on, &layers.first, layers.dy)?;
+    compare(on, report, &name("dW"), [together, single], torch)
 }
 
 /// Launches of two layers beside one product of all rows.
 fn compare(
-    gpu: &Gpu,
+    on: &mut Operands<'_>,
     report: &mut Report,
-    (name, flops): (&str, f64),
-    two: &[Launch],
-    one: &[Launch],
+    name: &str,
+    [two, one]: [Vec<Launch>; 2],
     torch: Torch<'_>,
 ) -> Result<()> {
-    let (two, one) = (time(gpu, two)?, time(gpu, one)?);
+    let flops = flops(layers::sizes(on, LAYER));
+    let (two, one) = (time(on, two)?, time(on, one)?);
     let compared = format!(
         "{}, one product {one:.3} ms: {:.2}x (target {ROUTED_TARGET}){}",
         teraflops(flops, two),
@@ -293,38 +182,34 @@ fn compare(
 }
 
 /// Queries, keys and values with adapters: stacked, beside each for itself with the sums of their dx.
-fn shared(gpu: &Gpu, report: &mut Report, r: usize) -> Result<()> {
-    let shape @ [t, n, k] = [8192, 4096, 4096];
-    let flops = 3.0 * 2.0 * t as f64 * n as f64 * k as f64;
-    let (mut on, sms) = (operands(gpu), gpu.facts().multiprocessors);
-    let first = layer(&mut on, shape, r)?;
-    let mut layers = vec![first];
+fn shared(on: &mut Operands<'_>, report: &mut Report, r: usize) -> Result<()> {
+    let sizes @ [t, n, k] = layers::sizes(on, LAYER);
+    let flops = 3.0 * flops(sizes);
+    let first = layers::layer(on, DTYPE, sizes, r)?;
+    let mut all = vec![first];
     for _ in 0..2 {
-        let other = layer(&mut on, shape, r)?;
-        layers.push(LoraLinear {
+        let other = layers::layer(on, DTYPE, sizes, r)?;
+        all.push(LoraLinear {
             x: first.x,
             ..other
         });
     }
-    let line = shared_lora::line(&layers);
+    let line = shared_lora::line(&all);
     let stacked = SharedLora {
-        layers: &layers,
-        stacked: on.normal(DTYPE, (line * k) as u64, 0.02)?,
+        layers: &all,
+        stacked: on.normal(DTYPE, line * k, 0.02)?,
     };
-    let (s, d_stacked) = (
-        on.output((2 * t * line) as u64)?,
-        on.output((4 * line * k) as u64)?,
-    );
+    let (s, d_stacked) = (on.output(2 * t * line)?, on.output(4 * line * k)?);
     let mut places = |elems: usize| -> Result<Vec<Address>> {
-        layers.iter().map(|_| on.output(4 * elems as u64)).collect()
+        all.iter().map(|_| on.output(4 * elems)).collect()
     };
     let (y, d_lora_b, dx) = (places(t * n)?, places(n * r)?, places(t * k)?);
-    let dy: Vec<Address> = layers
+    let dy: Vec<Address> = all
         .iter()
-        .map(|_| on.normal(DTYPE, (t * n) as u64, 1.0))
+        .map(|_| on.normal(DTYPE, t * n, 1.0))
         .collect::<Result<_>>()?;
     for backward in [false, true] {
-        let together = with_scratch(&mut on, |space| match backward {
+        let together = on.with_scratch(|sms, space| match backward {
             false => stacked.forward(s, &y, sms, space),
             true => {
                 let gradients = shared_lora::Gradients {
@@ -336,8 +221,8 @@ fn shared(gpu: &Gpu, report: &mut Report, r: usize) -> Result<()> {
             }
         })?;
         let mut apart = Vec::new();
-        for (i, layer) in layers.iter().enumerate() {
-            apart.extend(with_scratch(&mut on, |space| match backward {
+        for (i, layer) in all.iter().enumerate() {
+            apart.extend(on.with_scratch(|sms, space| match backward {
                 false => layer.forward(y[i], sms, space),
                 true => {
                     let gradients = Gradients {
@@ -345,15 +230,16 @@ fn shared(gpu: &Gpu, report: &mut Report, r: usize) -> Result<()> {
                         d_lora_a: d_stacked,
                         d_lora_b: d_lora_b[i],
                     };
-                    layer.backward(dy[i], gradients, sms, space)
+                    let mut launches = layer.backward(dy[i], gradients, sms, space)?;
+                    if i > 0 {
+                        let n = (t * k) as u64;
+                        launches.push(pointwise::add(DTYPE, dx[0], dx[i], dx[0], n)?);
+                    }
+                    Some(launches)
                 }
             })?);
-            if backward && i > 0 {
-                let sum = pointwise::add(DTYPE, dx[0], dx[i], dx[0], (t * k) as u64);
-                apart.push(sum.context("no kernel")?);
-            }
         }
-        let (together, apart) = (time(gpu, &together)?, time(gpu, &apart)?);
+        let (together, apart) = (time(on, together)?, time(on, apart)?);
         let which = if backward { "backward" } else { "forward" };
         report.row(
             format!("three adapted products of one x bf16 8192x4096x4096 rank {r} {which}"),
@@ -369,21 +255,20 @@ fn shared(gpu: &Gpu, report: &mut Report, r: usize) -> Result<()> {
 }
 
 /// Forward and backward of a layer with an adapter beside the plain product and its dx.
-fn adapted(gpu: &Gpu, report: &mut Report, r: usize, torch: Torch<'_>) -> Result<()> {
-    let shape @ [t, n, k] = [8192, 4096, 4096];
-    let flops = 2.0 * t as f64 * n as f64 * k as f64;
-    let mut on = operands(gpu);
-    let with = layer(&mut on, shape, r)?;
+fn adapted(on: &mut Operands<'_>, report: &mut Report, r: usize, torch: Torch<'_>) -> Result<()> {
+    let sizes = layers::sizes(on, LAYER);
+    let with = layers::layer(on, DTYPE, sizes, r)?;
     let without = LoraLinear { r: 0, ..with };
     for which in ["forward", "backward"] {
-        let mut launches = |layer: &LoraLinear| match which {
-            "forward" => forward(&mut on, layer),
-            _ => backward(&mut on, layer),
-        };
-        let (adapted, plain) = (
-            time(gpu, &launches(&with)?)?,
-            time(gpu, &launches(&without)?)?,
-        );
+        let mut times = Vec::new();
+        for layer in [&with, &without] {
+            let launches = match which {
+                "forward" => layers::forward(on, layer),
+                _ => layers::backward(on, layer),
+            };
+            times.push(time(on, launches?)?);
+        }
+        let (adapted, plain) = (times[0], times[1]);
         let target = match which {
             "forward" => format!(" (target {FORWARD_TARGET})"),
             _ => String::new(),
@@ -391,7 +276,7 @@ fn adapted(gpu: &Gpu, report: &mut Report, r: usize, torch: Torch<'_>) -> Result
         let name = format!("adapted product bf16 8192x4096x4096 rank {r} {which}");
         let compared = format!(
             "{}, {:.2} of the plain product's {plain:.3} ms{target}{}",
-            teraflops(flops, adapted),
+            teraflops(flops(sizes), adapted),
             adapted / plain,
             torch(&name, adapted)
         );

@@ -1,0 +1,309 @@
+//! Rows without a GPU: executed at small sizes on the emulated one, and made at sizes of models where nothing executes.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+use std::process::Command;
+
+use anyhow::{Result, ensure};
+use kernels::cuda::launch::{Address, Launch};
+use kernels::cuda::matmul::Multiply;
+use kernels::cuda::module::Family;
+
+use super::bench::{Bench, Operands, Scale};
+use super::works::{self, Amount, Row, Targets};
+use super::{BUDGET, CACHE_BYTES, Yardsticks, judge, measure, products};
+use crate::emulator::{Emulator, Order};
+use crate::machine::{Machine as _, POISON};
+use crate::stages::{Report, Target};
+
+const SMALL: Scale = Scale {
+    divisor: 128,
+    params: 3 * 4096 + 40,
+};
+const MODELS: Scale = Scale {
+    divisor: 1,
+    params: 1 << 28,
+};
+
+/// Kernels, with their families.
+type Kernels = BTreeSet<(Family, &'static str)>;
+
+fn note(seen: &mut Kernels, launch: &Launch) {
+    let family = launch.module.family().expect("a family of this crate");
+    seen.insert((family, launch.kernel));
+}
+
+/// Those that must have a row: all but the checks of single instructions.
+fn every_kernel() -> Kernels {
+    let families = Family::ALL.into_iter();
+    families
+        .filter(|family| *family != Family::PrimitivesCheck)
+        .flat_map(|family| {
+            let modules = family.modules().into_iter();
+            modules.flat_map(move |module| module.kernels().iter().map(move |k| (family, *k)))
+        })
+        .collect()
+}
+
+/// The emulator; every launch takes a millisecond.
+struct Emulated {
+    machine: Emulator,
+    seen: Kernels,
+}
+
+impl Emulated {
+    fn new() -> Self {
+        Self {
+            machine: Emulator::new(Order::Ascending),
+            seen: Kernels::new(),
+        }
+    }
+}
+
+impl Bench for Emulated {
+    /// So many that small attention has both heights of tiles.
+    fn multiprocessors(&self) -> u32 {
+        20
+    }
+
+    fn filled(&mut self, bytes: usize, pattern: &[u8]) -> Result<Address> {
+        let buffer = self.machine.allocate(bytes)?;
+        // Memory begins as poison.
+        if pattern != [POISON] {
+            let bytes: Vec<u8> = pattern.iter().copied().cycle().take(bytes).collect();
+            self.machine.write(buffer, &bytes)?;
+        }
+        Ok(buffer.address)
+    }
+
+    fn launch(&mut self, launch: &Launch) -> Result<()> {
+        note(&mut self.seen, launch);
+        self.machine.launch(launch)
+    }
+
+    fn time(&mut self, sets: &[Vec<Launch>]) -> Result<f64> {
+        ensure!(sets.iter().any(|set| !set.is_empty()), "nothing to time");
+        for launch in sets.iter().flatten() {
+            self.launch(launch)?;
+        }
+        Ok(1.0)
+    }
+
+    fn time_product(
+        &mut self,
+        product: &Multiply,
+        (workspace, bytes): (Address, u64),
+    ) -> Result<f64> {
+        ensure!(self.machine.multiply(product, workspace, bytes)?, "refused");
+        Ok(1.0)
+    }
+
+    fn clear(&mut self) -> Result<()> {
+        self.machine.reset()
+    }
+}
+
+/// Hands out addresses and notes launches.
+#[derive(Default)]
+struct Noting {
+    next: u64,
+    seen: Kernels,
+}
+
+impl Bench for Noting {
+    fn multiprocessors(&self) -> u32 {
+        132
+    }
+
+    fn filled(&mut self, bytes: usize, _pattern: &[u8]) -> Result<Address> {
+        self.next += 4096;
+        let address = Address(self.next);
+        self.next += (bytes as u64).next_multiple_of(4096);
+        Ok(address)
+    }
+
+    fn launch(&mut self, launch: &Launch) -> Result<()> {
+        note(&mut self.seen, launch);
+        Ok(())
+    }
+
+    fn time(&mut self, sets: &[Vec<Launch>]) -> Result<f64> {
+        sets.iter()
+            .flatten()
+            .try_for_each(|launch| self.launch(launch))?;
+        Ok(1.0)
+    }
+
+    fn time_product(&mut self, _product: &Multiply, _workspace: (Address, u64)) -> Result<f64> {
+        Ok(1.0)
+    }
+
+    fn clear(&mut self) -> Result<()> {
+        Ok(())
+    }
+}
+
+/// Nothing to compare with.
+fn no_yardsticks() -> Yardsticks {
+    Yardsticks {
+        copy: None,
+        product: None,
+        peers: BTreeMap::new(),
+        peers_asked: false,
+    }
+}
+
+fn no_torch(_name: &str, _milliseconds: f64) -> String {
+    String::new()
+}
+
+#[test]
+fn every_row_of_the_table_runs_on_the_emulated_gpu() {
+    let mut bench = Emulated::new();
+    let mut report = Report::new("table");
+    let rows = works::all();
+    let mut failures = Vec::new();
+    for row in &rows {
+        if let Err(error) = measure(&mut bench, SMALL, row, &no_yardsticks(), &mut report) {
+            failures.push(format!("{}: {error:#}", row.name));
+        }
+    }
+    assert!(failures.is_empty(), "{}", failures.join("\n"));
+    assert_eq!(report.rows.len(), rows.len());
+    // What the stage `products` executes is in none of these rows.
+    let missing: Vec<_> = every_kernel().difference(&bench.seen).copied().collect();
+    let routed = ["linear_of_rows", "linear_routed"].map(|k| (Family::LoraLinear, k));
+    assert_eq!(missing, routed);
+}
+
+#[test]
+fn every_row_of_products_runs_on_the_emulated_gpu() {
+    let mut bench = Emulated::new();
+    let mut report = Report::new("products");
+    products::all(&mut bench, SMALL, &mut report, &no_torch);
+    // All take the same time, so that targets are kept.
+    assert!(report.failures.is_empty(), "{:?}", report.failures);
+    assert_eq!(report.rows.len(), 4 + 2 * 3 + 2 * 2 + 2 * 2);
+    let routed = ["linear_of_rows", "linear_routed"].map(|k| (Family::LoraLinear, k));
+    assert!(routed.iter().all(|kernel| bench.seen.contains(kernel)));
+}
+
+#[test]
+fn every_kernel_has_a_row_at_sizes_of_models() {
+    let mut bench = Noting::default();
+    let mut report = Report::new("table");
+    for row in works::all() {
+        measure(&mut bench, MODELS, &row, &no_yardsticks(), &mut report).unwrap();
+    }
+    products::all(&mut bench, MODELS, &mut report, &no_torch);
+    let all = every_kernel();
+    let missing: Vec<_> = all.difference(&bench.seen).collect();
+    assert!(missing.is_empty(), "no row launches {missing:?}");
+}
+
+#[test]
+fn rows_fit_a_gpu_and_what_memory_bounds_fits_no_cache() {
+    for row in works::all() {
+        let mut bench = Noting::default();
+        let mut on = Operands::new(&mut bench, MODELS);
+        (row.prepare)(&mut on).unwrap();
+        let Row { name, targets, .. } = &row;
+        assert!(on.held < 12 << 30, "{name} has {} bytes", on.held);
+        assert!(
+            targets.copy.is_none() || on.held > 2 * CACHE_BYTES,
+            "{name}"
+        );
+    }
+}
+
+#[test]
+fn the_table_takes_no_more_than_its_share_of_the_time() {
+    let rows = works::all();
+    assert!(BUDGET * rows.len() as u32 <= std::time::Duration::from_secs(25));
+    let names: BTreeSet<_> = rows.iter().map(|row| &row.name).collect();
+    assert_eq!(names.len(), rows.len(), "a name is there twice");
+}
+
+/// Rows that PyTorch has nothing for.
+const WITHOUT_PEER: [&str; 7] = [
+    "adamw bf16 weights, f32 moments, bf16 gradient (22 B)",
+    "adamw f32 master + bf16 copy, bf16 gradient (28 B)",
+    "adamw f32 master + f16 copy, f16 gradient (28 B)",
+    "clip factor of 8 ranks",
+    "sums of gradients in bf16, rounded stochastically",
+    "three adapted products of one x bf16 8192x4096x4096 rank",
+    "zeros put",
+];
+
+#[test]
+fn rows_have_the_names_of_their_peers() {
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../scripts/gpu_peers.py");
+    let mut bench = Noting::default();
+    let mut report = Report::new("products");
+    products::all(&mut bench, MODELS, &mut report, &no_torch);
+    let products: BTreeSet<String> = report.rows.into_iter().map(|row| row.what).collect();
+    let table = works::all().into_iter().map(|row| row.name).collect();
+    for (stage, rows) in [("table", table), ("products", products)] {
+        let mut command = Command::new("python3");
+        command.arg(&script).args(["--stage", stage, "--names"]);
+        let output = command.output().expect("python3");
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "{said}");
+        let peers: BTreeSet<String> = serde_json::from_slice(&output.stdout).unwrap();
+        let rows: BTreeSet<String> = rows;
+        let unknown: Vec<_> = peers.difference(&rows).collect();
+        assert!(unknown.is_empty(), "no rows of {stage}: {unknown:?}");
+        let alone = |name: &&String| !WITHOUT_PEER.iter().any(|known| name.starts_with(known));
+        let missing: Vec<_> = rows.difference(&peers).filter(alone).collect();
+        assert!(missing.is_empty(), "no peers in {stage}: {missing:?}");
+    }
+}
+
+#[test]
+fn a_row_is_written_and_judged_by_the_copy_and_by_pytorch() {
+    let row = |copy, torch| Row {
+        name: "a row".into(),
+        targets: Targets { copy, torch },
+        prepare: Box::new(|_| anyhow::bail!("it is only judged")),
+    };
+    let both = row(Some(Target::AtLeast(0.85)), Some(Target::AtLeast(1.0)));
+    let yardsticks = |peer: Option<f64>, peers_asked| Yardsticks {
+        copy: Some(1e9),
+        product: None,
+        peers: peer
+            .map(|peer| ("a row".into(), peer))
+            .into_iter()
+            .collect(),
+        peers_asked,
+    };
+    // A megabyte in a millisecond is the rate of that copy.
+    let judged = |row: &Row, megabytes: f64, yardsticks: &Yardsticks| {
+        let mut report = Report::new("table");
+        let amount = Amount::Bytes(megabytes * 1e6);
+        judge(row, amount, 1 << 30, 1.0, yardsticks, &mut report);
+        assert_eq!(report.rows.len(), 1);
+        report.failures
+    };
+    let none: [String; 0] = [];
+    assert_eq!(judged(&both, 0.9, &yardsticks(Some(1.1), true)), none);
+    assert_eq!(
+        judged(&both, 0.8, &yardsticks(Some(0.9), true)),
+        [
+            "a row beside the copy: 0.80x, the target is at least 0.85x",
+            "a row beside PyTorch: 0.90x, the target is at least 1x",
+        ]
+    );
+    // Nothing to compare with is a failure where something was asked for.
+    assert_eq!(
+        judged(&both, 0.9, &yardsticks(None, true)),
+        ["a row: not judged, no time of PyTorch"]
+    );
+    assert_eq!(judged(&both, 0.9, &yardsticks(None, false)), none);
+    let ours = row(Some(Target::AtLeast(0.85)), None);
+    assert_eq!(judged(&ours, 0.9, &yardsticks(None, true)), none);
+    assert_eq!(
+        judged(&ours, 0.9, &no_yardsticks()),
+        ["a row: not judged, no measured copy"]
+    );
+    assert_eq!(judged(&row(None, None), 0.1, &no_yardsticks()), none);
+}

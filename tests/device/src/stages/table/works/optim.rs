@@ -1,0 +1,143 @@
+//! What an update does: casts, sums and norms of gradients, steps of `AdamW`.
+
+use anyhow::{Context, Result};
+use kernels::DType;
+use kernels::cuda::launch::Address;
+use kernels::cuda::ops::adamw::{self, Form};
+use kernels::cuda::ops::grad_norm::{self, Clip, Sums};
+use kernels::cuda::ops::{accumulate, cast};
+use optim::AdamW;
+
+use super::{Amount, Prepared, Rows, Targets};
+use crate::stages::table::bench::Operands;
+
+pub(super) fn add(rows: &mut Rows) {
+    let (f32, bf16, f16) = (DType::F32, DType::BF16, DType::F16);
+    for (from, to) in [(f32, bf16), (bf16, f32), (f32, f16)] {
+        let name = format!("cast {from} to {to}, 256 Mi");
+        rows.add(name, Targets::COPY, move |on| cast_row(on, from, to));
+    }
+    // PyTorch has no copy beside master weights, and no update of 16-bit weights by moments in f32.
+    let forms = [
+        (
+            "adamw f32, f32 gradient",
+            Form::F32,
+            f32,
+            Targets::COPY_AND_TORCH,
+        ),
+        (
+            "adamw f32 master + bf16 copy, bf16 gradient (28 B)",
+            Form::MasterBf16,
+            bf16,
+            Targets::COPY,
+        ),
+        (
+            "adamw f32 master + f16 copy, f16 gradient (28 B)",
+            Form::MasterF16,
+            f16,
+            Targets::COPY,
+        ),
+        (
+            "adamw bf16 weights, f32 moments, bf16 gradient (22 B)",
+            Form::Bf16,
+            bf16,
+            Targets::COPY,
+        ),
+        (
+            "adamw pure bf16, bf16 gradient",
+            Form::PureBf16,
+            bf16,
+            Targets::COPY_AND_TORCH,
+        ),
+    ];
+    for (name, form, grad, targets) in forms {
+        rows.add(name, targets, move |on| adamw_row(on, form, grad));
+    }
+    rows.add(
+        "sums of gradients in bf16, rounded stochastically",
+        Targets::COPY,
+        accumulate_row,
+    );
+    for dtype in [f32, bf16, f16] {
+        let name = format!("gradient norm {dtype}");
+        rows.add(name, Targets::COPY, move |on| norm_row(on, dtype));
+    }
+    // A few sums: what a launch takes.
+    rows.add("clip factor of 8 ranks", Targets::NONE, clip_row);
+}
+
+fn cast_row(on: &mut Operands<'_>, from: DType, to: DType) -> Result<Prepared> {
+    let n = on.scale.params;
+    let x = on.normal(from, n as usize, 1.0)?;
+    let y = on.output(n as usize * to.size_bytes())?;
+    let launch = cast::launch(from, x, to, y, n).context("floats")?;
+    let bytes = (from.size_bytes() + to.size_bytes()) as f64 * n as f64;
+    Ok((Amount::Bytes(bytes), vec![vec![launch]]))
+}
+
+fn adamw_row(on: &mut Operands<'_>, form: Form, grad_dtype: DType) -> Result<Prepared> {
+    let n = on.scale.params as usize;
+    let grad = on.normal(grad_dtype, n, 1e-3)?;
+    let weight = on.normal(form.weight(), n, 0.02)?;
+    let copy = match form.copy() {
+        Some(dtype) => on.output(n * dtype.size_bytes())?,
+        None => Address::NULL,
+    };
+    let exp_avg = on.normal(form.moment(), n, 1e-4)?;
+    // A second moment is positive: the square of nothing is a valid start.
+    let exp_avg_sq = on.zeros(n * form.moment().size_bytes())?;
+    let window = adamw::Window {
+        form,
+        grad_dtype,
+        grad,
+        weight,
+        copy,
+        exp_avg,
+        exp_avg_sq,
+        n: n as u64,
+        first_element: 0,
+    };
+    let scalars = AdamW::default().scalars(10, 1e-3, 0.1, 1.0, 1)?;
+    let scalars = on.values(&[scalars])?;
+    let launch = adamw::launch(&window, scalars, Address::NULL).context("a form of AdamW")?;
+    let bytes = form.bytes(grad_dtype) as f64 * n as f64;
+    Ok((Amount::Bytes(bytes), vec![vec![launch]]))
+}
+
+fn accumulate_row(on: &mut Operands<'_>) -> Result<Prepared> {
+    let n = on.scale.params;
+    let values = on.normal(DType::F32, n as usize, 1e-3)?;
+    let sums = on.normal(DType::BF16, n as usize, 1e-3)?;
+    let place = accumulate::Place {
+        key: [1, 2],
+        time: 3,
+        first_element: 0,
+    };
+    let when = on.values(&accumulate::when(place))?;
+    let launch = accumulate::launch(sums, values, n, (0, when), false);
+    Ok((Amount::Bytes(8.0 * n as f64), vec![vec![launch]]))
+}
+
+fn norm_row(on: &mut Operands<'_>, dtype: DType) -> Result<Prepared> {
+    let n = on.scale.params;
+    let x = on.normal(dtype, n as usize, 1.0)?;
+    let workspace = on.output(grad_norm::workspace_bytes(n) as usize)?;
+    let sum = on.output(8)?;
+    let launches = grad_norm::square_sum(dtype, x, n, workspace, sum, false).context("floats")?;
+    let bytes = (dtype.size_bytes() as u64 * n) as f64;
+    Ok((Amount::Bytes(bytes), vec![launches.into()]))
+}
+
+fn clip_row(on: &mut Operands<'_>) -> Result<Prepared> {
+    const RANKS: usize = 8;
+    let sums = Sums {
+        squares: 4.0,
+        loss: 100.0,
+        tokens: 50.0,
+    };
+    let sums = on.values(&[sums; RANKS])?;
+    let out = on.output(size_of::<Clip>())?;
+    let launch = grad_norm::clip(sums, RANKS, Some(1.0), out).context("a few ranks")?;
+    let bytes = RANKS * size_of::<Sums>() + size_of::<Clip>();
+    Ok((Amount::Bytes(bytes as f64), vec![vec![launch]]))
+}
