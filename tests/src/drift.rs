@@ -5,7 +5,8 @@
 
 use crate::golden::minicpm::encode;
 use crate::golden::{Comparison, Pack, compare_floats};
-use crate::world::{Layout, Setup, run_world};
+use crate::tolerance::Roundings;
+use crate::world::{self, Layout, Setup, run_world};
 use anyhow::{Context, Result};
 use engine::Offload;
 use models::data::EncodedSample;
@@ -47,25 +48,20 @@ pub fn value(bits: &str) -> Result<f64> {
     Ok(f64::from_bits(bits))
 }
 
+/// The layout of the committed trajectory.
+pub const LAYOUT: Layout = Layout {
+    world: 2,
+    stage: 3,
+    offload: Offload::CPU,
+    ..Layout::SINGLE
+};
+
 /// Runs the trajectory.
 ///
 /// # Errors
 /// When the pack cannot be read or the engine fails.
-pub fn run() -> Result<Trajectory> {
-    let dir = Path::new(env!("CARGO_MANIFEST_DIR"))
-        .join("golden")
-        .join(PACK);
-    let pack = Pack::read(&dir)?;
-    let processor = open_processor(&dir)?;
-    let mut samples: Vec<EncodedSample> = Vec::new();
-    for case in &pack.cases {
-        samples.extend(encode(case, &*processor)?);
-    }
-    let layout = Layout {
-        world: 2,
-        stage: 3,
-        offload: Offload::CPU,
-    };
+pub fn run(layout: Layout) -> Result<Trajectory> {
+    let (pack, samples) = subject()?;
     let schedule = Schedule {
         kind: ScheduleKind::Cosine,
         warmup_steps: WARMUP_STEPS,
@@ -77,8 +73,9 @@ pub fn run() -> Result<Trajectory> {
         let mut rows = Vec::new();
         for step in 0..STEPS {
             let turn = step as usize * world.size + world.rank;
-            rank.micro_batch(&samples[turn % samples.len()..][..1])?;
-            let report = rank.zero.step(schedule.lr(step))?;
+            let (_, report) = rank.update(schedule.lr(step), |rank| {
+                rank.micro_batch(&samples[turn % samples.len()..][..1])
+            })?;
             rows.push((report.loss, report.grad_norm));
         }
         Ok(rows)
@@ -86,10 +83,30 @@ pub fn run() -> Result<Trajectory> {
     let rows = ranks.remove(0);
     let hex = |value: f64| format!("{:016x}", value.to_bits());
     Ok(Trajectory {
-        processor: self::processor(),
+        processor: processor(),
         losses: rows.iter().map(|(loss, _)| hex(*loss)).collect(),
         grad_norms: rows.iter().map(|(_, norm)| hex(*norm)).collect(),
     })
+}
+
+/// The pack, and the samples of all its cases.
+fn subject() -> Result<(Pack, Vec<EncodedSample>)> {
+    let pack = Pack::read(&Pack::beside(PACK))?;
+    let processor = open_processor(&pack.dir)?;
+    let mut samples = Vec::new();
+    for case in &pack.cases {
+        samples.extend(encode(case, &*processor)?);
+    }
+    Ok((pack, samples))
+}
+
+/// What a forward pass of the trajectory rounds where it is in 16 bits.
+///
+/// # Errors
+/// When the pack cannot be read or the engine fails.
+pub fn roundings() -> Result<Roundings> {
+    let (pack, samples) = subject()?;
+    world::roundings(&pack, &samples[..1], &Setup::full())
 }
 
 /// Compares the losses of a trajectory, taken on any device, with the committed ones: within `share` of the first.
@@ -99,11 +116,19 @@ pub fn run() -> Result<Trajectory> {
 pub fn compare(run: &Trajectory, share: f64) -> Result<Comparison> {
     let text = std::fs::read_to_string(path()).context("read the committed trajectory")?;
     let committed: Trajectory = serde_json::from_str(&text)?;
+    compare_runs(run, &committed, share)
+}
+
+/// As [`compare`], with another trajectory.
+///
+/// # Errors
+/// When a loss is no number.
+pub fn compare_runs(run: &Trajectory, other: &Trajectory, share: f64) -> Result<Comparison> {
     let values = |run: &Trajectory| -> Result<Vec<f32>> {
         let losses = run.losses.iter().map(|bits| value(bits).map(|x| x as f32));
         losses.collect()
     };
-    let (got, want) = (values(run)?, values(&committed)?);
+    let (got, want) = (values(run)?, values(other)?);
     let first = want.first().copied().map_or(0.0, f64::from);
     Ok(compare_floats("losses", &got, &want, share * first))
 }

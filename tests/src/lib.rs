@@ -5,5 +5,6 @@ pub mod golden;
 pub mod memory;
 pub mod parity;
 pub mod pure_bf16;
+pub mod sixteen_bits;
 pub mod tolerance;
 pub mod world;

@@ -2,7 +2,7 @@
 
 use crate::golden::{Case, Comparison, Pack, Section, Trajectory, compare_floats, packs_of};
 use crate::tolerance;
-use crate::world::{Layout, run_case, run_trajectory};
+use crate::world::{Layout, Travelled, run_case, run_trajectory};
 use anyhow::Result;
 use models::{Processor, open_processor};
 use std::collections::BTreeMap;
@@ -48,7 +48,15 @@ pub fn check_trajectory(
     expected: &Trajectory,
     layout: Layout,
 ) -> Result<Vec<Comparison>> {
-    let run = run_trajectory(pack, expected, layout)?;
+    Ok(compare_trajectory(
+        expected,
+        &run_trajectory(pack, expected, layout)?,
+    ))
+}
+
+/// A trajectory that was taken.
+#[must_use]
+pub fn compare_trajectory(expected: &Trajectory, run: &Travelled) -> Vec<Comparison> {
     let narrow = |values: &[f64]| values.iter().map(|v| *v as f32).collect::<Vec<f32>>();
     let losses = (narrow(&run.losses), narrow(&expected.losses));
     let mut all = vec![compare_floats(
@@ -80,7 +88,7 @@ pub fn check_trajectory(
             bound,
         ));
     }
-    Ok(all)
+    all
 }
 
 /// Relative L2 distance of a trained adapter tensor.

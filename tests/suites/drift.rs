@@ -1,7 +1,7 @@
 //! Two hundred steps give the committed losses.
 #![allow(clippy::unwrap_used, reason = "a test binary")]
 
-use tests::drift::{STEPS, Trajectory, path, run, value};
+use tests::drift::{LAYOUT, STEPS, Trajectory, path, run, value};
 use tests::tolerance::DRIFT_RELATIVE;
 
 #[test]
@@ -11,7 +11,7 @@ fn two_hundred_steps_repeat_the_committed_losses() {
     let first = value(&committed.losses[0]).unwrap();
     let last = value(committed.losses.last().unwrap()).unwrap();
     assert!(last < first / 2.0, "the model learns: {first} -> {last}");
-    let now = run().unwrap();
+    let now = run(LAYOUT).unwrap();
     if now.processor == committed.processor {
         let rows = now.losses.iter().zip(&committed.losses);
         let step = rows.clone().position(|(a, b)| a != b);

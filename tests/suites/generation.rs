@@ -266,6 +266,7 @@ fn ranks_with_answers_of_different_lengths_agree_with_one_process() {
                     world,
                     stage,
                     offload: NO_OFFLOAD,
+                    ..Layout::SINGLE
                 };
                 let results = run_world(&pack, layout, &world::Setup::full(), |rank| {
                     let own = rank.zero.comm().world().rank;

@@ -47,6 +47,7 @@ fn trajectories_are_followed_in_every_layout() {
                         world,
                         stage,
                         offload,
+                        ..Layout::SINGLE
                     };
                     let result = check_trajectory(&pack, first, layout).unwrap();
                     all_ok(&format!("{} {layout:?}", dir.display()), &result);
@@ -64,6 +65,7 @@ fn adapters_and_frozen_parts_follow_their_trajectories_sharded() {
             world: 2,
             stage: 3,
             offload: Offload::CPU,
+            ..Layout::SINGLE
         };
         let all = packs_of(pack.family).trajectories(&pack, &*processor);
         for trajectory in all.unwrap() {
@@ -88,6 +90,7 @@ fn a_batch_divided_over_two_ranks_gives_its_stored_loss_and_gradients() {
                     world: 2,
                     stage,
                     offload: Offload::CPU,
+                    ..Layout::SINGLE
                 };
                 let run = run_case(&pack, &samples, layout).unwrap();
                 // Values of rows are seen in one rank only.

@@ -5,7 +5,7 @@ use anyhow::Result;
 use tests::drift;
 
 fn main() -> Result<()> {
-    let trajectory = drift::run()?;
+    let trajectory = drift::run(drift::LAYOUT)?;
     let text = serde_json::to_string_pretty(&trajectory)? + "\n";
     std::fs::write(drift::path(), text)?;
     let at = |step: usize| drift::value(&trajectory.losses[step]);

@@ -1,5 +1,6 @@
-//! `parity [--device cpu|cuda] [--drift] PACK_DIR...`: compares golden packs with what this project computes, and with
-//! `--drift` the 200 steps of the committed trajectory.
+//! `parity [--device cpu|cuda] [--precision f32|bf16|fp16|pure-bf16] [--drift] PACK_DIR...`: compares golden packs with what
+//! this project computes, and with `--drift` the 200 steps of the committed trajectory. In 16 bits a GPU is also compared with
+//! the CPU: the quantities that begin with `cpu`.
 //!
 //! One line per stored quantity: name, largest difference, tolerance, ok or FAIL. Exit status 1
 //! when anything differs, 2 when a pack cannot be read or the device cannot be used.
@@ -9,25 +10,33 @@
     reason = "this is a command"
 )]
 
+use anyhow::Result;
+use engine::Precision;
 use launcher::device::first_gpu;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use tests::golden::{Comparison, Section};
 use tests::parity::{check_pack, count, margins};
-use tests::{drift, tolerance, world};
+use tests::{drift, sixteen_bits, tolerance, world};
 
 /// Memory of the GPU for everything: packs are tiny, and two ranks of the trajectory share it.
 const ARENA_BYTES: u64 = 2 << 30;
 
 /// What the line asks for.
-#[derive(Default)]
 struct Asked {
     dirs: Vec<PathBuf>,
     on_gpu: bool,
     drift: bool,
+    precision: Precision,
 }
 
 fn asked() -> Option<Asked> {
-    let mut asked = Asked::default();
+    let mut asked = Asked {
+        dirs: Vec::new(),
+        on_gpu: false,
+        drift: false,
+        precision: Precision::F32,
+    };
     let mut words = std::env::args().skip(1);
     while let Some(word) = words.next() {
         match &*word {
@@ -36,6 +45,7 @@ fn asked() -> Option<Asked> {
                 Some("cuda") => asked.on_gpu = true,
                 _ => return None,
             },
+            "--precision" => asked.precision = words.next()?.parse().ok()?,
             "--drift" => asked.drift = true,
             _ if word.starts_with('-') => return None,
             _ => asked.dirs.push(word.into()),
@@ -44,14 +54,35 @@ fn asked() -> Option<Asked> {
     (!asked.dirs.is_empty() || asked.drift).then_some(asked)
 }
 
+fn check(dir: &Path, precision: Precision) -> Result<Vec<Section>> {
+    match precision {
+        Precision::F32 => check_pack(dir),
+        _ => sixteen_bits::check_pack(dir, precision),
+    }
+}
+
+/// The trajectory of 200 steps.
+fn check_drift(precision: Precision) -> Result<Vec<Comparison>> {
+    match precision {
+        Precision::F32 => {
+            let run = drift::run(drift::LAYOUT)?;
+            Ok(vec![drift::compare(&run, tolerance::DRIFT_RELATIVE)?])
+        }
+        _ => sixteen_bits::check_drift(precision),
+    }
+}
+
 fn main() -> ExitCode {
     let Some(Asked {
         dirs,
         on_gpu,
         drift,
+        precision,
     }) = asked()
     else {
-        eprintln!("usage: parity [--device cpu|cuda] [--drift] PACK_DIR...");
+        eprintln!(
+            "usage: parity [--device cpu|cuda] [--precision f32|bf16|fp16|pure-bf16] [--drift] PACK_DIR..."
+        );
         return ExitCode::from(2);
     };
     if on_gpu {
@@ -68,11 +99,13 @@ fn main() -> ExitCode {
     }
     let (mut compared, mut failed, mut unreadable) = (0, 0, 0);
     if drift {
-        match drift::run().and_then(|run| drift::compare(&run, tolerance::DRIFT_RELATIVE)) {
-            Ok(comparison) => {
-                println!("trajectory of 200 steps: {comparison}");
-                compared += 1;
-                failed += usize::from(!comparison.ok());
+        match check_drift(precision) {
+            Ok(comparisons) => {
+                for comparison in &comparisons {
+                    println!("trajectory of 200 steps: {comparison}");
+                    compared += 1;
+                    failed += usize::from(!comparison.ok());
+                }
             }
             Err(error) => {
                 eprintln!("the trajectory of 200 steps cannot be taken: {error:#}");
@@ -81,7 +114,7 @@ fn main() -> ExitCode {
         }
     }
     for dir in &dirs {
-        match check_pack(dir) {
+        match check(dir, precision) {
             Ok(sections) => {
                 for (title, comparisons) in &sections {
                     for comparison in comparisons {

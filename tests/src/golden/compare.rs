@@ -1,7 +1,7 @@
 //! Comparing a run with what a pack stores.
 
 use super::pack::Stored;
-use crate::tolerance;
+use crate::tolerance::{self, Roundings};
 use anyhow::Result;
 use std::collections::BTreeMap;
 use std::fmt;
@@ -64,6 +64,8 @@ pub struct CaseRun {
     pub loss: Option<f64>,
     /// Gradients of the mean loss, by parameter.
     pub grads: BTreeMap<String, Vec<f32>>,
+    /// What a forward pass rounds, counted where it was watched.
+    pub roundings: Roundings,
 }
 
 /// Compares floats entry by entry.

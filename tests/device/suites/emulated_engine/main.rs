@@ -6,6 +6,7 @@ mod collectives;
 mod delays;
 mod peers;
 mod plan;
+mod references;
 mod resident;
 mod setup;
 mod training;

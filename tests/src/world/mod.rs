@@ -1,101 +1,29 @@
 //! Runs golden cases and trajectories through the real engine, on worlds of threads.
 
-use crate::golden::{AdamW, CaseRun, Pack, Trajectory};
+mod setup;
+
+use crate::golden::{CaseRun, Pack, Trajectory};
+use crate::tolerance::Roundings;
 use anyhow::{Result, anyhow};
 use engine::comm::{Communicator, threads};
 use engine::{
-    Offload, OptimizerConfig, ParamId, ParamSpec, PassKind, Plan, Precision, Stage, Tiers, Zero,
+    OptimizerConfig, ParamId, ParamSpec, PassKind, Plan, Precision, Stage, StepReport, Tiers, Zero,
     ZeroConfig,
 };
-use kernels::{Backend, CpuBackend, DType, Pool, Tensor};
+use kernels::{Backend, DType, Pool, Tensor};
 use models::autograd::Tape;
 use models::data::EncodedSample;
+use models::options::RopePrecision;
 use models::{
     ModelOptions, SampleInput, VisionLanguageModel, WeightError, WeightSource, open_model,
 };
 use optim::GroupOptions;
-use std::cell::RefCell;
-use std::collections::BTreeMap;
-use std::sync::{Arc, OnceLock};
+use optim::loss_scale::{LossScale, LossScaler, Verdict};
+use std::cell::{Cell, RefCell};
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 
-/// How a world shards and where its states live.
-#[derive(Clone, Copy, PartialEq, Debug)]
-pub struct Layout {
-    /// Ranks, each a thread.
-    pub world: usize,
-    /// ZeRO stage.
-    pub stage: u8,
-    /// Tiers.
-    pub offload: Offload,
-}
-
-impl Layout {
-    /// One rank that shards nothing.
-    pub const SINGLE: Self = Self {
-        world: 1,
-        stage: 0,
-        offload: NO_OFFLOAD,
-    };
-}
-
-/// Everything on the device.
-pub const NO_OFFLOAD: Offload = Offload::states(engine::Tier::Device);
-
-/// What all ranks of this process compute on, where that is not the CPU.
-static DEVICE: OnceLock<Arc<dyn Backend>> = OnceLock::new();
-
-/// Lets every world of this process compute on `backend`. Only the first call counts.
-pub fn compute_on(backend: Arc<dyn Backend>) {
-    DEVICE.set(backend).ok();
-}
-
-/// How ranks of a world are set up.
-#[derive(Debug)]
-pub struct Setup<'a> {
-    /// Options of the model.
-    pub options: ModelOptions,
-    /// Start values that the base does not have, or has otherwise.
-    pub start: &'a BTreeMap<String, Vec<f32>>,
-    /// The optimizer.
-    pub optimizer: AdamW,
-    /// Global norm that gradients are clipped to.
-    pub max_grad_norm: Option<f32>,
-    /// Decay and learning-rate factor of parameters by name, where they differ.
-    pub groups: &'a BTreeMap<String, GroupOptions>,
-}
-
-impl Setup<'static> {
-    /// A full fine-tune.
-    #[must_use]
-    pub fn full() -> Self {
-        static NOTHING: BTreeMap<String, Vec<f32>> = BTreeMap::new();
-        static NO_GROUPS: BTreeMap<String, GroupOptions> = BTreeMap::new();
-        Self {
-            options: ModelOptions::new(DType::F32),
-            start: &NOTHING,
-            optimizer: AdamW {
-                lr: 1e-3,
-                betas: [0.9, 0.95],
-                eps: 1e-8,
-                weight_decay: 0.1,
-            },
-            max_grad_norm: None,
-            groups: &NO_GROUPS,
-        }
-    }
-}
-
-impl<'a> From<&'a Trajectory> for Setup<'a> {
-    fn from(run: &'a Trajectory) -> Self {
-        Self {
-            options: run.options.clone(),
-            start: &run.start,
-            optimizer: run.optimizer.clone(),
-            max_grad_norm: run.max_grad_norm,
-            groups: &run.groups,
-        }
-    }
-}
+pub use setup::{Device, Layout, NO_OFFLOAD, Setup, compute_on, on_a_device};
 
 /// One rank's engine and model.
 pub struct Rank {
@@ -104,6 +32,8 @@ pub struct Rank {
     /// Its states.
     pub zero: Zero,
     backend: Arc<dyn Backend>,
+    /// The loss scale, in fp16.
+    scaler: Option<LossScaler>,
 }
 
 impl std::fmt::Debug for Rank {
@@ -121,21 +51,24 @@ impl Rank {
         comm: Arc<dyn Communicator>,
         setup: &Setup<'_>,
     ) -> Result<Self> {
-        let model = open_model(&pack.dir, setup.options.clone())?;
+        let options = ModelOptions {
+            dtype: layout.precision.weight_dtype(),
+            // The references' angles, which some families would round to the model's dtype.
+            rope_precision: RopePrecision::F32,
+            ..setup.options.clone()
+        };
+        let model = open_model(&pack.dir, options)?;
         let weights = WeightSource::open(&pack.dir)?;
         let zero_config = ZeroConfig {
             stage: Stage::try_from(layout.stage).map_err(|e| anyhow!(e))?,
-            precision: Precision::F32,
+            precision: layout.precision,
             offload: layout.offload,
             max_grad_norm: setup.max_grad_norm,
             ..ZeroConfig::default()
         };
         let plan = Arc::new(Plan::new(model.spec().clone(), zero_config, layout.world)?);
         let device = Pool::new("device", None);
-        let backend: Arc<dyn Backend> = match DEVICE.get() {
-            Some(gpu) => gpu.clone(),
-            None => Arc::new(CpuBackend::new(device.clone())),
-        };
+        let backend = layout.backend(&device);
         let tiers = Tiers::new(device, Pool::new("host", None));
         let settings = &setup.optimizer;
         // The references decay every trainable tensor.
@@ -158,6 +91,7 @@ impl Rank {
         let mut zero = Zero::new(plan, comm, backend.clone(), tiers, optimizer)?;
         zero.load(|id, elements, out| {
             let name = &names[id.index()].name;
+            let first = elements.start;
             match setup.start.get(name) {
                 Some(values) => out.copy_from_slice(&values[elements]),
                 None => {
@@ -165,12 +99,18 @@ impl Rank {
                     weights.read_range(name, elements, DType::F32, out)?;
                 }
             }
+            if let Some(shake) = layout.shake {
+                shake.apply(name, first, out);
+            }
             Ok::<_, WeightError>(())
         })?;
         Ok(Self {
             model,
             zero,
             backend,
+            scaler: (layout.precision == Precision::Fp16)
+                .then(|| LossScaler::new(LossScale::default()))
+                .transpose()?,
         })
     }
 
@@ -182,12 +122,42 @@ impl Rank {
         let inputs: Vec<SampleInput<'_>> = samples.iter().map(SampleInput::from).collect();
         self.zero.begin_pass(PassKind::Train);
         let batch = self.model.collate(&inputs, &*self.backend)?;
+        let scale = self.loss_scale() as f32;
         let tape = Tape::training(&self.zero).with_replay_check(true);
+        let tape = tape.with_loss_factor(scale);
         let loss = self.model.forward(&tape, &batch)?;
         let sums = (loss.sum()?, loss.supervised);
-        tape.backward(&loss, 1.0)?;
+        tape.backward(&loss, scale)?;
         self.zero.end_micro_batch(sums.0, sums.1 as u64)?;
         Ok(sums)
+    }
+
+    /// The factor on the losses: above 1 in fp16 only.
+    fn loss_scale(&self) -> f64 {
+        self.scaler.as_ref().map_or(1.0, LossScaler::scale)
+    }
+
+    /// An update behind `accumulate`, which runs again at a smaller loss scale where gradients overflow fp16: a training
+    /// run leaves that batch out, but a reference takes it.
+    ///
+    /// # Errors
+    /// When the engine fails or anything else is not finite.
+    pub fn update<T>(
+        &mut self,
+        lr: f64,
+        accumulate: impl Fn(&mut Self) -> Result<T>,
+    ) -> Result<(T, StepReport)> {
+        loop {
+            let scale = self.loss_scale();
+            let accumulated = accumulate(self)?;
+            let report = self.zero.step_scaled(lr, scale)?;
+            let verdict = self.scaler.as_mut().map(|s| s.update(!report.applied));
+            match verdict.transpose()? {
+                Some(Verdict::Skip) => {}
+                _ if !report.applied => return Err(anyhow!("loss or gradients are not finite")),
+                _ => return Ok((accumulated, report)),
+            }
+        }
     }
 
     /// Observed values and logits of a forward pass.
@@ -195,6 +165,12 @@ impl Rank {
         let inputs: Vec<SampleInput<'_>> = samples.iter().map(SampleInput::from).collect();
         let batch = self.model.collate(&inputs, &*self.backend)?;
         let taps = RefCell::new(BTreeMap::new());
+        // Pixels are one result.
+        let (results, read_by_any) = (Cell::new(1), RefCell::new(BTreeSet::new()));
+        let counter = |_: &'static str, read: &[ParamId], _: &Tensor| {
+            results.set(results.get() + 1);
+            read_by_any.borrow_mut().extend(read.iter().copied());
+        };
         let observer = |name: &str, value: &Tensor| {
             if let Ok(values) = value.to_f32_vec() {
                 taps.borrow_mut().insert(name.to_owned(), values);
@@ -202,12 +178,17 @@ impl Rank {
         };
         self.zero.begin_pass(PassKind::Infer);
         let tape = Tape::inference(&self.zero).with_observer(&observer);
+        let tape = tape.with_op_observer(&counter);
         let logits = self.model.full_logits(&tape, &batch)?.to_f32_vec()?;
         drop(tape);
         self.zero.end_pass()?;
         Ok(CaseRun {
             taps: taps.into_inner(),
             logits: Some(logits),
+            roundings: Roundings {
+                results: results.get(),
+                weights: read_by_any.into_inner().len(),
+            },
             ..CaseRun::default()
         })
     }
@@ -250,7 +231,20 @@ pub fn run_world<T: Send>(
 /// # Errors
 /// When a file or the engine fails.
 pub fn run_case(pack: &Pack, samples: &[EncodedSample], layout: Layout) -> Result<CaseRun> {
-    let mut runs = run_world(pack, layout, &Setup::full(), |rank| {
+    run_case_with(pack, samples, layout, &Setup::full())
+}
+
+/// As [`run_case`], of another model.
+///
+/// # Errors
+/// When a file or the engine fails.
+pub fn run_case_with(
+    pack: &Pack,
+    samples: &[EncodedSample],
+    layout: Layout,
+    setup: &Setup<'_>,
+) -> Result<CaseRun> {
+    let mut runs = run_world(pack, layout, setup, |rank| {
         let world = rank.zero.comm().world();
         let mut run = if world.size == 1 {
             rank.observe(samples)?
@@ -263,15 +257,16 @@ pub fn run_case(pack: &Pack, samples: &[EncodedSample], layout: Layout) -> Resul
             .step_by(world.size)
             .cloned()
             .collect();
-        if own.is_empty() {
-            rank.zero.begin_pass(PassKind::Train);
-            rank.zero.end_micro_batch(0.0, 0)?;
-        } else {
-            rank.micro_batch(&own)?;
-        }
-        let grads = rank.zero.gradients()?;
-        let report = rank.zero.step(0.0)?;
-        let tokens = report.supervised_tokens as f32;
+        let ((grads, scale), report) = rank.update(0.0, |rank| {
+            if own.is_empty() {
+                rank.zero.begin_pass(PassKind::Train);
+                rank.zero.end_micro_batch(0.0, 0)?;
+            } else {
+                rank.micro_batch(&own)?;
+            }
+            Ok((rank.zero.gradients()?, rank.loss_scale() as f32))
+        })?;
+        let tokens = report.supervised_tokens as f32 * scale;
         let name = |id: ParamId| rank.model.spec().params[id.index()].name.clone();
         run.loss = Some(report.loss);
         run.grads = grads
@@ -281,6 +276,16 @@ pub fn run_case(pack: &Pack, samples: &[EncodedSample], layout: Layout) -> Resul
         Ok(run)
     })?;
     Ok(runs.remove(0))
+}
+
+/// What a forward pass over `samples` rounds where it is in 16 bits, counted in f32 on the CPU.
+///
+/// # Errors
+/// When a file or the engine fails.
+pub fn roundings(pack: &Pack, samples: &[EncodedSample], setup: &Setup<'_>) -> Result<Roundings> {
+    let layout = Layout::SINGLE.on_cpu();
+    let mut runs = run_world(pack, layout, setup, |rank| rank.observe(samples))?;
+    Ok(runs.remove(0).roundings)
 }
 
 /// What a trajectory left.
@@ -312,12 +317,10 @@ pub fn run_trajectory(pack: &Pack, expected: &Trajectory, layout: Layout) -> Res
         };
         let mut run = Travelled::default();
         for _ in 1..expected.losses.len() {
-            accumulate(rank)?;
-            let report = rank.zero.step(expected.optimizer.lr)?;
+            let (_, report) = rank.update(expected.optimizer.lr, accumulate)?;
             run.losses.push(report.loss);
             run.grad_norms.push(report.grad_norm);
         }
-        accumulate(rank)?;
         rank.zero.visit_weights(|id, tensor| {
             let param = &rank.model.spec().params[id.index()];
             if param.trainable {
@@ -325,7 +328,7 @@ pub fn run_trajectory(pack: &Pack, expected: &Trajectory, layout: Layout) -> Res
             }
             Ok::<_, engine::EngineError>(())
         })?;
-        run.losses.push(rank.zero.step(0.0)?.loss);
+        run.losses.push(rank.update(0.0, accumulate)?.1.loss);
         Ok(run)
     })?;
     Ok(results.remove(0))
