@@ -1,6 +1,7 @@
 //! Operands.
 
 use optim::rng::RandomStream;
+use rayon::iter::{IntoParallelIterator, ParallelIterator};
 
 /// Named, counter-based random operands: the same on every machine.
 #[derive(Clone, Copy, Debug)]
@@ -19,7 +20,8 @@ impl Operands {
     #[must_use]
     pub fn normal(self, name: &str, n: usize, scale: f32) -> Vec<f32> {
         let stream = RandomStream::new(self.seed, name);
-        (0..n as u64).map(|i| stream.normal(i) * scale).collect()
+        let numbers = (0..n as u64).into_par_iter();
+        numbers.map(|i| stream.normal(i) * scale).collect()
     }
 
     /// Uniform numbers below `limit`.

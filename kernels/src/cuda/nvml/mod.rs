@@ -16,6 +16,8 @@ use session::Session;
 pub const FILE_NAME: &str = "libnvidia-ml.so.1";
 /// Where Windows puts the library for its Linux guests.
 const WSL: &str = "/usr/lib/wsl/lib";
+/// Where container runtimes put it that do not tell the dynamic linker.
+const CONTAINER: &str = "/usr/local/nvidia/lib64";
 
 /// Why something could not be read.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -147,7 +149,8 @@ pub fn read(directories: &[PathBuf]) -> NvmlReport {
     let places = directories
         .iter()
         .map(|folder| folder.join(FILE_NAME))
-        .chain([PathBuf::from(FILE_NAME), PathBuf::from(WSL).join(FILE_NAME)]);
+        .chain([PathBuf::from(FILE_NAME), PathBuf::from(WSL).join(FILE_NAME)])
+        .chain([PathBuf::from(CONTAINER).join(FILE_NAME)]);
     for path in places {
         let by_name = path.as_os_str() == FILE_NAME;
         let place = if by_name {

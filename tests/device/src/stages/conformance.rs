@@ -47,7 +47,14 @@ pub fn run(setting: &Setting, name: &'static str) -> Report {
                 }
                 match case.run(&mut machine) {
                     Ok(()) => passed += 1,
-                    Err(error) => report.failure(format!("{}: {error:#}", family.name())),
+                    Err(error) => {
+                        report.failure(format!("{}: {error:#}", family.name()));
+                        // An access outside memory ends the context: nothing runs in this process any more.
+                        if let Err(lost) = gpu.synchronize() {
+                            report.failure(format!("nothing behind that was run: {lost}"));
+                            return report;
+                        }
+                    }
                 }
             }
             let figure = format!("{passed} of {} passed", all.len());

@@ -71,6 +71,17 @@ fn pair(setting: &Setting, verb: &str, prepare: impl Fn(u32, &mut Command)) -> R
     for rank in 0..WORLD {
         let mut command = Command::new(&program);
         command.arg(verb).arg(rank.to_string()).arg(meeting.path());
+        // Found where this process finds it.
+        for (option, folders) in [
+            ("--libraries", &setting.search.directories),
+            ("--python-packages", &setting.search.python_packages),
+        ] {
+            for folder in folders {
+                command.arg(option).arg(folder);
+            }
+        }
+        let left = setting.deadline.saturating_duration_since(Instant::now());
+        command.arg("--seconds").arg(left.as_secs().to_string());
         prepare(rank, &mut command);
         children.push(Rank(command.spawn().context("starting a rank")?));
     }
