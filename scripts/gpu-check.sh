@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Turns any GPU into figures: probes it, checks every kernel, measures them. Needs what scripts/gpu-build.sh put into
-# BIN_DIR, this repository and a driver. Logs and tables go to OUT, a summary is printed last; a failing stage does
-# not stop the others; exits with 0 when every stage passed.
-# usage: scripts/gpu-check.sh BIN_DIR [OUT] [--stages a,b] [--cases a,b] [--budget SECONDS] [--device cuda|cpu] [--arch native]
+# Turns any GPU into figures: probes it, checks every kernel, measures them. Needs what scripts/gpu-build.sh made (BIN: the
+# folder, or the archive of it), this repository and a driver. Logs and tables go to OUT, or to WORK where that is named, and
+# then only a summary, the tables and one archive of all to OUT, as they are behind each stage. A failing stage does not stop
+# the others; exits with 0 when every stage passed.
+# usage: scripts/gpu-check.sh BIN [OUT] [--work WORK] [--stages a,b] [--cases a,b] [--budget SECONDS] [--device cuda|cpu] [--arch native]
 # Kernels run as the code of sm_80, which is what A100 and RTX 30 have, whatever the GPU; --arch native has them compiled for it.
 # The stage `native` does so for every kernel against its reference.
 # The stage `headline` (published sizes under caps of device memory) runs only where --stages names it; --cases selects of
@@ -14,11 +15,15 @@ arch=sm_80
 budget=590
 device=cuda
 cases=
+work=
+one=
 positional=()
 while [ $# -gt 0 ]; do
   case $1 in
     --stages) stages=${2:?--stages needs a list}; shift 2 ;;
     --arch) arch=${2:?--arch needs sm_80 or native}; shift 2 ;;
+    --work) work=${2:?--work needs a folder}; shift 2 ;;
+    --one-stage) one=${2:?--one-stage needs a stage}; shift 2 ;;
     --cases) cases=${2:?--cases needs a list}; shift 2 ;;
     --budget) budget=${2:?--budget needs seconds}; shift 2 ;;
     --device) device=${2:?--device needs cuda or cpu}; shift 2 ;;
@@ -26,12 +31,18 @@ while [ $# -gt 0 ]; do
     *) positional+=("$1"); shift ;;
   esac
 done
-[ "${#positional[@]}" -ge 1 ] || { echo "usage: $0 BIN_DIR [OUT] [--stages a,b] [--cases a,b] [--budget SECONDS]" >&2; exit 2; }
+[ "${#positional[@]}" -ge 1 ] || { echo "usage: $0 BIN [OUT] [--work WORK] [--stages a,b] [--cases a,b] [--budget SECONDS]" >&2; exit 2; }
 bin=$(realpath "${positional[0]}")
-out=$(realpath -m "${positional[1]:-gpu-check-results}")
+delivered=$(realpath -m "${positional[1]:-gpu-check-results}")
+out=$(realpath -m "${work:-$delivered}")
 root=$(cd "$(dirname "$0")/.." && pwd)
-mkdir -p "$out"
+mkdir -p "$out" "$delivered"
 export TESSERA_CUDA_ARCH=$arch
+if [ -f "$bin" ]; then
+  mkdir -p "$out/bin"
+  python3 -c 'import sys, tarfile; tarfile.open(sys.argv[1]).extractall(sys.argv[2])' "$bin" "$out/bin" || exit 2
+  bin=$out/bin
+fi
 
 # Seconds a stage may take at most; the rest of the budget when less is left.
 limit_of() {
@@ -69,6 +80,7 @@ train() {
     { tail -20 "$out/train-demo.txt"; return 1; }
   grep -E '^ (device|gpu|eval|resume|done)' "$out/train-demo.txt"
   "$root/.ci/check-demo" "$out/demo" || return 1
+  rm -rf "$out/demo"
   for precision in f32 bf16 fp16 pure-bf16; do
     # All states on the device, or part of them, or none, with inputs of layers that are computed again: the same losses to the
     # last bit.
@@ -135,7 +147,7 @@ RUNS
 # Ranks that share the GPU: read each other's memory, go through host memory, or leave it to NCCL. The first two have the same
 # bits; NCCL adds in an order of its own.
 ranks() {
-  local name count more how run
+  local name count more how run failed=0
   {
     echo "## ranks on one GPU"
     echo
@@ -144,25 +156,32 @@ ranks() {
   } >"$out/ranks.md"
   while read -r name count more; do
     for how in shm ipc nccl; do
-      # NCCL has no groups, and one pair of ranks says enough of it.
-      [ "$how" = nccl ] && [ "$name" != two ] && continue
+      # NCCL has no groups, may refuse ranks that share a GPU, and one pair of them says enough of it: last, beside shm.
+      case $name-$how in
+        nccl-ipc) continue ;;
+        nccl-*) ;;
+        *-nccl) continue ;;
+      esac
       run="$out/ranks-$name-$how"
-      rm -rf "$run"
+      rm -rf "$run" "$run.jsonl"
       # shellcheck disable=SC2086 # the settings are words
-      "$bin/launcher" --device "$device" --nproc "$count" $more --collectives "$how" --max-steps 8 --logging-steps 1 \
-        --eval-strategy no --save-strategy no --output "$run" >"$run.txt" 2>&1 || { tail -20 "$run.txt"; return 1; }
+      "$bin/launcher" --device "$device" --nproc "$count" $more --collectives "$how" --comm-timeout 60 --max-steps 8 \
+        --logging-steps 1 --eval-strategy no --save-strategy no --output "$run" >"$run.txt" 2>&1 ||
+        { echo "$name $how:"; tail -20 "$run.txt"; failed=1; continue; }
       cp "$run/trainer_log.jsonl" "$run.jsonl"
       rm -rf "$run"
     done
-    python3 "$root/scripts/gpu_ranks.py" "$out/ranks-$name" "$count" "$more" >>"$out/ranks.md" || { cat "$out/ranks.md"; return 1; }
+    python3 "$root/scripts/gpu_ranks.py" "$out/ranks-$name" "$count" "$more" >>"$out/ranks.md" || failed=1
   done <<'CASES'
 two 2 --zero 3 --offload cpu --precision f32
 resident 2 --zero 3 --offload none --precision bf16
 gradients 2 --zero 2 --offload optimizer=cpu --precision bf16
 four 4 --zero 3 --offload cpu --precision pure-bf16
 groups 4 --zero 3 --shard-group 2 --offload cpu --precision bf16
+nccl 2 --zero 3 --offload cpu --precision f32
 CASES
   cat "$out/ranks.md"
+  return "$failed"
 }
 
 # Golden packs of every family and the 200-step trajectory, in every precision; the results are NAME-PRECISION.txt.
@@ -224,6 +243,30 @@ headline() {
 }
 
 packages=$(python3 -c 'import site, sys; print(":".join(site.getsitepackages() + [p for p in sys.path if p.endswith("-packages")]))' 2>/dev/null || true)
+
+# A stage that is a function, in a process that can be stopped.
+if [ -n "$one" ]; then
+  # What it starts itself is to end before it is ended.
+  limit=$((budget > 20 ? budget - 10 : budget))
+  "$one"
+  exit
+fi
+
+# The tables, the summary and one archive of all, which is easier to carry away than a folder.
+deliver() {
+  local stage
+  {
+    echo "# GPU check, $(date -u +%Y-%m-%d), kernels of $arch"
+    echo
+    for stage in ${stages//,/ }; do
+      [ -f "$out/$stage.md" ] && cat "$out/$stage.md" && echo
+    done
+  } >"$out/results.md"
+  tar -czf "$out.tar.gz" -C "$out" --exclude=all.tar.gz --exclude=kernel-cache --exclude=./bin . 2>/dev/null || true
+  mv "$out.tar.gz" "$delivered/all.tar.gz"
+  [ "$out" = "$delivered" ] || cp "$out/results.md" "$out/summary.txt" "$delivered/"
+}
+
 started=$SECONDS
 failed=()
 : >"$out/summary.txt"
@@ -241,7 +284,8 @@ for stage in ${stages//,/ }; do
   rm -f "$out/$stage.md" "$out/$stage.json" "$out/$stage.log"
   if [ "$stage" = doctor ] || [ "$stage" = train ] || [ "$stage" = ranks ] || [ "$stage" = parity ] || [ "$stage" = offload ] ||
     [ "$stage" = headline ]; then
-    "$stage" 2>&1 | tee "$out/$stage.log"
+    timeout --kill-after=5 "$limit" bash "$0" "$bin" "$delivered" --work "$out" --one-stage "$stage" --budget "$limit" \
+      --device "$device" --arch "$arch" ${cases:+--cases "$cases"} 2>&1 | tee "$out/$stage.log"
     code=${PIPESTATUS[0]}
   else
     timeout --kill-after=5 "$limit" "$bin/gpu_check" "$stage" --out "$out" --emulated "$bin/emulated" \
@@ -255,20 +299,11 @@ for stage in ${stages//,/ }; do
     124 | 137) failed+=("$stage"); echo "$stage: STOPPED after $took s" >>"$out/summary.txt" ;;
     *) failed+=("$stage"); echo "$stage: FAILED (exit $code) in $took s" >>"$out/summary.txt" ;;
   esac
+  deliver
 done
 
-{
-  echo "# GPU check, $(date -u +%Y-%m-%d), kernels of $arch"
-  echo
-  for stage in ${stages//,/ }; do
-    [ -f "$out/$stage.md" ] && cat "$out/$stage.md" && echo
-  done
-} >"$out/results.md"
-# One archive is easier to carry away than a folder.
-tar -czf "$out/all.tar.gz" -C "$out" --exclude=all.tar.gz --exclude=kernel-cache . 2>/dev/null || true
-
 echo
-echo "== summary ($((SECONDS - started)) s), tables in $out/results.md"
+echo "== summary ($((SECONDS - started)) s), tables in $delivered/results.md"
 cat "$out/summary.txt"
 if [ "${#failed[@]}" -gt 0 ]; then
   echo "NOT PASSED: ${failed[*]}"

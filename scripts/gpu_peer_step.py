@@ -142,7 +142,8 @@ def published(c, rank):
     config = Qwen2Config(**{name: c[name] for name in names}, use_cache=False, attn_implementation="sdpa")
     model = Qwen2ForCausalLM(config)
     adapters = LoraConfig(r=rank, lora_alpha=rank, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], task_type="CAUSAL_LM")
-    model = get_peft_model(model, adapters)
+    # In the dtype of the model, as ours are; peft would keep them in f32.
+    model = get_peft_model(model, adapters, autocast_adapter_dtype=False)
     v = c["vision_config"]
     side = c["slice_config"].get("scale_resolution", 448)
     vision = SiglipVisionModel(
