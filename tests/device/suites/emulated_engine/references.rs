@@ -26,7 +26,6 @@ fn a_golden_case_in_16_bits_keeps_its_tolerances() -> Result<()> {
         let beside_cpu = all.iter().filter(|c| c.quantity.starts_with("cpu "));
         ensure!(beside_cpu.count() > 10, "the CPU is compared with");
         for comparison in all {
-            println!("{precision:?} {comparison}");
             ensure!(comparison.ok(), "{} {precision:?}: {comparison}", case.name);
         }
     }
