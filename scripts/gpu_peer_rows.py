@@ -207,6 +207,18 @@ def put_rows(part, t, c):
     return prepare
 
 
+def rows_by_group(part, t):
+    """The host waits for it: the sizes of the results are values."""
+
+    def prepare():
+        first = (t - part) // 2
+        mask = torch.zeros(t, device="cuda", dtype=torch.bool)
+        mask[first : first + part] = True
+        return lambda: (torch.nonzero(~mask), torch.nonzero(mask))
+
+    return prepare
+
+
 def transposed(dtype, *shape):
     def prepare():
         x = normal(*shape, dtype=dtype)

@@ -159,6 +159,7 @@ def tables():
     measure("embedding bf16 8192 rows of 150528x4096", peer.embedding(8192, 150528, 4096))
     measure("embedding gradient f32 of bf16, 8192 rows of 150528x4096", peer.embedding_gradient(8192, 150528, 4096))
     measure("rows put bf16 6144 of 8192x4096", peer.put_rows(6144, 8192, 4096))
+    measure("numbers of 8192 rows by group, 6144 of the second", peer.rows_by_group(6144, 8192))
     for dtype in ("bf16", "f32"):
         measure(f"transposed {dtype} 64x1024x1152", peer.transposed(dtype, 64, 1024, 1152))
         measure(f"sums over 8192 rows {dtype} x4096", peer.row_sums(dtype, 8192, 8192, 4096))

@@ -35,6 +35,11 @@ pub(super) fn add(rows: &mut Rows) {
         let name = format!("{word} put bf16 6144 of 8192x4096");
         rows.add(name, Targets::NONE, move |on| put_row(on, x));
     }
+    rows.add(
+        "numbers of 8192 rows by group, 6144 of the second",
+        Targets::NONE,
+        partition_row,
+    );
     for dtype in [DTYPE, DType::F32] {
         let name = format!("transposed {dtype} 64x1024x1152");
         rows.add(name, Targets::NONE, move |on| transpose_row(on, dtype));
@@ -115,6 +120,17 @@ fn put_row(on: &mut Operands<'_>, with_rows: bool) -> Result<Prepared> {
     }
     let passes = 1 + usize::from(with_rows);
     Ok((Amount::Bytes((passes * n * line) as f64), sets))
+}
+
+fn partition_row(on: &mut Operands<'_>) -> Result<Prepared> {
+    let (t, n) = (on.of(TOKENS), on.of(PART));
+    let mut mask = vec![0u8; t];
+    for row in part(t, n) {
+        mask[row as usize] = 1;
+    }
+    let (mask, rows) = (on.values(&mask)?, on.output(4 * t)?);
+    let launch = ops::partition_rows(mask, t, t - n, rows).context("few rows")?;
+    Ok((Amount::Bytes((5 * t) as f64), vec![vec![launch]]))
 }
 
 fn transpose_row(on: &mut Operands<'_>, dtype: DType) -> Result<Prepared> {
