@@ -109,7 +109,11 @@ fn make(path: &Path) -> io::Result<()> {
         Err(e) if e.kind() == ErrorKind::AlreadyExists && !is_file(path) => {}
         other => return other,
     }
-    let found = fs::symlink_metadata(path)?;
+    // Swept since it was found there: the caller comes again, as where its maker is slower.
+    let found = fs::symlink_metadata(path).map_err(|e| match e.kind() {
+        ErrorKind::NotFound => io::Error::from(ErrorKind::AlreadyExists),
+        _ => e,
+    })?;
     if found.uid() != rustix::process::geteuid().as_raw() {
         return Err(io::Error::new(
             ErrorKind::PermissionDenied,
