@@ -208,6 +208,7 @@ fn routed(gpu: &Gpu, report: &mut Report, vision: usize, torch: Torch<'_>) -> Re
         rows: Address::NULL,
         m: 0,
         b: Address::NULL,
+        low_b: Address::NULL,
         bias: Address::NULL,
     }; 2];
     for (i, group) in groups.iter_mut().enumerate() {
@@ -226,8 +227,11 @@ fn routed(gpu: &Gpu, report: &mut Report, vision: usize, torch: Torch<'_>) -> Re
             transpose_b: backward,
             t,
             n,
+            b_rows: n,
             k,
             a,
+            low: None,
+            scale: 1.0,
             groups,
             y: on.output((2 * t * n) as u64)?,
         };
@@ -255,7 +259,9 @@ fn routed(gpu: &Gpu, report: &mut Report, vision: usize, torch: Torch<'_>) -> Re
             rows: group.rows,
             k: group.m,
             a: dy,
+            a_line: n,
             b: first.x,
+            b_line: k,
             y: on.output((4 * n * k) as u64)?,
         };
         let choice = product.choose(sms);
