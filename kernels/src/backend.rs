@@ -15,6 +15,7 @@ use crate::peers::{GroupAccess, PeerAccess};
 use crate::pool::{Pool, Tag};
 use crate::resident::ResidentAccess;
 use crate::routed::{self, RoutedArgs};
+use crate::routed_lora::{self, RoutedLora, RoutedLoraArgs, RoutedLoraGrads};
 use crate::shared_lora::{self, SharedLora, SharedLoraGradArgs, SharedLoraGrads};
 use crate::timeline::DeviceSpan;
 use crate::{DType, Shape, Tensor};
@@ -367,6 +368,36 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
         dy: &Tensor,
         need_dx: bool,
     ) -> Result<LoraGrads>;
+
+    /// Whether [`Backend::routed_lora`] is quicker than a layer per group of rows that the caller takes apart.
+    fn routes_adapters(&self) -> bool {
+        false
+    }
+
+    /// Two adapted linear layers over a partition of rows: of each group what [`Backend::lora_linear`] gives its rows, up
+    /// to the order of sums.
+    ///
+    /// # Errors
+    /// When shapes do not fit, the groups are no partition of the rows, or the pool is full.
+    fn routed_lora(&self, args: RoutedLoraArgs<'_>) -> Result<RoutedLora> {
+        routed_lora::forward(self, &args)
+    }
+
+    /// Their gradients for `dy [t, n]`, the base weights taken as frozen. `inner` is that of the forward call of the same
+    /// layers, or none.
+    ///
+    /// # Errors
+    /// As [`Backend::routed_lora`].
+    fn routed_lora_backward(
+        &self,
+        args: RoutedLoraArgs<'_>,
+        dy: &Tensor,
+        inner: Option<&Tensor>,
+        need_dx: bool,
+    ) -> Result<RoutedLoraGrads> {
+        let _kept_by_devices_that_know_its_form = inner;
+        routed_lora::backward(self, &args, dy, need_dx)
+    }
 
     /// Adapted linear layers of one `x` (the same tensor in all `layers`): of each what [`Backend::lora_linear`] gives, up
     /// to the order of sums.

@@ -153,7 +153,6 @@ pub(crate) fn routed(args: &RoutedArgs<'_>) -> Result<Shape> {
     let n = columns[0].1;
     for (group, (inner, columns)) in args.groups.iter().zip(columns) {
         float(OP, group.b)?;
-        index(OP, group.rows)?;
         if (inner, columns) != (k, n) {
             return shape_error(
                 OP,
@@ -165,11 +164,20 @@ pub(crate) fn routed(args: &RoutedArgs<'_>) -> Result<Shape> {
             length(OP, "bias", bias, n)?;
         }
     }
-    let [first, second] = args.groups.map(|group| group.rows.elems());
-    if first + second != t {
-        return shape_error(OP, format!("groups of {first} and {second} rows of {t}"));
-    }
+    groups(OP, args.groups.map(|group| group.rows), t)?;
     Ok(Shape::new(&[t, n]))
+}
+
+/// That two lists of rows (i32) have as many as there are.
+pub(crate) fn groups(op: &'static str, rows: [&Tensor; 2], t: usize) -> Result<()> {
+    for rows in rows {
+        index(op, rows)?;
+    }
+    let [first, second] = rows.map(Tensor::elems);
+    if first + second != t {
+        return shape_error(op, format!("groups of {first} and {second} rows of {t}"));
+    }
+    Ok(())
 }
 
 /// Sizes of a product of named rows: `k` of them.

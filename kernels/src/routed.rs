@@ -31,26 +31,25 @@ pub struct RoutedGroup<'a> {
 
 /// Every row below `t` is named once: no row is written twice or left out. Of null tensors nothing is known.
 pub(crate) fn partition(args: &RoutedArgs<'_>, t: usize) -> Result<()> {
-    const OP: &str = "routed_matmul";
+    partition_of("routed_matmul", args.groups.map(|group| group.rows), t)
+}
+
+/// As [`partition`], of these rows.
+pub(crate) fn partition_of(op: &'static str, rows: [&Tensor; 2], t: usize) -> Result<()> {
     let mut seen = vec![false; t];
-    for rows in args
-        .groups
-        .map(|group| group.rows)
-        .iter()
-        .filter(|rows| !rows.is_null())
-    {
+    for rows in rows.iter().filter(|rows| !rows.is_null()) {
         for row in rows.to_bytes()?.chunks_exact(4) {
             let row = i32::from_le_bytes([row[0], row[1], row[2], row[3]]);
             let place = usize::try_from(row).ok().and_then(|row| seen.get_mut(row));
             let Some(place) = place else {
                 return Err(KernelError::Index {
-                    op: OP,
+                    op,
                     index: i64::from(row),
                     rows: t,
                 });
             };
             if std::mem::replace(place, true) {
-                return shape_error(OP, format!("row {row} is named twice"));
+                return shape_error(op, format!("row {row} is named twice"));
             }
         }
     }

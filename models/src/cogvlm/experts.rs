@@ -1,10 +1,9 @@
-//! Two sets of weights in one layer: each row goes through the products of its own set, where it lies. Adapters take
-//! the rows apart and put the results together again. No row is computed twice.
+//! Two sets of weights in one layer: each row goes through the products of its own set, where it lies. Where a device has
+//! no operation for their adapters, these take the rows apart and put the results together again. No row is computed twice.
 
 use crate::autograd::{Rows, Scope, Var};
 use crate::error::Result;
-use crate::nn::{FusedLinear, GatedMlp, Linear};
-use crate::ops::LinearParams;
+use crate::nn::{FusedLinear, GatedMlp, Layer, Linear};
 use kernels::Tensor;
 
 /// Token rows (i32) by the expert that computes them; neither is empty.
@@ -56,9 +55,34 @@ impl<L> Routed<L> {
 }
 
 impl Experts {
+    /// Whether every one of these layers, each of language and of vision, can compute rows where they lie.
+    fn route<'l>(
+        scope: &Scope<'_>,
+        layers: impl IntoIterator<Item = [&'l Layer; 2]>,
+    ) -> Result<bool> {
+        for [(_, language), (_, vision)] in layers {
+            let possible = match (language, vision) {
+                (None, None) => true,
+                (Some(language), Some(vision)) => scope.routes_adapters([language, vision])?,
+                _ => false,
+            };
+            if !possible {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
     /// `x [t, k]` through the layer of each row.
-    fn linear(&self, scope: &Scope<'_>, x: &Var, layers: [&LinearParams; 2]) -> Result<Var> {
-        scope.routed_linear(x, layers, [&self.language, &self.vision])
+    fn linear(&self, scope: &Scope<'_>, x: &Var, layers: [&Layer; 2]) -> Result<Var> {
+        let rows = [&self.language, &self.vision];
+        let [(language, own), (vision, other)] = layers;
+        match (own, other) {
+            (Some(own), Some(other)) => {
+                scope.routed_lora_linear(x, [(language, *own), (vision, *other)], rows)
+            }
+            _ => scope.routed_linear(x, [language, vision], rows),
+        }
     }
 }
 
@@ -73,9 +97,11 @@ impl Routed<Linear> {
         x: &Var,
         experts: Option<&Experts>,
     ) -> Result<Var> {
-        let plain = (experts, self.language.plain(), self.vision.plain());
-        if let (Some(experts), Some(language), Some(vision)) = plain {
-            return experts.linear(scope, x, [language, vision]);
+        if let Some(experts) = experts {
+            let both = [&self.language.layer(), &self.vision.layer()];
+            if Experts::route(scope, [both])? {
+                return experts.linear(scope, x, both);
+            }
         }
         let run = |layer: &Linear, x: &Var| Ok([layer.forward(scope, x)?]);
         let [y] = self.apart(scope, x, experts, run)?;
@@ -94,16 +120,17 @@ impl Routed<FusedLinear> {
         x: &Var,
         experts: Option<&Experts>,
     ) -> Result<[Var; 3]> {
-        let plain = (experts, self.language.plain(), self.vision.plain());
-        let (Some(experts), Some(language), Some(vision)) = plain else {
-            let run = |layer: &FusedLinear, x: &Var| layer.forward(scope, x);
-            return self.apart(scope, x, experts, run);
-        };
-        let parts = language.iter().zip(&vision);
-        let values: Vec<Var> = parts
-            .map(|(l, v)| experts.linear(scope, x, [l, v]))
-            .collect::<Result<_>>()?;
-        Ok(values.try_into().expect("queries, keys and values"))
+        if let Some(experts) = experts {
+            let (language, vision) = (self.language.layers(), self.vision.layers());
+            let both = || language.iter().zip(&vision).map(|(l, v)| [l, v]);
+            if Experts::route(scope, both())? {
+                let values = both().map(|both| experts.linear(scope, x, both));
+                let values: Vec<Var> = values.collect::<Result<_>>()?;
+                return Ok(values.try_into().expect("queries, keys and values"));
+            }
+        }
+        let run = |layer: &FusedLinear, x: &Var| layer.forward(scope, x);
+        self.apart(scope, x, experts, run)
     }
 }
 
@@ -113,13 +140,15 @@ impl Routed<GatedMlp> {
     /// # Errors
     /// When shapes do not fit or memory runs out.
     pub(super) fn mlp(&self, scope: &Scope<'_>, x: &Var, experts: Option<&Experts>) -> Result<Var> {
-        let plain = (experts, self.language.plain(), self.vision.plain());
-        if let (Some(experts), Some(language), Some(vision)) = plain {
+        if let Some(experts) = experts {
+            let (language, vision) = (self.language.layers(), self.vision.layers());
             let both = |i: usize| [&language[i], &vision[i]];
-            let gate = experts.linear(scope, x, both(0))?;
-            let up = experts.linear(scope, x, both(1))?;
-            let inner = scope.swiglu(&gate, &up)?;
-            return experts.linear(scope, &inner, both(2));
+            if Experts::route(scope, [both(0), both(1), both(2)])? {
+                let gate = experts.linear(scope, x, both(0))?;
+                let up = experts.linear(scope, x, both(1))?;
+                let inner = scope.swiglu(&gate, &up)?;
+                return experts.linear(scope, &inner, both(2));
+            }
         }
         let run = |mlp: &GatedMlp, x: &Var| Ok([mlp.forward(scope, x)?]);
         let [y] = self.apart(scope, x, experts, run)?;

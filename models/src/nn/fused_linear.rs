@@ -1,5 +1,6 @@
 //! Several linear layers of one input whose weights lie in one tensor.
 
+use super::Layer;
 use crate::autograd::{Scope, Var};
 use crate::error::Result;
 use crate::ops::{LinearParams, LoraParams};
@@ -20,13 +21,14 @@ pub struct FusedLinear {
 }
 
 impl FusedLinear {
-    /// Weight and bias of each projection, where they are all of the layer.
+    /// Each projection as a layer of its own, for operations over several layers.
     #[must_use]
-    pub fn plain(&self) -> Option<Vec<LinearParams>> {
-        let part = |rows: &Range<usize>| self.base.clone().with_rows(rows.clone());
-        self.adapter
-            .is_none()
-            .then(|| self.parts.iter().map(part).collect())
+    pub fn layers(&self) -> Vec<Layer> {
+        let layer = |(i, rows): (usize, &Range<usize>)| {
+            let adapter = self.adapted(i).map(|(_, adapter)| adapter);
+            (self.base.clone().with_rows(rows.clone()), adapter)
+        };
+        self.parts.iter().enumerate().map(layer).collect()
     }
 
     /// Projection `i`: `[t, k]` to `[t, rows of the part]`.

@@ -4,6 +4,9 @@ use crate::autograd::{Scope, Var};
 use crate::error::Result;
 use crate::ops::{LinearParams, LoraParams};
 
+/// Weight and bias of a layer, and its adapter where it has one.
+pub type Layer = (LinearParams, Option<LoraParams>);
+
 /// `x W^T + bias`, plus a low-rank adapter where one was asked for.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Linear {
@@ -14,10 +17,10 @@ pub struct Linear {
 }
 
 impl Linear {
-    /// Weight and bias, where they are all of the layer.
+    /// Its parameters, for operations over several layers.
     #[must_use]
-    pub fn plain(&self) -> Option<&LinearParams> {
-        self.adapter.is_none().then_some(&self.base)
+    pub fn layer(&self) -> Layer {
+        (self.base.clone(), self.adapter)
     }
 
     /// Layers of one input, in order: `[t, k]` to `[t, n]` of each. Where all have adapters, these share what they read.

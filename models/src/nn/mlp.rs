@@ -1,9 +1,8 @@
 //! Feed-forward layers.
 
-use super::{FusedLinear, Linear};
+use super::{FusedLinear, Layer, Linear};
 use crate::autograd::{Scope, Var};
 use crate::error::Result;
-use crate::ops::LinearParams;
 use crate::params::ParamScope;
 use engine::TensorParallel;
 use kernels::Gelu;
@@ -89,17 +88,14 @@ impl GatedMlp {
         }
     }
 
-    /// Gate, up and down, where each is a weight and nothing else.
+    /// Gate, up and down, for operations over several layers.
     #[must_use]
-    pub fn plain(&self) -> Option<[LinearParams; 3]> {
+    pub fn layers(&self) -> [Layer; 3] {
         let [gate, up] = match &self.inputs {
-            GateUp::Apart(layers) => {
-                let [gate, up] = &**layers;
-                [gate.plain()?.clone(), up.plain()?.clone()]
-            }
-            GateUp::Fused(layer) => layer.plain()?.try_into().ok()?,
+            GateUp::Apart(layers) => layers.each_ref().map(Linear::layer),
+            GateUp::Fused(layer) => layer.layers().try_into().expect("gate and up"),
         };
-        Some([gate, up, self.down.plain()?.clone()])
+        [gate, up, self.down.layer()]
     }
 
     /// `[t, c]` to `[t, c]`.

@@ -16,7 +16,7 @@ pub use attention::{SelfAttention, SelfAttentionConfig};
 pub use decoder::{Decoder, DecoderLayer, DecoderLayers};
 pub use decoder_block::{DecoderBlock, DecoderConfig};
 pub use fused_linear::FusedLinear;
-pub use linear::Linear;
+pub use linear::{Layer, Linear};
 pub use lm_head::{LmHead, LmHeadConfig};
 pub use mlp::{GatedMlp, GeluMlp};
 pub use norm::{LayerNorm, RmsNorm};

@@ -52,7 +52,7 @@ impl Halves {
 }
 
 /// An adapted layer as its backward needs it.
-struct Part {
+pub(super) struct Part {
     base: LinearParams,
     halves: Halves,
     adapter: LoraParams,
@@ -61,7 +61,7 @@ struct Part {
 }
 
 /// The rows in use of its parameters.
-struct PartTensors {
+pub(super) struct PartTensors {
     weight: Tensor,
     bias: Option<Tensor>,
     lora_a: Tensor,
@@ -70,7 +70,7 @@ struct PartTensors {
 }
 
 impl PartTensors {
-    fn args<'t>(&'t self, x: &'t Tensor) -> LoraArgs<'t> {
+    pub(super) fn args<'t>(&'t self, x: &'t Tensor) -> LoraArgs<'t> {
         LoraArgs {
             x,
             weight: &self.weight,
@@ -84,7 +84,7 @@ impl PartTensors {
 
 impl Part {
     /// Its parameters by `weight`; the bias only where that is wanted.
-    fn tensors<'w>(
+    pub(super) fn tensors<'w>(
         &self,
         weight: &dyn Fn(ParamId) -> Result<&'w Tensor>,
         with_bias: bool,
@@ -100,7 +100,7 @@ impl Part {
         })
     }
 
-    fn params(&self) -> Vec<ParamId> {
+    pub(super) fn params(&self) -> Vec<ParamId> {
         let LinearParams { weight, bias, .. } = self.base;
         let all = [
             Some(self.adapter.lora_a),
@@ -111,13 +111,14 @@ impl Part {
         all.into_iter().flatten().collect()
     }
 
-    /// The gradients of its parameters, those of the base where that trains.
-    fn add_grads(
+    /// The gradients of its parameters, those of the base where that trains. `named`: the rows that are its own.
+    pub(super) fn add_grads(
         &self,
         sweep: &mut Sweep<'_>,
         input: &Tensor,
         dy: &Tensor,
         [d_lora_a, d_lora_b]: [Tensor; 2],
+        named: Option<&Tensor>,
     ) -> Result<()> {
         let Self {
             base,
@@ -128,15 +129,21 @@ impl Part {
         halves.a.add_grad(sweep, adapter.lora_a, d_lora_a)?;
         halves.b.add_grad(sweep, adapter.lora_b, d_lora_b)?;
         if let Some(id) = self.train_bias {
-            base.add_grad(sweep, id, sweep.backend().column_sum(dy)?)?;
+            let backend = sweep.backend();
+            let d_bias = match named {
+                Some(rows) => backend.column_sum_of_rows(dy, rows)?,
+                None => backend.column_sum(dy)?,
+            };
+            base.add_grad(sweep, id, d_bias)?;
         }
         if self.train_weight {
-            let d_weight = product(
-                sweep,
-                (dy, Transpose::Yes),
-                (input, Transpose::No),
-                DType::F32,
-            )?;
+            let d_weight = match named {
+                Some(rows) => sweep.backend().matmul_of_rows(dy, input, rows)?,
+                None => {
+                    let (dy, input) = ((dy, Transpose::Yes), (input, Transpose::No));
+                    product(sweep, dy, input, DType::F32)?
+                }
+            };
             base.add_grad(sweep, base.weight, d_weight)?;
         }
         Ok(())
@@ -157,7 +164,7 @@ impl Scope<'_> {
         Ok(all.pop().expect("one value of one layer"))
     }
 
-    fn part(&self, base: &LinearParams, adapter: LoraParams) -> Result<Part> {
+    pub(super) fn part(&self, base: &LinearParams, adapter: LoraParams) -> Result<Part> {
         let rank = self.weight(adapter.lora_b)?.shape().last();
         Ok(Part {
             base: base.clone(),
@@ -227,7 +234,7 @@ impl Scope<'_> {
             }
             // In the order of layers that stand for themselves: a gradient may be that of several.
             for ((part, dy), grads) in used.into_iter().zip(grads.adapters).rev() {
-                part.add_grads(sweep, &input, dy, grads)?;
+                part.add_grads(sweep, &input, dy, grads, None)?;
             }
             Ok(())
         })

@@ -14,6 +14,7 @@ mod loss;
 mod norm;
 mod pointwise;
 mod routed;
+mod routed_lora;
 mod rows;
 
 pub use attention::Sequences;

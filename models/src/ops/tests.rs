@@ -16,6 +16,7 @@ const P2: ParamId = ParamId(2);
 const P3: ParamId = ParamId(3);
 const P4: ParamId = ParamId(4);
 const P5: ParamId = ParamId(5);
+const P6: ParamId = ParamId(6);
 
 #[test]
 fn linear_with_and_without_bias() {
@@ -154,6 +155,28 @@ fn adapted_layers_of_one_input_have_the_bits_of_each_alone() {
         all.collect::<Vec<_>>()
     };
     assert_eq!(gradients(true), gradients(false));
+}
+
+/// Each row through the adapted layer of its group, whatever the device: also with a base that trains.
+#[test]
+fn adapted_layers_over_a_partition_of_rows() {
+    let adapter = |a, b| LoraParams {
+        lora_a: a,
+        lora_b: b,
+        dropout: 0.0,
+        rows: Rows::Tokens,
+        scale: 0.7,
+        part: None,
+    };
+    let base = [LinearParams::new(P0, Some(P1)), LinearParams::new(P2, None)];
+    let adapters = [adapter(P3, P4), adapter(P5, P6)];
+    let shapes: [&[usize]; 7] = [&[5, 4], &[5], &[5, 4], &[2, 4], &[5, 2], &[2, 4], &[5, 2]];
+    let index_of = |rows: &[i32]| index(&*backend(), rows);
+    let rows = [index_of(&[4, 0, 3]), index_of(&[1, 2])];
+    gradcheck([&[5, 4]], &shapes, |s, [x]| {
+        let layers = [(&base[0], adapters[0]), (&base[1], adapters[1])];
+        s.routed_lora_linear(x, layers, [&rows[0], &rows[1]])
+    });
 }
 
 #[test]

@@ -7,7 +7,7 @@ use std::ops::Range;
 use anyhow::{Context, Result, ensure};
 use kernels::{
     AttentionArgs, Backend, CpuBackend, DType, Direction, DropoutArgs, Gelu, IGNORED_LABEL,
-    LoraArgs, LossNeeds, MatmulArgs, RopeLayout, RoutedArgs, RoutedGroup, Shape,
+    LoraArgs, LossNeeds, MatmulArgs, RopeLayout, RoutedArgs, RoutedGroup, RoutedLoraArgs, Shape,
     SharedLoraGradArgs, Tag, Tensor, Transpose,
 };
 
@@ -172,6 +172,10 @@ pub fn all() -> Vec<Check> {
     checks.extend(routed([DType::BF16, DType::F32], 4));
     checks.extend(losses(DType::BF16, DType::F32));
     checks.extend(partitions());
+    for dtype in DTYPES {
+        checks.extend(routed_adapters([dtype; 2]));
+    }
+    checks.extend(routed_adapters([DType::BF16, DType::F32]));
     checks
 }
 
@@ -367,6 +371,55 @@ fn routed([dtype, weight]: [DType; 2], first: usize) -> Vec<Check> {
             ])
         },
     )]
+}
+
+/// Two adapted layers over a partition of rows: all of one group too, a rank that is padded, no bias in one.
+fn routed_adapters([dtype, adapter]: [DType; 2]) -> Vec<Check> {
+    let (t, n, k) = (21, 24, 36);
+    let check = |(first, r): (usize, usize)| {
+        let rows: Vec<i32> = (0..t).map(|i| i * 8 % t).collect();
+        let (language, vision) = rows.split_at(first);
+        let index = |rows: &[i32]| Input::Index(vec![rows.len()], rows.to_vec());
+        let mut inputs = vec![
+            float(dtype, &[t as usize, k]),
+            float(dtype, &[t as usize, n]),
+        ];
+        for _ in 0..2 {
+            inputs.extend([
+                float(dtype, &[n, k]),
+                float(dtype, &[n]),
+                float(adapter, &[r, k]),
+                float(adapter, &[n, r]),
+            ]);
+        }
+        inputs.extend([index(language), index(vision)]);
+        let name = format!(
+            "adapted layers of {dtype}, adapters of {adapter}, rank {r}, {first} rows of the first"
+        );
+        Check::new(name, inputs, Compare::Close(dtype), move |b, x| {
+            let layer = |i: usize| LoraArgs {
+                x: &x[0],
+                weight: &x[2 + 4 * i],
+                bias: (i == 1).then(|| &x[3 + 4 * i]),
+                lora_a: &x[4 + 4 * i],
+                lora_b: &x[5 + 4 * i],
+                scale: 0.5,
+            };
+            let args = RoutedLoraArgs {
+                rows: [&x[10], &x[11]],
+                layers: [layer(0), layer(1)],
+            };
+            let forward = b.routed_lora(args)?;
+            let mut results = vec![forward.y];
+            for (inner, need_dx) in [(forward.inner.as_ref(), true), (None, false)] {
+                let grads = b.routed_lora_backward(args, &x[1], inner, need_dx)?;
+                results.extend(grads.dx);
+                results.extend(grads.adapters.into_iter().flatten());
+            }
+            Ok(results)
+        })
+    };
+    [(8, 4), (0, 16), (21, 20), (13, 72)].map(check).into()
 }
 
 /// The lists are read by the device, as the host's copies of them would not show.

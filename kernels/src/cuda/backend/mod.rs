@@ -24,6 +24,7 @@ mod peers;
 mod products;
 mod residents;
 mod routed;
+mod routed_lora;
 mod rows;
 mod shared_lora;
 mod uses;
@@ -36,7 +37,6 @@ use super::matmul::Multiply;
 use super::ops::norm::{self, Kind};
 use super::ops::pointwise::{self, RopeShape};
 use super::ops::{attention, cast, workspace::Workspace};
-use crate::RoutedArgs;
 use crate::arrival::Arrival;
 use crate::backend::{
     AttentionArgs, AttentionGrads, AttentionOut, Backend, Device, Direction, DropoutArgs, Gelu,
@@ -51,6 +51,7 @@ use crate::shared_lora::{SharedLora, SharedLoraGradArgs, SharedLoraGrads};
 use crate::tensor::{DeviceMemory, OnDevice};
 use crate::timeline::DeviceSpan;
 use crate::{DType, Shape, Tensor};
+use crate::{RoutedArgs, RoutedLora, RoutedLoraArgs, RoutedLoraGrads};
 use std::any::Any;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -773,6 +774,24 @@ impl Backend for CudaBackend {
 
     fn routed_matmul(&self, args: RoutedArgs<'_>) -> Result<Tensor> {
         self.routed_op(&args, check::routed(&args)?)
+    }
+
+    fn routes_adapters(&self) -> bool {
+        true
+    }
+
+    fn routed_lora(&self, args: RoutedLoraArgs<'_>) -> Result<RoutedLora> {
+        self.routed_lora_op(&args)
+    }
+
+    fn routed_lora_backward(
+        &self,
+        args: RoutedLoraArgs<'_>,
+        dy: &Tensor,
+        inner: Option<&Tensor>,
+        need_dx: bool,
+    ) -> Result<RoutedLoraGrads> {
+        self.routed_lora_backward_op(&args, dy, inner, need_dx)
     }
 
     fn matmul_of_rows(&self, a: &Tensor, b: &Tensor, rows: &Tensor) -> Result<Tensor> {

@@ -50,12 +50,7 @@ impl CudaBackend {
         let a = self.operand(OP, args.a, dtype)?;
         let y = self.output(shape, dtype)?;
         let mut held = Vec::with_capacity(4);
-        let mut groups = [Group {
-            rows: Address::NULL,
-            m: 0,
-            b: Address::NULL,
-            bias: Address::NULL,
-        }; 2];
+        let mut groups = [Group::EMPTY; 2];
         for (to, group) in groups.iter_mut().zip(args.groups) {
             let mut place = |x: &Tensor| -> Result<Address> {
                 let x = self.operand(OP, x, dtype)?;
@@ -67,6 +62,7 @@ impl CudaBackend {
                 rows: self.address(OP, group.rows)?,
                 m: group.rows.elems(),
                 b: place(group.b)?,
+                low_b: Address::NULL,
                 bias: group.bias.map_or(Ok(Address::NULL), place)?,
             };
         }
@@ -75,8 +71,11 @@ impl CudaBackend {
             transpose_b: args.transpose_b == Transpose::No,
             t,
             n,
+            b_rows: n,
             k,
             a: self.address(OP, &a)?,
+            low: None,
+            scale: 1.0,
             groups,
             y: self.address(OP, &y)?,
         };
@@ -107,7 +106,9 @@ impl CudaBackend {
             rows: self.address(OP, rows)?,
             k,
             a: self.address(OP, &a)?,
+            a_line: m,
             b: self.address(OP, &b)?,
+            b_line: n,
             y: self.address(OP, &y)?,
         };
         let multiprocessors = self.executor.multiprocessors();

@@ -14,6 +14,7 @@ pub mod pointwise;
 pub mod primitives_check;
 pub mod product;
 pub mod routed;
+pub mod routed_lora;
 pub mod rows;
 pub mod shared_lora;
 pub mod tile;

@@ -121,13 +121,9 @@ impl Product {
                 parts,
             };
         }
-        let fitting = |n: usize| Tile::NARROW.iter().filter(move |tile| tile.n as usize >= n);
         if self.n <= 64 {
-            // Tall tiles read `b` less often; short ones give every multiprocessor work.
-            let tall = self.m.div_ceil(64) * 4 >= sms * 3;
-            let tile = fitting(self.n).nth(usize::from(!tall));
             return Choice {
-                tile: *tile.unwrap_or(&Tile::NARROW[5]),
+                tile: Tile::narrow(self.n, self.m, sms),
                 parts: self.parts(self.m.div_ceil(32), 512),
             };
         }

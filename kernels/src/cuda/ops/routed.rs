@@ -7,9 +7,11 @@
 //! | `dx[row] = dy[row] W_g` | one | `2 (t n + 2 n k + t k) + 4 t` |
 //! | `dW_g = dy[rows_g]^T x[rows_g]` | one each | `2 t_g (n + k) + 4 n k + 4 t_g` |
 //!
+//! An adapter's term enters the sum as in [`super::lora_linear`]: `y[row] = [x[row] | s[row]] [W_g | B_g]^T + bias_g`.
+//!
 //! Gathering and scattering around separate products would read and write `x` and `y` once more each: `4 t (k + n)` bytes.
-//! A row has the bits that one product of its group alone would give it: the order of its sum is that of every product
-//! of `Tile::GENERAL`.
+//! A row has the bits that one product of its group alone, in one part, would give it: the order of its sum is that of
+//! every tile of its width.
 
 use super::product::{self, Product, align, int};
 use super::tile::Tile;
@@ -26,14 +28,39 @@ pub struct Group {
     pub rows: Address,
     /// How many; may be 0.
     pub m: usize,
-    /// `[n, k]`, or `[k, n]` when `transpose_b`.
+    /// `[b_rows, k]`, or `[k, b_rows]` when `transpose_b`.
     pub b: Address,
+    /// Of its adapter: `[b_rows, r]`, or `[r, b_rows]` when `transpose_b`. Not read without [`Routed::low`].
+    pub low_b: Address,
     /// `[n]`, or [`Address::NULL`].
     pub bias: Address,
 }
 
-/// `y[row] = a[row] b_g^T + bias_g` for the rows of both groups. Addresses are 16-byte aligned; everything is dense.
+impl Group {
+    /// Of no rows.
+    pub const EMPTY: Self = Self {
+        rows: Address::NULL,
+        m: 0,
+        b: Address::NULL,
+        low_b: Address::NULL,
+        bias: Address::NULL,
+    };
+}
+
+/// What adapters made of the operand.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Low {
+    /// `[t, line]`, of which `r` columns are read; those up to the next multiple of 8 are zeros.
+    pub s: Address,
+    /// Elements from row to row: a multiple of 8 in 16 bits.
+    pub line: usize,
+    /// Rank.
+    pub r: usize,
+}
+
+/// `y[row] = scale * (a[row] b_g^T + s[row] low_b_g^T) + bias_g` for the rows of both groups. Addresses are 16-byte aligned;
+/// everything is dense.
+#[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Routed {
     /// Of all operands and the result.
     pub dtype: DType,
@@ -43,10 +70,16 @@ pub struct Routed {
     pub t: usize,
     /// Columns of `y`.
     pub n: usize,
+    /// Columns that `b` has; the others are zeros.
+    pub b_rows: usize,
     /// Length of a sum.
     pub k: usize,
     /// `[t, k]`.
     pub a: Address,
+    /// The adapters' term.
+    pub low: Option<Low>,
+    /// Of the sums.
+    pub scale: f32,
     /// The two layers.
     pub groups: [Group; 2],
     /// `[t, n]`.
@@ -70,8 +103,12 @@ pub struct OfRows {
     pub k: usize,
     /// `[t, m]`.
     pub a: Address,
+    /// Elements from row to row of `a`.
+    pub a_line: usize,
     /// `[t, n]`.
     pub b: Address,
+    /// Elements from row to row of `b`.
+    pub b_line: usize,
     /// `[m, n]` f32.
     pub y: Address,
 }
@@ -80,7 +117,8 @@ const FORWARD: [bool; 2] = [false, false];
 const INPUT_GRADIENT: [bool; 2] = [false, true];
 const WEIGHT_GRADIENT: [bool; 2] = [true, true];
 
-/// What is tested and listed in 16 bits: every tile for bf16, a sample for f16.
+/// What is tested and listed in 16 bits: every tile for bf16, narrow ones in the use that adapters make of them, a sample
+/// for f16.
 #[must_use]
 pub fn variants() -> Vec<Variant> {
     let (bf16, f16, f32) = (DType::BF16, DType::F16, DType::F32);
@@ -91,7 +129,12 @@ pub fn variants() -> Vec<Variant> {
         all.push((bf16, bf16, INPUT_GRADIENT, tile));
         all.push((bf16, f32, WEIGHT_GRADIENT, tile));
     }
+    for tile in Tile::NARROW {
+        all.push((bf16, bf16, FORWARD, tile));
+        all.push((bf16, bf16, INPUT_GRADIENT, tile));
+    }
     all.extend([
+        (f16, f16, FORWARD, Tile::NARROW[0]),
         (f16, f16, FORWARD, tiles[3]),
         (f16, f16, INPUT_GRADIENT, tiles[3]),
         (f16, f32, WEIGHT_GRADIENT, tiles[3]),
@@ -176,6 +219,9 @@ impl Routed {
     #[must_use]
     pub fn choose(&self, multiprocessors: u32) -> Tile {
         let sms = multiprocessors.max(1) as usize;
+        if self.dtype != DType::F32 && self.n <= 64 {
+            return Tile::narrow(self.n, self.t, sms);
+        }
         let tiles = tiles(self.dtype);
         let time = |(tile, weight): &(Tile, u64)| {
             let blocks = self.tile_rows(*tile) * self.n.div_ceil(tile.n as usize);
@@ -202,20 +248,31 @@ impl Routed {
         let mark = workspace.mark();
         let (mut a, mut a_line) = (self.a, self.k);
         let mut groups = self.groups;
-        let (b_lines, mut b_line) = if self.transpose_b {
-            (self.k, self.n)
-        } else {
-            (self.n, self.k)
+        // Lines of an operand with so many elements of the sum, and their length.
+        let lines = |k: usize| match self.transpose_b {
+            true => (k, self.b_rows),
+            false => (self.b_rows, k),
         };
+        let low = self.low.unwrap_or(Low {
+            s: Address::NULL,
+            line: 0,
+            r: 0,
+        });
+        let (b_lines, mut b_line) = lines(self.k);
+        let (low_lines, mut low_line) = lines(low.r);
         if self.dtype != DType::F32 {
             align(&mut launches, &mut a, &mut a_line, self.t, workspace)?;
-            let line = b_line;
+            let (line, low_line_before) = (b_line, low_line);
             for group in groups.iter_mut().filter(|group| group.m > 0) {
-                b_line = line;
+                (b_line, low_line) = (line, low_line_before);
                 align(&mut launches, &mut group.b, &mut b_line, b_lines, workspace)?;
+                if low.r > 0 {
+                    let b = &mut group.low_b;
+                    align(&mut launches, b, &mut low_line, low_lines, workspace)?;
+                }
             }
         }
-        if !reachable(self.t, a_line) {
+        if !reachable(self.t, a_line.max(low.line)) {
             return None;
         }
         let [first, second] = groups;
@@ -235,7 +292,14 @@ impl Routed {
                 Arg::Address(second.b),
                 Arg::U64(b_line as u64),
                 int(self.k)?,
+                Arg::Address(low.s),
+                Arg::U64(low.line as u64),
+                Arg::Address(first.low_b),
+                Arg::Address(second.low_b),
+                Arg::U64(low_line as u64),
+                int(low.r)?,
                 int(self.n)?,
+                int(self.b_rows)?,
                 Arg::Address(first.rows),
                 int(first.m)?,
                 Arg::Address(second.rows),
@@ -244,6 +308,7 @@ impl Routed {
                 Arg::Address(second.bias),
                 Arg::Address(self.y),
                 Arg::U64(self.n as u64),
+                Arg::F32(self.scale),
                 int(tile.group(multiprocessors).min(rows))?,
             ],
         });
@@ -313,8 +378,8 @@ impl OfRows {
             return Some(launches);
         }
         let mark = workspace.mark();
-        let (mut a, mut a_line) = (self.a, self.m);
-        let (mut b, mut b_line) = (self.b, self.n);
+        let (mut a, mut a_line) = (self.a, self.a_line);
+        let (mut b, mut b_line) = (self.b, self.b_line);
         if self.dtype != DType::F32 {
             align(&mut launches, &mut a, &mut a_line, self.t, workspace)?;
             align(&mut launches, &mut b, &mut b_line, self.t, workspace)?;

@@ -54,6 +54,14 @@ impl Tile {
         tile(64, 64, 128, [1, 1, 4], 3, 2),
     ];
 
+    /// The narrow tile for `n` columns, at most 64, and `m` rows. Tall tiles read `b` less often; short ones give every
+    /// multiprocessor work.
+    pub(super) fn narrow(n: usize, m: usize, multiprocessors: usize) -> Self {
+        let tall = m.div_ceil(64) * 4 >= multiprocessors * 3;
+        let mut fitting = Self::NARROW.iter().filter(|tile| tile.n as usize >= n);
+        *fitting.nth(usize::from(!tall)).unwrap_or(&Self::NARROW[5])
+    }
+
     /// Every tile.
     pub fn all() -> impl Iterator<Item = Self> {
         let general = Self::GENERAL.into_iter().map(|(tile, _)| tile);

@@ -15,8 +15,8 @@
 //   bias [n] in TYPE, or null
 //   y    [m, n] in OUT, ldy elements from row to row
 //   rows ROUTED 1: two layers over a partition of rows, the vision experts of CogVLM. The tiles of the first layer's rows
-//        come before those of the second; rows1 and rows2 name the rows of a and y that are theirs. Each row is computed
-//        once, in one launch, where it lies.
+//        come before those of the second; rows1 and rows2 name the rows of a1, a2 and y that are theirs. Each row is
+//        computed once, in one launch, where it lies. Each layer has its b1, b2 (of its adapter) and bias.
 //        ROUTED 2: the sum over k takes these lines of a and b: the gradient of one of those layers.
 //   Addresses are 16-byte aligned, lda and ldb multiples of 8, and what lies between the end of k (when contiguous)
 //   and the next multiple of 8 is zero in both operands. m, n, k1, k2 are otherwise free; y may have any ldy.
@@ -286,7 +286,7 @@ DEVICE void multiply(const u16* a1, u64 lda1, const u16* b1, u64 ldb1, int k1, c
   TileB tile_b;
   tile_a.place(thread, warp_m, share);
   tile_b.place(thread, warp_n, share);
-  if (ROUTED != 0 || step < steps1) {
+  if (ROUTED == 2 || step < steps1) {
     tile_a.seek(thread, a1, lda1, m, k1, row, step * BLOCK_K, table);
     tile_b.seek(thread, b1, ldb1, b_rows, k1, column, step * BLOCK_K, table);
   } else {
@@ -297,7 +297,7 @@ DEVICE void multiply(const u16* a1, u64 lda1, const u16* b1, u64 ldb1, int k1, c
   // Copies the tile of step `fetched` to `stage`; nothing but the pipeline's count after the last.
   auto fetch = [&](u32 stage) {
     if (fetched < end) {
-      if (ROUTED == 0 && fetched == steps1) {
+      if (ROUTED != 2 && fetched == steps1) {
         tile_a.seek(thread, a2, lda2, m, k2, row, 0, table);
         tile_b.seek(thread, b2, ldb2, b_rows, k2, column, 0, table);
       }
@@ -368,17 +368,19 @@ linear(const u16* a1, u64 lda1, const u16* b1, u64 ldb1, int k1, const u16* a2, 
            place.column * BLOCK_N, steps_per_part, nullptr);
 }
 #elif ROUTED == 1
-// y[rows1[i], :] = a[rows1[i], :] b1 + bias1 for i < m1, and the same of the second layer.
+// y[rows1[i], :] = scale * (a[rows1[i], :] b1 + s[rows1[i], :] c1) + bias1 for i < m1, and the same of the second layer.
 KERNEL(THREADS, BLOCKS)
-linear_routed(const u16* a, u64 lda, const u16* b1, const u16* b2, u64 ldb, int k, int n, const int* rows1, int m1,
+linear_routed(const u16* a, u64 lda, const u16* b1, const u16* b2, u64 ldb, int k, const u16* s, u64 lds,
+              const u16* c1, const u16* c2, u64 ldc, int r, int n, int b_rows, const int* rows1, int m1,
               const int* rows2, int m2, const u16* bias1, const u16* bias2, Element<OUT>::Stored* y, u64 ldy,
-              int group) {
+              float scale, int group) {
   int tiles1 = divide_up(m1, BLOCK_M);
   Place place = place_of_block(tiles1 + divide_up(m2, BLOCK_M), divide_up(n, BLOCK_N), group);
   bool second = place.row >= tiles1;
   int row = (second ? place.row - tiles1 : place.row) * BLOCK_M;
-  multiply(a, lda, second ? b2 : b1, ldb, k, nullptr, 0, nullptr, 0, 0, second ? m2 : m1, n, n, second ? bias2 : bias1,
-           y, ldy, 1.0f, row, place.column * BLOCK_N, divide_up(k, BLOCK_K), second ? rows2 : rows1);
+  multiply(a, lda, second ? b2 : b1, ldb, k, s, lds, second ? c2 : c1, ldc, r, second ? m2 : m1, n, b_rows,
+           second ? bias2 : bias1, y, ldy, scale, row, place.column * BLOCK_N,
+           divide_up(k, BLOCK_K) + divide_up(r, BLOCK_K), second ? rows2 : rows1);
 }
 #else
 // y[m, n] = sum over i < k of a[rows[i], m] b[rows[i], n].

@@ -106,13 +106,13 @@ DEVICE void multiply(const float* a1, u64 lda1, const float* b1, u64 ldb1, int k
 
   Tile<TRANSPOSE_A, ROUTED != 0> tile_a;
   Tile<TRANSPOSE_B, ROUTED == 2> tile_b;
-  if (ROUTED != 0 || step < steps1) {
+  if (ROUTED == 2 || step < steps1) {
     tile_a.seek(a1, lda1, m, k1, row, step * DEPTH, table);
     tile_b.seek(b1, ldb1, b_rows, k1, column, step * DEPTH, table);
   }
   // Brings the tile of step `next` into registers.
   auto load = [&](int next) {
-    if (ROUTED == 0 && (next == steps1 || (next > steps1 && next == step))) {
+    if (ROUTED != 2 && (next == steps1 || (next > steps1 && next == step))) {
       tile_a.seek(a2, lda2, m, k2, row, (next - steps1) * DEPTH, table);
       tile_b.seek(b2, ldb2, b_rows, k2, column, (next - steps1) * DEPTH, table);
     }
@@ -181,16 +181,20 @@ matmul_plain(const float* a1, u64 lda1, const float* b1, u64 ldb1, int k1, const
            place.column * BLOCK, steps_per_part, nullptr);
 }
 #elif ROUTED == 1
-// y[rows1[i], :] = a[rows1[i], :] b1 + bias1 for i < m1, and the same of the second layer.
-KERNEL(256, 2)
-matmul_routed(const float* a, u64 lda, const float* b1, const float* b2, u64 ldb, int k, int n, const int* rows1,
-              int m1, const int* rows2, int m2, const float* bias1, const float* bias2, float* y, u64 ldy, int group) {
+// y[rows1[i], :] = scale * (a[rows1[i], :] b1 + s[rows1[i], :] c1) + bias1 for i < m1, and the same of the second layer.
+// Two blocks of the large tile would have too few registers for both layers' operands.
+KERNEL(256, BLOCK == 128 ? 1 : 2)
+matmul_routed(const float* a, u64 lda, const float* b1, const float* b2, u64 ldb, int k, const float* s, u64 lds,
+              const float* c1, const float* c2, u64 ldc, int r, int n, int b_rows, const int* rows1, int m1,
+              const int* rows2, int m2, const float* bias1, const float* bias2, float* y, u64 ldy, float scale,
+              int group) {
   int tiles1 = divide_up(m1, BLOCK);
   Place place = place_of_block(tiles1 + divide_up(m2, BLOCK), divide_up(n, BLOCK), group);
   bool second = place.row >= tiles1;
   int row = (second ? place.row - tiles1 : place.row) * BLOCK;
-  multiply(a, lda, second ? b2 : b1, ldb, k, nullptr, 0, nullptr, 0, 0, second ? m2 : m1, n, n, second ? bias2 : bias1,
-           y, ldy, 1.0f, row, place.column * BLOCK, divide_up(k, DEPTH), second ? rows2 : rows1);
+  multiply(a, lda, second ? b2 : b1, ldb, k, s, lds, second ? c2 : c1, ldc, r, second ? m2 : m1, n, b_rows,
+           second ? bias2 : bias1, y, ldy, scale, row, place.column * BLOCK, divide_up(k, DEPTH) + divide_up(r, DEPTH),
+           second ? rows2 : rows1);
 }
 #else
 // y[m, n] = sum over i < k of a[rows[i], m] b[rows[i], n].

@@ -4,13 +4,14 @@ use anyhow::{Context, Result, ensure};
 use kernels::DType;
 use kernels::cuda::launch::Address;
 use kernels::cuda::ops::product::{Choice, Product, Term, Variant};
-use kernels::cuda::ops::routed::{Group, OfRows, Routed};
+use kernels::cuda::ops::routed::{Group, Low, OfRows, Routed};
 use kernels::cuda::ops::tile::Tile;
 use kernels::cuda::ops::workspace::Workspace;
 
 use super::operand::{Operand, decode, encode, launch_all};
 use super::{Case, Effort};
 use crate::machine::Machine;
+use crate::random::Operands;
 use crate::reference::{absolute, add_bias, matmul, transpose};
 use crate::tolerance;
 
@@ -25,6 +26,10 @@ struct Shape {
     bias: [bool; 2],
     /// dx instead of y.
     backward: bool,
+    /// Rank of adapters whose term enters the sum; 0 without.
+    r: usize,
+    /// Columns that b does not have: those of `y` are zeros.
+    absent: usize,
 }
 
 /// Each variant with ragged tiles in both groups; groups without rows and of one row; sums over named rows.
@@ -48,8 +53,17 @@ pub(super) fn cases(variants: &[Variant], effort: Effort) -> Vec<Case> {
             k: [40, 72, 75][i % 3],
             bias: [i % 2 == 0, i % 3 == 0],
             backward: transpose[1],
+            r: 0,
+            absent: 0,
         };
         cases.push(routed_case(shape, tile));
+        // Ranks that are a step of the sum, parts of one, and no multiple of what is copied at once.
+        let adapted = Shape {
+            r: [16, 40, 5][i % 3],
+            absent: 3 * (i % 2),
+            ..shape
+        };
+        cases.push(routed_case(adapted, tile));
     }
     // The smallest tile: the last of the forward variants.
     let forward = |variant: &&Variant| variant.2 == [false, false];
@@ -65,6 +79,8 @@ pub(super) fn cases(variants: &[Variant], effort: Effort) -> Vec<Case> {
             k: 56,
             bias: [true, false],
             backward: false,
+            r: 4,
+            absent: 0,
         };
         cases.push(routed_case(shape, tile));
     }
@@ -81,6 +97,8 @@ pub(super) fn cases(variants: &[Variant], effort: Effort) -> Vec<Case> {
             k: 640,
             bias: [true; 2],
             backward: false,
+            r: 50,
+            absent: 0,
         };
         cases.extend(variants.iter().filter(forward).map(|variant| {
             let dtype = variant.0;
@@ -110,15 +128,41 @@ fn gathered(table: &[f64], rows: &[i32], c: usize) -> Vec<f64> {
         .collect()
 }
 
+/// Each row of `low` values as one of `line`, zeros behind it.
+fn padded(rows: &[f32], low: usize, line: usize) -> Vec<f32> {
+    let rows = rows.chunks_exact(low.max(1));
+    let zeros = std::iter::repeat_n(0.0, line - low);
+    rows.flat_map(|row| row.iter().copied().chain(zeros.clone()))
+        .collect()
+}
+
+/// An adapter's half and what its rows are multiplied by.
+const FACTOR: f32 = 0.25;
+
 fn check_routed(machine: &mut dyn Machine, shape: Shape, tile: Tile) -> Result<()> {
-    let Shape { dtype, n, k, .. } = shape;
+    let Shape { dtype, n, k, r, .. } = shape;
+    // Columns that b has.
+    let b_rows = n - shape.absent;
     let t = shape.m[0] + shape.m[1];
     let all = scattered(t);
     let rows = all.split_at(shape.m[0]);
     let a = Operand::draw(machine, dtype, "a", t * k, 1.0)?;
+    let line = r.next_multiple_of(16);
+    let s = Operands::new(17).normal("s", t * r, 1.0);
+    let s = encode(dtype, &padded(&s, r, line));
+    let s_at = match r {
+        0 => Address::NULL,
+        _ => machine.upload(&s)?.address,
+    };
+    let s: Vec<f64> = decode(dtype, &s)
+        .chunks_exact(line.max(1))
+        .flat_map(|row| row[..r].to_vec())
+        .collect();
+    let scale = if r > 0 { FACTOR } else { 1.0 };
     let mut weights = Vec::new();
     for (i, rows) in [rows.0, rows.1].into_iter().enumerate() {
-        let b = Operand::draw(machine, dtype, &format!("b{i}"), n * k, 1.0)?;
+        let b = Operand::draw(machine, dtype, &format!("b{i}"), b_rows * k, 1.0)?;
+        let low_b = Operand::draw(machine, dtype, &format!("low{i}"), b_rows * r, 1.0)?;
         let bias = if shape.bias[i] { n } else { 0 };
         let bias = Operand::draw(machine, dtype, &format!("bias{i}"), bias, 1.0)?;
         let table = if rows.is_empty() {
@@ -126,12 +170,13 @@ fn check_routed(machine: &mut dyn Machine, shape: Shape, tile: Tile) -> Result<(
         } else {
             machine.upload(rows)?.address
         };
-        weights.push((b, bias, table, rows));
+        weights.push((b, bias, table, rows, low_b));
     }
     let groups = [0, 1].map(|i: usize| Group {
         rows: weights[i].2,
         m: weights[i].3.len(),
         b: weights[i].0.address(),
+        low_b: weights[i].4.address(),
         bias: weights[i].1.address(),
     });
     let mut runs = Vec::new();
@@ -142,12 +187,17 @@ fn check_routed(machine: &mut dyn Machine, shape: Shape, tile: Tile) -> Result<(
             transpose_b: shape.backward,
             t,
             n,
+            b_rows,
             k,
             a: a.address(),
+            low: (r > 0).then_some(Low { s: s_at, line, r }),
+            scale,
             groups,
             y: y.address,
         };
-        let space = machine.allocate(routed.workspace_bytes() as usize)?;
+        let mut count = Workspace::new(Address::NULL);
+        routed.launches(tile, 1, &mut count).context("no kernel")?;
+        let space = machine.allocate(count.bytes() as usize)?;
         // Few multiprocessors: tiles are walked in several groups.
         let launches = routed.launches(tile, 1, &mut Workspace::new(space.address));
         launch_all(machine, &launches.context("no kernel")?)?;
@@ -155,22 +205,37 @@ fn check_routed(machine: &mut dyn Machine, shape: Shape, tile: Tile) -> Result<(
     }
     ensure!(runs[0] == runs[1], "two runs differ");
     let got = decode(dtype, &runs[0]);
-    for (i, (b, bias, _, rows)) in weights.iter().enumerate() {
+    for (i, (b, bias, _, rows, low_b)) in weights.iter().enumerate() {
         let own = gathered(&a.values, rows, k);
-        let columns = match shape.backward {
-            true => b.values.clone(),
-            false => transpose(&b.values, n, k),
+        let low = gathered(&s, rows, r);
+        // [k, n] with zeros behind the columns that there are.
+        let columns = |b: &[f64], k: usize| -> Vec<f64> {
+            let columns = match shape.backward {
+                true => b.to_vec(),
+                false => transpose(b, b_rows, k),
+            };
+            let rows = columns.chunks_exact(b_rows);
+            let zeros = std::iter::repeat_n(0.0, n - b_rows);
+            rows.flat_map(|row| row.iter().copied().chain(zeros.clone()))
+                .collect()
         };
+        let (main, adapter) = (columns(&b.values, k), columns(&low_b.values, r));
         let m = rows.len();
-        let mut want = matmul(&own, &columns, m, n, k);
-        let mut size = matmul(&absolute(&own), &absolute(&columns), m, n, k);
+        let both = |f: fn(&[f64]) -> Vec<f64>| -> Vec<f64> {
+            let main = matmul(&f(&own), &f(&main), m, n, k);
+            let adapter = matmul(&f(&low), &f(&adapter), m, n, r);
+            let both = main.iter().zip(&adapter);
+            both.map(|(x, y)| (x + y) * f64::from(scale)).collect()
+        };
+        let mut want = both(<[f64]>::to_vec);
+        let mut size = both(absolute);
         if shape.bias[i] {
             add_bias(&mut want, &bias.values);
             add_bias(&mut size, &absolute(&bias.values));
         }
         let group = gathered(&got, rows, n);
         for (at, got) in group.iter().enumerate() {
-            let allowed = tolerance::tensor_product(dtype, k, want[at], size[at]);
+            let allowed = tolerance::tensor_product(dtype, k + r, want[at], size[at]);
             ensure!(
                 (got - want[at]).abs() <= allowed,
                 "group {i}, row {}, column {}: {got} instead of {}, allowed {allowed:e}",
@@ -179,7 +244,9 @@ fn check_routed(machine: &mut dyn Machine, shape: Shape, tile: Tile) -> Result<(
                 want[at]
             );
         }
-        let alone = product_alone(machine, shape, tile, &own, [b, bias])?;
+        let low: Vec<f32> = low.iter().map(|x| *x as f32).collect();
+        let low = padded(&low, r, line);
+        let alone = product_alone(machine, shape, tile, (&own, &low), [b, low_b, bias])?;
         ensure!(group == alone, "group {i} alone gives other bits");
     }
     Ok(())
@@ -190,10 +257,11 @@ fn product_alone(
     machine: &mut dyn Machine,
     shape: Shape,
     tile: Tile,
-    rows: &[f64],
-    [b, bias]: [&Operand; 2],
+    (rows, low): (&[f64], &[f32]),
+    [b, low_b, bias]: [&Operand; 3],
 ) -> Result<Vec<f64>> {
-    let Shape { dtype, n, k, .. } = shape;
+    let Shape { dtype, n, k, r, .. } = shape;
+    let b_rows = n - shape.absent;
     let m = rows.len() / k;
     if m == 0 {
         return Ok(Vec::new());
@@ -201,6 +269,20 @@ fn product_alone(
     let values: Vec<f32> = rows.iter().map(|x| *x as f32).collect();
     let a = machine.upload(&encode(dtype, &values))?;
     let y = machine.output::<u8>(m * n * dtype.size_bytes())?;
+    let term = |a: Address, a_line: usize, b: &Operand, k: usize| Term {
+        a,
+        a_line,
+        b: b.address(),
+        b_line: if shape.backward { b_rows } else { k },
+        k,
+    };
+    let adapter = match r {
+        0 => None,
+        _ => {
+            let s = machine.upload(&encode(dtype, low))?.address;
+            Some(term(s, r.next_multiple_of(16), low_b, r))
+        }
+    };
     let product = Product {
         dtype,
         out: dtype,
@@ -208,19 +290,10 @@ fn product_alone(
         transpose_b: shape.backward,
         m,
         n,
-        b_rows: n,
-        terms: [
-            Some(Term {
-                a: a.address,
-                a_line: k,
-                b: b.address(),
-                b_line: if shape.backward { n } else { k },
-                k,
-            }),
-            None,
-        ],
+        b_rows,
+        terms: [Some(term(a.address, k, b, k)), adapter],
         bias: bias.address(),
-        scale: 1.0,
+        scale: if r > 0 { FACTOR } else { 1.0 },
         y: y.address,
         y_line: n,
     };
@@ -240,8 +313,10 @@ fn check_sum(
     parts: u32,
 ) -> Result<()> {
     let rows = &scattered(t)[..k];
-    let a = Operand::draw(machine, dtype, "a", t * m, 1.0)?;
-    let b = Operand::draw(machine, dtype, "b", t * n, 1.0)?;
+    // Rows of larger matrices where there are several parts: what adapters make is padded.
+    let [a_line, b_line] = if parts > 1 { [m + 3, n + 8] } else { [m, n] };
+    let a = Operand::draw(machine, dtype, "a", t * a_line, 1.0)?;
+    let b = Operand::draw(machine, dtype, "b", t * b_line, 1.0)?;
     let table = if k == 0 {
         Address::NULL
     } else {
@@ -256,7 +331,9 @@ fn check_sum(
         rows: table,
         k,
         a: a.address(),
+        a_line,
         b: b.address(),
+        b_line,
         y: y.address,
     };
     let choice = Choice { tile, parts };
@@ -268,8 +345,13 @@ fn check_sum(
     let launches = product.launches(choice, 1, &mut Workspace::new(space.address));
     launch_all(machine, &launches.context("no kernel")?)?;
     let got = decode(DType::F32, &machine.download::<u8>(y)?);
-    let rows_of_a = transpose(&gathered(&a.values, rows, m), k, m);
-    let rows_of_b = gathered(&b.values, rows, n);
+    let front = |table: &[f64], line: usize, c: usize| -> Vec<f64> {
+        let rows = table.chunks_exact(line);
+        rows.flat_map(|row| row[..c].to_vec()).collect()
+    };
+    let rows_of_a = gathered(&front(&a.values, a_line, m), rows, m);
+    let rows_of_a = transpose(&rows_of_a, k, m);
+    let rows_of_b = gathered(&front(&b.values, b_line, n), rows, n);
     let want = matmul(&rows_of_a, &rows_of_b, m, n, k);
     let size = matmul(&absolute(&rows_of_a), &absolute(&rows_of_b), m, n, k);
     for (i, got) in got.into_iter().enumerate() {

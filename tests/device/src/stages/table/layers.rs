@@ -96,12 +96,7 @@ impl TwoLayers {
         let first = layer(on, dtype, shape, 0)?;
         let weights = [first.weight, on.normal(dtype, n * k, 0.02)?];
         let rows = stretches(t, vision);
-        let mut groups = [Group {
-            rows: Address::NULL,
-            m: 0,
-            b: Address::NULL,
-            bias: Address::NULL,
-        }; 2];
+        let mut groups = [Group::EMPTY; 2];
         for (i, group) in groups.iter_mut().enumerate() {
             group.rows = on.values(&rows[i])?;
             group.m = rows[i].len();
@@ -123,8 +118,11 @@ impl TwoLayers {
             transpose_b: backward,
             t,
             n,
+            b_rows: n,
             k,
             a,
+            low: None,
+            scale: 1.0,
             groups: self.groups,
             y: on.output(dtype.size_bytes() * t * n)?,
         };
@@ -144,7 +142,9 @@ impl TwoLayers {
                 rows: group.rows,
                 k: group.m,
                 a: self.dy,
+                a_line: n,
                 b: self.first.x,
+                b_line: k,
                 y: on.output(4 * n * k)?,
             };
             launches.extend(
