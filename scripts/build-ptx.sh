@@ -1,10 +1,20 @@
 #!/usr/bin/env bash
 # Builds the PTX that stands in where NVRTC is missing (kernels/src/cuda/ptx/sm_80.bundle), from the kernel sources.
-# Takes an NVRTC of CUDA 12.8, so that every driver we support reads the result. Needs Python's pip.
+# Takes an NVRTC of CUDA 12.8, so that every driver we support reads the result. Needs Python's pip and lzma.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 tool=$(mktemp -d)
 trap 'rm -rf "$tool"' EXIT
 python3 -m pip install --quiet --no-deps --target "$tool" nvidia-cuda-nvrtc-cu12==12.8.93
 cargo run --release -q -p device_tests --bin gpu_check -- \
-  --libraries "$tool/nvidia/cuda_nvrtc/lib" build-ptx kernels/src/cuda/ptx/sm_80.bundle
+  --libraries "$tool/nvidia/cuda_nvrtc/lib" build-ptx "$tool/records"
+python3 - "$tool/records" kernels/src/cuda/ptx/sm_80.bundle <<'END'
+import lzma, os, sys
+records, bundle = sys.argv[1:]
+with open(records, "rb") as file:
+    packed = lzma.compress(file.read(), check=lzma.CHECK_CRC32)
+with open(bundle + ".partial", "wb") as file:
+    file.write(packed)
+os.replace(bundle + ".partial", bundle)
+print(f"{len(packed)} bytes in {bundle}")
+END

@@ -123,8 +123,8 @@ impl Family {
         }
     }
 
-    /// The modules that are tested, listed in the resource table and kept as PTX. Others of the same family
-    /// are compiled when they are asked for.
+    /// The modules that this crate launches, which are listed in the resource table and kept as PTX. Only attention
+    /// with a head dim that none of the supported models has is compiled when it is asked for.
     #[must_use]
     pub fn modules(self) -> Vec<Module> {
         match self {

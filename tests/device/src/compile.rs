@@ -7,7 +7,7 @@ use std::path::Path;
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use kernels::cuda::module::{Family, Module};
 use kernels::cuda::nvrtc::Compiler;
-use kernels::cuda::ptx::{ARCH, Bundle, Entry, pack, source_hash};
+use kernels::cuda::ptx::{ARCH, Bundle, Entry, records, source_hash};
 
 use crate::cases::{self, Effort};
 use crate::emulator::{Emulator, Order};
@@ -28,7 +28,7 @@ pub fn modules() -> Vec<Module> {
         .collect()
 }
 
-/// Compiles all modules to PTX and writes the bundle.
+/// Compiles all modules to PTX and writes the bundle, not compressed.
 ///
 /// # Errors
 /// When NVRTC is missing or newer than the oldest driver, or a module does not compile.
@@ -45,11 +45,10 @@ pub fn build_ptx(setting: &Setting, file: &Path) -> Result<()> {
         let source_hash = source_hash(&module);
         bundle.insert(module.name(), Entry { source_hash, ptx });
     }
-    let packed = pack(&bundle)?;
-    show(&format!("{} modules, {} bytes", bundle.len(), packed.len()));
-    let partial = file.with_extension("partial");
-    std::fs::write(&partial, packed)?;
-    Ok(std::fs::rename(&partial, file)?)
+    let records = records(&bundle);
+    let bytes = records.len();
+    show(&format!("{} modules, {bytes} bytes", bundle.len()));
+    std::fs::write(file, records).with_context(|| format!("write {}", file.display()))
 }
 
 /// What one kernel takes: registers per architecture, threads and shared memory of its launches.

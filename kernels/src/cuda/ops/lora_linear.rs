@@ -13,13 +13,17 @@
 //! | `dB = dy^T s`, `dA = ds^T x` | one each | `2 (t n + t r) + 4 n r`, `2 (t k + t r) + 4 r k` |
 //!
 //! The backward of one layer, besides the product of `dx`, passes over `x` twice (`s` is computed again, `dA`) and over `dy`
-//! once (`ds` with `dB`); with larger ranks, f32, or lines of `dy` that are no multiple of 16 bytes, twice.
+//! once (`ds` with `dB`); with larger ranks, f32, or lines of `dy` that are no multiple of 16 bytes, twice. A caller that
+//! kept `s` passes over `x` once ([`super::shared_lora`], also for a single layer).
 //!
 //! `s` and `ds` are rounded once to the 16-bit type: the only rounding that the separate operations would not make in
 //! f32. Lines that are no multiple of 8 elements (`r`, rarely `k` or `n`) are copied to aligned ones first.
 
 use super::lora_gradients::LoraGradients;
-use super::product::{Product, Term, Variant, module, parts_module};
+use super::product::{
+    FORWARD, INPUT_GRADIENT, Product, Term, Variant, WEIGHT_GRADIENT, choosable, module,
+    parts_module,
+};
 use super::routed;
 use super::tile::Tile;
 use super::workspace::Workspace;
@@ -27,20 +31,18 @@ use crate::DType;
 use crate::cuda::launch::{Address, Launch};
 use crate::cuda::module::Module;
 
-/// What is tested and listed: for bf16 all tiles in the orientations that layers use them in, samples of the rest.
+/// What is tested on the emulator: for bf16 all tiles in the orientations that layers use them in, samples of the rest of
+/// [`choosable`].
 #[must_use]
 pub fn variants() -> Vec<Variant> {
-    const FORWARD: [bool; 2] = [false, false];
-    const INPUT_GRADIENT: [bool; 2] = [false, true];
-    const WEIGHT_GRADIENT: [bool; 2] = [true, true];
     let (bf16, f16, f32) = (DType::BF16, DType::F16, DType::F32);
-    let [large, medium, small, tiny] = Tile::GENERAL.map(|(tile, _)| tile);
+    let [large, medium, _, tiny] = Tile::GENERAL.map(|(tile, _)| tile);
     let [tall, short, .., short_64] = Tile::NARROW;
-    let mut all: Vec<Variant> = Tile::all()
-        .map(|tile| (bf16, bf16, FORWARD, tile))
-        .collect();
-    let input = [large, medium, tiny, tall, short, short_64];
-    all.extend(input.map(|tile| (bf16, bf16, INPUT_GRADIENT, tile)));
+    let mut all = Vec::new();
+    for transpose in [FORWARD, INPUT_GRADIENT] {
+        let tiles = Tile::general().chain(Tile::NARROW);
+        all.extend(tiles.map(|tile| (bf16, bf16, transpose, tile)));
+    }
     let weight = [
         medium,
         tiny,
@@ -54,9 +56,10 @@ pub fn variants() -> Vec<Variant> {
     all.extend([
         (bf16, f32, FORWARD, tiny),
         (bf16, f32, FORWARD, short),
-        (bf16, bf16, [true, false], small),
+        (bf16, bf16, [true, false], Tile::COMMON),
         (f16, f16, FORWARD, large),
         (f16, f16, FORWARD, tiny),
+        (f16, f16, FORWARD, tall),
         (f16, f16, FORWARD, short),
         (f16, f16, INPUT_GRADIENT, tiny),
         (f16, f16, INPUT_GRADIENT, short),
@@ -66,10 +69,10 @@ pub fn variants() -> Vec<Variant> {
     all
 }
 
-/// The modules of [`variants`].
+/// The modules of everything that a layer may ask for: without a compiler at hand, there is nothing else.
 #[must_use]
 pub fn modules() -> Vec<Module> {
-    let all = variants().into_iter();
+    let all = choosable().into_iter();
     all.filter_map(|(dtype, out, transpose, tile)| module(dtype, out, transpose, tile))
         .chain(routed::modules())
         .collect()
@@ -82,6 +85,7 @@ pub fn parts_modules() -> Vec<Module> {
         (DType::BF16, DType::BF16),
         (DType::BF16, DType::F32),
         (DType::F16, DType::F16),
+        (DType::F16, DType::F32),
         (DType::F32, DType::F32),
     ];
     pairs
@@ -370,6 +374,16 @@ mod tests {
             lora_b: Address(4 << 20),
             scale: 2.0,
         }
+    }
+
+    #[test]
+    fn what_is_tested_is_what_may_be_chosen() {
+        let all = choosable();
+        let strange: Vec<_> = variants()
+            .into_iter()
+            .filter(|v| !all.contains(v))
+            .collect();
+        assert!(strange.is_empty(), "{strange:?}");
     }
 
     #[test]

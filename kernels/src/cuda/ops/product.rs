@@ -65,6 +65,42 @@ pub struct Choice {
 /// A choice of defines: dtype of operands and result, whether a and b are transposed, tile.
 pub type Variant = (DType, DType, [bool; 2], Tile);
 
+/// `y = x W^T` of a layer.
+pub(super) const FORWARD: [bool; 2] = [false, false];
+/// `dx = dy W`.
+pub(super) const INPUT_GRADIENT: [bool; 2] = [false, true];
+/// `dW = dy^T x`.
+pub(super) const WEIGHT_GRADIENT: [bool; 2] = [true, true];
+
+/// Whether layers make such products. Others get one tile of each kind, so that there is less to compile.
+fn made_by_layers(out: DType, transpose: [bool; 2]) -> bool {
+    match transpose {
+        FORWARD | INPUT_GRADIENT => true,
+        WEIGHT_GRADIENT => out == DType::F32,
+        _ => false,
+    }
+}
+
+/// Everything that [`Product::choose`] may ask for with 16-bit operands, once each.
+#[must_use]
+pub fn choosable() -> Vec<Variant> {
+    let mut all = Vec::new();
+    for dtype in [DType::BF16, DType::F16] {
+        for out in [dtype, DType::F32] {
+            for transpose in [FORWARD, INPUT_GRADIENT, [true, false], WEIGHT_GRADIENT] {
+                let mut tiles = vec![Tile::COMMON, Tile::COMMON_NARROW];
+                if made_by_layers(out, transpose) {
+                    let wide = Tile::WIDE[..1].iter().filter(|_| transpose[0]);
+                    tiles = Tile::general().chain(Tile::NARROW).collect();
+                    tiles.extend(wide);
+                }
+                all.extend(tiles.into_iter().map(|tile| (dtype, out, transpose, tile)));
+            }
+        }
+    }
+    all
+}
+
 /// The module of a product of 16-bit operands.
 #[must_use]
 pub fn module(
@@ -121,24 +157,28 @@ impl Product {
                 parts,
             };
         }
-        if self.n <= 64 {
-            return Choice {
-                tile: Tile::narrow(self.n, self.m, sms),
-                parts: self.parts(self.m.div_ceil(32), 512),
-            };
-        }
-        if self.m <= 64 && self.transpose_a && self.transpose_b {
-            let tile = Tile::WIDE
-                .into_iter()
-                .find(|tile| tile.m as usize >= self.m);
-            return Choice {
-                tile: tile.unwrap_or(Tile::WIDE[2]),
-                parts: self.parts(self.n.div_ceil(64), 512),
-            };
-        }
-        let parts = self.parts(self.m.div_ceil(64) * self.n.div_ceil(64), 1024);
+        let (tile, common, parts) = if self.n <= 64 {
+            let parts = self.parts(self.m.div_ceil(32), 512);
+            let tile = Tile::narrow(self.n, self.m, sms);
+            (tile, Tile::COMMON_NARROW, parts)
+        } else if self.m <= 64 && self.transpose_a && self.transpose_b {
+            let parts = self.parts(self.n.div_ceil(64), 512);
+            let high_enough = |tile: &Tile| tile.m as usize >= self.m;
+            let tile = Tile::WIDE.into_iter().find(high_enough);
+            (tile.unwrap_or(Tile::WIDE[2]), Tile::COMMON_NARROW, parts)
+        } else {
+            let parts = self.parts(self.m.div_ceil(64) * self.n.div_ceil(64), 1024);
+            let tile = self.quickest(Tile::GENERAL, sms, parts);
+            (tile, Tile::COMMON, parts)
+        };
+        // Parts are sums in f32.
+        let out = if parts > 1 { DType::F32 } else { self.out };
+        let transpose = [self.transpose_a, self.transpose_b];
         Choice {
-            tile: self.quickest(Tile::GENERAL, sms, parts),
+            tile: match made_by_layers(out, transpose) {
+                true => tile,
+                false => common,
+            },
             parts,
         }
     }
@@ -361,4 +401,68 @@ pub(super) fn int(x: usize) -> Option<Arg> {
 /// Blocks for `n` items, one a thread and round; enough for several waves of any GPU.
 fn blocks(n: usize) -> u32 {
     n.div_ceil(PARTS_THREADS as usize).clamp(1, 132 * 16) as u32
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::HashSet;
+
+    /// What products of all kinds of sizes ask for, on small and large GPUs.
+    fn chosen() -> HashSet<Variant> {
+        const SIZES: [usize; 14] = [
+            1, 7, 16, 24, 32, 40, 64, 100, 200, 512, 1000, 4040, 9000, 130_000,
+        ];
+        let mut all = HashSet::new();
+        for dtype in [DType::BF16, DType::F16] {
+            for (out, transpose) in [dtype, DType::F32].into_iter().flat_map(|out| {
+                let both = [false, true];
+                both.map(|a| both.map(|b| (out, [a, b])))
+                    .into_iter()
+                    .flatten()
+            }) {
+                for (m, n) in SIZES.into_iter().flat_map(|m| SIZES.map(|n| (m, n))) {
+                    for (k, sms) in [(64, 16), (8192, 16), (64, 132), (8192, 46), (8192, 132)] {
+                        let term = Term {
+                            a: Address::NULL,
+                            a_line: 0,
+                            b: Address::NULL,
+                            b_line: 0,
+                            k,
+                        };
+                        let product = Product {
+                            dtype,
+                            out,
+                            transpose_a: transpose[0],
+                            transpose_b: transpose[1],
+                            m,
+                            n,
+                            b_rows: n,
+                            terms: [Some(term), None],
+                            bias: Address::NULL,
+                            scale: 1.0,
+                            y: Address::NULL,
+                            y_line: n,
+                        };
+                        let Choice { tile, parts } = product.choose(sms);
+                        let out = if parts > 1 { DType::F32 } else { out };
+                        all.insert((dtype, out, transpose, tile));
+                    }
+                }
+            }
+        }
+        all
+    }
+
+    #[test]
+    fn what_is_chosen_is_built_in_and_nothing_else() {
+        let listed = choosable();
+        let unlike: HashSet<Variant> = listed.iter().copied().collect();
+        assert_eq!(unlike.len(), listed.len(), "one is listed twice");
+        let chosen = chosen();
+        let missing: Vec<_> = chosen.difference(&unlike).collect();
+        assert!(missing.is_empty(), "chosen but not listed: {missing:?}");
+        let useless: Vec<_> = unlike.difference(&chosen).collect();
+        assert!(useless.is_empty(), "listed but never chosen: {useless:?}");
+    }
 }

@@ -13,7 +13,7 @@
 //! A row has the bits that one product of its group alone, in one part, would give it: the order of its sum is that of
 //! every tile of its width.
 
-use super::product::{self, Product, align, int};
+use super::product::{self, FORWARD, INPUT_GRADIENT, Product, WEIGHT_GRADIENT, align, int};
 use super::tile::Tile;
 use super::workspace::Workspace;
 use super::{matmul_plain, product::Variant};
@@ -113,12 +113,21 @@ pub struct OfRows {
     pub y: Address,
 }
 
-const FORWARD: [bool; 2] = [false, false];
-const INPUT_GRADIENT: [bool; 2] = [false, true];
-const WEIGHT_GRADIENT: [bool; 2] = [true, true];
+/// Everything that may be chosen in 16 bits.
+#[must_use]
+pub fn choosable() -> Vec<Variant> {
+    let mut all = Vec::new();
+    for dtype in [DType::BF16, DType::F16] {
+        for transpose in [FORWARD, INPUT_GRADIENT] {
+            let tiles = Tile::general().chain(Tile::NARROW);
+            all.extend(tiles.map(|tile| (dtype, dtype, transpose, tile)));
+        }
+        all.extend(Tile::general().map(|tile| (dtype, DType::F32, WEIGHT_GRADIENT, tile)));
+    }
+    all
+}
 
-/// What is tested and listed in 16 bits: every tile for bf16, narrow ones in the use that adapters make of them, a sample
-/// for f16.
+/// What is tested on the emulator of it: every tile for bf16, a sample for f16.
 #[must_use]
 pub fn variants() -> Vec<Variant> {
     let (bf16, f16, f32) = (DType::BF16, DType::F16, DType::F32);
@@ -153,10 +162,10 @@ pub fn plain_variants() -> Vec<Variant> {
         .collect()
 }
 
-/// The modules of [`variants`].
+/// The modules of [`choosable`].
 #[must_use]
 pub fn modules() -> Vec<Module> {
-    variants().into_iter().filter_map(module).collect()
+    choosable().into_iter().filter_map(module).collect()
 }
 
 /// The modules of [`plain_variants`].

@@ -54,6 +54,16 @@ impl Tile {
         tile(64, 64, 128, [1, 1, 4], 3, 2),
     ];
 
+    /// The one of [`Tile::GENERAL`] that stands in for all.
+    pub(super) const COMMON: Self = Self::GENERAL[1].0;
+    /// The one of [`Tile::NARROW`] and [`Tile::WIDE`] that stands in for all.
+    pub(super) const COMMON_NARROW: Self = Self::NARROW[5];
+
+    /// Tiles of [`Tile::GENERAL`].
+    pub(super) fn general() -> impl Iterator<Item = Self> {
+        Self::GENERAL.into_iter().map(|(tile, _)| tile)
+    }
+
     /// The narrow tile for `n` columns, at most 64, and `m` rows. Tall tiles read `b` less often; short ones give every
     /// multiprocessor work.
     pub(super) fn narrow(n: usize, m: usize, multiprocessors: usize) -> Self {
@@ -64,8 +74,7 @@ impl Tile {
 
     /// Every tile.
     pub fn all() -> impl Iterator<Item = Self> {
-        let general = Self::GENERAL.into_iter().map(|(tile, _)| tile);
-        general.chain(Self::NARROW).chain([Self::WIDE[0]])
+        Self::general().chain(Self::NARROW).chain([Self::WIDE[0]])
     }
 
     /// Threads of a block.

@@ -17,7 +17,7 @@
 // Bytes: 2 t n + 2 slices t RANK + 4 slices t RANK + 4 ranges n r, and the partial sums once more where they are added:
 // for t = 8192, n = 4096, r = 16 in 8 slices and 16 ranges 67 + 2 + 4 + 4 MB, where two products read 134 MB. With rank
 // 64 as many bytes as two products move, half of them partial sums, which caches of 40 MB and more hold.
-// A tile's work per warp: 8 loads of matrices (with rank 64: 12 and 4 of s), RANK / 2 * 2 mma.
+// A tile's work per warp: 8 loads of matrices of dy (with rank 64: 12), RANK / 16 of s, RANK mma.
 
 typedef Element<TYPE> E;
 constexpr int WARPS = 8, THREADS = 32 * WARPS, SLICE = 64 * WARPS, ROWS = 16, STAGES = RANK < 64 ? 4 : 3;

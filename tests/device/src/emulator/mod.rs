@@ -19,6 +19,7 @@ use kernels::cuda::matmul::Multiply;
 
 pub use self::compile::{build_all, build_modules};
 use self::library::{RawBuffer, RawLaunch};
+use crate::cases;
 use crate::machine::{Buffer, GUARD_BYTES, Machine, POISON};
 
 /// Shared memory of a block in bytes: what sm_86 and sm_89 have.
@@ -176,6 +177,12 @@ impl Machine for Emulator {
             "{} wants {} bytes of shared memory, at most {SHARED_LIMIT} are there",
             launch.kernel,
             launch.shared_bytes
+        );
+        // Where no compiler is, a GPU has the listed modules alone.
+        ensure!(
+            !cases::is_unlisted(&launch.module),
+            "no family lists {}",
+            launch.module.name()
         );
         let library = library::of(&launch.module, self.folder.as_deref())?;
         let words: Vec<u64> = launch.args.iter().map(|arg| arg.word()).collect();
