@@ -1,8 +1,9 @@
 //! Compiling every module without a GPU: the built-in PTX, and the table of what each kernel takes.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::fmt::Write as _;
 use std::path::Path;
+use std::sync::OnceLock;
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use kernels::cuda::module::{Family, Module};
@@ -26,6 +27,17 @@ pub fn modules() -> Vec<Module> {
         .iter()
         .flat_map(|family| family.modules())
         .collect()
+}
+
+/// Whether a module of this crate is none of those that it lists. Attention may be: for head dims of no supported model.
+#[must_use]
+pub fn is_unlisted(module: &Module) -> bool {
+    static LISTED: OnceLock<HashSet<Module>> = OnceLock::new();
+    let listed = LISTED.get_or_init(|| modules().into_iter().collect());
+    let closed = module
+        .family()
+        .is_some_and(|family| family != Family::Attention);
+    closed && !listed.contains(module)
 }
 
 /// Compiles all modules to PTX and writes the bundle, not compressed.

@@ -20,54 +20,12 @@
 //! f32. Lines that are no multiple of 8 elements (`r`, rarely `k` or `n`) are copied to aligned ones first.
 
 use super::lora_gradients::LoraGradients;
-use super::product::{
-    FORWARD, INPUT_GRADIENT, Product, Term, Variant, WEIGHT_GRADIENT, choosable, module,
-    parts_module,
-};
+use super::product::{Product, Term, choosable, module, parts_module};
 use super::routed;
-use super::tile::Tile;
 use super::workspace::Workspace;
 use crate::DType;
 use crate::cuda::launch::{Address, Launch};
 use crate::cuda::module::Module;
-
-/// What is tested on the emulator: for bf16 all tiles in the orientations that layers use them in, samples of the rest of
-/// [`choosable`].
-#[must_use]
-pub fn variants() -> Vec<Variant> {
-    let (bf16, f16, f32) = (DType::BF16, DType::F16, DType::F32);
-    let [large, medium, _, tiny] = Tile::GENERAL.map(|(tile, _)| tile);
-    let [tall, short, .., short_64] = Tile::NARROW;
-    let mut all = Vec::new();
-    for transpose in [FORWARD, INPUT_GRADIENT] {
-        let tiles = Tile::general().chain(Tile::NARROW);
-        all.extend(tiles.map(|tile| (bf16, bf16, transpose, tile)));
-    }
-    let weight = [
-        medium,
-        tiny,
-        tall,
-        short,
-        short_64,
-        Tile::WIDE[0],
-        Tile::WIDE[2],
-    ];
-    all.extend(weight.map(|tile| (bf16, f32, WEIGHT_GRADIENT, tile)));
-    all.extend([
-        (bf16, f32, FORWARD, tiny),
-        (bf16, f32, FORWARD, short),
-        (bf16, bf16, [true, false], Tile::COMMON),
-        (f16, f16, FORWARD, large),
-        (f16, f16, FORWARD, tiny),
-        (f16, f16, FORWARD, tall),
-        (f16, f16, FORWARD, short),
-        (f16, f16, INPUT_GRADIENT, tiny),
-        (f16, f16, INPUT_GRADIENT, short),
-        (f16, f32, WEIGHT_GRADIENT, short),
-        (f16, f32, WEIGHT_GRADIENT, Tile::WIDE[0]),
-    ]);
-    all
-}
 
 /// The modules of everything that a layer may ask for: without a compiler at hand, there is nothing else.
 #[must_use]
@@ -374,16 +332,6 @@ mod tests {
             lora_b: Address(4 << 20),
             scale: 2.0,
         }
-    }
-
-    #[test]
-    fn what_is_tested_is_what_may_be_chosen() {
-        let all = choosable();
-        let strange: Vec<_> = variants()
-            .into_iter()
-            .filter(|v| !all.contains(v))
-            .collect();
-        assert!(strange.is_empty(), "{strange:?}");
     }
 
     #[test]

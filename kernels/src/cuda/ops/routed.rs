@@ -127,30 +127,6 @@ pub fn choosable() -> Vec<Variant> {
     all
 }
 
-/// What is tested on the emulator of it: every tile for bf16, a sample for f16.
-#[must_use]
-pub fn variants() -> Vec<Variant> {
-    let (bf16, f16, f32) = (DType::BF16, DType::F16, DType::F32);
-    let tiles = Tile::GENERAL.map(|(tile, _)| tile);
-    let mut all = Vec::new();
-    for tile in tiles {
-        all.push((bf16, bf16, FORWARD, tile));
-        all.push((bf16, bf16, INPUT_GRADIENT, tile));
-        all.push((bf16, f32, WEIGHT_GRADIENT, tile));
-    }
-    for tile in Tile::NARROW {
-        all.push((bf16, bf16, FORWARD, tile));
-        all.push((bf16, bf16, INPUT_GRADIENT, tile));
-    }
-    all.extend([
-        (f16, f16, FORWARD, Tile::NARROW[0]),
-        (f16, f16, FORWARD, tiles[3]),
-        (f16, f16, INPUT_GRADIENT, tiles[3]),
-        (f16, f32, WEIGHT_GRADIENT, tiles[3]),
-    ]);
-    all
-}
-
 /// Both tiles of f32 in each use.
 #[must_use]
 pub fn plain_variants() -> Vec<Variant> {

@@ -3,8 +3,7 @@
 use anyhow::{Context, Result, ensure};
 use kernels::DType;
 use kernels::cuda::launch::Address;
-use kernels::cuda::module::Module;
-use kernels::cuda::ops::lora_linear::{self, Gradients, LoraLinear};
+use kernels::cuda::ops::lora_linear::{Gradients, LoraLinear};
 use kernels::cuda::ops::product::{self as product_kernels, Choice};
 use kernels::cuda::ops::routed as routed_kernels;
 use kernels::cuda::ops::tile::Tile;
@@ -19,12 +18,8 @@ use crate::reference::{Lora, absolute, matmul, transpose};
 /// Forward and backward of layers with odd sizes, all ranks; the tiles of products.
 #[must_use]
 pub fn cases(effort: Effort) -> Vec<Case> {
-    let (products, rows) = match effort {
-        Effort::Emulated => (lora_linear::variants(), routed_kernels::variants()),
-        Effort::Gpu => (product_kernels::choosable(), routed_kernels::choosable()),
-    };
-    let mut cases = product::cases(&products);
-    cases.extend(routed::cases(&rows, effort));
+    let mut cases = product::cases(&product_kernels::choosable());
+    cases.extend(routed::cases(&routed_kernels::choosable(), effort));
     cases.extend(layers(shapes(effort)));
     cases.push(Case::new("adapters that share s", check_stacked_adapters));
     cases.push(Case::new("gradient of a weight", check_weight_gradient));
@@ -37,18 +32,6 @@ pub fn cases(effort: Effort) -> Vec<Case> {
         }
     }
     cases
-}
-
-/// Modules of the products that are checked on the emulator.
-pub(super) fn sampled() -> Vec<Module> {
-    let products = lora_linear::variants().into_iter();
-    let products = products.filter_map(|(dtype, out, transpose, tile)| {
-        product_kernels::module(dtype, out, transpose, tile)
-    });
-    let rows = routed_kernels::variants().into_iter();
-    products
-        .chain(rows.filter_map(routed_kernels::module))
-        .collect()
 }
 
 /// Layers in f32: the same launches on another kernel.

@@ -1,10 +1,7 @@
 //! What is checked of every kernel family.
 
-use std::collections::HashSet;
-use std::sync::OnceLock;
-
 use anyhow::{Context, Result};
-use kernels::cuda::module::{Family, Module};
+use kernels::cuda::module::Family;
 
 use crate::machine::Machine;
 
@@ -72,28 +69,6 @@ impl Case {
         let guards = machine.reset();
         result.and(guards).with_context(|| self.name.clone())
     }
-}
-
-/// The modules that the checks with [`Effort::Emulated`] launch, and few others: of products samples.
-#[must_use]
-pub fn sampled() -> Vec<Module> {
-    let of = |family: &Family| match family {
-        Family::LoraLinear => lora_linear::sampled(),
-        family => family.modules(),
-    };
-    Family::ALL.iter().flat_map(of).collect()
-}
-
-/// Whether a module of this crate is none of those that it lists. Attention may be: for head dims of no supported model.
-#[must_use]
-pub fn is_unlisted(module: &Module) -> bool {
-    static LISTED: OnceLock<HashSet<Module>> = OnceLock::new();
-    let all = || Family::ALL.into_iter().flat_map(Family::modules);
-    let listed = LISTED.get_or_init(|| all().collect());
-    let closed = module
-        .family()
-        .is_some_and(|family| family != Family::Attention);
-    closed && !listed.contains(module)
 }
 
 /// The checks of a family.

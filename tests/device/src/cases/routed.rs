@@ -65,9 +65,13 @@ pub(super) fn cases(variants: &[Variant], effort: Effort) -> Vec<Case> {
         };
         cases.push(routed_case(adapted, tile));
     }
-    // The smallest tile: the last of the forward variants.
+    // The last of the forward variants is a small tile.
     let forward = |variant: &&Variant| variant.2 == [false, false];
-    let Some(&(dtype, _, _, tile)) = variants.iter().rfind(forward) else {
+    let of_rows = |variant: &&Variant| variant.2[0];
+    let (Some(&(dtype, _, _, tile)), Some(&(sum_dtype, _, _, sum_tile))) = (
+        variants.iter().rfind(forward),
+        variants.iter().rfind(of_rows),
+    ) else {
         return cases;
     };
     let (one, two) = (tile.m as usize, 2 * tile.m as usize);
@@ -86,8 +90,8 @@ pub(super) fn cases(variants: &[Variant], effort: Effort) -> Vec<Case> {
     }
     let sizes = [40, 24];
     cases.push(Case::new(
-        format!("sum over no rows, {dtype}"),
-        move |machine| check_sum(machine, dtype, sizes, [50, 0], tile, 1),
+        format!("sum over no rows, {sum_dtype}"),
+        move |machine| check_sum(machine, sum_dtype, sizes, [50, 0], sum_tile, 1),
     ));
     if effort == Effort::Gpu {
         let shape = Shape {

@@ -7,9 +7,7 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 use std::{env, fs, process};
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
-use kernels::cuda::module::{Module, PRELUDE};
-
-use crate::cases;
+use kernels::cuda::module::{Family, Module, PRELUDE};
 
 macro_rules! emulator_file {
     ($name:literal) => {
@@ -103,12 +101,13 @@ impl Unit {
     }
 }
 
-/// Compiles what the emulated checks launch into `folder`, for [`super::Emulator::prebuilt`].
+/// Compiles every tested module of every family into `folder`, for [`super::Emulator::prebuilt`].
 ///
 /// # Errors
 /// When a module does not compile or the folder cannot be written.
 pub fn build_all(folder: &Path) -> Result<()> {
-    build_modules(folder, &cases::sampled())
+    let modules: Vec<Module> = Family::ALL.into_iter().flat_map(Family::modules).collect();
+    build_modules(folder, &modules)
 }
 
 /// Compiles some modules as [`build_all`] does all.

@@ -19,7 +19,7 @@ use kernels::cuda::matmul::Multiply;
 
 pub use self::compile::{build_all, build_modules};
 use self::library::{RawBuffer, RawLaunch};
-use crate::cases;
+use crate::compile::is_unlisted;
 use crate::machine::{Buffer, GUARD_BYTES, Machine, POISON};
 
 /// Shared memory of a block in bytes: what sm_86 and sm_89 have.
@@ -180,7 +180,7 @@ impl Machine for Emulator {
         );
         // Where no compiler is, a GPU has the listed modules alone.
         ensure!(
-            !cases::is_unlisted(&launch.module),
+            !is_unlisted(&launch.module),
             "no family lists {}",
             launch.module.name()
         );
