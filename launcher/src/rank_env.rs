@@ -57,18 +57,9 @@ impl GpuCode {
     /// # Errors
     /// It has another value (exit 2).
     pub fn from_lookup(lookup: &dyn Fn(&str) -> Option<OsString>) -> Result<Self, Failure> {
-        let value = lookup(GPU_CODE).filter(|value| !value.is_empty());
-        match value.as_deref().map(OsStr::to_string_lossy).as_deref() {
-            None | Some("native") => Ok(Self::Native),
-            Some("sm_80") => Ok(Self::Sm80),
-            Some(other) => Err(Failure::usage(
-                format!("{GPU_CODE}={other} is not understood"),
-                "the values are native and sm_80",
-            )
-            .next(format!(
-                "unset {GPU_CODE}: kernels are compiled for the GPU"
-            ))),
-        }
+        let values = [("native", Self::Native), ("sm_80", Self::Sm80)];
+        let unset = "kernels are compiled for the GPU";
+        Ok(choice(lookup, GPU_CODE, &values, unset)?.unwrap_or(Self::Native))
     }
 }
 
@@ -90,20 +81,36 @@ impl Matmul {
     /// # Errors
     /// It has another value (exit 2).
     pub fn from_lookup(lookup: &dyn Fn(&str) -> Option<OsString>) -> Result<Self, Failure> {
-        let value = lookup(MATMUL).filter(|value| !value.is_empty());
-        match value.as_deref().map(OsStr::to_string_lossy).as_deref() {
-            None | Some("auto") => Ok(Self::Auto),
-            Some("cublaslt") => Ok(Self::CublasLt),
-            Some("own") => Ok(Self::Own),
-            Some(other) => Err(Failure::usage(
-                format!("{MATMUL}={other} is not understood"),
-                "the values are auto, cublaslt and own",
-            )
-            .next(format!(
-                "unset {MATMUL}: cuBLASLt is taken where it is found"
-            ))),
-        }
+        let values = [
+            ("auto", Self::Auto),
+            ("cublaslt", Self::CublasLt),
+            ("own", Self::Own),
+        ];
+        let unset = "cuBLASLt is taken where it is found";
+        Ok(choice(lookup, MATMUL, &values, unset)?.unwrap_or_default())
     }
+}
+
+/// The choice that variable `name` makes among `values`; `None` where it is not set. `unset` says what that means.
+fn choice<T: Copy>(
+    lookup: &dyn Fn(&str) -> Option<OsString>,
+    name: &str,
+    values: &[(&str, T)],
+    unset: &str,
+) -> Result<Option<T>, Failure> {
+    let Some(value) = lookup(name).filter(|value| !value.is_empty()) else {
+        return Ok(None);
+    };
+    let found = values.iter().find(|(spelt, _)| value == *spelt);
+    if let Some((_, chosen)) = found {
+        return Ok(Some(*chosen));
+    }
+    let spelt: Vec<&str> = values.iter().map(|(spelt, _)| *spelt).collect();
+    let failure = Failure::usage(
+        format!("{name}={} is not understood", value.display()),
+        format!("the values are {}", spelt.join(", ")),
+    );
+    Err(failure.next(format!("unset {name}: {unset}")))
 }
 
 /// The token of a job, or where it lies; never printed.

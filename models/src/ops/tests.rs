@@ -70,17 +70,21 @@ fn dropout_sends_gradients_through_what_it_kept() {
     });
 }
 
-#[test]
-fn lora_linear_with_a_trained_base() {
-    let base = LinearParams::new(P0, Some(P1));
-    let adapter = LoraParams {
-        lora_a: P2,
-        lora_b: P3,
+const fn adapter(lora_a: ParamId, lora_b: ParamId) -> LoraParams {
+    LoraParams {
+        lora_a,
+        lora_b,
         dropout: 0.0,
         rows: Rows::Tokens,
         scale: 0.7,
         part: None,
-    };
+    }
+}
+
+#[test]
+fn lora_linear_with_a_trained_base() {
+    let base = LinearParams::new(P0, Some(P1));
+    let adapter = adapter(P2, P3);
     let shapes: [&[usize]; 4] = [&[5, 4], &[5], &[2, 4], &[5, 2]];
     gradcheck([&[3, 4]], &shapes, |s, [x]| {
         s.lora_linear(x, &base, adapter)
@@ -89,14 +93,6 @@ fn lora_linear_with_a_trained_base() {
 
 #[test]
 fn adapted_layers_of_one_input() {
-    let adapter = |a, b| LoraParams {
-        lora_a: a,
-        lora_b: b,
-        dropout: 0.0,
-        rows: Rows::Tokens,
-        scale: 0.7,
-        part: None,
-    };
     let [q, k] = [(P0, [P1, P2]), (P3, [P4, P5])]
         .map(|(weight, [a, b])| (LinearParams::new(weight, None), adapter(a, b)));
     let shapes: [&[usize]; 6] = [&[5, 4], &[2, 4], &[5, 2], &[5, 4], &[3, 4], &[5, 3]];
@@ -119,14 +115,6 @@ fn adapted_layers_of_one_input() {
 /// On the CPU the gradients of layers that share their input are those of layers one after the other, to the last bit.
 #[test]
 fn adapted_layers_of_one_input_have_the_bits_of_each_alone() {
-    let adapter = |a, b| LoraParams {
-        lora_a: a,
-        lora_b: b,
-        dropout: 0.0,
-        rows: Rows::Tokens,
-        scale: 0.7,
-        part: None,
-    };
     let layers = [(P0, [P1, P2]), (P3, [P4, P5]), (P0, [P4, P2])]
         .map(|(weight, [a, b])| (LinearParams::new(weight, None), adapter(a, b)));
     let shapes: [&[usize]; 6] = [&[5, 24], &[2, 24], &[5, 2], &[5, 24], &[2, 24], &[5, 2]];
@@ -160,14 +148,6 @@ fn adapted_layers_of_one_input_have_the_bits_of_each_alone() {
 /// Each row through the adapted layer of its group, whatever the device: also with a base that trains.
 #[test]
 fn adapted_layers_over_a_partition_of_rows() {
-    let adapter = |a, b| LoraParams {
-        lora_a: a,
-        lora_b: b,
-        dropout: 0.0,
-        rows: Rows::Tokens,
-        scale: 0.7,
-        part: None,
-    };
     let base = [LinearParams::new(P0, Some(P1)), LinearParams::new(P2, None)];
     let adapters = [adapter(P3, P4), adapter(P5, P6)];
     let shapes: [&[usize]; 7] = [&[5, 4], &[5], &[5, 4], &[2, 4], &[5, 2], &[2, 4], &[5, 2]];
@@ -274,14 +254,7 @@ fn loss_of_a_linear_head() {
 
 #[test]
 fn fused_projections_share_an_adapter_or_have_their_own() {
-    let adapter = LoraParams {
-        lora_a: P2,
-        lora_b: P3,
-        dropout: 0.0,
-        rows: Rows::Tokens,
-        scale: 0.7,
-        part: None,
-    };
+    let adapter = adapter(P2, P3);
     for (own_adapters, a_rows) in [(false, 2), (true, 6)] {
         let fused = FusedLinear {
             base: LinearParams::new(P0, Some(P1)),

@@ -31,7 +31,7 @@ pub fn cases(effort: Effort) -> Vec<Case> {
     ];
     windows.push(match effort {
         Effort::Emulated => (4100, [0, 0], (1 << 33) + 1),
-        Effort::Gpu => (20_000_003, [3, 3], (1 << 33) + 1),
+        Effort::Gpu => (5_000_003, [3, 3], (1 << 33) + 1),
     });
     let case = |(n, shifts, first_element)| {
         let name = format!("accumulate {n} elements from {first_element} at {shifts:?}");

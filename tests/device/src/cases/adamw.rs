@@ -54,7 +54,7 @@ pub fn cases(effort: Effort) -> Vec<Case> {
     ];
     places.push(match effort {
         Effort::Emulated => place(4100, [0, 0], (1 << 33) + 1),
-        Effort::Gpu => place(20_000_003, [3, 3], (1 << 33) + 1),
+        Effort::Gpu => place(5_000_003, [3, 3], (1 << 33) + 1),
     });
     let mut cases = Vec::new();
     for form in Form::ALL {

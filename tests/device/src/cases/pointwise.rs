@@ -40,7 +40,7 @@ const OPS: [Op; 8] = [
 pub fn cases(effort: Effort) -> Vec<Case> {
     let (sizes, rows): (&[usize], usize) = match effort {
         Effort::Emulated => (&[1, 8, 9, 5003], 37),
-        Effort::Gpu => (&[1, 9, 5003, 20_000_003], 4001),
+        Effort::Gpu => (&[1, 9, 5003, 5_000_003], 4001),
     };
     let mut cases = Vec::new();
     for dtype in DTYPES {

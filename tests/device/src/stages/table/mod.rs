@@ -44,11 +44,16 @@ pub fn run(setting: &Setting) -> Report {
         divisor: 1,
         params: works::params(&gpu),
     };
+    let peers = peers(setting, "table", scale.params);
+    if peers.is_empty() && setting.peers.is_some() {
+        report.failure("no row is judged by PyTorch: it gave no times");
+    }
     let yardsticks = Yardsticks {
         copy: measured_ceiling(&setting.out, "copy"),
         product: measured_ceiling(&setting.out, "matmul"),
-        peers: peers(setting, "table", scale.params),
-        peers_asked: setting.peers.is_some(),
+        // One failure for all rows will do.
+        peers_asked: !peers.is_empty(),
+        peers,
     };
     let mut bench = OnGpu::new(&gpu, Err("no row needs it".into()));
     for row in works::all() {
