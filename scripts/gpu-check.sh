@@ -10,7 +10,7 @@
 # scripts/headline.json. --device cpu takes `train` and `headline` through their paths where no GPU is; the others need one.
 set -uo pipefail
 
-stages=probe,doctor,ceilings,copies,ipc,nccl,calibration,conformance,backend,graphs,train,ranks,table,products,native,parity,offload
+stages=probe,doctor,ceilings,copies,ipc,nccl,calibration,conformance,backend,graphs,table,products,train,own,ranks,native,parity,offload
 arch=sm_80
 budget=590
 device=cuda
@@ -196,6 +196,13 @@ packs() {
   done
 }
 
+# The packs without cuBLASLt, as on a machine that has a driver alone: all products by our kernels.
+own() {
+  echo "## our own products" >"$out/own.md"
+  TESSERA_MATMUL=own packs own --device "$device" | tee -a "$out/own.md"
+  return "${PIPESTATUS[0]}"
+}
+
 # The same on this machine's processor: another one checks the tolerances.
 parity() {
   local precision
@@ -282,7 +289,7 @@ for stage in ${stages//,/ }; do
   echo "== $stage (at most $limit s)"
   begun=$SECONDS
   rm -f "$out/$stage.md" "$out/$stage.json" "$out/$stage.log"
-  if [ "$stage" = doctor ] || [ "$stage" = train ] || [ "$stage" = ranks ] || [ "$stage" = parity ] || [ "$stage" = offload ] ||
+  if [ "$stage" = doctor ] || [ "$stage" = train ] || [ "$stage" = own ] || [ "$stage" = ranks ] || [ "$stage" = parity ] || [ "$stage" = offload ] ||
     [ "$stage" = headline ]; then
     timeout --kill-after=5 "$limit" bash "$0" "$bin" "$delivered" --work "$out" --one-stage "$stage" --budget "$limit" \
       --device "$device" --arch "$arch" ${cases:+--cases "$cases"} 2>&1 | tee "$out/$stage.log"

@@ -134,6 +134,14 @@ def linear(t, n, k, rank, dtype="bf16"):
     return prepare
 
 
+def input_gradient(t, n, k, dtype):
+    def prepare():
+        dy, w = normal(t, n, dtype=dtype), normal(n, k, dtype=dtype)
+        return lambda: dy @ w
+
+    return prepare
+
+
 def weight_gradient(t, n, k, dtype):
     def prepare():
         x, dy = normal(t, k, dtype=dtype), normal(t, n, dtype=dtype)

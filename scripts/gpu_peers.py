@@ -65,6 +65,11 @@ def measure(name, prepare, stage="table"):
 def products():
     for t, n, k in ((8192, 4096, 4096), (8192, 11008, 4096), (8192, 4096, 11008), (9808, 15360, 1792)):
         measure(f"product bf16 {t}x{n}x{k}", peer.linear(t, n, k, 0), "products")
+    layer = (8192, 4096, 4096)
+    measure("product f16 8192x4096x4096", peer.linear(*layer, 0, "f16"), "products")
+    for dtype in ("bf16", "f16"):
+        measure(f"product {dtype} 8192x4096x4096 dx", peer.input_gradient(*layer, dtype), "products")
+        measure(f"product {dtype} 8192x4096x4096 dW", peer.weight_gradient(*layer, dtype), "products")
     for vision in (2048, 6144):
         for which in ("forward", "dx", "dW"):
             name = f"two layers bf16 8192x4096x4096, {vision} rows of the second, {which}"

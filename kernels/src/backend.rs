@@ -326,8 +326,8 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
         routed::partition_rows(self, second)
     }
 
-    /// Two linear layers over a partition of rows `[t, n]`, in the dtype of `a`: every row has the bits that
-    /// [`Backend::matmul`] of its group's rows gives it.
+    /// Two linear layers over a partition of rows `[t, n]`, in the dtype of `a`: every row is that of [`Backend::matmul`]
+    /// of its group's rows, up to the order of sums (on the CPU, to the last bit).
     ///
     /// # Errors
     /// When shapes do not fit, the groups are no partition of the rows, or the pool is full.

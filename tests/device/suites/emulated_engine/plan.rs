@@ -207,10 +207,10 @@ fn glm_4v_with_products_by_a_library() -> Result<()> {
     Ok(())
 }
 
-/// Adapters that share an input keep what they made of it until backward.
+/// Adapters that share an input keep what they made of it until backward, and so do those of experts.
 #[test]
 fn adapters_of_shared_inputs() -> Result<()> {
-    for family in ["minicpm-v-2_6", "glm-4v-9b"] {
+    for family in ["minicpm-v-2_6", "glm-4v-9b", "cogvlm-chat-hf"] {
         let also = Also {
             adapters: true,
             ..PLAIN

@@ -521,7 +521,8 @@ fn minicpm_trains_adapters() -> Result<()> {
 
 #[test]
 fn cogvlm_trains_adapters() -> Result<()> {
-    agree_with_adapters("cogvlm-chat-hf", Precision::F32)
+    agree_with_adapters("cogvlm-chat-hf", Precision::F32)?;
+    agree_with_adapters("cogvlm-chat-hf", Precision::Bf16)
 }
 
 #[test]

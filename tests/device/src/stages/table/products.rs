@@ -2,10 +2,10 @@
 //! and layers with adapters beside plain ones, each pair measured in the same run. Every row is written; a target that is
 //! missed, or that nothing can be compared for, is a failure of the stage.
 
-use anyhow::Result;
+use anyhow::{Result, anyhow};
 use kernels::DType;
 use kernels::cuda::launch::{Address, Launch};
-use kernels::cuda::matmul::{CublasLt, WORKSPACE_BYTES};
+use kernels::cuda::matmul::{CublasLt, Multiply, WORKSPACE_BYTES};
 use kernels::cuda::ops::lora_linear::{Gradients, LoraLinear};
 use kernels::cuda::ops::pointwise;
 use kernels::cuda::ops::shared_lora::{self, SharedLora};
@@ -13,7 +13,7 @@ use kernels::cuda::ops::shared_lora::{self, SharedLora};
 use super::bench::{Bench, OnGpu, Operands, Scale};
 use super::layers::{self, TwoLayers};
 use super::peers;
-use crate::stages::{Report, Setting, Target, queue};
+use crate::stages::{Report, Setting, Target};
 
 /// Tokens, features out and in: layers of 7 B models, and of their vision towers.
 const SHAPES: [[usize; 3]; 4] = [
@@ -32,6 +32,16 @@ const ROUTED_TARGET: Target = Target::AtLeast(0.9);
 const FORWARD_TARGET: Target = Target::AtMost(1.15);
 
 const DTYPE: DType = DType::BF16;
+
+const PASSES: [(bool, &str); 2] = [(false, "forward"), (true, "backward")];
+
+/// What a plain product computes.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Use {
+    Forward,
+    InputGradient,
+    WeightGradient,
+}
 
 /// Measures; PyTorch's times are added where it does the same.
 #[must_use]
@@ -69,7 +79,18 @@ pub(super) fn all(bench: &mut dyn Bench, scale: Scale, report: &mut Report, torc
         });
     };
     for shape in SHAPES {
-        part("product", &|on, report| plain(on, report, shape, torch));
+        part("product", &|on, report| {
+            plain(on, report, (DTYPE, Use::Forward), shape, torch)
+        });
+    }
+    for dtype in [DType::BF16, DType::F16] {
+        for made in [Use::Forward, Use::InputGradient, Use::WeightGradient] {
+            if (dtype, made) != (DTYPE, Use::Forward) {
+                part("product", &|on, report| {
+                    plain(on, report, (dtype, made), LAYER, torch)
+                });
+            }
+        }
     }
     for vision in [2048, 6144] {
         part("two layers", &|on, report| {
@@ -101,19 +122,39 @@ fn teraflops(flops: f64, milliseconds: f64) -> String {
 fn plain(
     on: &mut Operands<'_>,
     report: &mut Report,
+    (dtype, made): (DType, Use),
     shape: [usize; 3],
     torch: Torch<'_>,
 ) -> Result<()> {
     let [t, n, k] = shape;
-    let name = format!("product bf16 {t}x{n}x{k}");
-    let sizes @ [t, n, _] = layers::sizes(on, shape);
-    let layer = layers::layer(on, DTYPE, sizes, 0)?;
-    let launches = layers::forward(on, &layer)?;
+    let which = match made {
+        Use::Forward => "",
+        Use::InputGradient => " dx",
+        Use::WeightGradient => " dW",
+    };
+    let name = format!("product {dtype} {t}x{n}x{k}{which}");
+    let sizes @ [t, n, k] = layers::sizes(on, shape);
+    let layer = layers::layer(on, dtype, sizes, 0)?;
+    let bytes = dtype.size_bytes();
+    let product = match made {
+        Use::Forward => layer.output(Address::NULL, 0, on.output(bytes * t * n)?),
+        Use::InputGradient => {
+            let dy = on.normal(dtype, t * n, 1.0)?;
+            layer.input_gradient(dy, Address::NULL, on.output(bytes * t * k)?)
+        }
+        Use::WeightGradient => {
+            let dy = on.normal(dtype, t * n, 1.0)?;
+            layer.weight_gradient(dy, on.output(4 * n * k)?)
+        }
+    };
+    let launches =
+        on.with_scratch(|sms, space| product.launches(product.choose(sms), sms, space))?;
     let own = time(on, launches)?;
-    let y = on.output(DTYPE.size_bytes() * t * n)?;
     let scratch = (on.output(WORKSPACE_BYTES as usize)?, WORKSPACE_BYTES);
-    let product = queue::product_of(DTYPE, sizes, [layer.x, layer.weight, y]);
-    let theirs = on.bench.time_product(&product, scratch);
+    let theirs = match Multiply::of(&product) {
+        Some(product) => on.bench.time_product(&product, scratch),
+        None => Err(anyhow!("it takes no such lines")),
+    };
     let mut compared = teraflops(flops(sizes), own);
     compared += &match &theirs {
         Ok(theirs) => format!(
@@ -181,66 +222,94 @@ fn compare(
     Ok(())
 }
 
+/// Layers of one input with their adapters stacked, as models run them, and where results go.
+struct Stacked {
+    layers: Vec<LoraLinear>,
+    a: Address,
+    d_a: Address,
+    /// What adapters make of the input, kept by forward.
+    s: Address,
+    y: Vec<Address>,
+    dy: Vec<Address>,
+    d_lora_b: Vec<Address>,
+    dx: Address,
+}
+
+impl Stacked {
+    fn new(on: &mut Operands<'_>, count: usize, r: usize) -> Result<Self> {
+        let sizes @ [t, n, k] = layers::sizes(on, LAYER);
+        let mut layers = vec![layers::layer(on, DTYPE, sizes, r)?];
+        while layers.len() < count {
+            let other = layers::layer(on, DTYPE, sizes, r)?;
+            layers.push(LoraLinear {
+                x: layers[0].x,
+                ..other
+            });
+        }
+        let line = shared_lora::line(&layers);
+        let mut places = |bytes: usize| -> Result<Vec<Address>> {
+            layers.iter().map(|_| on.output(bytes)).collect()
+        };
+        let (y, d_lora_b) = (places(2 * t * n)?, places(4 * n * r)?);
+        let dy = layers.iter().map(|_| on.normal(DTYPE, t * n, 1.0));
+        Ok(Self {
+            dy: dy.collect::<Result<_>>()?,
+            a: on.normal(DTYPE, line * k, 0.02)?,
+            d_a: on.output(4 * line * k)?,
+            s: on.output(2 * t * line)?,
+            dx: on.output(2 * t * k)?,
+            layers,
+            y,
+            d_lora_b,
+        })
+    }
+
+    fn launches(&self, on: &mut Operands<'_>, backward: bool) -> Result<Vec<Launch>> {
+        let stacked = SharedLora {
+            layers: &self.layers,
+            stacked: self.a,
+        };
+        let gradients = shared_lora::Gradients {
+            dx: self.dx,
+            d_stacked: self.d_a,
+            d_lora_b: &self.d_lora_b,
+        };
+        on.with_scratch(|sms, space| match backward {
+            false => stacked.forward(self.s, &self.y, sms, space),
+            true => stacked.backward(&self.dy, self.s, gradients, sms, space),
+        })
+    }
+}
+
 /// Queries, keys and values with adapters: stacked, beside each for itself with the sums of their dx.
 fn shared(on: &mut Operands<'_>, report: &mut Report, r: usize) -> Result<()> {
-    let sizes @ [t, n, k] = layers::sizes(on, LAYER);
+    let sizes @ [t, _, k] = layers::sizes(on, LAYER);
     let flops = 3.0 * flops(sizes);
-    let first = layers::layer(on, DTYPE, sizes, r)?;
-    let mut all = vec![first];
-    for _ in 0..2 {
-        let other = layers::layer(on, DTYPE, sizes, r)?;
-        all.push(LoraLinear {
-            x: first.x,
-            ..other
-        });
-    }
-    let line = shared_lora::line(&all);
-    let stacked = SharedLora {
-        layers: &all,
-        stacked: on.normal(DTYPE, line * k, 0.02)?,
-    };
-    let (s, d_stacked) = (on.output(2 * t * line)?, on.output(4 * line * k)?);
-    let mut places = |elems: usize| -> Result<Vec<Address>> {
-        all.iter().map(|_| on.output(4 * elems)).collect()
-    };
-    let (y, d_lora_b, dx) = (places(t * n)?, places(n * r)?, places(t * k)?);
-    let dy: Vec<Address> = all
-        .iter()
-        .map(|_| on.normal(DTYPE, t * n, 1.0))
-        .collect::<Result<_>>()?;
-    for backward in [false, true] {
-        let together = on.with_scratch(|sms, space| match backward {
-            false => stacked.forward(s, &y, sms, space),
-            true => {
-                let gradients = shared_lora::Gradients {
-                    dx: dx[0],
-                    d_stacked,
-                    d_lora_b: &d_lora_b,
-                };
-                stacked.backward(&dy, s, gradients, sms, space)
-            }
-        })?;
+    let all = Stacked::new(on, 3, r)?;
+    let own_dx = on.output(2 * t * k)?;
+    for (backward, which) in PASSES {
+        let together = all.launches(on, backward)?;
         let mut apart = Vec::new();
-        for (i, layer) in all.iter().enumerate() {
+        for (i, layer) in all.layers.iter().enumerate() {
             apart.extend(on.with_scratch(|sms, space| match backward {
-                false => layer.forward(y[i], sms, space),
+                false => layer.forward(all.y[i], sms, space),
                 true => {
+                    let dx = if i == 0 { all.dx } else { own_dx };
                     let gradients = Gradients {
-                        dx: dx[i],
-                        d_lora_a: d_stacked,
-                        d_lora_b: d_lora_b[i],
+                        dx,
+                        d_lora_a: all.d_a,
+                        d_lora_b: all.d_lora_b[i],
                     };
-                    let mut launches = layer.backward(dy[i], gradients, sms, space)?;
+                    let mut launches = layer.backward(all.dy[i], gradients, sms, space)?;
                     if i > 0 {
                         let n = (t * k) as u64;
-                        launches.push(pointwise::add(DTYPE, dx[0], dx[i], dx[0], n)?);
+                        launches.push(pointwise::add(DTYPE, all.dx, dx, all.dx, n)?);
                     }
                     Some(launches)
                 }
             })?);
         }
         let (together, apart) = (time(on, together)?, time(on, apart)?);
-        let which = if backward { "backward" } else { "forward" };
         report.row(
             format!("three adapted products of one x bf16 8192x4096x4096 rank {r} {which}"),
             format!("{together:.3} ms"),
@@ -256,32 +325,31 @@ fn shared(on: &mut Operands<'_>, report: &mut Report, r: usize) -> Result<()> {
 
 /// Forward and backward of a layer with an adapter beside the plain product and its dx.
 fn adapted(on: &mut Operands<'_>, report: &mut Report, r: usize, torch: Torch<'_>) -> Result<()> {
-    let sizes = layers::sizes(on, LAYER);
-    let with = layers::layer(on, DTYPE, sizes, r)?;
-    let without = LoraLinear { r: 0, ..with };
-    for which in ["forward", "backward"] {
-        let mut times = Vec::new();
-        for layer in [&with, &without] {
-            let launches = match which {
-                "forward" => layers::forward(on, layer),
-                _ => layers::backward(on, layer),
-            };
-            times.push(time(on, launches?)?);
-        }
-        let (adapted, plain) = (times[0], times[1]);
-        let target = match which {
-            "forward" => format!(" (target {FORWARD_TARGET})"),
-            _ => String::new(),
+    let with = Stacked::new(on, 1, r)?;
+    let without = LoraLinear {
+        r: 0,
+        ..with.layers[0]
+    };
+    for (backward, which) in PASSES {
+        let adapted = with.launches(on, backward)?;
+        let plain = match backward {
+            false => layers::forward(on, &without),
+            true => layers::backward(on, &without),
+        };
+        let (adapted, plain) = (time(on, adapted)?, time(on, plain?)?);
+        let target = match backward {
+            false => format!(" (target {FORWARD_TARGET})"),
+            true => String::new(),
         };
         let name = format!("adapted product bf16 8192x4096x4096 rank {r} {which}");
         let compared = format!(
             "{}, {:.2} of the plain product's {plain:.3} ms{target}{}",
-            teraflops(flops(sizes), adapted),
+            teraflops(flops(layers::sizes(on, LAYER)), adapted),
             adapted / plain,
             torch(&name, adapted)
         );
         report.row(&name, format!("{adapted:.3} ms"), compared);
-        if which == "forward" {
+        if !backward {
             report.target(&name, adapted / plain, FORWARD_TARGET);
         }
     }

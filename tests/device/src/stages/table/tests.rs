@@ -183,7 +183,7 @@ fn every_row_of_products_runs_on_the_emulated_gpu() {
     products::all(&mut bench, SMALL, &mut report, &no_torch);
     // All take the same time, so that targets are kept.
     assert!(report.failures.is_empty(), "{:?}", report.failures);
-    assert_eq!(report.rows.len(), 4 + 2 * 3 + 2 * 2 + 2 * 2);
+    assert_eq!(report.rows.len(), 4 + 5 + 2 * 3 + 2 * 2 + 2 * 2);
     let routed = ["linear_of_rows", "linear_routed"].map(|k| (Family::LoraLinear, k));
     assert!(routed.iter().all(|kernel| bench.seen.contains(kernel)));
 }
