@@ -374,8 +374,8 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
         false
     }
 
-    /// Two adapted linear layers over a partition of rows: of each group what [`Backend::lora_linear`] gives its rows, up
-    /// to the order of sums.
+    /// Two linear layers over a partition of rows, with adapters: of each group what [`Backend::lora_linear`] gives its
+    /// rows, or [`Backend::matmul`] where it has no adapter, up to the order of sums.
     ///
     /// # Errors
     /// When shapes do not fit, the groups are no partition of the rows, or the pool is full.

@@ -85,7 +85,7 @@ pub use peers::{GroupAccess, Lane, PeerAccess};
 pub use pool::{Block, Pool, PoolEvent, PoolStats, Reservation, Tag, TagBytes};
 pub use resident::{AdamWArgs, Form, Part, Place, Resident, ResidentAccess, Scalars};
 pub use routed::{RoutedArgs, RoutedGroup};
-pub use routed_lora::{RoutedLora, RoutedLoraArgs, RoutedLoraGrads};
+pub use routed_lora::{AdaptedGroup, AdapterArgs, RoutedLora, RoutedLoraArgs, RoutedLoraGrads};
 pub use shape::{MAX_RANK, Shape};
 pub use shared_lora::{SharedLora, SharedLoraGradArgs, SharedLoraGrads};
 pub use tensor::{Fetch, ForeignBytes, Tensor, TensorMut};

@@ -1,20 +1,58 @@
-//! Two adapted linear layers over a partition of rows: what a device computes that has no kernel for them, which is also
-//! what the results are defined as.
+//! Two linear layers over a partition of rows, with adapters: what a device computes that has no kernel for them, which is
+//! also what the results are defined as.
 
-use crate::backend::LoraArgs;
+use crate::backend::{LoraArgs, MatmulArgs, Transpose};
 use crate::check;
-use crate::error::{Result, shape_error};
+use crate::error::Result;
 use crate::pool::Tag;
-use crate::routed::partition_of;
+use crate::routed::{RoutedArgs, RoutedGroup, partition};
 use crate::{Backend, Tensor};
 
-/// Two layers of one input; every row goes through the one of its group.
+/// A low-rank adapter of a layer `[n, k]`.
+#[derive(Clone, Copy, Debug)]
+pub struct AdapterArgs<'a> {
+    /// `[r, k]`.
+    pub lora_a: &'a Tensor,
+    /// `[n, r]`.
+    pub lora_b: &'a Tensor,
+    /// `alpha / r`.
+    pub scale: f32,
+}
+
+/// One layer and the rows that go through it.
+#[derive(Clone, Copy, Debug)]
+pub struct AdaptedGroup<'a> {
+    /// i32 `[m]`, which may be empty.
+    pub rows: &'a Tensor,
+    /// `[n, k]`.
+    pub weight: &'a Tensor,
+    /// `[n]`.
+    pub bias: Option<&'a Tensor>,
+    /// Its adapter, if it has one; of any rank.
+    pub adapter: Option<AdapterArgs<'a>>,
+}
+
+impl<'a> AdaptedGroup<'a> {
+    /// The layer of its own rows of the input, if it is adapted.
+    fn adapted(&self, x: &'a Tensor) -> Option<LoraArgs<'a>> {
+        self.adapter.map(|adapter| LoraArgs {
+            x,
+            weight: self.weight,
+            bias: self.bias,
+            lora_a: adapter.lora_a,
+            lora_b: adapter.lora_b,
+            scale: adapter.scale,
+        })
+    }
+}
+
+/// Two layers of one input and one shape; every row goes through the one of its group.
 #[derive(Clone, Copy, Debug)]
 pub struct RoutedLoraArgs<'a> {
-    /// i32 `[m]` of each group, which may be empty; together they name every row of `x` once.
-    pub rows: [&'a Tensor; 2],
-    /// The layers, with the same `x [t, k]`, shapes and scale.
-    pub layers: [LoraArgs<'a>; 2],
+    /// `[t, k]`.
+    pub x: &'a Tensor,
+    /// The layers. Together they name every row of `x` once.
+    pub groups: [AdaptedGroup<'a>; 2],
 }
 
 /// Results of [`Backend::routed_lora`].
@@ -32,24 +70,42 @@ pub struct RoutedLora {
 pub struct RoutedLoraGrads {
     /// `[t, k]` in the dtype of the input, when asked for.
     pub dx: Option<Tensor>,
-    /// `[r, k]` and `[n, r]` f32 of each layer.
-    pub adapters: [[Tensor; 2]; 2],
+    /// `[r, k]` and `[n, r]` f32 of each adapter.
+    pub adapters: [Option<[Tensor; 2]>; 2],
 }
 
-/// That both layers have one input, shape and scale, and that the groups are a partition; its sizes.
-pub(crate) fn check(args: &RoutedLoraArgs<'_>) -> Result<check::LoraSizes> {
-    const OP: &str = "routed_lora";
-    let [first, second] = args.layers;
-    let sizes = check::lora(&first)?;
-    if check::lora(&second)? != sizes
-        || (first.x.shape(), first.x.dtype()) != (second.x.shape(), second.x.dtype())
-        || first.scale.to_bits() != second.scale.to_bits()
-    {
-        return shape_error(OP, "two layers of unlike shapes, inputs or factors");
+/// Extents of [`RoutedLoraArgs`].
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Sizes {
+    pub(crate) t: usize,
+    pub(crate) n: usize,
+    pub(crate) k: usize,
+    /// Rank of each adapter.
+    pub(crate) r: [Option<usize>; 2],
+}
+
+/// That both layers have one shape, and that the groups are a partition; the sizes.
+pub(crate) fn check(args: &RoutedLoraArgs<'_>) -> Result<Sizes> {
+    let x = args.x;
+    let bases = RoutedArgs {
+        a: x,
+        groups: args.groups.map(|group| RoutedGroup {
+            rows: group.rows,
+            b: group.weight,
+            bias: group.bias,
+        }),
+        transpose_b: Transpose::Yes,
+    };
+    let n = check::routed(&bases)?.last();
+    let [t, k] = [x.dim(0), x.dim(1)];
+    partition(&bases, t)?;
+    let mut r = [None; 2];
+    for (group, r) in args.groups.iter().zip(&mut r) {
+        if let Some(adapted) = group.adapted(x) {
+            *r = Some(check::lora(&adapted)?.r);
+        }
     }
-    check::groups(OP, args.rows, sizes.t)?;
-    partition_of(OP, args.rows, sizes.t)?;
-    Ok(sizes)
+    Ok(Sizes { t, n, k, r })
 }
 
 /// [`Backend::routed_lora`] by a layer per group on gathered rows.
@@ -58,12 +114,21 @@ pub(crate) fn forward<B: Backend + ?Sized>(
     args: &RoutedLoraArgs<'_>,
 ) -> Result<RoutedLora> {
     let sizes = check(args)?;
-    let dtype = args.layers[0].x.dtype();
-    let mut y = on.zeros([sizes.t, sizes.n].into(), dtype, Tag::Activations)?;
-    for (layer, rows) in args.layers.iter().zip(args.rows) {
-        let own = on.gather_rows(layer.x, rows)?;
-        let part = on.lora_linear(LoraArgs { x: &own, ..*layer })?;
-        y = on.write_rows(y, rows, &part)?;
+    let mut y = on.zeros([sizes.t, sizes.n].into(), args.x.dtype(), Tag::Activations)?;
+    for group in &args.groups {
+        let own = on.gather_rows(args.x, group.rows)?;
+        let part = match group.adapted(&own) {
+            Some(adapted) => on.lora_linear(adapted)?,
+            None => on.matmul(MatmulArgs {
+                a: &own,
+                transpose_a: Transpose::No,
+                b: group.weight,
+                transpose_b: Transpose::Yes,
+                bias: group.bias,
+                out: own.dtype(),
+            })?,
+        };
+        y = on.write_rows(y, group.rows, &part)?;
     }
     Ok(RoutedLora { y, inner: None })
 }
@@ -76,22 +141,35 @@ pub(crate) fn backward<B: Backend + ?Sized>(
     need_dx: bool,
 ) -> Result<RoutedLoraGrads> {
     let sizes = check(args)?;
-    let x = args.layers[0].x;
+    let x = args.x;
     let mut dx = match need_dx {
         true => Some(on.zeros([sizes.t, sizes.k].into(), x.dtype(), Tag::Activations)?),
         false => None,
     };
-    let mut adapters = Vec::with_capacity(2);
-    for (layer, rows) in args.layers.iter().zip(args.rows) {
-        let own = on.gather_rows(x, rows)?;
-        let own_dy = on.gather_rows(dy, rows)?;
-        let grads = on.lora_linear_backward(LoraArgs { x: &own, ..*layer }, &own_dy, need_dx)?;
-        dx = match (dx, grads.dx) {
-            (Some(all), Some(part)) => Some(on.write_rows(all, rows, &part)?),
+    let mut adapters = [None, None];
+    for (group, to) in args.groups.iter().zip(&mut adapters) {
+        let own = on.gather_rows(x, group.rows)?;
+        let own_dy = on.gather_rows(dy, group.rows)?;
+        let part = match group.adapted(&own) {
+            Some(adapted) => {
+                let grads = on.lora_linear_backward(adapted, &own_dy, need_dx)?;
+                *to = Some([grads.d_lora_a, grads.d_lora_b]);
+                grads.dx
+            }
+            None if need_dx => Some(on.matmul(MatmulArgs {
+                a: &own_dy,
+                transpose_a: Transpose::No,
+                b: group.weight,
+                transpose_b: Transpose::No,
+                bias: None,
+                out: x.dtype(),
+            })?),
+            None => None,
+        };
+        dx = match (dx, part) {
+            (Some(all), Some(part)) => Some(on.write_rows(all, group.rows, &part)?),
             (dx, _) => dx,
         };
-        adapters.push([grads.d_lora_a, grads.d_lora_b]);
     }
-    let adapters = adapters.try_into().expect("two layers");
     Ok(RoutedLoraGrads { dx, adapters })
 }

@@ -56,21 +56,11 @@ impl<L> Routed<L> {
 
 impl Experts {
     /// Whether every one of these layers, each of language and of vision, can compute rows where they lie.
-    fn route<'l>(
-        scope: &Scope<'_>,
-        layers: impl IntoIterator<Item = [&'l Layer; 2]>,
-    ) -> Result<bool> {
-        for [(_, language), (_, vision)] in layers {
-            let possible = match (language, vision) {
-                (None, None) => true,
-                (Some(language), Some(vision)) => scope.routes_adapters([language, vision])?,
-                _ => false,
-            };
-            if !possible {
-                return Ok(false);
-            }
-        }
-        Ok(true)
+    fn route<'l>(scope: &Scope<'_>, layers: impl IntoIterator<Item = [&'l Layer; 2]>) -> bool {
+        layers.into_iter().all(|layers| {
+            let adapters = layers.map(|(_, adapter)| adapter.as_ref());
+            adapters == [None; 2] || scope.routes_adapters(adapters)
+        })
     }
 
     /// `x [t, k]` through the layer of each row.
@@ -78,10 +68,8 @@ impl Experts {
         let rows = [&self.language, &self.vision];
         let [(language, own), (vision, other)] = layers;
         match (own, other) {
-            (Some(own), Some(other)) => {
-                scope.routed_lora_linear(x, [(language, *own), (vision, *other)], rows)
-            }
-            _ => scope.routed_linear(x, [language, vision], rows),
+            (None, None) => scope.routed_linear(x, [language, vision], rows),
+            _ => scope.routed_lora_linear(x, [(language, *own), (vision, *other)], rows),
         }
     }
 }
@@ -99,7 +87,7 @@ impl Routed<Linear> {
     ) -> Result<Var> {
         if let Some(experts) = experts {
             let both = [&self.language.layer(), &self.vision.layer()];
-            if Experts::route(scope, [both])? {
+            if Experts::route(scope, [both]) {
                 return experts.linear(scope, x, both);
             }
         }
@@ -123,7 +111,7 @@ impl Routed<FusedLinear> {
         if let Some(experts) = experts {
             let (language, vision) = (self.language.layers(), self.vision.layers());
             let both = || language.iter().zip(&vision).map(|(l, v)| [l, v]);
-            if Experts::route(scope, both())? {
+            if Experts::route(scope, both()) {
                 let values = both().map(|both| experts.linear(scope, x, both));
                 let values: Vec<Var> = values.collect::<Result<_>>()?;
                 return Ok(values.try_into().expect("queries, keys and values"));
@@ -143,7 +131,7 @@ impl Routed<GatedMlp> {
         if let Some(experts) = experts {
             let (language, vision) = (self.language.layers(), self.vision.layers());
             let both = |i: usize| [&language[i], &vision[i]];
-            if Experts::route(scope, [both(0), both(1), both(2)])? {
+            if Experts::route(scope, [both(0), both(1), both(2)]) {
                 let gate = experts.linear(scope, x, both(0))?;
                 let up = experts.linear(scope, x, both(1))?;
                 let inner = scope.swiglu(&gate, &up)?;

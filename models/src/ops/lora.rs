@@ -51,90 +51,56 @@ impl Halves {
     }
 }
 
-/// An adapted layer as its backward needs it.
-pub(super) struct Part {
-    base: LinearParams,
-    halves: Halves,
-    adapter: LoraParams,
+/// A layer as its backward needs it, without its adapter.
+pub(super) struct Base {
+    layer: LinearParams,
     train_weight: bool,
     train_bias: Option<ParamId>,
 }
 
-/// The rows in use of its parameters.
-pub(super) struct PartTensors {
-    weight: Tensor,
-    bias: Option<Tensor>,
-    lora_a: Tensor,
-    lora_b: Tensor,
-    scale: f32,
-}
-
-impl PartTensors {
-    pub(super) fn args<'t>(&'t self, x: &'t Tensor) -> LoraArgs<'t> {
-        LoraArgs {
-            x,
-            weight: &self.weight,
-            bias: self.bias.as_ref(),
-            lora_a: &self.lora_a,
-            lora_b: &self.lora_b,
-            scale: self.scale,
+impl Base {
+    pub(super) fn new(scope: &Scope<'_>, layer: &LinearParams) -> Self {
+        Self {
+            layer: layer.clone(),
+            train_weight: scope.trains(layer.weight),
+            train_bias: layer.bias.filter(|id| scope.trains(*id)),
         }
     }
-}
 
-impl Part {
-    /// Its parameters by `weight`; the bias only where that is wanted.
+    /// The rows in use of its weight and, where that is wanted, of its bias.
     pub(super) fn tensors<'w>(
         &self,
         weight: &dyn Fn(ParamId) -> Result<&'w Tensor>,
         with_bias: bool,
-    ) -> Result<PartTensors> {
-        let bias = self.base.bias.filter(|_| with_bias);
-        let bias = bias.map(|id| self.base.select(weight(id)?)).transpose()?;
-        Ok(PartTensors {
-            weight: matrix(&self.base.select(weight(self.base.weight)?)?)?,
-            bias,
-            lora_a: self.halves.a.select(weight(self.adapter.lora_a)?)?,
-            lora_b: self.halves.b.select(weight(self.adapter.lora_b)?)?,
-            scale: self.adapter.scale,
-        })
+    ) -> Result<(Tensor, Option<Tensor>)> {
+        let bias = self.layer.bias.filter(|_| with_bias);
+        Ok((
+            matrix(&self.layer.select(weight(self.layer.weight)?)?)?,
+            bias.map(|id| self.layer.select(weight(id)?)).transpose()?,
+        ))
     }
 
-    pub(super) fn params(&self) -> Vec<ParamId> {
-        let LinearParams { weight, bias, .. } = self.base;
-        let all = [
-            Some(self.adapter.lora_a),
-            Some(self.adapter.lora_b),
-            Some(weight),
-            bias,
-        ];
-        all.into_iter().flatten().collect()
+    pub(super) fn params(&self) -> impl Iterator<Item = ParamId> {
+        let LinearParams { weight, bias, .. } = self.layer;
+        [Some(weight), bias].into_iter().flatten()
     }
 
-    /// The gradients of its parameters, those of the base where that trains. `named`: the rows that are its own.
+    /// The gradients of its parameters, where they train. `named`: the rows that are its own.
     pub(super) fn add_grads(
         &self,
         sweep: &mut Sweep<'_>,
         input: &Tensor,
         dy: &Tensor,
-        [d_lora_a, d_lora_b]: [Tensor; 2],
         named: Option<&Tensor>,
     ) -> Result<()> {
-        let Self {
-            base,
-            halves,
-            adapter,
-            ..
-        } = self;
-        halves.a.add_grad(sweep, adapter.lora_a, d_lora_a)?;
-        halves.b.add_grad(sweep, adapter.lora_b, d_lora_b)?;
+        let Self { layer, .. } = self;
         if let Some(id) = self.train_bias {
             let backend = sweep.backend();
             let d_bias = match named {
                 Some(rows) => backend.column_sum_of_rows(dy, rows)?,
                 None => backend.column_sum(dy)?,
             };
-            base.add_grad(sweep, id, d_bias)?;
+            layer.add_grad(sweep, id, d_bias)?;
         }
         if self.train_weight {
             let d_weight = match named {
@@ -144,9 +110,105 @@ impl Part {
                     product(sweep, dy, input, DType::F32)?
                 }
             };
-            base.add_grad(sweep, base.weight, d_weight)?;
+            layer.add_grad(sweep, layer.weight, d_weight)?;
         }
         Ok(())
+    }
+}
+
+/// An adapter as its backward needs it.
+pub(super) struct Adapter {
+    halves: Halves,
+    params: LoraParams,
+}
+
+impl Adapter {
+    /// Of the layer `base`.
+    pub(super) fn new(scope: &Scope<'_>, base: &LinearParams, params: LoraParams) -> Result<Self> {
+        let rank = scope.weight(params.lora_b)?.shape().last();
+        Ok(Self {
+            halves: Halves::new(base, params, rank),
+            params,
+        })
+    }
+
+    pub(super) fn scale(&self) -> f32 {
+        self.params.scale
+    }
+
+    /// The rows in use of `A` and `B`.
+    pub(super) fn tensors<'w>(
+        &self,
+        weight: &dyn Fn(ParamId) -> Result<&'w Tensor>,
+    ) -> Result<[Tensor; 2]> {
+        Ok([
+            self.halves.a.select(weight(self.params.lora_a)?)?,
+            self.halves.b.select(weight(self.params.lora_b)?)?,
+        ])
+    }
+
+    pub(super) fn params(&self) -> [ParamId; 2] {
+        [self.params.lora_a, self.params.lora_b]
+    }
+
+    pub(super) fn add_grads(
+        &self,
+        sweep: &mut Sweep<'_>,
+        [d_lora_a, d_lora_b]: [Tensor; 2],
+    ) -> Result<()> {
+        let Self { halves, params } = self;
+        halves.a.add_grad(sweep, params.lora_a, d_lora_a)?;
+        halves.b.add_grad(sweep, params.lora_b, d_lora_b)
+    }
+}
+
+/// An adapted layer.
+struct Part {
+    base: Base,
+    adapter: Adapter,
+}
+
+/// The rows in use of its parameters.
+struct PartTensors {
+    weight: Tensor,
+    bias: Option<Tensor>,
+    halves: [Tensor; 2],
+    scale: f32,
+}
+
+impl PartTensors {
+    fn args<'t>(&'t self, x: &'t Tensor) -> LoraArgs<'t> {
+        let [lora_a, lora_b] = &self.halves;
+        LoraArgs {
+            x,
+            weight: &self.weight,
+            bias: self.bias.as_ref(),
+            lora_a,
+            lora_b,
+            scale: self.scale,
+        }
+    }
+}
+
+impl Part {
+    /// Its parameters by `weight`; the bias only where that is wanted.
+    fn tensors<'w>(
+        &self,
+        weight: &dyn Fn(ParamId) -> Result<&'w Tensor>,
+        with_bias: bool,
+    ) -> Result<PartTensors> {
+        let (base, bias) = self.base.tensors(weight, with_bias)?;
+        Ok(PartTensors {
+            weight: base,
+            bias,
+            halves: self.adapter.tensors(weight)?,
+            scale: self.adapter.scale(),
+        })
+    }
+
+    fn params(&self) -> Vec<ParamId> {
+        let adapter = self.adapter.params().into_iter();
+        adapter.chain(self.base.params()).collect()
     }
 }
 
@@ -162,17 +224,6 @@ impl Scope<'_> {
         let layer = [(base.clone(), adapter)];
         let mut all = self.adapted_layers(x, &layer)?;
         Ok(all.pop().expect("one value of one layer"))
-    }
-
-    pub(super) fn part(&self, base: &LinearParams, adapter: LoraParams) -> Result<Part> {
-        let rank = self.weight(adapter.lora_b)?.shape().last();
-        Ok(Part {
-            base: base.clone(),
-            halves: Halves::new(base, adapter, rank),
-            adapter,
-            train_weight: self.trains(base.weight),
-            train_bias: base.bias.filter(|id| self.trains(*id)),
-        })
     }
 
     /// Adapted layers of one `x`, each as [`Scope::lora_linear`], in order. The gradients of `x` are added from the last
@@ -198,7 +249,12 @@ impl Scope<'_> {
     fn adapted_layers(&self, x: &Var, layers: &[(LinearParams, LoraParams)]) -> Result<Vec<Var>> {
         let input = rows(x.value())?;
         let parts = layers.iter();
-        let parts = parts.map(|(base, adapter)| self.part(base, *adapter));
+        let parts = parts.map(|(base, adapter)| {
+            Ok(Part {
+                base: Base::new(self, base),
+                adapter: Adapter::new(self, base, *adapter)?,
+            })
+        });
         let parts: Vec<Part> = parts.collect::<Result<_>>()?;
         let held = parts
             .iter()
@@ -234,7 +290,8 @@ impl Scope<'_> {
             }
             // In the order of layers that stand for themselves: a gradient may be that of several.
             for ((part, dy), grads) in used.into_iter().zip(grads.adapters).rev() {
-                part.add_grads(sweep, &input, dy, grads, None)?;
+                part.adapter.add_grads(sweep, grads)?;
+                part.base.add_grads(sweep, &input, dy, None)?;
             }
             Ok(())
         })

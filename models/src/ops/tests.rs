@@ -145,18 +145,21 @@ fn adapted_layers_of_one_input_have_the_bits_of_each_alone() {
     assert_eq!(gradients(true), gradients(false));
 }
 
-/// Each row through the adapted layer of its group, whatever the device: also with a base that trains.
+/// Each row through the layer of its group, whatever the device: also with a base that trains, with unlike ranks, and where
+/// one layer has no adapter.
 #[test]
 fn adapted_layers_over_a_partition_of_rows() {
     let base = [LinearParams::new(P0, Some(P1)), LinearParams::new(P2, None)];
-    let adapters = [adapter(P3, P4), adapter(P5, P6)];
-    let shapes: [&[usize]; 7] = [&[5, 4], &[5], &[5, 4], &[2, 4], &[5, 2], &[2, 4], &[5, 2]];
+    let shapes: [&[usize]; 7] = [&[5, 4], &[5], &[5, 4], &[2, 4], &[5, 2], &[3, 4], &[5, 3]];
     let index_of = |rows: &[i32]| index(&*backend(), rows);
     let rows = [index_of(&[4, 0, 3]), index_of(&[1, 2])];
-    gradcheck([&[5, 4]], &shapes, |s, [x]| {
-        let layers = [(&base[0], adapters[0]), (&base[1], adapters[1])];
-        s.routed_lora_linear(x, layers, [&rows[0], &rows[1]])
-    });
+    let (first, second) = (adapter(P3, P4), adapter(P5, P6));
+    for (adapters, used) in [([Some(first), Some(second)], 7), ([Some(first), None], 5)] {
+        gradcheck([&[5, 4]], &shapes[..used], |s, [x]| {
+            let layers = [(&base[0], adapters[0]), (&base[1], adapters[1])];
+            s.routed_lora_linear(x, layers, [&rows[0], &rows[1]])
+        });
+    }
 }
 
 #[test]

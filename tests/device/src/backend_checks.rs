@@ -6,9 +6,9 @@ use std::ops::Range;
 
 use anyhow::{Context, Result, ensure};
 use kernels::{
-    AttentionArgs, Backend, CpuBackend, DType, Direction, DropoutArgs, Gelu, IGNORED_LABEL,
-    LoraArgs, LossNeeds, MatmulArgs, RopeLayout, RoutedArgs, RoutedGroup, RoutedLoraArgs, Shape,
-    SharedLoraGradArgs, Tag, Tensor, Transpose,
+    AdaptedGroup, AdapterArgs, AttentionArgs, Backend, CpuBackend, DType, Direction, DropoutArgs,
+    Gelu, IGNORED_LABEL, LoraArgs, LossNeeds, MatmulArgs, RopeLayout, RoutedArgs, RoutedGroup,
+    RoutedLoraArgs, Shape, SharedLoraGradArgs, Tag, Tensor, Transpose,
 };
 
 use crate::numbers::{bytes, first_difference};
@@ -373,10 +373,11 @@ fn routed([dtype, weight]: [DType; 2], first: usize) -> Vec<Check> {
     )]
 }
 
-/// Two adapted layers over a partition of rows: all of one group too, a rank that is padded, no bias in one.
+/// Two layers over a partition of rows: all of one group too, unlike ranks and factors, one that is padded, no bias in one,
+/// no adapter in one.
 fn routed_adapters([dtype, adapter]: [DType; 2]) -> Vec<Check> {
     let (t, n, k) = (21, 24, 36);
-    let check = |(first, r): (usize, usize)| {
+    let check = |(first, ranks): (usize, [Option<usize>; 2])| {
         let rows: Vec<i32> = (0..t).map(|i| i * 8 % t).collect();
         let (language, vision) = rows.split_at(first);
         let index = |rows: &[i32]| Input::Index(vec![rows.len()], rows.to_vec());
@@ -384,7 +385,8 @@ fn routed_adapters([dtype, adapter]: [DType; 2]) -> Vec<Check> {
             float(dtype, &[t as usize, k]),
             float(dtype, &[t as usize, n]),
         ];
-        for _ in 0..2 {
+        for r in ranks {
+            let r = r.unwrap_or(1);
             inputs.extend([
                 float(dtype, &[n, k]),
                 float(dtype, &[n]),
@@ -394,32 +396,45 @@ fn routed_adapters([dtype, adapter]: [DType; 2]) -> Vec<Check> {
         }
         inputs.extend([index(language), index(vision)]);
         let name = format!(
-            "adapted layers of {dtype}, adapters of {adapter}, rank {r}, {first} rows of the first"
+            "layers of {dtype}, adapters of {adapter}, ranks {ranks:?}, {first} rows of the first"
         );
         Check::new(name, inputs, Compare::Close(dtype), move |b, x| {
-            let layer = |i: usize| LoraArgs {
-                x: &x[0],
+            let group = |i: usize| AdaptedGroup {
+                rows: &x[10 + i],
                 weight: &x[2 + 4 * i],
                 bias: (i == 1).then(|| &x[3 + 4 * i]),
-                lora_a: &x[4 + 4 * i],
-                lora_b: &x[5 + 4 * i],
-                scale: 0.5,
+                adapter: ranks[i].map(|_| AdapterArgs {
+                    lora_a: &x[4 + 4 * i],
+                    lora_b: &x[5 + 4 * i],
+                    scale: [0.5, 0.25][i],
+                }),
             };
             let args = RoutedLoraArgs {
-                rows: [&x[10], &x[11]],
-                layers: [layer(0), layer(1)],
+                x: &x[0],
+                groups: [group(0), group(1)],
             };
             let forward = b.routed_lora(args)?;
             let mut results = vec![forward.y];
             for (inner, need_dx) in [(forward.inner.as_ref(), true), (None, false)] {
                 let grads = b.routed_lora_backward(args, &x[1], inner, need_dx)?;
                 results.extend(grads.dx);
-                results.extend(grads.adapters.into_iter().flatten());
+                results.extend(grads.adapters.into_iter().flatten().flatten());
             }
             Ok(results)
         })
     };
-    [(8, 4), (0, 16), (21, 20), (13, 72)].map(check).into()
+    let both = |first, second| [Some(first), Some(second)];
+    [
+        (8, both(4, 4)),
+        (0, both(16, 3)),
+        (21, both(20, 20)),
+        (13, both(8, 72)),
+        (9, [Some(5), None]),
+        (9, [None, Some(16)]),
+        (13, [None; 2]),
+    ]
+    .map(check)
+    .into()
 }
 
 /// The lists are read by the device, as the host's copies of them would not show.

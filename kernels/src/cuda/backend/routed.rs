@@ -62,8 +62,9 @@ impl CudaBackend {
                 rows: self.address(OP, group.rows)?,
                 m: group.rows.elems(),
                 b: place(group.b)?,
-                low_b: Address::NULL,
+                b_rows: n,
                 bias: group.bias.map_or(Ok(Address::NULL), place)?,
+                ..Group::EMPTY
             };
         }
         let routed = Routed {
@@ -71,11 +72,10 @@ impl CudaBackend {
             transpose_b: args.transpose_b == Transpose::No,
             t,
             n,
-            b_rows: n,
             k,
             a: self.address(OP, &a)?,
-            low: None,
-            scale: 1.0,
+            s: Address::NULL,
+            s_line: 0,
             groups,
             y: self.address(OP, &y)?,
         };

@@ -3,39 +3,37 @@
 use super::CudaBackend;
 use super::products::common;
 use crate::Tensor;
-use crate::backend::LoraArgs;
-use crate::check::LoraSizes;
 use crate::cuda::launch::Address;
-use crate::cuda::ops::routed_lora::{AdaptedGroup, Gradients, RoutedLora as Layers};
+use crate::cuda::ops::routed_lora::{
+    AdaptedGroup as Group, Adapter, Gradients, RoutedLora as Layers,
+};
 use crate::error::{Result, shape_error};
 use crate::pool::Tag;
-use crate::routed_lora::{self, RoutedLora, RoutedLoraArgs, RoutedLoraGrads};
+use crate::routed_lora::{self, AdaptedGroup, RoutedLora, RoutedLoraArgs, RoutedLoraGrads, Sizes};
 
 impl CudaBackend {
-    /// The layers in one dtype, with the tensors that addresses stand for. `None` where there is no kernel for them: an
-    /// adapter without ranks, operands of unlike dtypes.
+    /// The layers in one dtype, with the tensors that addresses stand for. `None` where there is no kernel for them: no
+    /// adapter, one without ranks, operands of unlike dtypes.
     fn adapted_groups(
         &self,
         op: &'static str,
         args: &RoutedLoraArgs<'_>,
-        sizes: LoraSizes,
+        sizes: Sizes,
     ) -> Result<Option<(Layers, Vec<Tensor>)>> {
-        let operands = |layer: &LoraArgs<'_>| {
-            let tensors = [layer.weight, layer.lora_a, layer.lora_b];
-            tensors
-                .map(Clone::clone)
-                .into_iter()
-                .chain(layer.bias.cloned())
-        };
-        let LoraSizes { t, n, k, r } = sizes;
-        let [first, second] = &args.layers;
-        let x = first.x;
-        let all: Vec<Tensor> = operands(first).chain(operands(second)).collect();
-        let dtype = common([x].into_iter().chain(&all));
-        if r == 0 || dtype != x.dtype() {
+        let Sizes { t, n, k, r } = sizes;
+        let x = args.x;
+        let operands = args.groups.iter().flat_map(|group| {
+            let halves = group
+                .adapter
+                .map(|adapter| [adapter.lora_a, adapter.lora_b]);
+            let base = [Some(group.weight), group.bias].into_iter().flatten();
+            base.chain(halves.into_iter().flatten())
+        });
+        let dtype = common([x].into_iter().chain(operands));
+        if r == [None; 2] || r.contains(&Some(0)) || dtype != x.dtype() {
             return Ok(None);
         }
-        let mut held = Vec::with_capacity(all.len() + 1);
+        let mut held = Vec::with_capacity(9);
         let mut place = |x: &Tensor| -> Result<Address> {
             let x = self.operand(op, x, dtype)?;
             let address = self.address(op, &x)?;
@@ -43,26 +41,32 @@ impl CudaBackend {
             Ok(address)
         };
         let x = place(x)?;
-        let mut group = |i: usize| -> Result<AdaptedGroup> {
-            let (layer, rows) = (&args.layers[i], args.rows[i]);
-            Ok(AdaptedGroup {
-                rows: self.address(op, rows)?,
-                m: rows.elems(),
-                weight: place(layer.weight)?,
-                bias: layer.bias.map_or(Ok(Address::NULL), &mut place)?,
-                lora_a: place(layer.lora_a)?,
-                lora_b: place(layer.lora_b)?,
+        let mut group = |group: &AdaptedGroup<'_>, r: Option<usize>| -> Result<Group> {
+            let adapter = match (group.adapter, r) {
+                (Some(adapter), Some(r)) => Some(Adapter {
+                    r,
+                    lora_a: place(adapter.lora_a)?,
+                    lora_b: place(adapter.lora_b)?,
+                    scale: adapter.scale,
+                }),
+                _ => None,
+            };
+            Ok(Group {
+                rows: self.address(op, group.rows)?,
+                m: group.rows.elems(),
+                weight: place(group.weight)?,
+                bias: group.bias.map_or(Ok(Address::NULL), &mut place)?,
+                adapter,
             })
         };
+        let [first, second] = &args.groups;
         let layers = Layers {
             dtype,
             t,
             n,
             k,
-            r,
             x,
-            scale: first.scale,
-            groups: [group(0)?, group(1)?],
+            groups: [group(first, r[0])?, group(second, r[1])?],
         };
         Ok(Some((layers, held)))
     }
@@ -94,7 +98,7 @@ impl CudaBackend {
     ) -> Result<RoutedLoraGrads> {
         const OP: &str = "routed_lora_backward";
         let sizes = routed_lora::check(args)?;
-        let x = args.layers[0].x;
+        let x = args.x;
         if dy.shape() != [sizes.t, sizes.n].into() {
             return shape_error(
                 OP,
@@ -103,9 +107,9 @@ impl CudaBackend {
         }
         // The bias has no part in the gradients.
         let unbiased = RoutedLoraArgs {
-            layers: args.layers.map(|layer| LoraArgs {
+            groups: args.groups.map(|group| AdaptedGroup {
                 bias: None,
-                ..layer
+                ..group
             }),
             ..*args
         };
@@ -132,25 +136,20 @@ impl CudaBackend {
             true => Some(self.output(x.shape(), dtype)?),
             false => None,
         };
-        let adapter = || -> Result<[Tensor; 2]> {
-            Ok([
-                self.gradient([sizes.r, sizes.k])?,
-                self.gradient([sizes.n, sizes.r])?,
-            ])
-        };
-        let adapters = [adapter()?, adapter()?];
-        let place = |half: usize| -> Result<[Address; 2]> {
-            Ok([
-                self.address(OP, &adapters[0][half])?,
-                self.address(OP, &adapters[1][half])?,
-            ])
-        };
+        let mut adapters = [None, None];
+        let mut places = [[Address::NULL; 2]; 2];
+        for ((to, places), r) in adapters.iter_mut().zip(&mut places).zip(sizes.r) {
+            if let Some(r) = r {
+                let halves = [self.gradient([r, sizes.k])?, self.gradient([sizes.n, r])?];
+                *places = [self.address(OP, &halves[0])?, self.address(OP, &halves[1])?];
+                *to = Some(halves);
+            }
+        }
         let gradients = Gradients {
             dx: dx
                 .as_ref()
                 .map_or(Ok(Address::NULL), |dx| self.address(OP, dx))?,
-            d_lora_a: place(0)?,
-            d_lora_b: place(1)?,
+            adapters: places,
         };
         let (s, dy_at) = (self.address(OP, &inner)?, self.address(OP, &dy)?);
         self.run_in_workspace(OP, |space| layers.backward(dy_at, s, gradients, sms, space))?;

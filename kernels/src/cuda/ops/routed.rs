@@ -7,7 +7,8 @@
 //! | `dx[row] = dy[row] W_g` | one | `2 (t n + 2 n k + t k) + 4 t` |
 //! | `dW_g = dy[rows_g]^T x[rows_g]` | one each | `2 t_g (n + k) + 4 n k + 4 t_g` |
 //!
-//! An adapter's term enters the sum as in [`super::lora_linear`]: `y[row] = [x[row] | s[row]] [W_g | B_g]^T + bias_g`.
+//! An adapter's term enters the sum as in [`super::lora_linear`]: `y[row] = [x[row] | s[row]] [W_g | B_g]^T + bias_g`. Each
+//! group has its own rank, or none.
 //!
 //! Gathering and scattering around separate products would read and write `x` and `y` once more each: `4 t (k + n)` bytes.
 //! A row has the bits that one product of its group alone, in one part, would give it: the order of its sum is that of
@@ -22,7 +23,7 @@ use crate::cuda::launch::{Address, Arg, Launch};
 use crate::cuda::module::{Family, Module};
 
 /// One of the two groups.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Group {
     /// i32 `[m]`: its rows. No row is in both groups.
     pub rows: Address,
@@ -30,10 +31,16 @@ pub struct Group {
     pub m: usize,
     /// `[b_rows, k]`, or `[k, b_rows]` when `transpose_b`.
     pub b: Address,
-    /// Of its adapter: `[b_rows, r]`, or `[r, b_rows]` when `transpose_b`. Not read without [`Routed::low`].
+    /// Columns that `b` has; those of `y` behind them are zeros.
+    pub b_rows: usize,
+    /// Of its adapter: `[b_rows, r]`, or `[r, b_rows]` when `transpose_b`.
     pub low_b: Address,
+    /// Rank of its adapter, or 0: columns of `s` that are read. Those up to the next multiple of 8 are zeros.
+    pub r: usize,
     /// `[n]`, or [`Address::NULL`].
     pub bias: Address,
+    /// Of its sums.
+    pub scale: f32,
 }
 
 impl Group {
@@ -42,23 +49,15 @@ impl Group {
         rows: Address::NULL,
         m: 0,
         b: Address::NULL,
+        b_rows: 0,
         low_b: Address::NULL,
+        r: 0,
         bias: Address::NULL,
+        scale: 1.0,
     };
 }
 
-/// What adapters made of the operand.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Low {
-    /// `[t, line]`, of which `r` columns are read; those up to the next multiple of 8 are zeros.
-    pub s: Address,
-    /// Elements from row to row: a multiple of 8 in 16 bits.
-    pub line: usize,
-    /// Rank.
-    pub r: usize,
-}
-
-/// `y[row] = scale * (a[row] b_g^T + s[row] low_b_g^T) + bias_g` for the rows of both groups. Addresses are 16-byte aligned;
+/// `y[row] = scale_g * (a[row] b_g^T + s[row] low_b_g^T) + bias_g` for the rows of both groups. Addresses are 16-byte aligned;
 /// everything is dense.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Routed {
@@ -70,16 +69,14 @@ pub struct Routed {
     pub t: usize,
     /// Columns of `y`.
     pub n: usize,
-    /// Columns that `b` has; the others are zeros.
-    pub b_rows: usize,
     /// Length of a sum.
     pub k: usize,
     /// `[t, k]`.
     pub a: Address,
-    /// The adapters' term.
-    pub low: Option<Low>,
-    /// Of the sums.
-    pub scale: f32,
+    /// What adapters made of the operand: `[t, s_line]`. Not read without adapters.
+    pub s: Address,
+    /// Elements from row to row of `s`: a multiple of 8 in 16 bits.
+    pub s_line: usize,
     /// The two layers.
     pub groups: [Group; 2],
     /// `[t, n]`.
@@ -232,70 +229,70 @@ impl Routed {
         }
         let mark = workspace.mark();
         let (mut a, mut a_line) = (self.a, self.k);
-        let mut groups = self.groups;
-        // Lines of an operand with so many elements of the sum, and their length.
-        let lines = |k: usize| match self.transpose_b {
-            true => (k, self.b_rows),
-            false => (self.b_rows, k),
-        };
-        let low = self.low.unwrap_or(Low {
-            s: Address::NULL,
-            line: 0,
-            r: 0,
-        });
-        let (b_lines, mut b_line) = lines(self.k);
-        let (low_lines, mut low_line) = lines(low.r);
-        if self.dtype != DType::F32 {
+        let tensor_cores = self.dtype != DType::F32;
+        if tensor_cores {
             align(&mut launches, &mut a, &mut a_line, self.t, workspace)?;
-            let (line, low_line_before) = (b_line, low_line);
-            for group in groups.iter_mut().filter(|group| group.m > 0) {
-                (b_line, low_line) = (line, low_line_before);
-                align(&mut launches, &mut group.b, &mut b_line, b_lines, workspace)?;
-                if low.r > 0 {
-                    let b = &mut group.low_b;
-                    align(&mut launches, b, &mut low_line, low_lines, workspace)?;
-                }
-            }
         }
-        if !reachable(self.t, a_line.max(low.line)) {
+        if !reachable(self.t, a_line.max(self.s_line)) {
             return None;
         }
-        let [first, second] = groups;
         let variant = (self.dtype, self.dtype, [false, self.transpose_b], tile);
         let module = module(variant)?;
         let columns = self.n.div_ceil(tile.n as usize);
+        let mut args = vec![
+            Arg::Address(a),
+            Arg::U64(a_line as u64),
+            int(self.k)?,
+            Arg::Address(self.s),
+            Arg::U64(self.s_line as u64),
+            int(self.n)?,
+            Arg::Address(self.y),
+            Arg::U64(self.n as u64),
+            int(tile.group(multiprocessors).min(rows))?,
+        ];
+        for group in self.groups {
+            // Lines of an operand with so many elements of the sum, and their length.
+            let lines = |k: usize| match self.transpose_b {
+                true => (k, group.b_rows),
+                false => (group.b_rows, k),
+            };
+            let Group {
+                mut b, mut low_b, ..
+            } = group;
+            let (b_lines, mut b_line) = lines(self.k);
+            let (low_lines, mut low_line) = lines(group.r);
+            if tensor_cores && group.m > 0 {
+                align(&mut launches, &mut b, &mut b_line, b_lines, workspace)?;
+                if group.r > 0 {
+                    align(
+                        &mut launches,
+                        &mut low_b,
+                        &mut low_line,
+                        low_lines,
+                        workspace,
+                    )?;
+                }
+            }
+            args.extend([
+                Arg::Address(group.rows),
+                int(group.m)?,
+                Arg::Address(b),
+                Arg::U64(b_line as u64),
+                int(group.b_rows)?,
+                Arg::Address(low_b),
+                Arg::U64(low_line as u64),
+                int(group.r)?,
+                Arg::Address(group.bias),
+                Arg::F32(group.scale),
+            ]);
+        }
         launches.push(Launch {
             kernel: module.kernels()[0],
             module,
             grid: [u32::try_from(rows * columns).ok()?, 1, 1],
             threads: tile.threads(),
             shared_bytes: shared_bytes(self.dtype, tile),
-            args: vec![
-                Arg::Address(a),
-                Arg::U64(a_line as u64),
-                Arg::Address(first.b),
-                Arg::Address(second.b),
-                Arg::U64(b_line as u64),
-                int(self.k)?,
-                Arg::Address(low.s),
-                Arg::U64(low.line as u64),
-                Arg::Address(first.low_b),
-                Arg::Address(second.low_b),
-                Arg::U64(low_line as u64),
-                int(low.r)?,
-                int(self.n)?,
-                int(self.b_rows)?,
-                Arg::Address(first.rows),
-                int(first.m)?,
-                Arg::Address(second.rows),
-                int(second.m)?,
-                Arg::Address(first.bias),
-                Arg::Address(second.bias),
-                Arg::Address(self.y),
-                Arg::U64(self.n as u64),
-                Arg::F32(self.scale),
-                int(tile.group(multiprocessors).min(rows))?,
-            ],
+            args,
         });
         workspace.release(mark);
         Some(launches)

@@ -10,16 +10,29 @@
 //! | `dA_g = ds[rows_g]^T x[rows_g]` | one each | `x` |
 //! | `dx[row] = [dy[row] \| ds[row]] [W_g ; A_g]` | one | `dy`, `dx` |
 //!
-//! Forward keeps `s`. Taking the rows apart instead, and putting results together again, reads and writes `x`, `y`, `dy` and
+//! A group may have no adapter: nothing of these is computed for its rows. Forward keeps `s`. Taking the rows apart instead, and putting results together again, reads and writes `x`, `y`, `dy` and
 //! `dx` once more each, and gives every group a product of its own that fills the GPU less well.
 
-use super::routed::{Group, Low, OfRows, Routed};
+use super::routed::{Group, OfRows, Routed};
 use super::workspace::Workspace;
 use crate::DType;
 use crate::cuda::launch::{Address, Launch};
 
-/// One layer and its rows; addresses as in [`super::lora_linear::LoraLinear`].
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+/// An adapter; addresses as in [`super::lora_linear::LoraLinear`].
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct Adapter {
+    /// Rank, at least 1.
+    pub r: usize,
+    /// `[r, k]`.
+    pub lora_a: Address,
+    /// `[n, r]`.
+    pub lora_b: Address,
+    /// Of its term.
+    pub scale: f32,
+}
+
+/// One layer and its rows.
+#[derive(Clone, Copy, PartialEq, Debug)]
 pub struct AdaptedGroup {
     /// i32 `[m]`. No row is in both groups.
     pub rows: Address,
@@ -29,13 +42,11 @@ pub struct AdaptedGroup {
     pub weight: Address,
     /// `[n]`, or [`Address::NULL`].
     pub bias: Address,
-    /// `[r, k]`.
-    pub lora_a: Address,
-    /// `[n, r]`.
-    pub lora_b: Address,
+    /// Its adapter, if it has one.
+    pub adapter: Option<Adapter>,
 }
 
-/// Two layers of one shape, rank and scale.
+/// Two layers of one shape.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct RoutedLora {
     /// Of all operands and results.
@@ -46,12 +57,8 @@ pub struct RoutedLora {
     pub n: usize,
     /// Features in.
     pub k: usize,
-    /// Rank, at least 1.
-    pub r: usize,
     /// `[t, k]`.
     pub x: Address,
-    /// Of the adapters' term.
-    pub scale: f32,
     /// The layers.
     pub groups: [AdaptedGroup; 2],
 }
@@ -61,69 +68,75 @@ pub struct RoutedLora {
 pub struct Gradients {
     /// `[t, k]` in the layers' dtype; [`Address::NULL`] when nobody needs it.
     pub dx: Address,
-    /// `[r, k]` f32 of each layer.
-    pub d_lora_a: [Address; 2],
-    /// `[n, r]` f32 of each layer.
-    pub d_lora_b: [Address; 2],
+    /// `[r, k]` and `[n, r]` f32 of each layer; not written of one without adapter.
+    pub adapters: [[Address; 2]; 2],
 }
 
 impl RoutedLora {
-    /// Elements of a row of `s` and `ds`: the rank, padded with zeros to a multiple of 16.
+    /// Elements of a row of `s` and `ds`: the larger rank, padded with zeros to a multiple of 16.
     #[must_use]
-    pub const fn line(&self) -> usize {
-        self.r.next_multiple_of(16)
+    pub fn line(&self) -> usize {
+        let ranks = self.groups.iter().filter_map(|group| group.adapter);
+        let most = ranks.map(|adapter| adapter.r).max();
+        most.unwrap_or(0).next_multiple_of(16)
     }
 
-    fn low(&self, s: Address) -> Low {
-        Low {
-            s,
-            line: self.line(),
-            r: self.r,
-        }
-    }
-
-    /// Groups with operands that `choose` takes of each layer: b, that of the adapter, bias.
-    fn groups(&self, choose: impl Fn(&AdaptedGroup) -> [Address; 3]) -> [Group; 2] {
-        self.groups.map(|group| {
-            let [b, low_b, bias] = choose(&group);
-            Group {
-                rows: group.rows,
-                m: group.m,
-                b,
-                low_b,
-                bias,
-            }
-        })
-    }
-
-    /// A product of rows without adapter, bias and scale.
-    fn product(&self, [n, b_rows, k]: [usize; 3], a: Address, groups: [Group; 2]) -> Routed {
+    /// A product of rows without bias: `[t, n]` with sums of `k`.
+    fn product(&self, [n, k]: [usize; 2], a: Address, groups: [Group; 2]) -> Routed {
         Routed {
             dtype: self.dtype,
             transpose_b: false,
             t: self.t,
             n,
-            b_rows,
             k,
             a,
-            low: None,
-            scale: 1.0,
+            s: Address::NULL,
+            s_line: self.line(),
             groups,
             y: Address::NULL,
         }
     }
 
+    /// The products of the weights' rows, with those of the adapters that `halves` chooses.
+    fn weights(&self, b_rows: usize, half: impl Fn(&Adapter) -> Address) -> [Group; 2] {
+        self.groups.map(|group| Group {
+            rows: group.rows,
+            m: group.m,
+            b: group.weight,
+            b_rows,
+            low_b: group.adapter.as_ref().map_or(Address::NULL, &half),
+            r: group.adapter.map_or(0, |adapter| adapter.r),
+            ..Group::EMPTY
+        })
+    }
+
+    /// The products of the adapters' halves alone, of the rows that have an adapter.
+    fn halves(&self, half: impl Fn(&Adapter) -> Address) -> [Group; 2] {
+        self.groups.map(|group| {
+            group.adapter.map_or(Group::EMPTY, |adapter| Group {
+                rows: group.rows,
+                m: group.m,
+                b: half(&adapter),
+                b_rows: adapter.r,
+                scale: adapter.scale,
+                ..Group::EMPTY
+            })
+        })
+    }
+
     /// `s [t, line]`.
     fn down(&self, s: Address) -> Routed {
-        let groups = self.groups(|group| [group.lora_a, Address::NULL, Address::NULL]);
         Routed {
-            scale: self.scale,
             y: s,
-            ..self.product([self.line(), self.r, self.k], self.x, groups)
+            ..self.product(
+                [self.line(), self.k],
+                self.x,
+                self.halves(|adapter| adapter.lora_a),
+            )
         }
     }
 
-    /// `y [t, n]`; `s [t, line]` is written. `None` when the dtype has no kernel.
+    /// `y [t, n]`; `s [t, line]` is written in the rows that have an adapter. `None` when the dtype has no kernel.
     #[must_use]
     pub fn forward(
         &self,
@@ -132,11 +145,14 @@ impl RoutedLora {
         multiprocessors: u32,
         workspace: &mut Workspace,
     ) -> Option<Vec<Launch>> {
-        let groups = self.groups(|group| [group.weight, group.lora_b, group.bias]);
+        let mut groups = self.weights(self.n, |adapter| adapter.lora_b);
+        for (to, group) in groups.iter_mut().zip(self.groups) {
+            to.bias = group.bias;
+        }
         let output = Routed {
-            low: Some(self.low(s)),
+            s,
             y,
-            ..self.product([self.n, self.n, self.k], self.x, groups)
+            ..self.product([self.n, self.k], self.x, groups)
         };
         run([self.down(s), output], multiprocessors, workspace)
     }
@@ -162,21 +178,20 @@ impl RoutedLora {
         multiprocessors: u32,
         workspace: &mut Workspace,
     ) -> Option<Vec<Launch>> {
-        let Self {
-            dtype, t, n, k, r, ..
-        } = *self;
+        let Self { dtype, t, n, k, .. } = *self;
         let line = self.line();
         let mark = workspace.mark();
         let ds = workspace.take((t * line * dtype.size_bytes()) as u64);
-        let groups = self.groups(|group| [group.lora_b, Address::NULL, Address::NULL]);
         let down = Routed {
             transpose_b: true,
-            scale: self.scale,
             y: ds,
-            ..self.product([line, r, n], dy, groups)
+            ..self.product([line, n], dy, self.halves(|adapter| adapter.lora_b))
         };
         let mut launches = run([down], multiprocessors, workspace)?;
-        for (i, group) in self.groups.iter().enumerate() {
+        for (group, [d_lora_a, d_lora_b]) in self.groups.iter().zip(gradients.adapters) {
+            let Some(Adapter { r, .. }) = group.adapter else {
+                continue;
+            };
             let of_rows = |[m, n]: [usize; 2], [a, b]: [(Address, usize); 2], y| OfRows {
                 dtype,
                 t,
@@ -191,8 +206,8 @@ impl RoutedLora {
                 y,
             };
             let products = [
-                of_rows([n, r], [(dy, n), (s, line)], gradients.d_lora_b[i]),
-                of_rows([r, k], [(ds, line), (self.x, k)], gradients.d_lora_a[i]),
+                of_rows([n, r], [(dy, n), (s, line)], d_lora_b),
+                of_rows([r, k], [(ds, line), (self.x, k)], d_lora_a),
             ];
             for product in products {
                 let choice = product.choose(multiprocessors);
@@ -200,12 +215,11 @@ impl RoutedLora {
             }
         }
         if gradients.dx != Address::NULL {
-            let groups = self.groups(|group| [group.weight, group.lora_a, Address::NULL]);
             let input = Routed {
                 transpose_b: true,
-                low: Some(self.low(ds)),
+                s: ds,
                 y: gradients.dx,
-                ..self.product([k, k, n], dy, groups)
+                ..self.product([k, n], dy, self.weights(k, |adapter| adapter.lora_a))
             };
             launches.extend(run([input], multiprocessors, workspace)?);
         }

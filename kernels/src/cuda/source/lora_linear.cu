@@ -368,19 +368,21 @@ linear(const u16* a1, u64 lda1, const u16* b1, u64 ldb1, int k1, const u16* a2, 
            place.column * BLOCK_N, steps_per_part, nullptr);
 }
 #elif ROUTED == 1
-// y[rows1[i], :] = scale * (a[rows1[i], :] b1 + s[rows1[i], :] c1) + bias1 for i < m1, and the same of the second layer.
+// y[rows1[i], :] = scale1 * (a[rows1[i], :] b1 + s[rows1[i], :] c1) + bias1 for i < m1, and the same of the second layer.
+// Each has its rank (0: no adapter, s is not read).
 KERNEL(THREADS, BLOCKS)
-linear_routed(const u16* a, u64 lda, const u16* b1, const u16* b2, u64 ldb, int k, const u16* s, u64 lds,
-              const u16* c1, const u16* c2, u64 ldc, int r, int n, int b_rows, const int* rows1, int m1,
-              const int* rows2, int m2, const u16* bias1, const u16* bias2, Element<OUT>::Stored* y, u64 ldy,
-              float scale, int group) {
+linear_routed(const u16* a, u64 lda, int k, const u16* s, u64 lds, int n, Element<OUT>::Stored* y, u64 ldy, int group,
+              const int* rows1, int m1, const u16* b1, u64 ldb1, int b_rows1, const u16* c1, u64 ldc1, int r1,
+              const u16* bias1, float scale1, const int* rows2, int m2, const u16* b2, u64 ldb2, int b_rows2,
+              const u16* c2, u64 ldc2, int r2, const u16* bias2, float scale2) {
   int tiles1 = divide_up(m1, BLOCK_M);
   Place place = place_of_block(tiles1 + divide_up(m2, BLOCK_M), divide_up(n, BLOCK_N), group);
   bool second = place.row >= tiles1;
   int row = (second ? place.row - tiles1 : place.row) * BLOCK_M;
-  multiply(a, lda, second ? b2 : b1, ldb, k, s, lds, second ? c2 : c1, ldc, r, second ? m2 : m1, n, b_rows,
-           second ? bias2 : bias1, y, ldy, scale, row, place.column * BLOCK_N,
-           divide_up(k, BLOCK_K) + divide_up(r, BLOCK_K), second ? rows2 : rows1);
+  int r = second ? r2 : r1;
+  multiply(a, lda, second ? b2 : b1, second ? ldb2 : ldb1, k, s, lds, second ? c2 : c1, second ? ldc2 : ldc1, r,
+           second ? m2 : m1, n, second ? b_rows2 : b_rows1, second ? bias2 : bias1, y, ldy, second ? scale2 : scale1,
+           row, place.column * BLOCK_N, divide_up(k, BLOCK_K) + divide_up(r, BLOCK_K), second ? rows2 : rows1);
 }
 #else
 // y[m, n] = sum over i < k of a[rows[i], m] b[rows[i], n].

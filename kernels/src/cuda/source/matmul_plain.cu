@@ -184,17 +184,18 @@ matmul_plain(const float* a1, u64 lda1, const float* b1, u64 ldb1, int k1, const
 // y[rows1[i], :] = scale * (a[rows1[i], :] b1 + s[rows1[i], :] c1) + bias1 for i < m1, and the same of the second layer.
 // Two blocks of the large tile would have too few registers for both layers' operands.
 KERNEL(256, BLOCK == 128 ? 1 : 2)
-matmul_routed(const float* a, u64 lda, const float* b1, const float* b2, u64 ldb, int k, const float* s, u64 lds,
-              const float* c1, const float* c2, u64 ldc, int r, int n, int b_rows, const int* rows1, int m1,
-              const int* rows2, int m2, const float* bias1, const float* bias2, float* y, u64 ldy, float scale,
-              int group) {
+matmul_routed(const float* a, u64 lda, int k, const float* s, u64 lds, int n, float* y, u64 ldy, int group,
+              const int* rows1, int m1, const float* b1, u64 ldb1, int b_rows1, const float* c1, u64 ldc1, int r1,
+              const float* bias1, float scale1, const int* rows2, int m2, const float* b2, u64 ldb2, int b_rows2,
+              const float* c2, u64 ldc2, int r2, const float* bias2, float scale2) {
   int tiles1 = divide_up(m1, BLOCK);
   Place place = place_of_block(tiles1 + divide_up(m2, BLOCK), divide_up(n, BLOCK), group);
   bool second = place.row >= tiles1;
   int row = (second ? place.row - tiles1 : place.row) * BLOCK;
-  multiply(a, lda, second ? b2 : b1, ldb, k, s, lds, second ? c2 : c1, ldc, r, second ? m2 : m1, n, b_rows,
-           second ? bias2 : bias1, y, ldy, scale, row, place.column * BLOCK, divide_up(k, DEPTH) + divide_up(r, DEPTH),
-           second ? rows2 : rows1);
+  int r = second ? r2 : r1;
+  multiply(a, lda, second ? b2 : b1, second ? ldb2 : ldb1, k, s, lds, second ? c2 : c1, second ? ldc2 : ldc1, r,
+           second ? m2 : m1, n, second ? b_rows2 : b_rows1, second ? bias2 : bias1, y, ldy, second ? scale2 : scale1,
+           row, place.column * BLOCK, divide_up(k, DEPTH) + divide_up(r, DEPTH), second ? rows2 : rows1);
 }
 #else
 // y[m, n] = sum over i < k of a[rows[i], m] b[rows[i], n].

@@ -4,7 +4,7 @@ use anyhow::{Context, Result, ensure};
 use kernels::DType;
 use kernels::cuda::launch::Address;
 use kernels::cuda::ops::product::{Choice, Product, Term, Variant};
-use kernels::cuda::ops::routed::{Group, Low, OfRows, Routed};
+use kernels::cuda::ops::routed::{Group, OfRows, Routed};
 use kernels::cuda::ops::tile::Tile;
 use kernels::cuda::ops::workspace::Workspace;
 
@@ -26,10 +26,10 @@ struct Shape {
     bias: [bool; 2],
     /// dx instead of y.
     backward: bool,
-    /// Rank of adapters whose term enters the sum; 0 without.
-    r: usize,
-    /// Columns that b does not have: those of `y` are zeros.
-    absent: usize,
+    /// Ranks of the adapters whose terms enter the sums; 0 without.
+    r: [usize; 2],
+    /// Columns that b does not have, of each group: those of `y` are zeros.
+    absent: [usize; 2],
 }
 
 /// Each variant with ragged tiles in both groups; groups without rows and of one row; sums over named rows.
@@ -53,14 +53,14 @@ pub(super) fn cases(variants: &[Variant], effort: Effort) -> Vec<Case> {
             k: [40, 72, 75][i % 3],
             bias: [i % 2 == 0, i % 3 == 0],
             backward: transpose[1],
-            r: 0,
-            absent: 0,
+            r: [0; 2],
+            absent: [0; 2],
         };
         cases.push(routed_case(shape, tile));
         // Ranks that are a step of the sum, parts of one, and no multiple of what is copied at once.
         let adapted = Shape {
-            r: [16, 40, 5][i % 3],
-            absent: 3 * (i % 2),
+            r: [[16, 16], [40, 5], [5, 0], [0, 12]][i % 4],
+            absent: [3 * (i % 2), 5 * (i % 3)],
             ..shape
         };
         cases.push(routed_case(adapted, tile));
@@ -83,8 +83,8 @@ pub(super) fn cases(variants: &[Variant], effort: Effort) -> Vec<Case> {
             k: 56,
             bias: [true, false],
             backward: false,
-            r: 4,
-            absent: 0,
+            r: [4; 2],
+            absent: [0; 2],
         };
         cases.push(routed_case(shape, tile));
     }
@@ -101,8 +101,8 @@ pub(super) fn cases(variants: &[Variant], effort: Effort) -> Vec<Case> {
             k: 640,
             bias: [true; 2],
             backward: false,
-            r: 50,
-            absent: 0,
+            r: [50; 2],
+            absent: [0; 2],
         };
         cases.extend(variants.iter().filter(forward).map(|variant| {
             let dtype = variant.0;
@@ -140,31 +140,53 @@ fn padded(rows: &[f32], low: usize, line: usize) -> Vec<f32> {
         .collect()
 }
 
-/// An adapter's half and what its rows are multiplied by.
-const FACTOR: f32 = 0.25;
+/// What the sums of a group with an adapter are multiplied by.
+const FACTORS: [f32; 2] = [0.25, 0.5];
+
+impl Shape {
+    /// Of the sums of a group.
+    fn scale(&self, group: usize) -> f32 {
+        match self.r[group] {
+            0 => 1.0,
+            _ => FACTORS[group],
+        }
+    }
+}
+
+/// `s [t, line]`: in each row as many numbers as its group has ranks, zeros up to the next multiple of 8, and numbers that
+/// nobody may read behind them, as in all of a row without adapter.
+fn low_rows(shape: Shape, rows: [&[i32]; 2], line: usize) -> Vec<u8> {
+    let mut s = Operands::new(17).normal("s", (shape.m[0] + shape.m[1]) * line, 1.0);
+    for (rows, r) in rows.into_iter().zip(shape.r) {
+        for row in rows {
+            s[*row as usize * line..][r..r.next_multiple_of(8)].fill(0.0);
+        }
+    }
+    encode(shape.dtype, &s)
+}
+
+/// The first `r` of each row's `line` values.
+fn gathered_columns(table: &[f64], line: usize, r: usize) -> Vec<f64> {
+    let rows = table.chunks_exact(line.max(1));
+    rows.flat_map(|row| row[..r].to_vec()).collect()
+}
 
 fn check_routed(machine: &mut dyn Machine, shape: Shape, tile: Tile) -> Result<()> {
-    let Shape { dtype, n, k, r, .. } = shape;
-    // Columns that b has.
-    let b_rows = n - shape.absent;
+    let Shape { dtype, n, k, .. } = shape;
     let t = shape.m[0] + shape.m[1];
     let all = scattered(t);
     let rows = all.split_at(shape.m[0]);
     let a = Operand::draw(machine, dtype, "a", t * k, 1.0)?;
-    let line = r.next_multiple_of(16);
-    let s = Operands::new(17).normal("s", t * r, 1.0);
-    let s = encode(dtype, &padded(&s, r, line));
-    let s_at = match r {
+    let line = shape.r[0].max(shape.r[1]).next_multiple_of(16);
+    let s = low_rows(shape, [rows.0, rows.1], line);
+    let s_at = match line {
         0 => Address::NULL,
         _ => machine.upload(&s)?.address,
     };
-    let s: Vec<f64> = decode(dtype, &s)
-        .chunks_exact(line.max(1))
-        .flat_map(|row| row[..r].to_vec())
-        .collect();
-    let scale = if r > 0 { FACTOR } else { 1.0 };
+    let s = decode(dtype, &s);
     let mut weights = Vec::new();
     for (i, rows) in [rows.0, rows.1].into_iter().enumerate() {
+        let (r, b_rows) = (shape.r[i], n - shape.absent[i]);
         let b = Operand::draw(machine, dtype, &format!("b{i}"), b_rows * k, 1.0)?;
         let low_b = Operand::draw(machine, dtype, &format!("low{i}"), b_rows * r, 1.0)?;
         let bias = if shape.bias[i] { n } else { 0 };
@@ -180,8 +202,11 @@ fn check_routed(machine: &mut dyn Machine, shape: Shape, tile: Tile) -> Result<(
         rows: weights[i].2,
         m: weights[i].3.len(),
         b: weights[i].0.address(),
+        b_rows: n - shape.absent[i],
         low_b: weights[i].4.address(),
+        r: shape.r[i],
         bias: weights[i].1.address(),
+        scale: shape.scale(i),
     });
     let mut runs = Vec::new();
     for _ in 0..2 {
@@ -191,11 +216,10 @@ fn check_routed(machine: &mut dyn Machine, shape: Shape, tile: Tile) -> Result<(
             transpose_b: shape.backward,
             t,
             n,
-            b_rows,
             k,
             a: a.address(),
-            low: (r > 0).then_some(Low { s: s_at, line, r }),
-            scale,
+            s: s_at,
+            s_line: line,
             groups,
             y: y.address,
         };
@@ -210,8 +234,10 @@ fn check_routed(machine: &mut dyn Machine, shape: Shape, tile: Tile) -> Result<(
     ensure!(runs[0] == runs[1], "two runs differ");
     let got = decode(dtype, &runs[0]);
     for (i, (b, bias, _, rows, low_b)) in weights.iter().enumerate() {
+        let (r, b_rows, scale) = (shape.r[i], n - shape.absent[i], shape.scale(i));
         let own = gathered(&a.values, rows, k);
-        let low = gathered(&s, rows, r);
+        let low = gathered(&s, rows, line);
+        let low = gathered_columns(&low, line, r);
         // [k, n] with zeros behind the columns that there are.
         let columns = |b: &[f64], k: usize| -> Vec<f64> {
             let columns = match shape.backward {
@@ -249,23 +275,23 @@ fn check_routed(machine: &mut dyn Machine, shape: Shape, tile: Tile) -> Result<(
             );
         }
         let low: Vec<f32> = low.iter().map(|x| *x as f32).collect();
-        let low = padded(&low, r, line);
-        let alone = product_alone(machine, shape, tile, (&own, &low), [b, low_b, bias])?;
+        let low = padded(&low, r, r.next_multiple_of(16));
+        let alone = product_alone(machine, (shape, i), tile, (&own, &low), [b, low_b, bias])?;
         ensure!(group == alone, "group {i} alone gives other bits");
     }
     Ok(())
 }
 
-/// The values of one product of rows that lie behind each other.
+/// The values of one product of a group's rows, which lie behind each other.
 fn product_alone(
     machine: &mut dyn Machine,
-    shape: Shape,
+    (shape, group): (Shape, usize),
     tile: Tile,
     (rows, low): (&[f64], &[f32]),
     [b, low_b, bias]: [&Operand; 3],
 ) -> Result<Vec<f64>> {
-    let Shape { dtype, n, k, r, .. } = shape;
-    let b_rows = n - shape.absent;
+    let Shape { dtype, n, k, .. } = shape;
+    let (r, b_rows) = (shape.r[group], n - shape.absent[group]);
     let m = rows.len() / k;
     if m == 0 {
         return Ok(Vec::new());
@@ -297,7 +323,7 @@ fn product_alone(
         b_rows,
         terms: [Some(term(a.address, k, b, k)), adapter],
         bias: bias.address(),
-        scale: if r > 0 { FACTOR } else { 1.0 },
+        scale: shape.scale(group),
         y: y.address,
         y_line: n,
     };

@@ -118,12 +118,11 @@ impl TwoLayers {
             transpose_b: backward,
             t,
             n,
-            b_rows: n,
             k,
             a,
-            low: None,
-            scale: 1.0,
-            groups: self.groups,
+            s: Address::NULL,
+            s_line: 0,
+            groups: self.groups.map(|group| Group { b_rows: n, ..group }),
             y: on.output(dtype.size_bytes() * t * n)?,
         };
         on.with_scratch(|sms, space| layers.launches(layers.choose(sms), sms, space))
