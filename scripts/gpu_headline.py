@@ -61,11 +61,16 @@ def high_water_mark(pid):
     return int(found[1]) * 1024 if found else 0
 
 
-def children(pid):
+def ranks_of(pid):
+    """The ranks among what a process started: what it only asks something (Python, for its libraries) has no job."""
+    found = []
     try:
-        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except OSError:
-        return []
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            if b"TESSERA_JOB_DIR=" in Path(f"/proc/{child}/environ").read_bytes():
+                found.append(int(child))
+    except OSError:  # one that ended meanwhile
+        pass
+    return found
 
 
 def stop(process):
@@ -78,13 +83,13 @@ def stop(process):
 
 
 def watched(command, log, seconds):
-    """Runs a command; its exit status (None when it was stopped), its text, and VmHWM of each process that it started."""
+    """Runs a command; its exit status (None when it was stopped), its text, and VmHWM of each rank that it started."""
     marks = {}
     with open(log, "w") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
         ends = time.monotonic() + seconds
         while process.poll() is None:
-            for child in children(process.pid):
+            for child in ranks_of(process.pid):
                 marks[child] = max(marks.get(child, 0), high_water_mark(child))
             if time.monotonic() > ends:
                 stop(process)

@@ -54,8 +54,8 @@ pub(super) struct Machine {
 }
 
 impl Machine {
-    /// Of this rank. CUDA's libraries count where the run uses a GPU, cuBLASLt where it multiplies on it; NCCL does not,
-    /// since no run calls it.
+    /// Of this rank. CUDA's libraries count where the run uses a GPU, cuBLASLt where it multiplies on it; NCCL does not:
+    /// the group that is made of it compares its version.
     pub(super) fn of(config: &RunConfig, env: &RankEnv, devices: &dyn Devices) -> Self {
         let mut machine = Self {
             host: host_name(),
