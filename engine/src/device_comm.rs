@@ -145,7 +145,7 @@ pub(crate) struct DeviceComm {
     comm: Option<Arc<dyn Communicator>>,
     /// What peers may read until the next message.
     lent: Vec<Tensor>,
-    /// Inward mark behind the last pulls; 0 before the first.
+    /// The mark of communication behind the last pulls; 0 before the first.
     pulled: u64,
     /// By rank: the mark of its pulls that this device waits for already.
     awaited: Vec<u64>,
@@ -153,6 +153,8 @@ pub(crate) struct DeviceComm {
     changed: bool,
     /// Whether something was gathered that computing does not wait for yet.
     arriving: bool,
+    /// What was gathered for nothing: computing may have its places behind its arrival.
+    unused: Vec<Tensor>,
 }
 
 impl DeviceComm {
@@ -202,7 +204,7 @@ impl DeviceComm {
     fn show(&self, peers: &dyn PeerAccess) -> Result<(Tensor, [u64; 2])> {
         let own = peers.incoming(Shape::new(&[SIGHT]), DType::U8, Tag::Communication)?;
         peers.put(&own, 0, &sight(self.world.rank))?;
-        let words = [peers.offset(&own)?, peers.mark(Lane::Inward)?];
+        let words = [peers.offset(&own)?, peers.mark(Lane::Communication)?];
         Ok((own, words))
     }
 
@@ -212,7 +214,7 @@ impl DeviceComm {
         let all = peers.incoming(Shape::new(&[size * SIGHT]), DType::U8, Tag::Communication)?;
         for (peer, words) in places.iter().enumerate().filter(|(peer, _)| *peer != rank) {
             let word = |at: usize| bytemuck::pod_read_unaligned::<u64>(&words[8 * at..8 * at + 8]);
-            peers.await_mark(Lane::Inward, peer, Lane::Inward, word(1))?;
+            peers.await_mark(Lane::Communication, peer, Lane::Communication, word(1))?;
             peers.pull(peer, word(0), &all, peer * SIGHT..(peer + 1) * SIGHT)?;
         }
         peers.arrive()?;
@@ -275,6 +277,7 @@ impl DeviceComm {
             awaited: vec![0; world.size],
             changed: true,
             arriving: false,
+            unused: Vec::new(),
         }
     }
 
@@ -336,7 +339,7 @@ impl DeviceComm {
         for (peer, words) in all.iter().enumerate() {
             if peer != rank && words[0] != self.awaited[peer] {
                 if let Some(peers) = peers {
-                    peers.await_mark(Lane::Compute, peer, Lane::Inward, words[0])?;
+                    peers.await_mark(Lane::Compute, peer, Lane::Communication, words[0])?;
                 }
                 self.awaited[peer] = words[0];
             }
@@ -356,7 +359,7 @@ impl DeviceComm {
     ) -> Result<Gathered> {
         self.see_changes()?;
         if self.grouped {
-            return self.gather_in_group(unit, own);
+            return self.gather_in_group(unit, own, needed);
         }
         let (rank, shards) = (self.world.rank, self.shards);
         let peers = self.peers()?;
@@ -396,18 +399,25 @@ impl DeviceComm {
                 gathered.push((slot.param, tensor));
             }
         }
-        words.push(peers.mark(Lane::Inward)?);
+        words.push(peers.mark(Lane::Communication)?);
         let all = self.exchange(CommTag::new("gather", unit.0), &words)?;
-        self.lent.extend(lent);
         self.arriving = true;
         if !needed {
+            self.unused.extend(lent.iter().cloned());
+            self.lent.extend(lent);
             return Ok(Gathered::new());
         }
+        self.lent.extend(lent);
         let peers = self.peers()?;
         let first = rank / shards * shards;
         for peer in (first..first + shards).filter(|peer| *peer != rank) {
             let words = &all[peer];
-            peers.await_mark(Lane::Inward, peer, Lane::Inward, words[gathered.len()])?;
+            peers.await_mark(
+                Lane::Communication,
+                peer,
+                Lane::Communication,
+                words[gathered.len()],
+            )?;
             let mut tensors = gathered.iter().zip(words);
             for part in own {
                 let size = part.dtype.size_bytes();
@@ -426,7 +436,7 @@ impl DeviceComm {
                 }
             }
         }
-        self.pulled = peers.mark(Lane::Inward)?;
+        self.pulled = peers.mark(Lane::Communication)?;
         Ok(gathered)
     }
 
@@ -435,6 +445,7 @@ impl DeviceComm {
         if std::mem::take(&mut self.arriving) {
             self.peers()?.arrive()?;
         }
+        self.unused.clear();
         Ok(())
     }
 
@@ -467,7 +478,7 @@ impl DeviceComm {
             start = chunk.end;
             sums.push(self.add_up(group, &produced, &all, chunk)?);
         }
-        self.pulled = self.peers()?.mark(Lane::Inward)?;
+        self.pulled = self.peers()?.mark(Lane::Communication)?;
         Ok(sums)
     }
 
@@ -488,7 +499,7 @@ impl DeviceComm {
             if own {
                 peers.await_own(produced.mark)?;
             } else {
-                peers.await_mark(Lane::Inward, peer, Lane::Compute, words[0])?;
+                peers.await_mark(Lane::Communication, peer, Lane::Compute, words[0])?;
             }
             let place = |part: Range<usize>| {
                 let at = |elem: usize| (peer * elems + elem - chunk.start) * 4;
@@ -528,21 +539,31 @@ impl DeviceComm {
         Ok(sum)
     }
 
-    fn gather_in_group(&mut self, unit: UnitId, own: &[OwnPart<'_>]) -> Result<Gathered> {
+    fn gather_in_group(
+        &mut self,
+        unit: UnitId,
+        own: &[OwnPart<'_>],
+        needed: bool,
+    ) -> Result<Gathered> {
         let rank = self.world.rank;
         self.exchange(CommTag::new("gather", unit.0), &[])?;
         let (peers, library) = (self.peers()?, self.group()?);
-        let mut gathered = Gathered::new();
+        let (mut gathered, mut unused) = (Gathered::new(), Vec::new());
         for part in own {
             let shape = Shape::new(&[part.group.padded_elems]);
             let whole = peers.incoming(shape, part.dtype, Tag::Gathered)?;
             let own = part.group.shard_elems * part.dtype.size_bytes();
             part.weights.put(peers, 0..own, &whole, rank * own)?;
             library.all_gather(&whole)?;
+            if !needed {
+                unused.push(whole);
+                continue;
+            }
             for slot in &part.group.slots {
                 gathered.push((slot.param, whole.narrow(slot.offset, slot.len)?));
             }
         }
+        self.unused.extend(unused);
         self.arriving = true;
         Ok(gathered)
     }

@@ -81,8 +81,8 @@ pub enum EngineError {
     /// A device was to compute with a state that it does not keep.
     #[error("a state does not rest on the device that computes with it")]
     NotResident,
-    /// The thread that updates beside backward ended early.
-    #[error("the thread of early updates ended before its work")]
+    /// A thread that updates beside a pass ended early.
+    #[error("the thread of updates ended before its work")]
     EarlyThread,
     /// A tensor of a lease is still alive while weights are to be written.
     #[error("weights of unit {unit} are still borrowed")]

@@ -82,6 +82,7 @@ mod error;
 pub mod fuzzing;
 mod gradients;
 mod handover;
+mod late;
 mod parallel;
 pub mod plan;
 mod prefetch;

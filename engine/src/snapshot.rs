@@ -24,6 +24,7 @@ impl Zero {
     /// # Errors
     /// When the disk fails.
     pub fn write_state(&mut self, writer: &mut Writer) -> Result<(), EngineError> {
+        self.finish_updates()?;
         let plan = self.plan().clone();
         let rank = self.shard();
         let weight_dtype = plan.config().precision.weight_dtype();
@@ -73,6 +74,7 @@ impl Zero {
     /// is then incomplete and the run must end.
     pub fn restore(&mut self, checkpoint: &Checkpoint, updates: u64) -> Result<(), EngineError> {
         check_trained(self.plan(), checkpoint)?;
+        self.finish_updates()?;
         let plan = self.plan().clone();
         let precision = plan.config().precision;
         for unit in plan.units() {

@@ -29,13 +29,15 @@ impl Times {
 pub struct DeviceTimes {
     /// Work of units' passes, without waits.
     pub compute: Duration,
-    /// Waits of that work for copies to the device.
+    /// Waits of that work for what comes to the device.
     pub waits: Duration,
     /// Copies to the device.
     pub inward: Duration,
     /// Copies from it.
     pub outward: Duration,
-    /// Updates that the processor makes meanwhile, by its clock.
+    /// What comes to it from devices of other ranks.
+    pub communication: Duration,
+    /// Updates that the processor makes meanwhile, by its clock: a late update counts when its unit is back.
     pub updates: Duration,
 }
 
@@ -53,6 +55,7 @@ impl DeviceTimes {
         self.waits += total(DeviceLane::Wait);
         self.inward += total(DeviceLane::Inward);
         self.outward += total(DeviceLane::Outward);
+        self.communication += total(DeviceLane::Communication);
     }
 
     /// What was added since `earlier`.
@@ -63,6 +66,7 @@ impl DeviceTimes {
             waits: self.waits.saturating_sub(earlier.waits),
             inward: self.inward.saturating_sub(earlier.inward),
             outward: self.outward.saturating_sub(earlier.outward),
+            communication: self.communication.saturating_sub(earlier.communication),
             updates: self.updates.saturating_sub(earlier.updates),
         }
     }
@@ -129,6 +133,7 @@ mod tests {
             span(DeviceLane::Compute, 13, 20),
             span(DeviceLane::Inward, 3, 6),
             span(DeviceLane::Outward, 7, 8),
+            span(DeviceLane::Communication, 8, 12),
         ]);
         let millis = Duration::from_millis;
         let want = DeviceTimes {
@@ -136,6 +141,7 @@ mod tests {
             waits: millis(5),
             inward: millis(3),
             outward: millis(1),
+            communication: millis(4),
             updates: Duration::ZERO,
         };
         assert_eq!(times, want);

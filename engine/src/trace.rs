@@ -19,14 +19,18 @@ pub enum Lane {
     Update,
     /// Updates beside backward.
     EarlyUpdate,
+    /// Updates beside the next pass.
+    LateUpdate,
     /// Work of a device apart: from a unit's first to its last.
     Device,
-    /// Waits of that work for copies to the device.
+    /// Waits of that work for what comes to the device.
     DeviceWait,
     /// Copies to a device apart.
     Inward,
     /// Copies from it.
     Outward,
+    /// What comes to it from devices of other ranks.
+    Between,
     /// One thread of the disk queue.
     Disk(u16),
 }
@@ -41,10 +45,12 @@ impl Lane {
             Self::Offload => "offload".into(),
             Self::Update => "update".into(),
             Self::EarlyUpdate => "early update".into(),
+            Self::LateUpdate => "late update".into(),
             Self::Device => "device".into(),
             Self::DeviceWait => "device waits".into(),
             Self::Inward => "to the device".into(),
             Self::Outward => "from the device".into(),
+            Self::Between => "between devices".into(),
             Self::Disk(thread) => format!("disk {thread}"),
         }
     }
@@ -58,11 +64,13 @@ impl Lane {
             Self::Offload => 2,
             Self::Update => 3,
             Self::EarlyUpdate => 4,
-            Self::Device => 5,
-            Self::DeviceWait => 6,
-            Self::Inward => 7,
-            Self::Outward => 8,
-            Self::Disk(thread) => 9 + u32::from(thread),
+            Self::LateUpdate => 5,
+            Self::Device => 6,
+            Self::DeviceWait => 7,
+            Self::Inward => 8,
+            Self::Outward => 9,
+            Self::Between => 10,
+            Self::Disk(thread) => 11 + u32::from(thread),
         }
     }
 }

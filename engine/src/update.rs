@@ -179,6 +179,67 @@ impl Rule<'_> {
     }
 }
 
+/// What of a unit an update reads and writes.
+pub(crate) struct Parts<'p> {
+    pub(crate) gradients: &'p mut Accumulator,
+    /// Resting weights, and the element of the group at which they begin.
+    pub(crate) weights: (&'p mut Region, usize),
+    pub(crate) state: &'p mut UnitState,
+}
+
+impl Rule<'_> {
+    /// Updates a chunk of a unit in place; `gathered` are gradients of its whole group where they are not the ones
+    /// accumulated here.
+    pub(crate) fn step(
+        &self,
+        chunk: &Chunk,
+        reads: Reads,
+        gathered: Option<&[u8]>,
+        parts: Parts<'_>,
+    ) -> Result<()> {
+        let (range, dtype) = (&chunk.range, self.plan.config().precision.weight_dtype());
+        let Parts {
+            gradients,
+            weights: (weights, weights_start),
+            state,
+        } = parts;
+        let weight_access = if self.reads_weights() {
+            Access::Update
+        } else {
+            Access::Write
+        };
+        let mut reads = reads.into_iter();
+        let mut ahead = || reads.next().flatten();
+
+        let (grads_start, grad_dtype) = (gradients.range().start, gradients.dtype());
+        let of_gradients = ahead();
+        let mut grad_window = match gathered {
+            Some(_) => None,
+            None => {
+                let bytes = bytes(range, grads_start, grad_dtype);
+                let region = gradients.region_mut();
+                Some(region.window(bytes, Access::Read, of_gradients)?)
+            }
+        };
+        let grads: &[u8] = match (gathered, &mut grad_window) {
+            (Some(all), _) => &all[bytes(range, 0, grad_dtype)],
+            (None, Some(window)) => window.as_mut_bytes(),
+            (None, None) => &[],
+        };
+
+        let weight_bytes = bytes(range, weights_start, dtype);
+        let weight_window = weights.window(weight_bytes, weight_access, ahead())?;
+        let state_start = state.range().start;
+        let mut state_windows: Vec<(DType, Window<'_>)> = Vec::new();
+        for (_, dtype, region) in state.kinds_mut() {
+            let bytes = bytes(range, state_start, dtype);
+            let window = region.window(bytes, Access::Update, ahead())?;
+            state_windows.push((dtype, window));
+        }
+        self.apply(chunk, grads, weight_window, state_windows)
+    }
+}
+
 /// What one rank steps behind the pass: its store, with the rule.
 pub(crate) struct Update<'a> {
     pub(crate) rule: Rule<'a>,
@@ -251,44 +312,14 @@ impl Update<'_> {
         if let Some(device) = self.device {
             return self.step_on_device(device, chunk, gathered);
         }
-        let Chunk { unit, range } = chunk;
-        let dtype = self.rule.plan.config().precision.weight_dtype();
-        let weight_access = if self.rule.reads_weights() {
-            Access::Update
-        } else {
-            Access::Write
+        let start = self.store.resting(chunk.unit, GroupKind::Trainable).start;
+        let (gradients, weights, state) = self.store.of_update(chunk.unit)?;
+        let parts = Parts {
+            gradients,
+            weights: (weights, start),
+            state,
         };
-        let weights_start = self.store.resting(*unit, GroupKind::Trainable).start;
-        let (gradients, weights, state) = self.store.of_update(*unit)?;
-        let mut reads = reads.into_iter();
-        let mut ahead = || reads.next().flatten();
-
-        let (grads_start, grad_dtype) = (gradients.range().start, gradients.dtype());
-        let of_gradients = ahead();
-        let mut grad_window = match gathered {
-            Some(_) => None,
-            None => {
-                let bytes = bytes(range, grads_start, grad_dtype);
-                let region = gradients.region_mut();
-                Some(region.window(bytes, Access::Read, of_gradients)?)
-            }
-        };
-        let grads: &[u8] = match (gathered, &mut grad_window) {
-            (Some(all), _) => &all[bytes(range, 0, grad_dtype)],
-            (None, Some(window)) => window.as_mut_bytes(),
-            (None, None) => &[],
-        };
-
-        let weight_bytes = bytes(range, weights_start, dtype);
-        let weight_window = weights.window(weight_bytes, weight_access, ahead())?;
-        let state_start = state.range().start;
-        let mut state_windows: Vec<(DType, Window<'_>)> = Vec::new();
-        for (_, dtype, region) in state.kinds_mut() {
-            let bytes = bytes(range, state_start, dtype);
-            let window = region.window(bytes, Access::Update, ahead())?;
-            state_windows.push((dtype, window));
-        }
-        self.rule.apply(chunk, grads, weight_window, state_windows)
+        self.rule.step(chunk, reads, gathered, parts)
     }
 }
 

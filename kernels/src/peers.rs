@@ -15,13 +15,8 @@ use std::time::Duration;
 pub enum Lane {
     /// What computes.
     Compute,
-    /// What brings bytes in, beside computing.
-    Inward,
-}
-
-impl Lane {
-    /// Both.
-    pub const ALL: [Self; 2] = [Self::Compute, Self::Inward];
+    /// What ranks tell each other, beside computing and beside copies from the host.
+    Communication,
 }
 
 /// A device among those of other ranks. Calls queue and return, but for [`PeerAccess::name`] and [`PeerAccess::join`].
@@ -38,37 +33,37 @@ pub trait PeerAccess: Send + Sync + std::fmt::Debug {
     /// When a device cannot be reached from this one.
     fn join(&self, rank: usize, names: &[Vec<u8>]) -> Result<()>;
 
-    /// A tensor with unspecified contents, for the inward lane to fill.
+    /// A tensor with unspecified contents, for communication and copies from the host to fill.
     ///
     /// # Errors
     /// When the pool is full or the device fails.
     fn incoming(&self, shape: Shape, dtype: DType, tag: Tag) -> Result<Tensor>;
 
-    /// Inward: host bytes into an incoming tensor, from its byte `at` on.
+    /// Host bytes into an incoming tensor, from its byte `at` on; communication goes on behind them.
     ///
     /// # Errors
     /// When they do not fit or the device fails.
     fn put(&self, to: &Tensor, at: usize, bytes: &[u8]) -> Result<()>;
 
-    /// Inward: zeros into the bytes `range` of an incoming tensor.
+    /// Communication: zeros into the bytes `range` of an incoming tensor.
     ///
     /// # Errors
     /// When they lie outside or the device fails.
     fn clear(&self, to: &Tensor, range: Range<usize>) -> Result<()>;
 
-    /// Inward: the bytes `range` of an incoming tensor from those of a tensor of this device, from its byte `at` on.
+    /// Communication: the bytes `range` of an incoming tensor from those of a tensor of this device, from its byte `at` on.
     ///
     /// # Errors
     /// When they lie outside or the device fails.
     fn take(&self, from: &Tensor, at: usize, to: &Tensor, range: Range<usize>) -> Result<()>;
 
-    /// Inward: the bytes `range` of an incoming tensor from those at `offset` of the memory of another rank.
+    /// Communication: the bytes `range` of an incoming tensor from those at `offset` of the memory of another rank.
     ///
     /// # Errors
     /// When they lie outside or the device fails.
     fn pull(&self, peer: usize, offset: u64, to: &Tensor, range: Range<usize>) -> Result<()>;
 
-    /// Computing goes on behind everything that is queued inward.
+    /// Computing goes on behind all communication that is queued.
     ///
     /// # Errors
     /// When the device fails.
@@ -93,14 +88,14 @@ pub trait PeerAccess: Send + Sync + std::fmt::Debug {
     /// When the device fails.
     fn await_mark(&self, lane: Lane, peer: usize, of: Lane, number: u64) -> Result<()>;
 
-    /// The inward lane goes on behind this device's own mark `number` of what computes.
+    /// Communication goes on behind this device's own mark `number` of what computes.
     ///
     /// # Errors
     /// When the device fails.
     fn await_own(&self, number: u64) -> Result<()>;
 }
 
-/// A device in a group whose collectives a library runs, on the inward lane (NCCL). Every rank issues the same ones in
+/// A device in a group whose collectives a library runs, beside its computing (NCCL). Every rank issues the same ones in
 /// the same order.
 pub trait GroupAccess: Send + Sync + std::fmt::Debug {
     /// The library's version.
@@ -122,13 +117,13 @@ pub trait GroupAccess: Send + Sync + std::fmt::Debug {
     /// When the ranks do not reach each other, or do not come in time.
     fn join(&self, id: &[u8], rank: usize, size: usize, deadline: Duration) -> Result<()>;
 
-    /// Inward: every rank's part of an incoming tensor, one rank's behind the other's; its own is there.
+    /// Communication: every rank's part of an incoming tensor, one rank's behind the other's; its own is there.
     ///
     /// # Errors
     /// When it cannot be divided or the library fails.
     fn all_gather(&self, whole: &Tensor) -> Result<()>;
 
-    /// Inward: into the incoming tensor `to` this rank's part of the sum over all ranks of `from`, both f32.
+    /// Communication: into the incoming tensor `to` this rank's part of the sum over all ranks of `from`, both f32.
     ///
     /// # Errors
     /// When `from` has not as many parts as there are ranks or the library fails.

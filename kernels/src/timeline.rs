@@ -7,12 +7,14 @@ use std::time::{Duration, Instant};
 pub enum DeviceLane {
     /// Its work, from one label to the next, waits included.
     Compute,
-    /// The work's waits for copies to the device.
+    /// The work's waits for what comes to the device.
     Wait,
     /// Copies to the device.
     Inward,
     /// Copies from the device.
     Outward,
+    /// What comes from other ranks.
+    Communication,
 }
 
 /// A stretch of a device's time.

@@ -213,6 +213,9 @@ pub struct ZeroConfig {
     /// Updates that begin while backward runs; `None` begins them all behind it.
     #[serde(default)]
     pub early_step: Option<EarlyStep>,
+    /// Whether updates of states in host memory may go on beside the next pass, unit by unit in front of it ([`Plan::steps_late`]).
+    #[serde(default)]
+    pub late_step: bool,
     /// Seed of stochastic rounding.
     pub seed: u64,
 }
@@ -254,6 +257,7 @@ impl Default for ZeroConfig {
             sub_group_elems: 1 << 24,
             max_grad_norm: None,
             early_step: None,
+            late_step: false,
             seed: 0,
         }
     }

@@ -144,6 +144,8 @@ impl Store {
         if group.is_empty() {
             return Ok(());
         }
+        // Units whose weights a pass did not need may be at the thread still.
+        self.await_update(unit)?;
         let mut bucket = match self.units[unit.index()].bucket.take() {
             Some(bucket) => bucket,
             None => Bucket::new(group.slots.len()),

@@ -160,7 +160,7 @@ impl Store {
     }
 
     fn take_back(&mut self, job: Job) -> Result<()> {
-        self.early_time += job.took;
+        self.update_time += job.took;
         let parts = &mut self.units[job.unit.index()];
         parts.state = Some(job.state);
         match job.gradients {

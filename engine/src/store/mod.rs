@@ -8,6 +8,7 @@
 mod ahead;
 mod buckets;
 mod early;
+mod late;
 
 use buckets::{Bucket, PendingReduce};
 
@@ -17,6 +18,7 @@ use crate::device_comm::{DeviceComm, Gathered, Own, OwnPart};
 use crate::early::{EarlyRun, JOBS};
 use crate::error::EngineError;
 use crate::gradients::{Accumulator, Moment};
+use crate::late::LateRun;
 use crate::plan::{Entry, GroupKind, Pass, PassKind, Plan, StateKind, Tier, UnitPlan, Visit};
 use crate::prefetch::WeightReads;
 use crate::spec::{ParamId, UnitId};
@@ -70,6 +72,8 @@ struct Unit {
     gradients: Option<Accumulator>,
     state: Option<UnitState>,
     early: Early,
+    /// At the thread of late updates, with gradients, state and the weights that belong at this place.
+    updating: Option<usize>,
 }
 
 /// What an early update of a unit has come to since the gradients were cleared.
@@ -102,8 +106,9 @@ pub(crate) struct Store {
     moment: Moment,
     copies: CopyClock,
     early: Option<EarlyRun>,
-    /// Time of the thread of early updates so far.
-    early_time: Duration,
+    late: Option<LateRun>,
+    /// Time of the threads of early and late updates so far.
+    update_time: Duration,
     /// Where gradients wait that are consumed as they come.
     waiting: Vec<Region>,
 }
@@ -147,6 +152,7 @@ impl Store {
                 gradients,
                 state: None,
                 early: Early::default(),
+                updating: None,
             });
         }
         for unit in plan.units() {
@@ -175,7 +181,8 @@ impl Store {
             moment,
             copies: CopyClock::default(),
             early: None,
-            early_time: Duration::ZERO,
+            late: None,
+            update_time: Duration::ZERO,
             waiting,
         })
     }
@@ -361,9 +368,9 @@ impl Store {
         self.copies.total()
     }
 
-    /// Time of the thread of early updates so far.
-    pub(crate) fn early_time(&self) -> Duration {
-        self.early_time
+    /// Time of the threads of early and late updates so far.
+    pub(crate) fn update_time(&self) -> Duration {
+        self.update_time
     }
 
     fn entry_at_cursor(&self) -> Option<Entry> {
@@ -441,6 +448,7 @@ impl Store {
     }
 
     fn start_gather(&mut self, unit: UnitId) -> Result<()> {
+        self.await_update(unit)?;
         self.settle_weights()?;
         let rank = self.plan.shard_of(self.comm.world().rank);
         let dtype = self.weight_dtype();
@@ -473,6 +481,7 @@ impl Store {
 
     /// Takes part in the devices' gather of `unit`.
     fn gather_on_device(&mut self, unit: UnitId, needed: bool) -> Result<()> {
+        self.await_update(unit)?;
         let dtype = self.weight_dtype();
         let Some(device) = &mut self.device else {
             return Ok(());
@@ -521,6 +530,7 @@ impl Store {
     }
 
     fn make_resident(&mut self, unit: UnitId) -> Result<()> {
+        self.await_update(unit)?;
         let visits = self.pass.as_ref().and_then(|pass| pass.visits);
         let in_place = !self.plan.leases_copy();
         self.gather_at_cursor()?;

@@ -29,7 +29,7 @@ impl Zero {
     pub fn device_times(&self) -> DeviceTimes {
         let mut times = self.device_times;
         if self.backend.device().is_apart() {
-            times.updates = self.store.borrow().early_time();
+            times.updates = self.store.borrow().update_time();
         }
         times
     }
@@ -52,6 +52,7 @@ impl Zero {
                 DeviceLane::Wait => Lane::DeviceWait,
                 DeviceLane::Inward => Lane::Inward,
                 DeviceLane::Outward => Lane::Outward,
+                DeviceLane::Communication => Lane::Between,
             };
             let when = (span.start, span.length);
             self.trace().add(lane, when, || match lane {

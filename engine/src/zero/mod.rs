@@ -10,7 +10,7 @@ use crate::comm::{Communicator, Tag as CommTag};
 use crate::device_comm::{DeviceComm, How};
 use crate::device_step::DeviceStep;
 use crate::error::EngineError;
-use crate::plan::{GroupKind, PassKind, Plan, UnitPlan, Visit};
+use crate::plan::{GroupKind, PassKind, Plan, Tier, UnitPlan, Visit};
 use crate::spec::{ParamId, UnitId};
 use crate::spill::SpillStats;
 use crate::store::{Store, lease_of};
@@ -72,6 +72,8 @@ pub struct Zero {
     activations: Option<Activations>,
     /// Where a device steps what it keeps.
     device_step: Option<DeviceStep>,
+    /// Whether updates go on beside the next pass.
+    steps_late: bool,
     pub(crate) store: RefCell<Store>,
     pub(crate) step: u64,
     totals: Totals,
@@ -132,6 +134,11 @@ impl Zero {
         } else {
             None
         };
+        // A device's own memory is written in the order of its work.
+        let offload = plan.config().offload;
+        let there =
+            tiers.are_resident() && [offload.param, offload.optimizer].contains(&Tier::Device);
+        let steps_late = plan.steps_late() && !there;
         let activations = Activations::new(plan.config().offload.activation, tiers.clone())
             .map(|keeper| keeper.of(&*backend));
         Ok(Self {
@@ -142,6 +149,7 @@ impl Zero {
             activations,
             tiers,
             device_step,
+            steps_late,
             store: RefCell::new(store),
             step: 0,
             totals: Totals::default(),
@@ -212,6 +220,7 @@ impl Zero {
     where
         E: Into<Box<dyn std::error::Error + Send + Sync>>,
     {
+        self.finish_updates()?;
         let plan = self.plan.clone();
         let mut chunk = Vec::new();
         for unit in plan.units() {
@@ -286,6 +295,14 @@ impl Zero {
         Ok(())
     }
 
+    /// Waits for updates that go on beside the next pass, where any do; whatever reads or writes states does so itself.
+    ///
+    /// # Errors
+    /// When an update failed.
+    pub fn finish_updates(&mut self) -> Result<()> {
+        self.store.get_mut().finish_updates()
+    }
+
     /// Runs `visit` with the weights of every unit in host memory, in forward order; all ranks must call it.
     ///
     /// # Errors
@@ -343,7 +360,8 @@ impl Zero {
     /// When the disk fails.
     pub fn state_bytes(&self) -> Result<Vec<u8>> {
         let mut all = Vec::new();
-        let store = self.store.borrow();
+        let mut store = self.store.borrow_mut();
+        store.finish_updates()?;
         let states = self.plan.units().iter().filter_map(|u| store.state(u.id));
         for (_, _, region) in states.flat_map(|state| state.kinds()) {
             let start = all.len();

@@ -57,6 +57,8 @@ impl Zero {
     /// # Errors
     /// When communication fails.
     pub fn step_scaled(&mut self, lr: f64, loss_scale: f64) -> Result<StepReport> {
+        // Units that the pass had no use for.
+        self.finish_updates()?;
         self.read_device()?;
         let announced = self.store.get_mut().end_early()?;
         self.reduce_accumulated()?;
@@ -235,6 +237,10 @@ impl Zero {
         let on_disk = [config.offload.param, config.offload.optimizer].contains(&Tier::Nvme);
         let mut units = self.trainable_units();
         units.retain(|unit| !done.contains(unit));
+        if self.steps_late {
+            let store = self.store.get_mut();
+            return store.step_late(units.into_iter(), &self.optimizer, scalars);
+        }
         let ranges = units.into_iter().map(|unit| (unit, self.updated(unit)));
         let chunks = chunks(ranges, config.sub_group_elems, on_disk);
         let comm = self.comm.clone();
@@ -298,6 +304,7 @@ impl Zero {
     /// # Errors
     /// When communication fails.
     pub fn gradients(&mut self) -> Result<Vec<(ParamId, Vec<f32>)>> {
+        self.finish_updates()?;
         let sharded = self.plan.config().shards_gradients();
         let plan = self.plan.clone();
         let mut out = Vec::new();
@@ -337,10 +344,10 @@ fn gathered_gradients(
     store: &mut Store,
     unit: UnitId,
 ) -> Result<Option<ReadBuffer>> {
-    let config = plan.config();
-    if config.stage.shards_optimizer() || !config.shards_gradients() {
+    if !plan.gathers_gradients() {
         return Ok(None);
     }
+    let config = plan.config();
     let dtype = config.grad_dtype();
     let group = &plan.unit(unit).trainable;
     let shard = group.shard(plan.shard_of(comm.world().rank));

@@ -5,8 +5,8 @@ use crate::toy;
 use crate::toy::{Case, announce, engine_for, load_initial, micro_batch, run_world, train_step};
 use engine::{EarlyStep, EngineError, GradDtype, Offload, Precision, StepReport, Tier, Zero};
 
-const ALL: u64 = u64::MAX;
-const OFFLOADS: [Offload; 4] = [
+pub(crate) const ALL: u64 = u64::MAX;
+pub(crate) const OFFLOADS: [Offload; 4] = [
     Offload::states(Tier::Device),
     Offload::CPU,
     Offload {
@@ -19,14 +19,14 @@ const OFFLOADS: [Offload; 4] = [
 
 /// Everything that a run leaves on one rank.
 #[derive(Debug, PartialEq)]
-struct Left {
+pub(crate) struct Left {
     weights: Vec<Vec<u32>>,
     /// Their hash: a difference would fill the screen.
     states: blake3::Hash,
     reports: Vec<StepReport>,
 }
 
-fn left(zero: &Zero, reports: Vec<StepReport>) -> Left {
+pub(crate) fn left(zero: &Zero, reports: Vec<StepReport>) -> Left {
     Left {
         weights: toy::weight_bits(zero),
         states: blake3::hash(&zero.state_bytes().unwrap()),
@@ -35,7 +35,7 @@ fn left(zero: &Zero, reports: Vec<StepReport>) -> Left {
 }
 
 /// What every rank is left with after the case's steps.
-fn run(case: &Case) -> Vec<Left> {
+pub(crate) fn run(case: &Case) -> Vec<Left> {
     run_world(case.world, |comm| {
         let mut zero = engine_for(case, comm).unwrap();
         load_initial(&mut zero);
@@ -45,7 +45,7 @@ fn run(case: &Case) -> Vec<Left> {
     })
 }
 
-fn early(case: &Case, most_elems: u64) -> Case {
+pub(crate) fn early(case: &Case, most_elems: u64) -> Case {
     let mut case = case.clone();
     case.config.early_step = Some(EarlyStep {
         most_elems,

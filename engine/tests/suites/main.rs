@@ -12,5 +12,6 @@ mod checks;
 mod early_step;
 mod hostile;
 mod invariants;
+mod late_step;
 mod rehearsal;
 mod toy;

@@ -41,17 +41,20 @@ pub(super) struct Copies {
     pub(super) inward: Arc<CudaStream>,
     /// Gradients from it.
     pub(super) outward: Arc<CudaStream>,
+    /// Other ranks' bytes, by the devices or a library.
+    pub(super) communication: Arc<CudaStream>,
     pub(super) large: Ring,
     pub(super) small: Ring,
     pub(super) back: Ring,
 }
 
 impl Copies {
-    pub(super) fn new(gpu: &Gpu, streams: [Arc<CudaStream>; 2]) -> Result<Self> {
-        let [inward, outward] = streams;
+    pub(super) fn new(gpu: &Gpu, streams: [Arc<CudaStream>; 3]) -> Result<Self> {
+        let [inward, outward, communication] = streams;
         Ok(Self {
             inward,
             outward,
+            communication,
             large: Ring::new(gpu, LARGE_CHUNKS, LARGE)?,
             small: Ring::new(gpu, SMALL_CHUNKS, SMALL)?,
             back: Ring::new(gpu, LARGE_CHUNKS, LARGE)?,

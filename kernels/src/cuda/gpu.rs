@@ -179,7 +179,7 @@ impl Gpu {
             return Ok(copies);
         }
         let stream = || self.context.new_stream().during("creating a stream");
-        let copies = Copies::new(self, [stream()?, stream()?])?;
+        let copies = Copies::new(self, [stream()?, stream()?, stream()?])?;
         Ok(self.copies.get_or_init(|| copies))
     }
 

@@ -1,4 +1,4 @@
-//! A GPU in an NCCL group, whose operations run on its stream of copies in.
+//! A GPU in an NCCL group, whose operations run on its stream of communication.
 //!
 //! A rank that is gone leaves the others' operations waiting on their GPUs for ever. So whoever waits for the device asks
 //! the library for errors meanwhile, and ends the group when an operation takes too long. Ranks join under the same
@@ -42,10 +42,10 @@ impl Group {
     pub(super) fn wait(&self, event: &CudaEvent) -> Result<()> {
         let deadline = self.lock().as_ref().map(|member| member.deadline);
         let Some(deadline) = deadline else {
-            return event.synchronize().during("waiting for a copy");
+            return event.synchronize().during("waiting for the GPU");
         };
         let started = Instant::now();
-        while !event.try_is_complete().during("waiting for a copy")? {
+        while !event.try_is_complete().during("waiting for the GPU")? {
             let mut group = self.lock();
             let Some(member) = group.as_ref() else {
                 return Err(ended("the group has ended"));
@@ -80,7 +80,7 @@ impl Gpu {
     fn in_group(&self, run: impl FnOnce(&Communicator) -> Result<()>) -> Result<(), Cause> {
         let group = self.group_state().lock();
         let member = group.as_ref().ok_or_else(|| ended("there is no group"))?;
-        run(&member.communicator)?;
+        self.communicate(|_| run(&member.communicator))?;
         Ok(member.communicator.check()?)
     }
 }
@@ -97,8 +97,8 @@ impl GroupExecutor for Gpu {
     fn join(&self, id: &[u8], rank: usize, size: usize, deadline: Duration) -> Result<(), Cause> {
         let id: [u8; UNIQUE_ID_BYTES] = id.try_into()?;
         let (rank, world) = (u32::try_from(rank)?, u32::try_from(size)?);
-        let inward = &self.copies()?.inward;
-        let communicator = self.nccl()?.join(inward, id, (rank, world), deadline)?;
+        let stream = &self.copies()?.communication;
+        let communicator = self.nccl()?.join(stream, id, (rank, world), deadline)?;
         *self.group_state().lock() = Some(Member {
             communicator,
             size,

@@ -7,12 +7,14 @@ use std::sync::{Arc, Mutex, PoisonError};
 use cudarc::driver::sys::{self, CUevent_flags, CUipcMem_flags_enum};
 use cudarc::driver::{CudaContext, result};
 
+use super::backend::gpu::{event, moment, order};
 use super::backend::{Cause, Moment, PeerExecutor};
 use super::error::{DriverResult, Result};
 use super::gpu::Gpu;
 use super::launch::Address;
 use super::transfer::HANDLE_BYTES;
 use crate::peers::Lane;
+use crate::timeline::DeviceLane;
 
 /// Marks of a lane that are kept. Ranks exchange messages between marks, so that few are ever waited for.
 const MARKS: usize = 64;
@@ -138,16 +140,28 @@ impl Gpu {
     fn lane(&self, lane: Lane) -> Result<sys::CUstream, Cause> {
         Ok(match lane {
             Lane::Compute => self.stream().cu_stream(),
-            Lane::Inward => self.copies()?.inward.cu_stream(),
+            Lane::Communication => self.copies()?.communication.cu_stream(),
         })
     }
 
-    fn order(&self, lane: Lane, event: &Event) -> Result<(), Cause> {
+    fn wait_for(&self, lane: Lane, event: &Event) -> Result<(), Cause> {
         let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
         // SAFETY: the event is alive, and the stream this GPU's.
         unsafe { result::stream::wait_event(self.lane(lane)?, event.raw, flags) }
             .during("ordering queues of GPUs")?;
         Ok(())
+    }
+
+    /// Queues what comes from other ranks.
+    pub(super) fn communicate(
+        &self,
+        queue: impl FnOnce(sys::CUstream) -> Result<()>,
+    ) -> Result<(), Cause> {
+        let stream = &self.copies()?.communication;
+        let began = self.timeline.stamp(stream)?;
+        queue(stream.cu_stream())?;
+        let lane = DeviceLane::Communication;
+        Ok(self.timeline.end(lane, began, stream)?)
     }
 
     fn open_peer(&self, name: &[u8]) -> Result<Member, Cause> {
@@ -209,18 +223,22 @@ impl PeerExecutor for Gpu {
         Ok(())
     }
 
-    fn inward_behind(&self, moment: &Moment) -> Result<(), Cause> {
-        self.wait_inward(moment)
+    fn incoming_behind(&self, moment: &Moment) -> Result<(), Cause> {
+        let copies = self.copies()?;
+        let behind = event(moment)?;
+        order(&copies.inward, behind)?;
+        order(&copies.communication, behind)
     }
 
     unsafe fn put(&self, to: Address, bytes: &[u8]) -> Result<(), Cause> {
-        let copies = self.copies()?;
         // SAFETY: the caller vouches for the range.
-        Ok(unsafe { copies.large.send(self, &copies.inward, to, bytes) }?)
+        unsafe { self.copy_in(to, bytes) }?;
+        let copies = self.copies()?;
+        order(&copies.communication, &moment(&copies.inward)?)
     }
 
     unsafe fn clear(&self, at: Address, bytes: u64) -> Result<(), Cause> {
-        let lane = self.lane(Lane::Inward)?;
+        let lane = self.lane(Lane::Communication)?;
         // SAFETY: the caller vouches for the range.
         unsafe { result::memset_d8_async(at.0, 0, bytes as usize, lane) }
             .during("clearing memory")?;
@@ -228,7 +246,7 @@ impl PeerExecutor for Gpu {
     }
 
     unsafe fn take(&self, from: Address, to: Address, bytes: u64) -> Result<(), Cause> {
-        let lane = self.lane(Lane::Inward)?;
+        let lane = self.lane(Lane::Communication)?;
         // SAFETY: the caller vouches for both ranges.
         unsafe { result::memcpy_dtod_async(to.0, from.0, bytes as usize, lane) }
             .during("copying on the GPU")?;
@@ -237,15 +255,15 @@ impl PeerExecutor for Gpu {
 
     unsafe fn pull(&self, peer: usize, offset: u64, to: Address, bytes: u64) -> Result<(), Cause> {
         let start = self.member(peer)?.memory.start;
-        let lane = self.lane(Lane::Inward)?;
-        // SAFETY: the caller vouches for both ranges.
-        unsafe { result::memcpy_dtod_async(to.0, start + offset, bytes as usize, lane) }
-            .during("copying from another rank's GPU")?;
-        Ok(())
+        self.communicate(|lane| {
+            // SAFETY: the caller vouches for both ranges.
+            unsafe { result::memcpy_dtod_async(to.0, start + offset, bytes as usize, lane) }
+                .during("copying from another rank's GPU")
+        })
     }
 
     fn arrive(&self) -> Result<(), Cause> {
-        self.wait_for_inward()
+        self.work_behind(&self.copies()?.communication)
     }
 
     fn mark(&self, lane: Lane) -> Result<u64, Cause> {
@@ -259,11 +277,11 @@ impl PeerExecutor for Gpu {
 
     fn await_mark(&self, lane: Lane, peer: usize, of: Lane, number: u64) -> Result<(), Cause> {
         let member = self.member(peer)?;
-        self.order(lane, &member.marks[of as usize][place(number)])
+        self.wait_for(lane, &member.marks[of as usize][place(number)])
     }
 
     fn await_own(&self, number: u64) -> Result<(), Cause> {
         let marks = &self.peers()?.marks[Lane::Compute as usize];
-        self.order(Lane::Inward, &marks[place(number)])
+        self.wait_for(Lane::Communication, &marks[place(number)])
     }
 }

@@ -1,6 +1,7 @@
 //! Stretches of a GPU's time between events on its streams.
 
 use super::error::{DriverResult, Result};
+use super::group::Group;
 use crate::timeline::{DeviceLane, DeviceSpan};
 use cudarc::driver::sys::CUevent_flags;
 use cudarc::driver::{CudaEvent, CudaStream};
@@ -18,10 +19,10 @@ struct Measured {
 }
 
 impl Measured {
-    /// Begins at the present moment: the stream is waited for.
-    fn begin(stream: &CudaStream) -> Result<Self> {
+    /// Begins at the present moment: the stream is waited for, no longer than `group` allows.
+    fn begin(stream: &CudaStream, group: &Group) -> Result<Self> {
         let event = timed(stream)?;
-        event.synchronize().during("waiting for the GPU")?;
+        group.wait(&event)?;
         Ok(Self {
             origin: (event, Instant::now()),
             open: None,
@@ -46,10 +47,10 @@ impl Timeline {
     }
 
     /// Starts to measure, or stops and forgets.
-    pub(super) fn measure(&self, on: bool, stream: &CudaStream) -> Result<()> {
+    pub(super) fn measure(&self, on: bool, stream: &CudaStream, group: &Group) -> Result<()> {
         let mut measured = self.lock();
         match (on, measured.is_some()) {
-            (true, false) => *measured = Some(Measured::begin(stream)?),
+            (true, false) => *measured = Some(Measured::begin(stream, group)?),
             (false, true) => *measured = None,
             _ => {}
         }
@@ -90,17 +91,19 @@ impl Timeline {
     }
 
     /// What was measured since the last call; waits for the GPU. Work that has not been ended goes on behind it.
-    pub(super) fn take(&self, stream: &CudaStream) -> Result<Vec<DeviceSpan>> {
+    pub(super) fn take(&self, stream: &CudaStream, group: &Group) -> Result<Vec<DeviceSpan>> {
         let mut guard = self.lock();
         let Some(measured) = &mut *guard else {
             return Ok(Vec::new());
         };
-        let next = Measured::begin(stream)?;
+        let next = Measured::begin(stream, group)?;
         let done = std::mem::replace(measured, next);
         measured.open = done.open;
         let (event, at) = done.origin;
-        // Both events are waited for.
+        // Other streams may be behind this one, and may wait for ranks that are gone.
         let since = |from: &CudaEvent, to: &CudaEvent| -> Result<Duration> {
+            group.wait(from)?;
+            group.wait(to)?;
             let milliseconds = from.elapsed_ms(to).during("reading a GPU's clock")?;
             Ok(Duration::from_secs_f64(
                 f64::from(milliseconds.max(0.0)) / 1e3,

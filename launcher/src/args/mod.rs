@@ -25,9 +25,9 @@ use clap::{CommandFactory, Parser};
 
 use crate::config::{
     Collectives, CudaGraph, DataFormatChoice, DeviceChoice, EarlyStep, Fault, GradDtype,
-    InitChoice, LrScale, NvmeIo, Offload, PrecisionChoice, PureBf16Moments, PureBf16Weights,
-    Recompute, ReportTo, RopeChoice, Scheduler, SchedulerKwargs, Strategy, TemplateChoice,
-    UploadAhead, Workers,
+    InitChoice, LateStep, LrScale, NvmeIo, Offload, PrecisionChoice, PureBf16Moments,
+    PureBf16Weights, Recompute, ReportTo, RopeChoice, Scheduler, SchedulerKwargs, Strategy,
+    TemplateChoice, UploadAhead, Workers,
 };
 use crate::error_format::ErrorFormat;
 use crate::exit::Failure;
@@ -156,6 +156,9 @@ pub struct Args {
         help_heading = "Memory and ranks"
     )]
     pub early_step: Option<EarlyStep>,
+    /// Whether units are updated while the next pass begins, each before it is used: auto does so beside GPUs with weights and optimizer in host memory; no result depends on it
+    #[arg(long, value_enum, help_heading = "Memory and ranks")]
+    pub late_step: Option<LateStep>,
     /// Longest wait of a rank for another, in seconds
     #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..), help_heading = "Memory and ranks")]
     pub comm_timeout: Option<u64>,
@@ -696,7 +699,7 @@ mod tests {
             names.join(" "),
             "adam-beta1 adam-beta2 adam-epsilon bf16 checkpoint-activations checkpoint-num-layers collectives comm-timeout config cuda-graph data data-format data-workers deepspeed device \
              device-memory-limit early-step elastic error-format eval-data eval-steps eval-strategy exclude find-batch fp16 freeze global-batch grad-dtype \
-             gradient-accumulation-steps gradient-checkpointing host-memory-limit hostfile hysteresis include init initial-scale-power inject learning-rate \
+             gradient-accumulation-steps gradient-checkpointing host-memory-limit hostfile hysteresis include init initial-scale-power inject late-step learning-rate \
              limit logging-steps logging-strategy lora-alpha lora-dropout lora-layers lora-per-projection lora-rank \
              lora-target-modules loss-scale loss-scale-window lr lr-scale lr-scheduler-kwargs lr-scheduler-type max-grad-norm max-restarts max-slice-nums max-steps min-loss-scale model \
              model-max-length modules-to-save no-decay nproc num-train-epochs nvme-io offload output \

@@ -10,6 +10,7 @@ mod defaults;
 mod early;
 mod fault;
 pub(crate) mod file;
+mod late;
 mod numbers;
 mod offload;
 mod resolve;
@@ -36,6 +37,7 @@ pub(crate) use defaults::DEVICE;
 pub use defaults::{DEMO, Defaults, MODEL};
 pub use early::EarlyStep;
 pub use fault::{Fault, FaultKind, FaultPhase, NotFinite};
+pub use late::LateStep;
 pub use numbers::{GradDtype, Numbers, PureBf16Moments, PureBf16Weights, check_family};
 pub use offload::{NvmeIo, Offload, Tier};
 pub(crate) use resolve::resolve_on;
@@ -282,6 +284,9 @@ pub struct RunConfig {
     /// Updates that begin while backward runs.
     #[serde(default)]
     pub early_step: EarlyStep,
+    /// Updates that go on beside the next pass.
+    #[serde(default)]
+    pub late_step: LateStep,
     /// Number of ranks.
     pub nproc: usize,
     /// How many of them are on this machine; `None` is all.

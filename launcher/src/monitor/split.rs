@@ -96,21 +96,31 @@ impl StepSplit {
 pub struct DeviceSplit {
     /// Work of passes, without waits.
     pub compute: f64,
-    /// Waits of that work for copies to the device.
+    /// Waits of that work for what comes to the device.
     pub waits: f64,
     /// Copies to the device.
     pub inward: f64,
     /// Copies from the device.
     pub outward: f64,
+    /// What comes from devices of other ranks.
+    #[serde(default)]
+    pub communication: f64,
     /// Updates that the processor makes meanwhile.
     pub updates: f64,
 }
 
 impl DeviceSplit {
     /// Names of the parts, in the order of the fields.
-    pub const NAMES: [&str; Self::PARTS] = ["compute", "waits", "inward", "outward", "updates"];
+    pub const NAMES: [&str; Self::PARTS] = [
+        "compute",
+        "waits",
+        "inward",
+        "outward",
+        "communication",
+        "updates",
+    ];
     /// How many parts there are.
-    pub const PARTS: usize = 5;
+    pub const PARTS: usize = 6;
 
     /// The parts in the order of the fields.
     pub fn values(&self) -> [f64; Self::PARTS] {
@@ -119,6 +129,7 @@ impl DeviceSplit {
             self.waits,
             self.inward,
             self.outward,
+            self.communication,
             self.updates,
         ]
     }
@@ -131,7 +142,8 @@ impl DeviceSplit {
             waits: at(1),
             inward: at(2),
             outward: at(3),
-            updates: at(4),
+            communication: at(4),
+            updates: at(5),
         }
     }
 
@@ -152,6 +164,7 @@ impl From<DeviceTimes> for DeviceSplit {
             waits: times.waits.as_secs_f64(),
             inward: times.inward.as_secs_f64(),
             outward: times.outward.as_secs_f64(),
+            communication: times.communication.as_secs_f64(),
             updates: times.updates.as_secs_f64(),
         }
     }

@@ -148,3 +148,12 @@ pub(crate) fn early_line(plan: &Plan, spare: Option<&Spare>) -> Option<Event> {
         text,
     })
 }
+
+/// What is updated while the next pass runs.
+pub(crate) fn late_line(plan: &Plan) -> Option<Event> {
+    plan.steps_late().then(|| Event::Info {
+        label: "late".into(),
+        text: "what is not updated while backward runs is updated beside the next pass, each unit before it is used"
+            .into(),
+    })
+}

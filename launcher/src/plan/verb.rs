@@ -1,10 +1,10 @@
 //! `launcher plan`.
 
-use super::early_line;
 use super::matrix;
 use super::nearest::{Flags, nearest};
 use super::planner::{Planned, Planner, made_up_sample};
 use super::text;
+use super::{early_line, late_line};
 use crate::args::{Hardware, Note, PlanArgs, Preset};
 use crate::config::{Collectives, DEVICE, Device, DeviceChoice, RunConfig, resolve_on};
 use crate::device::{self, Chosen, Devices, Products, RunGpu};
@@ -156,6 +156,7 @@ fn as_json(
         "accumulation_steps": config.batch.accumulation_steps,
         "uploads_ahead": planned.plan.uploads_ahead(),
         "early_step": config.early_step.to_string(),
+        "late_step": planned.plan.steps_late(),
         "checkpoint_activations": config.checkpoint_activations.to_string(),
         "checkpoint_num_layers": config.checkpoint_num_layers,
         "sample": if planner.makes_up_samples() { "made-up" } else { "data" },
@@ -235,7 +236,10 @@ fn as_text(
     if let Some(line) = upload_line(plan, None) {
         text += &shown(&line, usize::MAX);
     }
-    if let Some(line) = early_line(plan, spare.as_ref()) {
+    for line in [early_line(plan, spare.as_ref()), late_line(plan)]
+        .into_iter()
+        .flatten()
+    {
         text += &shown(&line, usize::MAX);
     }
     if planner.makes_up_samples() {

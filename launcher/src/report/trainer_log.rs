@@ -263,7 +263,7 @@ mod tests {
                     "step": 0.05, "offload": 0.05
                 },
                 "rank_seconds": [0.45, 0.65],
-                "device_seconds": {"compute": 0.3, "waits": 0.05, "inward": 0.2, "outward": 0.1, "updates": 0.4},
+                "device_seconds": {"compute": 0.3, "waits": 0.05, "inward": 0.2, "outward": 0.1, "communication": 0.0, "updates": 0.4},
                 "slowest_rank": 1, "slowest_part": "backward", "imbalance": 0.1818
             })
         );

@@ -32,7 +32,7 @@ use crate::data::SampleSet;
 use crate::device::Devices;
 use crate::exit::Failure;
 use crate::job::Advice;
-use crate::plan::{early_line, settle_early_step};
+use crate::plan::{early_line, late_line, settle_early_step};
 use crate::rank::{RunSummary, StopFlag};
 use crate::rank_env::{Env, RankEnv};
 use crate::ui::{DataEvent, Event};
@@ -146,7 +146,10 @@ pub(crate) fn prepare(
             .formats(rule.slots(plan.config().precision))
             .to_string(),
     });
-    if let Some(line) = early_line(&plan, spare.as_ref()) {
+    for line in [early_line(&plan, spare.as_ref()), late_line(&plan)]
+        .into_iter()
+        .flatten()
+    {
         show(line);
     }
     show(Event::Trains(session::trained_parts(

@@ -208,6 +208,7 @@ fn zero_config(config: &RunConfig, model: &dyn VisionLanguageModel) -> Result<Ze
             most_elems: bytes / second_bytes_per_elem(config),
             single_micro_batch: config.batch.accumulation_steps == 1,
         }),
+        late_step: config.steps_late(),
         seed: config.seed,
         ..ZeroConfig::default()
     })

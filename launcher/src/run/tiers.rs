@@ -32,11 +32,12 @@ pub(super) fn gpu_line(session: &Session<'_>) -> Option<String> {
     );
     let times = session.zero.device_times();
     text += &format!(
-        " · its work took {}, waits for copies {}, copies to it {}, from it {}, updates beside it {}",
+        " · its work took {}, waits for copies {}, copies to it {}, from it {}, from other ranks {}, updates beside it {}",
         seconds(times.compute.as_secs_f64()),
         seconds(times.waits.as_secs_f64()),
         seconds(times.inward.as_secs_f64()),
         seconds(times.outward.as_secs_f64()),
+        seconds(times.communication.as_secs_f64()),
         seconds(times.updates.as_secs_f64()),
     );
     if let Some(free) = free_now {

@@ -161,6 +161,8 @@ pub(super) fn train(session: &mut Session<'_>, stop: &StopFlag) -> Result<RunSum
             break;
         }
     }
+    let updated = session.zero.finish_updates();
+    updated.map_err(|e| failures::engine("update weights", &e))?;
     if let Some(report) = &mut report {
         report.finish(monitor.take_memory(progress.done, Vec::new()))?;
     }
@@ -169,6 +171,8 @@ pub(super) fn train(session: &mut Session<'_>, stop: &StopFlag) -> Result<RunSum
         text: tiers::line(&session.zero),
     });
     if let Some(text) = tiers::gpu_line(session) {
+        // What the driver counts is that of all ranks of a GPU: none leaves before it is read.
+        anyone(session, false)?;
         session.reporter.emit(&Event::Info {
             label: "gpu".into(),
             text,

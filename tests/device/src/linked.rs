@@ -1,4 +1,5 @@
-//! Several emulated GPUs that read each other's memory, each with a lane that computes and one that brings bytes in.
+//! Several emulated GPUs that read each other's memory, each with a lane that computes, one that brings bytes in from the
+//! host, and one that talks to the others.
 //!
 //! What a driver leaves open is decided here: copies run as soon as they may (*early*), or only when somebody waits for
 //! them (*late*). Computing is always late. So a wait that is missing reads what is not there yet, or what is there no more.
@@ -18,6 +19,27 @@ use crate::machine::{Buffer, Machine};
 
 /// Works of computing that wait at most: they hold copies of what they write.
 const QUEUE: usize = 512;
+
+/// The lanes of a GPU.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Stream {
+    Compute,
+    Inward,
+    Communication,
+}
+
+impl Stream {
+    const ALL: [Self; 3] = [Self::Compute, Self::Inward, Self::Communication];
+}
+
+impl From<Lane> for Stream {
+    fn from(lane: Lane) -> Self {
+        match lane {
+            Lane::Compute => Self::Compute,
+            Lane::Communication => Self::Communication,
+        }
+    }
+}
 
 /// When copies run.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -64,15 +86,15 @@ struct Device {
     machine: Emulator,
     buffers: Vec<Buffer>,
     shared: Option<Address>,
-    lanes: [Queue; 2],
+    lanes: [Queue; 3],
     /// By rank, the place among the devices.
     members: Vec<usize>,
     pulled_bytes: u64,
     put_bytes: u64,
-    /// Bytes pulled since computing last waited for the inward lane, and those that found work to run beside.
+    /// Bytes pulled since computing last waited for them, and those that found work to run beside.
     coming_bytes: u64,
     beside_bytes: u64,
-    /// Of the group: what this GPU brings to each collective, and the works of its inward lane before and behind it.
+    /// Of the group: what this GPU brings to each collective, and the works of its communication before and behind it.
     brought: Vec<Brought>,
 }
 
@@ -113,7 +135,7 @@ enum Work {
         elems: u64,
     },
     /// Until a lane of a device has done so many works.
-    Await(usize, Lane, u64),
+    Await(usize, Stream, u64),
 }
 
 impl Device {
@@ -140,7 +162,7 @@ impl Device {
 }
 
 /// Executes the works of a lane, and whatever they wait for, until `count` are done.
-fn run(devices: &mut [Device], at: usize, lane: Lane, count: u64) -> Result<(), Cause> {
+fn run(devices: &mut [Device], at: usize, lane: Stream, count: u64) -> Result<(), Cause> {
     loop {
         let queue = &mut devices[at].lanes[lane as usize];
         if queue.done >= count {
@@ -254,7 +276,7 @@ impl LinkedGpu {
         devices.unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn push(&self, devices: &mut [Device], lane: Lane, work: Work) -> Result<(), Cause> {
+    fn push(&self, devices: &mut [Device], lane: Stream, work: Work) -> Result<(), Cause> {
         let own = &mut devices[self.index];
         match &work {
             Work::Pull { bytes, .. } => own.coming_bytes += bytes,
@@ -266,24 +288,38 @@ impl LinkedGpu {
         queue.works.push_back(work);
         let (queued, done) = (queue.queued, queue.done);
         match lane {
-            Lane::Inward if self.copies == Copies::Early => run(devices, self.index, lane, queued),
-            Lane::Compute if queue.works.len() > QUEUE => run(devices, self.index, lane, done + 1),
+            Stream::Compute if queue.works.len() > QUEUE => {
+                run(devices, self.index, lane, done + 1)
+            }
+            Stream::Compute => Ok(()),
+            _ if self.copies == Copies::Early => run(devices, self.index, lane, queued),
             _ => Ok(()),
         }
     }
 
-    fn queue(&self, lane: Lane, work: Work) -> Result<(), Cause> {
+    fn queue(&self, lane: Stream, work: Work) -> Result<(), Cause> {
         self.push(&mut self.lock(), lane, work)
     }
 
     fn inward(&self, to: Address, bytes: &[u8], behind: Option<&Moment>) -> Result<(), Cause> {
         let mut devices = self.lock();
         if let Some(behind) = behind {
-            let wait = Work::Await(self.index, Lane::Compute, works(behind)?);
-            self.push(&mut devices, Lane::Inward, wait)?;
+            let wait = Work::Await(self.index, Stream::Compute, works(behind)?);
+            self.push(&mut devices, Stream::Inward, wait)?;
         }
         devices[self.index].put_bytes += bytes.len() as u64;
-        self.push(&mut devices, Lane::Inward, Work::Write(to, bytes.to_vec()))
+        self.push(
+            &mut devices,
+            Stream::Inward,
+            Work::Write(to, bytes.to_vec()),
+        )
+    }
+
+    /// One lane goes on behind everything in another.
+    fn follow(&self, lane: Stream, other: Stream) -> Result<(), Cause> {
+        let mut devices = self.lock();
+        let queued = devices[self.index].lanes[other as usize].queued;
+        self.push(&mut devices, lane, Work::Await(self.index, other, queued))
     }
 
     fn device_of(devices: &[Device], index: usize, peer: usize) -> Result<usize, Cause> {
@@ -332,7 +368,7 @@ unsafe impl Executor for LinkedGpu {
     fn free(&self, memory: Address) {
         let mut devices = self.lock();
         // As a driver, behind the work on it; a failed work has failed its reader already.
-        for lane in Lane::ALL {
+        for lane in Stream::ALL {
             let queued = devices[self.index].lanes[lane as usize].queued;
             run(&mut devices, self.index, lane, queued).ok();
         }
@@ -341,7 +377,7 @@ unsafe impl Executor for LinkedGpu {
     }
 
     unsafe fn write(&self, to: Address, bytes: &[u8]) -> Result<(), Cause> {
-        self.queue(Lane::Compute, Work::Write(to, bytes.to_vec()))
+        self.queue(Stream::Compute, Work::Write(to, bytes.to_vec()))
     }
 
     unsafe fn read(&self, from: Address, bytes: &mut [u8]) -> Result<(), Cause> {
@@ -351,17 +387,17 @@ unsafe impl Executor for LinkedGpu {
     }
 
     unsafe fn zero(&self, at: Address, bytes: u64) -> Result<(), Cause> {
-        self.queue(Lane::Compute, Work::Zero(at, bytes))
+        self.queue(Stream::Compute, Work::Zero(at, bytes))
     }
 
     unsafe fn copy(&self, from: Address, to: Address, bytes: u64) -> Result<(), Cause> {
-        self.queue(Lane::Compute, Work::Copy(from, to, bytes))
+        self.queue(Stream::Compute, Work::Copy(from, to, bytes))
     }
 
     fn moment(&self) -> Result<Moment, Cause> {
         let devices = self.lock();
         Ok(Arc::new(
-            devices[self.index].lanes[Lane::Compute as usize].queued,
+            devices[self.index].lanes[Stream::Compute as usize].queued,
         ))
     }
 
@@ -372,18 +408,18 @@ unsafe impl Executor for LinkedGpu {
         behind: Option<&Moment>,
     ) -> Result<(), Cause> {
         self.inward(to, bytes, behind)?;
-        self.arrive()
+        self.follow(Stream::Compute, Stream::Inward)
     }
 
     unsafe fn fetch(&self, from: Address, bytes: &mut [u8], behind: &Moment) -> Result<(), Cause> {
         let mut devices = self.lock();
-        run(&mut devices, self.index, Lane::Compute, works(behind)?)?;
+        run(&mut devices, self.index, Stream::Compute, works(behind)?)?;
         bytes.copy_from_slice(&devices[self.index].read(from, bytes.len())?);
         Ok(())
     }
 
     unsafe fn launch(&self, launch: &Launch) -> Result<(), Cause> {
-        self.queue(Lane::Compute, Work::Launch(Box::new(launch.clone())))
+        self.queue(Stream::Compute, Work::Launch(Box::new(launch.clone())))
     }
 
     fn peers(&self) -> Option<&dyn PeerExecutor> {
@@ -416,21 +452,24 @@ impl PeerExecutor for LinkedGpu {
         Ok(())
     }
 
-    fn inward_behind(&self, moment: &Moment) -> Result<(), Cause> {
-        let wait = Work::Await(self.index, Lane::Compute, works(moment)?);
-        self.queue(Lane::Inward, wait)
+    fn incoming_behind(&self, moment: &Moment) -> Result<(), Cause> {
+        let behind = works(moment)?;
+        let wait = || Work::Await(self.index, Stream::Compute, behind);
+        self.queue(Stream::Inward, wait())?;
+        self.queue(Stream::Communication, wait())
     }
 
     unsafe fn put(&self, to: Address, bytes: &[u8]) -> Result<(), Cause> {
-        self.inward(to, bytes, None)
+        self.inward(to, bytes, None)?;
+        self.follow(Stream::Communication, Stream::Inward)
     }
 
     unsafe fn clear(&self, at: Address, bytes: u64) -> Result<(), Cause> {
-        self.queue(Lane::Inward, Work::Zero(at, bytes))
+        self.queue(Stream::Communication, Work::Zero(at, bytes))
     }
 
     unsafe fn take(&self, from: Address, to: Address, bytes: u64) -> Result<(), Cause> {
-        self.queue(Lane::Inward, Work::Copy(from, to, bytes))
+        self.queue(Stream::Communication, Work::Copy(from, to, bytes))
     }
 
     unsafe fn pull(&self, peer: usize, offset: u64, to: Address, bytes: u64) -> Result<(), Cause> {
@@ -445,20 +484,17 @@ impl PeerExecutor for LinkedGpu {
             to,
             bytes,
         };
-        self.push(&mut devices, Lane::Inward, pull)
+        self.push(&mut devices, Stream::Communication, pull)
     }
 
     fn arrive(&self) -> Result<(), Cause> {
-        let mut devices = self.lock();
-        devices[self.index].coming_bytes = 0;
-        let queued = devices[self.index].lanes[Lane::Inward as usize].queued;
-        let wait = Work::Await(self.index, Lane::Inward, queued);
-        self.push(&mut devices, Lane::Compute, wait)
+        self.lock()[self.index].coming_bytes = 0;
+        self.follow(Stream::Compute, Stream::Communication)
     }
 
     fn mark(&self, lane: Lane) -> Result<u64, Cause> {
         let mut devices = self.lock();
-        let queue = &mut devices[self.index].lanes[lane as usize];
+        let queue = &mut devices[self.index].lanes[Stream::from(lane) as usize];
         queue.marks.push(queue.queued);
         Ok(queue.marks.len() as u64)
     }
@@ -466,6 +502,7 @@ impl PeerExecutor for LinkedGpu {
     fn await_mark(&self, lane: Lane, peer: usize, of: Lane, number: u64) -> Result<(), Cause> {
         let mut devices = self.lock();
         let device = Self::device_of(&devices, self.index, peer)?;
+        let (lane, of) = (Stream::from(lane), Stream::from(of));
         let marks = &devices[device].lanes[of as usize].marks;
         // An event that was never recorded makes nobody wait.
         let count = match number {
@@ -476,7 +513,7 @@ impl PeerExecutor for LinkedGpu {
     }
 
     fn await_own(&self, number: u64) -> Result<(), Cause> {
-        self.await_mark(Lane::Inward, self.rank()?, Lane::Compute, number)
+        self.await_mark(Lane::Communication, self.rank()?, Lane::Compute, number)
     }
 }
 
@@ -517,7 +554,7 @@ impl LinkedGpu {
         let start = own.shared.ok_or("a GPU that shares nothing")?;
         own.brought.push(Brought {
             offset: at.0 - start.0,
-            before: own.lanes[Lane::Inward as usize].queued,
+            before: own.lanes[Stream::Communication as usize].queued,
             behind: None,
         });
         self.node.came.notify_all();
@@ -535,12 +572,12 @@ impl LinkedGpu {
             places.push((*member, offset));
             self.push(
                 &mut devices,
-                Lane::Inward,
-                Work::Await(*member, Lane::Inward, before),
+                Stream::Communication,
+                Work::Await(*member, Stream::Communication, before),
             )?;
         }
         queue(self, &mut devices, &places)?;
-        let behind = devices[self.index].lanes[Lane::Inward as usize].queued;
+        let behind = devices[self.index].lanes[Stream::Communication as usize].queued;
         devices[self.index].brought[sequence].behind = Some(behind);
         self.node.came.notify_all();
         while !all(&devices, |brought| brought.behind.is_some()) {
@@ -551,8 +588,8 @@ impl LinkedGpu {
             if member != self.index {
                 self.push(
                     &mut devices,
-                    Lane::Inward,
-                    Work::Await(member, Lane::Inward, behind),
+                    Stream::Communication,
+                    Work::Await(member, Stream::Communication, behind),
                 )?;
             }
         }
@@ -609,7 +646,7 @@ impl GroupExecutor for LinkedGpu {
                         to: Address(whole.0 + at),
                         bytes: part,
                     };
-                    own.push(devices, Lane::Inward, pull)?;
+                    own.push(devices, Stream::Communication, pull)?;
                 }
             }
             Ok(())
@@ -623,7 +660,11 @@ impl GroupExecutor for LinkedGpu {
             let from = places.iter();
             let from = from.map(|(device, offset)| (*device, offset + 4 * rank * elems));
             let from = from.collect();
-            own.push(devices, Lane::Inward, Work::Sum { from, to, elems })
+            own.push(
+                devices,
+                Stream::Communication,
+                Work::Sum { from, to, elems },
+            )
         })
     }
 }

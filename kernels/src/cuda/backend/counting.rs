@@ -130,7 +130,7 @@ impl PeerExecutor for Nowhere {
         Ok(())
     }
 
-    fn inward_behind(&self, _moment: &Moment) -> Result<(), Cause> {
+    fn incoming_behind(&self, _moment: &Moment) -> Result<(), Cause> {
         Ok(())
     }
 

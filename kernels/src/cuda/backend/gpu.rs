@@ -1,4 +1,4 @@
-//! A GPU as an executor: its driver's calls, on one stream for work and one each for copies in and out.
+//! A GPU as an executor: its driver's calls, on one stream for work, one each for copies in and out, and one for other ranks.
 
 use super::graphs::{Graphs, Work, queue_one};
 use super::{Cause, Executor, GroupExecutor, Moment, PeerExecutor};
@@ -8,10 +8,11 @@ use crate::cuda::graph::Graph;
 use crate::cuda::launch::{Address, Launch};
 use crate::cuda::matmul::Multiply;
 use crate::timeline::{DeviceLane, DeviceSpan};
-use cudarc::driver::{CudaEvent, result};
+use cudarc::driver::{CudaEvent, CudaStream, result};
 use std::sync::Arc;
 
-fn event(moment: &Moment) -> Result<&CudaEvent, Cause> {
+/// The moment as this driver's event.
+pub(in crate::cuda) fn event(moment: &Moment) -> Result<&CudaEvent, Cause> {
     let event = moment.downcast_ref::<CudaEvent>();
     event.ok_or_else(|| "a moment of another device".into())
 }
@@ -80,16 +81,13 @@ unsafe impl Executor for Gpu {
         bytes: &[u8],
         behind: Option<&Moment>,
     ) -> Result<(), Cause> {
-        let copies = self.copies()?;
+        let inward = &self.copies()?.inward;
         if let Some(behind) = behind {
-            self.wait_inward(behind)?;
+            order(inward, event(behind)?)?;
         }
-        let began = self.timeline.stamp(&copies.inward)?;
         // SAFETY: the caller vouches for the range and for the moment.
-        unsafe { copies.large.send(self, &copies.inward, to, bytes) }?;
-        self.timeline
-            .end(DeviceLane::Inward, began, &copies.inward)?;
-        self.wait_for_inward()
+        unsafe { self.copy_in(to, bytes) }?;
+        self.work_behind(inward)
     }
 
     unsafe fn fetch(&self, from: Address, bytes: &mut [u8], behind: &Moment) -> Result<(), Cause> {
@@ -106,7 +104,9 @@ unsafe impl Executor for Gpu {
 
     fn measure(&self, on: bool) -> Result<(), Cause> {
         self.bind()?;
-        Ok(self.timeline.measure(on, self.stream())?)
+        Ok(self
+            .timeline
+            .measure(on, self.stream(), self.group_state())?)
     }
 
     fn label(&self, label: Option<u32>) -> Result<(), Cause> {
@@ -116,7 +116,7 @@ unsafe impl Executor for Gpu {
 
     fn measured(&self) -> Result<Vec<DeviceSpan>, Cause> {
         self.bind()?;
-        Ok(self.timeline.take(self.stream())?)
+        Ok(self.timeline.take(self.stream(), self.group_state())?)
     }
 
     unsafe fn launch(&self, launch: &Launch) -> Result<(), Cause> {
@@ -150,20 +150,35 @@ unsafe impl Executor for Gpu {
     }
 }
 
+/// `stream` goes on behind `event`.
+pub(in crate::cuda) fn order(stream: &CudaStream, event: &CudaEvent) -> Result<(), Cause> {
+    Ok(stream.wait(event).during("ordering streams of the GPU")?)
+}
+
+/// A moment behind everything queued on `stream`.
+pub(in crate::cuda) fn moment(stream: &CudaStream) -> Result<CudaEvent, Cause> {
+    Ok(stream.record_event(None).during("marking a moment")?)
+}
+
 impl Gpu {
-    /// Copies in go on behind the moment.
-    pub(in crate::cuda) fn wait_inward(&self, moment: &Moment) -> Result<(), Cause> {
-        let wait = self.copies()?.inward.wait(event(moment)?);
-        Ok(wait.during("ordering a copy behind a moment")?)
+    /// Host bytes to the device, on the stream of copies in.
+    ///
+    /// # Safety
+    /// The range lies in memory of this GPU that nobody uses until the stream has passed.
+    pub(in crate::cuda) unsafe fn copy_in(&self, to: Address, bytes: &[u8]) -> Result<(), Cause> {
+        let copies = self.copies()?;
+        let began = self.timeline.stamp(&copies.inward)?;
+        // SAFETY: the caller vouches for the range.
+        unsafe { copies.large.send(self, &copies.inward, to, bytes) }?;
+        let lane = DeviceLane::Inward;
+        Ok(self.timeline.end(lane, began, &copies.inward)?)
     }
 
-    /// Work goes on behind all copies in.
-    pub(in crate::cuda) fn wait_for_inward(&self) -> Result<(), Cause> {
-        let done = self.copies()?.inward.record_event(None);
-        let done = done.during("marking a moment")?;
+    /// Work goes on behind everything queued on `stream`.
+    pub(in crate::cuda) fn work_behind(&self, stream: &CudaStream) -> Result<(), Cause> {
+        let done = moment(stream)?;
         let waits = self.timeline.stamp(self.stream())?;
-        let wait = self.stream().wait(&done);
-        wait.during("ordering work behind a copy")?;
+        order(self.stream(), &done)?;
         Ok(self.timeline.end(DeviceLane::Wait, waits, self.stream())?)
     }
 }

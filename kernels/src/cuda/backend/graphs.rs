@@ -445,9 +445,9 @@ impl<E: Graphs> PeerExecutor for Replaying<E> {
         self.inner_peers()?.join(rank, names)
     }
 
-    fn inward_behind(&self, moment: &Moment) -> Result<(), Cause> {
+    fn incoming_behind(&self, moment: &Moment) -> Result<(), Cause> {
         // A moment is behind everything that was collected before it.
-        self.inner_peers()?.inward_behind(moment)
+        self.inner_peers()?.incoming_behind(moment)
     }
 
     unsafe fn put(&self, to: Address, bytes: &[u8]) -> Result<(), Cause> {
@@ -478,7 +478,7 @@ impl<E: Graphs> PeerExecutor for Replaying<E> {
     fn mark(&self, lane: Lane) -> Result<u64, Cause> {
         let _queued = match lane {
             Lane::Compute => Some(self.queued()?),
-            Lane::Inward => None,
+            Lane::Communication => None,
         };
         self.inner_peers()?.mark(lane)
     }
@@ -486,7 +486,7 @@ impl<E: Graphs> PeerExecutor for Replaying<E> {
     fn await_mark(&self, lane: Lane, peer: usize, of: Lane, number: u64) -> Result<(), Cause> {
         let _queued = match lane {
             Lane::Compute => Some(self.queued()?),
-            Lane::Inward => None,
+            Lane::Communication => None,
         };
         self.inner_peers()?.await_mark(lane, peer, of, number)
     }

@@ -17,7 +17,7 @@
 
 mod arrivals;
 mod counting;
-mod gpu;
+pub(super) mod gpu;
 pub mod graphs;
 mod loss;
 mod peers;

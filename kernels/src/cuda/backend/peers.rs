@@ -1,4 +1,4 @@
-//! Collectives between devices, from the side of one: tensors that the inward lane fills from other ranks' memory.
+//! Collectives between devices, from the side of one: tensors that communication fills from other ranks' memory.
 
 use super::{Cause, CudaBackend, Moment};
 use crate::cuda::launch::Address;
@@ -25,13 +25,13 @@ pub trait PeerExecutor: Send + Sync {
     /// When one cannot be reached.
     fn join(&self, rank: usize, names: &[Vec<u8>]) -> Result<(), Cause>;
 
-    /// The inward lane goes on behind the moment.
+    /// Copies from the host and communication go on behind the moment.
     ///
     /// # Errors
     /// When the device fails.
-    fn inward_behind(&self, moment: &Moment) -> Result<(), Cause>;
+    fn incoming_behind(&self, moment: &Moment) -> Result<(), Cause>;
 
-    /// Inward: host bytes to the device.
+    /// Host bytes to the device; communication goes on behind them.
     ///
     /// # Safety
     /// The range lies in allocated memory that nobody uses until the lane has passed.
@@ -40,7 +40,7 @@ pub trait PeerExecutor: Send + Sync {
     /// When the device fails.
     unsafe fn put(&self, to: Address, bytes: &[u8]) -> Result<(), Cause>;
 
-    /// Inward: zeros.
+    /// Communication: zeros.
     ///
     /// # Safety
     /// As for [`PeerExecutor::put`].
@@ -49,7 +49,7 @@ pub trait PeerExecutor: Send + Sync {
     /// When the device fails.
     unsafe fn clear(&self, at: Address, bytes: u64) -> Result<(), Cause>;
 
-    /// Inward: bytes of this device.
+    /// Communication: bytes of this device.
     ///
     /// # Safety
     /// As for [`PeerExecutor::put`], and `from` is memory of this device.
@@ -58,7 +58,7 @@ pub trait PeerExecutor: Send + Sync {
     /// When the device fails.
     unsafe fn take(&self, from: Address, to: Address, bytes: u64) -> Result<(), Cause>;
 
-    /// Inward: bytes at an offset of the named memory of rank `peer`.
+    /// Communication: bytes at an offset of the named memory of rank `peer`.
     ///
     /// # Safety
     /// As for [`PeerExecutor::put`]; the peer's range lies in its memory, and what was there at the last mark waited for
@@ -68,7 +68,7 @@ pub trait PeerExecutor: Send + Sync {
     /// When the device fails or no such rank joined.
     unsafe fn pull(&self, peer: usize, offset: u64, to: Address, bytes: u64) -> Result<(), Cause>;
 
-    /// Computing goes on behind everything inward.
+    /// Computing goes on behind all communication.
     ///
     /// # Errors
     /// When the device fails.
@@ -86,14 +86,14 @@ pub trait PeerExecutor: Send + Sync {
     /// When the device fails or no such rank joined.
     fn await_mark(&self, lane: Lane, peer: usize, of: Lane, number: u64) -> Result<(), Cause>;
 
-    /// The inward lane goes on behind this executor's own mark of what computes.
+    /// Communication goes on behind this executor's own mark of what computes.
     ///
     /// # Errors
     /// When the device fails.
     fn await_own(&self, number: u64) -> Result<(), Cause>;
 }
 
-/// A library's collectives on the inward lane of an executor.
+/// A library's collectives on the lane of an executor that communicates.
 pub trait GroupExecutor: Send + Sync {
     /// The library's version.
     ///
@@ -116,7 +116,7 @@ pub trait GroupExecutor: Send + Sync {
     /// Ranks of the group that was joined; 0 without one.
     fn size(&self) -> usize;
 
-    /// Inward: every rank's `part` bytes, one behind the other from `whole` on, this rank's in place.
+    /// Communication: every rank's `part` bytes, one behind the other from `whole` on, this rank's in place.
     ///
     /// # Safety
     /// The memory is that large, and nobody uses it until the lane has passed.
@@ -125,7 +125,7 @@ pub trait GroupExecutor: Send + Sync {
     /// When the library fails.
     unsafe fn all_gather(&self, whole: Address, part: u64) -> Result<(), Cause>;
 
-    /// Inward: this rank's `elems` f32 of the sum over ranks of what lies from `from` on.
+    /// Communication: this rank's `elems` f32 of the sum over ranks of what lies from `from` on.
     ///
     /// # Safety
     /// As for [`GroupExecutor::all_gather`]: one part for each rank at `from`, one at `to`.
@@ -184,7 +184,7 @@ impl PeerAccess for CudaBackend {
         };
         let out = Tensor::on_device(place, shape, dtype);
         if let Some(behind) = self.last_use(OP, start..start + bytes as u64)? {
-            let ordered = self.peer_executor()?.inward_behind(&behind);
+            let ordered = self.peer_executor()?.incoming_behind(&behind);
             ordered.map_err(failed(OP))?;
         }
         Ok(out)
@@ -193,7 +193,7 @@ impl PeerAccess for CudaBackend {
     fn put(&self, to: &Tensor, at: usize, bytes: &[u8]) -> Result<()> {
         const OP: &str = "put";
         let (to, _) = self.part(OP, to, &(at..at + bytes.len()))?;
-        // SAFETY: the range is the tensor's, whose place the inward lane entered behind its last use.
+        // SAFETY: the range is the tensor's, whose place both lanes entered behind its last use.
         unsafe { self.peer_executor()?.put(to, bytes) }.map_err(failed(OP))
     }
 
@@ -234,7 +234,7 @@ impl PeerAccess for CudaBackend {
 
     fn await_mark(&self, lane: Lane, peer: usize, of: Lane, number: u64) -> Result<()> {
         if lane == Lane::Compute {
-            // A place that is given back behind this may be filled inward behind this only.
+            // A place that is given back behind this may be filled behind this only.
             self.uses.count();
         }
         let peers = self.peer_executor()?;
@@ -278,7 +278,7 @@ impl GroupAccess for CudaBackend {
         let group = self.group_executor()?;
         let (at, bytes) = self.part(OP, whole, &(0..whole.size_bytes()))?;
         let part = self.divided(OP, whole, bytes, group.size())?;
-        // SAFETY: the range is the tensor's, whose place the inward lane entered behind its last use.
+        // SAFETY: the range is the tensor's, whose place both lanes entered behind its last use.
         unsafe { group.all_gather(at, part) }.map_err(failed(OP))
     }
 

@@ -69,6 +69,7 @@ pub(crate) fn resolve_on(args: &Args, env: &Env, chosen: &Chosen) -> Result<Reso
         ipc_refused: None,
         nvme_io: args.nvme_io.unwrap_or_default(),
         early_step: early_step(args, on_gpu, &mut notes),
+        late_step: args.late_step.unwrap_or_default(),
         offload,
         nproc,
         ranks_here: ranks_here(args, env, nproc),
@@ -126,6 +127,7 @@ pub(crate) fn resolve_on(args: &Args, env: &Env, chosen: &Chosen) -> Result<Reso
     };
     config.check_collectives()?;
     config.check_upload_ahead()?;
+    config.check_late_step()?;
     Ok(Resolved { config, notes })
 }
 
@@ -603,6 +605,7 @@ impl RunConfig {
         flags.push(("offload", self.offload.to_string()));
         flags.push(("nvme-io", value_name(self.nvme_io)));
         flags.push(("early-step", self.early_step.to_string()));
+        flags.push(("late-step", value_name(self.late_step)));
         flags.push(("nproc", self.ranks_here().to_string()));
         flags.push(("comm-timeout", self.comm_timeout_seconds.to_string()));
         flags.push(("device", self.device.name().to_string()));

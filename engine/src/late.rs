@@ -1,0 +1,116 @@
+//! Updates beside the next pass: a thread that steps units in the order in which that pass leases them.
+//!
+//! What a unit needs moves to the thread and back, so nothing is shared, and nothing is kept twice: the norm is known before
+//! the first unit goes, so that a step that clips is as good as any other. Whoever needs a unit waits for it. Only time
+//! depends on the thread: every element has one update, of the same numbers as before the pass.
+
+use crate::error::EngineError;
+use crate::gradients::Accumulator;
+use crate::handover::Handover;
+use crate::plan::{Plan, Tier};
+use crate::spec::UnitId;
+use crate::state::UnitState;
+use crate::tier::Region;
+use crate::trace::{Lane, Trace};
+use crate::update::{Parts, Reads, Rule, Scalars, chunks};
+use crate::zero::OptimizerConfig;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+type Result<T, E = EngineError> = std::result::Result<T, E>;
+
+/// A unit on its way to the thread and back.
+#[derive(Debug)]
+pub(crate) struct Job {
+    pub(crate) unit: UnitId,
+    pub(crate) gradients: Accumulator,
+    pub(crate) weights: Arc<Region>,
+    /// Its element of the group at which the weights begin.
+    pub(crate) start: usize,
+    pub(crate) state: UnitState,
+    pub(crate) outcome: Result<()>,
+    /// Time at the thread.
+    pub(crate) took: Duration,
+}
+
+/// The thread of one update.
+#[derive(Debug)]
+pub(crate) struct LateRun(Handover<Job, ()>);
+
+impl LateRun {
+    /// Starts the thread of the update with `scalars`.
+    pub(crate) fn start(
+        plan: Arc<Plan>,
+        optimizer: Arc<OptimizerConfig>,
+        scalars: Scalars,
+        trace: Trace,
+    ) -> Result<Self> {
+        let work = move |job: &mut Job, (): ()| {
+            let rule = Rule {
+                plan: &plan,
+                optimizer: &optimizer,
+                scalars,
+            };
+            let (started, begun) = (trace.now(), Instant::now());
+            job.outcome = job.step(rule);
+            job.took = begun.elapsed();
+            trace.end(started, Lane::LateUpdate, || {
+                plan.spec().units[job.unit.index()].name.clone()
+            });
+        };
+        Ok(Self(Handover::start("late-step", work)?))
+    }
+
+    /// Units at the thread.
+    pub(crate) fn open(&self) -> usize {
+        self.0.open()
+    }
+
+    /// Hands a unit over.
+    pub(crate) fn send(&mut self, job: Job) -> Result<()> {
+        Ok(self.0.send(job, ())?)
+    }
+
+    /// Waits for the unit that was handed over first of those still there.
+    pub(crate) fn receive(&mut self) -> Result<Job> {
+        Ok(self.0.receive()?)
+    }
+}
+
+impl Job {
+    fn step(&mut self, rule: Rule<'_>) -> Result<()> {
+        let unit = self.unit;
+        let weights = Arc::get_mut(&mut self.weights);
+        let weights = weights.ok_or_else(|| EngineError::WeightsBorrowed {
+            unit: rule.plan.spec().units[unit.index()].name.clone(),
+        })?;
+        let of_unit = [(unit, self.state.range())];
+        let most = rule.plan.config().sub_group_elems;
+        for chunk in chunks(of_unit.into_iter(), most, false) {
+            let parts = Parts {
+                gradients: &mut self.gradients,
+                weights: (weights, self.start),
+                state: &mut self.state,
+            };
+            rule.step(&chunk, Reads::new(), None, parts)?;
+        }
+        Ok(())
+    }
+}
+
+impl Plan {
+    /// Whether updates may go on beside the next pass. A disk has its own queue, and ranks that share what they updated
+    /// do so behind the update.
+    #[must_use]
+    pub fn steps_late(&self) -> bool {
+        let config = self.config();
+        let on_disk = [config.offload.param, config.offload.optimizer].contains(&Tier::Nvme);
+        config.late_step && !on_disk && !self.shares_updates() && !self.gathers_gradients()
+    }
+
+    /// Whether every rank updates everything with sums that are sharded (stage 0 in pure bf16).
+    pub(crate) fn gathers_gradients(&self) -> bool {
+        let config = self.config();
+        config.shards_gradients() && !config.stage.shards_optimizer()
+    }
+}

@@ -1,0 +1,113 @@
+//! What a store hands to the thread of late updates, and what it takes back.
+
+use super::{Residency, Result, Store};
+use crate::error::EngineError;
+use crate::late::{Job, LateRun};
+use crate::plan::GroupKind;
+use crate::spec::UnitId;
+use crate::trace::Lane;
+use crate::update::Scalars;
+use crate::zero::OptimizerConfig;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+impl Store {
+    /// Hands `units` to a thread that steps them in this order.
+    pub(crate) fn step_late(
+        &mut self,
+        units: impl Iterator<Item = UnitId>,
+        optimizer: &Arc<OptimizerConfig>,
+        scalars: Scalars,
+    ) -> Result<()> {
+        let trace = self.tiers.trace().clone();
+        let run = LateRun::start(self.plan.clone(), optimizer.clone(), scalars, trace)?;
+        let units = units.map(|unit| {
+            let start = self.resting(unit, GroupKind::Trainable).start;
+            (unit, start, self.unit_name(unit))
+        });
+        let units: Vec<_> = units.collect();
+        let run = self.late.insert(run);
+        for (unit, start, name) in units {
+            let parts = &mut self.units[unit.index()];
+            parts.residency = Residency::Sharded;
+            let place = |(kind, _): &(GroupKind, _)| *kind == GroupKind::Trainable;
+            let place = parts.weights.iter().position(place);
+            let whole = (place, &mut parts.gradients, &mut parts.state);
+            let (Some(place), gradients @ Some(_), state @ Some(_)) = whole else {
+                return Err(EngineError::WeightsBorrowed { unit: name });
+            };
+            if let (Some(gradients), Some(state)) = (gradients.take(), state.take()) {
+                let (_, weights) = parts.weights.remove(place);
+                parts.updating = Some(place);
+                run.send(Job {
+                    unit,
+                    gradients,
+                    weights,
+                    start,
+                    state,
+                    outcome: Ok(()),
+                    took: Duration::ZERO,
+                })?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Waits until nobody updates `unit` any more.
+    pub(crate) fn await_update(&mut self, unit: UnitId) -> Result<()> {
+        self.take_updated(|store| store.units[unit.index()].updating.is_none())
+    }
+
+    /// Waits for all updates.
+    pub(crate) fn finish_updates(&mut self) -> Result<()> {
+        self.take_updated(|store| {
+            let back = store.units.iter().all(|unit| unit.updating.is_none());
+            back && store.late.is_none()
+        })
+    }
+
+    /// Takes units back until `enough`. All that is back belongs here again, also behind a failure.
+    fn take_updated(&mut self, enough: impl Fn(&Self) -> bool) -> Result<()> {
+        if enough(self) {
+            return Ok(());
+        }
+        let started = Instant::now();
+        let mut outcome = Ok(());
+        while !enough(self) {
+            let Some(run) = self.late.as_mut().filter(|run| run.open() > 0) else {
+                self.late = None;
+                break;
+            };
+            match run.receive() {
+                Ok(job) => outcome = outcome.and(self.take_back_updated(job)),
+                Err(gone) => {
+                    self.late = None;
+                    return Err(gone);
+                }
+            }
+        }
+        if !enough(self) {
+            // A thread that is gone keeps what it had.
+            return Err(EngineError::EarlyThread);
+        }
+        self.copies.count(started.elapsed());
+        let trace = self.tiers.trace();
+        let waited = trace.now().map(|_| started);
+        trace.end(waited, Lane::Offload, || "wait for updates".into());
+        outcome
+    }
+
+    fn take_back_updated(&mut self, job: Job) -> Result<()> {
+        self.update_time += job.took;
+        let parts = &mut self.units[job.unit.index()];
+        let mut gradients = job.gradients;
+        gradients.clear();
+        parts.gradients = Some(gradients);
+        parts.state = Some(job.state);
+        if let Some(place) = parts.updating.take() {
+            let weights = (GroupKind::Trainable, job.weights);
+            parts.weights.insert(place, weights);
+        }
+        job.outcome
+    }
+}

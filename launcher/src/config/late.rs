@@ -1,0 +1,63 @@
+//! `--late-step`: updates that go on beside the next pass.
+
+use clap::ValueEnum;
+use serde::{Deserialize, Serialize};
+
+use super::{Device, RunConfig, Tier};
+use crate::exit::Failure;
+
+/// Whether units are updated while the next pass begins, each before it is used.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum LateStep {
+    /// On GPUs with weights and optimizer in host memory: a GPU computes while the processor updates. On the CPU both want
+    /// the same cores.
+    #[default]
+    Auto,
+    /// Always.
+    On,
+    /// Never: a pass begins behind the whole update.
+    Off,
+}
+
+impl RunConfig {
+    /// Whether updates go on beside the next pass.
+    pub(crate) fn steps_late(&self) -> bool {
+        match self.late_step {
+            LateStep::Auto => self.updates_beside_gpus() && self.not_late().is_none(),
+            LateStep::On => true,
+            LateStep::Off => false,
+        }
+    }
+
+    /// Why no update can go on beside the next pass.
+    fn not_late(&self) -> Option<&'static str> {
+        let offload = &self.offload;
+        if [&offload.param, &offload.optimizer]
+            .iter()
+            .any(|tier| matches!(tier, Tier::Nvme(_)))
+        {
+            return Some("weights or optimizer states are on nvme");
+        }
+        if self.device == Device::Cuda && !self.updates_beside_gpus() {
+            return Some(
+                "weights and optimizer states are not both in host memory (--offload cpu)",
+            );
+        }
+        match self.zero {
+            3 => None,
+            _ if self.nproc == 1 => None,
+            0 if self.precision != super::PrecisionChoice::PureBf16 => None,
+            _ => Some("below stage 3, ranks share what they have updated before the next pass"),
+        }
+    }
+
+    /// Refuses what was asked for by name and cannot be.
+    pub(super) fn check_late_step(&self) -> Result<(), Failure> {
+        match (self.late_step, self.not_late()) {
+            (LateStep::On, Some(why)) => Err(Failure::usage("--late-step on cannot be used", why)
+                .next("--late-step auto takes what works here")),
+            _ => Ok(()),
+        }
+    }
+}
