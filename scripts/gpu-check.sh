@@ -103,7 +103,7 @@ RUNS
   done
   timing || return 1
   python3 "$root/scripts/gpu_train.py" "$out" "$device" >"$out/train.md" || { cat "$out/train.md"; return 1; }
-  echo "12 runs in bf16: the same losses with graphs or without, with weights ahead or at their lease, and with updates beside backward, also where the norm clips" >>"$out/train.md"
+  echo "14 runs in bf16: the same losses with graphs or without, with weights ahead or at their lease, with updates beside the next pass, and beside backward, also where the norm clips" >>"$out/train.md"
   cat "$out/train.md"
 }
 
@@ -128,12 +128,18 @@ timing() {
       echo "$run: no unit was updated while backward ran"
       return 1
     fi
+    if [ "$group $told" = "late on" ] && ! grep -q 'is updated beside the next pass' "$run.txt"; then
+      echo "$run: no unit was updated beside the next pass"
+      return 1
+    fi
   done <<'RUNS'
 graphs off --offload cpu --cuda-graph off
 graphs on --offload cpu --cuda-graph on
 graphs auto --offload cpu --cuda-graph auto
 ahead off --offload cpu --upload-ahead off
 ahead on --offload cpu --upload-ahead on
+late off --offload cpu --early-step off --late-step off
+late on --offload cpu --early-step off --late-step on
 clipped late --offload cpu --early-step off --max-grad-norm 0.05
 clipped early --offload cpu --early-step all --max-grad-norm 0.05
 clipped some --offload cpu --early-step 1MiB --max-grad-norm 0.05

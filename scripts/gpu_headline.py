@@ -18,14 +18,14 @@ import sys
 import time
 from pathlib import Path
 
+from gpu_overlap import OVERLAP, bus_rates, longest, median
+
 HERE = Path(__file__).resolve().parent
 GIB, MIB = 1 << 30, 1 << 20
 # Device and host peak beside the plan: the project's goal.
 SHARE = 0.05
-# What CUDA is planned to take beside a rank's arena: the constant of launcher/src/plan/machine.rs.
+# What CUDA is planned to take beside a rank's arena: the constant of kernels/src/footprint.rs.
 CONTEXT_BYTES = 768 * MIB
-# The longest of a step's parts to the step: the project's goal for the overlap.
-OVERLAP = 1.2
 STEPS = 5
 # Configurations of the golden packs, where sizes do not matter.
 PACKS = {
@@ -45,11 +45,6 @@ def parse_bytes(text):
 
 def gib(count):
     return f"{count / GIB:.2f}"
-
-
-def median(values):
-    values = sorted(values)
-    return values[len(values) // 2] if values else 0.0
 
 
 def high_water_mark(pid):
@@ -139,8 +134,8 @@ def within(measured, planned):
     return abs(measured / planned - 1) <= SHARE
 
 
-def outcome(case, run, text, marks, device):
-    """What a run that ended well says of itself, and what is wrong with it."""
+def outcome(case, run, text, marks, device, rates):
+    """What a run that ended well says of itself, and what is wrong with it; `rates` are those of the bus."""
     wrong = []
     rows = [json.loads(line) for line in (run / "trainer_log.jsonl").read_text().splitlines()]
     # The first step compiles kernels and touches memory.
@@ -159,15 +154,13 @@ def outcome(case, run, text, marks, device):
         "measured_host": sorted(marks.values(), reverse=True),
     }
     if all("device_seconds" in row for row in rows):
-        # Of every part the host or the device waits for nothing in; the update runs on the processor.
         own = {part: median([row["device_seconds"][part] for row in rows]) for part in rows[0]["device_seconds"]}
-        parts = {"compute": own["compute"], "to the device": own["inward"], "from the device": own["outward"]}
-        parts["update on the processor"] = result["seconds"]["step"] + own["updates"]
-        longest = max(parts, key=parts.get)
-        result |= {"device_seconds": own, "longest": longest, "times_longest": result["step_seconds"] / max(parts[longest], 1e-9)}
+        on_gpu = -(-case["ranks"] // max(len(config["gpus"]), 1))
+        parts, name, times, at_the_rate = longest(rows, rates, on_gpu)
+        result |= {"device_seconds": own, "parts": parts, "longest": name, "times_longest": times, "bus_at_its_rate": at_the_rate}
         offloads = config["offload"]
         if "cpu" in (offloads["param"], offloads["optimizer"]) and result["times_longest"] > OVERLAP:
-            wrong.append(f"the step is {result['times_longest']:.2f} times its longest part ({longest}), the goal is {OVERLAP}")
+            wrong.append(f"the step is {result['times_longest']:.2f} times its longest part ({name}), the goal is {OVERLAP}")
     if not all(loss == loss and abs(loss) < 1e4 for loss in result["losses"]):
         wrong.append("a loss is no number")
     # Ranks are told apart by nothing but what they hold. The small ones of a rehearsal may end before anybody looks.
@@ -241,7 +234,7 @@ def run_case(case, arguments, seconds):
             return result, [f"stopped after {left:.0f} s: {text.strip().splitlines()[-1:]}"]
         if code:
             return result, [f"exit {code}: " + " / ".join(text.strip().splitlines()[-8:])]
-        result, wrong = outcome(case, work / "run", text, marks, arguments.device)
+        result, wrong = outcome(case, work / "run", text, marks, arguments.device, bus_rates(out))
         for trace in (work / "run/traces").glob("*.json"):
             shutil.copy(trace, out / f"headline-{case['name']}-{trace.name}")
         if "peer_step" in case and arguments.device == "cuda":
@@ -304,9 +297,11 @@ def remarks(case, result, wrong):
         lines.append(f"- {case['name']}: seconds of a step: {parts}")
     if "times_longest" in result:
         parts = ", ".join(f"{part} {value:.3f}" for part, value in result["device_seconds"].items())
+        floors = ", ".join(f"{part} {value:.3f}" for part, value in result["parts"].items())
+        bus = "at the measured rate of the bus" if result["bus_at_its_rate"] else "by spans of copies, `ceilings` did not run"
         goal = "within" if result["times_longest"] <= OVERLAP else "beyond"
         lines.append(
-            f"- {case['name']}: seconds by the device's clock: {parts}; the step is {result['times_longest']:.2f} times its "
+            f"- {case['name']}: seconds by the device's clock: {parts}; least ({bus}): {floors}; the step is {result['times_longest']:.2f} times its "
             f"longest part ({result['longest']}), {goal} the goal of {OVERLAP}"
         )
     lines += [f"- FAILED {case['name']}: {text}" for text in wrong]

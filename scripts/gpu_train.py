@@ -6,16 +6,15 @@ import re
 import sys
 from pathlib import Path
 
+from gpu_overlap import OVERLAP, bus_rates, longest
+
 # A loss behind k updates, as a share of the loss for k + 1 passes. In f32 a pass is off by sums in another order; in 16
 # bits by the roundings of some dozen layers, independent ones: 4 units of the format. As in tests/device/src/tolerance.rs.
 PASS = {"f32": 1e-4, "bf16": 4 / 256, "fp16": 4 / 2048, "pure-bf16": 4 / 256}
-# What the driver, the context and loaded kernels may take beside the arena: the constant of the plan (launcher/src/plan/machine.rs).
+# What the driver, the context and loaded kernels may take beside the arena: the constant of the plan (kernels/src/footprint.rs).
 CONTEXT_BYTES = 768 << 20
 MIB = 1 << 20
 
-
-# A step to its longest part: the project's goal for the overlap.
-OVERLAP = 1.2
 
 
 def rows_of(run):
@@ -26,12 +25,12 @@ def losses(run):
     return [row["loss"] for row in rows_of(run) if "loss" in row]
 
 
-def parts(run):
-    """Milliseconds of the last step and of its parts, those of the device by its own clock."""
+def last_step(run, rates):
+    """Milliseconds of the last step, of the parts that it waits for at least, and of the device's waits."""
     row = rows_of(run)[-1]
-    device = row["device_seconds"]
-    own = {"compute": device["compute"], "in": device["inward"], "out": device["outward"], "update": row["seconds"]["step"] + device["updates"]}
-    return 1e3 * row["step_seconds"], {name: 1e3 * value for name, value in own.items()}, 1e3 * device["waits"]
+    parts, _, times, _ = longest([row], rates)
+    names = ("compute", "to the device", "from the device", "update on the processor")
+    return 1e3 * row["step_seconds"], [1e3 * parts[name] for name in names], 1e3 * row["device_seconds"]["waits"], times
 
 
 def main(out, device):
@@ -70,9 +69,9 @@ def main(out, device):
         print("| precision | compute | bus in | bus out | update on the processor | waits for copies | step | times the longest |")
         print("|---|---|---|---|---|---|---|---|")
         for precision in PASS:
-            step, own, waits = parts(out / f"train-{precision}-{device}")
-            cells = " | ".join(f"{value:.2f}" for value in own.values())
-            print(f"| {precision} | {cells} | {waits:.2f} | {step:.2f} | {step / max(own.values()):.2f} |")
+            step, own, waits, times = last_step(out / f"train-{precision}-{device}", bus_rates(out))
+            cells = " | ".join(f"{value:.2f}" for value in own)
+            print(f"| {precision} | {cells} | {waits:.2f} | {step:.2f} | {times:.2f} |")
     print()
     for failure in failures:
         print(f"FAILED {failure}")

@@ -93,6 +93,7 @@ pub mod spec;
 pub mod spill;
 mod state;
 mod store;
+mod sums;
 mod sync;
 pub mod tier;
 mod timing;

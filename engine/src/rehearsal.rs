@@ -11,7 +11,6 @@ use crate::comm::rehearsal::{DryBuffer, DryWindow};
 use crate::comm::{CollectiveKind, WindowBytes, World};
 use crate::device_comm::{DeviceComm, How, Own, OwnPart, Produced};
 use crate::device_step::DeviceStep;
-use crate::early;
 use crate::error::EngineError;
 use crate::plan::{Entry, GroupKind, Pass, PassKind, Plan, StateKind, Tier, UnitPlan, Visit};
 use crate::spec::{ParamId, UnitId};
@@ -68,6 +67,13 @@ struct Unit {
     deposited: Vec<(ParamId, Tensor)>,
 }
 
+/// What a unit's gradients on a device apart hold until they are taken back.
+struct Brought {
+    unit: UnitId,
+    deposited: Vec<(ParamId, Tensor)>,
+    bucket: Option<(DryBuffer, Reservation)>,
+}
+
 struct State {
     units: Vec<Unit>,
     pending: VecDeque<(UnitId, Sum)>,
@@ -75,6 +81,8 @@ struct State {
     device: Option<DeviceComm>,
     /// The unit whose gradients are still to be fetched.
     closing: Option<UnitId>,
+    /// Gradients that are being fetched, and where they go.
+    brought: Option<Brought>,
     /// On a device apart, the weights leased last.
     uploaded: Option<(UnitId, Vec<(ParamId, Tensor)>)>,
     /// On a device apart, places for those that are leased next.
@@ -170,6 +178,7 @@ impl Rehearsal {
                 pending: VecDeque::new(),
                 device: None,
                 closing: None,
+                brought: None,
                 uploaded: None,
                 ahead: Ahead::default(),
                 pass: None,
@@ -251,10 +260,8 @@ impl Rehearsal {
                 self.rest(config.offload.param, &range, dtype, Tag::Parameters)?;
             }
         }
-        if plan.waiting_elems() > 0 {
-            for _ in 0..early::JOBS {
-                self.count_host(4 * plan.waiting_elems() as u64, Tag::Gradients)?;
-            }
+        for _ in 0..plan.waiting_buffers() {
+            self.count_host(4 * plan.waiting_elems() as u64, Tag::Gradients)?;
         }
         if self.keeps_states() && plan.steps_on_device() {
             self.device_step = Some(DeviceStep::new(&plan, self.backend.clone())?);
@@ -370,6 +377,7 @@ impl Rehearsal {
         if let Some(unit) = state.closing.take() {
             self.close_bucket(&mut state, unit)?;
         }
+        self.take_sums(&mut state)?;
         state.pass = None;
         if let Some(device) = &mut state.device {
             device.settle()?;
@@ -518,6 +526,7 @@ impl Rehearsal {
             state.units[entry.unit.index()].readable = None;
         }
         self.gather_ahead(state)?;
+        self.take_sums(state)?;
         self.finish_entry(state, entry)
     }
 
@@ -680,7 +689,8 @@ impl Rehearsal {
     }
 
     /// As the run, before the unit's work.
-    fn reserve_ahead(&self, state: &mut State) -> Result<()> {
+    fn make_room(&self, state: &mut State) -> Result<()> {
+        self.take_sums(state)?;
         let next = next_upload(&self.plan, state.pass.as_ref());
         state.ahead.reserve(next, &self.plan, &*self.backend)
     }
@@ -709,6 +719,7 @@ impl Rehearsal {
         if group.is_empty() {
             return Ok(());
         }
+        self.take_sums(state)?;
         let config = self.plan.config();
         let keep = config.buckets_in_flight.saturating_sub(1);
         let State {
@@ -740,11 +751,44 @@ impl Rehearsal {
             None if self.adds_on_device(unit) => None,
             None => self.open_bucket(unit)?,
         };
-        // Fetched one behind the other.
-        state.units[unit.index()].deposited.clear();
+        let deposited = std::mem::take(&mut state.units[unit.index()].deposited);
+        if !self.is_apart() || self.adds_on_device(unit) {
+            return self.end_bucket(state, unit, bucket);
+        }
+        state.brought = Some(Brought {
+            unit,
+            deposited,
+            bucket,
+        });
+        Ok(())
+    }
+
+    /// Gives back the places of gradients that were fetched.
+    fn take_sums(&self, state: &mut State) -> Result<()> {
+        match state.brought.take() {
+            Some(Brought {
+                unit,
+                deposited,
+                bucket,
+            }) => {
+                drop(deposited);
+                self.end_bucket(state, unit, bucket)
+            }
+            None => Ok(()),
+        }
+    }
+
+    fn end_bucket(
+        &self,
+        state: &mut State,
+        unit: UnitId,
+        bucket: Option<(DryBuffer, Reservation)>,
+    ) -> Result<()> {
+        let config = self.plan.config();
         if let Some((bucket, counted)) = bucket
             && config.shards_gradients()
         {
+            let keep = config.buckets_in_flight.saturating_sub(1);
             self.drain(&mut state.pending, keep)?;
             bucket.run(CollectiveKind::ReduceScatter);
             let sum = Sum::InWindow(bucket, counted);
@@ -779,12 +823,13 @@ impl ParamAccess for Rehearsal {
         ids.sort_unstable();
         let mut state = self.state.borrow_mut();
         if self.is_apart() && !self.plan.leases_copy() && self.keeps_states() {
+            self.make_room(&mut state)?;
             return Ok(Lease::new(self, unit, phase, self.at_rest(unit)?));
         }
         let there = state.uploaded.as_ref().filter(|(there, _)| *there == unit);
         if let Some((_, params)) = there {
             let params = params.clone();
-            self.reserve_ahead(&mut state)?;
+            self.make_room(&mut state)?;
             return Ok(Lease::new(self, unit, phase, params));
         }
         let mut places = state.ahead.take(unit);
@@ -809,7 +854,7 @@ impl ParamAccess for Rehearsal {
         }
         if self.is_apart() {
             state.uploaded = Some((unit, params.clone()));
-            self.reserve_ahead(&mut state)?;
+            self.make_room(&mut state)?;
         }
         drop(state);
         Ok(Lease::new(self, unit, phase, params))

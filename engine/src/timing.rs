@@ -39,6 +39,10 @@ pub struct DeviceTimes {
     pub communication: Duration,
     /// Updates that the processor makes meanwhile, by its clock: a late update counts when its unit is back.
     pub updates: Duration,
+    /// Bytes that were copied to the device.
+    pub inward_bytes: u64,
+    /// Bytes that were copied from it.
+    pub outward_bytes: u64,
 }
 
 impl DeviceTimes {
@@ -56,6 +60,9 @@ impl DeviceTimes {
         self.inward += total(DeviceLane::Inward);
         self.outward += total(DeviceLane::Outward);
         self.communication += total(DeviceLane::Communication);
+        let bytes = |lane| of(lane).map(|span| span.bytes).sum::<u64>();
+        self.inward_bytes += bytes(DeviceLane::Inward);
+        self.outward_bytes += bytes(DeviceLane::Outward);
     }
 
     /// What was added since `earlier`.
@@ -68,6 +75,8 @@ impl DeviceTimes {
             outward: self.outward.saturating_sub(earlier.outward),
             communication: self.communication.saturating_sub(earlier.communication),
             updates: self.updates.saturating_sub(earlier.updates),
+            inward_bytes: self.inward_bytes.saturating_sub(earlier.inward_bytes),
+            outward_bytes: self.outward_bytes.saturating_sub(earlier.outward_bytes),
         }
     }
 }
@@ -124,6 +133,7 @@ mod tests {
             label: 0,
             start: origin + Duration::from_millis(from),
             length: Duration::from_millis(to - from),
+            bytes: 10 * to,
         };
         let mut times = DeviceTimes::default();
         times.add(&[
@@ -143,6 +153,8 @@ mod tests {
             outward: millis(1),
             communication: millis(4),
             updates: Duration::ZERO,
+            inward_bytes: 60,
+            outward_bytes: 80,
         };
         assert_eq!(times, want);
         assert_eq!(times.since(want), DeviceTimes::default());

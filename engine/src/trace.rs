@@ -15,6 +15,8 @@ pub enum Lane {
     Communication,
     /// Copies between tiers, and waits for them.
     Offload,
+    /// Gradients on their way from a device apart to their sums.
+    Sums,
     /// Updates behind the pass.
     Update,
     /// Updates beside backward.
@@ -43,6 +45,7 @@ impl Lane {
             Self::Compute => "compute".into(),
             Self::Communication => "communication".into(),
             Self::Offload => "offload".into(),
+            Self::Sums => "gradients".into(),
             Self::Update => "update".into(),
             Self::EarlyUpdate => "early update".into(),
             Self::LateUpdate => "late update".into(),
@@ -62,15 +65,16 @@ impl Lane {
             Self::Compute => 0,
             Self::Communication => 1,
             Self::Offload => 2,
-            Self::Update => 3,
-            Self::EarlyUpdate => 4,
-            Self::LateUpdate => 5,
-            Self::Device => 6,
-            Self::DeviceWait => 7,
-            Self::Inward => 8,
-            Self::Outward => 9,
-            Self::Between => 10,
-            Self::Disk(thread) => 11 + u32::from(thread),
+            Self::Sums => 3,
+            Self::Update => 4,
+            Self::EarlyUpdate => 5,
+            Self::LateUpdate => 6,
+            Self::Device => 7,
+            Self::DeviceWait => 8,
+            Self::Inward => 9,
+            Self::Outward => 10,
+            Self::Between => 11,
+            Self::Disk(thread) => 12 + u32::from(thread),
         }
     }
 }

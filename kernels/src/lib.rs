@@ -59,6 +59,7 @@ mod cpu;
 pub mod cuda;
 mod dtype;
 mod error;
+pub mod footprint;
 mod null;
 mod peers;
 mod pool;

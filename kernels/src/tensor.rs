@@ -1,7 +1,7 @@
 //! Immutable contiguous tensors.
 
 #[cfg(feature = "cuda")]
-use crate::cuda::backend::Moment;
+use crate::cuda::backend::{Moment, Take, filling};
 use crate::error::{KernelError, Result, shape_error};
 use crate::pool::{Block, Placed, Pool, Reservation, Tag};
 use crate::{DType, Element, Shape};
@@ -27,8 +27,8 @@ pub(crate) trait DeviceMemory: Send + Sync + std::fmt::Debug {
     /// The moment when everything queued so far is done.
     fn moment(&self) -> Result<Moment>;
 
-    /// As `read`, waiting for that moment only.
-    fn fetch(&self, offset: u64, out: &mut [u8], behind: &Moment) -> Result<()>;
+    /// Waits for that moment only, and gives `bytes` bytes from `offset` on to `take`, in pieces in their order.
+    fn fetch(&self, offset: u64, bytes: u64, behind: &Moment, take: &mut Take<'_>) -> Result<()>;
 
     /// All uses of these bytes are queued: the place is given back.
     fn release(&self, offset: u64, bytes: u64);
@@ -75,13 +75,50 @@ impl Fetch {
         let tensor = &self.tensor;
         assert_eq!(tensor.size_bytes(), out.len(), "as many bytes as places");
         #[cfg(feature = "cuda")]
-        if let (Storage::Device(place), Some(behind)) = (&*tensor.storage, &self.behind) {
-            let start = tensor.start_elems * tensor.dtype.size_bytes();
-            let memory = &place.memory;
-            return memory.fetch(place.placed.offset() + start as u64, out, behind);
+        if self.behind.is_some() {
+            return self.from_device(&mut filling(out));
         }
         out.copy_from_slice(&tensor.host_bytes()?);
         Ok(())
+    }
+
+    /// Hands bytes over in the order in which they come.
+    #[cfg(feature = "cuda")]
+    fn from_device(&self, take: &mut Take<'_>) -> Result<()> {
+        let tensor = &self.tensor;
+        if let (Storage::Device(place), Some(behind)) = (&*tensor.storage, &self.behind) {
+            let start = (tensor.start_elems * tensor.dtype.size_bytes()) as u64;
+            let (start, bytes) = (place.placed.offset() + start, tensor.size_bytes() as u64);
+            return place.memory.fetch(start, bytes, behind, take);
+        }
+        Ok(())
+    }
+
+    /// Gives the elements of an f32 tensor to `take`, in order and in pieces: those of a device while further ones are
+    /// on their way, and from where they arrive, so that nothing is kept twice. Stops at the first error of `take`.
+    ///
+    /// # Errors
+    /// As [`Tensor::to_f32_vec`], and those of `take`.
+    ///
+    /// # Panics
+    /// When the dtype is another.
+    pub fn for_each_f32<E: From<KernelError>>(
+        &self,
+        mut take: impl FnMut(&[f32]) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let dtype = self.tensor.dtype;
+        assert_eq!(dtype, DType::F32, "tensor is {dtype}");
+        #[cfg(feature = "cuda")]
+        if self.behind.is_some() {
+            let mut outcome = Ok(());
+            self.from_device(&mut |piece| {
+                if outcome.is_ok() {
+                    outcome = take(bytemuck::cast_slice(piece));
+                }
+            })?;
+            return outcome;
+        }
+        take(&self.tensor.host_f32()?)
     }
 
     /// Copies the elements of an f32 tensor.

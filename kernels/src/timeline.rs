@@ -28,4 +28,6 @@ pub struct DeviceSpan {
     pub start: Instant,
     /// How long it took.
     pub length: Duration,
+    /// What crossed the bus between host and device.
+    pub bytes: u64,
 }

@@ -4,7 +4,8 @@
 //! other; they change places when the global norm is known and nothing contradicts, so that a step that clips or skips
 //! has lost nothing, and every result has the bits of an update behind the pass.
 
-use super::{Plan, UnitPlan, ZeroConfig};
+use super::{DeviceTransport, Plan, UnitPlan, ZeroConfig};
+use crate::early::JOBS;
 use crate::spec::UnitId;
 use serde::{Deserialize, Serialize};
 
@@ -91,8 +92,7 @@ impl Plan {
         }
     }
 
-    /// Most elements whose gradients wait to be consumed at once, for each of the two buffers they wait in; 0 where
-    /// none are.
+    /// Most elements whose gradients wait to be consumed at once, for each of the buffers they wait in; 0 where none are.
     #[must_use]
     pub(crate) fn waiting_elems(&self) -> usize {
         let consumed = self
@@ -103,5 +103,18 @@ impl Plan {
             .map(|unit| self.updated_elems(unit))
             .max()
             .unwrap_or(0)
+    }
+
+    /// Buffers in which gradients wait to be consumed: for each unit at the thread that does so, and for each on its way
+    /// from the devices that added them up.
+    #[must_use]
+    pub(crate) fn waiting_buffers(&self) -> usize {
+        let config = self.config();
+        let from_devices = config.device_transport != DeviceTransport::Host;
+        match (self.waiting_elems(), from_devices) {
+            (0, _) => 0,
+            (_, false) => JOBS,
+            (_, true) => JOBS + config.buckets_in_flight.max(1),
+        }
     }
 }

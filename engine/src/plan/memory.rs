@@ -199,9 +199,10 @@ impl Plan {
                 .max()
                 .unwrap_or(0);
         }
-        report
-            .gradients
-            .add(Tier::Host, 2 * 4 * self.waiting_elems() as u64);
+        report.gradients.add(
+            Tier::Host,
+            4 * (self.waiting_buffers() * self.waiting_elems()) as u64,
+        );
         report.communication = largest_bucket * (1 + config.buckets_in_flight as u64);
         report
     }

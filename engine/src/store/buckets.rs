@@ -1,4 +1,8 @@
 //! How gradients leave the tape: deposited, collected in a unit's bucket, reduced, and taken to their sum.
+//!
+//! Those on a device apart are fetched by a thread ([`Sums`](crate::sums::Sums)). They are taken back in front of the work of
+//! the next unit but one, when its weights are on their way: so both directions of the bus are busy at once, and the device
+//! holds no more gradients than it computes meanwhile.
 
 use super::{Result, Store};
 use crate::access::Phase;
@@ -7,10 +11,13 @@ use crate::device_comm::Produced;
 use crate::error::EngineError;
 use crate::gradients::{Accumulator, Moment};
 use crate::parallel;
-use crate::plan::{Entry, Plan};
+use crate::plan::{Entry, Plan, Tier};
 use crate::spec::{ParamId, UnitId};
+use crate::sums::{Destination, Job};
 use crate::trace::Lane;
 use kernels::{DType, Fetch, Reservation, Tag, Tensor};
+use std::ops::Range;
+use std::time::Instant;
 
 /// A unit's gradients of one micro-batch.
 pub(super) struct Bucket {
@@ -18,7 +25,7 @@ pub(super) struct Bucket {
     buffer: Option<(Buffer, Reservation)>,
     deposited: Vec<bool>,
     /// Places of gradients on a device apart, and the gradients.
-    fetches: Vec<(std::ops::Range<usize>, Fetch)>,
+    fetches: Vec<(Range<usize>, Fetch)>,
     /// Gradients that the devices will add up, by slot, and a mark behind them.
     on_device: Vec<Option<Tensor>>,
     produced: u64,
@@ -40,8 +47,8 @@ impl Bucket {
 enum Sum {
     /// Of the communicator, with the count of its buffer.
     InWindow(Ticket, Reservation),
-    /// Of the devices, the shard only, in parts.
-    OnDevice(Vec<Fetch>),
+    /// Of the devices, the shard only: at the thread that fetches it.
+    OnDevice,
 }
 
 pub(super) struct PendingReduce {
@@ -144,6 +151,7 @@ impl Store {
         if group.is_empty() {
             return Ok(());
         }
+        self.take_sums()?;
         // Units whose weights a pass did not need may be at the thread still.
         self.await_update(unit)?;
         let mut bucket = match self.units[unit.index()].bucket.take() {
@@ -165,34 +173,60 @@ impl Store {
                 })?;
                 return self.step_early(unit);
             }
-            let fetches = sums.into_iter().map(|sum| sum.fetch());
-            let sum = Sum::OnDevice(fetches.collect::<Result<_, _>>()?);
+            let mut end = group
+                .shard(self.plan.shard_of(self.comm.world().rank))
+                .start;
+            let mut in_order = |sum: &Tensor| {
+                let start = end;
+                end += sum.elems();
+                Ok((start..end, sum.fetch()?))
+            };
+            let fetches = sums.iter().map(&mut in_order).collect::<Result<_>>()?;
+            drop(sums);
             self.drain(plan.config().buckets_in_flight.saturating_sub(1))?;
+            let destination = self.destination(unit)?;
+            self.bring(unit, fetches, Vec::new(), destination)?;
+            let sum = Sum::OnDevice;
             self.pending.push_back(PendingReduce { unit, sum });
             return Ok(());
         }
         if bucket.buffer.is_none() && !self.adds_on_device(unit) {
             bucket.buffer = self.bucket_buffer(unit)?;
         }
-        for (range, fetch) in std::mem::take(&mut bucket.fetches) {
-            if let Some((buffer, _)) = &mut bucket.buffer {
-                fetch.f32_into(&mut buffer.as_mut_slice::<f32>()[range])?;
-                continue;
-            }
-            let values = fetch.f32()?;
-            self.accumulate(unit, |gradients, plan, moment| {
-                gradients.add_part(group, plan, moment, range, &values)
-            })?;
-        }
         let slots = group.slots.iter().zip(&bucket.deposited);
         let missing = slots.filter(|(_, deposited)| !**deposited);
-        let zeros = missing.map(|(slot, _)| slot.range()).chain(group.gaps());
-        let Some((mut buffer, counted)) = bucket.buffer else {
-            self.accumulate(unit, |gradients, _, _| gradients.complete(zeros))?;
+        let missing = missing.map(|(slot, _)| slot.range()).chain(group.gaps());
+        let missing: Vec<_> = missing.collect();
+        // Also where nothing is to be fetched: ranks that differ in that reduce at the same place of the schedule.
+        if !self.apart || self.adds_on_device(unit) {
+            return self.end_bucket(unit, bucket.buffer, missing);
+        }
+        let destination = match bucket.buffer {
+            Some((buffer, counted)) => Destination::Bucket(buffer, counted),
+            None => match self.units[unit.index()].gradients.take() {
+                Some(sum) => Destination::Sum(sum),
+                None => return Ok(()),
+            },
+        };
+        self.bring(unit, bucket.fetches, missing, destination)
+    }
+
+    /// Ends a unit's backward whose gradients are in their sum, or in `buffer`; nothing came for the ranges `missing`.
+    fn end_bucket(
+        &mut self,
+        unit: UnitId,
+        buffer: Option<(Buffer, Reservation)>,
+        missing: Vec<Range<usize>>,
+    ) -> Result<()> {
+        let plan = self.plan.clone();
+        let Some((mut buffer, counted)) = buffer else {
+            let missing = missing.into_iter();
+            self.accumulate(unit, |gradients, _, _| gradients.complete(missing))?;
             return self.step_early(unit);
         };
         let values = buffer.as_mut_slice::<f32>();
-        zeros.for_each(|range| values[range].fill(0.0));
+        let clear = |range: Range<usize>| values[range].fill(0.0);
+        missing.into_iter().for_each(clear);
         if !plan.config().shards_gradients() {
             return self.take_sum(unit, buffer.as_slice());
         }
@@ -236,20 +270,115 @@ impl Store {
                     let shard = self.unit_plan(unit).trainable.shard(rank);
                     self.take_sum(unit, &buffer.as_slice::<f32>()[shard])?;
                 }
-                Sum::OnDevice(fetches) => {
-                    let mut shard = vec![0.0; self.unit_plan(unit).trainable.shard_elems];
-                    let mut rest = &mut shard[..];
-                    for fetch in fetches {
-                        let (part, behind) = rest.split_at_mut(fetch.elems());
-                        fetch.f32_into(part)?;
-                        rest = behind;
-                    }
-                    trace.end(started, Lane::Communication, name);
-                    self.take_sum(unit, &shard)?;
-                }
+                Sum::OnDevice => self.take_brought()?,
             }
         }
         Ok(())
+    }
+
+    // ---- from a device apart ------------------------------------------------------------------
+
+    /// Whether devices add up the gradients that are fetched.
+    fn reduces_on_device(&self) -> bool {
+        self.device.is_some() && self.plan.config().shards_gradients()
+    }
+
+    /// Where the shard of a unit's gradients goes that the devices added up.
+    fn destination(&mut self, unit: UnitId) -> Result<Destination> {
+        if self.plan.consumes_gradients(unit) {
+            self.may_consume(unit)?;
+            let region = self.waiting.pop().ok_or(EngineError::EarlyThread)?;
+            return Ok(Destination::Waiting(region));
+        }
+        let elems = self.unit_plan(unit).trainable.shard_elems;
+        let sum = &mut self.units[unit.index()].gradients;
+        // A disk has its own queue.
+        let in_memory = sum.take_if(|sum| sum.tier() != Tier::Nvme);
+        Ok(match in_memory {
+            Some(sum) => Destination::Sum(sum),
+            None => Destination::Plain(vec![0.0; elems]),
+        })
+    }
+
+    /// Hands a unit's gradients to the thread that fetches them.
+    fn bring(
+        &mut self,
+        unit: UnitId,
+        fetches: Vec<(Range<usize>, Fetch)>,
+        missing: Vec<Range<usize>>,
+        destination: Destination,
+    ) -> Result<()> {
+        let sums = self.sums.as_mut().ok_or(EngineError::EarlyThread)?;
+        sums.send(Job {
+            unit,
+            fetches,
+            destination,
+            missing,
+            at: self.moment,
+            outcome: Ok(()),
+        })
+    }
+
+    /// Takes gradients back that were handed over and are not a reduction in flight: what comes next needs their place on
+    /// the device.
+    pub(crate) fn take_sums(&mut self) -> Result<()> {
+        while !self.reduces_on_device() && self.sums.as_ref().is_some_and(|sums| sums.open() > 0) {
+            self.take_brought()?;
+        }
+        Ok(())
+    }
+
+    /// Waits for the gradients that were handed over first of those still at the thread.
+    fn take_brought(&mut self) -> Result<()> {
+        let started = Instant::now();
+        let sums = self.sums.as_mut().ok_or(EngineError::EarlyThread)?;
+        let job = sums.receive()?;
+        self.copies.count(started.elapsed());
+        let trace = self.tiers.trace();
+        let waited = trace.now().map(|_| started);
+        trace.end(waited, Lane::Offload, || "wait for gradients".into());
+        let unit = job.unit;
+        let (outcome, missing) = (job.outcome, job.missing);
+        drop(job.fetches);
+        match job.destination {
+            Destination::Sum(sum) => {
+                self.units[unit.index()].gradients = Some(sum);
+                outcome?;
+                self.end_bucket(unit, None, missing)
+            }
+            Destination::Bucket(buffer, counted) => {
+                outcome?;
+                self.end_bucket(unit, Some((buffer, counted)), missing)
+            }
+            Destination::Waiting(region) => match outcome.and_then(|()| self.wait_for_thread()) {
+                Ok(()) => self.consume_region(unit, region, job.at),
+                Err(error) => {
+                    self.waiting.push(region);
+                    Err(error)
+                }
+            },
+            Destination::Plain(values) => {
+                outcome?;
+                self.take_sum(unit, &values)
+            }
+        }
+    }
+
+    /// Takes everything back from the thread without a use for it.
+    pub(super) fn abandon_sums(&mut self) {
+        while let Some(sums) = &mut self.sums
+            && sums.open() > 0
+        {
+            let Ok(job) = sums.receive() else {
+                self.sums = None;
+                return;
+            };
+            match job.destination {
+                Destination::Sum(sum) => self.units[job.unit.index()].gradients = Some(sum),
+                Destination::Waiting(region) => self.waiting.push(region),
+                Destination::Bucket(..) | Destination::Plain(_) => {}
+            }
+        }
     }
 
     /// Takes a micro-batch's gradients of what this rank sums of `unit`.

@@ -3,10 +3,11 @@
 use super::{Early, Residency, Result, Store};
 use crate::early::{self, EarlyRun, Gradients, Job};
 use crate::error::EngineError;
+use crate::gradients::Moment;
 use crate::parallel;
 use crate::plan::{GroupKind, Tier};
 use crate::spec::UnitId;
-use crate::tier::Access;
+use crate::tier::{Access, Region};
 use crate::trace::Lane;
 use crate::update::Scalars;
 use crate::zero::OptimizerConfig;
@@ -90,8 +91,8 @@ impl Store {
         }
     }
 
-    /// Hands the gradients of a unit to the thread, which leaves nothing of them.
-    pub(super) fn consume(&mut self, unit: UnitId, values: &[f32]) -> Result<()> {
+    /// Whether gradients of `unit` that come now may be consumed.
+    pub(super) fn may_consume(&self, unit: UnitId) -> Result<()> {
         let refuse = |reason| {
             Err(EngineError::Consumed {
                 unit: self.unit_name(unit),
@@ -104,6 +105,12 @@ impl Store {
         if self.moment.micro_batch > 0 {
             return refuse("this is not the update's first micro-batch");
         }
+        Ok(())
+    }
+
+    /// Hands the gradients of a unit to the thread, which leaves nothing of them.
+    pub(super) fn consume(&mut self, unit: UnitId, values: &[f32]) -> Result<()> {
+        self.may_consume(unit)?;
         self.wait_for_thread()?;
         let mut region = self.waiting.pop().ok_or(EngineError::EarlyThread)?;
         let window = 0..values.len() * 4;
@@ -113,12 +120,22 @@ impl Store {
             window.commit()
         });
         match copied {
-            Ok(()) => self.hand_over(unit, Gradients::Coming(region, self.moment)),
+            Ok(()) => self.consume_region(unit, region, self.moment),
             Err(error) => {
                 self.waiting.push(region);
                 Err(error)
             }
         }
+    }
+
+    /// As [`Store::consume`], of gradients that wait in `region`, for whose unit the thread has room.
+    pub(super) fn consume_region(
+        &mut self,
+        unit: UnitId,
+        region: Region,
+        at: Moment,
+    ) -> Result<()> {
+        self.hand_over(unit, Gradients::Coming(region, at))
     }
 
     fn hand_over(&mut self, unit: UnitId, gradients: Gradients) -> Result<()> {
@@ -144,7 +161,7 @@ impl Store {
     }
 
     /// Waits until the thread has room for one more unit.
-    fn wait_for_thread(&mut self) -> Result<()> {
+    pub(super) fn wait_for_thread(&mut self) -> Result<()> {
         while let Some(run) = &mut self.early
             && run.open() >= early::JOBS
         {

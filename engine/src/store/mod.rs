@@ -15,7 +15,7 @@ use buckets::{Bucket, PendingReduce};
 use crate::access::{Lease, LeaseOwner, Phase};
 use crate::comm::{Collective, CollectiveKind, Communicator, ReadBuffer, Tag as CommTag, Ticket};
 use crate::device_comm::{DeviceComm, Gathered, Own, OwnPart};
-use crate::early::{EarlyRun, JOBS};
+use crate::early::EarlyRun;
 use crate::error::EngineError;
 use crate::gradients::{Accumulator, Moment};
 use crate::late::LateRun;
@@ -23,6 +23,7 @@ use crate::plan::{Entry, GroupKind, Pass, PassKind, Plan, StateKind, Tier, UnitP
 use crate::prefetch::WeightReads;
 use crate::spec::{ParamId, UnitId};
 use crate::state::UnitState;
+use crate::sums::Sums;
 use crate::tier::{Region, Tiers};
 use crate::timing::CopyClock;
 use crate::trace::Lane;
@@ -107,6 +108,8 @@ pub(crate) struct Store {
     copies: CopyClock,
     early: Option<EarlyRun>,
     late: Option<LateRun>,
+    /// The thread that brings gradients from a device apart to their sums.
+    sums: Option<Sums>,
     /// Time of the threads of early and late updates so far.
     update_time: Duration,
     /// Where gradients wait that are consumed as they come.
@@ -159,13 +162,15 @@ impl Store {
             units[unit.id.index()].state = UnitState::new(unit, &plan, rule, rank, &tiers)?;
         }
         let mut waiting = Vec::new();
-        if plan.waiting_elems() > 0 {
+        for _ in 0..plan.waiting_buffers() {
             let place = (StateKind::Optimizer, Tier::Host);
-            for _ in 0..JOBS {
-                let range = 0..plan.waiting_elems();
-                waiting.push(tiers.allocate(place, range, DType::F32, Tag::Gradients)?);
-            }
+            let range = 0..plan.waiting_elems();
+            waiting.push(tiers.allocate(place, range, DType::F32, Tag::Gradients)?);
         }
+        let sums = match apart {
+            true => Some(Sums::start(plan.clone(), tiers.trace().clone())?),
+            false => None,
+        };
         Ok(Self {
             plan,
             comm,
@@ -182,6 +187,7 @@ impl Store {
             copies: CopyClock::default(),
             early: None,
             late: None,
+            sums,
             update_time: Duration::ZERO,
             waiting,
         })
@@ -327,6 +333,7 @@ impl Store {
         if let Some(unit) = self.closing.take() {
             self.close_bucket(unit)?;
         }
+        self.take_sums()?;
         self.pass = None;
         self.reads.clear();
         if let Some(device) = &mut self.device {
@@ -346,6 +353,7 @@ impl Store {
         self.pass = None;
         self.closing = None;
         self.reads.clear();
+        self.abandon_sums();
         self.pending.clear();
         // The pass has failed already: what the thread says can only come of that.
         self.end_early().ok();
@@ -629,6 +637,7 @@ impl Store {
         self.gather_at_cursor()?;
         self.drop_gathered(entry.unit);
         self.gather_ahead()?;
+        self.take_sums()?;
         self.finish_entry(entry)
     }
 

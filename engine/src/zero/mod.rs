@@ -431,7 +431,7 @@ impl Zero {
         let mut uploaded = self.uploaded.borrow_mut();
         if let Some((_, there)) = uploaded.as_ref().filter(|(there, _)| *there == unit) {
             let there = there.clone();
-            self.reserve_ahead()?;
+            self.make_room()?;
             return Ok(there);
         }
         let mut places = self.ahead.borrow_mut().take(unit);
@@ -449,12 +449,14 @@ impl Zero {
             there.push((id, weight));
         }
         *uploaded = Some((unit, there.clone()));
-        self.reserve_ahead()?;
+        self.make_room()?;
         Ok(there)
     }
 
-    /// Takes places for the weights that the pass uploads next, before the work of the unit leased now is queued.
-    fn reserve_ahead(&self) -> Result<()> {
+    /// Before the work of the unit leased now is queued: takes back gradients that left the device meanwhile, and takes
+    /// places for the weights that the pass uploads next.
+    fn make_room(&self) -> Result<()> {
+        self.store.borrow_mut().take_sums()?;
         let next = self.store.borrow().next_upload();
         let mut ahead = self.ahead.borrow_mut();
         ahead.reserve(next, &self.plan, &*self.backend)

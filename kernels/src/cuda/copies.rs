@@ -4,6 +4,7 @@
 //! memory in turn: while the bus takes one, the host fills (or empties) the next.
 #![expect(unsafe_code, reason = "queues copies to and from pinned memory")]
 
+use super::backend::Take;
 use super::error::{DriverResult, Result};
 use super::gpu::Gpu;
 use super::launch::Address;
@@ -26,7 +27,11 @@ const SMALL_CHUNKS: usize = 96;
 /// Bytes that one thread copies at once: one alone is slower than the bus.
 const TASK: usize = 1 << 20;
 
-fn copy(from: &[u8], to: &mut [u8]) {
+/// Copies as fast as the host's memory goes.
+///
+/// # Panics
+/// When the lengths differ.
+pub(crate) fn copy_bytes(from: &[u8], to: &mut [u8]) {
     if to.len() <= TASK {
         return to.copy_from_slice(from);
     }
@@ -119,7 +124,7 @@ impl Ring {
             };
             chunk.wait(gpu)?;
             let pinned = &mut chunk.memory.as_mut_slice()[..bytes.len()];
-            copy(bytes, pinned);
+            copy_bytes(bytes, pinned);
             let at = to.0 + (part * self.chunk_bytes) as u64;
             // SAFETY: the caller vouches for the range; the chunk is left alone until its event.
             unsafe { result::memcpy_htod_async(at, pinned, stream.cu_stream()) }
@@ -130,7 +135,7 @@ impl Ring {
         Ok(())
     }
 
-    /// Copies from the device, behind what the stream waits for; returns when all bytes are in `bytes`.
+    /// Gives `bytes` bytes of the device, behind what the stream waits for, to `take`, each chunk where it arrives.
     ///
     /// # Safety
     /// The range at `from` must be memory of this GPU.
@@ -139,13 +144,14 @@ impl Ring {
         gpu: &Gpu,
         stream: &CudaStream,
         from: Address,
-        bytes: &mut [u8],
+        bytes: u64,
+        take: &mut Take<'_>,
     ) -> Result<()> {
         gpu.bind()?;
         let mut chunks = self.chunks.lock().unwrap_or_else(PoisonError::into_inner);
-        let count = bytes.len().div_ceil(self.chunk_bytes);
+        let all = bytes as usize;
+        let count = all.div_ceil(self.chunk_bytes);
         let ahead = chunks.len();
-        let all = bytes.len();
         let range = |part: usize| {
             let start = part * self.chunk_bytes;
             start..(start + self.chunk_bytes).min(all)
@@ -158,9 +164,7 @@ impl Ring {
             };
             chunk.wait(gpu)?;
             if part >= ahead && part - ahead < count {
-                let done = range(part - ahead);
-                let len = done.len();
-                copy(&chunk.memory.as_slice()[..len], &mut bytes[done]);
+                take(&chunk.memory.as_slice()[..range(part - ahead).len()]);
             }
             if part < count {
                 let wanted = range(part);

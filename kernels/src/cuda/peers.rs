@@ -161,7 +161,7 @@ impl Gpu {
         let began = self.timeline.stamp(stream)?;
         queue(stream.cu_stream())?;
         let lane = DeviceLane::Communication;
-        Ok(self.timeline.end(lane, began, stream)?)
+        Ok(self.timeline.end(lane, began, stream, 0)?)
     }
 
     fn open_peer(&self, name: &[u8]) -> Result<Member, Cause> {

@@ -15,8 +15,11 @@ struct Measured {
     origin: (CudaEvent, Instant),
     /// The label of the present work, and where it began.
     open: Option<(u32, CudaEvent)>,
-    spans: Vec<(DeviceLane, u32, CudaEvent, CudaEvent)>,
+    spans: Vec<Measure>,
 }
+
+/// A lane, a label, the moments between which it was busy, and what crossed the bus.
+type Measure = (DeviceLane, u32, CudaEvent, CudaEvent, u64);
 
 impl Measured {
     /// Begins at the present moment: the stream is waited for, no longer than `group` allows.
@@ -63,15 +66,16 @@ impl Timeline {
         measures.then(|| timed(stream)).transpose()
     }
 
-    /// Notes what began at `start`, a stamp, and ends at the present moment of `stream`.
+    /// Notes what began at `start`, a stamp, and ends at the present moment of `stream`, with `bytes` over the bus.
     pub(super) fn end(
         &self,
         lane: DeviceLane,
         start: Option<CudaEvent>,
         stream: &CudaStream,
+        bytes: u64,
     ) -> Result<()> {
         if let (Some(measured), Some(start)) = (&mut *self.lock(), start) {
-            measured.spans.push((lane, 0, start, timed(stream)?));
+            measured.spans.push((lane, 0, start, timed(stream)?, bytes));
         }
         Ok(())
     }
@@ -80,7 +84,7 @@ impl Timeline {
     pub(super) fn label(&self, label: Option<u32>, stream: &CudaStream) -> Result<()> {
         if let Some(measured) = &mut *self.lock() {
             if let Some((label, start)) = measured.open.take() {
-                let span = (DeviceLane::Compute, label, start, timed(stream)?);
+                let span = (DeviceLane::Compute, label, start, timed(stream)?, 0);
                 measured.spans.push(span);
             }
             if let Some(label) = label {
@@ -109,12 +113,13 @@ impl Timeline {
                 f64::from(milliseconds.max(0.0)) / 1e3,
             ))
         };
-        let span = |(lane, label, start, end): (DeviceLane, u32, CudaEvent, CudaEvent)| {
+        let span = |(lane, label, start, end, bytes): Measure| {
             Ok(DeviceSpan {
                 lane,
                 label,
                 start: at + since(&event, &start)?,
                 length: since(&start, &end)?,
+                bytes,
             })
         };
         done.spans.into_iter().map(span).collect()

@@ -264,13 +264,14 @@ mod tests {
             let mut numbers = vec![100.0 + rank];
             numbers.extend((1..=6).map(|part| f64::from(part) + rank));
             numbers.extend([1e9 + rank, 2e9, 3e9]);
-            numbers.extend((1..=6).map(|part| f64::from(part) - rank));
+            numbers.extend((1..=8).map(|part| f64::from(part) - rank));
             numbers
         };
         let gathered = Gathered::from_messages(&[message(0.0), message(1.0)]);
         assert_eq!(gathered.tokens, [100.0, 101.0]);
         assert_eq!(gathered.splits[1].values(), [2.0, 3.0, 4.0, 5.0, 6.0, 7.0]);
-        assert_eq!(gathered.devices[1].values(), [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]);
+        let want = [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0];
+        assert_eq!(gathered.devices[1].values(), want);
         assert_eq!(gathered.peaks[1].device, 1_000_000_001);
         assert_eq!(
             (gathered.peaks[0].host, gathered.peaks[0].rss),

@@ -91,7 +91,7 @@ impl StepSplit {
     }
 }
 
-/// Seconds of a device apart, by its own clock: the host only queues its work. Copies run beside the work.
+/// Seconds of a device apart, by its own clock: the host only queues its work. Copies run beside the work. And bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 pub struct DeviceSplit {
     /// Work of passes, without waits.
@@ -107,11 +107,17 @@ pub struct DeviceSplit {
     pub communication: f64,
     /// Updates that the processor makes meanwhile.
     pub updates: f64,
+    /// Bytes that were copied to the device.
+    #[serde(default)]
+    pub inward_bytes: f64,
+    /// Bytes that were copied from it.
+    #[serde(default)]
+    pub outward_bytes: f64,
 }
 
 impl DeviceSplit {
-    /// Names of the parts, in the order of the fields.
-    pub const NAMES: [&str; Self::PARTS] = [
+    /// Names of the parts that are seconds, in the order of the fields.
+    pub const NAMES: [&str; 6] = [
         "compute",
         "waits",
         "inward",
@@ -120,7 +126,7 @@ impl DeviceSplit {
         "updates",
     ];
     /// How many parts there are.
-    pub const PARTS: usize = 6;
+    pub const PARTS: usize = 8;
 
     /// The parts in the order of the fields.
     pub fn values(&self) -> [f64; Self::PARTS] {
@@ -131,6 +137,8 @@ impl DeviceSplit {
             self.outward,
             self.communication,
             self.updates,
+            self.inward_bytes,
+            self.outward_bytes,
         ]
     }
 
@@ -144,6 +152,8 @@ impl DeviceSplit {
             outward: at(3),
             communication: at(4),
             updates: at(5),
+            inward_bytes: at(6),
+            outward_bytes: at(7),
         }
     }
 
@@ -166,6 +176,8 @@ impl From<DeviceTimes> for DeviceSplit {
             outward: times.outward.as_secs_f64(),
             communication: times.communication.as_secs_f64(),
             updates: times.updates.as_secs_f64(),
+            inward_bytes: times.inward_bytes as f64,
+            outward_bytes: times.outward_bytes as f64,
         }
     }
 }
@@ -312,10 +324,13 @@ mod tests {
 
     #[test]
     fn devices_count_where_they_did_anything() {
-        let ranks = [[4.0, 1.0, 2.0, 0.0, 1.0], [2.0, 1.0, 0.0, 2.0, 3.0]]
-            .map(|r| DeviceSplit::from_slice(&r));
+        let ranks = [
+            [4.0, 1.0, 2.0, 0.0, 1.0, 0.0, 8.0, 2.0],
+            [2.0, 1.0, 0.0, 2.0, 3.0, 0.0, 0.0, 2.0],
+        ]
+        .map(|r| DeviceSplit::from_slice(&r));
         let times = StepTimes::of(&[rank(0.0, 1.0); 2], 2.0).with_devices(&ranks, 2.0);
-        let want = DeviceSplit::from_slice(&[1.5, 0.5, 0.5, 0.5, 1.0]);
+        let want = DeviceSplit::from_slice(&[1.5, 0.5, 0.5, 0.5, 1.0, 0.0, 2.0, 1.0]);
         assert_eq!(times.device, Some(want));
         assert_eq!(DeviceSplit::mean(&[DeviceSplit::default(); 2], 1.0), None);
     }

@@ -17,8 +17,6 @@ const TOKENIZER_FACTOR: u64 = 10;
 const TOKENIZER_BYTES_PER_TOKEN: u64 = 48;
 /// Memory of raw samples for a byte of their file, as measured with short conversations.
 const SAMPLES_FACTOR: u64 = 3;
-/// Host memory of a process that uses CUDA: the driver's pages, the compiler of kernels, 76 MiB of pinned chunks. Not measured.
-const DRIVER_BYTES: u64 = 512 << 20;
 /// Elements of a weight that are read or written at once, in f32 and in the dtype of the file.
 const CHUNK_BYTES: u64 = (1 << 20) * (4 + 2);
 /// A picture while it is cut: as it was decoded, as it was scaled, and the patches.
@@ -57,7 +55,7 @@ impl Fixed {
     ) -> Vec<(&'static str, u64)> {
         let mut parts = vec![("process", self.process), ("samples", self.samples)];
         if config.device == Device::Cuda {
-            parts.push(("driver", DRIVER_BYTES));
+            parts.push(("driver", kernels::footprint::HOST_BYTES));
         }
         match phase {
             Phase::Load | Phase::Save => parts.push(("workspace", CHUNK_BYTES)),

@@ -8,8 +8,6 @@ use std::path::Path;
 
 /// Where the window of ranks that share a machine may lie.
 const WINDOW_DIRS: [&str; 2] = ["/dev/shm", "/tmp"];
-/// What a context of a GPU and the libraries' own workspace take of its memory.
-const DEVICE_CONTEXT_BYTES: u64 = 768 << 20;
 
 /// The folders that a window may lie in, each with its room.
 pub(super) fn window_rooms() -> Vec<String> {
@@ -91,6 +89,7 @@ impl Machine {
 
     /// What the device itself needs beside the run's memory.
     pub(crate) fn device_context_bytes(&self) -> u64 {
-        self.device_bytes.map_or(0, |_| DEVICE_CONTEXT_BYTES)
+        self.device_bytes
+            .map_or(0, |_| kernels::footprint::DEVICE_BYTES)
     }
 }

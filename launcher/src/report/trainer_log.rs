@@ -147,6 +147,8 @@ impl LogRow {
                 let parts = names.zip(device.values());
                 let parts = parts.map(|(name, value)| (name.to_owned(), rounded(value, SECONDS)));
                 put("device_seconds", Value::Object(parts.collect()));
+                let [to, from] = [device.inward_bytes, device.outward_bytes].map(|b| b as u64);
+                put("device_bytes", json!({"inward": to, "outward": from}));
             }
             if let Some(imbalance) = times.imbalance {
                 put("slowest_rank", imbalance.rank.into());
@@ -243,7 +245,7 @@ mod tests {
                     2.0,
                 )
                 .with_devices(
-                    &[DeviceSplit::from_slice(&[0.6, 0.1, 0.4, 0.2, 0.8]); 2],
+                    &[DeviceSplit::from_slice(&[0.6, 0.1, 0.4, 0.2, 0.8, 0.0, 64.0, 32.0]); 2],
                     2.0,
                 ),
             ),
@@ -264,6 +266,7 @@ mod tests {
                 },
                 "rank_seconds": [0.45, 0.65],
                 "device_seconds": {"compute": 0.3, "waits": 0.05, "inward": 0.2, "outward": 0.1, "communication": 0.0, "updates": 0.4},
+                "device_bytes": {"inward": 32, "outward": 16},
                 "slowest_rank": 1, "slowest_part": "backward", "imbalance": 0.1818
             })
         );

@@ -54,9 +54,9 @@ impl Clock {
     pub(crate) fn upload(&mut self, bytes: usize, behind: u64) {
         let start = self.inward.max(self.moment(behind));
         self.inward = start + bytes as u64 / BUS_BYTES;
-        self.note(DeviceLane::Inward, 0, start, self.inward);
+        self.note((DeviceLane::Inward, bytes), 0, start, self.inward);
         if self.inward > self.queue {
-            self.note(DeviceLane::Wait, 0, self.queue, self.inward);
+            self.note((DeviceLane::Wait, 0), 0, self.queue, self.inward);
             self.queue = self.inward;
         }
     }
@@ -65,7 +65,7 @@ impl Clock {
     pub(crate) fn fetch(&mut self, bytes: usize, behind: u64) {
         let start = self.outward.max(self.moment(behind));
         self.outward = start + bytes as u64 / BUS_BYTES;
-        self.note(DeviceLane::Outward, 0, start, self.outward);
+        self.note((DeviceLane::Outward, bytes), 0, start, self.outward);
     }
 
     /// When the first `works` works are done.
@@ -74,13 +74,14 @@ impl Clock {
         last.copied().unwrap_or(0)
     }
 
-    fn note(&mut self, lane: DeviceLane, label: u32, from: Nanos, to: Nanos) {
+    fn note(&mut self, (lane, bytes): (DeviceLane, usize), label: u32, from: Nanos, to: Nanos) {
         if self.measures {
             self.spans.push(DeviceSpan {
                 lane,
                 label,
                 start: self.origin + Duration::from_nanos(from),
                 length: Duration::from_nanos(to - from),
+                bytes: bytes as u64,
             });
         }
     }
@@ -105,7 +106,7 @@ impl Clock {
 
     pub(crate) fn label(&mut self, label: Option<u32>) {
         if let Some((label, from)) = self.open.take() {
-            self.note(DeviceLane::Compute, label, from, self.queue);
+            self.note((DeviceLane::Compute, 0), label, from, self.queue);
         }
         self.open = label.map(|label| (label, self.queue));
     }

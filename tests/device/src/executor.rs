@@ -6,12 +6,13 @@
 //! what events allow: what a device may do on any day must leave the same bits.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use kernels::DeviceSpan;
 use kernels::cuda::CudaBackend;
 use kernels::cuda::backend::graphs::{self, Graphs, Mode, Replaying};
-use kernels::cuda::backend::{Cause, Executor, Moment};
+use kernels::cuda::backend::{Cause, Executor, Moment, Take};
 use kernels::cuda::launch::{Address, Launch};
 use kernels::cuda::matmul::Multiply;
 use optim::rng::RandomStream;
@@ -73,6 +74,59 @@ pub enum Library {
 pub struct EmulatedGpu {
     state: Mutex<State>,
     library: Library,
+    crossing: Option<Arc<Crossing>>,
+}
+
+/// Holds a device's first fetch until an upload comes meanwhile: whether two directions of the bus can be busy at once.
+#[derive(Debug, Default)]
+pub struct Crossing {
+    seen: Mutex<Crossed>,
+    came: Condvar,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+enum Crossed {
+    #[default]
+    Unknown,
+    Waiting,
+    Yes,
+    No,
+}
+
+impl Crossing {
+    /// How long the first fetch waits for an upload that never comes.
+    const PATIENCE: Duration = Duration::from_secs(20);
+
+    fn lock(&self) -> MutexGuard<'_, Crossed> {
+        self.seen.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn fetch(&self) {
+        let mut seen = self.lock();
+        if *seen != Crossed::Unknown {
+            return;
+        }
+        *seen = Crossed::Waiting;
+        let waits = |seen: &mut Crossed| *seen == Crossed::Waiting;
+        let waited = self.came.wait_timeout_while(seen, Self::PATIENCE, waits);
+        let (mut seen, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        if *seen == Crossed::Waiting {
+            *seen = Crossed::No;
+        }
+    }
+
+    fn upload(&self) {
+        let mut seen = self.lock();
+        if *seen == Crossed::Waiting {
+            *seen = Crossed::Yes;
+            self.came.notify_all();
+        }
+    }
+
+    /// Whether an upload came while the first fetch was under way.
+    pub fn was_seen(&self) -> bool {
+        *self.lock() == Crossed::Yes
+    }
 }
 
 /// When works are executed.
@@ -288,6 +342,19 @@ impl State {
     }
 }
 
+/// Bytes of a piece of what is fetched: small enough that tests have several.
+const PIECE_BYTES: usize = 12 << 10;
+
+/// Gives bytes as a ring of chunks does, each behind the other and from memory that is aligned to words.
+pub(crate) fn give_in_pieces(bytes: &[u8], take: &mut Take<'_>) {
+    let mut words = [0u32; PIECE_BYTES / 4];
+    for piece in bytes.chunks(PIECE_BYTES) {
+        let chunk = &mut bytemuck::cast_slice_mut(&mut words)[..piece.len()];
+        chunk.copy_from_slice(piece);
+        take(chunk);
+    }
+}
+
 impl EmulatedGpu {
     /// A machine without memory.
     #[must_use]
@@ -323,7 +390,15 @@ impl EmulatedGpu {
         Self {
             state: Mutex::new(state),
             library: Library::Absent,
+            crossing: None,
         }
+    }
+
+    /// The same machine, whose first fetch waits for an upload.
+    #[must_use]
+    pub fn with_crossing(mut self, crossing: Arc<Crossing>) -> Self {
+        self.crossing = Some(crossing);
+        self
     }
 
     /// The same machine with this library.
@@ -410,6 +485,9 @@ unsafe impl Executor for EmulatedGpu {
         bytes: &[u8],
         behind: Option<&Moment>,
     ) -> Result<(), Cause> {
+        if let Some(crossing) = &self.crossing {
+            crossing.upload();
+        }
         let mut state = self.lock();
         let behind = behind.map(works).transpose()?.unwrap_or(0);
         let overlaps = behind < state.queued;
@@ -425,15 +503,27 @@ unsafe impl Executor for EmulatedGpu {
         Ok(())
     }
 
-    unsafe fn fetch(&self, from: Address, bytes: &mut [u8], behind: &Moment) -> Result<(), Cause> {
+    unsafe fn fetch(
+        &self,
+        from: Address,
+        bytes: u64,
+        behind: &Moment,
+        take: &mut Take<'_>,
+    ) -> Result<(), Cause> {
+        if let Some(crossing) = &self.crossing {
+            crossing.fetch();
+        }
         let mut state = self.lock();
         let until = works(behind)?;
         let overlaps = until < state.queued;
-        state.fetches.count(bytes.len(), overlaps);
-        state.clock.fetch(bytes.len(), until);
+        let bytes = bytes as usize;
+        state.fetches.count(bytes, overlaps);
+        state.clock.fetch(bytes, until);
         let until = state.fetch_number(until);
         state.run_to(until)?;
-        bytes.copy_from_slice(&state.read(from, bytes.len())?);
+        let there = state.read(from, bytes)?;
+        drop(state);
+        give_in_pieces(&there, take);
         Ok(())
     }
 

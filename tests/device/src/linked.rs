@@ -8,9 +8,10 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use crate::executor::give_in_pieces;
 use kernels::Lane;
 use kernels::cuda::backend::graphs::{self, Graphs};
-use kernels::cuda::backend::{Cause, Executor, GroupExecutor, Moment, PeerExecutor};
+use kernels::cuda::backend::{Cause, Executor, GroupExecutor, Moment, PeerExecutor, Take, filling};
 use kernels::cuda::launch::{Address, Launch};
 
 use crate::emulator::{Emulator, Order};
@@ -383,7 +384,7 @@ unsafe impl Executor for LinkedGpu {
     unsafe fn read(&self, from: Address, bytes: &mut [u8]) -> Result<(), Cause> {
         let behind = self.moment()?;
         // SAFETY: the caller vouches for the range.
-        unsafe { self.fetch(from, bytes, &behind) }
+        unsafe { self.fetch(from, bytes.len() as u64, &behind, &mut filling(bytes)) }
     }
 
     unsafe fn zero(&self, at: Address, bytes: u64) -> Result<(), Cause> {
@@ -411,10 +412,18 @@ unsafe impl Executor for LinkedGpu {
         self.follow(Stream::Compute, Stream::Inward)
     }
 
-    unsafe fn fetch(&self, from: Address, bytes: &mut [u8], behind: &Moment) -> Result<(), Cause> {
+    unsafe fn fetch(
+        &self,
+        from: Address,
+        bytes: u64,
+        behind: &Moment,
+        take: &mut Take<'_>,
+    ) -> Result<(), Cause> {
         let mut devices = self.lock();
         run(&mut devices, self.index, Stream::Compute, works(behind)?)?;
-        bytes.copy_from_slice(&devices[self.index].read(from, bytes.len())?);
+        let there = devices[self.index].read(from, bytes as usize)?;
+        drop(devices);
+        give_in_pieces(&there, take);
         Ok(())
     }
 

@@ -3,7 +3,7 @@
 //! It is the same code that takes outputs and scratch memory, so a plan knows the places that a run will get, whatever
 //! an operation needs.
 
-use super::{Cause, CudaBackend, Executor, GroupExecutor, Moment, PeerExecutor};
+use super::{Cause, CudaBackend, Executor, GroupExecutor, Moment, PeerExecutor, Take};
 use crate::cuda::launch::{Address, Launch};
 use crate::cuda::matmul::Multiply;
 use crate::peers::Lane;
@@ -89,8 +89,9 @@ unsafe impl Executor for Nowhere {
     unsafe fn fetch(
         &self,
         _from: Address,
-        _bytes: &mut [u8],
+        _bytes: u64,
         _behind: &Moment,
+        _take: &mut Take<'_>,
     ) -> Result<(), Cause> {
         Err("a device that only counts has no values".into())
     }

@@ -1,7 +1,7 @@
 //! A GPU as an executor: its driver's calls, on one stream for work, one each for copies in and out, and one for other ranks.
 
 use super::graphs::{Graphs, Work, queue_one};
-use super::{Cause, Executor, GroupExecutor, Moment, PeerExecutor};
+use super::{Cause, Executor, GroupExecutor, Moment, PeerExecutor, Take, filling};
 use crate::cuda::error::DriverResult;
 use crate::cuda::gpu::Gpu;
 use crate::cuda::graph::Graph;
@@ -49,7 +49,7 @@ unsafe impl Executor for Gpu {
     unsafe fn read(&self, from: Address, bytes: &mut [u8]) -> Result<(), Cause> {
         let behind = self.moment()?;
         // SAFETY: the caller vouches for the range; the moment is behind everything queued.
-        unsafe { self.fetch(from, bytes, &behind) }
+        unsafe { self.fetch(from, bytes.len() as u64, &behind, &mut filling(bytes)) }
     }
 
     unsafe fn zero(&self, at: Address, bytes: u64) -> Result<(), Cause> {
@@ -90,16 +90,27 @@ unsafe impl Executor for Gpu {
         self.work_behind(inward)
     }
 
-    unsafe fn fetch(&self, from: Address, bytes: &mut [u8], behind: &Moment) -> Result<(), Cause> {
+    unsafe fn fetch(
+        &self,
+        from: Address,
+        bytes: u64,
+        behind: &Moment,
+        take: &mut Take<'_>,
+    ) -> Result<(), Cause> {
+        self.bind()?;
         let copies = self.copies()?;
         let wait = copies.outward.wait(event(behind)?);
         wait.during("ordering a copy behind a moment")?;
         let began = self.timeline.stamp(&copies.outward)?;
         // SAFETY: the caller vouches for the range and for the moment.
-        unsafe { copies.back.receive(self, &copies.outward, from, bytes) }?;
+        unsafe {
+            copies
+                .back
+                .receive(self, &copies.outward, from, bytes, take)
+        }?;
         Ok(self
             .timeline
-            .end(DeviceLane::Outward, began, &copies.outward)?)
+            .end(DeviceLane::Outward, began, &copies.outward, bytes)?)
     }
 
     fn measure(&self, on: bool) -> Result<(), Cause> {
@@ -171,7 +182,8 @@ impl Gpu {
         // SAFETY: the caller vouches for the range.
         unsafe { copies.large.send(self, &copies.inward, to, bytes) }?;
         let lane = DeviceLane::Inward;
-        Ok(self.timeline.end(lane, began, &copies.inward)?)
+        let count = bytes.len() as u64;
+        Ok(self.timeline.end(lane, began, &copies.inward, count)?)
     }
 
     /// Work goes on behind everything queued on `stream`.
@@ -179,7 +191,8 @@ impl Gpu {
         let done = moment(stream)?;
         let waits = self.timeline.stamp(self.stream())?;
         order(self.stream(), &done)?;
-        Ok(self.timeline.end(DeviceLane::Wait, waits, self.stream())?)
+        let lane = DeviceLane::Wait;
+        Ok(self.timeline.end(lane, waits, self.stream(), 0)?)
     }
 }
 

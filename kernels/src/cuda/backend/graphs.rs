@@ -6,7 +6,7 @@
 //! an arena follow from shapes alone, so equal batches give equal runs. Works are executed in their order, each with its
 //! own arguments, whether in a graph or not: results have the same bits.
 
-use super::{Cause, Executor, GroupExecutor, Moment, PeerExecutor};
+use super::{Cause, Executor, GroupExecutor, Moment, PeerExecutor, Take, filling};
 use crate::cuda::launch::{Address, Launch};
 use crate::cuda::matmul::{Multiply, Shape};
 use crate::peers::Lane;
@@ -333,7 +333,10 @@ unsafe impl<E: Graphs> Executor for Replaying<E> {
     unsafe fn read(&self, from: Address, bytes: &mut [u8]) -> Result<(), Cause> {
         let behind = self.moment()?;
         // SAFETY: the caller vouches for the range; the moment is behind everything queued.
-        unsafe { self.inner.fetch(from, bytes, &behind) }
+        unsafe {
+            self.inner
+                .fetch(from, bytes.len() as u64, &behind, &mut filling(bytes))
+        }
     }
 
     unsafe fn zero(&self, at: Address, bytes: u64) -> Result<(), Cause> {
@@ -360,10 +363,16 @@ unsafe impl<E: Graphs> Executor for Replaying<E> {
         unsafe { self.inner.upload(to, bytes, behind) }
     }
 
-    unsafe fn fetch(&self, from: Address, bytes: &mut [u8], behind: &Moment) -> Result<(), Cause> {
+    unsafe fn fetch(
+        &self,
+        from: Address,
+        bytes: u64,
+        behind: &Moment,
+        take: &mut Take<'_>,
+    ) -> Result<(), Cause> {
         // A moment is behind everything that was collected before it. The lock is not held: others may queue meanwhile.
         // SAFETY: the caller vouches for the range and the moment.
-        unsafe { self.inner.fetch(from, bytes, behind) }
+        unsafe { self.inner.fetch(from, bytes, behind, take) }
     }
 
     unsafe fn launch(&self, launch: &Launch) -> Result<(), Cause> {

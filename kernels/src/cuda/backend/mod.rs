@@ -32,6 +32,7 @@ mod uses;
 pub use loss::LossCuts;
 pub use peers::{GroupExecutor, PeerExecutor};
 
+use super::copies::copy_bytes;
 use super::launch::{Address, Launch};
 use super::matmul::Multiply;
 use super::ops::norm::{self, Kind};
@@ -62,6 +63,19 @@ pub type Cause = Box<dyn std::error::Error + Send + Sync>;
 
 /// A point in the queue of an [`Executor`], which alone knows what it is.
 pub type Moment = Arc<dyn Any + Send + Sync>;
+
+/// What takes bytes as they come to the host.
+pub type Take<'a> = dyn FnMut(&[u8]) + 'a;
+
+/// Puts pieces behind one another; those together must have the length of `out`.
+pub fn filling(out: &mut [u8]) -> impl FnMut(&[u8]) {
+    let mut rest = out;
+    move |piece| {
+        let (here, behind) = std::mem::take(&mut rest).split_at_mut(piece.len());
+        copy_bytes(piece, here);
+        rest = behind;
+    }
+}
 
 /// Memory of a device, one queue of work on it, and copies beside that queue.
 ///
@@ -143,14 +157,21 @@ pub unsafe trait Executor: Send + Sync + std::fmt::Debug {
         behind: Option<&Moment>,
     ) -> Result<(), Cause>;
 
-    /// Waits for the moment `behind`, and no longer, and copies bytes to the host.
+    /// Waits for the moment `behind`, and no longer, and gives bytes to `take` in pieces, in their order, each aligned to
+    /// four bytes. Any thread may fetch while others queue.
     ///
     /// # Safety
     /// The range lies in allocated memory, and nothing queued after that moment writes it.
     ///
     /// # Errors
     /// When the device fails, or work queued before the moment did.
-    unsafe fn fetch(&self, from: Address, bytes: &mut [u8], behind: &Moment) -> Result<(), Cause>;
+    unsafe fn fetch(
+        &self,
+        from: Address,
+        bytes: u64,
+        behind: &Moment,
+        take: &mut Take<'_>,
+    ) -> Result<(), Cause>;
 
     /// Starts to measure what happens when, or stops and forgets.
     ///
@@ -251,11 +272,11 @@ impl DeviceMemory for Arena {
         })
     }
 
-    fn fetch(&self, offset: u64, out: &mut [u8], behind: &Moment) -> Result<()> {
+    fn fetch(&self, offset: u64, bytes: u64, behind: &Moment, take: &mut Take<'_>) -> Result<()> {
         let from = Address(self.start.0 + offset);
         // SAFETY: as in `read`; a tensor is written before anybody has it, and states are not changed while one of them is
         // held.
-        let fetched = unsafe { self.executor.fetch(from, out, behind) };
+        let fetched = unsafe { self.executor.fetch(from, bytes, behind, take) };
         fetched.map_err(|cause| KernelError::Device { op: "fetch", cause })
     }
 

@@ -1,6 +1,6 @@
 //! Model states that rest in the arena and are changed in place, in the order of the queue.
 
-use super::CudaBackend;
+use super::{CudaBackend, filling};
 use crate::cuda::launch::Address;
 use crate::cuda::ops::{accumulate, adamw, grad_norm, pointwise};
 use crate::error::{KernelError, Result, shape_error};
@@ -63,7 +63,10 @@ impl ResidentAccess for CudaBackend {
             None => self.executor.moment().map_err(Self::device_error(OP))?,
         };
         // SAFETY: the range is the resident's, which is borrowed; a change forgets the moment behind the one before.
-        let fetched = unsafe { self.executor.fetch(from, out, &behind) };
+        let fetched = unsafe {
+            let bytes = out.len() as u64;
+            self.executor.fetch(from, bytes, &behind, &mut filling(out))
+        };
         fetched.map_err(Self::device_error(OP))
     }
 

@@ -64,6 +64,41 @@ fn weights_come_ahead_on_gpus_only() {
 }
 
 #[test]
+fn updates_go_on_beside_the_next_pass_where_both_halves_of_the_state_are_in_host_memory() {
+    let late = |line: &str| config(line).steps_late();
+    assert!(late("--device cuda --zero 3 --offload cpu"));
+    assert!(!late(
+        "--device cuda --zero 3 --offload cpu --late-step off"
+    ));
+    // Cores that compute have no time for updates, unless that is asked for.
+    assert!(!late("--device cpu --zero 3 --offload cpu"));
+    assert!(late("--device cpu --zero 3 --offload cpu --late-step on"));
+    // Ranks of stages 1 and 2 share what they updated before a pass.
+    for (line, can) in [
+        ("--zero 2 --nproc 1", true),
+        ("--zero 2 --nproc 2", false),
+        ("--zero 0 --nproc 2 --precision bf16", true),
+        ("--zero 0 --nproc 2 --precision pure-bf16", false),
+        ("--zero 3 --nproc 2 --offload optimizer=nvme:/tmp", false),
+        ("--zero 3 --device cuda --offload optimizer=cpu", false),
+    ] {
+        let device = if line.contains("--device") {
+            ""
+        } else {
+            "--device cpu"
+        };
+        let on = format!("{device} {line} --late-step on");
+        if can {
+            assert!(late(&on), "{on}");
+            continue;
+        }
+        let failure = refused(&on);
+        let words = "--late-step on cannot be used";
+        assert!(failure.to_string().contains(words), "{failure:?}");
+    }
+}
+
+#[test]
 fn the_demo_has_its_own_defaults_and_keeps_its_global_batch() {
     let demo = config("--zero 3 --offload cpu");
     assert!(demo.is_demo());

@@ -1,6 +1,6 @@
 //! Stage `copies`: weights in and gradients out beside work, as a run does it; their rates beside the bus's.
 
-use std::sync::Arc;
+use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
@@ -144,8 +144,8 @@ fn work_seconds(backend: &CudaBackend, weights: &Tensor, rounds: usize) -> Resul
     Ok(begun.elapsed().as_secs_f64())
 }
 
-/// What a backward pass does: the next weights come in while the device works with these, and the gradients of the unit
-/// before are fetched then.
+/// What a backward pass does: the next weights come in while the device works with these and a thread fetches the
+/// gradients of the unit before, which are gone when further work is queued.
 fn pass(
     backend: &CudaBackend,
     units: &[Vec<f32>],
@@ -153,30 +153,44 @@ fn pass(
     rounds: usize,
     check: bool,
 ) -> Result<()> {
-    let mut weights: Option<Tensor> = None;
-    let mut gradients: Option<(usize, Fetch)> = None;
-    let mut fetch = |pending: Option<(usize, Fetch)>| -> Result<()> {
-        let Some((unit, fetch)) = pending else {
-            return Ok(());
-        };
+    let (fetches, queue) = mpsc::channel::<(usize, Fetch)>();
+    let (back, fetched) = mpsc::channel();
+    let mut fetch = |unit: usize, fetch: &Fetch| -> Result<()> {
         fetch.f32_into(out)?;
-        let wrong = || {
-            out.iter()
-                .zip(&units[unit % 2])
-                .position(|(o, w)| *o != 2.0 * w)
-        };
-        if check && let Some(place) = wrong() {
+        let mut pairs = out.iter().zip(&units[unit % 2]);
+        if check && let Some(place) = pairs.position(|(o, w)| *o != 2.0 * w) {
             anyhow::bail!("unit {unit}: {} at {place}", out[place]);
         }
         Ok(())
     };
-    for unit in 0..UNITS {
-        let next = upload(backend, &units[unit % 2])?;
-        let result = work(backend, &next, rounds)?;
-        weights.replace(next);
-        let before = gradients.replace((unit, result.fetch()?));
-        drop(result);
-        fetch(before)?;
-    }
-    fetch(gradients)
+    std::thread::scope(move |scope| {
+        scope.spawn(move || {
+            for (unit, gradients) in queue {
+                let outcome = fetch(unit, &gradients);
+                // The tensor goes back with it, so that its place is given back by who takes places.
+                if back.send((gradients, outcome)).is_err() {
+                    return;
+                }
+            }
+        });
+        let mut weights: Option<Tensor> = None;
+        let mut before: Option<(usize, Fetch)> = None;
+        for unit in 0..UNITS {
+            let next = upload(backend, &units[unit % 2])?;
+            if unit >= 2 {
+                fetched.recv()?.1?;
+            }
+            let result = work(backend, &next, rounds)?;
+            weights.replace(next);
+            if let Some(before) = before.replace((unit, result.fetch()?)) {
+                fetches.send(before)?;
+            }
+        }
+        fetched.recv()?.1?;
+        if let Some(last) = before {
+            fetches.send(last)?;
+            fetched.recv()?.1?;
+        }
+        Ok(())
+    })
 }

@@ -9,7 +9,7 @@ use device_tests::executor::{Delays, EmulatedGpu, Lost};
 use engine::{Precision, Tier};
 use kernels::cuda::CudaBackend;
 
-use crate::setup::{ARENA_BYTES, Weights, pack};
+use crate::setup::{ARENA_BYTES, Updates, Weights, pack};
 use crate::training::{How, Left, train};
 
 /// Days per family.
@@ -21,9 +21,16 @@ const MANY_SEEDS: u64 = 8;
 /// Days on which a lost event must have shown at least once.
 const LOST_SEEDS: u64 = 6;
 
-fn on(gpu: EmulatedGpu, family: &str, precision: Precision, activation: Tier) -> Result<Left> {
+fn on(
+    gpu: EmulatedGpu,
+    family: &str,
+    precision: Precision,
+    activation: Tier,
+    updates: Updates,
+) -> Result<Left> {
     let how = How {
         activation,
+        updates,
         ..How::new(precision)
     };
     trained(gpu, family, how)
@@ -49,10 +56,18 @@ fn agree(family: &str, precision: Precision, activation: Tier, seeds: u64) -> Re
         family,
         precision,
         activation,
+        Updates::Behind,
     )?;
-    for seed in 0..seeds {
-        let got = on(day(seed, None), family, precision, activation)?;
-        assert!(got.same_bits(&want), "{family}, seed {seed}");
+    // Each day has updates beside another part of the step.
+    let updates = [
+        Updates::Late,
+        Updates::Consumed,
+        Updates::Early,
+        Updates::Behind,
+    ];
+    for (seed, updates) in (0..seeds).zip(updates.into_iter().cycle()) {
+        let got = on(day(seed, None), family, precision, activation, updates)?;
+        assert!(got.same_bits(&want), "{family}, seed {seed}, {updates:?}");
     }
     Ok(())
 }
@@ -62,15 +77,16 @@ fn agree_ahead(family: &str, precision: Precision, activation: Tier, seeds: u64)
     let mut how = How {
         activation,
         text_pass: Some(1),
-        passes: 3,
+        skipped: Some(2),
+        passes: 4,
         ..How::new(precision)
     };
     let want = trained(EmulatedGpu::new(Order::Ascending), family, how)?;
+    assert_eq!(want.applied, [true, true, false]);
     how.weights = Weights::Ahead;
-    for order in [Order::Ascending, Order::Descending] {
-        let got = trained(EmulatedGpu::new(order), family, how)?;
-        assert!(got.same_bits(&want), "{family}, {order:?}");
-    }
+    how.updates = Updates::Late;
+    let got = trained(EmulatedGpu::new(Order::Descending), family, how)?;
+    assert!(got.same_bits(&want), "{family}");
     for seed in 0..seeds {
         let got = trained(day(seed, None), family, how)?;
         assert!(got.same_bits(&want), "{family}, seed {seed}");

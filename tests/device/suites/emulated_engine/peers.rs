@@ -83,6 +83,8 @@ impl Case {
                 false => Vec::new(),
             },
             max_grad_norm: Some(1.0),
+            // Against updates behind the pass.
+            late_step: transport != DeviceTransport::Host && self.states == Tier::Host,
             // Of a few chunks, the last of which is shorter.
             sub_group_elems: 1000,
             ..ZeroConfig::default()

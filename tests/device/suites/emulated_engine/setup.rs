@@ -8,8 +8,8 @@ use anyhow::{Context, Result};
 use device_tests::random::Operands;
 use engine::comm::{Communicator, threads};
 use engine::{
-    ModelSpec, Offload, OptimizerConfig, Plan, Precision, Stage, Tier, Tiers, UnitSpec, Zero,
-    ZeroConfig,
+    EarlyStep, ModelSpec, Offload, OptimizerConfig, Plan, Precision, Stage, Tier, Tiers, UnitSpec,
+    Zero, ZeroConfig,
 };
 use kernels::{Backend, DType, Pool};
 use models::data::EncodedSample;
@@ -33,6 +33,25 @@ pub enum Weights {
     Ahead,
     /// Once: they stay.
     Kept,
+}
+
+/// When units are updated.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Updates {
+    /// Behind the pass.
+    Behind,
+    /// Beside backward, all of them.
+    Early,
+    /// The same from gradients that are kept nowhere.
+    Consumed,
+    /// Beside the next pass.
+    Late,
+}
+
+impl Updates {
+    pub fn are_early(self) -> bool {
+        matches!(self, Self::Early | Self::Consumed)
+    }
 }
 
 /// All parameters train, or adapters on every linear layer of the language model.
@@ -69,6 +88,19 @@ pub fn plan(
     weights: Weights,
     again: bool,
 ) -> Result<Arc<Plan>> {
+    let updates = Updates::Behind;
+    plan_updating(model, precision, activation, weights, again, updates)
+}
+
+/// As [`plan`], with units updated when `updates` says.
+pub fn plan_updating(
+    model: &dyn VisionLanguageModel,
+    precision: Precision,
+    activation: Tier,
+    weights: Weights,
+    again: bool,
+    updates: Updates,
+) -> Result<Arc<Plan>> {
     let recomputed = match again {
         true => stacks(model.spec()),
         false => Vec::new(),
@@ -86,6 +118,11 @@ pub fn plan(
         },
         uploads_ahead: weights == Weights::Ahead,
         recomputed,
+        early_step: updates.are_early().then_some(EarlyStep {
+            most_elems: u64::MAX,
+            single_micro_batch: updates == Updates::Consumed,
+        }),
+        late_step: updates == Updates::Late,
         ..ZeroConfig::default()
     };
     Ok(Arc::new(Plan::new(model.spec().clone(), config, 1)?))

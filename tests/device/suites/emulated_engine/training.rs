@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use anyhow::Result;
 use device_tests::emulator::Order;
-use device_tests::executor::{Beside, EmulatedGpu, Library, with_graphs};
+use device_tests::executor::{Beside, Crossing, EmulatedGpu, Library, with_graphs};
 use device_tests::tolerance;
 use engine::trace::{Lane, Span};
 use engine::{ParamId, PassKind, Precision, Tier};
@@ -17,7 +17,7 @@ use kernels::{Backend, CpuBackend, DType};
 use models::autograd::Tape;
 use models::{ModelOptions, SampleInput, VisionLanguageModel, open_model};
 
-use crate::setup::{self, ARENA_BYTES, Weights, pack};
+use crate::setup::{self, ARENA_BYTES, Updates, Weights, pack};
 
 const TOKENS: usize = 24;
 const MOST_TOKENS: usize = 120;
@@ -26,12 +26,14 @@ const LEARNING_RATE: f64 = 1e-3;
 /// Everything a step leaves.
 pub struct Left {
     losses: Vec<f64>,
+    /// Of each step, whether it changed anything.
+    pub applied: Vec<bool>,
     gradients: Vec<(ParamId, Vec<f32>)>,
     weights: Vec<(ParamId, Vec<f32>)>,
 }
 
 impl Left {
-    /// Whether every loss, gradient and weight is the same to the last bit.
+    /// Whether every loss, gradient and weight is the same to the last bit; gradients where both have any.
     pub fn same_bits(&self, other: &Self) -> bool {
         let losses =
             |left: &Self| -> Vec<u64> { left.losses.iter().map(|l| l.to_bits()).collect() };
@@ -45,7 +47,10 @@ impl Left {
                 })
         };
         losses(self) == losses(other)
-            && same(&self.gradients, &other.gradients)
+            && self.applied == other.applied
+            && (self.gradients.is_empty()
+                || other.gradients.is_empty()
+                || same(&self.gradients, &other.gradients))
             && same(&self.weights, &other.weights)
     }
 }
@@ -68,6 +73,9 @@ pub struct How {
     /// Whether runs of works are replayed as graphs.
     pub graphs: Option<Mode>,
     pub passes: usize,
+    pub updates: Updates,
+    /// The pass whose gradients are not finite: no update follows.
+    pub skipped: Option<usize>,
 }
 
 impl How {
@@ -83,6 +91,8 @@ impl How {
             check: true,
             graphs: None,
             passes: 2,
+            updates: Updates::Behind,
+            skipped: None,
         }
     }
 }
@@ -95,40 +105,48 @@ pub fn train(
     backend: Arc<dyn Backend>,
 ) -> Result<(Left, Arc<dyn VisionLanguageModel>)> {
     let model = open_model(dir, setup::options(how.precision, how.adapters))?;
-    let plan = setup::plan(
+    let plan = setup::plan_updating(
         &*model,
         how.precision,
         how.activation,
         how.weights,
         how.again,
+        how.updates,
     )?;
+    assert_eq!(plan.any_steps_early(), how.updates.are_early());
+    assert_eq!(plan.steps_late(), how.updates == Updates::Late);
     let mut zero = setup::loaded(dir, &*model, plan, backend.clone())?;
     let with_picture = setup::sample(dir, TOKENS, MOST_TOKENS)?;
     let without = setup::text_sample(dir, TOKENS)?;
     let mut left = Left {
         losses: Vec::new(),
+        applied: Vec::new(),
         gradients: Vec::new(),
         weights: Vec::new(),
     };
     for pass in 0..how.passes {
-        zero.begin_pass(PassKind::Train);
         let sample = match how.text_pass {
             Some(text) if text == pass => &without,
             _ => &with_picture,
         };
+        if how.updates.are_early() {
+            zero.announce_update(LEARNING_RATE, 1.0, sample.supervised_tokens() as u64)?;
+        }
+        zero.begin_pass(PassKind::Train);
         let batch = model.collate(&[SampleInput::from(sample)], &*backend)?;
         let tape = Tape::training(&zero).with_replay_check(how.check);
         let loss = model.forward(&tape, &batch)?;
         let (sum, supervised) = (loss.sum()?, loss.supervised);
-        tape.backward(&loss, 1.0)?;
+        let skipped = how.skipped == Some(pass);
+        tape.backward(&loss, if skipped { f32::INFINITY } else { 1.0 })?;
         drop((loss, batch));
         zero.end_micro_batch(sum, supervised as u64)?;
         left.losses.push(sum / supervised as f64);
-        if pass == 0 {
+        if pass == 0 && how.updates != Updates::Consumed {
             left.gradients = zero.gradients()?;
         }
         if pass + 1 < how.passes {
-            zero.step(LEARNING_RATE)?;
+            left.applied.push(zero.step(LEARNING_RATE)?.applied);
         }
     }
     zero.visit_weights(|id, tensor| {
@@ -386,6 +404,25 @@ fn activations_cross_the_bus_beside_the_work() -> Result<()> {
             bytes > 0 && overlapping * 4 >= bytes * 3,
             "{overlapping} of {bytes}"
         );
+    }
+    Ok(())
+}
+
+/// While gradients leave, the next weights come in: both directions of the bus are busy at once.
+#[test]
+fn weights_come_in_while_gradients_go_out() -> Result<()> {
+    for weights in [Weights::Leased, Weights::Ahead] {
+        let crossing = Arc::new(Crossing::default());
+        let gpu = EmulatedGpu::new(Order::Ascending).with_crossing(crossing.clone());
+        let device = CudaBackend::new(Arc::new(gpu), ARENA_BYTES)?;
+        let how = How {
+            weights,
+            check: false,
+            passes: 1,
+            ..How::new(Precision::Bf16)
+        };
+        train(&pack("glm-4v-9b"), how, Arc::new(device))?;
+        assert!(crossing.was_seen(), "{weights:?}");
     }
     Ok(())
 }

@@ -1,0 +1,117 @@
+//! Gradients on their way from a device apart to where their sums rest: a thread that fetches and adds them, so that the
+//! rank can send the next weights meanwhile.
+//!
+//! What a unit needs moves to the thread and back. The tensors stay until it is back, which is at a place of the schedule
+//! and never at a time: so equal passes get equal places of the device's memory. Only time depends on the thread.
+
+use crate::comm::Buffer;
+use crate::error::EngineError;
+use crate::gradients::{Accumulator, Moment};
+use crate::handover::Handover;
+use crate::parallel;
+use crate::plan::Plan;
+use crate::spec::UnitId;
+use crate::tier::{Access, Region};
+use crate::trace::{Lane, Trace};
+use kernels::{Fetch, Reservation};
+use std::ops::Range;
+use std::sync::Arc;
+
+type Result<T, E = EngineError> = std::result::Result<T, E>;
+
+/// Where gradients go.
+#[derive(Debug)]
+pub(crate) enum Destination {
+    /// To a sum in host memory.
+    Sum(Accumulator),
+    /// To a buffer of the communicator with its count, by elements of the group.
+    Bucket(Buffer, Reservation),
+    /// To memory where they wait to be consumed, by elements of the fetches.
+    Waiting(Region),
+    /// To plain memory, for a sum that is not the thread's business.
+    Plain(Vec<f32>),
+}
+
+/// A unit's gradients of one micro-batch.
+#[derive(Debug)]
+pub(crate) struct Job {
+    pub(crate) unit: UnitId,
+    /// With their elements of the group, ascending.
+    pub(crate) fetches: Vec<(Range<usize>, Fetch)>,
+    pub(crate) destination: Destination,
+    /// Elements of the group for which nothing came.
+    pub(crate) missing: Vec<Range<usize>>,
+    pub(crate) at: Moment,
+    pub(crate) outcome: Result<()>,
+}
+
+/// The thread.
+#[derive(Debug)]
+pub(crate) struct Sums(Handover<Job, ()>);
+
+impl Sums {
+    pub(crate) fn start(plan: Arc<Plan>, trace: Trace) -> Result<Self> {
+        let work = move |job: &mut Job, (): ()| {
+            let started = trace.now();
+            job.outcome = job.take(&plan);
+            trace.end(started, Lane::Sums, || {
+                plan.spec().units[job.unit.index()].name.clone()
+            });
+        };
+        Ok(Self(Handover::start("sums", work)?))
+    }
+
+    /// Units at the thread.
+    pub(crate) fn open(&self) -> usize {
+        self.0.open()
+    }
+
+    /// Hands a unit's gradients over.
+    pub(crate) fn send(&mut self, job: Job) -> Result<()> {
+        Ok(self.0.send(job, ())?)
+    }
+
+    /// Waits for those that were handed over first of those still there.
+    pub(crate) fn receive(&mut self) -> Result<Job> {
+        Ok(self.0.receive()?)
+    }
+}
+
+impl Job {
+    fn take(&mut self, plan: &Plan) -> Result<()> {
+        let group = &plan.unit(self.unit).trainable;
+        // Elements in front of a piece, within its fetch.
+        let in_order = |fetch: &Fetch, take: &mut dyn FnMut(usize, &[f32]) -> Result<()>| {
+            let mut at = 0;
+            fetch.for_each_f32(|piece| {
+                let begin = at;
+                at += piece.len();
+                take(begin, piece)
+            })
+        };
+        let first = self.fetches.first().map_or(0, |(range, _)| range.start);
+        for (range, fetch) in &self.fetches {
+            match &mut self.destination {
+                Destination::Sum(sum) => in_order(fetch, &mut |at, piece| {
+                    let start = range.start + at;
+                    sum.add_part(group, plan, self.at, start..start + piece.len(), piece)
+                })?,
+                Destination::Bucket(buffer, _) => {
+                    fetch.f32_into(&mut buffer.as_mut_slice::<f32>()[range.clone()])?;
+                }
+                Destination::Waiting(region) => in_order(fetch, &mut |at, piece| {
+                    let start = range.start - first + at;
+                    let window = start * 4..(start + piece.len()) * 4;
+                    let mut window = region.window(window, Access::Write, None)?;
+                    parallel::copy(piece, window.as_mut_slice());
+                    window.commit()
+                })?,
+                Destination::Plain(values) => {
+                    let own = range.start - first..range.end - first;
+                    fetch.f32_into(&mut values[own])?;
+                }
+            }
+        }
+        Ok(())
+    }
+}
