@@ -245,7 +245,7 @@ mod tests {
                     2.0,
                 )
                 .with_devices(
-                    &[DeviceSplit::from_slice(&[0.6, 0.1, 0.4, 0.2, 0.8, 0.0, 64.0, 32.0]); 2],
+                    &[DeviceSplit::from_slice(&[0.6, 0.1, 0.4, 0.2, 0.0, 0.8, 64.0, 32.0]); 2],
                     2.0,
                 ),
             ),
