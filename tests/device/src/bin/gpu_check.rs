@@ -9,7 +9,8 @@ use anyhow::Result;
 use clap::{Parser, Subcommand};
 use device_tests::compile;
 use device_tests::stages::{
-    Report, Setting, ceilings, conformance, copies, graphs, processes, show, survey, table,
+    Report, Setting, ceilings, conformance, copies, footprint, graphs, processes, show, survey,
+    table,
 };
 use kernels::cuda::image::Code;
 use kernels::cuda::library::Search;
@@ -86,6 +87,9 @@ enum Stage {
         #[arg(long, value_delimiter = ',')]
         families: Vec<String>,
     },
+    /// One process whose memory the stage `probe` measures.
+    #[command(hide = true)]
+    FootprintProcess { folder: PathBuf },
     /// One process of the stage `ipc`.
     #[command(hide = true)]
     IpcRank { rank: u32, meeting: PathBuf },
@@ -171,6 +175,7 @@ fn run(stage: &Stage, setting: &Setting) -> Result<bool> {
         }
         Stage::BuildEmulated { folder } => device_tests::emulator::build_all(folder).map(|()| true),
         Stage::BuildPtx { file } => compile::build_ptx(setting, file).map(|()| true),
+        Stage::FootprintProcess { folder } => footprint::in_process(setting, folder).map(|()| true),
         Stage::IpcRank { rank, meeting } => {
             processes::ipc_rank(setting, *rank, meeting).map(|()| true)
         }

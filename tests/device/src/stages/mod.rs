@@ -14,6 +14,7 @@ use serde::{Deserialize, Serialize};
 pub mod ceilings;
 pub mod conformance;
 pub mod copies;
+pub mod footprint;
 pub mod graphs;
 pub mod processes;
 mod queue;

@@ -1,0 +1,299 @@
+//! What a process takes by using the GPU, beside what it asks for: host memory and memory of the GPU, which the launcher
+//! plans with guesses. Processes of their own are measured, step by step: once with no compiled kernels at hand, and again.
+
+use std::path::Path;
+use std::process::Command;
+use std::sync::Arc;
+use std::time::Instant;
+
+use anyhow::{Context, Result, ensure};
+use kernels::cuda::backend::graphs::{Mode, Replaying};
+use kernels::cuda::gpu::Gpu;
+use kernels::cuda::image::Cache;
+use kernels::cuda::{CudaBackend, CudaError};
+use kernels::footprint::{DEVICE_BYTES, HOST_BYTES};
+use kernels::{Backend, CpuBackend, DType, MatmulArgs, Tag, Transpose};
+use serde::{Deserialize, Serialize};
+
+use super::{Report, Setting};
+use crate::backend_checks;
+
+/// How far a plan's guess may be off before a case is misjudged by it, as a share of what was measured.
+const SHARE: f64 = 0.25;
+/// Room for the small tensors of the checks.
+const ARENA_BYTES: u64 = 256 << 20;
+/// What a process writes into the folder it is given.
+const RESULT: &str = "footprint.json";
+
+/// Memory of a process, and what is free on the GPU, behind one step.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct Moment {
+    step: String,
+    resident: u64,
+    peak: u64,
+    /// What was asked for and is no footprint.
+    arena: u64,
+    /// Unknown before the GPU is opened.
+    free: Option<u64>,
+}
+
+impl Moment {
+    fn now(step: &str, gpu: Option<&Gpu>, arena: u64) -> Result<Self> {
+        let status = std::fs::read_to_string("/proc/self/status")?;
+        let field = |name: &str| -> Result<u64> {
+            let line = status.lines().find_map(|line| line.strip_prefix(name));
+            let word = line.and_then(|line| line.split_whitespace().next());
+            let kib: u64 = word.with_context(|| format!("no {name}"))?.parse()?;
+            Ok(kib << 10)
+        };
+        let free = gpu.map(Gpu::memory_info).transpose()?;
+        Ok(Self {
+            step: step.to_owned(),
+            resident: field("VmRSS:")?,
+            peak: field("VmHWM:")?,
+            arena,
+            free: free.map(|(free, _)| free as u64),
+        })
+    }
+
+    /// What is taken of the GPU beside the arena, of which `free` bytes were free before.
+    fn of_gpu(&self, free: u64) -> u64 {
+        let left = self.free.unwrap_or(free);
+        free.saturating_sub(left).saturating_sub(self.arena)
+    }
+}
+
+/// What a process took at most, of the host and of the GPU.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Footprint {
+    host: u64,
+    device: u64,
+}
+
+impl Footprint {
+    /// From the moments of a process, the first before it touched the GPU, of which `free` bytes were free then.
+    fn of(moments: &[Moment], free: u64) -> Self {
+        let before = moments.first().map_or(0, |first| first.resident);
+        let host = moments.iter().skip(1).map(|moment| moment.peak);
+        let device = moments.iter().map(|moment| moment.of_gpu(free));
+        Self {
+            host: host.max().unwrap_or(before).saturating_sub(before),
+            device: device.max().unwrap_or(0),
+        }
+    }
+}
+
+fn mib(bytes: u64) -> String {
+    format!("{:.0} MiB", bytes as f64 / f64::from(1 << 20))
+}
+
+/// Measures two processes and judges the plan's guesses by the one that took more.
+///
+/// # Errors
+/// When a process fails.
+pub(super) fn measure(setting: &Setting, gpu: &Gpu, report: &mut Report) -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let mut most = Footprint::default();
+    for which in ["kernels compiled or translated", "kernels at hand"] {
+        let (free, _) = gpu.memory_info()?;
+        let moments = process(setting, folder.path())?;
+        rows(report, which, &moments, free as u64);
+        let took = Footprint::of(&moments, free as u64);
+        most.host = most.host.max(took.host);
+        most.device = most.device.max(took.device);
+    }
+    judge(report, most);
+    Ok(())
+}
+
+/// This program again, as [`in_process`].
+fn process(setting: &Setting, folder: &Path) -> Result<Vec<Moment>> {
+    let mut command = Command::new(std::env::current_exe()?);
+    command.arg("footprint-process").arg(folder);
+    for (option, folders) in [
+        ("--libraries", &setting.search.directories),
+        ("--python-packages", &setting.search.python_packages),
+    ] {
+        for folder in folders {
+            command.arg(option).arg(folder);
+        }
+    }
+    let left = setting.deadline.saturating_duration_since(Instant::now());
+    command.arg("--seconds").arg(left.as_secs().to_string());
+    let status = command.status().context("starting a process")?;
+    ensure!(status.success(), "the process ended with {status}");
+    let text = std::fs::read(folder.join(RESULT))?;
+    Ok(serde_json::from_slice(&text)?)
+}
+
+/// One row for each step of a process.
+fn rows(report: &mut Report, which: &str, moments: &[Moment], free: u64) {
+    for pair in moments.windows(2) {
+        let [before, now] = [&pair[0], &pair[1]];
+        let device = now.of_gpu(free).saturating_sub(before.of_gpu(free));
+        report.row(
+            format!("{}, {which}", now.step),
+            format!("{} of the GPU", mib(device)),
+            format!(
+                "{} of the host more, resident {}, at most {}",
+                mib(now.resident.saturating_sub(before.resident)),
+                mib(now.resident),
+                mib(now.peak)
+            ),
+        );
+    }
+}
+
+/// Rows with both figures beside the plan's, and failures where one is far off.
+fn judge(report: &mut Report, took: Footprint) {
+    for (what, name, measured, planned) in [
+        (
+            "host memory of a process that uses CUDA",
+            "driver bytes",
+            took.host,
+            HOST_BYTES,
+        ),
+        (
+            "memory of the GPU beside the arena",
+            "context bytes",
+            took.device,
+            DEVICE_BYTES,
+        ),
+    ] {
+        let off = planned as f64 / (measured as f64).max(1.0) - 1.0;
+        let verdict = if off.abs() <= SHARE {
+            "near enough"
+        } else {
+            "TOO FAR OFF"
+        };
+        report.row(
+            what,
+            mib(measured),
+            format!("the plan has {}: {verdict}", mib(planned)),
+        );
+        report.ceilings.push((name.into(), measured as f64));
+        if off.abs() > SHARE {
+            report.failure(format!(
+                "{what}: {} were measured, the plan has {} (kernels/src/footprint.rs)",
+                mib(measured),
+                mib(planned)
+            ));
+        }
+    }
+}
+
+/// Opens the GPU as a rank does, runs every operation of the back end twice, and writes what was taken behind each step.
+/// Compiled kernels are kept in `folder`.
+///
+/// # Errors
+/// When there is no GPU, or an operation fails.
+pub fn in_process(setting: &Setting, folder: &Path) -> Result<()> {
+    let checks = backend_checks::all();
+    let values = vec![1u8; 16 << 20];
+    let mut product = vec![1u8; 8 << 20];
+    // What the checks themselves take is there before.
+    let host = CpuBackend::unlimited();
+    checks.iter().try_for_each(|check| check.run(&host))?;
+    let mut moments = vec![Moment::now("before", None, 0)?];
+    let cache = Cache::new(folder.join("kernels"));
+    let gpu = Gpu::open(0, &setting.search, Some(cache)).context("opening the first GPU")?;
+    let gpu = gpu.with_code(setting.code);
+    moments.push(Moment::now("driver and context", Some(&gpu), 0)?);
+    let gpu = match gpu.with_cublaslt(&setting.search) {
+        Ok(gpu) => gpu,
+        Err(CudaError::LibraryMissing { .. }) => setting.gpu()?,
+        Err(error) => return Err(error.into()),
+    };
+    moments.push(Moment::now("cuBLASLt", Some(&gpu), 0)?);
+    let gpu = Arc::new(gpu);
+    let replaying = Replaying::new(Arc::clone(&gpu), Mode::Auto);
+    let device = CudaBackend::new(Arc::new(replaying), ARENA_BYTES)?;
+    moments.push(Moment::now("arena", Some(&gpu), ARENA_BYTES)?);
+    // Of a size at which the library takes a kernel of models.
+    let matrix = device.upload(&values, [2048, 4096].into(), DType::BF16, Tag::Gathered)?;
+    let square = device.matmul(MatmulArgs {
+        a: &matrix,
+        transpose_a: Transpose::No,
+        b: &matrix,
+        transpose_b: Transpose::Yes,
+        bias: None,
+        out: DType::BF16,
+    })?;
+    square.fetch()?.bytes_into(&mut product)?;
+    drop((matrix, square));
+    moments.push(Moment::now("a large product", Some(&gpu), ARENA_BYTES)?);
+    for step in ["operations and pinned chunks", "graphs"] {
+        checks.iter().try_for_each(|check| check.run(&device))?;
+        moments.push(Moment::now(step, Some(&gpu), ARENA_BYTES)?);
+    }
+    let text = serde_json::to_vec(&moments)?;
+    Ok(std::fs::write(folder.join(RESULT), text)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+
+    fn moment(step: &str, [resident, peak, arena]: [u64; 3], free: Option<u64>) -> Moment {
+        Moment {
+            step: step.into(),
+            resident: resident * MIB,
+            peak: peak * MIB,
+            arena: arena * MIB,
+            free: free.map(|free| free * MIB),
+        }
+    }
+
+    fn moments(driver: u64, context: u64) -> Vec<Moment> {
+        let opened = [40 + driver / 2, 40 + driver / 2, 0];
+        vec![
+            moment("before", [40, 90, 0], None),
+            moment("driver", opened, Some(10_000 - context / 2)),
+            moment("work", [60, 40 + driver, 256], Some(9_744 - context)),
+        ]
+    }
+
+    fn judged(moments: &[Moment]) -> Report {
+        let mut report = Report::new("probe");
+        rows(&mut report, "kernels at hand", moments, 10_000 * MIB);
+        judge(&mut report, Footprint::of(moments, 10_000 * MIB));
+        report
+    }
+
+    #[test]
+    fn guesses_near_what_was_measured_pass_and_are_left_for_other_stages() {
+        let report = judged(&moments(500, 700));
+        assert_eq!(report.failures, Vec::<String>::new());
+        let bytes = |mib: u64| (mib * MIB) as f64;
+        let want = [("driver bytes", 500), ("context bytes", 700)];
+        let want = want.map(|(name, mib)| (name.to_owned(), bytes(mib)));
+        assert_eq!(report.ceilings, want);
+        let first = &report.rows[0];
+        assert_eq!(first.what, "driver, kernels at hand");
+        assert_eq!(first.figure, "350 MiB of the GPU");
+        assert_eq!(report.rows[1].figure, "350 MiB of the GPU");
+        assert_eq!(report.rows[2].compared, "the plan has 512 MiB: near enough");
+    }
+
+    #[test]
+    fn guesses_far_from_what_was_measured_are_failures() {
+        for (driver, context, what) in [
+            (350, 700, "host memory of a process"),
+            (800, 700, "host memory of a process"),
+            (500, 300, "memory of the GPU"),
+            (500, 1100, "memory of the GPU"),
+        ] {
+            let report = judged(&moments(driver, context));
+            assert_eq!(report.failures.len(), 1, "{report:?}");
+            assert!(report.failures[0].starts_with(what), "{report:?}");
+        }
+    }
+
+    #[test]
+    fn this_process_has_memory() {
+        let now = Moment::now("now", None, 0).unwrap();
+        assert!(now.peak >= now.resident && now.resident > MIB, "{now:?}");
+    }
+}
