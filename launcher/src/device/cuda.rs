@@ -111,24 +111,8 @@ mod driver {
             CudaGraph::Auto => Arc::new(Replaying::new(opened, Mode::Auto)),
             CudaGraph::On => Arc::new(Replaying::new(opened, Mode::On)),
         };
-        let backend = CudaBackend::new(executor, arena_bytes).map_err(|error| {
-            let mut failure = Failure::new(
-                ErrorCode::DeviceMemory,
-                format!("GPU {} ({}) cannot hold this run", gpu.ordinal, gpu.name),
-                crate::data::chain(&error),
-            )
-            .evidence(format!(
-                "the plan takes {} at the start; {} were free when it was made{}",
-                bytes(arena_bytes),
-                bytes(gpu.free_bytes),
-                free.map_or(String::new(), |free| format!(", {} are now", bytes(free)))
-            ));
-            if let Some(others) = others(gpu) {
-                failure = failure.evidence(others);
-            }
-            failure
-                .next("end what else uses the GPU, or choose another one with CUDA_VISIBLE_DEVICES")
-        })?;
+        let backend = CudaBackend::new(executor, arena_bytes)
+            .map_err(|error| crate::device::no_room(gpu, arena_bytes, free, others(gpu), &error))?;
         Ok(Arc::new(backend))
     }
 

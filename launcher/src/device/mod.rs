@@ -94,6 +94,35 @@ pub trait Devices: Sync + fmt::Debug {
     fn free_bytes(&self, gpu: &RunGpu) -> Option<u64>;
 }
 
+/// The end of a run whose GPU does not have the arena that was planned: `free` bytes of it are left now, and `others` says who
+/// holds the rest, where somebody tells.
+#[must_use]
+pub fn no_room(
+    gpu: &RunGpu,
+    arena_bytes: u64,
+    free: Option<u64>,
+    others: Option<String>,
+    cause: &dyn std::error::Error,
+) -> Failure {
+    let mut failure = Failure::new(
+        ErrorCode::DeviceMemory,
+        format!("GPU {} ({}) cannot hold this run", gpu.ordinal, gpu.name),
+        crate::data::chain(cause),
+    )
+    .evidence(format!(
+        "the plan takes {} at the start; {} were free when it was made{}",
+        bytes(arena_bytes),
+        bytes(gpu.free_bytes),
+        free.map_or(String::new(), |free| format!(", {} are now", bytes(free)))
+    ));
+    if let Some(others) = others {
+        failure = failure.evidence(others);
+    }
+    failure.next(format!(
+        "end what else uses the GPU, or choose another one with {MASK}"
+    ))
+}
+
 /// The device of a run.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Chosen {

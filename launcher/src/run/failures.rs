@@ -371,6 +371,22 @@ mod tests {
     }
 
     #[test]
+    fn unlike_libraries_are_a_failure_to_meet() {
+        let error = EngineError::LibraryDiffers {
+            rank: 3,
+            theirs: "2.26.2".into(),
+            ours: "2.27.5".into(),
+        };
+        let failure = engine("train", &error);
+        assert_eq!(failure.code, ErrorCode::Rendezvous);
+        assert_eq!(
+            failure.cause,
+            "rank 3 has NCCL 2.26.2, this rank has 2.27.5"
+        );
+        assert!(failure.next[0].contains("one version"), "{failure:?}");
+    }
+
+    #[test]
     fn shared_memory_is_told_apart_from_ranks_that_do_not_come() {
         let tried = vec![("/dev/shm".into(), 64 << 10)];
         let failure = comm(&CommError::NoSpace {

@@ -75,6 +75,8 @@ pub struct EmulatedGpu {
     state: Mutex<State>,
     library: Library,
     crossing: Option<Arc<Crossing>>,
+    /// Bytes that it gives at most at once.
+    room: u64,
 }
 
 /// Holds a device's first fetch until an upload comes meanwhile: whether two directions of the bus can be busy at once.
@@ -391,6 +393,7 @@ impl EmulatedGpu {
             state: Mutex::new(state),
             library: Library::Absent,
             crossing: None,
+            room: u64::MAX,
         }
     }
 
@@ -405,6 +408,13 @@ impl EmulatedGpu {
     #[must_use]
     pub fn with_library(mut self, library: Library) -> Self {
         self.library = library;
+        self
+    }
+
+    /// The same with so many bytes left.
+    #[must_use]
+    pub fn with_room(mut self, bytes: u64) -> Self {
+        self.room = bytes;
         self
     }
 
@@ -443,6 +453,10 @@ unsafe impl Executor for EmulatedGpu {
     }
 
     fn allocate(&self, bytes: u64) -> Result<Address, Cause> {
+        if bytes > self.room {
+            let call = format!("allocating {bytes} bytes on the GPU");
+            return Err(format!("{call} failed: CUDA_ERROR_OUT_OF_MEMORY").into());
+        }
         let mut state = self.lock();
         let buffer = state.machine.allocate(bytes as usize)?;
         state.buffers.push(buffer);

@@ -60,7 +60,14 @@ pub enum Trouble {
     OpensOther,
     /// It never joins a library's group.
     StaysAway,
+    /// The library is of another version, [`OTHER_VERSION`].
+    OtherVersion,
 }
+
+/// Version of the library that GPUs make groups with, and of another one.
+pub const VERSION: &str = "2.27.5";
+/// See [`Trouble::OtherVersion`].
+pub const OTHER_VERSION: &str = "2.26.2";
 
 /// What a driver that refuses says.
 pub const REFUSAL: &str = "mapping GPU memory of another rank failed: CUDA_ERROR_MAP_FAILED";
@@ -455,7 +462,7 @@ impl PeerExecutor for LinkedGpu {
                 return Err(format!("rank {peer}: {REFUSAL}").into());
             }
             Some(Trouble::OpensOther) => members.fill(self.index),
-            Some(Trouble::StaysAway) | None => {}
+            Some(Trouble::StaysAway | Trouble::OtherVersion) | None => {}
         }
         self.lock()[self.index].members = members;
         Ok(())
@@ -608,7 +615,11 @@ impl LinkedGpu {
 
 impl GroupExecutor for LinkedGpu {
     fn version(&self) -> Result<String, Cause> {
-        Ok("emulated".into())
+        Ok(match self.trouble {
+            Some(Trouble::OtherVersion) => OTHER_VERSION,
+            _ => VERSION,
+        }
+        .into())
     }
 
     fn id(&self) -> Result<Vec<u8>, Cause> {

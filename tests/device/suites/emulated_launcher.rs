@@ -22,9 +22,9 @@ use kernels::cuda::CudaBackend;
 use kernels::cuda::backend::graphs::Mode;
 use kernels::{Backend, DType};
 use launcher::config::CudaGraph;
-use launcher::device::{Devices, Products, RunGpu};
+use launcher::device::{Devices, Products, RunGpu, no_room};
 use launcher::doctor::facts::{Cuda, Gpu, LibraryFacts, LibraryKind};
-use launcher::exit::{ErrorCode, Failure};
+use launcher::exit::Failure;
 use launcher::rank_env::{RANK, Variables, WORLD_SIZE};
 use serde_json::{Value, json};
 use tempfile::TempDir;
@@ -40,6 +40,10 @@ const DRIVER: &str = "TESSERA_EMULATED_DRIVER";
 const CUBLASLT: &str = "TESSERA_EMULATED_CUBLASLT";
 /// Says that GPUs share memory, and what goes wrong with it on the last rank.
 const IPC: &str = "TESSERA_EMULATED_IPC";
+/// Bytes that another process takes of a GPU behind the plan, before a rank opens it.
+const TAKEN: &str = "TESSERA_EMULATED_TAKEN";
+/// As CUDA reads it.
+const MASK: &str = "CUDA_VISIBLE_DEVICES";
 /// Memory of each.
 const MEMORY_BYTES: u64 = 2 << 30;
 
@@ -59,16 +63,25 @@ struct Emulated;
 impl Devices for Emulated {
     fn survey(&self, variables: &Variables) -> (Cuda, Vec<Gpu>) {
         let count = variables.get(GPUS).unwrap().to_string_lossy();
+        // The driver hides all from CUDA; the management library shows them.
+        let text = |name| Some(variables.get(name)?.to_string_lossy().into_owned());
+        let hidden = text(MASK).is_some_and(|mask| mask.is_empty());
         let gpu = |ordinal| Gpu {
-            ordinal: Some(ordinal),
+            ordinal: (!hidden).then_some(ordinal),
             name: Some("emulated".into()),
             compute_capability: Some((8, 6)),
             multiprocessors: Some(MULTIPROCESSORS),
             memory_bytes: Some(MEMORY_BYTES),
             ..Gpu::default()
         };
-        let gpus = (0..count.parse().unwrap()).map(gpu);
-        let text = |name| Some(variables.get(name)?.to_string_lossy().into_owned());
+        let gpus: Vec<Gpu> = (0..count.parse().unwrap()).map(gpu).collect();
+        let library = LibraryFacts {
+            kind: LibraryKind::Driver,
+            name: "CUDA driver".into(),
+            path: Some("emulated".into()),
+            version: None,
+            attempts: Vec::new(),
+        };
         let nvrtc = text(NVRTC).map(|version| LibraryFacts {
             kind: LibraryKind::Nvrtc,
             name: "NVRTC".into(),
@@ -85,10 +98,11 @@ impl Devices for Emulated {
         });
         let cuda = Cuda {
             driver: text(DRIVER),
-            libraries: nvrtc.into_iter().chain(cublaslt).collect(),
+            libraries: nvrtc.into_iter().chain(cublaslt).chain([library]).collect(),
+            pci_devices: gpus.len(),
             ..Cuda::default()
         };
-        (cuda, gpus.collect())
+        (cuda, gpus)
     }
 
     fn open(
@@ -108,18 +122,24 @@ impl Devices for Emulated {
             let rank: usize = text(variables, RANK).parse().unwrap();
             let size: usize = text(variables, WORLD_SIZE).parse().unwrap();
             // Memory of another process is out of reach: ranks find their own in its place.
-            let mut gpu = LinkedGpu::node(1, Order::Ascending, Copies::Late).remove(0);
+            let mut linked = LinkedGpu::node(1, Order::Ascending, Copies::Late).remove(0);
             if trouble == "refused" && rank + 1 == size {
-                gpu = gpu.with_trouble(Trouble::Refuses);
+                linked = linked.with_trouble(Trouble::Refuses);
             }
-            return opened(CudaBackend::new(Arc::new(gpu), arena_bytes));
+            let device = CudaBackend::new(Arc::new(linked), arena_bytes);
+            return opened(device, gpu, arena_bytes, variables);
         }
-        let gpu = Arc::new(EmulatedGpu::new(Order::Ascending).with_library(library));
-        opened(match graphs {
-            CudaGraph::Off => CudaBackend::new(gpu, arena_bytes),
-            CudaGraph::Auto => with_graphs(gpu, arena_bytes, Mode::Auto).map(|(device, _)| device),
-            CudaGraph::On => with_graphs(gpu, arena_bytes, Mode::On).map(|(device, _)| device),
-        })
+        let emulated = EmulatedGpu::new(Order::Ascending)
+            .with_library(library)
+            .with_room(MEMORY_BYTES - taken(variables));
+        let emulated = Arc::new(emulated);
+        let graphed = |mode| with_graphs(emulated.clone(), arena_bytes, mode);
+        let device = match graphs {
+            CudaGraph::Off => CudaBackend::new(emulated.clone(), arena_bytes),
+            CudaGraph::Auto => graphed(Mode::Auto).map(|(device, _)| device),
+            CudaGraph::On => graphed(Mode::On).map(|(device, _)| device),
+        };
+        opened(device, gpu, arena_bytes, variables)
     }
 
     fn free_bytes(&self, _gpu: &RunGpu) -> Option<u64> {
@@ -127,15 +147,26 @@ impl Devices for Emulated {
     }
 }
 
-fn opened(device: kernels::Result<CudaBackend>) -> Result<Arc<dyn Backend>, Failure> {
+/// As the launcher says it of a GPU of the machine.
+fn opened(
+    device: kernels::Result<CudaBackend>,
+    gpu: &RunGpu,
+    arena_bytes: u64,
+    variables: &Variables,
+) -> Result<Arc<dyn Backend>, Failure> {
+    let taken = variables.get(TAKEN).map(|_| taken(variables));
     let device = device.map_err(|error| {
-        Failure::new(
-            ErrorCode::DeviceMemory,
-            "no room for the arena",
-            error.to_string(),
-        )
+        let left = taken.map(|taken| MEMORY_BYTES - taken);
+        let others = taken.map(|taken| format!("process 4242 holds {taken} bytes"));
+        no_room(gpu, arena_bytes, left, others, &error)
     })?;
     Ok(Arc::new(device))
+}
+
+/// What another process has taken.
+fn taken(variables: &Variables) -> u64 {
+    let bytes = variables.get(TAKEN);
+    bytes.map_or(0, |bytes| bytes.to_string_lossy().parse().unwrap())
 }
 
 fn text(variables: &Variables, name: &str) -> String {
@@ -736,6 +767,51 @@ fn an_arena_that_is_too_small_ends_the_run() {
     }
 }
 
+/// Another process takes memory of a GPU behind the plan: no rank has read a weight, and the end names the process.
+fn an_arena_that_another_process_took_is_missed() {
+    let site = Site::new();
+    let line = "--model model --data data.json --device cuda --nproc 2 --offload cpu --precision f32 --max-steps 1 --output out";
+    let all = MEMORY_BYTES - (1 << 20);
+    let (code, text) = site.run_with(2, &[(TAKEN, &all.to_string())], line);
+    assert_eq!(code, Some(11), "{text}");
+    for words in [
+        "error[E01]",
+        "(emulated) cannot hold this run",
+        "CUDA_ERROR_OUT_OF_MEMORY",
+        "2.0G were free when it was made, 1.0M are now",
+        &format!("process 4242 holds {all} bytes"),
+        "end what else uses the GPU",
+    ] {
+        assert!(text.contains(words), "no {words:?} in\n{text}");
+    }
+    let log = site.path("out/trainer_log.jsonl");
+    let rows = fs::read_to_string(log).unwrap_or_default();
+    assert!(rows.is_empty(), "{rows}");
+}
+
+/// An empty list of visible GPUs hides all of them: who asks for one is told which variable does it, others compute without.
+fn an_empty_list_of_visible_gpus_is_named() {
+    let site = Site::new();
+    let line = "--model model --data data.json --max-steps 1 --model-max-length 96 --max-slice-nums 1 --nproc 1";
+    let hidden = [(MASK, "")];
+    let (code, text) = site.run_with(2, &hidden, &format!("{line} --device cuda --output out"));
+    assert_eq!(code, Some(13), "{text}");
+    for words in [
+        "error[E12]",
+        "CUDA_VISIBLE_DEVICES= hides every GPU",
+        "unset it, or name GPUs by their numbers",
+        "2 on the bus, 2 seen by CUDA or NVML",
+    ] {
+        assert!(text.contains(words), "no {words:?} in\n{text}");
+    }
+    assert!(!site.path("out").exists());
+    let (code, text) = site.run_with(2, &hidden, &format!("{line} --device auto --output auto"));
+    assert_eq!(code, Some(0), "{text}");
+    for words in ["on cpu", "hides every GPU"] {
+        assert!(text.contains(words), "no {words:?} in\n{text}");
+    }
+}
+
 /// Another compiler of kernels on one machine ends the run on both before it begins; another driver is a warning.
 fn machines_with_unlike_libraries_are_named() {
     let site = Site::new();
@@ -771,7 +847,15 @@ fn machines_with_unlike_libraries_are_named() {
 
 type Test = (&'static str, fn());
 
-const TESTS: [Test; 12] = [
+const TESTS: [Test; 14] = [
+    (
+        "an_arena_that_another_process_took_is_missed",
+        an_arena_that_another_process_took_is_missed,
+    ),
+    (
+        "an_empty_list_of_visible_gpus_is_named",
+        an_empty_list_of_visible_gpus_is_named,
+    ),
     (
         "a_run_in_f32_agrees_with_the_cpu_and_resumes_exactly",
         || {

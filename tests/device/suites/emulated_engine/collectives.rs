@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use device_tests::emulator::Order;
-use device_tests::linked::{Copies, LinkedGpu, REFUSAL, Trouble};
+use device_tests::linked::{Copies, LinkedGpu, OTHER_VERSION, REFUSAL, Trouble, VERSION};
 use engine::comm::shm::{self, ShmOptions};
 use engine::comm::{CommError, Communicator, Tag as CommTag, World};
 use engine::plan::PlanError;
@@ -584,6 +584,28 @@ fn a_rank_that_does_not_join_the_group_is_missed() {
     assert!(said[2].contains("the network is down"), "{said:?}");
     for said in &said[..2] {
         assert!(said.contains("GPU 2 has not come after 1s"), "{said}");
+    }
+}
+
+/// No rank joins a group whose ranks have different versions of the library; each is told who differs from it.
+#[test]
+fn ranks_with_unlike_libraries_are_named_on_every_rank() {
+    for size in 2..=4 {
+        let carrier = Carrier::Nccl(Copies::Late);
+        let errors = Layout::of(size).refused(carrier, Trouble::OtherVersion);
+        assert_eq!(errors.len(), size);
+        for (rank, error) in errors.iter().enumerate() {
+            let (other, versions) = match rank + 1 == size {
+                true => (0, [VERSION, OTHER_VERSION]),
+                false => (size - 1, [OTHER_VERSION, VERSION]),
+            };
+            let said = error.to_string();
+            let EngineError::LibraryDiffers { rank, theirs, ours } = error else {
+                panic!("{said}")
+            };
+            assert_eq!((*rank, [&**theirs, &**ours]), (other, versions), "{said}");
+            assert!(said.contains(theirs) && said.contains(ours), "{said}");
+        }
     }
 }
 
