@@ -5,6 +5,7 @@ use kernels::DType;
 use kernels::cuda::launch::{Address, Launch};
 use kernels::cuda::ops::lora_linear::{Gradients, LoraLinear};
 use kernels::cuda::ops::routed::{Group, OfRows, Routed};
+use kernels::cuda::ops::routed_lora::{self, AdaptedGroup, Adapter, RoutedLora};
 
 use super::bench::Operands;
 
@@ -151,5 +152,74 @@ impl TwoLayers {
             );
         }
         Ok(launches)
+    }
+}
+
+/// Two layers with adapters over a partition of rows, and where their results go.
+pub(super) struct AdaptedLayers {
+    layers: RoutedLora,
+    /// What adapters make of the input, kept by forward.
+    s: Address,
+    y: Address,
+    gradients: routed_lora::Gradients,
+}
+
+impl AdaptedLayers {
+    /// Of which the first is `first`, and the second has `vision` rows.
+    pub(super) fn new(on: &mut Operands<'_>, first: &LoraLinear, vision: usize) -> Result<Self> {
+        let LoraLinear {
+            dtype, t, n, k, r, ..
+        } = *first;
+        let second = layer(on, dtype, [t, n, k], r)?;
+        let rows = stretches(t, vision);
+        let mut group = |layer: &LoraLinear, rows: &[i32]| -> Result<AdaptedGroup> {
+            Ok(AdaptedGroup {
+                rows: on.values(rows)?,
+                m: rows.len(),
+                weight: layer.weight,
+                bias: Address::NULL,
+                adapter: Some(Adapter {
+                    r,
+                    lora_a: layer.lora_a,
+                    lora_b: layer.lora_b,
+                    scale: layer.scale,
+                }),
+            })
+        };
+        let groups = [group(first, &rows[0])?, group(&second, &rows[1])?];
+        let layers = RoutedLora {
+            dtype,
+            t,
+            n,
+            k,
+            x: first.x,
+            groups,
+        };
+        let bytes = dtype.size_bytes();
+        let mut adapter =
+            || -> Result<[Address; 2]> { Ok([on.output(4 * r * k)?, on.output(4 * n * r)?]) };
+        let adapters = [adapter()?, adapter()?];
+        Ok(Self {
+            s: on.output(bytes * t * layers.line())?,
+            y: on.output(bytes * t * n)?,
+            gradients: routed_lora::Gradients {
+                dx: on.output(bytes * t * k)?,
+                adapters,
+            },
+            layers,
+        })
+    }
+
+    /// `y`, or all gradients for `dy`.
+    pub(super) fn launches(
+        &self,
+        on: &mut Operands<'_>,
+        dy: Address,
+        backward: bool,
+    ) -> Result<Vec<Launch>> {
+        on.with_scratch(|sms, space| match backward {
+            false => self.layers.forward(self.s, self.y, sms, space),
+            true => self.layers.backward(dy, self.s, self.gradients, sms, space),
+        })
     }
 }

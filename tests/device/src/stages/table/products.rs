@@ -8,10 +8,11 @@ use kernels::cuda::launch::{Address, Launch};
 use kernels::cuda::matmul::{CublasLt, Multiply, WORKSPACE_BYTES};
 use kernels::cuda::ops::lora_linear::{Gradients, LoraLinear};
 use kernels::cuda::ops::pointwise;
+use kernels::cuda::ops::product::Product;
 use kernels::cuda::ops::shared_lora::{self, SharedLora};
 
 use super::bench::{Bench, OnGpu, Operands, Scale};
-use super::layers::{self, TwoLayers};
+use super::layers::{self, AdaptedLayers, TwoLayers};
 use super::peers;
 use crate::stages::{Report, Setting, Target};
 
@@ -30,6 +31,8 @@ const PRODUCT_TARGET: Target = Target::AtLeast(0.7);
 const ROUTED_TARGET: Target = Target::AtLeast(0.9);
 /// Most time of a layer with an adapter, relative to the plain one.
 const FORWARD_TARGET: Target = Target::AtMost(1.15);
+/// Most time of two layers with adapters, relative to one plain product of all rows: what both of these allow.
+const ROUTED_FORWARD_TARGET: Target = Target::AtMost(1.28);
 
 const DTYPE: DType = DType::BF16;
 
@@ -100,6 +103,9 @@ pub(super) fn all(bench: &mut dyn Bench, scale: Scale, report: &mut Report, torc
     for r in [16, 64] {
         part("adapted layer", &|on, report| adapted(on, report, r, torch));
         part("adapted layers", &|on, report| shared(on, report, r));
+        part("two adapted layers", &|on, report| {
+            routed_lora(on, report, r)
+        });
     }
 }
 
@@ -150,11 +156,7 @@ fn plain(
     let launches =
         on.with_scratch(|sms, space| product.launches(product.choose(sms), sms, space))?;
     let own = time(on, launches)?;
-    let scratch = (on.output(WORKSPACE_BYTES as usize)?, WORKSPACE_BYTES);
-    let theirs = match Multiply::of(&product) {
-        Some(product) => on.bench.time_product(&product, scratch),
-        None => Err(anyhow!("it takes no such lines")),
-    };
+    let theirs = library(on, &product);
     let mut compared = teraflops(flops(sizes), own);
     compared += &match &theirs {
         Ok(theirs) => format!(
@@ -170,6 +172,58 @@ fn plain(
         Err(error) => report.failure(format!("{name}: not judged, no cuBLASLt: {error:#}")),
     }
     Ok(())
+}
+
+/// The library's time of a product, or why there is none.
+fn library(on: &mut Operands<'_>, product: &Product) -> Result<f64> {
+    let scratch = (on.output(WORKSPACE_BYTES as usize)?, WORKSPACE_BYTES);
+    match Multiply::of(product) {
+        Some(product) => on.bench.time_product(&product, scratch),
+        None => Err(anyhow!("it takes no such lines")),
+    }
+}
+
+/// Work of ours beside the one product that a run without it would leave to the library, which is there only where it is
+/// installed: the rows of plain products are judged as missing without.
+struct Library {
+    time: Result<f64>,
+    target: Option<Target>,
+}
+
+impl Library {
+    fn of(on: &mut Operands<'_>, product: &Product, target: Option<Target>) -> Self {
+        let time = library(on, product);
+        Self { time, target }
+    }
+
+    /// Our time as a multiple of the library's, or its speed as a share, as the target has it.
+    fn ratio(&self, own: f64, theirs: f64) -> f64 {
+        match self.target {
+            Some(Target::AtLeast(_)) => theirs / own,
+            Some(Target::AtMost(_)) | None => own / theirs,
+        }
+    }
+
+    fn words(&self, own: f64) -> String {
+        match &self.time {
+            Ok(theirs) => {
+                let target = self.target.map(|target| format!(" (target {target})"));
+                format!(
+                    ", cuBLASLt's product {theirs:.3} ms: {:.2}x{}",
+                    self.ratio(own, *theirs),
+                    target.unwrap_or_default()
+                )
+            }
+            Err(error) => format!(", not judged by cuBLASLt: {error:#}"),
+        }
+    }
+
+    fn judge(&self, name: &str, own: f64, report: &mut Report) {
+        if let (Ok(theirs), Some(target)) = (&self.time, self.target) {
+            let what = format!("{name} beside cuBLASLt's product");
+            report.target(&what, self.ratio(own, *theirs), target);
+        }
+    }
 }
 
 /// One launch for two layers, forward, dx and both dW, and the same for one layer of all rows.
@@ -192,33 +246,74 @@ fn routed(
             true => layers.first.input_gradient(layers.dy, Address::NULL, y),
             false => layers.first.output(Address::NULL, 0, y),
         };
-        let single =
-            on.with_scratch(|sms, space| all_rows.launches(all_rows.choose(sms), sms, space))?;
-        compare(on, report, &name(which), [together, single], torch)?;
+        compare(on, report, &name(which), (together, &all_rows), torch)?;
     }
     let together = layers.weight_gradients(on)?;
-    let single = layers::weight_gradient(on, &layers.first, layers.dy)?;
-    compare(on, report, &name("dW"), [together, single], torch)
+    let y = on.output(4 * n * k)?;
+    let all_rows = layers.first.weight_gradient(layers.dy, y);
+    compare(on, report, &name("dW"), (together, &all_rows), torch)
 }
 
-/// Launches of two layers beside one product of all rows.
+/// Launches of two layers beside one product of all rows, ours and the library's.
 fn compare(
     on: &mut Operands<'_>,
     report: &mut Report,
     name: &str,
-    [two, one]: [Vec<Launch>; 2],
+    (two, all_rows): (Vec<Launch>, &Product),
     torch: Torch<'_>,
 ) -> Result<()> {
     let flops = flops(layers::sizes(on, LAYER));
+    let one = on.with_scratch(|sms, space| all_rows.launches(all_rows.choose(sms), sms, space))?;
     let (two, one) = (time(on, two)?, time(on, one)?);
+    let library = Library::of(on, all_rows, Some(ROUTED_TARGET));
     let compared = format!(
-        "{}, one product {one:.3} ms: {:.2}x (target {ROUTED_TARGET}){}",
+        "{}, one product {one:.3} ms: {:.2}x (target {ROUTED_TARGET}){}{}",
         teraflops(flops, two),
         one / two,
+        library.words(two),
         torch(name, two)
     );
     report.row(name, format!("{two:.3} ms"), compared);
     report.target(name, one / two, ROUTED_TARGET);
+    library.judge(name, two, report);
+    Ok(())
+}
+
+/// Two layers with adapters over a partition of rows, as experts have them, beside one layer of all rows with its adapter and
+/// beside the library's plain product.
+fn routed_lora(on: &mut Operands<'_>, report: &mut Report, r: usize) -> Result<()> {
+    const VISION: usize = 6144;
+    let sizes = layers::sizes(on, LAYER);
+    let one = Stacked::new(on, 1, r)?;
+    let rows = on.of(VISION);
+    let two = AdaptedLayers::new(on, &one.layers[0], rows)?;
+    let plain = LoraLinear {
+        r: 0,
+        ..one.layers[0]
+    };
+    for (backward, which) in PASSES {
+        let together = two.launches(on, one.dy[0], backward)?;
+        let single = one.launches(on, backward)?;
+        let product = match backward {
+            false => plain.output(Address::NULL, 0, one.y[0]),
+            true => plain.input_gradient(one.dy[0], Address::NULL, one.dx),
+        };
+        let (together, single) = (time(on, together)?, time(on, single)?);
+        // Backward has the gradients of the adapters beside the product.
+        let library = Library::of(on, &product, (!backward).then_some(ROUTED_FORWARD_TARGET));
+        let name = format!(
+            "two adapted layers bf16 8192x4096x4096 rank {r}, {VISION} rows of the second, {which}"
+        );
+        let compared = format!(
+            "{}, one adapted layer {single:.3} ms: {:.2}x (target {ROUTED_TARGET}){}",
+            teraflops(flops(sizes), together),
+            single / together,
+            library.words(together)
+        );
+        report.row(&name, format!("{together:.3} ms"), compared);
+        report.target(&name, single / together, ROUTED_TARGET);
+        library.judge(&name, together, report);
+    }
     Ok(())
 }
 
@@ -337,21 +432,28 @@ fn adapted(on: &mut Operands<'_>, report: &mut Report, r: usize, torch: Torch<'_
             true => layers::backward(on, &without),
         };
         let (adapted, plain) = (time(on, adapted)?, time(on, plain?)?);
+        let product = match backward {
+            false => without.output(Address::NULL, 0, with.y[0]),
+            true => without.input_gradient(with.dy[0], Address::NULL, with.dx),
+        };
+        let library = Library::of(on, &product, (!backward).then_some(FORWARD_TARGET));
         let target = match backward {
             false => format!(" (target {FORWARD_TARGET})"),
             true => String::new(),
         };
         let name = format!("adapted product bf16 8192x4096x4096 rank {r} {which}");
         let compared = format!(
-            "{}, {:.2} of the plain product's {plain:.3} ms{target}{}",
+            "{}, {:.2} of the plain product's {plain:.3} ms{target}{}{}",
             teraflops(flops(layers::sizes(on, LAYER)), adapted),
             adapted / plain,
+            library.words(adapted),
             torch(&name, adapted)
         );
         report.row(&name, format!("{adapted:.3} ms"), compared);
         if !backward {
             report.target(&name, adapted / plain, FORWARD_TARGET);
         }
+        library.judge(&name, adapted, report);
     }
     Ok(())
 }
