@@ -1,9 +1,10 @@
 """Times the same work in PyTorch, for the table of scripts/gpu-check.sh: the same shapes, on the same GPU, right after.
 
-Prints one JSON object: name of the row -> milliseconds. What PyTorch cannot do is left out and named on stderr.
+Prints a JSON object for each row as soon as it is measured: name of the row -> milliseconds. So whoever ends this program keeps
+what was measured. What PyTorch cannot do is left out and named on stderr.
 usage: gpu_peers.py [--budget SECONDS] [--params N] [--stage table|products] [--names]
        gpu_peers.py --stage step --model-config FILE [--tokens N] [--slices N] [--rank N]
-With --names it prints the rows' names and needs no PyTorch.
+With --names it prints a list of the rows' names and needs no PyTorch.
 The stage `step` times a training step of MiniCPM-V's shapes (gpu_peer_step.py).
 """
 
@@ -57,8 +58,9 @@ def measure(name, prepare, stage="table"):
         return
     try:
         results[name] = median_ms(prepare())
+        print(json.dumps({name: results[name]}), flush=True)
     except Exception as error:  # a peer that cannot do it is not our failure
-        print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr)
+        print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
     torch.cuda.empty_cache()
 
 
@@ -177,7 +179,8 @@ def main():
     else:
         table(int(option("--params", 1 << 28)))
         products()
-    print(json.dumps(list(results) if NAMES else results))
+    if NAMES:
+        print(json.dumps(list(results)))
 
 
 main()

@@ -3,8 +3,10 @@
 //! missed, or that nothing can be compared for, is a failure of the stage.
 
 use std::collections::BTreeMap;
-use std::process::Command;
-use std::time::Duration;
+use std::io::{BufRead, BufReader, Read};
+use std::process::{Command, Stdio};
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 
@@ -26,6 +28,8 @@ use works::{Amount, Row, Targets};
 const BUDGET: Duration = Duration::from_millis(200);
 /// Seconds that PyTorch has for all of its rows.
 const PEERS_SECONDS: u32 = 60;
+/// Its start, and a row that it has begun when they are over.
+const PEERS_PATIENCE: Duration = Duration::from_secs(30);
 /// Operands of more bytes than this are in no GPU's second-level cache: an H200 has 50 MB, an RTX 4090 72 MB.
 const CACHE_BYTES: u64 = 80 << 20;
 
@@ -169,14 +173,54 @@ fn ask_peers(setting: &Setting, stage: &str, params: u64) -> Result<BTreeMap<Str
         .arg(script)
         .args(["--stage", stage, "--budget", &PEERS_SECONDS.to_string()])
         .args(["--params", &params.to_string()]);
-    let output = command.output().context("starting python3")?;
-    let remarks = String::from_utf8_lossy(&output.stderr).into_owned();
-    remarks
-        .lines()
-        .rev()
-        .take(12)
-        .for_each(|line| show(&format!("  torch: {line}")));
-    let text = String::from_utf8(output.stdout)?;
-    let last = text.lines().last().context("it printed nothing")?;
-    Ok(serde_json::from_str(last)?)
+    let most = Duration::from_secs(u64::from(PEERS_SECONDS)) + PEERS_PATIENCE;
+    let until = setting.deadline.min(Instant::now() + most);
+    let (rows, remarks) = rows_until(command, until)?;
+    let last = remarks.lines().rev().take(12);
+    last.for_each(|line| show(&format!("  torch: {line}")));
+    anyhow::ensure!(!rows.is_empty(), "it printed no row");
+    Ok(rows)
+}
+
+/// The rows that a program prints, one JSON object on each line, and what it says of itself. One that is not done in time
+/// is ended, and its rows so far count.
+fn rows_until(mut command: Command, until: Instant) -> Result<(BTreeMap<String, f64>, String)> {
+    command.stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut child = command.spawn().context("starting python3")?;
+    let (stdout, stderr) = (child.stdout.take(), child.stderr.take());
+    let (lines, printed) = mpsc::channel();
+    let (say, said) = mpsc::channel();
+    std::thread::spawn(move || {
+        let lines_of = stdout
+            .into_iter()
+            .flat_map(|out| BufReader::new(out).lines());
+        // Nobody listens any more when the time is used up.
+        let _unused_outcome = lines_of.flatten().try_for_each(|line| lines.send(line));
+    });
+    std::thread::spawn(move || {
+        let mut bytes = Vec::new();
+        let _unused_outcome = stderr.map(|mut err| err.read_to_end(&mut bytes));
+        let _unused_outcome = say.send(String::from_utf8_lossy(&bytes).into_owned());
+    });
+    let mut rows = BTreeMap::new();
+    let ended = loop {
+        match printed.recv_timeout(until.saturating_duration_since(Instant::now())) {
+            Ok(line) => rows
+                .extend(serde_json::from_str::<BTreeMap<String, f64>>(&line).unwrap_or_default()),
+            Err(RecvTimeoutError::Disconnected) => break true,
+            Err(RecvTimeoutError::Timeout) => break false,
+        }
+    };
+    if !ended {
+        child.kill().context("ending python3")?;
+    }
+    child.wait()?;
+    // What it started may still hold the other end.
+    let mut remarks: String = said
+        .recv_timeout(Duration::from_secs(1))
+        .unwrap_or_default();
+    if !ended {
+        remarks += "\nit was ended, its time was used up";
+    }
+    Ok((rows, remarks))
 }

@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::process::Command;
+use std::time::{Duration, Instant};
 
 use anyhow::{Result, ensure};
 use kernels::cuda::launch::{Address, Launch};
@@ -11,7 +12,7 @@ use kernels::cuda::module::Family;
 
 use super::bench::{Bench, Operands, Scale};
 use super::works::{self, Amount, Row, Targets};
-use super::{BUDGET, CACHE_BYTES, Yardsticks, judge, measure, products};
+use super::{BUDGET, CACHE_BYTES, Yardsticks, judge, measure, products, rows_until};
 use crate::emulator::{Emulator, Order};
 use crate::machine::{Machine as _, POISON};
 use crate::stages::{Report, Target};
@@ -183,7 +184,7 @@ fn every_row_of_products_runs_on_the_emulated_gpu() {
     products::all(&mut bench, SMALL, &mut report, &no_torch);
     // All take the same time, so that targets are kept.
     assert!(report.failures.is_empty(), "{:?}", report.failures);
-    assert_eq!(report.rows.len(), 4 + 5 + 2 * 3 + 2 * 2 + 2 * 2);
+    assert_eq!(report.rows.len(), 4 + 5 + 2 * 3 + 2 * 2 + 2 * 2 + 2 * 2);
     let routed = ["linear_of_rows", "linear_routed"].map(|k| (Family::LoraLinear, k));
     assert!(routed.iter().all(|kernel| bench.seen.contains(kernel)));
 }
@@ -219,19 +220,20 @@ fn rows_fit_a_gpu_and_what_memory_bounds_fits_no_cache() {
 #[test]
 fn the_table_takes_no_more_than_its_share_of_the_time() {
     let rows = works::all();
-    assert!(BUDGET * rows.len() as u32 <= std::time::Duration::from_secs(25));
+    assert!(BUDGET * rows.len() as u32 <= Duration::from_secs(25));
     let names: BTreeSet<_> = rows.iter().map(|row| &row.name).collect();
     assert_eq!(names.len(), rows.len(), "a name is there twice");
 }
 
 /// Rows that PyTorch has nothing for.
-const WITHOUT_PEER: [&str; 7] = [
+const WITHOUT_PEER: [&str; 8] = [
     "adamw bf16 weights, f32 moments, bf16 gradient (22 B)",
     "adamw f32 master + bf16 copy, bf16 gradient (28 B)",
     "adamw f32 master + f16 copy, f16 gradient (28 B)",
     "clip factor of 8 ranks",
     "sums of gradients in bf16, rounded stochastically",
     "three adapted products of one x bf16 8192x4096x4096 rank",
+    "two adapted layers bf16 8192x4096x4096 rank",
     "zeros put",
 ];
 
@@ -306,4 +308,28 @@ fn a_row_is_written_and_judged_by_the_copy_and_by_pytorch() {
         ["a row: not judged, no measured copy"]
     );
     assert_eq!(judged(&row(None, None), 0.1, &no_yardsticks()), none);
+}
+
+#[test]
+fn rows_of_a_program_that_is_ended_count() {
+    let program = |text: &str| {
+        let mut command = Command::new("sh");
+        command.args(["-c", text]);
+        command
+    };
+    let rows = "echo '{\"one\": 1.5}'; echo 'no row'; echo '{\"two\": 2.0}'; echo remark >&2; ";
+    let soon = Instant::now() + Duration::from_millis(500);
+    let begun = Instant::now();
+    let (kept, said) = rows_until(program(&format!("{rows} exec sleep 60")), soon).unwrap();
+    assert!(begun.elapsed() < Duration::from_secs(20));
+    let want = BTreeMap::from([("one".to_owned(), 1.5), ("two".to_owned(), 2.0)]);
+    assert_eq!(kept, want);
+    assert!(
+        said.contains("remark") && said.contains("its time was used up"),
+        "{said}"
+    );
+    let late = Instant::now() + Duration::from_secs(60);
+    let (all, said) =
+        rows_until(program(&format!("{rows} echo '{{\"three\": 3}}'")), late).unwrap();
+    assert_eq!((all.len(), said.as_str()), (3, "remark\n"));
 }
