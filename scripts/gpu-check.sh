@@ -6,7 +6,8 @@
 # usage: scripts/gpu-check.sh BIN [OUT] [--work WORK] [--stages a,b] [--cases a,b] [--budget SECONDS] [--device cuda|cpu] [--arch native]
 # Kernels run as the code of sm_80, which is what A100 and RTX 30 have, whatever the GPU; --arch native has them compiled for it.
 # The stage `native` does so for every kernel against its reference.
-# The stage `headline` (published sizes under caps of device memory) runs only where --stages names it; --cases selects of
+# The stage `headline` (published sizes under caps of device memory) runs only where --stages names it, best behind `probe` and
+# `ceilings`, whose figures it judges with (--stages probe,ceilings,headline, or the same OUT as before); --cases selects of
 # scripts/headline.json. --device cpu takes `train` and `headline` through their paths where no GPU is; the others need one.
 set -uo pipefail
 
@@ -47,7 +48,8 @@ fi
 # Seconds a stage may take at most; the rest of the budget when less is left.
 limit_of() {
   case $1 in
-    probe | doctor) echo 30 ;;
+    probe) echo 100 ;;
+    doctor) echo 30 ;;
     ceilings | copies | graphs) echo 60 ;;
     ipc) echo 40 ;;
     nccl) echo 60 ;;
@@ -61,13 +63,27 @@ limit_of() {
 # The user's own view of the machine: it must name the GPU and its driver.
 doctor() {
   "$bin/launcher" doctor --json >"$out/doctor.json" || return 1
-  { echo "## launcher doctor"; echo; echo '```'; "$bin/launcher" doctor; echo '```'; } >"$out/doctor.md" || return 1
+  { echo "## launcher doctor"; echo; echo '```'; "$bin/launcher" doctor; echo '```'; echo; echo "| runs | |"; echo "|---|---|"; } >"$out/doctor.md" || return 1
   cat "$out/doctor.md"
-  python3 - "$out/doctor.json" <<'PYTHON'
+  python3 - "$out/doctor.json" <<'PYTHON' || return 1
 import json, sys
 report = json.load(open(sys.argv[1]))
 assert report["gpus"], "the doctor sees no GPU"
 PYTHON
+  hidden
+}
+
+# An empty list of visible GPUs: who asks for one ends with E12 and reads which variable hides it.
+hidden() {
+  local code
+  CUDA_VISIBLE_DEVICES='' "$bin/launcher" --device cuda --output "$out/hidden" >"$out/hidden.txt" 2>&1
+  code=$?
+  if [ "$code" != 13 ] || ! grep -q 'error\[E12\]' "$out/hidden.txt" || ! grep -q 'CUDA_VISIBLE_DEVICES=' "$out/hidden.txt"; then
+    echo "with an empty CUDA_VISIBLE_DEVICES: exit $code instead of 13 with E12 and the variable's name"
+    tail -20 "$out/hidden.txt"
+    return 1
+  fi
+  echo "| CUDA_VISIBLE_DEVICES= | exit 13, E12 |" | tee -a "$out/doctor.md"
 }
 
 # Training on the GPU: golden packs and the 200-step trajectory in every precision, in f32 at the tolerances of the CPU and in
@@ -102,15 +118,26 @@ $device param=cpu,optimizer=cpu,activation=cpu $device-layers --checkpoint-num-l
 RUNS
   done
   timing || return 1
+  [ "$device" = cpu ] || traced || return 1
   python3 "$root/scripts/gpu_train.py" "$out" "$device" >"$out/train.md" || { cat "$out/train.md"; return 1; }
-  echo "14 runs in bf16: the same losses with graphs or without, with weights ahead or at their lease, with updates beside the next pass, and beside backward, also where the norm clips" >>"$out/train.md"
+  echo "15 runs in bf16: the same losses with graphs or without, with weights ahead or at their lease, with updates beside the next pass, and beside backward, also where the norm clips" >>"$out/train.md"
   cat "$out/train.md"
+}
+
+# A run with all of its states in host memory, so that much crosses the bus, with a trace of its last steps.
+traced() {
+  local run="$out/train-traced-$device"
+  rm -rf "$run"
+  "$bin/launcher" --device "$device" --nproc 1 --zero 3 --precision bf16 --offload cpu --upload-ahead on --max-steps 6 \
+    --logging-steps 1 --trace-steps 5..7 --eval-strategy no --save-strategy no --output "$run" >"$run.txt" 2>&1 ||
+    { tail -20 "$run.txt"; return 1; }
 }
 
 # What only decides when something is done changes no bit: by the name of the group, whose first run is the one that the
 # others are compared with.
 timing() {
   local group told first="" before="" more run
+  rm -f "$out/train-timing.txt"
   while read -r group told more; do
     # Flags that are for GPUs.
     [ "$device" = cuda ] || case $group in graphs | ahead) continue ;; esac
@@ -120,6 +147,8 @@ timing() {
     "$bin/launcher" --device "$device" --nproc 1 --zero 3 --precision bf16 $more --max-steps 8 --logging-steps 1 \
       --eval-strategy no --save-strategy no --output "$run" >"$run.txt" 2>&1 || { tail -20 "$run.txt"; return 1; }
     grep -o '"loss":[^,]*' "$run/trainer_log.jsonl" >"$run.losses"
+    cp "$run/trainer_log.jsonl" "$run.jsonl"
+    echo "$group $told ${run##*/}.jsonl" >>"$out/train-timing.txt"
     rm -rf "$run"
     [ "$group" = "$before" ] || first="$run"
     before="$group"
@@ -143,6 +172,7 @@ late on --offload cpu --early-step off --late-step on
 clipped late --offload cpu --early-step off --max-grad-norm 0.05
 clipped early --offload cpu --early-step all --max-grad-norm 0.05
 clipped some --offload cpu --early-step 1MiB --max-grad-norm 0.05
+clipped beside --offload cpu --early-step off --late-step on --max-grad-norm 0.05
 unclipped late --offload cpu --early-step off --max-grad-norm 0
 unclipped early --offload cpu --early-step all --max-grad-norm 0
 weights late --early-step off --offload optimizer=cpu

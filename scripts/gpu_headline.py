@@ -27,6 +27,11 @@ SHARE = 0.05
 # What CUDA is planned to take beside a rank's arena: the constant of kernels/src/footprint.rs.
 CONTEXT_BYTES = 768 * MIB
 STEPS = 5
+# Of the disk, what a checkpoint leaves: logs, traces, what others write meanwhile.
+DISK_SPARE = 2 * GIB
+# The packages that a case's speed is judged against, and what a row says that could not be.
+JUDGE = "transformers + peft"
+NOT_JUDGED = f"not judged against {JUDGE}"
 # Configurations of the golden packs, where sizes do not matter.
 PACKS = {
     "minicpm-v-2_6": "minicpm-v-2_6",
@@ -104,6 +109,76 @@ def model_config(case, tiny, published):
     return config
 
 
+def free_memory():
+    """Bytes of host memory that may be taken: what the kernel has, and what a container's limit leaves."""
+    kib = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.M)
+    free = int(kib[1]) * 1024
+    for limit, used in (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):
+        try:
+            read = lambda name: int((Path("/sys/fs/cgroup") / name).read_text())
+            free = min(free, read(limit) - read(used))
+        except (OSError, ValueError):  # no such group, or no limit
+            pass
+    return free
+
+
+def planned_with(case, binary, work, published):
+    """A function: layers to what `launcher plan` says of the case with so many."""
+    def plan(layers):
+        folder = work / f"plan-{layers}"
+        folder.mkdir(parents=True, exist_ok=True)
+        config = {**model_config(case, False, published), "num_hidden_layers": layers}
+        (folder / "config.json").write_text(json.dumps(config))
+        words = [
+            binary / "launcher", "plan", "--model", folder / "config.json", "--no-weights", "true", "--device", "cuda", "--hw",
+            f"{case['ranks']}x{case['device_cap']}", "--ram", case["host_cap"], "--save-strategy", "steps", "--eval-strategy", "no",
+            "--json", "true", *case["flags"],
+        ]
+        done = subprocess.run(list(map(str, words)), capture_output=True, text=True, timeout=60)
+        try:
+            return json.loads(done.stdout)
+        except ValueError:
+            raise RuntimeError(f"launcher plan: {(done.stderr or done.stdout).strip()[-400:]}") from None
+
+    return plan
+
+
+def layers_that_fit(case, plan, disk, ram):
+    """The most layers whose checkpoint fits the disk and whose ranks fit the machine, with the arithmetic; the host's cap is
+    scaled by parameters. None in place of the layers where the fewest do not fit."""
+    whole, least = case["layers"]["all"], case["layers"]["least"]
+    plans = {}
+
+    def needs(layers):
+        if layers not in plans:
+            plans[layers] = plan(layers)
+        found = plans[layers]
+        return {
+            "state": found["checkpoint_bytes"]["state"],
+            "weights": found["checkpoint_bytes"]["weights"],
+            "disk": found["checkpoint_bytes"]["at_once"] + DISK_SPARE,
+            "ram": int(found["need_bytes"]["host"] * (1 + SHARE)),
+            "parameters": found["parameters_total"],
+        }
+
+    def fits(layers):
+        return needs(layers)["disk"] <= disk and needs(layers)["ram"] <= ram
+
+    most = next((layers for layers in range(whole, least - 1, -1) if fits(layers)), None)
+    chosen = needs(most or least)
+    cap = parse_bytes(case["host_cap"]) * chosen["parameters"] // needs(whole)["parameters"]
+    return {"layers": most, "of": whole, "disk_free": disk, "ram_free": ram, "host_cap": cap, **chosen}
+
+
+def layers_in_words(choice):
+    return (
+        f"{choice['layers'] or 'not even the fewest'} of {choice['of']} layers: {gib(choice['disk_free'])} GiB of disk are free, "
+        f"{gib(choice['state'])} of states + {gib(choice['weights'])} of weights are written, {gib(choice['disk'])} with what must be "
+        f"there at once and {gib(DISK_SPARE)} to spare; {gib(choice['ram_free'])} GiB of host memory are free, the ranks need "
+        f"{gib(choice['ram'])} with {SHARE:.0%} to spare; the host's cap, scaled by parameters, is {gib(choice['host_cap'])}"
+    )
+
+
 def commands(case, binary, work, device, published):
     """How the model is made, and how it is trained."""
     tiny = device == "cpu"
@@ -134,8 +209,31 @@ def within(measured, planned):
     return abs(measured / planned - 1) <= SHARE
 
 
-def outcome(case, run, text, marks, device, rates):
-    """What a run that ended well says of itself, and what is wrong with it; `rates` are those of the bus."""
+def footprint(out):
+    """Bytes that the stage `probe` measured of a process that uses the GPU, of the host and of the GPU; None where it did not."""
+    measured = bus_rates(out, "probe")
+    return {"host": measured.get("driver bytes"), "device": measured.get("context bytes")}
+
+
+def blame(want, got, planned_fixed, measured_fixed):
+    """Which part of a memory figure is off: what a process takes by using CUDA, or what the plan says of the run."""
+    if measured_fixed is None:
+        return "which part is off is not known, `probe` measured no fixed part"
+    parts = {
+        "fixed": (measured_fixed, planned_fixed, "planned", got - measured_fixed, want - planned_fixed),
+        "planned": (got - measured_fixed, want - planned_fixed, "fixed", measured_fixed, planned_fixed),
+    }
+    off = max(parts, key=lambda part: abs(parts[part][0] - parts[part][1]))
+    measured, planned, other, other_measured, other_planned = parts[off]
+    return (
+        f"the {off} part is off, {gib(measured)} GiB instead of {gib(planned)} "
+        f"({other} part {gib(other_measured)} of {gib(other_planned)})"
+    )
+
+
+def outcome(case, run, text, marks, device, rates, fixed):
+    """What a run that ended well says of itself, and what is wrong with it; `rates` are those of the bus, `fixed` is what a
+    process takes by using the GPU (footprint)."""
     wrong = []
     rows = [json.loads(line) for line in (run / "trainer_log.jsonl").read_text().splitlines()]
     # The first step compiles kernels and touches memory.
@@ -152,6 +250,8 @@ def outcome(case, run, text, marks, device, rates):
         "device_cap": parse_bytes(case["device_cap"]),
         "planned_host": memory["resident_by_rank"],
         "measured_host": sorted(marks.values(), reverse=True),
+        "planned_fixed_host": max(phase["host"].get("driver", 0) for phase in memory["phases"].values()),
+        "measured_fixed": fixed,
     }
     if all("device_seconds" in row for row in rows):
         own = {part: median([row["device_seconds"][part] for row in rows]) for part in rows[0]["device_seconds"]}
@@ -170,10 +270,11 @@ def outcome(case, run, text, marks, device, rates):
     for want, got in zip(planned, result["measured_host"]):
         # Of small models the process itself is most, which the CPU rehearsal of this program need not weigh.
         if device == "cuda" and not within(got, want):
-            wrong.append(f"VmHWM {gib(got)} GiB, planned {gib(want)}")
+            why = blame(want, got, result["planned_fixed_host"], fixed["host"])
+            wrong.append(f"VmHWM {gib(got)} GiB, planned {gib(want)}: {why}")
     host_cap = case.get("run", {}).get("host_cap", case.get("host_cap"))
     if device == "cuda" and host_cap and sum(marks.values()) > parse_bytes(host_cap):
-        wrong.append(f"VmHWM of all ranks {gib(sum(marks.values()))} GiB, more than the cap of {host_cap}")
+        wrong.append(f"VmHWM of all ranks {gib(sum(marks.values()))} GiB, more than the cap of {gib(parse_bytes(host_cap))} GiB")
     if device == "cuda":
         used = re.search(r"rank 0 used (\S+) of the", text)
         taken = re.search(r"the driver counts (\d+) bytes more", text)
@@ -188,16 +289,50 @@ def outcome(case, run, text, marks, device, rates):
             "driver": int(taken[1]) // on_gpu,
         }
         if not within(result["used_device"], result["planned_device"]):
-            wrong.append(f"used {gib(result['used_device'])} GiB of the arena, planned {gib(result['planned_device'])}")
+            wrong.append(f"used {gib(result['used_device'])} GiB of the arena, planned {gib(result['planned_device'])}: the planned part is off")
         if not within(result["driver"], result["planned_driver"]):
-            wrong.append(f"the driver counts {gib(result['driver'])} GiB, planned {gib(result['planned_driver'])}")
+            # The arena is exactly what was asked for.
+            beside, probed = result["driver"] - result["arena"], fixed["device"]
+            said = f"`probe` measured {gib(probed)}" if probed is not None else "`probe` measured none"
+            wrong.append(
+                f"the driver counts {gib(result['driver'])} GiB, planned {gib(result['planned_driver'])}: the fixed part is off, "
+                f"{gib(beside)} GiB beside the arena instead of {gib(CONTEXT_BYTES)} ({said})"
+            )
         if result["driver"] > result["device_cap"]:
             wrong.append(f"the driver counts {gib(result['driver'])} GiB, more than the cap")
     return result, wrong
 
 
+def rows_printed(text):
+    """What gpu_peers.py printed, a row on each line, the last perhaps cut."""
+    found = {}
+    for line in (text or "").splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        found |= row if isinstance(row, dict) else {}
+    return found
+
+
+def beside_peer(case, result, times, said):
+    """What is wrong with a case beside its peer, whose milliseconds by the way it is done are `times`."""
+    result["peer_ms"], result["peer_said"] = times, said
+    if not times:
+        return [f"{NOT_JUDGED}: no peer to compare with: {said[-300:]}"]
+    # Both do the same tokens.
+    of_judge = {name: took for name, took in times.items() if name.startswith(JUDGE)}
+    result["peer_tokens_per_second"] = case["tokens"] * 1e3 / min((of_judge or times).values())
+    result["times_peer"] = result["tokens_per_second"] / result["peer_tokens_per_second"]
+    if not of_judge:
+        return [f"{NOT_JUDGED}: {result['times_peer']:.2f} times the tokens per second of {min(times, key=times.get)}: {said[-300:]}"]
+    if result["times_peer"] < case["at_least"]:
+        return [f"{result['times_peer']:.2f} times the peer's tokens per second, wanted {case['at_least']}"]
+    return []
+
+
 def peer(case, work, slices, seconds, packages):
-    """Milliseconds of the peer's step by the way it is done."""
+    """Milliseconds of the peer's step by the way it is done, and what it said of itself."""
     command = [
         sys.executable, HERE / "gpu_peers.py", "--stage", "step", "--model-config", work / "config.json", "--tokens",
         case["tokens"], "--slices", slices, "--rank", 64, "--budget", max(seconds - 10, 5),
@@ -207,13 +342,11 @@ def peer(case, work, slices, seconds, packages):
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (packages, environment.get("PYTHONPATH"))))
     try:
         done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=seconds, env=environment)
-    except subprocess.TimeoutExpired:
-        return {}, f"stopped after {seconds:.0f} s"
-    last = done.stdout.strip().splitlines()[-1:] or ["{}"]
-    try:
-        return json.loads(last[0]), done.stderr.strip()
-    except ValueError:
-        return {}, done.stderr.strip()
+    except subprocess.TimeoutExpired as stopped:
+        # Bytes, whatever was asked for.
+        text = lambda output: output.decode(errors="replace") if isinstance(output, bytes) else output or ""
+        return rows_printed(text(stopped.stdout)), f"{text(stopped.stderr).strip()} stopped after {seconds:.0f} s".strip()
+    return rows_printed(done.stdout), done.stderr.strip()
 
 
 def run_case(case, arguments, seconds):
@@ -223,6 +356,15 @@ def run_case(case, arguments, seconds):
     begun = time.monotonic()
     result, wrong = {"name": case["name"]}, []
     try:
+        if "layers" in case and arguments.device == "cuda":
+            work.mkdir(parents=True)
+            plan = planned_with(case, arguments.bin, work, arguments.configs)
+            choice = layers_that_fit(case, plan, shutil.disk_usage(out).free, free_memory())
+            shutil.rmtree(work)
+            result["layers"] = choice
+            if choice["layers"] is None:
+                return result, [f"no room for {layers_in_words(choice)}"]
+            case = {**case, "model_config": {"num_hidden_layers": choice["layers"]}, "host_cap": str(choice["host_cap"])}
         synth, train = commands(case, arguments.bin, work, arguments.device, arguments.configs)
         made = subprocess.run(synth, capture_output=True, text=True, timeout=60)
         if made.returncode:
@@ -234,22 +376,14 @@ def run_case(case, arguments, seconds):
             return result, [f"stopped after {left:.0f} s: {text.strip().splitlines()[-1:]}"]
         if code:
             return result, [f"exit {code}: " + " / ".join(text.strip().splitlines()[-8:])]
-        result, wrong = outcome(case, work / "run", text, marks, arguments.device, bus_rates(out))
+        said = result
+        result, wrong = outcome(case, work / "run", text, marks, arguments.device, bus_rates(out), footprint(out))
+        result |= {name: value for name, value in said.items() if name not in result}
         for trace in (work / "run/traces").glob("*.json"):
             shutil.copy(trace, out / f"headline-{case['name']}-{trace.name}")
         if "peer_step" in case and arguments.device == "cuda":
             left = seconds - (time.monotonic() - begun)
-            times, said = peer(case, work, case["slices"], left, arguments.packages)
-            result["peer_ms"], result["peer_said"] = times, said
-            if times:
-                # Both do the same tokens.
-                best = case["tokens"] * 1e3 / min(times.values())
-                result["peer_tokens_per_second"] = best
-                result["times_peer"] = result["tokens_per_second"] / best
-                if result["times_peer"] < case["at_least"]:
-                    wrong.append(f"{result['times_peer']:.2f} times the peer's tokens per second, wanted {case['at_least']}")
-            else:
-                wrong.append(f"no peer to compare with: {said[-300:]}")
+            wrong += beside_peer(case, result, *peer(case, work, case["slices"], left, arguments.packages))
     except Exception as error:  # one case takes no other with it
         wrong.append(f"{type(error).__name__}: {error}")
     finally:
@@ -265,9 +399,18 @@ HEAD = """## headline cases
 """
 
 
+def verdict(wrong):
+    """What a row ends with. One that was not judged has not passed."""
+    if all(text.startswith(NOT_JUDGED) for text in wrong):
+        return NOT_JUDGED if wrong else "ok"
+    return "FAILED"
+
+
 def row(case, result, wrong):
     many = lambda values: ", ".join(gib(value) for value in values)
-    cells = [case["title"], case["device_cap"].removesuffix("GiB")]
+    layers = result.get("layers")
+    layers = f", {layers['layers']} of {layers['of']} layers" if layers else ""
+    cells = [case["title"] + layers, case["device_cap"].removesuffix("GiB")]
     if "step_seconds" in result:
         device = ["-"] * 3
         if "driver" in result:
@@ -280,7 +423,7 @@ def row(case, result, wrong):
     said = case["peers"]
     if "times_peer" in result:
         said = f"{result['peer_tokens_per_second']:.0f} tokens/s ({min(result['peer_ms'], key=result['peer_ms'].get)})"
-    return "| " + " | ".join([*cells, said, "FAILED" if wrong else "ok"]) + " |\n"
+    return "| " + " | ".join([*cells, said, verdict(wrong)]) + " |\n"
 
 
 def remarks(case, result, wrong):
@@ -290,8 +433,24 @@ def remarks(case, result, wrong):
         if "because" in changes:
             changed = {name: changes[name] for name in ("model_config", "host_cap") if name in changes}
             lines.append(f"- {case['name']}: run with {json.dumps(changed)}: {changes['because']}")
+    if "layers" in result:
+        lines.append(f"- {case['name']}: {layers_in_words(result['layers'])}")
     for what, why in case.get("beyond", {}).items():
         lines.append(f"- {case['name']}: the plan exceeds the {what}'s cap: {why}")
+    if "driver" in result:
+        probed = result["measured_fixed"]
+        of = lambda value: "not measured" if value is None else gib(value)
+        lines.append(
+            f"- {case['name']}: GiB of device memory: arena {gib(result['arena'])} + fixed part {gib(result['driver'] - result['arena'])} "
+            f"(plan {gib(CONTEXT_BYTES)}, `probe` {of(probed['device'])}) = {gib(result['driver'])} by the driver"
+        )
+        host, planned = probed["host"], result["planned_fixed_host"]
+        for want, got in zip(sorted(result["planned_host"], reverse=True), result["measured_host"]):
+            rest = "not known" if host is None else gib(got - host)
+            lines.append(
+                f"- {case['name']}: GiB of a rank's host memory: fixed part {of(host)} by `probe` (plan {gib(planned)}) + planned part "
+                f"{rest} (plan {gib(want - planned)}) = VmHWM {gib(got)} (plan {gib(want)})"
+            )
     if "seconds" in result:
         parts = ", ".join(f"{part} {value:.3f}" for part, value in result["seconds"].items())
         lines.append(f"- {case['name']}: seconds of a step: {parts}")
@@ -304,7 +463,7 @@ def remarks(case, result, wrong):
             f"- {case['name']}: seconds by the device's clock: {parts}; least ({bus}): {floors}; the step is {result['times_longest']:.2f} times its "
             f"longest part ({result['longest']}), {goal} the goal of {OVERLAP}"
         )
-    lines += [f"- FAILED {case['name']}: {text}" for text in wrong]
+    lines += [f"- {'' if text.startswith(NOT_JUDGED) else 'FAILED '}{case['name']}: {text}" for text in wrong]
     return "".join(line + "\n" for line in lines)
 
 

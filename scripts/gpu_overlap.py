@@ -18,10 +18,11 @@ def median(values):
     return values[len(values) // 2] if values else 0.0
 
 
-def bus_rates(out):
-    """Bytes per second by direction, as the stage `ceilings` left them in `out`; empty where it did not run."""
+def bus_rates(out, stage="ceilings"):
+    """Bytes per second by direction, as the stage `ceilings` left them in `out`; empty where it did not run. Of another stage
+    what that left for others."""
     try:
-        return dict(json.loads((out / "ceilings.json").read_text())["ceilings"])
+        return dict(json.loads((out / f"{stage}.json").read_text())["ceilings"])
     except (OSError, KeyError, TypeError, ValueError):
         return {}
 

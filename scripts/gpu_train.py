@@ -6,7 +6,7 @@ import re
 import sys
 from pathlib import Path
 
-from gpu_overlap import OVERLAP, bus_rates, longest
+from gpu_overlap import OVERLAP, bus_rates, longest, median
 
 # A loss behind k updates, as a share of the loss for k + 1 passes. In f32 a pass is off by sums in another order; in 16
 # bits by the roundings of some dozen layers, independent ones: 4 units of the format. As in tests/device/src/tolerance.rs.
@@ -14,7 +14,8 @@ PASS = {"f32": 1e-4, "bf16": 4 / 256, "fp16": 4 / 2048, "pure-bf16": 4 / 256}
 # What the driver, the context and loaded kernels may take beside the arena: the constant of the plan (kernels/src/footprint.rs).
 CONTEXT_BYTES = 768 << 20
 MIB = 1 << 20
-
+# Lanes of a trace: a GPU's work, and both directions of its bus.
+WORK, BUS = "device", ("to the device", "from the device")
 
 
 def rows_of(run):
@@ -26,11 +27,47 @@ def losses(run):
 
 
 def last_step(run, rates):
-    """Milliseconds of the last step, of the parts that it waits for at least, and of the device's waits."""
+    """Milliseconds of the last step, of the parts that it waits for at least, and of the device's waits; how many times the
+    longest part it takes, and whether the bus was taken at its measured rate."""
     row = rows_of(run)[-1]
-    parts, _, times, _ = longest([row], rates)
+    parts, _, times, measured = longest([row], rates)
     names = ("compute", "to the device", "from the device", "update on the processor")
-    return 1e3 * row["step_seconds"], [1e3 * parts[name] for name in names], 1e3 * row["device_seconds"]["waits"], times
+    own = [1e3 * parts[name] for name in names]
+    return 1e3 * row["step_seconds"], own, 1e3 * row["device_seconds"]["waits"], times, measured
+
+
+def not_beside(trace):
+    """What a trace lacks: lanes of work and of both directions of the bus, with copies beside work."""
+    events = trace["traceEvents"]
+    lanes = {event["args"]["name"]: event["tid"] for event in events if event["name"] == "thread_name"}
+    spans = {
+        name: sorted((event["ts"], event["ts"] + event["dur"]) for event in events if event["ph"] == "X" and event["tid"] == lane)
+        for name, lane in lanes.items()
+    }
+    lacks = [f"no lane {name!r}" for name in (WORK, *BUS) if not spans.get(name)]
+    for name in BUS:
+        pairs = ((a, b) for a in spans.get(name, []) for b in spans.get(WORK, []))
+        if not lacks and not any(max(a[0], b[0]) < min(a[1], b[1]) for a, b in pairs):
+            lacks.append(f"no span of {name!r} runs beside one of {WORK!r}")
+    return lacks
+
+
+def timed(out):
+    """Rows of the runs that only differ in when something is done, as the stage noted them in train-timing.txt."""
+    try:
+        lines = (out / "train-timing.txt").read_text().splitlines()
+    except OSError:
+        return []
+    rows = []
+    for line in lines:
+        group, told, log = line.split()
+        # The first step compiles kernels; an update beside the next pass counts in the row of that pass.
+        log = [json.loads(row) for row in (out / log).read_text().splitlines()]
+        log = [row for row in log if "step_seconds" in row][2:]
+        of = lambda kind, key: 1e3 * median([row[kind][key] for row in log if kind in row])
+        step = 1e3 * median([row["step_seconds"] for row in log])
+        rows.append((group, told, step, of("seconds", "step"), of("device_seconds", "updates"), of("device_seconds", "waits")))
+    return rows
 
 
 def main(out, device):
@@ -69,9 +106,19 @@ def main(out, device):
         print("| precision | compute | bus in | bus out | update on the processor | waits for copies | step | times the longest |")
         print("|---|---|---|---|---|---|---|---|")
         for precision in PASS:
-            step, own, waits, times = last_step(out / f"train-{precision}-{device}", bus_rates(out))
+            step, own, waits, times, measured = last_step(out / f"train-{precision}-{device}", bus_rates(out))
             cells = " | ".join(f"{value:.2f}" for value in own)
             print(f"| {precision} | {cells} | {waits:.2f} | {step:.2f} | {times:.2f} |")
+        print("\nThe bus by " + ("bytes at its measured rate." if measured else "spans of copies: `ceilings` did not run."))
+        lacks = not_beside(json.loads((out / f"train-traced-{device}/traces/rank-0000.json").read_text()))
+        failures += [f"the trace of a run with its states on the host: {what}" for what in lacks]
+        print("\nIn a trace, copies in both directions " + ("do NOT all run" if lacks else "run") + " beside work.")
+    table = timed(out)
+    if table:
+        print("\nThe same bits, other times: medians of steps in bf16, ms.\n")
+        print("| what | how | step | update behind the pass | updates beside passes | waits for copies |\n|---|---|---|---|---|---|")
+    for group, told, *times in table:
+        print(f"| {group} | {told} | " + " | ".join(f"{value:.2f}" for value in times) + " |")
     print()
     for failure in failures:
         print(f"FAILED {failure}")

@@ -27,12 +27,21 @@ struct Case {
     host_cap: Option<String>,
     flags: Vec<String>,
     saves: Option<bool>,
+    /// The layers of the case where the machine's disk decides how many of them run.
+    layers: Option<Layers>,
     /// Fields of the configuration that the case has otherwise.
     #[serde(default)]
     model_config: serde_json::Map<String, Value>,
     /// What of the caps the plan exceeds (device, host), and why.
     #[serde(default)]
     beyond: BTreeMap<String, String>,
+}
+
+/// How many layers a model has, and how few of them are run at least.
+#[derive(Debug, Deserialize)]
+struct Layers {
+    all: u64,
+    least: u64,
 }
 
 impl Case {
@@ -114,6 +123,40 @@ fn every_case_fits_its_caps_but_where_it_says_why() {
         }
     }
     assert!(wrong.is_empty(), "not as the caps say: {wrong:#?}");
+}
+
+/// Where the disk leaves room for some layers only, these fit the host's cap scaled by parameters, as the check scales it.
+#[test]
+fn fewer_layers_fit_a_cap_that_is_scaled_by_parameters() {
+    let temp = tempfile::tempdir().expect("temp dir");
+    let mut seen = 0;
+    for mut case in cases() {
+        let Some(Layers { all, least }) = case.layers else {
+            continue;
+        };
+        seen += 1;
+        let cap = parse_bytes(case.host_cap.as_deref().expect("a host's cap")).expect("bytes");
+        let mut of = |layers: u64, cap: u64| {
+            let field = "num_hidden_layers".to_owned();
+            case.model_config.insert(field, layers.into());
+            case.host_cap = Some(cap.to_string());
+            let (planner, config) = case.planner(temp.path());
+            let planned = planner.plan(&config).expect("a plan");
+            (planned.plan.spec().elems().0 as u128, planned.fit)
+        };
+        let (parameters, _) = of(all, cap);
+        for layers in [all, 24, 16, 8, least] {
+            let (n, _) = of(layers, cap);
+            let scaled = (u128::from(cap) * n / parameters) as u64;
+            let (_, fit) = of(layers, scaled);
+            assert!(
+                !fit.exceeds_host(),
+                "{layers} layers, {scaled} bytes: {}",
+                fit.needs()
+            );
+        }
+    }
+    assert!(seen > 0, "no case has layers to choose");
 }
 
 /// What fits through host memory is proposed where GPUs that read each other's have no room for it.
