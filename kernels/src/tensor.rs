@@ -76,7 +76,7 @@ impl Fetch {
         assert_eq!(tensor.size_bytes(), out.len(), "as many bytes as places");
         #[cfg(feature = "cuda")]
         if self.behind.is_some() {
-            return self.from_device(&mut filling(out));
+            return self.give_pieces(&mut filling(out));
         }
         out.copy_from_slice(&tensor.host_bytes()?);
         Ok(())
@@ -84,7 +84,7 @@ impl Fetch {
 
     /// Hands bytes over in the order in which they come.
     #[cfg(feature = "cuda")]
-    fn from_device(&self, take: &mut Take<'_>) -> Result<()> {
+    fn give_pieces(&self, take: &mut Take<'_>) -> Result<()> {
         let tensor = &self.tensor;
         if let (Storage::Device(place), Some(behind)) = (&*tensor.storage, &self.behind) {
             let start = (tensor.start_elems * tensor.dtype.size_bytes()) as u64;
@@ -111,7 +111,7 @@ impl Fetch {
         #[cfg(feature = "cuda")]
         if self.behind.is_some() {
             let mut outcome = Ok(());
-            self.from_device(&mut |piece| {
+            self.give_pieces(&mut |piece| {
                 if outcome.is_ok() {
                     outcome = take(bytemuck::cast_slice(piece));
                 }

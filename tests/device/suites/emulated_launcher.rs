@@ -838,7 +838,7 @@ fn machines_with_unlike_libraries_are_named() {
     let alone = "--early-step auto leaves updates behind the pass";
     assert!(first.1.contains(alone), "{}", first.1);
     assert!(
-        !first.1.contains("updated while backward runs"),
+        !first.1.contains("units are updated while backward"),
         "{}",
         first.1
     );
