@@ -129,12 +129,18 @@ def planned_with(case, binary, work, published):
         folder.mkdir(parents=True, exist_ok=True)
         config = {**model_config(case, False, published), "num_hidden_layers": layers}
         (folder / "config.json").write_text(json.dumps(config))
+        # Of files, which say in which dtype weights are written.
+        make = [
+            binary / "launcher", "synth", "--model-config", folder / "config.json", "--weights", "seeded", "--output", folder / "model",
+            "--samples", 1, "--sample-tokens", 300,
+        ]
         words = [
-            binary / "launcher", "plan", "--model", folder / "config.json", "--no-weights", "true", "--device", "cuda", "--hw",
+            binary / "launcher", "plan", "--model", folder / "model", "--device", "cuda", "--hw",
             f"{case['ranks']}x{case['device_cap']}", "--ram", case["host_cap"], "--save-strategy", "steps", "--eval-strategy", "no",
             "--json", "true", *case["flags"],
         ]
-        done = subprocess.run(list(map(str, words)), capture_output=True, text=True, timeout=60)
+        for command in (make, words):
+            done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=60)
         try:
             return json.loads(done.stdout)
         except ValueError:
@@ -153,10 +159,12 @@ def layers_that_fit(case, plan, disk, ram):
         if layers not in plans:
             plans[layers] = plan(layers)
         found = plans[layers]
+        state, weights = found["checkpoint_bytes"]["state"], found["checkpoint_bytes"]["weights"]
         return {
-            "state": found["checkpoint_bytes"]["state"],
-            "weights": found["checkpoint_bytes"]["weights"],
-            "disk": found["checkpoint_bytes"]["at_once"] + DISK_SPARE,
+            "state": state,
+            "weights": weights,
+            # One checkpoint, behind the last step.
+            "disk": state + weights + DISK_SPARE,
             "ram": int(found["need_bytes"]["host"] * (1 + SHARE)),
             "parameters": found["parameters_total"],
         }
@@ -173,8 +181,8 @@ def layers_that_fit(case, plan, disk, ram):
 def layers_in_words(choice):
     return (
         f"{choice['layers'] or 'not even the fewest'} of {choice['of']} layers: {gib(choice['disk_free'])} GiB of disk are free, "
-        f"{gib(choice['state'])} of states + {gib(choice['weights'])} of weights are written, {gib(choice['disk'])} with what must be "
-        f"there at once and {gib(DISK_SPARE)} to spare; {gib(choice['ram_free'])} GiB of host memory are free, the ranks need "
+        f"{gib(choice['state'])} of states + {gib(choice['weights'])} of weights are written, {gib(choice['disk'])} with "
+        f"{gib(DISK_SPARE)} to spare; {gib(choice['ram_free'])} GiB of host memory are free, the ranks need "
         f"{gib(choice['ram'])} with {SHARE:.0%} to spare; the host's cap, scaled by parameters, is {gib(choice['host_cap'])}"
     )
 
