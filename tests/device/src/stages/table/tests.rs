@@ -333,3 +333,69 @@ fn rows_of_a_program_that_is_ended_count() {
         rows_until(program(&format!("{rows} echo '{{\"three\": 3}}'")), late).unwrap();
     assert_eq!((all.len(), said.as_str()), (3, "remark\n"));
 }
+
+/// Whose own kernels take a millisecond, and the library's product so many; `None` where it is not installed.
+struct Beside(Noting, Option<f64>);
+
+impl Bench for Beside {
+    fn multiprocessors(&self) -> u32 {
+        self.0.multiprocessors()
+    }
+
+    fn filled(&mut self, bytes: usize, pattern: &[u8]) -> Result<Address> {
+        self.0.filled(bytes, pattern)
+    }
+
+    fn launch(&mut self, launch: &Launch) -> Result<()> {
+        self.0.launch(launch)
+    }
+
+    fn time(&mut self, sets: &[Vec<Launch>]) -> Result<f64> {
+        self.0.time(sets)
+    }
+
+    fn time_product(&mut self, _product: &Multiply, _workspace: (Address, u64)) -> Result<f64> {
+        self.1.ok_or_else(|| anyhow::anyhow!("not installed"))
+    }
+
+    fn clear(&mut self) -> Result<()> {
+        self.0.clear()
+    }
+}
+
+/// Rows of two layers and of adapted ones are as good as ours beside our own product, and too slow beside a library that is
+/// faster; plain products may be so much slower.
+#[test]
+fn layers_are_judged_by_the_library_where_it_is() {
+    let judged = |library: Option<f64>| {
+        let mut report = Report::new("products");
+        let mut bench = Beside(Noting::default(), library);
+        products::all(&mut bench, MODELS, &mut report, &no_torch);
+        report
+    };
+    assert_eq!(judged(Some(1.0)).failures, Vec::<String>::new());
+    let report = judged(Some(0.75));
+    let missed = |what: &str, target: &str| {
+        let of = |failure: &&String| {
+            failure.starts_with(what)
+                && failure.contains("beside cuBLASLt's product")
+                && failure.ends_with(target)
+        };
+        report.failures.iter().filter(of).count()
+    };
+    let counts = [
+        missed("two layers", "at least 0.9x"),
+        missed("adapted product", "at most 1.15x"),
+        missed("two adapted layers", "at most 1.28x"),
+    ];
+    assert_eq!(counts, [2 * 3, 2, 2], "{:?}", report.failures);
+    assert_eq!(report.failures.len(), 10, "{:?}", report.failures);
+    // Without it, what is judged by nothing else says so and fails; these rows have our own product.
+    let report = judged(None);
+    let plain =
+        |failure: &String| failure.starts_with("product ") && failure.contains("no cuBLASLt");
+    assert_eq!(report.failures.len(), 4 + 5, "{:?}", report.failures);
+    assert!(report.failures.iter().all(plain), "{:?}", report.failures);
+    let said = |row: &&crate::stages::Row| row.compared.contains("not judged by cuBLASLt");
+    assert_eq!(report.rows.iter().filter(said).count(), 6 + 4 + 4);
+}
