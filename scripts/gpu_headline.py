@@ -201,11 +201,13 @@ def commands(case, binary, work, device, published):
     if not tiny and "picture_side" in case:
         synth += ["--picture-side", case["picture_side"]]
     host_cap = case.get("run", {}).get("host_cap", case.get("host_cap"))
+    # Where no GPU is, none reads another's memory.
+    flags = ["shm" if tiny and word == "ipc" else word for word in case["flags"]]
     train = [
         binary / "launcher", "--model", work / "model", "--data", work / "model/samples.json", "--output", work / "run",
         "--device", device, "--nproc", case["ranks"], "--max-steps", steps, "--logging-steps", 1, "--warmup-steps", 0,
         "--learning-rate", "1e-6", "--trace-steps", f"{steps}..{steps + 1}", "--eval-strategy", "no",
-        *(["--save-steps", steps] if case.get("saves") else ["--save-strategy", "no"]), *case["flags"],
+        *(["--save-steps", steps] if case.get("saves") else ["--save-strategy", "no"]), *flags,
     ]
     if not tiny:
         train += ["--device-memory-limit", case["device_cap"]]
