@@ -188,7 +188,7 @@ impl DeviceComm {
         let names = agree(comm, 0, named)?;
         let mut shown = None;
         let opened = self.peers().and_then(|peers| {
-            peers.join(self.world.rank, &names)?;
+            peers.join(self.world.rank, &names, comm.deadline())?;
             let (tensor, words) = self.show(peers)?;
             shown = Some(tensor);
             Ok(bytemuck::cast_slice(&words).to_vec())

@@ -25,7 +25,7 @@ type Result<T, E = EngineError> = std::result::Result<T, E>;
 /// Units at the thread at once: one that is stepped, one that waits.
 pub(crate) const JOBS: usize = 2;
 /// Most elements of a chunk in memory: its windows are copied before they are stepped, and should still be in a cache.
-const CHUNK_ELEMS: usize = 1 << 20;
+pub(crate) const CHUNK_ELEMS: usize = 1 << 20;
 
 /// The gradients of a unit.
 #[derive(Debug)]

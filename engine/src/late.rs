@@ -4,6 +4,7 @@
 //! the first unit goes, so that a step that clips is as good as any other. Whoever needs a unit waits for it. Only time
 //! depends on the thread: every element has one update, of the same numbers as before the pass.
 
+use crate::early::CHUNK_ELEMS;
 use crate::error::EngineError;
 use crate::gradients::Accumulator;
 use crate::handover::Handover;
@@ -15,6 +16,7 @@ use crate::trace::{Lane, Trace};
 use crate::update::{Parts, Reads, Rule, Scalars, chunks};
 use crate::zero::OptimizerConfig;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 type Result<T, E = EngineError> = std::result::Result<T, E>;
@@ -35,7 +37,11 @@ pub(crate) struct Job {
 
 /// The thread of one update.
 #[derive(Debug)]
-pub(crate) struct LateRun(Handover<Job, ()>);
+pub(crate) struct LateRun {
+    thread: Handover<Job, ()>,
+    /// Nobody wants what is left: a rank that failed ends at once.
+    given_up: Arc<AtomicBool>,
+}
 
 impl LateRun {
     /// Starts the thread of the update with `scalars`.
@@ -45,6 +51,8 @@ impl LateRun {
         scalars: Scalars,
         trace: Trace,
     ) -> Result<Self> {
+        let given_up = Arc::new(AtomicBool::new(false));
+        let stop = given_up.clone();
         let work = move |job: &mut Job, (): ()| {
             let rule = Rule {
                 plan: &plan,
@@ -52,41 +60,52 @@ impl LateRun {
                 scalars,
             };
             let (started, begun) = (trace.now(), Instant::now());
-            job.outcome = job.step(rule);
+            job.outcome = job.step(rule, &stop);
             job.took = begun.elapsed();
             trace.end(started, Lane::LateUpdate, || {
                 plan.spec().units[job.unit.index()].name.clone()
             });
         };
-        Ok(Self(Handover::start("late-step", work)?))
+        let thread = Handover::start("late-step", work)?;
+        Ok(Self { thread, given_up })
     }
 
     /// Units at the thread.
     pub(crate) fn open(&self) -> usize {
-        self.0.open()
+        self.thread.open()
     }
 
     /// Hands a unit over.
     pub(crate) fn send(&mut self, job: Job) -> Result<()> {
-        Ok(self.0.send(job, ())?)
+        Ok(self.thread.send(job, ())?)
     }
 
     /// Waits for the unit that was handed over first of those still there.
     pub(crate) fn receive(&mut self) -> Result<Job> {
-        Ok(self.0.receive()?)
+        Ok(self.thread.receive()?)
+    }
+}
+
+impl Drop for LateRun {
+    fn drop(&mut self) {
+        // The thread is waited for behind this.
+        self.given_up.store(true, Ordering::Relaxed);
     }
 }
 
 impl Job {
-    fn step(&mut self, rule: Rule<'_>) -> Result<()> {
+    fn step(&mut self, rule: Rule<'_>, given_up: &AtomicBool) -> Result<()> {
         let unit = self.unit;
         let weights = Arc::get_mut(&mut self.weights);
         let weights = weights.ok_or_else(|| EngineError::WeightsBorrowed {
             unit: rule.plan.spec().units[unit.index()].name.clone(),
         })?;
         let of_unit = [(unit, self.state.range())];
-        let most = rule.plan.config().sub_group_elems;
+        let most = rule.plan.config().sub_group_elems.min(CHUNK_ELEMS);
         for chunk in chunks(of_unit.into_iter(), most, false) {
+            if given_up.load(Ordering::Relaxed) {
+                return Err(EngineError::EarlyThread);
+            }
             let parts = Parts {
                 gradients: &mut self.gradients,
                 weights: (weights, self.start),

@@ -600,7 +600,8 @@ impl Rehearsal {
             let mut copies = Vec::new();
             let there = !self.plan.leases_copy() && self.keeps_states();
             let visits = state.pass.as_ref().and_then(|pass| pass.visits);
-            if self.plan.leases_copy() || there && visits.is_some() {
+            let sent = self.is_apart() && self.plan.sends_from_rest();
+            if !sent && (self.plan.leases_copy() || there && visits.is_some()) {
                 let read = |kind: &GroupKind| visits.is_none_or(|visits| visits.reads(*kind));
                 for kind in self.groups(unit).filter(read) {
                     let bytes = self.weight_bytes(unit, kind);

@@ -346,7 +346,7 @@ impl Region {
             Self::Resident { states, backend } => Ok(access(backend)?.read(states, offset, out)?),
             Self::Device(_) | Self::Mapped { .. } => {
                 let all = self.in_memory().unwrap_or_default();
-                out.copy_from_slice(&all[offset..offset + out.len()]);
+                parallel::copy(&all[offset..offset + out.len()], out);
                 Ok(())
             }
         }
@@ -367,7 +367,7 @@ impl Region {
             Self::Device(block) => block.as_bytes_mut(),
             Self::Mapped { map, len, .. } => &mut map[..*len],
         };
-        all[offset..offset + bytes.len()].copy_from_slice(bytes);
+        parallel::copy(bytes, &mut all[offset..offset + bytes.len()]);
         Ok(())
     }
 

@@ -27,11 +27,12 @@ pub trait PeerAccess: Send + Sync + std::fmt::Debug {
     /// When the driver or the container forbids sharing.
     fn name(&self) -> Result<Vec<u8>>;
 
-    /// Opens the devices of all ranks, named in rank order; this one is `rank`.
+    /// Opens the devices of all ranks, named in rank order; this one is `rank`. A wait for this device that takes longer than
+    /// `deadline` fails from here on: it may wait for a device whose rank is gone.
     ///
     /// # Errors
     /// When a device cannot be reached from this one.
-    fn join(&self, rank: usize, names: &[Vec<u8>]) -> Result<()>;
+    fn join(&self, rank: usize, names: &[Vec<u8>], deadline: Duration) -> Result<()>;
 
     /// A tensor with unspecified contents, for communication and copies from the host to fill.
     ///

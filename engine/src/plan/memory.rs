@@ -67,6 +67,11 @@ impl Plan {
         self.config().offload.param != Tier::Device || self.gathers_parameters()
     }
 
+    /// Whether weights are read where they rest when they are sent to a device apart: a copy of them would only be a copy.
+    pub(crate) fn sends_from_rest(&self) -> bool {
+        self.config().offload.param == Tier::Host && !self.gathers_parameters()
+    }
+
     /// Whether a lease runs an all-gather.
     #[must_use]
     pub fn gathers_parameters(&self) -> bool {

@@ -580,7 +580,8 @@ impl Store {
                 return Ok(());
             }
             Residency::Sharded => {
-                let copy = !in_place || self.tiers.are_resident();
+                let sent = self.apart && self.plan.sends_from_rest();
+                let copy = !sent && (!in_place || self.tiers.are_resident());
                 let mut groups: Vec<(GroupKind, ForeignBytes)> = Vec::new();
                 let read = |kind| visits.is_none_or(|visits| visits.reads(kind));
                 for (kind, region) in state.weights.iter().filter(|(kind, _)| read(*kind)) {

@@ -11,8 +11,9 @@ use super::launch::Address;
 use super::transfer::Pinned;
 use cudarc::driver::{CudaEvent, CudaStream, result};
 use rayon::prelude::*;
+use rayon::{ThreadPool, ThreadPoolBuilder};
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 
 /// Bytes of a chunk of large copies: long beside what a copy costs to start, short beside a unit's weights.
 const LARGE: usize = 8 << 20;
@@ -27,6 +28,16 @@ const SMALL_CHUNKS: usize = 96;
 /// Bytes that one thread copies at once: one alone is slower than the bus.
 const TASK: usize = 1 << 20;
 
+/// Threads of copies: more are not faster than the host's memory.
+const THREADS: usize = 4;
+
+/// Of their own, since those of everybody else may be busy with long work, such as an update.
+static POOL: LazyLock<Option<ThreadPool>> = LazyLock::new(|| {
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let pool = ThreadPoolBuilder::new().num_threads(cores.min(THREADS));
+    pool.thread_name(|i| format!("copies-{i}")).build().ok()
+});
+
 /// Copies as fast as the host's memory goes.
 ///
 /// # Panics
@@ -35,8 +46,11 @@ pub(crate) fn copy_bytes(from: &[u8], to: &mut [u8]) {
     if to.len() <= TASK {
         return to.copy_from_slice(from);
     }
+    let Some(pool) = &*POOL else {
+        return to.copy_from_slice(from);
+    };
     let parts = to.par_chunks_mut(TASK).zip(from.par_chunks(TASK));
-    parts.for_each(|(to, from)| to.copy_from_slice(from));
+    pool.install(|| parts.for_each(|(to, from)| to.copy_from_slice(from)));
 }
 
 /// Streams and pinned memory of one GPU's copies.
@@ -135,7 +149,8 @@ impl Ring {
         Ok(())
     }
 
-    /// Gives `bytes` bytes of the device, behind what the stream waits for, to `take`, each chunk where it arrives.
+    /// Gives `bytes` bytes of the device, behind what `stream` waits for once `begin` is called, to `take`, each chunk where it
+    /// arrives. Who else wants to receive waits with its moment: it would hold back the rest of this.
     ///
     /// # Safety
     /// The range at `from` must be memory of this GPU.
@@ -145,10 +160,12 @@ impl Ring {
         stream: &CudaStream,
         from: Address,
         bytes: u64,
+        begin: impl FnOnce() -> Result<()>,
         take: &mut Take<'_>,
     ) -> Result<()> {
         gpu.bind()?;
         let mut chunks = self.chunks.lock().unwrap_or_else(PoisonError::into_inner);
+        begin()?;
         let all = bytes as usize;
         let count = all.div_ceil(self.chunk_bytes);
         let ahead = chunks.len();

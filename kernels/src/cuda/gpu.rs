@@ -172,6 +172,11 @@ impl Gpu {
         &self.stream
     }
 
+    /// The stream of what comes from other ranks, where anything was copied so far.
+    pub(super) fn communication(&self) -> Option<&CudaStream> {
+        self.copies.get().map(|copies| &*copies.communication)
+    }
+
     /// Streams and pinned memory for copies beside the work.
     pub(super) fn copies(&self) -> Result<&Copies> {
         self.bind()?;

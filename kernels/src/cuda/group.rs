@@ -8,7 +8,7 @@
     reason = "queues operations on memory that the caller vouches for"
 )]
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use cudarc::driver::CudaEvent;
@@ -22,9 +22,13 @@ use super::nccl::{Communicator, Kind, Nccl, UNIQUE_ID_BYTES};
 /// How often a waiting host looks.
 const LOOK: Duration = Duration::from_micros(50);
 
-/// The group of one GPU.
+/// The group of one GPU, and how long the host waits for what may depend on other ranks.
 #[derive(Debug, Default)]
-pub(super) struct Group(Mutex<Option<Member>>);
+pub(super) struct Group {
+    member: Mutex<Option<Member>>,
+    /// Where ranks read each other's memory without a library.
+    limit: OnceLock<Duration>,
+}
 
 #[derive(Debug)]
 struct Member {
@@ -35,23 +39,30 @@ struct Member {
 
 impl Group {
     fn lock(&self) -> MutexGuard<'_, Option<Member>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.member.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits for an event, no longer than an operation of the group may take.
+    /// No wait takes longer from here on.
+    pub(super) fn limit(&self, deadline: Duration) {
+        self.limit.get_or_init(|| deadline);
+    }
+
+    /// Waits for an event, no longer than an operation of the group, or what other ranks' GPUs bring, may take.
     pub(super) fn wait(&self, event: &CudaEvent) -> Result<()> {
         let deadline = self.lock().as_ref().map(|member| member.deadline);
-        let Some(deadline) = deadline else {
+        let in_group = deadline.is_some();
+        let Some(deadline) = deadline.or_else(|| self.limit.get().copied()) else {
             return event.synchronize().during("waiting for the GPU");
         };
         let started = Instant::now();
         while !event.try_is_complete().during("waiting for the GPU")? {
-            let mut group = self.lock();
-            let Some(member) = group.as_ref() else {
-                return Err(ended("the group has ended"));
-            };
-            let failed = member.communicator.check().err();
             let late = started.elapsed() > deadline;
+            let mut group = self.lock();
+            let failed = match group.as_ref() {
+                Some(member) => member.communicator.check().err(),
+                None if in_group => Some(ended("the group has ended")),
+                None => None,
+            };
             if failed.is_some() || late {
                 // Dropping it ends what still waits on the device.
                 group.take();
@@ -67,7 +78,7 @@ impl Group {
 
 fn ended(why: &str) -> CudaError {
     CudaError::Driver {
-        call: "NCCL collective".into(),
+        call: "what comes from other ranks".into(),
         code: why.into(),
     }
 }

@@ -3,6 +3,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use cudarc::driver::sys::{self, CUevent_flags, CUipcMem_flags_enum};
 use cudarc::driver::{CudaContext, result};
@@ -210,8 +211,9 @@ impl PeerExecutor for Gpu {
         Ok(name)
     }
 
-    fn join(&self, rank: usize, names: &[Vec<u8>]) -> Result<(), Cause> {
+    fn join(&self, rank: usize, names: &[Vec<u8>], deadline: Duration) -> Result<(), Cause> {
         self.bind()?;
+        self.group_state().limit(deadline);
         let mut members = Vec::with_capacity(names.len());
         for (peer, name) in names.iter().enumerate() {
             let member = || self.open_peer(name).map(Arc::new);

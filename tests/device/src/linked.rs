@@ -453,7 +453,7 @@ impl PeerExecutor for LinkedGpu {
         Ok(self.index.to_le_bytes().to_vec())
     }
 
-    fn join(&self, rank: usize, names: &[Vec<u8>]) -> Result<(), Cause> {
+    fn join(&self, rank: usize, names: &[Vec<u8>], _: Duration) -> Result<(), Cause> {
         let index = |name: &Vec<u8>| Ok(usize::from_le_bytes(name.as_slice().try_into()?));
         let mut members: Vec<usize> = names.iter().map(index).collect::<Result<_, Cause>>()?;
         match self.trouble {

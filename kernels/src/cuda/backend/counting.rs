@@ -127,7 +127,7 @@ impl PeerExecutor for Nowhere {
         Ok(Vec::new())
     }
 
-    fn join(&self, _rank: usize, _names: &[Vec<u8>]) -> Result<(), Cause> {
+    fn join(&self, _rank: usize, _names: &[Vec<u8>], _: Duration) -> Result<(), Cause> {
         Ok(())
     }
 

@@ -34,7 +34,13 @@ unsafe impl Executor for Gpu {
     }
 
     fn free(&self, memory: Address) {
-        if self.bind().is_ok() {
+        let passed = |stream: &CudaStream| {
+            moment(stream).is_ok_and(|done| self.group_state().wait(&done).is_ok())
+        };
+        // The driver waits without end for what waits for a rank that is gone. The group's own wait ends, and ends the
+        // group; what is still not done then is left to the end of the process.
+        let all = passed(self.stream()) && self.communication().is_none_or(passed);
+        if all && self.bind().is_ok() {
             // SAFETY: allocated above, freed once. A failing driver leaves nothing to do.
             let _unused_outcome = unsafe { result::free_sync(memory.0) };
         }
@@ -99,18 +105,18 @@ unsafe impl Executor for Gpu {
     ) -> Result<(), Cause> {
         self.bind()?;
         let copies = self.copies()?;
-        let wait = copies.outward.wait(event(behind)?);
-        wait.during("ordering a copy behind a moment")?;
-        let began = self.timeline.stamp(&copies.outward)?;
+        let (stream, behind) = (&copies.outward, event(behind)?);
+        let mut began = None;
+        let begin = || {
+            let wait = stream.wait(behind);
+            wait.during("ordering a copy behind a moment")?;
+            began = self.timeline.stamp(stream)?;
+            Ok(())
+        };
         // SAFETY: the caller vouches for the range and for the moment.
-        unsafe {
-            copies
-                .back
-                .receive(self, &copies.outward, from, bytes, take)
-        }?;
-        Ok(self
-            .timeline
-            .end(DeviceLane::Outward, began, &copies.outward, bytes)?)
+        unsafe { copies.back.receive(self, stream, from, bytes, begin, take) }?;
+        let lane = DeviceLane::Outward;
+        Ok(self.timeline.end(lane, began, stream, bytes)?)
     }
 
     fn measure(&self, on: bool) -> Result<(), Cause> {

@@ -17,6 +17,7 @@ use std::fmt::Debug;
 use std::hash::{Hash, Hasher};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 /// Works of a run at most. The device waits for the first while the host collects; so many are collected in about a
 /// millisecond, and kernels of models run longer.
@@ -450,8 +451,8 @@ impl<E: Graphs> PeerExecutor for Replaying<E> {
         self.inner_peers()?.name(memory)
     }
 
-    fn join(&self, rank: usize, names: &[Vec<u8>]) -> Result<(), Cause> {
-        self.inner_peers()?.join(rank, names)
+    fn join(&self, rank: usize, names: &[Vec<u8>], deadline: Duration) -> Result<(), Cause> {
+        self.inner_peers()?.join(rank, names, deadline)
     }
 
     fn incoming_behind(&self, moment: &Moment) -> Result<(), Cause> {

@@ -19,11 +19,11 @@ pub trait PeerExecutor: Send + Sync {
     /// When the device or its surroundings forbid sharing.
     fn name(&self, memory: Address) -> Result<Vec<u8>, Cause>;
 
-    /// Opens the executors of all ranks, named in rank order; this one is `rank`.
+    /// Opens the executors of all ranks, named in rank order; this one is `rank`. Waits for this one end after `deadline`.
     ///
     /// # Errors
     /// When one cannot be reached.
-    fn join(&self, rank: usize, names: &[Vec<u8>]) -> Result<(), Cause>;
+    fn join(&self, rank: usize, names: &[Vec<u8>], deadline: Duration) -> Result<(), Cause>;
 
     /// Copies from the host and communication go on behind the moment.
     ///
@@ -167,8 +167,8 @@ impl PeerAccess for CudaBackend {
         name.map_err(failed("share memory"))
     }
 
-    fn join(&self, rank: usize, names: &[Vec<u8>]) -> Result<()> {
-        let joined = self.peer_executor()?.join(rank, names);
+    fn join(&self, rank: usize, names: &[Vec<u8>], deadline: Duration) -> Result<()> {
+        let joined = self.peer_executor()?.join(rank, names, deadline);
         joined.map_err(failed("open memory of other ranks"))
     }
 
