@@ -84,6 +84,12 @@ pub enum EngineError {
     /// A thread that updates beside a pass ended early.
     #[error("the thread of updates ended before its work")]
     EarlyThread,
+    /// Gradients came to a unit whose sums an update still has.
+    #[error("the sums of gradients of unit {unit} are not at hand")]
+    SumsAway {
+        /// Name of the unit.
+        unit: String,
+    },
     /// A tensor of a lease is still alive while weights are to be written.
     #[error("weights of unit {unit} are still borrowed")]
     WeightsBorrowed {

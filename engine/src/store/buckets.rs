@@ -397,8 +397,9 @@ impl Store {
         unit: UnitId,
         add: impl FnOnce(&mut Accumulator, &Plan, Moment) -> Result<()>,
     ) -> Result<()> {
+        let name = || self.plan.spec().units[unit.index()].name.clone();
         let Some(gradients) = &mut self.units[unit.index()].gradients else {
-            return Ok(());
+            return Err(EngineError::SumsAway { unit: name() });
         };
         let (plan, moment) = (&self.plan, self.moment);
         self.copies

@@ -3,9 +3,10 @@
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::path::Path;
-use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, channel};
-use std::time::Duration;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
 use cudarc::driver::CudaStream;
 use libloading::Library as Handle;
@@ -205,7 +206,7 @@ impl Nccl {
         let join = move || {
             let bound = bind();
             let (joined, _held) = match bound {
-                Ok(held) => (nccl.init(id, rank, world), Some(held)),
+                Ok(held) => (nccl.init(id, rank, world, deadline), Some(held)),
                 Err(error) => (Err(error), None),
             };
             // What nobody waits for any more is dropped, and with it the place.
@@ -230,39 +231,230 @@ impl Nccl {
     }
 
     /// Returns when all ranks have come.
-    fn init(self: Arc<Self>, id: [u8; UNIQUE_ID_BYTES], rank: u32, world: u32) -> Result<Member> {
+    fn init(
+        self: Arc<Self>,
+        id: [u8; UNIQUE_ID_BYTES],
+        rank: u32,
+        world: u32,
+        deadline: Duration,
+    ) -> Result<Member> {
         let mut raw = std::ptr::null_mut();
         // SAFETY: the caller has made a GPU's context current; the handle is written on success.
         let status =
             unsafe { (self.init_rank)(&raw mut raw, world as c_int, UniqueId(id), rank as c_int) };
         self.check("joining the ranks", status)?;
-        Ok(Member {
+        let place = Arc::new(Place {
             nccl: self,
             raw,
+            state: Mutex::default(),
+            changed: Condvar::new(),
+        });
+        // Without it, dropping `place` leaves the group.
+        let watch = Watch::over(place.clone(), deadline)?;
+        Ok(Member {
+            place,
             rank,
-            finished: false,
+            _watch: watch,
         })
+    }
+}
+
+/// A communicator, left once.
+#[derive(Debug)]
+struct Place {
+    nccl: Arc<Nccl>,
+    raw: RawCommunicator,
+    state: Mutex<PlaceState>,
+    changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct PlaceState {
+    /// When the call began that has not returned yet.
+    called: Option<Instant>,
+    /// The communicator is not used again.
+    left: bool,
+    /// Nobody calls any more.
+    closed: bool,
+}
+
+// SAFETY: NCCL asks for one call at a time, which the one owner of a place keeps to; only to abort may another thread come
+// beside it.
+unsafe impl Send for Place {}
+// SAFETY: as above.
+unsafe impl Sync for Place {}
+
+impl Place {
+    fn lock(&self) -> MutexGuard<'_, PlaceState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn abort(&self, state: &mut PlaceState) {
+        if !std::mem::replace(&mut state.left, true) {
+            // SAFETY: the communicator is alive and not used again; abort does not wait for other ranks.
+            let _unused_outcome = unsafe { (self.nccl.abort)(self.raw) };
+        }
+    }
+
+    /// What a call of the library says, which may wait for other ranks: the first operations of a group connect them.
+    fn call(&self, name: &str, run: impl FnOnce(RawCommunicator) -> Status) -> Result<()> {
+        let ended = || CudaError::Driver {
+            call: format!("NCCL {name}"),
+            code: "the group was left: a rank is gone, or did not take part in time".into(),
+        };
+        {
+            let mut state = self.lock();
+            if state.left {
+                return Err(ended());
+            }
+            state.called = Some(Instant::now());
+        }
+        self.changed.notify_all();
+        let status = run(self.raw);
+        let mut state = self.lock();
+        state.called = None;
+        match state.left {
+            true => Err(ended()),
+            false => self.nccl.check(name, status),
+        }
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        let state = self.state.get_mut();
+        let left = state.unwrap_or_else(PoisonError::into_inner).left;
+        self.abort(&mut PlaceState {
+            left,
+            ..PlaceState::default()
+        });
+    }
+}
+
+/// A thread that leaves the group for a call which takes too long: the call then returns.
+#[derive(Debug)]
+struct Watch {
+    place: Arc<Place>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Watch {
+    fn over(place: Arc<Place>, deadline: Duration) -> Result<Self> {
+        let watched = place.clone();
+        let watch = move || {
+            let mut state = watched.lock();
+            while !state.closed {
+                let left = state.called.map(|since| deadline.saturating_sub(since.elapsed()));
+                state = match left {
+                    None => watched.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
+                    // Its caller waits for this lock, so it is still the same call.
+                    Some(Duration::ZERO) => {
+                        watched.abort(&mut state);
+                        return;
+                    }
+                    Some(left) => {
+                        let waited = watched.changed.wait_timeout(state, left);
+                        waited.unwrap_or_else(PoisonError::into_inner).0
+                    }
+                };
+            }
+        };
+        let thread = std::thread::Builder::new().name("nccl-watch".into());
+        let thread = thread.spawn(watch).map_err(|e| CudaError::Driver {
+            call: "watching the group".into(),
+            code: e.to_string(),
+        })?;
+        Ok(Self {
+            place,
+            thread: Some(thread),
+        })
+    }
+}
+
+impl Drop for Watch {
+    fn drop(&mut self) {
+        self.place.lock().closed = true;
+        self.place.changed.notify_all();
+        if let Some(thread) = self.thread.take() {
+            // It does nothing that panics.
+            drop(thread.join());
+        }
     }
 }
 
 /// A rank's place in a group, which it leaves when this is dropped.
 #[derive(Debug)]
 pub struct Member {
-    nccl: Arc<Nccl>,
-    raw: RawCommunicator,
+    place: Arc<Place>,
     rank: u32,
-    finished: bool,
+    _watch: Watch,
 }
 
-// SAFETY: the handle is used by one thread at a time, which NCCL asks for; it is tied to no thread.
-unsafe impl Send for Member {}
+impl Member {
+    /// As [`Communicator::all_gather`], on the stream with this handle.
+    ///
+    /// # Safety
+    /// As there; the stream is the GPU's whose context was current when the rank joined.
+    ///
+    /// # Errors
+    /// What NCCL reports, or that its call did not return within the deadline under which the rank joined.
+    pub unsafe fn all_gather(
+        &self,
+        (from, to): (Address, Address),
+        n: usize,
+        kind: Kind,
+        stream: *mut c_void,
+    ) -> Result<()> {
+        let (from, to) = (from.0 as *const c_void, to.0 as *mut c_void);
+        let call = self.place.nccl.all_gather;
+        // SAFETY: the caller vouches for the memory and the stream.
+        let run = |raw| unsafe { call(from, to, n, kind as c_int, raw, stream) };
+        self.place.call("all-gather", run)
+    }
 
-impl Drop for Member {
-    fn drop(&mut self) {
-        if !self.finished {
-            // SAFETY: the communicator is alive and not used again; abort does not wait for other ranks.
-            let _unused_outcome = unsafe { (self.nccl.abort)(self.raw) };
-        }
+    unsafe fn reduce_scatter(
+        &self,
+        (from, to): (Address, Address),
+        n: usize,
+        kind: Kind,
+        stream: *mut c_void,
+    ) -> Result<()> {
+        let (from, to) = (from.0 as *const c_void, to.0 as *mut c_void);
+        let call = self.place.nccl.reduce_scatter;
+        // SAFETY: the caller vouches for the memory and the stream.
+        let run = |raw| unsafe { call(from, to, n, kind as c_int, SUM, raw, stream) };
+        self.place.call("reduce-scatter", run)
+    }
+
+    unsafe fn all_reduce(
+        &self,
+        (from, to): (Address, Address),
+        n: usize,
+        kind: Kind,
+        stream: *mut c_void,
+    ) -> Result<()> {
+        let (from, to) = (from.0 as *const c_void, to.0 as *mut c_void);
+        let call = self.place.nccl.all_reduce;
+        // SAFETY: the caller vouches for the memory and the stream.
+        let run = |raw| unsafe { call(from, to, n, kind as c_int, SUM, raw, stream) };
+        self.place.call("all-reduce", run)
+    }
+
+    fn check(&self) -> Result<()> {
+        let mut status = 0;
+        let call = self.place.nccl.async_error;
+        // SAFETY: the communicator is alive.
+        let run = |raw| unsafe { call(raw, &raw mut status) };
+        self.place.call("asking for errors", run)?;
+        self.place.nccl.check("an operation of the group", status)
+    }
+
+    fn finish(self) -> Result<()> {
+        let call = self.place.nccl.destroy;
+        // SAFETY: the communicator is alive and not used again.
+        self.place.call("leaving the group", |raw| unsafe { call(raw) })?;
+        self.place.lock().left = true;
+        Ok(())
     }
 }
 
@@ -300,11 +492,8 @@ impl Communicator {
         n: usize,
         kind: Kind,
     ) -> Result<()> {
-        let (from, to) = (from.0 as *const c_void, to.0 as *mut c_void);
-        let Member { nccl, raw, .. } = &self.member;
-        // SAFETY: the caller vouches for the memory.
-        let status = unsafe { (nccl.all_gather)(from, to, n, kind as c_int, *raw, self.stream()) };
-        nccl.check("all-gather", status)
+        // SAFETY: the caller vouches for the memory, and the stream is of the same GPU.
+        unsafe { self.member.all_gather((from, to), n, kind, self.stream()) }
     }
 
     /// Queues: the sum over ranks of `world * n` elements, of which this rank gets its `n`.
@@ -321,12 +510,8 @@ impl Communicator {
         n: usize,
         kind: Kind,
     ) -> Result<()> {
-        let (from, to) = (from.0 as *const c_void, to.0 as *mut c_void);
-        let Member { nccl, raw, .. } = &self.member;
-        // SAFETY: the caller vouches for the memory.
-        let status =
-            unsafe { (nccl.reduce_scatter)(from, to, n, kind as c_int, SUM, *raw, self.stream()) };
-        nccl.check("reduce-scatter", status)
+        // SAFETY: the caller vouches for the memory, and the stream is of the same GPU.
+        unsafe { self.member.reduce_scatter((from, to), n, kind, self.stream()) }
     }
 
     /// Queues: the sum over ranks of `n` elements, on every rank.
@@ -343,12 +528,8 @@ impl Communicator {
         n: usize,
         kind: Kind,
     ) -> Result<()> {
-        let (from, to) = (from.0 as *const c_void, to.0 as *mut c_void);
-        let Member { nccl, raw, .. } = &self.member;
-        // SAFETY: the caller vouches for the memory.
-        let status =
-            unsafe { (nccl.all_reduce)(from, to, n, kind as c_int, SUM, *raw, self.stream()) };
-        nccl.check("all-reduce", status)
+        // SAFETY: the caller vouches for the memory, and the stream is of the same GPU.
+        unsafe { self.member.all_reduce((from, to), n, kind, self.stream()) }
     }
 
     /// An error that happened after an operation was queued.
@@ -356,25 +537,17 @@ impl Communicator {
     /// # Errors
     /// That error.
     pub fn check(&self) -> Result<()> {
-        let mut status = 0;
-        let Member { nccl, raw, .. } = &self.member;
-        // SAFETY: the communicator is alive.
-        let asked = unsafe { (nccl.async_error)(*raw, &raw mut status) };
-        nccl.check("asking for errors", asked)?;
-        nccl.check("an operation of the group", status)
+        self.member.check()
     }
 
     /// Waits for queued operations and leaves the group.
     ///
     /// # Errors
     /// What went wrong meanwhile.
-    pub fn finish(mut self) -> Result<()> {
+    pub fn finish(self) -> Result<()> {
         let done = self.stream.synchronize();
         done.during("waiting for the GPU")?;
         self.check()?;
-        self.member.finished = true;
-        let Member { nccl, raw, .. } = &self.member;
-        // SAFETY: the communicator is alive and not used again.
-        nccl.check("leaving the group", unsafe { (nccl.destroy)(*raw) })
+        self.member.finish()
     }
 }

@@ -13,7 +13,8 @@ use std::time::Duration;
 
 use kernels::cuda::CudaError;
 use kernels::cuda::library::Search;
-use kernels::cuda::nccl::{Member, Nccl, UNIQUE_ID_BYTES};
+use kernels::cuda::launch::Address;
+use kernels::cuda::nccl::{Kind, Member, Nccl, UNIQUE_ID_BYTES};
 use tempfile::TempDir;
 
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -81,4 +82,25 @@ fn ranks_join_are_refused_or_are_missed_after_the_deadline() {
         unsafe { library.get(b"await_aborts") }.unwrap();
     // SAFETY: it may be called at any time.
     assert_eq!(unsafe { await_aborts(2) }, 2);
+
+    // A rank that joined and does not take part: the group is left, once, and the call returns.
+    let gather = |member: &Member| {
+        let nowhere = (Address::NULL, Address::NULL);
+        // SAFETY: this library touches no memory.
+        unsafe { member.all_gather(nowhere, 0, Kind::U8, std::ptr::null_mut()) }
+    };
+    let stuck = meet(&nccl, b's', SHORT).unwrap();
+    for _ in 0..2 {
+        assert_eq!(
+            gather(&stuck).unwrap_err().to_string(),
+            "NCCL all-gather failed: the group was left: a rank is gone, or did not take part in time"
+        );
+    }
+    // SAFETY: it may be called at any time.
+    assert_eq!(unsafe { await_aborts(3) }, 3);
+    drop(stuck);
+    // SAFETY: it may be called at any time.
+    assert_eq!(unsafe { await_aborts(3) }, 3);
+    let taking_part = meet(&nccl, b'n', PATIENCE).unwrap();
+    gather(&taking_part).unwrap();
 }
