@@ -83,7 +83,7 @@ pub use dtype::{DType, Element, Float};
 pub use error::{KernelError, Result};
 pub use null::NullBackend;
 pub use peers::{GroupAccess, Lane, PeerAccess};
-pub use pool::{Block, Pool, PoolEvent, PoolStats, Reservation, Tag, TagBytes};
+pub use pool::{Block, Pool, PoolEvent, PoolStats, Reservation, Script, Tag, TagBytes};
 pub use resident::{AdamWArgs, Form, Part, Place, Resident, ResidentAccess, Scalars};
 pub use routed::{RoutedArgs, RoutedGroup};
 pub use routed_lora::{AdaptedGroup, AdapterArgs, RoutedLora, RoutedLoraArgs, RoutedLoraGrads};

@@ -5,10 +5,13 @@
 //! on the order of blocks alone: a pool that only counts places them as one that holds bytes.
 
 mod places;
+mod script;
 mod segment;
 
 use crate::error::{KernelError, Result};
 use places::{Place, Places};
+use script::Recorder;
+pub use script::Script;
 use segment::{LINE_BYTES, Segment};
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -32,11 +35,13 @@ pub enum Tag {
     Communication,
     /// Keys and values of tokens that generation has seen.
     Cache,
+    /// Of a plan only: room for batches whose blocks pack less well than those of the planned one.
+    Margin,
 }
 
 impl Tag {
     /// Every tag, in display order.
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 9] = [
         Self::Parameters,
         Self::Gathered,
         Self::Gradients,
@@ -45,6 +50,7 @@ impl Tag {
         Self::Workspace,
         Self::Communication,
         Self::Cache,
+        Self::Margin,
     ];
 
     /// Lower-case name.
@@ -59,6 +65,7 @@ impl Tag {
             Self::Workspace => "workspace",
             Self::Communication => "communication",
             Self::Cache => "cache",
+            Self::Margin => "margin",
         }
     }
 }
@@ -84,7 +91,7 @@ pub struct TagBytes {
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct PoolStats {
     /// Bytes by tag, in the order of [`Tag::ALL`].
-    pub by_tag: [TagBytes; 8],
+    pub by_tag: [TagBytes; 9],
     /// Bytes in use over all tags.
     pub in_use: u64,
     /// Highest total ever in use at once.
@@ -95,6 +102,8 @@ pub struct PoolStats {
     /// Most that ever existed at once: [`PoolStats::touched`] and what is reserved elsewhere. What
     /// the capacity bounds.
     pub held: u64,
+    /// Scripts that were left because the blocks were others than theirs.
+    pub strays: u64,
 }
 
 impl PoolStats {
@@ -141,9 +150,35 @@ struct Inner {
     /// By segment; none while a pool only counts.
     memory: Vec<Option<Arc<Segment>>>,
     events: VecDeque<PoolEvent>,
+    recorder: Option<Recorder>,
+    following: Option<Following>,
+}
+
+/// A script at work.
+struct Following {
+    script: Arc<Script>,
+    base: usize,
+    next: usize,
 }
 
 impl Inner {
+    /// Where the script has the next block, of `lines` lines. Blocks that are not as it says end it: the places of the
+    /// rest are found as without one.
+    fn scripted(&mut self, lines: usize) -> Option<usize> {
+        let following = self.following.as_mut()?;
+        let next = following.script.block(following.next);
+        following.next += 1;
+        let start = next
+            .filter(|(planned, _)| *planned == lines)
+            .map(|(_, start)| following.base + start)
+            .filter(|start| self.places.is_free(*start, lines));
+        if start.is_none() {
+            self.following = None;
+            self.stats.strays += 1;
+        }
+        start
+    }
+
     /// Bytes that exist for this pool: those of its blocks at their most, and those reserved elsewhere.
     fn held(&self) -> u64 {
         self.stats.touched + self.stats.in_use - self.placed
@@ -257,25 +292,83 @@ impl Pool {
         let mut inner = self.lock();
         let lines = bytes.div_ceil(LINE_BYTES).max(1);
         let counted = (lines * LINE_BYTES) as u64;
-        let growth = inner.places.growth(lines);
+        let scripted = inner.scripted(lines);
+        let growth = match scripted {
+            Some(start) => Some(inner.places.growth_from(start, lines)),
+            None => inner.places.growth(lines),
+        };
         // No place in one piece is as good as no room.
         let growth = growth.map_or(u64::MAX, |lines| (lines * LINE_BYTES) as u64);
         self.check(&inner, counted, growth, tag)?;
-        let place = inner.places.take(lines);
+        let place = match scripted {
+            Some(start) => inner.places.take_at(start, lines),
+            None => inner.places.take(lines),
+        };
+        if let Some(recorder) = &mut inner.recorder {
+            recorder.took(place.start, lines);
+        }
+        Ok(self.placed(inner, place, tag))
+    }
+
+    /// As [`Pool::place`], at the upper end of the pool's one range, apart from the blocks of passes: for what outlives
+    /// them and may grow.
+    ///
+    /// # Errors
+    /// As there.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn place_apart(&self, bytes: usize, tag: Tag) -> Result<Placed> {
+        let mut inner = self.lock();
+        let lines = bytes.div_ceil(LINE_BYTES).max(1);
+        let growth = inner.places.upper_growth(lines);
+        let growth = growth.map_or(u64::MAX, |lines| (lines * LINE_BYTES) as u64);
+        self.check(&inner, (lines * LINE_BYTES) as u64, growth, tag)?;
+        let place = inner.places.take_upper(lines);
+        Ok(self.placed(inner, place, tag))
+    }
+
+    fn placed(&self, mut inner: MutexGuard<'_, Inner>, place: Place, tag: Tag) -> Placed {
+        let counted = (place.lines * LINE_BYTES) as u64;
         inner.stats.touched = (inner.places.touched() * LINE_BYTES) as u64;
         inner.placed += counted;
         inner.stats.add(tag, counted);
         inner.stats.held = inner.stats.held.max(inner.held());
         log(&mut inner, tag, counted as i64);
         drop(inner);
-        Ok(Placed {
+        Placed {
             place,
             counted: Reservation {
                 pool: self.clone(),
                 bytes: counted,
                 tag,
             },
-        })
+        }
+    }
+
+    /// Notes from here on which blocks come and go, up to [`Pool::recorded`]. Only a device's pool does.
+    pub fn record(&self) {
+        let mut inner = self.lock();
+        let base = inner.places.end();
+        inner.recorder = self.0.arena.then(|| Recorder::new(base));
+    }
+
+    /// Places for the blocks that were noted, packed with knowledge of their lives; none before [`Pool::record`].
+    pub fn recorded(&self) -> Script {
+        let recorder = self.lock().recorder.take();
+        recorder.map(Recorder::script).unwrap_or_default()
+    }
+
+    /// The next blocks get the places of `script`, from the end of what lies there now; with `None` they get the
+    /// best-fitting ones again. Blocks that are not those of the script end it ([`PoolStats::strays`]), and lie where
+    /// there is room.
+    pub fn follow(&self, script: Option<Arc<Script>>) {
+        let mut inner = self.lock();
+        let base = inner.places.end();
+        let script = script.filter(|_| self.0.arena);
+        inner.following = script.map(|script| Following {
+            script,
+            base,
+            next: 0,
+        });
     }
 
     /// Takes a block of at least `bytes` bytes with unspecified contents.
@@ -411,6 +504,9 @@ impl Drop for Placed {
     fn drop(&mut self) {
         let mut inner = self.counted.pool.lock();
         inner.placed -= self.counted.bytes;
+        if let Some(recorder) = &mut inner.recorder {
+            recorder.gave_back(self.place.start);
+        }
         inner.places.give_back(self.place);
     }
 }
@@ -540,6 +636,75 @@ mod tests {
         };
         let (real, null) = (Pool::new("device", None), Pool::new("null", None));
         assert_eq!(run(&real, true), run(&null, false));
+    }
+
+    /// Sizes of blocks, and how many later each is given back.
+    const RUN: [(usize, usize); 7] = [
+        (640, 2),
+        (6400, 6),
+        (3200, 4),
+        (64, 1),
+        (9600, 2),
+        (1280, 3),
+        (6400, 1),
+    ];
+
+    #[cfg(feature = "cuda")]
+    fn run(pool: &Pool, sizes: &[(usize, usize)]) -> Result<Vec<usize>> {
+        let mut live: Vec<(usize, Placed)> = Vec::new();
+        let mut starts = Vec::new();
+        for (now, (bytes, later)) in sizes.iter().enumerate() {
+            let placed = pool.place(*bytes, Tag::Activations)?;
+            starts.push(placed.place.start);
+            live.push((now + later, placed));
+            live.retain(|(until, _)| *until > now);
+        }
+        Ok(starts)
+    }
+
+    #[cfg(feature = "cuda")]
+    #[test]
+    fn a_run_that_is_known_needs_no_more_than_its_script_whatever_came_before() {
+        let pool = Pool::arena("GPU", 1 << 30);
+        let rests = pool.place(1000, Tag::Parameters).unwrap();
+        pool.record();
+        run(&pool, &RUN).unwrap();
+        let script = Arc::new(pool.recorded());
+        drop(rests);
+        let exact = Pool::arena("GPU", 1024 + script.bytes());
+        let _rests = exact.place(1000, Tag::Parameters).unwrap();
+        let follow = || {
+            exact.follow(Some(script.clone()));
+            let starts = run(&exact, &RUN);
+            exact.follow(None);
+            starts.unwrap()
+        };
+        let first = follow();
+        // Other blocks in between, placed without a script.
+        run(&exact, &RUN[..4]).unwrap();
+        assert_eq!(follow(), first);
+        let stats = exact.stats();
+        assert_eq!((stats.touched, stats.strays), (1024 + script.bytes(), 0));
+    }
+
+    #[cfg(feature = "cuda")]
+    #[test]
+    fn other_blocks_than_the_scripts_end_it() {
+        let pool = Pool::arena("GPU", 1 << 20);
+        pool.record();
+        run(&pool, &RUN).unwrap();
+        let script = Arc::new(pool.recorded());
+        pool.follow(Some(script.clone()));
+        let mut other = RUN;
+        other[2].0 += 64;
+        run(&pool, &other).unwrap();
+        assert_eq!(pool.stats().strays, 1);
+        // A script lies behind what is there; beyond its end blocks are placed as without one.
+        pool.follow(Some(script));
+        run(&pool, &RUN).unwrap();
+        assert_eq!(pool.stats().strays, 1);
+        run(&pool, &RUN[..1]).unwrap();
+        assert_eq!(pool.stats().strays, 2);
     }
 
     #[test]

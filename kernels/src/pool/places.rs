@@ -1,4 +1,4 @@
-//! Where blocks lie: the best-fitting hole, or the end of what was ever used.
+//! Where blocks lie: where a script says, else in the best-fitting hole or at the end of what is used.
 //!
 //! Pure bookkeeping in lines of 64 bytes, so that a device that computes nothing gets the same
 //! places as one that does, and the pages a run will touch are known before it runs. Freed
@@ -38,6 +38,10 @@ pub(super) struct Places {
     touched: usize,
     /// There are no other segments than those at hand.
     fixed: bool,
+    /// Blocks at the upper end of the one segment of a fixed range: lines by start.
+    upper: BTreeMap<usize, usize>,
+    /// Most lines that those ever took, holes included.
+    upper_reached: usize,
 }
 
 impl Places {
@@ -74,7 +78,10 @@ impl Places {
         let (segment, start) = match hole {
             Some(&(_, segment, start)) => (segment, start),
             None => {
-                let mut ends = self.segments.iter().map(|s| (s.end, s.lines));
+                let mut ends = self
+                    .segments
+                    .iter()
+                    .map(|s| (s.end, s.lines - self.upper()));
                 let fits = ends.position(|(end, all)| end + lines <= all);
                 fits.map_or((self.segments.len(), 0), |i| (i, self.segments[i].end))
             }
@@ -89,6 +96,95 @@ impl Places {
     fn growth_at(&self, place: Place) -> usize {
         let reached = self.segments.get(place.segment).map_or(0, |s| s.reached);
         (place.start + place.lines).saturating_sub(reached)
+    }
+
+    /// Lines at the upper end that blocks lie in, holes included.
+    fn upper(&self) -> usize {
+        let first = self.upper.first_key_value();
+        first.map_or(0, |(start, _)| self.segments[0].lines - start)
+    }
+
+    /// Everything of the first segment from here on is free, up to its upper end.
+    pub(super) fn end(&self) -> usize {
+        self.segments.first().map_or(0, |s| s.end)
+    }
+
+    /// Whether nothing lies in `lines` lines of a fixed range from `start` on.
+    pub(super) fn is_free(&self, start: usize, lines: usize) -> bool {
+        let Some(segment) = self.segments.first() else {
+            return false;
+        };
+        let end = start + lines;
+        if start >= segment.end {
+            return end <= segment.lines - self.upper();
+        }
+        let hole = segment.holes.range(..=start).next_back();
+        hole.is_some_and(|(at, len)| end <= at + len)
+    }
+
+    /// Lines by which the pool would grow for a block in a free place of a fixed range.
+    pub(super) fn growth_from(&self, start: usize, lines: usize) -> usize {
+        self.growth_at(Place {
+            segment: 0,
+            start,
+            lines,
+        })
+    }
+
+    /// The free place of a fixed range from `start` on.
+    pub(super) fn take_at(&mut self, start: usize, lines: usize) -> Place {
+        let place = Place {
+            segment: 0,
+            start,
+            lines,
+        };
+        self.touched += self.growth_at(place);
+        let segment = &mut self.segments[0];
+        let end = start + lines;
+        if start >= segment.end {
+            if start > segment.end {
+                let (at, len) = (segment.end, start - segment.end);
+                segment.holes.insert(at, len);
+                self.by_size.insert((len, 0, at));
+            }
+            segment.end = end;
+            segment.reached = segment.reached.max(end);
+            return place;
+        }
+        let hole = segment.holes.range(..=start).next_back();
+        if let Some((&at, &len)) = hole {
+            segment.holes.remove(&at);
+            self.by_size.remove(&(len, 0, at));
+            for (at, len) in [(at, start - at), (end, at + len - end)] {
+                if len > 0 {
+                    segment.holes.insert(at, len);
+                    self.by_size.insert((len, 0, at));
+                }
+            }
+        }
+        place
+    }
+
+    /// Lines by which the pool would grow for a block at the upper end of a fixed range; `None` where there is no room.
+    pub(super) fn upper_growth(&self, lines: usize) -> Option<usize> {
+        let upper = self.upper() + lines;
+        let all = self.segments.first()?.lines;
+        let fits = upper <= all && self.end() <= all - upper;
+        fits.then(|| upper.saturating_sub(self.upper_reached))
+    }
+
+    /// A place at the upper end of a fixed range that has the room.
+    pub(super) fn take_upper(&mut self, lines: usize) -> Place {
+        let upper = self.upper() + lines;
+        let start = self.segments[0].lines - upper;
+        self.upper.insert(start, lines);
+        self.touched += upper.saturating_sub(self.upper_reached);
+        self.upper_reached = self.upper_reached.max(upper);
+        Place {
+            segment: 0,
+            start,
+            lines,
+        }
     }
 
     /// Lines by which the pool would grow for a block of `lines` lines; `None` where no hole and no rest is long enough.
@@ -133,6 +229,9 @@ impl Places {
             mut start,
             mut lines,
         } = place;
+        if self.upper.remove(&start).is_some() {
+            return;
+        }
         let segment = &mut self.segments[index];
         let before = segment.holes.range(..start).next_back();
         if let Some((&at, &len)) = before
@@ -198,6 +297,45 @@ mod tests {
         assert_eq!((places.growth(4), places.growth(6)), (Some(0), None));
         places.give_back(b);
         assert_eq!(places.growth(10), Some(2));
+    }
+
+    #[test]
+    fn what_lies_at_the_upper_end_moves_nothing_below() {
+        let mut places = Places::within(100);
+        let table = places.take_upper(10);
+        assert_eq!((table.start, places.touched()), (90, 10));
+        let low = places.take(60);
+        assert_eq!((low.start, places.touched()), (0, 70));
+        assert_eq!((places.growth(30), places.growth(31)), (Some(30), None));
+        assert_eq!(
+            (places.upper_growth(30), places.upper_growth(31)),
+            (Some(30), None)
+        );
+        // A longer one in the place of the old one grows by the difference.
+        places.give_back(table);
+        assert_eq!(places.upper_growth(25), Some(15));
+        assert_eq!(places.take_upper(25).start, 75);
+        assert_eq!(places.touched(), 85);
+        assert!(places.is_free(60, 15) && !places.is_free(60, 16) && !places.is_free(59, 2));
+    }
+
+    #[test]
+    fn a_place_that_is_asked_for_leaves_holes_around_it() {
+        let mut places = Places::within(100);
+        let first = places.take_at(20, 10);
+        assert_eq!((places.touched(), places.end()), (30, 30));
+        assert!(places.is_free(0, 20) && !places.is_free(0, 21));
+        let second = places.take_at(5, 10);
+        assert!(places.is_free(0, 5) && places.is_free(15, 5) && !places.is_free(14, 2));
+        assert_eq!(
+            (places.growth_from(15, 5), places.growth_from(30, 5)),
+            (0, 5)
+        );
+        places.give_back(first);
+        // What is free behind the last block is no hole.
+        assert_eq!((places.end(), places.take(80).start), (15, 15));
+        places.give_back(second);
+        assert_eq!(places.take(15).start, 0);
     }
 
     proptest! {

@@ -9,9 +9,8 @@ use super::Products;
 use super::ranks_per_gpu;
 use crate::config::RunConfig;
 
-/// Batches other than the planned ones place their tensors otherwise, and holes between them are lost: an arena has
-/// this share more than its plan, and this much at least. At published sizes, 360 random batches of nine configurations, none
-/// larger than the planned one, needed at most 5.1 % more (MiniCPM-V 2.6, all trained; most often batches without a picture).
+/// Where there is room, an arena has this share more than its plan, and this much at least: evaluation places its
+/// tensors as they come.
 const SLACK_SHARE: u64 = 16;
 const SLACK_BYTES: u64 = 16 << 20;
 
@@ -20,12 +19,23 @@ const SLACK_BYTES: u64 = 16 << 20;
 #[cfg(feature = "cuda")]
 pub(crate) fn counting(config: &RunConfig) -> Vec<Arc<dyn Backend>> {
     let kind = |gpu: &super::RunGpu| (gpu.multiprocessors, gpu.products == Products::CublasLt);
-    let kinds: std::collections::BTreeSet<(u32, bool)> = config.gpus.iter().map(kind).collect();
-    let device = |(multiprocessors, multiplies)| -> Arc<dyn Backend> {
-        let counting = kernels::cuda::CudaBackend::counting;
-        Arc::new(counting(multiprocessors, multiplies))
-    };
-    kinds.into_iter().map(device).collect()
+    let kinds: std::collections::BTreeMap<(u32, bool), &super::RunGpu> =
+        config.gpus.iter().map(|gpu| (kind(gpu), gpu)).collect();
+    kinds.into_values().filter_map(counting_of).collect()
+}
+
+/// A device that stands for `gpu`.
+#[cfg(feature = "cuda")]
+pub(crate) fn counting_of(gpu: &super::RunGpu) -> Option<Arc<dyn Backend>> {
+    let multiplies = gpu.products == Products::CublasLt;
+    let counting = kernels::cuda::CudaBackend::counting;
+    Some(Arc::new(counting(gpu.multiprocessors, multiplies)))
+}
+
+/// Without CUDA nothing stands for a GPU.
+#[cfg(not(feature = "cuda"))]
+pub(crate) fn counting_of(_gpu: &super::RunGpu) -> Option<Arc<dyn Backend>> {
+    None
 }
 
 /// Without CUDA no run has GPUs.

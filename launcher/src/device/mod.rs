@@ -22,7 +22,7 @@ use crate::ui::Event;
 use crate::units::bytes;
 
 pub use cuda::Nvidia;
-pub(crate) use memory::{arena_bytes, counting, free_bytes};
+pub(crate) use memory::{arena_bytes, counting, counting_of, free_bytes};
 
 /// The variable that names the GPUs a process may use; CUDA reads it.
 const MASK: &str = "CUDA_VISIBLE_DEVICES";

@@ -19,8 +19,8 @@ const AMPLE: &str = "4TiB";
 
 /// What a plan needs of a case; `scripts/gpu_headline.py` reads the rest.
 #[derive(Debug, Deserialize)]
-struct Case {
-    name: String,
+pub(super) struct Case {
+    pub(super) name: String,
     model: String,
     ranks: usize,
     device_cap: String,
@@ -61,7 +61,7 @@ impl Case {
     }
 }
 
-fn cases() -> Vec<Case> {
+pub(super) fn cases() -> Vec<Case> {
     let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("../scripts/headline.json");
     let text = std::fs::read(file).expect("the cases");
     serde_json::from_slice(&text).expect("a list of cases")
@@ -69,7 +69,7 @@ fn cases() -> Vec<Case> {
 
 impl Case {
     /// The run that is planned, on a described machine of the case's caps.
-    fn planner(&self, folder: &Path) -> (Planner, RunConfig) {
+    pub(super) fn planner(&self, folder: &Path) -> (Planner, RunConfig) {
         let config = self.config(folder);
         let mut words = vec!["plan".to_owned(), "--model".to_owned()];
         words.push(config.display().to_string());

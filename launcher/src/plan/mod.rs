@@ -1,6 +1,8 @@
 //! The memory of a run before it runs: what each rank holds on which tier in which phase, whether
 //! that fits, and `launcher plan`, which prints it.
 
+#[cfg(all(test, feature = "cuda"))]
+mod batches;
 mod early;
 mod fixed;
 #[cfg(test)]
@@ -9,6 +11,7 @@ mod machine;
 mod matrix;
 mod memory;
 mod nearest;
+mod places;
 mod planner;
 mod rehearse;
 mod rule;
@@ -21,6 +24,7 @@ pub(crate) use early::{Spare, early_line, late_line, settle_early_step};
 pub(crate) use fixed::Fixed;
 pub(crate) use machine::Machine;
 pub use memory::{PhaseBytes, RankMemory, RankPeak};
+pub(crate) use places::Places;
 pub(crate) use rehearse::{HeldOut, Work, rehearse, window_region};
 pub(crate) use rule::Fit;
 pub(crate) use verb::run;

@@ -2,6 +2,7 @@
 
 use super::fixed::{self, Fixed};
 use super::memory::{Footprint, PhaseBytes, RankMemory};
+use super::places::{self, Places};
 use crate::config::RunConfig;
 use crate::device;
 use crate::exit::Failure;
@@ -11,7 +12,7 @@ use crate::run::failures;
 use crate::run::{dropout, keeps, rule};
 use engine::comm::WindowBytes;
 use engine::{EngineError, ParamAccess, PassKind, Plan, Rehearsal};
-use kernels::{Backend, PoolStats, Tag};
+use kernels::{Backend, PoolStats, Script, Tag};
 use models::autograd::Tape;
 use models::data::EncodedSample;
 use models::generate::{Prompt, rehearse as rehearse_answers};
@@ -51,15 +52,20 @@ pub(crate) fn rehearse(
     plan: &Arc<Plan>,
     work: &Work<'_>,
 ) -> Result<RankMemory, Failure> {
-    let rehearse = |device: Option<Arc<dyn Backend>>| -> Result<RankMemory, Failure> {
-        let mut run = Run::new(config, model, plan, work, device).map_err(|e| allocate(&e))?;
-        run.all().map_err(|e| failures::model("plan memory", &e))?;
+    let rehearse = |devices: Option<[Arc<dyn Backend>; 2]>| -> Result<RankMemory, Failure> {
+        let failed = |e: ModelError| failures::model("plan memory", &e);
+        let mut run = Run::new(config, model, plan, work, devices).map_err(failed)?;
+        run.all().map_err(failed)?;
         Ok(run.memory())
     };
     // Scratch memory depends on how many multiprocessors a GPU has: the kind that needs most counts.
     let mut most: Option<RankMemory> = None;
-    for device in device::counting(config) {
-        let memory = rehearse(Some(device))?;
+    // Two of each kind: one to see which blocks come, one where they lie as in the run.
+    for devices in device::counting(config)
+        .into_iter()
+        .zip(device::counting(config))
+    {
+        let memory = rehearse(Some(devices.into()))?;
         if most
             .as_ref()
             .is_none_or(|m| memory.peak.device > m.peak.device)
@@ -98,11 +104,44 @@ fn allocate(error: &EngineError) -> Failure {
     failures::engine("plan memory", error)
 }
 
+/// One micro-batch as the trainer runs it. `begun` is called before its first tensor, `turn` between forward and
+/// backward.
+///
+/// # Errors
+/// A sample does not fit the model.
+pub(super) fn micro_batch(
+    config: &RunConfig,
+    model: &dyn VisionLanguageModel,
+    rehearsal: &Rehearsal,
+    samples: &[EncodedSample],
+    begun: &mut dyn FnMut(),
+    turn: &mut dyn FnMut(),
+) -> Result<(), ModelError> {
+    let samples: Vec<SampleInput<'_>> = samples.iter().map(SampleInput::from).collect();
+    let backend: &dyn Backend = &**rehearsal.backend();
+    rehearsal.begin_pass(PassKind::Train);
+    begun();
+    let batch = model.collate(&samples, backend)?;
+    let keep = |unit| keeps(config, model, unit);
+    let mut tape = Tape::training(rehearsal).with_stored(&keep);
+    let keys = vec![0; samples.len()];
+    if let Some(state) = dropout(config, &keys, &samples, backend)? {
+        tape = tape.with_dropout(state);
+    }
+    let loss = model.forward(&tape, &batch)?;
+    turn();
+    tape.backward(&loss, 1.0)?;
+    drop((loss, batch));
+    Ok(rehearsal.end_pass()?)
+}
+
 struct Run<'a> {
     config: &'a RunConfig,
     model: &'a dyn VisionLanguageModel,
     work: &'a Work<'a>,
     rehearsal: Rehearsal,
+    /// Of a GPU's tensors.
+    script: Option<Arc<Script>>,
     phases: BTreeMap<Phase, PhaseBytes>,
     /// Most host memory beside the pools.
     beside: Cell<u64>,
@@ -114,15 +153,21 @@ impl<'a> Run<'a> {
         model: &'a dyn VisionLanguageModel,
         plan: &'a Arc<Plan>,
         work: &'a Work<'a>,
-        device: Option<Arc<dyn Backend>>,
-    ) -> Result<Self, EngineError> {
+        devices: Option<[Arc<dyn Backend>; 2]>,
+    ) -> Result<Self, ModelError> {
         let rule = rule(config);
         let slots = rule.slots(plan.config().precision);
-        let rehearsal = match device {
-            Some(device) => Rehearsal::apart(plan.clone(), slots, device),
+        let mut script = None;
+        let rehearsal = match devices {
+            Some([device, other]) => {
+                let mut places = Places::new(config, plan, other)?;
+                script = Some(places.of(config, model, work.train)?);
+                Rehearsal::apart(plan.clone(), slots, device)
+            }
             None => Rehearsal::new(plan.clone(), slots),
         };
         Ok(Self {
+            script,
             config,
             model,
             work,
@@ -151,27 +196,30 @@ impl<'a> Run<'a> {
     }
 
     fn micro_batch(&mut self) -> Result<(), ModelError> {
-        let samples: Vec<SampleInput<'_>> = self.work.train.iter().map(SampleInput::from).collect();
-        let backend: &dyn Backend = &**self.rehearsal.backend();
-        self.rehearsal.begin_pass(PassKind::Train);
-        let batch = self.model.collate(&samples, backend)?;
-        let (config, model) = (self.config, self.model);
-        let keep = |unit| keeps(config, model, unit);
-        let mut tape = Tape::training(&self.rehearsal).with_stored(&keep);
-        let keys = vec![0; samples.len()];
-        if let Some(state) = dropout(config, &keys, &samples, backend)? {
-            tape = tape.with_dropout(state);
-        }
-        let loss = model.forward(&tape, &batch)?;
-        let forward = self.moment(Phase::Forward);
-        tape.backward(&loss, 1.0)?;
-        drop((loss, batch));
-        self.rehearsal.end_pass()?;
+        let pool = self.rehearsal.device_pool();
+        let margin = self.script.as_deref().map_or(0, places::margin);
+        let margin = pool.reserve(margin, Tag::Margin)?;
+        let forward = Cell::new(None);
+        micro_batch(
+            self.config,
+            self.model,
+            &self.rehearsal,
+            self.work.train,
+            &mut || pool.follow(self.script.clone()),
+            &mut || forward.set(Some(self.moment(Phase::Forward))),
+        )?;
+        pool.follow(None);
+        let forward = forward.take().unwrap_or_default();
         self.phases
             .entry(Phase::Forward)
             .or_default()
             .raise(forward);
-        self.mark(Phase::Backward);
+        let backward = self.moment(Phase::Backward);
+        drop(margin);
+        self.phases
+            .entry(Phase::Backward)
+            .or_default()
+            .raise(backward);
         Ok(())
     }
 

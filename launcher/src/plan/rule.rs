@@ -190,6 +190,7 @@ impl Fit {
             show(part, &[part]);
         }
         show("activations", &["activations", "workspace", "cache"]);
+        show("margin", &["margin"]);
         let mut failure = Failure::new(
             ErrorCode::Plan,
             "this run does not fit; no weight was read",

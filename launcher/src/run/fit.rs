@@ -165,7 +165,10 @@ pub(crate) fn event(config: &RunConfig, plan: &Plan, memory: &RankMemory, fit: &
     };
     let activations = PlanPart {
         host_bytes: 0,
-        ..part("activations", &["activations", "workspace", "cache"])
+        ..part(
+            "activations",
+            &["activations", "workspace", "cache", "margin"],
+        )
     };
     PlanEvent {
         model: config.name(),

@@ -10,9 +10,10 @@ use super::setup::{self, Setup};
 use super::spill;
 use crate::config::{Collectives as ChosenCollectives, PrecisionChoice, RunConfig, Task};
 use crate::data::{SampleSet, problems};
-use crate::device::{Devices, RunGpu, gpu_of};
+use crate::device::{Devices, RunGpu, counting_of, gpu_of};
 use crate::exit::{ErrorCode, Failure};
 use crate::meeting;
+use crate::plan::Places;
 use crate::rank_env::{RankEnv, Variables};
 use crate::ui::{Event, Reporter, TrainRow};
 use engine::comm::Communicator;
@@ -41,6 +42,8 @@ pub(super) struct Session<'a> {
     local_rank: usize,
     pub(super) comm: Arc<dyn Communicator>,
     pub(super) zero: Zero,
+    /// Of a GPU: where the tensors of a micro-batch lie.
+    pub(super) places: Option<Places>,
     pub(super) train: Arc<SampleSet>,
     pub(super) eval: Option<SampleSet>,
     pub(super) reporter: Reporter,
@@ -134,6 +137,10 @@ impl<'a> Session<'a> {
             disk_ceiling = disk.ceiling;
             tiers = tiers.with_spill(disk.spill);
         }
+        let counting = gpu_of(config, env.local_rank).and_then(counting_of);
+        let places = counting.map(|device| Places::new(config, &plan, device));
+        let places = places.transpose();
+        let places = places.map_err(|e| failures::engine("plan the places of tensors", &e))?;
         let zero = Zero::new(
             plan,
             comm.clone(),
@@ -163,6 +170,7 @@ impl<'a> Session<'a> {
             local_rank: env.local_rank,
             comm,
             zero,
+            places,
             train: Arc::new(train),
             eval,
             reporter,

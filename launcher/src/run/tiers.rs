@@ -40,6 +40,12 @@ pub(super) fn gpu_line(session: &Session<'_>) -> Option<String> {
         seconds(times.communication.as_secs_f64()),
         seconds(times.updates.as_secs_f64()),
     );
+    if stats.strays > 0 {
+        text += &format!(
+            " · {} micro-batches took other places than planned",
+            stats.strays
+        );
+    }
     if let Some(free) = free_now {
         let taken = gpu.free_bytes.saturating_sub(free);
         text +=

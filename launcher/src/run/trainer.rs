@@ -339,7 +339,15 @@ fn micro_batch(
     monitor: &mut Monitor,
 ) -> Result<f64, Failure> {
     let inputs: Vec<SampleInput<'_>> = prepared.samples.iter().map(SampleInput::from).collect();
+    let script = match &mut session.places {
+        Some(places) => {
+            let script = places.of(session.config, &*session.model, &prepared.samples);
+            Some(script.map_err(|e| failures::model("plan a micro-batch", &e))?)
+        }
+        None => None,
+    };
     session.zero.begin_pass(PassKind::Train);
+    session.backend.pool().follow(script);
     session.faults.forward();
     let scale = loss_scale(session);
     let factor = session.faults.loss_factor(scale as f32);
@@ -363,6 +371,7 @@ fn micro_batch(
         .zero
         .end_micro_batch(sum, supervised as u64)
         .map_err(|e| failures::engine("train", &e))?;
+    session.backend.pool().follow(None);
     monitor.end(Phase::Backward, &session.zero);
     Ok(sum)
 }

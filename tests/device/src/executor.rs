@@ -458,6 +458,10 @@ unsafe impl Executor for EmulatedGpu {
             return Err(format!("{call} failed: CUDA_ERROR_OUT_OF_MEMORY").into());
         }
         let mut state = self.lock();
+        // As a run promises: nothing that a step does takes memory of the device.
+        if !state.buffers.is_empty() {
+            return Err("a device has one arena, which was taken".into());
+        }
         let buffer = state.machine.allocate(bytes as usize)?;
         state.buffers.push(buffer);
         Ok(buffer.address)

@@ -32,12 +32,18 @@ impl CudaBackend {
     /// tensors have none, as on the null device.
     #[must_use]
     pub fn counting(multiprocessors: u32, multiplies: bool) -> Self {
+        Self::counting_within(multiprocessors, multiplies, BYTES)
+    }
+
+    /// As [`CudaBackend::counting`], with an arena of `bytes` bytes.
+    #[must_use]
+    pub fn counting_within(multiprocessors: u32, multiplies: bool, bytes: u64) -> Self {
         let executor = Arc::new(Nowhere {
             multiprocessors,
             multiplies,
             ranks: AtomicUsize::new(0),
         });
-        Self::at(executor, START, Pool::arena("GPU", BYTES))
+        Self::at(executor, START, Pool::arena("GPU", bytes))
     }
 }
 
@@ -51,8 +57,9 @@ unsafe impl Executor for Nowhere {
         false
     }
 
+    /// An operation that took memory beside the arena would fail in every plan.
     fn allocate(&self, _bytes: u64) -> Result<Address, Cause> {
-        Ok(START)
+        Err("a device has one arena, which was taken".into())
     }
 
     fn free(&self, _memory: Address) {}

@@ -25,7 +25,8 @@ unsafe impl Executor for Gpu {
     }
 
     fn allocate(&self, bytes: u64) -> Result<Address, Cause> {
-        self.bind()?;
+        // Streams and pinned chunks too, so that no step takes them.
+        self.copies()?;
         // SAFETY: the size is not zero.
         let memory = unsafe { result::malloc_sync((bytes as usize).max(1)) };
         Ok(Address(

@@ -292,8 +292,8 @@ impl Drop for Arena {
 }
 
 /// The tile table of the last attention call: the layers of a model share it. Later ones are written where it lies, as
-/// far as they fit: a place of its own each time would move what comes behind it, and equal batches would not get
-/// equal places.
+/// far as they fit. It is all that outlives a pass and is not taken at the start, so it lies at the arena's other end:
+/// among the blocks of a pass it would move those of the next.
 type LastTable = Mutex<Option<(Vec<i32>, Tensor)>>;
 
 /// Operations on a GPU.
@@ -358,6 +358,17 @@ impl CudaBackend {
         let place = OnDevice {
             memory: self.memory.clone(),
             placed,
+            known: None,
+        };
+        Ok(Tensor::on_device(place, shape, dtype))
+    }
+
+    /// As [`CudaBackend::uninit`], apart from the blocks of passes: what lasts there would lie in their way.
+    fn apart(&self, shape: Shape, dtype: DType, tag: Tag) -> Result<Tensor> {
+        let bytes = shape.elems() * dtype.size_bytes();
+        let place = OnDevice {
+            memory: self.memory.clone(),
+            placed: self.pool.place_apart(bytes, tag)?,
             known: None,
         };
         Ok(Tensor::on_device(place, shape, dtype))
@@ -640,7 +651,7 @@ impl CudaBackend {
             old => {
                 drop(old);
                 let places = plan.table().len().next_power_of_two();
-                let table = self.uninit([places], DType::I32, Tag::Workspace)?;
+                let table = self.apart([places].into(), DType::I32, Tag::Workspace)?;
                 self.write(op, &table, bytemuck::cast_slice(plan.table()))?;
                 table
             }

@@ -163,6 +163,74 @@ fn agree_with(
     Ok(())
 }
 
+/// A training pass; `begun` is called before its first tensor.
+fn train(
+    engine: &dyn Passes,
+    model: &dyn VisionLanguageModel,
+    sample: &EncodedSample,
+    begun: &dyn Fn(),
+) -> Result<()> {
+    let inputs = [SampleInput::from(sample)];
+    engine.begin(PassKind::Train);
+    begun();
+    let batch = model.collate(&inputs, &**engine.backend())?;
+    let tape = Tape::training(as_access(engine));
+    let loss = model.forward(&tape, &batch)?;
+    tape.backward(&loss, 1.0)?;
+    drop((loss, batch));
+    Ok(engine.end()?)
+}
+
+/// A run's tensors lie where a rehearsal of the same batch packed them, whatever ran before: none strays, and every
+/// counter is that of the plan.
+fn packed(family: &str, activation: Tier, weights: Weights, library: Library) -> Result<()> {
+    let dir = pack(family);
+    let precision = Precision::Bf16;
+    let model = open_model(&dir, setup::options(precision, true))?;
+    let plan = setup::plan(&*model, precision, activation, weights, false)?;
+    let rule = optim::AdamW::default();
+    let samples = [
+        setup::sample(&dir, TOKENS, MOST_TOKENS)?,
+        setup::text_sample(&dir, TOKENS)?,
+    ];
+    let counting = || {
+        let device = CudaBackend::counting(MULTIPROCESSORS, library != Library::Absent);
+        let slots = rule.slots(precision);
+        Rehearsal::apart(plan.clone(), slots, Arc::new(device))
+    };
+    let (seen, rehearsal) = (counting()?, counting()?);
+    let device = emulated_backend_with(ARENA_BYTES, Order::Ascending, library)?;
+    let zero = setup::loaded(&dir, &*model, plan.clone(), Arc::new(device.clone()))?;
+    let mut longest = 0;
+    for sample in [&samples[0], &samples[1], &samples[0]] {
+        let pool = seen.device_pool();
+        train(&seen, &*model, sample, &|| pool.record())?;
+        let script = Arc::new(pool.recorded());
+        longest = longest.max(script.bytes());
+        for engine in [&rehearsal as &dyn Passes, &zero] {
+            let pool = engine.backend().pool();
+            train(engine, &*model, sample, &|| {
+                pool.follow(Some(script.clone()))
+            })?;
+            pool.follow(None);
+        }
+    }
+    let planned = rehearsal.device_pool().stats();
+    same(&planned, &device.pool().stats());
+    assert_eq!(planned.strays, 0);
+    // What rests, the longest script, and no hole between them.
+    assert_eq!(planned.touched, planned.in_use + longest);
+    Ok(())
+}
+
+#[test]
+fn tensors_lie_where_a_rehearsal_packed_them() -> Result<()> {
+    let (device, host) = (Tier::Device, Tier::Host);
+    packed("minicpm-v-2_6", device, Weights::Ahead, Library::Absent)?;
+    packed("glm-4v-9b", host, Weights::Kept, Library::Multiplies)?;
+    packed("cogvlm-chat-hf", device, Weights::Leased, Library::Absent)
+}
+
 /// Every counter, the places included: a tensor that one of the two takes and the other does not moves what comes behind.
 fn same(planned: &PoolStats, measured: &PoolStats) {
     assert_eq!(
