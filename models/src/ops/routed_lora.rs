@@ -13,9 +13,10 @@ impl Scope<'_> {
         self.backend().routes_adapters()
     }
 
-    /// `x[row] W^T + bias + scale * (x[row] A^T) B^T` with the parameters of the row's group, whose layer need not have an
-    /// adapter and which may drop some of its inputs: `[t, k]` to `[t, n]`. Each group's `rows` are i32; together they name every row once. The results are those
-    /// of [`Scope::lora_linear`] and [`Scope::linear`] on the rows of each group, up to the order of sums.
+    /// `x[row] W^T + bias + scale * (seen[row] A^T) B^T` with the parameters of the row's group, `seen` being what
+    /// [`Scope::lora_linear`] has; a layer need not have an adapter: `[t, k]` to `[t, n]`. Each group's `rows` are i32;
+    /// together they name every row once. The results are those of [`Scope::lora_linear`] and [`Scope::linear`] on the rows
+    /// of each group, up to the order of sums.
     ///
     /// # Errors
     /// As [`Scope::linear`], or when the groups are no partition.

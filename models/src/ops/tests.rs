@@ -238,7 +238,8 @@ fn adapted_layers_of_one_input() {
     }
 }
 
-/// On the CPU, with and without dropout, the gradients of layers that share their input are those of layers one after the other, to the last bit.
+/// On the CPU the gradients of layers that share their input are those of layers one after the other, to the last bit; with
+/// dropout as well.
 #[test]
 fn adapted_layers_of_one_input_have_the_bits_of_each_alone() {
     let layers = [(P0, [P1, P2]), (P3, [P4, P5]), (P0, [P4, P2])]
