@@ -76,6 +76,7 @@ fn gemm(c: &mut Criterion) {
         lora_a: &lora_a,
         lora_b: &lora_b,
         scale: 2.0,
+        dropout: None,
     };
     let work = Work::flops(2.0 * (t * (n * k + r * k + n * r)) as f64);
     let name = format!("lora bf16 {t}x{n}x{k} r{r}");

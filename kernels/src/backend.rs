@@ -79,7 +79,31 @@ pub struct DropoutArgs<'a> {
     pub p: f32,
 }
 
-/// `x W^T + bias + scale * (x A^T) B^T` as one operation.
+/// What of its input an adapter does not see: the elements that [`Backend::dropout`] sets to zero.
+#[derive(Clone, Copy, Debug)]
+pub struct AdapterDropout<'a> {
+    /// As in [`DropoutArgs`]: i32 `[t, 2]`.
+    pub rows: &'a Tensor,
+    /// What tells uses apart.
+    pub key: [u32; 2],
+    /// Probability of zero, `0 <= p < 1`.
+    pub p: f32,
+}
+
+impl<'a> AdapterDropout<'a> {
+    /// The dropout of `x`.
+    #[must_use]
+    pub const fn of(&self, x: &'a Tensor) -> DropoutArgs<'a> {
+        DropoutArgs {
+            x,
+            rows: self.rows,
+            key: self.key,
+            p: self.p,
+        }
+    }
+}
+
+/// `x W^T + bias + scale * (seen A^T) B^T` as one operation, `seen` being `x` where nothing is dropped.
 #[derive(Clone, Copy, Debug)]
 pub struct LoraArgs<'a> {
     /// `[t, k]`.
@@ -94,12 +118,14 @@ pub struct LoraArgs<'a> {
     pub lora_b: &'a Tensor,
     /// `alpha / r`.
     pub scale: f32,
+    /// What the adapter does not see of `x`; computed again in backward.
+    pub dropout: Option<AdapterDropout<'a>>,
 }
 
 /// Gradients of [`LoraArgs`].
 #[derive(Debug)]
 pub struct LoraGrads {
-    /// `[t, k]` in the dtype of `x`, when asked for.
+    /// `[t, k]` in the dtype of `x`, when asked for; with dropout the base's and the adapter's part, each rounded, added.
     pub dx: Option<Tensor>,
     /// `[r, k]` f32.
     pub d_lora_a: Tensor,

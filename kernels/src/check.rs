@@ -234,6 +234,9 @@ pub(crate) fn lora(args: &LoraArgs<'_>) -> Result<LoraSizes> {
         float(OP, bias)?;
         length(OP, "bias", bias, n)?;
     }
+    if let Some(dropped) = &args.dropout {
+        dropout(&dropped.of(args.x))?;
+    }
     let t = args.x.shape().rows();
     Ok(LoraSizes { t, n, k, r })
 }

@@ -74,9 +74,9 @@ mod timeline;
 
 pub use arrival::Arrival;
 pub use backend::{
-    AttentionArgs, AttentionGrads, AttentionOut, Backend, Device, Direction, DropoutArgs, Gelu,
-    IGNORED_LABEL, LoraArgs, LoraGrads, LossGrads, LossNeeds, MatmulArgs, NormGrads, RopeLayout,
-    Transpose,
+    AdapterDropout, AttentionArgs, AttentionGrads, AttentionOut, Backend, Device, Direction,
+    DropoutArgs, Gelu, IGNORED_LABEL, LoraArgs, LoraGrads, LossGrads, LossNeeds, MatmulArgs,
+    NormGrads, RopeLayout, Transpose,
 };
 pub use cpu::CpuBackend;
 pub use dtype::{DType, Element, Float};

@@ -39,6 +39,11 @@ impl NullBackend {
         self.output(x.shape(), x.dtype())
     }
 
+    /// What an adapter sees of its input, where that is not the input itself.
+    fn seen(&self, args: &LoraArgs<'_>) -> Result<Option<Tensor>> {
+        args.dropout.map(|_| self.like(args.x)).transpose()
+    }
+
     fn gradient(&self, shape: impl Into<Shape>) -> Result<Tensor> {
         Tensor::null(&self.pool, Tag::Gradients, shape, DType::F32)
     }
@@ -138,7 +143,9 @@ impl Backend for NullBackend {
     fn lora_linear(&self, args: LoraArgs<'_>) -> Result<Tensor> {
         let sizes = check::lora(&args)?;
         let out = self.output([sizes.t, sizes.n], args.x.dtype())?;
+        let seen = self.seen(&args)?;
         self.touch(workspace::lora(&args, sizes))?;
+        drop(seen);
         Ok(out)
     }
 
@@ -158,7 +165,10 @@ impl Backend for NullBackend {
                 None
             },
         };
+        // What the adapter sees, and behind it its gradient.
+        let seen = self.seen(&args)?;
         self.touch(workspace::lora_backward(&args, need_dx, sizes))?;
+        drop(seen);
         Ok(grads)
     }
 

@@ -1,7 +1,7 @@
 //! Two linear layers over a partition of rows, with adapters: what a device computes that has no kernel for them, which is
 //! also what the results are defined as.
 
-use crate::backend::{LoraArgs, MatmulArgs, Transpose};
+use crate::backend::{AdapterDropout, LoraArgs, MatmulArgs, Transpose};
 use crate::check;
 use crate::error::Result;
 use crate::pool::Tag;
@@ -17,6 +17,8 @@ pub struct AdapterArgs<'a> {
     pub lora_b: &'a Tensor,
     /// `alpha / r`.
     pub scale: f32,
+    /// What it does not see of `x`; the rows are those of all groups.
+    pub dropout: Option<AdapterDropout<'a>>,
 }
 
 /// One layer and the rows that go through it.
@@ -33,8 +35,11 @@ pub struct AdaptedGroup<'a> {
 }
 
 impl<'a> AdaptedGroup<'a> {
-    /// The layer of its own rows of the input, if it is adapted.
-    fn adapted(&self, x: &'a Tensor) -> Option<LoraArgs<'a>> {
+    /// The layer of the input `x`, if it is adapted.
+    fn adapted<'o>(&self, x: &'o Tensor) -> Option<LoraArgs<'o>>
+    where
+        'a: 'o,
+    {
         self.adapter.map(|adapter| LoraArgs {
             x,
             weight: self.weight,
@@ -42,7 +47,27 @@ impl<'a> AdaptedGroup<'a> {
             lora_a: adapter.lora_a,
             lora_b: adapter.lora_b,
             scale: adapter.scale,
+            dropout: adapter.dropout,
         })
+    }
+
+    /// The names of its own rows, if its adapter drops inputs.
+    fn own_names<B: Backend + ?Sized>(&self, on: &B) -> Result<Option<Tensor>> {
+        let dropout = self.adapter.and_then(|adapter| adapter.dropout);
+        dropout
+            .map(|dropout| on.gather_rows(dropout.rows, self.rows))
+            .transpose()
+    }
+
+    /// The layer of its own rows `x` of the input, which have these names.
+    fn adapted_rows<'o>(&self, x: &'o Tensor, names: Option<&'o Tensor>) -> Option<LoraArgs<'o>>
+    where
+        'a: 'o,
+    {
+        let adapted = self.adapted(x)?;
+        let dropout = adapted.dropout.zip(names);
+        let dropout = dropout.map(|(dropout, rows)| AdapterDropout { rows, ..dropout });
+        Some(LoraArgs { dropout, ..adapted })
     }
 }
 
@@ -117,7 +142,8 @@ pub(crate) fn forward<B: Backend + ?Sized>(
     let mut y = on.zeros([sizes.t, sizes.n].into(), args.x.dtype(), Tag::Activations)?;
     for group in &args.groups {
         let own = on.gather_rows(args.x, group.rows)?;
-        let part = match group.adapted(&own) {
+        let names = group.own_names(on)?;
+        let part = match group.adapted_rows(&own, names.as_ref()) {
             Some(adapted) => on.lora_linear(adapted)?,
             None => on.matmul(MatmulArgs {
                 a: &own,
@@ -150,7 +176,8 @@ pub(crate) fn backward<B: Backend + ?Sized>(
     for (group, to) in args.groups.iter().zip(&mut adapters) {
         let own = on.gather_rows(x, group.rows)?;
         let own_dy = on.gather_rows(dy, group.rows)?;
-        let part = match group.adapted(&own) {
+        let names = group.own_names(on)?;
+        let part = match group.adapted_rows(&own, names.as_ref()) {
             Some(adapted) => {
                 let grads = on.lora_linear_backward(adapted, &own_dy, need_dx)?;
                 *to = Some([grads.d_lora_a, grads.d_lora_b]);

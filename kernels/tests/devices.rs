@@ -6,9 +6,9 @@ mod common;
 
 use common::{Case, config, dtypes};
 use kernels::{
-    AttentionArgs, AttentionOut, Backend, CpuBackend, DType, Direction, Gelu, KernelError,
-    LoraArgs, LossNeeds, MatmulArgs, NullBackend, Pool, Result, RopeLayout, RoutedArgs,
-    RoutedGroup, Shape, Tag, Tensor, Transpose,
+    AdapterDropout, AttentionArgs, AttentionOut, Backend, CpuBackend, DType, Direction, Gelu,
+    KernelError, LoraArgs, LossNeeds, MatmulArgs, NullBackend, Pool, Result, RopeLayout,
+    RoutedArgs, RoutedGroup, Shape, Tag, Tensor, Transpose,
 };
 use proptest::prelude::*;
 
@@ -107,6 +107,7 @@ fn lora(o: &Operands) -> LoraArgs<'_> {
         lora_a: &o.lora_a,
         lora_b: &o.lora_b,
         scale: 0.5,
+        dropout: None,
     }
 }
 
@@ -193,6 +194,18 @@ fn calls(s: Sizes) -> Vec<Call> {
         call("lora_linear_backward", |b, o| {
             let g = b.lora_linear_backward(lora(o), &o.dy, true)?;
             Ok(g.dx.into_iter().chain([g.d_lora_a, g.d_lora_b]).collect())
+        }),
+        call("lora_linear with dropout", move |b, o| {
+            let rows = numbers(b, 0..2 * s.t as i32)?.reshape([s.t, 2])?;
+            let dropout = Some(AdapterDropout {
+                rows: &rows,
+                key: [1, 2],
+                p: 0.3,
+            });
+            let args = LoraArgs { dropout, ..lora(o) };
+            let g = b.lora_linear_backward(args, &o.dy, true)?;
+            let own = [b.lora_linear(args)?, g.d_lora_a, g.d_lora_b];
+            Ok(own.into_iter().chain(g.dx).collect())
         }),
         call("layer_norm", |b, o| {
             Ok(vec![b.layer_norm(&o.x, &o.bias, &o.bias, 1e-6)?])

@@ -91,6 +91,7 @@ proptest! {
             lora_a: &a.tensor,
             lora_b: &b.tensor,
             scale: scale as f32,
+            dropout: None,
         };
         let y = case.cpu.lora_linear(args).unwrap();
         let grads = case.cpu.lora_linear_backward(args, &dy.tensor, true).unwrap();

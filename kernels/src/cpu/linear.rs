@@ -3,6 +3,7 @@
 use super::gemm::{Out, Product, multiply, workspace};
 use super::matrix::{Floats, Matrix, widen};
 use super::parallel::workers;
+use super::pointwise::{Store, drop_into};
 use super::simd::multiversion;
 use super::{CpuBackend, Space, floats};
 use crate::backend::{LoraArgs, LoraGrads, MatmulArgs, Transpose};
@@ -55,15 +56,19 @@ pub(crate) fn lora_space(args: &LoraArgs<'_>, s: LoraSizes) -> usize {
 pub(crate) fn lora_backward_space(args: &LoraArgs<'_>, need_dx: bool, s: LoraSizes) -> usize {
     let LoraSizes { t, n, k, r } = s;
     let f = DType::F32;
+    // With dropout the two parts of dx are products of their own.
+    let dx = |k_of: &[usize]| match need_dx {
+        true => workspace(t, k, k_of, args.x.dtype()),
+        false => 0,
+    };
     let most = [
         workspace(t, r, &[k], f),
         workspace(t, r, &[n], f),
         workspace(n, r, &[t], f),
         workspace(r, k, &[t], f),
-        if need_dx {
-            workspace(t, k, &[n, r], args.x.dtype())
-        } else {
-            0
+        match args.dropout {
+            Some(_) => dx(&[n]).max(dx(&[r])),
+            None => dx(&[n, r]),
         },
     ];
     2 * t * r + most.into_iter().max().unwrap_or(0)
@@ -106,12 +111,14 @@ impl CpuBackend {
     pub(super) fn lora_op(&self, args: &LoraArgs<'_>, s: LoraSizes) -> Result<Tensor> {
         let dtype = args.x.dtype();
         let mut out = self.output([s.t, s.n], dtype)?;
+        let seen = self.seen(args)?;
         let mut space = Space::take(&self.pool, lora_space(args, s))?;
         let (u, rest) = space.floats().split_at_mut(s.t * s.r);
         let (bias, rest) = take_bias(args.bias, rest);
         let x = Matrix::of(args.x);
         let a = Matrix::of(args.lora_a).transposed();
-        multiply(&[product(x, a, 1.0)], None, f32_out(u), rest);
+        let seen = seen.as_ref().map_or(x, Matrix::of);
+        multiply(&[product(seen, a, 1.0)], None, f32_out(u), rest);
         let u = Matrix::new(Floats::F32(u), s.t, s.r);
         let products = [
             product(x, Matrix::of(args.weight).transposed(), 1.0),
@@ -136,11 +143,13 @@ impl CpuBackend {
         } else {
             None
         };
+        let seen = self.seen(args)?;
         let floats = lora_backward_space(args, need_dx, s);
         let mut space = Space::take(&self.pool, floats)?;
         let (u, rest) = space.floats().split_at_mut(s.t * s.r);
         let (du, rest) = rest.split_at_mut(s.t * s.r);
-        let (x, dy) = (Matrix::of(args.x), Matrix::of(dy));
+        let dy = Matrix::of(dy);
+        let x = Matrix::of(seen.as_ref().unwrap_or(args.x));
         let (a, b) = (Matrix::of(args.lora_a), Matrix::of(args.lora_b));
         multiply(&[product(x, a.transposed(), 1.0)], None, f32_out(u), rest);
         multiply(&[product(dy, b, 1.0)], None, f32_out(du), rest);
@@ -150,18 +159,34 @@ impl CpuBackend {
         multiply(&db, None, f32_out(d_lora_b.as_mut_slice()), rest);
         let da = [product(du.transposed(), x, args.scale)];
         multiply(&da, None, f32_out(d_lora_a.as_mut_slice()), rest);
+        drop(seen);
         if let Some(dx) = &mut dx {
             let terms = [
                 product(dy, Matrix::of(args.weight), 1.0),
                 product(du, a, args.scale),
             ];
-            multiply(&terms, None, writable(dx, dtype), rest);
+            match &args.dropout {
+                None => multiply(&terms, None, writable(dx, dtype), rest),
+                Some(dropout) => {
+                    let [base, own] = terms;
+                    multiply(&[base], None, writable(dx, dtype), rest);
+                    let mut d_seen = self.output(args.x.shape(), dtype)?;
+                    multiply(&[own], None, writable(&mut d_seen, dtype), rest);
+                    drop_into(&dropout.of(&d_seen.freeze()), dx, Store::Add);
+                }
+            }
         }
         Ok(LoraGrads {
             dx: dx.map(TensorMut::freeze),
             d_lora_a: d_lora_a.freeze(),
             d_lora_b: d_lora_b.freeze(),
         })
+    }
+
+    /// What an adapter sees of its input, where that is not the input itself.
+    fn seen(&self, args: &LoraArgs<'_>) -> Result<Option<Tensor>> {
+        let dropout = args.dropout.map(|dropout| dropout.of(args.x));
+        dropout.map(|args| self.dropout_op(&args)).transpose()
     }
 
     pub(super) fn column_sum_op(&self, x: &Tensor) -> Result<Tensor> {

@@ -7,7 +7,45 @@ use super::{CpuBackend, floats, math};
 use crate::backend::{Direction, DropoutArgs, Gelu, RopeLayout};
 use crate::error::Result;
 use crate::random::philox4x32;
-use crate::{DType, Float, Tensor};
+use crate::{DType, Float, Tensor, TensorMut};
+
+/// What becomes of an element that was there.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Store {
+    Write,
+    /// The two are added, with a rounding.
+    Add,
+}
+
+/// The dropout of `args` into `out`, of the same shape and dtype.
+pub(super) fn drop_into(args: &DropoutArgs<'_>, out: &mut TensorMut, store: Store) {
+    let (x, k) = (args.x, args.x.shape().last());
+    let rows = args.rows.as_slice::<i32>();
+    // Both are exact enough: p as a share of 2^32, and one rounding of the factor.
+    let threshold = (f64::from(args.p) * 4_294_967_296.0) as u32;
+    let factor = 1.0 / (1.0 - args.p);
+    floats!(x.dtype(), T => {
+        let x = x.as_slice::<T>();
+        parallel::chunks(out.as_mut_slice::<T>(), k.max(1), |start, out| {
+            for (r, out) in out.chunks_exact_mut(k).enumerate() {
+                let at = start + r * k;
+                let row = [rows[2 * (at / k)] as u32, rows[2 * (at / k) + 1] as u32];
+                for (c, y) in out.chunks_mut(4).enumerate() {
+                    let words = philox4x32([row[0], row[1], c as u32, 0], args.key);
+                    for (i, y) in y.iter_mut().enumerate() {
+                        let kept = words[i] >= threshold;
+                        let x = Float::to_f32(x[at + 4 * c + i]);
+                        let x = T::from_f32(if kept { x * factor } else { 0.0 });
+                        *y = match store {
+                            Store::Write => x,
+                            Store::Add => T::from_f32(Float::to_f32(*y) + Float::to_f32(x)),
+                        };
+                    }
+                }
+            }
+        });
+    });
+}
 
 impl CpuBackend {
     pub(super) fn cast_op(&self, x: &Tensor, dtype: DType) -> Result<Tensor> {
@@ -48,29 +86,8 @@ impl CpuBackend {
     }
 
     pub(super) fn dropout_op(&self, args: &DropoutArgs<'_>) -> Result<Tensor> {
-        let (x, k) = (args.x, args.x.shape().last());
-        let rows = args.rows.as_slice::<i32>();
-        // Both are exact enough: p as a share of 2^32, and one rounding of the factor.
-        let threshold = (f64::from(args.p) * 4_294_967_296.0) as u32;
-        let factor = 1.0 / (1.0 - args.p);
-        let mut out = self.output(x.shape(), x.dtype())?;
-        floats!(x.dtype(), T => {
-            let x = x.as_slice::<T>();
-            parallel::chunks(out.as_mut_slice::<T>(), k.max(1), |start, out| {
-                for (r, out) in out.chunks_exact_mut(k).enumerate() {
-                    let at = start + r * k;
-                    let row = [rows[2 * (at / k)] as u32, rows[2 * (at / k) + 1] as u32];
-                    for (c, y) in out.chunks_mut(4).enumerate() {
-                        let words = philox4x32([row[0], row[1], c as u32, 0], args.key);
-                        for (i, y) in y.iter_mut().enumerate() {
-                            let kept = words[i] >= threshold;
-                            let x = Float::to_f32(x[at + 4 * c + i]);
-                            *y = T::from_f32(if kept { x * factor } else { 0.0 });
-                        }
-                    }
-                }
-            });
-        });
+        let mut out = self.output(args.x.shape(), args.x.dtype())?;
+        drop_into(args, &mut out, Store::Write);
         Ok(out.freeze())
     }
 

@@ -1,6 +1,6 @@
 //! Test support: one-unit models, and gradients against central differences.
 
-use super::{Loss, ResidentParams, Scope, Tape, Var};
+use super::{Dropout, Loss, ResidentParams, Scope, Tape, Var};
 use crate::error::Result;
 use engine::{ModelSpec, ParamId, ParamSpec, TensorParallel, UnitId, UnitSpec};
 use kernels::{Backend, CpuBackend, DType, Shape, Tag, Tensor};
@@ -89,6 +89,25 @@ pub(crate) fn gradcheck<const I: usize>(
     params: &[&[usize]],
     body: impl Fn(&Scope<'_>, [&Var; I]) -> Result<Var>,
 ) {
+    check(None, inputs, params, body);
+}
+
+/// As [`gradcheck`], where the tapes drop inputs of adapters.
+pub(crate) fn gradcheck_dropped<const I: usize>(
+    state: &Dropout,
+    inputs: [&[usize]; I],
+    params: &[&[usize]],
+    body: impl Fn(&Scope<'_>, [&Var; I]) -> Result<Var>,
+) {
+    check(Some(state), inputs, params, body);
+}
+
+fn check<const I: usize>(
+    state: Option<&Dropout>,
+    inputs: [&[usize]; I],
+    params: &[&[usize]],
+    body: impl Fn(&Scope<'_>, [&Var; I]) -> Result<Var>,
+) {
     let mut declared: Vec<(u32, &[usize], bool)> = params.iter().map(|s| (0, *s, true)).collect();
     declared.push((0, &[1], true));
     let access = resident(&spec(&declared));
@@ -99,7 +118,11 @@ pub(crate) fn gradcheck<const I: usize>(
         .map(|(i, shape)| values(i, shape.iter().product()))
         .collect();
     let run = |points: &[Vec<f32>]| -> Vec<f32> {
-        let tape = Tape::inference(&access);
+        // An inference drops nothing.
+        let tape = match state {
+            Some(state) => Tape::training(&access).with_dropout(state.clone()),
+            None => Tape::inference(&access),
+        };
         let leaves: [Var; I] =
             std::array::from_fn(|i| tape.input(tensor(&*backend, inputs[i], &points[i])));
         let vars = std::array::from_fn(|i| &leaves[i]);
@@ -109,7 +132,10 @@ pub(crate) fn gradcheck<const I: usize>(
         y.value().to_f32_vec().unwrap()
     };
     let (leaf_grads, r) = {
-        let tape = Tape::training(&access).with_replay_check(true);
+        let mut tape = Tape::training(&access).with_replay_check(true);
+        if let Some(state) = state {
+            tape = tape.with_dropout(state.clone());
+        }
         let leaves: [Var; I] =
             std::array::from_fn(|i| tape.leaf(tensor(&*backend, inputs[i], &points[i])));
         let vars = std::array::from_fn(|i| &leaves[i]);

@@ -59,7 +59,7 @@ impl Experts {
     fn route<'l>(scope: &Scope<'_>, layers: impl IntoIterator<Item = [&'l Layer; 2]>) -> bool {
         layers.into_iter().all(|layers| {
             let adapters = layers.map(|(_, adapter)| adapter.as_ref());
-            adapters == [None; 2] || scope.routes_adapters(adapters)
+            adapters == [None; 2] || scope.routes_adapters()
         })
     }
 

@@ -1,10 +1,12 @@
 //! The linear layer with a low-rank adapter, as one operation.
 
 use super::linear::{LinearParams, matrix, product, rows};
-use crate::autograd::{Dropout, Rows, Scope, Sweep, Var};
+use crate::autograd::{Rows, Scope, Sweep, Var};
 use crate::error::Result;
 use engine::ParamId;
-use kernels::{DType, LoraArgs, SharedLora, SharedLoraGradArgs, Tensor, Transpose};
+use kernels::{
+    AdapterArgs, AdapterDropout, DType, LoraArgs, SharedLora, SharedLoraGradArgs, Tensor, Transpose,
+};
 
 /// The parameters of a low-rank adapter.
 #[derive(Clone, Copy, PartialEq, Debug)]
@@ -52,14 +54,14 @@ impl Halves {
 }
 
 /// A layer as its backward needs it, without its adapter.
-pub(super) struct Base {
+struct Base {
     layer: LinearParams,
     train_weight: bool,
     train_bias: Option<ParamId>,
 }
 
 impl Base {
-    pub(super) fn new(scope: &Scope<'_>, layer: &LinearParams) -> Self {
+    fn new(scope: &Scope<'_>, layer: &LinearParams) -> Self {
         Self {
             layer: layer.clone(),
             train_weight: scope.trains(layer.weight),
@@ -68,7 +70,7 @@ impl Base {
     }
 
     /// The rows in use of its weight and, where that is wanted, of its bias.
-    pub(super) fn tensors<'w>(
+    fn tensors<'w>(
         &self,
         weight: &dyn Fn(ParamId) -> Result<&'w Tensor>,
         with_bias: bool,
@@ -80,13 +82,13 @@ impl Base {
         ))
     }
 
-    pub(super) fn params(&self) -> impl Iterator<Item = ParamId> {
+    fn params(&self) -> impl Iterator<Item = ParamId> {
         let LinearParams { weight, bias, .. } = self.layer;
         [Some(weight), bias].into_iter().flatten()
     }
 
     /// The gradients of its parameters, where they train. `named`: the rows that are its own.
-    pub(super) fn add_grads(
+    fn add_grads(
         &self,
         sweep: &mut Sweep<'_>,
         input: &Tensor,
@@ -116,152 +118,205 @@ impl Base {
     }
 }
 
+/// What an adapter does not see of its input: never kept, as the names of rows and a key tell all of it.
+#[derive(Clone)]
+struct Mask {
+    names: Tensor,
+    key: [u32; 2],
+    p: f32,
+}
+
+impl Mask {
+    fn args(&self) -> AdapterDropout<'_> {
+        AdapterDropout {
+            rows: &self.names,
+            key: self.key,
+            p: self.p,
+        }
+    }
+}
+
 /// An adapter as its backward needs it.
-pub(super) struct Adapter {
+struct Adapter {
     halves: Halves,
     params: LoraParams,
+    mask: Option<Mask>,
 }
 
 impl Adapter {
     /// Of the layer `base`.
-    pub(super) fn new(scope: &Scope<'_>, base: &LinearParams, params: LoraParams) -> Result<Self> {
+    fn new(scope: &Scope<'_>, base: &LinearParams, params: LoraParams) -> Result<Self> {
         let rank = scope.weight(params.lora_b)?.shape().last();
+        let state = scope.dropout_state().filter(|_| params.dropout > 0.0);
         Ok(Self {
             halves: Halves::new(base, params, rank),
             params,
+            mask: state.map(|state| Mask {
+                names: scope.dropout_rows(state, params.rows),
+                key: state.key(params.lora_a.0),
+                p: params.dropout,
+            }),
         })
     }
 
-    pub(super) fn scale(&self) -> f32 {
-        self.params.scale
-    }
-
-    /// The rows in use of `A` and `B`.
-    pub(super) fn tensors<'w>(
+    fn tensors<'w>(
         &self,
         weight: &dyn Fn(ParamId) -> Result<&'w Tensor>,
-    ) -> Result<[Tensor; 2]> {
-        Ok([
-            self.halves.a.select(weight(self.params.lora_a)?)?,
-            self.halves.b.select(weight(self.params.lora_b)?)?,
-        ])
+    ) -> Result<AdapterTensors> {
+        Ok(AdapterTensors {
+            lora_a: self.halves.a.select(weight(self.params.lora_a)?)?,
+            lora_b: self.halves.b.select(weight(self.params.lora_b)?)?,
+            scale: self.params.scale,
+            mask: self.mask.clone(),
+        })
     }
 
-    pub(super) fn params(&self) -> [ParamId; 2] {
+    fn params(&self) -> [ParamId; 2] {
         [self.params.lora_a, self.params.lora_b]
     }
 
-    pub(super) fn add_grads(
-        &self,
-        sweep: &mut Sweep<'_>,
-        [d_lora_a, d_lora_b]: [Tensor; 2],
-    ) -> Result<()> {
-        let Self { halves, params } = self;
+    fn add_grads(&self, sweep: &mut Sweep<'_>, [d_lora_a, d_lora_b]: [Tensor; 2]) -> Result<()> {
+        let Self { halves, params, .. } = self;
         halves.a.add_grad(sweep, params.lora_a, d_lora_a)?;
         halves.b.add_grad(sweep, params.lora_b, d_lora_b)
     }
 }
 
-/// An adapted layer.
-struct Part {
-    base: Base,
-    adapter: Adapter,
-}
-
-/// The rows in use of its parameters.
-struct PartTensors {
-    weight: Tensor,
-    bias: Option<Tensor>,
-    halves: [Tensor; 2],
+/// The rows in use of an adapter's halves, and its mask.
+struct AdapterTensors {
+    lora_a: Tensor,
+    lora_b: Tensor,
     scale: f32,
+    mask: Option<Mask>,
 }
 
-impl PartTensors {
-    fn args<'t>(&'t self, x: &'t Tensor) -> LoraArgs<'t> {
-        let [lora_a, lora_b] = &self.halves;
-        LoraArgs {
-            x,
-            weight: &self.weight,
-            bias: self.bias.as_ref(),
-            lora_a,
-            lora_b,
+impl AdapterTensors {
+    fn args(&self) -> AdapterArgs<'_> {
+        AdapterArgs {
+            lora_a: &self.lora_a,
+            lora_b: &self.lora_b,
             scale: self.scale,
+            dropout: self.mask.as_ref().map(Mask::args),
         }
     }
 }
 
+/// A layer that may have an adapter, as its backward needs it.
+pub(super) struct Part {
+    base: Base,
+    adapter: Option<Adapter>,
+}
+
+/// The rows in use of its parameters.
+pub(super) struct PartTensors {
+    pub(super) weight: Tensor,
+    pub(super) bias: Option<Tensor>,
+    adapter: Option<AdapterTensors>,
+}
+
+impl PartTensors {
+    pub(super) fn adapter(&self) -> Option<AdapterArgs<'_>> {
+        self.adapter.as_ref().map(AdapterTensors::args)
+    }
+
+    /// The layer on `x`, where it is adapted.
+    fn adapted<'t>(&'t self, x: &'t Tensor) -> Option<LoraArgs<'t>> {
+        let adapter = self.adapter()?;
+        Some(LoraArgs {
+            x,
+            weight: &self.weight,
+            bias: self.bias.as_ref(),
+            lora_a: adapter.lora_a,
+            lora_b: adapter.lora_b,
+            scale: adapter.scale,
+            dropout: adapter.dropout,
+        })
+    }
+}
+
 impl Part {
+    pub(super) fn new(
+        scope: &Scope<'_>,
+        base: &LinearParams,
+        adapter: Option<LoraParams>,
+    ) -> Result<Self> {
+        let adapter = adapter.map(|params| Adapter::new(scope, base, params));
+        Ok(Self {
+            base: Base::new(scope, base),
+            adapter: adapter.transpose()?,
+        })
+    }
+
     /// Its parameters by `weight`; the bias only where that is wanted.
-    fn tensors<'w>(
+    pub(super) fn tensors<'w>(
         &self,
         weight: &dyn Fn(ParamId) -> Result<&'w Tensor>,
         with_bias: bool,
     ) -> Result<PartTensors> {
         let (base, bias) = self.base.tensors(weight, with_bias)?;
+        let adapter = self.adapter.as_ref();
         Ok(PartTensors {
             weight: base,
             bias,
-            halves: self.adapter.tensors(weight)?,
-            scale: self.adapter.scale(),
+            adapter: adapter.map(|adapter| adapter.tensors(weight)).transpose()?,
         })
     }
 
-    fn params(&self) -> Vec<ParamId> {
-        let adapter = self.adapter.params().into_iter();
+    pub(super) fn params(&self) -> Vec<ParamId> {
+        let adapter = self.adapter.iter().flat_map(Adapter::params);
         adapter.chain(self.base.params()).collect()
+    }
+
+    /// The gradients of its adapter, and those of its base where that trains. `named`: the rows that are its own.
+    pub(super) fn add_grads(
+        &self,
+        sweep: &mut Sweep<'_>,
+        adapter: Option<[Tensor; 2]>,
+        [input, dy]: [&Tensor; 2],
+        named: Option<&Tensor>,
+    ) -> Result<()> {
+        if let (Some(own), Some(grads)) = (&self.adapter, adapter) {
+            own.add_grads(sweep, grads)?;
+        }
+        self.base.add_grads(sweep, input, dy, named)
     }
 }
 
+/// All layers on one input; all are adapted.
+fn adapted<'t>(held: &'t [PartTensors], x: &'t Tensor) -> Vec<LoraArgs<'t>> {
+    let all = held.iter();
+    all.filter_map(|part| part.adapted(x)).collect()
+}
+
 impl Scope<'_> {
-    /// `x W^T + bias + scale * (x A^T) B^T`: `[t, k]` to `[t, n]`. The base may train as well.
+    /// `x W^T + bias + scale * (seen A^T) B^T`: `[t, k]` to `[t, n]`, `seen` being the dropout of `x` where the tape drops
+    /// inputs of adapters, otherwise `x`. The base may train as well.
     ///
     /// # Errors
     /// As [`Scope::linear`].
     pub fn lora_linear(&self, x: &Var, base: &LinearParams, adapter: LoraParams) -> Result<Var> {
-        if let Some(state) = self.dropout_state().filter(|_| adapter.dropout > 0.0) {
-            return self.lora_linear_with_dropout(x, base, adapter, state);
-        }
-        let layer = [(base.clone(), adapter)];
-        let mut all = self.adapted_layers(x, &layer)?;
+        let mut all = self.shared_lora(x, &[(base.clone(), adapter)])?;
         Ok(all.pop().expect("one value of one layer"))
     }
 
     /// Adapted layers of one `x`, each as [`Scope::lora_linear`], in order. The gradients of `x` are added from the last
-    /// layer to the first.
+    /// layer to the first. What the adapters made of their inputs is kept for backward, where the device keeps any.
     ///
     /// # Errors
     /// As [`Scope::linear`].
     pub fn shared_lora(&self, x: &Var, layers: &[(LinearParams, LoraParams)]) -> Result<Vec<Var>> {
-        let drops = |(_, adapter): &(LinearParams, LoraParams)| adapter.dropout > 0.0;
-        if self.dropout_state().is_some() && layers.iter().any(drops) {
-            let each = layers.iter();
-            return each
-                .map(|(base, adapter)| self.lora_linear(x, base, *adapter))
-                .collect();
+        if layers.is_empty() {
+            return Ok(Vec::new());
         }
-        match layers {
-            [] => Ok(Vec::new()),
-            layers => self.adapted_layers(x, layers),
-        }
-    }
-
-    /// Layers whose adapters see the input as it is. What these made of it is kept for backward, where the device keeps any.
-    fn adapted_layers(&self, x: &Var, layers: &[(LinearParams, LoraParams)]) -> Result<Vec<Var>> {
         let input = rows(x.value())?;
         let parts = layers.iter();
-        let parts = parts.map(|(base, adapter)| {
-            Ok(Part {
-                base: Base::new(self, base),
-                adapter: Adapter::new(self, base, *adapter)?,
-            })
-        });
+        let parts = parts.map(|(base, adapter)| Part::new(self, base, Some(*adapter)));
         let parts: Vec<Part> = parts.collect::<Result<_>>()?;
         let held = parts
             .iter()
             .map(|part| part.tensors(&|id| self.weight(id), true));
         let held: Vec<PartTensors> = held.collect::<Result<_>>()?;
-        let args: Vec<LoraArgs<'_>> = held.iter().map(|part| part.args(&input)).collect();
-        let SharedLora { y, inner } = self.backend().shared_lora(&args)?;
+        let SharedLora { y, inner } = self.backend().shared_lora(&adapted(&held, &input))?;
         let (slot, shape) = (x.slot(), x.shape());
         let values = y.into_iter().zip(&parts);
         let values = values.map(|(y, part)| (y, part.params())).collect();
@@ -276,11 +331,10 @@ impl Scope<'_> {
                 .iter()
                 .map(|(part, _)| part.tensors(&|id| sweep.weight(id), false));
             let held: Vec<PartTensors> = held.collect::<Result<_>>()?;
-            let args: Vec<LoraArgs<'_>> = held.iter().map(|part| part.args(&input)).collect();
             let dy: Vec<&Tensor> = used.iter().map(|(_, dy)| *dy).collect();
             let backend = sweep.backend();
             let grads = backend.shared_lora_backward(SharedLoraGradArgs {
-                layers: &args,
+                layers: &adapted(&held, &input),
                 dy: &dy,
                 inner: inner.as_ref(),
                 need_dx: slot.is_some(),
@@ -290,28 +344,9 @@ impl Scope<'_> {
             }
             // In the order of layers that stand for themselves: a gradient may be that of several.
             for ((part, dy), grads) in used.into_iter().zip(grads.adapters).rev() {
-                part.adapter.add_grads(sweep, grads)?;
-                part.base.add_grads(sweep, &input, dy, None)?;
+                part.add_grads(sweep, Some(grads), [&input, dy], None)?;
             }
             Ok(())
         })
-    }
-
-    /// The adapter sees other inputs than the base, so its two products stand for themselves.
-    fn lora_linear_with_dropout(
-        &self,
-        x: &Var,
-        base: &LinearParams,
-        adapter: LoraParams,
-        state: &Dropout,
-    ) -> Result<Var> {
-        let y = self.linear(x, base)?;
-        let key = state.key(adapter.lora_a.0);
-        let names = self.dropout_rows(state, adapter.rows);
-        let seen = self.dropout(x, &names, key, adapter.dropout)?;
-        let halves = Halves::new(base, adapter, self.weight(adapter.lora_b)?.shape().last());
-        let low = self.linear(&seen, &halves.a)?;
-        let delta = self.linear(&low, &halves.b)?;
-        self.add(&y, &self.scale(&delta, adapter.scale)?)
     }
 }

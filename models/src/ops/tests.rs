@@ -1,10 +1,11 @@
 //! Every operation's gradient against central differences, through a tape.
 
 use super::{LinearParams, LoraParams, Sequences};
+use crate::SampleInput;
 use crate::autograd::gradcheck::{
-    backend, gradcheck, gradcheck_loss, index, resident, spec, tensor, values,
+    backend, gradcheck, gradcheck_dropped, gradcheck_loss, index, resident, spec, tensor, values,
 };
-use crate::autograd::{Rows, Tape};
+use crate::autograd::{Dropout, Rows, Tape};
 use crate::error::Result;
 use crate::nn::FusedLinear;
 use engine::{ParamId, UnitId};
@@ -70,6 +71,131 @@ fn dropout_sends_gradients_through_what_it_kept() {
     });
 }
 
+/// A state whose batch has one sample of `t` tokens.
+fn dropout_of(t: usize) -> Dropout {
+    let (ids, labels) = (vec![0; t], vec![IGNORED_LABEL; t]);
+    let sample = SampleInput {
+        input_ids: &ids,
+        labels: &labels,
+        image_bounds: &[],
+        slices: &[],
+    };
+    Dropout::new(5, &[3], &[sample], &*backend()).unwrap()
+}
+
+/// With every element of an adapter's input kept or not by a mask that differences see as well.
+fn dropping(adapter: LoraParams) -> LoraParams {
+    LoraParams {
+        dropout: 0.4,
+        ..adapter
+    }
+}
+
+#[test]
+fn adapted_layers_that_drop_inputs() {
+    let shapes: [&[usize]; 7] = [&[5, 8], &[5], &[5, 8], &[2, 8], &[5, 2], &[3, 8], &[5, 3]];
+    let base = [LinearParams::new(P0, Some(P1)), LinearParams::new(P2, None)];
+    let state = dropout_of(6);
+    gradcheck_dropped(&state, [&[6, 8]], &shapes[..5], |s, [x]| {
+        let y = s.lora_linear(x, &base[0], dropping(adapter(P3, P4)))?;
+        s.add(&y, &s.linear(x, &base[1])?)
+    });
+    // A mask of each, one beside a layer that sees everything, and one of both.
+    let (first, second) = (adapter(P3, P4), adapter(P5, P6));
+    for adapters in [
+        [dropping(first), dropping(second)],
+        [dropping(first), second],
+        [first, dropping(second)],
+    ] {
+        let layers = [
+            (base[0].clone(), adapters[0]),
+            (base[1].clone(), adapters[1]),
+        ];
+        gradcheck_dropped(&state, [&[6, 8]], &shapes, |s, [x]| {
+            let both = s.shared_lora(x, &layers)?;
+            s.swiglu(&both[0], &both[1])
+        });
+    }
+}
+
+#[test]
+fn adapted_layers_over_a_partition_that_drop_inputs() {
+    let shapes: [&[usize]; 7] = [&[5, 8], &[5], &[5, 8], &[2, 8], &[5, 2], &[3, 8], &[5, 3]];
+    let base = [LinearParams::new(P0, Some(P1)), LinearParams::new(P2, None)];
+    let index_of = |rows: &[i32]| index(&*backend(), rows);
+    let rows = [index_of(&[4, 0, 3]), index_of(&[1, 2])];
+    let (first, second) = (adapter(P3, P4), adapter(P5, P6));
+    let state = dropout_of(5);
+    for (adapters, used) in [
+        ([Some(dropping(first)), Some(dropping(second))], 7),
+        ([Some(first), Some(dropping(second))], 7),
+        ([Some(dropping(first)), None], 5),
+    ] {
+        gradcheck_dropped(&state, [&[5, 8]], &shapes[..used], |s, [x]| {
+            let layers = [(&base[0], adapters[0]), (&base[1], adapters[1])];
+            s.routed_lora_linear(x, layers, [&rows[0], &rows[1]])
+        });
+    }
+}
+
+/// One operation gives what separate ones give, by the mask of the dropout operation; an evaluation drops nothing.
+#[test]
+fn adapters_drop_what_the_dropout_operation_drops() {
+    let shapes: [&[usize]; 4] = [&[5, 24], &[5], &[3, 24], &[5, 3]];
+    let (base, adapter) = (LinearParams::new(P0, Some(P1)), dropping(adapter(P2, P3)));
+    let results = |state: Option<&Dropout>, which: usize| {
+        let access = resident(&spec(&shapes.map(|shape| (0, shape, true))));
+        let mut tape = Tape::training(&access);
+        if let Some(state) = state {
+            tape = tape.with_dropout(state.clone());
+        }
+        let x = tape.leaf(tensor(&*backend(), &[7, 24], &values(3, 7 * 24)));
+        let [y] = tape
+            .segment(UnitId(0), [&x], |s, [x]| {
+                let rows = [
+                    index(s.backend(), &[6, 1, 3]),
+                    index(s.backend(), &[0, 2, 4, 5]),
+                ];
+                let y = match (which, s.dropout_state()) {
+                    (0, Some(state)) => {
+                        let names = state.rows(Rows::Tokens);
+                        let seen = s.dropout(x, names, state.key(2), adapter.dropout)?;
+                        let low = s.linear(&seen, &LinearParams::new(P2, None))?;
+                        let delta = s.linear(&low, &LinearParams::new(P3, None))?;
+                        s.add(&s.linear(x, &base)?, &s.scale(&delta, adapter.scale)?)?
+                    }
+                    (1, _) => {
+                        let layer = (&base, Some(adapter));
+                        s.routed_lora_linear(x, [layer, layer], [&rows[0], &rows[1]])?
+                    }
+                    _ => s.lora_linear(x, &base, adapter)?,
+                };
+                Ok([y])
+            })
+            .unwrap();
+        let seed = tensor(&*backend(), &[7, 5], &values(9, 7 * 5));
+        let grads = tape.backward_from(&[(&y, seed)]).unwrap();
+        let params = (0..4).map(|i| access.grad(ParamId(i)).unwrap().to_f32_vec().unwrap());
+        let own = [y.value(), grads.get(&x).unwrap()].map(|x| x.to_f32_vec().unwrap());
+        params.chain(own).collect::<Vec<_>>()
+    };
+    let close = |a: &[Vec<f32>], b: &[Vec<f32>]| {
+        a.iter().zip(b).all(|(a, b)| {
+            let largest = b.iter().fold(0f32, |m, x| m.max(x.abs()));
+            a.iter()
+                .zip(b)
+                .all(|(a, b)| (a - b).abs() <= 1e-5 * largest)
+        })
+    };
+    let state = dropout_of(7);
+    let apart = results(Some(&state), 0);
+    assert!(close(&results(Some(&state), 1), &apart));
+    assert!(close(&results(Some(&state), 2), &apart));
+    let whole = results(None, 2);
+    assert!(!close(&whole, &apart));
+    assert!(close(&results(None, 1), &whole));
+}
+
 const fn adapter(lora_a: ParamId, lora_b: ParamId) -> LoraParams {
     LoraParams {
         lora_a,
@@ -112,15 +238,20 @@ fn adapted_layers_of_one_input() {
     }
 }
 
-/// On the CPU the gradients of layers that share their input are those of layers one after the other, to the last bit.
+/// On the CPU the gradients of layers that share their input are those of layers one after the other, to the last bit; with
+/// dropout as well.
 #[test]
 fn adapted_layers_of_one_input_have_the_bits_of_each_alone() {
     let layers = [(P0, [P1, P2]), (P3, [P4, P5]), (P0, [P4, P2])]
         .map(|(weight, [a, b])| (LinearParams::new(weight, None), adapter(a, b)));
     let shapes: [&[usize]; 6] = [&[5, 24], &[2, 24], &[5, 2], &[5, 24], &[2, 24], &[5, 2]];
-    let gradients = |shared: bool| {
+    let gradients = |shared: bool, p: f32| {
+        let layers = layers.clone().map(|(base, adapter)| {
+            let dropout = p;
+            (base, LoraParams { dropout, ..adapter })
+        });
         let access = resident(&spec(&shapes.map(|shape| (0, shape, true))));
-        let tape = Tape::training(&access);
+        let tape = Tape::training(&access).with_dropout(dropout_of(7));
         let x = tape.leaf(tensor(&*backend(), &[7, 24], &values(3, 7 * 24)));
         let [y] = tape
             .segment(UnitId(0), [&x], |s, [x]| {
@@ -142,7 +273,10 @@ fn adapted_layers_of_one_input_have_the_bits_of_each_alone() {
         let all = params.chain([dx]).flatten().map(f32::to_bits);
         all.collect::<Vec<_>>()
     };
-    assert_eq!(gradients(true), gradients(false));
+    for p in [0.0, 0.4] {
+        assert_eq!(gradients(true, p), gradients(false, p));
+    }
+    assert_ne!(gradients(true, 0.4), gradients(true, 0.0));
 }
 
 /// Each row through the layer of its group, whatever the device: also with a base that trains, with unlike ranks, and where

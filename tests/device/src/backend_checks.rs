@@ -6,9 +6,9 @@ use std::ops::Range;
 
 use anyhow::{Context, Result, ensure};
 use kernels::{
-    AdaptedGroup, AdapterArgs, AttentionArgs, Backend, CpuBackend, DType, Direction, DropoutArgs,
-    Gelu, IGNORED_LABEL, LoraArgs, LossNeeds, MatmulArgs, RopeLayout, RoutedArgs, RoutedGroup,
-    RoutedLoraArgs, Shape, SharedLoraGradArgs, Tag, Tensor, Transpose,
+    AdaptedGroup, AdapterArgs, AdapterDropout, AttentionArgs, Backend, CpuBackend, DType,
+    Direction, DropoutArgs, Gelu, IGNORED_LABEL, LoraArgs, LossNeeds, MatmulArgs, RopeLayout,
+    RoutedArgs, RoutedGroup, RoutedLoraArgs, Shape, SharedLoraGradArgs, Tag, Tensor, Transpose,
 };
 
 use crate::numbers::{bytes, first_difference};
@@ -377,7 +377,7 @@ fn routed([dtype, weight]: [DType; 2], first: usize) -> Vec<Check> {
 /// no adapter in one.
 fn routed_adapters([dtype, adapter]: [DType; 2]) -> Vec<Check> {
     let (t, n, k) = (21, 24, 36);
-    let check = |(first, ranks): (usize, [Option<usize>; 2])| {
+    let check = |(first, ranks, drops): (usize, [Option<usize>; 2], [f32; 2])| {
         let rows: Vec<i32> = (0..t).map(|i| i * 8 % t).collect();
         let (language, vision) = rows.split_at(first);
         let index = |rows: &[i32]| Input::Index(vec![rows.len()], rows.to_vec());
@@ -394,9 +394,9 @@ fn routed_adapters([dtype, adapter]: [DType; 2]) -> Vec<Check> {
                 float(adapter, &[n, r]),
             ]);
         }
-        inputs.extend([index(language), index(vision)]);
+        inputs.extend([index(language), index(vision), names(t as usize)]);
         let name = format!(
-            "layers of {dtype}, adapters of {adapter}, ranks {ranks:?}, {first} rows of the first"
+            "layers of {dtype}, adapters of {adapter}, ranks {ranks:?}, {first} rows of the first, dropout {drops:?}"
         );
         Check::new(name, inputs, Compare::Close(dtype), move |b, x| {
             let group = |i: usize| AdaptedGroup {
@@ -407,6 +407,7 @@ fn routed_adapters([dtype, adapter]: [DType; 2]) -> Vec<Check> {
                     lora_a: &x[4 + 4 * i],
                     lora_b: &x[5 + 4 * i],
                     scale: [0.5, 0.25][i],
+                    dropout: dropped(&x[12], [3, i as u32], drops[i]),
                 }),
             };
             let args = RoutedLoraArgs {
@@ -425,13 +426,18 @@ fn routed_adapters([dtype, adapter]: [DType; 2]) -> Vec<Check> {
     };
     let both = |first, second| [Some(first), Some(second)];
     [
-        (8, both(4, 4)),
-        (0, both(16, 3)),
-        (21, both(20, 20)),
-        (13, both(8, 72)),
-        (9, [Some(5), None]),
-        (9, [None, Some(16)]),
-        (13, [None; 2]),
+        (8, both(4, 4), [0.0; 2]),
+        (0, both(16, 3), [0.0; 2]),
+        (21, both(20, 20), [0.0; 2]),
+        (13, both(8, 72), [0.0; 2]),
+        (9, [Some(5), None], [0.0; 2]),
+        (9, [None, Some(16)], [0.0; 2]),
+        (13, [None; 2], [0.0; 2]),
+        // Both drop, one drops, and one has no adapter or no rows.
+        (8, both(4, 20), [0.3; 2]),
+        (13, both(16, 3), [0.0, 0.5]),
+        (9, [Some(5), None], [0.3; 2]),
+        (0, both(16, 3), [0.3; 2]),
     ]
     .map(check)
     .into()
@@ -455,20 +461,31 @@ fn partitions() -> Vec<Check> {
     [(21, 2), (5000, 7), (40, 1), (40, 41)].map(check).into()
 }
 
+/// What tells rows apart.
+fn names(t: usize) -> Input {
+    let names = (0..2 * t as i32).map(|i| i / 2 * 5 - i % 2).collect();
+    Input::Index(vec![t, 2], names)
+}
+
+/// Where `p` is not zero, what an adapter does not see.
+fn dropped(rows: &Tensor, key: [u32; 2], p: f32) -> Option<AdapterDropout<'_>> {
+    (p > 0.0).then_some(AdapterDropout { rows, key, p })
+}
+
 fn adapters([dtype, adapter]: [DType; 2]) -> Vec<Check> {
     let (t, n, k, r) = (11, 20, 36, 4);
-    vec![Check::new(
-        format!("adapted layer of {dtype}, adapters of {adapter}"),
-        [
+    let check = |p: f32| {
+        let inputs = [
             float(dtype, &[t, k]),
             float(dtype, &[n, k]),
             float(dtype, &[n]),
             float(adapter, &[r, k]),
             float(adapter, &[n, r]),
             float(dtype, &[t, n]),
-        ],
-        Compare::Close(dtype),
-        |b, x| {
+            names(t),
+        ];
+        let name = format!("adapted layer of {dtype}, adapters of {adapter}, dropout {p}");
+        Check::new(name, inputs, Compare::Close(dtype), move |b, x| {
             let args = LoraArgs {
                 x: &x[0],
                 weight: &x[1],
@@ -476,6 +493,7 @@ fn adapters([dtype, adapter]: [DType; 2]) -> Vec<Check> {
                 lora_a: &x[3],
                 lora_b: &x[4],
                 scale: 0.5,
+                dropout: dropped(&x[6], [1, 2], p),
             };
             let grads = b.lora_linear_backward(args, &x[5], true)?;
             let without = b.lora_linear_backward(args, &x[5], false)?;
@@ -483,8 +501,9 @@ fn adapters([dtype, adapter]: [DType; 2]) -> Vec<Check> {
             all.extend([without.d_lora_a, without.d_lora_b]);
             all.extend(grads.dx.into_iter().chain(without.dx));
             Ok(all)
-        },
-    )]
+        })
+    };
+    [0.0, 0.4].map(check).into()
 }
 
 /// Three layers of one input: a rank of each way to the gradients, outputs of unlike widths, and lines that are no whole
@@ -492,6 +511,7 @@ fn adapters([dtype, adapter]: [DType; 2]) -> Vec<Check> {
 fn shared_adapters([dtype, adapter]: [DType; 2]) -> Vec<Check> {
     const RANKS: [usize; 3] = [4, 16, 40];
     const WIDTHS: [usize; 3] = [24, 20, 8];
+    const ALL: [(u32, f32); 3] = [(0, 0.0); 3];
     let (t, k) = (11, 36);
     let mut inputs = vec![float(dtype, &[t, k])];
     for (r, n) in RANKS.into_iter().zip(WIDTHS) {
@@ -503,9 +523,11 @@ fn shared_adapters([dtype, adapter]: [DType; 2]) -> Vec<Check> {
             float(dtype, &[t, n]),
         ]);
     }
-    let check = |(layers, scales): (Range<usize>, [f32; 3])| {
-        let name =
-            format!("adapted layers {layers:?} of {dtype}, adapters of {adapter}, {scales:?}");
+    inputs.push(names(t));
+    let check = |(layers, scales, drops): (Range<usize>, [f32; 3], [(u32, f32); 3])| {
+        let name = format!(
+            "adapted layers {layers:?} of {dtype}, adapters of {adapter}, {scales:?}, dropout {drops:?}"
+        );
         Check::new(name, inputs.clone(), Compare::Close(dtype), move |b, x| {
             let own = |i: usize| &x[1 + 5 * i..6 + 5 * i];
             let layer = |i: usize| LoraArgs {
@@ -515,6 +537,7 @@ fn shared_adapters([dtype, adapter]: [DType; 2]) -> Vec<Check> {
                 lora_a: &own(i)[2],
                 lora_b: &own(i)[3],
                 scale: scales[i],
+                dropout: dropped(&x[16], [drops[i].0, 9], drops[i].1),
             };
             let all: Vec<LoraArgs<'_>> = layers.clone().map(layer).collect();
             let dy: Vec<&Tensor> = layers.clone().map(|i| &own(i)[4]).collect();
@@ -535,12 +558,18 @@ fn shared_adapters([dtype, adapter]: [DType; 2]) -> Vec<Check> {
         })
     };
     [
-        (0..3, [0.5; 3]),
-        (0..2, [0.5; 3]),
-        (0..3, [0.5, 0.5, 0.25]),
+        (0..3, [0.5; 3], ALL),
+        (0..2, [0.5; 3], ALL),
+        (0..3, [0.5, 0.5, 0.25], ALL),
         // Alone, with a rank that is padded and one that is not.
-        (0..1, [0.5; 3]),
-        (1..2, [0.5; 3]),
+        (0..1, [0.5; 3], ALL),
+        (1..2, [0.5; 3], ALL),
+        // One mask of all, a mask of each, and a layer that sees everything.
+        (0..3, [0.5; 3], [(4, 0.3); 3]),
+        (0..3, [0.5; 3], [(4, 0.3), (5, 0.3), (6, 0.5)]),
+        (0..3, [0.5; 3], [(4, 0.3), (5, 0.0), (6, 0.3)]),
+        (0..1, [0.5; 3], [(4, 0.3); 3]),
+        (1..2, [0.5; 3], [(4, 0.3); 3]),
     ]
     .map(check)
     .into()

@@ -1,11 +1,12 @@
 //! Products: matrices, linear layers with adapters.
 
 use super::CudaBackend;
-use crate::backend::{LoraArgs, LoraGrads, MatmulArgs, Transpose};
+use crate::backend::{AdapterDropout, LoraArgs, LoraGrads, MatmulArgs, Transpose};
 use crate::check::{LoraSizes, Sizes};
 use crate::cuda::launch::Address;
 use crate::cuda::matmul::{Multiply, WORKSPACE_BYTES};
 use crate::cuda::ops::lora_linear::{Gradients, LoraLinear};
+use crate::cuda::ops::pointwise::Dropped;
 use crate::cuda::ops::product::{Product, Term};
 use crate::cuda::ops::workspace::Workspace;
 use crate::error::Result;
@@ -126,6 +127,7 @@ impl CudaBackend {
         dtype: DType,
     ) -> Result<(LoraLinear, Vec<Tensor>)> {
         let mut held = Vec::with_capacity(5);
+        let dropped = self.dropped(op, args.dropout)?;
         let mut place = |x: &Tensor| -> Result<Address> {
             let x = self.operand(op, x, dtype)?;
             let address = self.address(op, &x)?;
@@ -144,8 +146,23 @@ impl CudaBackend {
             lora_a: place(args.lora_a)?,
             lora_b: place(args.lora_b)?,
             scale: args.scale,
+            dropped,
         };
+        held.extend(args.dropout.map(|dropout| dropout.rows.clone()));
         Ok((layer, held))
+    }
+
+    /// What an adapter does not see, by address.
+    pub(super) fn dropped(
+        &self,
+        op: &'static str,
+        dropout: Option<AdapterDropout<'_>>,
+    ) -> Result<Option<Dropped>> {
+        let dropped = |AdapterDropout { rows, key, p }| -> Result<Dropped> {
+            let rows = self.address(op, rows)?;
+            Ok(Dropped { rows, key, p })
+        };
+        dropout.map(dropped).transpose()
     }
 
     pub(super) fn lora_op(&self, args: &LoraArgs<'_>, sizes: LoraSizes) -> Result<Tensor> {

@@ -48,6 +48,7 @@ impl CudaBackend {
                     lora_a: place(adapter.lora_a)?,
                     lora_b: place(adapter.lora_b)?,
                     scale: adapter.scale,
+                    dropped: self.dropped(op, adapter.dropout)?,
                 }),
                 _ => None,
             };

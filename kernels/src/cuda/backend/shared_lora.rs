@@ -6,7 +6,7 @@ use crate::backend::LoraArgs;
 use crate::check;
 use crate::cuda::launch::Address;
 use crate::cuda::ops::lora_linear::LoraLinear;
-use crate::cuda::ops::shared_lora::{Gradients, SharedLora as Layers, line};
+use crate::cuda::ops::shared_lora::{Gradients, SharedLora as Layers, alike, line};
 use crate::error::{Result, shape_error};
 use crate::pool::Tag;
 use crate::shared_lora::{self, SharedLora, SharedLoraGradArgs, SharedLoraGrads};
@@ -36,10 +36,10 @@ impl CudaBackend {
         shared_lora::check(args)?;
         let first = args[0];
         let (dtype, at) = (first.x.dtype(), self.address(op, first.x)?);
-        let mut alike = true;
+        let mut fits = true;
         for args in args {
             let tensors = [args.x, args.weight, args.lora_a, args.lora_b];
-            alike &= tensors
+            fits &= tensors
                 .into_iter()
                 .chain(args.bias)
                 .all(|x| x.dtype() == dtype)
@@ -47,7 +47,7 @@ impl CudaBackend {
                 && args.scale.to_bits() == first.scale.to_bits()
                 && check::lora(args)?.r > 0;
         }
-        if !alike {
+        if !fits {
             return Ok(None);
         }
         let x = self.operand(op, first.x, dtype)?;
@@ -59,6 +59,14 @@ impl CudaBackend {
             held.extend(tensors);
         }
         let (line, k) = (line(&layers), first.x.shape().last());
+        if !alike(&layers) {
+            return Ok(Some(Stacked {
+                layers,
+                stacked: Address::NULL,
+                line,
+                held,
+            }));
+        }
         if let [layer] = &*layers
             && layer.padded_rank() == layer.r
         {

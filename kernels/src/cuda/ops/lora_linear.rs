@@ -16,10 +16,17 @@
 //! once (`ds` with `dB`); with larger ranks, f32, or lines of `dy` that are no multiple of 16 bytes, twice. A caller that
 //! kept `s` passes over `x` once ([`super::shared_lora`], also for a single layer).
 //!
+//! An adapter with dropout sees another input: `seen`, the dropout of `x`, is written before `s` and again before `dA`, so
+//! that nothing is kept, and `dx = dy W + dropout(ds A)`: the second product is written on its own and added by the dropout
+//! itself. Beside the layer without, these are 2 passes over `[t, k]` forward and 6 backward (the gradient takes 4 of them;
+//! with a dropout and a sum for themselves 6). Separate operations take 6 more over `[t, n]` forward and 3 or more backward,
+//! and keep `seen`. `dy` is read as often as without dropout.
+//!
 //! `s` and `ds` are rounded once to the 16-bit type: the only rounding that the separate operations would not make in
 //! f32. Lines that are no multiple of 8 elements (`r`, rarely `k` or `n`) are copied to aligned ones first.
 
 use super::lora_gradients::LoraGradients;
+use super::pointwise::Dropped;
 use super::product::{Product, Term, choosable, module, parts_module};
 use super::routed;
 use super::workspace::Workspace;
@@ -77,6 +84,8 @@ pub struct LoraLinear {
     pub lora_b: Address,
     /// Of the adapter's term.
     pub scale: f32,
+    /// What the adapter does not see of `x`.
+    pub dropped: Option<Dropped>,
 }
 
 /// Where gradients go; [`Address::NULL`] for those that nobody needs.
@@ -95,6 +104,50 @@ impl LoraLinear {
     #[must_use]
     pub const fn padded_rank(&self) -> usize {
         self.r.next_multiple_of(16)
+    }
+
+    /// The layer with what its adapter sees as its `x`, behind the launch that makes it. `None` when the dtype has no kernel.
+    pub(super) fn seeing(&self, workspace: &mut Workspace) -> Option<(Self, Option<Launch>)> {
+        let Some(dropped) = self.dropped.filter(|_| self.r > 0) else {
+            return Some((*self, None));
+        };
+        let (x, none) = (self.input_rows(workspace), Address::NULL);
+        let sizes = [self.t as u64, self.k as u64];
+        let launch = dropped.launch(self.dtype, [self.x, none, x], none, sizes)?;
+        let dropped = None;
+        Some((
+            Self {
+                x,
+                dropped,
+                ..*self
+            },
+            Some(launch),
+        ))
+    }
+
+    /// `dx += dropout(ds A)`, rows of `ds` being `line` elements apart. Nothing where the adapter sees all of `x`: its part
+    /// is in the product of `dx` then.
+    pub(super) fn add_seen_gradient(
+        &self,
+        (ds, line): (Address, usize),
+        dx: Address,
+        multiprocessors: u32,
+        workspace: &mut Workspace,
+    ) -> Option<Vec<Launch>> {
+        let Some(dropped) = self.dropped.filter(|_| self.r > 0) else {
+            return Some(Vec::new());
+        };
+        let mark = workspace.mark();
+        let own = self.input_rows(workspace);
+        let product = self
+            .product([self.t, self.k, self.k], own, self.k)
+            .transposed(false, true)
+            .plus(ds, line, self.lora_a, self.k, self.r);
+        let mut launches = run([product], multiprocessors, workspace)?;
+        let sizes = [self.t as u64, self.k as u64];
+        launches.push(dropped.launch(self.dtype, [own, dx, dx], Address::NULL, sizes)?);
+        workspace.release(mark);
+        Some(launches)
     }
 
     /// `s[t, padded_rank] = scale * x A^T`. Adapters that share `x` may be stacked: with `lora_a` the rows of all and
@@ -126,13 +179,14 @@ impl LoraLinear {
             .plus(dy, self.n, self.lora_b, self.r, self.n)
     }
 
-    /// `dx[t, k] = [dy | ds] [W ; A]`.
+    /// `dx[t, k] = [dy | ds] [W ; A]`, or `dy W` where the adapter does not see all of `x`.
     #[must_use]
     pub fn input_gradient(&self, dy: Address, ds: Address, dx: Address) -> Product {
+        let r = self.dropped.map_or(self.r, |_| 0);
         self.product([self.t, self.k, self.k], dx, self.k)
             .transposed(false, true)
             .plus(dy, self.n, self.weight, self.k, self.n)
-            .plus(ds, self.padded_rank(), self.lora_a, self.k, self.r)
+            .plus(ds, self.padded_rank(), self.lora_a, self.k, r)
     }
 
     /// `d_weight[n, k] = dy^T x` in f32.
@@ -172,11 +226,18 @@ impl LoraLinear {
     ) -> Option<Vec<Launch>> {
         let mark = workspace.mark();
         let s = self.adapter_rows(workspace);
-        let down = (self.r > 0).then(|| self.down(s));
+        let mut launches = Vec::new();
+        if self.r > 0 {
+            let before = workspace.mark();
+            let (seeing, dropout) = self.seeing(workspace)?;
+            launches.extend(dropout);
+            launches.extend(run([seeing.down(s)], multiprocessors, workspace)?);
+            workspace.release(before);
+        }
         let output = self.output(s, self.padded_rank(), y);
-        let launches = run(down.into_iter().chain([output]), multiprocessors, workspace);
+        launches.extend(run([output], multiprocessors, workspace)?);
         workspace.release(mark);
-        launches
+        Some(launches)
     }
 
     /// The gradients for `dy` `[t, n]`; `s` is computed again. `None` when the dtype has no kernel.
@@ -213,13 +274,15 @@ impl LoraLinear {
             ds,
             d_lora_b,
         };
-        let mut launches = Vec::new();
+        let before = workspace.mark();
+        let (seeing, dropout) = self.seeing(workspace)?;
+        let mut launches: Vec<Launch> = dropout.into_iter().collect();
         let mut add = |product: Product, workspace: &mut Workspace| -> Option<()> {
             launches.extend(run([product], multiprocessors, workspace)?);
             Some(())
         };
         if self.r > 0 && wanted(d_lora_b) {
-            add(self.down(s), workspace)?;
+            add(seeing.down(s), workspace)?;
         }
         if self.r > 0 && wanted(d_lora_b) && pass.fits() {
             launches.extend(pass.launches(workspace)?);
@@ -229,14 +292,17 @@ impl LoraLinear {
                 add(self.lora_b_gradient(dy, s, d_lora_b), workspace)?;
             }
         }
-        let mut rest = Vec::new();
         if self.r > 0 && wanted(d_lora_a) {
-            rest.push(self.lora_a_gradient(ds, d_lora_a));
+            let product = seeing.lora_a_gradient(ds, d_lora_a);
+            launches.extend(run([product], multiprocessors, workspace)?);
         }
+        workspace.release(before);
         if wanted(dx) {
-            rest.push(self.input_gradient(dy, ds, dx));
+            let input = self.input_gradient(dy, ds, dx);
+            launches.extend(run([input], multiprocessors, workspace)?);
+            let ds = (ds, self.padded_rank());
+            launches.extend(self.add_seen_gradient(ds, dx, multiprocessors, workspace)?);
         }
-        launches.extend(run(rest, multiprocessors, workspace)?);
         workspace.release(mark);
         Some(launches)
     }
@@ -244,6 +310,11 @@ impl LoraLinear {
     /// Room for `s` or `ds`.
     fn adapter_rows(&self, workspace: &mut Workspace) -> Address {
         workspace.take((self.t * self.padded_rank() * self.dtype.size_bytes()) as u64)
+    }
+
+    /// Room for a copy of `x`.
+    fn input_rows(&self, workspace: &mut Workspace) -> Address {
+        workspace.take((self.t * self.k * self.dtype.size_bytes()) as u64)
     }
 
     /// A product without terms, bias and scale.
@@ -331,6 +402,7 @@ mod tests {
             lora_a: Address(3 << 20),
             lora_b: Address(4 << 20),
             scale: 2.0,
+            dropped: None,
         }
     }
 

@@ -144,19 +144,48 @@ pub fn dropout(
     key: [u32; 2],
     p: f32,
 ) -> Option<Launch> {
-    let threshold = (f64::from(p) * 4_294_967_296.0) as u32;
-    let args = vec![
-        Arg::Address(x),
-        Arg::Address(rows),
-        Arg::Address(y),
-        Arg::U64(t),
-        Arg::U64(k),
-        Arg::U32(key[0]),
-        Arg::U32(key[1]),
-        Arg::U32(threshold),
-        Arg::F32(1.0 / (1.0 - p)),
-    ];
-    launch(dtype, "dropout", t * k.div_ceil(RANDOM_COLUMNS), args)
+    let none = Address::NULL;
+    Dropped { rows, key, p }.launch(dtype, [x, none, y], none, [t, k])
+}
+
+/// What of its input an adapter does not see.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct Dropped {
+    /// i32 `[t, 2]`: what tells rows apart.
+    pub rows: Address,
+    /// What tells uses apart.
+    pub key: [u32; 2],
+    /// Probability of zero.
+    pub p: f32,
+}
+
+impl Dropped {
+    /// `y = dropout(x)`, or with `onto`, which may be `y`, `y = onto + dropout(x)`: `[.., k]`, rounded before it is added.
+    /// With `at`, i32 `[t]`, `t` rows of all of these that it names; otherwise the first `t`.
+    #[must_use]
+    pub fn launch(
+        &self,
+        dtype: DType,
+        [x, onto, y]: [Address; 3],
+        at: Address,
+        [t, k]: [u64; 2],
+    ) -> Option<Launch> {
+        let threshold = (f64::from(self.p) * 4_294_967_296.0) as u32;
+        let args = vec![
+            Arg::Address(x),
+            Arg::Address(self.rows),
+            Arg::Address(onto),
+            Arg::Address(at),
+            Arg::Address(y),
+            Arg::U64(t),
+            Arg::U64(k),
+            Arg::U32(self.key[0]),
+            Arg::U32(self.key[1]),
+            Arg::U32(threshold),
+            Arg::F32(1.0 / (1.0 - self.p)),
+        ];
+        launch(dtype, "dropout", t * k.div_ceil(RANDOM_COLUMNS), args)
+    }
 }
 
 /// Sizes of a rotation: `x [tokens, heads, d]`, angles `[tokens, w]`.

@@ -10,9 +10,15 @@
 //! | `dA_g = ds[rows_g]^T x[rows_g]` | one each | `x` |
 //! | `dx[row] = [dy[row] \| ds[row]] [W_g ; A_g]` | one | `dy`, `dx` |
 //!
-//! A group may have no adapter: nothing of these is computed for its rows. Forward keeps `s`. Taking the rows apart instead, and putting results together again, reads and writes `x`, `y`, `dy` and
+//! A group may have no adapter: nothing of these is computed for its rows. Where an adapter drops inputs, `seen` of all rows
+//! that have an adapter is one buffer, written group by group before `s` and again before `dA` (a pass over `x` each), and
+//! `dx[row] = dy[row] W_g`, to which the dropout of `ds[row] A_g`, one more product of few terms, is added in a pass over three
+//! `[t, k]`; `dy` is read as above.
+//!
+//! Forward keeps `s`. Taking the rows apart instead, and putting results together again, reads and writes `x`, `y`, `dy` and
 //! `dx` once more each, and gives every group a product of its own that fills the GPU less well.
 
+use super::pointwise::Dropped;
 use super::routed::{Group, OfRows, Routed};
 use super::workspace::Workspace;
 use crate::DType;
@@ -29,6 +35,8 @@ pub struct Adapter {
     pub lora_b: Address,
     /// Of its term.
     pub scale: f32,
+    /// What it does not see of `x`.
+    pub dropped: Option<Dropped>,
 }
 
 /// One layer and its rows.
@@ -124,13 +132,89 @@ impl RoutedLora {
         })
     }
 
-    /// `s [t, line]`.
-    fn down(&self, s: Address) -> Routed {
+    /// Room for a copy of `x`.
+    fn input_rows(&self, workspace: &mut Workspace) -> Address {
+        workspace.take((self.t * self.k * self.dtype.size_bytes()) as u64)
+    }
+
+    /// What an adapter does not see of the rows of each group: `None` where there is no adapter, or no group's drops.
+    fn dropped(&self) -> [Option<Dropped>; 2] {
+        let own = |group: &AdaptedGroup| group.adapter.and_then(|adapter| adapter.dropped);
+        let Some(any) = self.groups.iter().find_map(own) else {
+            return [None; 2];
+        };
+        // An adapter beside one that drops inputs sees the same buffer: with all of its rows' elements.
+        let all = Dropped { p: 0.0, ..any };
+        let of = |group: AdaptedGroup| group.adapter.map(|adapter| adapter.dropped.unwrap_or(all));
+        self.groups.map(of)
+    }
+
+    /// What the adapters see, `[t, k]`: defined in their rows.
+    fn seen(&self, workspace: &mut Workspace) -> Option<(Address, Vec<Launch>)> {
+        let dropped = self.dropped();
+        if dropped == [None; 2] {
+            return Some((self.x, Vec::new()));
+        }
+        let seen = self.input_rows(workspace);
+        let launches = self.dropouts([self.x, Address::NULL, seen])?;
+        Some((seen, launches))
+    }
+
+    /// `y = onto + dropout(x)`, each group's rows by what its adapter sees.
+    fn dropouts(&self, operands: [Address; 3]) -> Option<Vec<Launch>> {
+        let groups = self.groups.into_iter().zip(self.dropped());
+        let launches = groups.filter_map(|(group, dropped)| {
+            let dropped = dropped.filter(|_| group.m > 0)?;
+            let sizes = [group.m as u64, self.k as u64];
+            Some(dropped.launch(self.dtype, operands, group.rows, sizes))
+        });
+        launches.collect()
+    }
+
+    /// `dx += dropout(ds A_g)` in the rows that have an adapter, where one drops inputs.
+    fn add_seen_gradient(
+        &self,
+        ds: Address,
+        dx: Address,
+        multiprocessors: u32,
+        workspace: &mut Workspace,
+    ) -> Option<Vec<Launch>> {
+        if self.dropped() == [None; 2] {
+            return Some(Vec::new());
+        }
+        let mark = workspace.mark();
+        let own = self.input_rows(workspace);
+        let groups = self.groups.map(|group| {
+            group.adapter.map_or(Group::EMPTY, |adapter| Group {
+                rows: group.rows,
+                m: group.m,
+                // Not read: a sum of no elements.
+                b: adapter.lora_a,
+                b_rows: self.k,
+                low_b: adapter.lora_a,
+                r: adapter.r,
+                ..Group::EMPTY
+            })
+        });
+        let product = Routed {
+            transpose_b: true,
+            s: ds,
+            y: own,
+            ..self.product([self.k, 0], ds, groups)
+        };
+        let mut launches = run([product], multiprocessors, workspace)?;
+        launches.extend(self.dropouts([own, dx, dx])?);
+        workspace.release(mark);
+        Some(launches)
+    }
+
+    /// `s [t, line]` of what the adapters see, `x`.
+    fn down(&self, x: Address, s: Address) -> Routed {
         Routed {
             y: s,
             ..self.product(
                 [self.line(), self.k],
-                self.x,
+                x,
                 self.halves(|adapter| adapter.lora_a),
             )
         }
@@ -154,7 +238,9 @@ impl RoutedLora {
             y,
             ..self.product([self.n, self.k], self.x, groups)
         };
-        run([self.down(s), output], multiprocessors, workspace)
+        let mut launches = self.inner(s, multiprocessors, workspace)?;
+        launches.extend(run([output], multiprocessors, workspace)?);
+        Some(launches)
     }
 
     /// `s [t, line]` alone, as [`RoutedLora::forward`] writes it.
@@ -165,7 +251,11 @@ impl RoutedLora {
         multiprocessors: u32,
         workspace: &mut Workspace,
     ) -> Option<Vec<Launch>> {
-        run([self.down(s)], multiprocessors, workspace)
+        let mark = workspace.mark();
+        let (seen, mut launches) = self.seen(workspace)?;
+        launches.extend(run([self.down(seen, s)], multiprocessors, workspace)?);
+        workspace.release(mark);
+        Some(launches)
     }
 
     /// The gradients for `dy` `[t, n]`, with the `s` of the forward pass. `None` when the dtype has no kernel.
@@ -188,6 +278,9 @@ impl RoutedLora {
             ..self.product([line, n], dy, self.halves(|adapter| adapter.lora_b))
         };
         let mut launches = run([down], multiprocessors, workspace)?;
+        let before = workspace.mark();
+        let (seen, dropouts) = self.seen(workspace)?;
+        launches.extend(dropouts);
         for (group, [d_lora_a, d_lora_b]) in self.groups.iter().zip(gradients.adapters) {
             let Some(Adapter { r, .. }) = group.adapter else {
                 continue;
@@ -207,21 +300,32 @@ impl RoutedLora {
             };
             let products = [
                 of_rows([n, r], [(dy, n), (s, line)], d_lora_b),
-                of_rows([r, k], [(ds, line), (self.x, k)], d_lora_a),
+                of_rows([r, k], [(ds, line), (seen, k)], d_lora_a),
             ];
             for product in products {
                 let choice = product.choose(multiprocessors);
                 launches.extend(product.launches(choice, multiprocessors, workspace)?);
             }
         }
+        workspace.release(before);
         if gradients.dx != Address::NULL {
+            let mut groups = self.weights(k, |adapter| adapter.lora_a);
+            if self.dropped() != [None; 2] {
+                groups.iter_mut().for_each(|group| group.r = 0);
+            }
             let input = Routed {
                 transpose_b: true,
                 s: ds,
                 y: gradients.dx,
-                ..self.product([k, n], dy, self.weights(k, |adapter| adapter.lora_a))
+                ..self.product([k, n], dy, groups)
             };
             launches.extend(run([input], multiprocessors, workspace)?);
+            launches.extend(self.add_seen_gradient(
+                ds,
+                gradients.dx,
+                multiprocessors,
+                workspace,
+            )?);
         }
         workspace.release(mark);
         Some(launches)

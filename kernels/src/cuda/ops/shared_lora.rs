@@ -9,6 +9,9 @@
 //! For queries, keys and values of 8192 tokens and 4096 features in bf16 that are 134 MB of `x` instead of 604 MB.
 //! Everything else is as for one layer: `y` and the layers' own `dx` are written by one product each, `ds` and `dB` take
 //! one pass over each `dy`. The own `dx` are added in `dtype`, the last layer's first, as their definition says.
+//!
+//! Where all adapters drop the same elements, or none, they share what they see; where these differ, each sees a dropout of
+//! its own, and A is not stacked. The gradients of what they see take a pass each, of the same elements one for all.
 
 use super::lora_gradients::LoraGradients;
 use super::lora_linear::{LoraLinear, run};
@@ -21,7 +24,7 @@ use crate::cuda::launch::{Address, Launch};
 pub struct SharedLora<'a> {
     /// The layers.
     pub layers: &'a [LoraLinear],
-    /// `[line, k]`: A of each layer, followed by rows of zeros up to its padded rank.
+    /// `[line, k]`: A of each layer, followed by rows of zeros up to its padded rank. Not read unless [`alike`].
     pub stacked: Address,
 }
 
@@ -42,7 +45,50 @@ pub fn line(layers: &[LoraLinear]) -> usize {
     layers.iter().map(LoraLinear::padded_rank).sum()
 }
 
+/// Whether the adapters see the same of their input.
+#[must_use]
+pub fn alike(layers: &[LoraLinear]) -> bool {
+    layers
+        .windows(2)
+        .all(|pair| pair[0].dropped == pair[1].dropped)
+}
+
 impl SharedLora<'_> {
+    /// What is computed as one adapter, with the first of its columns in a matrix `[t, line]`: all stacked, or each.
+    fn adapters(&self) -> Option<Vec<(LoraLinear, usize)>> {
+        if alike(self.layers) {
+            return Some(vec![(self.all()?, 0)]);
+        }
+        let mut first = 0;
+        let each = self.layers.iter().map(|layer| {
+            let at = first;
+            first += layer.padded_rank();
+            (*layer, at)
+        });
+        Some(each.collect())
+    }
+
+    /// `s` of all layers.
+    fn down(
+        &self,
+        s: Address,
+        multiprocessors: u32,
+        workspace: &mut Workspace,
+    ) -> Option<Vec<Launch>> {
+        let line = line(self.layers);
+        let mut launches = Vec::new();
+        for (adapter, first) in self.adapters()? {
+            let mark = workspace.mark();
+            let (seeing, dropout) = adapter.seeing(workspace)?;
+            launches.extend(dropout);
+            let mut down = seeing.down(behind(s, first, adapter.dtype.size_bytes()));
+            down.y_line = line;
+            launches.extend(run([down], multiprocessors, workspace)?);
+            workspace.release(mark);
+        }
+        Some(launches)
+    }
+
     /// All adapters as one of a layer without outputs; `None` without layers.
     fn all(&self) -> Option<LoraLinear> {
         Some(LoraLinear {
@@ -57,7 +103,7 @@ impl SharedLora<'_> {
     fn columns(&self, matrix: Address) -> Vec<(&LoraLinear, Address)> {
         let mut first = 0;
         let places = self.layers.iter().map(|layer| {
-            let at = Address(matrix.0 + (first * layer.dtype.size_bytes()) as u64);
+            let at = behind(matrix, first, layer.dtype.size_bytes());
             first += layer.padded_rank();
             (layer, at)
         });
@@ -74,14 +120,11 @@ impl SharedLora<'_> {
         workspace: &mut Workspace,
     ) -> Option<Vec<Launch>> {
         let line = line(self.layers);
-        let down = self.all()?.down(s);
+        let mut launches = self.down(s, multiprocessors, workspace)?;
         let outputs = self.columns(s).into_iter().zip(y);
         let outputs = outputs.map(|((layer, s), y)| layer.output(s, line, *y));
-        run(
-            [down].into_iter().chain(outputs),
-            multiprocessors,
-            workspace,
-        )
+        launches.extend(run(outputs, multiprocessors, workspace)?);
+        Some(launches)
     }
 
     /// The gradients for the layers' `dy` `[t, n]`, with the `s` of the forward pass. `None` when the dtype has no kernel.
@@ -128,8 +171,19 @@ impl SharedLora<'_> {
             }
             launches.extend(run([down, d_lora_b], multiprocessors, workspace)?);
         }
-        let d_stacked = all.lora_a_gradient(ds, gradients.d_stacked);
-        launches.extend(run([d_stacked], multiprocessors, workspace)?);
+        let adapters = self.adapters()?;
+        for (adapter, first) in &adapters {
+            let before = workspace.mark();
+            let (seeing, dropout) = adapter.seeing(workspace)?;
+            launches.extend(dropout);
+            let to = behind(gradients.d_stacked, first * all.k, size_of::<f32>());
+            let mut d_lora_a = seeing.lora_a_gradient(behind(ds, *first, size), to);
+            if let Some(term) = &mut d_lora_a.terms[0] {
+                term.a_line = line;
+            }
+            launches.extend(run([d_lora_a], multiprocessors, workspace)?);
+            workspace.release(before);
+        }
         if gradients.dx != Address::NULL {
             let elems = all.t * all.k;
             for (i, ((layer, ds), dy)) in self.columns(ds).into_iter().zip(dy).rev().enumerate() {
@@ -150,8 +204,22 @@ impl SharedLora<'_> {
                 }
                 workspace.release(before);
             }
+            for (adapter, first) in adapters.iter().rev() {
+                let ds = (behind(ds, *first, size), line);
+                launches.extend(adapter.add_seen_gradient(
+                    ds,
+                    gradients.dx,
+                    multiprocessors,
+                    workspace,
+                )?);
+            }
         }
         workspace.release(mark);
         Some(launches)
     }
+}
+
+/// The address of an element of so many bytes.
+fn behind(start: Address, elements: usize, size: usize) -> Address {
+    Address(start.0 + (elements * size) as u64)
 }

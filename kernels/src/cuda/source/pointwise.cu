@@ -163,19 +163,23 @@ DEVICE uint4 philox(uint4 counter, u32 key0, u32 key1) {
 }
 
 // y = factor * x where the element's random number is at least threshold, zero elsewhere: x, y [t, k]; rows [t, 2] are
-// the words that tell rows apart. A thread takes four columns, a block of the generator.
+// the words that tell rows apart. With `onto` [t, k], which may be y, it is added; with `at` [t], only its rows of all of
+// these are touched. A thread takes four columns, a block of the generator.
 KERNEL(256, 4)
-dropout(const S* x, const u32* rows, S* y, u64 t, u64 k, u32 key0, u32 key1, u32 threshold, float factor) {
+dropout(const S* x, const u32* rows, const S* onto, const u32* at_rows, S* y, u64 t, u64 k, u32 key0, u32 key1,
+        u32 threshold, float factor) {
   u64 blocks = (k + 3) / 4, n = t * blocks, stride = (u64)gridDim.x * blockDim.x;
   for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += stride) {
-    u64 row = i / blocks, block = i - row * blocks;
+    u64 line = i / blocks, block = i - line * blocks;
+    u64 row = at_rows ? at_rows[line] : line;
     uint4 random = philox(make_uint4(rows[2 * row], rows[2 * row + 1], (u32)block, 0), key0, key1);
     u32 words[4] = {random.x, random.y, random.z, random.w};
     UNROLL for (int j = 0; j < 4; j++) {
       u64 column = 4 * block + j;
       if (column >= k) break;
       u64 at = row * k + column;
-      y[at] = E::narrow(words[j] >= threshold ? mul_rn(E::widen(x[at]), factor) : 0.0f);
+      S kept = E::narrow(words[j] >= threshold ? mul_rn(E::widen(x[at]), factor) : 0.0f);
+      y[at] = onto ? E::narrow(add_rn(E::widen(onto[at]), E::widen(kept))) : kept;
     }
   }
 }

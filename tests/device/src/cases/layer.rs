@@ -55,6 +55,7 @@ pub(super) fn draw(machine: &mut dyn Machine, shape: Shape) -> Result<Layer> {
             lora_a: lora_a.address(),
             lora_b: lora_b.address(),
             scale: shape.scale,
+            dropped: None,
         },
         exact: Lora {
             x: x.values,

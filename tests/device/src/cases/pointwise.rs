@@ -1,8 +1,8 @@
 //! Elements, dropout, rotary positions: bit-equal to the CPU.
 
 use anyhow::Result;
-use kernels::cuda::launch::Launch;
-use kernels::cuda::ops::pointwise::{self, RopeShape};
+use kernels::cuda::launch::{Address, Launch};
+use kernels::cuda::ops::pointwise::{self, Dropped, RopeShape};
 use kernels::{Backend, DType, Direction, DropoutArgs, Gelu, RopeLayout};
 
 use super::host::{Twin, cpu, result, same};
@@ -57,6 +57,10 @@ pub fn cases(effort: Effort) -> Vec<Case> {
             let name = format!("dropout {dtype} [{rows}, {k}], p {p}");
             cases.push(Case::new(name, move |machine| {
                 dropout(machine, dtype, [rows, k], p)
+            }));
+            let name = format!("dropout {dtype} added in some rows of [{rows}, {k}], p {p}");
+            cases.push(Case::new(name, move |machine| {
+                dropout_of_rows(machine, dtype, [rows, k], p)
             }));
         }
         for layout in [RopeLayout::HalfSplit, RopeLayout::Interleaved] {
@@ -177,6 +181,49 @@ fn dropout(machine: &mut dyn Machine, dtype: DType, [t, k]: [usize; 2], p: f32) 
         p,
     })?;
     same(machine, "dropout", buffer, &want)
+}
+
+/// Of every third row, added to what was there, as an adapter's part of a gradient is; the other rows stay.
+fn dropout_of_rows(
+    machine: &mut dyn Machine,
+    dtype: DType,
+    [t, k]: [usize; 2],
+    p: f32,
+) -> Result<()> {
+    let x = Twin::new(machine, dtype, &[t, k], &numbers("x", t * k), 0)?;
+    let sum = Twin::new(machine, dtype, &[t, k], &numbers("sum", t * k), 0)?;
+    let words: Vec<i32> = (0..2 * t as i32)
+        .map(|i| i.wrapping_mul(-7_654_321))
+        .collect();
+    let rows = Twin::integers(machine, &[t, 2], &words)?;
+    let named: Vec<i32> = (0..t as i32).rev().step_by(3).collect();
+    let at = Twin::integers(machine, &[named.len()], &named)?;
+    let (buffer, y) = result(machine, dtype, t * k, 0)?;
+    let dropped = Dropped {
+        rows: rows.address,
+        key: KEY,
+        p,
+    };
+    let all = [t as u64, k as u64];
+    // First a copy of the sum: the dropout of nothing; then in place.
+    let whole = Dropped { p: 0.0, ..dropped };
+    let operands = [sum.address, Address::NULL, y];
+    run(machine, whole.launch(dtype, operands, Address::NULL, all))?;
+    let some = [named.len() as u64, k as u64];
+    run(
+        machine,
+        dropped.launch(dtype, [x.address, y, y], at.address, some),
+    )?;
+    let cpu = cpu();
+    let own = cpu.dropout(DropoutArgs {
+        x: &x.host,
+        rows: &rows.host,
+        key: KEY,
+        p,
+    })?;
+    let added = cpu.gather_rows(&cpu.add(&sum.host, &own)?, &at.host)?;
+    let want = cpu.write_rows(cpu.scale(&sum.host, 1.0)?, &at.host, &added)?;
+    same(machine, "dropout of rows", buffer, &want)
 }
 
 fn rope(

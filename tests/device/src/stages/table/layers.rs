@@ -33,6 +33,7 @@ pub(super) fn layer(
         lora_a: on.normal(dtype, r.max(1) * k, 0.02)?,
         lora_b: on.normal(dtype, n * r.max(1), 0.02)?,
         scale: 0.5,
+        dropped: None,
     })
 }
 
@@ -183,6 +184,7 @@ impl AdaptedLayers {
                     lora_a: layer.lora_a,
                     lora_b: layer.lora_b,
                     scale: layer.scale,
+                    dropped: layer.dropped,
                 }),
             })
         };
