@@ -344,9 +344,14 @@ impl Watch {
         let watch = move || {
             let mut state = watched.lock();
             while !state.closed {
-                let left = state.called.map(|since| deadline.saturating_sub(since.elapsed()));
+                let left = state
+                    .called
+                    .map(|since| deadline.saturating_sub(since.elapsed()));
                 state = match left {
-                    None => watched.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
+                    None => watched
+                        .changed
+                        .wait(state)
+                        .unwrap_or_else(PoisonError::into_inner),
                     // Its caller waits for this lock, so it is still the same call.
                     Some(Duration::ZERO) => {
                         watched.abort(&mut state);
@@ -452,7 +457,8 @@ impl Member {
     fn finish(self) -> Result<()> {
         let call = self.place.nccl.destroy;
         // SAFETY: the communicator is alive and not used again.
-        self.place.call("leaving the group", |raw| unsafe { call(raw) })?;
+        self.place
+            .call("leaving the group", |raw| unsafe { call(raw) })?;
         self.place.lock().left = true;
         Ok(())
     }
@@ -511,7 +517,10 @@ impl Communicator {
         kind: Kind,
     ) -> Result<()> {
         // SAFETY: the caller vouches for the memory, and the stream is of the same GPU.
-        unsafe { self.member.reduce_scatter((from, to), n, kind, self.stream()) }
+        unsafe {
+            self.member
+                .reduce_scatter((from, to), n, kind, self.stream())
+        }
     }
 
     /// Queues: the sum over ranks of `n` elements, on every rank.

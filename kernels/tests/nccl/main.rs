@@ -12,8 +12,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kernels::cuda::CudaError;
-use kernels::cuda::library::Search;
 use kernels::cuda::launch::Address;
+use kernels::cuda::library::Search;
 use kernels::cuda::nccl::{Kind, Member, Nccl, UNIQUE_ID_BYTES};
 use tempfile::TempDir;
 

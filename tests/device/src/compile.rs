@@ -129,13 +129,18 @@ pub fn format_table(table: &Table) -> String {
     text
 }
 
-/// Registers of every kernel of a module on every architecture, after checking that nothing spills.
+/// Registers of every kernel of a module on these architectures (0 on others), after checking that nothing spills.
 ///
 /// # Errors
 /// When a module does not compile, spills, has a stack frame or makes the assembler complain.
-pub fn registers(compiler: Compiler, module: &Module) -> Result<BTreeMap<String, [u32; 4]>> {
+pub fn registers(
+    compiler: Compiler,
+    module: &Module,
+    architectures: &[&str],
+) -> Result<BTreeMap<String, [u32; 4]>> {
     let mut all: BTreeMap<String, [u32; 4]> = BTreeMap::new();
-    for (place, arch) in ARCHITECTURES.into_iter().enumerate() {
+    let places = ARCHITECTURES.into_iter().enumerate();
+    for (place, arch) in places.filter(|(_, arch)| architectures.contains(arch)) {
         let compiled = compiler.compile(module, arch)?;
         let name = module.name();
         let warnings = compiled.warnings();
@@ -181,7 +186,9 @@ pub fn build_table(setting: &Setting, file: &Path, families: &[String]) -> Resul
     let modules: Vec<Module> = chosen.iter().flat_map(|family| family.modules()).collect();
     let (seen, compiled) = std::thread::scope(|scope| {
         let cases = scope.spawn(|| launched_by_cases(&chosen));
-        let compiled: Result<Vec<_>> = modules.iter().map(|m| registers(compiler, m)).collect();
+        let compiled = modules.iter();
+        let compiled = compiled.map(|module| registers(compiler, module, &ARCHITECTURES));
+        let compiled: Result<Vec<_>> = compiled.collect();
         let seen = cases.join().map_err(|_| anyhow!("a case panicked"));
         (seen, compiled)
     });

@@ -1,6 +1,7 @@
 //! Every module compiles for every architecture without spills, stack or warnings, within the checked-in table of
 //! registers. Needs NVRTC (Python package nvidia-cuda-nvrtc, found through TESSERA_CUDA_LIBS); without it this suite
-//! says that it was skipped, or fails where TESSERA_REQUIRE_NVRTC is set, as it is in CI.
+//! says that it was skipped, or fails where TESSERA_REQUIRE_NVRTC is set, as it is in CI. TESSERA_COMPILE_FOR names some
+//! of the architectures, with commas between them; every night all are compiled for.
 #![allow(clippy::print_stdout, reason = "the suite's own report")]
 
 use std::path::PathBuf;
@@ -22,12 +23,17 @@ fn main() -> ExitCode {
         cuda_home: std::env::var_os("CUDA_HOME").map(PathBuf::from),
         python_packages: Vec::new(),
     };
+    let chosen = std::env::var("TESSERA_COMPILE_FOR").ok();
+    let architectures: Vec<&str> = match &chosen {
+        Some(names) => names.split(',').collect(),
+        None => ARCHITECTURES.into(),
+    };
     match Compiler::find(&search) {
-        Ok(compiler) => match check(compiler) {
+        Ok(compiler) => match check(compiler, &architectures) {
             Ok(kernels) => {
                 println!(
-                    "compiled_kernels: {kernels} kernels on {} architectures ok",
-                    ARCHITECTURES.len()
+                    "compiled_kernels: {kernels} kernels on {} ok",
+                    architectures.join(", ")
                 );
                 ExitCode::SUCCESS
             }
@@ -47,7 +53,14 @@ fn main() -> ExitCode {
     }
 }
 
-fn check(compiler: Compiler) -> Result<usize> {
+fn check(compiler: Compiler, architectures: &[&str]) -> Result<usize> {
+    for name in architectures {
+        ensure!(
+            ARCHITECTURES.contains(name),
+            "TESSERA_COMPILE_FOR names {name:?}: there are {}",
+            ARCHITECTURES.join(", ")
+        );
+    }
     a_spilling_kernel_is_reported(compiler)?;
     let table = compile::parse_table(include_str!("../kernel_resources.csv"))?;
     let modules = compile::modules();
@@ -59,7 +72,7 @@ fn check(compiler: Compiler) -> Result<usize> {
         for _ in 0..workers {
             scope.spawn(|| {
                 while let Some(module) = modules.get(next.fetch_add(1, Ordering::Relaxed)) {
-                    match check_module(compiler, module, &table) {
+                    match check_module(compiler, module, &table, architectures) {
                         Ok(n) => _ = kernels.fetch_add(n, Ordering::Relaxed),
                         Err(error) => problems
                             .lock()
@@ -80,8 +93,13 @@ fn check(compiler: Compiler) -> Result<usize> {
     Ok(kernels.into_inner())
 }
 
-fn check_module(compiler: Compiler, module: &Module, table: &Table) -> Result<usize> {
-    let found = compile::registers(compiler, module)?;
+fn check_module(
+    compiler: Compiler,
+    module: &Module,
+    table: &Table,
+    architectures: &[&str],
+) -> Result<usize> {
+    let found = compile::registers(compiler, module, architectures)?;
     for (kernel, registers) in &found {
         let name = module.name();
         let limits = table.get(&(name.clone(), kernel.clone()));
