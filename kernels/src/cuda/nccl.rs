@@ -457,8 +457,8 @@ impl Member {
     fn finish(self) -> Result<()> {
         let call = self.place.nccl.destroy;
         // SAFETY: the communicator is alive and not used again.
-        self.place
-            .call("leaving the group", |raw| unsafe { call(raw) })?;
+        let run = |raw| unsafe { call(raw) };
+        self.place.call("leaving the group", run)?;
         self.place.lock().left = true;
         Ok(())
     }

@@ -72,17 +72,12 @@ impl Arena {
             sample.image_bounds.clear();
             sample.slices.clear();
         }
-        // Slices without a place among the tokens are no sample of a data set.
-        sample.slices.truncate(
-            sample
-                .image_bounds
-                .len()
-                .max(if config.batch.max_slice_nums > 1 {
-                    0
-                } else {
-                    2
-                }),
-        );
+        // Slices without a place among the tokens are no sample of a data set; a place of CogAgent takes two.
+        let most = made_up_sample(config).expect("a sample");
+        let each = most.slices.len() / most.image_bounds.len().max(1);
+        sample
+            .slices
+            .truncate(each.max(1) * sample.image_bounds.len());
         if masked {
             sample.labels[..tokens / 2].fill(-100);
         }

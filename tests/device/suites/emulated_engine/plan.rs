@@ -210,7 +210,7 @@ fn packed(family: &str, activation: Tier, weights: Weights, library: Library) ->
         for engine in [&rehearsal as &dyn Passes, &zero] {
             let pool = engine.backend().pool();
             train(engine, &*model, sample, &|| {
-                pool.follow(Some(script.clone()))
+                pool.follow(Some(script.clone()));
             })?;
             pool.follow(None);
         }
