@@ -32,7 +32,7 @@ static const KnownBuffer* find_buffer(u64 address, u64 size, const char* what, S
 
 static void touch_global(u64 address, u64 size, Touch how, const char* what, Site site) {
   const KnownBuffer* b = find_buffer(address, size, what, site);
-  if (!b || size < GRANULE) return;
+  if (!WATCHED || !b || size < GRANULE) return;
   const u32 now = this_thread();
   const u64 last = (address + size - 1 - b->start) / GRANULE;
   for (u64 g = (address - b->start) / GRANULE; g <= last; g++) {

@@ -14,6 +14,13 @@
 
 namespace emulator {
 
+// Whether accesses are checked for races. Unless they are, kernels are compiled without the hooks, too.
+#ifdef EMULATOR_UNWATCHED
+const bool WATCHED = false;
+#else
+const bool WATCHED = true;
+#endif
+
 const u32 WARP = 32;
 const u32 MAX_THREADS = 1024;
 const u32 NONE = ~0u;

@@ -19,7 +19,7 @@ static bool warp_reads_eight(u32 g) {
 }
 
 static void touch_shared(u32 offset, u32 size, Touch how, u32 now, const char* what, Site site) {
-  if (size < GRANULE) return;
+  if (!WATCHED || size < GRANULE) return;
   Shadow& shadow = running->room.shadow;
   for (u32 g = offset / GRANULE; g <= (offset + size - 1) / GRANULE; g++) {
     Touched cell = {shadow.write_epoch[g], shadow.writer[g], shadow.read_epoch[g], shadow.reader[g]};
@@ -29,7 +29,7 @@ static void touch_shared(u32 offset, u32 size, Touch how, u32 now, const char* w
 }
 
 static void warp_reads_row(u32 offset, const char* what, Site site) {
-  if (!warp_reads_eight(offset / GRANULE)) touch_shared(offset, 16, READ, this_warp(), what, site);
+  if (WATCHED && !warp_reads_eight(offset / GRANULE)) touch_shared(offset, 16, READ, this_warp(), what, site);
 }
 
 static u32 shared_offset(u32 address, u32 size, const char* what, Site site) {
@@ -62,7 +62,8 @@ void copy_async_16(u32 address, const void* global, bool valid, Site site) {
     touch_global((u64)global, 16, READ, what, site);
   }
   touch_shared(offset, 16, WRITE, this_thread(), what, site);
-  for (u32 g = offset / GRANULE; g < (offset + 16) / GRANULE; g++) running->room.shadow.write_epoch[g] = IN_FLIGHT;
+  if (WATCHED)
+    for (u32 g = offset / GRANULE; g < (offset + 16) / GRANULE; g++) running->room.shadow.write_epoch[g] = IN_FLIGHT;
   memset(running->room.shared + offset, POISON, 16);
   fibre.copies.push_back({offset, valid ? global : nullptr, fibre.group});
 }

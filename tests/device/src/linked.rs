@@ -232,7 +232,7 @@ impl LinkedGpu {
     #[must_use]
     pub fn node(count: usize, order: Order, copies: Copies) -> Vec<Self> {
         let device = |_| Device {
-            machine: Emulator::new(order),
+            machine: Emulator::of_passes(order),
             buffers: Vec::new(),
             shared: None,
             lanes: Default::default(),

@@ -43,13 +43,36 @@ const COMMON_FLAGS: &[&str] = &[
     "-fno-strict-aliasing",
     "-ffp-contract=off",
 ];
-const RUNTIME_FLAGS: &[&str] = &["-O3"];
-/// The hooks that these call are the runtime's own; no sanitizer library is linked.
-const KERNEL_FLAGS: &[&str] = &[
-    "-g1",
-    "-fsanitize=thread",
-    "-fsanitize=alignment,null,bounds,shift-exponent,signed-integer-overflow,integer-divide-by-zero,float-cast-overflow",
-];
+/// What is checked while a kernel runs.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub(super) enum Watch {
+    /// Every access and all arithmetic.
+    Everything,
+    /// Barriers, collectives, and what primitives are called with: some times faster.
+    Primitives,
+}
+
+impl Watch {
+    const fn runtime_flags(self) -> &'static [&'static str] {
+        match self {
+            Self::Everything => &["-O3"],
+            Self::Primitives => &["-O3", "-DEMULATOR_UNWATCHED"],
+        }
+    }
+
+    /// The hooks that these call are the runtime's own; no sanitizer library is linked.
+    const fn kernel_flags(self) -> &'static [&'static str] {
+        match self {
+            Self::Everything => &[
+                "-g1",
+                "-fsanitize=thread",
+                "-fsanitize=alignment,null,bounds,shift-exponent,signed-integer-overflow,integer-divide-by-zero,float-cast-overflow",
+            ],
+            Self::Primitives => &[],
+        }
+    }
+}
+
 const LINK_FLAGS: &[&str] = &["-shared", "-static-libgcc", "-static-libstdc++"];
 const LIBRARIES: &[&str] = &["-lm", "-ldl"];
 
@@ -57,10 +80,11 @@ const LIBRARIES: &[&str] = &["-lm", "-ldl"];
 pub(super) struct Unit {
     name: String,
     text: String,
+    watch: Watch,
 }
 
 impl Unit {
-    pub(super) fn new(module: &Module) -> Result<Self> {
+    pub(super) fn new(module: &Module, watch: Watch) -> Result<Self> {
         let name = module.name();
         let mut text = joined(&HEADERS);
         section(&mut text, "prelude.cuh", PRELUDE);
@@ -72,24 +96,26 @@ impl Unit {
                 .with_context(|| format!("{name} has no KERNEL(...) {kernel}"))?;
             text += &format!("EMULATOR_EXPORT({kernel}, ({bound}))\n");
         }
-        Ok(Self { name, text })
+        Ok(Self { name, text, watch })
     }
 
     /// Where the library of this very text, these flags and this compiler lies.
     pub(super) fn cached_path(&self) -> Result<PathBuf> {
-        Ok(cache()?.join(format!("{}.so", hash(&self.text, compiler_version()?))))
+        let hash = hash(&self.text, self.watch, compiler_version()?);
+        Ok(cache()?.join(format!("{hash}.so")))
     }
 
     /// Where [`build_all`] puts it: any compiler may have made it, but from this very text.
     pub(super) fn prebuilt_path(&self, folder: &Path) -> PathBuf {
-        folder.join(format!("{}-{}.so", self.name, hash(&self.text, "")))
+        let hash = hash(&self.text, self.watch, "");
+        folder.join(format!("{}-{hash}.so", self.name))
     }
 
     /// Compiles and links to `path`.
     pub(super) fn build(&self, path: &Path) -> Result<()> {
-        let runtime = runtime()?;
+        let runtime = runtime(self.watch)?;
         let scratch = Scratch::new(path)?;
-        let object = scratch.compile("kernel", &self.text, KERNEL_FLAGS);
+        let object = scratch.compile("kernel", &self.text, self.watch.kernel_flags());
         let object = object.with_context(|| format!("module {}", self.name))?;
         let library = scratch.0.join("library.so");
         let mut link = Command::new(compiler());
@@ -117,7 +143,7 @@ pub fn build_all(folder: &Path) -> Result<()> {
 pub fn build_modules(folder: &Path, modules: &[Module]) -> Result<()> {
     fs::create_dir_all(folder).with_context(|| format!("create {}", folder.display()))?;
     for module in modules {
-        let unit = Unit::new(module)?;
+        let unit = Unit::new(module, Watch::Everything)?;
         let cached = unit.cached_path()?;
         if !cached.exists() {
             unit.build(&cached)?;
@@ -166,12 +192,22 @@ fn compiler_version() -> Result<&'static str> {
     }
 }
 
+/// A fused multiply-add is one instruction where the processor has it, else a call.
+fn processor_flags() -> &'static [&'static str] {
+    #[cfg(target_arch = "x86_64")]
+    if std::arch::is_x86_feature_detected!("fma") {
+        return &["-mfma"];
+    }
+    &[]
+}
+
 /// Names what a compiler makes of a text and the runtime.
-fn hash(text: &str, compiler: &str) -> String {
+fn hash(text: &str, watch: Watch, compiler: &str) -> String {
     let flags = [
         COMMON_FLAGS,
-        RUNTIME_FLAGS,
-        KERNEL_FLAGS,
+        processor_flags(),
+        watch.runtime_flags(),
+        watch.kernel_flags(),
         LINK_FLAGS,
         LIBRARIES,
     ];
@@ -196,13 +232,13 @@ fn cache() -> Result<PathBuf> {
 }
 
 /// The object file of the runtime.
-fn runtime() -> Result<PathBuf> {
+fn runtime(watch: Watch) -> Result<PathBuf> {
     static BUSY: Mutex<()> = Mutex::new(());
     let _busy = BUSY.lock().unwrap_or_else(PoisonError::into_inner);
-    let path = cache()?.join(format!("{}.o", hash("runtime", compiler_version()?)));
+    let path = cache()?.join(format!("{}.o", hash("runtime", watch, compiler_version()?)));
     if !path.exists() {
         let scratch = Scratch::new(&path)?;
-        let object = scratch.compile("runtime", &joined(&RUNTIME), RUNTIME_FLAGS)?;
+        let object = scratch.compile("runtime", &joined(&RUNTIME), watch.runtime_flags())?;
         fs::rename(&object, &path).with_context(|| format!("rename to {}", path.display()))?;
     }
     Ok(path)
@@ -225,7 +261,8 @@ impl Scratch {
         let object = source.with_extension("o");
         fs::write(&source, text).with_context(|| format!("write {}", source.display()))?;
         let mut command = Command::new(compiler());
-        command.args(COMMON_FLAGS).args(flags).arg("-c");
+        command.args(COMMON_FLAGS).args(processor_flags());
+        command.args(flags).arg("-c");
         execute(command.arg(&source).arg("-o").arg(&object))?;
         Ok(object)
     }

@@ -10,7 +10,7 @@ use anyhow::{Context, Result, bail, ensure};
 use kernels::cuda::module::Module;
 use libloading::Library;
 
-use super::compile;
+use super::compile::{self, Watch};
 
 const MESSAGE_BYTES: usize = 4096;
 
@@ -85,9 +85,9 @@ impl Loaded {
 type Slot = Arc<Mutex<Option<Arc<Loaded>>>>;
 
 /// The module, compiled and loaded when this process has not yet done so.
-pub(super) fn of(module: &Module, folder: Option<&Path>) -> Result<Arc<Loaded>> {
+pub(super) fn of(module: &Module, watch: Watch, folder: Option<&Path>) -> Result<Arc<Loaded>> {
     static SLOTS: Mutex<Option<HashMap<PathBuf, Slot>>> = Mutex::new(None);
-    let unit = compile::Unit::new(module)?;
+    let unit = compile::Unit::new(module, watch)?;
     let path = match folder {
         Some(folder) => unit.prebuilt_path(folder),
         None => unit.cached_path()?,

@@ -10,13 +10,16 @@ mod library;
 mod multiply;
 
 use std::alloc::{Layout, alloc, dealloc, handle_alloc_error};
+use std::env;
 use std::path::{Path, PathBuf};
 use std::ptr::NonNull;
+use std::sync::LazyLock;
 
 use anyhow::{Context, Result, ensure};
 use kernels::cuda::launch::{Address, Arg, Launch};
 use kernels::cuda::matmul::Multiply;
 
+use self::compile::Watch;
 pub use self::compile::{build_all, build_modules};
 use self::library::{RawBuffer, RawLaunch};
 use crate::compile::is_unlisted;
@@ -49,6 +52,7 @@ impl Order {
 #[derive(Debug)]
 pub struct Emulator {
     order: Order,
+    watch: Watch,
     /// Where compiled modules lie; `None`: compile them.
     folder: Option<PathBuf>,
     allocations: Vec<Allocation>,
@@ -60,8 +64,26 @@ impl Emulator {
     pub const fn new(order: Order) -> Self {
         Self {
             order,
+            watch: Watch::Everything,
             folder: None,
             allocations: Vec::new(),
+        }
+    }
+
+    /// For passes of whole models: as [`Self::new`], but what kernels access is not looked at unless `TESSERA_WATCH=1`
+    /// asks for it, which takes some times as long. The suites of the kernels look at the same kernels always.
+    #[must_use]
+    pub fn of_passes(order: Order) -> Self {
+        static ASKED: LazyLock<bool> =
+            LazyLock::new(|| env::var("TESSERA_WATCH").is_ok_and(|asked| asked == "1"));
+        let watch = if *ASKED {
+            Watch::Everything
+        } else {
+            Watch::Primitives
+        };
+        Self {
+            watch,
+            ..Self::new(order)
         }
     }
 
@@ -69,9 +91,8 @@ impl Emulator {
     #[must_use]
     pub fn prebuilt(folder: &Path, order: Order) -> Self {
         Self {
-            order,
             folder: Some(folder.to_owned()),
-            allocations: Vec::new(),
+            ..Self::new(order)
         }
     }
 
@@ -184,7 +205,7 @@ impl Machine for Emulator {
             "no family lists {}",
             launch.module.name()
         );
-        let library = library::of(&launch.module, self.folder.as_deref())?;
+        let library = library::of(&launch.module, self.watch, self.folder.as_deref())?;
         let words: Vec<u64> = launch.args.iter().map(|arg| arg.word()).collect();
         let mut kinds: Vec<u8> = launch.args.iter().map(|arg| kind(*arg)).collect();
         kinds.push(0);
@@ -205,8 +226,8 @@ impl Machine for Emulator {
             buffers: buffers.as_ptr(),
             buffer_count: buffers.len() as u64,
         };
-        // SAFETY: the pointers outlive the call; the emulator checks that kernels stay in the buffers, which nobody
-        // else has a reference into.
+        // SAFETY: the pointers outlive the call; kernels stay in the buffers, which nobody else has a reference into:
+        // the emulator checks it here, or has checked it in the suites of kernels.
         unsafe { library.run(launch.kernel, &raw) }
             .with_context(|| format!("module {}", launch.module.name()))
     }
