@@ -165,11 +165,24 @@ fn host_memory_is_proposed_where_gpus_lack_the_room() {
     let mut cases = cases();
     let case = cases.iter_mut().find(|case| case.name == "minicpm-v-lora");
     let case = case.expect("the case");
-    let how = case.flags.iter_mut().find(|word| *word == "shm");
-    *how.expect("its collectives") = "ipc".to_owned();
     let temp = tempfile::tempdir().expect("temp dir");
-    let (planner, config) = case.planner(temp.path());
-    assert!(!planner.plan(&config).expect("a plan").fit.fits());
+    let mut device_need = |how: &str, cap: Option<u64>| {
+        let flag = case.flags.iter().position(|word| word == "--collectives");
+        case.flags[flag.expect("its collectives") + 1] = how.to_owned();
+        case.device_cap = cap.map_or_else(|| "80GiB".to_owned(), |cap| cap.to_string());
+        let (planner, config) = case.planner(temp.path());
+        let config = config.without_spare();
+        let fit = planner.plan(&config).expect("a plan").fit;
+        (fit.need.device, fit, planner, config)
+    };
+    let (mapped, ..) = device_need("ipc", None);
+    let (staged, ..) = device_need("shm", None);
+    assert!(
+        staged < mapped,
+        "shards that GPUs map stay on them: {staged} {mapped}"
+    );
+    let (_, fit, planner, config) = device_need("ipc", Some(staged.midpoint(mapped)));
+    assert!(fit.exceeds_device(), "{}", fit.needs());
     let found = nearest(&planner, &config).expect("candidates");
     let (flags, _) = found.expect("one that fits");
     assert_eq!(flags, [("collectives", "shm".to_owned())]);
