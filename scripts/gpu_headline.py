@@ -82,11 +82,11 @@ def stop(process):
     process.wait()
 
 
-def watched(command, log, seconds):
-    """Runs a command; its exit status (None when it was stopped), its text, and VmHWM of each rank that it started."""
+def watched(command, log, seconds, variables=None):
+    """Runs a command with these variables added; its exit status (None when it was stopped), its text, and VmHWM of each rank that it started."""
     marks = {}
     with open(log, "w") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True, env={**os.environ, **(variables or {})})
         ends = time.monotonic() + seconds
         while process.poll() is None:
             for child in ranks_of(process.pid):
@@ -381,7 +381,7 @@ def run_case(case, arguments, seconds):
             return result, [f"the model cannot be made: {(made.stderr or made.stdout).strip()[-400:]}"]
         log = out / f"headline-{case['name']}.txt"
         left = seconds - (time.monotonic() - begun)
-        code, text, marks = watched(train, log, left)
+        code, text, marks = watched(train, log, left, case.get("variables"))
         if code is None:
             return result, [f"stopped after {left:.0f} s: {text.strip().splitlines()[-1:]}"]
         if code:

@@ -196,6 +196,11 @@ class Runs(Folder):
         self.assertIn("exit 11: error[E01] the memory set aside on the GPU ran out", wrong[0])
         self.assertIn("| FAILED |", row)
 
+    def test_a_case_has_its_variables(self):
+        program = '[ "$1" = synth ] && exit 0\necho "products by $TESSERA_MATMUL"; exit 3\n'
+        _, wrong = self.run_case(program, {"variables": {"TESSERA_MATMUL": "own"}})
+        self.assertIn("exit 3: products by own", wrong[0])
+
     def test_a_checkpoint_that_fits_nowhere_fails_with_its_arithmetic(self):
         plan = {"checkpoint_bytes": {"state": 1, "weights": 1 << 60}, "need_bytes": {"host": 1}, "parameters_total": 100}
         case = {"layers": {"all": 28, "least": 4}, "host_cap": "64GiB"}

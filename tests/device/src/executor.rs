@@ -15,9 +15,9 @@ use kernels::cuda::backend::graphs::{self, Graphs, Mode, Replaying};
 use kernels::cuda::backend::{Cause, Executor, Moment, Take};
 use kernels::cuda::launch::{Address, Launch};
 use kernels::cuda::matmul::Multiply;
-use optim::rng::RandomStream;
 
 use crate::clock::Clock;
+use crate::draws::Draws;
 use crate::emulator::{Emulator, Order};
 use crate::machine::{Buffer, Machine};
 
@@ -79,55 +79,62 @@ pub struct EmulatedGpu {
     room: u64,
 }
 
-/// Holds a device's first fetch until an upload comes meanwhile: whether two directions of the bus can be busy at once.
+/// Holds fetches and uploads until one of each is under way: whether two directions of the bus can be busy at once.
 #[derive(Debug, Default)]
 pub struct Crossing {
-    seen: Mutex<Crossed>,
+    meeting: Mutex<Meeting>,
     came: Condvar,
 }
 
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-enum Crossed {
-    #[default]
-    Unknown,
-    Waiting,
-    Yes,
-    No,
+#[derive(Debug, Default)]
+struct Meeting {
+    /// The first fetch has come: uploads before it have nothing to meet.
+    fetches: bool,
+    /// What waits for the other direction.
+    waiting: Option<Direction>,
+    seen: bool,
+    missed: usize,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Direction {
+    Upload,
+    Fetch,
 }
 
 impl Crossing {
-    /// How long the first fetch waits for an upload that never comes.
-    const PATIENCE: Duration = Duration::from_secs(20);
+    /// How long one waits for the other.
+    const PATIENCE: Duration = Duration::from_secs(4);
+    /// Waits in vain after which nobody waits.
+    const MOST_MISSED: usize = 6;
 
-    fn lock(&self) -> MutexGuard<'_, Crossed> {
-        self.seen.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, Meeting> {
+        self.meeting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn fetch(&self) {
-        let mut seen = self.lock();
-        if *seen != Crossed::Unknown {
+    fn begins(&self, direction: Direction) {
+        let mut meeting = self.lock();
+        let first = direction == Direction::Fetch && !meeting.fetches;
+        meeting.fetches |= first;
+        if first || !meeting.fetches || meeting.seen || meeting.missed == Self::MOST_MISSED {
             return;
         }
-        *seen = Crossed::Waiting;
-        let waits = |seen: &mut Crossed| *seen == Crossed::Waiting;
-        let waited = self.came.wait_timeout_while(seen, Self::PATIENCE, waits);
-        let (mut seen, _) = waited.unwrap_or_else(PoisonError::into_inner);
-        if *seen == Crossed::Waiting {
-            *seen = Crossed::No;
-        }
-    }
-
-    fn upload(&self) {
-        let mut seen = self.lock();
-        if *seen == Crossed::Waiting {
-            *seen = Crossed::Yes;
+        if meeting.waiting.is_some_and(|waiting| waiting != direction) {
+            meeting.seen = true;
             self.came.notify_all();
+            return;
         }
+        meeting.waiting = Some(direction);
+        let alone = |meeting: &mut Meeting| !meeting.seen;
+        let waited = self.came.wait_timeout_while(meeting, Self::PATIENCE, alone);
+        let (mut meeting, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        meeting.waiting = None;
+        meeting.missed += usize::from(!meeting.seen);
     }
 
-    /// Whether an upload came while the first fetch was under way.
+    /// Whether an upload and a fetch were under way at once.
     pub fn was_seen(&self) -> bool {
-        *self.lock() == Crossed::Yes
+        self.lock().seen
     }
 }
 
@@ -139,7 +146,7 @@ enum Timing {
     /// All as late as they may be.
     LateUploads,
     /// At moments that are drawn.
-    Drawn(Draws),
+    Drawn(Draws, Option<Lost>),
 }
 
 /// Moments that are drawn from a seed: how far the device is when the host does something, and where among the queued
@@ -163,38 +170,8 @@ pub enum Lost {
     Fetches,
 }
 
-#[derive(Debug)]
-struct Draws {
-    stream: RandomStream,
-    drawn: u64,
-    /// Works queued between two stretches of the device's way: it may be quick or far behind.
-    pace: u64,
-    lost: Option<Lost>,
-}
-
-impl Draws {
-    fn new(delays: Delays) -> Self {
-        let stream = RandomStream::new(delays.seed, "delays");
-        Self {
-            pace: 2 << (stream.bits(0, 0) % PACES),
-            stream,
-            drawn: 0,
-            lost: delays.lost,
-        }
-    }
-
-    /// A number of `from..=to`.
-    fn between(&mut self, from: u64, to: u64) -> u64 {
-        self.drawn += 1;
-        from + self.stream.bits(0, self.drawn) % (to.saturating_sub(from) + 1)
-    }
-}
-
 /// Works of the queue that a join that was lost is late by at most.
 const LATE: u64 = 16;
-/// Devices make a stretch of their way after 2, 4, … 256 works.
-const PACES: u64 = 8;
-
 #[derive(Debug)]
 struct State {
     machine: Emulator,
@@ -259,8 +236,8 @@ impl State {
             .queue
             .partition_point(|(other, _)| *other < self.queued);
         self.queue.insert(place, (self.queued, work));
-        if let Timing::Drawn(draws) = &mut self.timing
-            && draws.between(1, draws.pace) == 1
+        if let Timing::Drawn(draws, _) = &mut self.timing
+            && draws.moves()
         {
             let until = draws.between(self.done, self.queued);
             self.run_to(until)?;
@@ -302,7 +279,7 @@ impl State {
         match &mut self.timing {
             Timing::EarlyUploads => behind,
             Timing::LateUploads => queued,
-            Timing::Drawn(draws) => match draws.lost {
+            Timing::Drawn(draws, lost) => match lost {
                 Some(Lost::Uploads) => draws.between(done, queued),
                 Some(Lost::Joins) => draws.between(behind.max(done), queued + LATE),
                 _ => draws.between(behind.max(done), queued),
@@ -315,7 +292,7 @@ impl State {
         let (done, queued) = (self.done, self.queued);
         match &mut self.timing {
             Timing::EarlyUploads | Timing::LateUploads => behind,
-            Timing::Drawn(draws) => match draws.lost {
+            Timing::Drawn(draws, lost) => match lost {
                 Some(Lost::Fetches) => draws.between(done, queued),
                 _ => draws.between(behind.max(done), queued.max(behind)),
             },
@@ -368,16 +345,27 @@ impl EmulatedGpu {
         Self::timed(order, timing)
     }
 
+    /// The same, every access of whose kernels is looked at whether or not `TESSERA_WATCH=1` asks for it.
+    #[must_use]
+    pub fn watched(order: Order) -> Self {
+        let gpu = Self::new(order);
+        gpu.lock().machine = Emulator::new(order);
+        gpu
+    }
+
     /// A machine without memory that does everything at some moment at which it may.
     #[must_use]
     pub fn delayed(order: Order, delays: Delays) -> Self {
-        Self::timed(order, Timing::Drawn(Draws::new(delays)))
+        Self::timed(
+            order,
+            Timing::Drawn(Draws::new(delays.seed, "delays"), delays.lost),
+        )
     }
 
     fn timed(order: Order, timing: Timing) -> Self {
         let machine = match &timing {
             // What comes too late leaves numbers of rows that lie anywhere, which only a watched kernel refuses.
-            Timing::Drawn(draws) if draws.lost.is_some() => Emulator::new(order),
+            Timing::Drawn(_, Some(_)) => Emulator::new(order),
             _ => Emulator::of_passes(order),
         };
         let state = State {
@@ -509,7 +497,7 @@ unsafe impl Executor for EmulatedGpu {
         behind: Option<&Moment>,
     ) -> Result<(), Cause> {
         if let Some(crossing) = &self.crossing {
-            crossing.upload();
+            crossing.begins(Direction::Upload);
         }
         let mut state = self.lock();
         let behind = behind.map(works).transpose()?.unwrap_or(0);
@@ -534,7 +522,7 @@ unsafe impl Executor for EmulatedGpu {
         take: &mut Take<'_>,
     ) -> Result<(), Cause> {
         if let Some(crossing) = &self.crossing {
-            crossing.fetch();
+            crossing.begins(Direction::Fetch);
         }
         let mut state = self.lock();
         let until = works(behind)?;

@@ -6,6 +6,7 @@ pub mod backend_checks;
 pub mod cases;
 mod clock;
 pub mod compile;
+mod draws;
 pub mod emulator;
 #[expect(unsafe_code, reason = "implements what a backend trusts")]
 pub mod executor;
@@ -13,6 +14,7 @@ pub mod gpu;
 #[expect(unsafe_code, reason = "implements what a backend trusts")]
 pub mod linked;
 pub mod machine;
+mod network;
 pub mod numbers;
 pub mod paired;
 pub mod random;

@@ -2,7 +2,8 @@
 //! host, and one that talks to the others.
 //!
 //! What a driver leaves open is decided here: copies run as soon as they may (*early*), or only when somebody waits for
-//! them (*late*). Computing is always late. So a wait that is missing reads what is not there yet, or what is there no more.
+//! them (*late*), and computing is always late; or every lane makes stretches of its way at moments that are drawn from a
+//! seed. So a wait that is missing reads what is not there yet, or what is there no more.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -14,9 +15,11 @@ use kernels::cuda::backend::graphs::{self, Graphs};
 use kernels::cuda::backend::{Cause, Executor, GroupExecutor, Moment, PeerExecutor, Take, filling};
 use kernels::cuda::launch::{Address, Launch};
 
+use crate::draws::Draws;
 use crate::emulator::{Emulator, Order};
 use crate::executor::MULTIPROCESSORS;
 use crate::machine::{Buffer, Machine};
+use crate::network::{Door, Network};
 
 /// Works of computing that wait at most: they hold copies of what they write.
 const QUEUE: usize = 512;
@@ -49,6 +52,23 @@ pub enum Copies {
     Early,
     /// When somebody waits for them.
     Late,
+    /// At some moment between the two, as the lanes' other works: another seed is another day.
+    Drawn(u64),
+}
+
+/// A wait of one lane for another that somebody forgot, on purpose: other bits must be the result.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Lost {
+    /// What comes in does not wait for the last use of its place.
+    Uses,
+    /// Communication does not wait for what comes from the host.
+    Puts,
+    /// Communication does not wait for what this GPU computes.
+    Own,
+    /// A lane does not wait for one of another GPU.
+    Marks(Lane, Lane),
+    /// Computing does not wait for what comes from other GPUs.
+    Arrivals,
 }
 
 /// What goes wrong where a GPU joins others.
@@ -79,6 +99,17 @@ pub struct LinkedGpu {
     index: usize,
     copies: Copies,
     trouble: Option<Trouble>,
+    lost: Option<Lost>,
+    /// Where the group's other GPUs are those of other processes.
+    library: Option<Mutex<NetworkLibrary>>,
+}
+
+/// A library of collectives that reaches other processes.
+#[derive(Debug)]
+struct NetworkLibrary {
+    version: String,
+    door: Option<Door>,
+    group: Option<Network>,
 }
 
 /// What the GPUs of a node share.
@@ -95,6 +126,8 @@ struct Device {
     buffers: Vec<Buffer>,
     shared: Option<Address>,
     lanes: [Queue; 3],
+    /// Where moments are drawn.
+    draws: Option<Draws>,
     /// By rank, the place among the devices.
     members: Vec<usize>,
     pulled_bytes: u64,
@@ -231,11 +264,16 @@ impl LinkedGpu {
     /// `count` GPUs on one node.
     #[must_use]
     pub fn node(count: usize, order: Order, copies: Copies) -> Vec<Self> {
-        let device = |_| Device {
+        let draws = |index| match copies {
+            Copies::Early | Copies::Late => None,
+            Copies::Drawn(seed) => Some(Draws::new(seed, &format!("GPU {index}"))),
+        };
+        let device = |index| Device {
             machine: Emulator::of_passes(order),
             buffers: Vec::new(),
             shared: None,
             lanes: Default::default(),
+            draws: draws(index),
             members: Vec::new(),
             pulled_bytes: 0,
             put_bytes: 0,
@@ -252,6 +290,8 @@ impl LinkedGpu {
             index,
             copies,
             trouble: None,
+            lost: None,
+            library: None,
         };
         (0..count).map(gpu).collect()
     }
@@ -261,6 +301,57 @@ impl LinkedGpu {
     pub fn with_trouble(self, trouble: Trouble) -> Self {
         Self {
             trouble: Some(trouble),
+            ..self
+        }
+    }
+
+    /// The same GPU with a library of this version that reaches GPUs of other processes. Its collectives are done when they
+    /// are queued.
+    #[must_use]
+    pub fn with_network(self, version: &str) -> Self {
+        let library = NetworkLibrary {
+            version: version.into(),
+            door: None,
+            group: None,
+        };
+        Self {
+            library: Some(Mutex::new(library)),
+            ..self
+        }
+    }
+
+    fn network(&self) -> Option<MutexGuard<'_, NetworkLibrary>> {
+        let library = self.library.as_ref()?;
+        Some(library.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// What every process brings, after the communication that is queued here, and this rank; `None` without a network.
+    fn exchange(
+        &self,
+        what: &str,
+        from: impl Fn(usize) -> Address,
+        bytes: u64,
+    ) -> Result<Option<(usize, Vec<Vec<u8>>)>, Cause> {
+        let Some(mut library) = self.network() else {
+            return Ok(None);
+        };
+        let group = library.group.as_mut().ok_or("no group was joined")?;
+        let mut devices = self.lock();
+        let queued = devices[self.index].lanes[Stream::Communication as usize].queued;
+        run(&mut devices, self.index, Stream::Communication, queued)?;
+        let own = devices[self.index].read(from(group.rank), bytes as usize)?;
+        drop(devices);
+        let all = group.exchange(what, &own)?;
+        Ok(Some((group.rank, all)))
+    }
+
+    /// The same GPU, where this wait was forgotten. Every access of its kernels is looked at: what comes too late leaves
+    /// numbers of rows that lie anywhere.
+    #[must_use]
+    pub fn without(self, lost: Lost) -> Self {
+        self.lock()[self.index].machine = Emulator::new(Order::Ascending);
+        Self {
+            lost: Some(lost),
             ..self
         }
     }
@@ -294,11 +385,21 @@ impl LinkedGpu {
         let queue = &mut devices[self.index].lanes[lane as usize];
         queue.queued += 1;
         queue.works.push_back(work);
-        let (queued, done) = (queue.queued, queue.done);
+        let queued = queue.queued;
+        let own = &mut devices[self.index];
+        if let Some(draws) = &mut own.draws
+            && draws.moves()
+        {
+            let lane = Stream::ALL[draws.between(0, 2) as usize];
+            let Queue { done, queued, .. } = own.lanes[lane as usize];
+            let until = draws.between(done, queued);
+            run(devices, self.index, lane, until)?;
+        }
+        let Queue {
+            done, ref works, ..
+        } = devices[self.index].lanes[lane as usize];
         match lane {
-            Stream::Compute if queue.works.len() > QUEUE => {
-                run(devices, self.index, lane, done + 1)
-            }
+            Stream::Compute if works.len() > QUEUE => run(devices, self.index, lane, done + 1),
             Stream::Compute => Ok(()),
             _ if self.copies == Copies::Early => run(devices, self.index, lane, queued),
             _ => Ok(()),
@@ -328,6 +429,20 @@ impl LinkedGpu {
         let mut devices = self.lock();
         let queued = devices[self.index].lanes[other as usize].queued;
         self.push(&mut devices, lane, Work::Await(self.index, other, queued))
+    }
+
+    /// A lane goes on behind a mark of a rank.
+    fn follow_mark(&self, lane: Lane, peer: usize, of: Lane, number: u64) -> Result<(), Cause> {
+        let mut devices = self.lock();
+        let device = Self::device_of(&devices, self.index, peer)?;
+        let (lane, of) = (Stream::from(lane), Stream::from(of));
+        let marks = &devices[device].lanes[of as usize].marks;
+        // An event that was never recorded makes nobody wait.
+        let count = match number {
+            0 => 0,
+            number => *marks.get(number as usize - 1).unwrap_or(&0),
+        };
+        self.push(&mut devices, lane, Work::Await(device, of, count))
     }
 
     fn device_of(devices: &[Device], index: usize, peer: usize) -> Result<usize, Cause> {
@@ -469,6 +584,9 @@ impl PeerExecutor for LinkedGpu {
     }
 
     fn incoming_behind(&self, moment: &Moment) -> Result<(), Cause> {
+        if self.lost == Some(Lost::Uses) {
+            return Ok(());
+        }
         let behind = works(moment)?;
         let wait = || Work::Await(self.index, Stream::Compute, behind);
         self.queue(Stream::Inward, wait())?;
@@ -477,7 +595,10 @@ impl PeerExecutor for LinkedGpu {
 
     unsafe fn put(&self, to: Address, bytes: &[u8]) -> Result<(), Cause> {
         self.inward(to, bytes, None)?;
-        self.follow(Stream::Communication, Stream::Inward)
+        match self.lost {
+            Some(Lost::Puts) => Ok(()),
+            _ => self.follow(Stream::Communication, Stream::Inward),
+        }
     }
 
     unsafe fn clear(&self, at: Address, bytes: u64) -> Result<(), Cause> {
@@ -505,7 +626,10 @@ impl PeerExecutor for LinkedGpu {
 
     fn arrive(&self) -> Result<(), Cause> {
         self.lock()[self.index].coming_bytes = 0;
-        self.follow(Stream::Compute, Stream::Communication)
+        match self.lost {
+            Some(Lost::Arrivals) => Ok(()),
+            _ => self.follow(Stream::Compute, Stream::Communication),
+        }
     }
 
     fn mark(&self, lane: Lane) -> Result<u64, Cause> {
@@ -516,20 +640,17 @@ impl PeerExecutor for LinkedGpu {
     }
 
     fn await_mark(&self, lane: Lane, peer: usize, of: Lane, number: u64) -> Result<(), Cause> {
-        let mut devices = self.lock();
-        let device = Self::device_of(&devices, self.index, peer)?;
-        let (lane, of) = (Stream::from(lane), Stream::from(of));
-        let marks = &devices[device].lanes[of as usize].marks;
-        // An event that was never recorded makes nobody wait.
-        let count = match number {
-            0 => 0,
-            number => *marks.get(number as usize - 1).unwrap_or(&0),
-        };
-        self.push(&mut devices, lane, Work::Await(device, of, count))
+        match self.lost {
+            Some(lost) if lost == Lost::Marks(lane, of) => Ok(()),
+            _ => self.follow_mark(lane, peer, of, number),
+        }
     }
 
     fn await_own(&self, number: u64) -> Result<(), Cause> {
-        self.await_mark(Lane::Communication, self.rank()?, Lane::Compute, number)
+        match self.lost {
+            Some(Lost::Own) => Ok(()),
+            _ => self.follow_mark(Lane::Communication, self.rank()?, Lane::Compute, number),
+        }
     }
 }
 
@@ -615,6 +736,9 @@ impl LinkedGpu {
 
 impl GroupExecutor for LinkedGpu {
     fn version(&self) -> Result<String, Cause> {
+        if let Some(library) = self.network() {
+            return Ok(library.version.clone());
+        }
         Ok(match self.trouble {
             Some(Trouble::OtherVersion) => OTHER_VERSION,
             _ => VERSION,
@@ -623,10 +747,20 @@ impl GroupExecutor for LinkedGpu {
     }
 
     fn id(&self) -> Result<Vec<u8>, Cause> {
+        if let Some(mut library) = self.network() {
+            return library.door.insert(Door::open()?).name();
+        }
         Ok(vec![1])
     }
 
-    fn join(&self, id: &[u8], _: usize, size: usize, deadline: Duration) -> Result<(), Cause> {
+    fn join(&self, id: &[u8], rank: usize, size: usize, deadline: Duration) -> Result<(), Cause> {
+        if let Some(mut library) = self.network() {
+            let door = library.door.take();
+            library.group = Some(Network::join(door, id, rank, size, deadline)?);
+            // Marks of this rank are the only ones that anybody waits for.
+            self.lock()[self.index].members = vec![self.index; size];
+            return Ok(());
+        }
         if *id != [1] {
             return Err("the name of no group".into());
         }
@@ -651,10 +785,24 @@ impl GroupExecutor for LinkedGpu {
     }
 
     fn size(&self) -> usize {
+        if let Some(library) = self.network() {
+            return library.group.as_ref().map_or(0, |group| group.size);
+        }
         self.lock()[self.index].members.len()
     }
 
     unsafe fn all_gather(&self, whole: Address, part: u64) -> Result<(), Cause> {
+        let place = |rank: usize| Address(whole.0 + rank as u64 * part);
+        if let Some((rank, all)) = self.exchange("all_gather", place, part)? {
+            for (peer, bytes) in all
+                .into_iter()
+                .enumerate()
+                .filter(|(peer, _)| *peer != rank)
+            {
+                self.queue(Stream::Communication, Work::Write(place(peer), bytes))?;
+            }
+            return Ok(());
+        }
         self.collective(whole, |own, devices, places| {
             for (rank, (device, offset)) in places.iter().enumerate() {
                 let at = rank as u64 * part;
@@ -674,6 +822,19 @@ impl GroupExecutor for LinkedGpu {
     }
 
     unsafe fn reduce_scatter(&self, from: Address, to: Address, elems: u64) -> Result<(), Cause> {
+        let all = 4 * elems * self.size() as u64;
+        if let Some((rank, all)) = self.exchange("reduce_scatter", |_| from, all)? {
+            let own = |bytes: &Vec<u8>| -> Vec<f32> {
+                let part = 4 * elems as usize;
+                bytemuck::pod_collect_to_vec(&bytes[rank * part..][..part])
+            };
+            let sum = all.iter().map(own).reduce(|mut sum, values| {
+                sum.iter_mut().zip(values).for_each(|(s, x)| *s += x);
+                sum
+            });
+            let sum = bytemuck::cast_slice(&sum.unwrap_or_default()).to_vec();
+            return self.queue(Stream::Communication, Work::Write(to, sum));
+        }
         let rank = self.rank()? as u64;
         self.collective(from, |own, devices, places| {
             devices[own.index].pulled_bytes += (places.len() as u64 - 1) * 4 * elems;

@@ -1,4 +1,4 @@
-//! A machine that notes the threads and the shared memory of every launch.
+//! A machine that notes the threads and the shared memory of every launch, and what kernels left.
 
 use std::collections::BTreeMap;
 
@@ -16,14 +16,24 @@ pub type Seen = BTreeMap<(String, String), (u32, u32)>;
 pub struct Recording<M> {
     machine: M,
     seen: Seen,
+    left: blake3::Hasher,
 }
 
 impl<M: Machine> Recording<M> {
     /// Notes what `machine` launches.
     #[must_use]
-    pub const fn new(machine: M) -> Self {
-        let seen = Seen::new();
-        Self { machine, seen }
+    pub fn new(machine: M) -> Self {
+        Self {
+            machine,
+            seen: Seen::new(),
+            left: blake3::Hasher::new(),
+        }
+    }
+
+    /// Of every byte that was read back.
+    #[must_use]
+    pub fn digest(&self) -> blake3::Hash {
+        self.left.finalize()
     }
 
     /// The notes.
@@ -51,7 +61,9 @@ impl<M: Machine> Machine for Recording<M> {
     }
 
     fn read(&mut self, buffer: Buffer, start: isize, len: usize) -> Result<Vec<u8>> {
-        self.machine.read(buffer, start, len)
+        let bytes = self.machine.read(buffer, start, len)?;
+        self.left.update(&bytes);
+        Ok(bytes)
     }
 
     fn launch(&mut self, launch: &Launch) -> Result<()> {

@@ -111,6 +111,29 @@ fn products_by_the_emulated_library() {
     assert!(failures.is_empty(), "{}", failures.join("\n"));
 }
 
+/// Passes of models are not looked at access by access; what kernels compute does not differ for it.
+#[test]
+fn unwatched_kernels_leave_the_same_bits() {
+    let families = [
+        Family::Norm,
+        Family::Pointwise,
+        Family::LoraLinear,
+        Family::Attention,
+        Family::PrimitivesCheck,
+    ];
+    for family in families {
+        let cases = cases::of(family, Effort::Emulated);
+        let [watched, unwatched] = [Emulator::new, Emulator::of_passes].map(|emulator| {
+            let mut machine = Recording::new(emulator(Order::Ascending));
+            for case in cases.iter().step_by(5) {
+                case.run(&mut machine).expect("a case that passes");
+            }
+            machine.digest()
+        });
+        assert_eq!(watched, unwatched, "{family:?}");
+    }
+}
+
 #[test]
 fn prebuilt_modules_run_without_a_compiler() {
     let folder = tempfile::tempdir().unwrap();

@@ -16,7 +16,7 @@ use std::sync::Arc;
 
 use device_tests::emulator::Order;
 use device_tests::executor::{EmulatedGpu, Library, MULTIPROCESSORS, with_graphs};
-use device_tests::linked::{Copies, LinkedGpu, REFUSAL, Trouble};
+use device_tests::linked::{Copies, LinkedGpu, OTHER_VERSION, REFUSAL, Trouble, VERSION};
 use device_tests::tolerance;
 use kernels::cuda::CudaBackend;
 use kernels::cuda::backend::graphs::Mode;
@@ -40,6 +40,8 @@ const DRIVER: &str = "TESSERA_EMULATED_DRIVER";
 const CUBLASLT: &str = "TESSERA_EMULATED_CUBLASLT";
 /// Says that GPUs share memory, and what goes wrong with it on the last rank.
 const IPC: &str = "TESSERA_EMULATED_IPC";
+/// Version of a library for collectives that a rank's GPU has.
+const NCCL: &str = "TESSERA_EMULATED_NCCL";
 /// Bytes that another process takes of a GPU behind the plan, before a rank opens it.
 const TAKEN: &str = "TESSERA_EMULATED_TAKEN";
 /// As CUDA reads it.
@@ -118,6 +120,12 @@ impl Devices for Emulated {
             Products::Own => Library::Absent,
             Products::CublasLt => Library::Multiplies,
         };
+        if let Some(version) = variables.get(NCCL) {
+            let linked = LinkedGpu::node(1, Order::Ascending, Copies::Late).remove(0);
+            let linked = linked.with_network(&version.to_string_lossy());
+            let device = CudaBackend::new(Arc::new(linked), arena_bytes);
+            return opened(device, gpu, arena_bytes, variables);
+        }
         if let Some(trouble) = variables.get(IPC) {
             let rank: usize = text(variables, RANK).parse().unwrap();
             let size: usize = text(variables, WORLD_SIZE).parse().unwrap();
@@ -264,9 +272,7 @@ impl Site {
 
     /// Runs two machines that have unlike values of a variable; exit statuses and screens.
     fn machines(&self, name: &str, values: [&str; 2], line: &str) -> [(Option<i32>, String); 2] {
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let port = listener.local_addr().unwrap().port();
-        drop(listener);
+        let port = free_port();
         let children = [0, 1].map(|i| self.machine(i, port, (name, values[i]), line));
         children.map(|child| {
             let done = child.wait_with_output().unwrap();
@@ -277,19 +283,28 @@ impl Site {
 
     /// Two ranks of one machine that another program started, with these variables; exit statuses and screens.
     fn ranks_alone(&self, own: &[(&str, &str)], line: &str) -> [(Option<i32>, String); 2] {
-        let children = ["0", "1"].map(|rank| {
+        let torchrun = |rank| {
+            let mut variables = vec![(RANK, rank), ("LOCAL_RANK", rank)];
+            variables.extend([(WORLD_SIZE, "2"), ("LOCAL_WORLD_SIZE", "2")]);
+            variables.extend([("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29400")]);
+            variables.extend_from_slice(own);
+            variables
+        };
+        self.started(["0", "1"].map(torchrun), line)
+    }
+
+    /// Two ranks with one GPU each, started by another program with the variables of each; exit statuses and screens.
+    fn started(&self, variables: [Vec<(&str, &str)>; 2], line: &str) -> [(Option<i32>, String); 2] {
+        let children = variables.map(|variables| {
             Command::new(std::env::current_exe().unwrap())
                 .args(MODEL.split_whitespace().chain(line.split_whitespace()))
                 .current_dir(self.0.path())
                 .env_clear()
                 .envs(std::env::var_os("PATH").map(|path| ("PATH", path)))
-                .envs(own.iter().copied())
+                .envs(variables)
                 .env(GPUS, "1")
                 .env("TMPDIR", self.0.path())
                 .env("XDG_CACHE_HOME", self.path("cache"))
-                .envs([(RANK, rank), ("LOCAL_RANK", rank)])
-                .envs([(WORLD_SIZE, "2"), ("LOCAL_WORLD_SIZE", "2")])
-                .envs([("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29400")])
                 .stdout(Stdio::piped())
                 .stderr(Stdio::piped())
                 .spawn()
@@ -336,6 +351,12 @@ impl Site {
     fn json(&self, name: &str) -> Value {
         serde_json::from_slice(&fs::read(self.path(name)).unwrap()).unwrap()
     }
+}
+
+/// Of this machine, that nobody listens at.
+fn free_port() -> u16 {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    listener.local_addr().unwrap().port()
 }
 
 const MODEL: &str = "--model model --data data.json --zero 3 --learning-rate 1e-3 --model-max-length 96 --max-slice-nums 1 \
@@ -505,6 +526,90 @@ fn goes_as(site: &Site, run: &str, like: &str) {
     assert!(site.weights(run, 2) == site.weights(like, 2), "{run}");
     let config = site.json(&format!("{run}/config.resolved.json"));
     assert!(config["ipc_refused"].is_string(), "{config}");
+}
+
+/// Two nodes of one rank each, as torchrun, Slurm and mpirun start them, exchange through the library of collectives: the
+/// bits of ranks that share host memory, whose sums of two have one order. Another version on one node ends the run on
+/// both.
+fn nodes_exchange_through_nccl() {
+    let site = Site::new();
+    let line = "--precision bf16 --max-steps 2 --device cuda --save-strategy steps --save-steps 2 --eval-strategy no \
+                --comm-timeout 120";
+    site.train(
+        2,
+        &format!("{line} --nproc 2 --collectives shm --output shm"),
+    );
+    let port = free_port().to_string();
+    let common = |version| {
+        vec![
+            ("MASTER_ADDR", "127.0.0.1"),
+            ("MASTER_PORT", &*port),
+            ("TESSERA_JOB_TOKEN", "a token of these tests alone"),
+            (NCCL, version),
+        ]
+    };
+    let torchrun = |rank| {
+        vec![
+            (RANK, rank),
+            ("LOCAL_RANK", "0"),
+            (WORLD_SIZE, "2"),
+            ("LOCAL_WORLD_SIZE", "1"),
+            ("GROUP_RANK", rank),
+        ]
+    };
+    let slurm = |rank| {
+        vec![
+            ("SLURM_JOB_ID", "70001"),
+            ("SLURM_STEP_ID", "0"),
+            ("SLURM_PROCID", rank),
+            ("SLURM_STEP_NUM_TASKS", "2"),
+            ("SLURM_NTASKS", "2"),
+            ("SLURM_LOCALID", "0"),
+            ("SLURM_NODEID", rank),
+            ("SLURM_STEP_TASKS_PER_NODE", "1(x2)"),
+            ("SLURM_JOB_NODELIST", "gpu[07-08]"),
+        ]
+    };
+    let mpirun = |rank| {
+        vec![
+            ("OMPI_COMM_WORLD_RANK", rank),
+            ("OMPI_COMM_WORLD_SIZE", "2"),
+            ("OMPI_COMM_WORLD_LOCAL_RANK", "0"),
+            ("OMPI_COMM_WORLD_LOCAL_SIZE", "1"),
+        ]
+    };
+    let starters = [
+        ("torchrun", ["0", "1"].map(torchrun)),
+        ("slurm", ["0", "1"].map(slurm)),
+        ("mpirun", ["0", "1"].map(mpirun)),
+    ];
+    let run = |[first, second]: [Vec<_>; 2], versions: [&'static str; 2], output: &str| {
+        let first = [first, common(versions[0])].concat();
+        let second = [second, common(versions[1])].concat();
+        let line = format!("{line} --collectives nccl --output {output}");
+        site.started([first, second], &line)
+    };
+    for (starter, ranks) in starters.clone() {
+        let both = run(ranks, [VERSION; 2], starter);
+        for (code, screen) in &both {
+            assert_eq!(*code, Some(0), "{starter}:\n{screen}");
+        }
+        let config =
+            fs::read_to_string(site.path(&format!("{starter}/config.resolved.json"))).unwrap();
+        assert!(config.contains("\"nccl\""), "{config}");
+        assert_eq!(site.logged(starter, "loss"), site.logged("shm", "loss"));
+        let same = site.weights(starter, 2) == site.weights("shm", 2);
+        assert!(same, "{starter}: weights differ");
+        takes_what_the_plan_says(&site, starter);
+    }
+    let [(_, torchrun), ..] = starters;
+    for (code, screen) in run(torchrun, [VERSION, OTHER_VERSION], "unlike") {
+        assert_eq!(code, Some(13), "{screen}");
+        for words in ["different versions of NCCL", VERSION, OTHER_VERSION] {
+            assert!(screen.contains(words), "no {words:?} in\n{screen}");
+        }
+    }
+    assert!(!site.path("unlike/checkpoint-2").exists());
 }
 
 /// These GPUs share no memory; who asks for that is told what does without.
@@ -848,7 +953,7 @@ fn machines_with_unlike_libraries_are_named() {
 
 type Test = (&'static str, fn());
 
-const TESTS: [Test; 14] = [
+const TESTS: [Test; 15] = [
     (
         "an_arena_that_another_process_took_is_missed",
         an_arena_that_another_process_took_is_missed,
@@ -883,6 +988,7 @@ const TESTS: [Test; 14] = [
         "updates_begin_where_host_memory_is_to_spare",
         updates_begin_where_host_memory_is_to_spare,
     ),
+    ("nodes_exchange_through_nccl", nodes_exchange_through_nccl),
     (
         "gpus_that_share_no_memory_are_named",
         gpus_that_share_no_memory_are_named,

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use anyhow::{Result, ensure};
 use device_tests::emulator::Order;
 use device_tests::executor::MULTIPROCESSORS;
-use device_tests::linked::{Copies, LinkedGpu};
+use device_tests::linked::{Copies, LinkedGpu, Lost};
 use engine::comm::{Communicator, threads};
 use engine::{
     DeviceTransport, Offload, ParamId, PassKind, Plan, Precision, Rehearsal, Stage, Tier, Zero,
@@ -15,7 +15,7 @@ use engine::{
 use kernels::cuda::CudaBackend;
 use kernels::cuda::backend::Executor;
 use kernels::cuda::backend::graphs::{Mode, Replaying};
-use kernels::{Backend, PoolStats};
+use kernels::{Backend, Lane, PoolStats};
 use models::autograd::Tape;
 use models::data::EncodedSample;
 use models::{ModelOptions, SampleInput, VisionLanguageModel, open_model};
@@ -27,6 +27,10 @@ const TOKENS: usize = 12;
 const MOST_TOKENS: usize = 80;
 const WINDOW_BYTES: usize = 1 << 26;
 const LEARNING_RATE: f64 = 1e-3;
+/// Days that are drawn.
+const DAYS: u64 = 3;
+/// Days on which a lost wait must have shown at least once.
+const LOST_DAYS: u64 = 8;
 
 /// What is told apart.
 #[derive(Clone, Copy)]
@@ -97,13 +101,21 @@ impl Case {
         Ok(open_model(&pack(self.family), options)?)
     }
 
-    /// Every rank on a thread of its own, with the copies as said; also what each GPU had from others and from the host.
+    /// With the copies as said.
     fn train(&self, transport: DeviceTransport, copies: Copies) -> Result<Vec<Trained>> {
         let gpus = LinkedGpu::node(self.ranks, Order::Ascending, copies);
+        self.train_on(transport, gpus)
+    }
+
+    /// Every rank on a thread of its own; also what each GPU had from others and from the host.
+    fn train_on(&self, transport: DeviceTransport, gpus: Vec<LinkedGpu>) -> Result<Vec<Trained>> {
         let comms = threads::world(self.ranks, WINDOW_BYTES)?;
         let ranks = gpus.into_iter().zip(comms).map(|(gpu, comm)| {
             let case = *self;
-            std::thread::spawn(move || case.rank(transport, gpu, comm))
+            std::thread::spawn(move || {
+                let done = case.rank(transport, gpu, comm.clone());
+                done.inspect_err(|error| comm.abort(&error.to_string()))
+            })
         });
         let ranks: Vec<_> = ranks.collect();
         let join = |rank: std::thread::JoinHandle<Result<Trained>>| match rank.join() {
@@ -408,6 +420,68 @@ fn states_on_the_gpus_below_stage_3() -> Result<()> {
             ..PLAIN
         };
         case.agrees(&[(transport, Copies::Late)])?;
+    }
+    Ok(())
+}
+
+/// Lanes of two GPUs at every moment that waits allow.
+#[test]
+fn ranks_have_one_result_on_any_day() -> Result<()> {
+    let days = |transport| (0..DAYS).map(move |seed| (transport, Copies::Drawn(seed)));
+    let ahead = Case {
+        ahead: true,
+        passes: 4,
+        ..PLAIN
+    };
+    let carriers = [DeviceTransport::Peers, DeviceTransport::Nccl].map(days);
+    ahead.agrees(&carriers.into_iter().flatten().collect::<Vec<_>>())?;
+    let resident = Case {
+        states: Tier::Device,
+        ..PLAIN
+    };
+    let days: Vec<_> = days(DeviceTransport::Peers).collect();
+    resident.agrees(&days)
+}
+
+/// Each kind of wait is needed, and the days above would show its loss.
+#[test]
+fn a_lost_wait_changes_the_result() -> Result<()> {
+    let of_states = |states| Case {
+        states,
+        ahead: states == Tier::Host,
+        passes: 4,
+        ..PLAIN
+    };
+    let transport = DeviceTransport::Peers;
+    let in_host_memory = [
+        Lost::Uses,
+        Lost::Puts,
+        Lost::Marks(Lane::Communication, Lane::Communication),
+        Lost::Marks(Lane::Compute, Lane::Communication),
+        Lost::Arrivals,
+    ];
+    // Where weights come from the host, the wait for a place's last use hides these.
+    let on_the_gpu = [Lost::Own, Lost::Marks(Lane::Communication, Lane::Compute)];
+    for (states, kinds) in [
+        (Tier::Host, &in_host_memory[..]),
+        (Tier::Device, &on_the_gpu[..]),
+    ] {
+        let case = of_states(states);
+        let want = case.train(transport, Copies::Late)?;
+        for lost in kinds {
+            let shows = (0..LOST_DAYS).any(|seed| {
+                let gpus = LinkedGpu::node(case.ranks, Order::Ascending, Copies::Drawn(seed));
+                let gpus = gpus.into_iter().map(|gpu| gpu.without(*lost)).collect();
+                // Memory that nobody wrote may end a launch of the emulator, too.
+                let got = case.train_on(transport, gpus);
+                got.map_or(true, |got| {
+                    got.iter()
+                        .zip(&want)
+                        .any(|(got, want)| got.left != want.left)
+                })
+            });
+            ensure!(shows, "{lost:?}");
+        }
     }
     Ok(())
 }

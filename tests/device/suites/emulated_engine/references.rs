@@ -1,5 +1,7 @@
-//! A golden case in 16 bits on the emulated GPU: beside what the pack stores, and beside the CPU in the same precision.
+//! Golden packs on the emulated GPU: in f32 at the tolerances of the CPU; a case in 16 bits beside what the pack stores, and
+//! beside the CPU in the same precision.
 
+use std::env;
 use std::sync::Arc;
 
 use anyhow::{Result, ensure};
@@ -9,15 +11,47 @@ use engine::Precision;
 use kernels::cuda::CudaBackend;
 use models::open_processor;
 use tests::golden::Pack;
+use tests::parity::check_pack;
 use tests::sixteen_bits::check_case;
 use tests::world::compute_on;
+use tests::{drift, tolerance};
 
 use crate::setup::ARENA_BYTES;
 
-#[test]
-fn a_golden_case_in_16_bits_keeps_its_tolerances() -> Result<()> {
+/// All worlds of this process.
+fn compute_on_the_emulator() -> Result<()> {
     let gpu = Arc::new(EmulatedGpu::new(Order::Ascending));
     compute_on(Arc::new(CudaBackend::new(gpu, ARENA_BYTES)?));
+    Ok(())
+}
+
+/// Every case, gradient and trajectory of one family; of all, and 200 steps, where `TESSERA_EVERY_PACK=1` asks for it.
+#[test]
+fn golden_packs_in_f32_keep_their_tolerances() -> Result<()> {
+    compute_on_the_emulator()?;
+    let every = env::var("TESSERA_EVERY_PACK").is_ok_and(|asked| asked == "1");
+    let packs = match every {
+        true => Pack::built_in(),
+        false => vec![Pack::beside("glm-4v-9b")],
+    };
+    for dir in packs {
+        for (title, comparisons) in check_pack(&dir)? {
+            for comparison in comparisons {
+                ensure!(comparison.ok(), "{}: {title}: {comparison}", dir.display());
+            }
+        }
+    }
+    if every {
+        let run = drift::run(drift::LAYOUT)?;
+        let comparison = drift::compare(&run, tolerance::DRIFT_RELATIVE)?;
+        ensure!(comparison.ok(), "200 steps: {comparison}");
+    }
+    Ok(())
+}
+
+#[test]
+fn a_golden_case_in_16_bits_keeps_its_tolerances() -> Result<()> {
+    compute_on_the_emulator()?;
     let dir = Pack::beside("cogvlm2-llama3-chat-19B");
     let (pack, processor) = (Pack::read(&dir)?, open_processor(&dir)?);
     let case = &pack.cases[0];

@@ -224,6 +224,29 @@ fn agree_how(family: &str, how: How) -> Result<Arc<EmulatedGpu>> {
     Ok(gpu)
 }
 
+/// Passes are not looked at access by access; where they are, nothing is reported and every bit is the same.
+#[test]
+fn watched_passes_leave_the_same_bits() -> Result<()> {
+    let of = |family: &str, how: How, order: Order| -> Result<()> {
+        let gpus = [EmulatedGpu::new(order), EmulatedGpu::watched(order)];
+        let [unwatched, watched] = gpus.map(|gpu| {
+            let gpu = Arc::new(gpu.with_library(how.library));
+            train(
+                &pack(family),
+                how,
+                Arc::new(CudaBackend::new(gpu, ARENA_BYTES)?),
+            )
+        });
+        assert!(unwatched?.0.same_bits(&watched?.0), "{family}");
+        Ok(())
+    };
+    let mut how = How::new(Precision::Bf16);
+    of("minicpm-v-2_6", how, Order::Descending)?;
+    how.adapters = true;
+    how.text_pass = Some(1);
+    of("cogvlm2-llama3-chat-19B", how, Order::Ascending)
+}
+
 /// Everything that training on an emulated GPU leaves, as bits, and how many graphs were queued.
 fn trained_bits(family: &str, how: How) -> Result<(Vec<u64>, u64)> {
     let gpu = Arc::new(EmulatedGpu::new(Order::Ascending).with_library(how.library));
