@@ -15,7 +15,9 @@ use crate::comm::{Collective, CollectiveKind, Communicator, Tag as CommTag, Worl
 use crate::error::EngineError;
 use crate::plan::{DeviceTransport, GroupLayout, Plan};
 use crate::spec::{ParamId, UnitId};
-use kernels::{Backend, DType, GroupAccess, KernelError, Lane, PeerAccess, Shape, Tag, Tensor};
+use kernels::{
+    Backend, DType, GroupAccess, KernelError, Lane, PeerAccess, Resident, Shape, Tag, Tensor,
+};
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
@@ -308,6 +310,15 @@ impl DeviceComm {
         if std::mem::replace(&mut self.changed, false) {
             let peers = self.peers()?;
             peers.await_own(peers.mark(Lane::Compute)?)?;
+        }
+        Ok(())
+    }
+
+    /// Copies that are queued from here on read these weights behind updates that went on beside this pass.
+    pub(crate) fn see_updates<'r>(&self, of: impl Iterator<Item = &'r Resident>) -> Result<()> {
+        let peers = self.peers()?;
+        for states in of {
+            peers.await_settled(states)?;
         }
         Ok(())
     }

@@ -11,7 +11,7 @@ use crate::handover::Handover;
 use crate::plan::{Plan, Tier};
 use crate::spec::UnitId;
 use crate::state::UnitState;
-use crate::tier::Region;
+use crate::tier::{COPY_ELEMS, Region};
 use crate::trace::{Lane, Trace};
 use crate::update::{Parts, Reads, Rule, Scalars, chunks};
 use crate::zero::OptimizerConfig;
@@ -101,7 +101,12 @@ impl Job {
             unit: rule.plan.spec().units[unit.index()].name.clone(),
         })?;
         let of_unit = [(unit, self.state.range())];
-        let most = rule.plan.config().sub_group_elems.min(CHUNK_ELEMS);
+        // A copy to and from a device costs as much to begin as a million elements cost.
+        let most = match weights.resident() {
+            Some(_) => COPY_ELEMS,
+            None => CHUNK_ELEMS,
+        };
+        let most = rule.plan.config().sub_group_elems.min(most);
         for chunk in chunks(of_unit.into_iter(), most, false) {
             if given_up.load(Ordering::Relaxed) {
                 return Err(EngineError::EarlyThread);

@@ -152,6 +152,15 @@ impl UnitState {
         Ok(Some((weight_window, windows)))
     }
 
+    /// What an early update writes.
+    pub(crate) fn spare_mut(&mut self) -> impl Iterator<Item = &mut Region> {
+        let spare = self.spare.iter_mut();
+        spare.flat_map(|spare| {
+            let states = spare.master.iter_mut().chain(&mut spare.slots);
+            states.chain([&mut spare.weights])
+        })
+    }
+
     /// Makes what an early update wrote the state, and `weights` (which begin at the group's element `start`) its weights.
     pub(crate) fn commit(
         &mut self,

@@ -15,6 +15,7 @@ use kernels::{
     Backend, Block, DType, Float, KernelError, Pool, Reservation, Resident, ResidentAccess, Tag,
 };
 use memmap2::{Advice, MmapMut};
+use std::cell::RefCell;
 use std::collections::{HashMap, VecDeque};
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -161,6 +162,27 @@ impl Tiers {
         };
         let mut states: Vec<&mut Resident> = regions.filter_map(Region::resident_mut).collect();
         Ok(access(backend)?.settle(&mut states)?)
+    }
+
+    /// Lends what lies on the device to whoever has it from here on ([`ResidentAccess::lend`]).
+    pub(crate) fn lend<'r>(&self, regions: impl Iterator<Item = &'r mut Region>) -> Result<()> {
+        let Some(backend) = &self.apart else {
+            return Ok(());
+        };
+        let mut states: Vec<&mut Resident> = regions.filter_map(Region::resident_mut).collect();
+        Ok(access(backend)?.lend(&mut states)?)
+    }
+
+    /// Takes what was lent back.
+    pub(crate) fn take_back<'r>(
+        &self,
+        regions: impl Iterator<Item = &'r mut Region>,
+    ) -> Result<()> {
+        let Some(backend) = &self.apart else {
+            return Ok(());
+        };
+        let mut states: Vec<&mut Resident> = regions.filter_map(Region::resident_mut).collect();
+        Ok(access(backend)?.give_back(&mut states)?)
     }
 
     /// Waits until the disk has everything.
@@ -391,8 +413,9 @@ impl Region {
             Self::Mapped { map, .. } => Window::Memory(&mut map[bytes]),
             Self::Resident { states, backend } => {
                 let mut copy = Copied::of(states, backend, bytes);
-                if access != Access::Write {
-                    copy.fetch()?;
+                match access {
+                    Access::Write => copy.words.fill(0),
+                    _ => copy.fetch()?,
                 }
                 copy.written = access != Access::Read;
                 Window::Copied(copy)
@@ -578,6 +601,11 @@ impl Window<'_> {
     }
 }
 
+thread_local! {
+    /// Memory of the last copy, for the next: a fresh one is cleared, or its pages are, which takes longer than the bus.
+    static COPY: RefCell<Vec<u32>> = const { RefCell::new(Vec::new()) };
+}
+
 /// Bytes of a device apart in host memory.
 #[derive(Debug)]
 pub(crate) struct Copied<'r> {
@@ -592,11 +620,13 @@ pub(crate) struct Copied<'r> {
 
 impl<'r> Copied<'r> {
     fn of(states: &'r mut Resident, backend: &'r Arc<dyn Backend>, bytes: Range<usize>) -> Self {
+        let mut words = COPY.take();
+        words.resize(bytes.len().div_ceil(4), 0);
         Self {
             states,
             backend,
             at: bytes.start,
-            words: vec![0; bytes.len().div_ceil(4)],
+            words,
             len: bytes.len(),
             written: false,
         }
@@ -617,6 +647,12 @@ impl<'r> Copied<'r> {
         }
         let bytes = &bytemuck::cast_slice(&self.words)[..self.len];
         Ok(access(self.backend)?.write(self.states, self.at, bytes)?)
+    }
+}
+
+impl Drop for Copied<'_> {
+    fn drop(&mut self) {
+        COPY.set(std::mem::take(&mut self.words));
     }
 }
 

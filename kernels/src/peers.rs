@@ -6,6 +6,7 @@
 
 use crate::error::Result;
 use crate::pool::Tag;
+use crate::resident::Resident;
 use crate::{DType, Shape, Tensor};
 use std::ops::Range;
 use std::time::Duration;
@@ -63,6 +64,12 @@ pub trait PeerAccess: Send + Sync + std::fmt::Debug {
     /// # Errors
     /// When they lie outside or the device fails.
     fn pull(&self, peer: usize, offset: u64, to: &Tensor, range: Range<usize>) -> Result<()>;
+
+    /// Communication goes on behind the last change of states, where a moment behind it was taken.
+    ///
+    /// # Errors
+    /// When the device fails.
+    fn await_settled(&self, of: &Resident) -> Result<()>;
 
     /// Computing goes on behind all communication that is queued.
     ///

@@ -21,13 +21,19 @@ pub struct Resident {
     all: Tensor,
     /// A moment behind the last change, where one was taken.
     settled: Option<Arc<dyn Any + Send + Sync>>,
+    /// A moment behind the last use, while they are lent.
+    lent: Option<Arc<dyn Any + Send + Sync>>,
 }
 
 impl Resident {
     /// All of a tensor's memory, which nobody else has.
     #[cfg(feature = "cuda")]
     pub(crate) const fn new(all: Tensor) -> Self {
-        Self { all, settled: None }
+        Self {
+            all,
+            settled: None,
+            lent: None,
+        }
     }
 
     /// A moment behind the last change, where [`ResidentAccess::settle`] took one.
@@ -42,11 +48,30 @@ impl Resident {
         self.settled.get_or_insert_with(|| behind.clone());
     }
 
-    /// The elements are about to be changed.
+    /// A moment behind the last use, where they were lent.
+    #[cfg(feature = "cuda")]
+    pub(crate) const fn lent(&self) -> Option<&Arc<dyn Any + Send + Sync>> {
+        self.lent.as_ref()
+    }
+
+    #[cfg(feature = "cuda")]
+    pub(crate) fn lend(&mut self, behind: &Arc<dyn Any + Send + Sync>) {
+        (self.settled, self.lent) = (None, Some(behind.clone()));
+    }
+
+    #[cfg(feature = "cuda")]
+    pub(crate) fn give_back(&mut self, behind: &Arc<dyn Any + Send + Sync>) {
+        (self.settled, self.lent) = (Some(behind.clone()), None);
+    }
+
+    /// The elements are about to be changed by the device.
     #[cfg(feature = "cuda")]
     pub(crate) fn changes(&mut self, op: &'static str) -> Result<()> {
-        if self.is_shared() {
-            let cause = "a tensor of the states is still held".into();
+        if self.is_shared() || self.lent.is_some() {
+            let cause = match self.lent {
+                Some(_) => "the states are lent".into(),
+                None => "a tensor of the states is still held".into(),
+            };
             return Err(KernelError::Device { op, cause });
         }
         self.settled = None;
@@ -267,6 +292,20 @@ pub trait ResidentAccess: Send + Sync + std::fmt::Debug {
     /// # Errors
     /// When the device fails.
     fn settle(&self, states: &mut [&mut Resident]) -> Result<()>;
+
+    /// Lends states to whoever has them from here on, which may be another thread: until they are given back, reads and
+    /// writes wait for what is queued now and for nothing behind it, and nothing queued waits for them. What was written
+    /// meanwhile may be read when they are back.
+    ///
+    /// # Errors
+    /// When a tensor of them is held, or the device fails.
+    fn lend(&self, states: &mut [&mut Resident]) -> Result<()>;
+
+    /// Ends that: what is queued from here on sees what was written, and later reads wait for it and no longer.
+    ///
+    /// # Errors
+    /// When the device fails.
+    fn give_back(&self, states: &mut [&mut Resident]) -> Result<()>;
 
     /// The sum of squares of each tensor, with the bits of `optim::clip::SquareSum`; waits for the device. One that only
     /// counts says zero.

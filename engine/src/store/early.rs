@@ -7,6 +7,7 @@ use crate::gradients::Moment;
 use crate::parallel;
 use crate::plan::{GroupKind, Tier};
 use crate::spec::UnitId;
+use crate::state::UnitState;
 use crate::tier::{Access, Region};
 use crate::trace::Lane;
 use crate::update::Scalars;
@@ -26,6 +27,10 @@ impl Store {
         self.units
             .iter_mut()
             .for_each(|unit| unit.early = Early::default());
+        // Weights on a device are read, and spares written, beside what this pass queues.
+        self.settle_weights()?;
+        let states = self.units.iter_mut().filter_map(|unit| unit.state.as_mut());
+        self.tiers.lend(states.flat_map(UnitState::spare_mut))?;
         let trace = self.tiers.trace().clone();
         let run = EarlyRun::start(self.plan.clone(), optimizer.clone(), scalars, trace)?;
         self.early = Some(run);
@@ -179,12 +184,13 @@ impl Store {
     fn take_back(&mut self, job: Job) -> Result<()> {
         self.update_time += job.took;
         let parts = &mut self.units[job.unit.index()];
-        parts.state = Some(job.state);
+        let state = parts.state.insert(job.state);
+        let back = self.tiers.take_back(state.spare_mut());
         match job.gradients {
             Gradients::Summed(sum) => parts.gradients = Some(sum),
             Gradients::Coming(region, _) => self.waiting.push(region),
         }
-        job.outcome?;
+        job.outcome.and(back)?;
         parts.early = Early {
             stepped: true,
             squares: job.squares,

@@ -36,6 +36,8 @@ impl Store {
             let (Some(place), gradients @ Some(_), state @ Some(_)) = whole else {
                 return Err(EngineError::WeightsBorrowed { unit: name });
             };
+            let (_, weights) = &mut parts.weights[place];
+            self.tiers.lend(Arc::get_mut(weights).into_iter())?;
             if let (Some(gradients), Some(state)) = (gradients.take(), state.take()) {
                 let (_, weights) = parts.weights.remove(place);
                 parts.updating = Some(place);
@@ -104,10 +106,11 @@ impl Store {
         gradients.clear();
         parts.gradients = Some(gradients);
         parts.state = Some(job.state);
+        let mut weights = job.weights;
+        let back = self.tiers.take_back(Arc::get_mut(&mut weights).into_iter());
         if let Some(place) = parts.updating.take() {
-            let weights = (GroupKind::Trainable, job.weights);
-            parts.weights.insert(place, weights);
+            parts.weights.insert(place, (GroupKind::Trainable, weights));
         }
-        job.outcome
+        job.outcome.and(back)
     }
 }

@@ -525,6 +525,10 @@ impl Store {
             })
         });
         let parts = parts.collect::<Result<Vec<OwnPart<'_>>>>()?;
+        if self.plan.steps_late() {
+            let there = weights.iter().filter_map(|(_, region)| region.resident());
+            device.see_updates(there)?;
+        }
         let trace = self.tiers.trace();
         let started = trace.now();
         let gathered = device.gather(unit, &parts, needed)?;

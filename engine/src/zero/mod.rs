@@ -134,10 +134,8 @@ impl Zero {
         } else {
             None
         };
-        // A device's own memory is written in the order of its work.
-        let offload = plan.config().offload;
-        let there =
-            tiers.are_resident() && [offload.param, offload.optimizer].contains(&Tier::Device);
+        // A device steps in the order of its work.
+        let there = tiers.are_resident() && plan.config().offload.optimizer == Tier::Device;
         let steps_late = plan.steps_late() && !there;
         let activations = Activations::new(plan.config().offload.activation, tiers.clone())
             .map(|keeper| keeper.of(&*backend));

@@ -156,7 +156,7 @@ pub struct Args {
         help_heading = "Memory and ranks"
     )]
     pub early_step: Option<EarlyStep>,
-    /// Whether units are updated while the next pass begins, each before it is used: auto does so beside GPUs with weights and optimizer in host memory; no result depends on it
+    /// Whether units are updated while the next pass begins, each before it is used: auto does so beside GPUs with the optimizer in host memory; no result depends on it
     #[arg(long, value_enum, help_heading = "Memory and ranks")]
     pub late_step: Option<LateStep>,
     /// Longest wait of a rank for another, in seconds

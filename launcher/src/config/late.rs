@@ -10,8 +10,8 @@ use crate::exit::Failure;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum LateStep {
-    /// On GPUs with weights and optimizer in host memory: a GPU computes while the processor updates. On the CPU both want
-    /// the same cores.
+    /// On GPUs with the optimizer in host memory: a GPU computes while the processor updates. On the CPU both want the same
+    /// cores.
     #[default]
     Auto,
     /// Always.
@@ -24,7 +24,7 @@ impl RunConfig {
     /// Whether updates go on beside the next pass.
     pub(crate) fn steps_late(&self) -> bool {
         match self.late_step {
-            LateStep::Auto => self.updates_beside_gpus() && self.not_late().is_none(),
+            LateStep::Auto => self.device == Device::Cuda && self.not_late().is_none(),
             LateStep::On => true,
             LateStep::Off => false,
         }
@@ -32,17 +32,15 @@ impl RunConfig {
 
     /// Why no update can go on beside the next pass.
     fn not_late(&self) -> Option<&'static str> {
-        let offload = &self.offload;
-        if [&offload.param, &offload.optimizer]
+        let (param, optimizer) = (&self.offload.param, &self.offload.optimizer);
+        if [param, optimizer]
             .iter()
             .any(|tier| matches!(tier, Tier::Nvme(_)))
         {
             return Some("weights or optimizer states are on nvme");
         }
-        if self.device == Device::Cuda && !self.updates_beside_gpus() {
-            return Some(
-                "weights and optimizer states are not both in host memory (--offload cpu)",
-            );
+        if self.device == Device::Cuda && *optimizer != Tier::Cpu {
+            return Some("optimizer states are not in host memory (--offload optimizer=cpu)");
         }
         match self.zero {
             3 => None,

@@ -1,9 +1,10 @@
 //! What there is: this machine, or one that the command line describes.
 
-use crate::config::RunConfig;
+use crate::config::{Collectives, RunConfig};
 use crate::device;
 use crate::memory;
 use crate::units::bytes as format_bytes;
+use kernels::footprint;
 use std::path::Path;
 
 /// Where the window of ranks that share a machine may lie.
@@ -32,6 +33,8 @@ pub(crate) struct Machine {
     pub(crate) nvme_free_bytes: Option<u64>,
     /// The most room that a folder for the window has.
     pub(crate) window_free_bytes: Option<u64>,
+    /// What a library of collectives takes of each device.
+    pub(crate) library_bytes: u64,
 }
 
 impl Machine {
@@ -47,6 +50,7 @@ impl Machine {
             cgroup_limit_bytes: host.cgroup_limit_bytes,
             nvme_free_bytes: None,
             window_free_bytes: room.max(),
+            library_bytes: 0,
         }
     }
 
@@ -59,6 +63,7 @@ impl Machine {
             cgroup_limit_bytes: None,
             nvme_free_bytes: nvme,
             window_free_bytes: None,
+            library_bytes: 0,
         }
     }
 
@@ -71,6 +76,9 @@ impl Machine {
     pub(super) fn with_gpus(mut self, config: &RunConfig) -> Self {
         if self.device_bytes.is_none() {
             self.device_bytes = device::free_bytes(config);
+        }
+        if config.resolved_collectives() == Collectives::Nccl {
+            self.library_bytes = footprint::NCCL_DEVICE_BYTES;
         }
         self
     }
@@ -90,6 +98,6 @@ impl Machine {
     /// What the device itself needs beside the run's memory.
     pub(crate) fn device_context_bytes(&self) -> u64 {
         self.device_bytes
-            .map_or(0, |_| kernels::footprint::DEVICE_BYTES)
+            .map_or(0, |_| footprint::DEVICE_BYTES + self.library_bytes)
     }
 }

@@ -361,10 +361,10 @@ fn micro_batch(
             tape = tape.with_dropout(state);
         }
         let loss = session.model.forward(&tape, &batch)?;
-        let sums = (loss.sum()?, loss.supervised);
+        let fetch = loss.fetch()?;
         monitor.end(Phase::Forward, &session.zero);
         tape.backward(&loss, factor)?;
-        Ok(sums)
+        Ok((fetch.sum()?, loss.supervised))
     };
     let (sum, supervised) = run().map_err(|e| failures::model("train", &e))?;
     session

@@ -16,7 +16,7 @@ mod var;
 pub use dropout::{Dropout, Rows};
 pub use resident::{AccessEvent, ResidentParams};
 pub use scope::Scope;
-pub use tape::{Gradients, Loss, Observer, OpObserver, Tape};
+pub use tape::{Gradients, Loss, LossFetch, Observer, OpObserver, Tape};
 pub use var::Var;
 
 pub(crate) use sweep::{Grad, Sweep};

@@ -6,7 +6,7 @@ use super::sweep::{Grad, sum};
 use super::var::{RecorderId, Slot, Var};
 use crate::error::{ModelError, Result};
 use engine::{ParamAccess, ParamId, Phase, Saved, UnitId};
-use kernels::{Backend, Tensor};
+use kernels::{Backend, Fetch, Tensor};
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
 use std::fmt::Display;
@@ -46,6 +46,35 @@ impl Loss {
     pub fn sum(&self) -> Result<f64> {
         let rows = self.rows.value().to_f32_vec()?;
         Ok(rows.iter().map(|x| f64::from(*x)).sum())
+    }
+
+    /// Lets [`Loss::sum`] be taken later, so that the host need not wait for the forward pass before it queues backward.
+    ///
+    /// # Errors
+    /// A device that fails.
+    pub fn fetch(&self) -> Result<LossFetch> {
+        Ok(LossFetch(self.rows.value().fetch()?))
+    }
+}
+
+/// The losses of a pass, as they are taken to the host later. Their memory stays until then.
+#[derive(Debug)]
+pub struct LossFetch(Fetch);
+
+impl LossFetch {
+    /// As [`Loss::sum`]; waits for the device.
+    ///
+    /// # Errors
+    /// As [`Loss::sum`].
+    pub fn sum(&self) -> Result<f64> {
+        let mut sum = 0.0;
+        self.0.for_each_f32(|piece| -> Result<()> {
+            for x in piece {
+                sum += f64::from(*x);
+            }
+            Ok(())
+        })?;
+        Ok(sum)
     }
 }
 

@@ -168,10 +168,13 @@ pub enum Lost {
     Joins,
     /// Fetches do not wait for their moment.
     Fetches,
+    /// What is queued does not wait for what was delivered.
+    Deliveries,
 }
 
 /// Works of the queue that a join that was lost is late by at most.
 const LATE: u64 = 16;
+
 #[derive(Debug)]
 struct State {
     machine: Emulator,
@@ -187,6 +190,8 @@ struct State {
     unit: u64,
     /// Number of the last upload.
     uploaded: u64,
+    /// What was delivered and waits until somebody wants it.
+    delivering: Vec<Work>,
     uploads: Beside,
     fetches: Beside,
     /// Products by the library.
@@ -271,6 +276,23 @@ impl State {
             }
         }
         Ok(())
+    }
+
+    /// Puts what comes from the host into the queue, behind what came before it.
+    fn insert(&mut self, number: u64, write: Work) {
+        let number = number.max(self.uploaded);
+        self.uploaded = number;
+        let place = self.queue.partition_point(|(other, _)| *other <= number);
+        self.queue.insert(place, (number, write));
+    }
+
+    /// Whether what is delivered comes before anybody waits for it.
+    fn delivers_now(&mut self) -> bool {
+        match &mut self.timing {
+            Timing::EarlyUploads => true,
+            Timing::LateUploads => false,
+            Timing::Drawn(draws, _) => draws.between(0, 1) == 1,
+        }
     }
 
     /// Where an upload that may run from the moment `behind` on stands in the queue.
@@ -377,6 +399,7 @@ impl EmulatedGpu {
             done: 0,
             unit: 0,
             uploaded: 0,
+            delivering: Vec::new(),
             uploads: Beside::default(),
             fetches: Beside::default(),
             multiplied: 0,
@@ -506,12 +529,37 @@ unsafe impl Executor for EmulatedGpu {
         let early = overlaps && behind <= state.unit;
         state.uploads.early += u64::from(early) * bytes.len() as u64;
         state.clock.upload(bytes.len(), behind);
-        let number = state.upload_number(behind).max(state.uploaded);
-        state.uploaded = number;
-        let place = state.queue.partition_point(|(other, _)| *other <= number);
-        let work = Work::Write(to, bytes.to_vec());
-        state.queue.insert(place, (number, work));
+        let number = state.upload_number(behind);
+        state.insert(number, Work::Write(to, bytes.to_vec()));
         Ok(())
+    }
+
+    unsafe fn deliver(&self, to: Address, bytes: &[u8], behind: &Moment) -> Result<(), Cause> {
+        let mut state = self.lock();
+        let behind = works(behind)?;
+        let overlaps = behind < state.queued;
+        state.uploads.count(bytes.len(), overlaps);
+        state.clock.upload(bytes.len(), behind);
+        let write = Work::Write(to, bytes.to_vec());
+        if state.delivers_now() {
+            let number = state.upload_number(behind);
+            state.insert(number, write);
+        } else {
+            state.delivering.push(write);
+        }
+        Ok(())
+    }
+
+    fn delivered(&self) -> Result<Moment, Cause> {
+        let mut state = self.lock();
+        let queued = state.queued;
+        for write in std::mem::take(&mut state.delivering) {
+            let number = state.upload_number(queued);
+            let lost = matches!(state.timing, Timing::Drawn(_, Some(Lost::Deliveries)));
+            let number = number + if lost { LATE } else { 0 };
+            state.insert(number, write);
+        }
+        Ok(Arc::new(state.uploaded))
     }
 
     unsafe fn fetch(

@@ -69,6 +69,8 @@ pub enum Lost {
     Marks(Lane, Lane),
     /// Computing does not wait for what comes from other GPUs.
     Arrivals,
+    /// Communication does not wait for weights that were updated beside it.
+    Deliveries,
 }
 
 /// What goes wrong where a GPU joins others.
@@ -413,7 +415,8 @@ impl LinkedGpu {
     fn inward(&self, to: Address, bytes: &[u8], behind: Option<&Moment>) -> Result<(), Cause> {
         let mut devices = self.lock();
         if let Some(behind) = behind {
-            let wait = Work::Await(self.index, Stream::Compute, works(behind)?);
+            let (lane, count) = point(behind)?;
+            let wait = Work::Await(self.index, lane, count);
             self.push(&mut devices, Stream::Inward, wait)?;
         }
         devices[self.index].put_bytes += bytes.len() as u64;
@@ -452,9 +455,10 @@ impl LinkedGpu {
 }
 
 /// Works that are behind.
-fn works(moment: &Moment) -> Result<u64, Cause> {
-    let works = moment.downcast_ref::<u64>();
-    works
+/// A lane, and how many works of it are done at that moment.
+fn point(moment: &Moment) -> Result<(Stream, u64), Cause> {
+    let point = moment.downcast_ref::<(Stream, u64)>();
+    point
         .copied()
         .ok_or_else(|| "a moment of another device".into())
 }
@@ -519,9 +523,8 @@ unsafe impl Executor for LinkedGpu {
 
     fn moment(&self) -> Result<Moment, Cause> {
         let devices = self.lock();
-        Ok(Arc::new(
-            devices[self.index].lanes[Stream::Compute as usize].queued,
-        ))
+        let queued = devices[self.index].lanes[Stream::Compute as usize].queued;
+        Ok(Arc::new((Stream::Compute, queued)))
     }
 
     unsafe fn upload(
@@ -534,6 +537,16 @@ unsafe impl Executor for LinkedGpu {
         self.follow(Stream::Compute, Stream::Inward)
     }
 
+    unsafe fn deliver(&self, to: Address, bytes: &[u8], behind: &Moment) -> Result<(), Cause> {
+        self.inward(to, bytes, Some(behind))
+    }
+
+    fn delivered(&self) -> Result<Moment, Cause> {
+        let queued = self.lock()[self.index].lanes[Stream::Inward as usize].queued;
+        self.follow(Stream::Compute, Stream::Inward)?;
+        Ok(Arc::new((Stream::Inward, queued)))
+    }
+
     unsafe fn fetch(
         &self,
         from: Address,
@@ -542,7 +555,8 @@ unsafe impl Executor for LinkedGpu {
         take: &mut Take<'_>,
     ) -> Result<(), Cause> {
         let mut devices = self.lock();
-        run(&mut devices, self.index, Stream::Compute, works(behind)?)?;
+        let (lane, count) = point(behind)?;
+        run(&mut devices, self.index, lane, count)?;
         let there = devices[self.index].read(from, bytes as usize)?;
         drop(devices);
         give_in_pieces(&there, take);
@@ -587,9 +601,15 @@ impl PeerExecutor for LinkedGpu {
         if self.lost == Some(Lost::Uses) {
             return Ok(());
         }
-        let behind = works(moment)?;
-        let wait = || Work::Await(self.index, Stream::Compute, behind);
-        self.queue(Stream::Inward, wait())?;
+        let (lane, behind) = point(moment)?;
+        let wait = || Work::Await(self.index, lane, behind);
+        if lane == Stream::Inward {
+            if self.lost == Some(Lost::Deliveries) {
+                return Ok(());
+            }
+        } else {
+            self.queue(Stream::Inward, wait())?;
+        }
         self.queue(Stream::Communication, wait())
     }
 

@@ -50,6 +50,50 @@ fn operations_agree_with_the_cpu_2() -> kernels::Result<()> {
     run(1, 2)
 }
 
+/// Threads that share a back end queue works between each other's: what one has prepared and not queued stays.
+#[test]
+fn operations_of_two_threads_agree_with_the_cpu() -> kernels::Result<()> {
+    let device = &emulated_backend(ARENA_BYTES, Order::Ascending)?;
+    std::thread::scope(|scope| {
+        for part in 0..2 {
+            scope.spawn(move || {
+                let checks = backend_checks::all();
+                let attention = checks
+                    .iter()
+                    .filter(|check| check.name.starts_with("attention"));
+                // Never at the same one.
+                let order = attention.cycle().skip(part).step_by(2);
+                for check in order.take(40) {
+                    check
+                        .run(device)
+                        .unwrap_or_else(|error| panic!("{}: {error:#}", check.name));
+                }
+            });
+        }
+    });
+    Ok(())
+}
+
+/// Pictures go beside the work, as weights do, and what is queued behind them has them; tables go with the work.
+#[test]
+fn large_uploads_go_beside_the_work() -> kernels::Result<()> {
+    let gpu = Arc::new(EmulatedGpu::new(Order::Ascending));
+    let device = CudaBackend::new(gpu.clone(), ARENA_BYTES)?;
+    let uploaded = |elems: usize| -> kernels::Result<usize> {
+        let before = gpu.uploads().bytes;
+        let values: Vec<f32> = (0..elems).map(|i| i as f32).collect();
+        let shape = Shape::new(&[elems]);
+        let bytes = bytemuck::cast_slice(&values);
+        let x = device.upload(bytes, shape, DType::F32, Tag::Activations)?;
+        let doubled = device.add(&x, &x)?.to_f32_vec()?;
+        assert!(doubled.iter().zip(&values).all(|(y, x)| *y == 2.0 * x));
+        Ok((gpu.uploads().bytes - before) as usize)
+    };
+    assert_eq!(uploaded(1 << 18)?, 4 << 18);
+    assert_eq!(uploaded(1000)?, 0);
+    Ok(())
+}
+
 /// Products that go through a library: all operations again, since most use one.
 #[test]
 fn operations_agree_with_the_cpu_through_a_library() -> kernels::Result<()> {

@@ -126,8 +126,9 @@ impl Rank {
         let tape = Tape::training(&self.zero).with_replay_check(true);
         let tape = tape.with_loss_factor(scale);
         let loss = self.model.forward(&tape, &batch)?;
-        let sums = (loss.sum()?, loss.supervised);
+        let fetch = loss.fetch()?;
         tape.backward(&loss, scale)?;
+        let sums = (fetch.sum()?, loss.supervised);
         self.zero.end_micro_batch(sums.0, sums.1 as u64)?;
         Ok(sums)
     }

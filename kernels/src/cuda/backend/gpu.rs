@@ -45,6 +45,9 @@ unsafe impl Executor for Gpu {
             // SAFETY: allocated above, freed once. A failing driver leaves nothing to do.
             let _unused_outcome = unsafe { result::free_sync(memory.0) };
         }
+        if !all && let Some(products) = self.products() {
+            products.abandon();
+        }
     }
 
     unsafe fn write(&self, to: Address, bytes: &[u8]) -> Result<(), Cause> {
@@ -95,6 +98,19 @@ unsafe impl Executor for Gpu {
         // SAFETY: the caller vouches for the range and for the moment.
         unsafe { self.copy_in(to, bytes) }?;
         self.work_behind(inward)
+    }
+
+    unsafe fn deliver(&self, to: Address, bytes: &[u8], behind: &Moment) -> Result<(), Cause> {
+        order(&self.copies()?.inward, event(behind)?)?;
+        // SAFETY: the caller vouches for the range and for the moment.
+        unsafe { self.copy_in(to, bytes) }
+    }
+
+    fn delivered(&self) -> Result<Moment, Cause> {
+        let inward = &self.copies()?.inward;
+        let done = moment(inward)?;
+        self.work_behind(inward)?;
+        Ok(Arc::new(done))
     }
 
     unsafe fn fetch(

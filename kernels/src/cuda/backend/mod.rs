@@ -77,6 +77,10 @@ pub fn filling(out: &mut [u8]) -> impl FnMut(&[u8]) {
     }
 }
 
+/// Uploads of so many bytes go beside the work, whatever they are: pictures of a batch, through the small chunks that the
+/// work itself carries, would make the host wait for it.
+const LARGE_UPLOAD_BYTES: usize = 1 << 20;
+
 /// Memory of a device, one queue of work on it, and copies beside that queue.
 ///
 /// # Safety
@@ -156,6 +160,23 @@ pub unsafe trait Executor: Send + Sync + std::fmt::Debug {
         bytes: &[u8],
         behind: Option<&Moment>,
     ) -> Result<(), Cause>;
+
+    /// As [`Executor::upload`], for nothing that is queued: who wants the bytes waits by [`Executor::delivered`]. Any thread
+    /// may deliver while others queue.
+    ///
+    /// # Safety
+    /// The range lies in allocated memory, and nothing queued behind that moment and before the next call of
+    /// [`Executor::delivered`] uses it.
+    ///
+    /// # Errors
+    /// When the device fails.
+    unsafe fn deliver(&self, to: Address, bytes: &[u8], behind: &Moment) -> Result<(), Cause>;
+
+    /// What is queued from here on has everything that was delivered. A moment behind that and behind no work.
+    ///
+    /// # Errors
+    /// When the device fails.
+    fn delivered(&self) -> Result<Moment, Cause>;
 
     /// Waits for the moment `behind`, and no longer, and gives bytes to `take` in pieces, in their order, each aligned to
     /// four bytes. Any thread may fetch while others queue.
@@ -402,13 +423,20 @@ impl CudaBackend {
 
     fn run(&self, op: &'static str, launches: impl IntoIterator<Item = Launch>) -> Result<()> {
         for launch in launches {
-            self.uses.count();
             // SAFETY: operations build launches from addresses of tensors that they hold, whose sizes were checked
             // against those of the call, or of scratch memory of the size that the operation states. A place that is
             // given back meanwhile is written by later launches, or by an upload behind this one.
-            unsafe { self.executor.launch(&launch) }.map_err(Self::device_error(op))?;
+            let queued = unsafe { self.executor.launch(&launch) };
+            self.counted(op, queued)?;
         }
         Ok(())
+    }
+
+    /// Counts a use when it was queued and not before: of a moment that another thread takes in between, too few works
+    /// may be said to be behind it, never too many.
+    fn counted<T>(&self, op: &'static str, queued: Result<T, Cause>) -> Result<T> {
+        self.uses.count();
+        queued.map_err(Self::device_error(op))
     }
 
     /// As [`CudaBackend::run`] of what an operation may have no kernel for.
@@ -430,9 +458,9 @@ impl CudaBackend {
     fn write(&self, op: &'static str, to: &Tensor, bytes: &[u8]) -> Result<()> {
         let at = self.address(op, to)?;
         assert!(bytes.len() <= to.size_bytes(), "bytes outside the tensor");
-        self.uses.count();
         // SAFETY: `to` has at least as many bytes.
-        unsafe { self.executor.write(at, bytes) }.map_err(Self::device_error(op))
+        let queued = unsafe { self.executor.write(at, bytes) };
+        self.counted(op, queued)
     }
 
     /// Row numbers and the like, which the host keeps too.
@@ -470,19 +498,18 @@ impl CudaBackend {
 
     fn zero(&self, op: &'static str, x: &Tensor) -> Result<()> {
         let at = self.address(op, x)?;
-        self.uses.count();
         // SAFETY: the range is the tensor's.
-        unsafe { self.executor.zero(at, x.size_bytes() as u64) }.map_err(Self::device_error(op))
+        let queued = unsafe { self.executor.zero(at, x.size_bytes() as u64) };
+        self.counted(op, queued)
     }
 
     /// The same values in memory of their own.
     fn copy_of(&self, op: &'static str, x: &Tensor, tag: Tag) -> Result<Tensor> {
         let out = self.uninit(x.shape(), x.dtype(), tag)?;
         let (from, to) = (self.address(op, x)?, self.address(op, &out)?);
-        self.uses.count();
         // SAFETY: both tensors have as many bytes, and they are different ones.
-        unsafe { self.executor.copy(from, to, x.size_bytes() as u64) }
-            .map_err(Self::device_error(op))?;
+        let queued = unsafe { self.executor.copy(from, to, x.size_bytes() as u64) };
+        self.counted(op, queued)?;
         Ok(out)
     }
 
@@ -643,7 +670,8 @@ impl CudaBackend {
         let mut last = self.table.lock().unwrap_or_else(PoisonError::into_inner);
         let table = match last.take() {
             Some((values, table)) if values == plan.table() => table,
-            Some((_, table)) if table.elems() >= plan.table().len() => {
+            // Another thread may hold it for launches that it has not queued.
+            Some((_, table)) if table.is_sole() && table.elems() >= plan.table().len() => {
                 // Behind the launches that read the old one, as all works are.
                 self.write(op, &table, bytemuck::cast_slice(plan.table()))?;
                 table
@@ -706,7 +734,7 @@ impl Backend for CudaBackend {
         };
         let offset = place.placed.offset();
         let out = Tensor::on_device(place, shape, dtype);
-        if matches!(tag, Tag::Gathered | Tag::Parameters) {
+        if matches!(tag, Tag::Gathered | Tag::Parameters) || bytes.len() >= LARGE_UPLOAD_BYTES {
             self.upload_beside(&out, offset, bytes)?;
         } else {
             self.write("upload", &out, bytes)?;

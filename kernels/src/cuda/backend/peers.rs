@@ -5,6 +5,7 @@ use crate::cuda::launch::Address;
 use crate::error::{KernelError, Result};
 use crate::peers::{GroupAccess, Lane, PeerAccess};
 use crate::pool::Tag;
+use crate::resident::Resident;
 use crate::tensor::OnDevice;
 use crate::{DType, Shape, Tensor};
 use std::ops::Range;
@@ -219,9 +220,17 @@ impl PeerAccess for CudaBackend {
         unsafe { self.peer_executor()?.pull(peer, offset, to, bytes) }.map_err(failed(OP))
     }
 
+    fn await_settled(&self, of: &Resident) -> Result<()> {
+        let Some(behind) = of.settled() else {
+            return Ok(());
+        };
+        let ordered = self.peer_executor()?.incoming_behind(behind);
+        ordered.map_err(failed("order communication behind states"))
+    }
+
     fn arrive(&self) -> Result<()> {
-        self.uses.count();
-        self.peer_executor()?.arrive().map_err(failed("arrive"))
+        let queued = self.peer_executor()?.arrive();
+        self.counted("arrive", queued)
     }
 
     fn offset(&self, x: &Tensor) -> Result<u64> {
@@ -233,13 +242,14 @@ impl PeerAccess for CudaBackend {
     }
 
     fn await_mark(&self, lane: Lane, peer: usize, of: Lane, number: u64) -> Result<()> {
-        if lane == Lane::Compute {
-            // A place that is given back behind this may be filled behind this only.
-            self.uses.count();
-        }
+        const OP: &str = "wait for another rank's device";
         let peers = self.peer_executor()?;
         let ordered = peers.await_mark(lane, peer, of, number);
-        ordered.map_err(failed("wait for another rank's device"))
+        match lane {
+            // A place that is given back behind this may be filled behind this only.
+            Lane::Compute => self.counted(OP, ordered),
+            _ => ordered.map_err(failed(OP)),
+        }
     }
 
     fn await_own(&self, number: u64) -> Result<()> {

@@ -65,11 +65,10 @@ impl CudaBackend {
         let bytes = own(&mut counted).map_or(0, |_| counted.bytes());
         let scratch = self.scratch(bytes.max(WORKSPACE_BYTES) + 256)?;
         let start = Address(self.address(op, &scratch)?.0.next_multiple_of(256));
-        self.uses.count();
         // SAFETY: the addresses are those of the product, which operations build from tensors that they hold, and the
         // scratch memory has room for the workspace behind an aligned start.
         let queued = unsafe { self.executor.multiply(&multiply, start, WORKSPACE_BYTES) };
-        if queued.map_err(Self::device_error(op))? {
+        if self.counted(op, queued)? {
             return Ok(true);
         }
         self.run_some(op, own(&mut Workspace::new(start)))?;

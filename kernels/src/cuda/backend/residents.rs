@@ -1,7 +1,7 @@
 //! Model states that rest in the arena and are changed in place, in the order of the queue.
 
 use super::{CudaBackend, filling};
-use crate::cuda::launch::Address;
+use crate::cuda::launch::{Address, Launch};
 use crate::cuda::ops::{accumulate, adamw, grad_norm, pointwise};
 use crate::error::{KernelError, Result, shape_error};
 use crate::pool::Tag;
@@ -11,9 +11,14 @@ use std::ops::Range;
 use std::sync::PoisonError;
 
 impl CudaBackend {
-    /// Where key and time of a rounding lie. They are written where the last ones lay, behind the launches that read
-    /// those: once for each micro-batch.
-    fn rounding_at(&self, op: &'static str, place: Place) -> Result<Address> {
+    /// Queues what rounds by the key and the time that lie at an address. They are written where the last ones lay, behind
+    /// the launches that read those: once for each micro-batch.
+    fn run_rounding(
+        &self,
+        op: &'static str,
+        place: Place,
+        launch: impl FnOnce(Address) -> Launch,
+    ) -> Result<()> {
         let mut rounding = self.rounding.lock().unwrap_or_else(PoisonError::into_inner);
         let Some((last, at)) = rounding.as_mut() else {
             return shape_error(op, "no states were taken");
@@ -23,7 +28,8 @@ impl CudaBackend {
             self.write(op, at, bytemuck::cast_slice(&when))?;
             *last = when;
         }
-        self.address(op, at)
+        // Nobody else writes there before it is queued.
+        self.run(op, [launch(self.address(op, at)?)])
     }
 
     /// Where the bytes `at..at + len` lie.
@@ -56,7 +62,7 @@ impl ResidentAccess for CudaBackend {
         if out.is_empty() {
             return Ok(());
         }
-        let settled = from.settled().cloned();
+        let settled = from.lent().or(from.settled()).cloned();
         let from = self.bytes_of(OP, from, at, out.len())?;
         let behind = match settled {
             Some(behind) => behind,
@@ -74,6 +80,12 @@ impl ResidentAccess for CudaBackend {
         const OP: &str = "write states";
         if bytes.is_empty() {
             return Ok(());
+        }
+        if let Some(behind) = to.lent().cloned() {
+            let to = self.bytes_of(OP, to, at, bytes.len())?;
+            // SAFETY: the range is the resident's, which nobody else uses while it is lent.
+            let delivered = unsafe { self.executor.deliver(to, bytes, &behind) };
+            return delivered.map_err(Self::device_error(OP));
         }
         to.changes(OP)?;
         let to = self.bytes_of(OP, to, at, bytes.len())?;
@@ -108,19 +120,19 @@ impl ResidentAccess for CudaBackend {
         let (to, from) = (self.address(OP, &sums)?, self.address(OP, values)?);
         match (sums.dtype(), place) {
             (DType::F32, None) if fresh => {
-                self.uses.count();
                 // SAFETY: both have as many bytes, and gradients do not lie among the sums.
                 let copied = unsafe { self.executor.copy(from, to, 4 * n as u64) };
-                copied.map_err(Self::device_error(OP))
+                self.counted(OP, copied)
             }
             (DType::F32, None) => {
                 let launch = pointwise::add(DType::F32, to, from, to, n as u64);
                 self.run_some(OP, launch.map(|launch| [launch]))
             }
             (DType::BF16, Some(place)) => {
-                let when = self.rounding_at(OP, place)?;
-                let place = (place.first_element, when);
-                self.run(OP, [accumulate::launch(to, from, n as u64, place, fresh)])
+                let first = place.first_element;
+                self.run_rounding(OP, place, |when| {
+                    accumulate::launch(to, from, n as u64, (first, when), fresh)
+                })
             }
             (dtype, place) => shape_error(OP, format!("{dtype} sums, rounded at {place:?}")),
         }
@@ -130,6 +142,32 @@ impl ResidentAccess for CudaBackend {
         let now = self.executor.moment();
         let now = now.map_err(Self::device_error("settle states"))?;
         states.iter_mut().for_each(|states| states.settle(&now));
+        Ok(())
+    }
+
+    fn lend(&self, states: &mut [&mut Resident]) -> Result<()> {
+        const OP: &str = "lend states";
+        if states.is_empty() {
+            return Ok(());
+        }
+        let now = self.executor.moment().map_err(Self::device_error(OP))?;
+        for states in states {
+            // Of those that are lent for the second time, nothing was read in between.
+            if states.lent().is_none() {
+                states.changes(OP)?;
+            }
+            states.lend(&now);
+        }
+        Ok(())
+    }
+
+    fn give_back(&self, states: &mut [&mut Resident]) -> Result<()> {
+        if states.is_empty() {
+            return Ok(());
+        }
+        let delivered = self.executor.delivered();
+        let delivered = delivered.map_err(Self::device_error("take states back"))?;
+        states.iter_mut().for_each(|s| s.give_back(&delivered));
         Ok(())
     }
 

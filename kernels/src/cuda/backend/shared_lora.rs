@@ -86,10 +86,9 @@ impl CudaBackend {
         let row = (k * dtype.size_bytes()) as u64;
         let mut to = start;
         for layer in &layers {
-            self.uses.count();
             // SAFETY: A has `r` rows of `k` elements, and so many are behind `to` in the tensor of all padded ranks.
-            unsafe { self.executor.copy(layer.lora_a, to, layer.r as u64 * row) }
-                .map_err(Self::device_error(op))?;
+            let queued = unsafe { self.executor.copy(layer.lora_a, to, layer.r as u64 * row) };
+            self.counted(op, queued)?;
             to = Address(to.0 + layer.padded_rank() as u64 * row);
         }
         held.push(stacked);

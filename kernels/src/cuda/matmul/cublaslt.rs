@@ -5,6 +5,7 @@
 use std::collections::HashMap;
 use std::ffi::c_void;
 use std::mem::MaybeUninit;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use cudarc::cublaslt::{result, sys};
@@ -28,6 +29,8 @@ pub struct CublasLt {
     context: Arc<CudaContext>,
     /// `None` for shapes that the library refuses.
     prepared: Mutex<HashMap<Shape, Option<Prepared>>>,
+    /// The GPU does not come to an end: to destroy the handle would wait for it.
+    abandoned: AtomicBool,
 }
 
 // SAFETY: a handle may be used by any thread, also by several at once; descriptors are used under the lock only.
@@ -89,6 +92,7 @@ impl CublasLt {
             handle,
             context: Arc::clone(gpu.stream().context()),
             prepared: Mutex::default(),
+            abandoned: AtomicBool::new(false),
         })
     }
 
@@ -249,8 +253,18 @@ impl CublasLt {
     }
 }
 
+impl CublasLt {
+    /// Leaves the handle to the end of the process: the GPU still waits for a rank that is gone.
+    pub(crate) fn abandon(&self) {
+        self.abandoned.store(true, Ordering::Relaxed);
+    }
+}
+
 impl Drop for CublasLt {
     fn drop(&mut self) {
+        if *self.abandoned.get_mut() {
+            return;
+        }
         let bound = self.context.bind_to_thread();
         let waited = bound.and_then(|()| driver::ctx::synchronize());
         let prepared = self.prepared.get_mut();

@@ -64,9 +64,11 @@ fn weights_come_ahead_on_gpus_only() {
 }
 
 #[test]
-fn updates_go_on_beside_the_next_pass_where_both_halves_of_the_state_are_in_host_memory() {
+fn updates_go_on_beside_the_next_pass_where_the_optimizer_is_in_host_memory() {
     let late = |line: &str| config(line).steps_late();
     assert!(late("--device cuda --zero 3 --offload cpu"));
+    assert!(late("--device cuda --zero 3 --offload optimizer=cpu"));
+    assert!(!late("--device cuda --zero 3 --offload param=cpu"));
     assert!(!late(
         "--device cuda --zero 3 --offload cpu --late-step off"
     ));
@@ -80,7 +82,8 @@ fn updates_go_on_beside_the_next_pass_where_both_halves_of_the_state_are_in_host
         ("--zero 0 --nproc 2 --precision bf16", true),
         ("--zero 0 --nproc 2 --precision pure-bf16", false),
         ("--zero 3 --nproc 2 --offload optimizer=nvme:/tmp", false),
-        ("--zero 3 --device cuda --offload optimizer=cpu", false),
+        ("--zero 3 --device cuda --offload optimizer=cpu", true),
+        ("--zero 3 --device cuda --offload param=cpu", false),
     ] {
         let device = if line.contains("--device") {
             ""

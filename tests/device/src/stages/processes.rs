@@ -180,6 +180,7 @@ pub fn nccl_rank(setting: &Setting, rank: u32, meeting: &Path) -> Result<()> {
     }
     let id = await_file(setting, &name)?;
     let id = <[u8; 128]>::try_from(&*id).map_err(|_| anyhow::anyhow!("a short name"))?;
+    let (before, _) = gpu.memory_info()?;
     let group = nccl.join(gpu.stream(), id, (rank, WORLD), PATIENCE)?;
     let value = |rank: usize, i: usize| (rank + 1) as f32 + (i % 97) as f32;
     let all: Vec<f32> = (0..PART * WORLD as usize)
@@ -221,11 +222,14 @@ pub fn nccl_rank(setting: &Setting, rank: u32, meeting: &Path) -> Result<()> {
         "all-reduce differs"
     );
     let milliseconds = begun.elapsed().as_secs_f64() * 1e3;
+    // Of both ranks, with the arrays above, where the other one came before or has not left.
+    let (after, _) = gpu.memory_info()?;
+    let took = before.saturating_sub(after) >> 20;
     group.finish()?;
     let version = nccl.version()?;
     publish(
         meeting,
         &format!("result{rank}"),
-        format!("NCCL {version}, {milliseconds:.0} ms").as_bytes(),
+        format!("NCCL {version}, {milliseconds:.0} ms, {took} MiB of the GPU").as_bytes(),
     )
 }

@@ -97,6 +97,60 @@ fn agree_ahead(family: &str, precision: Precision, activation: Tier, seeds: u64)
     Ok(())
 }
 
+/// A step that clips makes early updates again, and one that does not keeps them: either has the bits of an update behind
+/// the pass.
+#[test]
+fn steps_that_clip_have_one_result() -> Result<()> {
+    for (max_grad_norm, clips) in [(1e-3, true), (1e9, false)] {
+        let mut how = How {
+            max_grad_norm: Some(max_grad_norm),
+            passes: 3,
+            ..How::new(Precision::Bf16)
+        };
+        let family = "glm-4v-9b";
+        let want = trained(EmulatedGpu::new(Order::Ascending), family, how)?;
+        assert!(
+            want.norms
+                .iter()
+                .all(|norm| (*norm > f64::from(max_grad_norm)) == clips)
+        );
+        for (seed, updates) in [Updates::Early, Updates::Late].into_iter().enumerate() {
+            how.updates = updates;
+            let got = trained(day(seed as u64, None), family, how)?;
+            assert!(got.same_bits(&want), "{max_grad_norm:e}: {updates:?}");
+        }
+    }
+    Ok(())
+}
+
+/// Weights that stay on the device, updated beside its work on many days; one update is skipped.
+#[test]
+fn weights_that_stay_have_one_result_on_many_days() -> Result<()> {
+    let mut how = How {
+        weights: Weights::Kept,
+        skipped: Some(2),
+        passes: 4,
+        ..How::new(Precision::PureBf16)
+    };
+    let family = "glm-4v-9b";
+    let want = trained(EmulatedGpu::new(Order::Ascending), family, how)?;
+    let updates = [Updates::Late, Updates::Early, Updates::Consumed];
+    for (seed, updates) in (0..MANY_SEEDS).zip(updates.into_iter().cycle()) {
+        how.updates = updates;
+        let got = trained(day(seed, None), family, how)?;
+        assert!(got.same_bits(&want), "seed {seed}, {updates:?}");
+    }
+    // Computing that does not wait for what was delivered has old weights.
+    how.updates = Updates::Late;
+    let shows = |seed| -> Result<bool> {
+        let lost = trained(day(seed, Some(Lost::Deliveries)), family, how);
+        Ok(lost.map_or(true, |got| !got.same_bits(&want)))
+    };
+    let shown = (0..MANY_SEEDS).map(shows).collect::<Result<Vec<_>>>()?;
+    assert!(shown.contains(&true));
+    Ok(())
+}
+
 #[test]
 fn minicpm_has_one_result_with_weights_ahead() -> Result<()> {
     agree_ahead("minicpm-v-2_6", Precision::Bf16, Tier::Device, SEEDS)

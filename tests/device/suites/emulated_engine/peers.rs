@@ -43,6 +43,10 @@ struct Case {
     prefetch_units: usize,
     /// Where weights, gradients and optimizer states rest.
     states: Tier,
+    /// Where weights rest, if elsewhere.
+    weights: Option<Tier>,
+    /// Whether updates go on beside the next pass also where hosts exchange.
+    late: bool,
     /// Whether weights come one unit ahead.
     ahead: bool,
     /// Whether the inputs of layers are computed again.
@@ -59,6 +63,8 @@ const PLAIN: Case = Case {
     precision: Precision::F32,
     prefetch_units: 1,
     states: Tier::Host,
+    weights: None,
+    late: false,
     ahead: false,
     again: false,
     passes: 3,
@@ -78,7 +84,10 @@ impl Case {
             stage: self.stage,
             precision: self.precision,
             shard_group: self.group,
-            offload: Offload::states(self.states),
+            offload: Offload {
+                param: self.weights.unwrap_or(self.states),
+                ..Offload::states(self.states)
+            },
             device_transport: transport,
             prefetch_units: self.prefetch_units,
             uploads_ahead: self.ahead,
@@ -88,7 +97,8 @@ impl Case {
             },
             max_grad_norm: Some(1.0),
             // Against updates behind the pass.
-            late_step: transport != DeviceTransport::Host && self.states == Tier::Host,
+            late_step: (self.late || transport != DeviceTransport::Host)
+                && self.states == Tier::Host,
             // Of a few chunks, the last of which is shorter.
             sub_group_elems: 1000,
             ..ZeroConfig::default()
@@ -271,9 +281,10 @@ fn micro_batch(
     let batch = model.collate(&[SampleInput::from(sample)], &**backend)?;
     let tape = Tape::training(zero);
     let loss = model.forward(&tape, &batch)?;
-    let (sum, supervised) = (loss.sum()?, loss.supervised);
+    let fetch = loss.fetch()?;
     tape.backward(&loss, 1.0)?;
-    drop((loss, batch));
+    let (sum, supervised) = (fetch.sum()?, loss.supervised);
+    drop((fetch, loss, batch));
     zero.end_micro_batch(sum, supervised as u64)?;
     Ok(sum)
 }
@@ -424,6 +435,32 @@ fn states_on_the_gpus_below_stage_3() -> Result<()> {
     Ok(())
 }
 
+/// Weights that stay on the GPUs are updated in host memory beside the next pass, in which others read them.
+#[test]
+fn weights_on_the_gpus_are_updated_beside_the_next_pass() -> Result<()> {
+    let case = Case {
+        weights: Some(Tier::Device),
+        precision: Precision::PureBf16,
+        passes: 4,
+        ..PLAIN
+    };
+    case.agrees(&[
+        (DeviceTransport::Peers, Copies::Early),
+        (DeviceTransport::Peers, Copies::Late),
+        (DeviceTransport::Peers, Copies::Drawn(0)),
+        (DeviceTransport::Nccl, Copies::Drawn(1)),
+    ])?;
+    let want = case.train(DeviceTransport::Host, Copies::Late)?;
+    for copies in [Copies::Early, Copies::Late, Copies::Drawn(2)] {
+        let late = Case { late: true, ..case };
+        let got = late.train(DeviceTransport::Host, copies)?;
+        for (got, want) in got.iter().zip(&want) {
+            ensure!(got.left == want.left, "{copies:?} copies");
+        }
+    }
+    Ok(())
+}
+
 /// Lanes of two GPUs at every moment that waits allow.
 #[test]
 fn ranks_have_one_result_on_any_day() -> Result<()> {
@@ -446,8 +483,9 @@ fn ranks_have_one_result_on_any_day() -> Result<()> {
 /// Each kind of wait is needed, and the days above would show its loss.
 #[test]
 fn a_lost_wait_changes_the_result() -> Result<()> {
-    let of_states = |states| Case {
+    let of_states = |states, weights| Case {
         states,
+        weights,
         ahead: states == Tier::Host,
         passes: 4,
         ..PLAIN
@@ -462,11 +500,12 @@ fn a_lost_wait_changes_the_result() -> Result<()> {
     ];
     // Where weights come from the host, the wait for a place's last use hides these.
     let on_the_gpu = [Lost::Own, Lost::Marks(Lane::Communication, Lane::Compute)];
-    for (states, kinds) in [
-        (Tier::Host, &in_host_memory[..]),
-        (Tier::Device, &on_the_gpu[..]),
+    for (states, weights, kinds) in [
+        (Tier::Host, None, &in_host_memory[..]),
+        (Tier::Device, None, &on_the_gpu[..]),
+        (Tier::Host, Some(Tier::Device), &[Lost::Deliveries]),
     ] {
-        let case = of_states(states);
+        let case = of_states(states, weights);
         let want = case.train(transport, Copies::Late)?;
         for lost in kinds {
             let shows = (0..LOST_DAYS).any(|seed| {

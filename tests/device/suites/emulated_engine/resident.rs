@@ -116,9 +116,10 @@ impl Numbers {
             let batch = model.collate(&[SampleInput::from(&sample)], &*backend)?;
             let tape = Tape::training(&zero).with_replay_check(false);
             let loss = model.forward(&tape, &batch)?;
-            let (sum, supervised) = (loss.sum()?, loss.supervised);
+            let fetch = loss.fetch()?;
             tape.backward(&loss, 1.0)?;
-            drop((loss, batch));
+            let (sum, supervised) = (fetch.sum()?, loss.supervised);
+            drop((fetch, loss, batch));
             zero.end_micro_batch(sum, supervised as u64)?;
             left.losses.push(sum.to_bits());
             if micro_batch % 2 == 1 {

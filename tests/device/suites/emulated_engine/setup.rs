@@ -88,18 +88,18 @@ pub fn plan(
     weights: Weights,
     again: bool,
 ) -> Result<Arc<Plan>> {
-    let updates = Updates::Behind;
-    plan_updating(model, precision, activation, weights, again, updates)
+    let when = (Updates::Behind, None);
+    plan_updating(model, precision, activation, weights, again, when)
 }
 
-/// As [`plan`], with units updated when `updates` says.
+/// As [`plan`], with units updated when `updates` says, and gradients clipped to a norm.
 pub fn plan_updating(
     model: &dyn VisionLanguageModel,
     precision: Precision,
     activation: Tier,
     weights: Weights,
     again: bool,
-    updates: Updates,
+    (updates, max_grad_norm): (Updates, Option<f32>),
 ) -> Result<Arc<Plan>> {
     let recomputed = match again {
         true => stacks(model.spec()),
@@ -123,6 +123,7 @@ pub fn plan_updating(
             single_micro_batch: updates == Updates::Consumed,
         }),
         late_step: updates == Updates::Late,
+        max_grad_norm,
         ..ZeroConfig::default()
     };
     Ok(Arc::new(Plan::new(model.spec().clone(), config, 1)?))
