@@ -5,10 +5,12 @@
 //! |---|---|---|
 //! | `s[row] = scale * x[row] A_g^T` | one, narrow | `x` |
 //! | `y[row] = [x[row] \| s[row]] [W_g \| B_g]^T + bias_g` | one | `x`, `y` |
-//! | `ds[row] = scale * dy[row] B_g` | one, narrow | `dy` |
-//! | `dB_g = dy[rows_g]^T s[rows_g]` | one each | `dy` |
+//! | `ds[row] = scale * dy[row] B_g` and `dB_g = dy[rows_g]^T s[rows_g]` | one each ([`super::lora_gradients`]) | `dy` |
 //! | `dA_g = ds[rows_g]^T x[rows_g]` | one each | `x` |
 //! | `dx[row] = [dy[row] \| ds[row]] [W_g ; A_g]` | one | `dy`, `dx` |
+//!
+//! The sums of the one pass over `dy` are added by two small launches each. With larger ranks than 64, in f32, or where lines of
+//! `dy` are no multiple of 16 bytes, `ds` is one narrow launch and `dB_g` one each, so that `dy` is read twice.
 //!
 //! A group may have no adapter: nothing of these is computed for its rows. Where an adapter drops inputs, `seen` of all rows
 //! that have an adapter is one buffer, written group by group before `s` and again before `dA` (a pass over `x` each), and
@@ -18,6 +20,7 @@
 //! Forward keeps `s`. Taking the rows apart instead, and putting results together again, reads and writes `x`, `y`, `dy` and
 //! `dx` once more each, and gives every group a product of its own that fills the GPU less well.
 
+use super::lora_gradients::LoraGradients;
 use super::pointwise::Dropped;
 use super::routed::{Group, OfRows, Routed};
 use super::workspace::Workspace;
@@ -102,6 +105,7 @@ impl RoutedLora {
             s_line: self.line(),
             groups,
             y: Address::NULL,
+            y_line: n,
         }
     }
 
@@ -258,6 +262,93 @@ impl RoutedLora {
         Some(launches)
     }
 
+    /// `ds` and `dB` in one pass over the rows of `dy` that are a group's, where that is possible.
+    fn pass(
+        &self,
+        group: &AdaptedGroup,
+        dy: Address,
+        [s, ds]: [Address; 2],
+        d_lora_b: Address,
+    ) -> Option<LoraGradients> {
+        let adapter = group.adapter?;
+        let pass = LoraGradients {
+            dtype: self.dtype,
+            t: group.m,
+            n: self.n,
+            r: adapter.r,
+            padded_rank: self.line(),
+            line: self.line(),
+            rows: group.rows,
+            dy,
+            s,
+            lora_b: adapter.lora_b,
+            scale: adapter.scale,
+            ds,
+            d_lora_b,
+        };
+        pass.fits().then_some(pass)
+    }
+
+    /// The sum over a group's rows of `a[row]^T b[row]`, `[m, n]` f32; operands with the elements from row to row.
+    fn of_rows(
+        &self,
+        group: &AdaptedGroup,
+        [m, n]: [usize; 2],
+        [a, b]: [(Address, usize); 2],
+        y: Address,
+    ) -> OfRows {
+        OfRows {
+            dtype: self.dtype,
+            t: self.t,
+            m,
+            n,
+            rows: group.rows,
+            k: group.m,
+            a: a.0,
+            a_line: a.1,
+            b: b.0,
+            b_line: b.1,
+            y,
+        }
+    }
+
+    /// `ds [t, line]` and the gradients of B.
+    fn low_gradients(
+        &self,
+        dy: Address,
+        [s, ds]: [Address; 2],
+        d_lora_b: [Address; 2],
+        multiprocessors: u32,
+        workspace: &mut Workspace,
+    ) -> Option<Vec<Launch>> {
+        let line = self.line();
+        let groups = self.groups.iter().zip(d_lora_b);
+        let passes = groups.map(|(group, to)| self.pass(group, dy, [s, ds], to));
+        let passes: Vec<Option<LoraGradients>> = passes.collect();
+        // The rows of `ds` that no pass writes.
+        let mut down = Routed {
+            transpose_b: true,
+            y: ds,
+            ..self.product([line, self.n], dy, self.halves(|adapter| adapter.lora_b))
+        };
+        for (group, pass) in down.groups.iter_mut().zip(&passes) {
+            if pass.is_some() {
+                *group = Group::EMPTY;
+            }
+        }
+        let mut launches = run([down], multiprocessors, workspace)?;
+        for ((group, pass), to) in self.groups.iter().zip(passes).zip(d_lora_b) {
+            if let Some(pass) = pass {
+                launches.extend(pass.launches(workspace)?);
+            } else if let Some(Adapter { r, .. }) = group.adapter {
+                let sum = self.of_rows(group, [self.n, r], [(dy, self.n), (s, line)], to);
+                let choice = sum.choose(multiprocessors);
+                launches.extend(sum.launches(choice, multiprocessors, workspace)?);
+            }
+        }
+        Some(launches)
+    }
+
     /// The gradients for `dy` `[t, n]`, with the `s` of the forward pass. `None` when the dtype has no kernel.
     #[must_use]
     pub fn backward(
@@ -272,39 +363,16 @@ impl RoutedLora {
         let line = self.line();
         let mark = workspace.mark();
         let ds = workspace.take((t * line * dtype.size_bytes()) as u64);
-        let down = Routed {
-            transpose_b: true,
-            y: ds,
-            ..self.product([line, n], dy, self.halves(|adapter| adapter.lora_b))
-        };
-        let mut launches = run([down], multiprocessors, workspace)?;
+        let d_lora_b = gradients.adapters.map(|[_, d_lora_b]| d_lora_b);
+        let mut launches = self.low_gradients(dy, [s, ds], d_lora_b, multiprocessors, workspace)?;
         let before = workspace.mark();
         let (seen, dropouts) = self.seen(workspace)?;
         launches.extend(dropouts);
-        for (group, [d_lora_a, d_lora_b]) in self.groups.iter().zip(gradients.adapters) {
-            let Some(Adapter { r, .. }) = group.adapter else {
-                continue;
-            };
-            let of_rows = |[m, n]: [usize; 2], [a, b]: [(Address, usize); 2], y| OfRows {
-                dtype,
-                t,
-                m,
-                n,
-                rows: group.rows,
-                k: group.m,
-                a: a.0,
-                a_line: a.1,
-                b: b.0,
-                b_line: b.1,
-                y,
-            };
-            let products = [
-                of_rows([n, r], [(dy, n), (s, line)], d_lora_b),
-                of_rows([r, k], [(ds, line), (seen, k)], d_lora_a),
-            ];
-            for product in products {
-                let choice = product.choose(multiprocessors);
-                launches.extend(product.launches(choice, multiprocessors, workspace)?);
+        for (group, [d_lora_a, _]) in self.groups.iter().zip(gradients.adapters) {
+            if let Some(Adapter { r, .. }) = group.adapter {
+                let sum = self.of_rows(group, [r, k], [(ds, line), (seen, k)], d_lora_a);
+                let choice = sum.choose(multiprocessors);
+                launches.extend(sum.launches(choice, multiprocessors, workspace)?);
             }
         }
         workspace.release(before);

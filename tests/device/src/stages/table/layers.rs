@@ -126,6 +126,7 @@ impl TwoLayers {
             s_line: 0,
             groups: self.groups.map(|group| Group { b_rows: n, ..group }),
             y: on.output(dtype.size_bytes() * t * n)?,
+            y_line: n,
         };
         on.with_scratch(|sms, space| layers.launches(layers.choose(sms), sms, space))
     }
