@@ -1,5 +1,5 @@
 //! Adapted linear layers of one input over one partition of rows, such as queries, keys and values of experts: what
-//! [`super::shared_lora`] is to [`super::lora_linear`], this is to [`super::routed_lora`]. The adapters of each group are stacked:
+//! [`super::shared_lora`] is to [`super::lora_linear`], this is to [`super::routed_lora`]. Each group's adapters are stacked:
 //!
 //! | result | passes over `x` | instead of |
 //! |---|---|---|

@@ -7,18 +7,18 @@
 //   those from r on are zeros; b [n, r]
 //   ds_partial [slices, t, columns] f32, slice = blockIdx.x; columns from r on are zeros
 //   db_partial [ranges, n, r] f32, range = blockIdx.y
-//   rows [t] ROUTED 1: the rows of dy and s that are row 0, 1, .. above, as those of one expert are, read where they lie.
-//        ds_partial has them in the order of the list; linear_parts puts their sums where they belong.
+//   rows [t] ROUTED 1: the rows of dy and s that are row 0, 1, .. above, such as those of one expert, read where they
+//        lie. ds_partial has them in the order of the list; linear_parts puts their sums where they belong.
 //   linear_parts adds both in order. Addresses of dy and s are 16-byte aligned, s_line is a multiple of 8.
 // Defines: TYPE (TYPE_*), RANK (16, 32 or 64); ROUTED (absent: 0).
 //
 // Algorithm: a block owns SLICE columns and `range_rows` rows; each of its 8 warps owns 64 of the columns. B's part lies
 // in registers as the right operand of the first product, dB's part as the sums of the second. Tiles of 16 rows of dy
-// and s pass through a ring in shared memory; a tile of dy is read from there twice, as it is and transposed. With a list,
-// lane i of every warp holds the entry of row i mod 16 of the tile that is fetched next, looked up a tile before.
-// Every sum has one order, whatever is launched beside it. ds: k16 slices of a warp's columns in ascending order, warps in
-// ascending order, slices of blocks in ascending order. dB: rows of a range in ascending order (of the list), ranges in
-// ascending order. A list that names rows in their order therefore leaves the bits of no list.
+// and s pass through a ring in shared memory; a tile of dy is read from there twice, as it is and transposed. With a
+// list, lane i of every warp holds the entry of row i mod 16 of the tile that is fetched next, looked up a tile before.
+// Every sum has one order, which follows from the sizes alone. ds: k16 slices of a warp's columns, then warps, then
+// slices of blocks; dB: rows of a range (in the order of the list), then ranges; all ascending. Named rows therefore have
+// the bits that the same rows have behind each other.
 // Bytes: 2 t n + 2 slices t RANK + 4 slices t RANK + 4 ranges n r, and the partial sums once more where they are added:
 // for t = 8192, n = 4096, r = 16 in 8 slices and 16 ranges 67 + 2 + 4 + 4 MB, where two products read 134 MB. With rank
 // 64 as many bytes as two products move, half of them partial sums, which caches of 40 MB and more hold.

@@ -1,5 +1,5 @@
-//! The copies and sums around products: copies are bit-equal, sums too, as their order is fixed; rows of sums in place and where a
-//! list says.
+//! The copies and sums around products: copies are bit-equal, sums too, as their order is fixed; rows of sums are put in
+//! order and where a list says.
 
 use anyhow::{Result, ensure};
 use half::bf16;
