@@ -17,6 +17,9 @@ use crate::resident::ResidentAccess;
 use crate::routed::{self, RoutedArgs};
 use crate::routed_lora::{self, RoutedLora, RoutedLoraArgs, RoutedLoraGrads};
 use crate::shared_lora::{self, SharedLora, SharedLoraGradArgs, SharedLoraGrads};
+use crate::shared_routed_lora::{
+    self, SharedRoutedLora, SharedRoutedLoraGradArgs, SharedRoutedLoraGrads,
+};
 use crate::timeline::DeviceSpan;
 use crate::{DType, Shape, Tensor};
 
@@ -440,6 +443,26 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
     /// As [`Backend::shared_lora`]; when there is not one `dy` for each layer.
     fn shared_lora_backward(&self, args: SharedLoraGradArgs<'_>) -> Result<SharedLoraGrads> {
         shared_lora::backward(self, &args)
+    }
+
+    /// Adapted linear layers of one `x` over one partition of rows (the same tensors in all `layers`): of each what
+    /// [`Backend::routed_lora`] gives, up to the order of sums.
+    ///
+    /// # Errors
+    /// When there is no layer, or as [`Backend::routed_lora`].
+    fn shared_routed_lora(&self, layers: &[RoutedLoraArgs<'_>]) -> Result<SharedRoutedLora> {
+        shared_routed_lora::forward(self, layers)
+    }
+
+    /// Their gradients: of each what [`Backend::routed_lora_backward`] gives, and the sum of the inputs' gradients.
+    ///
+    /// # Errors
+    /// As [`Backend::shared_routed_lora`]; when there is not one `dy` for each layer.
+    fn shared_routed_lora_backward(
+        &self,
+        args: SharedRoutedLoraGradArgs<'_>,
+    ) -> Result<SharedRoutedLoraGrads> {
+        shared_routed_lora::backward(self, &args)
     }
 
     /// `(x - mean) / sqrt(var + eps) * weight + bias` over the last axis, statistics in f32.

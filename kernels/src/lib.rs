@@ -69,6 +69,7 @@ mod routed;
 mod routed_lora;
 mod shape;
 mod shared_lora;
+mod shared_routed_lora;
 mod tensor;
 mod timeline;
 
@@ -89,5 +90,6 @@ pub use routed::{RoutedArgs, RoutedGroup};
 pub use routed_lora::{AdaptedGroup, AdapterArgs, RoutedLora, RoutedLoraArgs, RoutedLoraGrads};
 pub use shape::{MAX_RANK, Shape};
 pub use shared_lora::{SharedLora, SharedLoraGradArgs, SharedLoraGrads};
+pub use shared_routed_lora::{SharedRoutedLora, SharedRoutedLoraGradArgs, SharedRoutedLoraGrads};
 pub use tensor::{Fetch, ForeignBytes, Tensor, TensorMut};
 pub use timeline::{DeviceLane, DeviceSpan};

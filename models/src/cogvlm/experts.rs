@@ -72,6 +72,26 @@ impl Experts {
             _ => scope.routed_lora_linear(x, [(language, *own), (vision, *other)], rows),
         }
     }
+
+    /// As [`Experts::linear`], of several layers of one `x [t, k]`: their adapters are computed together where every layer has
+    /// one of either expert.
+    fn linears<const N: usize>(
+        &self,
+        scope: &Scope<'_>,
+        x: &Var,
+        layers: [[&Layer; 2]; N],
+    ) -> Result<[Var; N]> {
+        let plain = |layers: &[&Layer; 2]| layers.iter().all(|(_, adapter)| adapter.is_none());
+        let values = if layers.iter().any(plain) {
+            let each = layers.iter().map(|both| self.linear(scope, x, *both));
+            each.collect::<Result<Vec<Var>>>()?
+        } else {
+            let rows = [&self.language, &self.vision];
+            let pairs = layers.map(|both| both.map(|(base, adapter)| (base, *adapter)));
+            scope.shared_routed_lora(x, &pairs, rows)?
+        };
+        Ok(values.try_into().expect("one value per layer"))
+    }
 }
 
 impl Routed<Linear> {
@@ -110,11 +130,9 @@ impl Routed<FusedLinear> {
     ) -> Result<[Var; 3]> {
         if let Some(experts) = experts {
             let (language, vision) = (self.language.layers(), self.vision.layers());
-            let both = || language.iter().zip(&vision).map(|(l, v)| [l, v]);
-            if Experts::route(scope, both()) {
-                let values = both().map(|both| experts.linear(scope, x, both));
-                let values: Vec<Var> = values.collect::<Result<_>>()?;
-                return Ok(values.try_into().expect("queries, keys and values"));
+            let both = [0, 1, 2].map(|i: usize| [&language[i], &vision[i]]);
+            if Experts::route(scope, both) {
+                return experts.linears(scope, x, both);
             }
         }
         let run = |layer: &FusedLinear, x: &Var| layer.forward(scope, x);
@@ -132,8 +150,7 @@ impl Routed<GatedMlp> {
             let (language, vision) = (self.language.layers(), self.vision.layers());
             let both = |i: usize| [&language[i], &vision[i]];
             if Experts::route(scope, [both(0), both(1), both(2)]) {
-                let gate = experts.linear(scope, x, both(0))?;
-                let up = experts.linear(scope, x, both(1))?;
+                let [gate, up] = experts.linears(scope, x, [both(0), both(1)])?;
                 let inner = scope.swiglu(&gate, &up)?;
                 return experts.linear(scope, &inner, both(2));
             }

@@ -1,10 +1,13 @@
-//! Two linear layers over a partition of rows, with adapters.
+//! Two linear layers over a partition of rows, with adapters; also several such pairs of one input.
 
 use super::linear::{LinearParams, rows as rows_of};
 use super::lora::{LoraParams, Part, PartTensors};
 use crate::autograd::{Scope, Var};
 use crate::error::Result;
-use kernels::{AdaptedGroup, RoutedLora, RoutedLoraArgs, Tensor};
+use kernels::{AdaptedGroup, RoutedLoraArgs, SharedRoutedLora, SharedRoutedLoraGradArgs, Tensor};
+
+/// A layer for each group of rows; a layer need not have an adapter.
+pub type RoutedLayers<'l> = [(&'l LinearParams, Option<LoraParams>); 2];
 
 impl Scope<'_> {
     /// Whether [`Scope::routed_lora_linear`] is quicker than taking the rows of adapted layers apart.
@@ -14,40 +17,83 @@ impl Scope<'_> {
     }
 
     /// `x[row] W^T + bias + scale * (seen[row] A^T) B^T` with the parameters of the row's group, `seen` being what
-    /// [`Scope::lora_linear`] has; a layer need not have an adapter: `[t, k]` to `[t, n]`. Each group's `rows` are i32;
-    /// together they name every row once. The results are those of [`Scope::lora_linear`] and [`Scope::linear`] on the rows
-    /// of each group, up to the order of sums.
+    /// [`Scope::lora_linear`] has: `[t, k]` to `[t, n]`. Each group's `rows` are i32; together they name every row once. The
+    /// results are those of [`Scope::lora_linear`] and [`Scope::linear`] on the rows of each group, up to the order of sums.
     ///
     /// # Errors
     /// As [`Scope::linear`], or when the groups are no partition.
     pub fn routed_lora_linear(
         &self,
         x: &Var,
-        layers: [(&LinearParams, Option<LoraParams>); 2],
+        layers: RoutedLayers<'_>,
         rows: [&Tensor; 2],
     ) -> Result<Var> {
+        let mut all = self.shared_routed_lora(x, &[layers], rows)?;
+        Ok(all.pop().expect("one value of one pair of layers"))
+    }
+
+    /// Pairs of layers of one `x`, each as [`Scope::routed_lora_linear`], in order. The gradients of `x` are added from the last
+    /// pair to the first. What the adapters made of their inputs is kept for backward, where the device keeps any.
+    ///
+    /// # Errors
+    /// As [`Scope::routed_lora_linear`].
+    pub fn shared_routed_lora(
+        &self,
+        x: &Var,
+        layers: &[RoutedLayers<'_>],
+        rows: [&Tensor; 2],
+    ) -> Result<Vec<Var>> {
+        if layers.is_empty() {
+            return Ok(Vec::new());
+        }
         let input = rows_of(x.value())?;
-        let [first, second] = layers.map(|(base, adapter)| Part::new(self, base, adapter));
-        let parts = [first?, second?];
-        let held = each(&parts, |part| part.tensors(&|id| self.weight(id), true))?;
-        let RoutedLora { y, inner } = self.backend().routed_lora(args(&held, &input, rows))?;
+        let part = |(base, adapter)| Part::new(self, base, adapter);
+        let pairs = layers.iter().map(|[first, second]| {
+            let pair: [Part; 2] = [part(*first)?, part(*second)?];
+            Ok(pair)
+        });
+        let pairs: Vec<[Part; 2]> = pairs.collect::<Result<_>>()?;
+        let held = pairs
+            .iter()
+            .map(|pair| each(pair, |part| part.tensors(&|id| self.weight(id), true)));
+        let held: Vec<[PartTensors; 2]> = held.collect::<Result<_>>()?;
+        let all: Vec<_> = held.iter().map(|held| args(held, &input, rows)).collect();
+        let SharedRoutedLora { y, inner } = self.backend().shared_routed_lora(&all)?;
         let (slot, shape) = (x.slot(), x.shape());
-        let used: Vec<_> = parts.iter().flat_map(Part::params).collect();
+        let values = y.into_iter().zip(&pairs);
+        let values = values.map(|(y, pair)| (y, pair.iter().flat_map(Part::params).collect()));
+        let values = values.collect();
         let rows = rows.map(Tensor::clone);
-        self.record("routed_lora_linear", y, &[x], &used, move |sweep, dy| {
+        self.record_all("routed_lora_linear", values, x, move |sweep, dy| {
+            // The form of `inner` is that of all pairs together.
+            let whole = dy.iter().all(Option::is_some);
+            let inner = if whole { inner } else { Vec::new() };
+            let both = pairs.iter().zip(&dy);
+            let used: Vec<(&[Part; 2], &Tensor)> = both
+                .filter_map(|(pair, dy)| Some((pair, dy.as_ref()?)))
+                .collect();
+            let held = used
+                .iter()
+                .map(|(pair, _)| each(pair, |part| part.tensors(&|id| sweep.weight(id), false)));
+            let held: Vec<[PartTensors; 2]> = held.collect::<Result<_>>()?;
             let rows = [&rows[0], &rows[1]];
-            let held = each(&parts, |part| part.tensors(&|id| sweep.weight(id), false))?;
-            let grads = sweep.backend().routed_lora_backward(
-                args(&held, &input, rows),
-                &dy,
-                inner.as_ref(),
-                slot.is_some(),
-            )?;
+            let all: Vec<_> = held.iter().map(|held| args(held, &input, rows)).collect();
+            let dy: Vec<&Tensor> = used.iter().map(|(_, dy)| *dy).collect();
+            let backend = sweep.backend();
+            let grads = backend.shared_routed_lora_backward(SharedRoutedLoraGradArgs {
+                layers: &all,
+                dy: &dy,
+                inner: &inner,
+                need_dx: slot.is_some(),
+            })?;
             if let Some(dx) = grads.dx {
                 sweep.add(slot, dx.reshape(shape)?)?;
             }
-            for ((part, grads), rows) in parts.iter().zip(grads.adapters).zip(rows) {
-                part.add_grads(sweep, grads, [&input, &dy], Some(rows))?;
+            // In the order of pairs that stand for themselves: a gradient may be that of several.
+            for ((pair, dy), grads) in used.into_iter().zip(grads.adapters).rev() {
+                for ((part, grads), rows) in pair.iter().zip(grads).zip(rows) {
+                    part.add_grads(sweep, grads, [&input, dy], Some(rows))?;
+                }
             }
             Ok(())
         })

@@ -296,6 +296,95 @@ fn adapted_layers_over_a_partition_of_rows() {
     }
 }
 
+/// Two pairs of layers of one input and partition: with a rank of each adapter, without one of the four, with masks, and a
+/// result that nobody uses.
+#[test]
+fn adapted_layers_of_one_input_over_a_partition_of_rows() {
+    let base = [LinearParams::new(P0, Some(P1)), LinearParams::new(P2, None)];
+    let shapes: [&[usize]; 7] = [&[5, 8], &[5], &[5, 8], &[2, 8], &[5, 2], &[3, 8], &[5, 3]];
+    let index_of = |rows: &[i32]| index(&*backend(), rows);
+    let rows = [index_of(&[4, 0, 3]), index_of(&[1, 2])];
+    let rows = [&rows[0], &rows[1]];
+    let (first, second) = (adapter(P3, P4), adapter(P5, P6));
+    let state = dropout_of(5);
+    for adapters in [
+        [[Some(first), Some(second)], [Some(second), Some(first)]],
+        [[Some(first), None], [Some(second), Some(first)]],
+        [[Some(first), Some(second)]; 2],
+    ] {
+        for p in [0.0, 0.4] {
+            let pairs = adapters.map(|pair| {
+                let dropout = |adapter| LoraParams {
+                    dropout: p,
+                    ..adapter
+                };
+                let [one, other] = pair.map(|adapter| adapter.map(dropout));
+                [(&base[0], one), (&base[1], other)]
+            });
+            gradcheck_dropped(&state, [&[5, 8]], &shapes, |s, [x]| {
+                let both = s.shared_routed_lora(x, &pairs, rows)?;
+                s.swiglu(&both[0], &both[1])
+            });
+        }
+    }
+    let pairs = [
+        [(&base[0], Some(first)), (&base[1], None)],
+        [(&base[1], Some(first)), (&base[0], Some(second))],
+    ];
+    gradcheck([&[5, 8]], &shapes, |s, [x]| {
+        let mut both = s.shared_routed_lora(x, &pairs, rows)?;
+        Ok(both.swap_remove(1))
+    });
+}
+
+/// On the CPU the gradients of pairs of layers that share input and partition are those of pairs one after the other, to the
+/// last bit; with dropout as well.
+#[test]
+fn adapted_layers_over_a_partition_have_the_bits_of_each_pair_alone() {
+    let base = [P0, P3].map(|weight| LinearParams::new(weight, None));
+    let halves = [(P1, P2), (P4, P5)].map(|(a, b)| adapter(a, b));
+    let shapes: [&[usize]; 6] = [&[5, 24], &[2, 24], &[5, 2], &[5, 24], &[2, 24], &[5, 2]];
+    let gradients = |shared: bool, dropout: f32| {
+        let [a, b] = halves.map(|adapter| LoraParams { dropout, ..adapter });
+        let pairs = [
+            [(&base[0], Some(a)), (&base[1], Some(b))],
+            [(&base[1], Some(b)), (&base[1], Some(a))],
+            [(&base[0], None), (&base[1], Some(a))],
+        ];
+        let access = resident(&spec(&shapes.map(|shape| (0, shape, true))));
+        let tape = Tape::training(&access).with_dropout(dropout_of(7));
+        let x = tape.leaf(tensor(&*backend(), &[7, 24], &values(3, 7 * 24)));
+        let [y] = tape
+            .segment(UnitId(0), [&x], |s, [x]| {
+                let rows = [
+                    index(s.backend(), &[6, 1, 3]),
+                    index(s.backend(), &[0, 2, 4, 5]),
+                ];
+                let rows = [&rows[0], &rows[1]];
+                let all = match shared {
+                    true => s.shared_routed_lora(x, &pairs, rows)?,
+                    false => {
+                        let each = pairs.iter();
+                        each.map(|pair| s.routed_lora_linear(x, *pair, rows))
+                            .collect::<Result<_>>()?
+                    }
+                };
+                Ok([s.add(&s.swiglu(&all[0], &all[1])?, &all[2])?])
+            })
+            .unwrap();
+        let seed = tensor(&*backend(), &[7, 5], &values(9, 7 * 5));
+        let grads = tape.backward_from(&[(&y, seed)]).unwrap();
+        let params = (0..6).map(|i| access.grad(ParamId(i)).unwrap().to_f32_vec().unwrap());
+        let dx = grads.get(&x).unwrap().to_f32_vec().unwrap();
+        let all = params.chain([dx]).flatten().map(f32::to_bits);
+        all.collect::<Vec<_>>()
+    };
+    for p in [0.0, 0.4] {
+        assert_eq!(gradients(true, p), gradients(false, p));
+    }
+    assert_ne!(gradients(true, 0.4), gradients(true, 0.0));
+}
+
 #[test]
 fn norms() {
     gradcheck([&[3, 6]], &[&[6], &[6]], |s, [x]| {

@@ -8,7 +8,8 @@ use anyhow::{Context, Result, ensure};
 use kernels::{
     AdaptedGroup, AdapterArgs, AdapterDropout, AttentionArgs, Backend, CpuBackend, DType,
     Direction, DropoutArgs, Gelu, IGNORED_LABEL, LoraArgs, LossNeeds, MatmulArgs, RopeLayout,
-    RoutedArgs, RoutedGroup, RoutedLoraArgs, Shape, SharedLoraGradArgs, Tag, Tensor, Transpose,
+    RoutedArgs, RoutedGroup, RoutedLoraArgs, Shape, SharedLoraGradArgs, SharedRoutedLoraGradArgs,
+    Tag, Tensor, Transpose,
 };
 
 use crate::numbers::{bytes, first_difference};
@@ -176,6 +177,10 @@ pub fn all() -> Vec<Check> {
         checks.extend(routed_adapters([dtype; 2]));
     }
     checks.extend(routed_adapters([DType::BF16, DType::F32]));
+    for dtype in DTYPES {
+        checks.extend(shared_routed_adapters([dtype; 2]));
+    }
+    checks.extend(shared_routed_adapters([DType::BF16, DType::F32]));
     checks
 }
 
@@ -570,6 +575,111 @@ fn shared_adapters([dtype, adapter]: [DType; 2]) -> Vec<Check> {
         (0..3, [0.5; 3], [(4, 0.3), (5, 0.0), (6, 0.3)]),
         (0..1, [0.5; 3], [(4, 0.3); 3]),
         (1..2, [0.5; 3], [(4, 0.3); 3]),
+    ]
+    .map(check)
+    .into()
+}
+
+/// An adapter of the checks of several pairs of layers: rank, factor, key and share of what it drops.
+type Adapted = Option<(usize, f32, (u32, f32))>;
+
+/// Three pairs of layers of one input over one partition: a rank of each way to the gradients, outputs of unlike widths, one
+/// group without adapters or rows. Unlike factors, masks, and adapters of some layers alone are not stacked.
+fn shared_routed_adapters([dtype, adapter]: [DType; 2]) -> Vec<Check> {
+    const WIDTHS: [usize; 3] = [24, 20, 8];
+    let (t, k) = (21, 36);
+    let check = |(layers, first, adapters): (usize, usize, [[Adapted; 2]; 3])| {
+        let rows: Vec<i32> = (0..t).map(|i| i * 8 % t).collect();
+        let (language, vision) = rows.split_at(first);
+        let index = |rows: &[i32]| Input::Index(vec![rows.len()], rows.to_vec());
+        let mut inputs = vec![
+            float(dtype, &[t as usize, k]),
+            index(language),
+            index(vision),
+            names(t as usize),
+        ];
+        for (n, pair) in WIDTHS.into_iter().zip(adapters) {
+            inputs.push(float(dtype, &[t as usize, n]));
+            for own in pair {
+                let r = own.map_or(1, |(r, ..)| r);
+                inputs.extend([
+                    float(dtype, &[n, k]),
+                    float(dtype, &[n]),
+                    float(adapter, &[r, k]),
+                    float(adapter, &[n, r]),
+                ]);
+            }
+        }
+        let name = format!(
+            "{layers} layers over a partition, {first} rows of the first, of {dtype}, adapters of {adapter}, {adapters:?}"
+        );
+        Check::new(name, inputs, Compare::Close(dtype), move |b, x| {
+            let group = |layer: usize, i: usize| {
+                let own = &x[5 + 9 * layer + 4 * i..][..4];
+                AdaptedGroup {
+                    rows: &x[1 + i],
+                    weight: &own[0],
+                    bias: (layer != i).then_some(&own[1]),
+                    adapter: adapters[layer][i].map(|(_, scale, (key, p))| AdapterArgs {
+                        lora_a: &own[2],
+                        lora_b: &own[3],
+                        scale,
+                        dropout: dropped(&x[3], [key, 9], p),
+                    }),
+                }
+            };
+            let layer = |i: usize| RoutedLoraArgs {
+                x: &x[0],
+                groups: [group(i, 0), group(i, 1)],
+            };
+            let all: Vec<RoutedLoraArgs<'_>> = (0..layers).map(layer).collect();
+            let dy: Vec<&Tensor> = (0..layers).map(|i| &x[4 + 9 * i]).collect();
+            let forward = b.shared_routed_lora(&all)?;
+            let mut results = Vec::new();
+            for (inner, need_dx) in [(&*forward.inner, true), (&[], false), (&[], true)] {
+                let grads = b.shared_routed_lora_backward(SharedRoutedLoraGradArgs {
+                    layers: &all,
+                    dy: &dy,
+                    inner,
+                    need_dx,
+                })?;
+                results.extend(grads.dx);
+                results.extend(grads.adapters.into_iter().flatten().flatten().flatten());
+            }
+            results.extend(forward.y);
+            Ok(results)
+        })
+    };
+    const ALL: (u32, f32) = (0, 0.0);
+    const MASK: (u32, f32) = (4, 0.3);
+    let with = |r, mask| Some((r, 0.5, mask));
+    let both = |r, mask| [with(r, mask); 2];
+    let ranks = |mask| [both(4, mask), both(16, mask), both(40, mask)];
+    [
+        (3, 8, ranks(ALL)),
+        (2, 0, ranks(ALL)),
+        (3, 21, ranks(ALL)),
+        (1, 8, ranks(ALL)),
+        // Unlike ranks of a layer, also beyond one pass, and a factor of each group.
+        (
+            3,
+            13,
+            [[4, 20], [72, 5], [16, 16]].map(|[a, b]| [with(a, ALL), Some((b, 0.25, ALL))]),
+        ),
+        // Without adapters of a group, and without one of a layer.
+        (3, 8, [4, 16, 20].map(|r| [None, with(r, ALL)])),
+        (2, 8, [[None, with(5, ALL)], both(16, ALL), both(4, ALL)]),
+        // Factors that differ between layers.
+        (
+            2,
+            8,
+            [both(4, ALL), [Some((4, 0.25, ALL)); 2], both(4, ALL)],
+        ),
+        // One mask of all, of one group, and of each layer.
+        (3, 8, ranks(MASK)),
+        (3, 8, [4, 16, 40].map(|r| [with(r, MASK), with(r, ALL)])),
+        (2, 0, ranks(MASK)),
+        (2, 8, [both(4, MASK), both(16, (5, 0.3)), both(4, ALL)]),
     ]
     .map(check)
     .into()

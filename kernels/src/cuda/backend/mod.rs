@@ -27,6 +27,7 @@ mod routed;
 mod routed_lora;
 mod rows;
 mod shared_lora;
+mod shared_routed_lora;
 mod uses;
 
 pub use loss::LossCuts;
@@ -49,6 +50,9 @@ use crate::peers::{GroupAccess, PeerAccess};
 use crate::pool::{Pool, Tag};
 use crate::resident::ResidentAccess;
 use crate::shared_lora::{SharedLora, SharedLoraGradArgs, SharedLoraGrads};
+use crate::shared_routed_lora::{
+    SharedRoutedLora, SharedRoutedLoraGradArgs, SharedRoutedLoraGrads,
+};
 use crate::tensor::{DeviceMemory, OnDevice};
 use crate::timeline::DeviceSpan;
 use crate::{DType, Shape, Tensor};
@@ -881,6 +885,17 @@ impl Backend for CudaBackend {
 
     fn shared_lora_backward(&self, args: SharedLoraGradArgs<'_>) -> Result<SharedLoraGrads> {
         self.shared_lora_backward_op(&args)
+    }
+
+    fn shared_routed_lora(&self, layers: &[RoutedLoraArgs<'_>]) -> Result<SharedRoutedLora> {
+        self.shared_routed_lora_op(layers)
+    }
+
+    fn shared_routed_lora_backward(
+        &self,
+        args: SharedRoutedLoraGradArgs<'_>,
+    ) -> Result<SharedRoutedLoraGrads> {
+        self.shared_routed_lora_backward_op(&args)
     }
 
     fn layer_norm(&self, x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f32) -> Result<Tensor> {

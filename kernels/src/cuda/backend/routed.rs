@@ -78,6 +78,7 @@ impl CudaBackend {
             s_line: 0,
             groups,
             y: self.address(OP, &y)?,
+            y_line: n,
         };
         let multiprocessors = self.executor.multiprocessors();
         let tile = routed.choose(multiprocessors);

@@ -14,7 +14,7 @@ use crate::routed_lora::{self, AdaptedGroup, RoutedLora, RoutedLoraArgs, RoutedL
 impl CudaBackend {
     /// The layers in one dtype, with the tensors that addresses stand for. `None` where there is no kernel for them: no
     /// adapter, one without ranks, operands of unlike dtypes.
-    fn adapted_groups(
+    pub(super) fn adapted_groups(
         &self,
         op: &'static str,
         args: &RoutedLoraArgs<'_>,

@@ -1,7 +1,6 @@
 //! Adapted linear layers of one input.
 
 use super::CudaBackend;
-use crate::Tensor;
 use crate::backend::LoraArgs;
 use crate::check;
 use crate::cuda::launch::Address;
@@ -10,6 +9,7 @@ use crate::cuda::ops::shared_lora::{Gradients, SharedLora as Layers, alike, line
 use crate::error::{Result, shape_error};
 use crate::pool::Tag;
 use crate::shared_lora::{self, SharedLora, SharedLoraGradArgs, SharedLoraGrads};
+use crate::{DType, Tensor};
 
 /// Layers whose adapters are stacked, with the tensors that addresses stand for.
 struct Stacked {
@@ -78,19 +78,10 @@ impl CudaBackend {
                 held,
             }));
         }
-        let stacked = self.uninit([line, k], dtype, Tag::Workspace)?;
-        if layers.iter().any(|layer| layer.padded_rank() > layer.r) {
-            self.zero(op, &stacked)?;
-        }
+        let own = layers.iter();
+        let own = own.map(|layer| (layer.lora_a, [layer.r, layer.padded_rank()]));
+        let stacked = self.stack_rows(op, &own.collect::<Vec<_>>(), k, dtype)?;
         let start = self.address(op, &stacked)?;
-        let row = (k * dtype.size_bytes()) as u64;
-        let mut to = start;
-        for layer in &layers {
-            // SAFETY: A has `r` rows of `k` elements, and so many are behind `to` in the tensor of all padded ranks.
-            let queued = unsafe { self.executor.copy(layer.lora_a, to, layer.r as u64 * row) };
-            self.counted(op, queued)?;
-            to = Address(to.0 + layer.padded_rank() as u64 * row);
-        }
         held.push(stacked);
         Ok(Some(Stacked {
             layers,
@@ -98,6 +89,31 @@ impl CudaBackend {
             line,
             held,
         }))
+    }
+
+    /// Matrices of `k` columns one above the other, each with its rows and those that it gets, which are zeros behind its own.
+    pub(super) fn stack_rows(
+        &self,
+        op: &'static str,
+        parts: &[(Address, [usize; 2])],
+        k: usize,
+        dtype: DType,
+    ) -> Result<Tensor> {
+        let rows = parts.iter().map(|(_, [_, padded])| padded).sum();
+        let stacked = self.uninit([rows, k], dtype, Tag::Workspace)?;
+        if parts.iter().any(|(_, [own, padded])| padded > own) {
+            self.zero(op, &stacked)?;
+        }
+        let row = (k * dtype.size_bytes()) as u64;
+        let mut to = self.address(op, &stacked)?;
+        for (from, [own, padded]) in parts {
+            // SAFETY: the matrix has `own` rows of `k` elements, and so many are behind `to` in the tensor of all padded
+            // rows.
+            let queued = unsafe { self.executor.copy(*from, to, *own as u64 * row) };
+            self.counted(op, queued)?;
+            to = Address(to.0 + *padded as u64 * row);
+        }
+        Ok(stacked)
     }
 
     pub(super) fn shared_lora_op(&self, args: &[LoraArgs<'_>]) -> Result<SharedLora> {

@@ -4,6 +4,8 @@
 //! two small launches. For 8192 tokens, 4096 features and rank 16 that is 67 MB of `dy` and 17 MB of partial sums, written
 //! and read, instead of 134 MB; with rank 64 it is 67 MB of each, of which large caches hold the second. Larger ranks would
 //! have more partial sums than `dy` has bytes: they keep two products.
+//!
+//! The rows of one expert are read where they lie, and their `ds` is written where it belongs ([`LoraGradients::rows`]).
 
 use super::product::{Product, int};
 use super::workspace::Workspace;
@@ -26,7 +28,7 @@ const RANKS: [usize; 3] = [16, 32, 64];
 pub struct LoraGradients {
     /// bf16 or f16.
     pub dtype: DType,
-    /// Tokens.
+    /// Tokens; with `rows`, those that it names.
     pub t: usize,
     /// Features out, a multiple of 8.
     pub n: usize,
@@ -36,6 +38,8 @@ pub struct LoraGradients {
     pub padded_rank: usize,
     /// Elements from row to row of `s` and `ds`; a multiple of 8.
     pub line: usize,
+    /// i32 `[t]`: the rows of `dy`, `s` and `ds` that are meant, or [`Address::NULL`] for the first `t`.
+    pub rows: Address,
     /// `[t, n]`.
     pub dy: Address,
     /// `[t, padded_rank]`, rows `line` apart.
@@ -50,27 +54,29 @@ pub struct LoraGradients {
     pub d_lora_b: Address,
 }
 
-fn module(dtype: DType, rank: usize) -> Option<Module> {
+fn module(dtype: DType, rank: usize, routed: bool) -> Option<Module> {
     let element = element_type(dtype).filter(|_| dtype != DType::F32)?;
-    let defines = [("TYPE", element), ("RANK", rank as u32)];
-    Some(Module::new(
-        Family::LoraGradients,
-        defines,
-        &["lora_gradients"],
-    ))
+    let mut defines = vec![("TYPE", element), ("RANK", rank as u32)];
+    let kernels: &[&str] = match routed {
+        false => &["lora_gradients"],
+        true => &["lora_gradients_routed"],
+    };
+    if routed {
+        defines.push(("ROUTED", 1));
+    }
+    Some(Module::new(Family::LoraGradients, defines, kernels))
 }
 
-/// Every dtype and rank.
+/// Every dtype and rank, of all rows and of named ones.
 #[must_use]
 pub fn modules() -> Vec<Module> {
-    let dtypes = [DType::BF16, DType::F16].into_iter();
-    dtypes
-        .flat_map(|dtype| {
-            RANKS
-                .into_iter()
-                .filter_map(move |rank| module(dtype, rank))
-        })
-        .collect()
+    let mut all = Vec::new();
+    for dtype in [DType::BF16, DType::F16] {
+        for routed in [false, true] {
+            all.extend(RANKS.map(|rank| module(dtype, rank, routed)));
+        }
+    }
+    all.into_iter().flatten().collect()
 }
 
 impl LoraGradients {
@@ -113,9 +119,11 @@ impl LoraGradients {
         let made_for = self.module_rank()?;
         let stages = if made_for < 64 { 4 } else { 3 };
         let shared = stages * ROWS * (SLICE + made_for) * 2 + WARPS * ROWS * (made_for + 8) * 4;
-        let pass = Launch {
-            module: module(self.dtype, made_for)?,
-            kernel: "lora_gradients",
+        let routed = self.rows != Address::NULL;
+        let module = module(self.dtype, made_for, routed)?;
+        let mut pass = Launch {
+            kernel: module.kernels()[0],
+            module,
             grid: [u32::try_from(slices).ok()?, u32::try_from(ranges).ok()?, 1],
             threads: 32 * WARPS as u32,
             shared_bytes: shared as u32,
@@ -133,6 +141,9 @@ impl LoraGradients {
                 int(range_rows)?,
             ],
         };
+        if routed {
+            pass.args.push(Arg::Address(self.rows));
+        }
         let sum = |[m, n, y_line]: [usize; 3], out: DType, scale: f32, y: Address| Product {
             dtype: self.dtype,
             out,
@@ -151,7 +162,7 @@ impl LoraGradients {
         let db = sum([n, r, r], DType::F32, 1.0, self.d_lora_b);
         let launches = vec![
             pass,
-            ds.sum(ds_partial, slices as u32)?,
+            ds.sum_to_rows(ds_partial, slices as u32, self.rows)?,
             db.sum(db_partial, ranges as u32)?,
         ];
         workspace.release(mark);
@@ -180,6 +191,7 @@ mod tests {
                 r,
                 padded_rank: usize::next_multiple_of(r, 16),
                 line: usize::next_multiple_of(r, 16),
+                rows: Address::NULL,
                 dy: Address::NULL,
                 s: Address::NULL,
                 lora_b: Address::NULL,

@@ -267,6 +267,7 @@ impl LoraLinear {
             r: self.r,
             padded_rank: self.padded_rank(),
             line: self.padded_rank(),
+            rows: Address::NULL,
             dy,
             s,
             lora_b: self.lora_b,

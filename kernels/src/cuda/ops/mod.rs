@@ -17,6 +17,7 @@ pub mod routed;
 pub mod routed_lora;
 pub mod rows;
 pub mod shared_lora;
+pub mod shared_routed_lora;
 pub mod tile;
 mod window;
 pub mod workspace;

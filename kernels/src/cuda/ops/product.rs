@@ -331,6 +331,16 @@ impl Product {
 
     /// Adds the parts of `y`.
     pub(super) fn sum(&self, partial: Address, parts: u32) -> Option<Launch> {
+        self.sum_to_rows(partial, parts, Address::NULL)
+    }
+
+    /// As [`Product::sum`], the rows of the sum being those of `y` that `rows` i32 `[m]` names.
+    pub(super) fn sum_to_rows(
+        &self,
+        partial: Address,
+        parts: u32,
+        rows: Address,
+    ) -> Option<Launch> {
         Some(Launch {
             module: parts_module(self.dtype, self.out)?,
             kernel: "sum_parts",
@@ -346,6 +356,7 @@ impl Product {
                 Arg::F32(self.scale),
                 Arg::Address(self.y),
                 Arg::U64(self.y_line as u64),
+                Arg::Address(rows),
             ],
         })
     }

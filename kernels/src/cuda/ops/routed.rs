@@ -58,7 +58,7 @@ impl Group {
 }
 
 /// `y[row] = scale_g * (a[row] b_g^T + s[row] low_b_g^T) + bias_g` for the rows of both groups. Addresses are 16-byte aligned;
-/// everything is dense.
+/// everything but `s` and `y` is dense.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Routed {
     /// Of all operands and the result.
@@ -81,6 +81,8 @@ pub struct Routed {
     pub groups: [Group; 2],
     /// `[t, n]`.
     pub y: Address,
+    /// Elements from row to row of `y`.
+    pub y_line: usize,
 }
 
 /// `y[m, n] = sum over i < k of a[rows[i], m] b[rows[i], n]` in f32: the gradient of one group's weight.
@@ -247,7 +249,7 @@ impl Routed {
             Arg::U64(self.s_line as u64),
             int(self.n)?,
             Arg::Address(self.y),
-            Arg::U64(self.n as u64),
+            Arg::U64(self.y_line as u64),
             int(tile.group(multiprocessors).min(rows))?,
         ];
         for group in self.groups {

@@ -5,10 +5,12 @@
 //! |---|---|---|
 //! | `s[row] = scale * x[row] A_g^T` | one, narrow | `x` |
 //! | `y[row] = [x[row] \| s[row]] [W_g \| B_g]^T + bias_g` | one | `x`, `y` |
-//! | `ds[row] = scale * dy[row] B_g` | one, narrow | `dy` |
-//! | `dB_g = dy[rows_g]^T s[rows_g]` | one each | `dy` |
+//! | `ds[row] = scale * dy[row] B_g` and `dB_g = dy[rows_g]^T s[rows_g]` | one each ([`super::lora_gradients`]) | `dy` |
 //! | `dA_g = ds[rows_g]^T x[rows_g]` | one each | `x` |
 //! | `dx[row] = [dy[row] \| ds[row]] [W_g ; A_g]` | one | `dy`, `dx` |
+//!
+//! The sums of the one pass over `dy` are added by two small launches each. With larger ranks than 64, in f32, or where lines of
+//! `dy` are no multiple of 16 bytes, `ds` is one narrow launch and `dB_g` one each, so that `dy` is read twice.
 //!
 //! A group may have no adapter: nothing of these is computed for its rows. Where an adapter drops inputs, `seen` of all rows
 //! that have an adapter is one buffer, written group by group before `s` and again before `dA` (a pass over `x` each), and
@@ -18,6 +20,7 @@
 //! Forward keeps `s`. Taking the rows apart instead, and putting results together again, reads and writes `x`, `y`, `dy` and
 //! `dx` once more each, and gives every group a product of its own that fills the GPU less well.
 
+use super::lora_gradients::LoraGradients;
 use super::pointwise::Dropped;
 use super::routed::{Group, OfRows, Routed};
 use super::workspace::Workspace;
@@ -102,6 +105,7 @@ impl RoutedLora {
             s_line: self.line(),
             groups,
             y: Address::NULL,
+            y_line: n,
         }
     }
 
@@ -133,7 +137,7 @@ impl RoutedLora {
     }
 
     /// Room for a copy of `x`.
-    fn input_rows(&self, workspace: &mut Workspace) -> Address {
+    pub(super) fn input_rows(&self, workspace: &mut Workspace) -> Address {
         workspace.take((self.t * self.k * self.dtype.size_bytes()) as u64)
     }
 
@@ -150,7 +154,7 @@ impl RoutedLora {
     }
 
     /// What the adapters see, `[t, k]`: defined in their rows.
-    fn seen(&self, workspace: &mut Workspace) -> Option<(Address, Vec<Launch>)> {
+    pub(super) fn seen(&self, workspace: &mut Workspace) -> Option<(Address, Vec<Launch>)> {
         let dropped = self.dropped();
         if dropped == [None; 2] {
             return Some((self.x, Vec::new()));
@@ -172,7 +176,7 @@ impl RoutedLora {
     }
 
     /// `dx += dropout(ds A_g)` in the rows that have an adapter, where one drops inputs.
-    fn add_seen_gradient(
+    pub(super) fn add_seen_gradient(
         &self,
         ds: Address,
         dx: Address,
@@ -229,18 +233,24 @@ impl RoutedLora {
         multiprocessors: u32,
         workspace: &mut Workspace,
     ) -> Option<Vec<Launch>> {
+        let output = self.output((s, self.line()), y);
+        let mut launches = self.inner(s, multiprocessors, workspace)?;
+        launches.extend(run([output], multiprocessors, workspace)?);
+        Some(launches)
+    }
+
+    /// `y [t, n]` alone; `s` with the elements from row to row.
+    pub(super) fn output(&self, (s, s_line): (Address, usize), y: Address) -> Routed {
         let mut groups = self.weights(self.n, |adapter| adapter.lora_b);
         for (to, group) in groups.iter_mut().zip(self.groups) {
             to.bias = group.bias;
         }
-        let output = Routed {
+        Routed {
             s,
+            s_line,
             y,
             ..self.product([self.n, self.k], self.x, groups)
-        };
-        let mut launches = self.inner(s, multiprocessors, workspace)?;
-        launches.extend(run([output], multiprocessors, workspace)?);
-        Some(launches)
+        }
     }
 
     /// `s [t, line]` alone, as [`RoutedLora::forward`] writes it.
@@ -258,6 +268,138 @@ impl RoutedLora {
         Some(launches)
     }
 
+    /// `ds` and `dB` in one pass over the rows of `dy` that are a group's, where that is possible.
+    fn pass(
+        &self,
+        group: &AdaptedGroup,
+        dy: Address,
+        ([s, ds], line): ([Address; 2], usize),
+        d_lora_b: Address,
+    ) -> Option<LoraGradients> {
+        let adapter = group.adapter?;
+        let pass = LoraGradients {
+            dtype: self.dtype,
+            t: group.m,
+            n: self.n,
+            r: adapter.r,
+            padded_rank: self.line(),
+            line,
+            rows: group.rows,
+            dy,
+            s,
+            lora_b: adapter.lora_b,
+            scale: adapter.scale,
+            ds,
+            d_lora_b,
+        };
+        pass.fits().then_some(pass)
+    }
+
+    /// The sum over a group's rows of `a[row]^T b[row]`, `[m, n]` f32; operands with the elements from row to row.
+    fn of_rows(
+        &self,
+        group: &AdaptedGroup,
+        [m, n]: [usize; 2],
+        [a, b]: [(Address, usize); 2],
+        y: Address,
+    ) -> OfRows {
+        OfRows {
+            dtype: self.dtype,
+            t: self.t,
+            m,
+            n,
+            rows: group.rows,
+            k: group.m,
+            a: a.0,
+            a_line: a.1,
+            b: b.0,
+            b_line: b.1,
+            y,
+        }
+    }
+
+    /// `ds` and the gradients of B; of `s` and `ds` with the elements from row to row. As many columns of `ds` are written as
+    /// [`RoutedLora::line`] says, in the rows that have an adapter.
+    pub(super) fn low_gradients(
+        &self,
+        dy: Address,
+        (low @ [s, ds], line): ([Address; 2], usize),
+        d_lora_b: [Address; 2],
+        multiprocessors: u32,
+        workspace: &mut Workspace,
+    ) -> Option<Vec<Launch>> {
+        let groups = self.groups.iter().zip(d_lora_b);
+        let passes = groups.map(|(group, to)| self.pass(group, dy, (low, line), to));
+        let passes: Vec<Option<LoraGradients>> = passes.collect();
+        // The rows of `ds` that no pass writes.
+        let mut down = Routed {
+            transpose_b: true,
+            y: ds,
+            y_line: line,
+            ..self.product(
+                [self.line(), self.n],
+                dy,
+                self.halves(|adapter| adapter.lora_b),
+            )
+        };
+        for (group, pass) in down.groups.iter_mut().zip(&passes) {
+            if pass.is_some() {
+                *group = Group::EMPTY;
+            }
+        }
+        let mut launches = run([down], multiprocessors, workspace)?;
+        for ((group, pass), to) in self.groups.iter().zip(passes).zip(d_lora_b) {
+            if let Some(pass) = pass {
+                launches.extend(pass.launches(workspace)?);
+            } else if let Some(Adapter { r, .. }) = group.adapter {
+                let sum = self.of_rows(group, [self.n, r], [(dy, self.n), (s, line)], to);
+                let choice = sum.choose(multiprocessors);
+                launches.extend(sum.launches(choice, multiprocessors, workspace)?);
+            }
+        }
+        Some(launches)
+    }
+
+    /// The gradients of A for `ds [t, line]` and what the adapters see.
+    pub(super) fn lora_a_gradients(
+        &self,
+        [ds, seen]: [Address; 2],
+        d_lora_a: [Address; 2],
+        multiprocessors: u32,
+        workspace: &mut Workspace,
+    ) -> Option<Vec<Launch>> {
+        let operands = [(ds, self.line()), (seen, self.k)];
+        let mut launches = Vec::new();
+        for (group, to) in self.groups.iter().zip(d_lora_a) {
+            if let Some(Adapter { r, .. }) = group.adapter {
+                let sum = self.of_rows(group, [r, self.k], operands, to);
+                let choice = sum.choose(multiprocessors);
+                launches.extend(sum.launches(choice, multiprocessors, workspace)?);
+            }
+        }
+        Some(launches)
+    }
+
+    /// `dx [t, k]`, without the adapters' part where one drops inputs; `ds` with the elements from row to row.
+    pub(super) fn input_gradient(
+        &self,
+        dy: Address,
+        (ds, s_line): (Address, usize),
+        dx: Address,
+    ) -> Routed {
+        let mut groups = self.weights(self.k, |adapter| adapter.lora_a);
+        if self.dropped() != [None; 2] {
+            groups.iter_mut().for_each(|group| group.r = 0);
+        }
+        Routed {
+            transpose_b: true,
+            s: ds,
+            s_line,
+            y: dx,
+            ..self.product([self.k, self.n], dy, groups)
+        }
+    }
+
     /// The gradients for `dy` `[t, n]`, with the `s` of the forward pass. `None` when the dtype has no kernel.
     #[must_use]
     pub fn backward(
@@ -268,72 +410,30 @@ impl RoutedLora {
         multiprocessors: u32,
         workspace: &mut Workspace,
     ) -> Option<Vec<Launch>> {
-        let Self { dtype, t, n, k, .. } = *self;
-        let line = self.line();
+        let (line, sms) = (self.line(), multiprocessors);
         let mark = workspace.mark();
-        let ds = workspace.take((t * line * dtype.size_bytes()) as u64);
-        let down = Routed {
-            transpose_b: true,
-            y: ds,
-            ..self.product([line, n], dy, self.halves(|adapter| adapter.lora_b))
-        };
-        let mut launches = run([down], multiprocessors, workspace)?;
+        let ds = workspace.take((self.t * line * self.dtype.size_bytes()) as u64);
+        let [d_lora_a, d_lora_b] = [0, 1].map(|half| gradients.adapters.map(|own| own[half]));
+        let mut launches = self.low_gradients(dy, ([s, ds], line), d_lora_b, sms, workspace)?;
         let before = workspace.mark();
         let (seen, dropouts) = self.seen(workspace)?;
         launches.extend(dropouts);
-        for (group, [d_lora_a, d_lora_b]) in self.groups.iter().zip(gradients.adapters) {
-            let Some(Adapter { r, .. }) = group.adapter else {
-                continue;
-            };
-            let of_rows = |[m, n]: [usize; 2], [a, b]: [(Address, usize); 2], y| OfRows {
-                dtype,
-                t,
-                m,
-                n,
-                rows: group.rows,
-                k: group.m,
-                a: a.0,
-                a_line: a.1,
-                b: b.0,
-                b_line: b.1,
-                y,
-            };
-            let products = [
-                of_rows([n, r], [(dy, n), (s, line)], d_lora_b),
-                of_rows([r, k], [(ds, line), (seen, k)], d_lora_a),
-            ];
-            for product in products {
-                let choice = product.choose(multiprocessors);
-                launches.extend(product.launches(choice, multiprocessors, workspace)?);
-            }
-        }
+        launches.extend(self.lora_a_gradients([ds, seen], d_lora_a, sms, workspace)?);
         workspace.release(before);
-        if gradients.dx != Address::NULL {
-            let mut groups = self.weights(k, |adapter| adapter.lora_a);
-            if self.dropped() != [None; 2] {
-                groups.iter_mut().for_each(|group| group.r = 0);
-            }
-            let input = Routed {
-                transpose_b: true,
-                s: ds,
-                y: gradients.dx,
-                ..self.product([k, n], dy, groups)
-            };
-            launches.extend(run([input], multiprocessors, workspace)?);
-            launches.extend(self.add_seen_gradient(
-                ds,
-                gradients.dx,
-                multiprocessors,
-                workspace,
-            )?);
+        let dx = gradients.dx;
+        if dx != Address::NULL {
+            let input = self.input_gradient(dy, (ds, line), dx);
+            launches.extend(run([input], sms, workspace)?);
+            launches.extend(self.add_seen_gradient(ds, dx, sms, workspace)?);
         }
         workspace.release(mark);
         Some(launches)
     }
 }
 
-fn run<const N: usize>(
-    products: [Routed; N],
+/// The launches of one product after the other.
+pub(super) fn run(
+    products: impl IntoIterator<Item = Routed>,
     multiprocessors: u32,
     workspace: &mut Workspace,
 ) -> Option<Vec<Launch>> {

@@ -152,6 +152,7 @@ impl SharedLora<'_> {
                 r: layer.r,
                 padded_rank: layer.padded_rank(),
                 line,
+                rows: Address::NULL,
                 dy: *dy,
                 s,
                 lora_b: layer.lora_b,

@@ -21,15 +21,17 @@ KERNEL(256, 4) pad_lines(const u16* x, u16* y, u64 lines, int from, int to) {
 }
 
 // y[i, j] = scale * (part 0 + part 1 + ..)[i, j] + bias[j]: parts [parts, m, n] f32, added in this order; bias [n] in
-// TYPE or null; y [m, n] with ldy elements from row to row. Bytes: m * n * (4 * parts + size of OUT).
+// TYPE or null; y [m, n] with ldy elements from row to row. rows [m] or null: row i of the sum is row rows[i] of y.
+// Bytes: m * n * (4 * parts + size of OUT).
 KERNEL(256, 4)
 sum_parts(const float* partial, int parts, u64 m, u64 n, const Element<TYPE>::Stored* bias, float scale,
-          Element<OUT>::Stored* y, u64 ldy) {
+          Element<OUT>::Stored* y, u64 ldy, const int* rows) {
   u64 stride = (u64)gridDim.x * blockDim.x;
   for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < m * n; i += stride) {
     float sum = partial[i];
     for (int p = 1; p < parts; p++) sum = add_rn(sum, partial[(u64)p * (m * n) + i]);
     u64 row = i / n, column = i - row * n;
-    y[row * ldy + column] = Element<OUT>::narrow(fma_rn(sum, scale, bias ? Element<TYPE>::widen(bias[column]) : 0.0f));
+    float result = fma_rn(sum, scale, bias ? Element<TYPE>::widen(bias[column]) : 0.0f);
+    y[(rows ? (u64)rows[row] : row) * ldy + column] = Element<OUT>::narrow(result);
   }
 }

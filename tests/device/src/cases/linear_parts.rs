@@ -1,9 +1,10 @@
-//! The copies and sums around products: copies are bit-equal, sums too, as their order is fixed.
+//! The copies and sums around products: copies are bit-equal, sums too, as their order is fixed; rows of sums are put in
+//! order and where a list says.
 
 use anyhow::{Result, ensure};
 use half::bf16;
 use kernels::DType;
-use kernels::cuda::launch::{Arg, Launch};
+use kernels::cuda::launch::{Address, Arg, Launch};
 use kernels::cuda::ops::product::parts_module;
 
 use super::operand::{Operand, decode, encode};
@@ -32,11 +33,12 @@ pub fn cases(effort: Effort) -> Vec<Case> {
     ];
     let sums = dtypes
         .into_iter()
-        .zip([1, 2, 5, 3])
-        .map(move |((dtype, out), parts)| {
-            let name = format!("sum {parts} parts of {rows} rows to {out}");
+        .zip([(1, false), (2, true), (5, false), (3, true)])
+        .map(move |((dtype, out), (parts, named))| {
+            let to = if named { "named rows" } else { "rows" };
+            let name = format!("sum {parts} parts of {rows} rows to {to} of {out}");
             Case::new(name, move |machine| {
-                check_sum(machine, rows, parts, dtype, out)
+                check_sum(machine, (rows, named), parts, dtype, out)
             })
         });
     pads.chain(sums).collect()
@@ -79,16 +81,24 @@ fn check_pad(machine: &mut dyn Machine, lines: usize, from: usize, to: usize) ->
 
 fn check_sum(
     machine: &mut dyn Machine,
-    m: usize,
+    (m, named): (usize, bool),
     parts: usize,
     dtype: DType,
     out: DType,
 ) -> Result<()> {
     let (n, line, scale) = (13, 15, 0.3f32);
+    // Backwards, every second row of a larger result.
+    let lines = if named { 2 * m } else { m };
+    let place = |row: usize| if named { 2 * (m - 1 - row) } else { row };
+    let rows: Vec<i32> = (0..m).map(|row| place(row) as i32).collect();
+    let rows = match named {
+        true => machine.upload(&rows)?.address,
+        false => Address::NULL,
+    };
     let partial = Operands::new(7).normal("parts", parts * m * n, 1.0);
     let bias = Operand::draw(machine, dtype, "bias", n, 1.0)?;
     let source = machine.upload(&partial)?;
-    let target = machine.output::<u8>(m * line * out.size_bytes())?;
+    let target = machine.output::<u8>(lines * line * out.size_bytes())?;
     machine.launch(&Launch {
         module: parts_module(dtype, out).expect("float dtypes"),
         kernel: "sum_parts",
@@ -104,10 +114,12 @@ fn check_sum(
             Arg::F32(scale),
             Arg::Address(target.address),
             Arg::U64(line as u64),
+            Arg::Address(rows),
         ],
     })?;
     let got = decode(out, &machine.download::<u8>(target)?);
-    for (row, got) in got.chunks_exact(line).enumerate() {
+    for row in 0..m {
+        let got = &got[place(row) * line..][..line];
         for (column, got) in got[..n].iter().enumerate() {
             let at = |part: usize| partial[(part * m + row) * n + column];
             let sum = (1..parts).fold(at(0), |sum, part| sum + at(part));
@@ -122,6 +134,10 @@ fn check_sum(
             got[n..].iter().all(|x| x.is_nan()),
             "row {row} was written past its end"
         );
+    }
+    for (at, got) in got.chunks_exact(line).enumerate() {
+        let others = !named || at % 2 == 0 || got.iter().all(|x| x.is_nan());
+        ensure!(others, "row {at}, which is not named, was written");
     }
     Ok(())
 }

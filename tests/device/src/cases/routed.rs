@@ -119,14 +119,14 @@ fn routed_case(shape: Shape, tile: Tile) -> Case {
 }
 
 /// Numbers below `t` in a scattered order.
-fn scattered(t: usize) -> Vec<i32> {
+pub(super) fn scattered(t: usize) -> Vec<i32> {
     let mut rows: Vec<i32> = (0..t as i32).collect();
     rows.sort_by_key(|row| (*row as u32).wrapping_mul(0x9e37_79b1));
     rows
 }
 
 /// Rows `rows` of a table with rows of `c` values.
-fn gathered(table: &[f64], rows: &[i32], c: usize) -> Vec<f64> {
+pub(super) fn gathered(table: &[f64], rows: &[i32], c: usize) -> Vec<f64> {
     rows.iter()
         .flat_map(|row| table[*row as usize * c..][..c].to_vec())
         .collect()
@@ -222,6 +222,7 @@ fn check_routed(machine: &mut dyn Machine, shape: Shape, tile: Tile) -> Result<(
             s_line: line,
             groups,
             y: y.address,
+            y_line: n,
         };
         let mut count = Workspace::new(Address::NULL);
         routed.launches(tile, 1, &mut count).context("no kernel")?;

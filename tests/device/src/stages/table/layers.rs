@@ -4,8 +4,10 @@ use anyhow::Result;
 use kernels::DType;
 use kernels::cuda::launch::{Address, Launch};
 use kernels::cuda::ops::lora_linear::{Gradients, LoraLinear};
+use kernels::cuda::ops::pointwise;
 use kernels::cuda::ops::routed::{Group, OfRows, Routed};
 use kernels::cuda::ops::routed_lora::{self, AdaptedGroup, Adapter, RoutedLora};
+use kernels::cuda::ops::shared_routed_lora::{self, SharedRoutedLora};
 
 use super::bench::Operands;
 
@@ -126,6 +128,7 @@ impl TwoLayers {
             s_line: 0,
             groups: self.groups.map(|group| Group { b_rows: n, ..group }),
             y: on.output(dtype.size_bytes() * t * n)?,
+            y_line: n,
         };
         on.with_scratch(|sms, space| layers.launches(layers.choose(sms), sms, space))
     }
@@ -223,5 +226,86 @@ impl AdaptedLayers {
             false => self.layers.forward(self.s, self.y, sms, space),
             true => self.layers.backward(dy, self.s, self.gradients, sms, space),
         })
+    }
+}
+
+/// Three of these of one input, as queries, keys and values of experts, each for itself and with their adapters stacked.
+pub(super) struct SharedAdaptedLayers {
+    pairs: Vec<AdaptedLayers>,
+    layers: Vec<RoutedLora>,
+    dy: Vec<Address>,
+    s: Address,
+    /// Of each group.
+    stacked: [Address; 2],
+    d_stacked: [Address; 2],
+}
+
+impl SharedAdaptedLayers {
+    /// Of layers as `first`, of which the second ones have `vision` rows.
+    pub(super) fn new(on: &mut Operands<'_>, first: &LoraLinear, vision: usize) -> Result<Self> {
+        let LoraLinear {
+            dtype, t, n, k, r, ..
+        } = *first;
+        let mut pairs = vec![AdaptedLayers::new(on, first, vision)?];
+        while pairs.len() < 3 {
+            let other = layer(on, dtype, [t, n, k], r)?;
+            let mut pair = AdaptedLayers::new(on, &other, vision)?;
+            let one = pairs[0].layers;
+            pair.layers.x = one.x;
+            for (own, one) in pair.layers.groups.iter_mut().zip(one.groups) {
+                own.rows = one.rows;
+            }
+            pairs.push(pair);
+        }
+        let layers: Vec<RoutedLora> = pairs.iter().map(|pair| pair.layers).collect();
+        let line = shared_routed_lora::line(&layers);
+        let dy = pairs.iter().map(|_| on.normal(dtype, t * n, 1.0));
+        Ok(Self {
+            dy: dy.collect::<Result<_>>()?,
+            s: on.output(dtype.size_bytes() * t * line)?,
+            stacked: [
+                on.normal(dtype, line * k, 0.02)?,
+                on.normal(dtype, line * k, 0.02)?,
+            ],
+            d_stacked: [on.output(4 * line * k)?, on.output(4 * line * k)?],
+            pairs,
+            layers,
+        })
+    }
+
+    /// Every `y`, or all gradients, computed together.
+    pub(super) fn together(&self, on: &mut Operands<'_>, backward: bool) -> Result<Vec<Launch>> {
+        let all = SharedRoutedLora {
+            layers: &self.layers,
+            stacked: self.stacked,
+        };
+        let y: Vec<Address> = self.pairs.iter().map(|pair| pair.y).collect();
+        let d_lora_b = self.pairs.iter();
+        let d_lora_b = d_lora_b.map(|pair| pair.gradients.adapters.map(|[_, b]| b));
+        let d_lora_b: Vec<[Address; 2]> = d_lora_b.collect();
+        let gradients = shared_routed_lora::Gradients {
+            dx: self.pairs[0].gradients.dx,
+            d_stacked: self.d_stacked,
+            d_lora_b: &d_lora_b,
+        };
+        on.with_scratch(|sms, space| match backward {
+            false => all.forward(self.s, &y, sms, space),
+            true => all.backward(&self.dy, self.s, gradients, sms, space),
+        })
+    }
+
+    /// The same of each pair for itself, with the sums of their dx.
+    pub(super) fn apart(&self, on: &mut Operands<'_>, backward: bool) -> Result<Vec<Launch>> {
+        let mut launches = Vec::new();
+        let sum = self.pairs[0].gradients.dx;
+        for (i, (pair, dy)) in self.pairs.iter().zip(&self.dy).enumerate() {
+            launches.extend(pair.launches(on, *dy, backward)?);
+            if backward && i > 0 {
+                let RoutedLora { dtype, t, k, .. } = pair.layers;
+                let (own, elems) = (pair.gradients.dx, (t * k) as u64);
+                launches.extend(pointwise::add(dtype, sum, own, sum, elems));
+            }
+        }
+        Ok(launches)
     }
 }

@@ -12,7 +12,7 @@ use kernels::cuda::ops::product::Product;
 use kernels::cuda::ops::shared_lora::{self, SharedLora};
 
 use super::bench::{Bench, OnGpu, Operands, Scale};
-use super::layers::{self, AdaptedLayers, TwoLayers};
+use super::layers::{self, AdaptedLayers, SharedAdaptedLayers, TwoLayers};
 use super::peers;
 use crate::stages::{Report, Setting, Target};
 
@@ -105,6 +105,9 @@ pub(super) fn all(bench: &mut dyn Bench, scale: Scale, report: &mut Report, torc
         part("adapted layers", &|on, report| shared(on, report, r));
         part("two adapted layers", &|on, report| {
             routed_lora(on, report, r)
+        });
+        part("two adapted layers of one input", &|on, report| {
+            shared_routed_lora(on, report, r)
         });
     }
 }
@@ -279,10 +282,12 @@ fn compare(
     Ok(())
 }
 
+/// Rows of the second of two adapted layers.
+const VISION: usize = 6144;
+
 /// Two layers with adapters over a partition of rows, as experts have them, beside one layer of all rows with its adapter and
 /// beside the library's plain product.
 fn routed_lora(on: &mut Operands<'_>, report: &mut Report, r: usize) -> Result<()> {
-    const VISION: usize = 6144;
     let sizes = layers::sizes(on, LAYER);
     let one = Stacked::new(on, 1, r)?;
     let rows = on.of(VISION);
@@ -313,6 +318,31 @@ fn routed_lora(on: &mut Operands<'_>, report: &mut Report, r: usize) -> Result<(
         report.row(&name, format!("{together:.3} ms"), compared);
         report.target(&name, single / together, ROUTED_TARGET);
         library.judge(&name, together, report);
+    }
+    Ok(())
+}
+
+/// Queries, keys and values of experts with adapters: stacked, beside each pair for itself with the sums of their dx.
+fn shared_routed_lora(on: &mut Operands<'_>, report: &mut Report, r: usize) -> Result<()> {
+    let sizes = layers::sizes(on, LAYER);
+    let flops = 3.0 * flops(sizes);
+    let first = layers::layer(on, DTYPE, sizes, r)?;
+    let rows = on.of(VISION);
+    let all = SharedAdaptedLayers::new(on, &first, rows)?;
+    for (backward, which) in PASSES {
+        let (together, apart) = (all.together(on, backward)?, all.apart(on, backward)?);
+        let (together, apart) = (time(on, together)?, time(on, apart)?);
+        report.row(
+            format!(
+                "three of two adapted layers of one x bf16 8192x4096x4096 rank {r}, {VISION} rows of the second, {which}"
+            ),
+            format!("{together:.3} ms"),
+            format!(
+                "{}, {:.2} of {apart:.3} ms each for itself",
+                teraflops(flops, together),
+                together / apart
+            ),
+        );
     }
     Ok(())
 }

@@ -1,0 +1,241 @@
+//! Adapted linear layers of one input over one partition of rows, such as queries, keys and values of experts: what
+//! [`super::shared_lora`] is to [`super::lora_linear`], this is to [`super::routed_lora`]. Each group's adapters are stacked:
+//!
+//! | result | passes over `x` | instead of |
+//! |---|---|---|
+//! | `s[row] = scale * x[row] [A1_g; A2_g; ..]^T` | 1 | one a layer |
+//! | `[dA1_g; dA2_g; ..] = ds[rows_g]^T x[rows_g]` | 1 | one a layer |
+//!
+//! Everything else is as for one pair of layers: `y` and the layers' own `dx` are written by one product each, `ds` and `dB`
+//! take one pass over each `dy`. The own `dx` are added in `dtype`, the last layer's first, as their definition says.
+//!
+//! In each group all layers have an adapter or none has, with one factor, and all drop the same elements or none: what they see
+//! is one dropout of `x`, and so is the gradient of it.
+
+use super::pointwise;
+use super::routed_lora::{AdaptedGroup, Adapter, RoutedLora, run};
+use super::workspace::Workspace;
+use crate::cuda::launch::{Address, Launch};
+
+/// Pairs of layers that [`share`], and their stacked A.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct SharedRoutedLora<'a> {
+    /// The pairs of layers.
+    pub layers: &'a [RoutedLora],
+    /// `[line, k]` of each group that has adapters: A of each layer, followed by rows of zeros up to its [`RoutedLora::line`].
+    pub stacked: [Address; 2],
+}
+
+/// Where gradients go.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Gradients<'a> {
+    /// `[t, k]` in the layers' dtype; [`Address::NULL`] when nobody needs it.
+    pub dx: Address,
+    /// `[line, k]` f32 of each group that has adapters: those of A, stacked as A is.
+    pub d_stacked: [Address; 2],
+    /// `[n, r]` f32 of each layer and group; not written of one without adapter.
+    pub d_lora_b: &'a [[Address; 2]],
+}
+
+/// Elements of a row of `s` and `ds` of all layers, and rows of a stacked A.
+#[must_use]
+pub fn line(layers: &[RoutedLora]) -> usize {
+    layers.iter().map(RoutedLora::line).sum()
+}
+
+/// Whether adapters of these layers can be stacked: one input, one partition, and of each group adapters that are alike.
+#[must_use]
+pub fn share(layers: &[RoutedLora]) -> bool {
+    let alike = |(one, other): (&AdaptedGroup, &AdaptedGroup)| {
+        let of = |group: &AdaptedGroup| {
+            let adapter = group.adapter;
+            adapter.map(|adapter| (adapter.scale.to_bits(), adapter.dropped))
+        };
+        (one.rows, one.m) == (other.rows, other.m) && of(one) == of(other)
+    };
+    layers.windows(2).all(|pair| {
+        let [one, other] = [&pair[0], &pair[1]];
+        (one.dtype, one.t, one.k, one.x) == (other.dtype, other.t, other.k, other.x)
+            && one.groups.iter().zip(&other.groups).all(alike)
+    })
+}
+
+impl SharedRoutedLora<'_> {
+    /// All adapters of a group as one, of layers without outputs; `None` without layers.
+    fn all(&self) -> Option<RoutedLora> {
+        let first = self.layers.first()?;
+        let mut all = RoutedLora { n: 0, ..*first };
+        for (group, stacked) in all.groups.iter_mut().zip(self.stacked) {
+            group.adapter = group.adapter.map(|adapter| Adapter {
+                r: line(self.layers),
+                lora_a: stacked,
+                ..adapter
+            });
+        }
+        Some(all)
+    }
+
+    /// The layers, each with the place of its columns in a matrix `[t, line]` of the layers' dtype.
+    fn columns(&self, matrix: Address) -> Vec<(&RoutedLora, Address)> {
+        let mut at = matrix.0;
+        let places = self.layers.iter().map(|layer| {
+            let own = Address(at);
+            at += (layer.line() * layer.dtype.size_bytes()) as u64;
+            (layer, own)
+        });
+        places.collect()
+    }
+
+    /// `y` of each layer; `s [t, line]` is written in the rows that have adapters. `None` when the dtype has no kernel.
+    #[must_use]
+    pub fn forward(
+        &self,
+        s: Address,
+        y: &[Address],
+        multiprocessors: u32,
+        workspace: &mut Workspace,
+    ) -> Option<Vec<Launch>> {
+        let line = line(self.layers);
+        let mut launches = self.all()?.inner(s, multiprocessors, workspace)?;
+        let outputs = self.columns(s).into_iter().zip(y);
+        let outputs = outputs.map(|((layer, s), y)| layer.output((s, line), *y));
+        launches.extend(run(outputs, multiprocessors, workspace)?);
+        Some(launches)
+    }
+
+    /// The gradients for the layers' `dy` `[t, n]`, with the `s` of the forward pass. `None` when the dtype has no kernel.
+    #[must_use]
+    pub fn backward(
+        &self,
+        dy: &[Address],
+        s: Address,
+        gradients: Gradients<'_>,
+        multiprocessors: u32,
+        workspace: &mut Workspace,
+    ) -> Option<Vec<Launch>> {
+        let (all, line, sms) = (self.all()?, line(self.layers), multiprocessors);
+        let mark = workspace.mark();
+        let ds = workspace.take((all.t * line * all.dtype.size_bytes()) as u64);
+        let mut launches = Vec::new();
+        let places = self.columns(s).into_iter().zip(self.columns(ds));
+        let results = dy.iter().zip(gradients.d_lora_b);
+        for (((layer, s), (_, ds)), (dy, to)) in places.zip(results) {
+            launches.extend(layer.low_gradients(*dy, ([s, ds], line), *to, sms, workspace)?);
+        }
+        let before = workspace.mark();
+        let (seen, dropouts) = all.seen(workspace)?;
+        launches.extend(dropouts);
+        launches.extend(all.lora_a_gradients([ds, seen], gradients.d_stacked, sms, workspace)?);
+        workspace.release(before);
+        let dx = gradients.dx;
+        if dx != Address::NULL {
+            for (i, ((layer, ds), dy)) in self.columns(ds).into_iter().zip(dy).rev().enumerate() {
+                let before = workspace.mark();
+                let own = match i {
+                    0 => dx,
+                    _ => all.input_rows(workspace),
+                };
+                let input = layer.input_gradient(*dy, (ds, line), own);
+                launches.extend(run([input], sms, workspace)?);
+                if i > 0 {
+                    let elems = (all.t * all.k) as u64;
+                    launches.push(pointwise::add(all.dtype, dx, own, dx, elems)?);
+                }
+                workspace.release(before);
+            }
+            launches.extend(all.add_seen_gradient(ds, dx, sms, workspace)?);
+        }
+        workspace.release(mark);
+        Some(launches)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::DType;
+    use crate::cuda::launch::Arg;
+
+    const X: Address = Address(1 << 40);
+
+    /// Of 600 and 424 rows; addresses that nothing reads.
+    fn pair(i: u64, r: [usize; 2]) -> RoutedLora {
+        let group = |g: usize| AdaptedGroup {
+            rows: Address((2 + g as u64) << 40),
+            m: [600, 424][g],
+            weight: Address((10 + 2 * i + g as u64) << 40),
+            bias: Address::NULL,
+            adapter: Some(Adapter {
+                r: r[g],
+                lora_a: Address((20 + 2 * i + g as u64) << 40),
+                lora_b: Address((30 + 2 * i + g as u64) << 40),
+                scale: 0.5,
+                dropped: None,
+            }),
+        };
+        RoutedLora {
+            dtype: DType::BF16,
+            t: 1024,
+            n: 1536,
+            k: 512,
+            x: X,
+            groups: [group(0), group(1)],
+        }
+    }
+
+    fn reading(launches: &[Launch], what: Address) -> usize {
+        let reads = |launch: &&Launch| {
+            let mut args = launch.args.iter();
+            args.any(|arg| matches!(arg, Arg::Address(at) if *at == what))
+        };
+        launches.iter().filter(reads).count()
+    }
+
+    #[test]
+    fn the_input_and_each_gradient_are_read_once_for_all_adapters() {
+        let layers = [0, 1, 2].map(|i| pair(i, [16, 64]));
+        assert!(share(&layers) && line(&layers) == 3 * 64);
+        let all = SharedRoutedLora {
+            layers: &layers,
+            stacked: [Address(40 << 40), Address(41 << 40)],
+        };
+        let y = [50, 51, 52].map(|at| Address(at << 40));
+        let mut space = Workspace::new(Address(60 << 40));
+        let s = Address(61 << 40);
+        let launches = all.forward(s, &y, 108, &mut space).unwrap();
+        // Beside the products of the weights.
+        assert_eq!(reading(&launches, X), 1 + 3);
+        assert_eq!(launches.len(), 1 + 3);
+        let gradients = Gradients {
+            dx: Address(62 << 40),
+            d_stacked: [Address(63 << 40), Address(64 << 40)],
+            d_lora_b: &[70, 72, 74].map(|at| [Address(at << 40), Address((at + 1) << 40)]),
+        };
+        let launches = all.backward(&y, s, gradients, 108, &mut space).unwrap();
+        assert_eq!(reading(&launches, X), 2);
+        // Both groups' rows once for ds and dB, all of them once for dx.
+        for dy in y {
+            assert_eq!(reading(&launches, dy), 2 + 1);
+        }
+    }
+
+    #[test]
+    fn adapters_share_what_is_alike() {
+        let layers = [pair(0, [4, 8]), pair(1, [16, 5])];
+        assert!(share(&layers) && share(&layers[..1]) && share(&[]));
+        let changed = |change: fn(&mut RoutedLora)| {
+            let mut layers = layers;
+            change(&mut layers[1]);
+            share(&layers)
+        };
+        assert!(changed(|layer| layer.n = 8));
+        assert!(!changed(|layer| layer.x = Address(7)));
+        assert!(!changed(|layer| layer.groups[1].rows = Address(7)));
+        assert!(!changed(|layer| layer.groups[0].adapter = None));
+        assert!(!changed(|layer| {
+            if let Some(adapter) = &mut layer.groups[1].adapter {
+                adapter.scale = 0.25;
+            }
+        }));
+    }
+}
