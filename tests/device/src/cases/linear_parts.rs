@@ -28,11 +28,12 @@ pub fn cases(effort: Effort) -> Vec<Case> {
         (DType::BF16, DType::BF16),
         (DType::F16, DType::F16),
         (DType::BF16, DType::F32),
+        (DType::F16, DType::F32),
         (DType::F32, DType::F32),
     ];
     let sums = dtypes
         .into_iter()
-        .zip([1, 2, 5, 3])
+        .zip([1, 2, 5, 4, 3])
         .map(move |((dtype, out), parts)| {
             let name = format!("sum {parts} parts of {rows} rows to {out}");
             Case::new(name, move |machine| {
