@@ -18,7 +18,7 @@ import sys
 import time
 from pathlib import Path
 
-from gpu_overlap import OVERLAP, bus_rates, longest, median
+from gpu_overlap import FORWARD, OVERLAP, beside_updates, bus_rates, longest, median
 
 HERE = Path(__file__).resolve().parent
 GIB, MIB = 1 << 30, 1 << 20
@@ -104,8 +104,7 @@ def model_config(case, tiny, published):
     if tiny:
         path = HERE.parent / "tests/golden" / PACKS[case["model"]] / "config.json"
     config = json.loads(path.read_text())
-    changed = {} if tiny else {**case.get("model_config", {}), **case.get("run", {}).get("model_config", {})}
-    config.update(changed)
+    config.update({} if tiny else case.get("model_config", {}))
     return config
 
 
@@ -122,24 +121,28 @@ def free_memory():
     return free
 
 
-def planned_with(case, binary, work, published):
-    """A function: layers to what `launcher plan` says of the case with so many."""
+def planned_with(case, binary, work, published, ram):
+    """A function: layers to what `launcher plan` says of the case with so many, with the case's cap of host memory or `ram`
+    bytes."""
     def plan(layers):
         folder = work / f"plan-{layers}"
         folder.mkdir(parents=True, exist_ok=True)
-        config = {**model_config(case, False, published), "num_hidden_layers": layers}
-        (folder / "config.json").write_text(json.dumps(config))
-        # Of files, which say in which dtype weights are written.
-        make = [
-            binary / "launcher", "synth", "--model-config", folder / "config.json", "--weights", "seeded", "--output", folder / "model",
-            "--samples", 1, "--sample-tokens", 300,
-        ]
-        words = [
-            binary / "launcher", "plan", "--model", folder / "model", "--device", "cuda", "--hw",
-            f"{case['ranks']}x{case['device_cap']}", "--ram", case["host_cap"], "--save-strategy", "steps", "--eval-strategy", "no",
-            "--json", "true", *case["flags"],
-        ]
-        for command in (make, words):
+        path = folder / "config.json"
+        path.write_text(json.dumps({**model_config(case, False, published), "num_hidden_layers": layers}))
+        commands = []
+        model = [path, "--no-weights", "true", "--save-strategy", "no"]
+        if case.get("saves"):
+            # Of files, which say in which dtype weights are written.
+            model = [folder / "model", "--save-strategy", "steps"]
+            commands = [[
+                binary / "launcher", "synth", "--model-config", path, "--weights", "seeded", "--output", folder / "model",
+                "--samples", 1, "--sample-tokens", 300,
+            ]]
+        commands.append([
+            binary / "launcher", "plan", "--model", *model, "--device", "cuda", "--hw", f"{case['ranks']}x{case['device_cap']}",
+            "--ram", case.get("host_cap", ram), "--eval-strategy", "no", "--json", "true", *case["flags"],
+        ])
+        for command in commands:
             done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=60)
         try:
             return json.loads(done.stdout)
@@ -150,9 +153,10 @@ def planned_with(case, binary, work, published):
 
 
 def layers_that_fit(case, plan, disk, ram):
-    """The most layers whose checkpoint fits the disk and whose ranks fit the machine, with the arithmetic; the host's cap is
-    scaled by parameters. None in place of the layers where the fewest do not fit."""
-    whole, least = case["layers"]["all"], case["layers"]["least"]
+    """The most layers whose checkpoint, where one is made, fits the disk and whose ranks fit the machine, with the arithmetic; a
+    cap of the host is scaled by parameters. Where the case wants a share of the elements to be updated while backward runs, there is room for
+    that, too. None in place of the layers where the fewest do not fit."""
+    whole, least, early = case["layers"]["all"], case["layers"]["least"], case["layers"].get("early", 0)
     plans = {}
 
     def needs(layers):
@@ -164,27 +168,43 @@ def layers_that_fit(case, plan, disk, ram):
             "state": state,
             "weights": weights,
             # One checkpoint, behind the last step.
-            "disk": state + weights + DISK_SPARE,
+            "disk": state + weights + DISK_SPARE if case.get("saves") else 0,
             "ram": int(found["need_bytes"]["host"] * (1 + SHARE)),
+            "early": found.get("early_share", 0),
             "parameters": found["parameters_total"],
         }
 
     def fits(layers):
-        return needs(layers)["disk"] <= disk and needs(layers)["ram"] <= ram
+        need = needs(layers)
+        return need["disk"] <= disk and need["ram"] <= ram and need["early"] >= early
 
-    most = next((layers for layers in range(whole, least - 1, -1) if fits(layers)), None)
+    # More layers need more of everything.
+    most, beyond = (least, whole + 1) if fits(least) else (None, least)
+    while most and beyond - most > 1:
+        middle = (most + beyond) // 2
+        most, beyond = (middle, beyond) if fits(middle) else (most, middle)
     chosen = needs(most or least)
-    cap = parse_bytes(case["host_cap"]) * chosen["parameters"] // needs(whole)["parameters"]
-    return {"layers": most, "of": whole, "disk_free": disk, "ram_free": ram, "host_cap": cap, **chosen}
+    cap = case.get("host_cap")
+    if cap is not None:
+        cap = parse_bytes(cap) * chosen["parameters"] // needs(whole)["parameters"]
+    return {"layers": most, "of": whole, "disk_free": disk, "ram_free": ram, "host_cap": cap, "least_early": early, **chosen}
 
 
 def layers_in_words(choice):
-    return (
-        f"{choice['layers'] or 'not even the fewest'} of {choice['of']} layers: {gib(choice['disk_free'])} GiB of disk are free, "
-        f"{gib(choice['state'])} of states + {gib(choice['weights'])} of weights are written, {gib(choice['disk'])} with "
-        f"{gib(DISK_SPARE)} to spare; {gib(choice['ram_free'])} GiB of host memory are free, the ranks need "
-        f"{gib(choice['ram'])} with {SHARE:.0%} to spare; the host's cap, scaled by parameters, is {gib(choice['host_cap'])}"
+    parts = []
+    if choice["disk"]:
+        parts.append(
+            f"{gib(choice['disk_free'])} GiB of disk are free, {gib(choice['state'])} of states + {gib(choice['weights'])} of weights "
+            f"are written, {gib(choice['disk'])} with {gib(DISK_SPARE)} to spare"
+        )
+    parts.append(
+        f"{gib(choice['ram_free'])} GiB of host memory are free, the ranks need {gib(choice['ram'])} with {SHARE:.0%} to spare"
     )
+    if choice["least_early"]:
+        parts.append(f"{choice['early']:.0%} of the elements are updated while backward runs, wanted {choice['least_early']:.0%}")
+    if choice["host_cap"] is not None:
+        parts.append(f"the host's cap, scaled by parameters, is {gib(choice['host_cap'])}")
+    return f"{choice['layers'] or 'not even the fewest'} of {choice['of']} layers: " + "; ".join(parts)
 
 
 def commands(case, binary, work, device, published):
@@ -200,7 +220,7 @@ def commands(case, binary, work, device, published):
     ]
     if not tiny and "picture_side" in case:
         synth += ["--picture-side", case["picture_side"]]
-    host_cap = case.get("run", {}).get("host_cap", case.get("host_cap"))
+    host_cap = case.get("host_cap")
     # Where no GPU is, none reads another's memory.
     flags = ["shm" if tiny and word == "ipc" else word for word in case["flags"]]
     train = [
@@ -209,9 +229,8 @@ def commands(case, binary, work, device, published):
         "--learning-rate", "1e-6", "--trace-steps", f"{steps}..{steps + 1}", "--eval-strategy", "no",
         *(["--save-steps", steps] if case.get("saves") else ["--save-strategy", "no"]), *flags,
     ]
-    if not tiny:
-        train += ["--device-memory-limit", case["device_cap"]]
-        train += ["--host-memory-limit", host_cap] if host_cap else []
+    train += ["--device-memory-limit", case["device_cap"]]
+    train += ["--host-memory-limit", host_cap] if host_cap else []
     return [[str(word) for word in command] for command in (synth, train)]
 
 
@@ -268,8 +287,11 @@ def outcome(case, run, text, marks, device, rates, fixed):
         on_gpu = -(-case["ranks"] // max(len(config["gpus"]), 1))
         parts, name, times, at_the_rate = longest(rows, rates, on_gpu)
         result |= {"device_seconds": own, "parts": parts, "longest": name, "times_longest": times, "bus_at_its_rate": at_the_rate}
+        # Only where what is left of the update runs beside the next pass.
+        if "early_share" in plan and own["updates"] > result["seconds"]["step"]:
+            result |= {"early_share": plan["early_share"], "least_step": beside_updates(parts, plan["early_share"])}
         offloads = config["offload"]
-        if "cpu" in (offloads["param"], offloads["optimizer"]) and result["times_longest"] > OVERLAP:
+        if "cpu" in (offloads["param"], offloads["optimizer"], offloads["activation"]) and result["times_longest"] > OVERLAP:
             wrong.append(f"the step is {result['times_longest']:.2f} times its longest part ({name}), the goal is {OVERLAP}")
     if not all(loss == loss and abs(loss) < 1e4 for loss in result["losses"]):
         wrong.append("a loss is no number")
@@ -282,7 +304,7 @@ def outcome(case, run, text, marks, device, rates, fixed):
         if device == "cuda" and not within(got, want):
             why = blame(want, got, result["planned_fixed_host"], fixed["host"])
             wrong.append(f"VmHWM {gib(got)} GiB, planned {gib(want)}: {why}")
-    host_cap = case.get("run", {}).get("host_cap", case.get("host_cap"))
+    host_cap = case.get("host_cap")
     if device == "cuda" and host_cap and sum(marks.values()) > parse_bytes(host_cap):
         wrong.append(f"VmHWM of all ranks {gib(sum(marks.values()))} GiB, more than the cap of {gib(parse_bytes(host_cap))} GiB")
     if device == "cuda":
@@ -366,15 +388,21 @@ def run_case(case, arguments, seconds):
     begun = time.monotonic()
     result, wrong = {"name": case["name"]}, []
     try:
-        if "layers" in case and arguments.device == "cuda":
+        if "layers" in case:
             work.mkdir(parents=True)
-            plan = planned_with(case, arguments.bin, work, arguments.configs)
-            choice = layers_that_fit(case, plan, shutil.disk_usage(out).free, free_memory())
+            ram = free_memory()
+            plan = planned_with(case, arguments.bin, work, arguments.configs, ram)
+            if arguments.device == "cuda":
+                choice = layers_that_fit(case, plan, shutil.disk_usage(out).free, ram)
+                result["layers"] = choice
+                if choice["layers"] is None:
+                    return result, [f"no room for {layers_in_words(choice)}"]
+                case = {**case, "model_config": {"num_hidden_layers": choice["layers"]}}
+                case |= {"host_cap": str(choice["host_cap"])} if choice["host_cap"] is not None else {}
+            else:
+                # A small model runs all the same; that its case can be planned shows here.
+                plan(case["layers"]["least"])
             shutil.rmtree(work)
-            result["layers"] = choice
-            if choice["layers"] is None:
-                return result, [f"no room for {layers_in_words(choice)}"]
-            case = {**case, "model_config": {"num_hidden_layers": choice["layers"]}, "host_cap": str(choice["host_cap"])}
         synth, train = commands(case, arguments.bin, work, arguments.device, arguments.configs)
         made = subprocess.run(synth, capture_output=True, text=True, timeout=60)
         if made.returncode:
@@ -439,12 +467,10 @@ def row(case, result, wrong):
 def remarks(case, result, wrong):
     """What differs from the case's words, where the time goes, and what is wrong."""
     lines = []
-    for changes in (case, case.get("run", {})):
-        if "because" in changes:
-            changed = {name: changes[name] for name in ("model_config", "host_cap") if name in changes}
-            lines.append(f"- {case['name']}: run with {json.dumps(changed)}: {changes['because']}")
     if "layers" in result:
         lines.append(f"- {case['name']}: {layers_in_words(result['layers'])}")
+    if "because" in case:
+        lines.append(f"- {case['name']}: {case['because']}")
     for what, why in case.get("beyond", {}).items():
         lines.append(f"- {case['name']}: the plan exceeds the {what}'s cap: {why}")
     if "driver" in result:
@@ -472,6 +498,12 @@ def remarks(case, result, wrong):
         lines.append(
             f"- {case['name']}: seconds by the device's clock: {parts}; least ({bus}): {floors}; the step is {result['times_longest']:.2f} times its "
             f"longest part ({result['longest']}), {goal} the goal of {OVERLAP}"
+        )
+    if "least_step" in result:
+        least, early = result["least_step"], result["early_share"]
+        lines.append(
+            f"- {case['name']}: {early:.0%} of the elements are updated beside backward: at best max(F, {1 - early:.2f} U) + max(B, {early:.2f} U) = "
+            f"{least:.3f}, {least / max(result['parts'].values()):.2f} times the longest part (forward F taken as {FORWARD} of compute)"
         )
     lines += [f"- {'' if text.startswith(NOT_JUDGED) else 'FAILED '}{case['name']}: {text}" for text in wrong]
     return "".join(line + "\n" for line in lines)

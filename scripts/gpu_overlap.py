@@ -9,6 +9,8 @@ import json
 
 # A step to its longest part: the project's goal.
 OVERLAP = 1.2
+# Of compute, what forward is: backward computes it again and has two products for each of its own.
+FORWARD = 1 / 4
 # Of a row's device_bytes, the part that it is named, the key of device_seconds, and the ceiling.
 DIRECTIONS = (("to the device", "inward", "bus up"), ("from the device", "outward", "bus down"))
 
@@ -42,3 +44,11 @@ def longest(rows, rates, ranks_on_gpu=1):
             parts[part] = of("device_seconds", key)
     name = max(parts, key=parts.get)
     return parts, name, median([row["step_seconds"] for row in rows]) / max(parts[name], 1e-9), measured
+
+
+def beside_updates(parts, early):
+    """The least step of these parts where the share `early` of the update runs beside backward and the rest beside the next forward:
+    a pass whose part of the update is longer than itself is waited for."""
+    compute, update = parts["compute"], parts["update on the processor"]
+    passes = max(FORWARD * compute, (1 - early) * update) + max((1 - FORWARD) * compute, early * update)
+    return max(passes, *parts.values())

@@ -57,7 +57,7 @@ class Headline(Folder):
     case = {"name": "case", "title": "A case", "ranks": 1, "device_cap": "22.5GiB", "host_cap": "64GiB", "tokens": 1024, "peers": "none"}
 
     def judged(self, used="20.0G", driver=None, host=40 * GIB, rows=None, ranks=1, gpus=1, fixed=FIXED, rates=RATES, case=None,
-               offload="cpu", text=None):
+               offload="cpu", text=None, early=None):
         arena = 21 * GIB
         driver = arena + 768 * MIB if driver is None else driver
         self.write_log("run", rows or [log_row(step) for step in range(1, 6)])
@@ -65,8 +65,10 @@ class Headline(Folder):
             "peak": {"device": 20 * GIB}, "resident_by_rank": [40 * GIB] * ranks,
             "phases": {"forward": {"device": {}, "host": {"driver": 512 * MIB, "optimizer": 39 * GIB}, "nvme": {}}},
         }
-        self.write("run/plan.json", {"plan": {"memory": memory}})
-        config = {"offload": {"param": offload, "optimizer": offload}, "gpus": [{}] * gpus, "arena_bytes": arena}
+        share = {} if early is None else {"early_share": early}
+        self.write("run/plan.json", {"plan": {"memory": memory, **share}})
+        offloads = offload if isinstance(offload, dict) else {"param": offload, "optimizer": offload}
+        config = {"offload": {"param": "none", "optimizer": "none", "activation": "none", **offloads}, "gpus": [{}] * gpus, "arena_bytes": arena}
         self.write("run/config.resolved.json", config)
         said = f"rank 0 used {used} of the 21.0G it took of GPU 0 · the driver counts {driver} bytes more in use there than before the run"
         marks = {100 + rank: host for rank in range(ranks)}
@@ -132,6 +134,20 @@ class Headline(Folder):
         self.fails("the step is 1.33 times its longest part (compute), the goal is 1.2", rows=rows)
         _, wrong = self.judged(rows=rows, offload="none")
         self.assertEqual(wrong, [])
+        for what in ("param", "optimizer", "activation"):
+            self.fails("the step is 1.33 times its longest part", rows=rows, offload={what: "cpu"})
+
+    def test_the_best_step_beside_updates_is_shown(self):
+        # Forward takes 0.2 s, backward 0.6 s, the update 0.9 s.
+        rows = [log_row(step, compute=0.8, step_part=0.0, updates=0.9) for step in range(1, 6)]
+        for early, words in ((0.0, "= 1.500, 1.67 times"), (0.5, "= 1.050, 1.17 times"), (0.75, "= 0.900, 1.00 times")):
+            result, wrong = self.judged(rows=rows, early=early)
+            self.assertEqual(wrong, [])
+            self.assertIn(words, self.remarks)
+            self.assertIn(f"{early:.0%} of the elements are updated beside backward", self.remarks)
+        # An update behind the pass has another bound.
+        result, _ = self.judged(rows=[log_row(step, step_part=0.9, updates=0.0) for step in range(1, 6)], early=0.5)
+        self.assertNotIn("least_step", result)
 
     def test_stalls_of_copies_are_no_time_of_the_bus(self):
         # Copies that wait for the work all the time are 20 GB at 50 GB/s all the same.
@@ -203,7 +219,7 @@ class Runs(Folder):
 
     def test_a_checkpoint_that_fits_nowhere_fails_with_its_arithmetic(self):
         plan = {"checkpoint_bytes": {"state": 1, "weights": 1 << 60}, "need_bytes": {"host": 1}, "parameters_total": 100}
-        case = {"layers": {"all": 28, "least": 4}, "host_cap": "64GiB"}
+        case = {"layers": {"all": 28, "least": 4}, "host_cap": "64GiB", "saves": True}
         row, wrong = self.run_case(f"echo '{json.dumps(plan)}'\n", case, "cuda")
         self.assertEqual(len(wrong), 1)
         self.assertIn("no room for not even the fewest of 28 layers", wrong[0])
@@ -214,7 +230,9 @@ class Runs(Folder):
 class Layers(unittest.TestCase):
     """The case that writes a checkpoint: 2 GiB of it for a layer, 1 GiB of host memory."""
 
-    case = {"name": "save", "title": "Saves", "host_cap": "64GiB", "layers": {"all": 28, "least": 4}, "device_cap": "22.5GiB", "peers": ""}
+    case = {
+        "name": "save", "title": "Saves", "host_cap": "64GiB", "layers": {"all": 28, "least": 4}, "device_cap": "22.5GiB", "peers": "", "saves": True,
+    }
 
     def plan(self, layers):
         state, weights = layers * 3 * GIB // 2, layers * GIB // 2
@@ -223,8 +241,8 @@ class Layers(unittest.TestCase):
             "need_bytes": {"host": (layers + 2) * GIB}, "parameters_total": (layers + 4) * 10**9,
         }
 
-    def chosen(self, disk, ram):
-        return headline.layers_that_fit(self.case, self.plan, int(disk * GIB), int(ram * GIB))
+    def chosen(self, disk, ram, case=None):
+        return headline.layers_that_fit(case or self.case, self.plan, int(disk * GIB), int(ram * GIB))
 
     def test_all_layers_run_where_there_is_room(self):
         choice = self.chosen(100, 100)
@@ -239,6 +257,26 @@ class Layers(unittest.TestCase):
             self.assertIn(word, words)
         self.assertEqual(self.chosen(100, 12.7)["layers"], 10)
         self.assertIsNone(self.chosen(9, 100)["layers"])
+
+    def test_memory_alone_bounds_the_layers_where_no_checkpoint_is_made(self):
+        case = {name: value for name, value in self.case.items() if name not in ("host_cap", "saves")}
+        choice = self.chosen(0, 12.7, case)
+        self.assertEqual((choice["layers"], choice["host_cap"]), (10, None))
+        words = headline.layers_in_words(choice)
+        self.assertNotIn("disk", words)
+        self.assertNotIn("cap", words)
+        self.assertIn("12.70 GiB of host memory are free, the ranks need 12.60", words)
+
+    def test_early_updates_bound_the_layers(self):
+        case = {**self.case, "layers": {"all": 28, "least": 4, "early": 0.5}, "because": "for a reason"}
+        plan = lambda layers: {**self.plan(layers), "early_share": 5 / layers}
+        choice = headline.layers_that_fit(case, plan, 100 * GIB, 100 * GIB)
+        self.assertEqual(choice["layers"], 10)
+        remarks = headline.remarks(case, {"layers": choice}, [])
+        self.assertIn("50% of the elements are updated while backward runs, wanted 50%", remarks)
+        self.assertIn("save: for a reason", remarks)
+        # Nothing is said of them elsewhere.
+        self.assertNotIn("backward", headline.layers_in_words(self.chosen(52, 100)))
 
     def test_a_row_names_the_layers_that_ran(self):
         result = {"layers": self.chosen(52, 100)}
@@ -411,6 +449,24 @@ class Shared(unittest.TestCase):
             (out / "probe.json").write_text(json.dumps({"ceilings": [["driver bytes", 5.0], ["context bytes", 7.0]]}))
             self.assertEqual(headline.footprint(out), {"host": 5.0, "device": 7.0})
             self.assertEqual(overlap.bus_rates(out), {})
+
+    def test_a_case_without_a_cap_of_the_host_is_planned_for_what_is_free(self):
+        """By a program that prints its words: none of a made model where no checkpoint is written."""
+        cases = {case["name"]: case for case in json.loads((ROOT / "scripts/headline.json").read_text())}
+        published = ROOT / "launcher/src/synth/configs"
+        with tempfile.TemporaryDirectory() as folder:
+            work = Path(folder)
+            program = work / "launcher"
+            program.write_text(f"#!/bin/sh\necho \"$@\" >>'{work}/words'\necho '{{}}'\n")
+            program.chmod(0o755)
+            for name, ram, made in (("minicpm-v-full", "123", False), ("minicpm-o-full-save", "64GiB", True)):
+                (work / "words").unlink(missing_ok=True)
+                self.assertEqual(headline.planned_with(cases[name], work, work, published, 123)(9), {})
+                words = (work / "words").read_text()
+                self.assertIn(f"--ram {ram} ", words)
+                self.assertEqual("synth" in words, made)
+                self.assertEqual("--save-strategy steps" in words, made)
+                self.assertEqual(json.loads((work / "plan-9/config.json").read_text())["num_hidden_layers"], 9)
 
     def test_every_case_can_be_written(self):
         cases = json.loads((ROOT / "scripts/headline.json").read_text())

@@ -97,6 +97,19 @@ pub(crate) fn settle_early_step(
     Ok((last, Some(spare)))
 }
 
+/// Of the elements that a rank updates, the share that it updates while backward runs.
+pub(crate) fn early_share(plan: &Plan) -> f64 {
+    let elems = |early: bool| -> usize {
+        let units = plan.units().iter();
+        let units = units.filter(|unit| !early || plan.steps_early(unit.id));
+        units.map(|unit| unit.trainable.shard_elems).sum()
+    };
+    match elems(false) {
+        0 => 0.0,
+        all => elems(true) as f64 / all as f64,
+    }
+}
+
 /// Second states of at most `offered` bytes, where all units have `all`.
 fn bound(offered: u64, all: u64) -> EarlyStep {
     if offered >= all {

@@ -1,6 +1,7 @@
 //! The cases of `scripts/gpu-check.sh --stages headline` fit their caps, as planned from published configurations. What a
 //! case exceeds is stated beside it with the reason; it must go when it is no longer true.
 
+use super::early_share;
 use super::nearest::nearest;
 use super::planner::Planner;
 use super::verb::configuration;
@@ -27,7 +28,7 @@ pub(super) struct Case {
     host_cap: Option<String>,
     flags: Vec<String>,
     saves: Option<bool>,
-    /// The layers of the case where the machine's disk decides how many of them run.
+    /// The layers of the case where the machine's disk or memory decides how many of them run.
     layers: Option<Layers>,
     /// Fields of the configuration that the case has otherwise.
     #[serde(default)]
@@ -38,10 +39,12 @@ pub(super) struct Case {
 }
 
 /// How many layers a model has, and how few of them are run at least.
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Clone, Copy, Deserialize)]
 struct Layers {
     all: u64,
     least: u64,
+    /// Of the elements, the least share that the host has room to update while backward runs.
+    early: Option<f64>,
 }
 
 impl Case {
@@ -131,11 +134,11 @@ fn fewer_layers_fit_a_cap_that_is_scaled_by_parameters() {
     let temp = tempfile::tempdir().expect("temp dir");
     let mut seen = 0;
     for mut case in cases() {
-        let Some(Layers { all, least }) = case.layers else {
+        let (Some(Layers { all, least, .. }), Some(cap)) = (case.layers, &case.host_cap) else {
             continue;
         };
         seen += 1;
-        let cap = parse_bytes(case.host_cap.as_deref().expect("a host's cap")).expect("bytes");
+        let cap = parse_bytes(cap).expect("bytes");
         let mut of = |layers: u64, cap: u64| {
             let field = "num_hidden_layers".to_owned();
             case.model_config.insert(field, layers.into());
@@ -157,6 +160,42 @@ fn fewer_layers_fit_a_cap_that_is_scaled_by_parameters() {
         }
     }
     assert!(seen > 0, "no case has layers to choose");
+}
+
+/// As many layers as the check runs on a machine of 128 GiB: they keep the cap of the GPU, and with one more their updates
+/// would have no room, or too little.
+#[test]
+fn fewer_layers_leave_room_for_early_updates() {
+    let temp = tempfile::tempdir().expect("temp dir");
+    let mut seen = 0;
+    for mut case in cases() {
+        let (layers, early) = match case.layers {
+            Some(layers) if layers.early.is_some() => (layers, layers.early.unwrap_or(1.0)),
+            _ => continue,
+        };
+        seen += 1;
+        assert!(case.host_cap.is_none(), "{}", case.name);
+        case.host_cap = Some("128GiB".to_owned());
+        let mut fits = |layers: u64| {
+            let field = "num_hidden_layers".to_owned();
+            case.model_config.insert(field, layers.into());
+            let (planner, config) = case.planner(temp.path());
+            let planned = planner.plan(&config).expect("a plan");
+            let share = early_share(&planned.plan);
+            (planned.fit.fits() && share >= early, share, planned.fit)
+        };
+        let choices: Vec<u64> = (layers.least..=layers.all).collect();
+        let room = choices.partition_point(|layers| fits(*layers).0);
+        assert!((1..choices.len()).contains(&room), "{room} choices");
+        let most = choices[room - 1];
+        let (_, share, fit) = fits(most);
+        assert!(
+            share < early + 0.1,
+            "{most} layers, {share} of the elements"
+        );
+        assert!(!fit.exceeds_device(), "{most} layers: {}", fit.needs());
+    }
+    assert!(seen > 0, "no case has early updates to make room for");
 }
 
 /// What fits through host memory is proposed where GPUs that read each other's have no room for it.

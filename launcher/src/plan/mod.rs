@@ -20,7 +20,7 @@ mod tests;
 mod text;
 mod verb;
 
-pub(crate) use early::{Spare, early_line, late_line, settle_early_step};
+pub(crate) use early::{Spare, early_line, early_share, late_line, settle_early_step};
 pub(crate) use fixed::Fixed;
 pub(crate) use machine::Machine;
 pub use memory::{PhaseBytes, RankMemory, RankPeak};

@@ -4,7 +4,7 @@ use super::matrix;
 use super::nearest::{Flags, nearest};
 use super::planner::{Planned, Planner, made_up_sample};
 use super::text;
-use super::{early_line, late_line};
+use super::{early_line, early_share, late_line};
 use crate::args::{Hardware, Note, PlanArgs, Preset};
 use crate::config::{Collectives, DEVICE, Device, DeviceChoice, RunConfig, resolve_on};
 use crate::device::{self, Chosen, Devices, Products, RunGpu};
@@ -156,6 +156,7 @@ fn as_json(
         "accumulation_steps": config.batch.accumulation_steps,
         "uploads_ahead": planned.plan.uploads_ahead(),
         "early_step": config.early_step.to_string(),
+        "early_share": early_share(&planned.plan),
         "late_step": planned.plan.steps_late(),
         "checkpoint_activations": config.checkpoint_activations.to_string(),
         "checkpoint_num_layers": config.checkpoint_num_layers,

@@ -6,7 +6,7 @@ use crate::data::{self, SampleSet};
 use crate::exit::Failure;
 use crate::generate::answers::Question;
 use crate::monitor::Phase;
-use crate::plan::{Fit, Fixed, HeldOut, Machine, RankMemory, Work, rehearse};
+use crate::plan::{Fit, Fixed, HeldOut, Machine, RankMemory, Work, early_share, rehearse};
 use crate::ui::{Event, PlanEvent, PlanPart};
 use crate::units::bytes;
 use engine::Plan;
@@ -190,6 +190,7 @@ pub(crate) fn event(config: &RunConfig, plan: &Plan, memory: &RankMemory, fit: &
         host_total_bytes: fit.machine.host_total_bytes,
         host_free_bytes: fit.machine.host_free_bytes,
         host_need_bytes: fit.need.host,
+        early_share: early_share(plan),
         memory: Some(Box::new(memory.clone())),
     }
 }

@@ -124,6 +124,9 @@ pub struct PlanEvent {
     pub host_free_bytes: u64,
     /// Host memory all ranks need together.
     pub host_need_bytes: u64,
+    /// Of the elements that a rank updates, the share that it updates while backward runs.
+    #[serde(default)]
+    pub early_share: f64,
     /// One rank by phase, tier and kind.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub memory: Option<Box<RankMemory>>,

@@ -47,6 +47,15 @@ fn outside_the_table(
     }
 }
 
+/// The table is made of launches that cases make: one without threads is of a kernel that none of them executes.
+#[test]
+fn every_kernel_of_the_table_has_a_case() {
+    let table = parse_table(include_str!("../kernel_resources.csv")).expect("a table");
+    let idle = table.iter().filter(|(_, limits)| limits.threads == 0);
+    let idle: Vec<_> = idle.map(|(key, _)| key).collect();
+    assert!(idle.is_empty(), "no case launches {idle:?}");
+}
+
 /// A test for each family, and one that fails when a family is missing here.
 macro_rules! families {
     ($($test:ident: $family:ident $part:literal of $parts:literal),* $(,)?) => {

@@ -364,15 +364,15 @@ impl Product {
 
 const PARTS_THREADS: u32 = 256;
 
-/// The module that aligns lines and adds parts.
+/// The module that adds parts; that of bf16 also aligns lines, whatever their 16-bit type.
 #[must_use]
 pub fn parts_module(dtype: DType, out: DType) -> Option<Module> {
     let defines = [("TYPE", element_type(dtype)?), ("OUT", element_type(out)?)];
-    Some(Module::new(
-        Family::LinearParts,
-        defines,
-        &["pad_lines", "sum_parts"],
-    ))
+    let kernels: &[_] = match (dtype, out) {
+        (DType::BF16, DType::BF16) => &["pad_lines", "sum_parts"],
+        _ => &["sum_parts"],
+    };
+    Some(Module::new(Family::LinearParts, defines, kernels))
 }
 
 /// Copies an operand whose lines do not start at multiples of 16 bytes to lines that do.

@@ -2,6 +2,7 @@
 // that are, and the parts of a product whose K loop was cut are added.
 // Defines: TYPE (TYPE_*: of the bias), OUT (TYPE_*: of the sum).
 
+#if TYPE == TYPE_BF16 && OUT == TYPE_BF16  // one module has what does not depend on them
 // y[i, 0..to) = x[i, 0..from) followed by zeros, for `lines` lines of 16-bit elements; `to` is a multiple of 8, y is
 // 16-byte aligned. Bytes: 2 * lines * (from + to).
 KERNEL(256, 4) pad_lines(const u16* x, u16* y, u64 lines, int from, int to) {
@@ -19,6 +20,7 @@ KERNEL(256, 4) pad_lines(const u16* x, u16* y, u64 lines, int from, int to) {
     ((uint4*)y)[i] = make_uint4(words[0], words[1], words[2], words[3]);
   }
 }
+#endif
 
 // y[i, j] = scale * (part 0 + part 1 + ..)[i, j] + bias[j]: parts [parts, m, n] f32, added in this order; bias [n] in
 // TYPE or null; y [m, n] with ldy elements from row to row. rows [m] or null: row i of the sum is row rows[i] of y.

@@ -29,11 +29,12 @@ pub fn cases(effort: Effort) -> Vec<Case> {
         (DType::BF16, DType::BF16),
         (DType::F16, DType::F16),
         (DType::BF16, DType::F32),
+        (DType::F16, DType::F32),
         (DType::F32, DType::F32),
     ];
     let sums = dtypes
         .into_iter()
-        .zip([(1, false), (2, true), (5, false), (3, true)])
+        .zip([(1, false), (2, true), (5, false), (4, true), (3, true)])
         .map(move |((dtype, out), (parts, named))| {
             let to = if named { "named rows" } else { "rows" };
             let name = format!("sum {parts} parts of {rows} rows to {to} of {out}");

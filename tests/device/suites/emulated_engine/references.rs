@@ -1,5 +1,5 @@
-//! Golden packs on the emulated GPU: in f32 at the tolerances of the CPU; a case in 16 bits beside what the pack stores, and
-//! beside the CPU in the same precision.
+//! Golden packs on the emulated GPU: in f32 at the tolerances of the CPU; in 16 bits beside what the pack stores, and beside
+//! the CPU in the same precision.
 
 use std::env;
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use kernels::cuda::CudaBackend;
 use models::open_processor;
 use tests::golden::Pack;
 use tests::parity::check_pack;
-use tests::sixteen_bits::check_case;
+use tests::sixteen_bits::{self, check_case};
 use tests::world::compute_on;
 use tests::{drift, tolerance};
 
@@ -25,11 +25,16 @@ fn compute_on_the_emulator() -> Result<()> {
     Ok(())
 }
 
+/// Whether all packs and 200 steps are asked for.
+fn every_pack() -> bool {
+    env::var("TESSERA_EVERY_PACK").is_ok_and(|asked| asked == "1")
+}
+
 /// Every case, gradient and trajectory of one family; of all, and 200 steps, where `TESSERA_EVERY_PACK=1` asks for it.
 #[test]
 fn golden_packs_in_f32_keep_their_tolerances() -> Result<()> {
     compute_on_the_emulator()?;
-    let every = env::var("TESSERA_EVERY_PACK").is_ok_and(|asked| asked == "1");
+    let every = every_pack();
     let packs = match every {
         true => Pack::built_in(),
         false => vec![Pack::beside("glm-4v-9b")],
@@ -45,6 +50,25 @@ fn golden_packs_in_f32_keep_their_tolerances() -> Result<()> {
         let run = drift::run(drift::LAYOUT)?;
         let comparison = drift::compare(&run, tolerance::DRIFT_RELATIVE)?;
         ensure!(comparison.ok(), "200 steps: {comparison}");
+    }
+    Ok(())
+}
+
+/// As the stage `train` does on a GPU. The case below stands for it where not all packs are asked for.
+#[test]
+fn golden_packs_in_16_bits_keep_their_tolerances() -> Result<()> {
+    if !every_pack() {
+        return Ok(());
+    }
+    compute_on_the_emulator()?;
+    for precision in [Precision::Bf16, Precision::Fp16, Precision::PureBf16] {
+        for dir in Pack::built_in() {
+            for (title, comparisons) in sixteen_bits::check_pack(&dir, precision)? {
+                for comparison in comparisons {
+                    ensure!(comparison.ok(), "{}: {title}: {comparison}", dir.display());
+                }
+            }
+        }
     }
     Ok(())
 }

@@ -72,6 +72,11 @@ pub fn cases(effort: Effort) -> Vec<Case> {
             small_cases(&mut cases, dtype, d, heads);
         }
     }
+    for dtype in [DType::BF16, DType::F16] {
+        for d in [64, 72, 80, 112] {
+            grouped_case(&mut cases, dtype, d);
+        }
+    }
     if effort == Effort::Gpu {
         large_cases(&mut cases);
     }
@@ -121,6 +126,17 @@ fn small_cases(cases: &mut Vec<Case>, dtype: DType, d: usize, (h, g): (usize, us
             check_neighbours(machine, &call(&[(40, 70), (65, 65), (70, 40)], FEW))
         }));
     }
+}
+
+/// Groups of so many heads that their gradients come in parts, where the cases above have fewer.
+fn grouped_case(cases: &mut Vec<Case>, dtype: DType, d: usize) {
+    let call = Call {
+        dtype,
+        shape: shape(&[(9, 9), (5, 70)], (7, 1), d, true),
+        multiprocessors: MANY,
+    };
+    let name = format!("attention {dtype} d {d}, 7:1 heads in parts");
+    cases.push(Case::new(name, move |machine| check_all(machine, &call)));
 }
 
 /// Every element, and the same bits in a second run.
