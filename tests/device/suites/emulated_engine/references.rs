@@ -73,6 +73,21 @@ fn golden_packs_in_16_bits_keep_their_tolerances() -> Result<()> {
     Ok(())
 }
 
+/// The 200 steps as the stage `train` takes them in 16 bits, on two ranks that share a GPU's queue.
+#[test]
+fn steps_in_16_bits_keep_their_tolerances() -> Result<()> {
+    if !every_pack() {
+        return Ok(());
+    }
+    compute_on_the_emulator()?;
+    for precision in [Precision::Bf16, Precision::Fp16, Precision::PureBf16] {
+        for comparison in sixteen_bits::check_drift(precision)? {
+            ensure!(comparison.ok(), "200 steps {precision:?}: {comparison}");
+        }
+    }
+    Ok(())
+}
+
 #[test]
 fn a_golden_case_in_16_bits_keeps_its_tolerances() -> Result<()> {
     compute_on_the_emulator()?;
