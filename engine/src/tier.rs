@@ -652,7 +652,9 @@ impl<'r> Copied<'r> {
 
 impl Drop for Copied<'_> {
     fn drop(&mut self) {
-        COPY.set(std::mem::take(&mut self.words));
+        if self.words.len() <= COPY_ELEMS {
+            COPY.set(std::mem::take(&mut self.words));
+        }
     }
 }
 

@@ -105,12 +105,17 @@ impl Store {
         let mut gradients = job.gradients;
         gradients.clear();
         parts.gradients = Some(gradients);
-        parts.state = Some(job.state);
+        let state = parts.state.insert(job.state);
+        // Its update may be announced already.
+        let lent = match self.early {
+            Some(_) => self.tiers.lend(state.spare_mut()),
+            None => Ok(()),
+        };
         let mut weights = job.weights;
         let back = self.tiers.take_back(Arc::get_mut(&mut weights).into_iter());
         if let Some(place) = parts.updating.take() {
             parts.weights.insert(place, (GroupKind::Trainable, weights));
         }
-        job.outcome.and(back)
+        job.outcome.and(back).and(lent)
     }
 }

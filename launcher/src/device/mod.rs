@@ -263,7 +263,7 @@ pub(crate) fn gpu_of(config: &RunConfig, local_rank: usize) -> Option<&RunGpu> {
 
 /// Ranks that share the busiest GPU.
 pub(crate) fn ranks_per_gpu(config: &RunConfig) -> usize {
-    config.nproc.div_ceil(config.gpus.len().max(1))
+    config.ranks_here().div_ceil(config.gpus.len().max(1))
 }
 
 fn ranks_on(place: usize, gpus: usize, ranks: usize) -> String {
