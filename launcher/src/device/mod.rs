@@ -184,10 +184,10 @@ impl Chosen {
                 if config.nproc > 1 {
                     lines.push(carried(config));
                 }
-                if config.nproc > self.gpus.len() {
+                if config.ranks_here() > self.gpus.len() {
                     lines.push(format!(
                         "{} ranks share {} in turn: each has a part of its memory, and they wait for each other",
-                        config.nproc,
+                        config.ranks_here(),
                         counted(self.gpus.len())
                     ));
                 }
