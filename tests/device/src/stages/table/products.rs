@@ -331,19 +331,25 @@ fn shared_routed_lora(on: &mut Operands<'_>, report: &mut Report, r: usize) -> R
     for (backward, which) in PASSES {
         let (together, apart) = (all.together(on, backward)?, all.apart(on, backward)?);
         let (together, apart) = (time(on, together)?, time(on, apart)?);
-        report.row(
-            format!(
-                "three of two adapted layers of one x bf16 8192x4096x4096 rank {r}, {VISION} rows of the second, {which}"
-            ),
-            format!("{together:.3} ms"),
-            format!(
-                "{}, {:.2} of {apart:.3} ms each for itself",
-                teraflops(flops, together),
-                together / apart
-            ),
+        let name = format!(
+            "three of two adapted layers of one x bf16 8192x4096x4096 rank {r}, {VISION} rows of the second, {which}"
         );
+        beside_each(report, name, flops, [together, apart]);
     }
     Ok(())
+}
+
+/// The row of layers of one input, which has no target: milliseconds together, and of each for itself.
+fn beside_each(report: &mut Report, name: String, flops: f64, [together, apart]: [f64; 2]) {
+    report.row(
+        name,
+        format!("{together:.3} ms"),
+        format!(
+            "{}, {:.2} of {apart:.3} ms each for itself",
+            teraflops(flops, together),
+            together / apart
+        ),
+    );
 }
 
 /// Layers of one input with their adapters stacked, as models run them, and where results go.
@@ -434,15 +440,8 @@ fn shared(on: &mut Operands<'_>, report: &mut Report, r: usize) -> Result<()> {
             })?);
         }
         let (together, apart) = (time(on, together)?, time(on, apart)?);
-        report.row(
-            format!("three adapted products of one x bf16 8192x4096x4096 rank {r} {which}"),
-            format!("{together:.3} ms"),
-            format!(
-                "{}, {:.2} of {apart:.3} ms each for itself",
-                teraflops(flops, together),
-                together / apart
-            ),
-        );
+        let name = format!("three adapted products of one x bf16 8192x4096x4096 rank {r} {which}");
+        beside_each(report, name, flops, [together, apart]);
     }
     Ok(())
 }
