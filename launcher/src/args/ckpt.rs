@@ -24,11 +24,11 @@ pub enum CkptCommand {
 #[command(
     name = "launcher ckpt ls",
     version,
-    about = "Lists the checkpoints of a run: steps, contents, bytes, and whether each is whole",
+    about = "Lists the checkpoints of a run: steps, contents, bytes, and whether each is intact",
     max_term_width = 100
 )]
 pub struct CkptLsArgs {
-    /// Folder of a run, or one checkpoint
+    /// Directory of a run, or one checkpoint
     #[arg(value_name = "RUN")]
     pub run: PathBuf,
     /// Print JSON with stable keys
@@ -41,11 +41,11 @@ pub struct CkptLsArgs {
 #[command(
     name = "launcher ckpt verify",
     version,
-    about = "Compares every byte of a checkpoint with its hash and every tensor with its description; names each bad file",
+    about = "Verifies a checkpoint: every byte against its hash, every tensor against its description",
     max_term_width = 100
 )]
 pub struct CkptVerifyArgs {
-    /// Folder checkpoint-N of a run
+    /// Directory checkpoint-N of a run
     #[arg(value_name = "CHECKPOINT")]
     pub checkpoint: PathBuf,
 }
@@ -55,17 +55,17 @@ pub struct CkptVerifyArgs {
 #[command(
     name = "launcher ckpt reshard",
     version,
-    about = "Writes the same state cut for another number of ranks",
+    about = "Writes a checkpoint sharded for another number of ranks",
     max_term_width = 100
 )]
 pub struct CkptReshardArgs {
-    /// Folder checkpoint-N of a run
+    /// Directory checkpoint-N of a run
     #[arg(value_name = "CHECKPOINT")]
     pub checkpoint: PathBuf,
-    /// Number of ranks to cut it for
+    /// Number of ranks to shard for
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub nproc: Option<u32>,
-    /// Folder to write; it must not exist or be empty
+    /// Directory to write; it must not exist or must be empty
     #[arg(long, value_name = "DIR")]
     pub output: Option<PathBuf>,
 }
@@ -75,20 +75,20 @@ pub struct CkptReshardArgs {
 #[command(
     name = "launcher ckpt consolidate",
     version,
-    about = "Writes a checkpoint as safetensors in f32 under the original names, from its master weights where it has them",
+    about = "Writes a checkpoint as f32 safetensors, under the original names and from master weights if it has them",
     max_term_width = 100
 )]
 pub struct CkptConsolidateArgs {
-    /// Folder checkpoint-N of a run
+    /// Directory checkpoint-N of a run
     #[arg(value_name = "CHECKPOINT")]
     pub checkpoint: PathBuf,
-    /// Folder to write; it must not exist or be empty
+    /// Directory to write; it must not exist or must be empty
     #[arg(long, value_name = "DIR")]
     pub output: Option<PathBuf>,
-    /// Also write the optimizer's state, as optimizer.safetensors with tensors called NAME.exp_avg and so on
+    /// Also write the optimizer state to optimizer.safetensors (tensors NAME.exp_avg, …)
     #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL")]
     pub optimizer: Option<bool>,
-    /// Largest file of weights, such as 5GB (the default) or 512MiB
+    /// Largest weight file, such as 5GB (the default) or 512MiB
     #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
     pub max_shard_size: Option<u64>,
 }

@@ -11,28 +11,30 @@ use crate::config::{DataFormatChoice, TemplateChoice};
 #[command(
     name = "launcher data check",
     version,
-    about = "Checks a data file as training would: lengths, pictures, answers, balance over ranks",
+    about = "Checks a data file as training would: lengths, images, answers, balance over ranks",
     max_term_width = 100
 )]
 pub struct DataCheckArgs {
-    /// Samples in the format of --data
+    /// Samples, in one of the forms of --data-format
     pub file: Option<PathBuf>,
-    /// Folder of the model whose tokenizer and pictures' rules apply
+    /// Model directory whose tokenizer and image rules apply
     #[arg(long, value_name = "DIR")]
     pub model: Option<PathBuf>,
-    /// Form of the data; auto goes by what the file or folder holds
+    /// Form of the data; auto looks at the content
     #[arg(long, value_enum, value_name = "FORMAT")]
     pub data_format: Option<DataFormatChoice>,
-    /// How CogVLM's, CogVLM2's and CogAgent's prompts are written; auto is the model folder's way
+    /// Prompt template of CogVLM, CogVLM2 and CogAgent
+    ///
+    /// auto takes the template of the model directory.
     #[arg(long, value_enum, value_name = "NAME")]
     pub template: Option<TemplateChoice>,
-    /// Let GLM-4V learn the token that ends an answer, so that it stops; its published recipe does not
+    /// Supervise the token that ends an answer (GLM-4V)
     #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL")]
     pub train_on_turn_end: Option<bool>,
     /// Longest sample in tokens, as for training
     #[arg(long, value_name = "TOKENS")]
     pub model_max_length: Option<usize>,
-    /// Most slices a picture is cut into, as for training
+    /// Most slices an image is cut into, as for training
     #[arg(long, value_name = "N")]
     pub max_slice_nums: Option<usize>,
     /// Number of ranks, for the balance between them
@@ -47,10 +49,10 @@ pub struct DataCheckArgs {
     /// Seed of the data order, for the balance
     #[arg(long, value_name = "N")]
     pub seed: Option<u64>,
-    /// Check only this many samples, from the beginning of the file
+    /// Check only the first N samples
     #[arg(long, value_name = "N")]
     pub limit: Option<usize>,
-    /// Folder to write data_problems.jsonl to, one row per sample that cannot be used
+    /// Directory for data_problems.jsonl, one row per unusable sample
     #[arg(long, value_name = "DIR")]
     pub output: Option<PathBuf>,
     /// Print the report as JSON with stable keys

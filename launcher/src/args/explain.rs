@@ -5,7 +5,7 @@ use clap::{Parser, ValueEnum};
 /// Language of a page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum)]
 pub enum Lang {
-    /// English.
+    /// Language of the page
     #[default]
     En,
     /// Chinese.

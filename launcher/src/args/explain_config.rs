@@ -17,9 +17,9 @@ pub struct ExplainConfigArgs {
     pub run: Args,
 }
 
-/// What the verb is for.
-const ABOUT: &str = "Shows what becomes of every key of a configuration file, beside the flags of training that follow it; \
-exit 2 where one cannot be honoured";
+/// What the subcommand is for.
+const ABOUT: &str = "Shows what becomes of every key of a configuration file; exit 2 if one cannot be honored. \
+Takes every flag of training";
 
 impl ExplainConfigArgs {
     pub(super) fn described() -> clap::Command {
@@ -31,7 +31,7 @@ impl ExplainConfigArgs {
         Self::from_arg_matches(&matches)
     }
 
-    /// The arguments of this verb alone, for the table of flags.
+    /// The arguments of this subcommand alone, for the table of flags.
     pub(super) fn own_flags() -> clap::Command {
         let command = Self::command();
         let own = command.get_positionals().cloned();

@@ -11,26 +11,26 @@ use crate::units::parse_bytes;
 #[command(
     name = "launcher export",
     version,
-    about = "Writes the weights of a checkpoint as a folder that other programs load",
+    about = "Writes a checkpoint for other programs: a Hugging Face or peft directory",
     max_term_width = 100
 )]
 pub struct ExportArgs {
-    /// Folder checkpoint-N of a run, or an adapter folder
+    /// Directory checkpoint-N of a run, or an adapter directory
     #[arg(value_name = "CHECKPOINT")]
     pub checkpoint: PathBuf,
-    /// Folder to write; it must not exist or be empty
+    /// Directory to write; it must not exist or must be empty
     #[arg(long, value_name = "DIR")]
     pub output: Option<PathBuf>,
-    /// Base model of adapters and trained parts; the one the run was started with unless given
+    /// Base model of adapters and trained parts; by default the one of the run
     #[arg(long, value_name = "DIR")]
     pub model: Option<PathBuf>,
-    /// Write the whole model with adapters and trained parts in it, instead of the adapter alone
+    /// Write the whole model with adapters and trained parts merged, instead of the adapter
     #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL")]
     pub merge: Option<bool>,
-    /// Number format of the weights; that of the base model unless given
+    /// Number format of the weights; by default that of the base model
     #[arg(long, value_enum, value_name = "DTYPE")]
     pub dtype: Option<ExportDtype>,
-    /// Largest file of weights, such as 5GB (the default) or 512MiB
+    /// Largest weight file, such as 5GB (the default) or 512MiB
     #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
     pub max_shard_size: Option<u64>,
 }

@@ -1,4 +1,4 @@
-//! Rewrites a command line onto the frozen flags: verb, snake_case, aliases, foreign flags.
+//! Rewrites a command line onto the frozen flags: subcommand, snake_case, aliases, foreign flags.
 
 use std::collections::BTreeMap;
 use std::sync::LazyLock;
@@ -10,23 +10,6 @@ use super::{ALIASES, Args};
 use crate::error_format::{self, ErrorFormat};
 use crate::exit::Failure;
 
-/// Every verb, the default first, those to come included.
-pub const VERBS: [&str; 13] = [
-    "train",
-    "plan",
-    "doctor",
-    "generate",
-    "eval",
-    "export",
-    "data",
-    "ckpt",
-    "bench",
-    "watch",
-    "explain",
-    "explain-config",
-    "synth",
-];
-
 /// A flag that was accepted and has no effect, to be listed once.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Note {
@@ -36,7 +19,7 @@ pub struct Note {
     pub reason: String,
 }
 
-/// A verb that exists.
+/// A subcommand.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Verb {
     Train,
@@ -55,11 +38,13 @@ pub(super) enum Verb {
     CkptVerify,
     CkptReshard,
     CkptConsolidate,
+    Completions,
+    Man,
 }
 
 impl Verb {
-    /// The verbs that exist, as they are typed; two words where the second says what is done to the first.
-    pub(super) const ALL: [(Self, &'static str); 16] = [
+    /// Every subcommand as it is typed; two words where the second names an action.
+    pub(super) const ALL: [(Self, &'static str); 18] = [
         (Self::Train, "train"),
         (Self::Plan, "plan"),
         (Self::Doctor, "doctor"),
@@ -76,9 +61,11 @@ impl Verb {
         (Self::CkptVerify, "ckpt verify"),
         (Self::CkptReshard, "ckpt reshard"),
         (Self::CkptConsolidate, "ckpt consolidate"),
+        (Self::Completions, "completions"),
+        (Self::Man, "man"),
     ];
 
-    fn name(self) -> &'static str {
+    pub(super) fn name(self) -> &'static str {
         let found = Self::ALL.iter().find(|(verb, _)| *verb == self);
         found.map_or("train", |(_, name)| name)
     }
@@ -86,7 +73,7 @@ impl Verb {
     /// Where to read on.
     fn help(self) -> String {
         match self {
-            Self::Train => "`launcher --help` lists every flag".to_string(),
+            Self::Train => "`launcher --help-all` lists every flag".to_string(),
             _ => format!("`launcher {} --help` lists every flag", self.name()),
         }
     }
@@ -209,8 +196,14 @@ pub(super) fn normalise(
     Ok(line)
 }
 
+/// The first word of every subcommand.
+fn first_words() -> impl Iterator<Item = &'static str> {
+    Verb::ALL
+        .iter()
+        .map(|(_, name)| name.split(' ').next().unwrap_or(name))
+}
+
 fn verb_of<'a>(first: &str, rest: &'a [String]) -> Result<(Verb, &'a [String]), Failure> {
-    let verb = first;
     let mut actions = Vec::new();
     for (verb, name) in Verb::ALL {
         match name.split_once(' ') {
@@ -230,21 +223,10 @@ fn verb_of<'a>(first: &str, rest: &'a [String]) -> Result<(Verb, &'a [String]), 
         )
         .next(verb.help()));
     }
-    if VERBS.contains(&verb) {
-        let names: Vec<String> = Verb::ALL
-            .iter()
-            .map(|(_, name)| format!("`{name}`"))
-            .collect();
-        return Err(Failure::usage(
-            format!("`launcher {verb}` is not available yet"),
-            format!("this version has {}", names.join(", ")),
-        )
-        .next("leave the verb out to train"));
-    }
-    let nearest = nearest(verb, VERBS.iter().copied()).unwrap_or(VERBS[0]);
+    let nearest = nearest(first, first_words()).unwrap_or("train");
     Err(Failure::usage(
-        format!("unknown verb '{verb}'"),
-        "the first word names what to do; without one the program trains",
+        format!("unknown subcommand '{first}'"),
+        "the first word names a subcommand; without one the program trains",
     )
     .next(format!("did you mean `launcher {nearest}`?")))
 }
@@ -429,7 +411,7 @@ mod tests {
 
     #[test]
     fn far_words_have_no_nearest() {
-        assert_eq!(nearest("zzzzzz", VERBS.iter().copied()), None);
-        assert_eq!(nearest("plam", VERBS.iter().copied()), Some("plan"));
+        assert_eq!(nearest("zzzzzz", first_words()), None);
+        assert_eq!(nearest("plam", first_words()), Some("plan"));
     }
 }

@@ -40,19 +40,19 @@ pub struct PlanArgs {
     /// The run that is planned.
     #[command(flatten)]
     pub run: Args,
-    /// Plan for these devices instead of this machine's CPU, such as 2x24GiB; one rank on each
+    /// Plan for these devices instead of this machine's, such as 2x24GiB; one rank each
     #[arg(long, value_name = "NxBYTES", help_heading = "What to plan for")]
     pub hw: Option<Hardware>,
     /// Plan for this much host memory instead of what is free here
     #[arg(long, value_name = "BYTES", value_parser = parse_bytes, help_heading = "What to plan for")]
     pub ram: Option<u64>,
-    /// Plan for this much room for spill files
+    /// Plan for this much disk space for spill files
     #[arg(long, value_name = "BYTES", value_parser = parse_bytes, help_heading = "What to plan for")]
     pub nvme: Option<u64>,
-    /// Look at config.json alone: --model may name that file, and no weights need to be there
+    /// Read config.json only; --model may be that file
     #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL", help_heading = "What to plan for")]
     pub no_weights: Option<bool>,
-    /// List every stage and offload with what it needs and whether it fits
+    /// List every ZeRO stage and offload tier, what it needs, and whether it fits
     #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL", help_heading = "What to plan for")]
     pub matrix: Option<bool>,
     /// Print the plan as JSON with stable keys
@@ -60,12 +60,12 @@ pub struct PlanArgs {
     pub json: Option<bool>,
 }
 
-/// What the verb is for.
-const ABOUT: &str = "Prints what a run would need: bytes per rank by phase, tier and kind, and whether they fit. \
+/// What the subcommand is for.
+const ABOUT: &str = "Shows what a run needs and whether it fits: bytes per rank by phase, tier and kind, before weights are loaded. \
 Takes every flag of training";
 
 impl PlanArgs {
-    /// The verb's own command: what is flattened into it would bring its description along.
+    /// The subcommand's own command: what is flattened into it would bring its description along.
     pub(super) fn described() -> clap::Command {
         Self::command().about(ABOUT).long_about(ABOUT)
     }
@@ -75,7 +75,7 @@ impl PlanArgs {
         Self::from_arg_matches(&matches)
     }
 
-    /// The flags of this verb alone, for the table of flags.
+    /// The flags of this subcommand alone, for the table of flags.
     pub(super) fn own_flags() -> clap::Command {
         let of_training: Vec<String> = Args::command()
             .get_arguments()

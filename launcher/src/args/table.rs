@@ -5,11 +5,8 @@ use std::fmt::Write;
 
 use clap::{CommandFactory, ValueEnum};
 
-use super::{
-    ALIASES, Args, BenchNvmeArgs, CkptConsolidateArgs, CkptLsArgs, CkptReshardArgs, CkptVerifyArgs,
-    DataCheckArgs, DoctorArgs, EvalArgs, ExplainArgs, ExplainConfigArgs, ExportArgs, GenerateArgs,
-    IGNORED, PlanArgs, RESTRICTED, SynthArgs, WatchArgs,
-};
+use super::normalise::Verb;
+use super::{ALIASES, Args, IGNORED, RESTRICTED};
 use crate::config::resolve;
 use crate::exit::Failure;
 use crate::rank_env::Env;
@@ -23,10 +20,12 @@ pub fn flag_table() -> Result<String, Failure> {
     let (model, demo) = (defaults(true)?, defaults(false)?);
     let mut text = String::from(
         "# Flags\n\n\
-         `cargo run --release -p launcher -- [FLAGS]`. Every flag is accepted in kebab-case and in snake_case, as\n\
-         `--flag value` and `--flag=value`. Booleans take an optional `true` or `false`. A flag comes before a file\n\
-         (`--config`, `--deepspeed`), a file before a default; nothing else sets anything. Ranges in flags are half-open as in Rust: `0..16` is 0 to 15.\n\
-         The demo's defaults apply where `--model` is absent; each is overridden by its flag.\n\
+         For users who look for a flag. This page is generated (`cargo run -p launcher --example docs -- write`) and lists all of them;\n\
+         `launcher --help` lists the thirty that most runs use.\n\n\
+         `cargo run --release -p launcher -- [FLAGS]`. Flags are accepted in kebab-case and in snake_case, as\n\
+         `--flag value` and `--flag=value`. Booleans take an optional `true` or `false`. A flag overrides a file (`--config`,\n\
+         `--deepspeed`); a file overrides a default. Ranges are half-open as in Rust: `0..16` is 0 to 15.\n\
+         The demo's defaults apply without `--model`; each is overridden by its flag.\n\
          Bytes: `K M G T KiB MiB …` are powers of 1024, `KB MB GB TB` powers of 1000, a bare number is bytes.\n",
     );
     let mut heading = String::new();
@@ -47,7 +46,7 @@ pub fn flag_table() -> Result<String, Failure> {
                 ),
             );
         }
-        let help = arg.get_help().map(ToString::to_string).unwrap_or_default();
+        let help = description(arg);
         let cell = |defaults: &BTreeMap<&str, String>| {
             let set = defaults
                 .get(long)
@@ -64,23 +63,9 @@ pub fn flag_table() -> Result<String, Failure> {
             ),
         );
     }
-    verb_section(&mut text, "plan", &PlanArgs::own_flags());
-    verb_section(&mut text, "doctor", &DoctorArgs::command());
-    verb_section(&mut text, "explain", &ExplainArgs::command());
-    let explain_config = ExplainConfigArgs::own_flags();
-    verb_section(&mut text, "explain-config", &explain_config);
-    verb_section(&mut text, "data check", &DataCheckArgs::command());
-    verb_section(&mut text, "generate", &GenerateArgs::command());
-    verb_section(&mut text, "eval", &EvalArgs::command());
-    verb_section(&mut text, "export", &ExportArgs::command());
-    verb_section(&mut text, "ckpt ls", &CkptLsArgs::command());
-    verb_section(&mut text, "ckpt verify", &CkptVerifyArgs::command());
-    verb_section(&mut text, "ckpt reshard", &CkptReshardArgs::command());
-    let consolidate = CkptConsolidateArgs::command();
-    verb_section(&mut text, "ckpt consolidate", &consolidate);
-    verb_section(&mut text, "watch", &WatchArgs::command());
-    verb_section(&mut text, "synth", &SynthArgs::command());
-    verb_section(&mut text, "bench nvme", &BenchNvmeArgs::command());
+    for (verb, name) in Verb::ALL.into_iter().skip(1) {
+        verb_section(&mut text, name, &verb.own_command());
+    }
     push(
         &mut text,
         format_args!("\n## Other spellings\n\n| spelling | flag |\n|---|---|\n"),
@@ -123,7 +108,7 @@ pub fn flag_table() -> Result<String, Failure> {
     Ok(text)
 }
 
-/// The flags of a verb other than training; defaults stand in the meaning.
+/// The flags of a subcommand; defaults stand in the meaning.
 fn verb_section(text: &mut String, verb: &str, command: &clap::Command) {
     let about = command.get_about().map(ToString::to_string);
     let words: String = command
@@ -138,7 +123,7 @@ fn verb_section(text: &mut String, verb: &str, command: &clap::Command) {
         ),
     );
     for arg in command.get_arguments() {
-        let help = arg.get_help().map(ToString::to_string).unwrap_or_default();
+        let help = description(arg);
         let values = value_names(arg).map_or_else(String::new, |names| format!(" ({names})"));
         match arg.get_long() {
             Some("help" | "version") => {}
@@ -151,18 +136,8 @@ fn verb_section(text: &mut String, verb: &str, command: &clap::Command) {
     }
 }
 
-/// `readme` with the tables of `table` between its marks, one heading level deeper; `None` where a mark is missing.
-pub fn with_flags(readme: &str, table: &str) -> Option<String> {
-    const MARKS: [&str; 2] = ["<!-- flags -->\n", "<!-- end of flags -->"];
-    let (before, rest) = readme.split_once(MARKS[0])?;
-    let (_, after) = rest.split_once(MARKS[1])?;
-    let tables = &table[table.find("\n## ")?..];
-    let deeper = tables.replace("\n## ", "\n### ");
-    Some(format!("{before}{}{deeper}\n{}{after}", MARKS[0], MARKS[1]))
-}
-
 /// Values of every flag that has one by default.
-fn defaults(of_a_model: bool) -> Result<BTreeMap<&'static str, String>, Failure> {
+pub(super) fn defaults(of_a_model: bool) -> Result<BTreeMap<&'static str, String>, Failure> {
     let env = Env::from_lookup(&|_| None)?;
     let mut args = Args {
         output: Some("runs".into()),
@@ -231,10 +206,17 @@ fn unset(flag: &str) -> &'static str {
         "hostfile" => "this machine",
         "include" | "exclude" => "all of the hostfile",
         "lora-layers" | "limit" => "all",
-        "global-batch" => "what the two give",
+        "global-batch-size" => "what the two give",
         "find-batch" => "`false`",
         _ => "–",
     }
+}
+
+/// What a flag does, in full: clap keeps the first paragraph apart from the rest.
+fn description(arg: &clap::Arg) -> String {
+    let text = arg.get_long_help().or(arg.get_help());
+    let text = text.map(ToString::to_string).unwrap_or_default();
+    text.replace("\n\n", ". ").trim_end_matches('.').to_string()
 }
 
 fn value_names(arg: &clap::Arg) -> Option<String> {
@@ -267,21 +249,8 @@ mod tests {
         let text = std::fs::read_to_string(&path).unwrap_or_default();
         assert!(
             text == flag_table().expect("defaults resolve"),
-            "docs/flags.md is stale: cargo run -p launcher --example flags -- write"
+            "docs/flags.md is stale: cargo run -p launcher --example docs -- write"
         );
-    }
-
-    #[test]
-    fn both_readmes_hold_the_table() {
-        let table = flag_table().expect("defaults resolve");
-        for name in ["README.md", "README.zh.md"] {
-            let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(name);
-            let text = std::fs::read_to_string(&path).unwrap_or_default();
-            assert!(
-                with_flags(&text, &table).as_deref() == Some(&*text),
-                "{name} is stale: cargo run -p launcher --example flags -- write"
-            );
-        }
     }
 
     #[test]

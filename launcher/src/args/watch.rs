@@ -9,14 +9,14 @@ use clap::Parser;
 #[command(
     name = "launcher watch",
     version,
-    about = "Shows a run from the files of its folder while it goes on, or what became of it",
+    about = "Shows a run from the files of its directory, while it runs or afterwards",
     max_term_width = 100
 )]
 pub struct WatchArgs {
-    /// Folder of the run
+    /// Directory of the run
     #[arg(value_name = "RUN")]
     pub run: PathBuf,
-    /// Show the present state once instead of following the run
+    /// Print the present state once, instead of following the run
     #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL")]
     pub once: Option<bool>,
     /// Print JSON with stable keys, one object per change

@@ -325,7 +325,7 @@ fn command(typed: &[String], flags: &Flags) -> String {
     let kept = typed.iter().filter(|word| {
         let name = name(word).unwrap_or_default();
         let replaced = name == "json" || flags.iter().any(|(flag, _)| *flag == name);
-        let sizes = sized && matches!(&*name, "global-batch" | "find-batch");
+        let sizes = sized && matches!(&*name, "global-batch-size" | "find-batch");
         !(replaced || sizes)
     });
     let kept: Vec<&str> = kept.map(String::as_str).collect();

@@ -96,7 +96,7 @@ pub(crate) fn changed(config: &RunConfig, flags: &[(&'static str, String)]) -> O
     let kept = kept
         .iter()
         // Micro-batch and accumulation are known by now and say it all.
-        .filter(|(name, _)| !matches!(*name, "global-batch" | "find-batch"))
+        .filter(|(name, _)| !matches!(*name, "global-batch-size" | "find-batch"))
         .filter(|(name, _)| !flags.iter().any(|(changed, _)| changed == name))
         // Groups go with the ranks and a stage that shards.
         .filter(|(name, _)| {

@@ -160,7 +160,7 @@ fn hidden_size(config: &Path) -> Option<u64> {
 
 /// The value of `flag` in a resolved configuration.
 fn effective(flag: &str, config: &RunConfig) -> Option<String> {
-    if flag == "global-batch" {
+    if flag == "global-batch-size" {
         return Some(format!("--global-batch {}", config.global_batch()));
     }
     let flags = config.to_flags();

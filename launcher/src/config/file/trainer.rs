@@ -333,7 +333,7 @@ fn unknown(entry: &Entry, path: &str, near: Option<&str>, report: &mut Report) -
 /// Who types a global batch means that the accumulation follows.
 fn settle_batch(given: &Given, report: &mut Report) {
     let steps = "gradient-accumulation-steps";
-    let Some(word) = given.get("global-batch") else {
+    let Some(word) = given.get("global-batch-size") else {
         return;
     };
     let micro = "per-device-train-batch-size";

@@ -514,7 +514,7 @@ pub(super) fn note(flag: &str, reason: &str) -> Note {
 
 pub(super) fn out_of_range(what: &str, why: &str) -> Failure {
     Failure::usage(format!("{what} is out of range"), why)
-        .next("`launcher --help` lists every flag with the values it takes")
+        .next("`launcher --help-all` lists every flag with the values it takes")
 }
 
 pub(super) fn positive(flag: &str, value: f64) -> Result<(), Failure> {
@@ -604,13 +604,13 @@ impl RunConfig {
         );
         flags.push(("offload", self.offload.to_string()));
         flags.push(("nvme-io", value_name(self.nvme_io)));
-        flags.push(("early-step", self.early_step.to_string()));
-        flags.push(("late-step", value_name(self.late_step)));
+        flags.push(("optimizer-in-backward", self.early_step.to_string()));
+        flags.push(("optimizer-in-forward", value_name(self.late_step)));
         flags.push(("nproc", self.ranks_here().to_string()));
         flags.push(("comm-timeout", self.comm_timeout_seconds.to_string()));
         flags.push(("device", self.device.name().to_string()));
         flags.push(("cuda-graph", value_name(self.cuda_graph)));
-        flags.push(("upload-ahead", value_name(self.upload_ahead)));
+        flags.push(("prefetch-weights", value_name(self.upload_ahead)));
         flags.push(("collectives", value_name(self.collectives)));
         flags.push(("precision", value_name(self.precision)));
         flags.extend(self.numbers.flags(self.precision));
@@ -642,10 +642,14 @@ impl RunConfig {
         } else {
             flags.push(("per-device-train-batch-size", batch.micro_batch.to_string()));
         }
-        flags.extend(batch.global_batch.map(|n| ("global-batch", n.to_string())));
+        flags.extend(
+            batch
+                .global_batch
+                .map(|n| ("global-batch-size", n.to_string())),
+        );
         flags.extend(batch.limit.map(|n| ("limit", n.to_string())));
         flags.push(("data-workers", batch.data_workers.to_string()));
-        flags.push(("worst-first", batch.worst_first.to_string()));
+        flags.push(("longest-first", batch.worst_first.to_string()));
         flags.push(("per-device-eval-batch-size", batch.eval_batch.to_string()));
         flags.push((
             "gradient-accumulation-steps",

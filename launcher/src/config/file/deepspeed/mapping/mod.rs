@@ -288,13 +288,13 @@ impl<'a> Mapper<'a> {
         const TRAIN: &str = "train_batch_size";
         const MICRO: &str = "train_micro_batch_size_per_gpu";
         const STEPS: &str = "gradient_accumulation_steps";
-        let train = self.take(TRAIN, "global-batch");
+        let train = self.take(TRAIN, "global-batch-size");
         let micro = self.take(MICRO, "per-device-train-batch-size");
         let steps = self.take(STEPS, "gradient-accumulation-steps");
         let given = |flag: &str| self.given.set_by(flag).is_some();
         let micro_given = given("per-device-train-batch-size");
         let absent = |path: &str| self.raw(path).is_none();
-        if steps && absent(TRAIN) && absent(MICRO) && !micro_given && !given("global-batch") {
+        if steps && absent(TRAIN) && absent(MICRO) && !micro_given && !given("global-batch-size") {
             let what = format!("{STEPS} alone does not tell the batch");
             self.error(
                 STEPS,
