@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # Fine-tunes on the machines of a hostfile with OpenMPI's mpirun: deploy/mpirun.sh hostfile
-# A line per machine: gpu01 slots=4. Adapt the three paths; --output lies on a file system that all machines mount.
+# The hostfile has a line per machine: gpu01 slots=4.
+# Adapt the three paths. --output must be on a file system that all machines mount.
 set -euo pipefail
 hostfile=${1:?usage: deploy/mpirun.sh HOSTFILE}
 
-# What only the ranks of this job know. mpirun hands it on in the environment; it is never on a command line.
+# The token, which only the ranks of this job know. mpirun passes it in the environment, never on a command line.
 TESSERA_JOB_TOKEN=$(head -c 24 /dev/urandom | base64)
-# Ranks meet on the first machine.
+# The ranks meet on the first machine.
 MASTER_ADDR=$(sed 's/#.*//' "$hostfile" | awk 'NF { print $1; exit }')
 MASTER_PORT=${MASTER_PORT:-29500}
 export TESSERA_JOB_TOKEN MASTER_ADDR MASTER_PORT

@@ -1,12 +1,12 @@
-"""AdamW steps of this repository beside those of torch and DeepSpeed, in one run.
+"""Compares AdamW steps of this repository with those of torch and DeepSpeed, in one run.
 
 usage: cargo build --release -p benches && python3 scripts/adam_peers.py --params 100e6 --threads 1 --rounds 7
-needs torch; the rows of DeepSpeed need the package deepspeed (installed with DS_ACCELERATOR=cpu) and a C++ compiler.
+Needs torch. The rows of DeepSpeed need the package deepspeed (installed with DS_ACCELERATOR=cpu) and a C++ compiler.
 
-       ... --params 400e6 --threads 2 --groups runs what is compared with each other group by group, for less memory (18 GB)
+       ... --params 400e6 --threads 2 --groups runs only rows that are compared with each other at a time, for less memory (18 GB)
 
-Every round runs each row once, so that a slow moment of the machine hits all of them alike; figures are medians.
-`share` is the row's bytes over its time, divided by the bandwidth of an in-place read-modify-write of the same round.
+Every round runs each row once, so that a slow moment of the machine affects all rows. Figures are medians. `share` is the
+row's bandwidth divided by that of an in-place read-modify-write in the same round.
 """
 
 import argparse
@@ -21,9 +21,9 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--params", type=float, default=100e6)
 parser.add_argument("--threads", type=int, default=1)
 parser.add_argument("--rounds", type=int, default=7)
-parser.add_argument("--cpu", action="store_true", help="processor time over threads instead of wall time, for a busy machine")
-parser.add_argument("--only", default="", help="rows, separated by commas")
-parser.add_argument("--groups", action="store_true", help="group by group, each in a process of its own")
+parser.add_argument("--cpu", action="store_true", help="measure processor time divided by threads instead of wall time, for a busy machine")
+parser.add_argument("--only", default="", help="names of the rows to run, separated by commas")
+parser.add_argument("--groups", action="store_true", help="run compared rows together, each set of rows in a process of its own")
 options = parser.parse_args()
 GROUPS = [
     "f32,torch fused f32,deepspeed f32", "master,deepspeed cast + step + copy",
@@ -70,7 +70,7 @@ def timed(call):
 
 
 class Peers:
-    """Tensors of the peers, made at their first use; the states belong to each optimizer."""
+    """Tensors of the peers. Each optimizer owns its states."""
 
     def __init__(self):
         self.wide = torch.zeros(n).normal_(std=0.02)
@@ -119,7 +119,7 @@ for name, (make, moved) in PEERS.items():
     try:
         call = make()
         call()
-    except Exception as error:  # a missing package must not hide the other rows
+    except Exception as error:  # a missing package must not stop the other rows
         print(f"{name}: not available: {error!r}"[:200])
         continue
     rows[name] = (timed(call), moved)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Builds the PTX that stands in where NVRTC is missing (kernels/src/cuda/ptx/sm_80.bundle), from the kernel sources.
-# Takes an NVRTC of CUDA 12.8, so that every driver we support reads the result. Needs Python's pip and lzma.
+# Builds the PTX that is used where NVRTC is missing (kernels/src/cuda/ptx/sm_80.bundle), from the kernel sources.
+# Uses NVRTC of CUDA 12.8, so that every supported driver reads the result. Needs Python's pip and lzma.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 tool=$(mktemp -d)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Builds what scripts/gpu-check.sh needs on a machine with a GPU into BIN_DIR: three programs, and the emulated kernels
-# for the calibration; and BIN_DIR.tar.xz of it all. Nothing else is needed there but a driver; Python unpacks the archive, and
-# torch is used when it is there.
+# Builds what scripts/gpu-check.sh needs on a machine with a GPU: three programs, and the emulated kernels for the
+# calibration. Writes BIN_DIR, and BIN_DIR.tar.xz with the same content. The machine needs a driver, and Python to unpack
+# the archive. PyTorch is used if it is installed.
 # usage: scripts/gpu-build.sh BIN_DIR
 set -euo pipefail
 bin=$(realpath -m "${1:?usage: scripts/gpu-build.sh BIN_DIR}")
@@ -19,5 +19,5 @@ strip --strip-unneeded "$bin"/emulated/*.so
 tar -cJf "$bin.tar.xz" -C "$bin" .
 mib=$(du -sm "$bin.tar.xz" | cut -f1)
 echo "$bin: $(du -sm "$bin" | cut -f1) MiB, packed $mib MiB"
-# With the repository, whose files are as many, it is meant to be carried in 64 MiB.
-[ "$mib" -le 30 ] || { echo "more than the 30 MiB that are meant to be carried" >&2; exit 1; }
+# The archive and the repository together must fit into 64 MiB.
+[ "$mib" -le 30 ] || { echo "the archive is larger than 30 MiB" >&2; exit 1; }

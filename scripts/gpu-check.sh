@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Turns any GPU into figures: probes it, checks every kernel, measures them. Needs what scripts/gpu-build.sh made (BIN: the
-# folder, or the archive of it), this repository and a driver. Logs and tables go to OUT, or to WORK where that is named, and
-# then only a summary, the tables and one archive of all to OUT, as they are behind each stage. A failing stage does not stop
-# the others; exits with 0 when every stage passed.
+# Probes a GPU, checks every kernel and measures them. Needs the output of scripts/gpu-build.sh (BIN: the directory or its
+# archive), this repository and a driver. docs/gpus.md describes its use, docs/gpu-kernels.md the stages.
+# Logs and tables go to OUT. With --work WORK they go to WORK, and OUT receives the summary, the tables and one archive of
+# all, renewed after each stage. After a failing stage the others still run. Exits with 0 when every stage passed.
 # usage: scripts/gpu-check.sh BIN [OUT] [--work WORK] [--stages a,b] [--cases a,b] [--budget SECONDS] [--device cuda|cpu] [--arch native]
-# Kernels run as the code of sm_80, which is what A100 and RTX 30 have, whatever the GPU; --arch native has them compiled for it.
-# The stage `native` does so for every kernel against its reference.
-# The stage `headline` (published sizes under caps of device memory) runs only where --stages names it, best behind `probe` and
-# `ceilings`, whose figures it judges with (--stages probe,ceilings,headline, or the same OUT as before); --cases selects of
-# scripts/headline.json. --device cpu takes `train` and `headline` through their paths where no GPU is; the others need one.
+# Kernels run as sm_80 code, as on A100 and RTX 30, whatever the GPU. --arch native compiles them for the present GPU; the
+# stage `native` does so for every kernel against its reference.
+# The stage `headline` (published sizes under caps of device memory) runs only if --stages names it. It judges with figures of
+# `probe` and `ceilings`, so run these first (--stages probe,ceilings,headline, or the same OUT as before). --cases selects
+# cases of scripts/headline.json. --device cpu runs `train` and `headline` without a GPU; the other stages need one.
 set -uo pipefail
 
 stages=probe,doctor,ceilings,copies,ipc,nccl,calibration,conformance,backend,graphs,table,products,train,own,ranks,native,parity,offload
@@ -23,7 +23,7 @@ while [ $# -gt 0 ]; do
   case $1 in
     --stages) stages=${2:?--stages needs a list}; shift 2 ;;
     --arch) arch=${2:?--arch needs sm_80 or native}; shift 2 ;;
-    --work) work=${2:?--work needs a folder}; shift 2 ;;
+    --work) work=${2:?--work needs a directory}; shift 2 ;;
     --one-stage) one=${2:?--one-stage needs a stage}; shift 2 ;;
     --cases) cases=${2:?--cases needs a list}; shift 2 ;;
     --budget) budget=${2:?--budget needs seconds}; shift 2 ;;
@@ -45,7 +45,7 @@ if [ -f "$bin" ]; then
   bin=$out/bin
 fi
 
-# Seconds a stage may take at most; the rest of the budget when less is left.
+# Most seconds of a stage. If less of the budget is left, that is the limit.
 limit_of() {
   case $1 in
     probe) echo 100 ;;
@@ -60,7 +60,7 @@ limit_of() {
   esac
 }
 
-# The user's own view of the machine: it must name the GPU and its driver.
+# Runs `launcher doctor` as a user does. It must name the GPU and its driver.
 doctor() {
   "$bin/launcher" doctor --json >"$out/doctor.json" || return 1
   { echo "## launcher doctor"; echo; echo '```'; "$bin/launcher" doctor; echo '```'; echo; echo "| runs | |"; echo "|---|---|"; } >"$out/doctor.md" || return 1
@@ -73,7 +73,7 @@ PYTHON
   hidden
 }
 
-# An empty list of visible GPUs: who asks for one ends with E12 and reads which variable hides it.
+# With an empty list of visible GPUs, --device cuda ends with E12, and the error names the variable that hides them.
 hidden() {
   local code
   CUDA_VISIBLE_DEVICES='' "$bin/launcher" --device cuda --output "$out/hidden" >"$out/hidden.txt" 2>&1
@@ -86,8 +86,9 @@ hidden() {
   echo "| CUDA_VISIBLE_DEVICES= | exit 13, E12 |" | tee -a "$out/doctor.md"
 }
 
-# Training on the GPU: golden packs and the 200-step trajectory in every precision, in f32 at the tolerances of the CPU and in
-# 16 bits also beside the CPU, the demo to its end in f32, its first updates in every precision beside the CPU's, and the memory that the driver counts beside the plan.
+# Trains on the GPU: golden packs and the 200-step trajectory in every precision (f32 at the tolerances of the CPU, 16 bits
+# also beside the CPU), the demo to its end in f32, and its first updates in every precision beside the CPU's. Compares the
+# memory that the driver counts with the plan.
 train() {
   local precision where run offload told more
   packs train-parity --device "$device" || return 1
@@ -98,12 +99,12 @@ train() {
   "$root/.ci/check-demo" "$out/demo" || return 1
   rm -rf "$out/demo"
   for precision in f32 bf16 fp16 pure-bf16; do
-    # All states on the device, or part of them, or none, with inputs of layers that are computed again: the same losses to the
+    # All states on the device, part of them, or none; in one run with recomputed layer inputs. The losses are equal to the
     # last bit.
     while read -r where offload told more; do
       run="$out/train-$precision-$told"
       rm -rf "$run"
-      # shellcheck disable=SC2086 # the settings are words
+      # shellcheck disable=SC2086 # the settings are several words
       "$bin/launcher" --device "$where" --nproc 1 --zero 3 --offload "$offload" --precision "$precision" $more --max-steps 8 \
         --logging-steps 1 --eval-strategy no --save-strategy no --output "$run" >"$run.txt" 2>&1 ||
         { tail -20 "$run.txt"; return 1; }
@@ -120,11 +121,11 @@ RUNS
   timing || return 1
   [ "$device" = cpu ] || traced || return 1
   python3 "$root/scripts/gpu_train.py" "$out" "$device" >"$out/train.md" || { cat "$out/train.md"; return 1; }
-  echo "15 runs in bf16: the same losses with graphs or without, with weights ahead or at their lease, with updates beside the next pass, and beside backward, also where the norm clips" >>"$out/train.md"
+  echo "15 runs in bf16: equal losses with and without graphs, with and without prefetched weights, with the optimizer in forward and in backward, also with clipping" >>"$out/train.md"
   cat "$out/train.md"
 }
 
-# A run with all of its states in host memory, so that much crosses the bus, with a trace of its last steps.
+# Runs with all states in host memory, so that many bytes cross the bus, and traces the last steps.
 traced() {
   local run="$out/train-traced-$device"
   rm -rf "$run"
@@ -133,17 +134,17 @@ traced() {
     { tail -20 "$run.txt"; return 1; }
 }
 
-# What only decides when something is done changes no bit: by the name of the group, whose first run is the one that the
-# others are compared with.
+# Flags that only change when work is done change no bit. Runs are compared with the first run of their set, whose name is
+# the first word of a line.
 timing() {
   local group told first="" before="" more run
   rm -f "$out/train-timing.txt"
   while read -r group told more; do
-    # Flags that are for GPUs.
+    # Flags for GPUs only.
     [ "$device" = cuda ] || case $group in graphs | ahead) continue ;; esac
     run="$out/train-$group-$told"
     rm -rf "$run"
-    # shellcheck disable=SC2086 # the settings are words
+    # shellcheck disable=SC2086 # the settings are several words
     "$bin/launcher" --device "$device" --nproc 1 --zero 3 --precision bf16 $more --max-steps 8 --logging-steps 1 \
       --eval-strategy no --save-strategy no --output "$run" >"$run.txt" 2>&1 || { tail -20 "$run.txt"; return 1; }
     grep -o '"loss":[^,]*' "$run/trainer_log.jsonl" >"$run.losses"
@@ -180,19 +181,19 @@ weights early --early-step all --offload optimizer=cpu
 RUNS
 }
 
-# Ranks that share the GPU: read each other's memory, go through host memory, or leave it to NCCL. The first two have the same
-# bits; NCCL adds in an order of its own.
+# Runs with ranks that share the GPU. They read each other's memory (ipc), use host memory (shm), or use NCCL. The first two
+# have the same bits; NCCL sums in an order of its own.
 ranks() {
   local name count more how run failed=0
   {
     echo "## ranks on one GPU"
     echo
-    echo "| ranks | settings | carried by | losses | seconds per step |"
+    echo "| ranks | settings | collectives | losses | seconds per step |"
     echo "|---|---|---|---|---|"
   } >"$out/ranks.md"
   while read -r name count more; do
     for how in shm ipc nccl; do
-      # NCCL has no groups, may refuse ranks that share a GPU, and one pair of them says enough of it: last, beside shm.
+      # NCCL has no shard groups and may refuse ranks that share a GPU. One pair is enough: last, beside shm.
       case $name-$how in
         nccl-ipc) continue ;;
         nccl-*) ;;
@@ -200,7 +201,7 @@ ranks() {
       esac
       run="$out/ranks-$name-$how"
       rm -rf "$run" "$run.jsonl"
-      # shellcheck disable=SC2086 # the settings are words
+      # shellcheck disable=SC2086 # the settings are several words
       "$bin/launcher" --device "$device" --nproc "$count" $more --collectives "$how" --comm-timeout 60 --max-steps 8 \
         --logging-steps 1 --eval-strategy no --save-strategy no --output "$run" >"$run.txt" 2>&1 ||
         { echo "$name $how:"; tail -20 "$run.txt"; failed=1; continue; }
@@ -220,7 +221,7 @@ CASES
   return "$failed"
 }
 
-# Golden packs of every family and the 200-step trajectory, in every precision; the results are NAME-PRECISION.txt.
+# Runs golden packs of every family and the 200-step trajectory, in every precision. Results are in NAME-PRECISION.txt.
 packs() {
   local name=$1 precision text
   shift
@@ -232,14 +233,14 @@ packs() {
   done
 }
 
-# The packs without cuBLASLt, as on a machine that has a driver alone: all products by our kernels.
+# Runs the packs without cuBLASLt, as on a machine with a driver alone. Our kernels compute all products.
 own() {
   echo "## our own products" >"$out/own.md"
   TESSERA_MATMUL=own packs own --device "$device" | tee -a "$out/own.md"
   return "${PIPESTATUS[0]}"
 }
 
-# The same on this machine's processor: another one checks the tolerances.
+# Runs the packs on this machine's CPU. Another CPU is a check of the tolerances.
 parity() {
   local precision
   packs parity || return 1
@@ -249,7 +250,7 @@ parity() {
   done
 }
 
-# The machine's disk, and every tier: the same losses to the last digit, in each precision.
+# Measures the machine's disk, and compares the losses of every tier in each precision. They are equal to the last digit.
 offload() {
   local spill precision tier run
   spill=$(mktemp -d)
@@ -264,7 +265,7 @@ offload() {
       cmp "$out/losses-$precision-none" "$out/losses-$precision-${tier%%:*}" || return 1
     done
   done
-  # Updates beside backward: the same losses as behind it, with gradients kept nowhere and with a norm that clips.
+  # Optimizer in backward: the losses of updates after backward, with gradients that are not stored and with clipping.
   for clip in 0 0.5; do
     for early in off all; do
       run="$out/run-early-$clip-$early"
@@ -276,10 +277,10 @@ offload() {
     cmp "$out/losses-early-$clip-off" "$out/losses-early-$clip-all" || return 1
   done
   rm -rf "$spill"
-  { echo "## disk and tiers"; echo; echo '```'; cat "$out/nvme.txt"; echo "16 runs: losses equal on every tier, and with updates beside backward"; echo '```'; } >"$out/offload.md"
+  { echo "## disk and tiers"; echo; echo '```'; cat "$out/nvme.txt"; echo "16 runs: losses equal on every tier, and with the optimizer in backward"; echo '```'; } >"$out/offload.md"
 }
 
-# Cases at published sizes, each with a limit of its own.
+# Runs the cases at published sizes, each with a time limit of its own.
 headline() {
   python3 "$root/scripts/gpu_headline.py" "$bin" "$out" --seconds "$limit" --device "$device" ${cases:+--cases "$cases"} \
     ${packages:+--packages "$packages"}
@@ -287,15 +288,15 @@ headline() {
 
 packages=$(python3 -c 'import site, sys; print(":".join(site.getsitepackages() + [p for p in sys.path if p.endswith("-packages")]))' 2>/dev/null || true)
 
-# A stage that is a function, in a process that can be stopped.
+# A stage that is a function runs in a process that can be stopped.
 if [ -n "$one" ]; then
-  # What it starts itself is to end before it is ended.
+  # Processes that the stage starts must end before the stage is killed.
   limit=$((budget > 20 ? budget - 10 : budget))
   "$one"
   exit
 fi
 
-# The tables, the summary and one archive of all, which is easier to carry away than a folder.
+# Writes the tables, the summary and one archive of all results.
 deliver() {
   local stage
   {
@@ -319,7 +320,7 @@ for stage in ${stages//,/ }; do
   [ "$left" -lt "$limit" ] && limit=$left
   if [ "$limit" -lt 5 ]; then
     failed+=("$stage")
-    echo "$stage: NOT RUN, the budget of $budget s is used up" | tee -a "$out/summary.txt"
+    echo "$stage: NOT RUN, the budget of $budget s is spent" | tee -a "$out/summary.txt"
     continue
   fi
   echo "== $stage (at most $limit s)"

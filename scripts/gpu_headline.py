@@ -1,10 +1,10 @@
-"""The stage `headline` of scripts/gpu-check.sh: the cases of headline.json at their real sizes, each under its cap of device
-memory, with step time, tokens per second, and device and host memory beside the plan.
+"""The stage `headline` of scripts/gpu-check.sh: runs the cases of headline.json at their real sizes, each under its cap of
+device memory. Reports step time, tokens per second, and device and host memory beside the plan.
 
-Models are made on the fly (`launcher synth --weights seeded`): published configurations, weights that are functions of a
-seed and take no room on the disk. Results are written as they come, so that a case that is stopped takes none with it.
+`launcher synth --weights seeded` makes the models: published configurations, with weights that are functions of a seed and
+take no space on the disk. Each result is written at once, so that a case that is stopped does not lose earlier results.
 usage: gpu_headline.py BIN OUT [--cases a,b] [--seconds N] [--device cuda|cpu] [--packages PATHS] [--list]
---device cpu takes the cases through this program at the sizes of the golden packs, where no GPU is.
+--device cpu runs the cases without a GPU, at the sizes of the golden packs.
 """
 
 import argparse
@@ -22,17 +22,17 @@ from gpu_overlap import FORWARD, OVERLAP, beside_updates, bus_rates, longest, me
 
 HERE = Path(__file__).resolve().parent
 GIB, MIB = 1 << 30, 1 << 20
-# Device and host peak beside the plan: the project's goal.
+# Largest difference of a peak from the plan, on device and host: the project's goal.
 SHARE = 0.05
-# What CUDA is planned to take beside a rank's arena: the constant of kernels/src/footprint.rs.
+# Bytes that the plan allows CUDA beside a rank's arena: the constant of kernels/src/footprint.rs.
 CONTEXT_BYTES = 768 * MIB
 STEPS = 5
-# Of the disk, what a checkpoint leaves: logs, traces, what others write meanwhile.
+# Disk space that a checkpoint must leave: for logs, traces and other programs.
 DISK_SPARE = 2 * GIB
-# The packages that a case's speed is judged against, and what a row says that could not be.
+# The packages that a case's speed is judged against, and the text of a row that could not be judged.
 JUDGE = "transformers + peft"
 NOT_JUDGED = f"not judged against {JUDGE}"
-# Configurations of the golden packs, where sizes do not matter.
+# Golden packs whose configurations stand for the models with --device cpu.
 PACKS = {
     "minicpm-v-2_6": "minicpm-v-2_6",
     "minicpm-o-2_6": "minicpm-o-2_6",
@@ -62,19 +62,19 @@ def high_water_mark(pid):
 
 
 def ranks_of(pid):
-    """The ranks among what a process started: what it only asks something (Python, for its libraries) has no job."""
+    """The ranks among the children of a process. Other children, such as Python asked for its libraries, have no job."""
     found = []
     try:
         for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
             if b"TESSERA_JOB_DIR=" in Path(f"/proc/{child}/environ").read_bytes():
                 found.append(int(child))
-    except OSError:  # one that ended meanwhile
+    except OSError:  # a child that ended meanwhile
         pass
     return found
 
 
 def stop(process):
-    """Ends what this program started, and what that started."""
+    """Kills a process that this program started, with all of its children."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -83,7 +83,8 @@ def stop(process):
 
 
 def watched(command, log, seconds, variables=None):
-    """Runs a command with these variables added; its exit status (None when it was stopped), its text, and VmHWM of each rank that it started."""
+    """Runs a command with these variables added. Returns its exit status (None if it was stopped), its output, and VmHWM of each
+    rank that it started."""
     marks = {}
     with open(log, "w") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True, env={**os.environ, **(variables or {})})
@@ -99,7 +100,7 @@ def watched(command, log, seconds, variables=None):
 
 
 def model_config(case, tiny, published):
-    """The configuration of a case: as published, with the fields that the case has otherwise."""
+    """The published configuration of a case, with the fields that the case overrides."""
     path = published / f"{case['model']}.json"
     if tiny:
         path = HERE.parent / "tests/golden" / PACKS[case["model"]] / "config.json"
@@ -109,21 +110,21 @@ def model_config(case, tiny, published):
 
 
 def free_memory():
-    """Bytes of host memory that may be taken: what the kernel has, and what a container's limit leaves."""
+    """Bytes of host memory that are available, as limited by the kernel and by the container."""
     kib = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.M)
     free = int(kib[1]) * 1024
     for limit, used in (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):
         try:
             read = lambda name: int((Path("/sys/fs/cgroup") / name).read_text())
             free = min(free, read(limit) - read(used))
-        except (OSError, ValueError):  # no such group, or no limit
+        except (OSError, ValueError):  # no such cgroup, or no limit
             pass
     return free
 
 
 def planned_with(case, binary, work, published, ram):
-    """A function: layers to what `launcher plan` says of the case with so many, with the case's cap of host memory or `ram`
-    bytes."""
+    """Returns a function from a number of layers to the JSON of `launcher plan` for the case. Host memory is the case's cap, or
+    `ram` bytes."""
     def plan(layers):
         folder = work / f"plan-{layers}"
         folder.mkdir(parents=True, exist_ok=True)
@@ -132,7 +133,7 @@ def planned_with(case, binary, work, published, ram):
         commands = []
         model = [path, "--no-weights", "true", "--save-strategy", "no"]
         if case.get("saves"):
-            # Of files, which say in which dtype weights are written.
+            # The plan reads the dtype of written weights from these files.
             model = [folder / "model", "--save-strategy", "steps"]
             commands = [[
                 binary / "launcher", "synth", "--model-config", path, "--weights", "seeded", "--output", folder / "model",
@@ -153,9 +154,9 @@ def planned_with(case, binary, work, published, ram):
 
 
 def layers_that_fit(case, plan, disk, ram):
-    """The most layers whose checkpoint, where one is made, fits the disk and whose ranks fit the machine, with the arithmetic; a
-    cap of the host is scaled by parameters. Where the case wants a share of the elements to be updated while backward runs, there is room for
-    that, too. None in place of the layers where the fewest do not fit."""
+    """The most layers that fit, with the arithmetic. The checkpoint, if the case makes one, must fit the disk, and the ranks
+    must fit the machine. If the case wants a share of the elements updated in backward, the plan must reach it. A cap of host
+    memory is scaled by parameters. The layers are None if the fewest do not fit."""
     whole, least, early = case["layers"]["all"], case["layers"]["least"], case["layers"].get("early", 0)
     plans = {}
 
@@ -167,7 +168,7 @@ def layers_that_fit(case, plan, disk, ram):
         return {
             "state": state,
             "weights": weights,
-            # One checkpoint, behind the last step.
+            # One checkpoint, after the last step.
             "disk": state + weights + DISK_SPARE if case.get("saves") else 0,
             "ram": int(found["need_bytes"]["host"] * (1 + SHARE)),
             "early": found.get("early_share", 0),
@@ -208,7 +209,7 @@ def layers_in_words(choice):
 
 
 def commands(case, binary, work, device, published):
-    """How the model is made, and how it is trained."""
+    """The commands that make the model and train it."""
     tiny = device == "cpu"
     work.mkdir(parents=True)
     config = work / "config.json"
@@ -221,7 +222,7 @@ def commands(case, binary, work, device, published):
     if not tiny and "picture_side" in case:
         synth += ["--picture-side", case["picture_side"]]
     host_cap = case.get("host_cap")
-    # Where no GPU is, none reads another's memory.
+    # Without a GPU, no rank reads another GPU's memory.
     flags = ["shm" if tiny and word == "ipc" else word for word in case["flags"]]
     train = [
         binary / "launcher", "--model", work / "model", "--data", work / "model/samples.json", "--output", work / "run",
@@ -239,13 +240,13 @@ def within(measured, planned):
 
 
 def footprint(out):
-    """Bytes that the stage `probe` measured of a process that uses the GPU, of the host and of the GPU; None where it did not."""
+    """Bytes of host and GPU that a process takes by using CUDA, as the stage `probe` measured them. None where it did not."""
     measured = bus_rates(out, "probe")
     return {"host": measured.get("driver bytes"), "device": measured.get("context bytes")}
 
 
 def blame(want, got, planned_fixed, measured_fixed):
-    """Which part of a memory figure is off: what a process takes by using CUDA, or what the plan says of the run."""
+    """Names the part of a memory figure that is off: the fixed part (what a process takes by using CUDA) or the planned part."""
     if measured_fixed is None:
         return "which part is off is not known, `probe` measured no fixed part"
     parts = {
@@ -261,11 +262,11 @@ def blame(want, got, planned_fixed, measured_fixed):
 
 
 def outcome(case, run, text, marks, device, rates, fixed):
-    """What a run that ended well says of itself, and what is wrong with it; `rates` are those of the bus, `fixed` is what a
-    process takes by using the GPU (footprint)."""
+    """The figures of a run that ended with status 0, and a list of what is wrong. `rates` are those of the bus; `fixed` is the
+    result of footprint."""
     wrong = []
     rows = [json.loads(line) for line in (run / "trainer_log.jsonl").read_text().splitlines()]
-    # The first step compiles kernels and touches memory.
+    # The first step compiles kernels and touches memory for the first time.
     rows = [row for row in rows if "step_seconds" in row][1:]
     plan = json.loads((run / "plan.json").read_text())["plan"]
     memory, config = plan["memory"], json.loads((run / "config.resolved.json").read_text())
@@ -287,7 +288,7 @@ def outcome(case, run, text, marks, device, rates, fixed):
         on_gpu = -(-case["ranks"] // max(len(config["gpus"]), 1))
         parts, name, times, at_the_rate = longest(rows, rates, on_gpu)
         result |= {"device_seconds": own, "parts": parts, "longest": name, "times_longest": times, "bus_at_its_rate": at_the_rate}
-        # Only where what is left of the update runs beside the next pass.
+        # Only if the rest of the update runs in the next forward pass.
         if "early_share" in plan and own["updates"] > result["seconds"]["step"]:
             result |= {"early_share": plan["early_share"], "least_step": beside_updates(parts, plan["early_share"])}
         offloads = config["offload"]
@@ -295,12 +296,12 @@ def outcome(case, run, text, marks, device, rates, fixed):
             wrong.append(f"the step is {result['times_longest']:.2f} times its longest part ({name}), the goal is {OVERLAP}")
     if not all(loss == loss and abs(loss) < 1e4 for loss in result["losses"]):
         wrong.append("a loss is no number")
-    # Ranks are told apart by nothing but what they hold. The small ones of a rehearsal may end before anybody looks.
+    # Only their size identifies the ranks. The small ranks of --device cpu may end before they are measured.
     planned = sorted(memory["resident_by_rank"], reverse=True)
     if device == "cuda" and len(planned) != len(marks):
         wrong.append(f"{len(marks)} processes for {len(planned)} ranks")
     for want, got in zip(planned, result["measured_host"]):
-        # Of small models the process itself is most, which the CPU rehearsal of this program need not weigh.
+        # In small models the process itself is the largest part, so --device cpu does not judge it.
         if device == "cuda" and not within(got, want):
             why = blame(want, got, result["planned_fixed_host"], fixed["host"])
             wrong.append(f"VmHWM {gib(got)} GiB, planned {gib(want)}: {why}")
@@ -323,7 +324,7 @@ def outcome(case, run, text, marks, device, rates, fixed):
         if not within(result["used_device"], result["planned_device"]):
             wrong.append(f"used {gib(result['used_device'])} GiB of the arena, planned {gib(result['planned_device'])}: the planned part is off")
         if not within(result["driver"], result["planned_driver"]):
-            # The arena is exactly what was asked for.
+            # The arena has exactly the size that was asked for.
             beside, probed = result["driver"] - result["arena"], fixed["device"]
             said = f"`probe` measured {gib(probed)}" if probed is not None else "`probe` measured none"
             wrong.append(
@@ -336,7 +337,7 @@ def outcome(case, run, text, marks, device, rates, fixed):
 
 
 def rows_printed(text):
-    """What gpu_peers.py printed, a row on each line, the last perhaps cut."""
+    """The rows that gpu_peers.py printed, one per line. The last line may be cut."""
     found = {}
     for line in (text or "").splitlines():
         try:
@@ -348,11 +349,11 @@ def rows_printed(text):
 
 
 def beside_peer(case, result, times, said):
-    """What is wrong with a case beside its peer, whose milliseconds by the way it is done are `times`."""
+    """Compares a case with its peer and returns what is wrong. `times` maps the ways of the peer to milliseconds."""
     result["peer_ms"], result["peer_said"] = times, said
     if not times:
         return [f"{NOT_JUDGED}: no peer to compare with: {said[-300:]}"]
-    # Both do the same tokens.
+    # Both process the same tokens.
     of_judge = {name: took for name, took in times.items() if name.startswith(JUDGE)}
     result["peer_tokens_per_second"] = case["tokens"] * 1e3 / min((of_judge or times).values())
     result["times_peer"] = result["tokens_per_second"] / result["peer_tokens_per_second"]
@@ -364,7 +365,7 @@ def beside_peer(case, result, times, said):
 
 
 def peer(case, work, slices, seconds, packages):
-    """Milliseconds of the peer's step by the way it is done, and what it said of itself."""
+    """Milliseconds of the peer's step for each way, and what the peer printed on stderr."""
     command = [
         sys.executable, HERE / "gpu_peers.py", "--stage", "step", "--model-config", work / "config.json", "--tokens",
         case["tokens"], "--slices", slices, "--rank", 64, "--budget", max(seconds - 10, 5),
@@ -375,14 +376,14 @@ def peer(case, work, slices, seconds, packages):
     try:
         done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=seconds, env=environment)
     except subprocess.TimeoutExpired as stopped:
-        # Bytes, whatever was asked for.
+        # TimeoutExpired may hold bytes, even with text=True.
         text = lambda output: output.decode(errors="replace") if isinstance(output, bytes) else output or ""
         return rows_printed(text(stopped.stdout)), f"{text(stopped.stderr).strip()} stopped after {seconds:.0f} s".strip()
     return rows_printed(done.stdout), done.stderr.strip()
 
 
 def run_case(case, arguments, seconds):
-    """One case; never raises."""
+    """Runs one case. Never raises."""
     out, work = arguments.out, arguments.out / "headline-work"
     shutil.rmtree(work, ignore_errors=True)
     begun = time.monotonic()
@@ -400,7 +401,7 @@ def run_case(case, arguments, seconds):
                 case = {**case, "model_config": {"num_hidden_layers": choice["layers"]}}
                 case |= {"host_cap": str(choice["host_cap"])} if choice["host_cap"] is not None else {}
             else:
-                # A small model runs all the same; that its case can be planned shows here.
+                # The small model runs in any case. This checks that the case can be planned.
                 plan(case["layers"]["least"])
             shutil.rmtree(work)
         synth, train = commands(case, arguments.bin, work, arguments.device, arguments.configs)
@@ -422,7 +423,7 @@ def run_case(case, arguments, seconds):
         if "peer_step" in case and arguments.device == "cuda":
             left = seconds - (time.monotonic() - begun)
             wrong += beside_peer(case, result, *peer(case, work, case["slices"], left, arguments.packages))
-    except Exception as error:  # one case takes no other with it
+    except Exception as error:  # a failing case does not stop the others
         wrong.append(f"{type(error).__name__}: {error}")
     finally:
         result["took"] = time.monotonic() - begun
@@ -438,7 +439,7 @@ HEAD = """## headline cases
 
 
 def verdict(wrong):
-    """What a row ends with. One that was not judged has not passed."""
+    """The verdict of a row. A row that was not judged has not passed."""
     if all(text.startswith(NOT_JUDGED) for text in wrong):
         return NOT_JUDGED if wrong else "ok"
     return "FAILED"
@@ -465,7 +466,7 @@ def row(case, result, wrong):
 
 
 def remarks(case, result, wrong):
-    """What differs from the case's words, where the time goes, and what is wrong."""
+    """Lines below the table: what differs from the case as written, where the time goes, and what is wrong."""
     lines = []
     if "layers" in result:
         lines.append(f"- {case['name']}: {layers_in_words(result['layers'])}")
@@ -535,7 +536,7 @@ def main():
     for case in (case for case in cases if not names or case["name"] in names):
         left = ends - time.monotonic()
         if left < 15:
-            result, wrong = {"name": case["name"]}, ["NOT RUN, the time is used up"]
+            result, wrong = {"name": case["name"]}, ["NOT RUN, the time is spent"]
         else:
             print(f"-- {case['name']} (at most {min(case['seconds'], left):.0f} s)", flush=True)
             result, wrong = run_case(case, arguments, min(case["seconds"], left))

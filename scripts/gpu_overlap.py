@@ -1,17 +1,17 @@
-"""What a step waits for at least, and how much longer it takes: the arithmetic that gpu_headline.py and gpu_train.py share.
+"""The least time of a step, and how far a step exceeds it: arithmetic that gpu_headline.py and gpu_train.py share.
 
-The floor of a step with offload is its longest part: computing, either direction of the bus, or the processor's update. The
-bus is taken at the rate that the stage `ceilings` measured for pinned memory, since spans of copies also hold what the host was
-late for; without that measurement by the spans, which is more lenient, and said.
+The least time of a step with offload is its longest part: compute, either direction of the bus, or the update on the CPU.
+The time of the bus comes from bytes and the rate that the stage `ceilings` measured for pinned memory, since spans of copies
+include delays of the host. Without that measurement the spans are used, which is more lenient, and the output says so.
 """
 
 import json
 
-# A step to its longest part: the project's goal.
+# Largest ratio of a step to its longest part: the project's goal.
 OVERLAP = 1.2
-# Of compute, what forward is: backward computes it again and has two products for each of its own.
+# The share of forward in compute. Backward recomputes the forward pass and has two products for each product of it.
 FORWARD = 1 / 4
-# Of a row's device_bytes, the part that it is named, the key of device_seconds, and the ceiling.
+# Name of the part, its key in device_bytes and device_seconds, and its ceiling.
 DIRECTIONS = (("to the device", "inward", "bus up"), ("from the device", "outward", "bus down"))
 
 
@@ -21,8 +21,8 @@ def median(values):
 
 
 def bus_rates(out, stage="ceilings"):
-    """Bytes per second by direction, as the stage `ceilings` left them in `out`; empty where it did not run. Of another stage
-    what that left for others."""
+    """Bytes per second by direction, as the stage `ceilings` wrote them to `out`; empty if it did not run. With another stage,
+    the values that it wrote for others."""
     try:
         return dict(json.loads((out / f"{stage}.json").read_text())["ceilings"])
     except (OSError, KeyError, TypeError, ValueError):
@@ -30,10 +30,10 @@ def bus_rates(out, stage="ceilings"):
 
 
 def longest(rows, rates, ranks_on_gpu=1):
-    """Of rows of trainer_log.jsonl: the parts in seconds, the name of the longest, the step as a multiple of it, and whether
-    the bus was taken at its measured rate."""
+    """From rows of trainer_log.jsonl: the parts in seconds, the name of the longest, the step as a multiple of it, and whether
+    the measured rate of the bus was used."""
     of = lambda kind, key: median([row[kind][key] for row in rows])
-    # An update beside the next pass counts in the row of that pass: in a median that is the same.
+    # An update in the next forward pass counts in the row of that pass. The median is the same.
     parts = {"compute": of("device_seconds", "compute"), "update on the processor": of("seconds", "step") + of("device_seconds", "updates")}
     measured = all(ceiling in rates for _, _, ceiling in DIRECTIONS) and all("device_bytes" in row for row in rows)
     for part, key, ceiling in DIRECTIONS:
@@ -47,8 +47,8 @@ def longest(rows, rates, ranks_on_gpu=1):
 
 
 def beside_updates(parts, early):
-    """The least step of these parts where the share `early` of the update runs beside backward and the rest beside the next forward:
-    a pass whose part of the update is longer than itself is waited for."""
+    """The least time of a step with these parts, if the share `early` of the update runs in backward and the rest in the next
+    forward. A pass lasts at least as long as its part of the update."""
     compute, update = parts["compute"], parts["update on the processor"]
     passes = max(FORWARD * compute, (1 - early) * update) + max((1 - FORWARD) * compute, early * update)
     return max(passes, *parts.values())

@@ -1,16 +1,16 @@
-"""The works that gpu_peers.py times, each as a function that makes its operands and gives back what is called again and again.
+"""The rows that gpu_peers.py times. Each function makes the operands and returns the function that is timed.
 Shapes and dtypes are those of the rows of `gpu_check table` and `gpu_check products`.
 """
 
 import sys
 
-# Names are told where no PyTorch is.
+# --names needs no PyTorch.
 if "--names" not in sys.argv:
     import torch
     import torch.nn.functional as F
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-# Sets of operands that take turns, so that none stays in the cache.
+# Sets of operands used in turn, so that none stays in the cache.
 SETS = 4
 
 
@@ -24,7 +24,7 @@ def normal(*shape, dtype="bf16", grad=False, scale=1.0):
 
 
 def in_turn(works):
-    """One of the works after the other."""
+    """Calls the functions in turn."""
     turn = [0]
 
     def work():
@@ -35,7 +35,7 @@ def in_turn(works):
 
 
 def quietly(work):
-    """Without a graph of gradients."""
+    """Calls a function without recording gradients."""
 
     def quiet():
         with torch.no_grad():
@@ -45,7 +45,7 @@ def quietly(work):
 
 
 def forward_or_backward(function, inputs, backward, grad_of):
-    """A call of `function`, or the gradients of `inputs` for that of its result."""
+    """Calls `function`, or computes the gradients of `inputs` for a gradient of its result."""
     if not backward:
         return quietly(function)
     y = function()
@@ -161,7 +161,7 @@ def elements(function, operands, backward, *shape):
 
 
 def rope(halves, tokens, heads, d, rotated, backward):
-    """As published code rotates: in the dtype of x, by tables of that dtype."""
+    """Rotates as published code does: in the dtype of x, with tables of that dtype."""
 
     def one():
         x, angles = normal(tokens, heads, d), normal(tokens, 1, rotated)
@@ -195,7 +195,7 @@ def embedding(t, v, c):
 
 
 def embedding_gradient(t, v, c):
-    """Added to a table that is there; PyTorch's own backward fills a table of zeros first."""
+    """Adds to an existing table. PyTorch's own backward fills a table with zeros first."""
 
     def prepare():
         table = normal(v, c, dtype="f32")
@@ -216,7 +216,7 @@ def put_rows(part, t, c):
 
 
 def rows_by_group(part, t):
-    """The host waits for it: the sizes of the results are values."""
+    """The host waits for the result, since its sizes depend on values."""
 
     def prepare():
         first = (t - part) // 2
@@ -263,7 +263,7 @@ def logit_gradients(dtype, n, v):
 
 
 def head(n, c, v, hidden_grad, weight_grad):
-    """Logits in f32, as published code makes them. Gradients come with the forward, as a chunk's do."""
+    """Logits in f32, as in published code. Gradients are computed with the forward, as ours are for a chunk."""
 
     def prepare():
         hidden, weight = normal(n, c, grad=hidden_grad), normal(v, c, grad=weight_grad, scale=0.02)
@@ -281,7 +281,7 @@ def head(n, c, v, hidden_grad, weight_grad):
 
 
 def two_layers(t, n, k, vision, which, dtype="bf16"):
-    """As published code does it: rows taken apart, a product each, results put together."""
+    """As in published code: split the rows, compute a product of each part, put the results together."""
 
     def prepare():
         front = (t - vision) // 2

@@ -1,8 +1,9 @@
-"""A training step of MiniCPM-V's shapes with transformers and peft, or with plain PyTorch where they are missing: the peer
-of `scripts/gpu-check.sh --stages headline`. Weights are random, on the device; nothing is fetched.
+"""A training step with the shapes of MiniCPM-V in transformers and peft, or in plain PyTorch where these are missing. It is
+the peer of `scripts/gpu-check.sh --stages headline`. Weights are random, on the device; nothing is downloaded.
 
 The step: the frozen vision tower over all slices, the frozen resampler, the language model with adapters on its attention,
-loss over the answer's tokens as there, backward, clipping, AdamW on the adapters. bf16 throughout, which is the faster choice for the peer.
+the loss over the same answer tokens as ours, backward, clipping, AdamW on the adapters. Everything is bf16, which is the
+faster choice for the peer.
 """
 
 import json
@@ -133,7 +134,7 @@ class Resampler(nn.Module):
 
 
 def published(c, rank):
-    """Language model and tower of transformers, adapters of peft; ImportError where they are missing."""
+    """Language model and vision tower of transformers with adapters of peft. Raises ImportError where these are missing."""
     from peft import LoraConfig, get_peft_model
     from transformers import Qwen2Config, Qwen2ForCausalLM, SiglipVisionConfig, SiglipVisionModel
 
@@ -142,7 +143,7 @@ def published(c, rank):
     config = Qwen2Config(**{name: c[name] for name in names}, use_cache=False, attn_implementation="sdpa")
     model = Qwen2ForCausalLM(config)
     adapters = LoraConfig(r=rank, lora_alpha=rank, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], task_type="CAUSAL_LM")
-    # In the dtype of the model, as ours are; peft would keep them in f32.
+    # In the dtype of the model, as ours are. peft would use f32.
     model = get_peft_model(model, adapters, autocast_adapter_dtype=False)
     v = c["vision_config"]
     side = c["slice_config"].get("scale_resolution", 448)
@@ -176,7 +177,7 @@ def plain(c, rank):
 
 
 def steps(config_path, tokens, slices, rank, device="cuda"):
-    """(name, function of one step) for each way to do it; a name says which packages it is made of."""
+    """Yields (name, function that prepares one step) for each way to compute it. The name says which packages it uses."""
     with open(config_path) as file:
         c = json.load(file)
     torch.set_default_dtype(torch.bfloat16)
@@ -184,7 +185,7 @@ def steps(config_path, tokens, slices, rank, device="cuda"):
     torch.manual_seed(0)
     try:
         kind, made = "transformers + peft", published(c, rank)
-    except Exception as error:  # missing, or of a version whose names are others
+    except Exception as error:  # missing, or a version with other names
         print(f"transformers + peft: {type(error).__name__}: {error}; plain PyTorch instead", file=sys.stderr)
         kind, made = "plain PyTorch", plain(c, rank)
     model, embed, loss_of, recompute, vision = made
@@ -192,7 +193,7 @@ def steps(config_path, tokens, slices, rank, device="cuda"):
     side = c["slice_config"].get("scale_resolution", 448)
     pixels = torch.randn(slices, 3, side, side)
     ids = torch.randint(0, c["vocab_size"], (1, tokens))
-    # Of what is not a picture, the last quarter is answered, as in the samples of `launcher synth`.
+    # The last quarter of the text tokens is supervised, as in the samples of `launcher synth`.
     labels = ids.clone()
     labels[:, : tokens - max(1, (tokens - slices * QUERIES) // 4)] = -100
     trained = [p for p in model.parameters() if p.requires_grad]

@@ -1,10 +1,10 @@
-"""Times the same work in PyTorch, for the table of scripts/gpu-check.sh: the same shapes, on the same GPU, right after.
+"""Times PyTorch on the work of the tables of scripts/gpu-check.sh: the same shapes, on the same GPU, right after.
 
-Prints a JSON object for each row as soon as it is measured: name of the row -> milliseconds. So whoever ends this program keeps
-what was measured. What PyTorch cannot do is left out and named on stderr.
+Prints a JSON object for each row as soon as it is measured: name of the row -> milliseconds. A caller that kills this program
+therefore keeps the rows so far. Rows that PyTorch cannot compute are left out and named on stderr.
 usage: gpu_peers.py [--budget SECONDS] [--params N] [--stage table|products] [--names]
        gpu_peers.py --stage step --model-config FILE [--tokens N] [--slices N] [--rank N]
-With --names it prints a list of the rows' names and needs no PyTorch.
+With --names it prints the names of the rows and needs no PyTorch.
 The stage `step` times a training step of MiniCPM-V's shapes (gpu_peer_step.py).
 """
 
@@ -47,19 +47,19 @@ def median_ms(work, seconds=0.15):
 
 
 def measure(name, prepare, stage="table"):
-    """Rows of another stage than the one that asks are left out."""
+    """Measures a row, if it belongs to the stage that runs."""
     if stage != STAGE:
         return
     if NAMES:
         results[name] = None
         return
     if time.monotonic() - STARTED > BUDGET:
-        print(f"{name}: not measured, the time is used up", file=sys.stderr)
+        print(f"{name}: not measured, the time is spent", file=sys.stderr)
         return
     try:
         results[name] = median_ms(prepare())
         print(json.dumps({name: results[name]}), flush=True)
-    except Exception as error:  # a peer that cannot do it is not our failure
+    except Exception as error:  # a peer that cannot compute a row is not our failure
         print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
     torch.cuda.empty_cache()
 

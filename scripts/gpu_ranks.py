@@ -1,13 +1,13 @@
-"""The stage `ranks` of scripts/gpu-check.sh: the same run with different carriers between its ranks.
-usage: gpu_ranks.py PREFIX RANKS SETTINGS, for the logs PREFIX-shm.jsonl, PREFIX-ipc.jsonl and perhaps PREFIX-nccl.jsonl;
-rows of a table on standard output, exit status 1 when losses are not what they should be."""
+"""The stage `ranks` of scripts/gpu-check.sh: compares one run with different collectives.
+usage: gpu_ranks.py PREFIX RANKS SETTINGS, for the logs PREFIX-shm.jsonl, PREFIX-ipc.jsonl and possibly PREFIX-nccl.jsonl.
+Prints rows of a table. The exit status is 1 if losses differ more than allowed."""
 
 import json
 import sys
 from pathlib import Path
 
-# NCCL adds two f32 in the same order as anybody, so that a difference comes from more ranks or from an order of its own:
-# as for a pass in f32 (scripts/gpu_train.py), per update.
+# Largest relative difference of a loss per update with NCCL, as for a pass in f32 (scripts/gpu_train.py). Two f32 values
+# have one sum, so differences come from more than two ranks or from NCCL's order of summation.
 PASS = 1e-4
 
 

@@ -1,5 +1,5 @@
-"""The stage `train` of scripts/gpu-check.sh: losses of the GPU beside those of the CPU, and what the driver counts beside
-the plan. usage: gpu_train.py OUT DEVICE; a table on standard output, exit status 1 when anything is off."""
+"""The stage `train` of scripts/gpu-check.sh: compares losses of the GPU with those of the CPU, and the driver's count of
+memory with the plan. usage: gpu_train.py OUT DEVICE. Prints tables. The exit status is 1 if anything is off."""
 
 import json
 import re
@@ -8,13 +8,13 @@ from pathlib import Path
 
 from gpu_overlap import OVERLAP, bus_rates, longest, median
 
-# A loss behind k updates, as a share of the loss for k + 1 passes. In f32 a pass is off by sums in another order; in 16
-# bits by the roundings of some dozen layers, independent ones: 4 units of the format. As in tests/device/src/tolerance.rs.
+# Largest difference of a loss per pass, as a share of the loss; a loss after k updates has k + 1 passes. In f32 the order of
+# sums differs. In 16 bits some dozen layers round independently: 4 units of the format. As in tests/device/src/tolerance.rs.
 PASS = {"f32": 1e-4, "bf16": 4 / 256, "fp16": 4 / 2048, "pure-bf16": 4 / 256}
-# What the driver, the context and loaded kernels may take beside the arena: the constant of the plan (kernels/src/footprint.rs).
+# Bytes that driver, context and loaded kernels may take beside the arena: the plan's constant (kernels/src/footprint.rs).
 CONTEXT_BYTES = 768 << 20
 MIB = 1 << 20
-# Lanes of a trace: a GPU's work, and both directions of its bus.
+# Lanes of a trace: the work of a GPU, and both directions of its bus.
 WORK, BUS = "device", ("to the device", "from the device")
 
 
@@ -27,8 +27,8 @@ def losses(run):
 
 
 def last_step(run, rates):
-    """Milliseconds of the last step, of the parts that it waits for at least, and of the device's waits; how many times the
-    longest part it takes, and whether the bus was taken at its measured rate."""
+    """Milliseconds of the last step, of its parts and of the device's waits; the step as a multiple of the longest part, and
+    whether the measured rate of the bus was used."""
     row = rows_of(run)[-1]
     parts, _, times, measured = longest([row], rates)
     names = ("compute", "to the device", "from the device", "update on the processor")
@@ -37,7 +37,7 @@ def last_step(run, rates):
 
 
 def not_beside(trace):
-    """What a trace lacks: lanes of work and of both directions of the bus, with copies beside work."""
+    """What a trace lacks: a lane of work, a lane for each direction of the bus, copies that overlap with work."""
     events = trace["traceEvents"]
     lanes = {event["args"]["name"]: event["tid"] for event in events if event["name"] == "thread_name"}
     spans = {
@@ -53,7 +53,7 @@ def not_beside(trace):
 
 
 def timed(out):
-    """Rows of the runs that only differ in when something is done, as the stage noted them in train-timing.txt."""
+    """Rows of the runs that differ only in when work is done, as the stage listed them in train-timing.txt."""
     try:
         lines = (out / "train-timing.txt").read_text().splitlines()
     except OSError:
@@ -61,7 +61,7 @@ def timed(out):
     rows = []
     for line in lines:
         group, told, log = line.split()
-        # The first step compiles kernels; an update beside the next pass counts in the row of that pass.
+        # The first step compiles kernels. An update in the next forward pass counts in the row of that pass.
         log = [json.loads(row) for row in (out / log).read_text().splitlines()]
         log = [row for row in log if "step_seconds" in row][2:]
         of = lambda kind, key: 1e3 * median([row[kind][key] for row in log if kind in row])
@@ -102,7 +102,7 @@ def main(out, device):
             print(f"| {precision} | {plan / MIB:.1f}M | {arena / MIB:.1f}M | {used[1]} | {taken / MIB:.0f}M |")
             if not arena <= taken <= arena + CONTEXT_BYTES:
                 failures.append(f"{precision}: the driver counts {taken} bytes, planned are {arena} and {CONTEXT_BYTES}")
-        print(f"\nThe last step, ms; the goal at sizes that matter is {OVERLAP} times the longest part.\n")
+        print(f"\nThe last step, ms. The goal at real sizes is {OVERLAP} times the longest part.\n")
         print("| precision | compute | bus in | bus out | update on the processor | waits for copies | step | times the longest |")
         print("|---|---|---|---|---|---|---|---|")
         for precision in PASS:
@@ -115,8 +115,8 @@ def main(out, device):
         print("\nIn a trace, copies in both directions " + ("do NOT all run" if lacks else "run") + " beside work.")
     table = timed(out)
     if table:
-        print("\nThe same bits, other times: medians of steps in bf16, ms.\n")
-        print("| what | how | step | update behind the pass | updates beside passes | waits for copies |\n|---|---|---|---|---|---|")
+        print("\nEqual bits, different times: medians of steps in bf16, ms.\n")
+        print("| what | how | step | update after the pass | updates during passes | waits for copies |\n|---|---|---|---|---|---|")
     for group, told, *times in table:
         print(f"| {group} | {told} | " + " | ".join(f"{value:.2f}" for value in times) + " |")
     print()

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# The plan beside the kernel's figures over a grid of settings, as a table for benches/RESULTS.md.
-# scripts/memory-truth.sh [FOLDER] [FILTER]: a folder with about 4 GB of room on a disk with direct I/O
-# (default target/memory-truth), and words that the flags of a cell must contain.
+# Compares planned memory with the operating system's figures over a grid of settings, as a table for benches/RESULTS.md.
+# usage: scripts/memory-truth.sh [DIRECTORY] [FILTER]
+# DIRECTORY needs about 4 GB on a disk with direct I/O (default: target/memory-truth). FILTER is text that the flags of a
+# row must contain.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 target="${CARGO_TARGET_DIR:-target}"

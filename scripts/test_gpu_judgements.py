@@ -1,5 +1,5 @@
-"""What gpu_headline.py and gpu_train.py make of a run: folders like those that runs on a GPU leave, good ones and one of each
-kind that must not pass. Needs no GPU. usage: python3 -m unittest discover -s scripts -p 'test_*.py'"""
+"""Tests of the judgments of gpu_headline.py and gpu_train.py, on directories like those of runs on a GPU: good ones, and one
+of each kind that must not pass. Needs no GPU. usage: python3 -m unittest discover -s scripts -p 'test_*.py'"""
 
 import contextlib
 import io
@@ -52,7 +52,7 @@ class Folder(unittest.TestCase):
 
 
 class Headline(Folder):
-    """A case of one rank with its states on the host: 20 GiB of the GPU, 40 GiB of the host."""
+    """Judges a case of one rank with its states on the host: 20 GiB of the GPU, 40 GiB of the host."""
 
     case = {"name": "case", "title": "A case", "ranks": 1, "device_cap": "22.5GiB", "host_cap": "64GiB", "tokens": 1024, "peers": "none"}
 
@@ -74,7 +74,7 @@ class Headline(Folder):
         marks = {100 + rank: host for rank in range(ranks)}
         case = {**self.case, "ranks": ranks, **(case or {})}
         result, wrong = headline.outcome(case, self.out / "run", said if text is None else text, marks, "cuda", rates, fixed)
-        # What is written of it, whatever it is.
+        # The text of the report, whatever the verdict.
         self.row = headline.row(case, result, wrong)
         self.remarks = headline.remarks(case, result, wrong)
         self.assertEqual(self.row.count("|"), headline.HEAD.splitlines()[2].count("|"))
@@ -94,7 +94,7 @@ class Headline(Folder):
         self.assertIn("| ok |", self.row)
         self.assertEqual(result["longest"], "compute")
         self.assertAlmostEqual(result["times_longest"], 1 / 0.9)
-        # 4 % are within the goal.
+        # 4 % is within the goal.
         _, wrong = self.judged(used="20.8G", host=int(40 * GIB * 1.04))
         self.assertEqual(wrong, [])
 
@@ -145,16 +145,16 @@ class Headline(Folder):
             self.assertEqual(wrong, [])
             self.assertIn(words, self.remarks)
             self.assertIn(f"{early:.0%} of the elements are updated beside backward", self.remarks)
-        # An update behind the pass has another bound.
+        # An update after the pass has another bound.
         result, _ = self.judged(rows=[log_row(step, step_part=0.9, updates=0.0) for step in range(1, 6)], early=0.5)
         self.assertNotIn("least_step", result)
 
     def test_stalls_of_copies_are_no_time_of_the_bus(self):
-        # Copies that wait for the work all the time are 20 GB at 50 GB/s all the same.
+        # Copies that wait for the work all the time still count as 20 GB at 50 GB/s.
         rows = [log_row(step, seconds=1.2, compute=0.5, spans=(1.15, 1.15)) for step in range(1, 6)]
         self.fails("the step is 2.40 times its longest part (compute)", rows=rows)
         self.assertIn("at the measured rate of the bus", self.remarks)
-        # Nobody knows better where nothing was measured, and the row says so.
+        # Without a measurement the spans count, and the row says so.
         result, wrong = self.judged(rows=rows, rates={})
         self.assertEqual((wrong, result["bus_at_its_rate"]), ([], False))
         self.assertIn("by spans of copies", self.remarks)
@@ -168,7 +168,7 @@ class Headline(Folder):
         result, wrong = self.judged(rows=rows, ranks=2, gpus=1, host=30 * GIB, case={"host_cap": None}, driver=2 * (21 * GIB + 768 * MIB))
         self.assertAlmostEqual(result["parts"]["to the device"], 2 * 20e9 / 50e9)
         self.assertEqual(result["longest"], "to the device")
-        # The plan had 40 GiB for each.
+        # The plan has 40 GiB for each rank.
         self.assertEqual(len([text for text in wrong if "VmHWM" in text]), 2)
 
     def test_updates_count_wherever_they_are_made(self):
@@ -191,7 +191,7 @@ class Headline(Folder):
 
 
 class Runs(Folder):
-    """Runs that end otherwise, by a program that does."""
+    """Judges runs that end early, made by a stand-in for the launcher."""
 
     def run_case(self, program, case=None, device="cpu"):
         binary = self.out / "bin"
@@ -228,7 +228,7 @@ class Runs(Folder):
 
 
 class Layers(unittest.TestCase):
-    """The case that writes a checkpoint: 2 GiB of it for a layer, 1 GiB of host memory."""
+    """Judges the case that writes a checkpoint: 2 GiB of it per layer, 1 GiB of host memory per layer."""
 
     case = {
         "name": "save", "title": "Saves", "host_cap": "64GiB", "layers": {"all": 28, "least": 4}, "device_cap": "22.5GiB", "peers": "", "saves": True,
@@ -275,7 +275,7 @@ class Layers(unittest.TestCase):
         remarks = headline.remarks(case, {"layers": choice}, [])
         self.assertIn("50% of the elements are updated while backward runs, wanted 50%", remarks)
         self.assertIn("save: for a reason", remarks)
-        # Nothing is said of them elsewhere.
+        # Other cases do not mention them.
         self.assertNotIn("backward", headline.layers_in_words(self.chosen(52, 100)))
 
     def test_a_row_names_the_layers_that_ran(self):
@@ -321,7 +321,7 @@ class Peers(unittest.TestCase):
 
 class PeerRows(unittest.TestCase):
     def test_each_row_is_printed_as_it_is_measured(self):
-        """A program that is ended behind its second row has printed two."""
+        """A program that is killed after its second row has printed two."""
         program = (
             "import sys, time; from unittest import mock; sys.argv += ['--names', '--stage', 'nothing']\n"
             "import gpu_peers as peers\n"
@@ -332,7 +332,7 @@ class PeerRows(unittest.TestCase):
             "peers.measure('one', lambda: lambda: None)\n"
             "peers.measure('odd', lambda: broken)\n"
             "peers.measure('two', lambda: lambda: None)\n"
-            "print('behind them', file=sys.stderr, flush=True)\n"
+            "print('after them', file=sys.stderr, flush=True)\n"
             "time.sleep(60)\n"
         )
         words = [sys.executable, "-c", program]
@@ -342,7 +342,7 @@ class PeerRows(unittest.TestCase):
             said = []
             for line in done.stderr:
                 said.append(line.strip())
-                if line.startswith("behind"):
+                if line.startswith("after"):
                     break
             done.kill()
             printed = done.stdout.read()
@@ -451,7 +451,7 @@ class Shared(unittest.TestCase):
             self.assertEqual(overlap.bus_rates(out), {})
 
     def test_a_case_without_a_cap_of_the_host_is_planned_for_what_is_free(self):
-        """By a program that prints its words: none of a made model where no checkpoint is written."""
+        """Reads the arguments from a stand-in for the launcher. `synth` is called only where a checkpoint is written."""
         cases = {case["name"]: case for case in json.loads((ROOT / "scripts/headline.json").read_text())}
         published = ROOT / "launcher/src/synth/configs"
         with tempfile.TemporaryDirectory() as folder:
