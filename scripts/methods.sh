@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Trains every family of models by every method for ten steps on the tiny models of tests/golden, two ranks under ZeRO-3
-# with offload, and prints what it saw as the Markdown table of README.md ("Models and methods").
+# with offload, and prints what it saw as the Markdown table of docs/methods.md.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 launcher=${LAUNCHER:-target/release/launcher}
@@ -21,8 +21,8 @@ cp tests/golden/minicpm-v-2_6/cases/wide_two_turns/image_wide.png "$work/a.png"
 common='--zero 3 --offload cpu --nproc 2 --precision f32 --learning-rate 1e-3 --max-steps 10 --per-device-train-batch-size 2'
 cat <<HEAD
 Every row was run by \`scripts/methods.sh\`: \`launcher --model PACK --data data.json $common\` and the
-flags of the row. PACK is the family's folder in \`tests/golden\` (the published format with tiny sizes and random weights); half of the four
-samples of every update have a picture, half have none. The losses are those of the first and the last of ten updates.
+flags of the row. PACK is the family's directory in \`tests/golden\` (the published format with tiny sizes and random weights). Of the four
+samples of every update, two have an image and two have none. The losses are those of the first and the last of ten updates.
 
 | model | method | flags | trainable | loss, update 1 → 10 |
 |---|---|---|---|---|
