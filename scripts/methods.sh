@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Trains every model family with every method for ten steps on the tiny models of tests/golden, on two ranks under ZeRO-3
-# with offload. Prints the losses as the Markdown table of docs/methods.md.
+# Trains every family of models by every method for ten steps on the tiny models of tests/golden, two ranks under ZeRO-3
+# with offload, and prints what it saw as the Markdown table of docs/methods.md.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 launcher=${LAUNCHER:-target/release/launcher}
@@ -11,18 +11,18 @@ cp tests/golden/minicpm-v-2_6/cases/wide_two_turns/image_wide.png "$work/a.png"
     echo '['
     for i in 0 1 2 3; do
         [ "$i" = 0 ] || echo ','
-        image=''
-        [ $((i % 2)) = 1 ] || image='"image": "a.png", '
-        echo "{\"id\": \"$i\", $image\"conversations\": [{\"role\": \"user\", \"content\": \"What is $i?\"}, {\"role\": \"assistant\", \"content\": \"It is $i.\"}]}"
+        picture=''
+        [ $((i % 2)) = 1 ] || picture='"image": "a.png", '
+        echo "{\"id\": \"$i\", $picture\"conversations\": [{\"role\": \"user\", \"content\": \"What is $i?\"}, {\"role\": \"assistant\", \"content\": \"It is $i.\"}]}"
     done
     echo ']'
 } > "$work/data.json"
 
 common='--zero 3 --offload cpu --nproc 2 --precision f32 --learning-rate 1e-3 --max-steps 10 --per-device-train-batch-size 2'
 cat <<HEAD
-\`scripts/methods.sh\` ran every row: \`launcher --model PACK --data data.json $common\` and the
-flags of the row. PACK is the family's directory in \`tests/golden\` (the published format with tiny sizes and random weights). Half of the four
-samples of every update have an image. The losses are those of the first and the last of ten updates.
+Every row was run by \`scripts/methods.sh\`: \`launcher --model PACK --data data.json $common\` and the
+flags of the row. PACK is the family's directory in \`tests/golden\` (the published format with tiny sizes and random weights). Of the four
+samples of every update, two have an image and two have none. The losses are those of the first and the last of ten updates.
 
 | model | method | flags | trainable | loss, update 1 → 10 |
 |---|---|---|---|---|
