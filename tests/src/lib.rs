@@ -8,3 +8,6 @@ pub mod pure_bf16;
 pub mod sixteen_bits;
 pub mod tolerance;
 pub mod world;
+
+#[cfg(test)]
+mod documents;

@@ -92,7 +92,7 @@ fn the_three_batch_sizes_in_all_patterns() {
         ("", ""),
         (
             "\"train_batch_size\": 8",
-            " --global-batch=8 --gradient-accumulation-steps=1",
+            " --global-batch-size=8 --gradient-accumulation-steps=1",
         ),
         (
             "\"train_micro_batch_size_per_gpu\": 2",
@@ -100,11 +100,11 @@ fn the_three_batch_sizes_in_all_patterns() {
         ),
         (
             "\"train_batch_size\": 8, \"train_micro_batch_size_per_gpu\": 2",
-            " --global-batch=8 --per-device-train-batch-size=2",
+            " --global-batch-size=8 --per-device-train-batch-size=2",
         ),
         (
             "\"train_batch_size\": 8, \"gradient_accumulation_steps\": 2",
-            " --global-batch=8 --gradient-accumulation-steps=2",
+            " --global-batch-size=8 --gradient-accumulation-steps=2",
         ),
         (
             "\"train_micro_batch_size_per_gpu\": 2.0, \"gradient_accumulation_steps\": 4e0",
@@ -112,7 +112,7 @@ fn the_three_batch_sizes_in_all_patterns() {
         ),
         (
             "\"train_batch_size\": 8, \"train_micro_batch_size_per_gpu\": 2, \"gradient_accumulation_steps\": 2",
-            " --global-batch=8 --per-device-train-batch-size=2 --gradient-accumulation-steps=2",
+            " --global-batch-size=8 --per-device-train-batch-size=2 --gradient-accumulation-steps=2",
         ),
         (
             "\"train_batch_size\": \"auto\", \"gradient_accumulation_steps\": 4",
@@ -354,7 +354,7 @@ fn flags_of_a_file_give_way_to_the_line() {
         words.extend(more.split_whitespace().map(str::to_owned));
         load(&words).expect("loads").expect("a file is named")
     };
-    let loaded = line("--data=d.json --warmup-steps=5 --global-batch=4");
+    let loaded = line("--data=d.json --warmup-steps=5 --global-batch-size=4");
     let words = loaded.words.join(" ");
     for part in [
         "--data=d.json",
