@@ -1,7 +1,6 @@
 //! Private files of one job and their removal.
 
 use std::fs;
-use std::io::Read;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -93,8 +92,8 @@ pub fn sweep(token: &str, temp_dir: &Path) {
 /// 96 bits in hexadecimal that no other job has.
 fn fresh_token() -> String {
     let mut seed = [0u8; 32];
-    // Without /dev/urandom the clock and the process number tell jobs apart.
-    let random = fs::File::open("/dev/urandom").and_then(|mut file| file.read_exact(&mut seed));
+    // Without a random source the clock and the process number tell jobs apart.
+    let random = getrandom::fill(&mut seed);
     let mut hasher = blake3::Hasher::new();
     hasher.update(&seed);
     if random.is_err() {

@@ -4,8 +4,7 @@
 //! Later frames of the meeting carry keyed hashes too. Nothing is encrypted.
 
 use std::fmt;
-use std::fs::File;
-use std::io::{self, Read};
+use std::io;
 
 /// Fewest bytes of a secret: a word can be tried out by whoever listens.
 pub const MIN_SECRET_BYTES: usize = 16;
@@ -50,7 +49,7 @@ impl Secret {
 /// A number that nobody has seen.
 pub(super) fn nonce() -> io::Result<[u8; NONCE_BYTES]> {
     let mut bytes = [0; NONCE_BYTES];
-    File::open("/dev/urandom")?.read_exact(&mut bytes)?;
+    getrandom::fill(&mut bytes)?;
     Ok(bytes)
 }
 
