@@ -387,7 +387,7 @@ fn a_run_agrees_with_the_cpu_and_resumes_exactly(precision: &str, dtype: DType) 
     for words in [
         "2 ranks on cuda",
         "GPU 1 emulated · 2.0G, 2.0G free · rank 1",
-        "weights, gradients and optimizer states rest on the GPU",
+        "weights, gradients and optimizer states are in GPU memory",
         "GPU memory per rank: ",
         "waits for copies",
     ] {
@@ -408,12 +408,12 @@ fn a_run_agrees_with_the_cpu_and_resumes_exactly(precision: &str, dtype: DType) 
 
     // Where states rest changes no bit.
     for (output, offload, rest) in [
-        ("again", "none", "states rest on the GPU"),
+        ("again", "none", "states are in GPU memory"),
         ("moved", "cpu", "states rest in host memory"),
         (
             "half",
             "optimizer=cpu",
-            "weights rest on the GPU, gradients",
+            "weights are in GPU memory, gradients",
         ),
     ] {
         fs::create_dir(site.path(output)).unwrap();
@@ -645,7 +645,7 @@ fn ranks_share_a_gpu() {
         1,
         &format!("{line} --output one --gradient-accumulation-steps 2"),
     );
-    for words in ["1 rank on cuda", "states rest on the GPU"] {
+    for words in ["1 rank on cuda", "states are in GPU memory"] {
         assert!(screen.contains(words), "no {words:?} in\n{screen}");
     }
     takes_what_the_plan_says(&site, "one");
@@ -762,7 +762,7 @@ fn updates_begin_where_host_memory_is_to_spare() {
             let screen = site.train(2, &format!("{line} {more} --output {run}"));
             let said = screen.contains("units are updated while backward runs");
             assert_eq!(said, begins, "{screen}");
-            let costs = screen.contains("more of host memory, which is to spare");
+            let costs = screen.contains("more of spare host memory");
             assert_eq!(costs, mode == "auto", "{screen}");
             for rank in 0..2 {
                 let seen = |lane| spans(&site, &run, rank, lane);
@@ -884,7 +884,7 @@ fn an_arena_that_another_process_took_is_missed() {
         "error[E01]",
         "(emulated) cannot hold this run",
         "CUDA_ERROR_OUT_OF_MEMORY",
-        "2.0G were free when it was made, 1.0M are now",
+        "2.0G were free when the plan was made, 1.0M are free now",
         &format!("process 4242 holds {all} bytes"),
         "end what else uses the GPU",
     ] {
@@ -926,7 +926,7 @@ fn machines_with_unlike_libraries_are_named() {
     for (code, text) in site.machines(NVRTC, ["13.0", "12.8"], line) {
         assert_eq!(code, Some(13), "{text}");
         for words in [
-            "error[E03] rank 1 computes with another NVRTC than the others",
+            "error[E03] rank 1 computes with another NVRTC than the other ranks",
             "NVRTC of rank 0 (",
             "): \"13.0\"",
             "): \"12.8\"",
@@ -938,7 +938,7 @@ fn machines_with_unlike_libraries_are_named() {
     assert!(!site.path("out/trainer_log.jsonl").exists());
     let [first, second] = site.machines(DRIVER, ["580.65", "575.1"], line);
     assert_eq!((first.0, second.0), (Some(0), Some(0)), "{}", first.1);
-    let words = "ranks differ in a way that changes no result: GPU driver of rank 0";
+    let words = "ranks differ, without an effect on results: GPU driver of rank 0";
     let said = |text: &str| text.matches(words).count();
     assert_eq!((said(&first.1), said(&second.1)), (1, 0), "{}", first.1);
     let alone = "--early-step auto leaves updates behind the pass";

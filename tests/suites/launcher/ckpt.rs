@@ -104,7 +104,7 @@ fn a_run_is_listed_with_what_its_checkpoints_hold() {
     }
     assert_eq!(rows[2]["whole"], json!(false));
     let text = done(&site, "ls out");
-    assert_says(&text, &["whole, the latest", "a save that did not finish"]);
+    assert_says(&text, &["intact, the latest", "left by an unfinished save"]);
     let text = done(&site, "ls out/checkpoint-1");
     assert_says(&text, &["model + state", "exp_avg_sq", "whole"]);
 
@@ -116,7 +116,12 @@ fn a_run_is_listed_with_what_its_checkpoints_hold() {
     let problem = row["problem"].as_str().unwrap();
     assert!(problem.contains("rank-0000.safetensors"), "{problem}");
 
-    refused(&site, "ls data", 9, &["error[E08]", "holds no checkpoint"]);
+    refused(
+        &site,
+        "ls data",
+        9,
+        &["error[E08]", "contains no checkpoint"],
+    );
     refused(&site, "ls nowhere", 9, &["error[E08]", "no such folder"]);
     refused(
         &site,
@@ -252,7 +257,7 @@ fn a_copied_step_is_not_taken_for_another() {
         &words,
     );
     let text = done(&site, "ls out");
-    assert_says(&text, &["not whole: ", "the folder's name"]);
+    assert_says(&text, &["damaged: ", "the folder's name"]);
     // Without the copy an empty `latest` does no harm.
     fs::remove_dir_all(copy).unwrap();
     let outcome = site.train("--resume auto --max-steps 3");

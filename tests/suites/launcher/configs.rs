@@ -58,7 +58,7 @@ fn a_file_of_deepspeed_trains_as_its_flags_do_and_proves_the_tiers() {
     for part in [
         "ds.json (DeepSpeed) gives --zero 3 --offload cpu --lr-scheduler-type warmup_lr",
         "reduce_bucket_size, stage3_prefetch_bucket_size",
-        "rank 0 holds host: parameters",
+        "rank 0 stores host: parameters",
     ] {
         assert!(screen.contains(part), "{part}\n{screen}");
     }
@@ -80,7 +80,7 @@ fn a_misplaced_key_is_warned_of_twice_or_refused() {
         "\"offload_optimizer\" has no effect at the top level: it belongs in \"zero_optimization\"";
     assert_eq!(screen.matches(warning).count(), 2, "{screen}");
     assert!(
-        screen.contains("rank 0 holds device: parameters") && !screen.contains("host: "),
+        screen.contains("rank 0 stores device: parameters") && !screen.contains("host: "),
         "{screen}"
     );
     // A rank that another launcher starts has no supervisor that could warn.

@@ -54,7 +54,7 @@ fn an_empty_environment_is_enough() {
         " program  launcher ",
         " memory   ",
         " folders  /dev/shm",
-        " env      variables that are read\n",
+        " env      variables that this program reads\n",
         " verdict  runs use ",
     ] {
         assert!(text.contains(words), "no {words:?} in\n{text}");
@@ -103,7 +103,7 @@ fn variables_are_explained_and_secrets_kept() {
         "max_split_size_mb:128",
         "instead: --device-memory-limit",
         "instead: --nproc N --zero 3",
-        "set, but without effect here: MP_SIZE, NUM_GPUS_PER_WORKER, PYTORCH_CUDA_ALLOC_CONF",
+        "these variables are set but have no effect here: MP_SIZE, NUM_GPUS_PER_WORKER, PYTORCH_CUDA_ALLOC_CONF",
     ] {
         assert!(text.contains(words), "no {words:?} in\n{text}");
     }

@@ -238,7 +238,7 @@ fn watching_needs_the_folder_of_a_run() {
     let site = Site::new();
     for (words, cause) in [
         ("gone", "no such folder"),
-        ("data --once", "it holds no run"),
+        ("data --once", "it contains no run"),
     ] {
         let output = watch(&site, words);
         assert_eq!(output.status.code(), Some(2));

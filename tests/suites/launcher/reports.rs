@@ -180,7 +180,7 @@ fn samples_that_are_too_long_come_with_the_length_that_suffices() {
             "samples in ",
             "lies beyond --model-max-length 60 (",
             "line 2, sample 0 (id 0): ",
-            " tokens, pictures ",
+            " tokens, images ",
             " x 4 + text ",
             "--max-slice-nums 1 makes ",
             "launcher data check ",
@@ -340,7 +340,7 @@ fn incomplete_model_folders_say_what_is_missing() {
     assert_says(
         &screen,
         &[
-            "model-00002-of-00002.safetensors is not there",
+            "model-00002-of-00002.safetensors is missing",
             "1 of 2 tensors in it, first: llm.model.norm.weight",
         ],
     );

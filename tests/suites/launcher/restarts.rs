@@ -38,7 +38,7 @@ fn a_run_with_deaths_ends_with_the_bits_of_one_without() {
         ),
         (
             "--inject flip-bit:rank=1,step=4 --inject kill:rank=1,step=5,phase=collective",
-            "checkpoint-4 is damaged and is passed over",
+            "checkpoint-4 is damaged and is skipped",
         ),
         (
             "--inject stop:rank=1,step=3,times=2 --comm-timeout 2",
