@@ -66,8 +66,7 @@ pub fn errors_page() -> String {
          For users whose run ended with an error. Generated from `launcher explain` by\n\
          `cargo run -p launcher --example docs -- write`; do not edit it.\n\n\
          A failed command prints a report: error code, cause, evidence, next steps and exit code.\n\
-         `launcher explain E05` shows one section with an example, `--lang zh` in Chinese. `--error-format json` prints\n\
-         reports as JSON.\n\n\
+         `launcher explain E05` shows one section with an example, `--lang zh` in Chinese.\n\n\
          ## Exit codes\n\n\
          | exit code | name | error codes | meaning |\n|---|---|---|---|\n",
     );

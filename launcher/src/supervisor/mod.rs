@@ -360,7 +360,8 @@ impl Watch<'_> {
             Phase::Running => {
                 self.phase = Phase::Stopping;
                 self.asked_to_stop = true;
-                let text = format!("{name}: saving and stopping; another SIGINT (Ctrl-C) stops at once");
+                let text =
+                    format!("{name}: saving and stopping; another SIGINT (Ctrl-C) stops at once");
                 self.screen.show(&Event::Info {
                     label: "stop".to_string(),
                     text,

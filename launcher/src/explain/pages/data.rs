@@ -5,8 +5,8 @@ use super::{Page, both};
 pub(super) static NUMERIC: Page = Page {
     title: both("loss or gradients are not finite", "损失或梯度不是有限值"),
     meaning: both(
-        "The loss or a gradient became NaN or infinite. Such updates are skipped; after 20 in a row the run ends. The report names the first non-finite value of the forward pass.",
-        "损失或梯度变成了 NaN 或无穷大。这样的更新会被跳过；连续 20 次后运行结束。报告会给出前向计算中的第一个非有限值。",
+        "The loss or a gradient became NaN or infinite. Such updates are skipped; after 20 in a row the run ends. The report names the first non-finite value.",
+        "损失或梯度变成了 NaN 或无穷大。这样的更新会被跳过；连续 20 次后运行结束。报告会给出第一个非有限值。",
     ),
     causes: &[
         both(
