@@ -210,7 +210,7 @@ fn text(rows: &[Row]) -> String {
         "ranks",
         "ZeRO",
         "precision",
-        "holds",
+        "contains",
         "condition",
         width = width.max("checkpoint".len())
     );

@@ -106,7 +106,10 @@ pub fn no_room(
 ) -> Failure {
     let mut failure = Failure::new(
         ErrorCode::DeviceMemory,
-        format!("GPU {} ({}) cannot hold this run", gpu.ordinal, gpu.name),
+        format!(
+            "GPU {} ({}) has too little free memory for this run",
+            gpu.ordinal, gpu.name
+        ),
         crate::data::chain(cause),
     )
     .evidence(format!(

@@ -110,7 +110,7 @@ pub(crate) fn kernel(doing: &str, error: &KernelError) -> Failure {
             ErrorCode::DeviceMemory,
             format!("cannot {doing}: the memory set aside on the GPU ran out"),
             format!(
-                "{tag} needs {} more in one block, {} of the reserved {} are unused",
+                "{} more are needed for {tag} in one block, {} of the reserved {} are unused",
                 bytes(*asked_bytes),
                 bytes(capacity_bytes.saturating_sub(*in_use_bytes)),
                 bytes(*capacity_bytes)
@@ -159,7 +159,7 @@ pub(crate) fn kernel(doing: &str, error: &KernelError) -> Failure {
                 code,
                 format!("cannot {doing}: {pool} memory ran out"),
                 format!(
-                    "{tag} needs {} more, {} of {flag} ({}{share}) are left",
+                    "{} more are needed for {tag}, {} of {flag} ({}{share}) are left",
                     bytes(*asked_bytes),
                     bytes(capacity_bytes.saturating_sub(*in_use_bytes)),
                     bytes(*capacity_bytes)
@@ -359,7 +359,7 @@ mod tests {
         assert_eq!(failure.code.status(), 11);
         assert_eq!(
             failure.cause,
-            "activations needs 2.0M more, 1.0M of --device-memory-limit (16.0M) are left"
+            "2.0M more are needed for activations, 1.0M of --device-memory-limit (16.0M) are left"
         );
         assert_eq!(
             failure.evidence,

@@ -142,7 +142,7 @@ pub(crate) fn upload_line(plan: &Plan, tried: Option<&Fit>) -> Option<Event> {
             tried.needs()
         ),
         None if plan.uploads_ahead() => {
-            "are prefetched one unit ahead, while the unit before computes".to_owned()
+            "are prefetched one unit ahead, while the previous unit computes".to_owned()
         }
         None => return None,
     };

@@ -483,7 +483,7 @@ fn a_refused_ipc_goes_through_host_memory() {
     let site = Site::new();
     let line = "--precision bf16 --max-steps 2 --device cuda --nproc 2 --save-strategy steps --save-steps 2";
     let screen = site.train(1, &format!("{line} --collectives shm --output shm"));
-    assert!(!screen.contains("do not read each other's memory"));
+    assert!(!screen.contains("cannot read each other's memory"));
     let refused = format!("rank 1 cannot open memory of other ranks: rank 0: {REFUSAL};");
     let other = "rank 0 cannot read memory of other ranks: rank 1: what is there is not what that rank wrote (and 1 more)";
     for (output, trouble, note) in [("refused", "refused", &*refused), ("other", "other", other)] {
@@ -508,7 +508,7 @@ fn a_refused_ipc_goes_through_host_memory() {
     let (code, screen) = site.run_with(1, &[(IPC, "refused")], &asked);
     assert_eq!(code, Some(13), "{screen}");
     for words in [
-        "as --collectives ipc asks",
+        "which --collectives ipc needs",
         refused.trim_end_matches(';'),
         "--collectives shm",
         "--ipc=host",
@@ -706,7 +706,7 @@ fn graphs_change_nothing() {
 fn weights_come_ahead_where_they_fit() {
     let site = Site::new();
     let line = "--precision bf16 --max-steps 2 --device cuda --eval-data held_out.json";
-    let ahead = "come one unit ahead";
+    let ahead = "are prefetched one unit ahead";
     let peak = |run: &str| {
         let plan = site.json(&format!("{run}/plan.json"));
         plan["plan"]["memory"]["peak"]["device"].as_u64().unwrap()
@@ -721,7 +721,7 @@ fn weights_come_ahead_where_they_fit() {
     let limit = peak("on") - 1 + (768 << 20);
     let line = format!("{line} --device-memory-limit {limit}");
     let screen = site.train(2, &format!("{line} --output tight"));
-    let words = "come when they are used, not one unit ahead";
+    let words = "are copied when they are used; a prefetch of one unit needs";
     assert!(screen.contains(words), "{screen}");
     takes_what_the_plan_says(&site, "tight");
     assert_eq!(peak("tight"), peak("off"));
@@ -882,11 +882,11 @@ fn an_arena_that_another_process_took_is_missed() {
     assert_eq!(code, Some(11), "{text}");
     for words in [
         "error[E01]",
-        "(emulated) cannot hold this run",
+        "(emulated) has too little free memory for this run",
         "CUDA_ERROR_OUT_OF_MEMORY",
         "2.0G were free when the plan was made, 1.0M are free now",
         &format!("process 4242 holds {all} bytes"),
-        "end what else uses the GPU",
+        "end the other processes on the GPU",
     ] {
         assert!(text.contains(words), "no {words:?} in\n{text}");
     }
@@ -941,7 +941,7 @@ fn machines_with_unlike_libraries_are_named() {
     let words = "ranks differ, without an effect on results: GPU driver of rank 0";
     let said = |text: &str| text.matches(words).count();
     assert_eq!((said(&first.1), said(&second.1)), (1, 0), "{}", first.1);
-    let alone = "--early-step auto leaves updates behind the pass";
+    let alone = "--optimizer-in-backward auto keeps updates after the pass";
     assert!(first.1.contains(alone), "{}", first.1);
     assert!(
         !first.1.contains("units are updated while backward"),

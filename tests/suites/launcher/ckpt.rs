@@ -122,7 +122,12 @@ fn a_run_is_listed_with_what_its_checkpoints_hold() {
         9,
         &["error[E08]", "contains no checkpoint"],
     );
-    refused(&site, "ls nowhere", 9, &["error[E08]", "no such folder"]);
+    refused(
+        &site,
+        "ls nowhere",
+        9,
+        &["error[E08]", "the directory does not exist"],
+    );
     refused(
         &site,
         "lst out",

@@ -121,7 +121,7 @@ fn flags_that_contradict_a_file_are_listed_together() {
     )
     .unwrap();
     let screen = site.refuse("--nproc 4 --deepspeed batch.json", 2, "E09");
-    assert!(screen.contains("do not go into 10"), "{screen}");
+    assert!(screen.contains("10 is not a multiple of"), "{screen}");
     assert!(screen.contains("batch.json (DeepSpeed) gives"), "{screen}");
 }
 

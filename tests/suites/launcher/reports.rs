@@ -178,7 +178,7 @@ fn samples_that_are_too_long_come_with_the_length_that_suffices() {
         &screen,
         &[
             "samples in ",
-            "lies beyond --model-max-length 60 (",
+            "--model-max-length 60 cuts off the answer, or cuts an image in two (",
             "line 2, sample 0 (id 0): ",
             " tokens, images ",
             " x 4 + text ",
@@ -354,9 +354,9 @@ fn a_checkpoint_of_other_parts_lists_what_differs() {
     assert_says(
         &screen,
         &[
-            "are frozen now, 0 trained now",
-            "frozen now: resampler (",
-            "train these too",
+            "are frozen in this run, 0 trained tensors of this run are not in the checkpoint",
+            "but frozen in this run: resampler (",
+            "train these parts too",
         ],
     );
     site.train("--max-steps 2 --save-steps 1 --freeze resampler --output part");

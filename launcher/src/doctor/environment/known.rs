@@ -163,7 +163,7 @@ pub(super) const READ: [(&str, &str); 59] = [
     ),
     (
         "TESSERA_JOB_DIR",
-        "the job's private folder; set by this program for its ranks",
+        "the job's private directory; set by this program for its ranks",
     ),
 ];
 
