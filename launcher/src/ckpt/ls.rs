@@ -128,7 +128,7 @@ impl Row {
         } = self;
         let mut row = json!({
             "name": name, "latest": latest, "bytes": bytes,
-            "intact": found.is_ok(), "problem": found.as_ref().err(),
+            "whole": found.is_ok(), "problem": found.as_ref().err(),
         });
         if let (Ok(contents), Some(row)) = (found, row.as_object_mut()) {
             let kinds = contents.kinds.iter().map(|(kind, (tensors, bytes))| {

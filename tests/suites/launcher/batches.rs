@@ -135,7 +135,7 @@ fn two_batch_sizes_give_the_third() {
         "{screen}"
     );
     let screen = site.refuse("--nproc 2 --global-batch 5 --output x", 2, "E09");
-    assert!(screen.contains("--global-batch 4 or 6"), "{screen}");
+    assert!(screen.contains("--global-batch-size 4 or 6"), "{screen}");
 }
 
 #[test]

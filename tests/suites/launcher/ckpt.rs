@@ -106,7 +106,7 @@ fn a_run_is_listed_with_what_its_checkpoints_hold() {
     let text = done(&site, "ls out");
     assert_says(&text, &["intact, the latest", "left by an unfinished save"]);
     let text = done(&site, "ls out/checkpoint-1");
-    assert_says(&text, &["model + state", "exp_avg_sq", "whole"]);
+    assert_says(&text, &["model + state", "exp_avg_sq", " intact\n"]);
 
     let state = site.path("out/checkpoint-1/state/rank-0000.safetensors");
     let bytes = fs::read(&state).unwrap();
@@ -209,13 +209,17 @@ fn every_kind_of_damage_is_named_and_refused_everywhere() {
     let site = Site::new();
     site.train("--save-steps 1");
     let text = done(&site, "verify out/checkpoint-2");
-    assert_says(&text, &["checkpoint-2 is whole"]);
+    assert_says(&text, &["checkpoint-2 is intact"]);
     let last = site.path("out/checkpoint-2");
     let whole = files(&last);
     for (what, damage, named) in damages() {
         damage(&last);
         println!("{what}");
-        let mut words = vec!["error[E08]", "checkpoint-1 is whole", "out/checkpoint-1"];
+        let mut words = vec![
+            "error[E08]",
+            "checkpoint-1 is the newest intact checkpoint",
+            "out/checkpoint-1",
+        ];
         words.extend(named);
         refused(&site, "verify out/checkpoint-2", 9, &words);
         for verb in ["reshard --nproc 3", "consolidate"] {

@@ -173,5 +173,8 @@ fn a_file_is_explained_key_by_key() {
     );
     let (code, page) = printed(&site, "explain-config ds.json");
     assert_eq!(code, Some(2));
-    assert!(page.contains("REFUSED one model per rank"), "{page}");
+    assert!(
+        page.contains("REFUSED the model is sharded by ZeRO only"),
+        "{page}"
+    );
 }

@@ -27,7 +27,7 @@ fn a_good_file_is_described() {
         &[
             " samples  6 in ",
             "3 with images, 3 without",
-            " pictures 4 · width ",
+            " images   4 · width ",
             "slices of 4 tokens (images): ",
             "end of sequence supervised in 7 of 7 answers",
             " longest  line 2, sample 0 (id 0): ",

@@ -53,7 +53,7 @@ fn an_empty_environment_is_enough() {
     for words in [
         " program  launcher ",
         " memory   ",
-        " folders  /dev/shm",
+        " storage  /dev/shm",
         " env      variables that this program reads\n",
         " verdict  runs use ",
     ] {
@@ -247,7 +247,7 @@ fn gpus_that_only_the_management_library_sees_are_shown() {
     let text = printed(command("", &variables));
     for words in [
         " (gpu 0)  Imaginary 100 · compute capability 9.0 · 19.0G of 24.0G free\n",
-        "process 1000000000 holds 4.0G",
+        "process 1000000000 uses 4.0G",
         "hidden from CUDA",
     ] {
         assert!(text.contains(words), "no {words:?} in\n{text}");

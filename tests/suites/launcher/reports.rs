@@ -211,7 +211,7 @@ fn placeholders_are_shown_with_their_place() {
         &[
             "sample 1 (id",
             "message 1: \"See <image_07>, is it taller?\"",
-            "the pictures are [\"<image_00>\", \"<image_01>\"]",
+            "the images are [\"<image_00>\", \"<image_01>\"]",
         ],
     );
 }
@@ -363,7 +363,10 @@ fn a_checkpoint_of_other_parts_lists_what_differs() {
     let screen = site.refuse("--output part --resume part/checkpoint-1", 9, "E08");
     assert_says(
         &screen,
-        &["missing from the checkpoint: resampler (", "freeze these"],
+        &[
+            "trained in this run, but not in the checkpoint: resampler (",
+            "freeze these parts",
+        ],
     );
     let screen = site.refuse("--output out --resume auto --max-steps 2", 9, "E16");
     assert_says(&screen, &["2 of 2 steps", "--max-steps"]);
