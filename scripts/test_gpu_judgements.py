@@ -70,7 +70,7 @@ class Headline(Folder):
         offloads = offload if isinstance(offload, dict) else {"param": offload, "optimizer": offload}
         config = {"offload": {"param": "none", "optimizer": "none", "activation": "none", **offloads}, "gpus": [{}] * gpus, "arena_bytes": arena}
         self.write("run/config.resolved.json", config)
-        said = f"rank 0 used {used} of the 21.0G it took of GPU 0 · the driver counts {driver} bytes more in use there than before the run"
+        said = f"rank 0 used {used} of the 21.0G it reserved on GPU 0 · the driver counts {driver} bytes more in use than before the run"
         marks = {100 + rank: host for rank in range(ranks)}
         case = {**self.case, "ranks": ranks, **(case or {})}
         result, wrong = headline.outcome(case, self.out / "run", said if text is None else text, marks, "cuda", rates, fixed)
@@ -365,7 +365,7 @@ class Train(Folder):
         self.trace({"device": (0, 10), "to the device": (2, 4), "from the device": (8, 12)})
 
     def count(self, precision, driver):
-        said = f"rank 0 used 280.0M of the 300.0M it took of GPU 0 · the driver counts {driver} bytes more in use there"
+        said = f"rank 0 used 280.0M of the 300.0M it reserved on GPU 0 · the driver counts {driver} bytes more in use"
         self.write(f"train-{precision}-cuda.txt", said)
 
     def trace(self, lanes):

@@ -240,10 +240,10 @@ impl Failure {
         );
         match failure.code {
             ErrorCode::Disk if full => {
-                failure.next("free some space there, or choose another folder with --output")
+                failure.next("free space on that disk, or choose another directory with --output")
             }
             ErrorCode::Disk => {
-                failure.next("make that place writable, or choose another folder with --output")
+                failure.next("make that path writable, or choose another directory with --output")
             }
             _ => failure,
         }

@@ -202,8 +202,7 @@ fn run_supervisor(
         if config.early_step == EarlyStep::Auto && config.updates_beside_gpus() {
             screen.show(&Event::Info {
                 label: "early".into(),
-                text: "--early-step auto leaves updates behind the pass: machines differ in the host memory they can \
-                       spare; a number of bytes holds for all"
+                text: "--optimizer-in-backward auto keeps updates after the pass: spare host memory differs between machines; a number of bytes applies to all"
                     .into(),
             });
         }
@@ -378,8 +377,8 @@ fn prove_resume(
     }
     Err(Failure::new(
         ErrorCode::Resume,
-        "the resumed demo evaluates differently",
-        "the checkpoint loaded in one rank does not give the loss it was saved with",
+        "the resumed demo has another evaluation loss",
+        "the checkpoint, loaded in one rank, does not give the loss of the run that saved it",
     )
     .evidence(format!(
         "saved {expected:?}, resumed {:?}",
@@ -395,7 +394,7 @@ fn done(config: &RunConfig, summary: &RunSummary, warnings: &[String], seconds: 
     } else {
         next.push(format!("report {output}/{}", report::REPORT));
         if config.is_demo() {
-            next.push("your own model: --model <MiniCPM-V-2_6 folder> --data <samples.json> --zero 3 --offload cpu".to_string());
+            next.push("your own model: --model <MiniCPM-V-2_6 directory> --data <samples.json> --zero 3 --offload cpu".to_string());
         }
     }
     DoneEvent {
@@ -480,7 +479,7 @@ fn one_by_one(config: &mut RunConfig) -> Result<(), Failure> {
     if config.max_restarts > 0 {
         return Err(Failure::usage(
             "--max-restarts is not available under another launcher or on several machines",
-            "all ranks would have to be started again together",
+            "a restart must start all ranks together",
         )
         .next("start with this program on one machine, or let the job's own launcher restart it with --resume auto"));
     }
@@ -489,7 +488,7 @@ fn one_by_one(config: &mut RunConfig) -> Result<(), Failure> {
     }
     Err(Failure::usage(
         "--find-batch is not available under another launcher or on several machines",
-        "what is free differs between ranks, and each would find another size",
+        "free memory differs between ranks, so each rank would find another size",
     )
     .next("start with this program on one machine, or give --per-device-train-batch-size"))
 }

@@ -15,7 +15,7 @@ pub mod device;
 pub mod doctor;
 pub mod error_format;
 pub mod exit;
-mod explain;
+pub mod explain;
 #[doc(hidden)]
 pub mod fuzzing;
 mod generate;

@@ -82,10 +82,10 @@ fn check(output: &Path, what: &str) -> Result<(), Failure> {
         return Ok(());
     }
     Err(Failure::usage(
-        format!("--output {} is not an empty folder", output.display()),
-        format!("{what} never overwrites anything"),
+        format!("--output {} is not an empty directory", output.display()),
+        format!("{what} never overwrites existing files"),
     )
-    .next("choose another folder"))
+    .next("choose another directory"))
 }
 
 #[cfg(test)]

@@ -86,7 +86,7 @@ impl Matmul {
             ("cublaslt", Self::CublasLt),
             ("own", Self::Own),
         ];
-        let unset = "cuBLASLt is taken where it is found";
+        let unset = "cuBLASLt is used if it is found";
         Ok(choice(lookup, MATMUL, &values, unset)?.unwrap_or_default())
     }
 }
@@ -107,7 +107,7 @@ fn choice<T: Copy>(
     }
     let spelt: Vec<&str> = values.iter().map(|(spelt, _)| *spelt).collect();
     let failure = Failure::usage(
-        format!("{name}={} is not understood", value.display()),
+        format!("{name}={} is not a known value", value.display()),
         format!("the values are {}", spelt.join(", ")),
     );
     Err(failure.next(format!("unset {name}: {unset}")))

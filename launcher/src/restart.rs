@@ -17,7 +17,7 @@ use crate::ui::{Event, Screen};
 pub(crate) fn refused(why: &str) -> Event {
     Event::Warning {
         text: format!(
-            "the GPUs of the ranks do not read each other's memory: {why}; what ranks exchange goes through host memory (shm)"
+            "the GPUs of the ranks cannot read each other's memory: {why}; ranks exchange through host memory (shm)"
         ),
     }
 }
@@ -67,15 +67,15 @@ impl Attempts {
         }
         if self.ended == allowed {
             failure = failure.evidence(format!(
-                "the run was started again {allowed} times before (--max-restarts {allowed})"
+                "the run was already restarted {allowed} times (--max-restarts {allowed})"
             ));
             return Err(failure);
         }
         let lost = self.lost_ranks();
         if lost > 0 && !self.config.elastic {
             failure = failure
-                .evidence("the place of that rank is gone for good: it was not started again")
-                .next("--elastic goes on with the ranks that are left");
+                .evidence("that rank is lost permanently and was not restarted")
+                .next("--elastic continues with the remaining ranks");
             return Err(failure);
         }
         self.ended += 1;
@@ -132,13 +132,13 @@ impl Attempts {
         let Some(folder) = newest_intact(output, None) else {
             return match &self.config.resume {
                 Resume::From(path) => format!("again from {}", path.display()),
-                _ => "from the beginning, since no checkpoint was saved".to_owned(),
+                _ => "from the beginning, because no checkpoint was saved".to_owned(),
             };
         };
         let all = checkpoint::list(output).unwrap_or_default();
         let newer = all.iter().rev().take_while(|(_, other)| *other != folder);
         for (_, damaged) in newer {
-            let text = format!("{} is damaged and is passed over", file_name(damaged));
+            let text = format!("{} is damaged and is skipped", file_name(damaged));
             screen.show(&Event::Warning { text });
         }
         let name = file_name(&folder);

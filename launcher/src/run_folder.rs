@@ -25,10 +25,10 @@ pub fn check(config: &mut RunConfig) -> Result<(), Failure> {
     {
         return Err(Failure::new(
             ErrorCode::Resume,
-            format!("cannot resume: {} is no folder", path.display()),
+            format!("cannot resume: {} is not a directory", path.display()),
             "the checkpoint does not exist",
         )
-        .next("name a checkpoint-N folder, or use --resume auto"));
+        .next("give a checkpoint-N directory, or use --resume auto"));
     }
     if !config.output_is_explicit {
         config.output = unused(&config.output);
@@ -36,10 +36,10 @@ pub fn check(config: &mut RunConfig) -> Result<(), Failure> {
     }
     if config.output.exists() && !config.output.is_dir() {
         return Err(Failure::usage(
-            format!("--output {} is not a folder", config.output.display()),
+            format!("--output {} is not a directory", config.output.display()),
             "a file has that name",
         )
-        .next("choose another folder"));
+        .next("choose another directory"));
     }
     let continues = match &config.resume {
         Resume::No => false,
@@ -52,11 +52,11 @@ pub fn check(config: &mut RunConfig) -> Result<(), Failure> {
     match sign_of_a_run(&config.output) {
         None => Ok(()),
         Some(sign) => Err(Failure::usage(
-            format!("--output {} holds another run", config.output.display()),
-            "a run is never overwritten",
+            format!("--output {} contains another run", config.output.display()),
+            "runs are never overwritten",
         )
         .evidence(format!("found {sign}"))
-        .next("choose another folder, or add --resume auto to continue that run")),
+        .next("choose another directory, or add --resume auto to continue that run")),
     }
 }
 
@@ -139,9 +139,9 @@ fn hold(folder: &Path) -> Result<Held, Failure> {
     }
     Err(Failure::usage(
         format!("--output {} is in use", folder.display()),
-        "another run works on it at this moment",
+        "another run is using it now",
     )
-    .next("choose another folder, or wait until that run has ended")
+    .next("choose another directory, or wait until that run has ended")
     .next(format!("launcher watch {} shows it", folder.display())))
 }
 

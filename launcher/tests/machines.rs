@@ -142,7 +142,7 @@ fn what_keeps_machines_apart_is_named() {
     let second = bench.machine(1, "--seed 7").spawn().unwrap();
     let (status, text) = ended(bench.machine(0, "").spawn().unwrap());
     assert_eq!(status, Some(13), "{text}");
-    let words = "rank 1 is about to run something else: its seed differs";
+    let words = "rank 1 has another configuration: its seed differs";
     assert!(
         text.contains("error[E03]") && text.contains(words),
         "{text}"

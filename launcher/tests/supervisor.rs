@@ -392,7 +392,7 @@ fn good_run(bench: &Bench) {
 }
 
 fn drifting_run(bench: &Bench) {
-    bench.fails("drift", 9, &["evaluates differently", "DIFFERS"]);
+    bench.fails("drift", 9, &["has another evaluation loss", "DIFFERS"]);
 }
 
 fn failing_rank(bench: &Bench) {
@@ -461,7 +461,7 @@ fn interrupt(bench: &Bench) {
 fn second_interrupt(bench: &Bench) {
     let mut running = Running::start(bench, "hang");
     running.signal(Signal::INT);
-    running.wait_for("once more to stop at once");
+    running.wait_for("another SIGINT (Ctrl-C) stops at once");
     running.signal(Signal::INT);
     let (code, screen) = running.end();
     assert_eq!(code, Some(130), "{screen}");

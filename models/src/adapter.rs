@@ -29,7 +29,7 @@ const LORA_B: &str = ".lora_B.weight";
 #[non_exhaustive]
 pub enum AdapterError {
     /// The folder holds neither adapters nor trained tensors.
-    #[error("{} holds no adapter_model.safetensors and no trained.safetensors", dir.display())]
+    #[error("{} contains neither adapter_model.safetensors nor trained.safetensors", dir.display())]
     Nothing {
         /// The folder.
         dir: PathBuf,
@@ -53,7 +53,7 @@ pub enum AdapterError {
         value: String,
     },
     /// An adapter lacks a half, or its halves do not fit each other and the rank.
-    #[error("the adapter of {module} is not whole: {reason}")]
+    #[error("the adapter of {module} is incomplete: {reason}")]
     Halves {
         /// Path of the module.
         module: String,

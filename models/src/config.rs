@@ -70,7 +70,7 @@ pub enum ConfigError {
         expected: &'static str,
     },
     /// Two sizes contradict each other, or one is out of range.
-    #[error("{field} = {found} is impossible: {reason}")]
+    #[error("{field} = {found} is invalid: {reason}")]
     Inconsistent {
         /// The field.
         field: &'static str,

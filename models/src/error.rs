@@ -23,7 +23,7 @@ pub enum ModelError {
         op: &'static str,
     },
     /// Units must be used in the order in which the model declares them, each once per pass.
-    #[error("unit {unit:?} was asked for after unit {after:?}")]
+    #[error("unit {unit:?} was requested after unit {after:?}")]
     UnitOrder {
         /// The unit.
         unit: UnitId,
@@ -31,7 +31,7 @@ pub enum ModelError {
         after: UnitId,
     },
     /// A segment's second run gave other values than its first.
-    #[error("output {output} of unit {unit:?} changed between forward and replay")]
+    #[error("output {output} of unit {unit:?} differs between forward and recompute")]
     ReplayDiffers {
         /// The segment's unit.
         unit: UnitId,
@@ -39,9 +39,7 @@ pub enum ModelError {
         output: usize,
     },
     /// A segment's input was to be computed again by the segment in front, which cannot.
-    #[error(
-        "the input of unit {unit:?} was not kept, and nothing in front of it computes it again"
-    )]
+    #[error("the input of unit {unit:?} was not stored, and no earlier unit recomputes it")]
     NotRecomputed {
         /// The segment's unit.
         unit: UnitId,
@@ -82,7 +80,7 @@ pub enum ModelError {
         reason: String,
     },
     /// A batch was packed by a model of another family.
-    #[error("the pictures of the batch are not those of {expected}")]
+    #[error("the images of the batch are not those of {expected}")]
     ForeignBatch {
         /// Whose pictures were expected.
         expected: &'static str,

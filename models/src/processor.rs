@@ -140,7 +140,7 @@ pub enum ProcessorError {
         preprocessor: usize,
     },
     /// A standard deviation of zero, or a mean or deviation that is not finite.
-    #[error("norm_mean {mean:?} and norm_std {std:?} are no usable normalisation")]
+    #[error("norm_mean {mean:?} and norm_std {std:?} are not a usable normalization")]
     Normalization {
         /// Mean per channel.
         mean: [f32; 3],

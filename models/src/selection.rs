@@ -54,7 +54,7 @@ impl Selection {
         if patterns.is_empty() {
             return Err(ModelError::Selection {
                 word: text.to_owned(),
-                reason: "it names nothing".into(),
+                reason: "it names no part".into(),
             });
         }
         Ok(Self { patterns })

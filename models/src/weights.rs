@@ -28,7 +28,7 @@ const MAX_HEADER_BYTES: u64 = 100_000_000;
 #[non_exhaustive]
 pub enum WeightError {
     /// The folder has neither `model.safetensors` nor an index of shards.
-    #[error("{} holds no model.safetensors and no model.safetensors.index.json", dir.display())]
+    #[error("{} contains neither model.safetensors nor model.safetensors.index.json", dir.display())]
     NoWeights {
         /// The folder.
         dir: PathBuf,
@@ -52,7 +52,7 @@ pub enum WeightError {
         got_bytes: u64,
     },
     /// The header of a file, the index of shards or the file that declares weights is not valid.
-    #[error("{} is not a valid safetensors header, index or declaration of weights", path.display())]
+    #[error("{} is not a valid safetensors header, index or weight declaration", path.display())]
     Header {
         /// The file.
         path: PathBuf,

@@ -5,7 +5,7 @@
 #[non_exhaustive]
 pub enum OptimError {
     /// Two windows of one step differ in length.
-    #[error("the {window} window holds {got} elements, the gradient {expected}")]
+    #[error("the {window} chunk has {got} elements, the gradient has {expected}")]
     LengthMismatch {
         /// Which window.
         window: &'static str,
@@ -15,7 +15,7 @@ pub enum OptimError {
         got: usize,
     },
     /// The element types of weight and state windows do not go together.
-    #[error("{optimizer} cannot step {weight} weights with the state windows given: {expected}")]
+    #[error("{optimizer} cannot step {weight} weights with the given state chunks: {expected}")]
     UnsupportedWindows {
         /// The update rule.
         optimizer: &'static str,
@@ -25,7 +25,7 @@ pub enum OptimError {
         expected: &'static str,
     },
     /// Steps are counted from one.
-    #[error("step 0 does not exist: optimizer steps are counted from 1")]
+    #[error("step 0 does not exist: optimizer steps count from 1")]
     StepZero,
     /// A name pattern is not a regular expression.
     #[error("learning-rate pattern `{pattern}` is not a regular expression")]

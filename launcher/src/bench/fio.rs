@@ -32,9 +32,9 @@ pub(super) fn run(folder: &Path, bytes: u64) -> Result<(f64, f64), Failure> {
             .map_err(|e| Failure::io(ErrorCode::Disk, "run fio in", folder, &e))?;
         rate(&output.stdout, kind).ok_or_else(|| {
             let text = String::from_utf8_lossy(&output.stderr);
-            let why = text.lines().next().unwrap_or("it printed no rate");
-            Failure::new(ErrorCode::Disk, "fio did not measure", why)
-                .next("run without fio in PATH to measure our own ways only")
+            let why = text.lines().next().unwrap_or("its output has no rate");
+            Failure::new(ErrorCode::Disk, "fio gave no measurement", why)
+                .next("remove fio from PATH to measure only the methods of this program")
         })
     };
     // Twice, as our own files: the second time no block is new to the file system.

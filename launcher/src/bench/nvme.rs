@@ -63,13 +63,16 @@ pub fn run(args: &BenchNvmeArgs) -> Result<ExitCode, Failure> {
 
 fn check_room(folder: &Path, size: u64) -> Result<(), Failure> {
     let free = disk_free_bytes(folder)
-        .map_err(|e| Failure::io(ErrorCode::Disk, "ask the file system of", folder, &e))?;
+        .map_err(|e| Failure::io(ErrorCode::Disk, "query the file system of", folder, &e))?;
     if free >= size {
         return Ok(());
     }
     Err(Failure::new(
         ErrorCode::Disk,
-        format!("{} is too small for the measurement", folder.display()),
+        format!(
+            "{} has too little free space for the measurement",
+            folder.display()
+        ),
         format!("{} are needed, {} are free", bytes(size), bytes(free)),
     )
     .next("a smaller --size"))
@@ -175,7 +178,7 @@ fn as_text(folder: &Path, size: u64, rates: &[Rates]) -> String {
     text += if rates.iter().any(|r| r.name == FIO) {
         "\nmedians and best of the rounds; fio: 1 MiB, direct, queue depth 16\n"
     } else {
-        "\nfio is not installed: nothing to compare with\n"
+        "\nfio is not installed, so there is no comparison\n"
     };
     text
 }

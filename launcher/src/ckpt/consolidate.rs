@@ -86,10 +86,10 @@ pub(super) fn run(args: &CkptConsolidateArgs) -> Result<ExitCode, Failure> {
         if entries.is_empty() {
             return Err(Failure::new(
                 ErrorCode::Resume,
-                format!("{} holds no optimizer state", args.checkpoint.display()),
-                "nothing can be written for --optimizer",
+                format!("{} contains no optimizer state", args.checkpoint.display()),
+                "--optimizer has nothing to write",
             )
-            .next("leave --optimizer out"));
+            .next("omit --optimizer"));
         }
         write(OPTIMIZER_STEM, &entries)?;
     }
@@ -250,7 +250,7 @@ fn unknown(tensor: &LogicalTensor) -> Failure {
             tensor.name,
             tensor.dtype.name()
         ),
-        "only f32, bf16 and f16 can be widened to f32",
+        "only f32, bf16 and f16 can be converted to f32",
     )
-    .next("leave --optimizer out where this is optimizer state")
+    .next("omit --optimizer if this tensor is optimizer state")
 }

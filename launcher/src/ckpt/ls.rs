@@ -67,10 +67,12 @@ pub(super) fn run(args: &CkptLsArgs) -> Result<ExitCode, Failure> {
     if rows.is_empty() {
         return Err(Failure::new(
             ErrorCode::Resume,
-            format!("{} holds no checkpoint", run.display()),
-            "no folder in it is called checkpoint-N",
+            format!("{} contains no checkpoint", run.display()),
+            "it has no directory named checkpoint-N",
         )
-        .next("name the folder of a run: what --output named, or one below runs/"));
+        .next(
+            "give the directory of a run: the value of its --output, or a directory below runs/",
+        ));
     }
     if args.json == Some(true) {
         let rows: Vec<Value> = rows.iter().map(Row::json).collect();
@@ -105,7 +107,7 @@ impl Row {
         let found = match Checkpoint::open(folder) {
             Ok(checkpoint) => Ok(Contents::of(&checkpoint)),
             Err(_) if file_name(folder).contains('.') => {
-                Err("left by a save that did not finish".to_owned())
+                Err("left by an unfinished save".to_owned())
             }
             Err(error) => Err(chain(&error)),
         };
@@ -208,7 +210,7 @@ fn text(rows: &[Row]) -> String {
         "ranks",
         "ZeRO",
         "precision",
-        "holds",
+        "contains",
         "condition",
         width = width.max("checkpoint".len())
     );
@@ -225,13 +227,13 @@ fn text(rows: &[Row]) -> String {
                 word(&contents.meta["precision"]),
                 contents.holds.join(" + "),
                 if row.latest {
-                    "whole, the latest"
+                    "intact, the latest"
                 } else {
-                    "whole"
+                    "intact"
                 },
             ),
             Err(problem) => format!(
-                " {:<width$}  {:>7}  {:>7}  {:>5}  {:>4}  {:<9}  {:<24}  not whole: {problem}",
+                " {:<width$}  {:>7}  {:>7}  {:>5}  {:>4}  {:<9}  {:<24}  damaged: {problem}",
                 row.name,
                 bytes(row.bytes),
                 "",
@@ -246,7 +248,7 @@ fn text(rows: &[Row]) -> String {
     push(
         &mut text,
         format_args!(
-            " lengths and descriptions are compared here; `launcher ckpt verify` compares every byte\n"
+            " this list compares lengths and descriptions; `launcher ckpt verify` compares every byte\n"
         ),
     );
     text

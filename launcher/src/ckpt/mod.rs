@@ -46,11 +46,13 @@ pub(crate) fn advise_intact(failure: Failure, checkpoint: &Path) -> Failure {
     let parent = checkpoint.parent().filter(|p| !p.as_os_str().is_empty());
     match newest_intact(parent.unwrap_or(Path::new(".")), Some(checkpoint)) {
         Some(folder) => failure.next(format!(
-            "{} is whole, the newest of this run that is: --resume {}",
+            "{} is the newest intact checkpoint of this run: --resume {}",
             crate::run_folder::file_name(&folder),
             folder.display()
         )),
-        None => failure.next("no other checkpoint of this run is whole: start anew"),
+        None => {
+            failure.next("no other checkpoint of this run is intact: start again without --resume")
+        }
     }
 }
 
@@ -70,18 +72,19 @@ fn open(folder: &Path, doing: &str) -> Result<Checkpoint, Failure> {
 
 fn missing(folder: &Path, doing: &str) -> Failure {
     let cause = if folder.exists() {
-        "it is not a folder"
+        "it is not a directory"
     } else {
-        "there is no such folder"
+        "the directory does not exist"
     };
     Failure::new(ErrorCode::Resume, format!("cannot {doing}"), cause)
-        .next("name a checkpoint-N folder of a run; `launcher ckpt ls RUN` lists them")
+        .next("give a checkpoint-N directory of a run; `launcher ckpt ls RUN` lists them")
 }
 
 /// What every verb that writes asks for.
 fn required(output: Option<&PathBuf>) -> Result<&PathBuf, Failure> {
     output.ok_or_else(|| {
-        Failure::usage("--output is missing", "the result needs a folder").next("add --output DIR")
+        Failure::usage("--output is missing", "the result needs a directory")
+            .next("add --output DIR")
     })
 }
 

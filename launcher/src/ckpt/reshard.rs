@@ -18,10 +18,11 @@ pub(super) fn run(args: &CkptReshardArgs) -> Result<ExitCode, Failure> {
     let started = Instant::now();
     let output = required(args.output.as_ref())?;
     let Some(nproc) = args.nproc else {
-        return Err(
-            Failure::usage("--nproc is missing", "it says what to cut the state for")
-                .next("add --nproc N"),
-        );
+        return Err(Failure::usage(
+            "--nproc is missing",
+            "it sets the number of ranks of the new checkpoint",
+        )
+        .next("add --nproc N"));
     };
     let folder = NewFolder::begin(output, "a resharded checkpoint")?;
     let source = open(&args.checkpoint, "reshard")?;
@@ -36,8 +37,8 @@ pub(super) fn run(args: &CkptReshardArgs) -> Result<ExitCode, Failure> {
             format!("cannot {doing}"),
             error.to_string(),
         )
-        .evidence(format!("its manifest's {UNITS} cannot be read"))
-        .next("name a checkpoint-N folder that this program has saved")
+        .evidence(format!("{UNITS} of its manifest cannot be read"))
+        .next("give a checkpoint-N directory that this program saved")
     })?;
     let written = checkpoint::reshard(&source, &units, nproc, folder.path(), meta)
         .map_err(|e| failures::checkpoint(&doing, &e))?;

@@ -35,7 +35,7 @@ pub(super) fn run(args: &CkptVerifyArgs) -> Result<ExitCode, Failure> {
     if problems.is_empty() {
         let name = crate::run_folder::file_name(folder);
         print(&format!(
-            " verify  {name} is whole · {} files · {} · {} tensors of training state · {}\n",
+            " verify  {name} is intact · {} files · {} · {} tensors of training state · {}\n",
             found.files,
             bytes(found.bytes),
             grouped(found.tensors as u64),
@@ -47,9 +47,9 @@ pub(super) fn run(args: &CkptVerifyArgs) -> Result<ExitCode, Failure> {
         ErrorCode::Resume,
         format!("{} is damaged", folder.display()),
         match bad_files {
-            0 => "its files are as they were written, but do not hold what was trained".to_owned(),
+            0 => "its files have the hashes of the manifest, but they do not contain all trained tensors".to_owned(),
             n => format!(
-                "{n} of {} files are not what was written; {} of {} tensors of training state lie in them",
+                "{n} of {} files differ from what was written; they contain {} of {} tensors of training state",
                 found.files,
                 found.lost.len(),
                 found.tensors
@@ -89,9 +89,9 @@ fn weights(folder: &Path) -> Result<Vec<String>, Failure> {
     let trained = checkpoint.tensors().iter().filter(|t| is_weight(t));
     Ok(trained
         .filter_map(|tensor| match shape(&tensor.name) {
-            None => Some(format!("no file of weights holds {}", tensor.name)),
+            None => Some(format!("no weight file contains {}", tensor.name)),
             Some(found) if !fits(tensor, found) => Some(format!(
-                "{} has the shape {found:?} in its file of weights, {:?} in the training state",
+                "{} has the shape {found:?} in its weight file and {:?} in the training state",
                 tensor.name, tensor.shape
             )),
             Some(_) => None,

@@ -37,9 +37,9 @@ pub(super) fn resolve(
     if find_batch && args.per_device_train_batch_size.is_some() {
         return Err(Failure::usage(
             "--find-batch and --per-device-train-batch-size contradict each other",
-            "the first looks for the second",
+            "--find-batch searches for the value of the other flag",
         )
-        .next("keep one of them; --global-batch bounds what is found"));
+        .next("keep one of them; --global-batch-size limits the result of the search"));
     }
     let (micro_batch, accumulation_steps) = sizes(args, defaults, nproc)?;
     Ok(BatchConfig {
@@ -82,11 +82,11 @@ fn sizes(args: &Args, defaults: &Defaults, nproc: usize) -> Result<(usize, usize
         (Some(micro), Some(accumulation)) => Err(Failure::usage(
             "the batch sizes contradict each other",
             format!(
-                "{micro} per rank x {accumulation} accumulated x {nproc} ranks = {}, not --global-batch {global}",
+                "{micro} per rank x {accumulation} accumulated x {nproc} ranks = {}, not --global-batch-size {global}",
                 micro * accumulation * nproc
             ),
         )
-        .next("give two of the three; the third follows")),
+        .next("give two of the three; the third is computed")),
         (None, Some(accumulation)) => Ok((
             divided(global, accumulation * nproc, || {
                 format!("{accumulation} accumulated x {nproc} ranks")
@@ -116,10 +116,10 @@ fn divided(global: usize, by: usize, what: impl Fn() -> String) -> Result<usize,
         by.to_string()
     };
     Err(Failure::usage(
-        format!("--global-batch {global} cannot be divided"),
-        format!("{} = {by} samples do not go into {global}", what()),
+        format!("--global-batch-size {global} cannot be divided"),
+        format!("{global} is not a multiple of {} = {by} samples", what()),
     )
-    .next(format!("--global-batch {near}")))
+    .next(format!("--global-batch-size {near}")))
 }
 
 /// Towers that recompute, from either spelling.
@@ -135,7 +135,7 @@ pub(super) fn recompute(args: &Args) -> Result<Recompute, Failure> {
                     "--checkpoint-activations {asked} and --gradient-checkpointing {} contradict each other",
                     meant == Recompute::ALL
                 ),
-                "both say which activations are computed again",
+                "both select the activations that are recomputed",
             )
             .next("keep one of them"))
         }
@@ -155,9 +155,9 @@ pub(super) fn num_layers(args: &Args) -> Result<usize, Failure> {
     if layers > 1 && recompute(args)? == Recompute::NONE {
         return Err(Failure::usage(
             format!("--checkpoint-num-layers {layers} has nothing to act on"),
-            "no tower computes activations again in backward",
+            "no tower recomputes activations in backward",
         )
-        .next("--checkpoint-activations all, or leave --checkpoint-num-layers out"));
+        .next("--checkpoint-activations all, or omit --checkpoint-num-layers"));
     }
     Ok(layers)
 }

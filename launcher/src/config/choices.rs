@@ -359,9 +359,7 @@ impl FromStr for Recompute {
                 "vit" | "vpm" | "vision" => chosen.vit = true,
                 "resampler" => chosen.resampler = true,
                 other => {
-                    return Err(format!(
-                        "'{other}' is none of llm, vit, resampler, all, none"
-                    ));
+                    return Err(format!("'{other}' is not llm, vit, resampler, all or none"));
                 }
             }
         }

@@ -60,7 +60,7 @@ impl RunConfig {
             return Some("the ranks are on several machines".into());
         }
         if self.ipc_refused.is_some() {
-            return Some("they met a refusal when they tried".into());
+            return Some("a rank was refused access to the memory of another GPU".into());
         }
         let used = &self.gpus[..self.gpus.len().min(self.nproc)];
         for one in used {
@@ -81,11 +81,11 @@ impl RunConfig {
             return Ok(());
         }
         let why = if self.device == Device::Cpu {
-            Some("it is for GPUs, and this run computes on the CPU".to_owned())
+            Some("it needs GPUs, and this run computes on the CPU".to_owned())
         } else if asked == Collectives::Ipc && self.nproc > 1 {
             self.apart()
         } else if asked == Collectives::Nccl && self.shard_group.is_some() {
-            Some("NCCL has one group of all ranks here, not those of --shard-group".to_owned())
+            Some("NCCL has one group of all ranks here and none for --shard-group".to_owned())
         } else {
             None
         };
@@ -95,7 +95,7 @@ impl RunConfig {
                 format!("--collectives {} cannot be used", asked.name()),
                 why,
             )
-            .next("--collectives auto takes what works here; shm works everywhere")),
+            .next("--collectives auto selects a transport that works here; shm works everywhere")),
         }
     }
 }

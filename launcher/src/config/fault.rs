@@ -254,7 +254,7 @@ impl FromStr for Fault {
                 _ => {
                     fault.lost = value
                         .parse()
-                        .map_err(|_| format!("{key} is true or false, not `{value}`"))?;
+                        .map_err(|_| format!("{key} must be true or false, not `{value}`"))?;
                 }
             }
         }
@@ -264,7 +264,7 @@ impl FromStr for Fault {
         if fault.phase != FaultPhase::Save && kind.keys().contains(&"phase") {
             let mut of_saves = ["call", "seed"].into_iter();
             if let Some(key) = of_saves.rfind(|key| seen.contains(key)) {
-                return Err(format!("`{key}` means something with phase=save only"));
+                return Err(format!("`{key}` has a meaning only with phase=save"));
             }
         }
         Ok(fault)
@@ -279,7 +279,7 @@ fn named<T: Copy>(all: &[(T, &'static str)], word: &str, what: &str) -> Result<T
     let meant = nearest(word, names.iter().copied());
     let meant = meant.map_or_else(String::new, |name| format!("; did you mean {name}?"));
     Err(format!(
-        "no {what} is called `{word}`, there are {}{meant}",
+        "`{word}` is not a {what}; known: {}{meant}",
         names.join(", ")
     ))
 }
@@ -290,7 +290,7 @@ fn number<T: FromStr + PartialOrd + From<u8>>(
     least: u8,
 ) -> Result<T, String> {
     let parsed = value.parse().ok().filter(|n| *n >= T::from(least));
-    parsed.ok_or_else(|| format!("{key} is a whole number from {least} on, not `{value}`"))
+    parsed.ok_or_else(|| format!("{key} must be a whole number of at least {least}, not `{value}`"))
 }
 
 impl TryFrom<String> for Fault {
@@ -335,15 +335,15 @@ mod tests {
     fn what_is_malformed_is_refused_with_its_reason() {
         for (text, reason) in [
             ("kil:rank=1", "did you mean kill?"),
-            ("", "no fault is called ``"),
+            ("", "`` is not a fault"),
             ("kill:rank", "`rank` is not KEY=VALUE"),
-            ("kill:rank=-1", "rank is a whole number from 0 on"),
-            ("kill:step=0", "step is a whole number from 1 on"),
+            ("kill:rank=-1", "rank must be a whole number of at least 0"),
+            ("kill:step=0", "step must be a whole number of at least 1"),
             ("kill:rank=1,rank=2", "`rank` is given twice"),
             ("kill:ms=3", "kill takes rank, step"),
             ("kill:phase=sav", "did you mean save?"),
-            ("kill:call=3", "phase=save only"),
-            ("nan:value=big", "there are nan, inf, -inf"),
+            ("kill:call=3", "only with phase=save"),
+            ("nan:value=big", "known: nan, inf, -inf"),
             ("slow-link:rank=1", "needs ms"),
             ("stop:lost=true", "not `lost`"),
             ("kill:lost=perhaps", "true or false"),

@@ -46,15 +46,18 @@ impl RunConfig {
             3 => None,
             _ if self.nproc == 1 => None,
             0 if self.precision != super::PrecisionChoice::PureBf16 => None,
-            _ => Some("below stage 3, ranks share what they have updated before the next pass"),
+            _ => Some("below stage 3, ranks gather the updated weights before the next pass"),
         }
     }
 
     /// Refuses what was asked for by name and cannot be.
     pub(super) fn check_late_step(&self) -> Result<(), Failure> {
         match (self.late_step, self.not_late()) {
-            (LateStep::On, Some(why)) => Err(Failure::usage("--late-step on cannot be used", why)
-                .next("--late-step auto takes what works here")),
+            (LateStep::On, Some(why)) => Err(Failure::usage(
+                "--optimizer-in-forward on cannot be used",
+                why,
+            )
+            .next("--optimizer-in-forward auto selects what works here")),
             _ => Ok(()),
         }
     }

@@ -63,7 +63,7 @@ pub(super) fn resolve(args: &Args, precision: PrecisionChoice) -> Result<Numbers
                 format!("{flag} needs --precision {}", value_name(needed)),
                 format!("this run's precision is {}", value_name(precision)),
             )
-            .next(format!("leave {flag} out, or change --precision")));
+            .next(format!("omit {flag}, or change --precision")));
         }
         Ok(())
     };
@@ -110,13 +110,13 @@ pub(super) fn resolve(args: &Args, precision: PrecisionChoice) -> Result<Numbers
 fn loss_scale(args: &Args) -> Result<LossScale, Failure> {
     let bad = |flag: &str, why: &str| {
         Failure::usage(format!("{flag} is out of range"), why.to_owned())
-            .next("leave the loss scale to its defaults: dynamic, from 2^16")
+            .next("use the defaults of the loss scale: dynamic, from 2^16")
     };
     if let Some(scale) = args.loss_scale.filter(|scale| *scale != 0.0) {
         if !(scale.is_finite() && scale > 0.0) {
             return Err(bad(
                 "--loss-scale",
-                "0 is dynamic, other scales are above 0",
+                "0 means dynamic; a fixed scale must be above 0",
             ));
         }
         return Ok(LossScale::Static(scale));
@@ -131,7 +131,7 @@ fn loss_scale(args: &Args) -> Result<LossScale, Failure> {
     if !(rule.minimum > 0.0 && rule.minimum <= rule.initial) {
         return Err(bad(
             "--min-loss-scale",
-            "it is above 0 and not above the first scale",
+            "it must be above 0 and at most the first scale",
         ));
     }
     Ok(LossScale::Dynamic(rule))
@@ -177,7 +177,7 @@ pub fn check_family(config: &RunConfig, family: Family) -> Result<(), Failure> {
     }
     Err(Failure::usage(
         "this family cannot be trained in fp16",
-        "activations of the GLM-4 decoders exceed 65504, the largest fp16 number; their makers do not support it",
+        "activations of the GLM-4 decoders exceed 65504, the largest fp16 number; their publisher does not support fp16",
     )
     .next("--precision bf16, which needs the same memory"))
 }

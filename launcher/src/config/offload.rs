@@ -48,10 +48,10 @@ impl FromStr for Tier {
         match text.trim() {
             "none" => Ok(Self::None),
             "cpu" => Ok(Self::Cpu),
-            "nvme" | "nvme:" => Err("nvme needs a folder: nvme:DIR".to_owned()),
+            "nvme" | "nvme:" => Err("nvme needs a directory: nvme:DIR".to_owned()),
             other => match other.strip_prefix("nvme:") {
                 Some(folder) => Ok(Self::Nvme(folder.into())),
-                None => Err(format!("'{other}' is none of none, cpu, nvme:DIR")),
+                None => Err(format!("'{other}' is not none, cpu or nvme:DIR")),
             },
         }
     }
@@ -163,7 +163,7 @@ impl FromStr for Offload {
                 "param" => offload.param = tier,
                 "activation" => offload.activation = tier,
                 other => {
-                    return Err(format!("'{other}' is none of optimizer, param, activation"));
+                    return Err(format!("'{other}' is not optimizer, param or activation"));
                 }
             }
         }

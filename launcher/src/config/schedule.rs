@@ -84,7 +84,7 @@ impl FromStr for SchedulerKwargs {
                     let steps = value.parse().ok().filter(|steps| *steps > 0);
                     kwargs.total_num_steps = Some(steps.ok_or_else(|| bad("at least 1"))?);
                 }
-                other => return Err(format!("'{other}' is none of {}", NAMES.join(", "))),
+                other => return Err(format!("'{other}' is not one of {}", NAMES.join(", "))),
             }
         }
         Ok(kwargs)

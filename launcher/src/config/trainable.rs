@@ -21,7 +21,7 @@ pub(super) fn resolve(args: &Args, notes: &mut Vec<Note>) -> Result<Trainable, F
             ("--tune-llm", args.tune_llm),
         ];
         let given = switches.iter().filter(|(_, given)| given.is_some());
-        notes.extend(given.map(|(flag, _)| note(flag, "--train names the parts")));
+        notes.extend(given.map(|(flag, _)| note(flag, "--train selects the parts")));
     }
     Ok(Trainable {
         tune_vision,

@@ -46,9 +46,9 @@ impl RunConfig {
             return Ok(());
         }
         Err(Failure::usage(
-            "--upload-ahead on cannot be used",
-            "it is for GPUs, and this run computes on the CPU",
+            "--prefetch-weights on cannot be used",
+            "it needs GPUs, and this run computes on the CPU",
         )
-        .next("--upload-ahead auto takes what works here"))
+        .next("--prefetch-weights auto selects what works here"))
     }
 }

@@ -41,13 +41,13 @@ impl Kind {
     fn reason(self, options: &EncodeOptions) -> String {
         match self {
             Self::TooLong => format!(
-                "the answer, or half a picture, lies beyond --model-max-length {}",
+                "--model-max-length {} cuts off the answer, or cuts an image in two",
                 options.model_max_length
             ),
             Self::NoAnswer => "no answer of the assistant".to_owned(),
-            Self::Roles => "turns or roles that are no conversation".to_owned(),
-            Self::Placeholders => "text and list of pictures disagree".to_owned(),
-            Self::Picture => "a picture is missing or cannot be read".to_owned(),
+            Self::Roles => "the turns or roles do not form a conversation".to_owned(),
+            Self::Placeholders => "the text and the list of images disagree".to_owned(),
+            Self::Picture => "an image is missing or cannot be read".to_owned(),
             Self::Other => "other reasons".to_owned(),
         }
     }
@@ -126,7 +126,7 @@ impl Problem {
             let features = size.picture_tokens / size.slices.max(1);
             let text = tokens.saturating_sub(size.picture_tokens);
             self.problem = format!(
-                "{} tokens, pictures {} x {features} + text {}; {}",
+                "{} tokens, images {} x {features} + text {}; {}",
                 grouped(tokens as u64),
                 size.slices,
                 grouped(text as u64),
@@ -189,8 +189,8 @@ fn excerpt(sample: &RawSample, with_names: bool) -> String {
         });
     let names: Vec<&str> = sample.images.iter().map(|(name, _)| &**name).collect();
     let images = match names.as_slice() {
-        [] => "; no pictures are listed".to_owned(),
-        names => format!("; pictures: {}", names.join(" ")),
+        [] => "; no images are listed".to_owned(),
+        names => format!("; images: {}", names.join(" ")),
     };
     let images = if with_names { images } else { String::new() };
     shown.unwrap_or_default() + &images
@@ -252,9 +252,9 @@ pub(crate) fn refusal(context: &Context<'_>, problems: &[Problem]) -> Failure {
         failure = failure.next(line);
     }
     failure
-        .next("mend these samples, or leave them out with --skip-bad-samples true")
+        .next("fix these samples, or skip them with --skip-bad-samples true")
         .next(format!(
-            "all of them: launcher data check {} --model {} --output .",
+            "for the whole list: launcher data check {} --model {} --output .",
             context.path.display(),
             context.model.display()
         ))
@@ -270,7 +270,7 @@ pub(crate) fn remedies(context: &Context<'_>, problems: &[Problem]) -> Vec<Strin
     if let Some(longest) = long.iter().filter_map(|problem| problem.tokens).max() {
         let step = if longest < 1024 { 64 } else { 1024 };
         lines.push(format!(
-            "--model-max-length {} keeps all {} that are too long",
+            "--model-max-length {} is enough for all {} samples that are too long",
             longest.next_multiple_of(step),
             long.len()
         ));

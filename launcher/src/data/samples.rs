@@ -75,9 +75,9 @@ pub(crate) fn read(reading: Reading<'_>) -> Result<(Vec<RawSample>, ImageFolder)
     } = reading;
     let refuse = |cause: String| {
         let next = if path.exists() {
-            "a JSON list of {id, image, conversations: [{role, content}]} as MiniCPM-V's fine-tuning takes it, or another form that --data-format names"
+            "use a JSON list of {id, image, conversations: [{role, content}]}, the format of MiniCPM-V fine-tuning, or give another format with --data-format"
         } else {
-            "check the path; relative ones start at the present folder"
+            "check the path; relative paths start at the current directory"
         };
         let title = format!("cannot read {}", path.display());
         Failure::new(ErrorCode::DataFile, title, cause).next(next)

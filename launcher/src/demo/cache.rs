@@ -41,7 +41,7 @@ pub(super) fn ensure(folder: &Path, show: &mut dyn FnMut(Event)) -> Result<(), F
     show(Event::Info {
         label: "demo".to_string(),
         text: format!(
-            "drew {} training pictures into {} in {}",
+            "drew {} training images into {} in {}",
             grouped(TRAIN_SAMPLES as u64),
             folder.display(),
             seconds(started.elapsed().as_secs_f64())

@@ -51,7 +51,7 @@ mod driver {
         Err(Failure::new(
             ErrorCode::Cuda,
             format!("cannot open GPU {}", gpu.ordinal),
-            "support of CUDA was left out of this build",
+            "this build has no CUDA support",
         )
         .next("build without --no-default-features"))
     }
@@ -102,7 +102,7 @@ mod driver {
                 format!("cannot open GPU {} ({})", gpu.ordinal, gpu.name),
                 crate::data::chain(&error),
             )
-            .next("`launcher doctor` shows driver, GPUs and libraries")
+            .next("`launcher doctor` shows the driver, the GPUs and the libraries")
         })?;
         let free = opened.memory_info().ok().map(|(free, _)| free as u64);
         let opened = Arc::new(opened);
@@ -139,7 +139,7 @@ mod driver {
             .filter(|process| process.pid != own)
             .map(|process| {
                 let held = process.used_bytes.map_or_else(|| "?".to_owned(), bytes);
-                format!("process {} holds {held}", process.pid)
+                format!("process {} uses {held}", process.pid)
             })
             .collect();
         (!shown.is_empty()).then(|| shown.join(", "))

@@ -106,20 +106,26 @@ pub fn no_room(
 ) -> Failure {
     let mut failure = Failure::new(
         ErrorCode::DeviceMemory,
-        format!("GPU {} ({}) cannot hold this run", gpu.ordinal, gpu.name),
+        format!(
+            "GPU {} ({}) has too little free memory for this run",
+            gpu.ordinal, gpu.name
+        ),
         crate::data::chain(cause),
     )
     .evidence(format!(
-        "the plan takes {} at the start; {} were free when it was made{}",
+        "the plan reserves {} at the start; {} were free when the plan was made{}",
         bytes(arena_bytes),
         bytes(gpu.free_bytes),
-        free.map_or(String::new(), |free| format!(", {} are now", bytes(free)))
+        free.map_or(String::new(), |free| format!(
+            ", {} are free now",
+            bytes(free)
+        ))
     ));
     if let Some(others) = others {
         failure = failure.evidence(others);
     }
     failure.next(format!(
-        "end what else uses the GPU, or choose another one with {MASK}"
+        "end the other processes on the GPU, or choose another GPU with {MASK}"
     ))
 }
 
@@ -186,7 +192,7 @@ impl Chosen {
                 }
                 if config.ranks_here() > self.gpus.len() {
                     lines.push(format!(
-                        "{} ranks share {} in turn: each has a part of its memory, and they wait for each other",
+                        "{} ranks share {}: each rank has a part of the memory, and the ranks take turns",
                         config.ranks_here(),
                         counted(self.gpus.len())
                     ));
@@ -231,12 +237,12 @@ fn resting(offload: &Offload) -> String {
         names.join(", ")
     };
     match (of(true), of(false)) {
-        (there, elsewhere) if elsewhere.is_empty() => format!("{there} rest on the GPU"),
+        (there, elsewhere) if elsewhere.is_empty() => format!("{there} are in GPU memory"),
         (there, elsewhere) if there.is_empty() => {
-            format!("{elsewhere} rest in host memory or on a disk")
+            format!("{elsewhere} are in host memory or on a disk")
         }
         (there, elsewhere) => {
-            format!("{there} rest on the GPU, {elsewhere} in host memory or on a disk")
+            format!("{there} are in GPU memory, {elsewhere} in host memory or on a disk")
         }
     }
 }
@@ -284,7 +290,7 @@ fn carried(config: &RunConfig) -> String {
     match (config.resolved_collectives(), why) {
         (Collectives::Ipc, _) => "between ranks: ipc, GPUs read each other's memory".into(),
         (Collectives::Nccl, _) if config.shares_gpus() => {
-            "between ranks: nccl, through sockets, since ranks share a GPU".into()
+            "between ranks: nccl, through sockets, because ranks share a GPU".into()
         }
         (Collectives::Nccl, _) => "between ranks: nccl".into(),
         (_, Some(why)) if config.collectives == Collectives::Auto => {
@@ -380,15 +386,15 @@ fn products(cuda: &Cuda, variables: &Variables) -> Result<Products, Failure> {
             let mut failure = Failure::new(
                 ErrorCode::Cuda,
                 format!("{MATMUL}=cublaslt: cuBLASLt was not found"),
-                "it is opened at run time, and no place that was tried has it",
+                "it is loaded at run time, and none of the searched directories has it",
             );
             for attempt in library.iter().flat_map(|library| &library.attempts) {
                 failure = failure.evidence(format!("{} ({})", attempt.place, attempt.outcome));
             }
             Err(failure
-                .next("name its folder: TESSERA_CUDA_LIBS=/path/to/folder")
+                .next("give its directory: TESSERA_CUDA_LIBS=/path/to/directory")
                 .next(format!(
-                    "unset {MATMUL}: our own kernels multiply without it"
+                    "unset {MATMUL}: the kernels of this program then compute matrix products"
                 )))
         }
     }
@@ -415,7 +421,7 @@ fn missing(cuda: &Cuda, findings: &[Finding]) -> String {
     let title = first.map(|finding| finding.title.trim_end_matches(INSTEAD).to_owned());
     title
         .or_else(|| cuda.problem.clone())
-        .unwrap_or_else(|| "CUDA shows no GPU".to_owned())
+        .unwrap_or_else(|| "CUDA reports no GPU".to_owned())
 }
 
 /// `--device cuda` where that cannot be: too old a GPU (E11), or no working CUDA (E12).
@@ -427,7 +433,7 @@ fn refusal(cuda: &Cuda, gpus: &[Gpu], findings: &[Finding], variables: &Variable
         } else {
             ErrorCode::Cuda
         },
-        "--device cuda: there is no GPU that can be used",
+        "--device cuda: no usable GPU was found",
         missing(cuda, findings),
     );
     if let Some(mask) = variables.get(MASK) {
@@ -462,6 +468,6 @@ fn refusal(cuda: &Cuda, gpus: &[Gpu], findings: &[Finding], variables: &Variable
         }
     }
     failure
-        .next("--device cpu trains on the CPU; --device auto takes a GPU only where there is one")
-        .next("`launcher doctor` shows what was looked for and where")
+        .next("--device cpu trains on the CPU; --device auto uses a GPU only if one is usable")
+        .next("`launcher doctor` lists the libraries and where they were searched")
 }

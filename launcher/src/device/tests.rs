@@ -132,7 +132,7 @@ fn auto_takes_gpus_where_there_are_any_and_says_why() {
         "cuda · auto: 2 GPUs can be used · driver 580.65.06 (CUDA 13.0)",
         "GPU 0 RTX 3090 · 24.0G, 23.0G free · rank 0",
         "GPU 1 RTX 3090 · 24.0G, 23.0G free · rank 1",
-        "states rest on the GPU",
+        "states are in GPU memory",
     ] {
         assert!(text.contains(words), "no {words:?} in\n{text}");
     }
@@ -201,7 +201,7 @@ fn what_others_hold_and_what_differs_is_named() {
     let text = shown(&run, &config("", &run));
     for words in [
         "GPU 0: other processes hold 5.0G of 24.0G (process 4711)",
-        "the GPUs are not equal",
+        "the GPUs differ",
         "18.0G free",
     ] {
         assert!(text.contains(words), "no {words:?} in\n{text}");
@@ -278,7 +278,12 @@ fn more_ranks_than_gpus_take_turns() {
     assert_eq!(ranks_per_gpu(&config), 3);
     let text = shown(&run, &config);
     assert!(text.contains("ranks 0, 2, 4"), "{text}");
-    assert!(text.contains("5 ranks share 2 GPUs in turn"), "{text}");
+    assert!(
+        text.contains(
+            "5 ranks share 2 GPUs: each rank has a part of the memory, and the ranks take turns"
+        ),
+        "{text}"
+    );
 }
 
 /// States rest where the configuration says, but for those whose update a GPU does not know.
@@ -308,7 +313,7 @@ fn states_rest_on_gpus_where_they_are_updated() {
     }
     let config = config("--offload optimizer=cpu", &run);
     let text = shown(&run, &config);
-    let words = "weights rest on the GPU, gradients and optimizer states in host memory";
+    let words = "weights are in GPU memory, gradients and optimizer states in host memory";
     assert!(text.contains(words), "{text}");
 }
 

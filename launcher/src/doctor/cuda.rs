@@ -124,7 +124,7 @@ fn is_same(one: &Gpu, other: &Gpu) -> bool {
 #[cfg(not(feature = "cuda"))]
 fn ask(search: SearchFacts) -> (Cuda, Vec<Gpu>) {
     let cuda = Cuda {
-        problem: Some("support of CUDA was left out of this build".to_string()),
+        problem: Some("this build has no CUDA support".to_string()),
         search,
         ..Cuda::default()
     };

@@ -116,7 +116,7 @@ pub fn run(variables: &Variables, as_json: bool) -> Result<ExitCode, Failure> {
     let failed = |error: &io::Error| {
         let title = "cannot write the report to standard output";
         Failure::new(ErrorCode::Disk, title, error.to_string())
-            .next("see where standard output leads: to a full disk, or to nowhere")
+            .next("check the target of standard output: its disk may be full")
     };
     let text = if as_json {
         let json = serde_json::to_string_pretty(&report);

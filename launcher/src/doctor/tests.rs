@@ -180,7 +180,7 @@ fn a_good_machine_has_no_findings() {
     assert_eq!(found(|_| ()), []);
     let report = Report::new(workstation());
     assert_eq!(report.gpus_are_equal, Some(true));
-    assert!(report.to_text().contains("nothing stands in the way"));
+    assert!(report.to_text().contains("no problems found"));
     let verdict = report.verdict;
     assert_eq!((verdict.device, verdict.gpus), ("cuda", vec![0, 1]));
 }
@@ -476,7 +476,7 @@ fn the_text_is_plain_aligned_and_without_the_users_folder() {
     for words in [
         " gpu 0    NVIDIA RTX A6000 · compute capability 8.6 · 84 multiprocessors · 47.0G of 48.0G free\n",
         "          0000:00:00.0 · PCIe 1 x16 (at most 4 x16) · 4 NVLinks · peer access to 1\n",
-        "          process 4711 holds 5.0G · 0 % busy · 0 uncorrected memory errors\n",
+        "          process 4711 uses 5.0G · 0 % busy · 0 uncorrected memory errors\n",
         "          all equal\n",
         "          MP_SIZE                      4             the model is not split",
         "instead: --nproc N --zero 3",

@@ -21,7 +21,7 @@ pub(super) fn render(report: &Report) -> String {
     let mut page = Page::default();
     machine(facts, &mut page);
     for (place, folder) in facts.storage.iter().enumerate() {
-        page.line(if place == 0 { "folders" } else { "" }, &storage(folder));
+        page.line(if place == 0 { "storage" } else { "" }, &storage(folder));
     }
     driver(&facts.cuda, &mut page);
     for library in &facts.cuda.libraries {
@@ -185,11 +185,11 @@ fn storage(folder: &Storage) -> String {
     let kind = folder.file_system.as_deref().unwrap_or("unknown");
     let room = match (folder.free_bytes, folder.total_bytes) {
         (Some(free), Some(total)) => format!("{} of {} free", bytes(free), bytes(total)),
-        _ => "not there".to_string(),
+        _ => "missing".to_string(),
     };
     let mut line = format!("{path:<10} {kind:<8} {room:<22} {what}");
     if !folder.is_writable {
-        line += " · cannot be written";
+        line += " · not writable";
     }
     line
 }
@@ -285,7 +285,11 @@ fn gpu_lines(gpu: &Gpu) -> Vec<String> {
         _ => None,
     };
     let identity = joined([
-        Some(gpu.name.clone().unwrap_or_else(|| "no answer".to_string())),
+        Some(
+            gpu.name
+                .clone()
+                .unwrap_or_else(|| "does not respond".to_string()),
+        ),
         gpu.compute_capability
             .map(|capability| format!("compute capability {}", version_text(capability))),
         gpu.multiprocessors
@@ -300,7 +304,7 @@ fn gpu_lines(gpu: &Gpu) -> Vec<String> {
             .iter()
             .map(|process| {
                 let held = process.used_bytes.map_or("?".to_string(), bytes);
-                format!("process {} holds {held}", process.pid)
+                format!("process {} uses {held}", process.pid)
             })
             .collect();
         list.join(", ")
@@ -349,10 +353,10 @@ fn environment(table: &[Variable], page: &mut Page) {
     let names = table.iter().filter(is_shown).map(|row| row.name.len());
     let width = names.max().unwrap_or(0);
     for (kind, title) in [
-        (Kind::Read, "variables that are read"),
+        (Kind::Read, "variables that this program reads"),
         (
             Kind::ActsOnOthers,
-            "variables that act on libraries and tools",
+            "variables that affect libraries and tools",
         ),
         (
             Kind::WithoutEffect,
@@ -366,7 +370,10 @@ fn environment(table: &[Variable], page: &mut Page) {
         }
     }
     let others = table.iter().filter(|row| !is_shown(row)).count();
-    page.line("", &format!("{others} more are known and not set: --json"));
+    page.line(
+        "",
+        &format!("{others} more known variables are not set; --json lists them"),
+    );
 }
 
 fn variable(row: &Variable, width: usize, page: &mut Page) {
@@ -408,7 +415,7 @@ fn counts(findings: &[Finding]) -> String {
     ];
     let parts: Vec<String> = parts.into_iter().flatten().collect();
     if parts.is_empty() {
-        "nothing stands in the way".to_string()
+        "no problems found".to_string()
     } else {
         parts.join(", ")
     }

@@ -1,5 +1,6 @@
 //! `launcher explain`: a page for every error code, in English and Chinese.
 
+mod errors;
 mod pages;
 
 use std::io::Write;
@@ -8,6 +9,8 @@ use std::process::ExitCode;
 use crate::args::{ExplainArgs, Lang};
 use crate::exit::{ErrorCode, Failure};
 use pages::{Both, Page, page};
+
+pub use errors::errors_page;
 
 /// Columns of a page's text.
 const WIDTH: usize = 96;
@@ -89,7 +92,7 @@ fn render(code: ErrorCode, lang: Lang) -> String {
         Lang::Zh => ["常见原因", "查看什么", "怎么办", "示例"],
     };
     let exit = match lang {
-        Lang::En => "exit status",
+        Lang::En => "exit code",
         Lang::Zh => "退出码",
     };
     let mut text = format!("{code}  {}  ({exit} {status})\n\n", title.get(lang));

@@ -42,8 +42,8 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<ExitCode, Failure> {
         seed: args.seed.unwrap_or(DEFAULT_SEED),
     };
     sampling.check().map_err(|e| {
-        Failure::usage("a setting of the sampling is out of range", chain(&e))
-            .next("--temperature 0 or above, --top-p above 0 and at most 1")
+        Failure::usage("a sampling setting is out of range", chain(&e))
+            .next("--temperature must be at least 0, --top-p above 0 and at most 1")
     })?;
     let open = OpenModel::open(dir, args.adapter.as_deref(), args.precision)?;
     let options = EncodeOptions {
@@ -121,16 +121,16 @@ fn encode(
     Err(Failure::new(
         ErrorCode::Samples,
         format!("the prompt has {tokens} tokens, more than --model-max-length {longest}"),
-        "a prompt is never cut",
+        "prompts are never truncated",
     )
-    .evidence(format!("{} slices of pictures", encoded.slices.len()))
-    .next("a higher --model-max-length, a lower --max-slice-nums, or fewer pictures"))
+    .evidence(format!("{} image slices", encoded.slices.len()))
+    .next("use a higher --model-max-length, a lower --max-slice-nums, or fewer images"))
 }
 
 fn refuse(error: &SampleError) -> Failure {
     let (code, _) = problems::classify(error);
     Failure::new(code, "the prompt cannot be used", chain(error))
-        .next("--image FILE with a readable picture; in --prompt, <image> or <image_00>, <image_01>, … at most once each")
+        .next("give --image FILE with a readable image; in --prompt use <image> or <image_00>, <image_01>, … at most once each")
 }
 
 struct Answered {

@@ -115,9 +115,9 @@ fn check_place(path: &Path) -> Result<(), Failure> {
         return Err(Failure::new(
             ErrorCode::Disk,
             format!("cannot write {}", path.display()),
-            "it is a folder, or stands in one that does not exist",
+            "it is a directory, or its parent directory does not exist",
         )
-        .next("name a file in an existing folder"));
+        .next("give a file in an existing directory"));
     }
     Ok(())
 }
@@ -220,13 +220,13 @@ impl Evaluation<'_> {
         }
         Err(Failure::new(
             ErrorCode::HostMemory,
-            "the cache of a batch of answers does not fit",
+            "the KV cache of a batch of answers does not fit",
             format!(
                 "{} are needed, {} are available",
                 crate::units::bytes(cache),
                 crate::units::bytes(free)
             ),
         )
-        .next("a smaller --per-device-eval-batch-size or --max-new-tokens"))
+        .next("use a smaller --per-device-eval-batch-size or --max-new-tokens"))
     }
 }

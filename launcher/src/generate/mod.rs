@@ -21,7 +21,7 @@ fn print(text: &str) -> Result<ExitCode, Failure> {
             "cannot write to standard output",
             error.to_string(),
         )
-        .next("see where standard output leads: to a full disk, or to nowhere")),
+        .next("check the target of standard output: its disk may be full")),
         _ => Ok(ExitCode::SUCCESS),
     }
 }

@@ -88,7 +88,7 @@ impl OpenModel {
         if need > free {
             let failure = Failure::new(
                 ErrorCode::Plan,
-                "this model does not fit; no weight was read",
+                "this model does not fit into memory; no weight was read",
                 format!(
                     "{} of host memory are needed, {} are available",
                     format_bytes(need),
@@ -101,9 +101,8 @@ impl OpenModel {
                 self.model.dtype(),
                 format_bytes(cache_bytes)
             ));
-            return Err(
-                failure.next("--precision bf16, fewer tokens or samples at once, or more memory")
-            );
+            return Err(failure
+                .next("use --precision bf16, fewer tokens or samples at once, or more memory"));
         }
         let started = Instant::now();
         let pool = Pool::new("device", None);
@@ -170,9 +169,11 @@ fn no_weights(dir: &Path, error: &WeightError) -> Failure {
         .find(|name| dir.join(name).is_file());
     match partial {
         Some(name) => Failure {
-            evidence: vec![format!("it holds {name}: only a part of a model")],
+            evidence: vec![format!(
+                "it contains {name}, which is only a part of a model"
+            )],
             next: vec![format!(
-                "--model BASE --adapter {}, with the model it was trained on",
+                "use --model BASE --adapter {}, where BASE is the model that the adapter was trained on",
                 dir.display()
             )],
             ..failure
@@ -188,7 +189,7 @@ fn open_adapter(dir: &Path, base: &WeightSource) -> Result<Adapter, Failure> {
             format!("cannot use the adapter {}", dir.display()),
             chain(&error),
         )
-        .next("point --adapter at a checkpoint-N folder with adapter_model.safetensors or trained.safetensors")
+        .next("give --adapter a checkpoint-N directory with adapter_model.safetensors or trained.safetensors")
     })?;
     // Learned prefixes have no weight of the base beside them; the model is built with them.
     let lost = adapter
@@ -202,7 +203,7 @@ fn open_adapter(dir: &Path, base: &WeightSource) -> Result<Adapter, Failure> {
 }
 
 fn no_place(name: &str) -> String {
-    format!("{name} has no place in the model")
+    format!("the model has no tensor {name}")
 }
 
 /// Adapters and trained tensors are parameters of the model and have their extents: none is lost.
@@ -235,7 +236,7 @@ fn stranger(adapter: &Adapter, reasons: &[String]) -> Failure {
             "the adapter {} does not belong to this model",
             adapter.dir().display()
         ),
-        format!("{} of its parts do not fit", reasons.len()),
+        format!("{} of its tensors do not fit the model", reasons.len()),
     );
     for reason in reasons.iter().take(LISTED) {
         failure = failure.evidence(reason.clone());
@@ -247,8 +248,12 @@ fn stranger(adapter: &Adapter, reasons: &[String]) -> Failure {
         .config()
         .and_then(|c| c.base_model_name_or_path.clone());
     match base {
-        Some(base) => failure.next(format!("--model {base}: the one it was trained on")),
-        None => failure.next("--model with the folder it was trained on"),
+        Some(base) => failure.next(format!(
+            "use --model {base}, the model that the adapter was trained on"
+        )),
+        None => {
+            failure.next("give --model the directory of the model that the adapter was trained on")
+        }
     }
 }
 
@@ -292,7 +297,7 @@ impl ParamAccess for LoadedWeights {
     }
 
     fn deposit(&self, id: ParamId, _: &Tensor) -> Result<(), EngineError> {
-        let detail = format!("a gradient of parameter {}, which does not train", id.0);
+        let detail = format!("a gradient of parameter {}, which is frozen", id.0);
         Err(KernelError::Shape {
             op: "deposit",
             detail,
@@ -332,8 +337,8 @@ pub(super) fn positive(value: usize, flag: &str) -> Result<usize, Failure> {
         return Ok(value);
     }
     Err(
-        Failure::usage(format!("{flag} 0 makes no sense"), "at least 1 is needed")
-            .next("leave the flag out for its default"),
+        Failure::usage(format!("{flag} 0 is out of range"), "at least 1 is needed")
+            .next("omit the flag to use its default"),
     )
 }
 

@@ -40,7 +40,7 @@ pub(super) fn choose(
     if hosts.is_empty() {
         return Err(Failure::usage(
             format!("{flag} {text} leaves no machine"),
-            "every slot of the hostfile is left out",
+            "it leaves out every slot of the hostfile",
         ));
     }
     Ok(hosts)
@@ -55,7 +55,7 @@ fn read(
     let bad = |what: String| {
         Failure::usage(
             format!("{flag} {text}: {what}"),
-            "machines stand between @, slots behind a colon: host1@host2:0,2",
+            "separate machines with @, and put slots after a colon: host1@host2:0,2",
         )
     };
     let mut parts: Vec<(String, Option<Vec<usize>>)> = Vec::new();

@@ -53,7 +53,7 @@ pub fn parse_bytes(bytes: &[u8], path: &Path) -> Result<Vec<Host>, Failure> {
     let text = std::str::from_utf8(bytes).map_err(|error| {
         let before = &bytes[..error.valid_up_to()];
         let line = 1 + before.iter().filter(|byte| **byte == b'\n').count();
-        let what = format!("{}: line {line} is not text in UTF-8", path.display());
+        let what = format!("{}: line {line} is not UTF-8 text", path.display());
         Failure::usage(what, FORM)
     })?;
     parse(text, path)
@@ -79,7 +79,7 @@ pub fn parse(text: &str, path: &Path) -> Result<Vec<Host>, Failure> {
         };
         let plain = |c: char| c.is_ascii_alphanumeric() || "-_.:[]".contains(c);
         if name.contains('=') || !name.chars().all(plain) {
-            return Err(bad(format!("'{name}' is no name of a machine")));
+            return Err(bad(format!("'{name}' is not a machine name")));
         }
         let mut slots = None;
         for word in words {
@@ -100,14 +100,17 @@ pub fn parse(text: &str, path: &Path) -> Result<Vec<Host>, Failure> {
             }
         }
         if let Some(first) = lines.insert(name, number) {
-            return Err(bad(format!("{name} stands on line {first} already"))
-                .next(format!("one line for {name}, with the sum of its slots")));
+            return Err(
+                bad(format!("{name} is already on line {first}")).next(format!(
+                    "use one line for {name}, with the sum of its slots"
+                )),
+            );
         }
         let slots = slots.unwrap_or(1);
         all_slots += slots;
         if all_slots > MAX_ALL_SLOTS {
             return Err(bad(format!(
-                "there are more than {MAX_ALL_SLOTS} slots up to here"
+                "there are more than {MAX_ALL_SLOTS} slots up to this line"
             )));
         }
         hosts.push(Host {
@@ -118,14 +121,14 @@ pub fn parse(text: &str, path: &Path) -> Result<Vec<Host>, Failure> {
     }
     if hosts.is_empty() {
         return Err(Failure::usage(
-            format!("{} names no machine", path.display()),
+            format!("{} lists no machine", path.display()),
             FORM,
         ));
     }
     Ok(hosts)
 }
 
-const FORM: &str = "a hostfile has a machine on each line, as: gpu01 slots=4";
+const FORM: &str = "a hostfile has one machine on each line, for example: gpu01 slots=4";
 
 /// The place of this machine in the hostfile of the line, or in one at the usual places where the line chooses
 /// machines. What there is to say goes through `show`.
@@ -151,11 +154,11 @@ pub fn place(
         return Err(Failure::usage(
             "--hostfile and the environment contradict each other",
             format!(
-                "{} says that this process is rank {} already",
+                "{} already makes this process rank {}",
                 rank.source, rank.rank
             ),
         )
-        .next("leave --hostfile out where mpirun, srun or torchrun starts the ranks"));
+        .next("omit --hostfile if mpirun, srun or torchrun starts the ranks"));
     }
     let hosts = parse_bytes(&bytes, &path)?;
     let hosts = choose::choose(hosts, args.include.as_deref(), args.exclude.as_deref())?;
@@ -210,7 +213,7 @@ fn find(
         Some(path) if !chooses => {
             show(Event::Warning {
                 text: format!(
-                    "there is no hostfile {}: all ranks run on this machine",
+                    "the hostfile {} does not exist: all ranks run on this machine",
                     path.display()
                 ),
             });
@@ -219,7 +222,7 @@ fn find(
         None if !chooses => {
             if let Some(path) = usual() {
                 let text = format!(
-                    "{} is not read: --hostfile {0} runs on the machines it names",
+                    "{} is ignored: --hostfile {0} runs on its machines",
                     path.display()
                 );
                 show(Event::Info {
@@ -243,7 +246,7 @@ fn find(
 fn no_file(places: &str) -> Failure {
     Failure::usage(
         "--include and --exclude need a hostfile",
-        format!("there is no {places}"),
+        format!("{places} does not exist"),
     )
     .next("--hostfile FILE")
 }
@@ -257,10 +260,13 @@ fn ranks_of(host: &Host, asked: Option<usize>, path: &Path) -> Result<usize, Fai
                 host.slots.len(),
                 host.name
             ),
-            "each rank takes a slot",
+            "each rank needs a slot",
         )
         .evidence(format!("{}: line {}", path.display(), host.line))
-        .next(format!("--nproc {}, or more slots there", host.slots.len()))),
+        .next(format!(
+            "--nproc {}, or more slots on that line",
+            host.slots.len()
+        ))),
         Some(asked) => Ok(asked),
         None => Ok(host.slots.len()),
     }
@@ -277,9 +283,9 @@ fn own_place(hosts: &[Host], env: &Env, path: &Path, argv: &[String]) -> Result<
                     hosts.len(),
                     node.nodes
                 ),
-                "both say how many machines there are",
+                "both set the number of machines",
             )
-            .next("unset NNODES, or choose as many with --include"));
+            .next("unset NNODES, or select the same number of machines with --include"));
         }
         return Ok(node.node_rank);
     }
@@ -292,9 +298,9 @@ fn own_place(hosts: &[Host], env: &Env, path: &Path, argv: &[String]) -> Result<
     hosts.iter().position(is_here).ok_or_else(|| {
         let mut failure = Failure::usage(
             format!("{} does not name this machine, {name}", path.display()),
-            "nothing is started on other machines: the command runs on each of them",
+            "the program starts nothing on other machines: run the command on each of them",
         )
-        .next("set NNODES and NODE_RANK where machines have other names in the file");
+        .next("set NNODES and NODE_RANK if machines have other names in the file");
         for host in hosts {
             failure = failure.next(format!("on {}: {}", host.name, command(argv)));
         }

@@ -32,12 +32,9 @@ fn machines_are_read_with_their_slots() {
 #[test]
 fn mistakes_are_named_with_their_line() {
     for (text, words) in [
-        ("", "hosts names no machine"),
-        ("# nothing\n\n", "hosts names no machine"),
-        (
-            "a slots=2\nb\na slots=1",
-            "line 3: a stands on line 1 already",
-        ),
+        ("", "hosts lists no machine"),
+        ("# nothing\n\n", "hosts lists no machine"),
+        ("a slots=2\nb\na slots=1", "line 3: a is already on line 1"),
         ("a slots=0", "line 1: slots=0"),
         ("\na slots=-1", "line 2: slots=-1"),
         ("a slots=x", "line 1: slots=x"),
@@ -46,8 +43,8 @@ fn mistakes_are_named_with_their_line() {
         ("a slots=1 slots=2", "line 1: slots are given twice"),
         ("a 4", "line 1: '4' is not understood"),
         ("a slot=4", "line 1: 'slot=4' is not understood"),
-        ("slots=4", "line 1: 'slots=4' is no name"),
-        ("a;b", "line 1: 'a;b' is no name"),
+        ("slots=4", "line 1: 'slots=4' is not a machine name"),
+        ("a;b", "line 1: 'a;b' is not a machine name"),
     ] {
         let failure = read(text).expect_err(text);
         assert_eq!(failure.code.status(), 2);
@@ -69,7 +66,10 @@ fn lines_of_a_few_bytes_do_not_take_much_memory() {
         "{failure}"
     );
     let failure = parse_bytes(b"a\n\xff", Path::new("hosts")).expect_err("no text");
-    assert!(failure.title.contains("line 2 is not text"), "{failure}");
+    assert!(
+        failure.title.contains("line 2 is not UTF-8 text"),
+        "{failure}"
+    );
     let failure = parse_bytes(&vec![b'#'; 2 << 20], Path::new("hosts")).expect_err("too long");
     assert!(
         failure.title.contains("more than 1048576 bytes"),

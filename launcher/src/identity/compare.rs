@@ -46,7 +46,7 @@ fn machines(vars: &Vars<'_>, first: &TaskNumbers) -> Result<(), Failure> {
     Err(match first.source {
         Source::Torch => failure,
         _ => failure.next(
-            "--rank-is node takes each of these processes for a machine that starts its ranks",
+            "--rank-is node: each of these processes represents a machine and starts its ranks",
         ),
     })
 }

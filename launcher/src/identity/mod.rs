@@ -154,9 +154,9 @@ pub fn find(
                     "--rank-is node and {} contradict each other",
                     task.local_rank
                 ),
-                "a process with a number on its machine is a rank",
+                "a process with a local rank number is a rank",
             )
-            .next("leave --rank-is out, or unset LOCAL_RANK"));
+            .next("omit --rank-is, or unset LOCAL_RANK"));
         }
         return sources::place(&vars, task).map(Identity::Rank);
     }
@@ -240,7 +240,7 @@ impl Vars<'_> {
 fn not_a_number(name: &str, value: &str) -> Failure {
     refused(
         format!("environment variable {name}={value:?} is not a number in range"),
-        "variables of ranks are whole numbers",
+        "rank variables must be whole numbers",
     )
 }
 
@@ -248,9 +248,9 @@ fn not_a_number(name: &str, value: &str) -> Failure {
 fn conflict(first: &str, second: &str) -> Failure {
     refused(
         format!("{first} and {second} contradict each other"),
-        "both say which rank this process is, or how many there are",
+        "both set the rank of this process, or the number of ranks",
     )
-    .next("unset the variables that are left over from another start, or export those of one source only")
+    .next("unset variables that an earlier start left over, or export the variables of one source only")
 }
 
 fn refused(title: String, cause: &str) -> Failure {

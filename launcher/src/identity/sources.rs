@@ -127,7 +127,7 @@ fn slurm(vars: &Vars<'_>) -> Result<Option<TaskNumbers>, Failure> {
             .map_err(|error| {
                 refused(
                     format!("environment variable {name}={text:?} cannot be read"),
-                    "Slurm lists the tasks of each machine there, as 2(x3),1",
+                    "Slurm lists the tasks of each machine in it, for example 2(x3),1",
                 )
                 .evidence(error.to_string())
             })?
@@ -148,7 +148,7 @@ fn slurm(vars: &Vars<'_>) -> Result<Option<TaskNumbers>, Failure> {
 fn incomplete(known: &Reading, missing: &str) -> Failure {
     refused(
         format!("{known} is set but {missing} is not"),
-        "a rank needs its full identity",
+        "a rank needs all of its variables",
     )
 }
 
@@ -160,7 +160,7 @@ pub(super) fn place(vars: &Vars<'_>, task: &TaskNumbers) -> Result<RankPlace, Fa
         let local_size = task.local_size.as_ref().map(Reading::to_string);
         return Err(refused(
             "the rank variables contradict each other".to_string(),
-            "a rank must be smaller than its world",
+            "a rank must be smaller than the world size",
         )
         .evidence(format!(
             "{} {} {} {}",
@@ -194,7 +194,7 @@ pub(super) fn one_task_per_node(vars: &Vars<'_>, task: &TaskNumbers) -> Result<N
             format!("--rank-is node and {several} contradict each other"),
             "only one process of a machine can start its ranks",
         )
-        .next("one task per machine, such as srun --ntasks-per-node=1, or leave --rank-is out"));
+        .next("one task per machine, such as srun --ntasks-per-node=1, or omit --rank-is"));
     }
     let master = master(vars, task.source)?;
     Ok(NodePlace {
@@ -223,7 +223,7 @@ pub(super) fn without_local_rank(
             (Some(rank), Some(world)) => bare_process(vars, &rank, &world, each),
             _ => Err(refused(
                 "--rank-is process needs RANK and WORLD_SIZE".to_string(),
-                "they tell which rank this process is",
+                "they set the rank of this process",
             )),
         };
     }
@@ -232,7 +232,7 @@ pub(super) fn without_local_rank(
         let (rank, world) = (named(&rank, RANK), named(&world, WORLD_SIZE));
         return Err(refused(
             format!("{rank} and {world} are set but {LOCAL_RANK} is not"),
-            "some schedulers count machines this way, and some scripts processes",
+            "some schedulers number machines with them, and some scripts number processes",
         )
         .next("--rank-is node: this process starts the ranks of its machine (PyTorchJob, PAI-DLC)")
         .next("--rank-is process: this process is one rank")
@@ -262,7 +262,7 @@ pub(super) fn without_local_rank(
         _ if count == 1 => 0,
         _ => {
             return Err(refused(
-                format!("{count} machines, and no number of this one"),
+                format!("{count} machines, but this machine has no number"),
                 "each machine needs its own number from 0",
             )
             .next("set NODE_RANK"));
@@ -407,7 +407,7 @@ fn master(vars: &Vars<'_>, source: Source) -> Result<Master, Failure> {
             let hosts = nodelist::expand(&text).map_err(|error| {
                 refused(
                     format!("environment variable {name}={text:?} cannot be read"),
-                    "Slurm lists the machines of the job there, as gpu[01-04,07],b1",
+                    "Slurm lists the machines of the job in it, for example gpu[01-04,07],b1",
                 )
                 .evidence(error.to_string())
                 .next("set MASTER_ADDR to the first machine")

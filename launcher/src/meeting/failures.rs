@@ -40,31 +40,31 @@ pub(super) fn meeting(error: &MeetError, env: &RankEnv, options: &TcpOptions) ->
                 format!("ranks {missing:?} never connected to {place}"),
             )
             .evidence(format!("connected: {}", came.collect::<Vec<_>>().join(", ")))
-            .evidence_lines(turned_away.iter().map(|line| format!("turned away: {line}")))
-            .next("see the logs of the missing ranks; raise --comm-timeout where a rank starts slowly")
-            .next(format!("on their machines: can {place} be reached, or does a firewall close it?"))
+            .evidence_lines(turned_away.iter().map(|line| format!("refused: {line}")))
+            .next("read the logs of the missing ranks; raise --comm-timeout if a rank starts slowly")
+            .next(format!("check on their machines that {place} can be reached and that no firewall blocks it"))
         }
         MeetError::Unreachable { elapsed, .. } => Failure::new(
             ErrorCode::Rendezvous,
-            format!("rank {} reached nobody at {place} in {:.0} s", env.rank, elapsed.as_secs_f64()),
+            format!("rank {} could not connect to {place} in {:.0} s", env.rank, elapsed.as_secs_f64()),
             chain(error),
         )
-        .next("has rank 0 started, and does MASTER_ADDR name its machine?")
-        .next("can that machine be reached from here, or does a firewall close the port?"),
+        .next("check that rank 0 has started and that MASTER_ADDR names its machine")
+        .next("check that this machine can reach it and that no firewall blocks the port"),
         MeetError::Address { .. } => Failure::new(
             ErrorCode::Rendezvous,
-            format!("the ranks cannot meet at {place}"),
+            format!("the rendezvous at {place} failed"),
             chain(error),
         )
         .next("set MASTER_ADDR to a name or address of the first machine"),
         MeetError::PortInUse { port } => port_in_use(*port),
         MeetError::Refused { .. } | MeetError::Stranger { .. } => Failure::new(
             ErrorCode::Rendezvous,
-            "the ranks do not know each other's token",
+            "the ranks have different tokens",
             chain(error),
         )
-        .next("give TESSERA_JOB_TOKEN, or the file that TESSERA_JOB_TOKEN_FILE names, the same content on every machine")
-        .next("another MASTER_PORT, where another job meets at this one"),
+        .next("use the same TESSERA_JOB_TOKEN, or the same content of TESSERA_JOB_TOKEN_FILE, on every machine")
+        .next("use another MASTER_PORT if another job uses this one"),
         MeetError::Differs {
             rank,
             what,
@@ -77,14 +77,14 @@ pub(super) fn meeting(error: &MeetError, env: &RankEnv, options: &TcpOptions) ->
             format!("two processes are rank {rank}"),
             chain(error),
         )
-        .next("number the machines differently: NODE_RANK, or the launcher that sets RANK"),
+        .next("number the machines differently, with NODE_RANK or with the launcher that sets RANK"),
         MeetError::Window(inner) => comm_failure(inner),
         _ => Failure::new(
             ErrorCode::Rendezvous,
-            "the ranks did not meet",
+            "the rendezvous failed",
             chain(error),
         )
-        .next("the report of rank 0 tells why"),
+        .next("the report of rank 0 has the cause"),
     };
     failure.evidence(own)
 }
@@ -92,8 +92,8 @@ pub(super) fn meeting(error: &MeetError, env: &RankEnv, options: &TcpOptions) ->
 fn differs(rank: usize, what: &str, theirs: &str, ours: &str) -> Failure {
     Failure::new(
         ErrorCode::Rendezvous,
-        format!("rank {rank} is about to run something else: its {what} differs"),
-        "ranks that do not run the same would wait for each other for ever",
+        format!("rank {rank} has another configuration: its {what} differs"),
+        "ranks with different configurations would wait for each other forever",
     )
     .evidence(format!("rank 0 has {ours:?}"))
     .evidence(format!("rank {rank} has {theirs:?}"))
@@ -116,8 +116,8 @@ pub(super) fn first_difference(all: &[Vec<(String, String)>]) -> Failure {
     }
     Failure::new(
         ErrorCode::Rendezvous,
-        "the ranks run different things",
-        "they say so in different order",
+        "the ranks have different configurations",
+        "their configurations have another order",
     )
     .next(SAME_START)
 }
@@ -131,7 +131,7 @@ fn port_in_use(port: u16) -> Failure {
     Failure::new(
         ErrorCode::PortInUse,
         format!("port {port} is in use on {}", host_name()),
-        format!("{who} listens there; the ranks of this run were told to meet there"),
+        format!("{who} listens on it, and it is the rendezvous port of this run"),
     )
     .next(format!(
         "set MASTER_PORT to another port on every machine, such as {}",

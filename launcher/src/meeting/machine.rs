@@ -18,7 +18,7 @@ use crate::hostfile::host_name;
 use crate::rank_env::{RankEnv, Variables};
 use crate::run::failures::comm as comm_failure;
 
-const MATHEMATICS: &str = "mathematics of the C library";
+const MATHEMATICS: &str = "math functions of the C library";
 const C_LIBRARY: &str = "C library";
 const INSTRUCTIONS: &str = "instruction sets";
 const NVRTC: &str = "NVRTC";
@@ -174,7 +174,7 @@ pub(super) fn compare(own: &Machine, comm: &dyn Communicator) -> Result<Vec<Stri
     let all = all.map_err(|error| {
         Failure::new(
             ErrorCode::Rendezvous,
-            "a rank describes its libraries in a way that is not understood",
+            "the library description of a rank cannot be parsed",
             error.to_string(),
         )
         .next("start all ranks from the same build")
@@ -235,13 +235,13 @@ fn judge(all: &[Machine]) -> Result<Vec<String>, Failure> {
     let mut failure = Failure::new(
         ErrorCode::Rendezvous,
         format!(
-            "{} {compute} with another {} than the others",
+            "{} {compute} with another {} than the other ranks",
             of_ranks(&odd),
             first.name
         ),
         match is_protocol(first.name) {
-            true => "what one sends the other may not understand",
-            false => "results would depend on which rank computes what",
+            true => "the ranks may not understand each other's messages",
+            false => "results would depend on which rank computes them",
         },
     );
     for difference in &serious {
@@ -260,16 +260,16 @@ fn is_protocol(name: &str) -> bool {
 fn remedy(name: &str) -> &'static str {
     match name {
         NVRTC => {
-            "the same NVRTC on every machine; TESSERA_CUDA_LIBS names a folder that is looked at first, `launcher doctor` shows which is found"
+            "use the same NVRTC on every machine; TESSERA_CUDA_LIBS gives the directory to search first, `launcher doctor` shows which NVRTC is found"
         }
         PRODUCTS => {
-            "the same cuBLASLt on every machine, or TESSERA_MATMUL=own on all: our own kernels multiply then"
+            "use the same cuBLASLt on every machine, or TESSERA_MATMUL=own on all: the kernels of this program then compute matrix products"
         }
-        COMPUTE_CAPABILITY => "machines with GPUs of one generation, or --device cpu on all",
+        COMPUTE_CAPABILITY => "use machines with GPUs of one generation, or --device cpu on all",
         MATHEMATICS => {
-            "the same operating system or container image on every machine, and processors of one kind"
+            "use the same operating system or container image on every machine, and processors of one kind"
         }
-        _ => "the same version on every machine",
+        _ => "use the same version on every machine",
     }
 }
 
@@ -296,7 +296,7 @@ impl Difference<'_> {
     fn warning(&self, all: &[Machine]) -> String {
         let lines: Vec<String> = self.lines(all).collect();
         format!(
-            "ranks differ in a way that changes no result: {}",
+            "ranks differ, without an effect on results: {}",
             lines.join("; ")
         )
     }
@@ -420,7 +420,7 @@ mod tests {
             assert_eq!((failure.code.as_str(), failure.code.status()), ("E03", 13));
             assert_eq!(
                 failure.title,
-                format!("rank 1 computes with another {name} than the others")
+                format!("rank 1 computes with another {name} than the other ranks")
             );
             let own = all[0].value(name);
             assert_eq!(
@@ -448,7 +448,7 @@ mod tests {
             assert_eq!(
                 warnings,
                 [format!(
-                    "ranks differ in a way that changes no result: {name} of rank 0 (gpu01): {own:?}; {name} of rank 1 (gpu02): {value:?}"
+                    "ranks differ, without an effect on results: {name} of rank 0 (gpu01): {own:?}; {name} of rank 1 (gpu02): {value:?}"
                 )]
             );
         }

@@ -144,11 +144,11 @@ fn over_tcp(
     let addr = env.master.addr.clone().ok_or_else(|| {
         Failure::new(
             ErrorCode::Rendezvous,
-            "the ranks of several machines do not know where to meet",
-            format!("{} tell no address of rank 0's machine", env.source),
+            "the ranks of several machines have no rendezvous address",
+            format!("{} give no address of rank 0's machine", env.source),
         )
         .evidence(format!("this is rank {} of {} on {}", env.rank, env.world_size, host_name()))
-        .next("set MASTER_ADDR on every machine to a name or address of the first one, and MASTER_PORT to a free port there")
+        .next("set MASTER_ADDR on every machine to a name or address of the first one, and MASTER_PORT to a free port of that machine")
     })?;
     let options = TcpOptions {
         world,
@@ -249,15 +249,15 @@ fn shared_folder(output: &Path, comm: &dyn Communicator, token: &str) -> Result<
     };
     Err(Failure::new(
         ErrorCode::Disk,
-        format!("rank {rank} does not see the output folder of rank 0"),
-        "all ranks write their part of a checkpoint into one folder",
+        format!("rank {rank} does not see the output directory of rank 0"),
+        "all ranks write their part of a checkpoint into one directory",
     )
     .evidence(format!(
-        "{} on {} is another folder, or none",
+        "{} on {} is another directory or does not exist",
         output.display(),
         String::from_utf8_lossy(host)
     ))
-    .next("--output on a file system that all machines mount at the same place"))
+    .next("put --output on a file system that all machines mount at the same path"))
 }
 
 #[cfg(test)]
@@ -300,7 +300,7 @@ mod tests {
             assert_eq!(failure.code, ErrorCode::Rendezvous);
             assert_eq!(
                 failure.title,
-                "rank 2 is about to run something else: its plan differs"
+                "rank 2 has another configuration: its plan differs"
             );
             assert_eq!(failure.evidence, ["rank 0 has \"a\"", "rank 2 has \"b\""]);
         }

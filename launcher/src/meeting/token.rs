@@ -18,7 +18,7 @@ pub(super) fn secret(token: &Token) -> Result<Secret, Failure> {
         (Some(_), Some(file)) => {
             return Err(refused(
                 format!("{TOKEN} and {TOKEN_FILE}={} are both set", file.display()),
-                "the ranks of several machines know each other by one token",
+                "the ranks of several machines use one token",
             )
             .next("unset one of them"));
         }
@@ -27,19 +27,19 @@ pub(super) fn secret(token: &Token) -> Result<Secret, Failure> {
         (None, None) => {
             return Err(refused(
                 "the ranks of several machines have no token".to_string(),
-                "only processes that know it may take part: it is never sent",
+                "only processes that know it can join; the token itself is never sent",
             )
             .next(format!(
-                "{TOKEN}=$(head -c 24 /dev/urandom | base64), the same on every machine, as srun and mpirun -x {TOKEN} pass it on"
+                "{TOKEN}=$(head -c 24 /dev/urandom | base64), the same on every machine; srun and mpirun -x {TOKEN} pass it on"
             ))
-            .next(format!("or {TOKEN_FILE}, a file that only its owner reads")));
+            .next(format!("or {TOKEN_FILE}, a file that only its owner can read")));
         }
     };
     let trimmed = text.trim_ascii();
     Secret::new(trimmed).ok_or_else(|| {
         refused(
             format!("the token of {from} has {} bytes", trimmed.len()),
-            "a short one can be tried out",
+            "a short token can be guessed",
         )
         .next(format!(
             "at least {MIN_SECRET_BYTES} bytes: head -c 24 /dev/urandom | base64"
@@ -54,7 +54,7 @@ fn read(path: &Path) -> Result<Vec<u8>, Failure> {
     if mode & 0o007 != 0 {
         return Err(refused(
             format!("{} can be read by everybody", path.display()),
-            "whoever knows the token can take part in the run",
+            "everybody who knows the token can join the run",
         )
         .evidence(format!("mode {:04o}", mode & 0o7777))
         .next(format!("chmod 600 {}", path.display())));

@@ -134,24 +134,24 @@ pub(crate) fn early_line(plan: &Plan, spare: Option<&Spare>) -> Option<Event> {
         let why = if spare.short {
             let [all, offered] = [spare.all, spare.offered].map(bytes);
             format!(
-                "their second states need {all} of host memory per rank, {offered} can be spared"
+                "the second copies of their states need {all} of host memory per rank, only {offered} are spare"
             )
         } else {
-            "with second states the plan does not fit".to_owned()
+            "the plan does not fit with second copies of their states".to_owned()
         };
         format!("no unit is updated while backward runs: {why}")
     } else {
         let gradients = if early.iter().all(|unit| plan.consumes_gradients(unit.id)) {
-            "their gradients are kept nowhere"
+            "their gradients are not stored"
         } else {
-            "their gradients are kept until the norm is known"
+            "their gradients are stored until the gradient norm is known"
         };
         let cost = spare.and_then(|spare| spare.taken).map(|taken| {
             let taken = bytes(taken);
-            format!(" · {taken} more of host memory, which is to spare")
+            format!(" · {taken} more of spare host memory")
         });
         format!(
-            "{} of {all} units are updated while backward runs · states twice · {gradients}{}",
+            "{} of {all} units are updated while backward runs · two copies of their states · {gradients}{}",
             early.len(),
             cost.unwrap_or_default()
         )
@@ -166,7 +166,7 @@ pub(crate) fn early_line(plan: &Plan, spare: Option<&Spare>) -> Option<Event> {
 pub(crate) fn late_line(plan: &Plan) -> Option<Event> {
     plan.steps_late().then(|| Event::Info {
         label: "late".into(),
-        text: "what is not updated while backward runs is updated beside the next pass, each unit before it is used"
+        text: "each unit that backward does not update is updated beside the next pass, before its use"
             .into(),
     })
 }

@@ -169,7 +169,7 @@ impl Fit {
                 cause,
             )
             .evidence_lines(window_rooms())
-            .next("a larger /dev/shm (docker run --shm-size), or fewer ranks")
+            .next("enlarge /dev/shm (docker run --shm-size), or use fewer ranks")
             .next("--nproc 1 needs no shared memory"));
         }
         let parts = [
@@ -205,9 +205,9 @@ impl Fit {
             failure = failure.evidence(format!("cgroup limit {}", format_bytes(limit)));
         }
         if config.batch.model_max_length > 512 {
-            failure = failure.next("a smaller --model-max-length, where samples are long");
+            failure = failure.next("use a smaller --model-max-length if samples are long");
         }
-        Err(failure.next("fewer trained parts (--train, --tune-llm false), or more memory"))
+        Err(failure.next("train fewer parts (--train, --tune-llm false), or use more memory"))
     }
 
     fn cause(&self) -> Option<String> {
@@ -231,14 +231,19 @@ impl Fit {
             return text(
                 "the spill files need",
                 self.need.nvme,
-                "of disk, there are",
+                "of disk space, the disk has",
                 free,
             );
         }
         if self.exceeds_window() {
             let free = self.machine.window_free_bytes.unwrap_or(0);
             let verb = "of shared memory, /dev/shm and /tmp have at most";
-            return text("the ranks' window needs", self.need.window, verb, free);
+            return text(
+                "the shared segment of the ranks needs",
+                self.need.window,
+                verb,
+                free,
+            );
         }
         None
     }

@@ -26,7 +26,7 @@ pub(super) fn table(memory: &RankMemory) -> String {
     let mut text = String::new();
     row(
         &mut text,
-        "a rank's peak",
+        "peak per rank",
         ["device", "host", "nvme"].map(str::to_owned),
     );
     for (phase, bytes) in &memory.phases {

@@ -98,7 +98,7 @@ pub(super) fn configuration(
                 "--nproc and --hw contradict each other",
                 format!("one rank runs on each of {} devices", hardware.devices),
             )
-            .next("leave --nproc out"));
+            .next("omit --nproc"));
         }
     }
     let choice = run.device.unwrap_or(DEVICE);
@@ -249,7 +249,7 @@ fn as_text(
             &Event::Info {
                 label: "sample".into(),
                 text: format!(
-                    "no data: made up, {} tokens, all supervised, a picture of {} patches in {} slices",
+                    "no data is given: an artificial sample of {} tokens, all supervised, with an image of {} patches in {} slices",
                     sample.input_ids.len(),
                     sample.patches(),
                     sample.slices.len()
@@ -271,7 +271,7 @@ fn as_text(
             &Event::Info {
                 label: "memlock".into(),
                 text: format!(
-                    "devices copy fastest from locked pages: {} per rank in host memory; this shell may lock {}",
+                    "copies to devices are fastest from locked host memory: {} per rank; this shell can lock {}",
                     bytes(tier.max().unwrap_or(0)),
                     limit.map_or_else(|| "any amount".to_owned(), bytes)
                 ),
@@ -298,7 +298,7 @@ fn with_nearest(
 ) -> Failure {
     match near {
         Some((flags, planned)) => {
-            let line = format!("nearest that fits: {}", planned.fit.needs());
+            let line = format!("nearest setting that fits: {}", planned.fit.needs());
             failure.next.insert(0, line);
             failure.next.insert(1, command(typed, flags));
         }

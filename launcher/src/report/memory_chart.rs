@@ -251,7 +251,7 @@ pub(super) fn document(files: &RunFiles) -> String {
         "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {width} {height}\" width=\"{width}\" height=\"{height}\" color=\"#333\" font-family=\"sans-serif\" font-size=\"12\" fill=\"#333\">\n<rect width=\"100%\" height=\"100%\" fill=\"white\"/>\n"
     );
     let titles = [
-        (0.0, "memory of rank 0: highest of every logged row"),
+        (0.0, "memory of rank 0: highest of each logged row"),
         (WIDTH + GAP, "phases of the last logged rows"),
     ];
     for (x, title) in titles {

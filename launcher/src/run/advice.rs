@@ -169,7 +169,7 @@ pub(super) fn add(failure: &mut Failure, config: &RunConfig, largest: &Largest<'
         && let Some((need, spelled)) = smallest
     {
         lines.push(format!(
-            "no single change makes it fit; {spelled} comes nearest and needs {}{}",
+            "no single change makes it fit; {spelled} comes closest and needs {}{}",
             bytes(need),
             if on_device { " per rank" } else { "" }
         ));
@@ -210,7 +210,7 @@ pub(super) fn later(
         let spared = spared.filter(|_| failure.code == ErrorCode::HostMemory);
         if let Some(spared) = spared {
             let line = format!(
-                "--early-step off   (second states took {} of host memory that was to spare)",
+                "--optimizer-in-backward off   (the second copies of states used {} of spare host memory)",
                 bytes(spared)
             );
             failure.next.insert(0, line);

@@ -72,7 +72,7 @@ pub(super) fn find(
     };
     if candidates.is_empty() {
         return Err(Failure::usage(
-            "no batch size divides --global-batch",
+            "no batch size divides --global-batch-size",
             format!(
                 "{} samples per update over {} ranks",
                 config.batch.global_batch.unwrap_or_default(),
@@ -126,7 +126,7 @@ fn curve(tried: &mut [(usize, u64, bool)], found: Option<usize>) -> Event {
     let rows = tried.iter().map(|(micro, need, fits)| {
         let bar = "#".repeat((need * 30 / largest.max(1)) as usize);
         let verdict = match (fits, found == Some(*micro)) {
-            (_, true) => "  <- taken",
+            (_, true) => "  <- chosen",
             (true, false) => "",
             (false, false) => "  does not fit",
         };

@@ -64,11 +64,11 @@ pub(crate) fn check_samples(
     if samples.is_empty() {
         return Err(Failure::new(
             ErrorCode::Samples,
-            format!("{} holds no usable sample", path.display()),
-            format!("all {} samples were left out", bad.len()),
+            format!("{} contains no usable sample", path.display()),
+            format!("all {} samples were skipped", bad.len()),
         )
         .evidence_lines(bad.iter().take(1).map(Problem::describe))
-        .next("mend the samples, or leave --skip-bad-samples out to see what is wrong"));
+        .next("fix the samples, or omit --skip-bad-samples to see the problems"));
     }
     let pictures = samples.iter().map(|s| s.images.len()).sum();
     Ok(SampleSet {
@@ -117,11 +117,11 @@ pub(super) fn text_only(config: &RunConfig, set: &SampleSet) -> Result<(), Failu
     };
     Err(Failure::new(
         ErrorCode::Samples,
-        "CogAgent has samples without a picture",
-        "its cross attention reads a picture in every layer, and the published code refuses such samples",
+        "some samples for CogAgent have no image",
+        "its cross attention reads an image in every layer, and the published code refuses such samples",
     )
     .evidence(format!("the first is sample {}", set.index_in_file(index)))
-    .next("--text-without-cross true leaves the cross attention out for them, or give each sample a picture"))
+    .next("use --text-without-cross true to skip the cross attention for them, or give each sample an image"))
 }
 
 /// The samples that a worst micro-batch would hold: the longest by tokens and patches.

@@ -66,7 +66,7 @@ impl Collectives {
             line.expect("writing into a string cannot fail");
         }
         let now = self.began.elapsed().as_secs_f64();
-        let line = writeln!(text, "{now:12.6} s  this was written");
+        let line = writeln!(text, "{now:12.6} s  this file was written");
         line.expect("writing into a string cannot fail");
         text
     }

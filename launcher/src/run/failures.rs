@@ -39,18 +39,18 @@ pub(crate) fn engine(doing: &str, error: &EngineError) -> Failure {
             "the ranks have different versions of NCCL",
             chain(error),
         )
-        .next("install one version on all machines, or leave --collectives nccl out"),
+        .next("install one version on all machines, or omit --collectives nccl"),
         EngineError::DevicesApart { refusals } => Failure::new(
             ErrorCode::Cuda,
-            "the GPUs of the ranks do not read each other's memory, as --collectives ipc asks",
-            "the driver, or the container around a rank, refuses it",
+            "the GPUs of the ranks cannot read each other's memory, which --collectives ipc needs",
+            "the driver or the container of a rank refuses it",
         )
         .evidence_lines(refusals.iter().map(|(rank, what)| format!("rank {rank} {what}")))
-        .next("--collectives shm goes through host memory and works everywhere; auto does so where this happens")
+        .next("--collectives shm exchanges through host memory and works everywhere; auto falls back to it")
         .next("in a container, ranks that share GPU memory need one IPC namespace (docker run --ipc=host)"),
         EngineError::PlanDiffers { .. } => Failure::new(
             ErrorCode::Rendezvous,
-            "the ranks do not run the same plan",
+            "the ranks have different plans",
             chain(error),
         )
         .next("start all ranks from the same configuration and the same build"),
@@ -63,19 +63,16 @@ pub(super) fn spill(doing: &str, error: &SpillError) -> Failure {
     let failure = Failure::new(ErrorCode::Disk, format!("cannot {doing}"), chain(error));
     match error {
         SpillError::NoSpace { .. } => {
-            failure.next("a larger disk for --offload nvme:DIR, or --offload cpu")
+            failure.next("use a larger disk for --offload nvme:DIR, or --offload cpu")
         }
-        _ => {
-            failure.next("a folder this user may write to, on a local disk, for --offload nvme:DIR")
-        }
+        _ => failure.next("use a writable directory on a local disk for --offload nvme:DIR"),
     }
 }
 
 /// A list of parts that names nothing.
 pub(super) fn selection(flag: &str, error: &ModelError) -> Failure {
     Failure::new(ErrorCode::Usage, format!("{flag} names no part of this model"), chain(error)).next(
-        "modules by parts of their path (llm, vpm, resampler, lm_head, embed_tokens, layers), norm, bias, or a regular \
-         expression over whole paths",
+        "select modules by parts of their path (llm, vpm, resampler, lm_head, embed_tokens, layers), by norm or bias, or by a regular expression over whole paths",
     )
 }
 
@@ -85,7 +82,7 @@ pub(crate) fn model(doing: &str, error: &ModelError) -> Failure {
         ModelError::Kernel(inner) => kernel(doing, inner),
         ModelError::AdapterTarget { .. } => Failure::new(
             ErrorCode::Usage,
-            "this model cannot be set up as asked",
+            "this model cannot be set up with these flags",
             chain(error),
         )
         .next("--lora-target-modules takes a regular expression over module names, or names such as q_proj,v_proj"),
@@ -95,7 +92,7 @@ pub(crate) fn model(doing: &str, error: &ModelError) -> Failure {
             "this model cannot be set up",
             chain(error),
         )
-        .next("take config.json from a MiniCPM-V 2.6 or MiniCPM-o 2.6 folder"),
+        .next("use the published config.json of the model"),
         _ => Failure::new(ErrorCode::Panic, format!("cannot {doing}"), chain(error)),
     }
 }
@@ -113,21 +110,21 @@ pub(crate) fn kernel(doing: &str, error: &KernelError) -> Failure {
             ErrorCode::DeviceMemory,
             format!("cannot {doing}: the memory set aside on the GPU ran out"),
             format!(
-                "{} more are needed for {tag} in one piece, {} of {} that were taken at the start are unused",
+                "{} more are needed for {tag} in one block, {} of the reserved {} are unused",
                 bytes(*asked_bytes),
                 bytes(capacity_bytes.saturating_sub(*in_use_bytes)),
                 bytes(*capacity_bytes)
             ),
         )
         .evidence(in_use(*in_use_bytes, breakdown))
-        .next("a smaller --per-device-train-batch-size or --model-max-length")
-        .next("--offload cpu moves model states that still rest on the GPU to host memory"),
+        .next("use a smaller --per-device-train-batch-size or --model-max-length")
+        .next("--offload cpu moves model states from GPU memory to host memory"),
         KernelError::Device { op, cause } if ASKING.contains(op) => Failure::new(
             ErrorCode::Cuda,
             format!("the GPUs of the ranks cannot {op}"),
             cause.to_string(),
         )
-        .next("--collectives shm goes through host memory and works everywhere"),
+        .next("--collectives shm exchanges through host memory and works everywhere"),
         KernelError::Device { op, cause } if *op == JOINING => Failure::new(
             ErrorCode::Cuda,
             format!("the GPUs of the ranks cannot {op}"),
@@ -135,13 +132,13 @@ pub(crate) fn kernel(doing: &str, error: &KernelError) -> Failure {
         )
         .next("NCCL_DEBUG=INFO shows in logs/ how far each rank came; NCCL_SOCKET_IFNAME names the network interface to use")
         .next("--comm-timeout gives ranks more time to join")
-        .next("--collectives shm goes through host memory and works everywhere"),
+        .next("--collectives shm exchanges through host memory and works everywhere"),
         KernelError::Device { op, cause } => Failure::new(
             ErrorCode::Cuda,
             format!("cannot {doing}: the GPU failed in {op}"),
             cause.to_string(),
         )
-        .next("look for Xid messages in the machine's log (dmesg), and at `launcher doctor`")
+        .next("look for Xid messages in the machine's log (dmesg), and run `launcher doctor`")
         .next("--resume auto continues from the last checkpoint; --device cpu needs no GPU"),
         KernelError::OutOfMemory {
             pool,
@@ -169,7 +166,7 @@ pub(crate) fn kernel(doing: &str, error: &KernelError) -> Failure {
                 ),
             )
             .evidence(in_use(*in_use_bytes, breakdown))
-            .next(format!("a higher {flag}, or a smaller --model-max-length"))
+            .next(format!("use a higher {flag} or a smaller --model-max-length"))
         }
         _ => Failure::new(ErrorCode::Panic, format!("cannot {doing}"), chain(error)),
     }
@@ -190,7 +187,7 @@ fn host_memory(doing: &str, evidence: String) -> Failure {
     Failure::new(
         ErrorCode::HostMemory,
         format!("cannot {doing}: host memory ran out"),
-        "the states that --offload keeps in host memory do not fit",
+        "the states that --offload stores in host memory do not fit",
     )
     .evidence(evidence)
 }
@@ -202,7 +199,7 @@ fn mismatch(doing: &str, missing: &[String], extra: &[String]) -> Failure {
         ErrorCode::Resume,
         format!("cannot {doing}: the checkpoint does not fit this run"),
         format!(
-            "the trained parts differ: {} tensors in the checkpoint are frozen now, {} trained now are missing from it",
+            "the trained parts differ: {} tensors of the checkpoint are frozen in this run, {} trained tensors of this run are not in the checkpoint",
             extra.len(),
             missing.len()
         ),
@@ -210,28 +207,28 @@ fn mismatch(doing: &str, missing: &[String], extra: &[String]) -> Failure {
     if !extra.is_empty() {
         failure = failure
             .evidence(format!(
-                "in the checkpoint, frozen now: {}",
+                "in the checkpoint, but frozen in this run: {}",
                 listed(&extra_parts)
             ))
             .next(format!(
-                "train these too, as the run that saved it did: {}",
+                "train these parts too, as the run that saved it: {}",
                 names(&extra_parts)
             ));
     }
     if !missing.is_empty() {
         failure = failure
             .evidence(format!(
-                "trained now, missing from the checkpoint: {}",
+                "trained in this run, but not in the checkpoint: {}",
                 listed(&missing_parts)
             ))
             .next(format!(
-                "freeze these, as the run that saved it did: {}",
+                "freeze these parts, as the run that saved it: {}",
                 names(&missing_parts)
             ));
     }
     failure
-        .evidence("world size, ZeRO stage and tiers may differ freely: the state is resharded")
-        .next("the flags are --train, --freeze, --tune-vision, --tune-llm, --use-lora and its own; config.resolved.json of that run holds them")
+        .evidence("world size, ZeRO stage and tiers may differ: the state is resharded")
+        .next("the flags are --train, --freeze, --tune-vision, --tune-llm, --use-lora and the LoRA flags; config.resolved.json of that run has their values")
 }
 
 /// Names by the parts of the model they belong to, with counts, in the order of the names.
@@ -274,13 +271,13 @@ pub(crate) fn comm(error: &CommError) -> Failure {
                 arrived.len(),
                 arrived.len() + missing.len()
             ),
-            format!("ranks {missing:?} never joined the shared window"),
+            format!("ranks {missing:?} never joined the shared segment"),
         )
         .evidence(format!("ranks {arrived:?} joined"))
-        .next("see logs/ of the missing ranks; raise --comm-timeout where a rank starts slowly"),
+        .next("read logs/ of the missing ranks; raise --comm-timeout if a rank starts slowly"),
         CommError::NoSpace { asked_bytes, tried } => Failure::new(
             ErrorCode::SharedMemory,
-            "shared memory is too small for the exchange of ranks",
+            "shared memory is too small for the exchange between ranks",
             format!(
                 "the ranks exchange data through a file of {}",
                 bytes(*asked_bytes)
@@ -292,7 +289,7 @@ pub(crate) fn comm(error: &CommError) -> Failure {
                 .map(|(path, free)| format!("{}: {} free", path.display(), bytes(*free))),
         )
         .next("enlarge /dev/shm (Docker: --shm-size 8g; Kubernetes: an emptyDir of medium Memory)")
-        .next("or use --nproc 1"),
+        .next("or use --nproc 1, which needs no shared memory"),
         CommError::Aborted { .. } => Failure::new(
             ErrorCode::Collective,
             "another rank ended the run",
@@ -303,7 +300,7 @@ pub(crate) fn comm(error: &CommError) -> Failure {
             "the exchange between ranks failed",
             chain(error),
         )
-        .next("the report of the first failing rank tells why; see logs/"),
+        .next("the report of the first failing rank has the cause; see logs/"),
     }
 }
 
@@ -317,13 +314,13 @@ pub(crate) fn checkpoint(doing: &str, error: &CheckpointError) -> Failure {
             chain(error),
         )
         .evidence(format!(
-            "{} needs {}, {} are free there",
+            "{} needs {}, {} are free on the disk",
             crate::run_folder::file_name(path),
             bytes(*needed_bytes),
             crate::memory::disk_free_bytes(path).map_or_else(|_| "unknown".into(), bytes)
         ))
-        .evidence("earlier checkpoints are whole and untouched")
-        .next("free space, --save-total-limit 1, or another --output; then --resume auto"),
+        .evidence("earlier checkpoints are intact")
+        .next("free space, use --save-total-limit 1, or use another --output; then --resume auto"),
         CheckpointError::HashMismatch { .. }
         | CheckpointError::WrongLength { .. }
         | CheckpointError::MissingFile { .. } => Failure::new(
@@ -331,7 +328,7 @@ pub(crate) fn checkpoint(doing: &str, error: &CheckpointError) -> Failure {
             format!("cannot {doing}: the checkpoint is damaged"),
             chain(error),
         )
-        .next("`launcher ckpt verify` names every file of it that is damaged"),
+        .next("`launcher ckpt verify` lists every damaged file of the checkpoint"),
         _ => Failure::new(ErrorCode::Resume, format!("cannot {doing}"), chain(error)),
     }
 }
@@ -416,7 +413,7 @@ mod tests {
         let failure = mismatch("resume", &[], &names.map(str::to_owned));
         assert_eq!(
             failure.evidence[0],
-            "in the checkpoint, frozen now: resampler (2), llm.model.layers (1)"
+            "in the checkpoint, but frozen in this run: resampler (2), llm.model.layers (1)"
         );
     }
 }

@@ -87,7 +87,7 @@ pub(crate) fn whole_memory(
             show(Event::Info {
                 label: "eval".into(),
                 text: format!(
-                    "answers in batches of {}, not {asked}: more would need more memory than training",
+                    "answers are generated in batches of {}, not {asked}: larger batches need more memory than training",
                     config.batch.eval_batch
                 ),
             });
@@ -126,7 +126,7 @@ pub(super) fn device_line(config: &RunConfig, memory: &RankMemory, fit: &Fit) ->
     Event::Info {
         label: String::new(),
         text: format!(
-            "GPU memory per rank: {} by the plan, {} taken at the start, {} for CUDA itself, of {limit}",
+            "GPU memory per rank: {} by the plan, {} reserved at the start, {} for CUDA itself, of {limit}",
             bytes(memory.peak.device),
             bytes(config.arena_bytes),
             bytes(fit.machine.device_context_bytes()),
@@ -138,11 +138,11 @@ pub(super) fn device_line(config: &RunConfig, memory: &RankMemory, fit: &Fit) ->
 pub(crate) fn upload_line(plan: &Plan, tried: Option<&Fit>) -> Option<Event> {
     let text = match tried {
         Some(tried) => format!(
-            "come when they are used, not one unit ahead, which needs {}",
+            "are copied when they are used; a prefetch of one unit needs {}",
             tried.needs()
         ),
         None if plan.uploads_ahead() => {
-            "come one unit ahead, beside the work of the unit in between".to_owned()
+            "are prefetched one unit ahead, while the previous unit computes".to_owned()
         }
         None => return None,
     };

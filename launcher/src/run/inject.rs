@@ -85,7 +85,7 @@ impl Faults {
             Some((fault, kind)) => {
                 let drawn = || fault.draw(self.seed, CALLS);
                 let call = fault.call.unwrap_or_else(drawn);
-                tracing::warn!("{fault} meets call {call} of the save after step {step}");
+                tracing::warn!("{fault} hits call {call} of the save after step {step}");
                 Writer::begin_faulty(output, step, rank, size, kind, call)
             }
             None => Writer::begin(output, step, rank, size),
@@ -258,7 +258,7 @@ fn stop() {
     kill_process(getpid(), Signal::STOP).ok();
 }
 
-#[expect(clippy::panic, reason = "it is what --inject panic asks for")]
+#[expect(clippy::panic, reason = "--inject panic asked for it")]
 fn panic() {
     panic!("--inject panic");
 }
@@ -274,11 +274,11 @@ pub(super) fn check(config: &RunConfig, total_steps: u64) -> Result<(), Failure>
     for fault in &config.inject {
         if fault.rank >= config.nproc {
             let cause = format!("the run has ranks 0 to {}", config.nproc - 1);
-            return never(fault, cause, "name one of them, or raise --nproc");
+            return never(fault, cause, "choose one of them, or raise --nproc");
         }
         if fault.step > total_steps {
             let cause = format!("the run has {total_steps} steps");
-            return never(fault, cause, "name an earlier step, or raise --max-steps");
+            return never(fault, cause, "choose an earlier step, or raise --max-steps");
         }
         if fault.needs_a_save() && config.save == crate::config::Cadence::Never {
             let cause = "nothing is saved with --save-strategy no".to_owned();

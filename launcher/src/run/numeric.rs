@@ -179,7 +179,7 @@ fn origin(all: &[Message]) -> Origin {
             rank,
             micro_batch: Some(micro),
             value: message.operation.clone().unwrap_or_else(|| {
-                "the loss itself: every value before it was finite when it was computed again"
+                "the loss itself: all values before it were finite in the repeated forward pass"
                     .to_owned()
             }),
             ids: names(&bad.samples),
@@ -194,14 +194,14 @@ fn origin(all: &[Message]) -> Origin {
             rank,
             micro_batch: None,
             value: format!(
-                "a gradient of {name}; the values of the forward pass are finite, so that the overflow is in backward"
+                "a gradient of {name}; the values of the forward pass are finite, so the overflow is in backward"
             ),
             ids: names(message.micro_batches.iter().flat_map(|m| &m.samples)),
         },
         None => Origin {
             rank: 0,
             micro_batch: None,
-            value: "the sum over all losses or gradients; each of them is finite".to_owned(),
+            value: "the sum of all losses or gradients; each of them is finite".to_owned(),
             ids: Vec::new(),
         },
     }
@@ -385,7 +385,7 @@ impl Finding {
                 run_folder::file_name(&path),
                 path.display()
             ),
-            None => "no checkpoint was saved before: start anew, with --save-steps".to_owned(),
+            None => "no checkpoint was saved before: start again, with --save-steps".to_owned(),
         })
     }
 }

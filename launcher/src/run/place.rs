@@ -58,7 +58,7 @@ impl Place {
                 let index = set.index_in_file(*index);
                 let tokens = grouped(*tokens as u64);
                 match patches {
-                    0 => format!("sample {index}{id}: {tokens} tokens, no picture"),
+                    0 => format!("sample {index}{id}: {tokens} tokens, no image"),
                     _ => format!(
                         "sample {index}{id}: {tokens} tokens, {} patches",
                         grouped(*patches as u64)
@@ -69,7 +69,7 @@ impl Place {
         if self.samples.len() > NAMED_SAMPLES {
             let total: usize = self.tokens.iter().sum();
             parts.push(format!(
-                "{} more, {} tokens together",
+                "{} more, {} tokens in total",
                 self.samples.len() - NAMED_SAMPLES,
                 grouped(total as u64)
             ));
@@ -169,7 +169,7 @@ mod tests {
         };
         assert_eq!(
             place.describe(&set),
-            "step 7, micro-batch 2: sample 6 (id f): 1 811 tokens, 1 024 patches; sample 0 (id a): 40 tokens, no picture"
+            "step 7, micro-batch 2: sample 6 (id f): 1 811 tokens, 1 024 patches; sample 0 (id a): 40 tokens, no image"
         );
         let many = Place {
             samples: (0..6).collect(),
@@ -177,6 +177,6 @@ mod tests {
             patches: vec![0; 6],
             ..place
         };
-        assert!(many.describe(&set).ends_with("2 more, 60 tokens together"));
+        assert!(many.describe(&set).ends_with("2 more, 60 tokens in total"));
     }
 }

@@ -62,7 +62,7 @@ pub(super) fn check(
         return Err(Failure::new(
             ErrorCode::Resume,
             format!("cannot {doing}: it was saved in another precision"),
-            "master weights and moments of one precision do not continue in another",
+            "the optimizer state of one precision cannot continue in another",
         )
         .evidence(format!("saved with {saved}, now {asked}"))
         .next(format!("--precision {saved}")));
@@ -92,14 +92,14 @@ pub(super) fn position(
             format!("cannot {}", doing(folder)),
             "its manifest lacks the state of the training loop",
         )
-        .next("name a checkpoint-N folder that this program has saved"));
+        .next("give a checkpoint-N directory that this program saved"));
     };
     let (batch, seed) = (config.global_batch(), config.seed);
     if (saved_samples, saved_batch, saved_seed) != (samples as u64, batch as u64, seed) {
         return Err(Failure::new(
             ErrorCode::Resume,
             format!("cannot {}: the order of the data would change", doing(folder)),
-            "the position in the data is counted in samples and global batches of one seed",
+            "the position in the data depends on the samples, the global batch and the seed",
         )
         .evidence(format!(
             "saved with {saved_samples} samples, a global batch of {saved_batch} and --seed {saved_seed}"
@@ -107,7 +107,7 @@ pub(super) fn position(
         .evidence(format!(
             "now {samples} samples, a global batch of {batch} and --seed {seed}"
         ))
-        .next("keep the data, the seed, and ranks x micro-batch x accumulation as they were"));
+        .next("use the same data, the same seed and the same ranks x micro-batch x accumulation"));
     }
     let worst_first = config.batch.worst_first;
     let saved_worst_first = meta.get("worst_first").and_then(Value::as_bool);
@@ -118,18 +118,21 @@ pub(super) fn position(
                 "cannot {}: the order of the data would change",
                 doing(folder)
             ),
-            "the first epoch begins with the longest samples or does not",
+            "--longest-first changes the order of the first epoch",
         )
         .evidence(format!(
-            "saved with --worst-first {saved}, now {worst_first}"
+            "saved with --longest-first {saved}, now {worst_first}"
         ))
-        .next(format!("--worst-first {saved}")));
+        .next(format!("--longest-first {saved}")));
     }
     if done >= total_steps {
         return Err(Failure::new(
             ErrorCode::NothingToDo,
-            format!("{} has all {total_steps} steps behind it", folder.display()),
-            "there is nothing left to train",
+            format!(
+                "{} has already completed all {total_steps} steps",
+                folder.display()
+            ),
+            "no step is left to train",
         )
         .evidence(format!(
             "{done} of {total_steps} steps are done: {:.2} passes over {samples} samples",

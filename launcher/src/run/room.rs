@@ -81,7 +81,7 @@ impl Room {
         let fit = self.free.unwrap_or(0) / self.checkpoint.total().max(1);
         Event::Warning {
             text: format!(
-                "only {fit} of {} checkpoints will find room: {text}; --save-total-limit keeps fewer",
+                "the disk has space for only {fit} of {} checkpoints: {text}; --save-total-limit keeps fewer",
                 self.most
             ),
         }
@@ -98,7 +98,7 @@ impl Room {
         let free = bytes(self.free.unwrap_or(0));
         let mut failure = Failure::new(
             ErrorCode::Disk,
-            "there is no room for the checkpoints; no weight was read",
+            "the disk is too small for the checkpoints; no weight was read",
             format!(
                 "{} at once need {} on the disk of {}, {free} are free",
                 self.certain,
@@ -117,11 +117,11 @@ impl Room {
                 bytes(self.spilled)
             ));
         }
-        failure = failure.next("make room there, or name another disk with --output");
+        failure = failure.next("free space on that disk, or choose another disk with --output");
         if self.certain > 2 {
-            failure = failure.next("a smaller --save-total-limit");
+            failure = failure.next("use a smaller --save-total-limit");
         }
-        Err(failure.next("--save-strategy no saves nothing"))
+        Err(failure.next("--save-strategy no saves no checkpoint"))
     }
 
     const fn needs(&self, checkpoints: u64) -> u64 {
@@ -205,7 +205,10 @@ mod tests {
         let Event::Warning { text } = room.event(&config) else {
             panic!("four of five find room");
         };
-        assert!(text.starts_with("only 4 of 5 checkpoints"), "{text}");
+        assert!(
+            text.starts_with("the disk has space for only 4 of 5 checkpoints"),
+            "{text}"
+        );
         room.free = Some(5 * EACH.total());
         assert!(matches!(room.event(&config), Event::Info { .. }));
     }

@@ -187,15 +187,17 @@ fn check_written(
     }
     Err(Failure::new(
         ErrorCode::Disk,
-        format!("cannot {doing}: {stem}.safetensors was read back and is not what was written"),
+        format!(
+            "cannot {doing}: {stem}.safetensors differs from what was written when it is read back"
+        ),
         "the disk or its driver returned other content",
     )
     .evidence(format!(
         "{count} tensors of {}; first that differs: {}",
         expected.len(),
-        wrong.map_or("a stranger", |tensor| &tensor.name)
+        wrong.map_or("an unknown tensor", |tensor| &tensor.name)
     ))
-    .next("check the disk; earlier checkpoints are untouched"))
+    .next("check the disk; earlier checkpoints are intact"))
 }
 
 /// Gives `write` the tensor in `dtype`, piece by piece: a whole embedding would be copied three times.

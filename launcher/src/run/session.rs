@@ -140,7 +140,8 @@ impl<'a> Session<'a> {
         let counting = gpu_of(config, env.local_rank).and_then(counting_of);
         let places = counting.map(|device| Places::new(config, &plan, device));
         let places = places.transpose();
-        let places = places.map_err(|e| failures::engine("plan the places of tensors", &e))?;
+        let places =
+            places.map_err(|e| failures::engine("plan the memory of a micro-batch", &e))?;
         let zero = Zero::new(
             plan,
             comm.clone(),
@@ -155,7 +156,7 @@ impl<'a> Session<'a> {
             error => failures::engine("allocate model states", &error).into(),
         })?;
         zero.reserve_activations(config.spilled_activation_bytes)
-            .map_err(|e| failures::engine("set aside spill space for activations", &e))?;
+            .map_err(|e| failures::engine("reserve spill space for activations", &e))?;
         let scaler = (config.precision == PrecisionChoice::Fp16)
             .then(|| LossScaler::new(config.numbers.loss_scale))
             .transpose()
@@ -238,8 +239,8 @@ impl<'a> Session<'a> {
         } else if self.config.task == Task::Evaluate {
             return Err(Failure::new(
                 ErrorCode::Resume,
-                "there is no checkpoint to evaluate",
-                format!("{} holds none", self.config.output.display()),
+                "no checkpoint to evaluate was found",
+                format!("{} contains none", self.config.output.display()),
             ));
         }
         Ok(())

@@ -68,7 +68,7 @@ impl Setup {
             show(Event::Info {
                 label: "weights".into(),
                 text: format!(
-                    "{} tensors of parts that are not trained here are left out and kept for export: {}",
+                    "{} tensors of parts that this program does not train are skipped here and copied on export: {}",
                     unused.len(),
                     parts.join(", ")
                 ),
@@ -89,9 +89,9 @@ impl Setup {
 
 /// A model folder that cannot be used.
 pub(crate) fn unusable(dir: &Path, error: &dyn std::error::Error) -> Failure {
-    let title = format!("cannot use the model folder {}", dir.display());
+    let title = format!("cannot use the model directory {}", dir.display());
     Failure::new(ErrorCode::ModelFiles, title, chain(error)).next(
-        "point --model at a folder of MiniCPM-V or -o 2.6, CogVLM, CogAgent, CogVLM2, GLM-4V or GLM-4.1V with config.json, its tokenizer files and its safetensors files",
+        "give --model a directory of MiniCPM-V or -o 2.6, CogVLM, CogAgent, CogVLM2, GLM-4V or GLM-4.1V with config.json, its tokenizer files and its safetensors files",
     )
 }
 

@@ -30,7 +30,7 @@ pub(super) fn sweep_folders(
     for parent in config.offload.folders() {
         let unusable = |e: std::io::Error| {
             Failure::io(ErrorCode::Disk, "create", parent, &e)
-                .next("a folder this user may write to, on a local disk, for --offload nvme:DIR")
+                .next("use a writable directory on a local disk for --offload nvme:DIR")
         };
         std::fs::create_dir_all(parent).map_err(unusable)?;
         let swept = SpillFolder::sweep(parent).map_err(|e| failed(&e))?;
@@ -38,7 +38,7 @@ pub(super) fn sweep_folders(
             show(Event::Info {
                 label: "nvme".into(),
                 text: format!(
-                    "removed {} ({}), left by a job that was killed",
+                    "removed {} ({}), which a killed job left",
                     path.display(),
                     crate::units::bytes(bytes)
                 ),
@@ -189,10 +189,10 @@ fn described(parent: &Path, way: IoPath, measured: &[Measured]) -> String {
 
 fn no_direct(parent: &Path) -> Failure {
     Failure::usage(
-        format!("{} has no direct I/O", parent.display()),
+        format!("{} does not support direct I/O", parent.display()),
         "its file system refuses O_DIRECT (tmpfs and some network file systems do)",
     )
-    .next("--nvme-io mapped, or a folder on a local disk")
+    .next("use --nvme-io mapped, or a directory on a local disk")
 }
 
 fn failed(error: &SpillError) -> Failure {

@@ -38,7 +38,7 @@ pub(super) fn report(error: &CommError, plan: &Plan) -> Option<Failure> {
                     elapsed.as_secs_f64()
                 ),
                 format!(
-                    "{who} stopped taking part: suspended (SIGSTOP, a debugger), blocked in the system (a dead disk), or busy without end"
+                    "{who} stopped taking part: it is suspended (SIGSTOP, a debugger), blocked in a system call (a dead disk), or in an endless loop"
                 ),
             )
             .evidence(format!(

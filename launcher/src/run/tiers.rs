@@ -17,7 +17,7 @@ pub(super) fn line(zero: &Zero) -> String {
     ];
     let tiers = tiers.iter().filter_map(|(name, pool)| tier(name, (*pool)?));
     let tiers: Vec<String> = tiers.collect();
-    format!("rank 0 holds {}", tiers.join(" · "))
+    format!("rank 0 stores {}", tiers.join(" · "))
 }
 
 /// What rank 0 used of its GPU, by its own count and by the driver's; `None` on the CPU.
@@ -25,14 +25,14 @@ pub(super) fn gpu_line(session: &Session<'_>) -> Option<String> {
     let (gpu, free_now) = session.gpu_now()?;
     let stats = session.zero.device_pool().stats();
     let mut text = format!(
-        "rank 0 used {} of the {} it took of GPU {}",
+        "rank 0 used {} of the {} it reserved on GPU {}",
         bytes(stats.touched),
         bytes(session.config.arena_bytes),
         gpu.ordinal,
     );
     let times = session.zero.device_times();
     text += &format!(
-        " · its work took {}, waits for copies {}, copies to it {}, from it {}, from other ranks {}, updates beside it {}",
+        " · compute {}, waits for copies {}, copies to the GPU {}, from the GPU {}, from other ranks {}, updates beside them {}",
         seconds(times.compute.as_secs_f64()),
         seconds(times.waits.as_secs_f64()),
         seconds(times.inward.as_secs_f64()),
@@ -42,14 +42,13 @@ pub(super) fn gpu_line(session: &Session<'_>) -> Option<String> {
     );
     if stats.strays > 0 {
         text += &format!(
-            " · {} micro-batches took other places than planned",
+            " · {} micro-batches used other offsets than planned",
             stats.strays
         );
     }
     if let Some(free) = free_now {
         let taken = gpu.free_bytes.saturating_sub(free);
-        text +=
-            &format!(" · the driver counts {taken} bytes more in use there than before the run");
+        text += &format!(" · the driver counts {taken} bytes more in use than before the run");
     }
     Some(text)
 }

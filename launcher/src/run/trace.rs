@@ -65,7 +65,7 @@ impl StepTraces {
                 format!("cannot write {}", path.display()),
                 error.to_string(),
             )
-            .next("leave --trace-steps out, or make room")
+            .next("omit --trace-steps, or free disk space")
         })
     }
 }

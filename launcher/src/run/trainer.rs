@@ -268,7 +268,7 @@ fn start_loader(
                         format!("sample {index} cannot be read in step {}", step + 1),
                         failures::chain(&e),
                     )
-                    .evidence("it was readable when the run began")
+                    .evidence("it was readable when the run started")
                 })
         };
         let indices = sampler.indices(step, micro, rank);
@@ -404,7 +404,10 @@ fn rescale(
     let verdict = scaler.update(!step.applied).map_err(|e| {
         Failure::new(
             ErrorCode::Numeric,
-            format!("fp16 does not hold the gradients of step {}", progress.done),
+            format!(
+                "the gradients of step {} exceed the range of fp16",
+                progress.done
+            ),
             e.to_string(),
         )
         .next("--precision bf16, which needs the same memory and has the range of f32")

@@ -33,21 +33,21 @@ pub(super) fn report(error: &WeightError) -> Failure {
             missing_shard(path, error)
         }
         WeightError::NoWeights { dir } => incomplete(dir, error.to_string())
-            .next("download the weights, or begin from random ones with --init random"),
+            .next("download the weights, or start from random weights with --init random"),
         WeightError::MissingTensor { dir, .. } => incomplete(dir, error.to_string())
             .next("take config.json and the safetensors files from the same model"),
         WeightError::WrongShape { .. } => {
             plain(error).next("take config.json and the safetensors files from the same model")
         }
         WeightError::DType { .. } => plain(error).next("convert the weights to bf16 or f32"),
-        _ => plain(error).next("download the named file again"),
+        _ => plain(error).next("download the file again"),
     }
 }
 
 fn plain(error: &WeightError) -> Failure {
     Failure::new(
         ErrorCode::ModelFiles,
-        "the model folder is incomplete or damaged",
+        "the model directory is incomplete or damaged",
         chain(error),
     )
 }
@@ -88,7 +88,7 @@ fn pointer_report(path: &Path, size: u64, hash: &str) -> Failure {
     )
     .evidence(format!("expected {} bytes, {hash}", grouped(size)))
     .evidence_lines(expected_tensors(path))
-    .next("`git lfs pull` in that folder, or download that file again")
+    .next("run `git lfs pull` in that directory, or download the file again")
 }
 
 /// A file that ends early, or whose header makes no sense.
@@ -112,19 +112,19 @@ fn damaged(path: &Path, error: &WeightError) -> Failure {
             ),
         )
         .evidence(format!(
-            "{} of {} bytes are there",
+            "{} of {} bytes are present",
             grouped(*got_bytes),
             grouped(*expected_bytes)
         ))
         .evidence_lines(lost),
         _ => incomplete(folder(path), chain(error)).evidence(format!(
-            "the file has {} bytes and does not begin like a safetensors file",
+            "the file has {} bytes and does not begin with a safetensors header",
             grouped(got)
         )),
     };
     failure
         .evidence_lines(expected_tensors(path))
-        .next("download that file again")
+        .next("download the file again")
 }
 
 /// Tensors that the header of `path` places beyond its `got` bytes.
@@ -174,10 +174,10 @@ fn expected_tensors(path: &Path) -> Option<String> {
 }
 
 fn missing_shard(path: &Path, error: &WeightError) -> Failure {
-    incomplete(folder(path), format!("{} is not there", path.display()))
+    incomplete(folder(path), format!("{} is missing", path.display()))
         .evidence(chain(error))
         .evidence_lines(expected_tensors(path))
-        .next("download that file, or take the index and all of its files from one place")
+        .next("download the file, or take the index and all of its files from one source")
 }
 
 #[cfg(test)]
@@ -246,7 +246,7 @@ mod tests {
         let index = br#"{"weight_map": {"a": "model-1.safetensors", "c": "model-2.safetensors"}}"#;
         let failure = refused(&[("model-1.safetensors", &whole()), (INDEX, index)]);
         let text = failure.to_string();
-        assert!(text.contains("model-2.safetensors is not there"), "{text}");
+        assert!(text.contains("model-2.safetensors is missing"), "{text}");
         assert!(text.contains("1 of 2 tensors in it, first: c"), "{text}");
     }
 }

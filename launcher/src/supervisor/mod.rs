@@ -360,7 +360,8 @@ impl Watch<'_> {
             Phase::Running => {
                 self.phase = Phase::Stopping;
                 self.asked_to_stop = true;
-                let text = format!("{name}: saving and stopping; once more to stop at once");
+                let text =
+                    format!("{name}: saving and stopping; another SIGINT (Ctrl-C) stops at once");
                 self.screen.show(&Event::Info {
                     label: "stop".to_string(),
                     text,
@@ -441,7 +442,7 @@ impl Watch<'_> {
             Failure::new(
                 ErrorCode::RankDied,
                 format!("rank {} ended without a result", self.first_rank),
-                "the process ended well but left no summary",
+                "the process exited with status 0 but left no summary",
             )
         };
         let summary = RunSummary::load(job_dir, self.first_rank).ok_or_else(missing)?;
@@ -466,7 +467,7 @@ fn stopped_at_once(output: &Path) -> Failure {
     Failure::new(
         ErrorCode::Interrupted,
         "stopped by a signal before the state was saved",
-        "a second signal, or an end during start-up",
+        "a second signal arrived, or the first one arrived during start-up",
     )
     .next(format!(
         "continue from the last checkpoint: --resume auto --output {}",
@@ -482,7 +483,7 @@ pub fn own_program() -> Result<PathBuf, Failure> {
     std::env::current_exe().map_err(|error| {
         Failure::new(
             ErrorCode::Rendezvous,
-            "the own executable is unknown",
+            "the path of this executable is unknown",
             error.to_string(),
         )
     })

@@ -63,10 +63,10 @@ pub(super) fn explain(
         (_, Some(signal), _) => Failure::new(
             ErrorCode::RankDied,
             format!(
-                "rank {rank} was ended by signal {signal} ({})",
+                "rank {rank} was terminated by signal {signal} ({})",
                 signal_name(signal)
             ),
-            "the process crashed, or somebody ended it",
+            "the process crashed, or somebody sent the signal",
         )
         .next(look_at_log(rank)),
         (None, None, code) => {
@@ -115,9 +115,9 @@ fn killed(rank: usize, machine: &Machine) -> Failure {
     let cause = if cgroup > 0 {
         "host memory ran out: this is RAM, not GPU memory"
     } else if on_machine > 0 {
-        "the kernel killed for lack of memory on this machine meanwhile: this is RAM, not GPU memory"
+        "the kernel killed processes on this machine because memory ran out: this is RAM, not GPU memory"
     } else {
-        "the usual reason is that host memory ran out (RAM, not GPU memory); this time the kernel did not report it, so `kill -9` is possible too"
+        "host memory probably ran out (RAM, not GPU memory); the kernel did not report it, so `kill -9` is possible too"
     };
     let limit = machine.memory.cgroup_limit_bytes.map_or_else(
         || "no cgroup limit".to_string(),
@@ -148,7 +148,9 @@ fn killed(rank: usize, machine: &Machine) -> Failure {
             .collect();
         failure = failure.evidence(format!("resident memory: {}", seen.join(" · ")));
     }
-    failure.next("a smaller --model-max-length, fewer trained parts, or a machine with more memory")
+    failure.next(
+        "use a smaller --model-max-length, fewer trained parts, or a machine with more memory",
+    )
 }
 
 /// Which ending explains the others: the first failure that is not a consequence of another

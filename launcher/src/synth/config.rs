@@ -32,9 +32,9 @@ pub(super) struct Config {
 impl Config {
     /// The failure of a configuration from which no model can be made.
     pub(super) fn unusable(&self, cause: &str) -> Failure {
-        let title = format!("cannot make a model of {}", self.origin);
+        let title = format!("cannot make a model from {}", self.origin);
         Failure::new(ErrorCode::ModelFiles, title, cause).next(format!(
-            "take the config.json of a supported model, or the name of a published one: {}",
+            "use the config.json of a supported model, or the name of a published one: {}",
             names()
         ))
     }
@@ -47,7 +47,7 @@ impl Config {
 pub(super) fn find(named: Option<&Path>) -> Result<Config, Failure> {
     let named = named.ok_or_else(|| {
         Failure::usage("--model-config is missing", "sizes come from a config.json")
-            .next(format!("a file, a folder, or one of {}", names()))
+            .next(format!("give a file, a directory, or one of {}", names()))
     })?;
     let file = match named.is_dir() {
         true => named.join("config.json"),
@@ -68,7 +68,7 @@ pub(super) fn find(named: Option<&Path>) -> Result<Config, Failure> {
         }),
         (Err(error), None) => {
             let failure = Failure::io(ErrorCode::ModelFiles, "read", &file, &error);
-            Err(failure.next(format!("a file, a folder, or one of {}", names())))
+            Err(failure.next(format!("give a file, a directory, or one of {}", names())))
         }
     }
 }

@@ -41,22 +41,24 @@ const SAMPLE_TOKENS: usize = 512;
 pub(crate) fn run(args: &SynthArgs) -> Result<ExitCode, Failure> {
     let started = Instant::now();
     let output = args.output.clone().ok_or_else(|| {
-        Failure::usage("--output is missing", "the model needs a folder").next("add --output DIR")
+        Failure::usage("--output is missing", "the model needs a directory")
+            .next("add --output DIR")
     })?;
     let seeded = args.weights.unwrap_or_default() == SynthWeights::Seeded;
     if let (true, Some(_)) = (seeded, args.shards) {
         return Err(Failure::usage(
             "--shards and --weights seeded contradict each other",
-            "weights that are made when they are read have no files",
+            "seeded weights have no files",
         )
-        .next("leave one of the two out"));
+        .next("omit one of them"));
     }
     let shards = args.shards.unwrap_or(SHARDS);
     if shards == 0 {
-        return Err(
-            Failure::usage("--shards 0 leaves no file", "weights need at least one")
-                .next("leave --shards out for 4 files"),
-        );
+        return Err(Failure::usage(
+            "--shards 0 is out of range",
+            "weights need at least one file",
+        )
+        .next("omit --shards for 4 files"));
     }
     let config = config::find(args.model_config.as_deref())?;
     let folder = NewFolder::begin(&output, "synth")?;
@@ -89,7 +91,7 @@ pub(crate) fn run(args: &SynthArgs) -> Result<ExitCode, Failure> {
         files::declare(seed, folder.path())?;
         folder.publish()?;
         say(&format!(
-            " done    {} names seed {seed} in place of weights\n",
+            " done    {} contains seed {seed} instead of weights\n",
             models::seeded::FILE
         ));
     } else {
@@ -104,7 +106,7 @@ pub(crate) fn run(args: &SynthArgs) -> Result<ExitCode, Failure> {
     }
     if let Some(sampled) = sampled {
         say(&format!(
-            " samples {} of {} tokens, {} of them for the picture: launcher --model {out} --data {out}/{}\n",
+            " samples {} of {} tokens, {} of them for the image: launcher --model {out} --data {out}/{}\n",
             grouped(sampled.count as u64),
             grouped(sampled.tokens as u64),
             grouped(sampled.picture_tokens as u64),
@@ -132,14 +134,14 @@ fn check_space(output: &Path, needed: u64) -> Result<(), Failure> {
     }
     Err(Failure::new(
         ErrorCode::Disk,
-        format!("there is no room for {}", output.display()),
+        format!("the disk is too small for {}", output.display()),
         format!(
-            "the folder takes {}, {} are free there",
+            "the directory needs {}, {} are free",
             bytes(needed),
             bytes(free)
         ),
     )
-    .next("free some space there, or choose another folder with --output"))
+    .next("free space on that disk, or choose another directory with --output"))
 }
 
 #[cfg(test)]

@@ -53,10 +53,10 @@ pub(super) fn write(folder: &Path, count: usize, size: Size) -> Result<Samples, 
         && !SIDES.contains(&side)
     {
         return Err(Failure::usage(
-            format!("--picture-side {side} is out of range"),
-            format!("it is {} to {}", SIDES.start(), SIDES.end()),
+            format!("--image-size {side} is out of range"),
+            format!("it must be between {} and {}", SIDES.start(), SIDES.end()),
         )
-        .next("leave --picture-side out for one slice, or the tower's own size"));
+        .next("omit --image-size to use the size of one slice or of the vision tower"));
     }
     let tokens = size.tokens;
     let disk = |path: &Path| {

@@ -35,7 +35,7 @@ impl Vocabulary {
         let taken: BTreeSet<usize> = self.special.iter().map(|(id, _)| *id).collect();
         if let Some((id, token)) = self.special.iter().find(|(id, _)| *id >= self.size) {
             return Err(format!(
-                "the token {token} has id {id}, outside of a vocabulary of {}",
+                "the token {token} has id {id}, outside the vocabulary of {}",
                 self.size
             ));
         }

@@ -118,7 +118,7 @@ fn plan_lines(plan: &PlanEvent) -> Vec<String> {
                 count(plan.trainable),
                 plural(plan.ranks, "rank"),
                 plan.shard_group
-                    .map_or_else(String::new, |ranks| format!(" in groups of {ranks}")),
+                    .map_or_else(String::new, |ranks| format!(" in shard groups of {ranks}")),
                 plan.device,
                 plan.stage,
                 plan.precision,

@@ -51,11 +51,12 @@ pub(crate) fn run(args: &WatchArgs) -> Result<ExitCode, Failure> {
 
 fn check(folder: &Path) -> Result<(), Failure> {
     let refuse = |cause: &str| {
-        Failure::usage(format!("cannot watch {}", folder.display()), cause)
-            .next("name the folder of a run: what --output named, or one below runs/")
+        Failure::usage(format!("cannot watch {}", folder.display()), cause).next(
+            "give the directory of a run: the value of its --output, or a directory below runs/",
+        )
     };
     if !folder.is_dir() {
-        return Err(refuse("there is no such folder"));
+        return Err(refuse("the directory does not exist"));
     }
     let is_run = [CONFIG_FILE, TRAINER_LOG]
         .iter()
@@ -63,8 +64,8 @@ fn check(folder: &Path) -> Result<(), Failure> {
     if is_run {
         Ok(())
     } else {
-        Err(refuse("it holds no run")
-            .evidence(format!("neither {CONFIG_FILE} nor {TRAINER_LOG} is there")))
+        Err(refuse("it contains no run")
+            .evidence(format!("it has neither {CONFIG_FILE} nor {TRAINER_LOG}")))
     }
 }
 

@@ -43,12 +43,12 @@ fn state(view: &View) -> String {
         age
     };
     match view.state {
-        State::Starting => format!("starting · last news {age} ago"),
-        State::Running => format!("running · last news {age} ago"),
+        State::Starting => format!("starting · last update {age} ago"),
+        State::Running => format!("running · last update {age} ago"),
         State::Finished => "finished".to_owned(),
         State::Stopped => "stopped by a signal, saved".to_owned(),
         State::Failed => "failed".to_owned(),
-        State::Dead => format!("dead: no news for {age}, and no process holds it"),
+        State::Dead => format!("dead: no update for {age}, and no process is running it"),
     }
 }
 
@@ -138,7 +138,7 @@ fn memory(view: &View) -> Option<String> {
         text += &format!(" · host {}", bytes(used.host));
     }
     if let Some(planned) = view.planned_bytes {
-        text += &format!(" · planned {} together", bytes(planned));
+        text += &format!(" · planned total {}", bytes(planned));
     }
     Some(format!("{text} · resident {}", bytes(used.rss)))
 }
@@ -192,7 +192,7 @@ mod tests {
         );
         assert_eq!(
             render(&view),
-            " run     runs/demo · running · last news 3 s ago\n \
+            " run     runs/demo · running · last update 3 s ago\n \
              step    10 of 40 · [######------------------] 25 % · 0:01:01 so far · 0:03:00 left\n \
              loss    0.5000 · began at 0.5000 · ▁\n \
              rates   lr 1.0e-3 · gnorm 1.250 · 9.7k tok/s\n \
@@ -205,7 +205,7 @@ mod tests {
             seconds_since_news: 3700.0,
         };
         let dead = render(&View::new(&files, left));
-        assert!(dead.contains("dead: no news for 1:01:40"), "{dead}");
+        assert!(dead.contains("dead: no update for 1:01:40"), "{dead}");
         assert!(!dead.contains("left"), "{dead}");
     }
 }

@@ -184,7 +184,7 @@ fn check_pictures(config: &CogConfig, index: usize, sample: &SampleInput<'_>) ->
     let (places, slices) = (sample.image_bounds.len(), sample.slices.len());
     let per_picture = config.slices_per_picture();
     if places * per_picture > slices {
-        return fail(format!("{places} places for pictures, {slices} slices"));
+        return fail(format!("{places} image positions, {slices} slices"));
     }
     let mut end_before = 0;
     for &(start, end) in sample.image_bounds {

@@ -42,7 +42,7 @@ pub enum SampleError {
         role: String,
     },
     /// Too many tokens before the answer.
-    #[error("{tokens} tokens before the answer leave no room for it, {limit} would")]
+    #[error("{tokens} tokens before the answer leave no space for it, at most {limit} would")]
     ContextTooLong {
         /// Tokens found.
         tokens: usize,
@@ -56,7 +56,7 @@ pub enum SampleError {
         turns: usize,
     },
     /// The text names a picture the sample does not have.
-    #[error("the text names {name} but the pictures are {known:?}")]
+    #[error("the text names {name} but the images are {known:?}")]
     UnknownPlaceholder {
         /// The name in the text.
         name: String,
@@ -72,7 +72,7 @@ pub enum SampleError {
         images: usize,
     },
     /// The text never shows a picture of the sample.
-    #[error("image {name} is never mentioned in the text")]
+    #[error("the text does not mention image {name}")]
     UnusedImage {
         /// Its name.
         name: String,
@@ -96,7 +96,7 @@ pub enum SampleError {
         limit: usize,
     },
     /// A picture so long that the model's resizing refuses it.
-    #[error("image {name} of {width} x {height} pixels is too long for its width")]
+    #[error("image {name} of {width} x {height} pixels has an aspect ratio that is too large")]
     AspectRatio {
         /// Its name in the text.
         name: String,

@@ -37,13 +37,13 @@ pub enum DataError {
         reason: String,
     },
     /// The file or folder holds no sample.
-    #[error("{} holds no sample", path.display())]
+    #[error("{} contains no sample", path.display())]
     Empty {
         /// The file or folder.
         path: PathBuf,
     },
     /// The content is of none of the formats.
-    #[error("the format of {} is not known: {found}", path.display())]
+    #[error("the format of {} is unknown: {found}", path.display())]
     UnknownFormat {
         /// The file or folder.
         path: PathBuf,
@@ -59,7 +59,7 @@ pub enum DataError {
         reason: String,
     },
     /// A label file without the picture it describes.
-    #[error("{} describes no picture of {}", label.display(), pictures.display())]
+    #[error("{} describes no image of {}", label.display(), pictures.display())]
     NoPicture {
         /// The label file.
         label: PathBuf,
@@ -197,7 +197,7 @@ impl<'de> Visitor<'de> for Images {
         while let Some((name, path)) = map.next_entry::<String, PathBuf>()? {
             if images.iter().any(|(known, _)| *known == name) {
                 return Err(A::Error::custom(format_args!(
-                    "picture {name:?} is given twice"
+                    "image {name:?} is given twice"
                 )));
             }
             images.push((name, path));

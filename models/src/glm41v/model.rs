@@ -147,7 +147,7 @@ impl Glm41v {
         let (bounds, slices) = (sample.image_bounds, sample.slices);
         if bounds.len() != slices.len() {
             let (bounds, slices) = (bounds.len(), slices.len());
-            return fail(format!("{bounds} places for pictures, {slices} pictures"));
+            return fail(format!("{bounds} image positions, {slices} images"));
         }
         let mut end_before = 0;
         for ((start, end), slice) in bounds.iter().zip(slices) {

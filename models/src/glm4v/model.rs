@@ -145,7 +145,7 @@ impl Glm4v {
         let (bounds, slices) = (sample.image_bounds, sample.slices);
         if bounds.len() != slices.len() {
             let (bounds, slices) = (bounds.len(), slices.len());
-            return fail(format!("{bounds} places for pictures, {slices} pictures"));
+            return fail(format!("{bounds} image positions, {slices} images"));
         }
         let grid = self.config.vision.grid();
         let features = self.config.features() + 2;

@@ -178,7 +178,7 @@ impl MiniCpm {
         let (tokens, q) = (sample.input_ids.len(), self.config.query_num);
         if sample.image_bounds.len() > sample.slices.len() {
             let (bounds, slices) = (sample.image_bounds.len(), sample.slices.len());
-            return fail(format!("{bounds} places for pictures, {slices} slices"));
+            return fail(format!("{bounds} image positions, {slices} slices"));
         }
         let fits = |(start, end): &(usize, usize)| start + q == *end && *end <= tokens;
         if let Some((start, end)) = sample.image_bounds.iter().find(|b| !fits(b)) {

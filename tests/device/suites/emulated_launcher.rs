@@ -387,7 +387,7 @@ fn a_run_agrees_with_the_cpu_and_resumes_exactly(precision: &str, dtype: DType) 
     for words in [
         "2 ranks on cuda",
         "GPU 1 emulated · 2.0G, 2.0G free · rank 1",
-        "weights, gradients and optimizer states rest on the GPU",
+        "weights, gradients and optimizer states are in GPU memory",
         "GPU memory per rank: ",
         "waits for copies",
     ] {
@@ -408,12 +408,12 @@ fn a_run_agrees_with_the_cpu_and_resumes_exactly(precision: &str, dtype: DType) 
 
     // Where states rest changes no bit.
     for (output, offload, rest) in [
-        ("again", "none", "states rest on the GPU"),
+        ("again", "none", "states are in GPU memory"),
         ("moved", "cpu", "states rest in host memory"),
         (
             "half",
             "optimizer=cpu",
-            "weights rest on the GPU, gradients",
+            "weights are in GPU memory, gradients",
         ),
     ] {
         fs::create_dir(site.path(output)).unwrap();
@@ -483,7 +483,7 @@ fn a_refused_ipc_goes_through_host_memory() {
     let site = Site::new();
     let line = "--precision bf16 --max-steps 2 --device cuda --nproc 2 --save-strategy steps --save-steps 2";
     let screen = site.train(1, &format!("{line} --collectives shm --output shm"));
-    assert!(!screen.contains("do not read each other's memory"));
+    assert!(!screen.contains("cannot read each other's memory"));
     let refused = format!("rank 1 cannot open memory of other ranks: rank 0: {REFUSAL};");
     let other = "rank 0 cannot read memory of other ranks: rank 1: what is there is not what that rank wrote (and 1 more)";
     for (output, trouble, note) in [("refused", "refused", &*refused), ("other", "other", other)] {
@@ -508,7 +508,7 @@ fn a_refused_ipc_goes_through_host_memory() {
     let (code, screen) = site.run_with(1, &[(IPC, "refused")], &asked);
     assert_eq!(code, Some(13), "{screen}");
     for words in [
-        "as --collectives ipc asks",
+        "which --collectives ipc needs",
         refused.trim_end_matches(';'),
         "--collectives shm",
         "--ipc=host",
@@ -645,7 +645,7 @@ fn ranks_share_a_gpu() {
         1,
         &format!("{line} --output one --gradient-accumulation-steps 2"),
     );
-    for words in ["1 rank on cuda", "states rest on the GPU"] {
+    for words in ["1 rank on cuda", "states are in GPU memory"] {
         assert!(screen.contains(words), "no {words:?} in\n{screen}");
     }
     takes_what_the_plan_says(&site, "one");
@@ -706,7 +706,7 @@ fn graphs_change_nothing() {
 fn weights_come_ahead_where_they_fit() {
     let site = Site::new();
     let line = "--precision bf16 --max-steps 2 --device cuda --eval-data held_out.json";
-    let ahead = "come one unit ahead";
+    let ahead = "are prefetched one unit ahead";
     let peak = |run: &str| {
         let plan = site.json(&format!("{run}/plan.json"));
         plan["plan"]["memory"]["peak"]["device"].as_u64().unwrap()
@@ -721,7 +721,7 @@ fn weights_come_ahead_where_they_fit() {
     let limit = peak("on") - 1 + (768 << 20);
     let line = format!("{line} --device-memory-limit {limit}");
     let screen = site.train(2, &format!("{line} --output tight"));
-    let words = "come when they are used, not one unit ahead";
+    let words = "are copied when they are used; a prefetch of one unit needs";
     assert!(screen.contains(words), "{screen}");
     takes_what_the_plan_says(&site, "tight");
     assert_eq!(peak("tight"), peak("off"));
@@ -762,7 +762,7 @@ fn updates_begin_where_host_memory_is_to_spare() {
             let screen = site.train(2, &format!("{line} {more} --output {run}"));
             let said = screen.contains("units are updated while backward runs");
             assert_eq!(said, begins, "{screen}");
-            let costs = screen.contains("more of host memory, which is to spare");
+            let costs = screen.contains("more of spare host memory");
             assert_eq!(costs, mode == "auto", "{screen}");
             for rank in 0..2 {
                 let seen = |lane| spans(&site, &run, rank, lane);
@@ -882,11 +882,11 @@ fn an_arena_that_another_process_took_is_missed() {
     assert_eq!(code, Some(11), "{text}");
     for words in [
         "error[E01]",
-        "(emulated) cannot hold this run",
+        "(emulated) has too little free memory for this run",
         "CUDA_ERROR_OUT_OF_MEMORY",
-        "2.0G were free when it was made, 1.0M are now",
+        "2.0G were free when the plan was made, 1.0M are free now",
         &format!("process 4242 holds {all} bytes"),
-        "end what else uses the GPU",
+        "end the other processes on the GPU",
     ] {
         assert!(text.contains(words), "no {words:?} in\n{text}");
     }
@@ -926,7 +926,7 @@ fn machines_with_unlike_libraries_are_named() {
     for (code, text) in site.machines(NVRTC, ["13.0", "12.8"], line) {
         assert_eq!(code, Some(13), "{text}");
         for words in [
-            "error[E03] rank 1 computes with another NVRTC than the others",
+            "error[E03] rank 1 computes with another NVRTC than the other ranks",
             "NVRTC of rank 0 (",
             "): \"13.0\"",
             "): \"12.8\"",
@@ -938,10 +938,10 @@ fn machines_with_unlike_libraries_are_named() {
     assert!(!site.path("out/trainer_log.jsonl").exists());
     let [first, second] = site.machines(DRIVER, ["580.65", "575.1"], line);
     assert_eq!((first.0, second.0), (Some(0), Some(0)), "{}", first.1);
-    let words = "ranks differ in a way that changes no result: GPU driver of rank 0";
+    let words = "ranks differ, without an effect on results: GPU driver of rank 0";
     let said = |text: &str| text.matches(words).count();
     assert_eq!((said(&first.1), said(&second.1)), (1, 0), "{}", first.1);
-    let alone = "--early-step auto leaves updates behind the pass";
+    let alone = "--optimizer-in-backward auto keeps updates after the pass";
     assert!(first.1.contains(alone), "{}", first.1);
     assert!(
         !first.1.contains("units are updated while backward"),

@@ -89,7 +89,7 @@ fn model_folders_that_cannot_be_used_are_refused() {
     fs::remove_file(&weights).unwrap();
     assert_says(
         &site.refuse("", 10, "E10"),
-        &["holds no model.safetensors", "--init random"],
+        &["contains neither model.safetensors", "--init random"],
     );
     let index = json!({"weight_map": {"llm.lm_head.weight": "model-00001-of-00002.safetensors"}});
     let index_path = site.path("model/model.safetensors.index.json");
@@ -168,7 +168,7 @@ fn samples_that_cannot_be_trained_on_are_refused() {
     refuse_samples(&site, &folder, "E18", &["sample 0 (id 0)"]);
 
     let outside = one(&|s| s["image"] = json!("../model/config.json"));
-    refuse_samples(&site, &outside, "E18", &["outside the data folder"]);
+    refuse_samples(&site, &outside, "E18", &["outside the data directory"]);
 
     let question = "<image>\n<image>\nHow many shapes?";
     let doubled = one(&|s| s["conversations"][0]["content"] = json!(question));
@@ -190,7 +190,7 @@ fn plans_larger_than_the_machine_are_refused() {
     let screen = site.refuse("--host-memory-limit 1M", 5, "E17");
     assert_says(
         &screen,
-        &["host memory", "1.0M", "no single change", "comes nearest"],
+        &["host memory", "1.0M", "no single change", "comes closest"],
     );
     let screen = site.refuse("--device-memory-limit 100K", 5, "E17");
     assert_says(&screen, &["device memory", "100K"]);

@@ -119,7 +119,7 @@ fn the_longest_samples_come_first_unless_told_otherwise() {
         9,
         "E08",
     );
-    assert!(screen.contains("--worst-first true"), "{screen}");
+    assert!(screen.contains("--longest-first true"), "{screen}");
 }
 
 #[test]
@@ -135,7 +135,7 @@ fn two_batch_sizes_give_the_third() {
         "{screen}"
     );
     let screen = site.refuse("--nproc 2 --global-batch 5 --output x", 2, "E09");
-    assert!(screen.contains("--global-batch 4 or 6"), "{screen}");
+    assert!(screen.contains("--global-batch-size 4 or 6"), "{screen}");
 }
 
 #[test]
@@ -143,7 +143,7 @@ fn the_largest_batch_is_found_and_used() {
     let site = Site::new();
     let screen = site.train("--find-batch --nproc 1 --max-steps 1").screen;
     assert!(
-        screen.contains("micro-batch     6") && screen.contains("<- taken"),
+        screen.contains("micro-batch     6") && screen.contains("<- chosen"),
         "{screen}"
     );
     assert!(screen.contains("6 per rank"), "{screen}");

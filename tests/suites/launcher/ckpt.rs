@@ -104,9 +104,9 @@ fn a_run_is_listed_with_what_its_checkpoints_hold() {
     }
     assert_eq!(rows[2]["whole"], json!(false));
     let text = done(&site, "ls out");
-    assert_says(&text, &["whole, the latest", "a save that did not finish"]);
+    assert_says(&text, &["intact, the latest", "left by an unfinished save"]);
     let text = done(&site, "ls out/checkpoint-1");
-    assert_says(&text, &["model + state", "exp_avg_sq", "whole"]);
+    assert_says(&text, &["model + state", "exp_avg_sq", " intact\n"]);
 
     let state = site.path("out/checkpoint-1/state/rank-0000.safetensors");
     let bytes = fs::read(&state).unwrap();
@@ -116,8 +116,18 @@ fn a_run_is_listed_with_what_its_checkpoints_hold() {
     let problem = row["problem"].as_str().unwrap();
     assert!(problem.contains("rank-0000.safetensors"), "{problem}");
 
-    refused(&site, "ls data", 9, &["error[E08]", "holds no checkpoint"]);
-    refused(&site, "ls nowhere", 9, &["error[E08]", "no such folder"]);
+    refused(
+        &site,
+        "ls data",
+        9,
+        &["error[E08]", "contains no checkpoint"],
+    );
+    refused(
+        &site,
+        "ls nowhere",
+        9,
+        &["error[E08]", "the directory does not exist"],
+    );
     refused(
         &site,
         "lst out",
@@ -199,13 +209,17 @@ fn every_kind_of_damage_is_named_and_refused_everywhere() {
     let site = Site::new();
     site.train("--save-steps 1");
     let text = done(&site, "verify out/checkpoint-2");
-    assert_says(&text, &["checkpoint-2 is whole"]);
+    assert_says(&text, &["checkpoint-2 is intact"]);
     let last = site.path("out/checkpoint-2");
     let whole = files(&last);
     for (what, damage, named) in damages() {
         damage(&last);
         println!("{what}");
-        let mut words = vec!["error[E08]", "checkpoint-1 is whole", "out/checkpoint-1"];
+        let mut words = vec![
+            "error[E08]",
+            "checkpoint-1 is the newest intact checkpoint",
+            "out/checkpoint-1",
+        ];
         words.extend(named);
         refused(&site, "verify out/checkpoint-2", 9, &words);
         for verb in ["reshard --nproc 3", "consolidate"] {
@@ -252,7 +266,7 @@ fn a_copied_step_is_not_taken_for_another() {
         &words,
     );
     let text = done(&site, "ls out");
-    assert_says(&text, &["not whole: ", "the folder's name"]);
+    assert_says(&text, &["damaged: ", "the folder's name"]);
     // Without the copy an empty `latest` does no harm.
     fs::remove_dir_all(copy).unwrap();
     let outcome = site.train("--resume auto --max-steps 3");

@@ -26,15 +26,15 @@ fn a_good_file_is_described() {
         &text,
         &[
             " samples  6 in ",
-            "3 with pictures, 3 without",
-            " pictures 4 · width ",
-            "slices of 4 tokens (pictures): ",
+            "3 with images, 3 without",
+            " images   4 · width ",
+            "slices of 4 tokens (images): ",
             "end of sequence supervised in 7 of 7 answers",
             " longest  line 2, sample 0 (id 0): ",
             " balance  2 ranks x micro-batch 1 x accumulation 1: 3 steps per epoch",
             "<image 4x",
             "«",
-            " verdict  every sample can be used",
+            " verdict  all samples can be used",
         ],
     );
     let everything = fs::read_dir(site.path("")).unwrap().count();
@@ -91,7 +91,7 @@ fn unusable_samples_are_listed_and_end_with_status_3() {
         &[
             "none.png",
             "text-2 (2 times)",
-            "cannot be used; pictures are never cut",
+            "cannot be used; images are never cut",
             " next     --model-max-length ",
         ],
     );

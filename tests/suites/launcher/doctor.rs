@@ -53,8 +53,8 @@ fn an_empty_environment_is_enough() {
     for words in [
         " program  launcher ",
         " memory   ",
-        " folders  /dev/shm",
-        " env      variables that are read\n",
+        " storage  /dev/shm",
+        " env      variables that this program reads\n",
         " verdict  runs use ",
     ] {
         assert!(text.contains(words), "no {words:?} in\n{text}");
@@ -103,7 +103,7 @@ fn variables_are_explained_and_secrets_kept() {
         "max_split_size_mb:128",
         "instead: --device-memory-limit",
         "instead: --nproc N --zero 3",
-        "set, but without effect here: MP_SIZE, NUM_GPUS_PER_WORKER, PYTORCH_CUDA_ALLOC_CONF",
+        "these variables are set but have no effect here: MP_SIZE, NUM_GPUS_PER_WORKER, PYTORCH_CUDA_ALLOC_CONF",
     ] {
         assert!(text.contains(words), "no {words:?} in\n{text}");
     }
@@ -247,7 +247,7 @@ fn gpus_that_only_the_management_library_sees_are_shown() {
     let text = printed(command("", &variables));
     for words in [
         " (gpu 0)  Imaginary 100 · compute capability 9.0 · 19.0G of 24.0G free\n",
-        "process 1000000000 holds 4.0G",
+        "process 1000000000 uses 4.0G",
         "hidden from CUDA",
     ] {
         assert!(text.contains(words), "no {words:?} in\n{text}");

@@ -48,7 +48,7 @@ fn a_second_interrupt_ends_at_once() {
     }
     run.signal("INT");
     run.wait_for("the answer to the signal", |line| {
-        line.contains("once more")
+        line.contains("another SIGINT (Ctrl-C) stops at once")
     });
     let asked = Instant::now();
     run.signal("INT");

@@ -297,7 +297,7 @@ fn what_cannot_be_asked_is_refused() {
             &format!("{ask} --adapter stranger"),
             10,
             "E10",
-            &["llm.nothing.weight has no place in the model"],
+            &["the model has no tensor llm.nothing.weight"],
         ),
         (
             &format!("{ask} --adapter misshaped"),

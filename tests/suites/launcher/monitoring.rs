@@ -230,15 +230,15 @@ fn a_run_that_vanished_is_dead() {
     assert_eq!(view["state"], json!("dead"), "{view}");
     assert!(view["seconds_since_news"].as_f64().unwrap() >= 3600.0);
     let text = String::from_utf8(watch(&site, "out").stdout).unwrap();
-    assert!(text.contains("no news for 1:00:0"), "{text}");
+    assert!(text.contains("no update for 1:00:0"), "{text}");
 }
 
 #[test]
 fn watching_needs_the_folder_of_a_run() {
     let site = Site::new();
     for (words, cause) in [
-        ("gone", "no such folder"),
-        ("data --once", "it holds no run"),
+        ("gone", "the directory does not exist"),
+        ("data --once", "it contains no run"),
     ] {
         let output = watch(&site, words);
         assert_eq!(output.status.code(), Some(2));

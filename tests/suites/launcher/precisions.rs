@@ -102,17 +102,17 @@ fn updates_that_begin_while_backward_runs_have_the_same_bits() {
         (
             "--zero 3 --offload cpu --max-grad-norm 0.5",
             "--early-step 512KiB",
-            "kept until the norm is known",
+            "stored until the gradient norm is known",
         ),
         (
             "--zero 2 --offload nvme:spill --precision fp16 --initial-scale-power 24 --gradient-accumulation-steps 2",
             "--early-step all",
-            "kept until the norm is known",
+            "stored until the gradient norm is known",
         ),
         (
             "--zero 3 --offload nvme:spill --precision pure-bf16 --max-grad-norm 0",
             "",
-            "kept nowhere",
+            "their gradients are not stored",
         ),
     ] {
         number += 1;
@@ -222,7 +222,7 @@ fn jobs_on_one_folder_keep_to_their_own_files_and_sweep_what_is_dead() {
         .finish();
     assert_eq!(outcome.code, Some(0), "{}", outcome.screen);
     assert!(
-        outcome.screen.contains("left by a job that was killed"),
+        outcome.screen.contains("which a killed job left"),
         "{}",
         outcome.screen
     );

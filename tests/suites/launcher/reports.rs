@@ -178,9 +178,9 @@ fn samples_that_are_too_long_come_with_the_length_that_suffices() {
         &screen,
         &[
             "samples in ",
-            "lies beyond --model-max-length 60 (",
+            "--model-max-length 60 cuts off the answer, or cuts an image in two (",
             "line 2, sample 0 (id 0): ",
-            " tokens, pictures ",
+            " tokens, images ",
             " x 4 + text ",
             "--max-slice-nums 1 makes ",
             "launcher data check ",
@@ -211,7 +211,7 @@ fn placeholders_are_shown_with_their_place() {
         &[
             "sample 1 (id",
             "message 1: \"See <image_07>, is it taller?\"",
-            "the pictures are [\"<image_00>\", \"<image_01>\"]",
+            "the images are [\"<image_00>\", \"<image_01>\"]",
         ],
     );
 }
@@ -340,7 +340,7 @@ fn incomplete_model_folders_say_what_is_missing() {
     assert_says(
         &screen,
         &[
-            "model-00002-of-00002.safetensors is not there",
+            "model-00002-of-00002.safetensors is missing",
             "1 of 2 tensors in it, first: llm.model.norm.weight",
         ],
     );
@@ -354,16 +354,19 @@ fn a_checkpoint_of_other_parts_lists_what_differs() {
     assert_says(
         &screen,
         &[
-            "are frozen now, 0 trained now",
-            "frozen now: resampler (",
-            "train these too",
+            "are frozen in this run, 0 trained tensors of this run are not in the checkpoint",
+            "but frozen in this run: resampler (",
+            "train these parts too",
         ],
     );
     site.train("--max-steps 2 --save-steps 1 --freeze resampler --output part");
     let screen = site.refuse("--output part --resume part/checkpoint-1", 9, "E08");
     assert_says(
         &screen,
-        &["missing from the checkpoint: resampler (", "freeze these"],
+        &[
+            "trained in this run, but not in the checkpoint: resampler (",
+            "freeze these parts",
+        ],
     );
     let screen = site.refuse("--output out --resume auto --max-steps 2", 9, "E16");
     assert_says(&screen, &["2 of 2 steps", "--max-steps"]);

@@ -38,7 +38,7 @@ fn a_run_with_deaths_ends_with_the_bits_of_one_without() {
         ),
         (
             "--inject flip-bit:rank=1,step=4 --inject kill:rank=1,step=5,phase=collective",
-            "checkpoint-4 is damaged and is passed over",
+            "checkpoint-4 is damaged and is skipped",
         ),
         (
             "--inject stop:rank=1,step=3,times=2 --comm-timeout 2",
@@ -83,7 +83,7 @@ fn only_so_many_deaths_are_forgiven() {
     let words = [
         "restart 1 of 1",
         "rank 1 was killed",
-        "started again 1 times",
+        "already restarted 1 times",
     ];
     assert_says(&outcome.screen, &words);
     assert_eq!(outcome.screen.matches("error[").count(), 1);
@@ -132,7 +132,7 @@ fn fewer_ranks_go_on_where_one_is_gone_for_good() {
     let lost = "--inject kill:rank=1,step=4,lost=true";
     let outcome = site.run(&format!("{line} {lost} --output strict"));
     assert_eq!(outcome.code, Some(12), "{}", outcome.screen);
-    assert_says(&outcome.screen, &["gone for good", "--elastic"]);
+    assert_says(&outcome.screen, &["lost permanently", "--elastic"]);
     let outcome = site.train(&format!("{line} {lost} --elastic"));
     let words = [
         "restart 1 of 1 on 2 ranks: continuing from checkpoint-2",

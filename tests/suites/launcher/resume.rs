@@ -159,7 +159,7 @@ fn a_folder_with_another_run_is_never_written_to() {
         2,
         "E09",
     );
-    assert!(screen.contains("holds another run"), "{screen}");
+    assert!(screen.contains("contains another run"), "{screen}");
     let meta = read_json(&site.path("out/checkpoint-2/MANIFEST.json"));
     assert_eq!(meta["step"], json!(2));
 }

@@ -75,7 +75,7 @@ fn what_synth_cannot_make_is_refused() {
             "synth --model-config model --output data",
             2,
             "E09",
-            "not an empty folder",
+            "not an empty directory",
         ),
         (
             "synth --model-config nothing --output x",

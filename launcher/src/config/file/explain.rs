@@ -69,9 +69,9 @@ fn table(part: &Part, config: Option<&RunConfig>) -> String {
         report,
     } = part;
     let kind = if *is_deepspeed {
-        "configuration of DeepSpeed"
+        "DeepSpeed configuration"
     } else {
-        "flags of training"
+        "training flags"
     };
     let mut text = format!("{} · {kind}\n\n", path.display());
     let width = |of: fn(&Row) -> &str| {
@@ -121,7 +121,7 @@ fn effect(row: &Row, report: &Report, config: Option<&RunConfig>) -> String {
         },
         Outcome::Default("") => "not set".to_owned(),
         Outcome::Default(value) => format!("the default: {value}"),
-        Outcome::Here(reason) => format!("as here: {reason}"),
+        Outcome::Here(reason) => format!("same here: {reason}"),
         Outcome::Overridden(word) => format!("not used: {word}"),
         Outcome::Comment => "a comment".to_owned(),
         Outcome::Warning(why) => format!("WARNING no effect: {why}"),

@@ -15,7 +15,7 @@ pub(super) fn parse(text: &str) -> Result<Value, Fault> {
     reader.skip()?;
     match reader.peek() {
         None => Ok(value),
-        Some(c) => Err(reader.fault(format!("'{}' behind the end", c.escape_debug()))),
+        Some(c) => Err(reader.fault(format!("'{}' after the end", c.escape_debug()))),
     }
 }
 
@@ -78,7 +78,7 @@ impl<'t> Reader<'t> {
             Some('[') => self.list(depth),
             Some('"') => Ok(Value::Text(self.string()?)),
             Some(_) => self.word(),
-            None => Err(self.fault("the file ends where a value should stand")),
+            None => Err(self.fault("the file ends where a value is expected")),
         }
     }
 
@@ -93,11 +93,11 @@ impl<'t> Reader<'t> {
                 _ => self.bare()?.to_owned(),
             };
             if key.is_empty() {
-                return Err(self.fault("a key should stand here"));
+                return Err(self.fault("a key is expected here"));
             }
             self.skip()?;
             if self.next() != Some(':') {
-                return Err(Fault::new(line, format!("no ':' behind \"{key}\"")));
+                return Err(Fault::new(line, format!("no ':' after \"{key}\"")));
             }
             self.skip()?;
             let value = self.value(depth + 1)?;
@@ -158,16 +158,13 @@ impl<'t> Reader<'t> {
         match Value::plain(word) {
             Value::Text(_) => Err(Fault::new(
                 line,
-                format!(
-                    "words stand in quotes: \"{}\"",
-                    Value::Text(word.to_owned())
-                ),
+                format!("text needs quotes: \"{}\"", Value::Text(word.to_owned())),
             )),
             Value::Null if word != "null" => {
                 let found = self.peek().unwrap_or(' ').escape_debug();
                 Err(Fault::new(
                     line,
-                    format!("'{found}' where a value should stand"),
+                    format!("'{found}' where a value is expected"),
                 ))
             }
             value => Ok(value),
@@ -263,7 +260,7 @@ mod tests {
             ("{\"a\" 1}", 1, "':'"),
             ("{\"a\": 1", 1, "ends before"),
             ("{\"a\": \"x\n\"}", 1, "does not end"),
-            ("{} x", 1, "behind the end"),
+            ("{} x", 1, "after the end"),
             ("{\"a\": \"\\u12\"}", 1, "four"),
             ("/* x", 1, "comment"),
             ("", 1, "ends where"),

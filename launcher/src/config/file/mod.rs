@@ -89,8 +89,8 @@ fn go_through(config: Option<&Path>, given: &mut Given) -> Result<Vec<Part>, Fai
     if let Some(path) = config {
         let file = read::read(path)?;
         if deepspeed::is_deepspeed(&file) {
-            let title = format!("{} is a file of DeepSpeed", path.display());
-            return Err(Failure::usage(title, "--config takes a file of flags")
+            let title = format!("{} is a DeepSpeed configuration", path.display());
+            return Err(Failure::usage(title, "--config reads a file of flags")
                 .next(format!("--deepspeed {}", path.display())));
         }
         let report = trainer::report(&file, given);
@@ -169,9 +169,9 @@ fn check_is_deepspeed(file: &Value, path: &Path) -> Result<(), Failure> {
     if deepspeed::is_deepspeed(file) {
         return Ok(());
     }
-    let title = format!("{} is no file of DeepSpeed", path.display());
-    let failure = Failure::usage(title, "it has none of the keys that tell such a file");
-    Err(failure.next(format!("a file of flags is --config {}", path.display())))
+    let title = format!("{} is not a DeepSpeed configuration", path.display());
+    let failure = Failure::usage(title, "it has none of the keys that identify one");
+    Err(failure.next(format!("for a file of flags: --config {}", path.display())))
 }
 
 /// The line that `given` is, without the files it came from.

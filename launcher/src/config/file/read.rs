@@ -39,7 +39,7 @@ pub(super) fn parse(bytes: &[u8], ending: &str) -> Result<Value, Fault> {
     let text = std::str::from_utf8(bytes).map_err(|error| {
         let before = &bytes[..error.valid_up_to()];
         let line = 1 + before.iter().filter(|b| **b == b'\n').count();
-        Fault::new(line, "it is not text in UTF-8")
+        Fault::new(line, "it is not UTF-8 text")
     })?;
     let value = match &*ending.to_ascii_lowercase() {
         "toml" => toml::parse(text)?,
@@ -50,7 +50,7 @@ pub(super) fn parse(bytes: &[u8], ending: &str) -> Result<Value, Fault> {
     };
     match value {
         Value::Map(_) => Ok(value),
-        _ => Err(Fault::new(1, "it holds no keys")),
+        _ => Err(Fault::new(1, "it has no keys")),
     }
 }
 
@@ -62,11 +62,11 @@ fn begins_with_brace(text: &str) -> bool {
 
 fn unreadable(path: &Path, fault: &Fault) -> Failure {
     Failure::usage(
-        format!("{} is no configuration file", path.display()),
+        format!("{} is not a configuration file", path.display()),
         fault.why.clone(),
     )
     .evidence(format!("{} line {}", path.display(), fault.line))
-    .next("JSON (comments and trailing commas are fine), YAML or TOML are read")
+    .next("the formats are JSON (comments and trailing commas are allowed), YAML and TOML")
 }
 
 #[cfg(test)]
@@ -89,7 +89,7 @@ mod tests {
             assert!(parse(text.as_bytes(), ending).is_err(), "{text}");
         }
         let fault = parse(b"a: 1\nb: \xff", "yaml").expect_err("bytes");
-        assert_eq!((fault.line, &*fault.why), (2, "it is not text in UTF-8"));
+        assert_eq!((fault.line, &*fault.why), (2, "it is not UTF-8 text"));
     }
 
     #[test]

@@ -174,18 +174,18 @@ impl Report {
         if !self.contradictions.is_empty() {
             let failure = Failure::usage(
                 format!("{shown} and the command line contradict each other"),
-                "a value of the file that is not \"auto\" holds, and a flag says otherwise",
+                "a flag may replace only the value \"auto\" of the file",
             )
             .evidence_lines(self.contradictions.iter().cloned())
             .evidence_lines(problems.iter().map(|problem| problem.sentence(name)));
-            return Err(failure.next("leave these flags out, or write \"auto\" in the file"));
+            return Err(failure.next("omit these flags, or write \"auto\" in the file"));
         }
         match problems[..] {
             [] => Ok(()),
             [one] => Err(one.failure(name)),
             _ => Err(Failure::usage(
                 format!("{shown}: {} keys cannot be used", problems.len()),
-                "each stands below with its line",
+                "each is listed below with its line",
             )
             .evidence_lines(problems.iter().map(|problem| problem.sentence(name)))
             .next(format!(

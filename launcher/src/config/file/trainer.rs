@@ -8,13 +8,14 @@ use crate::args::{FileKey, file_key};
 use crate::config::TemplateChoice;
 use clap::ValueEnum;
 
-const OTHER_DATA: &str = "--data and --eval-data name files";
-const MAX_LENGTH: &str = "--model-max-length counts all that the decoder sees, pictures included";
-const PICTURES: &str = "--max-slice-nums bounds pictures";
-const NO_TORCH: &str = "there is no torch here";
+const OTHER_DATA: &str = "--data and --eval-data give the files";
+const MAX_LENGTH: &str =
+    "--model-max-length counts all tokens of the decoder, including those of images";
+const PICTURES: &str = "--max-slice-nums limits the size of images";
+const NO_TORCH: &str = "this program does not use PyTorch";
 const GENERATION: &str =
-    "it is about generating; `launcher generate` and `launcher eval` have flags for it";
-const CACHE: &str = "samples are read where they are needed";
+    "it concerns generation; `launcher generate` and `launcher eval` have flags for it";
+const CACHE: &str = "samples are read when they are needed";
 const ADAPTER_KIND: &str = "adapters are low-rank matrices";
 
 /// Keys that are no flags.
@@ -75,11 +76,11 @@ const LLAMA_FACTORY: &[(&str, Meaning)] = &[
     ("video_max_pixels", Unused(PICTURES)),
     (
         "val_size",
-        Only(&["0", "0.0"], "--eval-data names held-out samples"),
+        Only(&["0", "0.0"], "--eval-data gives the held-out samples"),
     ),
     (
         "quantization_bit",
-        Only(&[], "quantised base weights are not available"),
+        Only(&[], "quantized base weights are not available"),
     ),
     ("use_dora", Only(&["false"], ADAPTER_KIND)),
     (
@@ -124,7 +125,7 @@ const PEFT: &[(&str, Meaning)] = &[
     ("lora_dropout", Flag("lora-dropout")),
     ("target_modules", Flag("lora-target-modules")),
     ("modules_to_save", Flag("modules-to-save")),
-    ("bias", Only(&["none"], "adapters leave biases alone")),
+    ("bias", Only(&["none"], "adapters do not train biases")),
 ];
 
 /// Sections, with the keys that are no flags in them and whether flags may stand there.
@@ -206,12 +207,12 @@ fn flag(entry: &Entry, name: &str, path: &str, given: &Given, report: &mut Repor
         FileKey::Flag(flag) if flag == "config" => refuse(
             entry,
             path,
-            "a file does not name another of its kind",
+            "a configuration file cannot include another one",
             None,
             report,
         ),
         FileKey::Flag(flag) if flag == "template" && !is_template(&entry.value) => {
-            Outcome::Unused("prompts are written as the model folder says")
+            Outcome::Unused("the chat template of the model directory is used")
         }
         FileKey::Flag(flag) => choose(&flag, written(&entry.value), entry, path, given, report),
         FileKey::Unused(reason) => Outcome::Unused(reason),

@@ -101,7 +101,7 @@ pub(crate) fn resolve_on(args: &Args, env: &Env, chosen: &Chosen) -> Result<Reso
             Some(0) => {
                 return Err(out_of_range(
                     "--save-total-limit 0",
-                    "at least 1 checkpoint is kept",
+                    "at least 1 checkpoint must be kept",
                 ));
             }
             limit => limit,
@@ -158,7 +158,7 @@ fn trace_steps(args: &Args) -> Result<Option<std::ops::Range<u64>>, Failure> {
     steps.map(Some).ok_or_else(|| {
         out_of_range(
             &format!("--trace-steps {text}"),
-            "must be a half-open range of steps, which count from 1, such as 3..5",
+            "must be a half-open range of steps such as 3..5; steps count from 1",
         )
     })
 }
@@ -168,7 +168,7 @@ fn elastic(args: &Args) -> Result<bool, Failure> {
     if elastic && args.max_restarts.unwrap_or(0) == 0 {
         return Err(Failure::usage(
             "--elastic needs --max-restarts",
-            "it says with how many ranks a run may be started again, and none is",
+            "it sets the number of ranks of a restarted run, but no restart is allowed",
         )
         .next("add --max-restarts N"));
     }
@@ -178,7 +178,7 @@ fn elastic(args: &Args) -> Result<bool, Failure> {
 fn source(args: &Args, env: &Env) -> Result<Source, Failure> {
     let needs = |flag: &str, other: &str, why: &str| {
         Failure::usage(format!("{flag} needs {other}"), why).next(format!(
-            "add {other}, or leave {flag} out to train the built-in demo"
+            "add {other}, or omit {flag} to train the built-in demo"
         ))
     };
     match (&args.model, &args.data) {
@@ -190,17 +190,13 @@ fn source(args: &Args, env: &Env) -> Result<Source, Failure> {
         (Some(_), None) => Err(needs(
             "--model",
             "--data",
-            "there is nothing to train the model on",
+            "the model has no data to train on",
         )),
-        (None, Some(_)) => Err(needs(
-            "--data",
-            "--model",
-            "the demo brings its own pictures",
-        )),
+        (None, Some(_)) => Err(needs("--data", "--model", "the demo has its own images")),
         (None, None) if args.eval_data.is_some() => Err(needs(
             "--eval-data",
             "--model and --data",
-            "the demo brings its own pictures",
+            "the demo has its own images",
         )),
         (None, None) => Ok(Source::Demo {
             folder: crate::demo::folder_in(&env.cache_dir),
@@ -214,8 +210,8 @@ fn early_step(args: &Args, on_gpu: bool, notes: &mut Vec<Note>) -> EarlyStep {
     if !on_gpu || matches!(asked, EarlyStep::Auto | EarlyStep::Off) {
         return asked;
     }
-    let reason = "states that rest on a GPU are updated there, behind the pass";
-    notes.push(note("--early-step", reason));
+    let reason = "states in GPU memory are updated there, after the pass";
+    notes.push(note("--optimizer-in-backward", reason));
     EarlyStep::Off
 }
 
@@ -227,7 +223,7 @@ fn offload(args: &Args, device: Device, notes: &mut Vec<Note>) -> Result<Offload
     let steps = device != Device::Cuda || stored == PureBf16Weights::Stochastic;
     if !steps && offload.optimizer == Tier::None {
         offload.optimizer = Tier::Cpu;
-        let reason = "weights rounded as --pure-bf16-weights says are updated on the host: gradients and optimizer states rest there";
+        let reason = "this rounding runs on the host, so gradients and optimizer states must be in host memory";
         notes.push(note("--offload none for the optimizer", reason));
     }
     Ok(offload)
@@ -246,9 +242,9 @@ fn nproc(args: &Args, env: &Env, gpus: &[RunGpu]) -> Result<usize, Failure> {
         return match (args.nproc, &node.ranks) {
             (Some(asked), Some((name, told))) if asked != *told => Err(Failure::usage(
                 format!("--nproc {asked} and {name}={told} contradict each other"),
-                "both say how many ranks each machine has",
+                "both set the number of ranks on each machine",
             )
-            .next(format!("leave --nproc out, or unset {name}"))),
+            .next(format!("omit --nproc, or unset {name}"))),
             (asked, _) => Ok(node.share(asked.unwrap_or(default)).2),
         };
     }
@@ -260,8 +256,8 @@ fn nproc(args: &Args, env: &Env, gpus: &[RunGpu]) -> Result<usize, Failure> {
             ),
             "the ranks were started by another launcher",
         )
-        .next("leave --nproc out")
-        .next("--rank-is node, where each process that was started stands for a machine")),
+        .next("omit --nproc")
+        .next("--rank-is node, if each started process represents a machine")),
         (asked, started) => Ok(started.or(asked).unwrap_or(default)),
     }
 }
@@ -294,7 +290,7 @@ fn output(args: &Args, env: &Env, source: &Source) -> Result<(PathBuf, bool), Fa
     if env.rank.is_some() || env.node.as_ref().is_some_and(|node| node.nodes > 1) {
         return Err(Failure::usage(
             "--output is missing",
-            "ranks that are started one by one must agree on a folder",
+            "ranks that another launcher starts need a common directory",
         )
         .next("add --output DIR"));
     }
@@ -384,9 +380,9 @@ fn optimizer(
                 "--lr-scheduler-kwargs has no meaning for --lr-scheduler-type {}",
                 value_name(scheduler)
             ),
-            "warmup_lr, warmup_decay_lr and warmup_cosine_lr take arguments",
+            "only warmup_lr, warmup_decay_lr and warmup_cosine_lr take arguments",
         )
-        .next("leave it out, or choose one of these"));
+        .next("omit it, or choose one of these schedules"));
     }
     let optimizer = OptimizerConfig {
         learning_rate: args.learning_rate.unwrap_or(defaults.learning_rate),
@@ -477,7 +473,7 @@ fn cadence(
             .next(format!("--{name}-strategy no")));
     }
     if steps.is_some() && matches!(strategy, Some(Strategy::No | Strategy::Epoch)) {
-        notes.push(note(&flag, &format!("--{name}-strategy decides")));
+        notes.push(note(&flag, &format!("--{name}-strategy takes precedence")));
     }
     Ok(match (strategy, steps) {
         (Some(Strategy::No), _) => Cadence::Never,
@@ -497,9 +493,9 @@ fn resume(args: &Args) -> Result<Resume, Failure> {
         None | Some("false") => Ok(Resume::No),
         Some("auto" | "true") if args.output.is_none() => Err(Failure::usage(
             "--resume auto needs --output",
-            "it continues from the latest checkpoint of that folder",
+            "it continues from the latest checkpoint in that directory",
         )
-        .next("add --output DIR, or name the checkpoint: --resume DIR/checkpoint-N")),
+        .next("add --output DIR, or give the checkpoint: --resume DIR/checkpoint-N")),
         Some("auto" | "true") => Ok(Resume::Latest),
         Some(path) => Ok(Resume::From(absolute(Path::new(path))?)),
     }

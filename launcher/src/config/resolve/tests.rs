@@ -60,7 +60,7 @@ fn weights_come_ahead_on_gpus_only() {
     assert!(!config("--device cuda --upload-ahead off").uploads_ahead());
     assert!(!config("--device cpu").uploads_ahead());
     let failure = refused("--device cpu --upload-ahead on");
-    assert!(failure.cause.contains("it is for GPUs"), "{failure:?}");
+    assert!(failure.cause.contains("it needs GPUs"), "{failure:?}");
 }
 
 #[test]
@@ -96,7 +96,7 @@ fn updates_go_on_beside_the_next_pass_where_the_optimizer_is_in_host_memory() {
             continue;
         }
         let failure = refused(&on);
-        let words = "--late-step on cannot be used";
+        let words = "--optimizer-in-forward on cannot be used";
         assert!(failure.to_string().contains(words), "{failure:?}");
     }
 }

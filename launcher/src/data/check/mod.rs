@@ -62,16 +62,15 @@ fn configuration(args: &DataCheckArgs) -> Result<RunConfig, Failure> {
     let missing = |what: &str| {
         Failure::usage(
             format!("`launcher data check` needs {what}"),
-            "lengths depend on the model's tokenizer and its rules for pictures",
+            "lengths depend on the model's tokenizer and its rules for images",
         )
         .next("launcher data check samples.json --model ./MiniCPM-V-2_6")
     };
     if args.limit == Some(0) {
-        return Err(Failure::usage(
-            "--limit 0 leaves nothing to check",
-            "at least 1 sample is needed",
-        )
-        .next("leave --limit out to check all samples"));
+        return Err(
+            Failure::usage("--limit 0 selects no sample", "at least 1 sample is needed")
+                .next("omit --limit to check all samples"),
+        );
     }
     let training = Args {
         model: Some(args.model.clone().ok_or_else(|| missing("--model"))?),
@@ -298,6 +297,6 @@ fn next(context: &Context<'_>, problems: &[Problem]) -> Vec<String> {
         return Vec::new();
     }
     let mut lines = problems::remedies(context, problems);
-    lines.push("mend these samples, or train with --skip-bad-samples true".to_owned());
+    lines.push("fix these samples, or train with --skip-bad-samples true".to_owned());
     lines
 }

@@ -91,7 +91,7 @@ pub(super) struct Rendered {
 }
 
 impl Report {
-    /// Aligned text; supervised tokens in colour or between «».
+    /// Aligned text; supervised tokens in color or between «».
     pub(super) fn to_text(&self, color: bool) -> String {
         let mut lines = Vec::new();
         let mut add = |label: &str, text: String| lines.push(format!(" {label:<8} {text}"));
@@ -99,7 +99,7 @@ impl Report {
         add(
             "samples",
             format!(
-                "{} in {} · {} turns · {} with pictures, {} without",
+                "{} in {} · {} turns · {} with images, {} without",
                 number(self.samples),
                 self.file.display(),
                 number(self.turns),
@@ -109,12 +109,12 @@ impl Report {
         );
         add("tokens", spread(&self.tokens));
         add("", format!("text     {}", spread(&self.text_tokens)));
-        add("", format!("pictures {}", spread(&self.picture_tokens)));
+        add("", format!("images   {}", spread(&self.picture_tokens)));
         if self.pictures.count > 0 {
             self.add_pictures(&mut add);
         }
         add(
-            "learnt",
+            "answers",
             format!("supervised {}", spread(&self.supervised_tokens)),
         );
         let Answers { count, with_end } = self.answers;
@@ -125,7 +125,7 @@ impl Report {
                 number(with_end),
                 number(count),
                 if with_end < count {
-                    "; of the others the end is cut off"
+                    "; the limit cuts off the end of the others"
                 } else {
                     ""
                 }
@@ -134,7 +134,7 @@ impl Report {
         add(
             "length",
             format!(
-                "--model-max-length {}: {} samples lose text, {} cannot be used; pictures are never cut",
+                "--model-max-length {}: {} samples are truncated, {} cannot be used; images are never cut",
                 self.length.model_max_length,
                 number(self.length.cut_in_text),
                 number(self.length.unusable)
@@ -146,7 +146,7 @@ impl Report {
                 .line
                 .map_or_else(String::new, |l| format!("line {l}, "));
             let text = format!(
-                "{line}sample {} (id {id}): {} tokens, {} of pictures",
+                "{line}sample {} (id {id}): {} tokens, {} of images",
                 sample.index,
                 number(sample.tokens),
                 number(sample.picture_tokens)
@@ -173,7 +173,7 @@ impl Report {
             add(
                 "balance",
                 format!(
-                    "{} ranks x micro-batch {} x accumulation {}: {} steps per epoch; fullest rank {:.2} x the mean, {:.2} x in the worst step ({})",
+                    "{} ranks x micro-batch {} x accumulation {}: {} steps per epoch; most loaded rank {:.2} x the mean, {:.2} x in the worst step ({})",
                     balance.ranks,
                     balance.micro_batch,
                     balance.accumulation_steps,
@@ -186,10 +186,10 @@ impl Report {
         }
         if let Some(sample) = &self.rendered {
             let id = sample.id.as_deref().unwrap_or("-");
-            let marks = if color { "in colour" } else { "in «»" };
+            let marks = if color { "in color" } else { "in «»" };
             add(
                 "sample",
-                format!("{} (id {id}), what is learnt {marks}:", sample.index),
+                format!("{} (id {id}), supervised tokens {marks}:", sample.index),
             );
             for line in rendered::text(&sample.pieces, color).lines() {
                 add("", format!("| {line}"));
@@ -211,7 +211,7 @@ impl Report {
             tokens_per_slice,
         } = &self.pictures;
         add(
-            "pictures",
+            "images",
             format!(
                 "{} · width {} to {} (median {}) · height {} to {} (median {})",
                 grouped(*count as u64),
@@ -231,14 +231,13 @@ impl Report {
             "",
             match tokens_per_slice {
                 Some((least, most)) if least < most => format!(
-                    "slices of {least} to {most} tokens (pictures): {}",
+                    "slices of {least} to {most} tokens (images): {}",
                     slices.join(", ")
                 ),
-                Some((tokens, _)) => format!(
-                    "slices of {tokens} tokens (pictures): {}",
-                    slices.join(", ")
-                ),
-                None => "none can be read".to_owned(),
+                Some((tokens, _)) => {
+                    format!("slices of {tokens} tokens (images): {}", slices.join(", "))
+                }
+                None => "no image can be read".to_owned(),
             },
         );
     }
@@ -260,7 +259,7 @@ impl Report {
         add(
             "verdict",
             if bad == 0 {
-                "every sample can be used".to_owned()
+                "all samples can be used".to_owned()
             } else {
                 format!(
                     "{} of {} samples cannot be used",

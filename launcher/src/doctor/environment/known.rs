@@ -6,59 +6,65 @@ use super::Kind;
 pub(super) const READ: [(&str, &str); 59] = [
     (
         "TESSERA_CUDA_LIBS",
-        "folders with CUDA's libraries, colon-separated; looked at first",
+        "directories with CUDA libraries, separated by colons; searched first",
     ),
     (
         "TESSERA_MATMUL",
-        "matrix products on GPUs: auto, cublaslt, own; auto takes cuBLASLt where it is found",
+        "matrix products on GPUs: auto, cublaslt, own; auto uses cuBLASLt if it is found",
     ),
     (
         "TESSERA_CUDA_ARCH",
-        "machine code of our kernels: native, sm_80; sm_80 is that of A100 and RTX 30 on any GPU",
+        "machine code of the kernels: native, sm_80; sm_80 uses the code of A100 and RTX 30 on every GPU",
     ),
     (
         "CUDA_HOME",
-        "an installed CUDA toolkit; its lib64 is looked at",
+        "an installed CUDA toolkit; its lib64 is searched",
     ),
-    ("CUDA_PATH", "the same, where CUDA_HOME is not set"),
+    ("CUDA_PATH", "the same, if CUDA_HOME is not set"),
     (
         "VIRTUAL_ENV",
-        "a Python environment whose NVIDIA packages are looked at",
+        "a Python environment whose NVIDIA packages are searched",
     ),
     (
         "CONDA_PREFIX",
-        "a Python environment whose NVIDIA packages are looked at",
+        "a Python environment whose NVIDIA packages are searched",
     ),
-    ("PYTHONPATH", "folders whose NVIDIA packages are looked at"),
+    (
+        "PYTHONPATH",
+        "directories whose NVIDIA packages are searched",
+    ),
     (
         "PATH",
-        "where doctor finds python3, to ask for its package folders",
+        "doctor finds python3 in it and asks python3 for its package directories",
     ),
-    ("TMPDIR", "private files of a job; /tmp without it"),
+    (
+        "TMPDIR",
+        "directory of a job's private files; default: /tmp",
+    ),
     (
         "XDG_CACHE_HOME",
-        "the demo's drawn model and pictures lie in its tessera folder",
+        "the demo's model and images are stored in its tessera directory",
     ),
     (
         "HOME",
-        "the demo's files lie in ~/.cache/tessera where XDG_CACHE_HOME is not set",
+        "the demo's files are stored in ~/.cache/tessera if XDG_CACHE_HOME is not set",
     ),
-    ("NO_COLOR", "no colours on the terminal"),
+    ("NO_COLOR", "no colors on the terminal"),
     (
         "RUST_LOG",
         "filter of the log, such as debug or engine=trace",
     ),
     (
         "RANK",
-        "number of this process among all ranks, or of this machine where no LOCAL_RANK is set",
+        "number of this process among all ranks, or of this machine if LOCAL_RANK is not set",
     ),
     (
         "LOCAL_RANK",
-        "set: this process is a rank and starts no others",
+        "if set, this process is a rank and starts no others",
     ),
     (
         "WORLD_SIZE",
-        "number of ranks, or of machines where no LOCAL_RANK is set",
+        "number of ranks, or of machines if LOCAL_RANK is not set",
     ),
     ("LOCAL_WORLD_SIZE", "number of ranks on this machine"),
     ("LOCAL_SIZE", "the same, from DeepSpeed's launcher"),
@@ -79,7 +85,7 @@ pub(super) const READ: [(&str, &str); 59] = [
     ),
     (
         "OMPI_COMM_WORLD_RANK",
-        "set: this process is a rank of OpenMPI's mpirun",
+        "if set, this process is a rank of OpenMPI's mpirun",
     ),
     ("OMPI_COMM_WORLD_SIZE", "number of its ranks"),
     (
@@ -92,14 +98,14 @@ pub(super) const READ: [(&str, &str); 59] = [
     ),
     (
         "PMI_RANK",
-        "set: this process is a rank of Intel MPI or MPICH",
+        "if set, this process is a rank of Intel MPI or MPICH",
     ),
     ("PMI_SIZE", "number of its ranks"),
     ("MPI_LOCALRANKID", "number among those on this machine"),
     ("MPI_LOCALNRANKS", "number of those on this machine"),
     (
         "MV2_COMM_WORLD_RANK",
-        "set: this process is a rank of MVAPICH",
+        "if set, this process is a rank of MVAPICH",
     ),
     ("MV2_COMM_WORLD_SIZE", "number of its ranks"),
     (
@@ -112,11 +118,11 @@ pub(super) const READ: [(&str, &str); 59] = [
     ),
     (
         "SLURM_STEP_ID",
-        "set with several tasks: this process is a rank of srun",
+        "if set with several tasks, this process is a rank of srun",
     ),
     ("SLURM_PROCID", "number of this task"),
     ("SLURM_STEP_NUM_TASKS", "number of tasks of srun"),
-    ("SLURM_NTASKS", "the same, where the one above is not set"),
+    ("SLURM_NTASKS", "the same, if the variable above is not set"),
     ("SLURM_LOCALID", "number of this task on its machine"),
     ("SLURM_NODEID", "number of this machine"),
     (
@@ -125,19 +131,19 @@ pub(super) const READ: [(&str, &str); 59] = [
     ),
     (
         "SLURM_TASKS_PER_NODE",
-        "the same, where the one above is not set",
+        "the same, if the variable above is not set",
     ),
     (
         "SLURM_STEP_NODELIST",
-        "machines of the tasks; ranks meet on the first",
+        "machines of the tasks; the rendezvous is on the first one",
     ),
     (
         "SLURM_JOB_NODELIST",
-        "the same, where the one above is not set",
+        "the same, if the variable above is not set",
     ),
     (
         "SLURM_JOB_ID",
-        "names the job, and gives the port where ranks meet: 15000 + number % 20000",
+        "names the job and sets the rendezvous port: 15000 + number % 20000",
     ),
     ("PMIX_NAMESPACE", "names the job of mpirun"),
     ("MASTER_ADDR", "machine of rank 0; names the job"),
@@ -148,16 +154,16 @@ pub(super) const READ: [(&str, &str); 59] = [
     ("TORCHELASTIC_RESTART_COUNT", "likewise"),
     (
         "TESSERA_JOB_TOKEN",
-        "what only the ranks of a job on several machines know",
+        "token that the ranks of a job on several machines share",
     ),
-    ("TESSERA_JOB_TOKEN_FILE", "a file that holds it instead"),
+    ("TESSERA_JOB_TOKEN_FILE", "a file that contains the token"),
     (
         "TESSERA_RUN_TOKEN",
         "names the job; set by this program for its ranks",
     ),
     (
         "TESSERA_JOB_DIR",
-        "the job's private folder; set by this program for its ranks",
+        "the job's private directory; set by this program for its ranks",
     ),
 ];
 
@@ -165,27 +171,27 @@ pub(super) const READ: [(&str, &str); 59] = [
 pub(super) const ACT_ON_OTHERS: [(&str, &str); 17] = [
     (
         "CUDA_VISIBLE_DEVICES",
-        "the driver shows only these GPUs, numbered anew from 0",
+        "the driver shows only these GPUs, renumbered from 0",
     ),
     (
         "CUDA_DEVICE_ORDER",
-        "PCI_BUS_ID: GPUs are numbered as nvidia-smi does, else fastest first",
+        "PCI_BUS_ID numbers GPUs as nvidia-smi does; otherwise the fastest is first",
     ),
     (
         "CUDA_LAUNCH_BLOCKING",
-        "1: every kernel is waited for; slow, for debugging",
+        "1: the program waits for every kernel; slow, for debugging",
     ),
     (
         "CUDA_DEVICE_MAX_CONNECTIONS",
-        "queues between program and GPU; 1 keeps copies from overlapping",
+        "queues between program and GPU; 1 prevents overlapping copies",
     ),
     (
         "CUDA_CACHE_PATH",
-        "where the driver keeps machine code that it made of PTX",
+        "directory of the driver's cache of code compiled from PTX",
     ),
     (
         "CUDA_CACHE_DISABLE",
-        "1: the driver keeps no machine code and makes it anew in each process",
+        "1: the driver caches no machine code and compiles it again in each process",
     ),
     (
         "CUDA_MPS_PIPE_DIRECTORY",
@@ -193,7 +199,7 @@ pub(super) const ACT_ON_OTHERS: [(&str, &str); 17] = [
     ),
     (
         "NVIDIA_VISIBLE_DEVICES",
-        "which GPUs the container runtime puts into the container",
+        "GPUs that the container runtime adds to the container",
     ),
     (
         "NVIDIA_DRIVER_CAPABILITIES",
@@ -205,11 +211,11 @@ pub(super) const ACT_ON_OTHERS: [(&str, &str); 17] = [
     ),
     (
         "NCCL_DEBUG",
-        "how much NCCL tells, where ranks exchange through it",
+        "verbosity of NCCL, if ranks exchange through it",
     ),
     (
         "NCCL_SOCKET_IFNAME",
-        "network interface of NCCL, where ranks exchange through it",
+        "network interface of NCCL, if ranks exchange through it",
     ),
     (
         "NCCL_P2P_DISABLE",
@@ -217,16 +223,13 @@ pub(super) const ACT_ON_OTHERS: [(&str, &str); 17] = [
     ),
     (
         "LD_LIBRARY_PATH",
-        "where the dynamic linker looks for libraries first",
+        "directories that the dynamic linker searches first",
     ),
-    (
-        "LD_PRELOAD",
-        "libraries that are put in front of all others",
-    ),
-    ("RUST_BACKTRACE", "1: reports of panics carry a backtrace"),
+    ("LD_PRELOAD", "libraries that are loaded before all others"),
+    ("RUST_BACKTRACE", "1: reports of panics include a backtrace"),
     (
         "RAYON_NUM_THREADS",
-        "threads of the checks before a run; ranks take cores ÷ ranks",
+        "threads of the checks before a run; each rank uses cores ÷ ranks",
     ),
 ];
 
@@ -237,11 +240,11 @@ pub(super) const FOREIGN: [Foreign; 24] = [
     (
         &["MP_SIZE", "NUM_GPUS_PER_WORKER"],
         "the model is not split by layers or tensors",
-        "--nproc N --zero 3: one number, parameters are sharded over N ranks",
+        "--nproc N --zero 3 shards the parameters over N ranks",
     ),
     (
         &["NUM_WORKERS"],
-        "ranks are started by the program",
+        "this program starts the ranks",
         "--nproc N",
     ),
     (
@@ -250,10 +253,10 @@ pub(super) const FOREIGN: [Foreign; 24] = [
             "PYTORCH_ALLOC_CONF",
             "PYTORCH_NO_CUDA_MEMORY_CACHING",
         ],
-        "there is no PyTorch allocator: memory is planned and comes from an own pool",
+        "PyTorch's allocator is not used: memory is planned and comes from a pool of this program",
         "--device-memory-limit BYTES, --offload cpu",
     ),
-    (&["DS_ACCELERATOR"], "the device is a flag", "--device"),
+    (&["DS_ACCELERATOR"], "a flag selects the device", "--device"),
     (
         &[
             "DS_BUILD_OPS",
@@ -266,7 +269,7 @@ pub(super) const FOREIGN: [Foreign; 24] = [
     ),
     (
         &["ACCELERATE_MIXED_PRECISION"],
-        "the number format is a flag",
+        "a flag selects the number format",
         "--precision",
     ),
     (
@@ -274,22 +277,22 @@ pub(super) const FOREIGN: [Foreign; 24] = [
             "ACCELERATE_USE_DEEPSPEED",
             "ACCELERATE_DEEPSPEED_ZERO_STAGE",
         ],
-        "the stage is a flag",
+        "a flag selects the stage",
         "--zero STAGE",
     ),
     (
         &["ACCELERATE_USE_FSDP"],
-        "sharding is chosen by the ZeRO stage",
+        "the ZeRO stage selects the sharding",
         "--zero 3",
     ),
     (
         &["GROUP_RANK", "CROSS_RANK", "CROSS_SIZE"],
-        "machines are told apart by the numbers of their ranks",
+        "rank numbers identify the machines",
         "nothing to set",
     ),
     (
         &["FORCE_TORCHRUN"],
-        "ranks are started by the program",
+        "this program starts the ranks",
         "--nproc N",
     ),
     (
@@ -299,7 +302,7 @@ pub(super) const FOREIGN: [Foreign; 24] = [
     ),
     (
         &["TORCH_CUDA_ARCH_LIST", "MAX_JOBS"],
-        "kernels are compiled at run time, for the GPU that is there",
+        "kernels are compiled at run time for the present GPU",
         "nothing to set",
     ),
     (
@@ -310,10 +313,10 @@ pub(super) const FOREIGN: [Foreign; 24] = [
             "TORCH_NCCL_BLOCKING_WAIT",
             "NCCL_BLOCKING_WAIT",
         ],
-        "every wait has a deadline and names what it waited for",
+        "every wait has a timeout and reports what it waited for",
         "nothing to set",
     ),
-    (&["PYTHONHASHSEED"], "the only seed is a flag", "--seed N"),
+    (&["PYTHONHASHSEED"], "a flag sets the only seed", "--seed N"),
     (
         &["TOKENIZERS_PARALLELISM"],
         "samples are tokenized one by one",
@@ -330,12 +333,12 @@ pub(super) const FOREIGN: [Foreign; 24] = [
             "MODELSCOPE_CACHE",
         ],
         "nothing is downloaded",
-        "--model FOLDER",
+        "--model DIR",
     ),
     (
         &["HF_ENDPOINT", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"],
         "nothing is downloaded or sent",
-        "--model FOLDER",
+        "--model DIR",
     ),
     (
         &[
@@ -350,7 +353,7 @@ pub(super) const FOREIGN: [Foreign; 24] = [
     ),
     (
         &["TENSORBOARD_LOGGING_DIR"],
-        "event files lie in the run folder",
+        "event files are in the run directory",
         "--report-to tensorboard --output DIR",
     ),
     (
@@ -360,22 +363,22 @@ pub(super) const FOREIGN: [Foreign; 24] = [
     ),
     (
         &["MAX_PIXELS", "SIZE_FACTOR"],
-        "pictures are cut by the model's own rules",
+        "the model's own rules slice the images",
         "--max-slice-nums N",
     ),
     (
         &["LLAMAFACTORY_VERBOSITY", "TRANSFORMERS_VERBOSITY"],
-        "the log has its own filter",
+        "the log has its own filter variable",
         "RUST_LOG",
     ),
     (
         &["DISABLE_VERSION_CHECK"],
-        "there are no Python packages to check",
+        "the program uses no Python packages",
         "nothing to set",
     ),
     (
         &["BNB_CUDA_VERSION", "BITSANDBYTES_NOWELCOME"],
-        "quantised weights are not available",
+        "quantized weights are not available",
         "--precision, --offload cpu",
     ),
 ];
@@ -387,13 +390,13 @@ pub(super) const FAMILIES: [Family; 14] = [
     (
         "NCCL_",
         Kind::ActsOnOthers,
-        "read by NCCL, where ranks exchange through it",
+        "NCCL reads it if ranks exchange through NCCL",
         None,
     ),
     (
         "TESSERA_",
         Kind::WithoutEffect,
-        "no variable of this program has such a name",
+        "this program has no variable with this name",
         Some("the names above"),
     ),
     (
@@ -417,7 +420,7 @@ pub(super) const FAMILIES: [Family; 14] = [
     (
         "FSDP_",
         Kind::WithoutEffect,
-        "sharding is chosen by the ZeRO stage",
+        "the ZeRO stage selects the sharding",
         Some("--zero 3"),
     ),
     ("PYTORCH_", Kind::WithoutEffect, "PyTorch is not used", None),
@@ -426,7 +429,7 @@ pub(super) const FAMILIES: [Family; 14] = [
         "HF_",
         Kind::WithoutEffect,
         "nothing is downloaded",
-        Some("--model FOLDER"),
+        Some("--model DIR"),
     ),
     (
         "WANDB_",

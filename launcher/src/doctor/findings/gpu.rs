@@ -10,15 +10,15 @@ const UNSEEN_BYTES: u64 = 2 << 30;
 const INSTALL: &str = "install NVIDIA's driver; the CUDA toolkit is not needed";
 const CONTAINER: &str =
     "in a container: start it with --gpus all and NVIDIA_DRIVER_CAPABILITIES=compute,utility";
-const NAME_FOLDER: &str = "or name its folder: TESSERA_CUDA_LIBS=/path/to/folder";
+const NAME_FOLDER: &str = "or give its directory: TESSERA_CUDA_LIBS=/path/to/directory";
 const CHOOSE: &str = "or choose GPUs with CUDA_VISIBLE_DEVICES";
 
-/// Why CUDA shows no GPU, and what is wrong with the driver.
+/// Why CUDA reports no GPU, and what is wrong with the driver.
 pub(super) fn driver(facts: &Facts, findings: &mut Findings) {
     let cuda = &facts.cuda;
     let is_there = cuda.pci_devices > 0 || cuda.kernel_module.is_some() || !facts.gpus.is_empty();
     if !facts.program.has_cuda {
-        let title = "support of CUDA was left out of this build: runs use the CPU";
+        let title = "this build has no CUDA support: runs use the CPU";
         let next = ["build without --no-default-features"];
         if is_there {
             findings.warning("cuda-left-out", title, &next);
@@ -30,7 +30,7 @@ pub(super) fn driver(facts: &Facts, findings: &mut Findings) {
     if cuda.is_mismatched {
         findings.problem(
             "driver-mismatch",
-            "the driver's kernel module and its libraries are of different versions",
+            "the driver's kernel module and its libraries have different versions",
             &["restart the machine; the driver was probably updated since its last start"],
         );
     }
@@ -47,7 +47,7 @@ pub(super) fn driver(facts: &Facts, findings: &mut Findings) {
     if facts.gpus.iter().any(|gpu| gpu.ordinal.is_some()) || cuda.is_mismatched {
         return;
     }
-    let problem = cuda.problem.as_deref().unwrap_or("CUDA shows no GPU");
+    let problem = cuda.problem.as_deref().unwrap_or("CUDA reports no GPU");
     let mask = variable(facts, "CUDA_VISIBLE_DEVICES");
     if !is_there {
         findings.note(
@@ -58,7 +58,7 @@ pub(super) fn driver(facts: &Facts, findings: &mut Findings) {
     } else if !is_found(facts, LibraryKind::Driver) {
         findings.problem(
             "driver-library-missing",
-            "there is an NVIDIA GPU, but no CUDA driver library: runs use the CPU",
+            "an NVIDIA GPU is present, but the CUDA driver library is missing: runs use the CPU",
             &[INSTALL, CONTAINER, NAME_FOLDER],
         );
     } else if let (Some(mask), false) = (mask, facts.gpus.is_empty()) {
@@ -70,12 +70,8 @@ pub(super) fn driver(facts: &Facts, findings: &mut Findings) {
     } else {
         findings.problem(
             "driver-fails",
-            format!("there is an NVIDIA GPU, but CUDA does not work: {problem}"),
-            &[
-                "run nvidia-smi and see whether it works",
-                INSTALL,
-                CONTAINER,
-            ],
+            format!("an NVIDIA GPU is present, but CUDA does not work: {problem}"),
+            &["check whether nvidia-smi works", INSTALL, CONTAINER],
         );
     }
 }
@@ -88,7 +84,7 @@ pub(super) fn devices(facts: &Facts, findings: &mut Findings) {
             let reason = gpu.unread.first().map_or("no reason given", String::as_str);
             findings.problem(
                 "gpu-lost",
-                format!("{label} does not answer: {reason}"),
+                format!("{label} does not respond: {reason}"),
                 &["restart the machine; look for Xid messages in its log (dmesg)"],
             );
             continue;
@@ -113,7 +109,7 @@ pub(super) fn devices(facts: &Facts, findings: &mut Findings) {
             findings.note(
                 "pcie-narrow",
                 format!("{label} uses {width} of {most} PCI Express lanes"),
-                &["offload to host memory is slower; see slot, riser and firmware settings"],
+                &["offload to host memory is slower; check the slot, the riser and the firmware settings"],
             );
         }
     }
@@ -135,14 +131,14 @@ fn health(gpu: &Gpu, label: &str, findings: &mut Findings) {
     if gpu.has_row_remap_failed == Some(true) {
         findings.problem(
             "gpu-memory-defect",
-            format!("{label} has a row of memory that could not be replaced"),
-            &["do not train on it: have it replaced"],
+            format!("{label} has a memory row that could not be remapped"),
+            &["do not train on this GPU; have it replaced"],
         );
     }
     if gpu.is_row_remap_pending == Some(true) {
         findings.warning(
             "gpu-row-remap-pending",
-            format!("{label} has a row of memory that waits to be replaced"),
+            format!("{label} has a memory row that will be remapped at the next reset"),
             &["reset the GPU or restart the machine before a long run"],
         );
     }
@@ -150,7 +146,7 @@ fn health(gpu: &Gpu, label: &str, findings: &mut Findings) {
         findings.warning(
             "gpu-ecc-errors",
             format!("{label} had {errors} uncorrected memory errors since the driver was loaded"),
-            &["restart the machine; have the GPU replaced if they come again"],
+            &["restart the machine; have the GPU replaced if the errors return"],
         );
     }
 }
@@ -159,7 +155,7 @@ fn health(gpu: &Gpu, label: &str, findings: &mut Findings) {
 fn foreign_use(gpu: &Gpu, label: &str, findings: &mut Findings) {
     let processes = gpu.processes.as_deref().unwrap_or_default();
     let all = gpu.memory_bytes.unwrap_or(0);
-    let next = ["end them, or leave room with --device-memory-limit", CHOOSE];
+    let next = ["end these processes, or set --device-memory-limit", CHOOSE];
     if !processes.is_empty() {
         let held: u64 = processes
             .iter()
@@ -184,11 +180,11 @@ fn foreign_use(gpu: &Gpu, label: &str, findings: &mut Findings) {
         findings.warning(
             "gpu-in-use",
             format!(
-                "{label}: {} of {} are in use, by processes that cannot be seen from here",
+                "{label}: {} of {} are in use by processes that are not visible here",
                 bytes(used),
                 bytes(all)
             ),
-            &["look with nvidia-smi outside of the container", CHOOSE],
+            &["run nvidia-smi outside the container", CHOOSE],
         );
     }
 }
@@ -227,10 +223,10 @@ pub(super) fn together(facts: &Facts, findings: &mut Findings) {
             .collect();
         findings.warning(
             "gpus-differ",
-            format!("the GPUs are not equal: {}", kinds.join(", ")),
+            format!("the GPUs differ: {}", kinds.join(", ")),
             &[
-                "ranks get equal shares: the smallest memory and the slowest GPU bound the run",
-                "choose equal ones with CUDA_VISIBLE_DEVICES",
+                "ranks get equal shares: the smallest memory and the slowest GPU limit the run",
+                "choose equal GPUs with CUDA_VISIBLE_DEVICES",
             ],
         );
     }
@@ -248,10 +244,10 @@ pub(super) fn together(facts: &Facts, findings: &mut Findings) {
         findings.note(
             "no-peer-access",
             format!(
-                "GPUs without access to each other's memory: {}",
+                "GPUs without peer access to each other: {}",
                 apart.join(", ")
             ),
-            &["ranks on them exchange through host memory; most consumer cards are made so"],
+            &["ranks on them exchange through host memory; most consumer GPUs have no peer access"],
         );
     }
 }
@@ -265,10 +261,10 @@ pub(super) fn libraries(facts: &Facts, findings: &mut Findings) {
             findings.warning(
                 "library-folder-missing",
                 format!(
-                    "TESSERA_CUDA_LIBS names {}, which is no folder",
+                    "TESSERA_CUDA_LIBS names {}, which is not a directory",
                     folder.display()
                 ),
-                &["name folders that hold libraries, separated by colons"],
+                &["give directories that contain libraries, separated by colons"],
             );
         }
     }
@@ -284,7 +280,7 @@ pub(super) fn libraries(facts: &Facts, findings: &mut Findings) {
     if !is_found(facts, LibraryKind::Nvrtc) {
         findings.warning(
             "nvrtc-missing",
-            "NVRTC was not found: kernels built in as PTX are used, without those of this GPU",
+            "NVRTC was not found: runs use the built-in PTX kernels and none compiled for this GPU",
             &[&install("nvidia-cuda-nvrtc"), NAME_FOLDER],
         );
     }
@@ -305,7 +301,7 @@ pub(super) fn libraries(facts: &Facts, findings: &mut Findings) {
     if let Some(problem) = &facts.cuda.management_problem {
         findings.note(
             "nvml-fails",
-            format!("use of the GPUs by others is not known: {problem}"),
+            format!("the use of the GPUs by other processes is unknown: {problem}"),
             &[CONTAINER],
         );
     }

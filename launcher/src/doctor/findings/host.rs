@@ -21,7 +21,7 @@ pub(super) fn launch(facts: &Facts, findings: &mut Findings) {
         let next: Vec<&str> = launch.next.iter().map(String::as_str).collect();
         let title = format!("runs are refused in this environment: {problem}");
         if next.is_empty() {
-            findings.problem("rank-variables", title, &["unset the variables of ranks"]);
+            findings.problem("rank-variables", title, &["unset the rank variables"]);
         } else {
             findings.problem("rank-variables", title, &next);
         }
@@ -29,7 +29,9 @@ pub(super) fn launch(facts: &Facts, findings: &mut Findings) {
     if let (Some(rank), Some(world)) = (launch.rank, launch.world_size) {
         findings.note(
             "is-a-rank",
-            format!("this process is numbered: a run would join as rank {rank} of {world}"),
+            format!(
+                "the environment numbers this process: a run would join as rank {rank} of {world}"
+            ),
             &["outside of torchrun, mpirun or srun: unset the variables that are left over"],
         );
     }
@@ -37,7 +39,7 @@ pub(super) fn launch(facts: &Facts, findings: &mut Findings) {
         findings.warning(
             "scheduler-tasks",
             format!(
-                "{}={}, but this process is none of these tasks: a run would start its ranks on this machine",
+                "{}={}, but this process is not one of these tasks: a run would start its ranks on this machine",
                 tasks.variable, tasks.tasks
             ),
             &["start every task: srun launcher, mpirun launcher"],
@@ -55,8 +57,8 @@ pub(super) fn launch(facts: &Facts, findings: &mut Findings) {
     if is_slow {
         findings.note(
             "no-avx2",
-            "the processor has no AVX2: work on the CPU is slow",
-            &["in a virtual machine: pass the host's processor through"],
+            "the processor has no AVX2: computation on the CPU is slow",
+            &["in a virtual machine: pass the host CPU through"],
         );
     }
 }
@@ -79,11 +81,11 @@ pub(super) fn memory(facts: &Facts, findings: &mut Findings) {
         findings.note(
             "memory-limited",
             format!(
-                "a cgroup bounds host memory to {} of {}",
+                "a cgroup limits host memory to {} of {}",
                 bytes(limit),
                 bytes(memory.total_bytes)
             ),
-            &["runs are planned within it; raise it with Docker's --memory or the job's request"],
+            &["plans respect this limit; raise it with Docker's --memory or the job's request"],
         );
     }
     let locked = facts.limits.locked_memory_bytes.soft;
@@ -93,7 +95,7 @@ pub(super) fn memory(facts: &Facts, findings: &mut Findings) {
         findings.note(
             "locked-memory-low",
             format!(
-                "only {} may be locked: pinned host memory may be refused",
+                "only {} of memory can be locked: pinned host memory may be refused",
                 bytes(limit)
             ),
             &["ulimit -l unlimited, or Docker's --ulimit memlock=-1"],
@@ -103,7 +105,7 @@ pub(super) fn memory(facts: &Facts, findings: &mut Findings) {
     if let Some(limit) = files.filter(|limit| *limit < FEW_OPEN_FILES) {
         findings.note(
             "open-files-low",
-            format!("only {} files may be open", grouped(limit)),
+            format!("only {} files can be open at once", grouped(limit)),
             &["ulimit -n 4096"],
         );
     }
@@ -117,8 +119,8 @@ pub(super) fn storage(facts: &Facts, findings: &mut Findings) {
         match folder.role {
             Role::SharedMemory if !folder.is_writable => findings.warning(
                 "shared-memory-missing",
-                format!("{path} cannot be written: ranks exchange through files in /tmp"),
-                &["mount a tmpfs there"],
+                format!("{path} is not writable: ranks exchange through files in /tmp"),
+                &["mount a tmpfs at this path"],
             ),
             Role::SharedMemory if free < LITTLE_SHARED_MEMORY_BYTES => findings.warning(
                 "shared-memory-small",
@@ -128,13 +130,13 @@ pub(super) fn storage(facts: &Facts, findings: &mut Findings) {
                 ),
                 &[
                     "Docker: --shm-size 8g; Kubernetes: an emptyDir of medium Memory",
-                    "what does not fit there lies in /tmp, which is slower on a disk",
+                    "data that does not fit goes to /tmp, which is slower on a disk",
                 ],
             ),
             Role::Runs if !folder.is_writable => findings.warning(
                 "runs-not-writable",
-                "the current directory cannot be written; runs lie there",
-                &["choose another folder with --output"],
+                "the current directory is not writable; runs are stored in it by default",
+                &["choose another directory with --output"],
             ),
             Role::Runs if free < LITTLE_DISK_BYTES => findings.note(
                 "disk-small",
@@ -146,8 +148,8 @@ pub(super) fn storage(facts: &Facts, findings: &mut Findings) {
             ),
             Role::Temporary if !folder.is_writable => findings.problem(
                 "temporary-not-writable",
-                format!("{path} cannot be written: no run can start"),
-                &["set TMPDIR to a folder that can"],
+                format!("{path} is not writable: no run can start"),
+                &["set TMPDIR to a writable directory"],
             ),
             _ => {}
         }
@@ -165,8 +167,11 @@ pub(super) fn environment(facts: &Facts, findings: &mut Findings) {
     if !set.is_empty() {
         findings.note(
             "variables-without-effect",
-            format!("set, but without effect here: {}", set.join(", ")),
-            &["the table of the environment says what takes their place"],
+            format!(
+                "these variables are set but have no effect here: {}",
+                set.join(", ")
+            ),
+            &["the environment table lists what to use instead"],
         );
     }
 }

@@ -5,8 +5,8 @@ use super::{Page, both};
 pub(super) static NUMERIC: Page = Page {
     title: both("loss or gradients are not finite", "损失或梯度不是有限值"),
     meaning: both(
-        "The loss or a gradient became NaN or infinite. Such updates are never applied; after 20 in a row the run ends. The report names the first value that was not finite, found by running the micro-batch forward once more.",
-        "损失或梯度变成 NaN 或无穷大。这样的更新不会被应用；连续 20 次后运行结束。报告会给出第一个非有限值，它是把该微批再次前向计算后找到的。",
+        "The loss or a gradient became NaN or infinite. Such updates are skipped; after 20 in a row the run ends. The report names the first non-finite value.",
+        "损失或梯度变成了 NaN 或无穷大。这样的更新会被跳过；连续 20 次后运行结束。报告会给出第一个非有限值。",
     ),
     causes: &[
         both(
@@ -14,51 +14,51 @@ pub(super) static NUMERIC: Page = Page {
             "学习率过高，或关闭了梯度裁剪。",
         ),
         both(
-            "A sample far from the others: look at the ids.",
-            "某个样本与其他样本差异很大：查看其 id。",
+            "A sample differs a lot from the others: see the sample ids.",
+            "某个样本与其他样本差异很大：请查看样本 id。",
         ),
         both(
-            "Weights that are not finite already: a damaged model folder or checkpoint.",
-            "权重本身已不是有限值：模型文件夹或检查点已损坏。",
+            "The weights are already not finite: the model directory or the checkpoint is damaged.",
+            "权重本身已不是有限值：模型目录或检查点已损坏。",
         ),
     ],
     look_at: &[
         both(
-            "The losses and gradient norms before: growth over several steps means the learning rate, a sudden jump means a sample.",
-            "之前的损失和梯度范数：若在数步内增长，多为学习率问题；若突然跳变，多为样本问题。",
+            "The last losses and gradient norms: steady growth points to the learning rate, a sudden jump to a sample.",
+            "最后几步的损失和梯度范数：若在数步内持续增长，多为学习率问题；若突然跳变，多为样本问题。",
         ),
         both(
-            "errors/batch-N.json: samples of every rank and micro-batch of that step.",
+            "errors/batch-N.json: the samples of every rank and micro-batch of that step.",
             "errors/batch-N.json：该步所有 rank 和微批的样本。",
         ),
     ],
     what_to_do: &[
         both(
-            "Lower --learning-rate or set --max-grad-norm 1, and resume from the checkpoint that is named as good.",
-            "降低 --learning-rate 或设置 --max-grad-norm 1，并从报告指出的完好检查点继续。",
+            "Lower --learning-rate or set --max-grad-norm 1, and resume from the good checkpoint in the report.",
+            "降低 --learning-rate 或设置 --max-grad-norm 1，并从报告给出的完好检查点继续。",
         ),
         both(
-            "--precision f32 tells whether the number format is the cause.",
-            "--precision f32 可以判断是否由数值格式引起。",
+            "--precision f32 shows whether the number format is the cause.",
+            "--precision f32 可以判断数值格式是否是原因。",
         ),
     ],
     example: include_str!("examples/E05.txt"),
 };
 
 pub(super) static SAMPLES: Page = Page {
-    title: both("samples cannot be trained on", "样本无法用于训练"),
+    title: both("samples cannot be used for training", "样本无法用于训练"),
     meaning: both(
-        "Samples have nothing to learn from: no answer of the assistant, or the answer (or half a picture) lies beyond --model-max-length. A picture is never cut in two.",
-        "样本没有可学习的内容：没有 assistant 的回答，或回答（或半张图片）超出了 --model-max-length。图片不会被切成两半。",
+        "Some samples have no supervised token: the assistant gives no answer, or --model-max-length cuts off the answer or would cut an image in two.",
+        "有些样本没有可监督的 token：没有 assistant 的回答，或者 --model-max-length 截掉了回答，或者会把图片截成两半。",
     ),
     causes: &[
         both(
-            "Large pictures become up to 10 slices, each of many tokens.",
-            "大图片最多变成 10 个切片，每个切片有许多 token。",
+            "Large images are split into several slices, each of many tokens.",
+            "大图片会被切成多个切片，每个切片有许多 token。",
         ),
         both(
-            "Roles other than user and assistant, or a conversation that ends with the question.",
-            "使用了 user 和 assistant 以外的角色，或对话以问题结尾。",
+            "The roles are not user and assistant, or the conversation ends with a question.",
+            "角色不是 user 和 assistant，或对话以问题结尾。",
         ),
     ],
     look_at: &[
@@ -67,84 +67,84 @@ pub(super) static SAMPLES: Page = Page {
             "cause 中的计数和 evidence 中的长度。",
         ),
         both(
-            "`launcher data check FILE --model DIR` lists every problem with statistics.",
+            "`launcher data check FILE --model DIR` lists every problem, with statistics.",
             "`launcher data check FILE --model DIR` 会列出所有问题和统计信息。",
         ),
     ],
     what_to_do: &[
         both(
-            "The --model-max-length under 'next' is computed so that all samples fit.",
-            "next 中的 --model-max-length 是计算得出的，可容纳所有样本。",
+            "The value of --model-max-length under 'next' is enough for all of these samples.",
+            "next 中的 --model-max-length 足以容纳所有这些样本。",
         ),
         both(
-            "--max-slice-nums 1 makes pictures short; fine print is lost.",
-            "--max-slice-nums 1 会使图片变短，但会丢失细小文字。",
+            "--max-slice-nums 1 makes images short, but small print becomes unreadable.",
+            "--max-slice-nums 1 会使图片变短，但细小文字会看不清。",
         ),
         both(
-            "--skip-bad-samples true leaves them out and lists them in data_problems.jsonl.",
-            "--skip-bad-samples true 会跳过这些样本并列在 data_problems.jsonl 中。",
+            "--skip-bad-samples true skips these samples and lists them in data_problems.jsonl.",
+            "--skip-bad-samples true 会跳过这些样本，并记录在 data_problems.jsonl 中。",
         ),
     ],
     example: include_str!("examples/E06.txt"),
 };
 
 pub(super) static PLACEHOLDERS: Page = Page {
-    title: both("placeholders and pictures disagree", "占位符与图片不一致"),
+    title: both("placeholders and images disagree", "占位符与图片不一致"),
     meaning: both(
-        "The text of a sample names pictures that its list does not have, or the other way round.",
-        "样本文本提到了列表中没有的图片，或列表中的图片从未在文本中出现。",
+        "The text of a sample names images that are not in its list, or its list has images that the text does not name.",
+        "样本的文本提到了列表中没有的图片，或列表中的图片没有在文本中出现。",
     ),
     causes: &[
         both(
-            "<image> twice for one picture; several pictures need <image_00>, <image_01>.",
-            "一张图片写了两次 <image>；多张图片需要写 <image_00>、<image_01>。",
+            "<image> appears twice for one image. Several images need <image_00>, <image_01>.",
+            "一张图片写了两次 <image>。多张图片需要写 <image_00>、<image_01>。",
         ),
         both(
-            "A conversion that dropped a picture.",
+            "A conversion of the data dropped an image.",
             "转换数据时丢失了图片。",
         ),
     ],
     look_at: &[both(
-        "The line and message named under 'evidence'.",
+        "The line and the message under 'evidence'.",
         "evidence 中给出的行和消息。",
     )],
     what_to_do: &[both(
-        "Mend the line, or leave such samples out with --skip-bad-samples true.",
-        "修正该行，或用 --skip-bad-samples true 跳过这些样本。",
+        "Fix the line, or skip such samples with --skip-bad-samples true.",
+        "修正该行，或用 --skip-bad-samples true 跳过这样的样本。",
     )],
     example: include_str!("examples/E07.txt"),
 };
 
 pub(super) static DATA_FILE: Page = Page {
     title: both(
-        "a data file or picture cannot be read",
+        "a data file or an image cannot be read",
         "无法读取数据文件或图片",
     ),
     meaning: both(
-        "The list of samples is not valid JSON of the expected form, or a picture is missing, damaged or outside the folder of the data file.",
-        "样本列表不是预期格式的有效 JSON，或图片缺失、损坏或位于数据文件所在文件夹之外。",
+        "The list of samples is not valid JSON of the expected form. Or an image is missing, damaged, or outside the directory of the data file.",
+        "样本列表不是预期格式的有效 JSON；或者图片缺失、损坏，或位于数据文件所在目录之外。",
     ),
     causes: &[
         both(
-            "Relative paths of pictures start at the folder of the data file.",
-            "图片的相对路径以数据文件所在文件夹为起点。",
+            "Relative paths of images do not start at the directory of the data file.",
+            "图片的相对路径没有以数据文件所在目录为起点。",
         ),
         both(
-            "An upload that broke off: the header is fine and the rest is missing.",
+            "An upload was interrupted: the header of the file is intact and the rest is missing.",
             "上传中断：文件头完好，其余部分缺失。",
         ),
     ],
     look_at: &[both(
-        "The line and column for JSON, the path for pictures.",
+        "For JSON, the line and column; for images, the path.",
         "JSON 看行号和列号，图片看路径。",
     )],
     what_to_do: &[
         both(
-            "Mend or replace the named file.",
+            "Fix or replace the file in the report.",
             "修正或替换报告中的文件。",
         ),
         both(
-            "--skip-bad-samples true leaves samples with bad pictures out.",
+            "--skip-bad-samples true skips samples with bad images.",
             "--skip-bad-samples true 会跳过图片损坏的样本。",
         ),
     ],

@@ -1,52 +1,58 @@
-//! Flags, model folders, checkpoints and disks.
+//! Flags, model directories, checkpoints and disks.
 
 use super::{Page, both};
 
 pub(super) static RESUME: Page = Page {
-    title: both("a checkpoint cannot be resumed", "无法从检查点继续"),
+    title: both("a checkpoint cannot be used", "无法使用检查点"),
     meaning: both(
-        "The checkpoint is damaged, or this run trains other parts, in another precision, or on other data than the run that saved it. World size, ZeRO stage and offload may differ freely.",
-        "检查点已损坏，或本次运行训练的部分、精度或数据与保存它的运行不同。rank 数、ZeRO 阶段和卸载方式可以任意改变。",
+        "The checkpoint is missing or damaged, or it does not fit this run: this run trains other parts, has another precision, or reads other data. World size, ZeRO stage and offload may differ.",
+        "检查点缺失或已损坏，或与本次运行不匹配：训练的部分、精度或数据不同。rank 数、ZeRO 阶段和卸载方式可以不同。",
     ),
     causes: &[
         both(
-            "Other --train, --freeze, --tune-vision, --tune-llm or LoRA flags than before.",
+            "--train, --freeze, --tune-vision, --tune-llm or the LoRA flags have other values than before.",
             "--train、--freeze、--tune-vision、--tune-llm 或 LoRA 参数与之前不同。",
         ),
         both(
-            "Another data file, seed or global batch: the position in the data would change.",
-            "数据文件、随机种子或全局批大小不同：数据位置会改变。",
+            "The data file, --seed, --longest-first or the global batch differs, so the position in the data would change.",
+            "数据文件、--seed、--longest-first 或全局批大小不同，数据中的位置会改变。",
         ),
-        both("A copy of the folder that broke off.", "复制文件夹时中断。"),
+        both(
+            "A copy of the directory was interrupted.",
+            "复制目录时中断。",
+        ),
     ],
-    look_at: &[both(
-        "config.resolved.json of the run that saved it, and MANIFEST.json of the checkpoint.",
-        "保存该检查点的运行的 config.resolved.json，以及检查点的 MANIFEST.json。",
-    )],
+    look_at: &[
+        both(
+            "config.resolved.json of the run that saved the checkpoint, and MANIFEST.json of the checkpoint.",
+            "保存该检查点的运行的 config.resolved.json，以及检查点的 MANIFEST.json。",
+        ),
+        both(
+            "`launcher ckpt verify` lists damaged files; `launcher ckpt ls` lists the checkpoints of a run.",
+            "`launcher ckpt verify` 会列出损坏的文件；`launcher ckpt ls` 会列出某次运行的检查点。",
+        ),
+    ],
     what_to_do: &[
         both(
-            "Use the same parts, precision, data and global batch as before.",
-            "使用与之前相同的训练部分、精度、数据和全局批大小。",
+            "Use the same trained parts, precision, data, seed and global batch as before.",
+            "使用与之前相同的训练部分、精度、数据、随机种子和全局批大小。",
         ),
         both(
-            "Where the folder is damaged, --resume an earlier checkpoint-N.",
-            "如果文件夹已损坏，请 --resume 更早的 checkpoint-N。",
+            "If the directory is damaged, give --resume an earlier checkpoint-N.",
+            "如果目录已损坏，请用 --resume 指定更早的 checkpoint-N。",
         ),
     ],
     example: include_str!("examples/E08.txt"),
 };
 
 pub(super) static NOTHING_TO_DO: Page = Page {
-    title: both(
-        "a resumed run has nothing left to do",
-        "继续的运行已无事可做",
-    ),
+    title: both("a resumed run has no step left", "继续的运行没有剩余步数"),
     meaning: both(
-        "The checkpoint has all steps of this run behind it already.",
-        "该检查点已完成本次运行的全部步数。",
+        "The checkpoint has already completed all steps of this run.",
+        "该检查点已经完成了本次运行的全部步数。",
     ),
     causes: &[both(
-        "The run had ended; --max-steps or --num-train-epochs are as before.",
+        "The run had ended, and --max-steps or --num-train-epochs has not changed.",
         "运行已经结束，而 --max-steps 或 --num-train-epochs 没有改变。",
     )],
     look_at: &[both(
@@ -54,7 +60,7 @@ pub(super) static NOTHING_TO_DO: Page = Page {
         "evidence 中的步数。",
     )],
     what_to_do: &[both(
-        "Raise --max-steps or --num-train-epochs to train on.",
+        "Raise --max-steps or --num-train-epochs to continue training.",
         "增大 --max-steps 或 --num-train-epochs 以继续训练。",
     )],
     example: include_str!("examples/E16.txt"),
@@ -63,70 +69,70 @@ pub(super) static NOTHING_TO_DO: Page = Page {
 pub(super) static USAGE: Page = Page {
     title: both("flags or configuration", "参数或配置错误"),
     meaning: both(
-        "A flag is unknown, has a value it does not take, or contradicts another one. Nothing was started and nothing was written.",
-        "某个参数未知、取值无效或与其他参数矛盾。没有启动任何进程，也没有写入任何文件。",
+        "A flag is unknown, has an invalid value, or contradicts another flag. The program started no rank and wrote no file.",
+        "某个参数未知、取值无效，或与其他参数矛盾。程序没有启动任何 rank，也没有写入任何文件。",
     ),
     causes: &[
         both(
-            "A slip of the pen: the nearest flag is named.",
+            "A spelling mistake: the report names the nearest flag.",
             "拼写错误：报告会给出最接近的参数。",
         ),
         both(
-            "A flag of another trainer whose effect cannot be had here.",
-            "其他训练框架的参数，在此无法生效。",
+            "A flag of another trainer that this program does not support.",
+            "其他训练框架的参数，本程序不支持。",
         ),
         both(
-            "A key of a configuration file that is misplaced, unknown or not available: `launcher explain-config FILE` shows each.",
-            "配置文件中的某个键位置不对、未知或不可用：`launcher explain-config FILE` 逐个列出。",
+            "A key of a configuration file is misplaced, unknown or not available. `launcher explain-config FILE` shows every key.",
+            "配置文件中的某个键位置不对、未知或不可用。`launcher explain-config FILE` 会逐个说明。",
         ),
         both(
-            "An --output folder that holds another run: runs are never overwritten.",
-            "--output 文件夹中已有其他运行：程序从不覆盖已有运行。",
+            "The --output directory contains another run. Runs are never overwritten.",
+            "--output 目录中已有其他运行。程序从不覆盖已有的运行。",
         ),
     ],
     look_at: &[both(
-        "`launcher --help`, and docs/flags.md for defaults.",
-        "`launcher --help`，默认值见 docs/flags.md。",
+        "`launcher --help`; docs/flags.md lists the defaults.",
+        "`launcher --help`；默认值见 docs/flags.md。",
     )],
     what_to_do: &[both(
-        "Change the flags named in the title as 'next' says.",
-        "按 next 的提示修改标题中提到的参数。",
+        "Change the flag in the title as 'next' says.",
+        "按 next 的提示修改标题中的参数。",
     )],
     example: include_str!("examples/E09.txt"),
 };
 
 pub(super) static MODEL_FILES: Page = Page {
     title: both(
-        "the model folder is incomplete or damaged",
-        "模型文件夹不完整或已损坏",
+        "the model directory is incomplete or damaged",
+        "模型目录不完整或已损坏",
     ),
     meaning: both(
-        "A file of the model folder is missing, cut off, a git-lfs pointer, or does not fit the others.",
-        "模型文件夹中的文件缺失、被截断、只是 git-lfs 指针，或与其他文件不匹配。",
+        "A file of the model directory is missing, truncated or a git-lfs pointer, or it does not fit the other files.",
+        "模型目录中的某个文件缺失、被截断、只是 git-lfs 指针，或与其他文件不匹配。",
     ),
     causes: &[
-        both("A download that broke off.", "下载中断。"),
+        both("A download was interrupted.", "下载中断。"),
         both(
-            "`git clone` without git-lfs: weight files are texts of 130 bytes.",
-            "没有安装 git-lfs 就执行 `git clone`：权重文件只是约 130 字节的文本。",
+            "`git clone` ran without git-lfs, so the weight files are short pointer texts.",
+            "没有安装 git-lfs 就执行了 `git clone`，权重文件只是很短的指针文本。",
         ),
         both(
-            "config.json and weights of different models or versions.",
+            "config.json and the weights belong to different models or versions.",
             "config.json 与权重来自不同的模型或版本。",
         ),
     ],
     look_at: &[both(
-        "Bytes there and bytes expected, and the first missing tensor.",
+        "The present and the expected number of bytes, and the first missing tensor.",
         "已有字节数与预期字节数，以及第一个缺失的张量。",
     )],
     what_to_do: &[
         both(
-            "Download the named file again; `git lfs pull` replaces pointers.",
+            "Download the file in the report again; `git lfs pull` replaces pointers.",
             "重新下载报告中的文件；`git lfs pull` 会替换指针文件。",
         ),
         both(
-            "Supported are folders of MiniCPM-V and -o 2.6, CogVLM, CogVLM2, CogAgent, GLM-4V and GLM-4.1V as published.",
-            "支持官方发布的 MiniCPM-V 和 -o 2.6、CogVLM、CogVLM2、CogAgent、GLM-4V、GLM-4.1V 文件夹。",
+            "Supported are the published directories of MiniCPM-V and -o 2.6, CogVLM, CogVLM2, CogAgent, GLM-4V and GLM-4.1V.",
+            "支持官方发布的 MiniCPM-V 和 -o 2.6、CogVLM、CogVLM2、CogAgent、GLM-4V、GLM-4.1V 模型目录。",
         ),
     ],
     example: include_str!("examples/E10.txt"),
@@ -138,30 +144,30 @@ pub(super) static DISK: Page = Page {
         "磁盘已满或无法写入",
     ),
     meaning: both(
-        "A file of the run could not be written. A checkpoint is renamed into place when it is whole, so earlier ones are untouched.",
-        "无法写入运行的文件。检查点只有在完整之后才会改名到位，因此更早的检查点不受影响。",
+        "The program could not write a file, or the disk is too small for the checkpoints. Earlier checkpoints stay intact.",
+        "程序无法写入某个文件，或磁盘放不下检查点。更早的检查点不受影响。",
     ),
     causes: &[
         both(
-            "Checkpoints of all steps are kept unless --save-total-limit says otherwise.",
-            "除非设置 --save-total-limit，否则会保留所有步的检查点。",
+            "All checkpoints are kept unless --save-total-limit limits their number.",
+            "除非用 --save-total-limit 限制数量，否则会保留所有检查点。",
         ),
         both(
-            "A quota, or a folder that belongs to somebody else.",
-            "磁盘配额限制，或文件夹属于其他用户。",
+            "A quota is used up, or the directory belongs to another user.",
+            "磁盘配额已用完，或目录属于其他用户。",
         ),
     ],
     look_at: &[both(
-        "`df -h` of the folder, and the bytes needed under 'evidence'.",
-        "该文件夹的 `df -h`，以及 evidence 中所需的字节数。",
+        "`df -h` of the directory, and the bytes in the report.",
+        "该目录的 `df -h`，以及报告中的字节数。",
     )],
     what_to_do: &[
         both(
-            "Free space or use --save-total-limit 1, then --resume auto.",
-            "释放空间或使用 --save-total-limit 1，然后 --resume auto。",
+            "Free space or use --save-total-limit 1, then continue with --resume auto.",
+            "释放空间或使用 --save-total-limit 1，然后用 --resume auto 继续。",
         ),
         both(
-            "Another --output on a larger disk.",
+            "Put --output on a larger disk.",
             "把 --output 放到更大的磁盘上。",
         ),
     ],

@@ -58,7 +58,7 @@ fn card(files: &RunFiles, answer: &Answer, before: Option<&Answer>) -> String {
     let mut out = String::from("<div class=\"card\">\n");
     for path in answer.images.iter().take(MOST_PICTURES) {
         out += &match thumbnail(files, path) {
-            Some(data) => format!("<img alt=\"picture of the sample\" src=\"{data}\" />\n"),
+            Some(data) => format!("<img alt=\"image of the sample\" src=\"{data}\" />\n"),
             None => {
                 let path = escape(&path.display().to_string());
                 format!("<span class=\"missing soft\">{path} cannot be shown</span>\n")

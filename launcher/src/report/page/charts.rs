@@ -186,12 +186,12 @@ pub(super) fn training(files: &RunFiles) -> String {
 pub(super) fn memory(files: &RunFiles) -> String {
     let mut out = String::from("<div class=\"grid\">\n");
     let by_step = memory_chart::by_step(files);
-    let title = "Highest of every logged row, rank 0";
+    let title = "Highest memory of each logged row, rank 0";
     out += &figure("memory-by-step", title, &by_step.to_svg("memory by step"));
     if let Some(phases) = memory_chart::by_phase(files) {
         out += &figure(
             "memory-by-phase",
-            "Phases of the last logged rows, rank 0",
+            "Memory by phase in the last logged rows, rank 0",
             &phases,
         );
     }
@@ -209,8 +209,7 @@ pub(super) fn time(files: &RunFiles) -> Option<String> {
     if split.is_empty() {
         return None;
     }
-    let mut out =
-        String::from("<section id=\"time\">\n<h2>Time of a step</h2>\n<div class=\"grid\">\n");
+    let mut out = String::from("<section id=\"time\">\n<h2>Step time</h2>\n<div class=\"grid\">\n");
     let title = "By part, mean of all ranks";
     out += &figure(
         "step-time",
@@ -223,7 +222,7 @@ pub(super) fn time(files: &RunFiles) -> Option<String> {
             ranks.to_svg("own time of the ranks by step") + &slowest(files).unwrap_or_default();
         out += &figure(
             "imbalance",
-            "Ranks, without waiting for each other",
+            "Own time of each rank, without waits for other ranks",
             &drawing,
         );
     }

@@ -74,7 +74,7 @@ fn summary(files: &RunFiles) -> String {
             tiers => format!(" · offload {}", escape(tiers)),
         };
         out += &format!(
-            "<p class=\"soft\">{} · {} parameters, {} train · {} × {} · ZeRO-{} · {}{offload}</p>\n",
+            "<p class=\"soft\">{} · {} parameters, {} trainable · {} × {} · ZeRO-{} · {}{offload}</p>\n",
             escape(&plan.model),
             count(plan.params),
             count(plan.trainable),
@@ -98,10 +98,10 @@ fn summary(files: &RunFiles) -> String {
             result("exact_match").map(|v| format!("{v:.2}")),
         ),
         (
-            "exact before",
+            "exact match before",
             result("exact_match_before").map(|v| format!("{v:.2}")),
         ),
-        ("time of a step", of("step_seconds").map(seconds)),
+        ("step time", of("step_seconds").map(seconds)),
         (
             "tokens per second",
             of("tokens_per_second").map(|v| count(v as u64)),
@@ -117,7 +117,7 @@ fn summary(files: &RunFiles) -> String {
         .flat_map(|row| &row.ranks)
         .map(|rank| rank.rss)
         .max();
-    facts.push(("resident, one rank", resident.map(bytes)));
+    facts.push(("resident memory, one rank", resident.map(bytes)));
     let elapsed = files
         .rows
         .last()

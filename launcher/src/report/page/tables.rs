@@ -111,7 +111,14 @@ pub(super) fn peaks(files: &RunFiles) -> Option<String> {
             ])
         })
         .collect();
-    let head = ["phase", "device", "of it", "host tier", "of it", "resident"];
+    let head = [
+        "phase",
+        "device",
+        "largest kinds",
+        "host tier",
+        "largest kinds",
+        "resident",
+    ];
     (!rows.is_empty()).then(|| table(&head, rows.into_iter()))
 }
 
@@ -131,7 +138,7 @@ pub(super) fn trains(files: &RunFiles) -> Option<String> {
         ]
     });
     let head = ["module", "tensors", "parameters", "dtype", "learning rate"];
-    let mut out = String::from("<section id=\"trains\">\n<h2>What trains</h2>\n");
+    let mut out = String::from("<section id=\"trains\">\n<h2>Trainable parameters</h2>\n");
     if let Some(plan) = &plan.plan {
         out += &format!(
             "<p class=\"soft\">{} of {} parameters ({:.1} %)</p>\n",

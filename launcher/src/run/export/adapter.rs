@@ -57,7 +57,7 @@ pub(super) fn write(
         file.finish().map_err(failed)?;
         summary.tensors += tensors.len();
         if stem == TRAINED_STEM {
-            summary.what = "adapter and trained.safetensors (peft loads the first only; --merge has both in one model)";
+            summary.what = "adapter and trained.safetensors (peft loads only the first; --merge writes both into one model)";
         }
     }
     let card = model_card(adapter);
@@ -80,7 +80,7 @@ fn model_card(adapter: &Adapter) -> String {
         .filter(|name| !name.starts_with(ADAPTER_PREFIX))
         .count();
     format!(
-        "---\nbase_model: {}\nlibrary_name: peft\ntags:\n- lora\n---\n\nLow-rank adapters on {modules} modules; {others} tensors trained in full beside them.\n",
+        "---\nbase_model: {}\nlibrary_name: peft\ntags:\n- lora\n---\n\nLow-rank adapters on {modules} modules; {others} further tensors were fully trained.\n",
         name.to_string_lossy()
     )
 }

@@ -34,7 +34,8 @@ pub(crate) fn export(args: &ExportArgs) -> Result<ExitCode, Failure> {
     let started = Instant::now();
     let checkpoint = &args.checkpoint;
     let output = args.output.clone().ok_or_else(|| {
-        Failure::usage("--output is missing", "the export needs a folder").next("add --output DIR")
+        Failure::usage("--output is missing", "the export needs a directory")
+            .next("add --output DIR")
     })?;
     if !checkpoint.is_dir() {
         return Err(missing(checkpoint));
@@ -67,9 +68,9 @@ fn missing(checkpoint: &Path) -> Failure {
     Failure::new(
         ErrorCode::ModelFiles,
         format!("cannot export {}", checkpoint.display()),
-        "there is no such folder",
+        "the directory does not exist",
     )
-    .next("name a checkpoint-N folder of a run")
+    .next("give a checkpoint-N directory of a run")
 }
 
 /// The manifest, where the folder is a checkpoint of a run; its weights are compared with their hashes.
@@ -111,10 +112,10 @@ impl Sources {
         if args.merge != Some(true) {
             if adapter.config().is_none() {
                 return Err(Failure::usage(
-                    format!("{} holds parts of a model only", folder.display()),
-                    "no other program loads trained.safetensors by itself",
+                    format!("{} contains only parts of a model", folder.display()),
+                    "other programs cannot load trained.safetensors by itself",
                 )
-                .next("--merge writes the whole model with these parts in it"));
+                .next("--merge writes the whole model including these parts"));
             }
             return Ok(Self {
                 folder,
@@ -132,8 +133,9 @@ impl Sources {
             )
             .next("add --model DIR"));
         };
-        let model = WeightSource::open(&base)
-            .map_err(|e| failures::weights(&e).next("--model DIR, where the base has moved"))?;
+        let model = WeightSource::open(&base).map_err(|e| {
+            failures::weights(&e).next("give --model DIR if the base model has moved")
+        })?;
         Ok(Self {
             folder: base,
             model: Some(model),
@@ -166,10 +168,10 @@ impl Sources {
         Err(Failure::new(
             ErrorCode::ModelFiles,
             format!("{} trained tensors would be lost", lost.len()),
-            "the output has no place for them",
+            "the output cannot contain them",
         )
         .evidence(format!("first: {first}"))
-        .next("--model must be the model that the run was started with"))
+        .next("give --model the model that the run started from"))
     }
 
     fn write(&self, args: &ExportArgs, folder: &Path) -> Result<Summary, Failure> {
@@ -207,7 +209,7 @@ fn adapter_failure(folder: &Path, error: &AdapterError) -> Failure {
         format!("cannot export {}", folder.display()),
         chain(error),
     )
-    .next("name a checkpoint-N folder of a run, or a folder with adapter_model.safetensors")
+    .next("give a checkpoint-N directory of a run, or a directory with adapter_model.safetensors")
 }
 
 /// A small file; the dtype that `config.json` names follows the weights.

@@ -78,7 +78,7 @@ pub(super) fn write(
     if let Some(tensor) = missing {
         return Err(Failure::new(
             ErrorCode::Disk,
-            "the export was read back and is not what was written",
+            "the export differs from what was written when it is read back",
             format!("tensor {} is missing or has another shape", tensor.name),
         )
         .next("check the disk, then export again"));

@@ -28,8 +28,7 @@ pub(super) fn detect(folder: &Path) -> Result<DataFormat, DataError> {
     }
     let path = folder.to_owned();
     if pictures {
-        let reason =
-            "it has images/ but no labels_*/; only as captcha are names of pictures the answers";
+        let reason = "it has images/ but no labels_*/; only the format captcha takes answers from image names";
         return Err(DataError::AmbiguousFormat {
             path,
             reason: reason.to_owned(),
@@ -169,7 +168,7 @@ fn only_labels(folder: &Path) -> Result<PathBuf, DataError> {
         (Some(one), Some(other)) => Err(DataError::AmbiguousFormat {
             path,
             reason: format!(
-                "it holds {} and {}; name one of them",
+                "it contains {} and {}; give one of them",
                 other.display(),
                 one.display()
             ),

@@ -192,7 +192,7 @@ fn mistakes_of_a_sample_are_located() {
             Messages,
             good,
             r#"{"messages": [{"role": "user", "content": "q"}], "images": ["a", "b"]}"#,
-            "but 2 pictures",
+            "but 2 images",
         ),
         (
             Messages,

@@ -113,7 +113,9 @@ impl TryFrom<Glm4vFields> for Glm4v {
 
     fn try_from(fields: Glm4vFields) -> Result<Self, String> {
         if !Paths::list(fields.images).is_empty() {
-            return Err("\"images\" beside the messages belongs to the format messages".to_owned());
+            return Err(
+                "\"images\" next to the messages belongs to the format messages".to_owned(),
+            );
         }
         let mut turns = fields.messages;
         let paths: Vec<(usize, PathBuf)> = turns
@@ -229,7 +231,7 @@ fn place(paths: Vec<PathBuf>, turns: &mut [Message]) -> Result<Vec<(String, Path
     let in_front = pictures == 1 && marks == 0;
     if marks != pictures && !in_front {
         return Err(format!(
-            "{marks} times {SINGLE_IMAGE} in the text, but {pictures} pictures"
+            "{marks} times {SINGLE_IMAGE} in the text, but {pictures} images"
         ));
     }
     if pictures == 1 {

@@ -38,13 +38,13 @@ const JPEG_TAIL_BYTES: usize = 64 << 10;
 #[non_exhaustive]
 pub enum ImageError {
     /// The file does not exist.
-    #[error("picture {} does not exist", path.display())]
+    #[error("image file {} does not exist", path.display())]
     Missing {
         /// The file.
         path: PathBuf,
     },
     /// The file exists but cannot be read (permissions, a folder, a device).
-    #[error("picture {} cannot be read: {reason}", path.display())]
+    #[error("image file {} cannot be read: {reason}", path.display())]
     Unreadable {
         /// The file.
         path: PathBuf,
@@ -52,13 +52,13 @@ pub enum ImageError {
         reason: String,
     },
     /// The content is none of PNG, JPEG, WebP, BMP.
-    #[error("picture {} is not a PNG, JPEG, WebP or BMP file", path.display())]
+    #[error("image file {} is not a PNG, JPEG, WebP or BMP file", path.display())]
     UnknownFormat {
         /// The file.
         path: PathBuf,
     },
     /// The content is damaged or cut short.
-    #[error("picture {} is damaged: {reason}", path.display())]
+    #[error("image file {} is damaged: {reason}", path.display())]
     Corrupt {
         /// The file.
         path: PathBuf,
@@ -66,7 +66,7 @@ pub enum ImageError {
         reason: String,
     },
     /// More pixels or bytes than a picture may have.
-    #[error("picture {} is too large: {width} x {height} pixels, {file_bytes} bytes; at most {MAX_PIXELS} pixels are read", path.display())]
+    #[error("image file {} is too large: {width} x {height} pixels, {file_bytes} bytes; at most {MAX_PIXELS} pixels are read", path.display())]
     TooLarge {
         /// The file.
         path: PathBuf,
@@ -78,7 +78,7 @@ pub enum ImageError {
         file_bytes: u64,
     },
     /// A relative path that leads out of the folder of the data file.
-    #[error("picture {} lies outside the data folder {}", path.display(), root.display())]
+    #[error("image file {} is outside the data directory {}", path.display(), root.display())]
     OutsideFolder {
         /// The path as the data file gives it.
         path: PathBuf,
@@ -153,7 +153,7 @@ pub(crate) fn size_of(path: &Path, bytes: &[u8]) -> Result<(u32, u32), ImageErro
     let pixels = u64::from(width) * u64::from(height);
     if most_pixels(format, bytes).is_some_and(|most| pixels > most) {
         let reason = format!(
-            "its header promises {width} x {height} pixels, which {} bytes cannot hold",
+            "its header states {width} x {height} pixels, which {} bytes cannot hold",
             bytes.len()
         );
         return Err(corrupt(path, &reason));

@@ -42,7 +42,7 @@ pub enum TokenizerError {
         source: RankError,
     },
     /// A sentencepiece model is damaged or of a kind that is not supported.
-    #[error("{} is not a sentencepiece model that can be used", path.display())]
+    #[error("{} is not a usable sentencepiece model", path.display())]
     SentencePiece {
         /// The file.
         path: PathBuf,

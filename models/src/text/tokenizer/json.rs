@@ -178,13 +178,13 @@ impl File {
             .as_ref()
             .is_some_and(|version| version != "1.0")
         {
-            return Err(format!("version {:?} is not known", self.version));
+            return Err(format!("version {:?} is unknown", self.version));
         }
         self.model.check()?;
         let added = self.added_tokens.len();
         if added > MAX_ADDED_TOKENS {
             return Err(format!(
-                "{added} added tokens, at most {MAX_ADDED_TOKENS} are read"
+                "{added} added tokens, at most {MAX_ADDED_TOKENS} are supported"
             ));
         }
         self.added_tokens
@@ -235,7 +235,7 @@ impl Model {
         let tokens = self.vocab.len();
         if tokens == 0 || tokens > MAX_TOKENS {
             return Err(format!(
-                "{tokens} tokens, between 1 and {MAX_TOKENS} are read"
+                "{tokens} tokens, between 1 and {MAX_TOKENS} are supported"
             ));
         }
         let mut ids = HashSet::with_capacity(tokens);
@@ -263,7 +263,7 @@ impl Model {
         // a token may be merged from several pairs
         if merges > 8 * MAX_TOKENS {
             return Err(format!(
-                "{merges} merges, at most {} are read",
+                "{merges} merges, at most {} are supported",
                 8 * MAX_TOKENS
             ));
         }
@@ -276,7 +276,9 @@ impl Model {
             joined.push_str(right);
             for token in [left, right, &joined] {
                 if !self.vocab.contains_key(token) {
-                    return Err(format!("merge {index} needs {token:?}, which is no token"));
+                    return Err(format!(
+                        "merge {index} needs {token:?}, which is not a token"
+                    ));
                 }
             }
         }
@@ -319,9 +321,7 @@ fn check_kind(role: &str, part: &Value, known: &[&str], depth: usize) -> Result<
     let inner = ["normalizers", "pretokenizers", "decoders"].map(|list| part[list].as_array());
     let mut inner = inner.into_iter().flatten().flatten();
     if depth == MAX_PART_DEPTH && inner.next().is_some() {
-        return Err(format!(
-            "sequences of the {role} stand too deep in each other"
-        ));
+        return Err(format!("sequences of the {role} are nested too deeply"));
     }
     inner.try_for_each(|part| check_kind(role, part, known, depth + 1))
 }

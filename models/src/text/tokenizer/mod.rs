@@ -108,7 +108,7 @@ impl Tokenizer {
         let stated = &config.added_tokens_decoder;
         if stated.len() > MAX_ADDED_TOKENS {
             let count = stated.len();
-            let reason = format!("{count} added tokens, at most {MAX_ADDED_TOKENS} are read");
+            let reason = format!("{count} added tokens, at most {MAX_ADDED_TOKENS} are supported");
             return Err(invalid(path, reason));
         }
         let mut texts = stated.values().map(|token| &token.content);

@@ -10,19 +10,19 @@ const MAX_VARINT_BYTES: usize = 10;
 #[non_exhaustive]
 pub enum WireError {
     /// A field ends behind the end of its message.
-    #[error("a field that begins {at} bytes into its message is cut short")]
+    #[error("the field at byte {at} of its message is truncated")]
     Truncated {
         /// Offset of the field in its message.
         at: usize,
     },
     /// A variable-length integer has more than ten bytes, or a value of more than 64 bits.
-    #[error("an integer in the field that begins {at} bytes into its message is too long")]
+    #[error("an integer of the field at byte {at} of its message is too long")]
     Varint {
         /// Offset of the field in its message.
         at: usize,
     },
     /// A field number of zero or above 2^29, or a wire type that does not exist.
-    #[error("what stands {at} bytes into its message is no field")]
+    #[error("byte {at} of its message does not begin a field")]
     Tag {
         /// Offset of the field in its message.
         at: usize,

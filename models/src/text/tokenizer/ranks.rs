@@ -24,7 +24,7 @@ const PATTERN: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p
 #[non_exhaustive]
 pub enum RankError {
     /// A line is not a token and its rank with one blank between them.
-    #[error("line {line} is not a base64 token, a blank and a rank")]
+    #[error("line {line} is not a base64 token, a space and a rank")]
     Line {
         /// Line, from 1.
         line: usize,
@@ -36,7 +36,9 @@ pub enum RankError {
         line: usize,
     },
     /// A token without bytes, or with more than a token may have.
-    #[error("the token of line {line} has {bytes} bytes, between 1 and {MAX_TOKEN_BYTES} are read")]
+    #[error(
+        "the token of line {line} has {bytes} bytes, between 1 and {MAX_TOKEN_BYTES} are supported"
+    )]
     Length {
         /// Line, from 1.
         line: usize,
@@ -53,7 +55,7 @@ pub enum RankError {
         line: usize,
     },
     /// The ranks of n tokens are not 0 to n - 1, each once.
-    #[error("rank {expected} is missing, {found} stands in its place")]
+    #[error("rank {expected} is missing, {found} is in its place")]
     Gap {
         /// The first rank that is missing.
         expected: usize,
@@ -61,7 +63,7 @@ pub enum RankError {
         found: usize,
     },
     /// A single byte is no token, so some texts could not be encoded.
-    #[error("the byte {byte:#04x} is no token")]
+    #[error("the byte {byte:#04x} has no token")]
     MissingByte {
         /// The byte.
         byte: u8,

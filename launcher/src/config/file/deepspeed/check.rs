@@ -100,7 +100,7 @@ fn known(
             refuse(reason.to_owned(), Some(next))
         }
         Fate::Off(reason) => match is_on(value) {
-            true => refuse(reason.to_owned(), Some("leave the section out")),
+            true => refuse(reason.to_owned(), Some("remove the section")),
             false => Outcome::Here("it is off"),
         },
         Fate::Old(new)
@@ -108,8 +108,8 @@ fn known(
                 .iter()
                 .any(|other| new.split('.').next() == Some(&other.key)) =>
         {
-            let why = format!("it is an old name of {new}, which is given too");
-            refuse(why, Some("leave the old name out"))
+            let why = format!("it is an old name of {new}, and the file has both");
+            refuse(why, Some("remove the old name"))
         }
         Fate::Old(new) => {
             report.warnings.push(Problem {
@@ -144,7 +144,7 @@ fn unknown(section: &Section, entry: &Entry, report: &mut Report) -> Outcome {
             let silently = if section.strict {
                 ""
             } else {
-                ", and DeepSpeed says nothing"
+                ", and DeepSpeed does not report it"
             };
             Problem {
                 line: entry.line,
@@ -158,7 +158,7 @@ fn unknown(section: &Section, entry: &Entry, report: &mut Report) -> Outcome {
         }
         meant => Problem {
             line: entry.line,
-            what: format!("\"{name}\" is no key {at}"),
+            what: format!("\"{name}\" is not a key {at}"),
             why: "DeepSpeed does not know it".to_owned(),
             next: match meant {
                 Meant::Name(meant) => Some(format!("did you mean {meant}?")),

@@ -6,29 +6,29 @@ use super::schema::{Fate, Key, Kind, Section};
 
 const UNITS: &str =
     "each unit of the model is gathered and reduced as a whole; results do not depend on sizes";
-const LAYOUT: &str = "where and how gradients lie is fixed; results do not depend on it";
-const OVERLAP: &str = "gathers and reductions always run beside the computation";
-const BUFFERS: &str = "host buffers are chosen by the program";
+const LAYOUT: &str = "the layout of gradients is fixed; results do not depend on it";
+const OVERLAP: &str = "gathers and reductions always overlap with the computation";
+const BUFFERS: &str = "the program chooses its host buffers";
 const DISK: &str =
-    "sizes and depth of the traffic with the disk are fixed; `launcher bench nvme` measures it";
+    "request size and queue depth of disk I/O are fixed; `launcher bench nvme` measures it";
 const MEASURED: &str = "times, bytes and traffic are always measured; report.html shows them";
 const WHOLE_WEIGHTS: &str =
-    "checkpoints always hold the weights whole and under their published names";
+    "checkpoints always contain complete weights under their published names";
 const STATES: &str =
-    "checkpoints always hold master weights and moments and load at any number of ranks";
+    "checkpoints always contain master weights and moments, and load at any number of ranks";
 const SUM: &str = "gradients are always summed between ranks in f32, rank by rank";
 const ANY_OPTIMIZER: &str = "the optimizer works in every stage and tier";
 const RECOMPUTED: &str =
-    "it sets up DeepSpeed's own function; --checkpoint-activations says what is computed again";
-const LOG: &str = "--logging-steps says how often a row is printed";
-const LOGGED: &str = "trainer_log.jsonl always holds the metrics";
-const NOTHING_SENT: &str = "nothing is sent anywhere; metrics lie in the run's folder";
-const NO_TORCH: &str = "there is no torch here";
+    "it configures a function of DeepSpeed; --checkpoint-activations selects what is recomputed";
+const LOG: &str = "--logging-steps sets how often a row is printed";
+const LOGGED: &str = "trainer_log.jsonl always contains the metrics";
+const NOTHING_SENT: &str = "nothing is sent anywhere; metrics are in the run's directory";
+const NO_TORCH: &str = "this program does not use PyTorch";
 const NO_SECOND_WEIGHTS: &str =
-    "weights are not kept a second time; --shard-group shards all states within groups";
-const NO_QUANTISED: &str = "quantised weights and gradients are not available: they change results";
+    "weights have no second copy; --shard-group shards all states within groups";
+const NO_QUANTISED: &str = "quantized weights and gradients are not available: they change results";
 const NO_PARALLEL: &str =
-    "one model per rank, sharded by ZeRO: other ways to divide it are not available";
+    "the model is sharded by ZeRO only; other kinds of parallelism are not available";
 const NOT_AVAILABLE: &str = "it would change the training and is not available";
 const ONLY_ADAMW: &str = "the optimizer is AdamW";
 
@@ -74,7 +74,7 @@ pub(super) const SECTIONS: &[Section] = &[
             key("steps_per_print", Whole, "", Unused(LOG)),
             key("wall_clock_breakdown", Bool, "false", Unused(MEASURED)),
             key("memory_breakdown", Bool, "false", Unused(MEASURED)),
-            key("dump_state", Bool, "false", Unused("config.resolved.json holds the configuration")),
+            key("dump_state", Bool, "false", Unused("config.resolved.json contains the configuration")),
             key("flops_profiler", Map, "", Unused(MEASURED)),
             section("comms_logger"),
             section("csv_monitor"),
@@ -83,25 +83,25 @@ pub(super) const SECTIONS: &[Section] = &[
             key("log_level", Any, "", Unused("RUST_LOG chooses what is logged")),
             key("zero_allow_untested_optimizer", Bool, "false", Unused(ANY_OPTIMIZER)),
             key("zero_force_ds_cpu_optimizer", Bool, "true", Unused(ANY_OPTIMIZER)),
-            key("managed_gradient_accumulation", Bool, "true", Only(ON, "updates follow from the batch sizes", "leave it out")),
+            key("managed_gradient_accumulation", Bool, "true", Only(ON, "the batch sizes determine the updates", "remove it")),
             key("communication_data_type", Words(&["fp32", "fp16", "bf16", "bfp16"]), "", Unused(SUM)),
             key("seq_parallel_communication_data_type", Text, "fp32", Unused(SUM)),
-            key("gradient_allreduce_op", Words(&["mean", "sum"]), "mean", Only(&["mean"], "gradients are divided by the supervised tokens of the whole batch", "leave it out, and scale the learning rate")),
+            key("gradient_allreduce_op", Words(&["mean", "sum"]), "mean", Only(&["mean"], "gradients are divided by the supervised tokens of the whole batch", "remove it, and scale the learning rate")),
             key("prescale_gradients", Bool, "false", Unused(SUM)),
             key("gradient_predivide_factor", Number, "1.0", Unused(SUM)),
-            key("sparse_gradients", Bool, "false", Only(OFF, "gradients are dense", "leave it out")),
+            key("sparse_gradients", Bool, "false", Only(OFF, "gradients are dense", "remove it")),
             key("disable_allgather", Bool, "false", Unused(UNITS)),
-            key("dataloader_drop_last", Bool, "false", Only(OFF, "no sample is dropped", "leave it out")),
+            key("dataloader_drop_last", Bool, "false", Only(OFF, "no sample is dropped", "remove it")),
             key("graph_harvesting", Bool, "false", Unused(NO_TORCH)),
             key("compile", Any, "", Unused(NO_TORCH)),
-            key("torch_autocast", Map, "", Off("the number format is that of bf16 or fp16")),
-            key("amp", Map, "", Off("the number format is that of bf16 or fp16")),
-            key("vocabulary_size", Whole, "", Unused("the model folder says it")),
+            key("torch_autocast", Map, "", Off("the sections bf16 and fp16 set the number format")),
+            key("amp", Map, "", Off("the sections bf16 and fp16 set the number format")),
+            key("vocabulary_size", Whole, "", Unused("the model directory states it")),
             key("checkpoint", Map, "", Unused(STATES)),
-            key("nebula", Map, "", Off("DeepSpeed has it no more")),
+            key("nebula", Map, "", Off("DeepSpeed no longer has it")),
             key("datastates_ckpt", Map, "", Unused(STATES)),
-            key("elasticity", Map, "", Off("the number of ranks changes between runs only: a checkpoint loads at any number")),
-            key("sequence_parallel_size", Whole, "1", Only(ONE, NO_PARALLEL, "leave it out")),
+            key("elasticity", Map, "", Off("the number of ranks changes only between runs; a checkpoint loads at any number")),
+            key("sequence_parallel_size", Whole, "1", Only(ONE, NO_PARALLEL, "remove it")),
             key("pipeline", Map, "", Off(NO_PARALLEL)),
             key("expert_parallel", Map, "", Off(NO_PARALLEL)),
             key("autotuning", Map, "", Off("`launcher plan` and --find-batch choose sizes before the run")),
@@ -150,19 +150,19 @@ pub(super) const SECTIONS: &[Section] = &[
             key("leaf_module", Any, "", Unused(UNITS)),
             key("memory_efficient_linear", Bool, "true", Unused(NO_TORCH)),
             key("override_module_apply", Bool, "true", Unused(NO_TORCH)),
-            key("ignore_unused_parameters", Bool, "true", Unused("a unit that a batch does not use has gradients of zero")),
+            key("ignore_unused_parameters", Bool, "true", Unused("a unit that a batch does not use has zero gradients")),
             key("legacy_stage1", Bool, "false", Unused(UNITS)),
             key("log_trace_cache_warnings", Bool, "false", Unused("the order of gathers comes from the plan")),
             key("enable_sanity_checks", Bool, "false", Unused("the order of collectives is always checked between ranks")),
             key("zero_hpz_partition_size", Whole, "1", Unused(NO_SECOND_WEIGHTS)),
-            key("zero_quantized_weights", Bool, "false", Only(OFF, NO_QUANTISED, "leave it out")),
-            key("zero_quantized_nontrainable_weights", Bool, "false", Only(OFF, NO_QUANTISED, "leave it out; --offload param=cpu saves device memory")),
-            key("zero_quantized_gradients", Bool, "false", Only(OFF, NO_QUANTISED, "leave it out")),
-            key("zeropp_loco_param", Any, "", Only(&["null"], NO_QUANTISED, "leave it out")),
-            key("zenflow", Any, "", Only(&["null"], "it updates weights from late gradients, which changes results", "leave it out")),
+            key("zero_quantized_weights", Bool, "false", Only(OFF, NO_QUANTISED, "remove it")),
+            key("zero_quantized_nontrainable_weights", Bool, "false", Only(OFF, NO_QUANTISED, "remove it; --offload param=cpu saves device memory")),
+            key("zero_quantized_gradients", Bool, "false", Only(OFF, NO_QUANTISED, "remove it")),
+            key("zeropp_loco_param", Any, "", Only(&["null"], NO_QUANTISED, "remove it")),
+            key("zenflow", Any, "", Only(&["null"], "it updates weights from late gradients, which changes results", "remove it")),
             key("mics_shard_size", Any, "-1", Flag("shard-group")),
-            key("mics_hierarchical_params_gather", Bool, "false", Unused("a gather stays within its group")),
-            key("save_muon_momentum_buffer_in_memory", Bool, "false", Only(OFF, ONLY_ADAMW, "leave it out")),
+            key("mics_hierarchical_params_gather", Bool, "false", Unused("a gather stays within its shard group")),
+            key("save_muon_momentum_buffer_in_memory", Bool, "false", Only(OFF, ONLY_ADAMW, "remove it")),
         ],
     },
     Section {
@@ -176,8 +176,8 @@ pub(super) const SECTIONS: &[Section] = &[
             key("pipeline_read", Bool, "false", Unused(DISK)),
             key("pipeline_write", Bool, "false", Unused(DISK)),
             key("fast_init", Bool, "false", Unused(BUFFERS)),
-            key("ratio", Number, "1.0", Unused("all of the optimizer's state goes to its tier")),
-            key("super_offload", Bool, "false", Unused("updates on the host begin when the norm is known")),
+            key("ratio", Number, "1.0", Unused("the whole optimizer state is in one tier")),
+            key("super_offload", Bool, "false", Unused("updates on the host begin when the gradient norm is known")),
             key("cpuadam_cores_perc", Number, "0.8", Unused("ranks share the cores evenly")),
         ],
     },
@@ -203,9 +203,9 @@ pub(super) const SECTIONS: &[Section] = &[
             key("loss_scale_window", Whole, "1000", Flag("loss-scale-window")),
             key("hysteresis", Whole, "2", Flag("hysteresis")),
             key("min_loss_scale", Number, "1", Flag("min-loss-scale")),
-            key("consecutive_hysteresis", Bool, "false", Only(OFF, "the patience is refilled when the scale grows", "leave it out")),
+            key("consecutive_hysteresis", Bool, "false", Only(OFF, "the hysteresis is reset when the scale grows", "remove it")),
             key("auto_cast", Bool, "false", Unused(NO_TORCH)),
-            key("fp16_master_weights_and_grads", Bool, "false", Only(OFF, "master weights of fp16 are f32", "--precision pure-bf16 has none")),
+            key("fp16_master_weights_and_grads", Bool, "false", Only(OFF, "fp16 has f32 master weights", "--precision pure-bf16 has no master weights")),
         ],
     },
     Section {
@@ -216,7 +216,7 @@ pub(super) const SECTIONS: &[Section] = &[
             key("bf16_master_weights_and_grads", Bool, "false", Flag("precision")),
             key("bf16_optimizer_states", Bool, "false", Flag("pure-bf16-moments")),
             key("immediate_grad_update", Bool, "false", Unused(LAYOUT)),
-            key("check_grad_overflow", Bool, "true", Only(ON, "an update that is not finite is skipped in every stage", "leave it out")),
+            key("check_grad_overflow", Bool, "true", Only(ON, "non-finite updates are skipped in every stage", "remove it")),
         ],
     },
     Section {
@@ -236,11 +236,11 @@ pub(super) const SECTIONS: &[Section] = &[
             key("betas", Pair, "[0.9, 0.999]", Flag("adam-beta1")),
             key("eps", Number, "1e-8", Flag("adam-epsilon")),
             key("weight_decay", Number, "0", Flag("weight-decay")),
-            key("bias_correction", Bool, "true", Only(ON, "moments are corrected for their start", "leave it out")),
-            key("adam_w_mode", Bool, "true", Only(ON, "weight decay is decoupled", "leave it out")),
-            key("amsgrad", Bool, "false", Only(OFF, ONLY_ADAMW, "leave it out")),
+            key("bias_correction", Bool, "true", Only(ON, "the bias correction of AdamW is always on", "remove it")),
+            key("adam_w_mode", Bool, "true", Only(ON, "weight decay is always decoupled", "remove it")),
+            key("amsgrad", Bool, "false", Only(OFF, ONLY_ADAMW, "remove it")),
             key("torch_adam", Bool, "false", Unused(NO_TORCH)),
-            key("fp32_optimizer_states", Bool, "true", Only(ON, "moments beside f32 master weights are f32", "--precision pure-bf16")),
+            key("fp32_optimizer_states", Bool, "true", Only(ON, "f32 master weights have f32 moments", "--precision pure-bf16")),
         ],
     },
     Section {
@@ -282,8 +282,8 @@ pub(super) const SECTIONS: &[Section] = &[
         strict: false,
         keys: &[
             key("grad_accum_dtype", Words(&["fp32", "bf16"]), "", Flag("grad-dtype")),
-            key("param_dtype", Any, "", Unused("the number format is that of bf16 or fp16")),
-            key("buffer_dtype", Any, "", Unused("the number format is that of bf16 or fp16")),
+            key("param_dtype", Any, "", Unused("the sections bf16 and fp16 set the number format")),
+            key("buffer_dtype", Any, "", Unused("the sections bf16 and fp16 set the number format")),
         ],
     },
     Section {
@@ -291,8 +291,8 @@ pub(super) const SECTIONS: &[Section] = &[
         strict: true,
         keys: &[
             key("enabled", Bool, "false", Flag("report-to")),
-            key("output_path", Text, "", Unused("everything of a run lies in --output")),
-            key("job_name", Text, "", Unused("everything of a run lies in --output")),
+            key("output_path", Text, "", Unused("all files of a run are in --output")),
+            key("job_name", Text, "", Unused("all files of a run are in --output")),
         ],
     },
     Section {
@@ -344,7 +344,7 @@ pub(super) const SECTIONS: &[Section] = &[
         path: "tensor_parallel",
         strict: true,
         keys: &[
-            key("autotp_size", Whole, "0", Only(ONE, NO_PARALLEL, "--zero 3 divides the weights between ranks")),
+            key("autotp_size", Whole, "0", Only(ONE, NO_PARALLEL, "--zero 3 shards the weights over the ranks")),
             key("preset_model", Any, "", Unused(NO_PARALLEL)),
             key("tp_overlap_comm", Bool, "false", Unused(NO_PARALLEL)),
             key("partition_config", Any, "", Unused(NO_PARALLEL)),

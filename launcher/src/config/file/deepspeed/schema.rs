@@ -150,7 +150,7 @@ impl Kind {
             Self::Bool => "it must be true or false".to_owned(),
             Self::Whole => "it must be a whole number of at least 0".to_owned(),
             Self::Number => "it must be a number".to_owned(),
-            Self::Text => "it must be words in quotes".to_owned(),
+            Self::Text => "it must be a text in quotes".to_owned(),
             Self::Words(words) => format!("it must be one of {}", words.join(", ")),
             Self::Pair => "it must be two numbers in brackets".to_owned(),
             Self::Any | Self::Map => "it must be a section in braces".to_owned(),

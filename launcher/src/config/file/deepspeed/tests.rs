@@ -123,7 +123,7 @@ fn the_three_batch_sizes_in_all_patterns() {
         assert_eq!(words(&text, ""), format!("--zero=2{expected}"), "{sizes}");
     }
     let alone = format!("{{{Z}, \"gradient_accumulation_steps\": 4}}");
-    assert!(refused(&alone, "").contains("alone does not tell the batch"));
+    assert!(refused(&alone, "").contains("alone does not determine the batch"));
     assert!(words(&alone, "--per-device-train-batch-size=2").contains("accumulation-steps=4"));
 }
 
@@ -226,7 +226,7 @@ fn tiers_are_those_that_deepspeed_reads_in_the_stage() {
     assert!(
         both.expect_err("both")
             .to_string()
-            .contains("which is given too")
+            .contains("and the file has both")
     );
     let nowhere = of(3, "\"offload_param\": {\"device\": \"nvme\"}");
     assert!(
@@ -302,17 +302,17 @@ fn mistakes_in_strict_sections_are_errors_and_elsewhere_warnings() {
         ),
         (
             format!("{{{Z}, \"amp\": {{\"enabled\": true}}}}"),
-            "leave the section out",
+            "remove the section",
         ),
         (
             format!("{{{Z}, \"sequence_parallel_size\": 2}}"),
-            "one model per rank",
+            "sharded by ZeRO only",
         ),
         (
             inside(
                 "\"stage3_gather_fp16_weights_on_model_save\": true, \"stage3_gather_16bit_weights_on_model_save\": true",
             ),
-            "which is given too",
+            "and the file has both",
         ),
         (
             inside("\"reduce_scatter\": true},\n\"fp16\": {\"enabled\": true, \"hysteresis\": 0"),
@@ -322,7 +322,10 @@ fn mistakes_in_strict_sections_are_errors_and_elsewhere_warnings() {
             format!("{{{Z}, \"comms_logger\": {{\"prof_al\": true}}}}"),
             "did you mean prof_all?",
         ),
-        ("{\"learning_rate\": 1}".to_owned(), "no file of DeepSpeed"),
+        (
+            "{\"learning_rate\": 1}".to_owned(),
+            "not a DeepSpeed configuration",
+        ),
     ] {
         let failure = refused(&text, "");
         assert!(failure.contains(part), "{text}\n{failure}");
@@ -335,7 +338,7 @@ fn mistakes_in_strict_sections_are_errors_and_elsewhere_warnings() {
     assert!(
         loaded.warnings[0].ends_with(
             "line 2: \"offload_optimizer\" has no effect at the top level: it belongs in \"zero_optimization\", and \
-             DeepSpeed says nothing; move it, or use --offload optimizer=cpu"
+             DeepSpeed does not report it; move it, or use --offload optimizer=cpu"
         ),
         "{:?}",
         loaded.warnings
@@ -383,9 +386,9 @@ fn files_of_flags_name_what_they_do_not_know() {
         ("learning_rat: 1e-5", "did you mean learning_rate?"),
         ("zero: 7", "zero 7"),
         ("stage: dpo", "supervised"),
-        ("quantization_bit: 4", "quantised"),
+        ("quantization_bit: 4", "quantized"),
         ("optim: sgd", "AdamW"),
-        ("config: other.yaml", "does not name another"),
+        ("config: other.yaml", "cannot include another"),
         ("seed: {a: 1}", "not a section"),
         ("lora_rank: 4\nlora_r: 8", "lora_rank says 4"),
         ("peft_config:\n  rank: 8", "not known"),

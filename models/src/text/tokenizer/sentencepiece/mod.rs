@@ -31,7 +31,7 @@ pub enum SentencePieceError {
     #[error(transparent)]
     Wire(#[from] WireError),
     /// A field holds another kind of value than sentencepiece gives it.
-    #[error("field {number} of the {message} is not of its type")]
+    #[error("field {number} of the {message} has another type")]
     Field {
         /// The message.
         message: &'static str,
@@ -39,10 +39,10 @@ pub enum SentencePieceError {
         number: u32,
     },
     /// The model has no piece.
-    #[error("there are no pieces")]
+    #[error("the model has no pieces")]
     Empty,
     /// More pieces than are read.
-    #[error("there are more than {MAX_TOKENS} pieces")]
+    #[error("the model has more than {MAX_TOKENS} pieces")]
     Count,
     /// A text of the model is not UTF-8.
     #[error("field {number} of the {message} is not UTF-8")]
@@ -53,7 +53,7 @@ pub enum SentencePieceError {
         number: u32,
     },
     /// A piece without text, or with more than a token may have.
-    #[error("piece {id} has {bytes} bytes, between 1 and {MAX_TOKEN_BYTES} are read")]
+    #[error("piece {id} has {bytes} bytes, between 1 and {MAX_TOKEN_BYTES} are supported")]
     Length {
         /// Its id.
         id: u32,
@@ -87,7 +87,7 @@ pub enum SentencePieceError {
         second: String,
     },
     /// A piece is joined from a character that is no piece.
-    #[error("piece {piece:?} is made of {character:?}, which is no piece")]
+    #[error("piece {piece:?} contains {character:?}, which is not a piece")]
     MissingCharacter {
         /// The piece.
         piece: String,
@@ -96,7 +96,7 @@ pub enum SentencePieceError {
     },
     /// Bytes stand for unknown characters, but not every byte has its piece; or bytes have pieces that
     /// nothing uses.
-    #[error("{found} bytes have a piece, {expected} must")]
+    #[error("{found} bytes have a piece, expected {expected}")]
     Bytes {
         /// Bytes with a piece.
         found: usize,
@@ -104,7 +104,7 @@ pub enum SentencePieceError {
         expected: usize,
     },
     /// There is no piece for unknown characters, or there are several.
-    #[error("{found} pieces stand for unknown characters, one must")]
+    #[error("{found} pieces represent unknown characters, expected one")]
     Unknown {
         /// How many there are.
         found: usize,

@@ -244,7 +244,7 @@ impl<'a> Mapper<'a> {
                     self.error(
                         part.device,
                         what,
-                        "it names the folder of the spill files",
+                        "it is the directory of the spill files",
                         "",
                     );
                     return None;
@@ -278,7 +278,7 @@ impl<'a> Mapper<'a> {
             self.set(key, Outcome::Flag("offload".to_owned()));
             return Some((tier, key));
         }
-        let why = format!("DeepSpeed reads it from stage {} on", part.from_stage);
+        let why = format!("DeepSpeed reads it only from stage {} on", part.from_stage);
         let next = format!("--offload {}={tier} works in every stage", part.kind);
         self.warn(key, &why, &next);
         None
@@ -295,11 +295,11 @@ impl<'a> Mapper<'a> {
         let micro_given = given("per-device-train-batch-size");
         let absent = |path: &str| self.raw(path).is_none();
         if steps && absent(TRAIN) && absent(MICRO) && !micro_given && !given("global-batch-size") {
-            let what = format!("{STEPS} alone does not tell the batch");
+            let what = format!("{STEPS} alone does not determine the batch");
             self.error(
                 STEPS,
                 what,
-                "two of the three sizes give the third",
+                "two of the three sizes determine the third",
                 &format!("add \"{MICRO}\""),
             );
         } else if train && !micro && absent(MICRO) && absent(STEPS) && !micro_given {
@@ -317,14 +317,19 @@ impl<'a> Mapper<'a> {
         match self.value(group) {
             None => {}
             Some(value) if value.to_string() == "-1" => {
-                self.set(group, Outcome::Here("all ranks form one group"));
+                self.set(group, Outcome::Here("all ranks form one shard group"));
             }
             Some(value) if value.as_u64().is_some() => {
                 self.take(group, "shard-group");
             }
             Some(value) => {
                 let what = format!("{group} cannot be {value}");
-                self.error(group, what, "it is a number of ranks, or -1 for all", "");
+                self.error(
+                    group,
+                    what,
+                    "it must be a number of ranks, or -1 for all",
+                    "",
+                );
             }
         }
         let board = "tensorboard.enabled";
@@ -338,7 +343,7 @@ impl<'a> Mapper<'a> {
             "zero_optimization.stage3_gather_fp16_weights_on_model_save",
         ] {
             if self.value(old).is_some() {
-                self.set(old, Outcome::Unused("its new name has none either"));
+                self.set(old, Outcome::Unused("its new name has no effect either"));
             }
         }
     }

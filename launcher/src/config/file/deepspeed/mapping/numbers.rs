@@ -95,7 +95,7 @@ impl Mapper<'_> {
                 self.error(
                     STATES,
                     what,
-                    "moments of bf16 stand beside weights of bf16 only",
+                    "bf16 moments need bf16 weights without f32 master weights",
                     "",
                 );
                 Precision::Bf16

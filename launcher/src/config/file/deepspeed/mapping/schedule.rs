@@ -90,8 +90,8 @@ impl Mapper<'_> {
             self.report.warnings.push(Problem {
                 line,
                 what: format!("{typed} has no effect"),
-                why: format!("{}'s scheduler {name} decides", self.name),
-                next: Some("leave the section \"scheduler\" out to use the flag".to_owned()),
+                why: format!("the scheduler {name} of {} sets it", self.name),
+                next: Some("remove the section \"scheduler\" to use the flag".to_owned()),
             });
         }
         if arguments.contains(&MAX_LR) {
@@ -133,8 +133,8 @@ impl Mapper<'_> {
                 self.error(
                     path,
                     what,
-                    "each schedule takes arguments of its own",
-                    "leave it out",
+                    "each schedule has its own arguments",
+                    "remove it",
                 );
             }
         }
@@ -158,7 +158,7 @@ impl Mapper<'_> {
             self.set(
                 LR,
                 match own == Some(peak) {
-                    true => Outcome::Here("the scheduler's warmup_max_lr says the same"),
+                    true => Outcome::Here("the scheduler's warmup_max_lr has the same value"),
                     false => Outcome::Unused("the scheduler's warmup_max_lr is the peak"),
                 },
             );
@@ -200,8 +200,8 @@ impl Mapper<'_> {
             self.error(
                 TYPE,
                 what,
-                "it falls towards its end",
-                "\"total_num_steps\": \"auto\" is the run's length",
+                "the schedule decays until that step",
+                "\"total_num_steps\": \"auto\" takes the length of the run",
             );
             return;
         }
