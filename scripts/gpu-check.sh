@@ -129,7 +129,7 @@ RUNS
 traced() {
   local run="$out/train-traced-$device"
   rm -rf "$run"
-  "$bin/launcher" --device "$device" --nproc 1 --zero 3 --precision bf16 --offload cpu --upload-ahead on --max-steps 6 \
+  "$bin/launcher" --device "$device" --nproc 1 --zero 3 --precision bf16 --offload cpu --prefetch-weights on --max-steps 6 \
     --logging-steps 1 --trace-steps 5..7 --eval-strategy no --save-strategy no --output "$run" >"$run.txt" 2>&1 ||
     { tail -20 "$run.txt"; return 1; }
 }
@@ -166,18 +166,18 @@ timing() {
 graphs off --offload cpu --cuda-graph off
 graphs on --offload cpu --cuda-graph on
 graphs auto --offload cpu --cuda-graph auto
-ahead off --offload cpu --upload-ahead off
-ahead on --offload cpu --upload-ahead on
-late off --offload cpu --early-step off --late-step off
-late on --offload cpu --early-step off --late-step on
-clipped late --offload cpu --early-step off --max-grad-norm 0.05
-clipped early --offload cpu --early-step all --max-grad-norm 0.05
-clipped some --offload cpu --early-step 1MiB --max-grad-norm 0.05
-clipped beside --offload cpu --early-step off --late-step on --max-grad-norm 0.05
-unclipped late --offload cpu --early-step off --max-grad-norm 0
-unclipped early --offload cpu --early-step all --max-grad-norm 0
-weights late --early-step off --offload optimizer=cpu
-weights early --early-step all --offload optimizer=cpu
+ahead off --offload cpu --prefetch-weights off
+ahead on --offload cpu --prefetch-weights on
+late off --offload cpu --optimizer-in-backward off --optimizer-in-forward off
+late on --offload cpu --optimizer-in-backward off --optimizer-in-forward on
+clipped late --offload cpu --optimizer-in-backward off --max-grad-norm 0.05
+clipped early --offload cpu --optimizer-in-backward all --max-grad-norm 0.05
+clipped some --offload cpu --optimizer-in-backward 1MiB --max-grad-norm 0.05
+clipped beside --offload cpu --optimizer-in-backward off --optimizer-in-forward on --max-grad-norm 0.05
+unclipped late --offload cpu --optimizer-in-backward off --max-grad-norm 0
+unclipped early --offload cpu --optimizer-in-backward all --max-grad-norm 0
+weights late --optimizer-in-backward off --offload optimizer=cpu
+weights early --optimizer-in-backward all --offload optimizer=cpu
 RUNS
 }
 
@@ -269,7 +269,7 @@ offload() {
   for clip in 0 0.5; do
     for early in off all; do
       run="$out/run-early-$clip-$early"
-      "$bin/launcher" --zero 3 --offload "nvme:$spill" --precision bf16 --max-grad-norm "$clip" --early-step "$early" \
+      "$bin/launcher" --zero 3 --offload "nvme:$spill" --precision bf16 --max-grad-norm "$clip" --optimizer-in-backward "$early" \
         --max-steps 10 --eval-strategy no --output "$run" >"$run.txt" 2>&1 || { tail -20 "$run.txt"; return 1; }
       grep -o '"loss":[^,]*' "$run/trainer_log.jsonl" >"$out/losses-early-$clip-$early"
       rm -rf "$run"

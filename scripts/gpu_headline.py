@@ -220,7 +220,7 @@ def commands(case, binary, work, device, published):
         "--samples", max(8, case["ranks"] * steps * 4), "--sample-tokens", 300 if tiny else case["tokens"],
     ]
     if not tiny and "picture_side" in case:
-        synth += ["--picture-side", case["picture_side"]]
+        synth += ["--image-size", case["picture_side"]]
     host_cap = case.get("host_cap")
     # Without a GPU, no rank reads another GPU's memory.
     flags = ["shm" if tiny and word == "ipc" else word for word in case["flags"]]

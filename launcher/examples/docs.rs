@@ -5,9 +5,10 @@ use std::io::Write;
 use std::path::Path;
 
 use launcher::args::flag_table;
+use launcher::explain::errors_page;
 
 fn main() -> Result<(), Box<dyn Error>> {
-    let pages = [("flags.md", flag_table()?)];
+    let pages = [("flags.md", flag_table()?), ("errors.md", errors_page())];
     let write = std::env::args().nth(1).as_deref() == Some("write");
     let docs = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs");
     for (name, text) in pages {

@@ -1,19 +1,19 @@
 //! Flags of the Hugging Face trainers that have no counterpart here.
 
-const COLUMNS: &str = "samples are read by --data-format; there are no columns";
+const COLUMNS: &str = "samples are read by --data-format, not by columns";
 const FAMILY: &str = "the family is read from config.json";
 const ALWAYS_TRAIN: &str = "a run trains, and evaluates where --eval-data is given";
 const RECOMPUTE: &str =
     "activations are recomputed block by block; --checkpoint-activations says where";
 const EVAL_PRECISION: &str = "evaluation uses the precision of the run";
 const GENERATED: &str = "evaluation generates answers, at every stage";
-const RUN_FOLDER: &str = "everything of a run lies in --output";
-const NEVER_OVERWRITTEN: &str = "a folder that holds another run is never overwritten";
-const LOADER: &str = "loader threads and look-ahead are chosen by the program";
-const RANKS: &str = "ranks are started and connected by the program";
+const RUN_FOLDER: &str = "all files of a run are in --output";
+const NEVER_OVERWRITTEN: &str = "a directory that holds another run is never overwritten";
+const LOADER: &str = "the program chooses loader threads and prefetch";
+const RANKS: &str = "the program starts and connects ranks";
 const LOCAL_RANK: &str =
     "the rank is read from the environment, where the launcher that sets this flag put it too";
-const NO_PYTHON: &str = "there is no Python or torch here";
+const NO_PYTHON: &str = "this program has no Python and no torch";
 const HUB: &str = "nothing is sent anywhere";
 const SCREEN: &str = "the screen adapts to the terminal";
 const SAVED: &str = "checkpoints are safetensors with sharded state";
@@ -93,7 +93,7 @@ pub const RESTRICTED: &[Restricted] = &[
     Restricted {
         name: "q_lora",
         neutral: &["false"],
-        reason: "quantised base weights are not available",
+        reason: "quantized base weights are not available",
         next: "--use-lora with --zero 3 --offload cpu",
     },
     Restricted {
@@ -117,7 +117,7 @@ pub const RESTRICTED: &[Restricted] = &[
     Restricted {
         name: "load_best_model_at_end",
         neutral: &["false"],
-        reason: "every checkpoint is kept until --save-total-limit; none is loaded back",
+        reason: "checkpoints are kept up to --save-total-limit; none is loaded back",
         next: "choose a checkpoint by eval_results.json",
     },
     Restricted {

@@ -785,6 +785,20 @@ mod tests {
     }
 
     #[test]
+    fn spellings_of_earlier_versions_still_work() {
+        for (old, new) in [
+            ("--early-step all", "--optimizer-in-backward all"),
+            ("--late_step off", "--optimizer-in-forward off"),
+            ("--upload-ahead=on", "--prefetch-weights on"),
+            ("--worst-first false", "--longest-first false"),
+            ("--global-batch 8", "--global-batch-size 8"),
+        ] {
+            assert_eq!(args(old), args(new), "{old}");
+            assert_ne!(args(old), Args::default(), "{old}");
+        }
+    }
+
+    #[test]
     fn booleans_take_an_optional_literal() {
         assert_eq!(args("--use-lora").use_lora, Some(true));
         assert_eq!(args("--use_lora false --zero 2").use_lora, Some(false));

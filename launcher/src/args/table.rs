@@ -85,7 +85,7 @@ pub fn flag_table() -> Result<String, Failure> {
     push(
         &mut text,
         format_args!(
-            "\nRefused unless the value is how it is done here:\n\n| flag | accepted | reason |\n|---|---|---|\n"
+            "\nRefused unless the value is the only one implemented:\n\n| flag | accepted | reason |\n|---|---|---|\n"
         ),
     );
     for rule in RESTRICTED {

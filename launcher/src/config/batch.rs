@@ -21,7 +21,7 @@ pub(super) fn resolve(
             "--gradient-accumulation-steps",
             args.gradient_accumulation_steps,
         ),
-        ("--global-batch", args.global_batch),
+        ("--global-batch-size", args.global_batch),
         (
             "--per-device-eval-batch-size",
             args.per_device_eval_batch_size,

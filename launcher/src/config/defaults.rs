@@ -31,7 +31,7 @@ pub struct Defaults {
     pub logging_steps: u64,
     /// `--model-max-length`
     pub model_max_length: usize,
-    /// `--worst-first`
+    /// `--longest-first`
     pub worst_first: bool,
 }
 

@@ -1,4 +1,4 @@
-//! `--early-step`: updates that begin while backward runs.
+//! `--optimizer-in-backward`: updates that begin while backward runs.
 
 use std::fmt;
 use std::str::FromStr;

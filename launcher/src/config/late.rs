@@ -1,4 +1,4 @@
-//! `--late-step`: updates that go on beside the next pass.
+//! `--optimizer-in-forward`: updates that go on beside the next pass.
 
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};

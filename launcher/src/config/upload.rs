@@ -1,4 +1,4 @@
-//! `--upload-ahead`: weights that come to a GPU one unit before they are used.
+//! `--prefetch-weights`: weights that come to a GPU one unit before they are used.
 
 use clap::ValueEnum;
 use engine::Plan;

@@ -305,8 +305,8 @@ fn states_rest_on_gpus_where_they_are_updated() {
         assert_eq!(offload(line), tiers, "{line}");
     }
     for (line, early) in [
-        ("--early-step all", "off"),
-        ("--early-step all --offload cpu", "all"),
+        ("--optimizer-in-backward all", "off"),
+        ("--optimizer-in-backward all --offload cpu", "all"),
         ("", "auto"),
     ] {
         assert_eq!(config(line, &run).early_step.to_string(), early, "{line}");

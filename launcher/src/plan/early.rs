@@ -1,4 +1,4 @@
-//! `--early-step auto` of runs on GPUs: second states in host memory that the plan without them leaves.
+//! `--optimizer-in-backward auto` of runs on GPUs: second states in host memory that the plan without them leaves.
 
 use super::{Fit, RankMemory};
 use crate::config::{EarlyStep, RunConfig};

@@ -25,7 +25,7 @@ pub(super) struct Planned {
     pub(super) plan: Arc<Plan>,
     pub(super) memory: RankMemory,
     pub(super) fit: Fit,
-    /// What `--early-step auto` found in host memory, where that was asked for.
+    /// What `--optimizer-in-backward auto` found in host memory, where that was asked for.
     pub(super) spare: Option<Spare>,
 }
 

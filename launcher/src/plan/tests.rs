@@ -241,11 +241,11 @@ fn weights_come_ahead_where_the_plan_then_fits() {
             planned_on(
                 folder.path(),
                 device,
-                &format!("{flags} --upload-ahead {mode}"),
+                &format!("{flags} --prefetch-weights {mode}"),
             )
         };
-        let [on, off] =
-            ["on", "off"].map(|mode| needs(UNBOUNDED, &format!("{flags} --upload-ahead {mode}")));
+        let [on, off] = ["on", "off"]
+            .map(|mode| needs(UNBOUNDED, &format!("{flags} --prefetch-weights {mode}")));
         assert!(off < on, "{flags}: {off} {on}");
         for (device, want) in [
             (UNBOUNDED, UploadAhead::On),
@@ -272,10 +272,10 @@ fn weights_come_ahead_where_the_plan_then_fits() {
     let on = planned_on(
         folder.path(),
         UNBOUNDED,
-        &format!("{stays} --upload-ahead on"),
+        &format!("{stays} --prefetch-weights on"),
     );
     assert!(!on.plan.uploads_ahead());
-    let off = needs(UNBOUNDED, &format!("{stays} --upload-ahead off"));
+    let off = needs(UNBOUNDED, &format!("{stays} --prefetch-weights off"));
     assert_eq!(on.fit.need.device, off);
     let auto = planned_on(folder.path(), UNBOUNDED, stays);
     assert_eq!(auto.config.upload_ahead, UploadAhead::Off);
@@ -293,9 +293,9 @@ fn updates_begin_in_what_host_memory_is_to_spare() {
         let units = planned.plan.units().iter();
         units.filter(|u| planned.plan.steps_early(u.id)).count()
     };
-    for flags in ["", "--max-grad-norm 0", "--upload-ahead off"] {
-        let off = of(&format!("{flags} --early-step off"));
-        let all = of(&format!("{flags} --early-step all"));
+    for flags in ["", "--max-grad-norm 0", "--prefetch-weights off"] {
+        let off = of(&format!("{flags} --optimizer-in-backward off"));
+        let all = of(&format!("{flags} --optimizer-in-backward all"));
         let auto = of(flags);
         assert_eq!(auto.config.early_step, EarlyStep::All, "{flags}");
         assert_eq!(auto.fit.need, all.fit.need, "{flags}");
@@ -313,7 +313,7 @@ fn updates_begin_in_what_host_memory_is_to_spare() {
         assert_eq!(bound % (1 << 20), 0);
         assert_eq!(between.fit.host_overrun(), 0, "{flags}");
         // Given by hand, the bound that was found plans the same.
-        let by_hand = of(&format!("{flags} --early-step {bound}"));
+        let by_hand = of(&format!("{flags} --optimizer-in-backward {bound}"));
         assert_eq!(by_hand.memory, between.memory, "{flags}");
         for tight in [room(least), least] {
             let none = on(tight, flags);

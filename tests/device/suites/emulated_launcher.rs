@@ -712,7 +712,10 @@ fn weights_come_ahead_where_they_fit() {
         plan["plan"]["memory"]["peak"]["device"].as_u64().unwrap()
     };
     for (mode, comes) in [("off", false), ("on", true), ("auto", true)] {
-        let screen = site.train(2, &format!("{line} --upload-ahead {mode} --output {mode}"));
+        let screen = site.train(
+            2,
+            &format!("{line} --prefetch-weights {mode} --output {mode}"),
+        );
         assert_eq!(screen.contains(ahead), comes, "{screen}");
         takes_what_the_plan_says(&site, mode);
     }
@@ -730,7 +733,10 @@ fn weights_come_ahead_where_they_fit() {
         assert!(site.weights(run, 2) == site.weights("off", 2), "{run}");
     }
     let model = "--model model --data data.json --zero 3 --model-max-length 96 --max-slice-nums 1";
-    let (code, text) = site.run(2, &format!("{model} {line} --upload-ahead on --output out"));
+    let (code, text) = site.run(
+        2,
+        &format!("{model} {line} --prefetch-weights on --output out"),
+    );
     assert_eq!(code, Some(5), "{text}");
     let words = "of device memory, the limit is";
     assert!(text.contains(words), "{text}");
@@ -785,9 +791,13 @@ fn updates_begin_where_host_memory_is_to_spare() {
             takes_what_the_plan_says(&site, &run);
             takes_the_planned_host_memory(&site, &run);
         };
-        check("off", "--early-step off --late-step off", false);
+        check(
+            "off",
+            "--optimizer-in-backward off --optimizer-in-forward off",
+            false,
+        );
         check("auto", "", true);
-        check("bound", "--early-step 1GiB", true);
+        check("bound", "--optimizer-in-backward 1GiB", true);
         assert!(need(&run("off")) < need(&run("auto")), "{cell}");
         // A tenth is kept: here nothing else is left.
         let limit = need(&run("off")) / 9 * 10;
@@ -799,7 +809,10 @@ fn updates_begin_where_host_memory_is_to_spare() {
                 --precision bf16 --offload optimizer=cpu";
     for (mode, begins) in [("off", false), ("auto", false), ("1GiB", true)] {
         let run = format!("stay-{mode}");
-        site.train(2, &format!("{line} --early-step {mode} --output {run}"));
+        site.train(
+            2,
+            &format!("{line} --optimizer-in-backward {mode} --output {run}"),
+        );
         assert_eq!(spans(&site, &run, 0, "early update") > 0, begins, "{run}");
         assert_eq!(site.logged(&run, "loss"), site.logged("stay-off", "loss"));
         assert!(site.weights(&run, 3) == site.weights("stay-off", 3));

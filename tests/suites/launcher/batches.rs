@@ -112,10 +112,10 @@ fn the_longest_samples_come_first_unless_told_otherwise() {
     // The first three samples have pictures, the others are short texts.
     assert_eq!(first.len(), 2);
     assert!(first.iter().all(|i| *i < 3), "{first:?}");
-    site.train("--nproc 2 --max-steps 1 --output shuffled --worst-first false");
+    site.train("--nproc 2 --max-steps 1 --output shuffled --longest-first false");
     assert_ne!(losses(&site.path("first")), losses(&site.path("shuffled")));
     let screen = site.refuse(
-        "--nproc 2 --max-steps 2 --output first --resume auto --worst-first false",
+        "--nproc 2 --max-steps 2 --output first --resume auto --longest-first false",
         9,
         "E08",
     );
@@ -126,7 +126,7 @@ fn the_longest_samples_come_first_unless_told_otherwise() {
 fn two_batch_sizes_give_the_third() {
     let site = Site::new();
     let screen = site
-        .train("--nproc 2 --global-batch 4 --gradient-accumulation-steps 2 --max-steps 1")
+        .train("--nproc 2 --global-batch-size 4 --gradient-accumulation-steps 2 --max-steps 1")
         .screen;
     assert!(
         screen.contains(
@@ -134,7 +134,7 @@ fn two_batch_sizes_give_the_third() {
         ),
         "{screen}"
     );
-    let screen = site.refuse("--nproc 2 --global-batch 5 --output x", 2, "E09");
+    let screen = site.refuse("--nproc 2 --global-batch-size 5 --output x", 2, "E09");
     assert!(screen.contains("--global-batch-size 4 or 6"), "{screen}");
 }
 
@@ -149,7 +149,7 @@ fn the_largest_batch_is_found_and_used() {
     assert!(screen.contains("6 per rank"), "{screen}");
     let site = Site::new();
     let screen = site
-        .train("--find-batch --global-batch 4 --nproc 1 --max-steps 1")
+        .train("--find-batch --global-batch-size 4 --nproc 1 --max-steps 1")
         .screen;
     assert!(screen.contains("4 per rank × 1 accumulated"), "{screen}");
 }

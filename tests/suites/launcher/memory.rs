@@ -58,7 +58,7 @@ fn a_plan_is_true_of_the_kernels_figures() {
         "--zero 2 --nproc 2 --precision pure-bf16 --use-lora --checkpoint-activations none",
         "--zero 3 --nproc 2 --precision bf16 --offload nvme:SPILL",
         "--zero 3 --nproc 2 --precision bf16 --offload nvme:SPILL --max-grad-norm 0",
-        "--zero 2 --nproc 2 --precision bf16 --offload cpu --early-step 16MiB",
+        "--zero 2 --nproc 2 --precision bf16 --offload cpu --optimizer-in-backward 16MiB",
         "--zero 3 --nproc 4 --shard-group 2 --precision bf16",
     ] {
         let seen = measured(&site, flags);

@@ -101,12 +101,12 @@ fn updates_that_begin_while_backward_runs_have_the_same_bits() {
     for (line, early, says) in [
         (
             "--zero 3 --offload cpu --max-grad-norm 0.5",
-            "--early-step 512KiB",
+            "--optimizer-in-backward 512KiB",
             "stored until the gradient norm is known",
         ),
         (
             "--zero 2 --offload nvme:spill --precision fp16 --initial-scale-power 24 --gradient-accumulation-steps 2",
-            "--early-step all",
+            "--optimizer-in-backward all",
             "stored until the gradient norm is known",
         ),
         (
@@ -118,7 +118,7 @@ fn updates_that_begin_while_backward_runs_have_the_same_bits() {
         number += 1;
         let (plain, run) = (format!("plain-{number}"), format!("early-{number}"));
         site.train(&format!(
-            "{line} --max-steps 3 --early-step off --output {plain}"
+            "{line} --max-steps 3 --optimizer-in-backward off --output {plain}"
         ));
         let outcome = site.train(&format!("{line} --max-steps 3 {early} --output {run}"));
         assert!(outcome.screen.contains(says), "{}", outcome.screen);
@@ -126,7 +126,7 @@ fn updates_that_begin_while_backward_runs_have_the_same_bits() {
         assert_eq!(losses(&site.path(&run)), losses(&site.path(&plain)));
     }
     // What ran beside what is to be seen.
-    site.train("--zero 3 --offload nvme:spill --early-step all --max-steps 3 --trace-steps 2..3 --output traced");
+    site.train("--zero 3 --offload nvme:spill --optimizer-in-backward all --max-steps 3 --trace-steps 2..3 --output traced");
     for rank in 0..2 {
         let trace = read_json(&site.path(&format!("traced/traces/rank-{rank:04}.json")));
         let events = trace["traceEvents"].as_array().unwrap();
@@ -146,7 +146,7 @@ fn updates_that_begin_while_backward_runs_have_the_same_bits() {
     }
     // A run that continues has the bits too, whatever was early before.
     site.train(
-        "--zero 3 --offload cpu --early-step all --max-steps 3 --save-steps 1 --output whole",
+        "--zero 3 --offload cpu --optimizer-in-backward all --max-steps 3 --save-steps 1 --output whole",
     );
     site.train("--zero 3 --offload cpu --max-steps 3 --resume whole/checkpoint-1");
     assert!(weights(&site, "out") == weights(&site, "whole"));

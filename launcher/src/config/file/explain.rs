@@ -161,7 +161,7 @@ fn hidden_size(config: &Path) -> Option<u64> {
 /// The value of `flag` in a resolved configuration.
 fn effective(flag: &str, config: &RunConfig) -> Option<String> {
     if flag == "global-batch-size" {
-        return Some(format!("--global-batch {}", config.global_batch()));
+        return Some(format!("--global-batch-size {}", config.global_batch()));
     }
     let flags = config.to_flags();
     let named = |name: &str| flags.iter().find(|(flag, _)| *flag == name);

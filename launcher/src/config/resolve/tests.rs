@@ -57,9 +57,9 @@ fn defaults_of_a_model_are_those_of_its_scripts() {
 fn weights_come_ahead_on_gpus_only() {
     let auto = config("--device cuda");
     assert!(auto.uploads_ahead());
-    assert!(!config("--device cuda --upload-ahead off").uploads_ahead());
+    assert!(!config("--device cuda --prefetch-weights off").uploads_ahead());
     assert!(!config("--device cpu").uploads_ahead());
-    let failure = refused("--device cpu --upload-ahead on");
+    let failure = refused("--device cpu --prefetch-weights on");
     assert!(failure.cause.contains("it needs GPUs"), "{failure:?}");
 }
 
@@ -70,11 +70,13 @@ fn updates_go_on_beside_the_next_pass_where_the_optimizer_is_in_host_memory() {
     assert!(late("--device cuda --zero 3 --offload optimizer=cpu"));
     assert!(!late("--device cuda --zero 3 --offload param=cpu"));
     assert!(!late(
-        "--device cuda --zero 3 --offload cpu --late-step off"
+        "--device cuda --zero 3 --offload cpu --optimizer-in-forward off"
     ));
     // Cores that compute have no time for updates, unless that is asked for.
     assert!(!late("--device cpu --zero 3 --offload cpu"));
-    assert!(late("--device cpu --zero 3 --offload cpu --late-step on"));
+    assert!(late(
+        "--device cpu --zero 3 --offload cpu --optimizer-in-forward on"
+    ));
     // Ranks of stages 1 and 2 share what they updated before a pass.
     for (line, can) in [
         ("--zero 2 --nproc 1", true),
@@ -90,7 +92,7 @@ fn updates_go_on_beside_the_next_pass_where_the_optimizer_is_in_host_memory() {
         } else {
             "--device cpu"
         };
-        let on = format!("{device} {line} --late-step on");
+        let on = format!("{device} {line} --optimizer-in-forward on");
         if can {
             assert!(late(&on), "{on}");
             continue;
