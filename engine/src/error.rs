@@ -26,7 +26,7 @@ pub enum EngineError {
     #[error(transparent)]
     Spill(#[from] crate::spill::SpillError),
     /// State belongs on a disk and no folder was given.
-    #[error("state is planned on the nvme tier, and this rank has no spill folder for {kind}")]
+    #[error("state is planned on the nvme tier, and this rank has no spill directory for {kind}")]
     NoSpillFolder {
         /// The kind of state.
         kind: &'static str,
@@ -79,13 +79,13 @@ pub enum EngineError {
     #[error("a state and its spare are on different tiers")]
     TiersDiffer,
     /// A device was to compute with a state that it does not keep.
-    #[error("a state does not rest on the device that computes with it")]
+    #[error("a state is not stored on the device that computes with it")]
     NotResident,
     /// A thread that updates beside a pass ended early.
     #[error("the thread of updates ended before its work")]
     EarlyThread,
     /// Gradients came to a unit whose sums an update still has.
-    #[error("the sums of gradients of unit {unit} are not at hand")]
+    #[error("the gradient sums of unit {unit} are missing")]
     SumsAway {
         /// Name of the unit.
         unit: String,

@@ -63,7 +63,7 @@ pub enum KernelError {
         shape: Shape,
     },
     /// An operand lies in the memory of another device.
-    #[error("{op}: a tensor of shape {shape} lies on another device")]
+    #[error("{op}: a tensor of shape {shape} is on another device")]
     Elsewhere {
         /// The operation.
         op: &'static str,

@@ -297,7 +297,7 @@ pub enum PlanError {
         unit: u32,
     },
     /// Units whose inputs cannot be computed again together.
-    #[error("units {} to {} are not a run that backward visits, behind the run in front", group.start, group.end)]
+    #[error("recompute group {}..{} is not a run of consecutive units after the previous group", group.start, group.end)]
     Recomputed {
         /// Their indices.
         group: Range<u32>,

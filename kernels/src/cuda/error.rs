@@ -36,7 +36,7 @@ pub enum CudaError {
     /// There is neither a compiler nor built-in PTX for a module.
     #[error(
         "module {module} is not among the built-in PTX and NVRTC was not found ({nvrtc}); \
-         install it (Python package nvidia-cuda-nvrtc) or name its folder in TESSERA_CUDA_LIBS"
+         install it (Python package nvidia-cuda-nvrtc) or name its directory in TESSERA_CUDA_LIBS"
     )]
     NoImage {
         /// The module's name.
