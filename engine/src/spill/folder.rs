@@ -204,6 +204,26 @@ mod tests {
     }
 
     #[test]
+    fn a_spill_file_that_exists_is_refused_and_keeps_its_bytes() {
+        let parent = tempfile::tempdir().unwrap();
+        let own = Arc::new(SpillFolder::join(parent.path(), "a").unwrap());
+        let file = SpillFile::create(&own, 0, "param", IoPath::Mapped).unwrap();
+        let path = own.path().join("rank-0.param");
+        let before = fs::read(&path).unwrap();
+        // Another job of the same name.
+        let other = Arc::new(SpillFolder::join(parent.path(), "a").unwrap());
+        let error = SpillFile::create(&other, 0, "param", IoPath::Mapped).unwrap_err();
+        let text = error.to_string();
+        assert!(
+            text.contains("another job") && text.contains("tessera-spill-a"),
+            "{text}"
+        );
+        assert_eq!(fs::read(&path).unwrap(), before);
+        drop(file);
+        drop(SpillFile::create(&other, 0, "param", IoPath::Mapped).unwrap());
+    }
+
+    #[test]
     fn two_jobs_in_one_folder_leave_each_other_alone() {
         let parent = tempfile::tempdir().unwrap();
         let first = SpillFolder::join(parent.path(), "a").unwrap();

@@ -65,6 +65,8 @@ pub(super) fn spill(doing: &str, error: &SpillError) -> Failure {
         SpillError::NoSpace { .. } => {
             failure.next("a larger disk for --offload nvme:DIR, or --offload cpu")
         }
+        SpillError::Taken { .. } => failure
+            .next("another directory for --offload nvme:DIR, or wait until that job has ended"),
         _ => {
             failure.next("a folder this user may write to, on a local disk, for --offload nvme:DIR")
         }

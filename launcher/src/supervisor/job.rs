@@ -91,7 +91,7 @@ pub fn sweep(token: &str, temp_dir: &Path) {
 }
 
 /// 96 bits in hexadecimal that no other job has.
-fn fresh_token() -> String {
+pub(crate) fn fresh_token() -> String {
     let mut seed = [0u8; 32];
     // Without /dev/urandom the clock and the process number tell jobs apart.
     let random = fs::File::open("/dev/urandom").and_then(|mut file| file.read_exact(&mut seed));
