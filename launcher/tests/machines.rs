@@ -285,3 +285,26 @@ fn jobs_with_equal_variables_share_no_spill_directory() {
     assert_eq!(bench.losses("a").len(), 4);
     assert_eq!(std::fs::read_dir(&disk).unwrap().count(), 0);
 }
+
+#[test]
+fn auto_on_a_finished_run_says_so_and_is_no_error() {
+    let bench = Bench::new();
+    let (status, text) = ended(bench.command("run", "--nproc 1").spawn().unwrap());
+    assert_eq!(status, Some(0), "{text}");
+    let listed = || std::fs::read_dir(bench.path("run")).unwrap().count();
+    let (before, losses) = (listed(), bench.losses("run"));
+    let again = |flags: &str| ended(bench.command("run", flags).spawn().unwrap());
+    let (status, text) = again("--nproc 1 --resume auto");
+    assert_eq!(status, Some(0), "{text}");
+    assert!(text.contains("all 4 steps"), "{text}");
+    // A requeued job of another launcher.
+    let rank = lone_rank(&bench, "run", "--offload cpu --resume auto").spawn();
+    let (status, text) = ended(rank.unwrap());
+    assert_eq!(status, Some(0), "{text}");
+    assert!(text.contains("all 4 steps"), "{text}");
+    assert_eq!((listed(), bench.losses("run")), (before, losses));
+    let from = bench.path("run/checkpoint-4");
+    let (status, text) = again(&format!("--nproc 1 --resume {}", from.display()));
+    assert_eq!(status, Some(9), "{text}");
+    assert!(text.contains("E16"), "{text}");
+}
