@@ -216,10 +216,17 @@ fn run_supervisor(
     crate::demo::prepare(&mut config, env, &mut |event| screen.show(&event))?;
     let unprepared = config.clone();
     let mut plan = PlanFile::default();
-    let advice = (hooks.prepare)(&mut config, env, &mut |event| {
+    let prepared = (hooks.prepare)(&mut config, env, &mut |event| {
         plan.note(&event);
         screen.show(&event);
-    })?;
+    });
+    let advice = match prepared {
+        Err(failure) if is_finished(args, &failure) => {
+            screen.show(&finished(&failure));
+            return Ok(ExitCode::SUCCESS);
+        }
+        prepared => prepared?,
+    };
     let signals = SignalSource::new()?;
     let held = match is_first {
         true => Some(run_folder::prepare(&config)?),
@@ -251,6 +258,19 @@ fn run_supervisor(
         started.elapsed().as_secs_f64(),
     )));
     Ok(status_of(&summary))
+}
+
+/// Whether `--resume auto` found a run with no step left: a job that is queued again after its end has done its work.
+fn is_finished(args: &Args, failure: &Failure) -> bool {
+    failure.code == ErrorCode::NothingToDo && args.resume.as_deref() == Some("auto")
+}
+
+/// What is said of such a run.
+fn finished(failure: &Failure) -> Event {
+    Event::Info {
+        label: "resume".into(),
+        text: format!("{}: {}", failure.title, failure.cause),
+    }
 }
 
 /// The ranks of this machine among those of others, where there are others.
@@ -422,7 +442,15 @@ fn run_rank(
     format: ErrorFormat,
 ) -> Result<ExitCode, Failure> {
     // Under another launcher rank 0 does for the folder what otherwise the supervisor does.
-    let (config, alone) = rank_config(hooks, env, rank, args)?;
+    let (config, alone) = match rank_config(hooks, env, rank, args) {
+        Err(failure) if is_finished(args, &failure) => {
+            if rank.rank == 0 {
+                Screen::on_stderr(env.no_color).show(&finished(&failure));
+            }
+            return Ok(ExitCode::SUCCESS);
+        }
+        found => found?,
+    };
     let stop = rank::enter(rank, &config.output, &env.temp_dir)?;
     let result = logging::init(
         &config.output.join(run_folder::LOGS),

@@ -242,3 +242,69 @@ fn a_machine_whose_rank_is_killed_ends_the_others() {
     assert_eq!(status, Some(12), "{text}");
     assert!(text.contains("rank 1 was killed"), "{text}");
 }
+
+/// One rank that something else numbered, as each container of a job of one rank has it.
+fn lone_rank(bench: &Bench, output: &str, flags: &str) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_launcher"));
+    command
+        .args("--zero 3 --max-steps 4 --logging-steps 1 --eval-strategy no".split(' '))
+        .args(flags.split_whitespace())
+        .arg("--output")
+        .arg(bench.path(output))
+        .env_clear()
+        .env("HOME", bench.folder.path())
+        .env("TMPDIR", std::env::temp_dir())
+        .envs(["RANK", "LOCAL_RANK"].map(|name| (name, "0")))
+        .envs(["WORLD_SIZE", "LOCAL_WORLD_SIZE"].map(|name| (name, "1")))
+        .env("MASTER_ADDR", "127.0.0.1")
+        .env("MASTER_PORT", bench.port.to_string())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
+    command
+}
+
+#[test]
+fn jobs_with_equal_variables_share_no_spill_directory() {
+    let bench = Bench::new();
+    let disk = bench.path("disk");
+    let flags = format!("--offload nvme:{} --nvme-io mapped", disk.display());
+    let mut jobs = ["a", "b"].map(|output| lone_rank(&bench, output, &flags).spawn().unwrap());
+    let mut names = std::collections::BTreeSet::new();
+    until("two jobs", || {
+        let entries = std::fs::read_dir(&disk).into_iter().flatten().flatten();
+        let found = entries.filter_map(|entry| entry.file_name().into_string().ok());
+        names.extend(found.filter(|name| !name.contains(".dead-")));
+        jobs.iter_mut().all(|job| job.try_wait().unwrap().is_some())
+    });
+    for job in jobs {
+        let (status, text) = ended(job);
+        assert_eq!(status, Some(0), "{text}");
+    }
+    assert_eq!(names.len(), 2, "{names:?}");
+    assert_eq!(bench.losses("a"), bench.losses("b"));
+    assert_eq!(bench.losses("a").len(), 4);
+    assert_eq!(std::fs::read_dir(&disk).unwrap().count(), 0);
+}
+
+#[test]
+fn auto_on_a_finished_run_says_so_and_is_no_error() {
+    let bench = Bench::new();
+    let (status, text) = ended(bench.command("run", "--nproc 1").spawn().unwrap());
+    assert_eq!(status, Some(0), "{text}");
+    let listed = || std::fs::read_dir(bench.path("run")).unwrap().count();
+    let (before, losses) = (listed(), bench.losses("run"));
+    let again = |flags: &str| ended(bench.command("run", flags).spawn().unwrap());
+    let (status, text) = again("--nproc 1 --resume auto");
+    assert_eq!(status, Some(0), "{text}");
+    assert!(text.contains("all 4 steps"), "{text}");
+    // A requeued job of another launcher.
+    let rank = lone_rank(&bench, "run", "--offload cpu --resume auto").spawn();
+    let (status, text) = ended(rank.unwrap());
+    assert_eq!(status, Some(0), "{text}");
+    assert!(text.contains("all 4 steps"), "{text}");
+    assert_eq!((listed(), bench.losses("run")), (before, losses));
+    let from = bench.path("run/checkpoint-4");
+    let (status, text) = again(&format!("--nproc 1 --resume {}", from.display()));
+    assert_eq!(status, Some(9), "{text}");
+    assert!(text.contains("E16"), "{text}");
+}

@@ -1,9 +1,12 @@
 //! The output folder: which checkpoints it holds, which is the latest, what a crash left behind.
 
 use std::collections::BTreeMap;
-use std::fs::{self, File};
-use std::io::{ErrorKind, Read};
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, ErrorKind, Read};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
+
+use rustix::fs::OFlags;
 
 use super::CheckpointError;
 use super::fs::{Disk, FileSystem};
@@ -11,6 +14,8 @@ use super::manifest::{MANIFEST, Manifest};
 
 /// Name of the file that names the latest checkpoint.
 pub(super) const LATEST: &str = "latest";
+/// More than a name in it has.
+const LATEST_BYTES: u64 = 256;
 /// Where `latest` is written before it is renamed.
 pub(super) const LATEST_TMP: &str = "latest.tmp";
 
@@ -42,12 +47,24 @@ pub(super) fn parse_step(name: &str) -> Option<u64> {
     (step.to_string() == digits).then_some(step)
 }
 
+/// Opens a file to read. A pipe or a device is refused at once; a plain open could wait for its writer for ever.
+pub(super) fn open_regular(path: &Path) -> io::Result<File> {
+    let file = OpenOptions::new()
+        .read(true)
+        .custom_flags(OFlags::NONBLOCK.bits().cast_signed())
+        .open(path)?;
+    match file.metadata()?.is_file() {
+        true => Ok(file),
+        false => Err(io::Error::other("it is not a regular file")),
+    }
+}
+
 /// Whether a folder holds a manifest of this program, whole or not.
 pub(super) fn holds_manifest(folder: &Path) -> bool {
     let is_folder = fs::symlink_metadata(folder).is_ok_and(|metadata| metadata.is_dir());
     let mut head = Vec::new();
     is_folder
-        && File::open(folder.join(MANIFEST))
+        && open_regular(&folder.join(MANIFEST))
             .and_then(|file| file.take(Manifest::HEAD_BYTES).read_to_end(&mut head))
             .is_ok()
         && Manifest::is_head(&head)
@@ -97,7 +114,8 @@ pub fn list(output: &Path) -> Result<Vec<(u64, PathBuf)>, CheckpointError> {
 /// [`CheckpointError::Io`] when the folder exists and cannot be listed.
 pub fn find_latest(output: &Path) -> Result<Option<PathBuf>, CheckpointError> {
     let mut checkpoints = list(output)?;
-    let named = fs::read_to_string(output.join(LATEST))
+    let named = open_regular(&output.join(LATEST))
+        .and_then(|file| io::read_to_string(file.take(LATEST_BYTES)))
         .ok()
         .and_then(|text| parse_step(text.trim()))
         .and_then(|step| checkpoints.iter().position(|(other, _)| *other == step));
@@ -188,6 +206,28 @@ pub(super) fn remove_folder(fs: &dyn FileSystem, folder: &Path) -> Result<(), Ch
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_pipe_in_the_place_of_a_manifest_is_no_checkpoint() {
+        let output = tempfile::tempdir().unwrap();
+        let folder = output.path().join("checkpoint-4");
+        fs::create_dir(&folder).unwrap();
+        let made = std::process::Command::new("mkfifo")
+            .arg(folder.join(MANIFEST))
+            .status();
+        assert!(made.unwrap().success());
+        let (sender, receiver) = std::sync::mpsc::channel();
+        let path = output.path().to_owned();
+        std::thread::spawn(move || {
+            let listed = list(&path).unwrap();
+            let error = super::super::read::read_manifest(&folder).unwrap_err();
+            sender.send((listed, error.to_string())).unwrap();
+        });
+        let wait = std::time::Duration::from_secs(20);
+        let (listed, error) = receiver.recv_timeout(wait).expect("it does not hang");
+        assert!(listed.is_empty());
+        assert!(error.contains(MANIFEST), "{error}");
+    }
 
     #[test]
     fn only_plain_numbers_name_checkpoints() {

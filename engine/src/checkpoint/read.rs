@@ -11,7 +11,7 @@ use safetensors::tensor::Metadata;
 use serde_json::Value;
 
 use super::CheckpointError;
-use super::folder::parse_step;
+use super::folder::{open_regular, parse_step};
 use super::manifest::{FileEntry, LogicalTensor, MANIFEST, MAX_MANIFEST_BYTES, Manifest};
 use super::tensor_file::FileDigest;
 
@@ -267,7 +267,7 @@ pub(super) fn read_manifest(folder: &Path) -> Result<Manifest, CheckpointError> 
         path: path.clone(),
         what,
     };
-    let file = File::open(&path).map_err(CheckpointError::reading(&path))?;
+    let file = open_regular(&path).map_err(CheckpointError::reading(&path))?;
     let mut bytes = Vec::new();
     file.take(MAX_MANIFEST_BYTES + 1)
         .read_to_end(&mut bytes)

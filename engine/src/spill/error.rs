@@ -17,6 +17,12 @@ pub enum SpillError {
         /// Bytes an unprivileged process may still write there.
         free_bytes: u64,
     },
+    /// A spill file of this name exists.
+    #[error("{} exists: another job uses this directory", path.display())]
+    Taken {
+        /// The spill file.
+        path: PathBuf,
+    },
     /// The system refused an operation.
     #[error("cannot {action} {}", path.display())]
     Io {

@@ -12,6 +12,7 @@ use memmap2::{MmapMut, MmapOptions, UncheckedAdvice};
 use rustix::fs::{FallocateFlags, OFlags};
 use serde::{Deserialize, Serialize};
 use std::fs::{File, OpenOptions};
+use std::io::ErrorKind;
 use std::ops::Range;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
@@ -71,21 +72,23 @@ pub struct SpillFile {
 }
 
 impl SpillFile {
-    /// Makes the file of `rank` for one kind of state.
+    /// Makes the file of `rank` for one kind of state. A file that exists is never opened: a living job may hold it.
     ///
     /// # Errors
-    /// When the file system refuses; direct I/O is not possible everywhere (tmpfs, some network file systems).
+    /// [`SpillError::Taken`] when the name exists; when the file system refuses: direct I/O is not possible everywhere
+    /// (tmpfs, some network file systems).
     pub fn create(folder: &Arc<SpillFolder>, rank: usize, kind: &str, io: IoPath) -> Result<Self> {
         let path = folder.path().join(format!("rank-{rank}.{kind}"));
         let mut options = OpenOptions::new();
-        options.create(true).truncate(true).read(true).write(true);
+        options.create_new(true).read(true).write(true);
         options
             .mode(0o600)
             .custom_flags(OFlags::NOFOLLOW.bits().cast_signed());
         // The header is written through the page cache, before anything bypasses it.
-        let plain = options
-            .open(&path)
-            .map_err(SpillError::io("create", &path))?;
+        let plain = options.open(&path).map_err(|e| match e.kind() {
+            ErrorKind::AlreadyExists => SpillError::Taken { path: path.clone() },
+            _ => SpillError::io("create", &path)(e),
+        })?;
         let header = Header {
             version: 1,
             job: folder.path(),
@@ -93,24 +96,10 @@ impl SpillFile {
             kind,
             process: std::process::id(),
         };
-        let mut block = vec![0; BLOCK_BYTES as usize];
-        let text = serde_json::to_vec(&header).unwrap_or_default();
-        block[..8].copy_from_slice(MAGIC);
-        let len = text.len().min(block.len() - 8);
-        block[8..8 + len].copy_from_slice(&text[..len]);
-        plain
-            .write_all_at(&block, 0)
-            .and_then(|()| plain.sync_data())
-            .map_err(SpillError::io("write", &path))?;
-        let file = match io {
-            IoPath::Mapped => plain,
-            IoPath::Direct => OpenOptions::new()
-                .read(true)
-                .write(true)
-                .custom_flags((OFlags::DIRECT | OFlags::NOFOLLOW).bits().cast_signed())
-                .open(&path)
-                .map_err(SpillError::io("open for direct I/O", &path))?,
-        };
+        let file = begin(plain, &path, &header, io).inspect_err(|_| {
+            // The name must be free for a second try, such as the other way to the disk.
+            std::fs::remove_file(&path).ok();
+        })?;
         Ok(Self {
             backing: Arc::new(Backing {
                 path,
@@ -205,6 +194,28 @@ impl SpillFile {
     #[must_use]
     pub const fn extent_bytes(len: u64, phase: u64) -> u64 {
         (phase % BLOCK_BYTES + len).next_multiple_of(BLOCK_BYTES)
+    }
+}
+
+/// Writes the header of a new file and opens it the way `io`.
+fn begin(plain: File, path: &Path, header: &Header<'_>, io: IoPath) -> Result<File> {
+    let mut block = vec![0; BLOCK_BYTES as usize];
+    let text = serde_json::to_vec(header).unwrap_or_default();
+    block[..8].copy_from_slice(MAGIC);
+    let len = text.len().min(block.len() - 8);
+    block[8..8 + len].copy_from_slice(&text[..len]);
+    plain
+        .write_all_at(&block, 0)
+        .and_then(|()| plain.sync_data())
+        .map_err(SpillError::io("write", path))?;
+    match io {
+        IoPath::Mapped => Ok(plain),
+        IoPath::Direct => OpenOptions::new()
+            .read(true)
+            .write(true)
+            .custom_flags((OFlags::DIRECT | OFlags::NOFOLLOW).bits().cast_signed())
+            .open(path)
+            .map_err(SpillError::io("open for direct I/O", path)),
     }
 }
 

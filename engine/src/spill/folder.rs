@@ -13,6 +13,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 /// Folders of jobs begin with this.
 pub const FOLDER_PREFIX: &str = "tessera-spill-";
 const LOCK: &str = "lock";
+/// A link is not followed, and a pipe or a device is not waited for.
+const LOCK_FLAGS: OFlags = OFlags::NOFOLLOW.union(OFlags::NONBLOCK);
 
 /// A job's folder. While one process of the job holds it, it is locked; the last one to let go removes it.
 #[derive(Debug)]
@@ -41,12 +43,17 @@ impl SpillFolder {
                 .truncate(false)
                 .write(true)
                 .mode(0o600)
-                .custom_flags(OFlags::NOFOLLOW.bits().cast_signed())
+                .custom_flags(LOCK_FLAGS.bits().cast_signed())
                 .open(&name);
+            let irregular = || io::Error::other("it is not a regular file");
             let lock = match opened {
-                Ok(lock) => lock,
+                Ok(lock) if lock.metadata().is_ok_and(|meta| meta.is_file()) => lock,
+                Ok(_) => return Err(SpillError::io("lock", &name)(irregular())),
                 // Swept before it had a lock.
                 Err(e) if e.kind() == ErrorKind::NotFound => continue,
+                Err(_) if is_irregular(&name) => {
+                    return Err(SpillError::io("lock", &name)(irregular()));
+                }
                 Err(e) => return Err(SpillError::io("create", &name)(e)),
             };
             lock.lock_shared().map_err(SpillError::io("lock", &name))?;
@@ -128,6 +135,11 @@ fn is_file(path: &Path) -> bool {
     fs::symlink_metadata(path).is_ok_and(|meta| !meta.is_dir())
 }
 
+/// Whether something that is not a regular file has the name.
+fn is_irregular(path: &Path) -> bool {
+    fs::symlink_metadata(path).is_ok_and(|meta| !meta.is_file())
+}
+
 /// Bytes of the files in a folder.
 fn size(path: &Path) -> u64 {
     let entries = fs::read_dir(path).into_iter().flatten().flatten();
@@ -139,10 +151,17 @@ fn size(path: &Path) -> u64 {
 
 /// Removes a job's folder unless a process holds it.
 fn remove_if_dead(path: &Path) -> bool {
-    let Ok(lock) = File::open(path.join(LOCK)) else {
+    let opened = OpenOptions::new()
+        .read(true)
+        .custom_flags(LOCK_FLAGS.bits().cast_signed())
+        .open(path.join(LOCK));
+    let Ok(lock) = opened else {
         // Between making a folder and its lock: only an empty one can go, and its maker makes it again.
         return fs::remove_dir(path).is_ok();
     };
+    if !lock.metadata().is_ok_and(|meta| meta.is_file()) {
+        return false;
+    }
     match lock.try_lock() {
         Ok(()) => {
             // Under another name first: who joins meanwhile makes a new folder and loses nothing in it.
@@ -201,6 +220,48 @@ mod tests {
         symlink(&target, locked.join(LOCK)).unwrap();
         SpillFolder::join(parent.path(), "c").unwrap_err();
         assert_eq!(fs::read_dir(&elsewhere).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn a_spill_file_that_exists_is_refused_and_keeps_its_bytes() {
+        let parent = tempfile::tempdir().unwrap();
+        let own = Arc::new(SpillFolder::join(parent.path(), "a").unwrap());
+        let file = SpillFile::create(&own, 0, "param", IoPath::Mapped).unwrap();
+        let path = own.path().join("rank-0.param");
+        let before = fs::read(&path).unwrap();
+        // Another job of the same name.
+        let other = Arc::new(SpillFolder::join(parent.path(), "a").unwrap());
+        let error = SpillFile::create(&other, 0, "param", IoPath::Mapped).unwrap_err();
+        let text = error.to_string();
+        assert!(
+            text.contains("another job") && text.contains("tessera-spill-a"),
+            "{text}"
+        );
+        assert_eq!(fs::read(&path).unwrap(), before);
+        drop(file);
+        drop(SpillFile::create(&other, 0, "param", IoPath::Mapped).unwrap());
+    }
+
+    #[test]
+    fn a_pipe_in_the_place_of_the_lock_is_refused_at_once() {
+        let parent = tempfile::tempdir().unwrap();
+        let folder = parent.path().join(format!("{FOLDER_PREFIX}a"));
+        fs::create_dir(&folder).unwrap();
+        let made = std::process::Command::new("mkfifo")
+            .arg(folder.join(LOCK))
+            .status();
+        assert!(made.unwrap().success());
+        let (sender, receiver) = std::sync::mpsc::channel();
+        let path = parent.path().to_owned();
+        std::thread::spawn(move || {
+            let swept = SpillFolder::sweep(&path).unwrap();
+            let error = SpillFolder::join(&path, "a").unwrap_err();
+            sender.send((swept, error.to_string())).unwrap();
+        });
+        let wait = std::time::Duration::from_secs(20);
+        let (swept, error) = receiver.recv_timeout(wait).expect("it does not hang");
+        assert!(swept.is_empty() && folder.exists());
+        assert!(error.contains("lock"), "{error}");
     }
 
     #[test]

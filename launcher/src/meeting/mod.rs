@@ -20,6 +20,7 @@ use crate::exit::{ErrorCode, Failure};
 use crate::hostfile::host_name;
 use crate::rank_env::RankEnv;
 use crate::run::failures::comm as comm_failure;
+use crate::supervisor::job::fresh_token;
 use machine::Machine;
 
 /// Where rank 0 listens unless the environment says otherwise.
@@ -28,6 +29,8 @@ pub(crate) const DEFAULT_PORT: u16 = 29_500;
 /// Ranks that have met.
 pub(crate) struct Met {
     pub(crate) comm: Arc<dyn Communicator>,
+    /// Part of the names of the job's files; no other job has it.
+    pub(crate) token: String,
     /// How they exchange.
     pub(crate) transport: &'static str,
     /// In what they differ without harm; the same on every rank.
@@ -52,11 +55,13 @@ pub(crate) fn join(
         1 => Vec::new(),
         _ => machine::compare(&Machine::of(config, env, devices), &*comm)?,
     };
+    let token = job_token(env, &*comm)?;
     if env.has_peers_elsewhere() {
-        shared_folder(&config.output, &*comm, &env.run_token)?;
+        shared_folder(&config.output, &*comm, &token)?;
     }
     Ok(Met {
         comm,
+        token,
         transport,
         warnings,
     })
@@ -95,6 +100,24 @@ fn connect(
     let comm = noted(shm::join(&options).map_err(|e| comm_failure(&e))?);
     compare(&facts, &*comm)?;
     Ok((comm, "shared memory"))
+}
+
+/// A name for the job's files that no other job has: rank 0 draws it, all learn it here. Ranks of our own supervisor keep
+/// the supervisor's, which it drew and holds directories of.
+fn job_token(env: &RankEnv, comm: &dyn Communicator) -> Result<String, Failure> {
+    let own = match (env.is_supervised(), env.rank) {
+        (true, _) => env.run_token.clone(),
+        (false, 0) => fresh_token(),
+        (false, _) => String::new(),
+    };
+    let all = comm
+        .all_gather_bytes(own.as_bytes(), Tag::new("job token", 0))
+        .map_err(|e| comm_failure(&e))?;
+    if env.is_supervised() {
+        return Ok(own);
+    }
+    let first = all.into_iter().next().unwrap_or_default();
+    Ok(String::from_utf8_lossy(&first).into_owned())
 }
 
 /// What must be the same on all ranks.
@@ -304,6 +327,37 @@ mod tests {
             );
             assert_eq!(failure.evidence, ["rank 0 has \"a\"", "rank 2 has \"b\""]);
         }
+    }
+
+    #[test]
+    fn jobs_with_equal_variables_have_tokens_of_their_own() {
+        let env = |rank: usize, supervised: bool| {
+            let rank = rank.to_string();
+            let mut vars = vec![
+                ("RANK", &*rank),
+                ("LOCAL_RANK", &*rank),
+                ("WORLD_SIZE", "3"),
+            ];
+            if supervised {
+                vars.extend([("TESSERA_RUN_TOKEN", "abc"), ("TESSERA_JOB_DIR", "/job")]);
+            }
+            let env = crate::rank_env::Env::from_lookup(&|name| {
+                let found = vars.iter().find(|(key, _)| *key == name);
+                found.map(|(_, value)| value.into())
+            });
+            env.expect("reads").rank.expect("a rank")
+        };
+        let tokens = |supervised| {
+            let found = on_ranks(3, |comm| {
+                job_token(&env(comm.world().rank, supervised), comm).expect("a token")
+            });
+            assert!(found.iter().all(|token| *token == found[0]), "{found:?}");
+            found[0].clone()
+        };
+        let (first, second) = (tokens(false), tokens(false));
+        assert_ne!(first, second);
+        assert!(first.len() >= 24 && first.bytes().all(|byte| byte.is_ascii_hexdigit()));
+        assert_eq!(tokens(true), "abc");
     }
 
     #[test]

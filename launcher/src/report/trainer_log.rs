@@ -37,8 +37,10 @@ pub struct DiskTraffic {
     /// Bytes written.
     pub written_bytes: u64,
     /// Bytes per second while requests were under way.
+    #[serde(deserialize_with = "crate::ui::or_nan")]
     pub bytes_per_second: f64,
     /// Share of what the disk reached when it was measured at the start; 0 where it was not.
+    #[serde(deserialize_with = "crate::ui::or_nan")]
     pub share: f64,
 }
 

@@ -65,6 +65,8 @@ pub(super) fn spill(doing: &str, error: &SpillError) -> Failure {
         SpillError::NoSpace { .. } => {
             failure.next("use a larger disk for --offload nvme:DIR, or --offload cpu")
         }
+        SpillError::Taken { .. } => failure
+            .next("use another directory for --offload nvme:DIR, or wait for the other job to end"),
         _ => failure.next("use a writable directory on a local disk for --offload nvme:DIR"),
     }
 }

@@ -117,7 +117,11 @@ impl<'a> Session<'a> {
         };
         let plan = Arc::new(setup.plan(config)?);
         let collectives = Collectives::new();
-        let comm = meet(config, env, &plan, devices, &collectives, &reporter)?;
+        let (comm, run_token) = meet(config, env, &plan, devices, &collectives, &reporter)?;
+        let env = &RankEnv {
+            run_token,
+            ..env.clone()
+        };
         let faults = Faults::of(config, env.rank);
         let comm = faults.link(comm, Duration::from_secs(config.comm_timeout_seconds));
         let Setup {
@@ -298,7 +302,7 @@ fn meet(
     devices: &dyn Devices,
     collectives: &Arc<Collectives>,
     reporter: &Reporter,
-) -> Result<Arc<dyn Communicator>, Failure> {
+) -> Result<(Arc<dyn Communicator>, String), Failure> {
     let started = Instant::now();
     let region = crate::plan::window_region(config, plan)? as usize;
     let met = meeting::join(config, env, plan, region, devices, |comm| {
@@ -312,7 +316,7 @@ fn meet(
     for text in met.warnings {
         reporter.emit(&Event::Warning { text });
     }
-    Ok(met.comm)
+    Ok((met.comm, met.token))
 }
 
 /// The path that a user writes: of the module, also for its adapter.

@@ -90,7 +90,7 @@ pub fn sweep(token: &str, temp_dir: &Path) {
 }
 
 /// 96 bits in hexadecimal that no other job has.
-fn fresh_token() -> String {
+pub(crate) fn fresh_token() -> String {
     let mut seed = [0u8; 32];
     // Without a random source the clock and the process number tell jobs apart.
     let random = getrandom::fill(&mut seed);

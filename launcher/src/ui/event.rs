@@ -3,9 +3,14 @@
 use std::path::PathBuf;
 
 use crate::plan::RankMemory;
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::report::DiskTraffic;
+
+/// A number that went into JSON, which has no NaN and no infinity: both are written as null and read as NaN.
+pub(crate) fn or_nan<'de, D: Deserializer<'de>>(from: D) -> Result<f64, D::Error> {
+    Ok(Option::deserialize(from)?.unwrap_or(f64::NAN))
+}
 
 /// One thing to show.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -44,6 +49,7 @@ pub enum Event {
         /// How they exchange data.
         transport: String,
         /// Seconds until all had arrived.
+        #[serde(deserialize_with = "or_nan")]
         seconds: f64,
     },
     /// Weights were read.
@@ -53,6 +59,7 @@ pub enum Event {
         /// Safetensors files.
         files: usize,
         /// Seconds it took.
+        #[serde(deserialize_with = "or_nan")]
         seconds: f64,
     },
     /// Training starts: the head of the table.
@@ -125,7 +132,7 @@ pub struct PlanEvent {
     /// Host memory all ranks need together.
     pub host_need_bytes: u64,
     /// Of the elements that a rank updates, the share that it updates while backward runs.
-    #[serde(default)]
+    #[serde(default, deserialize_with = "or_nan")]
     pub early_share: f64,
     /// One rank by phase, tier and kind.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -144,6 +151,7 @@ pub struct TrainRow {
     /// Number format of the weights.
     pub dtype: String,
     /// Peak learning rate.
+    #[serde(deserialize_with = "or_nan")]
     pub lr: f64,
 }
 
@@ -174,16 +182,21 @@ pub struct StepEvent {
     /// Steps of the whole run.
     pub total: u64,
     /// Mean loss of supervised tokens since the last row.
+    #[serde(deserialize_with = "or_nan")]
     pub loss: f64,
     /// Learning rate of the step.
+    #[serde(deserialize_with = "or_nan")]
     pub lr: f64,
     /// Global gradient norm before clipping; `None` where the step was skipped.
     pub grad_norm: Option<f64>,
     /// Tokens per second over all ranks.
+    #[serde(deserialize_with = "or_nan")]
     pub tokens_per_second: f64,
     /// Seconds of one step.
+    #[serde(deserialize_with = "or_nan")]
     pub step_seconds: f64,
     /// Share of the step spent waiting for data, 0 to 1.
+    #[serde(deserialize_with = "or_nan")]
     pub data_wait: f64,
     /// Peak bytes on the device, one rank.
     pub device_peak_bytes: u64,
@@ -192,6 +205,7 @@ pub struct StepEvent {
     /// Whether the update was skipped for a value that is not finite.
     pub skipped: bool,
     /// Estimated seconds to the end.
+    #[serde(deserialize_with = "or_nan")]
     pub remaining_seconds: f64,
     /// Traffic of one rank's spill files since the last row.
     #[serde(default)]
@@ -204,6 +218,7 @@ pub struct EvalEvent {
     /// Steps done.
     pub step: u64,
     /// Mean loss of the held-out samples' supervised tokens.
+    #[serde(deserialize_with = "or_nan")]
     pub loss: f64,
     /// Share of answers that are exactly right, 0 to 1, where answers were generated.
     pub exact_match: Option<f64>,
@@ -243,6 +258,7 @@ pub struct ResumeEvent {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct DoneEvent {
     /// Seconds of the whole run.
+    #[serde(deserialize_with = "or_nan")]
     pub seconds: f64,
     /// Folder of the run.
     pub output: PathBuf,

@@ -11,6 +11,7 @@ mod text;
 use std::io::Write;
 use std::sync::Mutex;
 
+pub(crate) use event::or_nan;
 pub use event::{
     DataEvent, DoneEvent, EvalEvent, Event, PlanEvent, PlanPart, ResumeEvent, SaveEvent, StepEvent,
     TrainRow,
@@ -84,6 +85,7 @@ pub fn decode(line: &str) -> Option<Event> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::report::DiskTraffic;
 
     #[test]
     fn events_survive_the_pipe() {
@@ -95,5 +97,51 @@ mod tests {
         assert_eq!(decode(&encode(&event).expect("encodes")), Some(event));
         assert_eq!(decode("plain text"), None);
         assert_eq!(decode("\u{1e}{broken"), None);
+    }
+
+    #[test]
+    fn numbers_that_json_lacks_cross_the_pipe() {
+        for odd in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY] {
+            let step = StepEvent {
+                step: 3,
+                total: 10,
+                loss: odd,
+                lr: odd,
+                grad_norm: Some(odd),
+                tokens_per_second: odd,
+                step_seconds: odd,
+                data_wait: odd,
+                device_peak_bytes: 1,
+                host_bytes: 2,
+                skipped: true,
+                remaining_seconds: odd,
+                disk: Some(DiskTraffic {
+                    read_bytes: 1,
+                    written_bytes: 2,
+                    bytes_per_second: odd,
+                    share: odd,
+                }),
+            };
+            let line = encode(&Event::Step(step)).expect("encodes");
+            let Some(Event::Step(step)) = decode(&line) else {
+                panic!("not read again: {line}");
+            };
+            assert!(step.loss.is_nan() && step.lr.is_nan() && step.remaining_seconds.is_nan());
+            assert!(step.tokens_per_second.is_nan() && step.step_seconds.is_nan());
+            assert_eq!((step.step, step.grad_norm, step.skipped), (3, None, true));
+            assert!(step.disk.is_some_and(|disk| disk.share.is_nan()));
+            let eval = EvalEvent {
+                step: 3,
+                loss: odd,
+                exact_match: Some(odd),
+                exact_match_before: None,
+                samples: 4,
+            };
+            let line = encode(&Event::Eval(eval)).expect("encodes");
+            let Some(Event::Eval(eval)) = decode(&line) else {
+                panic!("not read again: {line}");
+            };
+            assert!(eval.loss.is_nan() && eval.exact_match.is_none());
+        }
     }
 }

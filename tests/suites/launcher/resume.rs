@@ -140,7 +140,7 @@ fn a_checkpoint_of_another_run_is_refused() {
     site.write_samples("other", &[text_only(1), text_only(2)]);
     let screen = site.refuse(&format!("{from} --data data/other.json"), 9, "E08");
     assert!(screen.contains("saved with 6 samples"), "{screen}");
-    let screen = site.refuse("--seed 7 --resume auto", 9, "E16");
+    let screen = site.refuse("--seed 7 --resume out/checkpoint-2", 9, "E16");
     assert!(screen.contains("--max-steps"), "{screen}");
     let screen = site.refuse("--resume out/checkpoint-9 --max-steps 4", 9, "E08");
     assert!(screen.contains("checkpoint-9"), "{screen}");

@@ -10,6 +10,8 @@ use super::{
     PrecisionChoice, PureBf16Weights, ReportTo, Resume, RunConfig, Source, Strategy, Task, Tier,
     Warmup,
 };
+use engine::comm::MAX_RANKS;
+
 use crate::args::{Args, Note, value_name};
 use crate::device::{Chosen, RunGpu};
 use crate::exit::Failure;
@@ -49,6 +51,14 @@ pub(crate) fn resolve_on(args: &Args, env: &Env, chosen: &Chosen) -> Result<Reso
     };
     let mut notes = Vec::new();
     let nproc = nproc(args, env, &chosen.gpus)?;
+    if nproc > MAX_RANKS {
+        let what = match args.nproc {
+            Some(asked) if asked == nproc => format!("--nproc {asked}"),
+            _ => format!("a world of {nproc} ranks"),
+        };
+        let why = format!("a run has at most {MAX_RANKS} ranks over all machines");
+        return Err(out_of_range(&what, &why));
+    }
     let (output, output_is_explicit) = output(args, env, &source)?;
     let offload = offload(args, chosen.device, &mut notes)?;
     let on_gpu = chosen.device == Device::Cuda && offload.optimizer == Tier::None;

@@ -170,6 +170,7 @@ fn contradictions_name_both_flags() {
 fn values_out_of_range_are_refused() {
     for line in [
         "--nproc 0",
+        "--nproc 65",
         "--max-steps 0",
         "--num-train-epochs 0",
         "--num-train-epochs nan",
