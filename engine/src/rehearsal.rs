@@ -7,7 +7,7 @@
 use crate::access::{Lease, LeaseOwner, ParamAccess, Phase};
 use crate::activations::Activations;
 use crate::ahead::{Ahead, next_upload};
-use crate::comm::rehearsal::{DryBuffer, DryWindow};
+use crate::comm::dry::{DryBuffer, DryWindow};
 use crate::comm::{CollectiveKind, WindowBytes, World};
 use crate::device_comm::{DeviceComm, How, Own, OwnPart, Produced};
 use crate::device_step::DeviceStep;
@@ -424,7 +424,7 @@ impl Rehearsal {
         // One rank's sums are those of all ranks.
         if !config.shards_gradients() && self.plan.world_size() > 1 {
             for unit in trained() {
-                let buffer = self.window.alloc(unit.trainable.padded_elems * 4);
+                let buffer = self.window.take(unit.trainable.padded_elems * 4);
                 buffer.run(CollectiveKind::ReduceScatter);
                 if !sharded_state {
                     buffer.run(CollectiveKind::AllGather);
@@ -434,7 +434,7 @@ impl Rehearsal {
             let mut held = None;
             for unit in trained() {
                 let bytes = unit.trainable.padded_elems * config.grad_dtype().size_bytes();
-                let buffer = self.window.alloc(bytes);
+                let buffer = self.window.take(bytes);
                 buffer.run(CollectiveKind::AllGather);
                 // The one before is in use until this one is there.
                 drop(held.replace(buffer));
@@ -444,7 +444,7 @@ impl Rehearsal {
             let size = config.precision.weight_dtype().size_bytes();
             for unit in trained() {
                 let bytes = unit.trainable.padded_elems * size;
-                self.window.alloc(bytes).run(CollectiveKind::AllGather);
+                self.window.take(bytes).run(CollectiveKind::AllGather);
             }
         }
         self.step_on_device()
@@ -511,7 +511,7 @@ impl Rehearsal {
             for kind in self.groups(unit).filter(|kind| pass.reads(*kind)) {
                 let bytes = self.weight_bytes(unit, kind);
                 let counted = self.device.reserve(bytes as u64, Tag::Gathered)?;
-                let buffer = self.window.alloc(bytes);
+                let buffer = self.window.take(bytes);
                 buffer.run(CollectiveKind::AllGather);
                 gathered.push(Readable::InWindow(buffer, counted));
             }
@@ -712,7 +712,7 @@ impl Rehearsal {
         }
         let bytes = self.plan.unit(unit).trainable.padded_elems * 4;
         let counted = self.device.reserve(bytes as u64, Tag::Communication)?;
-        Ok(Some((self.window.alloc(bytes), counted)))
+        Ok(Some((self.window.take(bytes), counted)))
     }
 
     fn close_bucket(&self, state: &mut State, unit: UnitId) -> Result<()> {

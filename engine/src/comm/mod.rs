@@ -16,6 +16,7 @@
 mod arena;
 mod bell;
 mod buffer;
+pub(crate) mod dry;
 mod endpoint;
 mod error;
 mod fingerprint;
@@ -24,7 +25,6 @@ mod mirror;
 pub mod mpi;
 mod op;
 mod reduce;
-pub(crate) mod rehearsal;
 mod ring;
 pub mod shm;
 pub mod tcp;
@@ -38,8 +38,8 @@ mod conformance;
 mod process_tests;
 
 pub use buffer::{Buffer, ReadBuffer};
+pub use dry::{WindowBytes, control_bytes};
 pub use error::{CommError, OpInfo, RankOp, RankStatus};
-pub use rehearsal::{WindowBytes, control_bytes};
 pub use ticket::Ticket;
 
 use kernels::DType;
