@@ -5,8 +5,8 @@
 //! Messages of a few numbers are not counted: every other rank says what this one says.
 
 use super::arena::{Arena, Region, SMALL_BYTES};
-use super::window::Layout;
 use super::endpoint::lock;
+use super::window::Layout;
 use super::{
     Buffer, Collective, CollectiveKind, CommError, Communicator, Tag, Ticket, WindowUsage, World,
 };
@@ -96,7 +96,7 @@ impl DryWindow {
     }
 
     /// A buffer of `bytes` bytes that this rank fills.
-    pub(crate) fn take(&self, bytes: usize) -> DryBuffer {
+    pub(super) fn take(&self, bytes: usize) -> DryBuffer {
         let mut inner = lock(&self.0);
         let region = inner.arena.alloc(bytes).unwrap_or(Region::EMPTY);
         inner.own.add(&(region.offset..region.offset + bytes), PAGE);
@@ -170,7 +170,7 @@ impl Communicator for DryWindow {
 
 /// A buffer without memory; dropping it gives its place back.
 #[derive(Debug)]
-pub(crate) struct DryBuffer {
+pub(super) struct DryBuffer {
     window: DryWindow,
     region: Region,
     bytes: usize,
@@ -178,7 +178,7 @@ pub(crate) struct DryBuffer {
 
 impl DryBuffer {
     /// Counts what the ranks read of each other's buffers in a collective.
-    pub(crate) fn run(&self, kind: CollectiveKind) {
+    pub(super) fn run(&self, kind: CollectiveKind) {
         let mut inner = lock(&self.window.0);
         let inner = &mut *inner;
         let (size, group) = (inner.world.size, inner.group);
