@@ -26,7 +26,7 @@ pub struct DryRun {
     zero: Zero,
     window: DryWindow,
     books: Books,
-    /// What of the disk is there before states are.
+    /// Buffers and headers of spill files, which exist before states do.
     _disk: Vec<Region>,
 }
 

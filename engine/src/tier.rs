@@ -65,6 +65,17 @@ impl Tiers {
         }
     }
 
+    /// The same for a rank that computes on `backend`.
+    pub(crate) fn on(mut self, backend: &Arc<dyn Backend>) -> Self {
+        self.apart = backend.residents().map(|_| backend.clone());
+        self
+    }
+
+    /// Whether states of the device's tier lie where the host cannot address them.
+    pub(crate) fn are_resident(&self) -> bool {
+        self.apart.is_some()
+    }
+
     /// Those of a dry run.
     pub(crate) fn counted_in(books: Books) -> Self {
         Self {
@@ -96,17 +107,6 @@ impl Tiers {
             Some(_) => Ok(Cow::default()),
             None => Ok(gradient.host_f32()?),
         }
-    }
-
-    /// The same for a rank that computes on `backend`.
-    pub(crate) fn on(mut self, backend: &Arc<dyn Backend>) -> Self {
-        self.apart = backend.residents().map(|_| backend.clone());
-        self
-    }
-
-    /// Whether states of the device's tier lie where the host cannot address them.
-    pub(crate) fn are_resident(&self) -> bool {
-        self.apart.is_some()
     }
 
     /// Adds the disk.

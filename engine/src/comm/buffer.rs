@@ -81,7 +81,7 @@ impl Buffer {
         self.bytes == 0
     }
 
-    /// The bytes.
+    /// The bytes; none in a dry run.
     #[must_use]
     pub fn as_bytes(&self) -> &[u8] {
         let Place::Window(place) = &self.place else {

@@ -12,6 +12,7 @@
 //!
 //! All transports are one protocol over a byte window, described in `README.md` beside this file: [`threads`] (ranks of
 //! one process), [`shm`] (processes of one machine) and [`tcp`] (several machines, each rank with a copy of the window).
+//! A dry run has the communicator of `dry.rs`, which counts buffers without memory and sends nothing.
 
 mod arena;
 mod bell;
