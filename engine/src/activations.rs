@@ -4,6 +4,7 @@
 //! next ones are saved. The place of what backward wants next is taken before the segment in front of it is queued, so
 //! that the values come back beside that segment's work.
 
+use crate::ahead::placed;
 use crate::error::EngineError;
 use crate::plan::{StateKind, Tier};
 use crate::spill::{PendingRead, SpillFile};
@@ -161,10 +162,9 @@ impl Activations {
     pub fn new(tier: Tier, tiers: Tiers) -> Option<Self> {
         (tier != Tier::Device).then(|| Self {
             tier,
-            books: match (tier, tiers.spill()) {
-                (Tier::Nvme, Some(spill)) => spill.pool().clone(),
-                (Tier::Nvme, None) => Pool::new("nvme", None),
-                _ => tiers.host.clone(),
+            books: match tier {
+                Tier::Nvme => tiers.disk_pool(),
+                Tier::Device | Tier::Host => tiers.host.clone(),
             },
             tiers,
             arena: Rc::default(),
@@ -346,10 +346,7 @@ impl Activations {
                 None => device.reserve_upload(shape, dtype, Tag::Activations)?,
             };
             return match &*kept {
-                Kept::Null { .. } => match arrival.into_tensor() {
-                    Some(place) => Ok(place),
-                    None => Ok(device.zeros(shape, dtype, Tag::Activations)?),
-                },
+                Kept::Null { .. } => placed(device, Some(arrival), shape, dtype, Tag::Activations),
                 Kept::Host(block) => Ok(device.upload_into(arrival, block.as_bytes())?),
                 Kept::Leaving(_) | Kept::Spilled { .. } => {
                     let mut bytes = vec![0; saved.size_bytes()];

@@ -1,16 +1,24 @@
 //! Places on a device apart for the weights of the unit that a pass leases next. They are taken before the work of the
-//! unit in front of it is queued, so that the copy runs beside that work; a run and its rehearsal take the same ones.
+//! unit in front of it is queued, so that the copy runs beside that work; a run and its dry run take the same ones.
 
 use crate::error::EngineError;
-use crate::plan::{GroupKind, Pass, Plan};
+use crate::plan::{GroupKind, Plan};
 use crate::spec::{ParamId, UnitId};
-use kernels::{Arrival, Backend, Tag};
+use kernels::{Arrival, Backend, DType, Shape, Tag, Tensor};
 use std::collections::BTreeMap;
 
-/// The unit whose weights are uploaded next, unless the batch passes over it.
-pub(crate) fn next_upload(plan: &Plan, pass: Option<&Pass>) -> Option<UnitId> {
-    let pass = pass.filter(|pass| plan.uploads_ahead() && !pass.on_device)?;
-    Some(pass.schedule[pass.next_unit()?].unit)
+/// What an upload fills, in a dry run: its place.
+pub(crate) fn placed(
+    device: &dyn Backend,
+    place: Option<Arrival>,
+    shape: Shape,
+    dtype: DType,
+    tag: Tag,
+) -> Result<Tensor, EngineError> {
+    Ok(match place.and_then(Arrival::into_tensor) {
+        Some(place) => place,
+        None => device.zeros(shape, dtype, tag)?,
+    })
 }
 
 /// The places, by parameter.

@@ -9,7 +9,7 @@
 //! with the communicator's fingerprint and deadline, so that ranks that do not agree, or are gone, are named by the host and
 //! do not hang a device.
 //!
-//! The rehearsal runs the same code on a device that only counts, with messages that nobody sends.
+//! A dry run runs the same code on a device that only counts, with messages that nobody sends.
 
 use crate::comm::{Collective, CollectiveKind, Communicator, Tag as CommTag, World};
 use crate::error::EngineError;
@@ -34,7 +34,7 @@ const ABSENT: u64 = u64::MAX;
 
 /// Where this rank's shard of a group's weights lies.
 pub(crate) enum Own<'a> {
-    /// In a rehearsal.
+    /// In a dry run.
     Nowhere,
     /// In host memory.
     Host(&'a [u8]),
@@ -143,7 +143,7 @@ pub(crate) struct DeviceComm {
     /// Ranks that hold one copy of what is sharded.
     shards: usize,
     chunk_elems: usize,
-    /// `None` in a rehearsal.
+    /// `None` in a dry run.
     comm: Option<Arc<dyn Communicator>>,
     /// What peers may read until the next message.
     lent: Vec<Tensor>,
@@ -254,16 +254,16 @@ impl DeviceComm {
     ///
     /// # Errors
     /// When the device has no collectives.
-    pub(crate) fn rehearsed(backend: Arc<dyn Backend>, world: World, how: How) -> Result<Self> {
-        let rehearsed = Self {
+    pub(crate) fn counted(backend: Arc<dyn Backend>, world: World, how: How) -> Result<Self> {
+        let counted = Self {
             grouped: how.transport == DeviceTransport::Nccl,
             ..Self::alone(backend, world, how)
         };
-        if rehearsed.grouped {
+        if counted.grouped {
             let (rank, deadline) = (world.rank, Duration::ZERO);
-            rehearsed.group()?.join(&[], rank, world.size, deadline)?;
+            counted.group()?.join(&[], rank, world.size, deadline)?;
         }
-        Ok(rehearsed)
+        Ok(counted)
     }
 
     fn alone(backend: Arc<dyn Backend>, world: World, how: How) -> Self {

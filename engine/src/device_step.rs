@@ -6,10 +6,9 @@
 use crate::error::EngineError;
 use crate::plan::Plan;
 use crate::state::UnitState;
-use crate::tier::{Region, access};
+use crate::tier::{Region, access, upload};
 use crate::update::{Chunk, Rule, bytes};
 use kernels::{AdamWArgs, Backend, DType, Form, Part, Resident, Scalars, Shape, Tag, Tensor};
-use std::ops::Range;
 use std::sync::Arc;
 
 type Result<T, E = EngineError> = std::result::Result<T, E>;
@@ -18,7 +17,7 @@ type Result<T, E = EngineError> = std::result::Result<T, E>;
 pub(crate) enum Gradients<'a> {
     /// Summed on the device: the elements of the chunk.
     There(Tensor),
-    /// In host memory: the same as bytes.
+    /// In host memory: the same as bytes; none in a dry run.
     Here(&'a [u8]),
 }
 
@@ -92,9 +91,7 @@ impl DeviceStep {
             Gradients::There(values) => values,
             Gradients::Here(values) => {
                 let shape = Shape::new(&[range.len()]);
-                let dtype = config.grad_dtype();
-                self.backend
-                    .upload(values, shape, dtype, Tag::Communication)?
+                upload(&*self.backend, values, shape, config.grad_dtype())?
             }
         };
         let weight_dtype = config.precision.weight_dtype();
@@ -149,28 +146,13 @@ impl DeviceStep {
                 first_element: plan.first_element(slot.param) + (part.start - slot.offset) as u64,
             })?;
         }
-        if let Some(scratch) = scratch {
+        if let Some(scratch) = scratch
+            && weights.has_values()
+        {
             let mut values = vec![0; place.len()];
             device.read(&scratch, 0, &mut values)?;
             weights.write(place.start, &values)?;
         }
-        Ok(())
-    }
-
-    /// What a step of `range` takes for a moment: on a device that only counts.
-    pub(crate) fn rehearse(
-        &self,
-        plan: &Plan,
-        range: &Range<usize>,
-        gathered: bool,
-        weights_elsewhere: bool,
-    ) -> Result<()> {
-        let (device, config) = (access(&self.backend)?, plan.config());
-        let take = |dtype, tag| device.zeros(range.len(), dtype, tag);
-        let gradients = gathered.then(|| take(config.grad_dtype(), Tag::Communication));
-        let weights =
-            weights_elsewhere.then(|| take(config.precision.weight_dtype(), Tag::Workspace));
-        let _held = (gradients.transpose()?, weights.transpose()?);
         Ok(())
     }
 }

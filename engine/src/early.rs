@@ -10,8 +10,8 @@ use crate::handover::{Gone, Handover};
 use crate::plan::{Plan, Tier};
 use crate::spec::UnitId;
 use crate::state::UnitState;
-use crate::tier::{Access, Region};
-use crate::trace::{Lane, Trace};
+use crate::tier::{Access, Region, Tiers};
+use crate::trace::Lane;
 use crate::update::{CHUNKS_AHEAD, Chunk, Rule, Scalars, chunks};
 use crate::zero::OptimizerConfig;
 use kernels::DType;
@@ -65,8 +65,9 @@ impl EarlyRun {
         plan: Arc<Plan>,
         optimizer: Arc<OptimizerConfig>,
         scalars: Scalars,
-        trace: Trace,
+        tiers: &Tiers,
     ) -> Result<Self> {
+        let trace = tiers.trace().clone();
         let work = move |job: &mut Job, weights: Option<Weights>| {
             let rule = Rule {
                 plan: &plan,
@@ -80,7 +81,7 @@ impl EarlyRun {
                 plan.spec().units[job.unit.index()].name.clone()
             });
         };
-        let thread = Handover::start("early-step", work)?;
+        let thread = tiers.worker("early-step", work)?;
         Ok(Self { scalars, thread })
     }
 

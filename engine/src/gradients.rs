@@ -3,7 +3,7 @@
 use crate::error::EngineError;
 use crate::parallel;
 use crate::plan::{GroupLayout, Plan, StateKind, Tier, UnitPlan};
-use crate::tier::{Access, COPY_ELEMS, Region, Tiers, access, windows};
+use crate::tier::{Access, COPY_ELEMS, Region, Tiers, access, upload, windows};
 use half::bf16;
 use kernels::{DType, Float, Part, Shape, Tag, Tensor};
 use optim::accumulate::{RoundingPlace, add_rounded};
@@ -100,7 +100,7 @@ impl Accumulator {
         Ok(())
     }
 
-    /// Adds a micro-batch's gradients of everything kept here.
+    /// Adds a micro-batch's gradients of everything kept here; of a dry run there are none.
     pub(crate) fn add(
         &mut self,
         group: &GroupLayout,
@@ -128,9 +128,12 @@ impl Accumulator {
         if let Region::Resident { backend, .. } = &self.region {
             let backend = backend.clone();
             for part in windows(range, COPY_ELEMS) {
-                let bytes = bytemuck::cast_slice(&values[own(&part)]);
-                let shape = Shape::new(&[part.len()]);
-                let there = backend.upload(bytes, shape, DType::F32, Tag::Communication)?;
+                let values = match values {
+                    [] => values,
+                    _ => &values[own(&part)],
+                };
+                let (bytes, shape) = (bytemuck::cast_slice(values), Shape::new(&[part.len()]));
+                let there = upload(&*backend, bytes, shape, DType::F32)?;
                 self.add_on_device(group, plan, at, part, &there)?;
             }
             return Ok(());

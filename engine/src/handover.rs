@@ -11,10 +11,18 @@ pub(crate) struct Gone;
 /// A thread that works on each `J`, in the order in which they come, with a `B` that it does not keep.
 #[derive(Debug)]
 pub(crate) struct Handover<J, B> {
-    jobs: Option<Sender<(J, B)>>,
+    jobs: Option<Jobs<J, B>>,
     done: Receiver<J>,
     thread: Option<JoinHandle<()>>,
     open: usize,
+}
+
+/// Where jobs go.
+#[derive(Debug)]
+enum Jobs<J, B> {
+    ToThread(Sender<(J, B)>),
+    /// Nobody works: they are done at once.
+    Done(Sender<J>),
 }
 
 impl<J: Send + 'static, B: Send + 'static> Handover<J, B> {
@@ -38,11 +46,22 @@ impl<J: Send + 'static, B: Send + 'static> Handover<J, B> {
         let builder = Builder::new().name(name.to_owned());
         let thread = builder.spawn(run).map_err(|_| Gone)?;
         Ok(Self {
-            jobs: Some(jobs),
+            jobs: Some(Jobs::ToThread(jobs)),
             done,
             thread: Some(thread),
             open: 0,
         })
+    }
+
+    /// Without a thread: every job comes back as it is.
+    pub(crate) fn idle() -> Self {
+        let (reply, done) = unbounded();
+        Self {
+            jobs: Some(Jobs::Done(reply)),
+            done,
+            thread: None,
+            open: 0,
+        }
     }
 
     /// How many are at the thread.
@@ -52,8 +71,10 @@ impl<J: Send + 'static, B: Send + 'static> Handover<J, B> {
 
     /// Hands one over.
     pub(crate) fn send(&mut self, job: J, borrowed: B) -> Result<(), Gone> {
-        let jobs = self.jobs.as_ref().ok_or(Gone)?;
-        jobs.send((job, borrowed)).map_err(|_| Gone)?;
+        match self.jobs.as_ref().ok_or(Gone)? {
+            Jobs::ToThread(jobs) => jobs.send((job, borrowed)).map_err(|_| Gone)?,
+            Jobs::Done(reply) => reply.send(job).map_err(|_| Gone)?,
+        }
         self.open += 1;
         Ok(())
     }

@@ -11,8 +11,8 @@ use crate::handover::Handover;
 use crate::plan::{Plan, Tier};
 use crate::spec::UnitId;
 use crate::state::UnitState;
-use crate::tier::{COPY_ELEMS, Region};
-use crate::trace::{Lane, Trace};
+use crate::tier::{COPY_ELEMS, Region, Tiers};
+use crate::trace::Lane;
 use crate::update::{Parts, Reads, Rule, Scalars, chunks};
 use crate::zero::OptimizerConfig;
 use std::sync::Arc;
@@ -49,8 +49,9 @@ impl LateRun {
         plan: Arc<Plan>,
         optimizer: Arc<OptimizerConfig>,
         scalars: Scalars,
-        trace: Trace,
+        tiers: &Tiers,
     ) -> Result<Self> {
+        let trace = tiers.trace().clone();
         let given_up = Arc::new(AtomicBool::new(false));
         let stop = given_up.clone();
         let work = move |job: &mut Job, (): ()| {
@@ -66,7 +67,7 @@ impl LateRun {
                 plan.spec().units[job.unit.index()].name.clone()
             });
         };
-        let thread = Handover::start("late-step", work)?;
+        let thread = tiers.worker("late-step", work)?;
         Ok(Self { thread, given_up })
     }
 

@@ -72,10 +72,12 @@
 pub mod access;
 mod activations;
 mod ahead;
+mod books;
 pub mod checkpoint;
 pub mod comm;
 mod device_comm;
 mod device_step;
+mod dry_run;
 mod early;
 mod error;
 #[doc(hidden)]
@@ -86,7 +88,6 @@ mod late;
 mod parallel;
 pub mod plan;
 mod prefetch;
-mod rehearsal;
 pub mod sharded;
 mod snapshot;
 pub mod spec;
@@ -103,6 +104,7 @@ mod zero;
 
 pub use access::{Lease, LeaseOwner, ParamAccess, Phase};
 pub use activations::{Activations, Saved};
+pub use dry_run::DryRun;
 pub use error::EngineError;
 pub use optim::Precision;
 pub use optim::clip::{NORM_BLOCK_ELEMS, sum_of_squares};
@@ -110,7 +112,6 @@ pub use plan::{
     DeviceTransport, EarlyStep, GradDtype, Offload, PassKind, Plan, Stage, StateKind, Tier,
     ZeroConfig,
 };
-pub use rehearsal::Rehearsal;
 pub use snapshot::check_trained;
 pub use spec::{ModelSpec, ParamId, ParamSpec, TensorParallel, UnitId, UnitSpec};
 pub use tier::{Region, Spill, Tiers};

@@ -11,8 +11,8 @@ use crate::handover::Handover;
 use crate::parallel;
 use crate::plan::Plan;
 use crate::spec::UnitId;
-use crate::tier::{Access, Region};
-use crate::trace::{Lane, Trace};
+use crate::tier::{Access, Region, Tiers};
+use crate::trace::Lane;
 use kernels::{Fetch, Reservation};
 use std::ops::Range;
 use std::sync::Arc;
@@ -50,7 +50,8 @@ pub(crate) struct Job {
 pub(crate) struct Sums(Handover<Job, ()>);
 
 impl Sums {
-    pub(crate) fn start(plan: Arc<Plan>, trace: Trace) -> Result<Self> {
+    pub(crate) fn start(plan: Arc<Plan>, tiers: &Tiers) -> Result<Self> {
+        let trace = tiers.trace().clone();
         let work = move |job: &mut Job, (): ()| {
             let started = trace.now();
             job.outcome = job.take(&plan);
@@ -58,7 +59,7 @@ impl Sums {
                 plan.spec().units[job.unit.index()].name.clone()
             });
         };
-        Ok(Self(Handover::start("sums", work)?))
+        Ok(Self(tiers.worker("sums", work)?))
     }
 
     /// Units at the thread.

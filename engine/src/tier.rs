@@ -4,7 +4,9 @@
 //! and written through copies, and computed with where it lies. Host memory is a private anonymous memory map, counted against the host
 //! pool. Spilled memory is an extent of a file, reached through windows that are read ahead and written behind.
 
+use crate::books::{Books, Count};
 use crate::error::EngineError;
+use crate::handover::{Gone, Handover};
 use crate::parallel;
 use crate::plan::{StateKind, Tier};
 use crate::spill::{Extent, PendingRead, Segment, SpillFile, SpillIo, SpillStats};
@@ -12,9 +14,11 @@ use crate::trace::Trace;
 use bytemuck::Pod;
 use half::{bf16, f16};
 use kernels::{
-    Backend, Block, DType, Float, KernelError, Pool, Reservation, Resident, ResidentAccess, Tag,
+    Backend, Block, DType, Float, KernelError, Pool, Reservation, Resident, ResidentAccess, Shape,
+    Tag, Tensor,
 };
 use memmap2::{Advice, MmapMut};
+use std::borrow::Cow;
 use std::cell::RefCell;
 use std::collections::{HashMap, VecDeque};
 use std::ops::Range;
@@ -42,6 +46,8 @@ pub struct Tiers {
     spill: Option<Arc<Spill>>,
     /// The device that keeps states in its own memory, where the host cannot address it.
     apart: Option<Arc<dyn Backend>>,
+    /// In a dry run: regions have no bytes, and are counted.
+    books: Option<Books>,
     trace: Trace,
 }
 
@@ -54,6 +60,7 @@ impl Tiers {
             host,
             spill: None,
             apart: None,
+            books: None,
             trace: Trace::default(),
         }
     }
@@ -69,6 +76,39 @@ impl Tiers {
         self.apart.is_some()
     }
 
+    /// Those of a dry run.
+    pub(crate) fn counted_in(books: Books) -> Self {
+        Self {
+            books: Some(books.clone()),
+            ..Self::new(books.device, books.host)
+        }
+    }
+
+    /// The books of a dry run; `None` where regions have bytes.
+    pub(crate) fn books(&self) -> Option<&Books> {
+        self.books.as_ref()
+    }
+
+    /// A thread for `work`; in a dry run nobody works.
+    pub(crate) fn worker<J: Send + 'static, B: Send + 'static>(
+        &self,
+        name: &str,
+        work: impl FnMut(&mut J, B) + Send + 'static,
+    ) -> Result<Handover<J, B>, Gone> {
+        match self.books {
+            Some(_) => Ok(Handover::idle()),
+            None => Handover::start(name, work),
+        }
+    }
+
+    /// The values of a gradient that the host can read; none in a dry run.
+    pub(crate) fn values<'g>(&self, gradient: &'g Tensor) -> Result<Cow<'g, [f32]>> {
+        match self.books {
+            Some(_) => Ok(Cow::default()),
+            None => Ok(gradient.host_f32()?),
+        }
+    }
+
     /// Adds the disk.
     #[must_use]
     pub fn with_spill(mut self, spill: Spill) -> Self {
@@ -81,6 +121,15 @@ impl Tiers {
     #[must_use]
     pub fn spill(&self) -> Option<&Arc<Spill>> {
         self.spill.as_ref()
+    }
+
+    /// Where the disk is counted.
+    pub(crate) fn disk_pool(&self) -> Pool {
+        match (&self.spill, &self.books) {
+            (Some(spill), _) => spill.pool.clone(),
+            (None, Some(books)) => books.nvme.clone(),
+            (None, None) => Pool::new("nvme", None),
+        }
     }
 
     /// The recorder of the rank that these are of.
@@ -119,6 +168,9 @@ impl Tiers {
         phase: u64,
         tag: Tag,
     ) -> Result<Region> {
+        if let Some(books) = &self.books {
+            return books.region(tier, bytes, phase, tag);
+        }
         Ok(match tier {
             Tier::Device => {
                 let mut block = self.device.take(bytes, tag)?;
@@ -150,6 +202,14 @@ impl Tiers {
                 }
             }
         })
+    }
+
+    /// Device memory for a copy of weights, with unspecified contents.
+    pub(crate) fn copy(&self, bytes: usize) -> Result<Region> {
+        match &self.books {
+            Some(books) => books.region(Tier::Device, bytes, 0, Tag::Gathered),
+            None => Ok(Region::Device(self.device.take(bytes, Tag::Gathered)?)),
+        }
     }
 
     /// Takes a moment behind the last change of those that rest on a device apart.
@@ -298,6 +358,29 @@ pub enum Region {
         /// Its place in the books.
         counted: Reservation,
     },
+    /// In a dry run: no bytes. Reads and writes do nothing, and windows are empty.
+    Counted {
+        /// Where the bytes would be.
+        tier: Tier,
+        /// How many.
+        len: usize,
+        /// Their place in the books.
+        count: Count,
+    },
+}
+
+/// Values on a device; in a dry run, which has none, their place.
+pub(crate) fn upload(
+    device: &dyn Backend,
+    values: &[u8],
+    shape: Shape,
+    dtype: DType,
+) -> Result<Tensor> {
+    let tag = Tag::Communication;
+    Ok(match values.is_empty() {
+        true => device.zeros(shape, dtype, tag)?,
+        false => device.upload(values, shape, dtype, tag)?,
+    })
 }
 
 impl Region {
@@ -308,6 +391,16 @@ impl Region {
             Self::Device(_) | Self::Resident { .. } => Tier::Device,
             Self::Mapped { .. } => Tier::Host,
             Self::Spilled { .. } => Tier::Nvme,
+            Self::Counted { tier, .. } => *tier,
+        }
+    }
+
+    /// Whether there are values: not in a dry run.
+    pub(crate) fn has_values(&self) -> bool {
+        match self {
+            Self::Counted { .. } => false,
+            Self::Resident { states, .. } => !states.is_null(),
+            Self::Device(_) | Self::Mapped { .. } | Self::Spilled { .. } => true,
         }
     }
 
@@ -317,7 +410,7 @@ impl Region {
         match self {
             Self::Device(block) => block.as_bytes().len(),
             Self::Resident { states, .. } => states.size_bytes(),
-            Self::Mapped { len, .. } => *len,
+            Self::Mapped { len, .. } | Self::Counted { len, .. } => *len,
             Self::Spilled { extent, .. } => extent.len() as usize,
         }
     }
@@ -352,7 +445,16 @@ impl Region {
         match self {
             Self::Device(block) => Some(block.as_bytes()),
             Self::Mapped { map, len, .. } => Some(&map[..*len]),
-            Self::Spilled { .. } | Self::Resident { .. } => None,
+            Self::Spilled { .. } | Self::Resident { .. } | Self::Counted { .. } => None,
+        }
+    }
+
+    /// As [`Region::in_memory`], writable; nothing elsewhere.
+    pub(crate) fn in_memory_mut(&mut self) -> &mut [u8] {
+        match self {
+            Self::Device(block) => block.as_bytes_mut(),
+            Self::Mapped { map, len, .. } => &mut map[..*len],
+            Self::Spilled { .. } | Self::Resident { .. } | Self::Counted { .. } => &mut [],
         }
     }
 
@@ -365,8 +467,9 @@ impl Region {
             Self::Spilled { extent, spill, .. } => {
                 Ok(spill.io.copy_out(extent, offset as u64, out)?)
             }
+            _ if !self.has_values() => Ok(()),
             Self::Resident { states, backend } => Ok(access(backend)?.read(states, offset, out)?),
-            Self::Device(_) | Self::Mapped { .. } => {
+            _ => {
                 let all = self.in_memory().unwrap_or_default();
                 parallel::copy(&all[offset..offset + out.len()], out);
                 Ok(())
@@ -379,25 +482,27 @@ impl Region {
     /// # Errors
     /// When the disk or the device fails.
     pub fn write(&mut self, offset: usize, bytes: &[u8]) -> Result<()> {
-        let all = match self {
+        match self {
             Self::Spilled { extent, spill, .. } => {
-                return Ok(spill.io.copy_in(extent, offset as u64, bytes)?);
+                Ok(spill.io.copy_in(extent, offset as u64, bytes)?)
             }
+            _ if !self.has_values() => Ok(()),
             Self::Resident { states, backend } => {
-                return Ok(access(backend)?.write(states, offset, bytes)?);
+                Ok(access(backend)?.write(states, offset, bytes)?)
             }
-            Self::Device(block) => block.as_bytes_mut(),
-            Self::Mapped { map, len, .. } => &mut map[..*len],
-        };
-        parallel::copy(bytes, &mut all[offset..offset + bytes.len()]);
-        Ok(())
+            _ => {
+                let place = &mut self.in_memory_mut()[offset..offset + bytes.len()];
+                parallel::copy(bytes, place);
+                Ok(())
+            }
+        }
     }
 
     /// Starts to read the bytes of a window, if they are on a disk and a buffer is free.
     pub(crate) fn read_ahead(&self, bytes: Range<usize>) -> Result<Option<PendingRead>> {
         match self {
             Self::Spilled { extent, spill, .. } => Ok(spill.io.read_ahead(extent, wide(&bytes))?),
-            Self::Device(_) | Self::Resident { .. } | Self::Mapped { .. } => Ok(None),
+            _ => Ok(None),
         }
     }
 
@@ -409,8 +514,10 @@ impl Region {
         ahead: Option<PendingRead>,
     ) -> Result<Window<'_>> {
         Ok(match self {
-            Self::Device(block) => Window::Memory(&mut block.as_bytes_mut()[bytes]),
-            Self::Mapped { map, .. } => Window::Memory(&mut map[bytes]),
+            Self::Device(_) | Self::Mapped { .. } => {
+                Window::Memory(&mut self.in_memory_mut()[bytes])
+            }
+            Self::Counted { .. } => Window::Memory(&mut []),
             Self::Resident { states, backend } => {
                 let mut copy = Copied::of(states, backend, bytes);
                 match access {
@@ -468,8 +575,8 @@ impl Region {
                 copy.written = true;
                 return Ok(Window::Copied(copy));
             }
-            Self::Device(block) => block.as_bytes_mut(),
-            Self::Mapped { map, len, .. } => &mut map[..*len],
+            Self::Counted { .. } => return Ok(Window::Memory(&mut [])),
+            Self::Device(_) | Self::Mapped { .. } => self.in_memory_mut(),
         };
         let source = source.in_memory().ok_or(EngineError::TiersDiffer)?;
         let target = &mut target[bytes];
@@ -486,12 +593,15 @@ impl Region {
         access: Access,
         mut body: impl FnMut(Range<usize>, &mut [T]) -> Result<()>,
     ) -> Result<()> {
+        if !self.has_values() {
+            return Ok(());
+        }
         let size = size_of::<T>();
         let bytes = |part: &Range<usize>| (part.start - start) * size..(part.end - start) * size;
         let most = match self {
             Self::Spilled { .. } => WINDOW_ELEMS,
             Self::Resident { .. } => COPY_ELEMS,
-            Self::Device(_) | Self::Mapped { .. } => usize::MAX,
+            _ => usize::MAX,
         };
         let parts: Vec<_> = windows(range, most).collect();
         let mut reads = VecDeque::new();

@@ -194,7 +194,7 @@ impl Rule<'_> {
         &self,
         chunk: &Chunk,
         reads: Reads,
-        gathered: Option<&[u8]>,
+        gathered: Option<&ReadBuffer>,
         parts: Parts<'_>,
     ) -> Result<()> {
         let (range, dtype) = (&chunk.range, self.plan.config().precision.weight_dtype());
@@ -222,7 +222,7 @@ impl Rule<'_> {
             }
         };
         let grads: &[u8] = match (gathered, &mut grad_window) {
-            (Some(all), _) => &all[bytes(range, 0, grad_dtype)],
+            (Some(all), _) => all.part(bytes(range, 0, grad_dtype)),
             (None, Some(window)) => window.as_mut_bytes(),
             (None, None) => &[],
         };
@@ -276,7 +276,6 @@ impl Update<'_> {
                 of_unit = Some((chunk.unit, gathered(self.store, chunk.unit)?));
             }
             let all = of_unit.as_ref().and_then(|(_, all)| all.as_ref());
-            let all = all.map(ReadBuffer::as_bytes);
             while ahead.len() <= CHUNKS_AHEAD && i + ahead.len() < chunks.len() {
                 let next = self.read_ahead(&chunks[i + ahead.len()], all.is_none())?;
                 ahead.push_back(next);
@@ -293,13 +292,13 @@ impl Update<'_> {
         &mut self,
         device: &DeviceStep,
         chunk: &Chunk,
-        gathered: Option<&[u8]>,
+        gathered: Option<&ReadBuffer>,
     ) -> Result<()> {
         let Chunk { unit, range } = chunk;
         let start = self.store.resting(*unit, GroupKind::Trainable).start;
         let (gradients, weights, state) = self.store.of_update(*unit)?;
         let gradients = match gathered {
-            Some(all) => Gradients::Here(&all[bytes(range, 0, gradients.dtype())]),
+            Some(all) => Gradients::Here(all.part(bytes(range, 0, gradients.dtype()))),
             None => {
                 let there = gradients.on_device(range.clone())?;
                 Gradients::There(there.ok_or(EngineError::NotResident)?)
@@ -308,12 +307,15 @@ impl Update<'_> {
         device.step(self.rule.plan, chunk, gradients, (weights, start), state)
     }
 
-    fn step(&mut self, chunk: &Chunk, reads: Reads, gathered: Option<&[u8]>) -> Result<()> {
+    fn step(&mut self, chunk: &Chunk, reads: Reads, gathered: Option<&ReadBuffer>) -> Result<()> {
         if let Some(device) = self.device {
             return self.step_on_device(device, chunk, gathered);
         }
         let start = self.store.resting(chunk.unit, GroupKind::Trainable).start;
         let (gradients, weights, state) = self.store.of_update(chunk.unit)?;
+        if !weights.has_values() {
+            return Ok(());
+        }
         let parts = Parts {
             gradients,
             weights: (weights, start),

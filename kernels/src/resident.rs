@@ -96,6 +96,12 @@ impl Resident {
         self.all.size_bytes()
     }
 
+    /// Whether there are no values: on a device that only counts.
+    #[must_use]
+    pub fn is_null(&self) -> bool {
+        self.all.is_null()
+    }
+
     /// A flat tensor of some elements, in their place.
     ///
     /// # Errors

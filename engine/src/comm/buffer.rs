@@ -1,41 +1,72 @@
 //! Owned memory of a communicator.
 #![expect(unsafe_code, reason = "a buffer is a slice of the window")]
 
-use super::CommError;
 use super::arena::Region;
+use super::dry::DryBuffer;
 use super::endpoint::{Endpoint, Readers};
+use super::{CollectiveKind, CommError};
+use std::ops::Range;
 use std::sync::Arc;
 
 /// Bytes of this rank's part of the window, 64-byte aligned; given back when dropped.
 #[derive(Debug)]
 pub struct Buffer {
+    place: Place,
+    bytes: usize,
+}
+
+#[derive(Debug)]
+enum Place {
+    Window(InWindow),
+    /// In a dry run: slices of it are empty.
+    Nowhere(DryBuffer),
+}
+
+#[derive(Debug)]
+struct InWindow {
     endpoint: Arc<Endpoint>,
     region: Region,
-    bytes: usize,
     /// Set while the buffer is in a ticket or a [`ReadBuffer`]: nobody can write it then.
     readers: Option<Readers>,
 }
 
 impl Buffer {
     pub(super) fn new(endpoint: Arc<Endpoint>, region: Region, bytes: usize) -> Self {
-        Self {
+        let readers = None;
+        let place = Place::Window(InWindow {
             endpoint,
             region,
-            bytes,
-            readers: None,
+            readers,
+        });
+        Self { place, bytes }
+    }
+
+    pub(super) fn counted(place: DryBuffer, bytes: usize) -> Self {
+        let place = Place::Nowhere(place);
+        Self { place, bytes }
+    }
+
+    /// Counts a collective of a dry run.
+    pub(super) fn count(&self, kind: CollectiveKind) {
+        if let Place::Nowhere(place) = &self.place {
+            place.run(kind);
         }
     }
 
-    pub(super) fn belongs_to(&self, endpoint: &Arc<Endpoint>) -> bool {
-        Arc::ptr_eq(&self.endpoint, endpoint)
+    /// Where it begins in this rank's region, if that is a part of the window of `endpoint`.
+    pub(super) fn offset_in(&self, endpoint: &Arc<Endpoint>) -> Option<usize> {
+        match &self.place {
+            Place::Window(place) if Arc::ptr_eq(&place.endpoint, endpoint) => {
+                Some(place.region.offset)
+            }
+            _ => None,
+        }
     }
 
-    pub(super) fn offset(&self) -> usize {
-        self.region.offset
-    }
-
-    pub(super) fn set_readers(&mut self, readers: Option<Readers>) {
-        self.readers = readers;
+    pub(super) fn set_readers(&mut self, of: Option<Readers>) {
+        if let Place::Window(InWindow { readers, .. }) = &mut self.place {
+            *readers = of;
+        }
     }
 
     /// Length in bytes.
@@ -50,26 +81,32 @@ impl Buffer {
         self.bytes == 0
     }
 
-    /// The bytes.
+    /// The bytes; none in a dry run.
     #[must_use]
     pub fn as_bytes(&self) -> &[u8] {
-        let Endpoint { window, world, .. } = &*self.endpoint;
+        let Place::Window(place) = &self.place else {
+            return &[];
+        };
+        let Endpoint { window, world, .. } = &*place.endpoint;
         // SAFETY: the region is this buffer's alone (arena), and a buffer that is reachable by its
         // user is in no collective that writes it (a ticket owns it until then); peers only read.
-        unsafe { window.bytes(world.rank, self.region.offset, 0..self.bytes) }
+        unsafe { window.bytes(world.rank, place.region.offset, 0..self.bytes) }
     }
 
     /// The bytes, for writing.
     #[must_use]
     pub fn as_bytes_mut(&mut self) -> &mut [u8] {
+        let Place::Window(place) = &self.place else {
+            return &mut [];
+        };
         debug_assert!(
-            self.readers.is_none(),
+            place.readers.is_none(),
             "a buffer with readers is not handed out for writing"
         );
-        let Endpoint { window, world, .. } = &*self.endpoint;
+        let Endpoint { window, world, .. } = &*place.endpoint;
         // SAFETY: as in `as_bytes`; moreover a `Buffer` reaches its user only when no peer reads it
         // any more, and `&mut self` excludes other access on this rank.
-        unsafe { window.bytes_mut(world.rank, self.region.offset, 0..self.bytes) }
+        unsafe { window.bytes_mut(world.rank, place.region.offset, 0..self.bytes) }
     }
 
     /// The elements.
@@ -89,9 +126,25 @@ impl Buffer {
     pub fn as_mut_slice<T: bytemuck::Pod>(&mut self) -> &mut [T] {
         bytemuck::cast_slice_mut(self.as_bytes_mut())
     }
+
+    /// Some of the elements; none in a dry run.
+    pub(crate) fn part<T: bytemuck::Pod>(&self, elems: Range<usize>) -> &[T] {
+        match self.place {
+            Place::Window(_) => &self.as_slice()[elems],
+            Place::Nowhere(_) => &[],
+        }
+    }
+
+    /// As [`Buffer::part`], for writing.
+    pub(crate) fn part_mut<T: bytemuck::Pod>(&mut self, elems: Range<usize>) -> &mut [T] {
+        match self.place {
+            Place::Window(_) => &mut self.as_mut_slice()[elems],
+            Place::Nowhere(_) => &mut [],
+        }
+    }
 }
 
-impl Drop for Buffer {
+impl Drop for InWindow {
     fn drop(&mut self) {
         self.endpoint.release(self.region, self.readers);
     }
@@ -141,15 +194,22 @@ impl ReadBuffer {
         self.0.as_slice()
     }
 
+    /// Some of the elements; none in a dry run.
+    pub(crate) fn part<T: bytemuck::Pod>(&self, elems: Range<usize>) -> &[T] {
+        self.0.part(elems)
+    }
+
     /// Waits until every peer has finished reading, and makes the buffer writable again.
     ///
     /// # Errors
     /// [`CommError::Timeout`], [`CommError::Mismatch`] or [`CommError::Aborted`].
     pub fn reclaim(self) -> Result<Buffer, CommError> {
         let mut buffer = self.0;
-        if let Some(readers) = buffer.readers {
-            buffer.endpoint.reclaim(readers)?;
-            buffer.readers = None;
+        if let Place::Window(place) = &mut buffer.place
+            && let Some(readers) = place.readers
+        {
+            place.endpoint.reclaim(readers)?;
+            place.readers = None;
         }
         Ok(buffer)
     }

@@ -1,6 +1,6 @@
 //! What every transport must do, run over threads, over shared memory and over connections.
 
-use super::rehearsal::DryWindow;
+use super::dry::DryWindow;
 use super::{
     Collective, CollectiveKind, CommError, Communicator, Tag, Ticket, World, shm, tcp, threads,
 };
@@ -462,7 +462,7 @@ fn memory_is_reused_only_after_the_last_reader(transport: Transport) {
     });
 }
 
-fn buffers_of_all_sizes_lie_where_a_rehearsal_says(transport: Transport) {
+fn buffers_of_all_sizes_lie_where_a_dry_run_says(transport: Transport) {
     transport.run_all(|comm| {
         let World { rank, size } = comm.world();
         let dry = DryWindow::new(comm.world(), comm.world().size);
@@ -471,7 +471,7 @@ fn buffers_of_all_sizes_lie_where_a_rehearsal_says(transport: Transport) {
             let per_rank = 4 + 4 * ((round * 7919) % 1700);
             let value = |r: usize| (round * 8 + r) as u32;
             let mut buffer = comm.alloc(size * per_rank).unwrap();
-            let rehearsed = dry.alloc(size * per_rank);
+            let counted = dry.alloc(size * per_rank).unwrap();
             buffer.as_mut_slice::<u32>().fill(u32::MAX);
             let words = per_rank / 4;
             buffer.as_mut_slice::<u32>()[rank * words..][..words].fill(value(rank));
@@ -480,7 +480,7 @@ fn buffers_of_all_sizes_lie_where_a_rehearsal_says(transport: Transport) {
             for (r, part) in result.as_slice::<u32>().chunks(words).enumerate() {
                 assert!(part.iter().all(|&x| x == value(r)), "round {round}");
             }
-            held.push_back((result, rehearsed));
+            held.push_back((result, counted));
             // Not first in, first out: what stays leaves holes between the others.
             if held.len() > 3 {
                 held.remove(round % 3);
@@ -768,7 +768,7 @@ conformance! {
     dropped_tickets_harm_nobody
     a_buffer_can_be_overwritten_as_soon_as_it_is_back
     memory_is_reused_only_after_the_last_reader
-    buffers_of_all_sizes_lie_where_a_rehearsal_says
+    buffers_of_all_sizes_lie_where_a_dry_run_says
     ten_thousand_collectives_leak_nothing
     different_collectives_are_an_error_on_every_rank
     a_missing_rank_is_a_timeout_with_the_table_of_ranks

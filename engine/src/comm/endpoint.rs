@@ -304,7 +304,12 @@ impl Endpoint {
 
     /// Publishes a collective. On an error after publication `buffer` keeps its readers, so that
     /// dropping it does not free memory that a peer may be reading.
-    fn publish(&self, collective: Collective, buffer: &mut Buffer) -> Result<Arc<Op>, CommError> {
+    fn publish(
+        &self,
+        collective: Collective,
+        offset: usize,
+        buffer: &mut Buffer,
+    ) -> Result<Arc<Op>, CommError> {
         let Collective { kind, tag, .. } = collective;
         let print = Fingerprint::new(&collective, buffer.len())?;
         let mut next = lock(&self.next);
@@ -330,7 +335,7 @@ impl Endpoint {
             print,
             collective,
             bytes: buffer.len(),
-            offset: buffer.offset(),
+            offset,
             state: Mutex::new(State::default()),
         });
         *next += 1;
@@ -437,11 +442,11 @@ impl Communicator for Member {
     }
 
     fn start(&self, op: Collective, mut buffer: Buffer) -> Result<Ticket, CommError> {
-        if !buffer.belongs_to(&self.0) {
+        let Some(offset) = buffer.offset_in(&self.0) else {
             return Err(CommError::ForeignBuffer { tag: op.tag });
-        }
+        };
         check_arguments(op, buffer.len(), self.0.world.size)?;
-        let published = self.0.publish(op, &mut buffer)?;
+        let published = self.0.publish(op, offset, &mut buffer)?;
         Ok(Ticket::new(self.0.clone(), published, buffer))
     }
 

@@ -13,8 +13,8 @@ use std::sync::Arc;
 #[derive(Debug)]
 #[must_use = "dropping a ticket gives up the result"]
 pub struct Ticket {
-    endpoint: Arc<Endpoint>,
-    op: Arc<Op>,
+    /// `None` in a dry run.
+    flight: Option<(Arc<Endpoint>, Arc<Op>)>,
     /// `None` once handed out.
     buffer: Option<Buffer>,
 }
@@ -22,8 +22,15 @@ pub struct Ticket {
 impl Ticket {
     pub(super) fn new(endpoint: Arc<Endpoint>, op: Arc<Op>, buffer: Buffer) -> Self {
         Self {
-            endpoint,
-            op,
+            flight: Some((endpoint, op)),
+            buffer: Some(buffer),
+        }
+    }
+
+    /// Of a dry run, where nothing is waited for.
+    pub(super) const fn done(buffer: Buffer) -> Self {
+        Self {
+            flight: None,
             buffer: Some(buffer),
         }
     }
@@ -32,7 +39,8 @@ impl Ticket {
     /// without waiting; a dead communicator counts as done.
     #[must_use]
     pub fn is_done(&self) -> bool {
-        self.endpoint.poll(&self.op).unwrap_or(true)
+        let flight = self.flight.as_ref();
+        flight.is_none_or(|(endpoint, op)| endpoint.poll(op).unwrap_or(true))
     }
 
     /// Waits for the result and until every peer has finished reading this rank's data: the buffer
@@ -50,7 +58,9 @@ impl Ticket {
     /// # Errors
     /// [`CommError::Timeout`], [`CommError::Mismatch`] or [`CommError::Aborted`].
     pub fn wait_read(mut self) -> Result<ReadBuffer, CommError> {
-        self.endpoint.complete(&self.op)?;
+        if let Some((endpoint, op)) = &self.flight {
+            endpoint.complete(op)?;
+        }
         let buffer = self
             .buffer
             .take()
@@ -61,8 +71,8 @@ impl Ticket {
 
 impl Drop for Ticket {
     fn drop(&mut self) {
-        if self.buffer.is_some() {
-            self.endpoint.abandon(&self.op);
+        if let (Some(_), Some((endpoint, op))) = (&self.buffer, &self.flight) {
+            endpoint.abandon(op);
         }
     }
 }

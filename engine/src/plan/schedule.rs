@@ -39,7 +39,7 @@ impl Visit {
     }
 }
 
-/// A walk through the uses of one pass: the same in a run and in its rehearsal.
+/// A walk through the uses of one pass: the same in a run and in its dry run.
 #[derive(Default)]
 pub(crate) struct Pass {
     pub(crate) schedule: Vec<Entry>,

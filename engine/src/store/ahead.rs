@@ -1,14 +1,15 @@
 //! Weights that come to a device one unit ahead of their use.
 
 use super::{Residency, Result, Store};
-use crate::ahead::next_upload;
 use crate::plan::Pass;
 use crate::spec::UnitId;
 
 impl Store {
     /// The unit whose weights are uploaded next, unless the batch passes over it.
     pub(crate) fn next_upload(&self) -> Option<UnitId> {
-        next_upload(&self.plan, self.pass.as_ref())
+        let ahead = |pass: &&Pass| self.plan.uploads_ahead() && !pass.on_device;
+        let pass = self.pass.as_ref().filter(ahead)?;
+        Some(pass.schedule[pass.next_unit()?].unit)
     }
 
     /// Takes part in the devices' gathers up to the entry at the cursor, whose weights may be used from here on.

@@ -113,12 +113,12 @@ impl Store {
                 return Ok(());
             }
             if let Some((buffer, _)) = &mut bucket.buffer {
-                let values = grad.host_f32()?;
-                parallel::copy(&values, &mut buffer.as_mut_slice::<f32>()[range]);
+                let values = self.tiers.values(grad)?;
+                parallel::copy(&values, buffer.part_mut(range));
                 return Ok(());
             }
         }
-        let values = grad.host_f32()?;
+        let values = self.tiers.values(grad)?;
         self.accumulate(unit, |gradients, plan, moment| {
             gradients.add_part(group, plan, moment, range, &values)
         })
@@ -166,7 +166,6 @@ impl Store {
                 mark: bucket.produced,
             };
             let sums = device.reduce(unit, group, produced)?;
-            drop(bucket);
             if self.tiers.are_resident() && plan.sums_on_device(unit) {
                 self.accumulate(unit, |gradients, plan, moment| {
                     gradients.add_all_on_device(group, plan, moment, &sums)
@@ -224,11 +223,11 @@ impl Store {
             self.accumulate(unit, |gradients, _, _| gradients.complete(missing))?;
             return self.step_early(unit);
         };
-        let values = buffer.as_mut_slice::<f32>();
-        let clear = |range: Range<usize>| values[range].fill(0.0);
+        let clear = |range: Range<usize>| buffer.part_mut::<f32>(range).fill(0.0);
         missing.into_iter().for_each(clear);
         if !plan.config().shards_gradients() {
-            return self.take_sum(unit, buffer.as_slice());
+            let all = 0..buffer.len() / 4;
+            return self.take_sum(unit, buffer.part(all));
         }
         self.drain(plan.config().buckets_in_flight.saturating_sub(1))?;
         let op = Collective::new(
@@ -268,7 +267,7 @@ impl Store {
                     let buffer = ticket.wait_read()?;
                     trace.end(started, Lane::Communication, name);
                     let shard = self.unit_plan(unit).trainable.shard(rank);
-                    self.take_sum(unit, &buffer.as_slice::<f32>()[shard])?;
+                    self.take_sum(unit, buffer.part(shard))?;
                 }
                 Sum::OnDevice => self.take_brought()?,
             }
@@ -290,7 +289,10 @@ impl Store {
             let region = self.waiting.pop().ok_or(EngineError::EarlyThread)?;
             return Ok(Destination::Waiting(region));
         }
-        let elems = self.unit_plan(unit).trainable.shard_elems;
+        let elems = match self.tiers.books() {
+            Some(_) => 0,
+            None => self.unit_plan(unit).trainable.shard_elems,
+        };
         let sum = &mut self.units[unit.index()].gradients;
         // A disk has its own queue.
         let in_memory = sum.take_if(|sum| sum.tier() != Tier::Nvme);

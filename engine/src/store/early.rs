@@ -4,11 +4,10 @@ use super::{Early, Residency, Result, Store};
 use crate::early::{self, EarlyRun, Gradients, Job};
 use crate::error::EngineError;
 use crate::gradients::Moment;
-use crate::parallel;
 use crate::plan::{GroupKind, Tier};
 use crate::spec::UnitId;
 use crate::state::UnitState;
-use crate::tier::{Access, Region};
+use crate::tier::Region;
 use crate::trace::Lane;
 use crate::update::Scalars;
 use crate::zero::OptimizerConfig;
@@ -31,8 +30,7 @@ impl Store {
         self.settle_weights()?;
         let states = self.units.iter_mut().filter_map(|unit| unit.state.as_mut());
         self.tiers.lend(states.flat_map(UnitState::spare_mut))?;
-        let trace = self.tiers.trace().clone();
-        let run = EarlyRun::start(self.plan.clone(), optimizer.clone(), scalars, trace)?;
+        let run = EarlyRun::start(self.plan.clone(), optimizer.clone(), scalars, &self.tiers)?;
         self.early = Some(run);
         Ok(())
     }
@@ -118,12 +116,8 @@ impl Store {
         self.may_consume(unit)?;
         self.wait_for_thread()?;
         let mut region = self.waiting.pop().ok_or(EngineError::EarlyThread)?;
-        let window = 0..values.len() * 4;
-        let copied = self.copies.time(Tier::Host, || {
-            let mut window = region.window(window, Access::Write, None)?;
-            parallel::copy(values, window.as_mut_slice());
-            window.commit()
-        });
+        let write = || region.write(0, bytemuck::cast_slice(values));
+        let copied = self.copies.time(Tier::Host, write);
         match copied {
             Ok(()) => self.consume_region(unit, region, self.moment),
             Err(error) => {

@@ -19,8 +19,7 @@ impl Store {
         optimizer: &Arc<OptimizerConfig>,
         scalars: Scalars,
     ) -> Result<()> {
-        let trace = self.tiers.trace().clone();
-        let run = LateRun::start(self.plan.clone(), optimizer.clone(), scalars, trace)?;
+        let run = LateRun::start(self.plan.clone(), optimizer.clone(), scalars, &self.tiers)?;
         let units = units.map(|unit| {
             let start = self.resting(unit, GroupKind::Trainable).start;
             (unit, start, self.unit_name(unit))

@@ -47,7 +47,7 @@ impl AsRef<[u8]> for InWindow {
     }
 }
 
-/// Weights that are read where they rest.
+/// Weights that are read where they rest, or a copy of them.
 struct InPlace(Arc<Region>);
 
 impl AsRef<[u8]> for InPlace {
@@ -168,7 +168,7 @@ impl Store {
             waiting.push(tiers.allocate(place, range, DType::F32, Tag::Gradients)?);
         }
         let sums = match apart {
-            true => Some(Sums::start(plan.clone(), tiers.trace().clone())?),
+            true => Some(Sums::start(plan.clone(), &tiers)?),
             false => None,
         };
         Ok(Self {
@@ -470,7 +470,7 @@ impl Store {
             let counted = self.tiers.device.reserve(bytes as u64, Tag::Gathered)?;
             let mut buffer = self.comm.alloc(bytes)?;
             let shard = group.shard_elems * dtype.size_bytes();
-            let own = &mut buffer.as_bytes_mut()[rank * shard..(rank + 1) * shard];
+            let own = buffer.part_mut(rank * shard..(rank + 1) * shard);
             let reads = &mut self.reads;
             self.copies
                 .time(region.tier(), || reads.fetch((unit, *kind), region, own))?;
@@ -499,24 +499,24 @@ impl Store {
         let mut staged = Vec::new();
         for (kind, region) in weights {
             let reads = &mut self.reads;
-            let addressed = region.in_memory().is_some() || region.resident().is_some();
-            staged.push(match addressed {
-                true => None,
-                false => {
-                    let mut block = self.tiers.device.take(region.len(), Tag::Gathered)?;
+            staged.push(match region.tier() {
+                Tier::Device | Tier::Host => None,
+                Tier::Nvme => {
+                    let mut copy = self.tiers.copy(region.len())?;
                     self.copies.time(region.tier(), || {
-                        reads.fetch((unit, *kind), region, block.as_bytes_mut())
+                        reads.fetch((unit, *kind), region, copy.in_memory_mut())
                     })?;
-                    Some(block)
+                    Some(copy)
                 }
             });
         }
         let unit_plan = self.plan.unit(unit);
         let parts = weights.iter().zip(&staged).map(|((kind, region), staged)| {
-            let weights = match (staged, region.resident()) {
-                (Some(block), _) => Own::Host(block.as_bytes()),
-                (None, Some(states)) => Own::Device(states.part(0..states.elems())?),
-                (None, None) => Own::Host(region.in_memory().unwrap_or_default()),
+            let region = staged.as_ref().unwrap_or(region);
+            let weights = match (region.resident(), region.in_memory()) {
+                (Some(states), _) => Own::Device(states.part(0..states.elems())?),
+                (None, Some(bytes)) => Own::Host(bytes),
+                (None, None) => Own::Nowhere,
             };
             Ok(OwnPart {
                 weights,
@@ -590,12 +590,12 @@ impl Store {
                 let read = |kind| visits.is_none_or(|visits| visits.reads(kind));
                 for (kind, region) in state.weights.iter().filter(|(kind, _)| read(*kind)) {
                     let bytes: ForeignBytes = if copy {
-                        let mut block = self.tiers.device.take(region.len(), Tag::Gathered)?;
+                        let mut copy = self.tiers.copy(region.len())?;
                         let reads = &mut self.reads;
                         self.copies.time(region.tier(), || {
-                            reads.fetch((unit, *kind), region, block.as_bytes_mut())
+                            reads.fetch((unit, *kind), region, copy.in_memory_mut())
                         })?;
-                        Arc::new(block)
+                        Arc::new(InPlace(Arc::new(copy)))
                     } else {
                         Arc::new(InPlace(region.clone()))
                     };
@@ -696,7 +696,10 @@ impl Store {
         for (kind, bytes) in groups {
             for slot in &self.unit_plan(unit).group(*kind).slots {
                 let shape = self.plan.spec().params[slot.param.index()].shape;
-                let tensor = Tensor::from_foreign(bytes.clone(), None, slot.offset, shape, dtype)?;
+                let tensor = match self.tiers.books() {
+                    Some(books) => books.leased(shape, dtype)?,
+                    None => Tensor::from_foreign(bytes.clone(), None, slot.offset, shape, dtype)?,
+                };
                 params.push((slot.param, tensor));
             }
         }
@@ -718,7 +721,7 @@ fn sole(weights: &mut [(GroupKind, Arc<Region>)], kind: GroupKind) -> Option<&mu
 }
 
 /// What devices gathered, in the shapes of parameters and ascending.
-pub(crate) fn shaped(plan: &Plan, gathered: &[(ParamId, Tensor)]) -> Result<Gathered> {
+fn shaped(plan: &Plan, gathered: &[(ParamId, Tensor)]) -> Result<Gathered> {
     let shape = |id: ParamId| plan.spec().params[id.index()].shape;
     let params = gathered.iter();
     let params = params.map(|(id, tensor)| Ok((*id, tensor.reshape(shape(*id))?)));

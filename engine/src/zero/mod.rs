@@ -5,7 +5,7 @@ mod step;
 
 use crate::access::{Lease, LeaseOwner, ParamAccess, Phase};
 use crate::activations::Activations;
-use crate::ahead::Ahead;
+use crate::ahead::{Ahead, placed};
 use crate::comm::{Communicator, Tag as CommTag};
 use crate::device_comm::{DeviceComm, How};
 use crate::device_step::DeviceStep;
@@ -117,8 +117,11 @@ impl Zero {
         compare_plans(&plan, &*comm)?;
         let tiers = tiers.on(&backend);
         let device = if plan.devices_talk() {
-            let (backend, comm) = (backend.clone(), comm.clone());
-            Some(DeviceComm::join(backend, comm, How::of(&plan))?)
+            let (backend, how) = (backend.clone(), How::of(&plan));
+            Some(match tiers.books() {
+                Some(_) => DeviceComm::counted(backend, comm.world(), how)?,
+                None => DeviceComm::join(backend, comm.clone(), how)?,
+            })
         } else {
             None
         };
@@ -439,10 +442,12 @@ impl Zero {
                 there.push((id, weight));
                 continue;
             }
-            let (bytes, shape, dtype) = (weight.host_bytes()?, weight.shape(), weight.dtype());
-            let weight = match places.remove(&id) {
-                Some(place) => self.backend.upload_into(place, &bytes)?,
-                None => self.backend.upload(&bytes, shape, dtype, Tag::Gathered)?,
+            let (shape, dtype, place) = (weight.shape(), weight.dtype(), places.remove(&id));
+            let backend = &*self.backend;
+            let weight = match place {
+                _ if weight.is_null() => placed(backend, place, shape, dtype, Tag::Gathered)?,
+                Some(place) => backend.upload_into(place, &weight.host_bytes()?)?,
+                None => backend.upload(&weight.host_bytes()?, shape, dtype, Tag::Gathered)?,
             };
             there.push((id, weight));
         }

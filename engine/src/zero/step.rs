@@ -140,10 +140,7 @@ impl Zero {
                 buffer = start(CollectiveKind::AllGather, "gather-grads", buffer)?;
                 valid = 0..region.len() / 4;
             }
-            region.write(
-                valid.start * 4,
-                &buffer.as_bytes()[valid.start * 4..valid.end * 4],
-            )?;
+            region.write(valid.start * 4, buffer.part(valid.start * 4..valid.end * 4))?;
         }
         Ok(())
     }
@@ -282,7 +279,7 @@ impl Zero {
                 .weights_mut(unit, GroupKind::Trainable)?;
             let tier = weights.tier();
             let mut buffer = self.comm.alloc(weights.len())?;
-            let own = &mut buffer.as_bytes_mut()[bytes.clone()];
+            let own = buffer.part_mut(bytes.clone());
             copies.time(tier, || weights.read(bytes.start, own))?;
             let op = Collective::new(
                 CollectiveKind::AllGather,
@@ -354,9 +351,7 @@ fn gathered_gradients(
     let mut buffer = comm.alloc(group.padded_elems * dtype.size_bytes())?;
     let own = shard.start * dtype.size_bytes()..shard.end * dtype.size_bytes();
     if let Some(gradients) = store.gradients_mut(unit)? {
-        gradients
-            .region()
-            .read(0, &mut buffer.as_bytes_mut()[own])?;
+        gradients.region().read(0, buffer.part_mut(own))?;
     }
     let tag = CommTag::new("gather-grads", unit.0);
     let op = Collective::new(CollectiveKind::AllGather, dtype, tag);

@@ -9,9 +9,9 @@
 
 mod checkpoints;
 mod checks;
+mod dry_run;
 mod early_step;
 mod hostile;
 mod invariants;
 mod late_step;
-mod rehearsal;
 mod toy;

@@ -1,4 +1,4 @@
-//! Places for a run of blocks that is known before it begins: sizes and lives come from a rehearsal, and with both at
+//! Places for a run of blocks that is known before it begins: sizes and lives come from a dry run, and with both at
 //! hand blocks are packed, not placed as they come.
 //!
 //! A rule that sees one block at a time loses up to a third of the range to holes around the weights of large units,

@@ -6,12 +6,11 @@ use super::planner::{Planned, made_up_sample};
 use super::rehearse::micro_batch;
 use crate::device::counting_of;
 use crate::run::{rule, shapes};
-use engine::Rehearsal;
+use engine::DryRun;
 use kernels::PoolStats;
 use kernels::cuda::CudaBackend;
 use models::data::EncodedSample;
 use models::{VisionLanguageModel, largest_sample};
-use optim::Optimizer;
 use proptest::prelude::*;
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 use std::sync::Arc;
@@ -37,7 +36,7 @@ struct Arena {
     planned: Planned,
     model: Arc<dyn VisionLanguageModel>,
     /// A rank in exactly the planned memory.
-    rehearsal: Rehearsal,
+    dry_run: DryRun,
     places: Places,
 }
 
@@ -50,13 +49,12 @@ impl Arena {
         let gpu = &config.gpus[0];
         let bytes = planned.memory.peak.device;
         let device = CudaBackend::counting_within(gpu.multiprocessors, true, bytes);
-        let rule = rule(config);
-        let slots = rule.slots(plan.config().precision);
-        let rehearsal = Rehearsal::apart(plan.clone(), slots, Arc::new(device));
+        let rule = Arc::new(rule(config));
+        let dry_run = DryRun::apart(plan.clone(), rule, Arc::new(device));
         let counting = counting_of(gpu).expect("CUDA");
         let places = Places::new(config, plan, counting);
         Self {
-            rehearsal: rehearsal.expect("room for the states"),
+            dry_run: dry_run.expect("room for the states"),
             places: places.expect("counts"),
             model,
             planned,
@@ -89,12 +87,12 @@ impl Arena {
         let config = &self.planned.config;
         let script = self.places.of(config, &*self.model, samples);
         let script = script.map_err(|e| e.to_string())?;
-        let pool = self.rehearsal.device_pool();
+        let pool = self.dry_run.device_pool();
         let follow = &mut || pool.follow(Some(script.clone()));
         micro_batch(
             config,
             &*self.model,
-            &self.rehearsal,
+            &self.dry_run,
             samples,
             follow,
             &mut || (),
@@ -107,8 +105,8 @@ impl Arena {
             )
         })?;
         pool.follow(None);
-        self.rehearsal.step().map_err(|e| e.to_string())?;
-        Ok(pool.stats())
+        self.dry_run.take_step().map_err(|e| e.to_string())?;
+        Ok(self.dry_run.device_pool().stats())
     }
 }
 
@@ -187,7 +185,7 @@ fn a_plan_is_little_more_than_what_lives_at_once() {
             .places
             .of(&config, &*arena.model, &most)
             .expect("a script");
-        let rests = arena.rehearsal.device_pool().stats().in_use;
+        let rests = arena.dry_run.device_pool().stats().in_use;
         let (live, bytes) = (rests + script.live_bytes(), rests + script.bytes());
         let planned = arena.planned.memory.peak.device;
         assert!(bytes * 100 <= live * 103, "{}: {bytes} {live}", case.name);

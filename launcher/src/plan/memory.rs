@@ -66,7 +66,7 @@ pub struct RankMemory {
     pub resident_by_rank: Vec<u64>,
 }
 
-/// What a rehearsed run has touched, from which the peaks follow.
+/// What a dry run has touched, from which the peaks follow.
 #[derive(Debug, Clone)]
 pub(super) struct Footprint {
     /// Bytes that blocks of the device pool occupy in host memory: none of a GPU.

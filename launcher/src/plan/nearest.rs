@@ -171,7 +171,7 @@ pub(super) fn nearest(
     Ok(None)
 }
 
-/// Whether model states alone would fit: what needs no rehearsal.
+/// Whether model states alone would fit: what needs no dry run.
 fn states_fit(planner: &Planner, config: &RunConfig) -> Result<bool, Failure> {
     let (_, plan) = crate::run::shapes(config)?;
     let states = plan.memory();

@@ -7,11 +7,10 @@
 use super::rehearse::micro_batch;
 use crate::config::RunConfig;
 use crate::run::rule;
-use engine::{EngineError, Plan, Rehearsal};
+use engine::{DryRun, EngineError, Plan};
 use kernels::{Backend, Script};
 use models::data::EncodedSample;
 use models::{ModelError, VisionLanguageModel};
-use optim::Optimizer;
 use std::collections::HashMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
@@ -29,7 +28,7 @@ pub(super) fn margin(script: &Script) -> u64 {
 
 /// Finds places of micro-batches.
 pub(crate) struct Places {
-    rehearsal: Rehearsal,
+    dry_run: DryRun,
     known: HashMap<u64, Arc<Script>>,
 }
 
@@ -51,10 +50,8 @@ impl Places {
         plan: &Arc<Plan>,
         counting: Arc<dyn Backend>,
     ) -> Result<Self, EngineError> {
-        let rule = rule(config);
-        let slots = rule.slots(plan.config().precision);
         Ok(Self {
-            rehearsal: Rehearsal::apart(plan.clone(), slots, counting)?,
+            dry_run: DryRun::apart(plan.clone(), Arc::new(rule(config)), counting)?,
             known: HashMap::new(),
         })
     }
@@ -73,11 +70,11 @@ impl Places {
         if let Some(script) = self.known.get(&shape) {
             return Ok(script.clone());
         }
-        let pool = self.rehearsal.device_pool();
+        let pool = self.dry_run.device_pool();
         micro_batch(
             config,
             model,
-            &self.rehearsal,
+            &self.dry_run,
             samples,
             &mut || pool.record(),
             &mut || (),

@@ -11,13 +11,12 @@ use crate::monitor::memory::Kinds;
 use crate::run::failures;
 use crate::run::{dropout, keeps, rule};
 use engine::comm::WindowBytes;
-use engine::{EngineError, ParamAccess, PassKind, Plan, Rehearsal};
+use engine::{DryRun, EngineError, ParamAccess, PassKind, Plan};
 use kernels::{Backend, PoolStats, Script, Tag};
 use models::autograd::Tape;
 use models::data::EncodedSample;
 use models::generate::{Prompt, rehearse as rehearse_answers};
 use models::{ModelError, SampleInput, VisionLanguageModel};
-use optim::Optimizer;
 use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -84,17 +83,17 @@ pub(crate) fn rehearse(
 pub(crate) fn window_region(config: &RunConfig, plan: &Arc<Plan>) -> Result<u64, Failure> {
     let rehearse = || -> Result<WindowBytes, EngineError> {
         // The window is the same on every kind of GPU.
-        let rehearsal = match device::counting(config).pop() {
-            Some(device) => Rehearsal::apart(plan.clone(), &[], device),
-            None => Rehearsal::new(plan.clone(), &[]),
+        let mut dry_run = match device::counting(config).pop() {
+            Some(device) => DryRun::apart(plan.clone(), Arc::new(rule(config)), device),
+            None => DryRun::new(plan.clone(), Arc::new(rule(config))),
         }?;
         for kind in [PassKind::Train, PassKind::Infer] {
-            rehearsal.begin_pass(kind);
-            rehearsal.end_pass()?;
+            dry_run.begin_pass(kind);
+            dry_run.end_pass()?;
         }
-        rehearsal.step()?;
-        rehearsal.visit_trained_weights()?;
-        Ok(rehearsal.window())
+        dry_run.take_step()?;
+        dry_run.save_trained()?;
+        Ok(dry_run.window())
     };
     let window = rehearse().map_err(|e| allocate(&e))?;
     Ok(window.region + fixed::WINDOW_SLACK_BYTES)
@@ -112,18 +111,18 @@ fn allocate(error: &EngineError) -> Failure {
 pub(super) fn micro_batch(
     config: &RunConfig,
     model: &dyn VisionLanguageModel,
-    rehearsal: &Rehearsal,
+    dry_run: &DryRun,
     samples: &[EncodedSample],
     begun: &mut dyn FnMut(),
     turn: &mut dyn FnMut(),
 ) -> Result<(), ModelError> {
     let samples: Vec<SampleInput<'_>> = samples.iter().map(SampleInput::from).collect();
-    let backend: &dyn Backend = &**rehearsal.backend();
-    rehearsal.begin_pass(PassKind::Train);
+    let backend: &dyn Backend = &**dry_run.backend();
+    dry_run.begin_pass(PassKind::Train);
     begun();
     let batch = model.collate(&samples, backend)?;
     let keep = |unit| keeps(config, model, unit);
-    let mut tape = Tape::training(rehearsal).with_stored(&keep);
+    let mut tape = Tape::training(&**dry_run).with_stored(&keep);
     let keys = vec![0; samples.len()];
     if let Some(state) = dropout(config, &keys, &samples, backend)? {
         tape = tape.with_dropout(state);
@@ -132,14 +131,14 @@ pub(super) fn micro_batch(
     turn();
     tape.backward(&loss, 1.0)?;
     drop((loss, batch));
-    Ok(rehearsal.end_pass()?)
+    Ok(dry_run.end_pass()?)
 }
 
 struct Run<'a> {
     config: &'a RunConfig,
     model: &'a dyn VisionLanguageModel,
     work: &'a Work<'a>,
-    rehearsal: Rehearsal,
+    dry_run: DryRun,
     /// Of a GPU's tensors.
     script: Option<Arc<Script>>,
     phases: BTreeMap<Phase, PhaseBytes>,
@@ -155,23 +154,22 @@ impl<'a> Run<'a> {
         work: &'a Work<'a>,
         devices: Option<[Arc<dyn Backend>; 2]>,
     ) -> Result<Self, ModelError> {
-        let rule = rule(config);
-        let slots = rule.slots(plan.config().precision);
+        let rule = Arc::new(rule(config));
         let mut script = None;
-        let rehearsal = match devices {
+        let dry_run = match devices {
             Some([device, other]) => {
                 let mut places = Places::new(config, plan, other)?;
                 script = Some(places.of(config, model, work.train)?);
-                Rehearsal::apart(plan.clone(), slots, device)
+                DryRun::apart(plan.clone(), rule, device)
             }
-            None => Rehearsal::new(plan.clone(), slots),
+            None => DryRun::new(plan.clone(), rule),
         };
         Ok(Self {
             script,
             config,
             model,
             work,
-            rehearsal: rehearsal?,
+            dry_run: dry_run?,
             phases: BTreeMap::new(),
             beside: Cell::new(0),
         })
@@ -185,25 +183,25 @@ impl<'a> Run<'a> {
             for _ in 0..self.config.batch.accumulation_steps.min(2) {
                 self.micro_batch()?;
             }
-            self.rehearsal.step()?;
+            self.dry_run.take_step()?;
             self.mark(Phase::Step);
         }
         self.evaluate()?;
         // A run that is stopped is saved, whatever its cadence.
-        self.rehearsal.visit_trained_weights()?;
+        self.dry_run.save_trained()?;
         self.mark(Phase::Save);
         Ok(())
     }
 
     fn micro_batch(&mut self) -> Result<(), ModelError> {
-        let pool = self.rehearsal.device_pool();
+        let pool = self.dry_run.device_pool();
         let margin = self.script.as_deref().map_or(0, places::margin);
         let margin = pool.reserve(margin, Tag::Margin)?;
         let forward = Cell::new(None);
         micro_batch(
             self.config,
             self.model,
-            &self.rehearsal,
+            &self.dry_run,
             self.work.train,
             &mut || pool.follow(self.script.clone()),
             &mut || forward.set(Some(self.moment(Phase::Forward))),
@@ -229,15 +227,15 @@ impl<'a> Run<'a> {
         };
         let samples: Vec<SampleInput<'_>> =
             held_out.longest.iter().map(SampleInput::from).collect();
-        let rehearsal = &self.rehearsal;
-        rehearsal.begin_pass(PassKind::Infer);
-        let batch = self.model.collate(&samples, &**rehearsal.backend())?;
-        drop(self.model.forward(&Tape::inference(rehearsal), &batch)?);
+        let dry_run = &self.dry_run;
+        dry_run.begin_pass(PassKind::Infer);
+        let batch = self.model.collate(&samples, &**dry_run.backend())?;
+        drop(self.model.forward(&Tape::inference(&**dry_run), &batch)?);
         drop(batch);
-        rehearsal.end_pass()?;
-        let begin = || rehearsal.begin_pass(PassKind::Infer);
-        let end = || Ok(rehearsal.end_pass()?);
-        rehearse_answers(self.model, rehearsal, &held_out.prompts, &begin, &end)?;
+        dry_run.end_pass()?;
+        let begin = || dry_run.begin_pass(PassKind::Infer);
+        let end = || Ok(dry_run.end_pass()?);
+        rehearse_answers(self.model, &**dry_run, &held_out.prompts, &begin, &end)?;
         self.mark(Phase::Eval);
         Ok(())
     }
@@ -254,17 +252,17 @@ impl<'a> Run<'a> {
             pool.reset_peaks();
             at_peak(&stats)
         };
-        let mut device = read(self.rehearsal.device_pool());
-        let mut host = read(self.rehearsal.host_pool());
+        let mut device = read(self.dry_run.device_pool());
+        let mut host = read(self.dry_run.host_pool());
         // The step's collectives and those of a pass are counted where they lie: in the window, which is host memory
         // beside a GPU.
-        let tier = if self.rehearsal.is_apart() {
+        let tier = if self.dry_run.is_apart() {
             &mut host
         } else {
             &mut device
         };
         let gathered = tier.get(Tag::Gathered.name()).copied().unwrap_or(0);
-        let sent = self.rehearsal.take_window_peak().saturating_sub(gathered);
+        let sent = self.dry_run.take_window_peak().saturating_sub(gathered);
         let communication = tier.entry(Tag::Communication.name().into()).or_default();
         *communication = sent.max(*communication);
         device.retain(|_, bytes| *bytes > 0);
@@ -275,23 +273,23 @@ impl<'a> Run<'a> {
         }
         self.beside.set(self.beside.get().max(beside));
         host.retain(|_, bytes| *bytes > 0);
-        let mut nvme = read(self.rehearsal.nvme_pool());
+        let mut nvme = read(self.dry_run.nvme_pool());
         nvme.retain(|_, bytes| *bytes > 0);
         PhaseBytes { device, host, nvme }
     }
 
     fn memory(self) -> RankMemory {
-        let stats = self.rehearsal.device_pool().stats();
-        let window = self.rehearsal.window();
+        let stats = self.dry_run.device_pool().stats();
+        let window = self.dry_run.window();
         let footprint = Footprint {
-            touched: if self.rehearsal.is_apart() {
+            touched: if self.dry_run.is_apart() {
                 0
             } else {
                 stats.touched
             },
             held: stats.held,
-            host: self.rehearsal.host_bytes(),
-            nvme: self.rehearsal.nvme_pool().stats().held,
+            host: self.dry_run.host_bytes(),
+            nvme: self.dry_run.nvme_pool().stats().held,
             beside: self.beside.get(),
             region: window.region + fixed::WINDOW_SLACK_BYTES,
             window,

@@ -9,6 +9,7 @@
 #[allow(dead_code, reason = "models do not spin")]
 mod bell;
 #[path = "../../../engine/src/handover.rs"]
+#[allow(dead_code, reason = "an idle one has no thread")]
 mod handover;
 #[path = "../../../engine/src/spill/queue.rs"]
 #[allow(dead_code, unreachable_pub, reason = "no model measures traffic")]

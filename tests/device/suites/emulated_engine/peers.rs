@@ -9,7 +9,7 @@ use device_tests::executor::MULTIPROCESSORS;
 use device_tests::linked::{Copies, LinkedGpu, Lost};
 use engine::comm::{Communicator, threads};
 use engine::{
-    DeviceTransport, Offload, ParamId, PassKind, Plan, Precision, Rehearsal, Stage, Tier, Zero,
+    DeviceTransport, DryRun, Offload, ParamId, PassKind, Plan, Precision, Stage, Tier, Zero,
     ZeroConfig,
 };
 use kernels::cuda::CudaBackend;
@@ -19,7 +19,6 @@ use kernels::{Backend, Lane, PoolStats};
 use models::autograd::Tape;
 use models::data::EncodedSample;
 use models::{ModelOptions, SampleInput, VisionLanguageModel, open_model};
-use optim::Optimizer;
 
 use crate::setup::{self, ARENA_BYTES, pack};
 
@@ -192,31 +191,30 @@ impl Case {
         let model = self.open()?;
         let plan = Arc::new(self.plan(&*model, transport)?);
         let device = CudaBackend::counting(MULTIPROCESSORS, false);
-        let rule = optim::AdamW::default();
-        let slots = rule.slots(self.precision);
-        let rehearsal = Rehearsal::apart(plan, slots, Arc::new(device.clone()))?;
+        let rule = Arc::new(optim::AdamW::default());
+        let mut dry_run = DryRun::apart(plan, rule, Arc::new(device.clone()))?;
         let backend: Arc<dyn Backend> = Arc::new(device.clone());
         let dir = pack(self.family);
         let with_picture = setup::sample(&dir, TOKENS, MOST_TOKENS)?;
         let without = setup::text_sample(&dir, TOKENS)?;
         for pass in 0..self.passes {
-            rehearsal.begin_pass(PassKind::Train);
+            dry_run.begin_pass(PassKind::Train);
             let sample = if pass == 1 || pass == 3 {
                 &without
             } else {
                 &with_picture
             };
             let batch = model.collate(&[SampleInput::from(sample)], &*backend)?;
-            let tape = Tape::training(&rehearsal);
+            let tape = Tape::training(&*dry_run);
             let loss = model.forward(&tape, &batch)?;
             tape.backward(&loss, 1.0)?;
             drop((loss, batch));
-            rehearsal.end_pass()?;
+            dry_run.end_pass()?;
             if pass == 1 {
-                rehearsal.step()?;
+                dry_run.take_step()?;
             }
         }
-        rehearsal.visit_weights()?;
+        dry_run.save_all()?;
         Ok(device.pool().stats())
     }
 

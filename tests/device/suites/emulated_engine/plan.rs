@@ -5,14 +5,14 @@ use std::sync::Arc;
 use anyhow::Result;
 use device_tests::emulator::Order;
 use device_tests::executor::{Library, MULTIPROCESSORS, emulated_backend_with};
-use engine::{ParamAccess, PassKind, Precision, Rehearsal, Tier, Zero};
+use engine::{DryRun, ParamAccess, PassKind, Precision, Tier, Zero};
 use kernels::cuda::CudaBackend;
 use kernels::{Backend, PoolStats};
 use models::autograd::Tape;
 use models::data::EncodedSample;
 use models::generate::{GenerateOptions, Prompt, Sampling, generate, rehearse};
 use models::{ModelError, SampleInput, VisionLanguageModel, open_model};
-use optim::Optimizer;
+use optim::AdamW;
 
 use crate::setup::{self, ARENA_BYTES, Weights, pack};
 
@@ -21,57 +21,25 @@ const MOST_TOKENS: usize = 100;
 /// A prefill, and two passes of one token.
 const ANSWER_TOKENS: usize = 3;
 
-/// What both have: the run, and its rehearsal.
-trait Passes: ParamAccess {
-    fn begin(&self, kind: PassKind);
-    fn end(&self) -> Result<(), engine::EngineError>;
-}
-
-impl Passes for Zero {
-    fn begin(&self, kind: PassKind) {
-        self.begin_pass(kind);
-    }
-    fn end(&self) -> Result<(), engine::EngineError> {
-        self.end_pass()
-    }
-}
-
-impl Passes for Rehearsal {
-    fn begin(&self, kind: PassKind) {
-        self.begin_pass(kind);
-    }
-    fn end(&self) -> Result<(), engine::EngineError> {
-        self.end_pass()
-    }
-}
-
 /// A pass forward and backward over a sample, and one that only gives its loss.
-fn passes(
-    engine: &dyn Passes,
-    model: &dyn VisionLanguageModel,
-    sample: &EncodedSample,
-) -> Result<()> {
+fn passes(engine: &Zero, model: &dyn VisionLanguageModel, sample: &EncodedSample) -> Result<()> {
     let backend = engine.backend().clone();
     let inputs = [SampleInput::from(sample)];
     // Twice: the second finds what the first left.
     for _ in 0..2 {
-        engine.begin(PassKind::Train);
+        engine.begin_pass(PassKind::Train);
         let batch = model.collate(&inputs, &*backend)?;
-        let tape = Tape::training(as_access(engine));
+        let tape = Tape::training(engine);
         let loss = model.forward(&tape, &batch)?;
         tape.backward(&loss, 1.0)?;
         drop((loss, batch));
-        engine.end()?;
+        engine.end_pass()?;
     }
-    engine.begin(PassKind::Infer);
+    engine.begin_pass(PassKind::Infer);
     let batch = model.collate(&inputs, &*backend)?;
-    drop(model.forward(&Tape::inference(as_access(engine)), &batch)?);
+    drop(model.forward(&Tape::inference(engine), &batch)?);
     drop(batch);
-    Ok(engine.end()?)
-}
-
-fn as_access(engine: &dyn Passes) -> &dyn ParamAccess {
-    engine
+    Ok(engine.end_pass()?)
 }
 
 /// What stands beside precision and tiers.
@@ -108,7 +76,6 @@ fn agree_with(
     let dir = pack(family);
     let model = open_model(&dir, setup::options(precision, adapters))?;
     let plan = setup::plan(&*model, precision, activation, weights, again)?;
-    let rule = optim::AdamW::default();
     let sample = setup::sample(&dir, TOKENS, MOST_TOKENS)?;
     let text = setup::text_sample(&dir, TOKENS)?;
     let prompt = Prompt {
@@ -118,17 +85,17 @@ fn agree_with(
     };
 
     let counting = CudaBackend::counting(MULTIPROCESSORS, library != Library::Absent);
-    let rehearsal = Rehearsal::apart(
+    let dry_run = DryRun::apart(
         plan.clone(),
-        rule.slots(precision),
+        Arc::new(AdamW::default()),
         Arc::new(counting.clone()),
     )?;
-    passes(&rehearsal, &*model, &sample)?;
-    passes(&rehearsal, &*model, &text)?;
+    passes(&dry_run, &*model, &sample)?;
+    passes(&dry_run, &*model, &text)?;
     let trained = counting.pool().stats();
-    let begin = || rehearsal.begin_pass(PassKind::Infer);
-    let end = || Ok(rehearsal.end_pass()?);
-    rehearse(&*model, &rehearsal, &[prompt], &begin, &end)?;
+    let begin = || dry_run.begin_pass(PassKind::Infer);
+    let end = || Ok(dry_run.end_pass()?);
+    rehearse(&*model, &*dry_run, &[prompt], &begin, &end)?;
     let planned = [trained, counting.pool().stats()];
 
     let device = emulated_backend_with(ARENA_BYTES, Order::Ascending, library)?;
@@ -165,40 +132,38 @@ fn agree_with(
 
 /// A training pass; `begun` is called before its first tensor.
 fn train(
-    engine: &dyn Passes,
+    engine: &Zero,
     model: &dyn VisionLanguageModel,
     sample: &EncodedSample,
     begun: &dyn Fn(),
 ) -> Result<()> {
     let inputs = [SampleInput::from(sample)];
-    engine.begin(PassKind::Train);
+    engine.begin_pass(PassKind::Train);
     begun();
     let batch = model.collate(&inputs, &**engine.backend())?;
-    let tape = Tape::training(as_access(engine));
+    let tape = Tape::training(engine);
     let loss = model.forward(&tape, &batch)?;
     tape.backward(&loss, 1.0)?;
     drop((loss, batch));
-    Ok(engine.end()?)
+    Ok(engine.end_pass()?)
 }
 
-/// A run's tensors lie where a rehearsal of the same batch packed them, whatever ran before: none strays, and every
+/// A run's tensors lie where a dry run of the same batch packed them, whatever ran before: none strays, and every
 /// counter is that of the plan.
 fn packed(family: &str, activation: Tier, weights: Weights, library: Library) -> Result<()> {
     let dir = pack(family);
     let precision = Precision::Bf16;
     let model = open_model(&dir, setup::options(precision, true))?;
     let plan = setup::plan(&*model, precision, activation, weights, false)?;
-    let rule = optim::AdamW::default();
     let samples = [
         setup::sample(&dir, TOKENS, MOST_TOKENS)?,
         setup::text_sample(&dir, TOKENS)?,
     ];
     let counting = || {
         let device = CudaBackend::counting(MULTIPROCESSORS, library != Library::Absent);
-        let slots = rule.slots(precision);
-        Rehearsal::apart(plan.clone(), slots, Arc::new(device))
+        DryRun::apart(plan.clone(), Arc::new(AdamW::default()), Arc::new(device))
     };
-    let (seen, rehearsal) = (counting()?, counting()?);
+    let (seen, dry_run) = (counting()?, counting()?);
     let device = emulated_backend_with(ARENA_BYTES, Order::Ascending, library)?;
     let zero = setup::loaded(&dir, &*model, plan.clone(), Arc::new(device.clone()))?;
     let mut longest = 0;
@@ -207,7 +172,7 @@ fn packed(family: &str, activation: Tier, weights: Weights, library: Library) ->
         train(&seen, &*model, sample, &|| pool.record())?;
         let script = Arc::new(pool.recorded());
         longest = longest.max(script.bytes());
-        for engine in [&rehearsal as &dyn Passes, &zero] {
+        for engine in [&*dry_run, &zero] {
             let pool = engine.backend().pool();
             train(engine, &*model, sample, &|| {
                 pool.follow(Some(script.clone()));
@@ -215,7 +180,7 @@ fn packed(family: &str, activation: Tier, weights: Weights, library: Library) ->
             pool.follow(None);
         }
     }
-    let planned = rehearsal.device_pool().stats();
+    let planned = dry_run.device_pool().stats();
     same(&planned, &device.pool().stats());
     assert_eq!(planned.strays, 0);
     // What rests, the longest script, and no hole between them.
@@ -224,7 +189,7 @@ fn packed(family: &str, activation: Tier, weights: Weights, library: Library) ->
 }
 
 #[test]
-fn tensors_lie_where_a_rehearsal_packed_them() -> Result<()> {
+fn tensors_lie_where_a_dry_run_packed_them() -> Result<()> {
     let (device, host) = (Tier::Device, Tier::Host);
     packed("minicpm-v-2_6", device, Weights::Ahead, Library::Absent)?;
     packed("glm-4v-9b", host, Weights::Kept, Library::Multiplies)?;

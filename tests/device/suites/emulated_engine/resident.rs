@@ -8,15 +8,15 @@ use device_tests::emulator::Order;
 use device_tests::executor::{EmulatedGpu, MULTIPROCESSORS};
 use engine::comm::{Communicator, threads};
 use engine::{
-    GradDtype, Offload, OptimizerConfig, ParamId, PassKind, Plan, Precision, Rehearsal, Stage,
-    Tier, ZeroConfig,
+    DryRun, GradDtype, Offload, OptimizerConfig, ParamId, PassKind, Plan, Precision, Stage, Tier,
+    ZeroConfig,
 };
 use kernels::cuda::CudaBackend;
 use kernels::{Backend, PoolStats};
 use models::autograd::Tape;
 use models::{ModelOptions, SampleInput, VisionLanguageModel, open_model};
 use optim::adamw::{Bf16Storage, MomentDtype, PureBf16};
-use optim::{AdamW, GroupOptions, Optimizer};
+use optim::{AdamW, GroupOptions};
 
 use crate::setup::{self, ARENA_BYTES, pack};
 
@@ -146,22 +146,21 @@ impl Numbers {
         let plan = self.plan(&*model, offload)?;
         let device = CudaBackend::counting(MULTIPROCESSORS, false);
         let backend: Arc<dyn Backend> = Arc::new(device.clone());
-        let rule = self.rule();
-        let rehearsal = Rehearsal::apart(plan, rule.slots(self.precision), backend.clone())?;
+        let mut dry_run = DryRun::apart(plan, Arc::new(self.rule()), backend.clone())?;
         let sample = setup::sample(&pack(FAMILY), TOKENS, MOST_TOKENS)?;
         for micro_batch in 0..5 {
-            rehearsal.begin_pass(PassKind::Train);
+            dry_run.begin_pass(PassKind::Train);
             let batch = model.collate(&[SampleInput::from(&sample)], &*backend)?;
-            let tape = Tape::training(&rehearsal);
+            let tape = Tape::training(&*dry_run);
             let loss = model.forward(&tape, &batch)?;
             tape.backward(&loss, 1.0)?;
             drop((loss, batch));
-            rehearsal.end_pass()?;
+            dry_run.end_pass()?;
             if micro_batch % 2 == 1 {
-                rehearsal.step()?;
+                dry_run.take_step()?;
             }
         }
-        rehearsal.visit_weights()?;
+        dry_run.save_all()?;
         Ok(device.pool().stats())
     }
 
@@ -261,8 +260,16 @@ fn by_a_rule_of_the_host() -> Result<()> {
         ..PLAIN
     };
     let (want, _) = numbers.train(Offload::states(Tier::Host))?;
-    let (got, _) = numbers.train(Offload::states(Tier::Device))?;
-    ensure!(got == want, "other bits");
+    for param in [Tier::Device, Tier::Host] {
+        let offload = Offload {
+            param,
+            ..Offload::states(Tier::Device)
+        };
+        let (got, took) = numbers.train(offload)?;
+        ensure!(got == want, "{offload:?}: other bits");
+        let planned = numbers.planned(offload)?;
+        ensure!(planned == took.stats, "{offload:?}: another plan");
+    }
     Ok(())
 }
 

@@ -1,9 +1,8 @@
-//! A rehearsal counts what a rank really takes: the same pools, the same places, the same window.
+//! A dry run counts what a rank really takes: the same pools, the same places, the same window.
 use engine::comm::{Communicator, threads};
 use engine::{
-    EngineError, ModelSpec, Offload, OptimizerConfig, ParamAccess, ParamSpec, PassKind, Phase,
-    Plan, Precision, Rehearsal, Stage, TensorParallel, Tier, Tiers, UnitId, UnitSpec, Zero,
-    ZeroConfig,
+    DryRun, EngineError, ModelSpec, Offload, OptimizerConfig, ParamAccess, ParamSpec, PassKind,
+    Phase, Plan, Precision, Stage, TensorParallel, Tier, Tiers, UnitId, UnitSpec, Zero, ZeroConfig,
 };
 use kernels::{Backend, CpuBackend, Pool, PoolStats, Tag, Tensor};
 use optim::{AdamW, GroupOptions, Optimizer};
@@ -17,7 +16,7 @@ const UNITS: [[usize; 2]; 5] = [
     [60_000, 40_000],
     [90_000, 11],
 ];
-/// Messages of a few numbers, which a rehearsal leaves to the window's slack.
+/// Messages of a few numbers, which a dry run leaves to the window's slack.
 const SMALL_BYTES: u64 = 256 << 10;
 
 fn spec() -> ModelSpec {
@@ -96,27 +95,26 @@ fn real(config: &ZeroConfig, comm: Arc<dyn Communicator>) -> Seen {
     )
 }
 
-fn rehearsed(config: &ZeroConfig, world: usize) -> Seen {
+fn counted(config: &ZeroConfig, world: usize) -> Seen {
     let spec = spec();
     let plan = Arc::new(Plan::new(spec.clone(), config.clone(), world).unwrap());
-    let slots = AdamW::default().slots(config.precision);
-    let rehearsal = Rehearsal::new(plan, slots).unwrap();
+    let mut dry_run = DryRun::new(plan, Arc::new(AdamW::default())).unwrap();
     for _ in 0..2 {
-        rehearsal.begin_pass(PassKind::Train);
-        pass(&rehearsal, &spec).unwrap();
-        rehearsal.end_pass().unwrap();
-        rehearsal.step().unwrap();
+        dry_run.begin_pass(PassKind::Train);
+        pass(&*dry_run, &spec).unwrap();
+        dry_run.end_pass().unwrap();
+        dry_run.take_step().unwrap();
     }
-    rehearsal.visit_weights().unwrap();
+    dry_run.save_all().unwrap();
     (
-        rehearsal.device_pool().stats(),
-        rehearsal.host_pool().stats().in_use,
-        rehearsal.window().region,
+        dry_run.device_pool().stats(),
+        dry_run.host_pool().stats().in_use,
+        dry_run.window().region,
     )
 }
 
 #[test]
-fn a_rehearsal_takes_what_a_rank_takes() {
+fn a_dry_run_takes_what_a_rank_takes() {
     let host = Offload::states(Tier::Host);
     let half = Offload {
         param: Tier::Device,
@@ -143,7 +141,7 @@ fn a_rehearsal_takes_what_a_rank_takes() {
                         let seen = ranks.into_iter().map(|rank| rank.join().unwrap());
                         seen.collect::<Vec<Seen>>().swap_remove(0)
                     });
-                    let (device, on_host, window) = rehearsed(&config, world);
+                    let (device, on_host, window) = counted(&config, world);
                     let what = format!(
                         "{world} ranks in groups of {shard_group:?}, stage {stage}, {precision:?}, {offload:?}"
                     );
@@ -169,12 +167,12 @@ fn spilled_states_are_as_long_as_their_files() {
     };
     let plan = Arc::new(Plan::new(spec(), config, 2).unwrap());
     let slots = AdamW::default().slots(Precision::F32);
-    let rehearsal = Rehearsal::new(plan.clone(), slots).unwrap();
+    let dry_run = DryRun::new(plan.clone(), Arc::new(AdamW::default())).unwrap();
     let files = [engine::StateKind::Param, engine::StateKind::Optimizer];
     let files = files.map(|kind| plan.spill_file_bytes(0, kind, slots));
-    let counted = rehearsal.nvme_pool().stats().in_use;
+    let counted = dry_run.nvme_pool().stats().in_use;
     assert_eq!(counted, files.iter().sum::<u64>());
-    let buffers = rehearsal.host_pool().stats().tag(Tag::Workspace).in_use;
+    let buffers = dry_run.host_pool().stats().tag(Tag::Workspace).in_use;
     assert_eq!(buffers, plan.spill_buffer_bytes());
 }
 
@@ -227,13 +225,13 @@ fn saving_what_trains_gathers_nothing_else() {
                 first
             });
             let plan = Arc::new(Plan::new(spec(), config.clone(), 2).unwrap());
-            let rehearsal = Rehearsal::new(plan, AdamW::default().slots(config.precision)).unwrap();
+            let dry_run = DryRun::new(plan, Arc::new(AdamW::default())).unwrap();
             match all {
-                true => rehearsal.visit_weights(),
-                false => rehearsal.visit_trained_weights(),
+                true => dry_run.save_all(),
+                false => dry_run.save_trained(),
             }
             .unwrap();
-            let planned = rehearsal.window().region;
+            let planned = dry_run.window().region;
             let what = format!("{peak} bytes, {planned} planned");
             assert!(planned <= peak && peak <= planned + SMALL_BYTES, "{what}");
             (planned, seen)

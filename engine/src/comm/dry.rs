@@ -1,15 +1,19 @@
-//! What one rank would take of its window, and which pages of all windows it would touch.
+//! The communicator of a dry run: what one rank takes of its window, and which pages of all windows it touches.
 //!
 //! The same allocator hands out places of a window without memory. Other ranks are at the same
 //! place of their programs, so that a buffer lies at the same offset of every rank's region.
+//! Messages of a few numbers are not counted: every other rank says what this one says.
 
 use super::arena::{Arena, Region, SMALL_BYTES};
+use super::endpoint::lock;
 use super::window::Layout;
-use super::{CollectiveKind, World};
-use std::cell::RefCell;
+use super::{
+    Buffer, Collective, CollectiveKind, CommError, Communicator, Tag, Ticket, WindowUsage, World,
+};
 use std::collections::BTreeMap;
 use std::ops::Range;
-use std::rc::Rc;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 const PAGE: usize = 4096;
 /// Reading a page of a file maps its neighbours too, where they exist; all of a window's do.
@@ -72,12 +76,12 @@ pub struct WindowBytes {
 
 /// A window without memory.
 #[derive(Clone, Debug)]
-pub(crate) struct DryWindow(Rc<RefCell<Inner>>);
+pub(crate) struct DryWindow(Arc<Mutex<Inner>>);
 
 impl DryWindow {
     /// Of a world where `group` ranks hold one copy.
     pub(crate) fn new(world: World, group: usize) -> Self {
-        Self(Rc::new(RefCell::new(Inner {
+        Self(Arc::new(Mutex::new(Inner {
             world,
             group,
             arena: Arena::new(usize::MAX - SMALL_BYTES),
@@ -92,8 +96,8 @@ impl DryWindow {
     }
 
     /// A buffer of `bytes` bytes that this rank fills.
-    pub(crate) fn alloc(&self, bytes: usize) -> DryBuffer {
-        let mut inner = self.0.borrow_mut();
+    pub(super) fn take(&self, bytes: usize) -> DryBuffer {
+        let mut inner = lock(&self.0);
         let region = inner.arena.alloc(bytes).unwrap_or(Region::EMPTY);
         inner.own.add(&(region.offset..region.offset + bytes), PAGE);
         inner.in_use += region.bytes as u64;
@@ -106,7 +110,7 @@ impl DryWindow {
     }
 
     pub(crate) fn bytes(&self) -> WindowBytes {
-        let inner = self.0.borrow();
+        let inner = lock(&self.0);
         WindowBytes {
             region: inner.arena.peak() as u64,
             own: inner.own.bytes(),
@@ -116,15 +120,57 @@ impl DryWindow {
 
     /// Most bytes in use at once since the last call.
     pub(crate) fn take_peak(&self) -> u64 {
-        let mut inner = self.0.borrow_mut();
+        let mut inner = lock(&self.0);
         let in_use = inner.in_use;
         std::mem::replace(&mut inner.peak, in_use)
     }
 }
 
+impl Communicator for DryWindow {
+    fn world(&self) -> World {
+        lock(&self.0).world
+    }
+
+    fn alloc(&self, bytes: usize) -> Result<Buffer, CommError> {
+        Ok(Buffer::counted(self.take(bytes), bytes))
+    }
+
+    fn start(&self, op: Collective, buffer: Buffer) -> Result<Ticket, CommError> {
+        buffer.count(op.kind);
+        Ok(Ticket::done(buffer))
+    }
+
+    fn abort(&self, _reason: &str) {}
+
+    fn failure(&self) -> Option<CommError> {
+        None
+    }
+
+    fn memory(&self) -> WindowUsage {
+        let inner = lock(&self.0);
+        WindowUsage {
+            in_use_bytes: inner.in_use as usize,
+            peak_bytes: inner.arena.peak(),
+            capacity_bytes: inner.arena.capacity(),
+        }
+    }
+
+    fn time_spent(&self) -> Duration {
+        Duration::ZERO
+    }
+
+    fn all_gather_f64(&self, value: &[f64], _tag: Tag) -> Result<Vec<Vec<f64>>, CommError> {
+        Ok(vec![value.to_vec(); self.world().size])
+    }
+
+    fn all_gather_bytes(&self, message: &[u8], _tag: Tag) -> Result<Vec<Vec<u8>>, CommError> {
+        Ok(vec![message.to_vec(); self.world().size])
+    }
+}
+
 /// A buffer without memory; dropping it gives its place back.
 #[derive(Debug)]
-pub(crate) struct DryBuffer {
+pub(super) struct DryBuffer {
     window: DryWindow,
     region: Region,
     bytes: usize,
@@ -132,8 +178,8 @@ pub(crate) struct DryBuffer {
 
 impl DryBuffer {
     /// Counts what the ranks read of each other's buffers in a collective.
-    pub(crate) fn run(&self, kind: CollectiveKind) {
-        let mut inner = self.window.0.borrow_mut();
+    pub(super) fn run(&self, kind: CollectiveKind) {
+        let mut inner = lock(&self.window.0);
         let inner = &mut *inner;
         let (size, group) = (inner.world.size, inner.group);
         if size == 1 {
@@ -194,7 +240,7 @@ impl Inner {
 
 impl Drop for DryBuffer {
     fn drop(&mut self) {
-        let mut inner = self.window.0.borrow_mut();
+        let mut inner = lock(&self.window.0);
         inner.in_use -= self.region.bytes as u64;
         inner.arena.free(self.region);
     }
@@ -228,7 +274,7 @@ mod tests {
         let window = DryWindow::new(World { rank: 0, size: 2 }, 2);
         let part = 1 << 20;
         for _ in 0..3 {
-            window.alloc(2 * part).run(CollectiveKind::AllGather);
+            window.take(2 * part).run(CollectiveKind::AllGather);
         }
         let one = WindowBytes {
             region: 2 * part as u64,
@@ -236,9 +282,9 @@ mod tests {
             peers: vec![part as u64; 2],
         };
         assert_eq!(window.bytes(), one);
-        window.alloc(2 * part).run(CollectiveKind::ReduceScatter);
+        window.take(2 * part).run(CollectiveKind::ReduceScatter);
         assert_eq!(window.bytes().peers, [2 * part as u64; 2]);
-        let two = (window.alloc(part), window.alloc(2 * part));
+        let two = (window.take(part), window.take(2 * part));
         assert_eq!(window.take_peak(), 3 * part as u64);
         drop(two);
         assert_eq!(window.bytes().region, 3 * part as u64);

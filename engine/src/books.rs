@@ -1,0 +1,76 @@
+//! What a dry run counts in place of memory.
+
+use crate::error::EngineError;
+use crate::plan::Tier;
+use crate::spill::SpillFile;
+use crate::tier::Region;
+use kernels::{DType, Pool, Reservation, Shape, Tag, Tensor};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+type Result<T, E = EngineError> = std::result::Result<T, E>;
+
+const PAGE: u64 = 4096;
+
+/// The books of a rank without bytes.
+#[derive(Clone, Debug)]
+pub(crate) struct Books {
+    pub(crate) device: Pool,
+    pub(crate) host: Pool,
+    /// Spill files.
+    pub(crate) nvme: Pool,
+    /// Weights while they are leased, whose bytes are counted elsewhere.
+    leased: Pool,
+    /// Bytes of memory maps, whole pages.
+    mapped: Arc<AtomicU64>,
+}
+
+impl Books {
+    pub(crate) fn new(device: Pool, host: Pool) -> Self {
+        let [nvme, leased] = ["nvme", "leased"].map(|name| Pool::new(name, None));
+        Self {
+            device,
+            host,
+            nvme,
+            leased,
+            mapped: Arc::default(),
+        }
+    }
+
+    /// Counts a region: on a disk, the first byte would lie `phase` bytes after a block boundary.
+    pub(crate) fn region(&self, tier: Tier, len: usize, phase: u64, tag: Tag) -> Result<Region> {
+        let bytes = len as u64;
+        let count = match tier {
+            Tier::Device => Count::Placed(Tensor::null(&self.device, tag, [len], DType::U8)?),
+            Tier::Host => {
+                let pages = bytes.next_multiple_of(PAGE);
+                self.mapped.fetch_add(pages, Ordering::Relaxed);
+                Count::Reserved(self.host.reserve(bytes, tag)?)
+            }
+            Tier::Nvme => {
+                let extent = SpillFile::extent_bytes(bytes, phase);
+                Count::Reserved(self.nvme.reserve(extent, tag)?)
+            }
+        };
+        Ok(Region::Counted { tier, len, count })
+    }
+
+    /// A weight while it is leased.
+    pub(crate) fn leased(&self, shape: Shape, dtype: DType) -> Result<Tensor> {
+        Ok(Tensor::null(&self.leased, Tag::Gathered, shape, dtype)?)
+    }
+
+    /// Bytes of the host tier: maps in whole pages, and what blocks of its pool occupy.
+    pub(crate) fn host_bytes(&self) -> u64 {
+        self.mapped.load(Ordering::Relaxed) + self.host.stats().touched
+    }
+}
+
+/// The place of a region without bytes.
+#[derive(Debug)]
+pub enum Count {
+    /// A block of the device pool.
+    Placed(Tensor),
+    /// Bytes of a map or of a file.
+    Reserved(Reservation),
+}
