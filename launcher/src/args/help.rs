@@ -214,7 +214,9 @@ fn line(command: &clap::Command, flag: &str, defaults: &BTreeMap<&str, String>) 
 
 /// The program with all subcommands as one clap command.
 fn program() -> clap::Command {
-    let mut program = Args::command().name("launcher");
+    let mut program = Args::command()
+        .name("launcher")
+        .disable_help_subcommand(true);
     let mut nouns: BTreeMap<&str, clap::Command> = BTreeMap::new();
     for (verb, name) in Verb::ALL.into_iter().skip(1) {
         match name.split_once(' ') {
