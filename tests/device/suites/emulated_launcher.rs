@@ -409,7 +409,7 @@ fn a_run_agrees_with_the_cpu_and_resumes_exactly(precision: &str, dtype: DType) 
     // Where states rest changes no bit.
     for (output, offload, rest) in [
         ("again", "none", "states are in GPU memory"),
-        ("moved", "cpu", "states rest in host memory"),
+        ("moved", "cpu", "optimizer states are in host memory"),
         (
             "half",
             "optimizer=cpu",
@@ -636,7 +636,7 @@ fn ranks_share_a_gpu() {
     for words in [
         "auto: 1 GPU can be used",
         "ranks 0, 1",
-        "2 ranks share 1 GPU in turn",
+        "2 ranks share 1 GPU: each rank has a part of the memory",
     ] {
         assert!(screen.contains(words), "no {words:?} in\n{screen}");
     }
@@ -878,7 +878,7 @@ fn an_arena_that_is_too_small_ends_the_run() {
     for words in [
         "error[E01]",
         "the memory set aside on the GPU ran out",
-        "of 256K that were taken at the start",
+        "of the reserved 256K are unused",
         "in use ",
         "step 1",
     ] {
