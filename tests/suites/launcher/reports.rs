@@ -368,7 +368,11 @@ fn a_checkpoint_of_other_parts_lists_what_differs() {
             "freeze these parts",
         ],
     );
-    let screen = site.refuse("--output out --resume auto --max-steps 2", 9, "E16");
+    let screen = site.refuse(
+        "--output again --resume out/checkpoint-2 --max-steps 2",
+        9,
+        "E16",
+    );
     assert_says(&screen, &["2 of 2 steps", "--max-steps"]);
 }
 
