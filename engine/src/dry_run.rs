@@ -1,13 +1,13 @@
 //! A dry run of one rank: [`Zero`] itself, over memory without bytes and a communicator that counts.
 //!
-//! A model's forward and backward run on it as on the real thing. The pools then say what a run needs by kind, and the
-//! places they gave out which pages it will touch. Nobody updates anything: no thread is started, and jobs for one come
-//! back as they were.
+//! A model's forward and backward pass run on it as in training. The pools then hold the bytes a run needs by tag, and
+//! the offsets they allocated say which pages it touches. No parameter is updated: a dry run starts no worker thread,
+//! and jobs for a worker return unchanged.
 
 use crate::access::ParamAccess;
-use crate::books::Books;
 use crate::comm::dry::DryWindow;
 use crate::comm::{WindowBytes, World};
+use crate::counters::Counters;
 use crate::error::EngineError;
 use crate::plan::{Plan, StateKind, Tier, UnitPlan};
 use crate::spill::BLOCK_BYTES;
@@ -20,13 +20,13 @@ use std::sync::Arc;
 
 type Result<T, E = EngineError> = std::result::Result<T, E>;
 
-/// Rank 0 without bytes: passes run on the [`Zero`] that it dereferences to.
+/// Rank 0 of a run on the meta device: it dereferences to the [`Zero`] that passes run on.
 #[derive(Debug)]
 pub struct DryRun {
     zero: Zero,
     window: DryWindow,
-    books: Books,
-    /// Buffers and headers of spill files, which exist before states do.
+    counters: Counters,
+    /// I/O buffers and headers of spill files, allocated before the states.
     _disk: Vec<Region>,
 }
 
@@ -34,29 +34,29 @@ impl DryRun {
     /// Rank 0 of `plan` with the states of `rule`.
     ///
     /// # Errors
-    /// Never today; counting has no limit.
+    /// The plan is not valid for the rule. Counting itself has no limit.
     pub fn new(plan: Arc<Plan>, rule: Arc<dyn Optimizer>) -> Result<Self> {
         let [device, host] = ["device", "host"].map(|name| Pool::new(name, None));
         let backend = Arc::new(NullBackend::new(device.clone()));
-        Self::over(Books::new(device, host), plan, rule, backend)
+        Self::over(Counters::new(device, host), plan, rule, backend)
     }
 
-    /// As [`DryRun::new`], with passes on `backend`: a discrete device that only counts. States of
-    /// the device's tier lie there; what the communicator holds for it lies in host memory.
+    /// As [`DryRun::new`], with passes on `backend`, a discrete device that only counts. It stores the states of the
+    /// device tier; buffers of the communicator are in host memory.
     ///
     /// # Errors
-    /// When the device has no room for the states.
-    pub fn apart(
+    /// The states exceed the device's memory.
+    pub fn on_discrete_device(
         plan: Arc<Plan>,
         rule: Arc<dyn Optimizer>,
         backend: Arc<dyn Backend>,
     ) -> Result<Self> {
         let host = Pool::new("host", None);
-        Self::over(Books::new(host.clone(), host), plan, rule, backend)
+        Self::over(Counters::new(host.clone(), host), plan, rule, backend)
     }
 
     fn over(
-        books: Books,
+        counters: Counters,
         plan: Arc<Plan>,
         rule: Arc<dyn Optimizer>,
         backend: Arc<dyn Backend>,
@@ -66,26 +66,29 @@ impl DryRun {
             size: plan.world_size(),
         };
         let window = DryWindow::new(world, plan.shards());
-        let disk = opened_disk(&plan, &books)?;
+        let disk = opened_disk(&plan, &counters)?;
         let same = GroupOptions {
             weight_decay: 0.0,
             lr_scale: 1.0,
         };
         let groups = vec![same; plan.spec().params.len()];
         let optimizer = OptimizerConfig { rule, groups };
-        let (comm, tiers) = (Arc::new(window.clone()), Tiers::counted_in(books.clone()));
+        let (comm, tiers) = (
+            Arc::new(window.clone()),
+            Tiers::counted_in(counters.clone()),
+        );
         let mut run = Self {
             zero: Zero::new(plan, comm, backend, tiers, optimizer)?,
             window,
-            books,
+            counters,
             _disk: disk,
         };
         run.announce_next()?;
         Ok(run)
     }
 
-    /// Gradients may be consumed in the next pass. Other units are not announced: all of them are updated after the pass,
-    /// which takes most.
+    /// Lets the next pass update the units whose gradients are consumed bucket by bucket. All other units are updated
+    /// after the pass, which is the case that needs the most memory.
     fn announce_next(&mut self) -> Result<()> {
         let plan = self.zero.plan();
         let consumes = |unit: &UnitPlan| plan.consumes_gradients(unit.id);
@@ -101,19 +104,19 @@ impl DryRun {
         self.zero.backend().device().is_apart()
     }
 
-    /// Spill files.
+    /// Bytes of spill files.
     #[must_use]
     pub fn nvme_pool(&self) -> &Pool {
-        &self.books.nvme
+        &self.counters.nvme
     }
 
-    /// Bytes of the host tier: maps in whole pages, and what blocks of its pool occupy.
+    /// Bytes of the host tier: memory maps in whole pages, and the blocks of its pool.
     #[must_use]
     pub fn host_bytes(&self) -> u64 {
-        self.books.host_bytes()
+        self.counters.host_bytes()
     }
 
-    /// The communicator's window so far.
+    /// Bytes of the communicator's window that were used so far.
     #[must_use]
     pub fn window(&self) -> WindowBytes {
         self.window.bytes()
@@ -125,27 +128,27 @@ impl DryRun {
         self.window.take_peak()
     }
 
-    /// [`Zero::step`]; the passes after it are again the last of their update.
+    /// [`Zero::step`], then prepares the pass of the next update.
     ///
     /// # Errors
-    /// When the device has no room.
+    /// The device's memory is exceeded.
     pub fn take_step(&mut self) -> Result<()> {
         self.zero.step(0.0)?;
         self.announce_next()
     }
 
-    /// What saving all weights gathers ([`Zero::visit_weights`]).
+    /// Gathers all weights, as a save does ([`Zero::visit_weights`]).
     ///
     /// # Errors
-    /// When the device has no room.
+    /// The device's memory is exceeded.
     pub fn save_all(&self) -> Result<()> {
         self.zero.visit_weights(|_, _| Ok(()))
     }
 
-    /// What saving those that train gathers ([`Zero::visit_trained_weights`]).
+    /// Gathers the trainable weights, as a save does ([`Zero::visit_trained_weights`]).
     ///
     /// # Errors
-    /// When the device has no room.
+    /// The device's memory is exceeded.
     pub fn save_trained(&self) -> Result<()> {
         self.zero.visit_trained_weights(|_, _| Ok(()))
     }
@@ -159,9 +162,9 @@ impl Deref for DryRun {
     }
 }
 
-/// The buffers in front of spill files, and the files' headers.
-fn opened_disk(plan: &Plan, books: &Books) -> Result<Vec<Region>> {
-    let take = |tier, bytes: u64| books.region(tier, bytes as usize, 0, Tag::Workspace);
+/// Counts the I/O buffers and headers of spill files.
+fn opened_disk(plan: &Plan, counters: &Counters) -> Result<Vec<Region>> {
+    let take = |tier, bytes: u64| counters.region(tier, bytes as usize, 0, Tag::Workspace);
     let mut disk = Vec::new();
     let buffers = plan.spill_buffer_bytes();
     if buffers > 0 {

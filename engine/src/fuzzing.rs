@@ -24,8 +24,8 @@ pub fn state_header(bytes: &[u8]) -> Result<(), CheckpointError> {
 ///
 /// # Errors
 /// The first frame that cannot be read; an end between two frames is one, too.
-pub fn meeting_frames(bytes: &[u8]) -> io::Result<()> {
-    comm::tcp::read_meeting(bytes)
+pub fn rendezvous_frames(bytes: &[u8]) -> io::Result<()> {
+    comm::tcp::read_rendezvous(bytes)
 }
 
 /// Takes what a peer sends afterwards into a small window, beside a collective in flight.

@@ -17,11 +17,11 @@ pub(crate) struct Handover<J, B> {
     open: usize,
 }
 
-/// Where jobs go.
+/// What runs the jobs.
 #[derive(Debug)]
 enum Jobs<J, B> {
     ToThread(Sender<(J, B)>),
-    /// Nobody works: they are done at once.
+    /// No worker: each job is returned at once (dry run).
     Done(Sender<J>),
 }
 

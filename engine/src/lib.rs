@@ -72,9 +72,9 @@
 pub mod access;
 mod activations;
 mod ahead;
-mod books;
 pub mod checkpoint;
 pub mod comm;
+mod counters;
 mod device_comm;
 mod device_step;
 mod dry_run;

@@ -4,7 +4,7 @@
 //! and written through copies, and computed with where it lies. Host memory is a private anonymous memory map, counted against the host
 //! pool. Spilled memory is an extent of a file, reached through windows that are read ahead and written behind.
 
-use crate::books::{Books, Count};
+use crate::counters::{Count, Counters};
 use crate::error::EngineError;
 use crate::handover::{Gone, Handover};
 use crate::parallel;
@@ -47,7 +47,7 @@ pub struct Tiers {
     /// The device that keeps states in its own memory, where the host cannot address it.
     apart: Option<Arc<dyn Backend>>,
     /// In a dry run: regions have no bytes, and are counted.
-    books: Option<Books>,
+    counters: Option<Counters>,
     trace: Trace,
 }
 
@@ -60,7 +60,7 @@ impl Tiers {
             host,
             spill: None,
             apart: None,
-            books: None,
+            counters: None,
             trace: Trace::default(),
         }
     }
@@ -77,25 +77,25 @@ impl Tiers {
     }
 
     /// Those of a dry run.
-    pub(crate) fn counted_in(books: Books) -> Self {
+    pub(crate) fn counted_in(counters: Counters) -> Self {
         Self {
-            books: Some(books.clone()),
-            ..Self::new(books.device, books.host)
+            counters: Some(counters.clone()),
+            ..Self::new(counters.device, counters.host)
         }
     }
 
-    /// The books of a dry run; `None` where regions have bytes.
-    pub(crate) fn books(&self) -> Option<&Books> {
-        self.books.as_ref()
+    /// The counters of a dry run; `None` in a run.
+    pub(crate) fn counters(&self) -> Option<&Counters> {
+        self.counters.as_ref()
     }
 
-    /// A thread for `work`; in a dry run nobody works.
+    /// A worker thread for `work`; in a dry run there is no thread and jobs return unchanged.
     pub(crate) fn worker<J: Send + 'static, B: Send + 'static>(
         &self,
         name: &str,
         work: impl FnMut(&mut J, B) + Send + 'static,
     ) -> Result<Handover<J, B>, Gone> {
-        match self.books {
+        match self.counters {
             Some(_) => Ok(Handover::idle()),
             None => Handover::start(name, work),
         }
@@ -103,7 +103,7 @@ impl Tiers {
 
     /// The values of a gradient that the host can read; none in a dry run.
     pub(crate) fn values<'g>(&self, gradient: &'g Tensor) -> Result<Cow<'g, [f32]>> {
-        match self.books {
+        match self.counters {
             Some(_) => Ok(Cow::default()),
             None => Ok(gradient.host_f32()?),
         }
@@ -125,9 +125,9 @@ impl Tiers {
 
     /// Where the disk is counted.
     pub(crate) fn disk_pool(&self) -> Pool {
-        match (&self.spill, &self.books) {
+        match (&self.spill, &self.counters) {
             (Some(spill), _) => spill.pool.clone(),
-            (None, Some(books)) => books.nvme.clone(),
+            (None, Some(counters)) => counters.nvme.clone(),
             (None, None) => Pool::new("nvme", None),
         }
     }
@@ -168,8 +168,8 @@ impl Tiers {
         phase: u64,
         tag: Tag,
     ) -> Result<Region> {
-        if let Some(books) = &self.books {
-            return books.region(tier, bytes, phase, tag);
+        if let Some(counters) = &self.counters {
+            return counters.region(tier, bytes, phase, tag);
         }
         Ok(match tier {
             Tier::Device => {
@@ -206,8 +206,8 @@ impl Tiers {
 
     /// Device memory for a copy of weights, with unspecified contents.
     pub(crate) fn copy(&self, bytes: usize) -> Result<Region> {
-        match &self.books {
-            Some(books) => books.region(Tier::Device, bytes, 0, Tag::Gathered),
+        match &self.counters {
+            Some(counters) => counters.region(Tier::Device, bytes, 0, Tag::Gathered),
             None => Ok(Region::Device(self.device.take(bytes, Tag::Gathered)?)),
         }
     }
@@ -346,7 +346,7 @@ pub enum Region {
         map: MmapMut,
         /// Bytes in use.
         len: usize,
-        /// Its place in the host pool's books.
+        /// Its place in the host pool's counters.
         counted: Reservation,
     },
     /// Part of a spill file.
@@ -355,21 +355,21 @@ pub enum Region {
         extent: Extent,
         /// The file's queue.
         spill: Arc<Spill>,
-        /// Its place in the books.
+        /// Its place in the counters.
         counted: Reservation,
     },
-    /// In a dry run: no bytes. Reads and writes do nothing, and windows are empty.
+    /// A region of a dry run: it has no bytes. Reads and writes do nothing, and its chunks are empty.
     Counted {
-        /// Where the bytes would be.
+        /// The tier the bytes would be on.
         tier: Tier,
-        /// How many.
+        /// Number of bytes.
         len: usize,
-        /// Their place in the books.
+        /// What it takes of the counters.
         count: Count,
     },
 }
 
-/// Values on a device; in a dry run, which has none, their place.
+/// Values in device memory, or the block they would take in a dry run.
 pub(crate) fn upload(
     device: &dyn Backend,
     values: &[u8],
@@ -395,7 +395,7 @@ impl Region {
         }
     }
 
-    /// Whether there are values: not in a dry run.
+    /// Whether the values exist; false in a dry run.
     pub(crate) fn has_values(&self) -> bool {
         match self {
             Self::Counted { .. } => false,

@@ -63,13 +63,13 @@ pub const TARGETS: [Target; 7] = [
     Target {
         name: "frames",
         read: |bytes| {
-            let meeting = engine::fuzzing::meeting_frames(bytes);
+            let rendezvous = engine::fuzzing::rendezvous_frames(bytes);
             let window = engine::fuzzing::window_frames(bytes);
             // Whole frames to the end of the input.
             let ends = |outcome: std::io::Result<()>| {
                 outcome.is_err_and(|error| error.kind() == std::io::ErrorKind::UnexpectedEof)
             };
-            ends(meeting) || ends(window)
+            ends(rendezvous) || ends(window)
         },
         fixed: 2 * MIB,
         per_byte: 32,

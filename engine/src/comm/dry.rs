@@ -1,8 +1,7 @@
-//! The communicator of a dry run: what one rank takes of its window, and which pages of all windows it touches.
+//! The communicator of a dry run: it counts the bytes one rank uses of its window, and the pages it touches of all windows.
 //!
-//! The same allocator hands out places of a window without memory. Other ranks are at the same
-//! place of their programs, so that a buffer lies at the same offset of every rank's region.
-//! Messages of a few numbers are not counted: every other rank says what this one says.
+//! The allocator is the real one, over a window without memory. All ranks issue the same collectives, so a buffer has the
+//! same offset in every rank's part. Small messages are not counted; every other rank is taken to send what this one sends.
 
 use super::arena::{Arena, Region, SMALL_BYTES};
 use super::endpoint::lock;

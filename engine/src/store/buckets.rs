@@ -289,7 +289,7 @@ impl Store {
             let region = self.waiting.pop().ok_or(EngineError::EarlyThread)?;
             return Ok(Destination::Waiting(region));
         }
-        let elems = match self.tiers.books() {
+        let elems = match self.tiers.counters() {
             Some(_) => 0,
             None => self.unit_plan(unit).trainable.shard_elems,
         };

@@ -696,8 +696,8 @@ impl Store {
         for (kind, bytes) in groups {
             for slot in &self.unit_plan(unit).group(*kind).slots {
                 let shape = self.plan.spec().params[slot.param.index()].shape;
-                let tensor = match self.tiers.books() {
-                    Some(books) => books.leased(shape, dtype)?,
+                let tensor = match self.tiers.counters() {
+                    Some(counters) => counters.leased(shape, dtype)?,
                     None => Tensor::from_foreign(bytes.clone(), None, slot.offset, shape, dtype)?,
                 };
                 params.push((slot.param, tensor));

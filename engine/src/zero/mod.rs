@@ -118,7 +118,7 @@ impl Zero {
         let tiers = tiers.on(&backend);
         let device = if plan.devices_talk() {
             let (backend, how) = (backend.clone(), How::of(&plan));
-            Some(match tiers.books() {
+            Some(match tiers.counters() {
                 Some(_) => DeviceComm::counted(backend, comm.world(), how)?,
                 None => DeviceComm::join(backend, comm.clone(), how)?,
             })

@@ -239,13 +239,25 @@ pub(super) fn completions(shell: Shell) -> String {
     String::from_utf8_lossy(&script).into_owned()
 }
 
-/// The man page of the program, in roff.
+/// The man page, in roff: training first, then each subcommand with its own flags.
 pub(super) fn man_page() -> String {
     let mut page = Vec::new();
-    clap_mangen::Man::new(program())
+    clap_mangen::Man::new(Args::command().name("launcher"))
         .render(&mut page)
         .expect("writing into a vector cannot fail");
-    String::from_utf8_lossy(&page).into_owned()
+    let mut page = String::from_utf8_lossy(&page).into_owned();
+    page.push_str(".SH SUBCOMMANDS\n");
+    for (verb, name) in Verb::ALL.into_iter().skip(1) {
+        let help = verb.own_command().render_help().to_string();
+        let lines = help.replace('\\', "\\\\").replace('-', "\\-");
+        page.push_str(&format!(".SS launcher {name}\n.nf\n"));
+        // A full stop or an apostrophe at the start of a line would be a request of roff.
+        for line in lines.lines() {
+            page.push_str(&format!("\\&{line}\n"));
+        }
+        page.push_str(".fi\n");
+    }
+    page
 }
 
 #[cfg(test)]
@@ -307,7 +319,13 @@ mod tests {
             }
         }
         let page = printed("man");
-        assert!(page.contains("gradient\\-accumulation\\-steps"), "{page}");
-        assert!(page.contains("launcher\\-plan"), "{page}");
+        for words in [
+            "gradient\\-accumulation\\-steps",
+            ".SS launcher ckpt consolidate",
+            "max\\-shard\\-size",
+            "\\-\\-hw",
+        ] {
+            assert!(page.contains(words), "no {words} in {page}");
+        }
     }
 }

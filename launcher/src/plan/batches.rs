@@ -1,9 +1,9 @@
 //! Micro-batches other than the planned one, in an arena as large as the plan says: none runs out, whatever came before.
 
+use super::dry_run::micro_batch;
 use super::headline::{Case, cases};
 use super::places::{Places, margin};
 use super::planner::{Planned, made_up_sample};
-use super::rehearse::micro_batch;
 use crate::device::counting_of;
 use crate::run::{rule, shapes};
 use engine::DryRun;
@@ -50,7 +50,7 @@ impl Arena {
         let bytes = planned.memory.peak.device;
         let device = CudaBackend::counting_within(gpu.multiprocessors, true, bytes);
         let rule = Arc::new(rule(config));
-        let dry_run = DryRun::apart(plan.clone(), rule, Arc::new(device));
+        let dry_run = DryRun::on_discrete_device(plan.clone(), rule, Arc::new(device));
         let counting = counting_of(gpu).expect("CUDA");
         let places = Places::new(config, plan, counting);
         Self {

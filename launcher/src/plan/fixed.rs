@@ -1,6 +1,6 @@
 //! What a rank occupies beside its pools: the process itself, its samples, and buffers of a moment.
 
-use super::rehearse::Work;
+use super::dry_run::Work;
 use crate::config::{Device, RunConfig, Workers};
 use crate::data::LoaderOptions;
 use crate::monitor::Phase;

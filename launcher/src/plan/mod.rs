@@ -3,6 +3,7 @@
 
 #[cfg(all(test, feature = "cuda"))]
 mod batches;
+mod dry_run;
 mod early;
 mod fixed;
 #[cfg(test)]
@@ -13,18 +14,17 @@ mod memory;
 mod nearest;
 mod places;
 mod planner;
-mod rehearse;
 mod rule;
 #[cfg(test)]
 mod tests;
 mod text;
 mod verb;
 
+pub(crate) use dry_run::{HeldOut, Work, dry_run, window_region};
 pub(crate) use early::{Spare, early_line, early_share, late_line, settle_early_step};
 pub(crate) use fixed::Fixed;
 pub(crate) use machine::Machine;
 pub use memory::{PhaseBytes, RankMemory, RankPeak};
 pub(crate) use places::Places;
-pub(crate) use rehearse::{HeldOut, Work, rehearse, window_region};
 pub(crate) use rule::Fit;
 pub(crate) use verb::run;

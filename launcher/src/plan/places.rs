@@ -4,7 +4,7 @@
 //! The plan does so for the largest micro-batch, and every rank for each micro-batch of another shape. So what a
 //! micro-batch needs follows from its shape alone, whatever ran before it.
 
-use super::rehearse::micro_batch;
+use super::dry_run::micro_batch;
 use crate::config::RunConfig;
 use crate::run::rule;
 use engine::{DryRun, EngineError, Plan};
@@ -51,7 +51,7 @@ impl Places {
         counting: Arc<dyn Backend>,
     ) -> Result<Self, EngineError> {
         Ok(Self {
-            dry_run: DryRun::apart(plan.clone(), Arc::new(rule(config)), counting)?,
+            dry_run: DryRun::on_discrete_device(plan.clone(), Arc::new(rule(config)), counting)?,
             known: HashMap::new(),
         })
     }

@@ -1,6 +1,6 @@
 //! Plans of configurations that differ in flags: with the user's samples, or with one that is made up.
 
-use super::{Fit, HeldOut, Machine, RankMemory, Spare, Work, rehearse, settle_early_step};
+use super::{Fit, HeldOut, Machine, RankMemory, Spare, Work, dry_run, settle_early_step};
 use crate::args::PlanArgs;
 use crate::config::RunConfig;
 use crate::data::SampleSet;
@@ -197,7 +197,7 @@ impl Planner {
             }),
             fixed: fixed(config, model),
         };
-        rehearse(config, model, plan, &work)
+        dry_run(config, model, plan, &work)
     }
 }
 

@@ -3,7 +3,7 @@
 use super::memory::RankMemory;
 use super::planner::{Planned, Planner, made_up_sample};
 use super::verb::configuration;
-use super::{Fit, HeldOut, Machine, Work, rehearse, window_region};
+use super::{Fit, HeldOut, Machine, Work, dry_run, window_region};
 use crate::args::{self, Command};
 use crate::config::{EarlyStep, RunConfig, UploadAhead, resolve};
 use crate::device::Nvidia;
@@ -61,7 +61,7 @@ fn planned(config: &RunConfig) -> (RankMemory, Fit) {
         }),
         fixed: fixed(config, &*model),
     };
-    let memory = rehearse(config, &*model, &plan, &work).expect("rehearses");
+    let memory = dry_run(config, &*model, &plan, &work).expect("runs");
     let machine = Machine::described(None, UNBOUNDED, None);
     let fit = Fit::new(config, &memory, machine);
     (memory, fit)

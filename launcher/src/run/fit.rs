@@ -6,7 +6,7 @@ use crate::data::{self, SampleSet};
 use crate::exit::Failure;
 use crate::generate::answers::Question;
 use crate::monitor::Phase;
-use crate::plan::{Fit, Fixed, HeldOut, Machine, RankMemory, Work, early_share, rehearse};
+use crate::plan::{Fit, Fixed, HeldOut, Machine, RankMemory, Work, dry_run, early_share};
 use crate::ui::{Event, PlanEvent, PlanPart};
 use crate::units::bytes;
 use engine::Plan;
@@ -42,7 +42,7 @@ pub(super) fn training_memory(
         held_out: None,
         fixed: fixed(config, model),
     };
-    rehearse(config, model, plan, &work)
+    dry_run(config, model, plan, &work)
 }
 
 /// Memory of a rank over the whole run. Answers come in batches that need no more than training: the batch of the
@@ -77,7 +77,7 @@ pub(crate) fn whole_memory(
             }),
             fixed: fixed(config, model),
         };
-        let memory = rehearse(config, model, plan, &work)?;
+        let memory = dry_run(config, model, plan, &work)?;
         let training = memory.device_in(&[Phase::Forward, Phase::Backward, Phase::Step]);
         if memory.device_in(&[Phase::Eval]) > training && config.batch.eval_batch > 1 {
             config.batch.eval_batch /= 2;

@@ -12,9 +12,9 @@ use crate::config::{Collectives as ChosenCollectives, PrecisionChoice, RunConfig
 use crate::data::{SampleSet, problems};
 use crate::device::{Devices, RunGpu, counting_of, gpu_of};
 use crate::exit::{ErrorCode, Failure};
-use crate::meeting;
 use crate::plan::Places;
 use crate::rank_env::{RankEnv, Variables};
+use crate::rendezvous;
 use crate::ui::{Event, Reporter, TrainRow};
 use engine::comm::Communicator;
 use engine::{EngineError, OptimizerConfig, ParamId, Tiers, Zero};
@@ -305,7 +305,7 @@ fn meet(
 ) -> Result<(Arc<dyn Communicator>, String), Failure> {
     let started = Instant::now();
     let region = crate::plan::window_region(config, plan)? as usize;
-    let met = meeting::join(config, env, plan, region, devices, |comm| {
+    let met = rendezvous::join(config, env, plan, region, devices, |comm| {
         collectives.of(comm)
     })?;
     reporter.emit(&Event::Comm {

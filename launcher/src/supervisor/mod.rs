@@ -225,7 +225,7 @@ impl Supervisor<'_> {
             Some(share) => (
                 share.world_size,
                 share.master.addr.clone().unwrap_or_default(),
-                share.master.port.unwrap_or(crate::meeting::DEFAULT_PORT),
+                share.master.port.unwrap_or(crate::rendezvous::DEFAULT_PORT),
             ),
             None => (self.nproc, "127.0.0.1".to_string(), port),
         };

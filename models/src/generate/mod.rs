@@ -85,7 +85,7 @@ pub fn generate(
 ///
 /// # Errors
 /// As [`generate`], sampling aside.
-pub fn rehearse(
+pub fn dry_run_answers(
     model: &dyn VisionLanguageModel,
     access: &dyn ParamAccess,
     prompts: &[Prompt<'_>],

@@ -1,4 +1,4 @@
-//! The meeting: a star around rank 0, then a connection between every two ranks.
+//! The rendezvous: a star around rank 0, then a connection between every two ranks.
 
 use super::handshake::{self, Claim, Peer, shake};
 use super::{MeetError, Secret, TcpOptions, is_loopback};
@@ -35,7 +35,7 @@ struct Report {
 enum Verdict {
     /// Where each rank listens; none for those on the machine of rank 0.
     Go(Vec<(Option<IpAddr>, u16)>),
-    /// The meeting is over.
+    /// The rendezvous is over.
     End(Reason),
 }
 
@@ -51,7 +51,7 @@ enum Reason {
     Other(String),
 }
 
-/// A message of the meeting, whichever it is.
+/// A message of the rendezvous, whichever it is.
 pub(super) fn read_message(whole: &[u8]) -> io::Result<()> {
     let report = handshake::read_message::<Report>(whole).map(drop);
     let verdict = handshake::read_message::<Verdict>(whole).map(drop);
@@ -285,7 +285,7 @@ fn receive_guests<T: DeserializeOwned + Send + 'static>(
             let patience = until.min(Instant::now() + GREETING);
             std::thread::spawn(move || {
                 let guest = greet(stream, &secret, own, patience);
-                // The meeting may be over.
+                // The rendezvous may be over.
                 sender.send(guest).ok();
             });
             continue;

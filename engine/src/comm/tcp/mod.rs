@@ -30,7 +30,7 @@ pub struct TcpOptions {
     pub world: World,
     /// Bytes of each rank's part of the window.
     pub region_bytes: usize,
-    /// Longest time for meeting, and later for any single wait.
+    /// Longest time for the rendezvous, and later for any single wait.
     pub deadline: Duration,
     /// Name or address of the machine of rank 0.
     pub addr: String,
@@ -134,7 +134,7 @@ pub enum MeetError {
         /// Why.
         source: io::Error,
     },
-    /// Rank 0 ended the meeting for another rank's sake.
+    /// Rank 0 ended the rendezvous for another rank's sake.
     #[error("{reason}")]
     Ended {
         /// What rank 0 found.
@@ -184,7 +184,7 @@ fn join_with(
 }
 
 /// Reads what a peer sends while ranks meet. For [`crate::fuzzing`].
-pub(crate) fn read_meeting(bytes: &[u8]) -> io::Result<()> {
+pub(crate) fn read_rendezvous(bytes: &[u8]) -> io::Result<()> {
     let mut stream = bytes;
     handshake::read_greeting(&mut stream)?;
     let mut message = Vec::new();

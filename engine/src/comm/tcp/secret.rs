@@ -1,7 +1,7 @@
 //! What only the ranks of a job know, and how two of them show it without sending it.
 //!
 //! Both sides send a fresh number; each answers with a keyed hash of both numbers, its role and what it claims to be.
-//! Later frames of the meeting carry keyed hashes too. Nothing is encrypted.
+//! Later frames of the rendezvous carry keyed hashes too. Nothing is encrypted.
 
 use std::fmt;
 use std::io;

@@ -1,4 +1,4 @@
-//! Meetings that succeed, and each way in which one can fail.
+//! A rendezvous that succeeds, and each way in which one can fail.
 
 use super::handshake::{Claim, shake};
 use super::{MeetError, Secret, TcpOptions, join, join_at};
@@ -177,7 +177,7 @@ fn a_rank_with_another_fact_is_named_to_all() {
             ours,
         } = error(joined)
         else {
-            // Rank 1 may come when the meeting is over already.
+            // Rank 1 may come when the rendezvous is over already.
             assert!(
                 matches!(
                     error(joined),

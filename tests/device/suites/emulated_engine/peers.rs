@@ -192,7 +192,7 @@ impl Case {
         let plan = Arc::new(self.plan(&*model, transport)?);
         let device = CudaBackend::counting(MULTIPROCESSORS, false);
         let rule = Arc::new(optim::AdamW::default());
-        let mut dry_run = DryRun::apart(plan, rule, Arc::new(device.clone()))?;
+        let mut dry_run = DryRun::on_discrete_device(plan, rule, Arc::new(device.clone()))?;
         let backend: Arc<dyn Backend> = Arc::new(device.clone());
         let dir = pack(self.family);
         let with_picture = setup::sample(&dir, TOKENS, MOST_TOKENS)?;

@@ -10,7 +10,7 @@ use kernels::cuda::CudaBackend;
 use kernels::{Backend, PoolStats};
 use models::autograd::Tape;
 use models::data::EncodedSample;
-use models::generate::{GenerateOptions, Prompt, Sampling, generate, rehearse};
+use models::generate::{GenerateOptions, Prompt, Sampling, dry_run_answers, generate};
 use models::{ModelError, SampleInput, VisionLanguageModel, open_model};
 use optim::AdamW;
 
@@ -85,7 +85,7 @@ fn agree_with(
     };
 
     let counting = CudaBackend::counting(MULTIPROCESSORS, library != Library::Absent);
-    let dry_run = DryRun::apart(
+    let dry_run = DryRun::on_discrete_device(
         plan.clone(),
         Arc::new(AdamW::default()),
         Arc::new(counting.clone()),
@@ -95,7 +95,7 @@ fn agree_with(
     let trained = counting.pool().stats();
     let begin = || dry_run.begin_pass(PassKind::Infer);
     let end = || Ok(dry_run.end_pass()?);
-    rehearse(&*model, &*dry_run, &[prompt], &begin, &end)?;
+    dry_run_answers(&*model, &*dry_run, &[prompt], &begin, &end)?;
     let planned = [trained, counting.pool().stats()];
 
     let device = emulated_backend_with(ARENA_BYTES, Order::Ascending, library)?;
@@ -161,7 +161,7 @@ fn packed(family: &str, activation: Tier, weights: Weights, library: Library) ->
     ];
     let counting = || {
         let device = CudaBackend::counting(MULTIPROCESSORS, library != Library::Absent);
-        DryRun::apart(plan.clone(), Arc::new(AdamW::default()), Arc::new(device))
+        DryRun::on_discrete_device(plan.clone(), Arc::new(AdamW::default()), Arc::new(device))
     };
     let (seen, dry_run) = (counting()?, counting()?);
     let device = emulated_backend_with(ARENA_BYTES, Order::Ascending, library)?;

@@ -146,7 +146,7 @@ impl Numbers {
         let plan = self.plan(&*model, offload)?;
         let device = CudaBackend::counting(MULTIPROCESSORS, false);
         let backend: Arc<dyn Backend> = Arc::new(device.clone());
-        let mut dry_run = DryRun::apart(plan, Arc::new(self.rule()), backend.clone())?;
+        let mut dry_run = DryRun::on_discrete_device(plan, Arc::new(self.rule()), backend.clone())?;
         let sample = setup::sample(&pack(FAMILY), TOKENS, MOST_TOKENS)?;
         for micro_batch in 0..5 {
             dry_run.begin_pass(PassKind::Train);

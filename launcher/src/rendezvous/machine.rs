@@ -503,7 +503,7 @@ mod tests {
 
     #[test]
     fn all_ranks_learn_the_same() {
-        let results = crate::meeting::tests::on_ranks(3, |comm| {
+        let results = crate::rendezvous::tests::on_ranks(3, |comm| {
             let own = match comm.world().rank {
                 2 => with(NVRTC, "12.8"),
                 _ => plain("gpu01"),
@@ -514,7 +514,7 @@ mod tests {
             let failure = result.expect_err("differs");
             assert!(failure.title.starts_with("rank 2 "), "{failure}");
         }
-        let results = crate::meeting::tests::on_ranks(2, |comm| {
+        let results = crate::rendezvous::tests::on_ranks(2, |comm| {
             let hosts = ["gpu01", "gpu02"];
             compare(&plain(hosts[comm.world().rank]), comm)
         });

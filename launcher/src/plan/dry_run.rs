@@ -15,7 +15,7 @@ use engine::{DryRun, EngineError, ParamAccess, PassKind, Plan};
 use kernels::{Backend, PoolStats, Script, Tag};
 use models::autograd::Tape;
 use models::data::EncodedSample;
-use models::generate::{Prompt, rehearse as rehearse_answers};
+use models::generate::{Prompt, dry_run_answers};
 use models::{ModelError, SampleInput, VisionLanguageModel};
 use std::cell::Cell;
 use std::collections::BTreeMap;
@@ -45,13 +45,13 @@ pub(crate) struct HeldOut<'a> {
 ///
 /// # Errors
 /// A sample does not fit the model.
-pub(crate) fn rehearse(
+pub(crate) fn dry_run(
     config: &RunConfig,
     model: &dyn VisionLanguageModel,
     plan: &Arc<Plan>,
     work: &Work<'_>,
 ) -> Result<RankMemory, Failure> {
-    let rehearse = |devices: Option<[Arc<dyn Backend>; 2]>| -> Result<RankMemory, Failure> {
+    let count = |devices: Option<[Arc<dyn Backend>; 2]>| -> Result<RankMemory, Failure> {
         let failed = |e: ModelError| failures::model("plan memory", &e);
         let mut run = Run::new(config, model, plan, work, devices).map_err(failed)?;
         run.all().map_err(failed)?;
@@ -64,7 +64,7 @@ pub(crate) fn rehearse(
         .into_iter()
         .zip(device::counting(config))
     {
-        let memory = rehearse(Some(devices.into()))?;
+        let memory = count(Some(devices.into()))?;
         if most
             .as_ref()
             .is_none_or(|m| memory.peak.device > m.peak.device)
@@ -72,7 +72,7 @@ pub(crate) fn rehearse(
             most = Some(memory);
         }
     }
-    most.map_or_else(|| rehearse(None), Ok)
+    most.map_or_else(|| count(None), Ok)
 }
 
 /// Bytes of a rank's region of the communicator's window. In stage 3, GPUs that gather among themselves need it only for
@@ -81,10 +81,12 @@ pub(crate) fn rehearse(
 /// # Errors
 /// Never today; counting has no limit.
 pub(crate) fn window_region(config: &RunConfig, plan: &Arc<Plan>) -> Result<u64, Failure> {
-    let rehearse = || -> Result<WindowBytes, EngineError> {
+    let count = || -> Result<WindowBytes, EngineError> {
         // The window is the same on every kind of GPU.
         let mut dry_run = match device::counting(config).pop() {
-            Some(device) => DryRun::apart(plan.clone(), Arc::new(rule(config)), device),
+            Some(device) => {
+                DryRun::on_discrete_device(plan.clone(), Arc::new(rule(config)), device)
+            }
             None => DryRun::new(plan.clone(), Arc::new(rule(config))),
         }?;
         for kind in [PassKind::Train, PassKind::Infer] {
@@ -95,7 +97,7 @@ pub(crate) fn window_region(config: &RunConfig, plan: &Arc<Plan>) -> Result<u64,
         dry_run.save_trained()?;
         Ok(dry_run.window())
     };
-    let window = rehearse().map_err(|e| allocate(&e))?;
+    let window = count().map_err(|e| allocate(&e))?;
     Ok(window.region + fixed::WINDOW_SLACK_BYTES)
 }
 
@@ -160,7 +162,7 @@ impl<'a> Run<'a> {
             Some([device, other]) => {
                 let mut places = Places::new(config, plan, other)?;
                 script = Some(places.of(config, model, work.train)?);
-                DryRun::apart(plan.clone(), rule, device)
+                DryRun::on_discrete_device(plan.clone(), rule, device)
             }
             None => DryRun::new(plan.clone(), rule),
         };
@@ -235,7 +237,7 @@ impl<'a> Run<'a> {
         dry_run.end_pass()?;
         let begin = || dry_run.begin_pass(PassKind::Infer);
         let end = || Ok(dry_run.end_pass()?);
-        rehearse_answers(self.model, &**dry_run, &held_out.prompts, &begin, &end)?;
+        dry_run_answers(self.model, &**dry_run, &held_out.prompts, &begin, &end)?;
         self.mark(Phase::Eval);
         Ok(())
     }

@@ -1,4 +1,4 @@
-//! What a dry run counts in place of memory.
+//! Counters of a dry run: the bytes its states would take, by tier.
 
 use crate::error::EngineError;
 use crate::plan::Tier;
@@ -12,20 +12,20 @@ type Result<T, E = EngineError> = std::result::Result<T, E>;
 
 const PAGE: u64 = 4096;
 
-/// The books of a rank without bytes.
+/// Counts the bytes of one rank by tier.
 #[derive(Clone, Debug)]
-pub(crate) struct Books {
+pub(crate) struct Counters {
     pub(crate) device: Pool,
     pub(crate) host: Pool,
     /// Spill files.
     pub(crate) nvme: Pool,
-    /// Weights while they are leased, whose bytes are counted elsewhere.
+    /// Leased weights; the buffers they are views of are counted already.
     leased: Pool,
-    /// Bytes of memory maps, whole pages.
+    /// Bytes of memory maps, in whole pages.
     mapped: Arc<AtomicU64>,
 }
 
-impl Books {
+impl Counters {
     pub(crate) fn new(device: Pool, host: Pool) -> Self {
         let [nvme, leased] = ["nvme", "leased"].map(|name| Pool::new(name, None));
         Self {
@@ -37,7 +37,7 @@ impl Books {
         }
     }
 
-    /// Counts a region: on a disk, the first byte would lie `phase` bytes after a block boundary.
+    /// Counts a region of `len` bytes. On a disk its first byte is `phase` bytes after a block boundary.
     pub(crate) fn region(&self, tier: Tier, len: usize, phase: u64, tag: Tag) -> Result<Region> {
         let bytes = len as u64;
         let count = match tier {
@@ -55,22 +55,22 @@ impl Books {
         Ok(Region::Counted { tier, len, count })
     }
 
-    /// A weight while it is leased.
+    /// A leased weight.
     pub(crate) fn leased(&self, shape: Shape, dtype: DType) -> Result<Tensor> {
         Ok(Tensor::null(&self.leased, Tag::Gathered, shape, dtype)?)
     }
 
-    /// Bytes of the host tier: maps in whole pages, and what blocks of its pool occupy.
+    /// Bytes of the host tier: memory maps in whole pages, and the blocks of its pool.
     pub(crate) fn host_bytes(&self) -> u64 {
         self.mapped.load(Ordering::Relaxed) + self.host.stats().touched
     }
 }
 
-/// The place of a region without bytes.
+/// What a counted region takes.
 #[derive(Debug)]
 pub enum Count {
     /// A block of the device pool.
     Placed(Tensor),
-    /// Bytes of a map or of a file.
+    /// Bytes of a memory map or of a file.
     Reserved(Reservation),
 }

@@ -1,4 +1,4 @@
-//! From failed meetings to reports for people.
+//! From a failed rendezvous to reports for people.
 
 use engine::comm::tcp::{MeetError, TcpOptions};
 
@@ -11,7 +11,7 @@ use crate::run::failures::comm as comm_failure;
 
 const SAME_START: &str = "start all ranks from the same command line, files and build";
 
-pub(super) fn meeting(error: &MeetError, env: &RankEnv, options: &TcpOptions) -> Failure {
+pub(super) fn rendezvous(error: &MeetError, env: &RankEnv, options: &TcpOptions) -> Failure {
     let place = format!("{}:{}", options.addr, options.port);
     let own = format!(
         "this is rank {} of {} on {}; numbers and address from {}",

@@ -183,7 +183,7 @@ fn over_tcp(
         host: host_name(),
         addr,
     };
-    tcp::join(&options).map_err(|error| failures::meeting(&error, env, &options))
+    tcp::join(&options).map_err(|error| failures::rendezvous(&error, env, &options))
 }
 
 /// Through the MPI that started this rank, and that must number it as its variables do.
@@ -240,7 +240,7 @@ fn decode(bytes: &[u8]) -> Vec<(String, String)> {
 /// Checkpoints are written by all ranks into one folder: rank 0 leaves a mark there that all must see.
 fn shared_folder(output: &Path, comm: &dyn Communicator, token: &str) -> Result<(), Failure> {
     let World { rank, .. } = comm.world();
-    let mark = |token: &str| output.join(format!(".meeting-{token}"));
+    let mark = |token: &str| output.join(format!(".rendezvous-{token}"));
     let failed = |e: CommError| comm_failure(&e);
     let mut written = Ok(());
     if rank == 0 {
