@@ -1,33 +1,11 @@
 //! The seam between a model's tape and the engine.
 
-use crate::activations::Activations;
 use crate::error::EngineError;
+use crate::offload::activations::Activations;
+pub use crate::plan::Phase;
 use crate::spec::{ParamId, UnitId};
 use kernels::{Backend, Tensor};
 use std::sync::Arc;
-
-/// Which half of a pass a lease serves.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Phase {
-    /// Computing outputs.
-    Forward,
-    /// Computing outputs again, from which a unit behind begins its backward.
-    Recompute,
-    /// Replaying and sweeping back. Ending the lease closes the unit's gradients.
-    Backward,
-}
-
-impl Phase {
-    /// A word for it.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Forward => "forward",
-            Self::Recompute => "recompute",
-            Self::Backward => "backward",
-        }
-    }
-}
 
 /// What one forward/backward pass may ask of the engine.
 ///

@@ -7,12 +7,13 @@
 use crate::access::ParamAccess;
 use crate::comm::dry::DryWindow;
 use crate::comm::{WindowBytes, World};
-use crate::counters::Counters;
 use crate::error::EngineError;
+use crate::offload::counters::Counters;
+use crate::offload::tier::{Region, Tiers};
+use crate::plan::blocks::BLOCK_BYTES;
 use crate::plan::{Plan, StateKind, Tier, UnitPlan};
-use crate::spill::BLOCK_BYTES;
-use crate::tier::{Region, Tiers};
-use crate::zero::{OptimizerConfig, Zero};
+use crate::step::OptimizerConfig;
+use crate::zero::Zero;
 use kernels::{Backend, NullBackend, Pool, Tag};
 use optim::{GroupOptions, Optimizer};
 use std::ops::Deref;

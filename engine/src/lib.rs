@@ -65,56 +65,40 @@
 //! | how a model reads weights and hands over gradients | [`access`] |
 //! | the optimizer for tensors of another library | [`sharded`], `examples/candle`, `examples/burn` |
 //! | how ranks talk | [`comm`] |
-//! | where memory comes from: device, host, disk | [`tier`], [`spill`] |
+//! | where memory comes from: device, host, disk | [`offload`], [`spill`] |
 //! | how states are kept and read again, in any world size | [`checkpoint`] |
 #![deny(unsafe_code)]
 
 pub mod access;
-mod activations;
-mod ahead;
 pub mod checkpoint;
 pub mod comm;
-mod counters;
-mod device_comm;
-mod device_step;
 mod dry_run;
-mod early;
 mod error;
 #[doc(hidden)]
 pub mod fuzzing;
-mod gradients;
-mod handover;
-mod late;
-mod parallel;
+pub mod offload;
 pub mod plan;
-mod prefetch;
 pub mod sharded;
-mod snapshot;
 pub mod spec;
-pub mod spill;
-mod state;
+mod step;
 mod store;
-mod sums;
 mod sync;
-pub mod tier;
 mod timing;
 pub mod trace;
-mod update;
 mod zero;
 
 pub use access::{Lease, LeaseOwner, ParamAccess, Phase};
-pub use activations::{Activations, Saved};
 pub use dry_run::DryRun;
 pub use error::EngineError;
+pub use offload::{Activations, Region, Saved, Spill, Tiers, spill};
 pub use optim::Precision;
 pub use optim::clip::{NORM_BLOCK_ELEMS, sum_of_squares};
 pub use plan::{
     DeviceTransport, EarlyStep, GradDtype, Offload, PassKind, Plan, Stage, StateKind, Tier,
     ZeroConfig,
 };
-pub use snapshot::check_trained;
 pub use spec::{ModelSpec, ParamId, ParamSpec, TensorParallel, UnitId, UnitSpec};
-pub use tier::{Region, Spill, Tiers};
+pub use step::OptimizerConfig;
 pub use timing::{DeviceTimes, Times};
 pub use trace::Trace;
-pub use zero::{OptimizerConfig, StepReport, Zero};
+pub use zero::{StepReport, Zero, check_trained};

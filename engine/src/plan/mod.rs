@@ -1,19 +1,21 @@
 //! Who owns which bytes, when each unit is gathered, and how many bytes that takes: a pure
 //! function of the model, the configuration and the world size, equal on every rank.
 
-mod early;
+pub(crate) mod blocks;
 mod formats;
 mod layout;
 mod memory;
+mod optimizer_overlap;
 mod recompute;
 mod schedule;
 mod spill;
 
-pub use early::EarlyStep;
 pub use formats::Formats;
 pub use layout::{ALIGN_ELEMS, GroupKind, GroupLayout, Slot, UnitPlan};
 pub use memory::{MemoryReport, TierBytes};
-pub use schedule::{Entry, PassKind};
+pub use optimizer_overlap::EarlyStep;
+pub(crate) use optimizer_overlap::JOBS;
+pub use schedule::{Entry, PassKind, Phase};
 pub(crate) use schedule::{Pass, Visit};
 
 use crate::spec::{ModelSpec, ParamId, UnitId};
@@ -373,7 +375,7 @@ impl Plan {
             .collect();
         let units = plan_units(&spec, shards);
         recompute::check(&config.recomputed, &units)?;
-        let early = early::chosen(&config, world_size, &units);
+        let early = optimizer_overlap::chosen(&config, world_size, &units);
         Ok(Self {
             spec,
             config,

@@ -1,9 +1,31 @@
 //! The order in which units are needed during a pass.
 
 use super::{GroupKind, UnitPlan};
-use crate::access::Phase;
 use crate::spec::UnitId;
 use std::ops::Range;
+
+/// Which half of a pass a lease serves.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Phase {
+    /// Computing outputs.
+    Forward,
+    /// Computing outputs again, from which a unit behind begins its backward.
+    Recompute,
+    /// Replaying and sweeping back. Ending the lease closes the unit's gradients.
+    Backward,
+}
+
+impl Phase {
+    /// A word for it.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Forward => "forward",
+            Self::Recompute => "recompute",
+            Self::Backward => "backward",
+        }
+    }
+}
 
 /// What a pass does.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

@@ -1,8 +1,7 @@
 //! Bytes of spill files and of the buffers in front of them, known before anything is allocated.
 
+use super::blocks::{BLOCK_BYTES, SEGMENT_BYTES, WINDOW_ALIGN, buffer_segments, extent_bytes};
 use super::{GroupKind, Plan, StateKind, Tier};
-use crate::spill::{BLOCK_BYTES, SEGMENT_BYTES, SpillFile, SpillIo};
-use crate::tier::WINDOW_ALIGN;
 use kernels::DType;
 use optim::StateSlot;
 use std::ops::Range;
@@ -36,7 +35,7 @@ impl Plan {
                 let mut add = |range: &Range<usize>, dtype: DType| {
                     let size = dtype.size_bytes();
                     let phase = range.start % WINDOW_ALIGN * size;
-                    bytes += SpillFile::extent_bytes((range.len() * size) as u64, phase as u64);
+                    bytes += extent_bytes((range.len() * size) as u64, phase as u64);
                 };
                 match kind {
                     StateKind::Param => {
@@ -95,6 +94,6 @@ impl Plan {
             Tier::Nvme => resting.max().unwrap_or(0).min(READ_AHEAD_BYTES),
             Tier::Device | Tier::Host => 0,
         };
-        SpillIo::buffer_bytes(ahead + 16 * SEGMENT_BYTES as u64)
+        (buffer_segments(ahead + 16 * SEGMENT_BYTES as u64) * SEGMENT_BYTES) as u64
     }
 }

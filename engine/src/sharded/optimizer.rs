@@ -1,13 +1,14 @@
 //! The optimizer of a foreign model: the engine's own step over a plan made from the bridge.
 
 use super::bridge::{BridgeError, TensorBridge};
-use crate::access::{ParamAccess, Phase};
+use crate::access::ParamAccess;
 use crate::comm::Communicator;
 use crate::error::EngineError;
-use crate::plan::{PassKind, Plan, ZeroConfig};
+use crate::offload::tier::Tiers;
+use crate::plan::{PassKind, Phase, Plan, ZeroConfig};
 use crate::spec::{ModelSpec, ParamId, ParamSpec, TensorParallel, UnitId, UnitSpec};
-use crate::tier::Tiers;
-use crate::zero::{OptimizerConfig, StepReport, Zero};
+use crate::step::OptimizerConfig;
+use crate::zero::{StepReport, Zero};
 use kernels::{NullBackend, Pool, Shape, Tag, Tensor};
 use optim::Optimizer;
 use std::sync::Arc;

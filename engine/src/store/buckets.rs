@@ -1,19 +1,18 @@
 //! How gradients leave the tape: deposited, collected in a unit's bucket, reduced, and taken to their sum.
 //!
-//! Those on a device apart are fetched by a thread ([`Sums`](crate::sums::Sums)). They are taken back in front of the work of
+//! Those on a device apart are fetched by a thread ([`Sums`](super::gradient_worker::Sums)). They are taken back in front of the work of
 //! the next unit but one, when its weights are on their way: so both directions of the bus are busy at once, and the device
 //! holds no more gradients than it computes meanwhile.
 
+use super::device_comm::Produced;
+use super::gradient_worker::{Destination, Job};
 use super::{Result, Store};
-use crate::access::Phase;
 use crate::comm::{Buffer, Collective, CollectiveKind, Tag as CommTag, Ticket};
-use crate::device_comm::Produced;
 use crate::error::EngineError;
-use crate::gradients::{Accumulator, Moment};
-use crate::parallel;
-use crate::plan::{Entry, Plan, Tier};
+use crate::offload::parallel;
+use crate::plan::{Entry, Phase, Plan, Tier};
 use crate::spec::{ParamId, UnitId};
-use crate::sums::{Destination, Job};
+use crate::step::gradients::{Accumulator, Moment};
 use crate::trace::Lane;
 use kernels::{DType, Fetch, Reservation, Tag, Tensor};
 use std::ops::Range;

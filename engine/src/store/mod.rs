@@ -5,30 +5,36 @@
 //! the entries that a batch does not need are walked too, so the sequence of collectives never
 //! depends on data.
 
-mod ahead;
+mod backward_updates;
 mod buckets;
-mod early;
-mod late;
+pub(crate) mod device_comm;
+mod forward_updates;
+mod gradient_worker;
+mod prefetch_device;
+mod prefetch_disk;
+pub(crate) mod prefetch_upload;
 
 use buckets::{Bucket, PendingReduce};
 
-use crate::access::{Lease, LeaseOwner, Phase};
+use crate::access::{Lease, LeaseOwner};
 use crate::comm::{Collective, CollectiveKind, Communicator, ReadBuffer, Tag as CommTag, Ticket};
-use crate::device_comm::{DeviceComm, Gathered, Own, OwnPart};
-use crate::early::EarlyRun;
 use crate::error::EngineError;
-use crate::gradients::{Accumulator, Moment};
-use crate::late::LateRun;
-use crate::plan::{Entry, GroupKind, Pass, PassKind, Plan, StateKind, Tier, UnitPlan, Visit};
-use crate::prefetch::WeightReads;
+use crate::offload::tier::{Region, Tiers};
+use crate::plan::{
+    Entry, GroupKind, Pass, PassKind, Phase, Plan, StateKind, Tier, UnitPlan, Visit,
+};
 use crate::spec::{ParamId, UnitId};
-use crate::state::UnitState;
-use crate::sums::Sums;
-use crate::tier::{Region, Tiers};
+use crate::step::gradients::{Accumulator, Moment};
+use crate::step::optimizer_in_backward::EarlyRun;
+use crate::step::optimizer_in_forward::LateRun;
+use crate::step::state::UnitState;
 use crate::timing::CopyClock;
 use crate::trace::Lane;
+use device_comm::{DeviceComm, Gathered, Own, OwnPart};
+use gradient_worker::Sums;
 use kernels::{DType, ForeignBytes, Reservation, Resident, Tag, Tensor};
 use optim::Optimizer;
+use prefetch_disk::WeightReads;
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;

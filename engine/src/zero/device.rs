@@ -1,7 +1,7 @@
 //! The time of a device apart: which unit it worked for, what it waited for, what crossed the bus.
 
 use super::{Result, Zero};
-use crate::access::Phase;
+use crate::plan::Phase;
 use crate::spec::UnitId;
 use crate::timing::DeviceTimes;
 use crate::trace::Lane;

@@ -1,24 +1,29 @@
 //! The facade: one rank's model states under ZeRO, as the tape and the training loop use them.
 
 mod device;
+mod snapshot;
 mod step;
+mod update;
 
-use crate::access::{Lease, LeaseOwner, ParamAccess, Phase};
-use crate::activations::Activations;
-use crate::ahead::{Ahead, placed};
+pub use snapshot::check_trained;
+
+use crate::access::{Lease, LeaseOwner, ParamAccess};
 use crate::comm::{Communicator, Tag as CommTag};
-use crate::device_comm::{DeviceComm, How};
-use crate::device_step::DeviceStep;
 use crate::error::EngineError;
-use crate::plan::{GroupKind, PassKind, Plan, Tier, UnitPlan, Visit};
+use crate::offload::activations::Activations;
+use crate::offload::activations::placed;
+use crate::offload::spill::SpillStats;
+use crate::offload::tier::{Tiers, windows};
+use crate::plan::{GroupKind, PassKind, Phase, Plan, Tier, UnitPlan, Visit};
 use crate::spec::{ParamId, UnitId};
-use crate::spill::SpillStats;
+use crate::step::OptimizerConfig;
+use crate::step::device_step::DeviceStep;
+use crate::store::device_comm::{DeviceComm, How};
+use crate::store::prefetch_upload::Ahead;
 use crate::store::{Store, lease_of};
-use crate::tier::{Tiers, windows};
 use crate::timing::{DeviceTimes, Times};
 use crate::trace::{Lane, Trace};
 use kernels::{Backend, Pool, Tag, Tensor};
-use optim::{GroupOptions, Optimizer};
 use std::cell::{Cell, RefCell};
 use std::ops::Range;
 use std::sync::Arc;
@@ -42,15 +47,6 @@ pub struct StepReport {
     pub grad_norm: f64,
     /// False when a gradient or the loss was not finite: nothing changed.
     pub applied: bool,
-}
-
-/// Optimizer settings of a run.
-#[derive(Clone, Debug)]
-pub struct OptimizerConfig {
-    /// The update rule.
-    pub rule: Arc<dyn Optimizer>,
-    /// Weight decay and learning-rate factor of every parameter, by [`ParamId`].
-    pub groups: Vec<GroupOptions>,
 }
 
 #[derive(Clone, Copy, Debug, Default)]

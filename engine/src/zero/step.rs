@@ -1,14 +1,15 @@
 //! The optimizer step over everything deposited.
 
+use super::update::Update;
 use super::{Result, StepReport, Totals, Zero};
 use crate::comm::{Collective, CollectiveKind, Communicator, ReadBuffer, Tag as CommTag};
 use crate::error::EngineError;
+use crate::offload::tier::access;
 use crate::plan::{GroupKind, Plan, Tier};
 use crate::spec::{ParamId, UnitId};
+use crate::step::update::{Rule, Scalars, chunks};
 use crate::store::Store;
-use crate::tier::access;
 use crate::timing::CopyClock;
-use crate::update::{Rule, Scalars, Update, chunks};
 use kernels::DType;
 use optim::clip::GradientScale;
 use std::ops::Range;

@@ -21,7 +21,7 @@ enum Job {
     },
 }
 
-/// One block of a disk, and what the queue of `engine/src/spill/io.rs` shares.
+/// One block of a disk, and what the queue of `engine/src/offload/spill/io.rs` shares.
 struct Disk {
     block: Guarded,
     buffers: Vec<Guarded>,

@@ -8,16 +8,16 @@
 #[path = "../../../engine/src/comm/bell.rs"]
 #[allow(dead_code, reason = "models do not spin")]
 mod bell;
-#[path = "../../../engine/src/handover.rs"]
-#[allow(dead_code, reason = "an idle one has no thread")]
-mod handover;
-#[path = "../../../engine/src/spill/queue.rs"]
+#[path = "../../../engine/src/offload/spill/queue.rs"]
 #[allow(dead_code, unreachable_pub, reason = "no model measures traffic")]
 mod queue;
 #[path = "../../../engine/src/comm/ring.rs"]
 #[allow(dead_code, reason = "messages of errors are made from records, too")]
 mod ring;
 mod sync;
+#[path = "../../../engine/src/offload/worker.rs"]
+#[allow(dead_code, reason = "an idle one has no thread")]
+mod worker;
 
 mod collectives;
 mod disk_queue;

@@ -2,10 +2,10 @@
 //! reads the weights; then the copies change places, or the plain update follows. Either way a unit has one version.
 
 use crate::guarded::Guarded;
-use crate::handover::Handover;
+use crate::worker::Worker;
 use loom::sync::Arc;
 
-/// State of a unit twice, as `engine/src/state.rs` has it.
+/// State of a unit twice, as `engine/src/step/state.rs` has it.
 struct State {
     kept: Guarded,
     spare: Guarded,
@@ -31,7 +31,7 @@ struct Job {
     outcome: Option<usize>,
 }
 
-type Thread = Handover<Job, Arc<Guarded>>;
+type Thread = Worker<Job, Arc<Guarded>>;
 
 fn start() -> Thread {
     let mut answers = 0;
@@ -42,12 +42,12 @@ fn start() -> Thread {
         job.outcome = Some(answers);
         answers += 1;
     };
-    Handover::start("early", work).expect("a thread")
+    Worker::start("early", work).expect("a thread")
 }
 
 /// Two units, of which the clipping of the second update takes back what the thread did.
 ///
-/// Fails with: an answer that is sent before the thread gave up the weights (`Handover::start`), a state that is read
+/// Fails with: an answer that is sent before the thread gave up the weights (`Worker::start`), a state that is read
 /// while it is away (`Job.state` behind an `Arc`), a commit that is not followed by the weights.
 #[test]
 fn copies_change_places_or_the_plain_update_follows() {

@@ -6,12 +6,12 @@
 
 use crate::comm::Buffer;
 use crate::error::EngineError;
-use crate::gradients::{Accumulator, Moment};
-use crate::handover::Handover;
-use crate::parallel;
+use crate::offload::parallel;
+use crate::offload::tier::{Access, Region, Tiers};
+use crate::offload::worker::Worker;
 use crate::plan::Plan;
 use crate::spec::UnitId;
-use crate::tier::{Access, Region, Tiers};
+use crate::step::gradients::{Accumulator, Moment};
 use crate::trace::Lane;
 use kernels::{Fetch, Reservation};
 use std::ops::Range;
@@ -47,7 +47,7 @@ pub(crate) struct Job {
 
 /// The thread.
 #[derive(Debug)]
-pub(crate) struct Sums(Handover<Job, ()>);
+pub(crate) struct Sums(Worker<Job, ()>);
 
 impl Sums {
     pub(crate) fn start(plan: Arc<Plan>, tiers: &Tiers) -> Result<Self> {

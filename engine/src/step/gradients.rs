@@ -1,9 +1,9 @@
 //! Accumulated gradients of one unit on one rank: f32, or bf16 with stochastic rounding.
 
 use crate::error::EngineError;
-use crate::parallel;
+use crate::offload::parallel;
+use crate::offload::tier::{Access, COPY_ELEMS, Region, Tiers, access, upload, windows};
 use crate::plan::{GroupLayout, Plan, StateKind, Tier, UnitPlan};
-use crate::tier::{Access, COPY_ELEMS, Region, Tiers, access, upload, windows};
 use half::bf16;
 use kernels::{DType, Float, Part, Shape, Tag, Tensor};
 use optim::accumulate::{RoundingPlace, add_rounded};

@@ -1,10 +1,11 @@
 //! Threads that read ahead and write behind.
 
 use super::Result;
-use super::error::SpillError;
 use super::file::Extent;
 use super::queue::{Book, Requests, SpillStats};
-use super::segment::{SEGMENT_BYTES, Segment, SegmentPool};
+use super::segment::{Segment, SegmentPool};
+use crate::error::SpillError;
+use crate::plan::blocks::{RESERVED_SEGMENTS, SEGMENT_BYTES, buffer_segments};
 use crate::trace::{Lane, Trace};
 use crossbeam::channel::{Receiver, Sender, bounded};
 use kernels::Pool;
@@ -15,8 +16,6 @@ use std::thread::JoinHandle;
 
 /// Requests under way at once: disks reach their rate at a depth of 16.
 const THREADS: usize = 16;
-/// Segments that read-ahead leaves to everybody else.
-const RESERVED: usize = 16;
 
 #[derive(Debug)]
 struct Shared {
@@ -66,8 +65,8 @@ impl SpillIo {
     ///
     /// # Errors
     /// When the host pool or the system has no room.
-    pub fn new(buffer_bytes: u64, host: &Pool) -> Result<Self, crate::EngineError> {
-        let segments = SegmentPool::new(Self::buffers(buffer_bytes), host)?;
+    pub fn new(buffer_bytes: u64, host: &Pool) -> Result<Self, crate::error::EngineError> {
+        let segments = SegmentPool::new(buffer_segments(buffer_bytes), host)?;
         let (jobs, queue) = Requests::<Job>::new();
         let shared = Arc::new(Shared {
             book: Book::new(),
@@ -89,21 +88,6 @@ impl SpillIo {
             threads,
             shared,
         })
-    }
-
-    /// Bytes of buffers that a queue asked for `buffer_bytes` takes.
-    #[must_use]
-    pub const fn buffer_bytes(buffer_bytes: u64) -> u64 {
-        (Self::buffers(buffer_bytes) * SEGMENT_BYTES) as u64
-    }
-
-    const fn buffers(bytes: u64) -> usize {
-        let wanted = bytes.div_ceil(SEGMENT_BYTES as u64) as usize;
-        if wanted < 2 * RESERVED {
-            2 * RESERVED
-        } else {
-            wanted
-        }
     }
 
     /// Traffic so far.
@@ -141,7 +125,7 @@ impl SpillIo {
     /// When an earlier write failed.
     pub fn read_ahead(&self, extent: &Extent, range: Range<u64>) -> Result<Option<PendingRead>> {
         self.check()?;
-        match self.segments.try_take(RESERVED) {
+        match self.segments.try_take(RESERVED_SEGMENTS) {
             Some(segment) => self.read_into(segment, extent, range).map(Some),
             None => Ok(None),
         }
@@ -467,7 +451,7 @@ mod tests {
         while let Some(read) = io.read_ahead(&extent, 0..4096).unwrap() {
             held.push(read);
         }
-        assert_eq!(held.len(), RESERVED);
+        assert_eq!(held.len(), RESERVED_SEGMENTS);
         // Writers are not stopped by it.
         io.copy_in(&extent, 0, &vec![3; 1 << 20]).unwrap();
         io.flush().unwrap();

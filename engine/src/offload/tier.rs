@@ -4,12 +4,13 @@
 //! and written through copies, and computed with where it lies. Host memory is a private anonymous memory map, counted against the host
 //! pool. Spilled memory is an extent of a file, reached through windows that are read ahead and written behind.
 
-use crate::counters::{Count, Counters};
+use super::counters::{Count, Counters};
+use super::parallel;
+use super::spill::{Extent, PendingRead, Segment, SpillFile, SpillIo, SpillStats};
+use super::worker::{Gone, Worker};
 use crate::error::EngineError;
-use crate::handover::{Gone, Handover};
-use crate::parallel;
+use crate::plan::blocks::{SEGMENT_BYTES, WINDOW_ALIGN, extent_bytes};
 use crate::plan::{StateKind, Tier};
-use crate::spill::{Extent, PendingRead, Segment, SpillFile, SpillIo, SpillStats};
 use crate::trace::Trace;
 use bytemuck::Pod;
 use half::{bf16, f16};
@@ -27,14 +28,17 @@ use std::sync::{Arc, Mutex, PoisonError};
 type Result<T, E = EngineError> = std::result::Result<T, E>;
 
 /// Elements of a window: a segment of f32.
-pub(crate) const WINDOW_ELEMS: usize = crate::spill::SEGMENT_BYTES / 4;
-/// Windows begin at multiples of this many elements of their group, so that they begin at block boundaries in every
-/// element type.
-pub(crate) const WINDOW_ALIGN: usize = 2048;
+pub(crate) const WINDOW_ELEMS: usize = SEGMENT_BYTES / 4;
 /// Elements that are copied at once between a device apart and the host.
 pub(crate) const COPY_ELEMS: usize = 1 << 22;
 /// Maps from this size on ask for huge pages.
 const HUGE_BYTES: usize = 4 << 20;
+
+impl From<Gone> for EngineError {
+    fn from(_: Gone) -> Self {
+        Self::EarlyThread
+    }
+}
 
 /// The pools of one rank, and its disk.
 #[derive(Clone, Debug)]
@@ -94,10 +98,10 @@ impl Tiers {
         &self,
         name: &str,
         work: impl FnMut(&mut J, B) + Send + 'static,
-    ) -> Result<Handover<J, B>, Gone> {
+    ) -> Result<Worker<J, B>, Gone> {
         match self.counters {
-            Some(_) => Ok(Handover::idle()),
-            None => Handover::start(name, work),
+            Some(_) => Ok(Worker::idle()),
+            None => Worker::start(name, work),
         }
     }
 
@@ -323,7 +327,7 @@ impl Spill {
         let missing = EngineError::NoSpillFolder { kind: kind.name() };
         let file = files.get_mut(&kind).ok_or(missing)?;
         let extent = file.allocate(bytes as u64, phase)?;
-        let taken = SpillFile::extent_bytes(bytes as u64, phase);
+        let taken = extent_bytes(bytes as u64, phase);
         Ok((extent, self.pool.reserve(taken, tag)?))
     }
 }
@@ -788,7 +792,7 @@ pub(crate) fn windows(range: Range<usize>, most: usize) -> impl Iterator<Item = 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::spill::{IoPath, SpillFolder};
+    use crate::offload::spill::{IoPath, SpillFolder};
 
     pub(crate) fn on_disk(io: IoPath) -> (tempfile::TempDir, Tiers) {
         let exe = std::env::current_exe().unwrap();

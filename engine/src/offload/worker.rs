@@ -10,7 +10,7 @@ pub(crate) struct Gone;
 
 /// A thread that works on each `J`, in the order in which they come, with a `B` that it does not keep.
 #[derive(Debug)]
-pub(crate) struct Handover<J, B> {
+pub(crate) struct Worker<J, B> {
     jobs: Option<Jobs<J, B>>,
     done: Receiver<J>,
     thread: Option<JoinHandle<()>>,
@@ -25,7 +25,7 @@ enum Jobs<J, B> {
     Done(Sender<J>),
 }
 
-impl<J: Send + 'static, B: Send + 'static> Handover<J, B> {
+impl<J: Send + 'static, B: Send + 'static> Worker<J, B> {
     /// Starts the thread. `work` gives up what it only borrows before the answer is sent: whoever has the answer owns
     /// everything again.
     pub(crate) fn start(
@@ -87,7 +87,7 @@ impl<J: Send + 'static, B: Send + 'static> Handover<J, B> {
     }
 }
 
-impl<J, B> Drop for Handover<J, B> {
+impl<J, B> Drop for Worker<J, B> {
     fn drop(&mut self) {
         self.jobs = None;
         if let Some(thread) = self.thread.take() {

@@ -4,16 +4,16 @@
 //! stepped: that bounds the gradients that wait, and a slow optimizer slows backward down instead of filling memory.
 //! Only time depends on the thread: every element has one update, of the same numbers as behind the pass.
 
+use super::OptimizerConfig;
+use super::gradients::{Accumulator, Consumed, Moment};
+use super::state::UnitState;
+use super::update::{CHUNKS_AHEAD, Chunk, Rule, Scalars, chunks};
 use crate::error::EngineError;
-use crate::gradients::{Accumulator, Consumed, Moment};
-use crate::handover::{Gone, Handover};
+use crate::offload::tier::{Access, Region, Tiers};
+use crate::offload::worker::Worker;
 use crate::plan::{Plan, Tier};
 use crate::spec::UnitId;
-use crate::state::UnitState;
-use crate::tier::{Access, Region, Tiers};
 use crate::trace::Lane;
-use crate::update::{CHUNKS_AHEAD, Chunk, Rule, Scalars, chunks};
-use crate::zero::OptimizerConfig;
 use kernels::DType;
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -22,8 +22,6 @@ use std::time::{Duration, Instant};
 
 type Result<T, E = EngineError> = std::result::Result<T, E>;
 
-/// Units at the thread at once: one that is stepped, one that waits.
-pub(crate) const JOBS: usize = 2;
 /// Most elements of a chunk in memory: its windows are copied before they are stepped, and should still be in a cache.
 pub(crate) const CHUNK_ELEMS: usize = 1 << 20;
 
@@ -56,7 +54,7 @@ pub(crate) type Weights = (Arc<Region>, usize);
 #[derive(Debug)]
 pub(crate) struct EarlyRun {
     scalars: Scalars,
-    thread: Handover<Job, Option<Weights>>,
+    thread: Worker<Job, Option<Weights>>,
 }
 
 impl EarlyRun {
@@ -103,12 +101,6 @@ impl EarlyRun {
     /// Waits for the unit that was handed over first of those still there.
     pub(crate) fn receive(&mut self) -> Result<Job> {
         Ok(self.thread.receive()?)
-    }
-}
-
-impl From<Gone> for EngineError {
-    fn from(_: Gone) -> Self {
-        Self::EarlyThread
     }
 }
 
@@ -167,9 +159,12 @@ impl Gradients {
         &mut self,
         chunk: &Chunk,
         first: usize,
-        reads: crate::update::Reads,
+        reads: super::update::Reads,
         consumed: &mut Option<Consumed<'_>>,
-        step: impl FnOnce(&[u8], &mut dyn FnMut() -> Option<crate::spill::PendingRead>) -> Result<()>,
+        step: impl FnOnce(
+            &[u8],
+            &mut dyn FnMut() -> Option<crate::offload::spill::PendingRead>,
+        ) -> Result<()>,
     ) -> Result<()> {
         let mut reads = reads.into_iter();
         let of_gradients = reads.next().flatten();

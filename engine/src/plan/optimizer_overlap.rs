@@ -4,10 +4,12 @@
 //! other; they change places when the global norm is known and nothing contradicts, so that a step that clips or skips
 //! has lost nothing, and every result has the bits of an update behind the pass.
 
-use super::{DeviceTransport, Plan, UnitPlan, ZeroConfig};
-use crate::early::JOBS;
+use super::{DeviceTransport, Plan, Tier, UnitPlan, ZeroConfig};
 use crate::spec::UnitId;
 use serde::{Deserialize, Serialize};
+
+/// Units at the thread of updates in backward: one is updated, one waits.
+pub(crate) const JOBS: usize = 2;
 
 /// Updates that begin while backward runs.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
@@ -116,5 +118,20 @@ impl Plan {
             (_, false) => JOBS,
             (_, true) => JOBS + config.buckets_in_flight.max(1),
         }
+    }
+
+    /// Whether updates may go on beside the next pass. A disk has its own queue, and ranks that share what they updated
+    /// do so behind the update.
+    #[must_use]
+    pub fn steps_late(&self) -> bool {
+        let config = self.config();
+        let on_disk = [config.offload.param, config.offload.optimizer].contains(&Tier::Nvme);
+        config.late_step && !on_disk && !self.shares_updates() && !self.gathers_gradients()
+    }
+
+    /// Whether every rank updates everything with sums that are sharded (stage 0 in pure bf16).
+    pub(crate) fn gathers_gradients(&self) -> bool {
+        let config = self.config();
+        config.shards_gradients() && !config.stage.shards_optimizer()
     }
 }

@@ -1,9 +1,9 @@
 //! Counters of a dry run: the bytes its states would take, by tier.
 
+use super::tier::Region;
 use crate::error::EngineError;
 use crate::plan::Tier;
-use crate::spill::SpillFile;
-use crate::tier::Region;
+use crate::plan::blocks::extent_bytes;
 use kernels::{DType, Pool, Reservation, Shape, Tag, Tensor};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -48,7 +48,7 @@ impl Counters {
                 Count::Reserved(self.host.reserve(bytes, tag)?)
             }
             Tier::Nvme => {
-                let extent = SpillFile::extent_bytes(bytes, phase);
+                let extent = extent_bytes(bytes, phase);
                 Count::Reserved(self.nvme.reserve(extent, tag)?)
             }
         };

@@ -5,9 +5,10 @@
 )]
 
 use super::Result;
-use super::error::SpillError;
 use super::folder::SpillFolder;
 use super::queue::Writes;
+use crate::error::SpillError;
+use crate::plan::blocks::{BLOCK_BYTES, extent_bytes};
 use memmap2::{MmapMut, MmapOptions, UncheckedAdvice};
 use rustix::fs::{FallocateFlags, OFlags};
 use serde::{Deserialize, Serialize};
@@ -18,8 +19,6 @@ use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, PoisonError, RwLock};
 
-/// Files, extents and requests are multiples of this; direct I/O demands it.
-pub const BLOCK_BYTES: u64 = 4096;
 /// Most that the kernel maps around one fault.
 const FAULT_BYTES: usize = 64 << 10;
 const MAGIC: &[u8; 8] = b"TESSPILL";
@@ -118,7 +117,7 @@ impl SpillFile {
     /// [`SpillError::NoSpace`] when the disk is too small.
     pub fn allocate(&mut self, len: u64, phase: u64) -> Result<Extent> {
         let lead = phase % BLOCK_BYTES;
-        let bytes = (lead + len).next_multiple_of(BLOCK_BYTES);
+        let bytes = extent_bytes(len, phase);
         let offset = self.end;
         self.reserve(offset, bytes)?;
         self.end += bytes;
@@ -188,12 +187,6 @@ impl SpillFile {
     #[must_use]
     pub fn bytes(&self) -> u64 {
         self.end
-    }
-
-    /// Bytes that `len` bytes with this phase take of a file.
-    #[must_use]
-    pub const fn extent_bytes(len: u64, phase: u64) -> u64 {
-        (phase % BLOCK_BYTES + len).next_multiple_of(BLOCK_BYTES)
     }
 }
 

@@ -2,12 +2,12 @@
 
 use super::{Residency, Result, Store};
 use crate::error::EngineError;
-use crate::late::{Job, LateRun};
 use crate::plan::GroupKind;
 use crate::spec::UnitId;
+use crate::step::OptimizerConfig;
+use crate::step::optimizer_in_forward::{Job, LateRun};
+use crate::step::update::Scalars;
 use crate::trace::Lane;
-use crate::update::Scalars;
-use crate::zero::OptimizerConfig;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 

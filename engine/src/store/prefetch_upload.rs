@@ -4,22 +4,8 @@
 use crate::error::EngineError;
 use crate::plan::{GroupKind, Plan};
 use crate::spec::{ParamId, UnitId};
-use kernels::{Arrival, Backend, DType, Shape, Tag, Tensor};
+use kernels::{Arrival, Backend, Tag};
 use std::collections::BTreeMap;
-
-/// What an upload fills, in a dry run: its place.
-pub(crate) fn placed(
-    device: &dyn Backend,
-    place: Option<Arrival>,
-    shape: Shape,
-    dtype: DType,
-    tag: Tag,
-) -> Result<Tensor, EngineError> {
-    Ok(match place.and_then(Arrival::into_tensor) {
-        Some(place) => place,
-        None => device.zeros(shape, dtype, tag)?,
-    })
-}
 
 /// The places, by parameter.
 pub(crate) type Places = BTreeMap<ParamId, Arrival>;

@@ -41,7 +41,7 @@ pub enum SpillError {
 
 impl SpillError {
     /// An [`SpillError::Io`] of `action` on `path`.
-    pub(super) fn io(
+    pub(crate) fn io(
         action: &'static str,
         path: impl Into<PathBuf>,
     ) -> impl FnOnce(io::Error) -> Self {

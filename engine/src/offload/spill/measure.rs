@@ -3,13 +3,13 @@
 use super::file::{IoPath, SpillFile};
 use super::folder::SpillFolder;
 use super::io::SpillIo;
-use crate::EngineError;
+use crate::error::EngineError;
 use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::segment::SEGMENT_BYTES;
+use crate::plan::blocks::SEGMENT_BYTES;
 
 /// Rates of one way to the disk, in bytes per second.
 #[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]

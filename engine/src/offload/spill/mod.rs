@@ -9,7 +9,6 @@
 //! write behind. A read that overlaps a write submitted before it waits for that write, so callers see their own
 //! writes. There are two ways to the disk ([`IoPath`]): direct I/O past the page cache, and a memory map.
 
-mod error;
 mod file;
 mod folder;
 mod io;
@@ -17,12 +16,13 @@ mod measure;
 mod queue;
 mod segment;
 
-pub use error::SpillError;
-pub use file::{BLOCK_BYTES, Extent, IoPath, SpillFile};
+pub use crate::error::SpillError;
+pub use crate::plan::blocks::{BLOCK_BYTES, SEGMENT_BYTES};
+pub use file::{Extent, IoPath, SpillFile};
 pub use folder::{FOLDER_PREFIX, SpillFolder};
 pub use io::{PendingRead, SpillIo};
 pub use measure::{Measured, measure};
 pub use queue::SpillStats;
-pub use segment::{SEGMENT_BYTES, Segment};
+pub use segment::Segment;
 
 pub(crate) type Result<T, E = SpillError> = std::result::Result<T, E>;

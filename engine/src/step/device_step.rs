@@ -3,11 +3,11 @@
 //! Nothing crosses the bus but the numbers of the update: gradients are read where they were summed. Weights that rest
 //! elsewhere are updated in scratch memory and fetched, chunk by chunk.
 
+use super::state::UnitState;
+use super::update::{Chunk, Rule, bytes};
 use crate::error::EngineError;
+use crate::offload::tier::{Region, access, upload};
 use crate::plan::Plan;
-use crate::state::UnitState;
-use crate::tier::{Region, access, upload};
-use crate::update::{Chunk, Rule, bytes};
 use kernels::{AdamWArgs, Backend, DType, Form, Part, Resident, Scalars, Shape, Tag, Tensor};
 use std::sync::Arc;
 

@@ -4,11 +4,11 @@
 //! next ones are saved. The place of what backward wants next is taken before the segment in front of it is queued, so
 //! that the values come back beside that segment's work.
 
-use crate::ahead::placed;
+use super::spill::PendingRead;
+use super::tier::{Region, Tiers};
 use crate::error::EngineError;
+use crate::plan::blocks::{SEGMENT_BYTES, extent_bytes};
 use crate::plan::{StateKind, Tier};
-use crate::spill::{PendingRead, SpillFile};
-use crate::tier::{Region, Tiers};
 use crate::timing::CopyClock;
 use kernels::{Arrival, Backend, Block, DType, Fetch, Pool, Shape, Tag, Tensor, TensorMut};
 use std::borrow::Cow;
@@ -313,9 +313,9 @@ impl Activations {
         let region = arena.region(place);
         let mut ahead = ahead.borrow_mut();
         let len = saved.size_bytes();
-        let mut at = ahead.len() * crate::spill::SEGMENT_BYTES;
+        let mut at = ahead.len() * SEGMENT_BYTES;
         while at < len {
-            let end = len.min(at + crate::spill::SEGMENT_BYTES);
+            let end = len.min(at + SEGMENT_BYTES);
             match region.read_ahead(first + at..first + end)? {
                 Some(read) => ahead.push_back(read),
                 None => break,
@@ -392,9 +392,23 @@ impl Kept {
     }
 }
 
+/// The tensor that an upload fills: in a dry run, the memory reserved for it.
+pub(crate) fn placed(
+    device: &dyn Backend,
+    place: Option<Arrival>,
+    shape: Shape,
+    dtype: DType,
+    tag: Tag,
+) -> Result<Tensor> {
+    Ok(match place.and_then(Arrival::into_tensor) {
+        Some(place) => place,
+        None => device.zeros(shape, dtype, tag)?,
+    })
+}
+
 /// Whole blocks: neighbours must not share one.
 fn disk_bytes(bytes: usize) -> usize {
-    SpillFile::extent_bytes(bytes as u64, 0) as usize
+    extent_bytes(bytes as u64, 0) as usize
 }
 
 impl Saved {
@@ -406,8 +420,8 @@ impl Saved {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::spill::{IoPath, SpillFile, SpillFolder, SpillIo};
-    use crate::tier::Spill;
+    use crate::offload::spill::{IoPath, SpillFile, SpillFolder, SpillIo};
+    use crate::offload::tier::Spill;
     use kernels::{CpuBackend, NullBackend};
     use std::sync::Arc;
 

@@ -4,17 +4,17 @@
 //! the first unit goes, so that a step that clips is as good as any other. Whoever needs a unit waits for it. Only time
 //! depends on the thread: every element has one update, of the same numbers as before the pass.
 
-use crate::early::CHUNK_ELEMS;
+use super::OptimizerConfig;
+use super::gradients::Accumulator;
+use super::optimizer_in_backward::CHUNK_ELEMS;
+use super::state::UnitState;
+use super::update::{Parts, Reads, Rule, Scalars, chunks};
 use crate::error::EngineError;
-use crate::gradients::Accumulator;
-use crate::handover::Handover;
-use crate::plan::{Plan, Tier};
+use crate::offload::tier::{COPY_ELEMS, Region, Tiers};
+use crate::offload::worker::Worker;
+use crate::plan::Plan;
 use crate::spec::UnitId;
-use crate::state::UnitState;
-use crate::tier::{COPY_ELEMS, Region, Tiers};
 use crate::trace::Lane;
-use crate::update::{Parts, Reads, Rule, Scalars, chunks};
-use crate::zero::OptimizerConfig;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -38,7 +38,7 @@ pub(crate) struct Job {
 /// The thread of one update.
 #[derive(Debug)]
 pub(crate) struct LateRun {
-    thread: Handover<Job, ()>,
+    thread: Worker<Job, ()>,
     /// Nobody wants what is left: a rank that failed ends at once.
     given_up: Arc<AtomicBool>,
 }
@@ -120,22 +120,5 @@ impl Job {
             rule.step(&chunk, Reads::new(), None, parts)?;
         }
         Ok(())
-    }
-}
-
-impl Plan {
-    /// Whether updates may go on beside the next pass. A disk has its own queue, and ranks that share what they updated
-    /// do so behind the update.
-    #[must_use]
-    pub fn steps_late(&self) -> bool {
-        let config = self.config();
-        let on_disk = [config.offload.param, config.offload.optimizer].contains(&Tier::Nvme);
-        config.late_step && !on_disk && !self.shares_updates() && !self.gathers_gradients()
-    }
-
-    /// Whether every rank updates everything with sums that are sharded (stage 0 in pure bf16).
-    pub(crate) fn gathers_gradients(&self) -> bool {
-        let config = self.config();
-        config.shards_gradients() && !config.stage.shards_optimizer()
     }
 }

@@ -1,16 +1,17 @@
 //! What a store hands to the thread of early updates, and what it takes back.
 
 use super::{Early, Residency, Result, Store};
-use crate::early::{self, EarlyRun, Gradients, Job};
 use crate::error::EngineError;
-use crate::gradients::Moment;
+use crate::offload::tier::Region;
+use crate::plan::JOBS;
 use crate::plan::{GroupKind, Tier};
 use crate::spec::UnitId;
-use crate::state::UnitState;
-use crate::tier::Region;
+use crate::step::OptimizerConfig;
+use crate::step::gradients::Moment;
+use crate::step::optimizer_in_backward::{EarlyRun, Gradients, Job};
+use crate::step::state::UnitState;
+use crate::step::update::Scalars;
 use crate::trace::Lane;
-use crate::update::Scalars;
-use crate::zero::OptimizerConfig;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -162,7 +163,7 @@ impl Store {
     /// Waits until the thread has room for one more unit.
     pub(super) fn wait_for_thread(&mut self) -> Result<()> {
         while let Some(run) = &mut self.early
-            && run.open() >= early::JOBS
+            && run.open() >= JOBS
         {
             let started = Instant::now();
             let job = run.receive()?;

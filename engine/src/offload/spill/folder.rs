@@ -1,7 +1,7 @@
 //! The folder of one job under the folder a user named.
 
 use super::Result;
-use super::error::SpillError;
+use crate::error::SpillError;
 use rustix::fs::OFlags;
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io;

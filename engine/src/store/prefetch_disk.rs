@@ -1,10 +1,11 @@
 //! Weights read from a disk before they are needed.
 
 use crate::error::EngineError;
+use crate::offload::spill::PendingRead;
+use crate::offload::tier::Region;
 use crate::plan::GroupKind;
+use crate::plan::blocks::{BLOCK_BYTES, SEGMENT_BYTES};
 use crate::spec::UnitId;
-use crate::spill::{PendingRead, SEGMENT_BYTES};
-use crate::tier::Region;
 use std::collections::{HashMap, VecDeque};
 
 type Result<T, E = EngineError> = std::result::Result<T, E>;
@@ -61,6 +62,6 @@ impl WeightReads {
 
 /// Pieces leave room for the block in which a region may begin.
 fn next_end(start: usize, len: usize) -> usize {
-    const MOST: usize = SEGMENT_BYTES - crate::spill::BLOCK_BYTES as usize;
+    const MOST: usize = SEGMENT_BYTES - BLOCK_BYTES as usize;
     len.min(start + MOST)
 }

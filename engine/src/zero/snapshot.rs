@@ -4,11 +4,11 @@
 //! optimizer slot, each as the element ranges that this rank owns. Frozen weights belong to the
 //! model folder the run started from.
 
+use super::Zero;
 use crate::checkpoint::{Checkpoint, Piece, PieceBytes, Writer};
 use crate::error::EngineError;
+use crate::offload::tier::{Access, Region, windows};
 use crate::plan::{GroupKind, Plan};
-use crate::tier::{Access, Region, windows};
-use crate::zero::Zero;
 use kernels::DType;
 use std::collections::BTreeSet;
 use std::ops::Range;

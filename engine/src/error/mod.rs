@@ -1,6 +1,10 @@
 //! What can go wrong in the engine.
 
-use crate::access::Phase;
+mod spill;
+
+pub use spill::SpillError;
+
+use crate::plan::Phase;
 use crate::spec::{ParamId, UnitId};
 
 /// Engine failures.
@@ -24,7 +28,7 @@ pub enum EngineError {
     Optim(#[from] optim::OptimError),
     /// A spill file failed.
     #[error(transparent)]
-    Spill(#[from] crate::spill::SpillError),
+    Spill(#[from] SpillError),
     /// State belongs on a disk and no folder was given.
     #[error("state is planned on the nvme tier, and this rank has no spill directory for {kind}")]
     NoSpillFolder {

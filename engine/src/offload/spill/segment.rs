@@ -6,14 +6,13 @@
 #![expect(unsafe_code, reason = "buffers handed out from one memory map")]
 
 use super::Result;
-use super::error::SpillError;
 use super::queue::Free;
+use crate::error::SpillError;
+use crate::plan::blocks::SEGMENT_BYTES;
 use kernels::{Pool, Reservation, Tag};
 use memmap2::{Advice, MmapOptions, MmapRaw};
 use std::sync::Arc;
 
-/// Bytes of a segment: the largest request to the disk. Larger ones write a tenth slower (`benches/RESULTS.md`).
-pub const SEGMENT_BYTES: usize = 512 << 10;
 /// Huge pages begin at multiples of this.
 const HUGE_BYTES: usize = 2 << 20;
 
@@ -29,7 +28,10 @@ pub(super) struct SegmentPool {
 
 impl SegmentPool {
     /// A pool of `segments` segments, counted as host memory.
-    pub(super) fn new(segments: usize, host: &Pool) -> Result<Arc<Self>, crate::EngineError> {
+    pub(super) fn new(
+        segments: usize,
+        host: &Pool,
+    ) -> Result<Arc<Self>, crate::error::EngineError> {
         let bytes = segments * SEGMENT_BYTES;
         let counted = host.reserve(bytes as u64, Tag::Workspace)?;
         let map = MmapOptions::new()

@@ -1,9 +1,9 @@
 //! Master weights and optimizer state of one unit on one rank.
 
 use crate::error::EngineError;
+use crate::offload::spill::PendingRead;
+use crate::offload::tier::{Access, Region, Tiers, Window};
 use crate::plan::{Plan, StateKind, UnitPlan};
-use crate::spill::PendingRead;
-use crate::tier::{Access, Region, Tiers, Window};
 use kernels::{DType, Tag};
 use optim::{Optimizer, StateSlot};
 use std::ops::Range;

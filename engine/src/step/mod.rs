@@ -1,0 +1,20 @@
+//! The update of one unit: its gradients, its state, the rule, and the threads that update during backward and forward.
+
+pub(crate) mod device_step;
+pub(crate) mod gradients;
+pub(crate) mod optimizer_in_backward;
+pub(crate) mod optimizer_in_forward;
+pub(crate) mod state;
+pub(crate) mod update;
+
+use optim::{GroupOptions, Optimizer};
+use std::sync::Arc;
+
+/// Optimizer settings of a run.
+#[derive(Clone, Debug)]
+pub struct OptimizerConfig {
+    /// The update rule.
+    pub rule: Arc<dyn Optimizer>,
+    /// Weight decay and learning-rate factor of every parameter, by [`ParamId`](crate::ParamId).
+    pub groups: Vec<GroupOptions>,
+}
