@@ -521,7 +521,7 @@ def main():
     parser.add_argument("--list", action="store_true")
     arguments = parser.parse_args()
     arguments.bin, arguments.out = arguments.bin.resolve(), arguments.out.resolve()
-    arguments.configs = HERE.parent / "launcher/src/synth/configs"
+    arguments.configs = HERE.parent / "launcher/src/commands/synth/configs"
     cases = json.loads((HERE / "headline.json").read_text())
     names = [name for name in arguments.cases.split(",") if name]
     unknown = set(names) - {case["name"] for case in cases}

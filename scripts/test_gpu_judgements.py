@@ -199,7 +199,7 @@ class Runs(Folder):
         launcher = binary / "launcher"
         launcher.write_text("#!/bin/sh\n" + program)
         launcher.chmod(0o755)
-        published = ROOT / "launcher/src/synth/configs"
+        published = ROOT / "launcher/src/commands/synth/configs"
         arguments = mock.Mock(out=self.out, bin=binary, device=device, configs=published, packages="")
         case = {**Headline.case, "model": "minicpm-o-2_6", "flags": [], **(case or {})}
         result, wrong = headline.run_case(case, arguments, 20)
@@ -453,7 +453,7 @@ class Shared(unittest.TestCase):
     def test_a_case_without_a_cap_of_the_host_is_planned_for_what_is_free(self):
         """Reads the arguments from a stand-in for the launcher. `synth` is called only where a checkpoint is written."""
         cases = {case["name"]: case for case in json.loads((ROOT / "scripts/headline.json").read_text())}
-        published = ROOT / "launcher/src/synth/configs"
+        published = ROOT / "launcher/src/commands/synth/configs"
         with tempfile.TemporaryDirectory() as folder:
             work = Path(folder)
             program = work / "launcher"

@@ -4,8 +4,8 @@ use std::error::Error;
 use std::io::Write;
 use std::path::Path;
 
-use launcher::args::flag_table;
-use launcher::explain::errors_page;
+use launcher::cli::flag_table;
+use launcher::commands::explain::errors_page;
 
 fn main() -> Result<(), Box<dyn Error>> {
     let pages = [("flags.md", flag_table()?), ("errors.md", errors_page())];

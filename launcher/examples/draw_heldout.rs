@@ -4,5 +4,5 @@ use std::path::Path;
 
 fn main() -> std::io::Result<()> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("demo/heldout");
-    launcher::demo::draw_held_out(&folder)
+    launcher::commands::demo::draw_held_out(&folder)
 }

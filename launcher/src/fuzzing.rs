@@ -1,7 +1,7 @@
 //! Readers of what others wrote, as functions of its bytes: for fuzzers and tests, no part of the interface.
 
-use crate::exit::Failure;
-use crate::hostfile::{self, Host};
+use crate::error::Failure;
+use crate::launch::hostfile::{self, Host};
 use std::path::Path;
 
 /// Goes through a configuration file in the language that `ending` names, flags or DeepSpeed's.
@@ -9,7 +9,7 @@ use std::path::Path;
 /// # Errors
 /// It has mistakes.
 pub fn config(bytes: &[u8], ending: &str) -> Result<(), Failure> {
-    crate::config::file::go_through_bytes(bytes, ending)
+    crate::cli::file::go_through_bytes(bytes, ending)
 }
 
 /// Reads a hostfile.

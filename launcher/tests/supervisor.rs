@@ -17,8 +17,8 @@ use std::time::{Duration, Instant};
 
 use launcher::config::{RunConfig, Task};
 use launcher::device::Devices;
-use launcher::exit::{ErrorCode, Failure};
-use launcher::rank::{RunSummary, StopFlag};
+use launcher::error::{ErrorCode, Failure};
+use launcher::launch::rank::{RunSummary, StopFlag};
 use launcher::rank_env::RankEnv;
 use launcher::ui::{Event, Reporter};
 use rustix::process::{Pid, Signal, getpid, kill_process, test_kill_process};

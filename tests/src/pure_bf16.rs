@@ -102,9 +102,9 @@ impl Subject {
     /// # Errors
     /// When the folder cannot be written.
     pub fn demo(folder: &Path) -> Result<Self> {
-        launcher::demo::make(folder).map_err(|failure| anyhow!("{failure}"))?;
-        let dir = folder.join(launcher::demo::MODEL_DIR);
-        let file = folder.join(launcher::demo::TRAIN_FILE);
+        launcher::commands::demo::make(folder).map_err(|failure| anyhow!("{failure}"))?;
+        let dir = folder.join(launcher::config::demo::MODEL_DIR);
+        let file = folder.join(launcher::config::demo::TRAIN_FILE);
         let images = ImageFolder::beside(&file);
         let processor = open_processor(&dir)?;
         let samples = read_samples(&file)?.into_iter().take(800);

@@ -4,7 +4,7 @@ use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
 use super::{Device, RunConfig};
-use crate::exit::Failure;
+use crate::error::Failure;
 
 /// `--collectives`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize, Deserialize)]
@@ -75,7 +75,7 @@ impl RunConfig {
     }
 
     /// Refuses what was asked for by name and cannot be.
-    pub(super) fn check_collectives(&self) -> Result<(), Failure> {
+    pub(crate) fn check_collectives(&self) -> Result<(), Failure> {
         let asked = self.collectives;
         if matches!(asked, Collectives::Auto | Collectives::Shm) {
             return Ok(());

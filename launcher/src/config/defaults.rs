@@ -73,26 +73,26 @@ pub const DEMO: Defaults = Defaults {
 };
 
 /// `--zero`
-pub(super) const ZERO: u8 = 3;
+pub(crate) const ZERO: u8 = 3;
 /// `--device`: the CPU until training on GPUs has been measured on hardware.
 pub(crate) const DEVICE: DeviceChoice = DeviceChoice::Cpu;
 /// `--nproc` where no GPU is visible.
-pub(super) const NPROC: usize = 2;
+pub(crate) const NPROC: usize = 2;
 /// `--comm-timeout`, in seconds.
-pub(super) const COMM_TIMEOUT_SECONDS: u64 = 300;
+pub(crate) const COMM_TIMEOUT_SECONDS: u64 = 300;
 /// `--adam-beta1`
-pub(super) const ADAM_BETA1: f64 = 0.9;
+pub(crate) const ADAM_BETA1: f64 = 0.9;
 /// `--adam-beta2`
-pub(super) const ADAM_BETA2: f64 = 0.95;
+pub(crate) const ADAM_BETA2: f64 = 0.95;
 /// `--adam-epsilon`
-pub(super) const ADAM_EPSILON: f64 = 1e-8;
+pub(crate) const ADAM_EPSILON: f64 = 1e-8;
 /// `--max-grad-norm`
-pub(super) const MAX_GRAD_NORM: f64 = 1.0;
+pub(crate) const MAX_GRAD_NORM: f64 = 1.0;
 /// `--max-slice-nums`
-pub(super) const MAX_SLICE_NUMS: usize = 9;
+pub(crate) const MAX_SLICE_NUMS: usize = 9;
 /// `--lora-rank`
-pub(super) const LORA_RANK: usize = 64;
+pub(crate) const LORA_RANK: usize = 64;
 /// `--lora-alpha`
-pub(super) const LORA_ALPHA: f64 = 64.0;
+pub(crate) const LORA_ALPHA: f64 = 64.0;
 /// `--seed`
-pub(super) const SEED: u64 = 42;
+pub(crate) const SEED: u64 = 42;

@@ -8,7 +8,9 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-use crate::args::nearest;
+use super::words::nearest;
+use super::{Cadence, RunConfig};
+use crate::error::Failure;
 
 /// What happens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -305,6 +307,39 @@ impl From<Fault> for String {
     fn from(fault: Fault) -> Self {
         fault.to_string()
     }
+}
+
+/// Refuses faults that could not happen in a run of `total_steps` steps.
+///
+/// # Errors
+/// A usage failure (exit 2) naming the fault.
+pub(crate) fn check_faults(config: &RunConfig, total_steps: u64) -> Result<(), Failure> {
+    let never = |fault: &Fault, cause: String, next: &str| {
+        Err(Failure::usage(format!("--inject {fault} would never happen"), cause).next(next))
+    };
+    for fault in &config.inject {
+        if fault.rank >= config.nproc {
+            let cause = format!("the run has ranks 0 to {}", config.nproc - 1);
+            return never(fault, cause, "choose one of them, or raise --nproc");
+        }
+        if fault.step > total_steps {
+            let cause = format!("the run has {total_steps} steps");
+            return never(fault, cause, "choose an earlier step, or raise --max-steps");
+        }
+        if fault.needs_a_save() && config.save == Cadence::Never {
+            let cause = "nothing is saved with --save-strategy no".to_owned();
+            return never(fault, cause, "--save-steps N");
+        }
+    }
+    Ok(())
+}
+
+/// What is shown of them before a run starts.
+pub(crate) fn fault_lines(config: &RunConfig) -> impl Iterator<Item = String> {
+    config.inject.iter().map(|fault| {
+        let seed = fault.seed.unwrap_or(config.seed);
+        format!("FAULT INJECTION: {fault} (seed {seed}) will happen on purpose; this run is a test")
+    })
 }
 
 #[cfg(test)]

@@ -4,7 +4,7 @@ use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
 use super::{Device, RunConfig, Tier};
-use crate::exit::Failure;
+use crate::error::Failure;
 
 /// Whether units are updated while the next pass begins, each before it is used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize, Deserialize)]
@@ -51,7 +51,7 @@ impl RunConfig {
     }
 
     /// Refuses what was asked for by name and cannot be.
-    pub(super) fn check_late_step(&self) -> Result<(), Failure> {
+    pub(crate) fn check_late_step(&self) -> Result<(), Failure> {
         match (self.late_step, self.not_late()) {
             (LateStep::On, Some(why)) => Err(Failure::usage(
                 "--optimizer-in-forward on cannot be used",

@@ -3,20 +3,19 @@
 //! Flag > file > default. The resolved configuration is saved as `config.resolved.json`; ranks read that
 //! file and resolve nothing themselves, and resolving what it says gives the same configuration.
 
-mod batch;
 mod choices;
 mod collectives;
-mod defaults;
+pub(crate) mod defaults;
+pub mod demo;
 mod early;
 mod fault;
-pub(crate) mod file;
+mod gpu;
 mod late;
-mod numbers;
+pub(crate) mod numbers;
 mod offload;
-mod resolve;
 mod schedule;
-mod trainable;
 mod upload;
+pub(crate) mod words;
 
 use std::fs;
 use std::ops::Range;
@@ -25,8 +24,7 @@ use std::path::{Path, PathBuf};
 use models::Family;
 use serde::{Deserialize, Serialize};
 
-use crate::device::RunGpu;
-use crate::exit::{ErrorCode, Failure};
+use crate::error::{ErrorCode, Failure};
 
 pub use choices::{
     Cadence, CudaGraph, DataFormatChoice, Device, DeviceChoice, InitChoice, LrScale,
@@ -37,11 +35,11 @@ pub(crate) use defaults::DEVICE;
 pub use defaults::{DEMO, Defaults, MODEL};
 pub use early::EarlyStep;
 pub use fault::{Fault, FaultKind, FaultPhase, NotFinite};
+pub(crate) use fault::{check_faults, fault_lines};
+pub use gpu::{Products, RunGpu};
 pub use late::LateStep;
 pub use numbers::{GradDtype, Numbers, PureBf16Moments, PureBf16Weights, check_family};
 pub use offload::{NvmeIo, Offload, Tier};
-pub(crate) use resolve::resolve_on;
-pub use resolve::{Resolved, resolve};
 pub use schedule::SchedulerKwargs;
 pub use upload::UploadAhead;
 
@@ -148,15 +146,9 @@ impl Lora {
     /// Modules that train in full beside the adapters in a model of `family`.
     #[must_use]
     pub fn modules_to_save(&self, family: Family, tune_vision: bool) -> Vec<String> {
-        let published = || words(family.default_modules_to_save(tune_vision));
+        let published = || words::words(family.default_modules_to_save(tune_vision));
         self.modules_to_save.clone().unwrap_or_else(published)
     }
-}
-
-/// The words of a list separated by commas.
-pub(crate) fn words(list: &str) -> Vec<String> {
-    let words = list.split(',').map(str::trim);
-    words.filter(|w| !w.is_empty()).map(str::to_owned).collect()
 }
 
 /// What samples look like, and how they are written for the model.
@@ -424,7 +416,7 @@ impl RunConfig {
     /// The model folder.
     pub fn model_dir(&self) -> PathBuf {
         match &self.source {
-            Source::Demo { folder } => folder.join(crate::demo::MODEL_DIR),
+            Source::Demo { folder } => folder.join(demo::MODEL_DIR),
             Source::Files { model, .. } => model.clone(),
         }
     }
@@ -432,7 +424,7 @@ impl RunConfig {
     /// The file of training samples.
     pub fn data_file(&self) -> PathBuf {
         match &self.source {
-            Source::Demo { folder } => folder.join(crate::demo::TRAIN_FILE),
+            Source::Demo { folder } => folder.join(demo::TRAIN_FILE),
             Source::Files { data, .. } => data.clone(),
         }
     }
@@ -440,7 +432,7 @@ impl RunConfig {
     /// The file of held-out samples.
     pub fn eval_file(&self) -> Option<PathBuf> {
         match &self.source {
-            Source::Demo { folder } => Some(folder.join(crate::demo::HELD_OUT_FILE)),
+            Source::Demo { folder } => Some(folder.join(demo::HELD_OUT_FILE)),
             Source::Files { eval_data, .. } => eval_data.clone(),
         }
     }

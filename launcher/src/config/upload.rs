@@ -5,7 +5,7 @@ use engine::Plan;
 use serde::{Deserialize, Serialize};
 
 use super::{Device, RunConfig};
-use crate::exit::Failure;
+use crate::error::Failure;
 
 /// Whether weights that do not stay on a GPU come there one unit ahead. It holds one more unit's weights then.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize, Deserialize)]
@@ -41,7 +41,7 @@ impl RunConfig {
     }
 
     /// Refuses what was asked for by name and cannot be.
-    pub(super) fn check_upload_ahead(&self) -> Result<(), Failure> {
+    pub(crate) fn check_upload_ahead(&self) -> Result<(), Failure> {
         if self.upload_ahead != UploadAhead::On || self.device == Device::Cuda {
             return Ok(());
         }

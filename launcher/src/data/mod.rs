@@ -1,5 +1,6 @@
 //! Samples of a file, which of them a step takes, and threads that prepare them ahead of time.
 
+pub(crate) mod answers;
 pub(crate) mod check;
 pub(crate) mod lines;
 mod loader;
@@ -9,4 +10,4 @@ mod samples;
 
 pub use loader::{Loader, LoaderOptions, Prepared};
 pub use sampler::{Sampler, SamplerSizes};
-pub(crate) use samples::{Reading, SampleSet, chain, encode_in_order, read, verdicts};
+pub(crate) use samples::{Reading, SampleSet, encode_in_order, read, verdicts};

@@ -9,7 +9,7 @@ use models::image::ImageFolder;
 use serde::Serialize;
 
 use super::SampleSet;
-use crate::exit::{ErrorCode, Failure};
+use crate::error::{ErrorCode, Failure};
 use crate::units::grouped;
 
 /// Name of the list of problems.
@@ -76,7 +76,7 @@ impl Problem {
     /// The problem that `error` is.
     pub(crate) fn new(index: usize, sample: &RawSample, error: &SampleError) -> Self {
         let (code, kind) = classify(error);
-        let mut problem = super::chain(error);
+        let mut problem = crate::error::chain(error);
         if kind == Kind::Placeholders {
             let names_pictures = matches!(error, SampleError::UnknownPlaceholder { .. });
             problem += &excerpt(sample, !names_pictures);

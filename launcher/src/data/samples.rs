@@ -1,6 +1,6 @@
 //! The samples of a data file, read and checked one by one.
 
-use std::error::Error;
+use crate::error::chain;
 use std::path::Path;
 
 use models::Processor;
@@ -11,7 +11,7 @@ use rayon::prelude::*;
 use super::lines;
 use super::problems::Problem;
 use crate::config::DataFormatChoice;
-use crate::exit::{ErrorCode, Failure};
+use crate::error::{ErrorCode, Failure};
 
 /// Samples of one file, checked, with their pictures' place.
 #[derive(Debug)]
@@ -35,21 +35,6 @@ impl SampleSet {
     pub(crate) fn index_in_file(&self, index: usize) -> usize {
         self.kept.get(index).copied().unwrap_or(index)
     }
-}
-
-/// An error with all its sources in one line.
-pub(crate) fn chain(error: &dyn Error) -> String {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(inner) = source {
-        let inner_text = inner.to_string();
-        if !text.contains(&inner_text) {
-            text.push_str(": ");
-            text.push_str(&inner_text);
-        }
-        source = inner.source();
-    }
-    text
 }
 
 /// A data file or folder, and how much of it to read.

@@ -4,13 +4,12 @@ use std::sync::Arc;
 
 use kernels::Backend;
 
-#[cfg(feature = "cuda")]
-use super::Products;
-use super::{Devices, RunGpu};
+use super::Devices;
 use crate::config::CudaGraph;
-use crate::doctor::facts::{Cuda, Gpu};
-use crate::doctor::survey_gpus;
-use crate::exit::Failure;
+use crate::config::RunGpu;
+use crate::device::survey::facts::{Cuda, Gpu};
+use crate::device::survey::survey_gpus;
+use crate::error::Failure;
 use crate::rank_env::Variables;
 
 /// NVIDIA's GPUs, through the driver that is found at run time.
@@ -39,8 +38,9 @@ impl Devices for Nvidia {
 
 #[cfg(not(feature = "cuda"))]
 mod driver {
-    use super::{Arc, Backend, CudaGraph, Failure, RunGpu, Variables};
-    use crate::exit::ErrorCode;
+    use super::{Arc, Backend, CudaGraph, Failure, Variables};
+    use crate::config::RunGpu;
+    use crate::error::ErrorCode;
 
     pub(super) fn open(
         gpu: &RunGpu,
@@ -63,9 +63,10 @@ mod driver {
 
 #[cfg(feature = "cuda")]
 mod driver {
-    use super::{Arc, Backend, CudaGraph, Failure, Products, RunGpu, Variables};
-    use crate::doctor::search;
-    use crate::exit::ErrorCode;
+    use super::{Arc, Backend, CudaGraph, Failure, Variables};
+    use crate::config::{Products, RunGpu};
+    use crate::device::survey::search;
+    use crate::error::ErrorCode;
     use crate::rank_env::GpuCode;
     use crate::units::bytes;
     use kernels::cuda::CudaBackend;
@@ -100,7 +101,7 @@ mod driver {
             Failure::new(
                 ErrorCode::Cuda,
                 format!("cannot open GPU {} ({})", gpu.ordinal, gpu.name),
-                crate::data::chain(&error),
+                crate::error::chain(&error),
             )
             .next("`launcher doctor` shows the driver, the GPUs and the libraries")
         })?;

@@ -4,9 +4,9 @@ use std::sync::Arc;
 
 use kernels::Backend;
 
-#[cfg(feature = "cuda")]
-use super::Products;
 use super::ranks_per_gpu;
+#[cfg(feature = "cuda")]
+use crate::config::Products;
 use crate::config::RunConfig;
 
 /// Where there is room, an arena has this share more than its plan, and this much at least: evaluation places its
@@ -18,15 +18,16 @@ const SLACK_BYTES: u64 = 16 << 20;
 /// multiply. None on the CPU.
 #[cfg(feature = "cuda")]
 pub(crate) fn counting(config: &RunConfig) -> Vec<Arc<dyn Backend>> {
-    let kind = |gpu: &super::RunGpu| (gpu.multiprocessors, gpu.products == Products::CublasLt);
-    let kinds: std::collections::BTreeMap<(u32, bool), &super::RunGpu> =
+    let kind =
+        |gpu: &crate::config::RunGpu| (gpu.multiprocessors, gpu.products == Products::CublasLt);
+    let kinds: std::collections::BTreeMap<(u32, bool), &crate::config::RunGpu> =
         config.gpus.iter().map(|gpu| (kind(gpu), gpu)).collect();
     kinds.into_values().filter_map(counting_of).collect()
 }
 
 /// A device that stands for `gpu`.
 #[cfg(feature = "cuda")]
-pub(crate) fn counting_of(gpu: &super::RunGpu) -> Option<Arc<dyn Backend>> {
+pub(crate) fn counting_of(gpu: &crate::config::RunGpu) -> Option<Arc<dyn Backend>> {
     let multiplies = gpu.products == Products::CublasLt;
     let counting = kernels::cuda::CudaBackend::counting;
     Some(Arc::new(counting(gpu.multiprocessors, multiplies)))
@@ -34,7 +35,7 @@ pub(crate) fn counting_of(gpu: &super::RunGpu) -> Option<Arc<dyn Backend>> {
 
 /// Without CUDA nothing stands for a GPU.
 #[cfg(not(feature = "cuda"))]
-pub(crate) fn counting_of(_gpu: &super::RunGpu) -> Option<Arc<dyn Backend>> {
+pub(crate) fn counting_of(_gpu: &crate::config::RunGpu) -> Option<Arc<dyn Backend>> {
     None
 }
 

@@ -3,23 +3,25 @@
 
 mod cuda;
 mod memory;
+pub mod survey;
 #[cfg(test)]
 mod tests;
 
+use crate::config::Products;
+use crate::config::RunGpu;
 use std::fmt;
 use std::sync::Arc;
 
 use kernels::Backend;
-use serde::{Deserialize, Serialize};
 
 use crate::config::{Collectives, CudaGraph, Device, DeviceChoice, Offload, RunConfig, Tier};
-use crate::doctor::facts::{Cuda, Gpu};
-use crate::doctor::findings::{Finding, Severity};
-use crate::doctor::{self, findings};
-use crate::exit::{ErrorCode, Failure};
+use crate::error::{ErrorCode, Failure};
 use crate::rank_env::{GpuCode, MATMUL, Matmul, Variables};
 use crate::ui::Event;
 use crate::units::bytes;
+use survey::facts::{Cuda, Gpu};
+use survey::findings;
+use survey::findings::{Finding, Severity};
 
 pub use cuda::Nvidia;
 pub(crate) use memory::{arena_bytes, counting, counting_of, free_bytes};
@@ -28,50 +30,6 @@ pub(crate) use memory::{arena_bytes, counting, counting_of, free_bytes};
 const MASK: &str = "CUDA_VISIBLE_DEVICES";
 /// What the findings of `launcher doctor` end with where CUDA shows nothing.
 const INSTEAD: &str = ": runs use the CPU";
-
-/// A GPU of a run, as it was when the run was resolved.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct RunGpu {
-    /// CUDA's number among those that are visible.
-    pub ordinal: u32,
-    /// Its name.
-    pub name: String,
-    /// Its identity, where the driver tells.
-    pub uuid: Option<String>,
-    /// Streaming multiprocessors: work is cut for them.
-    pub multiprocessors: u32,
-    /// All of its memory.
-    pub memory_bytes: u64,
-    /// What nobody used.
-    pub free_bytes: u64,
-    /// CUDA's numbers of the GPUs whose memory it reads directly.
-    #[serde(default)]
-    pub peers: Vec<u32>,
-    /// What multiplies matrices on it.
-    #[serde(default)]
-    pub products: Products,
-}
-
-/// What multiplies matrices on a GPU.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Products {
-    /// Our own kernels.
-    #[default]
-    Own,
-    /// NVIDIA's library, except for what it does not take.
-    CublasLt,
-}
-
-impl fmt::Display for Products {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Own => "own kernels",
-            Self::CublasLt => "cuBLASLt",
-        })
-    }
-}
 
 /// GPUs and how they are opened: those of the machine, or what a test puts in their place.
 pub trait Devices: Sync + fmt::Debug {
@@ -110,7 +68,7 @@ pub fn no_room(
             "GPU {} ({}) has too little free memory for this run",
             gpu.ordinal, gpu.name
         ),
-        crate::data::chain(cause),
+        crate::error::chain(cause),
     )
     .evidence(format!(
         "the plan reserves {} at the start; {} were free when the plan was made{}",
@@ -320,7 +278,7 @@ pub(crate) fn choose(
         return Ok(Chosen::cpu());
     }
     let (cuda, gpus) = devices.survey(variables);
-    let findings = doctor::gpu_findings(&cuda, &gpus, variables);
+    let findings = survey::gpu_findings(&cuda, &gpus, variables);
     let products = products(&cuda, variables)?;
     let code = variables.gpu_code()?;
     let new_enough = cuda.cuda_version.is_none() || cuda.cuda_version >= cuda.minimum_cuda_version;
@@ -377,7 +335,7 @@ fn products(cuda: &Cuda, variables: &Variables) -> Result<Products, Failure> {
     let library = cuda
         .libraries
         .iter()
-        .find(|library| library.kind == doctor::facts::LibraryKind::CublasLt);
+        .find(|library| library.kind == survey::facts::LibraryKind::CublasLt);
     let found = library.is_some_and(|library| library.path.is_some());
     match (variables.matmul()?, found) {
         (Matmul::Own, _) | (Matmul::Auto, false) => Ok(Products::Own),
@@ -455,7 +413,7 @@ fn refusal(cuda: &Cuda, gpus: &[Gpu], findings: &[Finding], variables: &Variable
         let tried: Vec<String> = tried
             .map(|a| format!("{} ({})", a.place, a.outcome))
             .collect();
-        if library.kind == doctor::facts::LibraryKind::Driver {
+        if library.kind == survey::facts::LibraryKind::Driver {
             failure = failure.evidence(format!("{}: tried {}", library.name, tried.join(", ")));
         }
     }

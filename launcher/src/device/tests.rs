@@ -1,7 +1,9 @@
-use super::*;
-use crate::args::{self, Command};
-use crate::config::resolve_on;
-use crate::doctor::facts::{AttemptFacts, GpuProcess, LibraryFacts, LibraryKind};
+use crate::cli::resolve_on;
+use crate::cli::{self, Command};
+use crate::config::Products;
+use crate::config::RunGpu;
+use crate::device::survey::facts::{AttemptFacts, GpuProcess, LibraryFacts, LibraryKind};
+use crate::device::*;
 use crate::rank_env::Env;
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -98,7 +100,7 @@ fn chosen(choice: DeviceChoice, machine: &Machine) -> Result<Chosen, Failure> {
 
 fn config(line: &str, chosen: &Chosen) -> RunConfig {
     let words: Vec<String> = line.split_whitespace().map(str::to_owned).collect();
-    let Ok(Command::Train { args, .. }) = args::parse(&words) else {
+    let Ok(Command::Train { args, .. }) = cli::parse(&words) else {
         panic!("a training line");
     };
     let env = Env::from_lookup(&|_| None).expect("an environment");
@@ -336,7 +338,7 @@ fn linked(both: bool) -> Chosen {
 
 fn refused(line: &str, chosen: &Chosen) -> Failure {
     let words: Vec<String> = line.split_whitespace().map(str::to_owned).collect();
-    let Ok(Command::Train { args, .. }) = args::parse(&words) else {
+    let Ok(Command::Train { args, .. }) = cli::parse(&words) else {
         panic!("a training line");
     };
     let env = Env::from_lookup(&|_| None).expect("an environment");

@@ -1,15 +1,17 @@
 //! A run without values: its passes on a device that only counts, in the order of the real one.
 
 use super::fixed::{self, Fixed};
-use super::memory::{Footprint, PhaseBytes, RankMemory};
 use super::places::{self, Places};
 use crate::config::RunConfig;
 use crate::device;
-use crate::exit::Failure;
-use crate::monitor::Phase;
-use crate::monitor::memory::Kinds;
-use crate::run::failures;
-use crate::run::{dropout, keeps, rule};
+use crate::error::Failure;
+use crate::error::failures;
+use crate::memory::Footprint;
+use crate::memory::Kinds;
+use crate::memory::Phase;
+use crate::memory::{PhaseBytes, RankMemory};
+use crate::model::optimizer::rule;
+use crate::model::setup::{dropout, keeps};
 use engine::comm::WindowBytes;
 use engine::{DryRun, EngineError, ParamAccess, PassKind, Plan};
 use kernels::{Backend, PoolStats, Script, Tag};
@@ -110,7 +112,7 @@ fn allocate(error: &EngineError) -> Failure {
 ///
 /// # Errors
 /// A sample does not fit the model.
-pub(super) fn micro_batch(
+pub(crate) fn micro_batch(
     config: &RunConfig,
     model: &dyn VisionLanguageModel,
     dry_run: &DryRun,

@@ -1,9 +1,10 @@
 //! `--optimizer-in-backward auto` of runs on GPUs: second states in host memory that the plan without them leaves.
 
-use super::{Fit, RankMemory};
+use super::Fit;
 use crate::config::{EarlyStep, RunConfig};
-use crate::exit::Failure;
-use crate::run::second_bytes_per_elem;
+use crate::error::Failure;
+use crate::memory::RankMemory;
+use crate::model::setup::second_bytes_per_elem;
 use crate::ui::Event;
 use crate::units::bytes;
 use engine::Plan;

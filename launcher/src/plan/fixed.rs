@@ -3,7 +3,7 @@
 use super::dry_run::Work;
 use crate::config::{Device, RunConfig, Workers};
 use crate::data::LoaderOptions;
-use crate::monitor::Phase;
+use crate::memory::Phase;
 use models::data::EncodedSample;
 use std::path::Path;
 

@@ -6,7 +6,7 @@
 
 use super::dry_run::micro_batch;
 use crate::config::RunConfig;
-use crate::run::rule;
+use crate::model::optimizer::rule;
 use engine::{DryRun, EngineError, Plan};
 use kernels::{Backend, Script};
 use models::data::EncodedSample;
@@ -22,7 +22,7 @@ const KEPT: usize = 32;
 const MARGIN_SHARE: u64 = 32;
 
 /// What is planned beside a script for micro-batches that pack less well.
-pub(super) fn margin(script: &Script) -> u64 {
+pub(crate) fn margin(script: &Script) -> u64 {
     script.bytes() / MARGIN_SHARE
 }
 

@@ -8,9 +8,9 @@ use serde_json::Value;
 
 use super::{EVAL_RESULTS, MEMORY_LOG, PlanFile, TRAINER_LOG, jsonl};
 use crate::config::CONFIG_FILE;
-use crate::exit::Failure;
-use crate::monitor::memory::MemoryRow;
-use crate::run_folder;
+use crate::error::Failure;
+use crate::report::monitor::memory::MemoryRow;
+use crate::report::run_directory;
 
 /// Folder of answers.
 const SAMPLES: &str = "samples";
@@ -79,7 +79,7 @@ impl RunFiles {
             state: json(&folder.join("trainer_state.json")),
             failures: failures(folder),
             answers: answers(&folder.join(SAMPLES)),
-            checkpoints: run_folder::checkpoints(folder),
+            checkpoints: run_directory::checkpoints(folder),
         }
     }
 
@@ -143,7 +143,7 @@ fn numbered(folder: &Path, prefix: &str) -> Vec<(u64, PathBuf)> {
 }
 
 fn failures(folder: &Path) -> Vec<(usize, Failure)> {
-    let files = numbered(&folder.join(run_folder::ERRORS), "rank-");
+    let files = numbered(&folder.join(run_directory::ERRORS), "rank-");
     files
         .into_iter()
         .filter_map(|(rank, _)| Some((rank as usize, Failure::load(folder, rank as usize)?)))

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
-use crate::exit::{ErrorCode, Failure};
+use crate::error::{ErrorCode, Failure};
 
 /// A growing file.
 #[derive(Debug)]

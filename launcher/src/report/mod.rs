@@ -2,18 +2,22 @@
 
 mod axis;
 mod chart;
+pub(crate) mod checkpoints;
 mod comparison;
 mod crc32c;
 mod curve;
 mod folder;
 mod jsonl;
 mod memory_chart;
+pub mod monitor;
 mod page;
 mod plan_file;
+pub mod run_directory;
 mod state;
 mod tensorboard;
 mod trainer_log;
 
+use crate::ui::DiskTraffic;
 use std::fs;
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -22,10 +26,10 @@ use std::time::Instant;
 use serde::Serialize;
 
 use crate::config::{Cadence, ReportTo, RunConfig};
-use crate::exit::{ErrorCode, Failure};
-use crate::monitor::growth::GrowthDetector;
-use crate::monitor::memory::MemoryRow;
-use crate::monitor::split::{SlowRankNotice, StepSplit, StepTimes};
+use crate::error::{ErrorCode, Failure};
+use crate::report::monitor::growth::GrowthDetector;
+use crate::report::monitor::memory::MemoryRow;
+use crate::report::monitor::split::{SlowRankNotice, StepSplit, StepTimes};
 use crate::ui::Event;
 use jsonl::JsonLines;
 
@@ -37,7 +41,7 @@ pub use page::{REPORT, write_pages};
 pub use plan_file::PlanFile;
 pub use state::{TrainerState, TrainerStateConfig};
 pub use tensorboard::EventWriter;
-pub use trainer_log::{DiskTraffic, LogRow, TRAINER_LOG, TierBytes, TrainerLog};
+pub use trainer_log::{LogRow, TRAINER_LOG, TierBytes, TrainerLog};
 
 /// File of `eval_results.json`.
 pub const EVAL_RESULTS: &str = "eval_results.json";
@@ -317,8 +321,8 @@ fn write_whole(path: &Path, bytes: &[u8]) -> Result<(), Failure> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::args::Args;
-    use crate::config::resolve;
+    use crate::cli::Args;
+    use crate::cli::resolve;
     use crate::rank_env::Env;
 
     fn config(output: &Path) -> RunConfig {

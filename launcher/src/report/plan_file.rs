@@ -5,7 +5,7 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-use crate::exit::Failure;
+use crate::error::Failure;
 use crate::ui::{DataEvent, Event, PlanEvent, TrainRow};
 
 /// File name in the run's folder.

@@ -6,7 +6,7 @@ use std::path::Path;
 use serde_json::{Value, json};
 
 use super::{EvalResults, StepRecord, write_json};
-use crate::exit::Failure;
+use crate::error::Failure;
 
 const FILE: &str = "trainer_state.json";
 

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use super::crc32c::crc32c;
-use crate::exit::{ErrorCode, Failure};
+use crate::error::{ErrorCode, Failure};
 
 /// An open event file.
 #[derive(Debug)]

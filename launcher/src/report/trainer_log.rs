@@ -1,6 +1,6 @@
 //! `trainer_log.jsonl`: one JSON object per logged step, with the fields LLaMA-Factory's tools read.
 
-use std::fmt;
+use crate::ui::DiskTraffic;
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
@@ -8,8 +8,8 @@ use serde_json::{Value, json};
 
 use super::curve::Point;
 use super::jsonl::JsonLines;
-use crate::exit::Failure;
-use crate::monitor::split::{DeviceSplit, StepSplit, StepTimes};
+use crate::error::Failure;
+use crate::report::monitor::split::{DeviceSplit, StepSplit, StepTimes};
 use crate::units::clock;
 
 /// File of the log.
@@ -27,31 +27,6 @@ pub struct TierBytes {
     pub host: u64,
     /// Resident memory of the process.
     pub rss: u64,
-}
-
-/// Traffic of one rank's spill files.
-#[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
-pub struct DiskTraffic {
-    /// Bytes read.
-    pub read_bytes: u64,
-    /// Bytes written.
-    pub written_bytes: u64,
-    /// Bytes per second while requests were under way.
-    #[serde(deserialize_with = "crate::ui::or_nan")]
-    pub bytes_per_second: f64,
-    /// Share of what the disk reached when it was measured at the start; 0 where it was not.
-    #[serde(deserialize_with = "crate::ui::or_nan")]
-    pub share: f64,
-}
-
-impl fmt::Display for DiskTraffic {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "nvme {:.2} GB/s", self.bytes_per_second / 1e9)?;
-        if self.share > 0.0 {
-            write!(f, " ({:.0} %)", 100.0 * self.share)?;
-        }
-        Ok(())
-    }
 }
 
 /// One row. Fields without a value are left out.

@@ -1,11 +1,10 @@
 //! What happens in a run, as far as a person wants to see it.
 
+use std::fmt;
 use std::path::PathBuf;
 
-use crate::plan::RankMemory;
+use crate::memory::RankMemory;
 use serde::{Deserialize, Deserializer, Serialize};
-
-use crate::report::DiskTraffic;
 
 /// A number that went into JSON, which has no NaN and no infinity: both are written as null and read as NaN.
 pub(crate) fn or_nan<'de, D: Deserializer<'de>>(from: D) -> Result<f64, D::Error> {
@@ -269,4 +268,29 @@ pub struct DoneEvent {
     pub warnings: Vec<String>,
     /// What to do next, one line each.
     pub next: Vec<String>,
+}
+
+/// Traffic of one rank's spill files.
+#[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
+pub struct DiskTraffic {
+    /// Bytes read.
+    pub read_bytes: u64,
+    /// Bytes written.
+    pub written_bytes: u64,
+    /// Bytes per second while requests were under way.
+    #[serde(deserialize_with = "or_nan")]
+    pub bytes_per_second: f64,
+    /// Share of what the disk reached when it was measured at the start; 0 where it was not.
+    #[serde(deserialize_with = "or_nan")]
+    pub share: f64,
+}
+
+impl fmt::Display for DiskTraffic {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "nvme {:.2} GB/s", self.bytes_per_second / 1e9)?;
+        if self.share > 0.0 {
+            write!(f, " ({:.0} %)", 100.0 * self.share)?;
+        }
+        Ok(())
+    }
 }

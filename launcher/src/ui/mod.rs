@@ -11,10 +11,9 @@ mod text;
 use std::io::Write;
 use std::sync::Mutex;
 
-pub(crate) use event::or_nan;
 pub use event::{
-    DataEvent, DoneEvent, EvalEvent, Event, PlanEvent, PlanPart, ResumeEvent, SaveEvent, StepEvent,
-    TrainRow,
+    DataEvent, DiskTraffic, DoneEvent, EvalEvent, Event, PlanEvent, PlanPart, ResumeEvent,
+    SaveEvent, StepEvent, TrainRow,
 };
 pub use screen::Screen;
 pub use text::lines;
@@ -85,7 +84,7 @@ pub fn decode(line: &str) -> Option<Event> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::report::DiskTraffic;
+    use crate::ui::DiskTraffic;
 
     #[test]
     fn events_survive_the_pipe() {

@@ -14,7 +14,7 @@ use std::path::Path;
 
 use super::folder::number;
 use super::{MEMORY_CHART, RunFiles, memory_chart, write_whole};
-use crate::exit::Failure;
+use crate::error::Failure;
 use crate::units::{bytes, count, seconds};
 use html::escape;
 

@@ -3,8 +3,8 @@
 use serde_json::Value;
 
 use super::html::{escape, table};
-use crate::monitor::Phase;
-use crate::monitor::memory::{PhasePeak, PoolPeak};
+use crate::memory::Phase;
+use crate::report::monitor::memory::{PhasePeak, PoolPeak};
 use crate::report::{RunFiles, memory_chart};
 use crate::units::{bytes, count, grouped};
 

@@ -6,7 +6,7 @@ use std::path::Path;
 use serde_json::{Value, json};
 
 use super::{REPORT, write_pages};
-use crate::exit::{ErrorCode, Failure};
+use crate::error::{ErrorCode, Failure};
 
 /// Elements without an end.
 const VOID: [&str; 2] = ["!doctype", "?xml"];

@@ -1,0 +1,188 @@
+//! Goes through a file with the table of keys.
+
+use super::schema::{Fate, Key, Meant, Section};
+use crate::cli::file::report::{Outcome, Problem, Report, Row};
+use crate::cli::file::value::{Entry, Value};
+
+/// Every key of `file` with what becomes of it, as far as one key tells.
+pub(super) fn check(file: &Value) -> Report {
+    let mut report = Report::default();
+    if let (Some(top), Some(entries)) = (Section::at(""), file.entries()) {
+        walk(top, entries, &mut report);
+    }
+    report
+}
+
+fn walk(section: &Section, entries: &[Entry], report: &mut Report) {
+    for entry in entries {
+        let Some(key) = section.key(&entry.key) else {
+            let outcome = unknown(section, entry, report);
+            push(section, entry, outcome, report);
+            continue;
+        };
+        if let (Fate::Section, Some(inner)) = (key.fate, entry.value.entries()) {
+            if let Some(inner_section) = Section::at(&path(section, &entry.key)) {
+                walk(inner_section, inner, report);
+            }
+            continue;
+        }
+        let outcome = known(section, key, entry, entries, report);
+        push(section, entry, outcome, report);
+    }
+}
+
+fn push(section: &Section, entry: &Entry, outcome: Outcome, report: &mut Report) {
+    let path = path(section, &entry.key);
+    report.rows.push(Row::new(path, entry, outcome));
+}
+
+fn path(section: &Section, key: &str) -> String {
+    match section.path {
+        "" => key.to_owned(),
+        path => format!("{path}.{key}"),
+    }
+}
+
+fn known(
+    section: &Section,
+    key: &Key,
+    entry: &Entry,
+    entries: &[Entry],
+    report: &mut Report,
+) -> Outcome {
+    let Entry { line, value, .. } = entry;
+    let path = path(section, key.name);
+    let mut refuse = |why: String, next: Option<&str>| {
+        report.errors.push(Problem {
+            line: *line,
+            what: format!("{path} {value} is not available"),
+            why: why.clone(),
+            next: next.map(str::to_owned),
+        });
+        Outcome::Refused(why)
+    };
+    // A section may be absent, and that of ZeRO may be a switch.
+    let is_switch = path == "zero_optimization" && value.as_bool().is_some();
+    if *value == Value::Null || is_switch {
+        return match key.fate {
+            Fate::Section if is_switch => Outcome::Flag("zero".to_owned()),
+            _ => Outcome::Here("nothing is set"),
+        };
+    }
+    if value.is_auto() {
+        return match key.fate {
+            Fate::Flag(flag) => Outcome::Auto(flag),
+            Fate::Unused(reason) => Outcome::Unused(reason),
+            _ => Outcome::Default(key.default),
+        };
+    }
+    if let Some(why) = key.kind.refuse(value) {
+        report.errors.push(Problem {
+            line: *line,
+            what: format!("{path} cannot be {value}"),
+            why: why.clone(),
+            next: None,
+        });
+        return Outcome::Refused(why);
+    }
+    match key.fate {
+        Fate::Flag(flag) => Outcome::Flag(flag.to_owned()),
+        Fate::Unused(reason) => Outcome::Unused(reason),
+        Fate::Only(neutral, reason, next) => {
+            let shown = match value.as_f64() {
+                // 1.0 is 1.
+                Some(number) => number.to_string(),
+                None => value.to_string().to_ascii_lowercase(),
+            };
+            if neutral.contains(&&*shown) {
+                return Outcome::Here(reason);
+            }
+            refuse(reason.to_owned(), Some(next))
+        }
+        Fate::Off(reason) => match is_on(value) {
+            true => refuse(reason.to_owned(), Some("remove the section")),
+            false => Outcome::Here("it is off"),
+        },
+        Fate::Old(new)
+            if entries
+                .iter()
+                .any(|other| new.split('.').next() == Some(&other.key)) =>
+        {
+            let why = format!("it is an old name of {new}, and the file has both");
+            refuse(why, Some("remove the old name"))
+        }
+        Fate::Old(new) => {
+            report.warnings.push(Problem {
+                line: *line,
+                what: format!("{path} is an old name"),
+                why: format!("the key is now {new}"),
+                next: None,
+            });
+            Outcome::Here("it is read under its new name")
+        }
+        // A section that is no section was refused by its kind.
+        Fate::Section => Outcome::Here("nothing is set"),
+    }
+}
+
+/// Whether a section is switched on: by `enabled`, or by being there where that is not said.
+fn is_on(section: &Value) -> bool {
+    match section.get("enabled") {
+        Some(enabled) => enabled.as_bool() != Some(false),
+        None => section.entries().is_some_and(|entries| !entries.is_empty()),
+    }
+}
+
+fn unknown(section: &Section, entry: &Entry, report: &mut Report) -> Outcome {
+    let name = &entry.key;
+    if name.starts_with('_') && !section.strict {
+        return Outcome::Comment;
+    }
+    let at = section.place();
+    let problem = match section.meant(name) {
+        Meant::Place(place) => {
+            let silently = if section.strict {
+                ""
+            } else {
+                ", and DeepSpeed does not report it"
+            };
+            Problem {
+                line: entry.line,
+                what: format!("\"{name}\" has no effect {at}"),
+                why: format!("it belongs {}{silently}", place.place()),
+                next: Some(match moved(entry) {
+                    Some(flag) => format!("move it, or use {flag}"),
+                    None => "move it".to_owned(),
+                }),
+            }
+        }
+        meant => Problem {
+            line: entry.line,
+            what: format!("\"{name}\" is not a key {at}"),
+            why: "DeepSpeed does not know it".to_owned(),
+            next: match meant {
+                Meant::Name(meant) => Some(format!("did you mean {meant}?")),
+                _ => None,
+            },
+        },
+    };
+    if section.strict {
+        let sentence = problem.why.clone();
+        report.errors.push(problem);
+        return Outcome::Refused(sentence);
+    }
+    let sentence = problem.why.clone();
+    report.warnings.push(problem);
+    Outcome::Warning(sentence)
+}
+
+/// The flag that says what a misplaced section was to say.
+fn moved(entry: &Entry) -> Option<String> {
+    let kind = entry.key.strip_prefix("offload_")?;
+    let device = entry.value.get("device")?.as_text()?;
+    let tier = match entry.value.get("nvme_path").and_then(Value::as_text) {
+        Some(folder) if device == "nvme" => format!("nvme:{folder}"),
+        _ => device.to_owned(),
+    };
+    Some(format!("--offload {kind}={tier}"))
+}

@@ -1,0 +1,388 @@
+//! From the keys that are honoured to flags.
+
+use crate::cli::file::given::{Given, Word};
+use crate::cli::file::report::{Choice, Outcome, Problem, Report};
+use crate::cli::file::value::Value;
+use crate::config::Tier;
+use std::path::{Path, PathBuf};
+
+mod numbers;
+mod schedule;
+
+/// Adds to `report` what keys mean together and beside what is `given`.
+pub(super) fn map(file: &Value, name: &Path, given: &Given, report: &mut Report) {
+    let name = name.display().to_string();
+    let mut mapper = Mapper {
+        file,
+        name,
+        given,
+        report,
+    };
+    let stage = mapper.stage();
+    mapper.offload(stage);
+    mapper.precision();
+    mapper.batch();
+    mapper.take("gradient_clipping", "max-grad-norm");
+    mapper.optimizer();
+    mapper.scheduler();
+    mapper.others();
+}
+
+/// A file, what is given beside it, and what has been found out.
+struct Mapper<'a> {
+    file: &'a Value,
+    name: String,
+    given: &'a Given,
+    report: &'a mut Report,
+}
+
+/// A switch of the file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Switch {
+    On,
+    Off,
+    Auto,
+    Absent,
+}
+
+impl<'a> Mapper<'a> {
+    /// The value at `path`, `auto` and `null` included.
+    fn raw(&self, path: &str) -> Option<&'a Value> {
+        path.split('.')
+            .try_fold(self.file, |value, key| value.get(key))
+    }
+
+    /// The value at `path` where it says something itself.
+    fn value(&self, path: &str) -> Option<&'a Value> {
+        self.raw(path)
+            .filter(|value| **value != Value::Null && !value.is_auto())
+    }
+
+    fn is_auto(&self, path: &str) -> bool {
+        self.raw(path).is_some_and(Value::is_auto)
+    }
+
+    fn switch(&self, path: &str) -> Switch {
+        match self.value(path).and_then(Value::as_bool) {
+            Some(true) => Switch::On,
+            Some(false) => Switch::Off,
+            None if self.is_auto(path) => Switch::Auto,
+            None => Switch::Absent,
+        }
+    }
+
+    fn line(&self, path: &str) -> usize {
+        let row = self.report.rows.iter().find(|row| row.path == path);
+        row.map_or(1, |row| row.line)
+    }
+
+    fn set(&mut self, path: &str, outcome: Outcome) {
+        if let Some(row) = self.report.rows.iter_mut().find(|row| row.path == path)
+            && !matches!(row.outcome, Outcome::Refused(_))
+        {
+            row.outcome = outcome;
+        }
+    }
+
+    fn error(&mut self, path: &str, what: String, why: &str, next: &str) {
+        let line = self.line(path);
+        self.set(path, Outcome::Refused(why.to_owned()));
+        self.report.errors.push(Problem {
+            line,
+            what,
+            why: why.to_owned(),
+            next: (!next.is_empty()).then(|| next.to_owned()),
+        });
+    }
+
+    /// A key without effect that deserves attention.
+    fn warn(&mut self, path: &str, why: &str, next: &str) {
+        let line = self.line(path);
+        self.set(path, Outcome::Warning(why.to_owned()));
+        self.report.warnings.push(Problem {
+            line,
+            what: format!("{path} has no effect"),
+            why: why.to_owned(),
+            next: Some(next.to_owned()),
+        });
+    }
+
+    /// What holds where nothing else is said.
+    fn implied(&mut self, flag: &'static str, value: &str) {
+        self.choose(flag, value, &[]);
+    }
+
+    fn choose(&mut self, flag: &'static str, value: &str, keys: &[&'static str]) {
+        self.report.choices.push(Choice {
+            flag: flag.to_owned(),
+            value: value.to_owned(),
+            keys: keys.iter().map(|key| (*key).to_owned()).collect(),
+        });
+    }
+
+    /// A flag that the file says itself; the flag on the command line must say the same.
+    fn written(&mut self, flag: &'static str, value: &str, key: &'static str) {
+        let other = self.given.get(flag);
+        if let Some(word) = other.filter(|word| !same(&word.value, value)) {
+            self.contradict(key, word);
+        }
+        self.choose(flag, value, &[key]);
+    }
+
+    fn contradict(&mut self, path: &str, word: &Word) {
+        let (name, line) = (&self.name, self.line(path));
+        let value = self.raw(path).map(ToString::to_string).unwrap_or_default();
+        let sentence = format!("{path} {value} ({name} line {line}), but {word}");
+        self.set(path, Outcome::Refused(format!("contradicts {word}")));
+        self.report.contradictions.push(sentence);
+    }
+
+    /// A key that becomes a flag as it stands; tells whether it is there.
+    fn take(&mut self, path: &'static str, flag: &'static str) -> bool {
+        match self.value(path) {
+            Some(value) => {
+                let text = match (value.as_u64(), value) {
+                    (Some(whole), _) => whole.to_string(),
+                    (None, value) => value.to_string(),
+                };
+                self.written(flag, &text, path);
+                true
+            }
+            None => false,
+        }
+    }
+
+    /// As [`Mapper::take`]; a key that is absent, not `auto`, has `default`.
+    fn take_or(&mut self, path: &'static str, flag: &'static str, default: &str) {
+        if !self.take(path, flag) && !self.is_auto(path) {
+            self.implied(flag, default);
+        }
+    }
+
+    fn stage(&mut self) -> u64 {
+        let path = "zero_optimization.stage";
+        if let Some(switch) = self.value("zero_optimization").and_then(Value::as_bool) {
+            let stage = u64::from(switch);
+            self.written("zero", &stage.to_string(), "zero_optimization");
+            return stage;
+        }
+        match self.value(path).and_then(Value::as_u64) {
+            Some(stage @ 0..=3) => {
+                self.written("zero", &stage.to_string(), path);
+                stage
+            }
+            Some(stage) => {
+                let what = format!("{path} cannot be {stage}");
+                self.error(path, what, "stages are 0, 1, 2 and 3", "");
+                0
+            }
+            None => {
+                self.implied("zero", "0");
+                let given = self.given.parsed("zero");
+                given.unwrap_or(0)
+            }
+        }
+    }
+
+    /// Tiers: what DeepSpeed offloads in `stage`.
+    fn offload(&mut self, stage: u64) {
+        let optimizer = self.tier(&OPTIMIZER, stage);
+        let param = self.tier(&PARAM, stage);
+        let checkpointing = "activation_checkpointing.cpu_checkpointing";
+        let activation = match self.switch(checkpointing) {
+            Switch::On => Some((Tier::Cpu, checkpointing)),
+            Switch::Off => {
+                self.set(checkpointing, Outcome::Here("nothing is offloaded"));
+                None
+            }
+            _ => None,
+        };
+        let given = self.given.offload();
+        let mut offload = given.clone().unwrap_or_default();
+        let mut keys = Vec::new();
+        let word = self.given.get("offload").cloned();
+        for (kind, told) in [optimizer, param, activation].into_iter().enumerate() {
+            let Some((tier, key)) = told else { continue };
+            let own = match kind {
+                0 => &mut offload.optimizer,
+                1 => &mut offload.param,
+                _ => &mut offload.activation,
+            };
+            match (&given, &word) {
+                (Some(_), Some(word)) if *own != tier => self.contradict(key, word),
+                _ => *own = tier,
+            }
+            keys.push(key);
+        }
+        if !keys.is_empty() {
+            self.choose("offload", &offload.to_string(), &keys);
+        }
+    }
+
+    /// The tier of a section, and the key that says so.
+    fn tier(&mut self, part: &Offloaded, stage: u64) -> Option<(Tier, &'static str)> {
+        let device = self.value(part.device).and_then(Value::as_text);
+        let device = device.map(str::to_ascii_lowercase);
+        if let Some(old) = self.value(part.old).and_then(Value::as_bool) {
+            // Both together were refused.
+            if self.raw(part.section).is_some() {
+                return None;
+            }
+            self.set(part.old, Outcome::Here("nothing is offloaded"));
+            return match old {
+                true => self.in_stage(part, part.old, Tier::Cpu, stage),
+                false => None,
+            };
+        }
+        let path = self.value(part.path).and_then(Value::as_text);
+        let tier = match device.as_deref() {
+            Some("cpu") => Tier::Cpu,
+            Some("nvme") => match path {
+                Some(path) => Tier::Nvme(PathBuf::from(path)),
+                None => {
+                    let what = format!("{} nvme needs {}", part.device, part.path);
+                    self.error(
+                        part.device,
+                        what,
+                        "it is the directory of the spill files",
+                        "",
+                    );
+                    return None;
+                }
+            },
+            Some("none") => Tier::None,
+            _ => return None,
+        };
+        if path.is_some() {
+            let outcome = match tier {
+                Tier::Nvme(_) => Outcome::Here("it is part of --offload"),
+                _ => Outcome::Unused("the device is not nvme"),
+            };
+            self.set(part.path, outcome);
+        }
+        match tier {
+            Tier::None => Some((Tier::None, part.device)),
+            tier => self.in_stage(part, part.device, tier, stage),
+        }
+    }
+
+    /// Offloading in a stage in which DeepSpeed does not look at it.
+    fn in_stage(
+        &mut self,
+        part: &Offloaded,
+        key: &'static str,
+        tier: Tier,
+        stage: u64,
+    ) -> Option<(Tier, &'static str)> {
+        if stage >= part.from_stage {
+            self.set(key, Outcome::Flag("offload".to_owned()));
+            return Some((tier, key));
+        }
+        let why = format!("DeepSpeed reads it only from stage {} on", part.from_stage);
+        let next = format!("--offload {}={tier} works in every stage", part.kind);
+        self.warn(key, &why, &next);
+        None
+    }
+
+    fn batch(&mut self) {
+        const TRAIN: &str = "train_batch_size";
+        const MICRO: &str = "train_micro_batch_size_per_gpu";
+        const STEPS: &str = "gradient_accumulation_steps";
+        let train = self.take(TRAIN, "global-batch-size");
+        let micro = self.take(MICRO, "per-device-train-batch-size");
+        let steps = self.take(STEPS, "gradient-accumulation-steps");
+        let given = |flag: &str| self.given.set_by(flag).is_some();
+        let micro_given = given("per-device-train-batch-size");
+        let absent = |path: &str| self.raw(path).is_none();
+        if steps && absent(TRAIN) && absent(MICRO) && !micro_given && !given("global-batch-size") {
+            let what = format!("{STEPS} alone does not determine the batch");
+            self.error(
+                STEPS,
+                what,
+                "two of the three sizes determine the third",
+                &format!("add \"{MICRO}\""),
+            );
+        } else if train && !micro && absent(MICRO) && absent(STEPS) && !micro_given {
+            self.implied("gradient-accumulation-steps", "1");
+        }
+    }
+
+    fn others(&mut self) {
+        let sums = "data_types.grad_accum_dtype";
+        if let Some(word) = self.value(sums).and_then(Value::as_text) {
+            let dtype = word.to_ascii_lowercase().replace("fp", "f");
+            self.written("grad-dtype", &dtype, sums);
+        }
+        let group = "zero_optimization.mics_shard_size";
+        match self.value(group) {
+            None => {}
+            Some(value) if value.to_string() == "-1" => {
+                self.set(group, Outcome::Here("all ranks form one shard group"));
+            }
+            Some(value) if value.as_u64().is_some() => {
+                self.take(group, "shard-group");
+            }
+            Some(value) => {
+                let what = format!("{group} cannot be {value}");
+                self.error(
+                    group,
+                    what,
+                    "it must be a number of ranks, or -1 for all",
+                    "",
+                );
+            }
+        }
+        let board = "tensorboard.enabled";
+        match self.switch(board) {
+            Switch::On => self.choose("report-to", "tensorboard", &[board]),
+            Switch::Off => self.set(board, Outcome::Here("it is off")),
+            _ => {}
+        }
+        for old in [
+            "zero_optimization.cpu_offload_use_pin_memory",
+            "zero_optimization.stage3_gather_fp16_weights_on_model_save",
+        ] {
+            if self.value(old).is_some() {
+                self.set(old, Outcome::Unused("its new name has no effect either"));
+            }
+        }
+    }
+}
+
+/// A kind of state that DeepSpeed offloads.
+struct Offloaded {
+    kind: &'static str,
+    section: &'static str,
+    device: &'static str,
+    path: &'static str,
+    old: &'static str,
+    from_stage: u64,
+}
+
+const OPTIMIZER: Offloaded = Offloaded {
+    kind: "optimizer",
+    section: "zero_optimization.offload_optimizer",
+    device: "zero_optimization.offload_optimizer.device",
+    path: "zero_optimization.offload_optimizer.nvme_path",
+    old: "zero_optimization.cpu_offload",
+    from_stage: 1,
+};
+
+const PARAM: Offloaded = Offloaded {
+    kind: "param",
+    section: "zero_optimization.offload_param",
+    device: "zero_optimization.offload_param.device",
+    path: "zero_optimization.offload_param.nvme_path",
+    old: "zero_optimization.cpu_offload_param",
+    from_stage: 3,
+};
+
+/// Whether two spellings say the same.
+fn same(one: &str, other: &str) -> bool {
+    match (one.parse::<f64>(), other.parse::<f64>()) {
+        (Ok(one), Ok(other)) => one == other,
+        _ => one
+            .replace("fp", "f")
+            .eq_ignore_ascii_case(&other.replace("fp", "f")),
+    }
+}

@@ -1,0 +1,230 @@
+//! The optimizer and the course of its learning rate.
+
+use super::Mapper;
+use crate::cli::file::report::{Outcome, Problem};
+use crate::cli::file::value::Value;
+use crate::config::SchedulerKwargs;
+
+const LR: &str = "optimizer.params.lr";
+const BETAS: &str = "optimizer.params.betas";
+const TYPE: &str = "scheduler.type";
+const MIN_LR: &str = "scheduler.params.warmup_min_lr";
+const MAX_LR: &str = "scheduler.params.warmup_max_lr";
+const WARMUP: &str = "scheduler.params.warmup_num_steps";
+const TOTAL: &str = "scheduler.params.total_num_steps";
+const SHAPE: &str = "scheduler.params.warmup_type";
+const MIN_RATIO: &str = "scheduler.params.warmup_min_ratio";
+const END_RATIO: &str = "scheduler.params.cos_min_ratio";
+
+/// A schedule of DeepSpeed: its name, our word, the arguments that it takes.
+const SCHEDULES: [(&str, &str, &[&str]); 3] = [
+    ("warmuplr", "warmup_lr", &[MIN_LR, MAX_LR, WARMUP, SHAPE]),
+    (
+        "warmupdecaylr",
+        "warmup_decay_lr",
+        &[MIN_LR, MAX_LR, WARMUP, SHAPE, TOTAL],
+    ),
+    (
+        "warmupcosinelr",
+        "warmup_cosine_lr",
+        &[MIN_RATIO, WARMUP, END_RATIO, SHAPE, TOTAL],
+    ),
+];
+
+/// Arguments that become `--lr-scheduler-kwargs`.
+const KWARGS: [(&str, &str); 5] = [
+    (SHAPE, "warmup_type"),
+    (MIN_LR, "warmup_min_lr"),
+    (MIN_RATIO, "warmup_min_ratio"),
+    (END_RATIO, "cos_min_ratio"),
+    (TOTAL, "total_num_steps"),
+];
+
+impl Mapper<'_> {
+    pub(super) fn optimizer(&mut self) {
+        if self.raw("optimizer").and_then(Value::entries).is_none() {
+            return;
+        }
+        if self.raw("optimizer.type").is_none() {
+            self.without_type("optimizer.");
+            return;
+        }
+        self.take_or(LR, "learning-rate", "0.001");
+        self.take_or("optimizer.params.eps", "adam-epsilon", "1e-8");
+        self.take_or("optimizer.params.weight_decay", "weight-decay", "0");
+        let mut betas = ["0.9".to_owned(), "0.999".to_owned()];
+        match self.value(BETAS) {
+            Some(Value::List(items)) => {
+                for (beta, item) in betas.iter_mut().zip(items) {
+                    *beta = item.to_string();
+                }
+                self.written("adam-beta1", &betas[0], BETAS);
+                self.written("adam-beta2", &betas[1], BETAS);
+            }
+            _ if self.is_auto(BETAS) => {}
+            _ => {
+                self.implied("adam-beta1", &betas[0]);
+                self.implied("adam-beta2", &betas[1]);
+            }
+        }
+    }
+
+    pub(super) fn scheduler(&mut self) {
+        if self.raw("scheduler").and_then(Value::entries).is_none() {
+            return;
+        }
+        let Some(name) = self.value(TYPE).and_then(Value::as_text) else {
+            self.without_type("scheduler.");
+            return;
+        };
+        let lower = name.to_ascii_lowercase();
+        let Some((_, word, arguments)) = SCHEDULES.into_iter().find(|s| s.0 == lower) else {
+            return;
+        };
+        self.refuse_other_arguments(name, arguments);
+        self.choose("lr-scheduler-type", word, &[TYPE]);
+        // Where both are given the file wins in DeepSpeed, without a word.
+        let typed = self.given.get("lr-scheduler-type");
+        if let Some(typed) = typed.filter(|typed| typed.value.replace('-', "_") != word) {
+            let line = self.line(TYPE);
+            self.report.warnings.push(Problem {
+                line,
+                what: format!("{typed} has no effect"),
+                why: format!("the scheduler {name} of {} sets it", self.name),
+                next: Some("remove the section \"scheduler\" to use the flag".to_owned()),
+            });
+        }
+        if arguments.contains(&MAX_LR) {
+            self.peak(word);
+        }
+        if self.is_auto(MIN_LR) {
+            self.set(MIN_LR, Outcome::Default("0"));
+        }
+        self.warmup();
+        self.total(arguments.contains(&TOTAL), name);
+        let mut kwargs = Vec::new();
+        let mut keys = Vec::new();
+        for (path, key) in KWARGS {
+            if let Some(value) = self.value(path).filter(|_| arguments.contains(&path)) {
+                let whole = value.as_u64().map(|whole| whole.to_string());
+                let value = whole.unwrap_or_else(|| value.to_string().to_ascii_lowercase());
+                kwargs.push(format!("{key}={value}"));
+                keys.push(path);
+            }
+        }
+        if let Some(first) = keys.first() {
+            let kwargs = kwargs.join(",");
+            if let Some(word) = self.given.get("lr-scheduler-kwargs")
+                && word.value.parse::<SchedulerKwargs>() != kwargs.parse()
+            {
+                self.contradict(first, word);
+            }
+            self.choose("lr-scheduler-kwargs", &kwargs, &keys);
+        }
+    }
+
+    fn refuse_other_arguments(&mut self, name: &str, arguments: &[&str]) {
+        for path in [MIN_LR, MAX_LR, WARMUP, TOTAL, SHAPE, MIN_RATIO, END_RATIO] {
+            if self.raw(path).is_some() && !arguments.contains(&path) {
+                let what = format!(
+                    "{name} has no argument {}",
+                    path.rsplit('.').next().unwrap_or(path)
+                );
+                self.error(
+                    path,
+                    what,
+                    "each schedule has its own arguments",
+                    "remove it",
+                );
+            }
+        }
+    }
+
+    /// The peak is the scheduler's, whatever the optimizer's rate is.
+    fn peak(&mut self, word: &str) {
+        let takes = self.value(MAX_LR).is_some();
+        if !takes && (self.raw(MAX_LR).is_some() || word == "warmup_lr") {
+            return;
+        }
+        let own = self.value(LR).and_then(Value::as_f64);
+        let peak = self.value(MAX_LR).and_then(Value::as_f64).unwrap_or(0.001);
+        self.report
+            .choices
+            .retain(|choice| choice.flag != "learning-rate");
+        self.report
+            .contradictions
+            .retain(|text| !text.starts_with(LR));
+        if own.is_some() {
+            self.set(
+                LR,
+                match own == Some(peak) {
+                    true => Outcome::Here("the scheduler's warmup_max_lr has the same value"),
+                    false => Outcome::Unused("the scheduler's warmup_max_lr is the peak"),
+                },
+            );
+        }
+        if !self.take(MAX_LR, "learning-rate") {
+            self.implied("learning-rate", "0.001");
+        }
+    }
+
+    fn warmup(&mut self) {
+        let Some(steps) = self.value(WARMUP).and_then(Value::as_u64) else {
+            if !self.is_auto(WARMUP) {
+                self.implied("warmup-steps", "1000");
+            }
+            return;
+        };
+        let ratio: Option<f64> = self.given.parsed("warmup-ratio");
+        let updates: Option<f64> = self.given.parsed("max-steps");
+        let agrees = match (ratio, updates) {
+            (Some(ratio), Some(updates)) => (ratio * updates).ceil() == steps as f64,
+            (ratio, _) => ratio.is_none(),
+        };
+        if let Some(word) = self.given.get("warmup-ratio")
+            && self.given.get("warmup-steps").is_none()
+            && !agrees
+        {
+            self.contradict(WARMUP, word);
+        }
+        self.written("warmup-steps", &steps.to_string(), WARMUP);
+    }
+
+    /// How long the schedule is, where it has a length.
+    fn total(&mut self, has_length: bool, name: &str) {
+        if !has_length {
+            return;
+        }
+        if self.raw(TOTAL).is_none() {
+            let what = format!("{name} needs total_num_steps");
+            self.error(
+                TYPE,
+                what,
+                "the schedule decays until that step",
+                "\"total_num_steps\": \"auto\" takes the length of the run",
+            );
+            return;
+        }
+        let Some(total) = self.value(TOTAL).and_then(Value::as_f64) else {
+            return;
+        };
+        if let Some(word) = self.given.get("max-steps")
+            && word
+                .value
+                .parse::<f64>()
+                .is_ok_and(|steps| steps > 0.0 && steps != total)
+        {
+            self.contradict(TOTAL, word);
+        }
+    }
+
+    /// DeepSpeed looks at such a section only where it names a type.
+    fn without_type(&mut self, section: &str) {
+        let rows = self.report.rows.iter_mut();
+        for row in rows.filter(|row| row.path.starts_with(section)) {
+            if matches!(row.outcome, Outcome::Flag(_) | Outcome::Auto(_)) {
+                row.outcome = Outcome::Unused("the section names no type");
+            }
+        }
+    }
+}

@@ -1,0 +1,199 @@
+//! The form of the table of keys, and how it is searched.
+
+use super::keys::SECTIONS;
+use crate::cli::file::value::Value;
+use crate::config::words::nearest;
+
+/// A section of the file.
+#[derive(Debug)]
+pub(super) struct Section {
+    /// Keys that lead to it, joined by dots; nothing for the top level.
+    pub(super) path: &'static str,
+    /// Whether DeepSpeed refuses keys that it does not know here.
+    pub(super) strict: bool,
+    /// Its keys.
+    pub(super) keys: &'static [Key],
+}
+
+/// A key that DeepSpeed knows.
+#[derive(Debug)]
+pub(super) struct Key {
+    pub(super) name: &'static str,
+    pub(super) kind: Kind,
+    /// What holds without it, as it would be written; empty where that is nothing.
+    pub(super) default: &'static str,
+    pub(super) fate: Fate,
+}
+
+/// What a value must be.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Kind {
+    Bool,
+    /// A whole number of at least 0, written as a float or not.
+    Whole,
+    /// A finite number.
+    Number,
+    Text,
+    /// One of these words, in any case.
+    Words(&'static [&'static str]),
+    /// Two numbers.
+    Pair,
+    /// Anything.
+    Any,
+    /// A section of its own.
+    Map,
+}
+
+/// What becomes of a key.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Fate {
+    /// It becomes this flag, by itself or with others.
+    Flag(&'static str),
+    /// It has no effect, for this reason.
+    Unused(&'static str),
+    /// These values say what happens here anyway; others are refused, for this reason; then what to do instead.
+    Only(&'static [&'static str], &'static str, &'static str),
+    /// A section that must not be switched on, for this reason.
+    Off(&'static str),
+    /// An old name; the key that took its place.
+    Old(&'static str),
+    /// A section with keys of its own.
+    Section,
+}
+
+/// Names that are often written for others: section, name, what was meant.
+const SLIPS: [(&str, &str, &str); 3] = [
+    ("", "comms_config", "comms_logger"),
+    (
+        "",
+        "monitor_config",
+        "tensorboard, wandb, csv_monitor or comet",
+    ),
+    ("aio", "thread_count", "intra_op_parallelism"),
+];
+
+impl Section {
+    pub(super) fn at(path: &str) -> Option<&'static Self> {
+        SECTIONS.iter().find(|section| section.path == path)
+    }
+
+    pub(super) fn key(&self, name: &str) -> Option<&'static Key> {
+        self.keys.iter().find(|key| key.name == name)
+    }
+
+    /// Where a key of it stands.
+    pub(super) fn place(&self) -> String {
+        match self.path {
+            "" => "at the top level".to_owned(),
+            path => format!("in \"{path}\""),
+        }
+    }
+
+    /// What was probably meant by a key that is not here.
+    pub(super) fn meant(&self, name: &str) -> Meant {
+        let slip = SLIPS
+            .iter()
+            .find(|slip| (slip.0, slip.1) == (self.path, name));
+        if let Some((.., meant)) = slip {
+            return Meant::Name((*meant).to_owned());
+        }
+        let others = SECTIONS.iter().filter(|other| other.path != self.path);
+        let mut places = others.filter(|other| other.key(name).is_some());
+        match (places.next(), places.next()) {
+            (Some(place), None) => return Meant::Place(place),
+            // A key of one section, and of a section inside of it.
+            (Some(place), Some(inner)) if inner.path.starts_with(place.path) => {
+                return Meant::Place(place);
+            }
+            _ => {}
+        }
+        match nearest(name, self.keys.iter().map(|key| key.name)) {
+            Some(meant) => Meant::Name(meant.to_owned()),
+            None => Meant::Nothing,
+        }
+    }
+}
+
+/// What an unknown key probably stands for.
+#[derive(Debug)]
+pub(super) enum Meant {
+    /// The same key in another section.
+    Place(&'static Section),
+    /// Another name.
+    Name(String),
+    /// Nothing that is known.
+    Nothing,
+}
+
+impl Kind {
+    /// Why `value` is not of this kind.
+    pub(super) fn refuse(self, value: &Value) -> Option<String> {
+        let fits = match self {
+            Self::Bool => value.as_bool().is_some(),
+            Self::Whole => value.as_u64().is_some(),
+            Self::Number => value.as_f64().is_some(),
+            Self::Text => value.as_text().is_some(),
+            Self::Words(words) => {
+                let text = value.to_string();
+                words.iter().any(|word| word.eq_ignore_ascii_case(&text))
+            }
+            Self::Pair => match value {
+                Value::List(items) => {
+                    items.len() == 2 && items.iter().all(|x| x.as_f64().is_some())
+                }
+                _ => false,
+            },
+            Self::Any => true,
+            Self::Map => value.entries().is_some(),
+        };
+        (!fits).then(|| match self {
+            Self::Bool => "it must be true or false".to_owned(),
+            Self::Whole => "it must be a whole number of at least 0".to_owned(),
+            Self::Number => "it must be a number".to_owned(),
+            Self::Text => "it must be a text in quotes".to_owned(),
+            Self::Words(words) => format!("it must be one of {}", words.join(", ")),
+            Self::Pair => "it must be two numbers in brackets".to_owned(),
+            Self::Any | Self::Map => "it must be a section in braces".to_owned(),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_section_is_reached_and_no_key_stands_twice() {
+        for section in SECTIONS {
+            for (i, key) in section.keys.iter().enumerate() {
+                let path = match section.path {
+                    "" => key.name.to_owned(),
+                    path => format!("{path}.{}", key.name),
+                };
+                let is_section = matches!(key.fate, Fate::Section);
+                assert_eq!(Section::at(&path).is_some(), is_section, "{path}");
+                assert!(
+                    section.keys[..i].iter().all(|other| other.name != key.name),
+                    "{path}"
+                );
+                if !key.default.is_empty() && key.kind != Kind::Pair {
+                    let default = Value::plain(key.default);
+                    assert_eq!(key.kind.refuse(&default), None, "{path}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn unknown_keys_have_a_place_a_name_or_nothing() {
+        let top = Section::at("").expect("the top level");
+        let zero = Section::at("zero_optimization").expect("a section");
+        assert!(
+            matches!(top.meant("offload_optimizer"), Meant::Place(s) if s.path == "zero_optimization")
+        );
+        assert!(matches!(top.meant("comms_config"), Meant::Name(n) if n == "comms_logger"));
+        assert!(matches!(zero.meant("overlap_com"), Meant::Name(n) if n == "overlap_comm"));
+        assert!(matches!(zero.meant("gradient_clipping"), Meant::Place(s) if s.path.is_empty()));
+        assert!(matches!(top.meant("quite_another_thing"), Meant::Nothing));
+    }
+}

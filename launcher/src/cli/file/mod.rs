@@ -1,0 +1,215 @@
+//! Configuration files: `--config` (flags) and `--deepspeed`.
+//!
+//! A file becomes flags that stand where the command line has none: flag > file > default. Files are read before the
+//! arguments are resolved, and nothing behind that knows of them.
+
+mod deepspeed;
+mod explain;
+mod given;
+mod json;
+mod read;
+mod report;
+mod toml;
+mod trainer;
+mod value;
+mod yaml;
+
+use crate::cli::{Note, train_args};
+use crate::error::Failure;
+use given::Given;
+use report::Report;
+use std::path::{Path, PathBuf};
+use value::Value;
+
+pub(crate) use explain::run as explain;
+#[cfg(test)]
+pub(crate) use read::read as read_file;
+#[cfg(test)]
+pub(crate) use value::Value as FileValue;
+
+/// A line that its files are part of.
+#[derive(Debug, Default)]
+pub(crate) struct Loaded {
+    /// The whole line, `--flag=value` each; it names no files any more.
+    pub(crate) words: Vec<String>,
+    /// Keys without effect.
+    pub(crate) notes: Vec<Note>,
+    /// What deserves attention, one sentence each.
+    pub(crate) warnings: Vec<String>,
+    /// The flags that each file gives, one line each.
+    pub(crate) gives: Vec<String>,
+}
+
+impl Loaded {
+    /// Adds to a failure of the resolution which flags that it names stand in a file.
+    pub(crate) fn place(&self, failure: Failure) -> Failure {
+        let named = |line: &&String| {
+            let text = failure.to_string();
+            let mut flags = line.split(' ').filter(|word| word.starts_with("--"));
+            flags.any(|flag| text.contains(flag))
+        };
+        let lines: Vec<String> = self.gives.iter().filter(named).cloned().collect();
+        failure.evidence_lines(lines)
+    }
+}
+
+/// A file that was gone through.
+#[derive(Debug)]
+struct Part {
+    path: PathBuf,
+    is_deepspeed: bool,
+    report: Report,
+}
+
+/// Puts the files that a line names into it; `None` where it names none.
+///
+/// # Errors
+/// A file cannot be read, has mistakes, or contradicts the line (exit 2).
+pub(crate) fn load(typed: &[String]) -> Result<Option<Loaded>, Failure> {
+    let mut given = Given::of_line(typed);
+    let path = |given: &Given, flag: &str| given.get(flag).map(|word| PathBuf::from(&word.value));
+    let (config, deepspeed) = (path(&given, "config"), path(&given, "deepspeed"));
+    if config.is_none() && deepspeed.is_none() {
+        return Ok(None);
+    }
+    let strict = given.is_on("strict-config");
+    let parts = go_through(config.as_deref(), &mut given)?;
+    let mut loaded = Loaded::default();
+    for part in &parts {
+        part.verdict(strict)?;
+        loaded.add(part);
+    }
+    loaded.words = line(&given);
+    Ok(Some(loaded))
+}
+
+/// Goes through the files of `--config` and `--deepspeed` and adds what they give to what is `given`.
+fn go_through(config: Option<&Path>, given: &mut Given) -> Result<Vec<Part>, Failure> {
+    let mut parts = Vec::new();
+    if let Some(path) = config {
+        let file = read::read(path)?;
+        if deepspeed::is_deepspeed(&file) {
+            let title = format!("{} is a DeepSpeed configuration", path.display());
+            return Err(Failure::usage(title, "--config reads a file of flags")
+                .next(format!("--deepspeed {}", path.display())));
+        }
+        let report = trainer::report(&file, given);
+        let place = path.display().to_string();
+        for choice in &report.choices {
+            given.add(&choice.flag, &choice.value, &place);
+        }
+        parts.push(Part {
+            path: path.to_owned(),
+            is_deepspeed: false,
+            report,
+        });
+    }
+    if let Some(word) = given.get("deepspeed") {
+        let named_by_file = config.filter(|_| !word.place.is_empty());
+        let path = beside(Path::new(&word.value), named_by_file);
+        parts.push(deepspeed_part(path, given)?);
+    }
+    Ok(parts)
+}
+
+/// Goes through a file with this content and ending, as a line without other flags would. For [`crate::fuzzing`].
+pub(crate) fn go_through_bytes(bytes: &[u8], ending: &str) -> Result<(), Failure> {
+    let path = Path::new("config").with_extension(ending);
+    let file = read::parse_named(bytes, &path)?;
+    let given = Given::default();
+    let report = match deepspeed::is_deepspeed(&file) {
+        true => deepspeed::report(&file, &path, &given),
+        false => trainer::report(&file, &given),
+    };
+    report.verdict(&path, true)
+}
+
+/// A path that a file names: as it stands, or beside the file where only that exists.
+fn beside(path: &Path, config: Option<&Path>) -> PathBuf {
+    let folder = config.and_then(Path::parent);
+    let other = folder.map(|folder| folder.join(path));
+    other
+        .filter(|other| !path.exists() && other.exists())
+        .unwrap_or_else(|| path.to_owned())
+}
+
+fn deepspeed_part(path: PathBuf, given: &mut Given) -> Result<Part, Failure> {
+    let file = read::read(&path)?;
+    check_is_deepspeed(&file, &path)?;
+    let mut report = deepspeed::report(&file, &path, given);
+    let place = path.display().to_string();
+    for choice in &report.choices {
+        // The one key that comes before a flag, as in DeepSpeed.
+        if choice.flag == "lr-scheduler-type" {
+            given.remove("lr-scheduler-type");
+        }
+        if given.set_by(&choice.flag).is_some() {
+            continue;
+        }
+        if let Err(failure) = train_args(&[format!("--{}={}", choice.flag, choice.value)]) {
+            let row = |key: &String| report.rows.iter().find(|row| row.path == *key);
+            let row = choice.keys.first().and_then(row);
+            report.errors.push(report::Problem {
+                line: row.map_or(1, |row| row.line),
+                what: format!("{} cannot be used", choice.keys.join(", ")),
+                why: failure.title,
+                next: None,
+            });
+        }
+        given.add(&choice.flag, &choice.value, &place);
+    }
+    Ok(Part {
+        path,
+        is_deepspeed: true,
+        report,
+    })
+}
+
+fn check_is_deepspeed(file: &Value, path: &Path) -> Result<(), Failure> {
+    if deepspeed::is_deepspeed(file) {
+        return Ok(());
+    }
+    let title = format!("{} is not a DeepSpeed configuration", path.display());
+    let failure = Failure::usage(title, "it has none of the keys that identify one");
+    Err(failure.next(format!("for a file of flags: --config {}", path.display())))
+}
+
+/// The line that `given` is, without the files it came from.
+fn line(given: &Given) -> Vec<String> {
+    let files = ["config", "deepspeed", "strict-config"];
+    let words = given.words().iter();
+    words
+        .filter(|word| !files.contains(&&*word.flag))
+        .map(|word| format!("--{}={}", word.flag, word.value))
+        .collect()
+}
+
+impl Part {
+    /// Refuses a file with mistakes.
+    fn verdict(&self, strict: bool) -> Result<(), Failure> {
+        self.report.verdict(&self.path, strict)
+    }
+}
+
+impl Loaded {
+    fn add(&mut self, part: &Part) {
+        let Part {
+            path,
+            is_deepspeed,
+            report,
+        } = part;
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        for (reason, names) in report.unused() {
+            self.notes.push(Note {
+                flag: format!("{name}: {}", names.join(", ")),
+                reason: reason.to_owned(),
+            });
+        }
+        let warnings = report.warnings.iter();
+        self.warnings
+            .extend(warnings.map(|warning| warning.sentence(path)));
+        let kind = if *is_deepspeed { "DeepSpeed" } else { "flags" };
+        let given = report.given();
+        self.gives.push(format!("{name} ({kind}) gives {given}"));
+    }
+}

@@ -1,0 +1,105 @@
+//! From a path to a value.
+
+use super::value::{Fault, Value};
+use super::{json, toml, yaml};
+use crate::error::{ErrorCode, Failure};
+use std::fs::File;
+use std::io::Read;
+use std::path::Path;
+
+/// Files above this are no configuration.
+const MAX_BYTES: u64 = 1 << 20;
+
+/// Reads a configuration: TOML and YAML by their endings, all else as JSON, or as YAML where it does not begin with a brace.
+///
+/// # Errors
+/// The file cannot be read, is too large, or holds something else (exit 2), with the line.
+pub(crate) fn read(path: &Path) -> Result<Value, Failure> {
+    let io = |error| Failure::io(ErrorCode::Usage, "read", path, &error);
+    let mut bytes = Vec::new();
+    let file = File::open(path).map_err(io)?;
+    file.take(MAX_BYTES + 1)
+        .read_to_end(&mut bytes)
+        .map_err(io)?;
+    if bytes.len() as u64 > MAX_BYTES {
+        let why = format!("it is larger than {} KiB", MAX_BYTES >> 10);
+        return Err(unreadable(path, &Fault::new(1, why)));
+    }
+    parse_named(&bytes, path)
+}
+
+/// As [`read`], for the content of a file.
+pub(super) fn parse_named(bytes: &[u8], path: &Path) -> Result<Value, Failure> {
+    let ending = path.extension().and_then(|ending| ending.to_str());
+    parse(bytes, ending.unwrap_or_default()).map_err(|fault| unreadable(path, &fault))
+}
+
+/// As [`read`], for the bytes of a file with this ending.
+pub(super) fn parse(bytes: &[u8], ending: &str) -> Result<Value, Fault> {
+    let text = std::str::from_utf8(bytes).map_err(|error| {
+        let before = &bytes[..error.valid_up_to()];
+        let line = 1 + before.iter().filter(|b| **b == b'\n').count();
+        Fault::new(line, "it is not UTF-8 text")
+    })?;
+    let value = match &*ending.to_ascii_lowercase() {
+        "toml" => toml::parse(text)?,
+        "yaml" | "yml" => yaml::parse(text)?,
+        "json" | "hjson" | "jsonc" | "json5" => json::parse(text)?,
+        _ if begins_with_brace(text) => json::parse(text)?,
+        _ => yaml::parse(text)?,
+    };
+    match value {
+        Value::Map(_) => Ok(value),
+        _ => Err(Fault::new(1, "it has no keys")),
+    }
+}
+
+fn begins_with_brace(text: &str) -> bool {
+    text.trim_start_matches('\u{feff}')
+        .trim_start()
+        .starts_with('{')
+}
+
+fn unreadable(path: &Path, fault: &Fault) -> Failure {
+    Failure::usage(
+        format!("{} is not a configuration file", path.display()),
+        fault.why.clone(),
+    )
+    .evidence(format!("{} line {}", path.display(), fault.line))
+    .next("the formats are JSON (comments and trailing commas are allowed), YAML and TOML")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_ending_or_the_first_sign_tells_the_language() {
+        for (text, ending) in [
+            ("{\"zero\": 3}", "json"),
+            ("\u{feff} {\"zero\": 3} // x", ""),
+            ("zero: 3", "yaml"),
+            ("zero: 3", ""),
+            ("zero = 3", "TOML"),
+        ] {
+            let value = parse(text.as_bytes(), ending).expect(text);
+            assert_eq!(value.get("zero").and_then(Value::as_u64), Some(3), "{text}");
+        }
+        for (text, ending) in [("[1]", "json"), ("word", ""), ("\u{0}", "toml")] {
+            assert!(parse(text.as_bytes(), ending).is_err(), "{text}");
+        }
+        let fault = parse(b"a: 1\nb: \xff", "yaml").expect_err("bytes");
+        assert_eq!((fault.line, &*fault.why), (2, "it is not UTF-8 text"));
+    }
+
+    #[test]
+    fn large_files_are_not_read() {
+        let folder = tempfile::tempdir().expect("temp dir");
+        let path = folder.path().join("large.json");
+        std::fs::write(&path, vec![b' '; 2 << 20]).expect("written");
+        let failure = read(&path).expect_err("refused");
+        assert!(failure.cause.contains("larger than 1024 KiB"), "{failure}");
+        let missing = read(&folder.path().join("none.json")).expect_err("refused");
+        assert_eq!(missing.code.status(), 2);
+    }
+}

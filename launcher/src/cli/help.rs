@@ -1,0 +1,331 @@
+//! What the program says about its own command line: `--help`, `--help-all`, shell completions and the man page.
+//!
+//! All of it is generated from the clap definitions of the subcommands, so that each flag is described once.
+
+use std::collections::BTreeMap;
+
+use clap::{CommandFactory, Parser};
+use clap_complete::Shell;
+
+use super::normalise::Verb;
+use super::table::defaults;
+use super::{
+    Args, BenchNvmeArgs, CkptConsolidateArgs, CkptLsArgs, CkptReshardArgs, CkptVerifyArgs,
+    DataCheckArgs, DoctorArgs, EvalArgs, ExplainArgs, ExplainConfigArgs, ExportArgs, GenerateArgs,
+    PlanArgs, SynthArgs, WatchArgs,
+};
+use crate::error::Failure;
+
+/// What the user typed after `launcher completions`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Parser)]
+#[command(
+    name = "launcher completions",
+    version,
+    about = "Prints a completion script for a shell",
+    max_term_width = 100
+)]
+pub struct CompletionsArgs {
+    /// The shell that will source the script
+    #[arg(value_enum)]
+    pub shell: Shell,
+}
+
+/// What the user typed after `launcher man`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Parser)]
+#[command(
+    name = "launcher man",
+    version,
+    about = "Prints the man page, in roff",
+    max_term_width = 100
+)]
+pub struct ManArgs {}
+
+/// The flags most runs use, by group: what `--help` lists.
+const OVERVIEW: [(&str, &[&str]); 5] = [
+    (
+        "Model and data",
+        &[
+            "model",
+            "data",
+            "eval-data",
+            "output",
+            "preset",
+            "data-format",
+            "model-max-length",
+        ],
+    ),
+    (
+        "Memory and ranks",
+        &[
+            "zero",
+            "offload",
+            "nproc",
+            "device",
+            "precision",
+            "checkpoint-activations",
+            "deepspeed",
+        ],
+    ),
+    (
+        "What is trained",
+        &[
+            "lora-rank",
+            "lora-alpha",
+            "lora-target-modules",
+            "modules-to-save",
+            "train",
+            "freeze",
+        ],
+    ),
+    (
+        "Training",
+        &[
+            "learning-rate",
+            "num-train-epochs",
+            "max-steps",
+            "per-device-train-batch-size",
+            "gradient-accumulation-steps",
+            "warmup-ratio",
+        ],
+    ),
+    (
+        "Saving and evaluation",
+        &["save-steps", "eval-steps", "resume", "max-restarts"],
+    ),
+];
+
+/// Command lines to start from.
+const EXAMPLES: &str = "\
+Examples
+  launcher --zero 3 --offload cpu                                the demo: no model, no data
+  launcher plan --no-weights --model config.json --hw 2x24GiB    will it fit?
+  launcher --model DIR --data train.json --lora-rank 64          LoRA
+  launcher --resume auto --output runs/x …                       continue a run
+";
+
+impl Verb {
+    /// The clap definition of this subcommand.
+    pub(super) fn command(self) -> clap::Command {
+        match self {
+            Self::Train => Args::command(),
+            Self::Plan => PlanArgs::described(),
+            Self::Doctor => DoctorArgs::command(),
+            Self::Explain => ExplainArgs::command(),
+            Self::DataCheck => DataCheckArgs::command(),
+            Self::Generate => GenerateArgs::command(),
+            Self::Eval => EvalArgs::command(),
+            Self::Export => ExportArgs::command(),
+            Self::Watch => WatchArgs::command(),
+            Self::Synth => SynthArgs::command(),
+            Self::BenchNvme => BenchNvmeArgs::command(),
+            Self::ExplainConfig => ExplainConfigArgs::described(),
+            Self::CkptLs => CkptLsArgs::command(),
+            Self::CkptVerify => CkptVerifyArgs::command(),
+            Self::CkptReshard => CkptReshardArgs::command(),
+            Self::CkptConsolidate => CkptConsolidateArgs::command(),
+            Self::Completions => CompletionsArgs::command(),
+            Self::Man => ManArgs::command(),
+        }
+    }
+
+    /// This subcommand without the flags of training that it shares.
+    pub(super) fn own_command(self) -> clap::Command {
+        match self {
+            Self::Plan => PlanArgs::own_flags(),
+            Self::ExplainConfig => ExplainConfigArgs::own_flags(),
+            _ => self.command(),
+        }
+    }
+}
+
+/// The help text that the words after `verb` ask for, if they do.
+pub(super) fn asked_for(verb: Verb, words: &[String]) -> Result<Option<String>, Failure> {
+    let asked = |names: &[&str]| words.iter().any(|word| names.contains(&word.as_str()));
+    if asked(&["--help-all"]) {
+        return Ok(Some(verb.command().render_long_help().to_string()));
+    }
+    if !asked(&["-h", "--help"]) {
+        return Ok(None);
+    }
+    match verb {
+        Verb::Train => overview().map(Some),
+        _ => {
+            let shared = matches!(verb, Verb::Plan | Verb::ExplainConfig);
+            let mut command = verb.own_command();
+            if shared {
+                command = command.after_help("Flags of training: `launcher --help-all`");
+            }
+            Ok(Some(command.render_help().to_string()))
+        }
+    }
+}
+
+/// `launcher --help`: usage, the flags most runs use with their defaults, examples, subcommands.
+fn overview() -> Result<String, Failure> {
+    let command = Args::command();
+    let defaults = defaults(true)?;
+    let mut text = format!(
+        "{}\n\n\
+         Usage: launcher [FLAGS]                train; without --model, the built-in demo\n       \
+         launcher SUBCOMMAND [FLAGS]\n",
+        command
+            .get_about()
+            .map(ToString::to_string)
+            .unwrap_or_default(),
+    );
+    for (group, flags) in OVERVIEW {
+        text.push_str(&format!("\n{group}\n"));
+        for flag in flags {
+            text.push_str(&line(&command, flag, &defaults));
+        }
+    }
+    text.push_str(
+        "\nAll flags: launcher --help-all, or docs/flags.md. snake_case spellings work too.\n\n",
+    );
+    text.push_str(EXAMPLES);
+    text.push_str("\nSubcommands, each with its own --help\n");
+    for (verb, name) in Verb::ALL.into_iter().skip(1) {
+        let about = verb.command().get_about().map(ToString::to_string);
+        let about = about.unwrap_or_default();
+        let short = about.split([':', ',', ';']).next().unwrap_or_default();
+        text.push_str(&format!("  {name:<18}{short}\n"));
+    }
+    Ok(text)
+}
+
+/// One flag of the overview: name, value, description, default.
+fn line(command: &clap::Command, flag: &str, defaults: &BTreeMap<&str, String>) -> String {
+    let arg = command
+        .get_arguments()
+        .find(|arg| arg.get_long() == Some(flag))
+        .expect("the overview names flags that exist; a test lists it");
+    let values = arg.get_possible_values();
+    let names: Vec<&str> = values.iter().map(|value| value.get_name()).collect();
+    let value = match (&names[..], arg.get_value_names()) {
+        (names, _) if (2..4).contains(&names.len()) => names.join("|"),
+        (_, Some([value, ..])) => value.to_string(),
+        _ => String::new(),
+    };
+    let help = arg.get_help().map(ToString::to_string).unwrap_or_default();
+    let default = defaults.get(flag).filter(|value| !value.is_empty());
+    let default = default.map_or_else(String::new, |value| format!(" [{value}]"));
+    format!("  {:<36}{help}{default}\n", format!("--{flag} {value}"))
+}
+
+/// The program with all subcommands as one clap command.
+fn program() -> clap::Command {
+    let mut program = Args::command()
+        .name("launcher")
+        .disable_help_subcommand(true);
+    let mut nouns: BTreeMap<&str, clap::Command> = BTreeMap::new();
+    for (verb, name) in Verb::ALL.into_iter().skip(1) {
+        match name.split_once(' ') {
+            None => program = program.subcommand(verb.command().name(name)),
+            Some((noun, action)) => {
+                let parent = nouns
+                    .remove(noun)
+                    .unwrap_or_else(|| clap::Command::new(noun));
+                nouns.insert(noun, parent.subcommand(verb.command().name(action)));
+            }
+        }
+    }
+    program.subcommands(nouns.into_values())
+}
+
+/// The completion script for `shell`.
+pub(super) fn completions(shell: Shell) -> String {
+    let mut script = Vec::new();
+    clap_complete::generate(shell, &mut program(), "launcher", &mut script);
+    String::from_utf8_lossy(&script).into_owned()
+}
+
+/// The man page, in roff: training first, then each subcommand with its own flags.
+pub(super) fn man_page() -> String {
+    let mut page = Vec::new();
+    clap_mangen::Man::new(Args::command().name("launcher"))
+        .render(&mut page)
+        .expect("writing into a vector cannot fail");
+    let mut page = String::from_utf8_lossy(&page).into_owned();
+    page.push_str(".SH SUBCOMMANDS\n");
+    for (verb, name) in Verb::ALL.into_iter().skip(1) {
+        let help = verb.own_command().render_help().to_string();
+        let lines = help.replace('\\', "\\\\").replace('-', "\\-");
+        page.push_str(&format!(".SS launcher {name}\n.nf\n"));
+        // A full stop or an apostrophe at the start of a line would be a request of roff.
+        for line in lines.lines() {
+            page.push_str(&format!("\\&{line}\n"));
+        }
+        page.push_str(".fi\n");
+    }
+    page
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn printed(line: &str) -> String {
+        let argv: Vec<String> = line.split_whitespace().map(str::to_string).collect();
+        match crate::cli::parse(&argv).expect(line) {
+            crate::cli::Command::Print(text) => text,
+            other => panic!("{line} is parsed as {other:?}"),
+        }
+    }
+
+    #[test]
+    fn the_overview_has_thirty_flags_and_fits_one_screen_and_a_half() {
+        let text = printed("--help");
+        let flags: usize = OVERVIEW.iter().map(|(_, flags)| flags.len()).sum();
+        assert_eq!(flags, 30);
+        assert!(text.lines().count() <= 75, "{} lines", text.lines().count());
+        for line in text.lines() {
+            assert!(line.chars().count() <= 100, "{line}");
+        }
+        assert!(text.contains("--learning-rate X"), "{text}");
+        assert!(text.contains("[1e-6]"), "{text}");
+        assert_eq!(text, printed("-h"));
+        assert_eq!(text, printed("--zero 3 --help"));
+    }
+
+    #[test]
+    fn every_flag_is_in_help_all() {
+        let text = printed("--help-all");
+        for arg in Args::command().get_arguments() {
+            let Some(long) = arg.get_long() else { continue };
+            assert!(text.contains(&format!("--{long}")), "{long}");
+        }
+    }
+
+    #[test]
+    fn every_subcommand_has_help_of_its_own() {
+        for (_, name) in Verb::ALL.into_iter().skip(1) {
+            let text = printed(&format!("{name} --help"));
+            assert!(text.contains("Usage"), "{name}: {text}");
+            assert!(
+                printed("--help").contains(&format!("\n  {name} ")),
+                "{name}"
+            );
+        }
+        assert!(printed("plan --help").contains("--hw"));
+        assert!(!printed("plan --help").contains("--adam-beta1"));
+    }
+
+    #[test]
+    fn completions_and_the_man_page_know_flags_and_subcommands() {
+        for shell in ["bash", "zsh", "fish"] {
+            let script = printed(&format!("completions {shell}"));
+            for word in ["optimizer-in-backward", "consolidate", "max-shard-size"] {
+                assert!(script.contains(word), "{shell} lacks {word}");
+            }
+        }
+        let page = printed("man");
+        for words in [
+            "gradient\\-accumulation\\-steps",
+            ".SS launcher ckpt consolidate",
+            "max\\-shard\\-size",
+            "\\-\\-hw",
+        ] {
+            assert!(page.contains(words), "no {words} in {page}");
+        }
+    }
+}

@@ -1,0 +1,980 @@
+//! The command line, exactly as typed: every field optional, no I/O, no defaults.
+//!
+//! Flags are kebab-case; the snake_case spelling of each is accepted too, so that command lines of
+//! the Hugging Face trainers paste in. [`parse`] first rewrites the line onto the frozen set of
+//! flags (see `normalise.rs`) and then hands it to clap.
+
+mod bench;
+mod ckpt;
+mod data_check;
+mod explain;
+mod explain_config;
+mod export;
+pub(crate) mod file;
+mod foreign;
+mod generate;
+mod help;
+mod normalise;
+mod plan;
+mod presets;
+mod resolve;
+mod synth;
+mod table;
+mod watch;
+
+use std::path::PathBuf;
+
+use clap::Parser;
+
+use crate::config::{
+    Collectives, CudaGraph, DataFormatChoice, DeviceChoice, EarlyStep, Fault, GradDtype,
+    InitChoice, LateStep, LrScale, NvmeIo, Offload, PrecisionChoice, PureBf16Moments,
+    PureBf16Weights, Recompute, ReportTo, RopeChoice, Scheduler, SchedulerKwargs, Strategy,
+    TemplateChoice, UploadAhead, Workers,
+};
+use crate::error::Failure;
+use crate::error::format::ErrorFormat;
+use crate::rank_env::identity::RankIs;
+use crate::units::parse_bytes;
+
+pub use bench::BenchNvmeArgs;
+pub use ckpt::{CkptCommand, CkptConsolidateArgs, CkptLsArgs, CkptReshardArgs, CkptVerifyArgs};
+pub use data_check::DataCheckArgs;
+pub use explain::{ExplainArgs, Lang};
+pub use explain_config::ExplainConfigArgs;
+pub use export::{ExportArgs, ExportDtype};
+pub use foreign::{IGNORED, RESTRICTED};
+pub use generate::{EvalArgs, GenerateArgs};
+pub use help::{CompletionsArgs, ManArgs};
+pub use normalise::Note;
+use normalise::Verb;
+pub(crate) use normalise::{FileKey, file_key};
+pub use plan::{Hardware, PlanArgs};
+pub use presets::{PRESETS, Preset};
+pub(crate) use resolve::resolve_on;
+pub use resolve::{Resolved, resolve};
+pub use synth::{SynthArgs, SynthWeights};
+pub use table::flag_table;
+pub use watch::WatchArgs;
+
+/// What the user typed after `launcher`.
+#[derive(Debug, Clone, Default, PartialEq, Parser)]
+#[command(
+    name = "launcher",
+    version,
+    about = "Fine-tunes vision-language models larger than the GPUs at hand: ZeRO sharding and offload",
+    max_term_width = 100
+)]
+pub struct Args {
+    /// Model directory: config.json, tokenizer, safetensors
+    #[arg(long, value_name = "DIR", help_heading = "Model and data")]
+    pub model: Option<PathBuf>,
+    /// Training samples: a file or directory
+    ///
+    /// Its form is one of --data-format.
+    #[arg(long, value_name = "FILE", help_heading = "Model and data")]
+    pub data: Option<PathBuf>,
+    /// Held-out samples, in the same forms as --data
+    #[arg(long, value_name = "FILE", help_heading = "Model and data")]
+    pub eval_data: Option<PathBuf>,
+    /// Directory of the run: logs, reports, checkpoints
+    #[arg(long, value_name = "DIR", help_heading = "Model and data")]
+    pub output: Option<PathBuf>,
+    /// Allow samples without an image for CogAgent
+    ///
+    /// Such samples skip its cross attention. The published code refuses them.
+    #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL", help_heading = "Model and data")]
+    pub text_without_cross: Option<bool>,
+    /// A published recipe: a list of flags
+    ///
+    /// The run prints them. A flag on the command line overrides the same flag of the preset.
+    #[arg(long, value_name = "NAME", value_parser = clap::builder::PossibleValuesParser::new(PRESETS.map(|p| p.name)), help_heading = "Model and data")]
+    pub preset: Option<String>,
+    /// Read flags from a file: TOML, or a trainer's YAML
+    ///
+    /// A flag on the command line overrides the file.
+    #[arg(long, value_name = "FILE", help_heading = "Model and data")]
+    pub config: Option<PathBuf>,
+    /// Form of the data; auto looks at the content
+    #[arg(
+        long,
+        value_enum,
+        value_name = "FORMAT",
+        help_heading = "Model and data"
+    )]
+    pub data_format: Option<DataFormatChoice>,
+    /// Prompt template of CogVLM, CogVLM2 and CogAgent
+    ///
+    /// auto takes the template of the model directory.
+    #[arg(long, value_enum, value_name = "NAME", help_heading = "Model and data")]
+    pub template: Option<TemplateChoice>,
+    /// Supervise the token that ends an answer (GLM-4V)
+    ///
+    /// GLM-4V then learns to stop. Its published recipe does not supervise this token.
+    #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL", help_heading = "Model and data")]
+    pub train_on_turn_end: Option<bool>,
+    /// Where the initial weights come from
+    #[arg(
+        long,
+        value_enum,
+        value_name = "SOURCE",
+        help_heading = "Model and data"
+    )]
+    pub init: Option<InitChoice>,
+    /// Longest sample in tokens, image tokens included
+    ///
+    /// Longer samples are truncated.
+    #[arg(long, value_name = "TOKENS", help_heading = "Model and data")]
+    pub model_max_length: Option<usize>,
+    /// Most slices an image is cut into (MiniCPM)
+    #[arg(long, value_name = "N", help_heading = "Model and data")]
+    pub max_slice_nums: Option<usize>,
+    /// Skip samples that cannot be used, instead of refusing the data
+    #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL", help_heading = "Model and data")]
+    pub skip_bad_samples: Option<bool>,
+
+    /// Use only the first N training samples
+    #[arg(long, value_name = "N", help_heading = "Model and data")]
+    pub limit: Option<usize>,
+    /// Loader threads per rank: auto, or a number; 0 loads on the training thread
+    #[arg(long, value_name = "N", value_parser = workers, help_heading = "Model and data")]
+    pub data_workers: Option<Workers>,
+    /// Train the longest samples in the first update
+    ///
+    /// The highest memory peak then shows in step 1.
+    #[arg(long = "longest-first", num_args = 0..=1, default_missing_value = "true", value_name = "BOOL", help_heading = "Model and data")]
+    pub worst_first: Option<bool>,
+
+    /// ZeRO stage: 0 to 3
+    ///
+    /// 0 shards nothing, 1 optimizer states, 2 also gradients, 3 also parameters.
+    #[arg(long, value_name = "STAGE", value_parser = clap::value_parser!(u8).range(0..=3), help_heading = "Memory and ranks")]
+    pub zero: Option<u8>,
+    /// DeepSpeed configuration file
+    ///
+    /// Every key is honored, refused, or reported as having no effect.
+    #[arg(long, value_name = "FILE", help_heading = "Memory and ranks")]
+    pub deepspeed: Option<PathBuf>,
+    /// Refuse misplaced, unknown and outdated keys of --deepspeed, instead of warning
+    #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL", help_heading = "Memory and ranks")]
+    pub strict_config: Option<bool>,
+    /// Where model states are stored: none, cpu, nvme:DIR
+    ///
+    /// none is the device, cpu host memory, nvme:DIR a directory on a disk. Tiers by kind are possible: param=nvme:DIR,optimizer=cpu,activation=cpu.
+    #[arg(long, value_name = "TIERS", help_heading = "Memory and ranks")]
+    pub offload: Option<Offload>,
+    /// Ranks per shard group (hybrid sharding); all ranks by default
+    ///
+    /// N consecutive ranks hold one copy of what --zero shards. Groups replicate it.
+    #[arg(long, value_name = "RANKS", help_heading = "Memory and ranks")]
+    pub shard_group: Option<usize>,
+    /// What carries weights and gradients between GPUs
+    ///
+    /// ipc: GPUs read each other's memory. shm: through host memory. nccl: NCCL, only by request. auto takes ipc if all GPUs of the run can read each other, else shm.
+    #[arg(long, value_enum, help_heading = "Memory and ranks")]
+    pub collectives: Option<Collectives>,
+    /// I/O path of --offload nvme; auto measures both and takes the faster
+    #[arg(long, value_enum, help_heading = "Memory and ranks")]
+    pub nvme_io: Option<NvmeIo>,
+    /// Update parameters during backward (optimizer in backward)
+    ///
+    /// The update works on a second copy of the optimizer states and is kept only if the step is valid, so results are the same bits, also with clipping. auto uses it where it saves disk traffic, and on GPUs with --offload cpu where spare host memory, less 10 %, fits the second copy.
+    #[arg(
+        long = "optimizer-in-backward",
+        value_name = "auto|off|all|BYTES",
+        help_heading = "Memory and ranks"
+    )]
+    pub early_step: Option<EarlyStep>,
+    /// Update parameters during the next forward pass (optimizer in forward)
+    ///
+    /// Each unit is updated before its first use; results are the same bits. auto uses it on GPUs with the optimizer in host memory.
+    #[arg(
+        long = "optimizer-in-forward",
+        value_enum,
+        help_heading = "Memory and ranks"
+    )]
+    pub late_step: Option<LateStep>,
+    /// Seconds a rank waits for another before the job ends
+    #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..), help_heading = "Memory and ranks")]
+    pub comm_timeout: Option<u64>,
+    /// Ranks per machine
+    ///
+    /// The default on GPUs is one rank per visible GPU.
+    #[arg(long, value_name = "N", help_heading = "Memory and ranks")]
+    pub nproc: Option<usize>,
+    /// Machines of the run, as `host slots=N` lines; run the same command on each
+    #[arg(long, value_name = "FILE", help_heading = "Memory and ranks")]
+    pub hostfile: Option<PathBuf>,
+    /// Use only these machines and slots of the hostfile, such as host1@host2:0,2
+    #[arg(long, value_name = "HOSTS", help_heading = "Memory and ranks")]
+    pub include: Option<String>,
+    /// Use all but these machines and slots of the hostfile
+    #[arg(long, value_name = "HOSTS", help_heading = "Memory and ranks")]
+    pub exclude: Option<String>,
+    /// What RANK in the environment numbers
+    ///
+    /// node: machines, each of which starts --nproc ranks. process: ranks. Needed only where the other variables do not say.
+    #[arg(
+        long,
+        value_enum,
+        value_name = "WHAT",
+        help_heading = "Memory and ranks"
+    )]
+    pub rank_is: Option<RankIs>,
+    /// Where ranks compute; auto takes a usable NVIDIA GPU
+    #[arg(long, value_enum, help_heading = "Memory and ranks")]
+    pub device: Option<DeviceChoice>,
+    /// Launch repeated kernel sequences as one CUDA graph; results are the same bits
+    #[arg(long, value_enum, help_heading = "Memory and ranks")]
+    pub cuda_graph: Option<CudaGraph>,
+    /// Copy offloaded weights to the GPU one unit ahead of their use
+    ///
+    /// auto does so if the plan fits with one more unit of weights. Results are the same bits.
+    #[arg(
+        long = "prefetch-weights",
+        value_enum,
+        help_heading = "Memory and ranks"
+    )]
+    pub upload_ahead: Option<UploadAhead>,
+    /// Number format of weights and activations
+    #[arg(long, value_enum, help_heading = "Memory and ranks")]
+    pub precision: Option<PrecisionChoice>,
+    /// How rotary angles are rounded: like the model's published code, or in f32
+    #[arg(
+        long,
+        value_enum,
+        value_name = "WHERE",
+        help_heading = "Memory and ranks"
+    )]
+    pub rope_precision: Option<RopeChoice>,
+    /// `--bf16 true` is `--precision bf16`; `--bf16 false` is `--precision f32`
+    #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL", help_heading = "Memory and ranks")]
+    pub bf16: Option<bool>,
+    /// `--fp16 true` is `--precision fp16`
+    #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL", help_heading = "Memory and ranks")]
+    pub fp16: Option<bool>,
+    /// Number format of accumulated gradients
+    ///
+    /// The default is f32, and bf16 with --precision pure-bf16.
+    #[arg(long, value_enum, help_heading = "Memory and ranks")]
+    pub grad_dtype: Option<GradDtype>,
+    /// Rounding of pure-bf16 weights: stochastic, Kahan, or nearest
+    #[arg(long, value_enum, help_heading = "Memory and ranks")]
+    pub pure_bf16_weights: Option<PureBf16Weights>,
+    /// Number format of Adam's moments with pure-bf16 weights
+    #[arg(long, value_enum, help_heading = "Memory and ranks")]
+    pub pure_bf16_moments: Option<PureBf16Moments>,
+    /// Static loss scale of fp16; 0 is a dynamic scale
+    #[arg(long, value_name = "FACTOR", help_heading = "Memory and ranks")]
+    pub loss_scale: Option<f64>,
+    /// Initial dynamic loss scale, as a power of two [default: 16]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(0..=100), help_heading = "Memory and ranks")]
+    pub initial_scale_power: Option<u32>,
+    /// Updates without overflow before the dynamic loss scale doubles [default: 1000]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..), help_heading = "Memory and ranks")]
+    pub loss_scale_window: Option<u64>,
+    /// Overflows before the dynamic loss scale is halved [default: 2]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..), help_heading = "Memory and ranks")]
+    pub hysteresis: Option<u32>,
+    /// Smallest dynamic loss scale; an overflow at this scale ends the run [default: 1]
+    #[arg(long, value_name = "FACTOR", help_heading = "Memory and ranks")]
+    pub min_loss_scale: Option<f64>,
+    /// Host memory for all ranks of a machine, such as 64G or 512MiB
+    #[arg(long, value_name = "BYTES", value_parser = parse_bytes, help_heading = "Memory and ranks")]
+    pub host_memory_limit: Option<u64>,
+    /// Device memory for each rank
+    #[arg(long, value_name = "BYTES", value_parser = parse_bytes, help_heading = "Memory and ranks")]
+    pub device_memory_limit: Option<u64>,
+
+    /// Recompute activations: all, none, or llm,vit,resampler
+    ///
+    /// The towers named keep only the inputs of their segments and recompute the rest in backward.
+    #[arg(long, value_name = "TOWERS", help_heading = "Memory and ranks")]
+    pub checkpoint_activations: Option<Recompute>,
+    /// Layers per checkpointed segment
+    ///
+    /// More than 1 needs less memory and recomputes the segment's other inputs in backward.
+    #[arg(long, value_name = "N", help_heading = "Memory and ranks")]
+    pub checkpoint_num_layers: Option<usize>,
+    /// `true` is `--checkpoint-activations all`, `false` is none
+    #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL", help_heading = "Memory and ranks")]
+    pub gradient_checkpointing: Option<bool>,
+
+    /// Optimizer updates; -1 uses --num-train-epochs
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(i64).range(-1..), help_heading = "Training")]
+    pub max_steps: Option<i64>,
+    /// Passes over the data
+    #[arg(long, value_name = "X", help_heading = "Training")]
+    pub num_train_epochs: Option<f64>,
+    /// Samples per rank and micro-batch
+    #[arg(long, value_name = "N", help_heading = "Training")]
+    pub per_device_train_batch_size: Option<usize>,
+    /// Samples per rank and evaluation batch
+    #[arg(long, value_name = "N", help_heading = "Training")]
+    pub per_device_eval_batch_size: Option<usize>,
+    /// Micro-batches per optimizer update
+    #[arg(long, value_name = "N", help_heading = "Training")]
+    pub gradient_accumulation_steps: Option<usize>,
+    /// Samples per optimizer update over all ranks
+    ///
+    /// Two of global batch size, batch size per rank and accumulation determine the third.
+    #[arg(
+        long = "global-batch-size",
+        value_name = "N",
+        help_heading = "Training"
+    )]
+    pub global_batch: Option<usize>,
+    /// Take the largest batch size that the plan says fits
+    ///
+    /// The run prints how memory grows with the batch size.
+    #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL", help_heading = "Training")]
+    pub find_batch: Option<bool>,
+    /// Peak learning rate
+    #[arg(long, value_name = "X", help_heading = "Training")]
+    pub learning_rate: Option<f64>,
+    /// Scale the learning rate by ranks × accumulation: none, linear, or its square root
+    #[arg(long, value_enum, value_name = "RULE", help_heading = "Training")]
+    pub lr_scale: Option<LrScale>,
+    /// Learning rate schedule
+    #[arg(long, value_enum, value_name = "NAME", help_heading = "Training")]
+    pub lr_scheduler_type: Option<Scheduler>,
+    /// Arguments of the DeepSpeed schedules, such as warmup_type=linear,cos_min_ratio=0.1
+    #[arg(long, value_name = "NAME=X", help_heading = "Training")]
+    pub lr_scheduler_kwargs: Option<SchedulerKwargs>,
+    /// Warmup as a share of all steps
+    #[arg(long, value_name = "X", help_heading = "Training")]
+    pub warmup_ratio: Option<f64>,
+    /// Warmup in steps; above 0 it overrides --warmup-ratio
+    #[arg(long, value_name = "N", help_heading = "Training")]
+    pub warmup_steps: Option<u64>,
+    /// Decoupled weight decay; biases and norm weights do not decay
+    #[arg(long, value_name = "X", help_heading = "Training")]
+    pub weight_decay: Option<f64>,
+    /// Parameters without weight decay, written as for --train
+    ///
+    /// Replaces the default, norm weights and biases.
+    #[arg(long, value_name = "PARTS", help_heading = "Training")]
+    pub no_decay: Option<String>,
+    /// Decay of Adam's first moment
+    #[arg(long, value_name = "X", help_heading = "Training")]
+    pub adam_beta1: Option<f64>,
+    /// Decay of Adam's second moment
+    #[arg(long, value_name = "X", help_heading = "Training")]
+    pub adam_beta2: Option<f64>,
+    /// Epsilon in the denominator of Adam's update
+    #[arg(long, value_name = "X", help_heading = "Training")]
+    pub adam_epsilon: Option<f64>,
+    /// Clip the global gradient norm to this value; 0 disables clipping
+    #[arg(long, value_name = "X", help_heading = "Training")]
+    pub max_grad_norm: Option<f64>,
+    /// Seed of data order, initial weights, dropout and stochastic rounding
+    #[arg(long, value_name = "N", help_heading = "Training")]
+    pub seed: Option<u64>,
+
+    /// Trainable parts: modules, norm, bias, or regexes
+    ///
+    /// Separated by commas. Adapters train besides. Replaces --tune-vision and --tune-llm.
+    #[arg(long, value_name = "PARTS", help_heading = "What is trained")]
+    pub train: Option<String>,
+    /// Parts that stay frozen, written as for --train
+    ///
+    /// Overrides every other choice.
+    #[arg(long, value_name = "PARTS", help_heading = "What is trained")]
+    pub freeze: Option<String>,
+    /// Learning rates of parts, such as resampler=1e-5,vpm=2e-6
+    #[arg(long, value_name = "PART=X", help_heading = "What is trained")]
+    pub lr: Option<String>,
+    /// Train LoRA adapters on the language model
+    #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL", help_heading = "What is trained")]
+    pub use_lora: Option<bool>,
+    /// Rank of the LoRA adapters; implies --use-lora
+    #[arg(long, value_name = "N", help_heading = "What is trained")]
+    pub lora_rank: Option<usize>,
+    /// LoRA alpha; adapters are scaled by alpha ÷ rank
+    #[arg(long, value_name = "X", help_heading = "What is trained")]
+    pub lora_alpha: Option<f64>,
+    /// Dropout on the inputs of the adapters
+    ///
+    /// The masks depend on seed, sample and layer only.
+    #[arg(long, value_name = "P", help_heading = "What is trained")]
+    pub lora_dropout: Option<f64>,
+    /// Layers with adapters: names, attn, mlp, all, or a regex
+    ///
+    /// Names are separated by commas: q_proj,v_proj. A regular expression must match the whole module path.
+    #[arg(long, value_name = "REGEX", help_heading = "What is trained")]
+    pub lora_target_modules: Option<String>,
+    /// Decoder layers with adapters, such as 0..16
+    #[arg(long, value_name = "A..B", help_heading = "What is trained")]
+    pub lora_layers: Option<String>,
+    /// Separate adapters for q, k and v where the model fuses them in one weight
+    #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL", help_heading = "What is trained")]
+    pub lora_per_projection: Option<bool>,
+    /// Trainable key and value prefixes per decoder layer (p-tuning v2; Cog families)
+    #[arg(long, value_name = "N", help_heading = "What is trained")]
+    pub ptuning_tokens: Option<usize>,
+    /// Modules trained in full beside the adapters, or none
+    ///
+    /// Names are separated by commas.
+    #[arg(long, value_name = "NAMES", help_heading = "What is trained")]
+    pub modules_to_save: Option<String>,
+    /// Train the vision tower
+    #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL", help_heading = "What is trained")]
+    pub tune_vision: Option<bool>,
+    /// Train the language model
+    #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL", help_heading = "What is trained")]
+    pub tune_llm: Option<bool>,
+
+    /// Steps between checkpoints
+    #[arg(long, value_name = "N", help_heading = "Saving, evaluation, logs")]
+    pub save_steps: Option<u64>,
+    /// When to save; the end of the run is always saved except with no
+    #[arg(
+        long,
+        value_enum,
+        value_name = "WHEN",
+        help_heading = "Saving, evaluation, logs"
+    )]
+    pub save_strategy: Option<Strategy>,
+    /// Checkpoints to keep; older ones are removed
+    #[arg(long, value_name = "N", help_heading = "Saving, evaluation, logs")]
+    pub save_total_limit: Option<usize>,
+    /// Steps between evaluations
+    #[arg(long, value_name = "N", help_heading = "Saving, evaluation, logs")]
+    pub eval_steps: Option<u64>,
+    /// When to evaluate during training
+    #[arg(
+        long,
+        value_enum,
+        value_name = "WHEN",
+        help_heading = "Saving, evaluation, logs"
+    )]
+    pub eval_strategy: Option<Strategy>,
+    /// Steps between log lines
+    #[arg(long, value_name = "N", help_heading = "Saving, evaluation, logs")]
+    pub logging_steps: Option<u64>,
+    /// Steps to trace for Perfetto and chrome://tracing, such as 3..5
+    #[arg(
+        long,
+        value_name = "FROM..TO",
+        help_heading = "Saving, evaluation, logs"
+    )]
+    pub trace_steps: Option<String>,
+    /// When to log
+    #[arg(
+        long,
+        value_enum,
+        value_name = "WHEN",
+        help_heading = "Saving, evaluation, logs"
+    )]
+    pub logging_strategy: Option<Strategy>,
+    /// Additional report format
+    #[arg(
+        long,
+        value_enum,
+        value_name = "WHERE",
+        help_heading = "Saving, evaluation, logs"
+    )]
+    pub report_to: Option<ReportTo>,
+    /// Format of failures on standard error; every subcommand takes this flag
+    #[arg(
+        long,
+        value_enum,
+        ignore_case = true,
+        value_name = "FORMAT",
+        help_heading = "Saving, evaluation, logs"
+    )]
+    pub error_format: Option<ErrorFormat>,
+    /// Continue from a checkpoint directory, or the latest (auto)
+    ///
+    /// auto looks in --output.
+    #[arg(
+        long,
+        value_name = "auto|PATH",
+        help_heading = "Saving, evaluation, logs"
+    )]
+    pub resume: Option<String>,
+    /// After a rank dies, restart the run, up to N times
+    ///
+    /// The run restarts from the newest intact checkpoint.
+    #[arg(long, value_name = "N", help_heading = "Saving, evaluation, logs")]
+    pub max_restarts: Option<u32>,
+    /// With --max-restarts: continue with fewer ranks and the same global batch size
+    ///
+    /// Used if a rank cannot be started again.
+    #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL", help_heading = "Saving, evaluation, logs")]
+    pub elastic: Option<bool>,
+    /// Inject a fault, such as kill:rank=1,step=3; may be repeated
+    ///
+    /// For tests of a cluster or of this program.
+    #[arg(long, value_name = "SPEC", help_heading = "Saving, evaluation, logs")]
+    pub inject: Vec<Fault>,
+}
+
+/// What the user typed after `launcher doctor`.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Parser)]
+#[command(
+    name = "launcher doctor",
+    version,
+    about = "Reports what this machine offers for training, with findings and next steps",
+    max_term_width = 100
+)]
+pub struct DoctorArgs {
+    /// Print the report as JSON with stable keys
+    #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL")]
+    pub json: Option<bool>,
+}
+
+/// Other spellings of flags in snake_case: those of other trainers, then those of earlier versions.
+pub const ALIASES: [(&str, &str); 19] = [
+    ("model_name_or_path", "model"),
+    ("data_path", "data"),
+    ("eval_data_path", "eval-data"),
+    ("output_dir", "output"),
+    ("lora_r", "lora-rank"),
+    ("lora_modules_to_save", "modules-to-save"),
+    ("max_train_samples", "limit"),
+    ("dataloader_num_workers", "data-workers"),
+    ("evaluation_strategy", "eval-strategy"),
+    ("resume_from_checkpoint", "resume"),
+    ("deepspeed_config", "deepspeed"),
+    ("nproc_per_node", "nproc"),
+    ("auto_find_batch_size", "find-batch"),
+    ("early_step", "optimizer-in-backward"),
+    ("late_step", "optimizer-in-forward"),
+    ("upload_ahead", "prefetch-weights"),
+    ("worst_first", "longest-first"),
+    ("global_batch", "global-batch-size"),
+    ("picture_side", "image-size"),
+];
+
+/// What a command line asks for.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Command {
+    /// Train with these arguments; the notes are to be shown once.
+    Train {
+        /// The arguments.
+        args: Box<Args>,
+        /// The flags as they were typed, each as `--name=value`.
+        typed: Vec<String>,
+        /// Flags without effect here.
+        notes: Vec<Note>,
+    },
+    /// Show what a configuration file becomes.
+    ExplainConfig {
+        /// The arguments.
+        args: Box<ExplainConfigArgs>,
+        /// The flags as they were typed, each as `--name=value`; the file is not among them.
+        typed: Vec<String>,
+    },
+    /// Plan a run.
+    Plan {
+        /// The arguments.
+        args: Box<PlanArgs>,
+        /// The flags as they were typed, each as `--name=value`.
+        typed: Vec<String>,
+        /// Flags without effect here.
+        notes: Vec<Note>,
+    },
+    /// Report on the machine.
+    Doctor(DoctorArgs),
+    /// Show a run from its folder.
+    Watch(WatchArgs),
+    /// Explain an error code.
+    Explain(ExplainArgs),
+    /// Check a data file.
+    DataCheck(Box<DataCheckArgs>),
+    /// Answer a prompt.
+    Generate(Box<GenerateArgs>),
+    /// Evaluate a model on samples.
+    Eval(Box<EvalArgs>),
+    /// Write weights for other programs.
+    Export(ExportArgs),
+    /// List, verify, cut or widen checkpoints.
+    Ckpt(CkptCommand),
+    /// Write a model folder with random weights.
+    Synth(SynthArgs),
+    /// Measure a disk.
+    BenchNvme(BenchNvmeArgs),
+    /// Print this text on stdout and end well: help or version.
+    Print(String),
+}
+
+/// Parses a command line without the program's name.
+///
+/// # Errors
+/// A usage failure (exit 2): unknown subcommand or flag, a value out of range, contradicting spellings.
+pub fn parse(argv: &[String]) -> Result<Command, Failure> {
+    let (verb, rest) = normalise::split_verb(argv)?;
+    if let Some(text) = help::asked_for(verb, rest)? {
+        return Ok(Command::Print(text));
+    }
+    let mut line = normalise::normalise(verb, rest, &verb.command())?;
+    let typed = line.args.clone();
+    if matches!(verb, Verb::Train | Verb::Plan) {
+        presets::expand(&mut line.args);
+    }
+    let words = words(&line);
+    let notes = line.notes;
+    let parsed = match verb {
+        Verb::Train => Args::try_parse_from(words).map(|args| Command::Train {
+            args: Box::new(args),
+            typed,
+            notes,
+        }),
+        Verb::Plan => PlanArgs::parse_words(&words).map(|args| Command::Plan {
+            args: Box::new(args),
+            typed,
+            notes,
+        }),
+        Verb::ExplainConfig => {
+            ExplainConfigArgs::parse_words(&words).map(|args| Command::ExplainConfig {
+                args: Box::new(args),
+                typed: typed.into_iter().filter(|w| w.starts_with("--")).collect(),
+            })
+        }
+        Verb::Doctor => DoctorArgs::try_parse_from(words).map(Command::Doctor),
+        Verb::Watch => WatchArgs::try_parse_from(words).map(Command::Watch),
+        Verb::Explain => ExplainArgs::try_parse_from(words).map(Command::Explain),
+        Verb::DataCheck => {
+            DataCheckArgs::try_parse_from(words).map(|args| Command::DataCheck(Box::new(args)))
+        }
+        Verb::Generate => {
+            GenerateArgs::try_parse_from(words).map(|args| Command::Generate(Box::new(args)))
+        }
+        Verb::Eval => EvalArgs::try_parse_from(words).map(|args| Command::Eval(Box::new(args))),
+        Verb::Export => ExportArgs::try_parse_from(words).map(Command::Export),
+        Verb::CkptLs => {
+            CkptLsArgs::try_parse_from(words).map(|a| Command::Ckpt(CkptCommand::Ls(a)))
+        }
+        Verb::CkptVerify => {
+            CkptVerifyArgs::try_parse_from(words).map(|a| Command::Ckpt(CkptCommand::Verify(a)))
+        }
+        Verb::CkptReshard => {
+            CkptReshardArgs::try_parse_from(words).map(|a| Command::Ckpt(CkptCommand::Reshard(a)))
+        }
+        Verb::CkptConsolidate => CkptConsolidateArgs::try_parse_from(words)
+            .map(|a| Command::Ckpt(CkptCommand::Consolidate(a))),
+        Verb::BenchNvme => BenchNvmeArgs::try_parse_from(words).map(Command::BenchNvme),
+        Verb::Synth => SynthArgs::try_parse_from(words).map(Command::Synth),
+        Verb::Completions => CompletionsArgs::try_parse_from(words)
+            .map(|args| Command::Print(help::completions(args.shell))),
+        Verb::Man => ManArgs::try_parse_from(words).map(|_| Command::Print(help::man_page())),
+    };
+    parsed.or_else(|error| {
+        if error.use_stderr() {
+            Err(usage_from(&error))
+        } else {
+            Ok(Command::Print(error.render().to_string()))
+        }
+    })
+}
+
+/// The arguments of a rewritten line of training, presets expanded.
+///
+/// # Errors
+/// A value that its flag does not take (exit 2).
+pub(crate) fn train_args(typed: &[String]) -> Result<Args, Failure> {
+    Args::try_parse_from(expanded(typed)).map_err(|error| usage_from(&error))
+}
+
+/// As [`train_args`], for a line of `launcher plan`.
+pub(crate) fn plan_args(typed: &[String]) -> Result<PlanArgs, Failure> {
+    PlanArgs::parse_words(&expanded(typed)).map_err(|error| usage_from(&error))
+}
+
+fn expanded(typed: &[String]) -> Vec<String> {
+    let mut line = normalise::Line {
+        args: typed.to_vec(),
+        notes: Vec::new(),
+    };
+    presets::expand(&mut line.args);
+    words(&line)
+}
+
+fn workers(text: &str) -> Result<Workers, String> {
+    text.parse()
+}
+
+/// A rewritten line as clap takes it: the program's name comes first.
+fn words(line: &normalise::Line) -> Vec<String> {
+    let mut words = vec!["launcher".to_string()];
+    words.extend(line.args.iter().cloned());
+    words
+}
+
+/// clap's first paragraph says what is wrong; its usage text does not help here.
+fn usage_from(error: &clap::Error) -> Failure {
+    let text = error.render().to_string();
+    let mut lines = text.lines().map(str::trim).filter(|line| !line.is_empty());
+    let title = lines
+        .next()
+        .unwrap_or("bad command line")
+        .trim_start_matches("error: ");
+    let detail = lines.find(|line| line.starts_with('['));
+    let mut failure = Failure::usage(title, "a flag has a value it does not take");
+    if let Some(detail) = detail {
+        failure = failure.evidence(detail);
+    }
+    failure.next("`launcher --help-all` lists every flag")
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    use super::*;
+
+    pub(super) fn parse_line(line: &str) -> Result<(Args, Vec<Note>), Failure> {
+        let argv: Vec<String> = line.split_whitespace().map(str::to_string).collect();
+        match parse(&argv)? {
+            Command::Train { args, notes, .. } => Ok((*args, notes)),
+            other => panic!("parsed as {other:?}"),
+        }
+    }
+
+    fn args(line: &str) -> Args {
+        parse_line(line).expect("parses").0
+    }
+
+    fn refused(line: &str) -> Failure {
+        let failure = parse_line(line).expect_err("refused");
+        assert_eq!(failure.code.status(), 2);
+        failure
+    }
+
+    /// The set of flags is a promise to scripts: change it only together with CHANGELOG.md.
+    #[test]
+    fn the_set_of_flags_is_frozen() {
+        let command = Args::command();
+        let mut names: Vec<_> = command
+            .get_arguments()
+            .filter_map(clap::Arg::get_long)
+            .collect();
+        names.sort_unstable();
+        assert_eq!(
+            names.join(" "),
+            "adam-beta1 adam-beta2 adam-epsilon bf16 checkpoint-activations checkpoint-num-layers collectives comm-timeout config cuda-graph data data-format data-workers deepspeed device \
+             device-memory-limit elastic error-format eval-data eval-steps eval-strategy exclude find-batch fp16 freeze global-batch-size grad-dtype \
+             gradient-accumulation-steps gradient-checkpointing host-memory-limit hostfile hysteresis include init initial-scale-power inject learning-rate \
+             limit logging-steps logging-strategy longest-first lora-alpha lora-dropout lora-layers lora-per-projection lora-rank \
+             lora-target-modules loss-scale loss-scale-window lr lr-scale lr-scheduler-kwargs lr-scheduler-type max-grad-norm max-restarts max-slice-nums max-steps min-loss-scale model \
+             model-max-length modules-to-save no-decay nproc num-train-epochs nvme-io offload optimizer-in-backward optimizer-in-forward output \
+             per-device-eval-batch-size per-device-train-batch-size precision prefetch-weights preset ptuning-tokens pure-bf16-moments pure-bf16-weights rank-is report-to resume \
+             rope-precision save-steps save-strategy \
+             save-total-limit seed shard-group skip-bad-samples strict-config template text-without-cross trace-steps train train-on-turn-end tune-llm tune-vision use-lora warmup-ratio \
+             warmup-steps weight-decay zero"
+        );
+        for (alias, target) in ALIASES {
+            let known = names.contains(&target) || target == "image-size";
+            assert!(known, "{alias} -> {target}");
+        }
+    }
+
+    #[test]
+    fn an_empty_line_sets_nothing() {
+        assert_eq!(args(""), Args::default());
+    }
+
+    #[test]
+    fn kebab_snake_and_equals_are_the_same() {
+        let expected = Args {
+            learning_rate: Some(1e-5),
+            max_steps: Some(3),
+            ..Args::default()
+        };
+        assert_eq!(args("--learning-rate 1e-5 --max-steps=3"), expected);
+        assert_eq!(args("--learning_rate=1e-5 --max_steps 3"), expected);
+        assert_eq!(args("train --learning_rate 1e-5 --max-steps 3"), expected);
+    }
+
+    #[test]
+    fn spellings_of_earlier_versions_still_work() {
+        for (old, new) in [
+            ("--early-step all", "--optimizer-in-backward all"),
+            ("--late_step off", "--optimizer-in-forward off"),
+            ("--upload-ahead=on", "--prefetch-weights on"),
+            ("--worst-first false", "--longest-first false"),
+            ("--global-batch 8", "--global-batch-size 8"),
+        ] {
+            assert_eq!(args(old), args(new), "{old}");
+            assert_ne!(args(old), Args::default(), "{old}");
+        }
+    }
+
+    #[test]
+    fn booleans_take_an_optional_literal() {
+        assert_eq!(args("--use-lora").use_lora, Some(true));
+        assert_eq!(args("--use_lora false --zero 2").use_lora, Some(false));
+        assert_eq!(args("--tune_llm True").tune_llm, Some(true));
+        refused("--use-lora maybe");
+    }
+
+    #[test]
+    fn a_minicpm_command_line_pastes_in() {
+        let (args, notes) = parse_line(
+            "--model_name_or_path m --llm_type qwen --data_path d.json --eval_data_path e.json \
+             --remove_unused_columns false --label_names labels --prediction_loss_only false \
+             --bf16 true --bf16_full_eval true --fp16 false --fp16_full_eval false --do_train \
+             --do_eval --tune_vision true --tune_llm true --model_max_length 2048 \
+             --max_slice_nums 9 --max_steps 10000 --eval_steps 1000 --output_dir out \
+             --logging_dir out/logs --logging_strategy steps --per_device_train_batch_size 1 \
+             --per_device_eval_batch_size 1 --gradient_accumulation_steps 1 \
+             --evaluation_strategy steps --save_strategy steps --save_steps 1000 \
+             --save_total_limit 10 --learning_rate 1e-6 --weight_decay 0.1 --adam_beta2 0.95 \
+             --warmup_ratio 0.01 --lr_scheduler_type cosine --logging_steps 1 \
+             --gradient_checkpointing true --deepspeed ds_config_zero3.json --report_to tensorboard",
+        )
+        .expect("pastes in");
+        assert_eq!(args.model, Some("m".into()));
+        assert_eq!(args.output, Some("out".into()));
+        assert_eq!(args.bf16, Some(true));
+        assert_eq!(args.lr_scheduler_type, Some(Scheduler::Cosine));
+        let listed: Vec<_> = notes.iter().map(|note| note.flag.as_str()).collect();
+        for flag in [
+            "--llm_type",
+            "--remove_unused_columns",
+            "--label_names",
+            "--do_train",
+        ] {
+            assert!(listed.contains(&flag), "{flag} missing in {listed:?}");
+        }
+        assert!(!listed.contains(&"--bf16"));
+        assert_eq!(args.deepspeed, Some("ds_config_zero3.json".into()));
+    }
+
+    #[test]
+    fn an_unknown_flag_names_the_nearest_one() {
+        let failure = refused("--learning-rat 1");
+        assert!(failure.next[0].contains("--learning-rate"), "{failure}");
+        let failure = refused("--model_name_or_pth x");
+        assert!(
+            failure.next[0].contains("--model_name_or_path"),
+            "{failure}"
+        );
+    }
+
+    #[test]
+    fn an_unknown_subcommand_names_the_nearest_one() {
+        assert!(refused("trian --zero 3").next[0].contains("train"));
+    }
+
+    #[test]
+    fn doctor_has_flags_of_its_own() {
+        let doctor = |line: &str| {
+            let argv: Vec<String> = line.split_whitespace().map(str::to_string).collect();
+            parse(&argv)
+        };
+        for (line, json) in [
+            ("doctor", None),
+            ("doctor --json", Some(true)),
+            ("doctor --json=false", Some(false)),
+            ("doctor --json True", Some(true)),
+        ] {
+            let expected = Command::Doctor(DoctorArgs { json });
+            assert_eq!(doctor(line).expect("parses"), expected, "{line}");
+        }
+        let printed = doctor("doctor --help").expect("prints");
+        assert!(matches!(printed, Command::Print(text) if text.contains("--json")));
+        for (line, next) in [
+            ("doctor --jsno", "did you mean --json?"),
+            ("doctor --zero 3", "launcher doctor --help"),
+            ("doctor --deepspeed x.json", "launcher doctor --help"),
+            ("doctor now", "launcher doctor --help"),
+            ("doctr", "did you mean `launcher doctor`?"),
+        ] {
+            let failure = doctor(line).expect_err(line);
+            assert!(failure.next[0].contains(next), "{line}: {failure}");
+        }
+        refused("doctor --json maybe");
+    }
+
+    #[test]
+    fn pictures_may_be_given_several_times_and_other_flags_may_not() {
+        let parsed = |line: &str| {
+            let argv: Vec<String> = line.split_whitespace().map(str::to_string).collect();
+            parse(&argv)
+        };
+        let line = "generate --model m --image a.png --image=b.png --image a.png --top_k 3";
+        let Ok(Command::Generate(args)) = parsed(line) else {
+            panic!("{line} is not parsed");
+        };
+        assert_eq!(args.image, ["a.png", "b.png", "a.png"].map(PathBuf::from));
+        assert_eq!((args.model, args.top_k), (Some("m".into()), Some(3)));
+        let Ok(Command::Eval(args)) = parsed("eval --model_name_or_path m --data_path d.json")
+        else {
+            panic!("eval is not parsed");
+        };
+        assert_eq!(args.data, Some("d.json".into()));
+        let failure = parsed("generate --prompt a --prompt b").expect_err("refused");
+        assert!(failure.title.contains("contradict"), "{failure}");
+        for line in ["generate --zero 3", "eval --image a.png", "eval --limit x"] {
+            parsed(line).expect_err(line);
+        }
+    }
+
+    #[test]
+    fn watch_takes_a_folder_before_and_after_its_flags() {
+        let watch = |line: &str| {
+            let argv: Vec<String> = line.split_whitespace().map(str::to_string).collect();
+            parse(&argv)
+        };
+        for (line, once, json) in [
+            ("watch runs/x", None, None),
+            ("watch runs/x --once --json", Some(true), Some(true)),
+            ("watch --once runs/x", Some(true), None),
+            (
+                "watch --once false --json true runs/x",
+                Some(false),
+                Some(true),
+            ),
+        ] {
+            let run = "runs/x".into();
+            let expected = Command::Watch(WatchArgs { run, once, json });
+            assert_eq!(watch(line).expect("parses"), expected, "{line}");
+        }
+        for line in ["watch", "watch a b", "watch a --zero 3"] {
+            assert_eq!(watch(line).expect_err(line).code.status(), 2, "{line}");
+        }
+    }
+
+    #[test]
+    fn values_out_of_range_are_refused() {
+        for line in [
+            "--zero 4",
+            "--max-steps -2",
+            "--nproc x",
+            "--precision fp8",
+            "--initial-scale-power -1",
+            "--device gpu",
+            "--offload nvme",
+            "--zero",
+            "--lr-scheduler-type polynomial",
+            "--report_to wandb",
+            "--host-memory-limit 5X",
+            "stray --zero 1",
+            "--zero 1 stray",
+        ] {
+            refused(line);
+        }
+    }
+
+    #[test]
+    fn two_spellings_must_agree() {
+        assert_eq!(
+            args("--model a --model_name_or_path a").model,
+            Some("a".into())
+        );
+        let failure = refused("--model a --model_name_or_path b");
+        assert!(
+            failure.title.contains("--model_name_or_path") && failure.title.contains("--model ")
+        );
+    }
+
+    #[test]
+    fn help_and_version_print_and_end_well() {
+        for flag in ["--help", "-h", "--version", "-V"] {
+            let command = parse(&[flag.to_string()]).expect("prints");
+            assert!(matches!(command, Command::Print(_)), "{flag}");
+        }
+    }
+}

@@ -1,0 +1,383 @@
+//! Rewrites a command line onto the frozen flags: subcommand, snake_case, aliases, foreign flags.
+
+use crate::config::words::nearest;
+use std::collections::BTreeMap;
+use std::sync::LazyLock;
+
+use clap::{ArgAction, CommandFactory};
+
+use super::foreign::{IGNORED, RESTRICTED};
+use super::{ALIASES, Args};
+use crate::error::Failure;
+use crate::error::format::{self, ErrorFormat};
+
+/// A flag that was accepted and has no effect, to be listed once.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Note {
+    /// As typed.
+    pub flag: String,
+    /// Why it has no effect.
+    pub reason: String,
+}
+
+/// A subcommand.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Verb {
+    Train,
+    Plan,
+    Doctor,
+    Explain,
+    DataCheck,
+    Generate,
+    Eval,
+    Export,
+    Watch,
+    Synth,
+    BenchNvme,
+    ExplainConfig,
+    CkptLs,
+    CkptVerify,
+    CkptReshard,
+    CkptConsolidate,
+    Completions,
+    Man,
+}
+
+impl Verb {
+    /// Every subcommand as it is typed; two words where the second names an action.
+    pub(super) const ALL: [(Self, &'static str); 18] = [
+        (Self::Train, "train"),
+        (Self::Plan, "plan"),
+        (Self::Doctor, "doctor"),
+        (Self::Explain, "explain"),
+        (Self::DataCheck, "data check"),
+        (Self::Generate, "generate"),
+        (Self::Eval, "eval"),
+        (Self::Export, "export"),
+        (Self::Watch, "watch"),
+        (Self::Synth, "synth"),
+        (Self::BenchNvme, "bench nvme"),
+        (Self::ExplainConfig, "explain-config"),
+        (Self::CkptLs, "ckpt ls"),
+        (Self::CkptVerify, "ckpt verify"),
+        (Self::CkptReshard, "ckpt reshard"),
+        (Self::CkptConsolidate, "ckpt consolidate"),
+        (Self::Completions, "completions"),
+        (Self::Man, "man"),
+    ];
+
+    pub(super) fn name(self) -> &'static str {
+        let found = Self::ALL.iter().find(|(verb, _)| *verb == self);
+        found.map_or("train", |(_, name)| name)
+    }
+
+    /// Where to read on.
+    fn help(self) -> String {
+        match self {
+            Self::Train => "`launcher --help-all` lists every flag".to_string(),
+            _ => format!("`launcher {} --help` lists every flag", self.name()),
+        }
+    }
+}
+
+/// A rewritten line: every argument is `--kebab-name=value`.
+pub(super) struct Line {
+    pub(super) args: Vec<String>,
+    pub(super) notes: Vec<Note>,
+}
+
+/// The verb, and what follows it.
+pub(super) fn split_verb(argv: &[String]) -> Result<(Verb, &[String]), Failure> {
+    match argv.split_first() {
+        Some((first, rest)) if !first.starts_with('-') => verb_of(first, rest),
+        _ => Ok((Verb::Train, argv)),
+    }
+}
+
+/// Rewrites the flags that follow `verb` onto those of `command`.
+pub(super) fn normalise(
+    verb: Verb,
+    argv: &[String],
+    command: &clap::Command,
+) -> Result<Line, Failure> {
+    let mut rest = argv.iter().map(String::as_str).peekable();
+    let known = Known::new(verb, command);
+    let mut positionals = command.get_positionals().count();
+    let mut line = Line {
+        args: Vec::new(),
+        notes: Vec::new(),
+    };
+    let mut seen: BTreeMap<String, (String, String)> = BTreeMap::new();
+    while let Some(word) = rest.next() {
+        if matches!(word, "-h" | "--help" | "-V" | "--version") {
+            line.args.push(word.to_string());
+            continue;
+        }
+        let Some(body) = word.strip_prefix("--") else {
+            if positionals > 0 {
+                positionals -= 1;
+                line.args.push(word.to_string());
+                continue;
+            }
+            return Err(Failure::usage(
+                format!("unexpected argument '{word}'"),
+                "only flags follow here",
+            )
+            .next(verb.help()));
+        };
+        let (name, inline) = match body.split_once('=') {
+            Some((name, value)) => (name, Some(value.to_string())),
+            None => (body, None),
+        };
+        let spelled = format!("--{name}");
+        let key = name.replace('-', "_");
+        let mut values = inline.map_or_else(Vec::new, |value| vec![value]);
+        match known.kind(&key) {
+            Some((flag, arity @ (Arity::Value | Arity::List))) => {
+                if values.is_empty() {
+                    values.extend(
+                        rest.next_if(|word| !word.starts_with("--"))
+                            .map(str::to_string),
+                    );
+                }
+                let Some(value) = values.pop() else {
+                    return Err(Failure::usage(
+                        format!("{spelled} needs a value"),
+                        "none follows it",
+                    )
+                    .next(verb.help()));
+                };
+                if arity == Arity::List {
+                    line.args.push(format!("--{flag}={value}"));
+                } else {
+                    push(&mut line, &mut seen, flag, &spelled, value)?;
+                }
+            }
+            Some((flag, Arity::Bool)) => {
+                if values.is_empty() {
+                    // Where words without a flag may come, only a literal belongs to this one.
+                    let literal = |word: &str| ["true", "false"].contains(&&*word.to_lowercase());
+                    let next = rest.next_if(|word| {
+                        !word.starts_with('-') && (positionals == 0 || literal(word))
+                    });
+                    values.extend(next.map(str::to_string));
+                }
+                let value = values.pop().unwrap_or_else(|| "true".to_string());
+                push(
+                    &mut line,
+                    &mut seen,
+                    flag,
+                    &spelled,
+                    value.to_ascii_lowercase(),
+                )?;
+            }
+            // Taken from the raw line, so that mistakes on the line are printed in it too.
+            None if key == format::FLAG => {
+                let value = values.pop().or_else(|| rest.next().map(str::to_string));
+                if value.as_deref().and_then(ErrorFormat::named).is_none() {
+                    return Err(Failure::usage(
+                        format!("{spelled} needs a value"),
+                        "failures are printed for people or for programs",
+                    )
+                    .next(format!("{spelled} human, or {spelled} json")));
+                }
+            }
+            // A line of another trainer is also planned as it stands.
+            None if !matches!(verb, Verb::Train | Verb::Plan | Verb::ExplainConfig) => {
+                return Err(unknown(&key, &spelled, &known));
+            }
+            None => {
+                while let Some(value) = rest.next_if(|word| !word.starts_with("--")) {
+                    values.push(value.to_string());
+                }
+                line.notes.push(foreign(&key, &spelled, &values, &known)?);
+            }
+        }
+    }
+    Ok(line)
+}
+
+/// The first word of every subcommand.
+fn first_words() -> impl Iterator<Item = &'static str> {
+    Verb::ALL
+        .iter()
+        .map(|(_, name)| name.split(' ').next().unwrap_or(name))
+}
+
+fn verb_of<'a>(first: &str, rest: &'a [String]) -> Result<(Verb, &'a [String]), Failure> {
+    let mut actions = Vec::new();
+    for (verb, name) in Verb::ALL {
+        match name.split_once(' ') {
+            None if name == first => return Ok((verb, rest)),
+            Some((noun, action)) if noun == first => match rest.split_first() {
+                Some((second, rest)) if second == action => return Ok((verb, rest)),
+                _ => actions.push((verb, action)),
+            },
+            _ => {}
+        }
+    }
+    if let Some((verb, _)) = actions.first() {
+        let actions: Vec<String> = actions.iter().map(|(_, a)| format!("`{a}`")).collect();
+        return Err(Failure::usage(
+            format!("`launcher {first}` needs to know what to do"),
+            format!("after `{first}` comes {}", actions.join(", ")),
+        )
+        .next(verb.help()));
+    }
+    let nearest = nearest(first, first_words()).unwrap_or("train");
+    Err(Failure::usage(
+        format!("unknown subcommand '{first}'"),
+        "the first word names a subcommand; without one the program trains",
+    )
+    .next(format!("did you mean `launcher {nearest}`?")))
+}
+
+/// Takes a flag once; a second spelling must say the same.
+fn push(
+    line: &mut Line,
+    seen: &mut BTreeMap<String, (String, String)>,
+    flag: &str,
+    spelled: &str,
+    value: String,
+) -> Result<(), Failure> {
+    if let Some((first, known)) = seen.get(flag) {
+        if *known == value {
+            return Ok(());
+        }
+        return Err(Failure::usage(
+            format!("{first} {known} and {spelled} {value} contradict each other"),
+            "both set the same thing",
+        )
+        .next("keep one of them"));
+    }
+    line.args.push(format!("--{flag}={value}"));
+    seen.insert(flag.to_string(), (spelled.to_string(), value));
+    Ok(())
+}
+
+/// A flag of other trainers: listed, or refused where ignoring it would change the result.
+fn foreign(key: &str, spelled: &str, values: &[String], known: &Known) -> Result<Note, Failure> {
+    if let Some((_, reason)) = IGNORED.iter().find(|(name, _)| *name == key) {
+        return Ok(Note {
+            flag: spelled.to_string(),
+            reason: (*reason).to_string(),
+        });
+    }
+    if let Some(rule) = RESTRICTED.iter().find(|rule| rule.name == key) {
+        let value = values.first().map_or("true", String::as_str);
+        if rule
+            .neutral
+            .iter()
+            .any(|neutral| neutral.eq_ignore_ascii_case(value))
+        {
+            return Ok(Note {
+                flag: spelled.to_string(),
+                reason: format!("{value} is how it is done here"),
+            });
+        }
+        return Err(
+            Failure::usage(format!("{spelled} {value} is not available"), rule.reason)
+                .next(rule.next),
+        );
+    }
+    Err(unknown(key, spelled, known))
+}
+
+/// What a key of a trainer's file is here.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum FileKey {
+    /// This flag, in kebab-case.
+    Flag(String),
+    /// A flag of other trainers without effect: why.
+    Unused(&'static str),
+    /// One that is refused unless it has one of these values; why, and what to do instead.
+    Only(&'static [&'static str], &'static str, &'static str),
+    /// Nothing; the nearest name where there is one.
+    Unknown(Option<String>),
+}
+
+/// The meaning of `key`, in kebab-case or snake_case, in a file of flags of training.
+pub(crate) fn file_key(key: &str) -> FileKey {
+    static KNOWN: LazyLock<Known> = LazyLock::new(|| Known::new(Verb::Train, &Args::command()));
+    let (key, known) = (key.replace('-', "_"), &*KNOWN);
+    if let Some((flag, _)) = known.kind(&key) {
+        return FileKey::Flag(flag.to_owned());
+    }
+    if let Some((_, reason)) = IGNORED.iter().find(|(name, _)| *name == key) {
+        return FileKey::Unused(reason);
+    }
+    match RESTRICTED.iter().find(|rule| rule.name == key) {
+        Some(rule) => FileKey::Only(rule.neutral, rule.reason, rule.next),
+        None => FileKey::Unknown(nearest(&key, known.spellings()).map(str::to_owned)),
+    }
+}
+
+fn unknown(key: &str, spelled: &str, known: &Known) -> Failure {
+    let failure = Failure::usage(format!("unknown flag {spelled}"), "no flag has this name");
+    match nearest(key, known.spellings()) {
+        Some(name) if name.contains('_') && !spelled.contains('_') => {
+            failure.next(format!("did you mean --{}?", name.replace('_', "-")))
+        }
+        Some(name) => failure.next(format!("did you mean --{name}?")),
+        None => failure.next(known.verb.help()),
+    }
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Arity {
+    Value,
+    /// A value each time the flag is given.
+    List,
+    Bool,
+}
+
+/// Flags by snake_case spelling, taken from clap so that there is one list.
+struct Known {
+    verb: Verb,
+    flags: BTreeMap<String, (String, Arity)>,
+}
+
+impl Known {
+    fn new(verb: Verb, command: &clap::Command) -> Self {
+        let mut flags = BTreeMap::new();
+        for arg in command.get_arguments() {
+            let Some(long) = arg.get_long() else { continue };
+            let optional = arg
+                .get_num_args()
+                .is_some_and(|range| range.min_values() == 0);
+            let arity = match arg.get_action() {
+                ArgAction::Append => Arity::List,
+                _ if optional => Arity::Bool,
+                _ => Arity::Value,
+            };
+            flags.insert(long.replace('-', "_"), (long.to_string(), arity));
+        }
+        for (alias, flag) in ALIASES {
+            if let Some(target) = flags.get(&flag.replace('-', "_")).cloned() {
+                flags.insert(alias.to_string(), target);
+            }
+        }
+        Self { verb, flags }
+    }
+
+    fn kind(&self, key: &str) -> Option<(&str, Arity)> {
+        self.flags
+            .get(key)
+            .map(|(flag, arity)| (flag.as_str(), *arity))
+    }
+
+    fn spellings(&self) -> impl Iterator<Item = &str> {
+        self.flags.keys().map(String::as_str)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn far_words_have_no_nearest() {
+        assert_eq!(nearest("zzzzzz", first_words()), None);
+        assert_eq!(nearest("plam", first_words()), Some("plan"));
+    }
+}

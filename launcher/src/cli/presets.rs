@@ -1,0 +1,292 @@
+//! Published recipes as lists of plain flags.
+//!
+//! A preset sets nothing that its list does not show, and every flag of the line comes before it.
+
+/// A recipe: the script it follows, and the flags that it is.
+#[derive(Clone, Copy, Debug)]
+pub struct Preset {
+    /// Its name on the command line.
+    pub name: &'static str,
+    /// The script whose settings these are.
+    pub script: &'static str,
+    /// What of the script is left out or otherwise here, if anything.
+    pub differs: &'static str,
+    /// Flags and values.
+    pub flags: &'static [(&'static str, &'static str)],
+}
+
+/// Attention of CogVLM's language experts and of its vision tower.
+const COG_ATTENTION: &str = r"model\.layers\.\d+\.self_attn\.language_expert_(query_key_value|dense)|model\.vision\.transformer\.layers\.\d+\.attention\.(query_key_value|dense)";
+/// The same with CogAgent's cross attention.
+const COGAGENT_ATTENTION: &str = r"model\.layers\.\d+\.self_attn\.language_expert_(query_key_value|dense)|model\.layers\.\d+\.cross_attn\.(query|key_value|dense)|model\.vision\.transformer\.layers\.\d+\.attention\.(query_key_value|dense)";
+/// What CogAgent's script trains in full: towers, projector, cross attention, vision experts.
+const COGAGENT_PARTS: &str = r"cross_vision,cross_attn,post_cross_attention_layernorm,linear_proj,vision_mlp,vision_expert_query_key_value,vision_expert_dense,model\.vision\.(boi|eoi),model\.vision\.(patch_embedding|transformer)";
+/// Biases and norms by SwissArmyTransformer's rule: tensors that are called `bias`, not `q_bias`.
+const SAT_NO_DECAY: &str = r"norm,.*\.bias";
+
+/// All presets.
+pub const PRESETS: [Preset; 7] = [
+    Preset {
+        name: "cogvlm-captcha",
+        script: "THUDM/CogVLM finetune_demo/finetune_cogvlm_lora.sh",
+        differs: "no dropout in the language model (the script's framework has 0.1 by default)",
+        flags: &[
+            ("data-format", "captcha"),
+            ("template", "sat-base"),
+            ("zero", "2"),
+            ("precision", "bf16"),
+            ("checkpoint-activations", "all"),
+            ("per-device-train-batch-size", "4"),
+            ("max-steps", "800"),
+            ("model-max-length", "1288"),
+            ("learning-rate", "1e-5"),
+            ("lr-scheduler-type", "sat_cosine"),
+            ("warmup-ratio", "0.02"),
+            ("weight-decay", "0.05"),
+            ("no-decay", SAT_NO_DECAY),
+            ("adam-beta1", "0.9"),
+            ("adam-beta2", "0.95"),
+            ("adam-epsilon", "1e-8"),
+            ("max-grad-norm", "0.1"),
+            ("lora-rank", "10"),
+            ("lora-alpha", "1"),
+            ("lora-per-projection", "true"),
+            ("lora-target-modules", COG_ATTENTION),
+            ("modules-to-save", "none"),
+            (
+                "train",
+                r"model\.vision\.transformer\.layers\.(4[6-9]|5[0-4])\.mlp",
+            ),
+        ],
+    },
+    Preset {
+        name: "cogagent-captcha",
+        script: "THUDM/CogVLM finetune_demo/finetune_cogagent_lora.sh",
+        differs: "no dropout in the language model (the script's framework has 0.1 by default)",
+        flags: &[
+            ("data-format", "captcha"),
+            ("template", "sat-chat"),
+            ("zero", "2"),
+            ("precision", "bf16"),
+            ("checkpoint-activations", "all"),
+            ("per-device-train-batch-size", "4"),
+            ("max-steps", "2000"),
+            ("model-max-length", "400"),
+            ("learning-rate", "1e-5"),
+            (
+                "lr",
+                r"model\.cross_vision|model\.vision\.(patch_embedding|transformer)=1e-6",
+            ),
+            ("lr-scheduler-type", "sat_cosine"),
+            ("warmup-ratio", "0.02"),
+            ("weight-decay", "0.05"),
+            ("no-decay", SAT_NO_DECAY),
+            ("adam-beta1", "0.9"),
+            ("adam-beta2", "0.95"),
+            ("adam-epsilon", "1e-8"),
+            ("max-grad-norm", "0.1"),
+            ("lora-rank", "50"),
+            ("lora-alpha", "1"),
+            ("lora-per-projection", "true"),
+            ("lora-target-modules", COGAGENT_ATTENTION),
+            ("modules-to-save", "none"),
+            ("train", COGAGENT_PARTS),
+        ],
+    },
+    Preset {
+        name: "cogvlm2-peft",
+        script: "THUDM/CogVLM2 finetune_demo/peft_lora.py",
+        differs: "every round of a conversation is a sample; nothing is padded",
+        flags: &[
+            ("data-format", "cogvlm-sft"),
+            ("zero", "2"),
+            ("precision", "bf16"),
+            ("checkpoint-activations", "all"),
+            ("learning-rate", "1e-7"),
+            ("lr-scheduler-type", "linear"),
+            ("warmup-steps", "0"),
+            ("warmup-ratio", "0"),
+            ("weight-decay", "0.01"),
+            ("adam-beta1", "0.9"),
+            ("adam-beta2", "0.999"),
+            ("adam-epsilon", "1e-8"),
+            ("max-grad-norm", "1"),
+            ("model-max-length", "4096"),
+            ("lora-rank", "8"),
+            ("lora-alpha", "32"),
+            ("lora-dropout", "0.1"),
+            ("lora-target-modules", "vision_expert_query_key_value"),
+            ("modules-to-save", "none"),
+        ],
+    },
+    Preset {
+        name: "minicpm-lora",
+        script: "OpenBMB/MiniCPM-V finetune/finetune_lora.sh",
+        differs: "bf16 where the script has fp16",
+        flags: &[
+            ("zero", "2"),
+            ("precision", "bf16"),
+            ("checkpoint-activations", "all"),
+            ("max-steps", "10000"),
+            ("model-max-length", "2048"),
+            ("max-slice-nums", "9"),
+            ("learning-rate", "1e-6"),
+            ("lr-scheduler-type", "cosine"),
+            ("warmup-ratio", "0.01"),
+            ("weight-decay", "0.1"),
+            ("adam-beta2", "0.95"),
+            ("lora-rank", "64"),
+            ("lora-alpha", "64"),
+            ("lora-dropout", "0.05"),
+            ("tune-vision", "true"),
+            ("tune-llm", "false"),
+        ],
+    },
+    Preset {
+        name: "minicpm-full",
+        script: "OpenBMB/MiniCPM-V finetune/finetune_ds.sh",
+        differs: "",
+        flags: &[
+            ("zero", "3"),
+            ("precision", "bf16"),
+            ("checkpoint-activations", "all"),
+            ("max-steps", "10000"),
+            ("model-max-length", "2048"),
+            ("max-slice-nums", "9"),
+            ("learning-rate", "1e-6"),
+            ("lr-scheduler-type", "cosine"),
+            ("warmup-ratio", "0.01"),
+            ("weight-decay", "0.1"),
+            ("adam-beta2", "0.95"),
+            ("tune-vision", "true"),
+            ("tune-llm", "true"),
+        ],
+    },
+    Preset {
+        name: "glm4v-lora",
+        script: "THUDM/GLM-4 finetune/configs/lora.yaml",
+        differs: "the layer the script's names mean; the mean over tokens, not the mean of batches' means",
+        flags: &[
+            ("data-format", "glm4v"),
+            ("zero", "2"),
+            ("precision", "bf16"),
+            ("checkpoint-activations", "all"),
+            ("per-device-train-batch-size", "1"),
+            ("max-steps", "3000"),
+            ("model-max-length", "2623"),
+            ("learning-rate", "5e-4"),
+            ("lr-scheduler-type", "linear"),
+            ("warmup-ratio", "0"),
+            ("weight-decay", "0"),
+            ("adam-beta2", "0.999"),
+            ("lora-rank", "8"),
+            ("lora-alpha", "32"),
+            ("lora-dropout", "0.1"),
+            ("lora-target-modules", "self_attention.query_key_value"),
+            ("modules-to-save", "none"),
+            ("freeze", r"transformer\.vision"),
+        ],
+    },
+    Preset {
+        name: "glm4v-full",
+        script: "THUDM/GLM-4 finetune/configs/sft.yaml",
+        differs: "the mean over tokens, not the mean of batches' means",
+        flags: &[
+            ("data-format", "glm4v"),
+            ("zero", "3"),
+            ("precision", "bf16"),
+            ("checkpoint-activations", "all"),
+            ("per-device-train-batch-size", "1"),
+            ("max-steps", "3000"),
+            ("model-max-length", "2623"),
+            ("learning-rate", "5e-5"),
+            ("lr-scheduler-type", "linear"),
+            ("warmup-ratio", "0"),
+            ("weight-decay", "0"),
+            ("adam-beta2", "0.999"),
+            ("freeze", r"transformer\.vision"),
+        ],
+    },
+];
+
+impl Preset {
+    /// The preset called `name`.
+    #[must_use]
+    pub fn named(name: &str) -> Option<&'static Self> {
+        PRESETS.iter().find(|preset| preset.name == name)
+    }
+
+    /// Its flags as they would be typed.
+    #[must_use]
+    pub fn spelled(&self) -> String {
+        let flags = self.flags.iter().map(|(flag, value)| {
+            let plain = |c: char| c.is_ascii_alphanumeric() || "_-.,=".contains(c);
+            match value.chars().all(plain) {
+                true => format!("--{flag} {value}"),
+                false => format!("--{flag} '{value}'"),
+            }
+        });
+        flags.collect::<Vec<_>>().join(" ")
+    }
+}
+
+/// Puts the flags of a `--preset` into a rewritten line (`--flag=value` each) where the line does not have them.
+pub(super) fn expand(args: &mut Vec<String>) {
+    let chosen = args.iter().find_map(|arg| arg.strip_prefix("--preset="));
+    let Some(preset) = chosen.and_then(Preset::named) else {
+        return;
+    };
+    let given = |flag: &str| {
+        let start = format!("--{flag}=");
+        args.iter().any(|arg| arg.starts_with(&start))
+    };
+    let missing = preset.flags.iter().filter(|(flag, _)| {
+        let instead = INSTEAD.iter().find(|(preset, _)| preset == flag);
+        !given(flag) && !instead.is_some_and(|(_, other)| given(other))
+    });
+    let missing: Vec<String> = missing.map(|(f, v)| format!("--{f}={v}")).collect();
+    args.extend(missing);
+}
+
+/// Flags that say the same in another way: who gives the second means it instead of a preset's first.
+const INSTEAD: [(&str, &str); 4] = [
+    ("precision", "bf16"),
+    ("checkpoint-activations", "gradient-checkpointing"),
+    ("max-steps", "num-train-epochs"),
+    ("warmup-ratio", "warmup-steps"),
+];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cli::tests::parse_line;
+
+    #[test]
+    fn every_preset_parses_and_the_line_comes_first() {
+        for preset in PRESETS {
+            let (args, _) = parse_line(&format!("--preset {}", preset.name)).expect("parses");
+            assert_eq!(args.preset.as_deref(), Some(preset.name));
+        }
+        let (args, _) =
+            parse_line("--preset cogvlm-captcha --zero 3 --lora_rank=4").expect("parses");
+        assert_eq!((args.zero, args.lora_rank), (Some(3), Some(4)));
+        assert_eq!(args.max_grad_norm, Some(0.1));
+        let (args, _) = parse_line("--num_train_epochs 2 --preset cogvlm-captcha").expect("parses");
+        assert_eq!((args.max_steps, args.num_train_epochs), (None, Some(2.0)));
+    }
+
+    #[test]
+    fn what_is_printed_can_be_typed() {
+        let preset = Preset::named("cogvlm2-peft").expect("is there");
+        assert!(
+            preset.spelled().starts_with(
+                "--data-format cogvlm-sft --zero 2 --precision bf16 --checkpoint-activations all"
+            ),
+            "{}",
+            preset.spelled()
+        );
+        let captcha = Preset::named("cogvlm-captcha").expect("is there").spelled();
+        assert!(captcha.contains("--no-decay 'norm,.*\\.bias'"), "{captcha}");
+        assert!(Preset::named("cogvlm").is_none());
+    }
+}

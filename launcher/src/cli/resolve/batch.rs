@@ -1,0 +1,259 @@
+//! Batch sizes: two of micro-batch, accumulation and global batch give the third.
+
+use super::out_of_range;
+use crate::cli::Args;
+use crate::config::defaults::{self, Defaults};
+use crate::config::{BatchConfig, Recompute};
+use crate::error::Failure;
+
+/// Resolves the flags of batches.
+pub(super) fn resolve(
+    args: &Args,
+    defaults: &Defaults,
+    nproc: usize,
+) -> Result<BatchConfig, Failure> {
+    let given = [
+        (
+            "--per-device-train-batch-size",
+            args.per_device_train_batch_size,
+        ),
+        (
+            "--gradient-accumulation-steps",
+            args.gradient_accumulation_steps,
+        ),
+        ("--global-batch-size", args.global_batch),
+        (
+            "--per-device-eval-batch-size",
+            args.per_device_eval_batch_size,
+        ),
+        ("--model-max-length", args.model_max_length),
+        ("--max-slice-nums", args.max_slice_nums),
+        ("--limit", args.limit),
+    ];
+    if let Some((flag, _)) = given.iter().find(|(_, value)| *value == Some(0)) {
+        return Err(out_of_range(&format!("{flag} 0"), "must be at least 1"));
+    }
+    let find_batch = args.find_batch.unwrap_or(false);
+    if find_batch && args.per_device_train_batch_size.is_some() {
+        return Err(Failure::usage(
+            "--find-batch and --per-device-train-batch-size contradict each other",
+            "--find-batch searches for the value of the other flag",
+        )
+        .next("keep one of them; --global-batch-size limits the result of the search"));
+    }
+    let (micro_batch, accumulation_steps) = sizes(args, defaults, nproc)?;
+    Ok(BatchConfig {
+        micro_batch,
+        accumulation_steps,
+        eval_batch: args
+            .per_device_eval_batch_size
+            .unwrap_or(defaults.eval_batch),
+        model_max_length: args.model_max_length.unwrap_or(defaults.model_max_length),
+        max_slice_nums: args.max_slice_nums.unwrap_or(defaults::MAX_SLICE_NUMS),
+        skip_bad_samples: args.skip_bad_samples.unwrap_or(false),
+        limit: args.limit,
+        data_workers: args.data_workers.unwrap_or_default(),
+        worst_first: args.worst_first.unwrap_or(defaults.worst_first),
+        global_batch: args.global_batch,
+        find_batch,
+    })
+}
+
+/// Micro-batch and accumulation.
+fn sizes(args: &Args, defaults: &Defaults, nproc: usize) -> Result<(usize, usize), Failure> {
+    let (micro, accumulation) = (
+        args.per_device_train_batch_size,
+        args.gradient_accumulation_steps,
+    );
+    let Some(global) = args.global_batch else {
+        let accumulation = accumulation.unwrap_or(1);
+        // The demo keeps its global batch at any number of ranks.
+        let default = defaults
+            .global_batch
+            .map_or(defaults.micro_batch, |global| {
+                global.div_ceil(nproc * accumulation).max(1)
+            });
+        return Ok((micro.unwrap_or(default), accumulation));
+    };
+    match (micro, accumulation) {
+        (Some(micro), Some(accumulation)) if micro * accumulation * nproc == global => {
+            Ok((micro, accumulation))
+        }
+        (Some(micro), Some(accumulation)) => Err(Failure::usage(
+            "the batch sizes contradict each other",
+            format!(
+                "{micro} per rank x {accumulation} accumulated x {nproc} ranks = {}, not --global-batch-size {global}",
+                micro * accumulation * nproc
+            ),
+        )
+        .next("give two of the three; the third is computed")),
+        (None, Some(accumulation)) => Ok((
+            divided(global, accumulation * nproc, || {
+                format!("{accumulation} accumulated x {nproc} ranks")
+            })?,
+            accumulation,
+        )),
+        (micro, None) => {
+            // Without a batch size, the default where it divides, else one sample at a time.
+            let each = |micro: usize| global.is_multiple_of(micro * nproc).then_some(micro);
+            let micro = micro.unwrap_or_else(|| each(defaults.micro_batch).unwrap_or(1));
+            let steps = divided(global, micro * nproc, || {
+                format!("{micro} per rank x {nproc} ranks")
+            })?;
+            Ok((micro, steps))
+        }
+    }
+}
+
+fn divided(global: usize, by: usize, what: impl Fn() -> String) -> Result<usize, Failure> {
+    if global.is_multiple_of(by) {
+        return Ok(global / by);
+    }
+    let below = global / by * by;
+    let near = if below > 0 {
+        format!("{below} or {}", below + by)
+    } else {
+        by.to_string()
+    };
+    Err(Failure::usage(
+        format!("--global-batch-size {global} cannot be divided"),
+        format!("{global} is not a multiple of {} = {by} samples", what()),
+    )
+    .next(format!("--global-batch-size {near}")))
+}
+
+/// Towers that recompute, from either spelling.
+pub(super) fn recompute(args: &Args) -> Result<Recompute, Failure> {
+    let meant = args
+        .gradient_checkpointing
+        .map(|on| if on { Recompute::ALL } else { Recompute::NONE });
+    match (args.checkpoint_activations, meant) {
+        // Some towers that recompute are a kind of gradient checkpointing.
+        (Some(asked), Some(meant)) if (asked == Recompute::NONE) != (meant == Recompute::NONE) => {
+            Err(Failure::usage(
+                format!(
+                    "--checkpoint-activations {asked} and --gradient-checkpointing {} contradict each other",
+                    meant == Recompute::ALL
+                ),
+                "both select the activations that are recomputed",
+            )
+            .next("keep one of them"))
+        }
+        (asked, meant) => Ok(asked.or(meant).unwrap_or(Recompute::ALL)),
+    }
+}
+
+/// Layers that share one kept input.
+pub(super) fn num_layers(args: &Args) -> Result<usize, Failure> {
+    let layers = args.checkpoint_num_layers.unwrap_or(1);
+    if layers == 0 {
+        return Err(out_of_range(
+            "--checkpoint-num-layers 0",
+            "must be at least 1",
+        ));
+    }
+    if layers > 1 && recompute(args)? == Recompute::NONE {
+        return Err(Failure::usage(
+            format!("--checkpoint-num-layers {layers} has nothing to act on"),
+            "no tower recomputes activations in backward",
+        )
+        .next("--checkpoint-activations all, or omit --checkpoint-num-layers"));
+    }
+    Ok(layers)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::defaults::{DEMO, MODEL};
+
+    fn of(
+        micro: Option<usize>,
+        accumulation: Option<usize>,
+        global: Option<usize>,
+    ) -> Result<(usize, usize), Failure> {
+        let args = Args {
+            per_device_train_batch_size: micro,
+            gradient_accumulation_steps: accumulation,
+            global_batch: global,
+            ..Args::default()
+        };
+        resolve(&args, &MODEL, 2).map(|b| (b.micro_batch, b.accumulation_steps))
+    }
+
+    #[test]
+    fn two_give_the_third() {
+        for (micro, accumulation, global, sizes) in [
+            (Some(3), Some(4), None, (3, 4)),
+            (Some(3), None, Some(24), (3, 4)),
+            (None, Some(4), Some(24), (3, 4)),
+            (Some(3), Some(4), Some(24), (3, 4)),
+            (None, None, Some(24), (1, 12)),
+            (None, None, None, (1, 1)),
+        ] {
+            assert_eq!(of(micro, accumulation, global).expect("resolves"), sizes);
+        }
+        let demo = resolve(&Args::default(), &DEMO, 4).expect("resolves");
+        assert_eq!((demo.micro_batch, demo.accumulation_steps), (8, 1));
+    }
+
+    #[test]
+    fn contradictions_name_all_numbers() {
+        for (sizes, parts) in [
+            (
+                (Some(3), Some(4), Some(25)),
+                &["3 per rank x 4 accumulated x 2 ranks = 24", "25"][..],
+            ),
+            (
+                (Some(5), None, Some(24)),
+                &["5 per rank x 2 ranks = 10", "24"],
+            ),
+            ((None, Some(5), Some(24)), &["5 accumulated x 2 ranks = 10"]),
+            ((None, None, Some(1)), &["1 per rank x 2 ranks = 2"]),
+        ] {
+            let failure = of(sizes.0, sizes.1, sizes.2).expect_err("refused");
+            for part in parts {
+                assert!(failure.to_string().contains(part), "{failure}");
+            }
+            assert_eq!(failure.code.status(), 2);
+        }
+        assert!(of(Some(0), None, None).is_err());
+    }
+
+    #[test]
+    fn both_spellings_of_recomputation_must_agree() {
+        let of = |towers: Option<&str>, switch| {
+            recompute(&Args {
+                checkpoint_activations: towers.map(|t| t.parse().expect("towers")),
+                gradient_checkpointing: switch,
+                ..Args::default()
+            })
+        };
+        assert_eq!(of(None, None).expect("resolves"), Recompute::ALL);
+        assert_eq!(of(None, Some(false)).expect("resolves"), Recompute::NONE);
+        let llm = Recompute {
+            llm: true,
+            ..Recompute::NONE
+        };
+        assert_eq!(of(Some("llm"), Some(true)).expect("resolves"), llm);
+        assert!(of(Some("none"), Some(true)).is_err());
+        assert!(of(Some("llm"), Some(false)).is_err());
+    }
+
+    #[test]
+    fn layers_share_an_input_only_where_something_is_computed_again() {
+        let of = |layers, again: &str| {
+            num_layers(&Args {
+                checkpoint_num_layers: layers,
+                checkpoint_activations: Some(again.parse().expect("towers")),
+                ..Args::default()
+            })
+        };
+        assert_eq!(of(None, "none").expect("resolves"), 1);
+        assert_eq!(of(Some(1), "none").expect("resolves"), 1);
+        assert_eq!(of(Some(6), "llm").expect("resolves"), 6);
+        assert!(of(Some(0), "all").is_err());
+        let refused = of(Some(2), "none").expect_err("refused").to_string();
+        assert!(refused.contains("--checkpoint-num-layers 2"), "{refused}");
+    }
+}

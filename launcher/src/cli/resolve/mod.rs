@@ -1,0 +1,778 @@
+//! From arguments to a configuration.
+
+mod batch;
+mod numbers;
+mod trainable;
+
+use std::path::{Path, PathBuf};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use crate::config::SampleRules;
+use crate::config::defaults::{self, DEMO, Defaults, MODEL};
+use crate::config::{
+    Cadence, Device, DeviceChoice, EarlyStep, Length, LrScale, Offload, OptimizerConfig,
+    PrecisionChoice, PureBf16Weights, ReportTo, Resume, RunConfig, Source, Strategy, Task, Tier,
+    Warmup,
+};
+use engine::comm::MAX_RANKS;
+
+use crate::cli::{Args, Note};
+use crate::config::RunGpu;
+use crate::config::words::value_name;
+use crate::device::Chosen;
+use crate::error::Failure;
+use crate::rank_env::Env;
+
+/// A configuration, with what the user should be told about it.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Resolved {
+    /// The configuration.
+    pub config: RunConfig,
+    /// Flags that another flag overrides.
+    pub notes: Vec<Note>,
+}
+
+/// Resolves arguments. Reads no file: whether paths exist is found out when they are opened.
+///
+/// # Errors
+/// A usage failure naming the flags that contradict each other or are out of range (exit 2).
+pub fn resolve(args: &Args, env: &Env) -> Result<Resolved, Failure> {
+    let chosen = match args.device {
+        Some(DeviceChoice::Cuda) => Chosen::described(Vec::new()),
+        Some(DeviceChoice::Auto | DeviceChoice::Cpu) | None => Chosen::cpu(),
+    };
+    resolve_on(args, env, &chosen)
+}
+
+/// As [`resolve`], on a device that was chosen before.
+///
+/// # Errors
+/// As [`resolve`].
+pub(crate) fn resolve_on(args: &Args, env: &Env, chosen: &Chosen) -> Result<Resolved, Failure> {
+    let source = source(args, env)?;
+    let defaults = if matches!(source, Source::Demo { .. }) {
+        &DEMO
+    } else {
+        &MODEL
+    };
+    let mut notes = Vec::new();
+    let nproc = nproc(args, env, &chosen.gpus)?;
+    if nproc > MAX_RANKS {
+        let what = match args.nproc {
+            Some(asked) if asked == nproc => format!("--nproc {asked}"),
+            _ => format!("a world of {nproc} ranks"),
+        };
+        let why = format!("a run has at most {MAX_RANKS} ranks over all machines");
+        return Err(out_of_range(&what, &why));
+    }
+    let (output, output_is_explicit) = output(args, env, &source)?;
+    let offload = offload(args, chosen.device, &mut notes)?;
+    let on_gpu = chosen.device == Device::Cuda && offload.optimizer == Tier::None;
+    let config = RunConfig {
+        task: Task::Train,
+        output,
+        output_is_explicit,
+        samples: SampleRules {
+            data_format: args.data_format.unwrap_or_default(),
+            template: args.template.unwrap_or_default(),
+            train_on_turn_end: args.train_on_turn_end.unwrap_or(false),
+            text_without_cross: args.text_without_cross.unwrap_or(false),
+        },
+        init: args.init.unwrap_or(defaults.init),
+        zero: args.zero.unwrap_or(defaults::ZERO),
+        shard_group: shard_group(args, nproc)?,
+        collectives: args.collectives.unwrap_or_default(),
+        ipc_refused: None,
+        nvme_io: args.nvme_io.unwrap_or_default(),
+        early_step: early_step(args, on_gpu, &mut notes),
+        late_step: args.late_step.unwrap_or_default(),
+        offload,
+        nproc,
+        ranks_here: ranks_here(args, env, nproc),
+        comm_timeout_seconds: args.comm_timeout.unwrap_or(defaults::COMM_TIMEOUT_SECONDS),
+        device: chosen.device,
+        gpus: chosen.gpus.clone(),
+        cuda_graph: args.cuda_graph.unwrap_or_default(),
+        upload_ahead: args.upload_ahead.unwrap_or_default(),
+        arena_bytes: 0,
+        numbers: numbers::resolve(args, precision(args, defaults)?)?,
+        precision: precision(args, defaults)?,
+        rope_precision: args.rope_precision.unwrap_or_default(),
+        host_memory_limit: args.host_memory_limit,
+        device_memory_limit: args.device_memory_limit,
+        length: length(args, defaults, &mut notes)?,
+        checkpoint_activations: batch::recompute(args)?,
+        checkpoint_num_layers: batch::num_layers(args)?,
+        batch: batch::resolve(args, defaults, nproc)?,
+        optimizer: optimizer(args, defaults, &mut notes)?,
+        trainable: trainable::resolve(args, &mut notes)?,
+        save: cadence(
+            "save",
+            args.save_strategy,
+            args.save_steps,
+            Cadence::End,
+            &mut notes,
+        )?,
+        save_total_limit: match args.save_total_limit {
+            Some(0) => {
+                return Err(out_of_range(
+                    "--save-total-limit 0",
+                    "at least 1 checkpoint must be kept",
+                ));
+            }
+            limit => limit,
+        },
+        eval: eval(args, &source, &mut notes)?,
+        logging: cadence(
+            "logging",
+            args.logging_strategy,
+            args.logging_steps,
+            Cadence::Steps(defaults.logging_steps),
+            &mut notes,
+        )?,
+        trace_steps: trace_steps(args)?,
+        report_to: args.report_to.unwrap_or(ReportTo::None),
+        seed: args.seed.unwrap_or(defaults::SEED),
+        first_samples: Vec::new(),
+        spilled_activation_bytes: 0,
+        resume: resume(args)?,
+        max_restarts: args.max_restarts.unwrap_or(0),
+        elastic: elastic(args)?,
+        inject: args.inject.clone(),
+        source,
+    };
+    config.check_collectives()?;
+    config.check_upload_ahead()?;
+    config.check_late_step()?;
+    Ok(Resolved { config, notes })
+}
+
+/// Groups of ranks that hold a copy each; one group of all is none.
+fn shard_group(args: &Args, nproc: usize) -> Result<Option<usize>, Failure> {
+    let Some(ranks) = args.shard_group else {
+        return Ok(None);
+    };
+    let why = if ranks == 0 || !nproc.is_multiple_of(ranks) {
+        format!("it must divide the number of ranks, which is {nproc}")
+    } else if args.zero == Some(0) && ranks < nproc {
+        "nothing is sharded at --zero 0".to_owned()
+    } else {
+        return Ok((ranks < nproc).then_some(ranks));
+    };
+    Err(out_of_range(&format!("--shard-group {ranks}"), &why))
+}
+
+fn trace_steps(args: &Args) -> Result<Option<std::ops::Range<u64>>, Failure> {
+    let Some(text) = &args.trace_steps else {
+        return Ok(None);
+    };
+    let steps = text.split_once("..").and_then(|(from, to)| {
+        let number = |word: &str| word.trim().parse::<u64>().ok();
+        Some(number(from)?..number(to)?)
+    });
+    let steps = steps.filter(|steps| steps.start > 0 && steps.start < steps.end);
+    steps.map(Some).ok_or_else(|| {
+        out_of_range(
+            &format!("--trace-steps {text}"),
+            "must be a half-open range of steps such as 3..5; steps count from 1",
+        )
+    })
+}
+
+fn elastic(args: &Args) -> Result<bool, Failure> {
+    let elastic = args.elastic.unwrap_or(false);
+    if elastic && args.max_restarts.unwrap_or(0) == 0 {
+        return Err(Failure::usage(
+            "--elastic needs --max-restarts",
+            "it sets the number of ranks of a restarted run, but no restart is allowed",
+        )
+        .next("add --max-restarts N"));
+    }
+    Ok(elastic)
+}
+
+fn source(args: &Args, env: &Env) -> Result<Source, Failure> {
+    let needs = |flag: &str, other: &str, why: &str| {
+        Failure::usage(format!("{flag} needs {other}"), why).next(format!(
+            "add {other}, or omit {flag} to train the built-in demo"
+        ))
+    };
+    match (&args.model, &args.data) {
+        (Some(model), Some(data)) => Ok(Source::Files {
+            model: absolute(model)?,
+            data: absolute(data)?,
+            eval_data: args.eval_data.as_deref().map(absolute).transpose()?,
+        }),
+        (Some(_), None) => Err(needs(
+            "--model",
+            "--data",
+            "the model has no data to train on",
+        )),
+        (None, Some(_)) => Err(needs("--data", "--model", "the demo has its own images")),
+        (None, None) if args.eval_data.is_some() => Err(needs(
+            "--eval-data",
+            "--model and --data",
+            "the demo has its own images",
+        )),
+        (None, None) => Ok(Source::Demo {
+            folder: crate::config::demo::folder_in(&env.cache_dir),
+        }),
+    }
+}
+
+/// An early step runs on the processor: states on a GPU are updated there, faster than they would come and go.
+fn early_step(args: &Args, on_gpu: bool, notes: &mut Vec<Note>) -> EarlyStep {
+    let asked = args.early_step.unwrap_or_default();
+    if !on_gpu || matches!(asked, EarlyStep::Auto | EarlyStep::Off) {
+        return asked;
+    }
+    let reason = "states in GPU memory are updated there, after the pass";
+    notes.push(note("--optimizer-in-backward", reason));
+    EarlyStep::Off
+}
+
+/// States in the tiers that were asked for. Those of an update that a GPU has no kernel for lie in host memory instead.
+fn offload(args: &Args, device: Device, notes: &mut Vec<Note>) -> Result<Offload, Failure> {
+    let asked = args.offload.clone().unwrap_or_default();
+    let mut offload = asked.resolved(absolute)?;
+    let stored = args.pure_bf16_weights.unwrap_or_default();
+    let steps = device != Device::Cuda || stored == PureBf16Weights::Stochastic;
+    if !steps && offload.optimizer == Tier::None {
+        offload.optimizer = Tier::Cpu;
+        let reason = "this rounding runs on the host, so gradients and optimizer states must be in host memory";
+        notes.push(note("--offload none for the optimizer", reason));
+    }
+    Ok(offload)
+}
+
+/// One rank on each GPU, where there are any and nothing else is said.
+fn nproc(args: &Args, env: &Env, gpus: &[RunGpu]) -> Result<usize, Failure> {
+    let default = match gpus.len() {
+        0 => defaults::NPROC,
+        count => count,
+    };
+    if args.nproc == Some(0) {
+        return Err(out_of_range("--nproc 0", "at least 1 rank is needed"));
+    }
+    if let Some(node) = &env.node {
+        return match (args.nproc, &node.ranks) {
+            (Some(asked), Some((name, told))) if asked != *told => Err(Failure::usage(
+                format!("--nproc {asked} and {name}={told} contradict each other"),
+                "both set the number of ranks on each machine",
+            )
+            .next(format!("omit --nproc, or unset {name}"))),
+            (asked, _) => Ok(node.share(asked.unwrap_or(default)).2),
+        };
+    }
+    let started = env.rank.as_ref().map(|rank| rank.world_size);
+    match (args.nproc, started) {
+        (Some(asked), Some(world)) if asked != world => Err(Failure::usage(
+            format!(
+                "--nproc {asked} and the {world} ranks of the environment contradict each other"
+            ),
+            "the ranks were started by another launcher",
+        )
+        .next("omit --nproc")
+        .next("--rank-is node, if each started process represents a machine")),
+        (asked, started) => Ok(started.or(asked).unwrap_or(default)),
+    }
+}
+
+/// Ranks of this machine, where others have some too.
+fn ranks_here(args: &Args, env: &Env, nproc: usize) -> Option<usize> {
+    let here = match (&env.rank, &env.node) {
+        (Some(rank), _) => rank.local_world_size,
+        (_, Some(node)) => node.share(args.nproc.unwrap_or(defaults::NPROC)).1,
+        _ => nproc,
+    };
+    (here < nproc).then_some(here)
+}
+
+fn output(args: &Args, env: &Env, source: &Source) -> Result<(PathBuf, bool), Failure> {
+    if let Some(folder) = &args.output {
+        return Ok((absolute(folder)?, true));
+    }
+    // Continuing a checkpoint continues its run.
+    if let Some(folder) = args
+        .resume
+        .as_deref()
+        .filter(|text| !matches!(*text, "auto" | "true" | "false"))
+    {
+        let checkpoint = absolute(Path::new(folder))?;
+        if let Some(run) = checkpoint.parent() {
+            return Ok((run.to_path_buf(), true));
+        }
+    }
+    if env.rank.is_some() || env.node.as_ref().is_some_and(|node| node.nodes > 1) {
+        return Err(Failure::usage(
+            "--output is missing",
+            "ranks that another launcher starts need a common directory",
+        )
+        .next("add --output DIR"));
+    }
+    let name = match source {
+        Source::Demo { .. } => "demo".into(),
+        Source::Files { model, .. } => model
+            .file_name()
+            .map_or_else(|| "model".into(), |name| name.to_string_lossy()),
+    };
+    let folder = Path::new("runs").join(format!("{name}-{}", timestamp(env.now)));
+    Ok((absolute(&folder)?, false))
+}
+
+fn precision(args: &Args, defaults: &Defaults) -> Result<PrecisionChoice, Failure> {
+    use PrecisionChoice as P;
+    let contradiction = |one: String, other: String| {
+        Err(Failure::usage(
+            format!("{one} and {other} contradict each other"),
+            "both set the number format",
+        )
+        .next("keep one of them"))
+    };
+    let meant = match (args.bf16, args.fp16) {
+        (Some(true), Some(true)) => {
+            return contradiction("--bf16 true".into(), "--fp16 true".into());
+        }
+        (Some(true), _) => Some(("--bf16 true", P::Bf16)),
+        (_, Some(true)) => Some(("--fp16 true", P::Fp16)),
+        (Some(false), _) => Some(("--bf16 false", P::F32)),
+        // Without fp16 any other format is meant.
+        (None, Some(false) | None) => None,
+    };
+    match (args.precision, meant) {
+        (Some(asked), Some((flag, meant))) => {
+            // Pure bf16 is a kind of bf16, and --bf16 false says nothing about fp16.
+            let agree = asked == meant
+                || (asked == P::PureBf16 && meant == P::Bf16)
+                || (asked == P::Fp16 && args.bf16 == Some(false));
+            if !agree || (asked == P::Fp16 && args.fp16 == Some(false)) {
+                let asked = format!("--precision {}", value_name(asked));
+                return contradiction(asked, flag.to_owned());
+            }
+            Ok(asked)
+        }
+        (Some(P::Fp16), None) if args.fp16 == Some(false) => {
+            contradiction("--precision fp16".into(), "--fp16 false".into())
+        }
+        (asked, meant) => Ok(asked
+            .or(meant.map(|(_, meant)| meant))
+            .unwrap_or(defaults.precision)),
+    }
+}
+
+fn length(args: &Args, defaults: &Defaults, notes: &mut Vec<Note>) -> Result<Length, Failure> {
+    if let Some(epochs) = args.num_train_epochs {
+        positive("--num-train-epochs", epochs)?;
+    }
+    let steps = args.max_steps.filter(|steps| *steps >= 0);
+    match (steps, args.num_train_epochs) {
+        (Some(0), _) => Err(out_of_range(
+            "--max-steps 0",
+            "at least 1 step, or -1 to count epochs",
+        )),
+        (Some(steps), epochs) => {
+            if epochs.is_some() {
+                notes.push(note("--num-train-epochs", "--max-steps is given"));
+            }
+            Ok(Length::Steps(steps.unsigned_abs()))
+        }
+        (None, Some(epochs)) => Ok(Length::Epochs(epochs)),
+        (None, None) => Ok(match defaults.max_steps {
+            Some(steps) if args.max_steps.is_none() => Length::Steps(steps),
+            _ => Length::Epochs(defaults.num_train_epochs),
+        }),
+    }
+}
+
+fn optimizer(
+    args: &Args,
+    defaults: &Defaults,
+    notes: &mut Vec<Note>,
+) -> Result<OptimizerConfig, Failure> {
+    let scheduler = args.lr_scheduler_type.unwrap_or(defaults.scheduler);
+    if args.lr_scheduler_kwargs.is_some() && !scheduler.takes_arguments() {
+        return Err(Failure::usage(
+            format!(
+                "--lr-scheduler-kwargs has no meaning for --lr-scheduler-type {}",
+                value_name(scheduler)
+            ),
+            "only warmup_lr, warmup_decay_lr and warmup_cosine_lr take arguments",
+        )
+        .next("omit it, or choose one of these schedules"));
+    }
+    let optimizer = OptimizerConfig {
+        learning_rate: args.learning_rate.unwrap_or(defaults.learning_rate),
+        lr_scale: args.lr_scale.unwrap_or(LrScale::None),
+        scheduler,
+        scheduler_kwargs: args.lr_scheduler_kwargs.unwrap_or_default(),
+        warmup: warmup(args, defaults, notes),
+        weight_decay: args.weight_decay.unwrap_or(defaults.weight_decay),
+        no_decay: args.no_decay.clone(),
+        adam_beta1: args.adam_beta1.unwrap_or(defaults::ADAM_BETA1),
+        adam_beta2: args.adam_beta2.unwrap_or(defaults::ADAM_BETA2),
+        adam_epsilon: args.adam_epsilon.unwrap_or(defaults::ADAM_EPSILON),
+        max_grad_norm: Some(args.max_grad_norm.unwrap_or(defaults::MAX_GRAD_NORM))
+            .filter(|norm| *norm != 0.0),
+    };
+    positive("--learning-rate", optimizer.learning_rate)?;
+    positive("--adam-epsilon", optimizer.adam_epsilon)?;
+    positive("--max-grad-norm", optimizer.max_grad_norm.unwrap_or(1.0))?;
+    within("--weight-decay", optimizer.weight_decay, 0.0, f64::MAX)?;
+    within(
+        "--adam-beta1",
+        optimizer.adam_beta1,
+        0.0,
+        1.0 - f64::EPSILON,
+    )?;
+    within(
+        "--adam-beta2",
+        optimizer.adam_beta2,
+        0.0,
+        1.0 - f64::EPSILON,
+    )?;
+    if let Warmup::Ratio(ratio) = optimizer.warmup {
+        within("--warmup-ratio", ratio, 0.0, 1.0)?;
+    }
+    Ok(optimizer)
+}
+
+/// Hugging Face: steps above zero come before the ratio.
+fn warmup(args: &Args, defaults: &Defaults, notes: &mut Vec<Note>) -> Warmup {
+    match (args.warmup_steps, args.warmup_ratio) {
+        (Some(steps), Some(_)) if steps > 0 => {
+            notes.push(note("--warmup-ratio", "--warmup-steps is given"));
+            Warmup::Steps(steps)
+        }
+        (_, Some(ratio)) => Warmup::Ratio(ratio),
+        (Some(steps), None) => Warmup::Steps(steps),
+        (None, None) => defaults.warmup,
+    }
+}
+
+fn eval(args: &Args, source: &Source, notes: &mut Vec<Note>) -> Result<Cadence, Failure> {
+    let has_data = !matches!(
+        source,
+        Source::Files {
+            eval_data: None,
+            ..
+        }
+    );
+    let cadence = cadence(
+        "eval",
+        args.eval_strategy,
+        args.eval_steps,
+        Cadence::End,
+        notes,
+    )?;
+    if !has_data
+        && (args.eval_steps.is_some()
+            || matches!(args.eval_strategy, Some(Strategy::Steps | Strategy::Epoch)))
+    {
+        notes.push(note(
+            "--eval-steps/--eval-strategy",
+            "no --eval-data is given",
+        ));
+    }
+    Ok(if has_data { cadence } else { Cadence::Never })
+}
+
+fn cadence(
+    name: &str,
+    strategy: Option<Strategy>,
+    steps: Option<u64>,
+    default: Cadence,
+    notes: &mut Vec<Note>,
+) -> Result<Cadence, Failure> {
+    let flag = format!("--{name}-steps");
+    if steps == Some(0) {
+        return Err(out_of_range(&format!("{flag} 0"), "must be at least 1")
+            .next(format!("--{name}-strategy no")));
+    }
+    if steps.is_some() && matches!(strategy, Some(Strategy::No | Strategy::Epoch)) {
+        notes.push(note(&flag, &format!("--{name}-strategy takes precedence")));
+    }
+    Ok(match (strategy, steps) {
+        (Some(Strategy::No), _) => Cadence::Never,
+        (Some(Strategy::Epoch), _) => Cadence::Epoch,
+        (Some(Strategy::Steps), None) => match default {
+            Cadence::Steps(every) => Cadence::Steps(every),
+            // As Hugging Face: 500 where only the strategy is named.
+            _ => Cadence::Steps(500),
+        },
+        (_, Some(every)) => Cadence::Steps(every),
+        (None, None) => default,
+    })
+}
+
+fn resume(args: &Args) -> Result<Resume, Failure> {
+    match args.resume.as_deref() {
+        None | Some("false") => Ok(Resume::No),
+        Some("auto" | "true") if args.output.is_none() => Err(Failure::usage(
+            "--resume auto needs --output",
+            "it continues from the latest checkpoint in that directory",
+        )
+        .next("add --output DIR, or give the checkpoint: --resume DIR/checkpoint-N")),
+        Some("auto" | "true") => Ok(Resume::Latest),
+        Some(path) => Ok(Resume::From(absolute(Path::new(path))?)),
+    }
+}
+
+pub(super) fn note(flag: &str, reason: &str) -> Note {
+    Note {
+        flag: flag.to_string(),
+        reason: reason.to_string(),
+    }
+}
+
+pub(super) fn out_of_range(what: &str, why: &str) -> Failure {
+    Failure::usage(format!("{what} is out of range"), why)
+        .next("`launcher --help-all` lists every flag with the values it takes")
+}
+
+pub(super) fn positive(flag: &str, value: f64) -> Result<(), Failure> {
+    if value.is_finite() && value > 0.0 {
+        return Ok(());
+    }
+    Err(out_of_range(
+        &format!("{flag} {value}"),
+        "must be a number above 0",
+    ))
+}
+
+pub(super) fn within(flag: &str, value: f64, low: f64, high: f64) -> Result<(), Failure> {
+    if (low..=high).contains(&value) {
+        return Ok(());
+    }
+    let range = if high == f64::MAX {
+        format!("at least {low}")
+    } else {
+        format!("in {low}..1")
+    };
+    Err(out_of_range(
+        &format!("{flag} {value}"),
+        &format!("must be {range}"),
+    ))
+}
+
+fn absolute(path: &Path) -> Result<PathBuf, Failure> {
+    std::path::absolute(path).map_err(|error| {
+        Failure::usage(format!("bad path '{}'", path.display()), error.to_string())
+    })
+}
+
+/// `YYYYmmdd-HHMMSS` in UTC.
+fn timestamp(now: SystemTime) -> String {
+    let seconds = now
+        .duration_since(UNIX_EPOCH)
+        .map_or(0, |since| since.as_secs());
+    let (year, month, day) = civil_from_days(seconds / 86_400);
+    let (hour, minute, second) = (seconds / 3600 % 24, seconds / 60 % 60, seconds % 60);
+    format!("{year:04}{month:02}{day:02}-{hour:02}{minute:02}{second:02}")
+}
+
+/// Gregorian date of a day since 1970-01-01, counting years from March so that the leap day is last.
+fn civil_from_days(days: u64) -> (u64, u64, u64) {
+    let shifted = days + 719_468;
+    let era = shifted / 146_097;
+    let day_of_era = shifted % 146_097;
+    let year_of_era =
+        (day_of_era - day_of_era / 1460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
+    let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
+    let month_from_march = (5 * day_of_year + 2) / 153;
+    let day = day_of_year - (153 * month_from_march + 2) / 5 + 1;
+    let month = if month_from_march < 10 {
+        month_from_march + 3
+    } else {
+        month_from_march - 9
+    };
+    (400 * era + year_of_era + u64::from(month <= 2), month, day)
+}
+
+impl RunConfig {
+    /// The configuration as a full command line: (flag, value), every flag that has a value.
+    /// Resolving it gives this configuration again.
+    pub fn to_flags(&self) -> Vec<(&'static str, String)> {
+        let mut flags: Vec<(&'static str, String)> = Vec::new();
+        if let Source::Files {
+            model,
+            data,
+            eval_data,
+        } = &self.source
+        {
+            flags.push(("model", model.display().to_string()));
+            flags.push(("data", data.display().to_string()));
+            flags.extend(
+                eval_data
+                    .iter()
+                    .map(|file| ("eval-data", file.display().to_string())),
+            );
+        }
+        flags.push(("output", self.output.display().to_string()));
+        flags.push(("init", value_name(self.init)));
+        flags.push(("zero", self.zero.to_string()));
+        flags.extend(
+            self.shard_group
+                .map(|ranks| ("shard-group", ranks.to_string())),
+        );
+        flags.push(("offload", self.offload.to_string()));
+        flags.push(("nvme-io", value_name(self.nvme_io)));
+        flags.push(("optimizer-in-backward", self.early_step.to_string()));
+        flags.push(("optimizer-in-forward", value_name(self.late_step)));
+        flags.push(("nproc", self.ranks_here().to_string()));
+        flags.push(("comm-timeout", self.comm_timeout_seconds.to_string()));
+        flags.push(("device", self.device.name().to_string()));
+        flags.push(("cuda-graph", value_name(self.cuda_graph)));
+        flags.push(("prefetch-weights", value_name(self.upload_ahead)));
+        flags.push(("collectives", value_name(self.collectives)));
+        flags.push(("precision", value_name(self.precision)));
+        flags.extend(self.numbers.flags(self.precision));
+        let towers = self.checkpoint_activations.to_string();
+        flags.push(("checkpoint-activations", towers));
+        let layers = self.checkpoint_num_layers.to_string();
+        flags.push(("checkpoint-num-layers", layers));
+        flags.extend(
+            self.host_memory_limit
+                .map(|bytes| ("host-memory-limit", bytes.to_string())),
+        );
+        flags.extend(
+            self.device_memory_limit
+                .map(|bytes| ("device-memory-limit", bytes.to_string())),
+        );
+        match self.length {
+            Length::Steps(steps) => flags.push(("max-steps", steps.to_string())),
+            Length::Epochs(epochs) => flags.push(("num-train-epochs", epochs.to_string())),
+        }
+        self.push_training_flags(&mut flags);
+        self.push_report_flags(&mut flags);
+        flags
+    }
+
+    fn push_training_flags(&self, flags: &mut Vec<(&'static str, String)>) {
+        let (batch, optimizer) = (&self.batch, &self.optimizer);
+        if batch.find_batch {
+            flags.push(("find-batch", true.to_string()));
+        } else {
+            flags.push(("per-device-train-batch-size", batch.micro_batch.to_string()));
+        }
+        flags.extend(
+            batch
+                .global_batch
+                .map(|n| ("global-batch-size", n.to_string())),
+        );
+        flags.extend(batch.limit.map(|n| ("limit", n.to_string())));
+        flags.push(("data-workers", batch.data_workers.to_string()));
+        flags.push(("longest-first", batch.worst_first.to_string()));
+        flags.push(("per-device-eval-batch-size", batch.eval_batch.to_string()));
+        flags.push((
+            "gradient-accumulation-steps",
+            batch.accumulation_steps.to_string(),
+        ));
+        flags.push(("model-max-length", batch.model_max_length.to_string()));
+        flags.push(("max-slice-nums", batch.max_slice_nums.to_string()));
+        flags.push(("skip-bad-samples", batch.skip_bad_samples.to_string()));
+        flags.push(("learning-rate", format!("{:e}", optimizer.learning_rate)));
+        flags.push(("lr-scale", value_name(optimizer.lr_scale)));
+        flags.push(("lr-scheduler-type", value_name(optimizer.scheduler)));
+        if optimizer.scheduler.takes_arguments() {
+            let kwargs = optimizer.scheduler_kwargs.to_string();
+            flags.push(("lr-scheduler-kwargs", kwargs));
+        }
+        match optimizer.warmup {
+            Warmup::Steps(steps) => flags.push(("warmup-steps", steps.to_string())),
+            Warmup::Ratio(ratio) => flags.push(("warmup-ratio", ratio.to_string())),
+        }
+        flags.push(("weight-decay", optimizer.weight_decay.to_string()));
+        flags.extend(optimizer.no_decay.clone().map(|parts| ("no-decay", parts)));
+        flags.push(("adam-beta1", optimizer.adam_beta1.to_string()));
+        flags.push(("adam-beta2", optimizer.adam_beta2.to_string()));
+        flags.push(("adam-epsilon", format!("{:e}", optimizer.adam_epsilon)));
+        flags.push((
+            "max-grad-norm",
+            optimizer.max_grad_norm.unwrap_or(0.0).to_string(),
+        ));
+        flags.push(("seed", self.seed.to_string()));
+        flags.push(("use-lora", self.trainable.lora.is_some().to_string()));
+        if let Some(lora) = &self.trainable.lora {
+            flags.push(("lora-rank", lora.lora_rank.to_string()));
+            flags.push(("lora-alpha", lora.lora_alpha.to_string()));
+            flags.push(("lora-dropout", lora.lora_dropout.to_string()));
+            flags.extend(
+                lora.target_modules
+                    .clone()
+                    .map(|t| ("lora-target-modules", t)),
+            );
+            flags.push(("lora-per-projection", lora.per_projection.to_string()));
+            let layers = lora.layers.as_ref();
+            flags.extend(layers.map(|l| ("lora-layers", format!("{}..{}", l.start, l.end))));
+            let modules = lora
+                .modules_to_save
+                .as_deref()
+                .map(|modules| match modules {
+                    [] => "none".to_owned(),
+                    modules => modules.join(","),
+                });
+            flags.extend(modules.map(|modules| ("modules-to-save", modules)));
+        }
+        let rules = &self.samples;
+        flags.push(("data-format", value_name(rules.data_format)));
+        flags.push(("template", value_name(rules.template)));
+        flags.push(("train-on-turn-end", rules.train_on_turn_end.to_string()));
+        flags.push(("text-without-cross", rules.text_without_cross.to_string()));
+        flags.push(("ptuning-tokens", self.trainable.ptuning_tokens.to_string()));
+        flags.push(("rope-precision", value_name(self.rope_precision)));
+        let lists = [
+            ("train", &self.trainable.train),
+            ("freeze", &self.trainable.freeze),
+        ];
+        for (flag, words) in lists {
+            flags.extend(words.clone().map(|words| (flag, words)));
+        }
+        if !self.trainable.learning_rates.is_empty() {
+            let rates = self.trainable.learning_rates.iter();
+            let rates: Vec<String> = rates
+                .map(|(part, rate)| format!("{part}={rate:e}"))
+                .collect();
+            flags.push(("lr", rates.join(",")));
+        }
+        flags.push(("tune-vision", self.trainable.tune_vision.to_string()));
+        flags.push(("tune-llm", self.trainable.tune_llm.to_string()));
+    }
+
+    fn push_report_flags(&self, flags: &mut Vec<(&'static str, String)>) {
+        for (strategy, steps, cadence) in [
+            ("save-strategy", "save-steps", self.save),
+            ("eval-strategy", "eval-steps", self.eval),
+            ("logging-strategy", "logging-steps", self.logging),
+        ] {
+            match cadence {
+                Cadence::Never => flags.push((strategy, "no".to_string())),
+                Cadence::Epoch => flags.push((strategy, "epoch".to_string())),
+                Cadence::Steps(every) => flags.push((steps, every.to_string())),
+                // The default of saving and evaluating.
+                Cadence::End => {}
+            }
+        }
+        let steps = self.trace_steps.as_ref();
+        flags.extend(steps.map(|s| ("trace-steps", format!("{}..{}", s.start, s.end))));
+        flags.extend(
+            self.save_total_limit
+                .map(|limit| ("save-total-limit", limit.to_string())),
+        );
+        flags.push(("report-to", value_name(self.report_to)));
+        flags.push(("max-restarts", self.max_restarts.to_string()));
+        flags.push(("elastic", self.elastic.to_string()));
+        match &self.resume {
+            Resume::No => {}
+            Resume::Latest => flags.push(("resume", "auto".to_string())),
+            Resume::From(path) => flags.push(("resume", path.display().to_string())),
+        }
+        flags.extend(
+            self.inject
+                .iter()
+                .map(|fault| ("inject", fault.to_string())),
+        );
+    }
+}
+
+#[cfg(test)]
+mod tests;

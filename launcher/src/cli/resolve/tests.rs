@@ -1,0 +1,387 @@
+//! What flags become.
+
+use crate::cli::resolve::*;
+use crate::cli::{Command, parse};
+use crate::config::{CONFIG_FILE, InitChoice, Scheduler};
+use proptest::prelude::*;
+use std::time::Duration;
+
+fn env() -> Env {
+    Env::from_lookup(&|name| (name == "HOME").then(|| "/home/u".into())).expect("reads")
+}
+
+fn try_config(line: &str) -> Result<Resolved, Failure> {
+    let argv: Vec<String> = line.split_whitespace().map(str::to_string).collect();
+    let Command::Train { args, .. } = parse(&argv)? else {
+        panic!("train")
+    };
+    resolve(&args, &env())
+}
+
+fn config(line: &str) -> RunConfig {
+    try_config(line).expect("resolves").config
+}
+
+fn refused(line: &str) -> Failure {
+    let failure = try_config(line).expect_err(line);
+    assert_eq!(failure.code.status(), 2, "{line}");
+    failure
+}
+
+#[test]
+fn defaults_of_a_model_are_those_of_its_scripts() {
+    let config = config("--model m --data d.json");
+    assert_eq!((config.zero, config.nproc, config.seed), (3, 2, 42));
+    assert_eq!(config.precision, PrecisionChoice::Bf16);
+    assert_eq!(config.init, InitChoice::Checkpoint);
+    assert_eq!(config.length, Length::Epochs(3.0));
+    assert_eq!(config.optimizer.learning_rate, 1e-6);
+    assert_eq!(config.optimizer.scheduler, Scheduler::Cosine);
+    assert_eq!(config.optimizer.warmup, Warmup::Ratio(0.01));
+    assert_eq!(
+        (config.optimizer.weight_decay, config.optimizer.adam_beta2),
+        (0.1, 0.95)
+    );
+    assert_eq!(config.optimizer.max_grad_norm, Some(1.0));
+    assert_eq!(
+        (config.batch.model_max_length, config.batch.max_slice_nums),
+        (2048, 9)
+    );
+    assert!(config.trainable.tune_llm && config.trainable.tune_vision);
+    assert!(config.trainable.lora.is_none() && config.offload.is_none());
+    assert_eq!(config.eval, Cadence::Never);
+    assert!(config.output.is_absolute() && !config.output_is_explicit);
+}
+
+#[test]
+fn weights_come_ahead_on_gpus_only() {
+    let auto = config("--device cuda");
+    assert!(auto.uploads_ahead());
+    assert!(!config("--device cuda --prefetch-weights off").uploads_ahead());
+    assert!(!config("--device cpu").uploads_ahead());
+    let failure = refused("--device cpu --prefetch-weights on");
+    assert!(failure.cause.contains("it needs GPUs"), "{failure:?}");
+}
+
+#[test]
+fn updates_go_on_beside_the_next_pass_where_the_optimizer_is_in_host_memory() {
+    let late = |line: &str| config(line).steps_late();
+    assert!(late("--device cuda --zero 3 --offload cpu"));
+    assert!(late("--device cuda --zero 3 --offload optimizer=cpu"));
+    assert!(!late("--device cuda --zero 3 --offload param=cpu"));
+    assert!(!late(
+        "--device cuda --zero 3 --offload cpu --optimizer-in-forward off"
+    ));
+    // Cores that compute have no time for updates, unless that is asked for.
+    assert!(!late("--device cpu --zero 3 --offload cpu"));
+    assert!(late(
+        "--device cpu --zero 3 --offload cpu --optimizer-in-forward on"
+    ));
+    // Ranks of stages 1 and 2 share what they updated before a pass.
+    for (line, can) in [
+        ("--zero 2 --nproc 1", true),
+        ("--zero 2 --nproc 2", false),
+        ("--zero 0 --nproc 2 --precision bf16", true),
+        ("--zero 0 --nproc 2 --precision pure-bf16", false),
+        ("--zero 3 --nproc 2 --offload optimizer=nvme:/tmp", false),
+        ("--zero 3 --device cuda --offload optimizer=cpu", true),
+        ("--zero 3 --device cuda --offload param=cpu", false),
+    ] {
+        let device = if line.contains("--device") {
+            ""
+        } else {
+            "--device cpu"
+        };
+        let on = format!("{device} {line} --optimizer-in-forward on");
+        if can {
+            assert!(late(&on), "{on}");
+            continue;
+        }
+        let failure = refused(&on);
+        let words = "--optimizer-in-forward on cannot be used";
+        assert!(failure.to_string().contains(words), "{failure:?}");
+    }
+}
+
+#[test]
+fn the_demo_has_its_own_defaults_and_keeps_its_global_batch() {
+    let demo = config("--zero 3 --offload cpu");
+    assert!(demo.is_demo());
+    assert_eq!(demo.precision, PrecisionChoice::F32);
+    assert_eq!(
+        demo.offload,
+        Offload {
+            optimizer: Tier::Cpu,
+            param: Tier::Cpu,
+            activation: Tier::None,
+        }
+    );
+    assert_eq!((demo.nproc, demo.global_batch()), (2, 32));
+    assert_eq!(config("--nproc 1").global_batch(), 32);
+    assert_eq!(
+        config("--nproc 4 --gradient-accumulation-steps 2")
+            .batch
+            .micro_batch,
+        4
+    );
+    assert_eq!(demo.eval, Cadence::End);
+}
+
+#[test]
+fn adapters_freeze_the_language_model() {
+    let config = config("--model m --data d --use-lora true --lora_r 8");
+    assert!(!config.trainable.tune_llm && config.trainable.tune_vision);
+    let lora = config.trainable.lora.expect("adapters");
+    assert_eq!((lora.lora_rank, lora.lora_alpha), (8, 64.0));
+    let implied = try_config("--model m --data d --lora-rank 8").expect("resolves");
+    assert!(implied.config.trainable.lora.is_some());
+    let off = try_config("--model m --data d --lora-rank 8 --use-lora false").expect("resolves");
+    assert!(off.config.trainable.lora.is_none());
+    assert_eq!(off.notes[0].flag, "--lora-rank");
+}
+
+#[test]
+fn contradictions_name_both_flags() {
+    for (line, first, second) in [
+        (
+            "--bf16 true --precision f32",
+            "--bf16 true",
+            "--precision f32",
+        ),
+        (
+            "--bf16 false --precision pure-bf16",
+            "--bf16 false",
+            "--precision pure-bf16",
+        ),
+        ("--model m", "--model", "--data"),
+        ("--data d", "--data", "--model"),
+        ("--eval-data d", "--eval-data", "--model"),
+        ("--resume auto", "--resume auto", "--output"),
+    ] {
+        let title = refused(line).title;
+        assert!(
+            title.contains(first) && title.contains(second),
+            "{line}: {title}"
+        );
+    }
+}
+
+#[test]
+fn values_out_of_range_are_refused() {
+    for line in [
+        "--nproc 0",
+        "--nproc 65",
+        "--max-steps 0",
+        "--num-train-epochs 0",
+        "--num-train-epochs nan",
+        "--per-device-train-batch-size 0",
+        "--gradient-accumulation-steps 0",
+        "--learning-rate 0",
+        "--learning-rate -1",
+        "--learning-rate inf",
+        "--adam-beta1 1",
+        "--adam-beta2 -0.1",
+        "--warmup-ratio 1.5",
+        "--weight-decay -1",
+        "--max-grad-norm -1",
+        "--save-steps 0",
+        "--save-total-limit 0",
+        "--lora-rank 0",
+        "--model-max-length 0",
+    ] {
+        refused(line);
+    }
+}
+
+#[test]
+fn bf16_stands_for_a_precision() {
+    assert_eq!(config("--bf16 true").precision, PrecisionChoice::Bf16);
+    assert_eq!(config("--bf16 false").precision, PrecisionChoice::F32);
+    assert_eq!(
+        config("--bf16 --precision pure-bf16").precision,
+        PrecisionChoice::PureBf16
+    );
+}
+
+#[test]
+fn length_and_warmup_follow_hugging_face() {
+    assert_eq!(
+        config("--max-steps -1 --num-train-epochs 2").length,
+        Length::Epochs(2.0)
+    );
+    let both = try_config("--max-steps 5 --num-train-epochs 2").expect("resolves");
+    assert_eq!(
+        (both.config.length, both.notes.len()),
+        (Length::Steps(5), 1)
+    );
+    let warmup = |line| config(line).optimizer.warmup;
+    assert_eq!(
+        warmup("--warmup-steps 0 --warmup-ratio 0.1"),
+        Warmup::Ratio(0.1)
+    );
+    assert_eq!(
+        warmup("--warmup-steps 7 --warmup-ratio 0.1"),
+        Warmup::Steps(7)
+    );
+    assert_eq!(Warmup::Ratio(0.01).steps(150), 2);
+    let epochs = config("--num-train-epochs 3 --per-device-train-batch-size 5");
+    assert_eq!(epochs.total_steps(100), 30);
+    assert_eq!(epochs.total_steps(101), 31);
+    assert_eq!(epochs.total_steps(1), 1);
+}
+
+#[test]
+fn strategies_decide_cadences() {
+    let of = |line: &str| config(line).save;
+    assert_eq!(of(""), Cadence::End);
+    assert_eq!(of("--save_strategy no --save_steps 5"), Cadence::Never);
+    assert_eq!(of("--save_strategy epoch"), Cadence::Epoch);
+    assert_eq!(
+        of("--save_strategy steps --save_steps 5"),
+        Cadence::Steps(5)
+    );
+    assert_eq!(of("--save_steps 5"), Cadence::Steps(5));
+    assert_eq!(
+        config("--evaluation_strategy steps").eval,
+        Cadence::Steps(500)
+    );
+    assert_eq!(
+        config("--model m --data d --eval_steps 5").eval,
+        Cadence::Never
+    );
+}
+
+#[test]
+fn resuming_a_checkpoint_continues_its_run() {
+    let config = config("--resume /runs/a/checkpoint-40");
+    assert_eq!(config.output, PathBuf::from("/runs/a"));
+    assert_eq!(config.resume, Resume::From("/runs/a/checkpoint-40".into()));
+}
+
+#[test]
+fn run_folders_are_named_by_model_and_time() {
+    assert_eq!(
+        timestamp(UNIX_EPOCH + Duration::from_secs(951_827_696)),
+        "20000229-123456"
+    );
+    assert_eq!(
+        timestamp(UNIX_EPOCH + Duration::from_secs(1_767_225_599)),
+        "20251231-235959"
+    );
+    let path = config("--model a/MyModel --data d").output;
+    assert!(path.to_string_lossy().contains("runs/MyModel-"));
+}
+
+#[test]
+fn shard_groups_divide_the_ranks_of_a_stage_that_shards() {
+    let groups = |nproc, zero, ranks| {
+        let args = Args {
+            nproc: Some(nproc),
+            zero: Some(zero),
+            shard_group: Some(ranks),
+            ..Args::default()
+        };
+        let env = Env::from_lookup(&|_| None).expect("reads");
+        resolve(&args, &env).map(|resolved| resolved.config.shard_group)
+    };
+    assert_eq!(groups(4, 3, 2).expect("resolves"), Some(2));
+    assert_eq!(groups(4, 1, 1).expect("resolves"), Some(1));
+    assert_eq!(groups(4, 0, 4).expect("resolves"), None);
+    // The check of a resumed checkpoint, and a run that lost a rank, have other numbers of ranks.
+    let mut config = try_config("--nproc 4 --shard-group 2")
+        .expect("resolves")
+        .config;
+    for (nproc, expected) in [(4, Some(2)), (6, Some(2)), (3, None), (2, None), (1, None)] {
+        config.nproc = nproc;
+        assert_eq!(config.shard_groups(), expected, "{nproc}");
+    }
+    for (nproc, zero, ranks) in [(4, 3, 0), (4, 3, 3), (4, 3, 8), (4, 0, 2)] {
+        assert!(
+            groups(nproc, zero, ranks).is_err(),
+            "{nproc} {zero} {ranks}"
+        );
+    }
+}
+
+#[test]
+fn a_foreign_launcher_fixes_the_world() {
+    let vars = |name: &str| {
+        let value = match name {
+            "RANK" | "LOCAL_RANK" => "1",
+            "WORLD_SIZE" => "3",
+            _ => return None,
+        };
+        Some(value.into())
+    };
+    let env = Env::from_lookup(&vars).expect("reads");
+    let args = Args {
+        output: Some("o".into()),
+        ..Args::default()
+    };
+    assert_eq!(resolve(&args, &env).expect("resolves").config.nproc, 3);
+    let args = Args {
+        nproc: Some(2),
+        ..args
+    };
+    assert!(resolve(&args, &env).is_err());
+    assert!(
+        resolve(&Args::default(), &env).is_err(),
+        "the output folder must be named"
+    );
+}
+
+fn again(config: &RunConfig) -> RunConfig {
+    let argv: Vec<String> = config
+        .to_flags()
+        .into_iter()
+        .map(|(flag, value)| format!("--{flag}={value}"))
+        .collect();
+    let Command::Train { args, .. } = parse(&argv).expect("parses") else {
+        panic!("train")
+    };
+    let mut resolved = resolve(&args, &env()).expect("resolves").config;
+    resolved.output_is_explicit = config.output_is_explicit;
+    resolved
+}
+
+proptest! {
+    #[test]
+    fn a_saved_configuration_resolves_to_itself(
+        lr in 1e-9f64..1.0,
+        epochs in prop::option::of(0.01f64..100.0),
+        nproc in 1usize..9,
+        which in 0usize..8,
+    ) {
+        let mut line = format!("--learning-rate {lr} --nproc {nproc} ");
+        line += [
+            "",
+            "--model m --data d.json --use-lora --save-steps 7 --resume /r/checkpoint-3",
+            "--model m --data d --eval-data e --eval-strategy epoch --host-memory-limit 64G",
+            "--max-grad-norm 0 --save-strategy no --warmup-ratio 0.3 --report-to tensorboard",
+            "--model m --data d --tune-vision false --offload optimizer=cpu --zero 1",
+            "--output o --resume auto --logging-strategy epoch --precision pure-bf16",
+            "--lr-scheduler-type warmup_cosine_lr --lr-scheduler-kwargs warmup_type=linear,total_num_steps=9",
+            "--device cuda --offload activation=cpu",
+        ][which];
+        if let Some(epochs) = epochs {
+            line += &format!(" --num-train-epochs {epochs}");
+        }
+        let config = config(&line);
+        prop_assert_eq!(&again(&config), &config);
+        let folder = tempfile::tempdir().expect("temp dir");
+        let path = folder.path().join(CONFIG_FILE);
+        config.save_to(&path).expect("saved");
+        prop_assert_eq!(RunConfig::load_from(&path).expect("loaded"), config);
+    }
+}
+
+#[test]
+fn a_damaged_configuration_names_the_place() {
+    let folder = tempfile::tempdir().expect("temp dir");
+    let path = folder.path().join(CONFIG_FILE);
+    let text = serde_json::to_string(&config("")).expect("serialises");
+    std::fs::write(&path, text.replace("\"micro_batch\":", "\"micro_bach\":")).expect("written");
+    let failure = RunConfig::load_from(&path).expect_err("refused");
+    assert_eq!(failure.code.status(), 2);
+    assert!(failure.evidence[0].contains("batch"), "{failure}");
+}

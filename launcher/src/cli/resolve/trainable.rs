@@ -1,0 +1,215 @@
+//! Which parts train: flags to the resolved choice.
+
+use std::ops::Range;
+
+use super::{note, out_of_range, positive, within};
+use crate::cli::{Args, Note};
+use crate::config::defaults;
+use crate::config::words::words;
+use crate::config::{Lora, Trainable};
+use crate::error::Failure;
+
+/// Resolves the flags under "What is trained".
+pub(super) fn resolve(args: &Args, notes: &mut Vec<Note>) -> Result<Trainable, Failure> {
+    // Who names the modules beside the adapters means all of them.
+    let named = args.modules_to_save.is_some() && args.use_lora != Some(false);
+    let prefixes = args.ptuning_tokens.unwrap_or(0);
+    let tune_vision = args.tune_vision.unwrap_or(!named && prefixes == 0);
+    let lora = lora(args, notes)?;
+    if args.train.is_some() {
+        let switches = [
+            ("--tune-vision", args.tune_vision),
+            ("--tune-llm", args.tune_llm),
+        ];
+        let given = switches.iter().filter(|(_, given)| given.is_some());
+        notes.extend(given.map(|(flag, _)| note(flag, "--train selects the parts")));
+    }
+    Ok(Trainable {
+        tune_vision,
+        tune_llm: args.tune_llm.unwrap_or(lora.is_none() && prefixes == 0),
+        train: args.train.clone(),
+        freeze: args.freeze.clone(),
+        learning_rates: learning_rates(args.lr.as_deref().unwrap_or_default())?,
+        lora,
+        ptuning_tokens: prefixes,
+    })
+}
+
+fn lora(args: &Args, notes: &mut Vec<Note>) -> Result<Option<Lora>, Failure> {
+    let given = [
+        ("--lora-rank", args.lora_rank.is_some()),
+        ("--lora-alpha", args.lora_alpha.is_some()),
+        ("--lora-dropout", args.lora_dropout.is_some()),
+        ("--lora-target-modules", args.lora_target_modules.is_some()),
+        ("--lora-layers", args.lora_layers.is_some()),
+        (
+            "--lora-per-projection",
+            args.lora_per_projection == Some(true),
+        ),
+        ("--modules-to-save", args.modules_to_save.is_some()),
+    ];
+    let given = given.iter().filter(|(_, given)| *given);
+    // Asking for a rank is asking for adapters; only an explicit `false` says otherwise.
+    let meant = args.use_lora.unwrap_or(given.clone().count() > 0);
+    if !meant {
+        notes.extend(given.map(|(flag, _)| note(flag, "--use-lora is false")));
+    }
+    let lora_rank = args.lora_rank.unwrap_or(defaults::LORA_RANK);
+    let lora_alpha = args.lora_alpha.unwrap_or(defaults::LORA_ALPHA);
+    if lora_rank == 0 {
+        return Err(out_of_range("--lora-rank 0", "must be at least 1"));
+    }
+    positive("--lora-alpha", lora_alpha)?;
+    let lora_dropout = args.lora_dropout.unwrap_or(0.0);
+    within("--lora-dropout", lora_dropout, 0.0, 1.0 - f64::EPSILON)?;
+    let layers = args.lora_layers.as_deref().map(layers).transpose()?;
+    let target_modules = args.lora_target_modules.as_deref();
+    Ok(meant.then(|| Lora {
+        lora_rank,
+        lora_alpha,
+        lora_dropout,
+        target_modules: target_modules.map(str::to_owned),
+        per_projection: args.lora_per_projection.unwrap_or(false),
+        layers,
+        modules_to_save: modules_to_save(args),
+    }))
+}
+
+/// Those of the family's published recipe unless they are named; with `--train` the parts are named there.
+fn modules_to_save(args: &Args) -> Option<Vec<String>> {
+    match (&args.modules_to_save, &args.train) {
+        (Some(names), _) if names == "none" => Some(Vec::new()),
+        (Some(names), _) => Some(words(names)),
+        (None, Some(_)) => Some(Vec::new()),
+        (None, None) => None,
+    }
+}
+
+fn layers(text: &str) -> Result<Range<usize>, Failure> {
+    let numbers = text.split_once("..").and_then(|(from, to)| {
+        let number = |word: &str, absent| match word.trim() {
+            "" => Some(absent),
+            word => word.parse().ok(),
+        };
+        Some(number(from, 0)?..number(to, usize::MAX)?)
+    });
+    let range = numbers.filter(|range| range.start < range.end);
+    range.ok_or_else(|| {
+        out_of_range(
+            &format!("--lora-layers {text}"),
+            "must be a half-open range such as 0..16, 8.. or ..4",
+        )
+    })
+}
+
+fn learning_rates(text: &str) -> Result<Vec<(String, f64)>, Failure> {
+    let items = text
+        .split(',')
+        .map(str::trim)
+        .filter(|item| !item.is_empty());
+    let rate = |item: &str| {
+        let (part, rate) = item
+            .rsplit_once('=')
+            .and_then(|(part, rate)| Some((part, rate.parse().ok()?)))?;
+        (f64::is_finite(rate) && rate >= 0.0 && !part.is_empty()).then(|| (part.to_owned(), rate))
+    };
+    items
+        .map(|item| {
+            rate(item).ok_or_else(|| {
+                out_of_range(
+                    &format!("--lr {item}"),
+                    "must be a part and a rate of at least 0, such as resampler=1e-5",
+                )
+            })
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use models::Family;
+
+    fn resolved(change: impl FnOnce(&mut Args)) -> (Result<Trainable, Failure>, Vec<Note>) {
+        let (mut args, mut notes) = (Args::default(), Vec::new());
+        change(&mut args);
+        (resolve(&args, &mut notes), notes)
+    }
+
+    #[test]
+    fn adapters_bring_the_modules_of_the_published_script_unless_parts_are_named() {
+        let modules = |change: &dyn Fn(&mut Args)| {
+            let (trainable, _) = resolved(|args| {
+                args.use_lora = Some(true);
+                change(args);
+            });
+            let trainable = trainable.expect("resolves");
+            let lora = trainable.lora.expect("adapters");
+            lora.modules_to_save(Family::MiniCpm, trainable.tune_vision)
+                .join(" ")
+        };
+        assert_eq!(modules(&|_| ()), "embed_tokens resampler vpm");
+        assert_eq!(
+            modules(&|a| a.tune_vision = Some(false)),
+            "embed_tokens resampler"
+        );
+        assert_eq!(modules(&|a| a.modules_to_save = Some("none".into())), "");
+        assert_eq!(
+            modules(&|a| a.modules_to_save = Some("lm_head, resampler".into())),
+            "lm_head resampler"
+        );
+        assert_eq!(modules(&|a| a.train = Some("resampler".into())), "");
+        let (alone, _) = resolved(|a| a.modules_to_save = Some("none".into()));
+        assert!(!alone.expect("resolves").tune_vision);
+        let (published, _) = resolved(|a| a.use_lora = Some(true));
+        assert!(published.expect("resolves").tune_vision);
+    }
+
+    #[test]
+    fn adapters_and_a_language_model_that_trains_go_together() {
+        let (both, _) = resolved(|args| (args.use_lora, args.tune_llm) = (Some(true), Some(true)));
+        let both = both.expect("resolves");
+        assert!(both.tune_llm && both.lora.is_some());
+        let (adapters, _) = resolved(|args| args.lora_layers = Some("2..4".into()));
+        let adapters = adapters.expect("resolves");
+        assert!(!adapters.tune_llm);
+        assert_eq!(adapters.lora.expect("adapters").layers, Some(2..4));
+    }
+
+    #[test]
+    fn named_parts_override_the_switches_and_say_so() {
+        let (trainable, notes) = resolved(|args| {
+            args.train = Some("lm_head".into());
+            args.tune_vision = Some(true);
+        });
+        assert_eq!(
+            trainable.expect("resolves").train.as_deref(),
+            Some("lm_head")
+        );
+        assert_eq!(notes[0].flag, "--tune-vision");
+    }
+
+    #[test]
+    fn rates_and_layers_out_of_form_are_refused() {
+        let (rates, _) = resolved(|args| args.lr = Some("resampler=1e-5, vpm=0".into()));
+        let rates = rates.expect("resolves").learning_rates;
+        assert_eq!(
+            rates,
+            [("resampler".to_owned(), 1e-5), ("vpm".to_owned(), 0.0)]
+        );
+        for bad in ["resampler", "resampler=", "=1", "a=-1", "a=nan"] {
+            assert!(
+                resolved(|args| args.lr = Some(bad.into())).0.is_err(),
+                "{bad}"
+            );
+        }
+        for bad in ["3", "4..4", "a..b", "5..2"] {
+            assert!(
+                resolved(|args| args.lora_layers = Some(bad.into()))
+                    .0
+                    .is_err(),
+                "{bad}"
+            );
+        }
+    }
+}

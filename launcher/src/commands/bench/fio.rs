@@ -1,0 +1,66 @@
+//! The disk by fio: 1 MiB requests, direct, 16 of them under way.
+
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use serde_json::Value;
+
+use crate::error::{ErrorCode, Failure};
+
+/// Whether the program is there.
+pub(super) fn is_installed() -> bool {
+    let status = Command::new("fio")
+        .arg("--version")
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .status();
+    status.is_ok_and(|status| status.success())
+}
+
+/// Writes and reads `bytes` in `folder`; bytes per second of reading and writing.
+pub(super) fn run(folder: &Path, bytes: u64) -> Result<(f64, f64), Failure> {
+    let file = folder.join("fio");
+    let pass = |kind: &str| -> Result<f64, Failure> {
+        let output = Command::new("fio")
+            .arg("--name=bench")
+            .arg(format!("--filename={}", file.display()))
+            .arg(format!("--rw={kind}"))
+            .arg(format!("--size={bytes}"))
+            .args(["--bs=1m", "--direct=1", "--ioengine=libaio", "--iodepth=16"])
+            .arg("--output-format=json")
+            .output()
+            .map_err(|e| Failure::io(ErrorCode::Disk, "run fio in", folder, &e))?;
+        rate(&output.stdout, kind).ok_or_else(|| {
+            let text = String::from_utf8_lossy(&output.stderr);
+            let why = text.lines().next().unwrap_or("its output has no rate");
+            Failure::new(ErrorCode::Disk, "fio gave no measurement", why)
+                .next("remove fio from PATH to measure only the methods of this program")
+        })
+    };
+    // Twice, as our own files: the second time no block is new to the file system.
+    pass("write")?;
+    let write = pass("write")?;
+    let read = pass("read");
+    std::fs::remove_file(&file).ok();
+    Ok((read?, write))
+}
+
+/// `jobs[0].read.bw_bytes` of fio's report.
+fn rate(report: &[u8], kind: &str) -> Option<f64> {
+    let report: Value = serde_json::from_slice(report).ok()?;
+    let rate = report["jobs"][0][kind]["bw_bytes"].as_f64()?;
+    (rate > 0.0).then_some(rate)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_rate_is_read_from_the_report() {
+        let report = br#"{"jobs":[{"read":{"bw_bytes":2500000},"write":{"bw_bytes":0}}]}"#;
+        assert_eq!(rate(report, "read"), Some(2.5e6));
+        assert_eq!(rate(report, "write"), None);
+        assert_eq!(rate(b"fio: no libaio", "read"), None);
+    }
+}

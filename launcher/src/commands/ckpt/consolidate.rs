@@ -1,0 +1,258 @@
+//! `launcher ckpt consolidate`: a checkpoint as safetensors in f32, what other trainers call zero_to_fp32.
+//!
+//! Files and names are those of the checkpoint (`model`, `adapter_model`, `trained`). A value comes from the training
+//! state where that holds the tensor in the same shape (master weights, or the weights themselves where there is no
+//! master) and else from the checkpoint's own file, widened.
+
+use std::collections::BTreeSet;
+use std::path::Path;
+use std::process::ExitCode;
+use std::time::Instant;
+
+use engine::checkpoint::{
+    Checkpoint, CheckpointError, LogicalTensor, ShardedTensorWriter, TensorSpec,
+};
+use half::{bf16, f16};
+use kernels::DType;
+use models::adapter::{ADAPTER_CONFIG, ADAPTER_STEM, TRAINED_STEM};
+use models::params::ADAPTER_PREFIX;
+use models::{WeightError, WeightSource};
+
+use super::verify::is_weight;
+use super::{open, print, required};
+use crate::cli::CkptConsolidateArgs;
+use crate::commands::export::copy;
+use crate::commands::new_directory::NewFolder;
+use crate::error::failures;
+use crate::error::{ErrorCode, Failure};
+use crate::model::files;
+use crate::model::stored::max_shard_bytes;
+use crate::units::{bytes, grouped, seconds};
+
+/// Elements read, widened and written at once.
+const CHUNK_ELEMS: usize = 1 << 20;
+const MODEL_STEM: &str = "model";
+const OPTIMIZER_STEM: &str = "optimizer";
+
+/// Where one tensor of the result comes from.
+struct Entry<'a> {
+    name: String,
+    shape: Vec<usize>,
+    from: From<'a>,
+}
+
+#[derive(Clone, Copy)]
+enum From<'a> {
+    State(&'a LogicalTensor),
+    File(&'a WeightSource),
+}
+
+/// Widens and writes.
+pub(super) fn run(args: &CkptConsolidateArgs) -> Result<ExitCode, Failure> {
+    let started = Instant::now();
+    let output = required(args.output.as_ref())?;
+    let folder = NewFolder::begin(output, "a consolidated checkpoint")?;
+    let source = open(&args.checkpoint, "consolidate")?;
+    let (mut tensors, mut written, mut from_state) = (0, 0, BTreeSet::new());
+    let mut write = |stem: &str, entries: &[Entry<'_>]| {
+        tensors += entries.len();
+        let limit = match args.max_shard_size {
+            Some(limit) if stem != ADAPTER_STEM => limit,
+            _ => max_shard_bytes(stem),
+        };
+        written += write_file(folder.path(), stem, entries, &source, limit)?;
+        Ok::<_, Failure>(())
+    };
+    let files = weight_files(&args.checkpoint)?;
+    for (stem, file) in &files {
+        let entries = entries(&source, file);
+        from_state.extend(entries.iter().filter_map(|entry| match entry.from {
+            From::State(tensor) => Some(tensor.name.clone()),
+            From::File(_) => None,
+        }));
+        write(stem, &entries)?;
+    }
+    if files.is_empty() {
+        // Saved by a program that keeps its weights elsewhere.
+        write(
+            MODEL_STEM,
+            &of_kinds(&source, is_weight, |t| t.name.clone()),
+        )?;
+    }
+    if args.optimizer == Some(true) {
+        let entries = of_kinds(
+            &source,
+            |t| !is_weight(t),
+            |t| format!("{}.{}", t.name, t.kind),
+        );
+        if entries.is_empty() {
+            return Err(Failure::new(
+                ErrorCode::Resume,
+                format!("{} contains no optimizer state", args.checkpoint.display()),
+                "--optimizer has nothing to write",
+            )
+            .next("omit --optimizer"));
+        }
+        write(OPTIMIZER_STEM, &entries)?;
+    }
+    for (name, path) in files::small(&args.checkpoint)? {
+        copy(&path, &folder.path().join(name), Some(DType::F32))?;
+    }
+    let adapter = args.checkpoint.join(ADAPTER_CONFIG);
+    if adapter.is_file() {
+        copy(&adapter, &folder.path().join(ADAPTER_CONFIG), None)?;
+    }
+    folder.publish()?;
+    let stems: Vec<&str> = files.iter().map(|(stem, _)| *stem).collect();
+    print(&format!(
+        " consolidate  step {} · {} · {} tensors in f32, {} weights from the training state · {} · {} · {}\n",
+        source.step(),
+        if stems.is_empty() {
+            MODEL_STEM.to_owned()
+        } else {
+            stems.join(" + ")
+        },
+        grouped(tensors as u64),
+        grouped(from_state.len() as u64),
+        bytes(written),
+        seconds(started.elapsed().as_secs_f64()),
+        output.display()
+    ));
+    Ok(ExitCode::SUCCESS)
+}
+
+/// The files of weights that the checkpoint holds, by their names without extension.
+fn weight_files(folder: &Path) -> Result<Vec<(&'static str, WeightSource)>, Failure> {
+    let mut files = Vec::new();
+    for stem in [MODEL_STEM, ADAPTER_STEM, TRAINED_STEM] {
+        match WeightSource::open_stem(folder, stem) {
+            Ok(source) => files.push((stem, source)),
+            Err(WeightError::NoWeights { .. }) => {}
+            Err(error) => return Err(failures::weights(&error)),
+        }
+    }
+    Ok(files)
+}
+
+/// The tensors of a file, each from the training state where that has it.
+fn entries<'a>(checkpoint: &'a Checkpoint, file: &'a WeightSource) -> Vec<Entry<'a>> {
+    let state = |name: &str, shape: &[usize]| {
+        // Modules that train in full beside adapters are called as peft calls them.
+        let bare = name.strip_prefix(ADAPTER_PREFIX).unwrap_or(name);
+        let found = [name, bare].into_iter().find_map(|name| {
+            let kinds = ["master", "weight"].into_iter();
+            kinds
+                .filter_map(|kind| checkpoint.tensor(kind, name))
+                .next()
+        });
+        found.filter(|tensor| {
+            let shape = shape.iter().map(|&n| n as u64);
+            tensor.shape.iter().copied().eq(shape)
+        })
+    };
+    let names = file.names();
+    names
+        .map(|name| {
+            let shape = file.shape(name).unwrap_or_default().to_vec();
+            Entry {
+                name: name.to_owned(),
+                from: state(name, &shape).map_or(From::File(file), From::State),
+                shape,
+            }
+        })
+        .collect()
+}
+
+/// Tensors of the training state.
+fn of_kinds(
+    checkpoint: &Checkpoint,
+    wanted: impl Fn(&LogicalTensor) -> bool,
+    name: impl Fn(&LogicalTensor) -> String,
+) -> Vec<Entry<'_>> {
+    let tensors = checkpoint.tensors().iter().filter(|tensor| wanted(tensor));
+    tensors
+        .map(|tensor| Entry {
+            name: name(tensor),
+            shape: tensor.shape.iter().map(|&n| n as usize).collect(),
+            from: From::State(tensor),
+        })
+        .collect()
+}
+
+/// Writes one file, or the shards of one; returns its bytes.
+fn write_file(
+    folder: &Path,
+    stem: &str,
+    entries: &[Entry<'_>],
+    checkpoint: &Checkpoint,
+    max_shard_bytes: u64,
+) -> Result<u64, Failure> {
+    let failed = |e: CheckpointError| failures::checkpoint("consolidate a checkpoint", &e);
+    let tensors: Vec<TensorSpec> = entries
+        .iter()
+        .map(|entry| TensorSpec {
+            name: entry.name.clone(),
+            dtype: DType::F32,
+            shape: entry.shape.clone(),
+        })
+        .collect();
+    let metadata = [("format", "pt")];
+    let mut file = ShardedTensorWriter::create(folder, stem, &tensors, &metadata, max_shard_bytes)
+        .map_err(failed)?;
+    let mut wide = Vec::new();
+    for entry in entries {
+        let elems: usize = entry.shape.iter().product();
+        for start in (0..elems).step_by(CHUNK_ELEMS) {
+            let range = start..elems.min(start + CHUNK_ELEMS);
+            match entry.from {
+                From::File(source) => {
+                    wide.resize(range.len() * size_of::<f32>(), 0);
+                    source
+                        .read_range(&entry.name, range, DType::F32, &mut wide)
+                        .map_err(|e| failures::weights(&e))?;
+                }
+                From::State(tensor) => {
+                    let mut raw = vec![0; range.len() * tensor.dtype.size_bytes()];
+                    let range = range.start as u64..range.end as u64;
+                    checkpoint
+                        .read(&tensor.kind, &tensor.name, range, &mut raw)
+                        .map_err(failed)?;
+                    wide = widened(raw, tensor.dtype).ok_or_else(|| unknown(tensor))?;
+                }
+            }
+            file.write(&entry.name, &wide).map_err(failed)?;
+        }
+    }
+    let finished = file.finish().map_err(failed)?;
+    Ok(finished.iter().map(|(_, digest)| digest.bytes).sum())
+}
+
+/// The values as little-endian f32; `None` for a number format that is none.
+fn widened(raw: Vec<u8>, dtype: DType) -> Option<Vec<u8>> {
+    let halves = |wide: fn([u8; 2]) -> f32| -> Vec<u8> {
+        let halves = raw.chunks_exact(2);
+        halves
+            .flat_map(|half| wide([half[0], half[1]]).to_le_bytes())
+            .collect()
+    };
+    match dtype {
+        DType::F32 => Some(raw),
+        DType::BF16 => Some(halves(|b| bf16::from_le_bytes(b).to_f32())),
+        DType::F16 => Some(halves(|b| f16::from_le_bytes(b).to_f32())),
+        _ => None,
+    }
+}
+
+fn unknown(tensor: &LogicalTensor) -> Failure {
+    Failure::new(
+        ErrorCode::Resume,
+        format!(
+            "{} of {} is in {}",
+            tensor.kind,
+            tensor.name,
+            tensor.dtype.name()
+        ),
+        "only f32, bf16 and f16 can be converted to f32",
+    )
+    .next("omit --optimizer if this tensor is optimizer state")
+}

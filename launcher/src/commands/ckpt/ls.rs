@@ -1,0 +1,280 @@
+//! `launcher ckpt ls`: what the checkpoints of a run hold, from their manifests.
+
+use std::collections::BTreeMap;
+use std::fmt::Write;
+use std::fs;
+use std::path::Path;
+use std::process::ExitCode;
+
+use engine::checkpoint::{self, Checkpoint};
+use serde_json::{Value, json};
+
+use super::{missing, print};
+use crate::cli::CkptLsArgs;
+use crate::error::chain;
+use crate::error::file_name;
+use crate::error::{ErrorCode, Failure};
+use crate::units::bytes;
+
+const PREFIX: &str = "checkpoint-";
+/// Files of weights by their names without extension, and what to call them.
+const HOLDS: [(&str, &str); 3] = [
+    ("model", "model"),
+    ("adapter_model", "adapters"),
+    ("trained", "trained parts"),
+];
+
+/// One line of the list.
+struct Row {
+    name: String,
+    latest: bool,
+    bytes: u64,
+    /// What the manifest says, or why it says nothing.
+    found: Result<Contents, String>,
+}
+
+struct Contents {
+    step: u64,
+    world_size: u32,
+    holds: Vec<&'static str>,
+    /// Kinds of training state, with tensors and bytes.
+    kinds: BTreeMap<String, (usize, u64)>,
+    state_bytes: u64,
+    files: usize,
+    meta: Value,
+}
+
+/// Looks and prints.
+pub(super) fn run(args: &CkptLsArgs) -> Result<ExitCode, Failure> {
+    let run = &args.run;
+    let doing = format!("list {}", run.display());
+    if !run.is_dir() {
+        return Err(missing(run, &doing));
+    }
+    let single = run.join("MANIFEST.json").is_file() || file_name(run).starts_with(PREFIX);
+    let (rows, latest) = if single {
+        (vec![Row::of(run, false)], None)
+    } else {
+        let latest = checkpoint::find_latest(run)
+            .ok()
+            .flatten()
+            .map(|folder| file_name(&folder));
+        let rows = names(run)
+            .into_iter()
+            .map(|name| Row::of(&run.join(&name), latest.as_ref() == Some(&name)));
+        (rows.collect(), latest)
+    };
+    if rows.is_empty() {
+        return Err(Failure::new(
+            ErrorCode::Resume,
+            format!("{} contains no checkpoint", run.display()),
+            "it has no directory named checkpoint-N",
+        )
+        .next(
+            "give the directory of a run: the value of its --output, or a directory below runs/",
+        ));
+    }
+    if args.json == Some(true) {
+        let rows: Vec<Value> = rows.iter().map(Row::json).collect();
+        let all = json!({"folder": run, "latest": latest, "checkpoints": rows});
+        print(&format!("{all:#}\n"));
+    } else {
+        print(&text(&rows));
+        if single && let Ok(contents) = &rows[0].found {
+            print(&kinds(contents));
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Folders that are called checkpoints, by their steps; unfinished ones among them.
+fn names(run: &Path) -> Vec<String> {
+    let entries = fs::read_dir(run).into_iter().flatten().flatten();
+    let folders = entries.filter(|entry| entry.path().is_dir());
+    let mut names: Vec<String> = folders
+        .filter_map(|entry| entry.file_name().into_string().ok())
+        .filter(|name| name.starts_with(PREFIX))
+        .collect();
+    names.sort_by_key(|name| {
+        let digits = name[PREFIX.len()..].split('.').next().unwrap_or_default();
+        (digits.parse::<u64>().unwrap_or(u64::MAX), name.clone())
+    });
+    names
+}
+
+impl Row {
+    fn of(folder: &Path, latest: bool) -> Self {
+        let found = match Checkpoint::open(folder) {
+            Ok(checkpoint) => Ok(Contents::of(&checkpoint)),
+            Err(_) if file_name(folder).contains('.') => {
+                Err("left by an unfinished save".to_owned())
+            }
+            Err(error) => Err(chain(&error)),
+        };
+        Self {
+            name: file_name(folder),
+            latest,
+            bytes: on_disk(folder),
+            found,
+        }
+    }
+
+    fn json(&self) -> Value {
+        let Self {
+            name,
+            latest,
+            bytes,
+            found,
+        } = self;
+        let mut row = json!({
+            "name": name, "latest": latest, "bytes": bytes,
+            "whole": found.is_ok(), "problem": found.as_ref().err(),
+        });
+        if let (Ok(contents), Some(row)) = (found, row.as_object_mut()) {
+            let kinds = contents.kinds.iter().map(|(kind, (tensors, bytes))| {
+                (kind.clone(), json!({"tensors": tensors, "bytes": bytes}))
+            });
+            row.insert("step".into(), contents.step.into());
+            row.insert("world_size".into(), contents.world_size.into());
+            row.insert("holds".into(), json!(contents.holds));
+            row.insert("state".into(), Value::Object(kinds.collect()));
+            row.insert("state_bytes".into(), contents.state_bytes.into());
+            row.insert("files".into(), contents.files.into());
+            for key in ["zero", "precision", "steps_done", "total_tokens", "seed"] {
+                row.insert(key.into(), contents.meta[key].clone());
+            }
+        }
+        row
+    }
+}
+
+impl Contents {
+    fn of(checkpoint: &Checkpoint) -> Self {
+        let files = checkpoint.files();
+        let is_of = |path: &str, stem: &str| {
+            let rest = path.strip_prefix(stem);
+            rest.is_some_and(|rest| {
+                rest.ends_with(".safetensors") && (rest.starts_with('.') || rest.starts_with('-'))
+            })
+        };
+        let mut holds: Vec<&'static str> = HOLDS
+            .iter()
+            .filter(|(stem, _)| files.iter().any(|file| is_of(&file.path, stem)))
+            .map(|(_, name)| *name)
+            .collect();
+        let mut kinds = BTreeMap::new();
+        for tensor in checkpoint.tensors() {
+            let (tensors, bytes) = kinds.entry(tensor.kind.clone()).or_insert((0, 0));
+            *tensors += 1;
+            *bytes += tensor.elems().unwrap_or(0) * tensor.dtype.size_bytes() as u64;
+        }
+        if !kinds.is_empty() {
+            holds.push("state");
+        }
+        let state = files.iter().filter(|file| file.path.starts_with("state/"));
+        Self {
+            step: checkpoint.step(),
+            world_size: checkpoint.world_size(),
+            holds,
+            kinds,
+            state_bytes: state.map(|file| file.bytes).sum(),
+            files: files.len(),
+            meta: checkpoint.meta().clone(),
+        }
+    }
+}
+
+/// Bytes of all files in a folder, links not followed.
+fn on_disk(folder: &Path) -> u64 {
+    let mut bytes = 0;
+    let mut folders = vec![folder.to_owned()];
+    while let Some(folder) = folders.pop() {
+        for entry in fs::read_dir(&folder).into_iter().flatten().flatten() {
+            match entry.metadata() {
+                Ok(metadata) if metadata.is_dir() => folders.push(entry.path()),
+                Ok(metadata) => bytes += metadata.len(),
+                Err(_) => {}
+            }
+        }
+    }
+    bytes
+}
+
+fn text(rows: &[Row]) -> String {
+    let width = rows.iter().map(|row| row.name.len()).max().unwrap_or(0);
+    let mut text = format!(
+        " {:<width$}  {:>7}  {:>7}  {:>5}  {:>4}  {:<9}  {:<24}  {}\n",
+        "checkpoint",
+        "bytes",
+        "state",
+        "ranks",
+        "ZeRO",
+        "precision",
+        "contains",
+        "condition",
+        width = width.max("checkpoint".len())
+    );
+    for row in rows {
+        let width = width.max("checkpoint".len());
+        let line = match &row.found {
+            Ok(contents) => format!(
+                " {:<width$}  {:>7}  {:>7}  {:>5}  {:>4}  {:<9}  {:<24}  {}",
+                row.name,
+                bytes(row.bytes),
+                bytes(contents.state_bytes),
+                contents.world_size,
+                word(&contents.meta["zero"]),
+                word(&contents.meta["precision"]),
+                contents.holds.join(" + "),
+                if row.latest {
+                    "intact, the latest"
+                } else {
+                    "intact"
+                },
+            ),
+            Err(problem) => format!(
+                " {:<width$}  {:>7}  {:>7}  {:>5}  {:>4}  {:<9}  {:<24}  damaged: {problem}",
+                row.name,
+                bytes(row.bytes),
+                "",
+                "",
+                "",
+                "",
+                "",
+            ),
+        };
+        push(&mut text, format_args!("{line}\n"));
+    }
+    push(
+        &mut text,
+        format_args!(
+            " this list compares lengths and descriptions; `launcher ckpt verify` compares every byte\n"
+        ),
+    );
+    text
+}
+
+fn kinds(contents: &Contents) -> String {
+    let mut text = String::new();
+    for (kind, (tensors, size)) in &contents.kinds {
+        push(
+            &mut text,
+            format_args!("   {kind:<12} {tensors:>6} tensors  {:>7}\n", bytes(*size)),
+        );
+    }
+    text
+}
+
+/// A value of the manifest for people; a dash where it is absent.
+fn word(value: &Value) -> String {
+    match value {
+        Value::Null => "–".to_owned(),
+        Value::String(text) => text.clone(),
+        other => other.to_string(),
+    }
+}
+
+fn push(text: &mut String, part: std::fmt::Arguments<'_>) {
+    text.write_fmt(part)
+        .expect("writing into a string cannot fail");
+}

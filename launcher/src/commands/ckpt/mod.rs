@@ -1,0 +1,70 @@
+//! `launcher ckpt`: checkpoints as they lie on a disk: listed, verified, cut for other ranks, made one file.
+//!
+//! Nothing of the run is needed but its folder, and nothing in it is changed. What is written begins under a temporary
+//! name, in parts of a few MiB, and takes its own when it is whole.
+
+mod consolidate;
+mod ls;
+mod reshard;
+mod verify;
+
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use engine::checkpoint::Checkpoint;
+
+use crate::cli::CkptCommand;
+use crate::error::failures;
+use crate::error::{ErrorCode, Failure};
+
+/// Runs the verb.
+///
+/// # Errors
+/// The checkpoint is missing, damaged or cannot be read (exit 9), the output is taken (exit 2) or cannot be written
+/// (exit 16).
+pub(crate) fn run(command: &CkptCommand) -> Result<ExitCode, Failure> {
+    match command {
+        CkptCommand::Ls(args) => ls::run(args),
+        CkptCommand::Verify(args) => verify::run(args),
+        CkptCommand::Reshard(args) => reshard::run(args),
+        CkptCommand::Consolidate(args) => consolidate::run(args),
+    }
+}
+
+/// Opens a checkpoint and compares all of it with its hashes.
+fn open(folder: &Path, doing: &str) -> Result<Checkpoint, Failure> {
+    let doing = format!("{doing} {}", folder.display());
+    if !folder.is_dir() {
+        return Err(missing(folder, &doing));
+    }
+    let open = || {
+        let checkpoint = Checkpoint::open(folder)?;
+        checkpoint.verify()?;
+        Ok(checkpoint)
+    };
+    open().map_err(|e| failures::checkpoint(&doing, &e))
+}
+
+fn missing(folder: &Path, doing: &str) -> Failure {
+    let cause = if folder.exists() {
+        "it is not a directory"
+    } else {
+        "the directory does not exist"
+    };
+    Failure::new(ErrorCode::Resume, format!("cannot {doing}"), cause)
+        .next("give a checkpoint-N directory of a run; `launcher ckpt ls RUN` lists them")
+}
+
+/// What every verb that writes asks for.
+fn required(output: Option<&PathBuf>) -> Result<&PathBuf, Failure> {
+    output.ok_or_else(|| {
+        Failure::usage("--output is missing", "the result needs a directory")
+            .next("add --output DIR")
+    })
+}
+
+/// Prints on standard output. A closed pipe is no failure: the reader has seen enough.
+fn print(text: &str) {
+    drop(std::io::stdout().write_all(text.as_bytes()));
+}

@@ -1,0 +1,62 @@
+//! `launcher ckpt reshard`: the same state for another number of ranks.
+
+use std::process::ExitCode;
+use std::time::Instant;
+
+use engine::checkpoint;
+use serde_json::Value;
+
+use super::{open, print, required};
+use crate::cli::CkptReshardArgs;
+use crate::commands::new_directory::NewFolder;
+use crate::error::failures;
+use crate::error::{ErrorCode, Failure};
+use crate::report::checkpoints::UNITS;
+use crate::units::seconds;
+
+/// Cuts and writes.
+pub(super) fn run(args: &CkptReshardArgs) -> Result<ExitCode, Failure> {
+    let started = Instant::now();
+    let output = required(args.output.as_ref())?;
+    let Some(nproc) = args.nproc else {
+        return Err(Failure::usage(
+            "--nproc is missing",
+            "it sets the number of ranks of the new checkpoint",
+        )
+        .next("add --nproc N"));
+    };
+    let folder = NewFolder::begin(output, "a resharded checkpoint")?;
+    let source = open(&args.checkpoint, "reshard")?;
+    let doing = format!("reshard {}", args.checkpoint.display());
+    let mut meta = source.meta().clone();
+    if let Some(world) = meta.get_mut("world_size") {
+        *world = nproc.into();
+    }
+    let units = units(&meta).map_err(|error| {
+        Failure::new(
+            ErrorCode::Resume,
+            format!("cannot {doing}"),
+            error.to_string(),
+        )
+        .evidence(format!("{UNITS} of its manifest cannot be read"))
+        .next("give a checkpoint-N directory that this program saved")
+    })?;
+    let written = checkpoint::reshard(&source, &units, nproc, folder.path(), meta)
+        .map_err(|e| failures::checkpoint(&doing, &e))?;
+    folder.publish_inner(&written)?;
+    print(&format!(
+        " reshard  {} ranks → {nproc} · {} · {}\n",
+        source.world_size(),
+        seconds(started.elapsed().as_secs_f64()),
+        output.display()
+    ));
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Parameters by the buffers that the run divided; none where the checkpoint does not say.
+fn units(meta: &Value) -> Result<Vec<Vec<String>>, serde_json::Error> {
+    meta.get(UNITS).map_or_else(
+        || Ok(Vec::new()),
+        |units| serde_json::from_value(units.clone()),
+    )
+}

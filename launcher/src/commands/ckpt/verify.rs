@@ -1,0 +1,120 @@
+//! `launcher ckpt verify`: every byte and every tensor of one checkpoint.
+
+use std::path::Path;
+use std::process::ExitCode;
+use std::time::Instant;
+
+use engine::checkpoint::{Checkpoint, LogicalTensor, audit};
+use models::adapter::{Adapter, AdapterError};
+use models::{WeightError, WeightSource};
+
+use super::{missing, print};
+use crate::cli::CkptVerifyArgs;
+use crate::error::{ErrorCode, Failure};
+use crate::error::{chain, failures};
+use crate::report::checkpoints::advise_intact;
+use crate::units::{bytes, grouped, seconds};
+
+/// Problems that are printed; the rest is counted.
+const SHOWN: usize = 20;
+
+/// Compares and prints.
+pub(super) fn run(args: &CkptVerifyArgs) -> Result<ExitCode, Failure> {
+    let started = Instant::now();
+    let folder = &args.checkpoint;
+    let doing = format!("verify {}", folder.display());
+    if !folder.is_dir() {
+        return Err(missing(folder, &doing));
+    }
+    let found =
+        audit(folder).map_err(|e| advise_intact(failures::checkpoint(&doing, &e), folder))?;
+    let mut problems: Vec<String> = found.problems.iter().map(|e| chain(e)).collect();
+    let bad_files = problems.len();
+    if bad_files == 0 {
+        problems.extend(weights(folder)?);
+    }
+    if problems.is_empty() {
+        let name = crate::error::file_name(folder);
+        print(&format!(
+            " verify  {name} is intact · {} files · {} · {} tensors of training state · {}\n",
+            found.files,
+            bytes(found.bytes),
+            grouped(found.tensors as u64),
+            seconds(started.elapsed().as_secs_f64())
+        ));
+        return Ok(ExitCode::SUCCESS);
+    }
+    let mut failure = Failure::new(
+        ErrorCode::Resume,
+        format!("{} is damaged", folder.display()),
+        match bad_files {
+            0 => "its files have the hashes of the manifest, but they do not contain all trained tensors".to_owned(),
+            n => format!(
+                "{n} of {} files differ from what was written; they contain {} of {} tensors of training state",
+                found.files,
+                found.lost.len(),
+                found.tensors
+            ),
+        },
+    );
+    let more = problems.len().saturating_sub(SHOWN);
+    failure = failure.evidence_lines(problems.into_iter().take(SHOWN));
+    if more > 0 {
+        failure = failure.evidence(format!("and {more} more"));
+    }
+    Err(advise_intact(failure, folder))
+}
+
+/// What is wrong with the files of weights: each trained tensor must be there with its shape.
+fn weights(folder: &Path) -> Result<Vec<String>, Failure> {
+    let doing = format!("verify {}", folder.display());
+    let checkpoint = Checkpoint::open(folder).map_err(|e| failures::checkpoint(&doing, &e))?;
+    let model = match WeightSource::open(folder) {
+        Ok(model) => Some(model),
+        Err(WeightError::NoWeights { .. }) => None,
+        Err(error) => return Ok(vec![chain(&error)]),
+    };
+    let adapter = match Adapter::open(folder) {
+        Ok(adapter) => Some(adapter),
+        Err(AdapterError::Nothing { .. }) => None,
+        Err(error) => return Ok(vec![chain(&error)]),
+    };
+    if model.is_none() && adapter.is_none() {
+        // Saved by a program that keeps its weights elsewhere.
+        return Ok(Vec::new());
+    }
+    let shape = |name: &str| {
+        let own = adapter.as_ref().and_then(|adapter| adapter.shape(name));
+        own.or_else(|| model.as_ref()?.shape(name))
+    };
+    let trained = checkpoint.tensors().iter().filter(|t| is_weight(t));
+    Ok(trained
+        .filter_map(|tensor| match shape(&tensor.name) {
+            None => Some(format!("no weight file contains {}", tensor.name)),
+            Some(found) if !fits(tensor, found) => Some(format!(
+                "{} has the shape {found:?} in its weight file and {:?} in the training state",
+                tensor.name, tensor.shape
+            )),
+            Some(_) => None,
+        })
+        .collect())
+}
+
+/// Whether a tensor of the training state is a parameter and not the optimizer's.
+pub(super) fn is_weight(tensor: &LogicalTensor) -> bool {
+    matches!(&*tensor.kind, "master" | "weight")
+}
+
+/// Adapters of single projections are written with a column block per projection.
+fn fits(tensor: &LogicalTensor, found: &[usize]) -> bool {
+    let same = tensor
+        .shape
+        .iter()
+        .copied()
+        .eq(found.iter().map(|&n| n as u64));
+    let widened = || match (&tensor.shape[..], found) {
+        (&[n, r], &[m, c]) => n == m as u64 && r > 0 && (c as u64).is_multiple_of(r),
+        _ => false,
+    };
+    same || (tensor.name.ends_with(".lora_B.weight") && widened())
+}

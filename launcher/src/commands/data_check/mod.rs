@@ -1,0 +1,304 @@
+//! `launcher data check`: what training would make of a data file.
+
+mod rendered;
+mod report;
+mod statistics;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::io::{IsTerminal, Write};
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use models::Processor;
+use models::data::{EncodeOptions, IGNORED, RawSample, SampleTokens};
+use models::image::{ImageFolder, ImageSource};
+use rayon::prelude::*;
+
+use crate::cli::resolve;
+use crate::cli::{Args, DataCheckArgs};
+use crate::config::RunConfig;
+use crate::data::check::encode_options;
+use crate::data::problems::{self, Context, Kind, Problem};
+use crate::data::{Reading, Sampler, SamplerSizes, lines, read, verdicts};
+use crate::error::failures::unusable;
+use crate::error::{ErrorCode, Failure};
+use crate::rank_env::{Env, Variables};
+use report::{Answers, Length, Pictures, Rendered, Report, Sized};
+use statistics::{Spread, balance};
+
+/// Samples named as the longest.
+const LONGEST: usize = 5;
+
+/// Checks a data file and prints a report on standard output. The exit status is 0 when every
+/// sample can be used and 3 when not.
+///
+/// # Errors
+/// The command line lacks the file or the model (exit 2), or one of them cannot be read.
+pub(crate) fn run(args: &DataCheckArgs, variables: &Variables) -> Result<ExitCode, Failure> {
+    let config = configuration(args)?;
+    let file = config.data_file();
+    let dir = config.model_dir();
+    let processor = models::open_processor(&dir)
+        .map_err(|error| unusable(&dir, &error).next("its weights are not needed here"))?;
+    let (samples, images) = read(Reading {
+        path: &file,
+        format: config.samples.data_format,
+        limit: args.limit,
+    })?;
+    let mut report = check(&config, &file, &samples, &images, &*processor);
+    if let Some(folder) = &args.output {
+        std::fs::create_dir_all(folder)
+            .map_err(|error| Failure::io(ErrorCode::Disk, "make", folder, &error))?;
+        problems::write(folder, &report.problems)?;
+        report.written_to = Some(folder.clone());
+    }
+    print(&report, args.json == Some(true), variables)?;
+    Ok(match report.problems.is_empty() {
+        true => ExitCode::SUCCESS,
+        false => ExitCode::from(ErrorCode::Samples.status()),
+    })
+}
+
+/// The settings that training would have with the same flags.
+fn configuration(args: &DataCheckArgs) -> Result<RunConfig, Failure> {
+    let missing = |what: &str| {
+        Failure::usage(
+            format!("`launcher data check` needs {what}"),
+            "lengths depend on the model's tokenizer and its rules for images",
+        )
+        .next("launcher data check samples.json --model ./MiniCPM-V-2_6")
+    };
+    if args.limit == Some(0) {
+        return Err(
+            Failure::usage("--limit 0 selects no sample", "at least 1 sample is needed")
+                .next("omit --limit to check all samples"),
+        );
+    }
+    let training = Args {
+        model: Some(args.model.clone().ok_or_else(|| missing("--model"))?),
+        data: Some(args.file.clone().ok_or_else(|| missing("a file"))?),
+        output: Some(PathBuf::from(".")),
+        data_format: args.data_format,
+        template: args.template,
+        train_on_turn_end: args.train_on_turn_end,
+        model_max_length: args.model_max_length,
+        max_slice_nums: args.max_slice_nums,
+        nproc: args.nproc,
+        per_device_train_batch_size: args.per_device_train_batch_size,
+        gradient_accumulation_steps: args.gradient_accumulation_steps,
+        seed: args.seed,
+        ..Args::default()
+    };
+    Ok(resolve(&training, &Env::from_lookup(&|_| None)?)?.config)
+}
+
+fn print(report: &Report, as_json: bool, variables: &Variables) -> Result<(), Failure> {
+    let mut stdout = std::io::stdout();
+    let text = if as_json {
+        let json = serde_json::to_string_pretty(report).map_err(|error| {
+            Failure::new(
+                ErrorCode::Disk,
+                "the report cannot be written",
+                error.to_string(),
+            )
+        })?;
+        json + "\n"
+    } else {
+        let color = stdout.is_terminal() && variables.get("NO_COLOR").is_none();
+        report.to_text(color)
+    };
+    // A closed pipe is no failure: the reader has seen enough.
+    drop(
+        stdout
+            .write_all(text.as_bytes())
+            .and_then(|()| stdout.flush()),
+    );
+    Ok(())
+}
+
+/// A usable sample's figures.
+struct Measured {
+    index: usize,
+    tokens: usize,
+    picture_tokens: usize,
+    supervised: usize,
+    cut: bool,
+    answers: Answers,
+}
+
+fn check(
+    config: &RunConfig,
+    file: &Path,
+    samples: &[RawSample],
+    images: &ImageFolder,
+    processor: &dyn Processor,
+) -> Report {
+    let options = encode_options(config);
+    let verdicts = verdicts(file, samples, images, processor, &options);
+    let problems: Vec<Problem> = verdicts
+        .iter()
+        .filter_map(|verdict| verdict.as_ref().err().cloned())
+        .collect();
+    let usable: Vec<usize> = (0..samples.len())
+        .filter(|i| verdicts[*i].is_ok())
+        .collect();
+    let turn_end = processor.turn_end();
+    let measured: Vec<Measured> = usable
+        .par_iter()
+        .filter_map(|index| {
+            let tokens = processor.tokens(&samples[*index], images, &options).ok()?;
+            Some(measure(*index, &samples[*index], &tokens, turn_end))
+        })
+        .collect();
+    let context = Context {
+        path: file,
+        model: &config.model_dir(),
+        samples,
+        images,
+        processor,
+        options: &options,
+    };
+    let with_pictures = samples.iter().filter(|s| !s.images.is_empty()).count();
+    Report {
+        file: file.to_owned(),
+        samples: samples.len(),
+        usable: usable.len(),
+        turns: samples.iter().map(|s| s.conversations.len()).sum(),
+        with_pictures,
+        without_pictures: samples.len() - with_pictures,
+        pictures: pictures(samples, images, processor, &options),
+        tokens: Spread::of(measured.iter().map(|m| m.tokens)),
+        text_tokens: Spread::of(measured.iter().map(|m| m.tokens - m.picture_tokens)),
+        picture_tokens: Spread::of(measured.iter().map(|m| m.picture_tokens)),
+        supervised_tokens: Spread::of(measured.iter().map(|m| m.supervised)),
+        answers: Answers {
+            count: measured.iter().map(|m| m.answers.count).sum(),
+            with_end: measured.iter().map(|m| m.answers.with_end).sum(),
+        },
+        length: Length {
+            model_max_length: options.model_max_length,
+            cut_in_text: measured.iter().filter(|m| m.cut).count(),
+            unusable: problems.iter().filter(|p| p.kind == Kind::TooLong).count(),
+        },
+        longest: longest(file, samples, &measured),
+        duplicate_ids: duplicate_ids(samples),
+        balance: (!measured.is_empty()).then(|| balance_of(config, &measured)),
+        rendered: rendered(samples, images, processor, &options, &usable),
+        next: next(&context, &problems),
+        problems,
+        written_to: None,
+    }
+}
+
+fn measure(index: usize, sample: &RawSample, tokens: &SampleTokens, turn_end: i32) -> Measured {
+    let turns = sample.conversations.iter();
+    // Supervised positions of one answer are neighbours; the next question lies between answers.
+    let runs = tokens.labels.split(|label| *label == IGNORED);
+    Measured {
+        index,
+        tokens: tokens.input_ids.len(),
+        picture_tokens: tokens.image_bounds.iter().map(|(a, b)| b - a).sum(),
+        supervised: tokens.labels.iter().filter(|l| **l != IGNORED).count(),
+        cut: tokens.untruncated_tokens > tokens.input_ids.len(),
+        answers: Answers {
+            count: turns.filter(|turn| turn.role == "assistant").count(),
+            with_end: runs.filter(|run| run.contains(&turn_end)).count(),
+        },
+    }
+}
+
+fn pictures(
+    samples: &[RawSample],
+    images: &ImageFolder,
+    processor: &dyn Processor,
+    options: &EncodeOptions,
+) -> Pictures {
+    let paths: Vec<&PathBuf> = samples
+        .iter()
+        .flat_map(|sample| sample.images.iter().map(|(_, path)| path))
+        .collect();
+    let sizes: Vec<(usize, usize)> = paths
+        .par_iter()
+        .filter_map(|path| images.dimensions(path).ok())
+        .collect();
+    let mut by_slices = BTreeMap::new();
+    let mut tokens = BTreeSet::new();
+    for size in &sizes {
+        let plan = processor.picture(*size, options);
+        *by_slices.entry(plan.slices).or_insert(0) += 1;
+        tokens.insert(plan.tokens_per_slice);
+    }
+    Pictures {
+        count: sizes.len(),
+        widths: Spread::of(sizes.iter().map(|(width, _)| *width)),
+        heights: Spread::of(sizes.iter().map(|(_, height)| *height)),
+        by_slices: by_slices.into_iter().collect(),
+        tokens_per_slice: tokens.first().copied().zip(tokens.last().copied()),
+    }
+}
+
+fn longest(file: &Path, samples: &[RawSample], measured: &[Measured]) -> Vec<Sized> {
+    let mut order: Vec<&Measured> = measured.iter().collect();
+    order.sort_by_key(|m| std::cmp::Reverse(m.tokens));
+    // The file was read a moment ago; without it the lines stay unknown.
+    let lines = std::fs::read(file).map_or_else(|_| Vec::new(), |text| lines::of_samples(&text));
+    let named = order.into_iter().take(LONGEST);
+    named
+        .map(|m| Sized {
+            index: m.index,
+            line: lines.get(m.index).copied(),
+            id: samples[m.index].id.clone(),
+            tokens: m.tokens,
+            picture_tokens: m.picture_tokens,
+        })
+        .collect()
+}
+
+fn duplicate_ids(samples: &[RawSample]) -> Vec<(String, usize)> {
+    let mut counts: BTreeMap<&str, usize> = BTreeMap::new();
+    for id in samples.iter().filter_map(|sample| sample.id.as_deref()) {
+        *counts.entry(id).or_insert(0) += 1;
+    }
+    let repeated = counts.into_iter().filter(|(_, count)| *count > 1);
+    repeated.map(|(id, count)| (id.to_owned(), count)).collect()
+}
+
+fn balance_of(config: &RunConfig, measured: &[Measured]) -> statistics::Balance {
+    let (ranks, batch) = (config.nproc, &config.batch);
+    let sizes = SamplerSizes {
+        samples: measured.len(),
+        world_size: ranks,
+        micro_batch: batch.micro_batch,
+        accumulation_steps: batch.accumulation_steps,
+    };
+    let tokens: Vec<usize> = measured.iter().map(|m| m.tokens).collect();
+    let shape = (ranks, batch.micro_batch, batch.accumulation_steps);
+    balance(&Sampler::new(sizes, config.seed), &tokens, shape)
+}
+
+/// The first usable sample with a picture, or the first usable one.
+fn rendered(
+    samples: &[RawSample],
+    images: &ImageFolder,
+    processor: &dyn Processor,
+    options: &EncodeOptions,
+    usable: &[usize],
+) -> Option<Rendered> {
+    let with_picture = usable.iter().find(|i| !samples[**i].images.is_empty());
+    let index = *with_picture.or(usable.first())?;
+    let tokens = processor.tokens(&samples[index], images, options).ok()?;
+    Some(Rendered {
+        index,
+        id: samples[index].id.clone(),
+        pieces: rendered::pieces(processor, &tokens),
+    })
+}
+
+fn next(context: &Context<'_>, problems: &[Problem]) -> Vec<String> {
+    if problems.is_empty() {
+        return Vec::new();
+    }
+    let mut lines = problems::remedies(context, problems);
+    lines.push("fix these samples, or train with --skip-bad-samples true".to_owned());
+    lines
+}

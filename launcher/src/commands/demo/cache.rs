@@ -1,0 +1,196 @@
+//! The demo's files in a cache folder: drawn once, checked at every use.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+use serde_json::Value;
+
+use super::{TRAIN_SAMPLES, dataset, held_out, model_files};
+use crate::config::demo::{HELD_OUT_FILE, MODEL_DIR, TRAIN_FILE};
+use crate::error::{ErrorCode, Failure};
+use crate::ui::Event;
+use crate::units::{grouped, seconds};
+
+const MANIFEST: &str = "MANIFEST.json";
+const TRAIN_DIR: &str = "train";
+const HELD_OUT_DIR: &str = "heldout";
+
+/// Path inside the folder → BLAKE3 of the contents.
+type Manifest = BTreeMap<String, String>;
+
+/// Makes `folder` hold the demo: draws it beside and renames it, unless it is there and whole.
+///
+/// # Errors
+/// The folder cannot be written.
+pub(super) fn ensure(folder: &Path, show: &mut dyn FnMut(Event)) -> Result<(), Failure> {
+    if is_whole(folder) {
+        return Ok(());
+    }
+    let started = Instant::now();
+    let fail =
+        |error: io::Error| Failure::io(ErrorCode::Disk, "draw the demo into", folder, &error);
+    let work = beside(folder, "drawing");
+    remove_abandoned(folder);
+    fs::create_dir_all(&work).map_err(fail)?;
+    let drawn = draw(&work).and_then(|()| put_in_place(&work, folder));
+    // Nothing is left after a failure, and nothing is there after a rename.
+    drop(fs::remove_dir_all(&work));
+    drawn.map_err(fail)?;
+    show(Event::Info {
+        label: "demo".to_string(),
+        text: format!(
+            "drew {} training images into {} in {}",
+            grouped(TRAIN_SAMPLES as u64),
+            folder.display(),
+            seconds(started.elapsed().as_secs_f64())
+        ),
+    });
+    Ok(())
+}
+
+fn put_in_place(work: &Path, folder: &Path) -> io::Result<()> {
+    // Two attempts: what is in the way is moved aside, and another process may be doing the same.
+    for _ in 0..2 {
+        match fs::rename(work, folder) {
+            Ok(()) => return Ok(()),
+            Err(_) if is_whole(folder) => return Ok(()),
+            Err(error) if folder.exists() => {
+                let aside = beside(folder, "old");
+                fs::rename(folder, &aside).map_err(|_| error)?;
+                drop(fs::remove_dir_all(&aside));
+            }
+            Err(error) => return Err(error),
+        }
+    }
+    fs::rename(work, folder)
+}
+
+/// Removes what processes that were killed while drawing have left.
+fn remove_abandoned(folder: &Path) {
+    let Some(entries) = folder.parent().and_then(|parent| fs::read_dir(parent).ok()) else {
+        return;
+    };
+    for entry in entries.flatten() {
+        let name = entry.file_name().to_string_lossy().into_owned();
+        let process = name
+            .strip_prefix(".demo-")
+            .and_then(|rest| rest.rsplit('.').next());
+        if process.is_some_and(|process| !Path::new("/proc").join(process).exists()) {
+            // Another process may be removing it too.
+            drop(fs::remove_dir_all(entry.path()));
+        }
+    }
+}
+
+/// A name next to `folder` that only this process uses.
+fn beside(folder: &Path, what: &str) -> PathBuf {
+    let name = folder.file_name().unwrap_or_default().to_string_lossy();
+    folder.with_file_name(format!(".{name}.{what}.{}", std::process::id()))
+}
+
+fn draw(folder: &Path) -> io::Result<()> {
+    let mut manifest = Manifest::new();
+    let mut write = |name: String, bytes: &[u8]| {
+        fs::write(folder.join(&name), bytes)?;
+        manifest.insert(name, blake3::hash(bytes).to_string());
+        io::Result::Ok(())
+    };
+    for name in [MODEL_DIR, TRAIN_DIR, HELD_OUT_DIR] {
+        fs::create_dir_all(folder.join(name))?;
+    }
+    for (name, contents) in model_files::files() {
+        write(
+            format!("{MODEL_DIR}/{name}"),
+            serde_json::to_string_pretty(&contents)?.as_bytes(),
+        )?;
+    }
+    for sample in dataset::train() {
+        write(format!("{TRAIN_DIR}/{}", sample.file_name()), &sample.png())?;
+    }
+    for (name, bytes) in held_out::PICTURES {
+        write(format!("{HELD_OUT_DIR}/{name}"), bytes)?;
+    }
+    let train: Vec<Value> = dataset::train()
+        .map(|sample| sample.to_json(TRAIN_DIR))
+        .collect();
+    write(TRAIN_FILE.to_string(), &serde_json::to_vec_pretty(&train)?)?;
+    let held_out: Vec<Value> = dataset::held_out()
+        .map(|sample| sample.to_json(HELD_OUT_DIR))
+        .collect();
+    write(
+        HELD_OUT_FILE.to_string(),
+        &serde_json::to_vec_pretty(&held_out)?,
+    )?;
+    fs::write(folder.join(MANIFEST), serde_json::to_vec_pretty(&manifest)?)
+}
+
+/// Whether every file of the manifest is there and unchanged, and the manifest is this version's.
+fn is_whole(folder: &Path) -> bool {
+    let manifest: Option<Manifest> = fs::read(folder.join(MANIFEST))
+        .ok()
+        .and_then(|bytes| serde_json::from_slice(&bytes).ok());
+    let Some(manifest) = manifest else {
+        return false;
+    };
+    // The model files are cheap to make again, and catch a stale folder of a changed generator.
+    let current = model_files::files().into_iter().all(|(name, contents)| {
+        serde_json::to_string_pretty(&contents).is_ok_and(|text| {
+            manifest.get(&format!("{MODEL_DIR}/{name}"))
+                == Some(&blake3::hash(text.as_bytes()).to_string())
+        })
+    });
+    current
+        && manifest.len() > TRAIN_SAMPLES
+        && manifest.iter().all(|(name, hash)| {
+            fs::read(folder.join(name)).is_ok_and(|bytes| blake3::hash(&bytes).to_string() == *hash)
+        })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ensure_quietly(folder: &Path) -> usize {
+        let mut shown = 0;
+        ensure(folder, &mut |_| shown += 1).expect("drawn");
+        shown
+    }
+
+    #[test]
+    fn the_demo_is_drawn_once_and_repaired_when_damaged() {
+        let temp = tempfile::tempdir().expect("temp dir");
+        let folder = temp.path().join("cache/demo-1");
+        fs::create_dir_all(temp.path().join("cache/.demo-1.drawing.4194999")).expect("made");
+        assert_eq!(ensure_quietly(&folder), 1);
+        assert_eq!(ensure_quietly(&folder), 0);
+        let picture = folder.join("train/0007.png");
+        let good = fs::read(&picture).expect("read");
+        for damage in ["change", "remove"] {
+            if damage == "change" {
+                fs::write(&picture, "x").expect("written");
+            } else {
+                fs::remove_file(&picture).expect("removed");
+            }
+            assert_eq!(ensure_quietly(&folder), 1, "{damage}");
+            assert_eq!(fs::read(&picture).expect("read"), good);
+        }
+        let left: Vec<_> = fs::read_dir(temp.path().join("cache"))
+            .expect("listed")
+            .flatten()
+            .map(|e| e.file_name())
+            .collect();
+        assert_eq!(left, ["demo-1"]);
+    }
+
+    #[test]
+    fn a_folder_that_cannot_be_written_is_an_error() {
+        let temp = tempfile::tempdir().expect("temp dir");
+        let file = temp.path().join("file");
+        fs::write(&file, "x").expect("written");
+        let failure = ensure(&file.join("demo"), &mut |_| ()).expect_err("refused");
+        assert_eq!(failure.code.status(), 16);
+    }
+}

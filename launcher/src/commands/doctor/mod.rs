@@ -1,0 +1,85 @@
+//! `launcher doctor`: what this machine offers for training, and what stands in the way.
+//!
+//! The facts and findings of [`crate::device::survey`], as text or JSON. What cannot be read is absent from the report, or a
+//! finding in it.
+
+mod text;
+
+use std::io::{self, Write};
+use std::process::ExitCode;
+
+use serde::Serialize;
+
+use crate::device::survey::facts::Facts;
+use crate::device::survey::findings::{self, Finding, Verdict};
+use crate::device::survey::gather;
+use crate::error::{ErrorCode, Failure};
+use crate::rank_env::Variables;
+
+/// Grows when a key of the JSON report changes its meaning or goes.
+const SCHEMA: u32 = 1;
+
+/// The whole report; in JSON the facts stand beside the judgement.
+#[derive(Debug, Clone, Serialize)]
+pub struct Report {
+    /// Version of the keys.
+    pub schema: u32,
+    /// What was found.
+    #[serde(flatten)]
+    pub facts: Facts,
+    /// Whether all GPUs that runs could use are of one kind; unknown for fewer than two.
+    pub gpus_are_equal: Option<bool>,
+    /// What a run would use.
+    pub verdict: Verdict,
+    /// What to know and to do, the most important first.
+    pub findings: Vec<Finding>,
+}
+
+impl Report {
+    /// The report on these facts.
+    pub fn new(facts: Facts) -> Self {
+        let (verdict, findings) = findings::judge(&facts);
+        Self {
+            schema: SCHEMA,
+            gpus_are_equal: findings::are_equal(&facts),
+            facts,
+            verdict,
+            findings,
+        }
+    }
+
+    /// Aligned plain text.
+    pub fn to_text(&self) -> String {
+        text::render(self)
+    }
+}
+
+/// Prints the report on standard output.
+///
+/// # Errors
+/// The output cannot be written. A reader that has seen enough is no error.
+pub fn run(variables: &Variables, as_json: bool) -> Result<ExitCode, Failure> {
+    let report = Report::new(gather(variables));
+    let failed = |error: &io::Error| {
+        let title = "cannot write the report to standard output";
+        Failure::new(ErrorCode::Disk, title, error.to_string())
+            .next("check the target of standard output: its disk may be full")
+    };
+    let text = if as_json {
+        let json = serde_json::to_string_pretty(&report);
+        json.map_err(|error| failed(&error.into()))? + "\n"
+    } else {
+        report.to_text()
+    };
+    let mut stdout = io::stdout().lock();
+    match stdout
+        .write_all(text.as_bytes())
+        .and_then(|()| stdout.flush())
+    {
+        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(failed(&error)),
+        _ => Ok(ExitCode::SUCCESS),
+    }
+}
+
+#[cfg(test)]
+mod tests;

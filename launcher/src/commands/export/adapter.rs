@@ -1,0 +1,86 @@
+//! Adapters alone, as peft reads them.
+
+use super::{BLOCK_ELEMS, Summary, copy, read};
+use crate::error::failures;
+use crate::error::{ErrorCode, Failure};
+use crate::model::stored::max_shard_bytes;
+use engine::checkpoint::{CheckpointError, ShardedTensorWriter, TensorSpec};
+use kernels::DType;
+use models::adapter::{ADAPTER_CONFIG, ADAPTER_STEM, Adapter, TRAINED_STEM};
+use models::params::ADAPTER_PREFIX;
+use models::{WeightError, WeightSource};
+use std::path::Path;
+
+/// The adapter's files as peft reads them, and what else was trained.
+pub(super) fn write(
+    adapter: &Adapter,
+    dtype: Option<DType>,
+    folder: &Path,
+) -> Result<Summary, Failure> {
+    let mut summary = Summary {
+        what: "adapter",
+        tensors: 0,
+        bytes: 0,
+    };
+    let config = adapter.dir().join(ADAPTER_CONFIG);
+    copy(&config, &folder.join(ADAPTER_CONFIG), None)?;
+    for stem in [ADAPTER_STEM, TRAINED_STEM] {
+        let source = match WeightSource::open_stem(adapter.dir(), stem) {
+            Ok(source) => source,
+            Err(WeightError::NoWeights { .. }) => continue,
+            Err(error) => return Err(failures::weights(&error)),
+        };
+        let tensors: Vec<TensorSpec> = source
+            .names()
+            .map(|name| TensorSpec {
+                name: name.to_owned(),
+                dtype: dtype.or(source.dtype(name)).unwrap_or(DType::F32),
+                shape: source.shape(name).unwrap_or_default().to_vec(),
+            })
+            .collect();
+        let failed = |e: CheckpointError| failures::checkpoint("export weights", &e);
+        let limit = max_shard_bytes(stem);
+        let mut file =
+            ShardedTensorWriter::create(folder, stem, &tensors, &[("format", "pt")], limit)
+                .map_err(failed)?;
+        for tensor in &tensors {
+            let elems: usize = tensor.shape.iter().product();
+            for start in (0..elems).step_by(BLOCK_ELEMS) {
+                let range = start..(start + BLOCK_ELEMS).min(elems);
+                let block = read(range, tensor.dtype, |r, d, out| {
+                    source.read_range(&tensor.name, r, d, out)
+                })?;
+                summary.bytes += block.len() as u64;
+                file.write(&tensor.name, &block).map_err(failed)?;
+            }
+        }
+        file.finish().map_err(failed)?;
+        summary.tensors += tensors.len();
+        if stem == TRAINED_STEM {
+            summary.what = "adapter and trained.safetensors (peft loads only the first; --merge writes both into one model)";
+        }
+    }
+    let card = model_card(adapter);
+    let path = folder.join("README.md");
+    std::fs::write(&path, card)
+        .map_err(|error| Failure::io(ErrorCode::Disk, "write", &path, &error))?;
+    Ok(summary)
+}
+
+/// What model hubs show about an adapter.
+fn model_card(adapter: &Adapter) -> String {
+    let base = adapter
+        .config()
+        .and_then(|config| config.base_model_name_or_path.as_deref())
+        .unwrap_or_default();
+    let name = Path::new(base).file_name().unwrap_or_default();
+    let modules = adapter.modules().count();
+    let others = adapter
+        .names()
+        .filter(|name| !name.starts_with(ADAPTER_PREFIX))
+        .count();
+    format!(
+        "---\nbase_model: {}\nlibrary_name: peft\ntags:\n- lora\n---\n\nLow-rank adapters on {modules} modules; {others} further tensors were fully trained.\n",
+        name.to_string_lossy()
+    )
+}

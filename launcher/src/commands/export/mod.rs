@@ -1,0 +1,246 @@
+//! `launcher export`: the weights of a checkpoint as a folder that transformers or peft load. Tensor by tensor, on the
+//! CPU, into a folder that takes its name only when it is whole.
+
+mod adapter;
+mod model;
+
+use crate::cli::{ExportArgs, ExportDtype};
+use crate::commands::new_directory::NewFolder;
+use crate::error::{ErrorCode, Failure};
+use crate::error::{chain, failures};
+use crate::model::files;
+use crate::model::stored::MAX_SHARD_BYTES;
+use crate::units::{bytes, grouped, seconds};
+use engine::checkpoint::Checkpoint;
+use kernels::DType;
+use models::adapter::{Adapter, AdapterError};
+use models::{WeightError, WeightSource};
+use serde_json::Value;
+use std::collections::BTreeSet;
+use std::io::Write;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::time::Instant;
+
+/// Elements read, merged and written at once.
+const BLOCK_ELEMS: usize = 1 << 24;
+
+/// Runs the verb.
+///
+/// # Errors
+/// The checkpoint or its base is missing or damaged, a trained tensor would be lost, or the output cannot be written.
+pub(crate) fn export(args: &ExportArgs) -> Result<ExitCode, Failure> {
+    let started = Instant::now();
+    let checkpoint = &args.checkpoint;
+    let output = args.output.clone().ok_or_else(|| {
+        Failure::usage("--output is missing", "the export needs a directory")
+            .next("add --output DIR")
+    })?;
+    if !checkpoint.is_dir() {
+        return Err(missing(checkpoint));
+    }
+    let folder = NewFolder::begin(&output, "an export")?;
+    let manifest = manifest(checkpoint)?;
+    let sources = Sources::open(args, manifest.as_ref())?;
+    sources.check(manifest.as_ref())?;
+    let summary = sources.write(args, folder.path())?;
+    folder.publish()?;
+    let text = format!(
+        " export  {} · {} tensors · {} · {} · {}\n",
+        summary.what,
+        grouped(summary.tensors as u64),
+        bytes(summary.bytes),
+        seconds(started.elapsed().as_secs_f64()),
+        output.display()
+    );
+    drop(std::io::stdout().write_all(text.as_bytes()));
+    Ok(ExitCode::SUCCESS)
+}
+
+struct Summary {
+    what: &'static str,
+    tensors: usize,
+    bytes: u64,
+}
+
+fn missing(checkpoint: &Path) -> Failure {
+    Failure::new(
+        ErrorCode::ModelFiles,
+        format!("cannot export {}", checkpoint.display()),
+        "the directory does not exist",
+    )
+    .next("give a checkpoint-N directory of a run")
+}
+
+/// The manifest, where the folder is a checkpoint of a run; its weights are compared with their hashes.
+fn manifest(folder: &Path) -> Result<Option<Checkpoint>, Failure> {
+    if !folder.join("MANIFEST.json").is_file() {
+        return Ok(None);
+    }
+    let doing = format!("export {}", folder.display());
+    let checkpoint = Checkpoint::open(folder).map_err(|e| failures::checkpoint(&doing, &e))?;
+    checkpoint
+        .verify_files(|path| !path.starts_with("state"))
+        .map_err(|e| failures::checkpoint(&doing, &e))?;
+    Ok(Some(checkpoint))
+}
+
+/// Where the exported tensors come from.
+struct Sources {
+    folder: PathBuf,
+    /// The whole model: the checkpoint's own weights, or the base that parts are merged into.
+    model: Option<WeightSource>,
+    adapter: Option<Adapter>,
+}
+
+impl Sources {
+    fn open(args: &ExportArgs, manifest: Option<&Checkpoint>) -> Result<Self, Failure> {
+        let folder = args.checkpoint.clone();
+        match WeightSource::open(&folder) {
+            Ok(model) => {
+                return Ok(Self {
+                    folder,
+                    model: Some(model),
+                    adapter: None,
+                });
+            }
+            Err(WeightError::NoWeights { .. }) => {}
+            Err(error) => return Err(failures::weights(&error)),
+        }
+        let adapter = Adapter::open(&folder).map_err(|e| adapter_failure(&folder, &e))?;
+        if args.merge != Some(true) {
+            if adapter.config().is_none() {
+                return Err(Failure::usage(
+                    format!("{} contains only parts of a model", folder.display()),
+                    "other programs cannot load trained.safetensors by itself",
+                )
+                .next("--merge writes the whole model including these parts"));
+            }
+            return Ok(Self {
+                folder,
+                model: None,
+                adapter: Some(adapter),
+            });
+        }
+        let saved = manifest.and_then(|m| m.meta().get("base_model")?.as_str().map(PathBuf::from));
+        let config = adapter.config();
+        let named = config.and_then(|c| c.base_model_name_or_path.clone().map(PathBuf::from));
+        let Some(base) = args.model.clone().or(saved).or(named) else {
+            return Err(Failure::usage(
+                "the base model is not known",
+                "neither the manifest nor the adapter names it",
+            )
+            .next("add --model DIR"));
+        };
+        let model = WeightSource::open(&base).map_err(|e| {
+            failures::weights(&e).next("give --model DIR if the base model has moved")
+        })?;
+        Ok(Self {
+            folder: base,
+            model: Some(model),
+            adapter: Some(adapter),
+        })
+    }
+
+    /// Refuses an export that would lose something that was trained.
+    fn check(&self, manifest: Option<&Checkpoint>) -> Result<(), Failure> {
+        let lost: Vec<String> = match (&self.model, &self.adapter) {
+            (Some(model), Some(adapter)) => adapter.strangers(model).map(str::to_owned).collect(),
+            _ => Vec::new(),
+        };
+        let kept: BTreeSet<&str> = self
+            .model
+            .iter()
+            .flat_map(WeightSource::names)
+            .chain(self.adapter.iter().flat_map(Adapter::names))
+            .collect();
+        let trained = manifest.into_iter().flat_map(Checkpoint::tensors);
+        let trained: BTreeSet<&str> = trained.map(|tensor| tensor.name.as_str()).collect();
+        let absent = trained.iter().filter(|name| !kept.contains(*name));
+        let lost: Vec<String> = lost
+            .into_iter()
+            .chain(absent.map(|name| (*name).to_owned()))
+            .collect();
+        let Some(first) = lost.first() else {
+            return Ok(());
+        };
+        Err(Failure::new(
+            ErrorCode::ModelFiles,
+            format!("{} trained tensors would be lost", lost.len()),
+            "the output cannot contain them",
+        )
+        .evidence(format!("first: {first}"))
+        .next("give --model the model that the run started from"))
+    }
+
+    fn write(&self, args: &ExportArgs, folder: &Path) -> Result<Summary, Failure> {
+        let dtype = args.dtype.map(|dtype| match dtype {
+            ExportDtype::F32 => DType::F32,
+            ExportDtype::Bf16 => DType::BF16,
+            ExportDtype::F16 => DType::F16,
+        });
+        match (&self.model, &self.adapter) {
+            (Some(model), adapter) => {
+                for (name, path) in files::small(&self.folder)? {
+                    copy(&path, &folder.join(name), dtype)?;
+                }
+                let limit = args.max_shard_size.unwrap_or(MAX_SHARD_BYTES);
+                let (tensors, bytes) = model::write(model, adapter.as_ref(), dtype, limit, folder)?;
+                Ok(Summary {
+                    what: if adapter.is_some() {
+                        "merged model"
+                    } else {
+                        "model"
+                    },
+                    tensors,
+                    bytes,
+                })
+            }
+            (None, Some(adapter)) => adapter::write(adapter, dtype, folder),
+            (None, None) => Err(missing(&self.folder)),
+        }
+    }
+}
+
+fn adapter_failure(folder: &Path, error: &AdapterError) -> Failure {
+    Failure::new(
+        ErrorCode::ModelFiles,
+        format!("cannot export {}", folder.display()),
+        chain(error),
+    )
+    .next("give a checkpoint-N directory of a run, or a directory with adapter_model.safetensors")
+}
+
+/// A small file; the dtype that `config.json` names follows the weights.
+pub(crate) fn copy(from: &Path, to: &Path, dtype: Option<DType>) -> Result<(), Failure> {
+    let read = std::fs::read(from)
+        .map_err(|error| Failure::io(ErrorCode::ModelFiles, "read", from, &error))?;
+    let config = dtype.filter(|_| from.file_name().is_some_and(|name| name == "config.json"));
+    let text = config.and_then(|dtype| {
+        let mut config: Value = serde_json::from_slice(&read).ok()?;
+        let name = match dtype {
+            DType::BF16 => "bfloat16",
+            DType::F16 => "float16",
+            _ => "float32",
+        };
+        for key in ["torch_dtype", "dtype"] {
+            if let Some(value) = config.get_mut(key) {
+                *value = name.into();
+            }
+        }
+        serde_json::to_vec_pretty(&config).ok()
+    });
+    std::fs::write(to, text.unwrap_or(read))
+        .map_err(|error| Failure::io(ErrorCode::Disk, "write", to, &error))
+}
+
+fn read(
+    range: Range<usize>,
+    dtype: DType,
+    read: impl Fn(Range<usize>, DType, &mut [u8]) -> Result<(), WeightError>,
+) -> Result<Vec<u8>, Failure> {
+    let mut bytes = vec![0; range.len() * dtype.size_bytes()];
+    read(range, dtype, &mut bytes).map_err(|e| failures::weights(&e))?;
+    Ok(bytes)
+}

@@ -1,0 +1,140 @@
+//! Whole models, with adapters and trained parts merged into them.
+
+use super::{BLOCK_ELEMS, read};
+use crate::error::failures;
+use crate::error::{ErrorCode, Failure};
+use crate::model::stored::bytes_of;
+use engine::checkpoint::{CheckpointError, ShardedTensorWriter, TensorSpec};
+use kernels::{Backend, CpuBackend, DType, MatmulArgs, Shape, Tag, Transpose};
+use models::WeightSource;
+use models::adapter::Adapter;
+use std::ops::Range;
+use std::path::Path;
+
+/// All tensors of `model` with what `adapter` changes; returns their number and bytes.
+pub(super) fn write(
+    model: &WeightSource,
+    adapter: Option<&Adapter>,
+    dtype: Option<DType>,
+    max_shard_bytes: u64,
+    folder: &Path,
+) -> Result<(usize, u64), Failure> {
+    let mut tensors = Vec::new();
+    for name in model.names() {
+        let Some(stored) = model.dtype(name) else {
+            return Err(Failure::new(
+                ErrorCode::ModelFiles,
+                format!("tensor {name} has a number format that cannot be copied"),
+                "weights are f32, bf16 or f16",
+            )
+            .next("convert the model first"));
+        };
+        tensors.push(TensorSpec {
+            name: name.to_owned(),
+            dtype: dtype.unwrap_or(stored),
+            shape: model.shape(name).unwrap_or_default().to_vec(),
+        });
+    }
+    let doing = "export weights";
+    let failed = |e: CheckpointError| failures::checkpoint(doing, &e);
+    let metadata = [("format", "pt")];
+    let mut file =
+        ShardedTensorWriter::create(folder, "model", &tensors, &metadata, max_shard_bytes)
+            .map_err(failed)?;
+    let backend = CpuBackend::unlimited();
+    let mut bytes = 0u64;
+    for tensor in &tensors {
+        let elems: usize = tensor.shape.iter().product();
+        let columns = tensor.shape.last().copied().unwrap_or(1).max(1);
+        let rows_at_once = (BLOCK_ELEMS / columns).max(1) * columns;
+        let own = adapter.filter(|a| a.has(&tensor.name));
+        let low_rank = adapter.and_then(|a| Some((a, adapted(a, &tensor.name)?)));
+        for start in (0..elems).step_by(rows_at_once) {
+            let range = start..(start + rows_at_once).min(elems);
+            // A weight may be trained in full and carry an adapter besides.
+            let base = |range: Range<usize>, dtype: DType| {
+                read(range, dtype, |r, d, out| match own {
+                    Some(own) => own.read_range(&tensor.name, r, d, out),
+                    None => model.read_range(&tensor.name, r, d, out),
+                })
+            };
+            let block = match low_rank {
+                Some((adapter, module)) => {
+                    let wide = base(range.clone(), DType::F32)?;
+                    merged(&wide, adapter, module, tensor, range, &backend)
+                }
+                None => base(range, tensor.dtype),
+            };
+            let block = block?;
+            bytes += block.len() as u64;
+            file.write(&tensor.name, &block).map_err(failed)?;
+        }
+    }
+    file.finish().map_err(failed)?;
+    let written = WeightSource::open(folder).map_err(|e| failures::weights(&e))?;
+    let missing = tensors
+        .iter()
+        .find(|tensor| written.shape(&tensor.name) != Some(&tensor.shape));
+    if let Some(tensor) = missing {
+        return Err(Failure::new(
+            ErrorCode::Disk,
+            "the export differs from what was written when it is read back",
+            format!("tensor {} is missing or has another shape", tensor.name),
+        )
+        .next("check the disk, then export again"));
+    }
+    Ok((tensors.len(), bytes))
+}
+
+/// The module of a weight that has an adapter.
+fn adapted<'n>(adapter: &Adapter, weight: &'n str) -> Option<&'n str> {
+    let module = weight.strip_suffix(".weight")?;
+    let [a, _] = adapter.halves(module);
+    adapter.has(&a).then_some(module)
+}
+
+/// `W + scale B A` for whole rows of `W` (f32), summed in f32 and rounded once.
+fn merged(
+    base: &[u8],
+    adapter: &Adapter,
+    module: &str,
+    tensor: &TensorSpec,
+    range: Range<usize>,
+    backend: &CpuBackend,
+) -> Result<Vec<u8>, Failure> {
+    let columns = tensor.shape.last().copied().unwrap_or(1).max(1);
+    let config = adapter.config();
+    let (rank, scale) = config.map_or((0, 0.0), |c| c.of(module));
+    let scale = scale as f32;
+    let [name_a, name_b] = adapter.halves(module);
+    let rows = range.start / columns..range.end / columns;
+    let upload = |name: &str, range: Range<usize>, shape: [usize; 2]| -> Result<_, Failure> {
+        let bytes = read(range, DType::F32, |r, d, out| {
+            adapter.read_range(name, r, d, out)
+        })?;
+        let shape = Shape::new(&shape);
+        backend
+            .upload(&bytes, shape, DType::F32, Tag::Parameters)
+            .map_err(|e| failures::kernel("merge an adapter", &e))
+    };
+    let a = upload(&name_a, 0..rank * columns, [rank, columns])?;
+    let b = upload(
+        &name_b,
+        rows.start * rank..rows.end * rank,
+        [rows.len(), rank],
+    )?;
+    let delta = backend
+        .matmul(MatmulArgs {
+            a: &b,
+            transpose_a: Transpose::No,
+            b: &a,
+            transpose_b: Transpose::No,
+            bias: None,
+            out: DType::F32,
+        })
+        .and_then(|delta| delta.to_f32_vec())
+        .map_err(|e| failures::kernel("merge an adapter", &e))?;
+    let base: Vec<f32> = bytemuck::pod_collect_to_vec(base);
+    let sum = base.iter().zip(&delta).map(|(w, d)| w + scale * d);
+    Ok(bytes_of(&sum.collect::<Vec<f32>>(), tensor.dtype))
+}

@@ -1,0 +1,348 @@
+//! A model folder, with an adapter where one is named, ready to answer in one process: every weight
+//! once, in the pool of the CPU, and nothing else of a training run.
+
+use crate::config::PrecisionChoice;
+use crate::error::failures::unusable;
+use crate::error::{ErrorCode, Failure};
+use crate::error::{chain, failures};
+use crate::memory;
+use crate::units::{bytes as format_bytes, seconds as format_seconds};
+use engine::{EngineError, Lease, LeaseOwner, ParamAccess, ParamId, ParamSpec, Phase, UnitId};
+use kernels::{Backend, CpuBackend, DType, KernelError, Pool, Tag, Tensor, TensorMut};
+use models::adapter::Adapter;
+use models::params::{ADAPTER_PREFIX, is_added};
+use models::{
+    ModelError, ModelOptions, OpenError, Processor, VisionLanguageModel, WeightError, WeightSource,
+    open_model, open_processor,
+};
+use std::collections::BTreeSet;
+use std::fmt::Write;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Instant;
+
+/// Names listed of an adapter that does not fit; the rest is counted.
+const LISTED: usize = 3;
+
+/// A model whose files are open and checked, and not read.
+#[derive(Debug)]
+pub(super) struct OpenModel {
+    pub(super) model: Arc<dyn VisionLanguageModel>,
+    pub(super) processor: Arc<dyn Processor>,
+    weights: WeightSource,
+    adapter: Option<Adapter>,
+}
+
+impl OpenModel {
+    /// Opens the folder `dir` and the adapter's. Without a precision, f32 files are used as they
+    /// are and all others in bf16.
+    pub(super) fn open(
+        dir: &Path,
+        adapter: Option<&Path>,
+        precision: Option<PrecisionChoice>,
+    ) -> Result<Self, Failure> {
+        let processor = open_processor(dir).map_err(|e| unusable(dir, &e))?;
+        let weights = WeightSource::open(dir).map_err(|e| no_weights(dir, &e))?;
+        let adapter = adapter.map(|dir| open_adapter(dir, &weights)).transpose()?;
+        let dtype = match precision {
+            Some(PrecisionChoice::F32) => DType::F32,
+            Some(PrecisionChoice::Bf16 | PrecisionChoice::PureBf16) => DType::BF16,
+            Some(PrecisionChoice::Fp16) => DType::F16,
+            None => stored_dtype(&weights),
+        };
+        let mut options = ModelOptions::new(dtype);
+        options.lora = adapter.as_ref().and_then(Adapter::lora);
+        options.ptuning_tokens = adapter.as_ref().map_or(0, Adapter::prefix_tokens);
+        let model = open_model(dir, options).map_err(|e| match (&e, &adapter) {
+            (OpenError::Model(e @ ModelError::AdapterTarget { .. }), Some(adapter)) => {
+                stranger(adapter, &[chain(e)])
+            }
+            (OpenError::Model(e), _) => failures::model("set up the model", e),
+            _ => unusable(dir, &e),
+        })?;
+        weights
+            .check(model.spec())
+            .map_err(|e| failures::weights(&e))?;
+        if let Some(adapter) = &adapter {
+            check_shapes(adapter, &model.spec().params)?;
+        }
+        Ok(Self {
+            model,
+            processor,
+            weights,
+            adapter,
+        })
+    }
+
+    /// Bytes of all weights.
+    pub(super) fn weight_bytes(&self) -> u64 {
+        let elems = self.model.spec().elems().0;
+        (elems * self.model.dtype().size_bytes()) as u64
+    }
+
+    /// Reads the weights. `cache_bytes` are wanted beside them; what does not fit is refused before
+    /// anything is read.
+    pub(super) fn load(self, cache_bytes: u64) -> Result<LoadedModel, Failure> {
+        let need = self.weight_bytes() + cache_bytes;
+        let free = memory::host().free_bytes;
+        if need > free {
+            let failure = Failure::new(
+                ErrorCode::Plan,
+                "this model does not fit into memory; no weight was read",
+                format!(
+                    "{} of host memory are needed, {} are available",
+                    format_bytes(need),
+                    format_bytes(free)
+                ),
+            )
+            .evidence(format!(
+                "weights {} in {}, cache {}",
+                format_bytes(self.weight_bytes()),
+                self.model.dtype(),
+                format_bytes(cache_bytes)
+            ));
+            return Err(failure
+                .next("use --precision bf16, fewer tokens or samples at once, or more memory"));
+        }
+        let started = Instant::now();
+        let pool = Pool::new("device", None);
+        let backend: Arc<dyn Backend> = Arc::new(CpuBackend::new(pool.clone()));
+        let spec = self.model.spec();
+        let mut units = vec![Vec::new(); spec.units.len()];
+        for (i, param) in spec.params.iter().enumerate() {
+            let tensor = self.read(param, &pool)?;
+            units[param.unit.index()].push((ParamId(i as u32), tensor));
+        }
+        let access = LoadedWeights { backend, units };
+        let mut summary = format!(
+            "load    {} parameters in {} · {}",
+            crate::units::count(spec.elems().0 as u64),
+            self.model.dtype(),
+            format_seconds(started.elapsed().as_secs_f64())
+        );
+        if let Some(adapter) = &self.adapter {
+            write!(
+                summary,
+                " · {} adapters and {} trained tensors of {}",
+                adapter.modules().count(),
+                adapter.names().count() - 2 * adapter.modules().count(),
+                adapter.dir().display()
+            )
+            .expect("writing into a string cannot fail");
+        }
+        Ok(LoadedModel {
+            model: self.model,
+            processor: self.processor,
+            access,
+            summary,
+        })
+    }
+
+    fn read(&self, param: &ParamSpec, pool: &Pool) -> Result<Tensor, Failure> {
+        let dtype = self.model.dtype();
+        let mut out = TensorMut::new(pool, Tag::Parameters, param.shape, dtype)
+            .map_err(|e| failures::kernel("load weights", &e))?;
+        let (name, elements) = (&param.name, 0..param.shape.elems());
+        let bytes = out.as_bytes_mut();
+        match &self.adapter {
+            Some(adapter) if adapter.has(name) => adapter.read_range(name, elements, dtype, bytes),
+            _ => self.weights.read_range(name, elements, dtype, bytes),
+        }
+        .map_err(|e| failures::weights(&e))?;
+        Ok(out.freeze())
+    }
+}
+
+/// The dtype that computes with weights as they are stored.
+fn stored_dtype(weights: &WeightSource) -> DType {
+    let wide = weights
+        .names()
+        .filter_map(|name| weights.dtype(name))
+        .all(|dtype| dtype == DType::F32);
+    if wide { DType::F32 } else { DType::BF16 }
+}
+
+fn no_weights(dir: &Path, error: &WeightError) -> Failure {
+    let failure = failures::weights(error);
+    let partial = ["adapter_model.safetensors", "trained.safetensors"]
+        .into_iter()
+        .find(|name| dir.join(name).is_file());
+    match partial {
+        Some(name) => Failure {
+            evidence: vec![format!(
+                "it contains {name}, which is only a part of a model"
+            )],
+            next: vec![format!(
+                "use --model BASE --adapter {}, where BASE is the model that the adapter was trained on",
+                dir.display()
+            )],
+            ..failure
+        },
+        None => failure,
+    }
+}
+
+fn open_adapter(dir: &Path, base: &WeightSource) -> Result<Adapter, Failure> {
+    let adapter = Adapter::open(dir).map_err(|error| {
+        Failure::new(
+            ErrorCode::ModelFiles,
+            format!("cannot use the adapter {}", dir.display()),
+            chain(&error),
+        )
+        .next("give --adapter a checkpoint-N directory with adapter_model.safetensors or trained.safetensors")
+    })?;
+    // Learned prefixes have no weight of the base beside them; the model is built with them.
+    let lost = adapter
+        .strangers(base)
+        .filter(|name| !is_added(name) || name.starts_with(ADAPTER_PREFIX));
+    let strangers: Vec<String> = lost.map(no_place).collect();
+    match strangers.is_empty() {
+        true => Ok(adapter),
+        false => Err(stranger(&adapter, &strangers)),
+    }
+}
+
+fn no_place(name: &str) -> String {
+    format!("the model has no tensor {name}")
+}
+
+/// Adapters and trained tensors are parameters of the model and have their extents: none is lost.
+fn check_shapes(adapter: &Adapter, params: &[ParamSpec]) -> Result<(), Failure> {
+    let known: BTreeSet<&str> = params.iter().map(|param| &*param.name).collect();
+    let lost = adapter.names().filter(|name| !known.contains(name));
+    let mut reasons: Vec<String> = lost.map(no_place).collect();
+    for param in params {
+        match adapter.shape(&param.name) {
+            Some(got) if got != param.shape.dims() => reasons.push(format!(
+                "{} is {got:?}, the model needs {}",
+                param.name, param.shape
+            )),
+            None if is_added(&param.name) => {
+                reasons.push(format!("{} is missing", param.name));
+            }
+            _ => {}
+        }
+    }
+    match reasons.is_empty() {
+        true => Ok(()),
+        false => Err(stranger(adapter, &reasons)),
+    }
+}
+
+fn stranger(adapter: &Adapter, reasons: &[String]) -> Failure {
+    let mut failure = Failure::new(
+        ErrorCode::ModelFiles,
+        format!(
+            "the adapter {} does not belong to this model",
+            adapter.dir().display()
+        ),
+        format!("{} of its tensors do not fit the model", reasons.len()),
+    );
+    for reason in reasons.iter().take(LISTED) {
+        failure = failure.evidence(reason.clone());
+    }
+    if reasons.len() > LISTED {
+        failure = failure.evidence(format!("and {} more", reasons.len() - LISTED));
+    }
+    let base = adapter
+        .config()
+        .and_then(|c| c.base_model_name_or_path.clone());
+    match base {
+        Some(base) => failure.next(format!(
+            "use --model {base}, the model that the adapter was trained on"
+        )),
+        None => {
+            failure.next("give --model the directory of the model that the adapter was trained on")
+        }
+    }
+}
+
+/// A model that can answer.
+#[derive(Debug)]
+pub(super) struct LoadedModel {
+    pub(super) model: Arc<dyn VisionLanguageModel>,
+    pub(super) processor: Arc<dyn Processor>,
+    pub(super) access: LoadedWeights,
+    /// What was loaded, in one line.
+    pub(super) summary: String,
+}
+
+/// Every weight of a model in one memory; nothing trains.
+pub(super) struct LoadedWeights {
+    backend: Arc<dyn Backend>,
+    /// Weights of each unit, ascending.
+    units: Vec<Vec<(ParamId, Tensor)>>,
+}
+
+impl std::fmt::Debug for LoadedWeights {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("LoadedWeights")
+            .field("units", &self.units.len())
+            .finish_non_exhaustive()
+    }
+}
+
+impl ParamAccess for LoadedWeights {
+    fn backend(&self) -> &Arc<dyn Backend> {
+        &self.backend
+    }
+
+    fn lease(&self, unit: UnitId, phase: Phase) -> Result<Lease<'_>, EngineError> {
+        Ok(Lease::new(
+            self,
+            unit,
+            phase,
+            self.units[unit.index()].clone(),
+        ))
+    }
+
+    fn deposit(&self, id: ParamId, _: &Tensor) -> Result<(), EngineError> {
+        let detail = format!("a gradient of parameter {}, which is frozen", id.0);
+        Err(KernelError::Shape {
+            op: "deposit",
+            detail,
+        }
+        .into())
+    }
+
+    fn is_trainable(&self, _: ParamId) -> bool {
+        false
+    }
+
+    fn needs_backward(&self, _: UnitId) -> bool {
+        false
+    }
+}
+
+impl LeaseOwner for LoadedWeights {
+    fn end_lease(&self, _: UnitId, _: Phase, _: bool) -> Result<(), EngineError> {
+        Ok(())
+    }
+}
+
+/// A flag that must be there.
+pub(super) fn required<T>(value: Option<T>, verb: &str, flag: &str) -> Result<T, Failure> {
+    value.ok_or_else(|| {
+        Failure::usage(
+            format!("`launcher {verb}` needs {flag}"),
+            "it has no default",
+        )
+        .next(format!("`launcher {verb} --help` lists every flag"))
+    })
+}
+
+/// A count that must not be zero.
+pub(super) fn positive(value: usize, flag: &str) -> Result<usize, Failure> {
+    if value > 0 {
+        return Ok(value);
+    }
+    Err(
+        Failure::usage(format!("{flag} 0 is out of range"), "at least 1 is needed")
+            .next("omit the flag to use its default"),
+    )
+}
+
+/// A path that means the same wherever the result is read.
+pub(super) fn path_text(path: &Path) -> PathBuf {
+    std::path::absolute(path).unwrap_or_else(|_| path.to_owned())
+}

@@ -1,0 +1,137 @@
+//! One module for each subcommand, and what the program does with its command line.
+
+pub mod bench;
+mod ckpt;
+mod data_check;
+pub mod demo;
+pub mod doctor;
+pub mod explain;
+mod export;
+mod generate;
+mod new_directory;
+mod plan;
+mod synth;
+mod train;
+mod watch;
+
+use crate::cli::file::{self};
+use crate::cli::{self, Command, Note, PlanArgs};
+use crate::config::RunConfig;
+use crate::device::{Devices, Nvidia};
+use crate::error::Failure;
+use crate::error::format::ErrorFormat;
+use crate::launch::hostfile;
+use crate::launch::rank::{RunSummary, StopFlag};
+use crate::plan::Advice;
+use crate::rank_env::{Env, RankEnv, Variables};
+use crate::ui::{Event, Screen};
+use std::io::Write;
+use std::process::ExitCode;
+use train::{run_rank, run_supervisor, show_files};
+
+/// The work of one rank process, from its configuration to its summary.
+pub type RankMain =
+    fn(&RunConfig, &RankEnv, &StopFlag, &dyn Devices) -> Result<RunSummary, Failure>;
+
+/// Work of the supervisor before ranks start and before the run's folder is touched: check model
+/// and data, plan the memory. What it shows goes through the callback.
+/// It returns what it can say later about failures of ranks.
+pub type PrepareHook = fn(&mut RunConfig, &Env, &mut dyn FnMut(Event)) -> Result<Advice, Failure>;
+
+/// What the program does besides supervising.
+#[derive(Debug, Clone, Copy)]
+pub struct Hooks {
+    /// Runs once, in the supervisor.
+    pub prepare: PrepareHook,
+    /// Runs in every rank.
+    pub rank_main: RankMain,
+    /// GPUs.
+    pub devices: &'static dyn Devices,
+}
+
+/// Runs the program with nothing to prepare.
+pub fn run_with(rank_main: RankMain) -> ExitCode {
+    run_hooks(Hooks {
+        prepare: |_, _, _| Ok(Box::new(|_| ())),
+        rank_main,
+        devices: &Nvidia,
+    })
+}
+
+/// Runs the program: this process becomes the supervisor or a rank, as the environment says.
+pub fn run_hooks(hooks: Hooks) -> ExitCode {
+    let argv: Vec<String> = std::env::args_os()
+        .skip(1)
+        .map(|word| word.to_string_lossy().into_owned())
+        .collect();
+    let format = ErrorFormat::of_line(&argv);
+    run_command(&hooks, &argv, format).unwrap_or_else(|failure| {
+        format.print(&failure);
+        failure.exit_code()
+    })
+}
+
+fn run_command(hooks: &Hooks, argv: &[String], format: ErrorFormat) -> Result<ExitCode, Failure> {
+    match cli::parse(argv)? {
+        Command::Train { args, typed, notes } => {
+            let mut env = Env::read(args.rank_is)?;
+            let loaded = file::load(&typed)?.unwrap_or_default();
+            let args = match loaded.words.is_empty() {
+                true => args,
+                false => Box::new(cli::train_args(&loaded.words)?),
+            };
+            // Ranks that our own supervisor started have its configuration instead of a line.
+            if !env.rank.as_ref().is_some_and(RankEnv::is_supervised) {
+                let mut screen = Screen::on_stderr(env.no_color);
+                let place = hostfile::place(&args, argv, &env, &mut |event| screen.show(&event))?;
+                env.node = place.or(env.node);
+            }
+            match env.rank.clone() {
+                Some(rank) => {
+                    // Under another launcher no supervisor has said it.
+                    if rank.rank == 0 {
+                        show_files(&loaded, &mut Screen::on_stderr(env.no_color));
+                    }
+                    run_rank(hooks, &env, &rank, &args, format)
+                }
+                None => run_supervisor(hooks, &env, &args, &loaded, notes),
+            }
+        }
+        Command::Plan { args, typed, notes } => plan_with_files(hooks, &args, typed, notes),
+        Command::ExplainConfig { args, typed } => file::explain(&args, &typed, &Env::read_alone()),
+        // Reports also on an environment that training refuses.
+        Command::Doctor(options) => doctor::run(&Variables::read(), options.json == Some(true)),
+        Command::Explain(options) => explain::run(&options),
+        Command::DataCheck(options) => data_check::run(&options, &Variables::read()),
+        Command::Generate(args) => generate::ask::run(&args),
+        Command::Eval(args) => generate::evaluate::run(&args),
+        Command::Export(options) => export::export(&options),
+        Command::Ckpt(command) => ckpt::run(&command),
+        Command::Watch(options) => watch::run(&options),
+        Command::Synth(options) => synth::run(&options),
+        Command::BenchNvme(options) => bench::nvme::run(&options),
+        Command::Print(text) => {
+            drop(write!(std::io::stdout(), "{text}"));
+            Ok(ExitCode::SUCCESS)
+        }
+    }
+}
+
+/// Plans a line that its files are part of.
+fn plan_with_files(
+    hooks: &Hooks,
+    args: &PlanArgs,
+    typed: Vec<String>,
+    mut notes: Vec<Note>,
+) -> Result<ExitCode, Failure> {
+    let env = Env::read_alone();
+    let Some(loaded) = file::load(&typed)? else {
+        return plan::run(args, &typed, &env, &notes, hooks.devices);
+    };
+    let mut screen = Screen::on_stderr(env.no_color);
+    show_files(&loaded, &mut screen);
+    notes.extend(loaded.notes.iter().cloned());
+    let args = cli::plan_args(&loaded.words)?;
+    plan::run(&args, &loaded.words, &env, &notes, hooks.devices)
+        .map_err(|failure| loaded.place(failure))
+}

@@ -1,0 +1,115 @@
+//! A folder of results that takes its name only when it is whole, and never overwrites anything.
+
+use std::path::{Path, PathBuf};
+
+use crate::error::{ErrorCode, Failure};
+
+/// A folder in the making, beside the place it will take. Dropped before [`NewFolder::publish`], it is removed.
+#[derive(Debug)]
+pub(crate) struct NewFolder {
+    output: PathBuf,
+    staging: PathBuf,
+}
+
+impl NewFolder {
+    /// Checks that `output` is free and begins an empty folder for it; `what` begins the sentence that says that
+    /// nothing is overwritten (`an export`).
+    ///
+    /// # Errors
+    /// Something is there (exit 2), or the folder cannot be made (exit 16).
+    pub(crate) fn begin(output: &Path, what: &str) -> Result<Self, Failure> {
+        check(output, what)?;
+        let mut name = output.file_name().unwrap_or_default().to_os_string();
+        name.push(".tmp");
+        let staging = output.with_file_name(name);
+        // Left by a run that was ended.
+        drop(std::fs::remove_dir_all(&staging));
+        std::fs::create_dir_all(&staging)
+            .map_err(|error| Failure::io(ErrorCode::Disk, "make", &staging, &error))?;
+        Ok(Self {
+            output: output.to_owned(),
+            staging,
+        })
+    }
+
+    /// Where to write.
+    pub(crate) fn path(&self) -> &Path {
+        &self.staging
+    }
+
+    /// Gives the folder its name.
+    ///
+    /// # Errors
+    /// Something has taken the name in the meantime.
+    pub(crate) fn publish(self) -> Result<(), Failure> {
+        rename(&self.staging, &self.output)
+    }
+}
+
+impl NewFolder {
+    /// Gives its name to the folder `inner` in [`NewFolder::path`]; what else lies there goes.
+    ///
+    /// # Errors
+    /// As [`NewFolder::publish`].
+    pub(crate) fn publish_inner(self, inner: &Path) -> Result<(), Failure> {
+        rename(inner, &self.output)
+    }
+}
+
+fn rename(from: &Path, output: &Path) -> Result<(), Failure> {
+    let rename = || -> std::io::Result<()> {
+        if output.is_dir() {
+            std::fs::remove_dir(output)?;
+        }
+        std::fs::rename(from, output)
+    };
+    rename().map_err(|error| Failure::io(ErrorCode::Disk, "write", output, &error))
+}
+
+impl Drop for NewFolder {
+    fn drop(&mut self) {
+        // What was begun is of no use; after a rename there is nothing.
+        drop(std::fs::remove_dir_all(&self.staging));
+    }
+}
+
+fn check(output: &Path, what: &str) -> Result<(), Failure> {
+    let free = match std::fs::read_dir(output) {
+        Ok(mut entries) => entries.next().is_none(),
+        Err(error) => error.kind() == std::io::ErrorKind::NotFound,
+    };
+    if free {
+        return Ok(());
+    }
+    Err(Failure::usage(
+        format!("--output {} is not an empty directory", output.display()),
+        format!("{what} never overwrites existing files"),
+    )
+    .next("choose another directory"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_folder_takes_its_name_when_it_is_whole() {
+        let temp = tempfile::tempdir().expect("temp dir");
+        let output = temp.path().join("new");
+        let entries = || std::fs::read_dir(temp.path()).expect("listed").count();
+        let begun = NewFolder::begin(&output, "a test").expect("free");
+        std::fs::write(begun.path().join("file"), "x").expect("written");
+        assert!(!output.exists());
+        drop(begun);
+        assert_eq!(entries(), 0);
+        std::fs::create_dir(&output).expect("an empty folder is as good as none");
+        let begun = NewFolder::begin(&output, "a test").expect("free");
+        std::fs::write(begun.path().join("file"), "x").expect("written");
+        begun.publish().expect("published");
+        assert!(output.join("file").is_file());
+        assert_eq!(entries(), 1);
+        let failure = NewFolder::begin(&output, "a test").expect_err("taken");
+        assert_eq!(failure.code.status(), 2);
+        assert_eq!(entries(), 1);
+    }
+}

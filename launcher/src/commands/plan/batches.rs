@@ -1,0 +1,203 @@
+//! Micro-batches other than the planned one, in an arena as large as the plan says: none runs out, whatever came before.
+
+use super::headline::{Case, cases};
+use super::planner::{Planned, made_up_sample};
+use crate::device::counting_of;
+use crate::model::optimizer::rule;
+use crate::model::setup::shapes;
+use crate::plan::dry_run::micro_batch;
+use crate::plan::places::{Places, margin};
+use engine::DryRun;
+use kernels::PoolStats;
+use kernels::cuda::CudaBackend;
+use models::data::EncodedSample;
+use models::{VisionLanguageModel, largest_sample};
+use proptest::prelude::*;
+use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
+use std::sync::Arc;
+
+/// Batches of a case that are tried one after the other.
+const BATCHES: usize = 10;
+
+/// A sample beside the largest one: percent of its tokens, slices, whether there is a picture, whether half the tokens
+/// enter no loss.
+type Smaller = (usize, usize, bool, bool);
+
+fn smaller() -> impl Strategy<Value = Smaller> {
+    let tokens = prop_oneof![80usize..=100, 1usize..=100];
+    (
+        tokens,
+        1usize..=10,
+        prop::bool::weighted(0.7),
+        any::<bool>(),
+    )
+}
+
+struct Arena {
+    planned: Planned,
+    model: Arc<dyn VisionLanguageModel>,
+    /// A rank in exactly the planned memory.
+    dry_run: DryRun,
+    places: Places,
+}
+
+impl Arena {
+    fn new(case: &Case, folder: &std::path::Path) -> Self {
+        let (planner, config) = case.planner(folder);
+        let planned = planner.plan(&config).expect("a plan");
+        let (config, plan) = (&planned.config, &planned.plan);
+        let (model, _) = shapes(config).expect("shapes");
+        let gpu = &config.gpus[0];
+        let bytes = planned.memory.peak.device;
+        let device = CudaBackend::counting_within(gpu.multiprocessors, true, bytes);
+        let rule = Arc::new(rule(config));
+        let dry_run = DryRun::on_discrete_device(plan.clone(), rule, Arc::new(device));
+        let counting = counting_of(gpu).expect("CUDA");
+        let places = Places::new(config, plan, counting);
+        Self {
+            dry_run: dry_run.expect("room for the states"),
+            places: places.expect("counts"),
+            model,
+            planned,
+        }
+    }
+
+    fn sample(&self, (tokens, slices, picture, masked): Smaller) -> EncodedSample {
+        let (config, batch) = (&self.planned.config, &self.planned.config.batch);
+        let tokens = (batch.model_max_length * tokens / 100).max(8);
+        let slices = slices.min(batch.max_slice_nums);
+        let mut sample = largest_sample(&config.model_dir(), tokens, slices).expect("a sample");
+        if !picture {
+            sample.image_bounds.clear();
+            sample.slices.clear();
+        }
+        // Slices without a place among the tokens are no sample of a data set; a place of CogAgent takes two.
+        let most = made_up_sample(config).expect("a sample");
+        let each = most.slices.len() / most.image_bounds.len().max(1);
+        sample
+            .slices
+            .truncate(each.max(1) * sample.image_bounds.len());
+        if masked {
+            sample.labels[..tokens / 2].fill(-100);
+        }
+        sample
+    }
+
+    /// Runs a micro-batch where its script says.
+    fn run(&mut self, samples: &[EncodedSample]) -> Result<PoolStats, String> {
+        let config = &self.planned.config;
+        let script = self.places.of(config, &*self.model, samples);
+        let script = script.map_err(|e| e.to_string())?;
+        let pool = self.dry_run.device_pool();
+        let follow = &mut || pool.follow(Some(script.clone()));
+        micro_batch(
+            config,
+            &*self.model,
+            &self.dry_run,
+            samples,
+            follow,
+            &mut || (),
+        )
+        .map_err(|e| {
+            format!(
+                "{e}: a script of {} for {}",
+                script.bytes(),
+                pool.stats().touched
+            )
+        })?;
+        pool.follow(None);
+        self.dry_run.take_step().map_err(|e| e.to_string())?;
+        Ok(self.dry_run.device_pool().stats())
+    }
+}
+
+#[test]
+fn no_batch_runs_out_of_what_was_planned() {
+    let temp = tempfile::tempdir().expect("temp dir");
+    for case in cases() {
+        let arena = std::cell::RefCell::new(Arena::new(&case, temp.path()));
+        let most = {
+            let arena = arena.borrow();
+            let sample = made_up_sample(&arena.planned.config).expect("a sample");
+            vec![sample; arena.planned.config.batch.micro_batch]
+        };
+        let batch = prop::collection::vec(smaller(), 1..=most.len());
+        let order = prop::collection::vec(batch, BATCHES);
+        let config = Config {
+            cases: 1,
+            failure_persistence: None,
+            ..Config::default()
+        };
+        let rng = TestRng::deterministic_rng(RngAlgorithm::ChaCha);
+        let mut runner = TestRunner::new_with_rng(config, rng);
+        let ran = runner.run(&order, |order| {
+            let mut arena = arena.borrow_mut();
+            let before = arena.run(&most).map_err(TestCaseError::fail)?;
+            for batch in &order {
+                let samples: Vec<_> = batch.iter().map(|of| arena.sample(*of)).collect();
+                let stats = arena.run(&samples);
+                let stats = stats.map_err(|e| TestCaseError::fail(format!("{batch:?}: {e}")))?;
+                prop_assert_eq!(stats.strays, 0, "{:?}", batch);
+                // Only what rests is left behind.
+                prop_assert_eq!(stats.in_use, before.in_use, "{:?}", batch);
+            }
+            Ok(())
+        });
+        if let Err(error) = ran {
+            panic!("{}: {error}", case.name);
+        }
+    }
+}
+
+/// What a batch needs follows from its shape, not from what ran before it.
+#[test]
+fn places_do_not_depend_on_what_ran_before() {
+    let temp = tempfile::tempdir().expect("temp dir");
+    let cases = cases();
+    let case = cases.iter().find(|case| case.name == "minicpm-v-lora");
+    let case = case.expect("the case");
+    let of = |order: &[Smaller]| {
+        let mut arena = Arena::new(case, temp.path());
+        let mut last = None;
+        for of in order {
+            let sample = [arena.sample(*of)];
+            arena.run(&sample).expect("fits");
+            let config = &arena.planned.config;
+            last = arena.places.of(config, &*arena.model, &sample).ok();
+        }
+        last.expect("a script")
+    };
+    let short = (40, 2, true, false);
+    let alone = of(&[short]);
+    let behind = of(&[(100, 9, true, false), (70, 1, false, true), short]);
+    assert!(alone.blocks() > 1000);
+    assert_eq!(alone, behind);
+}
+
+/// A device of whatever size: the plan is not much more than what lives at once.
+#[test]
+fn a_plan_is_little_more_than_what_lives_at_once() {
+    let temp = tempfile::tempdir().expect("temp dir");
+    for case in cases() {
+        let mut arena = Arena::new(&case, temp.path());
+        let config = arena.planned.config.clone();
+        let most = vec![made_up_sample(&config).expect("a sample"); config.batch.micro_batch];
+        let script = arena
+            .places
+            .of(&config, &*arena.model, &most)
+            .expect("a script");
+        let rests = arena.dry_run.device_pool().stats().in_use;
+        let (live, bytes) = (rests + script.live_bytes(), rests + script.bytes());
+        let planned = arena.planned.memory.peak.device;
+        assert!(bytes * 100 <= live * 103, "{}: {bytes} {live}", case.name);
+        assert!(
+            planned >= bytes + margin(&script),
+            "{}: {planned}",
+            case.name
+        );
+        println!(
+            "{}: rests {rests}, lives {live}, placed {bytes}, planned {planned}",
+            case.name
+        );
+    }
+}

@@ -1,0 +1,228 @@
+//! The cases of `scripts/gpu-check.sh --stages headline` fit their caps, as planned from published configurations. What a
+//! case exceeds is stated beside it with the reason; it must go when it is no longer true.
+
+use super::configuration;
+use super::nearest::nearest;
+use super::planner::Planner;
+use crate::cli::{self, Command};
+use crate::config::RunConfig;
+use crate::device::Nvidia;
+use crate::plan::early_share;
+use crate::rank_env::Env;
+use crate::units::parse_bytes;
+use serde::Deserialize;
+use serde_json::Value;
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+/// Host memory of a machine that bounds nothing.
+const AMPLE: &str = "4TiB";
+
+/// What a plan needs of a case; `scripts/gpu_headline.py` reads the rest.
+#[derive(Debug, Deserialize)]
+pub(super) struct Case {
+    pub(super) name: String,
+    model: String,
+    ranks: usize,
+    device_cap: String,
+    host_cap: Option<String>,
+    flags: Vec<String>,
+    saves: Option<bool>,
+    /// The layers of the case where the machine's disk or memory decides how many of them run.
+    layers: Option<Layers>,
+    /// Fields of the configuration that the case has otherwise.
+    #[serde(default)]
+    model_config: serde_json::Map<String, Value>,
+    /// What of the caps the plan exceeds (device, host), and why.
+    #[serde(default)]
+    beyond: BTreeMap<String, String>,
+}
+
+/// How many layers a model has, and how few of them are run at least.
+#[derive(Debug, Clone, Copy, Deserialize)]
+struct Layers {
+    all: u64,
+    least: u64,
+    /// Of the elements, the least share that the host has room to update while backward runs.
+    early: Option<f64>,
+}
+
+impl Case {
+    /// The configuration of the case, written into `folder`.
+    fn config(&self, folder: &Path) -> PathBuf {
+        let published = Path::new(env!("CARGO_MANIFEST_DIR"))
+            .join("src/commands/synth/configs")
+            .join(format!("{}.json", self.model));
+        let text = std::fs::read(published).expect("a published configuration");
+        let mut config: Value = serde_json::from_slice(&text).expect("JSON");
+        for (field, value) in &self.model_config {
+            config[field] = value.clone();
+        }
+        let path = folder.join("config.json");
+        std::fs::write(&path, config.to_string()).expect("written");
+        path
+    }
+}
+
+pub(super) fn cases() -> Vec<Case> {
+    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("../scripts/headline.json");
+    let text = std::fs::read(file).expect("the cases");
+    serde_json::from_slice(&text).expect("a list of cases")
+}
+
+impl Case {
+    /// The run that is planned, on a described machine of the case's caps.
+    pub(super) fn planner(&self, folder: &Path) -> (Planner, RunConfig) {
+        let config = self.config(folder);
+        let mut words = vec!["plan".to_owned(), "--model".to_owned()];
+        words.push(config.display().to_string());
+        let hw = format!("{}x{}", self.ranks, self.device_cap);
+        let ram = self.host_cap.as_deref().unwrap_or(AMPLE);
+        let save = match self.saves {
+            Some(true) => "steps",
+            _ => "no",
+        };
+        let machine = format!(
+            "--no-weights true --device cuda --hw {hw} --ram {ram} --save-strategy {save} --eval-strategy no"
+        );
+        words.extend(machine.split(' ').map(str::to_owned));
+        words.extend(self.flags.iter().cloned());
+        let parsed = cli::parse(&words).expect("parses");
+        let Command::Plan { args, .. } = parsed else {
+            panic!("a line of `launcher plan`");
+        };
+        let env = Env::from_lookup(&|_| None).expect("an environment");
+        let config = configuration(&args, &env, false, &Nvidia).expect("resolves");
+        let planner = Planner::new(&config, &args, false).expect("a planner");
+        (planner, config)
+    }
+}
+
+#[test]
+fn every_case_fits_its_caps_but_where_it_says_why() {
+    let cases = cases();
+    assert!(cases.len() >= 7);
+    let temp = tempfile::tempdir().expect("temp dir");
+    let mut wrong = Vec::new();
+    for case in cases {
+        let (planner, config) = case.planner(temp.path());
+        let planned = planner.plan(&config).expect("a plan");
+        let needs = planned.fit.needs();
+        let cap = parse_bytes(&case.device_cap).expect("bytes");
+        assert_eq!(planned.fit.device_limit(), Some(cap), "{}", case.name);
+        // The host's cap is that of the machine planned for.
+        let exceeds = [
+            ("device", planned.fit.exceeds_device()),
+            ("host", planned.fit.exceeds_host()),
+        ];
+        for (what, exceeds) in exceeds {
+            if exceeds != case.beyond.contains_key(what) {
+                let name = &case.name;
+                wrong.push(format!(
+                    "{name}, {what}: {needs}, stated: {:?}",
+                    case.beyond
+                ));
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "not as the caps say: {wrong:#?}");
+}
+
+/// Where the disk leaves room for some layers only, these fit the host's cap scaled by parameters, as the check scales it.
+#[test]
+fn fewer_layers_fit_a_cap_that_is_scaled_by_parameters() {
+    let temp = tempfile::tempdir().expect("temp dir");
+    let mut seen = 0;
+    for mut case in cases() {
+        let (Some(Layers { all, least, .. }), Some(cap)) = (case.layers, &case.host_cap) else {
+            continue;
+        };
+        seen += 1;
+        let cap = parse_bytes(cap).expect("bytes");
+        let mut of = |layers: u64, cap: u64| {
+            let field = "num_hidden_layers".to_owned();
+            case.model_config.insert(field, layers.into());
+            case.host_cap = Some(cap.to_string());
+            let (planner, config) = case.planner(temp.path());
+            let planned = planner.plan(&config).expect("a plan");
+            (planned.plan.spec().elems().0 as u128, planned.fit)
+        };
+        let (parameters, _) = of(all, cap);
+        for layers in [all, 24, 16, 8, least] {
+            let (n, _) = of(layers, cap);
+            let scaled = (u128::from(cap) * n / parameters) as u64;
+            let (_, fit) = of(layers, scaled);
+            assert!(
+                !fit.exceeds_host(),
+                "{layers} layers, {scaled} bytes: {}",
+                fit.needs()
+            );
+        }
+    }
+    assert!(seen > 0, "no case has layers to choose");
+}
+
+/// As many layers as the check runs on a machine of 128 GiB: they keep the cap of the GPU, and with one more their updates
+/// would have no room, or too little.
+#[test]
+fn fewer_layers_leave_room_for_early_updates() {
+    let temp = tempfile::tempdir().expect("temp dir");
+    let mut seen = 0;
+    for mut case in cases() {
+        let (layers, early) = match case.layers {
+            Some(layers) if layers.early.is_some() => (layers, layers.early.unwrap_or(1.0)),
+            _ => continue,
+        };
+        seen += 1;
+        assert!(case.host_cap.is_none(), "{}", case.name);
+        case.host_cap = Some("128GiB".to_owned());
+        let mut fits = |layers: u64| {
+            let field = "num_hidden_layers".to_owned();
+            case.model_config.insert(field, layers.into());
+            let (planner, config) = case.planner(temp.path());
+            let planned = planner.plan(&config).expect("a plan");
+            let share = early_share(&planned.plan);
+            (planned.fit.fits() && share >= early, share, planned.fit)
+        };
+        let choices: Vec<u64> = (layers.least..=layers.all).collect();
+        let room = choices.partition_point(|layers| fits(*layers).0);
+        assert!((1..choices.len()).contains(&room), "{room} choices");
+        let most = choices[room - 1];
+        let (_, share, fit) = fits(most);
+        assert!(
+            share < early + 0.1,
+            "{most} layers, {share} of the elements"
+        );
+        assert!(!fit.exceeds_device(), "{most} layers: {}", fit.needs());
+    }
+    assert!(seen > 0, "no case has early updates to make room for");
+}
+
+/// What fits through host memory is proposed where GPUs that read each other's have no room for it.
+#[test]
+fn host_memory_is_proposed_where_gpus_lack_the_room() {
+    let mut cases = cases();
+    let case = cases.iter_mut().find(|case| case.name == "minicpm-v-lora");
+    let case = case.expect("the case");
+    let temp = tempfile::tempdir().expect("temp dir");
+    let mut device_need = |how: &str, cap: Option<u64>| {
+        let flag = case.flags.iter().position(|word| word == "--collectives");
+        case.flags[flag.expect("its collectives") + 1] = how.to_owned();
+        case.device_cap = cap.map_or_else(|| "80GiB".to_owned(), |cap| cap.to_string());
+        let (planner, config) = case.planner(temp.path());
+        let config = config.without_spare();
+        let fit = planner.plan(&config).expect("a plan").fit;
+        (fit.need.device, fit, planner, config)
+    };
+    let (mapped, ..) = device_need("ipc", None);
+    let (staged, ..) = device_need("shm", None);
+    assert!(
+        staged < mapped,
+        "shards that GPUs map stay on them: {staged} {mapped}"
+    );
+    let (_, fit, planner, config) = device_need("ipc", Some(staged.midpoint(mapped)));
+    assert!(fit.exceeds_device(), "{}", fit.needs());
+    let found = nearest(&planner, &config).expect("candidates");
+    let (flags, _) = found.expect("one that fits");
+    assert_eq!(flags, [("collectives", "shm".to_owned())]);
+}

@@ -1,0 +1,85 @@
+//! Every stage and offload of one run on one machine.
+
+use super::needs;
+use super::planner::{Planned, Planner};
+use crate::config::{Offload, RunConfig, Tier};
+use crate::error::Failure;
+use crate::plan::suggestion::changed;
+use crate::units::bytes;
+use serde_json::{Value, json};
+
+/// Tiers of optimizer states and weights, activations staying where they are.
+fn offloads(planner: &Planner, config: &RunConfig) -> Vec<Offload> {
+    let disk = planner.disk(config).map(Tier::Nvme);
+    let mut all = Vec::new();
+    for tier in [Some(Tier::Cpu), disk].into_iter().flatten() {
+        for param in [Tier::None, tier.clone()] {
+            all.push(Offload {
+                optimizer: tier.clone(),
+                param,
+                activation: config.offload.activation.clone(),
+            });
+        }
+    }
+    all.insert(
+        0,
+        Offload {
+            activation: config.offload.activation.clone(),
+            ..Offload::default()
+        },
+    );
+    all
+}
+
+/// The plans, in order of stage and offload.
+pub(super) fn rows(planner: &Planner, config: &RunConfig) -> Result<Vec<Planned>, Failure> {
+    let mut rows = Vec::new();
+    for stage in 0..=3u8 {
+        for offload in offloads(planner, config) {
+            let flags = vec![
+                ("zero", stage.to_string()),
+                ("offload", offload.to_string()),
+            ];
+            if let Some(config) = changed(config, &flags) {
+                rows.push(planner.plan(&config.without_spare())?);
+            }
+        }
+    }
+    Ok(rows)
+}
+
+/// One object per plan.
+pub(super) fn as_json(rows: &[Planned]) -> Value {
+    let rows = rows.iter().map(|planned| {
+        json!({
+            "stage": planned.config.zero,
+            "offload": planned.config.offload.to_string(),
+            "need_bytes": needs(planned),
+            "peak_bytes_per_rank": planned.memory.peak,
+            "fits": planned.fit.fits(),
+        })
+    });
+    Value::Array(rows.collect())
+}
+
+/// A table.
+pub(super) fn as_text(config: &RunConfig, rows: &[Planned]) -> String {
+    let mut text = format!(
+        "{} · {} ranks\nstage  offload                                  device/rank       host       nvme  fits\n",
+        config.name(),
+        config.nproc
+    );
+    for planned in rows {
+        let need = planned.fit.need;
+        let verdict = if planned.fit.fits() { "yes" } else { "no" };
+        text += &format!(
+            "{:<7}{:<40}{:>12}{:>11}{:>11}  {verdict}\n",
+            planned.config.zero,
+            planned.config.offload.to_string(),
+            bytes(need.device),
+            bytes(need.host),
+            bytes(need.nvme),
+        );
+    }
+    text
+}

@@ -1,0 +1,359 @@
+//! `launcher plan`.
+
+#[cfg(all(test, feature = "cuda"))]
+mod batches;
+#[cfg(test)]
+mod headline;
+mod matrix;
+mod nearest;
+mod planner;
+#[cfg(test)]
+mod tests;
+mod text;
+
+use crate::cli::resolve_on;
+use crate::cli::{Hardware, Note, PlanArgs, Preset};
+use crate::config::{Collectives, DEVICE, Device, DeviceChoice, RunConfig};
+use crate::config::{Products, RunGpu};
+use crate::device::{self, Chosen, Devices};
+use crate::error::Failure;
+use crate::plan::disk_check::Room;
+use crate::plan::rank_memory::{plan_event, upload_line};
+use crate::plan::{early_line, early_share, late_line};
+use crate::rank_env::{Env, Variables};
+use crate::ui::{Event, lines};
+use crate::units::bytes;
+use nearest::{Flags, nearest};
+use planner::{Planned, Planner, made_up_sample};
+use serde_json::{Value, json};
+use std::io::Write;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+/// Multiprocessors of GPUs that are described: those of an H100. Scratch memory differs little between kinds.
+const DESCRIBED_MULTIPROCESSORS: u32 = 132;
+/// Stands for data that is made up.
+const NO_DATA: &str = "made-up-sample";
+
+/// Plans the run of `args` and prints it.
+///
+/// # Errors
+/// Flags or files that training would refuse too; exit 5 when the run does not fit.
+pub(crate) fn run(
+    args: &PlanArgs,
+    typed: &[String],
+    env: &Env,
+    notes: &[Note],
+    devices: &dyn Devices,
+) -> Result<ExitCode, Failure> {
+    let has_data = args.run.model.is_none() || args.run.data.is_some();
+    let mut config = configuration(args, env, has_data, devices)?;
+    crate::commands::demo::prepare(&mut config, env, &mut |_| ())?;
+    let planner = Planner::new(&config, args, has_data)?;
+    let json = args.json == Some(true);
+    if args.matrix == Some(true) {
+        let rows = matrix::rows(&planner, &config)?;
+        let text = if json {
+            pretty(&matrix::as_json(&rows))
+        } else {
+            matrix::as_text(&config, &rows)
+        };
+        print(&text);
+        return Ok(ExitCode::SUCCESS);
+    }
+    let planned = planner.plan(&config)?;
+    let room = planner.room(&planned)?;
+    let fits = planned.fit.fits();
+    let near = if fits {
+        None
+    } else {
+        nearest(&planner, &config)?
+    };
+    if json {
+        print(&pretty(&as_json(
+            &planned,
+            &room,
+            &planner,
+            typed,
+            near.as_ref(),
+        )));
+    } else {
+        print(&as_text(&planned, &room, &planner, notes, args)?);
+    }
+    planned
+        .fit
+        .check(&planned.config, &planned.memory)
+        .map_err(|failure| with_nearest(failure, typed, near.as_ref()))?;
+    room.check(&planned.config)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// The run that `args` describe, on the machine that they describe.
+///
+/// # Errors
+/// As training with the same flags.
+fn configuration(
+    args: &PlanArgs,
+    env: &Env,
+    has_data: bool,
+    devices: &dyn Devices,
+) -> Result<RunConfig, Failure> {
+    let mut run = args.run.clone();
+    if !has_data {
+        run.data = Some(PathBuf::from(NO_DATA));
+        run.eval_data = None;
+    }
+    if let Some(hardware) = args.hw {
+        run.nproc = run.nproc.or(Some(hardware.devices));
+        if run.nproc != Some(hardware.devices) {
+            return Err(Failure::usage(
+                "--nproc and --hw contradict each other",
+                format!("one rank runs on each of {} devices", hardware.devices),
+            )
+            .next("omit --nproc"));
+        }
+    }
+    let choice = run.device.unwrap_or(DEVICE);
+    let chosen = match args.hw {
+        // What today's back end needs of GPUs that are not here.
+        Some(hardware) if choice == DeviceChoice::Cuda => {
+            described(hardware, run.collectives == Some(Collectives::Ipc))
+        }
+        Some(_) => Chosen::cpu(),
+        None => device::choose(choice, devices, &Variables::read())?,
+    };
+    Ok(resolve_on(&run, env, &chosen)?.config)
+}
+
+/// GPUs of a described machine, which reach each other's memory where that is asked for.
+fn described(hardware: Hardware, linked: bool) -> Chosen {
+    let count = u32::try_from(hardware.devices).unwrap_or(u32::MAX);
+    let others = |ordinal| (0..count).filter(move |other| *other != ordinal);
+    let gpu = |ordinal| RunGpu {
+        ordinal,
+        name: "described".to_owned(),
+        uuid: None,
+        multiprocessors: DESCRIBED_MULTIPROCESSORS,
+        memory_bytes: hardware.device_bytes,
+        free_bytes: hardware.device_bytes,
+        peers: if linked {
+            others(ordinal).collect()
+        } else {
+            Vec::new()
+        },
+        // What needs more scratch memory.
+        products: Products::CublasLt,
+    };
+    Chosen::described((0..count).map(gpu).collect())
+}
+
+fn as_json(
+    planned: &Planned,
+    room: &Room,
+    planner: &Planner,
+    typed: &[String],
+    near: Option<&(Flags, Planned)>,
+) -> Value {
+    let (total, trainable) = planned.plan.spec().elems();
+    let config = &planned.config;
+    json!({
+        "model": config.name(),
+        "parameters_total": total,
+        "parameters_trainable": trainable,
+        "ranks": config.nproc,
+        "stage": config.zero,
+        "precision": planned.plan.config().precision.name(),
+        "offload": config.offload.to_string(),
+        "micro_batch": config.batch.micro_batch,
+        "accumulation_steps": config.batch.accumulation_steps,
+        "uploads_ahead": planned.plan.uploads_ahead(),
+        "early_step": config.early_step.to_string(),
+        "early_share": early_share(&planned.plan),
+        "late_step": planned.plan.steps_late(),
+        "checkpoint_activations": config.checkpoint_activations.to_string(),
+        "checkpoint_num_layers": config.checkpoint_num_layers,
+        "sample": if planner.makes_up_samples() { "made-up" } else { "data" },
+        "bytes_per_rank": planned.memory.phases,
+        "peak_bytes_per_rank": planned.memory.peak,
+        "need_bytes": needs(planned),
+        "have_bytes": {
+            "device_per_rank": planned.fit.device_limit(),
+            "host": planned.fit.machine.host_free_bytes,
+            "nvme": planned.fit.machine.nvme_free_bytes,
+            "window": planned.fit.machine.window_free_bytes,
+        },
+        "checkpoint_bytes": {
+            "state": room.checkpoint.state,
+            "weights": room.checkpoint.weights,
+            "at_once": room.most,
+            "free": room.free,
+        },
+        "fits": planned.fit.fits() && room.check(config).is_ok(),
+        "nearest": near.map(|(flags, planned)| json!({
+            "flags": spelled(flags),
+            "command": command(typed, flags),
+            "need_bytes": needs(planned),
+        })),
+    })
+}
+
+fn needs(planned: &Planned) -> Value {
+    let need = planned.fit.need;
+    json!({
+        "device_per_rank": need.device,
+        "host": need.host,
+        "nvme": need.nvme,
+        "window": need.window,
+    })
+}
+
+fn as_text(
+    planned: &Planned,
+    room: &Room,
+    planner: &Planner,
+    notes: &[Note],
+    args: &PlanArgs,
+) -> Result<String, Failure> {
+    let Planned {
+        config,
+        plan,
+        memory,
+        fit,
+        spare,
+    } = planned;
+    let mut text = String::new();
+    for note in notes {
+        text += &shown(
+            &Event::Note {
+                flag: note.flag.clone(),
+                reason: note.reason.clone(),
+            },
+            usize::MAX,
+        );
+    }
+    if let Some(preset) = args.run.preset.as_deref().and_then(Preset::named) {
+        text += &shown(
+            &Event::Info {
+                label: "preset".into(),
+                text: format!("{}: {}", preset.script, preset.spelled()),
+            },
+            usize::MAX,
+        );
+    }
+    let mut event = plan_event(config, plan, memory, fit);
+    if args.hw.is_some() && config.device == Device::Cpu {
+        event.device = "devices".into();
+    }
+    // The last of its lines is the trainer's verdict; this verb has one of its own.
+    text += &shown(&Event::Plan(event), 2);
+    if let Some(line) = upload_line(plan, None) {
+        text += &shown(&line, usize::MAX);
+    }
+    for line in [early_line(plan, spare.as_ref()), late_line(plan)]
+        .into_iter()
+        .flatten()
+    {
+        text += &shown(&line, usize::MAX);
+    }
+    if planner.makes_up_samples() {
+        let sample = made_up_sample(config)?;
+        text += &shown(
+            &Event::Info {
+                label: "sample".into(),
+                text: format!(
+                    "no data is given: an artificial sample of {} tokens, all supervised, with an image of {} patches in {} slices",
+                    sample.input_ids.len(),
+                    sample.patches(),
+                    sample.slices.len()
+                ),
+            },
+            usize::MAX,
+        );
+    }
+    if args.hw.is_some() {
+        let tier = memory.phases.values().map(|phase| {
+            let states = ["parameters", "gradients", "optimizer", "activations"];
+            states
+                .iter()
+                .filter_map(|kind| phase.host.get(*kind))
+                .sum::<u64>()
+        });
+        let limit = crate::memory::lockable_bytes();
+        text += &shown(
+            &Event::Info {
+                label: "memlock".into(),
+                text: format!(
+                    "copies to devices are fastest from locked host memory: {} per rank; this shell can lock {}",
+                    bytes(tier.max().unwrap_or(0)),
+                    limit.map_or_else(|| "any amount".to_owned(), bytes)
+                ),
+            },
+            usize::MAX,
+        );
+    }
+    text += &text::table(memory);
+    text += &shown(&room.event(config), usize::MAX);
+    text += &text::verdict(fit);
+    Ok(text)
+}
+
+/// The first `most` lines of an event.
+fn shown(event: &Event, most: usize) -> String {
+    let lines = lines(event).into_iter().take(most);
+    lines.map(|line| line + "\n").collect()
+}
+
+fn with_nearest(
+    mut failure: Failure,
+    typed: &[String],
+    near: Option<&(Flags, Planned)>,
+) -> Failure {
+    match near {
+        Some((flags, planned)) => {
+            let line = format!("nearest setting that fits: {}", planned.fit.needs());
+            failure.next.insert(0, line);
+            failure.next.insert(1, command(typed, flags));
+        }
+        None => {
+            let line = "no stage, offload, batch or precision makes it fit";
+            failure.next.insert(0, line.to_owned());
+        }
+    }
+    failure
+}
+
+/// The line that was typed, with some flags set otherwise.
+fn command(typed: &[String], flags: &Flags) -> String {
+    let name = |word: &str| {
+        word.trim_start_matches("--")
+            .split('=')
+            .next()
+            .map(str::to_owned)
+    };
+    // Two of the three sizes of a batch give the third.
+    let sized = flags
+        .iter()
+        .any(|(flag, _)| *flag == "gradient-accumulation-steps");
+    let kept = typed.iter().filter(|word| {
+        let name = name(word).unwrap_or_default();
+        let replaced = name == "json" || flags.iter().any(|(flag, _)| *flag == name);
+        let sizes = sized && matches!(&*name, "global-batch-size" | "find-batch");
+        !(replaced || sizes)
+    });
+    let kept: Vec<&str> = kept.map(String::as_str).collect();
+    format!("launcher plan {} {}", kept.join(" "), spelled(flags))
+}
+
+pub(super) fn spelled(flags: &Flags) -> String {
+    let flags: Vec<String> = flags.iter().map(|(n, v)| format!("--{n} {v}")).collect();
+    flags.join(" ")
+}
+
+fn pretty(value: &Value) -> String {
+    format!("{value:#}\n")
+}
+
+fn print(text: &str) {
+    // A closed pipe is nobody's error.
+    drop(std::io::stdout().write_all(text.as_bytes()));
+}

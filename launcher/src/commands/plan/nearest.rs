@@ -1,0 +1,191 @@
+//! The configuration that fits and is nearest to the one that does not.
+
+use super::planner::{Planned, Planner};
+use crate::config::{Collectives, Device, Offload, PrecisionChoice, Recompute, RunConfig, Tier};
+use crate::error::Failure;
+use crate::plan::suggestion::changed;
+
+/// A flag with its value.
+pub(super) type Flags = Vec<(&'static str, String)>;
+
+/// What one setting may become, with what the change costs: how a run is laid out before how fast it
+/// is, and that before what its numbers are.
+type Choices = Vec<(u32, Flags)>;
+
+/// Layers that may share one kept input, with what each choice costs beyond the first: two save half of the inputs,
+/// and the square root of 28 to 40 layers as many as one more pass can.
+const NUM_LAYERS: [(u32, usize); 2] = [(0, 2), (1, 6)];
+
+fn stages(config: &RunConfig) -> Choices {
+    let more = (config.zero + 1..=3).map(|stage| {
+        let cost = 2 + u32::from(3 - stage);
+        (cost, vec![("zero", stage.to_string())])
+    });
+    let alone = config.nproc == 1;
+    std::iter::once((0, Vec::new()))
+        .chain(more.filter(|_| !alone))
+        .collect()
+}
+
+fn groups(config: &RunConfig) -> Choices {
+    let one = vec![("shard-group", config.nproc.to_string())];
+    let one = config.shard_group.map(|_| (1, one));
+    std::iter::once((0, Vec::new())).chain(one).collect()
+}
+
+/// GPUs that add up gradients hold every rank's part of a unit's at once.
+fn carriers(config: &RunConfig) -> Choices {
+    let through_host = vec![("collectives", Collectives::Shm.name().to_owned())];
+    let by_gpus = config.resolved_collectives() == Collectives::Ipc;
+    let other = by_gpus.then_some((1, through_host));
+    std::iter::once((0, Vec::new())).chain(other).collect()
+}
+
+fn offloads(planner: &Planner, config: &RunConfig) -> Choices {
+    let now = &config.offload;
+    let mut steps: Vec<(u32, Offload)> = Vec::new();
+    let mut add = |cost: u32, tier: &Tier| {
+        let optimizer = Offload {
+            optimizer: tier.clone(),
+            ..now.clone()
+        };
+        let both = Offload {
+            param: tier.clone(),
+            ..optimizer.clone()
+        };
+        steps.extend([(cost, optimizer), (cost + 4, both)]);
+    };
+    // Nothing comes back from a disk that was put there by hand.
+    if now.folders().is_empty() {
+        add(8, &Tier::Cpu);
+    }
+    if let Some(folder) = planner.disk(config) {
+        add(16, &Tier::Nvme(folder));
+    }
+    // What a GPU saves for backward leaves it beside its work.
+    if config.device == Device::Cuda && now.activation == Tier::None {
+        let mut also = vec![(0, now.clone())];
+        also.extend(steps.iter().cloned());
+        steps.extend(also.into_iter().map(|(cost, offload)| {
+            let offload = Offload {
+                activation: Tier::Cpu,
+                ..offload
+            };
+            (cost + 5, offload)
+        }));
+    }
+    let changed = steps.into_iter().filter(|(_, offload)| offload != now);
+    let changed = changed.map(|(cost, offload)| (cost, vec![("offload", offload.to_string())]));
+    std::iter::once((0, Vec::new())).chain(changed).collect()
+}
+
+fn recomputes(config: &RunConfig) -> Choices {
+    let mut choices: Choices = vec![(0, Vec::new())];
+    let all = ("checkpoint-activations", "all".to_owned());
+    let again = config.checkpoint_activations != Recompute::ALL;
+    let mut flags: Flags = again.then_some(all).into_iter().collect();
+    if again {
+        choices.push((4, flags.clone()));
+    }
+    for (more, layers) in NUM_LAYERS {
+        if config.checkpoint_num_layers < layers {
+            flags.push(("checkpoint-num-layers", layers.to_string()));
+            choices.push((6 + more, flags.clone()));
+            flags.pop();
+        }
+    }
+    choices
+}
+
+/// Smaller micro-batches of the same update.
+fn batches(config: &RunConfig) -> Choices {
+    let (micro, steps) = (config.batch.micro_batch, config.batch.accumulation_steps);
+    let smaller = (1..micro).rev().filter(|n| micro.is_multiple_of(*n));
+    let smaller = smaller.enumerate().map(|(i, n)| {
+        let flags = vec![
+            ("per-device-train-batch-size", n.to_string()),
+            (
+                "gradient-accumulation-steps",
+                (steps * micro / n).to_string(),
+            ),
+        ];
+        (5 + i as u32, flags)
+    });
+    std::iter::once((0, Vec::new())).chain(smaller).collect()
+}
+
+fn precisions(config: &RunConfig) -> Choices {
+    let mut choices: Choices = vec![(0, Vec::new())];
+    let of = |name: &str| vec![("precision", name.to_owned())];
+    if config.precision == PrecisionChoice::F32 {
+        choices.push((20, of("bf16")));
+    }
+    if config.precision != PrecisionChoice::PureBf16 {
+        choices.push((30, of("pure-bf16")));
+    }
+    choices
+}
+
+/// Every combination, nearest first.
+fn candidates(planner: &Planner, config: &RunConfig) -> Vec<Flags> {
+    let mut all: Choices = vec![(0, Vec::new())];
+    for choices in [
+        stages(config),
+        groups(config),
+        carriers(config),
+        recomputes(config),
+        batches(config),
+        offloads(planner, config),
+        precisions(config),
+    ] {
+        let mut longer = Vec::with_capacity(all.len() * choices.len());
+        for (cost, flags) in &all {
+            for (more, changed) in &choices {
+                longer.push((cost + more, [&flags[..], changed].concat()));
+            }
+        }
+        all = longer;
+    }
+    all.retain(|(_, flags)| !flags.is_empty());
+    all.sort_by_key(|(cost, flags)| (*cost, flags.len()));
+    all.into_iter().map(|(_, flags)| flags).collect()
+}
+
+/// The nearest configuration that fits, with the flags that make it.
+pub(super) fn nearest(
+    planner: &Planner,
+    config: &RunConfig,
+) -> Result<Option<(Flags, Planned)>, Failure> {
+    for flags in candidates(planner, config) {
+        let Some(neighbour) = changed(config, &flags).map(RunConfig::without_spare) else {
+            continue;
+        };
+        if !states_fit(planner, &neighbour)? {
+            continue;
+        }
+        let planned = planner.plan(&neighbour)?;
+        if planned.fit.fits() {
+            return Ok(Some((flags, planned)));
+        }
+    }
+    Ok(None)
+}
+
+/// Whether model states alone would fit: what needs no dry run.
+fn states_fit(planner: &Planner, config: &RunConfig) -> Result<bool, Failure> {
+    let (_, plan) = crate::model::setup::shapes(config)?;
+    let states = plan.memory();
+    let (machine, ranks) = (planner.machine(), config.nproc as u64);
+    let kinds = [states.parameters, states.gradients, states.optimizer];
+    let device: u64 = kinds.iter().map(|kind| kind.device).sum();
+    let host: u64 = kinds.iter().map(|kind| kind.host).sum();
+    let limits = [machine.device_bytes, config.device_memory_limit];
+    let device_fits = limits.iter().flatten().all(|limit| device <= *limit);
+    let on_host = if machine.device_bytes.is_none() {
+        device + host
+    } else {
+        host
+    };
+    let free = machine.limited(config).host_free_bytes;
+    Ok(device_fits && ranks * on_host <= free)
+}

@@ -1,0 +1,245 @@
+//! Plans of configurations that differ in flags: with the user's samples, or with one that is made up.
+
+use crate::cli::PlanArgs;
+use crate::config::RunConfig;
+use crate::data::SampleSet;
+use crate::data::check::largest;
+use crate::error::failures::unusable;
+use crate::error::{ErrorCode, Failure};
+use crate::memory::RankMemory;
+use crate::model::contents::CheckpointBytes;
+use crate::model::setup::shapes;
+use crate::plan::check_data;
+use crate::plan::disk_check::{Room, saves};
+use crate::plan::rank_memory::{fixed, whole_memory};
+use crate::plan::{Fit, HeldOut, Machine, Spare, Work, dry_run, settle_early_step};
+use engine::Plan;
+use models::data::EncodedSample;
+use models::generate::Prompt;
+use models::{Processor, SampleInput, VisionLanguageModel, WeightSource, largest_sample};
+use std::path::PathBuf;
+use std::sync::Arc;
+
+/// Tokens of the answer to a sample that is made up.
+const ANSWER_TOKENS: usize = 128;
+
+/// One configuration, planned.
+#[derive(Debug)]
+pub(super) struct Planned {
+    pub(super) config: RunConfig,
+    pub(super) plan: Arc<Plan>,
+    pub(super) memory: RankMemory,
+    pub(super) fit: Fit,
+    /// What `--optimizer-in-backward auto` found in host memory, where that was asked for.
+    pub(super) spare: Option<Spare>,
+}
+
+/// Samples of the user.
+#[derive(Debug)]
+struct Samples {
+    processor: Arc<dyn Processor>,
+    train: SampleSet,
+    eval: Option<SampleSet>,
+}
+
+/// Plans configurations of one model for one machine.
+#[derive(Debug)]
+pub(super) struct Planner {
+    machine: Machine,
+    samples: Option<Samples>,
+    weights: Option<WeightSource>,
+}
+
+impl Planner {
+    /// Reads the samples, if `has_data`, and checks that the weights belong to the model unless only
+    /// its configuration counts.
+    pub(super) fn new(
+        config: &RunConfig,
+        args: &PlanArgs,
+        has_data: bool,
+    ) -> Result<Self, Failure> {
+        let dir = config.model_dir();
+        let weights = if args.no_weights != Some(true) && !dir.is_file() && !config.is_demo() {
+            Some(check_weights(config)?)
+        } else {
+            None
+        };
+        let samples = if has_data {
+            let (processor, train, eval) = check_data(config)?;
+            Some(Samples {
+                processor,
+                train,
+                eval,
+            })
+        } else {
+            None
+        };
+        Ok(Self {
+            machine: machine(args),
+            samples,
+            weights,
+        })
+    }
+
+    /// Whether the sample is made up.
+    pub(super) fn makes_up_samples(&self) -> bool {
+        self.samples.is_none()
+    }
+
+    /// A folder for spill files: the run's, or a name for the user's where there is room for any.
+    pub(super) fn disk(&self, config: &RunConfig) -> Option<PathBuf> {
+        let own = config
+            .offload
+            .folders()
+            .first()
+            .map(|folder| (*folder).to_owned());
+        let described = self.machine.nvme_free_bytes.map(|_| PathBuf::from("/DIR"));
+        own.or(described)
+    }
+
+    /// The machine planned for.
+    pub(super) fn machine(&self) -> Machine {
+        self.machine
+    }
+
+    /// The plan of the configuration `asked` for.
+    pub(super) fn plan(&self, asked: &RunConfig) -> Result<Planned, Failure> {
+        let mut config = asked.clone();
+        let (model, plan) = shapes(&config)?;
+        let plan = Arc::new(plan);
+        let memory = match &self.samples {
+            Some(samples) => self.of_samples(&mut config, &*model, &plan, samples)?,
+            None => self.made_up(&config, &*model, &plan)?,
+        };
+        let fit = Fit::new(&config, &memory, self.machine);
+        // As the check before a run decides.
+        if config.settle_early_step_on_disk(&plan, fit.exceeds_nvme()) {
+            return self.plan(&RunConfig {
+                early_step: config.early_step,
+                ..asked.clone()
+            });
+        }
+        // As there.
+        if config.settle_upload_ahead(&plan, fit.exceeds_device()) {
+            return self.plan(&RunConfig {
+                early_step: config.early_step,
+                upload_ahead: config.upload_ahead,
+                ..asked.clone()
+            });
+        }
+        let mut again = |config: &mut RunConfig| {
+            let planned = self.plan(&RunConfig {
+                early_step: config.early_step,
+                upload_ahead: config.upload_ahead,
+                ..asked.clone()
+            })?;
+            *config = planned.config;
+            Ok((planned.plan, planned.memory))
+        };
+        let (replanned, spare) = settle_early_step(&mut config, &plan, &fit, &mut again)?;
+        let (plan, memory) = replanned.unwrap_or((plan, memory));
+        Ok(Planned {
+            fit: Fit::new(&config, &memory, self.machine),
+            config,
+            plan,
+            memory,
+            spare,
+        })
+    }
+
+    /// What the checkpoints of a planned run need of their disk.
+    pub(super) fn room(&self, planned: &Planned) -> Result<Room, Failure> {
+        let config = &planned.config;
+        let (model, _) = shapes(config)?;
+        let weights = self.weights.as_ref();
+        let checkpoint = CheckpointBytes::of(config, &*model, &planned.plan, weights)?;
+        if !self.machine.is_here() {
+            return Ok(Room::elsewhere(checkpoint));
+        }
+        let times = match &self.samples {
+            Some(samples) => {
+                let count = samples.train.samples.len();
+                saves(config, config.total_steps(count), count)
+            }
+            None => 1,
+        };
+        Ok(Room::of(config, checkpoint, times, planned.fit.need.nvme))
+    }
+
+    fn of_samples(
+        &self,
+        config: &mut RunConfig,
+        model: &dyn VisionLanguageModel,
+        plan: &Arc<Plan>,
+        samples: &Samples,
+    ) -> Result<RankMemory, Failure> {
+        let processor = &*samples.processor;
+        let worst = largest(&samples.train, config, processor)?;
+        let eval = samples.eval.as_ref();
+        whole_memory(config, model, processor, plan, &worst, eval, &mut |_| ())
+    }
+
+    /// One sample as long and with as large a picture as the settings allow, in every place.
+    fn made_up(
+        &self,
+        config: &RunConfig,
+        model: &dyn VisionLanguageModel,
+        plan: &Arc<Plan>,
+    ) -> Result<RankMemory, Failure> {
+        let sample = made_up_sample(config)?;
+        let train: Vec<EncodedSample> = vec![sample; config.batch.micro_batch];
+        let input = SampleInput::from(&train[0]);
+        let prompt = Prompt {
+            input,
+            index: 0,
+            max_new_tokens: ANSWER_TOKENS,
+        };
+        let work = Work {
+            train: &train,
+            held_out: Some(HeldOut {
+                longest: &train[..1],
+                prompts: vec![prompt],
+            }),
+            fixed: fixed(config, model),
+        };
+        dry_run(config, model, plan, &work)
+    }
+}
+
+/// The sample that stands in where there is no data.
+pub(super) fn made_up_sample(config: &RunConfig) -> Result<EncodedSample, Failure> {
+    let (dir, batch) = (config.model_dir(), &config.batch);
+    largest_sample(&dir, batch.model_max_length, batch.max_slice_nums)
+        .map_err(|e| unusable(&dir, &e))
+}
+
+fn check_weights(config: &RunConfig) -> Result<WeightSource, Failure> {
+    let (model, _) = shapes(config)?;
+    let dir = config.model_dir();
+    let checked = WeightSource::open(&dir).and_then(|source| {
+        source.check(model.spec())?;
+        Ok(source)
+    });
+    checked.map_err(|error| {
+        Failure::new(
+            ErrorCode::ModelFiles,
+            format!("the weights in {} cannot be used", dir.display()),
+            crate::error::chain(&error),
+        )
+        .next("--no-weights true plans from config.json alone")
+    })
+}
+
+fn machine(args: &PlanArgs) -> Machine {
+    let here = Machine::here();
+    let device = args.hw.map(|hw| hw.device_bytes);
+    if device.is_none() && args.ram.is_none() {
+        return Machine {
+            nvme_free_bytes: args.nvme,
+            ..here
+        };
+    }
+    // A machine that is described in part has this one's host memory.
+    let ram = args.ram.unwrap_or(here.host_total_bytes);
+    Machine::described(device, ram, args.nvme)
+}

@@ -1,0 +1,369 @@
+//! Properties of plans over the grid of settings.
+
+use super::configuration;
+use super::planner::{Planned, Planner, made_up_sample};
+use crate::cli::resolve;
+use crate::cli::{self, Command};
+use crate::config::{EarlyStep, RunConfig, UploadAhead};
+use crate::device::Nvidia;
+use crate::memory::RankMemory;
+use crate::model::setup::shapes;
+use crate::plan::rank_memory::fixed;
+use crate::plan::{Fit, HeldOut, Machine, Work, dry_run, window_region};
+use crate::rank_env::Env;
+use models::SampleInput;
+use models::generate::Prompt;
+use serde_json::json;
+use std::path::Path;
+use std::sync::Arc;
+
+const UNBOUNDED: u64 = 1 << 50;
+
+fn write_config(folder: &Path) {
+    let config = json!({
+        "version": 2.6, "model_type": "minicpmv", "hidden_size": 256, "intermediate_size": 512,
+        "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6, "vocab_size": 2000, "query_num": 16, "drop_vision_last_layer": false,
+        "slice_config": {"max_slice_nums": 2, "patch_size": 14, "scale_resolution": 112},
+        "vision_config": {
+            "hidden_size": 96, "image_size": 112, "intermediate_size": 192, "num_attention_heads": 4,
+            "num_hidden_layers": 2, "patch_size": 14,
+        },
+    });
+    std::fs::write(folder.join("config.json"), config.to_string()).expect("written");
+}
+
+fn config(folder: &Path, flags: &str) -> RunConfig {
+    let dir = folder.display();
+    let line = format!(
+        "--model {dir} --data d --output {dir} --model-max-length 128 --max-slice-nums 2 {flags}"
+    );
+    let words: Vec<String> = line.split_whitespace().map(str::to_owned).collect();
+    let Command::Train { args, .. } = cli::parse(&words).expect("parses") else {
+        panic!("a training line");
+    };
+    let env = Env::from_lookup(&|_| None).expect("an environment");
+    resolve(&args, &env).expect("resolves").config
+}
+
+fn planned(config: &RunConfig) -> (RankMemory, Fit) {
+    let (model, plan) = shapes(config).expect("a model");
+    let plan = Arc::new(plan);
+    let sample = vec![made_up_sample(config).expect("a sample")];
+    let prompt = Prompt {
+        input: SampleInput::from(&sample[0]),
+        index: 0,
+        max_new_tokens: 16,
+    };
+    let work = Work {
+        train: &sample,
+        held_out: Some(HeldOut {
+            longest: &sample,
+            prompts: vec![prompt],
+        }),
+        fixed: fixed(config, &*model),
+    };
+    let memory = dry_run(config, &*model, &plan, &work).expect("runs");
+    let machine = Machine::described(None, UNBOUNDED, None);
+    let fit = Fit::new(config, &memory, machine);
+    (memory, fit)
+}
+
+/// Every stage × offload × precision × ranks.
+fn grid() -> impl Iterator<Item = String> {
+    let offloads = [
+        "none",
+        "optimizer=cpu",
+        "cpu",
+        "nvme:/d",
+        "param=cpu,activation=cpu",
+    ];
+    let precisions = ["f32", "bf16", "pure-bf16"];
+    (0..=3).flat_map(move |stage| {
+        offloads.into_iter().flat_map(move |offload| {
+            precisions.into_iter().flat_map(move |precision| {
+                [1, 2].map(|ranks| {
+                    format!(
+                        "--zero {stage} --offload {offload} --precision {precision} --nproc {ranks}"
+                    )
+                })
+            })
+        })
+    })
+}
+
+#[test]
+fn a_frozen_base_never_costs_more_than_full_tuning() {
+    let folder = tempfile::tempdir().expect("temp dir");
+    write_config(folder.path());
+    for cell in grid() {
+        let of = |more: &str| {
+            planned(&config(folder.path(), &format!("{cell} {more}")))
+                .1
+                .need
+        };
+        let full = of("");
+        for frozen in [
+            "--tune-vision false --tune-llm false",
+            "--use-lora --lora-rank 4 --tune-vision false --tune-llm false --modules-to-save none",
+            "--train resampler",
+        ] {
+            let need = of(frozen);
+            assert!(
+                need.device <= full.device,
+                "{cell} {frozen}: {need:?} {full:?}"
+            );
+            assert!(need.host <= full.host, "{cell} {frozen}: {need:?} {full:?}");
+            assert!(need.nvme <= full.nvme, "{cell} {frozen}: {need:?} {full:?}");
+        }
+    }
+}
+
+#[test]
+fn every_tier_and_phase_is_counted_where_the_settings_say() {
+    let folder = tempfile::tempdir().expect("temp dir");
+    write_config(folder.path());
+    for cell in grid() {
+        let (memory, fit) = planned(&config(folder.path(), &cell));
+        assert!(fit.fits(), "{cell}");
+        let backward = &memory.phases[&crate::memory::Phase::Backward];
+        let (device, host, nvme) = (&backward.device, &backward.host, &backward.nvme);
+        let on_disk = cell.contains("nvme");
+        assert_eq!(nvme.contains_key("optimizer"), on_disk, "{cell}");
+        assert_eq!(memory.peak.nvme > 0, on_disk, "{cell}");
+        let optimizer_on_host = cell.contains("optimizer=cpu") || cell.contains("offload cpu");
+        assert_eq!(host.contains_key("optimizer"), optimizer_on_host, "{cell}");
+        assert_eq!(
+            host.contains_key("activations"),
+            cell.contains("activation=cpu"),
+            "{cell}"
+        );
+        assert!(
+            device.contains_key("activations") && device.contains_key("workspace"),
+            "{cell}"
+        );
+        assert!(host["process"] > 0 && host["loader"] > 0, "{cell}");
+        assert!(memory.peak.resident >= memory.peak.host, "{cell}");
+        assert_eq!(fit.need.window > 0, cell.ends_with("nproc 2"), "{cell}");
+    }
+}
+
+#[test]
+fn more_ranks_and_less_kept_never_need_more_of_a_device() {
+    let folder = tempfile::tempdir().expect("temp dir");
+    write_config(folder.path());
+    let of = |flags: &str| planned(&config(folder.path(), flags)).0.peak.device;
+    for precision in ["f32", "bf16"] {
+        let line = |stage: u8| format!("--nproc 4 --precision {precision} --zero {stage}");
+        let stages: Vec<u64> = [0, 1, 2].map(|stage| of(&line(stage))).to_vec();
+        assert!(
+            stages.windows(2).all(|pair| pair[1] <= pair[0]),
+            "{stages:?}"
+        );
+        let kept = of(&format!("{} --checkpoint-activations none", line(2)));
+        let every = of(&line(2));
+        assert!(every < kept);
+        let shared = of(&format!("{} --checkpoint-num-layers 3", line(2)));
+        assert!(shared < every, "{shared} {every}");
+    }
+}
+
+#[test]
+fn limits_and_machines_bound_what_fits() {
+    let folder = tempfile::tempdir().expect("temp dir");
+    write_config(folder.path());
+    let free = config(folder.path(), "--nproc 2 --offload nvme:/d");
+    let (memory, fit) = planned(&free);
+    let need = fit.need;
+    let on = |config: &RunConfig, machine: Machine| Fit::new(config, &memory, machine);
+    let enough = Machine::described(None, need.host, Some(need.nvme));
+    assert!(on(&free, enough).fits());
+    let less = [
+        Machine::described(None, need.host - 1, Some(need.nvme)),
+        Machine::described(None, need.host, Some(need.nvme - 1)),
+    ];
+    for machine in less {
+        let fit = on(&free, machine);
+        let failure = fit.check(&free, &memory).expect_err("too little");
+        assert_eq!((fit.fits(), failure.code.status()), (false, 5), "{failure}");
+    }
+    let without_window = Machine {
+        window_free_bytes: Some(need.window - 1),
+        ..enough
+    };
+    let failure = on(&free, without_window)
+        .check(&free, &memory)
+        .expect_err("too little");
+    assert_eq!(failure.code.as_str(), "E15", "{failure}");
+    for flag in ["--host-memory-limit", "--device-memory-limit"] {
+        let limited = config(
+            folder.path(),
+            &format!("--nproc 2 --offload nvme:/d {flag} 1MiB"),
+        );
+        assert!(!on(&limited, enough).fits(), "{flag}");
+    }
+}
+
+/// The plan of `launcher plan` for GPUs of `device` bytes.
+fn planned_on(folder: &Path, device: u64, flags: &str) -> Planned {
+    planned_by(
+        folder,
+        &format!("--device cuda --hw 2x{device} --ram 1TiB {flags}"),
+    )
+}
+
+/// The plan of `launcher plan` with these flags.
+fn planned_by(folder: &Path, flags: &str) -> Planned {
+    let model = folder.join("config.json");
+    let line = format!(
+        "plan --model {} --no-weights true --model-max-length 128 --max-slice-nums 2 --precision bf16 {flags}",
+        model.display()
+    );
+    let words: Vec<String> = line.split_whitespace().map(str::to_owned).collect();
+    let Command::Plan { args, .. } = cli::parse(&words).expect("parses") else {
+        panic!("a line of `launcher plan`");
+    };
+    let env = Env::from_lookup(&|_| None).expect("an environment");
+    let config = configuration(&args, &env, false, &Nvidia).expect("resolves");
+    let planner = Planner::new(&config, &args, false).expect("a planner");
+    planner.plan(&config).expect("a plan")
+}
+
+#[test]
+fn weights_come_ahead_where_the_plan_then_fits() {
+    let folder = tempfile::tempdir().expect("temp dir");
+    write_config(folder.path());
+    let needs = |device, flags: &str| planned_on(folder.path(), device, flags).fit.need.device;
+    for flags in [
+        "--zero 3 --collectives shm",
+        "--zero 3 --collectives ipc",
+        "--zero 2 --offload cpu",
+    ] {
+        let of = |device, mode: &str| {
+            planned_on(
+                folder.path(),
+                device,
+                &format!("{flags} --prefetch-weights {mode}"),
+            )
+        };
+        let [on, off] = ["on", "off"]
+            .map(|mode| needs(UNBOUNDED, &format!("{flags} --prefetch-weights {mode}")));
+        assert!(off < on, "{flags}: {off} {on}");
+        for (device, want) in [
+            (UNBOUNDED, UploadAhead::On),
+            (on, UploadAhead::On),
+            (on - 1, UploadAhead::Off),
+        ] {
+            let auto = of(device, "auto");
+            assert_eq!(auto.config.upload_ahead, want, "{flags}, {device}");
+            assert_eq!(auto.plan.uploads_ahead(), want == UploadAhead::On);
+            let need = if want == UploadAhead::On { on } else { off };
+            assert_eq!(auto.fit.need.device, need, "{flags}, {device}");
+            assert!(auto.fit.fits());
+        }
+        let tight = of(on - 1, "on");
+        let failure = tight.fit.check(&tight.config, &tight.memory);
+        let failure = failure.expect_err("more than there is");
+        assert!(
+            failure.cause.contains("of device memory, the limit is"),
+            "{failure:?}"
+        );
+    }
+    // Where weights stay there is nothing to upload.
+    let stays = "--zero 2 --offload optimizer=cpu";
+    let on = planned_on(
+        folder.path(),
+        UNBOUNDED,
+        &format!("{stays} --prefetch-weights on"),
+    );
+    assert!(!on.plan.uploads_ahead());
+    let off = needs(UNBOUNDED, &format!("{stays} --prefetch-weights off"));
+    assert_eq!(on.fit.need.device, off);
+    let auto = planned_on(folder.path(), UNBOUNDED, stays);
+    assert_eq!(auto.config.upload_ahead, UploadAhead::Off);
+}
+
+/// `auto` takes of host memory what the plan leaves but for a tenth, and nothing where that is too little for a unit.
+#[test]
+fn updates_begin_in_what_host_memory_is_to_spare() {
+    let folder = tempfile::tempdir().expect("temp dir");
+    write_config(folder.path());
+    let run = |flags: &str| planned_on(folder.path(), UNBOUNDED, flags);
+    let of = |flags: &str| run(&format!("--zero 2 --offload cpu {flags}"));
+    let on = |ram: u64, flags: &str| of(&format!("--host-memory-limit {ram} {flags}"));
+    let early = |planned: &Planned| {
+        let units = planned.plan.units().iter();
+        units.filter(|u| planned.plan.steps_early(u.id)).count()
+    };
+    for flags in ["", "--max-grad-norm 0", "--prefetch-weights off"] {
+        let off = of(&format!("{flags} --optimizer-in-backward off"));
+        let all = of(&format!("{flags} --optimizer-in-backward all"));
+        let auto = of(flags);
+        assert_eq!(auto.config.early_step, EarlyStep::All, "{flags}");
+        assert_eq!(auto.fit.need, all.fit.need, "{flags}");
+        assert!(early(&all) > 2 && early(&off) == 0, "{flags}");
+        let (least, most) = (off.fit.need.host, all.fit.need.host);
+        assert!(least < most, "{flags}");
+        // With the reserve, what fits exactly and what does not.
+        let room = |need: u64| need.div_ceil(9) * 10;
+        assert_eq!(early(&on(room(most), flags)), early(&all), "{flags}");
+        let between = on(room(u64::midpoint(least, most)), flags);
+        assert!((1..early(&all)).contains(&early(&between)), "{flags}");
+        let EarlyStep::Most(bound) = between.config.early_step else {
+            panic!("{:?}", between.config.early_step)
+        };
+        assert_eq!(bound % (1 << 20), 0);
+        assert_eq!(between.fit.host_overrun(), 0, "{flags}");
+        // Given by hand, the bound that was found plans the same.
+        let by_hand = of(&format!("{flags} --optimizer-in-backward {bound}"));
+        assert_eq!(by_hand.memory, between.memory, "{flags}");
+        for tight in [room(least), least] {
+            let none = on(tight, flags);
+            assert_eq!(none.config.early_step, EarlyStep::Off, "{flags}");
+            assert_eq!(none.memory, off.memory, "{flags}");
+            assert!(none.fit.fits(), "{flags}");
+        }
+        assert!(!on(least - 1, flags).fit.fits());
+    }
+    // Not where updates run on the GPU or second weights would lie there, states come from a disk, or no sum is final
+    // before the pass ends.
+    for flags in [
+        "--zero 2",
+        "--zero 2 --offload param=cpu",
+        "--zero 2 --offload optimizer=cpu",
+        "--zero 2 --offload param=nvme:/d,optimizer=cpu",
+        "--zero 2 --offload nvme:/d",
+        "--zero 1 --offload cpu",
+    ] {
+        let auto = run(flags);
+        assert_eq!(auto.config.early_step, EarlyStep::Off, "{flags}");
+        assert_eq!(auto.spare, None, "{flags}");
+    }
+    let on_cpu = planned_by(
+        folder.path(),
+        "--hw 2x1TiB --ram 1TiB --device cpu --zero 2 --offload cpu",
+    );
+    assert_eq!(on_cpu.config.early_step, EarlyStep::Off);
+    // What is looked for is what must be there.
+    let asked = config(folder.path(), "--device cuda --zero 2 --offload cpu");
+    assert_eq!(asked.early_step, EarlyStep::Auto);
+    assert_eq!(asked.without_spare().early_step, EarlyStep::Off);
+    let on_disk = config(folder.path(), "--offload nvme:/d --max-grad-norm 0");
+    assert_eq!(on_disk.without_spare().early_step, EarlyStep::Auto);
+}
+
+/// What ranks take of shared memory when they meet is what the plan said, however GPUs exchange weights and gradients.
+#[test]
+fn the_window_of_ranks_on_gpus_is_the_planned_one() {
+    let folder = tempfile::tempdir().expect("temp dir");
+    write_config(folder.path());
+    for collectives in ["shm", "ipc", "nccl"] {
+        for (stage, save) in [(3, "steps"), (3, "no"), (2, "steps")] {
+            let flags =
+                format!("--zero {stage} --collectives {collectives} --save-strategy {save}");
+            let planned = planned_on(folder.path(), UNBOUNDED, &flags);
+            let taken = window_region(&planned.config, &planned.plan).expect("a window");
+            assert_eq!(taken, planned.memory.peak.window, "{flags}");
+        }
+    }
+}

@@ -1,0 +1,69 @@
+//! A plan for people.
+
+use crate::memory::Kinds;
+use crate::memory::{PhaseBytes, RankMemory};
+use crate::plan::Fit;
+use crate::units::bytes;
+use std::collections::BTreeMap;
+
+/// Columns of a tier.
+const WIDTH: usize = 10;
+
+fn row(text: &mut String, name: &str, cells: [String; 3]) {
+    let [device, host, nvme] = cells;
+    *text += &format!("        {name:<14}{device:>WIDTH$}{host:>WIDTH$}{nvme:>WIDTH$}\n");
+}
+
+fn shown(amount: u64) -> String {
+    if amount == 0 {
+        "-".to_owned()
+    } else {
+        bytes(amount)
+    }
+}
+
+/// Bytes of a rank by phase, and by kind at its highest.
+pub(super) fn table(memory: &RankMemory) -> String {
+    let mut text = String::new();
+    row(
+        &mut text,
+        "peak per rank",
+        ["device", "host", "nvme"].map(str::to_owned),
+    );
+    for (phase, bytes) in &memory.phases {
+        let totals = [&bytes.device, &bytes.host, &bytes.nvme].map(PhaseBytes::total);
+        row(&mut text, phase.name(), totals.map(shown));
+    }
+    row(&mut text, "of which", [(); 3].map(|()| String::new()));
+    for (kind, most) in kinds(memory) {
+        row(&mut text, &kind, most.map(shown));
+    }
+    text
+}
+
+/// The most of every kind on every tier.
+fn kinds(memory: &RankMemory) -> BTreeMap<String, [u64; 3]> {
+    let mut all: BTreeMap<String, [u64; 3]> = BTreeMap::new();
+    let mut add = |tier: usize, kinds: &Kinds| {
+        for (kind, amount) in kinds {
+            let most = all.entry(kind.clone()).or_default();
+            most[tier] = most[tier].max(*amount);
+        }
+    };
+    for phase in memory.phases.values() {
+        add(0, &phase.device);
+        add(1, &phase.host);
+        add(2, &phase.nvme);
+    }
+    all
+}
+
+/// The last line.
+pub(super) fn verdict(fit: &Fit) -> String {
+    let verdict = if fit.fits() { "fits" } else { "DOES NOT FIT" };
+    let window = match fit.need.window {
+        0 => String::new(),
+        window => format!(", of which {} in /dev/shm", bytes(window)),
+    };
+    format!("need    {}{window}   {verdict}\n", fit.needs())
+}

@@ -1,0 +1,99 @@
+//! Which `config.json` is meant: a file, a folder that has one, or a published model by its name.
+
+use std::fs;
+use std::path::Path;
+
+use crate::error::{ErrorCode, Failure};
+
+/// The configurations that come with the program: the sizes of published models.
+pub(super) const PUBLISHED: [(&str, &str); 7] = [
+    ("minicpm-v-2_6", include_str!("configs/minicpm-v-2_6.json")),
+    ("minicpm-o-2_6", include_str!("configs/minicpm-o-2_6.json")),
+    ("cogvlm-chat", include_str!("configs/cogvlm-chat.json")),
+    ("cogagent-chat", include_str!("configs/cogagent-chat.json")),
+    (
+        "cogvlm2-llama3-chat-19b",
+        include_str!("configs/cogvlm2-llama3-chat-19b.json"),
+    ),
+    ("glm-4v-9b", include_str!("configs/glm-4v-9b.json")),
+    (
+        "glm-4.1v-9b-thinking",
+        include_str!("configs/glm-4.1v-9b-thinking.json"),
+    ),
+];
+
+/// A `config.json` and where it comes from.
+#[derive(Debug)]
+pub(super) struct Config {
+    pub(super) bytes: Vec<u8>,
+    origin: String,
+}
+
+impl Config {
+    /// The failure of a configuration from which no model can be made.
+    pub(super) fn unusable(&self, cause: &str) -> Failure {
+        let title = format!("cannot make a model from {}", self.origin);
+        Failure::new(ErrorCode::ModelFiles, title, cause).next(format!(
+            "use the config.json of a supported model, or the name of a published one: {}",
+            names()
+        ))
+    }
+}
+
+/// Finds what `--model-config` names. A file or folder comes before a name.
+///
+/// # Errors
+/// Nothing is named (exit 2), or there is no such file, folder or name (exit 10).
+pub(super) fn find(named: Option<&Path>) -> Result<Config, Failure> {
+    let named = named.ok_or_else(|| {
+        Failure::usage("--model-config is missing", "sizes come from a config.json")
+            .next(format!("give a file, a directory, or one of {}", names()))
+    })?;
+    let file = match named.is_dir() {
+        true => named.join("config.json"),
+        false => named.to_owned(),
+    };
+    let read = fs::read(&file);
+    let published = PUBLISHED
+        .iter()
+        .find(|(name, _)| named.as_os_str().eq_ignore_ascii_case(name));
+    match (read, published) {
+        (Ok(bytes), _) => Ok(Config {
+            bytes,
+            origin: file.display().to_string(),
+        }),
+        (Err(_), Some((name, text))) => Ok(Config {
+            bytes: text.as_bytes().to_vec(),
+            origin: format!("the published {name}"),
+        }),
+        (Err(error), None) => {
+            let failure = Failure::io(ErrorCode::ModelFiles, "read", &file, &error);
+            Err(failure.next(format!("give a file, a directory, or one of {}", names())))
+        }
+    }
+}
+
+fn names() -> String {
+    PUBLISHED.map(|(name, _)| name).join(", ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_a_folder_or_a_name() {
+        let temp = tempfile::tempdir().expect("temp dir");
+        let file = temp.path().join("config.json");
+        fs::write(&file, "{}").expect("written");
+        for path in [file.as_path(), temp.path()] {
+            assert_eq!(find(Some(path)).expect("found").bytes, b"{}");
+        }
+        let named = find(Some(Path::new("MiniCPM-V-2_6"))).expect("a name");
+        assert_eq!(named.bytes, PUBLISHED[0].1.as_bytes());
+        assert_eq!(find(None).expect_err("nothing").code.status(), 2);
+        let failure = find(Some(Path::new("no/such"))).expect_err("nothing");
+        assert_eq!(failure.code.status(), 10);
+        assert!(failure.next[0].contains("minicpm-v-2_6"), "{failure}");
+    }
+}

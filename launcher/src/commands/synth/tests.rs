@@ -1,0 +1,224 @@
+//! Folders of every family, from published sizes and from shrunken ones.
+
+use std::path::{Path, PathBuf};
+
+use models::{ModelOptions, Processor, WeightSource, open_model, open_processor};
+
+use crate::commands::synth::*;
+
+fn golden(pack: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("../tests/golden")
+        .join(pack)
+}
+
+fn args(model_config: &Path, output: &Path) -> SynthArgs {
+    SynthArgs {
+        model_config: Some(model_config.to_owned()),
+        output: Some(output.to_owned()),
+        samples: Some(2),
+        sample_tokens: Some(200),
+        ..SynthArgs::default()
+    }
+}
+
+#[test]
+fn every_family_gets_a_folder_that_opens() {
+    let temp = tempfile::tempdir().expect("temp dir");
+    for pack in [
+        "minicpm-v-2_6",
+        "minicpm-o-2_6",
+        "cogvlm-chat-hf",
+        "cogagent-chat-hf",
+        "cogvlm2-llama3-chat-19B",
+        "glm-4v-9b",
+        "glm-4.1v-9b-thinking",
+    ] {
+        let output = temp.path().join(pack);
+        run(&args(&golden(pack), &output)).expect(pack);
+        let model = open_model(&output, ModelOptions::new(DType::BF16)).expect(pack);
+        let weights = WeightSource::open(&output).expect(pack);
+        // Nothing is missing, and nothing is there that no checkpoint has.
+        assert_eq!(
+            weights.check(model.spec()).expect(pack),
+            Vec::<String>::new()
+        );
+        let published = WeightSource::open(&golden(pack)).expect(pack);
+        for name in weights.names() {
+            assert_eq!(weights.shape(name), published.shape(name), "{pack}: {name}");
+            assert_eq!(weights.dtype(name), Some(DType::BF16));
+        }
+        assert!(output.join("model.safetensors.index.json").is_file());
+        assert!(weights.files().count() <= SHARDS);
+        check_samples(&output, &*open_processor(&output).expect(pack));
+    }
+}
+
+#[test]
+fn weights_without_files_are_those_of_the_files() {
+    let temp = tempfile::tempdir().expect("temp dir");
+    for pack in ["minicpm-o-2_6", "cogagent-chat-hf", "glm-4.1v-9b-thinking"] {
+        let [files, seeded] = ["files", "seeded"].map(|kind| temp.path().join(pack).join(kind));
+        let args = |output, weights| SynthArgs {
+            weights: Some(weights),
+            seed: Some(7),
+            ..args(&golden(pack), output)
+        };
+        run(&args(&files, SynthWeights::Files)).expect(pack);
+        run(&args(&seeded, SynthWeights::Seeded)).expect(pack);
+        let [files, made] =
+            [&files, &seeded].map(|folder| WeightSource::open(folder).expect("weights"));
+        assert_eq!(
+            made.files().collect::<Vec<_>>(),
+            [seeded.join(models::seeded::FILE)]
+        );
+        assert!(files.names().eq(made.names()), "{pack}");
+        for name in files.names() {
+            assert_eq!(files.shape(name), made.shape(name), "{pack}: {name}");
+            assert_eq!(files.dtype(name), made.dtype(name));
+            let elems: usize = files.shape(name).expect("a shape").iter().product();
+            for dtype in [DType::F32, DType::BF16, DType::F16] {
+                let read = |source: &WeightSource, elements: std::ops::Range<usize>| {
+                    let mut bytes = vec![0; elements.len() * dtype.size_bytes()];
+                    source
+                        .read_range(name, elements, dtype, &mut bytes)
+                        .expect(name);
+                    bytes
+                };
+                for elements in [0..elems, elems / 3..elems, elems / 2..elems / 2 + elems / 4] {
+                    let range = format!("{name} {elements:?} {dtype}");
+                    assert_eq!(
+                        read(&files, elements.clone()),
+                        read(&made, elements),
+                        "{range}"
+                    );
+                }
+            }
+            let past = made.read_range(name, 1..elems + 1, DType::BF16, &mut vec![0; 2 * elems]);
+            assert!(past.is_err(), "{name}");
+        }
+    }
+    let marker = temp
+        .path()
+        .join("minicpm-o-2_6/seeded")
+        .join(models::seeded::FILE);
+    std::fs::write(&marker, r#"{"generator": "another", "seed": 7}"#).expect("written");
+    let error = WeightSource::open(marker.parent().expect("a folder")).expect_err("unknown");
+    assert!(error.to_string().contains("declaration"), "{error}");
+}
+
+#[test]
+fn pictures_of_any_side_make_as_many_slices() {
+    let temp = tempfile::tempdir().expect("temp dir");
+    let output = temp.path().join("out");
+    let large = SynthArgs {
+        picture_side: Some(1344),
+        sample_tokens: Some(900),
+        weights: Some(SynthWeights::Seeded),
+        ..args(Path::new("minicpm-v-2_6"), &output)
+    };
+    run(&large).expect("made");
+    let processor = open_processor(&output).expect("opens");
+    let file = output.join(samples::FILE);
+    let read = models::data::read_samples(&file).expect("a data file");
+    let images = models::image::ImageFolder::beside(&file);
+    let encoded = processor
+        .encode(&read[0], &images, &models::data::EncodeOptions::default())
+        .expect("encodes");
+    // Nine cells and the overview.
+    assert_eq!((encoded.slices.len(), encoded.input_ids.len()), (10, 900));
+    for side in [0, 5000] {
+        let other = SynthArgs {
+            output: Some(temp.path().join("other")),
+            picture_side: Some(side),
+            ..large.clone()
+        };
+        assert_eq!(run(&other).expect_err("refused").code.status(), 2);
+    }
+    let both = SynthArgs {
+        output: Some(temp.path().join("other")),
+        shards: Some(2),
+        ..large
+    };
+    assert_eq!(run(&both).expect_err("refused").code.status(), 2);
+}
+
+/// Every sample is as long as asked, or as its picture makes it.
+fn check_samples(folder: &Path, processor: &dyn Processor) {
+    let file = folder.join(samples::FILE);
+    let read = models::data::read_samples(&file).expect("a data file");
+    assert_eq!(read.len(), 2);
+    let images = models::image::ImageFolder::beside(&file);
+    let pixels: Vec<_> = read
+        .iter()
+        .map(|sample| {
+            let encoded = processor
+                .encode(sample, &images, &models::data::EncodeOptions::default())
+                .expect("encodes");
+            assert_eq!(encoded.input_ids.len(), 200, "{}", folder.display());
+            assert!(encoded.supervised_tokens() > 20);
+            encoded.slices
+        })
+        .collect();
+    assert_ne!(pixels[0], pixels[1], "pictures differ");
+}
+
+#[test]
+fn published_configurations_have_their_published_sizes() {
+    let expected: [u64; 7] = [
+        8_099_175_152,
+        8_099_418_864,
+        17_639_685_376,
+        18_291_033_280,
+        19_503_105_280,
+        13_906_320_896,
+        10_292_777_472,
+    ];
+    let temp = tempfile::tempdir().expect("temp dir");
+    for ((name, _), expected) in config::PUBLISHED.iter().zip(expected) {
+        let folder = temp.path().join(name);
+        std::fs::create_dir(&folder).expect("made");
+        let found = config::find(Some(Path::new(name))).expect(name);
+        files::write(&found, &folder).expect(name);
+        let model = open_model(&folder, ModelOptions::new(DType::BF16)).expect(name);
+        open_processor(&folder).expect(name);
+        let layout = Layout::new(&*model, SHARDS).expect(name);
+        assert_eq!(layout.parameters(), expected, "{name}");
+    }
+}
+
+#[test]
+fn special_tokens_stand_at_their_published_ids() {
+    let temp = tempfile::tempdir().expect("temp dir");
+    let found = config::find(Some(Path::new("minicpm-v-2_6"))).expect("a name");
+    files::write(&found, temp.path()).expect("written");
+    let processor = open_processor(temp.path()).expect("opens");
+    for (token, id) in [
+        ("<|im_end|>", 151_645),
+        ("<image>", 151_646),
+        ("</image_id>", 151_659),
+    ] {
+        assert_eq!(processor.tokenizer().id(token).expect(token), id);
+    }
+}
+
+#[test]
+fn what_cannot_be_made_is_refused_and_leaves_nothing() {
+    let temp = tempfile::tempdir().expect("temp dir");
+    let output = temp.path().join("out");
+    let small = temp.path().join("small.json");
+    let text = std::fs::read_to_string(golden("minicpm-v-2_6/config.json")).expect("read");
+    let text = text.replace("\"vocab_size\": 335", "\"vocab_size\": 280");
+    std::fs::write(&small, text).expect("written");
+    let failure = run(&args(&small, &output)).expect_err("too small");
+    assert!(failure.cause.contains("vocabulary"), "{failure}");
+    let other = temp.path().join("other.json");
+    std::fs::write(&other, r#"{"model_type": "llama"}"#).expect("written");
+    let failure = run(&args(&other, &output)).expect_err("another family");
+    assert_eq!(failure.code.status(), 10, "{failure}");
+    let failure = run(&args(&golden("minicpm-v-2_6"), temp.path())).expect_err("taken");
+    assert_eq!(failure.code.status(), 2, "{failure}");
+    let failure = check_space(temp.path(), u64::MAX >> 1).expect_err("no disk is that large");
+    assert_eq!(failure.code.status(), 16, "{failure}");
+    assert_eq!(std::fs::read_dir(temp.path()).expect("listed").count(), 2);
+}

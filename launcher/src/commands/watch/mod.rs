@@ -1,0 +1,116 @@
+//! `launcher watch`: a run as its folder tells it, once or as it goes on.
+//!
+//! Nothing of the run is touched and no process of it is asked: watching works for other users of
+//! the machine, over a network file system, and long after the end.
+
+mod text;
+mod view;
+
+use std::fs;
+use std::io::{self, IsTerminal, Write};
+use std::path::Path;
+use std::process::ExitCode;
+use std::time::{Duration, SystemTime};
+
+use crate::cli::WatchArgs;
+use crate::config::CONFIG_FILE;
+use crate::error::{ErrorCode, Failure};
+use crate::report::run_directory;
+use crate::report::{RunFiles, TRAINER_LOG};
+use view::{Presence, View};
+
+/// Between two looks at the files.
+const INTERVAL: Duration = Duration::from_secs(1);
+/// Clears a terminal and goes to its upper left corner.
+const CLEAR: &str = "\x1b[2J\x1b[H";
+
+/// Shows the run until it is over.
+///
+/// # Errors
+/// The folder holds no run (exit 2).
+pub(crate) fn run(args: &WatchArgs) -> Result<ExitCode, Failure> {
+    check(&args.run)?;
+    let json = args.json == Some(true);
+    let redraws = io::stdout().is_terminal() && !json && args.once != Some(true);
+    let mut shown = None;
+    loop {
+        let view = look(&args.run);
+        // A terminal also counts the seconds without news.
+        let changed = shown.as_ref().is_none_or(|shown| !view.same_news(shown));
+        if (redraws || changed) && !print(&view, json, redraws)? {
+            break;
+        }
+        if args.once == Some(true) || !view.state.goes_on() {
+            break;
+        }
+        shown = Some(view);
+        std::thread::sleep(INTERVAL);
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn check(folder: &Path) -> Result<(), Failure> {
+    let refuse = |cause: &str| {
+        Failure::usage(format!("cannot watch {}", folder.display()), cause).next(
+            "give the directory of a run: the value of its --output, or a directory below runs/",
+        )
+    };
+    if !folder.is_dir() {
+        return Err(refuse("the directory does not exist"));
+    }
+    let is_run = [CONFIG_FILE, TRAINER_LOG]
+        .iter()
+        .any(|name| folder.join(name).is_file());
+    if is_run {
+        Ok(())
+    } else {
+        Err(refuse("it contains no run")
+            .evidence(format!("it has neither {CONFIG_FILE} nor {TRAINER_LOG}")))
+    }
+}
+
+fn look(folder: &Path) -> View {
+    let names = [
+        CONFIG_FILE,
+        TRAINER_LOG,
+        "memory.jsonl",
+        "trainer_state.json",
+        "errors",
+    ];
+    let changes = names.iter().filter_map(|name| {
+        fs::metadata(folder.join(name))
+            .and_then(|file| file.modified())
+            .ok()
+    });
+    let news = changes.max().unwrap_or(SystemTime::UNIX_EPOCH);
+    let age = SystemTime::now().duration_since(news).unwrap_or_default();
+    let presence = Presence {
+        is_held: run_directory::is_held(folder),
+        seconds_since_news: age.as_secs_f64(),
+    };
+    View::new(&RunFiles::read(folder), presence)
+}
+
+/// Writes a view; false where nobody reads any more.
+fn print(view: &View, json: bool, redraws: bool) -> Result<bool, Failure> {
+    let fail = |error: &io::Error| {
+        Failure::io(
+            ErrorCode::Disk,
+            "write",
+            Path::new("standard output"),
+            error,
+        )
+    };
+    let text = if json {
+        serde_json::to_string(view).map_err(|error| fail(&error.into()))? + "\n"
+    } else {
+        text::render(view)
+    };
+    let clear = if redraws { CLEAR } else { "" };
+    let mut out = io::stdout().lock();
+    match write!(out, "{clear}{text}").and_then(|()| out.flush()) {
+        Ok(()) => Ok(true),
+        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(false),
+        Err(error) => Err(fail(&error)),
+    }
+}

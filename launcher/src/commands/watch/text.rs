@@ -1,0 +1,211 @@
+//! A view as lines of text.
+
+use super::view::{State, View};
+use crate::report::monitor::split::StepSplit;
+use crate::units::{bytes, clock, count};
+
+/// Letters of the progress bar.
+const BAR: usize = 24;
+/// Heights of the small curve, lowest first.
+const HEIGHTS: [char; 8] = ['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
+/// Own time above the mean from which a rank is named.
+const NAMED: f64 = 0.05;
+
+/// All lines, each with its end.
+pub(super) fn render(view: &View) -> String {
+    let mut out = String::new();
+    let mut line = |label: &str, text: Option<String>| {
+        if let Some(text) = text {
+            out += &format!(" {label:<7} {text}\n");
+        }
+    };
+    line("run", Some(format!("{} · {}", view.run, state(view))));
+    line("plan", view.plan.clone());
+    line("step", (view.total_steps > 0).then(|| progress(view)));
+    line("loss", loss(view));
+    line("rates", rates(view));
+    line("time", time(view));
+    line("memory", memory(view));
+    line("saved", view.checkpoint.clone());
+    line("eval", evaluation(view));
+    for failure in &view.failures {
+        out += &format!("{failure}\n");
+    }
+    out
+}
+
+fn state(view: &View) -> String {
+    let age = clock(view.seconds_since_news);
+    let news = format!("{} s", view.seconds_since_news.round());
+    let age = if view.seconds_since_news < 600.0 {
+        news
+    } else {
+        age
+    };
+    match view.state {
+        State::Starting => format!("starting · last update {age} ago"),
+        State::Running => format!("running · last update {age} ago"),
+        State::Finished => "finished".to_owned(),
+        State::Stopped => "stopped by a signal, saved".to_owned(),
+        State::Failed => "failed".to_owned(),
+        State::Dead => format!("dead: no update for {age}, and no process is running it"),
+    }
+}
+
+fn progress(view: &View) -> String {
+    let share = view.step as f64 / view.total_steps.max(1) as f64;
+    let full = ((share * BAR as f64) as usize).min(BAR);
+    let mut text = format!(
+        "{} of {} · [{}{}] {:.0} %",
+        view.step,
+        view.total_steps,
+        "#".repeat(full),
+        "-".repeat(BAR - full),
+        100.0 * share
+    );
+    if let Some(elapsed) = view.elapsed_seconds {
+        text += &format!(" · {} so far", clock(elapsed));
+    }
+    if let Some(left) = view.remaining_seconds {
+        text += &format!(" · {} left", clock(left));
+    }
+    text
+}
+
+fn loss(view: &View) -> Option<String> {
+    let mut text = format!("{:.4}", view.loss?);
+    if let Some(first) = view.first_loss {
+        text += &format!(" · began at {first:.4}");
+    }
+    Some(format!("{text} · {}", sparkline(&view.recent_losses)))
+}
+
+/// The values as a curve of one line; those that are not finite leave a gap.
+fn sparkline(values: &[f64]) -> String {
+    let finite = || values.iter().copied().filter(|value| value.is_finite());
+    let (low, high) = (
+        finite().fold(f64::MAX, f64::min),
+        finite().fold(f64::MIN, f64::max),
+    );
+    let span = (high - low).max(f64::MIN_POSITIVE);
+    let most = (HEIGHTS.len() - 1) as f64;
+    let letter = |value: &f64| {
+        let height = ((value - low) / span * most).round();
+        HEIGHTS
+            .get(height as usize)
+            .filter(|_| value.is_finite())
+            .copied()
+            .unwrap_or(' ')
+    };
+    values.iter().map(letter).collect()
+}
+
+fn rates(view: &View) -> Option<String> {
+    let mut text = format!("lr {:.1e}", view.lr?);
+    if let Some(norm) = view.grad_norm {
+        text += &format!(" · gnorm {norm:.3}");
+    }
+    if let Some(rate) = view.tokens_per_second {
+        text += &format!(" · {} tok/s", count(rate.max(0.0) as u64));
+    }
+    Some(text)
+}
+
+fn time(view: &View) -> Option<String> {
+    let mut text = format!("{:.0} ms a step", 1e3 * view.step_seconds?);
+    if let Some(split) = &view.seconds {
+        let total = split.total().max(f64::MIN_POSITIVE);
+        let parts = StepSplit::NAMES.into_iter().zip(split.values());
+        for (name, seconds) in parts.filter(|(_, seconds)| *seconds > 0.0) {
+            text += &format!(" · {name} {:.0} %", 100.0 * seconds / total);
+        }
+    }
+    if let Some(slowest) = view.slowest.as_ref().filter(|s| s.imbalance > NAMED) {
+        text += &format!(
+            "\n         slowest rank {}: own time {:+.0} % of the mean, most of it in {}",
+            slowest.rank,
+            100.0 * slowest.imbalance,
+            slowest.part
+        );
+    }
+    Some(text)
+}
+
+fn memory(view: &View) -> Option<String> {
+    let used = view.memory?;
+    let mut text = format!("device {}", bytes(used.device));
+    if used.host > 0 {
+        text += &format!(" · host {}", bytes(used.host));
+    }
+    if let Some(planned) = view.planned_bytes {
+        text += &format!(" · planned total {}", bytes(planned));
+    }
+    Some(format!("{text} · resident {}", bytes(used.rss)))
+}
+
+fn evaluation(view: &View) -> Option<String> {
+    let eval = view.evaluation.as_ref()?;
+    let mut text = format!("step {} · loss {:.4}", eval.step, eval.loss);
+    if let Some(exact) = eval.exact_match {
+        text += &format!(" · exact match {exact:.2}");
+        if let Some(before) = eval.exact_match_before {
+            text += &format!(" (was {before:.2})");
+        }
+    }
+    Some(text)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::commands::watch::view::Presence;
+    use crate::report::RunFiles;
+    use serde_json::json;
+
+    #[test]
+    fn the_small_curve_falls_with_the_loss() {
+        assert_eq!(sparkline(&[4.0, 3.0, 2.0, 1.0, f64::NAN, 0.5]), "█▆▄▂ ▁");
+        assert_eq!(sparkline(&[1.0, 1.0]), "▁▁");
+        assert_eq!(sparkline(&[]), "");
+    }
+
+    #[test]
+    fn a_view_reads_as_lines() {
+        let row = json!({
+            "current_steps": 10, "total_steps": 40, "loss": 0.5, "lr": 1e-3, "grad_norm": 1.25,
+            "elapsed_time": "0:01:01", "remaining_time": "0:03:03", "tokens_per_second": 9700.0,
+            "step_seconds": 0.2, "bytes": {"device": 15 << 20, "host": 10 << 20, "rss": 80 << 20},
+            "seconds": {"data": 0.0, "forward": 0.06, "communication": 0.04, "backward": 0.1, "step": 0.0, "offload": 0.0},
+            "slowest_rank": 1, "slowest_part": "backward", "imbalance": 0.31,
+        });
+        let files = RunFiles {
+            folder: "runs/demo".into(),
+            rows: vec![row],
+            ..RunFiles::default()
+        };
+        let view = View::new(
+            &files,
+            Presence {
+                is_held: true,
+                seconds_since_news: 3.0,
+            },
+        );
+        assert_eq!(
+            render(&view),
+            " run     runs/demo · running · last update 3 s ago\n \
+             step    10 of 40 · [######------------------] 25 % · 0:01:01 so far · 0:03:00 left\n \
+             loss    0.5000 · began at 0.5000 · ▁\n \
+             rates   lr 1.0e-3 · gnorm 1.250 · 9.7k tok/s\n \
+             time    200 ms a step · forward 30 % · communication 20 % · backward 50 %\n         \
+             slowest rank 1: own time +31 % of the mean, most of it in backward\n \
+             memory  device 15.0M · host 10.0M · resident 80.0M\n"
+        );
+        let left = Presence {
+            is_held: false,
+            seconds_since_news: 3700.0,
+        };
+        let dead = render(&View::new(&files, left));
+        assert!(dead.contains("dead: no update for 1:01:40"), "{dead}");
+        assert!(!dead.contains("left"), "{dead}");
+    }
+}

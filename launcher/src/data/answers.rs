@@ -1,0 +1,233 @@
+//! Questions of held-out samples, the answers that a model gave, and the file that keeps the first
+//! of them at every evaluation of a run.
+
+use crate::error::chain;
+use crate::error::failures::comm as comm_failure;
+use crate::error::{ErrorCode, Failure};
+use engine::comm::{Communicator, Tag};
+use models::Processor;
+use models::SampleInput;
+use models::data::{EncodeOptions, EncodedPrompt, PlaceholderStyle, RawSample, SampleError};
+use models::generate::Prompt;
+use models::image::ImageFolder;
+use serde::{Deserialize, Serialize};
+use std::path::{Path, PathBuf};
+
+/// Longest generated answer beyond the reference answer's own length, in tokens.
+const EXTRA_ANSWER_TOKENS: usize = 8;
+/// Folder in a run's folder.
+const SAMPLES: &str = "samples";
+
+/// A sample, what was asked and what came back.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Answer {
+    /// Number among the samples of the data file that are used.
+    pub(crate) index: usize,
+    /// Name in the data file.
+    pub(crate) id: Option<String>,
+    /// Its pictures.
+    pub(crate) images: Vec<PathBuf>,
+    /// The conversation before the answer.
+    pub(crate) prompt: String,
+    /// What should come.
+    pub(crate) reference: String,
+    /// What came.
+    pub(crate) answer: String,
+    /// Whether the two are equal, white space at the ends aside.
+    pub(crate) exact: bool,
+}
+
+/// A held-out sample ready to be asked.
+#[derive(Debug)]
+pub(crate) struct Question {
+    encoded: EncodedPrompt,
+    max_new_tokens: usize,
+    unanswered: Answer,
+}
+
+impl Question {
+    /// Writes sample `index` of a file out as a prompt, with pictures as in training. The answer may
+    /// be a few tokens longer than the reference.
+    pub(crate) fn new(
+        processor: &dyn Processor,
+        sample: &RawSample,
+        images: &ImageFolder,
+        index: usize,
+        options: &EncodeOptions,
+    ) -> Result<Self, Failure> {
+        let reference = sample.answer().unwrap_or_default().trim().to_owned();
+        let tokens = processor.tokenizer().encode(&reference);
+        let tokens = tokens.map_err(|e| sample_failure(index, &SampleError::from(e)))?;
+        let encoded = processor
+            .encode_prompt(sample, images, options, PlaceholderStyle::Training)
+            .map_err(|e| sample_failure(index, &e))?;
+        let place = |(_, path): &(String, PathBuf)| {
+            let found = images.resolve(path).unwrap_or_else(|_| path.clone());
+            std::path::absolute(&found).unwrap_or(found)
+        };
+        Ok(Self {
+            encoded,
+            max_new_tokens: tokens.len() + EXTRA_ANSWER_TOKENS,
+            unanswered: Answer {
+                index,
+                id: sample.id.clone(),
+                images: sample.images.iter().map(place).collect(),
+                prompt: asked(sample),
+                reference,
+                answer: String::new(),
+                exact: false,
+            },
+        })
+    }
+
+    /// With another bound of the answer.
+    pub(crate) fn with_limit(self, max_new_tokens: usize) -> Self {
+        Self {
+            max_new_tokens,
+            ..self
+        }
+    }
+
+    pub(crate) fn prompt(&self) -> Prompt<'_> {
+        Prompt {
+            input: SampleInput::from(&self.encoded),
+            index: self.unanswered.index as u64,
+            max_new_tokens: self.max_new_tokens,
+        }
+    }
+
+    /// The answer from its tokens.
+    pub(crate) fn judge(
+        &self,
+        processor: &dyn Processor,
+        tokens: &[i32],
+    ) -> Result<Answer, Failure> {
+        let text = processor
+            .decode(tokens)
+            .map_err(|e| sample_failure(self.unanswered.index, &SampleError::from(e)))?;
+        let text = text.trim();
+        Ok(Answer {
+            exact: text == self.unanswered.reference,
+            answer: text.to_owned(),
+            ..self.unanswered.clone()
+        })
+    }
+}
+
+/// The turns before the answer; who speaks stands before them where there are several.
+fn asked(sample: &RawSample) -> String {
+    let answered = usize::from(sample.answer().is_some());
+    let turns = &sample.conversations[..sample.conversations.len() - answered];
+    match turns {
+        [only] => only.content.clone(),
+        several => {
+            let line = several.iter().map(|t| format!("{}: {}", t.role, t.content));
+            line.collect::<Vec<_>>().join("\n")
+        }
+    }
+}
+
+pub(crate) fn sample_failure(index: usize, error: &SampleError) -> Failure {
+    Failure::new(
+        ErrorCode::DataFile,
+        format!("held-out sample {index} cannot be used"),
+        chain(error),
+    )
+}
+
+/// Gathers every rank's answers and writes them, in the order of the samples, to
+/// `samples/step-NNNNNN.json` in the run's folder `output`. All ranks take part.
+///
+/// # Errors
+/// The exchange fails or the file cannot be written.
+pub(crate) fn keep(
+    comm: &dyn Communicator,
+    output: &Path,
+    step: u64,
+    own: &[Answer],
+) -> Result<(), Failure> {
+    let folder = output.join(SAMPLES);
+    let unreadable =
+        |error: serde_json::Error| Failure::io(ErrorCode::Disk, "write", &folder, &error.into());
+    let message = serde_json::to_vec(own).map_err(unreadable)?;
+    let all = comm
+        .all_gather_bytes(&message, Tag::new("eval-answers", 0))
+        .map_err(|e| comm_failure(&e))?;
+    if comm.world().rank != 0 {
+        return Ok(());
+    }
+    let mut answers: Vec<Answer> = Vec::new();
+    for part in &all {
+        answers.extend(serde_json::from_slice::<Vec<Answer>>(part).map_err(unreadable)?);
+    }
+    answers.sort_by_key(|answer| answer.index);
+    let path = folder.join(format!("step-{step:06}.json"));
+    let text = serde_json::to_vec_pretty(&answers).map_err(unreadable)?;
+    std::fs::create_dir_all(&folder)
+        .and_then(|()| std::fs::write(&path, text))
+        .map_err(|error| Failure::io(ErrorCode::Disk, "write", &path, &error))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use engine::comm::threads;
+
+    fn answer(index: usize) -> Answer {
+        Answer {
+            index,
+            id: (index > 0).then(|| index.to_string()),
+            images: vec!["a.png".into()],
+            prompt: "<image>\nWhich?".to_owned(),
+            reference: "red".to_owned(),
+            answer: "blue".to_owned(),
+            exact: false,
+        }
+    }
+
+    #[test]
+    fn answers_of_all_ranks_lie_in_one_file_in_order() {
+        let folder = tempfile::tempdir().expect("temp dir");
+        let world = threads::world(2, 1 << 20).expect("a world");
+        std::thread::scope(|scope| {
+            for comm in world {
+                let output = folder.path();
+                scope.spawn(move || {
+                    let own = match comm.world().rank {
+                        0 => vec![answer(0), answer(2)],
+                        _ => vec![answer(1)],
+                    };
+                    keep(&*comm, output, 200, &own).expect("kept");
+                });
+            }
+        });
+        let text = std::fs::read_to_string(folder.path().join("samples/step-000200.json"));
+        let rows: serde_json::Value = serde_json::from_str(&text.expect("read")).expect("JSON");
+        let first = serde_json::json!({
+            "index": 0, "id": null, "images": ["a.png"], "prompt": "<image>\nWhich?",
+            "reference": "red", "answer": "blue", "exact": false,
+        });
+        assert_eq!(rows[0], first);
+        let order: Vec<_> = (0..3).map(|i| rows[i]["index"].as_u64()).collect();
+        assert_eq!(order, [Some(0), Some(1), Some(2)]);
+    }
+
+    #[test]
+    fn the_question_is_what_stands_before_the_last_answer() {
+        let sample = |turns: &[(&str, &str)]| -> RawSample {
+            let turns: Vec<_> = turns
+                .iter()
+                .map(|(role, content)| serde_json::json!({"role": role, "content": content}))
+                .collect();
+            serde_json::from_value(serde_json::json!({ "conversations": turns })).expect("a sample")
+        };
+        assert_eq!(asked(&sample(&[("user", "a"), ("assistant", "b")])), "a");
+        let long = [
+            ("user", "a"),
+            ("assistant", "b"),
+            ("user", "c"),
+            ("assistant", "d"),
+        ];
+        assert_eq!(asked(&sample(&long)), "user: a\nassistant: b\nuser: c");
+    }
+}

@@ -1,0 +1,165 @@
+//! Every sample is checked before training.
+
+use crate::config::RunConfig;
+use crate::data::problems::{self, Context, Problem};
+use crate::data::{self, Reading, SampleSet};
+use crate::error::{ErrorCode, Failure};
+use models::data::{EncodeOptions, EncodedSample, RawSample, SampleSize};
+use models::{Family, Processor};
+use std::path::Path;
+
+/// Reads and checks the first `limit` samples of `path`. Unusable samples are an error listing them, or left out when the
+/// configuration says so.
+pub(crate) fn check(
+    config: &RunConfig,
+    path: &Path,
+    limit: Option<usize>,
+    processor: &dyn Processor,
+) -> Result<SampleSet, Failure> {
+    let options = encode_options(config);
+    let skip_bad = config.batch.skip_bad_samples;
+    let reading = Reading {
+        path,
+        format: config.samples.data_format,
+        limit,
+    };
+    let model = config.model_dir();
+    check_samples(reading, &model, processor, &options, skip_bad)
+}
+
+/// As [`check`] with settings of its own.
+pub(crate) fn check_samples(
+    reading: Reading<'_>,
+    model: &Path,
+    processor: &dyn Processor,
+    options: &EncodeOptions,
+    skip_bad: bool,
+) -> Result<SampleSet, Failure> {
+    let (samples, images) = data::read(reading)?;
+    let path = reading.path;
+    let verdicts = data::verdicts(path, &samples, &images, processor, options);
+    let bad: Vec<Problem> = verdicts
+        .iter()
+        .filter_map(|v| v.as_ref().err().cloned())
+        .collect();
+    if !bad.is_empty() && !skip_bad {
+        let context = Context {
+            path,
+            model,
+            samples: &samples,
+            images: &images,
+            processor,
+            options,
+        };
+        return Err(problems::refusal(&context, &bad));
+    }
+    let kept = (0..samples.len())
+        .filter(|i| verdicts[*i].is_ok())
+        .collect();
+    let (samples, sizes): (Vec<RawSample>, Vec<SampleSize>) = samples
+        .into_iter()
+        .zip(verdicts)
+        .filter_map(|(s, v)| v.ok().map(|v| (s, v)))
+        .unzip();
+    if samples.is_empty() {
+        return Err(Failure::new(
+            ErrorCode::Samples,
+            format!("{} contains no usable sample", path.display()),
+            format!("all {} samples were skipped", bad.len()),
+        )
+        .evidence_lines(bad.iter().take(1).map(Problem::describe))
+        .next("fix the samples, or omit --skip-bad-samples to see the problems"));
+    }
+    let pictures = samples.iter().map(|s| s.images.len()).sum();
+    Ok(SampleSet {
+        samples,
+        kept,
+        images,
+        sizes,
+        problems: bad,
+        pictures,
+    })
+}
+
+/// The samples of a rank: those the supervisor has checked. Only when bad ones are to be left out
+/// the check runs again, to find the same ones.
+pub(crate) fn load(
+    config: &RunConfig,
+    path: &Path,
+    limit: Option<usize>,
+    processor: &dyn Processor,
+) -> Result<SampleSet, Failure> {
+    if config.batch.skip_bad_samples {
+        return check(config, path, limit, processor);
+    }
+    let (samples, images) = data::read(Reading {
+        path,
+        format: config.samples.data_format,
+        limit,
+    })?;
+    Ok(SampleSet {
+        samples,
+        kept: Vec::new(),
+        images,
+        sizes: Vec::new(),
+        problems: Vec::new(),
+        pictures: 0,
+    })
+}
+
+/// CogAgent sees every picture twice, the second time through cross attention; what a sample without a picture should do
+/// there is for the user to say.
+pub(crate) fn text_only(config: &RunConfig, set: &SampleSet) -> Result<(), Failure> {
+    let agent = Family::of(&config.model_dir()).is_ok_and(|family| family == Family::CogAgent);
+    let without = set.samples.iter().position(|s| s.images.is_empty());
+    let Some(index) = without.filter(|_| agent && !config.samples.text_without_cross) else {
+        return Ok(());
+    };
+    Err(Failure::new(
+        ErrorCode::Samples,
+        "some samples for CogAgent have no image",
+        "its cross attention reads an image in every layer, and the published code refuses such samples",
+    )
+    .evidence(format!("the first is sample {}", set.index_in_file(index)))
+    .next("use --text-without-cross true to skip the cross attention for them, or give each sample an image"))
+}
+
+/// The samples that a worst micro-batch would hold: the longest by tokens and patches.
+pub(crate) fn largest(
+    set: &SampleSet,
+    config: &RunConfig,
+    processor: &dyn Processor,
+) -> Result<Vec<EncodedSample>, Failure> {
+    let options = encode_options(config);
+    let (order, count) = (set.by_size(), config.batch.micro_batch);
+    data::encode_in_order(
+        &set.samples,
+        &set.images,
+        processor,
+        &options,
+        &order,
+        count,
+    )
+}
+
+/// As [`largest`], with samples that were checked before; `order` holds indices of usable samples.
+pub(crate) fn encode_some(
+    config: &RunConfig,
+    order: &[usize],
+    count: usize,
+    processor: &dyn Processor,
+) -> Result<Vec<EncodedSample>, Failure> {
+    let set = load(config, &config.data_file(), config.batch.limit, processor)?;
+    let options = encode_options(config);
+    data::encode_in_order(&set.samples, &set.images, processor, &options, order, count)
+}
+
+/// How samples are written for the model.
+pub(crate) fn encode_options(config: &RunConfig) -> EncodeOptions {
+    EncodeOptions {
+        model_max_length: config.batch.model_max_length,
+        max_slice_nums: Some(config.batch.max_slice_nums),
+        prompt: config.samples.template.style(),
+        train_on_turn_end: config.samples.train_on_turn_end,
+    }
+}

@@ -1,0 +1,243 @@
+//! Environment variables: those that are read, those that act on what is loaded, and those of other
+//! trainers that have no effect here.
+
+mod known;
+
+use serde::Serialize;
+
+use crate::rank_env::Variables;
+use known::{ACT_ON_OTHERS, FAMILIES, FOREIGN, HIDDEN, READ};
+
+/// One variable, or all set ones of a family such as `SLURM_*`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Variable {
+    /// Its name.
+    pub name: String,
+    /// Who reads it.
+    pub kind: Kind,
+    /// Whether it is set.
+    pub is_set: bool,
+    /// Its value; never that of a secret or of a variable that only its family is known of.
+    pub value: Option<String>,
+    /// What it does, or why it does nothing.
+    pub effect: &'static str,
+    /// What takes its place here.
+    pub instead: Option<&'static str>,
+}
+
+/// Who reads a variable.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Kind {
+    /// This program.
+    Read,
+    /// A library or tool that this program uses.
+    ActsOnOthers,
+    /// Nobody here.
+    WithoutEffect,
+}
+
+/// Every variable that is known by name, set or not, and the families of which any is set.
+pub(crate) fn table(variables: &Variables) -> Vec<Variable> {
+    let own = READ.iter().map(|row| (Kind::Read, *row));
+    let others = ACT_ON_OTHERS.iter().map(|row| (Kind::ActsOnOthers, *row));
+    let mut table: Vec<Variable> = own
+        .chain(others)
+        .map(|(kind, (name, effect))| named(variables, name, kind, effect, None))
+        .collect();
+    for (names, effect, instead) in FOREIGN {
+        let row = |name: &&str| named(variables, name, Kind::WithoutEffect, effect, Some(instead));
+        table.extend(names.iter().map(row));
+    }
+    for (beginning, kind, effect, instead) in FAMILIES {
+        let known = |name: &str| table.iter().any(|row| row.name == name);
+        let set = variables
+            .names()
+            .filter(|name| name.starts_with(beginning) && !known(name))
+            .count();
+        if set > 0 {
+            table.push(Variable {
+                name: format!("{beginning}*"),
+                kind,
+                is_set: true,
+                value: Some(format!("{set} set")),
+                effect,
+                instead,
+            });
+        }
+    }
+    table.sort_by_key(|row| row.kind);
+    table
+}
+
+fn named(
+    variables: &Variables,
+    name: &str,
+    kind: Kind,
+    effect: &'static str,
+    instead: Option<&'static str>,
+) -> Variable {
+    let value = variables.get(name);
+    let shown = value.filter(|_| !HIDDEN.contains(&name));
+    Variable {
+        name: name.to_string(),
+        kind,
+        is_set: value.is_some(),
+        value: shown.map(|value| printable(&value.to_string_lossy())),
+        effect,
+        instead,
+    }
+}
+
+/// A report is pasted: control characters of a value must not act on a terminal.
+fn printable(value: &str) -> String {
+    let escaped = |letter: char| -> String {
+        if letter.is_control() {
+            letter.escape_default().collect()
+        } else {
+            letter.to_string()
+        }
+    };
+    value.chars().map(escaped).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::rank_env::{CudaPlaces, Env, GpuCode, Matmul};
+    use std::cell::RefCell;
+    use std::collections::BTreeSet;
+    use std::ffi::OsString;
+    use std::path::Path;
+
+    fn environment(pairs: &[(&str, &str)]) -> Variables {
+        let pairs = pairs.iter();
+        pairs
+            .map(|(name, value)| (name.to_string(), OsString::from(value)))
+            .collect()
+    }
+
+    fn row<'a>(table: &'a [Variable], name: &str) -> &'a Variable {
+        let found = table.iter().find(|row| row.name == name);
+        found.unwrap_or_else(|| panic!("no {name}"))
+    }
+
+    #[test]
+    fn every_variable_that_is_read_is_listed_and_no_other() {
+        let asked = RefCell::new(BTreeSet::new());
+        for environment in [
+            vec![],
+            vec![("LOCAL_RANK", "0"), ("RANK", "0"), ("WORLD_SIZE", "1")],
+            vec![
+                ("OMPI_COMM_WORLD_RANK", "0"),
+                ("OMPI_COMM_WORLD_SIZE", "2"),
+                ("OMPI_COMM_WORLD_LOCAL_RANK", "0"),
+            ],
+            vec![
+                ("PMI_RANK", "0"),
+                ("PMI_SIZE", "2"),
+                ("MPI_LOCALRANKID", "0"),
+            ],
+            vec![
+                ("MV2_COMM_WORLD_RANK", "0"),
+                ("MV2_COMM_WORLD_SIZE", "2"),
+                ("MV2_COMM_WORLD_LOCAL_RANK", "0"),
+            ],
+            vec![
+                ("SLURM_STEP_ID", "0"),
+                ("SLURM_PROCID", "0"),
+                ("SLURM_NTASKS", "2"),
+                ("SLURM_LOCALID", "0"),
+                ("SLURM_NODEID", "0"),
+            ],
+        ] {
+            let lookup = |name: &str| {
+                asked.borrow_mut().insert(name.to_string());
+                let found = environment.iter().find(|(key, _)| *key == name);
+                found.map(|(_, value)| OsString::from(value))
+            };
+            Env::from_lookup(&lookup).expect("a good environment");
+            CudaPlaces::from_lookup(&lookup);
+            Matmul::from_lookup(&lookup).expect("a good environment");
+            GpuCode::from_lookup(&lookup).expect("a good environment");
+        }
+        // The system looks there for programs on our behalf.
+        asked.borrow_mut().insert("PATH".to_string());
+        let listed: BTreeSet<_> = READ.iter().map(|(name, _)| name.to_string()).collect();
+        assert_eq!(*asked.borrow(), listed);
+    }
+
+    #[test]
+    fn only_one_file_reads_the_environment() {
+        let mut folders = vec![Path::new(env!("CARGO_MANIFEST_DIR")).join("src")];
+        while let Some(folder) = folders.pop() {
+            for entry in std::fs::read_dir(folder).expect("readable") {
+                let path = entry.expect("an entry").path();
+                if path.is_dir() {
+                    folders.push(path);
+                    continue;
+                }
+                let text = std::fs::read_to_string(&path).expect("readable");
+                let reads = text.contains(concat!("env::", "var"));
+                assert_eq!(reads, path.ends_with("rank_env.rs"), "{}", path.display());
+            }
+        }
+    }
+
+    #[test]
+    fn names_stand_once() {
+        let names: Vec<_> = table(&Variables::default())
+            .iter()
+            .map(|row| row.name.clone())
+            .collect();
+        let once: BTreeSet<_> = names.iter().collect();
+        assert_eq!(names.len(), once.len());
+    }
+
+    #[test]
+    fn variables_of_other_trainers_name_what_takes_their_place() {
+        let table = table(&environment(&[
+            ("MP_SIZE", "4"),
+            ("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:128"),
+        ]));
+        for (name, words) in [
+            ("MP_SIZE", "--nproc"),
+            ("NUM_GPUS_PER_WORKER", "--zero 3"),
+            ("PYTORCH_CUDA_ALLOC_CONF", "--device-memory-limit"),
+        ] {
+            let row = row(&table, name);
+            assert_eq!(row.kind, Kind::WithoutEffect);
+            assert!(
+                row.instead.is_some_and(|text| text.contains(words)),
+                "{name}"
+            );
+        }
+        assert_eq!(row(&table, "MP_SIZE").value.as_deref(), Some("4"));
+        let unset = row(&table, "NUM_GPUS_PER_WORKER");
+        assert!(!unset.is_set && unset.value.is_none());
+        assert_eq!(row(&table, "CUDA_VISIBLE_DEVICES").kind, Kind::ActsOnOthers);
+    }
+
+    #[test]
+    fn secrets_and_unknown_values_are_not_shown() {
+        let table = table(&environment(&[
+            ("HF_TOKEN", "hf_secret"),
+            ("WANDB_API_KEY", "secret"),
+            ("TESSERA_JOB_TOKEN", "secret"),
+            ("SLURM_JWT", "secret"),
+            ("SLURM_JOB_USER", "secret"),
+            ("SLURM_NTASKS", "2"),
+            ("MY_PASSWORD", "secret"),
+        ]));
+        let shown = serde_json::to_string(&table).expect("serialises");
+        assert!(!shown.contains("secret") && !shown.contains("MY_PASSWORD"));
+        assert!(row(&table, "HF_TOKEN").is_set);
+        assert_eq!(row(&table, "SLURM_*").value.as_deref(), Some("2 set"));
+        assert_eq!(row(&table, "SLURM_NTASKS").value.as_deref(), Some("2"));
+    }
+
+    #[test]
+    fn values_do_not_act_on_a_terminal() {
+        assert_eq!(printable("a\u{1b}[31m\nb ü"), "a\\u{1b}[31m\\nb ü");
+    }
+}

@@ -1,0 +1,154 @@
+//! What the facts mean for a run: a verdict, and findings with next steps.
+
+mod gpu;
+mod host;
+
+use serde::Serialize;
+
+use super::facts::{Facts, Gpu};
+use crate::units::bytes;
+
+/// Generation of instructions that kernels need.
+const MINIMUM_CAPABILITY: (u32, u32) = (8, 0);
+
+/// What a run would use.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Verdict {
+    /// `cpu` or `cuda`.
+    pub device: &'static str,
+    /// Ordinals of the GPUs.
+    pub gpus: Vec<u32>,
+    /// The same in words.
+    pub summary: String,
+}
+
+/// One thing to know, with what to do about it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Finding {
+    /// A name that does not change.
+    pub id: &'static str,
+    /// How much it matters.
+    pub severity: Severity,
+    /// What was found.
+    pub title: String,
+    /// What to do.
+    pub next: Vec<String>,
+}
+
+/// How much a finding matters.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Severity {
+    /// Something cannot work.
+    Problem,
+    /// Something works worse than it could.
+    Warning,
+    /// Good to know.
+    Note,
+}
+
+/// Judges the facts: the most important findings first.
+pub(crate) fn judge(facts: &Facts) -> (Verdict, Vec<Finding>) {
+    let mut findings = Findings::default();
+    host::launch(facts, &mut findings);
+    gpu::driver(facts, &mut findings);
+    gpu::devices(facts, &mut findings);
+    gpu::together(facts, &mut findings);
+    gpu::libraries(facts, &mut findings);
+    host::memory(facts, &mut findings);
+    host::storage(facts, &mut findings);
+    host::environment(facts, &mut findings);
+    let mut findings = findings.0;
+    findings.sort_by_key(|finding| finding.severity);
+    (verdict(facts), findings)
+}
+
+/// The findings about GPUs, driver and libraries alone.
+pub(crate) fn of_gpus(facts: &Facts) -> Vec<Finding> {
+    let mut findings = Findings::default();
+    gpu::driver(facts, &mut findings);
+    gpu::devices(facts, &mut findings);
+    gpu::together(facts, &mut findings);
+    gpu::libraries(facts, &mut findings);
+    let mut findings = findings.0;
+    findings.sort_by_key(|finding| finding.severity);
+    findings
+}
+
+/// Whether all GPUs that runs could use are of one kind; unknown for fewer than two.
+pub(crate) fn are_equal(facts: &Facts) -> Option<bool> {
+    let gpus: Vec<&Gpu> = facts.gpus.iter().filter(|gpu| is_usable(gpu)).collect();
+    let (first, rest) = gpus.split_first()?;
+    (!rest.is_empty()).then(|| rest.iter().all(|gpu| gpu::is_alike(first, gpu)))
+}
+
+fn verdict(facts: &Facts) -> Verdict {
+    let usable: Vec<&Gpu> = facts.gpus.iter().filter(|gpu| is_usable(gpu)).collect();
+    let version = facts.cuda.cuda_version;
+    let is_new_enough = version.is_none() || version >= facts.cuda.minimum_cuda_version;
+    let could_use = !usable.is_empty() && is_new_enough;
+    if !could_use {
+        let cores = facts.cpu.usable_cores;
+        let summary = format!(
+            "runs use the CPU: {cores} {}, {} of host memory",
+            if cores == 1 { "core" } else { "cores" },
+            bytes(facts.memory.usable_bytes)
+        );
+        return Verdict {
+            device: "cpu",
+            gpus: Vec::new(),
+            summary,
+        };
+    }
+    let names: Vec<String> = usable
+        .iter()
+        .map(|gpu| {
+            let name = gpu.name.as_deref().unwrap_or("unnamed");
+            let memory = gpu.free_bytes.or(gpu.memory_bytes).map(bytes);
+            format!(
+                "{} {name}, {} free",
+                gpu.label(),
+                memory.unwrap_or_default()
+            )
+        })
+        .collect();
+    Verdict {
+        device: "cuda",
+        gpus: usable.iter().filter_map(|gpu| gpu.ordinal).collect(),
+        summary: format!(
+            "runs with --device cuda or auto use {}; without it the CPU",
+            names.join("; ")
+        ),
+    }
+}
+
+/// Whether CUDA shows the GPU and kernels run on it.
+pub(crate) fn is_usable(gpu: &Gpu) -> bool {
+    gpu.ordinal.is_some() && gpu.compute_capability >= Some(MINIMUM_CAPABILITY)
+}
+
+#[derive(Default)]
+struct Findings(Vec<Finding>);
+
+impl Findings {
+    fn problem(&mut self, id: &'static str, title: impl Into<String>, next: &[&str]) {
+        self.add(Severity::Problem, id, title.into(), next);
+    }
+
+    fn warning(&mut self, id: &'static str, title: impl Into<String>, next: &[&str]) {
+        self.add(Severity::Warning, id, title.into(), next);
+    }
+
+    fn note(&mut self, id: &'static str, title: impl Into<String>, next: &[&str]) {
+        self.add(Severity::Note, id, title.into(), next);
+    }
+
+    fn add(&mut self, severity: Severity, id: &'static str, title: String, next: &[&str]) {
+        self.0.push(Finding {
+            id,
+            severity,
+            title,
+            next: next.iter().map(ToString::to_string).collect(),
+        });
+    }
+}

@@ -1,0 +1,103 @@
+//! How a failure is printed: as a block for people, or as one line of JSON for programs.
+
+use std::io::Write;
+
+use clap::ValueEnum;
+use serde::Serialize;
+
+use crate::error::Failure;
+
+/// Name of the flag in snake_case; every verb takes it.
+pub(crate) const FLAG: &str = "error_format";
+
+/// What a failure looks like on standard error.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum)]
+pub enum ErrorFormat {
+    /// The block of title, cause, evidence and next steps.
+    #[default]
+    Human,
+    /// One JSON object on the last line.
+    Json,
+}
+
+/// A failure as programs read it: the fields of `errors/rank-0000.json` and the exit status.
+#[derive(Serialize)]
+struct Printed<'a> {
+    #[serde(flatten)]
+    failure: &'a Failure,
+    status: u8,
+}
+
+impl ErrorFormat {
+    /// The format that a command line asks for, whatever else is wrong with it.
+    pub fn of_line(argv: &[String]) -> Self {
+        let mut asked = Self::default();
+        let mut words = argv.iter().peekable();
+        while let Some(word) = words.next() {
+            let Some(body) = word.strip_prefix("--") else {
+                continue;
+            };
+            let (name, inline) = match body.split_once('=') {
+                Some((name, value)) => (name, Some(value)),
+                None => (body, None),
+            };
+            if name.replace('-', "_") == FLAG {
+                let value = inline.or_else(|| words.peek().map(|word| word.as_str()));
+                asked = value.and_then(Self::named).unwrap_or(asked);
+            }
+        }
+        asked
+    }
+
+    /// The format of this name.
+    pub(crate) fn named(name: &str) -> Option<Self> {
+        Self::from_str(name, true).ok()
+    }
+
+    /// The text of a failure, without the line's end.
+    pub fn render(self, failure: &Failure) -> String {
+        let status = failure.code.status();
+        let json = match self {
+            Self::Human => None,
+            Self::Json => serde_json::to_string(&Printed { failure, status }).ok(),
+        };
+        json.unwrap_or_else(|| failure.to_string())
+    }
+
+    /// Prints a failure on standard error.
+    pub fn print(self, failure: &Failure) {
+        // Nobody is left to tell where standard error is closed.
+        drop(writeln!(std::io::stderr(), "{}", self.render(failure)));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::ErrorCode;
+
+    fn of(line: &str) -> ErrorFormat {
+        let argv: Vec<String> = line.split_whitespace().map(str::to_string).collect();
+        ErrorFormat::of_line(&argv)
+    }
+
+    #[test]
+    fn the_format_is_found_on_lines_that_do_not_parse() {
+        assert_eq!(of("--zeor 3"), ErrorFormat::Human);
+        assert_eq!(of("--zeor 3 --error-format json"), ErrorFormat::Json);
+        assert_eq!(of("doctor --error_format=JSON --bogus"), ErrorFormat::Json);
+        assert_eq!(of("--error-format"), ErrorFormat::Human);
+        assert_eq!(of("--error-format xml"), ErrorFormat::Human);
+    }
+
+    #[test]
+    fn json_is_one_line_with_the_fields_of_the_stored_twin_and_the_status() {
+        let failure = Failure::new(ErrorCode::Numeric, "loss is NaN", "two\nlines").next("n");
+        let text = ErrorFormat::Json.render(&failure);
+        assert!(!text.contains('\n'));
+        let mut printed: serde_json::Value = serde_json::from_str(&text).expect("JSON");
+        assert_eq!(printed["status"], 15);
+        printed.as_object_mut().expect("an object").remove("status");
+        assert_eq!(printed, serde_json::to_value(&failure).expect("serialises"));
+    }
+}

@@ -1,0 +1,420 @@
+//! How a run ends: error codes, process exit statuses and the four-part failure block.
+//!
+//! A failure says what happened, why, on which evidence, and what to do next. Ranks write theirs
+//! to `errors/rank-0000.json`; the supervisor prints exactly one, that of the first failing rank.
+
+pub(crate) mod failures;
+pub mod format;
+pub(crate) mod pages;
+pub(crate) mod parts;
+mod weight_files;
+
+use std::error::Error;
+use std::fmt;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use serde::{Deserialize, Serialize};
+
+/// Target of the log record with which a failing rank ends.
+pub(crate) const RECORD_TARGET: &str = "tessera_report";
+
+/// Stable error codes. Each belongs to one process exit status.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum ErrorCode {
+    /// A device cannot hold the run.
+    #[serde(rename = "E01")]
+    DeviceMemory,
+    /// Host memory ran out, or the operating system killed a rank.
+    #[serde(rename = "E02")]
+    HostMemory,
+    /// The ranks did not find each other.
+    #[serde(rename = "E03")]
+    Rendezvous,
+    /// A collective timed out or its ranks disagree.
+    #[serde(rename = "E04")]
+    Collective,
+    /// A loss, gradient or weight is not finite.
+    #[serde(rename = "E05")]
+    Numeric,
+    /// Samples that cannot be trained on: no supervised token, too long.
+    #[serde(rename = "E06")]
+    Samples,
+    /// Placeholders and pictures of a sample disagree.
+    #[serde(rename = "E07")]
+    Placeholders,
+    /// A checkpoint does not fit the run, or is damaged.
+    #[serde(rename = "E08")]
+    Resume,
+    /// Flags or configuration: unknown, contradicting, out of range, not available.
+    #[serde(rename = "E09")]
+    Usage,
+    /// A model folder is incomplete, damaged or of an unsupported family.
+    #[serde(rename = "E10")]
+    ModelFiles,
+    /// A GPU is too old for what it is asked to do.
+    #[serde(rename = "E11")]
+    DeviceTooOld,
+    /// CUDA cannot be used: no driver or one that is too old, no GPU, or one that fails.
+    #[serde(rename = "E12")]
+    Cuda,
+    /// The disk is full or a file cannot be written.
+    #[serde(rename = "E13")]
+    Disk,
+    /// The port where ranks meet is in use.
+    #[serde(rename = "E14")]
+    PortInUse,
+    /// Shared memory is too small for the exchange between ranks.
+    #[serde(rename = "E15")]
+    SharedMemory,
+    /// A resumed run has nothing left to do.
+    #[serde(rename = "E16")]
+    NothingToDo,
+    /// The plan needs more memory than there is.
+    #[serde(rename = "E17")]
+    Plan,
+    /// A data file or a picture cannot be read.
+    #[serde(rename = "E18")]
+    DataFile,
+    /// A rank panicked: a bug of this program.
+    #[serde(rename = "E19")]
+    Panic,
+    /// A rank ended in an unexpected way: a signal, an unknown exit code.
+    #[serde(rename = "E20")]
+    RankDied,
+    /// Stopped by a signal; the state was saved where that was possible.
+    #[serde(rename = "E21")]
+    Interrupted,
+}
+
+impl ErrorCode {
+    /// Every code, in order.
+    pub const ALL: [Self; 21] = [
+        Self::DeviceMemory,
+        Self::HostMemory,
+        Self::Rendezvous,
+        Self::Collective,
+        Self::Numeric,
+        Self::Samples,
+        Self::Placeholders,
+        Self::Resume,
+        Self::Usage,
+        Self::ModelFiles,
+        Self::DeviceTooOld,
+        Self::Cuda,
+        Self::Disk,
+        Self::PortInUse,
+        Self::SharedMemory,
+        Self::NothingToDo,
+        Self::Plan,
+        Self::DataFile,
+        Self::Panic,
+        Self::RankDied,
+        Self::Interrupted,
+    ];
+
+    /// The printed code, `"E01"`.
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::DeviceMemory => "E01",
+            Self::HostMemory => "E02",
+            Self::Rendezvous => "E03",
+            Self::Collective => "E04",
+            Self::Numeric => "E05",
+            Self::Samples => "E06",
+            Self::Placeholders => "E07",
+            Self::Resume => "E08",
+            Self::Usage => "E09",
+            Self::ModelFiles => "E10",
+            Self::DeviceTooOld => "E11",
+            Self::Cuda => "E12",
+            Self::Disk => "E13",
+            Self::PortInUse => "E14",
+            Self::SharedMemory => "E15",
+            Self::NothingToDo => "E16",
+            Self::Plan => "E17",
+            Self::DataFile => "E18",
+            Self::Panic => "E19",
+            Self::RankDied => "E20",
+            Self::Interrupted => "E21",
+        }
+    }
+
+    /// The process exit status.
+    pub const fn status(self) -> u8 {
+        match self {
+            Self::Usage => 2,
+            Self::Samples | Self::Placeholders | Self::DataFile => 3,
+            Self::Plan => 5,
+            Self::Resume | Self::NothingToDo => 9,
+            Self::ModelFiles => 10,
+            Self::DeviceMemory => 11,
+            Self::HostMemory => 12,
+            Self::Rendezvous
+            | Self::PortInUse
+            | Self::SharedMemory
+            | Self::DeviceTooOld
+            | Self::Cuda => 13,
+            Self::Collective => 14,
+            Self::Numeric => 15,
+            Self::Disk => 16,
+            Self::Panic | Self::RankDied => 101,
+            Self::Interrupted => 130,
+        }
+    }
+
+    /// The most likely code behind an exit status of a rank that left no failure of its own.
+    pub fn from_status(status: i32) -> Option<Self> {
+        Some(match status {
+            2 => Self::Usage,
+            3 => Self::DataFile,
+            5 => Self::Plan,
+            9 => Self::Resume,
+            10 => Self::ModelFiles,
+            11 => Self::DeviceMemory,
+            12 => Self::HostMemory,
+            13 => Self::Rendezvous,
+            14 => Self::Collective,
+            15 => Self::Numeric,
+            16 => Self::Disk,
+            101 => Self::Panic,
+            130 => Self::Interrupted,
+            _ => return None,
+        })
+    }
+
+    /// Whether this failure usually follows from another rank's: peers of a rank that died see
+    /// a broken collective.
+    pub const fn is_consequence(self) -> bool {
+        matches!(
+            self,
+            Self::Collective | Self::Rendezvous | Self::Interrupted
+        )
+    }
+}
+
+impl fmt::Display for ErrorCode {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+/// One failure, as it is printed and stored.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Failure {
+    /// Which kind.
+    pub code: ErrorCode,
+    /// What happened, one line.
+    pub title: String,
+    /// Why.
+    pub cause: String,
+    /// What was seen, one line each.
+    pub evidence: Vec<String>,
+    /// What to do, one line each.
+    pub next: Vec<String>,
+    /// Where more stands, if anywhere.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub details: Option<Box<Path>>,
+}
+
+impl Failure {
+    /// A failure with its title and cause.
+    pub fn new(code: ErrorCode, title: impl Into<String>, cause: impl Into<String>) -> Self {
+        Self {
+            code,
+            title: title.into(),
+            cause: cause.into(),
+            evidence: Vec::new(),
+            next: Vec::new(),
+            details: None,
+        }
+    }
+
+    /// A usage failure (exit 2).
+    pub fn usage(title: impl Into<String>, cause: impl Into<String>) -> Self {
+        Self::new(ErrorCode::Usage, title, cause)
+    }
+
+    /// A failed file operation: a full disk keeps its own code, all else takes `code`.
+    pub fn io(code: ErrorCode, doing: &str, path: &Path, error: &io::Error) -> Self {
+        let full = matches!(
+            error.kind(),
+            io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded
+        );
+        let failure = Self::new(
+            if full { ErrorCode::Disk } else { code },
+            format!("cannot {doing} {}", path.display()),
+            error.to_string(),
+        );
+        match failure.code {
+            ErrorCode::Disk if full => {
+                failure.next("free space on that disk, or choose another directory with --output")
+            }
+            ErrorCode::Disk => {
+                failure.next("make that path writable, or choose another directory with --output")
+            }
+            _ => failure,
+        }
+    }
+
+    /// Adds a line of evidence.
+    #[must_use]
+    pub fn evidence(mut self, line: impl Into<String>) -> Self {
+        self.evidence.push(line.into());
+        self
+    }
+
+    /// Adds a next step.
+    #[must_use]
+    pub fn next(mut self, line: impl Into<String>) -> Self {
+        self.next.push(line.into());
+        self
+    }
+
+    /// Adds lines of evidence.
+    #[must_use]
+    pub fn evidence_lines(mut self, lines: impl IntoIterator<Item = String>) -> Self {
+        self.evidence.extend(lines);
+        self
+    }
+
+    /// Says where more stands.
+    #[must_use]
+    pub fn details(mut self, path: impl Into<PathBuf>) -> Self {
+        self.details = Some(path.into().into_boxed_path());
+        self
+    }
+
+    /// The exit code of the process.
+    pub fn exit_code(&self) -> ExitCode {
+        ExitCode::from(self.code.status())
+    }
+
+    /// Where rank `rank` of the run in `output` leaves its failure.
+    pub fn path(output: &Path, rank: usize) -> PathBuf {
+        output.join("errors").join(format!("rank-{rank:04}.json"))
+    }
+
+    /// Writes the failure of `rank` where the supervisor looks for it.
+    ///
+    /// # Errors
+    /// The folder or the file cannot be written.
+    pub fn save(&self, output: &Path, rank: usize) -> io::Result<()> {
+        let path = Self::path(output, rank);
+        if let Some(folder) = path.parent() {
+            std::fs::create_dir_all(folder)?;
+        }
+        std::fs::write(path, serde_json::to_vec_pretty(self)?)
+    }
+
+    /// Reads what `rank` left, if it left anything readable.
+    pub fn load(output: &Path, rank: usize) -> Option<Self> {
+        let bytes = std::fs::read(Self::path(output, rank)).ok()?;
+        serde_json::from_slice(&bytes).ok()
+    }
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "error[{}] {}", self.code, self.title)?;
+        writeln!(f, "  cause     {}", indent(&self.cause))?;
+        write_part(f, "evidence", &self.evidence)?;
+        write_part(f, "next", &self.next)?;
+        write!(f, "  exit {}", self.code.status())?;
+        if let Some(path) = &self.details {
+            write!(f, "    details: {}", path.display())?;
+        }
+        Ok(())
+    }
+}
+
+impl Error for Failure {}
+
+fn write_part(f: &mut fmt::Formatter<'_>, label: &str, lines: &[String]) -> fmt::Result {
+    for (index, line) in lines.iter().enumerate() {
+        let label = if index == 0 { label } else { "" };
+        writeln!(f, "  {label:<9} {}", indent(line))?;
+    }
+    Ok(())
+}
+
+/// Continuation lines stand under the first one.
+fn indent(text: &str) -> String {
+    text.trim_end().replace('\n', "\n            ")
+}
+
+/// An error with all its sources in one line.
+pub(crate) fn chain(error: &dyn Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(inner) = source {
+        let inner_text = inner.to_string();
+        if !text.contains(&inner_text) {
+            text.push_str(": ");
+            text.push_str(&inner_text);
+        }
+        source = inner.source();
+    }
+    text
+}
+
+/// The last part of a path, for people.
+pub(crate) fn file_name(path: &Path) -> String {
+    path.file_name()
+        .map_or_else(String::new, |name| name.to_string_lossy().into_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn block_has_four_parts_and_the_exit_status() {
+        let failure = Failure::new(ErrorCode::HostMemory, "rank 1 was killed", "memory ran out")
+            .evidence("oom_kill +1")
+            .evidence("limit 62 GiB")
+            .next("--offload none")
+            .details("errors/rank-0001.json");
+        assert_eq!(
+            failure.to_string(),
+            "error[E02] rank 1 was killed\n  cause     memory ran out\n  evidence  oom_kill +1\n            limit 62 GiB\n  next      --offload none\n  exit 12    details: errors/rank-0001.json"
+        );
+    }
+
+    #[test]
+    fn codes_are_distinct_and_statuses_map_back() {
+        for (index, code) in ErrorCode::ALL.iter().enumerate() {
+            for other in &ErrorCode::ALL[index + 1..] {
+                assert_ne!(code.as_str(), other.as_str());
+            }
+            let back = ErrorCode::from_status(i32::from(code.status())).expect("known status");
+            assert_eq!(back.status(), code.status());
+            assert_eq!(
+                serde_json::to_string(code).expect("serialises"),
+                format!("\"{code}\"")
+            );
+        }
+        assert_eq!(ErrorCode::from_status(77), None);
+    }
+
+    #[test]
+    fn a_saved_failure_is_read_back() {
+        let folder = tempfile::tempdir().expect("temp dir");
+        let failure = Failure::usage("t", "c").evidence("e").next("n");
+        failure.save(folder.path(), 3).expect("saved");
+        assert_eq!(Failure::load(folder.path(), 3), Some(failure));
+        assert_eq!(Failure::load(folder.path(), 4), None);
+    }
+
+    #[test]
+    fn a_full_disk_keeps_its_own_code() {
+        let full = io::Error::from(io::ErrorKind::StorageFull);
+        let failure = Failure::io(ErrorCode::ModelFiles, "write", Path::new("x"), &full);
+        assert_eq!(failure.code, ErrorCode::Disk);
+        let missing = io::Error::from(io::ErrorKind::NotFound);
+        let failure = Failure::io(ErrorCode::ModelFiles, "read", Path::new("x"), &missing);
+        assert_eq!(failure.code, ErrorCode::ModelFiles);
+    }
+}

@@ -1,0 +1,344 @@
+//! Hostfiles, as mpirun and DeepSpeed read them: one machine per line, `host slots=N`, comments behind `#`.
+//!
+//! Nothing is started on other machines: the same command line runs on each of them, finds its own line in the
+//! file and starts the ranks of that machine. What to run where is printed.
+
+mod choose;
+#[cfg(test)]
+mod tests;
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::io::Read;
+use std::net::TcpListener;
+use std::path::{Path, PathBuf};
+
+use crate::cli::Args;
+use crate::error::{ErrorCode, Failure};
+use crate::rank_env::Env;
+use crate::rank_env::identity::{Master, NodePlace};
+use crate::ui::Event;
+
+/// Where hostfiles lie by convention: DeepSpeed's, and that of Kubeflow's MPIJob.
+pub const PLACES: [&str; 2] = ["/job/hostfile", "/etc/mpi/hostfile"];
+/// Most bytes of a hostfile.
+const MAX_BYTES: u64 = 1 << 20;
+/// Most slots of one line.
+const MAX_SLOTS: usize = 4096;
+/// Most slots of all machines: each is kept, and a line of a few bytes has thousands.
+const MAX_ALL_SLOTS: usize = 1 << 16;
+
+/// One machine of a hostfile.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Host {
+    /// Its name or address.
+    pub name: String,
+    /// Numbers of its slots that are used; each gets a rank.
+    pub slots: Vec<usize>,
+    /// Line of the file, from 1.
+    pub line: usize,
+}
+
+/// Reads the content of a hostfile; `path` is for messages.
+///
+/// # Errors
+/// As [`parse`], and it is no text or too long (exit 2).
+pub fn parse_bytes(bytes: &[u8], path: &Path) -> Result<Vec<Host>, Failure> {
+    if bytes.len() as u64 > MAX_BYTES {
+        return Err(Failure::usage(
+            format!("{} has more than {MAX_BYTES} bytes", path.display()),
+            "a hostfile is a short list of machines",
+        ));
+    }
+    let text = std::str::from_utf8(bytes).map_err(|error| {
+        let before = &bytes[..error.valid_up_to()];
+        let line = 1 + before.iter().filter(|byte| **byte == b'\n').count();
+        let what = format!("{}: line {line} is not UTF-8 text", path.display());
+        Failure::usage(what, FORM)
+    })?;
+    parse(text, path)
+}
+
+/// Reads the text of a hostfile; `path` is for messages.
+///
+/// # Errors
+/// A line is not of the form `host slots=N`, a host stands twice, there are too many slots, or no host (exit 2). The
+/// line is named.
+pub fn parse(text: &str, path: &Path) -> Result<Vec<Host>, Failure> {
+    let mut hosts: Vec<Host> = Vec::new();
+    let mut lines: HashMap<&str, usize> = HashMap::new();
+    let mut all_slots = 0;
+    for (number, line) in (1..).zip(text.lines()) {
+        let bad = |what: String| {
+            Failure::usage(format!("{}: line {number}: {what}", path.display()), FORM)
+                .evidence(line.trim().chars().take(200).collect::<String>())
+        };
+        let mut words = line.split('#').next().unwrap_or("").split_whitespace();
+        let Some(name) = words.next() else {
+            continue;
+        };
+        let plain = |c: char| c.is_ascii_alphanumeric() || "-_.:[]".contains(c);
+        if name.contains('=') || !name.chars().all(plain) {
+            return Err(bad(format!("'{name}' is not a machine name")));
+        }
+        let mut slots = None;
+        for word in words {
+            let count = match word.split_once('=') {
+                Some(("slots", count)) => count,
+                // A bound of mpirun on what it may start beside the slots.
+                Some(("max_slots" | "max-slots", _)) => continue,
+                _ => return Err(bad(format!("'{word}' is not understood"))),
+            };
+            let parsed = count.parse().ok().filter(|n| (1..=MAX_SLOTS).contains(n));
+            let parsed = parsed.ok_or_else(|| {
+                bad(format!(
+                    "slots={count} is not a number from 1 to {MAX_SLOTS}"
+                ))
+            })?;
+            if slots.replace(parsed).is_some() {
+                return Err(bad("slots are given twice".to_string()));
+            }
+        }
+        if let Some(first) = lines.insert(name, number) {
+            return Err(
+                bad(format!("{name} is already on line {first}")).next(format!(
+                    "use one line for {name}, with the sum of its slots"
+                )),
+            );
+        }
+        let slots = slots.unwrap_or(1);
+        all_slots += slots;
+        if all_slots > MAX_ALL_SLOTS {
+            return Err(bad(format!(
+                "there are more than {MAX_ALL_SLOTS} slots up to this line"
+            )));
+        }
+        hosts.push(Host {
+            name: name.to_string(),
+            slots: (0..slots).collect(),
+            line: number,
+        });
+    }
+    if hosts.is_empty() {
+        return Err(Failure::usage(
+            format!("{} lists no machine", path.display()),
+            FORM,
+        ));
+    }
+    Ok(hosts)
+}
+
+const FORM: &str = "a hostfile has one machine on each line, for example: gpu01 slots=4";
+
+/// The place of this machine in the hostfile of the line, or in one at the usual places where the line chooses
+/// machines. What there is to say goes through `show`.
+///
+/// # Errors
+/// The file cannot be read or understood, chooses nothing, has too few slots, does not name this machine, or
+/// contradicts the environment (exit 2).
+pub fn place(
+    args: &Args,
+    argv: &[String],
+    env: &Env,
+    show: &mut dyn FnMut(Event),
+) -> Result<Option<NodePlace>, Failure> {
+    let chooses = args.include.is_some() || args.exclude.is_some();
+    let is_numbered = env.rank.is_some() || env.node.is_some();
+    if is_numbered && !chooses && args.hostfile.is_none() {
+        return Ok(None);
+    }
+    let Some((path, bytes)) = find(args.hostfile.as_deref(), chooses, show)? else {
+        return Ok(None);
+    };
+    if let Some(rank) = &env.rank {
+        return Err(Failure::usage(
+            "--hostfile and the environment contradict each other",
+            format!(
+                "{} already makes this process rank {}",
+                rank.source, rank.rank
+            ),
+        )
+        .next("omit --hostfile if mpirun, srun or torchrun starts the ranks"));
+    }
+    let hosts = parse_bytes(&bytes, &path)?;
+    let hosts = choose::choose(hosts, args.include.as_deref(), args.exclude.as_deref())?;
+    let ranks: Vec<usize> = hosts
+        .iter()
+        .map(|host| ranks_of(host, args.nproc, &path))
+        .collect::<Result<_, _>>()?;
+    let own = own_place(&hosts, env, &path, argv)?;
+    let port = env.node.as_ref().and_then(|node| node.master.port);
+    let told = env.node.as_ref().and_then(|node| node.master.addr.clone());
+    if hosts.len() > 1 {
+        let names: Vec<String> = hosts
+            .iter()
+            .zip(&ranks)
+            .map(|(host, ranks)| format!("{} {ranks}", host.name))
+            .collect();
+        show(Event::Info {
+            label: "hosts".into(),
+            text: format!("{} · this is {}", names.join(", "), hosts[own].name),
+        });
+        for (_, host) in hosts.iter().enumerate().filter(|(index, _)| *index != own) {
+            show(Event::Info {
+                label: "hosts".into(),
+                text: format!("on {}: {}", host.name, command(argv)),
+            });
+        }
+    }
+    let named = format!("{}\n{}", hosts[0].name, ranks.len());
+    Ok(Some(NodePlace {
+        node_rank: own,
+        nodes: hosts.len(),
+        ranks: None,
+        counts: Some(ranks),
+        master: Master {
+            addr: told.or_else(|| Some(hosts[0].name.clone())),
+            port,
+        },
+        job: blake3::hash(named.as_bytes()).to_hex()[..24].to_string(),
+    }))
+}
+
+/// The file's path and content; none where there is nothing to read.
+fn find(
+    given: Option<&Path>,
+    chooses: bool,
+    show: &mut dyn FnMut(Event),
+) -> Result<Option<(PathBuf, Vec<u8>)>, Failure> {
+    let usual = || PLACES.iter().map(PathBuf::from).find(|path| path.exists());
+    let path = match given {
+        Some(path) if path.exists() => path.to_path_buf(),
+        // Scripts of DeepSpeed name a file that one machine does not have.
+        Some(path) if !chooses => {
+            show(Event::Warning {
+                text: format!(
+                    "the hostfile {} does not exist: all ranks run on this machine",
+                    path.display()
+                ),
+            });
+            return Ok(None);
+        }
+        None if !chooses => {
+            if let Some(path) = usual() {
+                let text = format!(
+                    "{} is ignored: --hostfile {0} runs on its machines",
+                    path.display()
+                );
+                show(Event::Info {
+                    label: "hosts".into(),
+                    text,
+                });
+            }
+            return Ok(None);
+        }
+        Some(path) => return Err(no_file(&path.display().to_string())),
+        None => usual().ok_or_else(|| no_file(&PLACES.join(" or ")))?,
+    };
+    let mut bytes = Vec::new();
+    // One byte more than is read tells that it is too long, also of what has no length.
+    File::open(&path)
+        .and_then(|file| file.take(MAX_BYTES + 1).read_to_end(&mut bytes))
+        .map_err(|error| Failure::io(ErrorCode::Usage, "read", &path, &error))?;
+    Ok(Some((path, bytes)))
+}
+
+fn no_file(places: &str) -> Failure {
+    Failure::usage(
+        "--include and --exclude need a hostfile",
+        format!("{places} does not exist"),
+    )
+    .next("--hostfile FILE")
+}
+
+/// How many ranks a machine gets.
+fn ranks_of(host: &Host, asked: Option<usize>, path: &Path) -> Result<usize, Failure> {
+    match asked {
+        Some(asked) if asked > host.slots.len() => Err(Failure::usage(
+            format!(
+                "--nproc {asked} is more than the {} slots of {}",
+                host.slots.len(),
+                host.name
+            ),
+            "each rank needs a slot",
+        )
+        .evidence(format!("{}: line {}", path.display(), host.line))
+        .next(format!(
+            "--nproc {}, or more slots on that line",
+            host.slots.len()
+        ))),
+        Some(asked) => Ok(asked),
+        None => Ok(host.slots.len()),
+    }
+}
+
+/// Which of the machines this is.
+fn own_place(hosts: &[Host], env: &Env, path: &Path, argv: &[String]) -> Result<usize, Failure> {
+    if let Some(node) = env.node.as_ref().filter(|node| node.nodes > 1) {
+        if node.nodes != hosts.len() {
+            return Err(Failure::usage(
+                format!(
+                    "{} has {} machines, the environment says {}",
+                    path.display(),
+                    hosts.len(),
+                    node.nodes
+                ),
+                "both set the number of machines",
+            )
+            .next("unset NNODES, or select the same number of machines with --include"));
+        }
+        return Ok(node.node_rank);
+    }
+    let name = host_name();
+    if let Some(own) = hosts.iter().position(|host| same_name(&host.name, &name)) {
+        return Ok(own);
+    }
+    // An address can be listened on where it is one of this machine's.
+    let is_here = |host: &Host| TcpListener::bind((&*host.name, 0)).is_ok();
+    hosts.iter().position(is_here).ok_or_else(|| {
+        let mut failure = Failure::usage(
+            format!("{} does not name this machine, {name}", path.display()),
+            "the program starts nothing on other machines: run the command on each of them",
+        )
+        .next("set NNODES and NODE_RANK if machines have other names in the file");
+        for host in hosts {
+            failure = failure.next(format!("on {}: {}", host.name, command(argv)));
+        }
+        failure
+    })
+}
+
+/// Whether two names are one machine's; either may lack its domain.
+fn same_name(a: &str, b: &str) -> bool {
+    let (a, b) = (a.to_ascii_lowercase(), b.to_ascii_lowercase());
+    let first = |name: &str| name.split('.').next().unwrap_or_default().to_string();
+    let is_address = |name: &str| name.parse::<std::net::IpAddr>().is_ok();
+    a == b
+        || !is_address(&a)
+            && !is_address(&b)
+            && (!a.contains('.') || !b.contains('.'))
+            && first(&a) == first(&b)
+}
+
+/// The name of this machine.
+pub fn host_name() -> String {
+    let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+    match name.trim() {
+        "" => "localhost".to_string(),
+        name => name.to_string(),
+    }
+}
+
+/// The command line again, for a shell.
+fn command(argv: &[String]) -> String {
+    let quoted = |word: &String| {
+        let plain = |c: char| c.is_ascii_alphanumeric() || "-_./=:,@+%".contains(c);
+        if !word.is_empty() && word.chars().all(plain) {
+            word.clone()
+        } else {
+            format!("'{}'", word.replace('\'', r"'\''"))
+        }
+    };
+    let words: Vec<String> = argv.iter().map(quoted).collect();
+    format!("launcher {}", words.join(" "))
+}

@@ -1,0 +1,104 @@
+//! Where log records go: human lines on rank 0's standard error, JSON lines per rank in the run.
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::path::Path;
+use std::sync::Mutex;
+
+use tracing_subscriber::filter::{Directive, EnvFilter, LevelFilter};
+use tracing_subscriber::layer::SubscriberExt;
+use tracing_subscriber::util::SubscriberInitExt;
+use tracing_subscriber::{Layer, fmt};
+
+use crate::error::{ErrorCode, Failure};
+
+/// Sets the process-wide subscriber of one rank. `filter` is `RUST_LOG`: without it the file takes
+/// records from info on and the screen from warn on. A second call in one process has no effect.
+///
+/// # Errors
+/// The log file cannot be opened, or the filter cannot be read (exit 2).
+pub fn init(logs: &Path, rank: usize, filter: Option<&str>) -> Result<(), Failure> {
+    let file = open(logs, rank)?;
+    let json = fmt::layer()
+        .json()
+        .with_writer(Mutex::new(file))
+        .with_filter(filter_or(filter, LevelFilter::INFO)?);
+    let human = (rank == 0)
+        .then(|| -> Result<_, Failure> {
+            Ok(fmt::layer()
+                .without_time()
+                .with_ansi(false)
+                .with_writer(io::stderr)
+                .with_filter(filter_or(filter, LevelFilter::WARN)?.add_directive(reports_off())))
+        })
+        .transpose()?;
+    // Fails only where a subscriber is set already, as in tests.
+    drop(
+        tracing_subscriber::registry()
+            .with(json)
+            .with(human)
+            .try_init(),
+    );
+    Ok(())
+}
+
+/// Sets the process-wide subscriber of the supervisor: human lines only.
+///
+/// # Errors
+/// The filter cannot be read (exit 2).
+pub fn init_supervisor(filter: Option<&str>) -> Result<(), Failure> {
+    let human = fmt::layer()
+        .without_time()
+        .with_ansi(false)
+        .with_writer(io::stderr)
+        .with_filter(filter_or(filter, LevelFilter::WARN)?);
+    // Fails only where a subscriber is set already, as in tests.
+    drop(tracing_subscriber::registry().with(human).try_init());
+    Ok(())
+}
+
+/// The end of a rank is printed as a report, once; only the file repeats it.
+fn reports_off() -> Directive {
+    format!("{}=off", crate::error::RECORD_TARGET)
+        .parse()
+        .expect("a target and a level")
+}
+
+fn open(logs: &Path, rank: usize) -> Result<File, Failure> {
+    let path = logs.join(format!("rank-{rank:04}.jsonl"));
+    std::fs::create_dir_all(logs)
+        .and_then(|()| OpenOptions::new().create(true).append(true).open(&path))
+        .map_err(|error| Failure::io(ErrorCode::Disk, "write", &path, &error))
+}
+
+fn filter_or(filter: Option<&str>, default: LevelFilter) -> Result<EnvFilter, Failure> {
+    match filter {
+        None => Ok(EnvFilter::default().add_directive(default.into())),
+        Some(text) => EnvFilter::try_new(text).map_err(|error| {
+            Failure::usage(format!("RUST_LOG={text} cannot be read"), error.to_string())
+        }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn records_reach_the_ranks_file_and_bad_filters_are_refused() {
+        let folder = tempfile::tempdir().expect("temp dir");
+        assert_eq!(
+            init(folder.path(), 1, Some("a=b=c"))
+                .expect_err("refused")
+                .code
+                .status(),
+            2
+        );
+        init(folder.path(), 1, None).expect("set");
+        tracing::info!(step = 3, "hello");
+        let text = std::fs::read_to_string(folder.path().join("rank-0001.jsonl")).expect("written");
+        let record: serde_json::Value =
+            serde_json::from_str(text.lines().next().expect("a line")).expect("JSON");
+        assert_eq!(record["fields"]["step"], 3);
+    }
+}

@@ -1,0 +1,184 @@
+//! The rank side of a job: stop flag, watch over the parent, panic report.
+
+use std::io::Read;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use serde::{Deserialize, Serialize};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
+
+use crate::error::{ErrorCode, Failure};
+use crate::launch::supervisor::job;
+use crate::rank_env::RankEnv;
+
+/// Set by a signal: finish the step, save, and return. Ranks learn of it one by one, so the
+/// training loop must agree on it (all-reduce) before it acts.
+#[derive(Debug, Clone, Default)]
+pub struct StopFlag(Arc<AtomicBool>);
+
+impl StopFlag {
+    /// A flag that is not set.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Whether somebody asked to stop.
+    pub fn is_set(&self) -> bool {
+        self.0.load(Ordering::Relaxed)
+    }
+
+    /// Asks to stop.
+    pub fn set(&self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+/// What a rank hands back; that of rank 0 counts.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+pub struct RunSummary {
+    /// Steps done.
+    pub steps: u64,
+    /// Loss of the last logged step.
+    pub train_loss: Option<f64>,
+    /// Loss of the held-out samples at the end.
+    pub eval_loss: Option<f64>,
+    /// Share of exactly right answers at the end.
+    pub exact_match: Option<f64>,
+    /// The same before training.
+    pub exact_match_before: Option<f64>,
+    /// Last checkpoint.
+    pub checkpoint: Option<PathBuf>,
+    /// Whether a signal ended the run early; the process then exits with 130.
+    pub interrupted: bool,
+    /// Nothing was done: what the ranks met where `--collectives auto` has their GPUs read each other's memory. The same on
+    /// every rank.
+    #[serde(default)]
+    pub ipc_refused: Option<String>,
+}
+
+impl RunSummary {
+    fn path(job_dir: &Path, rank: usize) -> PathBuf {
+        job_dir.join(format!("summary-{rank:04}.json"))
+    }
+
+    /// Leaves the summary for the supervisor.
+    ///
+    /// # Errors
+    /// The job's folder cannot be written.
+    pub fn save(&self, job_dir: &Path, rank: usize) -> Result<(), Failure> {
+        let path = Self::path(job_dir, rank);
+        serde_json::to_vec(self)
+            .map_err(std::io::Error::from)
+            .and_then(|bytes| std::fs::write(&path, bytes))
+            .map_err(|error| Failure::io(ErrorCode::Disk, "write", &path, &error))
+    }
+
+    /// Reads what `rank` left.
+    pub fn load(job_dir: &Path, rank: usize) -> Option<Self> {
+        serde_json::from_slice(&std::fs::read(Self::path(job_dir, rank)).ok()?).ok()
+    }
+}
+
+/// Prepares this process to be a rank: signals set the returned flag, the parent's death and any
+/// panic end the process.
+///
+/// # Errors
+/// A signal handler cannot be installed (exit 13).
+pub fn enter(env: &RankEnv, output: &Path, temp_dir: &Path) -> Result<StopFlag, Failure> {
+    let stop = StopFlag::new();
+    for signal in [SIGTERM, SIGINT, SIGHUP, SIGUSR1] {
+        signal_hook::flag::register(signal, Arc::clone(&stop.0)).map_err(|error| {
+            Failure::new(
+                ErrorCode::Rendezvous,
+                "signals cannot be handled",
+                error.to_string(),
+            )
+        })?;
+    }
+    install_panic_hook(env.rank, output.to_path_buf());
+    if env.is_supervised() {
+        watch_parent(env.run_token.clone(), temp_dir.to_path_buf());
+    }
+    Ok(stop)
+}
+
+/// Standard input is a pipe whose other end the supervisor holds: it closes when the supervisor
+/// dies in whatever way, or when it wants this rank gone at once.
+fn watch_parent(token: String, temp_dir: PathBuf) {
+    std::thread::spawn(move || {
+        let mut byte = [0u8; 1];
+        let mut pipe = std::io::stdin().lock();
+        while matches!(pipe.read(&mut byte), Ok(1)) {}
+        // Nobody else may be left to remove the job's files.
+        job::sweep(&token, &temp_dir);
+        end_process(ErrorCode::Interrupted);
+    });
+}
+
+/// Any panic ends the rank: a rank that lost a thread would keep its peers waiting.
+fn install_panic_hook(rank: usize, output: PathBuf) {
+    let default = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |info| {
+        default(info);
+        let payload = info.payload();
+        let message = payload
+            .downcast_ref::<&str>()
+            .map(ToString::to_string)
+            .or_else(|| payload.downcast_ref::<String>().cloned())
+            .unwrap_or_else(|| "no message".to_string());
+        let place = info
+            .location()
+            .map_or_else(String::new, |at| format!("{}:{}", at.file(), at.line()));
+        let failure = Failure::new(
+            ErrorCode::Panic,
+            format!("rank {rank} panicked: {message}"),
+            "a bug in this program",
+        )
+        .evidence(format!("at {place}"))
+        .next("please report it together with the rank's log");
+        if Failure::load(&output, rank).is_none() {
+            drop(failure.save(&output, rank));
+        }
+        end_process(ErrorCode::Panic);
+    }));
+}
+
+#[expect(
+    clippy::exit,
+    reason = "these threads cannot return: the process must end while main is busy"
+)]
+fn end_process(code: ErrorCode) -> ! {
+    std::process::exit(i32::from(code.status()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn summaries_keep_every_bit_of_a_loss() {
+        let folder = tempfile::tempdir().expect("temp dir");
+        let summary = RunSummary {
+            eval_loss: Some(0.1 + 0.2),
+            steps: 4,
+            ..RunSummary::default()
+        };
+        summary.save(folder.path(), 0).expect("saved");
+        let loaded = RunSummary::load(folder.path(), 0).expect("loaded");
+        assert_eq!(
+            loaded.eval_loss.map(f64::to_bits),
+            summary.eval_loss.map(f64::to_bits)
+        );
+        assert_eq!(RunSummary::load(folder.path(), 1), None);
+    }
+
+    #[test]
+    fn a_stop_flag_is_shared_by_its_clones() {
+        let flag = StopFlag::new();
+        let seen = flag.clone();
+        assert!(!seen.is_set());
+        flag.set();
+        assert!(seen.is_set());
+    }
+}

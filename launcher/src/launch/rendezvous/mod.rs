@@ -1,0 +1,383 @@
+//! How the ranks of a run come together: through shared memory on one machine, over TCP on several.
+
+mod failures;
+mod machine;
+mod port;
+mod token;
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use engine::Plan;
+use engine::comm::shm::{self, ShmOptions};
+use engine::comm::tcp::{self, TcpOptions};
+use engine::comm::{CommError, Communicator, Tag, World, threads};
+
+use crate::config::RunConfig;
+use crate::device::Devices;
+use crate::error::failures::comm as comm_failure;
+use crate::error::{ErrorCode, Failure};
+use crate::launch::hostfile::host_name;
+use crate::launch::supervisor::job::fresh_token;
+use crate::rank_env::RankEnv;
+use machine::Machine;
+
+/// Where rank 0 listens unless the environment says otherwise.
+pub(crate) const DEFAULT_PORT: u16 = 29_500;
+
+/// Ranks that have met.
+pub(crate) struct Met {
+    pub(crate) comm: Arc<dyn Communicator>,
+    /// Part of the names of the job's files; no other job has it.
+    pub(crate) token: String,
+    /// How they exchange.
+    pub(crate) transport: &'static str,
+    /// In what they differ without harm; the same on every rank.
+    pub(crate) warnings: Vec<String>,
+}
+
+/// Joins the world of `env`: every rank with `region` bytes of its window. All ranks must be about to run the same,
+/// with libraries and devices that give the same results. `noted` sees the communicator before its first collective.
+///
+/// # Errors
+/// Ranks are missing, do not know the job's token or differ (exit 13); the output folder is not shared (exit 16).
+pub(crate) fn join(
+    config: &RunConfig,
+    env: &RankEnv,
+    plan: &Plan,
+    region: usize,
+    devices: &dyn Devices,
+    noted: impl FnOnce(Arc<dyn Communicator>) -> Arc<dyn Communicator>,
+) -> Result<Met, Failure> {
+    let (comm, transport) = connect(config, env, plan, region, noted)?;
+    let warnings = match env.world_size {
+        1 => Vec::new(),
+        _ => machine::compare(&Machine::of(config, env, devices), &*comm)?,
+    };
+    let token = job_token(env, &*comm)?;
+    if env.has_peers_elsewhere() {
+        shared_folder(&config.output, &*comm, &token)?;
+    }
+    Ok(Met {
+        comm,
+        token,
+        transport,
+        warnings,
+    })
+}
+
+fn connect(
+    config: &RunConfig,
+    env: &RankEnv,
+    plan: &Plan,
+    region: usize,
+    noted: impl FnOnce(Arc<dyn Communicator>) -> Arc<dyn Communicator>,
+) -> Result<(Arc<dyn Communicator>, &'static str), Failure> {
+    let world = World {
+        rank: env.rank,
+        size: env.world_size,
+    };
+    let deadline = Duration::from_secs(config.comm_timeout_seconds);
+    let facts = facts(config, plan);
+    if world.size == 1 {
+        let mut alone = threads::world(1, region).map_err(|e| comm_failure(&e))?;
+        return Ok((noted(alone.remove(0)), "one process"));
+    }
+    #[cfg(feature = "mpi")]
+    if env.is_under_mpi() {
+        let comm = noted(over_mpi(env, world, region, deadline)?);
+        compare(&facts, &*comm)?;
+        return Ok((comm, "MPI"));
+    }
+    if env.has_peers_elsewhere() {
+        let comm = noted(over_tcp(env, world, region, deadline, facts)?);
+        return Ok((comm, "tcp"));
+    }
+    let name = format!("tessera-window-{}", env.run_token);
+    let mut options = ShmOptions::new(name, world, region);
+    options.deadline = deadline;
+    let comm = noted(shm::join(&options).map_err(|e| comm_failure(&e))?);
+    compare(&facts, &*comm)?;
+    Ok((comm, "shared memory"))
+}
+
+/// A name for the job's files that no other job has: rank 0 draws it, all learn it here. Ranks of our own supervisor keep
+/// the supervisor's, which it drew and holds directories of.
+fn job_token(env: &RankEnv, comm: &dyn Communicator) -> Result<String, Failure> {
+    let own = match (env.is_supervised(), env.rank) {
+        (true, _) => env.run_token.clone(),
+        (false, 0) => fresh_token(),
+        (false, _) => String::new(),
+    };
+    let all = comm
+        .all_gather_bytes(own.as_bytes(), Tag::new("job token", 0))
+        .map_err(|e| comm_failure(&e))?;
+    if env.is_supervised() {
+        return Ok(own);
+    }
+    let first = all.into_iter().next().unwrap_or_default();
+    Ok(String::from_utf8_lossy(&first).into_owned())
+}
+
+/// What must be the same on all ranks.
+fn facts(config: &RunConfig, plan: &Plan) -> Vec<(String, String)> {
+    let build = format!(
+        "{} {}{}",
+        std::env::consts::ARCH,
+        if cfg!(debug_assertions) {
+            "debug"
+        } else {
+            "release"
+        },
+        if cfg!(feature = "cuda") { " cuda" } else { "" },
+    );
+    [
+        ("program version", env!("CARGO_PKG_VERSION").to_owned()),
+        ("build", build),
+        ("device", config.device.name().to_owned()),
+        ("seed", config.seed.to_string()),
+        ("ZeRO stage", config.zero.to_string()),
+        ("plan", plan.hash()),
+        ("configuration", configuration(config)),
+    ]
+    .map(|(name, value)| (name.to_owned(), value))
+    .into()
+}
+
+/// A hash of all that makes the run what it is; memory may be bounded differently on every machine.
+fn configuration(config: &RunConfig) -> String {
+    let mut config = config.clone();
+    config.ranks_here = None;
+    config.host_memory_limit = None;
+    config.device_memory_limit = None;
+    config.gpus.clear();
+    config.arena_bytes = 0;
+    let text = serde_json::to_vec(&config).unwrap_or_default();
+    blake3::hash(&text).to_hex()[..16].to_string()
+}
+
+fn over_tcp(
+    env: &RankEnv,
+    world: World,
+    region_bytes: usize,
+    deadline: Duration,
+    facts: Vec<(String, String)>,
+) -> Result<Arc<dyn Communicator>, Failure> {
+    let addr = env.master.addr.clone().ok_or_else(|| {
+        Failure::new(
+            ErrorCode::Rendezvous,
+            "the ranks of several machines have no rendezvous address",
+            format!("{} give no address of rank 0's machine", env.source),
+        )
+        .evidence(format!("this is rank {} of {} on {}", env.rank, env.world_size, host_name()))
+        .next("set MASTER_ADDR on every machine to a name or address of the first one, and MASTER_PORT to a free port of that machine")
+    })?;
+    let options = TcpOptions {
+        world,
+        region_bytes,
+        deadline,
+        port: env.master.port.unwrap_or(DEFAULT_PORT),
+        secret: token::secret(&env.token)?,
+        facts,
+        host: host_name(),
+        addr,
+    };
+    tcp::join(&options).map_err(|error| failures::rendezvous(&error, env, &options))
+}
+
+/// Through the MPI that started this rank, and that must number it as its variables do.
+#[cfg(feature = "mpi")]
+fn over_mpi(
+    env: &RankEnv,
+    world: World,
+    region_bytes: usize,
+    deadline: Duration,
+) -> Result<Arc<dyn Communicator>, Failure> {
+    let found = engine::comm::mpi::world().map_err(|e| comm_failure(&e))?;
+    if found != world {
+        return Err(Failure::new(
+            ErrorCode::Rendezvous,
+            "the MPI that started this rank is not the one that this program was built with",
+            format!(
+                "it numbers this process {} of {}, the variables of {} say {} of {}",
+                found.rank, found.size, env.source, world.rank, world.size
+            ),
+        )
+        .next(
+            "start with the mpirun of the MPI that was installed when the feature `mpi` was built",
+        )
+        .next("a build without that feature exchanges over TCP under any mpirun"));
+    }
+    engine::comm::mpi::join(region_bytes, deadline).map_err(|e| comm_failure(&e))
+}
+
+/// Compares what the ranks are about to run. Of ranks that agree only a hash goes round.
+fn compare(facts: &[(String, String)], comm: &dyn Communicator) -> Result<(), Failure> {
+    let own = encode(facts);
+    let tag = Tag::new("facts", 0);
+    let hashes = comm
+        .all_gather_bytes(blake3::hash(own.as_bytes()).as_bytes(), tag)
+        .map_err(|e| comm_failure(&e))?;
+    if hashes.windows(2).all(|pair| pair[0] == pair[1]) {
+        return Ok(());
+    }
+    let all = comm
+        .all_gather_bytes(own.as_bytes(), Tag::new("facts", 1))
+        .map_err(|e| comm_failure(&e))?;
+    let all: Vec<Vec<(String, String)>> = all.iter().map(|bytes| decode(bytes)).collect();
+    Err(failures::first_difference(&all))
+}
+
+fn encode(facts: &[(String, String)]) -> String {
+    serde_json::to_string(facts).unwrap_or_default()
+}
+
+fn decode(bytes: &[u8]) -> Vec<(String, String)> {
+    serde_json::from_slice(bytes).unwrap_or_default()
+}
+
+/// Checkpoints are written by all ranks into one folder: rank 0 leaves a mark there that all must see.
+fn shared_folder(output: &Path, comm: &dyn Communicator, token: &str) -> Result<(), Failure> {
+    let World { rank, .. } = comm.world();
+    let mark = |token: &str| output.join(format!(".rendezvous-{token}"));
+    let failed = |e: CommError| comm_failure(&e);
+    let mut written = Ok(());
+    if rank == 0 {
+        let mark = mark(token);
+        written = std::fs::create_dir_all(output)
+            .and_then(|()| std::fs::write(&mark, token))
+            .map_err(|error| Failure::io(ErrorCode::Disk, "write", &mark, &error));
+    }
+    // Ranks of other machines have tokens of their own; whoever has that of rank 0 comes after its mark.
+    let tokens = comm
+        .all_gather_bytes(token.as_bytes(), Tag::new("shared folder", 0))
+        .map_err(failed)?;
+    let token = String::from_utf8_lossy(&tokens[0]).into_owned();
+    let mark = mark(&token);
+    let own = match std::fs::read(&mark) {
+        Ok(bytes) if bytes == token.as_bytes() => String::new(),
+        _ => host_name(),
+    };
+    let all = comm
+        .all_gather_bytes(own.as_bytes(), Tag::new("shared folder", 1))
+        .map_err(failed)?;
+    if rank == 0 {
+        std::fs::remove_file(&mark).ok();
+    }
+    written?;
+    let blind = all.iter().enumerate().find(|(_, host)| !host.is_empty());
+    let Some((rank, host)) = blind else {
+        return Ok(());
+    };
+    Err(Failure::new(
+        ErrorCode::Disk,
+        format!("rank {rank} does not see the output directory of rank 0"),
+        "all ranks write their part of a checkpoint into one directory",
+    )
+    .evidence(format!(
+        "{} on {} is another directory or does not exist",
+        output.display(),
+        String::from_utf8_lossy(host)
+    ))
+    .next("put --output on a file system that all machines mount at the same path"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn facts(plan: &str) -> Vec<(String, String)> {
+        [("program version", "1"), ("plan", plan)]
+            .map(|(name, value)| (name.to_owned(), value.to_owned()))
+            .into()
+    }
+
+    pub(super) fn on_ranks<R: Send>(
+        size: usize,
+        run: impl Fn(&dyn Communicator) -> R + Sync,
+    ) -> Vec<R> {
+        let world = threads::world(size, 1 << 16).expect("a world");
+        std::thread::scope(|scope| {
+            let handles: Vec<_> = world
+                .iter()
+                .map(|comm| scope.spawn(|| run(&**comm)))
+                .collect();
+            let results = handles
+                .into_iter()
+                .map(|handle| handle.join().expect("a rank"));
+            results.collect()
+        })
+    }
+
+    #[test]
+    fn the_rank_that_differs_is_named_on_every_rank() {
+        let same = on_ranks(3, |comm| compare(&facts("a"), comm));
+        assert!(same.iter().all(Result::is_ok));
+        let results = on_ranks(3, |comm| {
+            let plan = if comm.world().rank == 2 { "b" } else { "a" };
+            compare(&facts(plan), comm)
+        });
+        for result in results {
+            let failure = result.expect_err("differs");
+            assert_eq!(failure.code, ErrorCode::Rendezvous);
+            assert_eq!(
+                failure.title,
+                "rank 2 has another configuration: its plan differs"
+            );
+            assert_eq!(failure.evidence, ["rank 0 has \"a\"", "rank 2 has \"b\""]);
+        }
+    }
+
+    #[test]
+    fn jobs_with_equal_variables_have_tokens_of_their_own() {
+        let env = |rank: usize, supervised: bool| {
+            let rank = rank.to_string();
+            let mut vars = vec![
+                ("RANK", &*rank),
+                ("LOCAL_RANK", &*rank),
+                ("WORLD_SIZE", "3"),
+            ];
+            if supervised {
+                vars.extend([("TESSERA_RUN_TOKEN", "abc"), ("TESSERA_JOB_DIR", "/job")]);
+            }
+            let env = crate::rank_env::Env::from_lookup(&|name| {
+                let found = vars.iter().find(|(key, _)| *key == name);
+                found.map(|(_, value)| value.into())
+            });
+            env.expect("reads").rank.expect("a rank")
+        };
+        let tokens = |supervised| {
+            let found = on_ranks(3, |comm| {
+                job_token(&env(comm.world().rank, supervised), comm).expect("a token")
+            });
+            assert!(found.iter().all(|token| *token == found[0]), "{found:?}");
+            found[0].clone()
+        };
+        let (first, second) = (tokens(false), tokens(false));
+        assert_ne!(first, second);
+        assert!(first.len() >= 24 && first.bytes().all(|byte| byte.is_ascii_hexdigit()));
+        assert_eq!(tokens(true), "abc");
+    }
+
+    #[test]
+    fn a_folder_that_a_rank_does_not_see_is_refused() {
+        let shared = tempfile::tempdir().expect("temp dir");
+        let other = tempfile::tempdir().expect("temp dir");
+        let token = |comm: &dyn Communicator| format!("token{}", comm.world().rank);
+        let seen = on_ranks(2, |comm| shared_folder(shared.path(), comm, &token(comm)));
+        assert!(seen.iter().all(Result::is_ok), "{seen:?}");
+        assert_eq!(std::fs::read_dir(shared.path()).expect("listed").count(), 0);
+        let seen = on_ranks(2, |comm| {
+            let folders = [&shared, &other];
+            shared_folder(folders[comm.world().rank].path(), comm, &token(comm))
+        });
+        for result in seen {
+            let failure = result.expect_err("not shared");
+            assert!(
+                failure.title.starts_with("rank 1 does not see"),
+                "{failure}"
+            );
+        }
+    }
+}

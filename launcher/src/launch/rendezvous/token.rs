@@ -1,0 +1,105 @@
+//! What only the ranks of a job know.
+
+use std::io::Read;
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+
+use engine::comm::tcp::{MIN_SECRET_BYTES, Secret};
+
+use crate::error::{ErrorCode, Failure};
+use crate::rank_env::{TOKEN, TOKEN_FILE, Token};
+
+/// Most bytes of a token.
+const MAX_BYTES: u64 = 4096;
+
+/// The secret of the token that the environment holds or names.
+pub(super) fn secret(token: &Token) -> Result<Secret, Failure> {
+    let (text, from) = match (&token.text, &token.file) {
+        (Some(_), Some(file)) => {
+            return Err(refused(
+                format!("{TOKEN} and {TOKEN_FILE}={} are both set", file.display()),
+                "the ranks of several machines use one token",
+            )
+            .next("unset one of them"));
+        }
+        (Some(text), None) => (text.as_bytes().to_vec(), TOKEN.to_string()),
+        (None, Some(file)) => (read(file)?, file.display().to_string()),
+        (None, None) => {
+            return Err(refused(
+                "the ranks of several machines have no token".to_string(),
+                "only processes that know it can join; the token itself is never sent",
+            )
+            .next(format!(
+                "{TOKEN}=$(head -c 24 /dev/urandom | base64), the same on every machine; srun and mpirun -x {TOKEN} pass it on"
+            ))
+            .next(format!("or {TOKEN_FILE}, a file that only its owner can read")));
+        }
+    };
+    let trimmed = text.trim_ascii();
+    Secret::new(trimmed).ok_or_else(|| {
+        refused(
+            format!("the token of {from} has {} bytes", trimmed.len()),
+            "a short token can be guessed",
+        )
+        .next(format!(
+            "at least {MIN_SECRET_BYTES} bytes: head -c 24 /dev/urandom | base64"
+        ))
+    })
+}
+
+fn read(path: &Path) -> Result<Vec<u8>, Failure> {
+    let failed = |error: std::io::Error| Failure::io(ErrorCode::Rendezvous, "read", path, &error);
+    let file = std::fs::File::open(path).map_err(failed)?;
+    let mode = file.metadata().map_err(failed)?.permissions().mode();
+    if mode & 0o007 != 0 {
+        return Err(refused(
+            format!("{} can be read by everybody", path.display()),
+            "everybody who knows the token can join the run",
+        )
+        .evidence(format!("mode {:04o}", mode & 0o7777))
+        .next(format!("chmod 600 {}", path.display())));
+    }
+    let mut text = Vec::new();
+    file.take(MAX_BYTES)
+        .read_to_end(&mut text)
+        .map_err(failed)?;
+    Ok(text)
+}
+
+fn refused(title: String, cause: &str) -> Failure {
+    Failure::new(ErrorCode::Rendezvous, title, cause)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tokens_are_long_and_files_are_private() {
+        let folder = tempfile::tempdir().expect("temp dir");
+        let file = folder.path().join("token");
+        let with = |text: Option<&str>, file: Option<&Path>| {
+            secret(&Token {
+                text: text.map(str::to_owned),
+                file: file.map(Path::to_path_buf),
+            })
+        };
+        let refused = |result: Result<Secret, Failure>, words: &str| {
+            let failure = result.expect_err(words);
+            assert_eq!(failure.code.status(), 13);
+            assert!(failure.title.contains(words), "{failure}");
+            assert!(!failure.to_string().contains("0123456789"), "{failure}");
+        };
+        with(Some("0123456789abcdef"), None).expect("long enough");
+        refused(with(None, None), "have no token");
+        refused(with(Some(" 0123456789abcde\n"), None), "has 15 bytes");
+        refused(with(None, Some(&file)), "cannot read");
+        std::fs::write(&file, "0123456789abcdef\n").expect("written");
+        let mode = |mode| std::fs::set_permissions(&file, std::fs::Permissions::from_mode(mode));
+        mode(0o644).expect("set");
+        refused(with(None, Some(&file)), "can be read by everybody");
+        mode(0o600).expect("set");
+        with(None, Some(&file)).expect("private");
+        refused(with(Some("0123456789abcdef"), Some(&file)), "are both set");
+    }
+}

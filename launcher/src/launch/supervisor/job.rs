@@ -1,0 +1,138 @@
+//! Private files of one job and their removal.
+
+use std::fs;
+use std::os::unix::fs::DirBuilderExt;
+use std::path::{Path, PathBuf};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use crate::error::{ErrorCode, Failure};
+
+/// Where shared-memory files of ranks live.
+const SHARED_MEMORY: &str = "/dev/shm";
+
+/// The name of a job and its private folder. Every shared-memory or temporary file of the job has
+/// [`Job::token`] in its name; dropping the job removes them all, whoever made them.
+#[derive(Debug)]
+pub struct Job {
+    token: String,
+    folder: PathBuf,
+    temp_dir: PathBuf,
+}
+
+impl Job {
+    /// Makes a job with a fresh token and an empty folder in `temp_dir`.
+    ///
+    /// # Errors
+    /// The folder cannot be made.
+    pub fn new(temp_dir: &Path) -> Result<Self, Failure> {
+        let token = fresh_token();
+        let folder = temp_dir.join(format!("tessera-{token}"));
+        fs::DirBuilder::new()
+            .mode(0o700)
+            .create(&folder)
+            .map_err(|error| Failure::io(ErrorCode::Disk, "make", &folder, &error))?;
+        Ok(Self {
+            token,
+            folder,
+            temp_dir: temp_dir.to_path_buf(),
+        })
+    }
+
+    /// Part of every shared file's name.
+    pub fn token(&self) -> &str {
+        &self.token
+    }
+
+    /// The private folder.
+    pub fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    /// The configuration the ranks read.
+    pub fn config_file(&self) -> PathBuf {
+        config_file(&self.folder)
+    }
+}
+
+impl Drop for Job {
+    fn drop(&mut self) {
+        sweep(&self.token, &self.temp_dir);
+    }
+}
+
+/// The configuration in a job's folder.
+pub fn config_file(job_dir: &Path) -> PathBuf {
+    job_dir.join("config.json")
+}
+
+/// Removes everything of the job named `token` from shared memory and `temp_dir`.
+pub fn sweep(token: &str, temp_dir: &Path) {
+    // A short token could match files of others.
+    if token.len() < 16 {
+        return;
+    }
+    for folder in [Path::new(SHARED_MEMORY), temp_dir] {
+        let Ok(entries) = fs::read_dir(folder) else {
+            continue;
+        };
+        for entry in entries.flatten() {
+            if entry.file_name().to_string_lossy().contains(token) {
+                let path = entry.path();
+                // Another process of the job may be removing the same file.
+                drop(if path.is_dir() {
+                    fs::remove_dir_all(path)
+                } else {
+                    fs::remove_file(path)
+                });
+            }
+        }
+    }
+}
+
+/// 96 bits in hexadecimal that no other job has.
+pub(crate) fn fresh_token() -> String {
+    let mut seed = [0u8; 32];
+    // Without a random source the clock and the process number tell jobs apart.
+    let random = getrandom::fill(&mut seed);
+    let mut hasher = blake3::Hasher::new();
+    hasher.update(&seed);
+    if random.is_err() {
+        let now = SystemTime::now()
+            .duration_since(UNIX_EPOCH)
+            .map_or(0, |since| since.as_nanos());
+        hasher.update(&now.to_le_bytes());
+    }
+    hasher.update(&std::process::id().to_le_bytes());
+    hasher.finalize().to_hex()[..24].to_string()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_dropped_job_leaves_nothing() {
+        let temp = tempfile::tempdir().expect("temp dir");
+        let job = Job::new(temp.path()).expect("made");
+        fs::write(job.folder().join("x"), "x").expect("written");
+        fs::write(temp.path().join(format!("spill-{}-0", job.token())), "x").expect("written");
+        fs::write(temp.path().join("other"), "x").expect("written");
+        drop(job);
+        let left: Vec<_> = fs::read_dir(temp.path())
+            .expect("listed")
+            .flatten()
+            .map(|e| e.file_name())
+            .collect();
+        assert_eq!(left, ["other"]);
+    }
+
+    #[test]
+    fn tokens_differ_and_short_ones_sweep_nothing() {
+        assert_ne!(fresh_token(), fresh_token());
+        let temp = tempfile::tempdir().expect("temp dir");
+        fs::write(temp.path().join("abc"), "x").expect("written");
+        sweep("abc", temp.path());
+        sweep("", temp.path());
+        assert!(temp.path().join("abc").exists());
+    }
+}

@@ -1,0 +1,493 @@
+//! The parent of the rank processes: starts them, listens, and ends them together.
+//!
+//! States: *running* → *stopping* (a signal came: ranks were asked to save and stop, no deadline)
+//! → done; or, from both, → *aborting* (a rank failed, or a second signal came: pipes closed and
+//! SIGTERM sent, SIGKILL after a grace of 4 s) → done. One thread per rank waits
+//! for its end, two read its streams, and the main loop blocks on their channel, the next deadline
+//! and a clock by which it notes how much memory each rank has, for the report of a killed one.
+
+mod child;
+pub mod job;
+mod report;
+mod vitals;
+
+use std::ffi::OsString;
+use std::net::TcpListener;
+use std::os::unix::process::ExitStatusExt;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use crossbeam::channel::{Receiver, at, never, tick, unbounded};
+use crossbeam::select;
+use rustix::process::Signal;
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
+use signal_hook::iterator::Signals;
+
+use crate::error::{ErrorCode, Failure};
+use crate::launch::rank::RunSummary;
+use crate::rank_env;
+use crate::rank_env::identity::Master;
+use crate::ui::{Event, Screen};
+
+use child::{Launch, Message, RankChild};
+use job::Job;
+use report::Ending;
+use vitals::{Machine, OomKills, Vitals};
+
+/// From the request to end until SIGKILL.
+const GRACE: Duration = Duration::from_secs(4);
+/// How long a failure that looks like a consequence waits for its cause to show.
+const CAUSE_WINDOW: Duration = Duration::from_millis(500);
+/// Time between two looks at the memory of the ranks.
+const VITALS: Duration = Duration::from_secs(1);
+/// How long the last lines of ended ranks may take to arrive.
+const DRAIN: Duration = Duration::from_secs(1);
+
+/// Signals sent to this process, from now on, as numbers.
+#[derive(Debug)]
+pub struct SignalSource {
+    receiver: Receiver<i32>,
+    handle: signal_hook::iterator::Handle,
+}
+
+impl SignalSource {
+    /// Takes SIGINT, SIGTERM, SIGHUP and SIGUSR1 over.
+    ///
+    /// # Errors
+    /// A handler cannot be installed.
+    pub fn new() -> Result<Self, Failure> {
+        let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP, SIGUSR1]).map_err(|error| {
+            Failure::new(
+                ErrorCode::Rendezvous,
+                "signals cannot be handled",
+                error.to_string(),
+            )
+        })?;
+        let handle = signals.handle();
+        let (sender, receiver) = unbounded();
+        std::thread::spawn(move || {
+            for signal in signals.forever() {
+                if sender.send(signal).is_err() {
+                    break;
+                }
+            }
+        });
+        Ok(Self { receiver, handle })
+    }
+}
+
+impl Drop for SignalSource {
+    fn drop(&mut self) {
+        self.handle.close();
+    }
+}
+
+/// Why a run ended early.
+#[derive(Debug)]
+pub struct RunFailure {
+    /// What is reported.
+    pub failure: Box<Failure>,
+    /// Whether a process ended or stood still that did not decide to: a signal, a panic, an exchange that broke. The same
+    /// run may go well another time.
+    pub died: bool,
+}
+
+impl From<Failure> for RunFailure {
+    /// A failure that would come again.
+    fn from(failure: Failure) -> Self {
+        Self {
+            failure: Box::new(failure),
+            died: false,
+        }
+    }
+}
+
+impl From<RunFailure> for Failure {
+    fn from(ended: RunFailure) -> Self {
+        *ended.failure
+    }
+}
+
+/// What to start.
+pub struct Supervisor<'a> {
+    /// The executable of the ranks.
+    pub program: &'a Path,
+    /// Number of ranks that it starts.
+    pub nproc: usize,
+    /// Their place among the ranks of other machines; none where there are no others.
+    pub share: Option<Share>,
+    /// Folder of the run: `logs/` and `errors/` lie in it.
+    pub output: &'a Path,
+    /// Names and holds the job's private files; its configuration is written.
+    pub job: &'a Job,
+    /// Whether ranks of one GPU form an NCCL group, which takes them only from hosts apart.
+    pub claims_hosts: bool,
+    /// Adds to the failure of a rank what would help, before it is stored and shown.
+    pub advice: &'a dyn Fn(&mut Failure),
+}
+
+/// The ranks of one machine among those of all.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Share {
+    /// Its first rank.
+    pub first_rank: usize,
+    /// Number of all ranks.
+    pub world_size: usize,
+    /// Where they meet.
+    pub master: Master,
+}
+
+impl std::fmt::Debug for Supervisor<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Supervisor")
+            .field("program", &self.program)
+            .field("nproc", &self.nproc)
+            .field("output", &self.output)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Supervisor<'_> {
+    /// Runs the ranks to their common end. Afterwards no rank process is left.
+    ///
+    /// # Errors
+    /// The failure of the first failing rank, or what kept the ranks from being started.
+    pub fn run(
+        &self,
+        signals: &SignalSource,
+        screen: &mut Screen,
+    ) -> Result<RunSummary, RunFailure> {
+        let (sender, receiver) = unbounded();
+        let environment = self.common_environment()?;
+        let mut watch = Watch {
+            output: self.output,
+            first_rank: self.first_rank(),
+            ranks: Vec::with_capacity(self.nproc),
+            endings: Vec::new(),
+            undrained: 2 * self.nproc,
+            phase: Phase::Running,
+            asked_to_stop: false,
+            oom_kills_before: OomKills::now(),
+            vitals: Vitals::new(self.nproc),
+            machine: None,
+            advice: self.advice,
+            screen,
+        };
+        for rank in 0..self.nproc {
+            let mut env = environment.clone();
+            let number = self.first_rank() + rank;
+            env.push((rank_env::RANK, number.to_string().into()));
+            env.push((rank_env::LOCAL_RANK, rank.to_string().into()));
+            if self.claims_hosts {
+                let host = format!("{}-{number}", self.job.token());
+                env.push((rank_env::NCCL_HOSTID, host.into()));
+            }
+            let log = self
+                .output
+                .join("logs")
+                .join(format!("rank-{number:04}.log"));
+            let launch = Launch {
+                program: self.program,
+                rank,
+                env: &env,
+                log: &log,
+            };
+            watch.ranks.push(RankChild::spawn(&launch, &sender)?);
+        }
+        drop(sender);
+        watch.until_all_ended(&receiver, &signals.receiver);
+        watch.drain(&receiver);
+        // What a save left unfinished, gigabytes perhaps on a disk that it filled. Whether that works out is not what
+        // the user is to hear about first. Elsewhere rank 0 may be at work still.
+        if self.first_rank() == 0 {
+            engine::checkpoint::sweep(self.output).ok();
+        }
+        watch.outcome(self.job.folder())
+    }
+
+    fn first_rank(&self) -> usize {
+        self.share.as_ref().map_or(0, |share| share.first_rank)
+    }
+
+    fn common_environment(&self) -> Result<Vec<(&'static str, OsString)>, Failure> {
+        // Released again at once: the number only has to differ from that of other jobs.
+        let port = TcpListener::bind(("127.0.0.1", 0))
+            .and_then(|listener| listener.local_addr())
+            .map_err(|error| {
+                Failure::new(
+                    ErrorCode::Rendezvous,
+                    "no free port on 127.0.0.1",
+                    error.to_string(),
+                )
+            })?
+            .port();
+        let (world, addr, port) = match &self.share {
+            Some(share) => (
+                share.world_size,
+                share.master.addr.clone().unwrap_or_default(),
+                share
+                    .master
+                    .port
+                    .unwrap_or(crate::launch::rendezvous::DEFAULT_PORT),
+            ),
+            None => (self.nproc, "127.0.0.1".to_string(), port),
+        };
+        Ok(vec![
+            (rank_env::WORLD_SIZE, world.to_string().into()),
+            (rank_env::LOCAL_WORLD_SIZE, self.nproc.to_string().into()),
+            (rank_env::MASTER_ADDR, addr.into()),
+            (rank_env::MASTER_PORT, port.to_string().into()),
+            (rank_env::RUN_TOKEN, self.job.token().into()),
+            (
+                rank_env::JOB_DIR,
+                self.job.folder().as_os_str().to_os_string(),
+            ),
+        ])
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Phase {
+    Running,
+    /// A signal asked for save-and-stop.
+    Stopping,
+    /// A failure that may be a consequence: abort at this time unless its cause shows before.
+    Doubting {
+        until: Instant,
+    },
+    /// Everything ends: SIGKILL at this time.
+    Aborting {
+        kill_at: Instant,
+    },
+    /// SIGKILL was sent.
+    Killed,
+}
+
+struct Watch<'a> {
+    output: &'a Path,
+    first_rank: usize,
+    ranks: Vec<RankChild>,
+    endings: Vec<Ending>,
+    undrained: usize,
+    phase: Phase,
+    asked_to_stop: bool,
+    oom_kills_before: OomKills,
+    vitals: Vitals,
+    machine: Option<Machine>,
+    advice: &'a dyn Fn(&mut Failure),
+    screen: &'a mut Screen,
+}
+
+impl Watch<'_> {
+    fn until_all_ended(&mut self, messages: &Receiver<Message>, signals: &Receiver<i32>) {
+        let clock = tick(VITALS);
+        while self.ranks.iter().any(RankChild::is_running) {
+            let timer = match self.phase {
+                Phase::Doubting { until } => at(until),
+                Phase::Aborting { kill_at } => at(kill_at),
+                Phase::Running | Phase::Stopping | Phase::Killed => never(),
+            };
+            select! {
+                recv(messages) -> message => match message {
+                    Ok(message) => self.take(message),
+                    // Every thread of every rank is gone, so every rank is.
+                    Err(_) => break,
+                },
+                recv(signals) -> signal => if let Ok(signal) = signal { self.signalled(signal) },
+                recv(timer) -> _ => self.deadline(),
+                recv(clock) -> _ => self.vitals.look(alive(&self.ranks)),
+            }
+        }
+    }
+
+    fn take(&mut self, message: Message) {
+        match message {
+            Message::Exited(rank) => self.ended(rank),
+            Message::Drained => self.undrained -= 1,
+            Message::Event(event) => self.screen.show(&event),
+            Message::Line(line) => self.screen.line(&line),
+        }
+    }
+
+    fn ended(&mut self, rank: usize) {
+        let Some(status) = self.ranks[rank].reap() else {
+            return;
+        };
+        // A rank that was asked to stop before it could listen ends by that very signal.
+        let was_stopped = self.asked_to_stop && status.signal() == Some(SIGTERM);
+        let was_aborted =
+            was_stopped || matches!(self.phase, Phase::Aborting { .. } | Phase::Killed);
+        let ending = Ending {
+            rank: self.first_rank + rank,
+            status,
+            was_aborted,
+            tail: Vec::new(),
+        };
+        let failed = !ending.is_good() && !was_aborted;
+        self.endings.push(ending);
+        if was_stopped && !matches!(self.phase, Phase::Aborting { .. } | Phase::Killed) {
+            // The others would wait for it.
+            self.abort();
+        }
+        if !failed {
+            return;
+        }
+        if self.machine.is_none() {
+            self.vitals.look(alive(&self.ranks));
+            self.machine = Some(self.seen());
+        }
+        let own = Failure::load(self.output, self.first_rank + rank).map(|own| own.code);
+        let code = own.or_else(|| status.code().and_then(ErrorCode::from_status));
+        match self.phase {
+            Phase::Running | Phase::Stopping if code.is_some_and(ErrorCode::is_consequence) => {
+                self.phase = Phase::Doubting {
+                    until: Instant::now() + CAUSE_WINDOW,
+                };
+            }
+            _ => self.abort(),
+        }
+    }
+
+    /// What the machine tells, by the numbers that ranks have among those of all machines.
+    fn seen(&self) -> Machine {
+        let mut machine = self.vitals.machine(self.oom_kills_before);
+        for seen in &mut machine.ranks {
+            seen.rank += self.first_rank;
+        }
+        machine
+    }
+
+    fn signalled(&mut self, signal: i32) {
+        let name = report::signal_name(signal);
+        match self.phase {
+            Phase::Running => {
+                self.phase = Phase::Stopping;
+                self.asked_to_stop = true;
+                let text =
+                    format!("{name}: saving and stopping; another SIGINT (Ctrl-C) stops at once");
+                self.screen.show(&Event::Info {
+                    label: "stop".to_string(),
+                    text,
+                });
+                for rank in &self.ranks {
+                    rank.signal(Signal::TERM);
+                }
+            }
+            // An impatient scheduler repeats SIGUSR1 and SIGTERM; only people mean "now".
+            Phase::Stopping | Phase::Doubting { .. } if matches!(signal, SIGINT | SIGHUP) => {
+                let text = format!("{name} again: stopping at once, nothing more is saved");
+                self.screen.show(&Event::Info {
+                    label: "stop".to_string(),
+                    text,
+                });
+                self.abort();
+            }
+            _ => {}
+        }
+    }
+
+    fn deadline(&mut self) {
+        match self.phase {
+            Phase::Doubting { .. } => self.abort(),
+            Phase::Aborting { .. } => {
+                self.phase = Phase::Killed;
+                for rank in &self.ranks {
+                    rank.signal(Signal::KILL);
+                }
+            }
+            Phase::Running | Phase::Stopping | Phase::Killed => {}
+        }
+    }
+
+    fn abort(&mut self) {
+        self.phase = Phase::Aborting {
+            kill_at: Instant::now() + GRACE,
+        };
+        for rank in &mut self.ranks {
+            rank.signal(Signal::TERM);
+            rank.close_pipe();
+        }
+    }
+
+    /// Shows what ended ranks still had in their pipes.
+    fn drain(&mut self, messages: &Receiver<Message>) {
+        let until = Instant::now() + DRAIN;
+        while self.undrained > 0 {
+            match messages.recv_deadline(until) {
+                Ok(message) => self.take(message),
+                Err(_) => break,
+            }
+        }
+        for ending in &mut self.endings {
+            ending.tail = self.ranks[ending.rank - self.first_rank].tail();
+        }
+    }
+
+    fn outcome(self, job_dir: &Path) -> Result<RunSummary, RunFailure> {
+        self.screen.finish_bar();
+        let first = report::first_failure(&self.endings, self.output);
+        // After a second signal ranks end as they may; that is no failure of theirs.
+        let asked = self.asked_to_stop;
+        if let Some(first) = first.filter(|first| !(asked && first.was_aborted)) {
+            let machine = match &self.machine {
+                Some(machine) => machine.clone(),
+                None => self.seen(),
+            };
+            return Err(RunFailure {
+                failure: Box::new(report::explain(first, &machine, self.output, self.advice)),
+                died: !asked && first.died(),
+            });
+        }
+        let missing = || {
+            if asked {
+                return stopped_at_once(self.output);
+            }
+            Failure::new(
+                ErrorCode::RankDied,
+                format!("rank {} ended without a result", self.first_rank),
+                "the process exited with status 0 but left no summary",
+            )
+        };
+        let summary = RunSummary::load(job_dir, self.first_rank).ok_or_else(missing)?;
+        // What would be tried another way was told to stop.
+        if asked && summary.ipc_refused.is_some() {
+            return Err(stopped_at_once(self.output).into());
+        }
+        Ok(summary)
+    }
+}
+
+/// Ranks that have not ended, with their processes.
+fn alive(ranks: &[RankChild]) -> impl Iterator<Item = (usize, u32)> {
+    let running = ranks
+        .iter()
+        .enumerate()
+        .filter(|(_, rank)| rank.is_running());
+    running.map(|(rank, child)| (rank, child.process_id()))
+}
+
+fn stopped_at_once(output: &Path) -> Failure {
+    Failure::new(
+        ErrorCode::Interrupted,
+        "stopped by a signal before the state was saved",
+        "a second signal arrived, or the first one arrived during start-up",
+    )
+    .next(format!(
+        "continue from the last checkpoint: --resume auto --output {}",
+        output.display()
+    ))
+}
+
+/// The executable that ranks are started from: this one.
+///
+/// # Errors
+/// The system does not tell.
+pub fn own_program() -> Result<PathBuf, Failure> {
+    std::env::current_exe().map_err(|error| {
+        Failure::new(
+            ErrorCode::Rendezvous,
+            "the path of this executable is unknown",
+            error.to_string(),
+        )
+    })
+}

@@ -1,0 +1,298 @@
+//! From ended rank processes to the one failure that explains them.
+
+use std::os::unix::process::ExitStatusExt;
+use std::path::Path;
+use std::process::ExitStatus;
+
+use crate::error::{ErrorCode, Failure};
+use crate::units::bytes;
+
+use super::vitals::{Machine, OomKills, Seen};
+
+/// Lines of a log that are quoted where a rank left nothing better.
+const QUOTED_LINES: usize = 8;
+
+/// How one rank ended, in the order in which they did.
+#[derive(Debug, Clone)]
+pub(super) struct Ending {
+    pub(super) rank: usize,
+    pub(super) status: ExitStatus,
+    /// Whether the supervisor had begun to end all ranks before.
+    pub(super) was_aborted: bool,
+    pub(super) tail: Vec<String>,
+}
+
+impl Ending {
+    /// Whether this rank did what it should: ended well, or saved and stopped.
+    pub(super) fn is_good(&self) -> bool {
+        self.status.success() || self.is_interrupted()
+    }
+
+    /// Whether the process ended without having decided to: a signal, a panic, an exchange that broke.
+    pub(super) fn died(&self) -> bool {
+        match self.status.code().map(ErrorCode::from_status) {
+            // A signal, or a status that this program does not give.
+            None | Some(None) => true,
+            Some(Some(code)) => matches!(
+                code,
+                ErrorCode::Panic | ErrorCode::RankDied | ErrorCode::Collective
+            ),
+        }
+    }
+
+    pub(super) fn is_interrupted(&self) -> bool {
+        self.status.code() == Some(i32::from(ErrorCode::Interrupted.status()))
+    }
+}
+
+/// The failure of one rank: its own words where it left any, else what its end tells.
+pub(super) fn explain(
+    ending: &Ending,
+    machine: &Machine,
+    output: &Path,
+    advice: &dyn Fn(&mut Failure),
+) -> Failure {
+    let rank = ending.rank;
+    let details = Failure::path(output, rank);
+    let own = Failure::load(output, rank);
+    let quoted = own.is_none() || ending.status.signal().is_some();
+    let mut failure = match (own, ending.status.signal(), ending.status.code()) {
+        // Only a rank that had the chance to write ended by itself.
+        (Some(own), None, _) => own,
+        (_, Some(9), _) => killed(rank, machine),
+        (_, Some(signal), _) => Failure::new(
+            ErrorCode::RankDied,
+            format!(
+                "rank {rank} was terminated by signal {signal} ({})",
+                signal_name(signal)
+            ),
+            "the process crashed, or somebody sent the signal",
+        )
+        .next(look_at_log(rank)),
+        (None, None, code) => {
+            let code = code.unwrap_or(-1);
+            Failure::new(
+                ErrorCode::from_status(code).unwrap_or(ErrorCode::RankDied),
+                format!("rank {rank} ended with exit code {code}"),
+                "it left no report of its own",
+            )
+            .next(look_at_log(rank))
+        }
+    };
+    if failure.details.is_none() {
+        if !failure.title.contains("rank ") {
+            failure.title = format!("rank {rank}: {}", failure.title);
+        }
+        if quoted {
+            let from = ending.tail.len().saturating_sub(QUOTED_LINES);
+            failure
+                .evidence
+                .extend(ending.tail[from..].iter().map(|line| format!("| {line}")));
+        }
+        if failure.code == ErrorCode::Collective {
+            let others = machine.ranks.iter().filter(|seen| seen.rank != rank);
+            failure.evidence.extend(others.filter_map(Seen::condition));
+        }
+        advice(&mut failure);
+        // The stored twin is complete; the printed one points to it.
+        drop(failure.save(output, rank));
+        failure = failure.details(details);
+    }
+    failure
+}
+
+fn look_at_log(rank: usize) -> String {
+    format!(
+        "see logs/rank-{rank:04}.log and `dmesg`; --resume auto continues from the last checkpoint"
+    )
+}
+
+fn killed(rank: usize, machine: &Machine) -> Failure {
+    let OomKills {
+        cgroup,
+        machine: on_machine,
+    } = machine.oom_kills;
+    let cause = if cgroup > 0 {
+        "host memory ran out: this is RAM, not GPU memory"
+    } else if on_machine > 0 {
+        "the kernel killed processes on this machine because memory ran out: this is RAM, not GPU memory"
+    } else {
+        "host memory probably ran out (RAM, not GPU memory); the kernel did not report it, so `kill -9` is possible too"
+    };
+    let limit = machine.memory.cgroup_limit_bytes.map_or_else(
+        || "no cgroup limit".to_string(),
+        |limit| format!("cgroup limit {}", bytes(limit)),
+    );
+    let mut failure = Failure::new(
+        ErrorCode::HostMemory,
+        format!("rank {rank} was killed by the operating system (signal 9)"),
+        cause,
+    )
+    .evidence(format!(
+        "{limit} · oom_kill +{cgroup} (machine +{on_machine}) · host {} · free now {}",
+        bytes(machine.memory.total_bytes),
+        bytes(machine.memory.free_bytes)
+    ));
+    if !machine.ranks.is_empty() {
+        let seen: Vec<_> = machine
+            .ranks
+            .iter()
+            .map(|seen| {
+                let before = if seen.seconds_before < 0.1 {
+                    String::new()
+                } else {
+                    format!(" ({:.1} s before)", seen.seconds_before)
+                };
+                format!("rank {} {}{before}", seen.rank, bytes(seen.rss_bytes))
+            })
+            .collect();
+        failure = failure.evidence(format!("resident memory: {}", seen.join(" · ")));
+    }
+    failure.next(
+        "use a smaller --model-max-length, fewer trained parts, or a machine with more memory",
+    )
+}
+
+/// Which ending explains the others: the first failure that is not a consequence of another
+/// rank's, among those that ended before the supervisor stepped in.
+pub(super) fn first_failure<'a>(endings: &'a [Ending], output: &Path) -> Option<&'a Ending> {
+    let consequence = |ending: &Ending| {
+        ending.was_aborted
+            || Failure::load(output, ending.rank).map_or_else(
+                || {
+                    ending
+                        .status
+                        .code()
+                        .and_then(ErrorCode::from_status)
+                        .is_some_and(ErrorCode::is_consequence)
+                },
+                |own| own.code.is_consequence(),
+            )
+    };
+    let bad = || endings.iter().filter(|ending| !ending.is_good());
+    bad()
+        .find(|ending| !consequence(ending))
+        .or_else(|| bad().next())
+}
+
+pub(super) fn signal_name(signal: i32) -> &'static str {
+    signal_hook::low_level::signal_name(signal).unwrap_or("unknown")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::memory::HostMemory;
+
+    fn ending(rank: usize, raw: i32) -> Ending {
+        Ending {
+            rank,
+            status: ExitStatus::from_raw(raw),
+            was_aborted: false,
+            tail: vec!["last words".into()],
+        }
+    }
+
+    fn machine(oom_kills: u64) -> Machine {
+        let memory = HostMemory {
+            total_bytes: 1 << 36,
+            free_bytes: 1 << 30,
+            cgroup_limit_bytes: None,
+        };
+        Machine {
+            memory,
+            oom_kills: OomKills {
+                cgroup: oom_kills,
+                machine: oom_kills,
+            },
+            ranks: vec![Seen {
+                rank: 0,
+                process: 7,
+                rss_bytes: 1 << 30,
+                seconds_before: 0.5,
+                state: Some('T'),
+            }],
+        }
+    }
+
+    #[test]
+    fn a_kill_is_host_memory() {
+        let folder = tempfile::tempdir().expect("temp dir");
+        let failure = explain(&ending(1, 9), &machine(1), folder.path(), &|_| ());
+        assert_eq!(failure.code.status(), 12);
+        assert!(failure.cause.starts_with("host memory ran out"));
+        let text = failure.to_string();
+        assert!(
+            text.contains("oom_kill +1")
+                && text.contains("rank 0 1.0G (0.5 s before)")
+                && text.contains("| last words"),
+            "{text}"
+        );
+        assert!(Failure::load(folder.path(), 1).is_some());
+    }
+
+    #[test]
+    fn other_signals_and_codes_are_named() {
+        let folder = tempfile::tempdir().expect("temp dir");
+        let failure = explain(&ending(0, 11), &machine(0), folder.path(), &|_| ());
+        assert!(failure.title.contains("SIGSEGV"), "{failure}");
+        let failure = explain(&ending(2, 77 << 8), &machine(0), folder.path(), &|_| ());
+        assert!(failure.title.contains("exit code 77") && failure.code == ErrorCode::RankDied);
+    }
+
+    #[test]
+    fn a_ranks_own_words_win() {
+        let folder = tempfile::tempdir().expect("temp dir");
+        let own = Failure::new(ErrorCode::Numeric, "loss is NaN at step 3", "overflow")
+            .evidence("norm 97");
+        own.save(folder.path(), 1).expect("saved");
+        let failure = explain(&ending(1, 15 << 8), &machine(0), folder.path(), &|_| ());
+        assert_eq!(failure.title, "rank 1: loss is NaN at step 3");
+        assert_eq!(
+            (failure.code, failure.evidence.len()),
+            (ErrorCode::Numeric, 1)
+        );
+    }
+
+    #[test]
+    fn a_stall_tells_what_the_others_do_and_takes_advice() {
+        let folder = tempfile::tempdir().expect("temp dir");
+        let own = Failure::new(ErrorCode::Collective, "rank 1 waits for rank 0", "stopped");
+        own.save(folder.path(), 1).expect("saved");
+        let advice = |failure: &mut Failure| failure.next.push("an idea".into());
+        let failure = explain(&ending(1, 14 << 8), &machine(0), folder.path(), &advice);
+        assert!(failure.evidence[0].contains("process 7 is stopped by a signal"));
+        assert_eq!(failure.next, ["an idea"]);
+        let stored = Failure::load(folder.path(), 1).expect("stored");
+        assert_eq!(
+            (stored.evidence, stored.next),
+            (failure.evidence, failure.next)
+        );
+    }
+
+    #[test]
+    fn consequences_do_not_hide_the_cause() {
+        let folder = tempfile::tempdir().expect("temp dir");
+        let mut endings = vec![ending(0, 14 << 8), ending(2, 130 << 8), ending(1, 15 << 8)];
+        assert_eq!(
+            first_failure(&endings, folder.path()).map(|ending| ending.rank),
+            Some(1)
+        );
+        endings.pop();
+        assert_eq!(
+            first_failure(&endings, folder.path()).map(|ending| ending.rank),
+            Some(0)
+        );
+        assert!(
+            first_failure(&endings[1..], folder.path()).is_none(),
+            "saved and stopped is no failure"
+        );
+        let mut late = ending(3, 15);
+        late.was_aborted = true;
+        let endings = [late, ending(0, 14 << 8)];
+        assert_eq!(
+            first_failure(&endings, folder.path()).map(|ending| ending.rank),
+            Some(3)
+        );
+    }
+}

@@ -1,0 +1,53 @@
+//! Phases of a run, and bytes by kind in one of them.
+
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+
+/// Bytes of a pool by kind; kinds without bytes are left out.
+pub type Kinds = BTreeMap<String, u64>;
+
+/// A part of a run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Phase {
+    /// Everything before the first step.
+    Load,
+    /// Waiting for samples.
+    Data,
+    /// Collating a micro-batch and its forward pass.
+    Forward,
+    /// Backward pass and reduction of gradients.
+    Backward,
+    /// Optimizer step.
+    Step,
+    /// Evaluation.
+    Eval,
+    /// Writing a checkpoint.
+    Save,
+}
+
+impl Phase {
+    /// Every phase, in the order in which a run meets them.
+    pub const ALL: [Self; 7] = [
+        Self::Load,
+        Self::Data,
+        Self::Forward,
+        Self::Backward,
+        Self::Step,
+        Self::Eval,
+        Self::Save,
+    ];
+
+    /// Lower-case name.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Load => "load",
+            Self::Data => "data",
+            Self::Forward => "forward",
+            Self::Backward => "backward",
+            Self::Step => "step",
+            Self::Eval => "eval",
+            Self::Save => "save",
+        }
+    }
+}

@@ -1,0 +1,142 @@
+//! What a checkpoint contains: which weights lie in which file, and how many bytes that makes.
+
+use super::split;
+use crate::config::RunConfig;
+use crate::error::Failure;
+use crate::model::files;
+use engine::checkpoint::TensorSpec;
+use engine::{ModelSpec, Plan};
+use kernels::DType;
+use models::adapter::{ADAPTER_STEM, TRAINED_STEM};
+use models::params::ADAPTER_PREFIX;
+use models::{VisionLanguageModel, WeightSource};
+use optim::Optimizer;
+use std::collections::{BTreeMap, BTreeSet};
+
+/// Name, without extension, of the files of whole models.
+pub(crate) const MODEL_STEM: &str = "model";
+
+/// The weights of a checkpoint.
+#[derive(Debug)]
+pub(crate) struct Contents {
+    /// Tensors of each file, by its name without extension.
+    pub(crate) files: BTreeMap<&'static str, Vec<TensorSpec>>,
+    /// For every parameter of the model: file, name there, dtype.
+    pub(crate) targets: Vec<Option<(&'static str, String, DType)>>,
+    /// Tensors that are copied from the folder the model came from.
+    pub(crate) others: Vec<TensorSpec>,
+}
+
+impl Contents {
+    /// Of a run that trains `model`, whose weights came from `weights`: a whole model when all of it trains;
+    /// otherwise only what was trained.
+    pub(crate) fn of(model: &dyn VisionLanguageModel, weights: Option<&WeightSource>) -> Self {
+        let mut files: BTreeMap<&'static str, Vec<TensorSpec>> = BTreeMap::new();
+        let mut targets = Vec::with_capacity(model.spec().params.len());
+        let whole = model.spec().params.iter().all(|param| param.trainable);
+        for param in &model.spec().params {
+            let target = destination(model, whole, &param.name, param.trainable);
+            targets.push(target.map(|(file, name)| {
+                // That of the file it came from; f32 for what began here.
+                let stored = weights.and_then(|w| w.dtype(&param.name));
+                let dtype = stored.unwrap_or(DType::F32);
+                files.entry(file).or_default().push(TensorSpec {
+                    dtype,
+                    shape: split::shape(model, &name, param.shape.dims()),
+                    name: name.clone(),
+                });
+                (file, name, dtype)
+            }));
+        }
+        let mut others = Vec::new();
+        if let (Some(file), Some(weights)) = (files.get_mut(MODEL_STEM), weights) {
+            others = other_tensors(weights, model.spec());
+            file.extend(others.iter().cloned());
+        }
+        Self {
+            files,
+            targets,
+            others,
+        }
+    }
+
+    /// Bytes of all tensors.
+    pub(crate) fn bytes(&self) -> u64 {
+        let tensors = self.files.values().flatten();
+        tensors.filter_map(|tensor| tensor.bytes().ok()).sum()
+    }
+}
+
+/// Bytes of one checkpoint.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct CheckpointBytes {
+    /// Master weights and optimizer state of all ranks.
+    pub(crate) state: u64,
+    /// Weights in the files people expect, and the small files beside them.
+    pub(crate) weights: u64,
+}
+
+impl CheckpointBytes {
+    /// Of a run that trains `model`; `weights` are the files it came from.
+    ///
+    /// # Errors
+    /// The model's folder cannot be listed.
+    pub(crate) fn of(
+        config: &RunConfig,
+        model: &dyn VisionLanguageModel,
+        plan: &Plan,
+        weights: Option<&WeightSource>,
+    ) -> Result<Self, Failure> {
+        let slots = super::optimizer::rule(config).slots(plan.config().precision);
+        let dir = config.model_dir();
+        let small = if dir.is_dir() {
+            files::small(&dir)?
+        } else {
+            Vec::new()
+        };
+        let sizes = small.iter().filter_map(|(_, path)| path.metadata().ok());
+        Ok(Self {
+            state: plan.checkpoint_bytes(slots),
+            weights: Contents::of(model, weights).bytes() + sizes.map(|m| m.len()).sum::<u64>(),
+        })
+    }
+
+    /// All of it.
+    pub(crate) const fn total(self) -> u64 {
+        self.state + self.weights
+    }
+}
+
+/// Which file a parameter goes to, and under which name; `None` for what stays as it came. `whole` models train all
+/// they have.
+fn destination(
+    model: &dyn VisionLanguageModel,
+    whole: bool,
+    name: &str,
+    trainable: bool,
+) -> Option<(&'static str, String)> {
+    let adapters = model.options().lora.as_ref();
+    match adapters {
+        None if whole => Some((MODEL_STEM, name.to_owned())),
+        _ if !trainable => None,
+        None => Some((TRAINED_STEM, name.to_owned())),
+        Some(_) if name.starts_with(ADAPTER_PREFIX) => Some((ADAPTER_STEM, name.to_owned())),
+        Some(lora) if lora.saves(name) => Some((ADAPTER_STEM, format!("{ADAPTER_PREFIX}{name}"))),
+        Some(_) => Some((TRAINED_STEM, name.to_owned())),
+    }
+}
+
+/// Tensors of the model's files that the model built here does not have, such as its ears.
+fn other_tensors(weights: &WeightSource, spec: &ModelSpec) -> Vec<TensorSpec> {
+    let known: BTreeSet<&str> = spec.params.iter().map(|p| p.name.as_str()).collect();
+    let others = weights.names().filter(|name| !known.contains(name));
+    others
+        .filter_map(|name| {
+            Some(TensorSpec {
+                name: name.to_owned(),
+                dtype: weights.dtype(name)?,
+                shape: weights.shape(name)?.to_vec(),
+            })
+        })
+        .collect()
+}

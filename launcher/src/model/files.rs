@@ -1,0 +1,72 @@
+//! The small files of a model folder: configuration, tokenizer, processor, code.
+
+use std::path::{Path, PathBuf};
+
+use crate::error::{ErrorCode, Failure};
+
+/// Endings of files that are copied beside weights.
+const ENDINGS: [&str; 5] = [".json", ".py", ".jinja", ".model", ".txt"];
+/// Files of checkpoints, adapters and synthetic folders that are none of the model's.
+const FOREIGN: [&str; 5] = [
+    "trainer_state.json",
+    "adapter_config.json",
+    "MANIFEST.json",
+    "samples.json",
+    models::seeded::FILE,
+];
+
+/// Names and paths of the small files in `folder`, sorted.
+///
+/// # Errors
+/// The folder cannot be listed (exit 10).
+pub(crate) fn small(folder: &Path) -> Result<Vec<(String, PathBuf)>, Failure> {
+    let listing = std::fs::read_dir(folder)
+        .map_err(|error| Failure::io(ErrorCode::ModelFiles, "list", folder, &error))?;
+    let mut found: Vec<(String, PathBuf)> = listing
+        .filter_map(|entry| {
+            let path = entry.ok()?.path();
+            let name = path.file_name()?.to_str()?.to_owned();
+            let kept = ENDINGS.iter().any(|ending| name.ends_with(ending))
+                && !name.ends_with(".safetensors.index.json")
+                && !FOREIGN.contains(&name.as_str());
+            (kept && path.is_file()).then_some((name, path))
+        })
+        .collect();
+    found.sort();
+    Ok(found)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_the_models_own_small_files_are_named() {
+        let folder = tempfile::tempdir().expect("temp dir");
+        for name in [
+            "config.json",
+            "modeling_minicpmv.py",
+            "tokenizer.model",
+            "model.safetensors",
+            "model.safetensors.index.json",
+            "MANIFEST.json",
+            "trainer_state.json",
+            "samples.json",
+            "model.seeded.json",
+            "notes.md",
+        ] {
+            std::fs::write(folder.path().join(name), "x").expect("written");
+        }
+        std::fs::create_dir(folder.path().join("folder.json")).expect("made");
+        let names: Vec<String> = small(folder.path())
+            .expect("listed")
+            .into_iter()
+            .map(|(name, _)| name)
+            .collect();
+        assert_eq!(
+            names,
+            ["config.json", "modeling_minicpmv.py", "tokenizer.model"]
+        );
+        assert!(small(&folder.path().join("absent")).is_err());
+    }
+}

@@ -1,0 +1,127 @@
+//! The update rule of a run, its parameter groups, and the table of what trains.
+
+use super::setup;
+use crate::config::RunConfig;
+use crate::error::Failure;
+use crate::error::failures;
+use crate::error::parts::base_name;
+use crate::error::parts::part;
+use crate::ui::TrainRow;
+use engine::OptimizerConfig;
+use models::VisionLanguageModel;
+use models::selection::Selection;
+use optim::AdamW;
+use optim::ParameterGroups;
+use std::sync::Arc;
+
+/// What trains, by parts of the model's tree in the order of the forward pass.
+pub(crate) fn trained_parts(
+    config: &RunConfig,
+    model: &dyn VisionLanguageModel,
+) -> Result<Vec<TrainRow>, Failure> {
+    let rates = learning_rates(config)?;
+    let mut rows: Vec<TrainRow> = Vec::new();
+    for param in model.spec().params.iter().filter(|param| param.trainable) {
+        let name = base_name(&param.name);
+        let rate = rates.iter().find(|(_, part, _)| part.contains(name));
+        let lr = rate.map_or(config.optimizer.learning_rate, |(.., rate)| *rate);
+        let lr = lr * config.lr_factor();
+        let adapter = if name.len() < param.name.len() {
+            " (adapters)"
+        } else {
+            ""
+        };
+        let module = format!("{}{adapter}", part(name));
+        let elems = param.shape.elems() as u64;
+        match rows
+            .iter_mut()
+            .find(|row| row.module == module && row.lr == lr)
+        {
+            Some(row) => (row.tensors, row.params) = (row.tensors + 1, row.params + elems),
+            None => rows.push(TrainRow {
+                module,
+                tensors: 1,
+                params: elems,
+                dtype: setup::precision(config).weight_dtype().to_string(),
+                lr,
+            }),
+        }
+    }
+    Ok(rows)
+}
+
+/// Learning rates of parts: as written, parsed, the rate.
+pub(crate) fn learning_rates(config: &RunConfig) -> Result<Vec<(&str, Selection, f64)>, Failure> {
+    let rates = config.trainable.learning_rates.iter();
+    let parsed = rates.map(|(part, rate)| {
+        let selection = Selection::parse(part).map_err(|e| failures::selection("--lr", &e))?;
+        Ok((&**part, selection, *rate))
+    });
+    parsed.collect()
+}
+
+/// The update rule.
+pub(crate) fn rule(config: &RunConfig) -> AdamW {
+    let settings = &config.optimizer;
+    AdamW {
+        beta1: settings.adam_beta1,
+        beta2: settings.adam_beta2,
+        eps: settings.adam_epsilon,
+        pure_bf16: config.numbers.pure_bf16,
+    }
+}
+
+pub(crate) fn optimizer(
+    config: &RunConfig,
+    model: &dyn VisionLanguageModel,
+) -> Result<OptimizerConfig, Failure> {
+    let settings = &config.optimizer;
+    let groups = ParameterGroups::new(settings.weight_decay as f32, &[])
+        .map_err(|e| Failure::usage("parameter groups cannot be formed", e.to_string()))?;
+    let rates = learning_rates(config)?;
+    for (_, selection, _) in &rates {
+        let names = model.spec().params.iter().map(|p| base_name(&p.name));
+        selection
+            .check(names)
+            .map_err(|e| failures::selection("--lr", &e))?;
+    }
+    let spared = settings.no_decay.as_deref().map(Selection::parse);
+    let spared = spared
+        .transpose()
+        .and_then(|spared| match &spared {
+            Some(selection) => {
+                let names = model.spec().params.iter().map(|p| base_name(&p.name));
+                selection.check(names).map(|()| spared)
+            }
+            None => Ok(spared),
+        })
+        .map_err(|e| failures::selection("--no-decay", &e))?;
+    let options = |name: &str| {
+        let mut options = groups.options(name, optim::groups::is_norm_name(name));
+        if let Some(spared) = &spared {
+            let decays = !spared.contains(base_name(name));
+            options.weight_decay = if decays {
+                settings.weight_decay as f32
+            } else {
+                0.0
+            };
+        }
+        if let Some((.., rate)) = rates
+            .iter()
+            .find(|(_, part, _)| part.contains(base_name(name)))
+        {
+            options.lr_scale = (rate / settings.learning_rate) as f32;
+        }
+        options
+    };
+    let groups = model
+        .spec()
+        .params
+        .iter()
+        .map(|p| options(&p.name))
+        .collect();
+    Ok(OptimizerConfig {
+        rule: Arc::new(rule(config)),
+        groups,
+    })
+}

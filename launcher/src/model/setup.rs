@@ -1,0 +1,370 @@
+//! The model of a run, its processor and its plan: what supervisor and ranks build alike.
+
+use super::optimizer::rule;
+use crate::config::{
+    Collectives, GradDtype, InitChoice, PrecisionChoice, RopeChoice, RunConfig, Tier, check_family,
+};
+use crate::data::{Sampler, SamplerSizes};
+use crate::error::Failure;
+use crate::error::failures;
+use crate::error::failures::unusable;
+use crate::ui::Event;
+use engine::{DeviceTransport, EarlyStep, Offload, Plan, Precision, Stage, UnitId, ZeroConfig};
+use kernels::Backend;
+use models::ModelError;
+use models::SampleInput;
+use models::autograd::Dropout;
+use models::lora::{LoraConfig, LoraTargets};
+use models::options::RopePrecision;
+use models::selection::Selection;
+use models::{
+    Family, ModelOptions, OpenError, Processor, Tower, VisionLanguageModel, WeightSource,
+    open_model, open_processor, open_shapes,
+};
+use optim::Optimizer;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+/// Model, processor and weight files, opened and checked against each other.
+pub(crate) struct Setup {
+    pub(crate) model: Arc<dyn VisionLanguageModel>,
+    pub(crate) processor: Arc<dyn Processor>,
+    pub(crate) weights: Option<WeightSource>,
+}
+
+impl Setup {
+    pub(crate) fn open(config: &RunConfig) -> Result<Self, Failure> {
+        let dir = config.model_dir();
+        let processor = open_processor(&dir).map_err(|e| unusable(&dir, &e))?;
+        let model = model(config)?;
+        let weights = match config.init {
+            InitChoice::Checkpoint => {
+                Some(WeightSource::open(&dir).map_err(|e| failures::weights(&e))?)
+            }
+            InitChoice::Random => None,
+        };
+        Ok(Self {
+            model,
+            processor,
+            weights,
+        })
+    }
+
+    /// Every tensor is there with the right shape; tensors of other parts are named.
+    pub(crate) fn check_weights(&self, show: &mut dyn FnMut(Event)) -> Result<(), Failure> {
+        let Some(weights) = &self.weights else {
+            return Ok(());
+        };
+        let unused = weights
+            .check(self.model.spec())
+            .map_err(|e| failures::weights(&e))?;
+        if !unused.is_empty() {
+            let mut parts: BTreeMap<&str, usize> = BTreeMap::new();
+            for name in &unused {
+                *parts
+                    .entry(name.split('.').next().unwrap_or(name))
+                    .or_default() += 1;
+            }
+            let parts: Vec<String> = parts
+                .iter()
+                .map(|(part, n)| format!("{part} {n}"))
+                .collect();
+            show(Event::Info {
+                label: "weights".into(),
+                text: format!(
+                    "{} tensors of parts that this program does not train are skipped here and copied on export: {}",
+                    unused.len(),
+                    parts.join(", ")
+                ),
+            });
+        }
+        Ok(())
+    }
+
+    pub(crate) fn plan(&self, config: &RunConfig) -> Result<Plan, Failure> {
+        Plan::new(
+            self.model.spec().clone(),
+            zero_config(config, &*self.model)?,
+            config.nproc,
+        )
+        .map_err(|e| failures::engine("plan the run", &e.into()))
+    }
+}
+
+/// The model and the plan of `config`, from `config.json` alone.
+pub(crate) fn shapes(config: &RunConfig) -> Result<(Arc<dyn VisionLanguageModel>, Plan), Failure> {
+    let dir = config.model_dir();
+    let family = Family::of(&dir).map_err(|e| unusable(&dir, &e))?;
+    let opened = open_shapes(&dir, model_options(config, family)?);
+    let model = opened.map_err(|error| match &error {
+        OpenError::Model(e) => failures::model("set up the model", e),
+        _ => unusable(&dir, &error),
+    })?;
+    let plan = Plan::new(
+        model.spec().clone(),
+        zero_config(config, &*model)?,
+        config.nproc,
+    )
+    .map_err(|e| failures::engine("plan the run", &e.into()))?;
+    Ok((model, plan))
+}
+
+fn model(config: &RunConfig) -> Result<Arc<dyn VisionLanguageModel>, Failure> {
+    let dir = config.model_dir();
+    let family = Family::of(&dir).map_err(|e| unusable(&dir, &e))?;
+    check_family(config, family)?;
+    open_model(&dir, model_options(config, family)?).map_err(|error| match &error {
+        OpenError::Model(e) => failures::model("set up the model", e),
+        _ => unusable(&dir, &error),
+    })
+}
+
+/// The model and the plan of `config`; reads the folder's configuration only.
+pub(crate) fn replan(config: &RunConfig) -> Result<(Arc<dyn VisionLanguageModel>, Plan), Failure> {
+    let model = model(config)?;
+    let plan = Plan::new(
+        model.spec().clone(),
+        zero_config(config, &*model)?,
+        config.nproc,
+    )
+    .map_err(|e| failures::engine("plan the run", &e.into()))?;
+    Ok((model, plan))
+}
+
+pub(crate) fn precision(config: &RunConfig) -> Precision {
+    match config.precision {
+        PrecisionChoice::Bf16 => Precision::Bf16,
+        PrecisionChoice::Fp16 => Precision::Fp16,
+        PrecisionChoice::F32 => Precision::F32,
+        PrecisionChoice::PureBf16 => Precision::PureBf16,
+    }
+}
+
+fn model_options(config: &RunConfig, family: Family) -> Result<ModelOptions, Failure> {
+    let mut options = ModelOptions::new(precision(config).weight_dtype());
+    options.tune_vision = config.trainable.tune_vision;
+    options.tune_llm = config.trainable.tune_llm;
+    options.ptuning_tokens = config.trainable.ptuning_tokens;
+    options.rope_precision = match config.rope_precision {
+        RopeChoice::Model => RopePrecision::Model,
+        RopeChoice::F32 => RopePrecision::F32,
+    };
+    options.lora = config.trainable.lora.as_ref().map(|lora| LoraConfig {
+        lora_rank: lora.lora_rank,
+        lora_alpha: lora.lora_alpha as f32,
+        lora_dropout: lora.lora_dropout as f32,
+        others: BTreeMap::new(),
+        targets: LoraTargets::parse(lora.target_modules(family)),
+        layers: lora.layers.clone(),
+        per_projection: lora.per_projection,
+        modules_to_save: lora.modules_to_save(family, config.trainable.tune_vision),
+    });
+    let selection = |flag: &str, text: &Option<String>| {
+        let parsed = text.as_deref().map(Selection::parse).transpose();
+        parsed.map_err(|error| failures::selection(flag, &error))
+    };
+    options.train = selection("--train", &config.trainable.train)?;
+    options.freeze = selection("--freeze", &config.trainable.freeze)?;
+    Ok(options)
+}
+
+fn zero_config(config: &RunConfig, model: &dyn VisionLanguageModel) -> Result<ZeroConfig, Failure> {
+    let tier = |tier: &Tier| match tier {
+        Tier::None => engine::Tier::Device,
+        Tier::Cpu => engine::Tier::Host,
+        Tier::Nvme(_) => engine::Tier::Nvme,
+    };
+    Ok(ZeroConfig {
+        stage: Stage::try_from(config.zero)
+            .map_err(|e| Failure::usage("--zero is out of range", e))?,
+        precision: precision(config),
+        grad_dtype: config.numbers.grad_dtype.map(|dtype| match dtype {
+            GradDtype::F32 => engine::GradDtype::F32,
+            GradDtype::Bf16 => engine::GradDtype::Bf16,
+        }),
+        shard_group: config.shard_groups(),
+        offload: Offload {
+            param: tier(&config.offload.param),
+            optimizer: tier(&config.offload.optimizer),
+            activation: tier(&config.offload.activation),
+        },
+        uploads_ahead: config.uploads_ahead(),
+        recomputed: model
+            .spec()
+            .layer_groups(config.checkpoint_num_layers, &|unit| {
+                !keeps(config, model, unit)
+            }),
+        device_transport: match config.resolved_collectives() {
+            Collectives::Ipc => DeviceTransport::Peers,
+            Collectives::Nccl => DeviceTransport::Nccl,
+            Collectives::Auto | Collectives::Shm => DeviceTransport::Host,
+        },
+        max_grad_norm: config.optimizer.max_grad_norm.map(|norm| norm as f32),
+        early_step: config.early_step_bytes().map(|bytes| EarlyStep {
+            most_elems: bytes / second_bytes_per_elem(config),
+            single_micro_batch: config.batch.accumulation_steps == 1,
+        }),
+        late_step: config.steps_late(),
+        seed: config.seed,
+        ..ZeroConfig::default()
+    })
+}
+
+/// What an element of a unit that is updated early keeps once more: its weight, master and moments.
+pub(crate) fn second_bytes_per_elem(config: &RunConfig) -> u64 {
+    let precision = precision(config);
+    let states = rule(config).state_bytes_per_elem(precision);
+    (precision.weight_dtype().size_bytes() + states) as u64
+}
+
+/// The order of `samples` samples; the first update takes `first`.
+pub(crate) fn sampler(config: &RunConfig, samples: usize, first: &[usize]) -> Sampler {
+    let sizes = SamplerSizes {
+        samples,
+        world_size: config.nproc,
+        micro_batch: config.batch.micro_batch,
+        accumulation_steps: config.batch.accumulation_steps,
+    };
+    Sampler::new(sizes, config.seed).beginning_with(first)
+}
+
+/// Whether the activations of a unit are kept rather than computed again in backward.
+pub(crate) fn keeps(config: &RunConfig, model: &dyn VisionLanguageModel, unit: UnitId) -> bool {
+    let again = config.checkpoint_activations;
+    !match model.tower(unit) {
+        Tower::Vision => again.vit,
+        Tower::Resampler => again.resampler,
+        Tower::Language => again.llm,
+    }
+}
+
+/// The random state of a micro-batch, where adapters drop inputs.
+pub(crate) fn dropout(
+    config: &RunConfig,
+    keys: &[u64],
+    samples: &[SampleInput<'_>],
+    backend: &dyn Backend,
+) -> Result<Option<Dropout>, ModelError> {
+    let lora = config.trainable.lora.as_ref();
+    let drops = lora.is_some_and(|lora| lora.lora_dropout > 0.0);
+    drops
+        .then(|| Dropout::new(config.seed, keys, samples, backend))
+        .transpose()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cli::resolve;
+    use crate::cli::{self, Command};
+    use crate::rank_env::Env;
+    use serde_json::{Value, json};
+    use std::path::Path;
+
+    /// The layers of every family are found by the names of their units, in the language model and in every vision tower.
+    #[test]
+    fn layers_of_every_family_share_kept_inputs() {
+        let configs = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/commands/synth/configs");
+        for entry in std::fs::read_dir(configs).expect("the configurations") {
+            let folder = tempfile::tempdir().expect("temp dir");
+            let published = entry.expect("an entry").path();
+            std::fs::copy(&published, folder.path().join("config.json")).expect("copied");
+            let dir = folder.path().display();
+            let line = format!(
+                "--model {dir} --data d --output o --zero 3 --precision bf16 --checkpoint-num-layers 4"
+            );
+            let words: Vec<String> = line.split_whitespace().map(str::to_owned).collect();
+            let Command::Train { args, .. } = cli::parse(&words).expect("parses") else {
+                panic!("a training line");
+            };
+            let env = Env::from_lookup(&|_| None).expect("an environment");
+            let config = resolve(&args, &env).expect("resolves").config;
+            let (model, plan) = shapes(&config).expect("a plan");
+            let grouped = |tower: Tower| {
+                let groups = plan.config().recomputed.iter().filter(|group| {
+                    let mut units = (*group).clone().map(UnitId);
+                    units.all(|unit| model.tower(unit) == tower)
+                });
+                groups.map(|group| group.len()).sum::<usize>()
+            };
+            let (llm, vision) = (grouped(Tower::Language), grouped(Tower::Vision));
+            let units = plan.units().iter();
+            let of_vision = units.filter(|unit| model.tower(unit.id) == Tower::Vision);
+            // All but the first and last units, and what a group of four leaves.
+            let name = published.display();
+            assert!(llm >= 24, "{name}: {llm} layers");
+            assert!(vision + 6 >= of_vision.count(), "{name}: {vision} layers");
+        }
+    }
+
+    /// `config.json` of the published checkpoint.
+    fn published(family: Family) -> Value {
+        let vision = |image_size: usize, positions: usize| {
+            json!({
+                "dropout_prob": 0.0, "hidden_act": "gelu", "in_channels": 3, "num_hidden_layers": 63,
+                "hidden_size": 1792, "patch_size": 14, "num_heads": 16, "intermediate_size": 15360,
+                "layer_norm_eps": 1e-6, "image_size": image_size, "num_positions": positions,
+            })
+        };
+        let cog = |architecture: &str, more: Value| {
+            let mut config = json!({
+                "architectures": [architecture], "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+                "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 11008, "vocab_size": 32000,
+                "max_position_embeddings": 2048, "num_attention_heads": 32, "num_hidden_layers": 32,
+                "rms_norm_eps": 1e-5, "template_version": "chat", "tie_word_embeddings": false,
+            });
+            let fields = config.as_object_mut().expect("an object");
+            fields.extend(more.as_object().cloned().unwrap_or_default());
+            config
+        };
+        match family {
+            Family::CogAgent => cog(
+                "CogAgentForCausalLM",
+                json!({
+                    "vision_config": vision(224, 257), "cross_image_size": 1120,
+                    "cross_hidden_size": 1024, "cross_compute_hidden_size": 1024,
+                }),
+            ),
+            Family::CogVlm2 => cog(
+                "CogVLMForCausalLM",
+                json!({
+                    "vision_config": vision(1344, 9217), "intermediate_size": 14336, "vocab_size": 128_256,
+                    "bos_token_id": 128_000, "eos_token_id": 128_001, "pad_token_id": 128_002,
+                    "num_multi_query_heads": 8, "max_position_embeddings": 8192,
+                }),
+            ),
+            _ => cog(
+                "CogVLMForCausalLM",
+                json!({"vision_config": vision(490, 1226)}),
+            ),
+        }
+    }
+
+    /// Trainable parameters of a preset on a model of the published sizes.
+    fn trainable(preset: &str, family: Family) -> usize {
+        let folder = tempfile::tempdir().expect("temp dir");
+        let text = published(family).to_string();
+        std::fs::write(folder.path().join("config.json"), text).expect("written");
+        let dir = folder.path().display();
+        let line = format!("--preset {preset} --model {dir} --data {dir} --output {dir}");
+        let words: Vec<String> = line.split_whitespace().map(str::to_owned).collect();
+        let Command::Train { args, .. } = cli::parse(&words).expect("parses") else {
+            panic!("a training line");
+        };
+        let env = Env::from_lookup(&|_| None).expect("an environment");
+        let config = resolve(&args, &env).expect("resolves").config;
+        let model = model(&config).expect("a model");
+        model.spec().elems().1
+    }
+
+    #[test]
+    fn presets_train_what_their_scripts_train() {
+        for (preset, family, count) in [
+            ("cogvlm-captcha", Family::CogVlm, 515_123_968),
+            ("cogagent-captcha", Family::CogAgent, 11_672_683_712),
+            ("cogvlm2-peft", Family::CogVlm2, 2_621_440),
+        ] {
+            assert_eq!(trainable(preset, family), count, "{preset}");
+        }
+    }
+}

@@ -1,0 +1,102 @@
+//! Adapters of single projections of a fused layer, written as peft knows them.
+//!
+//! Training holds, for `p` projections of `n_i` rows, A `[p r, k]` and B `[n, r]`: the rows of B that belong to
+//! projection `i` see rows `i r..(i + 1) r` of A only. That is one adapter of rank `p r` whose B `[n, p r]` is zero
+//! outside of these blocks, and that is what peft can load.
+
+use engine::EngineError;
+use kernels::Tensor;
+use models::VisionLanguageModel;
+use models::params::ADAPTER_PREFIX;
+use std::collections::BTreeMap;
+use std::ops::Mul;
+
+/// Rows of the projections of the layer whose B is called `name`.
+fn parts<'m>(model: &'m dyn VisionLanguageModel, name: &str) -> Option<&'m [usize]> {
+    let path = name.strip_prefix(ADAPTER_PREFIX)?;
+    let parts = model
+        .split_adapters()
+        .get(path.strip_suffix(".lora_B.weight")?)?;
+    Some(parts)
+}
+
+/// Extents under which the tensor `name` with extents `dims` is written.
+pub(crate) fn shape(model: &dyn VisionLanguageModel, name: &str, dims: &[usize]) -> Vec<usize> {
+    match (parts(model, name), dims) {
+        (Some(parts), &[n, r]) => vec![n, parts.len() * r],
+        _ => dims.to_vec(),
+    }
+}
+
+/// The values to write where they are not the tensor's own.
+pub(crate) fn joined(
+    model: &dyn VisionLanguageModel,
+    name: &str,
+    tensor: &Tensor,
+) -> Result<Option<Vec<f32>>, EngineError> {
+    match parts(model, name) {
+        Some(parts) => Ok(Some(block_diagonal(&tensor.to_f32_vec()?, parts))),
+        None => Ok(None),
+    }
+}
+
+/// `[n, r]` as `[n, p r]`, each row in the columns of its projection.
+fn block_diagonal(b: &[f32], parts: &[usize]) -> Vec<f32> {
+    let n: usize = parts.iter().sum();
+    let (r, p) = (b.len() / n.max(1), parts.len());
+    let mut joined = vec![0.0; n * p * r];
+    let owners = parts
+        .iter()
+        .enumerate()
+        .flat_map(|(i, rows)| vec![i; *rows]);
+    for (row, owner) in owners.enumerate() {
+        let start = (row * p + owner) * r;
+        joined[start..start + r].copy_from_slice(&b[row * r..][..r]);
+    }
+    joined
+}
+
+/// `one` times the number of projections, by the last part of the layers' paths: ranks and alphas grow alike, so that
+/// the scale stays.
+pub(crate) fn patterns<T: Mul<Output = T> + Copy + FromCount>(
+    model: &dyn VisionLanguageModel,
+    one: T,
+) -> BTreeMap<&str, T> {
+    let layers = model.split_adapters().iter();
+    layers
+        .map(|(path, parts)| {
+            let last = path.rsplit('.').next().unwrap_or(path);
+            (last, one * T::from_count(parts.len()))
+        })
+        .collect()
+}
+
+/// A number that a count can be.
+pub(crate) trait FromCount {
+    /// `count` as this number.
+    fn from_count(count: usize) -> Self;
+}
+
+impl FromCount for usize {
+    fn from_count(count: usize) -> Self {
+        count
+    }
+}
+
+impl FromCount for f32 {
+    fn from_count(count: usize) -> Self {
+        count as Self
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_stand_in_the_columns_of_their_projection() {
+        let b = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0];
+        let wanted = [1.0, 2.0, 0.0, 0.0, 3.0, 4.0, 0.0, 0.0, 0.0, 0.0, 5.0, 6.0];
+        assert_eq!(block_diagonal(&b, &[2, 1]), wanted);
+    }
+}

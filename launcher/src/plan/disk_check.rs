@@ -1,0 +1,252 @@
+//! Whether the run's checkpoints find room on their disk, decided before a weight is read.
+
+use crate::config::{Cadence, RunConfig};
+use crate::error::{ErrorCode, Failure};
+use crate::memory::{disk_free_bytes, on_one_disk};
+use crate::model::contents::CheckpointBytes;
+use crate::report::run_directory;
+use crate::ui::Event;
+use crate::units::bytes;
+
+/// What the checkpoints of a run need of the output folder's disk, and what it has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Room {
+    pub(crate) checkpoint: CheckpointBytes,
+    /// Checkpoints that will lie there at once, beside those of earlier attempts, unless somebody removes some.
+    pub(crate) most: u64,
+    /// Of these, those that nobody can remove in time: the one that is written, and what `--save-total-limit` keeps.
+    pub(crate) certain: u64,
+    /// Free bytes, without those that the run's own spill files will take; `None` where nobody knows.
+    pub(crate) free: Option<u64>,
+    /// Bytes of spill files on the same disk.
+    pub(crate) spilled: u64,
+}
+
+impl Room {
+    /// Of a run on this machine that saves `saves` times and spills `spilled` bytes over all ranks.
+    pub(crate) fn of(
+        config: &RunConfig,
+        checkpoint: CheckpointBytes,
+        saves: u64,
+        spilled: u64,
+    ) -> Self {
+        let folders = config.offload.folders();
+        let spills_here = folders.iter().any(|dir| on_one_disk(dir, &config.output));
+        let spilled = if spills_here { spilled } else { 0 };
+        let free = disk_free_bytes(&config.output).ok();
+        let there = run_directory::checkpoints(&config.output).len() as u64;
+        // The oldest goes when the newest is complete.
+        let kept = config.save_total_limit.map(|limit| {
+            let at_once = limit as u64 + 1;
+            saves.min(at_once.saturating_sub(there).max(1))
+        });
+        Self {
+            checkpoint,
+            most: kept.unwrap_or(saves),
+            certain: kept.unwrap_or(saves.min(1)),
+            free: free.map(|free| free.saturating_sub(spilled)),
+            spilled,
+        }
+    }
+
+    /// Of a machine that nobody can ask, saving once.
+    pub(crate) const fn elsewhere(checkpoint: CheckpointBytes) -> Self {
+        Self {
+            checkpoint,
+            most: 1,
+            certain: 1,
+            free: None,
+            spilled: 0,
+        }
+    }
+
+    /// The line of the run.
+    pub(crate) fn event(&self, config: &RunConfig) -> Event {
+        let mut text = format!(
+            "a checkpoint takes {} (state {}, weights {})",
+            bytes(self.checkpoint.total()),
+            bytes(self.checkpoint.state),
+            bytes(self.checkpoint.weights)
+        );
+        if self.most > 1 {
+            text += &format!(", {} at once {}", self.most, bytes(self.needs(self.most)));
+        }
+        if let Some(free) = self.free {
+            text += &format!("; {} free on {}", bytes(free), config.output.display());
+        }
+        let label = "saves".into();
+        if self.holds(self.most) {
+            return Event::Info { label, text };
+        }
+        let fit = self.free.unwrap_or(0) / self.checkpoint.total().max(1);
+        Event::Warning {
+            text: format!(
+                "the disk has space for only {fit} of {} checkpoints: {text}; --save-total-limit keeps fewer",
+                self.most
+            ),
+        }
+    }
+
+    /// Refuses a run whose checkpoints cannot all be written.
+    ///
+    /// # Errors
+    /// The disk is too small for them (exit 16).
+    pub(crate) fn check(&self, config: &RunConfig) -> Result<(), Failure> {
+        if self.holds(self.certain) {
+            return Ok(());
+        }
+        let free = bytes(self.free.unwrap_or(0));
+        let mut failure = Failure::new(
+            ErrorCode::Disk,
+            "the disk is too small for the checkpoints; no weight was read",
+            format!(
+                "{} at once need {} on the disk of {}, {free} are free",
+                self.certain,
+                bytes(self.needs(self.certain)),
+                config.output.display()
+            ),
+        )
+        .evidence(format!(
+            "each: state {} + weights {}",
+            bytes(self.checkpoint.state),
+            bytes(self.checkpoint.weights)
+        ));
+        if self.spilled > 0 {
+            failure = failure.evidence(format!(
+                "spill files will take {} of the same disk",
+                bytes(self.spilled)
+            ));
+        }
+        failure = failure.next("free space on that disk, or choose another disk with --output");
+        if self.certain > 2 {
+            failure = failure.next("use a smaller --save-total-limit");
+        }
+        Err(failure.next("--save-strategy no saves no checkpoint"))
+    }
+
+    const fn needs(&self, checkpoints: u64) -> u64 {
+        checkpoints * self.checkpoint.total()
+    }
+
+    fn holds(&self, checkpoints: u64) -> bool {
+        self.free.is_none_or(|free| self.needs(checkpoints) <= free)
+    }
+}
+
+/// How often a run of `total` updates over `samples` saves.
+pub(crate) fn saves(config: &RunConfig, total: u64, samples: usize) -> u64 {
+    match config.save {
+        Cadence::Never => 0,
+        Cadence::End => 1,
+        Cadence::Steps(every) => total.div_ceil(every.max(1)),
+        Cadence::Epoch => {
+            let epoch = (samples as u64).div_ceil(config.global_batch() as u64);
+            total.div_ceil(epoch.max(1))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cli::Args;
+    use crate::cli::resolve;
+    use crate::rank_env::Env;
+    use std::path::Path;
+
+    const EACH: CheckpointBytes = CheckpointBytes {
+        state: 800,
+        weights: 200,
+    };
+
+    fn config(output: &Path, limit: Option<usize>) -> RunConfig {
+        let env = Env::from_lookup(&|_| None).expect("reads");
+        let args = Args {
+            output: Some(output.to_path_buf()),
+            save_total_limit: limit,
+            save_steps: Some(10),
+            ..Args::default()
+        };
+        resolve(&args, &env).expect("resolves").config
+    }
+
+    #[test]
+    fn what_lies_there_at_once_follows_from_limit_saves_and_what_was_there() {
+        let folder = tempfile::tempdir().expect("temp dir");
+        let at_once = |limit, saves| {
+            let room = Room::of(&config(folder.path(), limit), EACH, saves, 0);
+            (room.certain, room.most)
+        };
+        assert_eq!(at_once(None, 0), (0, 0));
+        assert_eq!(at_once(None, 7), (1, 7));
+        assert_eq!(at_once(Some(2), 7), (3, 3));
+        assert_eq!(at_once(Some(2), 1), (1, 1));
+        for step in [1, 2, 3] {
+            std::fs::create_dir(folder.path().join(format!("checkpoint-{step}"))).expect("made");
+        }
+        assert_eq!(at_once(Some(2), 7), (1, 1), "one goes for each that comes");
+    }
+
+    #[test]
+    fn a_disk_is_too_small_by_one_byte() {
+        let folder = tempfile::tempdir().expect("temp dir");
+        for (limit, certain) in [(None, 1), (Some(1), 2)] {
+            let config = config(folder.path(), limit);
+            let mut room = Room::of(&config, EACH, 5, 0);
+            room.free = Some(certain * EACH.total());
+            room.check(&config).expect("enough");
+            room.free = Some(certain * EACH.total() - 1);
+            let failure = room.check(&config).expect_err("too little");
+            assert_eq!(failure.code.status(), 16, "{failure}");
+        }
+        let config = config(folder.path(), None);
+        let mut room = Room::of(&config, EACH, 5, 0);
+        room.free = Some(4 * EACH.total());
+        let Event::Warning { text } = room.event(&config) else {
+            panic!("four of five find room");
+        };
+        assert!(
+            text.starts_with("the disk has space for only 4 of 5 checkpoints"),
+            "{text}"
+        );
+        room.free = Some(5 * EACH.total());
+        assert!(matches!(room.event(&config), Event::Info { .. }));
+    }
+
+    #[test]
+    fn spill_files_count_where_they_lie_on_the_same_disk() {
+        let folder = tempfile::tempdir().expect("temp dir");
+        let mut config = config(&folder.path().join("out"), None);
+        assert_eq!(Room::of(&config, EACH, 1, 77).spilled, 0);
+        config.offload = format!("nvme:{}", folder.path().join("spill").display())
+            .parse()
+            .expect("an offload");
+        assert_eq!(Room::of(&config, EACH, 1, 77).spilled, 77);
+    }
+
+    #[test]
+    fn saves_are_counted_as_the_loop_makes_them() {
+        let folder = tempfile::tempdir().expect("temp dir");
+        let mut config = config(folder.path(), None);
+        let by_loop = |config: &RunConfig, total: u64, epoch: u64| {
+            let due = |step: &u64| config.save.is_due(*step, total, step.is_multiple_of(epoch));
+            (1..=total).filter(due).count() as u64
+        };
+        let batch = config.global_batch();
+        for cadence in [
+            Cadence::Never,
+            Cadence::End,
+            Cadence::Steps(3),
+            Cadence::Epoch,
+        ] {
+            config.save = cadence;
+            for total in 1..12 {
+                assert_eq!(
+                    saves(&config, total, 4 * batch),
+                    by_loop(&config, total, 4),
+                    "{cadence:?} {total}"
+                );
+            }
+        }
+    }
+}

@@ -1,0 +1,142 @@
+//! The batch of a run: what an update takes, and the largest micro-batch that fits.
+
+use super::rank_memory;
+use crate::config::{Device, LrScale, RunConfig, UploadAhead};
+use crate::data::SampleSet;
+use crate::error::Failure;
+use crate::model::setup::Setup;
+use crate::ui::Event;
+use crate::units::{bytes, grouped};
+use std::sync::Arc;
+
+/// Larger micro-batches are not looked for.
+const MAX_MICRO_BATCH: usize = 4096;
+
+/// Samples per update and learning rate, with how they come about.
+pub(crate) fn line(config: &RunConfig) -> Event {
+    let batch = &config.batch;
+    let mut text = format!(
+        "{} per rank × {} accumulated × {} ranks = {} samples per update · learning rate {:.1e}",
+        batch.micro_batch,
+        batch.accumulation_steps,
+        config.nproc,
+        grouped(config.global_batch() as u64),
+        config.peak_lr(),
+    );
+    if config.optimizer.lr_scale != LrScale::None {
+        text += &format!(
+            " = {:.1e} × {:.3} for {} micro-batches",
+            config.optimizer.learning_rate,
+            config.lr_factor(),
+            config.micro_batches()
+        );
+    }
+    Event::Info {
+        label: "batch".into(),
+        text,
+    }
+}
+
+/// Sets the largest micro-batch whose plan fits, and shows how memory grows on the way: doubled until it does not fit
+/// or takes all samples, then the middle between the last two.
+pub(crate) fn find(
+    config: &mut RunConfig,
+    setup: &Setup,
+    train: &SampleSet,
+    show: &mut dyn FnMut(Event),
+) -> Result<(), Failure> {
+    let most = train
+        .samples
+        .len()
+        .div_ceil(config.nproc)
+        .min(MAX_MICRO_BATCH);
+    let candidates: Vec<usize> = (1..=most).filter(|n| goes_in(config, *n)).collect();
+    let mut tried: Vec<(usize, u64, bool)> = Vec::new();
+    let mut probe = |at: usize| -> Result<Option<Failure>, Failure> {
+        let mut trial = config.clone();
+        set(&mut trial, candidates[at]);
+        // What is left decides whether weights come ahead.
+        if trial.upload_ahead == UploadAhead::Auto {
+            trial.upload_ahead = UploadAhead::Off;
+        }
+        let plan = Arc::new(setup.plan(&trial)?);
+        let (model, processor) = (&*setup.model, &*setup.processor);
+        let memory = rank_memory::memory_on(&trial, model, processor, &plan, train)?;
+        let fit = rank_memory::fit(&trial, &memory);
+        let need = match trial.device {
+            Device::Cpu => fit.need.host,
+            Device::Cuda => fit.need.device,
+        };
+        tried.push((candidates[at], need, fit.fits()));
+        Ok(fit.check(&trial, &memory).err())
+    };
+    if candidates.is_empty() {
+        return Err(Failure::usage(
+            "no batch size divides --global-batch-size",
+            format!(
+                "{} samples per update over {} ranks",
+                config.batch.global_batch.unwrap_or_default(),
+                config.nproc
+            ),
+        )
+        .next("choose a multiple of the number of ranks"));
+    }
+    // The candidate `good` fits, `bad` does not or does not exist.
+    let (mut good, mut bad, mut next) = (0, candidates.len(), 0);
+    loop {
+        match probe(next)? {
+            None => good = next,
+            Some(failure) if next == 0 => {
+                show(curve(&mut tried, None));
+                return Err(failure);
+            }
+            Some(_) => bad = next,
+        }
+        if good + 1 >= bad {
+            break;
+        }
+        next = if bad == candidates.len() {
+            (2 * good + 1).min(bad - 1)
+        } else {
+            usize::midpoint(good, bad)
+        };
+    }
+    let found = candidates[good];
+    show(curve(&mut tried, Some(found)));
+    set(config, found);
+    Ok(())
+}
+
+/// Whether micro-batches of `micro` make the global batch that was asked for.
+fn goes_in(config: &RunConfig, micro: usize) -> bool {
+    let global = config.batch.global_batch;
+    global.is_none_or(|global| global.is_multiple_of(micro * config.nproc))
+}
+
+fn set(config: &mut RunConfig, micro: usize) {
+    config.batch.micro_batch = micro;
+    if let Some(global) = config.batch.global_batch {
+        config.batch.accumulation_steps = global / (micro * config.nproc);
+    }
+}
+
+fn curve(tried: &mut [(usize, u64, bool)], found: Option<usize>) -> Event {
+    tried.sort_unstable();
+    let largest = tried.iter().map(|(_, need, _)| *need).max().unwrap_or(1);
+    let rows = tried.iter().map(|(micro, need, fits)| {
+        let bar = "#".repeat((need * 30 / largest.max(1)) as usize);
+        let verdict = match (fits, found == Some(*micro)) {
+            (_, true) => "  <- chosen",
+            (true, false) => "",
+            (false, false) => "  does not fit",
+        };
+        format!(
+            "micro-batch {micro:>5}  need {:>6}  {bar}{verdict}",
+            bytes(*need)
+        )
+    });
+    Event::Info {
+        label: "batch".into(),
+        text: rows.collect::<Vec<_>>().join("\n"),
+    }
+}

@@ -1,0 +1,250 @@
+//! Whether a run fits: one rule for the trainer and for the plan.
+
+use super::machine::{Machine, window_rooms};
+use crate::config::{Device, RunConfig};
+use crate::device;
+use crate::error::{ErrorCode, Failure};
+use crate::memory::RankMemory;
+use crate::units::bytes as format_bytes;
+use engine::comm::control_bytes;
+
+/// One part in so many of the host memory that a run may have stays free of what the program takes by itself: a run is
+/// held to its plan to within 5 %, samples and checkpoints pass through the page cache, and others live here too.
+const HOST_RESERVE: u64 = 10;
+
+/// What a run needs of a machine.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Need {
+    /// Device memory of each rank.
+    pub(crate) device: u64,
+    /// Host memory of all ranks together.
+    pub(crate) host: u64,
+    /// Spill files of all ranks together.
+    pub(crate) nvme: u64,
+    /// The communicator's window, a file in shared memory; 0 for a single rank.
+    pub(crate) window: u64,
+}
+
+/// A need, and what there is for it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Fit {
+    pub(crate) need: Need,
+    pub(crate) machine: Machine,
+    device_limit: Option<u64>,
+    host_reserve: u64,
+}
+
+impl Fit {
+    pub(crate) fn new(config: &RunConfig, memory: &RankMemory, machine: Machine) -> Self {
+        let machine = machine.with_gpus(config);
+        let ranks = config.ranks_here() as u64;
+        let peak = memory.peak;
+        // Also ranks on GPUs meet through shared memory today; described devices stand for those that need not.
+        let meets_on_host = machine.device_bytes.is_none() || config.device == Device::Cuda;
+        // Ranks of several machines have a copy of the window each, in memory of their own.
+        let shares = ranks > 1 && config.ranks_here.is_none();
+        let window = if meets_on_host && shares {
+            control_bytes(config.nproc) + ranks * peak.window
+        } else {
+            0
+        };
+        let host = if meets_on_host {
+            // Ranks map each other's part of the window, which exists once.
+            let (own, all) = if shares {
+                (peak.resident - memory.mapped_window(), window)
+            } else {
+                (peak.resident, 0)
+            };
+            ranks * own + all
+        } else {
+            ranks * peak.host
+        };
+        let limits = [config.device_memory_limit, machine.device_bytes];
+        let whole_host = config.host_memory_limit.unwrap_or(u64::MAX);
+        Self {
+            need: Need {
+                device: peak.device + machine.device_context_bytes(),
+                host,
+                nvme: ranks * peak.nvme,
+                window,
+            },
+            machine: machine.limited(config),
+            device_limit: limits.into_iter().flatten().min(),
+            host_reserve: whole_host.min(machine.host_total_bytes) / HOST_RESERVE,
+        }
+    }
+
+    /// Whether everything fits.
+    pub(crate) fn fits(&self) -> bool {
+        !self.exceeds_device()
+            && !self.exceeds_host()
+            && !self.exceeds_nvme()
+            && !self.exceeds_window()
+    }
+
+    /// Whether it is the device memory that does not suffice.
+    pub(crate) fn exceeds_device(&self) -> bool {
+        self.device_limit
+            .is_some_and(|limit| self.need.device > limit)
+    }
+
+    /// Whether it is the host memory that does not suffice.
+    pub(crate) fn exceeds_host(&self) -> bool {
+        self.need.host > self.machine.host_free_bytes
+    }
+
+    /// Host memory that all ranks together leave, but for the reserve.
+    pub(crate) fn spare_host(&self) -> u64 {
+        let free = self.machine.host_free_bytes;
+        free.saturating_sub(self.need.host.saturating_add(self.host_reserve))
+    }
+
+    /// What all ranks together take of the reserve, or beyond.
+    pub(crate) fn host_overrun(&self) -> u64 {
+        let taken = self.need.host.saturating_add(self.host_reserve);
+        taken.saturating_sub(self.machine.host_free_bytes)
+    }
+
+    /// Whether it is the disk that does not suffice.
+    pub(crate) fn exceeds_nvme(&self) -> bool {
+        let free = self.machine.nvme_free_bytes;
+        free.is_some_and(|free| self.need.nvme > free)
+    }
+
+    fn exceeds_window(&self) -> bool {
+        let free = self.machine.window_free_bytes;
+        free.is_some_and(|free| self.need.window > free)
+    }
+
+    /// The arena of a rank on a GPU: its plan, and some room where there is any.
+    pub(crate) fn arena_bytes(&self, memory: &RankMemory) -> u64 {
+        let context = self.machine.device_context_bytes();
+        let most = self.device_limit.map(|limit| limit.saturating_sub(context));
+        device::arena_bytes(memory.peak.device, most)
+    }
+
+    /// Device memory of a rank, where it is bounded.
+    pub(crate) fn device_limit(&self) -> Option<u64> {
+        self.device_limit
+    }
+
+    /// The needs in words, beside what there is.
+    pub(crate) fn needs(&self) -> String {
+        let mut parts = Vec::new();
+        if let Some(limit) = self.device_limit {
+            parts.push(format!(
+                "device {} of {} per rank",
+                format_bytes(self.need.device),
+                format_bytes(limit)
+            ));
+        }
+        parts.push(format!(
+            "host {} of {}",
+            format_bytes(self.need.host),
+            format_bytes(self.machine.host_free_bytes)
+        ));
+        if self.need.nvme > 0 {
+            let free = self.machine.nvme_free_bytes.map(format_bytes);
+            parts.push(format!(
+                "nvme {}{}",
+                format_bytes(self.need.nvme),
+                free.map_or(String::new(), |free| format!(" of {free}"))
+            ));
+        }
+        parts.join(", ")
+    }
+
+    /// Refuses a run that does not fit, before anything is allocated.
+    ///
+    /// # Errors
+    /// The plan's failure (exit 5), or that of shared memory (exit 13).
+    pub(crate) fn check(&self, config: &RunConfig, memory: &RankMemory) -> Result<(), Failure> {
+        let Some(cause) = self.cause() else {
+            return Ok(());
+        };
+        if !self.exceeds_device() && !self.exceeds_host() && !self.exceeds_nvme() {
+            return Err(Failure::new(
+                ErrorCode::SharedMemory,
+                "the exchange between ranks does not fit into shared memory; no weight was read",
+                cause,
+            )
+            .evidence_lines(window_rooms())
+            .next("enlarge /dev/shm (docker run --shm-size), or use fewer ranks")
+            .next("--nproc 1 needs no shared memory"));
+        }
+        let parts = [
+            "parameters",
+            "gradients",
+            "optimizer",
+            "gathered",
+            "communication",
+        ];
+        let mut evidence: Vec<String> = Vec::new();
+        let mut show = |name: &str, kinds: &[&str]| {
+            let (device, host) = memory.most(kinds);
+            if device + host > 0 {
+                evidence.push(format!("{name} {}", format_bytes(device + host)));
+            }
+        };
+        for part in parts {
+            show(part, &[part]);
+        }
+        show("activations", &["activations", "workspace", "cache"]);
+        show("margin", &["margin"]);
+        let mut failure = Failure::new(
+            ErrorCode::Plan,
+            "this run does not fit; no weight was read",
+            cause,
+        )
+        .evidence(format!(
+            "per rank: {}; {} ranks",
+            evidence.join(" + "),
+            config.nproc
+        ));
+        if let Some(limit) = self.machine.cgroup_limit_bytes {
+            failure = failure.evidence(format!("cgroup limit {}", format_bytes(limit)));
+        }
+        if config.batch.model_max_length > 512 {
+            failure = failure.next("use a smaller --model-max-length if samples are long");
+        }
+        Err(failure.next("train fewer parts (--train, --tune-llm false), or use more memory"))
+    }
+
+    fn cause(&self) -> Option<String> {
+        let text = |what: &str, need: u64, verb: &str, free: u64| {
+            let (need, free) = (format_bytes(need), format_bytes(free));
+            Some(format!("{what} {need} {verb} {free}"))
+        };
+        if let Some(limit) = self.device_limit.filter(|_| self.exceeds_device()) {
+            let verb = "of device memory, the limit is";
+            return text("each rank needs", self.need.device, verb, limit);
+        }
+        if self.exceeds_host() {
+            return Some(format!(
+                "the ranks need {} of host memory together, {} are available",
+                format_bytes(self.need.host),
+                format_bytes(self.machine.host_free_bytes)
+            ));
+        }
+        if self.exceeds_nvme() {
+            let free = self.machine.nvme_free_bytes.unwrap_or(0);
+            return text(
+                "the spill files need",
+                self.need.nvme,
+                "of disk space, the disk has",
+                free,
+            );
+        }
+        if self.exceeds_window() {
+            let free = self.machine.window_free_bytes.unwrap_or(0);
+            let verb = "of shared memory, /dev/shm and /tmp have at most";
+            return text(
+                "the shared segment of the ranks needs",
+                self.need.window,
+                verb,
+                free,
+            );
+        }
+        None
+    }
+}

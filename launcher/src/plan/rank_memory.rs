@@ -1,0 +1,202 @@
+//! Whether the run fits, decided before a weight is read.
+
+use crate::config::{Cadence, RunConfig};
+use crate::data::answers::Question;
+use crate::data::check::{self, encode_options};
+use crate::data::{self, SampleSet};
+use crate::error::Failure;
+use crate::memory::Phase;
+use crate::memory::RankMemory;
+use crate::plan::{Fit, Fixed, HeldOut, Machine, Work, dry_run, early_share};
+use crate::ui::{Event, PlanEvent, PlanPart};
+use crate::units::bytes;
+use engine::Plan;
+use kernels::Tag;
+use models::Processor;
+use models::VisionLanguageModel;
+use models::data::EncodedSample;
+use std::path::Path;
+use std::sync::Arc;
+
+/// What the process itself will occupy in `config`.
+pub(crate) fn fixed(config: &RunConfig, model: &dyn VisionLanguageModel) -> Fixed {
+    let (train, eval) = (config.data_file(), config.eval_file());
+    let data: Vec<&Path> = std::iter::once(&*train).chain(eval.as_deref()).collect();
+    Fixed::of(&config.model_dir(), vocabulary(model), &data)
+}
+
+/// Tokens that the model knows.
+fn vocabulary(model: &dyn VisionLanguageModel) -> u64 {
+    let head = &model.spec().params[model.head().weight.index()];
+    head.shape.dims()[0] as u64
+}
+
+/// Memory of a rank that trains on `samples` and never evaluates.
+pub(crate) fn training_memory(
+    config: &RunConfig,
+    model: &dyn VisionLanguageModel,
+    plan: &Arc<Plan>,
+    samples: &[EncodedSample],
+) -> Result<RankMemory, Failure> {
+    let work = Work {
+        train: samples,
+        held_out: None,
+        fixed: fixed(config, model),
+    };
+    dry_run(config, model, plan, &work)
+}
+
+/// Memory of a rank over the whole run. Answers come in batches that need no more than training: the batch of the
+/// evaluation is halved until they do.
+pub(crate) fn whole_memory(
+    config: &mut RunConfig,
+    model: &dyn VisionLanguageModel,
+    processor: &dyn Processor,
+    plan: &Arc<Plan>,
+    samples: &[EncodedSample],
+    held_out: Option<&SampleSet>,
+    show: &mut dyn FnMut(Event),
+) -> Result<RankMemory, Failure> {
+    let Some(set) = held_out.filter(|_| config.eval != Cadence::Never) else {
+        return training_memory(config, model, plan, samples);
+    };
+    let options = encode_options(config);
+    let order = set.by_size();
+    let longest = data::encode_in_order(&set.samples, &set.images, processor, &options, &order, 1)?;
+    let asked = config.batch.eval_batch;
+    loop {
+        let questions = order.iter().take(config.batch.eval_batch).map(|i| {
+            let sample = &set.samples[*i];
+            Question::new(processor, sample, &set.images, *i, &options)
+        });
+        let questions: Vec<Question> = questions.collect::<Result<_, _>>()?;
+        let work = Work {
+            train: samples,
+            held_out: Some(HeldOut {
+                longest: &longest,
+                prompts: questions.iter().map(Question::prompt).collect(),
+            }),
+            fixed: fixed(config, model),
+        };
+        let memory = dry_run(config, model, plan, &work)?;
+        let training = memory.device_in(&[Phase::Forward, Phase::Backward, Phase::Step]);
+        if memory.device_in(&[Phase::Eval]) > training && config.batch.eval_batch > 1 {
+            config.batch.eval_batch /= 2;
+            continue;
+        }
+        if config.batch.eval_batch < asked {
+            show(Event::Info {
+                label: "eval".into(),
+                text: format!(
+                    "answers are generated in batches of {}, not {asked}: larger batches need more memory than training",
+                    config.batch.eval_batch
+                ),
+            });
+        }
+        return Ok(memory);
+    }
+}
+
+/// Memory of a rank that trains on the largest samples of `train`.
+pub(crate) fn memory_on(
+    config: &RunConfig,
+    model: &dyn VisionLanguageModel,
+    processor: &dyn Processor,
+    plan: &Arc<Plan>,
+    train: &SampleSet,
+) -> Result<RankMemory, Failure> {
+    let worst = check::largest(train, config, processor)?;
+    training_memory(config, model, plan, &worst)
+}
+
+/// Bytes of a rank's spill file that activations need at once; 0 where they are elsewhere.
+pub(crate) fn spilled_activations(memory: &RankMemory) -> u64 {
+    let phases = memory.phases.values();
+    let bytes = phases.filter_map(|phase| phase.nvme.get(Tag::Activations.name()));
+    bytes.copied().max().unwrap_or(0)
+}
+
+/// Whether `memory` fits on this machine.
+pub(crate) fn fit(config: &RunConfig, memory: &RankMemory) -> Fit {
+    Fit::new(config, memory, Machine::here())
+}
+
+/// What each rank takes of its GPU.
+pub(crate) fn device_line(config: &RunConfig, memory: &RankMemory, fit: &Fit) -> Event {
+    let limit = fit.device_limit().map(bytes).unwrap_or_default();
+    Event::Info {
+        label: String::new(),
+        text: format!(
+            "GPU memory per rank: {} by the plan, {} reserved at the start, {} for CUDA itself, of {limit}",
+            bytes(memory.peak.device),
+            bytes(config.arena_bytes),
+            bytes(fit.machine.device_context_bytes()),
+        ),
+    }
+}
+
+/// When weights come to the GPUs, where they do not stay there; `tried` is what they had no room for.
+pub(crate) fn upload_line(plan: &Plan, tried: Option<&Fit>) -> Option<Event> {
+    let text = match tried {
+        Some(tried) => format!(
+            "are copied when they are used; a prefetch of one unit needs {}",
+            tried.needs()
+        ),
+        None if plan.uploads_ahead() => {
+            "are prefetched one unit ahead, while the previous unit computes".to_owned()
+        }
+        None => return None,
+    };
+    Some(Event::Info {
+        label: "weights".into(),
+        text,
+    })
+}
+
+/// The plan line.
+pub(crate) fn plan_event(
+    config: &RunConfig,
+    plan: &Plan,
+    memory: &RankMemory,
+    fit: &Fit,
+) -> PlanEvent {
+    let (params, trainable) = plan.spec().elems();
+    let part = |name: &str, kinds: &[&str]| {
+        let (device_bytes, host_bytes) = memory.most(kinds);
+        PlanPart {
+            name: name.to_owned(),
+            device_bytes,
+            host_bytes,
+        }
+    };
+    let activations = PlanPart {
+        host_bytes: 0,
+        ..part(
+            "activations",
+            &["activations", "workspace", "cache", "margin"],
+        )
+    };
+    PlanEvent {
+        model: config.name(),
+        params: params as u64,
+        trainable: trainable as u64,
+        ranks: config.nproc,
+        device: config.device.name().into(),
+        shard_group: config.shard_groups(),
+        stage: config.zero,
+        precision: plan.config().precision.name().into(),
+        offload: config.offload.to_string(),
+        per_rank: vec![
+            part("params", &["parameters"]),
+            part("grads", &["gradients"]),
+            part("optimizer", &["optimizer"]),
+            part("gathered", &["gathered", "communication"]),
+            activations,
+        ],
+        host_total_bytes: fit.machine.host_total_bytes,
+        host_free_bytes: fit.machine.host_free_bytes,
+        host_need_bytes: fit.need.host,
+        early_share: early_share(plan),
+        memory: Some(Box::new(memory.clone())),
+    }
+}

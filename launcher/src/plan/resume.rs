@@ -1,0 +1,148 @@
+//! Whether a checkpoint continues this run: decided by the supervisor, so that a refusal touches
+//! nothing.
+
+use crate::config::{Resume, RunConfig};
+use crate::error::failures;
+use crate::error::{ErrorCode, Failure};
+use crate::model::setup::precision;
+use crate::report::checkpoints::advise_intact;
+use engine::Plan;
+use engine::checkpoint::{self, Checkpoint};
+use serde_json::Value;
+use std::path::Path;
+
+/// Where the training loop stands.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Position {
+    /// Steps of the schedule behind, skipped updates included.
+    pub(crate) done: u64,
+    pub(crate) total_tokens: u64,
+    pub(crate) exact_match_before: Option<f64>,
+}
+
+/// Opens the checkpoint that the configuration names, if it names one and there is one.
+pub(crate) fn open(config: &RunConfig) -> Result<Option<Checkpoint>, Failure> {
+    let folder = match &config.resume {
+        Resume::No => None,
+        Resume::Latest => checkpoint::find_latest(&config.output)
+            .map_err(|e| failures::checkpoint("resume", &e))?,
+        Resume::From(path) => Some(path.clone()),
+    };
+    folder
+        .map(|folder| {
+            Checkpoint::open(&folder)
+                .map_err(|e| advise_intact(failures::checkpoint(&doing(&folder), &e), &folder))
+        })
+        .transpose()
+}
+
+/// What a failure to resume from `folder` calls itself.
+pub(crate) fn doing(folder: &Path) -> String {
+    format!("resume {}", folder.display())
+}
+
+/// Compares every byte of the checkpoint with its hash, and what it holds with what this run needs.
+pub(crate) fn check(
+    config: &RunConfig,
+    plan: &Plan,
+    samples: usize,
+    total_steps: u64,
+) -> Result<(), Failure> {
+    let Some(checkpoint) = open(config)? else {
+        return Ok(());
+    };
+    let folder = checkpoint.folder();
+    let doing = doing(folder);
+    checkpoint
+        .verify()
+        .map_err(|e| advise_intact(failures::checkpoint(&doing, &e), folder))?;
+    let saved = checkpoint.meta().get("precision").and_then(Value::as_str);
+    let asked = precision(config).name();
+    if let Some(saved) = saved.filter(|saved| *saved != asked) {
+        return Err(Failure::new(
+            ErrorCode::Resume,
+            format!("cannot {doing}: it was saved in another precision"),
+            "the optimizer state of one precision cannot continue in another",
+        )
+        .evidence(format!("saved with {saved}, now {asked}"))
+        .next(format!("--precision {saved}")));
+    }
+    engine::check_trained(plan, &checkpoint).map_err(|e| failures::engine(&doing, &e))?;
+    position(config, folder, checkpoint.meta(), samples, total_steps).map(drop)
+}
+
+/// Reads where the loop stood and refuses what would change the order of the data.
+pub(crate) fn position(
+    config: &RunConfig,
+    folder: &Path,
+    meta: &Value,
+    samples: usize,
+    total_steps: u64,
+) -> Result<Position, Failure> {
+    let number = |key: &str| meta.get(key).and_then(Value::as_u64);
+    let (Some(done), Some(total_tokens), Some(saved_samples), Some(saved_batch), Some(saved_seed)) = (
+        number("steps_done"),
+        number("total_tokens"),
+        number("samples"),
+        number("global_batch"),
+        number("seed"),
+    ) else {
+        return Err(Failure::new(
+            ErrorCode::Resume,
+            format!("cannot {}", doing(folder)),
+            "its manifest lacks the state of the training loop",
+        )
+        .next("give a checkpoint-N directory that this program saved"));
+    };
+    let (batch, seed) = (config.global_batch(), config.seed);
+    if (saved_samples, saved_batch, saved_seed) != (samples as u64, batch as u64, seed) {
+        return Err(Failure::new(
+            ErrorCode::Resume,
+            format!("cannot {}: the order of the data would change", doing(folder)),
+            "the position in the data depends on the samples, the global batch and the seed",
+        )
+        .evidence(format!(
+            "saved with {saved_samples} samples, a global batch of {saved_batch} and --seed {saved_seed}"
+        ))
+        .evidence(format!(
+            "now {samples} samples, a global batch of {batch} and --seed {seed}"
+        ))
+        .next("use the same data, the same seed and the same ranks x micro-batch x accumulation"));
+    }
+    let worst_first = config.batch.worst_first;
+    let saved_worst_first = meta.get("worst_first").and_then(Value::as_bool);
+    if let Some(saved) = saved_worst_first.filter(|saved| *saved != worst_first) {
+        return Err(Failure::new(
+            ErrorCode::Resume,
+            format!(
+                "cannot {}: the order of the data would change",
+                doing(folder)
+            ),
+            "--longest-first changes the order of the first epoch",
+        )
+        .evidence(format!(
+            "saved with --longest-first {saved}, now {worst_first}"
+        ))
+        .next(format!("--longest-first {saved}")));
+    }
+    if done >= total_steps {
+        return Err(Failure::new(
+            ErrorCode::NothingToDo,
+            format!(
+                "{} has already completed all {total_steps} steps",
+                folder.display()
+            ),
+            "no step is left to train",
+        )
+        .evidence(format!(
+            "{done} of {total_steps} steps are done: {:.2} passes over {samples} samples",
+            done as f64 * batch as f64 / samples.max(1) as f64
+        ))
+        .next("raise --max-steps or --num-train-epochs"));
+    }
+    Ok(Position {
+        done,
+        total_tokens,
+        exact_match_before: meta.get("exact_match_before").and_then(Value::as_f64),
+    })
+}

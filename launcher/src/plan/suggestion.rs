@@ -1,0 +1,272 @@
+//! What would fit instead: neighbours of a configuration, each with its own plan.
+
+use super::rank_memory;
+use crate::cli::resolve;
+use crate::cli::{self, Command};
+use crate::config::{Device, EarlyStep, Offload, PrecisionChoice, Recompute, RunConfig, Tier};
+use crate::data::check;
+use crate::error::{ErrorCode, Failure};
+use crate::model::setup;
+use crate::plan::Fit;
+use crate::rank_env::Env;
+use crate::units::bytes;
+use models::data::EncodedSample;
+use std::sync::Arc;
+
+/// Stands before the step in the title of a failure that met a training step.
+pub(crate) const AT_STEP: &str = " at step ";
+
+/// Adds next steps to the failure of a rank that depend on model and data.
+pub type Advice = Box<dyn Fn(&mut Failure)>;
+
+/// Alternatives that a report names.
+const NAMED: usize = 3;
+
+type Flags = Vec<(&'static str, String)>;
+
+/// Gives the largest samples of the data as a configuration encodes them: so many, largest first.
+pub(crate) type Largest<'a> = dyn Fn(&RunConfig, usize) -> Result<Vec<EncodedSample>, Failure> + 'a;
+
+/// Neighbours of `config`, nearest first: how they compute before what they compute.
+fn neighbours(config: &RunConfig) -> Vec<Flags> {
+    let mut found: Vec<Flags> = Vec::new();
+    let zero = || ("zero", "3".to_owned());
+    let offload = || ("offload", "cpu".to_owned());
+    if config.zero < 3 {
+        found.push(vec![zero()]);
+    }
+    if config.shard_group.is_some() {
+        found.push(vec![("shard-group", config.nproc.to_string())]);
+    }
+    if config.offload.is_none() {
+        found.push(vec![offload()]);
+        if config.zero < 3 {
+            found.push(vec![zero(), offload()]);
+        }
+    }
+    if config.checkpoint_activations != Recompute::ALL {
+        found.push(vec![("checkpoint-activations", "all".to_owned())]);
+    }
+    if config.device == Device::Cuda && config.offload.activation == Tier::None {
+        let offload = Offload {
+            activation: Tier::Cpu,
+            ..config.offload.clone()
+        };
+        found.push(vec![("offload", offload.to_string())]);
+    }
+    let batch = &config.batch;
+    let halves = std::iter::successors(Some(batch.micro_batch / 2), |half| Some(half / 2));
+    for micro_batch in halves.take_while(|half| *half > 0) {
+        let accumulation = batch.accumulation_steps * batch.micro_batch / micro_batch;
+        found.push(vec![
+            ("per-device-train-batch-size", micro_batch.to_string()),
+            ("gradient-accumulation-steps", accumulation.to_string()),
+        ]);
+    }
+    if config.checkpoint_num_layers == 1 && config.checkpoint_activations != Recompute::NONE {
+        found.push(vec![("checkpoint-num-layers", "6".to_owned())]);
+    }
+    let precision = |name: &str| vec![("precision", name.to_owned())];
+    if config.precision == PrecisionChoice::F32 {
+        found.push(precision("bf16"));
+    }
+    if config.precision != PrecisionChoice::PureBf16 {
+        found.push(precision("pure-bf16"));
+    }
+    if config.nproc > 1 {
+        let accumulation = batch.accumulation_steps * config.nproc;
+        found.push(vec![
+            ("nproc", "1".to_owned()),
+            ("gradient-accumulation-steps", accumulation.to_string()),
+        ]);
+    }
+    let trainable = &config.trainable;
+    if trainable.lora.is_none() && trainable.train.is_none() {
+        found.push(vec![
+            ("use-lora", "true".to_owned()),
+            ("tune-llm", "false".to_owned()),
+            ("tune-vision", "false".to_owned()),
+        ]);
+    }
+    if batch.max_slice_nums > 1 {
+        found.push(vec![("max-slice-nums", "1".to_owned())]);
+    }
+    found
+}
+
+/// `config` with some flags set otherwise.
+pub(crate) fn changed(config: &RunConfig, flags: &[(&'static str, String)]) -> Option<RunConfig> {
+    let kept = config.to_flags();
+    let kept = kept
+        .iter()
+        // Micro-batch and accumulation are known by now and say it all.
+        .filter(|(name, _)| !matches!(*name, "global-batch-size" | "find-batch"))
+        .filter(|(name, _)| !flags.iter().any(|(changed, _)| changed == name))
+        // Groups go with the ranks and a stage that shards.
+        .filter(|(name, _)| {
+            let ends =
+                |(name, value): &(_, String)| *name == "nproc" || *name == "zero" && value == "0";
+            *name != "shard-group" || !flags.iter().any(ends)
+        });
+    let line: Vec<String> = kept
+        .chain(flags)
+        .map(|(name, value)| format!("--{name}={value}"))
+        .collect();
+    let Ok(Command::Train { args, .. }) = cli::parse(&line) else {
+        return None;
+    };
+    let env = Env::from_lookup(&|_| None).ok()?;
+    let mut resolved = resolve(&args, &env).ok()?.config;
+    resolved.source = config.source.clone();
+    resolved.gpus.clone_from(&config.gpus);
+    resolved.ipc_refused.clone_from(&config.ipc_refused);
+    Some(resolved)
+}
+
+/// Adds to `failure` the nearest neighbours of `config` that fit by their plans and need less
+/// memory of the kind that ran out than `config` itself.
+pub(crate) fn add(failure: &mut Failure, config: &RunConfig, largest: &Largest<'_>) {
+    let plan = |config: &RunConfig| -> Result<Fit, Failure> {
+        let (model, plan) = setup::replan(config)?;
+        let worst = largest(config, config.batch.micro_batch)?;
+        let memory = rank_memory::training_memory(config, &*model, &Arc::new(plan), &worst)?;
+        Ok(rank_memory::fit(config, &memory))
+    };
+    let Ok(base) = plan(config) else {
+        return;
+    };
+    let on_device = failure.code == ErrorCode::DeviceMemory
+        || failure.code == ErrorCode::Plan && base.exceeds_device();
+    let mut lines = Vec::new();
+    let mut taken: Vec<Flags> = Vec::new();
+    let mut smallest: Option<(u64, String)> = None;
+    for flags in neighbours(config) {
+        // More of what suffices already is no news.
+        if taken
+            .iter()
+            .any(|less| less.iter().all(|flag| flags.contains(flag)))
+        {
+            continue;
+        }
+        let Some(neighbour) = changed(config, &flags) else {
+            continue;
+        };
+        let Ok(fit) = plan(&neighbour) else {
+            continue;
+        };
+        let spelled: Vec<String> = flags.iter().map(|(n, v)| format!("--{n} {v}")).collect();
+        let spelled = spelled.join(" ");
+        let (need, before) = if on_device {
+            (fit.need.device, base.need.device)
+        } else {
+            (fit.need.host, base.need.host)
+        };
+        if smallest.as_ref().is_none_or(|(least, _)| need < *least) {
+            smallest = Some((need, spelled.clone()));
+        }
+        if need < before && fit.fits() && lines.len() < NAMED {
+            lines.push(format!("{spelled}   (plan: {}, fits)", fit.needs()));
+            taken.push(flags);
+        }
+    }
+    if lines.is_empty()
+        && let Some((need, spelled)) = smallest
+    {
+        lines.push(format!(
+            "no single change makes it fit; {spelled} comes closest and needs {}{}",
+            bytes(need),
+            if on_device { " per rank" } else { "" }
+        ));
+    }
+    // The computed ones come first.
+    lines.append(&mut failure.next);
+    failure.next = lines;
+}
+
+/// What the supervisor keeps to advise on failures of ranks: the order of the samples by size, and the host memory that
+/// was taken for early updates because it was to spare.
+pub(crate) fn later(config: &RunConfig, order: Vec<usize>, spared: Option<u64>) -> Advice {
+    let mut config = config.clone();
+    if spared.is_some() {
+        // What must be there is compared: whatever runs instead decides anew.
+        config.early_step = EarlyStep::Off;
+    }
+    Box::new(move |failure| {
+        // The plan is that of training; it has nothing to say about an evaluation.
+        let planned = match failure.code {
+            ErrorCode::DeviceMemory => failure.title.contains(AT_STEP),
+            code => code == ErrorCode::HostMemory,
+        };
+        if !planned {
+            return;
+        }
+        let Ok(processor) = models::open_processor(&config.model_dir()) else {
+            return;
+        };
+        let largest = |config: &RunConfig, count: usize| {
+            check::encode_some(config, &order, count, &*processor)
+        };
+        add(failure, &config, &largest);
+        let spared = spared.filter(|_| failure.code == ErrorCode::HostMemory);
+        if let Some(spared) = spared {
+            let line = format!(
+                "--optimizer-in-backward off   (the second copies of states used {} of spare host memory)",
+                bytes(spared)
+            );
+            failure.next.insert(0, line);
+        }
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn config(line: &str) -> RunConfig {
+        let argv: Vec<String> = line.split_whitespace().map(str::to_owned).collect();
+        let Ok(Command::Train { args, .. }) = cli::parse(&argv) else {
+            panic!("parses")
+        };
+        let env = Env::from_lookup(&|_| None).expect("reads");
+        resolve(&args, &env).expect("resolves").config
+    }
+
+    #[test]
+    fn neighbours_keep_the_global_batch_and_everything_else() {
+        let config = config(
+            "--model m --data d --zero 1 --per-device-train-batch-size 4 --nproc 2 --precision f32",
+        );
+        let all = neighbours(&config);
+        for flags in &all {
+            let neighbour = changed(&config, flags).expect("resolves");
+            assert_eq!(neighbour.global_batch(), 8, "{flags:?}");
+            assert_eq!(neighbour.seed, config.seed);
+            assert_ne!(neighbour, config, "{flags:?}");
+        }
+        let spelled: Vec<&str> = all.iter().map(|flags| flags[0].0).collect();
+        assert_eq!(
+            spelled,
+            [
+                "zero",
+                "offload",
+                "zero",
+                "per-device-train-batch-size",
+                "per-device-train-batch-size",
+                "checkpoint-num-layers",
+                "precision",
+                "precision",
+                "nproc",
+                "use-lora",
+                "max-slice-nums",
+            ]
+        );
+    }
+
+    #[test]
+    fn what_is_done_already_is_not_advised() {
+        let config = config(
+            "--model m --data d --zero 3 --offload cpu --precision pure-bf16 --nproc 1 --use-lora --max-slice-nums 1 --checkpoint-num-layers 6",
+        );
+        assert_eq!(neighbours(&config), Vec::<Flags>::new());
+    }
+}

@@ -1,0 +1,64 @@
+//! Sources that are set at the same time must say the same.
+
+use super::{Source, TaskNumbers, Vars, conflict};
+use crate::error::Failure;
+
+/// Compares the source that decides with every other.
+pub(super) fn agree(vars: &Vars<'_>, tasks: &[TaskNumbers]) -> Result<(), Failure> {
+    let Some((first, others)) = tasks.split_first() else {
+        return Ok(());
+    };
+    if first.source == Source::Torch && vars.is_nested() {
+        return Ok(());
+    }
+    for other in others {
+        // One task starts the others. MPI's helpers are Slurm's tasks, not its ranks.
+        let starts_them =
+            other.size.value == 1 || other.source == Source::Slurm && first.source != Source::Torch;
+        if starts_them {
+            continue;
+        }
+        for (own, theirs) in [
+            (&first.size, &other.size),
+            (&first.rank, &other.rank),
+            (&first.local_rank, &other.local_rank),
+        ] {
+            if own.value != theirs.value {
+                return Err(between(first, other, &own.to_string(), &theirs.to_string()));
+            }
+        }
+    }
+    machines(vars, first)
+}
+
+/// Numbers of machines must give the number of ranks.
+fn machines(vars: &Vars<'_>, first: &TaskNumbers) -> Result<(), Failure> {
+    let nodes = vars.same(&["NNODES", "PET_NNODES"]);
+    let each = vars.same(&["NPROC_PER_NODE", "PET_NPROC_PER_NODE"]);
+    // Ranges of machines and words such as `gpu` are torchrun's; they bind nobody else.
+    let (Ok(Some(nodes)), Ok(Some(each))) = (nodes, each) else {
+        return Ok(());
+    };
+    if nodes.value * each.value == first.size.value {
+        return Ok(());
+    }
+    let failure = conflict(&first.size.to_string(), &format!("{nodes} with {each}"));
+    Err(match first.source {
+        Source::Torch => failure,
+        _ => failure.next(
+            "--rank-is node: each of these processes represents a machine and starts its ranks",
+        ),
+    })
+}
+
+fn between(first: &TaskNumbers, other: &TaskNumbers, own: &str, theirs: &str) -> Failure {
+    let numbers = |task: &TaskNumbers| {
+        format!(
+            "{}: {} {} {}",
+            task.source, task.rank, task.size, task.local_rank
+        )
+    };
+    conflict(own, theirs)
+        .evidence(numbers(first))
+        .evidence(numbers(other))
+}

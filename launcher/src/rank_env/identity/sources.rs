@@ -1,0 +1,452 @@
+//! What each source calls its numbers.
+
+use super::nodelist;
+use super::{
+    Identity, Master, NodePlace, RankIs, RankPlace, Reading, Source, TaskNumbers, Vars, conflict,
+    not_a_number, refused,
+};
+use crate::error::Failure;
+use crate::rank_env::{LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE};
+
+/// Names of rank, size, rank on the machine, size on the machine.
+type Names = (Source, [&'static str; 4]);
+
+const MPI: [Names; 3] = [
+    (
+        Source::OpenMpi,
+        [
+            "OMPI_COMM_WORLD_RANK",
+            "OMPI_COMM_WORLD_SIZE",
+            "OMPI_COMM_WORLD_LOCAL_RANK",
+            "OMPI_COMM_WORLD_LOCAL_SIZE",
+        ],
+    ),
+    (
+        Source::Pmi,
+        ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"],
+    ),
+    (
+        Source::Mvapich,
+        [
+            "MV2_COMM_WORLD_RANK",
+            "MV2_COMM_WORLD_SIZE",
+            "MV2_COMM_WORLD_LOCAL_RANK",
+            "MV2_COMM_WORLD_LOCAL_SIZE",
+        ],
+    ),
+];
+
+/// Ports that follow from a job: from here, so many.
+const JOB_PORTS: (u64, u64) = (15_000, 20_000);
+
+/// Every source that numbers this process, the first one decides.
+pub(super) fn tasks(vars: &Vars<'_>) -> Result<Vec<TaskNumbers>, Failure> {
+    let mut found = Vec::new();
+    found.extend(torch(vars)?);
+    for (source, names) in MPI {
+        found.extend(mpi(vars, source, names)?);
+    }
+    found.extend(slurm(vars)?);
+    Ok(found)
+}
+
+fn torch(vars: &Vars<'_>) -> Result<Option<TaskNumbers>, Failure> {
+    let Some(local_rank) = vars.number(LOCAL_RANK)? else {
+        return Ok(None);
+    };
+    let needed = |name: &str| {
+        vars.number(name)?.ok_or_else(|| {
+            incomplete(&local_rank, name).next(
+                "start with `launcher --nproc N`, torchrun, or set RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
+            )
+        })
+    };
+    Ok(Some(TaskNumbers {
+        source: Source::Torch,
+        rank: needed(RANK)?,
+        size: needed(WORLD_SIZE)?,
+        local_size: vars.same(&[LOCAL_WORLD_SIZE, "LOCAL_SIZE"])?,
+        local_rank,
+    }))
+}
+
+fn mpi(
+    vars: &Vars<'_>,
+    source: Source,
+    [rank, size, local_rank, local_size]: [&'static str; 4],
+) -> Result<Option<TaskNumbers>, Failure> {
+    let Some(rank) = vars.number(rank)? else {
+        return Ok(None);
+    };
+    let size = vars.number(size)?.ok_or_else(|| incomplete(&rank, size))?;
+    let Some(local_rank) = vars.number(local_rank)? else {
+        // srun tells its tasks these two as well, and the rest under its own names.
+        if source == Source::Pmi && vars.text("SLURM_STEP_ID").is_some() {
+            return Ok(None);
+        }
+        return Err(incomplete(&rank, local_rank));
+    };
+    Ok(Some(TaskNumbers {
+        source,
+        rank,
+        size,
+        local_rank,
+        local_size: vars.number(local_size)?,
+    }))
+}
+
+/// A task of srun. A batch script has some of these variables too, but no step; a step of one task is a shell, or
+/// starts its ranks itself.
+fn slurm(vars: &Vars<'_>) -> Result<Option<TaskNumbers>, Failure> {
+    if vars.text("SLURM_STEP_ID").is_none() {
+        return Ok(None);
+    }
+    let Some(rank) = vars.number("SLURM_PROCID")? else {
+        return Ok(None);
+    };
+    // The job's count may be that of all its steps.
+    let size = match vars.number("SLURM_STEP_NUM_TASKS")? {
+        Some(size) => size,
+        None => vars
+            .number("SLURM_NTASKS")?
+            .ok_or_else(|| incomplete(&rank, "SLURM_NTASKS"))?,
+    };
+    if size.value == 1 {
+        return Ok(None);
+    }
+    let needed = |name: &str| vars.number(name)?.ok_or_else(|| incomplete(&rank, name));
+    let local_rank = needed("SLURM_LOCALID")?;
+    let node = needed("SLURM_NODEID")?;
+    let counts = ["SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"];
+    let counts = counts
+        .into_iter()
+        .find_map(|name| Some((name, vars.text(name)?)));
+    let local_size = match counts {
+        None => None,
+        Some((name, text)) => nodelist::count_at(&text, node.value)
+            .map_err(|error| {
+                refused(
+                    format!("environment variable {name}={text:?} cannot be read"),
+                    "Slurm lists the tasks of each machine in it, for example 2(x3),1",
+                )
+                .evidence(error.to_string())
+            })?
+            .map(|value| Reading {
+                name: name.to_string(),
+                value,
+            }),
+    };
+    Ok(Some(TaskNumbers {
+        source: Source::Slurm,
+        rank,
+        size,
+        local_rank,
+        local_size,
+    }))
+}
+
+fn incomplete(known: &Reading, missing: &str) -> Failure {
+    refused(
+        format!("{known} is set but {missing} is not"),
+        "a rank needs all of its variables",
+    )
+}
+
+/// The place of the rank that `task` numbers.
+pub(super) fn place(vars: &Vars<'_>, task: &TaskNumbers) -> Result<RankPlace, Failure> {
+    let (rank, size, local) = (task.rank.value, task.size.value, task.local_rank.value);
+    let local_size = task.local_size.as_ref().map_or(size, |read| read.value);
+    if rank >= size || local >= local_size || local_size > size || local > rank {
+        let local_size = task.local_size.as_ref().map(Reading::to_string);
+        return Err(refused(
+            "the rank variables contradict each other".to_string(),
+            "a rank must be smaller than the world size",
+        )
+        .evidence(format!(
+            "{} {} {} {}",
+            task.rank,
+            task.size,
+            task.local_rank,
+            local_size.unwrap_or_default()
+        )));
+    }
+    let mut master = master(vars, task.source)?;
+    let job = job(vars, &master);
+    if vars.text("TORCHELASTIC_RUN_ID").is_some() {
+        // torchrun's own agent listens at MASTER_PORT.
+        master.port = Some(port_of(&job));
+    }
+    Ok(RankPlace {
+        rank,
+        local_rank: local,
+        world_size: size,
+        local_world_size: local_size,
+        job,
+        master,
+        source: task.source,
+    })
+}
+
+/// A task of an MPI or of Slurm that stands for its machine.
+pub(super) fn one_task_per_node(vars: &Vars<'_>, task: &TaskNumbers) -> Result<NodePlace, Failure> {
+    if let Some(several) = task.local_size.as_ref().filter(|read| read.value != 1) {
+        return Err(refused(
+            format!("--rank-is node and {several} contradict each other"),
+            "only one process of a machine can start its ranks",
+        )
+        .next("one task per machine, such as srun --ntasks-per-node=1, or omit --rank-is"));
+    }
+    let master = master(vars, task.source)?;
+    Ok(NodePlace {
+        node_rank: task.rank.value,
+        nodes: task.size.value,
+        ranks: per_node(vars)?,
+        counts: None,
+        job: job(vars, &master),
+        master,
+    })
+}
+
+/// Without a rank on the machine: a number of machines, or `RANK` and `WORLD_SIZE`, which may count either.
+pub(super) fn without_local_rank(
+    vars: &Vars<'_>,
+    rank_is: Option<RankIs>,
+) -> Result<Identity, Failure> {
+    let world = vars.number(WORLD_SIZE)?;
+    let rank = vars.number(RANK)?;
+    let nodes = nodes(vars)?;
+    let node = vars.same(&["NODE_RANK", "PET_NODE_RANK"])?;
+    let each = per_node(vars)?;
+    let counted = world.as_ref().filter(|world| world.value > 1);
+    if rank_is == Some(RankIs::Process) {
+        return match (rank, world) {
+            (Some(rank), Some(world)) => bare_process(vars, &rank, &world, each),
+            _ => Err(refused(
+                "--rank-is process needs RANK and WORLD_SIZE".to_string(),
+                "they set the rank of this process",
+            )),
+        };
+    }
+    let says_machines = nodes.is_some() || node.is_some() || each.is_some();
+    if counted.is_some() && !says_machines && rank_is.is_none() {
+        let (rank, world) = (named(&rank, RANK), named(&world, WORLD_SIZE));
+        return Err(refused(
+            format!("{rank} and {world} are set but {LOCAL_RANK} is not"),
+            "some schedulers number machines with them, and some scripts number processes",
+        )
+        .next("--rank-is node: this process starts the ranks of its machine (PyTorchJob, PAI-DLC)")
+        .next("--rank-is process: this process is one rank")
+        .next("unset RANK and WORLD_SIZE to run on this machine alone"));
+    }
+    if !says_machines && counted.is_none() {
+        return Ok(Identity::Alone);
+    }
+    let count = match (&nodes, counted) {
+        (Some(nodes), Some(world)) => {
+            let ranks = each.as_ref().map(|(_, each)| nodes.value * each);
+            if world.value != nodes.value && Some(world.value) != ranks {
+                return Err(conflict(&nodes.to_string(), &world.to_string()));
+            }
+            nodes.value
+        }
+        (Some(nodes), None) => nodes.value,
+        (None, Some(world)) => world.value,
+        (None, None) => 1,
+    };
+    let number = match (&node, &rank) {
+        (Some(node), Some(rank)) if counted.is_some() && node.value != rank.value => {
+            return Err(conflict(&node.to_string(), &rank.to_string()));
+        }
+        (Some(node), _) => node.value,
+        (None, Some(rank)) if counted.is_some() => rank.value,
+        _ if count == 1 => 0,
+        _ => {
+            return Err(refused(
+                format!("{count} machines, but this machine has no number"),
+                "each machine needs its own number from 0",
+            )
+            .next("set NODE_RANK"));
+        }
+    };
+    if count == 0 || number >= count {
+        return Err(refused(
+            format!("machine {number} of {count}"),
+            "machines are counted from 0",
+        ));
+    }
+    let master = master(vars, Source::Nodes)?;
+    Ok(Identity::Node(NodePlace {
+        node_rank: number,
+        nodes: count,
+        ranks: each,
+        counts: None,
+        job: job(vars, &master),
+        master,
+    }))
+}
+
+/// One rank by `RANK` and `WORLD_SIZE` alone: of so many per machine, of all on this one, or the only one here.
+fn bare_process(
+    vars: &Vars<'_>,
+    rank: &Reading,
+    world: &Reading,
+    each: Option<(String, usize)>,
+) -> Result<Identity, Failure> {
+    let elsewhere = vars
+        .text(MASTER_ADDR)
+        .is_some_and(|addr| !matches!(&*addr, "localhost" | "127.0.0.1" | "::1"));
+    let here = match each {
+        Some((_, each)) => each.min(world.value),
+        None if elsewhere => 1,
+        None => world.value,
+    };
+    let reading = |name: &str, value: usize| Reading {
+        name: name.to_string(),
+        value,
+    };
+    let task = TaskNumbers {
+        source: Source::Torch,
+        rank: rank.clone(),
+        size: world.clone(),
+        local_rank: reading(LOCAL_RANK, rank.value % here.max(1)),
+        local_size: Some(reading(LOCAL_WORLD_SIZE, here)),
+    };
+    place(vars, &task).map(Identity::Rank)
+}
+
+/// How many machines; `2:4` of an elastic job is no number.
+fn nodes(vars: &Vars<'_>) -> Result<Option<Reading>, Failure> {
+    if let Some(range) = vars.text("PET_NNODES").filter(|text| text.contains(':')) {
+        let (fewest, most) = range.split_once(':').unwrap_or((&range, &range));
+        if fewest != most {
+            return Err(refused(
+                format!("PET_NNODES={range}: the number of machines may change"),
+                "a run has a fixed number of ranks",
+            )
+            .next("give the job a fixed number of machines"));
+        }
+        let value = fewest.parse().ok().filter(|count| *count <= 1 << 24);
+        let value = value.ok_or_else(|| not_a_number("PET_NNODES", &range))?;
+        return Ok(Some(Reading {
+            name: "PET_NNODES".to_string(),
+            value,
+        }));
+    }
+    vars.same(&["NNODES", "PET_NNODES"])
+}
+
+/// How many ranks each machine has; words that leave it to the machine say nothing.
+fn per_node(vars: &Vars<'_>) -> Result<Option<(String, usize)>, Failure> {
+    let mut found: Option<Reading> = None;
+    for name in ["NPROC_PER_NODE", "PET_NPROC_PER_NODE"] {
+        let text = vars.text(name);
+        if text.is_none_or(|text| matches!(&*text, "auto" | "gpu" | "cpu")) {
+            continue;
+        }
+        let Some(reading) = vars.number(name)? else {
+            continue;
+        };
+        if reading.value == 0 {
+            return Err(not_a_number(name, "0"));
+        }
+        match &found {
+            Some(known) if known.value != reading.value => {
+                return Err(conflict(&known.to_string(), &reading.to_string()));
+            }
+            Some(_) => {}
+            None => found = Some(reading),
+        }
+    }
+    Ok(found.map(|reading| (reading.name, reading.value)))
+}
+
+fn named(reading: &Option<Reading>, name: &str) -> String {
+    match reading {
+        Some(reading) => reading.to_string(),
+        None => format!("{name} (unset)"),
+    }
+}
+
+/// Where ranks meet: `MASTER_ADDR` and `MASTER_PORT`; under Slurm the first machine and a port of the job's number.
+fn master(vars: &Vars<'_>, source: Source) -> Result<Master, Failure> {
+    // Whoever starts ranks inside of a pod says anew where they meet.
+    let from_pod = !vars.is_nested();
+    let ports = [MASTER_PORT, "PET_MASTER_PORT"];
+    let port = match vars.same(if from_pod { &ports } else { &ports[..1] })? {
+        Some(read) => Some(
+            u16::try_from(read.value)
+                .ok()
+                .filter(|port| *port > 0)
+                .ok_or_else(|| not_a_number(&read.name, &read.value.to_string()))?,
+        ),
+        None => None,
+    };
+    let own = vars.text(MASTER_ADDR);
+    let other = vars.text("PET_MASTER_ADDR").filter(|_| from_pod);
+    let mut master = Master {
+        addr: match (own, other) {
+            (Some(own), Some(other)) if own != other => {
+                return Err(conflict(
+                    &format!("{MASTER_ADDR}={own}"),
+                    &format!("PET_MASTER_ADDR={other}"),
+                ));
+            }
+            (own, other) => own.or(other),
+        },
+        port,
+    };
+    if source != Source::Slurm {
+        return Ok(master);
+    }
+    if master.addr.is_none() {
+        let lists = ["SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"];
+        if let Some((name, text)) = lists
+            .into_iter()
+            .find_map(|name| Some((name, vars.text(name)?)))
+        {
+            let hosts = nodelist::expand(&text).map_err(|error| {
+                refused(
+                    format!("environment variable {name}={text:?} cannot be read"),
+                    "Slurm lists the machines of the job in it, for example gpu[01-04,07],b1",
+                )
+                .evidence(error.to_string())
+                .next("set MASTER_ADDR to the first machine")
+            })?;
+            master.addr = hosts.into_iter().next();
+        }
+    }
+    if master.port.is_none() {
+        let job: Option<u64> = vars.text("SLURM_JOB_ID").and_then(|text| text.parse().ok());
+        let (from, count) = JOB_PORTS;
+        master.port = job.and_then(|job| u16::try_from(from + job % count).ok());
+    }
+    Ok(master)
+}
+
+/// A port that every rank finds from the name of the job alone.
+fn port_of(job: &str) -> u16 {
+    let (from, count) = JOB_PORTS;
+    let number = job
+        .bytes()
+        .fold(0u64, |sum, byte| (sum * 31 + u64::from(byte)) % count);
+    u16::try_from(from + number).unwrap_or(u16::MAX)
+}
+
+/// What all ranks of this start know alike, and other jobs do not have.
+fn job(vars: &Vars<'_>, master: &Master) -> String {
+    let mut parts = vec![
+        master.addr.clone().unwrap_or_default(),
+        master
+            .port
+            .map_or_else(String::new, |port| port.to_string()),
+    ];
+    let names = [
+        "TORCHELASTIC_RUN_ID",
+        "TORCHELASTIC_RESTART_COUNT",
+        "SLURM_JOB_ID",
+        "SLURM_STEP_ID",
+        "PMIX_NAMESPACE",
+    ];
+    parts.extend(names.map(|name| vars.text(name).unwrap_or_default()));
+    blake3::hash(parts.join("\n").as_bytes()).to_hex()[..24].to_string()
+}

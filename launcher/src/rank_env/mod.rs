@@ -1,0 +1,449 @@
+//! The only reader of the environment. Everything else receives values.
+//!
+//! What started this process may have numbered it ([`crate::rank_env::identity`]): then it is a rank and never spawns, or it
+//! spawns the ranks of its machine. Where nothing did, it spawns all.
+
+pub mod identity;
+
+use std::collections::BTreeMap;
+use std::ffi::{OsStr, OsString};
+use std::path::PathBuf;
+use std::time::SystemTime;
+
+use crate::error::Failure;
+use identity::{Identity, Master, NodePlace, RankIs, Source};
+
+/// Rank number over all nodes.
+pub const RANK: &str = "RANK";
+/// Rank number on this node.
+pub const LOCAL_RANK: &str = "LOCAL_RANK";
+/// The host that a rank claims to be on, to NCCL.
+pub const NCCL_HOSTID: &str = "NCCL_HOSTID";
+/// Number of ranks.
+pub const WORLD_SIZE: &str = "WORLD_SIZE";
+/// Number of ranks on this node.
+pub const LOCAL_WORLD_SIZE: &str = "LOCAL_WORLD_SIZE";
+/// Where rank 0 listens.
+pub const MASTER_ADDR: &str = "MASTER_ADDR";
+/// Which port rank 0 listens on.
+pub const MASTER_PORT: &str = "MASTER_PORT";
+/// Token in the names of all shared files of one job; set by our supervisor only.
+pub const RUN_TOKEN: &str = "TESSERA_RUN_TOKEN";
+/// Folder of the job's private files; set by our supervisor only.
+pub const JOB_DIR: &str = "TESSERA_JOB_DIR";
+/// What only the ranks of a job on several machines know.
+pub const TOKEN: &str = "TESSERA_JOB_TOKEN";
+/// A file that holds it instead.
+pub const TOKEN_FILE: &str = "TESSERA_JOB_TOKEN_FILE";
+/// Folders with CUDA's libraries, separated by colons; looked at before all others.
+pub const CUDA_LIBS: &str = "TESSERA_CUDA_LIBS";
+/// What multiplies matrices on GPUs; see [`Matmul`].
+pub const MATMUL: &str = "TESSERA_MATMUL";
+
+/// Which machine code of our kernels runs on GPUs; see [`GpuCode`].
+pub const GPU_CODE: &str = "TESSERA_CUDA_ARCH";
+
+/// The values of [`GPU_CODE`].
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum GpuCode {
+    /// `native`: that of the GPU.
+    #[default]
+    Native,
+    /// `sm_80`: that of the sm_80 family on every GPU, to see on a newer one what an A100 or a 3090 runs.
+    Sm80,
+}
+
+impl GpuCode {
+    /// Reads an environment through `lookup`; [`GpuCode::Native`] where the variable is not set.
+    ///
+    /// # Errors
+    /// It has another value (exit 2).
+    pub fn from_lookup(lookup: &dyn Fn(&str) -> Option<OsString>) -> Result<Self, Failure> {
+        let values = [("native", Self::Native), ("sm_80", Self::Sm80)];
+        let unset = "kernels are compiled for the GPU";
+        Ok(choice(lookup, GPU_CODE, &values, unset)?.unwrap_or(Self::Native))
+    }
+}
+
+/// The values of [`MATMUL`].
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Matmul {
+    /// `auto`: cuBLASLt where it is found, else our own kernels.
+    #[default]
+    Auto,
+    /// `cublaslt`: cuBLASLt, or an error.
+    CublasLt,
+    /// `own`: our own kernels.
+    Own,
+}
+
+impl Matmul {
+    /// Reads an environment through `lookup`; [`Matmul::Auto`] where the variable is not set.
+    ///
+    /// # Errors
+    /// It has another value (exit 2).
+    pub fn from_lookup(lookup: &dyn Fn(&str) -> Option<OsString>) -> Result<Self, Failure> {
+        let values = [
+            ("auto", Self::Auto),
+            ("cublaslt", Self::CublasLt),
+            ("own", Self::Own),
+        ];
+        let unset = "cuBLASLt is used if it is found";
+        Ok(choice(lookup, MATMUL, &values, unset)?.unwrap_or_default())
+    }
+}
+
+/// The choice that variable `name` makes among `values`; `None` where it is not set. `unset` says what that means.
+fn choice<T: Copy>(
+    lookup: &dyn Fn(&str) -> Option<OsString>,
+    name: &str,
+    values: &[(&str, T)],
+    unset: &str,
+) -> Result<Option<T>, Failure> {
+    let Some(value) = lookup(name).filter(|value| !value.is_empty()) else {
+        return Ok(None);
+    };
+    let found = values.iter().find(|(spelt, _)| value == *spelt);
+    if let Some((_, chosen)) = found {
+        return Ok(Some(*chosen));
+    }
+    let spelt: Vec<&str> = values.iter().map(|(spelt, _)| *spelt).collect();
+    let failure = Failure::usage(
+        format!("{name}={} is not a known value", value.display()),
+        format!("the values are {}", spelt.join(", ")),
+    );
+    Err(failure.next(format!("unset {name}: {unset}")))
+}
+
+/// The token of a job, or where it lies; never printed.
+#[derive(Clone, Default, PartialEq, Eq)]
+pub struct Token {
+    /// The token itself.
+    pub text: Option<String>,
+    /// A file that holds it.
+    pub file: Option<PathBuf>,
+}
+
+impl std::fmt::Debug for Token {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Token")
+            .field("text", &self.text.as_ref().map(|_| "…"))
+            .field("file", &self.file)
+            .finish()
+    }
+}
+
+/// Identity of one rank process.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RankEnv {
+    /// Rank over all nodes.
+    pub rank: usize,
+    /// Rank on this node.
+    pub local_rank: usize,
+    /// Number of ranks.
+    pub world_size: usize,
+    /// Number of ranks on this node.
+    pub local_world_size: usize,
+    /// Where the ranks of several machines meet, as far as the variables say.
+    pub master: Master,
+    /// Who numbered this rank.
+    pub source: Source,
+    /// What only the ranks of this job know, where they are on several machines.
+    pub token: Token,
+    /// Goes into the names of shared-memory and temporary files, so that they can be swept.
+    pub run_token: String,
+    /// Private folder of the job, where our supervisor started this rank.
+    pub job_dir: Option<PathBuf>,
+    /// Whether `NO_COLOR` asks for plain text.
+    pub no_color: bool,
+}
+
+impl RankEnv {
+    /// Whether our own supervisor started this rank, watches it and draws its screen.
+    pub fn is_supervised(&self) -> bool {
+        self.job_dir.is_some()
+    }
+
+    /// Whether an MPI numbered this rank.
+    #[cfg(feature = "mpi")]
+    pub fn is_under_mpi(&self) -> bool {
+        matches!(self.source, Source::OpenMpi | Source::Pmi | Source::Mvapich)
+    }
+
+    /// Whether some ranks are on other machines.
+    pub fn has_peers_elsewhere(&self) -> bool {
+        self.local_world_size < self.world_size
+    }
+}
+
+/// What the environment says, read once at start.
+#[derive(Debug, Clone)]
+pub struct Env {
+    /// Rank identity; absent in the supervisor.
+    pub rank: Option<RankEnv>,
+    /// The place of this machine among others, in a supervisor that was told one.
+    pub node: Option<NodePlace>,
+    /// Folder for temporary files.
+    pub temp_dir: PathBuf,
+    /// Folder for files that may be drawn again at any time.
+    pub cache_dir: PathBuf,
+    /// Whether `NO_COLOR` asks for plain text.
+    pub no_color: bool,
+    /// Log filter of `RUST_LOG`.
+    pub rust_log: Option<String>,
+    /// Start of this process, for names of run folders.
+    pub now: SystemTime,
+}
+
+impl Env {
+    /// Reads the process environment. `rank_is` tells what `RANK` counts where the environment does not.
+    ///
+    /// # Errors
+    /// Rank variables are incomplete or contradict each other (exit 13).
+    pub fn read(rank_is: Option<RankIs>) -> Result<Self, Failure> {
+        Self::from_lookup_as(&|name| std::env::var_os(name), rank_is)
+    }
+
+    /// Reads the process environment of a program that starts no ranks: nobody numbers it.
+    pub fn read_alone() -> Self {
+        Self::of(&|name| std::env::var_os(name), Identity::Alone)
+    }
+
+    /// Reads an environment through `lookup`.
+    ///
+    /// # Errors
+    /// As [`Env::read`].
+    pub fn from_lookup(lookup: &dyn Fn(&str) -> Option<OsString>) -> Result<Self, Failure> {
+        Self::from_lookup_as(lookup, None)
+    }
+
+    /// As [`Env::from_lookup`], told what `RANK` counts.
+    ///
+    /// # Errors
+    /// As [`Env::read`].
+    pub fn from_lookup_as(
+        lookup: &dyn Fn(&str) -> Option<OsString>,
+        rank_is: Option<RankIs>,
+    ) -> Result<Self, Failure> {
+        Ok(Self::of(lookup, identity::find(lookup, rank_is)?))
+    }
+
+    fn of(lookup: &dyn Fn(&str) -> Option<OsString>, identity: Identity) -> Self {
+        let path = |name: &str| {
+            lookup(name)
+                .filter(|value| !value.is_empty())
+                .map(PathBuf::from)
+        };
+        let temp_dir = temp_dir(&path);
+        let cache_dir = cache_dir(&path);
+        let (rank, node) = match identity {
+            Identity::Alone => (None, None),
+            Identity::Rank(place) => (Some(place), None),
+            Identity::Node(place) => (None, Some(place)),
+        };
+        let text = |name: &str| lookup(name).and_then(|value| value.into_string().ok());
+        Self {
+            rank: rank.map(|place| RankEnv {
+                rank: place.rank,
+                local_rank: place.local_rank,
+                world_size: place.world_size,
+                local_world_size: place.local_world_size,
+                master: place.master,
+                source: place.source,
+                token: Token {
+                    text: text(TOKEN).filter(|token| !token.is_empty()),
+                    file: path(TOKEN_FILE),
+                },
+                run_token: text(RUN_TOKEN).unwrap_or(place.job),
+                job_dir: lookup(JOB_DIR).map(PathBuf::from),
+                no_color: no_color(lookup),
+            }),
+            node,
+            temp_dir,
+            cache_dir,
+            no_color: no_color(lookup),
+            rust_log: text("RUST_LOG"),
+            now: SystemTime::now(),
+        }
+    }
+}
+
+/// Every variable of the process, for the report of `launcher doctor`.
+#[derive(Debug, Clone, Default)]
+pub struct Variables(BTreeMap<String, OsString>);
+
+impl Variables {
+    /// Reads the process environment; names that are no text are left out.
+    pub fn read() -> Self {
+        std::env::vars_os()
+            .filter_map(|(name, value)| Some((name.into_string().ok()?, value)))
+            .collect()
+    }
+
+    /// The value of one variable.
+    pub fn get(&self, name: &str) -> Option<&OsStr> {
+        self.0.get(name).map(OsString::as_os_str)
+    }
+
+    /// The value of [`MATMUL`], as [`Matmul::from_lookup`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn matmul(&self) -> Result<Matmul, Failure> {
+        Matmul::from_lookup(&|name| self.get(name).map(ToOwned::to_owned))
+    }
+
+    /// The value of [`GPU_CODE`], as [`GpuCode::from_lookup`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn gpu_code(&self) -> Result<GpuCode, Failure> {
+        GpuCode::from_lookup(&|name| self.get(name).map(ToOwned::to_owned))
+    }
+
+    /// Folder for files that may be made again at any time, as [`Env::cache_dir`].
+    pub fn cache_dir(&self) -> PathBuf {
+        cache_dir(&|name| {
+            let value = self.get(name).filter(|value| !value.is_empty());
+            value.map(PathBuf::from)
+        })
+    }
+
+    /// The names of all that are set, sorted.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.0.keys().map(String::as_str)
+    }
+}
+
+impl FromIterator<(String, OsString)> for Variables {
+    fn from_iter<T: IntoIterator<Item = (String, OsString)>>(pairs: T) -> Self {
+        Self(pairs.into_iter().collect())
+    }
+}
+
+/// Where the environment says that CUDA's libraries may lie.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct CudaPlaces {
+    /// Folders of [`CUDA_LIBS`].
+    pub directories: Vec<PathBuf>,
+    /// An installed toolkit: `CUDA_HOME`, or `CUDA_PATH`.
+    pub cuda_home: Option<PathBuf>,
+    /// Python environments: `VIRTUAL_ENV`, `CONDA_PREFIX`, and the user's own under `HOME`.
+    pub python_environments: Vec<PathBuf>,
+    /// Folders of `PYTHONPATH`.
+    pub python_path: Vec<PathBuf>,
+}
+
+impl CudaPlaces {
+    /// Reads an environment through `lookup`.
+    pub fn from_lookup(lookup: &dyn Fn(&str) -> Option<OsString>) -> Self {
+        let path = |name: &str| {
+            lookup(name)
+                .filter(|value| !value.is_empty())
+                .map(PathBuf::from)
+        };
+        let list = |name: &str| -> Vec<PathBuf> {
+            let value = lookup(name).unwrap_or_default();
+            std::env::split_paths(&value)
+                .filter(|folder| !folder.as_os_str().is_empty())
+                .collect()
+        };
+        Self {
+            directories: list(CUDA_LIBS),
+            cuda_home: path("CUDA_HOME").or_else(|| path("CUDA_PATH")),
+            python_environments: [
+                path("VIRTUAL_ENV"),
+                path("CONDA_PREFIX"),
+                path("HOME").map(|home| home.join(".local")),
+            ]
+            .into_iter()
+            .flatten()
+            .collect(),
+            python_path: list("PYTHONPATH"),
+        }
+    }
+}
+
+fn temp_dir(path: &dyn Fn(&str) -> Option<PathBuf>) -> PathBuf {
+    path("TMPDIR").unwrap_or_else(|| PathBuf::from("/tmp"))
+}
+
+fn cache_dir(path: &dyn Fn(&str) -> Option<PathBuf>) -> PathBuf {
+    path("XDG_CACHE_HOME")
+        .filter(|folder| folder.is_absolute())
+        .or_else(|| path("HOME").map(|home| home.join(".cache")))
+        .unwrap_or_else(|| temp_dir(path))
+        .join("tessera")
+}
+
+fn no_color(lookup: &dyn Fn(&str) -> Option<OsString>) -> bool {
+    lookup("NO_COLOR").is_some_and(|value| !value.is_empty())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(vars: &[(&str, &str)]) -> Result<Env, Failure> {
+        Env::from_lookup(&|name| {
+            vars.iter()
+                .find(|(key, _)| *key == name)
+                .map(|(_, value)| OsString::from(value))
+        })
+    }
+
+    #[test]
+    fn what_a_rank_inherits_from_its_supervisor_is_kept() {
+        let vars = [
+            ("RANK", "1"),
+            ("LOCAL_RANK", "1"),
+            ("WORLD_SIZE", "2"),
+            ("TESSERA_RUN_TOKEN", "abc"),
+            ("TESSERA_JOB_DIR", "/job"),
+        ];
+        let rank = read(&vars).expect("reads").rank.expect("a rank");
+        assert!(rank.is_supervised() && !rank.has_peers_elsewhere());
+        assert_eq!(
+            (&*rank.run_token, rank.job_dir),
+            ("abc", Some("/job".into()))
+        );
+        let rank = read(&vars[..3]).expect("reads").rank.expect("a rank");
+        assert!(!rank.is_supervised());
+        assert_eq!(rank.run_token.len(), 24);
+    }
+
+    #[test]
+    fn places_of_libraries_are_lists_and_roots() {
+        let vars = [
+            ("TESSERA_CUDA_LIBS", "/a:/b::"),
+            ("CUDA_HOME", ""),
+            ("CUDA_PATH", "/opt/cuda"),
+            ("CONDA_PREFIX", "/conda"),
+            ("HOME", "/home/u"),
+            ("PYTHONPATH", ":/p"),
+        ];
+        let places = CudaPlaces::from_lookup(&|name| {
+            let found = vars.iter().find(|(key, _)| *key == name);
+            found.map(|(_, value)| OsString::from(value))
+        });
+        let paths = |list: &[&str]| list.iter().map(PathBuf::from).collect::<Vec<_>>();
+        assert_eq!(places.directories, paths(&["/a", "/b"]));
+        assert_eq!(places.cuda_home, Some("/opt/cuda".into()));
+        assert_eq!(
+            places.python_environments,
+            paths(&["/conda", "/home/u/.local"])
+        );
+        assert_eq!(places.python_path, paths(&["/p"]));
+        assert_eq!(CudaPlaces::from_lookup(&|_| None), CudaPlaces::default());
+    }
+
+    #[test]
+    fn folders_follow_the_usual_variables() {
+        let env = read(&[("HOME", "/home/u"), ("TMPDIR", "/scratch")]).expect("reads");
+        assert_eq!(env.cache_dir, PathBuf::from("/home/u/.cache/tessera"));
+        assert_eq!(env.temp_dir, PathBuf::from("/scratch"));
+        let env = read(&[("XDG_CACHE_HOME", "/c"), ("NO_COLOR", "1")]).expect("reads");
+        assert_eq!(env.cache_dir, PathBuf::from("/c/tessera"));
+        assert!(env.no_color);
+    }
+}

@@ -1,0 +1,358 @@
+//! The folder of a run: what may be in it before, and where its files are.
+
+use crate::error::file_name;
+use std::fs::{self, File, TryLockError};
+use std::io;
+use std::path::{Path, PathBuf};
+
+use crate::config::{CONFIG_FILE, Resume, RunConfig};
+use crate::error::{ErrorCode, Failure};
+
+/// Folder of per-rank logs.
+pub const LOGS: &str = "logs";
+/// Folder of per-rank failures.
+pub const ERRORS: &str = "errors";
+/// Files that tell that a folder holds a run.
+const MARKS: [&str; 2] = ["trainer_log.jsonl", "trainer_state.json"];
+
+/// Checks the output folder and the checkpoint to resume from, touching nothing. A made-up output
+/// folder that exists gets another name.
+///
+/// # Errors
+/// The folder holds another run (exit 2), or the checkpoint does not exist (exit 9).
+pub fn check(config: &mut RunConfig) -> Result<(), Failure> {
+    if let Resume::From(path) = &config.resume
+        && !path.is_dir()
+    {
+        return Err(Failure::new(
+            ErrorCode::Resume,
+            format!("cannot resume: {} is not a directory", path.display()),
+            "the checkpoint does not exist",
+        )
+        .next("give a checkpoint-N directory, or use --resume auto"));
+    }
+    if !config.output_is_explicit {
+        config.output = unused(&config.output);
+        return Ok(());
+    }
+    if config.output.exists() && !config.output.is_dir() {
+        return Err(Failure::usage(
+            format!("--output {} is not a directory", config.output.display()),
+            "a file has that name",
+        )
+        .next("choose another directory"));
+    }
+    let continues = match &config.resume {
+        Resume::No => false,
+        Resume::Latest => true,
+        Resume::From(checkpoint) => lies_in(checkpoint, &config.output),
+    };
+    if continues {
+        return Ok(());
+    }
+    match sign_of_a_run(&config.output) {
+        None => Ok(()),
+        Some(sign) => Err(Failure::usage(
+            format!("--output {} contains another run", config.output.display()),
+            "runs are never overwritten",
+        )
+        .evidence(format!("found {sign}"))
+        .next("choose another directory, or add --resume auto to continue that run")),
+    }
+}
+
+/// Whether a checkpoint is one of the run in `output`, however the two are spelled.
+fn lies_in(checkpoint: &Path, output: &Path) -> bool {
+    match (fs::canonicalize(checkpoint), fs::canonicalize(output)) {
+        (Ok(checkpoint), Ok(output)) => checkpoint.parent() == Some(&output),
+        _ => false,
+    }
+}
+
+fn sign_of_a_run(folder: &Path) -> Option<String> {
+    if let Some(mark) = MARKS.iter().find(|name| folder.join(name).exists()) {
+        return Some((*mark).to_string());
+    }
+    if let Some((_, path)) = checkpoints(folder).pop() {
+        return Some(file_name(&path));
+    }
+    // A run that failed before its first step left its errors and nothing to lose.
+    let started = folder.join(CONFIG_FILE).exists() && !folder.join(ERRORS).exists();
+    started.then(|| CONFIG_FILE.to_string())
+}
+
+fn unused(folder: &Path) -> PathBuf {
+    let name = file_name(folder);
+    let mut candidate = folder.to_path_buf();
+    let mut number = 2;
+    while candidate.exists() {
+        candidate = folder.with_file_name(format!("{name}-{number}"));
+        number += 1;
+    }
+    candidate
+}
+
+/// Takes the folder for this process, makes its subfolders, saves the configuration in it and removes the failures of
+/// an earlier attempt.
+///
+/// # Errors
+/// Another process works on the folder (exit 2), or it cannot be written (exit 16 where the disk is full).
+pub fn prepare(config: &RunConfig) -> Result<Held, Failure> {
+    let logs = config.output.join(LOGS);
+    fs::create_dir_all(&logs)
+        .map_err(|error| Failure::io(ErrorCode::Disk, "make", &logs, &error))?;
+    let held = hold(&config.output)?;
+    forget_errors(config)?;
+    config.save_to(&config.output.join(CONFIG_FILE))?;
+    Ok(held)
+}
+
+/// Makes the subfolders that ranks write to, where another machine holds the folder.
+///
+/// # Errors
+/// They cannot be made (exit 16).
+pub fn join(config: &RunConfig) -> Result<(), Failure> {
+    let logs = config.output.join(LOGS);
+    fs::create_dir_all(&logs).map_err(|error| Failure::io(ErrorCode::Disk, "make", &logs, &error))
+}
+
+/// Keeps other processes away from the folder of a run. The system lets go of it when the process ends, however it does.
+#[derive(Debug)]
+#[must_use = "the folder is free again when this is dropped"]
+pub struct Held {
+    /// The locked folder; `None` on file systems without locks.
+    _lock: Option<File>,
+}
+
+fn hold(folder: &Path) -> Result<Held, Failure> {
+    let open = |error: io::Error| Failure::io(ErrorCode::Disk, "open", folder, &error);
+    let lock = File::open(folder).map_err(open)?;
+    loop {
+        match lock.try_lock() {
+            Ok(()) => return Ok(Held { _lock: Some(lock) }),
+            Err(TryLockError::Error(_)) => return Ok(Held { _lock: None }),
+            // Who only asks whether the folder is held shares its lock, for a moment.
+            Err(TryLockError::WouldBlock) if lock.try_lock_shared().is_ok() => {
+                std::thread::yield_now();
+            }
+            Err(TryLockError::WouldBlock) => break,
+        }
+    }
+    Err(Failure::usage(
+        format!("--output {} is in use", folder.display()),
+        "another run is using it now",
+    )
+    .next("choose another directory, or wait until that run has ended")
+    .next(format!("launcher watch {} shows it", folder.display())))
+}
+
+/// Whether a process works on a run's folder.
+pub fn is_held(folder: &Path) -> bool {
+    File::open(folder)
+        .is_ok_and(|folder| matches!(folder.try_lock_shared(), Err(TryLockError::WouldBlock)))
+}
+
+/// Removes the failures of an earlier attempt.
+fn forget_errors(config: &RunConfig) -> Result<(), Failure> {
+    let errors = config.output.join(ERRORS);
+    match fs::remove_dir_all(&errors) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => {
+            Err(Failure::io(ErrorCode::Disk, "remove", &errors, &error))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Moves the failures of attempt number `attempt`, from 1, into a folder of their own, so that the next begins without.
+///
+/// # Errors
+/// The folder cannot be written.
+pub fn set_errors_aside(output: &Path, attempt: u32) -> Result<(), Failure> {
+    let errors = output.join(ERRORS);
+    let aside = errors.join(format!("attempt-{attempt}"));
+    let moved = || -> io::Result<()> {
+        fs::create_dir_all(&aside)?;
+        for entry in fs::read_dir(&errors)? {
+            let path = entry?.path();
+            if path.is_file() {
+                fs::rename(&path, aside.join(file_name(&path)))?;
+            }
+        }
+        Ok(())
+    };
+    moved().map_err(|error| Failure::io(ErrorCode::Disk, "write", &aside, &error))
+}
+
+/// Checkpoints of a run folder as (step, path), by step. Unfinished ones have other names.
+pub fn checkpoints(folder: &Path) -> Vec<(u64, PathBuf)> {
+    let Ok(entries) = fs::read_dir(folder) else {
+        return Vec::new();
+    };
+    let mut found: Vec<(u64, PathBuf)> = entries
+        .flatten()
+        .filter_map(|entry| {
+            let name = entry.file_name();
+            let digits = name.to_str()?.strip_prefix("checkpoint-")?;
+            let step = digits
+                .bytes()
+                .all(|byte| byte.is_ascii_digit())
+                .then(|| digits.parse().ok())??;
+            entry.path().is_dir().then(|| (step, entry.path()))
+        })
+        .collect();
+    found.sort();
+    found
+}
+
+/// The checkpoint that [`Resume`] names, if there is one.
+pub fn checkpoint_to_resume(config: &RunConfig) -> Option<PathBuf> {
+    match &config.resume {
+        Resume::No => None,
+        Resume::From(path) => Some(path.clone()),
+        Resume::Latest => checkpoints(&config.output).pop().map(|(_, path)| path),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cli::Args;
+    use crate::cli::resolve;
+    use crate::rank_env::Env;
+
+    fn config(output: &Path) -> RunConfig {
+        let env = Env::from_lookup(&|_| None).expect("reads");
+        let args = Args {
+            output: Some(output.to_path_buf()),
+            ..Args::default()
+        };
+        resolve(&args, &env).expect("resolves").config
+    }
+
+    #[test]
+    fn a_folder_with_a_run_is_refused_until_it_is_resumed() {
+        let folder = tempfile::tempdir().expect("temp dir");
+        let mut config = config(&folder.path().join("out"));
+        check(&mut config).expect("new");
+        drop(prepare(&config).expect("made"));
+        let failure = check(&mut config).expect_err("taken");
+        assert_eq!(failure.code.status(), 2);
+        config.resume = Resume::Latest;
+        check(&mut config).expect("continues");
+        let checkpoint = folder.path().join("elsewhere/checkpoint-1");
+        fs::create_dir_all(&checkpoint).expect("made");
+        config.resume = Resume::From(checkpoint);
+        check(&mut config)
+            .expect_err("a checkpoint of one run does not open the folder of another");
+        config.resume = Resume::From(config.output.join("checkpoint-1"));
+        fs::create_dir(config.output.join("checkpoint-1")).expect("made");
+        check(&mut config).expect("continues its own run");
+    }
+
+    #[test]
+    fn a_run_that_failed_before_its_first_step_does_not_block_its_folder() {
+        let folder = tempfile::tempdir().expect("temp dir");
+        let mut config = config(&folder.path().join("out"));
+        drop(prepare(&config).expect("made"));
+        Failure::usage("t", "c")
+            .save(&config.output, 0)
+            .expect("saved");
+        check(&mut config).expect("free");
+        fs::write(config.output.join("trainer_log.jsonl"), "{}").expect("written");
+        check(&mut config).expect_err("steps were taken");
+    }
+
+    #[test]
+    fn unrelated_files_do_not_matter_but_checkpoints_do() {
+        let folder = tempfile::tempdir().expect("temp dir");
+        fs::write(folder.path().join("notes.txt"), "x").expect("written");
+        let mut config = config(folder.path());
+        check(&mut config).expect("free");
+        fs::create_dir(folder.path().join("checkpoint-7")).expect("made");
+        assert!(check(&mut config).expect_err("taken").evidence[0].contains("checkpoint-7"));
+    }
+
+    #[test]
+    fn made_up_names_step_aside() {
+        let folder = tempfile::tempdir().expect("temp dir");
+        let mut config = config(folder.path());
+        config.output_is_explicit = false;
+        check(&mut config).expect("renamed");
+        assert!(config.output.to_string_lossy().ends_with("-2"));
+    }
+
+    #[test]
+    fn a_folder_belongs_to_one_process_at_a_time() {
+        let folder = tempfile::tempdir().expect("temp dir");
+        let config = config(folder.path());
+        assert!(!is_held(folder.path()));
+        let held = prepare(&config).expect("prepared");
+        assert!(is_held(folder.path()));
+        Failure::usage("t", "c")
+            .save(&config.output, 0)
+            .expect("saved");
+        let refused = prepare(&config).expect_err("in use");
+        assert_eq!(refused.code.status(), 2, "{refused}");
+        assert!(
+            config.output.join(ERRORS).exists(),
+            "a stranger's files stay"
+        );
+        drop(held);
+        assert!(!is_held(folder.path()));
+        prepare(&config).map(drop).expect("free again");
+    }
+
+    #[test]
+    fn who_asks_does_not_keep_a_run_out() {
+        let folder = tempfile::tempdir().expect("temp dir");
+        let config = config(folder.path());
+        let done = std::sync::atomic::AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            for _ in 0..2 {
+                scope.spawn(|| {
+                    while !done.load(std::sync::atomic::Ordering::Relaxed) {
+                        is_held(folder.path());
+                    }
+                });
+            }
+            let taken = (0..500).all(|_| prepare(&config).is_ok());
+            done.store(true, std::sync::atomic::Ordering::Relaxed);
+            assert!(taken);
+        });
+    }
+
+    #[test]
+    fn a_missing_checkpoint_is_a_resume_failure() {
+        let folder = tempfile::tempdir().expect("temp dir");
+        let mut config = config(folder.path());
+        config.resume = Resume::From(folder.path().join("checkpoint-9"));
+        assert_eq!(check(&mut config).expect_err("missing").code.status(), 9);
+    }
+
+    #[test]
+    fn checkpoints_are_sorted_by_number_and_unfinished_ones_left_out() {
+        let folder = tempfile::tempdir().expect("temp dir");
+        for name in [
+            "checkpoint-9",
+            "checkpoint-10",
+            "checkpoint-11.tmp",
+            "checkpoint-",
+            "checkpoint-x1",
+        ] {
+            fs::create_dir(folder.path().join(name)).expect("made");
+        }
+        fs::write(folder.path().join("checkpoint-12"), "a file").expect("written");
+        let steps: Vec<u64> = checkpoints(folder.path())
+            .into_iter()
+            .map(|(step, _)| step)
+            .collect();
+        assert_eq!(steps, [9, 10]);
+        let mut config = config(folder.path());
+        config.resume = Resume::Latest;
+        assert!(
+            checkpoint_to_resume(&config)
+                .expect("found")
+                .ends_with("checkpoint-10")
+        );
+    }
+}

@@ -1,0 +1,458 @@
+//! Losses and gradients that are not finite: where the first such value came from.
+//!
+//! When an update is skipped, all ranks run one forward pass more: each replays its first
+//! micro-batch with a non-finite loss (or its first one, so that the gathers stay the same) and
+//! watches every operation. What they find is exchanged, so that all ranks report the same.
+
+use super::session::Session;
+use super::step_context::Place;
+use crate::config::PrecisionChoice;
+use crate::data::check::encode_options;
+use crate::error::failures;
+use crate::error::file_name;
+use crate::error::{ErrorCode, Failure};
+use crate::report::run_directory;
+use engine::comm::Tag;
+use engine::{ParamId, PassKind, StepReport};
+use kernels::Tensor;
+use models::autograd::Tape;
+use models::{ModelError, SampleInput};
+use serde::{Deserialize, Serialize};
+use std::cell::{Cell, RefCell};
+use std::collections::VecDeque;
+use std::path::PathBuf;
+
+/// Steps whose losses and norms a report shows.
+const REMEMBERED_STEPS: usize = 5;
+
+/// Losses and gradient norms of the last steps, oldest first, and the first bad one of a row.
+#[derive(Debug, Default)]
+pub(crate) struct History {
+    recent: VecDeque<(f64, f64)>,
+    finding: Option<Finding>,
+}
+
+/// The first update of a row that was skipped.
+#[derive(Clone, Debug)]
+pub(crate) struct Finding {
+    step: u64,
+    loss: f64,
+    recent: Vec<(f64, f64)>,
+    origin: Origin,
+    file: Option<PathBuf>,
+}
+
+/// Where the first non-finite value came from, as all ranks see it.
+#[derive(Clone, Debug, PartialEq)]
+struct Origin {
+    rank: usize,
+    micro_batch: Option<u64>,
+    value: String,
+    ids: Vec<String>,
+}
+
+/// What one rank tells the others.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+struct Message {
+    micro_batches: Vec<MicroBatch>,
+    /// The first operation of the replay whose result is not finite.
+    operation: Option<String>,
+    /// Unit nearest to the loss whose gradients on this rank are not finite: index and name.
+    gradient: Option<(usize, String)>,
+}
+
+#[derive(Clone, Debug, Serialize, Deserialize)]
+struct MicroBatch {
+    micro_batch: u64,
+    loss_is_finite: bool,
+    samples: Vec<Sample>,
+}
+
+#[derive(Clone, Debug, Serialize, Deserialize)]
+struct Sample {
+    index: usize,
+    id: Option<String>,
+    tokens: usize,
+    images: Vec<PathBuf>,
+}
+
+impl History {
+    /// Takes note of a step.
+    pub(crate) fn push(&mut self, step: &StepReport) {
+        if self.recent.len() == REMEMBERED_STEPS {
+            self.recent.pop_front();
+        }
+        self.recent.push_back((step.loss, step.grad_norm));
+        if step.applied {
+            self.finding = None;
+        }
+    }
+
+    /// What is known of the first skipped update of the present row; looks for it when this is the
+    /// first. All ranks call it in the same steps.
+    ///
+    /// # Errors
+    /// The replay or the exchange fails.
+    pub(crate) fn investigate(
+        &mut self,
+        session: &Session<'_>,
+        done: u64,
+        step: &StepReport,
+    ) -> Result<&Finding, Failure> {
+        let finding = match self.finding.take() {
+            Some(known) => known,
+            None => {
+                let (origin, messages) = exchange(session)?;
+                Finding {
+                    step: done,
+                    loss: step.loss,
+                    recent: self.recent.iter().copied().collect(),
+                    file: save_batch(session, done, &messages),
+                    origin,
+                }
+            }
+        };
+        Ok(self.finding.insert(finding))
+    }
+}
+
+/// Each rank's findings, and the one that explains the others.
+fn exchange(session: &Session<'_>) -> Result<(Origin, Vec<Message>), Failure> {
+    let operation = replay(session)?;
+    let units = &session.zero.plan().spec().units;
+    let gradient = session.zero.non_finite_gradient().map(|name| {
+        let index = units.iter().position(|unit| unit.name == name);
+        (index.unwrap_or(0), name.to_owned())
+    });
+    let own = Message {
+        micro_batches: session
+            .step_losses
+            .iter()
+            .map(|(place, loss)| micro_batch(session, place, *loss))
+            .collect(),
+        operation,
+        gradient,
+    };
+    let bytes = serde_json::to_vec(&own).unwrap_or_default();
+    let all = session
+        .comm
+        .all_gather_bytes(&bytes, Tag::new("non-finite", 0))
+        .map_err(|e| failures::comm(&e))?;
+    let all: Vec<Message> = all
+        .iter()
+        .filter_map(|bytes| serde_json::from_slice(bytes).ok())
+        .collect();
+    Ok((origin(&all), all))
+}
+
+fn micro_batch(session: &Session<'_>, place: &Place, loss: f64) -> MicroBatch {
+    let samples = place.samples.iter().zip(&place.tokens);
+    MicroBatch {
+        micro_batch: place.micro_batch,
+        loss_is_finite: loss.is_finite(),
+        samples: samples
+            .map(|(index, tokens)| {
+                let raw = session.train.samples.get(*index);
+                Sample {
+                    index: session.train.index_in_file(*index),
+                    id: raw.and_then(|raw| raw.id.clone()),
+                    tokens: *tokens,
+                    images: raw.map_or_else(Vec::new, |raw| {
+                        raw.images.iter().map(|(_, path)| path.clone()).collect()
+                    }),
+                }
+            })
+            .collect(),
+    }
+}
+
+/// The earliest non-finite loss over micro-batches and ranks; where all losses are finite, the
+/// gradient nearest to the loss.
+fn origin(all: &[Message]) -> Origin {
+    let losses = all.iter().enumerate().flat_map(|(rank, message)| {
+        let bad = message.micro_batches.iter().find(|m| !m.loss_is_finite);
+        bad.map(|bad| (bad.micro_batch, rank, message, bad))
+    });
+    if let Some((micro, rank, message, bad)) =
+        losses.min_by_key(|(micro, rank, ..)| (*micro, *rank))
+    {
+        return Origin {
+            rank,
+            micro_batch: Some(micro),
+            value: message.operation.clone().unwrap_or_else(|| {
+                "the loss itself: all values before it were finite in the repeated forward pass"
+                    .to_owned()
+            }),
+            ids: names(&bad.samples),
+        };
+    }
+    let gradients = all.iter().enumerate().flat_map(|(rank, message)| {
+        let gradient = message.gradient.as_ref();
+        gradient.map(|(index, name)| (*index, rank, name, message))
+    });
+    match gradients.max_by_key(|(index, rank, ..)| (*index, usize::MAX - rank)) {
+        Some((_, rank, name, message)) => Origin {
+            rank,
+            micro_batch: None,
+            value: format!(
+                "a gradient of {name}; the values of the forward pass are finite, so the overflow is in backward"
+            ),
+            ids: names(message.micro_batches.iter().flat_map(|m| &m.samples)),
+        },
+        None => Origin {
+            rank: 0,
+            micro_batch: None,
+            value: "the sum of all losses or gradients; each of them is finite".to_owned(),
+            ids: Vec::new(),
+        },
+    }
+}
+
+fn names<'a>(samples: impl IntoIterator<Item = &'a Sample>) -> Vec<String> {
+    let name = |s: &Sample| s.id.clone().unwrap_or_else(|| format!("#{}", s.index));
+    samples.into_iter().map(name).collect()
+}
+
+/// Runs a micro-batch forward again and names the first operation whose result is not finite.
+fn replay(session: &Session<'_>) -> Result<Option<String>, Failure> {
+    let first_bad = session.step_losses.iter().find(|(_, l)| !l.is_finite());
+    let place = first_bad.or(session.step_losses.first()).map(|(p, _)| p);
+    let options = encode_options(session.config);
+    let samples: Vec<_> = place
+        .into_iter()
+        .flat_map(|place| &place.samples)
+        .filter_map(|index| session.train.samples.get(*index))
+        .filter_map(|raw| {
+            let images = &session.train.images;
+            session.processor.encode(raw, images, &options).ok()
+        })
+        .collect();
+    let found = RefCell::new(None);
+    let largest = Cell::new(None::<f32>);
+    let watch = |op: &'static str, params: &[ParamId], value: &Tensor| {
+        if found.borrow().is_some() {
+            return;
+        }
+        let Ok(values) = value.to_f32_vec() else {
+            return;
+        };
+        if values.iter().all(|x| x.is_finite()) {
+            let most = values.iter().fold(0f32, |most, x| most.max(x.abs()));
+            largest.set(Some(most));
+        } else {
+            *found.borrow_mut() = Some(describe(session, op, params, value, largest.get()));
+        }
+    };
+    session.zero.begin_pass(PassKind::Infer);
+    if !samples.is_empty() {
+        let inputs: Vec<SampleInput<'_>> = samples.iter().map(SampleInput::from).collect();
+        let run = || -> Result<(), ModelError> {
+            let batch = session.model.collate(&inputs, &*session.backend)?;
+            let tape = Tape::inference(&session.zero).with_op_observer(&watch);
+            session.model.forward(&tape, &batch).map(drop)
+        };
+        run().map_err(|e| failures::model("look for the first non-finite value", &e))?;
+    }
+    session
+        .zero
+        .end_pass()
+        .map_err(|e| failures::engine("look for the first non-finite value", &e))?;
+    Ok(found.into_inner())
+}
+
+fn describe(
+    session: &Session<'_>,
+    op: &str,
+    params: &[ParamId],
+    value: &Tensor,
+    largest: Option<f32>,
+) -> String {
+    let spec = session.model.spec();
+    let unit = session.zero.position().map_or("", |(unit, _)| unit);
+    let with = params.first().map_or_else(
+        || format!("in {unit}"),
+        |id| format!("with {}", spec.params[id.index()].name),
+    );
+    let before = match largest {
+        Some(largest) => format!("max |x| before it {largest:.1e}"),
+        None => "it is the first operation: its weights are not finite".to_owned(),
+    };
+    format!("output of {op} {with}, {}, {before}", value.dtype())
+}
+
+/// Rank 0 writes what the step was made of; `None` where there is nothing to point to.
+fn save_batch(session: &Session<'_>, step: u64, messages: &[Message]) -> Option<PathBuf> {
+    let name = format!("{}/batch-{step}.json", run_directory::ERRORS);
+    if session.comm.world().rank == 0 {
+        let path = session.config.output.join(&name);
+        let ranks: Vec<_> = messages
+            .iter()
+            .enumerate()
+            .map(|(rank, message)| serde_json::json!({"rank": rank, "found": message}))
+            .collect();
+        let data = session.config.data_file();
+        let content = serde_json::json!({"step": step, "data": data, "ranks": ranks});
+        let folder = session.config.output.join(run_directory::ERRORS);
+        let written = std::fs::create_dir_all(folder)
+            .and_then(|()| std::fs::write(&path, format!("{content:#}\n")));
+        if let Err(error) = written {
+            // The run goes on or ends for its own reason.
+            tracing::warn!("{} cannot be written: {error}", path.display());
+        }
+    }
+    Some(PathBuf::from(name))
+}
+
+impl Finding {
+    /// What the warning of a skipped update adds.
+    pub(crate) fn hint(&self) -> String {
+        let Origin {
+            rank,
+            micro_batch,
+            value,
+            ..
+        } = &self.origin;
+        let micro = micro_batch.map_or_else(String::new, |m| format!(", micro-batch {m}"));
+        format!("first non-finite value (rank {rank}{micro}): {value}")
+    }
+
+    /// The report that ends the run after `skipped` updates in a row.
+    pub(crate) fn failure(&self, session: &Session<'_>, skipped: u32) -> Failure {
+        let config = session.config;
+        let Origin {
+            rank,
+            micro_batch,
+            value,
+            ids,
+        } = &self.origin;
+        let what = if self.loss.is_finite() {
+            "a gradient is not finite".to_owned()
+        } else {
+            format!("loss is {}", self.loss)
+        };
+        let place = match micro_batch {
+            Some(micro_batch) => format!("micro-batch {micro_batch}, rank {rank}"),
+            None => format!("rank {rank}"),
+        };
+        let losses: Vec<String> = self.recent.iter().map(|(l, _)| format!("{l:.4}")).collect();
+        let norms: Vec<String> = self.recent.iter().map(|(_, n)| format!("{n:.3}")).collect();
+        let mut failure = Failure::new(
+            ErrorCode::Numeric,
+            format!("{what} at step {} ({place})", self.step),
+            format!("first non-finite value: {value}"),
+        )
+        .evidence(format!(
+            "losses of the last {} steps {}",
+            losses.len(),
+            losses.join(" ")
+        ))
+        .evidence(format!("gradient norm {}", norms.join(" ")));
+        if !ids.is_empty() {
+            let shown = ids.iter().take(8).cloned().collect::<Vec<_>>().join(" ");
+            let more = ids.len().saturating_sub(8);
+            let more = if more > 0 {
+                format!(" and {more} more")
+            } else {
+                String::new()
+            };
+            failure = failure.evidence(format!("sample ids {shown}{more}"));
+        }
+        if let Some(file) = &self.file {
+            failure = failure.evidence(format!("batch saved in {}", file.display()));
+        }
+        failure = failure.evidence(format!(
+            "{skipped} updates in a row were not finite; none was applied"
+        ));
+        self.next_steps(failure, config)
+    }
+
+    fn next_steps(&self, mut failure: Failure, config: &crate::config::RunConfig) -> Failure {
+        let rate = config.optimizer.learning_rate;
+        let mut change = vec![format!("lower --learning-rate (now {rate:e})")];
+        if config.optimizer.max_grad_norm.is_none() {
+            change.push("set --max-grad-norm 1 (now off)".to_owned());
+        }
+        if config.precision != PrecisionChoice::F32 {
+            change.push("try --precision f32".to_owned());
+        }
+        failure = failure.next(change.join(", or "));
+        // The weights of checkpoint N are first used in step N + 1, which must have been finite.
+        let good = run_directory::checkpoints(&config.output)
+            .into_iter()
+            .rfind(|(step, _)| step + 1 < self.step);
+        failure.next(match good {
+            Some((_, path)) => format!("{} is good: --resume {}", file_name(&path), path.display()),
+            None => "no checkpoint was saved before: start again, with --save-steps".to_owned(),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn message(finite: &[bool], operation: Option<&str>, gradient: Option<usize>) -> Message {
+        let sample = |index| Sample {
+            index,
+            id: (index > 0).then(|| format!("s{index}")),
+            tokens: 1,
+            images: Vec::new(),
+        };
+        Message {
+            micro_batches: finite
+                .iter()
+                .enumerate()
+                .map(|(i, finite)| MicroBatch {
+                    micro_batch: i as u64 + 1,
+                    loss_is_finite: *finite,
+                    samples: vec![sample(i)],
+                })
+                .collect(),
+            operation: operation.map(str::to_owned),
+            gradient: gradient.map(|index| (index, format!("unit {index}"))),
+        }
+    }
+
+    #[test]
+    fn the_earliest_bad_loss_explains_the_step() {
+        let all = [
+            message(&[true, false], Some("late"), Some(3)),
+            message(&[false, false], Some("early"), None),
+            message(&[true, true], None, Some(9)),
+        ];
+        let origin = origin(&all);
+        assert_eq!((origin.rank, origin.micro_batch), (1, Some(1)));
+        assert_eq!(
+            (origin.value.as_str(), origin.ids),
+            ("early", vec!["#0".to_owned()])
+        );
+    }
+
+    #[test]
+    fn finite_losses_leave_the_gradient_nearest_to_the_loss() {
+        let all = [
+            message(&[true], None, Some(3)),
+            message(&[true], None, Some(7)),
+            message(&[true], None, Some(7)),
+        ];
+        let origin = origin(&all);
+        assert_eq!((origin.rank, origin.micro_batch), (1, None));
+        assert!(origin.value.starts_with("a gradient of unit 7"));
+    }
+
+    #[test]
+    fn history_keeps_the_last_five_steps() {
+        let mut history = History::default();
+        for loss in 0..8 {
+            history.push(&StepReport {
+                step: 1,
+                loss: f64::from(loss),
+                supervised_tokens: 1,
+                grad_norm: 1.0,
+                applied: true,
+            });
+        }
+        let losses: Vec<f64> = history.recent.iter().map(|(loss, _)| *loss).collect();
+        assert_eq!(losses, [3.0, 4.0, 5.0, 6.0, 7.0]);
+    }
+}

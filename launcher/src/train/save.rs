@@ -1,0 +1,283 @@
+//! A checkpoint: sharded training state of all ranks, and weights in the files people expect.
+
+use super::session::Session;
+use crate::error::failures;
+use crate::error::{ErrorCode, Failure};
+use crate::model::contents::{Contents, MODEL_STEM};
+use crate::model::files;
+use crate::model::split;
+use crate::model::stored::{bytes_of, max_shard_bytes};
+use crate::report::RunReport;
+use crate::ui::SaveEvent;
+use engine::checkpoint::{
+    CheckpointError, FileDigest, ShardedTensorWriter, TensorSpec, Writer, verify_file,
+};
+use engine::comm::Tag;
+use engine::{EngineError, ModelSpec, Plan};
+use kernels::{DType, Tensor};
+use models::WeightSource;
+use models::adapter::ADAPTER_CONFIG;
+use models::lora::LoraTargets;
+use models::params::ADAPTER_PREFIX;
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::path::Path;
+
+/// Elements of a weight converted at once.
+const CHUNK_ELEMS: usize = 1 << 20;
+
+/// Saves after `step` updates; all ranks take part. `meta` is what the training loop needs back.
+pub(crate) fn save(
+    session: &mut Session<'_>,
+    step: u64,
+    meta: &Value,
+    report: Option<&RunReport>,
+) -> Result<SaveEvent, Failure> {
+    let doing = "save a checkpoint";
+    let world = session.comm.world();
+    let output = session.config.output.clone();
+    let mut writer = session
+        .faults
+        .writer(&output, step, world)
+        .map_err(|e| failures::checkpoint(doing, &e))?;
+    session
+        .zero
+        .write_state(&mut writer)
+        .map_err(|e| failures::engine(doing, &e))?;
+    writer
+        .finish_rank()
+        .map_err(|e| failures::checkpoint(doing, &e))?;
+    let weight_bytes = export(session, &mut writer)?;
+    session
+        .comm
+        .barrier(Tag::new("saved", step as u32))
+        .map_err(|e| failures::comm(&e))?;
+    let name = format!("checkpoint-{step}");
+    let mut event = SaveEvent {
+        name,
+        weight_bytes,
+        state_bytes: 0,
+        files: 0,
+    };
+    if world.rank == 0 {
+        copy_model_files(&session.config.model_dir(), &mut writer)?;
+        if let Some(report) = report {
+            report.save_state(writer.folder())?;
+            writer
+                .adopt_file("trainer_state.json")
+                .map_err(|e| failures::checkpoint(doing, &e))?;
+        }
+        let keep = session.config.save_total_limit.unwrap_or(0);
+        let folder = writer
+            .commit(meta.clone(), keep)
+            .map_err(|e| failures::checkpoint(doing, &e))?;
+        (event.state_bytes, event.files) = measure(&folder);
+    }
+    session
+        .comm
+        .barrier(Tag::new("committed", step as u32))
+        .map_err(|e| failures::comm(&e))?;
+    session
+        .faults
+        .saved(&output.join(&event.name), step, world)?;
+    Ok(event)
+}
+
+/// Names of what trains by the flat buffers that are divided among ranks, in their order there: what cuts the state for
+/// another number of ranks as a run of that many would.
+pub(crate) fn units(plan: &Plan) -> Value {
+    let params = &plan.spec().params;
+    let units = plan.units().iter().map(|unit| &unit.trainable.slots);
+    let names = units.filter(|slots| !slots.is_empty()).map(|slots| {
+        let names = slots.iter().map(|slot| &params[slot.param.index()].name);
+        names.collect::<Vec<_>>()
+    });
+    json!(names.collect::<Vec<_>>())
+}
+
+/// Writes weights: `model.safetensors` when all of the model trains; otherwise only what was
+/// trained, as adapter files or `trained.safetensors`, so that no folder looks complete that is not.
+fn export(session: &Session<'_>, writer: &mut Writer) -> Result<u64, Failure> {
+    let lora = session.model.options().lora.is_some();
+    let contents = Contents::of(&*session.model, session.weights.as_ref());
+    let doing = "save weights";
+    let mut files = BTreeMap::new();
+    if session.comm.world().rank == 0 {
+        for (stem, tensors) in &contents.files {
+            let limit = max_shard_bytes(stem);
+            let metadata = [("format", "pt")];
+            let file =
+                ShardedTensorWriter::create(writer.folder(), stem, tensors, &metadata, limit);
+            files.insert(*stem, file.map_err(|e| failures::checkpoint(doing, &e))?);
+        }
+    }
+    session
+        .zero
+        .visit_trained_weights(|id, tensor| {
+            if let Some((file, name, dtype)) = &contents.targets[id.index()]
+                && let Some(file) = files.get_mut(file)
+            {
+                match split::joined(&*session.model, name, tensor)? {
+                    Some(values) => file.write(name, &bytes_of(&values, *dtype))?,
+                    None => in_chunks(tensor, *dtype, |bytes| Ok(file.write(name, bytes)?))?,
+                }
+            }
+            Ok::<_, EngineError>(())
+        })
+        .map_err(|e| failures::engine(doing, &e))?;
+    if let (Some(file), Some(weights)) = (files.get_mut(MODEL_STEM), &session.weights) {
+        for tensor in &contents.others {
+            let elems: usize = tensor.shape.iter().product();
+            let mut bytes = Vec::new();
+            for start in (0..elems).step_by(CHUNK_ELEMS) {
+                let part = start..elems.min(start + CHUNK_ELEMS);
+                bytes.resize(part.len() * tensor.dtype.size_bytes(), 0);
+                weights
+                    .read_range(&tensor.name, part, tensor.dtype, &mut bytes)
+                    .map_err(|e| failures::weights(&e))?;
+                file.write(&tensor.name, &bytes)
+                    .map_err(|e| failures::checkpoint(doing, &e))?;
+            }
+        }
+    }
+    let mut bytes = 0;
+    for (stem, file) in files {
+        let finished = file.finish().map_err(|e| failures::checkpoint(doing, &e))?;
+        if stem != MODEL_STEM {
+            check_written(writer.folder(), stem, &contents.files[stem], &finished)?;
+        }
+        for (name, digest) in finished {
+            bytes += digest.bytes;
+            writer
+                .adopt_digest(&name, digest)
+                .map_err(|e| failures::checkpoint(doing, &e))?;
+        }
+    }
+    if lora && session.comm.world().rank == 0 {
+        let text = adapter_config(session).to_string();
+        writer
+            .add_file(ADAPTER_CONFIG, text.as_bytes())
+            .map_err(|e| failures::checkpoint(doing, &e))?;
+    }
+    Ok(bytes)
+}
+
+/// Reads what was written again: every byte, and every tensor that was to be there, no other.
+fn check_written(
+    folder: &Path,
+    stem: &str,
+    expected: &[TensorSpec],
+    finished: &[(String, FileDigest)],
+) -> Result<(), Failure> {
+    let doing = "save weights";
+    for (name, digest) in finished {
+        verify_file(&folder.join(name), digest).map_err(|e| failures::checkpoint(doing, &e))?;
+    }
+    let source = WeightSource::open_stem(folder, stem).map_err(|e| failures::weights(&e))?;
+    let matches = |tensor: &TensorSpec| {
+        source.shape(&tensor.name) == Some(&tensor.shape[..])
+            && source.dtype(&tensor.name) == Some(tensor.dtype)
+    };
+    let wrong = expected.iter().find(|tensor| !matches(tensor));
+    let count = source.names().count();
+    if wrong.is_none() && count == expected.len() {
+        return Ok(());
+    }
+    Err(Failure::new(
+        ErrorCode::Disk,
+        format!(
+            "cannot {doing}: {stem}.safetensors differs from what was written when it is read back"
+        ),
+        "the disk or its driver returned other content",
+    )
+    .evidence(format!(
+        "{count} tensors of {}; first that differs: {}",
+        expected.len(),
+        wrong.map_or("an unknown tensor", |tensor| &tensor.name)
+    ))
+    .next("check the disk; earlier checkpoints are intact"))
+}
+
+/// Gives `write` the tensor in `dtype`, piece by piece: a whole embedding would be copied three times.
+fn in_chunks(
+    tensor: &Tensor,
+    dtype: DType,
+    mut write: impl FnMut(&[u8]) -> Result<(), EngineError>,
+) -> Result<(), EngineError> {
+    if tensor.dtype() == dtype {
+        return write(tensor.as_bytes());
+    }
+    let flat = tensor.reshape([tensor.elems()])?;
+    for start in (0..flat.elems()).step_by(CHUNK_ELEMS) {
+        let part = flat.narrow(start, CHUNK_ELEMS.min(flat.elems() - start))?;
+        write(&bytes_of(&part.to_f32_vec()?, dtype))?;
+    }
+    Ok(())
+}
+
+/// What peft needs to load the adapter.
+fn adapter_config(session: &Session<'_>) -> Value {
+    let Some(lora) = &session.model.options().lora else {
+        return Value::Null;
+    };
+    // A list of names would also match modules of other towers; a path matches one module.
+    let targets = match (&lora.targets, &lora.layers) {
+        (LoraTargets::Pattern(pattern), None) => json!(pattern),
+        _ => json!(adapted_modules(session.model.spec())),
+    };
+    json!({
+        "peft_type": "LORA",
+        "task_type": null,
+        "base_model_name_or_path": session.config.model_dir(),
+        "r": lora.lora_rank,
+        "lora_alpha": lora.lora_alpha,
+        "lora_dropout": lora.lora_dropout,
+        "bias": "none",
+        "fan_in_fan_out": false,
+        "inference_mode": true,
+        "target_modules": targets,
+        "modules_to_save": lora.modules_to_save,
+        "rank_pattern": split::patterns(&*session.model, lora.lora_rank),
+        "alpha_pattern": split::patterns(&*session.model, lora.lora_alpha),
+    })
+}
+
+/// Paths of the modules that have an adapter.
+fn adapted_modules(spec: &ModelSpec) -> Vec<&str> {
+    let names = spec.params.iter().map(|param| param.name.as_str());
+    names
+        .filter_map(|name| {
+            let path = name.strip_suffix(".lora_A.weight")?;
+            path.strip_prefix(ADAPTER_PREFIX)
+        })
+        .collect()
+}
+
+/// Everything small that a checkpoint needs beside its weights to be loaded elsewhere.
+fn copy_model_files(model: &Path, writer: &mut Writer) -> Result<(), Failure> {
+    for (name, path) in files::small(model)? {
+        let bytes = std::fs::read(&path)
+            .map_err(|e| failures::files("cannot copy a file of the model", &path, &e))?;
+        writer
+            .add_file(&name, &bytes)
+            .map_err(|e: CheckpointError| failures::checkpoint("save a checkpoint", &e))?;
+    }
+    Ok(())
+}
+
+/// Bytes of the sharded state, and the number of files.
+fn measure(folder: &Path) -> (u64, usize) {
+    let sizes = |dir: &Path| -> Vec<u64> {
+        let entries = std::fs::read_dir(dir)
+            .into_iter()
+            .flatten()
+            .filter_map(Result::ok);
+        entries
+            .filter_map(|e| e.metadata().ok())
+            .filter(|m| m.is_file())
+            .map(|m| m.len())
+            .collect()
+    };
+    let state = sizes(&folder.join("state"));
+    (state.iter().sum(), state.len() + sizes(folder).len())
+}

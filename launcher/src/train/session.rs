@@ -1,0 +1,321 @@
+//! Everything a rank holds while it works.
+
+use super::collectives::Collectives;
+use super::inject::Faults;
+use super::spill;
+use super::step_context::Place;
+use crate::config::RunGpu;
+use crate::config::fault_lines;
+use crate::config::{Collectives as ChosenCollectives, PrecisionChoice, RunConfig, Task};
+use crate::data::check;
+use crate::data::{SampleSet, problems};
+use crate::device::{Devices, counting_of, gpu_of};
+use crate::error::failures;
+use crate::error::{ErrorCode, Failure};
+use crate::launch::rendezvous;
+use crate::model::optimizer::optimizer;
+use crate::model::setup::Setup;
+use crate::plan::Places;
+use crate::plan::resume;
+use crate::rank_env::{RankEnv, Variables};
+use crate::ui::{Event, Reporter};
+use engine::comm::Communicator;
+use engine::{EngineError, ParamId, Tiers, Zero};
+use kernels::{Backend, CpuBackend, DType, Pool};
+use models::Processor;
+use models::params::is_added;
+use models::{VisionLanguageModel, WeightError, WeightSource};
+use optim::loss_scale::LossScaler;
+use serde_json::Value;
+use std::ops::Range;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// One rank's model, states, data and connections.
+pub(crate) struct Session<'a> {
+    pub(crate) config: &'a RunConfig,
+    pub(crate) model: Arc<dyn VisionLanguageModel>,
+    pub(crate) processor: Arc<dyn Processor>,
+    pub(crate) weights: Option<WeightSource>,
+    pub(crate) backend: Arc<dyn Backend>,
+    devices: &'a dyn Devices,
+    local_rank: usize,
+    pub(crate) comm: Arc<dyn Communicator>,
+    pub(crate) zero: Zero,
+    /// Of a GPU: where the tensors of a micro-batch lie.
+    pub(crate) places: Option<Places>,
+    pub(crate) train: Arc<SampleSet>,
+    pub(crate) eval: Option<SampleSet>,
+    pub(crate) reporter: Reporter,
+    /// The micro-batch at hand, while there is one.
+    pub(crate) place: Option<Place>,
+    /// Micro-batches of the present step and their summed losses on this rank.
+    pub(crate) step_losses: Vec<(Place, f64)>,
+    /// The loss scale of fp16.
+    pub(crate) scaler: Option<LossScaler>,
+    /// Bytes per second of this rank's share of the spill disks, where they were measured.
+    pub(crate) disk_ceiling: Option<f64>,
+    /// What the checkpoint resumed from has to say to the training loop.
+    pub(crate) resumed: Option<(PathBuf, Value)>,
+    /// What this rank exchanged with the others last.
+    pub(crate) collectives: Arc<Collectives>,
+    /// What happens to this rank on purpose.
+    pub(crate) faults: Faults,
+}
+
+/// Why a rank has no session.
+pub(crate) enum NotOpened {
+    /// GPUs should have read each other's memory, cannot, and need not: the run can be planned another way. The same on
+    /// every rank.
+    IpcRefused(String),
+    Failed(Box<Failure>),
+}
+
+impl From<Failure> for NotOpened {
+    fn from(failure: Failure) -> Self {
+        Self::Failed(Box::new(failure))
+    }
+}
+
+impl<'a> Session<'a> {
+    pub(crate) fn open(
+        config: &'a RunConfig,
+        env: &RankEnv,
+        devices: &'a dyn Devices,
+    ) -> Result<Self, NotOpened> {
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let threads = (cores / env.local_world_size.max(1)).max(1);
+        // A second initialisation only happens in tests that share the process.
+        rayon::ThreadPoolBuilder::new()
+            .num_threads(threads)
+            .build_global()
+            .ok();
+        let reporter = Reporter::for_rank(env);
+        if env.rank == 0 && !env.is_supervised() {
+            // Under another launcher no supervisor has said it.
+            for text in fault_lines(config) {
+                reporter.emit(&Event::Warning { text });
+            }
+        }
+        let Setup {
+            model,
+            processor,
+            weights,
+        } = Setup::open(config)?;
+        let train = check::load(config, &config.data_file(), config.batch.limit, &*processor)?;
+        if env.rank == 0 && !train.problems.is_empty() {
+            problems::write(&config.output, &train.problems)?;
+        }
+        let eval = match config.eval_file() {
+            Some(path) => Some(check::load(config, &path, None, &*processor)?),
+            None => None,
+        };
+        let setup = Setup {
+            model,
+            processor,
+            weights,
+        };
+        let plan = Arc::new(setup.plan(config)?);
+        let collectives = Collectives::new();
+        let (comm, run_token) = meet(config, env, &plan, devices, &collectives, &reporter)?;
+        let env = &RankEnv {
+            run_token,
+            ..env.clone()
+        };
+        let faults = Faults::of(config, env.rank);
+        let comm = faults.link(comm, Duration::from_secs(config.comm_timeout_seconds));
+        let Setup {
+            model,
+            processor,
+            weights,
+        } = setup;
+        let host_share = config
+            .host_memory_limit
+            .map(|limit| limit / config.ranks_here() as u64);
+        let host = Pool::new("host", host_share);
+        let disk = spill::open(config, env, &plan, &host, &*comm, &reporter)?;
+        let (backend, device) = compute(config, env, devices, &host)?;
+        let mut tiers = Tiers::new(device, host);
+        let mut disk_ceiling = None;
+        if let Some(disk) = disk {
+            disk_ceiling = disk.ceiling;
+            tiers = tiers.with_spill(disk.spill);
+        }
+        let counting = gpu_of(config, env.local_rank).and_then(counting_of);
+        let places = counting.map(|device| Places::new(config, &plan, device));
+        let places = places.transpose();
+        let places =
+            places.map_err(|e| failures::engine("plan the memory of a micro-batch", &e))?;
+        let zero = Zero::new(
+            plan,
+            comm.clone(),
+            backend.clone(),
+            tiers,
+            optimizer(config, &*model)?,
+        )
+        .map_err(|error| match error {
+            EngineError::DevicesApart { refusals } if goes_another_way(config, env) => {
+                NotOpened::IpcRefused(refused(&refusals))
+            }
+            error => failures::engine("allocate model states", &error).into(),
+        })?;
+        zero.reserve_activations(config.spilled_activation_bytes)
+            .map_err(|e| failures::engine("reserve spill space for activations", &e))?;
+        let scaler = (config.precision == PrecisionChoice::Fp16)
+            .then(|| LossScaler::new(config.numbers.loss_scale))
+            .transpose()
+            .map_err(|e| Failure::usage("the loss scale is out of range", e.to_string()))?;
+        let mut session = Self {
+            config,
+            model,
+            processor,
+            weights,
+            backend,
+            devices,
+            local_rank: env.local_rank,
+            comm,
+            zero,
+            places,
+            train: Arc::new(train),
+            eval,
+            reporter,
+            place: None,
+            step_losses: Vec::new(),
+            scaler,
+            disk_ceiling,
+            resumed: None,
+            collectives,
+            faults,
+        };
+        session.load()?;
+        Ok(session)
+    }
+
+    /// This rank's GPU, and what nobody uses of it now.
+    pub(crate) fn gpu_now(&self) -> Option<(&RunGpu, Option<u64>)> {
+        let gpu = gpu_of(self.config, self.local_rank)?;
+        Some((gpu, self.devices.free_bytes(gpu)))
+    }
+
+    /// Base weights, then the checkpoint to resume from, if any.
+    fn load(&mut self) -> Result<(), Failure> {
+        let started = Instant::now();
+        let (model, weights, seed) = (&self.model, &self.weights, self.config.seed);
+        let read = |id: ParamId, elements: Range<usize>, out: &mut [f32]| {
+            let name = &model.spec().params[id.index()].name;
+            match weights {
+                Some(source) if !is_added(name) => {
+                    let bytes = bytemuck::cast_slice_mut(out);
+                    source.read_range(name, elements, DType::F32, bytes)
+                }
+                _ => {
+                    model.init(id, seed, elements, out);
+                    Ok::<_, WeightError>(())
+                }
+            }
+        };
+        self.zero
+            .load(read)
+            .map_err(|e| failures::engine("load weights", &e))?;
+        if let Some(source) = &self.weights {
+            let sizes = source.files().filter_map(|f| std::fs::metadata(f).ok());
+            self.reporter.emit(&Event::Load {
+                bytes: sizes.map(|m| m.len()).sum(),
+                files: source.files().count(),
+                seconds: started.elapsed().as_secs_f64(),
+            });
+        }
+        if let Some(checkpoint) = resume::open(self.config)? {
+            let doing = resume::doing(checkpoint.folder());
+            // Before training the supervisor has compared all hashes.
+            if self.config.task == Task::Evaluate {
+                checkpoint
+                    .verify()
+                    .map_err(|e| failures::checkpoint(&doing, &e))?;
+            }
+            let updates = checkpoint.meta().get("updates").and_then(Value::as_u64);
+            let updates = updates.unwrap_or_else(|| checkpoint.step());
+            self.zero
+                .restore(&checkpoint, updates)
+                .map_err(|e| failures::engine(&doing, &e))?;
+            let folder = checkpoint.folder().to_owned();
+            self.resumed = Some((folder, checkpoint.meta().clone()));
+        } else if self.config.task == Task::Evaluate {
+            return Err(Failure::new(
+                ErrorCode::Resume,
+                "no checkpoint to evaluate was found",
+                format!("{} contains none", self.config.output.display()),
+            ));
+        }
+        Ok(())
+    }
+}
+
+/// What computes, and the pool of what the engine keeps beside it: of a GPU that is host memory.
+fn compute(
+    config: &RunConfig,
+    env: &RankEnv,
+    devices: &dyn Devices,
+    host: &Pool,
+) -> Result<(Arc<dyn Backend>, Pool), Failure> {
+    match gpu_of(config, env.local_rank) {
+        Some(gpu) => {
+            let backend = devices.open(
+                gpu,
+                config.arena_bytes,
+                config.cuda_graph,
+                &Variables::read(),
+            )?;
+            Ok((backend, host.clone()))
+        }
+        None => {
+            let pool = Pool::new("device", config.device_memory_limit);
+            Ok((Arc::new(CpuBackend::new(pool.clone())), pool))
+        }
+    }
+}
+
+/// Whether this run may be planned again for the way through host memory. MPI lets processes meet once.
+fn goes_another_way(config: &RunConfig, env: &RankEnv) -> bool {
+    #[cfg(feature = "mpi")]
+    if env.is_under_mpi() {
+        return false;
+    }
+    config.collectives == ChosenCollectives::Auto && !env.has_peers_elsewhere()
+}
+
+/// The first of them in a line.
+fn refused(refusals: &[(usize, String)]) -> String {
+    let Some(((rank, what), others)) = refusals.split_first() else {
+        return String::new();
+    };
+    match others.len() {
+        0 => format!("rank {rank} {what}"),
+        others => format!("rank {rank} {what} (and {others} more)"),
+    }
+}
+
+fn meet(
+    config: &RunConfig,
+    env: &RankEnv,
+    plan: &Arc<engine::Plan>,
+    devices: &dyn Devices,
+    collectives: &Arc<Collectives>,
+    reporter: &Reporter,
+) -> Result<(Arc<dyn Communicator>, String), Failure> {
+    let started = Instant::now();
+    let region = crate::plan::window_region(config, plan)? as usize;
+    let met = rendezvous::join(config, env, plan, region, devices, |comm| {
+        collectives.of(comm)
+    })?;
+    reporter.emit(&Event::Comm {
+        ranks: env.world_size,
+        transport: met.transport.into(),
+        seconds: started.elapsed().as_secs_f64(),
+    });
+    for text in met.warnings {
+        reporter.emit(&Event::Warning { text });
+    }
+    Ok((met.comm, met.token))
+}

@@ -1,0 +1,184 @@
+//! A rank's spill files: which way to the disk, how fast it is, and the files.
+
+use crate::config::{NvmeIo, RunConfig};
+use crate::error::Failure;
+use crate::error::failures;
+use crate::rank_env::RankEnv;
+use crate::ui::{Event, Reporter};
+use engine::comm::{Communicator, Tag};
+use engine::spill::{IoPath, Measured, SpillError, SpillFile, SpillFolder, SpillIo, measure};
+use engine::{Plan, Spill, StateKind};
+use kernels::Pool;
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// Bytes written and read to choose between the ways to a disk.
+const MEASURE_BYTES: u64 = 96 << 20;
+
+/// The disk of one rank and how fast it was found to be.
+#[derive(Debug)]
+pub(crate) struct Disk {
+    pub(crate) spill: Spill,
+    /// Bytes per second of the folders together, reading and writing half each; `None` where nothing was measured.
+    pub(crate) ceiling: Option<f64>,
+}
+
+/// Makes the files that the plan wants; `None` when it wants none. All ranks call it.
+pub(crate) fn open(
+    config: &RunConfig,
+    env: &RankEnv,
+    plan: &Plan,
+    host: &Pool,
+    comm: &dyn Communicator,
+    reporter: &Reporter,
+) -> Result<Option<Disk>, Failure> {
+    if config.offload.folders().is_empty() {
+        return Ok(None);
+    }
+    let io = SpillIo::new(plan.spill_buffer_bytes(), host)
+        .map_err(|e| failures::engine("set up spill files", &e))?;
+    let mut ways: BTreeMap<PathBuf, (Arc<SpillFolder>, IoPath)> = BTreeMap::new();
+    let mut ceilings = Vec::new();
+    for parent in config.offload.folders() {
+        let folder = SpillFolder::join(parent, &env.run_token).map_err(|e| failed(&e))?;
+        let folder = Arc::new(folder);
+        let measured = if env.rank == 0 {
+            measured(config.nvme_io, &folder, &io)?
+        } else {
+            Vec::new()
+        };
+        let measured = shared(&measured, comm)?;
+        let way = chosen(config.nvme_io, &measured).ok_or_else(|| no_direct(parent))?;
+        if env.rank == 0 {
+            reporter.emit(&Event::Info {
+                label: "nvme".into(),
+                text: described(parent, way, &measured),
+            });
+        }
+        if let Some(own) = measured.iter().find(|m| m.io == way) {
+            ceilings.push(balanced(own));
+        }
+        ways.insert(parent.to_owned(), (folder, way));
+    }
+    let kinds = [
+        (StateKind::Param, &config.offload.param),
+        (StateKind::Optimizer, &config.offload.optimizer),
+        (StateKind::Activation, &config.offload.activation),
+    ];
+    let mut files = Vec::new();
+    for (kind, tier) in kinds {
+        let Some((folder, way)) = tier.folder().and_then(|parent| ways.get(parent)) else {
+            continue;
+        };
+        let file = SpillFile::create(folder, env.rank, kind.name(), *way);
+        files.push((kind, file.map_err(|e| failed(&e))?));
+    }
+    Ok(Some(Disk {
+        spill: Spill::new(io, files),
+        ceiling: (!ceilings.is_empty())
+            .then(|| ceilings.iter().sum::<f64>() / config.ranks_here() as f64),
+    }))
+}
+
+fn measured(
+    asked: NvmeIo,
+    folder: &Arc<SpillFolder>,
+    io: &SpillIo,
+) -> Result<Vec<Measured>, Failure> {
+    let ways: &[IoPath] = match asked {
+        NvmeIo::Auto => &[IoPath::Direct, IoPath::Mapped],
+        NvmeIo::Direct => &[IoPath::Direct],
+        NvmeIo::Mapped => &[IoPath::Mapped],
+    };
+    let mut found = Vec::new();
+    for way in ways {
+        let result = measure(folder, *way, MEASURE_BYTES, io);
+        found.extend(result.map_err(|e| failures::engine("measure the spill disk", &e))?);
+    }
+    Ok(found)
+}
+
+/// Rank 0's measurements on every rank: all must go the same way.
+fn shared(measured: &[Measured], comm: &dyn Communicator) -> Result<Vec<Measured>, Failure> {
+    let own = serde_json::to_vec(measured).unwrap_or_default();
+    let all = comm
+        .all_gather_bytes(&own, Tag::new("nvme", 0))
+        .map_err(|e| failures::comm(&e))?;
+    let first = all.into_iter().next().unwrap_or_default();
+    Ok(serde_json::from_slice(&first).unwrap_or_default())
+}
+
+fn chosen(asked: NvmeIo, measured: &[Measured]) -> Option<IoPath> {
+    match asked {
+        NvmeIo::Mapped => Some(IoPath::Mapped),
+        NvmeIo::Direct => measured.first().map(|m| m.io),
+        NvmeIo::Auto => {
+            let best = measured
+                .iter()
+                .max_by(|a, b| balanced(a).total_cmp(&balanced(b)));
+            best.map_or(Some(IoPath::Mapped), |m| Some(m.io))
+        }
+    }
+}
+
+/// Bytes per second when as much is read as written, as a step does.
+fn balanced(measured: &Measured) -> f64 {
+    2.0 / (1.0 / measured.read + 1.0 / measured.write)
+}
+
+fn described(parent: &Path, way: IoPath, measured: &[Measured]) -> String {
+    let rates: Vec<String> = measured
+        .iter()
+        .map(|m| {
+            format!(
+                "{} reads {:.2} GB/s, writes {:.2}",
+                m.io.name(),
+                m.read / 1e9,
+                m.write / 1e9
+            )
+        })
+        .collect();
+    format!(
+        "{}: {} I/O ({})",
+        parent.display(),
+        way.name(),
+        rates.join("; ")
+    )
+}
+
+fn no_direct(parent: &Path) -> Failure {
+    Failure::usage(
+        format!("{} does not support direct I/O", parent.display()),
+        "its file system refuses O_DIRECT (tmpfs and some network file systems do)",
+    )
+    .next("use --nvme-io mapped, or a directory on a local disk")
+}
+
+fn failed(error: &SpillError) -> Failure {
+    failures::spill("set up spill files", error)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_way_that_moves_a_step_faster_is_taken() {
+        let of = |io, read, write| Measured { io, read, write };
+        let direct = of(IoPath::Direct, 2e9, 2e9);
+        let mapped = of(IoPath::Mapped, 9e9, 0.5e9);
+        assert_eq!(
+            chosen(NvmeIo::Auto, &[direct, mapped]),
+            Some(IoPath::Direct)
+        );
+        assert_eq!(chosen(NvmeIo::Auto, &[mapped]), Some(IoPath::Mapped));
+        assert_eq!(chosen(NvmeIo::Direct, &[]), None);
+        assert!((balanced(&direct) - 2e9).abs() < 1.0);
+        let text = described(Path::new("/d"), IoPath::Direct, &[direct, mapped]);
+        assert_eq!(
+            text,
+            "/d: direct I/O (direct reads 2.00 GB/s, writes 2.00; mapped reads 9.00 GB/s, writes 0.50)"
+        );
+    }
+}

@@ -1,0 +1,181 @@
+//! What a rank was doing when it failed: the part of a report that only the loop knows.
+
+use super::session::Session;
+use super::stall;
+use crate::data::SampleSet;
+use crate::error::{ErrorCode, Failure};
+use crate::plan::suggestion::AT_STEP;
+use crate::units::grouped;
+use models::data::EncodedSample;
+
+/// Samples named one by one in a report.
+const NAMED_SAMPLES: usize = 4;
+
+/// The micro-batch at hand.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Place {
+    /// Step, counted from 1.
+    pub(crate) step: u64,
+    /// Micro-batch of the step, counted from 1.
+    pub(crate) micro_batch: u64,
+    /// Indices of its samples in the set of the run.
+    pub(crate) samples: Vec<usize>,
+    /// Their tokens.
+    pub(crate) tokens: Vec<usize>,
+    /// Their patches.
+    pub(crate) patches: Vec<usize>,
+}
+
+impl Place {
+    /// The place of `batch`, the samples of `indices`; `step` and `micro_step` count from 0.
+    pub(crate) fn new(
+        step: u64,
+        micro_step: u64,
+        indices: Vec<usize>,
+        batch: &[EncodedSample],
+    ) -> Self {
+        Self {
+            step: step + 1,
+            micro_batch: micro_step + 1,
+            samples: indices,
+            tokens: batch.iter().map(|s| s.input_ids.len()).collect(),
+            patches: batch.iter().map(EncodedSample::patches).collect(),
+        }
+    }
+
+    /// One line: step, micro-batch, samples with their ids and sizes.
+    fn describe(&self, set: &SampleSet) -> String {
+        let sizes = self.tokens.iter().zip(&self.patches);
+        let mut parts: Vec<String> = self
+            .samples
+            .iter()
+            .zip(sizes)
+            .take(NAMED_SAMPLES)
+            .map(|(index, (tokens, patches))| {
+                let id = set.samples.get(*index).and_then(|s| s.id.as_deref());
+                let id = id.map_or_else(String::new, |id| format!(" (id {id})"));
+                let index = set.index_in_file(*index);
+                let tokens = grouped(*tokens as u64);
+                match patches {
+                    0 => format!("sample {index}{id}: {tokens} tokens, no image"),
+                    _ => format!(
+                        "sample {index}{id}: {tokens} tokens, {} patches",
+                        grouped(*patches as u64)
+                    ),
+                }
+            })
+            .collect();
+        if self.samples.len() > NAMED_SAMPLES {
+            let total: usize = self.tokens.iter().sum();
+            parts.push(format!(
+                "{} more, {} tokens in total",
+                self.samples.len() - NAMED_SAMPLES,
+                grouped(total as u64)
+            ));
+        }
+        format!(
+            "step {}, micro-batch {}: {}",
+            self.step,
+            self.micro_batch,
+            parts.join("; ")
+        )
+    }
+}
+
+/// Adds to a failure of this rank where it stood: the unit and phase, the step, the samples; for a
+/// dead exchange the last collectives of all ranks.
+pub(crate) fn complete(failure: Failure, session: &Session<'_>) -> Failure {
+    let world = session.comm.world();
+    let dead = session.comm.failure();
+    let failure = match (&dead, failure.code) {
+        (Some(error), ErrorCode::Collective) => {
+            stall::report(error, session.zero.plan()).unwrap_or(failure)
+        }
+        _ => failure,
+    };
+    let mut failure = failure;
+    if failure.code == ErrorCode::Collective && world.size > 1 {
+        let (plan, output) = (session.zero.plan(), &session.config.output);
+        match session.collectives.save(plan, output, world.rank) {
+            Ok(path) => {
+                let line = format!("its last collectives: {}", path.display());
+                failure = failure.evidence(line);
+            }
+            // The failure itself is to be heard of.
+            Err(error) => tracing::warn!("the last collectives cannot be written: {error}"),
+        }
+    }
+    if matches!(
+        failure.code,
+        ErrorCode::DeviceMemory | ErrorCode::HostMemory
+    ) {
+        if let Some((unit, phase)) = session.zero.position() {
+            failure.title += &format!(" in {} of {unit}", phase.name());
+        }
+        if let Some(place) = &session.place {
+            failure.title += &format!("{AT_STEP}{}", place.step);
+        } else if session.eval.is_some() && session.config.batch.eval_batch > 1 {
+            let batch = session.config.batch.eval_batch;
+            failure.next.insert(
+                0,
+                format!("--per-device-eval-batch-size {} (now {batch})", batch / 2),
+            );
+        }
+    }
+    let wanted = matches!(
+        failure.code,
+        ErrorCode::DeviceMemory | ErrorCode::HostMemory | ErrorCode::Collective
+    );
+    if let Some(place) = session.place.as_ref().filter(|_| wanted) {
+        let line = place.describe(&session.train);
+        failure = failure.evidence(if world.size > 1 {
+            format!("rank {} worked on {line}", world.rank)
+        } else {
+            line
+        });
+    }
+    failure
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use models::data::RawSample;
+    use models::image::ImageFolder;
+
+    fn raw(id: &str) -> RawSample {
+        let text = format!(r#"{{"id": "{id}", "conversations": []}}"#);
+        serde_json::from_str(&text).expect("a sample")
+    }
+
+    #[test]
+    fn samples_are_named_with_their_sizes_and_many_are_summed_up() {
+        // The file's second sample was left out.
+        let set = SampleSet {
+            samples: ["a", "b", "c", "d", "e", "f"].map(raw).into(),
+            kept: vec![0, 2, 3, 4, 5, 6],
+            images: ImageFolder::new("."),
+            sizes: Vec::new(),
+            problems: Vec::new(),
+            pictures: 0,
+        };
+        let place = Place {
+            step: 7,
+            micro_batch: 2,
+            samples: vec![5, 0],
+            tokens: vec![1811, 40],
+            patches: vec![1024, 0],
+        };
+        assert_eq!(
+            place.describe(&set),
+            "step 7, micro-batch 2: sample 6 (id f): 1 811 tokens, 1 024 patches; sample 0 (id a): 40 tokens, no image"
+        );
+        let many = Place {
+            samples: (0..6).collect(),
+            tokens: vec![10; 6],
+            patches: vec![0; 6],
+            ..place
+        };
+        assert!(many.describe(&set).ends_with("2 more, 60 tokens in total"));
+    }
+}
