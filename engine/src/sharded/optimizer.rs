@@ -5,7 +5,7 @@ use crate::access::{ParamAccess, Phase};
 use crate::comm::Communicator;
 use crate::error::EngineError;
 use crate::plan::{PassKind, Plan, ZeroConfig};
-use crate::spec::{ModelSpec, ParamId, ParamSpec, TensorParallel, UnitId, UnitSpec};
+use crate::spec::{ModelSpec, ParamId, ParamSpec, UnitId, UnitSpec};
 use crate::tier::Tiers;
 use crate::zero::{OptimizerConfig, StepReport, Zero};
 use kernels::{NullBackend, Pool, Shape, Tag, Tensor};
@@ -225,7 +225,6 @@ fn spec(bridge: &dyn TensorBridge) -> (ModelSpec, Vec<optim::GroupOptions>) {
                 shape: Shape::new(&[tensor.elems]),
                 unit: UnitId(unit),
                 trainable: true,
-                tensor_parallel: TensorParallel::Replicated,
             });
         }
     }

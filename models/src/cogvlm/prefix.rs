@@ -8,7 +8,7 @@ use crate::batch::{starts_of, upload};
 use crate::error::Result;
 use crate::ops::Sequences;
 use crate::params::ParamScope;
-use engine::{ParamId, TensorParallel};
+use engine::ParamId;
 use kernels::{Backend, Tensor};
 
 /// Tables of a batch of `S` samples and `T` tokens, for `P` learned tokens of `g` heads; each i32.
@@ -78,9 +78,8 @@ impl Prefix {
         heads: usize,
         head_dim: usize,
     ) -> Self {
-        let split = TensorParallel::Replicated;
         Self {
-            param: params.param("prefix", [2, heads, tokens, head_dim], split),
+            param: params.param("prefix", [2, heads, tokens, head_dim]),
         }
     }
 

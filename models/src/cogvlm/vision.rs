@@ -7,7 +7,7 @@ use crate::batch::VisionBatch;
 use crate::error::Result;
 use crate::eva::{EvaTables, EvaTower, Fold, Frame, GluProjector};
 use crate::params::ParamBuilder;
-use engine::{ParamId, TensorParallel, UnitId};
+use engine::{ParamId, UnitId};
 use kernels::Tensor;
 
 const PREFIX: &str = "model.vision";
@@ -46,7 +46,7 @@ impl Vision {
             unit: scope.id(),
             fold: (config.edition == Edition::CogVlm2).then(|| Fold::new(&mut scope, c, c)),
             positions: (config.edition == Edition::CogAgent)
-                .then(|| scope.param("pos_embed", [patches, c], TensorParallel::Replicated)),
+                .then(|| scope.param("pos_embed", [patches, c])),
             projector: GluProjector::new(&mut scope, c, d, config.language.intermediate_size),
             frame: Frame::new(&mut scope, d),
         }

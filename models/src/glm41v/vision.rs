@@ -9,7 +9,7 @@ use crate::error::Result;
 use crate::nn::{GatedMlp, RmsNorm, Rotary, SelfAttention, SelfAttentionConfig};
 use crate::ops::{LinearParams, Sequences};
 use crate::params::{ParamBuilder, ParamScope};
-use engine::{ParamId, TensorParallel, UnitId};
+use engine::{ParamId, UnitId};
 
 /// Patch embedding, interpolated positions and transformer blocks, without the final norm.
 #[derive(Debug)]
@@ -24,20 +24,17 @@ pub(super) struct VisionTower {
 impl VisionTower {
     pub(super) fn new(params: &mut ParamBuilder<'_>, config: &VisionConfig) -> Self {
         let (c, side) = (config.hidden_size, config.patch_size);
-        let column = TensorParallel::Column { groups: 1 };
         let mut unit = params.unit("model.visual.embeddings");
         let embed_unit = unit.id();
         let mut visual = unit.at("model.visual");
         let mut conv = visual.at("patch_embed.proj");
-        let kernel = conv.param("weight", [c, 3, config.frames, side, side], column);
-        let bias = conv.param("bias", [c], column);
+        let kernel = conv.param("weight", [c, 3, config.frames, side, side]);
+        let bias = conv.param("bias", [c]);
         let eps = config.rms_norm_eps as f32;
         let norm = RmsNorm::new(&mut visual, "post_conv_layernorm", c, eps);
-        let position = visual.at("embeddings.position_embedding").param(
-            "weight",
-            [config.grid_side * config.grid_side, c],
-            TensorParallel::Replicated,
-        );
+        let position = visual
+            .at("embeddings.position_embedding")
+            .param("weight", [config.grid_side * config.grid_side, c]);
         let blocks = (0..config.num_layers)
             .map(|i| {
                 let path = format!("model.visual.blocks.{i}");

@@ -8,9 +8,6 @@ use crate::error::Result;
 use crate::generate::CachedLayer;
 use crate::ops::Sequences;
 use crate::params::ParamScope;
-use engine::TensorParallel;
-
-const COLUMN: TensorParallel = TensorParallel::Column { groups: 1 };
 
 /// Sizes of a self-attention layer.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -54,7 +51,7 @@ impl SelfAttention {
         let mut scope = params.at(name);
         let (c, d) = (config.width, config.head_dim);
         let (q_rows, kv_rows) = (config.heads * d, config.kv_heads * d);
-        let mut layer = |name, rows| scope.linear(name, [rows, c], config.qkv_bias, COLUMN);
+        let mut layer = |name, rows| scope.linear(name, [rows, c], config.qkv_bias);
         let inputs = [
             layer("q_proj", q_rows),
             layer("k_proj", kv_rows),
@@ -83,7 +80,7 @@ impl SelfAttention {
         config: SelfAttentionConfig,
     ) -> Self {
         let shape = [config.width, config.heads * config.head_dim];
-        let out = scope.linear(config.out_name, shape, config.out_bias, TensorParallel::Row);
+        let out = scope.linear(config.out_name, shape, config.out_bias);
         Self {
             inputs,
             out,
