@@ -2,12 +2,11 @@
 
 use super::config::{Edition, LanguageConfig};
 use super::experts::Routed;
-use super::prefix::Prefix;
 use crate::autograd::{Scope, Var};
 use crate::batch::Batch;
 use crate::error::Result;
 use crate::generate::CachedLayer;
-use crate::nn::{FusedLinear, Linear};
+use crate::nn::{FusedLinear, Linear, Prefix};
 use crate::params::ParamScope;
 
 /// Routed projections around causal attention with rotary positions.

@@ -3,6 +3,7 @@
 //! Shapes: `P` patches of all pictures in blocks of 2 x 2, `c` width.
 
 use super::config::VisionConfig;
+use super::tables::Glm41vTables;
 use crate::autograd::{Scope, Tape, Var};
 use crate::batch::VisionBatch;
 use crate::error::Result;
@@ -58,7 +59,7 @@ impl VisionTower {
         tape: &Tape<'_, 'm>,
         batch: &'m VisionBatch,
     ) -> Result<Var> {
-        let tables = batch.tables.glm41v()?;
+        let tables = batch.tables::<Glm41vTables>()?;
         let [mut x] = tape.segment(self.embed_unit, [], move |scope, []| {
             let patches = scope.constant(batch.patches.clone());
             let x = scope.linear(&patches, &self.patch)?;
@@ -96,13 +97,14 @@ impl Block {
             heads: config.num_heads,
             kv_heads: config.num_heads,
             head_dim: config.head_dim,
+            fused: Some("qkv"),
             qkv_bias: false,
             out_bias: false,
             out_name: "proj",
         };
         Self {
             norm1: RmsNorm::new(params, "norm1", c, eps),
-            attention: SelfAttention::fused(params, "attn", "qkv", attention),
+            attention: SelfAttention::new(params, "attn", attention),
             norm2: RmsNorm::new(params, "norm2", c, eps),
             mlp: GatedMlp::new(params, "mlp", c, config.out_hidden_size),
         }

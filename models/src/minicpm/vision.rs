@@ -3,6 +3,7 @@
 //! Shapes: `P` patches of all slices, `c` width.
 
 use super::config::VisionConfig;
+use super::tables::MiniCpmTables;
 use crate::autograd::{Tape, Var};
 use crate::batch::VisionBatch;
 use crate::error::Result;
@@ -62,7 +63,7 @@ impl VisionTower {
         tape: &Tape<'_, 'm>,
         batch: &'m VisionBatch,
     ) -> Result<Var> {
-        let tables = batch.tables.minicpm()?;
+        let tables = batch.tables::<MiniCpmTables>()?;
         let [mut x] = tape.segment(self.embed_unit, [], move |scope, []| {
             let patches = scope.constant(batch.patches.clone());
             let x = scope.linear(&patches, &self.patch)?;

@@ -3,6 +3,7 @@
 //! Shapes: `P` patches in blocks of 2 x 2, `N = P / 4` features, `c` width of the tower, `D` of the language model.
 
 use super::config::VisionConfig;
+use super::tables::Glm41vTables;
 use crate::autograd::{Rows, Scope, Tape, Var};
 use crate::batch::VisionBatch;
 use crate::error::Result;
@@ -57,7 +58,7 @@ impl Merger {
         x: &Var,
         batch: &'m VisionBatch,
     ) -> Result<Var> {
-        let tables = batch.tables.glm41v()?;
+        let tables = batch.tables::<Glm41vTables>()?;
         let [features] = tape.segment(self.unit, [x], move |scope, [x]| {
             let x = self.post_norm.forward(scope, x)?;
             scope.observe("vision.post_layernorm", &x);

@@ -23,7 +23,7 @@ pub struct PrefixTables {
     /// `[T]`: rows of the batch's tokens.
     token_rows: Tensor,
     /// The batch's queries against all rows.
-    pub(super) sequences: Sequences,
+    pub(crate) sequences: Sequences,
 }
 
 impl PrefixTables {
@@ -31,7 +31,7 @@ impl PrefixTables {
     ///
     /// # Errors
     /// When memory runs out.
-    pub(super) fn new(
+    pub(crate) fn new(
         starts: &[usize],
         prefix: usize,
         heads: usize,
@@ -66,13 +66,13 @@ impl PrefixTables {
 
 /// A layer's learned keys and values, `[2, g, P, d]`.
 #[derive(Clone, Copy, PartialEq, Debug)]
-pub(super) struct Prefix {
+pub(crate) struct Prefix {
     param: ParamId,
 }
 
 impl Prefix {
     /// Declares `prefix`.
-    pub(super) fn new(
+    pub(crate) fn new(
         params: &mut ParamScope<'_, '_>,
         tokens: usize,
         heads: usize,
@@ -87,7 +87,7 @@ impl Prefix {
     ///
     /// # Errors
     /// When shapes do not fit or memory runs out.
-    pub(super) fn prepend(
+    pub(crate) fn prepend(
         &self,
         scope: &Scope<'_>,
         [k, v]: [&Var; 2],

@@ -3,8 +3,9 @@
 //! Shapes: `P` patches of all slices, `N` slices, `Q` queries, `D` width of the language model.
 
 use super::config::{MiniCpmConfig, RESAMPLER_HEAD_DIM};
+use super::tables::MiniCpmTables;
 use crate::autograd::{Scope, Tape, Var};
-use crate::batch::{MiniCpmTables, VisionBatch};
+use crate::batch::VisionBatch;
 use crate::error::Result;
 use crate::nn::LayerNorm;
 use crate::ops::LinearParams;
@@ -76,7 +77,7 @@ impl Resampler {
         x: &Var,
         batch: &'m VisionBatch,
     ) -> Result<Var> {
-        let batch = batch.tables.minicpm()?;
+        let batch = batch.tables::<MiniCpmTables>()?;
         let [features] = tape.segment(self.unit, [x], move |scope, [x]| {
             let x = self.post_norm.forward(scope, x)?;
             scope.observe("vision.post_layernorm", &x);
