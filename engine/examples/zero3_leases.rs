@@ -16,7 +16,7 @@ mod ranks;
 use engine::comm::Communicator;
 use engine::{
     EngineError, ModelSpec, OptimizerConfig, ParamAccess, ParamId, ParamSpec, PassKind, Phase,
-    Plan, Stage, TensorParallel, Tiers, UnitId, UnitSpec, Zero, ZeroConfig,
+    Plan, Stage, Tiers, UnitId, UnitSpec, Zero, ZeroConfig,
 };
 use kernels::{NullBackend, Pool, Tag, Tensor};
 use mlp::{LAYERS, LR, Rows, SAMPLES, SIZES, STEPS, WEIGHT_DECAY};
@@ -41,7 +41,6 @@ fn spec() -> ModelSpec {
                 shape: shape.as_slice().into(),
                 unit: UnitId(layer as u32),
                 trainable: true,
-                tensor_parallel: TensorParallel::Replicated,
             });
         }
         spec.units.push(UnitSpec { name });

@@ -8,7 +8,7 @@
 //! ```
 //! use engine::comm::threads;
 //! use engine::{EngineError, ModelSpec, OptimizerConfig, ParamAccess, ParamId, ParamSpec, PassKind, Phase, Plan, Stage};
-//! use engine::{TensorParallel, Tiers, UnitId, UnitSpec, Zero, ZeroConfig};
+//! use engine::{Tiers, UnitId, UnitSpec, Zero, ZeroConfig};
 //! use kernels::{NullBackend, Pool, Shape, Tag, Tensor};
 //! use std::sync::Arc;
 //!
@@ -16,7 +16,6 @@
 //! let (unit, weight) = (UnitId(0), ParamId(0));
 //! let param = ParamSpec {
 //!     name: "weight".into(), shape: Shape::new(&[4]), unit, trainable: true,
-//!     tensor_parallel: TensorParallel::Replicated,
 //! };
 //! let spec = ModelSpec { units: vec![UnitSpec { name: "model".into() }], params: vec![param] };
 //! let config = ZeroConfig { stage: Stage::Zero3, ..ZeroConfig::default() };
@@ -97,7 +96,7 @@ pub use plan::{
     DeviceTransport, EarlyStep, GradDtype, Offload, PassKind, Plan, Stage, StateKind, Tier,
     ZeroConfig,
 };
-pub use spec::{ModelSpec, ParamId, ParamSpec, TensorParallel, UnitId, UnitSpec};
+pub use spec::{ModelSpec, ParamId, ParamSpec, UnitId, UnitSpec};
 pub use step::OptimizerConfig;
 pub use timing::{DeviceTimes, Times};
 pub use trace::Trace;

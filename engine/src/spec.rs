@@ -27,22 +27,6 @@ impl UnitId {
     }
 }
 
-/// How a weight is divided when one layer is spread over several ranks (tensor parallelism).
-/// Carried by every parameter from the start; ZeRO itself ignores it.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub enum TensorParallel {
-    /// Every rank of the group holds the whole weight.
-    #[default]
-    Replicated,
-    /// Divided along the output rows into `groups` fused parts (3 for a packed q, k, v).
-    Column {
-        /// Fused parts, each divided on its own.
-        groups: u32,
-    },
-    /// Divided along the input columns.
-    Row,
-}
-
 /// One parameter.
 #[derive(Clone, PartialEq, Debug)]
 pub struct ParamSpec {
@@ -54,8 +38,6 @@ pub struct ParamSpec {
     pub unit: UnitId,
     /// Whether it is updated. A frozen parameter never owns gradient, moment or master bytes.
     pub trainable: bool,
-    /// Its division under tensor parallelism.
-    pub tensor_parallel: TensorParallel,
 }
 
 /// Parameters gathered and released together.

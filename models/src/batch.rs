@@ -3,20 +3,18 @@
 //! Shapes: `T` tokens of all samples, `P` patches of all slices, `N` slices, `Q` features per
 //! slice, `M` spliced rows.
 
-use crate::cogvlm::{CogAgentTables, Experts, PrefixTables};
 use crate::data::Slice;
-use crate::eva::EvaTables;
 use crate::generate::CachePass;
-use crate::glm41v::Glm41vTables;
-use crate::nn::Rotary;
-use crate::ops::Sequences;
+use crate::nn::{PrefixTables, Rotary};
+use crate::ops::{RowGroups, Sequences};
 use crate::processor::Normalization;
 use crate::{ModelError, Result, SampleInput};
 use kernels::{Backend, DType, IGNORED_LABEL, Shape, Tag, Tensor};
+use std::any::Any;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Where features of pictures stand among the tokens.
+/// Token rows that image features replace.
 #[derive(Clone, Debug)]
 pub struct Splice {
     /// i32 `[M]`: token rows that features replace.
@@ -25,98 +23,62 @@ pub struct Splice {
     pub sources: Tensor,
 }
 
-/// Pictures of a batch: the slices of all samples, one behind the other.
+impl Splice {
+    /// Features in the order of the token rows `rows` that they replace.
+    ///
+    /// # Errors
+    /// When memory runs out.
+    pub(crate) fn in_order(rows: &[i32], backend: &dyn Backend) -> Result<Self> {
+        let sources: Vec<i32> = (0..rows.len() as i32).collect();
+        Ok(Self {
+            rows: upload(backend, rows, &[rows.len()])?,
+            sources: upload(backend, &sources, &[sources.len()])?,
+        })
+    }
+}
+
+/// Token rows of all images of `samples`, in order.
+pub(crate) fn image_rows(samples: &[SampleInput<'_>]) -> Vec<i32> {
+    let starts = starts_of(samples.iter().map(|s| s.input_ids.len()));
+    let bounds = samples.iter().zip(starts.iter());
+    let bounds = bounds.flat_map(|(s, first)| s.image_bounds.iter().map(move |b| (first, b)));
+    let rows = bounds.flat_map(|(first, (start, end))| first + start..first + end);
+    rows.map(|row| row as i32).collect()
+}
+
+/// Images of a batch: the slices of all samples, one after the other.
 #[derive(Clone, Debug)]
 pub struct VisionBatch {
     /// `[P, 3 * patch * patch]` in the compute dtype: channel, pixel row, pixel column.
     pub patches: Tensor,
-    /// The patches of a slice attend to each other.
+    /// Bidirectional attention within each slice.
     pub sequences: Sequences,
-    /// Where the features go.
+    /// Token rows of the features.
     pub splice: Splice,
-    /// What only one family's tower needs.
-    pub tables: VisionTables,
+    /// Index tables of the family's vision tower.
+    pub tables: Arc<dyn VisionTables>,
 }
 
-/// Index tables that one family's vision tower needs.
-#[derive(Clone, Debug)]
-pub enum VisionTables {
-    /// MiniCPM.
-    MiniCpm(MiniCpmTables),
-    /// CogVLM, CogVLM2 and GLM-4V.
-    Eva(Box<EvaTables>),
-    /// GLM-4.1V.
-    Glm41v(Glm41vTables),
-    /// CogAgent.
-    CogAgent(Box<CogAgentTables>),
-}
-
-impl VisionTables {
-    /// The tables of MiniCPM's tower.
+impl VisionBatch {
+    /// The tables of the tower that has tables `T`.
     ///
     /// # Errors
     /// [`ModelError::ForeignBatch`] for those of another tower.
-    pub fn minicpm(&self) -> Result<&MiniCpmTables> {
-        match self {
-            Self::MiniCpm(tables) => Ok(tables),
-            _ => Err(ModelError::ForeignBatch {
-                expected: "MiniCPM",
-            }),
-        }
-    }
-
-    /// The tables of EVA's tower.
-    ///
-    /// # Errors
-    /// [`ModelError::ForeignBatch`] for those of another tower.
-    pub fn eva(&self) -> Result<&EvaTables> {
-        match self {
-            Self::Eva(tables) => Ok(tables),
-            Self::CogAgent(tables) => Ok(&tables.eva),
-            _ => Err(ModelError::ForeignBatch { expected: "EVA" }),
-        }
-    }
-
-    /// The tables of CogAgent's towers.
-    ///
-    /// # Errors
-    /// [`ModelError::ForeignBatch`] for those of other towers.
-    pub fn cogagent(&self) -> Result<&CogAgentTables> {
-        match self {
-            Self::CogAgent(tables) => Ok(tables),
-            _ => Err(ModelError::ForeignBatch {
-                expected: "CogAgent",
-            }),
-        }
-    }
-
-    /// The tables of GLM-4.1V's tower.
-    ///
-    /// # Errors
-    /// [`ModelError::ForeignBatch`] for those of another tower.
-    pub fn glm41v(&self) -> Result<&Glm41vTables> {
-        match self {
-            Self::Glm41v(tables) => Ok(tables),
-            _ => Err(ModelError::ForeignBatch {
-                expected: "GLM-4.1V",
-            }),
-        }
+    pub fn tables<T: VisionTables>(&self) -> Result<&T> {
+        let tables: &dyn Any = &*self.tables;
+        let expected = T::tower();
+        tables
+            .downcast_ref()
+            .ok_or(ModelError::ForeignBatch { expected })
     }
 }
 
-/// Tables of MiniCPM's tower and resampler.
-#[derive(Clone, Debug)]
-pub struct MiniCpmTables {
-    /// i32 `[P]`: row of the learned position table.
-    pub position_ids: Tensor,
-    /// i32 `[P]`: patch row and patch column inside the slice.
-    pub patch_coords: [Tensor; 2],
-    /// Largest patch row and column plus one.
-    pub grid: [usize; 2],
-    /// The queries of a slice attend to its patches.
-    pub resample: Sequences,
-    /// i32 `[N * Q]`: `0..Q` for every slice.
-    pub query_index: Tensor,
+/// Index tables that only one family's vision tower reads.
+pub trait VisionTables: Any + std::fmt::Debug + Send + Sync {
+    /// Name of the tower in errors.
+    fn tower() -> &'static str
+    where
+        Self: Sized;
 }
 
 /// Tokens that attend to features beside their own sequence.
@@ -193,8 +155,8 @@ pub struct Batch {
     pub sequences: Sequences,
     /// i32, one per sample: its last row.
     pub last_rows: Tensor,
-    /// Which rows which expert computes; absent when all rows are text.
-    pub experts: Option<Experts>,
+    /// Text rows and image rows of a decoder with an expert for each; absent when all rows are text.
+    pub experts: Option<RowGroups>,
     /// i32: rows of padding in the text, whose embedding gets no gradient.
     pub padding_rows: Option<Tensor>,
     /// Learned keys and values before those of each sample.
@@ -309,6 +271,42 @@ fn labels<'a>(sample: &SampleInput<'a>) -> impl Iterator<Item = i32> + use<'a> {
     let missing = sample.input_ids.len() - sample.labels.len();
     let none = std::iter::repeat_n(IGNORED_LABEL, missing);
     sample.labels.iter().copied().chain(none)
+}
+
+/// Fails unless each image of a sample is one slice, and has a token range of as many rows as `rows` says of the slice.
+///
+/// # Errors
+/// Names the sample.
+pub(crate) fn check_images(
+    index: usize,
+    sample: &SampleInput<'_>,
+    rows: impl Fn(&Slice) -> Result<usize, String>,
+) -> Result<()> {
+    let fail = |reason: String| {
+        Err(ModelError::Sample {
+            sample: index,
+            reason,
+        })
+    };
+    let (bounds, slices) = (sample.image_bounds, sample.slices);
+    if bounds.len() != slices.len() {
+        let (bounds, slices) = (bounds.len(), slices.len());
+        return fail(format!("{bounds} image positions, {slices} images"));
+    }
+    let (mut end_before, tokens) = (0, sample.input_ids.len());
+    for ((start, end), slice) in bounds.iter().zip(slices) {
+        let rows = match rows(slice) {
+            Ok(rows) => rows,
+            Err(reason) => return fail(reason),
+        };
+        if start + rows != *end || end_before > *start || *end > tokens {
+            return fail(format!(
+                "picture at {start}..{end}, expected {rows} of {tokens} tokens"
+            ));
+        }
+        end_before = *end;
+    }
+    Ok(())
 }
 
 /// Fails unless a sample's slices are whole, of patches of `side` x `side` pixels.

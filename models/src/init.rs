@@ -77,7 +77,7 @@ pub fn rule(param: &ParamSpec, matrix: Init) -> Init {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use engine::{TensorParallel, UnitId};
+    use engine::UnitId;
     use kernels::Shape;
 
     fn param(name: &str, shape: &[usize]) -> ParamSpec {
@@ -86,7 +86,6 @@ mod tests {
             shape: Shape::new(shape),
             unit: UnitId(0),
             trainable: true,
-            tensor_parallel: TensorParallel::Replicated,
         }
     }
 

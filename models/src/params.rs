@@ -5,7 +5,7 @@ use crate::error::{ModelError, Result};
 use crate::lora::{LanguageModules, LoraConfig, TargetMatcher};
 use crate::nn::{FusedLinear, Linear};
 use crate::ops::{LinearParams, LoraParams};
-use engine::{ModelSpec, ParamId, ParamSpec, TensorParallel, UnitId, UnitSpec};
+use engine::{ModelSpec, ParamId, ParamSpec, UnitId, UnitSpec};
 use kernels::Shape;
 use std::collections::BTreeMap;
 
@@ -142,53 +142,29 @@ impl<'a> ParamScope<'_, 'a> {
     }
 
     /// Declares the parameter `name` below this path.
-    pub fn param(
-        &mut self,
-        name: &str,
-        shape: impl Into<Shape>,
-        tensor_parallel: TensorParallel,
-    ) -> ParamId {
+    pub fn param(&mut self, name: &str, shape: impl Into<Shape>) -> ParamId {
         let name = self.join(name);
         let trainable = (self.builder.trainable)(&name);
-        self.declare(name, shape.into(), trainable, tensor_parallel)
+        self.declare(name, shape.into(), trainable)
     }
 
-    fn declare(
-        &mut self,
-        name: String,
-        shape: Shape,
-        trainable: bool,
-        tensor_parallel: TensorParallel,
-    ) -> ParamId {
+    fn declare(&mut self, name: String, shape: Shape, trainable: bool) -> ParamId {
         let id = ParamId(self.builder.spec.params.len() as u32);
         self.builder.spec.params.push(ParamSpec {
             name,
             shape,
             unit: self.unit,
             trainable,
-            tensor_parallel,
         });
         id
     }
 
     /// Declares the linear layer `module` (`[n, k]`), with an adapter when it is a target.
-    pub fn linear(
-        &mut self,
-        module: &str,
-        [n, k]: [usize; 2],
-        bias: bool,
-        tensor_parallel: TensorParallel,
-    ) -> Linear {
+    pub fn linear(&mut self, module: &str, [n, k]: [usize; 2], bias: bool) -> Linear {
         let mut inner = self.at(module);
-        let weight = inner.param("weight", [n, k], tensor_parallel);
-        let bias = bias.then(|| {
-            let split = match tensor_parallel {
-                TensorParallel::Column { .. } => tensor_parallel,
-                _ => TensorParallel::Replicated,
-            };
-            inner.param("bias", [n], split)
-        });
-        let adapter = inner.adapter([n, k], tensor_parallel);
+        let weight = inner.param("weight", [n, k]);
+        let bias = bias.then(|| inner.param("bias", [n]));
+        let adapter = inner.adapters([n, k], 1);
         Linear {
             base: LinearParams::new(weight, bias),
             adapter,
@@ -205,16 +181,13 @@ impl<'a> ParamScope<'_, 'a> {
         bias: bool,
     ) -> FusedLinear {
         let n = parts.iter().sum();
-        let tensor_parallel = TensorParallel::Column {
-            groups: parts.len() as u32,
-        };
         let mut inner = self.at(module);
-        let weight = inner.param("weight", [n, k], tensor_parallel);
-        let bias = bias.then(|| inner.param("bias", [n], tensor_parallel));
+        let weight = inner.param("weight", [n, k]);
+        let bias = bias.then(|| inner.param("bias", [n]));
         let lora = inner.builder.lora.as_ref();
         let own_adapters = lora.is_some_and(|(config, _)| config.per_projection);
         let count = if own_adapters { parts.len() } else { 1 };
-        let adapter = inner.adapters([n, k], tensor_parallel, count);
+        let adapter = inner.adapters([n, k], count);
         if own_adapters && adapter.is_some() {
             let path = inner.path.clone();
             inner.builder.split.insert(path, parts.to_vec());
@@ -228,17 +201,8 @@ impl<'a> ParamScope<'_, 'a> {
         }
     }
 
-    fn adapter(&mut self, nk: [usize; 2], base: TensorParallel) -> Option<LoraParams> {
-        self.adapters(nk, base, 1)
-    }
-
     /// `count` adapters, their A one above the other.
-    fn adapters(
-        &mut self,
-        [n, k]: [usize; 2],
-        base: TensorParallel,
-        count: usize,
-    ) -> Option<LoraParams> {
+    fn adapters(&mut self, [n, k]: [usize; 2], count: usize) -> Option<LoraParams> {
         let (config, matcher) = self.builder.lora.as_ref()?;
         if !matcher.matches(&self.path) {
             return None;
@@ -246,16 +210,11 @@ impl<'a> ParamScope<'_, 'a> {
         let ((rank, scale), dropout) = (config.of(&self.path), config.lora_dropout);
         let rows = matcher.rows(&self.path);
         self.builder.adapters += 1;
-        let (split_a, split_b) = match base {
-            TensorParallel::Column { .. } => (TensorParallel::Replicated, base),
-            TensorParallel::Row => (TensorParallel::Row, TensorParallel::Replicated),
-            TensorParallel::Replicated => (base, base),
-        };
         let name = |part: &str| format!("{ADAPTER_PREFIX}{}.{part}.weight", self.path);
         let (name_a, name_b) = (name("lora_A"), name("lora_B"));
         Some(LoraParams {
-            lora_a: self.declare(name_a, Shape::new(&[count * rank, k]), true, split_a),
-            lora_b: self.declare(name_b, Shape::new(&[n, rank]), true, split_b),
+            lora_a: self.declare(name_a, Shape::new(&[count * rank, k]), true),
+            lora_b: self.declare(name_b, Shape::new(&[n, rank]), true),
             scale,
             dropout,
             rows,
@@ -309,10 +268,10 @@ mod tests {
         let mut builder = ParamBuilder::new(&trains, config, &LANGUAGE)?;
         let mut unit = builder.unit("llm.layers.0");
         let mut layer = unit.at("llm.layers.0");
-        layer.param("norm.weight", [3], TensorParallel::Replicated);
-        layer.linear("q_proj", [4, 3], true, TensorParallel::Column { groups: 1 });
+        layer.param("norm.weight", [3]);
+        layer.linear("q_proj", [4, 3], true);
         let mut head = builder.unit("head");
-        head.param("head.weight", [5, 3], TensorParallel::Replicated);
+        head.param("head.weight", [5, 3]);
         head.refuse_adapter("head")?;
         builder.finish()
     }

@@ -726,7 +726,7 @@ mod tests {
 
     #[test]
     fn compares_with_the_model_and_lists_what_is_left() {
-        use engine::{TensorParallel, UnitId, UnitSpec};
+        use engine::{UnitId, UnitSpec};
         let dir = tempfile::tempdir().unwrap();
         two_tensors(dir.path());
         let source = WeightSource::open(dir.path()).unwrap();
@@ -737,7 +737,6 @@ mod tests {
                 shape: Shape::new(shape),
                 unit: UnitId(0),
                 trainable: true,
-                tensor_parallel: TensorParallel::Replicated,
             }],
         };
         assert_eq!(source.check(&spec("a", &[3, 4])).unwrap(), ["b", "c"]);

@@ -108,7 +108,6 @@ mod tests {
                 shape: Shape::new(&[4]),
                 unit: UnitId(i as u32),
                 trainable: i >= trained,
-                tensor_parallel: crate::spec::TensorParallel::default(),
             });
         }
         assert_eq!(spec.find("p0"), Some(ParamId(0)));

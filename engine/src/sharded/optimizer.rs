@@ -6,7 +6,7 @@ use crate::comm::Communicator;
 use crate::error::EngineError;
 use crate::offload::tier::Tiers;
 use crate::plan::{PassKind, Phase, Plan, ZeroConfig};
-use crate::spec::{ModelSpec, ParamId, ParamSpec, TensorParallel, UnitId, UnitSpec};
+use crate::spec::{ModelSpec, ParamId, ParamSpec, UnitId, UnitSpec};
 use crate::step::OptimizerConfig;
 use crate::zero::{StepReport, Zero};
 use kernels::{NullBackend, Pool, Shape, Tag, Tensor};
@@ -226,7 +226,6 @@ fn spec(bridge: &dyn TensorBridge) -> (ModelSpec, Vec<optim::GroupOptions>) {
                 shape: Shape::new(&[tensor.elems]),
                 unit: UnitId(unit),
                 trainable: true,
-                tensor_parallel: TensorParallel::Replicated,
             });
         }
     }

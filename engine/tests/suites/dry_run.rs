@@ -2,7 +2,7 @@
 use engine::comm::{Communicator, threads};
 use engine::{
     DryRun, EngineError, ModelSpec, Offload, OptimizerConfig, ParamAccess, ParamSpec, PassKind,
-    Phase, Plan, Precision, Stage, TensorParallel, Tier, Tiers, UnitId, UnitSpec, Zero, ZeroConfig,
+    Phase, Plan, Precision, Stage, Tier, Tiers, UnitId, UnitSpec, Zero, ZeroConfig,
 };
 use kernels::{Backend, CpuBackend, Pool, PoolStats, Tag, Tensor};
 use optim::{AdamW, GroupOptions, Optimizer};
@@ -31,7 +31,6 @@ fn spec() -> ModelSpec {
                 shape: [*elems].as_slice().into(),
                 unit: UnitId(u as u32),
                 trainable: i == 0 || u % 2 == 0,
-                tensor_parallel: TensorParallel::Replicated,
             });
         }
     }

@@ -2,7 +2,7 @@
 
 use super::{Dropout, Loss, ResidentParams, Scope, Tape, Var};
 use crate::error::Result;
-use engine::{ModelSpec, ParamId, ParamSpec, TensorParallel, UnitId, UnitSpec};
+use engine::{ModelSpec, ParamId, ParamSpec, UnitId, UnitSpec};
 use kernels::{Backend, CpuBackend, DType, Shape, Tag, Tensor};
 use std::sync::Arc;
 
@@ -59,7 +59,6 @@ pub(crate) fn spec(params: &[(u32, &[usize], bool)]) -> ModelSpec {
                 shape: Shape::new(shape),
                 unit: UnitId(*unit),
                 trainable: *trainable,
-                tensor_parallel: TensorParallel::Replicated,
             })
             .collect(),
     }

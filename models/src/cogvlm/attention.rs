@@ -2,14 +2,12 @@
 
 use super::config::{Edition, LanguageConfig};
 use super::experts::Routed;
-use super::prefix::Prefix;
 use crate::autograd::{Scope, Var};
 use crate::batch::Batch;
 use crate::error::Result;
 use crate::generate::CachedLayer;
-use crate::nn::{FusedLinear, Linear};
+use crate::nn::{FusedLinear, Linear, Prefix};
 use crate::params::ParamScope;
-use engine::TensorParallel;
 
 /// Routed projections around causal attention with rotary positions.
 #[derive(Clone, PartialEq, Debug)]
@@ -44,7 +42,7 @@ impl ExpertAttention {
         };
         let mut out = |expert: &str| {
             let name = format!("{expert}_expert_dense");
-            scope.linear(&name, [c, heads * d], false, TensorParallel::Row)
+            scope.linear(&name, [c, heads * d], false)
         };
         let out = Routed {
             language: out("language"),

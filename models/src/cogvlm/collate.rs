@@ -2,21 +2,22 @@
 
 use super::config::CogConfig;
 use super::cross_vision::CrossPictures;
+use super::model::CogVlm;
 use super::positions::{position_ids, token_types, vision_rows};
-use super::prefix::PrefixTables;
 use super::rope::rotary;
-use super::vision::CogAgentTables;
-use super::{Experts, model::CogVlm};
+use super::tables::CogAgentTables;
 use crate::batch::{
-    Batch, CrossRows, Splice, VisionBatch, VisionTables, check_slices, pack, pack_next, starts_of,
+    Batch, CrossRows, Splice, VisionBatch, VisionTables, check_slices, image_rows, pack, pack_next,
     upload,
 };
 use crate::data::Slice;
 use crate::error::{ModelError, Result};
 use crate::eva::{EvaPictures, eva_pictures};
-use crate::nn::Rotary;
+use crate::nn::{PrefixTables, Rotary};
+use crate::ops::RowGroups;
 use crate::{SampleInput, cogvlm::config::Edition};
 use kernels::{Backend, Tensor};
+use std::sync::Arc;
 
 /// A picture's slices, each with the number of patches before it in the batch.
 type Picture<'a> = Vec<(&'a Slice, usize)>;
@@ -37,8 +38,7 @@ impl CogVlm {
         let mut batch = pack(samples, positions, rotary, vision, backend)?;
         let vision = vision_rows(&types);
         if vision.contains(&true) {
-            let [language, vision] = backend.partition_rows(&vision)?;
-            batch.experts = Some(Experts { language, vision });
+            batch.experts = Some(RowGroups(backend.partition_rows(&vision)?));
         }
         let tokens = samples.iter().flat_map(|s| s.input_ids);
         let text = types.iter().flatten().map(|picture| !picture);
@@ -122,36 +122,25 @@ impl CogVlm {
             options.dtype,
             backend,
         )?;
-        let tables = match &config.cross {
-            None => VisionTables::Eva(Box::new(tables)),
+        let tables: Arc<dyn VisionTables> = match &config.cross {
+            None => Arc::new(tables),
             Some(cross) => {
                 let second: Picture<'_> = pictures.iter().map(|p| p[1]).collect();
                 let dtypes = (options.dtype, options.rotary_dtype());
                 let norm = &self.normalization;
                 let patches = 0..config.vision.patches() as i32;
                 let ids: Vec<i32> = first.iter().flat_map(|_| patches.clone()).collect();
-                VisionTables::CogAgent(Box::new(CogAgentTables {
+                Arc::new(CogAgentTables {
                     eva: tables,
                     position_ids: upload(backend, &ids, &[ids.len()])?,
                     cross: CrossPictures::new(cross, &second, norm, dtypes, backend)?,
-                }))
+                })
             }
         };
-        let starts = starts_of(samples.iter().map(|s| s.input_ids.len()));
-        let places = samples.iter().zip(starts.iter());
-        let rows: Vec<i32> = places
-            .flat_map(|(s, start)| s.image_bounds.iter().map(move |b| start + b.0..start + b.1))
-            .flatten()
-            .map(|row| row as i32)
-            .collect();
-        let sources: Vec<i32> = (0..rows.len() as i32).collect();
         Ok(Some(VisionBatch {
             patches,
             sequences,
-            splice: Splice {
-                rows: upload(backend, &rows, &[rows.len()])?,
-                sources: upload(backend, &sources, &[sources.len()])?,
-            },
+            splice: Splice::in_order(&image_rows(samples), backend)?,
             tables,
         }))
     }

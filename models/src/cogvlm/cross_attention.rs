@@ -7,10 +7,7 @@ use crate::error::Result;
 use crate::generate::CachedLayer;
 use crate::nn::{FusedLinear, Linear, RmsNorm};
 use crate::params::ParamScope;
-use engine::TensorParallel;
 use kernels::Tensor;
-
-const COLUMN: TensorParallel = TensorParallel::Column { groups: 1 };
 
 /// `x += dense(attention(query(norm(x)), features))`, without positions, mask or experts.
 #[derive(Clone, PartialEq, Debug)]
@@ -44,9 +41,9 @@ impl CrossAttention {
         let mut scope = params.at("cross_attn");
         Self {
             norm,
-            query: scope.linear("query", [inner, width], false, COLUMN),
+            query: scope.linear("query", [inner, width], false),
             key_value: scope.fused_linear("key_value", &[inner; 2], config.width, false),
-            out: scope.linear("dense", [width, inner], false, TensorParallel::Row),
+            out: scope.linear("dense", [width, inner], false),
             heads,
             head_dim: inner / heads,
         }

@@ -13,15 +13,13 @@ use crate::nn::{LayerNorm, Linear, Rotary, rotary_of};
 use crate::ops::{LinearParams, Sequences};
 use crate::params::{ParamBuilder, ParamScope};
 use crate::processor::Normalization;
-use engine::{ParamId, TensorParallel, UnitId};
+use engine::{ParamId, UnitId};
 use kernels::{Backend, DType, RopeLayout, Tensor};
 
 const PREFIX: &str = "model.cross_vision";
 const EPS: f32 = 1e-6;
 /// Base of the rotary frequencies.
 const THETA: f32 = 10_000.0;
-const COLUMN: TensorParallel = TensorParallel::Column { groups: 1 };
-const WHOLE: TensorParallel = TensorParallel::Replicated;
 
 /// Pictures as the second tower takes them.
 #[derive(Clone, Debug)]
@@ -111,10 +109,10 @@ impl CrossVision {
         let embed_unit = unit.id();
         let mut scope = unit.at(&vit);
         let mut conv = scope.at("patch_embed.proj");
-        let kernel = conv.param("weight", [c, 3, side, side], COLUMN);
-        let bias = conv.param("bias", [c], COLUMN);
-        let class = scope.param("cls_token", [1, 1, c], WHOLE);
-        let position = scope.param("pos_embed", [1, p + 1, c], WHOLE);
+        let kernel = conv.param("weight", [c, 3, side, side]);
+        let bias = conv.param("bias", [c]);
+        let class = scope.param("cls_token", [1, 1, c]);
+        let position = scope.param("pos_embed", [1, p + 1, c]);
         let mut blocks: Vec<(UnitId, CrossBlock)> = (0..config.layers)
             .map(|i| {
                 let name = format!("{vit}.blocks.{i}");
@@ -127,11 +125,11 @@ impl CrossVision {
         let mut scope = unit.at(&vit);
         LayerNorm::new(&mut scope, "norm", c, EPS);
         let mut head = scope.at("head");
-        head.param("weight", [config.embed_dim, c], COLUMN);
-        head.param("bias", [config.embed_dim], COLUMN);
+        head.param("weight", [config.embed_dim, c]);
+        head.param("bias", [config.embed_dim]);
         let mut unit = params.unit(&format!("{PREFIX}.pos_embed"));
         let end_unit = unit.id();
-        let end_position = unit.at(PREFIX).param("pos_embed", [p, c], WHOLE);
+        let end_position = unit.at(PREFIX).param("pos_embed", [p, c]);
         Self {
             embed_unit,
             patch: LinearParams::new(kernel, Some(bias)),
@@ -207,13 +205,13 @@ impl CrossBlock {
         let (c, inner) = (config.width, config.inner);
         let attention_norm = LayerNorm::new(params, "norm1", c, EPS);
         let mut attention = params.at("attn");
-        let mut project = |name: &str| attention.linear(name, [c, c], false, COLUMN);
+        let mut project = |name: &str| attention.linear(name, [c, c], false);
         let (mut q, k, mut v) = (project("q_proj"), project("k_proj"), project("v_proj"));
         // Stored beside the projections instead of in them; keys have none.
-        q.base.bias = Some(attention.param("q_bias", [c], COLUMN));
-        v.base.bias = Some(attention.param("v_bias", [c], COLUMN));
+        q.base.bias = Some(attention.param("q_bias", [c]));
+        v.base.bias = Some(attention.param("v_bias", [c]));
         let inner_norm = LayerNorm::new(&mut attention, "inner_attn_ln", c, EPS);
-        let out = attention.linear("proj", [c, c], true, TensorParallel::Row);
+        let out = attention.linear("proj", [c, c], true);
         let mlp_norm = LayerNorm::new(params, "norm2", c, EPS);
         let mut mlp = params.at("mlp");
         Self {
@@ -224,10 +222,10 @@ impl CrossBlock {
             inner_norm,
             out,
             mlp_norm,
-            gate: mlp.linear("w1", [inner, c], true, COLUMN),
-            up: mlp.linear("w2", [inner, c], true, COLUMN),
+            gate: mlp.linear("w1", [inner, c], true),
+            up: mlp.linear("w2", [inner, c], true),
             ffn_norm: LayerNorm::new(&mut mlp, "ffn_ln", inner, EPS),
-            down: mlp.linear("w3", [c, inner], true, TensorParallel::Row),
+            down: mlp.linear("w3", [c, inner], true),
             head_dim: config.head_dim,
         }
     }

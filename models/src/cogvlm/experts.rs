@@ -4,16 +4,8 @@
 use crate::autograd::{Rows, Scope, Var};
 use crate::error::Result;
 use crate::nn::{FusedLinear, GatedMlp, Layer, Linear};
+use crate::ops::RowGroups;
 use kernels::Tensor;
-
-/// Token rows (i32) by the expert that computes them; neither is empty.
-#[derive(Clone, Debug)]
-pub struct Experts {
-    /// Text, and the rows of a picture that count as text.
-    pub language: Tensor,
-    /// Pictures.
-    pub vision: Tensor,
-}
 
 /// A layer for text beside one for pictures.
 #[derive(Clone, PartialEq, Debug)]
@@ -32,7 +24,7 @@ impl<L> Routed<L> {
         &self,
         scope: &Scope<'_>,
         x: &Var,
-        experts: Option<&Experts>,
+        experts: Option<&RowGroups>,
         run: impl Fn(&L, &Var) -> Result<[Var; N]>,
     ) -> Result<[Var; N]> {
         let Some(experts) = experts else {
@@ -42,56 +34,55 @@ impl<L> Routed<L> {
             let own = scope.gather_rows(x, rows)?;
             scope.with_rows(Rows::Tokens, rows, || run(layer, &own))
         };
-        let language = part(&self.language, &experts.language)?;
-        let vision = part(&self.vision, &experts.vision)?;
+        let RowGroups([text, image]) = experts;
+        let language = part(&self.language, text)?;
+        let vision = part(&self.vision, image)?;
         let t = x.shape().rows();
         let merged = language
             .iter()
             .zip(&vision)
-            .map(|(l, v)| scope.merge_rows(&[(l, &experts.language), (v, &experts.vision)], t));
+            .map(|(l, v)| scope.merge_rows(&[(l, text), (v, image)], t));
         let merged: Vec<Var> = merged.collect::<Result<_>>()?;
         Ok(merged.try_into().expect("N values of each expert"))
     }
 }
 
-impl Experts {
-    /// Whether every one of these layers, each of language and of vision, can compute rows where they lie.
-    fn route<'l>(scope: &Scope<'_>, layers: impl IntoIterator<Item = [&'l Layer; 2]>) -> bool {
-        layers.into_iter().all(|layers| {
-            let adapters = layers.map(|(_, adapter)| adapter.as_ref());
-            adapters == [None; 2] || scope.routes_adapters()
-        })
-    }
+/// Whether every one of these layers, each of language and of vision, can compute rows where they lie.
+fn route<'l>(scope: &Scope<'_>, layers: impl IntoIterator<Item = [&'l Layer; 2]>) -> bool {
+    layers.into_iter().all(|layers| {
+        let adapters = layers.map(|(_, adapter)| adapter.as_ref());
+        adapters == [None; 2] || scope.routes_adapters()
+    })
+}
 
-    /// `x [t, k]` through the layer of each row.
-    fn linear(&self, scope: &Scope<'_>, x: &Var, layers: [&Layer; 2]) -> Result<Var> {
-        let rows = [&self.language, &self.vision];
-        let [(language, own), (vision, other)] = layers;
-        match (own, other) {
-            (None, None) => scope.routed_linear(x, [language, vision], rows),
-            _ => scope.routed_lora_linear(x, [(language, *own), (vision, *other)], rows),
-        }
+/// `x [t, k]` through the layer of each row.
+fn linear(scope: &Scope<'_>, x: &Var, layers: [&Layer; 2], rows: &RowGroups) -> Result<Var> {
+    let rows = [&rows.0[0], &rows.0[1]];
+    let [(language, own), (vision, other)] = layers;
+    match (own, other) {
+        (None, None) => scope.routed_linear(x, [language, vision], rows),
+        _ => scope.routed_lora_linear(x, [(language, *own), (vision, *other)], rows),
     }
+}
 
-    /// As [`Experts::linear`], of several layers of one `x [t, k]`: their adapters are computed together where every layer has
-    /// one of either expert.
-    fn linears<const N: usize>(
-        &self,
-        scope: &Scope<'_>,
-        x: &Var,
-        layers: [[&Layer; 2]; N],
-    ) -> Result<[Var; N]> {
-        let plain = |layers: &[&Layer; 2]| layers.iter().all(|(_, adapter)| adapter.is_none());
-        let values = if layers.iter().any(plain) {
-            let each = layers.iter().map(|both| self.linear(scope, x, *both));
-            each.collect::<Result<Vec<Var>>>()?
-        } else {
-            let rows = [&self.language, &self.vision];
-            let pairs = layers.map(|both| both.map(|(base, adapter)| (base, *adapter)));
-            scope.shared_routed_lora(x, &pairs, rows)?
-        };
-        Ok(values.try_into().expect("one value per layer"))
-    }
+/// As [`linear`], of several layers of one `x [t, k]`: their adapters are computed together where every layer has
+/// one of either expert.
+fn linears<const N: usize>(
+    scope: &Scope<'_>,
+    x: &Var,
+    layers: [[&Layer; 2]; N],
+    rows: &RowGroups,
+) -> Result<[Var; N]> {
+    let plain = |layers: &[&Layer; 2]| layers.iter().all(|(_, adapter)| adapter.is_none());
+    let values = if layers.iter().any(plain) {
+        let each = layers.iter().map(|both| linear(scope, x, *both, rows));
+        each.collect::<Result<Vec<Var>>>()?
+    } else {
+        let rows = [&rows.0[0], &rows.0[1]];
+        let pairs = layers.map(|both| both.map(|(base, adapter)| (base, *adapter)));
+        scope.shared_routed_lora(x, &pairs, rows)?
+    };
+    Ok(values.try_into().expect("one value per layer"))
 }
 
 impl Routed<Linear> {
@@ -103,12 +94,12 @@ impl Routed<Linear> {
         &self,
         scope: &Scope<'_>,
         x: &Var,
-        experts: Option<&Experts>,
+        experts: Option<&RowGroups>,
     ) -> Result<Var> {
         if let Some(experts) = experts {
             let both = [&self.language.layer(), &self.vision.layer()];
-            if Experts::route(scope, [both]) {
-                return experts.linear(scope, x, both);
+            if route(scope, [both]) {
+                return linear(scope, x, both, experts);
             }
         }
         let run = |layer: &Linear, x: &Var| Ok([layer.forward(scope, x)?]);
@@ -126,13 +117,13 @@ impl Routed<FusedLinear> {
         &self,
         scope: &Scope<'_>,
         x: &Var,
-        experts: Option<&Experts>,
+        experts: Option<&RowGroups>,
     ) -> Result<[Var; 3]> {
         if let Some(experts) = experts {
             let (language, vision) = (self.language.layers(), self.vision.layers());
             let both = [0, 1, 2].map(|i: usize| [&language[i], &vision[i]]);
-            if Experts::route(scope, both) {
-                return experts.linears(scope, x, both);
+            if route(scope, both) {
+                return linears(scope, x, both, experts);
             }
         }
         let run = |layer: &FusedLinear, x: &Var| layer.forward(scope, x);
@@ -145,14 +136,19 @@ impl Routed<GatedMlp> {
     ///
     /// # Errors
     /// When shapes do not fit or memory runs out.
-    pub(super) fn mlp(&self, scope: &Scope<'_>, x: &Var, experts: Option<&Experts>) -> Result<Var> {
+    pub(super) fn mlp(
+        &self,
+        scope: &Scope<'_>,
+        x: &Var,
+        experts: Option<&RowGroups>,
+    ) -> Result<Var> {
         if let Some(experts) = experts {
             let (language, vision) = (self.language.layers(), self.vision.layers());
             let both = |i: usize| [&language[i], &vision[i]];
-            if Experts::route(scope, [both(0), both(1), both(2)]) {
-                let [gate, up] = experts.linears(scope, x, [both(0), both(1)])?;
+            if route(scope, [both(0), both(1), both(2)]) {
+                let [gate, up] = linears(scope, x, [both(0), both(1)], experts)?;
                 let inner = scope.swiglu(&gate, &up)?;
-                return experts.linear(scope, &inner, both(2));
+                return linear(scope, &inner, both(2), experts);
             }
         }
         let run = |mlp: &GatedMlp, x: &Var| Ok([mlp.forward(scope, x)?]);

@@ -5,6 +5,7 @@
 use super::config::CogConfig;
 use super::cross_attention::Features;
 use super::layer::CogLayer;
+use super::tables::CogAgentTables;
 use crate::autograd::{Tape, Var};
 use crate::batch::Batch;
 use crate::error::Result;
@@ -70,9 +71,9 @@ impl Language {
         cross: Option<&Var>,
     ) -> Result<Var> {
         let mut x = self.embed.forward(tape, batch, features)?;
-        let tables = batch.vision.as_ref().map(|vision| &vision.tables);
-        let names = tables.and_then(|tables| tables.cogagent().ok());
-        let names = names.map(|tables| &tables.cross.tables.feature_names);
+        let vision = batch.vision.as_ref();
+        let tables = vision.and_then(|vision| vision.tables::<CogAgentTables>().ok());
+        let names = tables.map(|tables| &tables.cross.tables.feature_names);
         for (i, (unit, layer)) in self.layers.iter().enumerate() {
             let cached = move || batch.cache.as_ref().map(|pass| pass.layer(i));
             [x] = match (cross, names) {

@@ -4,10 +4,9 @@
 //! | module | part |
 //! |---|---|
 //! | [`config`] | `config.json` |
-//! | `vision` | the EVA tower and what joins it to the decoder |
+//! | `projector` | from the EVA tower to the decoder |
 //! | `experts`, `attention`, `layer`, `language` | the decoder |
 //! | `cross_vision`, `cross_attention` | CogAgent's second tower and what reads it |
-//! | `prefix` | learned keys and values (p-tuning v2) |
 //! | [`positions`], `rope` | positions and their angles |
 //! | [`prompt`], [`processor`] | samples to tokens and pixels |
 
@@ -21,11 +20,11 @@ mod language;
 mod layer;
 mod model;
 pub mod positions;
-mod prefix;
 pub mod processor;
+mod projector;
 pub mod prompt;
 mod rope;
-mod vision;
+mod tables;
 
 #[cfg(test)]
 mod behaviour_tests;
@@ -34,9 +33,7 @@ mod tests;
 
 pub use config::CogConfig;
 pub use cross_vision::CrossPictures;
-pub use experts::Experts;
 pub use model::CogVlm;
-pub use prefix::PrefixTables;
 pub use processor::CogProcessor;
 pub use rope::rotary;
-pub use vision::CogAgentTables;
+pub use tables::CogAgentTables;

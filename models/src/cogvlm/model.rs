@@ -3,10 +3,12 @@
 use super::config::{CogConfig, Edition};
 use super::cross_vision::CrossVision;
 use super::language::Language;
-use super::vision::Vision;
+use super::projector::Projector;
+use super::tables::{CogAgentTables, eva_tables};
 use crate::autograd::{Tape, Var};
 use crate::batch::Batch;
 use crate::error::Result;
+use crate::eva::EvaTower;
 use crate::generate::{CacheShape, CrossCacheShape};
 use crate::init::Init;
 use crate::lora::LanguageModules;
@@ -70,7 +72,8 @@ pub struct CogVlm {
     options: ModelOptions,
     spec: ModelSpec,
     split: SplitAdapters,
-    vision: Vision,
+    vision: EvaTower,
+    projector: Projector,
     cross_vision: Option<CrossVision>,
     language: Language,
 }
@@ -84,7 +87,8 @@ impl CogVlm {
         let trains = |name: &str| is_added(name) || options.trains(name, tower(name));
         let modules = language_modules(config.edition);
         let mut params = ParamBuilder::new(&trains, options.lora.as_ref(), &modules)?;
-        let vision = Vision::new(&mut params, &config);
+        let vision = EvaTower::new(&mut params, "model.vision", &config.vision);
+        let projector = Projector::new(&mut params, &config);
         let cross = config.cross.as_ref();
         let cross_vision = cross.map(|cross| CrossVision::new(&mut params, cross));
         let language = Language::new(&mut params, &config, options.ptuning_tokens)?;
@@ -97,6 +101,7 @@ impl CogVlm {
             spec,
             split,
             vision,
+            projector,
             cross_vision,
             language,
         })
@@ -162,9 +167,16 @@ impl VisionLanguageModel for CogVlm {
         let Some(vision) = &batch.vision else {
             return self.language.hidden(tape, batch, None, None);
         };
-        let features = self.vision.forward(tape, vision)?;
+        let (pixels, sequences) = (&vision.patches, &vision.sequences);
+        let rows = self
+            .vision
+            .forward(tape, pixels, sequences, eva_tables(vision)?)?;
+        let features = self.projector.forward(tape, &rows, vision)?;
         let cross = match &self.cross_vision {
-            Some(tower) => Some(tower.forward(tape, &vision.tables.cogagent()?.cross)?),
+            Some(tower) => {
+                let tables = vision.tables::<CogAgentTables>()?;
+                Some(tower.forward(tape, &tables.cross)?)
+            }
             None => None,
         };
         self.language

@@ -6,7 +6,7 @@ use crate::error::Result;
 use crate::nn::{LayerNorm, Linear};
 use crate::ops::LinearParams;
 use crate::params::ParamScope;
-use engine::{ParamId, TensorParallel};
+use engine::ParamId;
 use kernels::Gelu;
 
 /// Epsilon of the projector's norm, whatever the tower's is.
@@ -21,10 +21,9 @@ pub(crate) struct Fold {
 impl Fold {
     /// Declares `conv`: from width `c` to `n`.
     pub(crate) fn new(params: &mut ParamScope<'_, '_>, c: usize, n: usize) -> Self {
-        let column = TensorParallel::Column { groups: 1 };
         let mut conv = params.at("conv");
-        let kernel = conv.param("weight", [n, c, 2, 2], column);
-        let bias = conv.param("bias", [n], column);
+        let kernel = conv.param("weight", [n, c, 2, 2]);
+        let bias = conv.param("bias", [n]);
         Self {
             kernel: LinearParams::new(kernel, Some(bias)),
         }
@@ -58,14 +57,13 @@ pub(crate) struct GluProjector {
 impl GluProjector {
     /// Declares `linear_proj`: from width `c` to `d`, with `inner` gated elements.
     pub(crate) fn new(params: &mut ParamScope<'_, '_>, c: usize, d: usize, inner: usize) -> Self {
-        let column = TensorParallel::Column { groups: 1 };
         let mut scope = params.at("linear_proj");
         Self {
-            linear: scope.linear("linear_proj", [d, c], false, TensorParallel::Replicated),
+            linear: scope.linear("linear_proj", [d, c], false),
             norm: LayerNorm::new(&mut scope, "norm1", d, NORM_EPS),
-            gate: scope.linear("gate_proj", [inner, d], false, column),
-            up: scope.linear("dense_h_to_4h", [inner, d], false, column),
-            down: scope.linear("dense_4h_to_h", [d, inner], false, TensorParallel::Row),
+            gate: scope.linear("gate_proj", [inner, d], false),
+            up: scope.linear("dense_h_to_4h", [inner, d], false),
+            down: scope.linear("dense_4h_to_h", [d, inner], false),
         }
     }
 
@@ -94,7 +92,7 @@ pub(crate) struct Frame {
 impl Frame {
     /// Declares `boi` and `eoi` of width `d`.
     pub(crate) fn new(params: &mut ParamScope<'_, '_>, d: usize) -> Self {
-        let mut row = |name| params.param(name, [1, 1, d], TensorParallel::Replicated);
+        let mut row = |name| params.param(name, [1, 1, d]);
         Self {
             begin: row("boi"),
             end: row("eoi"),

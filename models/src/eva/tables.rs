@@ -1,7 +1,7 @@
 //! Index tables of a batch of pictures for the tower.
 
 use super::config::EvaConfig;
-use crate::batch::{pixel_values, starts_of, upload};
+use crate::batch::{VisionTables, pixel_values, starts_of, upload};
 use crate::data::Slice;
 use crate::error::Result;
 use crate::ops::Sequences;
@@ -31,6 +31,12 @@ pub struct EvaTables {
     pub row_names: Tensor,
     /// `[N * m]`: the same for each feature.
     pub feature_names: Tensor,
+}
+
+impl VisionTables for EvaTables {
+    fn tower() -> &'static str {
+        "EVA"
+    }
 }
 
 /// Pictures as the tower takes them.

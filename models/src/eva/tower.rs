@@ -9,7 +9,7 @@ use crate::error::Result;
 use crate::nn::{FusedLinear, GeluMlp, LayerNorm, Linear};
 use crate::ops::{LinearParams, Sequences};
 use crate::params::{ParamBuilder, ParamScope};
-use engine::{ParamId, TensorParallel, UnitId};
+use engine::{ParamId, UnitId};
 use kernels::{Gelu, Tensor};
 
 /// Patch embedding with a class row and learned positions, and the blocks.
@@ -26,21 +26,15 @@ impl EvaTower {
     /// Declares the tower below `prefix`, such as `model.vision`.
     pub(crate) fn new(params: &mut ParamBuilder<'_>, prefix: &str, config: &EvaConfig) -> Self {
         let (c, side) = (config.width, config.patch_size);
-        let (column, whole) = (
-            TensorParallel::Column { groups: 1 },
-            TensorParallel::Replicated,
-        );
         let mut unit = params.unit(&format!("{prefix}.patch_embedding"));
         let embed_unit = unit.id();
         let mut embed = unit.at(&format!("{prefix}.patch_embedding"));
         let mut conv = embed.at("proj");
-        let kernel = conv.param("weight", [c, 3, side, side], column);
-        let bias = conv.param("bias", [c], column);
-        let class = embed.param("cls_embedding", [1, c], whole);
+        let kernel = conv.param("weight", [c, 3, side, side]);
+        let bias = conv.param("bias", [c]);
+        let class = embed.param("cls_embedding", [1, c]);
         let rows = config.patches() + 1;
-        let position = embed
-            .at("position_embedding")
-            .param("weight", [rows, c], whole);
+        let position = embed.at("position_embedding").param("weight", [rows, c]);
         let blocks = (0..config.layers)
             .map(|i| {
                 let mut unit = params.unit(&format!("{prefix}.transformer.layers.{i}"));
@@ -105,7 +99,7 @@ impl EvaBlock {
         let (c, eps) = (config.width, config.eps as f32);
         let mut attention = params.at("attention");
         let qkv = attention.fused_linear("query_key_value", &[c; 3], c, true);
-        let out = attention.linear("dense", [c, c], true, TensorParallel::Row);
+        let out = attention.linear("dense", [c, c], true);
         Self {
             qkv,
             out,

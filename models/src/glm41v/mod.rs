@@ -1,12 +1,13 @@
 //! GLM-4.1V-9B-Thinking: pictures of any size, several per sample.
 
+mod collate;
 pub mod config;
 mod language;
-mod merger;
 mod model;
 mod pictures;
 pub mod positions;
 pub mod processor;
+mod projector;
 pub mod resize;
 mod sample;
 mod tables;

@@ -1,28 +1,22 @@
-//! The whole model: its parameters, its batches and its forward pass.
+//! The whole model: its parameters and its forward pass.
 
-use super::config::{Glm41vConfig, MERGE};
-use super::language::{Block, decoder};
-use super::merger::Merger;
-use super::positions::{TokenPositions, mrope_angles};
-use super::tables::{Glm41vTables, pixel_rows};
+use super::config::Glm41vConfig;
+use super::language::decoder;
+use super::projector::Merger;
 use super::vision::VisionTower;
 use crate::autograd::{Tape, Var};
-use crate::batch::{
-    Batch, Splice, VisionBatch, VisionTables, check_slices, pack, pack_next, starts_of, upload,
-};
-use crate::data::Slice;
-use crate::error::{ModelError, Result};
+use crate::batch::{Batch, pack_next};
+use crate::error::Result;
 use crate::generate::CacheShape;
 use crate::init::Init;
 use crate::lora::LanguageModules;
-use crate::nn::{Decoder, LmHead, Rotary, rope_frequencies, rotary_of};
-use crate::ops::Sequences;
+use crate::nn::{Decoder, DecoderBlock, LmHead};
 use crate::options::ModelOptions;
 use crate::params::{ParamBuilder, SplitAdapters};
 use crate::processor::Normalization;
 use crate::{SampleInput, Tower, VisionLanguageModel};
 use engine::{ModelSpec, ParamSpec};
-use kernels::{Backend, RopeLayout};
+use kernels::Backend;
 
 /// Where the decoder's modules are.
 const LANGUAGE: LanguageModules = LanguageModules {
@@ -46,13 +40,13 @@ fn tower(name: &str) -> Tower {
 #[derive(Debug)]
 pub struct Glm41v {
     config: Glm41vConfig,
-    normalization: Normalization,
+    pub(super) normalization: Normalization,
     options: ModelOptions,
     spec: ModelSpec,
     split_adapters: SplitAdapters,
     vision: VisionTower,
     merger: Merger,
-    language: Decoder<Block>,
+    language: Decoder<DecoderBlock>,
 }
 
 impl Glm41v {
@@ -70,7 +64,7 @@ impl Glm41v {
         let mut params = ParamBuilder::new(&trains, options.lora.as_ref(), &LANGUAGE)?;
         let vision = VisionTower::new(&mut params, &config.vision);
         let merger = Merger::new(&mut params, &config.vision);
-        let language = decoder(&mut params, &config.language)?;
+        let language = Decoder::new(&mut params, &decoder(&config.language))?;
         let (spec, split_adapters) = params.finish_with_split()?;
         options.check(&spec)?;
         Ok(Self {
@@ -90,94 +84,6 @@ impl Glm41v {
     pub fn config(&self) -> &Glm41vConfig {
         &self.config
     }
-
-    /// Angles of tokens for the decoder's heads.
-    fn rotary(&self, positions: &[Vec<i32>; 3], backend: &dyn Backend) -> Result<Rotary> {
-        let language = &self.config.language;
-        let frequencies = rope_frequencies(language.rotary_dim, language.rope_theta as f32);
-        let angles = mrope_angles(positions, &frequencies, &language.mrope_section);
-        let dtype = self.options.rotary_dtype();
-        let layout = RopeLayout::Interleaved;
-        rotary_of(angles, frequencies.len(), layout, dtype, backend)
-    }
-
-    /// The pictures of the batch; `None` when there are none.
-    fn vision_batch(
-        &self,
-        samples: &[SampleInput<'_>],
-        starts: &[usize],
-        backend: &dyn Backend,
-    ) -> Result<Option<VisionBatch>> {
-        let mut rows: Vec<i32> = Vec::new();
-        for (sample, first) in samples.iter().zip(starts) {
-            let bounds = sample.image_bounds.iter();
-            rows.extend(
-                bounds
-                    .flat_map(|(s, e)| first + s..first + e)
-                    .map(|r| r as i32),
-            );
-        }
-        if rows.is_empty() {
-            return Ok(None);
-        }
-        let slices: Vec<&Slice> = samples.iter().flat_map(|s| s.slices).collect();
-        let grids: Vec<[usize; 2]> = slices.iter().map(|s| [s.rows, s.cols]).collect();
-        let (vision, dtype) = (&self.config.vision, self.options.dtype);
-        let patch_starts = starts_of(grids.iter().map(|[r, c]| r * c));
-        // Features stand in the order of their tokens.
-        let sources: Vec<i32> = (0..rows.len() as i32).collect();
-        Ok(Some(VisionBatch {
-            patches: pixel_rows(&slices, vision, &self.normalization, dtype, backend)?,
-            sequences: Sequences::own(patch_starts, false),
-            splice: Splice {
-                rows: upload(backend, &rows, &[rows.len()])?,
-                sources: upload(backend, &sources, &[sources.len()])?,
-            },
-            tables: VisionTables::Glm41v(Glm41vTables::new(vision, &grids, backend)?),
-        }))
-    }
-
-    fn check_pictures(&self, index: usize, sample: &SampleInput<'_>) -> Result<()> {
-        let fail = |reason: String| {
-            Err(ModelError::Sample {
-                sample: index,
-                reason,
-            })
-        };
-        let (bounds, slices) = (sample.image_bounds, sample.slices);
-        if bounds.len() != slices.len() {
-            let (bounds, slices) = (bounds.len(), slices.len());
-            return fail(format!("{bounds} image positions, {slices} images"));
-        }
-        let mut end_before = 0;
-        for ((start, end), slice) in bounds.iter().zip(slices) {
-            let [rows, cols] = [slice.rows, slice.cols];
-            if rows % MERGE != 0 || cols % MERGE != 0 {
-                return fail(format!("a picture of {rows} x {cols} patches"));
-            }
-            let features = rows * cols / (MERGE * MERGE);
-            let inside = end_before <= *start && *end <= sample.input_ids.len();
-            if start + features != *end || !inside {
-                let tokens = sample.input_ids.len();
-                return fail(format!(
-                    "picture at {start}..{end}, expected {features} of {tokens} tokens"
-                ));
-            }
-            end_before = *end;
-        }
-        check_slices(index, sample, self.config.vision.patch_size)
-    }
-}
-
-/// Positions of a sample whose pictures were checked.
-fn positions(sample: &SampleInput<'_>) -> TokenPositions {
-    let pictures: Vec<(usize, [usize; 2])> = sample
-        .image_bounds
-        .iter()
-        .zip(sample.slices)
-        .map(|((start, _), slice)| (*start, [slice.rows / MERGE, slice.cols / MERGE]))
-        .collect();
-    TokenPositions::new(sample.input_ids.len(), &pictures)
 }
 
 impl VisionLanguageModel for Glm41v {
@@ -198,17 +104,7 @@ impl VisionLanguageModel for Glm41v {
     }
 
     fn collate(&self, samples: &[SampleInput<'_>], backend: &dyn Backend) -> Result<Batch> {
-        let mut all = TokenPositions::default();
-        for (i, sample) in samples.iter().enumerate() {
-            self.check_pictures(i, sample)?;
-            all.append(&positions(sample));
-        }
-        let starts = starts_of(samples.iter().map(|s| s.input_ids.len()));
-        let vision = self.vision_batch(samples, &starts, backend)?;
-        let rotary = self.rotary(&all.rows, backend)?;
-        // A sample ends with text, whose three coordinates are one.
-        let [time, ..] = all.rows;
-        pack(samples, time, rotary, vision, backend)
+        self.pack(samples, backend)
     }
 
     fn collate_next(

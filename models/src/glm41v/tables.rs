@@ -2,7 +2,7 @@
 
 use super::config::VisionConfig;
 use super::positions::{block_order, position_weights};
-use crate::batch::{upload, upload_as};
+use crate::batch::{VisionTables, upload, upload_as};
 use crate::data::Slice;
 use crate::error::Result;
 use crate::nn::{Rotary, rope_frequencies, rotary_of};
@@ -18,6 +18,12 @@ pub struct Glm41vTables {
     pub rotary: Rotary,
     /// i32 `[P / 4]`: the first patch of each block.
     pub block_rows: Tensor,
+}
+
+impl VisionTables for Glm41vTables {
+    fn tower() -> &'static str {
+        "GLM-4.1V"
+    }
 }
 
 impl Glm41vTables {

@@ -3,13 +3,14 @@
 //! Shapes: `P` patches of all pictures in blocks of 2 x 2, `c` width.
 
 use super::config::VisionConfig;
+use super::tables::Glm41vTables;
 use crate::autograd::{Scope, Tape, Var};
 use crate::batch::VisionBatch;
 use crate::error::Result;
 use crate::nn::{GatedMlp, RmsNorm, Rotary, SelfAttention, SelfAttentionConfig};
 use crate::ops::{LinearParams, Sequences};
 use crate::params::{ParamBuilder, ParamScope};
-use engine::{ParamId, TensorParallel, UnitId};
+use engine::{ParamId, UnitId};
 
 /// Patch embedding, interpolated positions and transformer blocks, without the final norm.
 #[derive(Debug)]
@@ -24,20 +25,17 @@ pub(super) struct VisionTower {
 impl VisionTower {
     pub(super) fn new(params: &mut ParamBuilder<'_>, config: &VisionConfig) -> Self {
         let (c, side) = (config.hidden_size, config.patch_size);
-        let column = TensorParallel::Column { groups: 1 };
         let mut unit = params.unit("model.visual.embeddings");
         let embed_unit = unit.id();
         let mut visual = unit.at("model.visual");
         let mut conv = visual.at("patch_embed.proj");
-        let kernel = conv.param("weight", [c, 3, config.frames, side, side], column);
-        let bias = conv.param("bias", [c], column);
+        let kernel = conv.param("weight", [c, 3, config.frames, side, side]);
+        let bias = conv.param("bias", [c]);
         let eps = config.rms_norm_eps as f32;
         let norm = RmsNorm::new(&mut visual, "post_conv_layernorm", c, eps);
-        let position = visual.at("embeddings.position_embedding").param(
-            "weight",
-            [config.grid_side * config.grid_side, c],
-            TensorParallel::Replicated,
-        );
+        let position = visual
+            .at("embeddings.position_embedding")
+            .param("weight", [config.grid_side * config.grid_side, c]);
         let blocks = (0..config.num_layers)
             .map(|i| {
                 let path = format!("model.visual.blocks.{i}");
@@ -61,7 +59,7 @@ impl VisionTower {
         tape: &Tape<'_, 'm>,
         batch: &'m VisionBatch,
     ) -> Result<Var> {
-        let tables = batch.tables.glm41v()?;
+        let tables = batch.tables::<Glm41vTables>()?;
         let [mut x] = tape.segment(self.embed_unit, [], move |scope, []| {
             let patches = scope.constant(batch.patches.clone());
             let x = scope.linear(&patches, &self.patch)?;
@@ -99,13 +97,14 @@ impl Block {
             heads: config.num_heads,
             kv_heads: config.num_heads,
             head_dim: config.head_dim,
+            fused: Some("qkv"),
             qkv_bias: false,
             out_bias: false,
             out_name: "proj",
         };
         Self {
             norm1: RmsNorm::new(params, "norm1", c, eps),
-            attention: SelfAttention::fused(params, "attn", "qkv", attention),
+            attention: SelfAttention::new(params, "attn", attention),
             norm2: RmsNorm::new(params, "norm2", c, eps),
             mlp: GatedMlp::new(params, "mlp", c, config.out_hidden_size),
         }

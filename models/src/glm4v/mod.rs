@@ -1,5 +1,6 @@
 //! GLM-4V-9B: one square picture per conversation, seen by EVA's tower.
 
+mod collate;
 pub mod config;
 mod language;
 mod model;

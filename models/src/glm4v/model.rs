@@ -1,26 +1,21 @@
-//! The whole model: its parameters, its batches and its forward pass.
+//! The whole model: its parameters and its forward pass.
 
 use super::config::Glm4vConfig;
-use super::language::{Block, decoder};
-use super::positions::token_positions;
+use super::language::decoder;
 use super::projector::Projector;
 use crate::autograd::{Tape, Var};
-use crate::batch::{
-    Batch, Splice, VisionBatch, VisionTables, check_slices, pack, pack_next, starts_of, upload,
-};
-use crate::data::Slice;
-use crate::error::{ModelError, Result};
-use crate::eva::{EvaTower, eva_pictures};
+use crate::batch::{Batch, pack_next};
+use crate::error::Result;
+use crate::eva::EvaTower;
 use crate::generate::CacheShape;
 use crate::init::Init;
 use crate::lora::LanguageModules;
-use crate::nn::{Decoder, LmHead, Rotary, RotaryTable, rope_frequencies};
+use crate::nn::{Decoder, DecoderBlock, LmHead};
 use crate::options::ModelOptions;
 use crate::params::{ParamBuilder, SplitAdapters};
-use crate::processor::Normalization;
 use crate::{SampleInput, Tower, VisionLanguageModel};
 use engine::{ModelSpec, ParamSpec};
-use kernels::{Backend, RopeLayout};
+use kernels::Backend;
 
 /// Where the decoder's modules are.
 const LANGUAGE: LanguageModules = LanguageModules {
@@ -52,7 +47,7 @@ pub struct Glm4v {
     split_adapters: SplitAdapters,
     vision: EvaTower,
     projector: Projector,
-    language: Decoder<Block>,
+    language: Decoder<DecoderBlock>,
 }
 
 impl Glm4v {
@@ -66,7 +61,7 @@ impl Glm4v {
         let mut params = ParamBuilder::new(&trains, options.lora.as_ref(), &LANGUAGE)?;
         let vision = EvaTower::new(&mut params, "transformer.vision", &config.vision);
         let projector = Projector::new(&mut params, &config);
-        let language = decoder(&mut params, &config.language)?;
+        let language = Decoder::new(&mut params, &decoder(&config.language))?;
         let (spec, split_adapters) = params.finish_with_split()?;
         options.check(&spec)?;
         Ok(Self {
@@ -84,89 +79,6 @@ impl Glm4v {
     #[must_use]
     pub fn config(&self) -> &Glm4vConfig {
         &self.config
-    }
-
-    /// Angles of `positions` for the decoder's heads.
-    fn rotary(&self, positions: &[i32], backend: &dyn Backend) -> Result<Rotary> {
-        let language = &self.config.language;
-        let table = RotaryTable {
-            frequencies: rope_frequencies(language.rotary_dim(), language.rope_theta as f32),
-            layout: RopeLayout::Interleaved,
-        };
-        table.rotary(positions, self.options.rotary_dtype(), backend)
-    }
-
-    /// The pictures of the batch; `None` when there are none.
-    fn vision_batch(
-        &self,
-        samples: &[SampleInput<'_>],
-        starts: &[usize],
-        backend: &dyn Backend,
-    ) -> Result<Option<VisionBatch>> {
-        let mut rows: Vec<i32> = Vec::new();
-        for (sample, first) in samples.iter().zip(starts) {
-            let bounds = sample.image_bounds.iter();
-            rows.extend(
-                bounds
-                    .flat_map(|(s, e)| first + s..first + e)
-                    .map(|r| r as i32),
-            );
-        }
-        if rows.is_empty() {
-            return Ok(None);
-        }
-        let (config, dtype) = (&self.config.vision, self.options.dtype);
-        let slices = samples.iter().flat_map(|s| s.slices).enumerate();
-        let pictures: Vec<(&Slice, usize)> = slices
-            .map(|(i, slice)| (slice, i * config.patches()))
-            .collect();
-        let normalization = Normalization::clip();
-        let eva = eva_pictures(config, true, &pictures, &normalization, dtype, backend)?;
-        // Features stand in the order of their tokens.
-        let sources: Vec<i32> = (0..rows.len() as i32).collect();
-        Ok(Some(VisionBatch {
-            patches: eva.patches,
-            sequences: eva.sequences,
-            splice: Splice {
-                rows: upload(backend, &rows, &[rows.len()])?,
-                sources: upload(backend, &sources, &[sources.len()])?,
-            },
-            tables: VisionTables::Eva(Box::new(eva.tables)),
-        }))
-    }
-
-    fn check_pictures(&self, index: usize, sample: &SampleInput<'_>) -> Result<()> {
-        let fail = |reason: String| {
-            Err(ModelError::Sample {
-                sample: index,
-                reason,
-            })
-        };
-        let (bounds, slices) = (sample.image_bounds, sample.slices);
-        if bounds.len() != slices.len() {
-            let (bounds, slices) = (bounds.len(), slices.len());
-            return fail(format!("{bounds} image positions, {slices} images"));
-        }
-        let grid = self.config.vision.grid();
-        let features = self.config.features() + 2;
-        let mut end_before = 0;
-        for ((start, end), slice) in bounds.iter().zip(slices) {
-            let [rows, cols] = [slice.rows, slice.cols];
-            if [rows, cols] != [grid; 2] {
-                return fail(format!(
-                    "a picture of {rows} x {cols} patches, expected {grid} x {grid}"
-                ));
-            }
-            let inside = end_before <= *start && *end <= sample.input_ids.len();
-            if start + features != *end || !inside {
-                let tokens = sample.input_ids.len();
-                return fail(format!(
-                    "picture at {start}..{end}, expected {features} of {tokens} tokens"
-                ));
-            }
-            end_before = *end;
-        }
-        check_slices(index, sample, self.config.vision.patch_size)
     }
 }
 
@@ -188,16 +100,7 @@ impl VisionLanguageModel for Glm4v {
     }
 
     fn collate(&self, samples: &[SampleInput<'_>], backend: &dyn Backend) -> Result<Batch> {
-        let mut positions = Vec::new();
-        for (i, sample) in samples.iter().enumerate() {
-            self.check_pictures(i, sample)?;
-            let tokens = sample.input_ids.len();
-            positions.extend(token_positions(tokens, sample.image_bounds));
-        }
-        let starts = starts_of(samples.iter().map(|s| s.input_ids.len()));
-        let vision = self.vision_batch(samples, &starts, backend)?;
-        let rotary = self.rotary(&positions, backend)?;
-        pack(samples, positions, rotary, vision, backend)
+        self.pack(samples, backend)
     }
 
     fn collate_next(
@@ -224,7 +127,7 @@ impl VisionLanguageModel for Glm4v {
     fn hidden<'m>(&'m self, tape: &Tape<'_, 'm>, batch: &'m Batch) -> Result<Var> {
         let features = match &batch.vision {
             Some(vision) => {
-                let tables = vision.tables.eva()?;
+                let tables = vision.tables()?;
                 let (pixels, sequences) = (&vision.patches, &vision.sequences);
                 let rows = self.vision.forward(tape, pixels, sequences, tables)?;
                 tape.observe("vision.tower", &rows);

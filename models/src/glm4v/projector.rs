@@ -6,7 +6,7 @@ use super::config::Glm4vConfig;
 use crate::autograd::{Tape, Var};
 use crate::batch::VisionBatch;
 use crate::error::Result;
-use crate::eva::{Fold, Frame, GluProjector};
+use crate::eva::{EvaTables, Fold, Frame, GluProjector};
 use crate::params::ParamBuilder;
 use engine::UnitId;
 
@@ -43,7 +43,7 @@ impl Projector {
         x: &Var,
         batch: &'m VisionBatch,
     ) -> Result<Var> {
-        let tables = batch.tables.eva()?;
+        let tables = batch.tables::<EvaTables>()?;
         let [features] = tape.segment(self.unit, [x], move |scope, [x]| {
             let patches = scope.gather_rows(x, &tables.patch_rows)?;
             let folded = self.fold.forward(scope, &patches, tables)?;

@@ -1,5 +1,6 @@
 //! MiniCPM-V 2.6 and the vision + text path of MiniCPM-o 2.6.
 
+mod collate;
 pub mod config;
 mod labels;
 mod language;
@@ -7,9 +8,10 @@ mod model;
 pub mod placeholder;
 pub mod positions;
 pub mod processor;
-mod resampler;
+mod projector;
 mod sample;
 pub mod slicing;
+mod tables;
 mod vision;
 
 #[cfg(test)]
@@ -17,3 +19,4 @@ mod tests;
 
 pub use model::MiniCpm;
 pub use processor::MiniCpmProcessor;
+pub use tables::MiniCpmTables;

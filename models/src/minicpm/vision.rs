@@ -3,13 +3,14 @@
 //! Shapes: `P` patches of all slices, `c` width.
 
 use super::config::VisionConfig;
+use super::tables::MiniCpmTables;
 use crate::autograd::{Tape, Var};
 use crate::batch::VisionBatch;
 use crate::error::Result;
 use crate::nn::{VisionBlock, VisionBlockConfig};
 use crate::ops::LinearParams;
 use crate::params::ParamBuilder;
-use engine::{ParamId, TensorParallel, UnitId};
+use engine::{ParamId, UnitId};
 use kernels::Gelu;
 
 /// Patch embedding, learned positions and transformer blocks, without the final norm.
@@ -28,17 +29,11 @@ impl VisionTower {
         let embed_unit = unit.id();
         let mut embed = unit.at("vpm.embeddings");
         let mut conv = embed.at("patch_embedding");
-        let kernel = conv.param(
-            "weight",
-            [c, 3, side, side],
-            TensorParallel::Column { groups: 1 },
-        );
-        let bias = conv.param("bias", [c], TensorParallel::Column { groups: 1 });
-        let position = embed.at("position_embedding").param(
-            "weight",
-            [config.grid_side * config.grid_side, c],
-            TensorParallel::Replicated,
-        );
+        let kernel = conv.param("weight", [c, 3, side, side]);
+        let bias = conv.param("bias", [c]);
+        let position = embed
+            .at("position_embedding")
+            .param("weight", [config.grid_side * config.grid_side, c]);
         let block = VisionBlockConfig {
             width: c,
             heads: config.num_heads,
@@ -68,7 +63,7 @@ impl VisionTower {
         tape: &Tape<'_, 'm>,
         batch: &'m VisionBatch,
     ) -> Result<Var> {
-        let tables = batch.tables.minicpm()?;
+        let tables = batch.tables::<MiniCpmTables>()?;
         let [mut x] = tape.segment(self.embed_unit, [], move |scope, []| {
             let patches = scope.constant(batch.patches.clone());
             let x = scope.linear(&patches, &self.patch)?;

@@ -8,9 +8,6 @@ use crate::error::Result;
 use crate::generate::CachedLayer;
 use crate::ops::Sequences;
 use crate::params::ParamScope;
-use engine::TensorParallel;
-
-const COLUMN: TensorParallel = TensorParallel::Column { groups: 1 };
 
 /// Sizes of a self-attention layer.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -23,6 +20,8 @@ pub struct SelfAttentionConfig {
     pub kv_heads: usize,
     /// `d`.
     pub head_dim: usize,
+    /// Name of the one weight that holds q, k and v in this order; without it they are `q_proj`, `k_proj` and `v_proj`.
+    pub fused: Option<&'static str>,
     /// Whether q, k and v have a bias.
     pub qkv_bias: bool,
     /// Whether the output projection has one.
@@ -49,41 +48,23 @@ enum Projections {
 }
 
 impl SelfAttention {
-    /// Declares `q_proj`, `k_proj`, `v_proj` and the output projection below `name`.
+    /// Declares the projections below `name`.
     pub fn new(params: &mut ParamScope<'_, '_>, name: &str, config: SelfAttentionConfig) -> Self {
         let mut scope = params.at(name);
         let (c, d) = (config.width, config.head_dim);
-        let (q_rows, kv_rows) = (config.heads * d, config.kv_heads * d);
-        let mut layer = |name, rows| scope.linear(name, [rows, c], config.qkv_bias, COLUMN);
-        let inputs = [
-            layer("q_proj", q_rows),
-            layer("k_proj", kv_rows),
-            layer("v_proj", kv_rows),
-        ];
-        Self::with(&mut scope, Projections::Apart(Box::new(inputs)), config)
-    }
-
-    /// Declares queries, keys and values as one weight `fused`, and the output projection, below `name`.
-    pub fn fused(
-        params: &mut ParamScope<'_, '_>,
-        name: &str,
-        fused: &str,
-        config: SelfAttentionConfig,
-    ) -> Self {
-        let mut scope = params.at(name);
-        let d = config.head_dim;
-        let parts = [config.heads * d, config.kv_heads * d, config.kv_heads * d];
-        let inputs = scope.fused_linear(fused, &parts, config.width, config.qkv_bias);
-        Self::with(&mut scope, Projections::Fused(inputs), config)
-    }
-
-    fn with(
-        scope: &mut ParamScope<'_, '_>,
-        inputs: Projections,
-        config: SelfAttentionConfig,
-    ) -> Self {
-        let shape = [config.width, config.heads * config.head_dim];
-        let out = scope.linear(config.out_name, shape, config.out_bias, TensorParallel::Row);
+        let rows = [config.heads * d, config.kv_heads * d, config.kv_heads * d];
+        let inputs = match config.fused {
+            Some(fused) => Projections::Fused(scope.fused_linear(fused, &rows, c, config.qkv_bias)),
+            None => {
+                let [q, k, v] = rows;
+                let layers = [("q_proj", q), ("k_proj", k), ("v_proj", v)];
+                let layers =
+                    layers.map(|(name, rows)| scope.linear(name, [rows, c], config.qkv_bias));
+                Projections::Apart(Box::new(layers))
+            }
+        };
+        let shape = [c, config.heads * d];
+        let out = scope.linear(config.out_name, shape, config.out_bias);
         Self {
             inputs,
             out,

@@ -2,7 +2,7 @@
 //!
 //! Shapes: `T` tokens of all samples, `D` width.
 
-use super::{LmHead, TokenEmbedding};
+use super::{DecoderBlock, DecoderBlockConfig, LmHead, LmHeadConfig, TokenEmbedding};
 use crate::autograd::{Scope, Tape, Var};
 use crate::batch::Batch;
 use crate::error::Result;
@@ -59,6 +59,55 @@ pub struct Decoder<L> {
     pub layers: DecoderLayers<L>,
     /// The last unit.
     pub head: LmHead,
+}
+
+/// Sizes of a decoder of [`DecoderBlock`]s, and the names of its units and modules.
+#[derive(Clone, PartialEq, Debug)]
+pub struct DecoderConfig {
+    /// Unit and module of the token embedding.
+    pub embed: [&'static str; 2],
+    /// Stem of the layers' units and of their modules; a layer's number follows.
+    pub layers: [&'static str; 2],
+    /// Number of layers.
+    pub num_layers: usize,
+    /// Module of the norm before the head.
+    pub norm: &'static str,
+    /// Unit and module of the head.
+    pub head: [&'static str; 2],
+    /// Rows of embedding and head.
+    pub vocabulary: usize,
+    /// The layers.
+    pub block: DecoderBlockConfig,
+}
+
+impl Decoder<DecoderBlock> {
+    /// Declares the decoder.
+    ///
+    /// # Errors
+    /// When embedding or head is an adapter target.
+    pub fn new(params: &mut ParamBuilder<'_>, config: &DecoderConfig) -> Result<Self> {
+        let (block, vocabulary) = (&config.block, config.vocabulary);
+        let [unit, module] = config.embed;
+        let embed = TokenEmbedding::new(params, unit, module, [vocabulary, block.width])?;
+        let layers = DecoderLayers::new(params, config.num_layers, config.layers, |scope| {
+            DecoderBlock::new(scope, block)
+        });
+        let [unit, head] = config.head;
+        let head = LmHeadConfig {
+            unit,
+            norm: config.norm,
+            head,
+            vocabulary,
+            width: block.width,
+            eps: block.eps,
+        };
+        let head = LmHead::new(params, head)?;
+        Ok(Self {
+            embed,
+            layers,
+            head,
+        })
+    }
 }
 
 impl<L: DecoderLayer> Decoder<L> {

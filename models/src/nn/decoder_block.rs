@@ -1,4 +1,4 @@
-//! A block of a Llama-like decoder.
+//! Transformer block of a Llama-like decoder: Qwen2, GLM-4 and GLM-4.1V.
 
 use super::{DecoderLayer, GatedMlp, RmsNorm, SelfAttention, SelfAttentionConfig};
 use crate::autograd::{Scope, Var};
@@ -7,9 +7,9 @@ use crate::error::Result;
 use crate::generate::CachedLayer;
 use crate::params::ParamScope;
 
-/// Sizes of a [`DecoderBlock`].
+/// Sizes of a [`DecoderBlock`], and the names of its modules in the checkpoint.
 #[derive(Clone, PartialEq, Debug)]
-pub struct DecoderConfig {
+pub struct DecoderBlockConfig {
     /// Width of the residual stream.
     pub width: usize,
     /// Query heads.
@@ -24,35 +24,87 @@ pub struct DecoderConfig {
     pub eps: f32,
     /// Whether q, k and v have a bias (Qwen2 does, Llama does not).
     pub qkv_bias: bool,
+    /// Names of the modules below the block.
+    pub names: BlockNames,
 }
 
-/// `x += attention(norm(x)); x += mlp(norm(x))` with rotary positions.
+/// Names of a block's modules, and which of them the checkpoint fuses.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct BlockNames {
+    /// The attention.
+    pub attention: &'static str,
+    /// The weight of q, k and v; without it `q_proj`, `k_proj` and `v_proj`.
+    pub fused_qkv: Option<&'static str>,
+    /// The attention's output projection.
+    pub out: &'static str,
+    /// The weight of gate and up; without it `gate_proj` and `up_proj`.
+    pub fused_gate_up: Option<&'static str>,
+    /// The MLP's output projection.
+    pub down: &'static str,
+    /// Norms of the outputs of attention and MLP, where the block has them.
+    pub output_norms: Option<[&'static str; 2]>,
+}
+
+impl BlockNames {
+    /// Those of Llama and Qwen2.
+    pub const LLAMA: Self = Self {
+        attention: "self_attn",
+        fused_qkv: None,
+        out: "o_proj",
+        fused_gate_up: None,
+        down: "down_proj",
+        output_norms: None,
+    };
+}
+
+/// `x += attention(norm(x)); x += mlp(norm(x))` with rotary positions. Some families norm both outputs as well.
 #[derive(Clone, PartialEq, Debug)]
 pub struct DecoderBlock {
     norm1: RmsNorm,
     attention: SelfAttention,
     norm2: RmsNorm,
     mlp: GatedMlp,
+    output_norms: Option<[RmsNorm; 2]>,
 }
 
 impl DecoderBlock {
-    /// Declares the block's parameters.
-    pub fn new(params: &mut ParamScope<'_, '_>, config: &DecoderConfig) -> Self {
-        let (c, eps) = (config.width, config.eps);
+    /// Declares the block's parameters. A block with output norms declares all norms first.
+    pub fn new(params: &mut ParamScope<'_, '_>, config: &DecoderBlockConfig) -> Self {
+        const NORM2: &str = "post_attention_layernorm";
+        let (c, names) = (config.width, config.names);
+        let norm =
+            |params: &mut ParamScope<'_, '_>, name| RmsNorm::new(params, name, c, config.eps);
+        let norm1 = norm(params, "input_layernorm");
+        let first = names.output_norms.map(|[attention, mlp]| {
+            let attention = norm(params, attention);
+            let norm2 = norm(params, NORM2);
+            (norm2, [attention, norm(params, mlp)])
+        });
         let attention = SelfAttentionConfig {
             width: c,
             heads: config.heads,
             kv_heads: config.kv_heads,
             head_dim: config.head_dim,
+            fused: names.fused_qkv,
             qkv_bias: config.qkv_bias,
             out_bias: false,
-            out_name: "o_proj",
+            out_name: names.out,
+        };
+        let attention = SelfAttention::new(params, names.attention, attention);
+        let (norm2, output_norms) = match first {
+            Some((norm2, outputs)) => (norm2, Some(outputs)),
+            None => (norm(params, NORM2), None),
+        };
+        let mlp = match names.fused_gate_up {
+            Some(gate_up) => GatedMlp::fused(params, "mlp", [gate_up, names.down], c, config.inner),
+            None => GatedMlp::new(params, "mlp", c, config.inner),
         };
         Self {
-            norm1: RmsNorm::new(params, "input_layernorm", c, eps),
-            attention: SelfAttention::new(params, "self_attn", attention),
-            norm2: RmsNorm::new(params, "post_attention_layernorm", c, eps),
-            mlp: GatedMlp::new(params, "mlp", c, config.inner),
+            norm1,
+            attention,
+            norm2,
+            mlp,
+            output_norms,
         }
     }
 }
@@ -65,13 +117,18 @@ impl DecoderLayer for DecoderBlock {
         batch: &Batch,
         cache: Option<CachedLayer<'_>>,
     ) -> Result<Var> {
+        let output = |y: Var, norm: usize| match &self.output_norms {
+            Some(norms) => norms[norm].forward(scope, &y),
+            None => Ok(y),
+        };
         let normed = self.norm1.forward(scope, x)?;
         let rotary = Some(&batch.rotary);
         let mixed = self
             .attention
             .forward(scope, &normed, &batch.sequences, rotary, cache)?;
-        let x = scope.add(x, &mixed)?;
+        let x = scope.add(x, &output(mixed, 0)?)?;
         let normed = self.norm2.forward(scope, &x)?;
-        scope.add(&x, &self.mlp.forward(scope, &normed)?)
+        let inner = self.mlp.forward(scope, &normed)?;
+        scope.add(&x, &output(inner, 1)?)
     }
 }

@@ -6,7 +6,7 @@ use crate::batch::Batch;
 use crate::error::Result;
 use crate::ops::LinearParams;
 use crate::params::ParamBuilder;
-use engine::{ParamId, TensorParallel, UnitId};
+use engine::{ParamId, UnitId};
 use kernels::{DType, Tensor};
 
 /// Names and sizes of a [`LmHead`].
@@ -45,12 +45,11 @@ impl LmHead {
     pub fn new(params: &mut ParamBuilder<'_>, config: LmHeadConfig<'_>) -> Result<Self> {
         let mut scope = params.unit(config.unit);
         scope.refuse_adapter(config.head)?;
-        let column = TensorParallel::Column { groups: 1 };
         let shape = [config.vocabulary, config.width];
         Ok(Self {
             unit: scope.id(),
             norm: RmsNorm::new(&mut scope, config.norm, config.width, config.eps),
-            weight: scope.at(config.head).param("weight", shape, column),
+            weight: scope.at(config.head).param("weight", shape),
         })
     }
 

@@ -4,10 +4,7 @@ use super::{FusedLinear, Layer, Linear};
 use crate::autograd::{Scope, Var};
 use crate::error::Result;
 use crate::params::ParamScope;
-use engine::TensorParallel;
 use kernels::Gelu;
-
-const COLUMN: TensorParallel = TensorParallel::Column { groups: 1 };
 
 /// `fc2(gelu(fc1(x)))` with biases: vision towers.
 #[derive(Clone, PartialEq, Debug)]
@@ -28,8 +25,8 @@ impl GeluMlp {
     ) -> Self {
         let mut scope = params.at(name);
         Self {
-            fc1: scope.linear("fc1", [inner, width], true, COLUMN),
-            fc2: scope.linear("fc2", [width, inner], true, TensorParallel::Row),
+            fc1: scope.linear("fc1", [inner, width], true),
+            fc2: scope.linear("fc2", [width, inner], true),
             gelu,
         }
     }
@@ -65,11 +62,10 @@ impl GatedMlp {
     /// Declares `gate_proj`, `up_proj` and `down_proj` below `name`.
     pub fn new(params: &mut ParamScope<'_, '_>, name: &str, width: usize, inner: usize) -> Self {
         let mut scope = params.at(name);
-        let inputs =
-            ["gate_proj", "up_proj"].map(|name| scope.linear(name, [inner, width], false, COLUMN));
+        let inputs = ["gate_proj", "up_proj"].map(|name| scope.linear(name, [inner, width], false));
         Self {
             inputs: GateUp::Apart(Box::new(inputs)),
-            down: scope.linear("down_proj", [width, inner], false, TensorParallel::Row),
+            down: scope.linear("down_proj", [width, inner], false),
         }
     }
 
@@ -84,7 +80,7 @@ impl GatedMlp {
         let mut scope = params.at(name);
         Self {
             inputs: GateUp::Fused(scope.fused_linear(gate_up, &[inner; 2], width, false)),
-            down: scope.linear(down, [width, inner], false, TensorParallel::Row),
+            down: scope.linear(down, [width, inner], false),
         }
     }
 

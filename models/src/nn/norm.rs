@@ -3,7 +3,7 @@
 use crate::autograd::{Scope, Var};
 use crate::error::Result;
 use crate::params::ParamScope;
-use engine::{ParamId, TensorParallel};
+use engine::ParamId;
 
 /// Layer norm with weight and bias.
 #[derive(Clone, Copy, PartialEq, Debug)]
@@ -21,8 +21,8 @@ impl LayerNorm {
     pub fn new(params: &mut ParamScope<'_, '_>, name: &str, c: usize, eps: f32) -> Self {
         let mut inner = params.at(name);
         Self {
-            weight: inner.param("weight", [c], TensorParallel::Replicated),
-            bias: inner.param("bias", [c], TensorParallel::Replicated),
+            weight: inner.param("weight", [c]),
+            bias: inner.param("bias", [c]),
             eps,
         }
     }
@@ -48,9 +48,7 @@ pub struct RmsNorm {
 impl RmsNorm {
     /// Declares `name.weight`.
     pub fn new(params: &mut ParamScope<'_, '_>, name: &str, c: usize, eps: f32) -> Self {
-        let weight = params
-            .at(name)
-            .param("weight", [c], TensorParallel::Replicated);
+        let weight = params.at(name).param("weight", [c]);
         Self { weight, eps }
     }
 

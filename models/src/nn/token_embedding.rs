@@ -6,7 +6,7 @@ use crate::autograd::{Scope, Tape, Var};
 use crate::batch::Batch;
 use crate::error::Result;
 use crate::params::ParamBuilder;
-use engine::{ParamId, TensorParallel, UnitId};
+use engine::{ParamId, UnitId};
 
 /// The table of token embeddings, and the splice of picture features over the tokens that stand for them.
 #[derive(Clone, Copy, PartialEq, Debug)]
@@ -28,10 +28,9 @@ impl TokenEmbedding {
     ) -> Result<Self> {
         let mut scope = params.unit(unit);
         scope.refuse_adapter(module)?;
-        let column = TensorParallel::Column { groups: 1 };
         Ok(Self {
             unit: scope.id(),
-            table: scope.at(module).param("weight", shape, column),
+            table: scope.at(module).param("weight", shape),
         })
     }
 

@@ -42,6 +42,7 @@ impl VisionBlock {
             heads: config.heads,
             kv_heads: config.heads,
             head_dim: config.head_dim,
+            fused: None,
             qkv_bias: true,
             out_bias: true,
             out_name: "out_proj",

@@ -20,6 +20,7 @@ mod rows;
 pub use attention::Sequences;
 pub use linear::LinearParams;
 pub use lora::LoraParams;
+pub use routed::RowGroups;
 pub use routed_lora::RoutedLayers;
 
 #[cfg(test)]

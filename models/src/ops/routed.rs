@@ -6,6 +6,10 @@ use crate::error::Result;
 use engine::ParamId;
 use kernels::{RoutedArgs, RoutedGroup, Tensor, Transpose};
 
+/// A partition of token rows in two, e.g. by expert: i32 row numbers, neither list empty.
+#[derive(Clone, Debug)]
+pub struct RowGroups(pub [Tensor; 2]);
+
 /// A layer and the rows that it computes.
 #[derive(Clone, Debug)]
 struct Group {

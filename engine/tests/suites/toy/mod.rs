@@ -5,8 +5,8 @@ use engine::comm::{Communicator, World, threads};
 use engine::spill::{IoPath, SpillFile, SpillFolder, SpillIo};
 use engine::{
     EngineError, ModelSpec, Offload, OptimizerConfig, ParamAccess, ParamId, ParamSpec, PassKind,
-    Phase, Plan, Precision, Spill, Stage, StateKind, StepReport, TensorParallel, Tier, Tiers,
-    UnitId, UnitSpec, Zero, ZeroConfig,
+    Phase, Plan, Precision, Spill, Stage, StateKind, StepReport, Tier, Tiers, UnitId, UnitSpec,
+    Zero, ZeroConfig,
 };
 use kernels::{Backend, NullBackend, Pool, Tag, Tensor};
 use optim::{AdamW, GroupOptions};
@@ -59,7 +59,6 @@ pub fn spec(trainable: impl Fn(usize, &str) -> bool) -> ModelSpec {
                 shape: shape.as_slice().into(),
                 unit: UnitId(u as u32),
                 trainable: trainable(u, name),
-                tensor_parallel: TensorParallel::Replicated,
             });
         }
     }

@@ -18,8 +18,8 @@ use engine::comm::{CommError, Communicator, Tag as CommTag, World};
 use engine::plan::PlanError;
 use engine::{
     DeviceTransport, EngineError, ModelSpec, Offload, OptimizerConfig, ParamAccess, ParamId,
-    ParamSpec, PassKind, Phase, Plan, Precision, Stage, TensorParallel, Tier, Tiers, UnitId,
-    UnitSpec, Zero, ZeroConfig,
+    ParamSpec, PassKind, Phase, Plan, Precision, Stage, Tier, Tiers, UnitId, UnitSpec, Zero,
+    ZeroConfig,
 };
 use kernels::cuda::CudaBackend;
 use kernels::{Backend, DType, Pool, Shape, Tag};
@@ -182,7 +182,6 @@ fn spec() -> ModelSpec {
                 shape: Shape::new(&[*elems]),
                 unit: UnitId(unit as u32),
                 trainable: *trainable,
-                tensor_parallel: TensorParallel::Replicated,
             });
         }
         spec.units.push(UnitSpec { name });

@@ -3,13 +3,14 @@
 //! Shapes: `P` patches in blocks of 2 x 2, `N = P / 4` features, `c` width of the tower, `D` of the language model.
 
 use super::config::VisionConfig;
+use super::tables::Glm41vTables;
 use crate::autograd::{Rows, Scope, Tape, Var};
 use crate::batch::VisionBatch;
 use crate::error::Result;
 use crate::nn::{GatedMlp, LayerNorm, Linear, RmsNorm};
 use crate::ops::LinearParams;
 use crate::params::ParamBuilder;
-use engine::{TensorParallel, UnitId};
+use engine::UnitId;
 use kernels::Gelu;
 
 /// Epsilon of the merger's norm, whatever the tower's is.
@@ -29,17 +30,16 @@ pub(super) struct Merger {
 impl Merger {
     pub(super) fn new(params: &mut ParamBuilder<'_>, config: &VisionConfig) -> Self {
         let (c, d) = (config.hidden_size, config.out_hidden_size);
-        let column = TensorParallel::Column { groups: 1 };
         let mut unit = params.unit("model.visual.merger");
         let id = unit.id();
         let mut visual = unit.at("model.visual");
         let eps = config.rms_norm_eps as f32;
         let post_norm = RmsNorm::new(&mut visual, "post_layernorm", c, eps);
         let mut conv = visual.at("downsample");
-        let kernel = conv.param("weight", [d, c, 2, 2], column);
-        let bias = conv.param("bias", [d], column);
+        let kernel = conv.param("weight", [d, c, 2, 2]);
+        let bias = conv.param("bias", [d]);
         let mut merger = visual.at("merger");
-        let proj = merger.linear("proj", [d, d], false, TensorParallel::Replicated);
+        let proj = merger.linear("proj", [d, d], false);
         let norm = LayerNorm::new(&mut merger, "post_projection_norm", d, NORM_EPS);
         Self {
             unit: id,
@@ -58,7 +58,7 @@ impl Merger {
         x: &Var,
         batch: &'m VisionBatch,
     ) -> Result<Var> {
-        let tables = batch.tables.glm41v()?;
+        let tables = batch.tables::<Glm41vTables>()?;
         let [features] = tape.segment(self.unit, [x], move |scope, [x]| {
             let x = self.post_norm.forward(scope, x)?;
             scope.observe("vision.post_layernorm", &x);

@@ -8,7 +8,7 @@ use crate::batch::{starts_of, upload};
 use crate::error::Result;
 use crate::ops::Sequences;
 use crate::params::ParamScope;
-use engine::{ParamId, TensorParallel};
+use engine::ParamId;
 use kernels::{Backend, Tensor};
 
 /// Tables of a batch of `S` samples and `T` tokens, for `P` learned tokens of `g` heads; each i32.
@@ -23,7 +23,7 @@ pub struct PrefixTables {
     /// `[T]`: rows of the batch's tokens.
     token_rows: Tensor,
     /// The batch's queries against all rows.
-    pub(super) sequences: Sequences,
+    pub(crate) sequences: Sequences,
 }
 
 impl PrefixTables {
@@ -31,7 +31,7 @@ impl PrefixTables {
     ///
     /// # Errors
     /// When memory runs out.
-    pub(super) fn new(
+    pub(crate) fn new(
         starts: &[usize],
         prefix: usize,
         heads: usize,
@@ -66,21 +66,20 @@ impl PrefixTables {
 
 /// A layer's learned keys and values, `[2, g, P, d]`.
 #[derive(Clone, Copy, PartialEq, Debug)]
-pub(super) struct Prefix {
+pub(crate) struct Prefix {
     param: ParamId,
 }
 
 impl Prefix {
     /// Declares `prefix`.
-    pub(super) fn new(
+    pub(crate) fn new(
         params: &mut ParamScope<'_, '_>,
         tokens: usize,
         heads: usize,
         head_dim: usize,
     ) -> Self {
-        let split = TensorParallel::Replicated;
         Self {
-            param: params.param("prefix", [2, heads, tokens, head_dim], split),
+            param: params.param("prefix", [2, heads, tokens, head_dim]),
         }
     }
 
@@ -88,7 +87,7 @@ impl Prefix {
     ///
     /// # Errors
     /// When shapes do not fit or memory runs out.
-    pub(super) fn prepend(
+    pub(crate) fn prepend(
         &self,
         scope: &Scope<'_>,
         [k, v]: [&Var; 2],

@@ -3,13 +3,14 @@
 //! Shapes: `P` patches of all slices, `N` slices, `Q` queries, `D` width of the language model.
 
 use super::config::{MiniCpmConfig, RESAMPLER_HEAD_DIM};
+use super::tables::MiniCpmTables;
 use crate::autograd::{Scope, Tape, Var};
-use crate::batch::{MiniCpmTables, VisionBatch};
+use crate::batch::VisionBatch;
 use crate::error::Result;
 use crate::nn::LayerNorm;
 use crate::ops::LinearParams;
 use crate::params::ParamBuilder;
-use engine::{ParamId, TensorParallel, UnitId};
+use engine::{ParamId, UnitId};
 use kernels::{Backend, DType, Shape, Tag, Tensor};
 
 /// Epsilon of the resampler's norms.
@@ -38,20 +39,18 @@ impl Resampler {
     pub(super) fn new(params: &mut ParamBuilder<'_>, config: &MiniCpmConfig) -> Self {
         let d = config.language.hidden_size;
         let (c, eps) = (config.vision.hidden_size, config.vision.layer_norm_eps);
-        let whole = TensorParallel::Replicated;
         let mut unit = params.unit("resampler");
         let id = unit.id();
         let post_norm = LayerNorm::new(&mut unit.at("vpm"), "post_layernorm", c, eps as f32);
         let mut scope = unit.at("resampler");
-        let query = scope.param("query", [config.query_num, d], whole);
-        let kv_proj = scope.at("kv_proj").param("weight", [d, c], whole);
+        let query = scope.param("query", [config.query_num, d]);
+        let kv_proj = scope.at("kv_proj").param("weight", [d, c]);
         let mut attn = scope.at("attn");
-        let packed = TensorParallel::Column { groups: 3 };
-        let in_weight = attn.param("in_proj_weight", [3 * d, d], packed);
-        let in_bias = attn.param("in_proj_bias", [3 * d], packed);
+        let in_weight = attn.param("in_proj_weight", [3 * d, d]);
+        let in_bias = attn.param("in_proj_bias", [3 * d]);
         let mut out = attn.at("out_proj");
-        let out_weight = out.param("weight", [d, d], TensorParallel::Row);
-        let out_bias = out.param("bias", [d], whole);
+        let out_weight = out.param("weight", [d, d]);
+        let out_bias = out.param("bias", [d]);
         let third =
             |i: usize| LinearParams::new(in_weight, Some(in_bias)).with_rows(i * d..(i + 1) * d);
         Self {
@@ -66,7 +65,7 @@ impl Resampler {
             ln_q: LayerNorm::new(&mut scope, "ln_q", d, EPS),
             ln_kv: LayerNorm::new(&mut scope, "ln_kv", d, EPS),
             ln_post: LayerNorm::new(&mut scope, "ln_post", d, EPS),
-            proj: scope.param("proj", [d, d], whole),
+            proj: scope.param("proj", [d, d]),
             width: d,
         }
     }
@@ -78,7 +77,7 @@ impl Resampler {
         x: &Var,
         batch: &'m VisionBatch,
     ) -> Result<Var> {
-        let batch = batch.tables.minicpm()?;
+        let batch = batch.tables::<MiniCpmTables>()?;
         let [features] = tape.segment(self.unit, [x], move |scope, [x]| {
             let x = self.post_norm.forward(scope, x)?;
             scope.observe("vision.post_layernorm", &x);

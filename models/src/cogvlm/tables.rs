@@ -1,0 +1,35 @@
+//! Index tables of one or two vision towers.
+
+use super::cross_vision::CrossPictures;
+use crate::batch::{VisionBatch, VisionTables};
+use crate::error::Result;
+use crate::eva::EvaTables;
+use kernels::Tensor;
+
+/// Tables of CogAgent's two towers.
+#[derive(Clone, Debug)]
+pub struct CogAgentTables {
+    /// Of the first.
+    pub eva: EvaTables,
+    /// i32 `[N * p]`: rows of the positions added after the first tower.
+    pub position_ids: Tensor,
+    /// The same images for the second.
+    pub cross: CrossPictures,
+}
+
+impl VisionTables for CogAgentTables {
+    fn tower() -> &'static str {
+        "CogAgent"
+    }
+}
+
+/// The tables of the EVA tower, which is CogAgent's first.
+///
+/// # Errors
+/// [`ModelError::ForeignBatch`](crate::ModelError::ForeignBatch) for those of another tower.
+pub(super) fn eva_tables(batch: &VisionBatch) -> Result<&EvaTables> {
+    match batch.tables::<CogAgentTables>() {
+        Ok(tables) => Ok(&tables.eva),
+        Err(_) => batch.tables(),
+    }
+}

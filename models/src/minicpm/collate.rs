@@ -1,0 +1,100 @@
+//! Samples to a batch: positions, rotary angles, and image slices with the token rows of their features.
+
+use super::model::MiniCpm;
+use super::tables::MiniCpmTables;
+use crate::batch::{
+    Batch, Splice, VisionBatch, check_slices, pack, pixel_values, starts_of, upload,
+};
+use crate::data::Slice;
+use crate::error::{ModelError, Result};
+use crate::nn::{Rotary, RotaryTable, rope_frequencies};
+use crate::ops::Sequences;
+use crate::{SampleInput, VisionLanguageModel};
+use kernels::{Backend, RopeLayout};
+use std::sync::Arc;
+
+impl MiniCpm {
+    pub(super) fn pack(&self, samples: &[SampleInput<'_>], backend: &dyn Backend) -> Result<Batch> {
+        let positions: Vec<i32> = samples
+            .iter()
+            .flat_map(|s| 0..s.input_ids.len() as i32)
+            .collect();
+        let rotary = self.rotary(&positions, backend)?;
+        let vision = self.vision_batch(samples, backend)?;
+        pack(samples, positions, rotary, vision, backend)
+    }
+
+    /// Angles of `positions` for the decoder's heads.
+    pub(super) fn rotary(&self, positions: &[i32], backend: &dyn Backend) -> Result<Rotary> {
+        let language = &self.config().language;
+        let table = RotaryTable {
+            frequencies: rope_frequencies(language.head_dim, language.rope_theta as f32),
+            layout: RopeLayout::HalfSplit,
+        };
+        table.rotary(positions, self.options().dtype, backend)
+    }
+
+    /// The images of the batch; `None` when no token row is replaced.
+    fn vision_batch(
+        &self,
+        samples: &[SampleInput<'_>],
+        backend: &dyn Backend,
+    ) -> Result<Option<VisionBatch>> {
+        let config = self.config();
+        let q = config.query_num;
+        let starts = starts_of(samples.iter().map(|s| s.input_ids.len()));
+        let (mut splice_rows, mut splice_sources) = (Vec::new(), Vec::new());
+        let mut slices: Vec<&Slice> = Vec::new();
+        for (i, sample) in samples.iter().enumerate() {
+            self.check_images(i, sample)?;
+            for (k, (start, end)) in sample.image_bounds.iter().enumerate() {
+                let source = (slices.len() + k) * q;
+                splice_rows.extend((starts[i] + start..starts[i] + end).map(|r| r as i32));
+                splice_sources.extend((source..source + q).map(|r| r as i32));
+            }
+            slices.extend(sample.slices);
+        }
+        if splice_rows.is_empty() {
+            return Ok(None);
+        }
+        let patches = pixel_values(
+            &slices,
+            config.vision.patch_size,
+            &self.normalization,
+            self.options().dtype,
+            backend,
+        )?;
+        let grids: Vec<[usize; 2]> = slices.iter().map(|s| [s.rows, s.cols]).collect();
+        let tables = MiniCpmTables::new(config, &grids, backend)?;
+        Ok(Some(VisionBatch {
+            patches,
+            sequences: Sequences::own(tables.resample.k_starts.clone(), false),
+            splice: Splice {
+                rows: upload(backend, &splice_rows, &[splice_rows.len()])?,
+                sources: upload(backend, &splice_sources, &[splice_sources.len()])?,
+            },
+            tables: Arc::new(tables),
+        }))
+    }
+
+    fn check_images(&self, index: usize, sample: &SampleInput<'_>) -> Result<()> {
+        let fail = |reason: String| {
+            Err(ModelError::Sample {
+                sample: index,
+                reason,
+            })
+        };
+        let (tokens, q) = (sample.input_ids.len(), self.config().query_num);
+        if sample.image_bounds.len() > sample.slices.len() {
+            let (bounds, slices) = (sample.image_bounds.len(), sample.slices.len());
+            return fail(format!("{bounds} image positions, {slices} slices"));
+        }
+        let fits = |(start, end): &(usize, usize)| start + q == *end && *end <= tokens;
+        if let Some((start, end)) = sample.image_bounds.iter().find(|b| !fits(b)) {
+            return fail(format!(
+                "picture at {start}..{end}, expected {q} of {tokens} tokens"
+            ));
+        }
+        check_slices(index, sample, self.config().vision.patch_size)
+    }
+}

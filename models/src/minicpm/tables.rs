@@ -1,0 +1,71 @@
+//! Index tables of vision tower and resampler.
+//!
+//! Shapes: `P` patches of all slices, `N` slices, `Q` queries of the resampler.
+
+use super::config::MiniCpmConfig;
+use super::positions::position_ids;
+use crate::batch::{VisionTables, starts_of, upload};
+use crate::error::Result;
+use crate::ops::Sequences;
+use kernels::{Backend, Tensor};
+
+/// Tables of MiniCPM's vision tower and resampler.
+#[derive(Clone, Debug)]
+pub struct MiniCpmTables {
+    /// i32 `[P]`: row of the learned position table.
+    pub position_ids: Tensor,
+    /// i32 `[P]`: patch row and patch column inside the slice.
+    pub patch_coords: [Tensor; 2],
+    /// Largest patch row and column plus one.
+    pub grid: [usize; 2],
+    /// Attention of a slice's queries to its patches.
+    pub resample: Sequences,
+    /// i32 `[N * Q]`: `0..Q` for every slice.
+    pub query_index: Tensor,
+}
+
+impl VisionTables for MiniCpmTables {
+    fn tower() -> &'static str {
+        "MiniCPM"
+    }
+}
+
+impl MiniCpmTables {
+    /// Tables of slices of `grids` (patches per column, per row).
+    ///
+    /// # Errors
+    /// When memory runs out.
+    pub(super) fn new(
+        config: &MiniCpmConfig,
+        grids: &[[usize; 2]],
+        backend: &dyn Backend,
+    ) -> Result<Self> {
+        let (q, side) = (config.query_num, config.vision.grid_side);
+        let ids: Vec<i32> = grids
+            .iter()
+            .flat_map(|[rows, cols]| position_ids(*rows, *cols, side))
+            .collect();
+        let coords = |axis: usize| -> Result<Tensor> {
+            let all: Vec<i32> = grids.iter().flat_map(|g| axis_coords(*g, axis)).collect();
+            upload(backend, &all, &[all.len()])
+        };
+        let query_index: Vec<i32> = (0..grids.len()).flat_map(|_| 0..q as i32).collect();
+        let largest = |axis: usize| grids.iter().map(|g| g[axis]).max().unwrap_or(1);
+        Ok(Self {
+            position_ids: upload(backend, &ids, &[ids.len()])?,
+            patch_coords: [coords(0)?, coords(1)?],
+            grid: [largest(0), largest(1)],
+            resample: Sequences {
+                q_starts: starts_of(grids.iter().map(|_| q)),
+                k_starts: starts_of(grids.iter().map(|[r, c]| r * c)),
+                causal: false,
+            },
+            query_index: upload(backend, &query_index, &[query_index.len()])?,
+        })
+    }
+}
+
+/// Row (axis 0) or column (axis 1) of every patch of a slice, row-major.
+fn axis_coords([rows, cols]: [usize; 2], axis: usize) -> impl Iterator<Item = i32> {
+    (0..rows * cols).map(move |i| (if axis == 0 { i / cols } else { i % cols }) as i32)
+}
