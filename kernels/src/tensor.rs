@@ -305,7 +305,7 @@ impl Tensor {
         false
     }
 
-    /// Schedules a copy to the host. The copy sees the work queued so far and can be made later.
+    /// Prepares a copy to the host, to be made later. It sees the work queued so far and waits for nothing else.
     ///
     /// # Errors
     /// When the device fails.
