@@ -49,8 +49,8 @@ impl CudaBackend {
     ) -> Result<Tensor> {
         check::upload(bytes, tensor.shape(), tensor.dtype())?;
         let at = self.address(OP, &tensor)?;
-        // SAFETY: the tensor has as many bytes. Only the reservation has used this range since it was allocated, and the event
-        // `behind` follows every earlier use.
+        // SAFETY: the tensor has as many bytes. Only the reservation has used this range since it was allocated, and the
+        // event `behind` follows every earlier use.
         let uploaded = unsafe { self.executor.upload(at, bytes, behind) };
         uploaded.map_err(Self::device_error(OP))?;
         Ok(tensor)

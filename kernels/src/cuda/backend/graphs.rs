@@ -367,7 +367,7 @@ unsafe impl<E: Graphs> Executor for Replaying<E> {
     }
 
     unsafe fn deliver(&self, to: Address, bytes: &[u8], behind: &Moment) -> Result<(), Cause> {
-        // No collected command uses the range. The sequence goes on, so its end does not depend on other threads' timing.
+        // No collected command uses the range. The sequence continues, so its end depends on no other thread's timing.
         // SAFETY: the caller vouches for the range and the event.
         unsafe { self.inner.deliver(to, bytes, behind) }
     }
