@@ -1,4 +1,4 @@
-//! `trainer_log.jsonl`: one JSON object per logged step, with the fields LLaMA-Factory's tools read.
+//! `trainer_log.jsonl`: one JSON object per logged step, with the fields that LLaMA-Factory's tools read.
 
 use std::fmt;
 use std::path::Path;
@@ -12,16 +12,16 @@ use crate::exit::Failure;
 use crate::monitor::split::{DeviceSplit, StepSplit, StepTimes};
 use crate::units::clock;
 
-/// File of the log.
+/// File name of the log.
 pub const TRAINER_LOG: &str = "trainer_log.jsonl";
 
-/// Digits of a second that are kept.
+/// Decimal digits of times in seconds.
 const SECONDS: i32 = 6;
 
-/// Bytes of one rank.
+/// Memory of one rank in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct TierBytes {
-    /// Peak on the device.
+    /// Peak in device memory.
     pub device: u64,
     /// Peak in the host tier.
     pub host: u64,
@@ -36,10 +36,10 @@ pub struct DiskTraffic {
     pub read_bytes: u64,
     /// Bytes written.
     pub written_bytes: u64,
-    /// Bytes per second while requests were under way.
+    /// Bytes per second while requests were in progress.
     #[serde(deserialize_with = "crate::ui::or_nan")]
     pub bytes_per_second: f64,
-    /// Share of what the disk reached when it was measured at the start; 0 where it was not.
+    /// Share of the disk's rate as measured at the start; 0 if it was not measured.
     #[serde(deserialize_with = "crate::ui::or_nan")]
     pub share: f64,
 }
@@ -54,7 +54,7 @@ impl fmt::Display for DiskTraffic {
     }
 }
 
-/// One row. Fields without a value are left out.
+/// One row of the log. Fields without a value are left out.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct LogRow {
     /// Steps done.
@@ -79,11 +79,11 @@ pub struct LogRow {
     pub tokens_per_second: Option<f64>,
     /// Tokens of all ranks so far.
     pub total_tokens: u64,
-    /// Bytes by tier.
+    /// Peak bytes by tier.
     pub bytes: Option<TierBytes>,
-    /// Where the time of a step went.
+    /// Parts of a step's time.
     pub times: Option<StepTimes>,
-    /// What went to and from the spill files since the last row.
+    /// Traffic of the spill files since the last row.
     pub disk: Option<DiskTraffic>,
 }
 
@@ -121,7 +121,7 @@ impl LogRow {
                 "bytes",
                 json!({ "device": bytes.device, "host": bytes.host, "rss": bytes.rss }),
             );
-            // Gigabytes, as the readers of these fields expect.
+            // GiB, as readers of these fields expect.
             let gib = bytes.device as f64 / 1024f64.powi(3);
             put("vram_allocated", rounded(gib, 2));
             put("vram_reserved", rounded(gib, 2));
@@ -162,7 +162,7 @@ impl LogRow {
     }
 }
 
-/// JSON has no NaN; a name is better than a hole.
+/// JSON cannot represent NaN and infinities, so they are written as text.
 fn number(value: f64) -> Value {
     if value.is_finite() {
         value.into()
@@ -176,7 +176,7 @@ fn rounded(value: f64, digits: i32) -> Value {
     number((value * scale).round() / scale)
 }
 
-/// The growing log file.
+/// Log file open for appending.
 #[derive(Debug)]
 pub struct TrainerLog {
     file: JsonLines,
@@ -184,10 +184,10 @@ pub struct TrainerLog {
 }
 
 impl TrainerLog {
-    /// Opens the log in `output`, keeping rows up to `done_steps`.
+    /// Opens the log in `output` and keeps its rows up to `done_steps`.
     ///
     /// # Errors
-    /// The file cannot be read or written.
+    /// When the file cannot be read or written.
     pub fn open(output: &Path, done_steps: u64) -> Result<Self, Failure> {
         let step = |row: &Value| row["current_steps"].as_u64();
         let keep = |row: &Value| step(row).is_some_and(|step| step <= done_steps);
@@ -207,10 +207,10 @@ impl TrainerLog {
         &self.points
     }
 
-    /// Appends a row in one write, so that readers see whole rows.
+    /// Appends a row in one write, so readers see whole rows.
     ///
     /// # Errors
-    /// The file cannot be written (exit 16).
+    /// When the file cannot be written (exit 16).
     pub fn append(&mut self, row: &LogRow) -> Result<(), Failure> {
         self.file.append(&row.to_json())
     }
