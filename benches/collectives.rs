@@ -1,8 +1,9 @@
-//! Collectives over shared memory: `cargo bench -p benches --bench collectives`.
+//! Benchmark of collectives over shared memory: `cargo bench -p benches --bench collectives`.
 //!
-//! Two ranks join a window as processes do, each a thread that lives as long as its measurement. Bandwidth is the bus
-//! bandwidth of NCCL's tests: bytes of the whole buffer over the time, times (n - 1) / n, which is what each rank must
-//! receive. Its ceiling is a copy of as many bytes by as many threads, each of which copies for itself, in the same run.
+//! Two ranks join a window as processes do; each is a thread that lives as long as its measurement. Bandwidth is the
+//! bus bandwidth of NCCL's tests: bytes of the whole buffer divided by the time, times (n - 1) / n. This is what each
+//! rank must receive. Its ceiling, measured in the same run, is a copy of as many bytes by as many threads, each
+//! copying for itself.
 #![allow(missing_docs, reason = "criterion's macros define public functions")]
 #![allow(clippy::unwrap_used, reason = "a benchmark may panic")]
 #![allow(clippy::print_stdout, reason = "printing results is what this is for")]
@@ -21,7 +22,7 @@ use std::time::{Duration, Instant};
 
 const RANKS: usize = 2;
 
-/// The time of `iterations` calls of `body` on every rank of a world of `region` bytes each: that of the slower rank.
+/// Time of `iterations` calls of `body` on every rank of a world with `region` bytes each. The slower rank counts.
 fn on_all_ranks(
     name: &str,
     region: usize,
@@ -53,7 +54,7 @@ fn on_all_ranks(
     })
 }
 
-/// As many bytes as a rank receives, copied by every rank for itself.
+/// Time in which every rank copies, for itself, as many bytes as it receives in a collective.
 fn copies(bytes: usize, iterations: u64) -> Duration {
     let start = Barrier::new(RANKS);
     std::thread::scope(|scope| {
@@ -79,7 +80,7 @@ fn copies(bytes: usize, iterations: u64) -> Duration {
     })
 }
 
-/// Measures `run`, which takes a number of iterations; the least time of one.
+/// Measures `run`, which takes a number of iterations. Returns the shortest time per iteration in seconds.
 fn least(
     group: &mut BenchmarkGroup<'_, WallTime>,
     name: &str,

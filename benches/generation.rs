@@ -1,7 +1,7 @@
-//! Tokens per second of generation: `cargo bench -p benches --bench generation`.
+//! Benchmark of generation in tokens per second: `cargo bench -p benches --bench generation`.
 //!
-//! A decoder of 28 M parameters continues prompts of 256 tokens by 16. Tokens are criterion's
-//! elements; the prompt's pass is part of the time.
+//! A decoder with 28 M parameters continues prompts of 256 tokens by 16 tokens. Tokens are criterion's elements. The
+//! time includes the prompt's forward pass.
 #![allow(missing_docs, reason = "criterion's macros define public functions")]
 #![allow(clippy::unwrap_used, reason = "a benchmark may panic")]
 
@@ -87,7 +87,7 @@ fn cached(model: &MiniCpm, access: &ResidentParams, texts: &[Vec<i32>]) {
     access.take_events();
 }
 
-/// Every token from a pass over the whole text.
+/// Generation without a cache: every token takes a forward pass over the whole text.
 fn whole(model: &MiniCpm, access: &ResidentParams, text: &[i32]) {
     let mut ids = text.to_vec();
     for _ in 0..NEW_TOKENS {

@@ -1,6 +1,6 @@
-//! Operations of the processor backend: `cargo bench -p benches --bench kernels`.
+//! Benchmark of the CPU backend's operations: `cargo bench -p benches --bench kernels`.
 //!
-//! Shapes are named rows x outputs x inputs, tokens x heads x head dim, or rows x channels.
+//! Shapes in names are rows x outputs x inputs, tokens x heads x head dim, or rows x channels.
 #![allow(missing_docs, reason = "criterion's macros define public functions")]
 #![allow(clippy::unwrap_used, reason = "a benchmark may panic")]
 
@@ -13,7 +13,7 @@ use kernels::{
 
 const TYPES: [DType; 2] = [DType::F32, DType::BF16];
 
-/// Values uniform in -1..1 (a multiplicative generator: only their spread matters).
+/// Values uniform in -1..1, from a simple multiplicative generator: only their spread matters.
 fn random(cpu: &CpuBackend, shape: &[usize], dtype: DType) -> Tensor {
     let mut state = 1u64;
     let values: Vec<f32> = (0..shape.iter().product())
@@ -47,7 +47,7 @@ fn gemm(c: &mut Criterion) {
     use Transpose::{No, Yes};
     let cpu = CpuBackend::unlimited();
     let mut group = c.benchmark_group("gemm");
-    // The demo's layers, and those of models with a width of 1024.
+    // Layers of the demo, and of models with a width of 1024.
     for (m, n, k) in [
         (1500, 128, 128),
         (1500, 512, 128),
@@ -92,7 +92,7 @@ type AttentionShape = (usize, usize, usize, usize, usize, bool);
 fn attention(c: &mut Criterion) {
     let cpu = CpuBackend::unlimited();
     let mut group = c.benchmark_group("attention");
-    // The demo's decoder, a vision tower, a decoder with grouped heads.
+    // The demo's decoder, a vision tower, and a decoder with grouped-query attention.
     let shapes: [AttentionShape; 3] = [
         (1024, 4, 2, 32, 8, true),
         (1024, 16, 16, 72, 1, false),
@@ -112,7 +112,7 @@ fn attention(c: &mut Criterion) {
                 scale: 1.0 / (d as f32).sqrt(),
             };
             let pairs = (t * t / sequences) as f64 * if causal { 0.5 } else { 1.0 };
-            // Two products forward; five backward, with the scores computed again.
+            // Two products forward, five backward including the recomputed scores.
             let forward = 4.0 * pairs * (h * d) as f64;
             let name = format!("{dtype} {t}x{h}x{d} in {sequences}");
             let work = Work::flops(forward);
@@ -132,7 +132,7 @@ fn attention(c: &mut Criterion) {
 fn norm(c: &mut Criterion) {
     let cpu = CpuBackend::unlimited();
     let mut group = c.benchmark_group("norm");
-    // The last does not fit the caches.
+    // The last shape exceeds the caches.
     for (rows, width) in [(1500, 128), (2048, 1024), (16_384, 1024)] {
         for dtype in TYPES {
             let x = random(&cpu, &[rows, width], dtype);
@@ -166,7 +166,7 @@ fn linear_cross_entropy(c: &mut Criterion) {
         hidden: true,
         weight: true,
     };
-    // The demo's head, one tile of vocabulary, a streamed vocabulary.
+    // The demo's head, a vocabulary of one tile, and a streamed vocabulary.
     for (t, width, v) in [(500, 128, 1000), (256, 512, 32_000), (256, 512, 40_000)] {
         for dtype in TYPES {
             let (hidden, weight) = (
@@ -185,7 +185,7 @@ fn linear_cross_entropy(c: &mut Criterion) {
                     drop(cpu.linear_cross_entropy(&hidden, &weight, &labels).unwrap());
                 },
             );
-            // Logits, and a gradient for each operand.
+            // One product for the logits, and one for each operand's gradient.
             let work = Work::flops(3.0 * product);
             measure(&mut group, &format!("backward {name}"), work, || {
                 let grads = cpu.linear_cross_entropy_backward(&hidden, &weight, &labels, 1.0, need);

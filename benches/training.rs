@@ -1,4 +1,4 @@
-//! Optimizer and collectives: `cargo bench -p benches --bench training`.
+//! Benchmark of optimizer, training step and collectives: `cargo bench -p benches --bench training`.
 #![allow(missing_docs, reason = "criterion's macros define public functions")]
 #![allow(clippy::unwrap_used, reason = "a benchmark may panic")]
 
@@ -16,22 +16,22 @@ use std::time::Duration;
 
 const ELEMS: usize = 16 << 20;
 
-/// Every form of the step beside the in-place read-modify-write that bounds it. Bytes per element count each buffer
-/// once for every read and once for every write.
+/// Every variant of the step, beside the in-place read-modify-write that bounds it. Bytes per element count each
+/// buffer once per read and once per write.
 fn adamw(c: &mut Criterion) {
     let mut group = c.benchmark_group("adamw");
     let mut buffers = Buffers::new(ELEMS);
     for variant in Variant::ALL {
         let name = format!("{} 16M ({} B)", variant.name, variant.bytes);
         let work = Work::bytes((variant.bytes * ELEMS) as f64);
-        // Makes the buffers.
+        // Allocates the buffers.
         buffers.run(variant);
         measure(&mut group, &name, work, || buffers.run(variant));
     }
     group.finish();
 }
 
-/// A decoder of 110 M parameters, one text of 512 tokens per rank.
+/// Decoder with 110 M parameters, one text of 512 tokens per rank.
 fn train_step(c: &mut Criterion) {
     let mut group = c.benchmark_group("train_step");
     group.sampling_mode(SamplingMode::Flat);
@@ -54,7 +54,7 @@ fn train_step(c: &mut Criterion) {
                 b.iter_custom(|iterations| {
                     let total = Mutex::new(Duration::ZERO);
                     let count = AtomicUsize::new(0);
-                    // The first step makes the buffers.
+                    // The first step allocates the buffers.
                     run(setting, 1 + iterations as usize, |time| {
                         if count.fetch_add(1, Ordering::Relaxed) > 0 {
                             *total.lock().unwrap() += time.total();
@@ -69,8 +69,8 @@ fn train_step(c: &mut Criterion) {
     group.finish();
 }
 
-/// Two ranks as threads; per rank an all-gather reads and writes the peer's half, a reduce-scatter
-/// reads both ranks' halves and writes one.
+/// Two ranks as threads. Per rank, an all-gather reads and writes the peer's half; a reduce-scatter reads both ranks'
+/// halves and writes one.
 fn collectives(c: &mut Criterion) {
     let mut group = c.benchmark_group("collectives");
     for mib in [1usize, 16, 64] {
@@ -80,7 +80,7 @@ fn collectives(c: &mut Criterion) {
             ("reduce-scatter", CollectiveKind::ReduceScatter, 1.5),
         ] {
             let comms = threads::world(2, 4 * bytes + (1 << 20)).unwrap();
-            // Both ranks move their share at once.
+            // Both ranks move their share at the same time.
             let work = Work::bytes(2.0 * moved * bytes as f64);
             measure(
                 &mut group,

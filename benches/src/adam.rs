@@ -1,4 +1,5 @@
-//! One `AdamW` step over flat buffers in every form, and the in-place read-modify-write that bounds it.
+//! Benchmark of one `AdamW` step over flat buffers, in every form, and of the in-place read-modify-write that bounds
+//! it.
 
 use half::bf16;
 use memmap2::{Advice, MmapMut};
@@ -8,29 +9,29 @@ use optim::{
 use rayon::prelude::*;
 use std::marker::PhantomData;
 
-/// What is stepped.
+/// Kind of update to measure.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Form {
-    /// Not a step: every element of one `f32` array is multiplied in place.
+    /// No update: multiplies every element of one `f32` array in place.
     ReadModifyWrite,
     /// `f32` weights and moments.
     F32,
-    /// `f32` master weights and moments; the `bf16` copy is written.
+    /// `f32` master weights and moments, and a `bf16` copy that is only written.
     Master,
     /// `bf16` weights with stochastic rounding, `f32` moments.
     Moments,
     /// `bf16` weights and moments with stochastic rounding.
     Pure,
-    /// `bf16` weights with a compensation, `bf16` moments.
+    /// `bf16` weights with Kahan compensation, `bf16` moments.
     Kahan,
 }
 
-/// A form and the width of its gradient.
+/// Kind of update with the width of its gradient.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Variant {
-    /// The word on command lines.
+    /// Name on command lines.
     pub name: &'static str,
-    /// What is stepped.
+    /// Kind of update.
     pub form: Form,
     /// Whether the gradient is `bf16`.
     pub narrow_grad: bool,
@@ -39,7 +40,7 @@ pub struct Variant {
 }
 
 impl Variant {
-    /// Every variant.
+    /// All variants.
     pub const ALL: [Self; 10] = [
         Self::new("rmw", Form::ReadModifyWrite, false, 8),
         Self::new("f32", Form::F32, false, 28),
@@ -62,14 +63,14 @@ impl Variant {
         }
     }
 
-    /// The variant of a name.
+    /// Variant with this name.
     #[must_use]
     pub fn named(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|variant| variant.name == name)
     }
 }
 
-/// Numbers in huge pages, where the system grants them.
+/// Array in huge pages, if the system grants them.
 #[derive(Debug)]
 struct Array<T> {
     map: MmapMut,
@@ -87,7 +88,7 @@ impl<T: bytemuck::Pod + Send + Sync> Array<T> {
             map,
             kind: PhantomData,
         };
-        // Touched by the threads that will step it.
+        // First touch by the threads that will update it.
         array.get_mut().par_iter_mut().for_each(|x| *x = value);
         array
     }
@@ -101,7 +102,7 @@ impl<T: bytemuck::Pod + Send + Sync> Array<T> {
     }
 }
 
-/// Buffers of one length, made at their first use and used again by every later step.
+/// Buffers of one length, allocated at their first use and reused by later steps.
 #[derive(Debug)]
 pub struct Buffers {
     elems: usize,
@@ -113,7 +114,7 @@ pub struct Buffers {
 }
 
 impl Buffers {
-    /// For windows of `elems` elements.
+    /// Buffers for `elems` elements.
     #[must_use]
     pub fn new(elems: usize) -> Self {
         Self {
@@ -126,10 +127,10 @@ impl Buffers {
         }
     }
 
-    /// Runs a variant once.
+    /// Runs one step of a variant.
     ///
     /// # Panics
-    /// When memory is short.
+    /// When memory is exhausted.
     pub fn run(&mut self, variant: Variant) {
         let n = self.elems;
         self.step += 1;

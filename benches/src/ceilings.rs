@@ -1,4 +1,4 @@
-//! What this machine can do, measured.
+//! Measured peak rates of this machine.
 
 use crate::Work;
 use rayon::prelude::*;
@@ -6,21 +6,21 @@ use std::hint::black_box;
 use std::sync::OnceLock;
 use std::time::Instant;
 
-/// Peaks of one core and of all cores of the rayon pool.
+/// Peak rates of one core and of all threads of the rayon pool.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Ceilings {
     /// f32 operations per second of one core: fused multiply-adds on registers only.
     pub core_flops: f64,
-    /// The same on all cores at once.
+    /// f32 operations per second of all cores together.
     pub all_flops: f64,
-    /// Bytes per second that one core moves: the better of copy and triad.
+    /// Bytes per second that one core moves: the better of STREAM's copy and triad.
     pub core_bytes: f64,
-    /// The same on all cores at once.
+    /// Bytes per second that all cores together move.
     pub all_bytes: f64,
 }
 
 impl Ceilings {
-    /// Measured at the first call (about two seconds) and printed.
+    /// Peaks of this machine, measured at the first call (about two seconds) and printed.
     pub fn of_this_machine() -> &'static Self {
         static ONCE: OnceLock<Ceilings> = OnceLock::new();
         ONCE.get_or_init(|| {
@@ -57,14 +57,14 @@ impl Ceilings {
         }
     }
 
-    /// Least time for some work on all cores.
+    /// Lower bound of the seconds that some work takes on all cores.
     #[must_use]
     pub fn seconds(&self, work: Work) -> f64 {
         (work.flops / self.all_flops).max(work.bytes / self.all_bytes)
     }
 }
 
-/// Largest rate over some runs of `amount` of work.
+/// Highest rate over `runs` runs of `amount` of work.
 fn best(runs: usize, amount: f64, mut run: impl FnMut()) -> f64 {
     let mut rate = 0.0f64;
     for _ in 0..runs {
@@ -81,11 +81,11 @@ const LANES: usize = 16;
 const ROUNDS: usize = 2_000_000;
 const FLOPS: f64 = (2 * ACCUMULATORS * LANES * ROUNDS) as f64;
 
-/// `FUSED` needs the instruction: without it every step is a call.
+/// Loop of multiply-adds on registers. `FUSED` needs the FMA instruction; without it every step would be a call.
 #[inline(always)]
 fn register_loop<const FUSED: bool>(rounds: usize) -> f32 {
     let (factor, term) = (black_box(0.999f32), black_box(0.001f32));
-    // By value, so that every accumulator becomes a register.
+    // Passed by value, so that every accumulator becomes a register.
     let step = |mut x: [f32; LANES]| {
         for x in &mut x {
             *x = if FUSED {
@@ -118,7 +118,7 @@ fn multiply_adds(rounds: usize) -> f32 {
         register_loop::<true>(rounds)
     }
     if is_x86_feature_detected!("avx512f") {
-        // SAFETY: the feature was detected, and implies the others.
+        // SAFETY: the feature was detected, and it implies the others.
         unsafe { wide(rounds) }
     } else if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
         // SAFETY: the features were detected.
@@ -140,7 +140,7 @@ struct Stream {
     c: Vec<f32>,
 }
 
-/// Elements of each array (128 MiB).
+/// Elements per array (128 MiB).
 const STREAM: usize = 32 << 20;
 /// Elements that one task moves.
 const PART: usize = 1 << 18;
@@ -155,7 +155,7 @@ impl Stream {
         }
     }
 
-    /// Bytes per second of the better of copy (two streams) and triad (three).
+    /// Bytes per second of the better of copy (two streams) and triad (three streams).
     fn best(&mut self, all_cores: bool) -> f64 {
         let bytes = (STREAM * size_of::<f32>()) as f64;
         let copy = best(4, 2.0 * bytes, || {

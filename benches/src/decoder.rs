@@ -1,4 +1,4 @@
-//! A language model to measure.
+//! Language model for benchmarks.
 
 use crate::Result;
 use kernels::DType;
@@ -7,10 +7,10 @@ use models::minicpm::MiniCpm;
 use models::minicpm::config::{Family, LanguageConfig, MiniCpmConfig, SlicingConfig, VisionConfig};
 use models::processor::Normalization;
 
-/// The decoder `language` with the smallest vision tower there is, which no text reaches.
+/// Decoder `language` with a minimal vision tower that no text uses.
 ///
 /// # Errors
-/// When the configuration is refused.
+/// When the configuration is invalid.
 pub fn decoder(language: LanguageConfig, dtype: DType) -> Result<MiniCpm> {
     let config = MiniCpmConfig {
         family: Family::Vision,

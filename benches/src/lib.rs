@@ -1,5 +1,5 @@
-//! Benchmarks that say how much of the machine they use: [`Ceilings`] are measured in the same
-//! run, and [`measure`] prints each result as a share of what they allow.
+//! Benchmarks that print how much of the machine they use. [`Ceilings`] are measured in the same run, and [`measure`]
+//! prints each result as a share of them.
 #![allow(
     clippy::print_stdout,
     clippy::print_stderr,
@@ -18,15 +18,15 @@ use criterion::measurement::WallTime;
 use criterion::{BenchmarkGroup, Criterion, SamplingMode, Throughput};
 use std::time::{Duration, Instant};
 
-/// Results with errors of any layer below.
+/// Result with an error of any layer.
 pub type Result<T> = std::result::Result<T, Box<dyn std::error::Error + Send + Sync>>;
 
-/// What one run of a benchmark has to do at least.
+/// Minimum work of one run of a benchmark.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Work {
-    /// Floating-point operations: a fused multiply-add counts two.
+    /// Floating-point operations; a fused multiply-add counts as two.
     pub flops: f64,
-    /// Bytes that must be read or written once.
+    /// Bytes that must be read or written, each once.
     pub bytes: f64,
 }
 
@@ -44,7 +44,7 @@ impl Work {
     }
 }
 
-/// Short measurements: all groups together take one or two minutes.
+/// Criterion settings with short measurements: all benchmark groups together take one or two minutes.
 #[must_use]
 pub fn config() -> Criterion {
     Criterion::default()
@@ -55,8 +55,8 @@ pub fn config() -> Criterion {
         .configure_from_args()
 }
 
-/// Runs `f` under criterion and prints its rate and its share of the ceiling: the time that the
-/// measured peaks of all cores allow, divided by the best time per call.
+/// Runs `f` with criterion and prints its rate and its share of the ceiling. The share is the time that the peaks of
+/// all cores allow, divided by the best time per call.
 pub fn measure(
     group: &mut BenchmarkGroup<'_, WallTime>,
     name: &str,
@@ -64,7 +64,7 @@ pub fn measure(
     mut f: impl FnMut(),
 ) {
     let ceilings = Ceilings::of_this_machine();
-    // As many calls per sample throughout: slow operations would take a minute otherwise.
+    // Equal numbers of calls per sample; with criterion's default, slow operations would take a minute.
     group.sampling_mode(SamplingMode::Flat);
     group.throughput(if work.flops > 0.0 {
         Throughput::Elements(work.flops as u64)

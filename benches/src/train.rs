@@ -1,5 +1,5 @@
-//! A whole training step: a decoder of 110 M parameters (hidden 768, 12 layers, vocabulary 32000, head apart: 134 M) on one
-//! text of 512 tokens per rank, every block recomputed in the backward pass.
+//! One training step of a decoder with 110 M parameters: hidden size 768, 12 layers, vocabulary 32000, untied head
+//! (134 M in total). Each rank has one text of 512 tokens, and every block is recomputed in the backward pass.
 
 use crate::{Result, decoder};
 use engine::comm::{Communicator, threads};
@@ -14,20 +14,20 @@ use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Tokens of a rank's text.
+/// Tokens per rank.
 pub const TOKENS: usize = 512;
 const VOCABULARY: usize = 32_000;
 
-/// How the step runs.
+/// Settings of a run.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Setting {
-    /// Ranks, each a thread with a pool of its own.
+    /// Number of ranks, each a thread with its own pool.
     pub ranks: usize,
-    /// Threads of each rank.
+    /// Threads per rank.
     pub threads: usize,
     /// ZeRO stage.
     pub stage: Stage,
-    /// Arithmetic.
+    /// Precision.
     pub precision: Precision,
 }
 
@@ -38,19 +38,19 @@ pub struct StepTime {
     pub forward: Duration,
     /// Backward pass.
     pub backward: Duration,
-    /// Reduction that is left, norm and update.
+    /// Rest of the gradient reduction, norm and update.
     pub optimizer: Duration,
 }
 
 impl StepTime {
-    /// All parts.
+    /// Sum of all parts.
     #[must_use]
     pub fn total(&self) -> Duration {
         self.forward + self.backward + self.optimizer
     }
 }
 
-/// One rank's model and states.
+/// Model and states of one rank.
 struct Rank {
     model: MiniCpm,
     zero: Zero,
@@ -137,7 +137,7 @@ impl Rank {
     }
 }
 
-/// Takes `steps` steps on every rank and calls `each` with those of rank 0.
+/// Runs `steps` steps on every rank and calls `each` with the times of rank 0.
 ///
 /// # Errors
 /// The first rank's error, or a panic of a rank.
@@ -174,7 +174,7 @@ pub fn run(setting: Setting, steps: usize, each: impl Fn(StepTime) + Sync) -> Re
     })
 }
 
-/// Runs all of a rank inside its pool: a communicator and a tape need not be shared between threads.
+/// Runs all of a rank inside its pool, so its communicator and tape stay on one thread.
 fn in_pool(pool: rayon::ThreadPool, body: impl FnOnce() -> Result<()> + Send) -> Result<()> {
     pool.install(body)
 }

@@ -1,14 +1,14 @@
-//! An allocator that counts what a thread holds.
+//! Allocator that counts the bytes each thread holds.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 
-/// The system's allocator, counted.
+/// The system's allocator with counters.
 #[derive(Debug)]
 pub struct Counting;
 
 thread_local! {
-    // Without a destructor, so that it may be used whenever memory is given back.
+    // Without a destructor, so they can be used while a thread's other destructors free memory.
     static HELD: Cell<isize> = const { Cell::new(0) };
     static PEAK: Cell<isize> = const { Cell::new(0) };
 }
@@ -19,7 +19,7 @@ fn count(bytes: isize) {
     PEAK.set(PEAK.get().max(held));
 }
 
-// SAFETY: every call goes to the system's allocator as it is.
+// SAFETY: every call is forwarded unchanged to the system's allocator.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         count(layout.size().cast_signed());
@@ -40,7 +40,7 @@ unsafe impl GlobalAlloc for Counting {
     }
 
     unsafe fn realloc(&self, place: *mut u8, layout: Layout, new_bytes: usize) -> *mut u8 {
-        // Old and new exist at once where the block has to move.
+        // The old and the new block exist at the same time if the block has to move.
         count(new_bytes.cast_signed());
         count(-layout.size().cast_signed());
         // SAFETY: the caller's promise.
@@ -48,7 +48,7 @@ unsafe impl GlobalAlloc for Counting {
     }
 }
 
-/// What `run` returns, and the most bytes that this thread held meanwhile beyond what it held before.
+/// Result of `run`, and the peak of bytes that this thread held during `run` beyond what it held before.
 pub fn peak<T>(run: impl FnOnce() -> T) -> (T, usize) {
     let before = HELD.get();
     PEAK.set(before);

@@ -1,29 +1,29 @@
-//! The readers of files and frames from outside, and how much memory each may take for an input.
+//! Readers of files and frames from outside, with a memory limit for each.
 //!
-//! The fuzzers and the tests of every change (`tests/suites/hostile`) share this file. What a reader makes of an input
-//! is its own affair; that it returns, and within its memory, is what is checked.
+//! The fuzzers and the tests of every change (`tests/suites/hostile`) share this file. They check that a reader
+//! returns and stays within its memory limit, not what it returns.
 
 use crate::memory;
 
 /// One kind of input.
 #[derive(Debug)]
 pub struct Target {
-    /// Name of the fuzzer and of the folder of its corpus.
+    /// Name of the fuzzer and of its corpus directory.
     pub name: &'static str,
-    /// Reads an input; whether it is accepted.
+    /// Reads an input. Returns whether it was accepted.
     pub read: fn(&[u8]) -> bool,
-    /// Bytes that any input may take.
+    /// Bytes that any input may use.
     pub fixed: usize,
-    /// Bytes that may be taken for each byte of the input.
+    /// Additional bytes allowed per byte of input.
     pub per_byte: usize,
 }
 
 const KIB: usize = 1 << 10;
 const MIB: usize = 1 << 20;
 
-/// All kinds.
+/// All kinds of input.
 pub const TARGETS: [Target; 7] = [
-    // A tensor is named in about 40 bytes, and kept in several maps.
+    // A tensor's entry takes about 40 bytes of input and is stored in several maps.
     Target {
         name: "weights",
         read: |bytes| {
@@ -33,14 +33,14 @@ pub const TARGETS: [Target; 7] = [
         fixed: 64 * KIB,
         per_byte: 48,
     },
-    // `meta` is any JSON: a list of lists takes four places of 72 bytes for each `[0],`, and lists grow by doubling.
+    // `meta` is any JSON. A list of lists takes four places of 72 bytes for each `[0],`, and lists grow by doubling.
     Target {
         name: "manifest",
         read: |bytes| engine::fuzzing::manifest(bytes).is_ok(),
         fixed: 64 * KIB,
         per_byte: 192,
     },
-    // Each value of a file becomes a key with its path, a row of the report and perhaps a sentence.
+    // Each value of a file becomes a key with its path, a row of the report, and possibly a sentence.
     Target {
         name: "config",
         read: |bytes| {
@@ -52,20 +52,20 @@ pub const TARGETS: [Target; 7] = [
         fixed: 512 * KIB,
         per_byte: 256,
     },
-    // All machines together have at most 65536 slots, of eight bytes each.
+    // All hosts together have at most 65536 slots of eight bytes each.
     Target {
         name: "hostfile",
         read: |bytes| launcher::fuzzing::hostfile(bytes).is_ok(),
         fixed: 768 * KIB,
         per_byte: 64,
     },
-    // A frame between ranks that know each other has at most 1 MiB; before, 512 bytes.
+    // A frame has at most 512 bytes during the handshake of two ranks, and 1 MiB after.
     Target {
         name: "frames",
         read: |bytes| {
             let rendezvous = engine::fuzzing::rendezvous_frames(bytes);
             let window = engine::fuzzing::window_frames(bytes);
-            // Whole frames to the end of the input.
+            // Reads whole frames to the end of the input.
             let ends = |outcome: std::io::Result<()>| {
                 outcome.is_err_and(|error| error.kind() == std::io::ErrorKind::UnexpectedEof)
             };
@@ -74,14 +74,15 @@ pub const TARGETS: [Target; 7] = [
         fixed: 2 * MIB,
         per_byte: 32,
     },
-    // Patterns become automata of a bounded size, whatever their length; tokens stand in a dozen maps.
+    // Patterns become automata of bounded size, whatever their length. Tokens are stored in a dozen maps.
     Target {
         name: "tokenizer",
         read: |bytes| models::fuzzing::tokenizer(bytes).is_ok(),
         fixed: 64 * MIB,
         per_byte: 512,
     },
-    // A byte of a PNG is 8256 pixels at most, with 24 bytes each while they are decoded; one of a JPEG 1024, with 48.
+    // A byte of a PNG encodes at most 8256 pixels, with 24 bytes each while decoding. A byte of a JPEG: 1024 pixels
+    // with 48 bytes each.
     Target {
         name: "picture",
         read: picture,
@@ -90,7 +91,8 @@ pub const TARGETS: [Target; 7] = [
     },
 ];
 
-/// A WebP or a BMP of runs may be one colour and large; reading many such would test nothing but patience.
+/// Images. Large run-length-encoded WebP and BMP files of one color are skipped, because decoding them takes long and
+/// tests nothing.
 fn picture(bytes: &[u8]) -> bool {
     let unbounded = bytes.starts_with(b"RIFF") || bytes.starts_with(b"BM");
     if unbounded && models::fuzzing::pixels(bytes).is_some_and(|pixels| pixels > 1 << 20) {
@@ -99,16 +101,16 @@ fn picture(bytes: &[u8]) -> bool {
     models::fuzzing::picture(bytes).is_ok()
 }
 
-/// The kind called `name`.
+/// Kind of input with this name.
 pub fn target(name: &str) -> Option<&'static Target> {
     TARGETS.iter().find(|target| target.name == name)
 }
 
 impl Target {
-    /// Reads `bytes`; whether they are accepted.
+    /// Reads `bytes`. Returns whether they were accepted.
     ///
     /// # Panics
-    /// The reader took more memory than it may.
+    /// When the reader exceeds its memory limit.
     pub fn check(&self, bytes: &[u8]) -> bool {
         let (accepted, peak) = memory::peak(|| (self.read)(bytes));
         let most = self.fixed + self.per_byte * bytes.len();

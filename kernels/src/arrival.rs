@@ -1,26 +1,26 @@
-//! Where bytes will come to a device.
+//! Reserved device memory for host-to-device copies.
 
 use crate::pool::Tag;
 use crate::{DType, Shape, Tensor};
 use std::any::Any;
 use std::sync::Arc;
 
-/// A place for an upload, taken before the work that is to run beside the copy is queued: the copy then waits for what
-/// was queued before the place was taken, and no longer. Dropping it gives the place back.
+/// Device memory reserved for a host-to-device copy. It is reserved before the work that should overlap with the copy
+/// is queued. The copy then waits only for work that was queued before the reservation. Dropping it frees the memory.
 #[derive(Debug)]
 pub struct Arrival {
     pub(crate) shape: Shape,
     pub(crate) dtype: DType,
     pub(crate) tag: Tag,
-    /// `None` where the device takes a place when the bytes come.
+    /// The reserved memory. `None` on a device that allocates when the bytes come.
     pub(crate) tensor: Option<Tensor>,
-    /// What the copy waits for, of a place that was used before.
+    /// Event that the copy waits for: the last use of the same memory by its previous owner, if any.
     #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "read by GPUs"))]
     pub(crate) behind: Option<Arc<dyn Any + Send + Sync>>,
 }
 
 impl Arrival {
-    /// Without a place yet.
+    /// Reservation without memory; the device allocates on upload.
     pub(crate) const fn later(shape: Shape, dtype: DType, tag: Tag) -> Self {
         Self {
             shape,
@@ -31,7 +31,7 @@ impl Arrival {
         }
     }
 
-    /// The place as a tensor, where the device took one; its contents are unspecified.
+    /// The reserved memory as a tensor with unspecified contents, if the device reserved any.
     #[must_use]
     pub fn into_tensor(self) -> Option<Tensor> {
         self.tensor

@@ -1,12 +1,12 @@
-//! The operations a device offers: coarse, each with its backward.
+//! The operations of a device. They are coarse, and each comes with its backward.
 //!
-//! Legend of shapes: `t` tokens (rows), `s` key tokens, `h` query heads, `g` key/value heads,
-//! `d` head dim, `c` channels, `m n k` matrix sizes, `r` adapter rank, `v` vocabulary.
+//! Symbols in shapes: `t` tokens (rows), `s` key tokens, `h` query heads, `g` key/value heads, `d` head dim, `c`
+//! channels, `m n k` matrix sizes, `r` adapter rank, `v` vocabulary.
 //!
-//! Rules every backend keeps:
+//! Rules for every backend:
 //! * 16-bit tensors are computed in f32 and rounded once, to nearest even, on store.
-//! * Gradients of parameters come out in f32 whatever the dtype of the weight; gradients of
-//!   activations come out in the dtype of the activation.
+//! * Gradients of parameters are f32, whatever the dtype of the weight. Gradients of activations have the dtype of
+//!   the activation.
 //! * Results depend on shapes and values only, never on the number of threads.
 
 use crate::arrival::Arrival;
@@ -23,20 +23,20 @@ use crate::shared_routed_lora::{
 use crate::timeline::DeviceSpan;
 use crate::{DType, Shape, Tensor};
 
-/// Where an operation runs.
+/// Kind of device that an operation runs on.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
 pub enum Device {
-    /// The processor and its memory.
+    /// The host's processor and memory.
     Cpu,
-    /// Shapes and bytes only: nothing is computed.
+    /// The meta device: shapes and bytes only, nothing is computed.
     Null,
     /// An NVIDIA GPU and its memory.
     Cuda,
 }
 
 impl Device {
-    /// Whether the host cannot address the device's memory: tensors are uploaded, and fetched with
-    /// [`Tensor::to_bytes`].
+    /// Whether the device is discrete: the host cannot address its memory. Tensors are then copied in with
+    /// [`Backend::upload`] and out with [`Tensor::to_bytes`].
     #[must_use]
     pub const fn is_apart(self) -> bool {
         matches!(self, Self::Cuda)
@@ -52,16 +52,16 @@ pub enum Transpose {
     Yes,
 }
 
-/// `op(a) @ op(b) + bias`.
+/// Operands of [`Backend::matmul`]: `op(a) @ op(b) + bias`.
 #[derive(Clone, Copy, Debug)]
 pub struct MatmulArgs<'a> {
     /// `[m, k]`, or `[k, m]` when transposed. Leading axes are folded into rows.
     pub a: &'a Tensor,
-    /// How `a` is used.
+    /// Whether `a` is transposed.
     pub transpose_a: Transpose,
     /// `[k, n]`, or `[n, k]` when transposed (the layout of a linear weight).
     pub b: &'a Tensor,
-    /// How `b` is used.
+    /// Whether `b` is transposed.
     pub transpose_b: Transpose,
     /// `[n]`, added to every row.
     pub bias: Option<&'a Tensor>,
@@ -74,27 +74,28 @@ pub struct MatmulArgs<'a> {
 pub struct DropoutArgs<'a> {
     /// `[t, k]`, any float dtype.
     pub x: &'a Tensor,
-    /// i32 `[t, 2]`: what tells rows apart, such as sample and position; the same wherever the row is computed.
+    /// i32 `[t, 2]`: an identity per row, e.g. (sample, position). It must not depend on where or in which batch the
+    /// row is computed.
     pub rows: &'a Tensor,
-    /// What tells uses apart, such as seed and layer.
+    /// Key of the random stream for one use, e.g. (seed, layer).
     pub key: [u32; 2],
-    /// Probability of zero, `0 <= p < 1`.
+    /// Probability that an element becomes zero, `0 <= p < 1`.
     pub p: f32,
 }
 
-/// What of its input an adapter does not see: the elements that [`Backend::dropout`] sets to zero.
+/// Dropout of an adapter's input, as peft's `lora_dropout`. The base layer sees the input without dropout.
 #[derive(Clone, Copy, Debug)]
 pub struct AdapterDropout<'a> {
     /// As in [`DropoutArgs`]: i32 `[t, 2]`.
     pub rows: &'a Tensor,
-    /// What tells uses apart.
+    /// Key of the random stream for one use, e.g. (seed, layer).
     pub key: [u32; 2],
-    /// Probability of zero, `0 <= p < 1`.
+    /// Probability that an element becomes zero, `0 <= p < 1`.
     pub p: f32,
 }
 
 impl<'a> AdapterDropout<'a> {
-    /// The dropout of `x`.
+    /// Arguments of [`Backend::dropout`] for the input `x`.
     #[must_use]
     pub const fn of(&self, x: &'a Tensor) -> DropoutArgs<'a> {
         DropoutArgs {
@@ -106,7 +107,7 @@ impl<'a> AdapterDropout<'a> {
     }
 }
 
-/// `x W^T + bias + scale * (seen A^T) B^T` as one operation, `seen` being `x` where nothing is dropped.
+/// Operands of [`Backend::lora_linear`]: `x W^T + bias + scale * (dropout(x) A^T) B^T`.
 #[derive(Clone, Copy, Debug)]
 pub struct LoraArgs<'a> {
     /// `[t, k]`.
@@ -121,14 +122,15 @@ pub struct LoraArgs<'a> {
     pub lora_b: &'a Tensor,
     /// `alpha / r`.
     pub scale: f32,
-    /// What the adapter does not see of `x`; computed again in backward.
+    /// Dropout of the adapter's input, if any. Backward computes the same mask again.
     pub dropout: Option<AdapterDropout<'a>>,
 }
 
 /// Gradients of [`LoraArgs`].
 #[derive(Debug)]
 pub struct LoraGrads {
-    /// `[t, k]` in the dtype of `x`, when asked for; with dropout the base's and the adapter's part, each rounded, added.
+    /// `[t, k]` in the dtype of `x`, if requested. With dropout, the base's and the adapter's part are each rounded
+    /// and then added.
     pub dx: Option<Tensor>,
     /// `[r, k]` f32.
     pub d_lora_a: Tensor,
@@ -136,7 +138,7 @@ pub struct LoraGrads {
     pub d_lora_b: Tensor,
 }
 
-/// The nonlinearity of [`Backend::gelu`].
+/// Variant of the GELU activation.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Gelu {
     /// `0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))`.
@@ -145,7 +147,7 @@ pub enum Gelu {
     Erf,
 }
 
-/// Which elements of a head rotate together.
+/// Pairing of a head's elements in rotary position embedding.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum RopeLayout {
     /// `(i, i + rotary/2)`: Llama, Qwen2 ("rotate half").
@@ -154,20 +156,21 @@ pub enum RopeLayout {
     Interleaved,
 }
 
-/// Rotation, or its inverse (which is its backward).
+/// Direction of a rotation. The inverse is the backward of the rotation.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Direction {
-    /// By the positions' angles.
+    /// By the angles of the positions.
     Forward,
-    /// By their negatives.
+    /// By the negative angles.
     Inverse,
 }
 
-/// Attention over sequences that lie one behind the other.
+/// Operands of [`Backend::attention`] over packed sequences of variable length, as FlashAttention's `varlen`
+/// functions.
 ///
-/// Sequence `i` has the queries `q_starts[i]..q_starts[i + 1]` and the keys
-/// `k_starts[i]..k_starts[i + 1]`; rows of different sequences never see each other.
-/// Query head `j` uses key/value head `j / (h / g)`.
+/// Sequence `i` has the queries `q_starts[i]..q_starts[i + 1]` and the keys `k_starts[i]..k_starts[i + 1]`. Rows of
+/// different sequences do not attend to each other. Query head `j` uses key/value head `j / (h / g)` (grouped-query
+/// attention).
 #[derive(Clone, Copy, Debug)]
 pub struct AttentionArgs<'a> {
     /// `[t, h, d]`.
@@ -176,12 +179,12 @@ pub struct AttentionArgs<'a> {
     pub k: &'a Tensor,
     /// `[s, g, d]`.
     pub v: &'a Tensor,
-    /// Ascending, first 0, last `t`.
+    /// Ascending offsets, first 0, last `t`.
     pub q_starts: &'a [usize],
-    /// Ascending, first 0, last `s`, same length.
+    /// Ascending offsets, first 0, last `s`; as many as in `q_starts`.
     pub k_starts: &'a [usize],
-    /// Query `i` of `n` sees the keys `0..=i + (keys - n)` of its sequence: the mask is aligned to
-    /// the last query and the last key, so that a cached prefix works too.
+    /// Causal mask: query `i` of `n` attends to keys `0..=i + (keys - n)` of its sequence. The mask is aligned to the
+    /// last query and the last key, so a cached prefix of keys works.
     pub causal: bool,
     /// Factor of the scores before the softmax.
     pub scale: f32,
@@ -192,7 +195,7 @@ pub struct AttentionArgs<'a> {
 pub struct AttentionOut {
     /// `[t, h, d]`.
     pub out: Tensor,
-    /// `[t, h]` f32: log of the sum of exponentials of the scaled scores, kept for backward.
+    /// `[t, h]` f32: log-sum-exp of the scaled scores, saved for backward.
     pub lse: Tensor,
 }
 
@@ -207,7 +210,7 @@ pub struct AttentionGrads {
     pub dv: Tensor,
 }
 
-/// Gradients of a normalisation.
+/// Gradients of a normalization layer.
 #[derive(Debug)]
 pub struct NormGrads {
     /// In the dtype of `x`.
@@ -221,36 +224,36 @@ pub struct NormGrads {
 /// Losses and gradients of [`Backend::linear_cross_entropy`].
 #[derive(Debug)]
 pub struct LossGrads {
-    /// The losses themselves.
+    /// f32 `[t]`: loss per token, as [`Backend::linear_cross_entropy`] returns it.
     pub losses: Tensor,
-    /// `[t, c]` in the dtype of the hidden states; zero rows where nothing is supervised.
+    /// `[t, c]` in the dtype of the hidden states, if requested. Rows with an ignored label are zero.
     pub d_hidden: Option<Tensor>,
-    /// `[v, c]` f32.
+    /// `[v, c]` f32, if requested.
     pub d_weight: Option<Tensor>,
 }
 
-/// The label of a position without supervision.
+/// Label of a token that the loss ignores, as in PyTorch.
 pub const IGNORED_LABEL: i32 = -100;
 
-/// One device: its memory and its operations. Object safe; used as `Arc<dyn Backend>`.
+/// One device: its memory and its operations. The trait is object safe and used as `Arc<dyn Backend>`.
 pub trait Backend: Send + Sync + std::fmt::Debug {
-    /// Which device this is.
+    /// Kind of device.
     fn device(&self) -> Device;
 
     /// The device's memory.
     fn pool(&self) -> &Pool;
 
-    /// How other ranks' devices reach this one's memory, where they can.
+    /// Access to the memory of other ranks' devices, if the device supports it.
     fn peers(&self) -> Option<&dyn PeerAccess> {
         None
     }
 
-    /// How a library runs collectives between this device and those of other ranks, where one can.
+    /// Collectives of a library such as NCCL among the ranks' devices, if the device supports them.
     fn group(&self) -> Option<&dyn GroupAccess> {
         None
     }
 
-    /// How the device keeps model states in its own memory, where the host cannot address that.
+    /// Storage of model states in the device's own memory. `None` where the host can address the memory anyway.
     fn residents(&self) -> Option<&dyn ResidentAccess> {
         None
     }
@@ -258,11 +261,11 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
     /// Copies host bytes into a new tensor.
     ///
     /// # Errors
-    /// When the pool is full or the length does not fit.
+    /// When the pool is full, or the number of bytes does not match shape and dtype.
     fn upload(&self, bytes: &[u8], shape: Shape, dtype: DType, tag: Tag) -> Result<Tensor>;
 
-    /// A place for [`Backend::upload_into`]. A device apart takes it now, so that the copy runs beside the work that is
-    /// queued between the two calls; elsewhere nothing is taken yet.
+    /// Reserves memory for [`Backend::upload_into`]. A discrete device allocates now, so the copy overlaps with work
+    /// that is queued between the two calls. Other devices allocate in `upload_into`.
     ///
     /// # Errors
     /// When the pool is full.
@@ -270,7 +273,7 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
         Ok(Arrival::later(shape, dtype, tag))
     }
 
-    /// Copies host bytes into a place of [`Backend::reserve_upload`] of the same device.
+    /// Copies host bytes into a reservation of [`Backend::reserve_upload`] on the same device.
     ///
     /// # Errors
     /// As [`Backend::upload`].
@@ -278,7 +281,7 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
         self.upload(bytes, place.shape, place.dtype, place.tag)
     }
 
-    /// Starts to measure what the device does when, or stops and forgets. Only a device apart measures anything.
+    /// Starts recording a timeline of the device, or stops and drops it. Only a discrete device records anything.
     ///
     /// # Errors
     /// When the device fails.
@@ -286,7 +289,7 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
         Ok(())
     }
 
-    /// Work that is queued from here on belongs to `label`; with `None` to nothing.
+    /// Sets the label of work queued from here on in the timeline; `None` ends labeling.
     ///
     /// # Errors
     /// When the device fails.
@@ -294,7 +297,7 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
         Ok(())
     }
 
-    /// What was measured since the last call, in no order; waits for the device.
+    /// Returns the spans recorded since the last call, in no particular order. Waits for the device.
     ///
     /// # Errors
     /// When the device fails.
@@ -308,13 +311,13 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
     /// When the pool is full.
     fn zeros(&self, shape: Shape, dtype: DType, tag: Tag) -> Result<Tensor>;
 
-    /// `x` in another dtype (rounded to nearest even when narrowed).
+    /// Converts `x` to another dtype, rounded to nearest even.
     ///
     /// # Errors
     /// When the pool is full or a dtype is not a float.
     fn cast(&self, x: &Tensor, dtype: DType) -> Result<Tensor>;
 
-    /// `a + b`, same shape and dtype.
+    /// `a + b`, for tensors of the same shape and dtype.
     ///
     /// # Errors
     /// When shapes or dtypes differ, or the pool is full.
@@ -326,28 +329,28 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
     /// When the pool is full.
     fn scale(&self, x: &Tensor, factor: f32) -> Result<Tensor>;
 
-    /// `x / (1 - p)` where an element's random number is at least `p`, zero elsewhere, `[t, k]`. The numbers are a
-    /// function of `key`, the element's row words and its column only, so the backward pass is the same call on the
-    /// gradient and no mask is stored.
+    /// Inverted dropout `[t, k]`: `x / (1 - p)` where an element's random number is at least `p`, zero elsewhere. The
+    /// random number is a function of `key`, the element's row identity and its column. So the backward is the same
+    /// call on the gradient, and no mask is stored.
     ///
     /// # Errors
-    /// When shapes or dtypes do not fit, `p` is not in `0 <= p < 1`, or the pool is full.
+    /// When shapes or dtypes do not match, `p` is not in `0 <= p < 1`, or the pool is full.
     fn dropout(&self, args: DropoutArgs<'_>) -> Result<Tensor>;
 
-    /// Matrix product `[m, n]` with optional bias; `a` and `b` may have different float dtypes.
+    /// Matrix product `[m, n]` with optional bias. `a` and `b` may have different float dtypes.
     ///
     /// # Errors
-    /// When shapes do not fit or the pool is full.
+    /// When shapes do not match or the pool is full.
     fn matmul(&self, args: MatmulArgs<'_>) -> Result<Tensor>;
 
-    /// Column sums `[n]` f32 of a matrix `[m, n]`: the gradient of a bias.
+    /// Column sums `[n]` f32 of a matrix `[m, n]`, e.g. the gradient of a bias.
     ///
     /// # Errors
     /// When the pool is full.
     fn column_sum(&self, x: &Tensor) -> Result<Tensor>;
 
-    /// Row numbers (i32) by group: of the rows that are not `second`, and of those that are, each in order. The device
-    /// makes both lists; nobody waits for it, since the host can count.
+    /// Splits row numbers into two ascending i32 lists: rows where `second` is false, and rows where it is true.
+    /// Nothing waits for the device, because the host knows the lengths.
     ///
     /// # Errors
     /// When there are more than 2^31 rows or the pool is full.
@@ -355,42 +358,43 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
         routed::partition_rows(self, second)
     }
 
-    /// Two linear layers over a partition of rows `[t, n]`, in the dtype of `a`: every row is that of [`Backend::matmul`]
-    /// of its group's rows, up to the order of sums (on the CPU, to the last bit).
+    /// Grouped product: two linear layers over a partition of the rows, `[t, n]` in the dtype of `a`. Each row is
+    /// that of [`Backend::matmul`] with its expert's weight, up to the order of sums (bit for bit on the CPU).
     ///
     /// # Errors
-    /// When shapes do not fit, the groups are no partition of the rows, or the pool is full.
+    /// When shapes do not match, the two row lists are not a partition of the rows, or the pool is full.
     fn routed_matmul(&self, args: RoutedArgs<'_>) -> Result<Tensor> {
         routed::matmul(self, &args)
     }
 
-    /// `a[rows]^T @ b[rows]` in f32 for `a [t, m]`, `b [t, n]`, `rows` i32: `[m, n]`, the gradient of the weight that
-    /// these rows used.
+    /// `a[rows]^T @ b[rows]`, `[m, n]` f32, for `a [t, m]`, `b [t, n]` and i32 `rows`. It is the weight gradient of
+    /// the layer that these rows used.
     ///
     /// # Errors
-    /// When shapes do not fit, an index lies outside, or the pool is full.
+    /// When shapes do not match, an index is out of range, or the pool is full.
     fn matmul_of_rows(&self, a: &Tensor, b: &Tensor, rows: &Tensor) -> Result<Tensor> {
         routed::matmul_of_rows(self, a, b, rows)
     }
 
-    /// Column sums `[n]` f32 of the rows `rows` (i32) of `x [t, n]`: the gradient of the bias that they used.
+    /// Column sums `[n]` f32 of the rows `rows` (i32) of `x [t, n]`. It is the bias gradient of the layer that these
+    /// rows used.
     ///
     /// # Errors
-    /// When an index lies outside or the pool is full.
+    /// When an index is out of range or the pool is full.
     fn column_sum_of_rows(&self, x: &Tensor, rows: &Tensor) -> Result<Tensor> {
         self.column_sum(&self.gather_rows(x, rows)?)
     }
 
-    /// The adapted linear layer.
+    /// Linear layer with a LoRA adapter, `[t, n]` in the dtype of `x`. See [`LoraArgs`] for the formula.
     ///
     /// # Errors
-    /// When shapes do not fit or the pool is full.
+    /// When shapes do not match or the pool is full.
     fn lora_linear(&self, args: LoraArgs<'_>) -> Result<Tensor>;
 
-    /// Its gradients for `dy [t, n]`; the base weight is taken as frozen.
+    /// Gradients of [`Backend::lora_linear`] for `dy [t, n]`. The base weight is frozen and gets none.
     ///
     /// # Errors
-    /// When shapes do not fit or the pool is full.
+    /// When shapes do not match or the pool is full.
     fn lora_linear_backward(
         &self,
         args: LoraArgs<'_>,
@@ -398,22 +402,23 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
         need_dx: bool,
     ) -> Result<LoraGrads>;
 
-    /// Whether [`Backend::routed_lora`] is quicker than a layer per group of rows that the caller takes apart.
+    /// Whether [`Backend::routed_lora`] is faster than separate layers on gathered rows.
     fn routes_adapters(&self) -> bool {
         false
     }
 
-    /// Two linear layers over a partition of rows, with adapters: of each group what [`Backend::lora_linear`] gives its
-    /// rows, or [`Backend::matmul`] where it has no adapter, up to the order of sums.
+    /// Grouped LoRA: two linear layers, each with an optional adapter, over a partition of the rows. Each row list
+    /// gets the result of [`Backend::lora_linear`], or of [`Backend::matmul`] without an adapter, up to the order of
+    /// sums.
     ///
     /// # Errors
-    /// When shapes do not fit, the groups are no partition of the rows, or the pool is full.
+    /// When shapes do not match, the two row lists are not a partition of the rows, or the pool is full.
     fn routed_lora(&self, args: RoutedLoraArgs<'_>) -> Result<RoutedLora> {
         routed_lora::forward(self, &args)
     }
 
-    /// Their gradients for `dy [t, n]`, the base weights taken as frozen. `inner` is that of the forward call of the same
-    /// layers, or none.
+    /// Gradients of [`Backend::routed_lora`] for `dy [t, n]`. The base weights are frozen. `inner` is the forward
+    /// call's [`RoutedLora::inner`] for the same layers, or `None`.
     ///
     /// # Errors
     /// As [`Backend::routed_lora`].
@@ -428,36 +433,38 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
         routed_lora::backward(self, &args, dy, need_dx)
     }
 
-    /// Adapted linear layers of one `x` (the same tensor in all `layers`): of each what [`Backend::lora_linear`] gives, up
-    /// to the order of sums.
+    /// LoRA layers that share one input, e.g. query, key and value projections. All `layers` must hold the same
+    /// tensor `x`. Each result is that of [`Backend::lora_linear`], up to the order of sums.
     ///
     /// # Errors
-    /// When there is no layer, shapes do not fit, or the pool is full.
+    /// When `layers` is empty, shapes do not match, or the pool is full.
     fn shared_lora(&self, layers: &[LoraArgs<'_>]) -> Result<SharedLora> {
         shared_lora::forward(self, layers)
     }
 
-    /// Their gradients: of each what [`Backend::lora_linear_backward`] gives, and the sum of the inputs' gradients.
+    /// Gradients of [`Backend::shared_lora`]: those of [`Backend::lora_linear_backward`] for each layer, with the
+    /// inputs' gradients summed.
     ///
     /// # Errors
-    /// As [`Backend::shared_lora`]; when there is not one `dy` for each layer.
+    /// As [`Backend::shared_lora`], and when the number of `dy` is not the number of layers.
     fn shared_lora_backward(&self, args: SharedLoraGradArgs<'_>) -> Result<SharedLoraGrads> {
         shared_lora::backward(self, &args)
     }
 
-    /// Adapted linear layers of one `x` over one partition of rows (the same tensors in all `layers`): of each what
-    /// [`Backend::routed_lora`] gives, up to the order of sums.
+    /// Grouped LoRA layers that share one input and one partition of rows. All `layers` must hold the same tensors.
+    /// Each result is that of [`Backend::routed_lora`], up to the order of sums.
     ///
     /// # Errors
-    /// When there is no layer, or as [`Backend::routed_lora`].
+    /// When `layers` is empty, or as [`Backend::routed_lora`].
     fn shared_routed_lora(&self, layers: &[RoutedLoraArgs<'_>]) -> Result<SharedRoutedLora> {
         shared_routed_lora::forward(self, layers)
     }
 
-    /// Their gradients: of each what [`Backend::routed_lora_backward`] gives, and the sum of the inputs' gradients.
+    /// Gradients of [`Backend::shared_routed_lora`]: those of [`Backend::routed_lora_backward`] for each layer, with
+    /// the inputs' gradients summed.
     ///
     /// # Errors
-    /// As [`Backend::shared_routed_lora`]; when there is not one `dy` for each layer.
+    /// As [`Backend::shared_routed_lora`], and when the number of `dy` is not the number of layers.
     fn shared_routed_lora_backward(
         &self,
         args: SharedRoutedLoraGradArgs<'_>,
@@ -465,16 +472,16 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
         shared_routed_lora::backward(self, &args)
     }
 
-    /// `(x - mean) / sqrt(var + eps) * weight + bias` over the last axis, statistics in f32.
+    /// Layer norm over the last axis: `(x - mean) / sqrt(var + eps) * weight + bias`, with statistics in f32.
     ///
     /// # Errors
-    /// When shapes do not fit or the pool is full.
+    /// When shapes do not match or the pool is full.
     fn layer_norm(&self, x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f32) -> Result<Tensor>;
 
-    /// Its gradients; statistics are computed again from `x`.
+    /// Gradients of [`Backend::layer_norm`]. Statistics are recomputed from `x`.
     ///
     /// # Errors
-    /// When shapes do not fit or the pool is full.
+    /// When shapes do not match or the pool is full.
     fn layer_norm_backward(
         &self,
         x: &Tensor,
@@ -483,17 +490,17 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
         eps: f32,
     ) -> Result<NormGrads>;
 
-    /// `x / sqrt(mean(x^2) + eps) * weight` over the last axis. As in Llama and Qwen2 the
-    /// normalised value is rounded to the dtype of `x` before the multiplication.
+    /// RMS norm over the last axis: `x / sqrt(mean(x^2) + eps) * weight`. The normalized value is rounded to the
+    /// dtype of `x` before it is multiplied with the weight, as in Llama and Qwen2.
     ///
     /// # Errors
-    /// When shapes do not fit or the pool is full.
+    /// When shapes do not match or the pool is full.
     fn rms_norm(&self, x: &Tensor, weight: &Tensor, eps: f32) -> Result<Tensor>;
 
-    /// Its gradients.
+    /// Gradients of [`Backend::rms_norm`].
     ///
     /// # Errors
-    /// When shapes do not fit or the pool is full.
+    /// When shapes do not match or the pool is full.
     fn rms_norm_backward(
         &self,
         x: &Tensor,
@@ -502,35 +509,35 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
         eps: f32,
     ) -> Result<NormGrads>;
 
-    /// GELU.
+    /// Elementwise GELU.
     ///
     /// # Errors
     /// When the pool is full.
     fn gelu(&self, x: &Tensor, kind: Gelu) -> Result<Tensor>;
 
-    /// `dx` of GELU.
+    /// Gradient of [`Backend::gelu`] with respect to `x`.
     ///
     /// # Errors
-    /// When shapes do not fit or the pool is full.
+    /// When shapes do not match or the pool is full.
     fn gelu_backward(&self, x: &Tensor, dy: &Tensor, kind: Gelu) -> Result<Tensor>;
 
-    /// `silu(gate) * up`.
+    /// SwiGLU: `silu(gate) * up`.
     ///
     /// # Errors
-    /// When shapes do not fit or the pool is full.
+    /// When shapes do not match or the pool is full.
     fn swiglu(&self, gate: &Tensor, up: &Tensor) -> Result<Tensor>;
 
-    /// `(d_gate, d_up)`.
+    /// Gradients `(d_gate, d_up)` of [`Backend::swiglu`].
     ///
     /// # Errors
-    /// When shapes do not fit or the pool is full.
+    /// When shapes do not match or the pool is full.
     fn swiglu_backward(&self, gate: &Tensor, up: &Tensor, dy: &Tensor) -> Result<(Tensor, Tensor)>;
 
-    /// Rotates the first `2 * w` elements of every head of `x [t, h, d]` by the angles whose
-    /// cosines and sines are given as f32 `[t, w]`; the rest passes through.
+    /// Rotary position embedding: rotates the first `2 * w` elements of every head of `x [t, h, d]`. `cos` and `sin`
+    /// are f32 `[t, w]`. The other elements stay as they are.
     ///
     /// # Errors
-    /// When shapes do not fit or the pool is full.
+    /// When shapes do not match or the pool is full.
     fn rope(
         &self,
         x: &Tensor,
@@ -540,16 +547,16 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
         direction: Direction,
     ) -> Result<Tensor>;
 
-    /// Softmax attention, streamed over tiles of keys: no `t x s` buffer exists.
+    /// Softmax attention over tiles of keys with an online softmax, as FlashAttention. No `t x s` buffer exists.
     ///
     /// # Errors
-    /// When shapes do not fit or the pool is full.
+    /// When shapes do not match or the pool is full.
     fn attention(&self, args: AttentionArgs<'_>) -> Result<AttentionOut>;
 
-    /// Its gradients from the saved output and log-sum-exp; deterministic.
+    /// Gradients of [`Backend::attention`] from its saved output and log-sum-exp. The result is deterministic.
     ///
     /// # Errors
-    /// When shapes do not fit or the pool is full.
+    /// When shapes do not match or the pool is full.
     fn attention_backward(
         &self,
         args: AttentionArgs<'_>,
@@ -557,16 +564,17 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
         dout: &Tensor,
     ) -> Result<AttentionGrads>;
 
-    /// Rows `index` (i32) of `table [n, c]`, any dtype: `[index.len(), c]`.
+    /// Rows `index` (i32) of `table [n, c]` of any dtype: `[index.len(), c]`.
     ///
     /// # Errors
-    /// When an index lies outside or the pool is full.
+    /// When an index is out of range or the pool is full.
     fn gather_rows(&self, table: &Tensor, index: &Tensor) -> Result<Tensor>;
 
-    /// `[rows, c]` of zeros with `x[i]` added to row `index[i]`, in order of `i`.
+    /// A zero tensor `[rows, c]` with `x[i]` added to row `index[i]`, in order of `i`. It is the backward of
+    /// [`Backend::gather_rows`].
     ///
     /// # Errors
-    /// When an index lies outside or the pool is full.
+    /// When an index is out of range or the pool is full.
     fn scatter_add_rows(
         &self,
         x: &Tensor,
@@ -575,33 +583,33 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
         out: DType,
     ) -> Result<Tensor>;
 
-    /// Each of the `n` matrices of `x [n, a, b]` transposed: `[n, b, a]`, any dtype.
+    /// Transposes each of the `n` matrices of `x [n, a, b]`, of any dtype: `[n, b, a]`.
     ///
     /// # Errors
-    /// When `x` has not three axes or the pool is full.
+    /// When `x` does not have three axes or the pool is full.
     fn transpose_each(&self, x: &Tensor) -> Result<Tensor>;
 
-    /// `base` with row `index[i]` replaced by `rows[i]`, or by zeros without `rows`.
+    /// `base` with row `index[i]` replaced by `rows[i]`, or by zeros if `rows` is `None`.
     ///
     /// # Errors
-    /// When an index lies outside or the pool is full.
+    /// When an index is out of range or the pool is full.
     fn replace_rows(&self, base: &Tensor, index: &Tensor, rows: Option<&Tensor>) -> Result<Tensor>;
 
-    /// As [`Backend::replace_rows`], but in place when `base` is the only handle to its memory: what
-    /// a cache grows by.
+    /// [`Backend::replace_rows`] that writes in place if `base` is the only handle to its memory. A key/value cache
+    /// grows by it.
     ///
     /// # Errors
-    /// When an index lies outside or, where `base` is shared, the pool is full.
+    /// When an index is out of range, or `base` is shared and the pool is full.
     fn write_rows(&self, base: Tensor, index: &Tensor, rows: &Tensor) -> Result<Tensor> {
         self.replace_rows(&base, index, Some(rows))
     }
 
-    /// Cross entropy of `hidden [t, c] @ weight^T [v, c]` against `labels [t]` (i32, already
-    /// shifted): f32 `[t]`, zero where the label is [`IGNORED_LABEL`]. Computed over chunks of
-    /// supervised rows; the logits never exist as a whole.
+    /// Fused output projection and cross entropy: losses f32 `[t]` of the logits `hidden [t, c] @ weight^T [v, c]`
+    /// for `labels [t]` (i32, already shifted). The loss is zero where the label is [`IGNORED_LABEL`]. The logits are
+    /// computed in chunks of supervised rows and never exist as a whole.
     ///
     /// # Errors
-    /// When shapes do not fit, a label lies outside the vocabulary or the pool is full.
+    /// When shapes do not match, a label is not in the vocabulary, or the pool is full.
     fn linear_cross_entropy(
         &self,
         hidden: &Tensor,
@@ -609,8 +617,8 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
         labels: &Tensor,
     ) -> Result<Tensor>;
 
-    /// The losses, and the gradients of `factor * sum(losses)`. Takes the products of a vocabulary in one tile
-    /// three times, which is once less than losses and gradients apart.
+    /// Losses, and gradients of `factor * sum(losses)`. If the vocabulary fits in one tile, this takes three products
+    /// with the weight; separate calls for losses and gradients would take four.
     ///
     /// # Errors
     /// As [`Backend::linear_cross_entropy`].
@@ -624,11 +632,11 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
     ) -> Result<LossGrads>;
 }
 
-/// Which gradients [`Backend::linear_cross_entropy_backward`] computes.
+/// Gradients that [`Backend::linear_cross_entropy_backward`] should compute.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct LossNeeds {
-    /// Of the hidden states.
+    /// Gradient of the hidden states.
     pub hidden: bool,
-    /// Of the weight.
+    /// Gradient of the weight.
     pub weight: bool,
 }

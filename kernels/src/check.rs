@@ -1,16 +1,16 @@
-//! What every operation accepts and returns, in one place, so that devices cannot disagree.
+//! Checks of operands and shapes of results, shared by all devices so that they cannot disagree.
 
 use crate::backend::{AttentionArgs, DropoutArgs, LoraArgs, MatmulArgs, Transpose};
 use crate::error::{KernelError, Result, shape_error};
 use crate::routed::RoutedArgs;
 use crate::{DType, Shape, Tensor};
 
-/// `x` has a dtype that tensor operations compute with.
+/// Checks that `x` has a float dtype that operations support.
 pub(crate) fn float(op: &'static str, x: &Tensor) -> Result<()> {
     float_dtype(op, x.dtype())
 }
 
-/// `dtype` is one that tensor operations compute with.
+/// Checks that a dtype is a float that operations support.
 pub(crate) fn float_dtype(op: &'static str, got: DType) -> Result<()> {
     match got {
         DType::F32 | DType::BF16 | DType::F16 => Ok(()),
@@ -83,7 +83,7 @@ fn length(op: &'static str, name: &str, x: &Tensor, want: usize) -> Result<()> {
     )
 }
 
-/// `bytes` fill a tensor of `shape`.
+/// Checks that `bytes` has the length of a tensor of `shape` and `dtype`.
 pub(crate) fn upload(bytes: &[u8], shape: Shape, dtype: DType) -> Result<()> {
     if bytes.len() == shape.elems() * dtype.size_bytes() {
         return Ok(());
@@ -94,7 +94,7 @@ pub(crate) fn upload(bytes: &[u8], shape: Shape, dtype: DType) -> Result<()> {
     )
 }
 
-/// Both operands are floats of one shape and dtype.
+/// Checks that both operands are floats of the same shape and dtype.
 pub(crate) fn same(op: &'static str, a: &Tensor, b: &Tensor) -> Result<()> {
     float(op, a)?;
     float(op, b)?;
@@ -143,7 +143,7 @@ pub(crate) fn matmul(args: &MatmulArgs<'_>) -> Result<Sizes> {
     Ok(Sizes { m, n, k })
 }
 
-/// The shape `[t, n]` of two layers over a partition of rows.
+/// Shape `[t, n]` of a grouped product.
 pub(crate) fn routed(args: &RoutedArgs<'_>) -> Result<Shape> {
     const OP: &str = "routed_matmul";
     float(OP, args.a)?;
@@ -168,7 +168,7 @@ pub(crate) fn routed(args: &RoutedArgs<'_>) -> Result<Shape> {
     Ok(Shape::new(&[t, n]))
 }
 
-/// That two lists of rows (i32) have as many as there are.
+/// Checks that two lists of row numbers (i32) have `t` entries together.
 pub(crate) fn groups(op: &'static str, rows: [&Tensor; 2], t: usize) -> Result<()> {
     for rows in rows {
         index(op, rows)?;
@@ -180,7 +180,7 @@ pub(crate) fn groups(op: &'static str, rows: [&Tensor; 2], t: usize) -> Result<(
     Ok(())
 }
 
-/// Sizes of a product of named rows: `k` of them.
+/// Sizes of a product of selected rows, where `k` is the number of rows.
 pub(crate) fn matmul_of_rows(a: &Tensor, b: &Tensor, rows: &Tensor) -> Result<Sizes> {
     const OP: &str = "matmul_of_rows";
     index(OP, rows)?;
@@ -198,7 +198,7 @@ pub(crate) fn matmul_of_rows(a: &Tensor, b: &Tensor, rows: &Tensor) -> Result<Si
     })
 }
 
-/// Sizes of an adapted linear layer.
+/// Sizes of a linear layer with an adapter.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct LoraSizes {
     pub(crate) t: usize,
@@ -254,7 +254,7 @@ pub(crate) fn lora_backward(args: &LoraArgs<'_>, dy: &Tensor) -> Result<LoraSize
     Ok(sizes)
 }
 
-/// A normalisation of the last axis of `x` with parameters of its extent.
+/// Checks a normalization over the last axis of `x` with parameters of that extent.
 pub(crate) fn norm(op: &'static str, x: &Tensor, params: &[&Tensor]) -> Result<()> {
     float(op, x)?;
     for p in params {
@@ -264,7 +264,7 @@ pub(crate) fn norm(op: &'static str, x: &Tensor, params: &[&Tensor]) -> Result<(
     Ok(())
 }
 
-/// A rope over `x [t, h, d]` with tables `[t, w]`; returns `w`.
+/// Checks a rotary embedding of `x [t, h, d]` with tables `[t, w]`. Returns `w`.
 pub(crate) fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<usize> {
     const OP: &str = "rope";
     float(OP, x)?;
@@ -298,7 +298,7 @@ fn starts(op: &'static str, name: &str, starts: &[usize], rows: usize) -> Result
     shape_error(op, format!("{name} {starts:?} for {rows} rows"))
 }
 
-/// Largest head the streamed attention takes.
+/// Largest head dim that attention supports.
 pub(crate) const MAX_HEAD_DIM: usize = 128;
 
 pub(crate) fn attention(args: &AttentionArgs<'_>) -> Result<AttentionSizes> {
@@ -352,7 +352,7 @@ pub(crate) fn attention_backward(
     Ok(sizes)
 }
 
-/// Shape of one row of a table: everything behind the first axis.
+/// Extents of one row of a table: all axes but the first.
 fn row_dims<'a>(op: &'static str, table: &'a Shape) -> Result<&'a [usize]> {
     match table.dims().split_first() {
         Some((_, row)) => Ok(row),
@@ -366,14 +366,14 @@ fn with_rows(rows: usize, row: &[usize]) -> Shape {
     Shape::new(&dims)
 }
 
-/// Shape of the gathered rows.
+/// Shape of gathered rows.
 pub(crate) fn gather_rows(table: &Tensor, idx: &Tensor) -> Result<Shape> {
     const OP: &str = "gather_rows";
     index(OP, idx)?;
     Ok(with_rows(idx.elems(), row_dims(OP, &table.shape())?))
 }
 
-/// Shape of the table that rows are added to.
+/// Shape of the table that rows are added into.
 pub(crate) fn scatter_add_rows(x: &Tensor, idx: &Tensor, rows: usize, out: DType) -> Result<Shape> {
     const OP: &str = "scatter_add_rows";
     float(OP, x)?;
@@ -387,7 +387,7 @@ pub(crate) fn scatter_add_rows(x: &Tensor, idx: &Tensor, rows: usize, out: DType
     Ok(with_rows(rows, row))
 }
 
-/// `[n, b, a]` of `[n, a, b]`.
+/// Shape `[n, b, a]` of the transposes of `[n, a, b]`.
 pub(crate) fn transpose_each(x: &Tensor) -> Result<Shape> {
     match x.shape().dims() {
         &[n, a, b] => Ok(Shape::new(&[n, b, a])),
@@ -409,7 +409,7 @@ pub(crate) fn replace_rows(base: &Tensor, idx: &Tensor, rows: Option<&Tensor>) -
     Ok(())
 }
 
-/// Sizes of a loss head.
+/// Sizes of the fused output projection and cross entropy.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct LossSizes {
     pub(crate) t: usize,
@@ -437,7 +437,7 @@ pub(crate) fn loss(hidden: &Tensor, weight: &Tensor, labels: &Tensor) -> Result<
     Ok(LossSizes { t, c, v })
 }
 
-/// Every operand has its values in host memory.
+/// Checks that the values of every operand are in host memory.
 pub(crate) fn values(op: &'static str, operands: &[&Tensor]) -> Result<()> {
     for x in operands {
         let shape = x.shape();

@@ -1,19 +1,19 @@
-//! Element types.
+//! Element types of tensors.
 
 use half::{bf16, f16};
 
-/// The type of a tensor's elements.
+/// Element type of a tensor.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, PartialOrd, Ord)]
 pub enum DType {
     /// IEEE single precision.
     F32,
-    /// Brain float: the exponent of `F32`, 8 bits of mantissa.
+    /// bfloat16: the exponent range of `F32`, 8 significant bits.
     BF16,
     /// IEEE half precision.
     F16,
-    /// IEEE double precision: sums and norms only, no tensor operation takes it.
+    /// IEEE double precision, for sums and norms. No tensor operation supports it.
     F64,
-    /// Token ids, positions, labels (`-100` = not supervised), row indices.
+    /// 32-bit integers: token ids, positions, row indices, and labels (`-100` is ignored by the loss).
     I32,
     /// Raw bytes.
     U8,
@@ -31,13 +31,13 @@ impl DType {
         }
     }
 
-    /// Whether the element is a floating-point number.
+    /// Whether the type is floating point.
     #[must_use]
     pub const fn is_float(self) -> bool {
         matches!(self, Self::F32 | Self::BF16 | Self::F16 | Self::F64)
     }
 
-    /// The name used in safetensors headers.
+    /// Name in safetensors headers, e.g. `BF16`.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -50,7 +50,7 @@ impl DType {
         }
     }
 
-    /// The inverse of [`DType::name`].
+    /// Inverse of [`DType::name`].
     #[must_use]
     pub fn from_name(name: &str) -> Option<Self> {
         [
@@ -76,11 +76,11 @@ mod sealed {
     pub trait Sealed {}
 }
 
-/// A Rust type that is an element of a tensor.
+/// Rust type of a tensor's elements.
 pub trait Element:
     sealed::Sealed + bytemuck::Pod + Send + Sync + std::fmt::Debug + PartialEq
 {
-    /// Its run-time name.
+    /// The matching [`DType`].
     const DTYPE: DType;
 }
 
@@ -92,9 +92,9 @@ macro_rules! element {
 }
 element!(f32 => F32, bf16 => BF16, f16 => F16, f64 => F64, i32 => I32, u8 => U8);
 
-/// A floating-point element that computes in `f32` and is stored rounded to nearest even.
+/// Floating-point element. Operations compute in `f32` and round to nearest even on store.
 pub trait Float: Element {
-    /// Exact widening.
+    /// Converts to `f32` exactly.
     fn to_f32(self) -> f32;
     /// Rounds to nearest even.
     fn from_f32(value: f32) -> Self;
@@ -118,7 +118,7 @@ impl Float for bf16 {
     }
     #[inline(always)]
     fn from_f32(value: f32) -> Self {
-        // Branch-free except for NaN, so that loops over it vectorise.
+        // Branch-free except for NaN, so loops over it vectorize.
         let bits = value.to_bits();
         let rounded = (bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16) as u16;
         let quiet_nan = ((bits >> 16) | 0x40) as u16;

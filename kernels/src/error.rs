@@ -1,13 +1,13 @@
-//! What can go wrong on one device.
+//! Errors of device operations.
 
 use crate::{DType, Shape, Tag};
 
-/// Device and kernel failures. Shape mistakes of a caller are errors too, so that a malformed
-/// checkpoint or configuration ends in a message instead of a panic.
+/// Failure of a device or an operation. A caller's mistake with shapes is an error too, so a malformed checkpoint or
+/// configuration ends in a message instead of a panic.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum KernelError {
-    /// The accounted pool has no room.
+    /// The pool's capacity is exceeded.
     #[error(
         "{pool} memory is exhausted: {tag} asks for {asked_bytes} bytes, {in_use_bytes} of {capacity_bytes} are in use ({})",
         table(breakdown)
@@ -15,67 +15,67 @@ pub enum KernelError {
     OutOfMemory {
         /// Name of the pool.
         pool: &'static str,
-        /// Who asked.
+        /// Tag of the request.
         tag: Tag,
-        /// Bytes asked for.
+        /// Bytes requested.
         asked_bytes: u64,
-        /// Bytes in use before.
+        /// Bytes in use before the request.
         in_use_bytes: u64,
-        /// The pool's capacity.
+        /// Capacity of the pool in bytes.
         capacity_bytes: u64,
-        /// Bytes in use by tag, of every tag in use.
+        /// Bytes in use by tag, for every tag in use.
         breakdown: Vec<(Tag, u64)>,
     },
-    /// Operand shapes do not fit each other.
+    /// Operand shapes do not match.
     #[error("{op}: shapes do not fit: {detail}")]
     Shape {
-        /// The operation.
+        /// Name of the operation.
         op: &'static str,
-        /// What was found.
+        /// The shapes found.
         detail: String,
     },
-    /// An operand has a dtype the operation does not take.
+    /// An operand has a dtype that the operation does not support.
     #[error("{op}: dtype {got} is not supported here, expected {expected}")]
     DType {
-        /// The operation.
+        /// Name of the operation.
         op: &'static str,
-        /// Found.
+        /// Dtype found.
         got: DType,
-        /// Accepted.
+        /// Supported dtypes, in words.
         expected: &'static str,
     },
-    /// A row index lies outside its table.
+    /// A row index is out of range.
     #[error("{op}: index {index} is outside 0..{rows}")]
     Index {
-        /// The operation.
+        /// Name of the operation.
         op: &'static str,
         /// The index.
         index: i64,
-        /// Rows of the table.
+        /// Number of rows of the table.
         rows: usize,
     },
-    /// A tensor of the null device has no values to read.
+    /// A tensor of the meta device has no values to read.
     #[error("{op}: a tensor of shape {shape} on the null device has no values")]
     NoValues {
-        /// The operation.
+        /// Name of the operation.
         op: &'static str,
-        /// Its shape.
+        /// Shape of the tensor.
         shape: Shape,
     },
-    /// An operand lies in the memory of another device.
+    /// An operand is in the memory of another device.
     #[error("{op}: a tensor of shape {shape} is on another device")]
     Elsewhere {
-        /// The operation.
+        /// Name of the operation.
         op: &'static str,
-        /// Its shape.
+        /// Shape of the operand.
         shape: Shape,
     },
     /// The device itself failed.
     #[error("{op}: {cause}")]
     Device {
-        /// The operation.
+        /// Name of the operation.
         op: &'static str,
-        /// What the device or its driver said.
+        /// Error of the device or its driver.
         cause: Box<dyn std::error::Error + Send + Sync>,
     },
 }
@@ -83,7 +83,7 @@ pub enum KernelError {
 /// Result of a device operation.
 pub type Result<T, E = KernelError> = std::result::Result<T, E>;
 
-/// A shape error with formatted details.
+/// A [`KernelError::Shape`] with details.
 pub(crate) fn shape_error<T>(op: &'static str, detail: impl Into<String>) -> Result<T> {
     Err(KernelError::Shape {
         op,

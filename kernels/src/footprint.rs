@@ -1,9 +1,9 @@
-//! What a process that uses a GPU takes beside what it asks for: a plan counts it, and stage `probe` of
-//! `scripts/gpu-check.sh` measures it. All are assumed until a GPU has been measured.
+//! Memory that a process with a GPU takes beyond the pools, as counted by the memory plan. The numbers are
+//! assumptions until a GPU has been measured (stage `probe` of `scripts/gpu-check.sh`).
 
-/// Bytes of a GPU's memory: context, loaded kernels, workspace of libraries.
+/// Bytes of GPU memory for context, loaded kernels and the workspaces of libraries.
 pub const DEVICE_BYTES: u64 = 768 << 20;
-/// Bytes of a GPU's memory that NCCL takes for its channels, where a run exchanges through it; stage `nccl` measures them.
+/// Bytes of GPU memory for NCCL's channels, if a run uses NCCL. Stage `nccl` of `scripts/gpu-check.sh` measures them.
 pub const NCCL_DEVICE_BYTES: u64 = 384 << 20;
-/// Bytes of host memory: the driver's pages, the compiler of kernels, pinned chunks.
+/// Bytes of host memory for the driver, the kernel compiler and pinned chunks.
 pub const HOST_BYTES: u64 = 512 << 20;

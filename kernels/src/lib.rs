@@ -1,9 +1,9 @@
-//! Tensors, an accounted memory pool and the coarse operations of vision-language models on one device.
+//! Tensors, an accounted memory pool and the operations of vision-language models on one device.
 //!
-//! A [`Backend`] is a device. Its operations are as coarse as a layer's parts and come with their backward: a product with
-//! bias, a norm, attention over packed sequences, the loss of a vocabulary. Every byte they return is counted in the
-//! device's [`Pool`], under a [`Tag`] and against a limit. The same calls on the [`NullBackend`] check shapes and count
-//! bytes without computing, so that what a program needs is known before it runs.
+//! A [`Backend`] is a device. Its operations are coarse, and each comes with its backward: matrix product with bias,
+//! norm, attention over packed sequences, loss over a vocabulary. Every byte they return is counted in the device's
+//! [`Pool`], under a [`Tag`] and against a limit. The [`NullBackend`] is the meta device: it takes the same calls,
+//! checks shapes and counts bytes without computing. So a program's memory need is known before it runs.
 //!
 //! ```
 //! use kernels::{Backend, CpuBackend, DType, MatmulArgs, NullBackend, Pool, Shape, Tag, Tensor, Transpose};
@@ -29,11 +29,11 @@
 //! assert_eq!(project(&cpu, &x, &w)?.to_f32_vec()?, [-2.0, -2.0]);
 //!
 //! // The same program without computing: the same bytes.
-//! let null = NullBackend::unlimited();
+//! The same program on the meta device takes the same bytes.
 //! assert_eq!(project(&null, &x, &w)?.shape(), Shape::new(&[2, 1]));
 //! assert_eq!(null.pool().stats().peak, cpu.pool().stats().peak);
 //!
-//! // A limit is an error that says what was asked for and who has the rest, before anything is lost.
+//! Exceeding the limit is an error that names the request and the bytes in use by tag. Nothing is lost.
 //! let tight = CpuBackend::new(Pool::new("device", Some(32)));
 //! assert!(project(&tight, &x, &w).is_err());
 //! # Ok(())

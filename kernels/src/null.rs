@@ -1,4 +1,4 @@
-//! The device that computes nothing: shapes, dtypes and bytes only.
+//! The meta device: shapes, dtypes and bytes only, as PyTorch's `meta` device.
 
 use crate::backend::{
     AttentionArgs, AttentionGrads, AttentionOut, Backend, Device, Direction, DropoutArgs, Gelu,
@@ -10,22 +10,22 @@ use crate::error::Result;
 use crate::pool::{Pool, Tag};
 use crate::{DType, Shape, Tensor};
 
-/// Checks what [`crate::CpuBackend`] checks and counts the bytes that it would take, workspace
-/// included, as with the number of threads of the caller's rayon pool. What depends on values is
-/// not known: indices are not checked and every row of a loss counts as supervised.
+/// Meta device that stands for [`crate::CpuBackend`]. It makes the same checks and counts the bytes that the CPU
+/// would take. Workspace counts too, for the number of threads of the caller's rayon pool. Values are unknown:
+/// indices are not checked, and every row of a loss counts as supervised.
 #[derive(Clone, Debug)]
 pub struct NullBackend {
     pool: Pool,
 }
 
 impl NullBackend {
-    /// A device that counts in `pool`.
+    /// Meta device that counts in `pool`.
     #[must_use]
     pub fn new(pool: Pool) -> Self {
         Self { pool }
     }
 
-    /// A device with a pool of its own that has no limit.
+    /// Meta device with its own pool without a limit.
     #[must_use]
     pub fn unlimited() -> Self {
         Self::new(Pool::new("null", None))
@@ -39,7 +39,7 @@ impl NullBackend {
         self.output(x.shape(), x.dtype())
     }
 
-    /// What an adapter sees of its input, where that is not the input itself.
+    /// Adapter's input after dropout; `None` without dropout.
     fn seen(&self, args: &LoraArgs<'_>) -> Result<Option<Tensor>> {
         args.dropout.map(|_| self.like(args.x)).transpose()
     }
@@ -48,7 +48,7 @@ impl NullBackend {
         Tensor::null(&self.pool, Tag::Gradients, shape, DType::F32)
     }
 
-    /// Counts workspace for a moment: the outputs exist already, as on a real device.
+    /// Counts workspace of `floats` f32 and frees it at once. The outputs exist already, as on a real device.
     fn touch(&self, floats: usize) -> Result<()> {
         if floats > 0 {
             drop(Tensor::null(
@@ -165,7 +165,7 @@ impl Backend for NullBackend {
                 None
             },
         };
-        // What the adapter sees, and behind it its gradient.
+        // The adapter's input after dropout is replaced by its gradient.
         let seen = self.seen(&args)?;
         self.touch(workspace::lora_backward(&args, need_dx, sizes))?;
         drop(seen);

@@ -1,8 +1,8 @@
-//! Memory of a device that the devices of other ranks read: what collectives between devices are made of.
+//! Access to the memory of other ranks' devices, the basis of collectives between devices.
 //!
-//! Ranks pull. Who has something that others need says where it lies and marks the point in its queue behind which it is
-//! there; the others wait for the mark, copy, and mark in turn that they are done. Nothing is pushed into memory of
-//! another rank, and every wait is the device's: the host only queues.
+//! Ranks pull. A rank that has data for others publishes its offset, and marks the point in its queue after which the
+//! data is valid. The others wait for the mark, copy the data, and then mark their own queue. No rank writes into
+//! another rank's memory. Every wait happens on the device; the host only queues.
 
 use crate::error::Result;
 use crate::pool::Tag;
@@ -11,129 +11,135 @@ use crate::{DType, Shape, Tensor};
 use std::ops::Range;
 use std::time::Duration;
 
-/// The queues of a device that ranks order against each other.
+/// The queues (CUDA streams) of a device that ranks order against each other.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
 pub enum Lane {
-    /// What computes.
+    /// Queue of computation.
     Compute,
-    /// What ranks tell each other, beside computing and beside copies from the host.
+    /// Queue of communication between ranks. It runs beside computation and host-to-device copies.
     Communication,
 }
 
-/// A device among those of other ranks. Calls queue and return, but for [`PeerAccess::name`] and [`PeerAccess::join`].
+/// Device that exchanges data with other ranks' devices. Calls queue work and return, except [`PeerAccess::name`] and
+/// [`PeerAccess::join`].
 pub trait PeerAccess: Send + Sync + std::fmt::Debug {
-    /// What other ranks need to reach this device's memory and marks.
+    /// Handle that other ranks need to open this device's memory and marks.
     ///
     /// # Errors
     /// When the driver or the container forbids sharing.
     fn name(&self) -> Result<Vec<u8>>;
 
-    /// Opens the devices of all ranks, named in rank order; this one is `rank`. A wait for this device that takes longer than
-    /// `deadline` fails from here on: it may wait for a device whose rank is gone.
+    /// Opens the devices of all ranks; `names` are their handles in rank order, and `rank` is this one. From here on
+    /// a wait for this device that takes longer than `deadline` fails, because it may depend on a rank that died.
     ///
     /// # Errors
     /// When a device cannot be reached from this one.
     fn join(&self, rank: usize, names: &[Vec<u8>], deadline: Duration) -> Result<()>;
 
-    /// A tensor with unspecified contents, for communication and copies from the host to fill.
+    /// Allocates a tensor with unspecified contents, to be filled by communication or host-to-device copies.
     ///
     /// # Errors
     /// When the pool is full or the device fails.
     fn incoming(&self, shape: Shape, dtype: DType, tag: Tag) -> Result<Tensor>;
 
-    /// Host bytes into an incoming tensor, from its byte `at` on; communication goes on behind them.
+    /// Copies host bytes into an incoming tensor, starting at its byte `at`. Communication queued later waits for the
+    /// copy.
     ///
     /// # Errors
-    /// When they do not fit or the device fails.
+    /// When the range is out of bounds or the device fails.
     fn put(&self, to: &Tensor, at: usize, bytes: &[u8]) -> Result<()>;
 
-    /// Communication: zeros into the bytes `range` of an incoming tensor.
+    /// Sets the bytes `range` of an incoming tensor to zero, on the communication queue.
     ///
     /// # Errors
-    /// When they lie outside or the device fails.
+    /// When the range is out of bounds or the device fails.
     fn clear(&self, to: &Tensor, range: Range<usize>) -> Result<()>;
 
-    /// Communication: the bytes `range` of an incoming tensor from those of a tensor of this device, from its byte `at` on.
+    /// Copies from a tensor of this device, starting at byte `at`, into the bytes `range` of an incoming tensor, on
+    /// the communication queue.
     ///
     /// # Errors
-    /// When they lie outside or the device fails.
+    /// When the range is out of bounds or the device fails.
     fn take(&self, from: &Tensor, at: usize, to: &Tensor, range: Range<usize>) -> Result<()>;
 
-    /// Communication: the bytes `range` of an incoming tensor from those at `offset` of the memory of another rank.
+    /// Copies from byte `offset` of rank `peer`'s memory into the bytes `range` of an incoming tensor, on the
+    /// communication queue.
     ///
     /// # Errors
-    /// When they lie outside or the device fails.
+    /// When the range is out of bounds or the device fails.
     fn pull(&self, peer: usize, offset: u64, to: &Tensor, range: Range<usize>) -> Result<()>;
 
-    /// Communication goes on behind the last change of states, where a moment behind it was taken.
+    /// Makes communication wait for the last change of a state, if [`crate::ResidentAccess::settle`] recorded an
+    /// event for it.
     ///
     /// # Errors
     /// When the device fails.
     fn await_settled(&self, of: &Resident) -> Result<()>;
 
-    /// Computing goes on behind all communication that is queued.
+    /// Makes computation wait for all communication queued so far.
     ///
     /// # Errors
     /// When the device fails.
     fn arrive(&self) -> Result<()>;
 
-    /// Where a tensor begins in this device's memory.
+    /// Byte offset of a tensor in this device's memory, for [`PeerAccess::pull`] by other ranks.
     ///
     /// # Errors
-    /// When it lies elsewhere.
+    /// When the tensor is not in this device's memory.
     fn offset(&self, x: &Tensor) -> Result<u64>;
 
-    /// Marks the end of a lane as it is: a number from 1 on, ascending by lane. Some dozen marks are kept; a peer must
-    /// have queued its wait by then.
+    /// Marks the current end of a queue. The result is the mark's number: 1, 2, … per queue. Only some dozen marks
+    /// are stored, so a peer must queue its wait before they are reused.
     ///
     /// # Errors
     /// When the device fails.
     fn mark(&self, lane: Lane) -> Result<u64>;
 
-    /// `lane` goes on behind the mark `number` of a lane of another rank.
+    /// Makes `lane` wait for mark `number` of the queue `of` on rank `peer`.
     ///
     /// # Errors
     /// When the device fails.
     fn await_mark(&self, lane: Lane, peer: usize, of: Lane, number: u64) -> Result<()>;
 
-    /// Communication goes on behind this device's own mark `number` of what computes.
+    /// Makes communication wait for this device's own mark `number` of the compute queue.
     ///
     /// # Errors
     /// When the device fails.
     fn await_own(&self, number: u64) -> Result<()>;
 }
 
-/// A device in a group whose collectives a library runs, beside its computing (NCCL). Every rank issues the same ones in
-/// the same order.
+/// Device in a communicator of a library such as NCCL. Collectives run beside computation. Every rank must issue the
+/// same collectives in the same order.
 pub trait GroupAccess: Send + Sync + std::fmt::Debug {
-    /// The library's version.
+    /// Version of the library.
     ///
     /// # Errors
-    /// When there is no library.
+    /// When the library is missing.
     fn version(&self) -> Result<String>;
 
-    /// A fresh name for a group, made by one rank for all.
+    /// Creates a unique id for a communicator. One rank calls it for all.
     ///
     /// # Errors
-    /// When there is no library, or no network to meet on.
+    /// When the library is missing or finds no network interface.
     fn id(&self) -> Result<Vec<u8>>;
 
-    /// Joins the group `id` as `rank` of `size`; returns when all have come. What is not done after `deadline` fails, this
-    /// call and every operation.
+    /// Joins the communicator `id` as `rank` of `size`, and returns after all ranks joined. From here on this call
+    /// and every operation fail after `deadline`.
     ///
     /// # Errors
-    /// When the ranks do not reach each other, or do not come in time.
+    /// When the ranks do not reach each other in time.
     fn join(&self, id: &[u8], rank: usize, size: usize, deadline: Duration) -> Result<()>;
 
-    /// Communication: every rank's part of an incoming tensor, one rank's behind the other's; its own is there.
+    /// All-gather in place on an incoming tensor: equal parts in rank order. This rank's part must already be there.
     ///
     /// # Errors
-    /// When it cannot be divided or the library fails.
+    /// When the tensor cannot be divided by the number of ranks, or the library fails.
     fn all_gather(&self, whole: &Tensor) -> Result<()>;
 
-    /// Communication: into the incoming tensor `to` this rank's part of the sum over all ranks of `from`, both f32.
+    /// Reduce-scatter (sum): writes this rank's part of the sum of all ranks' `from` into the incoming tensor `to`.
+    /// Both are f32.
     ///
     /// # Errors
-    /// When `from` has not as many parts as there are ranks or the library fails.
+    /// When `from` is not `to` times the number of ranks, or the library fails.
     fn reduce_scatter(&self, from: &Tensor, to: &Tensor) -> Result<()>;
 }

@@ -1,18 +1,18 @@
-//! Counter-based random numbers: Philox4x32 with ten rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3").
+//! Counter-based random numbers: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3").
 
 const MULTIPLIERS: [u32; 2] = [0xD251_1F53, 0xCD9E_8D57];
 const KEY_STEPS: [u32; 2] = [0x9E37_79B9, 0xBB67_AE85];
 const ROUNDS: usize = 10;
 
-/// One block of the generator: 128 random bits for a 128-bit counter and a 64-bit key.
+/// One Philox block: 128 random bits for a 128-bit counter and a 64-bit key.
 #[must_use]
 pub fn philox4x32(counter: [u32; 4], key: [u32; 2]) -> [u32; 4] {
     let lanes = philox4x32_lanes(counter.map(|word| [word]), key);
     lanes.map(|[word]| word)
 }
 
-/// `L` independent blocks with one key: word `w` of block `l` is `[w][l]`. Loops run over lanes so that they
-/// become vector instructions.
+/// `L` independent Philox blocks with one key. Word `w` of block `l` is at `[w][l]`. The loops run over `l`, so they
+/// vectorize.
 #[inline(always)]
 #[must_use]
 pub fn philox4x32_lanes<const L: usize>(

@@ -1,8 +1,9 @@
-//! Model states in a device's own memory: what outlives a pass there, and is changed in place.
+//! Model states in a device's own memory, which outlive a pass and are changed in place.
 //!
-//! Weights, sums of gradients and an optimizer's states may rest on a device that the host cannot address. The engine
-//! fills and reads them through [`ResidentAccess`], and what happens at every step happens there: gradients are added
-//! to their sums, their squares are summed, and the update runs, each with the bits of the host's code.
+//! Weights, gradient sums and optimizer states may be resident on a device whose memory the host cannot address. The
+//! engine fills and reads them through [`ResidentAccess`]. The work of every step happens on the device: gradients
+//! are added to their sums, their squares are summed, and the optimizer update runs. Each gives the same bits as the
+//! host's code.
 
 use crate::error::Result;
 #[cfg(feature = "cuda")]
@@ -14,19 +15,19 @@ use std::any::Any;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Elements that rest on a device. Tensors of a part of them share their memory: work that is queued on one sees every
-/// change that was queued before it. Nothing is changed while one is held.
+/// Array of one model state, resident on a device. Tensors of its parts share its memory; work queued on such a
+/// tensor sees every change that was queued before. A state cannot be changed while a tensor of it exists.
 #[derive(Debug)]
 pub struct Resident {
     all: Tensor,
-    /// A moment behind the last change, where one was taken.
+    /// Event recorded after the last change, if any. Reads wait for it only.
     settled: Option<Arc<dyn Any + Send + Sync>>,
-    /// A moment behind the last use, while they are lent.
+    /// Event recorded after the last use, while the state is borrowed.
     lent: Option<Arc<dyn Any + Send + Sync>>,
 }
 
 impl Resident {
-    /// All of a tensor's memory, which nobody else has.
+    /// Wraps a tensor that owns all of its memory alone.
     #[cfg(feature = "cuda")]
     pub(crate) const fn new(all: Tensor) -> Self {
         Self {
@@ -36,7 +37,7 @@ impl Resident {
         }
     }
 
-    /// A moment behind the last change, where [`ResidentAccess::settle`] took one.
+    /// Event recorded after the last change by [`ResidentAccess::settle`], if any.
     #[cfg(feature = "cuda")]
     pub(crate) const fn settled(&self) -> Option<&Arc<dyn Any + Send + Sync>> {
         self.settled.as_ref()
@@ -44,11 +45,11 @@ impl Resident {
 
     #[cfg(feature = "cuda")]
     pub(crate) fn settle(&mut self, behind: &Arc<dyn Any + Send + Sync>) {
-        // An earlier one is as right, and waits for less.
+        // An earlier event is equally correct and waits for less work.
         self.settled.get_or_insert_with(|| behind.clone());
     }
 
-    /// A moment behind the last use, where they were lent.
+    /// Event recorded after the last use, while the state is borrowed.
     #[cfg(feature = "cuda")]
     pub(crate) const fn lent(&self) -> Option<&Arc<dyn Any + Send + Sync>> {
         self.lent.as_ref()
@@ -64,7 +65,8 @@ impl Resident {
         (self.settled, self.lent) = (Some(behind.clone()), None);
     }
 
-    /// The elements are about to be changed by the device.
+    /// Prepares for a change by the device: checks that the state is neither borrowed nor shared, and drops its
+    /// event.
     #[cfg(feature = "cuda")]
     pub(crate) fn changes(&mut self, op: &'static str) -> Result<()> {
         if self.is_shared() || self.lent.is_some() {
@@ -96,47 +98,48 @@ impl Resident {
         self.all.size_bytes()
     }
 
-    /// Whether there are no values: on a device that only counts.
+    /// Whether the state has no values, as on the meta device.
     #[must_use]
     pub fn is_null(&self) -> bool {
         self.all.is_null()
     }
 
-    /// A flat tensor of some elements, in their place.
+    /// Flat tensor of the elements `range`, sharing the state's memory.
     ///
     /// # Errors
-    /// When they lie outside.
+    /// When the range is out of bounds.
     pub fn part(&self, range: Range<usize>) -> Result<Tensor> {
         self.all.narrow(range.start, range.len())
     }
 
-    /// Whether a tensor of a part is still held.
+    /// Whether a tensor of a part still exists.
     #[must_use]
     pub fn is_shared(&self) -> bool {
         self.all.is_shared()
     }
 }
 
-/// Where sums of a window stand in a stream of rounding bits: `optim::accumulate::RoundingPlace` for a device.
+/// Position of gradient sums in the random stream that rounds them: `optim::accumulate::RoundingPlace` for a device's
+/// kernels.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Place {
-    /// Key of the stream.
+    /// Key of the random stream.
     pub key: [u32; 2],
-    /// Number of the addition: no two additions to one element share it.
+    /// Number of the addition. No two additions to one element may share it.
     pub time: u64,
-    /// Global, unpadded logical index of the first element.
+    /// Global index of the first element, in the unpadded model.
     pub first_element: u64,
 }
 
-/// The constants of one step and parameter group, in device memory, so that a captured launch can be replayed with
-/// others. `optim::AdamW::scalars` makes them with the code of the CPU's update.
+/// Constants of one step and parameter group. They are stored in device memory, so a captured CUDA graph can run
+/// again with other values. `optim::AdamW::scalars` computes them with the code of the CPU's update.
 ///
-/// The factor on every gradient is `grad_scale * clip.factor` (one f32 product): with a `grad_scale` of 1 it is the
-/// factor that the norm kernel wrote, without a clip block it is `grad_scale`.
+/// The factor on every gradient is `grad_scale * clip.factor` (one f32 product). Without a clip block it is
+/// `grad_scale`. With a `grad_scale` of 1 it is the factor that the norm kernel wrote.
 #[repr(C)]
 #[derive(Clone, Copy, PartialEq, Debug, Pod, Zeroable)]
 pub struct Scalars {
-    /// Factor on every gradient, beside the clip block's.
+    /// Factor on every gradient, besides that of the clip block.
     pub grad_scale: f32,
     /// `1 - beta1`.
     pub one_minus_beta1: f32,
@@ -144,26 +147,26 @@ pub struct Scalars {
     pub beta2: f32,
     /// `1 - beta2`.
     pub one_minus_beta2: f32,
-    /// Added to the root of the second moment: `eps * sqrt(1 - beta2^step)`.
+    /// Added to the square root of the second moment: `eps * sqrt(1 - beta2^step)`.
     pub eps: f32,
-    /// `lr * sqrt(1 - beta2^step) / (1 - beta1^step)`.
+    /// Learning rate with both bias corrections: `lr * sqrt(1 - beta2^step) / (1 - beta1^step)`.
     pub step_size: f32,
     /// `1 - lr * weight_decay`.
     pub decay: f32,
-    /// Key of the rounding stream.
+    /// Key of the random stream of stochastic rounding.
     pub key: [u32; 2],
-    /// Number of the update, counted from 1, low word first.
+    /// Number of the update, counted from 1. The low word comes first.
     pub step: [u32; 2],
 }
 
-/// How weights and moments are stored.
+/// Storage of weights and moments.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Form {
     /// `f32` weights and moments.
     F32,
-    /// `f32` master weights and moments; the `bf16` copy is written.
+    /// `f32` master weights and moments, and a `bf16` copy that is only written.
     MasterBf16,
-    /// `f32` master weights and moments; the `f16` copy is written.
+    /// `f32` master weights and moments, and an `f16` copy that is only written.
     MasterF16,
     /// `bf16` weights with stochastic rounding, `f32` moments.
     Bf16,
@@ -172,7 +175,7 @@ pub enum Form {
 }
 
 impl Form {
-    /// Every form, by the number of its define.
+    /// All forms. The index is the number in the CUDA source's define.
     pub const ALL: [Self; 5] = [
         Self::F32,
         Self::MasterBf16,
@@ -181,7 +184,7 @@ impl Form {
         Self::PureBf16,
     ];
 
-    /// Dtype of the weights that are updated.
+    /// Dtype of the weights that the update changes.
     #[must_use]
     pub const fn weight(self) -> DType {
         match self {
@@ -190,7 +193,7 @@ impl Form {
         }
     }
 
-    /// Dtype of the copy beside master weights.
+    /// Dtype of the 16-bit copy of master weights, if any.
     #[must_use]
     pub const fn copy(self) -> Option<DType> {
         match self {
@@ -209,7 +212,7 @@ impl Form {
         }
     }
 
-    /// Bytes read and written per element, the gradient included.
+    /// Bytes read and written per element, gradient included.
     #[must_use]
     pub fn bytes(self, grad: DType) -> usize {
         let written = self.copy().map_or(0, DType::size_bytes);
@@ -220,101 +223,104 @@ impl Form {
     }
 }
 
-/// Elements of a [`Resident`] from `start` on, to be changed; how many, the other operands say.
+/// Elements of a [`Resident`] from `start` on, to be changed. The other operands determine how many.
 #[derive(Debug)]
 pub struct Part<'a> {
-    /// The elements.
+    /// The state.
     pub of: &'a mut Resident,
-    /// The first one.
+    /// Index of the first element.
     pub start: usize,
 }
 
 impl Part<'_> {
-    /// `elems` elements as a tensor.
+    /// The first `elems` elements as a tensor.
     #[cfg(feature = "cuda")]
     pub(crate) fn tensor(&self, elems: usize) -> Result<Tensor> {
         self.of.part(self.start..self.start + elems)
     }
 }
 
-/// One `AdamW` update of a window. The gradient says how many elements it has.
+/// One `AdamW` update of a chunk, which has as many elements as the gradient.
 #[derive(Debug)]
 pub struct AdamWArgs<'a> {
-    /// How weights and moments are stored.
+    /// Storage of weights and moments.
     pub form: Form,
-    /// The unscaled gradient, flat, in any float dtype.
+    /// Gradient before scaling, flat, in any float dtype.
     pub grad: &'a Tensor,
-    /// Weights or master weights.
+    /// Weights, or master weights if the form has them.
     pub weight: Part<'a>,
-    /// The 16-bit copy beside master weights, written.
+    /// 16-bit copy of the master weights, which is written.
     pub copy: Option<Part<'a>>,
     /// First moment.
     pub exp_avg: Part<'a>,
     /// Second moment.
     pub exp_avg_sq: Part<'a>,
-    /// [`Scalars`] in the device's memory, as [`ResidentAccess::write`] put them there, and which of them.
+    /// Array of [`Scalars`] in device memory, filled with [`ResidentAccess::write`], and the index of the one to use.
     pub scalars: (&'a Resident, usize),
-    /// Global index of the window's first element: its position in the rounding stream.
+    /// Global index of the chunk's first element: its position in the random stream of rounding.
     pub first_element: u64,
 }
 
-/// A device that keeps model states in its own memory. Calls queue and return, but for those that read.
+/// Device that stores model states in its own memory. Calls queue work and return, except those that read.
 pub trait ResidentAccess: Send + Sync + std::fmt::Debug {
-    /// Elements that are zero.
+    /// Allocates a state of zeros.
     ///
     /// # Errors
     /// When the pool is full or the device fails.
     fn zeros(&self, elems: usize, dtype: DType, tag: Tag) -> Result<Resident>;
 
-    /// Copies bytes from the byte `at` on to the host, behind everything queued so far, or where they are settled behind
-    /// their last change.
+    /// Copies bytes from byte `at` on to the host. Waits for the state's last change if [`ResidentAccess::settle`]
+    /// recorded an event, else for everything queued so far.
     ///
     /// # Errors
-    /// When they lie outside or the device fails.
+    /// When the range is out of bounds or the device fails.
     fn read(&self, from: &Resident, at: usize, out: &mut [u8]) -> Result<()>;
 
-    /// Copies host bytes to the byte `at` on, behind everything queued so far.
+    /// Copies host bytes to byte `at` on, after everything queued so far. For a borrowed state see
+    /// [`ResidentAccess::lend`].
     ///
     /// # Errors
-    /// When they lie outside, a tensor of them is held, or the device fails.
+    /// When the range is out of bounds, a tensor of the state exists, or the device fails.
     fn write(&self, to: &mut Resident, at: usize, bytes: &[u8]) -> Result<()>;
 
-    /// Makes elements zero.
+    /// Sets elements to zero.
     ///
     /// # Errors
     /// As for [`ResidentAccess::write`].
     fn clear(&self, of: &mut Resident, range: Range<usize>) -> Result<()>;
 
-    /// Adds f32 `values` to sums, which are f32, or bf16 and rounded stochastically at `place`; sums that are `fresh` are
-    /// taken as zero.
+    /// Adds f32 `values` to gradient sums. Sums are f32, or bf16 with stochastic rounding at `place`. With `fresh`
+    /// the old sums count as zero.
     ///
     /// # Errors
-    /// When dtypes or sizes do not fit, a tensor of the sums is held, or the device fails.
+    /// When dtypes or sizes do not match, a tensor of the sums exists, or the device fails.
     fn add(&self, sums: Part<'_>, values: &Tensor, place: Option<Place>, fresh: bool)
     -> Result<()>;
 
-    /// Takes a moment behind the last change of each: reads wait for that, and no longer for what is queued behind it.
+    /// Records an event after the last change of each state. Later reads wait for this event only, not for work
+    /// queued after it.
     ///
     /// # Errors
     /// When the device fails.
     fn settle(&self, states: &mut [&mut Resident]) -> Result<()>;
 
-    /// Lends states to whoever has them from here on, which may be another thread: until they are given back, reads and
-    /// writes wait for what is queued now and for nothing behind it, and nothing queued waits for them. What was written
-    /// meanwhile may be read when they are back.
+    /// Lets another user borrow states, possibly on another thread, until [`ResidentAccess::give_back`]. Meanwhile
+    /// reads and writes wait for the work queued before this call only, and queued work does not wait for them. Bytes
+    /// written in between can be read after the return.
     ///
     /// # Errors
-    /// When a tensor of them is held, or the device fails.
+    /// When a tensor of the states exists, or the device fails.
     fn lend(&self, states: &mut [&mut Resident]) -> Result<()>;
 
-    /// Ends that: what is queued from here on sees what was written, and later reads wait for it and no longer.
+    /// Returns borrowed states. Work queued from here on sees what was written, and later reads wait for those writes
+    /// only.
     ///
     /// # Errors
     /// When the device fails.
     fn give_back(&self, states: &mut [&mut Resident]) -> Result<()>;
 
-    /// The sum of squares of each tensor, with the bits of `optim::clip::SquareSum`; waits for the device. One that only
-    /// counts says zero.
+    /// Sum of squares of each tensor, with the bits of `optim::clip::SquareSum`. Waits for the device. The meta
+    /// device returns zeros.
     ///
     /// # Errors
     /// When the pool is full or the device fails.
@@ -323,11 +329,11 @@ pub trait ResidentAccess: Send + Sync + std::fmt::Debug {
     /// One update, with the bits of `optim::AdamW`.
     ///
     /// # Errors
-    /// When dtypes or sizes do not fit, a tensor of what changes is held, or the device fails.
+    /// When dtypes or sizes do not match, a tensor of a changed state exists, or the device fails.
     fn adamw(&self, args: AdamWArgs<'_>) -> Result<()>;
 }
 
-/// Says which operand does not fit.
+/// Checks dtype and number of elements of an operand.
 #[cfg(feature = "cuda")]
 pub(crate) fn fits(op: &'static str, x: &Tensor, dtype: DType, elems: usize) -> Result<()> {
     if x.dtype() == dtype && x.elems() == elems {

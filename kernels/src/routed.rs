@@ -1,5 +1,5 @@
-//! Two linear layers over a partition of rows: what a device computes that has no kernel for them, which is also what
-//! the results are defined as.
+//! Grouped product: two linear layers over a partition of the rows. These functions define the results, and serve
+//! devices without a kernel for them.
 
 use crate::backend::{MatmulArgs, Transpose};
 use crate::check;
@@ -7,34 +7,34 @@ use crate::error::{KernelError, Result, shape_error};
 use crate::pool::Tag;
 use crate::{Backend, DType, Tensor};
 
-/// `y[row] = a[row] @ op(b) + bias`, with `b` and `bias` of the row's group.
+/// Operands of [`Backend::routed_matmul`]: `y[row] = a[row] @ op(b) + bias`, with `b` and `bias` of the row's layer.
 #[derive(Clone, Copy, Debug)]
 pub struct RoutedArgs<'a> {
     /// `[t, k]`.
     pub a: &'a Tensor,
-    /// The groups; together they name every row once.
+    /// The two layers with their rows. Together they name every row once.
     pub groups: [RoutedGroup<'a>; 2],
-    /// How each `b` is used.
+    /// Whether each `b` is transposed.
     pub transpose_b: Transpose,
 }
 
-/// The rows of one layer, and the layer.
+/// One layer of a grouped product and its rows.
 #[derive(Clone, Copy, Debug)]
 pub struct RoutedGroup<'a> {
-    /// i32 `[m]`; may be empty.
+    /// Row numbers, i32 `[m]`. May be empty.
     pub rows: &'a Tensor,
     /// `[k, n]`, or `[n, k]` when transposed (the layout of a linear weight).
     pub b: &'a Tensor,
-    /// `[n]`, added to the group's rows.
+    /// `[n]`, added to these rows.
     pub bias: Option<&'a Tensor>,
 }
 
-/// Every row below `t` is named once: no row is written twice or left out. Of null tensors nothing is known.
+/// Checks that every row below `t` is named exactly once. Meta tensors have no values and pass.
 pub(crate) fn partition(args: &RoutedArgs<'_>, t: usize) -> Result<()> {
     partition_of("routed_matmul", args.groups.map(|group| group.rows), t)
 }
 
-/// As [`partition`], of these rows.
+/// [`partition`] for two lists of row numbers.
 pub(crate) fn partition_of(op: &'static str, rows: [&Tensor; 2], t: usize) -> Result<()> {
     let mut seen = vec![false; t];
     for rows in rows.iter().filter(|rows| !rows.is_null()) {
@@ -53,11 +53,11 @@ pub(crate) fn partition_of(op: &'static str, rows: [&Tensor; 2], t: usize) -> Re
             }
         }
     }
-    // There are as many numbers as rows.
+    // The lists have `t` entries together, so no row is missing.
     Ok(())
 }
 
-/// The numbers of the rows that are not `second`, and of those that are, each in order.
+/// Row numbers where `second` is false, and where it is true, each ascending.
 pub(crate) fn split(second: &[bool]) -> [Vec<i32>; 2] {
     let mut rows = [Vec::new(), Vec::new()];
     for (row, second) in second.iter().enumerate() {
@@ -66,7 +66,7 @@ pub(crate) fn split(second: &[bool]) -> [Vec<i32>; 2] {
     rows
 }
 
-/// [`Backend::partition_rows`] by the host.
+/// [`Backend::partition_rows`] computed by the host.
 pub(crate) fn partition_rows<B: Backend + ?Sized>(on: &B, second: &[bool]) -> Result<[Tensor; 2]> {
     let [first, second] = split(second);
     let place = |rows: &[i32]| {
@@ -76,7 +76,7 @@ pub(crate) fn partition_rows<B: Backend + ?Sized>(on: &B, second: &[bool]) -> Re
     Ok([place(&first)?, place(&second)?])
 }
 
-/// [`Backend::routed_matmul`] by a product per group on gathered rows.
+/// [`Backend::routed_matmul`] as one product per layer on gathered rows.
 pub(crate) fn matmul<B: Backend + ?Sized>(on: &B, args: &RoutedArgs<'_>) -> Result<Tensor> {
     let (shape, dtype) = (check::routed(args)?, args.a.dtype());
     partition(args, args.a.dim(0))?;
@@ -97,7 +97,7 @@ pub(crate) fn matmul<B: Backend + ?Sized>(on: &B, args: &RoutedArgs<'_>) -> Resu
     Ok(y)
 }
 
-/// [`Backend::matmul_of_rows`] by one product of gathered rows.
+/// [`Backend::matmul_of_rows`] as one product of gathered rows.
 pub(crate) fn matmul_of_rows<B: Backend + ?Sized>(
     on: &B,
     a: &Tensor,

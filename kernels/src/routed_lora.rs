@@ -1,5 +1,5 @@
-//! Two linear layers over a partition of rows, with adapters: what a device computes that has no kernel for them, which is
-//! also what the results are defined as.
+//! Grouped LoRA: two linear layers with adapters over a partition of the rows. These functions define the results,
+//! and serve devices without a kernel for them.
 
 use crate::backend::{AdapterDropout, LoraArgs, MatmulArgs, Transpose};
 use crate::check;
@@ -8,7 +8,7 @@ use crate::pool::Tag;
 use crate::routed::{RoutedArgs, RoutedGroup, partition};
 use crate::{Backend, Tensor};
 
-/// A low-rank adapter of a layer `[n, k]`.
+/// LoRA adapter of a layer `[n, k]`.
 #[derive(Clone, Copy, Debug)]
 pub struct AdapterArgs<'a> {
     /// `[r, k]`.
@@ -17,25 +17,25 @@ pub struct AdapterArgs<'a> {
     pub lora_b: &'a Tensor,
     /// `alpha / r`.
     pub scale: f32,
-    /// What it does not see of `x`; the rows are those of all groups.
+    /// Dropout of the adapter's input, if any. Its row identities cover all rows of `x`.
     pub dropout: Option<AdapterDropout<'a>>,
 }
 
-/// One layer and the rows that go through it.
+/// One layer of a grouped LoRA product and its rows.
 #[derive(Clone, Copy, Debug)]
 pub struct AdaptedGroup<'a> {
-    /// i32 `[m]`, which may be empty.
+    /// Row numbers, i32 `[m]`. May be empty.
     pub rows: &'a Tensor,
-    /// `[n, k]`.
+    /// Base weight `[n, k]`.
     pub weight: &'a Tensor,
     /// `[n]`.
     pub bias: Option<&'a Tensor>,
-    /// Its adapter, if it has one; of any rank.
+    /// Adapter, if the layer has one. The two layers may differ in adapter rank.
     pub adapter: Option<AdapterArgs<'a>>,
 }
 
 impl<'a> AdaptedGroup<'a> {
-    /// The layer of the input `x`, if it is adapted.
+    /// The layer for the whole input `x`, if it has an adapter.
     fn adapted<'o>(&self, x: &'o Tensor) -> Option<LoraArgs<'o>>
     where
         'a: 'o,
@@ -51,7 +51,7 @@ impl<'a> AdaptedGroup<'a> {
         })
     }
 
-    /// The names of its own rows, if its adapter drops inputs.
+    /// Row identities of its own rows, if its adapter has dropout.
     fn own_names<B: Backend + ?Sized>(&self, on: &B) -> Result<Option<Tensor>> {
         let dropout = self.adapter.and_then(|adapter| adapter.dropout);
         dropout
@@ -59,7 +59,7 @@ impl<'a> AdaptedGroup<'a> {
             .transpose()
     }
 
-    /// The layer of its own rows `x` of the input, which have these names.
+    /// The layer for its own rows `x` of the input, with their row identities `names`.
     fn adapted_rows<'o>(&self, x: &'o Tensor, names: Option<&'o Tensor>) -> Option<LoraArgs<'o>>
     where
         'a: 'o,
@@ -71,12 +71,13 @@ impl<'a> AdaptedGroup<'a> {
     }
 }
 
-/// Two layers of one input and one shape; every row goes through the one of its group.
+/// Operands of [`Backend::routed_lora`]: two layers of one shape with one input. Each row goes through the layer that
+/// names it.
 #[derive(Clone, Copy, Debug)]
 pub struct RoutedLoraArgs<'a> {
     /// `[t, k]`.
     pub x: &'a Tensor,
-    /// The layers. Together they name every row of `x` once.
+    /// The two layers with their rows. Together they name every row of `x` once.
     pub groups: [AdaptedGroup<'a>; 2],
 }
 
@@ -85,17 +86,17 @@ pub struct RoutedLoraArgs<'a> {
 pub struct RoutedLora {
     /// `[t, n]`.
     pub y: Tensor,
-    /// What the adapters made of the input, for the backward call; in a form that only the device knows, and only where it
-    /// keeps any.
+    /// Adapters' intermediate results for the backward call, in a format private to the device. `None` if the device
+    /// saves nothing.
     pub inner: Option<Tensor>,
 }
 
 /// Gradients of [`RoutedLoraArgs`].
 #[derive(Debug)]
 pub struct RoutedLoraGrads {
-    /// `[t, k]` in the dtype of the input, when asked for.
+    /// `[t, k]` in the dtype of the input, if requested.
     pub dx: Option<Tensor>,
-    /// `[r, k]` and `[n, r]` f32 of each adapter.
+    /// `[r, k]` and `[n, r]` f32 for each adapter.
     pub adapters: [Option<[Tensor; 2]>; 2],
 }
 
@@ -109,7 +110,7 @@ pub(crate) struct Sizes {
     pub(crate) r: [Option<usize>; 2],
 }
 
-/// That both layers have one shape, and that the groups are a partition; the sizes.
+/// Checks that both layers have one shape and that the rows are a partition. Returns the sizes.
 pub(crate) fn check(args: &RoutedLoraArgs<'_>) -> Result<Sizes> {
     let x = args.x;
     let bases = RoutedArgs {
@@ -133,7 +134,7 @@ pub(crate) fn check(args: &RoutedLoraArgs<'_>) -> Result<Sizes> {
     Ok(Sizes { t, n, k, r })
 }
 
-/// [`Backend::routed_lora`] by a layer per group on gathered rows.
+/// [`Backend::routed_lora`] as one layer per row list on gathered rows.
 pub(crate) fn forward<B: Backend + ?Sized>(
     on: &B,
     args: &RoutedLoraArgs<'_>,
@@ -159,7 +160,7 @@ pub(crate) fn forward<B: Backend + ?Sized>(
     Ok(RoutedLora { y, inner: None })
 }
 
-/// [`Backend::routed_lora_backward`] by a layer per group on gathered rows.
+/// [`Backend::routed_lora_backward`] as one layer per row list on gathered rows.
 pub(crate) fn backward<B: Backend + ?Sized>(
     on: &B,
     args: &RoutedLoraArgs<'_>,

@@ -1,9 +1,9 @@
 //! Shapes of contiguous row-major tensors.
 
-/// Most axes a tensor has (a convolution weight needs four).
+/// Maximum number of axes of a tensor.
 pub const MAX_RANK: usize = 5;
 
-/// Extent of each axis, outermost first. A scalar has none.
+/// Extent of each axis of a contiguous tensor, outermost first. A scalar has no axes.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Shape {
     dims: [usize; MAX_RANK],
@@ -14,7 +14,7 @@ impl Shape {
     /// A shape of at most [`MAX_RANK`] axes.
     ///
     /// # Panics
-    /// When there are more; shapes are written in code or checked by their reader.
+    /// When `dims` has more axes. Shapes come from code, or their reader has checked them.
     #[must_use]
     pub fn new(dims: &[usize]) -> Self {
         assert!(
@@ -29,7 +29,7 @@ impl Shape {
         }
     }
 
-    /// The extents.
+    /// Extents of the axes.
     #[must_use]
     pub fn dims(&self) -> &[usize] {
         &self.dims[..usize::from(self.rank)]
@@ -53,7 +53,7 @@ impl Shape {
         self.dims().last().copied().unwrap_or(1)
     }
 
-    /// Elements divided by the last axis: the rows of the tensor seen as a matrix.
+    /// Number of elements divided by the last extent: rows of the tensor viewed as a matrix.
     #[must_use]
     pub fn rows(&self) -> usize {
         self.dims()[..self.rank().saturating_sub(1)]

@@ -1,5 +1,5 @@
-//! Adapted linear layers of one input, such as queries, keys and values: what a device computes that has no kernel for
-//! them, which is also what the results are defined as.
+//! LoRA layers that share one input, such as query, key and value projections. These functions define the results,
+//! and serve devices without a kernel for them.
 
 use crate::Tensor;
 use crate::backend::{Backend, LoraArgs};
@@ -10,8 +10,8 @@ use crate::error::{Result, shape_error};
 pub struct SharedLora {
     /// `[t, n]` of each layer.
     pub y: Vec<Tensor>,
-    /// What the adapters made of the input, for [`SharedLoraGradArgs::inner`]; in a form that only the device knows, and
-    /// only where it keeps any.
+    /// Adapters' intermediate results for [`SharedLoraGradArgs::inner`], in a format private to the device. `None` if
+    /// the device saves nothing.
     pub inner: Option<Tensor>,
 }
 
@@ -20,25 +20,25 @@ pub struct SharedLora {
 pub struct SharedLoraGradArgs<'a> {
     /// The layers of the forward call.
     pub layers: &'a [LoraArgs<'a>],
-    /// `[t, n]` of each layer.
+    /// Gradient `[t, n]` of each layer's output.
     pub dy: &'a [&'a Tensor],
-    /// What the forward call of the same layers gave, or none.
+    /// [`SharedLora::inner`] of the forward call of the same layers, or `None`.
     pub inner: Option<&'a Tensor>,
-    /// Whether the input's gradient is wanted.
+    /// Whether to compute the input's gradient.
     pub need_dx: bool,
 }
 
 /// Gradients of [`SharedLoraGradArgs`].
 #[derive(Debug)]
 pub struct SharedLoraGrads {
-    /// `[t, k]` in the dtype of the input, when asked for: the layers' own gradients, each rounded, added from the last
-    /// layer to the first with a rounding each time.
+    /// `[t, k]` in the dtype of the input, if requested. It is the sum of the layers' gradients, each rounded. They
+    /// are added from the last layer to the first, with a rounding after each addition.
     pub dx: Option<Tensor>,
-    /// `[r, k]` and `[n, r]` f32 of each layer.
+    /// `[r, k]` and `[n, r]` f32 for each layer.
     pub adapters: Vec<[Tensor; 2]>,
 }
 
-/// That all layers have one input.
+/// Checks that all layers share one input.
 pub(crate) fn check(layers: &[LoraArgs<'_>]) -> Result<()> {
     const OP: &str = "shared_lora";
     let Some(first) = layers.first() else {
@@ -53,7 +53,7 @@ pub(crate) fn check(layers: &[LoraArgs<'_>]) -> Result<()> {
     Ok(())
 }
 
-/// That there is a gradient for each layer.
+/// Checks that each layer has an output gradient.
 pub(crate) fn check_backward(args: &SharedLoraGradArgs<'_>) -> Result<()> {
     check(args.layers)?;
     match args.dy.len() == args.layers.len() {
@@ -69,7 +69,7 @@ pub(crate) fn check_backward(args: &SharedLoraGradArgs<'_>) -> Result<()> {
     }
 }
 
-/// [`Backend::shared_lora`] by one layer after the other.
+/// [`Backend::shared_lora`] as one call per layer.
 pub(crate) fn forward<B: Backend + ?Sized>(on: &B, layers: &[LoraArgs<'_>]) -> Result<SharedLora> {
     check(layers)?;
     let y = layers.iter().map(|layer| on.lora_linear(*layer));
@@ -79,7 +79,7 @@ pub(crate) fn forward<B: Backend + ?Sized>(on: &B, layers: &[LoraArgs<'_>]) -> R
     })
 }
 
-/// [`Backend::shared_lora_backward`] by one layer after the other, the last first.
+/// [`Backend::shared_lora_backward`] as one call per layer, the last layer first.
 pub(crate) fn backward<B: Backend + ?Sized>(
     on: &B,
     args: &SharedLoraGradArgs<'_>,

@@ -1,5 +1,5 @@
-//! Adapted linear layers of one input over one partition of rows, such as queries, keys and values of experts: what a device
-//! computes that has no kernel for them, which is also what the results are defined as.
+//! Grouped LoRA layers that share one input and one partition of rows, such as query, key and value projections of
+//! two experts. These functions define the results, and serve devices without a kernel for them.
 
 use crate::Tensor;
 use crate::backend::Backend;
@@ -11,8 +11,8 @@ use crate::routed_lora::RoutedLoraArgs;
 pub struct SharedRoutedLora {
     /// `[t, n]` of each pair of layers.
     pub y: Vec<Tensor>,
-    /// What the adapters made of the input, for [`SharedRoutedLoraGradArgs::inner`]; in a form that only the device knows,
-    /// and empty where it keeps none.
+    /// Adapters' intermediate results for [`SharedRoutedLoraGradArgs::inner`], in a format private to the device.
+    /// Empty if the device saves nothing.
     pub inner: Vec<Tensor>,
 }
 
@@ -21,25 +21,25 @@ pub struct SharedRoutedLora {
 pub struct SharedRoutedLoraGradArgs<'a> {
     /// The layers of the forward call.
     pub layers: &'a [RoutedLoraArgs<'a>],
-    /// `[t, n]` of each pair of layers.
+    /// Gradient `[t, n]` of the output of each pair of layers.
     pub dy: &'a [&'a Tensor],
-    /// What the forward call of the same layers gave, or nothing.
+    /// [`SharedRoutedLora::inner`] of the forward call of the same layers, or empty.
     pub inner: &'a [Tensor],
-    /// Whether the input's gradient is wanted.
+    /// Whether to compute the input's gradient.
     pub need_dx: bool,
 }
 
 /// Gradients of [`SharedRoutedLoraGradArgs`].
 #[derive(Debug)]
 pub struct SharedRoutedLoraGrads {
-    /// `[t, k]` in the dtype of the input, when asked for: the layers' own gradients, each rounded, added from the last
-    /// layer to the first with a rounding each time.
+    /// `[t, k]` in the dtype of the input, if requested. It is the sum of the pairs' gradients, each rounded. They
+    /// are added from the last pair to the first, with a rounding after each addition.
     pub dx: Option<Tensor>,
-    /// `[r, k]` and `[n, r]` f32 of each adapter.
+    /// `[r, k]` and `[n, r]` f32 for each adapter.
     pub adapters: Vec<[Option<[Tensor; 2]>; 2]>,
 }
 
-/// That all layers have one input, and groups of as many rows.
+/// Checks that all layers share one input and that their row lists have equal lengths.
 pub(crate) fn check(layers: &[RoutedLoraArgs<'_>]) -> Result<()> {
     const OP: &str = "shared_routed_lora";
     let Some(first) = layers.first() else {
@@ -60,7 +60,7 @@ pub(crate) fn check(layers: &[RoutedLoraArgs<'_>]) -> Result<()> {
     Ok(())
 }
 
-/// That there is a gradient for each pair of layers.
+/// Checks that each pair of layers has an output gradient.
 pub(crate) fn check_backward(args: &SharedRoutedLoraGradArgs<'_>) -> Result<()> {
     check(args.layers)?;
     let [layers, dy] = [args.layers.len(), args.dy.len()];
@@ -73,7 +73,7 @@ pub(crate) fn check_backward(args: &SharedRoutedLoraGradArgs<'_>) -> Result<()> 
     }
 }
 
-/// [`Backend::shared_routed_lora`] by one pair of layers after the other.
+/// [`Backend::shared_routed_lora`] as one call per pair of layers.
 pub(crate) fn forward<B: Backend + ?Sized>(
     on: &B,
     layers: &[RoutedLoraArgs<'_>],
@@ -88,14 +88,14 @@ pub(crate) fn forward<B: Backend + ?Sized>(
         all.y.push(own.y);
         all.inner.extend(own.inner);
     }
-    // Of some layers alone nobody could tell which.
+    // Entries for some layers only could not be matched to their layers.
     if all.inner.len() != layers.len() {
         all.inner.clear();
     }
     Ok(all)
 }
 
-/// [`Backend::shared_routed_lora_backward`] by one pair of layers after the other, the last first.
+/// [`Backend::shared_routed_lora_backward`] as one call per pair of layers, the last pair first.
 pub(crate) fn backward<B: Backend + ?Sized>(
     on: &B,
     args: &SharedRoutedLoraGradArgs<'_>,

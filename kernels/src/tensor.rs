@@ -8,29 +8,29 @@ use crate::{DType, Element, Shape};
 use std::borrow::Cow;
 use std::sync::Arc;
 
-/// Read-only bytes that a tensor may stand on without owning a pool block: a communicator's
-/// buffer or a memory map. They must start aligned to the element type.
+/// Read-only host bytes that back a tensor outside a pool: a communicator's buffer or a memory map. They must be
+/// aligned to the element type.
 pub type ForeignBytes = Arc<dyn AsRef<[u8]> + Send + Sync>;
 
-/// Memory of a device in which tensors lie.
+/// Memory of a discrete device in which tensors are located.
 #[cfg(feature = "cuda")]
 pub(crate) trait DeviceMemory: Send + Sync + std::fmt::Debug {
-    /// Its first byte, as the device counts.
+    /// Device address of the first byte.
     fn address(&self) -> u64;
 
-    /// Whether there are bytes at all: not on a device that only counts.
+    /// Whether the memory exists; false on the meta device.
     fn has_values(&self) -> bool;
 
     /// Waits for the device and copies bytes from `offset` on.
     fn read(&self, offset: u64, out: &mut [u8]) -> Result<()>;
 
-    /// The moment when everything queued so far is done.
+    /// Records an event after everything queued so far.
     fn moment(&self) -> Result<Moment>;
 
-    /// Waits for that moment only, and gives `bytes` bytes from `offset` on to `take`, in pieces in their order.
+    /// Waits for the event `behind` only. Passes `bytes` bytes from `offset` on to `take`, in pieces and in order.
     fn fetch(&self, offset: u64, bytes: u64, behind: &Moment, take: &mut Take<'_>) -> Result<()>;
 
-    /// All uses of these bytes are queued: the place is given back.
+    /// Frees a range whose uses are all queued.
     fn release(&self, offset: u64, bytes: u64);
 }
 
@@ -42,8 +42,8 @@ impl Drop for OnDevice {
     }
 }
 
-/// Values on their way to the host: from a device they come without waiting for what is queued after
-/// [`Tensor::fetch`]. The tensor lives until they are there.
+/// Device-to-host copy to be made later. It waits for work queued before [`Tensor::fetch`] only. It keeps the tensor
+/// alive.
 #[derive(Debug)]
 pub struct Fetch {
     tensor: Tensor,
@@ -58,13 +58,13 @@ impl Fetch {
         self.tensor.elems()
     }
 
-    /// The tensor, which is still there.
+    /// The tensor to be copied.
     #[must_use]
     pub const fn tensor(&self) -> &Tensor {
         &self.tensor
     }
 
-    /// Copies all bytes.
+    /// Copies all bytes into `out`.
     ///
     /// # Errors
     /// As [`Tensor::to_bytes`].
@@ -82,7 +82,7 @@ impl Fetch {
         Ok(())
     }
 
-    /// Hands bytes over in the order in which they come.
+    /// Passes the bytes to `take` in pieces, in order.
     #[cfg(feature = "cuda")]
     fn give_pieces(&self, take: &mut Take<'_>) -> Result<()> {
         let tensor = &self.tensor;
@@ -94,14 +94,15 @@ impl Fetch {
         Ok(())
     }
 
-    /// Gives the elements of an f32 tensor to `take`, in order and in pieces: those of a device while further ones are
-    /// on their way, and from where they arrive, so that nothing is kept twice. Stops at the first error of `take`.
+    /// Calls `take` with the elements of an f32 tensor, in pieces and in order. Later pieces of a device tensor are
+    /// copied while `take` handles earlier ones, and no second host buffer is needed. Stops at the first error of
+    /// `take`.
     ///
     /// # Errors
     /// As [`Tensor::to_f32_vec`], and those of `take`.
     ///
     /// # Panics
-    /// When the dtype is another.
+    /// When the dtype is not f32.
     pub fn for_each_f32<E: From<KernelError>>(
         &self,
         mut take: impl FnMut(&[f32]) -> Result<(), E>,
@@ -121,26 +122,26 @@ impl Fetch {
         take(&self.tensor.host_f32()?)
     }
 
-    /// Copies the elements of an f32 tensor.
+    /// Copies the elements of an f32 tensor into `out`.
     ///
     /// # Errors
     /// As [`Tensor::to_f32_vec`].
     ///
     /// # Panics
-    /// When the dtype is another, or `out` has another length.
+    /// When the dtype is not f32, or `out` has another length.
     pub fn f32_into(&self, out: &mut [f32]) -> Result<()> {
         let dtype = self.tensor.dtype;
         assert_eq!(dtype, DType::F32, "tensor is {dtype}");
         self.bytes_into(bytemuck::cast_slice_mut(out))
     }
 
-    /// The elements of an f32 tensor, in place where the host can read them.
+    /// Elements of an f32 tensor, borrowed if the host can address them.
     ///
     /// # Errors
     /// As [`Tensor::to_f32_vec`].
     ///
     /// # Panics
-    /// When the dtype is another.
+    /// When the dtype is not f32.
     pub fn f32(&self) -> Result<Cow<'_, [f32]>> {
         let tensor = &self.tensor;
         #[cfg(feature = "cuda")]
@@ -153,12 +154,12 @@ impl Fetch {
     }
 }
 
-/// A place in a device's memory.
+/// Range in a device's memory that backs a tensor.
 #[cfg(feature = "cuda")]
 pub(crate) struct OnDevice {
     pub(crate) memory: Arc<dyn DeviceMemory>,
     pub(crate) placed: Placed,
-    /// The values, where the host knew them anyway: row numbers and labels.
+    /// Copy of the values on the host, where the host knew them anyway (row numbers and labels).
     pub(crate) known: Option<Box<[u8]>>,
 }
 
@@ -175,8 +176,8 @@ enum Storage {
     },
 }
 
-/// A reference-counted, immutable, contiguous, row-major tensor without type parameters.
-/// Cloning, reshaping and taking a range of the outermost axis copy nothing.
+/// Immutable, reference-counted, contiguous, row-major tensor. The dtype is a run-time value. Cloning, reshaping and
+/// taking a range of the outermost axis do not copy.
 #[derive(Clone)]
 pub struct Tensor {
     storage: Arc<Storage>,
@@ -195,7 +196,7 @@ impl Tensor {
     /// Copies `values` into a block of `pool`.
     ///
     /// # Errors
-    /// When the pool is full or the length does not fit the shape.
+    /// When the pool is full or the length does not match the shape.
     pub fn from_slice<T: Element>(
         pool: &Pool,
         tag: Tag,
@@ -210,7 +211,7 @@ impl Tensor {
         Ok(out.freeze())
     }
 
-    /// A tensor standing on foreign host memory, starting `start_elems` elements into it.
+    /// Tensor over host bytes outside a pool, starting `start_elems` elements into them.
     ///
     /// # Errors
     /// When the bytes are too short or misaligned for the dtype.
@@ -245,7 +246,7 @@ impl Tensor {
         })
     }
 
-    /// A tensor without values, counted in `pool` like a block of its size.
+    /// Meta tensor: without values, counted in `pool` like a block of its size.
     ///
     /// # Errors
     /// When the pool is full.
@@ -261,7 +262,7 @@ impl Tensor {
         })
     }
 
-    /// A tensor in a device's memory.
+    /// Tensor over a range of a device's memory.
     #[cfg(feature = "cuda")]
     pub(crate) fn on_device(place: OnDevice, shape: Shape, dtype: DType) -> Self {
         Self {
@@ -272,7 +273,7 @@ impl Tensor {
         }
     }
 
-    /// Where it begins in the memory of `of`, if it lies there.
+    /// Device address of its first element, if it is located in the memory `of`.
     #[cfg(feature = "cuda")]
     pub(crate) fn address_in(&self, of: &Arc<dyn DeviceMemory>) -> Option<u64> {
         match &*self.storage {
@@ -284,18 +285,18 @@ impl Tensor {
         }
     }
 
-    /// Whether this is the only handle to its memory, and has all of it.
+    /// Whether this is the only handle to its memory and starts at its beginning.
     #[cfg(feature = "cuda")]
     pub(crate) fn is_sole(&self) -> bool {
         Arc::strong_count(&self.storage) == 1 && self.start_elems == 0
     }
 
-    /// Whether another handle to its memory is held.
+    /// Whether other handles to its memory exist.
     pub(crate) fn is_shared(&self) -> bool {
         Arc::strong_count(&self.storage) > 1
     }
 
-    /// Whether its values lie in the memory of a device that the host cannot address.
+    /// Whether its values are in device memory that the host cannot address.
     #[must_use]
     pub fn is_on_device(&self) -> bool {
         #[cfg(feature = "cuda")]
@@ -304,10 +305,10 @@ impl Tensor {
         false
     }
 
-    /// Lets its values, as they are with everything queued so far, be taken to the host later.
+    /// Prepares a copy to the host, to be made later. It sees the work queued so far and waits for nothing else.
     ///
     /// # Errors
-    /// A device that fails.
+    /// When the device fails.
     pub fn fetch(&self) -> Result<Fetch> {
         Ok(Fetch {
             tensor: self.clone(),
@@ -321,10 +322,10 @@ impl Tensor {
         })
     }
 
-    /// The bytes, fetched from the device where they lie on one (which waits for it).
+    /// Copy of the bytes on the host. For a device tensor this waits for the device.
     ///
     /// # Errors
-    /// [`KernelError::NoValues`] on the null device; a device that fails.
+    /// [`KernelError::NoValues`] on the meta device, and errors of the device.
     pub fn to_bytes(&self) -> Result<Vec<u8>> {
         match &*self.storage {
             Storage::Null { .. } => Err(KernelError::NoValues {
@@ -383,7 +384,7 @@ impl Tensor {
         self.elems() * self.dtype.size_bytes()
     }
 
-    /// Whether the tensor carries no values (a device that only counts).
+    /// Whether the tensor has no values, as on the meta device.
     #[must_use]
     pub fn is_null(&self) -> bool {
         match &*self.storage {
@@ -394,10 +395,10 @@ impl Tensor {
         }
     }
 
-    /// The same values under another shape.
+    /// The same values with another shape.
     ///
     /// # Errors
-    /// When the element counts differ.
+    /// When the numbers of elements differ.
     pub fn reshape(&self, shape: impl Into<Shape>) -> Result<Self> {
         let shape = shape.into();
         if shape.elems() != self.elems() {
@@ -409,10 +410,10 @@ impl Tensor {
         })
     }
 
-    /// Rows `start..start + len` of the outermost axis.
+    /// Rows `start..start + len` of the outermost axis, sharing memory.
     ///
     /// # Errors
-    /// When the range lies outside.
+    /// When the range is out of bounds.
     pub fn narrow(&self, start: usize, len: usize) -> Result<Self> {
         let dims = self.shape.dims();
         let Some((&outer, inner)) = dims.split_first() else {
@@ -435,11 +436,10 @@ impl Tensor {
         })
     }
 
-    /// The tensor for writing, when nothing else refers to its memory and it is a whole block of a
-    /// pool; otherwise the tensor again.
+    /// Converts to a writable tensor, if this is the only handle and covers a whole block of a pool.
     ///
     /// # Errors
-    /// The unchanged tensor.
+    /// Returns the tensor unchanged if it is shared, covers a part of a block, or is outside a pool.
     pub fn into_mut(self) -> std::result::Result<TensorMut, Self> {
         let Self {
             storage,
@@ -467,20 +467,20 @@ impl Tensor {
         })
     }
 
-    /// The elements of a host tensor.
+    /// Elements of a host tensor.
     ///
     /// # Panics
-    /// When `T` is not the dtype or the tensor has no host values; backends check before.
+    /// When `T` is not the dtype or the tensor has no values on the host. Backends check this before.
     #[must_use]
     pub fn as_slice<T: Element>(&self) -> &[T] {
         assert_eq!(T::DTYPE, self.dtype, "tensor is {}", self.dtype);
         bytemuck::cast_slice(self.as_bytes())
     }
 
-    /// The bytes of a host tensor.
+    /// Bytes of a host tensor.
     ///
     /// # Panics
-    /// When the tensor has no host values.
+    /// When the tensor has no values on the host.
     #[must_use]
     pub fn as_bytes(&self) -> &[u8] {
         let all = match &*self.storage {
@@ -494,7 +494,7 @@ impl Tensor {
         &all[self.start_elems * size..(self.start_elems + self.elems()) * size]
     }
 
-    /// The bytes: in place where the host can read them, otherwise as [`Tensor::to_bytes`].
+    /// Bytes of the tensor, borrowed if the host can address them, else copied as by [`Tensor::to_bytes`].
     ///
     /// # Errors
     /// As [`Tensor::to_bytes`].
@@ -505,13 +505,13 @@ impl Tensor {
         Ok(Cow::Borrowed(self.as_bytes()))
     }
 
-    /// The elements of an f32 tensor, in place where the host can read them.
+    /// Elements of an f32 tensor, borrowed if the host can address them.
     ///
     /// # Errors
     /// As [`Tensor::to_f32_vec`].
     ///
     /// # Panics
-    /// When the dtype is another.
+    /// When the dtype is not f32.
     pub fn host_f32(&self) -> Result<Cow<'_, [f32]>> {
         assert_eq!(self.dtype, DType::F32, "tensor is {}", self.dtype);
         if self.is_null() || self.is_on_device() {
@@ -520,10 +520,10 @@ impl Tensor {
         Ok(Cow::Borrowed(self.as_slice()))
     }
 
-    /// The elements widened to `f32`.
+    /// Copy of the elements, converted to `f32`.
     ///
     /// # Errors
-    /// [`KernelError::NoValues`] on the null device, [`KernelError::DType`] for integers.
+    /// [`KernelError::NoValues`] on the meta device, [`KernelError::DType`] for integers, and errors of the device.
     pub fn to_f32_vec(&self) -> Result<Vec<f32>> {
         if self.is_null() {
             return Err(KernelError::NoValues {
@@ -558,7 +558,7 @@ impl Tensor {
     }
 }
 
-/// A tensor under construction: the only way to write elements.
+/// Writable tensor under construction. [`TensorMut::freeze`] makes it immutable.
 #[derive(Debug)]
 pub struct TensorMut {
     block: Block,
@@ -567,7 +567,7 @@ pub struct TensorMut {
 }
 
 impl TensorMut {
-    /// Takes memory with unspecified contents.
+    /// Allocates memory with unspecified contents.
     ///
     /// # Errors
     /// When the pool is full.
@@ -581,7 +581,7 @@ impl TensorMut {
         })
     }
 
-    /// Takes memory filled with zeros.
+    /// Allocates memory filled with zeros.
     ///
     /// # Errors
     /// When the pool is full.
@@ -597,7 +597,7 @@ impl TensorMut {
         self.shape
     }
 
-    /// The elements.
+    /// Elements for writing.
     ///
     /// # Panics
     /// When `T` is not the dtype.
@@ -607,13 +607,13 @@ impl TensorMut {
         bytemuck::cast_slice_mut(self.block.as_bytes_mut())
     }
 
-    /// The bytes.
+    /// Bytes for writing.
     #[must_use]
     pub fn as_bytes_mut(&mut self) -> &mut [u8] {
         self.block.as_bytes_mut()
     }
 
-    /// Ends construction.
+    /// Ends construction without a copy.
     #[must_use]
     pub fn freeze(self) -> Tensor {
         let Self {

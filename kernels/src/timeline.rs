@@ -1,33 +1,33 @@
-//! What a device apart did when: the host only queues its work, so that the host's clock knows nothing of it.
+//! Timeline of a discrete device. The host only queues work, so the host's clock cannot tell when the device runs it.
 
 use std::time::{Duration, Instant};
 
-/// One of a device's queues.
+/// Queue of a device.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub enum DeviceLane {
-    /// Its work, from one label to the next, waits included.
+    /// Computation, from one label to the next, including waits.
     Compute,
-    /// The work's waits for what comes to the device.
+    /// Waits of the computation for data that comes to the device.
     Wait,
-    /// Copies to the device.
+    /// Host-to-device copies.
     Inward,
-    /// Copies from the device.
+    /// Device-to-host copies.
     Outward,
-    /// What comes from other ranks.
+    /// Communication with other ranks.
     Communication,
 }
 
-/// A stretch of a device's time.
+/// Time span in which a device's queue was busy.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct DeviceSpan {
-    /// Who was busy.
+    /// The queue.
     pub lane: DeviceLane,
-    /// What the work was labelled with; 0 for copies.
+    /// Label of the work, see [`crate::Backend::label`]; 0 for copies.
     pub label: u32,
-    /// When it began, on the host's clock.
+    /// Start on the host's clock.
     pub start: Instant,
-    /// How long it took.
+    /// Duration.
     pub length: Duration,
-    /// What crossed the bus between host and device.
+    /// Bytes copied between host and device.
     pub bytes: u64,
 }

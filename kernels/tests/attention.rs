@@ -1,4 +1,4 @@
-//! Streamed attention, values and gradients, against f64.
+//! Tests of attention, values and gradients, against f64.
 #![allow(clippy::unwrap_used, reason = "helpers of tests may panic")]
 
 mod common;
@@ -33,7 +33,7 @@ fn args<'a>(
     }
 }
 
-/// Compares one call and its gradients.
+/// Compares one call and its gradients with f64.
 fn check(shape: &Attention, dtype: DType, seed: u64) {
     let mut case = Case::new(seed);
     let (t, s) = (shape.queries(), shape.keys());
@@ -50,7 +50,7 @@ fn check(shape: &Attention, dtype: DType, seed: u64) {
         .unwrap();
 
     let (out, lse) = shape.forward(&q.values, &k.values, &v.values);
-    // Products of one score add up to at most scale * d * 2 * 2.
+    // The products of one score sum to at most scale * d * 2 * 2.
     let score = shape.scale * d as f64 * 4.0;
     let keys = shape
         .k_starts
@@ -68,8 +68,8 @@ fn check(shape: &Attention, dtype: DType, seed: u64) {
         );
     }
     let (dq, dk, dv) = shape.backward((&q.values, &k.values, &v.values), &dout.values);
-    // ds = p (dp - delta): dp and delta are sums of d products up to 2, delta reads the stored
-    // output; a gradient sums ds (total weight 2 per query) times values up to 2.
+    // ds = p (dp - delta). dp and delta are sums of d products up to 2, and delta reads the stored output. A gradient
+    // sums ds (total weight 2 per query) times values up to 2.
     let ds = 2.0 * 2.0 * d as f64;
     let stored = tolerance::unit(dtype) * ds;
     let loads = (h / g * t) as f64;
@@ -250,7 +250,7 @@ fn long_sequences_need_at_most_64_mib_beside_their_output() {
     let outputs = (out.out.size_bytes() + out.lse.size_bytes()) as u64;
     let workspace = stats.tag(Tag::Workspace).peak;
     assert!(workspace > 0 && workspace <= 64 << 20, "{workspace}");
-    // Rounding of blocks to size classes: up to an eighth of the output.
+    // Blocks are rounded to size classes: up to an eighth of the output.
     let extra = stats.peak - before - outputs;
     assert!(extra <= workspace + outputs / 8, "{extra} {workspace}");
 }

@@ -1,4 +1,4 @@
-//! What does not depend on values: shapes, dtypes and bytes on the null device, and the bits for
+//! Tests of properties that do not depend on values: shapes, dtypes and bytes on the meta device, and equal bits for
 //! any number of threads.
 #![allow(clippy::unwrap_used, reason = "helpers of tests may panic")]
 
@@ -86,7 +86,7 @@ impl Operands {
     }
 }
 
-/// One operation: its name and a call that returns every tensor it makes.
+/// One operation: its name, and a call that returns every tensor it creates.
 type Call = (
     &'static str,
     Box<dyn Fn(&dyn Backend, &Operands) -> Result<Vec<Tensor>> + Sync>,
@@ -112,7 +112,7 @@ fn lora(o: &Operands) -> LoraArgs<'_> {
 }
 
 fn saved_attention(b: &dyn Backend, o: &Operands) -> Result<AttentionOut> {
-    // The saved values are inputs: of the device only where it computes.
+    // The saved values are inputs. They belong to the device only if it computes.
     let lse = b.zeros(
         Shape::from([o.heads.dim(0), o.heads.dim(1)]),
         DType::F32,
@@ -313,7 +313,7 @@ fn sizes() -> impl Strategy<Value = Sizes> {
 proptest! {
     #![proptest_config(config(24))]
 
-    /// Same shapes and dtypes, and the same peaks under every tag.
+    /// Shapes, dtypes and peaks under every tag are the same.
     #[test]
     fn null_counts_what_the_cpu_takes(s in sizes(), seed: u64) {
         let o = Operands::new(s, seed);
@@ -325,7 +325,7 @@ proptest! {
                 all.iter().map(|t| (t.shape(), t.dtype())).collect()
             };
             prop_assert_eq!(kinds(&real), kinds(&counted), "{}", name);
-            // A cast to the same dtype is the operand itself.
+            // A cast to the same dtype returns the operand itself.
             prop_assert!(name == "cast" || counted.iter().all(Tensor::is_null), "{}", name);
             let peaks = |b: &dyn Backend| b.pool().stats().by_tag.map(|t| t.peak);
             prop_assert_eq!(peaks(&cpu), peaks(&null), "{}", name);
@@ -408,7 +408,7 @@ fn a_layer_of_a_full_size_model_is_counted_at_once() {
         .unwrap();
     null.linear_cross_entropy(&x, &bf16(&[v, c]), &labels)
         .unwrap();
-    // Panels, tiles and chunks: far from the 9.9 GB of all logits.
+    // Panels, tiles and chunks only: far below the 9.9 GB of all logits.
     let workspace = null.pool().stats().tag(Tag::Workspace).peak;
     assert!(workspace > 0 && workspace < 128 << 20, "{workspace}");
 }
@@ -508,7 +508,7 @@ fn a_full_pool_is_an_error_and_leaks_nothing() {
         bias: None,
         out: DType::BF16,
     };
-    // Room for the output, not for the workspace.
+    // The pool fits the output, but not the workspace.
     let cpu = CpuBackend::new(Pool::new("device", Some(16 << 10)));
     assert!(matches!(
         cpu.matmul(args),

@@ -1,4 +1,4 @@
-//! The loss head, values and gradients, against f64; its memory.
+//! Tests of the fused output projection and cross entropy: values and gradients against f64, and memory.
 #![allow(clippy::unwrap_used, reason = "helpers of tests may panic")]
 
 mod common;
@@ -42,8 +42,8 @@ fn check(t: usize, c: usize, v: usize, dtypes: (DType, DType), supervised: f64, 
     assert_close("loss", &losses, &want.losses, |i| {
         tolerance::loss(c, logit, want.losses[i])
     });
-    // A probability is off, relatively, by the error of its logit and of the log-sum-exp; a
-    // gradient sums probabilities (total 2 with the label) times values up to 1.
+    // A probability has the relative error of its logit and of the log-sum-exp. A gradient sums probabilities (total
+    // 2 with the label) times values up to 1.
     let relative = tolerance::loss(c, logit, largest(&want.losses)) + 8.0 * tolerance::U32;
     let f = f64::from(factor);
     assert_close(
@@ -77,7 +77,7 @@ proptest! {
 
 #[test]
 fn a_streamed_vocabulary_matches_f64() {
-    // Above 32 768 entries the vocabulary is cut into tiles of 8192.
+    // A vocabulary above 32 768 entries is split into tiles of 8192.
     check(5, 6, 40_000, (DType::F32, DType::BF16), 1.0, 1);
     check(7, 3, 33_000, (DType::BF16, DType::F32), 0.5, 2);
 }

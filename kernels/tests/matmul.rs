@@ -1,4 +1,4 @@
-//! Matrix products, bias gradients and adapted linear layers against f64.
+//! Tests of matrix products, bias gradients and LoRA layers against f64.
 #![allow(clippy::unwrap_used, reason = "helpers of tests may panic")]
 
 mod common;
@@ -96,7 +96,7 @@ proptest! {
         let y = case.cpu.lora_linear(args).unwrap();
         let grads = case.cpu.lora_linear_backward(args, &dy.tensor, true).unwrap();
 
-        // The same formulas over values and over magnitudes (for the tolerance).
+        // The same formulas, over values and over magnitudes (for the tolerance).
         let run = |f: fn(&[f64]) -> Vec<f64>| {
             let lora = naive::Lora {
                 x: f(&x.values),
@@ -159,7 +159,7 @@ fn the_reference_gradient_is_the_slope_of_the_reference() {
     );
 }
 
-/// Operands are widened and packed part by part, whatever their size: 2 MiB and 4 MiB.
+/// Operands are converted and packed in parts of at most 2 MiB and 4 MiB, whatever their size.
 #[test]
 fn the_workspace_of_a_large_product_is_bounded() {
     let (m, n, k) = (700, 650, 16_384);
@@ -188,7 +188,7 @@ fn the_workspace_of_a_large_product_is_bounded() {
     assert!(peak <= 6 << 20, "{peak}");
 }
 
-/// One row alone, a few rows and many rows give the same bits.
+/// One row alone, a few rows, and many rows give the same bits.
 #[test]
 fn a_row_has_the_same_bits_beside_any_other_rows() {
     for (n, k) in [

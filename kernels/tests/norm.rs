@@ -1,4 +1,4 @@
-//! Layer norm and RMS norm, values and gradients, against f64.
+//! Tests of layer norm and RMS norm, values and gradients, against f64.
 
 mod common;
 
@@ -49,7 +49,7 @@ proptest! {
         let bias = layer.then_some(&b.values[..]);
         let want = naive::norm(&x.values, &w.values, bias, eps);
         let (dx, dw, db) = naive::norm_backward(&x.values, &w.values, &dy.values, eps, layer);
-        // A normalised element is below sqrt(c); RMS norm rounds it before the weight.
+        // A normalized element is below sqrt(c). RMS norm rounds it before it is multiplied with the weight.
         let normal = (c as f64).sqrt();
         let extra = if layer { 0.0 } else { tolerance::unit(dtype) * 1.001 };
         let cancel = if layer { cancellation(&x.values, c) } else { 1.0 };
@@ -63,7 +63,7 @@ proptest! {
             .fold(0.0, f64::max);
         let size = steepest * 1.5 * (1.0 + normal);
         assert_close("dx", &grads.dx, &dx, |i| tolerance::norm(dtype, c, dx[i], size, cancel));
-        // Sums over rows of `dy * normal`.
+        // Sums of `dy * normal` over rows.
         let total = rows as f64 * normal;
         let sums = |want: f64| {
             tolerance::sum(DType::F32, rows, want, total)

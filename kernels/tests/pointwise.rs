@@ -1,4 +1,4 @@
-//! Element-wise operations and rotary positions against f64.
+//! Tests of elementwise operations and rotary position embedding against f64.
 
 mod common;
 
@@ -110,7 +110,7 @@ proptest! {
         let want = naive::rope(&x.values, tables, (h, d, w), layout, 1.0);
         assert_close("rope", &y, &want, |i| tolerance::pointwise(dtype, 3, want[i], 4.0));
         let back = run(&y, Direction::Inverse);
-        // Two stores, the first rotated by the second: up to sqrt 2 times its error.
+        // Two stores. The first error is rotated by the second rotation: up to sqrt 2 times larger.
         let twice = |i: usize| {
             3.0 * tolerance::unit(dtype) * 3.0 + tolerance::pointwise(dtype, 8, x.values[i], 4.0)
         };

@@ -1,4 +1,4 @@
-//! Tables of rows: gather, scatter, replace.
+//! Tests of operations on tables of rows: gather, scatter, replace.
 
 mod common;
 
@@ -46,8 +46,8 @@ proptest! {
         assert_close("scatter", &got, &want, |i| tolerance::sum(out, n, want[i], size[i]));
     }
 
-    /// Gathering is linear in the table, and scattering is its transpose: <gather(t), y> equals
-    /// <t, scatter(y)> for all t and y, which makes each the gradient of the other.
+    /// Gathering is linear in the table, and scattering is its transpose: <gather(t), y> = <t, scatter(y)> for all t
+    /// and y. So each is the gradient of the other.
     #[test]
     fn scatter_is_the_gradient_of_gather(
         (rows, n, c) in (1..20usize, 1..40usize, 1..10usize),

@@ -1,4 +1,4 @@
-//! Sums of gradients in `bf16`.
+//! Gradient accumulation in `bf16` with stochastic rounding.
 
 use half::bf16;
 use kernels::Place;
@@ -8,19 +8,20 @@ use crate::lanes::{Lanes, Loop, Simd};
 use crate::rng::RandomStream;
 use crate::rounding::PageKey;
 
-/// Where a sum stands in a stream of rounding bits: word 0 of a pair rounds it.
+/// Position of a gradient sum in the random stream that rounds it. Rounding uses word 0 of each pair, see
+/// [`crate::rounding`].
 #[derive(Clone, Copy, Debug)]
 pub struct RoundingPlace {
-    /// Where the keys come from.
+    /// Random stream that the keys come from.
     pub stream: RandomStream,
-    /// Number of the addition: no two additions to one element share it.
+    /// Number of the addition. No two additions to one element may share it.
     pub time: u64,
-    /// Global, unpadded logical index of the first element.
+    /// Global index of the first element, in the unpadded model.
     pub first_element: u64,
 }
 
 impl RoundingPlace {
-    /// The same for the kernels of a device.
+    /// Converts the position for a device's kernels.
     #[must_use]
     pub fn on_device(self) -> Place {
         Place {
@@ -31,8 +32,8 @@ impl RoundingPlace {
     }
 }
 
-/// Adds `values` to `sums`, each result rounded stochastically. The result for an element depends on its value, sum
-/// and place only.
+/// Adds `values` to `sums` element by element and rounds each result stochastically. An element's result depends on
+/// its value, its sum and its position in the random stream only.
 ///
 /// # Panics
 /// When the lengths differ.
@@ -61,7 +62,7 @@ fn add_with(simd: Simd, place: RoundingPlace, sums: &mut [bf16], values: &[f32])
     }
 }
 
-/// Within one page.
+/// One addition within one page of keys.
 struct Add<'a> {
     place: RoundingPlace,
     sums: &'a mut [bf16],

@@ -1,25 +1,25 @@
-//! The global gradient norm and the factor that clips it.
+//! Global gradient norm and the factor that clips it.
 
 use rayon::prelude::*;
 
-/// Elements of a block of [`SquareSum`].
+/// Elements per block of a [`SquareSum`].
 pub const NORM_BLOCK_ELEMS: usize = 4096;
-/// Interleaved sums of a block.
+/// Interleaved partial sums within a block.
 const ELEMENT_LANES: usize = 256;
-/// Blocks of a task.
+/// Least number of blocks per rayon task.
 const TASK_BLOCKS: usize = 32;
-/// Interleaved sums of blocks.
+/// Interleaved partial sums over blocks.
 const BLOCK_LANES: usize = 1024;
 
-/// A sum of squares in f64 whose order of additions is fixed, and wide enough for any device: the same bits for every
-/// stage, tier, number of threads, and on a GPU.
+/// Sum of squares in f64 with a fixed order of additions. The order is wide enough for a GPU, so every stage, tier,
+/// thread count and device gives the same bits.
 ///
-/// - A block is [`NORM_BLOCK_ELEMS`] elements (the last one fewer). Element `i` of it is added to sum `i % 256`, in
-///   order; sums `4k..4k+4` are added as `(a + b) + (c + d)`; the 64 results are halved (`x[k] += x[k + half]`) until
-///   one is left.
-/// - Block `b` is added to sum `b % 1024`, in order; the 1024 sums are halved until one is left.
+/// - A block has [`NORM_BLOCK_ELEMS`] elements; the last one may have fewer. Element `i` of a block is added to sum
+///   `i % 256`, in order. Sums `4k..4k+4` are added as `(a + b) + (c + d)`. The 64 results are halved (`x[k] += x[k +
+///   half]`) until one is left.
+/// - Block `b` is added to sum `b % 1024`, in order. The 1024 sums are halved in the same way.
 ///
-/// Not finite exactly when an element is not: the square of the largest f32 is far inside the range of f64.
+/// The total is non-finite if and only if an element is: the square of the largest f32 is far below the largest f64.
 #[derive(Clone, Debug)]
 pub struct SquareSum {
     lanes: Vec<f64>,
@@ -36,15 +36,15 @@ impl Default for SquareSum {
 }
 
 impl SquareSum {
-    /// Adds the next block: all but the last have [`NORM_BLOCK_ELEMS`] elements.
+    /// Adds the next block. Every block but the last must have [`NORM_BLOCK_ELEMS`] elements.
     pub fn add_block(&mut self, block: &[f32]) {
         debug_assert!(block.len() <= NORM_BLOCK_ELEMS);
         self.lanes[self.blocks % BLOCK_LANES] += block_sum(block);
         self.blocks += 1;
     }
 
-    /// Adds all blocks of `values`, computed on all threads of the rayon pool: only the last block may have fewer than
-    /// [`NORM_BLOCK_ELEMS`] elements.
+    /// Adds all blocks of `values`, computed on the rayon pool. Only the last block of the whole sum may have fewer
+    /// than [`NORM_BLOCK_ELEMS`] elements.
     pub fn add_blocks(&mut self, values: &[f32]) {
         let blocks = values.par_chunks(NORM_BLOCK_ELEMS);
         let sums: Vec<f64> = blocks.with_min_len(TASK_BLOCKS).map(block_sum).collect();
@@ -54,14 +54,14 @@ impl SquareSum {
         }
     }
 
-    /// The sum of all blocks.
+    /// Sum over all blocks.
     #[must_use]
     pub fn total(mut self) -> f64 {
         halved(&mut self.lanes)
     }
 }
 
-/// The [`SquareSum`] of a slice.
+/// Sum of squares of a slice, in the order of [`SquareSum`].
 #[must_use]
 pub fn sum_of_squares(values: &[f32]) -> f64 {
     let mut sum = SquareSum::default();
@@ -83,7 +83,7 @@ fn block_sum(block: &[f32]) -> f64 {
     halved(&mut quads)
 }
 
-/// Adds the upper half to the lower one until one number is left; the length is a power of two.
+/// Adds the upper half to the lower half until one number is left. The length must be a power of two.
 fn halved(values: &mut [f64]) -> f64 {
     let mut half = values.len() / 2;
     while half > 0 {
@@ -96,17 +96,19 @@ fn halved(values: &mut [f64]) -> f64 {
     values[0]
 }
 
-/// What follows from the sum of squares of all gradients.
+/// Gradient norm and the factor that normalizes and clips the gradients.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct GradientScale {
-    /// Norm of the mean gradient, before clipping.
+    /// Norm of the mean gradient per token, before clipping.
     pub norm: f64,
-    /// Factor on every summed gradient: `min(1, max_norm / (norm + 1e-6)) / tokens`.
+    /// Factor on every summed gradient: `min(1, max_norm / (norm + 1e-6)) / tokens`, as
+    /// `torch.nn.utils.clip_grad_norm_` clips.
     pub factor: f32,
 }
 
 impl GradientScale {
-    /// For gradients that are sums over `tokens` tokens and whose squares sum to `squares`.
+    /// Scale for gradients that are sums over `tokens` tokens. `squares` is the sum of their squares; `max_norm` of
+    /// `None` does not clip.
     #[must_use]
     pub fn new(squares: f64, tokens: f64, max_norm: Option<f32>) -> Self {
         let norm = squares.sqrt() / tokens;
@@ -130,7 +132,7 @@ mod tests {
         for n in [0, 1, 255, 4096, 10_001, 1025 * NORM_BLOCK_ELEMS + 3] {
             let values: Vec<f32> = (0..n).map(|i| (i as f32 * 0.37).sin()).collect();
             let plain: f64 = values.iter().map(|v| f64::from(*v).powi(2)).sum();
-            // The plain sum has the larger error: n roundings of 2^-53 that mostly cancel.
+            // The plain sum has the larger error: n roundings of 2^-53, most of which cancel.
             let error = (sum_of_squares(&values) - plain).abs();
             assert!(error <= plain * 1e-11, "{n}: {error}");
         }

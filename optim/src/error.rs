@@ -1,59 +1,59 @@
-//! What can be wrong with a call into this crate.
+//! Errors of this crate.
 
-/// An optimizer, schedule or group was used wrongly; nothing was changed.
+/// Wrong use of an optimizer, schedule or parameter group. The call changed nothing.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum OptimError {
-    /// Two windows of one step differ in length.
+    /// Two chunks of one step differ in length.
     #[error("the {window} chunk has {got} elements, the gradient has {expected}")]
     LengthMismatch {
-        /// Which window.
+        /// Name of the chunk, e.g. `weight`.
         window: &'static str,
-        /// Elements of the gradient.
+        /// Length of the gradient in elements.
         expected: usize,
-        /// Elements of the window.
+        /// Length of the chunk in elements.
         got: usize,
     },
-    /// The element types of weight and state windows do not go together.
+    /// The rule has no update for this combination of weight and state element types.
     #[error("{optimizer} cannot step {weight} weights with the given state chunks: {expected}")]
     UnsupportedWindows {
-        /// The update rule.
+        /// Name of the update rule.
         optimizer: &'static str,
-        /// Kind of the weight window.
+        /// Kind of the weight chunk, e.g. `mixed bf16`.
         weight: &'static str,
-        /// What the rule needs beside such weights.
+        /// State that the rule needs with such weights.
         expected: &'static str,
     },
-    /// Steps are counted from one.
+    /// The step number is 0; steps count from 1.
     #[error("step 0 does not exist: optimizer steps count from 1")]
     StepZero,
-    /// A name pattern is not a regular expression.
+    /// A learning-rate pattern is not a regular expression.
     #[error("learning-rate pattern `{pattern}` is not a regular expression")]
     BadPattern {
-        /// The text given.
+        /// The pattern as given.
         pattern: String,
-        /// Why it does not parse.
+        /// The parser's error.
         #[source]
         source: regex::Error,
     },
-    /// A number lies outside its range.
+    /// A number is outside its range.
     #[error("{what} must be {expected}, got {got}")]
     OutOfRange {
-        /// Which number.
+        /// Name of the number.
         what: &'static str,
-        /// The range.
+        /// The valid range, in words.
         expected: &'static str,
         /// The value given.
         got: f64,
     },
-    /// A word that names nothing.
+    /// An unknown word, e.g. of a precision or schedule.
     #[error("unknown {what} `{got}`, expected one of {expected}")]
     UnknownWord {
-        /// What was to be named.
+        /// Kind of the word, e.g. `precision`.
         what: &'static str,
         /// The word given.
         got: String,
-        /// The words that exist.
+        /// The valid words.
         expected: &'static str,
     },
 }

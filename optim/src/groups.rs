@@ -1,6 +1,6 @@
-//! Parameter groups: which parameters decay, and whose learning rate is scaled.
+//! Parameter groups: which parameters get weight decay, and whose learning rate is scaled.
 //!
-//! Decay follows Hugging Face's `Trainer`: neither biases nor the weights of normalisation layers decay.
+//! The choice is that of Hugging Face's `Trainer`: biases and the weights of normalization layers do not decay.
 
 use std::sync::LazyLock;
 
@@ -8,35 +8,35 @@ use regex::Regex;
 
 use crate::OptimError;
 
-/// Names that never decay, matched against the lower-case parameter name.
+/// Parameter names without weight decay. The pattern is matched against the lower-case name.
 static NO_DECAY: LazyLock<Regex> = LazyLock::new(|| {
     Regex::new(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
         .expect("a constant pattern")
 });
 
-/// Names that normalisation layers usually carry, for callers that know names only.
+/// Usual names of normalization layers, for callers that have nothing but names.
 static NORM_NAME: LazyLock<Regex> = LazyLock::new(|| {
     Regex::new(r"(?:^|[._])(?:layer_?norm|rms_?norm|norm|ln)\d*(?:[._]|$)|(?:layer|rms)norm")
         .expect("a constant pattern")
 });
 
-/// Whether a parameter belongs to a normalisation layer, judged by its name: `ln_q.weight`, `layer_norm1.weight`,
-/// `post_attention_layernorm.weight`. Models that know their layers should say so instead.
+/// Whether a parameter's name is that of a normalization layer: `ln_q.weight`, `layer_norm1.weight`,
+/// `post_attention_layernorm.weight`. A model that knows its layers should not rely on this guess.
 #[must_use]
 pub fn is_norm_name(name: &str) -> bool {
     NORM_NAME.is_match(&name.to_lowercase())
 }
 
-/// What the optimizer does differently for one parameter.
+/// Optimizer options of one parameter.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct GroupOptions {
-    /// Decoupled weight decay; zero for parameters that do not decay.
+    /// Decoupled weight decay; zero for biases and normalization layers.
     pub weight_decay: f32,
     /// Factor on the scheduled learning rate.
     pub lr_scale: f32,
 }
 
-/// The rules that put parameters into groups.
+/// Rules that assign options to parameters by name.
 #[derive(Clone, Debug)]
 pub struct ParameterGroups {
     weight_decay: f32,
@@ -44,11 +44,12 @@ pub struct ParameterGroups {
 }
 
 impl ParameterGroups {
-    /// Rules with one decay for all parameters that decay, and `(pattern, scale)` pairs for learning rates: the
-    /// first pattern found anywhere in a name decides, other names have the scale 1.
+    /// Builds the rules from the weight decay and `(pattern, scale)` pairs for learning rates. The first pattern that
+    /// matches anywhere in a name decides; other names have scale 1.
     ///
     /// # Errors
-    /// [`OptimError::BadPattern`], or [`OptimError::OutOfRange`] for a negative or non-finite number.
+    /// [`OptimError::BadPattern`] for an invalid regular expression. [`OptimError::OutOfRange`] for a negative or
+    /// non-finite number.
     pub fn new(weight_decay: f32, lr_scales: &[(String, f32)]) -> Result<Self, OptimError> {
         check_non_negative("the weight decay", weight_decay)?;
         let lr_scales = lr_scales.iter().map(|(pattern, scale)| {
@@ -65,8 +66,8 @@ impl ParameterGroups {
         })
     }
 
-    /// The options of one parameter. `of_norm_layer`: the parameter belongs to a normalisation layer, whatever
-    /// its name (see [`is_norm_name`]).
+    /// Options of one parameter. `of_norm_layer` says that it belongs to a normalization layer, whatever its name is
+    /// (see [`is_norm_name`]).
     #[must_use]
     pub fn options(&self, name: &str, of_norm_layer: bool) -> GroupOptions {
         let decays = !of_norm_layer && !NO_DECAY.is_match(&name.to_lowercase());

@@ -1,9 +1,10 @@
-//! Update rules on flat windows, learning-rate schedules and parameter groups. Knows nothing of ranks.
+//! Update rules on flat slices of a tensor, learning-rate schedules and parameter groups. The crate knows nothing of
+//! ranks.
 //!
-//! A rule ([`Optimizer`]) says which numbers it keeps per element and updates a *window*: some consecutive elements of
-//! some tensor, with their gradients and their state. Nothing is kept inside, and what becomes of an element depends on
-//! that element and its index only, so any division of a model into windows (over ranks, tiers, threads) gives the same
-//! bits.
+//! A rule ([`Optimizer`]) declares the state it needs per element, such as Adam's moments. Its step updates a
+//! *chunk*: consecutive elements of one tensor, with their gradients and state. The rule itself stores nothing
+//! between steps. An element's result depends on its own inputs and global index only. So any division of a model
+//! into chunks (over ranks, tiers, threads) gives the same bits.
 //!
 //! ```
 //! use optim::clip::{GradientScale, sum_of_squares};
@@ -35,20 +36,20 @@
 //! # }
 //! ```
 //!
-//! Other precisions are other windows: [`WeightWindow::Mixed`] keeps an `f32` master beside `bf16` weights,
-//! [`WeightWindow::PureBf16`] keeps `bf16` only.
+//! The variants of the chunk types select the precision: [`WeightWindow::Mixed`] is an `f32` master copy plus `bf16`
+//! weights, [`WeightWindow::PureBf16`] is `bf16` alone.
 //!
 //! | module | concept |
 //! |---|---|
-//! | [`optimizer`] | what an update rule is: declared state slots, one step over a window |
+//! | [`optimizer`] | the trait of an update rule: declared state slots, one step over a chunk |
 //! | [`adamw`] | `AdamW` in `f32`, with 16-bit weights and an `f32` master, or in pure `bf16` |
 //! | [`accumulate`] | sums of gradients in `bf16` with stochastic rounding |
 //! | [`clip`] | the gradient norm as a sum of fixed order, and the factor that clips it |
 //! | [`loss_scale`] | the dynamic loss scale of fp16 training as a state machine |
 //! | [`schedule`] | the learning rate as a pure function of the step |
 //! | [`groups`] | weight decay and learning-rate scale by parameter name |
-//! | [`rng`] | counter-based random numbers and stochastic rounding |
-//! | [`rounding`] | the cheaper random bits that rounding draws |
+//! | [`rng`] | counter-based random numbers (Philox) and stochastic rounding |
+//! | [`rounding`] | cheaper random bits for stochastic rounding |
 #![deny(unsafe_code)]
 
 pub mod accumulate;

@@ -1,20 +1,21 @@
-//! The loss scale of fp16 training: the factor on the loss that keeps small gradients representable.
+//! Loss scale of fp16 training: the factor on the loss that keeps small gradients representable in fp16.
 //!
-//! A dynamic scale follows the rule that DeepSpeed publishes. After an overflow the step is skipped; the scale is
-//! halved once the patience (`hysteresis`) is used up. Every `window` clean steps since the last overflow it is
-//! doubled and the patience refilled. The state machine is pure: the same verdicts on every rank give the same scale.
+//! A dynamic scale follows DeepSpeed's rule. An overflow skips the step and uses up one unit of patience
+//! (`hysteresis`). An overflow without patience left halves the scale. After every `window` clean steps since the
+//! last overflow the scale doubles and the patience is refilled. The state machine is pure: the same sequence of
+//! overflows on every rank gives the same scale.
 
 use serde::{Deserialize, Serialize};
 
 use crate::OptimError;
 
-/// How the scale is chosen.
+/// How the loss scale is chosen.
 #[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum LossScale {
-    /// Always this factor; an overflow skips the step and changes nothing else.
+    /// Constant factor. An overflow skips the step and changes nothing else.
     Static(f64),
-    /// Found by trial.
+    /// Factor that shrinks after overflows and grows after clean steps.
     Dynamic(DynamicScale),
 }
 
@@ -24,21 +25,22 @@ impl Default for LossScale {
     }
 }
 
-/// The numbers of a dynamic scale.
+/// Parameters of a dynamic scale.
 #[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct DynamicScale {
-    /// The first scale.
+    /// Initial scale.
     pub initial: f64,
-    /// What the scale is divided by after overflows and multiplied with after clean steps.
+    /// Divisor of the scale after overflows, and multiplier after clean steps.
     pub factor: f64,
-    /// Clean steps since the last overflow after which the scale grows, and grows again.
+    /// Clean steps since the last overflow after which the scale grows. It grows again after every further `window`
+    /// steps.
     pub window: u64,
-    /// Overflows until the scale falls: 1 lowers it at every one.
+    /// Overflows until the scale shrinks. With 1, every overflow shrinks it.
     pub hysteresis: u32,
-    /// Whether every clean step refills the patience, not only the growth of the scale.
+    /// Whether every clean step refills the patience. Otherwise only growth of the scale refills it.
     pub consecutive_hysteresis: bool,
-    /// The scale never falls below.
+    /// Lower bound of the scale.
     pub minimum: f64,
 }
 
@@ -55,42 +57,42 @@ impl Default for DynamicScale {
     }
 }
 
-/// What moves during training; goes into checkpoints.
+/// Variable state of a scaler, as stored in checkpoints.
 #[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ScalerState {
-    /// The scale of the next step.
+    /// Scale of the next step's loss.
     pub scale: f64,
-    /// Overflows left until the scale falls.
+    /// Overflows left until the scale shrinks.
     pub patience: u32,
-    /// Steps since the last overflow, or since the start; only its remainder by the window counts.
+    /// Clean steps since the last overflow, or since the start. Only the remainder modulo `window` matters.
     pub clean_steps: u64,
 }
 
-/// What becomes of a step.
+/// What the caller does with a step's gradients.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[must_use]
 pub enum Verdict {
-    /// All gradients are finite: apply them, divided by the scale that the loss was multiplied with.
+    /// Apply them: all gradients are finite. They still carry the scale that the loss was multiplied by.
     Apply,
-    /// Some gradient overflowed: weights and optimizer state stay as they are.
+    /// Skip the step: some gradient overflowed. Weights and optimizer state stay unchanged.
     Skip,
 }
 
-/// Gradients overflow at the smallest scale allowed, so no scale helps.
+/// Error: gradients overflow at the minimum scale, so no allowed scale helps.
 #[derive(Clone, Copy, PartialEq, Debug, thiserror::Error)]
 #[error("gradients overflow fp16 at the smallest loss scale {minimum}")]
 pub struct MinimumReached {
-    /// The smallest scale.
+    /// The minimum scale.
     pub minimum: f64,
 }
 
-/// The scale and its history.
+/// Loss scale and its state machine.
 ///
 /// ```
 /// use optim::loss_scale::{LossScale, LossScaler, Verdict};
 ///
-/// let mut scaler = LossScaler::new(LossScale::default())?;
+/// The first overflow uses up the patience, the second one halves the scale.
 /// assert_eq!(scaler.scale(), 65536.0);
 /// // The first overflow uses up the patience, the second halves the scale.
 /// assert_eq!(scaler.update(true)?, Verdict::Skip);
@@ -106,10 +108,10 @@ pub struct LossScaler {
 }
 
 impl LossScaler {
-    /// A scaler in its first state.
+    /// Scaler in its initial state.
     ///
     /// # Errors
-    /// [`OptimError::OutOfRange`] naming the number.
+    /// [`OptimError::OutOfRange`] with the name of the bad number.
     pub fn new(rule: LossScale) -> Result<Self, OptimError> {
         let check = |what, value: f64, expected, fits: bool| {
             if fits && value.is_finite() {
@@ -166,35 +168,35 @@ impl LossScaler {
         Ok(Self { rule, state })
     }
 
-    /// The factor on the next step's loss.
+    /// Factor on the next step's loss.
     #[must_use]
     pub fn scale(&self) -> f64 {
         self.state.scale
     }
 
-    /// How the scale is chosen.
+    /// How the scale is chosen, as given to [`LossScaler::new`].
     #[must_use]
     pub fn rule(&self) -> LossScale {
         self.rule
     }
 
-    /// What a checkpoint keeps.
+    /// Current state, for a checkpoint.
     #[must_use]
     pub fn state(&self) -> ScalerState {
         self.state
     }
 
-    /// Goes on from a checkpoint. A static scale keeps its own factor.
+    /// Restores the state from a checkpoint. A static scale ignores it and stays at its own factor.
     pub fn restore(&mut self, state: ScalerState) {
         if matches!(self.rule, LossScale::Dynamic(_)) {
             self.state = state;
         }
     }
 
-    /// Takes in whether any gradient on any rank overflowed in this step.
+    /// Advances by one step. `overflow`: some gradient on some rank was not finite.
     ///
     /// # Errors
-    /// [`MinimumReached`] when the scale would have to fall below its minimum; nothing changes then.
+    /// [`MinimumReached`] when the scale would have to shrink below its minimum. The state is unchanged then.
     pub fn update(&mut self, overflow: bool) -> Result<Verdict, MinimumReached> {
         let verdict = if overflow {
             Verdict::Skip
@@ -243,7 +245,7 @@ mod tests {
         LossScaler::new(LossScale::Dynamic(rule)).unwrap()
     }
 
-    /// Runs a script of `x` (overflow) and `.` (clean step): scale and patience after each.
+    /// Feeds a string of `x` (overflow) and `.` (clean step). Returns scale and patience after each.
     fn trace(scaler: &mut LossScaler, script: &str) -> Vec<(f64, u32)> {
         script
             .chars()
@@ -259,7 +261,7 @@ mod tests {
     #[test]
     fn patience_is_refilled_when_the_scale_grows() {
         let mut scaler = small(false);
-        // Clean steps between overflows keep the patience used up: every further overflow halves.
+        // Clean steps between overflows do not refill the patience here, so every further overflow halves the scale.
         let seen = trace(&mut scaler, "x.x..x");
         let expected = [(16.0, 1), (16.0, 1), (8.0, 1), (8.0, 1), (8.0, 1), (4.0, 1)];
         assert_eq!(seen, expected);
@@ -276,7 +278,7 @@ mod tests {
             (16.0, 2),
         ];
         assert_eq!(seen, expected);
-        // Without an overflow the scale grows every window.
+        // Without an overflow the scale grows after every `window` steps.
         let seen = trace(&mut scaler, "........");
         assert_eq!(seen[3], (32.0, 2));
         assert_eq!(seen[7], (64.0, 2));

@@ -1,4 +1,4 @@
-//! What an update rule is: it declares the state it keeps per element, and steps flat windows of elements.
+//! The trait of an update rule: it declares the state it needs per element and steps flat chunks of elements.
 
 use std::str::FromStr;
 
@@ -8,17 +8,17 @@ use serde::{Deserialize, Serialize};
 
 use crate::{AdamW, OptimError};
 
-/// The arithmetic a model is trained in.
+/// Element types of weights and optimizer state, as mixed-precision training names them.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Precision {
-    /// Everything in `f32`.
+    /// `f32` weights and optimizer state.
     F32,
-    /// `bf16` weights, `f32` master weights and optimizer state.
+    /// `bf16` weights with an `f32` master copy and `f32` optimizer state.
     Bf16,
-    /// `f16` weights, `f32` master weights and optimizer state.
+    /// `f16` weights with an `f32` master copy and `f32` optimizer state.
     Fp16,
-    /// `bf16` weights without a master; the update rule says how they and its state are stored.
+    /// `bf16` weights without a master copy. The update rule decides how it rounds them and which type its state has.
     PureBf16,
 }
 
@@ -33,7 +33,7 @@ impl Precision {
         }
     }
 
-    /// Whether an `f32` copy of the weights is kept beside them.
+    /// Whether an `f32` master copy is stored beside the weights.
     #[must_use]
     pub const fn has_master(self) -> bool {
         matches!(self, Self::Bf16 | Self::Fp16)
@@ -66,26 +66,26 @@ impl FromStr for Precision {
     }
 }
 
-/// One number that an update rule keeps per element.
+/// One number per element that an update rule stores, e.g. `exp_avg`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct StateSlot {
-    /// The name used in checkpoints.
+    /// Name in checkpoints, as PyTorch's optimizer state calls it.
     pub name: &'static str,
-    /// Its element type: `f32` or `bf16`.
+    /// Element type: `f32` or `bf16`.
     pub dtype: DType,
 }
 
-/// The gradient of a window.
+/// Gradient of a chunk.
 #[derive(Clone, Copy, Debug)]
 pub enum GradWindow<'a> {
-    /// `f32`.
+    /// In `f32`.
     F32(&'a [f32]),
-    /// `bf16`.
+    /// In `bf16`.
     Bf16(&'a [bf16]),
 }
 
 impl GradWindow<'_> {
-    /// Elements.
+    /// Length in elements.
     #[must_use]
     pub const fn len(&self) -> usize {
         match self {
@@ -94,38 +94,38 @@ impl GradWindow<'_> {
         }
     }
 
-    /// Whether there is none.
+    /// Whether the chunk has no elements.
     #[must_use]
     pub const fn is_empty(&self) -> bool {
         self.len() == 0
     }
 }
 
-/// The weights of a window, and what is written beside them.
+/// Weights of a chunk, with the 16-bit copy that the step writes where the precision has one.
 #[derive(Debug)]
 pub enum WeightWindow<'a> {
     /// `f32` weights.
     F32(&'a mut [f32]),
-    /// `f32` master weights; the `bf16` weights are written (never read) in the same pass.
+    /// `f32` master weights and their `bf16` copy. The step writes the copy in the same pass and never reads it.
     Mixed {
-        /// The weights that are updated.
+        /// Master weights, which the step updates.
         master: &'a mut [f32],
-        /// Their rounded copy.
+        /// Copy of the updated master weights, rounded to nearest.
         weight: &'a mut [bf16],
     },
-    /// `f32` master weights; the `f16` weights are written (never read) in the same pass.
+    /// `f32` master weights and their `f16` copy. The step writes the copy in the same pass and never reads it.
     MixedF16 {
-        /// The weights that are updated.
+        /// Master weights, which the step updates.
         master: &'a mut [f32],
-        /// Their rounded copy.
+        /// Copy of the updated master weights, rounded to nearest.
         weight: &'a mut [f16],
     },
-    /// `bf16` weights without a master; the update rule says how they are rounded.
+    /// `bf16` weights without a master copy. The update rule decides how it rounds them.
     PureBf16(&'a mut [bf16]),
 }
 
 impl WeightWindow<'_> {
-    /// The precision that keeps such weights.
+    /// The precision that stores weights this way.
     pub(crate) const fn precision(&self) -> Precision {
         match self {
             Self::F32(_) => Precision::F32,
@@ -145,48 +145,49 @@ impl WeightWindow<'_> {
     }
 }
 
-/// A window of one state slot.
+/// Chunk of one state slot.
 #[derive(Debug)]
 pub enum StateWindow<'a> {
-    /// Stored as `f32`.
+    /// In `f32`.
     F32(&'a mut [f32]),
-    /// Stored as `bf16`.
+    /// In `bf16`.
     Bf16(&'a mut [bf16]),
 }
 
-/// One update of one window. All windows have the same number of elements.
+/// Arguments of one update of one chunk. Gradient, weights and every state slot have the same number of elements.
 #[derive(Debug)]
 pub struct StepArgs<'a> {
-    /// Number of this update, counted from 1.
+    /// Number of this update. The first one is 1.
     pub step: u64,
-    /// Learning rate, the group's scale included.
+    /// Learning rate, already multiplied by the parameter group's scale.
     pub lr: f32,
-    /// Decoupled weight decay of the group.
+    /// Decoupled weight decay of the parameter group.
     pub weight_decay: f32,
-    /// Factor on every gradient: one over the number of tokens, times the clip factor.
+    /// Factor on every gradient: the clip factor divided by the number of tokens. See [`crate::clip::GradientScale`].
     pub grad_scale: f32,
-    /// Seed of stochastic rounding.
+    /// Run seed of stochastic rounding. Rules that round to nearest ignore it.
     pub seed: u64,
-    /// Global, unpadded logical index of the window's first element: the position in the rounding stream.
+    /// Global index of the chunk's first element, in the unpadded model. It is the position in the random stream of
+    /// stochastic rounding.
     pub first_element: u64,
-    /// Unscaled gradient.
+    /// Gradient before `grad_scale` is applied.
     pub grad: GradWindow<'a>,
-    /// Weights.
+    /// Weights, updated in place.
     pub weight: WeightWindow<'a>,
-    /// One window per slot, in the order of [`Optimizer::slots`].
+    /// One chunk per state slot, in the order of [`Optimizer::slots`], updated in place.
     pub state: Vec<StateWindow<'a>>,
 }
 
-/// An update rule over flat windows. The result for an element depends on that element's inputs and its global
-/// index only, so any split of a window gives the same bits.
+/// An update rule over flat chunks. An element's result depends on its own inputs and global index only, so any split
+/// into chunks gives the same bits.
 pub trait Optimizer: Send + Sync + std::fmt::Debug {
-    /// The rule's name, for messages and checkpoints.
+    /// Name of the rule in messages and checkpoints.
     fn name(&self) -> &'static str;
 
-    /// The state kept per element in a precision; it starts as zeros.
+    /// State slots per element for a precision. Their initial value is zero.
     fn slots(&self, precision: Precision) -> &'static [StateSlot];
 
-    /// Bytes kept per element beside the weights that the model computes with: the master copy and every slot.
+    /// Bytes of optimizer state per element: the master copy, where the precision has one, and every slot.
     fn state_bytes_per_elem(&self, precision: Precision) -> usize {
         let master = if precision.has_master() {
             size_of::<f32>()
@@ -197,8 +198,8 @@ pub trait Optimizer: Send + Sync + std::fmt::Debug {
         master + slots.map(|slot| slot.dtype.size_bytes()).sum::<usize>()
     }
 
-    /// The rule as the kernels of a device do it where weights and state lie, with the same bits; `None` where they do
-    /// not know it in this precision.
+    /// The rule's constants and data layout for the device's own kernels, which give the same bits as
+    /// [`Optimizer::step`]. `None` where no kernel supports this precision; the host then steps.
     fn on_device(&self, _precision: Precision) -> Option<(&AdamW, Form)> {
         None
     }
@@ -206,7 +207,8 @@ pub trait Optimizer: Send + Sync + std::fmt::Debug {
     /// Updates weights and state in place.
     ///
     /// # Errors
-    /// [`OptimError`] when windows do not fit together; nothing was changed then.
+    /// [`OptimError`] when lengths or element types of the chunks do not match, or `step` is 0. Nothing was changed
+    /// then.
     fn step(&self, args: StepArgs<'_>) -> Result<(), OptimError>;
 }
 

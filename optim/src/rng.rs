@@ -1,7 +1,7 @@
-//! Counter-based random numbers: every value is a function of (seed, stream, position), never of the order of calls,
-//! so nothing random depends on world size, ZeRO stage, window split or thread.
+//! Counter-based random numbers: each value is a function of (seed, stream, position) alone. The order of calls has
+//! no effect, so results do not depend on world size, ZeRO stage, split into chunks or thread.
 //!
-//! The generator is Philox4x32 with ten rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3").
+//! The generator is Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3").
 
 use std::f64::consts::TAU;
 
@@ -9,14 +9,14 @@ use half::bf16;
 use kernels::Float;
 pub use kernels::random::philox4x32;
 
-/// A named source of random numbers with random access.
+/// Named stream of random numbers with random access.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct RandomStream {
     key: [u32; 2],
 }
 
 impl RandomStream {
-    /// The stream `name` of a run's seed. Streams of different names or seeds are independent.
+    /// Stream `name` of a run's seed. Streams of different names or seeds are independent.
     #[must_use]
     pub fn new(seed: u64, name: &str) -> Self {
         let hash = split(fnv1a64(name.as_bytes()));
@@ -27,37 +27,37 @@ impl RandomStream {
         }
     }
 
-    /// 128 random bits at the position (`major`, `minor`), for example (step, element).
+    /// 128 random bits at the position (`major`, `minor`), e.g. (step, element).
     #[must_use]
     pub fn block(self, major: u64, minor: u64) -> [u32; 4] {
         let ([a, b], [c, d]) = (split(minor), split(major));
         philox4x32([a, b, c, d], self.key)
     }
 
-    /// 64 random bits at a position.
+    /// 64 random bits at the position (`major`, `minor`).
     #[must_use]
     pub fn bits(self, major: u64, minor: u64) -> u64 {
         let block = self.block(major, minor);
         join(block[0], block[1])
     }
 
-    /// A number in `0 <= x < 1` for one element, with 24 random bits.
+    /// Uniform number in `0 <= x < 1` for one element, with 24 random bits.
     #[must_use]
     pub fn uniform(self, element: u64) -> f32 {
         (self.block(0, element)[0] >> 8) as f32 * (1.0 / (1u32 << 24) as f32)
     }
 
-    /// A standard normal number for one element (Box and Muller).
+    /// Standard normal number for one element (Box-Muller transform).
     #[must_use]
     pub fn normal(self, element: u64) -> f32 {
         let [a, b, c, d] = self.block(0, element);
         let unit = |bits: u64| (bits >> 11) as f64 * (1.0 / (1u64 << 53) as f64);
-        // 1 - u lies in (0, 1], so the logarithm is finite.
+        // 1 - u is in (0, 1], so the logarithm is finite.
         let radius = (-2.0 * (1.0 - unit(join(a, b))).ln()).sqrt();
         (radius * (TAU * unit(join(c, d))).cos()) as f32
     }
 
-    /// The generator's key: with it, [`RandomStream::block`] can be computed elsewhere.
+    /// Philox key of the stream. It lets another implementation, e.g. a GPU kernel, compute [`RandomStream::block`].
     #[inline(always)]
     #[must_use]
     pub fn key(self) -> [u32; 2] {
@@ -65,9 +65,9 @@ impl RandomStream {
     }
 }
 
-/// Rounds to one of the two neighbouring `bf16` numbers, to the one further from zero with a probability equal to
-/// the distance from the other: unbiased when `random` is uniform. Representable values, infinities and NaN keep
-/// their value; finite values never become infinite.
+/// Stochastic rounding to `bf16`: rounds away from zero with a probability equal to the fraction that truncation
+/// would drop. It is unbiased when `random` is uniform. Representable values, infinities and NaN stay as they are.
+/// Finite values never become infinite.
 #[inline(always)]
 #[must_use]
 pub fn stochastic_round_bf16(value: f32, random: u16) -> bf16 {
@@ -147,7 +147,7 @@ mod tests {
             let mean = sum / n as f64;
             (mean, squares / n as f64 - mean * mean)
         };
-        // Four standard errors of each moment.
+        // Bounds are four standard errors of each moment.
         let (mean, variance) = moments(&|i| stream.uniform(i));
         assert!((mean - 0.5).abs() < 0.0026 && (variance - 1.0 / 12.0).abs() < 0.0008);
         let (mean, variance) = moments(&|i| stream.normal(i));
@@ -157,7 +157,7 @@ mod tests {
     #[test]
     fn stochastic_rounding_is_unbiased() {
         for value in [1.000_123_f32, -3.017, 1e-30, -7.3e20, 1e-41] {
-            // Every random value once: the mean over all 65536 is exact but for the f64 sum.
+            // Each random value occurs once, so the mean over all 65536 is exact but for the f64 sum.
             let sum: f64 = (0..=u16::MAX)
                 .map(|r| f64::from(stochastic_round_bf16(value, r).to_f32()))
                 .sum();

@@ -1,35 +1,37 @@
-//! Random bits for stochastic rounding: a keyed hash of the element's logical index.
+//! Random bits for stochastic rounding: a keyed hash of the element's global index.
 //!
-//! Elements `2k` and `2k + 1` of a run share three 32-bit words, one for each number that an update stores; the low
-//! half of a word rounds the even element, the high half the odd one. The words are a function of (seed, stream,
-//! position in time, element) only, so rounding depends on no split, thread, rank or tier.
+//! Elements `2k` and `2k + 1` of a run share three 32-bit words, one for each number that an update stores. The low
+//! half of a word rounds the even element, the high half the odd one. A word is a function of (seed, stream, time,
+//! element) alone, where time is e.g. the step number. So rounding does not depend on split, thread, rank or tier.
 //!
-//! Philox makes 128 bits of key for each (stream, position in time, 2^33 elements); within such a page a word costs
-//! five vector operations beside the ten that the three share: the low 32 bits of the pair's index pass two rounds of
-//! multiply and xor-shift, then each word adds its own part of the key, multiplies and shifts once more. Rounding
-//! needs bits that are uniform and unrelated to their neighbours, not secrecy.
+//! Philox makes a 128-bit key for each page: (stream, time, 2^33 elements). Within a page the low 32 bits of the
+//! pair's index pass two rounds of multiply and xor-shift, ten vector operations that the three words share. Then
+//! each word adds its own part of the key, multiplies and shifts once more, five operations each. Rounding needs bits
+//! that are uniform and independent of their neighbors, not secrecy.
 //!
-//! What the tests of this module hold it to, over 2^20 consecutive pairs, for random and for extreme keys, at four
-//! to six standard deviations: each half is uniform over its 65536 values (chi-square) and in each of its bits;
-//! halves are uncorrelated with those of the elements 1 to 4096 places on; the two halves of a word, the three words
-//! of a pair, and the words of different steps, seeds and streams are jointly uniform in their six high and their six
-//! low bits (chi-square over 4096 cells).
+//! The tests of this module check 2^20 consecutive pairs, for random and extreme keys, at four to six standard
+//! deviations:
+//!
+//! - Each half word is uniform over its 65536 values (chi-square) and in each of its bits.
+//! - Half words are uncorrelated with those of the elements at distances 1 to 4096.
+//! - Pairs of words are jointly uniform in their six high and six low bits (chi-square over 4096 cells). The pairs
+//!   are the two halves of a word, the three words of a pair, and words of different steps, seeds and streams.
 
 use crate::rng::RandomStream;
 
-/// log2 of the elements that share a key.
+/// Base-2 logarithm of the elements per page.
 const PAGE_BITS: u32 = 33;
-/// Multipliers of the part that the three words share.
+/// Multipliers of the two rounds that the three words share.
 pub(crate) const SHARED: [u32; 2] = [0x7feb_352d, 0x846c_a68b];
-/// Multiplier of each word.
+/// Multiplier of each word's own round.
 const WORDS: [u32; 3] = [0x9e37_79b1, 0x85eb_ca6b, 0xc2b2_ae35];
 
-/// The key of one page: what a word is a function of beside the pair's low 32 bits.
+/// Key of one page. With the low 32 bits of a pair's index it determines the pair's words.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct PageKey([u32; 4]);
 
 impl PageKey {
-    /// The key of the page of `element` at a position in time.
+    /// Key of the page of `element` at `time`.
     pub(crate) fn new(stream: RandomStream, time: u64, element: u64) -> Self {
         Self(stream.block(time, element >> PAGE_BITS))
     }
@@ -39,13 +41,13 @@ impl PageKey {
         (1 << PAGE_BITS) - (element & ((1 << PAGE_BITS) - 1))
     }
 
-    /// Added to the pair's index first.
+    /// Addend to the pair's index, before the shared rounds.
     #[inline(always)]
     pub(crate) fn first(self) -> u32 {
         self.0[0]
     }
 
-    /// Addend and multiplier of a word, before the last fold by 17 bits.
+    /// Addend and multiplier of word `word`, before its last xor-shift by 17 bits.
     #[inline(always)]
     pub(crate) fn word(self, word: usize) -> (u32, u32) {
         (self.0[1 + word], WORDS[word])
@@ -65,7 +67,7 @@ impl PageKey {
         })
     }
 
-    /// The halves that round one element.
+    /// The three 16-bit halves that round one element.
     #[inline(always)]
     pub(crate) fn halves(self, element: u64) -> [u16; 3] {
         let shift = 16 * (element % 2) as u32;
@@ -86,7 +88,7 @@ mod tests {
         random.chain(extreme).collect()
     }
 
-    /// The six half words of consecutive pairs.
+    /// The six half words of each of `PAIRS` consecutive pairs, as six lists.
     fn halves(key: PageKey, first: u32) -> [Vec<u16>; 6] {
         let mut halves: [Vec<u16>; 6] = Default::default();
         for pair in 0..PAIRS as u32 {
@@ -98,7 +100,7 @@ mod tests {
         halves
     }
 
-    /// Standard deviations of a chi-square statistic from its mean.
+    /// Distance of a chi-square statistic from its mean, in standard deviations.
     fn chi_square(cells: usize, draws: impl Iterator<Item = usize>) -> f64 {
         let (mut counts, mut n) = (vec![0u32; cells], 0.0);
         for cell in draws {
@@ -114,7 +116,7 @@ mod tests {
         (sum - degrees) / (2.0 * degrees).sqrt()
     }
 
-    /// Standard deviations of the mean product of centred halves from zero.
+    /// Distance of the mean product of centered half words from zero, in standard deviations.
     fn correlation(a: &[u16], b: &[u16]) -> f64 {
         let centred = |x: u16| f64::from(x) - 32767.5;
         let sum: f64 = a
@@ -198,7 +200,7 @@ mod tests {
 
     #[test]
     fn the_words_are_these() {
-        // The GPU kernel computes the same; a change here changes every stored pure bf16 run.
+        // The GPU kernel computes the same words. A change here changes the results of every pure bf16 run.
         let key = PageKey([1, 2, 3, 4]);
         let (x, mut h) = (5u32, 6u32);
         h ^= h >> 16;

@@ -1,6 +1,6 @@
-//! The learning rate as a pure function of the step, with the semantics of Hugging Face's schedulers and of DeepSpeed's.
+//! Learning rate as a pure function of the step, with the semantics of Hugging Face's and DeepSpeed's schedulers.
 //!
-//! Nothing is stored between steps, so that resuming needs the step number only.
+//! Nothing is stored between steps, so resuming needs the step number only.
 
 use std::f64::consts::PI;
 use std::str::FromStr;
@@ -10,33 +10,33 @@ use serde::{Deserialize, Serialize};
 use crate::OptimError;
 use crate::warmup::{After, Course, WarmupOptions};
 
-/// The curve after (and including) warmup.
+/// Shape of the learning-rate curve, including warmup.
 #[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ScheduleKind {
-    /// The base rate at every step; warmup is ignored, as `constant` does upstream.
+    /// Base rate at every step. Warmup is ignored, as in Hugging Face's `constant`.
     Constant,
     /// Linear warmup, then the base rate.
     ConstantWithWarmup,
-    /// Linear warmup, then a straight line to zero at the last step.
+    /// Linear warmup, then a straight line that reaches zero at `total_steps`.
     Linear,
-    /// Linear warmup, then half a cosine wave to zero.
+    /// Linear warmup, then half a cosine wave that reaches zero at `total_steps`.
     Cosine,
-    /// As SwissArmyTransformer: a twentieth of the base rate for the first hundred updates, or less while it
-    /// warms up, then half a cosine wave from the base rate to a tenth of it.
+    /// SwissArmyTransformer's schedule. The first 100 updates use a twentieth of the base rate, or the linear
+    /// warmup's rate while that is lower. Then half a cosine wave falls from the base rate to a tenth of it.
     SatCosine,
-    /// DeepSpeed's `WarmupLR`: a warmup, then the base rate.
+    /// DeepSpeed's `WarmupLR`: warmup, then the base rate.
     WarmupLr(WarmupOptions),
-    /// DeepSpeed's `WarmupDecayLR`: a warmup, then a straight line down.
+    /// DeepSpeed's `WarmupDecayLR`: warmup, then a straight line to `min_lr`.
     WarmupDecayLr(WarmupOptions),
-    /// DeepSpeed's `WarmupCosineLR`: a warmup, then half a cosine wave down.
+    /// DeepSpeed's `WarmupCosineLR`: warmup, then half a cosine wave down to `end_ratio` of the base rate.
     WarmupCosineLr(WarmupOptions),
 }
 
-/// Updates that [`ScheduleKind::SatCosine`] begins with at [`SAT_AUTO_RATE`].
+/// Updates at the start of [`ScheduleKind::SatCosine`] that use at most [`SAT_AUTO_RATE`] of the base rate.
 const SAT_AUTO_STEPS: u64 = 100;
 const SAT_AUTO_RATE: f64 = 0.05;
-/// Where its wave ends.
+/// Final rate of [`ScheduleKind::SatCosine`] as a share of the base rate.
 const SAT_DECAY_RATIO: f64 = 0.1;
 
 impl ScheduleKind {
@@ -59,7 +59,7 @@ impl ScheduleKind {
 }
 
 impl ScheduleKind {
-    /// What follows the warmup of a schedule of DeepSpeed.
+    /// Part after the warmup and options, if the schedule is one of DeepSpeed's.
     const fn deepspeed(self) -> Option<(After, WarmupOptions)> {
         match self {
             Self::WarmupLr(options) => Some((After::Constant, options)),
@@ -99,19 +99,19 @@ impl FromStr for ScheduleKind {
 #[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Schedule {
-    /// The curve.
+    /// Shape of the curve.
     pub kind: ScheduleKind,
-    /// Steps of linear growth from zero.
+    /// Updates of warmup.
     pub warmup_steps: u64,
-    /// Steps of the whole run.
+    /// Updates of the whole run.
     pub total_steps: u64,
-    /// The rate at the end of warmup.
+    /// Learning rate at the end of warmup.
     pub base_lr: f64,
 }
 
 impl Schedule {
-    /// The rate used by the update that follows `completed_steps` finished updates: the first update of a run
-    /// uses `lr(0)`, which is zero when there is a warmup from zero.
+    /// Learning rate of the update that follows `completed_steps` finished updates. The first update of a run uses
+    /// `lr(0)`, which is zero if the warmup starts at zero.
     #[must_use]
     pub fn lr(&self, completed_steps: u64) -> f64 {
         match self.kind.deepspeed() {
@@ -151,8 +151,8 @@ impl Schedule {
 }
 
 impl Schedule {
-    /// Of update `iteration`, counted from 1. The wave begins at the end of warmup and its length is that of the
-    /// whole run, so that it ends a little early.
+    /// Factor on the base rate for update `iteration`, counted from 1. The wave begins at the end of warmup but its
+    /// half-period is the whole run, so the run ends before the wave does.
     fn sat_cosine(&self, iteration: u64) -> f64 {
         if iteration <= SAT_AUTO_STEPS {
             let warm = iteration as f64 / self.warmup_steps.max(1) as f64;
@@ -165,11 +165,11 @@ impl Schedule {
     }
 }
 
-/// Resolves the two ways to ask for a warmup: a positive number of steps wins over the share `warmup_ratio`
-/// of `total_steps`, which is rounded up.
+/// Warmup length in steps. A positive `warmup_steps` wins over the share `warmup_ratio` of `total_steps`, which is
+/// rounded up.
 ///
 /// # Errors
-/// [`OptimError::OutOfRange`] unless `warmup_ratio` lies in 0..=1.
+/// [`OptimError::OutOfRange`] unless `warmup_ratio` is in 0..=1.
 pub fn warmup_steps(
     total_steps: u64,
     warmup_steps: u64,
@@ -258,7 +258,7 @@ mod tests {
 
     #[test]
     fn sat_cosine_jumps_after_a_hundred_updates() {
-        // Values that the framework computes for 800 updates, 16 of them warmup, and a base rate of 1e-5.
+        // Values that SwissArmyTransformer computes for 800 updates, 16 of them warmup, and a base rate of 1e-5.
         let expected = [
             (1, 5.0e-7),
             (100, 5.0e-7),

@@ -1,45 +1,45 @@
-//! The schedules of DeepSpeed: a warmup along a line or a logarithm, then constant, straight down, or along a cosine.
+//! DeepSpeed's schedules: a linear or logarithmic warmup, then a constant rate, a straight line, or a cosine.
 //!
-//! They count from −1: before its first update the scheduler has not begun, and it advances after each. So the first
-//! two updates of a logarithmic warmup both use the lowest rate.
+//! DeepSpeed counts steps from −1: the scheduler starts before the first update and advances after each one. So the
+//! first two updates of a logarithmic warmup both use the lowest rate.
 
 use std::f64::consts::PI;
 
 use serde::{Deserialize, Serialize};
 
-/// What follows the warmup.
+/// Part of the curve after the warmup.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum After {
     /// `WarmupLR`: the base rate.
     Constant,
-    /// `WarmupDecayLR`: a straight line to zero.
+    /// `WarmupDecayLR`: a straight line down to `min_lr`.
     Decay,
     /// `WarmupCosineLR`: half a cosine wave down to a share of the base rate.
     Cosine,
 }
 
-/// How the rate grows.
+/// Growth of the rate during warmup.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum WarmupShape {
-    /// With the logarithm of the step.
+    /// Logarithmic in the step.
     #[default]
     Log,
-    /// In a straight line.
+    /// Linear in the step.
     Linear,
 }
 
-/// What the schedules of DeepSpeed take besides steps and the base rate; the others ignore it.
+/// Options of DeepSpeed's schedules, besides steps and base rate. Other schedules ignore them.
 #[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct WarmupOptions {
-    /// How the rate grows.
+    /// Growth of the rate during warmup.
     pub shape: WarmupShape,
-    /// Where the warmup of `WarmupLR` and `WarmupDecayLR` begins.
+    /// Lowest rate of `WarmupLR` and `WarmupDecayLR`: the start of warmup and the end of the decay.
     pub min_lr: f64,
-    /// Where that of `WarmupCosineLR` begins, as a share of the base rate.
+    /// Start of `WarmupCosineLR`'s warmup, as a share of the base rate.
     pub min_ratio: f64,
-    /// Where the cosine ends, as a share of the base rate.
+    /// End of `WarmupCosineLR`'s cosine, as a share of the base rate.
     pub end_ratio: f64,
 }
 
@@ -54,7 +54,7 @@ impl Default for WarmupOptions {
     }
 }
 
-/// Steps of a schedule and the rate at its top.
+/// Steps of a schedule and its highest rate.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub(crate) struct Course {
     pub(crate) warmup_steps: u64,
@@ -63,7 +63,7 @@ pub(crate) struct Course {
 }
 
 impl WarmupOptions {
-    /// The rate of the update after `completed_steps` others.
+    /// Learning rate of the update that follows `completed_steps` finished updates.
     pub(crate) fn lr(&self, after: After, course: Course, completed_steps: u64) -> f64 {
         let base = course.base_lr;
         let Some(step) = completed_steps.checked_sub(1) else {
@@ -72,7 +72,7 @@ impl WarmupOptions {
                 After::Cosine => 0.0,
             };
         };
-        // A warmup of one step would divide by the logarithm of one.
+        // At least 2, as in DeepSpeed: a warmup of one step would divide by ln 1.
         let warmup = course.warmup_steps.max(2);
         let total = course.total_steps as f64;
         let (warm, at) = (warmup as f64, step as f64);
@@ -124,7 +124,7 @@ mod tests {
 
     #[test]
     fn rates_are_those_that_deepspeed_sets() {
-        // What DeepSpeed 0.19.6 leaves in the optimizer after so many updates.
+        // The learning rate in DeepSpeed 0.19.6's optimizer after a number of updates.
         let plain = WarmupOptions::default();
         assert_rates(
             WarmupOptions::default(),

@@ -1,5 +1,6 @@
-//! Steps `AdamW` once for every name on a line of standard input and answers with the seconds it took and those of
-//! processor time, so that a script can alternate with other programs: `adam_step PARAMETERS THREADS`. Run by `scripts/adam_peers.py`.
+//! Server for benchmarks: `adam_step PARAMETERS THREADS`. For every variant name on standard input it runs one
+//! `AdamW` step. It answers with the wall time and the processor time in seconds. `scripts/adam_peers.py` alternates
+//! it with other programs.
 #![allow(
     clippy::print_stdout,
     clippy::print_stderr,
@@ -25,7 +26,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         let line = line?;
         let variant = Variant::named(line.trim()).ok_or("unknown variant")?;
         if !known.contains(&variant.name) {
-            // The first step makes the buffers.
+            // The first step allocates the buffers.
             pool.install(|| buffers.run(variant));
             known.push(variant.name);
         }
@@ -41,7 +42,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// Processor time of all threads, where the system tells it.
+/// Processor time of all threads in seconds, if the system reports it.
 fn processor_seconds() -> Result<f64, Box<dyn Error>> {
     let Ok(tasks) = std::fs::read_dir("/proc/self/task") else {
         return Ok(0.0);

@@ -1,4 +1,5 @@
-//! Tokens per second of a training step: `train_step [--ranks N] [--threads N] [--stage N] [--precision WORD] [--steps N]`.
+//! Benchmark of a training step in tokens per second:
+//! `train_step [--ranks N] [--threads N] [--stage N] [--precision WORD] [--steps N]`.
 #![allow(
     clippy::print_stdout,
     reason = "a program that answers on standard output"
@@ -10,7 +11,7 @@ use engine::Stage;
 use std::sync::Mutex;
 use std::time::Duration;
 
-/// Steps before those that count: they make buffers.
+/// Warm-up steps, which allocate buffers.
 const WARM_UP: usize = 2;
 
 fn main() -> Result<()> {
@@ -61,7 +62,7 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-/// Most memory the process held; 0 where the system does not tell.
+/// Peak resident memory of the process in GiB; 0 if the system does not report it.
 fn peak_gib() -> f64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));

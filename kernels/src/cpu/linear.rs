@@ -1,4 +1,4 @@
-//! Linear layers: matrix product, bias gradient, low-rank adapters.
+//! Linear layers: matrix product, bias gradient, LoRA adapters.
 
 use super::gemm::{Out, Product, multiply, workspace};
 use super::matrix::{Floats, Matrix, widen};
@@ -13,7 +13,7 @@ use crate::pool::Tag;
 use crate::{DType, Float, Tensor, TensorMut};
 use rayon::prelude::*;
 
-/// Rows whose sum is one partial of a column sum.
+/// Rows per partial sum of a column sum.
 const SUM_ROWS: usize = 256;
 
 fn oriented(x: &Tensor, transpose: Transpose) -> Matrix<'_> {
@@ -27,7 +27,7 @@ fn product<'a>(a: Matrix<'a>, b: Matrix<'a>, factor: f32) -> Product<'a> {
     Product { a, b, factor }
 }
 
-/// The elements of an output under construction.
+/// Elements of an output for writing.
 fn writable(out: &mut TensorMut, dtype: DType) -> Out<'_> {
     match dtype {
         DType::BF16 => Out::BF16(out.as_mut_slice()),
@@ -39,7 +39,7 @@ fn writable(out: &mut TensorMut, dtype: DType) -> Out<'_> {
     }
 }
 
-/// Elements of workspace of a product and its widened bias.
+/// Elements of workspace of a product with its bias converted to f32.
 pub(crate) fn matmul_space(args: &MatmulArgs<'_>, Sizes { m, n, k }: Sizes) -> usize {
     let bias = args.bias.map_or(0, |_| n);
     bias + workspace(m, n, &[k], args.out)
@@ -56,7 +56,7 @@ pub(crate) fn lora_space(args: &LoraArgs<'_>, s: LoraSizes) -> usize {
 pub(crate) fn lora_backward_space(args: &LoraArgs<'_>, need_dx: bool, s: LoraSizes) -> usize {
     let LoraSizes { t, n, k, r } = s;
     let f = DType::F32;
-    // With dropout the two parts of dx are products of their own.
+    // With dropout, the base's and the adapter's part of dx are separate products.
     let dx = |k_of: &[usize]| match need_dx {
         true => workspace(t, k, k_of, args.x.dtype()),
         false => 0,
@@ -74,12 +74,12 @@ pub(crate) fn lora_backward_space(args: &LoraArgs<'_>, need_dx: bool, s: LoraSiz
     2 * t * r + most.into_iter().max().unwrap_or(0)
 }
 
-/// Partials of a column sum over `m` rows.
+/// Elements of the partial sums of a column sum over `m` rows.
 pub(crate) fn column_sum_space(m: usize, n: usize) -> usize {
     m.div_ceil(SUM_ROWS) * n
 }
 
-/// Widens `bias` into the front of `space`.
+/// Converts `bias` to f32 at the front of `space`. Returns it and the rest of `space`.
 fn take_bias<'s>(
     bias: Option<&Tensor>,
     space: &'s mut [f32],
@@ -183,7 +183,7 @@ impl CpuBackend {
         })
     }
 
-    /// What an adapter sees of its input, where that is not the input itself.
+    /// Adapter's input after dropout; `None` without dropout.
     fn seen(&self, args: &LoraArgs<'_>) -> Result<Option<Tensor>> {
         let dropout = args.dropout.map(|dropout| dropout.of(args.x));
         dropout.map(|args| self.dropout_op(&args)).transpose()
@@ -233,7 +233,7 @@ multiversion! {
     }
 }
 
-/// `out = sum of partials`, in order.
+/// `out = sum of partials`, added in order.
 pub(crate) fn sum_partials(partials: &[f32], out: &mut [f32]) {
     out.fill(0.0);
     if !out.is_empty() {
@@ -243,7 +243,7 @@ pub(crate) fn sum_partials(partials: &[f32], out: &mut [f32]) {
     }
 }
 
-/// A parameter as f32.
+/// Converts a parameter to f32 at the front of `space`. Returns it and the rest of `space`.
 pub(crate) fn widened_parameter<'s>(
     x: &Tensor,
     space: &'s mut [f32],

@@ -1,9 +1,8 @@
-//! Cross entropy of a linear head over chunks of supervised rows and tiles of the vocabulary.
+//! Fused output projection and cross entropy, over chunks of supervised rows and tiles of the vocabulary.
 //!
-//! A small vocabulary is one tile. A large one is streamed in tiles with a running maximum and
-//! sum, so that chunks have enough rows for the matrix products to be worth the packing of the
-//! weight; its backward then computes the logits twice. Tiles depend on the vocabulary only, so a
-//! row's loss does not depend on the other rows.
+//! A small vocabulary is one tile. A large one is streamed in tiles with a running maximum and sum, so chunks have
+//! enough rows to amortize packing the weight. Its backward computes the logits twice. Tiles depend on the vocabulary
+//! only, so a row's loss does not depend on other rows.
 
 use super::gemm::{Out, Product, multiply, workspace};
 use super::matrix::{Floats, Matrix, narrow};
@@ -17,14 +16,14 @@ use crate::pool::Tag;
 use crate::{DType, Float, Tensor, TensorMut};
 use rayon::prelude::*;
 
-/// Logits that exist at once (32 MiB).
+/// Maximum logits in memory at one time (32 MiB).
 const LOGITS: usize = 8 << 20;
-/// Rows of a chunk at most.
+/// Maximum rows per chunk.
 const CHUNK_ROWS: usize = 1024;
-/// A vocabulary up to this size is one tile: its chunks have at least 256 rows.
+/// Largest vocabulary that is one tile. Its chunks have at least 256 rows.
 const ONE_TILE: usize = LOGITS / 256;
 
-/// How rows and vocabulary are cut.
+/// Partition into chunks of rows and tiles of the vocabulary.
 #[derive(Clone, Copy)]
 struct Cuts {
     rows: usize,
@@ -52,7 +51,7 @@ impl Cuts {
         }
     }
 
-    /// Gathered rows, a tile of logits, gradients of the rows, and what the products need.
+    /// Elements of workspace: gathered rows, a tile of logits, gradients of the rows, and the products' workspace.
     fn space(&self, need: Option<LossNeeds>) -> usize {
         let Self {
             rows, cols, v, c, ..
@@ -83,12 +82,12 @@ impl Cuts {
     }
 }
 
-/// Elements of workspace when `supervised` rows are.
+/// Elements of workspace for `supervised` supervised rows.
 pub(crate) fn space(sizes: LossSizes, supervised: usize, need: Option<LossNeeds>) -> usize {
     Cuts::new(sizes, supervised).space(need)
 }
 
-/// Running softmax statistics of one row.
+/// Online softmax statistics of one row.
 #[derive(Clone, Copy)]
 struct Running {
     max: f32,
@@ -130,7 +129,7 @@ fn supervised(labels: &[i32], v: usize) -> Result<Vec<usize>> {
     Ok(rows)
 }
 
-/// Operands and the rows that count.
+/// Operands of a call, and its supervised rows.
 struct Head<'a> {
     hidden: Floats<'a>,
     weight: Matrix<'a>,
@@ -190,7 +189,7 @@ impl<'a> Head<'a> {
         multiply(&[product], None, into(out, false), ws);
     }
 
-    /// Label of row `row` relative to a tile, when it lies inside.
+    /// Label of row `row` relative to the start of a tile, if the label is in the tile.
     fn label_in(&self, row: usize, tile: (usize, usize)) -> Option<usize> {
         let label = self.labels[row] as usize;
         (tile.0..tile.0 + tile.1)
@@ -198,7 +197,7 @@ impl<'a> Head<'a> {
             .then(|| label - tile.0)
     }
 
-    /// Statistics of the rows over the whole vocabulary; the logits of the last tile remain.
+    /// Computes statistics of the rows over the whole vocabulary. `logits` keeps the last tile.
     fn statistics(
         &self,
         rows: &[usize],
@@ -241,12 +240,12 @@ fn for_rows(
 }
 
 multiversion! {
-    /// Takes a tile of logits of one row into its statistics.
+    /// Adds a tile of one row's logits to its statistics.
     fn update(logits: &[f32], running: &mut Running) {
         let top = reduce::max(logits);
         let top = if top > running.max { top } else { running.max };
         let mut sum = 0.0;
-        // f32 within a stretch, f64 across.
+        // f32 within 1024 logits, f64 across.
         for stretch in logits.chunks(1024) {
             sum += f64::from(reduce::sum(stretch, |x| math::weight(x - top)));
         }
@@ -256,7 +255,7 @@ multiversion! {
 }
 
 multiversion! {
-    /// Logits become `factor * softmax`.
+    /// Replaces logits by `factor * softmax`.
     fn scaled_softmax(logits: &mut [f32], log_sum: f32, factor: f32) {
         for x in logits {
             *x = factor * math::weight(*x - log_sum);
@@ -312,7 +311,7 @@ impl CpuBackend {
             true if head.rows.is_empty() => {
                 Some(zeros(Tag::Gradients, weight.shape(), DType::F32)?)
             }
-            // The first chunk writes all of it.
+            // The first chunk overwrites all of it.
             true => Some(self.gradient(weight.shape())?),
             false => None,
         };
@@ -334,7 +333,7 @@ impl CpuBackend {
     }
 }
 
-/// What backward fills.
+/// Outputs of the backward.
 struct Outputs<'a> {
     losses: &'a mut [f32],
     d_hidden: Option<&'a mut TensorMut>,
@@ -399,7 +398,7 @@ impl Head<'_> {
     }
 }
 
-/// Stores row `i` of `dh` as row `rows[i]` of `out`.
+/// Stores row `i` of `dh` in row `rows[i]` of `out`.
 fn spread<T: Float>(rows: &[usize], dh: &[f32], out: &mut [T], c: usize) {
     for (row, dh) in rows.iter().zip(dh.chunks_exact(c)) {
         narrow(dh, &mut out[row * c..][..c]);

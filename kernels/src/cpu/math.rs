@@ -1,6 +1,6 @@
-//! Elementary functions in f32 without branches, so that loops over them vectorise.
+//! Elementary functions in f32 without branches, so loops over them vectorize.
 //!
-//! No fused multiply-add is used: the results are the same on every processor.
+//! They use no fused multiply-add, so the results are the same on every processor.
 
 const LOG2_E: f32 = std::f32::consts::LOG2_E;
 /// ln 2 in two parts: the product of the first with a small integer is exact.
@@ -15,7 +15,7 @@ fn scaled_exp(x: f32) -> (f32, i32) {
     let shifted = x * LOG2_E + ROUND;
     let n = shifted - ROUND;
     let r = x - n * LN2_HIGH - n * LN2_LOW;
-    // Taylor terms 2..=7 with the last two adjusted to the interval |r| <= ln(2) / 2.
+    // Taylor terms 2 to 7, the last two fitted to the interval |r| <= ln(2) / 2.
     let mut p = 1.987_569_2e-4;
     p = p * r + 1.398_2e-3;
     p = p * r + 8.333_452e-3;
@@ -32,17 +32,17 @@ fn scaled_exp(x: f32) -> (f32, i32) {
 /// `e^x` within 2 units in the last place; 0 below -104, infinity above 88.8, NaN for NaN.
 #[inline(always)]
 pub(crate) fn exp(x: f32) -> f32 {
-    // Comparisons that are false for NaN let it through.
+    // NaN passes both comparisons unchanged.
     let x = if x < -104.0 { -104.0 } else { x };
     let x = if x > 89.0 { 89.0 } else { x };
     let (p, n) = scaled_exp(x);
-    // Two factors, since 2^n alone does not fit the exponent at either end.
+    // Two factors, because 2^n alone overflows the exponent at either end.
     let half = n >> 1;
     p * power_of_two(half) * power_of_two(n.wrapping_sub(half))
 }
 
-/// `e^x` for `x` up to about 1, the weight of a softmax: 0 below 1e-30, which no sum with the
-/// largest weight notices, so that no product with a weight is subnormal (and slow).
+/// Softmax weight `e^x` for `x` up to about 1. It is 0 below 1e-30, which is negligible beside the largest weight. So
+/// no product with a weight is subnormal, which would be slow.
 #[inline(always)]
 pub(crate) fn weight(x: f32) -> f32 {
     let clamped = if x < -69.0 { -69.0 } else { x };
@@ -56,19 +56,19 @@ fn power_of_two(n: i32) -> f32 {
     f32::from_bits((n.wrapping_add(127) as u32) << 23)
 }
 
-/// `1 / (1 + e^-x)`.
+/// Sigmoid: `1 / (1 + e^-x)`.
 #[inline(always)]
 pub(crate) fn sigmoid(x: f32) -> f32 {
     1.0 / (1.0 + exp(-x))
 }
 
-/// Distribution function (within 2.4e-7) and density of the standard normal distribution at `x`;
-/// the smaller tail keeps its relative accuracy.
+/// Distribution function (error below 2.4e-7) and density of the standard normal distribution at `x`. The smaller
+/// tail keeps its relative accuracy.
 #[inline(always)]
 pub(crate) fn normal(x: f32) -> (f32, f32) {
     let e = exp(-0.5 * x * x);
     let z = x.abs() * std::f32::consts::FRAC_1_SQRT_2;
-    // erfc(z) e^(z^2) = t p(t) with t = 1 / (1 + 0.4 z): minimax for z <= 10, error 4e-8.
+    // erfc(z) e^(z^2) = t p(t) with t = 1 / (1 + 0.4 z): a minimax polynomial for z <= 10 with error 4e-8.
     let t = 1.0 / (1.0 + 0.4 * z);
     let mut p = 0.038_508_51;
     p = p * t - 0.127_446_44;
@@ -110,7 +110,7 @@ mod tests {
 
     #[test]
     fn normal_distribution_matches_its_integral() {
-        // Simpson's rule over the density, in f64.
+        // Simpson's rule for the integral of the density, in f64.
         let density = |x: f64| (-0.5 * x * x).exp() / (2.0 * std::f64::consts::PI).sqrt();
         let (mut integral, step) = (0.5, 1e-3);
         for i in 0..8000 {

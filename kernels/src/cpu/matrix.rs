@@ -1,4 +1,4 @@
-//! Views of matrices and their widening to f32.
+//! Views of matrices and their conversion to f32.
 
 use super::simd::multiversion;
 use crate::{DType, Float, Tensor};
@@ -13,7 +13,7 @@ pub(crate) enum Floats<'a> {
 }
 
 impl<'a> Floats<'a> {
-    /// The values of a tensor that was checked to be a float.
+    /// Elements of a tensor whose dtype was checked to be a float.
     pub(crate) fn of(x: &'a Tensor) -> Self {
         match x.dtype() {
             DType::BF16 => Self::BF16(x.as_slice()),
@@ -31,7 +31,7 @@ impl<'a> Floats<'a> {
         }
     }
 
-    /// Converts the elements behind `start` into `out`.
+    /// Converts the elements from `start` on into `out`.
     pub(crate) fn widen(self, start: usize, out: &mut [f32]) {
         let range = start..start + out.len();
         match self {
@@ -51,7 +51,7 @@ impl<'a> Floats<'a> {
 }
 
 multiversion! {
-    /// `out[i] = x[i]`, exact.
+    /// `out[i] = x[i]`, exactly.
     pub(crate) fn widen<T: Float>(x: &[T], out: &mut [f32]) {
         for (o, x) in out.iter_mut().zip(x) {
             *o = x.to_f32();
@@ -68,7 +68,7 @@ multiversion! {
     }
 }
 
-/// Rows or columns of f32 with a stride each.
+/// View of an f32 matrix with a row stride and a column stride.
 #[derive(Clone, Copy)]
 pub(crate) struct Dense<'a> {
     pub(crate) data: &'a [f32],
@@ -93,7 +93,7 @@ impl<'a> Dense<'a> {
         }
     }
 
-    /// The view that starts at an element.
+    /// The view that starts at element (`row`, `col`).
     pub(crate) fn at(self, row: usize, col: usize) -> Self {
         let start = row * self.row_stride + col * self.col_stride;
         Self {
@@ -102,7 +102,7 @@ impl<'a> Dense<'a> {
         }
     }
 
-    /// Whether an extent lies inside.
+    /// Whether `rows` × `cols` elements are inside the slice.
     pub(crate) fn holds(&self, rows: usize, cols: usize) -> bool {
         rows == 0
             || cols == 0
@@ -110,7 +110,7 @@ impl<'a> Dense<'a> {
     }
 }
 
-/// A matrix of any float type, one of whose strides is 1.
+/// View of a matrix of any float type. One of its two strides is 1.
 #[derive(Clone, Copy)]
 pub(crate) struct Matrix<'a> {
     data: Floats<'a>,
@@ -121,12 +121,12 @@ pub(crate) struct Matrix<'a> {
 }
 
 impl<'a> Matrix<'a> {
-    /// A tensor with its leading axes folded into rows.
+    /// A tensor as a matrix, with its leading axes folded into rows.
     pub(crate) fn of(x: &'a Tensor) -> Self {
         Self::new(Floats::of(x), x.shape().rows(), x.shape().last())
     }
 
-    /// Contiguous rows.
+    /// Matrix of contiguous rows.
     pub(crate) fn new(data: Floats<'a>, rows: usize, cols: usize) -> Self {
         Self {
             data,
@@ -147,7 +147,7 @@ impl<'a> Matrix<'a> {
         }
     }
 
-    /// The extents of a view whose rows or columns are contiguous.
+    /// Matrix of the given size over a view whose rows or columns are contiguous.
     pub(crate) fn dense(x: Dense<'a>, rows: usize, cols: usize) -> Self {
         assert!(x.holds(rows, cols), "[{rows}, {cols}] of {}", x.data.len());
         Self {
@@ -163,7 +163,7 @@ impl<'a> Matrix<'a> {
         self.data
     }
 
-    /// Elements from one row to the next and from one column to the next.
+    /// Row stride and column stride in elements.
     pub(crate) fn strides(&self) -> (usize, usize) {
         (self.row_stride, self.col_stride)
     }
@@ -173,7 +173,7 @@ impl<'a> Matrix<'a> {
         self.part(start, 0, rows, self.cols)
     }
 
-    /// A part of the rows and columns.
+    /// Submatrix of `rows` × `cols` elements from (`row`, `col`) on.
     pub(crate) fn part(self, row: usize, col: usize, rows: usize, cols: usize) -> Self {
         let data = if rows * cols == 0 {
             self.data

@@ -1,4 +1,4 @@
-//! The processor as a device: rayon over tasks, matrix products of our own, f32 arithmetic.
+//! CPU device: rayon tasks, own matrix products, f32 arithmetic.
 
 mod attention;
 mod gemm;
@@ -23,24 +23,23 @@ use crate::error::Result;
 use crate::pool::{Pool, Tag};
 use crate::{DType, Shape, Tensor, TensorMut};
 
-/// Operations on host memory, on the threads of the rayon pool of the caller.
+/// Operations on host memory, on the threads of the caller's rayon pool.
 ///
-/// Results are the same bits for any number of threads; they may differ between types of
-/// processor. Forward operations on rows (products, norms, losses) give a row the same bits
-/// whatever rows lie beside it.
+/// Results have the same bits for any number of threads. They may differ between types of processor. Forward
+/// operations on rows (products, norms, losses) give a row the same bits in any batch.
 #[derive(Clone, Debug)]
 pub struct CpuBackend {
     pool: Pool,
 }
 
 impl CpuBackend {
-    /// A device whose tensors come from `pool`.
+    /// CPU device whose tensors come from `pool`.
     #[must_use]
     pub fn new(pool: Pool) -> Self {
         Self { pool }
     }
 
-    /// A device with a pool of its own that has no limit.
+    /// CPU device with its own pool without a limit.
     #[must_use]
     pub fn unlimited() -> Self {
         Self::new(Pool::new("device", None))

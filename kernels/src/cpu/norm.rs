@@ -10,10 +10,10 @@ use crate::error::Result;
 use crate::{Float, Tensor};
 use rayon::prelude::*;
 
-/// Rows whose parameter gradients are one partial.
+/// Rows per partial sum of the parameter gradients.
 const BLOCK_ROWS: usize = 64;
 
-/// Which normalisation, and its parameters as f32.
+/// Kind of normalization, with its parameters as f32.
 #[derive(Clone, Copy)]
 enum Norm<'a> {
     Layer { weight: &'a [f32], bias: &'a [f32] },
@@ -25,7 +25,7 @@ pub(crate) fn space(c: usize, params: usize) -> usize {
     params * c
 }
 
-/// Elements of workspace of the backward: the weight as f32 and the partials.
+/// Elements of workspace of the backward: the weight as f32 and the partial sums.
 pub(crate) fn backward_space(rows: usize, c: usize, params: usize) -> usize {
     c + rows.div_ceil(BLOCK_ROWS) * params * c
 }
@@ -137,7 +137,7 @@ impl<T: Float> Backward<'_, T> {
     }
 }
 
-/// Mean and reciprocal standard deviation of a row.
+/// Mean and reciprocal standard deviation of a row (biased variance plus `eps`).
 #[inline(always)]
 fn statistics<T: Float>(x: &[T], eps: f32) -> (f32, f32) {
     let n = x.len() as f32;
@@ -146,7 +146,7 @@ fn statistics<T: Float>(x: &[T], eps: f32) -> (f32, f32) {
     (mean, 1.0 / (var + eps).sqrt())
 }
 
-/// Reciprocal root mean square of a row.
+/// Reciprocal root mean square of a row, with `eps`.
 #[inline(always)]
 fn inverse_rms<T: Float>(x: &[T], eps: f32) -> f32 {
     1.0 / (sum(x, |x| x * x) / x.len() as f32 + eps).sqrt()
@@ -178,7 +178,7 @@ multiversion! {
 }
 
 multiversion! {
-    /// `sums` receives the gradients of the weight, then of the bias.
+    /// Layer norm backward of some rows. `sums` receives the gradients of the weight, then of the bias.
     fn layer_rows_backward<T: Float>(
         x: &[T],
         dy: &[T],
@@ -209,7 +209,7 @@ multiversion! {
 }
 
 multiversion! {
-    /// `sums` receives the gradient of the weight.
+    /// RMS norm backward of some rows. `sums` receives the gradient of the weight.
     fn rms_rows_backward<T: Float>(
         x: &[T],
         dy: &[T],

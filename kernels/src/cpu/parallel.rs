@@ -1,4 +1,4 @@
-//! Work split into tasks that depend on shapes only, so that results do not depend on threads.
+//! Division of work into tasks. Tasks depend on shapes only, so results do not depend on threads.
 #![allow(
     unsafe_code,
     reason = "tasks write disjoint, interleaved parts of one output"
@@ -8,27 +8,27 @@ use rayon::prelude::*;
 use std::marker::PhantomData;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Multiplications below which waking another thread costs more than it saves (about 50 us).
+/// Floating-point operations below which waking another thread (about 50 us) costs more than it saves.
 pub(crate) const MIN_PARALLEL_FLOPS: usize = 8 << 20;
-/// The same for elements of pointwise loops.
+/// The same limit for pointwise loops, in elements.
 pub(crate) const MIN_PARALLEL_ELEMS: usize = 1 << 17;
-/// Turns of waiting for another thread before the processor is offered to others.
+/// Spins of a waiting thread before it yields the processor.
 const SPINS: u32 = 1 << 12;
 /// Elements per task of a pointwise loop.
 const TASK_ELEMS: usize = 1 << 15;
 
-/// Threads of the pool that this thread works for.
+/// Number of threads of the current rayon pool.
 pub(crate) fn workers() -> usize {
     rayon::current_num_threads()
 }
 
-/// Scratch buffers that `tasks` tasks need at once.
+/// Scratch buffers that `tasks` tasks need at one time.
 pub(crate) fn slots(tasks: usize) -> usize {
     tasks.min(workers()).max(1)
 }
 
-/// Runs `task(0..tasks, its scratch)` on as many threads as `scratch` has buffers of
-/// `scratch_len`, and on every thread when no scratch is needed.
+/// Runs `task(index, its scratch)` for `0..tasks` on as many threads as `scratch` has buffers of `scratch_len`. If no
+/// scratch is needed, all threads take part.
 pub(crate) fn run_tasks(
     tasks: usize,
     scratch: &mut [f32],
@@ -60,14 +60,14 @@ pub(crate) fn run_tasks(
     });
 }
 
-/// Tasks of one phase: the next to begin, and those that ended.
+/// Progress of one phase: the next task to begin, and the number of ended tasks.
 struct Phase {
     tasks: usize,
     next: AtomicUsize,
     ended: AtomicUsize,
 }
 
-/// Counts a task as ended, also when it panics, so that nobody waits for it for ever.
+/// Guard that counts a task as ended, even if it panics, so no thread waits forever.
 struct Ending<'a>(&'a AtomicUsize);
 
 impl Drop for Ending<'_> {
@@ -76,9 +76,9 @@ impl Drop for Ending<'_> {
     }
 }
 
-/// Runs `task(phase, 0..tasks(phase))` for `0..phases` on all threads. A phase begins when the one
-/// before has ended. A thread waits only for tasks that other threads are running, so it does not
-/// matter how many of them the pool has to spare.
+/// Runs `task(phase, 0..tasks(phase))` for `0..phases` on all threads. A phase begins after the previous one ended. A
+/// thread waits only for tasks that other threads are already running, so the call makes progress with any number of
+/// free threads.
 pub(crate) fn run_phases(
     phases: usize,
     tasks: impl Fn(usize) -> usize,
@@ -122,8 +122,8 @@ pub(crate) fn run_phases(
     });
 }
 
-/// Calls `f(first element, inputs, output)` on chunks of `out` in parallel when it is large.
-/// Chunks start at multiples of `row` elements.
+/// Calls `f(first element, chunk)` on chunks of `out`, in parallel if `out` is large. Chunks start at multiples of
+/// `row` elements.
 pub(crate) fn chunks<T: Send>(out: &mut [T], row: usize, f: impl Fn(usize, &mut [T]) + Sync) {
     if out.is_empty() || row == 0 {
         return;
@@ -137,14 +137,14 @@ pub(crate) fn chunks<T: Send>(out: &mut [T], row: usize, f: impl Fn(usize, &mut 
         .for_each(|(i, part)| f(i * chunk, part));
 }
 
-/// An output that tasks write disjoint parts of.
+/// Output whose disjoint parts are written by different tasks.
 pub(crate) struct Shared<'a, T> {
     start: *mut T,
     len: usize,
     _borrow: PhantomData<&'a mut [T]>,
 }
 
-// SAFETY: it hands out parts only through an unsafe function whose contract is disjointness.
+// SAFETY: parts are available only through an unsafe function whose contract requires that they are disjoint.
 unsafe impl<T: Send> Sync for Shared<'_, T> {}
 // SAFETY: as above.
 unsafe impl<T: Send> Send for Shared<'_, T> {}
@@ -158,10 +158,10 @@ impl<'a, T> Shared<'a, T> {
         }
     }
 
-    /// Elements `start..start + len`.
+    /// The elements `start..start + len`.
     ///
     /// # Safety
-    /// No other task may touch an element of the range while the result lives.
+    /// No other task may access an element of the range while the result lives.
     #[allow(clippy::mut_from_ref, reason = "the caller guarantees disjoint ranges")]
     pub(crate) unsafe fn part(&self, start: usize, len: usize) -> &mut [T] {
         assert!(start + len <= self.len, "{start} + {len} of {}", self.len);
@@ -169,7 +169,7 @@ impl<'a, T> Shared<'a, T> {
         unsafe { std::slice::from_raw_parts_mut(self.start.add(start), len) }
     }
 
-    /// The address of element `start`.
+    /// Address of element `start`.
     pub(crate) fn at(&self, start: usize) -> *mut T {
         assert!(start <= self.len, "{start} of {}", self.len);
         // SAFETY: inside the borrowed slice, or one past its end.

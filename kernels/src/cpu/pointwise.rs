@@ -1,4 +1,4 @@
-//! Operations on single elements and rotary positions.
+//! Elementwise operations and rotary position embedding.
 
 use super::matrix::{narrow, widen};
 use super::parallel;
@@ -9,19 +9,19 @@ use crate::error::Result;
 use crate::random::philox4x32;
 use crate::{DType, Float, Tensor, TensorMut};
 
-/// What becomes of an element that was there.
+/// How a result is stored over the current value of the output.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Store {
     Write,
-    /// The two are added, with a rounding.
+    /// Added to the current value, with a rounding.
     Add,
 }
 
-/// The dropout of `args` into `out`, of the same shape and dtype.
+/// Writes the dropout of `args` to `out`, of the same shape and dtype.
 pub(super) fn drop_into(args: &DropoutArgs<'_>, out: &mut TensorMut, store: Store) {
     let (x, k) = (args.x, args.x.shape().last());
     let rows = args.rows.as_slice::<i32>();
-    // Both are exact enough: p as a share of 2^32, and one rounding of the factor.
+    // Both constants are accurate enough: p to 2^-32, the factor to one rounding.
     let threshold = (f64::from(args.p) * 4_294_967_296.0) as u32;
     let factor = 1.0 / (1.0 - args.p);
     floats!(x.dtype(), T => {
@@ -213,7 +213,7 @@ multiversion! {
     }
 }
 
-/// sqrt(2 / pi), and the cubic coefficient of the tanh form.
+/// sqrt(2 / pi), and the cubic coefficient of the tanh approximation.
 const TANH_SCALE: f32 = 0.797_884_6;
 const TANH_CUBE: f32 = 0.044_715;
 

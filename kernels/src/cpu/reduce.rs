@@ -1,10 +1,10 @@
-//! Sums in a fixed order that vectorises: independent lanes, then a tree over them.
+//! Reductions in a fixed order that vectorizes: independent lanes, then a tree over them.
 
 use crate::Float;
 
 const LANES: usize = 32;
 
-/// Combines the two halves of `lanes`.
+/// Combines the upper half of `lanes` with the lower half.
 #[inline(always)]
 fn halve<const N: usize, const HALF: usize>(
     lanes: &[f32; N],
@@ -13,7 +13,7 @@ fn halve<const N: usize, const HALF: usize>(
     std::array::from_fn(|i| f(lanes[i], lanes[i + HALF]))
 }
 
-/// Combines lanes in a tree whose upper levels are whole vectors.
+/// Combines lanes in a tree, with whole vectors at its upper levels.
 #[inline(always)]
 fn tree(lanes: &[f32; LANES], f: impl Fn(f32, f32) -> f32 + Copy) -> f32 {
     let sixteen: [f32; 16] = halve(lanes, f);
@@ -91,7 +91,7 @@ pub(crate) fn sum3<T: Float, U: Float>(
     tree(&lanes, plus)
 }
 
-/// Largest element, ignoring NaN; negative infinity for none.
+/// Largest element, ignoring NaN. Negative infinity for an empty slice.
 #[inline(always)]
 pub(crate) fn max(x: &[f32]) -> f32 {
     let greater = |a: f32, b: f32| if a > b { a } else { b };

@@ -1,4 +1,4 @@
-//! Tables of rows: gather, scatter, replace.
+//! Operations on tables of rows: gather, scatter, replace.
 
 use super::matrix::narrow;
 use super::parallel;
@@ -7,7 +7,7 @@ use crate::error::{KernelError, Result};
 use crate::pool::Tag;
 use crate::{DType, Float, Shape, Tensor, TensorMut};
 
-/// Row numbers that lie inside a table of `rows` rows.
+/// Checks that all row numbers are below `rows`.
 pub(super) fn checked(op: &'static str, index: &[i32], rows: usize) -> Result<()> {
     match index
         .iter()
@@ -115,7 +115,7 @@ impl CpuBackend {
     }
 }
 
-/// Row `index[n]` becomes row `n` of `rows`, or zeros.
+/// Replaces row `index[n]` of `out` by row `n` of `rows`, or by zeros.
 fn replace(out: &mut TensorMut, index: &[i32], rows: Option<&Tensor>) {
     let count = out.shape().dims()[0];
     let bytes = out.as_bytes_mut();
@@ -129,7 +129,7 @@ fn replace(out: &mut TensorMut, index: &[i32], rows: Option<&Tensor>) {
     }
 }
 
-/// Adds the rows that share a target in their order, in f32, and stores each sum once.
+/// Sums rows with the same target row in their order, in f32, and stores each sum once.
 fn scatter<T: Float, U: Float>(x: &[T], index: &[i32], row: usize, out: &mut [U]) {
     let mut order: Vec<(i32, usize)> = index.iter().copied().zip(0..).collect();
     order.sort_unstable();

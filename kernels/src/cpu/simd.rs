@@ -1,19 +1,19 @@
-//! Loops compiled for several instruction sets, the best of which is chosen at run time.
+//! Loops compiled for several instruction sets, selected at run time.
 
-/// Instruction sets that loops are compiled for.
+/// Instruction set that loops are compiled for.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, PartialOrd, Ord)]
 pub(crate) enum Level {
-    /// What every processor of the target architecture has.
+    /// Baseline of the target architecture.
     Portable,
-    /// AVX2, FMA, F16C.
+    /// x86-64-v3: AVX2, FMA, F16C.
     #[cfg(target_arch = "x86_64")]
     V3,
-    /// AVX-512 F, BW, DQ, VL.
+    /// x86-64-v4: AVX-512 F, BW, DQ, VL.
     #[cfg(target_arch = "x86_64")]
     V4,
 }
 
-/// The best level of this processor.
+/// The highest level that this processor supports.
 #[cfg(target_arch = "x86_64")]
 #[inline]
 pub(crate) fn level() -> Level {
@@ -32,14 +32,14 @@ pub(crate) fn level() -> Level {
     }
 }
 
-/// The best level of this processor.
+/// The highest level that this processor supports.
 #[cfg(not(target_arch = "x86_64"))]
 #[inline]
 pub(crate) fn level() -> Level {
     Level::Portable
 }
 
-/// Asks for the cache line at an address, of which nothing is required.
+/// Prefetches the cache line of an address, which may be invalid.
 #[inline(always)]
 #[allow(unsafe_code, reason = "an intrinsic")]
 pub(crate) fn prefetch<T>(at: *const T) {
@@ -53,8 +53,8 @@ pub(crate) fn prefetch<T>(at: *const T) {
     let _ = at;
 }
 
-/// Defines a function whose body is compiled once per [`Level`]. What it calls must be
-/// `#[inline(always)]` to be compiled along.
+/// Defines a function whose body is compiled once per [`Level`]. Functions that it calls must be `#[inline(always)]`
+/// to be compiled with that level.
 macro_rules! multiversion {
     ($(#[$meta:meta])* $vis:vis fn $name:ident $(<$($g:ident : $bound:path),+>)? (
         $($arg:ident : $ty:ty),* $(,)?

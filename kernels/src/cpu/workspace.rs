@@ -1,4 +1,4 @@
-//! Elements of f32 workspace that each operation takes, for devices that only count.
+//! Workspace of each operation in f32 elements, for the meta device.
 
 pub(crate) use super::attention::{backward_space as attention_backward, space as attention};
 pub(crate) use super::linear::{

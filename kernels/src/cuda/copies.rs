@@ -1,7 +1,7 @@
-//! Copies between host and device through pinned chunks, beside the work of the device.
+//! Copies between host and device through pinned chunks, overlapping with the device's work.
 //!
-//! The driver copies from plain memory only after it has waited for the stream. So bytes go through chunks of pinned
-//! memory in turn: while the bus takes one, the host fills (or empties) the next.
+//! The driver copies from pageable memory only after waiting for the stream. So bytes go through pinned chunks in
+//! turn: while the bus transfers one chunk, the host fills (or empties) the next.
 #![expect(unsafe_code, reason = "queues copies to and from pinned memory")]
 
 use super::backend::Take;
@@ -15,30 +15,30 @@ use rayon::{ThreadPool, ThreadPoolBuilder};
 use std::collections::VecDeque;
 use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 
-/// Bytes of a chunk of large copies: long beside what a copy costs to start, short beside a unit's weights.
+/// Bytes per chunk of large copies: much more than a copy's start-up cost, much less than a unit's weights.
 const LARGE: usize = 8 << 20;
-/// Chunks of their rings: two would do, if the host were never late.
+/// Chunks in the ring of large copies. Two would be enough if the host were never late.
 const LARGE_CHUNKS: usize = 4;
-/// Bytes of a chunk of small copies: tables of row numbers, labels, pictures.
+/// Bytes per chunk of small copies: row numbers, labels, images.
 const SMALL: usize = 128 << 10;
-/// They are taken in the order of the work, so that chunks come back as late as that is done: as many as the host
-/// queues for some units of a model.
+/// Chunks in the ring of small copies. These copies run on the compute stream, so a chunk is free only after earlier
+/// work is done. The ring holds what the host queues for several units of a model.
 const SMALL_CHUNKS: usize = 96;
 
-/// Bytes that one thread copies at once: one alone is slower than the bus.
+/// Bytes that one thread copies at a time. A single thread is slower than the bus.
 const TASK: usize = 1 << 20;
 
-/// Threads of copies: more are not faster than the host's memory.
+/// Threads for copies. More are not faster than the host's memory.
 const THREADS: usize = 4;
 
-/// Of their own, since those of everybody else may be busy with long work, such as an update.
+/// Separate thread pool, because the threads of other pools may be busy with long work such as an update.
 static POOL: LazyLock<Option<ThreadPool>> = LazyLock::new(|| {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let pool = ThreadPoolBuilder::new().num_threads(cores.min(THREADS));
     pool.thread_name(|i| format!("copies-{i}")).build().ok()
 });
 
-/// Copies as fast as the host's memory goes.
+/// Copies bytes at the rate of the host's memory, with several threads.
 ///
 /// # Panics
 /// When the lengths differ.
@@ -53,14 +53,14 @@ pub(crate) fn copy_bytes(from: &[u8], to: &mut [u8]) {
     pool.install(|| parts.for_each(|(to, from)| to.copy_from_slice(from)));
 }
 
-/// Streams and pinned memory of one GPU's copies.
+/// Streams and pinned memory for one GPU's copies.
 #[derive(Debug)]
 pub(super) struct Copies {
-    /// Weights to the device.
+    /// Stream for host-to-device copies of weights.
     pub(super) inward: Arc<CudaStream>,
-    /// Gradients from it.
+    /// Stream for device-to-host copies of gradients.
     pub(super) outward: Arc<CudaStream>,
-    /// Other ranks' bytes, by the devices or a library.
+    /// Stream for communication between ranks.
     pub(super) communication: Arc<CudaStream>,
     pub(super) large: Ring,
     pub(super) small: Ring,
@@ -81,7 +81,7 @@ impl Copies {
     }
 }
 
-/// Chunks of pinned memory, used in turn.
+/// Ring of pinned chunks, used in turn.
 #[derive(Debug)]
 pub(super) struct Ring {
     chunk_bytes: usize,
@@ -91,7 +91,7 @@ pub(super) struct Ring {
 #[derive(Debug)]
 struct Chunk {
     memory: Pinned,
-    /// When the bus is done with it.
+    /// Event after which the bus no longer uses the chunk.
     busy: Option<CudaEvent>,
 }
 
@@ -117,10 +117,10 @@ impl Ring {
         })
     }
 
-    /// Queues a copy to the device; returns when all bytes were taken from `bytes`.
+    /// Queues a copy to the device. Returns after all of `bytes` was read.
     ///
     /// # Safety
-    /// The range at `to` must be memory of this GPU that stays until the stream has passed the copy.
+    /// The range at `to` must be memory of this GPU that stays allocated until the stream has passed the copy.
     pub(super) unsafe fn send(
         &self,
         gpu: &Gpu,
@@ -131,7 +131,7 @@ impl Ring {
         gpu.bind()?;
         let mut chunks = self.chunks.lock().unwrap_or_else(PoisonError::into_inner);
         for (part, bytes) in bytes.chunks(self.chunk_bytes).enumerate() {
-            // The one used longest ago; it stays in the ring when something fails.
+            // The least recently used chunk. It stays in the ring if something fails.
             chunks.rotate_left(1);
             let Some(chunk) = chunks.back_mut() else {
                 return Ok(());
@@ -140,7 +140,7 @@ impl Ring {
             let pinned = &mut chunk.memory.as_mut_slice()[..bytes.len()];
             copy_bytes(bytes, pinned);
             let at = to.0 + (part * self.chunk_bytes) as u64;
-            // SAFETY: the caller vouches for the range; the chunk is left alone until its event.
+            // SAFETY: the caller vouches for the range; nothing uses the chunk until its event.
             unsafe { result::memcpy_htod_async(at, pinned, stream.cu_stream()) }
                 .during("copying to the GPU")?;
             let busy = stream.record_event(None).during("marking a moment")?;
@@ -149,8 +149,9 @@ impl Ring {
         Ok(())
     }
 
-    /// Gives `bytes` bytes of the device, behind what `stream` waits for once `begin` is called, to `take`, each chunk where it
-    /// arrives. Who else wants to receive waits with its moment: it would hold back the rest of this.
+    /// Copies `bytes` bytes from the device and passes each chunk to `take` as it arrives. `begin` makes `stream`
+    /// wait for the data. It runs under the ring's lock: a waiting event of another receiver would otherwise hold up
+    /// the rest of this copy.
     ///
     /// # Safety
     /// The range at `from` must be memory of this GPU.
@@ -174,7 +175,7 @@ impl Ring {
             start..(start + self.chunk_bytes).min(all)
         };
         for part in 0..count + ahead {
-            // The chunk of part `part - ahead`, which is emptied, and filled with part `part`.
+            // This chunk contains part `part - ahead`. It is emptied, then filled with part `part`.
             chunks.rotate_left(1);
             let Some(chunk) = chunks.back_mut() else {
                 return Ok(());

@@ -1,58 +1,58 @@
-//! What can go wrong between us and a GPU.
+//! Errors of the CUDA layer.
 
 use std::path::PathBuf;
 use std::time::Duration;
 
 use cudarc::driver::result::DriverError;
 
-/// Failures of the CUDA layer.
+/// Failure of the CUDA layer.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum CudaError {
-    /// A library is not there.
+    /// A library was not found.
     #[error("{library} was not found; tried {tried}")]
     LibraryMissing {
-        /// Its name.
+        /// Name of the library.
         library: &'static str,
-        /// The places, with what happened there.
+        /// The places tried, with the result of each.
         tried: String,
     },
-    /// No GPU can be used.
+    /// No usable GPU.
     #[error("no GPU can be used: {reason}")]
     NoDevice {
-        /// Why, with the next step.
+        /// The reason and the next step.
         reason: String,
     },
     /// A kernel does not compile.
     #[error("module {module} does not compile for {arch}:\n{log}")]
     Compile {
-        /// The module's name.
+        /// Name of the module.
         module: String,
-        /// For example `sm_86`.
+        /// Architecture, e.g. `sm_86`.
         arch: String,
-        /// What the compiler said.
+        /// Output of the compiler.
         log: String,
     },
-    /// There is neither a compiler nor built-in PTX for a module.
+    /// No compiler was found and the module has no built-in PTX.
     #[error(
         "module {module} is not among the built-in PTX and NVRTC was not found ({nvrtc}); \
          install it (Python package nvidia-cuda-nvrtc) or name its directory in TESSERA_CUDA_LIBS"
     )]
     NoImage {
-        /// The module's name.
+        /// Name of the module.
         module: String,
-        /// What the search for NVRTC gave.
+        /// Result of the search for NVRTC.
         nvrtc: String,
     },
     /// The driver refused a call.
     #[error("{call} failed: {code}")]
     Driver {
-        /// What was asked for.
+        /// Description of the call.
         call: String,
-        /// The driver's name of the error.
+        /// Name of the driver's error.
         code: String,
     },
-    /// A group of ranks did not come together in time.
+    /// Not all ranks joined the NCCL communicator in time.
     #[error(
         "NCCL had not joined rank {rank} with all {world} ranks after {} s: a rank did not come, or cannot be reached",
         waited.as_secs_f64()
@@ -60,17 +60,17 @@ pub enum CudaError {
     NotJoined {
         /// The rank that waited.
         rank: u32,
-        /// Ranks of the group.
+        /// Number of ranks of the communicator.
         world: u32,
         /// How long it waited.
         waited: Duration,
     },
-    /// A file of the cache of compiled kernels cannot be written.
+    /// The cache of compiled kernels cannot be written.
     #[error("{}: {error}", path.display())]
     Cache {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// Why.
+        /// Error of the operating system.
         error: std::io::Error,
     },
 }
@@ -78,7 +78,7 @@ pub enum CudaError {
 /// Result of a CUDA operation.
 pub type Result<T, E = CudaError> = std::result::Result<T, E>;
 
-/// Names the call in the error.
+/// Adds the name of the call to a driver's error.
 pub(crate) trait DriverResult<T> {
     fn during(self, call: impl Into<String>) -> Result<T>;
 }

@@ -1,4 +1,4 @@
-//! One GPU: its memory, one stream for work, and launches on it.
+//! One GPU: its memory, one stream of computation, and launches on it.
 #![expect(unsafe_code, reason = "calls into the driver, which was probed before")]
 
 use std::collections::HashMap;
@@ -21,10 +21,10 @@ use super::peers::Peers;
 use super::probe::{DeviceFacts, probe};
 use super::timeline::Timeline;
 
-/// Shared memory a block may have without asking.
+/// Dynamic shared memory that a block may use without opting in, in bytes.
 const DEFAULT_SHARED_BYTES: u32 = 48 << 10;
 
-/// An opened GPU. Work is queued on one stream, in order.
+/// Opened GPU. Work is queued on one stream, in order.
 #[derive(Debug)]
 pub struct Gpu {
     facts: DeviceFacts,
@@ -33,19 +33,19 @@ pub struct Gpu {
     images: Images,
     shared_limit: u32,
     loaded: Mutex<HashMap<Module, Loaded>>,
-    /// Made when something is first copied.
+    /// Created at the first copy.
     copies: OnceLock<Copies>,
-    /// Made when other processes first reach it.
+    /// Created when memory is first shared with other processes.
     peers: OnceLock<Peers>,
     group: Group,
-    /// Where NCCL is looked for.
+    /// Where to search for NCCL.
     search: Search,
-    /// Where products of a back end go through a library.
+    /// Library for matrix products, if one is used.
     products: Option<CublasLt>,
     pub(super) timeline: Timeline,
 }
 
-/// A module in the driver; unloaded with the context at the end of the process.
+/// Module loaded by the driver. It is unloaded with the context at the end of the process.
 #[derive(Debug)]
 struct Loaded {
     module: sys::CUmodule,
@@ -64,13 +64,13 @@ pub struct Memory {
 }
 
 impl Memory {
-    /// The first byte; at least 256-byte aligned.
+    /// Address of the first byte, aligned to at least 256 bytes.
     #[must_use]
     pub const fn address(&self) -> Address {
         Address(self.address)
     }
 
-    /// Its size.
+    /// Size in bytes.
     #[must_use]
     pub const fn bytes(&self) -> usize {
         self.bytes
@@ -87,10 +87,10 @@ impl Drop for Memory {
 }
 
 impl Gpu {
-    /// Opens a GPU after probing for it.
+    /// Probes for GPUs and opens one. `cache` stores compiled kernels.
     ///
     /// # Errors
-    /// [`CudaError::NoDevice`] with the reason and the next step.
+    /// [`CudaError::NoDevice`] with the reason and the next step, and errors of the driver.
     pub fn open(ordinal: u32, search: &Search, cache: Option<Cache>) -> Result<Self> {
         let answer = probe(search);
         if let Some(reason) = answer.problem {
@@ -126,58 +126,58 @@ impl Gpu {
         })
     }
 
-    /// The same GPU whose back end multiplies through cuBLASLt.
+    /// Makes matrix products go through cuBLASLt.
     ///
     /// # Errors
-    /// When the library is not there or does not start.
+    /// When the library is missing or does not start.
     pub fn with_cublaslt(mut self, search: &Search) -> Result<Self> {
         self.products = Some(CublasLt::open(&self, search)?);
         Ok(self)
     }
 
-    /// The same GPU with this machine code.
+    /// Selects the machine code to run.
     #[must_use]
     pub fn with_code(mut self, code: Code) -> Self {
         self.images = self.images.with_code(code);
         self
     }
 
-    /// The library that a back end's products go through, where there is one.
+    /// The library for matrix products, if one is used.
     #[must_use]
     pub const fn products(&self) -> Option<&CublasLt> {
         self.products.as_ref()
     }
 
-    /// What the driver says of it.
+    /// The driver's description of the GPU.
     #[must_use]
     pub const fn facts(&self) -> &DeviceFacts {
         &self.facts
     }
 
-    /// Where machine code comes from.
+    /// Source of compiled modules.
     #[must_use]
     pub const fn images(&self) -> &Images {
         &self.images
     }
 
-    /// Shared memory a block may have, in bytes.
+    /// Maximum shared memory per block in bytes.
     #[must_use]
     pub const fn shared_limit(&self) -> u32 {
         self.shared_limit
     }
 
-    /// The stream, for work beside kernels (copies, collectives, graphs).
+    /// The compute stream.
     #[must_use]
     pub const fn stream(&self) -> &Arc<CudaStream> {
         &self.stream
     }
 
-    /// The stream of what comes from other ranks, where anything was copied so far.
+    /// The communication stream, if it exists already.
     pub(super) fn communication(&self) -> Option<&CudaStream> {
         self.copies.get().map(|copies| &*copies.communication)
     }
 
-    /// Streams and pinned memory for copies beside the work.
+    /// Streams and pinned memory for copies, created on first use.
     pub(super) fn copies(&self) -> Result<&Copies> {
         self.bind()?;
         if let Some(copies) = self.copies.get() {
@@ -188,7 +188,7 @@ impl Gpu {
         Ok(self.copies.get_or_init(|| copies))
     }
 
-    /// What other processes reach of it, and what it reaches of theirs.
+    /// State for sharing memory with other processes, created on first use.
     pub(super) fn peers(&self) -> Result<&Peers> {
         self.bind()?;
         if let Some(peers) = self.peers.get() {
@@ -198,17 +198,17 @@ impl Gpu {
         Ok(self.peers.get_or_init(|| peers))
     }
 
-    /// Where libraries are looked for.
+    /// Where to search for libraries.
     pub(super) const fn search(&self) -> &Search {
         &self.search
     }
 
-    /// The NCCL group it may be in.
+    /// The NCCL process group that the GPU may be in.
     pub(super) const fn group_state(&self) -> &Group {
         &self.group
     }
 
-    /// Free and total bytes now.
+    /// Free and total memory in bytes, now.
     ///
     /// # Errors
     /// When the driver fails.
@@ -220,10 +220,10 @@ impl Gpu {
         self.context.bind_to_thread().during("selecting the GPU")
     }
 
-    /// Uninitialised memory. It can be shared with other processes (it does not come from a stream-ordered pool).
+    /// Allocates uninitialized memory. Other processes can map it, because it is not from a stream-ordered pool.
     ///
     /// # Errors
-    /// When there is no room.
+    /// When the GPU does not have enough memory.
     pub fn allocate(&self, bytes: usize) -> Result<Memory> {
         self.bind()?;
         // SAFETY: the size is not zero.
@@ -250,13 +250,13 @@ impl Gpu {
         .during("filling memory")
     }
 
-    /// Copies host bytes into memory at an offset and waits.
+    /// Copies host bytes into memory at byte `offset` and waits for the copy.
     ///
     /// # Errors
     /// When the driver fails.
     ///
     /// # Panics
-    /// When the bytes do not fit.
+    /// When the range is out of bounds.
     pub fn write(&self, memory: &Memory, offset: usize, bytes: &[u8]) -> Result<()> {
         assert!(
             offset + bytes.len() <= memory.bytes,
@@ -264,19 +264,19 @@ impl Gpu {
         );
         self.bind()?;
         let address = memory.address + offset as u64;
-        // SAFETY: the range lies inside the allocation, and the copy is waited for.
+        // SAFETY: the range is inside the allocation, and the copy is waited for.
         unsafe { result::memcpy_htod_async(address, bytes, self.stream.cu_stream()) }
             .during("copying to the GPU")?;
         self.synchronize()
     }
 
-    /// Waits for the stream and copies bytes back.
+    /// Waits for the stream, then copies bytes from byte `offset` to the host.
     ///
     /// # Errors
-    /// When the driver fails, or a kernel queued before did.
+    /// When the driver fails, or a kernel queued before failed.
     ///
     /// # Panics
-    /// When the range lies outside the memory.
+    /// When the range is out of bounds.
     pub fn read(&self, memory: &Memory, offset: usize, bytes: &mut [u8]) -> Result<()> {
         assert!(
             offset + bytes.len() <= memory.bytes,
@@ -293,16 +293,16 @@ impl Gpu {
     /// Waits for all queued work.
     ///
     /// # Errors
-    /// What a kernel did wrong, if one did.
+    /// When a queued kernel failed.
     pub fn synchronize(&self) -> Result<()> {
         self.stream.synchronize().during("waiting for the GPU")
     }
 
-    /// Queues a launch.
+    /// Queues a kernel launch.
     ///
     /// # Safety
-    /// Every address in the arguments must point to memory of this GPU that is as large as the kernel's
-    /// documentation says and stays allocated until the stream has passed the launch.
+    /// Every address in the arguments must point to memory of this GPU that is as large as the kernel's documentation
+    /// says. It must stay allocated until the stream has passed the launch.
     ///
     /// # Errors
     /// When the module does not compile or load, or the driver refuses the launch.
@@ -330,7 +330,7 @@ impl Gpu {
         .during(call())
     }
 
-    /// The number of blocks of a launch that fit on one multiprocessor.
+    /// Number of blocks of a launch that fit on one multiprocessor (occupancy).
     ///
     /// # Errors
     /// When the module does not load.
@@ -405,7 +405,7 @@ impl Gpu {
     }
 }
 
-/// The driver is older than the compiler that made the machine code.
+/// Whether the driver is too old for the machine code that the compiler made.
 fn not_understood(error: &DriverError) -> bool {
     matches!(
         error.0,

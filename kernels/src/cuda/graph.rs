@@ -1,4 +1,4 @@
-//! Graphs: works of a stream, captured once and queued as one.
+//! CUDA graphs: commands captured from a stream and launched by one call.
 #![expect(unsafe_code, reason = "calls into the driver, which was probed before")]
 
 use std::sync::Arc;
@@ -8,7 +8,7 @@ use cudarc::driver::{CudaContext, result, sys};
 use super::error::{DriverResult, Result};
 use super::gpu::Gpu;
 
-/// Works that a GPU queues by one call. Dropped, it waits for nothing: the driver keeps what is still running.
+/// CUDA graph of commands. Dropping it does not wait: the driver keeps what is still running.
 #[derive(Debug)]
 pub struct Graph {
     context: Arc<CudaContext>,
@@ -19,17 +19,18 @@ pub struct Graph {
 unsafe impl Send for Graph {}
 
 impl Gpu {
-    /// What `queue` gives to the stream, kept instead of executed. Inside, nothing may wait for the GPU.
+    /// Captures the commands that `queue` gives to the stream, without executing them. `queue` must not wait for the
+    /// GPU.
     ///
     /// # Errors
-    /// What `queue` fails with; when the driver cannot keep it. The stream is as before then.
+    /// Errors of `queue`, and when the driver cannot capture. The stream is unchanged then.
     pub(super) fn capture<E: From<super::error::CudaError>>(
         &self,
         queue: impl FnOnce() -> Result<(), E>,
     ) -> Result<Graph, E> {
         self.bind()?;
         let stream = self.stream().cu_stream();
-        // Other threads may allocate pinned memory and copy on their own streams meanwhile.
+        // Other threads may meanwhile allocate pinned memory and copy on their own streams.
         let mode = sys::CUstreamCaptureMode_enum::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
         // SAFETY: the stream is this GPU's and is not being captured.
         unsafe { result::stream::begin_capture(stream, mode) }.during("beginning a graph")?;
@@ -48,10 +49,10 @@ impl Gpu {
         })
     }
 
-    /// Queues a graph of this GPU behind the stream's work.
+    /// Launches a graph of this GPU on the compute stream.
     ///
     /// # Safety
-    /// The memory of its works is still allocated and stays so until the stream has passed them.
+    /// The memory of its commands stays allocated until the stream has passed them.
     pub(super) unsafe fn replay(&self, graph: &Graph) -> Result<()> {
         self.bind()?;
         // SAFETY: graph and stream are of this GPU; the caller vouches for the memory.
@@ -60,12 +61,12 @@ impl Gpu {
     }
 }
 
-/// Works that were captured; what is made of them stands for itself.
+/// Captured graph template. The executable graph does not depend on it.
 struct Captured(sys::CUgraph);
 
 impl Drop for Captured {
     fn drop(&mut self) {
-        // SAFETY: captured once, destroyed once, with the GPU selected.
+        // SAFETY: captured once, destroyed once, with the GPU's context current.
         let _unused_outcome = unsafe { result::graph::destroy(self.0) };
     }
 }

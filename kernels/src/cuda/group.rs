@@ -1,8 +1,8 @@
-//! A GPU in an NCCL group, whose operations run on its stream of communication.
+//! A GPU in an NCCL communicator, with collectives on the communication stream.
 //!
-//! A rank that is gone leaves the others' operations waiting on their GPUs for ever. So whoever waits for the device asks
-//! the library for errors meanwhile, and ends the group when an operation takes too long. Ranks join under the same
-//! deadline.
+//! A dead rank would leave the others' collectives waiting on their GPUs forever. So a thread that waits for the
+//! device also polls the library for errors, and aborts the communicator when a collective takes too long. Joining
+//! has the same deadline.
 #![expect(
     unsafe_code,
     reason = "queues operations on memory that the caller vouches for"
@@ -19,14 +19,14 @@ use super::gpu::Gpu;
 use super::launch::Address;
 use super::nccl::{Communicator, Kind, Nccl, UNIQUE_ID_BYTES};
 
-/// How often a waiting host looks.
+/// Polling interval of a waiting host thread.
 const LOOK: Duration = Duration::from_micros(50);
 
-/// The group of one GPU, and how long the host waits for what may depend on other ranks.
+/// NCCL membership of one GPU, and the deadline for waits that may depend on other ranks.
 #[derive(Debug, Default)]
 pub(super) struct Group {
     member: Mutex<Option<Member>>,
-    /// Where ranks read each other's memory without a library.
+    /// Deadline for ranks that read each other's memory without NCCL.
     limit: OnceLock<Duration>,
 }
 
@@ -42,12 +42,12 @@ impl Group {
         self.member.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// No wait takes longer from here on.
+    /// Sets the deadline of all later waits. Only the first call has an effect.
     pub(super) fn limit(&self, deadline: Duration) {
         self.limit.get_or_init(|| deadline);
     }
 
-    /// Waits for an event, no longer than an operation of the group, or what other ranks' GPUs bring, may take.
+    /// Waits for an event, at most for the deadline of the communicator or of reads from other ranks.
     pub(super) fn wait(&self, event: &CudaEvent) -> Result<()> {
         let deadline = self.lock().as_ref().map(|member| member.deadline);
         let in_group = deadline.is_some();
@@ -64,7 +64,7 @@ impl Group {
                 None => None,
             };
             if failed.is_some() || late {
-                // Dropping it ends what still waits on the device.
+                // Dropping the communicator ends collectives that still wait on the device.
                 group.take();
                 let late = || ended(&format!("not done after {} s", deadline.as_secs()));
                 return Err(failed.unwrap_or_else(late));

@@ -1,4 +1,4 @@
-//! Machine code of a module: from the cache on disk, from the compiler, or from the built-in PTX.
+//! Machine code of modules: from the cache on disk, from the compiler, or from the built-in PTX.
 
 use std::fs;
 use std::io::Write;
@@ -10,50 +10,50 @@ use super::module::Module;
 use super::nvrtc::Compiler;
 use super::ptx;
 
-/// Length of the checksum in front of a cached file.
+/// Bytes of the checksum at the start of a cached file.
 const CHECKSUM_BYTES: usize = 32;
 
-/// Where an image came from.
+/// Origin of an image.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Origin {
-    /// A file that an earlier run compiled.
+    /// Cached file that an earlier run compiled.
     Cache(PathBuf),
     /// Compiled now.
     Compiled,
-    /// The built-in PTX, with the reason why it was taken.
+    /// Built-in PTX.
     BuiltIn {
         /// Why nothing was compiled.
         reason: String,
     },
 }
 
-/// What the driver loads.
+/// Code in the form that the driver loads.
 #[derive(Clone, Debug)]
 pub struct Image {
     /// A cubin, or PTX with a final zero byte.
     pub bytes: Vec<u8>,
-    /// Where it came from.
+    /// Origin of the bytes.
     pub origin: Origin,
 }
 
-/// Which machine code runs.
+/// Choice of the machine code.
 #[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
 pub enum Code {
-    /// What the compiler makes for the GPU at hand.
+    /// Code that the compiler makes for the GPU in use.
     #[default]
     Native,
-    /// That of the sm_80 family on every GPU: PTX, built in or compiled, which the driver translates.
+    /// PTX of the sm_80 family on every GPU, built in or compiled. The driver translates it.
     Sm80,
 }
 
-/// A folder of compiled modules. Several processes may use it at once: files appear whole.
+/// Directory of compiled modules. Several processes may use it at the same time, because files appear atomically.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Cache {
     folder: PathBuf,
 }
 
 impl Cache {
-    /// Uses a folder, which is made when the first file is written.
+    /// Cache in a directory, which is created with the first file.
     pub fn new(folder: impl Into<PathBuf>) -> Self {
         Self {
             folder: folder.into(),
@@ -71,7 +71,7 @@ impl Cache {
             .join(format!("{}-{arch}-{}.cubin", module.name(), &hash[..16]))
     }
 
-    /// The content, unless the file is absent or damaged.
+    /// Content of a file, or `None` if it is missing or damaged.
     fn read(path: &Path) -> Option<Vec<u8>> {
         let file = fs::read(path).ok()?;
         let (checksum, content) = file.split_at_checked(CHECKSUM_BYTES)?;
@@ -92,7 +92,7 @@ impl Cache {
     }
 }
 
-/// Gives images for one architecture.
+/// Source of images for one architecture.
 #[derive(Debug)]
 pub struct Images {
     arch: String,
@@ -102,10 +102,10 @@ pub struct Images {
 }
 
 impl Images {
-    /// Looks for the compiler. Without it, only built-in PTX and what is listed there can run.
+    /// Searches for the compiler. Without one, only modules with built-in PTX can run.
     #[must_use]
     pub fn new((major, minor): (u32, u32), search: &Search, cache: Option<Cache>) -> Self {
-        // The sources are those of sm_80; the compiler may use what only Hopper has.
+        // The kernels target sm_80; on Hopper the compiler may also use instructions of sm_90a.
         let suffix = if (major, minor) == (9, 0) { "a" } else { "" };
         Self {
             arch: format!("sm_{major}{minor}{suffix}"),
@@ -115,7 +115,7 @@ impl Images {
         }
     }
 
-    /// The same with this machine code.
+    /// Selects the machine code.
     #[must_use]
     pub fn with_code(mut self, code: Code) -> Self {
         self.code = code;
@@ -125,16 +125,16 @@ impl Images {
         self
     }
 
-    /// For example `sm_86`; `compute_80` for the PTX of that family.
+    /// Target architecture, e.g. `sm_86`, or `compute_80` for PTX of that family.
     #[must_use]
     pub fn arch(&self) -> &str {
         &self.arch
     }
 
-    /// The compiler, or why there is none.
+    /// The compiler.
     ///
     /// # Errors
-    /// What the search gave.
+    /// Why none was found.
     pub fn compiler(&self) -> Result<Compiler, &str> {
         self.compiler
             .as_ref()
@@ -142,10 +142,10 @@ impl Images {
             .map_err(|problem| &**problem)
     }
 
-    /// An image of a module. A cache that cannot be written costs time only and is no error.
+    /// Image of a module. A cache that cannot be written costs only time and is not an error.
     ///
     /// # Errors
-    /// When the module neither compiles nor is built in.
+    /// When the module does not compile and has no built-in PTX.
     pub fn get(&self, module: &Module) -> Result<Image> {
         if self.code == Code::Sm80 {
             let built_in = built_in(module, "the code of sm_80 was asked for");
@@ -185,15 +185,15 @@ impl Images {
                     origin: Origin::Compiled,
                 })
             }
-            // A GPU newer than the compiler: the driver knows it and compiles the PTX.
+            // The GPU is newer than the compiler. The driver knows it and compiles the PTX.
             Err(error) => built_in(module, &error.to_string()).map_err(|_| error),
         }
     }
 
-    /// The built-in PTX, for a driver that does not take the compiler's machine code.
+    /// Built-in PTX, for a driver that refuses the compiler's machine code.
     ///
     /// # Errors
-    /// When the module is not built in.
+    /// When the module has no built-in PTX.
     pub fn fallback(&self, module: &Module, reason: &str) -> Result<Image> {
         built_in(module, reason)
     }
@@ -281,7 +281,7 @@ mod tests {
         assert!(matches!(image.origin, Origin::BuiltIn { .. }));
         let text = String::from_utf8(image.bytes).unwrap();
         assert!(text.contains(".target sm_80") && text.ends_with('\0'));
-        // What is not built in is compiled for the same family.
+        // A module without built-in PTX is compiled for the same family.
         let foreign = "KERNEL(32, 1) nothing(int* x) { x[threadIdx.x] = 1; }";
         let foreign = Module::foreign("nothing", foreign, &["nothing"]);
         match images.get(&foreign) {

@@ -1,17 +1,17 @@
-//! A kernel launch as a value: what a GPU executes and what the emulator of the tests executes.
+//! A kernel launch as a value, executed by a GPU or by the emulator of the tests.
 
 use super::module::Module;
 
-/// An address in the memory of the executing device.
+/// Address in the memory of the executing device.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Address(pub u64);
 
 impl Address {
-    /// No memory: an optional operand that is absent.
+    /// Null address, for an optional operand that is absent.
     pub const NULL: Self = Self(0);
 }
 
-/// One argument, with the width its kernel declares.
+/// One kernel argument, with the width that the kernel declares.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub enum Arg {
     /// A pointer.
@@ -27,7 +27,7 @@ pub enum Arg {
 }
 
 impl Arg {
-    /// The argument's bytes, in the first `size` bytes of the word.
+    /// The argument's bytes, in the first bytes of a word.
     #[must_use]
     pub const fn word(self) -> u64 {
         match self {
@@ -40,19 +40,19 @@ impl Arg {
     }
 }
 
-/// A grid of blocks of one kernel.
+/// Launch of one kernel over a grid of blocks.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Launch {
-    /// The module that holds the kernel.
+    /// Module that contains the kernel.
     pub module: Module,
-    /// The kernel's name.
+    /// Name of the kernel.
     pub kernel: &'static str,
     /// Blocks along x, y, z.
     pub grid: [u32; 3],
-    /// Threads of a block.
+    /// Threads per block.
     pub threads: u32,
-    /// Dynamic shared memory of a block in bytes.
+    /// Dynamic shared memory per block in bytes.
     pub shared_bytes: u32,
-    /// In the order of the kernel's parameters.
+    /// Arguments in the order of the kernel's parameters.
     pub args: Vec<Arg>,
 }

@@ -1,4 +1,4 @@
-//! Finding NVIDIA's libraries at run time: nothing is linked, and an absent library is a value, not a panic.
+//! Search for NVIDIA's libraries at run time. Nothing is linked, and a missing library is a value, not a panic.
 #![expect(unsafe_code, reason = "opening shared libraries")]
 
 use std::fmt;
@@ -7,24 +7,24 @@ use std::sync::{Mutex, PoisonError};
 
 use libloading::Library as Handle;
 
-/// A library that is opened at run time.
+/// Library that is opened at run time.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Library {
-    /// The driver, `libcuda`: without it there is no GPU.
+    /// The driver, `libcuda`. Without it no GPU can be used.
     Driver,
-    /// The run-time compiler; without it the PTX that is built in is used.
+    /// The run-time compiler. Without it the built-in PTX is used.
     Nvrtc,
-    /// Matrix products; without it our own kernels are used.
+    /// Matrix products. Without it own kernels are used.
     CublasLt,
-    /// Collectives between GPUs without peer access or on several nodes.
+    /// Collectives between GPUs without peer access, or on several nodes.
     Nccl,
 }
 
 impl Library {
-    /// Every library.
+    /// All libraries.
     pub const ALL: [Self; 4] = [Self::Driver, Self::Nvrtc, Self::CublasLt, Self::Nccl];
 
-    /// The name used in reports.
+    /// Name in reports.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -35,7 +35,7 @@ impl Library {
         }
     }
 
-    /// File names, the preferred first.
+    /// File names in order of preference.
     #[must_use]
     pub const fn files(self) -> &'static [&'static str] {
         match self {
@@ -46,7 +46,8 @@ impl Library {
         }
     }
 
-    /// Files of the same folder that are opened first: NVRTC 13.0 opens its own built-ins by bare name.
+    /// Prefix of files in the same directory that must be opened first. NVRTC 13.0 opens its own built-ins by bare
+    /// name.
     const fn companions(self) -> &'static str {
         match self {
             Self::Nvrtc => "libnvrtc-builtins.so.",
@@ -61,42 +62,42 @@ impl fmt::Display for Library {
     }
 }
 
-/// Where to look: `directories`, then the dynamic linker, then `cuda_home/lib64`, `/usr/local/cuda/lib64`, and
-/// the `nvidia/*/lib` folders of Python packages.
+/// Search path: `directories`, then the dynamic linker, then `cuda_home/lib64`, `/usr/local/cuda/lib64`, and the
+/// `nvidia/*/lib` directories of Python packages.
 #[derive(Clone, Default, PartialEq, Eq, Debug)]
 pub struct Search {
-    /// Folders named by the user; they win.
+    /// Directories named by the user, searched first.
     pub directories: Vec<PathBuf>,
-    /// A toolkit (`CUDA_HOME`).
+    /// Directory of a CUDA toolkit (`CUDA_HOME`).
     pub cuda_home: Option<PathBuf>,
-    /// Folders of installed Python packages (`site-packages`).
+    /// Directories of installed Python packages (`site-packages`).
     pub python_packages: Vec<PathBuf>,
 }
 
-/// One place that was tried.
+/// One place of a search and its result.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Attempt {
-    /// A file, or a name given to the dynamic linker.
+    /// Path, or name given to the dynamic linker.
     pub place: String,
-    /// `opened`, `no such file`, or what the dynamic linker said.
+    /// `opened`, `no such file`, or the error of the dynamic linker.
     pub outcome: String,
 }
 
-/// What a search for a library found.
+/// Result of a search for a library.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Found {
     /// The library.
     pub library: Library,
-    /// The file that is loaded now, when one is.
+    /// Path of the loaded file, if one was loaded.
     pub path: Option<PathBuf>,
-    /// As the library reports it, when it was asked.
+    /// Version as reported by the library, if it was asked.
     pub version: Option<String>,
-    /// Every place tried, in order.
+    /// All places tried, in order.
     pub attempts: Vec<Attempt>,
 }
 
 impl Found {
-    /// The places tried, for an error message.
+    /// The places tried, as text for an error message.
     #[must_use]
     pub fn tried(&self) -> String {
         let places = self
@@ -107,10 +108,10 @@ impl Found {
     }
 }
 
-/// Opened libraries stay open until the process ends: functions of theirs are kept in statics.
+/// Handles of opened libraries. They stay open until the process ends, because their functions are stored in statics.
 static OPEN: Mutex<Vec<Handle>> = Mutex::new(Vec::new());
 
-/// Opens a library so that later lookups by its bare name find this very file.
+/// Opens a library so that later lookups by its bare name find the same file.
 #[must_use]
 pub fn find(library: Library, search: &Search) -> Found {
     let mut attempts = Vec::new();
@@ -126,12 +127,12 @@ pub fn find(library: Library, search: &Search) -> Found {
     }
 }
 
-/// Places in order; a bare file name asks the dynamic linker.
+/// Places to try, in order. A bare file name is for the dynamic linker.
 fn candidates(library: Library, search: &Search) -> Vec<PathBuf> {
     let mut folders: Vec<PathBuf> = search.directories.clone();
     folders.push(PathBuf::new());
     if library == Library::Driver {
-        // Containers and WSL keep the driver's library outside the linker's folders.
+        // Containers and WSL put the driver's library outside the linker's directories.
         folders.extend(["/usr/lib/wsl/lib", "/usr/local/nvidia/lib64"].map(PathBuf::from));
     } else {
         folders.extend(search.cuda_home.iter().map(|home| home.join("lib64")));
@@ -147,7 +148,7 @@ fn candidates(library: Library, search: &Search) -> Vec<PathBuf> {
         .collect()
 }
 
-/// `nvidia/*/lib`, in name order; newer layouts (`cu13`) first.
+/// `nvidia/*/lib` directories in name order; newer layouts (`cu13`) come first.
 fn package_folders(nvidia: &Path) -> Vec<PathBuf> {
     let Ok(entries) = std::fs::read_dir(nvidia) else {
         return Vec::new();
@@ -185,7 +186,7 @@ fn open(library: Library, place: &Path) -> Result<(), String> {
     let prefix = library.companions();
     if let (false, Some(folder)) = (prefix.is_empty(), place.parent()) {
         for companion in files_with_prefix(folder, prefix) {
-            // A companion that does not open shows itself when the library is used; not every version needs it.
+            // A companion that does not open causes an error when the library is used. Not every version needs it.
             let _unused_outcome = keep_open(&companion);
         }
     }
@@ -201,7 +202,7 @@ fn keep_open(place: &Path) -> Result<(), String> {
     Ok(())
 }
 
-/// What the dynamic linker said, without the name that the report shows anyway.
+/// Error of the dynamic linker, without the name, which the report shows anyway.
 fn reason(error: &libloading::Error) -> String {
     match std::error::Error::source(error) {
         Some(cause) => cause.to_string(),
@@ -222,7 +223,7 @@ fn files_with_prefix(folder: &Path, prefix: &str) -> Vec<PathBuf> {
         .collect()
 }
 
-/// The file behind an opened name, from the process's own memory map.
+/// Path of the file behind an opened name, from the process's memory map.
 fn loaded_path(place: &Path) -> Option<PathBuf> {
     let name = place.file_name()?.to_str()?;
     let stem = name.split(".so").next()?;

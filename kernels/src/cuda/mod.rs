@@ -6,11 +6,11 @@
 //! | what is compiled | [`module`]: families, defines, source text; [`nvrtc`]: the compiler |
 //! | machine code for a GPU | [`image`]: disk cache, compiler, built-in PTX |
 //! | a GPU: memory, streams, launches | [`gpu`] |
-//! | works that are queued as one | [`graph`], [`backend::graphs`] |
-//! | what is executed | [`launch`]: a grid with its arguments, as a value |
-//! | pinned and shared memory, time | [`transfer`] |
-//! | copies beside the work | `copies.rs` |
-//! | what a GPU did when | `timeline.rs` |
+//! | CUDA graphs of commands | [`graph`], [`backend::graphs`] |
+//! | one kernel launch as a value: grid and arguments | [`launch`] |
+//! | pinned and shared memory, timing | [`transfer`] |
+//! | copies that overlap with computation | `copies.rs` |
+//! | timeline of a GPU | `timeline.rs` |
 //! | NVIDIA's own products and collectives | [`matmul`], [`nccl`] |
 //! | operations as launches | [`ops`] |
 //! | all of it as a [`Backend`](crate::Backend) | [`backend`] |

@@ -1,13 +1,13 @@
-//! What is compiled: one source file with the defines that choose its types and sizes.
+//! Unit of compilation: one source file with the defines that choose its types and sizes.
 
 use crate::DType;
 
-/// The instructions kernels use, as inline PTX.
+/// Wrappers of the PTX instructions that kernels use.
 pub const PRIMITIVES: &str = include_str!("source/primitives.cuh");
-/// What all families share.
+/// Common declarations of all families.
 pub const PRELUDE: &str = include_str!("source/prelude.cuh");
 
-/// The text of a family that rounds stochastically.
+/// Source text of a family that rounds stochastically.
 macro_rules! rounding {
     ($path:literal) => {
         concat!(
@@ -18,27 +18,27 @@ macro_rules! rounding {
     };
 }
 
-/// A source file of kernels.
+/// Kernel family: one CUDA source file.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 #[non_exhaustive]
 pub enum Family {
     /// Casts between float dtypes.
     Cast,
-    /// Every primitive on its own.
+    /// Every primitive on its own, for tests.
     PrimitivesCheck,
     /// `AdamW` steps.
     AdamW,
-    /// Sums of gradients in bf16.
+    /// Gradient accumulation in bf16.
     Accumulate,
-    /// The norm of gradients.
+    /// Gradient norm.
     GradNorm,
     /// RMS norm and layer norm.
     Norm,
     /// Attention on tensor cores.
     Attention,
-    /// Attention of any dtype and head dim.
+    /// Attention without tensor cores, for any dtype and head dim.
     AttentionPlain,
-    /// Matrix products on tensor cores, linear layers with adapters.
+    /// Matrix products on tensor cores, and LoRA layers.
     LoraLinear,
     /// Two products of an adapter's backward in one pass.
     LoraGradients,
@@ -46,9 +46,9 @@ pub enum Family {
     LinearParts,
     /// Matrix products in f32.
     MatmulPlain,
-    /// Elements, dropout, rotary positions.
+    /// Elementwise operations, dropout, rotary position embedding.
     Pointwise,
-    /// Rows moved as they are.
+    /// Rows moved without arithmetic.
     Rows,
     /// Sums over rows.
     RowSums,
@@ -57,7 +57,7 @@ pub enum Family {
 }
 
 impl Family {
-    /// Every family.
+    /// All families.
     pub const ALL: [Self; 16] = [
         Self::Cast,
         Self::PrimitivesCheck,
@@ -77,7 +77,7 @@ impl Family {
         Self::Loss,
     ];
 
-    /// Its file's stem.
+    /// File name without extension.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -100,7 +100,7 @@ impl Family {
         }
     }
 
-    /// Its text.
+    /// Source text.
     #[must_use]
     pub const fn text(self) -> &'static str {
         match self {
@@ -123,8 +123,8 @@ impl Family {
         }
     }
 
-    /// The modules that this crate launches, which are listed in the resource table and kept as PTX. Only attention
-    /// with a head dim that none of the supported models has is compiled when it is asked for.
+    /// Modules that this crate launches. They are listed in the resource table and built in as PTX. Attention with a
+    /// head dim that no supported model has is compiled on demand.
     #[must_use]
     pub fn modules(self) -> Vec<Module> {
         match self {
@@ -148,7 +148,7 @@ impl Family {
     }
 }
 
-/// The number that stands for a dtype in a define.
+/// Number that stands for a dtype in a define.
 #[must_use]
 pub const fn element_type(dtype: DType) -> Option<u32> {
     match dtype {
@@ -159,7 +159,7 @@ pub const fn element_type(dtype: DType) -> Option<u32> {
     }
 }
 
-/// A family of this crate, or text from elsewhere.
+/// Family of this crate, or source text of another crate.
 #[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 enum AnyFamily {
     Own(Family),
@@ -182,7 +182,7 @@ impl AnyFamily {
     }
 }
 
-/// A family with its choices: the unit of compilation.
+/// Family with its defines: the unit of compilation.
 #[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub struct Module {
     family: AnyFamily,
@@ -191,7 +191,7 @@ pub struct Module {
 }
 
 impl Module {
-    /// The module of `family` with these defines, which holds these kernels.
+    /// Module of `family` with these defines and kernels.
     #[must_use]
     pub fn new(
         family: Family,
@@ -205,7 +205,7 @@ impl Module {
         }
     }
 
-    /// A module whose text is not of this crate, written on the same primitives.
+    /// Module of source text from another crate, which uses the same primitives.
     #[must_use]
     pub fn foreign(
         name: &'static str,
@@ -220,7 +220,7 @@ impl Module {
         }
     }
 
-    /// Its family, unless the text is foreign.
+    /// The family, unless the source text is foreign.
     #[must_use]
     pub const fn family(&self) -> Option<Family> {
         match self.family {
@@ -229,13 +229,13 @@ impl Module {
         }
     }
 
-    /// The names of its kernels.
+    /// Names of its kernels.
     #[must_use]
     pub const fn kernels(&self) -> &'static [&'static str] {
         self.kernels
     }
 
-    /// A file name without its extension: `cast-from0-to1`.
+    /// File name without extension, e.g. `cast-from0-to1`.
     #[must_use]
     pub fn name(&self) -> String {
         let choices = self.defines.iter();
@@ -243,7 +243,7 @@ impl Module {
         choices.fold(self.family.name().to_owned(), |name, choice| name + &choice)
     }
 
-    /// The defines and the family's text, without primitives and prelude.
+    /// Defines and source text, without primitives and prelude.
     #[must_use]
     pub fn body(&self) -> String {
         let defines = self.defines.iter();
@@ -251,7 +251,7 @@ impl Module {
         defines.collect::<String>() + self.family.text()
     }
 
-    /// The whole translation unit for NVRTC.
+    /// Complete translation unit for NVRTC.
     #[must_use]
     pub fn source(&self) -> String {
         format!("{PRIMITIVES}\n{PRELUDE}\n{}", self.body())

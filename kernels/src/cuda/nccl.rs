@@ -1,4 +1,4 @@
-//! NCCL through a binding of our own: found by full path, nothing panics, operations may work in place.
+//! Own binding to NCCL. The library is found by full path, nothing panics, and operations may work in place.
 #![expect(unsafe_code, reason = "calls into NCCL")]
 
 use std::ffi::{CStr, c_char, c_int, c_void};
@@ -15,7 +15,7 @@ use super::error::{CudaError, DriverResult, Result};
 use super::launch::Address;
 use super::library::{Library, Search, find};
 
-/// Length of the name under which ranks find each other.
+/// Bytes of the unique id with which ranks find each other.
 pub const UNIQUE_ID_BYTES: usize = 128;
 
 #[repr(C)]
@@ -28,7 +28,7 @@ type Status = c_int;
 /// Element types of collectives (`ncclDataType_t`).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Kind {
-    /// Bytes: gathers and broadcasts of any type.
+    /// Bytes, for gathers and broadcasts of any type.
     U8 = 1,
     /// `half`.
     F16 = 6,
@@ -38,7 +38,7 @@ pub enum Kind {
     Bf16 = 9,
 }
 
-/// The functions that are used, taken from the library once.
+/// NCCL's functions, looked up in the library once.
 #[derive(Debug)]
 pub struct Nccl {
     get_version: unsafe extern "C" fn(*mut c_int) -> Status,
@@ -74,7 +74,7 @@ pub struct Nccl {
         RawCommunicator,
         *mut c_void,
     ) -> Status,
-    /// Keeps the functions' code in memory.
+    /// Keeps the library loaded.
     _library: Handle,
 }
 
@@ -100,7 +100,7 @@ impl Nccl {
     }
 
     pub(super) fn from_file(path: &Path) -> std::result::Result<Self, libloading::Error> {
-        // SAFETY: the library was opened before from the same path; its initialisers have run.
+        // SAFETY: the library was opened before from the same path, so its initializers have run.
         let library = unsafe { Handle::new(path) }?;
         // SAFETY: names and signatures are those of nccl.h, stable since version 2.2.
         unsafe {
@@ -124,7 +124,7 @@ impl Nccl {
         if status == 0 {
             return Ok(());
         }
-        // SAFETY: the function returns a static text for every number.
+        // SAFETY: the function returns a static string for every number.
         let text = unsafe { CStr::from_ptr((self.error_text)(status)) };
         let code = text.to_string_lossy().into_owned();
         Err(CudaError::Driver {
@@ -133,7 +133,7 @@ impl Nccl {
         })
     }
 
-    /// For example `2.28.9`.
+    /// Version, e.g. `2.28.9`.
     ///
     /// # Errors
     /// When the library does not answer.
@@ -141,7 +141,7 @@ impl Nccl {
         let mut code = 0;
         // SAFETY: the pointer is valid.
         self.check("version", unsafe { (self.get_version)(&raw mut code) })?;
-        // 2.9 changed the coding from XYZZ to XYYZZ.
+        // Version 2.9 changed the encoding from XYZZ to XYYZZ.
         let (major, minor) = match code {
             ..10_000 => (code / 1000, code % 1000 / 100),
             _ => (code / 10_000, code % 10_000 / 100),
@@ -149,7 +149,7 @@ impl Nccl {
         Ok(format!("{major}.{minor}.{}", code % 100))
     }
 
-    /// A fresh name, to be given to every rank. Needs no GPU.
+    /// New unique id, to be given to every rank. Needs no GPU.
     ///
     /// # Errors
     /// When no network interface can be used.
@@ -160,11 +160,11 @@ impl Nccl {
         Ok(id.0)
     }
 
-    /// Joins the ranks that use the same name; returns when all `world` have come. Operations will run on `stream`.
+    /// Joins the communicator `id` and returns after all `world` ranks joined. Operations run on `stream`.
     ///
     /// # Errors
-    /// When the ranks do not reach each other, or two of them use one GPU (NCCL refuses that);
-    /// [`CudaError::NotJoined`] when `deadline` has passed.
+    /// When the ranks do not reach each other, or two ranks use one GPU, which NCCL refuses. [`CudaError::NotJoined`]
+    /// after `deadline`.
     pub fn join(
         self: &Arc<Self>,
         stream: &Arc<CudaStream>,
@@ -188,12 +188,12 @@ impl Nccl {
         })
     }
 
-    /// Takes the place `rank` among the `world` ranks that use the same name, on a thread of its own: the library waits
-    /// for ranks without end. After `deadline` that thread is left to itself; should the ranks come even then, it leaves
-    /// them again. `bind` makes the GPU's context current on it; what it returns keeps the context until then.
+    /// Joins the communicator `id` as `rank` of `world`, on a separate thread, because NCCL waits for ranks without a
+    /// limit. After `deadline` that thread is abandoned; if the ranks come later, it leaves the communicator again.
+    /// `bind` makes the GPU's context current on the thread, and its result keeps the context alive.
     ///
     /// # Errors
-    /// As [`Nccl::join`], and what `bind` reports.
+    /// As [`Nccl::join`], and errors of `bind`.
     pub fn meet<G>(
         self: &Arc<Self>,
         id: [u8; UNIQUE_ID_BYTES],
@@ -209,7 +209,7 @@ impl Nccl {
                 Ok(held) => (nccl.init(id, rank, world, deadline), Some(held)),
                 Err(error) => (Err(error), None),
             };
-            // What nobody waits for any more is dropped, and with it the place.
+            // If nobody receives the result any more, it is dropped, which leaves the communicator.
             drop(sender.send(joined));
         };
         let failed = |code: String| CudaError::Driver {
@@ -230,7 +230,7 @@ impl Nccl {
             })
     }
 
-    /// Returns when all ranks have come.
+    /// Joins the communicator. Returns after all ranks joined.
     fn init(
         self: Arc<Self>,
         id: [u8; UNIQUE_ID_BYTES],
@@ -239,7 +239,7 @@ impl Nccl {
         deadline: Duration,
     ) -> Result<Member> {
         let mut raw = std::ptr::null_mut();
-        // SAFETY: the caller has made a GPU's context current; the handle is written on success.
+        // SAFETY: the caller made a GPU's context current; the handle is written on success.
         let status =
             unsafe { (self.init_rank)(&raw mut raw, world as c_int, UniqueId(id), rank as c_int) };
         self.check("joining the ranks", status)?;
@@ -249,7 +249,7 @@ impl Nccl {
             state: Mutex::default(),
             changed: Condvar::new(),
         });
-        // Without it, dropping `place` leaves the group.
+        // If this fails, dropping `place` leaves the communicator.
         let watch = Watch::over(place.clone(), deadline)?;
         Ok(Member {
             place,
@@ -259,7 +259,7 @@ impl Nccl {
     }
 }
 
-/// A communicator, left once.
+/// Communicator handle that is destroyed exactly once.
 #[derive(Debug)]
 struct Place {
     nccl: Arc<Nccl>,
@@ -270,16 +270,16 @@ struct Place {
 
 #[derive(Debug, Default)]
 struct PlaceState {
-    /// When the call began that has not returned yet.
+    /// Start of the call that has not returned yet.
     called: Option<Instant>,
-    /// The communicator is not used again.
+    /// Whether the communicator is destroyed and must not be used.
     left: bool,
-    /// Nobody calls any more.
+    /// Whether no more calls will come.
     closed: bool,
 }
 
-// SAFETY: NCCL asks for one call at a time, which the one owner of a place keeps to; only to abort may another thread come
-// beside it.
+// SAFETY: NCCL allows one call at a time, which the single owner of a place ensures. Only `abort` may run on another
+// thread at the same time.
 unsafe impl Send for Place {}
 // SAFETY: as above.
 unsafe impl Sync for Place {}
@@ -296,7 +296,8 @@ impl Place {
         }
     }
 
-    /// What a call of the library says, which may wait for other ranks: the first operations of a group connect them.
+    /// Runs a call of the library and checks its status. The call may wait for other ranks, because the first
+    /// operations of a communicator connect them.
     fn call(&self, name: &str, run: impl FnOnce(RawCommunicator) -> Status) -> Result<()> {
         let ended = || CudaError::Driver {
             call: format!("NCCL {name}"),
@@ -331,7 +332,7 @@ impl Drop for Place {
     }
 }
 
-/// A thread that leaves the group for a call which takes too long: the call then returns.
+/// Watchdog thread: aborts the communicator if a call takes too long, so that the call returns.
 #[derive(Debug)]
 struct Watch {
     place: Arc<Place>,
@@ -352,7 +353,7 @@ impl Watch {
                         .changed
                         .wait(state)
                         .unwrap_or_else(PoisonError::into_inner),
-                    // Its caller waits for this lock, so it is still the same call.
+                    // The caller needs this lock to finish, so it is still the same call.
                     Some(Duration::ZERO) => {
                         watched.abort(&mut state);
                         return;
@@ -381,13 +382,13 @@ impl Drop for Watch {
         self.place.lock().closed = true;
         self.place.changed.notify_all();
         if let Some(thread) = self.thread.take() {
-            // It does nothing that panics.
+            // The thread runs nothing that panics.
             drop(thread.join());
         }
     }
 }
 
-/// A rank's place in a group, which it leaves when this is dropped.
+/// Membership of one rank in a communicator. Dropping it leaves the communicator.
 #[derive(Debug)]
 pub struct Member {
     place: Arc<Place>,
@@ -396,13 +397,13 @@ pub struct Member {
 }
 
 impl Member {
-    /// As [`Communicator::all_gather`], on the stream with this handle.
+    /// As [`Communicator::all_gather`], on the given stream.
     ///
     /// # Safety
-    /// As there; the stream is the GPU's whose context was current when the rank joined.
+    /// As there. The stream belongs to the GPU whose context was current when the rank joined.
     ///
     /// # Errors
-    /// What NCCL reports, or that its call did not return within the deadline under which the rank joined.
+    /// Errors of NCCL, and when the call does not return within the deadline of the join.
     pub unsafe fn all_gather(
         &self,
         (from, to): (Address, Address),
@@ -464,7 +465,7 @@ impl Member {
     }
 }
 
-/// One rank's part in a group. Every rank issues the same operations in the same order.
+/// One rank's communicator and stream. Every rank must issue the same operations in the same order.
 #[derive(Debug)]
 pub struct Communicator {
     member: Member,
@@ -472,7 +473,7 @@ pub struct Communicator {
 }
 
 impl Communicator {
-    /// This rank.
+    /// Number of this rank.
     #[must_use]
     pub const fn rank(&self) -> u32 {
         self.member.rank
@@ -482,15 +483,15 @@ impl Communicator {
         self.stream.cu_stream().cast()
     }
 
-    /// Queues: `n` elements of every rank, one rank behind the other, into `to`. In place when `from` is this
+    /// Queues an all-gather: `n` elements of every rank, in rank order, into `to`. It is in place when `from` is this
     /// rank's part of `to`.
     ///
     /// # Safety
-    /// `from` must hold `n` elements and `to` `world * n`, in memory of this GPU that lives until the stream has
-    /// passed the operation.
+    /// `from` must hold `n` elements and `to` `world * n` elements, in memory of this GPU that stays allocated until
+    /// the stream has passed the operation.
     ///
     /// # Errors
-    /// What NCCL reports.
+    /// Errors of NCCL.
     pub unsafe fn all_gather(
         &self,
         from: Address,
@@ -502,13 +503,13 @@ impl Communicator {
         unsafe { self.member.all_gather((from, to), n, kind, self.stream()) }
     }
 
-    /// Queues: the sum over ranks of `world * n` elements, of which this rank gets its `n`.
+    /// Queues a reduce-scatter: sums `world * n` elements over ranks, of which this rank gets its `n`.
     ///
     /// # Safety
-    /// `from` must hold `world * n` elements and `to` `n`, as for [`Communicator::all_gather`].
+    /// `from` must hold `world * n` elements and `to` `n` elements, as for [`Communicator::all_gather`].
     ///
     /// # Errors
-    /// What NCCL reports.
+    /// Errors of NCCL.
     pub unsafe fn reduce_scatter(
         &self,
         from: Address,
@@ -523,13 +524,13 @@ impl Communicator {
         }
     }
 
-    /// Queues: the sum over ranks of `n` elements, on every rank.
+    /// Queues an all-reduce: sums `n` elements over ranks, on every rank.
     ///
     /// # Safety
     /// Both must hold `n` elements, as for [`Communicator::all_gather`].
     ///
     /// # Errors
-    /// What NCCL reports.
+    /// Errors of NCCL.
     pub unsafe fn all_reduce(
         &self,
         from: Address,
@@ -541,18 +542,18 @@ impl Communicator {
         unsafe { self.member.all_reduce((from, to), n, kind, self.stream()) }
     }
 
-    /// An error that happened after an operation was queued.
+    /// Checks for errors of operations that were queued before.
     ///
     /// # Errors
-    /// That error.
+    /// The first such error.
     pub fn check(&self) -> Result<()> {
         self.member.check()
     }
 
-    /// Waits for queued operations and leaves the group.
+    /// Waits for queued operations and leaves the communicator.
     ///
     /// # Errors
-    /// What went wrong meanwhile.
+    /// Errors of operations that were queued before.
     pub fn finish(self) -> Result<()> {
         let done = self.stream.synchronize();
         done.during("waiting for the GPU")?;

@@ -1,4 +1,4 @@
-//! Compiling modules at run time, with the resources that every kernel takes.
+//! Compilation of modules at run time with NVRTC, and the resources that each kernel uses.
 #![expect(unsafe_code, reason = "calls into NVRTC, which was found before")]
 
 use std::ffi::{CStr, CString, c_char};
@@ -9,7 +9,7 @@ use super::error::{CudaError, Result};
 use super::library::{Library, Search, find};
 use super::module::Module;
 
-/// The version of the loaded NVRTC; `None` when none is loaded.
+/// Version of the loaded NVRTC. `None` if none is loaded.
 #[must_use]
 pub fn version() -> Option<(u32, u32)> {
     let (mut major, mut minor) = (0, 0);
@@ -23,18 +23,18 @@ pub fn version() -> Option<(u32, u32)> {
     .then_some((major.unsigned_abs(), minor.unsigned_abs()))
 }
 
-/// What one kernel takes on one architecture, from the assembler's report.
+/// Resources of one kernel on one architecture, from the assembler's report.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Resources {
-    /// The kernel's name.
+    /// Name of the kernel.
     pub kernel: String,
-    /// Registers of a thread.
+    /// Registers per thread.
     pub registers: u32,
-    /// Bytes of stack: arrays that are not in registers.
+    /// Bytes of stack per thread, for arrays that are not in registers.
     pub stack_bytes: u32,
-    /// Bytes of registers stored to memory and loaded again.
+    /// Bytes of spilled registers, stores plus loads.
     pub spill_bytes: u32,
-    /// Shared memory known to the compiler; dynamic shared memory is the launch's.
+    /// Static shared memory in bytes. Dynamic shared memory is set by the launch.
     pub shared_bytes: u32,
 }
 
@@ -43,9 +43,9 @@ pub struct Resources {
 pub struct Compiled {
     /// Machine code for one architecture.
     pub cubin: Vec<u8>,
-    /// The intermediate form, which newer GPUs can be served from.
+    /// PTX, which the driver can translate for newer GPUs.
     pub ptx: String,
-    /// What the compiler and the assembler said.
+    /// Output of compiler and assembler.
     pub log: String,
 }
 
@@ -55,7 +55,7 @@ pub struct Compiler {
     version: (u32, u32),
 }
 
-/// The language and the reports; arithmetic follows the source (`*_rn`), so nothing is relaxed here.
+/// Compiler options: language and reports. Arithmetic follows the source (`*_rn`), so no option relaxes it.
 const OPTIONS: [&str; 3] = [
     "-std=c++17",
     "--ptxas-options=-v",
@@ -78,13 +78,13 @@ impl Compiler {
         Ok(Self { version })
     }
 
-    /// Major and minor number.
+    /// Major and minor version.
     #[must_use]
     pub const fn version(self) -> (u32, u32) {
         self.version
     }
 
-    /// What, beside source and architecture, decides the machine code.
+    /// Everything besides source and architecture that determines the machine code.
     #[must_use]
     pub fn identity(self) -> String {
         format!(
@@ -95,18 +95,18 @@ impl Compiler {
         )
     }
 
-    /// Compiles a module for a real architecture such as `sm_86`.
+    /// Compiles a module for an architecture such as `sm_86`.
     ///
     /// # Errors
-    /// [`CudaError::Compile`] with the log.
+    /// [`CudaError::Compile`] with the compiler's output.
     pub fn compile(self, module: &Module, arch: &str) -> Result<Compiled> {
         self.compile_text(&module.name(), &module.source(), arch)
     }
 
-    /// As [`Compiler::compile`] for any translation unit.
+    /// Compiles any translation unit, as [`Compiler::compile`] does a module.
     ///
     /// # Errors
-    /// [`CudaError::Compile`] with the log.
+    /// [`CudaError::Compile`] with the compiler's output.
     pub fn compile_text(self, name: &str, source: &str, arch: &str) -> Result<Compiled> {
         let failed = |log: String| CudaError::Compile {
             module: name.to_owned(),
@@ -141,7 +141,7 @@ impl Compiler {
 type SizeCall = unsafe fn(sys::nvrtcProgram, *mut usize) -> sys::nvrtcResult;
 type ReadCall = unsafe fn(sys::nvrtcProgram, *mut c_char) -> sys::nvrtcResult;
 
-/// A program that is destroyed at the end of its scope.
+/// NVRTC program, destroyed on drop.
 struct Program(sys::nvrtcProgram);
 
 impl Program {
@@ -177,7 +177,7 @@ impl Drop for Program {
 }
 
 impl Compiled {
-    /// The resources of every kernel, as the assembler reports them.
+    /// Resources of every kernel, as the assembler reports them.
     #[must_use]
     pub fn resources(&self) -> Vec<Resources> {
         let mut all: Vec<Resources> = Vec::new();
@@ -204,7 +204,7 @@ impl Compiled {
         all
     }
 
-    /// Warnings that mean lost speed: spills, and the assembler's C75xx family (serialised matrix instructions).
+    /// Warnings of lost speed: spills, and the assembler's C75xx messages (serialized matrix instructions).
     #[must_use]
     pub fn warnings(&self) -> Vec<&str> {
         let suspicious = |line: &&str| line.contains("warning") || line.contains("C75");

@@ -1,4 +1,4 @@
-//! A GPU among those of other processes: memory and events that the driver shares between them (CUDA IPC).
+//! Memory and events of one GPU that the driver shares between processes (CUDA IPC).
 #![expect(unsafe_code, reason = "calls into the driver through an opened GPU")]
 
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -17,13 +17,13 @@ use super::transfer::HANDLE_BYTES;
 use crate::peers::Lane;
 use crate::timeline::DeviceLane;
 
-/// Marks of a lane that are kept. Ranks exchange messages between marks, so that few are ever waited for.
+/// Events per queue, used in turn. Ranks exchange messages between marks, so only a few marks are ever waited for.
 const MARKS: usize = 64;
-/// An event without a clock that other processes may wait for.
+/// Flags of an event without timing that other processes can wait for.
 const SHARED: u32 =
     CUevent_flags::CU_EVENT_DISABLE_TIMING as u32 | CUevent_flags::CU_EVENT_INTERPROCESS as u32;
 
-/// An event, of this process or opened from another.
+/// Event created by this process or opened from another one.
 #[derive(Debug)]
 struct Event {
     context: Arc<CudaContext>,
@@ -63,7 +63,7 @@ impl Event {
         let mut handle = sys::CUipcEventHandle {
             reserved: [0; HANDLE_BYTES],
         };
-        // SAFETY: the event was created for other processes and is alive.
+        // SAFETY: the event was created with the interprocess flag and is alive.
         unsafe { sys::cuIpcGetEventHandle(&raw mut handle, self.raw) }
             .result()
             .during("naming an event for another process")?;
@@ -74,32 +74,32 @@ impl Event {
 impl Drop for Event {
     fn drop(&mut self) {
         if self.context.bind_to_thread().is_ok() {
-            // SAFETY: made above, destroyed once. A failing driver leaves nothing to do.
+            // SAFETY: created above, destroyed once. A failing driver leaves nothing to do.
             let _unused_outcome = unsafe { result::event::destroy(self.raw) };
         }
     }
 }
 
-/// The events of one lane, used in turn.
+/// Events of one queue, used in turn.
 type Marks = Vec<Event>;
 
-/// What this process shows of its GPU, and what it sees of the others'.
+/// Events that this process shares, and other ranks' GPUs that it opened.
 #[derive(Debug)]
 pub(super) struct Peers {
     marks: [Marks; 2],
     counts: [AtomicU64; 2],
-    /// By rank; none for this process.
+    /// Opened GPUs by rank; `None` for this process.
     members: Mutex<Vec<Option<Arc<Member>>>>,
 }
 
-/// Another rank's GPU as this process reaches it.
+/// Another rank's GPU, opened by this process.
 #[derive(Debug)]
 struct Member {
     memory: Mapped,
     marks: [Marks; 2],
 }
 
-/// Memory of another process.
+/// Mapped memory of another process.
 #[derive(Debug)]
 struct Mapped {
     context: Arc<CudaContext>,
@@ -153,7 +153,7 @@ impl Gpu {
         Ok(())
     }
 
-    /// Queues what comes from other ranks.
+    /// Queues work on the communication stream.
     pub(super) fn communicate(
         &self,
         queue: impl FnOnce(sys::CUstream) -> Result<()>,

@@ -1,4 +1,4 @@
-//! What this machine has for CUDA. Never panics, never fails: what is missing is part of the answer.
+//! Probe of this machine's CUDA support. It never panics or fails: what is missing is part of the result.
 #![expect(unsafe_code, reason = "calls into the driver, which was found before")]
 
 use std::ffi::{CStr, c_char};
@@ -9,54 +9,54 @@ use cudarc::driver::sys::{self, CUdevice_attribute as Attribute};
 
 use super::library::{Found, Library, Search, find};
 
-/// The oldest CUDA version whose driver has every function that is called.
+/// Oldest CUDA version whose driver has every function used here.
 pub const MINIMUM_DRIVER: (u32, u32) = (12, 8);
-/// The same as drivers are numbered.
+/// The same minimum as a driver version.
 pub const MINIMUM_DRIVER_TEXT: &str = "570 (CUDA 12.8)";
 
-/// A GPU as the driver describes it, without opening it.
+/// The driver's description of a GPU, without opening it.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct DeviceFacts {
-    /// Its number in this process.
+    /// Ordinal in this process.
     pub ordinal: u32,
-    /// For example `NVIDIA GeForce RTX 3090`.
+    /// Name, e.g. `NVIDIA GeForce RTX 3090`.
     pub name: String,
-    /// `GPU-…`, the same in every tool.
+    /// UUID (`GPU-…`), the same in all of NVIDIA's tools.
     pub uuid: String,
-    /// `0000:01:00.0`.
+    /// PCI bus id, e.g. `0000:01:00.0`.
     pub pci_bus_id: String,
-    /// 8.6 is `(8, 6)`.
+    /// Major and minor compute capability, e.g. `(8, 6)`.
     pub compute_capability: (u32, u32),
-    /// All of its memory.
+    /// Total memory in bytes.
     pub memory_bytes: u64,
     /// Streaming multiprocessors.
     pub multiprocessors: u32,
-    /// Ordinals of the GPUs whose memory it can address.
+    /// Ordinals of the GPUs to whose memory it has peer access.
     pub peers: Vec<u32>,
 }
 
-/// The answer of [`probe`].
+/// Result of [`probe`].
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Probe {
-    /// The CUDA version that the driver supports.
+    /// CUDA version that the driver supports.
     pub driver_version: Option<(u32, u32)>,
-    /// Every library with the places tried.
+    /// Search result of every library.
     pub libraries: Vec<Found>,
-    /// GPUs that this process may use.
+    /// GPUs visible to this process.
     pub devices: Vec<DeviceFacts>,
-    /// Why there is no usable GPU, with the next step.
+    /// Why no GPU is usable, with the next step.
     pub problem: Option<String>,
 }
 
 impl Probe {
-    /// The search for one library.
+    /// Search result of one library.
     #[must_use]
     pub fn library(&self, library: Library) -> Option<&Found> {
         self.libraries.iter().find(|found| found.library == library)
     }
 }
 
-/// Looks for libraries and GPUs.
+/// Searches for libraries and GPUs.
 #[must_use]
 pub fn probe(search: &Search) -> Probe {
     let mut libraries: Vec<Found> = Library::ALL.map(|library| find(library, search)).into();
@@ -81,7 +81,7 @@ pub fn probe(search: &Search) -> Probe {
         );
         return answer;
     }
-    // The driver's loader panics when the library lacks a function, which an old driver may.
+    // The driver binding panics when the library lacks a function, which is possible with an old driver.
     let outcome = catch_unwind(AssertUnwindSafe(|| ask_driver(&mut answer)));
     answer.problem = match outcome {
         Ok(Ok(())) => too_old(answer.driver_version),
@@ -93,7 +93,7 @@ pub fn probe(search: &Search) -> Probe {
     answer
 }
 
-/// Why a driver is not used.
+/// Why a driver is too old, if it is.
 fn too_old(version: Option<(u32, u32)>) -> Option<String> {
     let (major, minor) = version.filter(|version| *version < MINIMUM_DRIVER)?;
     Some(format!(
@@ -128,7 +128,7 @@ fn ask_driver(answer: &mut Probe) -> Result<(), String> {
 
 fn driver_version() -> Option<(u32, u32)> {
     let mut version = 0;
-    // SAFETY: the driver's library is loaded; the call needs no initialisation.
+    // SAFETY: the driver's library is loaded; the call needs no initialization.
     unsafe { sys::cuDriverGetVersion(&raw mut version) }
         .result()
         .ok()?;

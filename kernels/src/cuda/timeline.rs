@@ -1,4 +1,4 @@
-//! Stretches of a GPU's time between events on its streams.
+//! Timeline of a GPU: spans between events on its streams.
 
 use super::error::{DriverResult, Result};
 use super::group::Group;
@@ -8,21 +8,21 @@ use cudarc::driver::{CudaEvent, CudaStream};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// What is measured since the last look.
+/// Recording since the last [`Timeline::take`].
 #[derive(Debug)]
 struct Measured {
-    /// A moment on both clocks.
+    /// One point in time on the GPU's and the host's clock.
     origin: (CudaEvent, Instant),
-    /// The label of the present work, and where it began.
+    /// Label of the current work and the event at its start.
     open: Option<(u32, CudaEvent)>,
     spans: Vec<Measure>,
 }
 
-/// A lane, a label, the moments between which it was busy, and what crossed the bus.
+/// Span: queue, label, start event, end event, bytes over the bus.
 type Measure = (DeviceLane, u32, CudaEvent, CudaEvent, u64);
 
 impl Measured {
-    /// Begins at the present moment: the stream is waited for, no longer than `group` allows.
+    /// Starts a recording now. Waits for the stream, at most for the deadline of `group`.
     fn begin(stream: &CudaStream, group: &Group) -> Result<Self> {
         let event = timed(stream)?;
         group.wait(&event)?;
@@ -34,7 +34,7 @@ impl Measured {
     }
 }
 
-/// The timeline of one GPU; measures nothing until it is started.
+/// Timeline of one GPU. It records nothing until it is started.
 #[derive(Debug, Default)]
 pub(super) struct Timeline(Mutex<Option<Measured>>);
 
@@ -45,11 +45,11 @@ fn timed(stream: &CudaStream) -> Result<CudaEvent> {
 
 impl Timeline {
     fn lock(&self) -> std::sync::MutexGuard<'_, Option<Measured>> {
-        // Every statement leaves a state that is right.
+        // Every statement leaves a valid state, so a poisoned lock is harmless.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Starts to measure, or stops and forgets.
+    /// Starts recording, or stops and drops the recording.
     pub(super) fn measure(&self, on: bool, stream: &CudaStream, group: &Group) -> Result<()> {
         let mut measured = self.lock();
         match (on, measured.is_some()) {
@@ -60,13 +60,13 @@ impl Timeline {
         Ok(())
     }
 
-    /// The present moment of a stream, where it is measured.
+    /// Event at the current end of a stream, if recording is on.
     pub(super) fn stamp(&self, stream: &CudaStream) -> Result<Option<CudaEvent>> {
         let measures = self.lock().is_some();
         measures.then(|| timed(stream)).transpose()
     }
 
-    /// Notes what began at `start`, a stamp, and ends at the present moment of `stream`, with `bytes` over the bus.
+    /// Records a span from the event `start` to the current end of `stream`, with `bytes` over the bus.
     pub(super) fn end(
         &self,
         lane: DeviceLane,
@@ -80,7 +80,7 @@ impl Timeline {
         Ok(())
     }
 
-    /// What is queued from here on belongs to `label`.
+    /// Sets the label of work queued from here on.
     pub(super) fn label(&self, label: Option<u32>, stream: &CudaStream) -> Result<()> {
         if let Some(measured) = &mut *self.lock() {
             if let Some((label, start)) = measured.open.take() {
@@ -94,7 +94,8 @@ impl Timeline {
         Ok(())
     }
 
-    /// What was measured since the last call; waits for the GPU. Work that has not been ended goes on behind it.
+    /// Returns the spans recorded since the last call. Waits for the GPU. The span of the current label continues in
+    /// the next recording.
     pub(super) fn take(&self, stream: &CudaStream, group: &Group) -> Result<Vec<DeviceSpan>> {
         let mut guard = self.lock();
         let Some(measured) = &mut *guard else {
@@ -104,7 +105,7 @@ impl Timeline {
         let done = std::mem::replace(measured, next);
         measured.open = done.open;
         let (event, at) = done.origin;
-        // Other streams may be behind this one, and may wait for ranks that are gone.
+        // Other streams may lag behind this one and may wait for dead ranks.
         let since = |from: &CudaEvent, to: &CudaEvent| -> Result<Duration> {
             group.wait(from)?;
             group.wait(to)?;

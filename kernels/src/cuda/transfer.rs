@@ -1,4 +1,4 @@
-//! Beyond one kernel after the other: pinned host memory, memory shared between processes, and time on the device.
+//! Pinned host memory, memory shared between processes, and timing on the device.
 #![expect(unsafe_code, reason = "calls into the driver through an opened GPU")]
 
 use std::sync::Arc;
@@ -10,12 +10,13 @@ use super::error::{DriverResult, Result};
 use super::gpu::{Gpu, Memory};
 use super::launch::Address;
 
-/// Length of a handle that names device memory to another process.
+/// Bytes of a handle that names device memory to another process.
 pub const HANDLE_BYTES: usize = 64;
-/// `CU_MEMHOSTALLOC_PORTABLE`: pinned for every context. Never write-combined, which makes reads crawl.
+/// `CU_MEMHOSTALLOC_PORTABLE`: pinned for every context. Write-combined memory is not used, because reading it is
+/// very slow.
 const PORTABLE: u32 = 1;
 
-/// Page-locked host memory: copies to and from it run at the full rate of the bus and beside kernels.
+/// Page-locked host memory. Copies to and from it run at the full bus rate and overlap with kernels.
 #[derive(Debug)]
 pub struct Pinned {
     context: Arc<CudaContext>,
@@ -23,9 +24,9 @@ pub struct Pinned {
     bytes: usize,
 }
 
-// SAFETY: plain memory; the pointer is owned by this value alone.
+// SAFETY: plain memory; only this value owns the pointer.
 unsafe impl Send for Pinned {}
-// SAFETY: shared access only reads.
+// SAFETY: shared access is read-only.
 unsafe impl Sync for Pinned {}
 
 impl Pinned {
@@ -61,7 +62,7 @@ pub struct Mapped {
 }
 
 impl Mapped {
-    /// Its first byte here.
+    /// Address of the first byte in this process.
     #[must_use]
     pub const fn address(&self) -> Address {
         Address(self.address)
@@ -77,15 +78,15 @@ impl Drop for Mapped {
     }
 }
 
-/// A point in the stream's time.
+/// Timing event on the compute stream.
 #[derive(Debug)]
 pub struct Mark(CudaEvent);
 
 impl Mark {
-    /// Milliseconds from this mark to a later one, waiting for the later one.
+    /// Milliseconds from this event to a later one. Waits for the later one.
     ///
     /// # Errors
-    /// When the driver fails, or a kernel queued before did.
+    /// When the driver fails, or a kernel queued before failed.
     pub fn milliseconds_to(&self, later: &Self) -> Result<f64> {
         let milliseconds = self.0.elapsed_ms(&later.0).during("reading a time")?;
         Ok(f64::from(milliseconds))
@@ -93,10 +94,10 @@ impl Mark {
 }
 
 impl Gpu {
-    /// Zeroed pinned memory.
+    /// Allocates zeroed pinned memory.
     ///
     /// # Errors
-    /// When the system has no room or forbids locking it.
+    /// When the operating system has too little memory or forbids locking it.
     pub fn pinned(&self, bytes: usize) -> Result<Pinned> {
         self.bind()?;
         // SAFETY: the size is not zero.
@@ -117,7 +118,7 @@ impl Gpu {
     /// Queues a copy from pinned memory to the device.
     ///
     /// # Safety
-    /// Both must live, and the host bytes stay unchanged, until the stream has passed the copy.
+    /// Both must live, and the host bytes must not change, until the stream has passed the copy.
     ///
     /// # Errors
     /// When the driver fails.
@@ -137,7 +138,7 @@ impl Gpu {
     /// Queues a copy from the device to pinned memory.
     ///
     /// # Safety
-    /// Both must live, and the host bytes stay untouched, until the stream has passed the copy.
+    /// Both must live, and nothing may access the host bytes, until the stream has passed the copy.
     ///
     /// # Errors
     /// When the driver fails.
@@ -153,10 +154,10 @@ impl Gpu {
             .during("copying from the GPU")
     }
 
-    /// Queues a copy inside the device (or from mapped memory of another process).
+    /// Queues a copy within the device, or from mapped memory of another process.
     ///
     /// # Safety
-    /// Both ranges must be device memory of that size and live until the stream has passed the copy.
+    /// Both ranges must be device memory of that size and stay allocated until the stream has passed the copy.
     ///
     /// # Errors
     /// When the driver fails.
@@ -167,10 +168,10 @@ impl Gpu {
             .during("copying on the GPU")
     }
 
-    /// A name for memory that [`Gpu::map`] of another process understands while this one keeps it.
+    /// Handle for [`Gpu::map`] in another process. It is valid while this process keeps the memory.
     ///
     /// # Errors
-    /// When the driver does not support it (some containers and virtual GPUs).
+    /// When the driver does not support sharing, as in some containers and virtual GPUs.
     pub fn export(&self, memory: &Memory) -> Result<[u8; HANDLE_BYTES]> {
         self.bind()?;
         let mut handle = sys::CUipcMemHandle {
@@ -186,7 +187,7 @@ impl Gpu {
     /// Maps memory that another process exported.
     ///
     /// # Errors
-    /// When the handle is this process's own, or its owner is gone.
+    /// When the handle comes from this process, or its owner has exited.
     pub fn map(&self, handle: [u8; HANDLE_BYTES]) -> Result<Mapped> {
         self.bind()?;
         let handle = sys::CUipcMemHandle {
@@ -204,7 +205,7 @@ impl Gpu {
         })
     }
 
-    /// Marks this place in the stream.
+    /// Records a timing event on the compute stream.
     ///
     /// # Errors
     /// When the driver fails.
@@ -216,7 +217,7 @@ impl Gpu {
             .during("marking a time")
     }
 
-    /// Whether an address is memory of a GPU.
+    /// Whether an address is in GPU memory.
     ///
     /// # Errors
     /// When the driver does not know the address.

@@ -1,8 +1,8 @@
-//! Accounted memory: every byte a tensor occupies is counted under a tag, against a capacity.
+//! Accounted memory: every byte of a tensor is counted under a tag, against a capacity.
 //!
-//! Freed memory stays with the pool and is reused, so that after warm-up no page is faulted in (a
-//! first touch costs two to four times an Adam step on the same bytes). Where a block lies depends
-//! on the order of blocks alone: a pool that only counts places them as one that holds bytes.
+//! The pool keeps freed memory and reuses it, so no page is faulted in after warm-up (a first touch costs two to four
+//! times an Adam step on the same bytes). The address of a block depends only on the order in which blocks come and
+//! go. So a pool of the meta device gets the same addresses as a pool with memory.
 
 mod places;
 mod script;
@@ -16,26 +16,26 @@ use segment::{LINE_BYTES, Segment};
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// What bytes are used for.
+/// Purpose of bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, PartialOrd, Ord)]
 pub enum Tag {
-    /// Weights a rank owns.
+    /// Shards of weights that a rank owns.
     Parameters,
-    /// Weights gathered for use.
+    /// Weights gathered for use (FSDP's unsharded parameters).
     Gathered,
-    /// Gradients, in flight or accumulated.
+    /// Gradients, in buckets or accumulated.
     Gradients,
-    /// Master weights and moments.
+    /// Master weights and optimizer state.
     Optimizer,
     /// Inputs and outputs of operations.
     Activations,
     /// Temporary buffers inside one operation.
     Workspace,
-    /// Communication windows.
+    /// Shared segments of communicators.
     Communication,
-    /// Keys and values of tokens that generation has seen.
+    /// Key/value cache of generation.
     Cache,
-    /// Of a plan only: room for batches whose blocks pack less well than those of the planned one.
+    /// In plans only: margin for batches whose blocks pack less densely than those of the planned batch.
     Margin,
 }
 
@@ -53,7 +53,7 @@ impl Tag {
         Self::Margin,
     ];
 
-    /// Lower-case name.
+    /// Name in lower case.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -76,44 +76,43 @@ impl std::fmt::Display for Tag {
     }
 }
 
-/// Bytes of one tag.
+/// Byte counters of one tag.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct TagBytes {
     /// In use now.
     pub in_use: u64,
-    /// Highest ever in use at once.
+    /// Maximum in use at one time.
     pub peak: u64,
-    /// In use when the total of all tags was highest: its share of [`PoolStats::peak`].
+    /// In use when the total over all tags was at its maximum: the tag's share of [`PoolStats::peak`].
     pub at_peak: u64,
 }
 
-/// A snapshot of a pool.
+/// Snapshot of a pool's counters.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct PoolStats {
     /// Bytes by tag, in the order of [`Tag::ALL`].
     pub by_tag: [TagBytes; 9],
     /// Bytes in use over all tags.
     pub in_use: u64,
-    /// Highest total ever in use at once.
+    /// Maximum of the total in use.
     pub peak: u64,
-    /// What the blocks of the pool occupy: the most they ever reached, since freed memory is kept
-    /// for reuse. Reservations of other memory are not part of it.
+    /// High-water mark of the range that the pool's blocks occupy. Freed memory counts, because the pool keeps it.
+    /// Bytes reserved with [`Pool::reserve`] do not count.
     pub touched: u64,
-    /// Most that ever existed at once: [`PoolStats::touched`] and what is reserved elsewhere. What
-    /// the capacity bounds.
+    /// Maximum of [`PoolStats::touched`] plus the bytes reserved elsewhere. The capacity bounds this number.
     pub held: u64,
-    /// Scripts that were left because the blocks were others than theirs.
+    /// Memory plans that were abandoned because a block differed from the planned one.
     pub strays: u64,
 }
 
 impl PoolStats {
-    /// Bytes of one tag.
+    /// Counters of one tag.
     #[must_use]
     pub fn tag(&self, tag: Tag) -> TagBytes {
         self.by_tag[tag as usize]
     }
 
-    /// Counts bytes taken; a new highest total remembers what it consists of.
+    /// Counts bytes taken. A new maximum of the total also records each tag's share.
     fn add(&mut self, tag: Tag, bytes: u64) {
         self.in_use += bytes;
         let of_tag = &mut self.by_tag[tag as usize];
@@ -128,12 +127,12 @@ impl PoolStats {
     }
 }
 
-/// One entry of the event log.
+/// Entry of the pool's event log.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct PoolEvent {
     /// Tag of the block.
     pub tag: Tag,
-    /// Positive when taken, negative when given back.
+    /// Positive when taken, negative when freed.
     pub bytes: i64,
     /// Total in use after the event.
     pub in_use: u64,
@@ -145,16 +144,16 @@ const EVENT_LOG: usize = 4096;
 struct Inner {
     stats: PoolStats,
     places: Places,
-    /// Bytes of places in use: the rest of `in_use` is reserved elsewhere.
+    /// Bytes of the pool's own blocks; the rest of `in_use` is reserved elsewhere.
     placed: u64,
-    /// By segment; none while a pool only counts.
+    /// Mapped memory per segment. Empty on the meta device.
     memory: Vec<Option<Arc<Segment>>>,
     events: VecDeque<PoolEvent>,
     recorder: Option<Recorder>,
     following: Option<Following>,
 }
 
-/// A script at work.
+/// Memory plan that the pool is following.
 struct Following {
     script: Arc<Script>,
     base: usize,
@@ -162,8 +161,8 @@ struct Following {
 }
 
 impl Inner {
-    /// Where the script has the next block, of `lines` lines. Blocks that are not as it says end it: the places of the
-    /// rest are found as without one.
+    /// Offset that the memory plan gives the next block, if the block has the planned size. A block that differs ends
+    /// the plan; later blocks are placed by best fit.
     fn scripted(&mut self, lines: usize) -> Option<usize> {
         let following = self.following.as_mut()?;
         let next = following.script.block(following.next);
@@ -179,7 +178,7 @@ impl Inner {
         start
     }
 
-    /// Bytes that exist for this pool: those of its blocks at their most, and those reserved elsewhere.
+    /// Bytes that exist for this pool: high-water mark of its blocks plus bytes reserved elsewhere.
     fn held(&self) -> u64 {
         self.stats.touched + self.stats.in_use - self.placed
     }
@@ -188,12 +187,12 @@ impl Inner {
 struct Shared {
     name: &'static str,
     capacity: Option<u64>,
-    /// Blocks lie in memory that somebody else holds.
+    /// Whether blocks are offsets in an arena that another object owns, e.g. GPU memory.
     arena: bool,
     inner: Mutex<Inner>,
 }
 
-/// An accounted pool of memory; clones share it.
+/// Accounted pool of memory. Clones share it.
 #[derive(Clone)]
 pub struct Pool(Arc<Shared>);
 
@@ -207,7 +206,7 @@ impl std::fmt::Debug for Pool {
 }
 
 impl Pool {
-    /// A pool called `name` in messages, refusing to exceed `capacity` bytes.
+    /// Pool with a name for messages and a capacity in bytes.
     #[must_use]
     pub fn new(name: &'static str, capacity: Option<u64>) -> Self {
         Self(Arc::new(Shared {
@@ -218,7 +217,7 @@ impl Pool {
         }))
     }
 
-    /// A pool whose blocks lie in one range of `bytes` bytes, which somebody else holds.
+    /// Pool of offsets in an arena of `bytes` bytes, which another object owns.
     #[cfg(feature = "cuda")]
     pub(crate) fn arena(name: &'static str, bytes: u64) -> Self {
         let lines = bytes as usize / LINE_BYTES;
@@ -233,24 +232,24 @@ impl Pool {
         }))
     }
 
-    /// The pool's name.
+    /// Name in messages.
     #[must_use]
     pub fn name(&self) -> &'static str {
         self.0.name
     }
 
-    /// The most bytes it gives out, if limited.
+    /// Capacity in bytes, if limited.
     #[must_use]
     pub fn capacity(&self) -> Option<u64> {
         self.0.capacity
     }
 
     fn lock(&self) -> MutexGuard<'_, Inner> {
-        // A panic elsewhere leaves only counters behind, which stay usable.
+        // A panic in another thread leaves only counters behind, which stay usable.
         self.0.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Counts `bytes` that live outside the pool's own blocks (memory maps, communication windows).
+    /// Counts `bytes` outside the pool's own blocks (memory maps, shared segments).
     ///
     /// # Errors
     /// [`KernelError::OutOfMemory`] when the capacity would be exceeded.
@@ -268,7 +267,7 @@ impl Pool {
         })
     }
 
-    /// Refuses `asked` bytes for which `growth` more would have to exist.
+    /// Checks that `growth` more bytes stay within the capacity. `asked` is the size in the error.
     fn check(&self, inner: &Inner, asked: u64, growth: u64, tag: Tag) -> Result<()> {
         let capacity = self.0.capacity.unwrap_or(u64::MAX);
         if inner.held().saturating_add(growth) <= capacity {
@@ -284,7 +283,7 @@ impl Pool {
         })
     }
 
-    /// Gives a place to a block of at least `bytes` bytes without any memory behind it.
+    /// Allocates an offset for a block of at least `bytes` bytes, without memory.
     ///
     /// # Errors
     /// [`KernelError::OutOfMemory`] when the capacity would be exceeded.
@@ -297,7 +296,7 @@ impl Pool {
             Some(start) => Some(inner.places.growth_from(start, lines)),
             None => inner.places.growth(lines),
         };
-        // No place in one piece is as good as no room.
+        // No free range that is long enough counts as exceeding the capacity.
         let growth = growth.map_or(u64::MAX, |lines| (lines * LINE_BYTES) as u64);
         self.check(&inner, counted, growth, tag)?;
         let place = match scripted {
@@ -310,11 +309,11 @@ impl Pool {
         Ok(self.placed(inner, place, tag))
     }
 
-    /// As [`Pool::place`], at the upper end of the pool's one range, apart from the blocks of passes: for what outlives
-    /// them and may grow.
+    /// Allocates an offset at the upper end of the arena, away from the blocks of a pass. For blocks that outlive a
+    /// pass and may grow.
     ///
     /// # Errors
-    /// As there.
+    /// [`KernelError::OutOfMemory`] when the capacity would be exceeded.
     #[cfg(feature = "cuda")]
     pub(crate) fn place_apart(&self, bytes: usize, tag: Tag) -> Result<Placed> {
         let mut inner = self.lock();
@@ -344,22 +343,23 @@ impl Pool {
         }
     }
 
-    /// Notes from here on which blocks come and go, up to [`Pool::recorded`]. Only a device's pool does.
+    /// Starts recording which blocks come and go, until [`Pool::recorded`]. Pools of host memory do not record.
     pub fn record(&self) {
         let mut inner = self.lock();
         let base = inner.places.end();
         inner.recorder = self.0.arena.then(|| Recorder::new(base));
     }
 
-    /// Places for the blocks that were noted, packed with knowledge of their lives; none before [`Pool::record`].
+    /// Static memory plan for the recorded blocks, packed by their lifetimes. Empty without a preceding
+    /// [`Pool::record`].
     pub fn recorded(&self) -> Script {
         let recorder = self.lock().recorder.take();
         recorder.map(Recorder::script).unwrap_or_default()
     }
 
-    /// The next blocks get the places of `script`, from the end of what lies there now; with `None` they get the
-    /// best-fitting ones again. Blocks that are not those of the script end it ([`PoolStats::strays`]), and lie where
-    /// there is room.
+    /// Places the next blocks at the offsets of the memory plan `script`, counted from the current end of the used
+    /// range. `None` returns to best fit. A block that differs from the plan ends it (see [`PoolStats::strays`]);
+    /// that block and later ones are placed by best fit.
     pub fn follow(&self, script: Option<Arc<Script>>) {
         let mut inner = self.lock();
         let base = inner.places.end();
@@ -371,11 +371,11 @@ impl Pool {
         });
     }
 
-    /// Takes a block of at least `bytes` bytes with unspecified contents.
+    /// Allocates a block of at least `bytes` bytes with unspecified contents.
     ///
     /// # Errors
-    /// [`KernelError::OutOfMemory`] when the capacity would be exceeded or the system gives no more;
-    /// [`KernelError::Elsewhere`] of a device's pool, whose memory the host cannot write.
+    /// [`KernelError::OutOfMemory`] when the capacity would be exceeded or the operating system refuses memory.
+    /// [`KernelError::Elsewhere`] for a pool of device memory, which the host cannot write.
     pub fn take(&self, bytes: usize, tag: Tag) -> Result<Block> {
         if self.0.arena {
             return Err(KernelError::Elsewhere {
@@ -392,7 +392,7 @@ impl Pool {
         })
     }
 
-    /// The memory of a segment, mapped when a block needs it first.
+    /// Memory of a segment, mapped on first use.
     fn memory(&self, segment: usize, asked: &Reservation) -> Result<Arc<Segment>> {
         let mut inner = self.lock();
         if inner.memory.len() <= segment {
@@ -423,7 +423,7 @@ impl Pool {
         self.lock().stats.clone()
     }
 
-    /// Starts new high-water marks at the present use.
+    /// Resets all maxima to the current use.
     pub fn reset_peaks(&self) {
         let stats = &mut self.lock().stats;
         stats.peak = stats.in_use;
@@ -433,7 +433,7 @@ impl Pool {
         }
     }
 
-    /// The last events, oldest first.
+    /// The last events of the log, oldest first.
     #[must_use]
     pub fn events(&self) -> Vec<PoolEvent> {
         self.lock().events.iter().copied().collect()
@@ -455,7 +455,7 @@ fn breakdown(stats: &PoolStats) -> Vec<(Tag, u64)> {
         .collect()
 }
 
-/// Counted bytes; dropping it gives them back.
+/// Counted bytes. Dropping it subtracts them.
 #[derive(Debug)]
 pub struct Reservation {
     pool: Pool,
@@ -464,7 +464,7 @@ pub struct Reservation {
 }
 
 impl Reservation {
-    /// The bytes counted.
+    /// Number of bytes counted.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         self.bytes
@@ -480,7 +480,7 @@ impl Drop for Reservation {
     }
 }
 
-/// A place in a pool; dropping it gives it back.
+/// Allocated range of a pool. Dropping it frees the range.
 #[derive(Debug)]
 pub(crate) struct Placed {
     place: Place,
@@ -489,12 +489,12 @@ pub(crate) struct Placed {
 
 #[cfg(feature = "cuda")]
 impl Placed {
-    /// Bytes in front of it in the pool's one range.
+    /// Byte offset in the arena.
     pub(crate) fn offset(&self) -> u64 {
         (self.place.start * LINE_BYTES) as u64
     }
 
-    /// Its size, whole lines.
+    /// Size in bytes, a multiple of the line size.
     pub(crate) fn bytes(&self) -> u64 {
         self.counted.bytes
     }
@@ -511,7 +511,7 @@ impl Drop for Placed {
     }
 }
 
-/// Owned memory of a pool, 64-byte aligned.
+/// Owned memory of a pool, aligned to 64 bytes.
 #[derive(Debug)]
 pub struct Block {
     memory: Arc<Segment>,
@@ -524,14 +524,14 @@ pub struct Block {
     reason = "blocks are disjoint parts of one map, which the borrow checker cannot see"
 )]
 impl Block {
-    /// The bytes.
+    /// The bytes of the block.
     #[must_use]
     pub fn as_bytes(&self) -> &[u8] {
-        // SAFETY: no other block has this place until `placed` is dropped, and writing needs `&mut self`.
+        // SAFETY: no other block has this range until `placed` is dropped, and writing needs `&mut self`.
         unsafe { self.memory.bytes(self.placed.place, self.len) }
     }
 
-    /// The bytes, writable.
+    /// The bytes of the block, for writing.
     #[must_use]
     pub fn as_bytes_mut(&mut self) -> &mut [u8] {
         // SAFETY: as in `as_bytes`; `&mut self` excludes every other slice of this block.
@@ -585,7 +585,7 @@ mod tests {
         };
         let kept = pool.reserve(100, Tag::Gathered).unwrap();
         drop(pool.reserve(1000, Tag::Activations).unwrap());
-        // More workspace than there was at the peak, but a lower total.
+        // More workspace than at the peak, but a lower total.
         drop(pool.reserve(900, Tag::Workspace).unwrap());
         assert_eq!(shares(), [1000, 100, 0]);
         pool.reset_peaks();
@@ -612,7 +612,7 @@ mod tests {
             drop(pool.take(bytes, Tag::Workspace).unwrap());
         }
         assert_eq!(pool.stats().touched, 8192);
-        // The pool keeps what its blocks have touched.
+        // The pool keeps the memory that its blocks have touched.
         assert!(pool.reserve(1, Tag::Communication).is_err());
         assert!(pool.take(8193, Tag::Workspace).is_err());
     }
@@ -638,7 +638,7 @@ mod tests {
         assert_eq!(run(&real, true), run(&null, false));
     }
 
-    /// Sizes of blocks, and how many later each is given back.
+    /// Sizes of blocks, and after how many later blocks each is freed.
     const RUN: [(usize, usize); 7] = [
         (640, 2),
         (6400, 6),
@@ -680,7 +680,7 @@ mod tests {
             starts.unwrap()
         };
         let first = follow();
-        // Other blocks in between, placed without a script.
+        // Other blocks in between, placed without a memory plan.
         run(&exact, &RUN[..4]).unwrap();
         assert_eq!(follow(), first);
         let stats = exact.stats();
@@ -699,7 +699,7 @@ mod tests {
         other[2].0 += 64;
         run(&pool, &other).unwrap();
         assert_eq!(pool.stats().strays, 1);
-        // A script lies behind what is there; beyond its end blocks are placed as without one.
+        // A memory plan starts after the blocks that exist. Blocks after its end are placed without one.
         pool.follow(Some(script));
         run(&pool, &RUN).unwrap();
         assert_eq!(pool.stats().strays, 1);

@@ -1,15 +1,15 @@
-//! Where blocks lie: where a script says, else in the best-fitting hole or at the end of what is used.
+//! Allocator of offsets: a memory plan's offset, else the best-fitting hole, else the end of the used range.
 //!
-//! Pure bookkeeping in lines of 64 bytes, so that a device that computes nothing gets the same
-//! places as one that does, and the pages a run will touch are known before it runs. Freed
-//! neighbours are merged: batches of changing lengths reuse the same memory.
+//! It is pure bookkeeping in lines of 64 bytes. So the meta device gets the same offsets as a real device, and the
+//! pages a run will touch are known before it runs. Adjacent free ranges are merged, so batches of changing lengths
+//! reuse the same memory.
 
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Smallest segment. Pages of it that no block has used cost nothing.
+/// Smallest segment, 64 MiB. Pages that no block has used cost nothing.
 const SEGMENT_LINES: usize = (64 << 20) / 64;
 
-/// The place of one block.
+/// Allocated range of one block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Place {
     pub(super) segment: usize,
@@ -17,35 +17,35 @@ pub(super) struct Place {
     pub(super) lines: usize,
 }
 
-/// One range of addresses.
+/// One contiguous range of addresses.
 #[derive(Debug)]
 struct Segment {
     lines: usize,
-    /// Everything from here on is free.
+    /// End of the used range. All lines from here on are free.
     end: usize,
-    /// No block has ever lain at or beyond this line.
+    /// High-water mark of `end`.
     reached: usize,
-    /// Holes below `end`, none of which touches it: length by start.
+    /// Holes below `end`, as length by start. No hole ends at `end`.
     holes: BTreeMap<usize, usize>,
 }
 
-/// The places of all blocks of a pool.
+/// Allocated and free ranges of all blocks of a pool.
 #[derive(Debug, Default)]
 pub(super) struct Places {
     segments: Vec<Segment>,
-    /// Every hole as (length, segment, start).
+    /// All holes as (length, segment, start).
     by_size: BTreeSet<(usize, usize, usize)>,
     touched: usize,
-    /// There are no other segments than those at hand.
+    /// Whether the number of segments is fixed, as in an arena.
     fixed: bool,
-    /// Blocks at the upper end of the one segment of a fixed range: lines by start.
+    /// Blocks at the upper end of an arena: lines by start.
     upper: BTreeMap<usize, usize>,
-    /// Most lines that those ever took, holes included.
+    /// High-water mark of the lines at the upper end, holes included.
     upper_reached: usize,
 }
 
 impl Places {
-    /// Places in one range of `lines` lines.
+    /// Allocator of an arena of `lines` lines.
     #[cfg(any(test, feature = "cuda"))]
     pub(super) fn within(lines: usize) -> Self {
         let whole = Segment {
@@ -61,18 +61,18 @@ impl Places {
         }
     }
 
-    /// Lines that some block has used, now or before.
+    /// High-water mark of used lines.
     pub(super) fn touched(&self) -> usize {
         self.touched
     }
 
-    /// Lines of a segment.
+    /// Length of a segment in lines.
     pub(super) fn segment_lines(&self, segment: usize) -> usize {
         self.segments[segment].lines
     }
 
-    /// The place `lines` lines would get. What was used before does not matter, only what is in use:
-    /// a step that begins like the one before it gets the same places.
+    /// The range that a block of `lines` lines would get. It depends only on the blocks in use, not on earlier ones.
+    /// So a step that begins like the previous one gets the same offsets.
     fn find(&self, lines: usize) -> Place {
         let hole = self.by_size.range((lines, 0, 0)..).next();
         let (segment, start) = match hole {
@@ -98,18 +98,18 @@ impl Places {
         (place.start + place.lines).saturating_sub(reached)
     }
 
-    /// Lines at the upper end that blocks lie in, holes included.
+    /// Lines from the lowest block at the upper end to the end of the arena, holes included.
     fn upper(&self) -> usize {
         let first = self.upper.first_key_value();
         first.map_or(0, |(start, _)| self.segments[0].lines - start)
     }
 
-    /// Everything of the first segment from here on is free, up to its upper end.
+    /// End of the used range of the first segment, without the blocks at the upper end.
     pub(super) fn end(&self) -> usize {
         self.segments.first().map_or(0, |s| s.end)
     }
 
-    /// Whether nothing lies in `lines` lines of a fixed range from `start` on.
+    /// Whether the `lines` lines from `start` on are free in an arena.
     pub(super) fn is_free(&self, start: usize, lines: usize) -> bool {
         let Some(segment) = self.segments.first() else {
             return false;
@@ -122,7 +122,7 @@ impl Places {
         hole.is_some_and(|(at, len)| end <= at + len)
     }
 
-    /// Lines by which the pool would grow for a block in a free place of a fixed range.
+    /// Lines by which the pool would grow if a block were placed at `start` in an arena.
     pub(super) fn growth_from(&self, start: usize, lines: usize) -> usize {
         self.growth_at(Place {
             segment: 0,
@@ -131,7 +131,7 @@ impl Places {
         })
     }
 
-    /// The free place of a fixed range from `start` on.
+    /// Allocates the free range from `start` on in an arena.
     pub(super) fn take_at(&mut self, start: usize, lines: usize) -> Place {
         let place = Place {
             segment: 0,
@@ -165,7 +165,7 @@ impl Places {
         place
     }
 
-    /// Lines by which the pool would grow for a block at the upper end of a fixed range; `None` where there is no room.
+    /// Lines by which the pool would grow for a block at the upper end of an arena. `None` if it does not fit.
     pub(super) fn upper_growth(&self, lines: usize) -> Option<usize> {
         let upper = self.upper() + lines;
         let all = self.segments.first()?.lines;
@@ -173,7 +173,7 @@ impl Places {
         fits.then(|| upper.saturating_sub(self.upper_reached))
     }
 
-    /// A place at the upper end of a fixed range that has the room.
+    /// Allocates a range at the upper end of an arena, which must have enough free lines.
     pub(super) fn take_upper(&mut self, lines: usize) -> Place {
         let upper = self.upper() + lines;
         let start = self.segments[0].lines - upper;
@@ -187,14 +187,14 @@ impl Places {
         }
     }
 
-    /// Lines by which the pool would grow for a block of `lines` lines; `None` where no hole and no rest is long enough.
+    /// Lines by which the pool would grow for a block of `lines` lines. `None` if no free range is long enough.
     pub(super) fn growth(&self, lines: usize) -> Option<usize> {
         let place = self.find(lines);
         let there = place.segment < self.segments.len() || !self.fixed;
         there.then(|| self.growth_at(place))
     }
 
-    /// A place for `lines` lines, which must not be 0.
+    /// Allocates `lines` lines, at least 1.
     pub(super) fn take(&mut self, lines: usize) -> Place {
         let place = self.find(lines);
         self.touched += self.growth_at(place);
@@ -222,7 +222,7 @@ impl Places {
         place
     }
 
-    /// Gives a place back.
+    /// Frees a range.
     pub(super) fn give_back(&mut self, place: Place) {
         let Place {
             segment: index,
@@ -270,7 +270,7 @@ mod tests {
         assert_eq!((places.growth(30), places.growth(31)), (Some(0), Some(31)));
         assert_eq!(places.take(28).start, 0);
         places.give_back(c);
-        // The hole at the end grows.
+        // The hole at the end is extended.
         assert_eq!(places.growth(8), Some(1));
         assert_eq!(places.take(8).start, 28);
         assert_eq!(places.touched(), 36);
@@ -293,7 +293,7 @@ mod tests {
         let b = places.take(4);
         assert_eq!((places.growth(2), places.growth(3)), (Some(2), None));
         places.give_back(a);
-        // Four free lines at the front and two at the back are no six.
+        // Four free lines at the front and two at the back do not fit a block of six.
         assert_eq!((places.growth(4), places.growth(6)), (Some(0), None));
         places.give_back(b);
         assert_eq!(places.growth(10), Some(2));
@@ -311,7 +311,7 @@ mod tests {
             (places.upper_growth(30), places.upper_growth(31)),
             (Some(30), None)
         );
-        // A longer one in the place of the old one grows by the difference.
+        // A longer block in place of the old one grows the pool by the difference.
         places.give_back(table);
         assert_eq!(places.upper_growth(25), Some(15));
         assert_eq!(places.take_upper(25).start, 75);
@@ -332,7 +332,7 @@ mod tests {
             (0, 5)
         );
         places.give_back(first);
-        // What is free behind the last block is no hole.
+        // Free lines after the last block are not a hole.
         assert_eq!((places.end(), places.take(80).start), (15, 15));
         places.give_back(second);
         assert_eq!(places.take(15).start, 0);

@@ -1,14 +1,14 @@
-//! Places for a run of blocks that is known before it begins: sizes and lives come from a dry run, and with both at
-//! hand blocks are packed, not placed as they come.
+//! Static memory plan: an offset for each block of a pass, computed from the sizes and lifetimes that a dry run
+//! recorded. XLA calls this buffer assignment.
 //!
-//! A rule that sees one block at a time loses up to a third of the range to holes around the weights of large units,
-//! and how much it loses jumps with the batch: a shorter one may need more. Packing comes to within a few hundredths
-//! of what lives at once.
+//! An online allocator sees one block at a time. It loses up to a third of the range to holes around the weights of
+//! large units, and the loss varies so much that a shorter batch may need more memory. The static plan needs only a
+//! few percent more than the blocks alive at the same time.
 
 use std::cmp::Reverse;
 use std::collections::HashMap;
 
-/// A block that came and went; times count both.
+/// Recorded block. Times count allocations and frees.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Lived {
     lines: usize,
@@ -17,53 +17,53 @@ struct Lived {
     died: usize,
 }
 
-/// Where each block of a known run lies, in the order in which they are taken.
+/// Static memory plan: size and offset of each block, in allocation order.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Script {
-    /// Lines and start of each, from the end of what rests on.
+    /// Lines and start of each block. Starts count from the end of the blocks that exist before the pass.
     blocks: Vec<(usize, usize)>,
     lines: usize,
-    /// Most lines that live at once: no script is shorter.
+    /// Maximum lines alive at one time, a lower bound of any plan.
     live: usize,
 }
 
 impl Script {
-    /// Bytes from the first block's beginning to the last one's end.
+    /// Length of the plan in bytes.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         (self.lines * super::LINE_BYTES) as u64
     }
 
-    /// Most bytes of blocks that live at once: no places are shorter.
+    /// Maximum bytes of blocks alive at one time. No plan can be shorter.
     #[must_use]
     pub fn live_bytes(&self) -> u64 {
         (self.live * super::LINE_BYTES) as u64
     }
 
-    /// Lines and start of a block.
+    /// Lines and start of block number `at`.
     pub(super) fn block(&self, at: usize) -> Option<(usize, usize)> {
         self.blocks.get(at).copied()
     }
 
-    /// Blocks of the run.
+    /// Number of planned blocks.
     #[must_use]
     pub fn blocks(&self) -> usize {
         self.blocks.len()
     }
 }
 
-/// Notes blocks as they come and go.
+/// Recorder of the blocks that come and go.
 #[derive(Debug)]
 pub(super) struct Recorder {
     base: usize,
     clock: usize,
     blocks: Vec<Lived>,
-    /// Those that live, by start.
+    /// Blocks alive: index by start.
     open: HashMap<usize, usize>,
 }
 
 impl Recorder {
-    /// Of blocks from the line `base` on.
+    /// Records blocks from the line `base` on.
     pub(super) fn new(base: usize) -> Self {
         Self {
             base,
@@ -78,7 +78,7 @@ impl Recorder {
         self.open.insert(start, self.blocks.len());
         self.blocks.push(Lived {
             lines,
-            // Below the base lie holes of what rests; a script uses none of them.
+            // Holes below the base belong to blocks that outlive the pass. A memory plan does not use them.
             start: start.saturating_sub(self.base),
             born: self.clock,
             died: usize::MAX,
@@ -92,7 +92,7 @@ impl Recorder {
         }
     }
 
-    /// The shortest of several packings, and of the places that the blocks had while they were noted.
+    /// The shortest of two packings and of the offsets that the blocks had while they were recorded.
     pub(super) fn script(self) -> Script {
         let blocks = self.blocks;
         let as_seen: Vec<usize> = blocks.iter().map(|block| block.start).collect();
@@ -131,12 +131,13 @@ impl Recorder {
     }
 }
 
-/// The lowest place for each block beside those before it in the order of `key` that live with it.
+/// First-fit packing: takes blocks in the order of `key` and gives each the lowest offset that no earlier block with
+/// an overlapping lifetime uses.
 fn packed<K: Ord>(blocks: &[Lived], key: impl Fn(&Lived) -> K) -> Vec<usize> {
     let mut order: Vec<usize> = (0..blocks.len()).collect();
     order.sort_by_key(|at| (key(&blocks[*at]), blocks[*at].born));
     let mut starts = vec![0; blocks.len()];
-    // By start.
+    // Packed blocks, sorted by start.
     let mut there: Vec<(usize, Lived)> = Vec::with_capacity(blocks.len());
     for at in order {
         let block = blocks[at];
@@ -156,7 +157,7 @@ fn packed<K: Ord>(blocks: &[Lived], key: impl Fn(&Lived) -> K) -> Vec<usize> {
     starts
 }
 
-/// Whether no two blocks that live together share a line.
+/// Whether blocks with overlapping lifetimes never share a line.
 fn is_apart(blocks: &[Lived], starts: &[usize]) -> bool {
     let mut order: Vec<usize> = (0..blocks.len()).collect();
     order.sort_by_key(|at| starts[*at]);
@@ -178,7 +179,7 @@ mod tests {
         fn blocks_that_live_together_share_no_line(
             steps in prop::collection::vec((1usize..3000, any::<prop::sample::Index>(), any::<bool>()), 1..150)
         ) {
-            // As seen: one behind the other, which is no place for anything else.
+            // Recorded offsets are consecutive, so no reuse happens in them.
             let mut recorder = Recorder::new(0);
             let (mut live, mut next) = (Vec::new(), 0);
             for (lines, which, release) in steps {
@@ -205,11 +206,11 @@ mod tests {
         }
     }
 
-    /// A hole that a rule without foresight leaves in front of a long block.
+    /// An online allocator leaves a hole in front of a long block; the plan does not.
     #[test]
     fn what_is_known_before_leaves_no_hole() {
         let mut recorder = Recorder::new(7);
-        // Short, long, the short one goes, a longer one comes.
+        // Short, long, the short one is freed, a longer one comes.
         recorder.took(7, 10);
         recorder.took(17, 100);
         recorder.gave_back(7);

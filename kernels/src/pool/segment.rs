@@ -1,4 +1,4 @@
-//! The memory behind places: anonymous maps, whose pages exist once they are written.
+//! Memory of a pool's segments: anonymous maps, whose pages exist once they are written.
 #![expect(
     unsafe_code,
     reason = "blocks are disjoint parts of one map, which the borrow checker cannot see"
@@ -8,10 +8,10 @@ use super::places::Place;
 use memmap2::{MmapOptions, MmapRaw};
 use std::ops::Range;
 
-/// Bytes of a line, the alignment of every block.
+/// Bytes per line, the alignment of every block.
 pub(super) const LINE_BYTES: usize = 64;
 
-/// One segment of a pool. Page-aligned, so that every line is aligned too.
+/// One segment of a pool. It is page-aligned, so every line is aligned to 64 bytes.
 #[derive(Debug)]
 pub(super) struct Segment(MmapRaw);
 
@@ -34,21 +34,21 @@ impl Segment {
         start..start + len
     }
 
-    /// The first `len` bytes at `place`.
+    /// The first `len` bytes of a range.
     ///
     /// # Safety
-    /// Nobody writes them while the slice lives.
+    /// Nothing writes them while the slice lives.
     pub(super) unsafe fn bytes(&self, place: Place, len: usize) -> &[u8] {
         let range = self.range(place, len);
-        // SAFETY: the range lies inside the map, which is zero-filled when new and lives as long as
-        // `self`; the caller excludes writers.
+        // SAFETY: the range is inside the map, which is zero-filled when new and lives as long as `self`. The caller
+        // excludes writers.
         unsafe { std::slice::from_raw_parts(self.0.as_ptr().add(range.start), len) }
     }
 
-    /// As [`Segment::bytes`], for writing.
+    /// The first `len` bytes of a range, for writing.
     ///
     /// # Safety
-    /// Nobody else reads or writes them while the slice lives.
+    /// Nothing else reads or writes them while the slice lives.
     #[expect(
         clippy::mut_from_ref,
         reason = "exclusive access is the caller's promise"

@@ -1,4 +1,4 @@
-//! Random operands, the f64 reference and the tolerances that several test binaries share.
+//! Random operands, the f64 reference and tolerances, shared by several test binaries.
 #![allow(
     dead_code,
     clippy::unwrap_used,
@@ -29,7 +29,7 @@ impl Random {
         z ^ (z >> 31)
     }
 
-    /// Uniform in `-1..1`.
+    /// Uniform number in `-1..1`.
     pub(crate) fn unit(&mut self) -> f64 {
         (self.bits() >> 11) as f64 / (1u64 << 52) as f64 - 1.0
     }
@@ -39,14 +39,14 @@ impl Random {
     }
 }
 
-/// A tensor and the exact values of its elements.
+/// Tensor and the exact values of its elements.
 #[derive(Clone, Debug)]
 pub(crate) struct Operand {
     pub(crate) tensor: Tensor,
     pub(crate) values: Vec<f64>,
 }
 
-/// What operands are drawn from and computed on.
+/// Random generator and device of one test case.
 pub(crate) struct Case {
     pub(crate) cpu: CpuBackend,
     pub(crate) random: Random,
@@ -60,7 +60,7 @@ impl Case {
         }
     }
 
-    /// Values uniform in `-scale..scale`, rounded to `dtype`.
+    /// Tensor of values uniform in `-scale..scale`, rounded to `dtype`.
     pub(crate) fn operand(&mut self, shape: &[usize], dtype: DType, scale: f64) -> Operand {
         let n: usize = shape.iter().product();
         let values: Vec<f32> = (0..n)
@@ -106,7 +106,7 @@ pub(crate) fn dtypes() -> impl Strategy<Value = DType> {
     prop_oneof![Just(DType::F32), Just(DType::BF16), Just(DType::F16)]
 }
 
-/// Every element of `got` is within the tolerance of its reference.
+/// Asserts that every element of `got` is within the tolerance of its reference.
 pub(crate) fn assert_close(
     what: &str,
     got: &Tensor,
@@ -125,7 +125,7 @@ pub(crate) fn assert_close(
     }
 }
 
-/// `gradient` is the slope of `f` at `x`, by central differences.
+/// Asserts that `gradient` is the gradient of `f` at `x`, by central differences.
 pub(crate) fn assert_slope(f: impl Fn(&[f64]) -> f64, x: &[f64], gradient: &[f64]) {
     let (h, value) = (1e-5, f(x));
     let mut x = x.to_vec();

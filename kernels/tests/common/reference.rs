@@ -1,4 +1,4 @@
-//! Naive f64 versions of every operation and its gradients.
+//! Reference implementation in f64 of every operation and its gradients, without optimizations.
 
 use kernels::{Gelu, IGNORED_LABEL, RopeLayout};
 
@@ -15,7 +15,7 @@ pub(crate) fn matmul(a: &[f64], b: &[f64], m: usize, n: usize, k: usize) -> Vec<
     out
 }
 
-/// `x [rows, cols]` with rows and columns swapped.
+/// Transpose of `x [rows, cols]`.
 pub(crate) fn transpose(x: &[f64], rows: usize, cols: usize) -> Vec<f64> {
     (0..rows * cols)
         .map(|i| x[i % rows * cols + i / rows])
@@ -44,7 +44,7 @@ pub(crate) fn column_sum(x: &[f64], n: usize) -> Vec<f64> {
     out
 }
 
-/// Operands of an adapted linear layer.
+/// Operands of a LoRA layer.
 #[derive(Clone, Debug)]
 pub(crate) struct Lora {
     pub(crate) x: Vec<f64>,
@@ -84,7 +84,7 @@ impl Lora {
     }
 }
 
-/// Mean (0 for RMS norm) and the factor that normalises a row.
+/// Mean (0 for RMS norm) and the factor that normalizes a row.
 pub(crate) fn statistics(x: &[f64], eps: f64, layer: bool) -> (f64, f64) {
     let n = x.len() as f64;
     let mean = if layer {
@@ -108,7 +108,7 @@ pub(crate) fn norm(x: &[f64], weight: &[f64], bias: Option<&[f64]>, eps: f64) ->
     out
 }
 
-/// `(dx, d_weight, d_bias)`.
+/// Gradients `(dx, d_weight, d_bias)`.
 pub(crate) fn norm_backward(
     x: &[f64],
     weight: &[f64],
@@ -137,7 +137,7 @@ pub(crate) fn norm_backward(
     (dx, dw, db)
 }
 
-/// Series of positive terms: no cancellation.
+/// Error function as a series of positive terms, so without cancellation.
 pub(crate) fn erf(x: f64) -> f64 {
     let (mut term, mut sum, mut n) = (x, x, 0.0);
     while term.abs() > 1e-18 * sum.abs() {
@@ -180,13 +180,13 @@ pub(crate) fn swiglu(gate: f64, up: f64) -> f64 {
     gate * sigmoid(gate) * up
 }
 
-/// Slopes with respect to gate and up.
+/// Derivatives with respect to gate and up.
 pub(crate) fn swiglu_slopes(gate: f64, up: f64) -> (f64, f64) {
     let s = sigmoid(gate);
     (up * s * (1.0 + gate * (1.0 - s)), gate * s)
 }
 
-/// Rotation of `x [t, h, d]` by angles with tables `[t, w]`.
+/// Rotation of `x [t, h, d]` by angles whose tables are `[t, w]`.
 pub(crate) fn rope(
     x: &[f64],
     (cos, sin): (&[f64], &[f64]),
@@ -209,7 +209,7 @@ pub(crate) fn rope(
     out
 }
 
-/// Everything about an attention call but its values.
+/// Parameters of an attention call, without its values.
 #[derive(Clone, Debug)]
 pub(crate) struct Attention {
     pub(crate) q_starts: Vec<usize>,
@@ -230,7 +230,7 @@ impl Attention {
         *self.k_starts.last().unwrap()
     }
 
-    /// Visits every query row and head with its key rows.
+    /// (Query row, head, key rows) of every row of scores.
     fn rows(&self) -> Vec<(usize, usize, std::ops::Range<usize>)> {
         let mut all = Vec::new();
         let sequences = self.q_starts.windows(2).zip(self.k_starts.windows(2));

@@ -1,10 +1,9 @@
-//! How far a result may lie from the f64 reference, derived from the rounding errors made.
+//! Tolerances against the f64 reference, derived from the rounding errors.
 //!
-//! `u` is the unit roundoff (half an ulp of 1): 2^-24 for f32, 2^-8 for bf16, 2^-11 for f16.
-//! Every operation computes in f32 and rounds once on store, so a tolerance is
-//! `store(want) + U32 * (number of f32 roundings that can add up) * (size of what is rounded)`.
-//! Sums of `n` terms: every term goes through at most `n` additions, so the error is below
-//! `n * U32 * sum |terms|` in the worst order; the kernels' lanes and fused products do better.
+//! `u` is the unit roundoff (half an ulp of 1): 2^-24 for f32, 2^-8 for bf16, 2^-11 for f16. Every operation computes
+//! in f32 and rounds once on store. So a tolerance is `store(want) + U32 * (number of f32 roundings that can add up)
+//! * (magnitude of the rounded values)`. In a sum of `n` terms every term goes through at most `n` additions, so the
+//! error is below `n * U32 * sum |terms|` for the worst order. The kernels' lanes and fused products do better.
 
 use kernels::DType;
 
@@ -19,43 +18,42 @@ pub(crate) fn unit(dtype: DType) -> f64 {
     }
 }
 
-/// Error of one store: relative, plus half the smallest subnormal for f16 (2^-25).
+/// Error of one store: a relative part, plus half the smallest subnormal for f16 (2^-25).
 pub(crate) fn store(dtype: DType, want: f64) -> f64 {
     let subnormal = if dtype == DType::F16 { 3.0e-8 } else { 1e-38 };
-    // The rounded value is not exactly `want` but within the f32 error of it: 1 + 2^-10.
+    // The rounded value is not exactly `want` but within the f32 error of it: a factor of 1 + 2^-10.
     unit(dtype) * want.abs() * 1.001 + subnormal
 }
 
-/// A sum of `terms` products whose magnitudes add up to `magnitude`.
+/// Error of a sum of `terms` products whose magnitudes sum to `magnitude`.
 pub(crate) fn sum(dtype: DType, terms: usize, want: f64, magnitude: f64) -> f64 {
     // One rounding per product, one per addition, two for bias and factor.
     store(dtype, want) + (terms + 3) as f64 * U32 * magnitude
 }
 
-/// An expression of single elements made of `operations` roundings on values up to `size`.
+/// Error of an elementwise expression with `operations` roundings of values up to `size`.
 pub(crate) fn pointwise(dtype: DType, operations: usize, want: f64, size: f64) -> f64 {
     store(dtype, want) + operations as f64 * U32 * size
 }
 
-/// GELU and SiLU: the exponential is good to 4 `U32`, its argument carries up to 6 roundings of
-/// a value up to 12 (|x| <= 4: the tanh form's 2u is below 12) that the exponential turns into
-/// relative errors, sigmoid's slope damps by 1/4; products and sums add about 10.
+/// Error of GELU and SiLU. The exponential is accurate to 4 `U32`. Its argument has up to 6 roundings of a value up
+/// to 12 (|x| <= 4, and the tanh form's 2u is below 12). The exponential turns them into relative errors, and
+/// sigmoid's slope damps them by 1/4. Products and sums add about 10.
 pub(crate) fn gate(dtype: DType, want: f64, size: f64) -> f64 {
     pointwise(dtype, 4 + 6 * 12 / 4 + 10, want, size)
 }
 
-/// Normalisation of `c` elements. Mean, variance and the two sums of the backward are sums of `c`
-/// terms (errors up to `c / 32 + 6` roundings with 32 lanes and a tree), each relative to the
-/// root mean square; subtracting the mean enlarges them by `cancel = rms(x) / std(x)`.
+/// Error of a normalization of `c` elements. Mean, variance and the two sums of the backward are sums of `c` terms,
+/// with errors up to `c / 32 + 6` roundings for 32 lanes and a tree, each relative to the root mean square.
+/// Subtracting the mean amplifies them by `cancel = rms(x) / std(x)`.
 pub(crate) fn norm(dtype: DType, c: usize, want: f64, size: f64, cancel: f64) -> f64 {
     let roundings = 3.0 * (c as f64 / 32.0 + 6.0) + 12.0;
     store(dtype, want) + roundings * U32 * size * (1.0 + cancel)
 }
 
-/// Attention output over `keys` keys with scores up to `score` of `d` products each: a score is
-/// off by `(d + 2) * U32 * score_magnitude`, which the exponential makes relative; the weights sum
-/// to one, so the weighted mean of values up to `size` is off by twice that plus the rescalings
-/// (two per tile) and the sums over keys.
+/// Error of attention over `keys` keys, with scores up to `score` from `d` products each. A score has an error of `(d
+/// + 2) * U32 * score_magnitude`, which the exponential makes relative. The weights sum to one, so the weighted mean
+/// of values up to `size` has twice that error. Rescalings (two per tile) and the sums over keys add to it.
 pub(crate) fn attention(
     dtype: DType,
     (keys, d): (usize, usize),
@@ -68,15 +66,14 @@ pub(crate) fn attention(
     store(dtype, want) + U32 * size * (2.0 * score + keys as f64 + tiles + 16.0)
 }
 
-/// Loss of one row: the log-sum-exp is off by the error of a logit (`c` products) plus the
-/// relative error of a sum of `v` positive terms (`1024 / 32 + 6` roundings in a stretch, f64
-/// across) plus the rounding of the result.
+/// Error of one row's loss. The log-sum-exp has the error of a logit (`c` products) plus the relative error of a sum
+/// of `v` positive terms (`1024 / 32 + 6` roundings in a stretch, f64 across). The result's rounding is added.
 pub(crate) fn loss(c: usize, logit_magnitude: f64, want: f64) -> f64 {
     U32 * (2.0 * (c + 2) as f64 * logit_magnitude + 38.0 + 8.0 + want.abs())
 }
 
-/// Central differences in f64 with step `h` against an exact derivative: truncation `h^2` times
-/// the third derivative (order 10 here) and rounding `1e-16 / h` of the function's size.
+/// Error of central differences in f64 with step `h` against an exact derivative. Truncation is `h^2` times the third
+/// derivative (order 10 here). Rounding is `1e-16 / h` times the magnitude of the function.
 pub(crate) fn finite_difference(h: f64, function: f64, derivative: f64) -> f64 {
     100.0 * h * h * (1.0 + derivative.abs()) + 1e-14 / h * (1.0 + function.abs())
 }

@@ -1,4 +1,4 @@
-//! How ranks join a group, with a library in NCCL's place that the system's C compiler builds.
+//! Tests of how ranks join a communicator, with a substitute for NCCL that the system's C compiler builds.
 #![cfg(feature = "cuda")]
 #![allow(
     unsafe_code,
@@ -36,7 +36,7 @@ fn library() -> (TempDir, Arc<Nccl>) {
     (folder, nccl)
 }
 
-/// The name of a group whose ranks come as the library says.
+/// Id of a communicator. Its first byte tells the substitute library how the ranks behave.
 fn named(how: u8) -> [u8; UNIQUE_ID_BYTES] {
     let mut id = [0; UNIQUE_ID_BYTES];
     id[0] = how;
@@ -47,7 +47,7 @@ fn meet(nccl: &Arc<Nccl>, how: u8, deadline: Duration) -> kernels::cuda::Result<
     nccl.meet(named(how), (1, 3), deadline, || Ok(()))
 }
 
-/// In one test, since the library counts for the whole process.
+/// One test for all cases, because the library counts for the whole process.
 #[test]
 fn ranks_join_are_refused_or_are_missed_after_the_deadline() {
     let (folder, nccl) = library();
@@ -71,11 +71,11 @@ fn ranks_join_are_refused_or_are_missed_after_the_deadline() {
         "NCCL had not joined rank 1 with all 3 ranks after 0.05 s: a rank did not come, or cannot be reached"
     );
 
-    // Who comes after the deadline is not waited for, and leaves by itself.
+    // A rank that comes after the deadline is not waited for, and leaves by itself.
     let late = meet(&nccl, b'l', SHORT).unwrap_err();
     assert!(matches!(late, CudaError::NotJoined { waited: SHORT, .. }));
     drop(meet(&nccl, b'n', PATIENCE).unwrap());
-    // SAFETY: the file was opened before; its initialisers have run.
+    // SAFETY: the file was opened before, so its initializers have run.
     let library = unsafe { libloading::Library::new(folder.path().join("libnccl.so.2")) }.unwrap();
     // SAFETY: this is its signature.
     let await_aborts: libloading::Symbol<'_, unsafe extern "C" fn(i32) -> i32> =
@@ -83,7 +83,7 @@ fn ranks_join_are_refused_or_are_missed_after_the_deadline() {
     // SAFETY: it may be called at any time.
     assert_eq!(unsafe { await_aborts(2) }, 2);
 
-    // A rank that joined and does not take part: the group is left, once, and the call returns.
+    // A rank joined but does not take part. The communicator is aborted once, and the call returns.
     let gather = |member: &Member| {
         let nowhere = (Address::NULL, Address::NULL);
         // SAFETY: this library touches no memory.

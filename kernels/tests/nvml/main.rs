@@ -1,4 +1,4 @@
-//! What is read from a management library with known answers, built by the system's C compiler.
+//! Tests of reading a substitute for NVML with known answers, built by the system's C compiler.
 #![cfg(feature = "cuda")]
 #![allow(
     clippy::unwrap_used,
@@ -13,7 +13,7 @@ use kernels::cuda::nvml::{
 };
 use tempfile::TempDir;
 
-/// A folder with the library, built with these definitions.
+/// Directory with the substitute library, built with these definitions.
 fn folder(defines: &[&str]) -> TempDir {
     let folder = tempfile::tempdir().unwrap();
     let status = Command::new("cc")
@@ -142,7 +142,7 @@ fn files_that_are_no_such_library_are_passed_over_or_told() {
         outcome != "opened" && outcome != "no such file",
         "{outcome}"
     );
-    // The search went on.
+    // The search continued with the next place.
     assert!(report.attempts[2].place.contains("dynamic linker"));
 
     let source = folder.path().join("other.c");

@@ -1,8 +1,8 @@
-//! Threads that prepare batches ahead, delivered in order.
+//! Data loader: threads that prepare batches ahead of time, delivered in order.
 //!
-//! Worker `w` of `n` prepares batches `w`, `w + n`, `w + 2n`, … into its own bounded channel, and
-//! the consumer takes from the channels in turn: order needs no sorting, and at most
-//! `ahead + threads` batches exist at any time.
+//! Worker `w` of `n` prepares batches `w`, `w + n`, `w + 2n`, … and sends them to its own bounded channel. The
+//! consumer receives from the channels in turn, so no sorting is needed. At most `ahead + threads` batches exist at
+//! any time.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -11,18 +11,18 @@ use std::time::{Duration, Instant};
 
 use crossbeam::channel::{Receiver, bounded};
 
-/// How far and how wide a loader works.
+/// Options of a loader.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LoaderOptions {
-    /// Worker threads; with 0 the consumer prepares each batch when it asks for it.
+    /// Worker threads. With 0 the consumer prepares each batch when it needs it.
     pub threads: usize,
-    /// Batches ready in advance, at least 1 per thread.
+    /// Batches prepared ahead, at least 1 per thread.
     pub ahead: usize,
 }
 
 impl LoaderOptions {
-    /// One thread less than the rank's share of the cores, at most four: pictures are decoded
-    /// while the rank computes.
+    /// Default options: one thread less than the rank's share of the cores, between one and four. The workers decode
+    /// images while the rank computes.
     pub fn for_node(cores: usize, local_world_size: usize) -> Self {
         let threads = (cores / local_world_size.max(1))
             .saturating_sub(1)
@@ -34,20 +34,20 @@ impl LoaderOptions {
     }
 }
 
-/// A prepared batch and the place it belongs to.
+/// Prepared batch and its position.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Prepared<T> {
-    /// Step, counted from 0.
+    /// Step, from 0.
     pub step: u64,
-    /// Micro-batch of the step, counted from 0.
+    /// Micro-batch within the step, from 0.
     pub micro_step: u64,
-    /// What was prepared.
+    /// The batch.
     pub batch: T,
 }
 
 type Prepare<T, E> = dyn Fn(u64, u64) -> Result<T, E> + Send + Sync;
 
-/// An iterator over prepared batches of a range of steps. After an error it ends.
+/// Iterator over the prepared batches of a range of steps. It ends after an error.
 pub struct Loader<T, E> {
     prepare: Arc<Prepare<T, E>>,
     channels: Vec<Receiver<Result<T, E>>>,
@@ -73,7 +73,7 @@ impl<T: Send + 'static, E: Send + 'static> Loader<T, E> {
     /// Starts workers that call `prepare(step, micro_step)` for every micro-batch of `steps`.
     ///
     /// # Panics
-    /// `micro_steps` is zero.
+    /// When `micro_steps` is zero.
     pub fn new(
         options: LoaderOptions,
         steps: Range<u64>,
@@ -97,7 +97,7 @@ impl<T: Send + 'static, E: Send + 'static> Loader<T, E> {
                 for item in (worker as u64..end).step_by(threads) {
                     let batch = prepare(first_step + item / micro_steps, item % micro_steps);
                     let failed = batch.is_err();
-                    // A dropped loader wants no more; after an error nobody does.
+                    // The loader was dropped, or an error ended it.
                     if sender.send(batch).is_err() || failed {
                         break;
                     }
@@ -116,7 +116,7 @@ impl<T: Send + 'static, E: Send + 'static> Loader<T, E> {
         }
     }
 
-    /// Time the consumer has spent waiting for batches so far.
+    /// Total time the consumer has waited for batches.
     pub const fn waited(&self) -> Duration {
         self.waited
     }
@@ -128,7 +128,7 @@ impl<T: Send + 'static, E: Send + 'static> Iterator for Loader<T, E> {
     /// The next batch in order.
     ///
     /// # Panics
-    /// The closure panicked in a worker; its panic goes on here.
+    /// When `prepare` panicked in a worker, with the same panic.
     fn next(&mut self) -> Option<Self::Item> {
         if self.next >= self.end {
             return None;
@@ -144,7 +144,7 @@ impl<T: Send + 'static, E: Send + 'static> Iterator for Loader<T, E> {
         };
         self.waited += started.elapsed();
         let Ok(batch) = received else {
-            // A worker leaves its channel early only by panicking.
+            // A worker closes its channel early only by panicking.
             let worker = (self.next % self.channels.len() as u64) as usize;
             let worker = self.workers.swap_remove(worker);
             self.next = self.end;
@@ -171,7 +171,7 @@ impl<T, E> Drop for Loader<T, E> {
         // Workers blocked on a full channel wake up and end.
         self.channels.clear();
         for worker in self.workers.drain(..) {
-            // A panic nobody asked for ends with the thread.
+            // A worker's panic is ignored, because its batch was not requested.
             drop(worker.join());
         }
     }
@@ -235,7 +235,7 @@ mod tests {
             started.send(()).expect("test is listening");
             Ok::<_, ()>(step)
         });
-        // Four finished, and one in the hands of each worker that cannot be delivered.
+        // Four batches are ready, and each worker holds one that it cannot deliver yet.
         for _ in 0..6 {
             starts.recv().expect("started");
         }

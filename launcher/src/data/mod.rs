@@ -1,4 +1,4 @@
-//! Samples of a file, which of them a step takes, and threads that prepare them ahead of time.
+//! Training data: samples of a file, their order over steps, and threads that prepare batches.
 
 pub(crate) mod answers;
 pub(crate) mod check;

@@ -1,4 +1,4 @@
-//! Why samples cannot be used, told so that they can be mended.
+//! Problems of samples that cannot be used, with enough detail to fix them.
 
 use std::io::Write;
 use std::path::Path;
@@ -12,28 +12,28 @@ use super::SampleSet;
 use crate::error::{ErrorCode, Failure};
 use crate::units::grouped;
 
-/// Name of the list of problems.
+/// File name of the list of problems.
 pub(crate) const PROBLEMS_FILE: &str = "data_problems.jsonl";
-/// Samples named in a report; the rest is counted.
+/// Maximum samples listed in a report; the others are only counted.
 const LISTED: usize = 5;
 /// Characters shown around a placeholder.
 const EXCERPT: usize = 24;
 
-/// What kind of problem a sample has.
+/// Kind of problem.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum Kind {
-    /// Cut at the longest length, it lost its answers or half a picture.
+    /// Too long: truncation would remove its answers or part of an image.
     TooLong,
-    /// Nobody answers.
+    /// The conversation has no answer.
     NoAnswer,
-    /// Turns or roles that are no conversation.
+    /// The turns or roles do not form a conversation.
     Roles,
-    /// Text and list of pictures disagree.
+    /// The placeholders in the text do not match the list of images.
     Placeholders,
-    /// A picture is missing or cannot be read.
+    /// An image is missing or cannot be read.
     Picture,
-    /// Anything else.
+    /// Any other problem.
     Other,
 }
 
@@ -53,27 +53,27 @@ impl Kind {
     }
 }
 
-/// Why one sample cannot be used: one row of `data_problems.jsonl`.
+/// Why one sample cannot be used. It is one row of `data_problems.jsonl`.
 #[derive(Debug, Clone, Serialize)]
 pub(crate) struct Problem {
     /// Index in the data file, from 0.
     pub(crate) index: usize,
     /// Line in the data file on which the sample begins, from 1.
     pub(crate) line: Option<usize>,
-    /// The sample's own name.
+    /// The sample's own id.
     pub(crate) id: Option<String>,
     /// Error code of this kind of problem.
     pub(crate) code: ErrorCode,
-    /// The kind.
+    /// Kind of problem.
     pub(crate) kind: Kind,
-    /// What is wrong, one line.
+    /// Description in one line.
     pub(crate) problem: String,
-    /// Tokens of the whole sample, where they can be counted.
+    /// Tokens of the whole sample, if they can be counted.
     pub(crate) tokens: Option<usize>,
 }
 
 impl Problem {
-    /// The problem that `error` is.
+    /// Problem that corresponds to `error`.
     pub(crate) fn new(index: usize, sample: &RawSample, error: &SampleError) -> Self {
         let (code, kind) = classify(error);
         let mut problem = crate::error::chain(error);
@@ -92,7 +92,7 @@ impl Problem {
         }
     }
 
-    /// The problem of a picture whose header could be read and the rest could not.
+    /// Problem of an image with a readable header but damaged content.
     pub(crate) fn picture(index: usize, sample: &RawSample, problem: String) -> Self {
         Self {
             index,
@@ -105,7 +105,7 @@ impl Problem {
         }
     }
 
-    /// Counts the whole sample, where it is too long, and says what its tokens are.
+    /// For a sample that is too long: counts its tokens without truncation and describes them.
     pub(crate) fn measured(
         mut self,
         sample: &RawSample,
@@ -136,7 +136,7 @@ impl Problem {
         self
     }
 
-    /// `line 18, sample 3 (id a): what is wrong`.
+    /// Text such as `line 18, sample 3 (id a): what is wrong`.
     pub(crate) fn describe(&self) -> String {
         let line = self
             .line
@@ -146,7 +146,7 @@ impl Problem {
     }
 }
 
-/// The code and the kind of an error.
+/// Error code and kind of an error.
 pub(crate) fn classify(error: &SampleError) -> (ErrorCode, Kind) {
     match error {
         SampleError::MorePlaceholdersThanImages { .. }
@@ -174,7 +174,7 @@ pub(crate) fn classify(error: &SampleError) -> (ErrorCode, Kind) {
     }
 }
 
-/// The first place of a picture in the text, and the names of the pictures where asked for.
+/// Text around the first placeholder of an image and, with `with_names`, the names of the images.
 fn excerpt(sample: &RawSample, with_names: bool) -> String {
     let shown = sample
         .conversations
@@ -196,24 +196,24 @@ fn excerpt(sample: &RawSample, with_names: bool) -> String {
     shown.unwrap_or_default() + &images
 }
 
-/// What a report needs to know besides the problems.
+/// Data that a report needs besides the problems.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Context<'a> {
-    /// The data file.
+    /// Path of the data file.
     pub(crate) path: &'a Path,
-    /// The model folder, for the command that lists everything.
+    /// Model directory, for the command that lists all problems.
     pub(crate) model: &'a Path,
     /// Samples of the file.
     pub(crate) samples: &'a [RawSample],
-    /// Where its pictures are.
+    /// Directory of its images.
     pub(crate) images: &'a ImageFolder,
-    /// What turns them into tokens.
+    /// Processor that converts samples to tokens.
     pub(crate) processor: &'a dyn Processor,
-    /// The settings in force.
+    /// Encoding options in use.
     pub(crate) options: &'a EncodeOptions,
 }
 
-/// The report that refuses a file for `problems`, which are sorted by index.
+/// Failure that refuses a file because of `problems`, which are sorted by index.
 pub(crate) fn refusal(context: &Context<'_>, problems: &[Problem]) -> Failure {
     let mut kinds: Vec<(Kind, usize)> = Vec::new();
     for problem in problems {
@@ -260,7 +260,7 @@ pub(crate) fn refusal(context: &Context<'_>, problems: &[Problem]) -> Failure {
         ))
 }
 
-/// Settings with which samples that are too long could be used, computed from their lengths.
+/// Suggested settings with which the samples that are too long could be used, computed from their lengths.
 pub(crate) fn remedies(context: &Context<'_>, problems: &[Problem]) -> Vec<String> {
     let long: Vec<&Problem> = problems
         .iter()
@@ -305,7 +305,7 @@ pub(crate) fn remedies(context: &Context<'_>, problems: &[Problem]) -> Vec<Strin
 /// Writes one row per problem to `data_problems.jsonl` in `folder`.
 ///
 /// # Errors
-/// The file cannot be written (exit 16).
+/// When the file cannot be written (exit 16).
 pub(crate) fn write(folder: &Path, problems: &[Problem]) -> Result<(), Failure> {
     let path = folder.join(PROBLEMS_FILE);
     let write = || -> std::io::Result<()> {
@@ -320,7 +320,7 @@ pub(crate) fn write(folder: &Path, problems: &[Problem]) -> Result<(), Failure> 
 }
 
 impl SampleSet {
-    /// Indices of the samples, the largest first by tokens and patches.
+    /// Indices of the samples, in decreasing order of tokens plus patches.
     pub(crate) fn by_size(&self) -> Vec<usize> {
         let mut order: Vec<usize> = (0..self.sizes.len()).collect();
         let weight = |i: usize| self.sizes[i].tokens + self.sizes[i].patches;

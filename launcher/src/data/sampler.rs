@@ -1,18 +1,18 @@
 //! Data order: a pure function of seed, epoch, step and rank.
 //!
-//! The samples of all epochs form one endless stream, each epoch in its own random order. Step `s`
-//! takes the next `global batch` entries, and ranks take consecutive parts of it, so that the same
-//! samples are seen in the same steps at any world size with the same global batch. No sample
-//! comes back before all others were seen; with fewer samples than one step takes, the stream
-//! runs on into the next epoch within the step. Resuming needs the step number only.
+//! The samples of all epochs form one endless stream, each epoch in its own random order. Step `s` takes the next
+//! `global batch` entries, and ranks take consecutive parts of them. So the same samples are used in the same steps
+//! at any world size with the same global batch. No sample repeats before all others were used. If one step takes
+//! more samples than the data has, the stream continues with the next epoch within the step. Resuming needs the step
+//! number only.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// Rounds of the permutation network; each mixes one half into the other.
+/// Rounds of the Feistel network; each mixes one half into the other.
 const ROUNDS: u64 = 6;
 
-/// Maps steps to samples.
+/// Map from steps to samples.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Sampler {
     samples: u64,
@@ -20,7 +20,7 @@ pub struct Sampler {
     micro_batch: u64,
     accumulation_steps: u64,
     seed: u64,
-    /// Samples of the first epoch that changed places.
+    /// Samples of the first epoch that were swapped: replacement by original sample.
     moved: Arc<BTreeMap<u64, u64>>,
 }
 
@@ -38,11 +38,11 @@ pub struct SamplerSizes {
 }
 
 impl Sampler {
-    /// A sampler of `samples` samples for a run of `world_size` ranks that take `micro_batch`
-    /// samples each, `accumulation_steps` times per step.
+    /// Sampler for a run of `world_size` ranks that take `micro_batch` samples each, `accumulation_steps` times per
+    /// step.
     ///
     /// # Panics
-    /// A size is zero.
+    /// When a size is zero.
     pub fn new(sizes: SamplerSizes, seed: u64) -> Self {
         let SamplerSizes {
             samples,
@@ -64,15 +64,15 @@ impl Sampler {
         }
     }
 
-    /// The same sampler, except that the first epoch begins with the samples `first`, each once; they change places
-    /// with those that stood there.
+    /// Makes the first epoch begin with the samples `first`, each once. They are swapped with the samples that were
+    /// at those positions.
     #[must_use]
     pub fn beginning_with(mut self, first: &[usize]) -> Self {
         let (mut moved, mut origin) = (BTreeMap::new(), BTreeMap::new());
         for (position, wanted) in first.iter().enumerate() {
             let (wanted, own) = (*wanted as u64, self.shuffled(position as u64));
             let stands = *moved.get(&own).unwrap_or(&own);
-            // Who is shown as `wanted` so far shows from now on what stands here.
+            // The entry that maps to `wanted` so far gets the sample at this position instead.
             let other = *origin.get(&wanted).unwrap_or(&wanted);
             moved.insert(own, wanted);
             origin.insert(wanted, own);
@@ -85,8 +85,8 @@ impl Sampler {
         self
     }
 
-    /// Places of one micro-batch of one rank in the endless stream; `step` counts from 0. A place tells an epoch's
-    /// visit to a sample from all others.
+    /// Positions in the endless stream of one micro-batch of one rank; `step` counts from 0. A position identifies
+    /// one use of a sample across all epochs.
     pub fn positions(&self, step: u64, micro_step: u64, rank: usize) -> std::ops::Range<u64> {
         let start = ((step * self.accumulation_steps + micro_step) * self.world_size + rank as u64)
             * self.micro_batch;
@@ -99,12 +99,12 @@ impl Sampler {
         positions.map(|position| self.at(position)).collect()
     }
 
-    /// Samples of one step over all ranks.
+    /// Samples per step over all ranks.
     pub const fn global_batch(&self) -> u64 {
         self.micro_batch * self.accumulation_steps * self.world_size
     }
 
-    /// The global batch, where it is larger than the data so that samples repeat within a step.
+    /// The global batch, if it is larger than the data, so that samples repeat within a step.
     pub fn wraps_around(&self) -> Option<usize> {
         let batch = self.global_batch();
         (batch > self.samples).then_some(batch as usize)
@@ -115,7 +115,7 @@ impl Sampler {
         (steps * self.global_batch()) as f64 / self.samples as f64
     }
 
-    /// Whether step number `steps` (counted from 1) completed an epoch.
+    /// Whether step number `steps` (from 1) completed an epoch.
     pub fn epoch_ended(&self, steps: u64) -> bool {
         if steps == 0 {
             return false;
@@ -138,10 +138,10 @@ impl Sampler {
     }
 }
 
-/// Image of `index` under a random permutation of `0..size` chosen by `key`.
+/// Image of `index` under a random permutation of `0..size` selected by `key`.
 ///
-/// A Feistel network permutes the smallest square power of two that holds `size`; values outside
-/// are sent through again until they fall inside, which keeps it a permutation.
+/// A Feistel network permutes the smallest square power of two that is at least `size`. Values of `size` or more pass
+/// through it again until they are smaller, which keeps it a permutation (cycle walking).
 fn permute(index: u64, size: u64, key: u64) -> u64 {
     let bits = (64 - (size - 1).leading_zeros()).max(2).div_ceil(2);
     let mask = (1u64 << bits) - 1;
@@ -159,7 +159,7 @@ fn permute(index: u64, size: u64, key: u64) -> u64 {
     }
 }
 
-/// Finaliser of splitmix64: every input bit reaches every output bit.
+/// Finalizer of splitmix64: every input bit affects every output bit.
 const fn mix(value: u64) -> u64 {
     let value = (value ^ (value >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     let value = (value ^ (value >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
@@ -266,7 +266,7 @@ mod tests {
         for seed in 0..7000 {
             counts[permute(0, 7, mix(seed)) as usize] += 1;
         }
-        // Standard deviation of each count is 29.
+        // The standard deviation of each count is 29.
         assert!(
             counts.iter().all(|&count| (880..1120).contains(&count)),
             "{counts:?}"

@@ -1,4 +1,4 @@
-//! The samples of a data file, read and checked one by one.
+//! Samples of a data file, read and checked one by one.
 
 use crate::error::chain;
 use std::path::Path;
@@ -13,25 +13,25 @@ use super::problems::Problem;
 use crate::config::DataFormatChoice;
 use crate::error::{ErrorCode, Failure};
 
-/// Samples of one file, checked, with their pictures' place.
+/// Checked samples of one file, with the directory of their images.
 #[derive(Debug)]
 pub(crate) struct SampleSet {
-    /// Those that can be used.
+    /// Usable samples.
     pub(crate) samples: Vec<RawSample>,
-    /// Their indices in the file; empty where all of them are there.
+    /// Indices of the usable samples in the file. Empty if all samples are usable.
     pub(crate) kept: Vec<usize>,
-    /// Where their pictures are.
+    /// Directory of their images.
     pub(crate) images: ImageFolder,
-    /// What each costs; empty where nobody counted.
+    /// Size of each sample. Empty if they were not measured.
     pub(crate) sizes: Vec<SampleSize>,
-    /// Samples left out, with their indices in the file.
+    /// Problems of the samples left out.
     pub(crate) problems: Vec<Problem>,
-    /// Pictures of all samples.
+    /// Number of images of all samples.
     pub(crate) pictures: usize,
 }
 
 impl SampleSet {
-    /// Where the sample `index` of this set stands in its file, from 0.
+    /// Index in the file, from 0, of sample `index` of this set.
     pub(crate) fn index_in_file(&self, index: usize) -> usize {
         self.kept.get(index).copied().unwrap_or(index)
     }
@@ -40,18 +40,18 @@ impl SampleSet {
 /// A data file or folder, and how much of it to read.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Reading<'a> {
-    /// Where it is.
+    /// Path of the file or directory.
     pub(crate) path: &'a Path,
-    /// Its form.
+    /// Data format.
     pub(crate) format: DataFormatChoice,
-    /// Only the first samples.
+    /// Maximum number of samples to read, from the start.
     pub(crate) limit: Option<usize>,
 }
 
-/// Reads samples; relative paths of pictures start at the file's folder, or at the folder itself.
+/// Reads samples. Relative paths of images start at the file's directory, or at the directory itself.
 ///
 /// # Errors
-/// The data cannot be read or holds no samples (exit 3).
+/// When the data cannot be read or has no samples (exit 3).
 pub(crate) fn read(reading: Reading<'_>) -> Result<(Vec<RawSample>, ImageFolder), Failure> {
     let Reading {
         path,
@@ -73,8 +73,8 @@ pub(crate) fn read(reading: Reading<'_>) -> Result<(Vec<RawSample>, ImageFolder)
     Ok((samples, ImageFolder::new(dataset.root)))
 }
 
-/// What every sample costs, or why it cannot be used. Each picture is decoded once, so that damage
-/// behind a header is found now and not at step 8000.
+/// Size of every sample, or why it cannot be used. Each image is decoded once, so damaged content is found before
+/// training and not at step 8000.
 pub(crate) fn verdicts(
     path: &Path,
     samples: &[RawSample],
@@ -88,7 +88,7 @@ pub(crate) fn verdicts(
         .map(|(index, sample)| verdict(index, sample, images, processor, options))
         .collect();
     if verdicts.iter().any(Result::is_err) {
-        // The file was read a moment ago; without it the lines stay unknown.
+        // The file was read before. If it cannot be read again, the line numbers stay unknown.
         let lines =
             std::fs::read(path).map_or_else(|_| Vec::new(), |text| lines::of_samples(&text));
         for problem in verdicts.iter_mut().filter_map(|v| v.as_mut().err()) {
@@ -118,10 +118,10 @@ fn verdict(
     Ok(size)
 }
 
-/// `count` samples of `order`, again from its beginning where it is shorter.
+/// Encodes `count` samples in the order `order`, which is repeated if it is shorter.
 ///
 /// # Errors
-/// A sample cannot be read (exit 3).
+/// When a sample cannot be read (exit 3).
 pub(crate) fn encode_in_order(
     samples: &[RawSample],
     images: &ImageFolder,

@@ -1,6 +1,6 @@
-//! Ranges with round marks.
+//! Chart axes with round numbers.
 
-/// A range with a round step between marks.
+/// Range of values with a round step between marks.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Axis {
     low: f64,
@@ -9,7 +9,7 @@ pub(super) struct Axis {
 }
 
 impl Axis {
-    /// The smallest range of round numbers around `low..=high` with about `marks` marks.
+    /// Smallest range of round numbers that contains `low..=high`, with about `marks` marks.
     pub(super) fn nice(low: f64, high: f64, marks: f64, whole: bool) -> Self {
         let span = if high > low {
             high - low
@@ -30,18 +30,18 @@ impl Axis {
         Self { low, high, step }
     }
 
-    /// Values of the marks, ascending.
+    /// Values at the marks, ascending.
     pub(super) fn marks(&self) -> impl Iterator<Item = f64> + '_ {
         let count = ((self.high - self.low) / self.step).round() as u64;
         (0..=count).map(|mark| self.low + mark as f64 * self.step)
     }
 
-    /// Where a value lies: 0 at the lower end, 1 at the upper.
+    /// Relative position of a value: 0 at the lower end, 1 at the upper end.
     pub(super) fn share(&self, value: f64) -> f64 {
         (value - self.low) / (self.high - self.low)
     }
 
-    /// Digits after the point that tell marks apart.
+    /// Decimal digits needed to distinguish the marks.
     pub(super) fn digits(&self) -> usize {
         let mut digits = 0;
         let mut step = self.step;

@@ -1,34 +1,34 @@
-//! Line and area charts as SVG, for pages and as files of their own.
+//! Line and area charts as SVG, for pages and as separate files.
 //!
-//! Text and grid take the colour of the surrounding text, series have colours that stand out on a
-//! light and on a dark ground, and nothing refers to anything outside.
+//! Text and grid have the color of the surrounding text. Series have colors that are visible on light and dark
+//! backgrounds. Charts refer to no other file.
 
 use std::fmt::Write;
 
 use super::axis::Axis;
 
-/// Size of a chart that stands in a page; small, so that its text stays readable on a telephone.
+/// Width of a chart in a page. It is small, so its text stays readable on a phone.
 pub(super) const WIDTH: f64 = 480.0;
 const HEIGHT: f64 = 270.0;
 const LEFT: f64 = 54.0;
 const RIGHT: f64 = 12.0;
 const BOTTOM: f64 = 34.0;
-/// Height of a line of the legend.
+/// Height of one line of the legend.
 const LEGEND_LINE: f64 = 16.0;
-/// Points drawn at most; more would not be seen.
+/// Maximum points drawn per line; more would not be visible.
 const MOST_POINTS: usize = 1000;
 
-/// Colours of series, in order; they repeat where there are more.
+/// Colors of series, in order. They repeat after the last.
 const COLOURS: [&str; 8] = [
     "#4c86c6", "#e08a2e", "#3f9e6e", "#d1545b", "#9467bd", "#2f9fb0", "#b8952a", "#c65d9b",
 ];
 
-/// The colour of series `index`.
+/// Color of series `index`.
 pub(super) fn colour(index: usize) -> &'static str {
     COLOURS[index % COLOURS.len()]
 }
 
-/// How a line looks.
+/// Style of a line.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Look {
     Faint,
@@ -37,7 +37,7 @@ pub(super) enum Look {
     Dashed,
 }
 
-/// A line through points, left to right.
+/// Line through points, from left to right.
 #[derive(Debug, Clone)]
 pub(super) struct Line {
     pub(super) name: String,
@@ -46,7 +46,7 @@ pub(super) struct Line {
     pub(super) points: Vec<(f64, f64)>,
 }
 
-/// A layer of a stack; every layer has a value at every point of [`Chart::at`].
+/// Layer of a stacked area chart, with one value at every point of [`Chart::at`].
 #[derive(Debug, Clone)]
 pub(super) struct Layer {
     pub(super) name: String,
@@ -54,26 +54,26 @@ pub(super) struct Layer {
     pub(super) values: Vec<f64>,
 }
 
-/// What is drawn.
+/// Content of a chart.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Chart {
-    /// Unit of the values, written at the axis.
+    /// Unit of the values, shown at the axis.
     pub(super) unit: String,
-    /// Where the layers have their values.
+    /// Horizontal positions of the layers' values.
     pub(super) at: Vec<f64>,
-    /// Layers from the bottom up.
+    /// Layers, from the bottom up.
     pub(super) layers: Vec<Layer>,
-    /// Lines above them.
+    /// Lines, drawn over the layers.
     pub(super) lines: Vec<Line>,
 }
 
 impl Chart {
-    /// Whether there is anything to draw.
+    /// Whether the chart has no data.
     pub(super) fn is_empty(&self) -> bool {
         self.at.is_empty() && self.lines.iter().all(|line| line.points.is_empty())
     }
 
-    /// The chart as an `<svg>` element; `label` says what it shows to those who do not see it.
+    /// The chart as an `<svg>` element. `label` describes it for screen readers.
     pub(super) fn to_svg(&self, label: &str) -> String {
         let mut svg = open(label, HEIGHT);
         svg += &self.drawing();
@@ -81,7 +81,7 @@ impl Chart {
         svg
     }
 
-    /// What is inside of the element.
+    /// Content of the `<svg>` element.
     pub(super) fn drawing(&self) -> String {
         let mut svg = String::new();
         let names = self.layers.iter().map(|l| (&*l.name, l.colour));
@@ -106,7 +106,7 @@ impl Chart {
         svg
     }
 
-    /// Tops of the stack at every point, bottom layer first, with the zero line before them.
+    /// Cumulative height of the layers at every point, bottom layer first, preceded by the zero line.
     fn stack(&self) -> Vec<Vec<f64>> {
         let mut tops = vec![vec![0.0; self.at.len()]];
         for layer in &self.layers {
@@ -123,7 +123,7 @@ impl Chart {
     fn draw_layers(&self, svg: &mut String, frame: &Frame) {
         let tops = self.stack();
         let thin = self.at.len().div_ceil(MOST_POINTS).max(1);
-        // A single point still is an area.
+        // A single point is drawn as an area of width 1.
         let places: Vec<(usize, f64)> = match &self.at[..] {
             [only] => vec![(0, only - 0.5), (0, only + 0.5)],
             at => (0..at.len()).step_by(thin).map(|i| (i, at[i])).collect(),
@@ -147,14 +147,14 @@ impl Chart {
     }
 }
 
-/// Starts an `<svg>` element of a page.
+/// Opening tag of an `<svg>` element in a page.
 pub(super) fn open(label: &str, height: f64) -> String {
     format!(
         "<svg viewBox=\"0 0 {WIDTH} {height}\" role=\"img\" aria-label=\"{label}\" font-family=\"system-ui, sans-serif\" font-size=\"12\" fill=\"currentColor\">\n"
     )
 }
 
-/// Names with their colours, in as many lines as they need; returns where the rest may begin.
+/// Draws names with their colors, in as many lines as needed. Returns the vertical position after the legend.
 pub(super) fn legend<'n>(svg: &mut String, names: impl Iterator<Item = (&'n str, usize)>) -> f64 {
     let (mut x, mut y) = (LEFT, 13.0);
     for (name, index) in names {
@@ -177,7 +177,7 @@ pub(super) fn legend<'n>(svg: &mut String, names: impl Iterator<Item = (&'n str,
     y + 14.0
 }
 
-/// The plane of the values and its place.
+/// Plot area: its axes and its vertical position.
 struct Frame {
     x: Axis,
     y: Axis,
@@ -193,7 +193,7 @@ impl Frame {
         let xs = lines().map(|p| p.0).chain(chart.at.iter().copied());
         let (first, last) = range(xs.filter(finite))?;
         let (low, high) = range(lines().map(|p| p.1).chain(tops.copied()).filter(finite))?;
-        // Zero is worth showing unless it flattens the curve; a stack stands on it.
+        // The axis includes zero unless that would flatten the curve. Stacked layers always start at zero.
         let low = if !chart.layers.is_empty() || (low > 0.0 && low < 0.6 * high) {
             0.0
         } else {
@@ -305,7 +305,7 @@ fn range(values: impl Iterator<Item = f64>) -> Option<(f64, f64)> {
     })
 }
 
-/// A number at an axis: learning rates are too small for plain digits.
+/// Label of a mark. Very small numbers such as learning rates are in scientific notation.
 fn mark(value: f64, digits: usize) -> String {
     if value == 0.0 {
         "0".to_owned()
@@ -365,7 +365,7 @@ mod tests {
         let svg = chart.to_svg("memory");
         let (low, high) = (polygon(&svg, 0), polygon(&svg, 1));
         assert_eq!(low.len(), 6);
-        // The upper layer's lower edge, walked backwards, is the lower layer's upper edge.
+        // The upper layer's lower edge, drawn backwards, is the lower layer's upper edge.
         let back: Vec<_> = high[3..].iter().rev().copied().collect();
         assert_eq!(low[..3], back[..]);
         assert!(high[0].1 > high[1].1 && high[1].1 > high[2].1, "{high:?}");

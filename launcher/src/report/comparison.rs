@@ -1,31 +1,31 @@
-//! Several runs in one picture: charts one below the other, as a document of its own.
+//! Charts that compare several runs, one below the other in one SVG document.
 
 use super::chart::{Chart, Line, Look, WIDTH, push};
 
 /// Height of a chart with its title.
 const PANEL_HEIGHT: f64 = 300.0;
 
-/// A named line through (step, value) points.
+/// Named line through (step, value) points.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Series {
-    /// Its name in the legend.
+    /// Name in the legend.
     pub name: String,
-    /// Points, left to right.
+    /// Points, from left to right.
     pub points: Vec<(f64, f64)>,
 }
 
-/// A chart with a title.
+/// Chart with a title.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Panel {
-    /// What it shows.
+    /// Title.
     pub title: String,
     /// Unit of the values.
     pub unit: String,
-    /// Its lines.
+    /// Lines of the chart.
     pub series: Vec<Series>,
 }
 
-/// The panels as an SVG document.
+/// SVG document with the given charts.
 pub fn comparison(panels: &[Panel]) -> String {
     let height = PANEL_HEIGHT * panels.len() as f64;
     let mut svg = format!(

@@ -1,6 +1,6 @@
 //! CRC-32C (Castagnoli), the checksum of TensorBoard's record format.
 
-/// Reflected polynomial.
+/// CRC-32C polynomial, bit-reflected.
 const POLYNOMIAL: u32 = 0x82f6_3b78;
 
 const TABLE: [u32; 256] = {

@@ -1,15 +1,15 @@
-//! The loss curve as a picture: raw values, their moving average, axes with round numbers.
+//! Loss curve as SVG: raw values, their moving average, axes with round numbers.
 
 use std::fmt::Write;
 
 use super::axis::Axis;
 
-/// One loss.
+/// Loss at one step.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Point {
     /// Steps done.
     pub step: u64,
-    /// Loss there.
+    /// Loss at that step.
     pub loss: f64,
 }
 
@@ -21,7 +21,7 @@ const TOP: f64 = 44.0;
 const BOTTOM: f64 = 48.0;
 const RAW: &str = "#9db8d9";
 const SMOOTH: &str = "#1f4e9c";
-/// Points drawn at most; more would not be seen.
+/// Maximum points drawn; more would not be visible.
 const MOST_POINTS: usize = 2000;
 
 /// Draws losses as an SVG document. Values that are not finite are left out.
@@ -58,8 +58,7 @@ pub fn loss_curve(points: &[Point]) -> String {
     svg
 }
 
-/// Exponential moving average whose memory grows with the length of the run, without the bias of
-/// its start.
+/// Exponential moving average with bias correction. Its time constant grows with the number of points.
 pub(super) fn smoothed(points: &[Point]) -> Vec<Point> {
     let keep = 1.0 - 1.0 / (1.0 + points.len() as f64 / 25.0);
     let (mut sum, mut weight) = (0.0, 0.0);
@@ -92,7 +91,7 @@ impl Frame {
             .map(|point| point.loss)
             .fold(f64::NEG_INFINITY, f64::max);
         let last = points.last().map_or(1, |point| point.step) as f64;
-        // Zero is worth showing unless it flattens the curve.
+        // The axis includes zero unless that would flatten the curve.
         let low = if low > 0.0 && low < 0.6 * high {
             0.0
         } else {

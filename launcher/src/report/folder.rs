@@ -1,4 +1,4 @@
-//! What the files of a run's folder say: all that reports and `launcher watch` know of a run.
+//! Contents of a run directory: all that reports and `launcher watch` know of a run.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -12,39 +12,39 @@ use crate::error::Failure;
 use crate::report::monitor::memory::MemoryRow;
 use crate::report::run_directory;
 
-/// Folder of answers.
+/// Directory of answers within a run directory.
 const SAMPLES: &str = "samples";
 
-/// An answer of the model to a held-out sample.
+/// The model's answer to one held-out sample.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 pub struct Answer {
-    /// Place in the held-out data, from 0.
+    /// Index in the held-out data, from 0.
     pub index: usize,
-    /// The sample's own name, whatever JSON it is.
+    /// The sample's own id, which may be any JSON value.
     #[serde(default)]
     pub id: Value,
-    /// Its pictures: absolute, or relative to the run's folder.
+    /// Its images: absolute paths, or relative to the run directory.
     #[serde(default)]
     pub images: Vec<PathBuf>,
-    /// What was asked.
+    /// The question.
     pub prompt: String,
-    /// The right answer.
+    /// The expected answer.
     pub reference: String,
     /// The model's answer.
     pub answer: String,
-    /// Whether the two are the same.
+    /// Whether the two answers are equal.
     #[serde(default)]
     pub exact: bool,
 }
 
-/// A run's folder, read once. Files that are not there or cannot be read are empty here.
+/// Contents of a run directory, read once. Files that are missing or unreadable are empty here.
 #[derive(Debug, Clone, Default)]
 pub struct RunFiles {
-    /// The folder.
+    /// The run directory.
     pub folder: PathBuf,
-    /// `trainer_log.jsonl`.
+    /// Rows of `trainer_log.jsonl`.
     pub rows: Vec<Value>,
-    /// `memory.jsonl`.
+    /// Rows of `memory.jsonl`.
     pub memory: Vec<MemoryRow>,
     /// `plan.json`.
     pub plan: Option<PlanFile>,
@@ -54,16 +54,16 @@ pub struct RunFiles {
     pub results: Option<Value>,
     /// `trainer_state.json`.
     pub state: Option<Value>,
-    /// `errors/`, by rank.
+    /// Failures by rank, from `errors/`.
     pub failures: Vec<(usize, Failure)>,
-    /// `samples/`, by step.
+    /// Answers by step, from `samples/`.
     pub answers: Vec<(u64, Vec<Answer>)>,
-    /// Checkpoints by step.
+    /// Checkpoint directories by step.
     pub checkpoints: Vec<(u64, PathBuf)>,
 }
 
 impl RunFiles {
-    /// Reads a folder.
+    /// Reads a run directory.
     pub fn read(folder: &Path) -> Self {
         let memory = jsonl::read(&folder.join(MEMORY_LOG));
         let memory = memory
@@ -83,17 +83,17 @@ impl RunFiles {
         }
     }
 
-    /// The rows of training steps.
+    /// Rows of training steps.
     pub fn steps(&self) -> impl DoubleEndedIterator<Item = &Value> {
         self.rows.iter().filter(|row| !row["loss"].is_null())
     }
 
-    /// The rows of evaluations.
+    /// Rows of evaluations.
     pub fn evaluations(&self) -> impl DoubleEndedIterator<Item = &Value> {
         self.rows.iter().filter(|row| !row["eval_loss"].is_null())
     }
 
-    /// Steps done and steps of the whole run, as the last row tells.
+    /// (Steps done, total steps) of the last row.
     pub fn progress(&self) -> (u64, u64) {
         self.rows.last().map_or((0, 0), |row| {
             let of = |name: &str| row[name].as_u64().unwrap_or(0);
@@ -101,13 +101,13 @@ impl RunFiles {
         })
     }
 
-    /// Whether every step was taken.
+    /// Whether all steps are done.
     pub fn is_complete(&self) -> bool {
         let (done, total) = self.progress();
         total > 0 && done >= total
     }
 
-    /// Whether the run ended by saving its state, not by being cut off.
+    /// Whether the run ended by saving its state, and was not cut off.
     pub fn is_saved(&self) -> bool {
         let saved = self
             .state
@@ -117,7 +117,7 @@ impl RunFiles {
     }
 }
 
-/// A number of a row; the log writes those that JSON lacks as text.
+/// Number in a row. Numbers that JSON cannot represent are stored as text.
 pub(crate) fn number(row: &Value, name: &str) -> Option<f64> {
     let value = &row[name];
     value.as_f64().or_else(|| value.as_str()?.parse().ok())
@@ -127,7 +127,7 @@ fn json(path: &Path) -> Option<Value> {
     serde_json::from_slice(&fs::read(path).ok()?).ok()
 }
 
-/// Names in a folder with the number in them, by that number: `rank-0001.json`, `step-000200.json`.
+/// Files in a directory with a number in their name (`rank-0001.json`, `step-000200.json`), sorted by that number.
 fn numbered(folder: &Path, prefix: &str) -> Vec<(u64, PathBuf)> {
     let entries = fs::read_dir(folder).into_iter().flatten().flatten();
     let mut found: Vec<(u64, PathBuf)> = entries

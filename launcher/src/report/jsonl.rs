@@ -1,4 +1,4 @@
-//! Files of one JSON object per line that grow with a run.
+//! JSON Lines files that grow with a run.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{ErrorKind, Write};
@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use crate::error::{ErrorCode, Failure};
 
-/// A growing file.
+/// JSON Lines file open for appending.
 #[derive(Debug)]
 pub(super) struct JsonLines {
     path: PathBuf,
@@ -16,11 +16,10 @@ pub(super) struct JsonLines {
 }
 
 impl JsonLines {
-    /// Opens a file, dropping the rows that `keep` refuses and rows cut by a crash. Returns those
-    /// that stay.
+    /// Opens a file. Drops the rows that `keep` refuses and rows cut off by a crash. Returns the remaining rows.
     ///
     /// # Errors
-    /// The file cannot be read or written.
+    /// When the file cannot be read or written.
     pub(super) fn open(
         path: PathBuf,
         keep: impl Fn(&Value) -> bool,
@@ -51,10 +50,10 @@ impl JsonLines {
         Ok((Self { path, file }, rows))
     }
 
-    /// Appends a row in one write, so that readers see whole rows.
+    /// Appends a row in one write, so readers see whole rows.
     ///
     /// # Errors
-    /// The file cannot be written (exit 16).
+    /// When the file cannot be written (exit 16).
     pub(super) fn append(&mut self, row: &Value) -> Result<(), Failure> {
         let line = format!("{row}\n");
         self.file
@@ -63,7 +62,7 @@ impl JsonLines {
     }
 }
 
-/// The whole rows of such a file; none where it cannot be read.
+/// Complete rows of a JSON Lines file. Empty if it cannot be read.
 pub(super) fn read(path: &Path) -> Vec<Value> {
     let text = fs::read_to_string(path).unwrap_or_default();
     text.lines()

@@ -1,5 +1,4 @@
-//! Memory of rank 0 as pictures: the highest of every logged row by kind, and the phases of the
-//! last rows side by side.
+//! Charts of rank 0's memory: the peak of every logged row by kind, and the phases of the last rows side by side.
 
 use std::collections::BTreeMap;
 
@@ -9,7 +8,7 @@ use crate::memory::Kinds;
 use crate::memory::Phase;
 use crate::report::monitor::memory::{MemoryRow, PhasePeak, PoolPeak};
 
-/// Kinds of bytes from the bottom of the stack up; each has the colour of its place.
+/// Kinds of bytes, from the bottom of the stack up. The index is the color.
 const KINDS: [&str; 7] = [
     "parameters",
     "optimizer",
@@ -19,22 +18,22 @@ const KINDS: [&str; 7] = [
     "activations",
     "workspace",
 ];
-/// Colour of the prediction.
+/// Color of the plan's prediction.
 const PLANNED: usize = 7;
-/// Ranks that get a line of their own.
+/// Maximum ranks drawn as separate lines.
 const MOST_RANKS: usize = 6;
-/// Phases of this many last rows are drawn.
+/// Number of last rows whose phases are drawn.
 const LAST_ROWS: usize = 4;
 const MIB: f64 = (1u64 << 20) as f64;
 
-/// Height of the picture of the phases.
+/// Height of the chart of phases.
 const HEIGHT: f64 = 270.0;
 const LEFT: f64 = 54.0;
 const RIGHT: f64 = 12.0;
-/// Names of phases are written upwards below their bars.
+/// Margin for the names of phases, which are written vertically below their bars.
 const BOTTOM: f64 = 80.0;
 
-/// Bytes of both pools together by kind, each pool at its own peak.
+/// Bytes of both pools by kind, each pool at its own peak.
 fn stacked(peak: &PhasePeak) -> Kinds {
     let mut kinds = Kinds::new();
     for pool in [&peak.device, &peak.host] {
@@ -49,7 +48,7 @@ fn total(peak: &PhasePeak) -> u64 {
     peak.device.bytes + peak.host.bytes
 }
 
-/// The phase of a row with the most bytes.
+/// Phase of a row with the most bytes.
 fn highest(row: &MemoryRow) -> Option<&PhasePeak> {
     row.phases.values().max_by_key(|peak| total(peak))
 }
@@ -61,14 +60,14 @@ fn predicted(plan: Option<&PlanFile>) -> Option<u64> {
     Some(parts.map(|part| part.device_bytes + part.host_bytes).sum())
 }
 
-/// The highest memory of every logged row, by kind, with the prediction.
+/// Chart of the peak of every logged row, by kind, with the plan's prediction.
 pub(super) fn by_step(files: &RunFiles) -> Chart {
     let mut rows: Vec<(&MemoryRow, &PhasePeak)> = Vec::new();
     for row in &files.memory {
         let Some(peak) = highest(row) else {
             continue;
         };
-        // What follows the last logged row, an evaluation or a checkpoint, is of the same step.
+        // An evaluation or a checkpoint after the last logged row has the same step.
         match rows.last_mut().filter(|(last, _)| last.step == row.step) {
             Some(last) if total(last.1) < total(peak) => *last = (row, peak),
             Some(_) => {}
@@ -97,7 +96,7 @@ pub(super) fn by_step(files: &RunFiles) -> Chart {
     }
 }
 
-/// A dashed line at what was planned.
+/// Dashed line at the planned bytes.
 fn planned_line(bytes: Option<u64>, last_step: u64) -> Option<Line> {
     let height = bytes? as f64 / MIB;
     Some(Line {
@@ -108,7 +107,7 @@ fn planned_line(bytes: Option<u64>, last_step: u64) -> Option<Line> {
     })
 }
 
-/// Resident memory of the processes of the first ranks, with what one needs as planned.
+/// Chart of the resident memory of the first ranks' processes, with the planned memory of one process.
 pub(super) fn resident(files: &RunFiles) -> Chart {
     let rows = || files.memory.iter().filter(|row| !row.ranks.is_empty());
     let ranks = rows().map(|row| row.ranks.len()).max().unwrap_or(0);
@@ -133,7 +132,7 @@ pub(super) fn resident(files: &RunFiles) -> Chart {
     }
 }
 
-/// One bar of the picture of the phases.
+/// One bar of the chart of phases.
 struct Bar<'a> {
     step: u64,
     phase: &'static str,
@@ -154,8 +153,7 @@ fn bars(rows: &[MemoryRow]) -> Vec<Bar<'_>> {
     bars
 }
 
-/// The phases of the last logged rows as bars, in the order in which they happened; `None` before
-/// the first row.
+/// Chart of the phases of the last logged rows as bars, in chronological order. `None` before the first row.
 pub(super) fn by_phase(files: &RunFiles) -> Option<String> {
     let bars = bars(&files.memory);
     let most = bars.iter().map(|bar| total(bar.peak)).max()?;
@@ -188,7 +186,7 @@ pub(super) fn by_phase(files: &RunFiles) -> Option<String> {
     for (place, bar) in bars.iter().enumerate() {
         let x = LEFT + place as f64 * width;
         draw_bar(&mut svg, bar, x, width, &at);
-        // A band per row: where the step changes, a line and its number.
+        // A new step starts with a vertical line and its number.
         if place == 0 || bars[place - 1].step != bar.step {
             push(
                 &mut svg,
@@ -244,7 +242,7 @@ fn draw_bar(svg: &mut String, bar: &Bar<'_>, x: f64, width: f64, at: &dyn Fn(f64
     );
 }
 
-/// Both pictures as a document of its own.
+/// SVG document with both charts.
 pub(super) fn document(files: &RunFiles) -> String {
     const GAP: f64 = 30.0;
     let (width, height) = (2.0 * WIDTH + GAP, HEIGHT + GAP);
@@ -288,7 +286,7 @@ pub(super) fn document(files: &RunFiles) -> String {
     svg
 }
 
-/// Planned and measured bytes of one kind on the device and in the host tier.
+/// Planned and measured bytes of one kind, each as (device, host tier).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Compared {
     pub(super) name: String,
@@ -296,7 +294,7 @@ pub(super) struct Compared {
     pub(super) measured: (u64, u64),
 }
 
-/// What the plan predicted against the highest that was measured, by kind.
+/// Planned bytes and measured peaks, by kind.
 pub(super) fn compared(files: &RunFiles) -> Vec<Compared> {
     let Some(plan) = files.plan.as_ref().and_then(|plan| plan.plan.as_ref()) else {
         return Vec::new();

@@ -1,4 +1,4 @@
-//! Files that a run leaves for people and tools, written by rank 0.
+//! Reports of a run for people and tools, written by rank 0.
 
 mod axis;
 mod chart;
@@ -43,16 +43,16 @@ pub use state::{TrainerState, TrainerStateConfig};
 pub use tensorboard::EventWriter;
 pub use trainer_log::{LogRow, TRAINER_LOG, TierBytes, TrainerLog};
 
-/// File of `eval_results.json`.
+/// File name of the evaluation results.
 pub const EVAL_RESULTS: &str = "eval_results.json";
-/// File of the loss curve.
+/// File name of the loss curve.
 pub const LOSS_CURVE: &str = "training_loss.svg";
-/// File of the memory by phase.
+/// File name of the memory log by phase.
 pub const MEMORY_LOG: &str = "memory.jsonl";
-/// File of the memory chart.
+/// File name of the memory chart.
 pub const MEMORY_CHART: &str = "memory.svg";
 
-/// What a logged step measured.
+/// Measurements of a logged step.
 #[derive(Debug, Clone, PartialEq)]
 pub struct StepRecord {
     /// Steps done.
@@ -63,28 +63,28 @@ pub struct StepRecord {
     pub loss: f64,
     /// Learning rate.
     pub lr: f64,
-    /// Global gradient norm before clipping; `None` where the update was skipped.
+    /// Global gradient norm before clipping. `None` if the update was skipped.
     pub grad_norm: Option<f64>,
     /// Tokens per second over all ranks since the last logged step.
     pub tokens_per_second: f64,
     /// Tokens of all ranks since the start of training.
     pub total_tokens: u64,
-    /// Bytes by tier, peak of one rank.
+    /// Peak bytes of one rank, by tier.
     pub bytes: TierBytes,
-    /// Where the time of a step went.
+    /// Parts of a step's time.
     pub times: StepTimes,
-    /// What went to and from this rank's spill files since the last logged step.
+    /// Traffic of this rank's spill files since the last logged step.
     pub disk: Option<DiskTraffic>,
 }
 
-/// Result of evaluating the held-out samples, as stored in `eval_results.json`.
+/// Results of an evaluation on held-out samples, as stored in `eval_results.json`.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct EvalResults {
     /// Mean loss of supervised tokens.
     pub eval_loss: f64,
-    /// Share of exactly right answers, where answers were generated.
+    /// Share of answers that match exactly, if answers were generated.
     pub exact_match: Option<f64>,
-    /// The same before training.
+    /// The same share before training.
     pub exact_match_before: Option<f64>,
     /// Number of samples.
     pub eval_samples: usize,
@@ -115,11 +115,11 @@ pub struct RunReport {
 }
 
 impl RunReport {
-    /// Opens the reports of a run of `total_steps` steps that starts after `done_steps`; rows of
-    /// later steps, left by an attempt that was not resumed from, are dropped.
+    /// Opens the reports of a run of `total_steps` steps that starts after `done_steps`. Rows of later steps, left by
+    /// an attempt that was not resumed from, are dropped.
     ///
     /// # Errors
-    /// A file cannot be read or written.
+    /// When a file cannot be read or written.
     pub fn open(
         config: &RunConfig,
         total_steps: u64,
@@ -161,17 +161,17 @@ impl RunReport {
         })
     }
 
-    /// Estimated seconds to the end, after `step` steps.
+    /// Estimated seconds until the end, after `step` steps.
     pub fn remaining_seconds(&self, step: u64) -> f64 {
         let done = step.saturating_sub(self.resumed_at).max(1) as f64;
         self.started.elapsed().as_secs_f64() / done * self.total_steps.saturating_sub(step) as f64
     }
 
-    /// Records a logged step and the memory since the last one. Returns what deserves a line on
-    /// the screen besides the row itself.
+    /// Records a logged step and the memory since the last one. Returns further events to show besides the row
+    /// itself.
     ///
     /// # Errors
-    /// A file cannot be written (exit 16).
+    /// When a file cannot be written (exit 16).
     pub fn on_step(
         &mut self,
         record: &StepRecord,
@@ -230,7 +230,7 @@ impl RunReport {
     /// Records an evaluation and writes `eval_results.json`.
     ///
     /// # Errors
-    /// A file cannot be written (exit 16).
+    /// When a file cannot be written (exit 16).
     pub fn on_eval(&mut self, results: &EvalResults) -> Result<(), Failure> {
         self.log.append(&LogRow {
             current_steps: results.step,
@@ -248,18 +248,18 @@ impl RunReport {
         write_json(&self.output.join(EVAL_RESULTS), results)
     }
 
-    /// Writes `trainer_state.json` into a checkpoint folder that is being written.
+    /// Writes `trainer_state.json` into the directory of a checkpoint that is being written.
     ///
     /// # Errors
-    /// The file cannot be written (exit 16).
+    /// When the file cannot be written (exit 16).
     pub fn save_state(&self, folder: &Path) -> Result<(), Failure> {
         self.state.save(folder)
     }
 
-    /// Writes the state, the loss curve and the memory since the last row.
+    /// Writes the trainer state, the loss curve, and the memory since the last row.
     ///
     /// # Errors
-    /// A file cannot be written (exit 16).
+    /// When a file cannot be written (exit 16).
     pub fn finish(&mut self, memory: Option<MemoryRow>) -> Result<(), Failure> {
         if let Some(memory) = memory {
             self.append_memory(&memory)?;
@@ -272,7 +272,7 @@ impl RunReport {
     }
 }
 
-/// What TensorBoard shows of a logged step.
+/// TensorBoard scalars of a logged step.
 fn scalars(record: &StepRecord) -> Vec<(&'static str, f64)> {
     const TIME_TAGS: [&str; StepSplit::PARTS] = [
         "time/data",
@@ -307,7 +307,7 @@ fn write_json(path: &Path, value: &impl Serialize) -> Result<(), Failure> {
     write_whole(path, (text + "\n").as_bytes())
 }
 
-/// Writes a file so that readers see the old or the new one, whole.
+/// Replaces a file atomically: readers see the complete old or new content.
 fn write_whole(path: &Path, bytes: &[u8]) -> Result<(), Failure> {
     let fail = |error: std::io::Error| Failure::io(ErrorCode::Disk, "write", path, &error);
     let mut name = path.file_name().unwrap_or_default().to_os_string();

@@ -8,23 +8,23 @@ use serde::{Deserialize, Serialize};
 use crate::error::Failure;
 use crate::ui::{DataEvent, Event, PlanEvent, TrainRow};
 
-/// File name in the run's folder.
+/// File name in the run directory.
 const FILE: &str = "plan.json";
 
-/// The memory plan, what trains, and the data.
+/// Memory plan, trainable parameters and data of a run.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct PlanFile {
-    /// Bytes by kind, and what the machine has.
+    /// Planned bytes by kind, and the machine's memory.
     pub plan: Option<PlanEvent>,
-    /// Tensors that train, by part of the model.
+    /// Trainable tensors by part of the model.
     #[serde(default)]
     pub trains: Vec<TrainRow>,
-    /// What the data holds.
+    /// Summary of the data.
     pub data: Option<DataEvent>,
 }
 
 impl PlanFile {
-    /// Keeps what an event of the preparation tells.
+    /// Stores the content of an event of the preparation, if it belongs to the file.
     pub fn note(&mut self, event: &Event) {
         match event {
             Event::Plan(plan) => self.plan = Some(plan.clone()),
@@ -34,15 +34,15 @@ impl PlanFile {
         }
     }
 
-    /// Writes `plan.json` into the run's folder.
+    /// Writes `plan.json` into the run directory.
     ///
     /// # Errors
-    /// The file cannot be written (exit 16).
+    /// When the file cannot be written (exit 16).
     pub fn save(&self, output: &Path) -> Result<(), Failure> {
         super::write_json(&output.join(FILE), self)
     }
 
-    /// Reads it from there, if it is there.
+    /// Reads `plan.json` from the run directory, if it exists.
     pub fn load(output: &Path) -> Option<Self> {
         serde_json::from_slice(&fs::read(output.join(FILE)).ok()?).ok()
     }

@@ -1,4 +1,4 @@
-//! `trainer_state.json` with the fields of Hugging Face's trainer.
+//! `trainer_state.json` with the fields of Hugging Face's `Trainer`.
 
 use std::fs;
 use std::path::Path;
@@ -10,7 +10,7 @@ use crate::error::Failure;
 
 const FILE: &str = "trainer_state.json";
 
-/// What does not change during a run.
+/// Values that are constant during a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TrainerStateConfig {
     /// Steps of the whole run.
@@ -27,7 +27,7 @@ pub struct TrainerStateConfig {
     pub save_steps: u64,
 }
 
-/// The state that grows with the run.
+/// Trainer state, which grows with the run.
 #[derive(Debug, Clone)]
 pub struct TrainerState {
     config: TrainerStateConfig,
@@ -39,8 +39,7 @@ pub struct TrainerState {
 }
 
 impl TrainerState {
-    /// The state after `done_steps` steps; the history of an earlier attempt in `output` is kept
-    /// up to there.
+    /// State after `done_steps` steps. The history of an earlier attempt in `output` is kept up to that step.
     pub fn open(output: &Path, config: TrainerStateConfig, done_steps: u64) -> Self {
         let old: Value = fs::read(output.join(FILE))
             .ok()

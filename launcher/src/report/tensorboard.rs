@@ -1,4 +1,4 @@
-//! TensorBoard event files, written by hand: five protobuf fields and a record frame.
+//! Writer of TensorBoard event files. It encodes the five protobuf fields and the record frame itself.
 
 use std::fs::{self, File};
 use std::io::Write;
@@ -8,7 +8,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use super::crc32c::crc32c;
 use crate::error::{ErrorCode, Failure};
 
-/// An open event file.
+/// Open event file.
 #[derive(Debug)]
 pub struct EventWriter {
     path: PathBuf,
@@ -16,10 +16,10 @@ pub struct EventWriter {
 }
 
 impl EventWriter {
-    /// Makes a new event file in `folder`, which is made too.
+    /// Creates a new event file in `folder`, and the directory if necessary.
     ///
     /// # Errors
-    /// The file cannot be written (exit 16).
+    /// When the file cannot be written (exit 16).
     pub fn create(folder: &Path) -> Result<Self, Failure> {
         let now = wall_time();
         let host = fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
@@ -45,10 +45,10 @@ impl EventWriter {
         Ok(writer)
     }
 
-    /// Writes values of one step.
+    /// Writes scalars of one step. NaN values are left out.
     ///
     /// # Errors
-    /// The file cannot be written (exit 16).
+    /// When the file cannot be written (exit 16).
     pub fn scalars(&mut self, step: u64, values: &[(&str, f64)]) -> Result<(), Failure> {
         let mut summary = Vec::new();
         for (tag, number) in values.iter().filter(|(_, number)| !number.is_nan()) {
@@ -65,7 +65,7 @@ impl EventWriter {
         self.record(&event)
     }
 
-    /// Length, checksum of the length, payload, checksum of the payload.
+    /// Writes a record: length, checksum of the length, payload, checksum of the payload.
     fn record(&mut self, payload: &[u8]) -> Result<(), Failure> {
         let length = (payload.len() as u64).to_le_bytes();
         let mut record = length.to_vec();
@@ -78,7 +78,7 @@ impl EventWriter {
     }
 }
 
-/// Checksums are masked because files hold checksums of data that hold checksums.
+/// Masked checksum of TensorBoard's format, which is safe for data that contains checksums itself.
 fn masked(data: &[u8]) -> [u8; 4] {
     crc32c(data)
         .rotate_right(15)
@@ -143,7 +143,7 @@ mod tests {
         let records = records(&fs::read(&writer.path).expect("read"));
         assert_eq!(records.len(), 2);
         assert!(records[0].ends_with(b"\x1a\x0dbrain.Event:2"));
-        // Field 1 takes nine bytes; then step 300 as a varint, then the summary.
+        // Field 1 takes nine bytes. Then follow step 300 as a varint and the summary.
         let expected = [
             &[0x10, 0xac, 0x02, 0x2a, 19, 0x0a, 17, 0x0a, 10][..],
             b"train/loss",

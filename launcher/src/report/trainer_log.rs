@@ -1,4 +1,4 @@
-//! `trainer_log.jsonl`: one JSON object per logged step, with the fields LLaMA-Factory's tools read.
+//! `trainer_log.jsonl`: one JSON object per logged step, with the fields that LLaMA-Factory's tools read.
 
 use crate::ui::DiskTraffic;
 use std::path::Path;
@@ -12,16 +12,16 @@ use crate::error::Failure;
 use crate::report::monitor::split::{DeviceSplit, StepSplit, StepTimes};
 use crate::units::clock;
 
-/// File of the log.
+/// File name of the log.
 pub const TRAINER_LOG: &str = "trainer_log.jsonl";
 
-/// Digits of a second that are kept.
+/// Decimal digits of times in seconds.
 const SECONDS: i32 = 6;
 
-/// Bytes of one rank.
+/// Memory of one rank in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct TierBytes {
-    /// Peak on the device.
+    /// Peak in device memory.
     pub device: u64,
     /// Peak in the host tier.
     pub host: u64,
@@ -54,11 +54,11 @@ pub struct LogRow {
     pub tokens_per_second: Option<f64>,
     /// Tokens of all ranks so far.
     pub total_tokens: u64,
-    /// Bytes by tier.
+    /// Peak bytes by tier.
     pub bytes: Option<TierBytes>,
-    /// Where the time of a step went.
+    /// Parts of a step's time.
     pub times: Option<StepTimes>,
-    /// What went to and from the spill files since the last row.
+    /// Traffic of the spill files since the last row.
     pub disk: Option<DiskTraffic>,
 }
 
@@ -96,7 +96,7 @@ impl LogRow {
                 "bytes",
                 json!({ "device": bytes.device, "host": bytes.host, "rss": bytes.rss }),
             );
-            // Gigabytes, as the readers of these fields expect.
+            // GiB, as readers of these fields expect.
             let gib = bytes.device as f64 / 1024f64.powi(3);
             put("vram_allocated", rounded(gib, 2));
             put("vram_reserved", rounded(gib, 2));
@@ -137,7 +137,7 @@ impl LogRow {
     }
 }
 
-/// JSON has no NaN; a name is better than a hole.
+/// JSON cannot represent NaN and infinities, so they are written as text.
 fn number(value: f64) -> Value {
     if value.is_finite() {
         value.into()
@@ -151,7 +151,7 @@ fn rounded(value: f64, digits: i32) -> Value {
     number((value * scale).round() / scale)
 }
 
-/// The growing log file.
+/// Log file open for appending.
 #[derive(Debug)]
 pub struct TrainerLog {
     file: JsonLines,
@@ -159,10 +159,10 @@ pub struct TrainerLog {
 }
 
 impl TrainerLog {
-    /// Opens the log in `output`, keeping rows up to `done_steps`.
+    /// Opens the log in `output` and keeps its rows up to `done_steps`.
     ///
     /// # Errors
-    /// The file cannot be read or written.
+    /// When the file cannot be read or written.
     pub fn open(output: &Path, done_steps: u64) -> Result<Self, Failure> {
         let step = |row: &Value| row["current_steps"].as_u64();
         let keep = |row: &Value| step(row).is_some_and(|step| step <= done_steps);
@@ -182,10 +182,10 @@ impl TrainerLog {
         &self.points
     }
 
-    /// Appends a row in one write, so that readers see whole rows.
+    /// Appends a row in one write, so readers see whole rows.
     ///
     /// # Errors
-    /// The file cannot be written (exit 16).
+    /// When the file cannot be written (exit 16).
     pub fn append(&mut self, row: &LogRow) -> Result<(), Failure> {
         self.file.append(&row.to_json())
     }

@@ -1,16 +1,18 @@
-//! `AdamW`: Adam with bias correction and decoupled weight decay, the arithmetic of `torch.optim.AdamW`.
+//! `AdamW`: Adam with bias correction and decoupled weight decay (Loshchilov and Hutter), with the arithmetic of
+//! `torch.optim.AdamW`.
 //!
-//! One pass over memory reads gradient, weight and moments and writes weight, moments and the 16-bit copy:
+//! An update is one pass over memory. It reads gradient, weight and moments, and writes weight, moments and the
+//! 16-bit copy. Bytes read and written per element:
 //!
-//! | weights | moments | bytes per element with a 16-bit gradient | with an `f32` one |
+//! | weights | moments | with a 16-bit gradient | with an `f32` gradient |
 //! |---|---|---|---|
 //! | `f32` | `f32` | 26 | 28 |
 //! | `f32` master and 16-bit copy | `f32` | 28 | 30 |
 //! | `bf16` | `f32` | 22 | 24 |
 //! | `bf16` | `bf16` | 14 | 16 |
-//! | `bf16` with a compensation | `f32`, `bf16` | 26, 18 | 28, 20 |
+//! | `bf16` with Kahan compensation | `f32`, `bf16` | 26, 18 | 28, 20 |
 //!
-//! Arithmetic is `f32` without fused multiply-add, so every SIMD path, split and thread count gives the same bits.
+//! Arithmetic is `f32` without fused multiply-add. So every SIMD path, split and thread count gives the same bits.
 
 mod storage;
 mod update;
@@ -31,40 +33,39 @@ use windows::{Compensated, Master, Narrow, Number, Weights};
 
 pub use storage::{Bf16Storage, MomentDtype, PureBf16};
 
-/// Elements converted to `f16` while they are in the first-level cache.
+/// Elements that are converted to `f16` at a time, while they are in the L1 cache.
 const CAST_ELEMS: usize = 1024;
 
-/// The constants of one step, computed in `f64` and rounded once: what the update of an element reads beside its
-/// gradient, weight and moments.
+/// Constants of one step, computed in `f64` and rounded once to `f32`.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Coefficients {
     /// Factor on every gradient.
     pub grad_scale: f32,
-    /// `1 - beta1`.
+    /// `1 - beta1`, the weight of the new gradient in the first moment.
     pub one_minus_beta1: f32,
     /// `beta2`.
     pub beta2: f32,
-    /// `1 - beta2`.
+    /// `1 - beta2`, the weight of the new squared gradient in the second moment.
     pub one_minus_beta2: f32,
-    /// Added to the root of the second moment: `eps * sqrt(1 - beta2^step)`.
+    /// Added to the square root of the second moment: `eps * sqrt(1 - beta2^step)`.
     pub eps: f32,
-    /// `lr * sqrt(1 - beta2^step) / (1 - beta1^step)`: both corrections of the bias at once.
+    /// `lr * sqrt(1 - beta2^step) / (1 - beta1^step)`: the learning rate with both bias corrections.
     pub step_size: f32,
     /// `1 - lr * weight_decay`.
     pub decay: f32,
 }
 
-/// The hyper-parameters that hold for a whole run; rate and decay come with each step.
+/// Hyper-parameters of a whole run. Learning rate and weight decay are arguments of each step.
 #[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct AdamW {
-    /// Decay of the first moment.
+    /// Decay rate of the first moment.
     pub beta1: f64,
-    /// Decay of the second moment.
+    /// Decay rate of the second moment.
     pub beta2: f64,
     /// Added to the denominator.
     pub eps: f64,
-    /// What pure `bf16` keeps per element.
+    /// Storage of weights and moments in pure `bf16`.
     #[serde(default)]
     pub pure_bf16: PureBf16,
 }
@@ -81,10 +82,11 @@ impl Default for AdamW {
 }
 
 impl AdamW {
-    /// Checks the ranges: betas in 0..1, `eps` not negative.
+    /// Builds a rule with default storage for pure `bf16`. Betas must be in `0..1`; `eps` must be finite and not
+    /// negative.
     ///
     /// # Errors
-    /// [`OptimError::OutOfRange`] naming the number.
+    /// [`OptimError::OutOfRange`] with the name of the bad number.
     pub fn new(beta1: f64, beta2: f64, eps: f64) -> Result<Self, OptimError> {
         for (what, value) in [("beta1", beta1), ("beta2", beta2)] {
             if !(0.0..1.0).contains(&value) {
@@ -111,10 +113,10 @@ impl AdamW {
         })
     }
 
-    /// The constants of update number `step` (counted from 1).
+    /// Constants of update number `step`, counted from 1. `grad_scale` is the factor on every gradient.
     ///
     /// # Errors
-    /// [`OptimError::StepZero`].
+    /// [`OptimError::StepZero`] for step 0.
     pub fn coefficients(
         &self,
         step: u64,
@@ -141,17 +143,18 @@ impl AdamW {
         })
     }
 
-    /// The stream that the keys of stochastic rounding come from, see [`crate::rounding`]: word 0 of a pair rounds
-    /// the weights, word 1 the first moments, word 2 the second.
+    /// Random stream of the keys of stochastic rounding. Word 0 of a pair rounds the weights, word 1 the first
+    /// moments, word 2 the second moments; see [`crate::rounding`].
     #[must_use]
     pub fn rounding_stream(seed: u64) -> RandomStream {
         RandomStream::new(seed, "optimizer rounding")
     }
 
-    /// The same constants for the kernels of a GPU; the factor of a clip block multiplies `grad_scale`.
+    /// Constants of update number `step` for a GPU kernel. The kernel also multiplies `grad_scale` by the factor of a
+    /// clip block on the device.
     ///
     /// # Errors
-    /// [`OptimError::StepZero`].
+    /// [`OptimError::StepZero`] for step 0.
     pub fn scalars(
         &self,
         step: u64,
@@ -200,7 +203,7 @@ impl AdamW {
         })
     }
 
-    /// Chooses the form of the weights. The error is the kind of weights that the state does not fit.
+    /// Dispatches on the kind of weights. The error is the kind of weights that the state slots do not match.
     fn weights<G: Number>(
         &self,
         work: Work,
@@ -308,7 +311,7 @@ impl Optimizer for AdamW {
     }
 }
 
-/// What the windows of one update share.
+/// Arguments that every chunk of one update shares.
 #[derive(Clone, Copy)]
 struct Work {
     simd: Simd,
@@ -335,7 +338,7 @@ impl Work {
         update.spread(self.simd);
     }
 
-    /// False when the moments differ in type.
+    /// Dispatches on the element type of the moments. Returns false when the two moments differ in type.
     fn moments<G: Number, W: Weights>(
         self,
         grad: &[G],
@@ -351,7 +354,7 @@ impl Work {
         true
     }
 
-    /// The update in `f32`, a piece at a time, and its copy.
+    /// Updates the `f32` master weights piece by piece and converts each piece to `f16` while it is in cache.
     fn run_f16<G: Number>(
         self,
         grad: &[G],

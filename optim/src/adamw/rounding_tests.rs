@@ -8,7 +8,7 @@ use crate::rounding::PageKey;
 
 #[test]
 fn pure_bf16_follows_f32_in_expectation_where_plain_rounding_stalls() {
-    // Updates of 1e-4 on a weight of 1: a fortieth of the spacing of bf16 numbers there.
+    // Updates of 1e-4 on a weight of 1: a fortieth of the spacing of bf16 numbers near 1.
     let n = 20_000;
     let mut weight = vec![bf16::ONE; n];
     let (mut m, mut v) = (vec![bf16::ZERO; n], vec![bf16::ZERO; n]);
@@ -132,7 +132,7 @@ fn rounding_draws_the_documented_half_words() {
     assert_eq!([weight, m16, v16], expected);
 }
 
-/// Where weights of 1 and updates of a fortieth of the spacing of `bf16` numbers end.
+/// How far weights fall from 1 in 100 updates of a fortieth of the `bf16` spacing: in pure `bf16`, and in `f32`.
 fn walk(pure_bf16: PureBf16) -> (f64, f64) {
     let n = 64;
     let rule = AdamW {
@@ -180,7 +180,7 @@ fn kahan_follows_f32_and_plain_rounding_stalls() {
     for moments in MomentDtype::ALL {
         let with = |weights| walk(PureBf16 { weights, moments });
         let (kahan, expected) = with(Bf16Storage::Kahan);
-        // Half the spacing below 1, and the share of it that the moments' own rounding may cost.
+        // Half the spacing below 1, plus the share of it that rounding of the moments may cost.
         assert!(
             (kahan - expected).abs() < 2f64.powi(-9),
             "{kahan}, {expected}"
@@ -190,7 +190,7 @@ fn kahan_follows_f32_and_plain_rounding_stalls() {
     }
 }
 
-/// Numbers that a carry must not take to infinity, and those that are no numbers, among others.
+/// Values include those that a carry must not turn into infinity, and NaN.
 #[test]
 fn special_numbers_are_stored_alike_everywhere() {
     let n = 200;
@@ -207,7 +207,7 @@ fn special_numbers_are_stored_alike_everywhere() {
                 model.moments_bf16[0][5 * i + 90] = <bf16 as Float>::from_f32(x);
             }
             let mut grad = numbers("gradients", n, 1);
-            // NaN whose low bits a rounding would carry into the sign.
+            // NaN whose low bits would carry into the sign if rounded.
             let nan = [0x7fff_ffff, 0xffff_fff0].map(f32::from_bits);
             for (i, x) in special.into_iter().chain(nan).enumerate() {
                 grad[9 * i + 120] = x;
@@ -222,7 +222,7 @@ fn special_numbers_are_stored_alike_everywhere() {
             };
             model.bits().into_iter().map(quiet).collect::<Vec<_>>()
         };
-        // Element by element.
+        // Chunks of one element each.
         let cuts: Vec<usize> = (1..n).collect();
         let expected = run(Simd::Portable, &cuts);
         for simd in Simd::available() {

@@ -1,4 +1,4 @@
-//! How `AdamW` keeps weights and moments where nothing is wider than `bf16`, and the state slots that follow from it.
+//! Storage of `AdamW`'s weights and moments in pure `bf16`, and the state slots that follow from it.
 
 use std::str::FromStr;
 
@@ -8,23 +8,24 @@ use serde::{Deserialize, Serialize};
 use crate::OptimError;
 use crate::optimizer::{Precision, StateSlot};
 
-/// How `bf16` weights without a master are stored after an update in `f32`.
+/// How `bf16` weights without a master copy are rounded after an update computed in `f32`.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Bf16Storage {
-    /// Rounded up or down at random, in the mean to the exact value: updates smaller than the spacing of `bf16`
-    /// numbers are not lost.
+    /// Stochastic rounding: up or down at random, unbiased. Updates smaller than the spacing of `bf16` numbers count
+    /// on average.
     #[default]
     Stochastic,
-    /// Rounded to the nearest, with the rounding error in a third `bf16` slot that the next update adds back. The
-    /// pair has 17 significant bits.
+    /// Rounding to nearest with Kahan compensation: a third `bf16` slot stores the rounding error, and the next
+    /// update adds it back. Weight and error together have 17 significant bits.
     Kahan,
-    /// Rounded to the nearest: updates below half the spacing are lost and training stalls. For comparisons.
+    /// Rounding to nearest. Updates below half the spacing of `bf16` numbers are lost, so training stalls. For
+    /// comparisons only.
     Nearest,
 }
 
 impl Bf16Storage {
-    /// Every way.
+    /// All variants.
     pub const ALL: [Self; 3] = [Self::Stochastic, Self::Kahan, Self::Nearest];
 
     /// The word used on command lines and in configuration files.
@@ -51,11 +52,11 @@ impl FromStr for Bf16Storage {
     }
 }
 
-/// Element type of the moments beside `bf16` weights without a master.
+/// Element type of Adam's moments in pure `bf16`.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum MomentDtype {
-    /// `bf16`, stored with stochastic rounding (to the nearest with [`Bf16Storage::Nearest`]).
+    /// `bf16` with stochastic rounding, or rounding to nearest with [`Bf16Storage::Nearest`].
     #[default]
     Bf16,
     /// `f32`.
@@ -63,7 +64,7 @@ pub enum MomentDtype {
 }
 
 impl MomentDtype {
-    /// Both.
+    /// All variants.
     pub const ALL: [Self; 2] = [Self::Bf16, Self::F32];
 
     /// The word used on command lines and in configuration files.
@@ -89,18 +90,18 @@ impl FromStr for MomentDtype {
     }
 }
 
-/// What pure `bf16` keeps per element; the other precisions do not look at it.
+/// Storage options of pure `bf16`. Other precisions ignore them.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct PureBf16 {
-    /// How weights are stored.
+    /// Rounding of the weights.
     pub weights: Bf16Storage,
     /// Element type of the moments.
     pub moments: MomentDtype,
 }
 
 impl PureBf16 {
-    /// Every combination.
+    /// All combinations.
     pub fn all() -> impl Iterator<Item = Self> {
         Bf16Storage::ALL.into_iter().flat_map(|weights| {
             MomentDtype::ALL
@@ -109,9 +110,9 @@ impl PureBf16 {
         })
     }
 
-    /// The state slots of a precision.
+    /// State slots of a precision.
     pub(super) fn slots(self, precision: Precision) -> &'static [StateSlot] {
-        // The compensation is the last slot, so that the others keep their place.
+        // The compensation is the last slot, so the first two have the same index with and without it.
         let slots: &'static [StateSlot; 3] = match (precision, self.moments) {
             (Precision::PureBf16, MomentDtype::Bf16) => &NARROW,
             _ => &WIDE,
@@ -150,7 +151,7 @@ mod tests {
 
     #[test]
     fn slots_follow_the_options_in_pure_bf16_only() {
-        // By the width of the moments and without or with the compensation.
+        // Bytes per element: rows without and with compensation, columns by the width of the moments.
         let expected = [[4, 6], [8, 10]];
         for options in PureBf16::all() {
             let rule = AdamW {
@@ -190,7 +191,7 @@ mod tests {
         }
         assert!("kahn".parse::<Bf16Storage>().is_err());
         assert!("f16".parse::<MomentDtype>().is_err());
-        // Configurations written before the option existed.
+        // A configuration written before the option existed.
         let old: AdamW = serde_json::from_str(r#"{"beta1":0.9,"beta2":0.99,"eps":1e-8}"#).unwrap();
         assert_eq!(old.pure_bf16, PureBf16::default());
     }

@@ -7,7 +7,7 @@ use kernels::Float;
 pub(super) const GRAD_SCALE: f32 = 0.37;
 pub(super) const LR: f32 = 1e-2;
 pub(super) const DECAY: f32 = 0.1;
-/// The key of rounding changes within every window of some length.
+/// First element of the tests' chunks: 301 elements before the end of a page of rounding keys.
 const FIRST: u64 = (1 << 33) - 301;
 
 pub(super) fn numbers(name: &str, n: usize, step: u64) -> Vec<f32> {
@@ -15,7 +15,7 @@ pub(super) fn numbers(name: &str, n: usize, step: u64) -> Vec<f32> {
     (0..n as u64).map(|i| stream.normal(i)).collect()
 }
 
-/// Weights and moments in every form, stepped side by side.
+/// One model with weights and moments in one of the supported layouts.
 #[derive(Clone, Debug)]
 pub(super) struct Model {
     pub(super) master: Vec<f32>,
@@ -172,7 +172,7 @@ impl Model {
     }
 }
 
-/// A gradient of either width.
+/// Gradient in either width.
 #[derive(Clone, Debug)]
 pub(super) enum Grad {
     F32(Vec<f32>),
@@ -194,7 +194,7 @@ impl Grad {
         Self::Bf16(values.collect())
     }
 
-    /// The same numbers in `f32`.
+    /// The same gradient in `f32`.
     fn widened(&self) -> Self {
         match self {
             Self::F32(_) => self.clone(),
@@ -217,7 +217,7 @@ impl Grad {
     }
 }
 
-/// `AdamW` as the paper writes it, one element in double precision.
+/// `AdamW` as in the paper, one element in double precision.
 #[derive(Clone, Copy)]
 struct Reference {
     weight: f64,
@@ -262,7 +262,7 @@ fn f32_and_mixed_follow_the_double_precision_reference_for_200_steps() {
     }
     for i in 0..n {
         let error = (f64::from(f32_model.master[i]) - reference[i].weight).abs();
-        // 200 roundings of a weight of size up to 4, and of updates of size 0.01.
+        // 200 roundings of a weight of magnitude up to 4 and of updates of magnitude 0.01.
         assert!(
             error < 200.0 * 4.0 * f64::from(f32::EPSILON),
             "element {i}: {error}"
@@ -311,7 +311,7 @@ fn assert_split_invariant(n: usize, cuts: &[usize]) {
             let grad = |step| Grad::of(numbers("gradients", n, step), narrow);
             let mut whole = Model::new(n);
             for step in 1..=2 {
-                // Other vectors and another order of elements, the same numbers.
+                // Other vectors and another order of elements; the result must be the same.
                 whole.step(Simd::Portable, form, step, grad(step).widened(), &[]);
             }
             for simd in Simd::available() {

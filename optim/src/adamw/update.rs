@@ -1,5 +1,5 @@
-//! The update itself: one pass over memory, written once over the forms of [`super::windows`] and the instruction
-//! sets of [`crate::lanes`].
+//! The AdamW update as one pass over memory. The code is generic over the data layouts of [`super::windows`] and the
+//! instruction sets of [`crate::lanes`].
 
 use super::Coefficients;
 use super::windows::{Item, LARGE, LARGE_HALF, Mode, Number, Weights};
@@ -7,13 +7,13 @@ use crate::lanes::{Lanes, Loop, Simd};
 use crate::rng::RandomStream;
 use crate::rounding::PageKey;
 
-/// Elements per task: longer windows are spread over the rayon pool.
+/// Elements per task. Longer chunks are spread over the rayon pool.
 pub(super) const CHUNK_ELEMS: usize = 1 << 16;
-/// Elements of the longest item.
+/// Elements of the longest item: two AVX-512 vectors.
 const MOST_ITEM: usize = 32;
 
 impl Coefficients {
-    /// New weight, first and second moment of one element.
+    /// New weight, first and second moment of one element, in scalar arithmetic.
     #[inline(always)]
     fn element(&self, grad: f32, weight: f32, m: f32, v: f32) -> (f32, f32, f32) {
         let grad = grad * self.grad_scale;
@@ -23,7 +23,7 @@ impl Coefficients {
         (weight, m, v)
     }
 
-    /// Each in every place of a vector.
+    /// The constants broadcast to vectors.
     #[inline(always)]
     fn vectors<L: Lanes>(&self, l: L) -> Vectors<L> {
         Vectors {
@@ -38,7 +38,7 @@ impl Coefficients {
     }
 }
 
-/// [`Coefficients`] and the arithmetic of [`Coefficients::element`] for vectors.
+/// [`Coefficients`] as vectors, with the arithmetic of [`Coefficients::element`].
 #[derive(Clone, Copy)]
 struct Vectors<L: Lanes> {
     grad_scale: L::F,
@@ -51,7 +51,7 @@ struct Vectors<L: Lanes> {
 }
 
 impl<L: Lanes> Vectors<L> {
-    /// New first and second moment.
+    /// New first and second moments.
     #[inline(always)]
     fn moments(&self, l: L, grad: L::F, m: L::F, v: L::F) -> (L::F, L::F) {
         let grad = l.mul(grad, self.grad_scale);
@@ -60,7 +60,7 @@ impl<L: Lanes> Vectors<L> {
         (m, l.add(l.mul(v, self.beta2), square))
     }
 
-    /// New weight, from the first moment and the root of the second.
+    /// New weights from the first moments and the square roots of the second moments.
     #[inline(always)]
     fn weight(&self, l: L, weight: L::F, m: L::F, root: L::F) -> L::F {
         let change = l.div(l.mul(self.step_size, m), l.add(root, self.eps));
@@ -68,16 +68,16 @@ impl<L: Lanes> Vectors<L> {
     }
 }
 
-/// What the second half of an item's step needs of the first.
+/// State between the two halves of an item's update.
 struct Begun<L: Lanes> {
     m: Item<L>,
-    /// Of the second moment.
+    /// Square root of the second moment.
     root: Item<L>,
-    /// Rounds the weight.
+    /// Random words that round the weights, if rounding is stochastic.
     random: Option<L::U>,
 }
 
-/// The numbers of an item in the order of memory.
+/// Numbers of an item in memory order.
 #[inline(always)]
 fn in_order<L: Lanes, const PAIRED: bool>(l: L, [a, b]: Item<L>) -> [f32; MOST_ITEM] {
     let (mut halves, mut numbers) = ([0.0; MOST_ITEM], [0.0; MOST_ITEM]);
@@ -89,7 +89,8 @@ fn in_order<L: Lanes, const PAIRED: bool>(l: L, [a, b]: Item<L>) -> [f32; MOST_I
     numbers
 }
 
-/// Stores moments one by one, for numbers that the vectors' rounding cannot handle.
+/// Stores moments one by one, with scalar rounding. For values near infinity and NaN, which the vector rounding
+/// cannot handle.
 #[cold]
 #[inline(never)]
 fn put_each<M: Number>(to: &mut [M], numbers: &[f32], mode: Mode, random: impl Fn(usize) -> u16) {
@@ -98,7 +99,7 @@ fn put_each<M: Number>(to: &mut [M], numbers: &[f32], mode: Mode, random: impl F
     }
 }
 
-/// The same for weights.
+/// Stores weights one by one, as [`put_each`] does moments.
 #[cold]
 #[inline(never)]
 fn put_each_weight<W: Weights>(mut to: W, numbers: &[f32], random: impl Fn(usize) -> u16) {
@@ -107,7 +108,7 @@ fn put_each_weight<W: Weights>(mut to: W, numbers: &[f32], random: impl Fn(usize
     }
 }
 
-/// The larger magnitudes, as bits.
+/// Elementwise maximum of `largest` and the magnitudes of an item, as `f32` bits.
 #[inline(always)]
 fn larger<L: Lanes>(l: L, largest: L::U, [a, b]: Item<L>) -> L::U {
     let magnitude = l.u(0x7fff_ffff);
@@ -115,8 +116,8 @@ fn larger<L: Lanes>(l: L, largest: L::U, [a, b]: Item<L>) -> L::U {
     l.max_u(largest, l.and(l.bits(b), magnitude))
 }
 
-/// Where a window stands in the rounding stream: word 0 of a pair rounds the weight, word 1 the first moment, word 2
-/// the second. What is kept in `f32` leaves its words unused.
+/// Position of a chunk in the random stream of rounding. Word 0 of a pair rounds the weight, word 1 the first moment,
+/// word 2 the second. Words of states in `f32` are unused.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Rounding {
     pub(super) stream: RandomStream,
@@ -124,7 +125,7 @@ pub(super) struct Rounding {
     pub(super) first_element: u64,
 }
 
-/// One update of windows of equal length.
+/// One update of chunks of equal length.
 pub(super) struct Update<'a, G, W, M> {
     pub(super) coefficients: Coefficients,
     pub(super) rounding: Rounding,
@@ -135,7 +136,7 @@ pub(super) struct Update<'a, G, W, M> {
 }
 
 impl<G: Number, W: Weights, M: Number> Update<'_, G, W, M> {
-    /// Steps all elements, spread over the rayon pool.
+    /// Updates all elements, spread over the rayon pool.
     pub(super) fn spread(self, simd: Simd) {
         let n = self.grad.len();
         let page = PageKey::elems_left(self.rounding.first_element);
@@ -171,7 +172,7 @@ impl<G: Number, W: Weights, M: Number> Update<'_, G, W, M> {
         )
     }
 
-    /// One by one: the elements before and after whole items.
+    /// Updates element by element: those before and after the whole items.
     fn scalar(&mut self, key: PageKey) {
         for i in 0..self.grad.len() {
             let random = key.halves(self.rounding.first_element + i as u64);
@@ -187,7 +188,8 @@ impl<G: Number, W: Weights, M: Number> Update<'_, G, W, M> {
         }
     }
 
-    /// The first half of an item's step: writes the moments. `pairs` is what the words of its pairs share.
+    /// First half of an item's update: computes and writes the moments. `pairs` is the part of the random hash that
+    /// the words of a pair share, see [`Lanes::pairs`].
     #[inline(always)]
     fn begin<L: Lanes, const PAIRED: bool>(
         l: L,
@@ -240,7 +242,7 @@ impl<G: Number, W: Weights, M: Number> Update<'_, G, W, M> {
         }
     }
 
-    /// The second half: writes the weights.
+    /// Second half of an item's update: writes the weights.
     #[inline(always)]
     fn finish<L: Lanes, const PAIRED: bool>(
         l: L,
@@ -271,14 +273,14 @@ impl<G: Number, W: Weights, M: Number> Update<'_, G, W, M> {
         }
     }
 
-    /// Whole items, which begin at an even element of the run.
+    /// Updates whole items; the first one begins at an even element of the run.
     ///
-    /// Root, quotient and random words are long chains that the processor works off one after another where it
-    /// does not see far enough ahead. So every round finishes one item, begins the next, and prepares the words of
-    /// the one behind it, none of which wait for each other.
+    /// The square root, the quotient and the random words are long dependency chains, which a short reorder window
+    /// would execute one after another. So every iteration finishes one item, begins the next one, and prepares the
+    /// random words of the one after it. These three do not depend on each other.
     #[inline(always)]
     fn items<L: Lanes, const PAIRED: bool>(self, l: L, key: PageKey) {
-        // Fields in variables: behind a reference they would be read again after every store.
+        // Local variables, because fields behind a reference would be reloaded after every store.
         let Self {
             coefficients,
             rounding,
@@ -317,7 +319,7 @@ impl<G: Number, W: Weights, M: Number> Loop for Update<'_, G, W, M> {
         let first = self.rounding.first_element;
         let key = PageKey::new(self.rounding.stream, self.rounding.step, first);
         let n = self.grad.len();
-        // Items begin at even elements, which begin a pair.
+        // An item begins at an even element, because a pair of random words covers elements `2k` and `2k + 1`.
         let (mut head, rest) = self.split_at(n.min((first % 2) as usize));
         head.scalar(key);
         let left = rest.grad.len();

@@ -1,7 +1,7 @@
-//! The forms in which gradient, weights and moments are kept, behind traits that the update is written over once.
+//! Data layouts of gradient, weights and moments, as traits that the update is generic over.
 //!
-//! Vectors pass through no closure and no `array::map`: those are compiled without the instruction set of the loop
-//! around them, and every operation in them would become a call.
+//! Vectors pass through no closure and no `array::map`. The compiler would build those without the instruction set of
+//! the surrounding loop, and every operation in them would become a call.
 
 use half::bf16;
 use kernels::Float;
@@ -9,20 +9,21 @@ use kernels::Float;
 use crate::lanes::Lanes;
 use crate::rng::stochastic_round_bf16;
 
-/// Bytes that are fetched ahead of use.
+/// Prefetch distance in bytes.
 const AHEAD_BYTES: usize = 2048;
-/// Sign bit aside, the least that a rounding to `bf16` may carry to infinity, or that is infinite or NaN already.
+/// Smallest magnitude, as `f32` bits, that rounding to `bf16` may carry to infinity. Infinities and NaN are above it
+/// too.
 pub(crate) const LARGE: u32 = 0x7f00_0000;
 
-/// The same in the high half of a number: where no input is a NaN of 32 bits, NaN have no bits below, so that no
-/// rounding carries them into the sign, and what was written tells as much as what was rounded.
+/// [`LARGE`] for the stored `bf16` bits. The check may run on the rounded values if no input is a NaN with low bits:
+/// then rounding cannot carry a NaN into the sign bit.
 pub(crate) const LARGE_HALF: u16 = 0x7f00;
 
-/// The numbers of one item: two vectors, either the first half and the second half of the elements, or the even and
-/// the odd ones (`PAIRED`), whichever is cheaper to load. All windows of an update share the order.
+/// Numbers of one item, in two vectors. They are the first and second half of the elements, or with `PAIRED` the even
+/// and the odd ones, whichever loads faster. All chunks of an update use the same order.
 pub(crate) type Item<L> = [<L as Lanes>::F; 2];
 
-/// The 16-bit numbers of an item as the high halves of `f32` bits.
+/// The 16-bit numbers of an item, moved to the high halves of 32-bit words (the `bf16` position in an `f32`).
 #[inline(always)]
 fn split_high<L: Lanes, const PAIRED: bool>(l: L, words: L::U) -> [L::U; 2] {
     if PAIRED {
@@ -33,7 +34,7 @@ fn split_high<L: Lanes, const PAIRED: bool>(l: L, words: L::U) -> [L::U; 2] {
     }
 }
 
-/// The same as low halves.
+/// The 16-bit numbers of an item, moved to the low halves of 32-bit words.
 #[inline(always)]
 fn split_low<L: Lanes, const PAIRED: bool>(l: L, words: L::U) -> [L::U; 2] {
     if PAIRED {
@@ -43,7 +44,7 @@ fn split_low<L: Lanes, const PAIRED: bool>(l: L, words: L::U) -> [L::U; 2] {
     }
 }
 
-/// The high halves of `bits` plus `addend`, back in the order of memory.
+/// High halves of `bits + addend`, packed in memory order.
 #[inline(always)]
 fn round<L: Lanes, const PAIRED: bool>(l: L, bits: [L::U; 2], addend: [L::U; 2]) -> L::U {
     let [a, b] = [l.add_u(bits[0], addend[0]), l.add_u(bits[1], addend[1])];
@@ -54,7 +55,7 @@ fn round<L: Lanes, const PAIRED: bool>(l: L, bits: [L::U; 2], addend: [L::U; 2])
     }
 }
 
-/// What makes the cut after sixteen bits a rounding to nearest even.
+/// Addend that turns truncation to 16 bits into rounding to nearest even.
 #[inline(always)]
 fn nearest_addend<L: Lanes>(l: L, bits: L::U) -> L::U {
     let odd = l.and(l.shr::<16>(bits), l.u(1));
@@ -68,24 +69,24 @@ pub(crate) enum Mode {
     Stochastic,
 }
 
-/// An element type of gradients and moments.
+/// Element type of gradients and moments.
 pub(crate) trait Number: Copy + Send + Sync {
-    /// 16 bits wide.
+    /// Whether the type has 16 bits.
     const NARROW: bool;
-    /// What [`Number::store`] writes.
+    /// Vector form that [`Number::store`] writes.
     type Packed<L: Lanes>: Copy;
 
     fn get(self) -> f32;
     fn put(&mut self, value: f32, mode: Mode, random: u16);
     fn load<L: Lanes, const PAIRED: bool>(l: L, from: &[Self]) -> Item<L>;
-    /// Rounds; numbers are below [`LARGE`] where `NARROW`.
+    /// Rounds an item to the type. Magnitudes must be below [`LARGE`] where `NARROW`.
     fn pack<L: Lanes, const PAIRED: bool>(
         l: L,
         x: Item<L>,
         random: Option<L::U>,
     ) -> Self::Packed<L>;
     fn store<L: Lanes>(l: L, to: &mut [Self], x: Self::Packed<L>);
-    /// What [`Number::store`] writes, where `NARROW`.
+    /// The packed 16-bit numbers; zero unless `NARROW`.
     fn halves<L: Lanes>(l: L, x: Self::Packed<L>) -> L::U;
     #[inline(always)]
     fn prefetch<L: Lanes>(l: L, from: &[Self]) {
@@ -169,17 +170,17 @@ impl Number for bf16 {
     }
 }
 
-/// The weights of an update, and what is kept beside them.
+/// Weights of an update, with the master copy or compensation that belongs to them.
 pub(crate) trait Weights: Send + Sized {
-    /// Nothing wider than 16 bits.
+    /// Whether all stored numbers have 16 bits.
     const NARROW: bool;
-    /// Something is rounded to 16 bits.
+    /// Whether the store rounds anything to 16 bits.
     const ROUNDS: bool = true;
-    /// How weights are rounded.
+    /// Rounding of the weights.
     const MODE: Mode = Mode::Nearest;
-    /// How `bf16` moments beside them are rounded.
+    /// Rounding of `bf16` moments that belong to these weights.
     const MOMENTS: Mode = Mode::Stochastic;
-    /// What [`Weights::store`] writes.
+    /// Vector form that [`Weights::store`] writes.
     type Packed<L: Lanes>: Copy;
 
     fn split_at(self, mid: usize) -> (Self, Self);
@@ -192,7 +193,7 @@ pub(crate) trait Weights: Send + Sized {
         random: Option<L::U>,
     ) -> Self::Packed<L>;
     fn store<L: Lanes>(&mut self, l: L, i: usize, x: Self::Packed<L>);
-    /// The 16-bit weights that [`Weights::store`] writes, where `NARROW`.
+    /// The packed 16-bit weights; zero unless the layout has some.
     fn halves<L: Lanes>(l: L, x: Self::Packed<L>) -> L::U;
 }
 
@@ -232,7 +233,7 @@ impl Weights for &mut [f32] {
     }
 }
 
-/// `f32` master weights and the `bf16` copy that is written.
+/// `f32` master weights and their `bf16` copy, which is only written.
 pub(crate) struct Master<'a> {
     pub(crate) master: &'a mut [f32],
     pub(crate) weight: &'a mut [bf16],
@@ -277,7 +278,7 @@ impl Weights for Master<'_> {
     }
 }
 
-/// `bf16` weights alone, rounded stochastically or, with `NEAREST`, like the moments, to the nearest.
+/// `bf16` weights alone, rounded stochastically. With `NEAREST`, weights and moments are rounded to nearest.
 pub(crate) struct Narrow<'a, const NEAREST: bool>(pub(crate) &'a mut [bf16]);
 
 impl<const NEAREST: bool> Weights for Narrow<'_, NEAREST> {
@@ -321,7 +322,8 @@ impl<const NEAREST: bool> Weights for Narrow<'_, NEAREST> {
     }
 }
 
-/// `bf16` weights rounded to the nearest, and the rounding error in `bf16`: the update sees their sum.
+/// `bf16` weights rounded to nearest, plus the rounding error in `bf16`. The update reads their sum (Kahan
+/// compensation).
 pub(crate) struct Compensated<'a> {
     pub(crate) weight: &'a mut [bf16],
     pub(crate) error: &'a mut [bf16],

@@ -1,4 +1,4 @@
-//! Vectors of 256 bits.
+//! AVX2: vectors of 256 bits.
 #![expect(
     unsafe_code,
     reason = "calling instructions found at run time; loads and stores of checked length"
@@ -18,17 +18,17 @@ use half::bf16;
 
 use super::{Lanes, Loop};
 
-/// A processor with avx2.
+/// Proof that the processor has AVX2.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Avx2(());
 
 impl Avx2 {
-    /// The proof, where the processor has the instructions.
+    /// The proof, if the processor has the instructions.
     pub(crate) fn detect() -> Option<Self> {
         (is_x86_feature_detected!("avx2")).then_some(Self(()))
     }
 
-    /// Runs a loop, compiled with the instructions.
+    /// Runs a loop compiled with AVX2.
     pub(crate) fn run(self, work: impl Loop) {
         #[target_feature(enable = "avx2")]
         fn compiled<W: Loop>(lanes: Avx2, work: W) {
@@ -202,7 +202,7 @@ impl Lanes for Avx2 {
     fn even_odd(self, a: Self::F, b: Self::F) -> [Self::F; 2] {
         // SAFETY: `self` exists only where the instructions were detected.
         unsafe {
-            // Within the halves of the vectors first, then the quarters into order.
+            // Shuffles within the 128-bit halves first, then puts the 64-bit quarters into order.
             let even = _mm256_shuffle_ps::<0b10_00_10_00>(a, b);
             let odd = _mm256_shuffle_ps::<0b11_01_11_01>(a, b);
             [

@@ -1,4 +1,4 @@
-//! Vectors of 512 bits.
+//! AVX-512: vectors of 512 bits.
 #![expect(
     unsafe_code,
     reason = "calling instructions found at run time; loads and stores of checked length"
@@ -18,12 +18,12 @@ use half::bf16;
 
 use super::{Lanes, Loop};
 
-/// A processor with avx512f,avx512bw,avx512dq,avx512vl.
+/// Proof that the processor has AVX-512 F, BW, DQ and VL.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Avx512(());
 
 impl Avx512 {
-    /// The proof, where the processor has the instructions.
+    /// The proof, if the processor has the instructions.
     pub(crate) fn detect() -> Option<Self> {
         (is_x86_feature_detected!("avx512f")
             && is_x86_feature_detected!("avx512bw")
@@ -32,7 +32,7 @@ impl Avx512 {
         .then_some(Self(()))
     }
 
-    /// Runs a loop, compiled with the instructions.
+    /// Runs a loop compiled with AVX-512.
     pub(crate) fn run(self, work: impl Loop) {
         #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
         fn compiled<W: Loop>(lanes: Avx512, work: W) {
@@ -196,8 +196,8 @@ impl Lanes for Avx512 {
     fn high_halves(self, a: Self::U, b: Self::U) -> Self::U {
         // SAFETY: `self` exists only where the instructions were detected.
         unsafe {
-            // Low bits of the first, high bits of the second: the compiler's own choice, a shuffle of 16-bit
-            // numbers, costs three operations instead of one.
+            // Low bits of the first, high bits of the second. The compiler's own choice is a shuffle of 16-bit
+            // numbers, which costs three operations instead of one.
             let high = _mm512_set1_epi32(0xffff_0000u32.cast_signed());
             _mm512_ternarylogic_epi32::<0xf8>(self.shr::<16>(a), b, high)
         }

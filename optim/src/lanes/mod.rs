@@ -1,7 +1,7 @@
-//! Vectors of numbers: one notation for loops over AVX-512, AVX2 and plain arrays, with the same bits on each.
+//! Portable SIMD vectors: one notation for loops over AVX-512, AVX2 and plain arrays, with the same bits on each.
 //!
-//! Every operation rounds once, to nearest even; there is no fused multiply-add. A value that implements [`Lanes`]
-//! is the proof that the processor has the instructions.
+//! Every operation rounds once, to nearest even; no operation is a fused multiply-add. A value of a type that
+//! implements [`Lanes`] proves that the processor has the instructions.
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
@@ -19,21 +19,21 @@ pub(crate) use avx2::Avx2;
 pub(crate) use avx512::Avx512;
 pub(crate) use portable::Portable;
 
-/// Vectors of [`Lanes::N`] numbers. Slices handed in hold at least as many, or [`Lanes::ITEM`] where the numbers
-/// are 16 bits wide.
+/// Instruction set with vectors of [`Lanes::N`] numbers. Slices passed in have at least `N` elements, or
+/// [`Lanes::ITEM`] elements of 16 bits.
 pub(crate) trait Lanes: Copy {
-    /// `f32` or `u32` numbers in a vector.
+    /// `f32` or `u32` numbers per vector.
     const N: usize;
-    /// Elements that are handled together: two vectors, or one of 16-bit numbers.
+    /// Elements per loop iteration: two vectors of 32-bit numbers, or one of 16-bit numbers.
     const ITEM: usize = 2 * Self::N;
-    /// `f32` numbers.
+    /// Vector of `f32`.
     type F: Copy;
-    /// `u32` numbers.
+    /// Vector of `u32`.
     type U: Copy;
 
     fn f(self, x: f32) -> Self::F;
     fn u(self, x: u32) -> Self::U;
-    /// 0, 1, 2, …
+    /// The vector 0, 1, 2, …
     fn iota(self) -> Self::U;
     fn bits(self, x: Self::F) -> Self::U;
     fn float(self, x: Self::U) -> Self::F;
@@ -51,37 +51,37 @@ pub(crate) trait Lanes: Copy {
     fn max_u(self, a: Self::U, b: Self::U) -> Self::U;
     fn shr<const BITS: u32>(self, a: Self::U) -> Self::U;
     fn shl<const BITS: u32>(self, a: Self::U) -> Self::U;
-    /// Whether every number is below `limit`, which is below 2^31, as all numbers are.
+    /// Whether every number is below `limit`. The numbers and `limit` must be below 2^31.
     fn all_below(self, a: Self::U, limit: u32) -> bool;
 
-    /// The larger of each two 16-bit numbers.
+    /// Elementwise maximum of the 16-bit numbers.
     fn max_halves(self, a: Self::U, b: Self::U) -> Self::U;
-    /// Whether every 16-bit number is below `limit`, which is below 2^15, as all numbers are.
+    /// Whether every 16-bit number is below `limit`. The numbers and `limit` must be below 2^15.
     fn all_halves_below(self, a: Self::U, limit: u16) -> bool;
 
     fn load(self, from: &[f32]) -> Self::F;
     fn store(self, to: &mut [f32], x: Self::F);
-    /// Two numbers per word, the first in the low half.
+    /// Loads 16-bit numbers, two per word, the first one in the low half.
     fn load_halves(self, from: &[bf16]) -> Self::U;
     fn store_halves(self, to: &mut [bf16], x: Self::U);
-    /// The 16-bit numbers of the words, in order, each in a `u32`.
+    /// Zero-extends the 16-bit numbers to `u32`, in order.
     fn widen(self, x: Self::U) -> [Self::U; 2];
-    /// The other way; the numbers are below 2^16.
+    /// Inverse of [`Lanes::widen`]. The numbers must be below 2^16.
     fn narrow(self, x: [Self::U; 2]) -> Self::U;
-    /// The high halves of words: of `a` in the low halves, of `b` in the high ones.
+    /// Combines high halves of words: those of `a` become the low halves, those of `b` the high halves.
     fn high_halves(self, a: Self::U, b: Self::U) -> Self::U;
-    /// The numbers at even places of two vectors, and those at odd ones.
+    /// Splits the elements of two consecutive vectors into those at even and those at odd indices.
     fn even_odd(self, a: Self::F, b: Self::F) -> [Self::F; 2];
-    /// Fetches the line of an address that need not exist.
+    /// Prefetches the cache line of an address, which may be invalid.
     fn prefetch<T>(self, at: *const T);
 
-    /// `x ^ (x >> BITS)`.
+    /// Xor-shift: `x ^ (x >> BITS)`.
     #[inline(always)]
     fn fold<const BITS: u32>(self, x: Self::U) -> Self::U {
         self.xor(x, self.shr::<BITS>(x))
     }
 
-    /// What the three words of the pairs from `pair` on share, see [`crate::rounding`].
+    /// Part of the hash that the three words of a pair share, for the pairs from `pair` on. See [`crate::rounding`].
     #[inline(always)]
     fn pairs(self, key: PageKey, pair: u32) -> Self::U {
         let x = self.add_u(self.iota(), self.u(pair.wrapping_add(key.first())));
@@ -90,7 +90,7 @@ pub(crate) trait Lanes: Copy {
         self.fold::<16>(x)
     }
 
-    /// One word of each pair.
+    /// Word `word` of each pair, from the shared part.
     #[inline(always)]
     fn word(self, key: PageKey, word: usize, pairs: Self::U) -> Self::U {
         let (add, multiplier) = key.word(word);
@@ -98,11 +98,11 @@ pub(crate) trait Lanes: Copy {
     }
 }
 
-/// An instruction set that this machine has. Values other than `Portable` come from [`Simd::detect`] and
-/// [`Simd::available`] only.
+/// Instruction set that this machine has. Only [`Simd::detect`] and [`Simd::available`] make values other than
+/// `Portable`.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Simd {
-    /// What the target guarantees: SSE2 on x86-64, NEON on aarch64.
+    /// Instructions that the compilation target guarantees: SSE2 on x86-64, NEON on aarch64.
     Portable,
     #[cfg(target_arch = "x86_64")]
     Avx2(Avx2),
@@ -111,7 +111,7 @@ pub(crate) enum Simd {
 }
 
 impl Simd {
-    /// The best set of this machine.
+    /// The widest set of this machine.
     pub(crate) fn detect() -> Self {
         #[cfg(target_arch = "x86_64")]
         {
@@ -138,9 +138,9 @@ impl Simd {
     }
 }
 
-/// A loop over elements, compiled for every instruction set by [`Simd::run`].
+/// Loop over elements that [`Simd::run`] compiles once per instruction set.
 pub(crate) trait Loop {
-    /// Must be `#[inline(always)]`.
+    /// Runs the loop. Implementations must be `#[inline(always)]`.
     fn run<L: Lanes>(self, lanes: L);
 }
 

@@ -1,10 +1,10 @@
-//! Plain arrays, which the compiler turns into the vectors that every processor of the target has.
+//! Vectors as plain arrays, which the compiler maps to the target's baseline SIMD instructions.
 
 use half::bf16;
 
 use super::Lanes;
 
-/// Any processor.
+/// The baseline instruction set; needs no detection.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Portable;
 

@@ -3,7 +3,7 @@ use half::bf16;
 use super::*;
 use crate::rng::RandomStream;
 
-/// Runs every operation; the results of all instruction sets must be those of plain arrays.
+/// Loop that runs every operation. All instruction sets must give the results of plain arrays.
 struct Everything<'a>(&'a mut Vec<u32>);
 
 impl Loop for Everything<'_> {
@@ -86,7 +86,7 @@ fn words_are_those_of_single_pairs() {
     impl Loop for Words<'_> {
         #[inline(always)]
         fn run<L: Lanes>(self, l: L) {
-            // The pairs wrap around within the vector.
+            // The index of the pairs wraps around within the vector.
             let mut out = vec![0f32; L::N];
             let pairs = l.pairs(self.0, u32::MAX - 3);
             for word in 0..3 {

@@ -1,8 +1,8 @@
-//! Collectives of two ranks over one window: data is not read before it is published, not overwritten while it is read,
-//! and nobody sleeps through the last change.
+//! Loom models of collectives between two ranks over one window. Data is not read before it is published, and not
+//! overwritten while it is read. No rank sleeps through the last change.
 //!
-//! The buffers are loom's cells, which report every access that another one may overlap. Places are reused by every
-//! collective, and the ring has two records, so that its records are reused as well.
+//! The buffers are loom's cells, which report every access that may overlap with another one. Every collective reuses
+//! the same buffers, and the ring has two records, so its records are reused too.
 
 use crate::bell::Bell;
 use crate::guarded::Guarded;
@@ -18,7 +18,7 @@ const FOREVER: Duration = Duration::from_secs(3600);
 struct Window {
     bell: Bell,
     rings: [Ring<RECORDS, 1>; RANKS],
-    /// For each rank the parts of its buffer.
+    /// Parts of the buffer of each rank.
     parts: [[Guarded; RANKS]; RANKS],
 }
 
@@ -68,7 +68,7 @@ impl Window {
         self.bell.until(false, look);
     }
 
-    /// What comes before a record is used again, as in `Endpoint::publish`.
+    /// Waits until a record may be reused, as `Endpoint::publish` does.
     fn wait_for_record(&self, sequence: u64) {
         if let Some(reused) = sequence.checked_sub(RECORDS as u64) {
             self.wait(|| {
@@ -80,7 +80,7 @@ impl Window {
     }
 }
 
-/// Runs `rank` of both, and what is left afterwards is nobody's.
+/// Runs `rank` as both ranks and waits for both.
 fn on_both(window: &Arc<Window>, rank: impl Fn(&Window, usize) + Send + Sync + Clone + 'static) {
     let (there, run) = (window.clone(), rank.clone());
     let other = loom::thread::spawn(move || run(&there, 1));
@@ -88,8 +88,8 @@ fn on_both(window: &Arc<Window>, rank: impl Fn(&Window, usize) + Send + Sync + C
     other.join().expect("no rank panics");
 }
 
-/// Fails with: `Relaxed` on `published`, `Relaxed` in `Ring::set_phase` or `Ring::reached`, a place that is written again
-/// without waiting for its readers, a ring before the change.
+/// Fails with: `Relaxed` on `published`, `Relaxed` in `Ring::set_phase` or `Ring::reached`, a buffer that is
+/// rewritten without waiting for its readers, a `Bell::ring` before the change.
 #[test]
 fn gathers_read_what_was_published_and_overwrite_what_nobody_reads() {
     crate::check(2, || {
@@ -104,7 +104,7 @@ fn gathers_read_what_was_published_and_overwrite_what_nobody_reads() {
                 assert_eq!((words, offset), ([sequence], peer as u64));
                 assert_eq!(window.read(peer, peer), 10 * sequence + peer as u64);
                 window.reach(rank, sequence, Phase::Done);
-                // The place is used again.
+                // The buffer may be reused now.
                 window.wait(|| window.rings[peer].reached(sequence, Phase::Done));
             }
         });
@@ -128,7 +128,7 @@ fn sums_are_copied_when_they_are_whole() {
                 window.write(rank, rank, sum);
                 window.reach(rank, sequence, Phase::Reduced);
                 window.wait(|| window.rings[peer].reached(sequence, Phase::Reduced));
-                // The peer was the only reader of that part here.
+                // The peer was the only reader of that part of this rank's buffer.
                 window.write(rank, peer, window.read(peer, peer));
                 window.reach(rank, sequence, Phase::Done);
                 window.wait(|| window.rings[peer].reached(sequence, Phase::Done));
@@ -140,7 +140,7 @@ fn sums_are_copied_when_they_are_whole() {
     });
 }
 
-/// Without the bell, which orders as much.
+/// Models the stores and loads without the bell, which would order them as well.
 ///
 /// Fails with: `Release` and `Acquire` in place of `SeqCst` on `published`.
 #[test]
@@ -159,7 +159,7 @@ fn of_two_ranks_that_differ_one_notices_at_least() {
     });
 }
 
-/// Fails with: a sleeper that does not look again (`Bell::wait`), a counter that is taken behind the look
+/// Fails with: a sleeper that does not look again (`Bell::wait`), an event counter read after the look
 /// (`Bell::until`), `AcqRel` and `Acquire` in place of `SeqCst` in `Bell::ring`.
 #[test]
 fn no_wake_up_is_lost() {

@@ -1,5 +1,5 @@
-//! The disk queue: every request is served once, a read sees the writes submitted before it, buffers are never held
-//! twice, closing ends the threads, and the first failure of a write is reported once.
+//! Loom models of the disk queue. Every request is served once. A read sees the writes submitted before it. No buffer
+//! has two owners. Closing ends the threads. The first failure of a write is reported once.
 
 use crate::guarded::Guarded;
 use crate::queue::{Book, Free, Requests, Writes};
@@ -58,7 +58,7 @@ impl Disk {
         (disk, threads)
     }
 
-    /// A buffer that nobody else holds, with this content.
+    /// Takes a free buffer and fills it with `value`.
     fn buffer(&self, value: u64) -> usize {
         let buffer = self.free.take();
         self.buffers[buffer].set(value);
@@ -92,7 +92,7 @@ impl Disk {
         result
     }
 
-    /// As `run` there.
+    /// As `run` in `engine/src/spill/io.rs`.
     fn run(&self, job: Job) {
         match job {
             Job::Read {
@@ -143,8 +143,8 @@ fn a_read_sees_the_writes_before_it_whichever_thread_serves_it() {
     });
 }
 
-/// Fails with: requests that are numbered before they are submitted, and not within: the one thread then waits for a
-/// write that lies behind.
+/// Fails with: requests that are numbered before `submit` instead of inside it. The only thread then waits for a
+/// write that is queued after its own request.
 #[test]
 fn two_callers_and_one_thread_do_not_wait_for_each_other() {
     crate::check(2, || {
@@ -162,7 +162,7 @@ fn two_callers_and_one_thread_do_not_wait_for_each_other() {
     });
 }
 
-/// Fails with: `Free::give_back` without a wake-up, a buffer that is given back before its content is written.
+/// Fails with: `Free::give_back` without a wake-up, a buffer that is freed before its content is written.
 #[test]
 fn two_callers_share_one_buffer() {
     crate::check(2, || {
@@ -175,7 +175,7 @@ fn two_callers_share_one_buffer() {
     });
 }
 
-/// Fails with: `Book::end` without a wake-up, or one that keeps the last failure.
+/// Fails with: `Book::end` without a wake-up, or a `Book` that reports the last failure instead of the first.
 #[test]
 fn the_first_failure_is_reported_once() {
     crate::check(2, || {

@@ -1,11 +1,11 @@
-//! A number that loom guards: it fails a model in which two threads may use it at once and one of them writes.
+//! Number guarded by loom: a model fails if two threads may access it at the same time and one of them writes.
 
 use loom::cell::UnsafeCell;
 
 #[derive(Debug)]
 pub(crate) struct Guarded(UnsafeCell<u64>);
 
-// SAFETY: loom looks at every access, and a model ends before the first that overlaps with another.
+// SAFETY: loom checks every access, and a model ends before the first overlapping one.
 unsafe impl Sync for Guarded {}
 
 impl Guarded {
@@ -14,12 +14,12 @@ impl Guarded {
     }
 
     pub(crate) fn get(&self) -> u64 {
-        // SAFETY: nobody writes meanwhile, as loom checks.
+        // SAFETY: nothing writes at the same time, as loom checks.
         self.0.with(|value| unsafe { *value })
     }
 
     pub(crate) fn set(&self, value: u64) {
-        // SAFETY: nobody else reads or writes meanwhile, as loom checks.
+        // SAFETY: nothing else reads or writes at the same time, as loom checks.
         self.0.with_mut(|place| unsafe { *place = value });
     }
 }

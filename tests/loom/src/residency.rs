@@ -1,5 +1,6 @@
-//! Units at the thread of early updates: it reads one copy of a unit's state and writes the other, while the computation
-//! reads the weights; then the copies change places, or the plain update follows. Either way a unit has one version.
+//! Loom models of the optimizer in backward. A worker thread reads one copy of a unit's state and writes the other,
+//! while the computation reads the weights. Then the copies are swapped, or the plain update runs. Either way all of
+//! a unit's state has the same version.
 
 use crate::guarded::Guarded;
 use crate::worker::Worker;
@@ -27,7 +28,7 @@ impl State {
 struct Job {
     unit: usize,
     state: State,
-    /// The answer's number among those of the thread.
+    /// Sequence number of the thread's answer.
     outcome: Option<usize>,
 }
 
@@ -36,7 +37,7 @@ type Thread = Worker<Job, Arc<Guarded>>;
 fn start() -> Thread {
     let mut answers = 0;
     let work = move |job: &mut Job, weights: Arc<Guarded>| {
-        // One update adds one to both.
+        // One update adds one to the state and to the weights.
         assert_eq!(job.state.kept.get(), weights.get());
         job.state.spare.set(job.state.kept.get() + 1);
         job.outcome = Some(answers);
@@ -45,7 +46,7 @@ fn start() -> Thread {
     Worker::start("early", work).expect("a thread")
 }
 
-/// Two units, of which the clipping of the second update takes back what the thread did.
+/// Two units. Clipping in the second update discards the thread's results.
 ///
 /// Fails with: an answer that is sent before the thread gave up the weights (`Worker::start`), a state that is read
 /// while it is away (`Job.state` behind an `Arc`), a commit that is not followed by the weights.
@@ -64,7 +65,7 @@ fn copies_change_places_or_the_plain_update_follows() {
                     outcome: None,
                 };
                 thread.send(job, weights[unit].clone()).expect("it lives");
-                // Backward goes on with the weights before the update.
+                // Backward continues with the weights from before the update.
                 assert_eq!(weights[unit].get(), update);
             }
             for expected in 0..2 {
@@ -80,7 +81,7 @@ fn copies_change_places_or_the_plain_update_follows() {
                     true => state.commit(),
                     false => state.kept.set(state.kept.get() + 1),
                 }
-                // As `Store::commit_early`: a lease or the thread may not hold them any more.
+                // As `Store::commit_early`: neither a lease nor the thread may still hold the weights.
                 let weights = Arc::get_mut(weights).expect("nobody else has the weights");
                 weights.set(state.kept.get());
                 assert_eq!(state.kept.get(), update + 1);

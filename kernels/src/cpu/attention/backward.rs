@@ -1,4 +1,4 @@
-//! Backward: scores are computed again tile by tile from the saved log-sum-exp.
+//! Attention backward: scores are recomputed tile by tile from the saved log-sum-exp, as in FlashAttention.
 #![allow(unsafe_code, reason = "heads interleave in the outputs")]
 
 use super::{
@@ -26,7 +26,7 @@ fn scratch(args: &AttentionArgs<'_>, d: usize) -> usize {
         + products_space(queries, keys, d, true)
 }
 
-/// Elements of workspace: one scratch per thread, on few enough threads.
+/// Elements of workspace: one scratch buffer per thread, on few enough threads to stay below the limit.
 pub(crate) fn space(args: &AttentionArgs<'_>, s: AttentionSizes) -> usize {
     let scratch = scratch(args, s.d);
     let tasks = (args.q_starts.len() - 1) * s.g;
@@ -84,7 +84,7 @@ struct Run<'a, T> {
     dv: Shared<'a, T>,
 }
 
-/// Parts of one task's scratch.
+/// Parts of one task's scratch buffer.
 struct Scratch<'s> {
     dk: &'s mut [f32],
     dv: &'s mut [f32],
@@ -239,7 +239,7 @@ impl<T: Float> Run<'_, T> {
             );
         }
         for i in 0..rows {
-            // SAFETY: this task alone writes these rows of the heads of its group.
+            // SAFETY: this task alone writes these rows of the query heads that share its key/value head.
             let out = unsafe { self.dq.part(((row + i) * h + head) * d, d) };
             narrow(&dq[i * d..][..d], out);
         }
@@ -253,7 +253,7 @@ multiversion! {
 }
 
 multiversion! {
-    /// Scores become probabilities in `p`, their gradients replace `dp`.
+    /// Converts scores to probabilities in `p`, and replaces `dp` by the gradient of the scores.
     fn softmax_backward(tile: Tile, lse: &[f32], delta: &[f32], p: &mut [f32], dp: &mut [f32]) {
         let keys = tile.k.1;
         for (i, (p, dp)) in p.chunks_exact_mut(keys).zip(dp.chunks_exact_mut(keys)).enumerate() {

@@ -1,4 +1,4 @@
-//! Forward: online softmax.
+//! Attention forward with an online softmax.
 #![allow(unsafe_code, reason = "heads interleave in the output")]
 
 use super::{
@@ -18,7 +18,7 @@ fn tasks(args: &AttentionArgs<'_>, h: usize) -> Vec<(Sequence, usize, usize)> {
     let mut all = Vec::new();
     for sequence in sequences(args) {
         for head in 0..h {
-            // Late queries see the most keys: first, so that threads end together.
+            // Late queries attend to the most keys. They come first, so threads finish at about the same time.
             let firsts = (0..sequence.queries).step_by(Q_TILE).rev();
             all.extend(firsts.map(|first| (sequence, head, first)));
         }
@@ -35,7 +35,7 @@ fn scratch(args: &AttentionArgs<'_>, d: usize) -> usize {
         + products_space(queries, keys, d, false)
 }
 
-/// Elements of workspace: one scratch per thread.
+/// Elements of workspace: one scratch buffer per thread.
 pub(crate) fn space(args: &AttentionArgs<'_>, s: AttentionSizes) -> usize {
     parallel::slots(tasks(args, s.h).len()) * scratch(args, s.d)
 }
@@ -107,7 +107,7 @@ impl<T: Float> Run<'_, T> {
         let q = view(args.q, h, head).rows(sequence.q_start + first, rows, q_space);
         let visible = sequence.visible(first + rows - 1, args.causal);
         for key in (0..visible).step_by(K_TILE) {
-            // The extent of a tile does not depend on the mask, so neither do the bits.
+            // A tile's size does not depend on the mask, so neither do the bits.
             let keys = K_TILE.min(sequence.keys - key);
             let tile = Tile {
                 sequence,
@@ -139,8 +139,7 @@ impl<T: Float> Run<'_, T> {
 }
 
 multiversion! {
-    /// Turns scores into exponentials relative to the running maxima and rescales what was
-    /// summed before.
+    /// Converts scores to exponentials relative to the running maxima, and rescales the previous sums.
     fn softmax_tile(
         tile: Tile,
         scores: &mut [f32],

@@ -1,10 +1,9 @@
-//! Softmax attention streamed over tiles of keys.
+//! Softmax attention over tiles of keys.
 //!
-//! A forward task is one tile of queries of one head: it keeps the scores of one tile of keys,
-//! a running maximum and sum per row, and the unnormalised output. A backward task is one
-//! key/value head of one sequence: its gradients accumulate over the query heads of the group and
-//! their tiles in a fixed order. Tiles start at the first row of a sequence, so a sequence gives
-//! the same bits whatever lies beside it.
+//! A forward task is one tile of queries of one head. It stores the scores of one tile of keys, a running maximum and
+//! sum per row, and the unnormalized output. A backward task is one key/value head of one sequence. Its gradients
+//! accumulate in a fixed order over the query heads that share it and over their tiles. Tiles start at the first row
+//! of a sequence, so a sequence gives the same bits in any batch.
 
 mod backward;
 mod forward;
@@ -15,18 +14,17 @@ use crate::DType;
 use crate::backend::AttentionArgs;
 use crate::check::AttentionSizes;
 
-/// Queries of one tile.
+/// Queries per tile.
 const Q_TILE: usize = 128;
-/// Keys of one tile.
+/// Keys per tile.
 const K_TILE: usize = 256;
-/// Scratch of all threads of the backward together stays below this many elements (48 MiB),
-/// unless one task alone needs more.
+/// Limit of the backward's scratch over all threads, in elements (48 MiB). One task may exceed it.
 const BACKWARD_SCRATCH: usize = 12 << 20;
 
 pub(crate) use backward::space as backward_space;
 pub(crate) use forward::space;
 
-/// One sequence: its query rows and its key rows.
+/// Query rows and key rows of one sequence.
 #[derive(Clone, Copy)]
 struct Sequence {
     q_start: usize,
@@ -48,7 +46,7 @@ fn sequences(args: &AttentionArgs<'_>) -> Vec<Sequence> {
 }
 
 impl Sequence {
-    /// Keys that query `i` of the sequence sees.
+    /// Number of keys that query `i` of the sequence attends to.
     fn visible(&self, i: usize, causal: bool) -> usize {
         if causal {
             (i + 1 + self.keys).saturating_sub(self.queries)
@@ -63,14 +61,14 @@ impl Sequence {
 struct Tile {
     sequence: Sequence,
     causal: bool,
-    /// First query and queries.
+    /// First query and number of queries.
     q: (usize, usize),
-    /// First key and keys.
+    /// First key and number of keys.
     k: (usize, usize),
 }
 
 impl Tile {
-    /// Keys of the tile that its row `i` sees.
+    /// Number of the tile's keys that its row `i` attends to.
     #[inline(always)]
     fn visible(&self, i: usize) -> usize {
         self.sequence
@@ -90,7 +88,7 @@ struct Head<'a> {
 }
 
 impl<'a> Head<'a> {
-    /// Rows as f32: in place, or widened into the front of `space`.
+    /// Rows as f32: borrowed, or converted into the front of `space`.
     fn rows<'s>(&self, start: usize, rows: usize, space: &'s mut [f32]) -> Dense<'s>
     where
         'a: 's,
@@ -112,13 +110,12 @@ impl<'a> Head<'a> {
     }
 }
 
-/// Elements of a widened tile of `rows` rows: none for f32.
+/// Elements of a tile of `rows` rows converted to f32. Zero if the tensor is f32.
 fn widened(dtype: DType, rows: usize, d: usize) -> usize {
     if dtype == DType::F32 { 0 } else { rows * d }
 }
 
-/// Workspace of the products of a tile: those with rows of queries and, when `backward`, those
-/// with rows of keys.
+/// Workspace of a tile's products: those with query rows and, if `backward`, those with key rows.
 fn products_space(queries: usize, keys: usize, d: usize, backward: bool) -> usize {
     let forward = here_space(queries, d.max(keys));
     if backward {
@@ -128,7 +125,7 @@ fn products_space(queries: usize, keys: usize, d: usize, backward: bool) -> usiz
     }
 }
 
-/// Largest tiles of a call.
+/// Sizes of the largest tiles of a call: queries and keys.
 fn tile_extents(args: &AttentionArgs<'_>) -> (usize, usize) {
     let all = sequences(args);
     let queries = all.iter().map(|s| s.queries).max().unwrap_or(0);
@@ -136,7 +133,7 @@ fn tile_extents(args: &AttentionArgs<'_>) -> (usize, usize) {
     (queries.min(Q_TILE), keys.min(K_TILE))
 }
 
-/// Multiplications of a call, for the choice of threads.
+/// Floating-point operations of a call, for the choice of the number of threads.
 fn flops(args: &AttentionArgs<'_>, s: AttentionSizes) -> usize {
     let pairs: usize = sequences(args).iter().map(|q| q.queries * q.keys).sum();
     4 * pairs * s.h * s.d

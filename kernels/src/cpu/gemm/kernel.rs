@@ -1,25 +1,25 @@
-//! What the kernels of all instruction sets have in common.
+//! Common part of the kernels of all instruction sets.
 
 use super::super::simd::Level;
 
-/// Rows of a panel of `a` are a divisor of this, whatever the instruction set.
+/// Multiple of the panel height (rows of `a`) of every instruction set.
 pub(super) const ROW_STEP: usize = 24;
-/// The same for the columns of a panel of `b`.
+/// Multiple of the panel width (columns of `b`) of every instruction set.
 pub(super) const COL_STEP: usize = 48;
 
-/// What the first stretch is added to.
+/// Initial value of the sums.
 #[derive(Clone, Copy)]
 pub(super) enum Start<'a> {
     Zero,
-    /// The same values for each row.
+    /// One row of values, repeated for each row of the output.
     Row(&'a [f32]),
-    /// What the output holds.
+    /// The current values of the output.
     Out,
 }
 
 static ZEROS: [f32; COL_STEP] = [0.0; COL_STEP];
 
-/// Where a tile of sums comes from and goes to: rows of f32 with a stride each.
+/// Source and destination of a tile of sums: f32 rows, each with a stride.
 #[derive(Clone, Copy)]
 pub(super) struct Place {
     pub(super) from: *const f32,
@@ -29,8 +29,8 @@ pub(super) struct Place {
 }
 
 impl Place {
-    /// The tile at `to`, whose first column is column `col` of the output. `first` says whether
-    /// nothing was added to it yet.
+    /// Tile at `to`, whose first column is column `col` of the output. `first` says that no product was added to it
+    /// yet.
     pub(super) fn new(
         to: *mut f32,
         to_stride: usize,
@@ -51,10 +51,10 @@ impl Place {
         }
     }
 
-    /// The same, `rows` further down.
+    /// The same columns, `rows` rows further down.
     ///
     /// # Safety
-    /// The rows exist.
+    /// These rows exist.
     unsafe fn down(self, rows: usize) -> Self {
         // SAFETY: the caller's promise.
         let (from, to) = unsafe {
@@ -67,17 +67,17 @@ impl Place {
     }
 }
 
-/// `to = from + factor * a @ b` of one tile: rows and columns (at most those of a panel) over
-/// `depth`, panels of `a` and of `b`, factor, place.
+/// Kernel function `to = from + factor * a @ b` of one tile. Arguments: rows and columns (at most those of a panel),
+/// depth, panel of `a`, panel of `b`, factor, place.
 type Tile = unsafe fn(usize, usize, usize, *const f32, *const f32, f32, Place);
 
-/// The kernel of an instruction set.
+/// Kernel of one instruction set.
 #[derive(Clone, Copy)]
 pub(super) struct Kernel {
     pub(super) level: Level,
-    /// Rows of a tile and of a panel of `a`.
+    /// Rows per tile, and per panel of `a`.
     pub(super) rows: usize,
-    /// Columns of a tile and of a panel of `b`.
+    /// Columns per tile, and per panel of `b`.
     pub(super) cols: usize,
     tile: Tile,
 }
@@ -108,13 +108,12 @@ impl Kernel {
         }
     }
 
-    /// `to = from + factor * a @ b` for the `cols` columns of one panel of `b` and the `rows` rows
-    /// of as many panels of `a` as they fill.
+    /// `to = from + factor * a @ b` for the `cols` columns of one panel of `b` and `rows` rows of consecutive panels
+    /// of `a`.
     ///
     /// # Safety
-    /// The processor has the instructions of the level. `a` and `b` point to panels of `depth`,
-    /// and the rows of the place exist, `cols` elements each, those that are written to for this
-    /// thread alone.
+    /// The processor has the instructions of the level. `a` and `b` point to panels of depth `depth`. The rows of the
+    /// place exist, with `cols` elements each, and only this thread accesses those that are written.
     pub(super) unsafe fn column(
         &self,
         (rows, cols, depth): (usize, usize, usize),

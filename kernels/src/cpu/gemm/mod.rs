@@ -1,14 +1,13 @@
-//! Matrix products, blocked for the caches and computed by kernels for each instruction set.
+//! Matrix products, blocked for the caches, with a kernel for each instruction set.
 //!
-//! An element is `from + factor * chain + factor * chain + …`: one chain of fused multiply-adds
-//! over each stretch of `k` in order, the stretches in order, each added by one more fused
-//! multiply-add. Stretches depend on `k` only, so the bits of an element depend neither on the
-//! extents of the output, on where in it the element lies, on the number of threads, nor on the
-//! instruction set.
+//! An element is `from + factor * chain + factor * chain + …`. A chain is a sequence of fused multiply-adds over one
+//! stretch of `k`, in order. Stretches follow in order, and one more fused multiply-add adds each to the element.
+//! Stretches depend on `k` only. So the bits of an element do not depend on the output's size, its position in the
+//! output, the number of threads, or the instruction set.
 //!
-//! Operands are copied into *panels* first, widened to f32: [`pack`] describes their layout.
-//! Products of many rows ([`shared`]) pack parts of both operands for all threads; products of
-//! few rows ([`streamed`]) pack a few columns of `b` at a time, next to where they are used.
+//! Operands are first copied into *panels* and converted to f32; [`pack`] describes the layout. Products of many rows
+//! ([`shared`]) pack parts of both operands for all threads. Products of few rows ([`streamed`]) pack a few columns
+//! of `b` at a time, on the thread that uses them.
 #![allow(unsafe_code, reason = "tasks write disjoint blocks of one output")]
 
 mod kernel;
@@ -27,14 +26,14 @@ use crate::{DType, Float};
 use half::{bf16, f16};
 use kernel::Start;
 
-/// Longest stretch of `k` of one chain: a panel of it stays in the first cache.
+/// Longest stretch of `k` in one chain. A panel of this depth fits in the L1 cache.
 const STRETCH: usize = 256;
 /// Stretches begin at multiples of this.
 const STRETCH_STEP: usize = 16;
-/// Up to this many rows `b` is packed where it is used.
+/// Up to this many rows, `b` is packed by the thread that uses it.
 const FEW_ROWS: usize = 24;
 
-/// One summand `factor * a @ b` of an output.
+/// One product `factor * a @ b` in a sum.
 #[derive(Clone, Copy)]
 pub(crate) struct Product<'a> {
     pub(crate) a: Matrix<'a>,
@@ -46,14 +45,14 @@ pub(crate) struct Product<'a> {
 pub(crate) enum Out<'a> {
     F32 {
         data: &'a mut [f32],
-        /// Adds to what is there.
+        /// Whether the products are added to the current values.
         accumulate: bool,
     },
     BF16(&'a mut [bf16]),
     F16(&'a mut [f16]),
 }
 
-/// Elements of workspace that [`multiply`] needs for summands of the given depths.
+/// Elements of workspace that [`multiply`] needs for products with these values of `k`.
 pub(crate) fn workspace(m: usize, n: usize, depths: &[usize], out: DType) -> usize {
     if m <= FEW_ROWS {
         streamed::space(m, n, depths, out)
@@ -62,7 +61,7 @@ pub(crate) fn workspace(m: usize, n: usize, depths: &[usize], out: DType) -> usi
     }
 }
 
-/// `out = (out +) bias + sum of products`, rounded once.
+/// `out = (out +) bias + sum of products`, rounded once at the end.
 pub(crate) fn multiply(
     products: &[Product<'_>],
     bias: Option<&[f32]>,
@@ -132,8 +131,7 @@ fn run<T: Float>(
     }
 }
 
-/// `dst = (dst +) factor * a @ b` for contiguous rows, on this thread, with [`here_space`]
-/// elements of workspace.
+/// `dst = (dst +) factor * a @ b` for contiguous rows, on the calling thread. `space` has [`here_space`] elements.
 pub(crate) fn multiply_here(
     (m, n, k): (usize, usize, usize),
     a: Dense<'_>,
@@ -156,18 +154,18 @@ pub(crate) fn multiply_here(
     streamed::here(level(), &product, start, dst, space);
 }
 
-/// Elements of the space of [`multiply_here`].
+/// Elements of workspace of [`multiply_here`].
 pub(crate) fn here_space(m: usize, k: usize) -> usize {
     streamed::here_space(m, k)
 }
 
-/// Length of the stretches that `k` is cut into.
+/// Length of the stretches of `k`.
 fn stretch(k: usize) -> usize {
     k.div_ceil(k.div_ceil(STRETCH).max(1))
         .next_multiple_of(STRETCH_STEP)
 }
 
-/// First element and length of the stretches of `k`: one empty stretch when `k` is 0.
+/// First element and length of each stretch of `k`. One empty stretch if `k` is 0.
 fn stretches(k: usize) -> impl Iterator<Item = (usize, usize)> + Clone {
     let step = stretch(k).max(1);
     (0..k.max(1))
@@ -175,13 +173,12 @@ fn stretches(k: usize) -> impl Iterator<Item = (usize, usize)> + Clone {
         .map(move |first| (first, step.min(k - first)))
 }
 
-/// Elements up to the next line of a cache.
+/// Rounds a number of f32 elements up to whole cache lines.
 fn whole_lines(elems: usize) -> usize {
     elems.next_multiple_of(16)
 }
 
-/// Splits `extent` into parts of equal size up to rounding, each at most `most`, in multiples of
-/// `step`.
+/// Size of the parts when `extent` is split evenly into parts of at most `most`, in multiples of `step`.
 fn even(extent: usize, most: usize, step: usize) -> usize {
     let most = (most / step * step).max(step);
     extent

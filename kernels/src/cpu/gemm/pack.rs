@@ -1,24 +1,24 @@
 //! Copies of operands in the order in which the kernels read them.
 //!
-//! An operand is `lanes × depth`: rows of `a` or columns of `b`, by `k`. Its lanes are cut into
-//! panels of as many lanes as a tile has; a panel holds, for each `k`, its lanes side by side,
-//! zeros where the operand has no more lanes. 16-bit elements are widened on the way.
+//! An operand is `lanes × depth`: rows of `a` or columns of `b`, by `k`. Its lanes are cut into panels as wide as a
+//! tile. A panel stores its lanes side by side for each `k`. Missing lanes are zeros. 16-bit elements are converted
+//! to f32.
 
 use crate::Float;
 use crate::cpu::matrix::{Floats, Matrix};
 use crate::cpu::simd::{Level, multiversion, prefetch};
 
-/// Side of the squares that are transposed at once: one cache line of f32.
+/// Side of the squares transposed at once: one cache line of f32.
 const SIDE: usize = 16;
 
-/// Elements of a lane that are asked for ahead of their use.
+/// Prefetch distance along a lane, in elements.
 const AHEAD: usize = 64;
-/// The same in `k`, when lanes lie side by side.
+/// Prefetch distance in `k`, if lanes are side by side in memory.
 const AHEAD_ROWS: usize = 8;
-/// Bytes of a line of a cache.
+/// Bytes of a cache line.
 const LINE: usize = 64;
 
-/// Packs `x [lanes, depth]` into panels of `width` lanes at the front of `out`.
+/// Packs `x [lanes, depth]` into panels of `width` lanes, at the front of `out`.
 pub(super) fn pack(level: Level, width: usize, x: Matrix<'_>, out: &mut [f32]) {
     if x.rows == 0 || x.cols == 0 {
         return;
@@ -41,14 +41,14 @@ fn pack_of<T: Float>(level: Level, width: usize, data: &[T], x: Matrix<'_>, out:
     assert!((x.rows - 1) * lane_stride + x.cols <= data.len());
     match level {
         #[cfg(target_arch = "x86_64")]
-        // SAFETY: the processor has the instructions; the lanes lie inside by the assertion.
+        // SAFETY: the processor has the instructions, and the assertion checks that the lanes are inside the slice.
         Level::V4 => unsafe { across_v4(data, lane_stride, (x.rows, x.cols), width, out) },
         _ => across(data, lane_stride, (x.rows, x.cols), width, out),
     }
 }
 
 multiversion! {
-    /// Lanes of one `k` lie side by side.
+    /// Packs an operand whose lanes are side by side in memory for each `k`.
     fn beside<T: Float>(
         x: &[T],
         stride: usize,
@@ -98,7 +98,7 @@ fn beside_of<T: Float, const W: usize>(
 }
 
 multiversion! {
-    /// Elements of one lane lie side by side.
+    /// Packs an operand whose elements of one lane are side by side in memory.
     fn across<T: Float>(
         x: &[T],
         stride: usize,
@@ -126,10 +126,10 @@ multiversion! {
     }
 }
 
-/// [`across`] in squares of registers, for a `width` that halves or that is a multiple of a square.
+/// [`across`] with squares in registers. `width` is half of a square or a multiple of a square.
 ///
 /// # Safety
-/// The processor has AVX-512, and `x` holds the lanes.
+/// The processor has AVX-512, and `x` contains all lanes.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,f16c")]
 unsafe fn across_v4<T: Float>(
@@ -141,7 +141,7 @@ unsafe fn across_v4<T: Float>(
 ) {
     use super::x86::square::{behind, load, store, transpose, zeros};
     let all = lanes.next_multiple_of(width);
-    // Lanes of a square that lie side by side in a panel.
+    // Lanes of a square that are side by side in a panel.
     let piece = width.min(SIDE);
     for lane in (0..all).step_by(SIDE) {
         let filled = SIDE.min(lanes.saturating_sub(lane));

@@ -1,4 +1,4 @@
-//! The kernel in plain Rust, for processors without the instructions of the others.
+//! Kernel in plain Rust, for processors without AVX2 and FMA.
 
 use super::kernel::Place;
 
@@ -16,7 +16,7 @@ pub(super) unsafe fn tile(
     factor: f32,
     place: Place,
 ) {
-    // SAFETY: panels of `depth` by the contract.
+    // SAFETY: by the contract the panels have depth `depth`.
     let (a, b) = unsafe {
         (
             std::slice::from_raw_parts(a, ROWS * depth),
@@ -33,7 +33,7 @@ pub(super) unsafe fn tile(
     }
     for (i, sums) in sums.iter().enumerate().take(rows) {
         for (j, sum) in sums.iter().enumerate().take(cols) {
-            // SAFETY: rows of `cols` elements by the contract.
+            // SAFETY: by the contract the rows have `cols` elements.
             unsafe {
                 let from = *place.from.add(i * place.from_stride + j);
                 *place.to.add(i * place.to_stride + j) = factor.mul_add(*sum, from);

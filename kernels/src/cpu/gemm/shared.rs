@@ -1,8 +1,7 @@
-//! Products of many rows: parts of both operands are packed for all threads.
+//! Products of many rows: all threads share packed parts of both operands.
 //!
-//! The output is cut into parts, and `k` into runs of stretches, so that a packed part of each
-//! operand has bounded size. For each run there are two phases: packing, and blocks of the output
-//! that find what they need in the second cache.
+//! The output is cut into parts and `k` into runs of stretches, so a packed part of each operand has bounded size.
+//! Each run has two phases: packing, and multiplication of blocks of the output whose operands fit in the L2 cache.
 
 use super::kernel::{COL_STEP, Kernel, Place, ROW_STEP, Start};
 use super::pack::pack;
@@ -12,36 +11,36 @@ use crate::cpu::parallel::{self, MIN_PARALLEL_FLOPS, Shared};
 use crate::cpu::simd::Level;
 use crate::{DType, Float};
 
-/// Elements of a packed part of `a` (2 MiB).
+/// Maximum elements of a packed part of `a` (2 MiB).
 const LEFT: usize = 512 << 10;
-/// Elements of a packed part of `b` (4 MiB).
+/// Maximum elements of a packed part of `b` (4 MiB).
 const RIGHT: usize = 1 << 20;
-/// Longest run of stretches.
+/// Maximum length of a run in `k`.
 const RUN: usize = 2048;
-/// Rows or columns of a part of an output that is not f32: its sums are kept in f32.
+/// Maximum rows and columns of a part of a 16-bit output. Its sums need an f32 buffer.
 const ROUNDED: usize = 1024;
-/// Rows and columns of a block.
+/// Maximum rows and columns of a block.
 const BLOCK: (usize, usize) = (144, 384);
-/// Blocks are made smaller down to this much work, until each thread has some of them.
+/// Blocks are halved until each thread has enough of them, but not below this much work.
 const BLOCK_FLOPS: usize = 4 << 20;
 const BLOCKS_PER_THREAD: usize = 4;
 /// Elements that one task packs.
 const PACK: usize = 32 << 10;
 
-/// How a product is cut up.
+/// Partition of a product into parts and runs.
 #[derive(Clone, Copy)]
 pub(super) struct Cuts {
     rows: usize,
     cols: usize,
-    /// Elements of the packed parts.
+    /// Elements of the packed parts of `a` and `b`.
     left: usize,
     right: usize,
-    /// Elements of the sums of a part; 0 when the output itself is f32.
+    /// Elements of the f32 sums of a part. Zero if the output itself is f32.
     sums: usize,
     parallel: bool,
 }
 
-/// Length of the runs that `k` is cut into.
+/// Length of the runs of `k`.
 fn run_length(k: usize) -> usize {
     let step = stretch(k).max(1);
     (RUN / step).max(1) * step
@@ -91,7 +90,7 @@ fn ranges(len: usize, step: usize) -> impl Iterator<Item = Range> + Clone {
         })
 }
 
-/// A run of one summand for a part of the output.
+/// One run of one product, for one part of the output.
 #[derive(Clone, Copy)]
 struct Run {
     summand: usize,
@@ -100,14 +99,14 @@ struct Run {
     cols: Range,
     pack_left: bool,
     pack_right: bool,
-    /// Nothing was added to the part yet.
+    /// Whether it is the first run of its part.
     first: bool,
-    /// Nothing follows.
+    /// Whether it is the last run of its part.
     last: bool,
     block: (usize, usize),
 }
 
-/// Rows and columns of a block of a part.
+/// Rows and columns of the blocks of a part.
 fn block(rows: usize, cols: usize, depth: usize) -> (usize, usize) {
     let (mut height, mut width) = (even(rows, BLOCK.0, ROW_STEP), even(cols, BLOCK.1, COL_STEP));
     let enough = BLOCKS_PER_THREAD * parallel::workers();
@@ -127,7 +126,7 @@ fn block(rows: usize, cols: usize, depth: usize) -> (usize, usize) {
     (height, width)
 }
 
-/// All runs, in an order that packs `b` rarely.
+/// All runs, in an order that rarely packs `b` again.
 fn runs(cuts: &Cuts, products: &[Product<'_>], out: DType) -> Vec<Run> {
     let (m, n) = (products[0].a.rows, products[0].b.cols);
     let sums = products.len() - 1;
@@ -159,7 +158,7 @@ fn runs(cuts: &Cuts, products: &[Product<'_>], out: DType) -> Vec<Run> {
                 ranges(m, cuts.rows).for_each(|rows| add(rows, cols, depth));
             }
         } else {
-            // The sums of a part end before those of the next begin.
+            // The sums of a part are complete before those of the next part begin.
             for rows in ranges(m, cuts.rows) {
                 depths().for_each(|depth| add(rows, cols, depth));
             }
@@ -168,7 +167,7 @@ fn runs(cuts: &Cuts, products: &[Product<'_>], out: DType) -> Vec<Run> {
     all
 }
 
-/// What the tasks of all phases share.
+/// Data that the tasks of all phases share.
 struct Job<'a, T> {
     kernel: Kernel,
     products: &'a [Product<'a>],
@@ -203,7 +202,7 @@ pub(super) fn run<T: Float>(
         sums: Shared::new(&mut rest[..cuts.sums]),
     };
     let runs = runs(&cuts, products, T::DTYPE);
-    // Even phases pack, odd ones compute.
+    // Even phases pack, odd phases multiply.
     let tasks = |phase: usize| {
         let run = &runs[phase / 2];
         if phase.is_multiple_of(2) {
@@ -223,12 +222,12 @@ pub(super) fn run<T: Float>(
     });
 }
 
-/// A stretch of some lanes of an operand.
+/// Packing task: one stretch of some lanes of an operand.
 struct Packing {
     left: bool,
-    /// Relative to the run.
+    /// Range of `k`, relative to the run.
     stretch: Range,
-    /// Relative to the part.
+    /// Range of lanes, relative to the part.
     lanes: Range,
 }
 
@@ -286,7 +285,7 @@ impl<T: Float> Job<'_, T> {
         };
         let at = stretch.first * all.next_multiple_of(step) + lanes.first * stretch.len;
         let len = lanes.len.next_multiple_of(width) * stretch.len;
-        // SAFETY: tasks pack disjoint parts, and nobody reads them before the phase has ended.
+        // SAFETY: tasks pack disjoint parts, and nothing reads them before the phase ends.
         pack(self.kernel.level, width, x, unsafe { packed.part(at, len) });
     }
 
@@ -317,11 +316,11 @@ impl<T: Float> Job<'_, T> {
             let b = self.right.at(stretch.first * all_cols + col * depth);
             for j in (0..cols).step_by(self.kernel.cols) {
                 let wide = self.kernel.cols.min(cols - j);
-                // SAFETY: column `j` of the block, which lies inside the output or the sums.
+                // SAFETY: column `j` of the block, which is inside the output or the sums.
                 let to = unsafe { to.add(j) };
                 let place = Place::new(to, stride, self.start, run.first && i == 0, at_col + j);
-                // SAFETY: the packing ended before this phase began, panels of `b` are
-                // `depth` long; blocks of different tasks are disjoint.
+                // SAFETY: packing ended before this phase began, panels of `b` have depth `depth`, and blocks of
+                // different tasks are disjoint.
                 unsafe {
                     let b = b.add(j * depth);
                     self.kernel.column((rows, wide, depth), a, b, factor, place);

@@ -1,4 +1,4 @@
-//! Products of few rows: all of `a` is packed, `b` by one panel and stretch at a time.
+//! Products of few rows: `a` is packed as a whole, `b` one panel and stretch at a time.
 
 use super::kernel::{COL_STEP, Kernel, Place, ROW_STEP, Start};
 use super::pack::pack;
@@ -8,10 +8,10 @@ use crate::cpu::parallel::{self, MIN_PARALLEL_FLOPS, Shared};
 use crate::cpu::simd::Level;
 use crate::{DType, Float};
 
-/// Multiplications of one task at least.
+/// Minimum floating-point operations of one task.
 const TASK_FLOPS: usize = 1 << 20;
 
-/// Columns of one task and tasks.
+/// Columns per task, and number of tasks.
 fn tasks(m: usize, n: usize, depth: usize) -> (usize, usize) {
     let panels = n.div_ceil(COL_STEP);
     let each = (TASK_FLOPS / (2 * m * COL_STEP * depth).max(1)).clamp(1, panels.max(1));
@@ -23,7 +23,7 @@ fn panel(depth: usize) -> usize {
     COL_STEP * depth.min(STRETCH)
 }
 
-/// Elements of one task's scratch: a panel of `b`, and the sums when the output is not f32.
+/// Elements of one task's scratch: a panel of `b`, plus f32 sums if the output is not f32.
 fn scratch(m: usize, deepest: usize, out: DType) -> usize {
     let sums = if out == DType::F32 { 0 } else { m * COL_STEP };
     panel(deepest) + sums
@@ -40,12 +40,12 @@ pub(super) fn here_space(m: usize, k: usize) -> usize {
     left_space(m, k) + panel(k)
 }
 
-/// Elements of packed rows over all of `depth`.
+/// Elements of packed `a` over all of `depth`.
 fn left_space(m: usize, depth: usize) -> usize {
     whole_lines(m.next_multiple_of(ROW_STEP) * depth)
 }
 
-/// Packs all of each `a`, one after the other.
+/// Packs each `a` as a whole, one after the other.
 fn pack_left(kernel: &Kernel, products: &[Product<'_>], mut out: &mut [f32]) {
     for p in products {
         let height = p.a.rows.next_multiple_of(ROW_STEP);
@@ -57,11 +57,11 @@ fn pack_left(kernel: &Kernel, products: &[Product<'_>], mut out: &mut [f32]) {
     }
 }
 
-/// Adds the summands to `cols` columns from `col` on, at most one panel.
+/// Adds the products to the `cols` columns from `col` on, at most one panel wide.
 ///
 /// # Safety
-/// `to` points to the first of these columns; `stride` apart there are as many rows as the
-/// products have, that nobody else touches.
+/// `to` points to the first of these columns. Rows are `stride` elements apart, as many as the products have, and no
+/// other thread accesses them.
 unsafe fn column(
     kernel: &Kernel,
     products: &[Product<'_>],
@@ -114,12 +114,12 @@ pub(super) fn run<T: Float>(
             let cols = kernel.cols.min(end - col);
             if T::DTYPE == DType::F32 {
                 let to = out.at(col).cast::<f32>();
-                // SAFETY: the output was checked to hold `m` rows of `n`; tasks are disjoint.
+                // SAFETY: the output was checked to have `m` rows of `n` elements; tasks are disjoint.
                 unsafe { column(&kernel, products, start, left, (col, cols), to, n, space) };
                 continue;
             }
             let to = sums.as_mut_ptr();
-            // SAFETY: the scratch holds `m` rows of a panel.
+            // SAFETY: the scratch has room for `m` rows of a panel.
             unsafe { column(&kernel, products, start, left, (col, cols), to, cols, space) };
             for (i, sums) in sums[..m * cols].chunks_exact(cols).enumerate() {
                 // SAFETY: tasks are disjoint.
@@ -129,7 +129,7 @@ pub(super) fn run<T: Float>(
     });
 }
 
-/// One product into f32 on this thread.
+/// One product into an f32 output, on the calling thread.
 pub(super) fn here(
     level: Level,
     product: &Product<'_>,
@@ -145,7 +145,7 @@ pub(super) fn here(
     for col in (0..n).step_by(kernel.cols) {
         let cols = kernel.cols.min(n - col);
         let to = out[col..].as_mut_ptr();
-        // SAFETY: the output holds `m` rows of `n`.
+        // SAFETY: the output has `m` rows of `n` elements.
         unsafe { column(&kernel, products, start, left, (col, cols), to, n, space) };
     }
 }

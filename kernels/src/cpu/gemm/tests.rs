@@ -1,4 +1,4 @@
-//! Bits of every kernel against the definition, element by element.
+//! Tests of every kernel's bits against the definition of a product, element by element.
 
 use super::{Matrix, Out, Product, STRETCH, STRETCH_STEP, multiply_at, stretches, workspace};
 use crate::cpu::matrix::{Floats, narrow};
@@ -7,7 +7,7 @@ use crate::{DType, Float};
 use half::{bf16, f16};
 use proptest::prelude::*;
 
-/// Values of one operand in each element type.
+/// Values of one operand, in each element type.
 struct Values {
     wide: Vec<f32>,
     brain: Vec<bf16>,
@@ -50,7 +50,7 @@ fn at(x: &Matrix<'_>, row: usize, col: usize) -> f32 {
     out[0]
 }
 
-/// The definition of an element of an f32 output.
+/// One element of an f32 output, by definition.
 fn element(products: &[Product<'_>], from: f32, row: usize, col: usize) -> f32 {
     let mut sum = from;
     for p in products {
@@ -73,7 +73,7 @@ fn levels() -> Vec<Level> {
     all
 }
 
-/// Bits of a product of one level on a number of threads, in exactly the workspace it asks for.
+/// Bits of a product computed at one level on a number of threads, in exactly the workspace it asks for.
 fn bits<T: Float>(
     (level, threads): (Level, usize),
     products: &[Product<'_>],
@@ -106,7 +106,7 @@ fn bits<T: Float>(
     })
 }
 
-/// All levels on one and three threads give what the definition says.
+/// Checks that all levels, on one and three threads, give the bits of the definition.
 fn check(products: &[Product<'_>], bias: Option<&[f32]>, out: DType, accumulate: bool) {
     let (m, n) = (products[0].a.rows, products[0].b.cols);
     let accumulate = accumulate && out == DType::F32;
@@ -193,7 +193,7 @@ proptest! {
     }
 }
 
-/// More rows, columns and depth than one packed part of each operand holds.
+/// The product has more rows, columns and depth than one packed part of each operand.
 #[test]
 fn parts_and_runs_join_without_a_seam() {
     let (m, n, k) = (270, 530, 2500);

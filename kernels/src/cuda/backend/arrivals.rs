@@ -1,4 +1,4 @@
-//! Uploads into places that were taken before: the copy runs beside what was queued in between.
+//! Uploads into reserved memory: the copy overlaps with work queued between reservation and upload.
 
 use super::CudaBackend;
 use crate::arrival::Arrival;
@@ -17,7 +17,7 @@ impl CudaBackend {
         dtype: DType,
         tag: Tag,
     ) -> Result<Arrival> {
-        // Integers are kept by the host, too, which learns them with the bytes.
+        // The host keeps a copy of integers, which it gets together with the bytes. So integers are allocated then.
         if dtype == DType::I32 {
             return Ok(Arrival::later(shape, dtype, tag));
         }
@@ -40,7 +40,7 @@ impl CudaBackend {
         })
     }
 
-    /// The place of an arrival with `bytes` in it.
+    /// Copies `bytes` into the reserved tensor and returns it.
     pub(super) fn upload_into_op(
         &self,
         tensor: Tensor,
@@ -49,8 +49,8 @@ impl CudaBackend {
     ) -> Result<Tensor> {
         check::upload(bytes, tensor.shape(), tensor.dtype())?;
         let at = self.address(OP, &tensor)?;
-        // SAFETY: the tensor has as many bytes. Nobody has had it since its place was taken, whose uses lie before that
-        // moment.
+        // SAFETY: the tensor has as many bytes. Only the reservation has used this range since it was allocated, and the
+        // event `behind` follows every earlier use.
         let uploaded = unsafe { self.executor.upload(at, bytes, behind) };
         uploaded.map_err(Self::device_error(OP))?;
         Ok(tensor)

@@ -1,7 +1,7 @@
-//! A GPU without memory: the operations of the real one, with launches that nobody executes.
+//! Meta device of a GPU: the operations of the real one, with launches that are not executed.
 //!
-//! It is the same code that takes outputs and scratch memory, so a plan knows the places that a run will get, whatever
-//! an operation needs.
+//! The same code allocates outputs and scratch memory, so a plan gets the offsets of the later run, whatever an
+//! operation needs.
 
 use super::{Cause, CudaBackend, Executor, GroupExecutor, Moment, PeerExecutor, Take};
 use crate::cuda::launch::{Address, Launch};
@@ -12,24 +12,24 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-/// Where the memory that is not there begins: aligned as a device's own.
+/// Start of the imaginary memory, aligned like a device's.
 const START: Address = Address(1 << 40);
-/// More than any device has.
+/// More memory than any device has.
 const BYTES: u64 = 1 << 50;
 
-/// Accepts everything and does nothing.
+/// Executor that accepts every call and does nothing.
 #[derive(Debug)]
 struct Nowhere {
     multiprocessors: u32,
     multiplies: bool,
-    /// Of the group that was joined.
+    /// Number of ranks of the joined communicator.
     ranks: AtomicUsize,
 }
 
 impl CudaBackend {
-    /// A GPU of `multiprocessors` that only counts, without a limit; `multiplies`: whether products go through a library,
-    /// as [`Executor::multiplies`] of the GPU that it stands for. Row numbers and labels keep their values; all other
-    /// tensors have none, as on the null device.
+    /// Meta device of a GPU with this number of multiprocessors, without a memory limit. `multiplies` says whether
+    /// products go through a library, as [`Executor::multiplies`] of the real GPU. Row numbers and labels have
+    /// values; all other tensors have none.
     #[must_use]
     pub fn counting(multiprocessors: u32, multiplies: bool) -> Self {
         Self::counting_within(multiprocessors, multiplies, BYTES)
@@ -57,7 +57,7 @@ unsafe impl Executor for Nowhere {
         false
     }
 
-    /// An operation that took memory beside the arena would fail in every plan.
+    /// Always fails, so an operation that allocates outside the arena fails in every plan.
     fn allocate(&self, _bytes: u64) -> Result<Address, Cause> {
         Err("a device has one arena, which was taken".into())
     }

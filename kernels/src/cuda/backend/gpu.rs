@@ -1,4 +1,5 @@
-//! A GPU as an executor: its driver's calls, on one stream for work, one each for copies in and out, and one for other ranks.
+//! A GPU as an executor: driver calls on one stream for computation, one each for copies in and out, and one for
+//! communication.
 
 use super::graphs::{Graphs, Work, queue_one};
 use super::{Cause, Executor, GroupExecutor, Moment, PeerExecutor, Take, filling};
@@ -11,21 +12,21 @@ use crate::timeline::{DeviceLane, DeviceSpan};
 use cudarc::driver::{CudaEvent, CudaStream, result};
 use std::sync::Arc;
 
-/// The moment as this driver's event.
+/// Downcasts an event to this driver's type.
 pub(in crate::cuda) fn event(moment: &Moment) -> Result<&CudaEvent, Cause> {
     let event = moment.downcast_ref::<CudaEvent>();
     event.ok_or_else(|| "a moment of another device".into())
 }
 
-// SAFETY: memory stays until `free`, which waits for the device; work goes to one stream, in the order of calls, and
-// that stream waits for each upload before it goes on.
+// SAFETY: memory stays until `free`, which waits for the device. Work goes to one stream, in the order of calls, and
+// that stream waits for each upload before it continues.
 unsafe impl Executor for Gpu {
     fn multiprocessors(&self) -> u32 {
         self.facts().multiprocessors
     }
 
     fn allocate(&self, bytes: u64) -> Result<Address, Cause> {
-        // Streams and pinned chunks too, so that no step takes them.
+        // Creates streams and pinned chunks now, so no step allocates them.
         self.copies()?;
         // SAFETY: the size is not zero.
         let memory = unsafe { result::malloc_sync((bytes as usize).max(1)) };
@@ -38,8 +39,8 @@ unsafe impl Executor for Gpu {
         let passed = |stream: &CudaStream| {
             moment(stream).is_ok_and(|done| self.group_state().wait(&done).is_ok())
         };
-        // The driver waits without end for what waits for a rank that is gone. The group's own wait ends, and ends the
-        // group; what is still not done then is left to the end of the process.
+        // The driver would wait forever for work that depends on a dead rank. The process group's own wait ends and
+        // ends the communicator. Memory that is still in use then is left to the end of the process.
         let all = passed(self.stream()) && self.communication().is_none_or(passed);
         if all && self.bind().is_ok() {
             // SAFETY: allocated above, freed once. A failing driver leaves nothing to do.
@@ -58,7 +59,7 @@ unsafe impl Executor for Gpu {
 
     unsafe fn read(&self, from: Address, bytes: &mut [u8]) -> Result<(), Cause> {
         let behind = self.moment()?;
-        // SAFETY: the caller vouches for the range; the moment is behind everything queued.
+        // SAFETY: the caller vouches for the range; the event follows everything queued.
         unsafe { self.fetch(from, bytes.len() as u64, &behind, &mut filling(bytes)) }
     }
 
@@ -95,7 +96,7 @@ unsafe impl Executor for Gpu {
         if let Some(behind) = behind {
             order(inward, event(behind)?)?;
         }
-        // SAFETY: the caller vouches for the range and for the moment.
+        // SAFETY: the caller vouches for the range and for the event.
         unsafe { self.copy_in(to, bytes) }?;
         self.work_behind(inward)
     }
@@ -184,21 +185,21 @@ unsafe impl Executor for Gpu {
     }
 }
 
-/// `stream` goes on behind `event`.
+/// Makes `stream` wait for `event`.
 pub(in crate::cuda) fn order(stream: &CudaStream, event: &CudaEvent) -> Result<(), Cause> {
     Ok(stream.wait(event).during("ordering streams of the GPU")?)
 }
 
-/// A moment behind everything queued on `stream`.
+/// Records an event after everything queued on `stream`.
 pub(in crate::cuda) fn moment(stream: &CudaStream) -> Result<CudaEvent, Cause> {
     Ok(stream.record_event(None).during("marking a moment")?)
 }
 
 impl Gpu {
-    /// Host bytes to the device, on the stream of copies in.
+    /// Copies host bytes to the device, on the host-to-device stream.
     ///
     /// # Safety
-    /// The range lies in memory of this GPU that nobody uses until the stream has passed.
+    /// The range is in memory of this GPU, and nothing else uses it until the stream has passed.
     pub(in crate::cuda) unsafe fn copy_in(&self, to: Address, bytes: &[u8]) -> Result<(), Cause> {
         let copies = self.copies()?;
         let began = self.timeline.stamp(&copies.inward)?;
@@ -209,7 +210,7 @@ impl Gpu {
         Ok(self.timeline.end(lane, began, &copies.inward, count)?)
     }
 
-    /// Work goes on behind everything queued on `stream`.
+    /// Makes computation wait for everything queued on `stream`.
     pub(in crate::cuda) fn work_behind(&self, stream: &CudaStream) -> Result<(), Cause> {
         let done = moment(stream)?;
         let waits = self.timeline.stamp(self.stream())?;
@@ -219,13 +220,13 @@ impl Gpu {
     }
 }
 
-// SAFETY: a captured stream keeps the order of its works, and a graph is queued on that stream.
+// SAFETY: a captured stream keeps the order of its commands, and a graph is launched on that stream.
 unsafe impl Graphs for Gpu {
     type Graph = Graph;
 
     unsafe fn keep(&self, works: &[Work]) -> Result<Graph, Cause> {
         self.capture(|| {
-            // SAFETY: the caller vouches for the works.
+            // SAFETY: the caller vouches for the commands.
             works
                 .iter()
                 .try_for_each(|work| unsafe { queue_one(self, work) })

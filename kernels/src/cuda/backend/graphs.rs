@@ -1,10 +1,10 @@
-//! Runs of works that were seen before, replayed as one.
+//! CUDA graphs of repeated command sequences.
 //!
-//! A training step queues the same kernels again and again. Between two points that need the host or another stream
-//! (bytes that come or go, a moment), works are collected; a run of works that is in every part the same as an earlier
-//! one (modules, grids, arguments, addresses) is made into a graph of the device, which is queued by one call. Places in
-//! an arena follow from shapes alone, so equal batches give equal runs. Works are executed in their order, each with its
-//! own arguments, whether in a graph or not: results have the same bits.
+//! A training step queues the same kernels again and again. Commands are collected between two points that need the
+//! host or another stream (copies, events). Such a sequence may be equal to an earlier one in every part: modules,
+//! grids, arguments, addresses. It then becomes a CUDA graph, which one call launches. Offsets in the arena follow
+//! from shapes alone, so equal batches give equal sequences. Commands run in their order with their own arguments, in
+//! a graph or not. So results have the same bits.
 
 use super::{Cause, Executor, GroupExecutor, Moment, PeerExecutor, Take, filling};
 use crate::cuda::launch::{Address, Launch};
@@ -19,30 +19,30 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-/// Works of a run at most. The device waits for the first while the host collects; so many are collected in about a
-/// millisecond, and kernels of models run longer.
+/// Maximum commands per sequence. The device waits for the first one while the host collects. This many take about a
+/// millisecond to collect, and a model's kernels run longer.
 const LONGEST: usize = 256;
-/// Runs that are remembered, and those of them that are graphs: the device has memory for each node of a graph.
+/// Maximum sequences remembered, and maximum graphs among them. Each node of a graph takes device memory.
 const REMEMBERED: usize = 1024;
 const GRAPHS: usize = 128;
-/// Products whose answer is remembered.
+/// Maximum product shapes for which the library's answer is remembered.
 const PRODUCTS: usize = 4096;
 
-/// One piece of work in an executor's queue.
+/// One command in an executor's queue.
 #[derive(Clone, PartialEq, Debug)]
 pub enum Work {
-    /// A launch.
+    /// Kernel launch.
     Launch(Launch),
-    /// So many bytes of zeros.
+    /// Sets a number of bytes to zero.
     Zero(Address, u64),
-    /// So many bytes from the first place to the second.
+    /// Copies a number of bytes from the first address to the second.
     Copy(Address, Address, u64),
-    /// A product by the library, with its workspace and that one's bytes.
+    /// Matrix product by the library, with its workspace and the workspace's bytes.
     Multiply(Multiply, Address, u64),
 }
 
 impl Work {
-    /// Equal works have equal hashes.
+    /// Hashes a command. Equal commands have equal hashes.
     fn hash(&self, hasher: &mut DefaultHasher) {
         match self {
             Self::Launch(launch) => {
@@ -60,41 +60,41 @@ impl Work {
     }
 }
 
-/// An executor that can keep works and queue them as one.
+/// Executor that can capture commands as a graph.
 ///
 /// # Safety
-/// A replayed graph executes its works as if each had been queued alone, in their order, behind everything that was
-/// queued before.
+/// A launched graph executes its commands as if each had been queued alone, in their order, after everything queued
+/// before.
 pub unsafe trait Graphs: Executor {
-    /// Works that are kept.
+    /// Captured commands.
     type Graph: Send + Debug;
 
-    /// Keeps works; executes nothing. Each was executed before, so that its code is there.
+    /// Captures commands without executing them. Each was executed before, so its code is loaded.
     ///
     /// # Safety
-    /// As of the works; their memory stays as long as the graph is replayed.
+    /// As of the commands. Their memory stays allocated as long as the graph is used.
     ///
     /// # Errors
-    /// When the device cannot keep them.
+    /// When the device cannot capture them.
     unsafe fn keep(&self, works: &[Work]) -> Result<Self::Graph, Cause>;
 
-    /// Queues all works of a graph of this executor.
+    /// Launches a graph of this executor.
     ///
     /// # Safety
-    /// The memory of its works is still allocated.
+    /// The memory of its commands is still allocated.
     ///
     /// # Errors
     /// When the device fails.
     unsafe fn replay(&self, graph: &Self::Graph) -> Result<(), Cause>;
 }
 
-/// Which runs become graphs.
+/// Choice of the sequences that become graphs.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Mode {
-    /// Those of at least eight works: a graph is queued about as fast as four launches, and making one costs its works
-    /// again. What the device refuses is queued work by work from then on.
+    /// Sequences of at least eight commands: a graph launch costs about four kernel launches, and capturing costs as
+    /// much as the commands. If the device refuses a graph, all later commands are queued one by one.
     Auto,
-    /// All; what the device refuses is an error.
+    /// All sequences. A graph that the device refuses is an error.
     On,
 }
 
@@ -107,45 +107,45 @@ impl Mode {
     }
 }
 
-/// What was queued so far.
+/// Counters of what was queued.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub struct Counts {
-    /// Works, in graphs and alone.
+    /// Commands, inside and outside graphs.
     pub works: u64,
-    /// Graphs that were made.
+    /// Graphs captured.
     pub graphs: u64,
-    /// Times that one was queued.
+    /// Graph launches.
     pub replays: u64,
-    /// Works of those.
+    /// Commands executed by graph launches.
     pub replayed: u64,
 }
 
-/// An executor that queues what it has seen before as graphs of another one.
+/// Executor that turns repeated sequences of commands into graphs of another executor.
 #[derive(Debug)]
 pub struct Replaying<E: Graphs> {
     inner: Arc<E>,
     mode: Mode,
     state: Mutex<State<E::Graph>>,
-    /// Whether the inner executor takes times.
+    /// Whether the inner executor records a timeline.
     measured: AtomicBool,
 }
 
 #[derive(Debug)]
 struct State<G> {
-    /// Collected, not yet queued.
+    /// Commands collected but not yet queued.
     pending: Vec<Work>,
-    /// By hash.
+    /// Sequences seen, by hash.
     seen: HashMap<u64, Seen<G>>,
-    /// Whether the library takes products of a shape.
+    /// Whether the library supports a product of this shape.
     products: HashMap<Shape, bool>,
-    /// Runs so far: the age of those that were seen.
+    /// Number of sequences so far, used as the clock of [`Seen::last`].
     runs: u64,
     /// The device refused a graph.
     refused: bool,
     counts: Counts,
 }
 
-/// A run that was queued at least once.
+/// Sequence that was queued at least once.
 #[derive(Debug)]
 struct Seen<G> {
     works: Vec<Work>,
@@ -154,7 +154,7 @@ struct Seen<G> {
 }
 
 impl<E: Graphs> Replaying<E> {
-    /// Works go to `inner`, which must get none from elsewhere.
+    /// Wraps `inner`, which must get no commands from elsewhere.
     #[must_use]
     pub fn new(inner: Arc<E>, mode: Mode) -> Self {
         let state = State {
@@ -173,7 +173,7 @@ impl<E: Graphs> Replaying<E> {
         }
     }
 
-    /// What was queued so far.
+    /// Counters since the creation.
     pub fn counts(&self) -> Counts {
         self.lock().counts
     }
@@ -191,14 +191,14 @@ impl<E: Graphs> Replaying<E> {
         }
     }
 
-    /// Everything collected is in the inner executor's queue; nobody else queues while the guard lives.
+    /// Queues everything collected. Nothing else can be queued while the guard lives.
     fn queued(&self) -> Result<MutexGuard<'_, State<E::Graph>>, Cause> {
         let mut state = self.lock();
         self.queue(&mut state)?;
         Ok(state)
     }
 
-    /// Queues what was collected: as a graph where the same run was queued before.
+    /// Queues the collected commands, as a graph if the same sequence was queued before.
     fn queue(&self, state: &mut State<E::Graph>) -> Result<(), Cause> {
         let works = std::mem::take(&mut state.pending);
         state.counts.works += works.len() as u64;
@@ -224,7 +224,8 @@ impl<E: Graphs> Replaying<E> {
             .is_some_and(|seen| seen.graph.is_none())
         {
             state.make_room(GRAPHS, |seen| seen.graph.is_some());
-            // SAFETY: callers vouched for the works, whose memory is the arena's; it is freed when this is dropped.
+            // SAFETY: callers vouched for the commands. Their memory is the arena's, which is freed when this is
+            // dropped.
             match unsafe { self.inner.keep(&works) } {
                 Ok(graph) => {
                     state.counts.graphs += 1;
@@ -250,30 +251,30 @@ impl<E: Graphs> Replaying<E> {
         *last = now;
         state.counts.replays += 1;
         state.counts.replayed += works.len() as u64;
-        // SAFETY: equal works were vouched for again.
+        // SAFETY: callers vouched for the equal commands of this sequence.
         unsafe { self.inner.replay(graph) }
     }
 
     fn queue_each(&self, works: &[Work]) -> Result<(), Cause> {
         for work in works {
-            // SAFETY: callers vouched for each when they gave it; their memory is the arena's, and places that were given
-            // back meanwhile are used by later works only, or by copies that queue everything first.
+            // SAFETY: callers vouched for each command when they passed it. Their memory is the arena's. A range
+            // freed since then is used only by later commands, or by copies that first queue everything collected.
             unsafe { queue_one(&*self.inner, work) }?;
         }
         Ok(())
     }
 }
 
-/// Gives one work to an executor.
+/// Queues one command on an executor.
 ///
 /// # Safety
-/// As of the work.
+/// As of the command.
 ///
 /// # Errors
-/// As of the work; a product that was taken before is refused.
+/// As of the command, and when a product is refused that the library supported before.
 pub unsafe fn queue_one(on: &(impl Executor + ?Sized), work: &Work) -> Result<(), Cause> {
     match work {
-        // SAFETY: the caller vouches for the work.
+        // SAFETY: the caller vouches for the command.
         Work::Launch(launch) => unsafe { on.launch(launch) },
         // SAFETY: as above.
         Work::Zero(at, bytes) => unsafe { on.zero(*at, *bytes) },
@@ -290,7 +291,7 @@ pub unsafe fn queue_one(on: &(impl Executor + ?Sized), work: &Work) -> Result<()
 }
 
 impl<G> State<G> {
-    /// Forgets the run that was not seen longest, of those that count, where there are `most` of them.
+    /// Removes the least recently seen of the sequences that `counts` selects, if there are at least `most` of them.
     fn make_room(&mut self, most: usize, counts: impl Fn(&Seen<G>) -> bool) {
         let counted = || self.seen.iter().filter(|(_, seen)| counts(seen));
         if counted().count() >= most
@@ -302,8 +303,8 @@ impl<G> State<G> {
     }
 }
 
-// SAFETY: works reach the inner executor in the order of their calls: all that were collected go before anything else
-// that has an order, while the lock is held.
+// SAFETY: commands reach the inner executor in the order of their calls. All collected commands are queued, under the
+// lock, before anything else that has an order.
 unsafe impl<E: Graphs> Executor for Replaying<E> {
     fn multiprocessors(&self) -> u32 {
         self.inner.multiprocessors()
@@ -319,7 +320,8 @@ unsafe impl<E: Graphs> Executor for Replaying<E> {
 
     fn free(&self, memory: Address) {
         let mut state = self.lock();
-        // What is left has no reader, and graphs have the addresses of what is freed.
+        // Nothing reads the results of the collected commands any more, and graphs contain addresses of the freed
+        // memory.
         state.pending.clear();
         state.seen.clear();
         self.inner.free(memory);
@@ -333,7 +335,7 @@ unsafe impl<E: Graphs> Executor for Replaying<E> {
 
     unsafe fn read(&self, from: Address, bytes: &mut [u8]) -> Result<(), Cause> {
         let behind = self.moment()?;
-        // SAFETY: the caller vouches for the range; the moment is behind everything queued.
+        // SAFETY: the caller vouches for the range; the event follows everything queued.
         unsafe {
             self.inner
                 .fetch(from, bytes.len() as u64, &behind, &mut filling(bytes))
@@ -360,13 +362,13 @@ unsafe impl<E: Graphs> Executor for Replaying<E> {
         behind: Option<&Moment>,
     ) -> Result<(), Cause> {
         let _queued = self.queued()?;
-        // SAFETY: the caller vouches for the range and the moment.
+        // SAFETY: the caller vouches for the range and the event.
         unsafe { self.inner.upload(to, bytes, behind) }
     }
 
     unsafe fn deliver(&self, to: Address, bytes: &[u8], behind: &Moment) -> Result<(), Cause> {
-        // Nothing that was collected uses it: where runs end does not depend on who delivers when.
-        // SAFETY: the caller vouches for the range and the moment.
+        // No collected command uses the range. The sequence continues, so its end depends on no other thread's timing.
+        // SAFETY: the caller vouches for the range and the event.
         unsafe { self.inner.deliver(to, bytes, behind) }
     }
 
@@ -382,8 +384,8 @@ unsafe impl<E: Graphs> Executor for Replaying<E> {
         behind: &Moment,
         take: &mut Take<'_>,
     ) -> Result<(), Cause> {
-        // A moment is behind everything that was collected before it. The lock is not held: others may queue meanwhile.
-        // SAFETY: the caller vouches for the range and the moment.
+        // An event follows everything collected before it. The lock is not held, so other threads may queue meanwhile.
+        // SAFETY: the caller vouches for the range and the event.
         unsafe { self.inner.fetch(from, bytes, behind, take) }
     }
 
@@ -408,7 +410,7 @@ unsafe impl<E: Graphs> Executor for Replaying<E> {
             }
             return Ok(taken);
         }
-        // Only the library knows, and it says so when it is asked to do it.
+        // Only the library knows whether it supports the shape, and it answers when it is asked to multiply.
         let mut state = self.queued()?;
         // SAFETY: the caller vouches for the addresses.
         let taken = unsafe { self.inner.multiply(product, workspace, workspace_bytes) }?;
@@ -427,7 +429,7 @@ unsafe impl<E: Graphs> Executor for Replaying<E> {
     }
 
     fn label(&self, label: Option<u32>) -> Result<(), Cause> {
-        // Only a clock asks where one label's works end.
+        // Labels split sequences only while a timeline is recorded.
         let _queued = match self.measured.load(Ordering::Relaxed) {
             true => Some(self.queued()?),
             false => None,
@@ -456,7 +458,7 @@ impl<E: Graphs> Replaying<E> {
     }
 }
 
-/// Only what touches the lane that computes waits for what was collected.
+/// Only calls that involve the compute queue first queue the collected commands.
 impl<E: Graphs> PeerExecutor for Replaying<E> {
     fn name(&self, memory: Address) -> Result<Vec<u8>, Cause> {
         self.inner_peers()?.name(memory)
@@ -467,7 +469,7 @@ impl<E: Graphs> PeerExecutor for Replaying<E> {
     }
 
     fn incoming_behind(&self, moment: &Moment) -> Result<(), Cause> {
-        // A moment is behind everything that was collected before it.
+        // An event follows everything collected before it.
         self.inner_peers()?.incoming_behind(moment)
     }
 

@@ -1,4 +1,4 @@
-//! Cross entropy of a linear head over chunks of supervised rows.
+//! Fused output projection and cross entropy over chunks of supervised rows.
 
 use super::CudaBackend;
 use crate::backend::{IGNORED_LABEL, LossGrads, LossNeeds};
@@ -12,17 +12,17 @@ use crate::error::{KernelError, Result};
 use crate::pool::Tag;
 use crate::{Backend, DType, Tensor};
 
-/// How much of a loss exists at once.
+/// Sizes of the pieces in which a loss is computed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct LossCuts {
-    /// Logits: rows of a chunk times the vocabulary.
+    /// Logits per chunk: rows times vocabulary.
     pub logits: usize,
-    /// Rows of the weight's gradient that chunks behind the first add at once; a multiple of 8.
+    /// Rows of the weight's gradient that later chunks add at a time; a multiple of 8.
     pub weight_rows: usize,
 }
 
 impl Default for LossCuts {
-    /// 128 MiB of logits.
+    /// 128 MiB of f32 logits.
     fn default() -> Self {
         Self {
             logits: 32 << 20,
@@ -56,19 +56,19 @@ fn supervised(labels: &Tensor, v: usize) -> Result<Vec<(i32, i32)>> {
 
 const OP: &str = "linear_cross_entropy";
 
-/// What all chunks share.
+/// Data that all chunks share.
 struct Head {
     sizes: LossSizes,
-    /// Of hidden states and weight, and of the gradients of logits.
+    /// Dtype of hidden states, weight and the gradients of logits.
     dtype: DType,
     hidden: Tensor,
     weight: Address,
 }
 
-/// A chunk on the device.
+/// A chunk of rows on the device.
 struct Chunk {
     rows: usize,
-    /// Its rows' numbers among all, and `0..rows`.
+    /// Numbers of its rows in the batch, followed by `0..rows`.
     numbers: Tensor,
     /// `[rows, c]`.
     hidden: Tensor,
@@ -82,7 +82,7 @@ struct Gradients {
 }
 
 impl CudaBackend {
-    /// Losses, and the gradients of `factor * sum(losses)` that are asked for.
+    /// Losses and, if requested, gradients of `factor * sum(losses)`.
     pub(super) fn loss_op(
         &self,
         [hidden, weight, labels]: [&Tensor; 3],
@@ -153,7 +153,7 @@ impl CudaBackend {
             let Some((factor, _)) = backward else {
                 continue;
             };
-            // In f32 the gradients take the place of the logits; in 16 bits products want lines of whole words.
+            // In f32, gradients overwrite the logits. In 16 bits, the products need lines of whole 16-byte words.
             let grads = match dtype {
                 DType::F32 => logits.clone(),
                 _ => self.uninit([n, v.next_multiple_of(8)], dtype, Tag::Workspace)?,
@@ -193,7 +193,7 @@ impl CudaBackend {
         )
     }
 
-    /// `d_hidden[rows] = gradients weight`, other rows stay zero.
+    /// `d_hidden[rows] = gradients weight`. Other rows stay zero.
     fn hidden_gradient(
         &self,
         head: &Head,
@@ -227,7 +227,8 @@ impl CudaBackend {
         self.run(OP, [launch])
     }
 
-    /// `d_weight (+)= gradients^T hidden`: the first chunk writes, later ones add, some rows of the vocabulary at a time.
+    /// `d_weight (+)= gradients^T hidden`. The first chunk writes, later chunks add, some rows of the vocabulary at a
+    /// time.
     fn weight_gradient(
         &self,
         head: &Head,
@@ -267,7 +268,7 @@ impl CudaBackend {
     }
 }
 
-/// `y [m, n]` in f32.
+/// Product `y [m, n]` with an f32 result.
 fn product(
     dtype: DType,
     [m, n]: [usize; 2],

@@ -1,15 +1,16 @@
-//! A GPU as a [`Backend`]: every operation as launches on one queue, tensors in one arena.
+//! A GPU as a [`Backend`]: every operation is a series of launches on one queue, and tensors are in one arena.
 //!
-//! The arena is taken from the device once; after that nothing is allocated there. A tensor that is dropped gives its
-//! place back at once: launches run in their order, so who gets the place next writes it after all earlier readers.
-//! Weights come in beside that queue, behind the last use of the place they get, and gradients go out beside it, behind
-//! the launches that made them.
-//! What executes the launches is an [`Executor`]: a [`Gpu`](super::gpu::Gpu), or the emulator of the tests. Products
-//! of one sum go through the executor's library, where it has one; the others, and all elsewhere, are our own.
+//! The arena is allocated once; later nothing is allocated on the device. Dropping a tensor frees its range at once.
+//! Launches run in order, so the range's next owner writes it after all earlier readers. Copies run beside the queue:
+//! a host-to-device copy waits for the last use of its destination, and a device-to-host copy waits for the launches
+//! that made its source.
 //!
-//! Differences from the CPU: products of 16-bit tensors sum on tensor cores in another order; LoRA's inner activation
-//! is rounded once to 16 bits; the gradient of the logits is rounded to the dtype of the hidden states before its
-//! products. Elements, rows and losses have the bits of the CPU.
+//! An [`Executor`] executes the launches: a [`Gpu`](super::gpu::Gpu), or the emulator of the tests. Plain matrix
+//! products go through the executor's library if it has one. All other operations are own kernels.
+//!
+//! Differences from the CPU: products of 16-bit tensors sum in another order, on tensor cores. LoRA's intermediate
+//! activation is rounded once to 16 bits. The gradient of the logits is rounded to the dtype of the hidden states
+//! before its products. Elementwise operations, operations on rows and losses have the bits of the CPU.
 #![expect(
     unsafe_code,
     reason = "launches read and write memory by address; tensors vouch for it"
@@ -62,16 +63,16 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 use uses::Uses;
 
-/// What a device's own calls fail with.
+/// Error of a device's own calls.
 pub type Cause = Box<dyn std::error::Error + Send + Sync>;
 
-/// A point in the queue of an [`Executor`], which alone knows what it is.
+/// Event: a point in the queue of an [`Executor`], of a type private to it.
 pub type Moment = Arc<dyn Any + Send + Sync>;
 
-/// What takes bytes as they come to the host.
+/// Callback that receives bytes as they arrive at the host.
 pub type Take<'a> = dyn FnMut(&[u8]) + 'a;
 
-/// Puts pieces behind one another; those together must have the length of `out`.
+/// A [`Take`] that fills `out` with consecutive pieces. Together they must have the length of `out`.
 pub fn filling(out: &mut [u8]) -> impl FnMut(&[u8]) {
     let mut rest = out;
     move |piece| {
@@ -81,38 +82,38 @@ pub fn filling(out: &mut [u8]) -> impl FnMut(&[u8]) {
     }
 }
 
-/// Uploads of so many bytes go beside the work, whatever they are: pictures of a batch, through the small chunks that the
-/// work itself carries, would make the host wait for it.
+/// Minimum size of an upload that runs beside the compute queue, e.g. the images of a batch. The compute queue's
+/// small chunks would make the host wait for queued work.
 const LARGE_UPLOAD_BYTES: usize = 1 << 20;
 
-/// Memory of a device, one queue of work on it, and copies beside that queue.
+/// Device memory, one queue of work, and copies beside that queue.
 ///
 /// # Safety
-/// An implementor keeps the memory of [`Executor::allocate`] until [`Executor::free`], and executes launches, copies,
-/// fills, reads and writes in the order of their calls; uploads in the order of theirs, each before everything that is
-/// queued behind it.
+/// Memory of [`Executor::allocate`] must stay until [`Executor::free`]. Launches, copies, fills, reads and writes
+/// must run in the order of their calls. Uploads must run in the order of their calls, each before everything queued
+/// after it.
 pub unsafe trait Executor: Send + Sync + std::fmt::Debug {
-    /// Multiprocessors of the device: a hint for the cut of work, never for its results.
+    /// Number of multiprocessors. It affects how work is divided, never results.
     fn multiprocessors(&self) -> u32;
 
-    /// Whether there is memory behind the addresses.
+    /// Whether real memory exists; false on the meta device.
     fn has_values(&self) -> bool {
         true
     }
 
-    /// Memory with unspecified contents, aligned to 256 bytes.
+    /// Allocates memory with unspecified contents, aligned to 256 bytes.
     ///
     /// # Errors
-    /// When the device has no room.
+    /// When the device does not have enough memory.
     fn allocate(&self, bytes: u64) -> Result<Address, Cause>;
 
-    /// Gives memory back that [`Executor::allocate`] returned, after the work on it.
+    /// Frees memory of [`Executor::allocate`], after the work that uses it.
     fn free(&self, memory: Address);
 
-    /// Copies host bytes to the device.
+    /// Copies host bytes to the device, in queue order.
     ///
     /// # Safety
-    /// The range lies in allocated memory.
+    /// The range is in allocated memory.
     ///
     /// # Errors
     /// When the device fails.
@@ -121,40 +122,41 @@ pub unsafe trait Executor: Send + Sync + std::fmt::Debug {
     /// Waits for the device and copies bytes to the host.
     ///
     /// # Safety
-    /// The range lies in allocated memory.
+    /// The range is in allocated memory.
     ///
     /// # Errors
-    /// When the device fails, or work queued before did.
+    /// When the device fails, or work queued before failed.
     unsafe fn read(&self, from: Address, bytes: &mut [u8]) -> Result<(), Cause>;
 
     /// Fills a range with zeros.
     ///
     /// # Safety
-    /// The range lies in allocated memory.
+    /// The range is in allocated memory.
     ///
     /// # Errors
     /// When the device fails.
     unsafe fn zero(&self, at: Address, bytes: u64) -> Result<(), Cause>;
 
-    /// Copies within the device; the ranges do not overlap.
+    /// Copies within the device. The ranges must not overlap.
     ///
     /// # Safety
-    /// Both ranges lie in allocated memory.
+    /// Both ranges are in allocated memory.
     ///
     /// # Errors
     /// When the device fails.
     unsafe fn copy(&self, from: Address, to: Address, bytes: u64) -> Result<(), Cause>;
 
-    /// The moment when everything queued so far is done.
+    /// Records an event after everything queued so far.
     ///
     /// # Errors
     /// When the device fails.
     fn moment(&self) -> Result<Moment, Cause>;
 
-    /// Copies host bytes to the device beside the queue, not before the moment `behind`.
+    /// Copies host bytes to the device beside the queue, after the event `behind`. Work queued later waits for the
+    /// copy.
     ///
     /// # Safety
-    /// The range lies in allocated memory, and nothing queued between that moment and this call uses it.
+    /// The range is in allocated memory, and nothing queued between the event and this call uses it.
     ///
     /// # Errors
     /// When the device fails.
@@ -165,31 +167,32 @@ pub unsafe trait Executor: Send + Sync + std::fmt::Debug {
         behind: Option<&Moment>,
     ) -> Result<(), Cause>;
 
-    /// As [`Executor::upload`], for nothing that is queued: who wants the bytes waits by [`Executor::delivered`]. Any thread
-    /// may deliver while others queue.
+    /// As [`Executor::upload`], but queued work does not wait for the copy before [`Executor::delivered`]. Any thread
+    /// may call this while others queue work.
     ///
     /// # Safety
-    /// The range lies in allocated memory, and nothing queued behind that moment and before the next call of
+    /// The range is in allocated memory, and nothing queued after the event and before the next
     /// [`Executor::delivered`] uses it.
     ///
     /// # Errors
     /// When the device fails.
     unsafe fn deliver(&self, to: Address, bytes: &[u8], behind: &Moment) -> Result<(), Cause>;
 
-    /// What is queued from here on has everything that was delivered. A moment behind that and behind no work.
+    /// Makes work queued from here on wait for everything delivered. The returned event follows the deliveries, but
+    /// no other work.
     ///
     /// # Errors
     /// When the device fails.
     fn delivered(&self) -> Result<Moment, Cause>;
 
-    /// Waits for the moment `behind`, and no longer, and gives bytes to `take` in pieces, in their order, each aligned to
-    /// four bytes. Any thread may fetch while others queue.
+    /// Waits for the event `behind` only. Then passes bytes to `take` in pieces, in order, each aligned to four
+    /// bytes. Any thread may call this while others queue work.
     ///
     /// # Safety
-    /// The range lies in allocated memory, and nothing queued after that moment writes it.
+    /// The range is in allocated memory, and nothing queued after the event writes it.
     ///
     /// # Errors
-    /// When the device fails, or work queued before the moment did.
+    /// When the device fails, or work queued before the event failed.
     unsafe fn fetch(
         &self,
         from: Address,
@@ -198,7 +201,7 @@ pub unsafe trait Executor: Send + Sync + std::fmt::Debug {
         take: &mut Take<'_>,
     ) -> Result<(), Cause>;
 
-    /// Starts to measure what happens when, or stops and forgets.
+    /// Starts recording a timeline, or stops and drops it.
     ///
     /// # Errors
     /// When the device fails.
@@ -206,7 +209,7 @@ pub unsafe trait Executor: Send + Sync + std::fmt::Debug {
         Ok(())
     }
 
-    /// What is queued from here on belongs to `label`; with `None` to nothing.
+    /// Sets the label of work queued from here on; `None` ends labeling.
     ///
     /// # Errors
     /// When the device fails.
@@ -214,7 +217,7 @@ pub unsafe trait Executor: Send + Sync + std::fmt::Debug {
         Ok(())
     }
 
-    /// What was measured since the last call; waits for the device.
+    /// Returns the spans recorded since the last call. Waits for the device.
     ///
     /// # Errors
     /// When the device fails.
@@ -222,27 +225,27 @@ pub unsafe trait Executor: Send + Sync + std::fmt::Debug {
         Ok(Vec::new())
     }
 
-    /// Queues a launch.
+    /// Queues a kernel launch.
     ///
     /// # Safety
-    /// Every address in the arguments points to allocated memory that is as large as the kernel's documentation says.
+    /// Every address in the arguments points to allocated memory as large as the kernel's documentation says.
     ///
     /// # Errors
-    /// When the module does not compile or the device refuses.
+    /// When the module does not compile or the device refuses the launch.
     unsafe fn launch(&self, launch: &Launch) -> Result<(), Cause>;
 
-    /// Whether [`Executor::multiply`] is asked for products: then each has scratch memory for it, used or not, in a plan
-    /// as in its run.
+    /// Whether [`Executor::multiply`] can be used for products. If so, every product allocates scratch memory for it,
+    /// used or not, both in a plan and in the run.
     fn multiplies(&self) -> bool {
         false
     }
 
-    /// Queues a product through a library; `false` where that has no way to do it, and nothing was queued: always the
-    /// same answer for one shape.
+    /// Queues a product through a library. Returns `false`, with nothing queued, if the library does not support the
+    /// shape; the answer for one shape is always the same.
     ///
     /// # Safety
-    /// Every address of the product points to allocated memory of the size that it says, and `workspace` to
-    /// `workspace_bytes` of it that nothing else uses.
+    /// Every address of the product points to allocated memory of the size it states. `workspace` points to
+    /// `workspace_bytes` bytes that nothing else uses.
     ///
     /// # Errors
     /// When the workspace is smaller than [`WORKSPACE_BYTES`](super::matmul::WORKSPACE_BYTES), or the device fails.
@@ -255,18 +258,18 @@ pub unsafe trait Executor: Send + Sync + std::fmt::Debug {
         Ok(false)
     }
 
-    /// How other ranks' devices reach this one's memory, where they can.
+    /// Access to the memory of other ranks' devices, if the executor supports it.
     fn peers(&self) -> Option<&dyn PeerExecutor> {
         None
     }
 
-    /// How a library runs collectives between ranks' devices, where one can.
+    /// Collectives of a library among ranks' devices, if the executor supports them.
     fn group(&self) -> Option<&dyn GroupExecutor> {
         None
     }
 }
 
-/// All memory of a backend.
+/// All memory of a backend, and its executor.
 #[derive(Debug)]
 struct Arena {
     executor: Arc<dyn Executor>,
@@ -284,7 +287,7 @@ impl DeviceMemory for Arena {
     }
 
     fn read(&self, offset: u64, out: &mut [u8]) -> Result<()> {
-        // SAFETY: tensors ask for bytes of places that the pool gave them inside the arena.
+        // SAFETY: tensors request bytes of ranges that the pool allocated inside the arena.
         let read = unsafe { self.executor.read(Address(self.start.0 + offset), out) };
         read.map_err(|cause| KernelError::Device { op: "read", cause })
     }
@@ -299,8 +302,8 @@ impl DeviceMemory for Arena {
 
     fn fetch(&self, offset: u64, bytes: u64, behind: &Moment, take: &mut Take<'_>) -> Result<()> {
         let from = Address(self.start.0 + offset);
-        // SAFETY: as in `read`; a tensor is written before anybody has it, and states are not changed while one of them is
-        // held.
+        // SAFETY: as in `read`. A tensor is written before anything holds it, and a state does not change while a
+        // tensor of it exists.
         let fetched = unsafe { self.executor.fetch(from, bytes, behind, take) };
         fetched.map_err(|cause| KernelError::Device { op: "fetch", cause })
     }
@@ -316,12 +319,12 @@ impl Drop for Arena {
     }
 }
 
-/// The tile table of the last attention call: the layers of a model share it. Later ones are written where it lies, as
-/// far as they fit. It is all that outlives a pass and is not taken at the start, so it lies at the arena's other end:
-/// among the blocks of a pass it would move those of the next.
+/// Tile table of the last attention call, which all layers of a model share. Later tables overwrite it in place if
+/// they fit. It outlives a pass and is not allocated at the start. So it is at the other end of the arena; among the
+/// blocks of a pass it would move those of the next pass.
 type LastTable = Mutex<Option<(Vec<i32>, Tensor)>>;
 
-/// Operations on a GPU.
+/// [`Backend`] for GPUs.
 #[derive(Clone, Debug)]
 pub struct CudaBackend {
     pool: Pool,
@@ -329,16 +332,17 @@ pub struct CudaBackend {
     memory: Arc<dyn DeviceMemory>,
     uses: Arc<Uses>,
     table: Arc<LastTable>,
-    /// Key and time of the rounding of sums, and where they lie: taken with the first states, so that it leaves no hole.
+    /// Key and time that gradient sums are rounded with, and the tensor that stores them. It is allocated with the
+    /// first states, so it leaves no hole.
     rounding: Arc<Mutex<Option<([u32; 4], Tensor)>>>,
     cuts: LossCuts,
 }
 
 impl CudaBackend {
-    /// A device with `bytes` of memory for everything, taken now.
+    /// GPU backend with an arena of `bytes` bytes, allocated now.
     ///
     /// # Errors
-    /// When the device has no such room.
+    /// When the device does not have enough memory.
     pub fn new(executor: Arc<dyn Executor>, bytes: u64) -> Result<Self> {
         let start = executor
             .allocate(bytes)
@@ -350,7 +354,7 @@ impl CudaBackend {
         Ok(Self::at(executor, start, pool))
     }
 
-    /// On memory that was taken.
+    /// Backend on an arena that is already allocated.
     fn at(executor: Arc<dyn Executor>, start: Address, pool: Pool) -> Self {
         let uses = Arc::<Uses>::default();
         let memory: Arc<dyn DeviceMemory> = Arc::new(Arena {
@@ -369,14 +373,14 @@ impl CudaBackend {
         }
     }
 
-    /// The same device with losses cut otherwise.
+    /// Sets the sizes of a loss's pieces.
     #[must_use]
     pub fn with_loss_cuts(mut self, cuts: LossCuts) -> Self {
         self.cuts = cuts;
         self
     }
 
-    /// A tensor with unspecified contents.
+    /// Allocates a tensor with unspecified contents.
     fn uninit(&self, shape: impl Into<Shape>, dtype: DType, tag: Tag) -> Result<Tensor> {
         let shape = shape.into();
         let placed = self.pool.place(shape.elems() * dtype.size_bytes(), tag)?;
@@ -388,7 +392,8 @@ impl CudaBackend {
         Ok(Tensor::on_device(place, shape, dtype))
     }
 
-    /// As [`CudaBackend::uninit`], apart from the blocks of passes: what lasts there would lie in their way.
+    /// As [`CudaBackend::uninit`], but at the other end of the arena, away from the blocks of a pass. For tensors
+    /// that outlive a pass.
     fn apart(&self, shape: Shape, dtype: DType, tag: Tag) -> Result<Tensor> {
         let bytes = shape.elems() * dtype.size_bytes();
         let place = OnDevice {
@@ -407,7 +412,7 @@ impl CudaBackend {
         self.uninit(shape, DType::F32, Tag::Gradients)
     }
 
-    /// Scratch memory of one operation: given back when dropped, behind the launches that use it.
+    /// Scratch memory of one operation. Dropping it frees the range for work queued later.
     fn scratch(&self, bytes: u64) -> Result<Tensor> {
         self.uninit([bytes.div_ceil(4) as usize], DType::F32, Tag::Workspace)
     }
@@ -427,23 +432,23 @@ impl CudaBackend {
 
     fn run(&self, op: &'static str, launches: impl IntoIterator<Item = Launch>) -> Result<()> {
         for launch in launches {
-            // SAFETY: operations build launches from addresses of tensors that they hold, whose sizes were checked
-            // against those of the call, or of scratch memory of the size that the operation states. A place that is
-            // given back meanwhile is written by later launches, or by an upload behind this one.
+            // SAFETY: launches use addresses of tensors that the operation holds, whose sizes were checked against
+            // the call, or of scratch memory of the size that the operation states. A range freed meanwhile is
+            // written only by later launches, or by an upload that waits for this one.
             let queued = unsafe { self.executor.launch(&launch) };
             self.counted(op, queued)?;
         }
         Ok(())
     }
 
-    /// Counts a use when it was queued and not before: of a moment that another thread takes in between, too few works
-    /// may be said to be behind it, never too many.
+    /// Counts a use after it was queued. If another thread records an event in between, the event counts too few
+    /// commands before it, never too many.
     fn counted<T>(&self, op: &'static str, queued: Result<T, Cause>) -> Result<T> {
         self.uses.count();
         queued.map_err(Self::device_error(op))
     }
 
-    /// As [`CudaBackend::run`] of what an operation may have no kernel for.
+    /// As [`CudaBackend::run`], for operations that may have no kernel (`None`).
     fn run_some<L: IntoIterator<Item = Launch>>(
         &self,
         op: &'static str,
@@ -458,7 +463,7 @@ impl CudaBackend {
         }
     }
 
-    /// Writes the front of a tensor.
+    /// Writes bytes to the front of a tensor.
     fn write(&self, op: &'static str, to: &Tensor, bytes: &[u8]) -> Result<()> {
         let at = self.address(op, to)?;
         assert!(bytes.len() <= to.size_bytes(), "bytes outside the tensor");
@@ -467,7 +472,7 @@ impl CudaBackend {
         self.counted(op, queued)
     }
 
-    /// Row numbers and the like, which the host keeps too.
+    /// Uploads integers such as row numbers. The host keeps a copy.
     fn integers(&self, op: &'static str, values: &[i32]) -> Result<Tensor> {
         let bytes: &[u8] = bytemuck::cast_slice(values);
         let place = OnDevice {
@@ -480,20 +485,21 @@ impl CudaBackend {
         Ok(out)
     }
 
-    /// Writes a tensor at `offset` of the arena beside what is queued, behind the last use of its place.
+    /// Copies bytes into a tensor at `offset` of the arena, beside the queue and after the last use of the range.
     fn upload_beside(&self, to: &Tensor, offset: u64, bytes: &[u8]) -> Result<()> {
         const OP: &str = "upload";
         let at = self.address(OP, to)?;
         let behind = self.last_use(OP, offset..offset + bytes.len() as u64)?;
-        // SAFETY: `to` has as many bytes, and its place has no use behind that moment.
+        // SAFETY: `to` has as many bytes, and its range has no use after that event.
         let uploaded = unsafe { self.executor.upload(at, bytes, behind.as_ref()) };
         uploaded.map_err(Self::device_error(OP))
     }
 
-    /// A moment behind the last use of a place of the arena.
+    /// Event after the last use of a range of the arena, if it was ever used.
     fn last_use(&self, op: &'static str, place: Range<u64>) -> Result<Option<Moment>> {
         let now = || self.executor.moment();
-        // A later copy into a place that was given back before need not wait for what is queued from here on.
+        // Records an event now, so that a later copy into a range freed before need not wait for work queued from
+        // here on.
         let marked = self.uses.mark(now);
         marked.map_err(Self::device_error(op))?;
         let behind = self.uses.behind(place, now);
@@ -507,17 +513,17 @@ impl CudaBackend {
         self.counted(op, queued)
     }
 
-    /// The same values in memory of their own.
+    /// Copy of a tensor in its own memory.
     fn copy_of(&self, op: &'static str, x: &Tensor, tag: Tag) -> Result<Tensor> {
         let out = self.uninit(x.shape(), x.dtype(), tag)?;
         let (from, to) = (self.address(op, x)?, self.address(op, &out)?);
-        // SAFETY: both tensors have as many bytes, and they are different ones.
+        // SAFETY: both tensors have as many bytes and are distinct.
         let queued = unsafe { self.executor.copy(from, to, x.size_bytes() as u64) };
         self.counted(op, queued)?;
         Ok(out)
     }
 
-    /// `x` in `dtype` at an address of 16-byte words: itself, where it is that already.
+    /// `x` in `dtype` at a 16-byte-aligned address. Copied or converted only if necessary.
     fn operand(&self, op: &'static str, x: &Tensor, dtype: DType) -> Result<Tensor> {
         let aligned = if self.address(op, x)?.0.is_multiple_of(16) {
             x.clone()
@@ -527,7 +533,8 @@ impl CudaBackend {
         self.cast(&aligned, dtype)
     }
 
-    /// The launches of `build`, which is called twice: to count scratch memory, and with it.
+    /// Runs the launches of `build` with scratch memory. `build` is called twice: first to count the scratch memory,
+    /// then with it.
     fn run_in_workspace(
         &self,
         op: &'static str,
@@ -542,7 +549,7 @@ impl CudaBackend {
         self.run_some(op, build(&mut Workspace::new(Address(start))))
     }
 
-    /// Runs a launch over elements of `x` that writes one tensor like it.
+    /// Runs an elementwise launch over `x` that writes one tensor like it.
     fn elements(
         &self,
         op: &'static str,
@@ -644,7 +651,7 @@ impl CudaBackend {
         Ok(grads)
     }
 
-    /// How an attention call is cut, and its table on the device. `None` for a call without queries or keys.
+    /// Tiling of an attention call, and its table on the device. `None` for a call without queries or keys.
     fn attention_plan(
         &self,
         op: &'static str,
@@ -674,9 +681,9 @@ impl CudaBackend {
         let mut last = self.table.lock().unwrap_or_else(PoisonError::into_inner);
         let table = match last.take() {
             Some((values, table)) if values == plan.table() => table,
-            // Another thread may hold it for launches that it has not queued.
+            // Another thread may hold the table for launches that it has not queued yet.
             Some((_, table)) if table.is_sole() && table.elems() >= plan.table().len() => {
-                // Behind the launches that read the old one, as all works are.
+                // The write is queued after the launches that read the old table.
                 self.write(op, &table, bytemuck::cast_slice(plan.table()))?;
                 table
             }
@@ -692,7 +699,7 @@ impl CudaBackend {
         Ok(Some((plan, table)))
     }
 
-    /// Queries, keys and values at addresses of 16-byte words.
+    /// Queries, keys and values at 16-byte-aligned addresses.
     fn attention_operands(
         &self,
         op: &'static str,

@@ -1,4 +1,4 @@
-//! Collectives between devices, from the side of one: tensors that communication fills from other ranks' memory.
+//! One device's side of collectives between devices: tensors that communication fills from other ranks' memory.
 
 use super::{Cause, CudaBackend, Moment};
 use crate::cuda::launch::Address;
@@ -11,37 +11,38 @@ use crate::{DType, Shape, Tensor};
 use std::ops::Range;
 use std::time::Duration;
 
-/// Lanes of an executor that other ranks' executors read and wait for. Each lane is in order, and the two are ordered
-/// by moments, arrivals and marks only.
+/// Queues of an executor that other ranks' executors read from and wait for. Each queue is in order. Only events,
+/// [`PeerExecutor::arrive`] and marks order the two queues against each other.
 pub trait PeerExecutor: Send + Sync {
-    /// What other ranks need to reach the allocation that begins at `memory`, and the marks.
+    /// Handle that other ranks need to open the allocation starting at `memory`, and the marks.
     ///
     /// # Errors
-    /// When the device or its surroundings forbid sharing.
+    /// When the device or its environment forbids sharing.
     fn name(&self, memory: Address) -> Result<Vec<u8>, Cause>;
 
-    /// Opens the executors of all ranks, named in rank order; this one is `rank`. Waits for this one end after `deadline`.
+    /// Opens the executors of all ranks; `names` are their handles in rank order, and `rank` is this one. From here
+    /// on waits for this executor fail after `deadline`.
     ///
     /// # Errors
-    /// When one cannot be reached.
+    /// When a rank's executor cannot be reached.
     fn join(&self, rank: usize, names: &[Vec<u8>], deadline: Duration) -> Result<(), Cause>;
 
-    /// Copies from the host and communication go on behind the moment.
+    /// Makes host-to-device copies and communication wait for an event.
     ///
     /// # Errors
     /// When the device fails.
     fn incoming_behind(&self, moment: &Moment) -> Result<(), Cause>;
 
-    /// Host bytes to the device; communication goes on behind them.
+    /// Copies host bytes to the device. Communication queued later waits for the copy.
     ///
     /// # Safety
-    /// The range lies in allocated memory that nobody uses until the lane has passed.
+    /// The range is in allocated memory, and nothing else uses it until the communication queue has passed.
     ///
     /// # Errors
     /// When the device fails.
     unsafe fn put(&self, to: Address, bytes: &[u8]) -> Result<(), Cause>;
 
-    /// Communication: zeros.
+    /// Sets bytes to zero, on the communication queue.
     ///
     /// # Safety
     /// As for [`PeerExecutor::put`].
@@ -50,7 +51,7 @@ pub trait PeerExecutor: Send + Sync {
     /// When the device fails.
     unsafe fn clear(&self, at: Address, bytes: u64) -> Result<(), Cause>;
 
-    /// Communication: bytes of this device.
+    /// Copies bytes of this device, on the communication queue.
     ///
     /// # Safety
     /// As for [`PeerExecutor::put`], and `from` is memory of this device.
@@ -59,77 +60,78 @@ pub trait PeerExecutor: Send + Sync {
     /// When the device fails.
     unsafe fn take(&self, from: Address, to: Address, bytes: u64) -> Result<(), Cause>;
 
-    /// Communication: bytes at an offset of the named memory of rank `peer`.
+    /// Copies bytes from offset `offset` of rank `peer`'s shared allocation, on the communication queue.
     ///
     /// # Safety
-    /// As for [`PeerExecutor::put`]; the peer's range lies in its memory, and what was there at the last mark waited for
-    /// stays until this lane has passed.
+    /// As for [`PeerExecutor::put`]. The peer's range is in its allocation. Its contents, valid at the last mark
+    /// waited for, do not change until this queue has passed.
     ///
     /// # Errors
     /// When the device fails or no such rank joined.
     unsafe fn pull(&self, peer: usize, offset: u64, to: Address, bytes: u64) -> Result<(), Cause>;
 
-    /// Computing goes on behind all communication.
+    /// Makes computation wait for all communication queued so far.
     ///
     /// # Errors
     /// When the device fails.
     fn arrive(&self) -> Result<(), Cause>;
 
-    /// Marks the end of a lane: a number from 1 on, ascending by lane.
+    /// Marks the current end of a queue. The result is the mark's number: 1, 2, … per queue.
     ///
     /// # Errors
     /// When the device fails.
     fn mark(&self, lane: Lane) -> Result<u64, Cause>;
 
-    /// `lane` goes on behind a mark of rank `peer`.
+    /// Makes `lane` wait for mark `number` of the queue `of` on rank `peer`.
     ///
     /// # Errors
     /// When the device fails or no such rank joined.
     fn await_mark(&self, lane: Lane, peer: usize, of: Lane, number: u64) -> Result<(), Cause>;
 
-    /// Communication goes on behind this executor's own mark of what computes.
+    /// Makes communication wait for this executor's own mark `number` of the compute queue.
     ///
     /// # Errors
     /// When the device fails.
     fn await_own(&self, number: u64) -> Result<(), Cause>;
 }
 
-/// A library's collectives on the lane of an executor that communicates.
+/// Collectives of a library such as NCCL, on the communication queue of an executor.
 pub trait GroupExecutor: Send + Sync {
-    /// The library's version.
+    /// Version of the library.
     ///
     /// # Errors
-    /// When there is none.
+    /// When the library is missing.
     fn version(&self) -> Result<String, Cause>;
 
-    /// A fresh name for a group.
+    /// Creates a unique id for a communicator.
     ///
     /// # Errors
-    /// When there is no library or no network.
+    /// When the library is missing or finds no network interface.
     fn id(&self) -> Result<Vec<u8>, Cause>;
 
-    /// Joins a group; returns when all have come, at the latest after `deadline`.
+    /// Joins the communicator `id` as `rank` of `size`. Returns after all ranks joined, at the latest after
+    /// `deadline`.
     ///
     /// # Errors
-    /// When the ranks do not reach each other, or do not come in time.
+    /// When the ranks do not reach each other in time.
     fn join(&self, id: &[u8], rank: usize, size: usize, deadline: Duration) -> Result<(), Cause>;
 
-    /// Ranks of the group that was joined; 0 without one.
+    /// Number of ranks of the joined communicator; 0 before a join.
     fn size(&self) -> usize;
 
-    /// Communication: every rank's `part` bytes, one behind the other from `whole` on, this rank's in place.
+    /// All-gather in place: `part` bytes per rank, in rank order, from `whole` on. This rank's part is already there.
     ///
     /// # Safety
-    /// The memory is that large, and nobody uses it until the lane has passed.
+    /// The memory has `part` bytes per rank, and nothing else uses it until the queue has passed.
     ///
     /// # Errors
     /// When the library fails.
     unsafe fn all_gather(&self, whole: Address, part: u64) -> Result<(), Cause>;
 
-    /// Communication: this rank's `elems` f32 of the sum over ranks of what lies from `from` on.
+    /// Reduce-scatter: writes this rank's `elems` f32 of the sum of all ranks' `from` to `to`.
     ///
     /// # Safety
-    /// As for [`GroupExecutor::all_gather`]: one part for each rank at `from`, one at `to`.
+    /// As for [`GroupExecutor::all_gather`], with one part per rank at `from` and one part at `to`.
     ///
     /// # Errors
     /// When the library fails.
@@ -144,7 +146,7 @@ impl CudaBackend {
         })
     }
 
-    /// The bytes `range` of a tensor.
+    /// Address and length of the bytes `range` of a tensor.
     fn part(&self, op: &'static str, x: &Tensor, range: &Range<usize>) -> Result<(Address, u64)> {
         if range.start > range.end || range.end > x.size_bytes() {
             return Err(KernelError::Shape {
@@ -194,7 +196,7 @@ impl PeerAccess for CudaBackend {
     fn put(&self, to: &Tensor, at: usize, bytes: &[u8]) -> Result<()> {
         const OP: &str = "put";
         let (to, _) = self.part(OP, to, &(at..at + bytes.len()))?;
-        // SAFETY: the range is the tensor's, whose place both lanes entered behind its last use.
+        // SAFETY: the range is the tensor's. Copies and communication already wait for the last use of its memory.
         unsafe { self.peer_executor()?.put(to, bytes) }.map_err(failed(OP))
     }
 
@@ -216,7 +218,7 @@ impl PeerAccess for CudaBackend {
     fn pull(&self, peer: usize, offset: u64, to: &Tensor, range: Range<usize>) -> Result<()> {
         const OP: &str = "pull";
         let (to, bytes) = self.part(OP, to, &range)?;
-        // SAFETY: as in `put`; the peer lends what it has named until it is told otherwise.
+        // SAFETY: as in `put`; the peer lends the memory behind its handle until it is told otherwise.
         unsafe { self.peer_executor()?.pull(peer, offset, to, bytes) }.map_err(failed(OP))
     }
 
@@ -246,7 +248,7 @@ impl PeerAccess for CudaBackend {
         let peers = self.peer_executor()?;
         let ordered = peers.await_mark(lane, peer, of, number);
         match lane {
-            // A place that is given back behind this may be filled behind this only.
+            // A range freed after this wait may be filled only after it, so the wait counts as a use.
             Lane::Compute => self.counted(OP, ordered),
             _ => ordered.map_err(failed(OP)),
         }
@@ -288,7 +290,7 @@ impl GroupAccess for CudaBackend {
         let group = self.group_executor()?;
         let (at, bytes) = self.part(OP, whole, &(0..whole.size_bytes()))?;
         let part = self.divided(OP, whole, bytes, group.size())?;
-        // SAFETY: the range is the tensor's, whose place both lanes entered behind its last use.
+        // SAFETY: the range is the tensor's. Copies and communication already wait for the last use of its memory.
         unsafe { group.all_gather(at, part) }.map_err(failed(OP))
     }
 
@@ -308,7 +310,7 @@ impl GroupAccess for CudaBackend {
 }
 
 impl CudaBackend {
-    /// A rank's part of `all`.
+    /// Size of one rank's part of `all`.
     fn divided(&self, op: &'static str, x: &Tensor, all: u64, ranks: usize) -> Result<u64> {
         let ranks = ranks as u64;
         if ranks == 0 || !all.is_multiple_of(ranks) {

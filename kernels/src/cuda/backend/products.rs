@@ -1,4 +1,4 @@
-//! Products: matrices, linear layers with adapters.
+//! Matrix products and linear layers with LoRA adapters.
 
 use super::CudaBackend;
 use crate::backend::{AdapterDropout, LoraArgs, LoraGrads, MatmulArgs, Transpose};
@@ -12,7 +12,7 @@ use crate::cuda::ops::workspace::Workspace;
 use crate::error::Result;
 use crate::{Backend, DType, Tensor};
 
-/// The 16-bit dtype that all operands share; f32 otherwise, to which every other is widened without loss.
+/// The 16-bit dtype that all operands share, else f32, to which every dtype converts exactly.
 pub(super) fn common<'t>(operands: impl IntoIterator<Item = &'t Tensor>) -> DType {
     let mut operands = operands.into_iter();
     let first = operands.next().map_or(DType::F32, Tensor::dtype);
@@ -24,14 +24,14 @@ pub(super) fn common<'t>(operands: impl IntoIterator<Item = &'t Tensor>) -> DTyp
 }
 
 impl CudaBackend {
-    /// Runs one product: through the library where that takes it.
+    /// Runs one product, through the library if it supports the shape.
     pub(super) fn product(&self, op: &'static str, product: &Product) -> Result<()> {
         self.product_or(op, product, |multiply| Some(*multiply))?;
         Ok(())
     }
 
-    /// Adds a product to `sum` if the library does that in one (`true`), else writes it to `product.y`. `sum` is f32 and
-    /// as large as `y`.
+    /// Adds a product to `sum` if the library can do both in one call (returns `true`), else writes it to
+    /// `product.y`. `sum` is f32 and as large as `y`.
     pub(super) fn product_added_to(
         &self,
         op: &'static str,
@@ -41,8 +41,8 @@ impl CudaBackend {
         self.product_or(op, product, |multiply| multiply.added_to(sum))
     }
 
-    /// Runs `library` of the product if there is one that the library takes (`true`), else the product by our kernel.
-    /// Scratch memory holds either, since only the run knows what the library refuses.
+    /// Runs the product `library` if the library supports it (returns `true`), else `product` with the own kernel.
+    /// Scratch memory is enough for either, because only the run knows what the library refuses.
     fn product_or(
         &self,
         op: &'static str,
@@ -61,12 +61,12 @@ impl CudaBackend {
             return Ok(false);
         };
         let mut counted = Workspace::new(Address::NULL);
-        // Without a kernel of ours the library may still do it.
+        // The library may support a product that has no own kernel.
         let bytes = own(&mut counted).map_or(0, |_| counted.bytes());
         let scratch = self.scratch(bytes.max(WORKSPACE_BYTES) + 256)?;
         let start = Address(self.address(op, &scratch)?.0.next_multiple_of(256));
-        // SAFETY: the addresses are those of the product, which operations build from tensors that they hold, and the
-        // scratch memory has room for the workspace behind an aligned start.
+        // SAFETY: the addresses are those of the product, built from tensors that the operation holds. The scratch
+        // memory has room for the workspace after an aligned start.
         let queued = unsafe { self.executor.multiply(&multiply, start, WORKSPACE_BYTES) };
         if self.counted(op, queued)? {
             return Ok(true);
@@ -117,7 +117,7 @@ impl CudaBackend {
         self.cast(&y, args.out)
     }
 
-    /// The layer in one dtype, with the tensors that its addresses stand for.
+    /// Layer as the kernels take it, in one dtype, with the tensors that back its addresses.
     pub(super) fn layer(
         &self,
         op: &'static str,
@@ -151,7 +151,7 @@ impl CudaBackend {
         Ok((layer, held))
     }
 
-    /// What an adapter does not see, by address.
+    /// Dropout of an adapter's input, with addresses.
     pub(super) fn dropped(
         &self,
         op: &'static str,
@@ -188,7 +188,7 @@ impl CudaBackend {
         let LoraSizes { n, k, r, .. } = sizes;
         let all = [args.x, args.weight, args.lora_a, args.lora_b, dy];
         let dtype = common(all);
-        // The bias has no part in the gradients.
+        // The bias does not affect the gradients.
         let unbiased = LoraArgs {
             bias: None,
             ..*args

@@ -1,4 +1,4 @@
-//! Model states that rest in the arena and are changed in place, in the order of the queue.
+//! Model states resident in the arena and changed in place, in queue order.
 
 use super::{CudaBackend, filling};
 use crate::cuda::launch::{Address, Launch};
@@ -11,8 +11,8 @@ use std::ops::Range;
 use std::sync::PoisonError;
 
 impl CudaBackend {
-    /// Queues what rounds by the key and the time that lie at an address. They are written where the last ones lay, behind
-    /// the launches that read those: once for each micro-batch.
+    /// Queues a launch that rounds by the key and time stored at an address. They overwrite the previous ones, after
+    /// the launches that read those. This happens once per micro-batch.
     fn run_rounding(
         &self,
         op: &'static str,
@@ -28,11 +28,11 @@ impl CudaBackend {
             self.write(op, at, bytemuck::cast_slice(&when))?;
             *last = when;
         }
-        // Nobody else writes there before it is queued.
+        // Nothing else writes there before the launch is queued.
         self.run(op, [launch(self.address(op, at)?)])
     }
 
-    /// Where the bytes `at..at + len` lie.
+    /// Address of the bytes `at..at + len`.
     fn bytes_of(&self, op: &'static str, x: &Resident, at: usize, len: usize) -> Result<Address> {
         if at + len > x.size_bytes() {
             return shape_error(op, format!("bytes {at}..{} of {x:?}", at + len));
@@ -68,7 +68,7 @@ impl ResidentAccess for CudaBackend {
             Some(behind) => behind,
             None => self.executor.moment().map_err(Self::device_error(OP))?,
         };
-        // SAFETY: the range is the resident's, which is borrowed; a change forgets the moment behind the one before.
+        // SAFETY: the range is that of the state, which is borrowed. A change drops the event of the change before.
         let fetched = unsafe {
             let bytes = out.len() as u64;
             self.executor.fetch(from, bytes, &behind, &mut filling(out))
@@ -83,15 +83,15 @@ impl ResidentAccess for CudaBackend {
         }
         if let Some(behind) = to.lent().cloned() {
             let to = self.bytes_of(OP, to, at, bytes.len())?;
-            // SAFETY: the range is the resident's, which nobody else uses while it is lent.
+            // SAFETY: the range is that of the state, which nothing else uses while it is borrowed from the device.
             let delivered = unsafe { self.executor.deliver(to, bytes, &behind) };
             return delivered.map_err(Self::device_error(OP));
         }
         to.changes(OP)?;
         let to = self.bytes_of(OP, to, at, bytes.len())?;
         let behind = self.executor.moment().map_err(Self::device_error(OP))?;
-        // SAFETY: the range is the resident's, which is borrowed to be changed: nothing queued between that moment and this
-        // call uses it.
+        // SAFETY: the range is that of the state, which this call borrows mutably. So nothing queued between the
+        // event and this call uses it.
         let uploaded = unsafe { self.executor.upload(to, bytes, Some(&behind)) };
         uploaded.map_err(Self::device_error(OP))
     }
@@ -120,7 +120,7 @@ impl ResidentAccess for CudaBackend {
         let (to, from) = (self.address(OP, &sums)?, self.address(OP, values)?);
         match (sums.dtype(), place) {
             (DType::F32, None) if fresh => {
-                // SAFETY: both have as many bytes, and gradients do not lie among the sums.
+                // SAFETY: both have as many bytes, and gradients are never inside the sums.
                 let copied = unsafe { self.executor.copy(from, to, 4 * n as u64) };
                 self.counted(OP, copied)
             }
@@ -152,7 +152,7 @@ impl ResidentAccess for CudaBackend {
         }
         let now = self.executor.moment().map_err(Self::device_error(OP))?;
         for states in states {
-            // Of those that are lent for the second time, nothing was read in between.
+            // If a state is borrowed a second time, nothing was read in between.
             if states.lent().is_none() {
                 states.changes(OP)?;
             }

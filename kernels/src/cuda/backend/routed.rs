@@ -1,4 +1,4 @@
-//! Two linear layers over a partition of rows, without copies of the rows.
+//! Grouped product: two linear layers over a partition of the rows, without copying rows.
 
 use super::CudaBackend;
 use super::products::common;
@@ -23,7 +23,7 @@ impl CudaBackend {
         let mask = self.uninit([n], DType::U8, Tag::Workspace)?;
         let bytes: Vec<u8> = second.iter().map(|second| u8::from(*second)).collect();
         self.write(OP, &mask, &bytes)?;
-        // The host keeps what it counts with, for the checks of whoever names rows.
+        // The host keeps the row numbers, for checks when rows are used as an index.
         let known = lists.concat();
         let place = OnDevice {
             memory: self.memory.clone(),

@@ -1,4 +1,4 @@
-//! Two adapted linear layers over a partition of rows, without copies of the rows.
+//! Grouped LoRA: two layers with adapters over a partition of the rows, without copying rows.
 
 use super::CudaBackend;
 use super::products::common;
@@ -12,8 +12,8 @@ use crate::pool::Tag;
 use crate::routed_lora::{self, AdaptedGroup, RoutedLora, RoutedLoraArgs, RoutedLoraGrads, Sizes};
 
 impl CudaBackend {
-    /// The layers in one dtype, with the tensors that addresses stand for. `None` where there is no kernel for them: no
-    /// adapter, one without ranks, operands of unlike dtypes.
+    /// Layers as the kernels take them, in one dtype, with the tensors that back their addresses. `None` if no kernel
+    /// supports them: no adapter, an adapter of rank 0, or operands of different dtypes.
     pub(super) fn adapted_groups(
         &self,
         op: &'static str,
@@ -106,7 +106,7 @@ impl CudaBackend {
                 format!("dy {} for [{}, {}]", dy.shape(), sizes.t, sizes.n),
             );
         }
-        // The bias has no part in the gradients.
+        // The bias does not affect the gradients.
         let unbiased = RoutedLoraArgs {
             groups: args.groups.map(|group| AdaptedGroup {
                 bias: None,

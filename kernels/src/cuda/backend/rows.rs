@@ -1,4 +1,4 @@
-//! Tables of rows, and sums over rows.
+//! Operations on tables of rows, and sums over rows.
 
 use super::CudaBackend;
 use crate::check;
@@ -9,7 +9,7 @@ use crate::pool::Tag;
 use crate::{Backend, DType, Shape, Tensor};
 use std::collections::BTreeMap;
 
-/// Row numbers of a table of `rows` rows, known to the host or fetched.
+/// Row numbers of a table of `rows` rows, from the host's copy or fetched from the device.
 pub(super) fn numbers(op: &'static str, index: &Tensor, rows: usize) -> Result<Vec<i32>> {
     let bytes = index.to_bytes()?;
     let numbers: Vec<i32> = bytes
@@ -27,14 +27,14 @@ pub(super) fn numbers(op: &'static str, index: &Tensor, rows: usize) -> Result<V
     }
 }
 
-/// Bytes of a row of `table`.
+/// Bytes per row of `table`.
 fn row_bytes(table: &Tensor) -> u64 {
     let rows = table.dim(0).max(1);
     (table.size_bytes() / rows) as u64
 }
 
 impl CudaBackend {
-    /// Of all rows, or of those that `index` names.
+    /// Column sum of all rows, or of the rows that `index` names.
     pub(super) fn column_sum_op(&self, x: &Tensor, index: Option<&Tensor>) -> Result<Tensor> {
         const OP: &str = "column_sum";
         check::float(OP, x)?;
@@ -91,7 +91,7 @@ impl CudaBackend {
         if c == 0 {
             return Ok(out);
         }
-        // Sums are stored in f32 or in the dtype of what is summed.
+        // Sums are stored in f32 or in the dtype of the summands.
         let x = match x.dtype() == dtype || dtype == DType::F32 {
             true => x.clone(),
             false => self.cast(x, DType::F32)?,
@@ -151,7 +151,7 @@ impl CudaBackend {
         Ok(base)
     }
 
-    /// Row `index[i]` of `out` becomes row `i` of `rows`, or zeros; of equal indices the last counts.
+    /// Replaces row `index[i]` of `out` by row `i` of `rows`, or by zeros. The last of equal indices wins.
     fn put(
         &self,
         op: &'static str,

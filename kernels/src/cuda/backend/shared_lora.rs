@@ -1,4 +1,4 @@
-//! Adapted linear layers of one input.
+//! LoRA layers that share one input.
 
 use super::CudaBackend;
 use crate::backend::LoraArgs;
@@ -11,10 +11,10 @@ use crate::pool::Tag;
 use crate::shared_lora::{self, SharedLora, SharedLoraGradArgs, SharedLoraGrads};
 use crate::{DType, Tensor};
 
-/// Layers whose adapters are stacked, with the tensors that addresses stand for.
+/// Layers with their A matrices stacked, and the tensors that back their addresses.
 struct Stacked {
     layers: Vec<LoraLinear>,
-    /// `[line, k]`.
+    /// Stacked A matrices, `[line, k]`.
     stacked: Address,
     line: usize,
     held: Vec<Tensor>,
@@ -30,8 +30,8 @@ impl Stacked {
 }
 
 impl CudaBackend {
-    /// The layers with their adapters stacked. `None` where these cannot share: other inputs, dtypes or factors, an adapter
-    /// without ranks.
+    /// Stacks the adapters of the layers. `None` if the layers cannot share a kernel: different inputs, dtypes or
+    /// scales, or an adapter of rank 0.
     fn stack(&self, op: &'static str, args: &[LoraArgs<'_>]) -> Result<Option<Stacked>> {
         shared_lora::check(args)?;
         let first = args[0];
@@ -91,7 +91,8 @@ impl CudaBackend {
         }))
     }
 
-    /// Matrices of `k` columns one above the other, each with its rows and those that it gets, which are zeros behind its own.
+    /// Stacks matrices of `k` columns. Each part has its own number of rows and its padded number of rows; the
+    /// padding is zero.
     pub(super) fn stack_rows(
         &self,
         op: &'static str,
@@ -107,8 +108,8 @@ impl CudaBackend {
         let row = (k * dtype.size_bytes()) as u64;
         let mut to = self.address(op, &stacked)?;
         for (from, [own, padded]) in parts {
-            // SAFETY: the matrix has `own` rows of `k` elements, and so many are behind `to` in the tensor of all padded
-            // rows.
+            // SAFETY: the matrix has `own` rows of `k` elements, and the tensor of all padded rows has room for them
+            // from `to` on.
             let queued = unsafe { self.executor.copy(*from, to, *own as u64 * row) };
             self.counted(op, queued)?;
             to = Address(to.0 + *padded as u64 * row);
@@ -149,7 +150,7 @@ impl CudaBackend {
         for (layer, dy) in args.layers.iter().zip(args.dy) {
             check::lora_backward(layer, dy)?;
         }
-        // The bias has no part in the gradients.
+        // The bias does not affect the gradients.
         let unbiased = args.layers.iter().map(|layer| LoraArgs {
             bias: None,
             ..*layer
@@ -205,7 +206,7 @@ impl CudaBackend {
         let mut first = 0;
         let mut adapters = Vec::with_capacity(stacked.layers.len());
         for (layer, d_lora_b) in stacked.layers.iter().zip(d_lora_b) {
-            // A view: the rows of the others live as long.
+            // A view: it keeps the rows of the other layers alive too.
             adapters.push([d_stacked.narrow(first, layer.r)?, d_lora_b]);
             first += layer.padded_rank();
         }

@@ -1,4 +1,4 @@
-//! Adapted linear layers of one input over one partition of rows.
+//! Grouped LoRA layers that share one input and one partition of rows.
 
 use super::CudaBackend;
 use crate::Tensor;
@@ -12,10 +12,10 @@ use crate::shared_routed_lora::{
     self, SharedRoutedLora, SharedRoutedLoraGradArgs, SharedRoutedLoraGrads,
 };
 
-/// Pairs of layers whose adapters are stacked, with the tensors that addresses stand for.
+/// Pairs of layers with their A matrices stacked, and the tensors that back their addresses.
 struct Stacked {
     layers: Vec<RoutedLora>,
-    /// `[line, k]` of each group that has adapters.
+    /// Stacked A matrices `[line, k]` for each row list that has adapters.
     stacked: [Address; 2],
     line: usize,
     held: Vec<Tensor>,
@@ -31,7 +31,7 @@ impl Stacked {
 }
 
 impl CudaBackend {
-    /// The layers with the adapters of each group stacked. `None` where these cannot share, and of a single pair of layers,
+    /// Stacks the adapters per row list. `None` if the layers cannot share a kernel, and for a single pair of layers,
     /// which needs no copy of its adapters.
     fn stack_groups(
         &self,
@@ -116,7 +116,7 @@ impl CudaBackend {
                 );
             }
         }
-        // The bias has no part in the gradients.
+        // The bias does not affect the gradients.
         let unbiased = args.layers.iter().map(|layer| RoutedLoraArgs {
             groups: layer.groups.map(|group| AdaptedGroup {
                 bias: None,
@@ -168,7 +168,7 @@ impl CudaBackend {
                 };
                 let d_lora_b = self.gradient([layer.n, adapter.r])?;
                 places[i] = self.address(OP, &d_lora_b)?;
-                // A view: the rows of the others live as long.
+                // A view: it keeps the rows of the other layers alive too.
                 own[i] = Some([d_stacked.narrow(first, adapter.r)?, d_lora_b]);
             }
             adapters.push(own);

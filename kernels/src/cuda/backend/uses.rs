@@ -1,43 +1,43 @@
-//! When places of the arena were used last, so that a copy beside the computation waits for no more than it must.
+//! Last uses of ranges of the arena, so that a copy beside the computation waits no longer than necessary.
 //!
-//! Computing is one queue in order: a place that is given back may be taken at once, because who takes it queues behind
-//! who had it. A copy that runs beside that queue must wait for the last use itself. Uses are counted, not marked:
-//! only when a copy needs a moment is one recorded, and a later one is as right, if less early.
+//! Computation is one queue in order. A freed range can be allocated again at once, because its next owner queues
+//! work after the previous owner's. A copy beside that queue must itself wait for the last use. Uses are only
+//! counted. An event is recorded when a copy needs one; a later event is equally correct, only less early.
 
 use super::{Cause, Moment};
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// Moments kept: more than copies that are behind at once.
+/// Number of events stored: more than copies that lag behind at one time.
 const MOMENTS: usize = 64;
 
-/// The uses of one arena.
+/// Last uses of the ranges of one arena.
 #[derive(Debug, Default)]
 pub(super) struct Uses(Mutex<Inner>);
 
 #[derive(Debug, Default)]
 struct Inner {
-    /// Works queued so far.
+    /// Number of commands queued so far.
     queued: u64,
-    /// By start: end, and the works queued when the place was given back.
+    /// Freed ranges by start: their end, and the number of commands queued when they were freed.
     released: BTreeMap<u64, (u64, u64)>,
-    /// Moments behind so many works, ascending.
+    /// Events with the number of commands queued before each, ascending.
     moments: VecDeque<(u64, Moment)>,
 }
 
 impl Uses {
     fn lock(&self) -> MutexGuard<'_, Inner> {
-        // Every statement leaves a state that is right.
+        // Every statement leaves a valid state, so a poisoned lock is harmless.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// One more work is in the queue.
+    /// Counts one more queued command.
     pub(super) fn count(&self) {
         self.lock().queued += 1;
     }
 
-    /// The place was given back: all its uses are in the queue.
+    /// Records that a range was freed; all its uses are queued.
     pub(super) fn release(&self, place: Range<u64>) {
         let mut inner = self.lock();
         let inside = inner.released.range(place.clone());
@@ -54,13 +54,13 @@ impl Uses {
             .get(&place.start)
             .copied()
             .unwrap_or_default();
-        // A longer place that began here and was not wholly used again is as late now.
+        // A longer range that began here and was not used again as a whole counts as used now.
         inner
             .released
             .insert(place.start, (place.end.max(end), queued));
     }
 
-    /// A moment behind the last use of `place`; `None` where it was never used.
+    /// Event after the last use of `place`. `None` if it was never used.
     pub(super) fn behind(
         &self,
         place: Range<u64>,
@@ -78,7 +78,7 @@ impl Uses {
         inner.mark(now).map(Some)
     }
 
-    /// Notes a moment behind everything queued so far, so that later copies need not wait for what comes behind it.
+    /// Records an event after everything queued so far. Later copies then need not wait for work queued after it.
     pub(super) fn mark(&self, now: impl Fn() -> Result<Moment, Cause>) -> Result<(), Cause> {
         self.lock().mark(now).map(drop)
     }
@@ -121,7 +121,7 @@ mod tests {
         uses.release(64..128);
         uses.mark(now).unwrap();
         uses.count();
-        // What was used before the mark need not wait for what came behind it.
+        // A range used before the event need not wait for work queued after it.
         assert_eq!(behind(0..64), Some(0));
         assert_eq!(behind(100..101), Some(0));
         assert_eq!(behind(128..200), None);
@@ -129,12 +129,12 @@ mod tests {
         uses.release(32..96);
         assert_eq!(behind(0..200), Some(1));
         assert_eq!(behind(0..32), Some(0));
-        // The same place, shorter: the rest is taken for as late.
+        // The same start, but shorter: the rest counts as used equally late.
         uses.count();
         uses.release(0..16);
         assert_eq!(behind(0..1), Some(2));
         assert_eq!(behind(96..128), Some(0));
-        // Wholly used again: one entry.
+        // Used again as a whole: one entry.
         uses.release(0..256);
         assert_eq!(uses.lock().released.len(), 1);
     }

@@ -1,5 +1,5 @@
-//! cuBLASLt on one GPU. Descriptors and algorithms are made once for each [`Shape`] and kept; nothing is allocated on
-//! the device by a product, whose scratch memory comes with the call.
+//! cuBLASLt on one GPU. Descriptors and the algorithm are created once per [`Shape`] and stored. A product allocates
+//! nothing on the device; its workspace is an argument.
 #![expect(unsafe_code, reason = "calls into cuBLASLt, which was found before")]
 
 use std::collections::HashMap;
@@ -19,7 +19,7 @@ use crate::cuda::gpu::Gpu;
 use crate::cuda::launch::Address;
 use crate::cuda::library::{Library, Search, find};
 
-/// Shapes that are kept. Batches of unlike lengths bring ever new ones; what is forgotten is made again.
+/// Maximum stored shapes. Batches of different lengths keep bringing new ones; a dropped shape is prepared again.
 const KEPT: usize = 4096;
 
 /// cuBLASLt on one GPU.
@@ -27,18 +27,18 @@ const KEPT: usize = 4096;
 pub struct CublasLt {
     handle: sys::cublasLtHandle_t,
     context: Arc<CudaContext>,
-    /// `None` for shapes that the library refuses.
+    /// Prepared products by shape; `None` for shapes that the library refuses.
     prepared: Mutex<HashMap<Shape, Option<Prepared>>>,
-    /// The GPU does not come to an end: to destroy the handle would wait for it.
+    /// Set when the GPU will never become idle: destroying the handle would wait for it.
     abandoned: AtomicBool,
 }
 
-// SAFETY: a handle may be used by any thread, also by several at once; descriptors are used under the lock only.
+// SAFETY: several threads may use a handle at the same time. Descriptors are used under the lock only.
 unsafe impl Send for CublasLt {}
 // SAFETY: as above.
 unsafe impl Sync for CublasLt {}
 
-/// The descriptors of a shape and the algorithm that was chosen for it.
+/// Descriptors of a shape and the algorithm chosen for it.
 #[derive(Debug)]
 struct Prepared {
     description: Description,
@@ -55,13 +55,13 @@ fn failed(call: &str) -> impl Fn(result::CublasError) -> CudaError + '_ {
     }
 }
 
-/// The version of the loaded library, for example `13.1.0`.
+/// Version of the loaded library, e.g. `13.1.0`.
 pub(in crate::cuda) fn version() -> Option<String> {
     // SAFETY: asks the dynamic linker only.
     let present = unsafe { sys::is_culib_present() };
     // SAFETY: the library is present, so its functions are found; the call needs no handle.
     let code = present.then(|| unsafe { sys::cublasLtGetVersion() })?;
-    // 12.0 changed the coding from XXYYZZ to XXXYYZZ, which the same divisions read.
+    // Version 12.0 changed the encoding from XXYYZZ to XXXYYZZ; the same divisions read both.
     Some(format!(
         "{}.{}.{}",
         code / 10_000,
@@ -74,7 +74,7 @@ impl CublasLt {
     /// Finds and opens the library.
     ///
     /// # Errors
-    /// [`CudaError::LibraryMissing`] with the places tried; what the library says when it does not start.
+    /// [`CudaError::LibraryMissing`] with the places tried, and the library's error when it does not start.
     pub fn open(gpu: &Gpu, search: &Search) -> Result<Self> {
         let found = find(Library::CublasLt, search);
         // SAFETY: asks the dynamic linker only.
@@ -96,15 +96,15 @@ impl CublasLt {
         })
     }
 
-    /// Queues a product on the GPU's stream; `false` where the library has no algorithm for it, and nothing was queued.
-    /// The answer is always the same for one shape.
+    /// Queues a product on the GPU's compute stream. Returns `false`, with nothing queued, if the library has no
+    /// algorithm for it. The answer for one shape is always the same.
     ///
     /// # Safety
-    /// The addresses must be memory of this GPU, of the sizes that the product says, and `workspace` such memory of
-    /// `workspace_bytes`; all of it must live until the stream has passed the product.
+    /// The addresses must be memory of this GPU of the sizes that the product states, and `workspace` memory of
+    /// `workspace_bytes`. All of it must stay allocated until the stream has passed the product.
     ///
     /// # Errors
-    /// When the workspace is smaller than [`WORKSPACE_BYTES`], the product has an address that is no multiple of
+    /// When the workspace is smaller than [`WORKSPACE_BYTES`], an address of the product is not a multiple of
     /// [`ALIGNMENT`], or the library fails.
     pub unsafe fn multiply(
         &self,
@@ -146,9 +146,9 @@ impl CublasLt {
         };
         prepared.description.point_to(product)?;
         let pointer = |address: Address| address.0 as *const c_void;
-        // Row-major y = a b^T is column-major y^T = b a^T: the library's A is our b.
-        // SAFETY: the caller vouches for the addresses; descriptors live and stay under the lock; scalars and descriptors
-        // are read before the call returns.
+        // Row-major y = a b^T is column-major y^T = b a^T, so the library's A is b here.
+        // SAFETY: the caller vouches for the addresses. Descriptors live and do not change under the lock. Scalars and
+        // descriptors are read before the call returns.
         let queued = unsafe {
             result::matmul(
                 self.handle,
@@ -173,14 +173,14 @@ impl CublasLt {
         Ok(true)
     }
 
-    /// `None` when there is no algorithm.
+    /// Prepares a shape. `None` if the library has no algorithm for it.
     fn prepare(&self, product: &Multiply) -> Result<Option<Prepared>> {
         let shape = &product.shape;
         let (Some(kind), Some(out)) = (kind(shape.dtype), kind(shape.out)) else {
             return Ok(None);
         };
         let Shape { m, n, k, .. } = *shape;
-        // A row-major matrix is a column-major one of its lines.
+        // A row-major matrix is a column-major matrix whose columns are its lines.
         let stored = |transposed: bool, rows: usize| match transposed {
             true => [rows, k],
             false => [k, rows],
@@ -219,7 +219,7 @@ impl CublasLt {
         ] {
             preference.set(attribute, ALIGNMENT as u32)?;
         }
-        // A sum that is cut is added in f32, in memory of its own: parts in y would be rounded to its dtype.
+        // Parts of a split sum are added in f32, in the workspace. Parts stored in y would be rounded to its dtype.
         let scheme = sys::cublasLtReductionScheme_t::CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
         preference.set(
             Attribute::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
@@ -227,7 +227,7 @@ impl CublasLt {
         )?;
         let mut best = MaybeUninit::<sys::cublasLtMatmulHeuristicResult_t>::zeroed();
         let mut found = 0;
-        // SAFETY: all handles are alive; one result is asked for and there is room for one.
+        // SAFETY: all handles are alive; one result is requested and there is space for one.
         let status = unsafe {
             sys::cublasLtMatmulAlgoGetHeuristic(
                 self.handle,
@@ -246,7 +246,7 @@ impl CublasLt {
             return Ok(None);
         }
         status.result().map_err(failed("choice of an algorithm"))?;
-        // SAFETY: what was not written is zero, which the plain data of this type may be.
+        // SAFETY: bytes that were not written are zero, a valid value of this plain type.
         let best = unsafe { best.assume_init() };
         let usable = found > 0 && best.state == sys::cublasStatus_t::CUBLAS_STATUS_SUCCESS;
         Ok(usable.then_some(best.algo))
@@ -254,7 +254,7 @@ impl CublasLt {
 }
 
 impl CublasLt {
-    /// Leaves the handle to the end of the process: the GPU still waits for a rank that is gone.
+    /// Leaves the handle to the end of the process, because the GPU still waits for a dead rank.
     pub(crate) fn abandon(&self) {
         self.abandoned.store(true, Ordering::Relaxed);
     }
@@ -285,7 +285,7 @@ fn kind(dtype: DType) -> Option<sys::cudaDataType_t> {
     }
 }
 
-/// What is multiplied and what follows.
+/// Matmul descriptor: operand orientation and epilogue.
 #[derive(Debug)]
 struct Description(sys::cublasLtMatmulDesc_t);
 
@@ -293,12 +293,12 @@ impl Description {
     fn new(shape: &Shape) -> Result<Self> {
         use sys::cublasLtEpilogue_t as Code;
         use sys::cublasLtMatmulDescAttributes_t as Attribute;
-        // Sums in f32: of f32 operands without TF32.
+        // Sums are f32; f32 operands do not use TF32.
         let compute = sys::cublasComputeType_t::CUBLAS_COMPUTE_32F;
         let scale = sys::cudaDataType_t::CUDA_R_32F;
         let new = result::create_matmul_desc(compute, scale).map_err(failed("description"))?;
         let new = Self(new);
-        // The library's A is our b, whose lines run along k unless it is transposed.
+        // The library's A is b here, whose lines run along k unless it is transposed.
         let operation = |transposed: bool| i32::from(transposed);
         new.set(
             Attribute::CUBLASLT_MATMUL_DESC_TRANSA,
@@ -324,7 +324,7 @@ impl Description {
         Ok(new)
     }
 
-    /// Sets the addresses that are part of the description.
+    /// Sets the addresses that are part of the descriptor.
     fn point_to(&self, product: &Multiply) -> Result<()> {
         use sys::cublasLtMatmulDescAttributes_t as Attribute;
         if product.shape.epilogue.has_bias() {
@@ -339,7 +339,7 @@ impl Description {
 
     /// Sets an attribute whose type has the size of `T`.
     fn set<T: Copy>(&self, attribute: sys::cublasLtMatmulDescAttributes_t, value: T) -> Result<()> {
-        // SAFETY: the description is alive, and the library compares the size with that of the attribute.
+        // SAFETY: the descriptor is alive, and the library checks the size against that of the attribute.
         unsafe {
             result::set_matmul_desc_attribute(
                 self.0,
@@ -359,7 +359,7 @@ impl Drop for Description {
     }
 }
 
-/// A column-major matrix.
+/// Layout of a column-major matrix.
 #[derive(Debug)]
 struct Layout(sys::cublasLtMatrixLayout_t);
 
@@ -382,7 +382,7 @@ impl Drop for Layout {
     }
 }
 
-/// What an algorithm may need.
+/// Limits for the choice of an algorithm.
 #[derive(Debug)]
 struct Preference(sys::cublasLtMatmulPreference_t);
 
@@ -398,7 +398,7 @@ impl Preference {
         attribute: sys::cublasLtMatmulPreferenceAttributes_t,
         value: T,
     ) -> Result<()> {
-        // SAFETY: the preference is alive, and the library compares the size with that of the attribute.
+        // SAFETY: the preference is alive, and the library checks the size against that of the attribute.
         unsafe {
             result::set_matmul_pref_attribute(
                 self.0,

@@ -1,12 +1,12 @@
-//! Matrix products by NVIDIA's library: what is multiplied, as a value; the library itself is [`CublasLt`].
+//! Matrix products by NVIDIA's library: the product as a value ([`Multiply`]) and the library ([`CublasLt`]).
 //!
-//! A [`Multiply`] says what our own [`Product`] says, for products that a library takes: one sum, whole lines. A GPU
-//! and the emulator of the tests execute the same values, as with launches.
+//! A [`Multiply`] is a [`Product`] that a library can compute: one sum, whole lines. As with launches, a GPU and the
+//! emulator of the tests execute the same values.
 //!
-//! Sums are f32 whatever the operands are: no TF32, and parts of a cut sum are kept in f32. Which algorithm runs is the
-//! library's choice for a [`Shape`], so the last bits depend on shape, GPU and version, and not on the data. The GELU
-//! epilogues are the tanh form of a pre-activation that was never rounded; models define it on a rounded one, so no
-//! model uses them.
+//! Sums are f32 for all operand types: no TF32, and parts of a split sum stay in f32. The library chooses the
+//! algorithm for a [`Shape`]. So the last bits depend on shape, GPU and library version, not on the data. The GELU
+//! epilogues apply the tanh form to an unrounded pre-activation. Models define GELU on a rounded one, so no model
+//! uses these epilogues.
 
 mod cublaslt;
 
@@ -17,27 +17,28 @@ use super::launch::Address;
 use super::ops::product::Product;
 use crate::DType;
 
-/// Scratch memory that a product may use, in bytes: what Hopper's kernels want. All have as much, so that a plan can
-/// count it.
+/// Bytes of workspace that a product may use: NVIDIA's recommendation for Hopper. All GPUs use the same size, so a
+/// plan can count it.
 pub const WORKSPACE_BYTES: u64 = 32 << 20;
 
-/// Every address, and every line of an operand, is a multiple of so many bytes: what vector loads and copies of tiles
-/// want. More is never promised, so that the choice of an algorithm does not depend on where a tensor happens to lie.
+/// Alignment in bytes of every address and of every line of an operand, as vector loads and tile copies need it. The
+/// library is never told of a higher alignment, so its choice of an algorithm does not depend on where a tensor is
+/// located.
 pub const ALIGNMENT: u64 = 16;
 
-/// What follows the sum, in f32, before the one rounding.
+/// Operation on the f32 sum before the one rounding.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Epilogue {
-    /// Nothing.
+    /// No operation.
     None,
-    /// `+ bias`.
+    /// Adds a bias.
     Bias,
-    /// GELU in its tanh form; `aux`: what enters it is stored, too.
+    /// GELU in tanh form. With `aux`, its input is also stored.
     Gelu {
         /// Whether [`Multiply::aux`] is written.
         aux: bool,
     },
-    /// GELU in its tanh form of the sum with bias.
+    /// Adds a bias, then GELU in tanh form.
     GeluBias {
         /// Whether [`Multiply::aux`] is written.
         aux: bool,
@@ -45,19 +46,19 @@ pub enum Epilogue {
 }
 
 impl Epilogue {
-    /// Whether a bias is read.
+    /// Whether a bias is added.
     #[must_use]
     pub const fn has_bias(self) -> bool {
         matches!(self, Self::Bias | Self::GeluBias { .. })
     }
 
-    /// Whether a GELU follows.
+    /// Whether GELU is applied.
     #[must_use]
     pub const fn has_gelu(self) -> bool {
         matches!(self, Self::Gelu { .. } | Self::GeluBias { .. })
     }
 
-    /// Whether what enters a GELU is written.
+    /// Whether the input of GELU is stored.
     #[must_use]
     pub const fn has_aux(self) -> bool {
         matches!(
@@ -67,16 +68,16 @@ impl Epilogue {
     }
 }
 
-/// Everything of a product that an algorithm is chosen for.
+/// Parameters of a product that the choice of an algorithm depends on.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Shape {
-    /// Of the operands: bf16, f16 or f32.
+    /// Dtype of the operands: bf16, f16 or f32.
     pub dtype: DType,
-    /// Of `y`: `dtype`, or f32.
+    /// Dtype of `y`: `dtype` or f32.
     pub out: DType,
-    /// The lines of `a` run along m, not k.
+    /// Whether the lines of `a` run along m instead of k.
     pub transpose_a: bool,
-    /// The lines of `b` run along n, not k: the weight `[n, k]` of a linear layer is *not* transposed.
+    /// Whether the lines of `b` run along n instead of k. The weight `[n, k]` of a linear layer is *not* transposed.
     pub transpose_b: bool,
     /// Rows of `y`.
     pub m: usize,
@@ -84,17 +85,17 @@ pub struct Shape {
     pub n: usize,
     /// Length of the sums.
     pub k: usize,
-    /// Elements from line to line of `a`.
+    /// Distance between lines of `a` in elements.
     pub a_line: usize,
-    /// Elements from line to line of `b`.
+    /// Distance between lines of `b` in elements.
     pub b_line: usize,
-    /// Elements from row to row of `y`.
+    /// Distance between rows of `y` in elements.
     pub y_line: usize,
-    /// What follows the sum.
+    /// Operation on the sum.
     pub epilogue: Epilogue,
 }
 
-/// `y[m, n] = epilogue(alpha * (sum of a b^T) + beta * y)`.
+/// Operands of a product: `y[m, n] = epilogue(alpha * (sum of a b^T) + beta * y)`.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Multiply {
     /// Dtypes and extents.
@@ -105,20 +106,20 @@ pub struct Multiply {
     pub b: Address,
     /// `[m, n]` in `out`.
     pub y: Address,
-    /// `[n]` in `out`, where the epilogue has one; else [`Address::NULL`].
+    /// `[n]` in `out` if the epilogue has a bias, else [`Address::NULL`].
     pub bias: Address,
-    /// `[m, n]` dense in `out`, where the epilogue writes it; else [`Address::NULL`].
+    /// `[m, n]`, dense, in `out` if the epilogue stores GELU's input, else [`Address::NULL`].
     pub aux: Address,
-    /// Of the sums.
+    /// Factor on the sums.
     pub alpha: f32,
-    /// Of what `y` holds; with 0 it is not read.
+    /// Factor on the old values of `y`. With 0 they are not read.
     pub beta: f32,
 }
 
 impl Multiply {
-    /// A product of ours as one that a library takes; `None` where it takes none such: two sums, missing columns, lines
-    /// or addresses that are no multiples of [`ALIGNMENT`], a bias in another dtype than `y`, nothing to add. The answer
-    /// is a function of shapes and of places in an arena, so that a plan and its run agree.
+    /// Converts a product to one that a library can compute. `None` for two sums, missing columns, lines or addresses
+    /// that are not multiples of [`ALIGNMENT`], a bias of another dtype than `y`, or an empty sum. The answer depends
+    /// on shapes and arena offsets only, so a plan and its run agree.
     #[must_use]
     pub fn of(product: &Product) -> Option<Self> {
         let [Some(term), None] = product.terms else {
@@ -166,7 +167,8 @@ impl Multiply {
         })
     }
 
-    /// The same product added to what `y` of f32 at this address holds; `None` where it is not aligned.
+    /// The same product added to the f32 values at `y`. `None` if the address is not aligned or the result is not
+    /// f32.
     #[must_use]
     pub fn added_to(mut self, y: Address) -> Option<Self> {
         let fits = self.shape.out == DType::F32 && y.0.is_multiple_of(ALIGNMENT);

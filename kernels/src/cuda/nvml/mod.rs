@@ -1,9 +1,8 @@
-//! What the NVIDIA management library tells of the machine's GPUs: the driver, who uses their
-//! memory, how they are connected, whether their memory is sound.
+//! Facts about the machine's GPUs from the NVIDIA Management Library (NVML): driver, processes, interconnect, memory
+//! errors.
 //!
-//! The library is opened at run time. Nothing here fails as a whole or panics: what cannot be read
-//! is an [`NvmlError`] in its place. NVML sees every GPU of the machine, also those that
-//! `CUDA_VISIBLE_DEVICES` hides from CUDA.
+//! The library is opened at run time. Nothing fails as a whole or panics: a value that cannot be read is an
+//! [`NvmlError`]. NVML sees every GPU of the machine, including those that `CUDA_VISIBLE_DEVICES` hides from CUDA.
 
 mod session;
 
@@ -14,135 +13,134 @@ use session::Session;
 
 /// File name of the library.
 pub const FILE_NAME: &str = "libnvidia-ml.so.1";
-/// Where Windows puts the library for its Linux guests.
+/// Directory of the library on Windows' Linux guests (WSL).
 const WSL: &str = "/usr/lib/wsl/lib";
-/// Where container runtimes put it that do not tell the dynamic linker.
+/// Directory of the library in container runtimes that do not configure the dynamic linker.
 const CONTAINER: &str = "/usr/local/nvidia/lib64";
 
-/// Why something could not be read.
+/// Why a value could not be read.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum NvmlError {
     /// No library could be opened.
     #[error("libnvidia-ml.so.1 was not found")]
     NotFound,
-    /// The library lacks the function.
+    /// The library does not have the function.
     #[error("{function} is not in this library")]
     Missing {
-        /// The function's name.
+        /// Name of the function.
         function: &'static str,
     },
     /// A call failed.
     #[error("{function} failed with {code}: {text}")]
     Failed {
-        /// The function's name.
+        /// Name of the function.
         function: &'static str,
-        /// NVML's code.
+        /// NVML's error code.
         code: u32,
-        /// NVML's words for it.
+        /// NVML's error text.
         text: String,
     },
 }
 
 impl NvmlError {
-    /// Whether the kernel module and the libraries are of different versions, as after an update
-    /// without a restart.
+    /// Whether the kernel module and the libraries have different versions, as after an update without a restart.
     #[must_use]
     pub const fn is_version_mismatch(&self) -> bool {
         matches!(self, Self::Failed { code: 18, .. })
     }
 }
 
-/// A value or why there is none.
+/// A value, or why it could not be read.
 pub type Reading<T> = Result<T, NvmlError>;
 
 /// Everything that was read.
 #[derive(Debug)]
 pub struct NvmlReport {
-    /// The library that was opened.
+    /// Path of the opened library.
     pub path: Option<PathBuf>,
-    /// Every place looked at.
+    /// All places tried.
     pub attempts: Vec<Attempt>,
-    /// Version of the installed driver, `580.65.06`.
+    /// Version of the installed driver, e.g. `580.65.06`.
     pub driver_version: Reading<String>,
-    /// Every GPU of the machine, or why none can be read.
+    /// All GPUs of the machine, or why none can be read.
     pub gpus: Reading<Vec<NvmlGpu>>,
 }
 
-/// One GPU.
+/// Facts about one GPU.
 #[derive(Debug, Clone)]
 pub struct NvmlGpu {
-    /// NVML's number, in the order of the PCI bus.
+    /// NVML's index, in PCI bus order.
     pub index: u32,
-    /// Its name.
+    /// Product name.
     pub name: Reading<String>,
-    /// `GPU-…`.
+    /// UUID, `GPU-…`.
     pub uuid: Reading<String>,
-    /// `00000000:01:00.0`.
+    /// PCI bus id, e.g. `00000000:01:00.0`.
     pub pci_bus_id: Reading<String>,
     /// Major and minor compute capability.
     pub compute_capability: Reading<(u32, u32)>,
-    /// Its memory.
+    /// Memory use.
     pub memory: Reading<GpuMemory>,
     /// Processes that compute on it.
     pub processes: Reading<Vec<GpuProcess>>,
-    /// Its PCI Express link.
+    /// PCI Express link.
     pub pcie: PcieLink,
-    /// Links to other GPUs that are up.
+    /// Number of active NVLinks.
     pub active_nvlinks: Reading<u32>,
-    /// Share of the last second in which it computed.
+    /// Percentage of the last sampling period (up to one second) in which a kernel ran.
     pub utilization_percent: Reading<u32>,
     /// Uncorrected memory errors since the driver was loaded.
     pub uncorrected_ecc_errors: Reading<u64>,
-    /// Rows of memory that were replaced by spare ones.
+    /// Rows of memory that were replaced by spare rows.
     pub remapped_rows: Reading<RemappedRows>,
 }
 
-/// Memory of one GPU in bytes.
+/// Memory of one GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GpuMemory {
-    /// All of it.
+    /// Total bytes.
     pub total_bytes: u64,
     /// In use by processes and by the driver itself.
     pub used_bytes: u64,
-    /// Neither.
+    /// Free bytes.
     pub free_bytes: u64,
 }
 
-/// A process that computes on a GPU.
+/// Process that computes on a GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GpuProcess {
-    /// Its number, as the driver sees it.
+    /// Process id, as the driver sees it.
     pub pid: u32,
-    /// Memory it holds; unknown where the driver does not tell, as in some containers.
+    /// GPU memory in bytes. `None` if the driver does not report it, as in some containers.
     pub used_bytes: Option<u64>,
 }
 
-/// A PCI Express link. The generation falls while the GPU rests; the width does not.
+/// PCI Express link. The generation drops while the GPU is idle; the width does not.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PcieLink {
-    /// Generation now.
+    /// Current generation.
     pub generation: Reading<u32>,
-    /// Highest generation of GPU and slot.
+    /// Highest generation that GPU and slot support.
     pub max_generation: Reading<u32>,
-    /// Lanes now.
+    /// Current number of lanes.
     pub width: Reading<u32>,
-    /// Most lanes of GPU and slot.
+    /// Highest number of lanes that GPU and slot support.
     pub max_width: Reading<u32>,
 }
 
-/// Rows of memory that were replaced.
+/// Rows of memory that were replaced by spare rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RemappedRows {
-    /// After uncorrected errors.
+    /// Rows replaced after uncorrected errors.
     pub uncorrected: u32,
-    /// A replacement waits for the next reset.
+    /// Whether a replacement takes effect at the next reset.
     pub is_pending: bool,
-    /// There was no spare row.
+    /// Whether a replacement failed because no spare row was left.
     pub has_failed: bool,
 }
 
-/// Reads everything. Looks for the library in `directories`, then through the dynamic linker.
+/// Reads everything. Searches for the library in `directories`, then with the dynamic linker.
 #[must_use]
 pub fn read(directories: &[PathBuf]) -> NvmlReport {
     let mut attempts = Vec::new();

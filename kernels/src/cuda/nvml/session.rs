@@ -1,4 +1,4 @@
-//! The functions of the library and what they return, as values.
+//! NVML's functions and their results as values.
 #![expect(unsafe_code, reason = "calls the functions of a C library")]
 
 use std::cell::Cell;
@@ -11,11 +11,11 @@ use libloading::Library;
 
 use super::{GpuMemory, GpuProcess, NvmlError, NvmlGpu, PcieLink, Reading, RemappedRows};
 
-/// Room for every name that NVML returns.
+/// Buffer size for every name that NVML returns.
 const TEXT_BYTES: u32 = 96;
-/// More links than any GPU has.
+/// Upper bound of the NVLinks of a GPU.
 const MAX_LINKS: u32 = 64;
-/// How often a list that grows meanwhile is asked for.
+/// Maximum attempts to read a list that grows between calls.
 const LIST_ATTEMPTS: u32 = 4;
 
 /// `nvmlReturn_t`.
@@ -39,7 +39,7 @@ struct RawMemory {
     used: u64,
 }
 
-/// `nvmlProcessInfo_t`, of which the third version of its function fills this much.
+/// `nvmlProcessInfo_t`, as version 3 of its function fills it.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
 struct RawProcess {
@@ -70,7 +70,7 @@ struct RawPci {
     bus_id: [u8; 32],
 }
 
-/// A function of the library, where it has it.
+/// Function of the library, if the library has it.
 struct Function<F> {
     name: &'static str,
     pointer: Option<F>,
@@ -95,9 +95,8 @@ macro_rules! functions {
                 Self {
                     $($field: Function {
                         name: $name,
-                        // SAFETY: this is the function's type in NVML's header, where a changed
-                        // signature gets a new name. The pointer lives as long as the library,
-                        // which stands beside it in the session.
+                        // SAFETY: this is the function's type in NVML's header, where a changed signature gets a new
+                        // name. The pointer lives as long as the library, which the session stores.
                         pointer: unsafe { library.get($name) }.ok().map(|symbol| *symbol),
                     },)*
                 }
@@ -132,11 +131,11 @@ functions! {
 type NumberFunction = Function<unsafe extern "C" fn(Handle, *mut u32) -> Code>;
 type TextFunction = Function<unsafe extern "C" fn(Handle, *mut c_char, u32) -> Code>;
 
-/// An open library.
+/// Open library.
 pub(super) struct Session {
     functions: Functions,
     started: Cell<bool>,
-    /// Last, so that it outlives the pointers into it.
+    /// Last field, so that it is dropped after the pointers into it.
     _library: Library,
 }
 
@@ -150,10 +149,10 @@ impl Drop for Session {
 }
 
 impl Session {
-    /// Opens the library at `path`, or through the dynamic linker where `path` is a bare name.
+    /// Opens the library at `path`, with the dynamic linker if `path` is a bare name.
     pub(super) fn open(path: &Path) -> Result<Self, String> {
-        // SAFETY: opening runs the library's initialisers. NVIDIA's allow that at any time; another
-        // file of this name in a folder named by the user is the user's own program code.
+        // SAFETY: opening runs the library's initializers. NVIDIA's may run at any time. Another file of this name in
+        // a directory named by the user is the user's own code.
         let library = unsafe { Library::new(path) }.map_err(|error| told(&error))?;
         Ok(Self {
             functions: Functions::of(&library),
@@ -162,7 +161,7 @@ impl Session {
         })
     }
 
-    /// Starts the library; nothing else may be called before.
+    /// Starts the library. It must be called before any other function.
     pub(super) fn start(&self) -> Reading<()> {
         let function = &self.functions.init;
         let init = function.get()?;
@@ -241,8 +240,7 @@ impl Session {
     fn text(&self, function: &TextFunction, handle: Handle) -> Reading<String> {
         let call = function.get()?;
         let mut text = [0u8; TEXT_BYTES as usize];
-        // SAFETY: the handle is of this session; at most `TEXT_BYTES`, the size of `text`, are
-        // written.
+        // SAFETY: the handle is of this session; at most `TEXT_BYTES`, the size of `text`, are written.
         let code = unsafe { call(handle, text.as_mut_ptr().cast(), TEXT_BYTES) };
         self.check(function.name, code)?;
         Ok(text_of(&text))
@@ -304,7 +302,7 @@ impl Session {
             .iter()
             .map(|process| GpuProcess {
                 pid: process.pid,
-                // All bits set stand for "not available".
+                // All bits set mean "not available".
                 used_bytes: Some(process.used_bytes).filter(|bytes| *bytes != u64::MAX),
             })
             .collect())
@@ -320,7 +318,7 @@ impl Session {
             let code = unsafe { call(handle, link, &raw mut state) };
             match self.check(function.name, code) {
                 Ok(()) => active += u32::from(state == 1),
-                // A GPU without any link refuses the first one, others those they lack.
+                // A GPU without NVLinks refuses the first link; other GPUs refuse the links that they lack.
                 Err(error) if link == 0 => return Err(error),
                 Err(_) => {}
             }
@@ -385,7 +383,7 @@ impl Session {
         let text = if text.is_null() {
             "unknown error".to_owned()
         } else {
-            // SAFETY: not null, so a constant text of the open library that ends with a zero.
+            // SAFETY: not null, so a constant string of the open library that ends with a zero.
             unsafe { CStr::from_ptr(text) }
                 .to_string_lossy()
                 .into_owned()
@@ -398,7 +396,7 @@ impl Session {
     }
 }
 
-/// The dynamic linker's own words, which stand behind the error.
+/// Error text of the dynamic linker, which is the source of the error.
 fn told(error: &libloading::Error) -> String {
     error
         .source()

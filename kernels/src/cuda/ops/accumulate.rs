@@ -1,4 +1,4 @@
-//! Sums of gradients in `bf16`, bit-equal to `optim::accumulate`.
+//! Gradient accumulation in `bf16`, with the bits of `optim::accumulate`.
 
 use super::window::{blocks, head};
 use crate::DType;
@@ -7,29 +7,29 @@ use crate::cuda::module::{Family, Module};
 
 pub use crate::resident::Place;
 
-/// Blocks of the grid at most: enough for several waves of any GPU.
+/// Maximum blocks of the grid: enough for several waves on any GPU.
 const MAX_BLOCKS: u64 = 132 * 16;
 
 fn module() -> Module {
     Module::new(Family::Accumulate, [], &["accumulate"])
 }
 
-/// The one there is.
+/// The only module of this family.
 #[must_use]
 pub fn modules() -> Vec<Module> {
     vec![module()]
 }
 
-/// Key and time of a place, as the kernel reads them from device memory.
+/// Key and time of a rounding position, as the kernel reads them from device memory.
 #[must_use]
 pub const fn when(place: Place) -> [u32; 4] {
     let Place { key, time, .. } = place;
     [key[0], key[1], time as u32, (time >> 32) as u32]
 }
 
-/// `sums[i] += values[i]` for `n` elements, rounded stochastically; sums that are `fresh` are taken as zero and not
-/// read. Both addresses are aligned to their elements. The sums begin at the run's element `first_element`; `when` is
-/// the address of [`when`]'s words. Moves 8 bytes per element, or 6.
+/// Adds `n` elements, `sums[i] += values[i]`, with stochastic rounding. Sums that are `fresh` count as zero and are
+/// not read. Both addresses are aligned to their elements. `first_element` is the global index of the first element;
+/// `when` is the address of the words of [`when`]. Moves 8 bytes per element, or 6 if `fresh`.
 #[must_use]
 pub fn launch(
     sums: Address,

@@ -1,4 +1,4 @@
-//! One `AdamW` step over a window of elements, bit-equal to the update rule of the CPU.
+//! `AdamW` step over a chunk of elements, with the bits of the CPU's update.
 
 use super::window::{THREADS, blocks, head};
 use crate::DType;
@@ -7,34 +7,35 @@ use crate::cuda::module::{Family, Module, element_type};
 
 pub use crate::resident::{Form, Scalars};
 
-/// Blocks of the grid at most: enough for several waves of any GPU.
+/// Maximum blocks of the grid: enough for several waves on any GPU.
 const MAX_BLOCKS: u64 = 132 * 12;
 
-/// What a step reads and writes: windows of `n` elements, each aligned to its elements.
+/// Operands of a step: arrays of `n` elements, each aligned to its elements.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Window {
-    /// How the rest is stored.
+    /// Storage of weights and moments.
     pub form: Form,
     /// Dtype of the gradient.
     pub grad_dtype: DType,
-    /// The unscaled gradient.
+    /// Gradient before scaling.
     pub grad: Address,
     /// Weights or master weights, updated.
     pub weight: Address,
-    /// The 16-bit copy, written; null where the form has none.
+    /// 16-bit copy, written. Null if the form has none.
     pub copy: Address,
     /// First moment, updated.
     pub exp_avg: Address,
     /// Second moment, updated.
     pub exp_avg_sq: Address,
-    /// Elements.
+    /// Number of elements.
     pub n: u64,
-    /// Global index of the window's first element: its position in the rounding stream.
+    /// Global index of the first element: its position in the random stream of rounding.
     pub first_element: u64,
 }
 
 impl Window {
-    /// Elements in front of the first one at which all windows are aligned to vectors; all of them when there is none.
+    /// Number of elements before the first index at which all arrays are aligned to vectors. All elements if no such
+    /// index exists.
     fn head(&self) -> u64 {
         let mut windows = vec![
             (self.grad, self.grad_dtype),
@@ -64,8 +65,9 @@ pub fn modules() -> Vec<Module> {
         .collect()
 }
 
-/// One step: reads [`Scalars`] and, unless null, a [`Clip`](super::grad_norm::Clip) from the device; nothing is
-/// written when the clip block says so. Moves [`Form::bytes`] per element. `None` when the gradient is no float.
+/// Launch of one step. It reads [`Scalars`] and, unless null, a [`Clip`](super::grad_norm::Clip) from device memory,
+/// and writes nothing if the clip block says to skip. Moves [`Form::bytes`] per element. `None` when the gradient is
+/// not a float.
 #[must_use]
 pub fn launch(window: &Window, scalars: Address, clip: Address) -> Option<Launch> {
     let head = window.head();
@@ -112,10 +114,10 @@ mod tests {
     #[test]
     fn the_head_ends_where_all_windows_are_aligned() {
         assert_eq!(window([0, 0, 0, 0]).head(), 0);
-        // Three elements behind a boundary: five to go. f32 is aligned every four elements.
+        // Three elements after a boundary: five more until the next. f32 is aligned every four elements.
         assert_eq!(window([6, 12, 6, 12]).head(), 5);
         assert_eq!(window([6, 28, 6, 12]).head(), 5);
-        // The copy starts elsewhere.
+        // The copy has another alignment.
         assert_eq!(window([6, 12, 0, 12]).head(), 100);
     }
 

@@ -5,9 +5,9 @@ use crate::cuda::launch::{Address, Arg, Launch};
 use crate::cuda::module::{Family, Module, element_type};
 
 const THREADS: u32 = 256;
-/// Elements a thread handles at a time.
+/// Elements per thread and iteration.
 const WIDTH: u64 = 8;
-/// Blocks of the grid at most: enough for several waves of any GPU.
+/// Maximum blocks of the grid: enough for several waves on any GPU.
 const MAX_BLOCKS: u64 = 132 * 16;
 
 const DTYPES: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
@@ -17,7 +17,7 @@ fn module(from: DType, to: DType) -> Option<Module> {
     Some(Module::new(Family::Cast, defines, &["cast"]))
 }
 
-/// Every pair of different float dtypes.
+/// Modules for every pair of different float dtypes.
 #[must_use]
 pub fn modules() -> Vec<Module> {
     let pairs = DTYPES.iter().flat_map(|from| DTYPES.map(|to| (*from, to)));
@@ -27,7 +27,7 @@ pub fn modules() -> Vec<Module> {
         .collect()
 }
 
-/// `y[i] = x[i]` in another dtype for `n` elements; both addresses are 16-byte aligned. `None` when a dtype is no
+/// Converts `n` elements to another dtype. Both addresses are aligned to 16 bytes. `None` when a dtype is not a
 /// float.
 #[must_use]
 pub fn launch(from: DType, x: Address, to: DType, y: Address, n: u64) -> Option<Launch> {

@@ -1,4 +1,4 @@
-//! The norm of gradients, bit-equal to `optim::clip`, and the clip factor, without a host in between.
+//! Gradient norm with the bits of `optim::clip`, and the clip factor, without a round trip to the host.
 
 use bytemuck::{Pod, Zeroable};
 
@@ -6,40 +6,40 @@ use crate::DType;
 use crate::cuda::launch::{Address, Arg, Launch};
 use crate::cuda::module::{Family, Module, element_type};
 
-/// Elements of a block of the definition.
+/// Elements per block in the definition of the sum.
 const BLOCK_ELEMS: u64 = 4096;
-/// Blocks (one warp each) that a thread block sums.
+/// Blocks of the definition that one thread block sums, one per warp.
 const BLOCKS_PER_GRID_BLOCK: u64 = 8;
-/// Interleaved sums of blocks, one for each thread of `total`.
+/// Interleaved sums over blocks, one per thread of `total`.
 const BLOCK_LANES: u32 = 1024;
 
-/// The sums of 16-bit gradients end in the same clip factor: one module has its kernel.
+/// Kernels of the f32 module. Only it has `clip`, because sums of 16-bit gradients end in the same clip factor.
 const KERNELS: &[&str] = &["block_sums", "total", "clip"];
 
-/// What the norm decided about a step, in device memory: written by [`clip`], read by the optimizer's launches and,
-/// for the report, by the host.
+/// Clip block: the outcome of the norm for a step, in device memory. [`clip`] writes it; the optimizer's launches
+/// read it, and the host reads it for the report.
 #[repr(C)]
 #[derive(Clone, Copy, PartialEq, Debug, Pod, Zeroable)]
 pub struct Clip {
-    /// Norm of the mean gradient, before clipping.
+    /// Norm of the mean gradient per token, before clipping.
     pub norm: f64,
     /// Mean loss per token.
     pub loss: f64,
     /// Factor on every summed gradient: `min(1, max_norm / (norm + 1e-6)) / tokens`; 0 for a skipped step.
     pub factor: f32,
-    /// 1 when norm or loss is not finite: nothing may change. 0 otherwise.
+    /// 1 when norm or loss is not finite, so nothing may change. 0 otherwise.
     pub skip: u32,
 }
 
-/// A rank's row of what [`clip`] adds over ranks, in device memory.
+/// One rank's summands of [`clip`], in device memory.
 #[repr(C)]
 #[derive(Clone, Copy, PartialEq, Debug, Pod, Zeroable)]
 pub struct Sums {
-    /// Sum of squares of its gradients.
+    /// Sum of squares of the rank's gradients.
     pub squares: f64,
-    /// Sum of its losses.
+    /// Sum of the rank's losses.
     pub loss: f64,
-    /// Its supervised tokens.
+    /// Number of the rank's supervised tokens.
     pub tokens: f64,
 }
 
@@ -53,22 +53,22 @@ fn module(grad: DType) -> Option<Module> {
     Some(Module::new(Family::GradNorm, defines, kernels))
 }
 
-/// Every dtype.
+/// Modules for every dtype.
 #[must_use]
 pub fn modules() -> Vec<Module> {
     let dtypes = [DType::F32, DType::BF16, DType::F16];
     dtypes.into_iter().filter_map(module).collect()
 }
 
-/// Bytes of workspace of [`square_sum`]: a sum for each block.
+/// Bytes of workspace of [`square_sum`]: one sum per block.
 #[must_use]
 pub const fn workspace_bytes(n: u64) -> u64 {
     n.div_ceil(BLOCK_ELEMS) * 8
 }
 
-/// `sum = squares of x [n] (+ sum when accumulating)`, `sum` an f64: the launches in their order. Windows are summed
-/// one after the other into one number, as the CPU does. Reads `n` elements; `x` is aligned to its elements, best to
-/// 16 bytes. `None` when the dtype is no float or `n` beyond a grid's size (2^46 elements).
+/// Launches, in order, of `sum = squares of x [n] (+ sum if accumulating)`, with `sum` in f64. Arrays are added one
+/// after the other into one number, as on the CPU. Reads `n` elements. `x` is aligned to its elements; alignment to
+/// 16 bytes is faster. `None` when the dtype is not a float, or `n` exceeds a grid's size (2^46 elements).
 #[must_use]
 pub fn square_sum(
     dtype: DType,
@@ -105,8 +105,8 @@ pub fn square_sum(
     Some([block_sums, total])
 }
 
-/// Adds [`Sums`] `[ranks]` in the order of ranks and writes [`Clip`]: `optim::clip::GradientScale` on the device.
-/// Without a largest norm nothing is clipped. `None` for more ranks than an `int` counts.
+/// Adds [`Sums`] `[ranks]` in rank order and writes [`Clip`]: `optim::clip::GradientScale` on the device. `max_norm`
+/// of `None` does not clip. `None` when the number of ranks exceeds `int`.
 #[must_use]
 pub fn clip(sums: Address, ranks: usize, max_norm: Option<f32>, out: Address) -> Option<Launch> {
     Some(Launch {

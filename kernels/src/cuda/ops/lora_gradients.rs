@@ -1,11 +1,11 @@
-//! One pass over `dy` for `ds = scale * dy B` and `dB = dy^T s`.
+//! One pass over `dy` for both `ds = scale * dy B` and `dB = dy^T s`.
 //!
-//! A block sums over a slice of 512 columns and a range of rows; the slices of `ds` and the ranges of `dB` are added by
-//! two small launches. For 8192 tokens, 4096 features and rank 16 that is 67 MB of `dy` and 17 MB of partial sums, written
-//! and read, instead of 134 MB; with rank 64 it is 67 MB of each, of which large caches hold the second. Larger ranks would
-//! have more partial sums than `dy` has bytes: they keep two products.
+//! A block sums over a slice of 512 columns and a range of rows. Two small launches add the slices of `ds` and the
+//! ranges of `dB`. For 8192 tokens, 4096 features and rank 16 this moves 67 MB of `dy` and 17 MB of partial sums
+//! (written and read), instead of 134 MB. With rank 64 it moves 67 MB of each, and large caches hold the partial
+//! sums. With larger ranks the partial sums would be larger than `dy`, so these use two products.
 //!
-//! The rows of one expert are read where they lie, and their `ds` is written where it belongs ([`LoraGradients::rows`]).
+//! Rows of one expert are read and written in place, without gathering ([`LoraGradients::rows`]).
 
 use super::product::{Product, int};
 use super::workspace::Workspace;
@@ -13,42 +13,42 @@ use crate::DType;
 use crate::cuda::launch::{Address, Arg, Launch};
 use crate::cuda::module::{Family, Module, element_type};
 
-/// As in the kernel.
+/// The same constants as in the kernel.
 const SLICE: usize = 512;
 const ROWS: usize = 16;
 const WARPS: usize = 8;
-/// Blocks that give every multiprocessor work.
+/// Number of blocks that keeps every multiprocessor busy.
 const BLOCKS: usize = 128;
 
-/// Ranks that a module is made for.
+/// Adapter ranks with a module.
 const RANKS: [usize; 3] = [16, 32, 64];
 
-/// Operands and results; addresses of `dy` and `s` are 16-byte aligned.
+/// Operands and results. Addresses of `dy` and `s` are aligned to 16 bytes.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct LoraGradients {
     /// bf16 or f16.
     pub dtype: DType,
-    /// Tokens; with `rows`, those that it names.
+    /// Number of tokens, or of entries in `rows`.
     pub t: usize,
-    /// Features out, a multiple of 8.
+    /// Output features, a multiple of 8.
     pub n: usize,
-    /// Rank, at most 64.
+    /// Adapter rank, at most 64.
     pub r: usize,
-    /// Columns of `s` and `ds`: the rank, padded with zeros to a multiple of 16.
+    /// Columns of `s` and `ds`: the rank padded with zeros to a multiple of 16.
     pub padded_rank: usize,
-    /// Elements from row to row of `s` and `ds`; a multiple of 8.
+    /// Distance between rows of `s` and `ds` in elements, a multiple of 8.
     pub line: usize,
-    /// i32 `[t]`: the rows of `dy`, `s` and `ds` that are meant, or [`Address::NULL`] for the first `t`.
+    /// i32 `[t]`: the rows of `dy`, `s` and `ds` to use, or [`Address::NULL`] for the first `t`.
     pub rows: Address,
     /// `[t, n]`.
     pub dy: Address,
-    /// `[t, padded_rank]`, rows `line` apart.
+    /// `[t, padded_rank]`, with rows `line` apart.
     pub s: Address,
     /// `[n, r]`.
     pub lora_b: Address,
-    /// Of `ds`.
+    /// Factor on `ds`.
     pub scale: f32,
-    /// `[t, padded_rank]`, rows `line` apart.
+    /// `[t, padded_rank]`, with rows `line` apart.
     pub ds: Address,
     /// `[n, r]` f32.
     pub d_lora_b: Address,
@@ -67,7 +67,7 @@ fn module(dtype: DType, rank: usize, routed: bool) -> Option<Module> {
     Some(Module::new(Family::LoraGradients, defines, kernels))
 }
 
-/// Every dtype and rank, of all rows and of named ones.
+/// Modules for every dtype and rank, for all rows and for selected rows.
 #[must_use]
 pub fn modules() -> Vec<Module> {
     let mut all = Vec::new();
@@ -80,29 +80,29 @@ pub fn modules() -> Vec<Module> {
 }
 
 impl LoraGradients {
-    /// Whether one pass is possible, and shorter than two products.
+    /// Whether one pass is possible. It is then faster than two products.
     #[must_use]
     pub fn fits(&self) -> bool {
         let narrow = matches!(self.dtype, DType::BF16 | DType::F16);
         narrow && self.n.is_multiple_of(8) && self.module_rank().is_some() && self.t > 0
     }
 
-    /// The smallest rank of a module that is enough.
+    /// Smallest module rank that is large enough.
     fn module_rank(&self) -> Option<usize> {
         RANKS.into_iter().find(|rank| *rank >= self.padded_rank)
     }
 
-    /// Slices of columns and ranges of rows, and the rows of a range: functions of the shape alone.
+    /// Number of column slices, number of row ranges, and rows per range. They depend on the shape only.
     const fn cut(&self) -> [usize; 3] {
         let slices = self.n.div_ceil(SLICE);
         let wanted = BLOCKS.div_ceil(slices);
         let rows = self.t.div_ceil(wanted).next_multiple_of(ROWS);
-        // Short ranges would have more partial sums than rows.
+        // Shorter ranges would have more partial sums than rows.
         let rows = if rows < 256 { 256 } else { rows };
         [slices, self.t.div_ceil(rows), rows]
     }
 
-    /// The launches, in order. `None` when an extent exceeds a grid's; only of what [`LoraGradients::fits`].
+    /// Launches, in order. `None` when an extent exceeds a grid's size. Call it only if [`LoraGradients::fits`].
     #[must_use]
     pub fn launches(&self, workspace: &mut Workspace) -> Option<Vec<Launch>> {
         let Self {
@@ -203,7 +203,7 @@ mod tests {
             assert!(shape.fits() && rows.is_multiple_of(ROWS));
             assert!(slices * SLICE >= n && (slices - 1) * SLICE < n);
             assert!(ranges * rows >= t && (ranges - 1) * rows < t);
-            // Written and read again, in f32, against a pass over dy.
+            // Partial sums are written and read in f32; the alternative is one more pass over dy.
             let partial = 8 * (slices * t * shape.padded_rank + ranges * n * r);
             assert!(t < 2048 || partial <= 2 * t * n, "{shape:?}");
         }

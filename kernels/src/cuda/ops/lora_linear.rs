@@ -1,7 +1,7 @@
-//! Linear layers with a low-rank adapter, forward and backward, as products.
+//! LoRA layers, forward and backward, as matrix products.
 //!
-//! The adapter's term enters the product of the base weight as further steps of its sum, so `y` and `dx` are written
-//! once and the adapter costs `r / k` more flops plus one pass over `x` (or `dy`):
+//! The adapter's term extends the sum of the base weight's product. So `y` and `dx` are written once, and the adapter
+//! costs `r / k` more flops plus one pass over `x` (or `dy`):
 //!
 //! | result | products | bytes read and written, 16-bit |
 //! |---|---|---|
@@ -12,18 +12,19 @@
 //! | `ds` and `dB` together, rank 64 or less | one pass ([`super::lora_gradients`]) | `2 (t n + n r + t r)`, partial sums |
 //! | `dB = dy^T s`, `dA = ds^T x` | one each | `2 (t n + t r) + 4 n r`, `2 (t k + t r) + 4 r k` |
 //!
-//! The backward of one layer, besides the product of `dx`, passes over `x` twice (`s` is computed again, `dA`) and over `dy`
-//! once (`ds` with `dB`); with larger ranks, f32, or lines of `dy` that are no multiple of 16 bytes, twice. A caller that
-//! kept `s` passes over `x` once ([`super::shared_lora`], also for a single layer).
+//! Besides the product of `dx`, the backward of one layer passes over `x` twice (`s` is recomputed, and `dA`), and
+//! over `dy` once (`ds` with `dB`). It passes over `dy` twice with ranks above 64, in f32, or if lines of `dy` are
+//! not multiples of 16 bytes. A caller that saved `s` passes over `x` once ([`super::shared_lora`], also for a single
+//! layer).
 //!
-//! An adapter with dropout sees another input: `seen`, the dropout of `x`, is written before `s` and again before `dA`, so
-//! that nothing is kept, and `dx = dy W + dropout(ds A)`: the second product is written on its own and added by the dropout
-//! itself. Beside the layer without, these are 2 passes over `[t, k]` forward and 6 backward (the gradient takes 4 of them;
-//! with a dropout and a sum for themselves 6). Separate operations take 6 more over `[t, n]` forward and 3 or more backward,
-//! and keep `seen`. `dy` is read as often as without dropout.
+//! With dropout the adapter has another input: `seen`, the dropout of `x`. It is written before `s` and again before
+//! `dA`, so nothing is saved. The input's gradient is `dx = dy W + dropout(ds A)`: the second product is written
+//! separately, and the dropout kernel adds it. Compared with the layer without dropout, this takes 2 more passes over
+//! `[t, k]` forward and 6 backward. Separate operations would take 6 more over `[t, n]` forward and 3 or more
+//! backward, and would save `seen`. `dy` is read as often as without dropout.
 //!
-//! `s` and `ds` are rounded once to the 16-bit type: the only rounding that the separate operations would not make in
-//! f32. Lines that are no multiple of 8 elements (`r`, rarely `k` or `n`) are copied to aligned ones first.
+//! `s` and `ds` are rounded once to the 16-bit type. This is the only rounding that separate operations in f32 would
+//! not make. Lines that are not multiples of 8 elements (`r`, rarely `k` or `n`) are first copied to aligned lines.
 
 use super::lora_gradients::LoraGradients;
 use super::pointwise::Dropped;
@@ -34,7 +35,7 @@ use crate::DType;
 use crate::cuda::launch::{Address, Launch};
 use crate::cuda::module::Module;
 
-/// The modules of everything that a layer may ask for: without a compiler at hand, there is nothing else.
+/// All modules that a layer may use. Without a compiler no other modules are available.
 #[must_use]
 pub fn modules() -> Vec<Module> {
     let all = choosable().into_iter();
@@ -59,18 +60,18 @@ pub fn parts_modules() -> Vec<Module> {
         .collect()
 }
 
-/// A linear layer with its adapter. Addresses are 16-byte aligned; everything is dense, in `dtype`.
+/// Linear layer with its adapter. Addresses are aligned to 16 bytes; all operands are dense, in `dtype`.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct LoraLinear {
-    /// bf16 or f16, or f32 without tensor cores.
+    /// bf16 or f16 on tensor cores, or f32 without them.
     pub dtype: DType,
-    /// Tokens.
+    /// Number of tokens.
     pub t: usize,
-    /// Features out.
+    /// Output features.
     pub n: usize,
-    /// Features in.
+    /// Input features.
     pub k: usize,
-    /// Rank; 0 is the plain linear layer.
+    /// Adapter rank. 0 is the plain linear layer.
     pub r: usize,
     /// `[t, k]`.
     pub x: Address,
@@ -82,13 +83,13 @@ pub struct LoraLinear {
     pub lora_a: Address,
     /// `[n, r]`.
     pub lora_b: Address,
-    /// Of the adapter's term.
+    /// Factor on the adapter's term.
     pub scale: f32,
-    /// What the adapter does not see of `x`.
+    /// Dropout of the adapter's input, if any.
     pub dropped: Option<Dropped>,
 }
 
-/// Where gradients go; [`Address::NULL`] for those that nobody needs.
+/// Destinations of gradients. [`Address::NULL`] for a gradient that is not needed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Gradients {
     /// `[t, k]` in the layer's dtype.
@@ -100,13 +101,14 @@ pub struct Gradients {
 }
 
 impl LoraLinear {
-    /// Elements of a row of `s` and `ds`: the rank, padded with zeros to a multiple of 16.
+    /// Elements per row of `s` and `ds`: the rank padded with zeros to a multiple of 16.
     #[must_use]
     pub const fn padded_rank(&self) -> usize {
         self.r.next_multiple_of(16)
     }
 
-    /// The layer with what its adapter sees as its `x`, behind the launch that makes it. `None` when the dtype has no kernel.
+    /// The layer with the adapter's input as its `x`, and the launch that computes that input. `None` when the dtype
+    /// has no kernel.
     pub(super) fn seeing(&self, workspace: &mut Workspace) -> Option<(Self, Option<Launch>)> {
         let Some(dropped) = self.dropped.filter(|_| self.r > 0) else {
             return Some((*self, None));
@@ -125,8 +127,8 @@ impl LoraLinear {
         ))
     }
 
-    /// `dx += dropout(ds A)`, rows of `ds` being `line` elements apart. Nothing where the adapter sees all of `x`: its part
-    /// is in the product of `dx` then.
+    /// Launches of `dx += dropout(ds A)`, with rows of `ds` `line` elements apart. Empty without dropout, because the
+    /// product of `dx` then contains this term.
     pub(super) fn add_seen_gradient(
         &self,
         (ds, line): (Address, usize),
@@ -150,8 +152,9 @@ impl LoraLinear {
         Some(launches)
     }
 
-    /// `s[t, padded_rank] = scale * x A^T`. Adapters that share `x` may be stacked: with `lora_a` the rows of all and
-    /// `r` their sum, each takes its columns of `s` (from multiples of 8 on) in [`LoraLinear::output`].
+    /// Product `s[t, padded_rank] = scale * x A^T`. Adapters that share `x` may be stacked: `lora_a` then has the
+    /// rows of all adapters, and `r` is the sum of the ranks. [`LoraLinear::output`] takes each adapter's columns of
+    /// `s`, which begin at multiples of 8.
     #[must_use]
     pub fn down(&self, s: Address) -> Product {
         self.product([self.t, self.padded_rank(), self.r], s, self.padded_rank())
@@ -159,7 +162,7 @@ impl LoraLinear {
             .plus(self.x, self.k, self.lora_a, self.k, self.k)
     }
 
-    /// `y[t, n] = [x | s] [W | B]^T + bias`, rows of `s` being `s_line` elements apart.
+    /// Product `y[t, n] = [x | s] [W | B]^T + bias`, with rows of `s` `s_line` elements apart.
     #[must_use]
     pub fn output(&self, s: Address, s_line: usize, y: Address) -> Product {
         let mut product = self
@@ -170,7 +173,7 @@ impl LoraLinear {
         product
     }
 
-    /// `ds[t, padded_rank] = scale * dy B`.
+    /// Product `ds[t, padded_rank] = scale * dy B`.
     #[must_use]
     pub fn down_gradient(&self, dy: Address, ds: Address) -> Product {
         self.product([self.t, self.padded_rank(), self.r], ds, self.padded_rank())
@@ -179,7 +182,7 @@ impl LoraLinear {
             .plus(dy, self.n, self.lora_b, self.r, self.n)
     }
 
-    /// `dx[t, k] = [dy | ds] [W ; A]`, or `dy W` where the adapter does not see all of `x`.
+    /// Product `dx[t, k] = [dy | ds] [W ; A]`, or `dy W` if the adapter has dropout.
     #[must_use]
     pub fn input_gradient(&self, dy: Address, ds: Address, dx: Address) -> Product {
         let r = self.dropped.map_or(self.r, |_| 0);
@@ -189,7 +192,7 @@ impl LoraLinear {
             .plus(ds, self.padded_rank(), self.lora_a, self.k, r)
     }
 
-    /// `d_weight[n, k] = dy^T x` in f32.
+    /// Product `d_weight[n, k] = dy^T x` in f32.
     #[must_use]
     pub fn weight_gradient(&self, dy: Address, d_weight: Address) -> Product {
         self.product([self.n, self.k, self.k], d_weight, self.k)
@@ -198,7 +201,7 @@ impl LoraLinear {
             .plus(dy, self.n, self.x, self.k, self.t)
     }
 
-    /// `d_lora_b[n, r] = dy^T s` in f32.
+    /// Product `d_lora_b[n, r] = dy^T s` in f32.
     #[must_use]
     pub fn lora_b_gradient(&self, dy: Address, s: Address, d_lora_b: Address) -> Product {
         self.product([self.n, self.r, self.r], d_lora_b, self.r)
@@ -207,7 +210,7 @@ impl LoraLinear {
             .plus(dy, self.n, s, self.padded_rank(), self.t)
     }
 
-    /// `d_lora_a[r, k] = ds^T x` in f32.
+    /// Product `d_lora_a[r, k] = ds^T x` in f32.
     #[must_use]
     pub fn lora_a_gradient(&self, ds: Address, d_lora_a: Address) -> Product {
         self.product([self.r, self.k, self.k], d_lora_a, self.k)
@@ -216,7 +219,7 @@ impl LoraLinear {
             .plus(ds, self.padded_rank(), self.x, self.k, self.t)
     }
 
-    /// `y = x W^T + bias + scale * (x A^T) B^T`, `[t, n]`. `None` when the dtype has no kernel.
+    /// Launches of `y = x W^T + bias + scale * (x A^T) B^T`, `[t, n]`. `None` when the dtype has no kernel.
     #[must_use]
     pub fn forward(
         &self,
@@ -240,10 +243,10 @@ impl LoraLinear {
         Some(launches)
     }
 
-    /// The gradients for `dy` `[t, n]`; `s` is computed again. `None` when the dtype has no kernel.
+    /// Launches of the gradients for `dy [t, n]`. `s` is recomputed. `None` when the dtype has no kernel.
     ///
-    /// Bytes of 8192 tokens, 4096 features in and out, rank 16, in bf16: `s` 67 MB, `ds` and `dB` in one pass 67 MB and
-    /// 17 MB of partial sums (as two products 134 MB), `dA` 67 MB, and the product of `dx` as in the forward.
+    /// Bytes for 8192 tokens, 4096 features in and out, rank 16, in bf16: `s` 67 MB; `ds` and `dB` in one pass 67 MB
+    /// plus 17 MB of partial sums (134 MB as two products); `dA` 67 MB; the product of `dx` as much as the forward.
     #[must_use]
     pub fn backward(
         &self,
@@ -308,17 +311,17 @@ impl LoraLinear {
         Some(launches)
     }
 
-    /// Room for `s` or `ds`.
+    /// Workspace for `s` or `ds`.
     fn adapter_rows(&self, workspace: &mut Workspace) -> Address {
         workspace.take((self.t * self.padded_rank() * self.dtype.size_bytes()) as u64)
     }
 
-    /// Room for a copy of `x`.
+    /// Workspace for a copy of `x`.
     fn input_rows(&self, workspace: &mut Workspace) -> Address {
         workspace.take((self.t * self.k * self.dtype.size_bytes()) as u64)
     }
 
-    /// A product without terms, bias and scale.
+    /// Product without terms, bias and scale.
     fn product(&self, [m, n, b_rows]: [usize; 3], y: Address, y_line: usize) -> Product {
         Product {
             dtype: self.dtype,
@@ -337,7 +340,7 @@ impl LoraLinear {
     }
 }
 
-/// The launches of one product after the other.
+/// Launches of several products, one after the other.
 pub(super) fn run(
     products: impl IntoIterator<Item = Product>,
     multiprocessors: u32,
@@ -367,7 +370,7 @@ impl Product {
         self
     }
 
-    /// Adds a sum; one of no elements is left out.
+    /// Adds a term. A term without elements is left out.
     fn plus(mut self, a: Address, a_line: usize, b: Address, b_line: usize, k: usize) -> Self {
         if k > 0 {
             let free = self.terms.iter_mut().find(|term| term.is_none());

@@ -1,17 +1,17 @@
-//! Cross entropy over tiles of logits: statistics, losses, gradients of logits. The products around them are
-//! [`product`](super::product)'s.
+//! Cross entropy over tiles of logits: statistics, losses and gradients of logits. The products before and after are
+//! in [`product`](super::product).
 
 use crate::DType;
 use crate::cuda::launch::{Address, Arg, Launch};
 use crate::cuda::module::{Family, Module, element_type};
 
 const THREADS: u32 = 256;
-/// Bytes of the statistics of one row.
+/// Bytes of one row's statistics.
 pub const RUNNING_BYTES: u64 = 16;
-/// Sums of eight stretches and the largest logits of eight warps.
+/// Shared memory for the sums of eight stretches and the largest logits of eight warps.
 const SHARED_BYTES: u32 = 8 * 8 + 8 * 4;
 
-/// Only the gradients depend on a dtype: one module has the rest.
+/// Kernels of the f32 module. Only the gradients depend on a dtype, so only this module has the others.
 const KERNELS: &[&str] = &["gradients", "statistics", "losses"];
 
 fn module(out: DType) -> Option<Module> {
@@ -24,32 +24,32 @@ fn module(out: DType) -> Option<Module> {
     Some(Module::new(Family::Loss, defines, kernels))
 }
 
-/// Every dtype of the gradients of logits.
+/// Modules for every dtype of the gradients of logits.
 #[must_use]
 pub fn modules() -> Vec<Module> {
     let dtypes = [DType::F32, DType::BF16, DType::F16];
     dtypes.into_iter().filter_map(module).collect()
 }
 
-/// A tile of logits of some rows.
+/// Tile of logits of some rows.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Tile {
     /// f32 `[rows, cols]`.
     pub logits: Address,
-    /// i32 `[rows]`, each inside the vocabulary.
+    /// i32 `[rows]`, each in the vocabulary.
     pub labels: Address,
-    /// [`RUNNING_BYTES`] a row.
+    /// Statistics, [`RUNNING_BYTES`] per row.
     pub running: Address,
-    /// Rows.
+    /// Number of rows.
     pub rows: u32,
-    /// Columns of the tile.
+    /// Number of columns.
     pub cols: u32,
-    /// The vocabulary's number of the first column.
+    /// Index of the tile's first column in the vocabulary.
     pub first: u32,
 }
 
-/// Takes a tile into the statistics of its rows; the first tile starts them. Reads the logits once (they stay in the
-/// second-level cache for the second look). `None` for extents beyond `int`, here and below.
+/// Adds a tile to the statistics of its rows; the first tile initializes them. Reads the logits from memory once
+/// (they stay in the L2 cache for the second read). `None` for extents beyond `int`, as in the functions below.
 #[must_use]
 pub fn statistics(tile: &Tile) -> Option<Launch> {
     Some(Launch {
@@ -69,7 +69,7 @@ pub fn statistics(tile: &Tile) -> Option<Launch> {
     })
 }
 
-/// `losses[rows_of[i]] = -log softmax(logits of row i)[label]` in f32, from statistics over the whole vocabulary;
+/// `losses[rows_of[i]] = -log softmax(logits of row i)[label]` in f32, from statistics over the whole vocabulary.
 /// `rows_of` is i32 `[rows]`.
 #[must_use]
 pub fn losses(running: Address, rows_of: Address, losses: Address, rows: u32) -> Option<Launch> {
@@ -88,8 +88,8 @@ pub fn losses(running: Address, rows_of: Address, losses: Address, rows: u32) ->
     })
 }
 
-/// Gradients of `factor * sum(losses)` in `out [rows, line]`, of which the columns behind the tile's become zero. `out`
-/// may be the logits themselves in f32, with lines as long.
+/// Gradients of `factor * sum(losses)` in `out [rows, line]`. Columns after the tile's become zero. `out` may be the
+/// f32 logits themselves, with equally long lines.
 #[must_use]
 pub fn gradients(
     tile: &Tile,

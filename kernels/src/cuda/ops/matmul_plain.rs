@@ -1,4 +1,4 @@
-//! Matrix products of f32 operands: the same [`Product`](super::product::Product) without tensor cores, in full f32.
+//! Matrix products of f32 operands: a [`Product`](super::product::Product) without tensor cores, in full f32.
 
 use super::product::Variant;
 use super::routed;
@@ -6,11 +6,11 @@ use super::tile::Tile;
 use crate::DType;
 use crate::cuda::module::{Family, Module};
 
-/// Square tiles, with the time they take for an element relative to the first: the smaller one loads twice as much
-/// from shared memory for each product.
+/// Square tiles, each with its time per element relative to the first. The smaller tile loads twice as much from
+/// shared memory per product.
 pub(super) const TILES: [(Tile, u64); 2] = [(square(128), 100), (square(64), 150)];
 
-/// 256 threads share a tile, in two buffers of 8 elements of k.
+/// Tile of 256 threads, with two buffers of 8 elements of k.
 const fn square(edge: u32) -> Tile {
     Tile {
         m: edge,
@@ -22,10 +22,10 @@ const fn square(edge: u32) -> Tile {
     }
 }
 
-/// Elements that follow each line of a tile in shared memory, so that lines start at different banks.
+/// Padding after each line of a tile in shared memory, in elements. Lines then start at different banks.
 const PADDING: u32 = 4;
 
-/// The module for one of the tiles.
+/// Module for one tile.
 #[must_use]
 pub fn module([transpose_a, transpose_b]: [bool; 2], tile: Tile) -> Module {
     let defines = defines([transpose_a, transpose_b], tile);
@@ -54,7 +54,7 @@ pub fn variants() -> Vec<Variant> {
     all.collect()
 }
 
-/// The modules of [`variants`].
+/// Modules of [`variants`].
 #[must_use]
 pub fn modules() -> Vec<Module> {
     let all = variants().into_iter();
@@ -63,7 +63,7 @@ pub fn modules() -> Vec<Module> {
         .collect()
 }
 
-/// Shared memory of a block.
+/// Shared memory per block in bytes.
 pub(super) const fn shared_bytes(tile: Tile) -> u32 {
     tile.stages * tile.k * (tile.m + tile.n + 2 * PADDING) * 4
 }

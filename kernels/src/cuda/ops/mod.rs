@@ -1,4 +1,4 @@
-//! One file per kernel family: which modules it has, and the launches of an operation as values.
+//! Operations as launches. Each kernel family has one file with its modules and launches.
 
 pub mod accumulate;
 pub mod adamw;

@@ -4,58 +4,58 @@ use crate::DType;
 use crate::cuda::launch::{Address, Arg, Launch};
 use crate::cuda::module::{Family, Module, element_type};
 
-/// Elements of a chunk, the unit of work of a thread.
+/// Elements per piece of work of a thread.
 const CHUNK: u32 = 8;
 const WARP: u32 = 32;
-/// Threads of a block, unless a row needs more.
+/// Threads per block, unless a row needs more.
 const BLOCK_THREADS: u32 = 256;
-/// Threads a row may have.
+/// Maximum threads per row.
 const MAX_ROW_THREADS: u32 = 512;
-/// Chunks that a thread keeps in registers.
+/// Chunks that a thread holds in registers.
 const FORWARD_CHUNKS: u32 = 4;
 const BACKWARD_CHUNKS: u32 = 2;
 const WIDE_BACKWARD_CHUNKS: u32 = 4;
-/// Blocks of the backward at most, which bounds the partial sums: two for each multiprocessor of the largest GPU. Part
-/// of the result's definition, so never read from the device.
+/// Maximum blocks of the backward: two per multiprocessor of the largest GPU. It bounds the partial sums. It is part
+/// of the result's definition, so it is never read from the device.
 const BACKWARD_BLOCKS: u64 = 264;
-/// Rows of `sum_partials`' block: columns, and warps that add groups.
+/// Block of `sum_partials`: columns, and threads.
 const SUM_COLUMNS: u32 = 32;
 const SUM_THREADS: u32 = 1024;
 
-/// Which normalisation.
+/// Kind of normalization.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Kind {
-    /// `round(x / sqrt(mean(x^2) + eps)) * weight`.
+    /// RMS norm: `round(x / sqrt(mean(x^2) + eps)) * weight`.
     Rms,
-    /// `(x - mean) / sqrt(var + eps) * weight + bias`.
+    /// Layer norm: `(x - mean) / sqrt(var + eps) * weight + bias`.
     Layer,
 }
 
-/// What is normalised.
+/// Kind, dtypes and sizes of a normalization.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Shape {
-    /// Which normalisation.
+    /// Kind of normalization.
     pub kind: Kind,
     /// Dtype of activations and their gradients.
     pub dtype: DType,
     /// Dtype of weight and bias: that of the activations, or f32.
     pub weight_dtype: DType,
-    /// Rows.
+    /// Number of rows.
     pub rows: u64,
-    /// Elements of a row.
+    /// Elements per row.
     pub c: u32,
-    /// Added to the mean square.
+    /// Added to the mean square or variance.
     pub eps: f32,
 }
 
-/// Operands of [`forward`]; `[rows, c]` unless stated.
+/// Operands of [`forward`], `[rows, c]` unless stated.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Forward {
-    /// What is normalised, or added to the residual first.
+    /// Values to normalize, or summand if `residual` is given.
     pub x: Address,
-    /// With `sum`: `sum = round(x + residual)` is written and normalised. Null for none.
+    /// Residual. `sum = round(x + residual)` is then written and normalized. Null for none.
     pub residual: Address,
-    /// Null exactly when `residual` is.
+    /// Sum with the residual. Null if and only if `residual` is null.
     pub sum: Address,
     /// `[c]`.
     pub weight: Address,
@@ -65,16 +65,17 @@ pub struct Forward {
     pub y: Address,
 }
 
-/// Operands of [`backward`]; `[rows, c]` unless stated.
+/// Operands of [`backward`], `[rows, c]` unless stated.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Backward {
-    /// What was normalised (the sum, where a residual was added).
+    /// The values that were normalized (the sum, if a residual was added).
     pub x: Address,
     /// `[c]`.
     pub weight: Address,
     /// Gradient of the result.
     pub dy: Address,
-    /// Added to `dx` in f32, before it is rounded: the gradient that reaches `x` beside the norm. Null for none.
+    /// Gradient that reaches `x` besides through the norm. It is added to `dx` in f32, before rounding. Null for
+    /// none.
     pub d_sum: Address,
     /// Gradient of `x`.
     pub dx: Address,
@@ -82,11 +83,11 @@ pub struct Backward {
     pub d_weight: Address,
     /// `[c]` f32, null for RMS norm.
     pub d_bias: Address,
-    /// [`workspace_bytes`], aligned to 16 bytes.
+    /// [`workspace_bytes`] bytes, aligned to 16 bytes.
     pub workspace: Address,
 }
 
-/// How threads are laid over rows.
+/// Distribution of rows over threads.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 struct Plan {
     kernel: &'static str,
@@ -95,7 +96,7 @@ struct Plan {
 }
 
 impl Plan {
-    /// Rows in registers, `chunks` a thread.
+    /// Plan with rows in registers, `chunks` per thread. `None` if a row does not fit.
     fn held(kernel: &'static str, c: u32, chunks: u32) -> Option<Self> {
         let row_threads = c.div_ceil(CHUNK * chunks).next_multiple_of(WARP);
         (c.is_multiple_of(CHUNK) && row_threads <= MAX_ROW_THREADS).then(|| Self {
@@ -117,14 +118,14 @@ impl Plan {
         self.row_threads * self.rows_per_block
     }
 
-    /// Two rounds of two sums for each warp.
+    /// Shared memory for two rounds of two sums per warp, in bytes.
     const fn shared_bytes(self) -> u32 {
         self.threads() / WARP * 16
     }
 }
 
 impl Shape {
-    /// Dtypes and kind of a module; rows, `c` and `eps` are free.
+    /// Shape with the dtypes and kind of a module, for any rows, `c` and `eps`.
     const fn new(kind: Kind, dtype: DType, weight_dtype: DType) -> Self {
         Self {
             kind,
@@ -164,7 +165,7 @@ impl Shape {
         fits.then(|| Module::new(Family::Norm, defines, kernels))
     }
 
-    /// Whether there are registers for four chunks a thread.
+    /// Whether registers suffice for four chunks per thread.
     fn has_wide(&self) -> bool {
         self.kind == Kind::Rms && self.dtype != DType::F32
     }
@@ -182,7 +183,7 @@ impl Shape {
             .unwrap_or(Plan::any("forward_any"))
     }
 
-    /// Does not depend on addresses where they are aligned: sums are the same for every such call.
+    /// Plan of the backward. It is the same for all aligned addresses, and so is the order of the sums.
     fn backward_plan(&self, addresses: &[Address]) -> Plan {
         let wide = || {
             let plan = Plan::held("backward_wide", self.c, WIDE_BACKWARD_CHUNKS);
@@ -203,7 +204,7 @@ fn aligned(addresses: &[Address]) -> bool {
     addresses.iter().all(|Address(a)| a.is_multiple_of(16))
 }
 
-/// Both kinds, every dtype, weights in the same dtype and in f32.
+/// Modules for both kinds and every dtype, with weights in the same dtype and in f32.
 #[must_use]
 pub fn modules() -> Vec<Module> {
     let dtypes = [
@@ -218,9 +219,9 @@ pub fn modules() -> Vec<Module> {
     shapes.filter_map(|shape| shape.module()).collect()
 }
 
-/// The normalisation. Moves two elements per element, with a residual four. Fast for `c` a multiple of 8 up to 16384
-/// and addresses aligned to 16 bytes; right for all. `None` when dtypes do not go together or there are more rows than
-/// a grid has blocks.
+/// Launch of the normalization. Moves two elements per element, four with a residual. It is fast for `c` a multiple
+/// of 8 up to 16384 and addresses aligned to 16 bytes, and correct for all others. `None` when the dtypes are not
+/// supported together, or the rows exceed a grid's size.
 #[must_use]
 pub fn forward(shape: &Shape, at: &Forward) -> Option<Launch> {
     let plan = shape.forward_plan(&[at.x, at.residual, at.sum, at.weight, at.bias, at.y]);
@@ -254,10 +255,10 @@ pub fn workspace_bytes(shape: &Shape) -> u64 {
     groups[0].max(groups[1]) * shape.params() * u64::from(shape.c) * 4
 }
 
-/// The gradients: the launches in their order. Moves three elements per element, with `d_sum` four, and the workspace
-/// twice. The parameters' gradients are sums in an order that depends on rows, `c`, dtypes and alignment only. Fast for
-/// `c` a multiple of 8 up to 8192 (RMS norm of 16-bit activations: 16384) and addresses aligned to 16 bytes. `None` as
-/// for [`forward`].
+/// Launches of the gradients, in order. Moves three elements per element, four with `d_sum`, plus the workspace
+/// twice. The order of the sums of parameter gradients depends on rows, `c`, dtypes and alignment only. It is fast
+/// for `c` a multiple of 8 up to 8192 (16384 for RMS norm of 16-bit activations) and addresses aligned to 16 bytes.
+/// `None` as for [`forward`].
 #[must_use]
 pub fn backward(shape: &Shape, at: &Backward) -> Option<[Launch; 2]> {
     let plan = shape.backward_plan(&[at.x, at.weight, at.dy, at.d_sum, at.dx, at.workspace]);
@@ -302,7 +303,7 @@ pub fn backward(shape: &Shape, at: &Backward) -> Option<[Launch; 2]> {
     Some([rows, sums])
 }
 
-/// Blocks along x, of which a grid has less than 2^31.
+/// Blocks along x. `None` if there are 2^31 or more.
 fn grid(blocks: u64) -> Option<u32> {
     i32::try_from(blocks.max(1)).ok()?.try_into().ok()
 }

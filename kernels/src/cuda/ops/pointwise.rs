@@ -1,4 +1,4 @@
-//! Operations on single elements, dropout and rotary positions, with the bits of the CPU.
+//! Elementwise operations, dropout and rotary position embedding, with the bits of the CPU.
 
 use crate::DType;
 use crate::backend::{Direction, Gelu, RopeLayout};
@@ -6,11 +6,11 @@ use crate::cuda::launch::{Address, Arg, Launch};
 use crate::cuda::module::{Family, Module, element_type};
 
 const THREADS: u32 = 256;
-/// Elements a thread handles at a time.
+/// Elements per thread and iteration.
 const WIDTH: u64 = 8;
-/// Columns of a block of random numbers.
+/// Columns that share one block of random numbers.
 const RANDOM_COLUMNS: u64 = 4;
-/// Blocks of the grid at most: enough for several waves of any GPU.
+/// Maximum blocks of the grid: enough for several waves on any GPU.
 const MAX_BLOCKS: u64 = 132 * 16;
 
 const KERNELS: &[&str] = &[
@@ -32,7 +32,7 @@ fn module(dtype: DType) -> Option<Module> {
     Some(Module::new(Family::Pointwise, defines, KERNELS))
 }
 
-/// Every float dtype.
+/// Modules for every float dtype.
 #[must_use]
 pub fn modules() -> Vec<Module> {
     let dtypes = [DType::F32, DType::BF16, DType::F16];
@@ -55,7 +55,7 @@ fn launch(dtype: DType, kernel: &'static str, threads: u64, args: Vec<Arg>) -> O
     })
 }
 
-/// Operands, `n` and whether they are read in words of 16 bytes.
+/// Launch of an elementwise kernel with its operands, `n`, and whether they are read in words of 16 bytes.
 fn elements(
     dtype: DType,
     kernel: &'static str,
@@ -72,19 +72,19 @@ fn elements(
     launch(dtype, kernel, n.div_ceil(WIDTH), args)
 }
 
-/// `y = a + b` for `n` elements. `None` when the dtype is no float, here and below.
+/// `y = a + b` for `n` elements. `None` when the dtype is not a float, as in the functions below.
 #[must_use]
 pub fn add(dtype: DType, a: Address, b: Address, y: Address, n: u64) -> Option<Launch> {
     elements(dtype, "add", &[a, b], None, &[y], n)
 }
 
-/// `y = factor * x`.
+/// `y = factor * x` for `n` elements.
 #[must_use]
 pub fn scale(dtype: DType, x: Address, factor: f32, y: Address, n: u64) -> Option<Launch> {
     elements(dtype, "scale", &[x], Some(factor), &[y], n)
 }
 
-/// GELU.
+/// GELU of `n` elements.
 #[must_use]
 pub fn gelu(dtype: DType, kind: Gelu, x: Address, y: Address, n: u64) -> Option<Launch> {
     let kernel = match kind {
@@ -94,7 +94,7 @@ pub fn gelu(dtype: DType, kind: Gelu, x: Address, y: Address, n: u64) -> Option<
     elements(dtype, kernel, &[x], None, &[y], n)
 }
 
-/// `dx` of GELU.
+/// Gradient of GELU with respect to its input.
 #[must_use]
 pub fn gelu_backward(
     dtype: DType,
@@ -116,7 +116,7 @@ pub fn swiglu(dtype: DType, gate: Address, up: Address, y: Address, n: u64) -> O
     elements(dtype, "swiglu", &[gate, up], None, &[y], n)
 }
 
-/// Gradients of gate and up in one pass: five elements are moved per element.
+/// Gradients of gate and up in one pass, which moves five elements per element.
 #[must_use]
 pub fn swiglu_backward(
     dtype: DType,
@@ -148,20 +148,21 @@ pub fn dropout(
     Dropped { rows, key, p }.launch(dtype, [x, none, y], none, [t, k])
 }
 
-/// What of its input an adapter does not see.
+/// Dropout of an adapter's input.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Dropped {
-    /// i32 `[t, 2]`: what tells rows apart.
+    /// i32 `[t, 2]`: identity of each row.
     pub rows: Address,
-    /// What tells uses apart.
+    /// Key of the random stream for one use, e.g. (seed, layer).
     pub key: [u32; 2],
-    /// Probability of zero.
+    /// Probability that an element becomes zero.
     pub p: f32,
 }
 
 impl Dropped {
-    /// `y = dropout(x)`, or with `onto`, which may be `y`, `y = onto + dropout(x)`: `[.., k]`, rounded before it is added.
-    /// With `at`, i32 `[t]`, `t` rows of all of these that it names; otherwise the first `t`.
+    /// Launch of `y = dropout(x)`, or of `y = onto + dropout(x)` if `onto` is given (it may be `y`). All are `[..,
+    /// k]`; the dropout is rounded before it is added. `at`, i32 `[t]`, selects `t` rows of all operands; null
+    /// selects the first `t`.
     #[must_use]
     pub fn launch(
         &self,
@@ -188,20 +189,20 @@ impl Dropped {
     }
 }
 
-/// Sizes of a rotation: `x [tokens, heads, d]`, angles `[tokens, w]`.
+/// Sizes of a rotary embedding: `x [tokens, heads, d]`, angles `[tokens, w]`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct RopeShape {
-    /// Tokens.
+    /// Number of tokens.
     pub tokens: u64,
-    /// Heads of a token.
+    /// Heads per token.
     pub heads: u32,
-    /// Elements of a head.
+    /// Elements per head.
     pub d: u32,
-    /// Pairs that rotate, at most `d / 2`.
+    /// Pairs that rotate per head, at most `d / 2`.
     pub w: u32,
 }
 
-/// Rotation of `x` by angles whose cosines and sines are f32 `[tokens, w]`, as [`Backend::rope`](crate::Backend::rope).
+/// Rotation of `x`. Cosines and sines are f32 `[tokens, w]`, as in [`Backend::rope`](crate::Backend::rope).
 #[must_use]
 pub fn rope(
     dtype: DType,

@@ -1,4 +1,4 @@
-//! Every primitive on its own: what a GPU and the emulator of the tests must agree on.
+//! Kernels that run every primitive on its own, to compare a GPU with the emulator of the tests.
 
 use crate::cuda::launch::{Arg, Launch};
 use crate::cuda::module::{Family, Module};
@@ -24,14 +24,14 @@ fn module() -> Module {
     Module::new(Family::PrimitivesCheck, [], KERNELS)
 }
 
-/// The one module.
+/// The only module of this family.
 #[must_use]
 pub fn modules() -> Vec<Module> {
     vec![module()]
 }
 
-/// A launch of `blocks` blocks; the kernels and their parameters are described in the source. `None` when there is no
-/// such kernel.
+/// Launch of a kernel with `blocks` blocks. The CUDA source describes the kernels and their parameters. `None` if no
+/// kernel has this name.
 #[must_use]
 pub fn launch(
     kernel: &str,

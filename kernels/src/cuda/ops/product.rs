@@ -1,5 +1,4 @@
-//! Matrix products, of 16-bit operands on tensor cores and of f32 operands without them: operands, the choice of a
-//! tile, and the launches of one product.
+//! Matrix products: operands, choice of a tile, and launches. 16-bit operands use tensor cores, f32 operands do not.
 
 use super::matmul_plain;
 use super::tile::Tile;
@@ -13,66 +12,66 @@ use crate::cuda::module::{Family, Module, element_type};
 pub struct Term {
     /// `[m, k]`, or `[k, m]` when `transpose_a`; 16-byte aligned (f32: 4).
     pub a: Address,
-    /// Elements from line to line of `a`.
+    /// Distance between lines of `a` in elements.
     pub a_line: usize,
     /// `[n, k]`, or `[k, n]` when `transpose_b`; 16-byte aligned (f32: 4).
     pub b: Address,
-    /// Elements from line to line of `b`.
+    /// Distance between lines of `b` in elements.
     pub b_line: usize,
-    /// Length of the sum. Where k runs along a line whose length is a multiple of 8 and `k` is none, the elements
-    /// from `k` to the next multiple of 8 are zero.
+    /// Length of the sum. If k runs along a line whose length is a multiple of 8 but `k` is not, the elements from
+    /// `k` to the next multiple of 8 must be zero.
     pub k: usize,
 }
 
-/// `y[m, n] = scale * (sum of a b^T over all terms) + bias[n]`, sums in f32.
+/// Operands of `y[m, n] = scale * (sum of a b^T over all terms) + bias[n]`, with sums in f32.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Product {
-    /// Of the operands and the bias: bf16, f16 or f32.
+    /// Dtype of operands and bias: bf16, f16 or f32.
     pub dtype: DType,
-    /// Of `y`: `dtype`, or f32.
+    /// Dtype of `y`: `dtype` or f32.
     pub out: DType,
-    /// The lines of `a` run along m, not k.
+    /// Whether the lines of `a` run along m instead of k.
     pub transpose_a: bool,
-    /// The lines of `b` run along n, not k: the weight `[n, k]` of a linear layer is *not* transposed.
+    /// Whether the lines of `b` run along n instead of k. The weight `[n, k]` of a linear layer is *not* transposed.
     pub transpose_b: bool,
     /// Rows of `y`.
     pub m: usize,
     /// Columns of `y`.
     pub n: usize,
-    /// Columns that `b` has; the others are zero.
+    /// Columns that `b` has. Missing columns up to `n` count as zero.
     pub b_rows: usize,
-    /// One or two sums.
+    /// One or two terms, which are summed.
     pub terms: [Option<Term>; 2],
     /// `[n]`, or [`Address::NULL`].
     pub bias: Address,
-    /// Of the sums.
+    /// Factor on the sums.
     pub scale: f32,
     /// `[m, n]`.
     pub y: Address,
-    /// Elements from row to row of `y`.
+    /// Distance between rows of `y` in elements.
     pub y_line: usize,
 }
 
 /// How a product is executed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Choice {
-    /// Of the grid.
+    /// Tile per block.
     pub tile: Tile,
-    /// Blocks that share a tile of `y`, each with a part of the sum.
+    /// Number of blocks that share a tile of `y`, each with a part of the sum (split-K).
     pub parts: u32,
 }
 
-/// A choice of defines: dtype of operands and result, whether a and b are transposed, tile.
+/// One choice of defines: dtype of operands, dtype of the result, whether a and b are transposed, tile.
 pub type Variant = (DType, DType, [bool; 2], Tile);
 
-/// `y = x W^T` of a layer.
+/// Orientation of `y = x W^T`.
 pub(super) const FORWARD: [bool; 2] = [false, false];
-/// `dx = dy W`.
+/// Orientation of `dx = dy W`.
 pub(super) const INPUT_GRADIENT: [bool; 2] = [false, true];
-/// `dW = dy^T x`.
+/// Orientation of `dW = dy^T x`.
 pub(super) const WEIGHT_GRADIENT: [bool; 2] = [true, true];
 
-/// Whether layers make such products. Others get one tile of each kind, so that there is less to compile.
+/// Whether layers use products of this kind. Other kinds get one tile each, so less needs to be compiled.
 fn made_by_layers(out: DType, transpose: [bool; 2]) -> bool {
     match transpose {
         FORWARD | INPUT_GRADIENT => true,
@@ -81,7 +80,7 @@ fn made_by_layers(out: DType, transpose: [bool; 2]) -> bool {
     }
 }
 
-/// Everything that [`Product::choose`] may ask for with 16-bit operands, once each.
+/// Every variant that [`Product::choose`] may select for 16-bit operands, once each.
 #[must_use]
 pub fn choosable() -> Vec<Variant> {
     let mut all = Vec::new();
@@ -101,7 +100,7 @@ pub fn choosable() -> Vec<Variant> {
     all
 }
 
-/// The module of a product of 16-bit operands.
+/// Module of a product with 16-bit operands.
 #[must_use]
 pub fn module(
     dtype: DType,
@@ -140,13 +139,13 @@ pub(super) fn defines(
 }
 
 impl Product {
-    /// Elements of all sums.
+    /// Total length of all terms.
     fn depth(&self) -> usize {
         self.terms.iter().flatten().map(|term| term.k).sum()
     }
 
-    /// The tile, which depends on the GPU, and the number of parts, which does not. All tiles that a shape may get
-    /// add in the same order, so neither do results depend on the GPU.
+    /// Chooses the tile, which depends on the GPU, and the number of parts, which does not. All tiles possible for a
+    /// shape add in the same order, so results do not depend on the GPU.
     #[must_use]
     pub fn choose(&self, multiprocessors: u32) -> Choice {
         let sms = multiprocessors.max(1) as usize;
@@ -171,7 +170,7 @@ impl Product {
             let tile = self.quickest(Tile::GENERAL, sms, parts);
             (tile, Tile::COMMON, parts)
         };
-        // Parts are sums in f32.
+        // Parts are f32 sums.
         let out = if parts > 1 { DType::F32 } else { self.out };
         let transpose = [self.transpose_a, self.transpose_b];
         Choice {
@@ -183,7 +182,7 @@ impl Product {
         }
     }
 
-    /// The tile whose blocks, dealt to the multiprocessors, take the least time.
+    /// The tile with the lowest estimated time on this number of multiprocessors.
     fn quickest<const N: usize>(&self, tiles: [(Tile, u64); N], sms: usize, parts: u32) -> Tile {
         let time = |(tile, weight): &(Tile, u64)| {
             let [m, n] = tile.grid(self.m, self.n);
@@ -194,13 +193,13 @@ impl Product {
         best.unwrap_or(tiles[0]).0
     }
 
-    /// Parts of at least `shortest` elements that give some 128 blocks work.
+    /// Number of parts, each at least `shortest` long, that gives about 128 blocks.
     fn parts(&self, blocks: usize, shortest: usize) -> u32 {
         let wanted = 128usize.div_ceil(blocks.max(1));
         wanted.min(self.depth() / shortest).clamp(1, 16) as u32
     }
 
-    /// The launches, in order. `None` when dtypes have no kernel or an extent exceeds 2^31.
+    /// Launches, in order. `None` when the dtypes have no kernel or an extent exceeds 2^31.
     #[must_use]
     pub fn launches(
         &self,
@@ -265,7 +264,7 @@ impl Product {
             .map_or(0, |_| space.bytes())
     }
 
-    /// Adds the main launch; returns the parts that are not empty.
+    /// Adds the main launch. Returns the number of parts that are not empty.
     fn push(&self, choice: Choice, sms: u32, launches: &mut Vec<Launch>) -> Option<u32> {
         let tile = choice.tile;
         let steps: usize = self
@@ -329,12 +328,12 @@ impl Product {
         Some(parts)
     }
 
-    /// Adds the parts of `y`.
+    /// Launch that sums the parts of `y`.
     pub(super) fn sum(&self, partial: Address, parts: u32) -> Option<Launch> {
         self.sum_to_rows(partial, parts, Address::NULL)
     }
 
-    /// As [`Product::sum`], the rows of the sum being those of `y` that `rows` i32 `[m]` names.
+    /// As [`Product::sum`], but row `i` of the sum is stored in row `rows[i]` of `y`; `rows` is i32 `[m]`.
     pub(super) fn sum_to_rows(
         &self,
         partial: Address,
@@ -364,7 +363,7 @@ impl Product {
 
 const PARTS_THREADS: u32 = 256;
 
-/// The module that adds parts; that of bf16 also aligns lines, whatever their 16-bit type.
+/// Module that sums parts. That of bf16 also aligns lines of either 16-bit type.
 #[must_use]
 pub fn parts_module(dtype: DType, out: DType) -> Option<Module> {
     let defines = [("TYPE", element_type(dtype)?), ("OUT", element_type(out)?)];
@@ -375,7 +374,7 @@ pub fn parts_module(dtype: DType, out: DType) -> Option<Module> {
     Some(Module::new(Family::LinearParts, defines, kernels))
 }
 
-/// Copies an operand whose lines do not start at multiples of 16 bytes to lines that do.
+/// Copies an operand to lines that start at multiples of 16 bytes, if they do not already.
 pub(super) fn align(
     launches: &mut Vec<Launch>,
     address: &mut Address,
@@ -409,7 +408,7 @@ pub(super) fn int(x: usize) -> Option<Arg> {
     i32::try_from(x).ok().map(Arg::I32)
 }
 
-/// Blocks for `n` items, one a thread and round; enough for several waves of any GPU.
+/// Blocks for `n` items, one per thread and iteration. Enough for several waves on any GPU.
 fn blocks(n: usize) -> u32 {
     n.div_ceil(PARTS_THREADS as usize).clamp(1, 132 * 16) as u32
 }
@@ -419,7 +418,7 @@ mod tests {
     use super::*;
     use std::collections::HashSet;
 
-    /// What products of all kinds of sizes ask for, on small and large GPUs.
+    /// Variants that products of many sizes select, on small and large GPUs.
     fn chosen() -> HashSet<Variant> {
         const SIZES: [usize; 14] = [
             1, 7, 16, 24, 32, 40, 64, 100, 200, 512, 1000, 4040, 9000, 130_000,

@@ -1,5 +1,5 @@
-//! Two linear layers over a partition of rows, as CogVLM's experts for text and for pictures: one launch reads each row
-//! where it lies, multiplies it by the weight of its group and writes the result where it belongs.
+//! Grouped product: two linear layers over a partition of the rows, such as CogVLM's experts for text and images. One
+//! launch reads each row in place, multiplies it by the weight of its expert, and writes the result in place.
 //!
 //! | result | launches | bytes read and written, 16-bit |
 //! |---|---|---|
@@ -7,12 +7,12 @@
 //! | `dx[row] = dy[row] W_g` | one | `2 (t n + 2 n k + t k) + 4 t` |
 //! | `dW_g = dy[rows_g]^T x[rows_g]` | one each | `2 t_g (n + k) + 4 n k + 4 t_g` |
 //!
-//! An adapter's term enters the sum as in [`super::lora_linear`]: `y[row] = [x[row] | s[row]] [W_g | B_g]^T + bias_g`. Each
-//! group has its own rank, or none.
+//! An adapter's term extends the sum as in [`super::lora_linear`]: `y[row] = [x[row] | s[row]] [W_g | B_g]^T +
+//! bias_g`. Each expert has its own adapter rank, or no adapter.
 //!
-//! Gathering and scattering around separate products would read and write `x` and `y` once more each: `4 t (k + n)` bytes.
-//! A row has the bits that one product of its group alone, in one part, would give it: the order of its sum is that of
-//! every tile of its width.
+//! Gathering and scattering around separate products would read and write `x` and `y` once more: `4 t (k + n)` bytes.
+//! A row has the same bits as in a product of its expert's rows alone without split-K, because every tile of that
+//! width adds in the same order.
 
 use super::product::{self, FORWARD, INPUT_GRADIENT, Product, WEIGHT_GRADIENT, align, int};
 use super::tile::Tile;
@@ -22,29 +22,29 @@ use crate::DType;
 use crate::cuda::launch::{Address, Arg, Launch};
 use crate::cuda::module::{Family, Module};
 
-/// One of the two groups.
+/// One of the two experts.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Group {
-    /// i32 `[m]`: its rows. No row is in both groups.
+    /// i32 `[m]`: its rows. The two experts must not share a row.
     pub rows: Address,
-    /// How many; may be 0.
+    /// Number of rows; may be 0.
     pub m: usize,
     /// `[b_rows, k]`, or `[k, b_rows]` when `transpose_b`.
     pub b: Address,
-    /// Columns that `b` has; those of `y` behind them are zeros.
+    /// Columns that `b` has. Later columns of `y` are zero.
     pub b_rows: usize,
-    /// Of its adapter: `[b_rows, r]`, or `[r, b_rows]` when `transpose_b`.
+    /// Half of its adapter: `[b_rows, r]`, or `[r, b_rows]` when `transpose_b`.
     pub low_b: Address,
-    /// Rank of its adapter, or 0: columns of `s` that are read. Those up to the next multiple of 8 are zeros.
+    /// Rank of its adapter, or 0: columns of `s` that are read. Columns up to the next multiple of 8 must be zero.
     pub r: usize,
     /// `[n]`, or [`Address::NULL`].
     pub bias: Address,
-    /// Of its sums.
+    /// Factor on its sums.
     pub scale: f32,
 }
 
 impl Group {
-    /// Of no rows.
+    /// Expert without rows.
     pub const EMPTY: Self = Self {
         rows: Address::NULL,
         m: 0,
@@ -57,13 +57,13 @@ impl Group {
     };
 }
 
-/// `y[row] = scale_g * (a[row] b_g^T + s[row] low_b_g^T) + bias_g` for the rows of both groups. Addresses are 16-byte aligned;
-/// everything but `s` and `y` is dense.
+/// Operands of `y[row] = scale_g * (a[row] b_g^T + s[row] low_b_g^T) + bias_g` for the rows of both experts.
+/// Addresses are aligned to 16 bytes. All operands but `s` and `y` are dense.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Routed {
-    /// Of all operands and the result.
+    /// Dtype of all operands and the result.
     pub dtype: DType,
-    /// The lines of `b` run along n: `dx` of a layer.
+    /// Whether the lines of `b` run along n, as for `dx` of a layer.
     pub transpose_b: bool,
     /// Rows of `a` and `y`.
     pub t: usize,
@@ -73,22 +73,22 @@ pub struct Routed {
     pub k: usize,
     /// `[t, k]`.
     pub a: Address,
-    /// What adapters made of the operand: `[t, s_line]`. Not read without adapters.
+    /// Adapters' intermediate results `[t, s_line]`. Not read without adapters.
     pub s: Address,
-    /// Elements from row to row of `s`: a multiple of 8 in 16 bits.
+    /// Distance between rows of `s` in elements, a multiple of 8 in 16 bits.
     pub s_line: usize,
-    /// The two layers.
+    /// The two experts.
     pub groups: [Group; 2],
     /// `[t, n]`.
     pub y: Address,
-    /// Elements from row to row of `y`.
+    /// Distance between rows of `y` in elements.
     pub y_line: usize,
 }
 
-/// `y[m, n] = sum over i < k of a[rows[i], m] b[rows[i], n]` in f32: the gradient of one group's weight.
+/// Operands of `y[m, n] = sum over i < k of a[rows[i], m] b[rows[i], n]` in f32: the weight gradient of one expert.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct OfRows {
-    /// Of the operands.
+    /// Dtype of the operands.
     pub dtype: DType,
     /// Rows of `a` and `b`.
     pub t: usize,
@@ -96,23 +96,23 @@ pub struct OfRows {
     pub m: usize,
     /// Columns of `b`.
     pub n: usize,
-    /// i32 `[k]`.
+    /// i32 `[k]`: row numbers.
     pub rows: Address,
-    /// How many rows are summed over; may be 0.
+    /// Number of rows to sum over; may be 0.
     pub k: usize,
     /// `[t, m]`.
     pub a: Address,
-    /// Elements from row to row of `a`.
+    /// Distance between rows of `a` in elements.
     pub a_line: usize,
     /// `[t, n]`.
     pub b: Address,
-    /// Elements from row to row of `b`.
+    /// Distance between rows of `b` in elements.
     pub b_line: usize,
     /// `[m, n]` f32.
     pub y: Address,
 }
 
-/// Everything that may be chosen in 16 bits.
+/// Every variant that may be chosen for 16-bit operands.
 #[must_use]
 pub fn choosable() -> Vec<Variant> {
     let mut all = Vec::new();
@@ -126,7 +126,7 @@ pub fn choosable() -> Vec<Variant> {
     all
 }
 
-/// Both tiles of f32 in each use.
+/// Both f32 tiles in each orientation.
 #[must_use]
 pub fn plain_variants() -> Vec<Variant> {
     let uses = [FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT];
@@ -137,19 +137,19 @@ pub fn plain_variants() -> Vec<Variant> {
         .collect()
 }
 
-/// The modules of [`choosable`].
+/// Modules of [`choosable`].
 #[must_use]
 pub fn modules() -> Vec<Module> {
     choosable().into_iter().filter_map(module).collect()
 }
 
-/// The modules of [`plain_variants`].
+/// Modules of [`plain_variants`].
 #[must_use]
 pub fn plain_modules() -> Vec<Module> {
     plain_variants().into_iter().filter_map(module).collect()
 }
 
-/// The module of a variant. `None` when a dtype has none.
+/// Module of a variant. `None` when a dtype has none.
 #[must_use]
 pub fn module((dtype, out, transpose, tile): Variant) -> Option<Module> {
     let sum_of_rows = transpose == WEIGHT_GRADIENT;
@@ -186,20 +186,20 @@ fn shared_bytes(dtype: DType, tile: Tile) -> u32 {
     }
 }
 
-/// Whether the kernels' 32-bit line numbers reach all of a table.
+/// Whether the kernels' 32-bit line offsets reach the whole table.
 fn reachable(t: usize, line: usize) -> bool {
     t.checked_mul(line)
         .is_some_and(|elements| elements < 1 << 35)
 }
 
 impl Routed {
-    /// Tiles of rows of both groups.
+    /// Number of row tiles of both experts.
     fn tile_rows(&self, tile: Tile) -> usize {
         let tiles = self.groups.map(|group| group.m.div_ceil(tile.m as usize));
         tiles[0] + tiles[1]
     }
 
-    /// The tile whose blocks take the least time; all give the same bits.
+    /// The tile with the lowest estimated time. All tiles give the same bits.
     #[must_use]
     pub fn choose(&self, multiprocessors: u32) -> Tile {
         let sms = multiprocessors.max(1) as usize;
@@ -215,8 +215,8 @@ impl Routed {
         best.unwrap_or(&tiles[0]).0
     }
 
-    /// The launches, in order: one, behind copies of operands whose lines are no multiple of 16 bytes. `None` when the
-    /// dtype has no kernel or an extent exceeds a grid's.
+    /// Launches, in order: one, after copies of operands whose lines are not multiples of 16 bytes. `None` when the
+    /// dtype has no kernel or an extent exceeds a grid's size.
     #[must_use]
     pub fn launches(
         &self,
@@ -253,7 +253,7 @@ impl Routed {
             int(tile.group(multiprocessors).min(rows))?,
         ];
         for group in self.groups {
-            // Lines of an operand with so many elements of the sum, and their length.
+            // Number and length of an operand's lines, for a sum of `k` elements.
             let lines = |k: usize| match self.transpose_b {
                 true => (k, group.b_rows),
                 false => (group.b_rows, k),
@@ -300,7 +300,7 @@ impl Routed {
         Some(launches)
     }
 
-    /// Bytes of workspace that the launches need, on every GPU.
+    /// Bytes of workspace that the launches need, the same on every GPU.
     #[must_use]
     pub fn workspace_bytes(&self) -> u64 {
         let mut space = Workspace::new(Address::NULL);
@@ -310,7 +310,7 @@ impl Routed {
 }
 
 impl OfRows {
-    /// The dense product whose parts, tile and sum are the same.
+    /// Dense product with the same tile, parts and summation.
     fn dense(&self, y: Address) -> Product {
         Product {
             dtype: self.dtype,
@@ -328,7 +328,7 @@ impl OfRows {
         }
     }
 
-    /// The tile, which depends on the GPU, and the number of parts of the sum, which does not.
+    /// Chooses the tile, which depends on the GPU, and the number of parts of the sum, which does not.
     #[must_use]
     pub fn choose(&self, multiprocessors: u32) -> product::Choice {
         let sms = multiprocessors.max(1) as usize;
@@ -348,8 +348,8 @@ impl OfRows {
         }
     }
 
-    /// The launches, in order: one, between copies of operands whose lines are no multiple of 16 bytes and the addition
-    /// of parts. `None` when the dtype has no kernel or an extent exceeds a grid's.
+    /// Launches, in order: copies of operands whose lines are not multiples of 16 bytes, the product, the sum of
+    /// parts. `None` when the dtype has no kernel or an extent exceeds a grid's size.
     #[must_use]
     pub fn launches(
         &self,
@@ -409,7 +409,7 @@ impl OfRows {
         Some(launches)
     }
 
-    /// Bytes of workspace that the launches need, on every GPU.
+    /// Bytes of workspace that the launches need, the same on every GPU.
     #[must_use]
     pub fn workspace_bytes(&self) -> u64 {
         let mut space = Workspace::new(Address::NULL);

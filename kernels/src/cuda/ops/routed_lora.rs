@@ -1,5 +1,5 @@
-//! Two adapted linear layers over a partition of rows, such as the experts of CogVLM: every row is read where it lies and
-//! written where it belongs, its adapter's term entering the sum as in [`super::lora_linear`].
+//! Grouped LoRA: two layers with adapters over a partition of the rows, such as CogVLM's experts. Every row is read
+//! and written in place. The adapter's term extends the sum as in [`super::lora_linear`].
 //!
 //! | result | launches | passes over rows |
 //! |---|---|---|
@@ -9,16 +9,17 @@
 //! | `dA_g = ds[rows_g]^T x[rows_g]` | one each | `x` |
 //! | `dx[row] = [dy[row] \| ds[row]] [W_g ; A_g]` | one | `dy`, `dx` |
 //!
-//! The sums of the one pass over `dy` are added by two small launches each. With larger ranks than 64, in f32, or where lines of
-//! `dy` are no multiple of 16 bytes, `ds` is one narrow launch and `dB_g` one each, so that `dy` is read twice.
+//! Two small launches each add the partial sums of the one pass over `dy`. With ranks above 64, in f32, or if lines
+//! of `dy` are not multiples of 16 bytes, `ds` is one narrow launch and `dB_g` one per expert. `dy` is then read
+//! twice.
 //!
-//! A group may have no adapter: nothing of these is computed for its rows. Where an adapter drops inputs, `seen` of all rows
-//! that have an adapter is one buffer, written group by group before `s` and again before `dA` (a pass over `x` each), and
-//! `dx[row] = dy[row] W_g`, to which the dropout of `ds[row] A_g`, one more product of few terms, is added in a pass over three
-//! `[t, k]`; `dy` is read as above.
+//! An expert may have no adapter; nothing of this is computed for its rows. With dropout, `seen` is one buffer for
+//! all rows that have an adapter. It is written expert by expert before `s` and again before `dA` (one pass over `x`
+//! each). The input's gradient is then `dx[row] = dy[row] W_g` plus the dropout of `ds[row] A_g`: one more small
+//! product, added in a pass over three `[t, k]`. `dy` is read as above.
 //!
-//! Forward keeps `s`. Taking the rows apart instead, and putting results together again, reads and writes `x`, `y`, `dy` and
-//! `dx` once more each, and gives every group a product of its own that fills the GPU less well.
+//! Forward saves `s`. Gathering the rows and scattering the results would read and write `x`, `y`, `dy` and `dx` once
+//! more. Each expert's separate product would also fill the GPU less well.
 
 use super::lora_gradients::LoraGradients;
 use super::pointwise::Dropped;
@@ -27,7 +28,7 @@ use super::workspace::Workspace;
 use crate::DType;
 use crate::cuda::launch::{Address, Launch};
 
-/// An adapter; addresses as in [`super::lora_linear::LoraLinear`].
+/// Adapter of one expert. Addresses are as in [`super::lora_linear::LoraLinear`].
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Adapter {
     /// Rank, at least 1.
@@ -36,18 +37,18 @@ pub struct Adapter {
     pub lora_a: Address,
     /// `[n, r]`.
     pub lora_b: Address,
-    /// Of its term.
+    /// Factor on its term.
     pub scale: f32,
-    /// What it does not see of `x`.
+    /// Dropout of its input, if any.
     pub dropped: Option<Dropped>,
 }
 
-/// One layer and its rows.
+/// One expert's layer and its rows.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct AdaptedGroup {
-    /// i32 `[m]`. No row is in both groups.
+    /// i32 `[m]`: its rows. The two experts must not share a row.
     pub rows: Address,
-    /// How many; may be 0.
+    /// Number of rows; may be 0.
     pub m: usize,
     /// `[n, k]`.
     pub weight: Address,
@@ -60,31 +61,31 @@ pub struct AdaptedGroup {
 /// Two layers of one shape.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct RoutedLora {
-    /// Of all operands and results.
+    /// Dtype of all operands and results.
     pub dtype: DType,
-    /// Rows of both groups.
+    /// Number of rows of both experts.
     pub t: usize,
-    /// Features out.
+    /// Output features.
     pub n: usize,
-    /// Features in.
+    /// Input features.
     pub k: usize,
     /// `[t, k]`.
     pub x: Address,
-    /// The layers.
+    /// The two layers.
     pub groups: [AdaptedGroup; 2],
 }
 
-/// Where gradients go.
+/// Destinations of gradients.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Gradients {
-    /// `[t, k]` in the layers' dtype; [`Address::NULL`] when nobody needs it.
+    /// `[t, k]` in the layers' dtype. [`Address::NULL`] if it is not needed.
     pub dx: Address,
-    /// `[r, k]` and `[n, r]` f32 of each layer; not written of one without adapter.
+    /// `[r, k]` and `[n, r]` f32 of each layer. Not written for a layer without adapter.
     pub adapters: [[Address; 2]; 2],
 }
 
 impl RoutedLora {
-    /// Elements of a row of `s` and `ds`: the larger rank, padded with zeros to a multiple of 16.
+    /// Elements per row of `s` and `ds`: the larger rank padded with zeros to a multiple of 16.
     #[must_use]
     pub fn line(&self) -> usize {
         let ranks = self.groups.iter().filter_map(|group| group.adapter);
@@ -92,7 +93,7 @@ impl RoutedLora {
         most.unwrap_or(0).next_multiple_of(16)
     }
 
-    /// A product of rows without bias: `[t, n]` with sums of `k`.
+    /// Grouped product without bias: `[t, n]` with sums over `k`.
     fn product(&self, [n, k]: [usize; 2], a: Address, groups: [Group; 2]) -> Routed {
         Routed {
             dtype: self.dtype,
@@ -109,7 +110,7 @@ impl RoutedLora {
         }
     }
 
-    /// The products of the weights' rows, with those of the adapters that `halves` chooses.
+    /// Experts of a product with the base weights and the adapters' halves that `half` selects.
     fn weights(&self, b_rows: usize, half: impl Fn(&Adapter) -> Address) -> [Group; 2] {
         self.groups.map(|group| Group {
             rows: group.rows,
@@ -122,7 +123,7 @@ impl RoutedLora {
         })
     }
 
-    /// The products of the adapters' halves alone, of the rows that have an adapter.
+    /// Experts of a product with the adapters' halves alone, for the rows that have an adapter.
     fn halves(&self, half: impl Fn(&Adapter) -> Address) -> [Group; 2] {
         self.groups.map(|group| {
             group.adapter.map_or(Group::EMPTY, |adapter| Group {
@@ -136,24 +137,25 @@ impl RoutedLora {
         })
     }
 
-    /// Room for a copy of `x`.
+    /// Workspace for a copy of `x`.
     pub(super) fn input_rows(&self, workspace: &mut Workspace) -> Address {
         workspace.take((self.t * self.k * self.dtype.size_bytes()) as u64)
     }
 
-    /// What an adapter does not see of the rows of each group: `None` where there is no adapter, or no group's drops.
+    /// Dropout of each expert's adapter. `None` without an adapter, and for both if neither has dropout.
     fn dropped(&self) -> [Option<Dropped>; 2] {
         let own = |group: &AdaptedGroup| group.adapter.and_then(|adapter| adapter.dropped);
         let Some(any) = self.groups.iter().find_map(own) else {
             return [None; 2];
         };
-        // An adapter beside one that drops inputs sees the same buffer: with all of its rows' elements.
+        // An adapter without dropout shares the buffer with one that has it, so its rows are copied with a dropout of
+        // 0.
         let all = Dropped { p: 0.0, ..any };
         let of = |group: AdaptedGroup| group.adapter.map(|adapter| adapter.dropped.unwrap_or(all));
         self.groups.map(of)
     }
 
-    /// What the adapters see, `[t, k]`: defined in their rows.
+    /// Input of the adapters, `[t, k]`. Only rows with an adapter are defined.
     pub(super) fn seen(&self, workspace: &mut Workspace) -> Option<(Address, Vec<Launch>)> {
         let dropped = self.dropped();
         if dropped == [None; 2] {
@@ -164,7 +166,7 @@ impl RoutedLora {
         Some((seen, launches))
     }
 
-    /// `y = onto + dropout(x)`, each group's rows by what its adapter sees.
+    /// Launches of `y = onto + dropout(x)`, with each expert's own dropout.
     fn dropouts(&self, operands: [Address; 3]) -> Option<Vec<Launch>> {
         let groups = self.groups.into_iter().zip(self.dropped());
         let launches = groups.filter_map(|(group, dropped)| {
@@ -175,7 +177,7 @@ impl RoutedLora {
         launches.collect()
     }
 
-    /// `dx += dropout(ds A_g)` in the rows that have an adapter, where one drops inputs.
+    /// Launches of `dx += dropout(ds A_g)` for rows that have an adapter. Empty if no adapter has dropout.
     pub(super) fn add_seen_gradient(
         &self,
         ds: Address,
@@ -192,7 +194,7 @@ impl RoutedLora {
             group.adapter.map_or(Group::EMPTY, |adapter| Group {
                 rows: group.rows,
                 m: group.m,
-                // Not read: a sum of no elements.
+                // Not read, because the sum over it has no elements.
                 b: adapter.lora_a,
                 b_rows: self.k,
                 low_b: adapter.lora_a,
@@ -212,7 +214,7 @@ impl RoutedLora {
         Some(launches)
     }
 
-    /// `s [t, line]` of what the adapters see, `x`.
+    /// Product `s [t, line]` of the adapters' input `x`.
     fn down(&self, x: Address, s: Address) -> Routed {
         Routed {
             y: s,
@@ -224,7 +226,8 @@ impl RoutedLora {
         }
     }
 
-    /// `y [t, n]`; `s [t, line]` is written in the rows that have an adapter. `None` when the dtype has no kernel.
+    /// Launches of `y [t, n]`. They also write `s [t, line]` in the rows that have an adapter. `None` when the dtype
+    /// has no kernel.
     #[must_use]
     pub fn forward(
         &self,
@@ -239,7 +242,7 @@ impl RoutedLora {
         Some(launches)
     }
 
-    /// `y [t, n]` alone; `s` with the elements from row to row.
+    /// Product of `y [t, n]` alone. `s` comes with the distance between its rows in elements.
     pub(super) fn output(&self, (s, s_line): (Address, usize), y: Address) -> Routed {
         let mut groups = self.weights(self.n, |adapter| adapter.lora_b);
         for (to, group) in groups.iter_mut().zip(self.groups) {
@@ -253,7 +256,7 @@ impl RoutedLora {
         }
     }
 
-    /// `s [t, line]` alone, as [`RoutedLora::forward`] writes it.
+    /// Launches of `s [t, line]` alone, as [`RoutedLora::forward`] writes it.
     #[must_use]
     pub fn inner(
         &self,
@@ -268,7 +271,7 @@ impl RoutedLora {
         Some(launches)
     }
 
-    /// `ds` and `dB` in one pass over the rows of `dy` that are a group's, where that is possible.
+    /// One pass for `ds` and `dB` over an expert's rows of `dy`, if that is possible.
     fn pass(
         &self,
         group: &AdaptedGroup,
@@ -295,7 +298,8 @@ impl RoutedLora {
         pass.fits().then_some(pass)
     }
 
-    /// The sum over a group's rows of `a[row]^T b[row]`, `[m, n]` f32; operands with the elements from row to row.
+    /// Sum over an expert's rows of `a[row]^T b[row]`, `[m, n]` f32. Operands come with the distance between their
+    /// rows in elements.
     fn of_rows(
         &self,
         group: &AdaptedGroup,
@@ -318,8 +322,8 @@ impl RoutedLora {
         }
     }
 
-    /// `ds` and the gradients of B; of `s` and `ds` with the elements from row to row. As many columns of `ds` are written as
-    /// [`RoutedLora::line`] says, in the rows that have an adapter.
+    /// Launches of `ds` and the gradients of B. `s` and `ds` come with the distance between their rows in elements.
+    /// In the rows that have an adapter, [`RoutedLora::line`] columns of `ds` are written.
     pub(super) fn low_gradients(
         &self,
         dy: Address,
@@ -331,7 +335,7 @@ impl RoutedLora {
         let groups = self.groups.iter().zip(d_lora_b);
         let passes = groups.map(|(group, to)| self.pass(group, dy, (low, line), to));
         let passes: Vec<Option<LoraGradients>> = passes.collect();
-        // The rows of `ds` that no pass writes.
+        // Rows of `ds` that no single pass writes.
         let mut down = Routed {
             transpose_b: true,
             y: ds,
@@ -360,7 +364,7 @@ impl RoutedLora {
         Some(launches)
     }
 
-    /// The gradients of A for `ds [t, line]` and what the adapters see.
+    /// Launches of the gradients of A from `ds [t, line]` and the adapters' input.
     pub(super) fn lora_a_gradients(
         &self,
         [ds, seen]: [Address; 2],
@@ -380,7 +384,8 @@ impl RoutedLora {
         Some(launches)
     }
 
-    /// `dx [t, k]`, without the adapters' part where one drops inputs; `ds` with the elements from row to row.
+    /// Product of `dx [t, k]`, without the adapters' part if an adapter has dropout. `ds` comes with the distance
+    /// between its rows in elements.
     pub(super) fn input_gradient(
         &self,
         dy: Address,
@@ -400,7 +405,8 @@ impl RoutedLora {
         }
     }
 
-    /// The gradients for `dy` `[t, n]`, with the `s` of the forward pass. `None` when the dtype has no kernel.
+    /// Launches of the gradients for `dy [t, n]`, with the `s` of the forward pass. `None` when the dtype has no
+    /// kernel.
     #[must_use]
     pub fn backward(
         &self,
@@ -431,7 +437,7 @@ impl RoutedLora {
     }
 }
 
-/// The launches of one product after the other.
+/// Launches of several products, one after the other.
 pub(super) fn run(
     products: impl IntoIterator<Item = Routed>,
     multiprocessors: u32,

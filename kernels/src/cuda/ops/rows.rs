@@ -1,4 +1,4 @@
-//! Tables of rows: gathered, replaced, transposed, numbered by group, and summed in a fixed order.
+//! Operations on tables of rows: gather, replace, transpose, partition, and sums in a fixed order.
 
 use crate::DType;
 use crate::cuda::launch::{Address, Arg, Launch};
@@ -6,11 +6,11 @@ use crate::cuda::module::{Family, Module, element_type};
 
 const THREADS: u32 = 256;
 const MAX_BLOCKS: u64 = 132 * 16;
-/// Blocks of a grid along y and z at most.
+/// Maximum blocks of a grid along y and z.
 const MAX_GRID: u64 = 65_535;
-/// Side of a tile of a transposition.
+/// Side of a transposition tile.
 const TILE: u64 = 32;
-/// Rows of a group of column sums. Part of the result's definition.
+/// Rows per partial sum of a column sum. Part of the result's definition.
 const GROUP_ROWS: u64 = 256;
 
 const ROW_KERNELS: &[&str] = &[
@@ -35,13 +35,13 @@ fn sums_module(x: DType, out: DType) -> Option<Module> {
     Some(Module::new(Family::RowSums, defines, SUM_KERNELS))
 }
 
-/// Every unit.
+/// Modules for every copy unit.
 #[must_use]
 pub fn modules() -> Vec<Module> {
     [1, 2, 4, 16].into_iter().map(rows_module).collect()
 }
 
-/// Sums in the dtype of what is summed, and in f32.
+/// Modules with sums in the dtype of the summands, and in f32.
 #[must_use]
 pub fn sum_modules() -> Vec<Module> {
     let pairs = [
@@ -55,7 +55,7 @@ pub fn sum_modules() -> Vec<Module> {
     modules.flatten().collect()
 }
 
-/// The widest unit that rows of `row_bytes` at these addresses are made of.
+/// Largest copy unit, in bytes, that divides the rows and their addresses.
 fn unit(row_bytes: u64, addresses: &[Address]) -> u64 {
     let fits = |unit: &u64| {
         let starts = addresses.iter().all(|Address(a)| a.is_multiple_of(*unit));
@@ -68,7 +68,8 @@ fn blocks(threads: u64) -> u32 {
     threads.div_ceil(u64::from(THREADS)).clamp(1, MAX_BLOCKS) as u32
 }
 
-/// `y[i] = table[index[i]]` for `rows` rows of `row_bytes`; `index` is i32 and lies inside the table.
+/// `y[i] = table[index[i]]` for `rows` rows of `row_bytes`. `index` is i32, and each entry is below the number of
+/// rows of the table.
 #[must_use]
 pub fn gather_rows(
     table: Address,
@@ -95,8 +96,8 @@ pub fn gather_rows(
     }
 }
 
-/// The numbers of the rows below `n` whose byte in `second` is 0, in order, and from `rows[first]` on those of the others:
-/// i32 `[n]`, of which the first `first` have a 0. `None` when `n` exceeds 2^31.
+/// Partition of the row numbers below `n`, i32 `[n]`: first the `first` rows whose byte in `second` is 0, in order,
+/// then the others, in order. `None` when `n` exceeds 2^31.
 #[must_use]
 pub fn partition_rows(second: Address, n: usize, first: usize, rows: Address) -> Option<Launch> {
     Some(Launch {
@@ -114,8 +115,8 @@ pub fn partition_rows(second: Address, n: usize, first: usize, rows: Address) ->
     })
 }
 
-/// `y[to[i]] = x[from[i]]` for `rows` rows of `row_bytes`, or zeros where `x` is [`Address::NULL`] (then `from` is not
-/// read). No row is named twice in `to`.
+/// `y[to[i]] = x[from[i]]` for `rows` rows of `row_bytes`. If `x` is [`Address::NULL`], zeros are written and `from`
+/// is not read. No row may occur twice in `to`.
 #[must_use]
 pub fn put_rows(
     x: Address,
@@ -144,8 +145,8 @@ pub fn put_rows(
     }
 }
 
-/// Each of the `n` matrices `[a, b]` of `x` transposed, elements of `size` bytes (1, 2 or 4). `None` for other sizes and
-/// for extents beyond a grid's.
+/// Transposes each of the `n` matrices `[a, b]` of `x`, with elements of `size` bytes (1, 2 or 4). `None` for other
+/// sizes and for extents beyond a grid's size.
 #[must_use]
 pub fn transpose_each(x: Address, y: Address, [n, a, b]: [u64; 3], size: u64) -> Option<Launch> {
     let rows = a.div_ceil(TILE).max(1);
@@ -172,19 +173,19 @@ pub fn transpose_each(x: Address, y: Address, [n, a, b]: [u64; 3], size: u64) ->
     })
 }
 
-/// Rows that are added, by their target: what [`scatter_add_rows`] reads, computed on the host from the index.
+/// Rows to add, sorted by target row. The host computes it from the index for [`scatter_add_rows`].
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct Groups {
-    /// Rows of x, those of one target behind each other in their order.
+    /// Rows of x. Rows with the same target are consecutive and in order.
     pub sources: Vec<i32>,
-    /// Where each target's sources begin, and the end of the last.
+    /// Index in `sources` where each target begins, and the end of the last one.
     pub starts: Vec<i32>,
-    /// The targets, ascending.
+    /// Target rows, ascending.
     pub targets: Vec<i32>,
 }
 
 impl Groups {
-    /// Of the targets `index[i]` of rows `i`.
+    /// Sorts rows `i` by their targets `index[i]`.
     #[must_use]
     pub fn of(index: &[i32]) -> Self {
         let mut order: Vec<(i32, i32)> = index.iter().copied().zip(0..).collect();
@@ -200,10 +201,10 @@ impl Groups {
     }
 }
 
-/// Operands of [`scatter_add_rows`]: `sources`, `starts` and `targets` are i32, as in [`Groups`].
+/// Operands of [`scatter_add_rows`]. `sources`, `starts` and `targets` are i32, as in [`Groups`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Scatter {
-    /// Rows that are added.
+    /// Rows to add.
     pub x: Address,
     /// [`Groups::sources`].
     pub sources: Address,
@@ -211,12 +212,12 @@ pub struct Scatter {
     pub starts: Address,
     /// [`Groups::targets`].
     pub targets: Address,
-    /// Where the sums go; other rows stay as they are.
+    /// Destination of the sums. Other rows stay as they are.
     pub y: Address,
 }
 
-/// The sums of `groups` targets over rows of `c` elements, in f32 and in the order of the sources. `None` when a dtype is
-/// no float.
+/// Sums of `groups` target rows of `c` elements, in f32, in the order of the sources. `None` when a dtype is not a
+/// float.
 #[must_use]
 pub fn scatter_add_rows(
     (from, to): (DType, DType),
@@ -248,8 +249,9 @@ pub const fn column_sum_workspace_bytes(rows: u64, c: u64) -> u64 {
     rows.div_ceil(GROUP_ROWS) * c * 4
 }
 
-/// `y[c] = sum over the rows of x [rows, c]`, or over `rows` rows that `index` names, in f32: groups of 256 rows, then the groups in order. The launches in their
-/// order. `None` when a dtype is no float or an extent is beyond a grid's (16 million rows).
+/// Launches, in order, of `y[c]` = column sum of all rows of `x [rows, c]`, or of the `rows` rows that `index` names,
+/// in f32. Blocks of 256 rows are summed first, then the blocks in order. `None` when a dtype is not a float or an
+/// extent exceeds a grid's size (16 million rows).
 #[must_use]
 pub fn column_sum(
     (from, to): (DType, DType),

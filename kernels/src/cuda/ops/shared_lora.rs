@@ -1,17 +1,19 @@
-//! Adapted linear layers of one input. Their adapters are stacked: `s` of all is one product over `x`, and so are all
-//! gradients of A. A pass over `x` is what an adapter costs most, so that three layers cost little more than one:
+//! LoRA layers that share one input. Their A matrices are stacked: one product over `x` gives `s` of all layers, and
+//! one gives all gradients of A. Passes over `x` are an adapter's main cost, so three layers cost little more than
+//! one:
 //!
 //! | result | passes over `x` | instead of |
 //! |---|---|---|
 //! | `s = scale * x [A1; A2; ..]^T` | 1 | one a layer, twice: forward keeps it for backward |
 //! | `[dA1; dA2; ..] = ds^T x` | 1 | one a layer |
 //!
-//! For queries, keys and values of 8192 tokens and 4096 features in bf16 that are 134 MB of `x` instead of 604 MB.
-//! Everything else is as for one layer: `y` and the layers' own `dx` are written by one product each, `ds` and `dB` take
-//! one pass over each `dy`. The own `dx` are added in `dtype`, the last layer's first, as their definition says.
+//! For query, key and value projections of 8192 tokens and 4096 features in bf16, this moves 134 MB of `x` instead of
+//! 604 MB. Everything else is as for one layer: each `y` and each layer's own `dx` is written by one product, and
+//! `ds` and `dB` take one pass over each `dy`. The own `dx` are added in `dtype`, the last layer's first, as
+//! [`crate::SharedLoraGrads::dx`] is defined.
 //!
-//! Where all adapters drop the same elements, or none, they share what they see; where these differ, each sees a dropout of
-//! its own, and A is not stacked. The gradients of what they see take a pass each, of the same elements one for all.
+//! Adapters with equal dropout, or none, share one input. If their dropouts differ, each adapter has its own input
+//! and A is not stacked. The gradient of each distinct adapter input takes one more pass.
 
 use super::lora_gradients::LoraGradients;
 use super::lora_linear::{LoraLinear, run};
@@ -19,33 +21,34 @@ use super::pointwise;
 use super::workspace::Workspace;
 use crate::cuda::launch::{Address, Launch};
 
-/// Layers with one `x`, `t`, `k`, dtype and scale, each with an adapter, and their stacked A.
+/// Layers with the same `x`, `t`, `k`, dtype and scale, each with an adapter, and their stacked A.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct SharedLora<'a> {
     /// The layers.
     pub layers: &'a [LoraLinear],
-    /// `[line, k]`: A of each layer, followed by rows of zeros up to its padded rank. Not read unless [`alike`].
+    /// `[line, k]`: A of each layer, followed by zero rows up to its padded rank. Read only if the layers are
+    /// [`alike`].
     pub stacked: Address,
 }
 
-/// Where gradients go.
+/// Destinations of gradients.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Gradients<'a> {
-    /// `[t, k]` in the layers' dtype; [`Address::NULL`] when nobody needs it.
+    /// `[t, k]` in the layers' dtype. [`Address::NULL`] if it is not needed.
     pub dx: Address,
-    /// `[line, k]` f32: those of A, stacked as A is.
+    /// `[line, k]` f32: gradients of A, stacked as A is.
     pub d_stacked: Address,
     /// `[n, r]` f32 of each layer.
     pub d_lora_b: &'a [Address],
 }
 
-/// Elements of a row of `s` and `ds` of all layers, and rows of the stacked A: the padded ranks one behind the other.
+/// Elements per row of `s` and `ds` of all layers, and rows of the stacked A: the sum of the padded ranks.
 #[must_use]
 pub fn line(layers: &[LoraLinear]) -> usize {
     layers.iter().map(LoraLinear::padded_rank).sum()
 }
 
-/// Whether the adapters see the same of their input.
+/// Whether all adapters have the same dropout, and so the same input.
 #[must_use]
 pub fn alike(layers: &[LoraLinear]) -> bool {
     layers
@@ -54,7 +57,7 @@ pub fn alike(layers: &[LoraLinear]) -> bool {
 }
 
 impl SharedLora<'_> {
-    /// What is computed as one adapter, with the first of its columns in a matrix `[t, line]`: all stacked, or each.
+    /// Adapters to compute, each with its first column in a matrix `[t, line]`: one stacked adapter, or each one.
     fn adapters(&self) -> Option<Vec<(LoraLinear, usize)>> {
         if alike(self.layers) {
             return Some(vec![(self.all()?, 0)]);
@@ -68,7 +71,7 @@ impl SharedLora<'_> {
         Some(each.collect())
     }
 
-    /// `s` of all layers.
+    /// Launches of `s` of all layers.
     fn down(
         &self,
         s: Address,
@@ -89,7 +92,7 @@ impl SharedLora<'_> {
         Some(launches)
     }
 
-    /// All adapters as one of a layer without outputs; `None` without layers.
+    /// All adapters as one adapter, of a layer without outputs. `None` without layers.
     fn all(&self) -> Option<LoraLinear> {
         Some(LoraLinear {
             n: 0,
@@ -99,7 +102,7 @@ impl SharedLora<'_> {
         })
     }
 
-    /// The layers, each with the place of its columns in a matrix `[t, line]` of the layers' dtype.
+    /// Layers, each with the address of its columns in a matrix `[t, line]` of the layers' dtype.
     fn columns(&self, matrix: Address) -> Vec<(&LoraLinear, Address)> {
         let mut first = 0;
         let places = self.layers.iter().map(|layer| {
@@ -110,7 +113,7 @@ impl SharedLora<'_> {
         places.collect()
     }
 
-    /// `y` of each layer; `s [t, line]` is written. `None` when the dtype has no kernel.
+    /// Launches of each layer's `y`. They also write `s [t, line]`. `None` when the dtype has no kernel.
     #[must_use]
     pub fn forward(
         &self,
@@ -127,7 +130,8 @@ impl SharedLora<'_> {
         Some(launches)
     }
 
-    /// The gradients for the layers' `dy` `[t, n]`, with the `s` of the forward pass. `None` when the dtype has no kernel.
+    /// Launches of the gradients for the layers' `dy [t, n]`, with the `s` of the forward pass. `None` when the dtype
+    /// has no kernel.
     #[must_use]
     pub fn backward(
         &self,
@@ -194,7 +198,7 @@ impl SharedLora<'_> {
                     _ => workspace.take((elems * size) as u64),
                 };
                 let mut input = layer.input_gradient(*dy, ds, own);
-                // The adapter's term, behind that of the weight.
+                // The adapter's term, after that of the weight.
                 if let Some(term) = &mut input.terms[1] {
                     term.a_line = line;
                 }
@@ -220,7 +224,7 @@ impl SharedLora<'_> {
     }
 }
 
-/// The address of an element of so many bytes.
+/// Address after `elements` elements of `size` bytes.
 fn behind(start: Address, elements: usize, size: usize) -> Address {
     Address(start.0 + (elements * size) as u64)
 }

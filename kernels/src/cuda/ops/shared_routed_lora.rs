@@ -1,16 +1,18 @@
-//! Adapted linear layers of one input over one partition of rows, such as queries, keys and values of experts: what
-//! [`super::shared_lora`] is to [`super::lora_linear`], this is to [`super::routed_lora`]. Each group's adapters are stacked:
+//! Grouped LoRA layers that share one input and one partition of rows, such as query, key and value projections of
+//! experts. It extends [`super::routed_lora`] as [`super::shared_lora`] extends [`super::lora_linear`]. Each expert's
+//! A matrices are stacked:
 //!
 //! | result | passes over `x` | instead of |
 //! |---|---|---|
 //! | `s[row] = scale * x[row] [A1_g; A2_g; ..]^T` | 1 | one a layer |
 //! | `[dA1_g; dA2_g; ..] = ds[rows_g]^T x[rows_g]` | 1 | one a layer |
 //!
-//! Everything else is as for one pair of layers: `y` and the layers' own `dx` are written by one product each, `ds` and `dB`
-//! take one pass over each `dy`. The own `dx` are added in `dtype`, the last layer's first, as their definition says.
+//! Everything else is as for one pair of layers: each `y` and each layer's own `dx` is written by one product, and
+//! `ds` and `dB` take one pass over each `dy`. The own `dx` are added in `dtype`, the last layer's first, as
+//! [`crate::SharedRoutedLoraGrads::dx`] is defined.
 //!
-//! In each group all layers have an adapter or none has, with one factor, and all drop the same elements or none: what they see
-//! is one dropout of `x`, and so is the gradient of it.
+//! Within each expert, all layers must have an adapter or none, with equal scale and dropout. So the adapters' input
+//! is one dropout of `x`, and so is its gradient.
 
 use super::pointwise;
 use super::routed_lora::{AdaptedGroup, Adapter, RoutedLora, run};
@@ -22,28 +24,30 @@ use crate::cuda::launch::{Address, Launch};
 pub struct SharedRoutedLora<'a> {
     /// The pairs of layers.
     pub layers: &'a [RoutedLora],
-    /// `[line, k]` of each group that has adapters: A of each layer, followed by rows of zeros up to its [`RoutedLora::line`].
+    /// `[line, k]` for each expert that has adapters: A of each layer, followed by zero rows up to its
+    /// [`RoutedLora::line`].
     pub stacked: [Address; 2],
 }
 
-/// Where gradients go.
+/// Destinations of gradients.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Gradients<'a> {
-    /// `[t, k]` in the layers' dtype; [`Address::NULL`] when nobody needs it.
+    /// `[t, k]` in the layers' dtype. [`Address::NULL`] if it is not needed.
     pub dx: Address,
-    /// `[line, k]` f32 of each group that has adapters: those of A, stacked as A is.
+    /// `[line, k]` f32 for each expert that has adapters: gradients of A, stacked as A is.
     pub d_stacked: [Address; 2],
-    /// `[n, r]` f32 of each layer and group; not written of one without adapter.
+    /// `[n, r]` f32 for each layer and expert. Not written for one without adapter.
     pub d_lora_b: &'a [[Address; 2]],
 }
 
-/// Elements of a row of `s` and `ds` of all layers, and rows of a stacked A.
+/// Elements per row of `s` and `ds` of all layers, and rows of a stacked A.
 #[must_use]
 pub fn line(layers: &[RoutedLora]) -> usize {
     layers.iter().map(RoutedLora::line).sum()
 }
 
-/// Whether adapters of these layers can be stacked: one input, one partition, and of each group adapters that are alike.
+/// Whether adapters of these layers can be stacked: same input, same partition, and equal adapter options within each
+/// expert.
 #[must_use]
 pub fn share(layers: &[RoutedLora]) -> bool {
     let alike = |(one, other): (&AdaptedGroup, &AdaptedGroup)| {
@@ -61,7 +65,7 @@ pub fn share(layers: &[RoutedLora]) -> bool {
 }
 
 impl SharedRoutedLora<'_> {
-    /// All adapters of a group as one, of layers without outputs; `None` without layers.
+    /// All adapters of each expert as one adapter, of layers without outputs. `None` without layers.
     fn all(&self) -> Option<RoutedLora> {
         let first = self.layers.first()?;
         let mut all = RoutedLora { n: 0, ..*first };
@@ -75,7 +79,7 @@ impl SharedRoutedLora<'_> {
         Some(all)
     }
 
-    /// The layers, each with the place of its columns in a matrix `[t, line]` of the layers' dtype.
+    /// Layers, each with the address of its columns in a matrix `[t, line]` of the layers' dtype.
     fn columns(&self, matrix: Address) -> Vec<(&RoutedLora, Address)> {
         let mut at = matrix.0;
         let places = self.layers.iter().map(|layer| {
@@ -86,7 +90,8 @@ impl SharedRoutedLora<'_> {
         places.collect()
     }
 
-    /// `y` of each layer; `s [t, line]` is written in the rows that have adapters. `None` when the dtype has no kernel.
+    /// Launches of each layer's `y`. They also write `s [t, line]` in the rows that have adapters. `None` when the
+    /// dtype has no kernel.
     #[must_use]
     pub fn forward(
         &self,
@@ -103,7 +108,8 @@ impl SharedRoutedLora<'_> {
         Some(launches)
     }
 
-    /// The gradients for the layers' `dy` `[t, n]`, with the `s` of the forward pass. `None` when the dtype has no kernel.
+    /// Launches of the gradients for the layers' `dy [t, n]`, with the `s` of the forward pass. `None` when the dtype
+    /// has no kernel.
     #[must_use]
     pub fn backward(
         &self,
@@ -158,7 +164,7 @@ mod tests {
 
     const X: Address = Address(1 << 40);
 
-    /// Of 600 and 424 rows; addresses that nothing reads.
+    /// Pair of layers with 600 and 424 rows, at addresses that nothing reads.
     fn pair(i: u64, r: [usize; 2]) -> RoutedLora {
         let group = |g: usize| AdaptedGroup {
             rows: Address((2 + g as u64) << 40),
@@ -203,7 +209,7 @@ mod tests {
         let mut space = Workspace::new(Address(60 << 40));
         let s = Address(61 << 40);
         let launches = all.forward(s, &y, 108, &mut space).unwrap();
-        // Beside the products of the weights.
+        // `s` once, plus the products of the weights.
         assert_eq!(reading(&launches, X), 1 + 3);
         assert_eq!(launches.len(), 1 + 3);
         let gradients = Gradients {
@@ -213,7 +219,7 @@ mod tests {
         };
         let launches = all.backward(&y, s, gradients, 108, &mut space).unwrap();
         assert_eq!(reading(&launches, X), 2);
-        // Both groups' rows once for ds and dB, all of them once for dx.
+        // Each expert's rows once for ds and dB, all rows once for dx.
         for dy in y {
             assert_eq!(reading(&launches, dy), 2 + 1);
         }

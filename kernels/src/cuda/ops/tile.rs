@@ -1,19 +1,19 @@
-//! How a matrix product is cut into blocks.
+//! Partition of a matrix product into blocks.
 
-/// How a product is cut: the tile of a block, how its warps share it, and the pipeline.
+/// Tile of a block, its division among warps, and its pipeline.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Tile {
     /// Rows of `y`.
     pub m: u32,
     /// Columns of `y`.
     pub n: u32,
-    /// Elements of the sum per step.
+    /// Elements of the sum per step of the pipeline.
     pub k: u32,
-    /// Warps along m, n, k.
+    /// Number of warps along m, n and k.
     pub warps: [u32; 3],
     /// Stages of the pipeline.
     pub stages: u32,
-    /// Blocks that share a multiprocessor with 100 KB of shared memory, or that registers allow.
+    /// Blocks per multiprocessor, as limited by 100 KB of shared memory or by registers.
     pub blocks: u32,
 }
 
@@ -29,16 +29,16 @@ const fn tile(m: u32, n: u32, k: u32, warps: [u32; 3], stages: u32, blocks: u32)
 }
 
 impl Tile {
-    /// General tiles, large to small, with the time they take for an element relative to the first: their cycles of
-    /// shared memory for an mma on sm_90 (lora_linear.cu), where these exceed those of the mma; less for the small
-    /// tiles, as older GPUs have the slower mma.
+    /// General tiles, large to small, each with its time per element relative to the first. The times are cycles of
+    /// shared memory per mma on sm_90 (lora_linear.cu), where these exceed the cycles of the mma. For the small tiles
+    /// they are lower, because older GPUs have a slower mma.
     pub(super) const GENERAL: [(Self, u64); 4] = [
         (tile(128, 256, 32, [2, 4, 1], 4, 1), 100),
         (tile(128, 128, 32, [2, 2, 1], 3, 2), 109),
         (tile(64, 128, 32, [2, 2, 1], 4, 3), 150),
         (tile(64, 64, 32, [2, 2, 1], 4, 4), 200),
     ];
-    /// Few columns: four warps share the sum, the operand with many rows is read once.
+    /// Tiles for few columns. Four warps share the sum, so the operand with many rows is read once.
     pub(super) const NARROW: [Self; 6] = [
         tile(64, 16, 128, [1, 1, 4], 4, 2),
         tile(32, 16, 128, [1, 1, 4], 4, 4),
@@ -47,54 +47,54 @@ impl Tile {
         tile(64, 64, 128, [1, 1, 4], 3, 2),
         tile(32, 64, 128, [1, 1, 4], 3, 2),
     ];
-    /// Few rows and a long sum.
+    /// Tiles for few rows and a long sum.
     pub(super) const WIDE: [Self; 3] = [
         tile(16, 64, 128, [1, 1, 4], 4, 3),
         tile(32, 64, 128, [1, 1, 4], 3, 2),
         tile(64, 64, 128, [1, 1, 4], 3, 2),
     ];
 
-    /// The one of [`Tile::GENERAL`] that stands in for all.
+    /// The general tile for products that get one tile only.
     pub(super) const COMMON: Self = Self::GENERAL[1].0;
-    /// The one of [`Tile::NARROW`] and [`Tile::WIDE`] that stands in for all.
+    /// The narrow and wide tile for products that get one tile only.
     pub(super) const COMMON_NARROW: Self = Self::NARROW[5];
 
-    /// Tiles of [`Tile::GENERAL`].
+    /// General tiles without their times.
     pub(super) fn general() -> impl Iterator<Item = Self> {
         Self::GENERAL.into_iter().map(|(tile, _)| tile)
     }
 
-    /// The narrow tile for `n` columns, at most 64, and `m` rows. Tall tiles read `b` less often; short ones give every
-    /// multiprocessor work.
+    /// Narrow tile for `n` columns, at most 64, and `m` rows. Tall tiles read `b` less often; short tiles keep every
+    /// multiprocessor busy.
     pub(super) fn narrow(n: usize, m: usize, multiprocessors: usize) -> Self {
         let tall = m.div_ceil(64) * 4 >= multiprocessors * 3;
         let mut fitting = Self::NARROW.iter().filter(|tile| tile.n as usize >= n);
         *fitting.nth(usize::from(!tall)).unwrap_or(&Self::NARROW[5])
     }
 
-    /// Every tile.
+    /// All tiles.
     pub fn all() -> impl Iterator<Item = Self> {
         Self::general().chain(Self::NARROW).chain([Self::WIDE[0]])
     }
 
-    /// Threads of a block.
+    /// Threads per block.
     #[must_use]
     pub const fn threads(self) -> u32 {
         32 * self.warps[0] * self.warps[1] * self.warps[2]
     }
 
-    /// Shared memory of a block.
+    /// Shared memory per block in bytes.
     #[must_use]
     pub const fn shared_bytes(self) -> u32 {
         self.stages * self.k * (self.m + self.n) * 2
     }
 
-    /// Tiles along m and n.
+    /// Number of tiles along m and n.
     pub(super) const fn grid(self, m: usize, n: usize) -> [usize; 2] {
         [m.div_ceil(self.m as usize), n.div_ceil(self.n as usize)]
     }
 
-    /// Rows of tiles that are walked together: blocks that run at the same time then form a square of `y`.
+    /// Rows of tiles that are processed together, so that blocks running at the same time form a square of `y`.
     pub(super) fn group(self, multiprocessors: u32) -> usize {
         let running = u64::from(multiprocessors * self.blocks);
         let square = running * u64::from(self.n) / u64::from(self.m);
@@ -106,14 +106,15 @@ impl Tile {
 mod tests {
     use super::*;
 
-    /// Where a 16-byte chunk lies, as `chunk_offset` of lora_linear.cu.
+    /// Offset of a 16-byte chunk, as `chunk_offset` of lora_linear.cu.
     fn chunk_offset(chunks: usize, line: usize, chunk: usize) -> usize {
         let lines_per_128 = if chunks < 8 { 8 / chunks } else { 1 };
         let mask = chunks.min(8) - 1;
         (line * chunks + (chunk ^ ((line / lines_per_128) & mask))) * 16
     }
 
-    /// Eight 16-byte accesses are one pass over the 32 banks exactly when they fall into different eighths.
+    /// Whether eight 16-byte accesses are conflict-free: one pass over the 32 banks, each access in a different
+    /// eighth.
     fn free_of_conflicts(offsets: impl Iterator<Item = usize>) -> bool {
         let mut eighths: Vec<usize> = offsets.map(|at| at / 16 % 8).collect();
         eighths.sort_unstable();

@@ -1,18 +1,18 @@
-//! What kernels over windows of elements share: eight elements a thread, behind the first at which all operands are
-//! aligned.
+//! Common grid arithmetic of kernels over flat arrays: eight elements per thread, from the first index at which all
+//! operands are aligned.
 
 use crate::DType;
 use crate::cuda::launch::Address;
 
 /// Threads of a block.
 pub(super) const THREADS: u32 = 256;
-/// Elements a thread handles at a time.
+/// Elements per thread and iteration.
 const WIDTH: u64 = 8;
-/// What a vector access is aligned to.
+/// Alignment of a vector access in bytes.
 const VECTOR_BYTES: u64 = 16;
 
-/// Elements of `n` in front of the first one at which all operands are aligned to vectors; all of them when there is
-/// none.
+/// Number of elements before the first index at which all operands are aligned to vectors. `n` if no such index
+/// exists.
 pub(super) fn head(operands: &[(Address, DType)], n: u64) -> u64 {
     let aligned = |head: u64| {
         operands.iter().all(|(Address(address), dtype)| {
@@ -24,7 +24,7 @@ pub(super) fn head(operands: &[(Address, DType)], n: u64) -> u64 {
         .map_or(n, |head| head.min(n))
 }
 
-/// Blocks of a grid over `n` elements.
+/// Blocks of a grid over `n` elements, at most `most`.
 pub(super) fn blocks(n: u64, most: u64) -> u32 {
     let rounds = n.div_ceil(WIDTH * u64::from(THREADS));
     rounds.clamp(1, most) as u32

@@ -1,11 +1,11 @@
-//! Scratch memory that the launches of one operation share.
+//! Scratch memory shared by the launches of one operation.
 
 use crate::cuda::launch::Address;
 
-/// Every piece starts at a multiple of this.
+/// Alignment of every piece in bytes.
 const ALIGNMENT: u64 = 256;
 
-/// Hands out pieces of scratch memory front to back. With [`Address::NULL`] as its start it only counts.
+/// Stack allocator of scratch memory. With [`Address::NULL`] as its start it only counts bytes.
 #[derive(Clone, Debug)]
 pub struct Workspace {
     start: u64,
@@ -14,7 +14,7 @@ pub struct Workspace {
 }
 
 impl Workspace {
-    /// Scratch memory that begins at `start`, a multiple of 256.
+    /// Scratch memory from `start` on, a multiple of 256.
     #[must_use]
     pub const fn new(start: Address) -> Self {
         Self {
@@ -24,7 +24,7 @@ impl Workspace {
         }
     }
 
-    /// The next `bytes` bytes.
+    /// Allocates the next `bytes` bytes.
     pub fn take(&mut self, bytes: u64) -> Address {
         let address = Address(self.start + self.used);
         self.used += bytes.next_multiple_of(ALIGNMENT);
@@ -32,18 +32,18 @@ impl Workspace {
         address
     }
 
-    /// What is in use, for [`Workspace::release`].
+    /// Current position, for [`Workspace::release`].
     #[must_use]
     pub const fn mark(&self) -> u64 {
         self.used
     }
 
-    /// Gives back what was taken since `mark`: launches run one after the other, so later ones may overwrite it.
+    /// Frees everything allocated since `mark`. Launches run one after the other, so later launches may overwrite it.
     pub fn release(&mut self, mark: u64) {
         self.used = mark;
     }
 
-    /// The most that was in use at a time, in bytes.
+    /// Maximum bytes in use at one time.
     #[must_use]
     pub const fn bytes(&self) -> u64 {
         self.peak

@@ -1,8 +1,9 @@
-//! PTX of the sm_80 family that is built in, so that a driver alone suffices.
+//! Built-in PTX of the sm_80 family, so that a driver is enough to run.
 //!
-//! Made by `scripts/build-ptx.sh` from the same sources with an NVRTC old enough for [`super::probe::MINIMUM_DRIVER`];
-//! a test compares the hash of every source with the one that its PTX was made from. The bundle is an xz file of records:
-//! a line `name hash bytes`, then the PTX. Modules differ in little, and lie too far apart for a deflate stream to notice.
+//! `scripts/build-ptx.sh` makes it from the same sources, with an NVRTC old enough for
+//! [`super::probe::MINIMUM_DRIVER`]. A test compares the hash of every source with the hash that its PTX was made
+//! from. The bundle is an xz file of records: a line `name hash bytes`, then the PTX. xz is used because modules
+//! differ little, but repeat at distances beyond deflate's 32 KiB.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -11,24 +12,24 @@ use std::sync::OnceLock;
 
 use super::module::Module;
 
-/// The architecture the PTX is made for; newer GPUs run it too.
+/// Architecture of the PTX. Newer GPUs run it too.
 pub const ARCH: &str = "compute_80";
 
 static BUNDLE: &[u8] = include_bytes!("sm_80.bundle");
 
-/// The PTX of one module.
+/// PTX of one module.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Entry {
-    /// Of the source it was made from.
+    /// Hash of the source it was made from.
     pub source_hash: String,
-    /// The text.
+    /// PTX text.
     pub ptx: String,
 }
 
 /// All entries by module name.
 pub type Bundle = BTreeMap<String, Entry>;
 
-/// Identifies a module's source.
+/// Hash that identifies a module's source.
 #[must_use]
 pub fn source_hash(module: &Module) -> String {
     blake3::hash(module.source().as_bytes()).to_hex()[..32].to_owned()
@@ -38,11 +39,11 @@ pub fn source_hash(module: &Module) -> String {
 #[must_use]
 pub fn bundle() -> &'static Bundle {
     static UNPACKED: OnceLock<Bundle> = OnceLock::new();
-    // A damaged bundle reads as an empty one; the test that compares hashes fails then.
+    // A damaged bundle reads as empty. The test that compares hashes fails then.
     UNPACKED.get_or_init(|| unpack(BUNDLE).unwrap_or_default())
 }
 
-/// The PTX of a module, if it is built in and made from this very source.
+/// PTX of a module, if it is built in and was made from exactly this source.
 #[must_use]
 pub fn built_in(module: &Module) -> Option<&'static str> {
     let entry = bundle().get(&module.name())?;
@@ -77,12 +78,12 @@ pub fn unpack(mut bytes: &[u8]) -> io::Result<Bundle> {
     Ok(bundle)
 }
 
-/// The text that a bundle is when it is not compressed.
+/// Uncompressed text of a bundle.
 #[must_use]
 pub fn records(bundle: &Bundle) -> String {
     let mut text = String::new();
     for (name, Entry { source_hash, ptx }) in bundle {
-        // Writing to a string does not fail.
+        // Writing to a string cannot fail.
         let _ok = write!(text, "{name} {source_hash} {}\n{ptx}", ptx.len());
     }
     text

@@ -1,4 +1,4 @@
-//! `launcher data check`: what training would make of a data file.
+//! `launcher data check`: checks a data file and reports how training would use it.
 
 mod rendered;
 mod report;
@@ -26,11 +26,10 @@ use crate::rank_env::{Env, Variables};
 use report::{Answers, Length, Pictures, Rendered, Report, Sized};
 use statistics::{Spread, balance};
 
-/// Samples named as the longest.
+/// Number of longest samples listed.
 const LONGEST: usize = 5;
 
-/// Checks a data file and prints a report on standard output. The exit status is 0 when every
-/// sample can be used and 3 when not.
+/// Checks a data file and prints a report on standard output. Exits with 0 if every sample can be used, else with 3.
 ///
 /// # Errors
 /// The command line lacks the file or the model (exit 2), or one of them cannot be read.
@@ -59,7 +58,7 @@ pub(crate) fn run(args: &DataCheckArgs, variables: &Variables) -> Result<ExitCod
     })
 }
 
-/// The settings that training would have with the same flags.
+/// Configuration that training would have with the same flags.
 fn configuration(args: &DataCheckArgs) -> Result<RunConfig, Failure> {
     let missing = |what: &str| {
         Failure::usage(
@@ -107,7 +106,7 @@ fn print(report: &Report, as_json: bool, variables: &Variables) -> Result<(), Fa
         let color = stdout.is_terminal() && variables.get("NO_COLOR").is_none();
         report.to_text(color)
     };
-    // A closed pipe is no failure: the reader has seen enough.
+    // A closed pipe is not an error: the reader has seen enough.
     drop(
         stdout
             .write_all(text.as_bytes())
@@ -116,7 +115,7 @@ fn print(report: &Report, as_json: bool, variables: &Variables) -> Result<(), Fa
     Ok(())
 }
 
-/// A usable sample's figures.
+/// Lengths of a usable sample.
 struct Measured {
     index: usize,
     tokens: usize,
@@ -192,7 +191,7 @@ fn check(
 
 fn measure(index: usize, sample: &RawSample, tokens: &SampleTokens, turn_end: i32) -> Measured {
     let turns = sample.conversations.iter();
-    // Supervised positions of one answer are neighbours; the next question lies between answers.
+    // Supervised positions of one answer are consecutive; the next question separates them from the next answer.
     let runs = tokens.labels.split(|label| *label == IGNORED);
     Measured {
         index,
@@ -240,7 +239,7 @@ fn pictures(
 fn longest(file: &Path, samples: &[RawSample], measured: &[Measured]) -> Vec<Sized> {
     let mut order: Vec<&Measured> = measured.iter().collect();
     order.sort_by_key(|m| std::cmp::Reverse(m.tokens));
-    // The file was read a moment ago; without it the lines stay unknown.
+    // The file was read before. If it cannot be read again, the line numbers stay unknown.
     let lines = std::fs::read(file).map_or_else(|_| Vec::new(), |text| lines::of_samples(&text));
     let named = order.into_iter().take(LONGEST);
     named
@@ -276,7 +275,7 @@ fn balance_of(config: &RunConfig, measured: &[Measured]) -> statistics::Balance 
     balance(&Sampler::new(sizes, config.seed), &tokens, shape)
 }
 
-/// The first usable sample with a picture, or the first usable one.
+/// The first usable sample with an image, else the first usable one.
 fn rendered(
     samples: &[RawSample],
     images: &ImageFolder,

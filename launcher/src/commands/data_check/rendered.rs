@@ -1,16 +1,16 @@
-//! One sample as the model sees it, with what it learns marked.
+//! One sample as the model sees it, with its supervised tokens marked.
 
 use models::Processor;
 use models::data::SampleTokens;
 use serde::Serialize;
 use std::ops::Range;
 
-/// A piece of a rendered sample.
+/// Piece of a rendered sample.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub(super) struct Piece {
-    /// Its text; pictures are written `<image 64x9>`: tokens per slice, slices.
+    /// Text. An image is written `<image 64x9>`: tokens per slice, number of slices.
     pub(super) text: String,
-    /// Whether the model is to predict it.
+    /// Whether the loss covers it.
     pub(super) supervised: bool,
 }
 
@@ -21,7 +21,7 @@ enum Role {
     Picture(usize),
 }
 
-/// The pieces of a sample, in order.
+/// Pieces of a sample, in order.
 pub(super) fn pieces(processor: &dyn Processor, tokens: &SampleTokens) -> Vec<Piece> {
     let pictures = processor.pictures(tokens);
     let roles = roles(tokens, &pictures);
@@ -50,7 +50,7 @@ pub(super) fn pieces(processor: &dyn Processor, tokens: &SampleTokens) -> Vec<Pi
     found
 }
 
-/// The pieces as text: supervised ones in «…», or coloured.
+/// Pieces as text. Supervised ones are in «…», or colored.
 pub(super) fn text(pieces: &[Piece], color: bool) -> String {
     let mark = |piece: &Piece| match (piece.supervised, color) {
         (false, _) => piece.text.clone(),
@@ -60,7 +60,7 @@ pub(super) fn text(pieces: &[Piece], color: bool) -> String {
     pieces.iter().map(mark).collect()
 }
 
-/// Tokens within `range` that features replace.
+/// Number of tokens in `range` that image features replace.
 fn features(tokens: &SampleTokens, range: &Range<usize>) -> usize {
     let inside = |(start, end): &&(usize, usize)| range.start <= *start && *end <= range.end;
     let bounds = tokens.image_bounds.iter().filter(inside);
@@ -69,7 +69,7 @@ fn features(tokens: &SampleTokens, range: &Range<usize>) -> usize {
 
 fn roles(tokens: &SampleTokens, pictures: &[(Range<usize>, usize)]) -> Vec<Role> {
     let ids = &tokens.input_ids;
-    // A label stands one place before the token that it predicts.
+    // A label is stored one position before the token that it predicts.
     let learnt = |at: usize| at > 0 && tokens.labels[at - 1] == ids[at];
     let mut roles: Vec<Role> = (0..ids.len())
         .map(|at| if learnt(at) { Role::Learnt } else { Role::Read })
@@ -87,7 +87,7 @@ mod tests {
 
     fn sample() -> SampleTokens {
         const IGNORED: i32 = -100;
-        // 5 opens a picture, 6 closes it, 7 and 8 a slice; 9 is a feature, 1 text, 2 the answer.
+        // 5 opens an image, 6 closes it; 7 and 8 do so for a slice. 9 is a feature, 1 text, 2 the answer.
         let input_ids = vec![1, 5, 9, 9, 6, 7, 9, 9, 8, 5, 9, 9, 6, 1, 2, 2];
         let mut labels = vec![IGNORED; input_ids.len()];
         (labels[13], labels[14]) = (2, 2);

@@ -1,4 +1,4 @@
-//! The report of `launcher data check` and its text.
+//! Report of `launcher data check`, as JSON and as text.
 
 use serde::Serialize;
 use std::path::PathBuf;
@@ -8,10 +8,10 @@ use super::statistics::{Balance, Spread};
 use crate::data::problems::{PROBLEMS_FILE, Problem};
 use crate::units::grouped;
 
-/// Problems shown as text; the list and JSON hold all.
+/// Maximum problems shown as text. The list of problems and the JSON report contain all.
 const SHOWN: usize = 10;
 
-/// Everything that was found about a data file; the keys of the JSON report.
+/// Findings about a data file. The fields are the keys of the JSON report.
 #[derive(Debug, Clone, Serialize)]
 pub(super) struct Report {
     pub(super) file: PathBuf,
@@ -21,12 +21,12 @@ pub(super) struct Report {
     pub(super) with_pictures: usize,
     pub(super) without_pictures: usize,
     pub(super) pictures: Pictures,
-    /// Tokens of usable samples as they are trained on.
+    /// Tokens of usable samples, after truncation.
     pub(super) tokens: Spread,
-    /// Tokens of text, markers of pictures included.
+    /// Text tokens, including the markers of images.
     pub(super) text_tokens: Spread,
     pub(super) picture_tokens: Spread,
-    /// Positions that enter the loss.
+    /// Positions that the loss covers.
     pub(super) supervised_tokens: Spread,
     pub(super) answers: Answers,
     pub(super) length: Length,
@@ -35,26 +35,26 @@ pub(super) struct Report {
     pub(super) balance: Option<Balance>,
     pub(super) rendered: Option<Rendered>,
     pub(super) problems: Vec<Problem>,
-    /// Settings that would help, computed from the lengths.
+    /// Suggested settings, computed from the lengths.
     pub(super) next: Vec<String>,
-    /// Folder that the list of problems was written to.
+    /// Directory that the list of problems was written to.
     #[serde(skip)]
     pub(super) written_to: Option<PathBuf>,
 }
 
-/// Pictures of samples whose files can be read.
+/// Images of samples whose files can be read.
 #[derive(Debug, Clone, Default, Serialize)]
 pub(super) struct Pictures {
     pub(super) count: usize,
     pub(super) widths: Spread,
     pub(super) heights: Spread,
-    /// Number of pictures by their number of slices, ascending.
+    /// (Slices, number of images with that many slices), ascending.
     pub(super) by_slices: Vec<(usize, usize)>,
-    /// Fewest and most tokens of a slice, where there are pictures.
+    /// Minimum and maximum tokens per slice, if the data has images.
     pub(super) tokens_per_slice: Option<(usize, usize)>,
 }
 
-/// Whether the model learns to stop.
+/// Whether the model learns to end its answers.
 #[derive(Debug, Clone, Copy, Default, Serialize)]
 pub(super) struct Answers {
     pub(super) count: usize,
@@ -62,17 +62,17 @@ pub(super) struct Answers {
     pub(super) with_end: usize,
 }
 
-/// What the longest length does to the samples.
+/// Effects of the maximum length on the samples.
 #[derive(Debug, Clone, Copy, Default, Serialize)]
 pub(super) struct Length {
     pub(super) model_max_length: usize,
     /// Usable samples that lose text.
     pub(super) cut_in_text: usize,
-    /// Samples that cannot be used, because an answer or half a picture lies beyond.
+    /// Unusable samples, because truncation would remove their answers or part of an image.
     pub(super) unusable: usize,
 }
 
-/// A sample and its length.
+/// Sample and its length.
 #[derive(Debug, Clone, Serialize)]
 pub(super) struct Sized {
     pub(super) index: usize,
@@ -91,7 +91,7 @@ pub(super) struct Rendered {
 }
 
 impl Report {
-    /// Aligned text; supervised tokens in color or between «».
+    /// Report as aligned text. Supervised tokens are in color or in «…».
     pub(super) fn to_text(&self, color: bool) -> String {
         let mut lines = Vec::new();
         let mut add = |label: &str, text: String| lines.push(format!(" {label:<8} {text}"));

@@ -1,10 +1,10 @@
-//! Figures over samples.
+//! Statistics over samples.
 
 use serde::Serialize;
 
 use crate::data::Sampler;
 
-/// Least, mean, median, 95th percentile and most.
+/// Minimum, mean, median, 95th percentile and maximum.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 pub(super) struct Spread {
     pub(super) min: usize,
@@ -15,7 +15,7 @@ pub(super) struct Spread {
 }
 
 impl Spread {
-    /// The figures of `values`; all zero for none. Percentiles are nearest ranks.
+    /// Statistics of `values`; all zero if there are none. Percentiles use the nearest rank.
     pub(super) fn of(values: impl IntoIterator<Item = usize>) -> Self {
         let mut values: Vec<usize> = values.into_iter().collect();
         values.sort_unstable();
@@ -33,23 +33,23 @@ impl Spread {
     }
 }
 
-/// How evenly tokens fall on ranks, over one epoch as the sampler deals it.
+/// Balance of tokens over ranks, for one epoch in the sampler's order.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub(super) struct Balance {
     pub(super) ranks: usize,
     pub(super) micro_batch: usize,
     pub(super) accumulation_steps: usize,
     pub(super) steps_per_epoch: u64,
-    /// Tokens of the fullest rank ÷ mean of the ranks, averaged over the steps: the time of a step
-    /// grows by about this factor.
+    /// Tokens of the rank with the most, divided by the mean of the ranks, averaged over the steps. A step takes
+    /// longer by about this factor.
     pub(super) mean_imbalance: f64,
-    /// The same in the worst step.
+    /// The same ratio in the worst step.
     pub(super) worst_imbalance: f64,
-    /// That step, from 1.
+    /// Number of the worst step, from 1.
     pub(super) worst_step: u64,
 }
 
-/// The balance of samples of `tokens` tokens, dealt by `sampler`.
+/// Balance of samples with `tokens` tokens, in the order of `sampler`.
 pub(super) fn balance(
     sampler: &Sampler,
     tokens: &[usize],
@@ -127,7 +127,7 @@ mod tests {
         let mut tokens = [10; 8];
         tokens[3] = 170;
         let uneven = balance(&sampler, &tokens, (2, 1, 2));
-        // The long one beside a short one against two short ones: 180 of a mean of 100.
+        // A long and a short sample on one rank, two short ones on the other: 180 against a mean of 100.
         assert!((uneven.worst_imbalance - 1.8).abs() < 1e-12, "{uneven:?}");
         assert!((uneven.mean_imbalance - 1.4).abs() < 1e-12, "{uneven:?}");
     }

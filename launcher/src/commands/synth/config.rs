@@ -1,11 +1,11 @@
-//! Which `config.json` is meant: a file, a folder that has one, or a published model by its name.
+//! Choice of the `config.json`: a file, a directory that contains one, or the name of a published model.
 
 use std::fs;
 use std::path::Path;
 
 use crate::error::{ErrorCode, Failure};
 
-/// The configurations that come with the program: the sizes of published models.
+/// Built-in configurations with the sizes of published models.
 pub(super) const PUBLISHED: [(&str, &str); 7] = [
     ("minicpm-v-2_6", include_str!("configs/minicpm-v-2_6.json")),
     ("minicpm-o-2_6", include_str!("configs/minicpm-o-2_6.json")),
@@ -22,7 +22,7 @@ pub(super) const PUBLISHED: [(&str, &str); 7] = [
     ),
 ];
 
-/// A `config.json` and where it comes from.
+/// A `config.json` and its origin.
 #[derive(Debug)]
 pub(super) struct Config {
     pub(super) bytes: Vec<u8>,
@@ -30,7 +30,7 @@ pub(super) struct Config {
 }
 
 impl Config {
-    /// The failure of a configuration from which no model can be made.
+    /// Failure for a configuration from which no model can be made.
     pub(super) fn unusable(&self, cause: &str) -> Failure {
         let title = format!("cannot make a model from {}", self.origin);
         Failure::new(ErrorCode::ModelFiles, title, cause).next(format!(
@@ -40,10 +40,10 @@ impl Config {
     }
 }
 
-/// Finds what `--model-config` names. A file or folder comes before a name.
+/// Finds the configuration that `--model-config` names. An existing file or directory wins over a built-in name.
 ///
 /// # Errors
-/// Nothing is named (exit 2), or there is no such file, folder or name (exit 10).
+/// When the flag is missing (exit 2), or no file, directory or built-in model has this name (exit 10).
 pub(super) fn find(named: Option<&Path>) -> Result<Config, Failure> {
     let named = named.ok_or_else(|| {
         Failure::usage("--model-config is missing", "sizes come from a config.json")

@@ -1,4 +1,4 @@
-//! The small files of a model folder, by family: configuration, tokenizer, processor settings.
+//! Small files of a model directory, by family: configuration, tokenizer, processor settings.
 
 use std::fs;
 use std::path::Path;
@@ -18,7 +18,7 @@ use crate::commands::demo::model_files::{TEMPLATE, preprocessor_config};
 use crate::error::chain;
 use crate::error::{ErrorCode, Failure};
 
-/// Special tokens of MiniCPM-V in the order of their ids; `<unk>` stands elsewhere.
+/// Special tokens of MiniCPM-V in id order, except `<unk>`, which is at another id.
 const MINICPM: [&str; 23] = [
     "<|endoftext|>",
     "<|im_start|>",
@@ -45,7 +45,7 @@ const MINICPM: [&str; 23] = [
     "<|reserved_special_token_5|>",
 ];
 
-/// Special tokens of GLM-4.1V in the order of their ids; GLM-4V has the first fourteen.
+/// Special tokens of GLM-4.1V in id order. GLM-4V has the first fourteen.
 const GLM: [&str; 20] = [
     "<|endoftext|>",
     "[MASK]",
@@ -70,7 +70,7 @@ const GLM: [&str; 20] = [
 ];
 const GLM4V_TOKENS: usize = 14;
 
-/// What a family's folder holds beside configuration and weights.
+/// Content of a model directory besides configuration and weights.
 struct Small {
     vocabulary: Vocabulary,
     tokenizer_config: Value,
@@ -80,7 +80,7 @@ struct Small {
 /// Writes the small files of `config` into `folder`.
 ///
 /// # Errors
-/// The configuration is of no supported model or its vocabulary is too small (exit 10); the disk.
+/// When no supported model has this configuration or its vocabulary is too small (exit 10), and for disk errors.
 pub(super) fn write(config: &Config, folder: &Path) -> Result<(), Failure> {
     put(folder, "config.json", &config.bytes)?;
     let small = small(folder).map_err(|cause| config.unusable(&cause))?;
@@ -101,10 +101,10 @@ pub(super) fn write(config: &Config, folder: &Path) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Writes the file that stands for all weights, which are those of `seed`.
+/// Writes the file that replaces all weights by the seed they are generated from.
 ///
 /// # Errors
-/// The disk.
+/// When the disk fails.
 pub(super) fn declare(seed: u64, folder: &Path) -> Result<(), Failure> {
     let marker = json!(seeded::Marker::new(seed));
     put(folder, seeded::FILE, format!("{marker:#}\n").as_bytes())
@@ -131,7 +131,7 @@ fn load<T, E: std::error::Error>(loaded: Result<T, E>) -> Result<T, String> {
     loaded.map_err(|error| chain(&error))
 }
 
-/// The first id that `field` of a `config.json` names, if it names one.
+/// The first id in the field `field` of a `config.json`, if it has one.
 fn id(config: &Value, field: &str) -> Option<usize> {
     let value = &config[field];
     let first = value.as_u64().or_else(|| value[0].as_u64())?;
@@ -143,11 +143,11 @@ fn minicpm(config: &MiniCpmConfig, raw: &Value) -> Small {
     let vocabulary = Vocabulary {
         size,
         loose: vec!["<unk>"],
-        // The sample rules look for this word behind `<|im_start|>`.
+        // The sample rules search for this word after `<|im_start|>`.
         words: vec!["assistant"],
         ..Vocabulary::default()
     };
-    // `<|im_end|>`, the third of the run, ends a sequence.
+    // `<|im_end|>`, the third special token, ends a sequence.
     let first = id(raw, "eos_token_id").and_then(|eos| eos.checked_sub(2));
     let first = first.unwrap_or_else(|| size.saturating_sub(MINICPM.len()));
     Small {
@@ -200,7 +200,7 @@ fn glm41v(config: &Glm41vConfig, raw: &Value) -> Small {
         size,
         ..Vocabulary::default()
     };
-    // The configuration names the picture's token itself, which is the fifteenth of the run.
+    // The configuration states the id of the image token, which is the fifteenth special token.
     let stated = id(raw, "image_token_id").and_then(|image| image.checked_sub(GLM4V_TOKENS));
     let first = stated.unwrap_or_else(|| first_of(&config.eos_ids, size, GLM.len()));
     Small {
@@ -219,7 +219,8 @@ fn glm41v(config: &Glm41vConfig, raw: &Value) -> Small {
     }
 }
 
-/// The run of special tokens begins with the first that ends an answer, otherwise it ends the vocabulary.
+/// First id of the special tokens. They begin with the first end-of-answer token if the configuration states it; else
+/// they end the vocabulary.
 fn first_of(eos: &[i32], size: usize, count: usize) -> usize {
     let stated = eos.first().and_then(|id| usize::try_from(*id).ok());
     stated.unwrap_or_else(|| size.saturating_sub(count))
@@ -244,7 +245,7 @@ fn cog(config: &CogConfig) -> Small {
         (language.eos, eos),
         (language.pad, pad),
     ] {
-        // A negative id is none; the model's own checks have refused it where it matters.
+        // A negative id means none. The model's own checks refuse it if it matters.
         vocabulary
             .special
             .extend(usize::try_from(id).ok().map(|id| (id, token)));

@@ -1,11 +1,11 @@
-//! `launcher synth`: a model folder with random weights, whole in every respect but what it has learnt.
+//! `launcher synth`: makes a complete model directory with random weights.
 //!
-//! Sizes come from a `config.json`; names, shapes and the scale of start values from the family's own model; the
-//! tokenizer knows bytes and the family's special tokens. With it real sizes can be tried before gigabytes are fetched:
-//! loading, plan, memory, a step, export.
+//! Sizes come from a `config.json`; names, shapes and the scale of initial values come from the family's model. The
+//! tokenizer knows bytes and the family's special tokens. Such a directory allows tests of real sizes before
+//! gigabytes are downloaded: loading, plan, memory, a step, export.
 //!
-//! Every weight is a function of seed, tensor name and element ([`models::seeded`]), so a folder can be made again
-//! anywhere, and need not hold its weights: `--weights seeded` leaves a file that names the seed in their place.
+//! Every weight is a function of seed, tensor name and element ([`models::seeded`]). So a directory can be made again
+//! anywhere and does not need to contain its weights: `--weights seeded` writes a file with the seed instead.
 
 mod config;
 mod files;
@@ -29,15 +29,15 @@ use crate::memory::disk_free_bytes;
 use crate::units::{bytes, grouped, seconds};
 use weights::Layout;
 
-/// Files of weights when nothing is said.
+/// Default number of weight files.
 const SHARDS: usize = 4;
-/// Length of samples in tokens when nothing is said.
+/// Default length of samples in tokens.
 const SAMPLE_TOKENS: usize = 512;
 
-/// Runs the verb.
+/// Runs the subcommand.
 ///
 /// # Errors
-/// The configuration cannot be used, the output is taken, or the disk is too small.
+/// When the configuration cannot be used, the output exists, or the disk is too small.
 pub(crate) fn run(args: &SynthArgs) -> Result<ExitCode, Failure> {
     let started = Instant::now();
     let output = args.output.clone().ok_or_else(|| {
@@ -117,15 +117,15 @@ pub(crate) fn run(args: &SynthArgs) -> Result<ExitCode, Failure> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// A reader that has seen enough is no error.
+/// Prints text. A closed pipe is not an error.
 fn say(text: &str) {
     drop(std::io::stdout().write_all(text.as_bytes()));
 }
 
 fn check_space(output: &Path, needed: u64) -> Result<(), Failure> {
-    // Headers, the index and the small files beside the weights.
+    // Adds headers, the index and the small files to the bytes of the weights.
     let needed = needed + (16 << 20);
-    // A file system that cannot be asked will say it by itself.
+    // If the free space is unknown, a full disk shows up when files are written.
     let Ok(free) = disk_free_bytes(output) else {
         return Ok(());
     };

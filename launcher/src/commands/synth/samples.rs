@@ -1,4 +1,4 @@
-//! Samples that fit a folder: one picture each and text of a given length, so that it can be trained on at once.
+//! Generated samples for a model directory: one image each and text of a given length, ready for training.
 
 use std::fs;
 use std::path::Path;
@@ -12,42 +12,42 @@ use crate::commands::demo::png;
 use crate::error::chain;
 use crate::error::{ErrorCode, Failure};
 
-/// Name of the data file.
+/// File name of the samples.
 pub(super) const FILE: &str = "samples.json";
 const PICTURES: &str = "pictures";
-/// Side of the pictures where the configuration leaves it open, in pixels; also the largest.
+/// Default side of an image in pixels if the configuration has none, and the largest default.
 const LARGEST_SIDE: usize = 448;
-/// Sides that can be asked for, in pixels.
+/// Allowed sides of an image in pixels.
 const SIDES: std::ops::RangeInclusive<usize> = 28..=4096;
-/// Long enough that nothing is cut while samples are measured.
+/// A length at which nothing is truncated while samples are measured.
 const NO_LIMIT: usize = 1 << 24;
-/// One token per byte in the tokenizers of these folders.
+/// Text with one token per byte in the tokenizers of these directories.
 const FILLER: &str = "the quick brown fox jumps over the lazy dog ";
 
-/// What was written.
+/// Result of [`write`].
 #[derive(Debug)]
 pub(super) struct Samples {
     pub(super) count: usize,
-    /// Tokens of each.
+    /// Tokens per sample.
     pub(super) tokens: usize,
-    /// Of those, the picture's.
+    /// Image tokens per sample.
     pub(super) picture_tokens: usize,
 }
 
-/// What is asked of samples.
+/// Requested size of samples.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Size {
-    /// Length in tokens, the picture's included.
+    /// Length in tokens, including the image's.
     pub(super) tokens: usize,
-    /// Side of the picture in pixels; that of one slice, or the tower's own, where nothing is said.
+    /// Side of the image in pixels. The default is one slice, or the vision tower's own size.
     pub(super) picture_side: Option<usize>,
 }
 
-/// Writes `count` samples of about `size` into the model folder `folder`. A picture that alone takes more tokens leaves
-/// them longer.
+/// Writes `count` samples of about `size` into the model directory `folder`. A sample is longer than requested if its
+/// image alone takes more tokens.
 ///
 /// # Errors
-/// The picture has too few pixels, or the disk fails.
+/// When the image size is not allowed, or the disk fails.
 pub(super) fn write(folder: &Path, count: usize, size: Size) -> Result<Samples, Failure> {
     if let Some(side) = size.picture_side
         && !SIDES.contains(&side)
@@ -84,7 +84,7 @@ fn picture_name(index: usize) -> String {
     format!("{index:04}.png")
 }
 
-/// A sample with `filler` tokens beyond the shortest: three quarters of them asked, one quarter answered.
+/// Sample with `filler` tokens more than the shortest one: three quarters in the question, one quarter in the answer.
 fn sample(index: usize, filler: usize) -> Value {
     let answered = filler / 4;
     json!({
@@ -97,7 +97,7 @@ fn sample(index: usize, filler: usize) -> Value {
     })
 }
 
-/// `length` letters of the filler from a place that depends on the sample; the last is no blank.
+/// `length` letters of the filler, from a position that depends on the sample. It does not start or end with a space.
 fn text(index: usize, length: usize) -> String {
     let start = 5 * index % FILLER.len();
     let mut text: String = FILLER.chars().cycle().skip(start).take(length).collect();
@@ -111,7 +111,7 @@ fn text(index: usize, length: usize) -> String {
     text
 }
 
-/// A bar whose place and width differ from picture to picture.
+/// Image of a bar whose position and width differ between images.
 fn picture(index: usize, side: usize) -> Vec<u8> {
     let start = (index * 37 + side / 4) % side;
     let width = side / 8 + index % 7;
@@ -121,7 +121,7 @@ fn picture(index: usize, side: usize) -> Vec<u8> {
     png::encode(side, &pixels, [[30, 30, 40], [220, 180, 60]])
 }
 
-/// A side that makes one slice in MiniCPM, and the tower's own in the others.
+/// Side of one slice for MiniCPM, and the vision tower's own side for other families.
 fn picture_side(folder: &Path) -> usize {
     let config: Value = fs::read(folder.join("config.json"))
         .ok()
@@ -136,7 +136,7 @@ fn picture_side(folder: &Path) -> usize {
 }
 
 fn measure(folder: &Path, sample: &Value) -> Result<Samples, Failure> {
-    // Files of our own making: a failure here is a mistake of this program.
+    // The program made these files itself, so a failure here is a bug.
     let failed = |cause: String| Failure::new(ErrorCode::Panic, "cannot make samples", cause);
     let processor = open_processor(folder).map_err(|error| failed(chain(&error)))?;
     let sample: RawSample =

@@ -1,4 +1,4 @@
-//! Folders of every family, from published sizes and from shrunken ones.
+//! Tests of model directories of every family, from published and from reduced sizes.
 
 use std::path::{Path, PathBuf};
 
@@ -38,7 +38,7 @@ fn every_family_gets_a_folder_that_opens() {
         run(&args(&golden(pack), &output)).expect(pack);
         let model = open_model(&output, ModelOptions::new(DType::BF16)).expect(pack);
         let weights = WeightSource::open(&output).expect(pack);
-        // Nothing is missing, and nothing is there that no checkpoint has.
+        // No tensor is missing, and no tensor is extra.
         assert_eq!(
             weights.check(model.spec()).expect(pack),
             Vec::<String>::new()
@@ -125,7 +125,7 @@ fn pictures_of_any_side_make_as_many_slices() {
     let encoded = processor
         .encode(&read[0], &images, &models::data::EncodeOptions::default())
         .expect("encodes");
-    // Nine cells and the overview.
+    // Nine slices and the overview image.
     assert_eq!((encoded.slices.len(), encoded.input_ids.len()), (10, 900));
     for side in [0, 5000] {
         let other = SynthArgs {
@@ -143,7 +143,7 @@ fn pictures_of_any_side_make_as_many_slices() {
     assert_eq!(run(&both).expect_err("refused").code.status(), 2);
 }
 
-/// Every sample is as long as asked, or as its picture makes it.
+/// Checks that every sample has the requested length, or the length that its image requires.
 fn check_samples(folder: &Path, processor: &dyn Processor) {
     let file = folder.join(samples::FILE);
     let read = models::data::read_samples(&file).expect("a data file");

@@ -1,5 +1,5 @@
-//! A small tokenizer at a published vocabulary's size: one token per byte, the special tokens at the ids that the model
-//! expects them at, a few whole words where a rule looks for one, and all other ids unused.
+//! Small tokenizer with the size of a published vocabulary. It has one token per byte, special tokens at the ids that
+//! the model expects, and some whole words that a rule searches for. All other ids are unused.
 
 use std::collections::BTreeSet;
 
@@ -7,30 +7,30 @@ use serde_json::{Map, Value};
 
 use crate::commands::demo::tokenizer::{byte_letters, byte_level, special_token};
 
-/// What a family asks of its vocabulary.
+/// A family's requirements for its vocabulary.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Vocabulary {
-    /// Ids are below this.
+    /// Vocabulary size: all ids are below it.
     pub(super) size: usize,
-    /// Special tokens whose ids are fixed.
+    /// Special tokens with fixed ids.
     pub(super) special: Vec<(usize, &'static str)>,
-    /// Special tokens that may stand anywhere.
+    /// Special tokens with any id.
     pub(super) loose: Vec<&'static str>,
     /// Words of lower-case letters that must be one token.
     pub(super) words: Vec<&'static str>,
 }
 
 impl Vocabulary {
-    /// `names` at consecutive ids from `first` on.
+    /// Adds `names` at consecutive ids from `first` on.
     pub(super) fn with_run(mut self, first: usize, names: &[&'static str]) -> Self {
         self.special.extend((first..).zip(names.iter().copied()));
         self
     }
 
-    /// The contents of `tokenizer.json`.
+    /// Content of `tokenizer.json`.
     ///
     /// # Errors
-    /// What does not fit, as a sentence.
+    /// A sentence that says which token does not fit.
     pub(super) fn to_json(&self) -> Result<Value, String> {
         let taken: BTreeSet<usize> = self.special.iter().map(|(id, _)| *id).collect();
         if let Some((id, token)) = self.special.iter().find(|(id, _)| *id >= self.size) {
@@ -100,7 +100,7 @@ mod tests {
         let text = "<s>assistant\n漢 the</s><unk>";
         let encoded = tokenizer.encode(text, false).expect("encodes");
         let ids = encoded.get_ids();
-        // One token per byte but for the word and the special tokens.
+        // One token per byte, except for the word and the special tokens.
         assert_eq!(
             ids.len(),
             1 + 1 + "\n漢 the".len() + 2,

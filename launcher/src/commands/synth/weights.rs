@@ -1,4 +1,4 @@
-//! All tensors of a model into safetensors files with an index; memory stays at two small buffers.
+//! Writer of a model's tensors into safetensors files with an index. It needs two small buffers of memory only.
 
 use std::path::Path;
 
@@ -11,11 +11,11 @@ use models::seeded::Generators;
 use crate::error::Failure;
 use crate::error::failures;
 
-/// Elements made while as many are written.
+/// Elements per block: one block is generated while the previous one is written.
 const BLOCK_ELEMS: usize = 1 << 22;
 const DOING: &str = "write the weights";
 
-/// What will be written.
+/// Tensors and files to write.
 #[derive(Debug)]
 pub(super) struct Layout {
     tensors: Vec<TensorSpec>,
@@ -25,10 +25,10 @@ pub(super) struct Layout {
 }
 
 impl Layout {
-    /// All parameters of `model` in bf16, in at most `shards` files that are as equal as whole tensors allow.
+    /// All parameters of `model` in bf16, in at most `shards` files as equal as whole tensors allow.
     ///
     /// # Errors
-    /// A tensor does not fit the address space.
+    /// When a tensor exceeds the address space.
     pub(super) fn new(model: &dyn VisionLanguageModel, shards: usize) -> Result<Self, Failure> {
         let params = &model.spec().params;
         let tensors: Vec<TensorSpec> = params
@@ -64,10 +64,10 @@ impl Layout {
         self.total_bytes
     }
 
-    /// Writes the files into `folder`; returns how many hold weights.
+    /// Writes the files into `folder`. Returns the number of weight files.
     ///
     /// # Errors
-    /// The disk is full or fails.
+    /// When the disk is full or fails.
     pub(super) fn write(&self, seed: u64, folder: &Path) -> Result<usize, Failure> {
         let failed = |e: CheckpointError| failures::checkpoint(DOING, &e);
         let metadata = [("format", "pt")];
@@ -91,7 +91,7 @@ impl Layout {
             let elems: usize = tensor.shape.iter().product();
             for first in (0..elems).step_by(BLOCK_ELEMS) {
                 next.resize(BLOCK_ELEMS.min(elems - first), 0u16);
-                // One block is hashed and written while the next is made.
+                // One block is hashed and written while the next one is generated.
                 let (written, ()) = rayon::join(
                     || flush(owner, &ready),
                     || values.fill(first as u64, &mut next),
@@ -108,7 +108,7 @@ impl Layout {
     }
 }
 
-/// The smallest size of files that keeps consecutive tensors in at most `shards` of them.
+/// Smallest file size with which consecutive tensors fit in at most `shards` files.
 fn smallest_limit(bytes: &[u64], shards: usize) -> u64 {
     let files = |limit: u64| {
         let mut count = 1;

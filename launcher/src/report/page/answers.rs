@@ -1,4 +1,4 @@
-//! What the model answered before and after, with the pictures as thumbnails inside of the page.
+//! Section with the model's answers before and after training, with images as thumbnails inside the page.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -9,15 +9,15 @@ use serde_json::Value;
 use super::html::{base64, escape};
 use crate::report::{Answer, RunFiles};
 
-/// Samples shown.
+/// Maximum samples shown.
 const MOST_SAMPLES: usize = 24;
-/// Pictures shown of one sample.
+/// Maximum images shown per sample.
 const MOST_PICTURES: usize = 4;
-/// Longest side of a thumbnail.
+/// Longest side of a thumbnail in pixels.
 const SIDE: u32 = 192;
 const QUALITY: u8 = 85;
 
-/// The section, where there are answers.
+/// The section, if the run has answers.
 pub(super) fn section(files: &RunFiles) -> Option<String> {
     let (last_step, last) = files.answers.last()?;
     let first = files.answers.first().filter(|(step, _)| step < last_step);
@@ -87,7 +87,7 @@ fn card(files: &RunFiles, answer: &Answer, before: Option<&Answer>) -> String {
     out + "</dl>\n</div>\n"
 }
 
-/// A picture as a small JPEG in a data URI; `None` where it cannot be found or read.
+/// An image as a small JPEG in a data URI. `None` if it cannot be found or read.
 fn thumbnail(files: &RunFiles, path: &Path) -> Option<String> {
     let path = places(files, path)
         .into_iter()
@@ -106,7 +106,7 @@ fn thumbnail(files: &RunFiles, path: &Path) -> Option<String> {
     Some(format!("data:image/jpeg;base64,{}", base64(&bytes)))
 }
 
-/// Where a picture may be: beside the run, or beside the data it came with.
+/// Possible paths of an image: relative to the run directory, or to the data file.
 fn places(files: &RunFiles, path: &Path) -> Vec<PathBuf> {
     let mut places = vec![files.folder.join(path)];
     let Some(source) = files.config.as_ref().map(|config| &config["source"]) else {

@@ -1,4 +1,4 @@
-//! The charts of a page.
+//! Charts of the page.
 
 use serde_json::Value;
 
@@ -9,10 +9,10 @@ use crate::report::folder::number;
 use crate::report::monitor::split::StepSplit;
 use crate::report::{RunFiles, memory_chart};
 
-/// Ranks that get a line of their own.
+/// Maximum ranks drawn as separate lines.
 const MOST_RANKS: usize = 8;
 
-/// A figure with its title.
+/// HTML figure with a title.
 fn figure(id: &str, title: &str, drawing: &str) -> String {
     format!(
         "<figure class=\"card\" id=\"{id}\" style=\"margin:0\">\n<h3>{title}</h3>\n{drawing}</figure>\n"
@@ -78,7 +78,7 @@ fn loss(files: &RunFiles) -> Chart {
     }
 }
 
-/// Parts of the step's time on each other, in milliseconds.
+/// Stacked chart of the parts of a step's time, in milliseconds.
 fn step_time(files: &RunFiles) -> Chart {
     let rows: Vec<&Value> = files
         .steps()
@@ -105,7 +105,7 @@ fn step_time(files: &RunFiles) -> Chart {
     }
 }
 
-/// Time of their own of every rank; of many ranks only the bounds.
+/// Chart of each rank's own time per step. For many ranks only minimum and maximum are drawn.
 fn own_time(files: &RunFiles) -> Chart {
     let rows = files.steps().filter_map(|row| {
         let own = row["rank_seconds"].as_array()?.iter();
@@ -143,7 +143,7 @@ fn own_time(files: &RunFiles) -> Chart {
     }
 }
 
-/// Which rank was slowest, over the logged rows.
+/// Sentence that names the rank whose own time deviates most from the mean, over the logged rows.
 fn slowest(files: &RunFiles) -> Option<String> {
     let rows = files.steps().filter_map(|row| {
         let rank = row["slowest_rank"].as_u64()?;
@@ -161,7 +161,7 @@ fn slowest(files: &RunFiles) -> Option<String> {
     ))
 }
 
-/// Loss, learning rate, gradient norm, throughput.
+/// Charts of loss, learning rate, gradient norm and throughput.
 pub(super) fn training(files: &RunFiles) -> String {
     let series = [
         ("lr", "Learning rate", "lr"),
@@ -182,7 +182,7 @@ pub(super) fn training(files: &RunFiles) -> String {
     out + "</div>\n</section>\n"
 }
 
-/// Memory over steps and phases.
+/// Charts of memory over steps and phases.
 pub(super) fn memory(files: &RunFiles) -> String {
     let mut out = String::from("<div class=\"grid\">\n");
     let by_step = memory_chart::by_step(files);
@@ -203,7 +203,7 @@ pub(super) fn memory(files: &RunFiles) -> String {
     out + "</div>\n"
 }
 
-/// Where the time of a step goes, and on which rank.
+/// Section on the parts of a step's time and the slowest rank.
 pub(super) fn time(files: &RunFiles) -> Option<String> {
     let split = step_time(files);
     if split.is_empty() {

@@ -1,6 +1,6 @@
-//! Text and bytes as they may stand in a page.
+//! HTML escaping, base64, tables and style of the page.
 
-/// Text that stands between tags or in a quoted attribute.
+/// Escapes text for use between tags or in a quoted attribute.
 pub(super) fn escape(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     for letter in text.chars() {
@@ -10,7 +10,7 @@ pub(super) fn escape(text: &str) -> String {
             '>' => out += "&gt;",
             '"' => out += "&quot;",
             '\'' => out += "&#39;",
-            // Control characters are not allowed in a page, whatever a model writes.
+            // Control characters are not allowed in HTML, whatever a model writes.
             c if c.is_control() && !matches!(c, '\n' | '\t') => out.push('\u{fffd}'),
             c => out.push(c),
         }
@@ -18,7 +18,7 @@ pub(super) fn escape(text: &str) -> String {
     out
 }
 
-/// Base64 with padding.
+/// Base64 encoding with padding.
 pub(super) fn base64(bytes: &[u8]) -> String {
     const LETTERS: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
     let mut out = String::with_capacity(bytes.len().div_ceil(3) * 4);
@@ -37,7 +37,7 @@ pub(super) fn base64(bytes: &[u8]) -> String {
     out
 }
 
-/// A table whose first row is its head; cells are HTML.
+/// HTML table with a header row. Cells are HTML.
 pub(super) fn table(head: &[&str], rows: impl Iterator<Item = Vec<String>>) -> String {
     let mut out = String::from("<div class=\"wide\"><table>\n<thead><tr>");
     for name in head {
@@ -51,7 +51,7 @@ pub(super) fn table(head: &[&str], rows: impl Iterator<Item = Vec<String>>) -> S
     out + "</tbody>\n</table></div>\n"
 }
 
-/// What the page looks like; nothing is loaded from anywhere.
+/// Style sheet of the page. It loads nothing from elsewhere.
 pub(super) const STYLE: &str = "\
 :root{color-scheme:light dark;--ground:#ffffff;--text:#1c2733;--soft:#5b6875;--line:#d9dfe5;--card:#f5f7f9;--good:#2b7a4b;--bad:#b3383f}
 @media(prefers-color-scheme:dark){:root{--ground:#14191f;--text:#e4e9ee;--soft:#98a5b3;--line:#323c47;--card:#1c232b;--good:#6cc492;--bad:#f08a8f}}

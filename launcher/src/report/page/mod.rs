@@ -1,7 +1,7 @@
-//! `report.html`: a run on one page that needs no network, no script and no other file.
+//! `report.html`: a run on one page without network access, scripts or other files.
 //!
-//! The page is a pure function of the run's folder, so it can be written again at any time, also
-//! for a run that failed or was interrupted: what is not there is left out.
+//! The page is a pure function of the run directory. So it can be written again at any time, also for a run that
+//! failed or was interrupted. Missing parts are left out.
 
 mod answers;
 mod charts;
@@ -18,13 +18,13 @@ use crate::error::Failure;
 use crate::units::{bytes, count, seconds};
 use html::escape;
 
-/// File of the page.
+/// File name of the page.
 pub const REPORT: &str = "report.html";
 
-/// Writes `report.html` and `memory.svg` from what else lies in the folder.
+/// Writes `report.html` and `memory.svg` from the other files of the run directory.
 ///
 /// # Errors
-/// A file cannot be written (exit 16).
+/// When a file cannot be written (exit 16).
 pub fn write_pages(folder: &Path) -> Result<(), Failure> {
     let files = RunFiles::read(folder);
     if !files.memory.is_empty() {
@@ -34,7 +34,7 @@ pub fn write_pages(folder: &Path) -> Result<(), Failure> {
     write_whole(&folder.join(REPORT), page(&files).as_bytes())
 }
 
-/// The whole page.
+/// HTML of the whole page.
 fn page(files: &RunFiles) -> String {
     let name = files.folder.file_name().unwrap_or(files.folder.as_os_str());
     let name = escape(&name.to_string_lossy());
@@ -57,7 +57,7 @@ fn page(files: &RunFiles) -> String {
     out + "</body>\n</html>\n"
 }
 
-/// How the run ended and its most important numbers.
+/// Section with the run's outcome and its most important numbers.
 fn summary(files: &RunFiles) -> String {
     let (done, total) = files.progress();
     let (class, state) = if !files.failures.is_empty() {

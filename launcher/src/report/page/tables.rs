@@ -1,4 +1,4 @@
-//! The tables of a page: failures, memory, what trains, the configuration.
+//! Tables of the page: failures, memory, trainable parameters, configuration.
 
 use serde_json::Value;
 
@@ -8,10 +8,10 @@ use crate::report::monitor::memory::{PhasePeak, PoolPeak};
 use crate::report::{RunFiles, memory_chart};
 use crate::units::{bytes, count, grouped};
 
-/// Kinds named as the cause of a peak.
+/// Maximum kinds of bytes named as the cause of a peak.
 const CAUSES: usize = 3;
 
-/// What ended the run, where something did.
+/// Section with the failure that ended the run, if any.
 pub(super) fn failures(files: &RunFiles) -> Option<String> {
     if files.failures.is_empty() {
         return None;
@@ -34,7 +34,7 @@ pub(super) fn failures(files: &RunFiles) -> Option<String> {
     Some(out + "</section>\n")
 }
 
-/// Planned against measured bytes by kind.
+/// Table of planned and measured bytes by kind.
 pub(super) fn planned(files: &RunFiles) -> Option<String> {
     let rows = memory_chart::compared(files);
     if rows.is_empty() {
@@ -68,7 +68,7 @@ pub(super) fn planned(files: &RunFiles) -> Option<String> {
     Some(table(&head, rows))
 }
 
-/// The highest memory of every phase over the whole run and its causes.
+/// Table of the peak memory of every phase over the whole run, and its causes.
 pub(super) fn peaks(files: &RunFiles) -> Option<String> {
     let highest = |phase: Phase| -> Option<PhasePeak> {
         let mut whole: Option<PhasePeak> = None;
@@ -122,7 +122,7 @@ pub(super) fn peaks(files: &RunFiles) -> Option<String> {
     (!rows.is_empty()).then(|| table(&head, rows.into_iter()))
 }
 
-/// What trains.
+/// Table of trainable parameters.
 pub(super) fn trains(files: &RunFiles) -> Option<String> {
     let plan = files.plan.as_ref()?;
     if plan.trains.is_empty() {
@@ -150,7 +150,7 @@ pub(super) fn trains(files: &RunFiles) -> Option<String> {
     Some(out + &table(&head, rows) + "</section>\n")
 }
 
-/// The configuration that was in effect, one value per line.
+/// The resolved configuration, one value per line.
 pub(super) fn config(files: &RunFiles) -> Option<String> {
     let mut rows = Vec::new();
     flatten("", files.config.as_ref()?, &mut rows);

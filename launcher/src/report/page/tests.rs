@@ -1,4 +1,4 @@
-//! The page of a made-up run: well formed, complete, self-contained, and safe.
+//! Tests of the page of an invented run: well formed, complete, self-contained, escaped.
 
 use std::fs;
 use std::path::Path;
@@ -8,10 +8,10 @@ use serde_json::{Value, json};
 use super::{REPORT, write_pages};
 use crate::error::{ErrorCode, Failure};
 
-/// Elements without an end.
+/// Elements without an end tag.
 const VOID: [&str; 2] = ["!doctype", "?xml"];
 
-/// Checks that every element ends where it should, and returns all attribute values.
+/// Checks that every element is closed correctly, and returns all attribute values.
 fn attributes(page: &str) -> Vec<(String, String)> {
     let mut open: Vec<String> = Vec::new();
     let mut found = Vec::new();
@@ -62,7 +62,7 @@ fn answer(index: usize, text: &str, exact: bool) -> Value {
     })
 }
 
-/// A folder of a run with everything in it.
+/// Run directory with every kind of file.
 fn complete(folder: &Path) {
     let step = |step: u64| {
         json!({

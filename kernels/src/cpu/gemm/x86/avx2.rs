@@ -1,4 +1,4 @@
-//! Tiles of 6 rows and two vectors of 256 bits: 12 chains in 16 registers.
+//! AVX2 kernel: tiles of 6 rows and two vectors of 256 bits, i.e. 12 chains in 16 registers.
 
 #[allow(
     clippy::wildcard_imports,
@@ -10,7 +10,7 @@ use crate::cpu::gemm::kernel::Place;
 
 pub(in crate::cpu::gemm) const ROWS: usize = 6;
 pub(in crate::cpu::gemm) const COLS: usize = 16;
-/// Elements of a vector.
+/// Elements per vector.
 const N: usize = 8;
 
 /// # Safety
@@ -50,8 +50,8 @@ unsafe fn high<const R: usize>(
     factor: f32,
     place: Place,
 ) {
-    // SAFETY: panels of `depth` and rows of `cols` elements by the contract; masked lanes are
-    // neither read nor written.
+    // SAFETY: by the contract the panels have depth `depth` and the rows `cols` elements. Masked lanes are neither
+    // read nor written.
     unsafe {
         let mut sums = [[_mm256_setzero_ps(); 2]; R];
         for _ in 0..depth {
@@ -78,7 +78,7 @@ unsafe fn high<const R: usize>(
     }
 }
 
-/// A mask of the first `n` lanes.
+/// Mask of the first `n` lanes.
 #[target_feature(enable = "avx2")]
 fn lanes(n: usize) -> __m256i {
     let count = _mm256_set1_epi32(n.min(N) as i32);

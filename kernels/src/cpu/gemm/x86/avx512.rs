@@ -1,6 +1,6 @@
-//! Tiles of 8 rows and three vectors of 512 bits: 24 chains, which hide the latency of both units.
-//! Of the shapes with as many chains it loads least (11 times for 24 multiply-adds) while a panel
-//! of `b` still comes from the second cache in time.
+//! AVX-512 kernel: tiles of 8 rows and three vectors of 512 bits, i.e. 24 chains, which hide the latency of both FMA
+//! units. Of all shapes with 24 chains, this one has the fewest loads (11 for 24 multiply-adds) while a panel of `b`
+//! still arrives from the L2 cache in time.
 
 #[allow(
     clippy::wildcard_imports,
@@ -13,10 +13,10 @@ use crate::cpu::simd::prefetch;
 
 pub(in crate::cpu::gemm) const ROWS: usize = 8;
 pub(in crate::cpu::gemm) const COLS: usize = 48;
-/// Elements of a vector.
+/// Elements per vector.
 const N: usize = 16;
 const UNROLL: usize = 4;
-/// Steps that a panel of `b`, which is longer than the first cache, is asked for ahead of its use.
+/// Prefetch distance in `k` for panels of `b`, which are larger than the L1 cache.
 const AHEAD: usize = 8;
 
 /// # Safety
@@ -40,7 +40,7 @@ pub(in crate::cpu::gemm) unsafe fn tile(
     }
 }
 
-/// A tile of up to `V` vectors.
+/// Tile of up to `V` vectors of columns.
 ///
 /// # Safety
 /// As [`tile`].
@@ -68,7 +68,7 @@ unsafe fn wide<const V: usize>(
     }
 }
 
-/// A tile of `R` rows and up to `V` vectors.
+/// Tile of `R` rows and up to `V` vectors of columns.
 ///
 /// # Safety
 /// As [`tile`].
@@ -81,8 +81,8 @@ unsafe fn of<const R: usize, const V: usize>(
     factor: f32,
     place: Place,
 ) {
-    // SAFETY: panels of `depth` and rows of `cols` elements by the contract; masked lanes are
-    // neither read nor written.
+    // SAFETY: by the contract the panels have depth `depth` and the rows `cols` elements. Masked lanes are neither
+    // read nor written.
     unsafe {
         for i in 0..R {
             let to = place.to.wrapping_add(i * place.to_stride);
@@ -129,7 +129,7 @@ unsafe fn of<const R: usize, const V: usize>(
     }
 }
 
-/// A mask of the first `n` lanes.
+/// Mask of the first `n` lanes.
 pub(super) fn lanes(n: usize) -> __mmask16 {
     if n >= N { u16::MAX } else { (1 << n) - 1 }
 }

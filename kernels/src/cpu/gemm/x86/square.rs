@@ -1,4 +1,4 @@
-//! Squares of 16 by 16 elements in registers.
+//! 16 × 16 squares of elements in registers.
 
 #[allow(
     clippy::wildcard_imports,
@@ -18,14 +18,14 @@ pub(in crate::cpu::gemm) fn zeros() -> Square {
     [_mm512_setzero_ps(); 16]
 }
 
-/// `n <= 16` elements as f32, then zeros.
+/// Loads `n <= 16` elements as f32. The other lanes are zero.
 ///
 /// # Safety
-/// `from` points to them.
+/// `from` points to `n` elements.
 #[inline]
 #[target_feature(enable = "avx512f,f16c")]
 pub(in crate::cpu::gemm) unsafe fn load<T: Float>(from: *const T, n: usize) -> __m512 {
-    // SAFETY: masked lanes are not read; 16-bit elements are read whole or one by one.
+    // SAFETY: masked lanes are not read; 16-bit elements are read as one vector of 16 or one by one.
     unsafe {
         if T::DTYPE == DType::F32 {
             return _mm512_maskz_loadu_ps(lanes(n), from.cast());
@@ -48,7 +48,7 @@ pub(in crate::cpu::gemm) unsafe fn load<T: Float>(from: *const T, n: usize) -> _
 /// Stores the first `n <= 16` lanes.
 ///
 /// # Safety
-/// `to` points to as many elements.
+/// `to` points to `n` elements.
 #[inline]
 #[target_feature(enable = "avx512f")]
 pub(in crate::cpu::gemm) unsafe fn store(to: *mut f32, n: usize, x: __m512) {
@@ -56,7 +56,7 @@ pub(in crate::cpu::gemm) unsafe fn store(to: *mut f32, n: usize, x: __m512) {
     unsafe { _mm512_mask_storeu_ps(to, lanes(n), x) }
 }
 
-/// The lanes from `first` on, 0 or 8, in front.
+/// Moves the lanes from `first` on (0 or 8) to the front.
 #[inline]
 #[target_feature(enable = "avx512f")]
 pub(in crate::cpu::gemm) fn behind(x: __m512, first: usize) -> __m512 {
@@ -67,7 +67,7 @@ pub(in crate::cpu::gemm) fn behind(x: __m512, first: usize) -> __m512 {
     }
 }
 
-/// Rows become columns: within quarters of vectors first, then quarters as wholes.
+/// Transposes a square: within 128-bit quarters of vectors first, then whole quarters.
 #[inline]
 #[target_feature(enable = "avx512f")]
 pub(in crate::cpu::gemm) fn transpose(x: Square) -> Square {

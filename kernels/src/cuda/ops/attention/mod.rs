@@ -1,7 +1,7 @@
-//! Attention over packed sequences, forward and backward: which kernels, their tiles and their launches.
+//! Attention over packed sequences, forward and backward: choice of kernels, tiles and launches.
 //!
-//! Legend: `t` queries and `s` keys of all sequences together, `h` heads of queries, `g` heads of keys and values,
-//! `d` head dim. Semantics are those of [`AttentionArgs`](crate::AttentionArgs).
+//! Symbols: `t` queries and `s` keys of all sequences together, `h` query heads, `g` key/value heads, `d` head dim.
+//! Semantics are those of [`AttentionArgs`](crate::AttentionArgs).
 
 mod tiles;
 
@@ -12,16 +12,16 @@ use crate::cuda::launch::{Address, Arg, Launch};
 use crate::cuda::module::{Family, Module, element_type};
 
 const THREADS: u32 = 128;
-/// Blocks along y at most; longer tile lists become several launches.
+/// Maximum blocks along y. Longer tile lists become several launches.
 const MAX_TILES: usize = 65_535;
-/// Query heads whose gradients one block of the tensor-core family adds up. Larger groups are cut into parts, so that
-/// a model with few key/value heads still fills a GPU. A constant: the cut decides the order of a sum, which must not
-/// depend on what else is in the batch.
+/// Query heads whose gradients one block of the tensor-core family sums. If more query heads share a key/value head,
+/// they are split into parts, so a model with few key/value heads still fills a GPU. It is a constant, because the
+/// split determines the order of a sum, which must not depend on the rest of the batch.
 const HEADS_OF_A_PART: u32 = 3;
-/// Rows of the other side that a block of the plain family has in shared memory.
+/// Rows of the other operand that a block of the plain family holds in shared memory.
 const PLAIN_TILE: u32 = 32;
 
-/// Head dims of the modules that are tested: those of the supported models.
+/// Head dims of the tested modules: those of the supported models.
 const HEAD_DIMS: [u32; 6] = [32, 64, 72, 80, 112, 128];
 
 const KERNELS: &[&str] = &[
@@ -35,7 +35,8 @@ const KERNELS: &[&str] = &[
 ];
 const PLAIN_KERNELS: &[&str] = &["forward", "output_products", "gradient_q", "gradient_kv"];
 
-/// The tested modules of the tensor-core family: 16-bit dtypes, usual head dims. Any multiple of 8 up to 128 compiles.
+/// Tested modules of the tensor-core family: 16-bit dtypes and the head dims of supported models. Any multiple of 8
+/// up to 128 compiles.
 #[must_use]
 pub fn modules() -> Vec<Module> {
     let pairs = [DType::BF16, DType::F16].into_iter();
@@ -45,7 +46,7 @@ pub fn modules() -> Vec<Module> {
         .collect()
 }
 
-/// The modules of the plain family: one for each float dtype, for head dims up to 128.
+/// Modules of the plain family: one per float dtype, for head dims up to 128.
 #[must_use]
 pub fn plain_modules() -> Vec<Module> {
     let dtypes = [DType::F32, DType::BF16, DType::F16].into_iter();
@@ -62,7 +63,7 @@ fn plain_module(dtype: DType) -> Option<Module> {
     Some(Module::new(Family::AttentionPlain, defines, PLAIN_KERNELS))
 }
 
-/// What forward and backward read; all 16-byte aligned.
+/// Operands of forward and backward, all aligned to 16 bytes.
 #[derive(Clone, Copy, Debug)]
 pub struct Inputs {
     /// `[t, h, d]`.
@@ -75,16 +76,16 @@ pub struct Inputs {
     pub table: Address,
 }
 
-/// What the forward writes.
+/// Results of the forward.
 #[derive(Clone, Copy, Debug)]
 pub struct Outputs {
     /// `[t, h, d]`.
     pub out: Address,
-    /// `[t, h]` f32: log of the sum of exponentials of the scaled scores.
+    /// `[t, h]` f32: log-sum-exp of the scaled scores.
     pub lse: Address,
 }
 
-/// What the backward reads besides inputs and outputs, and what it writes.
+/// Operands of the backward besides [`Inputs`] and [`Outputs`], and its results.
 #[derive(Clone, Copy, Debug)]
 pub struct Gradients {
     /// `[t, h, d]`, read.
@@ -95,11 +96,11 @@ pub struct Gradients {
     pub dk: Address,
     /// `[s, g, d]`.
     pub dv: Address,
-    /// [`Plan::workspace_bytes`], 16-byte aligned.
+    /// [`Plan::workspace_bytes`] bytes, aligned to 16 bytes.
     pub workspace: Address,
 }
 
-/// How a call is cut into blocks.
+/// Partition of a call into blocks.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Plan {
     module: Module,
@@ -115,8 +116,9 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// Cuts a call into tiles. `None` when the dtype is no float, a size is zero, the head dim is above 128, `heads`
-    /// is no multiple of `kv_heads`, or the starts are not ascending, of different number, or beyond `i32`.
+    /// Partitions a call into tiles. `None` when the dtype is not a float, a size is zero, the head dim is above 128,
+    /// or `heads` is not a multiple of `kv_heads`. Also `None` when the starts are not ascending, differ in number,
+    /// or exceed `i32`.
     #[must_use]
     pub fn new(problem: &Problem<'_>) -> Option<Self> {
         let tiling = Tiling::new(problem)?;
@@ -138,20 +140,20 @@ impl Plan {
         })
     }
 
-    /// Starts and tile lists, to be copied to the device. Depends on the starts, the mask, the heads and the dtype only:
-    /// the layers of a model share it.
+    /// Starts and tile lists, to be copied to the device. They depend on starts, mask, heads and dtype only, so the
+    /// layers of a model share one table.
     #[must_use]
     pub fn table(&self) -> &[i32] {
         &self.tiling.table
     }
 
-    /// Whether tensor cores compute this call.
+    /// Whether the call runs on tensor cores.
     #[must_use]
     pub const fn uses_tensor_cores(&self) -> bool {
         !self.tiling.plain
     }
 
-    /// The launches of the forward, in order; none when there are no queries.
+    /// Launches of the forward, in order. Empty if there are no queries.
     #[must_use]
     pub fn forward(&self, inputs: Inputs, outputs: Outputs) -> Vec<Launch> {
         let rows = self.tiling.queries.rows;
@@ -175,8 +177,8 @@ impl Plan {
         )
     }
 
-    /// Bytes of [`Gradients::workspace`]: `delta [t, h]` f32, and with several parts of a group `dk` and `dv` of each
-    /// part as f32.
+    /// Bytes of [`Gradients::workspace`]: `delta [t, h]` f32 and, if query heads are split into parts, each part's
+    /// `dk` and `dv` in f32.
     #[must_use]
     pub const fn workspace_bytes(&self) -> u64 {
         let parts = self.parts() as u64;
@@ -188,7 +190,7 @@ impl Plan {
         self.delta_bytes() + gradients
     }
 
-    /// The launches of the backward, in order.
+    /// Launches of the backward, in order.
     #[must_use]
     pub fn backward(&self, inputs: Inputs, outputs: Outputs, gradients: Gradients) -> Vec<Launch> {
         let mut launches = Vec::from_iter(self.output_products(outputs, gradients));
@@ -198,7 +200,7 @@ impl Plan {
         launches
     }
 
-    /// `delta = sum over d of out * dout`; moves `2 t h d` elements.
+    /// `delta = sum over d of out * dout`. Reads `2 t h d` elements.
     fn output_products(&self, outputs: Outputs, gradients: Gradients) -> Option<Launch> {
         let rows = self.queries * u64::from(self.heads);
         let pieces = self.head_dim / 8;
@@ -215,12 +217,12 @@ impl Plan {
         (blocks > 0).then(|| self.launch("output_products", [blocks, 1, 1], 0, args))
     }
 
-    /// Two products for the weights and two for the gradients.
+    /// `dk` and `dv`: two products recompute the weights, two give the gradients.
     fn gradient_kv(&self, inputs: Inputs, outputs: Outputs, gradients: Gradients) -> Vec<Launch> {
         let rows = self.tiling.keys.rows;
         let shared_bytes = match self.tiling.plain {
             true => self.plain_rows_bytes(2 * (rows + PLAIN_TILE)),
-            // Keys and values, two stages of queries and gradients; weights; two stages of lse and delta.
+            // Keys and values, two stages of queries and gradients, weights, two stages of lse and delta.
             false => self.rows_bytes(2 * rows + 2 * 2 * 32) + rows * 32 * 4 + 2 * 2 * 32 * 4,
         };
         let blocks = self.kv_heads * self.parts();
@@ -246,7 +248,7 @@ impl Plan {
         )
     }
 
-    /// `dk` and `dv` from their parts.
+    /// Sums the parts of `dk` and `dv`.
     fn sum_parts(&self, gradients: Gradients) -> Option<Launch> {
         let [dk_parts, dv_parts] = self.part_addresses(gradients);
         let mut args = addresses([dk_parts, dv_parts, gradients.dk, gradients.dv]);
@@ -255,7 +257,7 @@ impl Plan {
         (self.parts() > 1 && blocks > 0).then(|| self.launch("sum_parts", [blocks, 2, 1], 0, args))
     }
 
-    /// Two products for the weights and one for the gradient.
+    /// `dq`: two products recompute the weights, one gives the gradient.
     fn gradient_q(&self, inputs: Inputs, outputs: Outputs, gradients: Gradients) -> Vec<Launch> {
         let rows = self.tiling.queries.rows;
         let (kernel, shared_bytes) = match (self.tiling.plain, rows) {
@@ -284,7 +286,7 @@ impl Plan {
         addresses([q, k, v, gradients.dout, outputs.lse, gradients.workspace])
     }
 
-    /// Starts and the tiles from `first` on.
+    /// Starts, and the tiles from `first` on.
     fn table_args(&self, table: Address, first: usize) -> Vec<Arg> {
         let at = |index: usize| Address(table.0 + 4 * index as u64);
         addresses([table, at(self.sequences + 1), at(first)])
@@ -302,7 +304,7 @@ impl Plan {
         [int(self.causal.into()), Arg::F32(self.scale)]
     }
 
-    /// Blocks for every tile, `x` each; `args` gets the place of the first tile's pair.
+    /// Launches with `x` blocks for every tile. `args` gets the index of the first tile's pair.
     fn tiled(
         &self,
         kernel: &'static str,
@@ -343,17 +345,18 @@ impl Plan {
         }
     }
 
-    /// Shared memory of so many rows: an odd number of 16-byte pieces each (`PITCH` of the kernels).
+    /// Shared memory of `rows` rows, each an odd number of 16-byte pieces (`PITCH` of the kernels).
     const fn rows_bytes(&self, rows: u32) -> u32 {
         rows * ((self.head_dim / 8) | 1) * 16
     }
 
-    /// Shared memory of so many rows of the plain family: an odd number of floats each.
+    /// Shared memory of `rows` rows in the plain family, each an odd number of floats.
     const fn plain_rows_bytes(&self, rows: u32) -> u32 {
         rows * (self.head_dim | 1) * 4
     }
 
-    /// Parts of a group of query heads whose `dk` and `dv` are added up at the end.
+    /// Parts into which the query heads of one key/value head are split. The parts of `dk` and `dv` are summed at the
+    /// end.
     const fn parts(&self) -> u32 {
         if self.tiling.plain {
             1
@@ -362,7 +365,7 @@ impl Plan {
         }
     }
 
-    /// `s g d`.
+    /// Elements of one part: `s g d`.
     const fn part_elements(&self) -> u64 {
         self.keys * self.kv_heads as u64 * self.head_dim as u64
     }
@@ -371,7 +374,7 @@ impl Plan {
         (self.queries * self.heads as u64 * 4).next_multiple_of(16)
     }
 
-    /// Of `dk` and of `dv`.
+    /// Addresses of the parts of `dk` and of `dv`.
     fn part_addresses(&self, gradients: Gradients) -> [Address; 2] {
         if self.parts() == 1 {
             return [Address::NULL; 2];

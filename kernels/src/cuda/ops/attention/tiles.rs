@@ -1,18 +1,18 @@
-//! Which kernels compute a call, and how its sequences are cut into tiles.
+//! Choice of the kernel family for a call, and tiling of its sequences.
 
 use crate::DType;
 
 /// Largest head dim of both families.
 const MAX_HEAD_DIM: u32 = 128;
-/// Keys of a block of the tensor-core family.
+/// Keys per block of the tensor-core family.
 const KEY_ROWS: u32 = 64;
-/// Queries or keys of a block of the plain family.
+/// Queries or keys per block of the plain family.
 const PLAIN_ROWS: u32 = 16;
 
-/// Everything about a call but its memory.
+/// Parameters of a call, without its memory.
 #[derive(Clone, Copy, Debug)]
 pub struct Problem<'a> {
-    /// Of `q`, `k`, `v`, `out` and all gradients.
+    /// Dtype of `q`, `k`, `v`, `out` and all gradients.
     pub dtype: DType,
     /// `h`, a multiple of `kv_heads`.
     pub heads: u32,
@@ -20,40 +20,41 @@ pub struct Problem<'a> {
     pub kv_heads: u32,
     /// `d`, 1..=128.
     pub head_dim: u32,
-    /// Ascending, first 0, last `t`.
+    /// Ascending offsets, first 0, last `t`.
     pub q_starts: &'a [usize],
-    /// Ascending, first 0, last `s`, same length.
+    /// Ascending offsets, first 0, last `s`; as many as in `q_starts`.
     pub k_starts: &'a [usize],
-    /// Query `i` of `n` sees the keys `0..=i + (keys - n)` of its sequence.
+    /// Causal mask: query `i` of `n` attends to keys `0..=i + (keys - n)` of its sequence.
     pub causal: bool,
     /// Factor of the scores before the softmax.
     pub scale: f32,
-    /// Of the device: decides between tile heights. Does not change results.
+    /// Multiprocessors of the device. They affect the tile height, not results.
     pub multiprocessors: u32,
 }
 
-/// Tiles of one side of the sequences: pairs (sequence, tile of `rows` rows) in the table, the longest first.
+/// Tiles of one side (queries or keys): pairs (sequence, tile of `rows` rows) in the table, in order of decreasing
+/// work.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Tiles {
-    /// The first pair's place in the table.
+    /// Index of the first pair in the table.
     pub(super) offset: usize,
     pub(super) count: usize,
     pub(super) rows: u32,
 }
 
-/// A call's blocks.
+/// Tiles of a call.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(super) struct Tiling {
-    /// The plain family's.
+    /// Whether the plain family computes the call.
     pub(super) plain: bool,
-    /// Both starts, then the tiles.
+    /// Both lists of starts, then the tiles.
     pub(super) table: Vec<i32>,
     pub(super) queries: Tiles,
     pub(super) keys: Tiles,
 }
 
 impl Tiling {
-    /// `None` as [`super::Plan::new`].
+    /// Tiles a call. `None` as for [`super::Plan::new`].
     pub(super) fn new(problem: &Problem<'_>) -> Option<Self> {
         let Problem {
             heads,
@@ -96,8 +97,8 @@ impl Tiling {
     }
 }
 
-/// The choice between the families. The tensor-core family loads rows in pieces of 16 bytes, takes the maximum of the
-/// scores before their factor, and counts the elements of a tensor in u32.
+/// Whether the tensor-core family supports a call. It loads rows in pieces of 16 bytes, takes the maximum of the
+/// scores before scaling them, and counts the elements of a tensor in u32.
 fn fits_tensor_cores(problem: &Problem<'_>) -> bool {
     let width = u64::from(problem.head_dim);
     let q_elements = last(problem.q_starts) * u64::from(problem.heads) * width;
@@ -109,8 +110,8 @@ fn fits_tensor_cores(problem: &Problem<'_>) -> bool {
         && q_elements.max(k_elements) < 1 << 32
 }
 
-/// 128 queries a block make the best use of the keys in shared memory, but two such blocks a multiprocessor have to be
-/// there; 64 otherwise.
+/// Queries per block. 128 make the best use of keys in shared memory, but need at least two such blocks per
+/// multiprocessor; else 64.
 fn tile_rows(problem: &Problem<'_>) -> u32 {
     let tiles: usize = lengths(problem)
         .map(|(queries, _)| queries.div_ceil(128))
@@ -129,7 +130,7 @@ enum Side {
     Keys,
 }
 
-/// (sequence, tile) of every tile of one side, those with the most rows of the other side first.
+/// (sequence, tile) of every tile of one side. Tiles with the most rows of the other side come first.
 fn tiles(problem: &Problem<'_>, side: Side, rows: u32) -> Vec<[i32; 2]> {
     let rows = rows as usize;
     let mut all = Vec::new();
@@ -145,7 +146,7 @@ fn tiles(problem: &Problem<'_>, side: Side, rows: u32) -> Vec<[i32; 2]> {
                     (queries.min((tile + 1) * rows) + keys).saturating_sub(queries)
                 }
                 (Side::Keys, false) => queries,
-                // Queries from `tile * rows + queries - keys` on see a key of the tile.
+                // Queries from `tile * rows + queries - keys` on attend to a key of the tile.
                 (Side::Keys, true) => queries.min(keys - tile * rows),
             };
             all.push((work, [as_i32(sequence), as_i32(tile)]));
@@ -155,7 +156,7 @@ fn tiles(problem: &Problem<'_>, side: Side, rows: u32) -> Vec<[i32; 2]> {
     all.into_iter().map(|(_, tile)| tile).collect()
 }
 
-/// Queries and keys of each sequence.
+/// Number of queries and keys of each sequence.
 fn lengths(problem: &Problem<'_>) -> impl Iterator<Item = (usize, usize)> {
     let starts = problem.q_starts.windows(2).zip(problem.k_starts.windows(2));
     starts.map(|(q, k)| (q[1] - q[0], k[1] - k[0]))
@@ -171,7 +172,7 @@ pub(super) fn last(starts: &[usize]) -> u64 {
     starts.last().map_or(0, |last| *last as u64)
 }
 
-/// Sequences and tiles are no more than rows, whose numbers fit.
+/// Converts an index to `i32`. It fits, because there are no more sequences and tiles than rows.
 #[expect(
     clippy::cast_possible_truncation,
     clippy::cast_possible_wrap,
