@@ -175,7 +175,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn blocks_that_live_together_share_no_line(
+        fn blocks_that_are_live_together_never_overlap(
             steps in prop::collection::vec((1usize..3000, any::<prop::sample::Index>(), any::<bool>()), 1..150)
         ) {
             // As seen: one behind the other, which is no place for anything else.
@@ -207,7 +207,7 @@ mod tests {
 
     /// A hole that a rule without foresight leaves in front of a long block.
     #[test]
-    fn what_is_known_before_leaves_no_hole() {
+    fn a_memory_plan_leaves_no_hole_before_a_long_block() {
         let mut recorder = Recorder::new(7);
         // Short, long, the short one goes, a longer one comes.
         recorder.took(7, 10);

@@ -403,14 +403,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn edit_distances() {
+    fn edit_distances_match_known_pairs() {
         assert_eq!(edits("kitten", "sitting"), 3);
         assert_eq!(edits("", "abc"), 3);
         assert_eq!(edits("same", "same"), 0);
     }
 
     #[test]
-    fn far_words_have_no_nearest() {
+    fn words_far_from_every_subcommand_get_no_suggestion() {
         assert_eq!(nearest("zzzzzz", first_words()), None);
         assert_eq!(nearest("plam", first_words()), Some("plan"));
     }

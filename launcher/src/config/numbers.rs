@@ -217,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_read_what_they_print() {
+    fn precisions_parse_what_they_print() {
         for (line, precision) in [
             ("--grad-dtype bf16", PrecisionChoice::Bf16),
             (
