@@ -1,5 +1,5 @@
-"""Tests of the judgments of gpu_headline.py and gpu_train.py, on directories like those of runs on a GPU: good ones, and one
-of each kind that must not pass. Needs no GPU. usage: python3 -m unittest discover -s scripts -p 'test_*.py'"""
+"""Tests of the judgments of gpu_headline.py and gpu_train.py. The tests write directories like those of GPU runs. Some must
+pass, and one of each kind must fail. They need no GPU. usage: python3 -m unittest discover -s scripts -p 'test_*.py'"""
 
 import contextlib
 import io
@@ -35,7 +35,7 @@ def log_row(step, seconds=1.0, compute=0.9, moved=(20e9, 10e9), spans=(0.95, 0.3
     }
 
 
-class Folder(unittest.TestCase):
+class Directory(unittest.TestCase):
     def setUp(self):
         temp = tempfile.TemporaryDirectory()
         self.addCleanup(temp.cleanup)
@@ -51,8 +51,8 @@ class Folder(unittest.TestCase):
         self.write(f"{run}/trainer_log.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
 
 
-class Headline(Folder):
-    """Judges a case of one rank with its states on the host: 20 GiB of the GPU, 40 GiB of the host."""
+class Headline(Directory):
+    """Judgments of one case: one rank, states on the host, 20 GiB of the GPU and 40 GiB of the host in use."""
 
     case = {"name": "case", "title": "A case", "ranks": 1, "device_cap": "22.5GiB", "host_cap": "64GiB", "tokens": 1024, "peers": "none"}
 
@@ -74,7 +74,7 @@ class Headline(Folder):
         marks = {100 + rank: host for rank in range(ranks)}
         case = {**self.case, "ranks": ranks, **(case or {})}
         result, wrong = headline.outcome(case, self.out / "run", said if text is None else text, marks, "cuda", rates, fixed)
-        # The text of the report, whatever the verdict.
+        # The text of the report, for either verdict.
         self.row = headline.row(case, result, wrong)
         self.remarks = headline.remarks(case, result, wrong)
         self.assertEqual(self.row.count("|"), headline.HEAD.splitlines()[2].count("|"))
@@ -98,7 +98,7 @@ class Headline(Folder):
         _, wrong = self.judged(used="20.8G", host=int(40 * GIB * 1.04))
         self.assertEqual(wrong, [])
 
-    def test_the_arithmetic_is_shown(self):
+    def test_every_figure_of_the_sum_is_shown(self):
         self.judged(fixed={"host": 600 * MIB, "device": 700 * MIB})
         self.assertIn("arena 21.00 + fixed part 0.75 (plan 0.75, `probe` 0.68) = 21.75 by the driver", self.remarks)
         said = "fixed part 0.59 by `probe` (plan 0.50) + planned part 39.41 (plan 39.50) = VmHWM 40.00 (plan 40.00)"
@@ -114,7 +114,7 @@ class Headline(Folder):
         driver = int((21 * GIB + 768 * MIB) * 0.92)
         self.fails("the driver counts 20.01 GiB, planned 21.75", "the fixed part is off", "`probe` measured 0.75", driver=driver)
 
-    def test_more_of_the_device_than_the_cap_fails(self):
+    def test_more_device_memory_than_the_cap_fails(self):
         # Within 5 % of the plan.
         self.fails("more than the cap", driver=int(22.6 * GIB))
 
@@ -129,7 +129,7 @@ class Headline(Folder):
     def test_more_host_memory_than_the_cap_fails(self):
         self.fails("VmHWM of all ranks 80.00 GiB, more than the cap of 64.00 GiB", ranks=2, gpus=2)
 
-    def test_a_step_beyond_the_goal_fails_where_states_are_offloaded(self):
+    def test_a_step_slower_than_the_goal_fails_with_offload_only(self):
         rows = [log_row(step, seconds=1.2) for step in range(1, 6)]
         self.fails("the step is 1.33 times its longest part (compute), the goal is 1.2", rows=rows)
         _, wrong = self.judged(rows=rows, offload="none")
@@ -137,7 +137,7 @@ class Headline(Folder):
         for what in ("param", "optimizer", "activation"):
             self.fails("the step is 1.33 times its longest part", rows=rows, offload={what: "cpu"})
 
-    def test_the_best_step_beside_updates_is_shown(self):
+    def test_the_best_step_with_the_optimizer_in_backward_is_shown(self):
         # Forward takes 0.2 s, backward 0.6 s, the update 0.9 s.
         rows = [log_row(step, compute=0.8, step_part=0.0, updates=0.9) for step in range(1, 6)]
         for early, words in ((0.0, "= 1.500, 1.67 times"), (0.5, "= 1.050, 1.17 times"), (0.75, "= 0.900, 1.00 times")):
@@ -145,16 +145,16 @@ class Headline(Folder):
             self.assertEqual(wrong, [])
             self.assertIn(words, self.remarks)
             self.assertIn(f"{early:.0%} of the elements are updated beside backward", self.remarks)
-        # An update after the pass has another bound.
+        # An update after the pass has no such bound.
         result, _ = self.judged(rows=[log_row(step, step_part=0.9, updates=0.0) for step in range(1, 6)], early=0.5)
         self.assertNotIn("least_step", result)
 
-    def test_stalls_of_copies_are_no_time_of_the_bus(self):
-        # Copies that wait for the work all the time still count as 20 GB at 50 GB/s.
+    def test_stalls_of_copies_do_not_count_as_bus_time(self):
+        # Copies that always wait for compute still count as 20 GB at 50 GB/s.
         rows = [log_row(step, seconds=1.2, compute=0.5, spans=(1.15, 1.15)) for step in range(1, 6)]
         self.fails("the step is 2.40 times its longest part (compute)", rows=rows)
         self.assertIn("at the measured rate of the bus", self.remarks)
-        # Without a measurement the spans count, and the row says so.
+        # Without a measured rate the spans count, and the row says so.
         result, wrong = self.judged(rows=rows, rates={})
         self.assertEqual((wrong, result["bus_at_its_rate"]), ([], False))
         self.assertIn("by spans of copies", self.remarks)
@@ -168,30 +168,30 @@ class Headline(Folder):
         result, wrong = self.judged(rows=rows, ranks=2, gpus=1, host=30 * GIB, case={"host_cap": None}, driver=2 * (21 * GIB + 768 * MIB))
         self.assertAlmostEqual(result["parts"]["to the device"], 2 * 20e9 / 50e9)
         self.assertEqual(result["longest"], "to the device")
-        # The plan has 40 GiB for each rank.
+        # The plan needs 40 GiB for each rank.
         self.assertEqual(len([text for text in wrong if "VmHWM" in text]), 2)
 
-    def test_updates_count_wherever_they_are_made(self):
+    def test_updates_count_in_the_step_and_beside_the_passes(self):
         for step_part, updates in ((0.9, 0.0), (0.0, 0.9), (0.1, 0.8)):
             rows = [log_row(step, compute=0.2, step_part=step_part, updates=updates) for step in range(1, 6)]
             result, wrong = self.judged(rows=rows)
             self.assertEqual((wrong, result["longest"]), ([], "update on the processor"))
             self.assertAlmostEqual(result["parts"]["update on the processor"], 0.9)
 
-    def test_the_first_step_of_late_updates_has_none_and_does_not_count(self):
+    def test_the_first_step_with_the_optimizer_in_forward_does_not_count(self):
         rows = [log_row(1, updates=0.0, seconds=9.0), *(log_row(step, compute=0.1, updates=0.85) for step in range(2, 6))]
         result, wrong = self.judged(rows=rows)
         self.assertEqual((wrong, result["longest"]), ([], "update on the processor"))
 
-    def test_a_loss_that_is_no_number_fails(self):
+    def test_a_loss_of_nan_fails(self):
         self.fails("a loss is no number", rows=[log_row(step, loss=float("nan")) for step in range(1, 6)])
 
-    def test_a_run_that_says_nothing_of_the_gpu_fails(self):
+    def test_a_run_without_gpu_figures_fails(self):
         self.fails("does not say what it used of the GPU", text="done")
 
 
-class Runs(Folder):
-    """Judges runs that end early, made by a stand-in for the launcher."""
+class Runs(Directory):
+    """Judgments of runs that fail. A shell script takes the place of the launcher."""
 
     def run_case(self, program, case=None, device="cpu"):
         binary = self.out / "bin"
@@ -205,19 +205,19 @@ class Runs(Folder):
         result, wrong = headline.run_case(case, arguments, 20)
         return headline.row(case, result, wrong), wrong
 
-    def test_a_run_out_of_memory_fails_with_its_words(self):
+    def test_a_run_out_of_memory_fails_with_its_error_message(self):
         program = '[ "$1" = synth ] && exit 0\necho "error[E01] the memory set aside on the GPU ran out"; exit 11\n'
         row, wrong = self.run_case(program)
         self.assertEqual(len(wrong), 1)
         self.assertIn("exit 11: error[E01] the memory set aside on the GPU ran out", wrong[0])
         self.assertIn("| FAILED |", row)
 
-    def test_a_case_has_its_variables(self):
+    def test_a_case_runs_with_its_variables(self):
         program = '[ "$1" = synth ] && exit 0\necho "products by $TESSERA_MATMUL"; exit 3\n'
         _, wrong = self.run_case(program, {"variables": {"TESSERA_MATMUL": "own"}})
         self.assertIn("exit 3: products by own", wrong[0])
 
-    def test_a_checkpoint_that_fits_nowhere_fails_with_its_arithmetic(self):
+    def test_a_checkpoint_larger_than_the_disk_fails_with_the_sizes(self):
         plan = {"checkpoint_bytes": {"state": 1, "weights": 1 << 60}, "need_bytes": {"host": 1}, "parameters_total": 100}
         case = {"layers": {"all": 28, "least": 4}, "host_cap": "64GiB", "saves": True}
         row, wrong = self.run_case(f"echo '{json.dumps(plan)}'\n", case, "cuda")
@@ -228,7 +228,7 @@ class Runs(Folder):
 
 
 class Layers(unittest.TestCase):
-    """Judges the case that writes a checkpoint: 2 GiB of it per layer, 1 GiB of host memory per layer."""
+    """Number of layers of the case that writes a checkpoint. A layer takes 2 GiB of disk and 1 GiB of host memory."""
 
     case = {
         "name": "save", "title": "Saves", "host_cap": "64GiB", "layers": {"all": 28, "least": 4}, "device_cap": "22.5GiB", "peers": "", "saves": True,
@@ -244,7 +244,7 @@ class Layers(unittest.TestCase):
     def chosen(self, disk, ram, case=None):
         return headline.layers_that_fit(case or self.case, self.plan, int(disk * GIB), int(ram * GIB))
 
-    def test_all_layers_run_where_there_is_room(self):
+    def test_all_layers_run_where_disk_and_memory_allow(self):
         choice = self.chosen(100, 100)
         self.assertEqual((choice["layers"], choice["host_cap"]), (28, 64 * GIB))
 
@@ -258,7 +258,7 @@ class Layers(unittest.TestCase):
         self.assertEqual(self.chosen(100, 12.7)["layers"], 10)
         self.assertIsNone(self.chosen(9, 100)["layers"])
 
-    def test_memory_alone_bounds_the_layers_where_no_checkpoint_is_made(self):
+    def test_only_memory_bounds_the_layers_of_a_case_without_checkpoint(self):
         case = {name: value for name, value in self.case.items() if name not in ("host_cap", "saves")}
         choice = self.chosen(0, 12.7, case)
         self.assertEqual((choice["layers"], choice["host_cap"]), (10, None))
@@ -267,7 +267,7 @@ class Layers(unittest.TestCase):
         self.assertNotIn("cap", words)
         self.assertIn("12.70 GiB of host memory are free, the ranks need 12.60", words)
 
-    def test_early_updates_bound_the_layers(self):
+    def test_the_optimizer_in_backward_bounds_the_layers(self):
         case = {**self.case, "layers": {"all": 28, "least": 4, "early": 0.5}, "because": "for a reason"}
         plan = lambda layers: {**self.plan(layers), "early_share": 5 / layers}
         choice = headline.layers_that_fit(case, plan, 100 * GIB, 100 * GIB)
@@ -275,7 +275,7 @@ class Layers(unittest.TestCase):
         remarks = headline.remarks(case, {"layers": choice}, [])
         self.assertIn("50% of the elements are updated while backward runs, wanted 50%", remarks)
         self.assertIn("save: for a reason", remarks)
-        # Other cases do not mention them.
+        # Other cases do not mention the optimizer in backward.
         self.assertNotIn("backward", headline.layers_in_words(self.chosen(52, 100)))
 
     def test_a_row_names_the_layers_that_ran(self):
@@ -301,7 +301,7 @@ class Peers(unittest.TestCase):
         self.assertIn("1.17 times the peer's tokens per second, wanted 1.2", wrong[0])
         self.assertIn("| FAILED |", row)
 
-    def test_plain_pytorch_is_no_judge(self):
+    def test_plain_pytorch_does_not_judge_a_target(self):
         for times in ({"plain PyTorch, activations kept": 400.0}, {}):
             row, remarks, wrong = self.judged(times)
             self.assertEqual(len(wrong), 1)
@@ -321,7 +321,7 @@ class Peers(unittest.TestCase):
 
 class PeerRows(unittest.TestCase):
     def test_each_row_is_printed_as_it_is_measured(self):
-        """A program that is killed after its second row has printed two."""
+        """A program killed after it measured two rows has printed both."""
         program = (
             "import sys, time; from unittest import mock; sys.argv += ['--names', '--stage', 'nothing']\n"
             "import gpu_peers as peers\n"
@@ -350,7 +350,7 @@ class PeerRows(unittest.TestCase):
         self.assertIn("odd: RuntimeError: no such kernel", said)
 
 
-class Train(Folder):
+class Train(Directory):
     def setUp(self):
         super().setUp()
         self.rows = [log_row(step, loss=2.0 - 0.1 * step) for step in range(1, 9)]
@@ -394,12 +394,12 @@ class Train(Folder):
         self.assertIn("| bf16 | 900.00 | 400.00 | 250.00 | 450.00 | 50.00 | 1000.00 | 1.11 |", self.text)
         self.assertIn("The bus by bytes at its measured rate", self.text)
 
-    def test_without_ceilings_the_bus_is_taken_by_spans_and_said_so(self):
+    def test_without_ceilings_the_bus_time_comes_from_spans_and_the_report_says_so(self):
         (self.out / "ceilings.json").unlink()
         self.assertEqual(self.judged(), 0)
         self.assertIn("The bus by spans of copies", self.text)
 
-    def test_other_losses_fail(self):
+    def test_losses_that_differ_between_devices_fail(self):
         other = [{**row, "loss": row["loss"] * 1.01} for row in self.rows]
         self.write_log("train-f32-cuda", other)
         self.fails("f32: losses differ by more than allowed")
@@ -414,19 +414,19 @@ class Train(Folder):
             self.write_log(f"train-bf16-{where}", flat)
         self.fails("bf16: the loss does not fall")
 
-    def test_a_driver_that_counts_too_much_or_too_little_fails(self):
+    def test_a_driver_count_above_or_below_the_plan_fails(self):
         self.count("bf16", (300 + 768) * MIB + 1)
         self.fails("bf16: the driver counts")
         self.count("bf16", 299 * MIB)
         self.fails("bf16: the driver counts")
 
-    def test_copies_that_are_not_beside_work_fail(self):
+    def test_copies_that_do_not_overlap_compute_fail(self):
         self.trace({"device": (0, 10), "to the device": (2, 4), "from the device": (10, 12)})
         self.fails("no span of 'from the device' runs beside one of 'device'")
         self.trace({"device": (0, 10), "from the device": (8, 12)})
         self.fails("no lane 'to the device'")
 
-    def test_times_of_runs_with_the_same_bits_are_written(self):
+    def test_times_of_timing_runs_are_written(self):
         for told, seconds, updates in (("off", 1.4, 0.0), ("on", 1.1, 0.4)):
             rows = [log_row(step, seconds=seconds, updates=updates, step_part=0.45 - updates) for step in range(1, 9)]
             self.write(f"train-late-{told}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
@@ -437,12 +437,12 @@ class Train(Folder):
 
 
 class Shared(unittest.TestCase):
-    def test_the_planned_context_is_that_of_the_plan(self):
+    def test_the_scripts_and_the_plan_assume_the_same_context_bytes(self):
         source = (ROOT / "kernels/src/footprint.rs").read_text()
         mib = int(re.search(r"DEVICE_BYTES: u64 = (\d+) << 20", source)[1])
         self.assertEqual((headline.CONTEXT_BYTES, train.CONTEXT_BYTES), (mib * MIB, mib * MIB))
 
-    def test_a_probe_that_did_not_run_measured_nothing(self):
+    def test_without_a_probe_no_footprint_is_known(self):
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder)
             self.assertEqual(headline.footprint(out), {"host": None, "device": None})
@@ -450,8 +450,8 @@ class Shared(unittest.TestCase):
             self.assertEqual(headline.footprint(out), {"host": 5.0, "device": 7.0})
             self.assertEqual(overlap.bus_rates(out), {})
 
-    def test_a_case_without_a_cap_of_the_host_is_planned_for_what_is_free(self):
-        """Reads the arguments from a stand-in for the launcher. `synth` is called only where a checkpoint is written."""
+    def test_a_case_without_host_cap_is_planned_for_the_free_memory(self):
+        """A shell script takes the place of the launcher and records its arguments. Only a case with a checkpoint calls `synth`."""
         cases = {case["name"]: case for case in json.loads((ROOT / "scripts/headline.json").read_text())}
         published = ROOT / "launcher/src/commands/synth/configs"
         with tempfile.TemporaryDirectory() as folder:
@@ -468,7 +468,7 @@ class Shared(unittest.TestCase):
                 self.assertEqual("--save-strategy steps" in words, made)
                 self.assertEqual(json.loads((work / "plan-9/config.json").read_text())["num_hidden_layers"], 9)
 
-    def test_every_case_can_be_written(self):
+    def test_every_case_that_did_not_run_is_reported_as_failed(self):
         cases = json.loads((ROOT / "scripts/headline.json").read_text())
         for case in cases:
             text = headline.row(case, {"name": case["name"]}, ["NOT RUN"]) + headline.remarks(case, {}, ["NOT RUN"])

@@ -104,7 +104,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_share_is_that_of_the_slower_resource() {
+    fn the_share_of_the_ceiling_is_that_of_the_slower_resource() {
         let ceilings = Ceilings {
             core_flops: 1e9,
             all_flops: 2e9,

@@ -116,7 +116,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_copies_to_another_tier_count() {
+    fn only_copies_to_another_tier_are_timed() {
         let mut clock = CopyClock::default();
         let work = || (0..1000).map(std::hint::black_box).sum::<u64>();
         assert_eq!(clock.time(Tier::Device, work), 499_500);
@@ -126,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn waits_inside_of_work_are_no_work() {
+    fn waits_inside_device_work_do_not_count_as_work() {
         let origin = Instant::now();
         let span = |lane, from, to| DeviceSpan {
             lane,
@@ -161,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn differences_never_go_below_zero() {
+    fn differences_of_times_are_never_negative() {
         let later = Times {
             communication: Duration::from_millis(5),
             offload: Duration::from_millis(1),

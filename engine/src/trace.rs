@@ -185,7 +185,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_what_begins_and_ends_while_it_runs_is_recorded() {
+    fn only_spans_that_begin_and_end_while_tracing_are_recorded() {
         let trace = Trace::default();
         let name = |text: &str| text.to_owned();
         trace.span(Lane::Compute, || name("before"), || ());

@@ -182,7 +182,7 @@ fn queries_without_a_visible_key_give_zeros() {
 }
 
 #[test]
-fn a_sequence_has_the_same_bits_alone_and_beside_others() {
+fn a_sequence_has_the_same_bits_alone_and_packed_with_others() {
     let shape = |q: &[usize], k: &[usize]| Attention {
         q_starts: starts(q),
         k_starts: starts(k),

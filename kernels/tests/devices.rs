@@ -315,7 +315,7 @@ proptest! {
 
     /// Shapes, dtypes and peaks under every tag are the same.
     #[test]
-    fn null_counts_what_the_cpu_takes(s in sizes(), seed: u64) {
+    fn the_meta_device_counts_the_memory_of_the_cpu(s in sizes(), seed: u64) {
         let o = Operands::new(s, seed);
         for (name, run) in calls(s) {
             let (cpu, null) = (CpuBackend::unlimited(), NullBackend::unlimited());
@@ -338,7 +338,7 @@ fn bits(all: &[Tensor]) -> Vec<Vec<u8>> {
 }
 
 #[test]
-fn results_are_the_same_bits_for_any_number_of_threads() {
+fn results_have_the_same_bits_for_any_number_of_threads() {
     // Large enough that every operation takes its parallel path.
     for dtype in [DType::F32, DType::BF16] {
         let s = Sizes {
@@ -369,7 +369,7 @@ fn results_are_the_same_bits_for_any_number_of_threads() {
 }
 
 #[test]
-fn a_layer_of_a_full_size_model_is_counted_at_once() {
+fn the_meta_device_counts_a_full_size_layer_without_computing() {
     let null = NullBackend::unlimited();
     let (t, c, wide, v) = (16_384, 3584, 18_944, 151_666);
     let bf16 = |shape: &[usize]| {
@@ -414,7 +414,7 @@ fn a_layer_of_a_full_size_model_is_counted_at_once() {
 }
 
 #[test]
-fn values_of_the_null_device_are_errors_on_the_cpu() {
+fn tensors_of_the_meta_device_are_errors_on_the_cpu() {
     let null = NullBackend::unlimited();
     let x = null
         .zeros([2, 2].into(), DType::F32, Tag::Activations)
@@ -518,7 +518,7 @@ fn a_full_pool_is_an_error_and_leaks_nothing() {
 }
 
 #[test]
-fn groups_that_are_no_partition_are_refused() {
+fn row_groups_that_are_no_partition_are_refused() {
     let cpu = CpuBackend::unlimited();
     let zeros = |shape: [usize; 2]| cpu.zeros(Shape::new(&shape), DType::F32, Tag::Activations);
     let (x, w) = (zeros([3, 4]).unwrap(), zeros([2, 4]).unwrap());

@@ -76,14 +76,14 @@ proptest! {
 }
 
 #[test]
-fn a_streamed_vocabulary_matches_f64() {
+fn a_vocabulary_streamed_in_chunks_matches_f64() {
     // A vocabulary above 32 768 entries is split into tiles of 8192.
     check(5, 6, 40_000, (DType::F32, DType::BF16), 1.0, 1);
     check(7, 3, 33_000, (DType::BF16, DType::F32), 0.5, 2);
 }
 
 #[test]
-fn many_chunks_match_f64() {
+fn a_loss_over_many_chunks_matches_f64() {
     check(2300, 3, 11, (DType::F32, DType::F32), 0.9, 3);
 }
 
@@ -104,7 +104,7 @@ fn the_reference_gradient_is_the_slope_of_the_reference() {
 }
 
 #[test]
-fn a_row_has_the_same_loss_beside_any_other_rows() {
+fn the_loss_of_a_row_does_not_depend_on_other_rows() {
     let mut case = Case::new(8);
     for v in [300, 33_000] {
         let hidden = case.operand(&[40, 24], DType::F32, 1.0);

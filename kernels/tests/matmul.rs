@@ -190,7 +190,7 @@ fn the_workspace_of_a_large_product_is_bounded() {
 
 /// One row alone, a few rows, and many rows give the same bits.
 #[test]
-fn a_row_has_the_same_bits_beside_any_other_rows() {
+fn the_bits_of_a_row_do_not_depend_on_other_rows() {
     for (n, k) in [
         (96, 96),
         (8, 300),

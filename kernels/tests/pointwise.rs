@@ -26,7 +26,7 @@ proptest! {
     }
 
     #[test]
-    fn dropout_keeps_its_share_and_depends_on_its_row_only(
+    fn dropout_keeps_its_share_and_depends_only_on_the_row(
         k in 1..70usize, dtype in dtypes(), p in 0.0f32..0.9, seed: u64,
     ) {
         let mut case = Case::new(seed);
@@ -119,7 +119,7 @@ proptest! {
 }
 
 #[test]
-fn the_reference_slopes_are_slopes() {
+fn the_reference_slopes_match_finite_differences() {
     for i in -40..40 {
         let x = f64::from(i) * 0.1 + 0.01;
         for kind in [Gelu::Tanh, Gelu::Erf] {
@@ -135,7 +135,7 @@ fn the_reference_slopes_are_slopes() {
 }
 
 #[test]
-fn gates_keep_their_limits_and_pass_nan_on() {
+fn gates_keep_their_limits_and_propagate_nan() {
     let case = Case::new(0);
     let values = [-1e4, -50.0, 50.0, 1e4, f32::NAN, f32::INFINITY];
     let x = common::operand(&case.cpu, &[6], DType::F32, &values).tensor;

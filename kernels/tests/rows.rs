@@ -67,7 +67,7 @@ proptest! {
     }
 
     #[test]
-    fn replaced_rows_are_new_and_the_rest_is_kept(
+    fn replaced_rows_change_and_the_others_stay(
         (rows, n, c) in (1..30usize, 0..10usize, 1..20usize),
         dtype in dtypes(),
         with_rows: bool,
@@ -133,7 +133,7 @@ fn rows_are_written_in_place_unless_somebody_else_holds_the_tensor() {
 }
 
 #[test]
-fn indices_outside_are_errors_that_name_them() {
+fn indices_out_of_range_are_errors_that_name_them() {
     let mut case = Case::new(0);
     let x = case.operand(&[2, 3], DType::F32, 1.0).tensor;
     for bad in [4, -1, i32::MIN] {

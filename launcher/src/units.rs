@@ -120,7 +120,7 @@ mod tests {
     }
 
     #[test]
-    fn quantities_are_short() {
+    fn quantities_are_printed_short() {
         assert_eq!(bytes(512), "512");
         assert_eq!(bytes(1_300_000), "1.2M");
         assert_eq!(bytes(64 << 30), "64.0G");
@@ -133,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn times_read_as_people_write_them() {
+    fn durations_are_printed_in_readable_units() {
         assert_eq!(clock(3723.4), "1:02:03");
         assert_eq!(seconds(0.041), "0.04 s");
         assert_eq!(seconds(19.44), "19.4 s");

@@ -136,7 +136,7 @@ fn two_machines_have_the_losses_of_one() {
 }
 
 #[test]
-fn what_keeps_machines_apart_is_named() {
+fn causes_of_a_failed_rendezvous_are_named() {
     let bench = Bench::new();
     // Another seed on the second machine.
     let second = bench.machine(1, "--seed 7").spawn().unwrap();
@@ -287,7 +287,7 @@ fn jobs_with_equal_variables_share_no_spill_directory() {
 }
 
 #[test]
-fn auto_on_a_finished_run_says_so_and_is_no_error() {
+fn resume_auto_on_a_finished_run_says_so_and_succeeds() {
     let bench = Bench::new();
     let (status, text) = ended(bench.command("run", "--nproc 1").spawn().unwrap());
     assert_eq!(status, Some(0), "{text}");

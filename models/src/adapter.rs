@@ -392,7 +392,7 @@ mod tests {
     }
 
     #[test]
-    fn tensors_are_found_under_the_names_of_the_model() {
+    fn adapter_tensors_are_found_under_the_names_of_the_model() {
         let adapter = adapter(
             r#"{"peft_type": "LORA", "r": 2, "lora_alpha": 8, "bias": "none"}"#,
             2,
@@ -412,7 +412,7 @@ mod tests {
     }
 
     #[test]
-    fn what_would_change_the_result_is_refused() {
+    fn adapter_settings_that_would_change_the_result_are_refused() {
         for (config, rank, part) in [
             (
                 r#"{"r": 2, "lora_alpha": 8, "use_dora": true}"#,

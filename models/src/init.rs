@@ -90,7 +90,7 @@ mod tests {
     }
 
     #[test]
-    fn any_split_gives_the_same_values() {
+    fn initial_values_do_not_depend_on_the_split() {
         let p = param("llm.model.layers.0.mlp.up_proj.weight", &[7, 9]);
         let mut whole = [0.0; 63];
         fill(&p, Init::Normal(0.02), 3, 0..63, &mut whole);
@@ -102,7 +102,7 @@ mod tests {
     }
 
     #[test]
-    fn rules_follow_the_kind_of_tensor() {
+    fn initialization_follows_the_kind_of_tensor() {
         let of = |name: &str, shape: &[usize]| rule(&param(name, shape), Init::Normal(0.02));
         assert_eq!(of("llm.model.norm.weight", &[8]), Init::Constant(1.0));
         assert_eq!(of("resampler.attn.in_proj_bias", &[8]), Init::Constant(0.0));

@@ -225,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn names_mean_projections_of_the_language_model() {
+    fn bare_target_names_mean_projections_of_the_language_model() {
         let m = matcher("q_proj, down_proj");
         assert!(m.matches("llm.model.layers.0.mlp.down_proj"));
         assert!(!m.matches("llm.model.layers.0.mlp.up_proj"));
@@ -233,7 +233,7 @@ mod tests {
     }
 
     #[test]
-    fn groups_of_projections_and_layers_narrow_the_targets() {
+    fn projection_groups_and_layers_narrow_the_targets() {
         let all = LoraTargets::parse("attn,mlp");
         assert!(matcher("all").matches("llm.model.layers.2.mlp.up_proj"));
         assert!(matcher("self_attn.o_proj").matches("llm.model.layers.2.self_attn.o_proj"));

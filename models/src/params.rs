@@ -277,7 +277,7 @@ mod tests {
     }
 
     #[test]
-    fn names_units_and_trainability() {
+    fn parameters_have_their_names_units_and_trainability() {
         let spec = build(None).unwrap();
         let names: Vec<&str> = spec.params.iter().map(|p| p.name.as_str()).collect();
         assert_eq!(
@@ -295,7 +295,7 @@ mod tests {
     }
 
     #[test]
-    fn adapters_stand_in_the_unit_of_their_layer_and_train() {
+    fn adapters_are_trainable_and_in_the_unit_of_their_layer() {
         let spec = build(Some(&lora("q_proj"))).unwrap();
         let a = spec
             .find("base_model.model.llm.layers.0.q_proj.lora_A.weight")
@@ -309,7 +309,7 @@ mod tests {
     }
 
     #[test]
-    fn a_target_that_fits_nothing_is_an_error() {
+    fn a_target_that_matches_no_layer_is_an_error() {
         let none = build(Some(&lora("x_proj"))).unwrap_err();
         assert!(matches!(none, ModelError::AdapterTarget { .. }));
         let head = build(Some(&lora("head|.*q_proj"))).unwrap_err();

@@ -206,14 +206,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn normalisation_is_per_channel() {
+    fn normalization_is_per_channel() {
         let norm = Normalization::new([0.5, 0.0, 1.0], [0.5, 1.0, 2.0]).unwrap();
         let values = norm.normalize_patches(&[0, 255, 255, 0, 0, 255], 1);
         assert_eq!(values, [-1.0, 1.0, 0.0, -1.0, 0.0, 0.0]);
     }
 
     #[test]
-    fn a_zero_deviation_is_refused() {
+    fn a_zero_standard_deviation_is_refused() {
         let result = Normalization::new([0.5; 3], [0.5, 0.0, 0.5]);
         assert!(matches!(result, Err(ProcessorError::Normalization { .. })));
     }

@@ -199,7 +199,7 @@ mod tests {
     }
 
     #[test]
-    fn any_split_gives_the_same_values_and_seeds_and_names_give_others() {
+    fn seeded_values_depend_on_seed_and_name_but_not_on_the_split() {
         let normal = values(1, "a", Init::Normal(0.02));
         let whole = draw(&normal, 0, 3 * PIECE + 5);
         for (from, count) in [
@@ -225,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn moments_are_those_of_the_distribution() {
+    fn seeded_values_have_the_moments_of_their_distribution() {
         let n = 1 << 20;
         let moments = |init: Init| {
             let values = draw(&values(7, "moments", init), 0, n);
@@ -256,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn quantiles_are_the_published_ones() {
+    fn normal_quantiles_match_published_values() {
         // Probabilities 0.975 and 0.5 + 1/65536 / 2.
         let at = |p: f64| NORMAL[(p * VALUES as f64) as usize];
         assert!((at(0.975) - 1.959_964).abs() < 5e-4, "{}", at(0.975));

@@ -174,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn words_name_modules_kinds_and_expressions() {
+    fn a_selection_takes_modules_kinds_and_expressions() {
         assert_eq!(chosen("lm_head"), [0]);
         assert_eq!(chosen("llm,resampler"), [0, 1, 2, 3]);
         assert_eq!(chosen("norm, bias"), [1, 2, 3, 4]);
@@ -188,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn vision_means_the_same_in_all_families() {
+    fn the_word_vision_selects_the_same_parts_in_all_families() {
         let vision = Selection::parse("vision").unwrap();
         for name in [
             "transformer.vision.boi",
@@ -201,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn words_without_effect_and_broken_expressions_are_errors() {
+    fn selections_without_match_and_broken_expressions_are_errors() {
         let selection = Selection::parse("llm,nothing").unwrap();
         let error = selection.check(NAMES.into_iter()).unwrap_err();
         assert!(error.to_string().contains("nothing"), "{error}");

@@ -609,7 +609,7 @@ mod tests {
     }
 
     #[test]
-    fn reads_any_range_and_converts() {
+    fn any_range_of_weights_is_read_and_converted() {
         let dir = tempfile::tempdir().unwrap();
         two_tensors(dir.path());
         let source = WeightSource::open(dir.path()).unwrap();
@@ -628,7 +628,7 @@ mod tests {
     }
 
     #[test]
-    fn long_conversions_cross_chunks() {
+    fn conversions_longer_than_a_chunk_are_exact() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("x.safetensors");
         let values: Vec<f32> = (0..2 * CHUNK_ELEMS + 5).map(|i| i as f32).collect();
@@ -646,7 +646,7 @@ mod tests {
     }
 
     #[test]
-    fn says_what_is_wrong() {
+    fn unusable_weight_files_are_errors_with_a_reason() {
         let dir = tempfile::tempdir().unwrap();
         assert!(matches!(
             WeightSource::open(dir.path()),
@@ -725,7 +725,7 @@ mod tests {
     }
 
     #[test]
-    fn compares_with_the_model_and_lists_what_is_left() {
+    fn weights_are_compared_with_the_model_and_extra_ones_listed() {
         use engine::{UnitId, UnitSpec};
         let dir = tempfile::tempdir().unwrap();
         two_tensors(dir.path());

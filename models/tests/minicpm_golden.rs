@@ -120,7 +120,7 @@ fn reference_index(patch: usize, within: usize, longest: usize) -> usize {
 }
 
 #[test]
-fn tokens_labels_bounds_and_sizes_are_equal() {
+fn tokens_labels_bounds_and_sizes_equal_the_reference() {
     for_each_case(|processor, case| {
         let sample = case.encode(processor);
         let tensors = SafeTensors::deserialize(&case.expected).unwrap();
@@ -147,7 +147,7 @@ fn tokens_labels_bounds_and_sizes_are_equal() {
 }
 
 #[test]
-fn rendered_text_is_equal() {
+fn rendered_text_equals_the_reference() {
     for_each_case(|processor, case| {
         let text = processor
             .render(&case.sample, &case.images, &case.options)
@@ -160,7 +160,7 @@ fn rendered_text_is_equal() {
 }
 
 #[test]
-fn pixels_are_equal() {
+fn pixels_equal_the_reference() {
     let (mut bytes, mut values) = (0, 0);
     for_each_case(|processor, case| {
         let sample = case.encode(processor);
@@ -204,7 +204,7 @@ fn pixels_are_equal() {
 }
 
 #[test]
-fn vision_positions_are_equal() {
+fn vision_positions_equal_the_reference() {
     for_each_case(|processor, case| {
         let sample = case.encode(processor);
         let tensors = SafeTensors::deserialize(&case.expected).unwrap();
@@ -268,7 +268,7 @@ fn batches_are_the_padded_samples() {
 }
 
 #[test]
-fn slice_plans_at_real_settings_are_equal() {
+fn slice_plans_at_published_settings_equal_the_reference() {
     let rows = json(&pack(PACKS[0]).join("slicing_448.json"));
     let rows = rows.as_array().unwrap();
     assert!(rows.len() > 100);
@@ -301,7 +301,7 @@ fn slice_plans_at_real_settings_are_equal() {
 }
 
 #[test]
-fn position_buckets_are_equal_for_every_size() {
+fn position_buckets_equal_the_reference_for_every_size() {
     let bytes = fs::read(pack(PACKS[0]).join("position_buckets_70.safetensors")).unwrap();
     let tensors = SafeTensors::deserialize(&bytes).unwrap();
     let expected = tensors.tensor("buckets").unwrap();

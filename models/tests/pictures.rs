@@ -33,7 +33,7 @@ fn picture(case: &Path) -> RgbImage {
 }
 
 #[test]
-fn decoded_and_resized_pictures_have_the_hashes_of_the_reference() {
+fn decoded_and_resized_images_have_the_hashes_of_the_reference() {
     let pack = golden().join("glm-4v-9b");
     let hashes = std::fs::read(pack.join("image_hashes.json")).unwrap();
     let hashes: Value = serde_json::from_slice(&hashes).unwrap();
@@ -58,7 +58,7 @@ fn decoded_and_resized_pictures_have_the_hashes_of_the_reference() {
 }
 
 #[test]
-fn pictures_resized_for_the_model_are_those_of_the_cases() {
+fn images_resized_for_the_model_equal_those_of_the_golden_cases() {
     let mut compared = 0;
     for name in ["glm-4v-9b", "glm-4.1v-9b-thinking"] {
         for case in std::fs::read_dir(golden().join(name).join("cases")).unwrap() {

@@ -272,7 +272,7 @@ proptest! {
     }
 
     #[test]
-    fn ranks_give_back_any_text(texts in proptest::collection::vec(text(), 16)) {
+    fn rank_files_round_trip_any_text(texts in proptest::collection::vec(text(), 16)) {
         let tokenizer = Tokenizer::load(&pack("glm-4v-9b")).unwrap();
         for text in &texts {
             let ids = tokenizer.encode_plain(text).unwrap();

@@ -128,7 +128,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn equals_the_plain_sum_closely_and_flags_every_non_finite_value() {
+    fn sum_of_squares_is_accurate_and_flags_every_non_finite_value() {
         for n in [0, 1, 255, 4096, 10_001, 1025 * NORM_BLOCK_ELEMS + 3] {
             let values: Vec<f32> = (0..n).map(|i| (i as f32 * 0.37).sin()).collect();
             let plain: f64 = values.iter().map(|v| f64::from(*v).powi(2)).sum();
@@ -145,7 +145,7 @@ mod tests {
     }
 
     #[test]
-    fn blocks_one_by_one_give_the_sum_of_the_slice() {
+    fn sums_of_single_blocks_add_up_to_that_of_the_slice() {
         let values: Vec<f32> = (0..9_000).map(|i| (i as f32 * 0.11).cos()).collect();
         let mut sum = SquareSum::default();
         for block in values.chunks(NORM_BLOCK_ELEMS) {

@@ -127,7 +127,7 @@ mod tests {
     }
 
     #[test]
-    fn the_layer_kind_decides_where_the_name_does_not() {
+    fn the_layer_kind_decides_weight_decay_where_the_name_does_not() {
         let groups = ParameterGroups::new(0.1, &[]).unwrap();
         assert!(groups.options("resampler.ln_q.weight", false).weight_decay > 0.0);
         assert!(groups.options("resampler.ln_q.weight", true).weight_decay <= 0.0);
@@ -145,7 +145,7 @@ mod tests {
     }
 
     #[test]
-    fn bad_rules_are_refused() {
+    fn invalid_rate_rules_are_refused() {
         assert!(matches!(
             ParameterGroups::new(0.0, &[("(".into(), 1.0)]),
             Err(OptimError::BadPattern { .. })

@@ -259,7 +259,7 @@ mod tests {
     }
 
     #[test]
-    fn patience_is_refilled_when_the_scale_grows() {
+    fn hysteresis_is_refilled_when_the_scale_grows() {
         let mut scaler = small(false);
         // Clean steps between overflows do not refill the patience here, so every further overflow halves the scale.
         let seen = trace(&mut scaler, "x.x..x");
@@ -312,7 +312,7 @@ mod tests {
     }
 
     #[test]
-    fn an_overflow_at_the_minimum_is_fatal_once_patience_is_gone() {
+    fn an_overflow_at_the_minimum_scale_is_fatal_after_the_hysteresis() {
         let mut scaler = small(false);
         let seen = trace(&mut scaler, "xxxxx");
         assert_eq!(seen.last(), Some(&(1.0, 1)));
@@ -353,7 +353,7 @@ mod tests {
     }
 
     #[test]
-    fn a_restored_scaler_goes_on_alike() {
+    fn a_restored_scaler_continues_identically() {
         let mut scaler = small(false);
         trace(&mut scaler, "x..");
         let text = serde_json::to_string(&scaler.state()).unwrap();
@@ -364,7 +364,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_out_of_range_are_refused() {
+    fn loss_scale_options_out_of_range_are_refused() {
         let refused = |change: fn(&mut DynamicScale)| {
             let mut rule = DynamicScale::default();
             change(&mut rule);

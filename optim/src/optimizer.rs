@@ -217,7 +217,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn precisions_are_read_with_either_hyphen() {
+    fn precisions_parse_with_hyphen_and_underscore() {
         assert_eq!(
             "pure_bf16".parse::<Precision>().unwrap(),
             Precision::PureBf16

@@ -102,7 +102,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn philox_gives_the_published_answers() {
+    fn philox_matches_published_vectors() {
         let cases = [
             (
                 [0; 4],

@@ -157,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn neighbours_are_unrelated() {
+    fn random_halves_of_nearby_elements_are_uncorrelated() {
         for key in keys() {
             let halves = halves(key, 77);
             for half in &halves {
@@ -173,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn halves_words_steps_seeds_and_streams_are_unrelated() {
+    fn random_halves_of_other_words_steps_seeds_and_streams_are_uncorrelated() {
         let key = |seed, name, time| PageKey::new(RandomStream::new(seed, name), time, 0);
         let base = key(1, "a", 10);
         let own = halves(base, 0);
@@ -199,7 +199,7 @@ mod tests {
     }
 
     #[test]
-    fn the_words_are_these() {
+    fn rounding_words_match_the_documented_formula() {
         // The GPU kernel computes the same words. A change here changes the results of every pure bf16 run.
         let key = PageKey([1, 2, 3, 4]);
         let (x, mut h) = (5u32, 6u32);

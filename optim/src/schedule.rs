@@ -279,7 +279,7 @@ mod tests {
     }
 
     #[test]
-    fn deepspeeds_schedules_begin_one_update_later() {
+    fn deepspeed_schedules_begin_one_update_later() {
         let options = WarmupOptions {
             shape: WarmupShape::Linear,
             ..WarmupOptions::default()
@@ -291,7 +291,7 @@ mod tests {
     }
 
     #[test]
-    fn degenerate_lengths_divide_by_one() {
+    fn schedules_of_length_zero_do_not_divide_by_zero() {
         assert_lrs(schedule(ScheduleKind::Linear, 0, 0), &[(0, 0.0)]);
         assert_lrs(
             schedule(ScheduleKind::Linear, 10, 10),

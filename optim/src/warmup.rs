@@ -123,7 +123,7 @@ mod tests {
     }
 
     #[test]
-    fn rates_are_those_that_deepspeed_sets() {
+    fn warmup_rates_are_those_of_deepspeed() {
         // The learning rate in DeepSpeed 0.19.6's optimizer after a number of updates.
         let plain = WarmupOptions::default();
         assert_rates(
@@ -174,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn lines_begin_and_end_where_they_are_told() {
+    fn linear_warmup_and_decay_have_the_given_ends() {
         let options = WarmupOptions {
             shape: WarmupShape::Linear,
             min_lr: 1e-5,
@@ -200,7 +200,7 @@ mod tests {
     }
 
     #[test]
-    fn a_warmup_of_one_step_is_one_of_two() {
+    fn a_warmup_of_one_step_is_treated_as_two() {
         let short = Course {
             warmup_steps: 1,
             total_steps: 2,

@@ -77,7 +77,7 @@ fn anchors(text: &str) -> BTreeSet<String> {
 }
 
 #[test]
-fn every_link_leads_somewhere() {
+fn every_relative_link_has_a_target() {
     let mut broken = Vec::new();
     for page in pages() {
         let text = read(&page);
@@ -104,7 +104,7 @@ fn every_link_leads_somewhere() {
 }
 
 #[test]
-fn the_index_leads_to_every_page_of_the_book() {
+fn the_index_links_to_every_page_of_docs() {
     let index: BTreeSet<String> = links(&read(Path::new("docs/README.md")))
         .into_iter()
         .collect();
@@ -124,7 +124,7 @@ fn the_index_leads_to_every_page_of_the_book() {
 }
 
 #[test]
-fn front_pages_and_pages_of_the_book_stay_short_and_say_whom_they_are_for() {
+fn pages_are_short_and_say_whom_they_are_for() {
     for front in ["README.md", "README.zh.md", "ARCHITECTURE.md"] {
         let bytes = read(Path::new(front)).len();
         assert!(bytes <= FRONT, "{front} has {bytes} bytes");

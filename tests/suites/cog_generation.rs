@@ -122,7 +122,7 @@ fn prompts(questions: &[(EncodedPrompt, usize)]) -> Vec<Prompt<'_>> {
 }
 
 #[test]
-fn cached_decoding_gives_the_tokens_of_whole_passes() {
+fn cached_decoding_gives_the_tokens_of_uncached_passes() {
     let greedy = GenerateOptions {
         sampling: Sampling::GREEDY,
         stop_ids: Vec::new(),
@@ -147,7 +147,7 @@ fn cached_decoding_gives_the_tokens_of_whole_passes() {
 }
 
 #[test]
-fn bytes_of_a_cache_count_features_and_learned_tokens() {
+fn cache_bytes_include_image_features_and_learned_tokens() {
     let dir = Pack::beside("cogagent-chat-hf");
     let questions = questions(&dir);
     let all = prompts(&questions);

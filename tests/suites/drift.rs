@@ -5,7 +5,7 @@ use tests::drift::{LAYOUT, STEPS, Trajectory, path, run, value};
 use tests::tolerance::DRIFT_RELATIVE;
 
 #[test]
-fn two_hundred_steps_repeat_the_committed_losses() {
+fn two_hundred_steps_give_the_committed_losses() {
     let committed: Trajectory = serde_json::from_slice(&std::fs::read(path()).unwrap()).unwrap();
     assert_eq!(committed.losses.len(), STEPS as usize);
     let first = value(&committed.losses[0]).unwrap();

@@ -127,7 +127,7 @@ fn setups() -> Vec<(Setup, Vec<EncodedPrompt>)> {
 }
 
 #[test]
-fn cached_decoding_gives_the_tokens_of_whole_passes() {
+fn cached_decoding_gives_the_tokens_of_uncached_passes() {
     for (setup, questions) in setups() {
         for sampling in [Sampling::GREEDY, DRAWN] {
             let expected: Vec<Vec<i32>> = prompts(&questions)
@@ -156,7 +156,7 @@ fn cached_decoding_gives_the_tokens_of_whole_passes() {
 }
 
 #[test]
-fn cached_logits_are_those_of_whole_passes_bit_for_bit() {
+fn cached_logits_have_the_bits_of_uncached_passes() {
     for (setup, questions) in setups() {
         let backend = setup.backend();
         // The last prompt joins only in every other pass, so that caches grow apart.
@@ -205,7 +205,7 @@ fn cached_logits_are_those_of_whole_passes_bit_for_bit() {
 }
 
 #[test]
-fn answers_do_not_depend_on_what_else_is_in_the_batch() {
+fn answers_do_not_depend_on_the_rest_of_the_batch() {
     for (setup, questions) in setups() {
         for sampling in [Sampling::GREEDY, DRAWN] {
             let all = prompts(&questions);

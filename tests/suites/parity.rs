@@ -19,7 +19,7 @@ fn all_ok(what: &str, comparisons: &[Comparison]) {
 }
 
 #[test]
-fn every_stored_quantity_agrees() {
+fn every_stored_quantity_of_the_packs_agrees() {
     for dir in Pack::built_in() {
         for (title, comparisons) in check_pack(&dir).unwrap() {
             all_ok(&format!("{} {title}", dir.display()), &comparisons);
@@ -28,7 +28,7 @@ fn every_stored_quantity_agrees() {
 }
 
 #[test]
-fn trajectories_are_followed_in_every_layout() {
+fn stored_trajectories_are_followed_in_every_layout() {
     for dir in Pack::built_in() {
         let (pack, processor) = (Pack::read(&dir).unwrap(), open_processor(&dir).unwrap());
         let family = packs_of(pack.family);
@@ -58,7 +58,7 @@ fn trajectories_are_followed_in_every_layout() {
 }
 
 #[test]
-fn adapters_and_frozen_parts_follow_their_trajectories_sharded() {
+fn sharded_adapters_and_frozen_parts_follow_their_trajectories() {
     for dir in Pack::built_in() {
         let (pack, processor) = (Pack::read(&dir).unwrap(), open_processor(&dir).unwrap());
         let layout = Layout {

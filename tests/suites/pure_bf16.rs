@@ -7,7 +7,7 @@ use tests::pure_bf16::{BAND, Keeping, STALLED, Subject, progress};
 const STEPS: u64 = 100;
 
 #[test]
-fn safe_rounding_follows_f32_and_plain_rounding_stalls() {
+fn stochastic_and_kahan_rounding_follow_f32_and_plain_rounding_stalls() {
     let subject = Subject::pack().unwrap();
     let [in_f32, stochastic, kahan, nearest] =
         Keeping::ALL.map(|keeping| subject.train(keeping, STEPS).unwrap());

@@ -20,7 +20,7 @@ fn failed(comparisons: &[Comparison]) -> Vec<String> {
 }
 
 #[test]
-fn a_case_of_each_model_keeps_its_tolerances() {
+fn a_case_of_each_model_stays_within_its_tolerances() {
     for dir in Pack::built_in() {
         let (pack, processor) = (Pack::read(&dir).unwrap(), open_processor(&dir).unwrap());
         for precision in [Precision::Bf16, Precision::Fp16] {
@@ -32,7 +32,7 @@ fn a_case_of_each_model_keeps_its_tolerances() {
 }
 
 #[test]
-fn trajectories_keep_their_tolerances() {
+fn trajectories_stay_within_their_tolerances() {
     let dir = Pack::beside("minicpm-v-2_6");
     let (pack, processor) = (Pack::read(&dir).unwrap(), open_processor(&dir).unwrap());
     let trajectories = packs_of(pack.family).trajectories(&pack, &*processor);
@@ -120,7 +120,7 @@ fn one_further(values: &[f32], width: usize) -> Vec<f32> {
 }
 
 #[test]
-fn defects_do_not_keep_them() {
+fn defects_exceed_the_tolerances() {
     let pack = Pack::read(&Pack::beside("minicpm-v-2_6")).unwrap();
     for precision in NARROW {
         let seeded = Seeded::new(&pack, precision);

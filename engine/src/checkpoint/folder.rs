@@ -208,7 +208,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_pipe_in_the_place_of_a_manifest_is_no_checkpoint() {
+    fn a_fifo_named_as_the_manifest_is_no_checkpoint_and_does_not_block() {
         let output = tempfile::tempdir().unwrap();
         let folder = output.path().join("checkpoint-4");
         fs::create_dir(&folder).unwrap();
@@ -244,7 +244,7 @@ mod tests {
     }
 
     #[test]
-    fn a_missing_output_folder_holds_nothing() {
+    fn a_missing_output_directory_has_no_checkpoints() {
         let folder = tempfile::tempdir().unwrap();
         let output = folder.path().join("none");
         assert!(find_latest(&output).unwrap().is_none());

@@ -108,7 +108,7 @@ mod tests {
     use std::os::unix::fs::{PermissionsExt, symlink};
 
     #[test]
-    fn files_and_folders_are_their_owners_alone_and_links_are_not_followed() {
+    fn files_and_directories_are_private_to_their_owner_and_links_are_not_followed() {
         let folder = tempfile::tempdir().unwrap();
         let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
         let inner = folder.path().join("a/b");

@@ -394,7 +394,7 @@ mod tests {
     }
 
     #[test]
-    fn paths_cannot_leave_the_folder() {
+    fn paths_cannot_leave_the_directory() {
         for good in ["a", "state/rank-0000.safetensors", "a b/ü.json", "..a"] {
             assert!(check_relative(good).is_ok(), "{good}");
         }
@@ -440,7 +440,7 @@ mod tests {
     }
 
     #[test]
-    fn contradictions_are_refused() {
+    fn a_manifest_that_contradicts_itself_is_refused() {
         let path = Path::new("MANIFEST.json");
         let check = |edit: &dyn Fn(&mut Manifest)| {
             let mut manifest = manifest();

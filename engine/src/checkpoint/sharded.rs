@@ -239,7 +239,7 @@ mod tests {
     }
 
     #[test]
-    fn missing_data_is_noticed_at_the_end() {
+    fn finishing_with_missing_data_is_an_error() {
         let folder = tempfile::tempdir().unwrap();
         let mut writer =
             ShardedTensorWriter::create(folder.path(), "model", &specs(), &[], 12).unwrap();

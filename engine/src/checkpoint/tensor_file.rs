@@ -319,7 +319,7 @@ mod tests {
     }
 
     #[test]
-    fn order_and_lengths_are_enforced() {
+    fn tensors_must_be_written_in_order_and_in_full() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("t.safetensors");
         let specs = [spec("a", DType::U8, &[2]), spec("b", DType::U8, &[1])];
@@ -338,7 +338,7 @@ mod tests {
     }
 
     #[test]
-    fn names_must_be_unique_and_free() {
+    fn duplicate_reserved_and_oversized_tensors_are_refused() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("t.safetensors");
         let twice = [spec("a", DType::U8, &[1]), spec("a", DType::U8, &[1])];

@@ -399,7 +399,7 @@ fn pieces_that_contradict_themselves_are_refused() {
 }
 
 #[test]
-fn extra_files_stay_inside_and_apart() {
+fn extra_files_stay_inside_the_checkpoint_and_off_reserved_names() {
     let folder = tempfile::tempdir().unwrap();
     let mut other = Writer::begin(folder.path(), 1, 1, 2).unwrap();
     assert!(matches!(
@@ -432,7 +432,7 @@ fn extra_files_stay_inside_and_apart() {
 }
 
 #[test]
-fn pruning_keeps_the_newest_and_what_is_not_ours() {
+fn pruning_keeps_the_newest_checkpoints_and_foreign_directories() {
     let folder = tempfile::tempdir().unwrap();
     let output = folder.path();
     for foreign in ["checkpoint-1", "checkpoint-2x", "notes"] {

@@ -157,7 +157,7 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn small_requests_have_places_of_their_own_and_take_turns() {
+    fn small_requests_have_slots_of_their_own_and_rotate_through_them() {
         let mut arena = Arena::new(1 << 20);
         let sizes = [1, 64, 65, 1000, 4096].map(|bytes| arena.alloc(bytes).unwrap().bytes);
         assert_eq!(sizes, [64, 64, 128, 1024, 4096]);
@@ -178,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn neighbours_that_are_free_serve_larger_and_smaller_requests() {
+    fn adjacent_free_ranges_serve_larger_and_smaller_requests() {
         let mut arena = Arena::new(4 * 8192);
         let regions: Vec<_> = (0..4).map(|_| arena.alloc(8192).unwrap()).collect();
         assert_eq!(arena.alloc(5000), None);
@@ -193,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn the_smallest_hole_that_fits_is_taken() {
+    fn the_smallest_free_range_that_fits_is_taken() {
         let mut arena = Arena::new(1 << 20);
         let [wide, _, narrow, _] = [20_000, 5000, 10_000, 5000].map(|b| arena.alloc(b).unwrap());
         arena.free(wide);

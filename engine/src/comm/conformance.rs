@@ -218,7 +218,7 @@ fn reduce_scatter_sums_in_rank_order(transport: Transport) {
     });
 }
 
-fn groups_hold_copies_and_sum_over_all_ranks(transport: Transport) {
+fn shard_groups_hold_copies_and_sum_over_all_ranks(transport: Transport) {
     for (size, group) in [(2, 1), (2, 2), (4, 1), (4, 2), (6, 2), (6, 3)] {
         transport.run(size, 256 * KIB, PATIENCE, |comm| {
             let place = comm.world().in_group(Some(group));
@@ -757,7 +757,7 @@ macro_rules! conformance {
 conformance! {
     all_gather_puts_every_part_in_its_place
     reduce_scatter_sums_in_rank_order
-    groups_hold_copies_and_sum_over_all_ranks
+    shard_groups_hold_copies_and_sum_over_all_ranks
     all_reduce_gives_every_rank_the_same_bits_at_any_length
     broadcast_copies_the_root
     barrier_holds_until_all_have_come

@@ -256,7 +256,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ranges_are_counted_once() {
+    fn touched_pages_are_counted_once() {
         let mut touched = Touched::default();
         touched.add(&(100..5000), PAGE);
         touched.add(&(20_000..20_001), PAGE);
@@ -269,7 +269,7 @@ mod tests {
     }
 
     #[test]
-    fn a_place_is_used_again_and_peers_are_read_in_parts() {
+    fn a_region_is_reused_and_peers_are_read_in_parts() {
         let window = DryWindow::new(World { rank: 0, size: 2 }, 2);
         let part = 1 << 20;
         for _ in 0..3 {

@@ -91,7 +91,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn description_gives_back_every_field() {
+    fn a_fingerprint_describes_every_field() {
         let kinds = [
             CollectiveKind::AllGather,
             CollectiveKind::ReduceScatter,
@@ -148,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn long_names_and_foreign_words_are_refused() {
+    fn long_names_and_unknown_fingerprint_words_are_refused() {
         let tag = Tag::new("1234567890123456789012345", 0);
         let op = Collective::new(CollectiveKind::Barrier, DType::U8, tag);
         let error = Fingerprint::new(&op, 0).unwrap_err();

@@ -482,7 +482,7 @@ mod tests {
     }
 
     #[test]
-    fn frames_that_cannot_be_end_the_world_and_name_the_peer() {
+    fn impossible_frames_end_the_world_and_name_the_peer() {
         let far = threads::window(2, 4096).unwrap().layout().region_bytes;
         for (frame, words) in [
             (framed(9, &[]), "unknown kind"),
@@ -533,7 +533,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn hostile_frames_never_panic_nor_write_outside_of_their_region(
+        fn hostile_frames_never_panic_or_write_outside_their_region(
             frames in prop::collection::vec(frames(), 1..12),
         ) {
             let (window, inbox) = inbox();

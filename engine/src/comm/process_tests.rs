@@ -95,7 +95,7 @@ fn reduce_round(comm: &dyn Communicator, round: usize) -> Result<(), CommError> 
 }
 
 #[test]
-fn the_window_is_its_owners_alone() {
+fn the_window_file_is_private_to_its_owner() {
     use std::os::unix::fs::PermissionsExt;
     let dir = tempfile::tempdir().unwrap();
     let seen = std::thread::scope(|scope| {
@@ -211,7 +211,7 @@ fn missing_ranks_are_named_and_the_file_is_unlinked() {
 }
 
 #[test]
-fn the_second_directory_serves_when_the_first_has_no_room() {
+fn the_second_directory_is_used_when_the_first_cannot_be() {
     let dir = tempfile::tempdir().unwrap();
     let missing = dir.path().join("missing");
     let comms: Vec<Arc<dyn Communicator>> = std::thread::scope(|scope| {
@@ -246,7 +246,7 @@ fn a_window_larger_than_the_file_system_is_refused_in_time() {
 }
 
 #[test]
-fn strangers_do_not_join() {
+fn foreign_files_and_ranks_are_refused() {
     let dir = tempfile::tempdir().unwrap();
     let deadline = Duration::from_millis(50);
     let first = options(World { rank: 0, size: 2 }, dir.path(), deadline);
@@ -298,7 +298,7 @@ fn strangers_do_not_join() {
 }
 
 #[test]
-fn a_rank_that_joins_twice_is_told_so() {
+fn a_rank_that_joins_twice_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     let patient = options(
         World { rank: 0, size: 2 },

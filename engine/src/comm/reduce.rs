@@ -123,7 +123,7 @@ mod tests {
     }
 
     #[test]
-    fn negative_zero_survives() {
+    fn a_sum_keeps_negative_zero() {
         let mut out = [-0.0f64];
         sum_in_rank_order(2, 1, |_| &[-0.0], &mut out);
         assert_eq!(out[0].to_bits(), (-0.0f64).to_bits());

@@ -603,7 +603,7 @@ mod tests {
     }
 
     #[test]
-    fn a_bell_that_rang_before_the_wait_does_not_sleep() {
+    fn a_wait_returns_when_the_bell_rang_before_it() {
         let window = window(1);
         let seen = window.bell().events();
         window.bell().ring();

@@ -443,7 +443,7 @@ mod tests {
     }
 
     #[test]
-    fn tensors_come_back_as_they_were_and_their_memory_is_used_again() {
+    fn saved_tensors_load_unchanged_and_their_memory_is_reused() {
         let (_parent, keepers) = keepers();
         let device = Pool::new("device", None);
         let values: Vec<f32> = (0..700_000).map(|i| i as f32).collect();
@@ -478,7 +478,7 @@ mod tests {
     }
 
     #[test]
-    fn on_a_device_without_values_only_bytes_are_counted() {
+    fn on_a_meta_device_only_bytes_are_counted() {
         let (_parent, keepers) = keepers();
         let device = Pool::new("null", None);
         for keeper in keepers {
@@ -502,7 +502,7 @@ mod tests {
     }
 
     #[test]
-    fn a_disk_holds_what_was_set_aside_and_no_more_however_sizes_change() {
+    fn a_spill_file_stays_within_its_reserved_bytes_as_sizes_change() {
         let (_parent, keepers) = keepers();
         let device = Pool::new("device", None);
         let keeper = &keepers[1];

@@ -811,7 +811,7 @@ mod tests {
     }
 
     #[test]
-    fn windows_cover_a_range_once_and_end_where_blocks_do() {
+    fn chunks_cover_a_range_once_and_end_at_block_boundaries() {
         for (range, most) in [(5..5, 8), (3..100, 8), (8..16, 8), (1..9, usize::MAX)] {
             let pieces: Vec<_> = windows(range.clone(), most).collect();
             let covered: usize = pieces.iter().map(ExactSizeIterator::len).sum();
@@ -824,7 +824,7 @@ mod tests {
     }
 
     #[test]
-    fn every_tier_keeps_what_is_written_through_windows_of_any_start() {
+    fn every_tier_reads_back_what_chunks_of_any_start_wrote() {
         let (_parent, tiers) = on_disk(IoPath::Mapped);
         // Three windows, the first and the last not whole, and a start in the middle of a block.
         let range = 4_128..2 * WINDOW_ELEMS + 9_600;
@@ -866,7 +866,7 @@ mod tests {
     }
 
     #[test]
-    fn a_kind_without_a_file_is_refused_by_name() {
+    fn a_state_kind_without_a_spill_file_is_refused_by_name() {
         let (_parent, tiers) = on_disk(IoPath::Mapped);
         let place = (StateKind::Param, Tier::Nvme);
         let error = tiers

@@ -86,7 +86,7 @@ mod tests {
     use optim::{AdamW, Optimizer, Precision};
 
     #[test]
-    fn the_row_says_what_the_configuration_means() {
+    fn formats_follow_from_the_configuration() {
         let row = |precision, grad_dtype, offload| {
             let config = ZeroConfig {
                 precision,

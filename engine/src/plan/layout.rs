@@ -189,14 +189,14 @@ mod tests {
     }
 
     #[test]
-    fn a_group_smaller_than_the_world_leaves_later_ranks_with_padding_only() {
+    fn a_flat_buffer_smaller_than_the_world_leaves_later_ranks_padding_only() {
         let layout = GroupLayout::new([(ParamId(0), 3)].into_iter(), 4);
         assert_eq!(layout.parts(layout.shard(0)).count(), 1);
         assert_eq!(layout.parts(layout.shard(3)).count(), 0);
     }
 
     #[test]
-    fn an_empty_group_takes_no_bytes() {
+    fn an_empty_flat_buffer_takes_no_bytes() {
         let layout = GroupLayout::new(std::iter::empty(), 3);
         assert_eq!((layout.shard_elems, layout.padded_elems), (0, 0));
         assert_eq!(layout.gaps().count(), 0);

@@ -131,7 +131,7 @@ mod tests {
     ];
 
     #[test]
-    fn groups_are_layers_of_one_stack_but_for_those_that_backward_begins_with() {
+    fn recompute_groups_are_layers_of_one_stack_except_the_last() {
         let all = |_: UnitId| true;
         let spec = model(&NAMES, 0);
         assert_eq!(spec.layer_groups(2, &all), [1..3, 3..5, 7..9, 9..11]);
@@ -143,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_visited_or_not_run_again_is_in_no_group() {
+    fn units_that_are_not_visited_or_not_recomputed_are_in_no_group() {
         let all = |_: UnitId| true;
         assert_eq!(model(&NAMES, 8).layer_groups(2, &all), [8..10]);
         let llm = |unit: UnitId| unit.0 >= 6;
@@ -155,7 +155,7 @@ mod tests {
     }
 
     #[test]
-    fn groups_that_are_none_are_refused() {
+    fn invalid_recompute_groups_are_refused() {
         let plan = |recomputed: Vec<Range<u32>>| {
             let config = ZeroConfig {
                 recomputed,

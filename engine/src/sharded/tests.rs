@@ -176,7 +176,7 @@ fn every_stage_and_world_equals_the_unsharded_rule() {
 }
 
 #[test]
-fn state_is_divided_by_ranks() {
+fn each_rank_holds_its_share_of_the_state() {
     let bytes = |world| {
         let config = ZeroConfig {
             stage: Stage::Zero1,
@@ -194,7 +194,7 @@ fn state_is_divided_by_ranks() {
 }
 
 #[test]
-fn what_is_not_finite_changes_nothing_and_failures_name_the_tensor() {
+fn non_finite_gradients_change_nothing_and_errors_name_the_tensor() {
     let config = || ZeroConfig {
         stage: Stage::Zero2,
         ..ZeroConfig::default()

@@ -445,7 +445,7 @@ mod tests {
     use optim::clip::sum_of_squares;
 
     #[test]
-    fn squares_in_pieces_equal_squares_at_once() {
+    fn sums_of_squares_do_not_depend_on_the_split() {
         let values: Vec<f32> = (0..20_000).map(|i| (i as f32 * 0.3).sin()).collect();
         for pieces in [1, 7, 4_095, 4_096, 4_097, 9_000, 30_000] {
             let mut squares = Squares::default();

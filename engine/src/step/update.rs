@@ -246,7 +246,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn chunks_end_at_window_boundaries_of_the_group() {
+    fn chunks_end_at_aligned_offsets_of_the_flat_buffer() {
         let ranges = [(UnitId(0), 32..5_000), (UnitId(3), 0..4_096)];
         let all = chunks(ranges.into_iter(), 1, false);
         let of = |unit| {

@@ -76,7 +76,7 @@ fn resume_is_bit_identical_in_every_precision_and_across_stages_and_tiers() {
 }
 
 #[test]
-fn shard_groups_save_one_copy_and_resume_in_any_division() {
+fn shard_groups_save_one_copy_and_resume_at_any_group_size() {
     let case = |group: Option<usize>| {
         let mut case = Case::new(4, 3);
         case.config.shard_group = group;
@@ -130,7 +130,7 @@ fn a_checkpoint_loads_unchanged_at_every_world_size() {
 }
 
 #[test]
-fn a_checkpoint_of_other_trained_parts_is_refused() {
+fn a_checkpoint_with_other_trainable_parts_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     let mut first = Case::new(1, 2);
     first.frozen_units = vec![0];

@@ -102,7 +102,7 @@ mod check_02_sizes_that_do_not_divide {
     }
 
     #[test]
-    fn no_tensor_is_dropped_and_no_padding_is_seen() {
+    fn the_rule_sees_every_element_once_and_no_padding() {
         let expected = whole();
         for world in [1, 2, 3, 4, 7] {
             for stage in [Stage::Zero0, Stage::Zero1, Stage::Zero2, Stage::Zero3] {
@@ -189,7 +189,7 @@ mod check_05_delays {
     }
 
     #[test]
-    fn twenty_delayed_runs_have_the_same_bits() {
+    fn twenty_runs_with_random_delays_have_the_same_bits() {
         let mut case = Case::new(3, 3).offload(Offload::CPU);
         case.accumulation = 2;
         let expected = train(&case).0;
@@ -267,7 +267,7 @@ mod check_15_gathered_weights {
     use kernels::Tag;
 
     #[test]
-    fn nothing_stays_gathered_behind_an_error_or_a_skipped_step() {
+    fn nothing_stays_gathered_after_an_error_or_a_skipped_step() {
         for (frozen, prefetch) in [(vec![], 0), (vec![0, 1], 2), (vec![4], 3)] {
             let mut case = Case::new(2, 3).offload(Offload::CPU);
             case.config.prefetch_units = prefetch;
@@ -327,7 +327,7 @@ mod check_16_branches_that_depend_on_data {
     }
 
     #[test]
-    fn fifty_steps_do_not_hang_and_learn_as_one_process() {
+    fn fifty_steps_do_not_hang_and_follow_the_losses_of_one_process() {
         let run = |world: usize, stage: u8, prefetch: usize| {
             let mut case = Case::new(world, stage);
             case.config.prefetch_units = prefetch;
@@ -399,7 +399,7 @@ mod check_20_resharding {
     }
 
     #[test]
-    fn the_state_is_the_same_at_every_size_and_back() {
+    fn state_resumed_at_other_world_sizes_and_back_is_unchanged() {
         for precision in [Precision::Bf16, Precision::PureBf16] {
             let first = Case::new(4, 3)
                 .precision(precision)

@@ -113,7 +113,7 @@ fn counted(config: &ZeroConfig, world: usize) -> Seen {
 }
 
 #[test]
-fn a_dry_run_takes_what_a_rank_takes() {
+fn a_dry_run_counts_the_memory_of_a_real_rank() {
     let host = Offload::states(Tier::Host);
     let half = Offload {
         param: Tier::Device,
@@ -159,7 +159,7 @@ fn a_dry_run_takes_what_a_rank_takes() {
 }
 
 #[test]
-fn spilled_states_are_as_long_as_their_files() {
+fn a_dry_run_counts_the_bytes_of_spill_files_and_their_buffers() {
     let config = ZeroConfig {
         offload: Offload::states(Tier::Nvme),
         ..ZeroConfig::default()
@@ -205,7 +205,7 @@ fn saved(config: &ZeroConfig, comm: Arc<dyn Communicator>, all: bool) -> (u64, V
 }
 
 #[test]
-fn saving_what_trains_gathers_nothing_else() {
+fn saving_trainable_parameters_gathers_nothing_else() {
     for offload in [Offload::default(), Offload::states(Tier::Host)] {
         let config = ZeroConfig {
             offload,

@@ -62,7 +62,7 @@ fn check(case: &Case, most_elems: u64) {
 }
 
 #[test]
-fn kept_updates_have_the_bits_of_updates_behind_the_pass() {
+fn committed_updates_in_backward_have_the_bits_of_updates_after_it() {
     for precision in [Precision::F32, Precision::Bf16, Precision::PureBf16] {
         for world in 1..=3 {
             for stage in 0..=3 {
@@ -76,7 +76,7 @@ fn kept_updates_have_the_bits_of_updates_behind_the_pass() {
 }
 
 #[test]
-fn clipping_and_accumulation_change_nothing_of_that() {
+fn updates_in_backward_have_the_same_bits_with_clipping_and_accumulation() {
     let norms = {
         let reports = &run(&Case::new(2, 3))[0].reports;
         let mut norms: Vec<f64> = reports.iter().map(|report| report.grad_norm).collect();
@@ -101,7 +101,7 @@ fn clipping_and_accumulation_change_nothing_of_that() {
 }
 
 #[test]
-fn a_bound_on_the_spare_chooses_units_from_the_loss_on() {
+fn a_bound_on_spare_memory_chooses_units_in_backward_order() {
     let unit = run_world(1, |comm| {
         let zero = engine_for(&Case::new(1, 3), comm).unwrap();
         zero.plan().units()[0].trainable.shard_elems as u64
@@ -122,7 +122,7 @@ fn a_bound_on_the_spare_chooses_units_from_the_loss_on() {
 }
 
 #[test]
-fn chunks_buckets_and_sums_in_bf16_change_no_bit() {
+fn updates_in_backward_have_the_same_bits_with_any_chunks_buckets_and_bf16_sums() {
     for sub_group in [1, 2048, 1 << 20] {
         for buckets in [1, 3] {
             let mut case = Case::new(2, 3).offload(Offload::states(Tier::Nvme));
@@ -136,7 +136,7 @@ fn chunks_buckets_and_sums_in_bf16_change_no_bit() {
 }
 
 #[test]
-fn a_value_that_is_not_finite_leaves_every_state_as_it_was() {
+fn a_non_finite_gradient_rolls_back_every_update_in_backward() {
     for precision in [Precision::F32, Precision::Bf16, Precision::PureBf16] {
         for offload in OFFLOADS {
             for clip in [None, Some(0.05)] {
@@ -167,7 +167,7 @@ fn a_value_that_is_not_finite_leaves_every_state_as_it_was() {
 }
 
 #[test]
-fn an_update_that_is_not_the_announced_one_is_made_anew_or_refused() {
+fn an_update_with_other_arguments_than_announced_is_redone_or_refused() {
     let mut case = Case::new(2, 3).offload(Offload::CPU);
     let step = |case: &Case, announced: bool, rate: f64| {
         run_world(2, |comm| {
@@ -203,7 +203,7 @@ fn an_update_that_is_not_the_announced_one_is_made_anew_or_refused() {
 }
 
 #[test]
-fn a_pass_that_fails_gives_everything_back() {
+fn a_failed_pass_rolls_back_its_updates() {
     let case = early(&Case::new(1, 3).offload(Offload::CPU), ALL);
     let mut plain = case.clone();
     plain.config.early_step = None;

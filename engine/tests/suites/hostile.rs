@@ -133,7 +133,7 @@ fn odd() -> impl Strategy<Value = Value> {
 }
 
 #[test]
-fn a_manifest_that_is_signed_anew_is_read_as_it_was() {
+fn a_manifest_with_a_recomputed_hash_is_read() {
     let dir = tempfile::tempdir().unwrap();
     let folder = checkpoint(dir.path());
     let own = manifest(&folder);
@@ -146,7 +146,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(256))]
 
     #[test]
-    fn manifests_may_say_anything(edits in prop::collection::vec((any::<prop::sample::Index>(), odd()), 1..4)) {
+    fn any_manifest_content_is_read_or_refused(edits in prop::collection::vec((any::<prop::sample::Index>(), odd()), 1..4)) {
         let dir = tempfile::tempdir().unwrap();
         let folder = checkpoint(dir.path());
         let mut changed = manifest(&folder);
@@ -164,7 +164,7 @@ proptest! {
     }
 
     #[test]
-    fn manifests_may_be_any_bytes(bytes in prop::collection::vec(any::<u8>(), 0..400)) {
+    fn any_manifest_bytes_are_read_or_refused(bytes in prop::collection::vec(any::<u8>(), 0..400)) {
         let dir = tempfile::tempdir().unwrap();
         let folder = checkpoint(dir.path());
         fs::write(folder.join("MANIFEST.json"), bytes).unwrap();
@@ -172,7 +172,7 @@ proptest! {
     }
 
     #[test]
-    fn headers_of_state_may_say_anything(
+    fn any_state_header_is_read_or_refused(
         edits in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..6),
         length in prop_oneof![Just(None), any::<u64>().prop_map(Some), (0u64..400).prop_map(Some)],
     ) {
@@ -193,7 +193,7 @@ proptest! {
     }
 
     #[test]
-    fn offsets_of_headers_may_point_anywhere(begin in any::<u64>(), end in any::<u64>(), key in 0usize..3) {
+    fn any_header_offsets_are_read_or_refused(begin in any::<u64>(), end in any::<u64>(), key in 0usize..3) {
         let dir = tempfile::tempdir().unwrap();
         let folder = checkpoint(dir.path());
         let path = folder.join(STATE);

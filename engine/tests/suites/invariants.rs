@@ -116,7 +116,7 @@ fn weights_are_bit_identical_across_prefetch_buckets_and_sub_groups() {
 }
 
 #[test]
-fn with_accumulation_stages_agree_in_pairs() {
+fn with_accumulation_stages_0_and_1_and_stages_2_and_3_agree() {
     let run = |stage, accumulation| {
         let mut case = Case::new(2, stage);
         case.accumulation = accumulation;
@@ -148,7 +148,7 @@ fn worlds_agree_with_one_process() {
 }
 
 #[test]
-fn a_rank_without_samples_or_supervision_is_fine() {
+fn a_rank_without_samples_or_supervised_tokens_trains_along() {
     // Four ranks, three samples: rank 3 has none; sample 3 of the larger case has no supervision.
     for samples in [3, 4, 5] {
         let mut case = Case::new(4, 3);
@@ -262,7 +262,7 @@ fn frozen_units_own_no_training_state_and_do_not_move() {
 }
 
 #[test]
-fn leases_against_the_plan_are_errors() {
+fn leases_out_of_plan_order_or_outside_a_pass_are_errors() {
     let case = Case::new(1, 3);
     run_world(1, |comm| {
         let mut zero = engine_for(&case, comm).unwrap();
@@ -320,7 +320,7 @@ fn gathered_weights_never_exceed_the_plan() {
 }
 
 #[test]
-fn time_in_collectives_and_copies_is_counted_within_the_time_there_was() {
+fn counted_collective_and_copy_times_fit_into_the_step() {
     for (world, offload) in [
         (1, Offload::default()),
         (1, Offload::CPU),

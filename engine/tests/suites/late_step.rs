@@ -17,7 +17,7 @@ fn check(case: &Case) {
 }
 
 #[test]
-fn late_updates_have_the_bits_of_updates_before_the_pass() {
+fn updates_in_forward_have_the_bits_of_updates_before_it() {
     for precision in [Precision::F32, Precision::Bf16, Precision::PureBf16] {
         for world in 1..=3 {
             for stage in 0..=3 {
@@ -32,7 +32,7 @@ fn late_updates_have_the_bits_of_updates_before_the_pass() {
 
 /// Units that wait for the norm go late, where others were updated early.
 #[test]
-fn chunks_prefetch_clipping_accumulation_and_early_updates_change_no_bit() {
+fn updates_in_forward_have_the_same_bits_in_every_configuration() {
     for (prefetch, sub_group) in [(0, 1), (1, 2048), (3, 1 << 20)] {
         for max_norm in [None, Some(1e-3), Some(1e9)] {
             for accumulation in [1, 3] {
@@ -53,7 +53,7 @@ fn chunks_prefetch_clipping_accumulation_and_early_updates_change_no_bit() {
 }
 
 #[test]
-fn every_unit_is_updated_beside_the_pass_where_the_plan_says_so() {
+fn every_unit_is_updated_in_forward_where_the_plan_says_so() {
     for (stage, world, expected) in [(3, 2, true), (0, 2, true), (2, 1, true), (2, 2, false)] {
         let case = late(&Case::new(world, stage).offload(Offload::CPU));
         let lanes = run_world(world, |comm| {
@@ -80,7 +80,7 @@ fn every_unit_is_updated_beside_the_pass_where_the_plan_says_so() {
 }
 
 #[test]
-fn a_pass_that_fails_and_a_step_that_is_skipped_find_everything_updated() {
+fn after_a_failed_pass_or_a_skipped_step_every_unit_is_updated() {
     let plain = Case::new(1, 3).offload(Offload::CPU);
     let case = late(&plain);
     let disturbed = run_world(1, |comm| {

@@ -188,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn a_phase_begins_when_the_one_before_has_ended() {
+    fn a_phase_begins_after_the_previous_one_has_ended() {
         for threads in [1, 2, 5] {
             let seen = Mutex::new(Vec::new());
             let sizes = [7, 0, 1, 40, 3];
@@ -215,7 +215,7 @@ mod tests {
     }
 
     #[test]
-    fn a_panic_ends_the_phases_instead_of_stopping_them() {
+    fn a_panic_propagates_out_of_the_phases_without_a_deadlock() {
         let ended = std::panic::catch_unwind(|| {
             on_threads(3, || {
                 run_phases(

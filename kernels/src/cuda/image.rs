@@ -247,7 +247,7 @@ mod tests {
     }
 
     #[test]
-    fn without_a_compiler_the_built_in_ptx_is_taken_and_the_reason_kept() {
+    fn without_a_compiler_the_built_in_ptx_is_used_and_the_reason_recorded() {
         let module = &Family::Cast.modules()[0];
         let images = Images {
             arch: "sm_86".into(),
@@ -272,7 +272,7 @@ mod tests {
     }
 
     #[test]
-    fn the_code_of_sm_80_is_ptx_on_every_gpu() {
+    fn sm_80_code_is_built_in_ptx_on_every_gpu() {
         let images = Images::new((9, 0), &Search::default(), None);
         assert_eq!(images.arch(), "sm_90a");
         let images = images.with_code(Code::Sm80);

@@ -246,7 +246,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_users_folders_come_first_and_python_packages_last() {
+    fn user_directories_are_searched_first_and_python_packages_last() {
         let site = tempfile::tempdir().unwrap();
         for package in ["cuda_nvrtc", "cu13"] {
             std::fs::create_dir_all(site.path().join("nvidia").join(package).join("lib")).unwrap();
@@ -277,7 +277,7 @@ mod tests {
     }
 
     #[test]
-    fn an_absent_or_broken_library_names_every_place() {
+    fn an_absent_or_broken_library_lists_every_path_tried() {
         let folder = tempfile::tempdir().unwrap();
         let broken = folder.path().join("libnccl.so.2");
         std::fs::write(&broken, "not a library").unwrap();

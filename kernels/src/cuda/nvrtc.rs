@@ -226,7 +226,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_assemblers_report_is_read() {
+    fn the_resource_report_of_ptxas_is_parsed() {
         let log = "ptxas info    : 0 bytes gmem\n\
             ptxas info    : Compiling entry function 'a' for 'sm_80'\n\
             ptxas info    : Function properties for a\n\

@@ -572,7 +572,7 @@ mod tests {
     }
 
     #[test]
-    fn the_peak_knows_what_it_was_made_of() {
+    fn the_peak_is_broken_down_by_tag() {
         let pool = Pool::new("device", None);
         let shares = || {
             let stats = pool.stats();
@@ -606,7 +606,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_pool_holds_never_exceeds_the_capacity() {
+    fn the_bytes_of_the_pool_never_exceed_its_capacity() {
         let pool = Pool::new("device", Some(8192));
         for bytes in [4096, 2048, 8192, 1024, 6000] {
             drop(pool.take(bytes, Tag::Workspace).unwrap());
@@ -618,7 +618,7 @@ mod tests {
     }
 
     #[test]
-    fn counting_alone_gives_the_same_places() {
+    fn a_pool_that_only_counts_assigns_the_same_offsets() {
         let sizes = [900_000usize, 4096, 70_000, 33, 900_000, 512];
         let run = |pool: &Pool, real: bool| {
             let mut kept: Vec<Box<dyn std::any::Any>> = Vec::new();
@@ -664,7 +664,7 @@ mod tests {
 
     #[cfg(feature = "cuda")]
     #[test]
-    fn a_run_that_is_known_needs_no_more_than_its_script_whatever_came_before() {
+    fn a_recorded_run_needs_no_more_than_its_memory_plan() {
         let pool = Pool::arena("GPU", 1 << 30);
         let rests = pool.place(1000, Tag::Parameters).unwrap();
         pool.record();
@@ -689,7 +689,7 @@ mod tests {
 
     #[cfg(feature = "cuda")]
     #[test]
-    fn other_blocks_than_the_scripts_end_it() {
+    fn blocks_that_differ_from_the_memory_plan_end_it() {
         let pool = Pool::arena("GPU", 1 << 20);
         pool.record();
         run(&pool, &RUN).unwrap();
@@ -708,7 +708,7 @@ mod tests {
     }
 
     #[test]
-    fn neighbours_do_not_share_bytes() {
+    fn adjacent_blocks_do_not_share_bytes() {
         let pool = Pool::new("device", None);
         let mut a = pool.take(100, Tag::Workspace).unwrap();
         let mut b = pool.take(100, Tag::Workspace).unwrap();

@@ -260,7 +260,7 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn freed_neighbours_serve_a_longer_block() {
+    fn adjacent_freed_blocks_serve_a_longer_block() {
         let mut places = Places::default();
         let a = places.take(10);
         let b = places.take(20);
@@ -287,7 +287,7 @@ mod tests {
     }
 
     #[test]
-    fn a_fixed_range_ends_where_it_ends() {
+    fn a_fixed_range_does_not_grow() {
         let mut places = Places::within(10);
         let a = places.take(4);
         let b = places.take(4);
@@ -300,7 +300,7 @@ mod tests {
     }
 
     #[test]
-    fn what_lies_at_the_upper_end_moves_nothing_below() {
+    fn blocks_at_the_upper_end_do_not_move_those_below() {
         let mut places = Places::within(100);
         let table = places.take_upper(10);
         assert_eq!((table.start, places.touched()), (90, 10));
@@ -320,7 +320,7 @@ mod tests {
     }
 
     #[test]
-    fn a_place_that_is_asked_for_leaves_holes_around_it() {
+    fn a_block_at_a_requested_offset_leaves_the_ranges_around_it_free() {
         let mut places = Places::within(100);
         let first = places.take_at(20, 10);
         assert_eq!((places.touched(), places.end()), (30, 30));
@@ -340,7 +340,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn live_places_never_overlap_and_repeats_touch_nothing_new(
+        fn live_blocks_never_overlap_and_repeated_runs_touch_nothing_new(
             steps in prop::collection::vec((1usize..5000, any::<prop::sample::Index>(), any::<bool>()), 1..200)
         ) {
             let mut places = Places::default();

@@ -176,7 +176,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn blocks_that_live_together_share_no_line(
+        fn blocks_that_are_live_together_never_overlap(
             steps in prop::collection::vec((1usize..3000, any::<prop::sample::Index>(), any::<bool>()), 1..150)
         ) {
             // Recorded offsets are consecutive, so no reuse happens in them.
@@ -208,7 +208,7 @@ mod tests {
 
     /// An online allocator leaves a hole in front of a long block; the plan does not.
     #[test]
-    fn what_is_known_before_leaves_no_hole() {
+    fn a_memory_plan_leaves_no_hole_before_a_long_block() {
         let mut recorder = Recorder::new(7);
         // Short, long, the short one is freed, a longer one comes.
         recorder.took(7, 10);

@@ -49,7 +49,7 @@ fn meet(nccl: &Arc<Nccl>, how: u8, deadline: Duration) -> kernels::cuda::Result<
 
 /// One test for all cases, because the library counts for the whole process.
 #[test]
-fn ranks_join_are_refused_or_are_missed_after_the_deadline() {
+fn ranks_join_are_refused_or_time_out() {
     let (folder, nccl) = library();
     assert_eq!(nccl.version().unwrap(), "2.28.9");
     let refused = meet(&nccl, b'r', PATIENCE).unwrap_err().to_string();

@@ -31,7 +31,7 @@ fn read_from(folder: &TempDir) -> NvmlReport {
 }
 
 #[test]
-fn everything_is_read() {
+fn every_property_of_a_gpu_is_read() {
     let folder = folder(&[]);
     let report = read_from(&folder);
     assert_eq!(report.path, Some(folder.path().join(FILE_NAME)));
@@ -74,7 +74,7 @@ fn everything_is_read() {
 }
 
 #[test]
-fn a_long_list_of_processes_is_read_whole() {
+fn a_long_list_of_processes_is_read_completely() {
     let report = read_from(&folder(&["PROCESSES=500", "GPUS=1"]));
     let gpus = report.gpus.unwrap();
     assert_eq!(gpus.len(), 1);
@@ -82,7 +82,7 @@ fn a_long_list_of_processes_is_read_whole() {
 }
 
 #[test]
-fn an_older_library_lacks_functions_only() {
+fn an_older_library_lacks_only_the_newer_figures() {
     let report = read_from(&folder(&["OLD", "UNLINKED"]));
     let gpus = report.gpus.unwrap();
     let missing = |function| Err(NvmlError::Missing { function });
@@ -104,7 +104,7 @@ fn an_older_library_lacks_functions_only() {
 }
 
 #[test]
-fn a_lost_gpu_is_an_error_in_each_place() {
+fn a_lost_gpu_is_an_error_in_each_of_its_figures() {
     let report = read_from(&folder(&["BROKEN"]));
     let gpu = &report.gpus.unwrap()[0];
     let error = gpu.memory.as_ref().unwrap_err();
@@ -133,7 +133,7 @@ fn a_library_that_does_not_start_says_why() {
 }
 
 #[test]
-fn files_that_are_no_such_library_are_passed_over_or_told() {
+fn files_that_are_not_the_library_are_skipped_or_reported() {
     let folder = tempfile::tempdir().unwrap();
     std::fs::write(folder.path().join(FILE_NAME), "no library").unwrap();
     let report = read_from(&folder);

@@ -771,12 +771,12 @@ mod tests {
     }
 
     #[test]
-    fn an_empty_line_sets_nothing() {
+    fn an_empty_command_line_sets_nothing() {
         assert_eq!(args(""), Args::default());
     }
 
     #[test]
-    fn kebab_snake_and_equals_are_the_same() {
+    fn kebab_case_snake_case_and_equals_signs_mean_the_same() {
         let expected = Args {
             learning_rate: Some(1e-5),
             max_steps: Some(3),
@@ -889,7 +889,7 @@ mod tests {
     }
 
     #[test]
-    fn pictures_may_be_given_several_times_and_other_flags_may_not() {
+    fn image_flags_may_be_repeated_and_others_may_not() {
         let parsed = |line: &str| {
             let argv: Vec<String> = line.split_whitespace().map(str::to_string).collect();
             parse(&argv)
@@ -913,7 +913,7 @@ mod tests {
     }
 
     #[test]
-    fn watch_takes_a_folder_before_and_after_its_flags() {
+    fn watch_takes_a_directory_before_and_after_its_flags() {
         let watch = |line: &str| {
             let argv: Vec<String> = line.split_whitespace().map(str::to_string).collect();
             parse(&argv)
@@ -959,7 +959,7 @@ mod tests {
     }
 
     #[test]
-    fn two_spellings_must_agree() {
+    fn two_spellings_of_one_flag_must_agree() {
         assert_eq!(
             args("--model a --model_name_or_path a").model,
             Some("a".into())

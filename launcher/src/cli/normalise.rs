@@ -376,7 +376,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn far_words_have_no_nearest() {
+    fn words_far_from_every_subcommand_get_no_suggestion() {
         assert_eq!(nearest("zzzzzz", first_words()), None);
         assert_eq!(nearest("plam", first_words()), Some("plan"));
     }

@@ -110,7 +110,7 @@ mod tests {
     }
 
     #[test]
-    fn the_verb_has_flags_of_its_own_beside_those_of_training() {
+    fn the_subcommand_has_its_own_flags_and_those_of_training() {
         let command = PlanArgs::own_flags();
         let own: Vec<&str> = command
             .get_arguments()

@@ -262,7 +262,7 @@ mod tests {
     use crate::cli::tests::parse_line;
 
     #[test]
-    fn every_preset_parses_and_the_line_comes_first() {
+    fn every_preset_parses_and_flags_override_it() {
         for preset in PRESETS {
             let (args, _) = parse_line(&format!("--preset {}", preset.name)).expect("parses");
             assert_eq!(args.preset.as_deref(), Some(preset.name));
@@ -276,7 +276,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_printed_can_be_typed() {
+    fn presets_print_flags_that_a_shell_accepts() {
         let preset = Preset::named("cogvlm2-peft").expect("is there");
         assert!(
             preset.spelled().starts_with(

@@ -237,7 +237,7 @@ mod tests {
     use std::path::Path;
 
     #[test]
-    fn the_documented_table_is_current() {
+    fn the_documented_flag_table_is_current() {
         let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/flags.md");
         let text = std::fs::read_to_string(&path).unwrap_or_default();
         assert!(
@@ -247,7 +247,7 @@ mod tests {
     }
 
     #[test]
-    fn every_flag_stands_in_the_table() {
+    fn every_flag_is_in_the_table() {
         let table = flag_table().expect("defaults resolve");
         for arg in Args::command().get_arguments() {
             let Some(long) = arg

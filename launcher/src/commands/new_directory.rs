@@ -93,7 +93,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_folder_takes_its_name_when_it_is_whole() {
+    fn a_directory_gets_its_name_when_it_is_complete() {
         let temp = tempfile::tempdir().expect("temp dir");
         let output = temp.path().join("new");
         let entries = || std::fs::read_dir(temp.path()).expect("listed").count();

@@ -394,7 +394,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn towers_and_workers_read_what_they_print() {
+    fn towers_and_worker_counts_parse_what_they_print() {
         for text in ["all", "none", "llm", "llm,resampler", "vit"] {
             let read: Recompute = text.parse().expect(text);
             assert_eq!(read.to_string(), text);
@@ -408,7 +408,7 @@ mod tests {
     }
 
     #[test]
-    fn cadences_always_cover_the_last_step_but_never() {
+    fn every_cadence_except_never_covers_the_last_step() {
         let due = |cadence: Cadence| -> Vec<u64> {
             (1..=7)
                 .filter(|&step| cadence.is_due(step, 7, step == 4))

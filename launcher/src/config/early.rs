@@ -107,7 +107,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn words_and_bytes_are_read_as_they_are_printed() {
+    fn words_and_byte_counts_parse_what_they_print() {
         for (text, expected) in [
             ("auto", EarlyStep::Auto),
             ("OFF", EarlyStep::Off),

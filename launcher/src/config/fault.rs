@@ -347,7 +347,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_shown_gives_the_same_fault_again() {
+    fn a_printed_fault_parses_to_the_same_fault() {
         for text in [
             "kill:rank=1,step=3,phase=save,call=7,lost=true,times=2",
             "stop:rank=0,step=2,phase=collective",
@@ -367,7 +367,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_malformed_is_refused_with_its_reason() {
+    fn malformed_faults_are_refused_with_a_reason() {
         for (text, reason) in [
             ("kil:rank=1", "did you mean kill?"),
             ("", "`` is not a fault"),
@@ -389,7 +389,7 @@ mod tests {
     }
 
     #[test]
-    fn draws_follow_from_the_seed() {
+    fn random_draws_of_a_fault_follow_from_its_seed() {
         let fault: Fault = "flip-bit:rank=1,step=2".parse().expect("parses");
         assert_eq!(fault.draw(7, 1000), fault.draw(7, 1000));
         let drawn: Vec<u64> = (0..8).map(|seed| fault.draw(seed, 1 << 40)).collect();

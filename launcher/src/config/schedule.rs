@@ -119,7 +119,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn arguments_read_what_they_print() {
+    fn scheduler_arguments_parse_what_they_print() {
         for text in [
             "",
             "warmup_type=linear",

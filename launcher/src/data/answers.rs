@@ -186,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn answers_of_all_ranks_lie_in_one_file_in_order() {
+    fn answers_of_all_ranks_are_merged_into_one_ordered_file() {
         let folder = tempfile::tempdir().expect("temp dir");
         let world = threads::world(2, 1 << 20).expect("a world");
         std::thread::scope(|scope| {
@@ -213,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn the_question_is_what_stands_before_the_last_answer() {
+    fn the_question_is_the_text_before_the_last_answer() {
         let sample = |turns: &[(&str, &str)]| -> RawSample {
             let turns: Vec<_> = turns
                 .iter()

@@ -52,7 +52,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn elements_of_a_list_begin_at_their_brace() {
+    fn lines_of_list_elements_are_those_of_their_braces() {
         let text = "[{\"a\": [1, {\"b\": 2}]},\n {\"c\": \"]{[ \\\" {\"},\n\n\n {\"d\": 1}\n]";
         assert_eq!(of_samples(text.as_bytes()), [1, 2, 5]);
         assert_eq!(of_samples(b"\xef\xbb\xbf [\n{}]"), [2]);

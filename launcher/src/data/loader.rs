@@ -207,7 +207,7 @@ mod tests {
     }
 
     #[test]
-    fn an_error_comes_at_its_place_and_ends_the_stream() {
+    fn an_error_arrives_in_order_and_ends_the_stream() {
         let mut loader = Loader::new(options(3, 6), 0..100, 1, |step, _| {
             if step == 4 {
                 Err("bad picture")
@@ -226,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn work_ahead_is_bounded() {
+    fn the_loader_prefetches_a_bounded_number_of_batches() {
         let prepared = Arc::new(AtomicUsize::new(0));
         let count = Arc::clone(&prepared);
         let (started, starts) = crossbeam::channel::unbounded();
@@ -246,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn dropping_early_ends_the_threads() {
+    fn dropping_the_loader_ends_its_threads() {
         let alive = Arc::new(());
         let held = Arc::clone(&alive);
         let mut loader = Loader::new(options(3, 3), 0..1_000_000, 1, move |step, _| {
@@ -271,7 +271,7 @@ mod tests {
     }
 
     #[test]
-    fn threads_leave_a_core_to_the_rank() {
+    fn loader_threads_leave_a_core_for_each_rank() {
         assert_eq!(LoaderOptions::for_node(2, 2).threads, 1);
         assert_eq!(LoaderOptions::for_node(16, 2).threads, 4);
         assert_eq!(LoaderOptions::for_node(8, 2).threads, 3);

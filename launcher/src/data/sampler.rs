@@ -261,7 +261,7 @@ mod tests {
     }
 
     #[test]
-    fn first_places_are_spread_evenly() {
+    fn first_samples_are_uniformly_distributed() {
         let mut counts = [0u32; 7];
         for seed in 0..7000 {
             counts[permute(0, 7, mix(seed)) as usize] += 1;

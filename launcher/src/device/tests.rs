@@ -115,14 +115,14 @@ fn shown(chosen: &Chosen, config: &RunConfig) -> String {
 }
 
 #[test]
-fn the_cpu_is_taken_without_a_look_at_gpus() {
+fn device_cpu_does_not_depend_on_gpus() {
     let chosen = chosen(DeviceChoice::Cpu, &with(vec![gpu(0)])).expect("chosen");
     assert_eq!(chosen, Chosen::cpu());
     assert_eq!(shown(&chosen, &config("", &chosen)), "");
 }
 
 #[test]
-fn auto_takes_gpus_where_there_are_any_and_says_why() {
+fn auto_uses_gpus_where_available_and_says_why() {
     let two = chosen(DeviceChoice::Auto, &with(vec![gpu(0), gpu(1)])).expect("chosen");
     let run = config("", &two);
     assert_eq!(
@@ -174,7 +174,7 @@ fn cuda_without_a_gpu_says_what_was_tried_and_what_helps() {
 }
 
 #[test]
-fn a_gpu_without_the_instructions_is_not_used() {
+fn a_gpu_of_an_old_compute_capability_is_not_used() {
     let mut machine = with(vec![gpu(0), gpu(1)]);
     machine.gpus[0].compute_capability = Some((7, 0));
     let run = chosen(DeviceChoice::Cuda, &machine).expect("the other one");
@@ -191,7 +191,7 @@ fn a_gpu_without_the_instructions_is_not_used() {
 }
 
 #[test]
-fn what_others_hold_and_what_differs_is_named() {
+fn memory_of_other_processes_and_unequal_gpus_are_reported() {
     let mut machine = with(vec![gpu(0), gpu(1)]);
     machine.gpus[0].processes = Some(vec![GpuProcess {
         pid: 4711,
@@ -214,7 +214,7 @@ fn what_others_hold_and_what_differs_is_named() {
 }
 
 #[test]
-fn products_go_through_the_library_that_is_there() {
+fn matrix_products_use_the_library_that_is_installed() {
     let mut machine = with(vec![gpu(0)]);
     let products = |machine: &Machine, matmul: Option<&str>| {
         let variable = matmul.map(|value| ("TESSERA_MATMUL".to_owned(), OsString::from(value)));
@@ -247,7 +247,7 @@ fn products_go_through_the_library_that_is_there() {
 }
 
 #[test]
-fn the_code_of_an_older_family_is_by_request() {
+fn code_of_an_older_architecture_is_used_on_request_only() {
     let machine = with(vec![gpu(0)]);
     let first_line = |code: Option<&str>| {
         let variable = code.map(|value| ("TESSERA_CUDA_ARCH".to_owned(), OsString::from(value)));
@@ -290,7 +290,7 @@ fn more_ranks_than_gpus_take_turns() {
 
 /// States rest where the configuration says, but for those whose update a GPU does not know.
 #[test]
-fn states_rest_on_gpus_where_they_are_updated() {
+fn states_are_located_on_gpus_that_can_update_them() {
     let run = chosen(DeviceChoice::Cuda, &with(vec![gpu(0)])).expect("chosen");
     let offload = |line: &str| config(line, &run).offload.to_string();
     for (line, tiers) in [
@@ -320,7 +320,7 @@ fn states_rest_on_gpus_where_they_are_updated() {
 }
 
 #[test]
-fn an_arena_has_room_beside_its_plan_where_there_is_any() {
+fn an_arena_is_larger_than_its_plan_where_memory_allows() {
     assert_eq!(arena_bytes(1 << 20, None), (1 << 20) + (16 << 20));
     assert_eq!(arena_bytes(16 << 30, None), 17 << 30);
     assert_eq!(arena_bytes(16 << 30, Some(33 << 29)), 33 << 29);
@@ -346,7 +346,7 @@ fn refused(line: &str, chosen: &Chosen) -> Failure {
 }
 
 #[test]
-fn gpus_that_reach_each_other_need_no_host_memory() {
+fn gpus_with_peer_access_use_ipc_collectives() {
     let (both, one) = (linked(true), linked(false));
     let config_of = |line: &str, chosen: &Chosen| config(line, chosen);
     let auto = config_of("--device cuda", &both);
@@ -376,7 +376,7 @@ fn linked_to_itself() -> Chosen {
 }
 
 #[test]
-fn collectives_that_cannot_be_are_refused() {
+fn impossible_collectives_are_refused() {
     let failure = refused("--device cuda --collectives ipc", &linked(false));
     assert!(failure.to_string().contains("no peer access"), "{failure}");
     let failure = refused("--collectives nccl", &Chosen::cpu());

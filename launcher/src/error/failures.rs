@@ -379,7 +379,7 @@ mod tests {
     }
 
     #[test]
-    fn unlike_libraries_are_a_failure_to_meet() {
+    fn different_libraries_fail_the_rendezvous() {
         let error = EngineError::LibraryDiffers {
             rank: 3,
             theirs: "2.26.2".into(),
@@ -395,7 +395,7 @@ mod tests {
     }
 
     #[test]
-    fn shared_memory_is_told_apart_from_ranks_that_do_not_come() {
+    fn too_little_shared_memory_is_told_apart_from_missing_ranks() {
         let tried = vec![("/dev/shm".into(), 64 << 10)];
         let failure = comm(&CommError::NoSpace {
             asked_bytes: 32 << 20,
@@ -415,7 +415,7 @@ mod tests {
     }
 
     #[test]
-    fn tensors_of_a_checkpoint_are_grouped_by_parts() {
+    fn tensors_that_differ_are_grouped_by_part() {
         let names = [
             "resampler.query",
             "resampler.proj",

@@ -82,7 +82,7 @@ mod tests {
     }
 
     #[test]
-    fn the_format_is_found_on_lines_that_do_not_parse() {
+    fn the_error_format_is_found_on_command_lines_that_do_not_parse() {
         assert_eq!(of("--zeor 3"), ErrorFormat::Human);
         assert_eq!(of("--zeor 3 --error-format json"), ErrorFormat::Json);
         assert_eq!(of("doctor --error_format=JSON --bogus"), ErrorFormat::Json);
@@ -91,7 +91,7 @@ mod tests {
     }
 
     #[test]
-    fn json_is_one_line_with_the_fields_of_the_stored_twin_and_the_status() {
+    fn json_is_one_line_with_the_stored_fields_and_the_status() {
         let failure = Failure::new(ErrorCode::Numeric, "loss is NaN", "two\nlines").next("n");
         let text = ErrorFormat::Json.render(&failure);
         assert!(!text.contains('\n'));

@@ -371,7 +371,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn block_has_four_parts_and_the_exit_status() {
+    fn a_printed_failure_has_four_parts_and_the_exit_status() {
         let failure = Failure::new(ErrorCode::HostMemory, "rank 1 was killed", "memory ran out")
             .evidence("oom_kill +1")
             .evidence("limit 62 GiB")
@@ -400,7 +400,7 @@ mod tests {
     }
 
     #[test]
-    fn a_saved_failure_is_read_back() {
+    fn a_saved_failure_loads_unchanged() {
         let folder = tempfile::tempdir().expect("temp dir");
         let failure = Failure::usage("t", "c").evidence("e").next("n");
         failure.save(folder.path(), 3).expect("saved");

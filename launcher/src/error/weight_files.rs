@@ -224,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pointer_is_recognised_with_what_it_stands_for() {
+    fn a_git_lfs_pointer_is_recognized_and_its_size_named() {
         let pointer =
             b"version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 4903351912\n";
         let index = br#"{"weight_map": {"x": "model-1.safetensors", "y": "model-1.safetensors"}}"#;

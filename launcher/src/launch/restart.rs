@@ -216,7 +216,7 @@ mod tests {
     }
 
     #[test]
-    fn only_deaths_are_tried_again_and_only_so_often() {
+    fn only_deaths_of_ranks_are_restarted_and_at_most_max_restarts_times() {
         let folder = tempfile::tempdir().expect("temp dir");
         let mut attempts = attempts(folder.path(), |_| ());
         let (mut screen, prepare) = (Screen::on_stderr(true), &mut |_: &mut _, _: &mut _| Ok(()));
@@ -271,7 +271,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lost_place_without_elastic_ends_the_run() {
+    fn a_lost_rank_without_elastic_ends_the_run() {
         let folder = tempfile::tempdir().expect("temp dir");
         let mut attempts = attempts(folder.path(), |args| {
             args.inject = vec![fault("kill:rank=1,lost=true")];

@@ -282,7 +282,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn kib_fields_are_bytes() {
+    fn kib_fields_are_converted_to_bytes() {
         let text = "MemTotal:       100 kB\nMemAvailable:    64 kB\n";
         assert_eq!(kib_field(text, "MemAvailable:"), Some(65536));
         assert_eq!(kib_field(text, "SwapFree:"), None);
@@ -304,7 +304,7 @@ mod tests {
     }
 
     #[test]
-    fn cgroup_paths_climb_to_the_mount() {
+    fn cgroup_paths_include_every_parent_up_to_the_mount() {
         let groups = cgroups_from("0::/a/b\n", Path::new("/m"));
         let folders: Vec<_> = groups.iter().map(|group| group.folder.clone()).collect();
         assert_eq!(folders, ["/m/a/b", "/m/a", "/m/"].map(PathBuf::from));
@@ -320,7 +320,7 @@ mod tests {
     }
 
     #[test]
-    fn this_machine_reports_something() {
+    fn memory_of_this_machine_is_read() {
         let memory = host();
         assert!(memory.total_bytes > 0 && memory.free_bytes <= memory.total_bytes);
         let own = process();
@@ -335,7 +335,7 @@ mod tests {
     }
 
     #[test]
-    fn a_limit_below_the_machine_bounds_what_is_free() {
+    fn a_cgroup_limit_bounds_free_memory() {
         let mount = tempfile::tempdir().expect("temp dir");
         fs::write(mount.path().join("memory.max"), "1000\n").expect("written");
         fs::write(mount.path().join("memory.current"), "900\n").expect("written");
@@ -350,7 +350,7 @@ mod tests {
     }
 
     #[test]
-    fn the_smallest_limit_above_a_process_counts() {
+    fn the_smallest_limit_of_all_parent_cgroups_counts() {
         let mount = tempfile::tempdir().expect("temp dir");
         for (folder, limit, used) in [("", "max", "50"), ("a", "1000", "40"), ("a/b", "max", "30")]
         {

@@ -41,7 +41,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_the_models_own_small_files_are_named() {
+    fn only_small_files_of_the_model_are_listed() {
         let folder = tempfile::tempdir().expect("temp dir");
         for name in [
             "config.json",

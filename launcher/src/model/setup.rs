@@ -263,7 +263,7 @@ mod tests {
 
     /// The layers of every family are found by the names of their units, in the language model and in every vision tower.
     #[test]
-    fn layers_of_every_family_share_kept_inputs() {
+    fn layers_of_every_family_form_recompute_groups() {
         let configs = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/commands/synth/configs");
         for entry in std::fs::read_dir(configs).expect("the configurations") {
             let folder = tempfile::tempdir().expect("temp dir");
@@ -358,7 +358,7 @@ mod tests {
     }
 
     #[test]
-    fn presets_train_what_their_scripts_train() {
+    fn presets_train_the_parameters_of_their_scripts() {
         for (preset, family, count) in [
             ("cogvlm-captcha", Family::CogVlm, 515_123_968),
             ("cogagent-captcha", Family::CogAgent, 11_672_683_712),

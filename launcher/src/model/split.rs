@@ -94,7 +94,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn rows_stand_in_the_columns_of_their_projection() {
+    fn rows_are_in_the_columns_of_their_projection() {
         let b = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0];
         let wanted = [1.0, 2.0, 0.0, 0.0, 3.0, 4.0, 0.0, 0.0, 0.0, 0.0, 5.0, 6.0];
         assert_eq!(block_diagonal(&b, &[2, 1]), wanted);

@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn what_lies_there_at_once_follows_from_limit_saves_and_what_was_there() {
+    fn checkpoints_on_disk_at_once_follow_from_limit_saves_and_existing_ones() {
         let folder = tempfile::tempdir().expect("temp dir");
         let at_once = |limit, saves| {
             let room = Room::of(&config(folder.path(), limit), EACH, saves, 0);
@@ -188,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn a_disk_is_too_small_by_one_byte() {
+    fn a_disk_that_lacks_one_byte_is_refused() {
         let folder = tempfile::tempdir().expect("temp dir");
         for (limit, certain) in [(None, 1), (Some(1), 2)] {
             let config = config(folder.path(), limit);
@@ -214,7 +214,7 @@ mod tests {
     }
 
     #[test]
-    fn spill_files_count_where_they_lie_on_the_same_disk() {
+    fn spill_files_count_on_the_disk_of_the_checkpoints() {
         let folder = tempfile::tempdir().expect("temp dir");
         let mut config = config(&folder.path().join("out"), None);
         assert_eq!(Room::of(&config, EACH, 1, 77).spilled, 0);
@@ -225,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn saves_are_counted_as_the_loop_makes_them() {
+    fn planned_saves_are_those_of_the_training_loop() {
         let folder = tempfile::tempdir().expect("temp dir");
         let mut config = config(folder.path(), None);
         let by_loop = |config: &RunConfig, total: u64, epoch: u64| {

@@ -232,7 +232,7 @@ mod tests {
     }
 
     #[test]
-    fn neighbours_keep_the_global_batch_and_everything_else() {
+    fn suggestions_keep_the_global_batch_and_everything_else() {
         let config = config(
             "--model m --data d --zero 1 --per-device-train-batch-size 4 --nproc 2 --precision f32",
         );
@@ -263,7 +263,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_done_already_is_not_advised() {
+    fn options_already_in_use_are_not_suggested() {
         let config = config(
             "--model m --data d --zero 3 --offload cpu --precision pure-bf16 --nproc 1 --use-lora --max-slice-nums 1 --checkpoint-num-layers 6",
         );

@@ -393,7 +393,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_rank_inherits_from_its_supervisor_is_kept() {
+    fn a_rank_reads_the_variables_of_its_supervisor() {
         let vars = [
             ("RANK", "1"),
             ("LOCAL_RANK", "1"),
@@ -413,7 +413,7 @@ mod tests {
     }
 
     #[test]
-    fn places_of_libraries_are_lists_and_roots() {
+    fn library_paths_are_read_as_lists_and_roots() {
         let vars = [
             ("TESSERA_CUDA_LIBS", "/a:/b::"),
             ("CUDA_HOME", ""),
@@ -438,7 +438,7 @@ mod tests {
     }
 
     #[test]
-    fn folders_follow_the_usual_variables() {
+    fn directories_follow_xdg_and_tmpdir() {
         let env = read(&[("HOME", "/home/u"), ("TMPDIR", "/scratch")]).expect("reads");
         assert_eq!(env.cache_dir, PathBuf::from("/home/u/.cache/tessera"));
         assert_eq!(env.temp_dir, PathBuf::from("/scratch"));

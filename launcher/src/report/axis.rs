@@ -65,7 +65,7 @@ mod tests {
     }
 
     #[test]
-    fn marks_are_round_and_cover_the_values() {
+    fn axis_ticks_are_round_numbers_and_cover_the_values() {
         assert_eq!(marks(0.0, 5.7, false), [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0]);
         assert_eq!(
             marks(0.0, 240.0, true),

@@ -351,7 +351,7 @@ mod tests {
     }
 
     #[test]
-    fn layers_lie_on_each_other() {
+    fn layers_of_a_chart_are_stacked() {
         let layer = |values: &[f64]| Layer {
             name: String::new(),
             colour: 0,

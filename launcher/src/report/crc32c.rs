@@ -35,7 +35,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn published_check_values() {
+    fn crc32c_matches_published_values() {
         assert_eq!(crc32c(b"123456789"), 0xe306_9283);
         assert_eq!(crc32c(&[0; 32]), 0x8a91_36aa);
         assert_eq!(crc32c(b""), 0);

@@ -233,7 +233,7 @@ mod tests {
     }
 
     #[test]
-    fn the_average_starts_at_the_first_value_and_is_smoother() {
+    fn the_moving_average_starts_at_the_first_value_and_is_smoother() {
         let points: Vec<Point> = (0..100)
             .map(|step| Point {
                 step,

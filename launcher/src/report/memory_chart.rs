@@ -380,7 +380,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_show_their_highest_phase() {
+    fn a_memory_row_shows_its_highest_phase() {
         let chart = by_step(&files());
         assert_eq!(chart.at, [1.0, 10.0]);
         let of = |name: &str| {
@@ -397,7 +397,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_of_one_step_are_one_point() {
+    fn memory_rows_of_one_step_are_one_point() {
         let mut files = files();
         let small = peak(&[("gathered", 1)], &[("parameters", 8)]);
         files.memory.push(row(10, &[("save", small)]));
@@ -411,7 +411,7 @@ mod tests {
     }
 
     #[test]
-    fn phases_stand_in_their_order() {
+    fn phases_are_listed_in_their_order() {
         let files = files();
         let order: Vec<_> = bars(&files.memory)
             .iter()

@@ -230,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn a_folder_with_a_run_is_refused_until_it_is_resumed() {
+    fn a_directory_with_a_run_is_refused_without_resume() {
         let folder = tempfile::tempdir().expect("temp dir");
         let mut config = config(&folder.path().join("out"));
         check(&mut config).expect("new");
@@ -250,7 +250,7 @@ mod tests {
     }
 
     #[test]
-    fn a_run_that_failed_before_its_first_step_does_not_block_its_folder() {
+    fn a_run_that_failed_before_its_first_step_does_not_block_its_directory() {
         let folder = tempfile::tempdir().expect("temp dir");
         let mut config = config(&folder.path().join("out"));
         drop(prepare(&config).expect("made"));
@@ -263,7 +263,7 @@ mod tests {
     }
 
     #[test]
-    fn unrelated_files_do_not_matter_but_checkpoints_do() {
+    fn unrelated_files_are_ignored_and_checkpoints_are_not() {
         let folder = tempfile::tempdir().expect("temp dir");
         fs::write(folder.path().join("notes.txt"), "x").expect("written");
         let mut config = config(folder.path());
@@ -273,7 +273,7 @@ mod tests {
     }
 
     #[test]
-    fn made_up_names_step_aside() {
+    fn a_default_directory_that_exists_gets_a_suffix() {
         let folder = tempfile::tempdir().expect("temp dir");
         let mut config = config(folder.path());
         config.output_is_explicit = false;
@@ -282,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn a_folder_belongs_to_one_process_at_a_time() {
+    fn a_run_directory_is_locked_by_one_process() {
         let folder = tempfile::tempdir().expect("temp dir");
         let config = config(folder.path());
         assert!(!is_held(folder.path()));
@@ -303,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn who_asks_does_not_keep_a_run_out() {
+    fn asking_whether_a_directory_is_locked_does_not_block_a_run() {
         let folder = tempfile::tempdir().expect("temp dir");
         let config = config(folder.path());
         let done = std::sync::atomic::AtomicBool::new(false);

@@ -164,7 +164,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_way_that_moves_a_step_faster_is_taken() {
+    fn the_io_path_with_the_faster_step_is_chosen() {
         let of = |io, read, write| Measured { io, read, write };
         let direct = of(IoPath::Direct, 2e9, 2e9);
         let mapped = of(IoPath::Mapped, 9e9, 0.5e9);

@@ -133,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn the_rank_behind_is_the_one_that_stands_still() {
+    fn the_rank_with_the_fewest_collectives_is_the_stalled_one() {
         let ranks = [status(0, 9), status(1, 9), status(2, 4), status(3, 9)];
         let still = |noticed_by| {
             let found = standing_still(noticed_by, &ranks);

@@ -68,7 +68,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_states_count_and_only_tiers_that_hold_any() {
+    fn only_states_and_only_tiers_with_states_are_listed() {
         let pool = Pool::new("host", None);
         assert_eq!(tier("host", &pool), None);
         let workspace = pool.reserve(900, Tag::Workspace).expect("unlimited");

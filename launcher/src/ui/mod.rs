@@ -87,7 +87,7 @@ mod tests {
     use crate::ui::DiskTraffic;
 
     #[test]
-    fn events_survive_the_pipe() {
+    fn events_round_trip_through_the_pipe() {
         let event = Event::Tick {
             step: 3,
             total: 10,
@@ -99,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_that_json_lacks_cross_the_pipe() {
+    fn non_finite_numbers_round_trip_through_the_pipe() {
         for odd in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY] {
             let step = StepEvent {
                 step: 3,

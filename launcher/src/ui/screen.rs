@@ -140,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn plain_screens_write_lines_without_colour() {
+    fn plain_screens_write_lines_without_color() {
         let shared = Shared::default();
         let mut screen = Screen::plain(Box::new(shared.clone()));
         screen.show(&Event::TrainStart { total: 2, done: 0 });
@@ -158,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn labels_are_coloured_and_continuations_are_not() {
+    fn labels_are_colored_and_continuations_are_not() {
         assert_eq!(coloured(" plan    x"), " \u{1b}[1;36mplan\u{1b}[0m    x");
         assert_eq!(coloured("         x"), "         x");
         assert!(coloured("error[E01] x").starts_with("\u{1b}[1;31merror[E01]"));

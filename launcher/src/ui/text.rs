@@ -333,7 +333,7 @@ mod tests {
     }
 
     #[test]
-    fn the_table_lines_up() {
+    fn columns_of_the_step_table_are_aligned() {
         let head = lines(&Event::TrainStart { total: 10, done: 0 }).remove(0);
         let row = step_line(&StepEvent {
             step: 10,
@@ -367,7 +367,7 @@ mod tests {
     }
 
     #[test]
-    fn few_samples_are_said_to_wrap_around() {
+    fn a_wrap_around_of_few_samples_is_reported() {
         let data = DataEvent {
             samples: 3,
             eval_samples: 0,
@@ -385,7 +385,7 @@ mod tests {
     }
 
     #[test]
-    fn results_read_as_sentences() {
+    fn results_are_printed_as_sentences() {
         let eval = EvalEvent {
             step: 60,
             loss: 0.23,

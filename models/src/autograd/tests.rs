@@ -70,7 +70,7 @@ proptest! {
 }
 
 #[test]
-fn leases_ascend_then_descend_and_gradients_arrive_under_them() {
+fn leases_ascend_then_descend_and_gradients_are_deposited_under_them() {
     let access = resident(&blocks(2, 3, true));
     let tape = Tape::training(&access);
     let x = tape.leaf(tensor(tape.backend(), &[2, 3], &values(1, 6)));
@@ -122,7 +122,7 @@ fn groups(depth: usize, num_layers: usize) -> Vec<std::ops::Range<u32>> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
     #[test]
-    fn inputs_that_are_computed_again_change_no_bit(
+    fn recomputed_inputs_have_the_same_bits(
         depth in 1usize..9, num_layers in 1usize..5, kept in 0usize..9, rows in 1usize..4,
     ) {
         let stored = |unit: UnitId| unit.index() == kept;
@@ -143,7 +143,7 @@ proptest! {
 }
 
 #[test]
-fn a_group_keeps_its_first_input_and_runs_again_in_front_of_its_backward() {
+fn a_recompute_group_saves_its_first_input_and_reruns_before_its_backward() {
     let access = resident(&blocks(6, 3, true)).with_recomputed(vec![0..3, 3..5]);
     let tape = Tape::training(&access).with_replay_check(true);
     let x = tape.leaf(tensor(tape.backend(), &[2, 3], &values(1, 6)));
@@ -177,7 +177,7 @@ fn a_group_keeps_its_first_input_and_runs_again_in_front_of_its_backward() {
 
 /// An input that several segments share stays the one tensor, and a value that skips a segment is kept.
 #[test]
-fn only_what_comes_from_the_unit_in_front_is_computed_again() {
+fn only_inputs_from_the_previous_unit_are_recomputed() {
     let outcome = |recomputed: Vec<std::ops::Range<u32>>| {
         let access = resident(&blocks(4, 3, true)).with_recomputed(recomputed);
         let tape = Tape::training(&access).with_replay_check(true);
@@ -211,7 +211,7 @@ fn only_what_comes_from_the_unit_in_front_is_computed_again() {
 }
 
 #[test]
-fn inference_keeps_nothing() {
+fn inference_saves_no_activations() {
     let access = resident(&blocks(3, 3, true));
     let tape = Tape::inference(&access);
     let x = tape.leaf(tensor(tape.backend(), &[5, 3], &values(1, 15)));
@@ -284,7 +284,7 @@ fn an_unused_output_gives_no_gradient_but_the_used_one_does() {
 }
 
 #[test]
-fn units_out_of_order_are_refused() {
+fn segments_of_units_out_of_order_are_refused() {
     let access = resident(&blocks(2, 3, true));
     let tape = Tape::training(&access);
     let x = tape.input(tensor(tape.backend(), &[2, 3], &values(1, 6)));
@@ -319,7 +319,7 @@ fn values_of_another_recorder_are_refused() {
 }
 
 #[test]
-fn a_body_that_changes_its_mind_is_caught() {
+fn a_segment_that_recomputes_other_values_is_an_error() {
     let access = resident(&blocks(1, 3, true));
     let runs = Cell::new(0.0f32);
     let tape = Tape::training(&access).with_replay_check(true);
@@ -353,7 +353,7 @@ fn a_gradient_is_taken_once_and_only_under_its_lease() {
 }
 
 #[test]
-fn the_replayed_loss_skips_its_value_and_keeps_its_gradient() {
+fn the_recomputed_loss_skips_its_value_and_keeps_its_gradient() {
     let access = resident(&spec(&[(0, &[4, 3], true)]));
     let tape = Tape::training(&access).with_replay_check(true);
     let x = tape.input(tensor(tape.backend(), &[2, 3], &values(1, 6)));
@@ -373,7 +373,7 @@ fn the_replayed_loss_skips_its_value_and_keeps_its_gradient() {
 }
 
 #[test]
-fn a_loss_in_the_last_segment_has_the_bits_of_a_replayed_one() {
+fn a_loss_in_the_last_segment_has_the_bits_of_a_recomputed_one() {
     let run = |last: bool, expected: f32, factor: f32| {
         let access = resident(&spec(&[(0, &[3, 3], true), (1, &[4, 3], true)]));
         let tape = Tape::training(&access).with_loss_factor(expected);

@@ -184,7 +184,7 @@ fn samples_of_a_batch_do_not_see_each_other() {
 }
 
 #[test]
-fn dropout_of_adapters_follows_samples_not_batches() {
+fn adapter_dropout_depends_on_samples_not_on_batches() {
     let lora = LoraConfig {
         lora_rank: 2,
         lora_alpha: 2.0,
@@ -219,7 +219,7 @@ fn dropout_of_adapters_follows_samples_not_batches() {
 }
 
 #[test]
-fn text_alone_reaches_no_part_for_pictures() {
+fn text_alone_gives_image_parts_no_gradient() {
     for name in [VLM, AGENT] {
         let setup = Setup::new(name, ModelOptions::new(DType::F32));
         let text = encode(name, &ask(Value::Null, "Why?")).unwrap();
@@ -232,7 +232,7 @@ fn text_alone_reaches_no_part_for_pictures() {
 }
 
 #[test]
-fn padding_in_the_text_teaches_its_embedding_nothing() {
+fn padding_tokens_give_their_embedding_no_gradient() {
     let setup = Setup::new(VLM, ModelOptions::new(DType::F32));
     let mut text = encode(VLM, &ask(Value::Null, "Why is that so?")).unwrap();
     text.input_ids[3] = 0;
@@ -248,7 +248,7 @@ fn padding_in_the_text_teaches_its_embedding_nothing() {
 }
 
 #[test]
-fn a_picture_stands_behind_the_begin_token_wherever_the_text_shows_it() {
+fn image_tokens_follow_the_begin_token_wherever_the_marker_is() {
     let plain = encode(VLM, &ask(json!("a"), "What is it?")).unwrap();
     assert_eq!(plain.image_bounds, [(1, 19)]);
     assert_eq!(plain.input_ids[..3], [1, 0, 0]);
@@ -279,7 +279,7 @@ fn only_the_last_answer_is_supervised() {
 }
 
 #[test]
-fn unusable_samples_are_named() {
+fn samples_that_cannot_be_encoded_are_named() {
     let fails = |turns: &[(&str, &str)]| encode(VLM, &sample(Value::Null, turns)).unwrap_err();
     assert!(matches!(
         fails(&[("user", "a")]),
@@ -352,7 +352,7 @@ fn long_samples_are_cut_or_refused() {
 }
 
 #[test]
-fn slices_that_do_not_fit_are_refused() {
+fn samples_with_slices_of_a_wrong_shape_are_refused() {
     let setup = Setup::new(AGENT, ModelOptions::new(DType::F32));
     let good = encode(AGENT, &ask(json!("a"), "What?")).unwrap();
     let refused = |change: &dyn Fn(&mut EncodedSample)| {

@@ -420,7 +420,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_computed_is_refused() {
+    fn unsupported_configurations_are_refused() {
         for (pointer, value) in [
             ("/hidden_act", json!("gelu")),
             ("/tie_word_embeddings", json!(true)),

@@ -45,7 +45,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_three_masks_of_a_picture_differ() {
+    fn the_three_masks_of_an_image_differ() {
         let types = token_types(8, &[(1, 6)]);
         assert_eq!(types.iter().filter(|t| **t).count(), 5);
         assert_eq!(position_ids(&types), [0, 1, 2, 2, 2, 3, 4, 5]);
@@ -60,14 +60,14 @@ mod tests {
     }
 
     #[test]
-    fn a_picture_at_an_end_of_the_row_loses_its_outermost_row() {
+    fn image_positions_and_mask_treat_the_end_of_a_sequence_as_the_reference() {
         assert_eq!(position_ids(&[true, true, true]), [0, 1, 2]);
         assert_eq!(position_ids(&[true; 4]), [0, 1, 1, 2]);
         assert_eq!(vision_mask(&[true, true]), [true, false]);
     }
 
     #[test]
-    fn rows_of_all_samples_are_one_list() {
+    fn vision_masks_of_all_samples_are_concatenated() {
         let types = [token_types(5, &[(1, 4)]), token_types(2, &[])];
         let vision = [false, true, true, false, false, false, false];
         assert_eq!(vision_rows(&types), vision);

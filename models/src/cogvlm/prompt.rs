@@ -84,7 +84,7 @@ mod tests {
     }
 
     #[test]
-    fn the_code_beside_the_checkpoints() {
+    fn prompts_of_the_hub_are_those_of_the_code_beside_the_checkpoints() {
         let hub = |edition, template| render(edition, PromptSource::Hub, template, true);
         assert_eq!(hub(Edition::CogVlm, V::Base), "c?");
         let chat = "Question: a? Answer: b\nQuestion: c? Answer:";
@@ -102,7 +102,7 @@ mod tests {
     }
 
     #[test]
-    fn the_training_scripts() {
+    fn prompts_of_sat_are_those_of_the_training_scripts() {
         let sat = |template, history| render(Edition::CogVlm, PromptSource::Sat, template, history);
         assert_eq!(sat(V::Chat, false), " [INST] c? [/INST] ");
         assert_eq!(sat(V::Vqa, true), "Question: c? Short answer:");

@@ -72,7 +72,7 @@ fn sizes(edition: Edition) -> [usize; 5] {
 }
 
 #[test]
-fn parameters_of_the_published_sizes() {
+fn published_sizes_have_the_published_parameter_counts() {
     assert_eq!(
         sizes(Edition::CogVlm),
         [
@@ -106,7 +106,7 @@ fn parameters_of_the_published_sizes() {
 }
 
 #[test]
-fn the_smaller_parts_of_the_published_sizes() {
+fn the_smaller_parts_have_the_published_parameter_counts() {
     let options = || ModelOptions::new(DType::BF16);
     let vlm = real(Edition::CogVlm, options());
     let norms = |n: &str| n.ends_with("layernorm.weight") || n == "model.norm.weight";
@@ -161,7 +161,7 @@ fn trainable(model: &CogVlm) -> usize {
 }
 
 #[test]
-fn adapters_of_the_published_recipes() {
+fn adapters_have_the_parameter_counts_of_the_published_recipes() {
     let recipe = crate::Family::CogVlm2.default_lora_targets();
     assert_eq!(
         trainable(&real(Edition::CogVlm2, lora(recipe, 8, false))),
@@ -208,7 +208,7 @@ fn parts_of_the_model_follow_the_switches() {
 }
 
 #[test]
-fn learned_keys_and_values_always_train_and_are_no_part_of_the_base() {
+fn learned_prefixes_are_always_trainable_and_not_in_the_base() {
     let mut options = ModelOptions::new(DType::BF16);
     (
         options.tune_vision,

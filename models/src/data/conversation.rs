@@ -134,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn labels_move_one_to_the_front() {
+    fn labels_are_shifted_by_one() {
         assert_eq!(shifted(&[IGNORED, 4, 5]), [4, 5, IGNORED]);
         assert!(shifted(&[]).is_empty());
     }

@@ -248,7 +248,7 @@ mod tests {
     }
 
     #[test]
-    fn broken_json_is_located() {
+    fn errors_in_json_are_located() {
         let list = format!("[{{{TURNS}}},\n\n{{{TURNS}]");
         let lines = format!("{{{TURNS}}}\n\n{{\"id\" 3}}");
         for (text, at) in [(list, 3), (lines, 3)] {

@@ -153,7 +153,7 @@ mod tests {
     use kernels::CpuBackend;
 
     #[test]
-    fn cells_take_two_by_two_patches_row_by_row() {
+    fn cells_fold_two_by_two_patches_row_by_row() {
         assert_eq!(folded(2), [0, 1, 2, 3]);
         let order = folded(4);
         assert_eq!(order[..8], [0, 1, 4, 5, 2, 3, 6, 7]);
@@ -161,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn every_row_has_its_place_and_name() {
+    fn index_tables_of_a_batch_are_exact() {
         let backend = CpuBackend::unlimited();
         let tables = eva_tables(2, true, &[0, 10], &backend).unwrap();
         let of = |t: &Tensor| t.as_slice::<i32>().to_vec();

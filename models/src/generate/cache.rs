@@ -328,7 +328,7 @@ mod tests {
     };
 
     #[test]
-    fn bytes_are_known_beforehand() {
+    fn a_cache_allocates_the_announced_bytes() {
         assert_eq!(SHAPE.bytes_per_token(), 2 * 3 * 2 * 32 * 2);
         let backend = NullBackend::unlimited();
         let cache = KvCache::new(&backend, SHAPE, &[40, 24]).unwrap();
@@ -339,7 +339,7 @@ mod tests {
     }
 
     #[test]
-    fn unused_rows_lie_between_sequences_without_queries() {
+    fn unused_cache_rows_form_sequences_without_queries() {
         let backend = NullBackend::unlimited();
         let cache = KvCache::new(&backend, SHAPE, &[5, 3, 4]).unwrap();
         let all = cache.one_query_each(&[(0, 5), (1, 2), (2, 3)]);

@@ -146,13 +146,13 @@ mod tests {
     }
 
     #[test]
-    fn the_first_of_equal_values_wins() {
+    fn greedy_sampling_picks_the_first_of_equal_logits() {
         assert_eq!(argmax(&[-1.0, 3.0, 2.0, 3.0]), 1);
         assert_eq!(Sampling::GREEDY.next(&LOGITS, 0, 0), 1);
     }
 
     #[test]
-    fn one_candidate_is_the_greedy_one() {
+    fn sampling_from_one_candidate_is_greedy() {
         let one = drawn(Sampling {
             top_k: 1,
             ..Sampling::GREEDY
@@ -168,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn draws_follow_the_softmax_of_what_is_left() {
+    fn draws_follow_the_softmax_of_the_remaining_candidates() {
         const DRAWS: u64 = 100_000;
         // Four standard errors of a share of one half.
         let bound = 4.0 * 0.5 / (DRAWS as f64).sqrt();
@@ -207,7 +207,7 @@ mod tests {
     }
 
     #[test]
-    fn draws_are_functions_of_seed_sample_and_position() {
+    fn draws_depend_only_on_seed_sample_and_position() {
         let sampling = drawn(Sampling::GREEDY);
         let draw = |sampling: Sampling, sample, first| -> Vec<i32> {
             (first..first + 40)
@@ -226,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn settings_out_of_range_are_named() {
+    fn sampling_settings_out_of_range_are_named() {
         let fails = |change: &dyn Fn(&mut Sampling)| {
             let mut sampling = Sampling::GREEDY;
             change(&mut sampling);

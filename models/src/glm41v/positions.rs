@@ -127,7 +127,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pictures_count_by_row_and_column_and_text_goes_on_behind_the_longer_side() {
+    fn image_positions_count_rows_and_columns_then_text_continues() {
         let positions = TokenPositions::new(9, &[(2, [1, 3]), (6, [2, 1])]);
         assert_eq!(positions.rows[0], [0, 1, 2, 2, 2, 5, 6, 6, 8]);
         assert_eq!(positions.rows[1], [0, 1, 2, 2, 2, 5, 6, 7, 8]);
@@ -135,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn blocks_of_two_by_two_come_row_by_row() {
+    fn patches_are_ordered_by_blocks_of_two_by_two() {
         let order: Vec<[usize; 2]> = block_order([2, 4]).collect();
         let expected = [
             [0, 0],
@@ -151,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn a_grid_of_the_stored_size_takes_every_position_as_it_is() {
+    fn a_grid_of_the_stored_size_uses_positions_without_interpolation() {
         let weights = position_weights([4, 4], 4);
         for (row, [i, j]) in weights.chunks(16).zip(block_order([4, 4])) {
             let expected = |k: usize| f32::from(u8::from(k == i * 4 + j));
@@ -161,14 +161,14 @@ mod tests {
     }
 
     #[test]
-    fn weights_of_a_patch_add_up_to_one() {
+    fn interpolation_weights_of_a_patch_add_up_to_one() {
         for row in position_weights([6, 10], 3).chunks(9) {
             assert!((row.iter().sum::<f32>() - 1.0).abs() < 1e-5);
         }
     }
 
     #[test]
-    fn sections_of_frequencies_follow_their_coordinates() {
+    fn rope_sections_use_their_coordinates() {
         let rows = [vec![1], vec![10], vec![100]];
         let frequencies = [1.0, 0.5, 0.25, 2.0];
         let angles: Vec<f32> = mrope_angles(&rows, &frequencies, &[1, 1, 2]).collect();

@@ -61,20 +61,20 @@ mod tests {
     };
 
     #[test]
-    fn halves_of_a_block_go_to_the_even_number() {
+    fn sizes_halfway_between_blocks_round_to_even() {
         assert_eq!(smart_resize((28 * 10 + 14, 280), &LIMITS), Some((280, 280)));
         assert_eq!(smart_resize((28 * 11 + 14, 280), &LIMITS), Some((336, 280)));
     }
 
     #[test]
-    fn small_pictures_grow_and_large_ones_shrink() {
+    fn images_are_resized_into_the_pixel_limits() {
         assert_eq!(smart_resize((1, 1), &LIMITS), Some((84, 84)));
         let (w, h) = smart_resize((8000, 4000), &LIMITS).unwrap();
         assert!(2 * w * h <= LIMITS.max_pixels && w % 28 == 0 && h % 28 == 0);
     }
 
     #[test]
-    fn lines_are_refused() {
+    fn extreme_aspect_ratios_are_refused() {
         assert_eq!(smart_resize((28 * 201, 28), &LIMITS), None);
         assert!(smart_resize((28 * 200, 28), &LIMITS).is_some());
     }

@@ -72,7 +72,7 @@ fn the_published_model_has_its_published_sizes() {
 }
 
 #[test]
-fn layouts_of_the_configuration_mean_the_same() {
+fn nested_and_flat_configurations_mean_the_same() {
     let nested = published();
     let mut flat = nested.clone();
     let text = flat["text_config"].take();
@@ -97,7 +97,7 @@ fn layouts_of_the_configuration_mean_the_same() {
 }
 
 #[test]
-fn configurations_that_are_not_computed_are_refused() {
+fn unsupported_configurations_are_refused() {
     for (pointer, value) in [
         ("/text_config/rope_scaling/mrope_section", json!([8, 8, 8])),
         (
@@ -123,7 +123,7 @@ fn configurations_that_are_not_computed_are_refused() {
 }
 
 #[test]
-fn parts_of_the_model_are_told_apart_by_name() {
+fn parts_of_the_model_are_found_by_name() {
     let mut options = ModelOptions::new(DType::F32);
     (options.tune_vision, options.tune_llm) = (false, false);
     let model = model(&published(), options);
@@ -214,7 +214,7 @@ fn encode(sample: &RawSample) -> Result<EncodedSample, SampleError> {
 const ONE: &str = "<image>";
 
 #[test]
-fn pictures_stand_where_the_text_says() {
+fn image_tokens_replace_the_markers_of_the_text() {
     let two = [(ONE, "84x84"), (ONE, "112x84")];
     let encoded = encode(&ask(&two, "a <image> b <image> c")).unwrap();
     let widths: Vec<usize> = encoded.slices.iter().map(|s| s.cols).collect();
@@ -234,7 +234,7 @@ fn pictures_stand_where_the_text_says() {
 }
 
 #[test]
-fn texts_and_pictures_that_disagree_are_errors() {
+fn texts_and_images_that_disagree_are_errors() {
     let two = [(ONE, "84x84"), (ONE, "112x84")];
     let unused = encode(&ask(&two, "only <image>")).unwrap_err();
     assert!(matches!(unused, SampleError::UnusedImage { .. }));
@@ -255,7 +255,7 @@ fn texts_and_pictures_that_disagree_are_errors() {
 }
 
 #[test]
-fn a_picture_is_kept_whole_or_dropped() {
+fn truncation_keeps_an_image_whole_or_drops_it() {
     let turns = [
         ("user", "<image>Why?"),
         ("assistant", "Yes."),
@@ -285,7 +285,7 @@ fn a_picture_is_kept_whole_or_dropped() {
 }
 
 #[test]
-fn the_end_is_learnt_behind_every_answer() {
+fn the_end_token_after_every_answer_is_supervised() {
     let turns = [
         ("user", "a"),
         ("assistant", "b"),

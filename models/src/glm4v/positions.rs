@@ -27,7 +27,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_picture_takes_three_positions() {
+    fn an_image_takes_three_positions() {
         let positions = token_positions(9, &[(2, 7)]);
         assert_eq!(positions, [0, 1, 2, 3, 3, 3, 4, 5, 6]);
         assert_eq!(token_positions(3, &[]), [0, 1, 2]);

@@ -73,7 +73,7 @@ fn the_published_model_has_its_published_sizes() {
 }
 
 #[test]
-fn configurations_that_are_not_computed_are_refused() {
+fn unsupported_configurations_are_refused() {
     for (pointer, value) in [
         ("/add_bias_linear", json!(true)),
         ("/rmsnorm", json!(false)),
@@ -94,7 +94,7 @@ fn configurations_that_are_not_computed_are_refused() {
 }
 
 #[test]
-fn the_base_of_the_angles_follows_its_ratio() {
+fn rope_theta_scales_with_rope_ratio() {
     let mut config = published();
     config["rope_ratio"] = json!(500);
     assert!((parse(&config).unwrap().language.rope_theta - 5e6).abs() < 1.0);
@@ -171,7 +171,7 @@ fn encode(sample: &RawSample) -> Result<EncodedSample, SampleError> {
 }
 
 #[test]
-fn markers_in_the_text_are_text() {
+fn special_tokens_in_the_text_are_plain_text() {
     let id = |text: &str| processor().tokenizer().id(text).unwrap();
     let encoded = encode(&ask(&[], "<|assistant|> <|end_of_image|>")).unwrap();
     let count = |id: i32| encoded.input_ids.iter().filter(|i| **i == id).count();
@@ -182,7 +182,7 @@ fn markers_in_the_text_are_text() {
 }
 
 #[test]
-fn the_place_of_the_picture_is_no_text() {
+fn the_image_marker_is_removed_from_the_text() {
     let marked = encode(&ask(&[PICTURE], "<image>\nWhy?")).unwrap();
     assert_eq!(encode(&ask(&[PICTURE], "Why?")).unwrap(), marked);
     // Without a picture of its own, a sample says what it says.
@@ -193,7 +193,7 @@ fn the_place_of_the_picture_is_no_text() {
 }
 
 #[test]
-fn a_sample_has_one_picture_at_most() {
+fn a_sample_has_one_image_at_most() {
     let error = encode(&ask(&[PICTURE, PICTURE], "Why?")).unwrap_err();
     assert!(matches!(
         error,
@@ -207,7 +207,7 @@ fn a_sample_has_one_picture_at_most() {
 }
 
 #[test]
-fn the_end_of_an_answer_is_learnt_when_asked_for() {
+fn the_end_of_an_answer_is_supervised_on_request() {
     let turns = [
         ("user", "a"),
         ("assistant", "b"),
@@ -232,7 +232,7 @@ fn the_end_of_an_answer_is_learnt_when_asked_for() {
 }
 
 #[test]
-fn a_picture_that_is_cut_is_refused() {
+fn truncation_inside_an_image_is_refused() {
     let raw = ask(&[PICTURE], "Why?");
     let (_, end) = encode(&raw).unwrap().image_bounds[0];
     let cut = |model_max_length| {
@@ -251,7 +251,7 @@ fn a_picture_that_is_cut_is_refused() {
 }
 
 #[test]
-fn an_answer_is_read_without_the_line_break_before_it() {
+fn an_answer_is_decoded_without_the_leading_line_break() {
     let raw = ask(&[], "Why?");
     let whole = encode(&raw).unwrap();
     let (images, options) = (ImageFolder::new(pack()), EncodeOptions::default());

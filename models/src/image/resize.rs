@@ -130,13 +130,13 @@ mod tests {
     }
 
     #[test]
-    fn same_size_is_a_copy() {
+    fn resizing_to_the_same_size_is_a_copy() {
         let image = noise(13, 7, 1);
         assert_eq!(resize(&image, 13, 7), image);
     }
 
     #[test]
-    fn skipped_pass_leaves_that_axis_alone() {
+    fn resizing_one_axis_leaves_the_other_unchanged() {
         // rows are constant, so a skipped horizontal pass must keep every row constant
         let pixels = (0..6u8).flat_map(|y| [y * 40; 12]).collect();
         let out = resize(&RgbImage::new(4, 6, pixels), 4, 3);
@@ -151,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn two_to_one_pixels_average() {
+    fn halving_averages_pairs_of_pixels() {
         let image = RgbImage::new(2, 1, vec![0, 10, 255, 100, 20, 255]);
         assert_eq!(resize(&image, 1, 1).pixels(), [50, 15, 255]);
     }
@@ -173,7 +173,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_flat_picture_stays_flat(
+        fn a_uniform_image_stays_uniform(
             w in 1usize..40, h in 1usize..40, ow in 1usize..60, oh in 1usize..60, byte: u8,
         ) {
             let image = RgbImage::new(w, h, vec![byte; w * h * 3]);

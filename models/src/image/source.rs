@@ -137,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn paths_inside_the_folder_and_absolute_paths_are_found() {
+    fn paths_inside_the_directory_and_absolute_paths_are_found() {
         let (dir, source) = folder();
         for path in ["a.png", "./sub/b.png", "sub/../a.png"] {
             assert!(source.resolve(Path::new(path)).unwrap().is_file(), "{path}");
@@ -151,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn leaving_the_folder_is_refused_unless_allowed() {
+    fn paths_outside_the_directory_are_refused_unless_allowed() {
         let (dir, source) = folder();
         std::os::unix::fs::symlink("../secret.png", dir.path().join("data/link.png")).unwrap();
         for path in [

@@ -442,7 +442,7 @@ mod tests {
     }
 
     #[test]
-    fn without_slice_mode_nothing_is_cut() {
+    fn without_slice_mode_images_are_not_sliced() {
         assert_eq!(
             with("/slice_mode", json!(false))
                 .unwrap()
@@ -453,7 +453,7 @@ mod tests {
     }
 
     #[test]
-    fn version_may_be_text_and_others_are_named() {
+    fn the_version_may_be_text_and_unknown_versions_are_named() {
         assert!(with("/version", json!("2.6")).is_ok());
         let error = with("/version", json!(4.5)).unwrap_err();
         assert!(matches!(error, ConfigError::UnsupportedVersion { found, .. } if found == "4.5"));
@@ -473,7 +473,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_computed_is_refused() {
+    fn unsupported_configurations_are_refused() {
         for (pointer, value) in [
             ("/use_sliding_window", json!(true)),
             ("/hidden_act", json!("gelu")),

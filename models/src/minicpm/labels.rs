@@ -54,12 +54,12 @@ mod tests {
     }
 
     #[test]
-    fn an_answer_starts_behind_the_line_break_and_includes_its_end() {
+    fn an_answer_starts_after_the_line_break_and_includes_its_end_token() {
         assert_eq!(spans(&[1, 9, 2, 1, 3, 10, 20, 21, 2, 10]), [6, 7, 8]);
     }
 
     #[test]
-    fn the_word_assistant_elsewhere_starts_nothing() {
+    fn the_word_assistant_in_text_starts_no_answer() {
         assert!(spans(&[9, 3, 10, 20, 2]).is_empty());
         assert!(spans(&[1, 3]).is_empty());
         assert!(spans(&[1, 3, 10, 20]).is_empty(), "no end token");

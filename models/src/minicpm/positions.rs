@@ -66,19 +66,19 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_full_grid_is_the_identity() {
+    fn a_full_grid_has_identity_positions() {
         let ids: Vec<i32> = (0..16).collect();
         assert_eq!(position_ids(4, 4, 4), ids);
     }
 
     #[test]
-    fn buckets_follow_float_ranges_not_the_floor() {
+    fn position_buckets_round_as_the_reference_does() {
         // 5 * 70 / 25 is exactly 14, but the reference puts the cell one lower
         assert_eq!(position_buckets(25, 70)[5], 13);
     }
 
     #[test]
-    fn rows_and_columns_are_told_apart() {
+    fn position_buckets_distinguish_rows_and_columns() {
         assert_eq!(position_ids(1, 2, 2), [0, 1]);
         assert_eq!(position_ids(2, 1, 2), [0, 2]);
     }

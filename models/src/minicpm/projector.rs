@@ -154,7 +154,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_column_comes_first() {
+    fn the_position_table_has_columns_before_rows() {
         let (rows, cols) = (axis_table(3, 8, 0), axis_table(3, 8, 1));
         let (sin, cos) = 2f32.sin_cos();
         let (sin2, cos2) = 0.02f32.sin_cos();

@@ -387,7 +387,7 @@ mod tests {
     const WIDE: &str = "112x56";
 
     #[test]
-    fn a_sample_without_pictures_has_no_slices() {
+    fn a_sample_without_images_has_no_slices() {
         let encoded = encode(&ask(Value::Null, "Why?")).unwrap();
         assert!(encoded.slices.is_empty() && encoded.image_bounds.is_empty());
         // four tokens of answer text at most, the end token twice
@@ -415,7 +415,7 @@ mod tests {
     }
 
     #[test]
-    fn an_empty_answer_runs_on_to_the_next_end_token() {
+    fn the_labels_of_an_empty_answer_extend_to_the_next_end_token() {
         let turns = [
             ("user", "a"),
             ("assistant", ""),
@@ -433,7 +433,7 @@ mod tests {
     }
 
     #[test]
-    fn pictures_are_numbered_only_when_cut_unless_the_inference_style_is_asked_for() {
+    fn images_are_numbered_only_when_sliced_except_in_inference_style() {
         let sample = ask(
             json!({"<image_00>": SMALL, "<image_01>": WIDE}),
             "<image_00><image_01>",
@@ -483,7 +483,7 @@ mod tests {
     }
 
     #[test]
-    fn slices_follow_the_order_of_the_text() {
+    fn slices_have_the_order_of_the_markers() {
         let images = json!({"<image_00>": SMALL, "<image_01>": "28x28"});
         let encoded = encode(&ask(images, "<image_01> or <image_00>")).unwrap();
         let colours: Vec<u8> = encoded
@@ -496,7 +496,7 @@ mod tests {
     }
 
     #[test]
-    fn fewer_slices_can_be_asked_for() {
+    fn max_slice_nums_reduces_slices() {
         let options = EncodeOptions {
             max_slice_nums: Some(1),
             ..EncodeOptions::default()
@@ -510,7 +510,7 @@ mod tests {
     }
 
     #[test]
-    fn more_than_sixteen_pictures_work() {
+    fn more_than_sixteen_images_are_encoded() {
         let names: Vec<String> = (0..20).map(|i| format!("<image_{i:02}>")).collect();
         let images = names
             .iter()
@@ -521,7 +521,7 @@ mod tests {
     }
 
     #[test]
-    fn disagreement_of_text_and_pictures_is_an_error() {
+    fn disagreement_of_text_and_images_is_an_error() {
         let two = json!({"<image_00>": SMALL, "<image_01>": SMALL});
         let counts = |sample: &RawSample| match encode(sample).unwrap_err() {
             SampleError::MorePlaceholdersThanImages {
@@ -608,7 +608,7 @@ mod tests {
     }
 
     #[test]
-    fn roles_and_turns_are_checked() {
+    fn wrong_roles_and_turn_orders_are_errors() {
         let fails = |turns: &[(&str, &str)]| encode(&sample(Value::Null, turns)).unwrap_err();
         let error = fails(&[("user", "a")]);
         assert!(matches!(
@@ -627,7 +627,7 @@ mod tests {
     }
 
     #[test]
-    fn truncation_that_leaves_no_answer_or_half_a_picture_is_an_error() {
+    fn truncation_that_leaves_no_answer_or_half_an_image_is_an_error() {
         let cut = |sample: &RawSample, model_max_length| {
             let options = EncodeOptions {
                 model_max_length,

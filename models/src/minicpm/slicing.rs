@@ -179,14 +179,14 @@ mod tests {
     }
 
     #[test]
-    fn ties_go_to_the_even_multiple() {
+    fn ties_round_to_the_even_multiple() {
         assert_eq!(nearest_multiple(35.0, 14), 28);
         assert_eq!(nearest_multiple(49.0, 14), 56);
         assert_eq!(nearest_multiple(1.0, 14), 14);
     }
 
     #[test]
-    fn cells_follow_the_overview_row_by_row() {
+    fn slices_follow_the_overview_row_by_row() {
         let config = SlicingConfig {
             max_slice_nums: 4,
             scale_resolution: 14,

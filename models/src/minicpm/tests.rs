@@ -255,7 +255,7 @@ fn published_models_have_their_published_sizes() {
 }
 
 #[test]
-fn switches_freeze_whole_parts() {
+fn tune_switches_freeze_whole_parts() {
     let trained = |vision: bool, llm: bool| {
         let mut o = options(DType::F32);
         (o.tune_vision, o.tune_llm) = (vision, llm);
@@ -275,7 +275,7 @@ fn switches_freeze_whole_parts() {
 }
 
 #[test]
-fn without_its_last_layer_the_tower_keeps_its_norm() {
+fn dropping_the_last_vision_layer_keeps_the_final_norm() {
     let mut config = config();
     config.vision.num_layers = 1;
     let model = build_model(config, options(DType::F32)).unwrap();
@@ -291,7 +291,7 @@ fn without_its_last_layer_the_tower_keeps_its_norm() {
 }
 
 #[test]
-fn samples_beside_each_other_do_not_mix() {
+fn packed_samples_do_not_attend_to_each_other() {
     let model = build_model(config(), options(DType::F32)).unwrap();
     let access = resident(&model);
     let (a, b, c) = (
@@ -305,7 +305,7 @@ fn samples_beside_each_other_do_not_mix() {
 }
 
 #[test]
-fn pictures_change_the_answer_and_unused_ones_do_not() {
+fn images_change_the_answer_and_unreferenced_ones_do_not() {
     let model = build_model(config(), options(DType::F32)).unwrap();
     let access = resident(&model);
     let one = Sample::new(&[(2, 3)], 5);
@@ -319,7 +319,7 @@ fn pictures_change_the_answer_and_unused_ones_do_not() {
 }
 
 #[test]
-fn a_batch_without_pictures_leaves_the_vision_units_alone() {
+fn a_batch_without_images_leases_no_vision_units() {
     let model = build_model(config(), options(DType::F32)).unwrap();
     let access = resident(&model);
     let events = step(&model, &access, &[&Sample::new(&[], 6)]);
@@ -335,7 +335,7 @@ fn a_batch_without_pictures_leaves_the_vision_units_alone() {
 }
 
 #[test]
-fn frozen_vision_is_not_run_again_but_gradients_reach_the_resampler() {
+fn a_frozen_vision_tower_is_not_recomputed_and_the_resampler_gets_gradients() {
     let mut o = options(DType::F32);
     (o.tune_vision, o.tune_llm) = (false, false);
     let model = build_model(config(), o).unwrap();
@@ -357,7 +357,7 @@ fn frozen_vision_is_not_run_again_but_gradients_reach_the_resampler() {
 }
 
 #[test]
-fn more_pictures_than_a_reference_chunk() {
+fn more_images_than_one_chunk_give_every_parameter_a_gradient() {
     let model = build_model(config(), options(DType::F32)).unwrap();
     let access = resident(&model);
     let many = Sample::new(&[(2, 2); 20], 4);
@@ -409,7 +409,7 @@ fn half_precision_stays_near_f32_and_deposits_f32() {
 }
 
 #[test]
-fn fresh_adapters_change_nothing_and_alone_learn() {
+fn new_adapters_do_not_change_outputs_and_alone_are_trainable() {
     let sample = Sample::new(&[(2, 3)], 6);
     let plain = build_model(config(), options(DType::F32)).unwrap();
     let base = losses(&plain, &resident(&plain), &[&sample]);
@@ -462,7 +462,7 @@ fn contradicting_adapter_settings_are_refused() {
 }
 
 #[test]
-fn samples_that_do_not_fit_are_named() {
+fn samples_that_do_not_fit_the_model_are_named() {
     let model = build_model(config(), options(DType::F32)).unwrap();
     let backend = CpuBackend::unlimited();
     let good = Sample::new(&[(2, 3)], 4);
@@ -537,7 +537,7 @@ fn greedy_decoding_follows_the_largest_logit_until_the_end_token() {
 }
 
 #[test]
-fn answers_have_limits_of_their_own() {
+fn each_prompt_has_its_own_token_limit() {
     let model = build_model(config(), options(DType::F32)).unwrap();
     let access = resident(&model);
     let samples = [
@@ -555,7 +555,7 @@ fn answers_have_limits_of_their_own() {
 }
 
 #[test]
-fn a_rank_without_prompts_keeps_step() {
+fn a_rank_without_prompts_takes_part_in_every_round() {
     let model = build_model(config(), options(DType::F32)).unwrap();
     let access = resident(&model);
     let mut rounds = 0;
@@ -570,7 +570,7 @@ fn a_rank_without_prompts_keeps_step() {
 }
 
 #[test]
-fn a_generation_takes_the_cache_it_announces_and_grows_no_more() {
+fn a_generation_allocates_the_announced_cache_and_no_more() {
     let model = build_model(config(), options(DType::F32)).unwrap();
     let access = resident(&model);
     let pool = access.backend().pool().clone();
@@ -599,7 +599,7 @@ fn a_generation_takes_the_cache_it_announces_and_grows_no_more() {
 }
 
 #[test]
-fn a_published_model_runs_on_the_null_device_in_bounded_memory() {
+fn a_published_model_runs_on_the_meta_device_in_bounded_memory() {
     let model = build_model(published(151_666), options(DType::BF16)).unwrap();
     let pool = Pool::new("null", None);
     let backend: Arc<dyn Backend> = Arc::new(NullBackend::new(pool.clone()));
@@ -632,7 +632,7 @@ fn a_published_model_runs_on_the_null_device_in_bounded_memory() {
 }
 
 #[test]
-fn the_null_device_predicts_the_processors_memory() {
+fn the_meta_device_predicts_the_memory_of_the_cpu() {
     let model = build_model(config(), options(DType::F32)).unwrap();
     let sample = Sample::new(&[(4, 5), (3, 3)], 40);
     let access = resident(&model);
@@ -660,7 +660,7 @@ fn the_null_device_predicts_the_processors_memory() {
 }
 
 #[test]
-fn selections_decide_what_trains_beside_adapters() {
+fn selections_decide_which_parts_are_trainable_beside_adapters() {
     let trained = |change: &dyn Fn(&mut ModelOptions)| -> Vec<String> {
         let mut o = options(DType::F32);
         change(&mut o);
@@ -701,7 +701,7 @@ fn selections_decide_what_trains_beside_adapters() {
 }
 
 #[test]
-fn dropout_masks_belong_to_samples_not_to_batches() {
+fn dropout_masks_depend_on_samples_not_on_batches() {
     let (mut with, mut without) = (options(DType::F32), options(DType::F32));
     without.lora = Some(lora("q_proj,down_proj"));
     with.lora = Some(LoraConfig {
@@ -751,7 +751,7 @@ fn dropout_masks_belong_to_samples_not_to_batches() {
 }
 
 #[test]
-fn stored_activations_give_the_gradients_of_recomputed_ones() {
+fn saved_activations_give_the_gradients_of_recomputed_ones() {
     let mut adapted = options(DType::F32);
     adapted.tune_llm = false;
     adapted.lora = Some(LoraConfig {

@@ -115,7 +115,7 @@ mod tests {
     use kernels::CpuBackend;
 
     #[test]
-    fn learned_rows_stand_before_each_sample() {
+    fn learned_prefix_rows_come_before_each_sample() {
         let tables = PrefixTables::new(&[0, 3, 5], 2, 2, &CpuBackend::unlimited()).unwrap();
         let of = |t: &Tensor| t.as_slice::<i32>().to_vec();
         assert_eq!(of(&tables.prefix_rows), [0, 1, 5, 6]);

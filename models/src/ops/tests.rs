@@ -20,14 +20,14 @@ const P5: ParamId = ParamId(5);
 const P6: ParamId = ParamId(6);
 
 #[test]
-fn linear_with_and_without_bias() {
+fn linear_passes_gradcheck_with_and_without_bias() {
     let (plain, biased) = (LinearParams::new(P0, None), LinearParams::new(P0, Some(P1)));
     gradcheck([&[3, 4]], &[&[5, 4]], |s, [x]| s.linear(x, &plain));
     gradcheck([&[3, 4]], &[&[5, 4], &[5]], |s, [x]| s.linear(x, &biased));
 }
 
 #[test]
-fn linear_folds_leading_axes_and_convolution_kernels() {
+fn linear_passes_gradcheck_on_folded_axes_and_convolution_kernels() {
     let params = LinearParams::new(P0, Some(P1));
     gradcheck([&[2, 3, 12]], &[&[5, 3, 2, 2], &[5]], |s, [x]| {
         s.linear(x, &params)
@@ -35,7 +35,7 @@ fn linear_folds_leading_axes_and_convolution_kernels() {
 }
 
 #[test]
-fn row_ranges_of_one_weight_are_assembled() {
+fn row_ranges_of_one_weight_pass_gradcheck() {
     let third = |i: usize| LinearParams::new(P0, Some(P1)).with_rows(2 * i..2 * i + 2);
     gradcheck([&[3, 4]], &[&[6, 4], &[6]], |s, [x]| {
         let (q, k, v) = (
@@ -48,7 +48,7 @@ fn row_ranges_of_one_weight_are_assembled() {
 }
 
 #[test]
-fn partial_and_overlapping_row_ranges_add_up() {
+fn partial_and_overlapping_row_ranges_pass_gradcheck() {
     let range = |r: std::ops::Range<usize>| LinearParams::new(P0, None).with_rows(r);
     gradcheck([&[3, 4]], &[&[6, 4]], |s, [x]| {
         s.add(&s.linear(x, &range(1..4))?, &s.linear(x, &range(3..6))?)
@@ -57,12 +57,12 @@ fn partial_and_overlapping_row_ranges_add_up() {
 }
 
 #[test]
-fn bare_matmul_is_not_transposed() {
+fn matmul_without_transpose_passes_gradcheck() {
     gradcheck([&[3, 4]], &[&[4, 5]], |s, [x]| s.matmul(x, P0));
 }
 
 #[test]
-fn dropout_sends_gradients_through_what_it_kept() {
+fn dropout_passes_gradcheck() {
     let rows: Vec<i32> = (0..12).collect();
     let rows = index(&*backend(), &rows).reshape([6, 2]).unwrap();
     gradcheck([&[6, 5]], &[&[4, 5]], |s, [x]| {
@@ -92,7 +92,7 @@ fn dropping(adapter: LoraParams) -> LoraParams {
 }
 
 #[test]
-fn adapted_layers_that_drop_inputs() {
+fn adapted_layers_with_dropout_pass_gradcheck() {
     let shapes: [&[usize]; 7] = [&[5, 8], &[5], &[5, 8], &[2, 8], &[5, 2], &[3, 8], &[5, 3]];
     let base = [LinearParams::new(P0, Some(P1)), LinearParams::new(P2, None)];
     let state = dropout_of(6);
@@ -119,7 +119,7 @@ fn adapted_layers_that_drop_inputs() {
 }
 
 #[test]
-fn adapted_layers_over_a_partition_that_drop_inputs() {
+fn adapted_layers_over_row_groups_with_dropout_pass_gradcheck() {
     let shapes: [&[usize]; 7] = [&[5, 8], &[5], &[5, 8], &[2, 8], &[5, 2], &[3, 8], &[5, 3]];
     let base = [LinearParams::new(P0, Some(P1)), LinearParams::new(P2, None)];
     let index_of = |rows: &[i32]| index(&*backend(), rows);
@@ -140,7 +140,7 @@ fn adapted_layers_over_a_partition_that_drop_inputs() {
 
 /// One operation gives what separate ones give, by the mask of the dropout operation; an evaluation drops nothing.
 #[test]
-fn adapters_drop_what_the_dropout_operation_drops() {
+fn adapter_dropout_uses_the_mask_of_the_dropout_operation() {
     let shapes: [&[usize]; 4] = [&[5, 24], &[5], &[3, 24], &[5, 3]];
     let (base, adapter) = (LinearParams::new(P0, Some(P1)), dropping(adapter(P2, P3)));
     let results = |state: Option<&Dropout>, which: usize| {
@@ -208,7 +208,7 @@ const fn adapter(lora_a: ParamId, lora_b: ParamId) -> LoraParams {
 }
 
 #[test]
-fn lora_linear_with_a_trained_base() {
+fn lora_linear_with_a_trainable_base_passes_gradcheck() {
     let base = LinearParams::new(P0, Some(P1));
     let adapter = adapter(P2, P3);
     let shapes: [&[usize]; 4] = [&[5, 4], &[5], &[2, 4], &[5, 2]];
@@ -218,7 +218,7 @@ fn lora_linear_with_a_trained_base() {
 }
 
 #[test]
-fn adapted_layers_of_one_input() {
+fn adapted_layers_of_one_input_pass_gradcheck() {
     let [q, k] = [(P0, [P1, P2]), (P3, [P4, P5])]
         .map(|(weight, [a, b])| (LinearParams::new(weight, None), adapter(a, b)));
     let shapes: [&[usize]; 6] = [&[5, 4], &[2, 4], &[5, 2], &[5, 4], &[3, 4], &[5, 3]];
@@ -241,7 +241,7 @@ fn adapted_layers_of_one_input() {
 /// On the CPU the gradients of layers that share their input are those of layers one after the other, to the last bit; with
 /// dropout as well.
 #[test]
-fn adapted_layers_of_one_input_have_the_bits_of_each_alone() {
+fn adapted_layers_of_one_input_have_the_bits_of_separate_layers() {
     let layers = [(P0, [P1, P2]), (P3, [P4, P5]), (P0, [P4, P2])]
         .map(|(weight, [a, b])| (LinearParams::new(weight, None), adapter(a, b)));
     let shapes: [&[usize]; 6] = [&[5, 24], &[2, 24], &[5, 2], &[5, 24], &[2, 24], &[5, 2]];
@@ -282,7 +282,7 @@ fn adapted_layers_of_one_input_have_the_bits_of_each_alone() {
 /// Each row through the layer of its group, whatever the device: also with a base that trains, with unlike ranks, and where
 /// one layer has no adapter.
 #[test]
-fn adapted_layers_over_a_partition_of_rows() {
+fn adapted_layers_over_row_groups_pass_gradcheck() {
     let base = [LinearParams::new(P0, Some(P1)), LinearParams::new(P2, None)];
     let shapes: [&[usize]; 7] = [&[5, 4], &[5], &[5, 4], &[2, 4], &[5, 2], &[3, 4], &[5, 3]];
     let index_of = |rows: &[i32]| index(&*backend(), rows);
@@ -299,7 +299,7 @@ fn adapted_layers_over_a_partition_of_rows() {
 /// Two pairs of layers of one input and partition: with a rank of each adapter, without one of the four, with masks, and a
 /// result that nobody uses.
 #[test]
-fn adapted_layers_of_one_input_over_a_partition_of_rows() {
+fn adapted_layers_of_one_input_over_row_groups_pass_gradcheck() {
     let base = [LinearParams::new(P0, Some(P1)), LinearParams::new(P2, None)];
     let shapes: [&[usize]; 7] = [&[5, 8], &[5], &[5, 8], &[2, 8], &[5, 2], &[3, 8], &[5, 3]];
     let index_of = |rows: &[i32]| index(&*backend(), rows);
@@ -340,7 +340,7 @@ fn adapted_layers_of_one_input_over_a_partition_of_rows() {
 /// On the CPU the gradients of pairs of layers that share input and partition are those of pairs one after the other, to the
 /// last bit; with dropout as well.
 #[test]
-fn adapted_layers_over_a_partition_have_the_bits_of_each_pair_alone() {
+fn adapted_layers_over_row_groups_have_the_bits_of_separate_pairs() {
     let base = [P0, P3].map(|weight| LinearParams::new(weight, None));
     let halves = [(P1, P2), (P4, P5)].map(|(a, b)| adapter(a, b));
     let shapes: [&[usize]; 6] = [&[5, 24], &[2, 24], &[5, 2], &[5, 24], &[2, 24], &[5, 2]];
@@ -386,7 +386,7 @@ fn adapted_layers_over_a_partition_have_the_bits_of_each_pair_alone() {
 }
 
 #[test]
-fn norms() {
+fn norms_pass_gradcheck() {
     gradcheck([&[3, 6]], &[&[6], &[6]], |s, [x]| {
         s.layer_norm(x, P0, P1, 1e-6)
     });
@@ -394,14 +394,14 @@ fn norms() {
 }
 
 #[test]
-fn activations() {
+fn activations_pass_gradcheck() {
     gradcheck([&[3, 5]], &[], |s, [x]| s.gelu(x, Gelu::Tanh));
     gradcheck([&[3, 5]], &[], |s, [x]| s.gelu(x, Gelu::Erf));
     gradcheck([&[3, 5], &[3, 5]], &[], |s, [g, u]| s.swiglu(g, u));
 }
 
 #[test]
-fn sums_scales_and_reshapes() {
+fn sums_scales_and_reshapes_pass_gradcheck() {
     gradcheck([&[2, 6], &[4, 3]], &[], |s, [a, b]| {
         let b = s.scale(&s.reshape(b, [2, 6])?, -1.5)?;
         // A value used twice receives two gradients.
@@ -410,7 +410,7 @@ fn sums_scales_and_reshapes() {
 }
 
 #[test]
-fn casts_pass_the_gradient_through() {
+fn casts_pass_gradcheck() {
     gradcheck([&[2, 3]], &[], |s, [x]| {
         let same = s.cast(x, DType::F32)?;
         s.scale(&same, 2.0)
@@ -418,7 +418,7 @@ fn casts_pass_the_gradient_through() {
 }
 
 #[test]
-fn a_parameter_as_a_value() {
+fn a_parameter_used_as_a_value_passes_gradcheck() {
     gradcheck([&[2, 3]], &[&[2, 3]], |s, [x]| {
         let p = s.parameter(P0)?;
         s.swiglu(&p, x)
@@ -426,7 +426,7 @@ fn a_parameter_as_a_value() {
 }
 
 #[test]
-fn rope_in_both_layouts() {
+fn rope_passes_gradcheck_in_both_layouts() {
     let device = backend();
     let angles = values(5, 3 * 2);
     let table = |f: fn(f32) -> f32| {
@@ -442,7 +442,7 @@ fn rope_in_both_layouts() {
 }
 
 #[test]
-fn attention_over_packed_sequences() {
+fn attention_over_packed_sequences_passes_gradcheck() {
     let own = Sequences::own([0, 3, 5].into(), true);
     gradcheck([&[5, 4, 3], &[5, 2, 3], &[5, 2, 3]], &[], |s, [q, k, v]| {
         s.attention(q, k, v, &own, 0.6)
@@ -458,7 +458,7 @@ fn attention_over_packed_sequences() {
 }
 
 #[test]
-fn embedding_and_rows() {
+fn embedding_and_row_operations_pass_gradcheck() {
     let device = backend();
     let ids = index(&*device, &[2, 0, 2]);
     gradcheck([], &[&[4, 3]], |s, []| s.embedding(P0, &ids));
@@ -470,7 +470,7 @@ fn embedding_and_rows() {
 }
 
 #[test]
-fn loss_of_a_linear_head() {
+fn the_loss_of_a_linear_head_passes_gradcheck() {
     let device = backend();
     let labels = index(&*device, &[1, IGNORED_LABEL, 4, 0]);
     gradcheck_loss(&[4, 3], &[5, 3], 0.25, |s, x, head| {
@@ -479,7 +479,7 @@ fn loss_of_a_linear_head() {
 }
 
 #[test]
-fn fused_projections_share_an_adapter_or_have_their_own() {
+fn fused_projections_share_an_adapter_or_each_have_one() {
     let adapter = adapter(P2, P3);
     for (own_adapters, a_rows) in [(false, 2), (true, 6)] {
         let fused = FusedLinear {
@@ -497,7 +497,7 @@ fn fused_projections_share_an_adapter_or_have_their_own() {
 }
 
 #[test]
-fn merged_rows_and_transposed_matrices() {
+fn merged_rows_and_transposed_matrices_pass_gradcheck() {
     let backend = backend();
     let (even, odd) = (index(&*backend, &[0, 2, 4]), index(&*backend, &[3, 1]));
     gradcheck([&[3, 4], &[2, 4]], &[], |s, [x, y]| {

@@ -286,7 +286,7 @@ mod tests {
     }
 
     #[test]
-    fn blocks_leave_no_blank_lines() {
+    fn template_blocks_leave_no_blank_lines() {
         let source =
             "{% for m in messages %}\n    {% if true %}\n{{ m.role }}\n{% endif %}\n{% endfor %}";
         assert_eq!(render(source, false).unwrap(), "user\nassistant\n");
@@ -324,7 +324,7 @@ mod tests {
     }
 
     #[test]
-    fn the_file_wins_over_the_config_and_lists_have_a_default() {
+    fn the_template_file_overrides_the_config_and_lists_have_a_default() {
         let dir = tempfile::tempdir().unwrap();
         assert!(matches!(
             find(dir.path()),

@@ -82,7 +82,7 @@ fn rounding_depends_on_seed_step_and_element() {
 }
 
 #[test]
-fn rounding_draws_the_documented_half_words() {
+fn rounding_uses_the_documented_half_words() {
     const STEP: u64 = 3;
     const FIRST: u64 = 1001;
     fn step(grad: &[f32], weight: WeightWindow<'_>, state: [StateWindow<'_>; 2]) {

@@ -150,7 +150,7 @@ mod tests {
     use crate::{AdamW, Optimizer};
 
     #[test]
-    fn slots_follow_the_options_in_pure_bf16_only() {
+    fn optimizer_slots_depend_on_the_options_only_in_pure_bf16() {
         // Bytes per element: rows without and with compensation, columns by the width of the moments.
         let expected = [[4, 6], [8, 10]];
         for options in PureBf16::all() {
@@ -172,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn words_are_those_of_the_configuration() {
+    fn storage_options_parse_what_they_print() {
         for options in PureBf16::all() {
             assert_eq!(
                 options.weights.name().parse::<Bf16Storage>().unwrap(),

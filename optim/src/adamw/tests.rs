@@ -329,7 +329,7 @@ fn assert_split_invariant(n: usize, cuts: &[usize]) {
 }
 
 #[test]
-fn threads_and_splits_of_a_long_window_do_not_change_a_bit() {
+fn threads_and_splits_of_a_long_slice_do_not_change_a_bit() {
     let n = 2 * update::CHUNK_ELEMS + 771;
     assert_split_invariant(n, &[]);
     assert_split_invariant(n, &[1, 333, update::CHUNK_ELEMS + 5]);
@@ -338,7 +338,7 @@ fn threads_and_splits_of_a_long_window_do_not_change_a_bit() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
     #[test]
-    fn any_split_gives_the_same_bits(
+    fn an_update_has_the_same_bits_for_any_split(
         n in 1usize..700,
         cuts in proptest::collection::vec(0usize..700, 0..5),
     ) {
@@ -349,7 +349,7 @@ proptest! {
 }
 
 #[test]
-fn misfit_windows_are_refused_and_left_alone() {
+fn invalid_step_arguments_are_refused_and_change_nothing() {
     let mut weight = vec![1.0f32; 4];
     let mut refused = |step, m: StateWindow<'_>, v: StateWindow<'_>| {
         let args = StepArgs {

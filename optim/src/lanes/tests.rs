@@ -68,7 +68,7 @@ impl Loop for Everything<'_> {
 }
 
 #[test]
-fn every_instruction_set_has_the_bits_of_plain_arrays() {
+fn every_instruction_set_has_the_bits_of_scalar_code() {
     let results = |simd: Simd| {
         let mut out = Vec::new();
         simd.run(Everything(&mut out));
@@ -81,7 +81,7 @@ fn every_instruction_set_has_the_bits_of_plain_arrays() {
 }
 
 #[test]
-fn words_are_those_of_single_pairs() {
+fn random_words_of_a_vector_equal_those_of_single_pairs() {
     struct Words<'a>(PageKey, &'a mut Vec<u32>);
     impl Loop for Words<'_> {
         #[inline(always)]

@@ -239,13 +239,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn families_are_told_apart_by_their_whole_name() {
+    fn families_are_matched_by_their_whole_name() {
         assert!(is_of("attention-type1", "attention") && is_of("adamw", "adamw"));
         assert!(!is_of("attention_plain-type1", "attention"));
     }
 
     #[test]
-    fn the_table_survives_writing_and_wrong_lines_are_named() {
+    fn the_table_round_trips_and_wrong_lines_are_named() {
         let limits = Limits {
             threads: 128,
             shared_bytes: 65536,

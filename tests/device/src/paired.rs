@@ -149,7 +149,7 @@ mod tests {
     use kernels::cuda::module::Family;
 
     #[test]
-    fn an_emulator_agrees_with_itself_and_a_difference_is_counted() {
+    fn two_emulators_agree_and_a_difference_is_counted() {
         let [a, b] = Order::BOTH.map(Emulator::new);
         let mut pair = Paired::new(a, b);
         for case in cases::of(Family::Cast, Effort::Emulated) {

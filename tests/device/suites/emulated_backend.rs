@@ -41,12 +41,12 @@ fn run_on(device: &CudaBackend, part: usize, parts: usize) -> kernels::Result<()
 }
 
 #[test]
-fn operations_agree_with_the_cpu_1() -> kernels::Result<()> {
+fn even_numbered_operations_agree_with_the_cpu() -> kernels::Result<()> {
     run(0, 2)
 }
 
 #[test]
-fn operations_agree_with_the_cpu_2() -> kernels::Result<()> {
+fn odd_numbered_operations_agree_with_the_cpu() -> kernels::Result<()> {
     run(1, 2)
 }
 
@@ -76,7 +76,7 @@ fn operations_of_two_threads_agree_with_the_cpu() -> kernels::Result<()> {
 
 /// Pictures go beside the work, as weights do, and what is queued behind them has them; tables go with the work.
 #[test]
-fn large_uploads_go_beside_the_work() -> kernels::Result<()> {
+fn large_uploads_overlap_with_compute() -> kernels::Result<()> {
     let gpu = Arc::new(EmulatedGpu::new(Order::Ascending));
     let device = CudaBackend::new(gpu.clone(), ARENA_BYTES)?;
     let uploaded = |elems: usize| -> kernels::Result<usize> {
@@ -106,7 +106,7 @@ fn operations_agree_with_the_cpu_through_a_library() -> kernels::Result<()> {
 
 /// A library that refuses leaves the bits of our own kernels, and scratch memory has room for them.
 #[test]
-fn what_a_library_refuses_has_the_bits_of_our_kernels() -> kernels::Result<()> {
+fn products_that_a_library_refuses_have_the_bits_of_our_kernels() -> kernels::Result<()> {
     let backends = [Library::Absent, Library::Refuses]
         .map(|library| emulated_backend_with(ARENA_BYTES, Order::Ascending, library));
     let [own, refused] = backends.map(|backend| backend.unwrap());
@@ -140,17 +140,17 @@ fn what_a_library_refuses_has_the_bits_of_our_kernels() -> kernels::Result<()> {
 
 /// Chunks of a loss add to the weight's gradient in the library's own sum.
 #[test]
-fn losses_in_small_pieces_agree_with_the_cpu_through_a_library() -> kernels::Result<()> {
+fn losses_in_chunks_agree_with_the_cpu_through_a_library() -> kernels::Result<()> {
     losses_in_small_pieces(Library::Multiplies)
 }
 
 #[test]
-fn losses_in_small_pieces_agree_with_the_cpu_where_a_library_refuses() -> kernels::Result<()> {
+fn losses_in_chunks_agree_with_the_cpu_where_a_library_refuses() -> kernels::Result<()> {
     losses_in_small_pieces(Library::Refuses)
 }
 
 #[test]
-fn losses_in_small_pieces_agree_with_the_cpu() -> kernels::Result<()> {
+fn losses_in_chunks_agree_with_the_cpu() -> kernels::Result<()> {
     losses_in_small_pieces(Library::Absent)
 }
 
@@ -190,7 +190,7 @@ fn works(device: &dyn Backend, rows: usize, first: f32) -> kernels::Result<Vec<u
 
 /// What was seen before is replayed, with the values of now; another shape is not.
 #[test]
-fn a_run_that_was_seen_before_is_replayed() -> kernels::Result<()> {
+fn a_repeated_run_is_replayed_as_a_graph() -> kernels::Result<()> {
     let alone = emulated_backend(1 << 20, Order::Ascending)?;
     let gpu = Arc::new(EmulatedGpu::new(Order::Ascending));
     let (device, graphs) = with_graphs(gpu, 1 << 20, Mode::Auto)?;
@@ -253,7 +253,7 @@ fn operands_of_other_devices_are_refused() {
 }
 
 #[test]
-fn the_arena_is_the_limit() {
+fn allocations_beyond_the_arena_are_errors() {
     let device = emulated_backend(1 << 20, Order::Ascending).unwrap();
     let zeros = |bytes: usize| device.zeros(Shape::new(&[bytes]), DType::U8, Tag::Activations);
     let half = zeros(1 << 19).unwrap();

@@ -85,31 +85,31 @@ macro_rules! families {
 }
 
 families! {
-    attention_1: Attention 0 of 2,
-    attention_2: Attention 1 of 2,
-    attention_plain_1: AttentionPlain 0 of 3,
-    attention_plain_2: AttentionPlain 1 of 3,
-    attention_plain_3: AttentionPlain 2 of 3,
-    cast: Cast 0 of 1,
-    primitives_check: PrimitivesCheck 0 of 1,
-    lora_linear_1: LoraLinear 0 of 2,
-    lora_linear_2: LoraLinear 1 of 2,
-    lora_gradients: LoraGradients 0 of 1,
-    linear_parts: LinearParts 0 of 1,
-    matmul_plain: MatmulPlain 0 of 1,
-    adamw: AdamW 0 of 1,
-    accumulate: Accumulate 0 of 1,
-    grad_norm: GradNorm 0 of 1,
-    norm: Norm 0 of 1,
-    pointwise: Pointwise 0 of 1,
-    rows: Rows 0 of 1,
-    row_sums: RowSums 0 of 1,
-    loss: Loss 0 of 1,
+    attention_matches_its_reference_1_of_2: Attention 0 of 2,
+    attention_matches_its_reference_2_of_2: Attention 1 of 2,
+    attention_plain_matches_its_reference_1_of_3: AttentionPlain 0 of 3,
+    attention_plain_matches_its_reference_2_of_3: AttentionPlain 1 of 3,
+    attention_plain_matches_its_reference_3_of_3: AttentionPlain 2 of 3,
+    cast_matches_its_reference: Cast 0 of 1,
+    primitives_match_their_definitions: PrimitivesCheck 0 of 1,
+    lora_linear_matches_its_reference_1_of_2: LoraLinear 0 of 2,
+    lora_linear_matches_its_reference_2_of_2: LoraLinear 1 of 2,
+    lora_gradients_match_their_references: LoraGradients 0 of 1,
+    linear_parts_match_their_references: LinearParts 0 of 1,
+    matmul_plain_matches_its_reference: MatmulPlain 0 of 1,
+    adamw_matches_its_reference: AdamW 0 of 1,
+    accumulate_matches_its_reference: Accumulate 0 of 1,
+    grad_norm_matches_its_reference: GradNorm 0 of 1,
+    norm_matches_its_reference: Norm 0 of 1,
+    pointwise_matches_its_reference: Pointwise 0 of 1,
+    rows_match_their_references: Rows 0 of 1,
+    row_sums_match_their_references: RowSums 0 of 1,
+    loss_matches_its_reference: Loss 0 of 1,
 }
 
 /// The emulator's own product, so that what a back end asks of a library is executed as cuBLASLt must execute it.
 #[test]
-fn products_by_the_emulated_library() {
+fn emulated_library_products_match_their_reference() {
     let mut machine = Emulator::new(Order::Ascending);
     let cases = cases::multiply::cases(Effort::Emulated);
     let failures: Vec<_> = cases
@@ -122,7 +122,7 @@ fn products_by_the_emulated_library() {
 
 /// Passes of models are not looked at access by access; what kernels compute does not differ for it.
 #[test]
-fn unwatched_kernels_leave_the_same_bits() {
+fn unchecked_kernels_leave_the_same_bits() {
     let families = [
         Family::Norm,
         Family::Pointwise,

@@ -480,7 +480,7 @@ fn takes_what_the_plan_says(site: &Site, run: &str) {
 
 /// GPUs that should read each other's memory and cannot: the run says so once, is planned again, and has the bits and the
 /// memory of one through host memory, also where another program starts the ranks. Who asks for `ipc` is refused.
-fn a_refused_ipc_goes_through_host_memory() {
+fn a_refused_ipc_falls_back_to_host_memory() {
     let site = Site::new();
     let line = "--precision bf16 --max-steps 2 --device cuda --nproc 2 --save-strategy steps --save-steps 2";
     let screen = site.train(1, &format!("{line} --collectives shm --output shm"));
@@ -532,7 +532,7 @@ fn goes_as(site: &Site, run: &str, like: &str) {
 /// Two nodes of one rank each, as torchrun, Slurm and mpirun start them, exchange through the library of collectives: the
 /// bits of ranks that share host memory, whose sums of two have one order. Another version on one node ends the run on
 /// both.
-fn nodes_exchange_through_nccl() {
+fn two_nodes_over_nccl_have_the_bits_of_one_node() {
     let site = Site::new();
     let line = "--precision bf16 --max-steps 2 --device cuda --save-strategy steps --save-steps 2 --eval-strategy no \
                 --comm-timeout 120";
@@ -614,7 +614,7 @@ fn nodes_exchange_through_nccl() {
 }
 
 /// These GPUs share no memory; who asks for that is told what does without.
-fn gpus_that_share_no_memory_are_named() {
+fn ipc_without_shared_gpu_memory_is_refused_with_a_suggestion() {
     let site = Site::new();
     let line = "--model model --data data.json --device cuda --nproc 2 --max-steps 1 --model-max-length 96 --max-slice-nums 1";
     let (code, screen) = site.run(1, &format!("{line} --collectives ipc --output shared"));
@@ -629,7 +629,7 @@ fn gpus_that_share_no_memory_are_named() {
 }
 
 /// More ranks than GPUs, chosen by the program; what is in one rank is in two.
-fn ranks_share_a_gpu() {
+fn two_ranks_on_one_gpu_have_the_results_of_one_rank() {
     let site = Site::new();
     let line = "--precision f32 --max-steps 1 --device auto --save-strategy no --eval-strategy no";
     let two = "--nproc 2 --output two --collectives shm";
@@ -656,7 +656,7 @@ fn ranks_share_a_gpu() {
 
 /// Products through a library, chosen by the program: the plan has its scratch memory, and the losses are those of our
 /// own kernels up to the order of sums, which the variable brings back.
-fn products_go_through_a_library() {
+fn products_of_a_run_use_the_library() {
     let site = Site::new();
     let line = "--precision f32 --max-steps 2 --device cuda --save-strategy no --eval-strategy no";
     let library = (CUBLASLT, "13.1.0");
@@ -691,7 +691,7 @@ fn products_go_through_a_library() {
 }
 
 /// Graphs change no digit of a run, nor its memory.
-fn graphs_change_nothing() {
+fn graphs_change_neither_results_nor_memory() {
     let site = Site::new();
     let line = "--precision bf16 --max-steps 3 --device cuda --save-strategy steps --save-steps 3 --eval-strategy no";
     for mode in ["off", "auto", "on"] {
@@ -704,7 +704,7 @@ fn graphs_change_nothing() {
 }
 
 /// Weights come one unit ahead where the plan fits the GPU with them, with the same bits; by request it must fit.
-fn weights_come_ahead_where_they_fit() {
+fn weights_are_prefetched_where_they_fit() {
     let site = Site::new();
     let line = "--precision bf16 --max-steps 2 --device cuda --eval-data held_out.json";
     let ahead = "are prefetched one unit ahead";
@@ -744,7 +744,7 @@ fn weights_come_ahead_where_they_fit() {
 }
 
 /// Updates begin while backward runs where host memory is to spare, with the same bits; the plan knows their states.
-fn updates_begin_where_host_memory_is_to_spare() {
+fn the_optimizer_runs_in_backward_where_host_memory_is_spare() {
     let site = Site::new();
     let plan_of = |run: &str| site.json(&format!("{run}/plan.json"));
     let need = |run: &str| plan_of(run)["plan"]["host_need_bytes"].as_u64().unwrap();
@@ -888,7 +888,7 @@ fn an_arena_that_is_too_small_ends_the_run() {
 }
 
 /// Another process takes memory of a GPU behind the plan: no rank has read a weight, and the end names the process.
-fn an_arena_that_another_process_took_is_missed() {
+fn gpu_memory_taken_by_another_process_ends_the_run_and_names_it() {
     let site = Site::new();
     let line = "--model model --data data.json --device cuda --nproc 2 --offload cpu --precision f32 --max-steps 1 --output out";
     let all = MEMORY_BYTES - (1 << 20);
@@ -910,7 +910,7 @@ fn an_arena_that_another_process_took_is_missed() {
 }
 
 /// An empty list of visible GPUs hides all of them: who asks for one is told which variable does it, others compute without.
-fn an_empty_list_of_visible_gpus_is_named() {
+fn the_variable_that_hides_all_gpus_is_named() {
     let site = Site::new();
     let line = "--model model --data data.json --max-steps 1 --model-max-length 96 --max-slice-nums 1 --nproc 1";
     let hidden = [(MASK, "")];
@@ -933,7 +933,7 @@ fn an_empty_list_of_visible_gpus_is_named() {
 }
 
 /// Another compiler of kernels on one machine ends the run on both before it begins; another driver is a warning.
-fn machines_with_unlike_libraries_are_named() {
+fn machines_with_different_libraries_are_named() {
     let site = Site::new();
     let line = "--model model --data data.json --zero 3 --model-max-length 96 --max-slice-nums 1 --device cuda --precision f32 \
                 --max-steps 1 --save-strategy no --eval-strategy no --comm-timeout 120 --offload cpu --output out";
@@ -969,12 +969,12 @@ type Test = (&'static str, fn());
 
 const TESTS: [Test; 15] = [
     (
-        "an_arena_that_another_process_took_is_missed",
-        an_arena_that_another_process_took_is_missed,
+        "gpu_memory_taken_by_another_process_ends_the_run_and_names_it",
+        gpu_memory_taken_by_another_process_ends_the_run_and_names_it,
     ),
     (
-        "an_empty_list_of_visible_gpus_is_named",
-        an_empty_list_of_visible_gpus_is_named,
+        "the_variable_that_hides_all_gpus_is_named",
+        the_variable_that_hides_all_gpus_is_named,
     ),
     (
         "a_run_in_f32_agrees_with_the_cpu_and_resumes_exactly",
@@ -988,36 +988,45 @@ const TESTS: [Test; 15] = [
             a_run_agrees_with_the_cpu_and_resumes_exactly("bf16", DType::BF16);
         },
     ),
-    ("ranks_share_a_gpu", ranks_share_a_gpu),
-    ("graphs_change_nothing", graphs_change_nothing),
     (
-        "weights_come_ahead_where_they_fit",
-        weights_come_ahead_where_they_fit,
+        "two_ranks_on_one_gpu_have_the_results_of_one_rank",
+        two_ranks_on_one_gpu_have_the_results_of_one_rank,
     ),
     (
-        "a_refused_ipc_goes_through_host_memory",
-        a_refused_ipc_goes_through_host_memory,
+        "graphs_change_neither_results_nor_memory",
+        graphs_change_neither_results_nor_memory,
     ),
     (
-        "updates_begin_where_host_memory_is_to_spare",
-        updates_begin_where_host_memory_is_to_spare,
-    ),
-    ("nodes_exchange_through_nccl", nodes_exchange_through_nccl),
-    (
-        "gpus_that_share_no_memory_are_named",
-        gpus_that_share_no_memory_are_named,
+        "weights_are_prefetched_where_they_fit",
+        weights_are_prefetched_where_they_fit,
     ),
     (
-        "products_go_through_a_library",
-        products_go_through_a_library,
+        "a_refused_ipc_falls_back_to_host_memory",
+        a_refused_ipc_falls_back_to_host_memory,
+    ),
+    (
+        "the_optimizer_runs_in_backward_where_host_memory_is_spare",
+        the_optimizer_runs_in_backward_where_host_memory_is_spare,
+    ),
+    (
+        "two_nodes_over_nccl_have_the_bits_of_one_node",
+        two_nodes_over_nccl_have_the_bits_of_one_node,
+    ),
+    (
+        "ipc_without_shared_gpu_memory_is_refused_with_a_suggestion",
+        ipc_without_shared_gpu_memory_is_refused_with_a_suggestion,
+    ),
+    (
+        "products_of_a_run_use_the_library",
+        products_of_a_run_use_the_library,
     ),
     (
         "a_plan_that_does_not_fit_is_refused",
         a_plan_that_does_not_fit_is_refused,
     ),
     (
-        "machines_with_unlike_libraries_are_named",
-        machines_with_unlike_libraries_are_named,
+        "machines_with_different_libraries_are_named",
+        machines_with_different_libraries_are_named,
     ),
     (
         "an_arena_that_is_too_small_ends_the_run",

@@ -19,7 +19,7 @@ fn the_correct_gemm_passes_in_every_order() {
 }
 
 #[test]
-fn a_fault_leaves_nothing_behind_for_the_next_launch() {
+fn a_fault_does_not_affect_the_next_launch() {
     let mut machine = Emulator::new(Order::Ascending);
     for _ in 0..3 {
         // Rows of 120 bytes cannot be copied by 16, and the first row is in flight by then.
@@ -58,17 +58,17 @@ const IN_FLIGHT: &str = "while an asynchronous copy";
 const NO_BARRIER: &str = "without a barrier after";
 
 #[test]
-fn a_missing_wait() {
+fn a_missing_wait_is_reported() {
     caught(&[(WAIT, "")], IN_FLIGHT);
 }
 
 #[test]
-fn a_wait_that_is_weak_by_one_group() {
+fn a_wait_for_one_group_too_few_is_reported() {
     caught(&[(WAIT, "copy_async_wait<STAGES - 1>();")], IN_FLIGHT);
 }
 
 #[test]
-fn a_missing_commit() {
+fn a_missing_commit_is_reported() {
     caught(
         &[("copy_async_commit();  // also when empty", "//")],
         IN_FLIGHT,
@@ -76,18 +76,18 @@ fn a_missing_commit() {
 }
 
 #[test]
-fn a_missing_barrier_after_the_wait() {
+fn a_missing_barrier_after_the_wait_is_reported() {
     caught(&[(BARRIER, "//")], NO_BARRIER);
 }
 
 #[test]
-fn a_stage_that_is_overwritten_before_others_have_read_it() {
+fn a_stage_overwritten_before_it_is_read_is_reported() {
     let copy = "if (step + STAGES - 1 < steps) copy_stage(step + STAGES - 1);";
     caught(&[(copy, ""), (WAIT, &format!("{WAIT} {copy}"))], NO_BARRIER);
 }
 
 #[test]
-fn one_stage_too_few_in_shared_memory() {
+fn one_stage_too_few_in_shared_memory_is_reported() {
     caught(
         &[(
             "step % STAGES * STAGE_BYTES;\n    UNROLL for (int i",
@@ -98,7 +98,7 @@ fn one_stage_too_few_in_shared_memory() {
 }
 
 #[test]
-fn a_wrong_row_for_a_matrix() {
+fn a_wrong_row_for_a_matrix_is_reported() {
     caught(
         &[("i * 16 + (lane & 15)", "i * 16 + (lane & 7)")],
         "instead of",
@@ -106,12 +106,12 @@ fn a_wrong_row_for_a_matrix() {
 }
 
 #[test]
-fn an_unaligned_row_for_a_matrix() {
+fn an_unaligned_row_for_a_matrix_is_reported() {
     caught(&[("return row * 64 +", "return row * 66 +")], "aligned");
 }
 
 #[test]
-fn a_missing_guard_of_the_store() {
+fn a_missing_bounds_check_of_the_store_is_reported() {
     caught(
         &[("if (row_c < m && column_c < n)", "if (column_c < n)")],
         "bytes at byte",
@@ -120,12 +120,12 @@ fn a_missing_guard_of_the_store() {
 }
 
 #[test]
-fn a_copy_that_is_not_guarded_along_k() {
+fn a_copy_without_bounds_check_along_k_is_reported() {
     caught(&[("row_a < m && column < k", "row_a < m")], "");
 }
 
 #[test]
-fn a_copy_that_is_not_guarded_along_n() {
+fn a_copy_without_bounds_check_along_n_is_reported() {
     caught(
         &[("row_b < n && column < k", "column < k")],
         "copy_async_16 of 16 bytes at byte",
@@ -133,7 +133,7 @@ fn a_copy_that_is_not_guarded_along_n() {
 }
 
 #[test]
-fn a_barrier_that_some_warps_skip() {
+fn a_barrier_that_some_warps_skip_is_reported() {
     caught(
         &[(BARRIER, "if (warp != 1 || step != 2) block_barrier(); //")],
         NO_BARRIER,
@@ -141,7 +141,7 @@ fn a_barrier_that_some_warps_skip() {
 }
 
 #[test]
-fn a_thread_that_shuffles_alone() {
+fn a_shuffle_by_a_single_thread_is_reported() {
     let alone = "u16* part = (lane == 0 ? shuffle(shared, 0) : shared, (u16*)memory)";
     caught(
         &[("u16* part = (u16*)memory", alone)],
@@ -150,7 +150,7 @@ fn a_thread_that_shuffles_alone() {
 }
 
 #[test]
-fn a_barrier_in_a_branch() {
+fn a_barrier_in_a_divergent_branch_is_reported() {
     caught(
         &[(
             BARRIER,
@@ -161,7 +161,7 @@ fn a_barrier_in_a_branch() {
 }
 
 #[test]
-fn a_warp_barrier_in_a_branch_of_its_lanes() {
+fn a_warp_barrier_in_a_divergent_branch_is_reported() {
     caught(
         &[(
             "float sums[2]",
@@ -172,12 +172,12 @@ fn a_warp_barrier_in_a_branch_of_its_lanes() {
 }
 
 #[test]
-fn a_missing_warp_barrier() {
+fn a_missing_warp_barrier_is_reported() {
     caught(&[("warp_barrier();", "")], NO_BARRIER);
 }
 
 #[test]
-fn a_missing_barrier_before_shared_memory_is_reused() {
+fn a_missing_barrier_before_shared_memory_is_reused_is_reported() {
     caught(
         &[("block_barrier();  // all stages have been read", "")],
         NO_BARRIER,
@@ -185,7 +185,7 @@ fn a_missing_barrier_before_shared_memory_is_reused() {
 }
 
 #[test]
-fn undefined_behaviour() {
+fn undefined_behavior_is_reported() {
     let steps = "const int steps = divide_up(k, 32)";
     let overflow = format!("{steps} + (0x7fffff00 + 4 * thread) / 0x7fffffff");
     caught(&[(steps, &overflow)], "overflows");
@@ -198,7 +198,7 @@ fn undefined_behaviour() {
 }
 
 #[test]
-fn blocks_that_hand_over_their_sums() {
+fn races_between_blocks_are_reported() {
     let check = |machine: &mut Emulator, text: &str| check_sum(machine, text, 1000);
     for order in [Order::Ascending, Order::Descending, Order::Random(3)] {
         check(&mut Emulator::new(order), SUM).unwrap();
@@ -245,7 +245,7 @@ fn blocks_that_hand_over_their_sums() {
 }
 
 #[test]
-fn launches_that_do_not_fit_the_kernel() {
+fn launches_that_do_not_match_the_kernel_are_reported() {
     let check = |machine: &mut Emulator, text: &str| check_sum(machine, text, 1000);
     let caught = |from, to, words| reported(SUM, check, &[(from, to)], words);
     caught("KERNEL(64, 1)", "KERNEL(32, 1)", "bound to 32");

@@ -91,7 +91,7 @@ fn on_both(window: &Arc<Window>, rank: impl Fn(&Window, usize) + Send + Sync + C
 /// Fails with: `Relaxed` on `published`, `Relaxed` in `Ring::set_phase` or `Ring::reached`, a buffer that is
 /// rewritten without waiting for its readers, a `Bell::ring` before the change.
 #[test]
-fn gathers_read_what_was_published_and_overwrite_what_nobody_reads() {
+fn gathers_read_published_data_and_overwrite_only_data_nobody_reads() {
     crate::check(2, || {
         on_both(&Window::new(), |window, rank| {
             let peer = 1 - rank;
@@ -113,7 +113,7 @@ fn gathers_read_what_was_published_and_overwrite_what_nobody_reads() {
 
 /// Fails with: `Relaxed` in `Ring::reached`, *reduced* before the sum.
 #[test]
-fn sums_are_copied_when_they_are_whole() {
+fn sums_are_copied_only_when_complete() {
     crate::check(2, || {
         on_both(&Window::new(), |window, rank| {
             let peer = 1 - rank;
@@ -144,7 +144,7 @@ fn sums_are_copied_when_they_are_whole() {
 ///
 /// Fails with: `Release` and `Acquire` in place of `SeqCst` on `published`.
 #[test]
-fn of_two_ranks_that_differ_one_notices_at_least() {
+fn at_least_one_of_two_differing_ranks_notices() {
     crate::check(3, || {
         let window = Window::new();
         let differs = |window: &Window, rank: usize| {
@@ -162,7 +162,7 @@ fn of_two_ranks_that_differ_one_notices_at_least() {
 /// Fails with: a sleeper that does not look again (`Bell::wait`), an event counter read after the look
 /// (`Bell::until`), `AcqRel` and `Acquire` in place of `SeqCst` in `Bell::ring`.
 #[test]
-fn no_wake_up_is_lost() {
+fn no_wake_up_of_the_bell_is_lost() {
     crate::check(4, || {
         let window = Window::new();
         let there = window.clone();

@@ -51,7 +51,7 @@ fn start() -> Thread {
 /// Fails with: an answer that is sent before the thread gave up the weights (`Worker::start`), a state that is read
 /// while it is away (`Job.state` behind an `Arc`), a commit that is not followed by the weights.
 #[test]
-fn copies_change_places_or_the_plain_update_follows() {
+fn an_update_in_backward_is_committed_or_redone_after_the_pass() {
     crate::check(3, || {
         let mut weights = [0, 1].map(|_| Arc::new(Guarded::new(0)));
         let mut states = [0, 1].map(|_| Some(State::new()));
@@ -92,7 +92,7 @@ fn copies_change_places_or_the_plain_update_follows() {
 
 /// Fails with: a drop that does not wait for the thread.
 #[test]
-fn a_pass_that_is_given_up_leaves_nothing_behind() {
+fn an_abandoned_pass_leaves_no_running_update() {
     crate::check(3, || {
         let mut weights = Arc::new(Guarded::new(0));
         let mut thread = start();

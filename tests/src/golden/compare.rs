@@ -201,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn a_nan_or_a_missing_value_never_passes() {
+    fn nan_and_missing_values_never_pass() {
         assert!(!compare_floats("x", &[f32::NAN], &[0.0], 1.0).ok());
         assert!(!compare_floats("x", &[0.0], &[0.0, 0.0], 1.0).ok());
         assert!(compare_floats("x", &[0.5], &[0.0], 0.5).ok());
@@ -214,7 +214,7 @@ mod tests {
     }
 
     #[test]
-    fn gradients_compare_in_all_three_forms() {
+    fn gradients_are_compared_in_all_three_stored_forms() {
         let grad: Vec<f32> = (0..400).map(|i| i as f32 / 400.0).collect();
         let run = CaseRun {
             grads: [("w".to_owned(), grad.clone())].into(),

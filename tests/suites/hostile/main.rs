@@ -82,7 +82,7 @@ fn every_file_of_the_corpus_is_read_or_refused_within_its_memory() {
 
 /// What takes the most memory for its length, or the deepest stack.
 #[test]
-fn what_is_made_to_cost_much_costs_little() {
+fn adversarial_inputs_take_bounded_memory_and_stack() {
     let repeated = |before: &str, part: &str, times: usize, after: &str| {
         [before, &part.repeat(times), after].concat().into_bytes()
     };

@@ -5,7 +5,7 @@ use serde_json::{Value, json};
 use std::fs;
 
 #[test]
-fn flags_that_make_no_sense_are_refused() {
+fn flags_with_impossible_values_are_refused() {
     let site = Site::new();
     for (line, words) in [
         ("--zeor 3", &["--zeor", "did you mean --zero?"][..]),
@@ -57,7 +57,7 @@ fn flags_that_need_others_say_so() {
 }
 
 #[test]
-fn model_folders_that_cannot_be_used_are_refused() {
+fn unusable_model_directories_are_refused() {
     let site = Site::new();
     assert_says(
         &site.refuse("--model nowhere", 10, "E10"),
@@ -116,7 +116,7 @@ fn refuse_samples(site: &Site, samples: &[Value], code: &str, words: &[&str]) {
 }
 
 #[test]
-fn data_files_that_cannot_be_read_are_refused() {
+fn unreadable_data_files_are_refused() {
     let site = Site::new();
     let path = site.path("data/bad.json");
     let good = serde_json::to_string_pretty(&site.samples()).unwrap();
@@ -143,7 +143,7 @@ fn data_files_that_cannot_be_read_are_refused() {
 }
 
 #[test]
-fn samples_that_cannot_be_trained_on_are_refused() {
+fn unusable_samples_are_refused() {
     let site = Site::new();
     let one = |change: &dyn Fn(&mut Value)| {
         let mut samples = site.samples();
@@ -197,7 +197,7 @@ fn plans_larger_than_the_machine_are_refused() {
 }
 
 #[test]
-fn outputs_that_cannot_be_made_are_refused() {
+fn unwritable_outputs_are_refused() {
     let site = Site::new();
     fs::write(site.path("taken"), "a file").unwrap();
     assert_says(&site.refuse("--output taken", 2, "E09"), &["taken"]);

@@ -12,7 +12,7 @@ fn device_peak(site: &Site, run: &str) -> u64 {
 }
 
 #[test]
-fn recomputing_or_not_gives_the_same_bits() {
+fn recompute_does_not_change_the_bits() {
     let site = Site::new();
     let train = |name: &str, flags: &str| {
         site.train(&format!("--nproc 2 --max-steps 3 --output {name} {flags}"));
@@ -37,7 +37,7 @@ fn recomputing_or_not_gives_the_same_bits() {
 
 /// Whether a layer keeps its input or has it computed again is told by no bit, on any tier.
 #[test]
-fn layers_that_share_a_kept_input_give_the_same_bits() {
+fn recompute_groups_of_layers_do_not_change_the_bits() {
     let site = Site::new();
     let mut config = read_json(&site.path("model/config.json"));
     config["num_hidden_layers"] = 5.into();
@@ -83,7 +83,7 @@ fn layers_that_share_a_kept_input_give_the_same_bits() {
 }
 
 #[test]
-fn readers_and_limits_change_nothing_but_what_they_say() {
+fn loader_options_and_limits_do_not_change_results() {
     let site = Site::new();
     let train = |name: &str, flags: &str| {
         let screen = site
@@ -123,7 +123,7 @@ fn the_longest_samples_come_first_unless_told_otherwise() {
 }
 
 #[test]
-fn two_batch_sizes_give_the_third() {
+fn two_batch_sizes_determine_the_third_in_a_run() {
     let site = Site::new();
     let screen = site
         .train("--nproc 2 --global-batch-size 4 --gradient-accumulation-steps 2 --max-steps 1")
@@ -139,7 +139,7 @@ fn two_batch_sizes_give_the_third() {
 }
 
 #[test]
-fn the_largest_batch_is_found_and_used() {
+fn the_largest_batch_that_fits_is_found_and_used() {
     let site = Site::new();
     let screen = site.train("--find-batch --nproc 1 --max-steps 1").screen;
     assert!(

@@ -76,7 +76,7 @@ fn write_all(folder: &Path, files: &BTreeMap<PathBuf, Vec<u8>>) {
 }
 
 #[test]
-fn a_run_is_listed_with_what_its_checkpoints_hold() {
+fn a_run_is_listed_with_the_contents_of_its_checkpoints() {
     let site = Site::new();
     site.train("--save-steps 1 --precision bf16 --zero 2");
     fs::create_dir(site.path("out/checkpoint-3.tmp")).unwrap();
@@ -326,7 +326,7 @@ fn f32s(bytes: &[u8]) -> Vec<f32> {
 }
 
 #[test]
-fn consolidated_weights_are_the_masters() {
+fn consolidated_weights_are_the_master_weights() {
     let site = Site::new();
     site.train("--precision bf16 --learning-rate 1e-5");
     let line = "consolidate out/checkpoint-2 --output wide --optimizer --max-shard-size 1MiB";

@@ -41,7 +41,7 @@ fn offloaded(site: &Site) {
 }
 
 #[test]
-fn a_file_of_deepspeed_trains_as_its_flags_do_and_proves_the_tiers() {
+fn a_deepspeed_file_trains_as_its_flags_do_on_the_named_tiers() {
     let site = Site::new();
     offloaded(&site);
     let line = "--nproc 2 --max-steps 4 --warmup-steps 3";
@@ -66,7 +66,7 @@ fn a_file_of_deepspeed_trains_as_its_flags_do_and_proves_the_tiers() {
 }
 
 #[test]
-fn a_misplaced_key_is_warned_of_twice_or_refused() {
+fn a_misplaced_key_is_a_warning_or_refused() {
     let site = Site::new();
     published(
         &site,
@@ -126,7 +126,7 @@ fn flags_that_contradict_a_file_are_listed_together() {
 }
 
 #[test]
-fn a_file_of_flags_names_its_file_of_deepspeed() {
+fn a_flag_file_names_its_deepspeed_file() {
     let site = Site::new();
     fs::create_dir(site.path("runs")).unwrap();
     offloaded(&site);
@@ -158,7 +158,7 @@ fn a_file_of_flags_names_its_file_of_deepspeed() {
 }
 
 #[test]
-fn a_file_is_explained_key_by_key() {
+fn a_deepspeed_file_is_explained_key_by_key() {
     let site = Site::new();
     offloaded(&site);
     let (code, page) = printed(&site, "explain-config ds.json --model model");

@@ -18,7 +18,7 @@ fn check(site: &Site, line: &str) -> (Option<i32>, String) {
 }
 
 #[test]
-fn a_good_file_is_described() {
+fn data_check_describes_a_good_file() {
     let site = Site::new();
     let (code, text) = check(&site, "data/samples.json --model model");
     assert_eq!(code, Some(0), "{text}");
@@ -42,7 +42,7 @@ fn a_good_file_is_described() {
 }
 
 #[test]
-fn figures_are_those_of_training() {
+fn data_check_gives_the_figures_of_training() {
     let site = Site::new();
     let (code, text) = check(&site, "data/samples.json --model model --json --limit 2");
     assert_eq!(code, Some(0), "{text}");
@@ -115,7 +115,7 @@ fn unusable_samples_are_listed_and_end_with_status_3() {
 }
 
 #[test]
-fn mistakes_are_refused_with_their_own_status() {
+fn mistakes_in_the_command_are_refused_with_their_status() {
     let site = Site::new();
     for (line, status, words) in [
         ("data/samples.json", 2, &["error[E09]", "needs --model"][..]),

@@ -48,7 +48,7 @@ fn findings(report: &Value) -> Vec<&str> {
 }
 
 #[test]
-fn an_empty_environment_is_enough() {
+fn doctor_works_in_an_empty_environment() {
     let text = printed(command("", &[]));
     for words in [
         " program  launcher ",
@@ -67,7 +67,7 @@ fn an_empty_environment_is_enough() {
 }
 
 #[test]
-fn without_gpus_runs_use_the_cpu() {
+fn doctor_without_gpus_reports_runs_on_the_cpu() {
     let report = report(&[NO_GPUS]);
     assert_eq!(report["verdict"]["device"], "cpu");
     assert_eq!(report["verdict"]["gpus"], serde_json::json!([]));
@@ -87,7 +87,7 @@ fn without_gpus_runs_use_the_cpu() {
 }
 
 #[test]
-fn variables_are_explained_and_secrets_kept() {
+fn variables_are_explained_and_secrets_hidden() {
     let variables = [
         NO_GPUS,
         ("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:128"),
@@ -129,7 +129,7 @@ fn an_environment_that_training_refuses_is_reported() {
 }
 
 #[test]
-fn folders_that_are_gone_are_reported() {
+fn missing_directories_are_reported() {
     let without = report(&[("TMPDIR", "/no/such/folder")]);
     assert!(findings(&without).contains(&"temporary-not-writable"));
 
@@ -148,7 +148,7 @@ fn folders_that_are_gone_are_reported() {
 }
 
 #[test]
-fn nothing_is_left_behind() {
+fn doctor_leaves_no_files() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().to_str().unwrap();
     let mut command = command("", &[("TMPDIR", path), ("HOME", path)]);
@@ -158,7 +158,7 @@ fn nothing_is_left_behind() {
 }
 
 #[test]
-fn output_that_nobody_reads_is_no_failure() {
+fn output_into_a_closed_pipe_is_no_failure() {
     for words in ["", "--json"] {
         let mut child = command(words, &[])
             .stdout(Stdio::piped())
@@ -187,7 +187,7 @@ fn output_that_cannot_be_written_is_a_failure() {
 }
 
 #[test]
-fn flags_of_other_verbs_are_refused() {
+fn flags_of_other_subcommands_are_refused() {
     for (words, next) in [
         ("--zero 3", "launcher doctor --help"),
         ("--jason", "did you mean --json?"),
@@ -217,7 +217,7 @@ fn management_library() -> TempDir {
 }
 
 #[test]
-fn gpus_that_only_the_management_library_sees_are_shown() {
+fn gpus_that_only_nvml_sees_are_shown() {
     let library = management_library();
     let variables = [
         NO_GPUS,
@@ -255,7 +255,7 @@ fn gpus_that_only_the_management_library_sees_are_shown() {
 }
 
 #[test]
-fn python_tells_where_its_packages_lie() {
+fn python_package_directories_are_found() {
     let folder = tempfile::tempdir().unwrap();
     let site = folder.path().join("site");
     fs::create_dir_all(site.join("nvidia/cuda_nvrtc/lib")).unwrap();

@@ -10,7 +10,7 @@ pub(crate) const LONG: &str =
 const STOP_LIMIT: Duration = Duration::from_secs(10);
 
 #[test]
-fn an_interrupted_run_saves_and_continues() {
+fn an_interrupted_run_saves_and_can_be_resumed() {
     for name in ["INT", "TERM", "USR1"] {
         let site = Site::new();
         let mut run = site.start(LONG);
@@ -106,7 +106,7 @@ fn a_crashed_rank_is_named_with_its_signal() {
 }
 
 #[test]
-fn ranks_end_with_their_supervisor() {
+fn ranks_end_when_their_supervisor_dies() {
     let site = Site::new();
     let mut run = site.start(LONG);
     run.wait_for_step();
@@ -146,7 +146,7 @@ fn a_run_that_diverges_ends_with_its_own_status() {
 }
 
 #[test]
-fn a_run_stopped_while_it_starts_leaves_nothing() {
+fn a_run_stopped_during_startup_leaves_no_files() {
     // Before the ranks, while they meet, and while the first weights are read.
     for (label, name) in [
         (" plan", "TERM"),
@@ -192,7 +192,7 @@ fn mounting_shell(script: &str) -> Option<Command> {
 }
 
 #[test]
-fn a_file_that_cannot_be_written_ends_the_run() {
+fn an_unwritable_file_ends_the_run() {
     let site = Site::new();
     fs::create_dir(site.path("out")).unwrap();
     // The device that is always full stands in for a file that is renamed later.
@@ -217,7 +217,7 @@ fn a_full_disk_ends_the_run_and_keeps_the_last_checkpoint() {
     );
     let Some(command) = mounting_shell(&script) else {
         // Without a disk of that size: the same failure, but not what it leaves.
-        return a_file_that_cannot_be_written_ends_the_run();
+        return an_unwritable_file_ends_the_run();
     };
     let outcome = site.start_command(command).finish();
     let screen = &outcome.screen;
@@ -272,7 +272,7 @@ fn a_disk_without_room_for_the_checkpoints_is_found_before_training() {
 }
 
 #[test]
-fn two_runs_never_share_a_folder() {
+fn two_runs_never_share_a_directory() {
     let site = Site::new();
     let mut first = site.start(LONG);
     first.wait_for_step();
@@ -287,7 +287,7 @@ fn two_runs_never_share_a_folder() {
 }
 
 #[test]
-fn shared_memory_that_is_too_small_is_its_own_failure() {
+fn too_little_shared_memory_has_its_own_failure() {
     let site = Site::new();
     // Site and program may lie in /tmp, which is hidden: they are reached through another mount.
     let script = format!(

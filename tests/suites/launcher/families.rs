@@ -69,7 +69,7 @@ fn every_family_trains_in_full() {
 }
 
 #[test]
-fn pictures_on_one_rank_and_none_on_the_other_do_not_hang() {
+fn images_on_one_rank_and_none_on_the_other_do_not_hang() {
     for (pack, ..) in FAMILIES {
         let site = Site::with_family(pack);
         site.write_samples("samples", &site.samples()[..2]);
@@ -81,7 +81,7 @@ fn pictures_on_one_rank_and_none_on_the_other_do_not_hang() {
 }
 
 #[test]
-fn cogagent_takes_samples_without_a_picture_only_when_told() {
+fn cogagent_takes_samples_without_an_image_only_on_request() {
     let site = Site::with_family("cogagent-chat-hf");
     let screen = site.refuse("", 3, "E06");
     assert!(screen.contains("--text-without-cross"), "{screen}");
@@ -106,7 +106,7 @@ fn adapters_of_projections_are_exported_for_peft() {
 }
 
 #[test]
-fn prefixes_train_and_answer() {
+fn learned_prefixes_train_and_generate() {
     let site = Site::with_family("cogvlm-chat-hf");
     site.train("--ptuning-tokens 3 --learning-rate 1e-1 --nproc 2 --zero 2");
     let ask = |adapter: &str| {
@@ -124,7 +124,7 @@ fn prefixes_train_and_answer() {
 }
 
 #[test]
-fn presets_are_flags() {
+fn a_preset_trains_like_its_flags() {
     let site = Site::with_family("cogvlm-chat-hf");
     fs::create_dir(site.path("captchas")).unwrap();
     for label in ["kQ7xZ", "0042", "abCD"] {

@@ -38,7 +38,7 @@ fn is_whole(site: &Site, checkpoint: &str) -> bool {
 }
 
 #[test]
-fn what_is_malformed_or_would_never_happen_is_refused() {
+fn malformed_faults_and_those_that_would_never_happen_are_refused() {
     let site = Site::new();
     for (spec, words) in [
         ("kil:rank=1", "did you mean kill?"),
@@ -183,7 +183,7 @@ fn a_short_write_and_a_slow_link_change_nothing_but_time() {
 }
 
 #[test]
-fn a_flipped_bit_is_where_the_seed_puts_it_and_is_found() {
+fn a_flipped_bit_is_where_the_seed_says_and_is_detected() {
     let flipped = |seed: u64| {
         let site = Site::new();
         site.train(&format!(
@@ -208,7 +208,7 @@ fn a_flipped_bit_is_where_the_seed_puts_it_and_is_found() {
 }
 
 #[test]
-fn a_cut_link_ends_the_run_in_time() {
+fn a_cut_link_ends_the_run_within_the_timeout() {
     let site = Site::new();
     let line = "--inject cut-link:rank=1,step=2 --comm-timeout 2";
     broken(&site, line, 14, &["error[E04]", "collective timed out"]);

@@ -97,7 +97,7 @@ fn a_prompt_is_answered_on_standard_output() {
 }
 
 #[test]
-fn several_pictures_and_none_are_taken() {
+fn prompts_with_several_images_and_without_any_are_answered() {
     let site = Site::new();
     let tokens = |line: &str| {
         let line = format!("generate --model model --json --max-new-tokens 2 --prompt Why? {line}");
@@ -155,7 +155,7 @@ fn assert_evaluates_alike(site: &Site, line: &str) -> Value {
 }
 
 #[test]
-fn a_whole_model_evaluates_as_it_did_in_its_run() {
+fn a_saved_model_evaluates_as_it_did_in_its_run() {
     let site = Site::new();
     site.train("--zero 3 --nproc 2 --offload cpu --eval-data data/samples.json --eval-steps 2");
     assert_eq!(
@@ -181,7 +181,7 @@ fn a_whole_model_evaluates_as_it_did_in_its_run() {
 }
 
 #[test]
-fn adapters_and_trained_parts_are_laid_over_their_base() {
+fn adapters_and_trained_parts_are_applied_to_their_base() {
     for flags in [
         "--use-lora true --lora-rank 4 --modules-to-save resampler --train lm_head --tune-vision false",
         "--train lm_head,norm",
@@ -240,7 +240,7 @@ fn write_trained(site: &Site, folder: &str, tensor: &str) {
 }
 
 #[test]
-fn what_cannot_be_asked_is_refused() {
+fn impossible_generate_and_eval_commands_are_refused() {
     let site = Site::new();
     write_trained(&site, "stranger", "llm.nothing.weight");
     write_trained(&site, "misshaped", "llm.lm_head.weight");

@@ -50,7 +50,7 @@ fn measured(site: &Site, flags: &str) -> Measured {
 }
 
 #[test]
-fn a_plan_is_true_of_the_kernels_figures() {
+fn planned_memory_matches_the_figures_of_the_operating_system() {
     let site = Site::new();
     for flags in [
         "--zero 0 --nproc 1 --precision f32",
@@ -86,7 +86,7 @@ fn a_plan_is_true_of_the_kernels_figures() {
 }
 
 #[test]
-fn after_warm_up_a_step_takes_no_memory_from_the_system() {
+fn after_warm_up_a_step_allocates_no_memory() {
     /// Counters of the kernel are exact to some pages per thread.
     const EXACT_TO: u64 = 1 << 20;
     let site = Site::new();
@@ -142,7 +142,7 @@ fn the_plan_of_every_family_comes_from_its_config_alone() {
 }
 
 #[test]
-fn what_does_not_fit_is_refused_with_the_nearest_that_does() {
+fn a_plan_that_does_not_fit_is_refused_with_the_nearest_that_does() {
     let folder = tempfile::tempdir().unwrap();
     let model = folder.path().join("small");
     model_folder(&golden("minicpm-v-2_6"), &model, &small_sizes()).unwrap();
@@ -197,7 +197,7 @@ fn the_matrix_has_every_stage_and_offload() {
 }
 
 #[test]
-fn weights_are_looked_at_unless_told_not_to() {
+fn plan_reads_weight_files_unless_told_not_to() {
     let site = Site::new();
     let model = site.path("model");
     let (code, _) = plan_json(&format!("--model {}", model.display()));
@@ -266,7 +266,7 @@ fn a_plan_knows_the_bytes_of_a_checkpoint() {
 
 /// A merged model is written from blocks, whatever its size: the process itself is most of what it takes.
 #[test]
-fn check_25_an_export_holds_blocks_and_no_model() {
+fn check_25_an_export_does_not_load_the_whole_model() {
     const MOST: u64 = 40 << 20;
     let site = Site::new();
     let sizes = json!({"num_hidden_layers": 12, "intermediate_size": 16 << 10});

@@ -45,7 +45,7 @@ fn lines(path: &Path) -> Vec<Value> {
 }
 
 #[test]
-fn a_run_says_where_its_time_and_memory_went() {
+fn a_run_logs_its_times_and_memory() {
     let site = Site::new();
     let line = "--zero 3 --offload cpu --max-steps 4 --eval-data data/samples.json --report-to tensorboard";
     let outcome = site.train(line);
@@ -156,7 +156,7 @@ fn pool_peak(rows: &[Value], pool: &str, phases: &[&str]) -> u64 {
 }
 
 #[test]
-fn saving_and_evaluating_need_no_more_than_training() {
+fn saving_and_evaluating_need_no_more_memory_than_training() {
     for line in [
         "--zero 3 --offload cpu",
         "--zero 3 --offload cpu --lora-rank 4 --per-device-eval-batch-size 6",
@@ -179,7 +179,7 @@ fn saving_and_evaluating_need_no_more_than_training() {
 }
 
 #[test]
-fn a_run_is_watched_while_it_goes_on_and_after_it_was_stopped() {
+fn watch_shows_a_running_and_a_stopped_run() {
     let site = Site::new();
     let mut run = site.start(LONG);
     run.wait_for_step();
@@ -195,7 +195,7 @@ fn a_run_is_watched_while_it_goes_on_and_after_it_was_stopped() {
 }
 
 #[test]
-fn a_failed_run_has_a_page_and_is_shown_with_its_failure() {
+fn a_failed_run_has_a_report_and_watch_shows_its_failure() {
     let site = Site::new();
     let mut run = site.start(LONG);
     run.wait_for_step();
@@ -210,7 +210,7 @@ fn a_failed_run_has_a_page_and_is_shown_with_its_failure() {
 }
 
 #[test]
-fn a_run_that_vanished_is_dead() {
+fn watch_shows_a_killed_run_as_dead() {
     let site = Site::new();
     let mut run = site.start(LONG);
     run.wait_for_step();
@@ -234,7 +234,7 @@ fn a_run_that_vanished_is_dead() {
 }
 
 #[test]
-fn watching_needs_the_folder_of_a_run() {
+fn watch_needs_the_directory_of_a_run() {
     let site = Site::new();
     for (words, cause) in [
         ("gone", "the directory does not exist"),

@@ -120,7 +120,7 @@ fn every_layout_and_precision_leaves_a_complete_run() {
 }
 
 #[test]
-fn a_step_without_learning_rate_returns_the_weights_it_was_given() {
+fn a_step_with_learning_rate_zero_leaves_the_weights() {
     // The first step of a warmup has rate 0. This also shows that weights were read, not drawn.
     for precision in ["f32", "bf16"] {
         let site = Site::new();
@@ -146,7 +146,7 @@ fn a_step_without_learning_rate_returns_the_weights_it_was_given() {
 }
 
 #[test]
-fn tensors_keep_their_dtype_and_those_of_other_parts_stay() {
+fn saved_tensors_keep_their_dtype_and_unknown_parts_are_kept() {
     let site = Site::with_model("minicpm-o-2_6");
     let original = tensors(&site.path("model/model.safetensors"));
     let dtypes: BTreeSet<_> = original.values().map(|(dtype, _)| *dtype).collect();
@@ -159,7 +159,7 @@ fn tensors_keep_their_dtype_and_those_of_other_parts_stay() {
 }
 
 #[test]
-fn one_rank_with_two_samples_learns_as_two_ranks_with_one() {
+fn one_rank_with_two_samples_trains_as_two_ranks_with_one() {
     let run = |line: &str| {
         let site = Site::new();
         site.train(&format!("--max-steps 4 {line}"));
@@ -223,7 +223,7 @@ fn a_frozen_language_model_is_left_out_of_checkpoints() {
 }
 
 #[test]
-fn ranks_with_and_without_pictures_work_together() {
+fn ranks_with_and_without_images_train_together() {
     for (zero, line) in [(3, "--offload cpu"), (2, ""), (3, "--tune-llm false")] {
         let site = Site::new();
         // Two samples and two ranks: each step one rank has a picture and the other has none.
@@ -237,7 +237,7 @@ fn ranks_with_and_without_pictures_work_together() {
 }
 
 #[test]
-fn a_run_without_any_picture_trains() {
+fn a_run_without_any_image_trains() {
     let site = Site::new();
     site.write_samples("text", &[text_only(1), text_only(2), text_only(3)]);
     site.train("--data data/text.json");
@@ -245,7 +245,7 @@ fn a_run_without_any_picture_trains() {
 }
 
 #[test]
-fn few_samples_wrap_around_and_the_log_says_so() {
+fn few_samples_wrap_around_and_the_log_reports_it() {
     let site = Site::new();
     site.write_samples("one", &[text_only(1)]);
     let outcome = site
@@ -258,7 +258,7 @@ fn few_samples_wrap_around_and_the_log_says_so() {
 }
 
 #[test]
-fn only_as_many_checkpoints_stay_as_asked_for() {
+fn save_total_limit_bounds_the_checkpoints() {
     let site = Site::new();
     site.train("--max-steps 3 --save-steps 1 --save-total-limit 1");
     let mut names = listing(&site.path("out"));
@@ -271,7 +271,7 @@ fn only_as_many_checkpoints_stay_as_asked_for() {
 }
 
 #[test]
-fn bad_samples_are_left_out_only_when_asked() {
+fn bad_samples_are_skipped_only_on_request() {
     let site = Site::new();
     let mut samples = site.samples();
     samples[0]["image"] = json!("gone.png");
@@ -344,7 +344,7 @@ fn evaluation_follows_its_strategy() {
 }
 
 #[test]
-fn pictures_may_be_named_by_absolute_paths_and_tensorboard_be_asked_for() {
+fn images_may_have_absolute_paths_and_tensorboard_is_written_on_request() {
     let site = Site::new();
     let mut samples = site.samples();
     fs::create_dir(site.path("pictures")).unwrap();

@@ -94,7 +94,7 @@ fn shard_groups_have_the_bits_of_one_group_and_save_one_copy() {
 }
 
 #[test]
-fn updates_that_begin_while_backward_runs_have_the_same_bits() {
+fn the_optimizer_in_backward_has_the_same_bits() {
     let site = Site::new();
     let mut number = 0;
     // Fewer than all units; gradients that are kept, with a norm that clips; gradients that are kept nowhere.
@@ -153,7 +153,7 @@ fn updates_that_begin_while_backward_runs_have_the_same_bits() {
 }
 
 #[test]
-fn spilled_state_is_logged_saved_and_continued() {
+fn spilled_state_is_logged_saved_and_resumed() {
     let site = Site::new();
     let line = "--zero 2 --offload nvme:spill --precision fp16 --gradient-accumulation-steps 2";
     let outcome = site.train(&format!(
@@ -181,7 +181,7 @@ fn spilled_state_is_logged_saved_and_continued() {
 }
 
 #[test]
-fn jobs_on_one_folder_keep_to_their_own_files_and_sweep_what_is_dead() {
+fn jobs_in_one_directory_use_their_own_files_and_remove_those_of_dead_jobs() {
     let site = Site::new();
     let long = LONG.replace("--offload cpu", "--offload nvme:spill");
     let mut run = site.start(&long);
@@ -244,7 +244,7 @@ fn a_loss_scale_that_cannot_fall_further_ends_the_run() {
 }
 
 #[test]
-fn tiers_and_formats_that_cannot_be_are_refused() {
+fn impossible_tiers_and_formats_are_refused() {
     let site = Site::new();
     // A file system that holds nothing, and a place that is no folder.
     let screen = site.refuse("--offload nvme:/proc/none", 5, "E17");

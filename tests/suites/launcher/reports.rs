@@ -28,7 +28,7 @@ fn word_after<'a>(text: &'a str, before: &str) -> &'a str {
 }
 
 #[test]
-fn mistakes_on_the_command_line_have_a_json_twin() {
+fn command_line_errors_are_also_printed_as_json() {
     let site = Site::new();
     for line in [
         "--zeor 3 --error-format json",
@@ -59,7 +59,7 @@ fn mistakes_on_the_command_line_have_a_json_twin() {
 }
 
 #[test]
-fn refusals_and_deaths_have_a_json_twin() {
+fn refusals_and_deaths_are_also_printed_as_json() {
     let site = Site::new();
     let outcome = site.run("--model-max-length 12 --error-format json");
     let refusal = twin(&outcome);
@@ -102,7 +102,7 @@ fn a_killed_rank_is_reported_with_the_memory_of_all() {
 }
 
 #[test]
-fn a_rank_that_stands_still_ends_the_run_within_the_timeout() {
+fn a_stalled_rank_ends_the_run_within_the_timeout() {
     let site = Site::new();
     let mut run = site.start(&format!("{LONG} --comm-timeout 2"));
     run.wait_for_step();
@@ -171,7 +171,7 @@ fn a_loss_that_is_not_finite_is_traced_to_its_operation() {
 }
 
 #[test]
-fn samples_that_are_too_long_come_with_the_length_that_suffices() {
+fn samples_that_are_too_long_are_reported_with_a_sufficient_length() {
     let site = Site::new();
     let screen = site.refuse("--model-max-length 60", 3, "E06");
     assert_says(
@@ -200,7 +200,7 @@ fn samples_that_are_too_long_come_with_the_length_that_suffices() {
 }
 
 #[test]
-fn placeholders_are_shown_with_their_place() {
+fn wrong_image_markers_are_shown_with_their_position() {
     let site = Site::new();
     let mut samples = site.samples();
     samples[1]["conversations"][0]["content"] = json!("See <image_07>, is it taller?");
@@ -217,7 +217,7 @@ fn placeholders_are_shown_with_their_place() {
 }
 
 #[test]
-fn plans_that_do_not_fit_come_with_one_that_does() {
+fn plans_that_do_not_fit_suggest_one_that_does() {
     let site = Site::new();
     let line = "--zero 1 --nproc 2 --per-device-train-batch-size 4 --device-memory-limit 8M";
     let screen = site.refuse(line, 5, "E17");
@@ -296,7 +296,7 @@ fn device_memory_that_runs_out_is_traced_to_its_unit() {
 }
 
 #[test]
-fn incomplete_model_folders_say_what_is_missing() {
+fn incomplete_model_directories_name_the_missing_files() {
     let site = Site::new();
     let weights = site.path("model/model.safetensors");
     let whole = fs::read(&weights).unwrap();
@@ -388,7 +388,7 @@ fn explained(arguments: &[&str]) -> (Option<i32>, String) {
 }
 
 #[test]
-fn codes_are_explained_in_two_languages() {
+fn error_codes_are_explained_in_two_languages() {
     let (code, list) = explained(&[]);
     assert_eq!(code, Some(0));
     for code in ["E01", "E10", "E15", "E21"] {

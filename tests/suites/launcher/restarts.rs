@@ -19,7 +19,7 @@ fn state(site: &Site, checkpoint: &str) -> Vec<(String, String)> {
 }
 
 #[test]
-fn a_run_with_deaths_ends_with_the_bits_of_one_without() {
+fn a_restarted_run_ends_with_the_bits_of_an_undisturbed_one() {
     let site = Site::new();
     site.train(&format!("{RUN} --precision bf16 --output plain"));
     // Before the first save; behind one; while saving; behind a checkpoint that a bit was flipped in.
@@ -75,7 +75,7 @@ fn a_run_with_deaths_ends_with_the_bits_of_one_without() {
 }
 
 #[test]
-fn only_so_many_deaths_are_forgiven() {
+fn a_run_is_restarted_at_most_max_restarts_times() {
     let site = Site::new();
     let line = format!("{RUN} --max-restarts 1 --inject kill:rank=1,step=3,times=5");
     let outcome = site.run(&line);
@@ -90,7 +90,7 @@ fn only_so_many_deaths_are_forgiven() {
 }
 
 #[test]
-fn what_would_come_again_is_not_tried_again() {
+fn failures_that_would_repeat_are_not_restarted() {
     let site = Site::new();
     for (line, status) in [
         (
@@ -125,7 +125,7 @@ fn what_would_come_again_is_not_tried_again() {
 }
 
 #[test]
-fn fewer_ranks_go_on_where_one_is_gone_for_good() {
+fn elastic_runs_continue_with_fewer_ranks_after_a_permanent_loss() {
     let site = Site::new();
     let line = "--max-steps 6 --save-steps 2 --nproc 3 --zero 3 --gradient-accumulation-steps 2 --max-restarts 1";
     site.train(&format!("{line} --output plain"));

@@ -43,7 +43,7 @@ fn a_resumed_run_has_the_bits_of_an_unbroken_one() {
 }
 
 #[test]
-fn auto_continues_in_the_same_folder_with_one_log() {
+fn resume_auto_continues_in_the_same_directory_with_one_log() {
     let site = Site::new();
     let line = "--lr-scheduler-type constant --zero 3 --offload cpu";
     site.train(&format!("{line} --max-steps 6 --output whole"));
@@ -77,7 +77,7 @@ fn a_checkpoint_continues_at_another_stage_and_number_of_ranks() {
 }
 
 #[test]
-fn adapters_continue_exactly() {
+fn adapters_resume_with_the_same_bits() {
     let site = Site::new();
     // In the middle of an epoch, and with masks that belong to each visit to a sample.
     let line = "--use-lora true --lora-rank 4 --lora-dropout 0.3 --gradient-accumulation-steps 2 --max-steps 4";
@@ -94,7 +94,7 @@ fn adapters_continue_exactly() {
 }
 
 #[test]
-fn damaged_checkpoints_are_refused_before_anything_is_touched() {
+fn damaged_checkpoints_are_refused_before_any_file_changes() {
     let site = Site::new();
     site.train("--save-steps 1");
     let state = site.path("out/checkpoint-2/state/rank-0001.safetensors");
@@ -148,7 +148,7 @@ fn a_checkpoint_of_another_run_is_refused() {
 }
 
 #[test]
-fn a_folder_with_another_run_is_never_written_to() {
+fn a_directory_with_another_run_is_never_written_to() {
     let site = Site::new();
     site.train("");
     let screen = site.refuse("", 2, "E09");

@@ -22,7 +22,7 @@ fn contents(folder: &Path) -> Vec<(String, Vec<u8>)> {
 }
 
 #[test]
-fn a_synthetic_folder_is_made_again_and_trains_at_once() {
+fn a_synthetic_model_is_reproducible_and_trains() {
     let site = Site::new();
     let synth = |name: &str, seed: u64| {
         let line = format!(
@@ -61,7 +61,7 @@ fn a_synthetic_folder_is_made_again_and_trains_at_once() {
 }
 
 #[test]
-fn what_synth_cannot_make_is_refused() {
+fn impossible_synth_requests_are_refused() {
     let site = Site::new();
     for (line, status, code, words) in [
         ("synth --output x", 2, "E09", "--model-config is missing"),

@@ -198,7 +198,7 @@ journeys! {
 }
 
 #[test]
-fn rates_belong_to_parts_and_stand_in_the_table() {
+fn learning_rates_of_parts_are_applied_and_printed() {
     let site = Site::new();
     let line = "--lr resampler=0,norm=5e-4 --lr-scale linear --nproc 2 --weight-decay 0";
     let screen = site.train(line).screen;
@@ -220,7 +220,7 @@ fn rates_belong_to_parts_and_stand_in_the_table() {
 }
 
 #[test]
-fn an_adapter_is_exported_for_peft_and_a_part_alone_is_refused() {
+fn an_adapter_is_exported_for_peft_and_a_trained_part_alone_is_refused() {
     let site = Site::new();
     site.train("--lora-rank 2 --train lm_head --output run");
     let screen = succeed(
@@ -280,7 +280,7 @@ fn an_adapter_is_exported_for_peft_and_a_part_alone_is_refused() {
 }
 
 #[test]
-fn an_export_keeps_what_no_model_here_has_and_cuts_files() {
+fn an_export_keeps_unknown_tensors_and_splits_files() {
     let site = Site::with_model("minicpm-o-2_6");
     site.train("--lora-rank 2 --modules-to-save none --output run");
     succeed(

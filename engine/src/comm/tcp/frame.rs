@@ -97,7 +97,7 @@ mod tests {
         }
 
         #[test]
-        fn what_was_written_is_read(bytes in prop::collection::vec(any::<u8>(), 0..300)) {
+        fn frames_round_trip(bytes in prop::collection::vec(any::<u8>(), 0..300)) {
             let mut wire = Vec::new();
             write(&mut wire, &bytes).unwrap();
             let mut frame = Vec::new();

@@ -58,7 +58,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn secrets_are_long_hidden_and_tell_parts_apart() {
+    fn secrets_are_long_are_not_printed_and_seal_each_part_separately() {
         assert!(Secret::new(b"short").is_none());
         let secret = Secret::new(b"sixteen bytes or more").unwrap();
         assert_eq!(format!("{secret:?}"), "Secret(…)");

@@ -89,7 +89,7 @@ fn error(joined: &Option<Joined>) -> &MeetError {
 }
 
 #[test]
-fn ranks_meet_and_hear_each_other() {
+fn ranks_join_and_exchange_bytes() {
     for size in [1, 2, 5] {
         let ranks: Vec<_> = meet(size, |_| true)
             .into_iter()
@@ -109,7 +109,7 @@ fn ranks_meet_and_hear_each_other() {
 }
 
 #[test]
-fn a_rank_that_ends_early_is_not_waited_for() {
+fn a_rank_that_leaves_is_not_waited_for() {
     let ranks: Vec<_> = meet(3, |_| true)
         .into_iter()
         .map(|joined| joined.unwrap().unwrap())
@@ -161,7 +161,7 @@ fn missing_ranks_are_named_with_those_that_came() {
 }
 
 #[test]
-fn a_rank_with_another_fact_is_named_to_all() {
+fn a_rank_with_a_different_fact_is_named_on_every_rank() {
     let joined = meet(3, |options| {
         if options.world.rank == 2 {
             options.facts[0].1 = "2".to_owned();
@@ -199,7 +199,7 @@ fn a_rank_with_another_fact_is_named_to_all() {
 }
 
 #[test]
-fn a_rank_that_counts_other_ranks_or_a_missing_fact_differs_too() {
+fn another_world_size_or_a_missing_fact_is_a_difference() {
     let joined = meet(2, |options| {
         if options.world.rank == 1 {
             options.world.size = 3;
@@ -225,7 +225,7 @@ fn a_rank_that_counts_other_ranks_or_a_missing_fact_differs_too() {
 }
 
 #[test]
-fn two_processes_of_one_rank_are_told_so() {
+fn two_processes_with_one_rank_number_are_refused() {
     let (listener, port) = listener();
     let twice = std::thread::scope(|scope| {
         let first = scope.spawn(move || join_at(&options(0, 3, port), Some(listener)));
@@ -241,7 +241,7 @@ fn two_processes_of_one_rank_are_told_so() {
 }
 
 #[test]
-fn a_rank_with_another_secret_stays_outside_and_ends_nobody() {
+fn a_rank_with_another_secret_is_rejected_and_the_others_go_on() {
     let (listener, port) = listener();
     std::thread::scope(|scope| {
         let first = scope.spawn(move || join_at(&options(0, 2, port), Some(listener)));
@@ -257,7 +257,7 @@ fn a_rank_with_another_secret_stays_outside_and_ends_nobody() {
 }
 
 #[test]
-fn whoever_sends_noise_or_nothing_is_turned_away() {
+fn connections_that_send_noise_or_nothing_are_dropped() {
     let (listener, port) = listener();
     std::thread::scope(|scope| {
         let mut waiting = options(0, 2, port);

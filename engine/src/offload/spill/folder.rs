@@ -193,7 +193,7 @@ mod tests {
     use std::sync::Arc;
 
     #[test]
-    fn folder_and_files_are_their_owners_alone_and_links_are_not_followed() {
+    fn spill_directory_and_files_are_private_and_links_are_not_followed() {
         use std::os::unix::fs::{PermissionsExt, symlink};
         let parent = tempfile::tempdir().unwrap();
         let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
@@ -223,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn a_spill_file_that_exists_is_refused_and_keeps_its_bytes() {
+    fn an_existing_spill_file_is_refused_and_keeps_its_bytes() {
         let parent = tempfile::tempdir().unwrap();
         let own = Arc::new(SpillFolder::join(parent.path(), "a").unwrap());
         let file = SpillFile::create(&own, 0, "param", IoPath::Mapped).unwrap();
@@ -243,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pipe_in_the_place_of_the_lock_is_refused_at_once() {
+    fn a_fifo_named_as_the_lock_is_refused_at_once() {
         let parent = tempfile::tempdir().unwrap();
         let folder = parent.path().join(format!("{FOLDER_PREFIX}a"));
         fs::create_dir(&folder).unwrap();
@@ -265,7 +265,7 @@ mod tests {
     }
 
     #[test]
-    fn two_jobs_in_one_folder_leave_each_other_alone() {
+    fn two_jobs_in_one_directory_leave_each_others_files_alone() {
         let parent = tempfile::tempdir().unwrap();
         let first = SpillFolder::join(parent.path(), "a").unwrap();
         let other_rank = SpillFolder::join(parent.path(), "a").unwrap();
@@ -282,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn folders_of_killed_jobs_are_swept_and_foreign_ones_are_not() {
+    fn directories_of_killed_jobs_are_swept_and_foreign_ones_are_not() {
         let parent = tempfile::tempdir().unwrap();
         let dead = parent.path().join(format!("{FOLDER_PREFIX}dead"));
         fs::create_dir(&dead).unwrap();
@@ -301,7 +301,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_in_the_place_of_the_folder_is_an_error() {
+    fn a_file_named_as_the_spill_directory_is_an_error() {
         let parent = tempfile::tempdir().unwrap();
         fs::write(parent.path().join(format!("{FOLDER_PREFIX}x")), "").unwrap();
         let error = SpillFolder::join(parent.path(), "x").unwrap_err();
@@ -309,7 +309,7 @@ mod tests {
     }
 
     #[test]
-    fn joining_while_others_sweep_always_ends_with_a_living_folder() {
+    fn joining_during_a_sweep_always_ends_with_an_existing_directory() {
         let parent = tempfile::tempdir().unwrap();
         let path = parent.path();
         std::thread::scope(|s| {

@@ -425,7 +425,7 @@ mod tests {
     }
 
     #[test]
-    fn more_than_the_disk_holds_is_refused_at_once() {
+    fn an_extent_larger_than_the_disk_is_refused_at_once() {
         let (_parent, folder, _io) = world();
         let mut file = SpillFile::create(&folder, 0, "big", IoPath::Mapped).unwrap();
         let error = file.allocate(1 << 50, 0).unwrap_err();
@@ -443,7 +443,7 @@ mod tests {
     }
 
     #[test]
-    fn read_ahead_leaves_buffers_to_others() {
+    fn read_ahead_leaves_buffers_for_other_requests() {
         let (_parent, folder, io) = world();
         let mut file = SpillFile::create(&folder, 0, "ahead", IoPath::Mapped).unwrap();
         let extent = file.allocate(1 << 20, 0).unwrap();

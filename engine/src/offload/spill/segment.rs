@@ -179,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn segments_are_apart_and_begin_with_a_huge_page() {
+    fn segments_do_not_overlap_and_start_at_a_huge_page() {
         let pool = SegmentPool::new(5, &Pool::new("host", None)).unwrap();
         let mut all: Vec<_> = (0..5).map(|_| pool.take()).collect();
         assert!(all[0].at().addr().is_multiple_of(HUGE_BYTES));

@@ -195,7 +195,7 @@ proptest! {
 
 /// The product has more rows, columns and depth than one packed part of each operand.
 #[test]
-fn parts_and_runs_join_without_a_seam() {
+fn products_larger_than_one_packed_part_have_the_bits_of_the_definition() {
     let (m, n, k) = (270, 530, 2500);
     let mut seed = 7;
     let (left, right) = (Values::new(m * k, &mut seed), Values::new(k * n, &mut seed));
@@ -219,7 +219,7 @@ fn parts_and_runs_join_without_a_seam() {
 }
 
 #[test]
-fn stretches_cover_every_depth_once() {
+fn stretches_cover_every_index_of_k_once() {
     for k in [0, 1, 16, 255, 256, 257, 511, 768, 1000, 4097] {
         let all: Vec<_> = stretches(k).collect();
         assert_eq!(all.iter().map(|s| s.1).sum::<usize>(), k);

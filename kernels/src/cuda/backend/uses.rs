@@ -107,7 +107,7 @@ mod tests {
     use std::sync::atomic::{AtomicU64, Ordering};
 
     #[test]
-    fn a_copy_waits_for_the_last_use_of_its_place_and_no_later_one() {
+    fn a_copy_waits_for_the_last_use_of_its_range_and_no_later_one() {
         let (uses, marks) = (Uses::default(), AtomicU64::new(0));
         let now =
             || -> Result<Moment, Cause> { Ok(Arc::new(marks.fetch_add(1, Ordering::Relaxed))) };

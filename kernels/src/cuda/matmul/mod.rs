@@ -209,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn a_product_keeps_its_operands() {
+    fn a_library_product_has_the_operands_of_its_kernel() {
         let own = product();
         let multiply = Multiply::of(&own).expect("one sum, whole lines");
         let shape = multiply.shape;
@@ -222,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_library_takes_no_such_product_of_stays_ours() {
+    fn products_that_a_library_cannot_express_use_our_kernels() {
         let without = |change: &dyn Fn(&mut Product)| {
             let mut other = product();
             change(&mut other);

@@ -112,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn the_head_ends_where_all_windows_are_aligned() {
+    fn the_scalar_head_ends_where_all_buffers_are_aligned() {
         assert_eq!(window([0, 0, 0, 0]).head(), 0);
         // Three elements after a boundary: five more until the next. f32 is aligned every four elements.
         assert_eq!(window([6, 12, 6, 12]).head(), 5);
@@ -122,7 +122,7 @@ mod tests {
     }
 
     #[test]
-    fn bytes_per_parameter_are_the_known_ones() {
+    fn bytes_per_parameter_of_every_form_are_exact() {
         let bytes = Form::ALL.map(|form| form.bytes(DType::BF16));
         assert_eq!(bytes, [26, 28, 28, 22, 14]);
     }

@@ -175,7 +175,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_row_and_column_is_in_one_block_and_the_partial_sums_stay_below_a_pass() {
+    fn every_row_and_column_is_in_one_block_and_partial_sums_are_bounded() {
         for (t, n, r) in [
             (1, 8, 1),
             (8192, 4096, 16),

@@ -411,7 +411,7 @@ mod tests {
     }
 
     #[test]
-    fn large_layers_get_the_large_tile_and_no_parts() {
+    fn large_layers_use_the_large_tile_without_split_k() {
         let choice = layer(8192, 4096, 4096, 16)
             .output(Address(256), 16, Address(512))
             .choose(132);

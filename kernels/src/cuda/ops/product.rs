@@ -465,7 +465,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_chosen_is_built_in_and_nothing_else() {
+    fn the_built_in_variants_are_exactly_those_that_are_chosen() {
         let listed = choosable();
         let unlike: HashSet<Variant> = listed.iter().copied().collect();
         assert_eq!(unlike.len(), listed.len(), "one is listed twice");

@@ -306,7 +306,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn rows_of_a_target_lie_behind_each_other_in_their_order() {
+    fn source_rows_are_grouped_by_target_in_their_order() {
         let groups = Groups::of(&[5, 2, 5, 0, 2, 5]);
         assert_eq!(groups.targets, [0, 2, 5]);
         assert_eq!(groups.sources, [3, 1, 4, 0, 2, 5]);
@@ -315,7 +315,7 @@ mod tests {
     }
 
     #[test]
-    fn the_widest_unit_divides_rows_and_addresses() {
+    fn the_copy_unit_divides_rows_and_addresses() {
         let of = |bytes, address| unit(bytes, &[Address(address), Address(64)]);
         assert_eq!((of(32, 16), of(32, 8), of(8, 16)), (16, 4, 4));
         assert_eq!((of(6, 16), of(32, 2), of(3, 16), of(32, 1)), (2, 2, 1, 1));

@@ -226,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn adapters_share_what_is_alike() {
+    fn only_adapters_with_equal_inputs_and_groups_share_launches() {
         let layers = [pair(0, [4, 8]), pair(1, [16, 5])];
         assert!(share(&layers) && share(&layers[..1]) && share(&[]));
         let changed = |change: fn(&mut RoutedLora)| {

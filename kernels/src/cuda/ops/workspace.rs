@@ -55,7 +55,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn released_memory_is_handed_out_again_and_the_peak_is_kept() {
+    fn released_workspace_is_reused_and_the_peak_is_kept() {
         let mut space = Workspace::new(Address(1024));
         assert_eq!(space.take(1), Address(1024));
         let mark = space.mark();

@@ -108,7 +108,7 @@ mod tests {
     }
 
     #[test]
-    fn every_module_has_ptx_of_its_present_source() {
+    fn every_module_has_ptx_of_its_current_source() {
         let mut expected: Vec<String> = Vec::new();
         for module in Family::ALL.iter().flat_map(|family| family.modules()) {
             let entry = bundle().get(&module.name());

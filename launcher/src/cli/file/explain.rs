@@ -184,7 +184,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sizes_of_a_model_are_those_that_the_trainers_write() {
+    fn auto_bucket_sizes_are_those_of_hugging_face() {
         let folder = tempfile::tempdir().expect("temp dir");
         let file = folder.path().join("config.json");
         let args = train_args(&[

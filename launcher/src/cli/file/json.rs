@@ -251,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn mistakes_name_their_line() {
+    fn errors_name_their_line() {
         for (text, line, part) in [
             ("{\n\"a\": 1,\n\"a\": 2}", 3, "twice, first in line 2"),
             ("{\"a\": 1 \"b\": 2}", 1, "comma"),

@@ -74,7 +74,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_ending_or_the_first_sign_tells_the_language() {
+    fn the_extension_or_the_first_character_decides_the_format() {
         for (text, ending) in [
             ("{\"zero\": 3}", "json"),
             ("\u{feff} {\"zero\": 3} // x", ""),

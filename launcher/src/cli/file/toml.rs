@@ -92,7 +92,7 @@ mod tests {
     }
 
     #[test]
-    fn mistakes_name_their_line() {
+    fn errors_name_their_line() {
         for (text, line) in [
             ("a = 1\na = 2", 2),
             ("a = inf", 1),

@@ -195,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn words_are_numbers_truths_or_themselves() {
+    fn plain_words_become_numbers_booleans_null_or_text() {
         assert_eq!(Value::plain("1e-5"), Value::Number("1e-5".into()));
         assert_eq!(Value::plain("True"), Value::Bool(true));
         assert_eq!(Value::plain("~"), Value::Null);

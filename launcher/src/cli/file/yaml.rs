@@ -129,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn what_could_surprise_is_refused() {
+    fn ambiguous_yaml_is_refused() {
         for (text, part) in [
             ("a: 1\na: 2", "twice"),
             ("a: &x 1\nb: *x", "anchors"),

@@ -182,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn two_give_the_third() {
+    fn two_batch_sizes_determine_the_third() {
         for (micro, accumulation, global, sizes) in [
             (Some(3), Some(4), None, (3, 4)),
             (Some(3), None, Some(24), (3, 4)),
@@ -198,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn contradictions_name_all_numbers() {
+    fn contradicting_batch_sizes_are_all_named() {
         for (sizes, parts) in [
             (
                 (Some(3), Some(4), Some(25)),
@@ -221,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn both_spellings_of_recomputation_must_agree() {
+    fn both_flags_of_recomputation_must_agree() {
         let of = |towers: Option<&str>, switch| {
             recompute(&Args {
                 checkpoint_activations: towers.map(|t| t.parse().expect("towers")),
@@ -241,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn layers_share_an_input_only_where_something_is_computed_again() {
+    fn layers_share_a_saved_input_only_with_recomputation() {
         let of = |layers, again: &str| {
             num_layers(&Args {
                 checkpoint_num_layers: layers,

@@ -166,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn adapters_and_a_language_model_that_trains_go_together() {
+    fn adapters_and_a_trainable_language_model_combine() {
         let (both, _) = resolved(|args| (args.use_lora, args.tune_llm) = (Some(true), Some(true)));
         let both = both.expect("resolves");
         assert!(both.tune_llm && both.lora.is_some());
@@ -190,7 +190,7 @@ mod tests {
     }
 
     #[test]
-    fn rates_and_layers_out_of_form_are_refused() {
+    fn malformed_rates_and_layer_ranges_are_refused() {
         let (rates, _) = resolved(|args| args.lr = Some("resampler=1e-5, vpm=0".into()));
         let rates = rates.expect("resolves").learning_rates;
         assert_eq!(

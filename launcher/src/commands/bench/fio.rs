@@ -57,7 +57,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_rate_is_read_from_the_report() {
+    fn the_rate_is_read_from_the_report_of_fio() {
         let report = br#"{"jobs":[{"read":{"bw_bytes":2500000},"write":{"bw_bytes":0}}]}"#;
         assert_eq!(rate(report, "read"), Some(2.5e6));
         assert_eq!(rate(report, "write"), None);

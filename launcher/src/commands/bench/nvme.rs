@@ -188,7 +188,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn shares_are_of_medians_and_each_way_has_its_own() {
+    fn shares_are_of_median_rates_of_each_io_path() {
         let rates = |name, read: [f64; 3], write: [f64; 3]| Rates {
             name,
             read: read.to_vec(),
@@ -217,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn a_folder_is_measured_and_left_as_it_was() {
+    fn a_directory_is_measured_and_left_as_it_was() {
         let folder = tempfile::tempdir().expect("temp dir");
         let rates = rounds_of(folder.path(), 2 << 20, 1).expect("measured");
         let mapped = &rates[1];

@@ -101,7 +101,7 @@ mod tests {
     }
 
     #[test]
-    fn a_picture_is_one_piece_whatever_its_slices() {
+    fn an_image_is_one_piece_however_many_slices_it_has() {
         let sample = sample();
         let pictures = [(1..9, 2), (9..13, 1)];
         let roles = roles(&sample, &pictures);
@@ -113,7 +113,7 @@ mod tests {
     }
 
     #[test]
-    fn marks_are_brackets_or_colour() {
+    fn supervised_text_is_marked_by_brackets_or_color() {
         let pieces = [("Q ", false), ("A", true)].map(|(text, supervised)| Piece {
             text: text.to_owned(),
             supervised,

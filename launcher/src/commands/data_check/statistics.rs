@@ -102,7 +102,7 @@ mod tests {
     use crate::data::SamplerSizes;
 
     #[test]
-    fn percentiles_are_nearest_ranks() {
+    fn percentiles_use_the_nearest_rank() {
         let spread = Spread::of(1..=20);
         assert_eq!(
             (spread.min, spread.p50, spread.p95, spread.max),

@@ -160,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn the_demo_is_drawn_once_and_repaired_when_damaged() {
+    fn demo_files_are_made_once_and_repaired_when_damaged() {
         let temp = tempfile::tempdir().expect("temp dir");
         let folder = temp.path().join("cache/demo-1");
         fs::create_dir_all(temp.path().join("cache/.demo-1.drawing.4194999")).expect("made");
@@ -186,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn a_folder_that_cannot_be_written_is_an_error() {
+    fn a_directory_that_cannot_be_written_is_an_error() {
         let temp = tempfile::tempdir().expect("temp dir");
         let file = temp.path().join("file");
         fs::write(&file, "x").expect("written");

@@ -90,7 +90,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn held_out_pictures_are_not_in_the_training_set() {
+    fn held_out_images_are_not_in_the_training_set() {
         let train: std::collections::HashSet<Vec<u8>> =
             train().map(|sample| sample.png()).collect();
         assert!(
@@ -102,7 +102,7 @@ mod tests {
     }
 
     #[test]
-    fn colours_are_balanced_and_questions_vary() {
+    fn colors_are_balanced_and_questions_vary() {
         let mut colours = [0; 8];
         let mut questions = [0; 4];
         for sample in held_out() {

@@ -26,7 +26,7 @@ mod tests {
 
     /// Draw them again with `cargo run -p launcher --example draw_heldout`.
     #[test]
-    fn the_repository_holds_what_the_generator_draws() {
+    fn the_committed_images_are_those_of_the_generator() {
         for (sample, (name, bytes)) in dataset::held_out().zip(PICTURES) {
             assert_eq!(sample.file_name(), name);
             assert!(

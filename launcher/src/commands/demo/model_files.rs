@@ -137,7 +137,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn files_agree_with_each_other() {
+    fn the_model_files_of_the_demo_agree() {
         let files = files();
         let get = |name: &str| {
             &files
@@ -165,7 +165,7 @@ mod tests {
     }
 
     #[test]
-    fn heads_divide_their_widths() {
+    fn attention_heads_divide_their_widths() {
         let config = config(&Vocabulary::train(&corpus()));
         let of = |value: &Value| value.as_u64().expect("a number");
         assert_eq!(

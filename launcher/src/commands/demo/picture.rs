@@ -66,7 +66,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_colour_is_in_the_picture_and_the_ground_is_dark() {
+    fn an_image_shows_its_color_on_a_dark_background() {
         for index in 0..64 {
             let colour = index % COLOURS.len();
             let file = draw(colour, &mut Rng::new(7, index as u64));

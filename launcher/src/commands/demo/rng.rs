@@ -37,7 +37,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn streams_are_fixed_and_differ() {
+    fn random_streams_are_reproducible_and_differ() {
         let mut rng = Rng::new(1, 0);
         let mut other = Rng::new(1, 1);
         assert_ne!(rng.clone().next(), other.next());

@@ -229,7 +229,7 @@ mod tests {
     }
 
     #[test]
-    fn prompts_are_short() {
+    fn prompts_take_few_tokens() {
         let image = format!("<image>{}</image>", "<unk>".repeat(16));
         let text = format!(
             "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n{image}\nWhat colour is the shape?<|im_end|>\n<|im_start|>assistant\nred<|im_end|>\n"

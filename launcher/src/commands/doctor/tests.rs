@@ -205,7 +205,7 @@ fn a_machine_without_gpus_uses_the_cpu() {
 }
 
 #[test]
-fn gpus_without_a_working_driver_are_told_apart() {
+fn causes_of_a_driver_that_does_not_work_are_told_apart() {
     use Severity::{Problem, Warning};
     let hidden = |facts: &mut Facts| {
         for gpu in &mut facts.gpus {
@@ -255,7 +255,7 @@ fn a_build_without_cuda_says_so() {
 }
 
 #[test]
-fn troubles_of_single_gpus_are_found() {
+fn problems_of_single_gpus_are_found() {
     use Severity::{Note, Problem, Warning};
     type Change = fn(&mut Gpu);
     let process = |used_bytes| GpuProcess { pid: 7, used_bytes };
@@ -299,7 +299,7 @@ fn troubles_of_single_gpus_are_found() {
 }
 
 #[test]
-fn unequal_and_unconnected_gpus_are_found() {
+fn unequal_gpus_and_missing_peer_access_are_found() {
     let unequal = |change: fn(&mut Gpu)| {
         let mut facts = workstation();
         change(&mut facts.gpus[1]);
@@ -330,7 +330,7 @@ fn unequal_and_unconnected_gpus_are_found() {
 }
 
 #[test]
-fn missing_libraries_matter_where_there_is_a_gpu() {
+fn missing_libraries_are_findings_only_with_a_gpu() {
     use Severity::{Note, Warning};
     for (place, expected) in [
         (2, (Warning, "nvrtc-missing")),
@@ -363,7 +363,7 @@ fn missing_libraries_matter_where_there_is_a_gpu() {
 }
 
 #[test]
-fn troubles_of_the_host_are_found() {
+fn problems_of_the_host_are_found() {
     use Severity::{Note, Problem, Warning};
     type Change = fn(&mut Facts);
     let cases: [(Change, (Severity, &str)); 15] = [
@@ -454,7 +454,7 @@ fn the_most_important_findings_come_first() {
 }
 
 #[test]
-fn the_text_is_plain_aligned_and_without_the_users_folder() {
+fn the_report_is_plain_aligned_and_hides_the_home_directory() {
     let mut facts = workstation();
     facts.gpus[0].processes = Some(vec![GpuProcess {
         pid: 4711,

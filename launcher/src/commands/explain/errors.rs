@@ -194,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn every_status_of_a_code_is_in_the_table() {
+    fn every_exit_status_is_in_the_table() {
         for code in ErrorCode::ALL {
             let known = EXIT_CODES.iter().any(|row| row.0 == code.status());
             assert!(known, "{code}");
@@ -207,7 +207,7 @@ mod tests {
     }
 
     #[test]
-    fn flags_and_placeholders_are_in_code_font() {
+    fn flags_and_placeholders_are_rendered_as_code() {
         let text = Both {
             en: "Use --nproc 1 (or --zero 3), `df -h --all DIR`; <image> needs A_B=c.",
             zh: "",

@@ -202,7 +202,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pictures_stand_before_the_prompt_unless_it_places_them() {
+    fn images_come_before_the_prompt_unless_it_has_markers() {
         let ask = |prompt: &str, count: usize| {
             let images: Vec<PathBuf> = (0..count).map(|i| format!("{i}.png").into()).collect();
             let sample = question(prompt, &images);

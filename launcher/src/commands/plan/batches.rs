@@ -112,7 +112,7 @@ impl Arena {
 }
 
 #[test]
-fn no_batch_runs_out_of_what_was_planned() {
+fn no_batch_exceeds_the_planned_memory() {
     let temp = tempfile::tempdir().expect("temp dir");
     for case in cases() {
         let arena = std::cell::RefCell::new(Arena::new(&case, temp.path()));
@@ -151,7 +151,7 @@ fn no_batch_runs_out_of_what_was_planned() {
 
 /// What a batch needs follows from its shape, not from what ran before it.
 #[test]
-fn places_do_not_depend_on_what_ran_before() {
+fn offsets_do_not_depend_on_earlier_batches() {
     let temp = tempfile::tempdir().expect("temp dir");
     let cases = cases();
     let case = cases.iter().find(|case| case.name == "minicpm-v-lora");
@@ -176,7 +176,7 @@ fn places_do_not_depend_on_what_ran_before() {
 
 /// A device of whatever size: the plan is not much more than what lives at once.
 #[test]
-fn a_plan_is_little_more_than_what_lives_at_once() {
+fn a_memory_plan_is_little_larger_than_its_live_bytes() {
     let temp = tempfile::tempdir().expect("temp dir");
     for case in cases() {
         let mut arena = Arena::new(&case, temp.path());

@@ -99,7 +99,7 @@ impl Case {
 }
 
 #[test]
-fn every_case_fits_its_caps_but_where_it_says_why() {
+fn every_headline_case_fits_its_caps_or_says_why_not() {
     let cases = cases();
     assert!(cases.len() >= 7);
     let temp = tempfile::tempdir().expect("temp dir");
@@ -130,7 +130,7 @@ fn every_case_fits_its_caps_but_where_it_says_why() {
 
 /// Where the disk leaves room for some layers only, these fit the host's cap scaled by parameters, as the check scales it.
 #[test]
-fn fewer_layers_fit_a_cap_that_is_scaled_by_parameters() {
+fn fewer_layers_fit_a_cap_scaled_by_parameters() {
     let temp = tempfile::tempdir().expect("temp dir");
     let mut seen = 0;
     for mut case in cases() {
@@ -165,7 +165,7 @@ fn fewer_layers_fit_a_cap_that_is_scaled_by_parameters() {
 /// As many layers as the check runs on a machine of 128 GiB: they keep the cap of the GPU, and with one more their updates
 /// would have no room, or too little.
 #[test]
-fn fewer_layers_leave_room_for_early_updates() {
+fn fewer_layers_leave_memory_for_the_optimizer_in_backward() {
     let temp = tempfile::tempdir().expect("temp dir");
     let mut seen = 0;
     for mut case in cases() {
@@ -200,7 +200,7 @@ fn fewer_layers_leave_room_for_early_updates() {
 
 /// What fits through host memory is proposed where GPUs that read each other's have no room for it.
 #[test]
-fn host_memory_is_proposed_where_gpus_lack_the_room() {
+fn collectives_through_the_host_are_suggested_where_gpus_lack_memory() {
     let mut cases = cases();
     let case = cases.iter_mut().find(|case| case.name == "minicpm-v-lora");
     let case = case.expect("the case");

@@ -120,7 +120,7 @@ fn a_frozen_base_never_costs_more_than_full_tuning() {
 }
 
 #[test]
-fn every_tier_and_phase_is_counted_where_the_settings_say() {
+fn every_tier_and_phase_is_counted_as_configured() {
     let folder = tempfile::tempdir().expect("temp dir");
     write_config(folder.path());
     for cell in grid() {
@@ -149,7 +149,7 @@ fn every_tier_and_phase_is_counted_where_the_settings_say() {
 }
 
 #[test]
-fn more_ranks_and_less_kept_never_need_more_of_a_device() {
+fn more_ranks_and_more_sharding_never_need_more_device_memory() {
     let folder = tempfile::tempdir().expect("temp dir");
     write_config(folder.path());
     let of = |flags: &str| planned(&config(folder.path(), flags)).0.peak.device;
@@ -169,7 +169,7 @@ fn more_ranks_and_less_kept_never_need_more_of_a_device() {
 }
 
 #[test]
-fn limits_and_machines_bound_what_fits() {
+fn limits_and_the_machine_decide_what_fits() {
     let folder = tempfile::tempdir().expect("temp dir");
     write_config(folder.path());
     let free = config(folder.path(), "--nproc 2 --offload nvme:/d");
@@ -230,7 +230,7 @@ fn planned_by(folder: &Path, flags: &str) -> Planned {
 }
 
 #[test]
-fn weights_come_ahead_where_the_plan_then_fits() {
+fn auto_prefetches_weights_where_the_plan_then_fits() {
     let folder = tempfile::tempdir().expect("temp dir");
     write_config(folder.path());
     let needs = |device, flags: &str| planned_on(folder.path(), device, flags).fit.need.device;
@@ -285,7 +285,7 @@ fn weights_come_ahead_where_the_plan_then_fits() {
 
 /// `auto` takes of host memory what the plan leaves but for a tenth, and nothing where that is too little for a unit.
 #[test]
-fn updates_begin_in_what_host_memory_is_to_spare() {
+fn auto_runs_the_optimizer_in_backward_within_spare_host_memory() {
     let folder = tempfile::tempdir().expect("temp dir");
     write_config(folder.path());
     let run = |flags: &str| planned_on(folder.path(), UNBOUNDED, flags);
@@ -354,7 +354,7 @@ fn updates_begin_in_what_host_memory_is_to_spare() {
 
 /// What ranks take of shared memory when they meet is what the plan said, however GPUs exchange weights and gradients.
 #[test]
-fn the_window_of_ranks_on_gpus_is_the_planned_one() {
+fn the_shared_memory_of_gpu_ranks_is_as_planned() {
     let folder = tempfile::tempdir().expect("temp dir");
     write_config(folder.path());
     for collectives in ["shm", "ipc", "nccl"] {

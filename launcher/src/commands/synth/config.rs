@@ -82,7 +82,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_file_a_folder_or_a_name() {
+    fn a_configuration_is_found_by_file_directory_or_name() {
         let temp = tempfile::tempdir().expect("temp dir");
         let file = temp.path().join("config.json");
         fs::write(&file, "{}").expect("written");

@@ -23,7 +23,7 @@ fn args(model_config: &Path, output: &Path) -> SynthArgs {
 }
 
 #[test]
-fn every_family_gets_a_folder_that_opens() {
+fn every_family_gets_a_directory_that_opens() {
     let temp = tempfile::tempdir().expect("temp dir");
     for pack in [
         "minicpm-v-2_6",
@@ -55,7 +55,7 @@ fn every_family_gets_a_folder_that_opens() {
 }
 
 #[test]
-fn weights_without_files_are_those_of_the_files() {
+fn weights_made_in_memory_equal_those_of_the_files() {
     let temp = tempfile::tempdir().expect("temp dir");
     for pack in ["minicpm-o-2_6", "cogagent-chat-hf", "glm-4.1v-9b-thinking"] {
         let [files, seeded] = ["files", "seeded"].map(|kind| temp.path().join(pack).join(kind));
@@ -108,7 +108,7 @@ fn weights_without_files_are_those_of_the_files() {
 }
 
 #[test]
-fn pictures_of_any_side_make_as_many_slices() {
+fn synthetic_images_of_any_size_make_the_expected_slices() {
     let temp = tempfile::tempdir().expect("temp dir");
     let output = temp.path().join("out");
     let large = SynthArgs {
@@ -188,7 +188,7 @@ fn published_configurations_have_their_published_sizes() {
 }
 
 #[test]
-fn special_tokens_stand_at_their_published_ids() {
+fn special_tokens_have_their_published_ids() {
     let temp = tempfile::tempdir().expect("temp dir");
     let found = config::find(Some(Path::new("minicpm-v-2_6"))).expect("a name");
     files::write(&found, temp.path()).expect("written");
@@ -203,7 +203,7 @@ fn special_tokens_stand_at_their_published_ids() {
 }
 
 #[test]
-fn what_cannot_be_made_is_refused_and_leaves_nothing() {
+fn impossible_requests_are_refused_and_leave_no_files() {
     let temp = tempfile::tempdir().expect("temp dir");
     let output = temp.path().join("out");
     let small = temp.path().join("small.json");

@@ -112,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_fit_is_said() {
+    fn a_vocabulary_that_cannot_be_built_is_refused_with_a_reason() {
         let least = 256 + 8 + 1 + 2;
         assert!(vocabulary(least).to_json().is_ok());
         let reason = vocabulary(least - 1).to_json().expect_err("too small");

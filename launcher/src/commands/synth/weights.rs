@@ -139,7 +139,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn shards_are_as_equal_as_tensors_allow() {
+    fn weight_shards_are_as_equal_as_tensors_allow() {
         assert_eq!(smallest_limit(&[5, 5, 5, 5], 2), 10);
         assert_eq!(smallest_limit(&[5, 5, 5, 5], 4), 5);
         assert_eq!(smallest_limit(&[9, 1, 1, 1], 2), 9);

@@ -163,14 +163,14 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn the_small_curve_falls_with_the_loss() {
+    fn the_sparkline_follows_the_loss() {
         assert_eq!(sparkline(&[4.0, 3.0, 2.0, 1.0, f64::NAN, 0.5]), "█▆▄▂ ▁");
         assert_eq!(sparkline(&[1.0, 1.0]), "▁▁");
         assert_eq!(sparkline(&[]), "");
     }
 
     #[test]
-    fn a_view_reads_as_lines() {
+    fn a_view_is_printed_as_lines() {
         let row = json!({
             "current_steps": 10, "total_steps": 40, "loss": 0.5, "lr": 1e-3, "grad_norm": 1.25,
             "elapsed_time": "0:01:01", "remaining_time": "0:03:03", "tokens_per_second": 9700.0,

@@ -269,7 +269,7 @@ mod tests {
     }
 
     #[test]
-    fn states_follow_from_the_files_and_from_who_holds_them() {
+    fn the_state_of_a_run_follows_from_its_files_and_lock() {
         let state = |files: &RunFiles, presence| View::new(files, presence).state;
         assert_eq!(state(&files(0, None), HELD), State::Starting);
         assert_eq!(state(&files(0, None), LEFT), State::Dead);
@@ -299,7 +299,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_come_from_the_last_row() {
+    fn watch_shows_the_numbers_of_the_last_row() {
         let view = View::new(&files(8, None), HELD);
         assert_eq!((view.step, view.total_steps, view.loss), (8, 40, Some(0.5)));
         assert_eq!((view.first_loss, view.recent_losses.len()), (Some(4.0), 8));

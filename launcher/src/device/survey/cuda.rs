@@ -278,7 +278,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn graphics_devices_of_one_maker_are_counted() {
+    fn display_controllers_of_one_vendor_are_counted() {
         let bus = tempfile::tempdir().expect("temp dir");
         for (name, vendor, class) in [
             ("0", "0x10de\n", "0x030200\n"),
@@ -296,7 +296,7 @@ mod tests {
     }
 
     #[test]
-    fn kernel_modules_write_their_version_in_two_ways() {
+    fn the_driver_version_is_read_from_both_formats() {
         for text in [
             "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06  Sun Jul 27 07:10:58 UTC\nGCC version: gcc 12.3.0\n",
             "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\n",
@@ -317,7 +317,7 @@ mod tests {
     }
 
     #[test]
-    fn gpus_are_matched_by_identity_or_bus() {
+    fn gpus_are_matched_by_uuid_or_bus_id() {
         // CUDA numbers them in another order, and hides one.
         let shown = vec![
             gpu(Some(1), None, Some("GPU-aa"), Some("0000:01:00.0")),
@@ -344,7 +344,7 @@ mod tests {
     }
 
     #[test]
-    fn unknown_identities_are_not_the_same() {
+    fn gpus_without_uuid_or_bus_id_do_not_match() {
         let all = merged(
             vec![gpu(Some(0), None, None, None)],
             vec![gpu(None, Some(0), None, None)],

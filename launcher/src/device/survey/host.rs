@@ -277,7 +277,7 @@ mod tests {
     use std::ffi::OsString;
 
     #[test]
-    fn names_of_systems_stand_in_quotes_or_not() {
+    fn the_name_of_the_system_is_read_with_or_without_quotes() {
         let text = "ID=debian\nPRETTY_NAME=\"Debian GNU/Linux 12 (bookworm)\"\n";
         assert_eq!(
             os_name(text).as_deref(),
@@ -288,7 +288,7 @@ mod tests {
     }
 
     #[test]
-    fn the_c_library_tells_its_version() {
+    fn the_version_of_the_c_library_is_read() {
         let maps = "7f00-7f01 r-xp 00000000 fe:00 32 /usr/lib/libcrypto.so.3\n\
                     7f02-7f03 r-xp 00000000 fe:00 33                 /usr/lib/x86_64-linux-gnu/libc.so.6\n";
         assert_eq!(
@@ -304,7 +304,7 @@ mod tests {
     }
 
     #[test]
-    fn processors_have_names_of_several_kinds() {
+    fn processor_names_are_read_from_every_known_field() {
         let intel = "processor\t: 0\nmodel\t\t: 85\nmodel name\t: Intel(R)  Xeon(R) @ 2.50GHz\n";
         assert_eq!(
             cpu_model(intel).as_deref(),
@@ -319,7 +319,7 @@ mod tests {
     }
 
     #[test]
-    fn lists_of_cores_are_counted() {
+    fn lists_of_core_ranges_are_counted() {
         assert_eq!(cores_in("0-1\n"), Some(2));
         assert_eq!(cores_in("0,2-3,8-15"), Some(11));
         assert_eq!(cores_in("5"), Some(1));
@@ -329,7 +329,7 @@ mod tests {
     }
 
     #[test]
-    fn the_deepest_and_latest_mount_holds_a_path() {
+    fn a_path_belongs_to_the_deepest_and_latest_mount() {
         let mounts = "/dev/vda / ext4 rw 0 0\n\
                       none /data xfs rw 0 0\n\
                       none /data/a\\040b nfs4 rw 0 0\n\
@@ -345,7 +345,7 @@ mod tests {
     }
 
     #[test]
-    fn folders_that_are_not_there_cannot_be_written() {
+    fn missing_directories_are_not_writable() {
         let missing = folder(Role::Temporary, "/no/such/folder".into(), "");
         assert!(!missing.is_writable && missing.free_bytes.is_none());
         let here = tempfile::tempdir().expect("temp dir");
@@ -355,7 +355,7 @@ mod tests {
     }
 
     #[test]
-    fn this_machine_is_described() {
+    fn facts_of_this_machine_are_read() {
         let cpu = cpu();
         assert!(cpu.cores >= 1 && cpu.usable_cores >= 1);
         let memory = memory();
@@ -364,7 +364,7 @@ mod tests {
     }
 
     #[test]
-    fn tasks_of_a_scheduler_count_only_without_ranks() {
+    fn scheduler_tasks_are_reported_only_without_rank_variables() {
         let launched = |pairs: &[(&str, &str)]| {
             let pairs = pairs.iter();
             launch(

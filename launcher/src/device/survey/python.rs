@@ -96,7 +96,7 @@ mod tests {
     }
 
     #[test]
-    fn an_interpreter_is_asked_but_not_trusted() {
+    fn only_absolute_paths_of_a_successful_interpreter_are_used() {
         let folder = tempfile::tempdir().expect("temp dir");
         let program = script(folder.path(), "printf '\\n/a\\nrelative\\n/b c\\n'");
         let paths = ["/a", "/b c"].map(PathBuf::from);
@@ -106,7 +106,7 @@ mod tests {
     }
 
     #[test]
-    fn an_interpreter_that_hangs_is_ended_with_its_children() {
+    fn a_hanging_interpreter_is_killed_with_its_children() {
         let folder = tempfile::tempdir().expect("temp dir");
         let program = script(folder.path(), "echo /a\nsleep 600 &\nsleep 600");
         let started = Instant::now();
@@ -115,7 +115,7 @@ mod tests {
     }
 
     #[test]
-    fn environments_hold_packages_in_versioned_folders() {
+    fn packages_of_an_environment_are_found_in_versioned_directories() {
         let root = tempfile::tempdir().expect("temp dir");
         let site = root.path().join("lib/python3.12/site-packages");
         fs::create_dir_all(site.join("nvidia/cuda_nvrtc/lib")).expect("made");

@@ -30,7 +30,7 @@ fn machines_are_read_with_their_slots() {
 }
 
 #[test]
-fn mistakes_are_named_with_their_line() {
+fn errors_are_named_with_their_line() {
     for (text, words) in [
         ("", "hosts lists no machine"),
         ("# nothing\n\n", "hosts lists no machine"),
@@ -53,7 +53,7 @@ fn mistakes_are_named_with_their_line() {
 }
 
 #[test]
-fn lines_of_a_few_bytes_do_not_take_much_memory() {
+fn hostfiles_with_too_many_slots_or_no_text_are_refused() {
     let many = |hosts: usize| -> String {
         let lines = (0..hosts).map(|host| format!("h{host} slots=4096\n"));
         lines.collect()
@@ -78,7 +78,7 @@ fn lines_of_a_few_bytes_do_not_take_much_memory() {
 }
 
 #[test]
-fn machines_and_slots_are_chosen() {
+fn include_and_exclude_choose_machines_and_slots() {
     let hosts = || read("a slots=2\nb slots=4\nfe80::1 slots=2").expect("reads");
     for (include, exclude, left) in [
         (None, None, "a:0,1 b:0,1,2,3 fe80::1:0,1"),
@@ -133,7 +133,7 @@ fn placed(
 }
 
 #[test]
-fn this_machine_finds_its_line_and_says_what_the_others_run() {
+fn this_machine_finds_its_line_and_prints_the_commands_of_the_others() {
     let text = "192.0.2.9 slots=2\nlocalhost slots=3\n";
     let (place, shown) = placed(text, &Args::default(), &[]);
     let place = place.expect("places").expect("a place");
@@ -162,7 +162,7 @@ fn this_machine_finds_its_line_and_says_what_the_others_run() {
 }
 
 #[test]
-fn what_does_not_fit_the_file_is_refused() {
+fn flags_that_contradict_the_hostfile_are_refused() {
     let here = "localhost slots=2\n";
     let many = Args {
         nproc: Some(3),
@@ -211,7 +211,7 @@ fn what_does_not_fit_the_file_is_refused() {
 }
 
 #[test]
-fn a_missing_file_runs_here_and_says_so() {
+fn a_missing_hostfile_runs_on_this_machine_and_says_so() {
     let args = Args {
         hostfile: Some(PathBuf::from("/no/such/hostfile")),
         ..Args::default()
@@ -231,7 +231,7 @@ fn a_missing_file_runs_here_and_says_so() {
 }
 
 #[test]
-fn names_match_with_and_without_domain() {
+fn host_names_match_with_and_without_domain() {
     for (a, b, same) in [
         ("gpu01", "gpu01", true),
         ("GPU01", "gpu01.cluster", true),

@@ -145,7 +145,7 @@ mod tests {
     use std::net::TcpListener;
 
     #[test]
-    fn whoever_listens_at_a_port_is_named() {
+    fn the_process_that_listens_at_a_port_is_named() {
         let listener = TcpListener::bind("127.0.0.1:0").expect("listens");
         let port = listener.local_addr().expect("an address").port();
         let failure = port_in_use(port);

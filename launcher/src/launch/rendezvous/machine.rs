@@ -370,7 +370,7 @@ mod tests {
     }
 
     #[test]
-    fn a_library_counts_where_it_multiplies() {
+    fn the_version_of_a_library_counts_where_it_computes_products() {
         let multiplies = |version: &str| {
             let mut machine = plain("gpu02");
             machine.facts.retain(|fact| fact.name != PRODUCTS);
@@ -409,7 +409,7 @@ mod tests {
     }
 
     #[test]
-    fn what_changes_results_is_refused_with_its_rank() {
+    fn differences_that_change_results_are_refused_with_their_rank() {
         for (name, value, words) in [
             (MATHEMATICS, "00fe", "container image"),
             (NVRTC, "12.8", "TESSERA_CUDA_LIBS"),
@@ -436,7 +436,7 @@ mod tests {
     }
 
     #[test]
-    fn what_changes_speed_alone_is_a_warning() {
+    fn differences_that_change_only_speed_are_warnings() {
         for (name, value) in [
             (C_LIBRARY, "glibc 2.31"),
             (INSTRUCTIONS, "avx2 fma avx512f"),
@@ -458,20 +458,20 @@ mod tests {
     }
 
     #[test]
-    fn libraries_that_no_run_calls_do_not_count() {
+    fn libraries_that_no_run_calls_may_differ() {
         let bare = machine("gpu02", |cuda, _| cuda.libraries.truncate(1));
         assert_eq!(judge(&[plain("gpu01"), bare]).expect("equal").len(), 0);
     }
 
     #[test]
-    fn a_missing_compiler_is_another_one() {
+    fn a_missing_compiler_counts_as_a_difference() {
         let bare = machine("gpu02", |cuda, _| cuda.libraries.clear());
         let failure = judge(&[plain("gpu01"), bare]).expect_err("differs");
         assert!(failure.evidence[1].contains("built-in PTX"), "{failure}");
     }
 
     #[test]
-    fn the_few_are_named_also_where_rank_0_is_among_them() {
+    fn the_minority_is_named_even_if_rank_0_belongs_to_it() {
         let odd = || with(NVRTC, "12.8");
         let all = [odd(), plain("gpu01"), plain("gpu01"), odd(), plain("gpu01")];
         let failure = judge(&all).expect_err("differs");
@@ -503,7 +503,7 @@ mod tests {
     }
 
     #[test]
-    fn all_ranks_learn_the_same() {
+    fn all_ranks_get_the_same_verdict() {
         let results = crate::launch::rendezvous::tests::on_ranks(3, |comm| {
             let own = match comm.world().rank {
                 2 => with(NVRTC, "12.8"),
@@ -523,7 +523,7 @@ mod tests {
     }
 
     #[test]
-    fn mathematics_are_the_same_every_time() {
+    fn the_digest_of_cpu_math_is_reproducible() {
         assert_eq!(mathematics(), mathematics());
     }
 }

@@ -330,7 +330,7 @@ mod tests {
     }
 
     #[test]
-    fn jobs_with_equal_variables_have_tokens_of_their_own() {
+    fn jobs_with_equal_variables_have_different_tokens() {
         let env = |rank: usize, supervised: bool| {
             let rank = rank.to_string();
             let mut vars = vec![
@@ -361,7 +361,7 @@ mod tests {
     }
 
     #[test]
-    fn a_folder_that_a_rank_does_not_see_is_refused() {
+    fn a_directory_that_a_rank_does_not_see_is_refused() {
         let shared = tempfile::tempdir().expect("temp dir");
         let other = tempfile::tempdir().expect("temp dir");
         let token = |comm: &dyn Communicator| format!("token{}", comm.world().rank);

@@ -58,7 +58,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_kernels_table_is_read() {
+    fn the_socket_table_of_the_kernel_is_parsed() {
         let table = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode\n   \
              0: 0100007F:733C 00000000:0000 0A 00000000:00000000 00:00000000 00000000  1000        0 4711 1 0\n   \
              1: 0100007F:733C 0100007F:0050 01 00000000:00000000 00:00000000 00000000  1000        0 4712 1 0\n";

@@ -111,7 +111,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_dropped_job_leaves_nothing() {
+    fn a_dropped_job_leaves_no_files() {
         let temp = tempfile::tempdir().expect("temp dir");
         let job = Job::new(temp.path()).expect("made");
         fs::write(job.folder().join("x"), "x").expect("written");
@@ -127,7 +127,7 @@ mod tests {
     }
 
     #[test]
-    fn tokens_differ_and_short_ones_sweep_nothing() {
+    fn job_tokens_differ_and_short_ones_remove_nothing() {
         assert_ne!(fresh_token(), fresh_token());
         let temp = tempfile::tempdir().expect("temp dir");
         fs::write(temp.path().join("abc"), "x").expect("written");

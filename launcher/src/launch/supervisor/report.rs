@@ -216,7 +216,7 @@ mod tests {
     }
 
     #[test]
-    fn a_kill_is_host_memory() {
+    fn a_sigkill_is_reported_as_exhausted_host_memory() {
         let folder = tempfile::tempdir().expect("temp dir");
         let failure = explain(&ending(1, 9), &machine(1), folder.path(), &|_| ());
         assert_eq!(failure.code.status(), 12);
@@ -241,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn a_ranks_own_words_win() {
+    fn the_failure_saved_by_a_rank_takes_precedence() {
         let folder = tempfile::tempdir().expect("temp dir");
         let own = Failure::new(ErrorCode::Numeric, "loss is NaN at step 3", "overflow")
             .evidence("norm 97");
@@ -255,7 +255,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stall_tells_what_the_others_do_and_takes_advice() {
+    fn a_stall_shows_the_states_of_the_others_and_adds_suggestions() {
         let folder = tempfile::tempdir().expect("temp dir");
         let own = Failure::new(ErrorCode::Collective, "rank 1 waits for rank 0", "stopped");
         own.save(folder.path(), 1).expect("saved");

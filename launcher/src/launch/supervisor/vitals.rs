@@ -128,7 +128,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_last_look_at_an_ended_rank_stays() {
+    fn the_last_memory_figures_of_an_ended_rank_stay() {
         let mut vitals = Vitals::new(2);
         vitals.look([(1, std::process::id())].into_iter());
         vitals.look(std::iter::empty());

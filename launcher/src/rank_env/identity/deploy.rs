@@ -132,7 +132,7 @@ fn every_task_of_the_batch_file_is_its_rank() {
 }
 
 #[test]
-fn mpirun_hands_on_what_ranks_of_several_machines_need() {
+fn the_mpirun_line_exports_the_variables_of_several_machines() {
     let mpijob = read_file(&path("mpijob.yaml")).expect("YAML");
     let launcher = at(
         &mpijob,
@@ -173,7 +173,7 @@ fn mpirun_hands_on_what_ranks_of_several_machines_need() {
 }
 
 #[test]
-fn pods_that_are_numbered_start_their_ranks() {
+fn numbered_pods_start_their_ranks() {
     let job = read_file(&path("pytorchjob.yaml")).expect("YAML");
     let each: usize = word(at(&job, "spec/nprocPerNode"))
         .parse()

@@ -201,7 +201,7 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn lists_of_hosts_are_written_out() {
+    fn host_lists_are_expanded() {
         for (text, hosts) in [
             ("n1", "n1"),
             ("gpu[01-04,07],b1", "gpu01 gpu02 gpu03 gpu04 gpu07 b1"),
@@ -216,7 +216,7 @@ mod tests {
     }
 
     #[test]
-    fn mistakes_say_where_they_are() {
+    fn errors_name_their_position() {
         for (text, at) in [
             ("", 0),
             ("a,", 2),
@@ -242,7 +242,7 @@ mod tests {
     }
 
     #[test]
-    fn counts_are_found_by_their_place() {
+    fn repeated_counts_are_found_by_index() {
         let at = |index| count_at("2(x3),1,4(x1)", index).expect("a list");
         let found: Vec<_> = (0..6).map(at).collect();
         assert_eq!(found, [Some(2), Some(2), Some(2), Some(1), Some(4), None]);

@@ -99,7 +99,7 @@ fn slurm_gives_its_first_host_and_a_port_of_the_job() {
 }
 
 #[test]
-fn slurm_counts_only_inside_of_a_step_of_several_tasks() {
+fn slurm_numbers_count_only_inside_a_step_of_several_tasks() {
     for line in [
         "SLURM_JOB_ID=7 SLURM_PROCID=0 SLURM_NTASKS=8 SLURM_LOCALID=0 SLURM_NODEID=0",
         "SLURM_JOB_ID=7 SLURM_STEP_ID=1 SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=1 SLURM_NTASKS=8 SLURM_LOCALID=0 \
@@ -114,7 +114,7 @@ fn slurm_counts_only_inside_of_a_step_of_several_tasks() {
 }
 
 #[test]
-fn ranks_of_one_start_share_a_name_and_others_have_another() {
+fn ranks_of_one_start_share_a_job_name_and_other_starts_do_not() {
     let job = |line: &str| rank(line).job;
     let other = TORCHRUN
         .replace("RANK=5", "RANK=4")
@@ -230,7 +230,7 @@ fn sources_that_disagree_are_refused_with_both_values() {
 }
 
 #[test]
-fn a_task_that_starts_ranks_does_not_contradict_them() {
+fn a_scheduler_task_that_starts_ranks_does_not_contradict_them() {
     for line in [
         // torchrun, or this program, in tasks of others.
         format!(
@@ -329,7 +329,7 @@ fn machines_that_are_numbered_start_their_ranks() {
 }
 
 #[test]
-fn bare_numbers_ask_what_they_count() {
+fn rank_numbers_without_local_rank_require_rank_is() {
     let line = "RANK=1 WORLD_SIZE=4";
     let failure = read(line).expect_err("asks");
     let next = failure.next.join(" ");
@@ -369,7 +369,7 @@ fn bare_numbers_ask_what_they_count() {
 }
 
 #[test]
-fn a_task_per_machine_can_stand_for_it() {
+fn one_scheduler_task_per_machine_can_start_its_ranks() {
     let slurm = SLURM
         .replace("4(x2)", "1(x8)")
         .replace("LOCALID=1", "LOCALID=0");

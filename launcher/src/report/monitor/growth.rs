@@ -210,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn a_leak_is_found_early_named_with_its_numbers_and_once() {
+    fn a_leak_is_reported_once_soon_and_with_numbers() {
         let found = warnings(5000, |step| {
             4096.0 * MIB + MIB * (step as f64 + 3.0 * noise(step))
         });
@@ -229,7 +229,7 @@ mod tests {
     }
 
     #[test]
-    fn noise_and_levels_that_are_reached_are_no_leak() {
+    fn noise_plateaus_and_shrinking_are_no_leak() {
         let flat = |step: u64| MIB * (4096.0 + 200.0 * noise(step));
         assert_eq!(warnings(5000, flat), []);
         let constant = |_| 4096.0 * MIB;
@@ -242,7 +242,7 @@ mod tests {
     }
 
     #[test]
-    fn growth_that_ends_before_it_matters_is_not_mentioned() {
+    fn small_growth_is_not_reported() {
         // 30 MiB until the end: a small process may do that.
         assert_eq!(warnings(300, |step| MIB * (60.0 + 0.1 * step as f64)), []);
         // 5 % of the present level.
@@ -253,7 +253,7 @@ mod tests {
     }
 
     #[test]
-    fn the_pools_are_watched_too() {
+    fn growth_of_pools_is_reported() {
         let mut detector = GrowthDetector::default();
         let mut found = Vec::new();
         for step in 1..=40u64 {

@@ -151,7 +151,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_phase_has_its_own_peak_and_the_whole_keeps_the_highest() {
+    fn every_phase_has_its_own_peak_and_the_total_is_the_highest() {
         let (device, host) = (Pool::new("device", None), Pool::new("host", None));
         let mut timeline = Timeline::default();
         let weights = host.reserve(500, Tag::Parameters).expect("unlimited");
@@ -190,7 +190,7 @@ mod tests {
     }
 
     #[test]
-    fn a_later_lower_peak_changes_nothing_but_kinds_of_their_own() {
+    fn a_lower_peak_changes_only_the_peaks_of_single_tags() {
         let pool = Pool::new("device", None);
         let mut peak = PoolPeak::default();
         drop(pool.reserve(100, Tag::Activations).expect("unlimited"));

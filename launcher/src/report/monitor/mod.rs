@@ -176,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn the_parts_add_up_to_the_step() {
+    fn parts_of_a_step_add_up_to_its_time() {
         let mut split = StepSplit::default();
         let phases = [
             (Phase::Data, 10, times(0, 0)),
@@ -213,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn messages_of_ranks_are_read_back() {
+    fn messages_of_ranks_round_trip() {
         let message = |rank: f64| {
             let mut numbers = vec![100.0 + rank];
             numbers.extend((1..=6).map(|part| f64::from(part) + rank));

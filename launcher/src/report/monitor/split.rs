@@ -323,7 +323,7 @@ mod tests {
     }
 
     #[test]
-    fn devices_count_where_they_did_anything() {
+    fn device_times_are_averaged_over_active_devices() {
         let ranks = [
             [4.0, 1.0, 2.0, 0.0, 1.0, 0.0, 8.0, 2.0],
             [2.0, 1.0, 0.0, 2.0, 3.0, 0.0, 0.0, 2.0],
@@ -336,13 +336,13 @@ mod tests {
     }
 
     #[test]
-    fn equal_ranks_name_the_first_and_are_balanced() {
+    fn equal_ranks_are_balanced_and_the_first_is_named() {
         let found = Imbalance::of(&[rank(0.0, 1.0); 4]).expect("four ranks");
         assert_eq!((found.rank, found.share), (0, 0.0));
     }
 
     #[test]
-    fn a_slow_rank_is_named_once_in_a_while() {
+    fn a_slow_rank_is_reported_at_intervals() {
         let slow = Imbalance::of(&[rank(0.0, 1.0), rank(0.0, 3.0)]);
         let mut notice = SlowRankNotice::default();
         assert_eq!(notice.line(slow), None, "the first row is warm-up");

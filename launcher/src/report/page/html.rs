@@ -90,7 +90,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn markup_becomes_text() {
+    fn markup_is_escaped() {
         assert_eq!(
             escape("<script>alert('x' & \"y\")</script>\u{7}\n"),
             "&lt;script&gt;alert(&#39;x&#39; &amp; &quot;y&quot;)&lt;/script&gt;\u{fffd}\n"
@@ -98,7 +98,7 @@ mod tests {
     }
 
     #[test]
-    fn base64_of_known_texts() {
+    fn base64_matches_known_texts() {
         for (text, code) in [
             ("", ""),
             ("f", "Zg=="),

@@ -204,7 +204,7 @@ fn a_complete_run_has_every_section_on_one_page() {
 }
 
 #[test]
-fn what_a_model_or_a_user_writes_stays_text() {
+fn text_of_models_and_users_is_escaped() {
     let folder = tempfile::tempdir().expect("temp dir");
     complete(folder.path());
     let page = page_of(folder.path());
@@ -252,7 +252,7 @@ fn a_run_that_failed_early_has_a_page_that_says_why() {
 }
 
 #[test]
-fn files_that_cannot_be_read_leave_their_part_out() {
+fn unreadable_files_only_omit_their_section() {
     let folder = tempfile::tempdir().expect("temp dir");
     complete(folder.path());
     for name in [

@@ -32,7 +32,7 @@ fn pictures(sample: &RawSample) -> Vec<(&str, &str)> {
 }
 
 #[test]
-fn names_and_formats_belong_together() {
+fn format_names_parse_to_their_formats() {
     for format in DataFormat::ALL {
         assert_eq!(DataFormat::from_name(format.name()), Some(format));
     }
@@ -40,7 +40,7 @@ fn names_and_formats_belong_together() {
 }
 
 #[test]
-fn the_first_sample_tells_the_format_of_a_file() {
+fn the_first_sample_decides_the_format_of_a_file() {
     use DataFormat::{Glm4v, Messages, Minicpm, ShareGpt};
     for (content, format) in [
         (
@@ -115,7 +115,7 @@ fn an_unclear_format_is_explained() {
 }
 
 #[test]
-fn glm_4v_messages_carry_their_pictures() {
+fn glm_4v_messages_carry_their_images() {
     let one = r#"{"id": 4, "messages": [{"role": "user", "content": "q", "image": "a.png"}, {"role": "assistant", "content": "a"}]}"#;
     let none = r#"{"messages": [{"role": "user", "content": "q"}]}"#;
     let later = r#"{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}, {"role": "user", "content": "r", "image": "b.png"}]}"#;
@@ -132,7 +132,7 @@ fn glm_4v_messages_carry_their_pictures() {
 }
 
 #[test]
-fn marks_of_a_list_of_pictures_become_names() {
+fn markers_of_an_image_list_become_named_markers() {
     let content = r#"[
         {"messages": [{"role": "user", "content": "A <image> b <image>c"}, {"role": "assistant", "content": "x"},
                       {"role": "user", "content": "<image>"}], "images": ["0.png", "1.png", "2.png"]},
@@ -177,7 +177,7 @@ fn sharegpt_speakers_become_roles() {
 }
 
 #[test]
-fn mistakes_of_a_sample_are_located() {
+fn errors_in_a_sample_are_located() {
     use DataFormat::{Glm4v, Messages, ShareGpt};
     let good = r#"{"messages": [{"role": "user", "content": "q"}]}"#;
     let spoken = r#"{"conversations": [{"from": "human", "value": "q"}]}"#;
@@ -269,7 +269,7 @@ fn folder(files: &[(&str, &str)]) -> tempfile::TempDir {
 const LABEL: &str = r#"{"conversations": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}"#;
 
 #[test]
-fn a_folder_of_pictures_and_labels_is_read_in_the_order_of_names() {
+fn a_directory_of_images_and_labels_is_read_in_name_order() {
     let dir = folder(&[
         ("images/b.jpg", ""),
         ("images/a.PNG", ""),
@@ -301,7 +301,7 @@ fn a_folder_of_pictures_and_labels_is_read_in_the_order_of_names() {
 }
 
 #[test]
-fn labels_and_pictures_must_belong_together() {
+fn labels_and_images_must_match() {
     let read = |files: &[(&str, &str)]| {
         read_samples_as(folder(files).path(), Some(DataFormat::CogvlmSft)).unwrap_err()
     };
@@ -330,7 +330,7 @@ fn labels_and_pictures_must_belong_together() {
 }
 
 #[test]
-fn captcha_pictures_are_named_by_their_answers() {
+fn captcha_images_are_named_after_their_answers() {
     let dir = folder(&[
         ("train/kQ7xZ.png", ""),
         ("train/2024.a.jpg", ""),
@@ -364,7 +364,7 @@ fn captcha_pictures_are_named_by_their_answers() {
 }
 
 #[test]
-fn a_folder_of_no_known_shape_is_explained() {
+fn a_directory_of_unknown_layout_is_refused_with_a_reason() {
     let dir = folder(&[("notes.txt", "")]);
     assert!(matches!(
         detect(dir.path()),

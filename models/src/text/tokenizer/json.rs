@@ -398,7 +398,7 @@ mod tests {
     }
 
     #[test]
-    fn parts_are_known_small_and_shallow() {
+    fn unknown_large_or_deep_tokenizer_parts_are_refused() {
         let sequence = |inner: Value| json!({"type": "Sequence", "normalizers": [inner]});
         let deep = (0..5).fold(json!({"type": "NFC"}), |inner, _| sequence(inner));
         for (role, part, expected) in [
@@ -437,7 +437,7 @@ mod tests {
     }
 
     #[test]
-    fn added_tokens_have_the_ids_they_state() {
+    fn added_tokens_must_have_their_stated_ids() {
         let added = |id: u32, content: &str| {
             json!([{"id": id, "content": content, "single_word": false, "lstrip": false,
                     "rstrip": false, "normalized": false, "special": true}])

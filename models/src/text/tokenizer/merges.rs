@@ -83,7 +83,7 @@ mod tests {
     }
 
     #[test]
-    fn a_token_is_listed_with_the_pair_that_joining_arrives_at() {
+    fn a_token_is_listed_with_the_pair_that_merging_ends_with() {
         // "aba": "ab" is joined before "ba", so that ("a", "ba") never stands side by side
         let table = merge_table(&["a", "b", "ab", "ba", "aba"]);
         assert_eq!(table, [("a", "b"), ("b", "a"), ("ab", "a")]);
@@ -94,7 +94,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn the_table_encodes_as_the_priorities_do(
+        fn the_merge_table_encodes_like_the_priorities(
             longer in proptest::collection::vec("[abc]{2,5}", 0..25),
             texts in proptest::collection::vec("[abc]{0,24}", 8),
         ) {

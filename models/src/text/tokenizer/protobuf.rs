@@ -164,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn cut_fields_and_wrong_tags_are_refused() {
+    fn truncated_fields_and_wrong_tags_are_refused() {
         for bytes in [
             &[0x08][..],
             &[0x0a, 3, 1, 2],
@@ -190,7 +190,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_bytes_are_read_or_refused(bytes in proptest::collection::vec(any::<u8>(), 0..64)) {
+        fn any_protobuf_bytes_are_read_or_refused(bytes in proptest::collection::vec(any::<u8>(), 0..64)) {
             let fields = read(&bytes);
             prop_assert!(fields.map_or(true, |fields| fields.len() <= bytes.len()));
         }

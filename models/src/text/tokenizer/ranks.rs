@@ -257,7 +257,7 @@ mod tests {
     }
 
     #[test]
-    fn ranks_are_priorities_and_whole_pieces_win() {
+    fn ranks_are_merge_priorities_and_whole_pieces_win() {
         // joining the bytes of "abcd" gets stuck at "ab", "c", "d"
         let tokenizer = build(file(&[b"ab", b"bc", b" a", b"abcd"]).as_bytes()).unwrap();
         assert_eq!(ids(&tokenizer, "abcd"), [259]);
@@ -269,14 +269,14 @@ mod tests {
     }
 
     #[test]
-    fn empty_lines_and_carriage_returns_do_not_matter() {
+    fn empty_lines_and_carriage_returns_are_ignored() {
         let text = file(&[b"ab"]).replace('\n', "\r\n\r\n");
         assert!(is_rank_file(text.as_bytes()));
         assert_eq!(build(text.as_bytes()).unwrap().get_vocab_size(true), 257);
     }
 
     #[test]
-    fn other_files_are_not_taken_for_ranks() {
+    fn other_files_are_not_read_as_rank_files() {
         for content in [
             &b""[..],
             b"\n",
@@ -291,7 +291,7 @@ mod tests {
     }
 
     #[test]
-    fn each_mistake_has_its_error() {
+    fn each_error_of_a_rank_file_is_named() {
         let whole = file(&[b"ab"]);
         let after = |line: &str| format!("{whole}{line}\n");
         let of = |text: String| build(text.as_bytes()).unwrap_err();
@@ -351,7 +351,7 @@ mod tests {
     }
 
     #[test]
-    fn bytes_are_spelt_as_byte_level_vocabularies_spell_them() {
+    fn bytes_are_spelled_as_in_byte_level_vocabularies() {
         let chars = byte_chars();
         let alphabet = ByteLevel::alphabet();
         assert!(chars.iter().all(|c| alphabet.contains(c)));

@@ -31,7 +31,7 @@ fn merges_may_be_strings_or_pairs() {
 }
 
 #[test]
-fn tokens_of_the_config_are_added_and_looked_up_by_text() {
+fn tokens_of_the_config_are_added_and_found_by_text() {
     let config = json!({
         "added_tokens_decoder": {
             "3": {"content": "<unk>", "special": true},
@@ -52,7 +52,7 @@ fn tokens_of_the_config_are_added_and_looked_up_by_text() {
 }
 
 #[test]
-fn files_that_disagree_are_an_error() {
+fn tokenizer_files_that_disagree_are_an_error() {
     let config = json!({"added_tokens_decoder": {"3": {"content": "<end>"}}}).to_string();
     let error = load(&model(&json!([])).to_string(), &config).unwrap_err();
     assert!(matches!(
@@ -66,7 +66,7 @@ fn files_that_disagree_are_an_error() {
 }
 
 #[test]
-fn hostile_files_are_errors_not_panics() {
+fn hostile_tokenizer_files_are_errors_not_panics() {
     let valid = model(&json!([])).to_string();
     for tokenizer in ["", "{", "[]", "{\"model\": 3}", &valid[..valid.len() / 2]] {
         assert!(matches!(
@@ -106,7 +106,7 @@ fn negative_ids_do_not_decode() {
 }
 
 #[test]
-fn special_tokens_may_be_read_as_plain_text() {
+fn special_tokens_can_be_encoded_as_plain_text() {
     let mut file = model(&json!([]));
     file["model"]["vocab"] = json!({"<": 0, "e": 1, "n": 2, "d": 3, ">": 5});
     file["added_tokens"][0]["id"] = json!(6);

@@ -263,7 +263,7 @@ mod tests {
     }
 
     #[test]
-    fn guesses_near_what_was_measured_pass_and_are_left_for_other_stages() {
+    fn guesses_near_the_measurement_pass_and_are_stored_for_other_stages() {
         let report = judged(&moments(500, 700));
         assert_eq!(report.failures, Vec::<String>::new());
         let bytes = |mib: u64| (mib * MIB) as f64;
@@ -278,7 +278,7 @@ mod tests {
     }
 
     #[test]
-    fn guesses_far_from_what_was_measured_are_failures() {
+    fn guesses_far_from_the_measurement_are_failures() {
         for (driver, context, what) in [
             (350, 700, "host memory of a process"),
             (800, 700, "host memory of a process"),
@@ -292,7 +292,7 @@ mod tests {
     }
 
     #[test]
-    fn this_process_has_memory() {
+    fn memory_of_this_process_is_read() {
         let now = Moment::now("now", None, 0).unwrap();
         assert!(now.peak >= now.resident && now.resident > MIB, "{now:?}");
     }

@@ -240,7 +240,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_report_keeps_figures_and_failures_of_its_parts() {
+    fn a_report_stores_figures_and_failures_of_its_parts() {
         let folder = tempfile::tempdir().unwrap();
         let mut report = Report::new("ceilings");
         report.part("good", |report| {
@@ -259,7 +259,7 @@ mod tests {
     }
 
     #[test]
-    fn a_target_that_is_missed_is_a_failure() {
+    fn a_missed_target_is_a_failure() {
         let mut report = Report::new("products");
         report.target("fast", 0.8, Target::AtLeast(0.7));
         report.target("cheap", 1.1, Target::AtMost(1.15));

@@ -365,7 +365,7 @@ fn gradient(carrier: Carrier, rank: usize, round: usize, id: ParamId, i: usize) 
     (!misses).then(|| carrier.operand(rank, i + id.index() + 13 * round))
 }
 
-fn sums_are_of_all_ranks(carrier: Carrier, layout: Layout) {
+fn gradients_are_summed_over_all_ranks(carrier: Carrier, layout: Layout) {
     const ROUNDS: usize = 2;
     layout.run(carrier, |mut rank| {
         let number = rank.world.rank;
@@ -391,12 +391,12 @@ fn gradients_are_added_in_rank_order(carrier: Carrier) {
                 states,
                 ..Layout::of(size)
             };
-            sums_are_of_all_ranks(carrier, layout);
+            gradients_are_summed_over_all_ranks(carrier, layout);
         }
     }
 }
 
-fn groups_hold_copies_and_sum_over_all_ranks(carrier: Carrier) {
+fn shard_groups_hold_copies_and_sum_over_all_ranks(carrier: Carrier) {
     for (size, group) in [(2, 1), (2, 2), (4, 1), (4, 2)] {
         let layout = Layout {
             group: Some(group),
@@ -406,7 +406,7 @@ fn groups_hold_copies_and_sum_over_all_ranks(carrier: Carrier) {
             let refused = layout.plan(carrier).unwrap_err();
             assert!(matches!(refused, PlanError::GroupsInNccl { .. }));
         } else {
-            sums_are_of_all_ranks(carrier, layout);
+            gradients_are_summed_over_all_ranks(carrier, layout);
         }
     }
 }
@@ -453,7 +453,7 @@ fn updates_reach_every_rank_with_many_gathers_in_flight(carrier: Carrier) {
 }
 
 /// A pass that ends in the middle leaves nothing to the next.
-fn an_abandoned_pass_harms_nobody(carrier: Carrier) {
+fn an_abandoned_pass_leaves_no_trace_in_the_next(carrier: Carrier) {
     for size in WORLDS {
         let mut layout = Layout::of(size);
         layout.ahead = size % 2 == 0;
@@ -475,7 +475,7 @@ fn an_abandoned_pass_harms_nobody(carrier: Carrier) {
     }
 }
 
-fn another_collective_is_an_error_on_every_rank(carrier: Carrier) {
+fn different_collectives_are_an_error_on_every_rank(carrier: Carrier) {
     for size in 2..=4 {
         let errors = Layout::of(size).run(carrier, |rank| {
             if rank.world.rank == size - 1 {
@@ -573,7 +573,7 @@ fn a_driver_that_refuses_is_named_on_every_rank() {
 
 /// Who waits in the library's group for a rank that does not come, waits no longer than for the host's collectives.
 #[test]
-fn a_rank_that_does_not_join_the_group_is_missed() {
+fn a_rank_that_does_not_join_the_nccl_group_is_a_timeout() {
     let layout = Layout {
         deadline: SHORT,
         ..Layout::of(3)
@@ -588,7 +588,7 @@ fn a_rank_that_does_not_join_the_group_is_missed() {
 
 /// No rank joins a group whose ranks have different versions of the library; each is told who differs from it.
 #[test]
-fn ranks_with_unlike_libraries_are_named_on_every_rank() {
+fn ranks_with_different_nccl_versions_are_named_on_every_rank() {
     for size in 2..=4 {
         let carrier = Carrier::Nccl(Copies::Late);
         let errors = Layout::of(size).refused(carrier, Trouble::OtherVersion);
@@ -642,10 +642,10 @@ conformance! {
     every_rank_gathers_every_parameter_whole
     a_rank_serves_units_that_it_does_not_use
     gradients_are_added_in_rank_order
-    groups_hold_copies_and_sum_over_all_ranks
+    shard_groups_hold_copies_and_sum_over_all_ranks
     updates_reach_every_rank_with_many_gathers_in_flight
-    an_abandoned_pass_harms_nobody
-    another_collective_is_an_error_on_every_rank
+    an_abandoned_pass_leaves_no_trace_in_the_next
+    different_collectives_are_an_error_on_every_rank
     a_rank_that_fails_is_named_on_every_rank
     a_missing_rank_is_a_timeout_with_the_table_of_ranks
 }

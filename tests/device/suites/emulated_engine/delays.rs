@@ -100,7 +100,7 @@ fn agree_ahead(family: &str, precision: Precision, activation: Tier, seeds: u64)
 /// A step that clips makes early updates again, and one that does not keeps them: either has the bits of an update behind
 /// the pass.
 #[test]
-fn steps_that_clip_have_one_result() -> Result<()> {
+fn steps_that_clip_have_the_same_bits_under_any_delays() -> Result<()> {
     for (max_grad_norm, clips) in [(1e-3, true), (1e9, false)] {
         let mut how = How {
             max_grad_norm: Some(max_grad_norm),
@@ -125,7 +125,7 @@ fn steps_that_clip_have_one_result() -> Result<()> {
 
 /// Weights that stay on the device, updated beside its work on many days; one update is skipped.
 #[test]
-fn weights_that_stay_have_one_result_on_many_days() -> Result<()> {
+fn resident_weights_have_the_same_bits_under_many_delays() -> Result<()> {
     let mut how = How {
         weights: Weights::Kept,
         skipped: Some(2),
@@ -152,42 +152,42 @@ fn weights_that_stay_have_one_result_on_many_days() -> Result<()> {
 }
 
 #[test]
-fn minicpm_has_one_result_with_weights_ahead() -> Result<()> {
+fn minicpm_has_the_same_bits_under_any_delays_with_prefetch() -> Result<()> {
     agree_ahead("minicpm-v-2_6", Precision::Bf16, Tier::Device, SEEDS)
 }
 
 #[test]
-fn cogvlm_has_one_result_with_weights_ahead() -> Result<()> {
+fn cogvlm_has_the_same_bits_under_any_delays_with_prefetch() -> Result<()> {
     agree_ahead("cogvlm-chat-hf", Precision::PureBf16, Tier::Host, FEW_SEEDS)
 }
 
 #[test]
-fn glm_4v_has_one_result_with_weights_ahead_on_many_days() -> Result<()> {
+fn glm_4v_has_the_same_bits_under_many_delays_with_prefetch() -> Result<()> {
     agree_ahead("glm-4v-9b", Precision::F32, Tier::Host, MANY_SEEDS)
 }
 
 #[test]
-fn minicpm_has_one_result() -> Result<()> {
+fn minicpm_has_the_same_bits_under_any_delays() -> Result<()> {
     agree("minicpm-v-2_6", Precision::F32, Tier::Device, SEEDS)
 }
 
 #[test]
-fn minicpm_o_has_one_result_in_pure_bf16_with_activations_on_the_host() -> Result<()> {
+fn minicpm_o_in_pure_bf16_has_the_same_bits_under_any_delays() -> Result<()> {
     agree("minicpm-o-2_6", Precision::PureBf16, Tier::Host, SEEDS)
 }
 
 #[test]
-fn cogvlm_has_one_result_in_bf16() -> Result<()> {
+fn cogvlm_in_bf16_has_the_same_bits_under_any_delays() -> Result<()> {
     agree("cogvlm-chat-hf", Precision::Bf16, Tier::Device, SEEDS)
 }
 
 #[test]
-fn cogagent_has_one_result() -> Result<()> {
+fn cogagent_has_the_same_bits_under_any_delays() -> Result<()> {
     agree("cogagent-chat-hf", Precision::F32, Tier::Host, SEEDS)
 }
 
 #[test]
-fn cogvlm2_has_one_result() -> Result<()> {
+fn cogvlm2_has_the_same_bits_under_any_delays() -> Result<()> {
     agree(
         "cogvlm2-llama3-chat-19B",
         Precision::F32,
@@ -197,7 +197,7 @@ fn cogvlm2_has_one_result() -> Result<()> {
 }
 
 #[test]
-fn glm_41v_has_one_result() -> Result<()> {
+fn glm_41v_has_the_same_bits_under_any_delays() -> Result<()> {
     agree(
         "glm-4.1v-9b-thinking",
         Precision::F32,
@@ -207,13 +207,13 @@ fn glm_41v_has_one_result() -> Result<()> {
 }
 
 #[test]
-fn glm_4v_has_one_result_on_many_days() -> Result<()> {
+fn glm_4v_has_the_same_bits_under_many_delays() -> Result<()> {
     agree("glm-4v-9b", Precision::F32, Tier::Host, MANY_SEEDS)
 }
 
 /// Each kind of event is needed, and the days above would show its loss.
 #[test]
-fn a_lost_event_changes_the_result() -> Result<()> {
+fn a_lost_event_changes_the_bits() -> Result<()> {
     let family = "glm-4v-9b";
     let mut how = How {
         activation: Tier::Host,

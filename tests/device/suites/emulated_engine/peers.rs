@@ -288,7 +288,7 @@ fn micro_batch(
 }
 
 #[test]
-fn two_ranks_at_stage_3() -> Result<()> {
+fn two_ranks_at_stage_3_have_the_bits_of_the_host_path() -> Result<()> {
     PLAIN.agrees(&[
         (DeviceTransport::Peers, Copies::Early),
         (DeviceTransport::Peers, Copies::Late),
@@ -297,7 +297,7 @@ fn two_ranks_at_stage_3() -> Result<()> {
 }
 
 #[test]
-fn gradients_at_stage_2_in_bf16() -> Result<()> {
+fn stage_2_in_bf16_has_the_bits_of_the_host_path() -> Result<()> {
     let case = Case {
         family: "minicpm-v-2_6",
         stage: Stage::Zero2,
@@ -311,7 +311,7 @@ fn gradients_at_stage_2_in_bf16() -> Result<()> {
 }
 
 #[test]
-fn weights_gathered_one_unit_ahead() -> Result<()> {
+fn prefetched_gathers_have_the_bits_of_the_host_path() -> Result<()> {
     let case = Case {
         ahead: true,
         passes: 4,
@@ -333,7 +333,7 @@ fn weights_gathered_one_unit_ahead() -> Result<()> {
 /// Units are gathered once more for layers whose inputs are computed again, also by a rank that has no such layers in its
 /// batch.
 #[test]
-fn inputs_of_layers_that_are_computed_again() -> Result<()> {
+fn recomputed_layer_inputs_have_the_bits_of_the_host_path() -> Result<()> {
     let case = Case {
         again: true,
         ..PLAIN
@@ -358,7 +358,7 @@ fn inputs_of_layers_that_are_computed_again() -> Result<()> {
 }
 
 #[test]
-fn weights_gathered_one_unit_ahead_in_groups_of_two_among_four() -> Result<()> {
+fn prefetched_gathers_in_two_shard_groups_have_the_bits_of_the_host_path() -> Result<()> {
     let case = Case {
         family: "minicpm-v-2_6",
         ranks: 4,
@@ -372,7 +372,7 @@ fn weights_gathered_one_unit_ahead_in_groups_of_two_among_four() -> Result<()> {
 }
 
 #[test]
-fn groups_of_two_among_four_in_pure_bf16_without_prefetch() -> Result<()> {
+fn two_shard_groups_in_pure_bf16_have_the_bits_of_the_host_path() -> Result<()> {
     let case = Case {
         ranks: 4,
         group: Some(2),
@@ -385,7 +385,7 @@ fn groups_of_two_among_four_in_pure_bf16_without_prefetch() -> Result<()> {
 
 /// States that rest on the GPUs: gathered from there, added up there, stepped there.
 #[test]
-fn states_on_the_gpus_at_stage_3() -> Result<()> {
+fn states_on_the_gpus_at_stage_3_have_the_bits_of_the_host_path() -> Result<()> {
     let case = Case {
         states: Tier::Device,
         ..PLAIN
@@ -399,7 +399,7 @@ fn states_on_the_gpus_at_stage_3() -> Result<()> {
 }
 
 #[test]
-fn states_on_the_gpus_in_pure_bf16_in_groups() -> Result<()> {
+fn states_on_the_gpus_in_two_shard_groups_have_the_bits_of_the_host_path() -> Result<()> {
     let case = Case {
         ranks: 4,
         group: Some(2),
@@ -415,7 +415,7 @@ fn states_on_the_gpus_in_pure_bf16_in_groups() -> Result<()> {
 
 /// In stage 0 sums in bf16 are divided, and gathered for the update.
 #[test]
-fn states_on_the_gpus_below_stage_3() -> Result<()> {
+fn states_on_the_gpus_below_stage_3_have_the_bits_of_the_host_path() -> Result<()> {
     for (stage, precision, transport) in [
         (Stage::Zero0, Precision::PureBf16, DeviceTransport::Host),
         (Stage::Zero1, Precision::Bf16, DeviceTransport::Host),
@@ -435,7 +435,7 @@ fn states_on_the_gpus_below_stage_3() -> Result<()> {
 
 /// Weights that stay on the GPUs are updated in host memory beside the next pass, in which others read them.
 #[test]
-fn weights_on_the_gpus_are_updated_beside_the_next_pass() -> Result<()> {
+fn weights_on_the_gpus_are_updated_during_the_next_forward() -> Result<()> {
     let case = Case {
         weights: Some(Tier::Device),
         precision: Precision::PureBf16,
@@ -461,7 +461,7 @@ fn weights_on_the_gpus_are_updated_beside_the_next_pass() -> Result<()> {
 
 /// Lanes of two GPUs at every moment that waits allow.
 #[test]
-fn ranks_have_one_result_on_any_day() -> Result<()> {
+fn ranks_have_the_same_bits_under_any_delays() -> Result<()> {
     let days = |transport| (0..DAYS).map(move |seed| (transport, Copies::Drawn(seed)));
     let ahead = Case {
         ahead: true,
@@ -480,7 +480,7 @@ fn ranks_have_one_result_on_any_day() -> Result<()> {
 
 /// Each kind of wait is needed, and the days above would show its loss.
 #[test]
-fn a_lost_wait_changes_the_result() -> Result<()> {
+fn a_lost_wait_changes_the_bits() -> Result<()> {
     let of_states = |states, weights| Case {
         states,
         weights,

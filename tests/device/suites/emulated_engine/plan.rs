@@ -189,7 +189,7 @@ fn packed(family: &str, activation: Tier, weights: Weights, library: Library) ->
 }
 
 #[test]
-fn tensors_lie_where_a_dry_run_packed_them() -> Result<()> {
+fn tensors_have_the_offsets_of_the_memory_plan() -> Result<()> {
     let (device, host) = (Tier::Device, Tier::Host);
     packed("minicpm-v-2_6", device, Weights::Ahead, Library::Absent)?;
     packed("glm-4v-9b", host, Weights::Kept, Library::Multiplies)?;
@@ -206,7 +206,7 @@ fn same(planned: &PoolStats, measured: &PoolStats) {
 }
 
 #[test]
-fn minicpm_in_f32() -> Result<()> {
+fn minicpm_in_f32_takes_the_planned_memory() -> Result<()> {
     agree(
         "minicpm-v-2_6",
         Precision::F32,
@@ -216,18 +216,18 @@ fn minicpm_in_f32() -> Result<()> {
 }
 
 #[test]
-fn minicpm_in_bf16_with_activations_on_the_host() -> Result<()> {
+fn minicpm_in_bf16_with_activations_on_the_host_takes_the_planned_memory() -> Result<()> {
     agree("minicpm-v-2_6", Precision::Bf16, Tier::Host, Weights::Kept)
 }
 
 #[test]
-fn glm_4v_in_f32_with_activations_on_the_host() -> Result<()> {
+fn glm_4v_in_f32_with_activations_on_the_host_takes_the_planned_memory() -> Result<()> {
     agree("glm-4v-9b", Precision::F32, Tier::Host, Weights::Kept)
 }
 
 /// Scratch memory of products by a library is planned, whether it does them or refuses.
 #[test]
-fn glm_4v_with_products_by_a_library() -> Result<()> {
+fn glm_4v_with_library_products_takes_the_planned_memory() -> Result<()> {
     for library in [Library::Multiplies, Library::Refuses] {
         agree_with(
             "glm-4v-9b",
@@ -242,7 +242,7 @@ fn glm_4v_with_products_by_a_library() -> Result<()> {
 
 /// Adapters that share an input keep what they made of it until backward, and so do those of experts.
 #[test]
-fn adapters_of_shared_inputs() -> Result<()> {
+fn adapters_of_shared_inputs_take_the_planned_memory() -> Result<()> {
     for family in ["minicpm-v-2_6", "glm-4v-9b", "cogvlm-chat-hf"] {
         let also = Also {
             adapters: true,
@@ -255,7 +255,7 @@ fn adapters_of_shared_inputs() -> Result<()> {
 
 /// Inputs of layers that are computed again, also those that come back from the host first.
 #[test]
-fn inputs_that_are_computed_again() -> Result<()> {
+fn recomputed_layer_inputs_take_the_planned_memory() -> Result<()> {
     let also = Also {
         again: true,
         ..PLAIN
@@ -279,12 +279,12 @@ fn inputs_that_are_computed_again() -> Result<()> {
 }
 
 #[test]
-fn glm_4v_in_bf16() -> Result<()> {
+fn glm_4v_in_bf16_takes_the_planned_memory() -> Result<()> {
     agree("glm-4v-9b", Precision::Bf16, Tier::Device, Weights::Leased)
 }
 
 #[test]
-fn minicpm_with_weights_ahead() -> Result<()> {
+fn minicpm_with_prefetch_takes_the_planned_memory() -> Result<()> {
     agree(
         "minicpm-v-2_6",
         Precision::Bf16,
@@ -294,11 +294,11 @@ fn minicpm_with_weights_ahead() -> Result<()> {
 }
 
 #[test]
-fn cogvlm_with_weights_ahead() -> Result<()> {
+fn cogvlm_with_prefetch_takes_the_planned_memory() -> Result<()> {
     agree("cogvlm-chat-hf", Precision::F32, Tier::Host, Weights::Ahead)
 }
 
 #[test]
-fn glm_4v_with_weights_ahead_and_activations_on_the_host() -> Result<()> {
+fn glm_4v_with_prefetch_and_activations_on_the_host_takes_the_planned_memory() -> Result<()> {
     agree("glm-4v-9b", Precision::F32, Tier::Host, Weights::Ahead)
 }

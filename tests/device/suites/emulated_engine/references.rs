@@ -32,7 +32,7 @@ fn every_pack() -> bool {
 
 /// Every case, gradient and trajectory of one family; of all, and 200 steps, where `TESSERA_EVERY_PACK=1` asks for it.
 #[test]
-fn golden_packs_in_f32_keep_their_tolerances() -> Result<()> {
+fn golden_packs_in_f32_stay_within_their_tolerances() -> Result<()> {
     compute_on_the_emulator()?;
     let every = every_pack();
     let packs = match every {
@@ -57,7 +57,7 @@ fn golden_packs_in_f32_keep_their_tolerances() -> Result<()> {
 /// As the stage `train` does on a GPU. The case below stands for it where not all packs are asked for.
 #[test]
 #[ignore = "some ten minutes: the nightly run asks for it"]
-fn golden_packs_in_16_bits_keep_their_tolerances() -> Result<()> {
+fn golden_packs_in_16_bits_stay_within_their_tolerances() -> Result<()> {
     compute_on_the_emulator()?;
     for precision in [Precision::Bf16, Precision::Fp16, Precision::PureBf16] {
         for dir in Pack::built_in() {
@@ -74,7 +74,7 @@ fn golden_packs_in_16_bits_keep_their_tolerances() -> Result<()> {
 /// The 200 steps as the stage `train` takes them in 16 bits, on two ranks that share a GPU's queue.
 #[test]
 #[ignore = "some ten minutes: the nightly run asks for it"]
-fn steps_in_16_bits_keep_their_tolerances() -> Result<()> {
+fn steps_in_16_bits_stay_within_their_tolerances() -> Result<()> {
     compute_on_the_emulator()?;
     for precision in [Precision::Bf16, Precision::Fp16, Precision::PureBf16] {
         for comparison in sixteen_bits::check_drift(precision)? {
@@ -85,7 +85,7 @@ fn steps_in_16_bits_keep_their_tolerances() -> Result<()> {
 }
 
 #[test]
-fn a_golden_case_in_16_bits_keeps_its_tolerances() -> Result<()> {
+fn a_golden_case_in_16_bits_stays_within_its_tolerances() -> Result<()> {
     compute_on_the_emulator()?;
     let dir = Pack::beside("cogvlm2-llama3-chat-19B");
     let (pack, processor) = (Pack::read(&dir)?, open_processor(&dir)?);

@@ -196,7 +196,7 @@ impl Numbers {
 const THERE: (Tier, Tier) = (Tier::Device, Tier::Device);
 
 #[test]
-fn in_f32_on_every_tier() -> Result<()> {
+fn states_on_the_gpu_in_f32_have_the_bits_of_host_states() -> Result<()> {
     PLAIN.agrees(&[
         THERE,
         (Tier::Device, Tier::Host),
@@ -205,7 +205,7 @@ fn in_f32_on_every_tier() -> Result<()> {
 }
 
 #[test]
-fn in_bf16_with_weights_elsewhere_and_not() -> Result<()> {
+fn states_on_the_gpu_in_bf16_have_the_bits_of_host_states() -> Result<()> {
     let numbers = Numbers {
         precision: Precision::Bf16,
         stage: Stage::Zero0,
@@ -215,7 +215,7 @@ fn in_bf16_with_weights_elsewhere_and_not() -> Result<()> {
 }
 
 #[test]
-fn in_fp16_with_sums_in_bf16() -> Result<()> {
+fn states_on_the_gpu_in_fp16_with_bf16_sums_have_the_bits_of_host_states() -> Result<()> {
     let numbers = Numbers {
         precision: Precision::Fp16,
         grad_dtype: Some(GradDtype::Bf16),
@@ -226,7 +226,7 @@ fn in_fp16_with_sums_in_bf16() -> Result<()> {
 }
 
 #[test]
-fn in_pure_bf16() -> Result<()> {
+fn states_on_the_gpu_in_pure_bf16_have_the_bits_of_host_states() -> Result<()> {
     let numbers = Numbers {
         precision: Precision::PureBf16,
         ..PLAIN
@@ -235,7 +235,7 @@ fn in_pure_bf16() -> Result<()> {
 }
 
 #[test]
-fn in_pure_bf16_with_moments_and_sums_in_f32() -> Result<()> {
+fn states_on_the_gpu_in_pure_bf16_with_f32_moments_have_the_bits_of_host_states() -> Result<()> {
     let numbers = Numbers {
         precision: Precision::PureBf16,
         grad_dtype: Some(GradDtype::F32),
@@ -250,7 +250,7 @@ fn in_pure_bf16_with_moments_and_sums_in_f32() -> Result<()> {
 
 /// A rule that the device's kernels do not know steps in host memory, and what it keeps goes there and back.
 #[test]
-fn by_a_rule_of_the_host() -> Result<()> {
+fn states_of_a_rule_without_gpu_kernel_are_stepped_on_the_host() -> Result<()> {
     let numbers = Numbers {
         precision: Precision::PureBf16,
         pure: PureBf16 {
@@ -276,7 +276,7 @@ fn by_a_rule_of_the_host() -> Result<()> {
 /// Weights that rest on the GPUs and are gathered through the host leave beside the work: what is read of them waits for
 /// their last change, and for no work of the pass.
 #[test]
-fn shards_leave_beside_the_work() -> Result<()> {
+fn shards_on_the_gpu_leave_while_the_gpu_computes() -> Result<()> {
     let rank = |comm: Arc<dyn Communicator>| -> Result<[u64; 2]> {
         let dir = pack(FAMILY);
         let model = open_model(&dir, ModelOptions::new(kernels::DType::F32))?;

@@ -236,7 +236,7 @@ fn agree_how(family: &str, how: How) -> Result<Arc<EmulatedGpu>> {
 
 /// Passes are not looked at access by access; where they are, nothing is reported and every bit is the same.
 #[test]
-fn watched_passes_leave_the_same_bits() -> Result<()> {
+fn checked_and_unchecked_passes_leave_the_same_bits() -> Result<()> {
     let of = |family: &str, how: How, order: Order| -> Result<()> {
         let gpus = [EmulatedGpu::new(order), EmulatedGpu::watched(order)];
         let [unwatched, watched] = gpus.map(|gpu| {
@@ -312,27 +312,27 @@ fn agree_again(family: &str, how: How) -> Result<()> {
 }
 
 #[test]
-fn minicpm_computes_the_inputs_of_layers_again() -> Result<()> {
+fn minicpm_with_recomputed_layer_inputs_has_the_same_bits() -> Result<()> {
     agree_again("minicpm-v-2_6", How::new(Precision::Bf16))
 }
 
 /// The cross-attended features, which layers share, are kept elsewhere as well.
 #[test]
-fn cogagent_computes_the_inputs_of_layers_again() -> Result<()> {
+fn cogagent_with_recomputed_layer_inputs_has_the_same_bits() -> Result<()> {
     let mut how = How::new(Precision::F32);
     (how.activation, how.weights) = (Tier::Host, Weights::Ahead);
     agree_again("cogagent-chat-hf", how)
 }
 
 #[test]
-fn graphs_leave_the_bits_of_adapters_in_bf16() -> Result<()> {
+fn graphs_leave_the_same_bits_with_adapters_in_bf16() -> Result<()> {
     let mut how = How::new(Precision::Bf16);
     how.adapters = true;
     agree_with_graphs("minicpm-v-2_6", how)
 }
 
 #[test]
-fn graphs_leave_the_bits_where_weights_stay_and_a_library_multiplies() -> Result<()> {
+fn graphs_leave_the_same_bits_with_resident_weights_and_library_products() -> Result<()> {
     let mut how = How::new(Precision::F32);
     (how.weights, how.library) = (Weights::Kept, Library::Multiplies);
     agree_with_graphs("glm-4v-9b", how)
@@ -340,7 +340,7 @@ fn graphs_leave_the_bits_where_weights_stay_and_a_library_multiplies() -> Result
 
 /// All weights come once, and once more, with the gaps between them, when the step has changed them all.
 #[test]
-fn weights_that_stay_on_the_device_come_when_they_change() -> Result<()> {
+fn resident_weights_are_uploaded_once_per_change() -> Result<()> {
     let family = "glm-4v-9b";
     let mut how = How::new(Precision::F32);
     how.weights = Weights::Kept;
@@ -358,7 +358,7 @@ fn weights_that_stay_on_the_device_come_when_they_change() -> Result<()> {
 /// Weights that come one unit ahead wait for what was there before the unit in front of theirs, and not for that unit;
 /// but for those of the first unit of a pass, and of one that another was passed over for.
 #[test]
-fn weights_come_beside_the_whole_unit_in_front() -> Result<()> {
+fn prefetched_weights_are_copied_during_the_whole_previous_unit() -> Result<()> {
     let uploads = |weights| -> Result<Beside> {
         let gpu = Arc::new(EmulatedGpu::new(Order::Ascending));
         let device = CudaBackend::new(gpu.clone(), ARENA_BYTES)?;
@@ -396,17 +396,17 @@ fn agree_ahead(family: &str, how: How) -> Result<()> {
 }
 
 #[test]
-fn minicpm_has_the_same_bits_with_weights_ahead() -> Result<()> {
+fn minicpm_has_the_same_bits_with_prefetch() -> Result<()> {
     agree_ahead("minicpm-v-2_6", How::new(Precision::Bf16))
 }
 
 #[test]
-fn cogvlm_has_the_same_bits_with_weights_ahead() -> Result<()> {
+fn cogvlm_has_the_same_bits_with_prefetch() -> Result<()> {
     agree_ahead("cogvlm-chat-hf", How::new(Precision::F32))
 }
 
 #[test]
-fn glm_4v_has_the_same_bits_with_adapters_and_weights_ahead() -> Result<()> {
+fn glm_4v_has_the_same_bits_with_adapters_and_prefetch() -> Result<()> {
     let mut how = How::new(Precision::F32);
     (how.activation, how.adapters) = (Tier::Host, true);
     agree_ahead("glm-4v-9b", how)
@@ -415,7 +415,7 @@ fn glm_4v_has_the_same_bits_with_adapters_and_weights_ahead() -> Result<()> {
 /// Saved activations leave beside the segments that follow, and come back beside those in front of theirs: but for the
 /// first of a pass, whose place is taken when it is wanted.
 #[test]
-fn activations_cross_the_bus_beside_the_work() -> Result<()> {
+fn offloaded_activations_are_copied_during_compute() -> Result<()> {
     let copies = |activation| -> Result<[Beside; 2]> {
         let gpu = Arc::new(EmulatedGpu::new(Order::Ascending));
         let device = CudaBackend::new(gpu.clone(), ARENA_BYTES)?;
@@ -443,7 +443,7 @@ fn activations_cross_the_bus_beside_the_work() -> Result<()> {
 
 /// While gradients leave, the next weights come in: both directions of the bus are busy at once.
 #[test]
-fn weights_come_in_while_gradients_go_out() -> Result<()> {
+fn weights_and_gradients_are_copied_in_both_directions_at_once() -> Result<()> {
     for weights in [Weights::Leased, Weights::Ahead] {
         let crossing = Arc::new(Crossing::default());
         let gpu = EmulatedGpu::new(Order::Ascending).with_crossing(crossing.clone());
@@ -463,7 +463,7 @@ fn weights_come_in_while_gradients_go_out() -> Result<()> {
 /// Weights that stay on the device are updated in host memory beside backward or the next pass, without waiting for work
 /// that does not use them, and without work that waits for them: the same bits.
 #[test]
-fn weights_that_stay_on_the_device_are_updated_beside_its_work() -> Result<()> {
+fn resident_weights_are_updated_during_backward_or_the_next_forward() -> Result<()> {
     for (family, precision) in [
         ("minicpm-o-2_6", Precision::PureBf16),
         ("glm-4v-9b", Precision::Bf16),
@@ -500,7 +500,7 @@ fn weights_that_stay_on_the_device_are_updated_beside_its_work() -> Result<()> {
 /// The trace and the times of a step are those of the device's own clock, not of the host that queues its work; copies run
 /// beside the work of other units.
 #[test]
-fn a_device_says_what_it_did_when() -> Result<()> {
+fn times_and_trace_of_a_step_are_those_of_the_device_clock() -> Result<()> {
     let dir = pack("glm-4v-9b");
     let model = open_model(&dir, ModelOptions::new(DType::F32))?;
     let plan = setup::plan(&*model, Precision::F32, Tier::Host, Weights::Leased, false)?;

@@ -163,7 +163,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_section_is_reached_and_no_key_stands_twice() {
+    fn every_section_is_reachable_and_no_key_occurs_twice() {
         for section in SECTIONS {
             for (i, key) in section.keys.iter().enumerate() {
                 let path = match section.path {
@@ -185,7 +185,7 @@ mod tests {
     }
 
     #[test]
-    fn unknown_keys_have_a_place_a_name_or_nothing() {
+    fn unknown_keys_get_a_section_a_similar_name_or_no_suggestion() {
         let top = Section::at("").expect("the top level");
         let zero = Section::at("zero_optimization").expect("a section");
         assert!(

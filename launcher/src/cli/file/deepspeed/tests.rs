@@ -27,7 +27,7 @@ fn shown(path: &Path) -> String {
 }
 
 #[test]
-fn every_published_file_becomes_the_page_beside_it() {
+fn every_published_file_explains_as_its_stored_page() {
     let mut count = 0;
     for entry in fs::read_dir(configs()).expect("is there") {
         let path = entry.expect("is there").path();
@@ -87,7 +87,7 @@ fn refused(text: &str, line: &str) -> String {
 const Z: &str = "\"zero_optimization\": {\"stage\": 2}, \"bf16\": {\"enabled\": \"auto\"}";
 
 #[test]
-fn the_three_batch_sizes_in_all_patterns() {
+fn every_combination_of_the_three_batch_sizes_resolves_or_is_refused() {
     for (sizes, expected) in [
         ("", ""),
         (
@@ -162,7 +162,7 @@ fn contradictions_are_listed_together_and_auto_contradicts_nothing() {
 }
 
 #[test]
-fn number_formats_follow_the_switches() {
+fn precision_follows_the_switches_of_the_file() {
     let of = |sections: &str, line: &str| {
         words(
             &format!("{{\"zero_optimization\": {{\"stage\": 1}}, {sections}}}"),
@@ -186,7 +186,7 @@ fn number_formats_follow_the_switches() {
 }
 
 #[test]
-fn tiers_are_those_that_deepspeed_reads_in_the_stage() {
+fn tiers_are_those_that_deepspeed_reads_at_the_stage() {
     let of = |stage: u8, inside: &str| {
         let text = format!(
             "{{\"zero_optimization\": {{\"stage\": {stage}, {inside}}}, \"bf16\": {{\"enabled\": \"auto\"}}}}"
@@ -350,7 +350,7 @@ fn mistakes_in_strict_sections_are_errors_and_elsewhere_warnings() {
 }
 
 #[test]
-fn flags_of_a_file_give_way_to_the_line() {
+fn command_line_flags_override_those_of_a_file() {
     let path = configs().join("llama-factory-lora.yaml");
     let line = |more: &str| {
         let mut words = vec![format!("--config={}", path.display())];
@@ -379,7 +379,7 @@ fn flags_of_a_file_give_way_to_the_line() {
 }
 
 #[test]
-fn files_of_flags_name_what_they_do_not_know() {
+fn unknown_keys_of_a_flag_file_are_named() {
     let folder = tempfile::tempdir().expect("temp dir");
     let path = folder.path().join("run.yaml");
     for (text, part) in [
@@ -426,7 +426,7 @@ proptest! {
 
     /// A published file with a hole and something else in it is used or refused.
     #[test]
-    fn damaged_files_are_used_or_refused(
+    fn damaged_deepspeed_files_are_read_or_refused(
         file in 0usize..100, at in 0usize..1000, cut in 0usize..9, put in "[\\PC\n]{0,4}",
     ) {
         let files = fs::read_dir(configs()).expect("is there");
@@ -452,7 +452,7 @@ proptest! {
 
     /// Values of any kind at any known key, and unknown keys, never end the program.
     #[test]
-    fn any_values_are_honoured_or_refused(picks in prop::collection::vec((0usize..400, 0usize..12), 0..6)) {
+    fn any_deepspeed_values_are_applied_or_refused(picks in prop::collection::vec((0usize..400, 0usize..12), 0..6)) {
         let values = [
             "null", "true", "-1", "5e8", "1e-300", "\"auto\"", "\"\"", "[]", "[0.9, 0.95]", "{}", "{\"enabled\": true}",
             "\"nvme\"",

@@ -123,7 +123,7 @@ mod tests {
     }
 
     #[test]
-    fn every_variable_that_is_read_is_listed_and_no_other() {
+    fn exactly_the_variables_that_are_read_are_listed() {
         let asked = RefCell::new(BTreeSet::new());
         for environment in [
             vec![],
@@ -185,7 +185,7 @@ mod tests {
     }
 
     #[test]
-    fn names_stand_once() {
+    fn variables_are_listed_once() {
         let names: Vec<_> = table(&Variables::default())
             .iter()
             .map(|row| row.name.clone())
@@ -195,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn variables_of_other_trainers_name_what_takes_their_place() {
+    fn variables_of_other_trainers_name_their_replacement() {
         let table = table(&environment(&[
             ("MP_SIZE", "4"),
             ("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:128"),
@@ -237,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn values_do_not_act_on_a_terminal() {
+    fn control_characters_of_values_are_escaped() {
         assert_eq!(printable("a\u{1b}[31m\nb ü"), "a\\u{1b}[31m\\nb ü");
     }
 }

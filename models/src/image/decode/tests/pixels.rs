@@ -45,7 +45,7 @@ fn alpha_is_dropped_not_blended() {
 }
 
 #[test]
-fn a_transparent_colour_is_a_colour_like_others() {
+fn a_transparent_color_stays_an_ordinary_color() {
     let key = [(b"tRNS", &[0, 1, 0, 2, 0, 3][..])];
     assert_eq!(
         png_with(8, 2, 2, &[1, 2, 3, 4, 5, 6], &key),
@@ -58,7 +58,7 @@ fn a_transparent_colour_is_a_colour_like_others() {
 }
 
 #[test]
-fn greys_of_few_bits_are_spread_over_the_range() {
+fn grays_of_few_bits_are_scaled_to_the_full_range() {
     assert_eq!(png(1, 0, 3, &[0b1010_0000]), grey([255, 0, 255]));
     assert_eq!(png(2, 0, 4, &[0b0001_1011]), grey([0, 85, 170, 255]));
     assert_eq!(png(4, 0, 2, &[0x1e]), grey([17, 238]));
@@ -66,7 +66,7 @@ fn greys_of_few_bits_are_spread_over_the_range() {
 }
 
 #[test]
-fn sixteen_bit_colour_keeps_the_high_byte_and_grey_is_clipped() {
+fn sixteen_bit_color_keeps_the_high_byte_and_gray_is_clipped() {
     assert_eq!(
         png(16, 2, 1, &words(&[0x12ff, 0x00ff, 0xff00])),
         [0x12, 0, 0xff]
@@ -140,7 +140,7 @@ fn every_level_of_a_sixteen_bit_bmp_is_truncated() {
 }
 
 #[test]
-fn exif_orientation_does_not_turn_a_picture() {
+fn exif_orientation_does_not_rotate_an_image() {
     let picture = image::RgbImage::from_fn(16, 8, |x, y| {
         image::Rgb([(x * 16) as u8, (y * 30) as u8, 90])
     });
@@ -156,7 +156,7 @@ fn exif_orientation_does_not_turn_a_picture() {
 }
 
 #[test]
-fn jpeg_webp_and_bmp_are_read_whatever_their_name_says() {
+fn jpeg_webp_and_bmp_are_recognized_by_content() {
     let dir = tempfile::tempdir().unwrap();
     let picture = image::RgbImage::from_pixel(9, 5, image::Rgb([120, 120, 120]));
     for format in [ImageFormat::Jpeg, ImageFormat::WebP, ImageFormat::Bmp] {

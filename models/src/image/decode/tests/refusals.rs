@@ -22,7 +22,7 @@ fn noise(side: u32) -> DynamicImage {
 }
 
 #[test]
-fn each_way_a_file_can_be_wrong_has_its_error() {
+fn each_kind_of_damage_has_its_error() {
     let dir = tempfile::tempdir().unwrap();
     let missing = dir.path().join("none.png");
     assert!(matches!(decode(&missing), Err(ImageError::Missing { .. })));
@@ -42,7 +42,7 @@ fn each_way_a_file_can_be_wrong_has_its_error() {
 }
 
 #[test]
-fn a_cut_or_flipped_file_is_corrupt() {
+fn a_truncated_or_bit_flipped_file_is_corrupt() {
     for format in FORMATS {
         let whole = encode(&noise(64), format);
         assert!(decode_file(&whole).is_ok());
@@ -105,7 +105,7 @@ fn bombs() -> Vec<(&'static str, Vec<u8>)> {
 }
 
 #[test]
-fn bombs_are_refused_by_their_headers() {
+fn decompression_bombs_are_refused_by_their_headers() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("bomb");
     for (name, file) in bombs() {
@@ -124,7 +124,7 @@ fn bombs_are_refused_by_their_headers() {
 }
 
 #[test]
-fn pixels_that_a_file_cannot_hold_are_refused_before_they_have_memory() {
+fn sizes_beyond_the_file_are_refused_before_allocation() {
     let (width, height) = (13_000, 13_000);
     let png = Png {
         width,
@@ -176,7 +176,7 @@ fn a_webp_frame_must_have_the_size_of_its_canvas() {
 }
 
 #[test]
-fn a_picture_without_pixels_is_corrupt() {
+fn an_image_without_pixels_is_corrupt() {
     let bmp = Bmp {
         width: 0,
         height: 4,
@@ -192,7 +192,7 @@ fn a_picture_without_pixels_is_corrupt() {
 
 proptest! {
     #[test]
-    fn a_damaged_file_is_an_error_or_a_picture(
+    fn a_damaged_file_is_an_error_or_an_image(
         which in 0usize..6,
         edits in proptest::collection::vec((any::<Index>(), any::<u8>()), 1..6),
         cut in proptest::option::weighted(0.1, any::<Index>()),

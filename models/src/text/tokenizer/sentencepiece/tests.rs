@@ -78,7 +78,7 @@ fn tokens(tokenizer: &Tokenizer, text: &str) -> Vec<String> {
 const ABC: [&str; 7] = ["ab", "▁ab", "abc", "▁", "a", "b", "c"];
 
 #[test]
-fn scores_decide_and_a_blank_stands_in_front() {
+fn scores_decide_and_a_blank_is_prepended() {
     let built = build(&File::new(&ABC).bytes()).unwrap();
     assert_eq!(tokens(&built.tokenizer, "abc ab"), ["▁ab", "c", "▁ab"]);
     assert_eq!(
@@ -123,7 +123,7 @@ fn without_byte_fallback_unknown_characters_are_one_token() {
 }
 
 #[test]
-fn what_the_encoder_does_not_reproduce_is_refused() {
+fn unsupported_sentencepiece_settings_are_refused() {
     let trainer = |content: Vec<u8>| File {
         trainer: content,
         ..File::new(&ABC)
@@ -165,7 +165,7 @@ fn what_the_encoder_does_not_reproduce_is_refused() {
 }
 
 #[test]
-fn pieces_that_are_no_vocabulary_are_refused() {
+fn pieces_that_form_no_vocabulary_are_refused() {
     let with = |change: &dyn Fn(&mut Vec<(String, f32, u64)>)| {
         let mut file = File::new(&ABC);
         change(&mut file.pieces);
@@ -214,7 +214,7 @@ fn pieces_that_are_no_vocabulary_are_refused() {
 }
 
 #[test]
-fn wrong_bytes_are_refused() {
+fn malformed_sentencepiece_files_are_refused() {
     type E = SentencePieceError;
     let cut = File::new(&ABC).bytes();
     assert!(matches!(
@@ -245,7 +245,7 @@ fn wrong_bytes_are_refused() {
 proptest! {
     /// The definition: the adjacent pair of the best score, leftmost among equals.
     #[test]
-    fn encoding_follows_the_scores(
+    fn encoding_merges_by_score(
         longer in proptest::collection::hash_set("[ab▁]{2,4}", 0..12),
         texts in proptest::collection::vec("[ab ]{1,16}", 4),
     ) {

@@ -195,7 +195,7 @@ fn every_row_of_products_runs_on_the_emulated_gpu() {
 }
 
 #[test]
-fn every_kernel_has_a_row_at_sizes_of_models() {
+fn every_kernel_has_a_row_at_model_sizes() {
     let mut bench = Noting::default();
     let mut report = Report::new("table");
     for row in works::all() {
@@ -208,7 +208,7 @@ fn every_kernel_has_a_row_at_sizes_of_models() {
 }
 
 #[test]
-fn rows_fit_a_gpu_and_what_memory_bounds_fits_no_cache() {
+fn rows_fit_a_gpu_and_memory_bound_rows_exceed_its_cache() {
     for row in works::all() {
         let mut bench = Noting::default();
         let mut on = Operands::new(&mut bench, MODELS);
@@ -223,7 +223,7 @@ fn rows_fit_a_gpu_and_what_memory_bounds_fits_no_cache() {
 }
 
 #[test]
-fn the_table_takes_no_more_than_its_share_of_the_time() {
+fn the_table_stays_within_its_time_budget() {
     let rows = works::all();
     assert!(BUDGET * rows.len() as u32 <= Duration::from_secs(25));
     let names: BTreeSet<_> = rows.iter().map(|row| &row.name).collect();
@@ -244,7 +244,7 @@ const WITHOUT_PEER: [&str; 9] = [
 ];
 
 #[test]
-fn rows_have_the_names_of_their_peers() {
+fn rows_have_the_names_of_their_pytorch_peers() {
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../scripts/gpu_peers.py");
     let mut bench = Noting::default();
     let mut report = Report::new("products");
@@ -268,7 +268,7 @@ fn rows_have_the_names_of_their_peers() {
 }
 
 #[test]
-fn a_row_is_written_and_judged_by_the_copy_and_by_pytorch() {
+fn a_row_is_judged_by_the_copy_rate_and_by_pytorch() {
     let row = |copy, torch| Row {
         name: "a row".into(),
         targets: Targets { copy, torch },
@@ -317,7 +317,7 @@ fn a_row_is_written_and_judged_by_the_copy_and_by_pytorch() {
 }
 
 #[test]
-fn rows_of_a_program_that_is_ended_count() {
+fn rows_printed_before_a_timeout_count() {
     let program = |text: &str| {
         let mut command = Command::new("sh");
         command.args(["-c", text]);
@@ -372,7 +372,7 @@ impl Bench for Beside {
 /// Rows of two layers and of adapted ones are as good as ours beside our own product, and too slow beside a library that is
 /// faster; plain products may be so much slower.
 #[test]
-fn layers_are_judged_by_the_library_where_it_is() {
+fn layers_are_judged_by_the_library_where_installed() {
     let judged = |library: Option<f64>| {
         let mut report = Report::new("products");
         let mut bench = Beside(Noting::default(), library);
