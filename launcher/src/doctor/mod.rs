@@ -1,7 +1,7 @@
-//! `launcher doctor`: what this machine offers for training, and what stands in the way.
+//! `launcher doctor`: reports what this machine offers for training and which problems it has.
 //!
-//! [`gather`] collects facts, `findings` judges them, and the report is shown as text or JSON.
-//! Nothing here fails: what cannot be read is absent from the report, or a finding in it.
+//! [`gather`] collects facts, `findings` judges them, and the report is shown as text or JSON. Nothing fails here: a
+//! value that cannot be read is absent from the report, or a finding in it.
 
 mod cuda;
 pub mod environment;
@@ -23,27 +23,27 @@ use findings::{Finding, Verdict};
 
 pub(crate) use host::{instruction_sets, libc};
 
-/// Grows when a key of the JSON report changes its meaning or goes.
+/// Version of the JSON keys. It increases when a key changes its meaning or is removed.
 const SCHEMA: u32 = 1;
 
-/// The whole report; in JSON the facts stand beside the judgement.
+/// The whole report. In JSON the facts are at the top level.
 #[derive(Debug, Clone, Serialize)]
 pub struct Report {
     /// Version of the keys.
     pub schema: u32,
-    /// What was found.
+    /// The facts.
     #[serde(flatten)]
     pub facts: Facts,
-    /// Whether all GPUs that runs could use are of one kind; unknown for fewer than two.
+    /// Whether all usable GPUs are of one kind. `None` with fewer than two.
     pub gpus_are_equal: Option<bool>,
-    /// What a run would use.
+    /// Device that a run would use.
     pub verdict: Verdict,
-    /// What to know and to do, the most important first.
+    /// Findings with next steps, the most severe first.
     pub findings: Vec<Finding>,
 }
 
 impl Report {
-    /// The report on these facts.
+    /// Report on these facts.
     pub fn new(facts: Facts) -> Self {
         let (verdict, findings) = findings::judge(&facts);
         Self {
@@ -55,24 +55,24 @@ impl Report {
         }
     }
 
-    /// Aligned plain text.
+    /// The report as aligned plain text.
     pub fn to_text(&self) -> String {
         text::render(self)
     }
 }
 
-/// Collects everything about this machine and this environment.
+/// Gathers all facts about this machine and this environment.
 pub fn gather(variables: &Variables) -> Facts {
     let (cuda, gpus) = survey_gpus(variables);
     facts(variables, cuda, gpus)
 }
 
-/// Driver, libraries and GPUs alone.
+/// Gathers facts about driver, libraries and GPUs only.
 pub(crate) fn survey_gpus(variables: &Variables) -> (facts::Cuda, Vec<facts::Gpu>) {
     cuda::gather(&places(variables))
 }
 
-/// Where CUDA's libraries are looked for.
+/// Search path for CUDA's libraries.
 #[cfg(feature = "cuda")]
 pub(crate) fn search(variables: &Variables) -> kernels::cuda::library::Search {
     cuda::search(&places(variables))
@@ -83,7 +83,7 @@ fn places(variables: &Variables) -> CudaPlaces {
     CudaPlaces::from_lookup(&lookup)
 }
 
-/// What these GPUs and this driver mean for a run, the most important first.
+/// Findings about these GPUs and this driver, the most severe first.
 pub(crate) fn gpu_findings(
     cuda: &facts::Cuda,
     gpus: &[facts::Gpu],
@@ -110,7 +110,7 @@ fn facts(variables: &Variables, cuda: facts::Cuda, gpus: Vec<facts::Gpu>) -> Fac
 /// Prints the report on standard output.
 ///
 /// # Errors
-/// The output cannot be written. A reader that has seen enough is no error.
+/// When the output cannot be written. A closed pipe is not an error.
 pub fn run(variables: &Variables, as_json: bool) -> Result<ExitCode, Failure> {
     let report = Report::new(gather(variables));
     let failed = |error: &io::Error| {
