@@ -1,4 +1,4 @@
-//! What happens in a run, as far as a person wants to see it.
+//! Events of a run that are shown to a person.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -11,43 +11,43 @@ pub(crate) fn or_nan<'de, D: Deserializer<'de>>(from: D) -> Result<f64, D::Error
     Ok(Option::deserialize(from)?.unwrap_or(f64::NAN))
 }
 
-/// One thing to show.
+/// Event to show.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 #[non_exhaustive]
 pub enum Event {
-    /// A flag without effect.
+    /// A flag has no effect.
     Note {
-        /// As typed.
+        /// The flag as typed.
         flag: String,
-        /// Why.
+        /// Why it has no effect.
         reason: String,
     },
-    /// A line of information.
+    /// Line of information.
     Info {
         /// Label of at most seven letters.
         label: String,
         /// The text.
         text: String,
     },
-    /// Something that deserves attention but does not stop the run.
+    /// Warning that does not stop the run.
     Warning {
         /// The text.
         text: String,
     },
-    /// Who owns what, before weights are read.
+    /// Memory plan, before weights are read.
     Plan(PlanEvent),
-    /// What trains, before weights are read.
+    /// Trainable tensors, before weights are read.
     Trains(Vec<TrainRow>),
-    /// What the data holds.
+    /// Summary of the data.
     Data(DataEvent),
-    /// The ranks have met.
+    /// All ranks have joined the rendezvous.
     Comm {
         /// Number of ranks.
         ranks: usize,
-        /// How they exchange data.
+        /// Transport between the ranks.
         transport: String,
-        /// Seconds until all had arrived.
+        /// Seconds until all ranks had joined.
         #[serde(deserialize_with = "or_nan")]
         seconds: f64,
     },
@@ -57,24 +57,24 @@ pub enum Event {
         bytes: u64,
         /// Safetensors files.
         files: usize,
-        /// Seconds it took.
+        /// Seconds.
         #[serde(deserialize_with = "or_nan")]
         seconds: f64,
     },
-    /// Training starts: the head of the table.
+    /// Training starts; shows the header of the table.
     TrainStart {
         /// Steps of the whole run.
         total: u64,
         /// Steps already done.
         done: u64,
     },
-    /// One step done; moves the progress bar only.
+    /// One step is done; only moves the progress bar.
     Tick {
         /// Steps done.
         step: u64,
         /// Steps of the whole run.
         total: u64,
-        /// Loss of the step, where known.
+        /// Loss of the step, if known.
         loss: Option<f64>,
     },
     /// A logged step.
@@ -85,11 +85,11 @@ pub enum Event {
     Save(SaveEvent),
     /// A checkpoint was loaded.
     Resume(ResumeEvent),
-    /// The end.
+    /// The run has ended.
     Done(DoneEvent),
 }
 
-/// Bytes of one kind on one rank.
+/// Planned bytes of one kind on one rank.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PlanPart {
     /// Kind: params, grads, optimizer, activations, …
@@ -100,7 +100,7 @@ pub struct PlanPart {
     pub host_bytes: u64,
 }
 
-/// The plan in three lines.
+/// Memory plan, shown in three lines.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct PlanEvent {
     /// Name of the model.
@@ -113,48 +113,48 @@ pub struct PlanEvent {
     pub ranks: usize,
     /// Device of the ranks.
     pub device: String,
-    /// Ranks that hold one copy, where not all do.
+    /// Ranks that together hold one copy of the state, if not all ranks do (hybrid sharding).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub shard_group: Option<usize>,
     /// ZeRO stage.
     pub stage: u8,
-    /// Number format.
+    /// Precision.
     pub precision: String,
-    /// What is offloaded, as on the command line.
+    /// Offload setting, as on the command line.
     pub offload: String,
-    /// Bytes of one rank by kind.
+    /// Planned bytes of one rank by kind.
     pub per_rank: Vec<PlanPart>,
-    /// Host memory of the machine.
+    /// Host memory of the machine in bytes.
     pub host_total_bytes: u64,
-    /// Host memory free before the run.
+    /// Free host memory before the run in bytes.
     pub host_free_bytes: u64,
-    /// Host memory all ranks need together.
+    /// Host memory that all ranks need together in bytes.
     pub host_need_bytes: u64,
-    /// Of the elements that a rank updates, the share that it updates while backward runs.
+    /// Share of a rank's elements that it updates during backward (optimizer in backward).
     #[serde(default, deserialize_with = "or_nan")]
     pub early_share: f64,
-    /// One rank by phase, tier and kind.
+    /// Planned memory of one rank by phase, tier and kind.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub memory: Option<Box<RankMemory>>,
 }
 
-/// Tensors of one part of the model that train.
+/// Trainable tensors of one part of the model.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct TrainRow {
-    /// The part of the model's tree, or its adapters.
+    /// Name of the part in the model's tree, or its adapters.
     pub module: String,
-    /// How many tensors of it train.
+    /// Number of trainable tensors.
     pub tensors: usize,
-    /// Their elements.
+    /// Number of their elements.
     pub params: u64,
-    /// Number format of the weights.
+    /// Dtype of the weights.
     pub dtype: String,
     /// Peak learning rate.
     #[serde(deserialize_with = "or_nan")]
     pub lr: f64,
 }
 
-/// The data in one line.
+/// Summary of the data, shown in one line.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DataEvent {
     /// Training samples.
@@ -163,17 +163,17 @@ pub struct DataEvent {
     pub eval_samples: usize,
     /// Tokens of the longest sample.
     pub longest_tokens: usize,
-    /// Pictures, all readable.
+    /// Number of images, all readable.
     pub images: usize,
-    /// Fewest supervised tokens of a sample.
+    /// Minimum supervised tokens of a sample.
     pub supervised_min_tokens: usize,
-    /// Samples left out by `--skip-bad-samples`.
+    /// Number of samples left out by `--skip-bad-samples`.
     pub skipped: usize,
-    /// Set where one update takes more samples than there are, so that they repeat within it.
+    /// The global batch, if it is larger than the data, so that samples repeat within one update.
     pub wraps_around_global_batch: Option<usize>,
 }
 
-/// A row of the training table.
+/// Row of the training table.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct StepEvent {
     /// Steps done.
@@ -186,7 +186,7 @@ pub struct StepEvent {
     /// Learning rate of the step.
     #[serde(deserialize_with = "or_nan")]
     pub lr: f64,
-    /// Global gradient norm before clipping; `None` where the step was skipped.
+    /// Global gradient norm before clipping. `None` if the step was skipped.
     pub grad_norm: Option<f64>,
     /// Tokens per second over all ranks.
     #[serde(deserialize_with = "or_nan")]
@@ -201,7 +201,7 @@ pub struct StepEvent {
     pub device_peak_bytes: u64,
     /// Peak bytes in the host tier, one rank.
     pub host_bytes: u64,
-    /// Whether the update was skipped for a value that is not finite.
+    /// Whether the update was skipped because a value was not finite.
     pub skipped: bool,
     /// Estimated seconds to the end.
     #[serde(deserialize_with = "or_nan")]
@@ -219,54 +219,54 @@ pub struct EvalEvent {
     /// Mean loss of the held-out samples' supervised tokens.
     #[serde(deserialize_with = "or_nan")]
     pub loss: f64,
-    /// Share of answers that are exactly right, 0 to 1, where answers were generated.
+    /// Share of answers that match exactly, 0 to 1, if answers were generated.
     pub exact_match: Option<f64>,
-    /// The same before training.
+    /// The same share before training.
     pub exact_match_before: Option<f64>,
-    /// Held-out samples.
+    /// Number of held-out samples.
     pub samples: usize,
 }
 
-/// A written checkpoint.
+/// Checkpoint that was written.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SaveEvent {
-    /// Folder name.
+    /// Directory name.
     pub name: String,
     /// Bytes of the weights.
     pub weight_bytes: u64,
     /// Bytes of the sharded state.
     pub state_bytes: u64,
-    /// Files, hashes written.
+    /// Number of files, all hashed.
     pub files: usize,
 }
 
-/// A loaded checkpoint.
+/// Checkpoint that was loaded.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ResumeEvent {
-    /// Folder name.
+    /// Directory name.
     pub name: String,
     /// Number of ranks that loaded it.
     pub ranks: usize,
-    /// Its step.
+    /// Step of the checkpoint.
     pub step: u64,
-    /// Whether the loss equals that of the saving run bit for bit, where that was compared.
+    /// Whether the loss equals that of the saving run bit for bit, if they were compared.
     pub loss_is_identical: Option<bool>,
 }
 
-/// The last lines.
+/// Outcome of the run, shown in the last lines.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct DoneEvent {
     /// Seconds of the whole run.
     #[serde(deserialize_with = "or_nan")]
     pub seconds: f64,
-    /// Folder of the run.
+    /// Run directory.
     pub output: PathBuf,
-    /// Whether a signal ended it early.
+    /// Whether a signal ended the run early.
     pub interrupted: bool,
-    /// What was warned of before the run and may have been forgotten.
+    /// Warnings from before the run, repeated because they may have been forgotten.
     #[serde(default)]
     pub warnings: Vec<String>,
-    /// What to do next, one line each.
+    /// Suggested next steps, one line each.
     pub next: Vec<String>,
 }
 

@@ -1,8 +1,7 @@
-//! What a run shows: typed events, rendered to lines of text or a live progress bar.
+//! Output of a run: typed events, rendered as lines of text or a live progress bar.
 //!
-//! Rank 0 emits events. Under our supervisor they travel as JSON lines over the rank's standard
-//! output, so that the process that owns the terminal draws; under another launcher rank 0 draws
-//! itself.
+//! Rank 0 emits events. Under this program's supervisor it sends them as JSON lines over its standard output, so the
+//! process that owns the terminal draws them. Under another launcher rank 0 draws them itself.
 
 mod event;
 mod screen;
@@ -20,10 +19,10 @@ pub use text::lines;
 
 use crate::rank_env::RankEnv;
 
-/// Starts an event on a rank's standard output: ASCII record separator.
+/// First character of an event on a rank's standard output: the ASCII record separator.
 const EVENT_MARK: char = '\u{1e}';
 
-/// Where a rank sends its events.
+/// Destination of a rank's events.
 #[derive(Debug)]
 pub struct Reporter {
     sink: Sink,
@@ -37,7 +36,7 @@ enum Sink {
 }
 
 impl Reporter {
-    /// The reporter of one rank; ranks above 0 stay silent.
+    /// Reporter of one rank. Ranks above 0 are silent.
     pub fn for_rank(rank: &RankEnv) -> Self {
         let sink = match (rank.rank, rank.is_supervised()) {
             (0, true) => Sink::Supervisor,
@@ -47,19 +46,19 @@ impl Reporter {
         Self { sink }
     }
 
-    /// A reporter that shows nothing.
+    /// Reporter that shows nothing.
     pub const fn silent() -> Self {
         Self { sink: Sink::Silent }
     }
 
-    /// Shows an event. A closed pipe is no error: the supervisor is gone and ends this rank.
+    /// Shows an event. A closed pipe is not an error: it means that the supervisor is gone, which ends this rank.
     pub fn emit(&self, event: &Event) {
         match &self.sink {
             Sink::Silent => {}
             Sink::Supervisor => {
                 if let Ok(line) = encode(event) {
                     let mut out = std::io::stdout().lock();
-                    // The watcher of the parent ends this process when the pipe is gone.
+                    // If the pipe is closed, the thread that watches the parent ends this process.
                     drop(out.write_all(line.as_bytes()).and_then(|()| out.flush()));
                 }
             }
@@ -76,7 +75,7 @@ fn encode(event: &Event) -> serde_json::Result<String> {
     Ok(format!("{EVENT_MARK}{}\n", serde_json::to_string(event)?))
 }
 
-/// Reads a line of a rank's standard output, if it is an event.
+/// Parses a line of a rank's standard output. `None` if it is not an event.
 pub fn decode(line: &str) -> Option<Event> {
     serde_json::from_str(line.strip_prefix(EVENT_MARK)?.trim_end()).ok()
 }

@@ -1,4 +1,4 @@
-//! The terminal of a run: a progress bar with lines above it, or plain lines.
+//! Terminal output of a run: lines, with a progress bar below them on a terminal.
 
 use std::io::{self, IsTerminal, Write};
 
@@ -25,7 +25,7 @@ impl std::fmt::Debug for Screen {
 }
 
 impl Screen {
-    /// The screen on standard error; colours only on a terminal, and not where `no_color`.
+    /// Screen on standard error. Colors are used on a terminal only, and not with `no_color`.
     pub fn on_stderr(no_color: bool) -> Self {
         let is_terminal = io::stderr().is_terminal();
         Self {
@@ -36,7 +36,7 @@ impl Screen {
         }
     }
 
-    /// Plain lines into `out`.
+    /// Screen that writes plain lines to `out`.
     pub fn plain(out: Box<dyn Write + Send>) -> Self {
         Self {
             out,
@@ -74,7 +74,7 @@ impl Screen {
             line.to_string()
         };
         let out = &mut self.out;
-        // A closed terminal is no reason to stop training.
+        // A closed terminal must not stop training.
         let mut write = || drop(writeln!(out, "{text}").and_then(|()| out.flush()));
         match &self.bar {
             Some(bar) => bar.suspend(write),
@@ -82,7 +82,7 @@ impl Screen {
         }
     }
 
-    /// Takes the progress bar away, for a failure report or the end.
+    /// Removes the progress bar, for a failure report or at the end.
     pub fn finish_bar(&mut self) {
         if let Some(bar) = self.bar.take() {
             bar.finish_and_clear();
@@ -103,7 +103,7 @@ impl Screen {
     }
 }
 
-/// The label in bold, warnings and errors in colour.
+/// Adds colors: the label in bold, warnings and errors in color.
 fn coloured(line: &str) -> String {
     let Some(rest) = line.strip_prefix(' ') else {
         return match line.strip_prefix("error[") {

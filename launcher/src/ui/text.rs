@@ -1,11 +1,11 @@
-//! Events as plain lines.
+//! Rendering of events as plain lines.
 
 use super::event::{
     DataEvent, DoneEvent, EvalEvent, Event, PlanEvent, ResumeEvent, SaveEvent, StepEvent, TrainRow,
 };
 use crate::units::{bytes, count, grouped, seconds};
 
-/// The plain lines of an event; none for events that only move the progress bar.
+/// Plain lines of an event. Empty for events that only move the progress bar.
 pub fn lines(event: &Event) -> Vec<String> {
     match event {
         Event::Note { flag, reason } => {

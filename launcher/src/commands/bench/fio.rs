@@ -1,4 +1,4 @@
-//! The disk by fio: 1 MiB requests, direct, 16 of them under way.
+//! Measures a disk with fio: direct requests of 1 MiB, 16 in flight.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -7,7 +7,7 @@ use serde_json::Value;
 
 use crate::error::{ErrorCode, Failure};
 
-/// Whether the program is there.
+/// Whether fio is installed.
 pub(super) fn is_installed() -> bool {
     let status = Command::new("fio")
         .arg("--version")
@@ -17,7 +17,7 @@ pub(super) fn is_installed() -> bool {
     status.is_ok_and(|status| status.success())
 }
 
-/// Writes and reads `bytes` in `folder`; bytes per second of reading and writing.
+/// Writes and reads `bytes` bytes in `folder`. Returns the rates of reading and writing in bytes per second.
 pub(super) fn run(folder: &Path, bytes: u64) -> Result<(f64, f64), Failure> {
     let file = folder.join("fio");
     let pass = |kind: &str| -> Result<f64, Failure> {
@@ -37,7 +37,7 @@ pub(super) fn run(folder: &Path, bytes: u64) -> Result<(f64, f64), Failure> {
                 .next("remove fio from PATH to measure only the methods of this program")
         })
     };
-    // Twice, as our own files: the second time no block is new to the file system.
+    // Written twice, as with the engine's own files: the second time, the file system has allocated all blocks.
     pass("write")?;
     let write = pass("write")?;
     let read = pass("read");
@@ -45,7 +45,7 @@ pub(super) fn run(folder: &Path, bytes: u64) -> Result<(f64, f64), Failure> {
     Ok((read?, write))
 }
 
-/// `jobs[0].read.bw_bytes` of fio's report.
+/// `jobs[0].read.bw_bytes` of fio's report, or the same of another kind.
 fn rate(report: &[u8], kind: &str) -> Option<f64> {
     let report: Value = serde_json::from_slice(report).ok()?;
     let rate = report["jobs"][0][kind]["bw_bytes"].as_f64()?;

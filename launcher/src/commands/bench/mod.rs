@@ -1,4 +1,4 @@
-//! `launcher bench`: what the machine gives, measured the way a run uses it.
+//! `launcher bench`: measures the machine in the way a run uses it.
 
 mod fio;
 pub mod nvme;

@@ -1,4 +1,4 @@
-//! The disk under a folder: our two ways to it, and fio at a queue depth of 16 in the same rounds.
+//! Measures the disk of a directory: the engine's two I/O paths, and fio at a queue depth of 16, in the same rounds.
 
 use std::io::Write;
 use std::path::Path;
@@ -21,7 +21,7 @@ const ROUNDS: usize = 3;
 const BUFFER_BYTES: u64 = 64 << 20;
 const FIO: &str = "fio";
 
-/// Rates of one way over all rounds, bytes per second.
+/// Rates of one I/O path over all rounds, in bytes per second.
 #[derive(Debug, Clone, Default, PartialEq)]
 struct Rates {
     name: &'static str,
@@ -43,10 +43,10 @@ impl Rates {
     }
 }
 
-/// Runs the verb.
+/// Runs the subcommand.
 ///
 /// # Errors
-/// The folder cannot be written to, or is too small.
+/// When the directory cannot be written to, or its disk is too small.
 pub fn run(args: &BenchNvmeArgs) -> Result<ExitCode, Failure> {
     let size = args.size.unwrap_or(SIZE_BYTES).max(1 << 20);
     let rounds = args.rounds.unwrap_or(ROUNDS).max(1);
@@ -78,7 +78,7 @@ fn check_room(folder: &Path, size: u64) -> Result<(), Failure> {
     .next("a smaller --size"))
 }
 
-/// Measures every way in every round, so that what else happens on the machine hits all of them.
+/// Measures every path in every round, so that other activity on the machine affects all of them.
 fn rounds_of(folder: &Path, size: u64, rounds: usize) -> Result<Vec<Rates>, Failure> {
     let failed = |e: &engine::EngineError| failures::engine("measure the disk", e);
     let job = format!("bench-{}", std::process::id());
@@ -95,7 +95,7 @@ fn rounds_of(folder: &Path, size: u64, rounds: usize) -> Result<Vec<Rates>, Fail
     }
     for round in 0..rounds {
         for turn in 0..ways.len() {
-            // Every way goes first, and last, about as often as the others.
+            // The order rotates, so every path is first and last about equally often.
             let at = (round + turn) % ways.len();
             let (way, rates) = &mut ways[at];
             match way {
@@ -124,7 +124,7 @@ fn best(values: &[f64]) -> Option<f64> {
     values.iter().copied().max_by(f64::total_cmp)
 }
 
-/// The medians of one way over those of fio, reading and writing.
+/// Median rates of one path as a share of fio's, for reading and writing.
 fn shares(rates: &[Rates], way: &Rates) -> Option<(f64, f64)> {
     let fio = rates.iter().find(|r| r.name == FIO)?;
     Some((

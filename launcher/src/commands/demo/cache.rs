@@ -1,4 +1,4 @@
-//! The demo's files in a cache folder: drawn once, checked at every use.
+//! The demo's files in a cache directory: generated once, verified at every use.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -18,13 +18,14 @@ const MANIFEST: &str = "MANIFEST.json";
 const TRAIN_DIR: &str = "train";
 const HELD_OUT_DIR: &str = "heldout";
 
-/// Path inside the folder → BLAKE3 of the contents.
+/// Map from path in the directory to BLAKE3 hash of the contents.
 type Manifest = BTreeMap<String, String>;
 
-/// Makes `folder` hold the demo: draws it beside and renames it, unless it is there and whole.
+/// Makes sure that `folder` contains the complete demo. If it does not, generates the demo in a temporary directory
+/// and renames it.
 ///
 /// # Errors
-/// The folder cannot be written.
+/// When the directory cannot be written.
 pub(super) fn ensure(folder: &Path, show: &mut dyn FnMut(Event)) -> Result<(), Failure> {
     if is_whole(folder) {
         return Ok(());
@@ -36,7 +37,7 @@ pub(super) fn ensure(folder: &Path, show: &mut dyn FnMut(Event)) -> Result<(), F
     remove_abandoned(folder);
     fs::create_dir_all(&work).map_err(fail)?;
     let drawn = draw(&work).and_then(|()| put_in_place(&work, folder));
-    // Nothing is left after a failure, and nothing is there after a rename.
+    // After a failure this removes all files. After a rename the directory no longer exists.
     drop(fs::remove_dir_all(&work));
     drawn.map_err(fail)?;
     show(Event::Info {
@@ -52,7 +53,7 @@ pub(super) fn ensure(folder: &Path, show: &mut dyn FnMut(Event)) -> Result<(), F
 }
 
 fn put_in_place(work: &Path, folder: &Path) -> io::Result<()> {
-    // Two attempts: what is in the way is moved aside, and another process may be doing the same.
+    // Two attempts: an incomplete directory is moved aside, and another process may do the same at the same time.
     for _ in 0..2 {
         match fs::rename(work, folder) {
             Ok(()) => return Ok(()),
@@ -68,7 +69,7 @@ fn put_in_place(work: &Path, folder: &Path) -> io::Result<()> {
     fs::rename(work, folder)
 }
 
-/// Removes what processes that were killed while drawing have left.
+/// Removes what processes left that were killed while generating the demo.
 fn remove_abandoned(folder: &Path) {
     let Some(entries) = folder.parent().and_then(|parent| fs::read_dir(parent).ok()) else {
         return;
@@ -79,13 +80,13 @@ fn remove_abandoned(folder: &Path) {
             .strip_prefix(".demo-")
             .and_then(|rest| rest.rsplit('.').next());
         if process.is_some_and(|process| !Path::new("/proc").join(process).exists()) {
-            // Another process may be removing it too.
+            // Another process may remove it at the same time.
             drop(fs::remove_dir_all(entry.path()));
         }
     }
 }
 
-/// A name next to `folder` that only this process uses.
+/// Path next to `folder` that only this process uses.
 fn beside(folder: &Path, what: &str) -> PathBuf {
     let name = folder.file_name().unwrap_or_default().to_string_lossy();
     folder.with_file_name(format!(".{name}.{what}.{}", std::process::id()))
@@ -127,7 +128,7 @@ fn draw(folder: &Path) -> io::Result<()> {
     fs::write(folder.join(MANIFEST), serde_json::to_vec_pretty(&manifest)?)
 }
 
-/// Whether every file of the manifest is there and unchanged, and the manifest is this version's.
+/// Whether every file of the manifest exists unchanged, and the manifest is of this version.
 fn is_whole(folder: &Path) -> bool {
     let manifest: Option<Manifest> = fs::read(folder.join(MANIFEST))
         .ok()
@@ -135,7 +136,7 @@ fn is_whole(folder: &Path) -> bool {
     let Some(manifest) = manifest else {
         return false;
     };
-    // The model files are cheap to make again, and catch a stale folder of a changed generator.
+    // The model files are cheap to generate. Comparing them detects a directory of an older generator.
     let current = model_files::files().into_iter().all(|(name, contents)| {
         serde_json::to_string_pretty(&contents).is_ok_and(|text| {
             manifest.get(&format!("{MODEL_DIR}/{name}"))

@@ -1,4 +1,4 @@
-//! Samples of the demo: a picture, a question in one of a few phrasings, the colour's name.
+//! Samples of the demo: an image, a question in one of several phrasings, the name of a color.
 
 use serde_json::{Value, json};
 
@@ -7,13 +7,13 @@ use super::rng::Rng;
 
 /// Number of training samples.
 pub const TRAIN_SAMPLES: usize = 2000;
-/// Number of held-out samples: every colour equally often.
+/// Number of held-out samples. All colors occur equally often.
 pub const HELD_OUT_SAMPLES: usize = 96;
 
 const TRAIN_SEED: u64 = 1;
 const HELD_OUT_SEED: u64 = 2;
 
-/// Ways to ask for the colour.
+/// Phrasings of the question.
 pub(super) const QUESTIONS: [&str; 4] = [
     "What colour is the shape?",
     "Which colour does the shape have?",
@@ -21,7 +21,7 @@ pub(super) const QUESTIONS: [&str; 4] = [
     "What is the colour of this shape?",
 ];
 
-/// One sample, drawn when asked for.
+/// One sample, generated when needed.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Sample {
     seed: u64,
@@ -43,7 +43,7 @@ fn samples(seed: u64, count: usize) -> impl Iterator<Item = Sample> {
         seed,
         index,
         colour: index % COLOURS.len(),
-        // A stream of its own, so that the wording tells nothing about the picture.
+        // A separate random stream, so the wording says nothing about the image.
         question: Rng::new(seed ^ 0x5175, index as u64).below(QUESTIONS.len() as u32) as usize,
     })
 }
@@ -57,7 +57,7 @@ impl Sample {
         picture::draw(self.colour, &mut Rng::new(self.seed, self.index as u64))
     }
 
-    /// The sample in MiniCPM's format, with its picture in `folder`.
+    /// The sample in MiniCPM's format, with its image in `folder`.
     pub(super) fn to_json(self, folder: &str) -> Value {
         json!({
             "id": self.index.to_string(),
@@ -70,7 +70,7 @@ impl Sample {
     }
 }
 
-/// Every text a tokenizer of the demo meets, for training its merges.
+/// All texts that the demo's tokenizer will see, for training its merges.
 pub(super) fn corpus() -> Vec<String> {
     let mut texts: Vec<String> = [
         "system",

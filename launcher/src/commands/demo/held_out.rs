@@ -1,4 +1,4 @@
-//! The held-out pictures of the repository, as part of the executable.
+//! Held-out images of the repository, embedded in the executable.
 
 macro_rules! pictures {
     ($($name:literal)*) => {
@@ -6,7 +6,7 @@ macro_rules! pictures {
     };
 }
 
-/// File name and contents of every held-out picture.
+/// File name and contents of every held-out image.
 #[rustfmt::skip]
 pub(super) const PICTURES: [(&str, &[u8]); super::HELD_OUT_SAMPLES] = pictures! {
     "0000" "0001" "0002" "0003" "0004" "0005" "0006" "0007" "0008" "0009" "0010" "0011"
@@ -24,7 +24,7 @@ mod tests {
     use super::*;
     use crate::commands::demo::dataset;
 
-    /// Draw them again with `cargo run -p launcher --example draw_heldout`.
+    /// To generate them again: `cargo run -p launcher --example draw_heldout`.
     #[test]
     fn the_committed_images_are_those_of_the_generator() {
         for (sample, (name, bytes)) in dataset::held_out().zip(PICTURES) {

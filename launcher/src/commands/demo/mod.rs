@@ -1,8 +1,8 @@
-//! The built-in demo: a tiny MiniCPM-V-shaped model, pictures of coloured shapes, one question.
+//! The built-in demo: a tiny model with the architecture of MiniCPM-V, images of colored shapes, one question.
 //!
-//! The answer, one of eight colours, can only be read from the picture. Everything is drawn from
-//! a fixed seed: training pictures into a cache folder at first use; the held-out pictures lie in
-//! the repository and are part of the executable.
+//! The answer, one of eight colors, can only be read from the image. Everything is generated from a fixed seed.
+//! Training images are generated into a cache directory at first use. The held-out images are in the repository and
+//! embedded in the executable.
 
 mod cache;
 mod dataset;
@@ -27,7 +27,7 @@ pub use dataset::{HELD_OUT_SAMPLES, TRAIN_SAMPLES};
 /// the cache folder cannot be written, the folder for temporary files takes its place.
 ///
 /// # Errors
-/// Neither folder can be written (exit 16 where the disk is full).
+/// When neither directory can be written (exit 16 if the disk is full).
 pub fn prepare(
     config: &mut RunConfig,
     env: &Env,
@@ -39,7 +39,7 @@ pub fn prepare(
     match cache::ensure(folder, show) {
         Ok(()) => Ok(()),
         Err(first) => {
-            // Distinct from the cache folder's own place, and private to the user by its name.
+            // Differs from the cache directory, and contains the user id in its name.
             let user = rustix::process::getuid().as_raw();
             *folder = folder_in(&env.temp_dir.join(format!("tessera-cache-{user}")));
             cache::ensure(folder, show).map_err(|_| first)
@@ -47,18 +47,18 @@ pub fn prepare(
     }
 }
 
-/// Makes the demo's files in `folder`, unless they are there and whole.
+/// Generates the demo's files in `folder`, unless they are complete.
 ///
 /// # Errors
-/// The folder cannot be written (exit 16).
+/// When the directory cannot be written (exit 16).
 pub fn make(folder: &Path) -> Result<(), Failure> {
     cache::ensure(folder, &mut |_| ())
 }
 
-/// Draws the held-out pictures into `folder`: the files that the repository holds.
+/// Generates the held-out images in `folder`: the files that the repository contains.
 ///
 /// # Errors
-/// A file cannot be written.
+/// When a file cannot be written.
 pub fn draw_held_out(folder: &Path) -> std::io::Result<()> {
     std::fs::create_dir_all(folder)?;
     for sample in dataset::held_out() {

@@ -1,21 +1,21 @@
-//! The demo's model folder: MiniCPM-V-2.6's own files, for a model of about a million parameters.
+//! The demo's model directory: the files of MiniCPM-V 2.6, for a model of about a million parameters.
 
 use serde_json::{Value, json};
 
 use super::dataset::corpus;
 use super::tokenizer::{SPECIAL, Vocabulary};
 
-/// Tokens of one picture.
+/// Tokens per image (queries of the resampler).
 const QUERIES: usize = 16;
-/// Side of the square whose area a slice has about, in pixels.
+/// Side of a square whose area a slice has approximately, in pixels.
 const SCALE_RESOLUTION: usize = 56;
 /// Side of a patch in pixels.
 const PATCH_SIZE: usize = 14;
 
-/// Text that precedes every conversation without a system message of its own.
+/// Chat template. It adds a default system message to conversations without one.
 pub(crate) const TEMPLATE: &str = "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' }}{% endif %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}";
 
-/// Name and contents of every file; weights are random, so there are none.
+/// Name and contents of every file. Weights are initialized randomly, so no file has them.
 pub(super) fn files() -> Vec<(&'static str, Value)> {
     let vocabulary = Vocabulary::train(&corpus());
     vec![
@@ -105,7 +105,7 @@ fn tokenizer_config(vocabulary: &Vocabulary) -> Value {
     })
 }
 
-/// `preprocessor_config.json` of the family; lengths in pixels.
+/// Contents of the family's `preprocessor_config.json`. Lengths are in pixels.
 pub(crate) fn preprocessor_config(
     queries: usize,
     scale_resolution: usize,

@@ -1,4 +1,4 @@
-//! One picture: a coloured shape on a dark grey ground.
+//! Generator of one image: a colored shape on a dark gray background.
 
 use super::png;
 use super::rng::Rng;
@@ -6,7 +6,7 @@ use super::rng::Rng;
 /// Width and height in pixels: one slice of the demo model.
 const SIZE: usize = 56;
 
-/// Names and values of the colours to tell apart.
+/// Names and RGB values of the colors.
 pub(super) const COLOURS: [(&str, [u8; 3]); 8] = [
     ("red", [220, 40, 40]),
     ("green", [40, 180, 60]),
@@ -29,7 +29,7 @@ enum Shape {
 impl Shape {
     const ALL: [Self; 4] = [Self::Circle, Self::Square, Self::Triangle, Self::Cross];
 
-    /// Whether a point at (x, y) from the centre lies in the shape of radius `radius`.
+    /// Whether the point (x, y), relative to the center, is inside the shape with radius `radius`.
     fn holds(self, x: f64, y: f64, radius: f64) -> bool {
         match self {
             Self::Circle => x * x + y * y < radius * radius,
@@ -44,12 +44,12 @@ impl Shape {
     }
 }
 
-/// Draws a PNG file with a shape of colour `colour` (an index of [`COLOURS`]).
+/// Draws a PNG image of a shape with color `colour`, an index of [`COLOURS`].
 pub(super) fn draw(colour: usize, rng: &mut Rng) -> Vec<u8> {
     let shape = Shape::ALL[rng.below(4) as usize];
     let ground = rng.below(61) as u8;
     let radius = rng.between(5.0, 8.0);
-    // Somewhere in one of nine cells, so that the shape is never cut.
+    // Position inside one of nine cells, so the shape is never cut off.
     let mut centre = || 9.3 + 18.6 * f64::from(rng.below(3)) + rng.between(-2.0, 2.0);
     let (centre_x, centre_y) = (centre(), centre());
     let pixels: Vec<bool> = (0..SIZE * SIZE)

@@ -1,23 +1,24 @@
-//! A writer of two-colour PNG files: palette of two, one bit per pixel, stored without
-//! compression. Its output depends on nothing but its input, and is as small as compressed RGB.
+//! Encoder of two-color PNG files: a palette of two colors, one bit per pixel, stored without compression. The output
+//! is deterministic and as small as compressed RGB.
 
-/// Eight bytes that begin every PNG file.
+/// Signature of PNG files.
 const SIGNATURE: [u8; 8] = [0x89, b'P', b'N', b'G', 0x0d, 0x0a, 0x1a, 0x0a];
 
-/// The longest stored block of deflate.
+/// Maximum bytes of a stored deflate block.
 const STORED_BYTES: usize = u16::MAX as usize;
 
-/// Encodes a picture of `width` pixels per row; `pixels` tells which take `palette[1]`.
+/// Encodes an image of `width` pixels per row. `pixels` tells which pixels have `palette[1]`; the others have
+/// `palette[0]`.
 ///
 /// # Panics
-/// The number of pixels is no multiple of `width`.
+/// When the number of pixels is not a multiple of `width`.
 pub(crate) fn encode(width: usize, pixels: &[bool], palette: [[u8; 3]; 2]) -> Vec<u8> {
     assert_eq!(pixels.len() % width, 0, "rows are whole");
     let height = pixels.len() / width;
     let mut header = Vec::new();
     header.extend((width as u32).to_be_bytes());
     header.extend((height as u32).to_be_bytes());
-    // One bit per pixel, indexed colour, deflate, adaptive filters, not interlaced.
+    // One bit per pixel, indexed color, deflate, adaptive filters, not interlaced.
     header.extend([1, 3, 0, 0, 0]);
     let mut rows = Vec::new();
     for row in pixels.chunks(width) {
@@ -45,7 +46,7 @@ fn chunk(file: &mut Vec<u8>, kind: [u8; 4], data: &[u8]) {
     file.extend(checksum.to_be_bytes());
 }
 
-/// A zlib stream of stored blocks.
+/// zlib stream of stored blocks.
 fn stored(data: &[u8]) -> Vec<u8> {
     let mut stream = vec![0x78, 0x01];
     let count = data.chunks(STORED_BYTES).len();
@@ -94,7 +95,7 @@ mod tests {
     #[test]
     fn decoders_read_back_every_pixel() {
         let palette = [[1, 2, 3], [200, 100, 50]];
-        // The last takes three blocks.
+        // The last image needs three stored blocks.
         for (width, height) in [(1, 5), (8, 5), (13, 5), (56, 5), (1344, 800)] {
             let pixels: Vec<bool> = (0..width * height).map(|index| index % 3 == 0).collect();
             let file = encode(width, &pixels, palette);

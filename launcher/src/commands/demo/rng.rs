@@ -1,11 +1,11 @@
-//! Random numbers of the demo's pictures: splitmix64, the same on every machine.
+//! Random numbers for the demo's images: splitmix64, the same on every machine.
 
-/// A stream of random numbers.
+/// Stream of random numbers.
 #[derive(Debug, Clone)]
 pub(super) struct Rng(u64);
 
 impl Rng {
-    /// The stream of item `index` under `seed`.
+    /// Stream of item `index` for `seed`.
     pub(super) fn new(seed: u64, index: u64) -> Self {
         let mut rng = Self(seed);
         let start = rng
@@ -21,12 +21,12 @@ impl Rng {
         value ^ (value >> 31)
     }
 
-    /// A whole number in `0..end`; the bias is below 2⁻³² for the small ends used here.
+    /// Integer in `0..end`. The bias is below 2⁻³² for the small values of `end` used here.
     pub(super) fn below(&mut self, end: u32) -> u32 {
         (((self.next() >> 32) * u64::from(end)) >> 32) as u32
     }
 
-    /// A number in `low..high`.
+    /// Number in `low..high`.
     pub(super) fn between(&mut self, low: f64, high: f64) -> f64 {
         low + (high - low) * ((self.next() >> 11) as f64 / (1u64 << 53) as f64)
     }

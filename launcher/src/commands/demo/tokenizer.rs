@@ -1,15 +1,15 @@
-//! `tokenizer.json` of the demo: byte-level BPE in Qwen2's format, its merges trained on the
-//! demo's own sentences until every word of them is one token.
+//! Generator of the demo's `tokenizer.json`: byte-level BPE in Qwen2's format. Its merges are trained on the demo's
+//! own sentences until every word is one token.
 
 use std::collections::BTreeMap;
 
 use serde_json::{Value, json};
 
-/// Pre-tokenizer of Qwen2: contractions, words with one leading character, single digits,
-/// punctuation, white space.
+/// Pre-tokenizer pattern of Qwen2: contractions, words with one leading character, single digits, punctuation, white
+/// space.
 const SPLIT: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
-/// Special tokens in the order of their ids, after the vocabulary.
+/// Special tokens in id order, after the vocabulary.
 pub(super) const SPECIAL: [&str; 22] = [
     "<unk>",
     "<|endoftext|>",
@@ -35,7 +35,7 @@ pub(super) const SPECIAL: [&str; 22] = [
     "<|reserved_special_token_3|>",
 ];
 
-/// A trained vocabulary.
+/// Trained vocabulary.
 #[derive(Debug)]
 pub(super) struct Vocabulary {
     tokens: Vec<String>,
@@ -43,8 +43,8 @@ pub(super) struct Vocabulary {
 }
 
 impl Vocabulary {
-    /// Learns merges from `texts`: always the most frequent pair, ties in alphabetical order,
-    /// until no word is left in parts.
+    /// Trains merges on `texts`. Each step merges the most frequent pair (ties in alphabetical order), until every
+    /// word is one token.
     pub(super) fn train(texts: &[String]) -> Self {
         let bytes = byte_letters();
         let mut tokens: Vec<String> = bytes.iter().map(char::to_string).collect();
@@ -70,7 +70,7 @@ impl Vocabulary {
         Self { tokens, merges }
     }
 
-    /// Number of ids, special tokens included.
+    /// Number of ids, including special tokens.
     pub(super) fn len(&self) -> usize {
         self.tokens.len() + SPECIAL.len()
     }
@@ -84,7 +84,7 @@ impl Vocabulary {
         self.tokens.len() + index
     }
 
-    /// The contents of `tokenizer.json`.
+    /// Contents of `tokenizer.json`.
     pub(super) fn to_json(&self) -> Value {
         let vocab: serde_json::Map<String, Value> = self
             .tokens
@@ -100,7 +100,8 @@ impl Vocabulary {
     }
 }
 
-/// `tokenizer.json` of a byte-level BPE: tokens with their ids, merges by rank, entries of added tokens.
+/// Contents of a byte-level BPE's `tokenizer.json`, from tokens with ids, merges by rank, and entries of added
+/// tokens.
 pub(crate) fn byte_level(
     vocab: serde_json::Map<String, Value>,
     merges: &[String],
@@ -129,7 +130,7 @@ pub(crate) fn byte_level(
     })
 }
 
-/// One of the added tokens of a `tokenizer.json`: special, found as it is spelt.
+/// Entry of a special token among a `tokenizer.json`'s added tokens. It matches its exact spelling.
 pub(crate) fn special_token(id: usize, content: &str) -> Value {
     json!({
         "id": id, "content": content, "single_word": false,
@@ -137,7 +138,7 @@ pub(crate) fn special_token(id: usize, content: &str) -> Value {
     })
 }
 
-/// Words as [`SPLIT`] cuts them, for texts of letters, spaces and single punctuation marks.
+/// Words as [`SPLIT`] splits them, for texts of letters, spaces and single punctuation marks.
 fn words_of(text: &str) -> Vec<String> {
     let mut words: Vec<String> = Vec::new();
     for letter in text.chars() {
@@ -179,8 +180,8 @@ fn merge(word: &[String], left: &str, right: &str) -> Vec<String> {
     merged
 }
 
-/// The printable letter that stands for each byte in byte-level BPE: printable Latin-1 bytes stand
-/// for themselves, the others for letters from U+0100 on.
+/// Printable letter that represents each byte in byte-level BPE. Printable Latin-1 bytes represent themselves; the
+/// others are mapped to letters from U+0100 on.
 pub(crate) fn byte_letters() -> Vec<char> {
     let mut next = 0x100u32;
     (0..=255u8)

@@ -1,4 +1,4 @@
-//! `launcher doctor`: what this machine offers for training, and what stands in the way.
+//! `launcher doctor`: reports what this machine offers for training and which problems it has.
 //!
 //! The facts and findings of [`crate::device::survey`], as text or JSON. What cannot be read is absent from the report, or a
 //! finding in it.
@@ -16,27 +16,27 @@ use crate::device::survey::gather;
 use crate::error::{ErrorCode, Failure};
 use crate::rank_env::Variables;
 
-/// Grows when a key of the JSON report changes its meaning or goes.
+/// Version of the JSON keys. It increases when a key changes its meaning or is removed.
 const SCHEMA: u32 = 1;
 
-/// The whole report; in JSON the facts stand beside the judgement.
+/// The whole report. In JSON the facts are at the top level.
 #[derive(Debug, Clone, Serialize)]
 pub struct Report {
     /// Version of the keys.
     pub schema: u32,
-    /// What was found.
+    /// The facts.
     #[serde(flatten)]
     pub facts: Facts,
-    /// Whether all GPUs that runs could use are of one kind; unknown for fewer than two.
+    /// Whether all usable GPUs are of one kind. `None` with fewer than two.
     pub gpus_are_equal: Option<bool>,
-    /// What a run would use.
+    /// Device that a run would use.
     pub verdict: Verdict,
-    /// What to know and to do, the most important first.
+    /// Findings with next steps, the most severe first.
     pub findings: Vec<Finding>,
 }
 
 impl Report {
-    /// The report on these facts.
+    /// Report on these facts.
     pub fn new(facts: Facts) -> Self {
         let (verdict, findings) = findings::judge(&facts);
         Self {
@@ -48,7 +48,7 @@ impl Report {
         }
     }
 
-    /// Aligned plain text.
+    /// The report as aligned plain text.
     pub fn to_text(&self) -> String {
         text::render(self)
     }
@@ -57,7 +57,7 @@ impl Report {
 /// Prints the report on standard output.
 ///
 /// # Errors
-/// The output cannot be written. A reader that has seen enough is no error.
+/// When the output cannot be written. A closed pipe is not an error.
 pub fn run(variables: &Variables, as_json: bool) -> Result<ExitCode, Failure> {
     let report = Report::new(gather(variables));
     let failed = |error: &io::Error| {

@@ -1,4 +1,4 @@
-//! Reports on imagined machines: what is found, what is said, which keys it has.
+//! Tests of reports on invented machines: findings, texts and keys.
 
 use std::collections::BTreeSet;
 use std::ffi::OsString;
@@ -74,7 +74,7 @@ fn gpu(number: u32) -> Gpu {
     }
 }
 
-/// A good machine with two GPUs.
+/// Machine without problems, with two GPUs.
 fn workstation() -> Facts {
     let limit = Limit {
         soft: None,
@@ -142,7 +142,7 @@ fn workstation() -> Facts {
     }
 }
 
-/// The same without any trace of NVIDIA.
+/// The same machine without any trace of NVIDIA.
 fn without_gpus() -> Facts {
     let mut facts = workstation();
     facts.gpus.clear();
@@ -168,7 +168,7 @@ fn findings(facts: &Facts) -> Vec<(Severity, &'static str)> {
     findings.iter().map(|f| (f.severity, f.id)).collect()
 }
 
-/// What is found after a change of a good machine.
+/// Findings after a change to the machine without problems.
 fn found(change: impl FnOnce(&mut Facts)) -> Vec<(Severity, &'static str)> {
     let mut facts = workstation();
     change(&mut facts);
@@ -431,7 +431,7 @@ fn problems_of_the_host_are_found() {
     for (change, expected) in cases {
         assert_eq!(found(change), [expected]);
     }
-    // Nothing is pinned without a GPU.
+    // No memory is pinned without a GPU.
     let mut facts = without_gpus();
     facts.limits.locked_memory_bytes.soft = Some(0);
     assert_eq!(findings(&facts), [(Note, "no-gpu")]);
@@ -493,7 +493,7 @@ fn the_report_is_plain_aligned_and_hides_the_home_directory() {
     );
 }
 
-/// Every path of keys in a report, with `[]` for lists.
+/// Collects all key paths of a report, with `[]` for lists.
 fn keys(value: &serde_json::Value, path: &str, found: &mut BTreeSet<String>) {
     match value {
         serde_json::Value::Object(fields) => {
@@ -512,7 +512,7 @@ fn keys(value: &serde_json::Value, path: &str, found: &mut BTreeSet<String>) {
     }
 }
 
-/// The keys are a promise to scripts: change them only together with `SCHEMA` and CHANGELOG.md.
+/// Scripts rely on the keys. Change them only together with `SCHEMA` and CHANGELOG.md.
 #[test]
 fn the_keys_of_the_json_report_are_frozen() {
     let mut facts = workstation();

@@ -1,4 +1,4 @@
-//! The report as aligned plain text, to be read and to be pasted.
+//! Rendering of the report as aligned plain text, for reading and pasting.
 
 use super::Report;
 use crate::device::survey::environment::{Kind, Variable};
@@ -8,16 +8,16 @@ use crate::device::survey::facts::{
 use crate::device::survey::findings::{Finding, Severity};
 use crate::units::{bytes, grouped};
 
-/// Width that lists are broken at.
+/// Width at which lists are broken.
 const WIDTH: usize = 100;
-/// Where the text after a label starts.
+/// Column at which the text after a label starts.
 const INDENT: usize = 10;
 /// Columns for the value of a variable.
 const VALUE_WIDTH: usize = 12;
-/// Variables of other trainers that are explained also where they are not set.
+/// Variables of other trainers that are explained even if they are not set.
 const ALWAYS_SHOWN: [&str; 3] = ["MP_SIZE", "NUM_GPUS_PER_WORKER", "PYTORCH_CUDA_ALLOC_CONF"];
 
-/// The whole report; every line ends with a line feed.
+/// The whole report. Every line ends with a line feed.
 pub(super) fn render(report: &Report) -> String {
     let facts = &report.facts;
     let mut page = Page::default();
@@ -65,7 +65,7 @@ impl Page {
         self.0.push('\n');
     }
 
-    /// A list broken into lines, each but the last ending with a comma.
+    /// Breaks a list into lines. Each line but the last ends with a comma.
     fn list(&mut self, label: &str, indent: usize, items: &[String]) {
         let mut line = String::new();
         let mut label = label;
@@ -178,7 +178,7 @@ fn limit(limit: Limit, text: fn(u64) -> String) -> String {
 }
 
 fn storage(folder: &Storage) -> String {
-    // The current directory often names a person: it is left out of what is pasted.
+    // The current directory often contains a person's name, so reports leave it out.
     let (path, what) = match folder.role {
         Role::Runs => (".".to_string(), "runs, unless --output is given"),
         Role::Temporary => (folder.path.display().to_string(), "private files of jobs"),
@@ -226,7 +226,7 @@ fn driver(cuda: &Cuda, page: &mut Page) {
 fn libraries(library: &LibraryFacts, page: &mut Page) {
     let Some(path) = &library.path else {
         page.line("library", &format!("{} not found; tried", library.name));
-        // Attempts with the same outcome stand together.
+        // Attempts with the same outcome are grouped.
         let mut outcomes: Vec<(&str, Vec<String>)> = Vec::new();
         for attempt in &library.attempts {
             let known = outcomes
@@ -387,7 +387,7 @@ fn variable(row: &Variable, width: usize, page: &mut Page) {
     };
     let blank = format!("{:<width$}  {:<VALUE_WIDTH$}", "", "");
     let head = format!("{:<width$}  {value:<VALUE_WIDTH$}", row.name);
-    // A long value has a line of its own.
+    // A long value gets its own line.
     if value.chars().count() > VALUE_WIDTH {
         page.line("", &head);
         page.line("", &format!("{blank}  {}", row.effect));

@@ -1,7 +1,7 @@
-//! `launcher watch`: a run as its folder tells it, once or as it goes on.
+//! `launcher watch`: shows a run from the files in its directory, once or continuously.
 //!
-//! Nothing of the run is touched and no process of it is asked: watching works for other users of
-//! the machine, over a network file system, and long after the end.
+//! It changes nothing in the run and talks to no process of it. So it works for other users of the machine, over a
+//! network file system, and long after the run.
 
 mod text;
 mod view;
@@ -19,15 +19,15 @@ use crate::report::run_directory;
 use crate::report::{RunFiles, TRAINER_LOG};
 use view::{Presence, View};
 
-/// Between two looks at the files.
+/// Interval between two readings of the files.
 const INTERVAL: Duration = Duration::from_secs(1);
-/// Clears a terminal and goes to its upper left corner.
+/// Escape sequence that clears a terminal and moves to its upper left corner.
 const CLEAR: &str = "\x1b[2J\x1b[H";
 
-/// Shows the run until it is over.
+/// Shows the run until it ends.
 ///
 /// # Errors
-/// The folder holds no run (exit 2).
+/// When the directory is not that of a run (exit 2).
 pub(crate) fn run(args: &WatchArgs) -> Result<ExitCode, Failure> {
     check(&args.run)?;
     let json = args.json == Some(true);
@@ -35,7 +35,7 @@ pub(crate) fn run(args: &WatchArgs) -> Result<ExitCode, Failure> {
     let mut shown = None;
     loop {
         let view = look(&args.run);
-        // A terminal also counts the seconds without news.
+        // On a terminal the view is redrawn anyway, because it counts the seconds since the last change.
         let changed = shown.as_ref().is_none_or(|shown| !view.same_news(shown));
         if (redraws || changed) && !print(&view, json, redraws)? {
             break;
@@ -91,7 +91,7 @@ fn look(folder: &Path) -> View {
     View::new(&RunFiles::read(folder), presence)
 }
 
-/// Writes a view; false where nobody reads any more.
+/// Writes a view. Returns false if the output is closed.
 fn print(view: &View, json: bool, redraws: bool) -> Result<bool, Failure> {
     let fail = |error: &io::Error| {
         Failure::io(

@@ -1,17 +1,17 @@
-//! A view as lines of text.
+//! Rendering of a view as lines of text.
 
 use super::view::{State, View};
 use crate::report::monitor::split::StepSplit;
 use crate::units::{bytes, clock, count};
 
-/// Letters of the progress bar.
+/// Characters of the progress bar.
 const BAR: usize = 24;
-/// Heights of the small curve, lowest first.
+/// Characters of the sparkline, lowest first.
 const HEIGHTS: [char; 8] = ['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
-/// Own time above the mean from which a rank is named.
+/// Excess of own time over the mean from which a rank is named.
 const NAMED: f64 = 0.05;
 
-/// All lines, each with its end.
+/// All lines, each with a line feed.
 pub(super) fn render(view: &View) -> String {
     let mut out = String::new();
     let mut line = |label: &str, text: Option<String>| {
@@ -80,7 +80,7 @@ fn loss(view: &View) -> Option<String> {
     Some(format!("{text} · {}", sparkline(&view.recent_losses)))
 }
 
-/// The values as a curve of one line; those that are not finite leave a gap.
+/// The values as a sparkline in one line. Values that are not finite leave a gap.
 fn sparkline(values: &[f64]) -> String {
     let finite = || values.iter().copied().filter(|value| value.is_finite());
     let (low, high) = (

@@ -1,4 +1,4 @@
-//! What is known of a run, as numbers.
+//! State of a run as numbers.
 
 use serde::Serialize;
 use serde_json::Value;
@@ -7,43 +7,43 @@ use crate::error::Failure;
 use crate::report::monitor::split::StepSplit;
 use crate::report::{RunFiles, TierBytes, number};
 
-/// Grows when a key of the JSON changes its meaning or goes.
+/// Version of the JSON keys. It increases when a key changes its meaning or is removed.
 const SCHEMA: u32 = 1;
-/// Losses kept for the small curve.
+/// Number of recent losses for the sparkline.
 const RECENT: usize = 40;
-/// A run that no process is seen to hold is given up after this many seconds without news: some
-/// file systems do not tell who holds a file.
+/// Seconds without changes after which a run without a lock holder counts as dead. Some file systems do not report
+/// who holds a lock.
 const PATIENCE_SECONDS: f64 = 20.0;
 
-/// What the system says of a run's folder.
+/// What the operating system reports about a run directory.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Presence {
-    /// Whether a process works on it.
+    /// Whether a process holds the lock of the run directory.
     pub(super) is_held: bool,
-    /// Age of the youngest file.
+    /// Age of the newest file in seconds.
     pub(super) seconds_since_news: f64,
 }
 
-/// Where a run stands.
+/// State of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub(super) enum State {
     /// Before the first logged step.
     Starting,
-    /// Steps are taken.
+    /// Training steps are running.
     Running,
-    /// Every step was taken and saved.
+    /// Every step is done and saved.
     Finished,
-    /// A signal ended it, and it was saved.
+    /// A signal ended it, and its state was saved.
     Stopped,
     /// It ended with a failure.
     Failed,
-    /// It ended without a word.
+    /// It ended without saving and without a failure report.
     Dead,
 }
 
 impl State {
-    /// Whether more is to be expected.
+    /// Whether the run is still in progress.
     pub(super) fn goes_on(self) -> bool {
         matches!(self, Self::Starting | Self::Running)
     }
@@ -72,7 +72,7 @@ impl State {
     }
 }
 
-/// A result of an evaluation.
+/// Result of an evaluation.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub(super) struct Evaluation {
     pub(super) step: u64,
@@ -81,16 +81,16 @@ pub(super) struct Evaluation {
     pub(super) exact_match_before: Option<f64>,
 }
 
-/// The rank that others wait for.
+/// The slowest rank.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub(super) struct Slowest {
     pub(super) rank: u64,
-    /// Own time above the mean of all ranks, as a share.
+    /// Excess of its own time over the mean of all ranks, as a share.
     pub(super) imbalance: f64,
     pub(super) part: String,
 }
 
-/// A run at one moment; what is not known yet is absent.
+/// A run at one point in time. Unknown values are absent.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub(super) struct View {
     pub(super) schema: u32,
@@ -111,9 +111,9 @@ pub(super) struct View {
     pub(super) seconds: Option<StepSplit>,
     pub(super) slowest: Option<Slowest>,
     pub(super) memory: Option<TierBytes>,
-    /// Bytes of one rank that were planned, device and host tier together.
+    /// Planned bytes of one rank, device and host tier together.
     pub(super) planned_bytes: Option<u64>,
-    /// What runs, in a line.
+    /// Model and settings in one line.
     pub(super) plan: Option<String>,
     pub(super) checkpoint: Option<String>,
     pub(super) evaluation: Option<Evaluation>,
@@ -185,7 +185,7 @@ impl View {
         }
     }
 
-    /// Whether the files say the same as in another view.
+    /// Whether the files' content is the same as in another view.
     pub(super) fn same_news(&self, other: &Self) -> bool {
         let timeless = |view: &Self| {
             let view = Self {
@@ -193,7 +193,7 @@ impl View {
                 remaining_seconds: None,
                 ..view.clone()
             };
-            // As text: numbers that are none equal themselves there.
+            // Compared as text, because NaN is not equal to itself.
             format!("{view:?}")
         };
         timeless(self) == timeless(other)
@@ -211,7 +211,7 @@ fn slowest(row: &Value) -> Option<Slowest> {
 fn evaluation(files: &RunFiles) -> Option<Evaluation> {
     let row = files.evaluations().next_back()?;
     let step = row["current_steps"].as_u64()?;
-    // The results are those of the last evaluation only.
+    // `eval_results.json` belongs to the last evaluation only.
     let results = files
         .results
         .as_ref()
@@ -225,7 +225,7 @@ fn evaluation(files: &RunFiles) -> Option<Evaluation> {
     })
 }
 
-/// Seconds in a time written as `h:mm:ss`.
+/// Seconds of a time written as `h:mm:ss`.
 fn seconds_of(time: &Value) -> Option<f64> {
     let parts = time
         .as_str()?
@@ -276,7 +276,7 @@ mod tests {
         assert_eq!(state(&files(9, None), HELD), State::Running);
         assert_eq!(state(&files(9, None), LEFT), State::Dead);
         assert_eq!(state(&files(9, Some(9)), LEFT), State::Stopped);
-        // Saved by an attempt before the one that died.
+        // Saved by an earlier attempt than the one that died.
         assert_eq!(state(&files(9, Some(5)), LEFT), State::Dead);
         assert_eq!(state(&files(40, Some(40)), LEFT), State::Finished);
         assert_eq!(state(&files(40, None), LEFT), State::Dead);
@@ -304,7 +304,7 @@ mod tests {
         assert_eq!((view.step, view.total_steps, view.loss), (8, 40, Some(0.5)));
         assert_eq!((view.first_loss, view.recent_losses.len()), (Some(4.0), 8));
         assert!(view.grad_norm.is_some_and(f64::is_nan));
-        // An hour and three seconds, of which two have passed.
+        // One hour and three seconds, of which two seconds have passed.
         assert_eq!(view.remaining_seconds, Some(3601.0));
         assert_eq!(view.elapsed_seconds, Some(61.0));
         assert_eq!(view.seconds.map(|s| s.offload), Some(0.6));
@@ -314,7 +314,7 @@ mod tests {
             seconds_since_news: 5.0,
             ..HELD
         };
-        // A gradient norm that is no number is not new either.
+        // A gradient norm of NaN does not count as a change.
         assert!(view.same_news(&View::new(&files(8, None), later)));
         assert!(!view.same_news(&View::new(&files(9, None), HELD)));
         assert_eq!(View::new(&files(8, None), LEFT).remaining_seconds, None);

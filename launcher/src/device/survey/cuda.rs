@@ -1,5 +1,4 @@
-//! GPUs, driver and libraries: what the kernel shows, what CUDA says and what the management
-//! library adds.
+//! Facts about GPUs, driver and libraries, from the kernel, CUDA and NVML.
 
 use std::fs;
 use std::path::Path;
@@ -7,12 +6,12 @@ use std::path::Path;
 use super::facts::{Cuda, Gpu, SearchFacts};
 use crate::rank_env::CudaPlaces;
 
-/// NVIDIA's number on the PCI bus.
+/// NVIDIA's vendor id on the PCI bus.
 const VENDOR: &str = "0x10de";
-/// Classes of graphics devices: VGA controllers and 3D controllers.
+/// PCI classes of graphics devices: VGA controllers and 3D controllers.
 const CLASSES: [&str; 2] = ["0x0300", "0x0302"];
 
-/// Asks the kernel, and where CUDA was built in, driver and libraries.
+/// Gathers facts from the kernel and, if CUDA support is built in, from driver and libraries.
 pub(super) fn gather(places: &CudaPlaces) -> (Cuda, Vec<Gpu>) {
     let (mut cuda, gpus) = ask(folders(places));
     cuda.pci_devices = pci_devices(Path::new("/sys/bus/pci/devices"));
@@ -35,13 +34,13 @@ fn folders(places: &CudaPlaces) -> SearchFacts {
     }
 }
 
-/// The search for libraries in these places.
+/// Search path for libraries in these places.
 #[cfg(feature = "cuda")]
 pub(super) fn search(places: &CudaPlaces) -> kernels::cuda::library::Search {
     built_in::search(&folders(places))
 }
 
-/// NVIDIA graphics devices among the devices of the bus.
+/// Number of NVIDIA graphics devices on the PCI bus.
 fn pci_devices(bus: &Path) -> usize {
     let is_gpu = |device: &Path| {
         let file = |name: &str| fs::read_to_string(device.join(name)).unwrap_or_default();
@@ -56,7 +55,7 @@ fn pci_devices(bus: &Path) -> usize {
         .count()
 }
 
-/// The version in the first line of the kernel module's file.
+/// Version in the first line of the kernel module's file.
 fn module_version(text: &str) -> Option<String> {
     let is_version = |word: &&str| {
         word.contains('.')
@@ -71,8 +70,7 @@ fn module_version(text: &str) -> Option<String> {
         .map(str::to_string)
 }
 
-/// GPUs that CUDA shows, each completed by what the management library says of it; then those that
-/// only the management library sees.
+/// Merges two lists: the GPUs visible to CUDA, completed with facts from NVML, then the GPUs visible to NVML only.
 fn merged(mut shown: Vec<Gpu>, mut managed: Vec<Gpu>) -> Vec<Gpu> {
     for gpu in &mut shown {
         let place = managed.iter().position(|other| is_same(gpu, other));
@@ -107,7 +105,7 @@ fn merged(mut shown: Vec<Gpu>, mut managed: Vec<Gpu>) -> Vec<Gpu> {
     shown
 }
 
-/// Two libraries write identities and bus numbers with different prefixes.
+/// Whether two entries are the same GPU. CUDA and NVML write UUIDs and bus ids with different prefixes.
 fn is_same(one: &Gpu, other: &Gpu) -> bool {
     let uuid = |gpu: &Gpu| {
         let text = gpu.uuid.as_ref()?.to_ascii_lowercase();
@@ -156,7 +154,7 @@ fn ask(search: SearchFacts) -> (Cuda, Vec<Gpu>) {
     (cuda, merged(shown, managed.collect()))
 }
 
-/// What the crate `kernels` found, as facts.
+/// Conversion of the results of crate `kernels` to facts.
 #[cfg(feature = "cuda")]
 mod built_in {
     use kernels::cuda::library::{Attempt, Found, Library, Search};
@@ -317,7 +315,7 @@ mod tests {
     }
 
     #[test]
-    fn gpus_are_matched_by_uuid_or_bus_id() {
+    fn gpus_are_matched_by_identity_or_bus() {
         // CUDA numbers them in another order, and hides one.
         let shown = vec![
             gpu(Some(1), None, Some("GPU-aa"), Some("0000:01:00.0")),

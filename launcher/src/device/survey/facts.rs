@@ -1,4 +1,4 @@
-//! What was found, as it stands in the JSON report. The keys are a promise to scripts.
+//! Facts in the JSON report. Scripts rely on the keys, so they must not change.
 
 use std::path::PathBuf;
 
@@ -6,26 +6,26 @@ use serde::{Serialize, Serializer};
 
 use super::environment::Variable;
 
-/// Everything that was found, without judgement.
+/// All facts, without judgement.
 #[derive(Debug, Clone, Serialize)]
 pub struct Facts {
     /// This program.
     pub program: Program,
     /// The operating system.
     pub system: System,
-    /// The processor.
+    /// Processor.
     pub cpu: Cpu,
     /// Host memory.
     pub memory: Memory,
     /// Limits of this process.
     pub limits: Limits,
-    /// Folders that runs write to.
+    /// Directories that runs write to.
     pub storage: Vec<Storage>,
     /// How this process was started.
     pub launch: Launch,
     /// The NVIDIA driver and libraries.
     pub cuda: Cuda,
-    /// GPUs: first those that CUDA shows, by ordinal, then those hidden from it.
+    /// GPUs: first those visible to CUDA, by ordinal, then those hidden from it.
     pub gpus: Vec<Gpu>,
     /// Environment variables.
     pub environment: Vec<Variable>,
@@ -34,18 +34,18 @@ pub struct Facts {
 /// This program.
 #[derive(Debug, Clone, Serialize)]
 pub struct Program {
-    /// Its version.
+    /// Version.
     pub version: &'static str,
-    /// Whether it was built with optimisation.
+    /// Whether it was built with optimization.
     pub is_release: bool,
-    /// Whether support of CUDA was built in.
+    /// Whether CUDA support was built in.
     pub has_cuda: bool,
 }
 
 /// The operating system.
 #[derive(Debug, Clone, Serialize)]
 pub struct System {
-    /// Its name.
+    /// Name of the distribution.
     pub name: Option<String>,
     /// Release of the kernel.
     pub kernel: Option<String>,
@@ -53,117 +53,117 @@ pub struct System {
     pub architecture: &'static str,
     /// The C library with its version.
     pub libc: Option<String>,
-    /// The kind of container around this process, where it leaves a mark.
+    /// Kind of container that this process runs in, if it can be recognized.
     pub container: Option<&'static str>,
 }
 
-/// The processor.
+/// Processor.
 #[derive(Debug, Clone, Serialize)]
 pub struct Cpu {
-    /// Its name.
+    /// Name.
     pub model: Option<String>,
-    /// Cores that are switched on, hyper-threads counted.
+    /// Logical cores (hyper-threads) that are online.
     pub cores: usize,
-    /// Cores this process may use, by affinity and quota.
+    /// Logical cores that this process may use, by affinity and quota.
     pub usable_cores: usize,
-    /// Instruction sets that matter here.
+    /// Supported instruction sets that this program can use.
     pub instruction_sets: Vec<&'static str>,
 }
 
 /// Host memory in bytes.
 #[derive(Debug, Clone, Serialize)]
 pub struct Memory {
-    /// The machine's memory.
+    /// Total memory of the machine.
     pub total_bytes: u64,
-    /// What the machine has available.
+    /// Available memory of the machine.
     pub available_bytes: u64,
     /// Swap space.
     pub swap_bytes: u64,
-    /// The cgroup that bounds this process most.
+    /// Cgroup with the tightest limit for this process.
     pub cgroup: Option<CgroupFacts>,
-    /// What a run may take now: available, and below every limit.
+    /// Memory that a run may use now: available and within every limit.
     pub usable_bytes: u64,
 }
 
 /// A memory cgroup.
 #[derive(Debug, Clone, Serialize)]
 pub struct CgroupFacts {
-    /// 1 or 2.
+    /// Cgroup version, 1 or 2.
     pub version: u32,
-    /// Its limit.
+    /// Memory limit.
     pub limit_bytes: Option<u64>,
-    /// What its processes use.
+    /// Memory that its processes use.
     pub used_bytes: u64,
 }
 
 /// Limits of this process.
 #[derive(Debug, Clone, Serialize)]
 pub struct Limits {
-    /// Bytes that may be locked in memory.
+    /// Maximum bytes locked in memory.
     pub locked_memory_bytes: Limit,
-    /// Files that may be open.
+    /// Maximum open files.
     pub open_files: Limit,
 }
 
-/// One limit; none means unlimited.
+/// One limit; `None` means unlimited.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct Limit {
-    /// What holds.
+    /// Limit in effect.
     pub soft: Option<u64>,
-    /// What the process may raise it to.
+    /// Maximum that the process may raise it to.
     pub hard: Option<u64>,
 }
 
-/// A folder that runs write to.
+/// Directory that runs write to.
 #[derive(Debug, Clone, Serialize)]
 pub struct Storage {
-    /// What lies there.
+    /// Use of the directory.
     pub role: Role,
-    /// The folder.
+    /// Path.
     pub path: PathBuf,
     /// Type of its file system.
     pub file_system: Option<String>,
-    /// Size of its file system.
+    /// Size of its file system in bytes.
     pub total_bytes: Option<u64>,
-    /// What may still be written.
+    /// Free bytes for this user.
     pub free_bytes: Option<u64>,
-    /// Whether this process may write there.
+    /// Whether this process may write to it.
     pub is_writable: bool,
 }
 
-/// What lies in a folder.
+/// Use of a directory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Role {
-    /// Run folders, unless `--output` says otherwise.
+    /// Run directories, unless `--output` is given.
     Runs,
     /// Private files of jobs.
     Temporary,
-    /// The windows through which ranks exchange.
+    /// Shared segments through which ranks communicate.
     SharedMemory,
 }
 
-/// How this process was started, as the environment says.
+/// How this process was started, according to the environment.
 #[derive(Debug, Clone, Default, Serialize)]
 pub struct Launch {
-    /// This process's rank, where another launcher started it.
+    /// Rank of this process, if another launcher started it.
     pub rank: Option<usize>,
-    /// The number of ranks, likewise.
+    /// World size, if another launcher started it.
     pub world_size: Option<usize>,
     /// Why a run would be refused.
     pub problem: Option<String>,
     /// What to do about it.
     pub next: Vec<String>,
-    /// Tasks of a scheduler of which this process is none.
+    /// Tasks of a scheduler if this process is not one of them.
     pub scheduler_tasks: Option<SchedulerTasks>,
 }
 
 /// Tasks of a scheduler.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct SchedulerTasks {
-    /// The variable that counts them.
+    /// Variable that contains their number.
     pub variable: &'static str,
-    /// How many there are.
+    /// Number of tasks.
     pub tasks: usize,
 }
 
@@ -184,51 +184,51 @@ pub struct Cuda {
     pub minimum_cuda_version: Option<(u32, u32)>,
     /// Why CUDA shows no GPU.
     pub problem: Option<String>,
-    /// Why the management library (NVML) tells nothing.
+    /// Why NVML reports nothing.
     pub management_problem: Option<String>,
-    /// Kernel module and libraries are of different versions.
+    /// Whether kernel module and libraries have different versions.
     pub is_mismatched: bool,
-    /// Where libraries were looked for, beside the dynamic linker and `/usr/local/cuda/lib64`.
+    /// Where libraries were searched, besides the dynamic linker and `/usr/local/cuda/lib64`.
     pub search: SearchFacts,
     /// The libraries.
     pub libraries: Vec<LibraryFacts>,
 }
 
-/// Where libraries were looked for.
+/// Where libraries were searched.
 #[derive(Debug, Clone, Default, Serialize)]
 pub struct SearchFacts {
-    /// Folders of `TESSERA_CUDA_LIBS`.
+    /// Directories of `TESSERA_CUDA_LIBS`.
     pub directories: Vec<PathBuf>,
     /// `CUDA_HOME` or `CUDA_PATH`.
     pub cuda_home: Option<PathBuf>,
-    /// Folders of Python packages that hold an `nvidia` folder.
+    /// Directories of Python packages that contain an `nvidia` directory.
     pub python_packages: Vec<PathBuf>,
 }
 
 /// One library.
 #[derive(Debug, Clone, Serialize)]
 pub struct LibraryFacts {
-    /// Which one.
+    /// Kind of library.
     pub kind: LibraryKind,
-    /// Its name.
+    /// Name.
     pub name: String,
-    /// Where it lies.
+    /// Path of the loaded file.
     pub path: Option<PathBuf>,
-    /// Its version, where it tells.
+    /// Version, if the library reports it.
     pub version: Option<String>,
-    /// Every place looked at.
+    /// All places tried.
     pub attempts: Vec<AttemptFacts>,
 }
 
-/// Which library.
+/// Kind of library.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum LibraryKind {
     /// The CUDA driver.
     Driver,
-    /// The management library.
+    /// NVIDIA Management Library.
     Nvml,
-    /// The compiler of kernels.
+    /// Kernel compiler.
     Nvrtc,
     /// Matrix products.
     CublasLt,
@@ -236,78 +236,78 @@ pub enum LibraryKind {
     Nccl,
 }
 
-/// One place that was looked at.
+/// One place tried.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct AttemptFacts {
     /// The place.
     pub place: String,
-    /// What came of it.
+    /// Result.
     pub outcome: String,
 }
 
-/// One GPU. What could not be read is absent, and told in `unread`.
+/// One GPU. Values that could not be read are absent and listed in `unread`.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 pub struct Gpu {
-    /// CUDA's number; absent where CUDA does not show it.
+    /// CUDA ordinal. `None` if the GPU is hidden from CUDA.
     pub ordinal: Option<u32>,
-    /// Number in the order of the PCI bus, as `nvidia-smi` shows it.
+    /// Index in PCI bus order, as in `nvidia-smi`.
     pub index: Option<u32>,
-    /// Its name.
+    /// Name.
     pub name: Option<String>,
-    /// Its identity.
+    /// UUID.
     pub uuid: Option<String>,
-    /// Its place on the bus.
+    /// PCI bus id.
     pub pci_bus_id: Option<String>,
-    /// Generation of its instructions.
+    /// Major and minor compute capability.
     #[serde(serialize_with = "dotted")]
     pub compute_capability: Option<(u32, u32)>,
     /// Streaming multiprocessors.
     pub multiprocessors: Option<u32>,
-    /// All of its memory.
+    /// Total memory in bytes.
     pub memory_bytes: Option<u64>,
-    /// In use by processes and driver.
+    /// Memory used by processes and driver, in bytes.
     pub used_bytes: Option<u64>,
-    /// Not in use.
+    /// Free memory in bytes.
     pub free_bytes: Option<u64>,
-    /// Processes of others that compute on it.
+    /// Other processes that compute on it.
     pub processes: Option<Vec<GpuProcess>>,
-    /// Share of the last second in which it computed.
+    /// Percentage of the last sampling period in which a kernel ran.
     pub utilization_percent: Option<u32>,
-    /// Its PCI Express link.
+    /// PCI Express link.
     pub pcie: Pcie,
-    /// Links to other GPUs that are up.
+    /// Number of active NVLinks.
     pub nvlinks: Option<u32>,
-    /// Ordinals whose memory it can reach.
+    /// Ordinals of the GPUs to whose memory it has peer access.
     pub peers: Option<Vec<u32>>,
     /// Uncorrected memory errors since the driver was loaded.
     pub uncorrected_ecc_errors: Option<u64>,
-    /// A row of memory waits for the next reset to be replaced.
+    /// Whether replacement of a memory row takes effect at the next reset.
     pub is_row_remap_pending: Option<bool>,
-    /// A row of memory could not be replaced.
+    /// Whether replacement of a memory row failed.
     pub has_row_remap_failed: Option<bool>,
-    /// What could not be read and why.
+    /// Values that could not be read, with the reason.
     pub unread: Vec<String>,
 }
 
 /// A process on a GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct GpuProcess {
-    /// Its number, as the driver sees it.
+    /// Process id, as the driver sees it.
     pub pid: u32,
-    /// Memory it holds, where the driver tells.
+    /// GPU memory in bytes, if the driver reports it.
     pub used_bytes: Option<u64>,
 }
 
 /// A PCI Express link.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct Pcie {
-    /// Generation now; it falls while the GPU rests.
+    /// Current generation. It drops while the GPU is idle.
     pub generation: Option<u32>,
-    /// Highest generation.
+    /// Highest supported generation.
     pub max_generation: Option<u32>,
-    /// Lanes now.
+    /// Current number of lanes.
     pub width: Option<u32>,
-    /// Most lanes.
+    /// Highest supported number of lanes.
     pub max_width: Option<u32>,
 }
 

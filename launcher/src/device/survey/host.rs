@@ -1,4 +1,4 @@
-//! Operating system, processor, memory, limits and folders. Parsers are functions over text.
+//! Facts about operating system, processor, memory, limits and directories. Parsers are functions of text.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -12,7 +12,7 @@ use super::facts::{
 use crate::memory::{self, kib_field};
 use crate::rank_env::{Env, Variables};
 
-/// Variables in which schedulers count tasks, also for a process that is none of them.
+/// Variables in which schedulers store the number of tasks. They are also set for a process that is not a task.
 const TASK_COUNTS: [&str; 4] = [
     "SLURM_NTASKS",
     "OMPI_COMM_WORLD_SIZE",
@@ -54,7 +54,7 @@ fn os_name(release: &str) -> Option<String> {
     (!name.is_empty()).then(|| name.to_string())
 }
 
-/// The C library that this process is linked to; it carries its version as a text.
+/// Name and version of the C library that this process is linked to, from a text in the library's file.
 pub(crate) fn libc() -> Option<String> {
     let path = libc_path(&read("/proc/self/maps")?)?;
     if path.contains("musl") {
@@ -63,7 +63,7 @@ pub(crate) fn libc() -> Option<String> {
     glibc_version(&fs::read(path).ok()?)
 }
 
-/// Where the C library is mapped from.
+/// Path of the C library in the process's memory map.
 fn libc_path(maps: &str) -> Option<String> {
     maps.lines()
         .filter_map(|line| line.find('/').map(|start| &line[start..]))
@@ -108,7 +108,7 @@ fn cpu_model(cpuinfo: &str) -> Option<String> {
             (key.trim() == name).then(|| value.split_whitespace().collect::<Vec<_>>().join(" "))
         })
     };
-    // Arm processors tell who made them, and a number.
+    // Arm processors report the implementer and a part number.
     let arm = || {
         let maker = field("CPU implementer")?;
         Some(format!("implementer {maker} part {}", field("CPU part")?))
@@ -119,7 +119,7 @@ fn cpu_model(cpuinfo: &str) -> Option<String> {
         .filter(|model| !model.is_empty())
 }
 
-/// The number of cores in a list such as `0-3,8`.
+/// Number of cores in a list such as `0-3,8`.
 fn cores_in(list: &str) -> Option<usize> {
     list.trim()
         .split(',')
@@ -131,7 +131,7 @@ fn cores_in(list: &str) -> Option<usize> {
         .sum()
 }
 
-/// Instruction sets of this processor that matter here.
+/// Supported instruction sets that this program can use.
 pub(crate) fn instruction_sets() -> Vec<&'static str> {
     let mut sets = Vec::new();
     macro_rules! ask {
@@ -190,7 +190,7 @@ pub(super) fn storage(variables: &Variables) -> Vec<Storage> {
 }
 
 fn folder(role: Role, path: PathBuf, mounts: &str) -> Storage {
-    // A current directory that was removed still looks like one, but has no path.
+    // A current directory that was removed still looks like a directory, but has no path.
     let absolute = path.canonicalize().ok();
     let stat = rustix::fs::statvfs(&path).ok();
     let bytes = |blocks: fn(&rustix::fs::StatVfs) -> u64| {
@@ -211,8 +211,8 @@ fn folder(role: Role, path: PathBuf, mounts: &str) -> Storage {
     }
 }
 
-/// Type of the file system that holds `path`: the mount with the longest path above it, of equal
-/// ones the last, which hides the others.
+/// Type of the file system of `path`. It is that of the longest mount point above `path`; of equal ones the last,
+/// which hides the others.
 fn file_system_of(mounts: &str, path: &Path) -> Option<String> {
     mounts
         .lines()
@@ -227,7 +227,7 @@ fn file_system_of(mounts: &str, path: &Path) -> Option<String> {
         .map(|(_, kind)| kind)
 }
 
-/// The kernel writes blanks and backslashes in paths as three octal digits.
+/// Decodes a path: the kernel writes blanks and backslashes as three octal digits.
 fn unescaped(word: &str) -> String {
     let mut parts = word.split('\\');
     let mut text = parts.next().unwrap_or_default().to_string();

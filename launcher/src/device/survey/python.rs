@@ -1,5 +1,5 @@
-//! Folders of Python packages that hold NVIDIA's libraries: `pip install nvidia-cuda-nvrtc` and
-//! PyTorch put them there.
+//! Directories of Python packages that contain NVIDIA's libraries, as installed by `pip install nvidia-cuda-nvrtc`
+//! and by PyTorch.
 
 use std::io::Read;
 use std::os::unix::process::CommandExt;
@@ -11,12 +11,12 @@ use rustix::process::{Pid, Signal, kill_process_group};
 
 use crate::rank_env::CudaPlaces;
 
-/// How long the interpreter may take to start; it is only asked for its folders.
+/// Time limit of the interpreter, which is started only to print its directories.
 const LIMIT: Duration = Duration::from_secs(5);
 const SYSTEM: [&str; 2] = ["/usr/local", "/usr"];
 
-/// Folders with an `nvidia` folder in them, each once: of the environment, of the system, and those
-/// that `python3` names.
+/// Directories that contain an `nvidia` directory, each once: those of the environment, those of the system, and
+/// those that `python3` prints.
 pub(super) fn packages(places: &CudaPlaces) -> Vec<PathBuf> {
     let mut folders = places.python_path.clone();
     let roots = places.python_environments.iter().map(PathBuf::as_path);
@@ -49,14 +49,14 @@ fn folders_in(root: &Path) -> Vec<PathBuf> {
         .collect()
 }
 
-/// The folders that an interpreter looks for packages in; none where it fails or takes too long.
+/// Directories in which an interpreter searches for packages. Empty if it fails or takes too long.
 fn ask(program: &str, limit: Duration) -> Vec<PathBuf> {
     let child = Command::new(program)
         .args(["-c", "import sys; print(*sys.path, sep='\\n')"])
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .stderr(Stdio::null())
-        // Version managers put scripts in the place of interpreters: all of it must end.
+        // Version managers replace interpreters by scripts; the process group allows ending all their processes.
         .process_group(0)
         .spawn();
     let Ok(mut child) = child else {
@@ -72,7 +72,7 @@ fn ask(program: &str, limit: Duration) -> Vec<PathBuf> {
         });
     }
     let text = answer.recv_timeout(limit).unwrap_or_default();
-    // It ended by itself, or has nothing to say any more.
+    // It has exited, or its remaining output is not needed.
     kill_process_group(Pid::from_child(&child), Signal::KILL).ok();
     child.wait().ok();
     text.lines()

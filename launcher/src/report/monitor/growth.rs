@@ -1,32 +1,32 @@
-//! Warns of memory that keeps growing after warm-up: a leak ends a long run hours later.
+//! Detector of memory that keeps growing after warm-up, because a leak would end a long run hours later.
 //!
-//! A straight line is fitted to the peaks of the last windows. A warning needs growth that is
-//! steady (the line explains the points, and the later half grows like the whole, so that a level
-//! being reached does not count) and that matters (it would add a noticeable share by the end).
+//! It fits a straight line to the peaks of the last windows (a window is the time between two logged rows). A warning
+//! needs steady growth: the line explains the points, and the later half grows like the whole, so a level that is
+//! being reached does not count. The growth must also matter: it would add a noticeable share by the end of the run.
 
 use std::collections::VecDeque;
 
 use crate::report::TierBytes;
 use crate::units::{bytes, grouped};
 
-/// Windows at the start in which caches fill.
+/// Windows at the start that are ignored, because caches fill.
 const WARM_UP: usize = 5;
-/// Fewest windows a judgement takes.
+/// Minimum windows for a warning.
 const FEWEST: usize = 20;
-/// Windows that are looked at.
+/// Maximum windows that the line is fitted to.
 const MOST: usize = 100;
-/// Share of the present level that the rest of the run must add.
+/// Minimum growth until the end of the run, as a share of the current level.
 const SHARE: f64 = 0.1;
-/// Bytes that the rest of the run must add, whatever the share.
+/// Minimum growth until the end of the run in bytes.
 const NOTICEABLE_BYTES: f64 = (64u64 << 20) as f64;
-/// What was seen must be at least this share of what is foretold.
+/// Minimum ratio of observed steps to remaining steps.
 const SEEN: f64 = 0.05;
-/// Least growth of the later half, as a share of that of the whole.
+/// Minimum slope of the later half, as a share of the whole line's slope.
 const LASTING: f64 = 0.8;
-/// Least share of the variance that the line must explain.
+/// Minimum share of the variance that the line explains.
 const STEADY: f64 = 0.8;
 
-/// What is watched on each rank.
+/// Kinds of memory watched on each rank.
 const KINDS: [(&str, fn(&TierBytes) -> u64); 3] = [
     ("resident memory", |peaks| peaks.rss),
     ("device memory", |peaks| peaks.device),
@@ -36,22 +36,22 @@ const KINDS: [(&str, fn(&TierBytes) -> u64); 3] = [
 /// Growth that would matter before the run ends.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Growth {
-    /// Its rank.
+    /// Rank where it grows.
     pub rank: usize,
-    /// What grows.
+    /// Kind of memory that grows.
     pub kind: &'static str,
-    /// Bytes per step.
+    /// Growth in bytes per step.
     pub slope: f64,
-    /// Windows looked at.
+    /// Number of windows that the line was fitted to.
     pub windows: usize,
-    /// Bytes in the first and in the last of them, on the fitted line.
+    /// Bytes at the first and last of these windows, on the fitted line.
     pub from_to: (u64, u64),
-    /// Steps left.
+    /// Steps left in the run.
     pub remaining_steps: u64,
 }
 
 impl Growth {
-    /// Bytes the remaining steps would add.
+    /// Bytes that the remaining steps would add.
     pub fn projected_bytes(&self) -> f64 {
         self.slope * self.remaining_steps as f64
     }
@@ -74,7 +74,7 @@ impl std::fmt::Display for Growth {
     }
 }
 
-/// Peaks of the last windows of every rank.
+/// Detector with the peaks of the last windows of every rank.
 #[derive(Debug, Default)]
 pub struct GrowthDetector {
     seen: usize,
@@ -84,8 +84,8 @@ pub struct GrowthDetector {
 }
 
 impl GrowthDetector {
-    /// Takes the peaks of all ranks in the window that ends after `step` of `total` steps. Each
-    /// kind of memory is warned of once, for the rank where it grows most.
+    /// Adds the peaks of all ranks in the window that ends after `step` of `total` steps. It warns once per kind of
+    /// memory, for the rank where it grows fastest.
     pub fn observe(&mut self, step: u64, total: u64, peaks: &[TierBytes]) -> Option<Growth> {
         self.seen += 1;
         if self.seen <= WARM_UP {
@@ -105,7 +105,7 @@ impl GrowthDetector {
         self.growth(kind, remaining, peaks.len())
     }
 
-    /// The fastest growth of a kind that matters.
+    /// Fastest growth of one kind over all ranks, if it matters.
     fn growth(&self, kind: usize, remaining_steps: u64, ranks: usize) -> Option<Growth> {
         let (name, read) = KINDS[kind];
         let of_rank = |rank: usize| {
@@ -137,11 +137,11 @@ impl GrowthDetector {
     }
 }
 
-/// A line through points, by least squares.
+/// Line fitted by least squares.
 struct Line {
     slope: f64,
     offset: f64,
-    /// Share of the variance it explains.
+    /// Share of the variance that the line explains.
     explained: f64,
 }
 
@@ -166,7 +166,7 @@ impl Line {
     }
 }
 
-/// The line through points that rise all along.
+/// Line through the points, if they rise steadily.
 fn steady_line(points: &[(f64, f64)]) -> Option<Line> {
     if points.len() < FEWEST {
         return None;
@@ -182,7 +182,7 @@ mod tests {
 
     const MIB: f64 = (1u64 << 20) as f64;
 
-    /// Warnings over a run of `steps` steps logged every ten, two ranks, the first flat.
+    /// Warnings of a run of `steps` steps, logged every ten steps, on two ranks. The first rank's memory is constant.
     fn warnings(steps: u64, rss: impl Fn(u64) -> f64) -> Vec<(u64, Growth)> {
         let mut detector = GrowthDetector::default();
         let flat = TierBytes {
@@ -203,7 +203,7 @@ mod tests {
 
     /// Noise between -1 and 1 that depends on the step only.
     fn noise(step: u64) -> f64 {
-        // Mixed well: a plain product of multiples of ten is a ramp.
+        // Mixed well, because the plain product of multiples of ten is a ramp.
         let mut bits = step.wrapping_mul(0x9e37_79b9_7f4a_7c15);
         bits = (bits ^ bits >> 29).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         ((bits ^ bits >> 32) % 2001) as f64 / 1000.0 - 1.0
@@ -234,7 +234,7 @@ mod tests {
         assert_eq!(warnings(5000, flat), []);
         let constant = |_| 4096.0 * MIB;
         assert_eq!(warnings(5000, constant), []);
-        // Rises by a gigabyte in the first tenth of the run and stays.
+        // Rises by 1 GiB in the first tenth of the run and stays constant after.
         let level = |step: u64| MIB * (4096.0 + 1024.0 * (1.0 - (-(step as f64) / 100.0).exp()));
         assert_eq!(warnings(5000, level), []);
         let shrinks = |step: u64| MIB * (9000.0 - step as f64);
@@ -242,10 +242,10 @@ mod tests {
     }
 
     #[test]
-    fn small_growth_is_not_reported() {
+    fn growth_that_ends_before_it_matters_is_not_mentioned() {
         // 30 MiB until the end: a small process may do that.
         assert_eq!(warnings(300, |step| MIB * (60.0 + 0.1 * step as f64)), []);
-        // 5 % of the present level.
+        // 5 % of the current level.
         assert_eq!(
             warnings(5000, |step| MIB * (100_000.0 + step as f64)).len(),
             0

@@ -1,4 +1,4 @@
-//! Highest memory of one rank by phase, and what it consisted of.
+//! Peak memory of one rank by phase, and its composition.
 
 use crate::memory::Kinds;
 use std::collections::BTreeMap;
@@ -13,11 +13,11 @@ use crate::report::TierBytes;
 /// The highest use of one pool.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct PoolPeak {
-    /// Most bytes in use at once.
+    /// Maximum bytes in use at one time.
     pub bytes: u64,
-    /// What they were at that moment: the cause of the peak.
+    /// Composition at that time: the cause of the peak.
     pub at_peak: Kinds,
-    /// Most bytes of each kind, at whatever moment.
+    /// Maximum bytes of each kind, each at its own time.
     pub by_kind: Kinds,
 }
 
@@ -39,7 +39,7 @@ impl PoolPeak {
         }
     }
 
-    /// The largest kinds at the peak, largest first.
+    /// The largest kinds at the peak, in decreasing order, at most `most` of them.
     pub fn causes(&self, most: usize) -> Vec<(&str, u64)> {
         let kinds = self.at_peak.iter();
         let mut kinds: Vec<(&str, u64)> = kinds.map(|(kind, bytes)| (&**kind, *bytes)).collect();
@@ -49,42 +49,41 @@ impl PoolPeak {
     }
 }
 
-/// The highest memory of one phase.
+/// Peak memory of one phase.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct PhasePeak {
     /// Device memory.
     pub device: PoolPeak,
     /// Host tier.
     pub host: PoolPeak,
-    /// Resident bytes of the process, highest of those read at the ends of the phase.
+    /// Maximum resident bytes of the process, read at the ends of the phase.
     pub rss: u64,
 }
 
-/// A row of `memory.jsonl`: what happened since the row before it.
+/// Row of `memory.jsonl`: peaks since the previous row.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct MemoryRow {
     /// Steps done.
     pub step: u64,
     /// Peaks of rank 0 by phase.
     pub phases: BTreeMap<String, PhasePeak>,
-    /// Peaks of every rank; empty where ranks exchanged nothing.
+    /// Peaks of every rank. Empty if the ranks did not exchange them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub ranks: Vec<TierBytes>,
 }
 
-/// Peaks of one rank while it runs. It owns the high-water marks of the pools: nobody else may
-/// reset them.
+/// Peaks of one rank while it runs. It owns the maxima of the pools: nothing else may reset them.
 #[derive(Debug, Default)]
 pub(super) struct Timeline {
     phases: BTreeMap<Phase, PhasePeak>,
-    /// Since the last row, all phases and what lies between them.
+    /// Peaks since the last row, inside and outside of phases.
     window: TierBytes,
-    /// Since the start.
+    /// Peaks since the start.
     highest: TierBytes,
 }
 
 impl Timeline {
-    /// Ends a phase.
+    /// Ends a phase and reads its peaks.
     pub(super) fn end(&mut self, phase: Phase, device: &Pool, host: &Pool) {
         let process = if phase == Phase::Load {
             memory::process().peak_rss_bytes
@@ -98,7 +97,7 @@ impl Timeline {
         peak.rss = peak.rss.max(process);
     }
 
-    /// Ends a stretch that belongs to no phase.
+    /// Ends a time span that belongs to no phase.
     pub(super) fn pass(&mut self, device: &Pool, host: &Pool) {
         self.read(device, host, 0);
     }
@@ -118,7 +117,7 @@ impl Timeline {
         (device, host)
     }
 
-    /// Highest bytes in the pools so far, and what is resident now.
+    /// Peak bytes of the pools since the start, and resident bytes now.
     pub(super) fn peaks(&self) -> TierBytes {
         TierBytes {
             rss: memory::resident_bytes(),
@@ -126,12 +125,12 @@ impl Timeline {
         }
     }
 
-    /// Highest bytes since the last row.
+    /// Peak bytes since the last row. Starts anew.
     pub(super) fn window_peaks(&mut self) -> TierBytes {
         std::mem::take(&mut self.window)
     }
 
-    /// The phases since the last row.
+    /// Row of the phases since the last row, if any. Starts anew.
     pub(super) fn take_row(&mut self, step: u64, ranks: Vec<TierBytes>) -> Option<MemoryRow> {
         let phases = std::mem::take(&mut self.phases);
         let phases = phases

@@ -1,9 +1,9 @@
-//! Where the time and the memory of a rank go, phase by phase.
+//! Time and memory of a rank by phase.
 //!
-//! The training loop says when a phase ends; everything since the last mark belongs to it. What the
-//! engine spent meanwhile in collectives and in copies between tiers is taken out of the phase and
-//! counted by itself, so that the parts of a step add up to the step. Nothing is exchanged here
-//! except by [`Monitor::gather`], which carries what a logged row exchanges anyway.
+//! The training loop reports the end of each phase; everything since the previous end belongs to it. The engine's
+//! time in collectives and in copies between tiers is subtracted from the phase and counted separately. So the parts
+//! of a step add up to the step. Nothing is communicated here except in [`Monitor::gather`], which a logged row needs
+//! anyway.
 
 pub mod growth;
 pub mod memory;
@@ -26,25 +26,25 @@ pub struct Monitor {
     engine: Times,
     split: StepSplit,
     memory: Timeline,
-    /// The device's own times at the last step, and at the last row.
+    /// The device's own times at the last step and at the last row.
     device: [DeviceTimes; 2],
 }
 
-/// What all ranks measured since the last logged row.
+/// Measurements of all ranks since the last logged row.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Gathered {
     /// Tokens by rank.
     pub tokens: Vec<f64>,
     /// Seconds by rank, over all steps since the last row.
     pub splits: Vec<StepSplit>,
-    /// Seconds of each rank's device, where it lies apart.
+    /// Seconds of each rank's discrete device. Empty without discrete devices.
     pub devices: Vec<DeviceSplit>,
     /// Peak bytes by rank since the last row.
     pub peaks: Vec<TierBytes>,
 }
 
 impl Gathered {
-    /// Numbers of one rank in the message.
+    /// Numbers per rank in the message.
     const NUMBERS: usize = 1 + StepSplit::PARTS + 3 + DeviceSplit::PARTS;
 
     fn from_messages(messages: &[Vec<f64>]) -> Self {
@@ -71,7 +71,7 @@ impl Gathered {
 }
 
 impl Monitor {
-    /// Starts at the end of loading: what the pools held at most until now belongs to it.
+    /// Starts at the end of loading. The pools' peaks so far belong to the load phase.
     pub fn new(zero: &Zero) -> Self {
         let mut memory = Timeline::default();
         memory.end(Phase::Load, zero.device_pool(), zero.host_pool());
@@ -84,14 +84,14 @@ impl Monitor {
         }
     }
 
-    /// Starts measuring: the time since the last mark belongs to no phase.
+    /// Starts measuring. The time since the last phase belongs to no phase.
     pub fn begin(&mut self, zero: &Zero) {
         self.memory.pass(zero.device_pool(), zero.host_pool());
         self.mark = Instant::now();
         self.engine = zero.times();
     }
 
-    /// Ends a phase that began at the last mark.
+    /// Ends the phase that began at the end of the last one.
     pub fn end(&mut self, phase: Phase, zero: &Zero) {
         let (now, engine) = (Instant::now(), zero.times());
         let elapsed = now.duration_since(self.mark);
@@ -102,7 +102,7 @@ impl Monitor {
         );
         self.mark = now;
         self.device[0] = zero.device_times();
-        // Waiting for samples uses no memory of its own.
+        // Waiting for samples has no memory use of its own.
         if phase == Phase::Data {
             self.memory.pass(zero.device_pool(), zero.host_pool());
         } else {
@@ -115,16 +115,16 @@ impl Monitor {
         self.split
     }
 
-    /// Highest bytes since the start of the process, and what is resident now.
+    /// Peak bytes since the start of the process, and resident bytes now.
     pub fn peaks(&self) -> TierBytes {
         self.memory.peaks()
     }
 
-    /// Exchanges what was measured since the last row with all ranks, and starts anew. All ranks
-    /// call it; `tokens` are those of this rank.
+    /// Exchanges the measurements since the last row among all ranks, and starts anew. It is a collective; `tokens`
+    /// are those of this rank.
     ///
     /// # Errors
-    /// The exchange fails.
+    /// When the exchange fails.
     pub fn gather(&mut self, tokens: u64, comm: &dyn Communicator) -> Result<Gathered, CommError> {
         let bytes = self.memory.window_peaks();
         let mut message = vec![tokens as f64];
@@ -138,24 +138,24 @@ impl Monitor {
         Ok(Gathered::from_messages(&all))
     }
 
-    /// This rank's memory by phase since the last row of this kind, if anything ran; starts anew.
+    /// This rank's memory by phase since the last memory row, if any phase ended. Starts anew.
     pub fn take_memory(&mut self, step: u64, peaks: Vec<TierBytes>) -> Option<MemoryRow> {
         self.memory.take_row(step, peaks)
     }
 }
 
 impl StepSplit {
-    /// Adds a phase that took `elapsed`, of which the engine spent `engine` elsewhere.
+    /// Adds a phase that took `elapsed`. `engine` is the engine's time in collectives and copies during it.
     fn add(&mut self, phase: Phase, elapsed: Duration, engine: Times) {
         let part = match phase {
             Phase::Data => &mut self.data,
             Phase::Forward => &mut self.forward,
             Phase::Backward => &mut self.backward,
             Phase::Step => &mut self.step,
-            // No part of a step.
+            // These phases are not part of a step.
             Phase::Load | Phase::Eval | Phase::Save => return,
         };
-        // Two clocks may differ by the time between their readings.
+        // The two clocks may differ by the time between their readings.
         let offload = engine.offload.min(elapsed);
         let communication = engine.communication.min(elapsed - offload);
         *part += (elapsed - offload - communication).as_secs_f64();

@@ -1,14 +1,14 @@
-//! The parts of a step's time, and which rank is slower than the others.
+//! Parts of a step's time, and the rank that is slower than the others.
 
 use engine::DeviceTimes;
 use serde::{Deserialize, Serialize};
 
-/// How far above the mean of all ranks a rank's own time must be to be named.
+/// Share by which a rank's own time must exceed the mean of all ranks to be reported.
 const NOTICEABLE: f64 = 0.2;
-/// Logged rows between two lines that name a rank.
+/// Minimum logged rows between two reports of a slow rank.
 const QUIET_ROWS: u64 = 10;
 
-/// Seconds, by what they were spent on.
+/// Seconds by part of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 pub struct StepSplit {
     /// Waiting for samples.
@@ -26,9 +26,9 @@ pub struct StepSplit {
 }
 
 impl StepSplit {
-    /// How many parts there are.
+    /// Number of parts.
     pub const PARTS: usize = 6;
-    /// Their names, in the order of [`StepSplit::values`].
+    /// Names of the parts, in the order of [`StepSplit::values`].
     pub const NAMES: [&'static str; Self::PARTS] = [
         "data",
         "forward",
@@ -38,7 +38,7 @@ impl StepSplit {
         "offload",
     ];
 
-    /// The parts in the order of [`StepSplit::NAMES`].
+    /// Values of the parts, in the order of [`StepSplit::NAMES`].
     pub fn values(&self) -> [f64; Self::PARTS] {
         [
             self.data,
@@ -50,7 +50,7 @@ impl StepSplit {
         ]
     }
 
-    /// The split with these parts; what is missing is zero.
+    /// Split with these values. Missing values are zero.
     pub fn from_slice(values: &[f64]) -> Self {
         let at = |part: usize| values.get(part).copied().unwrap_or(0.0);
         Self {
@@ -63,23 +63,23 @@ impl StepSplit {
         }
     }
 
-    /// All parts together.
+    /// Sum of all parts.
     pub fn total(&self) -> f64 {
         self.values().iter().sum()
     }
 
-    /// What a rank does itself: everything but waiting for others.
+    /// The rank's own time: everything but waiting for other ranks.
     pub fn own(&self) -> f64 {
         self.total() - self.communication
     }
 
-    /// Every part times `factor`.
+    /// The split with every part multiplied by `factor`.
     #[must_use]
     pub fn scaled(&self, factor: f64) -> Self {
         Self::from_slice(&self.values().map(|part| part * factor))
     }
 
-    /// The mean of all ranks.
+    /// Mean over ranks.
     pub fn mean(ranks: &[Self]) -> Self {
         let mut sums = [0.0; Self::PARTS];
         for rank in ranks {
@@ -91,32 +91,33 @@ impl StepSplit {
     }
 }
 
-/// Seconds of a device apart, by its own clock: the host only queues its work. Copies run beside the work. And bytes.
+/// Seconds of a discrete device by its own clock, because the host only queues its work. Copies overlap with
+/// computation. The last two parts are bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 pub struct DeviceSplit {
-    /// Work of passes, without waits.
+    /// Computation of forward and backward, without waits.
     pub compute: f64,
-    /// Waits of that work for what comes to the device.
+    /// Waits of the computation for data that comes to the device.
     pub waits: f64,
-    /// Copies to the device.
+    /// Host-to-device copies.
     pub inward: f64,
-    /// Copies from the device.
+    /// Device-to-host copies.
     pub outward: f64,
-    /// What comes from devices of other ranks.
+    /// Communication with other ranks' devices.
     #[serde(default)]
     pub communication: f64,
-    /// Updates that the processor makes meanwhile.
+    /// Optimizer updates on the host that run at the same time.
     pub updates: f64,
-    /// Bytes that were copied to the device.
+    /// Bytes of host-to-device copies.
     #[serde(default)]
     pub inward_bytes: f64,
-    /// Bytes that were copied from it.
+    /// Bytes of device-to-host copies.
     #[serde(default)]
     pub outward_bytes: f64,
 }
 
 impl DeviceSplit {
-    /// Names of the parts that are seconds, in the order of the fields.
+    /// Names of the parts in seconds, in the order of the fields.
     pub const NAMES: [&str; 6] = [
         "compute",
         "waits",
@@ -125,10 +126,10 @@ impl DeviceSplit {
         "communication",
         "updates",
     ];
-    /// How many parts there are.
+    /// Number of parts.
     pub const PARTS: usize = 8;
 
-    /// The parts in the order of the fields.
+    /// Values in the order of the fields.
     pub fn values(&self) -> [f64; Self::PARTS] {
         [
             self.compute,
@@ -142,7 +143,7 @@ impl DeviceSplit {
         ]
     }
 
-    /// The split with these parts; what is missing is zero.
+    /// Split with these values. Missing values are zero.
     pub fn from_slice(values: &[f64]) -> Self {
         let at = |part: usize| values.get(part).copied().unwrap_or(0.0);
         Self {
@@ -157,7 +158,7 @@ impl DeviceSplit {
         }
     }
 
-    /// The mean over ranks and updates; `None` where no device apart did anything.
+    /// Mean over ranks and updates. `None` if no discrete device was active.
     pub fn mean(ranks: &[Self], updates: f64) -> Option<Self> {
         let count = ranks.len() as f64 * updates.max(1.0);
         let part = |part: usize| ranks.iter().map(|rank| rank.values()[part]).sum::<f64>() / count;
@@ -182,21 +183,21 @@ impl From<DeviceTimes> for DeviceSplit {
     }
 }
 
-/// The time of one step, as a logged row tells it.
+/// Time of one step, as a logged row shows it.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct StepTimes {
-    /// Mean of all ranks.
+    /// Mean over ranks.
     pub mean: StepSplit,
-    /// Seconds in which each rank did not wait for others.
+    /// Seconds of each rank without waiting for other ranks.
     pub own: Vec<f64>,
-    /// The slowest rank; `None` where there is one rank.
+    /// The slowest rank. `None` with one rank.
     pub imbalance: Option<Imbalance>,
-    /// Mean of all ranks' devices, where they lie apart.
+    /// Mean over the ranks' discrete devices, if any.
     pub device: Option<DeviceSplit>,
 }
 
 impl StepTimes {
-    /// From the sums of every rank over `updates` steps.
+    /// Times per step, from the sums of every rank over `updates` steps.
     pub fn of(ranks: &[StepSplit], updates: f64) -> Self {
         let per_step = 1.0 / updates.max(1.0);
         Self {
@@ -207,14 +208,14 @@ impl StepTimes {
         }
     }
 
-    /// With the time of the ranks' devices over the same steps.
+    /// Adds the times of the ranks' devices over the same steps.
     #[must_use]
     pub fn with_devices(mut self, ranks: &[DeviceSplit], updates: f64) -> Self {
         self.device = DeviceSplit::mean(ranks, updates);
         self
     }
 
-    /// Seconds of the step.
+    /// Seconds per step.
     pub fn step_seconds(&self) -> f64 {
         self.mean.total()
     }
@@ -225,21 +226,21 @@ impl StepTimes {
     }
 }
 
-/// How far the slowest rank is from the others.
+/// Difference between the slowest rank and the others.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Imbalance {
-    /// The rank with the most time of its own.
+    /// Rank with the longest own time.
     pub rank: usize,
-    /// Its own time above the mean of all ranks, as a share of the mean.
+    /// Excess of its own time over the mean of all ranks, as a share of the mean.
     pub share: f64,
-    /// The part in which it loses most.
+    /// Part in which it loses most time.
     pub part: &'static str,
-    /// Its time in that part above the mean of all ranks there, as a share of the mean.
+    /// Excess of its time in that part over the mean of all ranks, as a share of the mean.
     pub part_share: f64,
 }
 
 impl Imbalance {
-    /// Compares ranks; `None` where there is nothing to compare.
+    /// Compares ranks. `None` if there is nothing to compare.
     pub fn of(ranks: &[StepSplit]) -> Option<Self> {
         if ranks.len() < 2 {
             return None;
@@ -260,7 +261,7 @@ impl Imbalance {
     }
 }
 
-/// Decides when a slow rank is worth a line on the screen.
+/// Decides when to report a slow rank on the screen.
 #[derive(Debug, Default)]
 pub struct SlowRankNotice {
     rows: u64,
@@ -268,8 +269,8 @@ pub struct SlowRankNotice {
 }
 
 impl SlowRankNotice {
-    /// The line for a logged row, if this row gets one. The first row, in which caches are cold,
-    /// never does, and rows near another line do not.
+    /// Text for a logged row, if the rank is reported now. The first row is never reported, because caches are cold.
+    /// Rows soon after another report are not reported either.
     pub fn line(&mut self, imbalance: Option<Imbalance>) -> Option<String> {
         let row = self.rows;
         self.rows += 1;
@@ -312,10 +313,10 @@ mod tests {
         let ranks = [rank(0.0, 1.0), rank(0.0, 3.0), rank(0.1, 1.0)];
         let found = Imbalance::of(&ranks).expect("three ranks");
         assert_eq!((found.rank, found.part), (1, "backward"));
-        // Backward: 3 against a mean of 5/3. Own: 4.5 against a mean of 9.6 / 3.
+        // Backward: 3 against a mean of 5/3. Own time: 4.5 against a mean of 9.6 / 3.
         assert!((found.part_share - 0.8).abs() < 1e-9, "{found:?}");
         assert!((found.share - (4.5 / 3.2 - 1.0)).abs() < 1e-9, "{found:?}");
-        // Waiting for others is not slowness: rank 0 waits longest here.
+        // Waiting for others does not count: rank 0 waits longest here.
         let found = Imbalance::of(&[rank(0.0, 0.1), rank(1.0, 0.1)]).expect("two ranks");
         assert_eq!((found.rank, found.part), (1, "data"));
         assert_eq!(Imbalance::of(&ranks[..1]), None);

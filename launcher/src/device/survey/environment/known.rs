@@ -1,8 +1,8 @@
-//! The variables that are known by name. Order is that of the report.
+//! Environment variables known by name, in the order of the report.
 
 use super::Kind;
 
-/// Read by this program.
+/// Variables that this program reads, with their effect.
 pub(super) const READ: [(&str, &str); 59] = [
     (
         "TESSERA_CUDA_LIBS",
@@ -167,7 +167,7 @@ pub(super) const READ: [(&str, &str); 59] = [
     ),
 ];
 
-/// Read by the driver, by libraries or by tools around this program.
+/// Variables that the driver, libraries or tools around this program read.
 pub(super) const ACT_ON_OTHERS: [(&str, &str); 17] = [
     (
         "CUDA_VISIBLE_DEVICES",
@@ -233,7 +233,7 @@ pub(super) const ACT_ON_OTHERS: [(&str, &str); 17] = [
     ),
 ];
 
-/// Names, why they have no effect, what takes their place.
+/// Names, why they have no effect here, what to use instead.
 pub(super) type Foreign = (&'static [&'static str], &'static str, &'static str);
 
 pub(super) const FOREIGN: [Foreign; 24] = [
@@ -383,7 +383,7 @@ pub(super) const FOREIGN: [Foreign; 24] = [
     ),
 ];
 
-/// Beginnings of names that are known as a family only: kind, effect, what takes their place.
+/// Prefix of names known as a family only, kind, effect, what to use instead.
 pub(super) type Family = (&'static str, Kind, &'static str, Option<&'static str>);
 
 pub(super) const FAMILIES: [Family; 14] = [
@@ -448,7 +448,7 @@ pub(super) const FAMILIES: [Family; 14] = [
     ),
 ];
 
-/// Known by name, but not shown: what may open an account, and what is long and tells nothing.
+/// Variables whose value is not shown: secrets, and values that are long and say nothing.
 pub(super) const HIDDEN: [&str; 7] = [
     "TESSERA_JOB_TOKEN",
     "HF_TOKEN",

@@ -1,5 +1,5 @@
-//! Environment variables: those that are read, those that act on what is loaded, and those of other
-//! trainers that have no effect here.
+//! Environment variables: those that this program reads, those that affect what it loads, and those of other
+//! trainers, which have no effect here.
 
 mod known;
 
@@ -8,20 +8,20 @@ use serde::Serialize;
 use crate::rank_env::Variables;
 use known::{ACT_ON_OTHERS, FAMILIES, FOREIGN, HIDDEN, READ};
 
-/// One variable, or all set ones of a family such as `SLURM_*`.
+/// One variable, or all variables of a family such as `SLURM_*` that are set.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Variable {
-    /// Its name.
+    /// Name.
     pub name: String,
     /// Who reads it.
     pub kind: Kind,
     /// Whether it is set.
     pub is_set: bool,
-    /// Its value; never that of a secret or of a variable that only its family is known of.
+    /// Value. `None` for secrets; for a family, the number of variables set.
     pub value: Option<String>,
-    /// What it does, or why it does nothing.
+    /// Effect, or why it has no effect.
     pub effect: &'static str,
-    /// What takes its place here.
+    /// What to use instead here.
     pub instead: Option<&'static str>,
 }
 
@@ -33,7 +33,7 @@ pub enum Kind {
     Read,
     /// A library or tool that this program uses.
     ActsOnOthers,
-    /// Nobody here.
+    /// No program here.
     WithoutEffect,
 }
 
@@ -89,7 +89,7 @@ fn named(
     }
 }
 
-/// A report is pasted: control characters of a value must not act on a terminal.
+/// Escapes control characters. Reports are pasted, and a value must not control a terminal.
 fn printable(value: &str) -> String {
     let escaped = |letter: char| -> String {
         if letter.is_control() {
@@ -161,7 +161,7 @@ mod tests {
             Matmul::from_lookup(&lookup).expect("a good environment");
             GpuCode::from_lookup(&lookup).expect("a good environment");
         }
-        // The system looks there for programs on our behalf.
+        // The operating system searches these directories for programs that this program starts.
         asked.borrow_mut().insert("PATH".to_string());
         let listed: BTreeSet<_> = READ.iter().map(|(name, _)| name.to_string()).collect();
         assert_eq!(*asked.borrow(), listed);

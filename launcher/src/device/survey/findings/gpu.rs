@@ -4,7 +4,7 @@ use super::{Findings, MINIMUM_CAPABILITY, is_usable};
 use crate::device::survey::facts::{Facts, Gpu, LibraryKind, version_text};
 use crate::units::bytes;
 
-/// Memory in use without a visible process, above what the driver itself takes.
+/// Used memory without a visible process that is reported. It is more than the driver itself uses.
 const UNSEEN_BYTES: u64 = 2 << 30;
 
 const INSTALL: &str = "install NVIDIA's driver; the CUDA toolkit is not needed";
@@ -13,7 +13,7 @@ const CONTAINER: &str =
 const NAME_FOLDER: &str = "or give its directory: TESSERA_CUDA_LIBS=/path/to/directory";
 const CHOOSE: &str = "or choose GPUs with CUDA_VISIBLE_DEVICES";
 
-/// Why CUDA reports no GPU, and what is wrong with the driver.
+/// Findings on why CUDA shows no GPU, and on the driver.
 pub(super) fn driver(facts: &Facts, findings: &mut Findings) {
     let cuda = &facts.cuda;
     let is_there = cuda.pci_devices > 0 || cuda.kernel_module.is_some() || !facts.gpus.is_empty();
@@ -76,7 +76,7 @@ pub(super) fn driver(facts: &Facts, findings: &mut Findings) {
     }
 }
 
-/// What is wrong with single GPUs.
+/// Findings on single GPUs.
 pub(super) fn devices(facts: &Facts, findings: &mut Findings) {
     for gpu in &facts.gpus {
         let label = gpu.label();
@@ -151,7 +151,7 @@ fn health(gpu: &Gpu, label: &str, findings: &mut Findings) {
     }
 }
 
-/// Memory that others hold.
+/// Findings on memory that other processes use.
 fn foreign_use(gpu: &Gpu, label: &str, findings: &mut Findings) {
     let processes = gpu.processes.as_deref().unwrap_or_default();
     let all = gpu.memory_bytes.unwrap_or(0);
@@ -189,7 +189,7 @@ fn foreign_use(gpu: &Gpu, label: &str, findings: &mut Findings) {
     }
 }
 
-/// Whether two GPUs do the same work in the same time, as far as facts tell.
+/// Whether two GPUs have the same speed, as far as facts tell.
 pub(super) fn is_alike(one: &Gpu, other: &Gpu) -> bool {
     let kind = |gpu: &Gpu| {
         (
@@ -198,7 +198,7 @@ pub(super) fn is_alike(one: &Gpu, other: &Gpu) -> bool {
             gpu.multiprocessors,
         )
     };
-    // Firmware takes a little more memory on one card than on the next.
+    // Firmware uses slightly different amounts of memory on different cards.
     let (a, b) = (
         one.memory_bytes.unwrap_or(0),
         other.memory_bytes.unwrap_or(0),
@@ -206,7 +206,7 @@ pub(super) fn is_alike(one: &Gpu, other: &Gpu) -> bool {
     kind(one) == kind(other) && a.abs_diff(b) <= a.max(b) / 100
 }
 
-/// What is wrong with several GPUs together.
+/// Findings on several GPUs together.
 pub(super) fn together(facts: &Facts, findings: &mut Findings) {
     let gpus: Vec<&Gpu> = facts.gpus.iter().filter(|gpu| is_usable(gpu)).collect();
     if super::are_equal(facts) == Some(false) {
@@ -252,7 +252,7 @@ pub(super) fn together(facts: &Facts, findings: &mut Findings) {
     }
 }
 
-/// Libraries that are missing where there is a GPU to use them.
+/// Findings on missing libraries, if a GPU could use them.
 pub(super) fn libraries(facts: &Facts, findings: &mut Findings) {
     let shown = facts.gpus.iter().filter(|gpu| gpu.ordinal.is_some());
     let shown = shown.count();
@@ -271,7 +271,7 @@ pub(super) fn libraries(facts: &Facts, findings: &mut Findings) {
     if shown == 0 {
         return;
     }
-    // Packages for CUDA 13 and later have names without a version.
+    // Packages for CUDA 13 and later have no version in their names.
     let suffix = match facts.cuda.cuda_version {
         Some((major, _)) if major < 13 => "-cu12",
         _ => "",
@@ -314,7 +314,7 @@ fn is_found(facts: &Facts, kind: LibraryKind) -> bool {
         .any(|library| library.kind == kind && library.path.is_some())
 }
 
-/// The value of a variable that is set.
+/// Value of a variable, if it is set.
 fn variable<'a>(facts: &'a Facts, name: &str) -> Option<&'a str> {
     let row = facts.environment.iter().find(|row| row.name == name)?;
     row.value.as_deref()

@@ -1,20 +1,20 @@
-//! Findings about the start, memory, folders and the environment.
+//! Findings about start, memory, directories and the environment.
 
 use super::{Findings, is_usable};
 use crate::device::survey::environment::Kind;
 use crate::device::survey::facts::{Facts, Role};
 use crate::units::{bytes, grouped};
 
-/// Less host memory than this ends most runs.
+/// Usable host memory below which most runs fail.
 const LITTLE_MEMORY_BYTES: u64 = 2 << 30;
-/// Containers often have 64 MiB.
+/// Shared memory below which a warning is given. Containers often have 64 MiB.
 const LITTLE_SHARED_MEMORY_BYTES: u64 = 1 << 30;
-/// Pinned memory of one rank.
+/// Pinned memory that one rank needs.
 const LITTLE_LOCKED_MEMORY_BYTES: u64 = 1 << 30;
 const LITTLE_DISK_BYTES: u64 = 10 << 30;
 const FEW_OPEN_FILES: u64 = 1024;
 
-/// How the program was built and started.
+/// Findings on the build and the start of the program.
 pub(super) fn launch(facts: &Facts, findings: &mut Findings) {
     let launch = &facts.launch;
     if let Some(problem) = &launch.problem {
@@ -63,7 +63,7 @@ pub(super) fn launch(facts: &Facts, findings: &mut Findings) {
     }
 }
 
-/// Memory and limits.
+/// Findings on memory and limits.
 pub(super) fn memory(facts: &Facts, findings: &mut Findings) {
     let memory = &facts.memory;
     if memory.usable_bytes < LITTLE_MEMORY_BYTES {
@@ -111,7 +111,7 @@ pub(super) fn memory(facts: &Facts, findings: &mut Findings) {
     }
 }
 
-/// Folders that runs write to.
+/// Findings on directories that runs write to.
 pub(super) fn storage(facts: &Facts, findings: &mut Findings) {
     for folder in &facts.storage {
         let path = folder.path.display();
@@ -156,7 +156,7 @@ pub(super) fn storage(facts: &Facts, findings: &mut Findings) {
     }
 }
 
-/// Variables that are set in vain.
+/// Findings on variables that have no effect.
 pub(super) fn environment(facts: &Facts, findings: &mut Findings) {
     let set: Vec<&str> = facts
         .environment

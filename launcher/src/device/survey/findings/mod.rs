@@ -1,4 +1,4 @@
-//! What the facts mean for a run: a verdict, and findings with next steps.
+//! Consequences of the facts for a run: a verdict, and findings with next steps.
 
 mod gpu;
 mod host;
@@ -8,34 +8,34 @@ use serde::Serialize;
 use super::facts::{Facts, Gpu};
 use crate::units::bytes;
 
-/// Generation of instructions that kernels need.
+/// Minimum compute capability that the kernels need.
 const MINIMUM_CAPABILITY: (u32, u32) = (8, 0);
 
-/// What a run would use.
+/// Device that a run would use.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Verdict {
     /// `cpu` or `cuda`.
     pub device: &'static str,
-    /// Ordinals of the GPUs.
+    /// Ordinals of the GPUs it would use.
     pub gpus: Vec<u32>,
-    /// The same in words.
+    /// The verdict in words.
     pub summary: String,
 }
 
-/// One thing to know, with what to do about it.
+/// One finding, with next steps.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Finding {
-    /// A name that does not change.
+    /// Stable identifier.
     pub id: &'static str,
     /// How much it matters.
     pub severity: Severity,
     /// What was found.
     pub title: String,
-    /// What to do.
+    /// Next steps.
     pub next: Vec<String>,
 }
 
-/// How much a finding matters.
+/// Severity of a finding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Severity {
@@ -43,7 +43,7 @@ pub enum Severity {
     Problem,
     /// Something works worse than it could.
     Warning,
-    /// Good to know.
+    /// Information only.
     Note,
 }
 
@@ -122,7 +122,7 @@ fn verdict(facts: &Facts) -> Verdict {
     }
 }
 
-/// Whether CUDA shows the GPU and kernels run on it.
+/// Whether the GPU is visible to CUDA and the kernels run on it.
 pub(crate) fn is_usable(gpu: &Gpu) -> bool {
     gpu.ordinal.is_some() && gpu.compute_capability >= Some(MINIMUM_CAPABILITY)
 }
