@@ -1,8 +1,8 @@
-//! Collectives of two ranks over one window: data is not read before it is published, not overwritten while it is read,
-//! and nobody sleeps through the last change.
+//! Loom model of the collectives of two ranks over one window. Data is read only after its publication and overwritten
+//! only after its last reader. No rank sleeps through the last change.
 //!
-//! The buffers are loom's cells, which report every access that another one may overlap. Places are reused by every
-//! collective, and the ring has two records, so that its records are reused as well.
+//! The buffers are loom's cells, which report overlapping accesses. Every collective reuses the same regions. The ring
+//! has two records, so records are reused as well.
 
 use crate::bell::Bell;
 use crate::guarded::Guarded;
@@ -18,7 +18,7 @@ const FOREVER: Duration = Duration::from_secs(3600);
 struct Window {
     bell: Bell,
     rings: [Ring<RECORDS, 1>; RANKS],
-    /// For each rank the parts of its buffer.
+    /// The parts of each rank's buffer.
     parts: [[Guarded; RANKS]; RANKS],
 }
 
@@ -62,13 +62,13 @@ impl Window {
         self.bell.ring();
     }
 
-    /// As `Endpoint::wait_until`.
+    /// Same wait as `Endpoint::wait_until`.
     fn wait(&self, ready: impl Fn() -> bool) {
         let look = || if ready() { Ok(()) } else { Err(FOREVER) };
         self.bell.until(false, look);
     }
 
-    /// What comes before a record is used again, as in `Endpoint::publish`.
+    /// Waits until the ring record may be reused, as `Endpoint::publish` does.
     fn wait_for_record(&self, sequence: u64) {
         if let Some(reused) = sequence.checked_sub(RECORDS as u64) {
             self.wait(|| {
@@ -80,7 +80,7 @@ impl Window {
     }
 }
 
-/// Runs `rank` of both, and what is left afterwards is nobody's.
+/// Runs `rank` on both ranks.
 fn on_both(window: &Arc<Window>, rank: impl Fn(&Window, usize) + Send + Sync + Clone + 'static) {
     let (there, run) = (window.clone(), rank.clone());
     let other = loom::thread::spawn(move || run(&there, 1));
@@ -88,8 +88,8 @@ fn on_both(window: &Arc<Window>, rank: impl Fn(&Window, usize) + Send + Sync + C
     other.join().expect("no rank panics");
 }
 
-/// Fails with: `Relaxed` on `published`, `Relaxed` in `Ring::set_phase` or `Ring::reached`, a place that is written again
-/// without waiting for its readers, a ring before the change.
+/// Fails with: `Relaxed` on `published`, `Relaxed` in `Ring::set_phase` or `Ring::reached`, a region written again
+/// without waiting for its readers, a bell that rings before the change.
 #[test]
 fn gathers_read_published_data_and_overwrite_only_data_nobody_reads() {
     crate::check(2, || {
@@ -104,14 +104,14 @@ fn gathers_read_published_data_and_overwrite_only_data_nobody_reads() {
                 assert_eq!((words, offset), ([sequence], peer as u64));
                 assert_eq!(window.read(peer, peer), 10 * sequence + peer as u64);
                 window.reach(rank, sequence, Phase::Done);
-                // The place is used again.
+                // The region is reused.
                 window.wait(|| window.rings[peer].reached(sequence, Phase::Done));
             }
         });
     });
 }
 
-/// Fails with: `Relaxed` in `Ring::reached`, *reduced* before the sum.
+/// Fails with: `Relaxed` in `Ring::reached`, or *reduced* set before the sum.
 #[test]
 fn sums_are_copied_only_when_complete() {
     crate::check(2, || {
@@ -128,7 +128,7 @@ fn sums_are_copied_only_when_complete() {
                 window.write(rank, rank, sum);
                 window.reach(rank, sequence, Phase::Reduced);
                 window.wait(|| window.rings[peer].reached(sequence, Phase::Reduced));
-                // The peer was the only reader of that part here.
+                // The peer was the only reader of that part.
                 window.write(rank, peer, window.read(peer, peer));
                 window.reach(rank, sequence, Phase::Done);
                 window.wait(|| window.rings[peer].reached(sequence, Phase::Done));
@@ -140,7 +140,7 @@ fn sums_are_copied_only_when_complete() {
     });
 }
 
-/// Without the bell, which orders as much.
+/// Runs without the bell, which would order the accesses too.
 ///
 /// Fails with: `Release` and `Acquire` in place of `SeqCst` on `published`.
 #[test]
@@ -159,8 +159,8 @@ fn at_least_one_of_two_differing_ranks_notices() {
     });
 }
 
-/// Fails with: a sleeper that does not look again (`Bell::wait`), a counter that is taken behind the look
-/// (`Bell::until`), `AcqRel` and `Acquire` in place of `SeqCst` in `Bell::ring`.
+/// Fails with: a sleeper that does not check again (`Bell::wait`), a counter read after the check (`Bell::until`),
+/// `AcqRel` and `Acquire` in place of `SeqCst` in `Bell::ring`.
 #[test]
 fn no_wake_up_of_the_bell_is_lost() {
     crate::check(4, || {

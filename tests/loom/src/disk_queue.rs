@@ -1,5 +1,5 @@
-//! The disk queue: every request is served once, a read sees the writes submitted before it, buffers are never held
-//! twice, closing ends the threads, and the first failure of a write is reported once.
+//! Loom model of the disk queue. Every request is served once, and a read sees the writes submitted before it. No
+//! buffer has two holders. Closing ends the threads. The first failure of a write is reported once.
 
 use crate::guarded::Guarded;
 use crate::queue::{Book, Free, Requests, Writes};
@@ -21,7 +21,7 @@ enum Job {
     },
 }
 
-/// One block of a disk, and what the queue of `engine/src/spill/io.rs` shares.
+/// One block of a disk with the shared state of `engine/src/spill/io.rs`.
 struct Disk {
     block: Guarded,
     buffers: Vec<Guarded>,
@@ -58,14 +58,14 @@ impl Disk {
         (disk, threads)
     }
 
-    /// A buffer that nobody else holds, with this content.
+    /// Takes a free buffer and fills it.
     fn buffer(&self, value: u64) -> usize {
         let buffer = self.free.take();
         self.buffers[buffer].set(value);
         buffer
     }
 
-    /// As `SpillIo::write`.
+    /// Submits a write as `SpillIo::write` does.
     fn write(&self, value: u64, fails: Option<&'static str>) {
         let buffer = self.buffer(value);
         self.book.begin(1);
@@ -78,7 +78,7 @@ impl Disk {
         assert!(submitted);
     }
 
-    /// As `SpillIo::read`.
+    /// Submits a read as `SpillIo::read` does.
     fn read(&self) -> Receiver<u64> {
         let buffer = self.buffer(0);
         let (reply, result) = unbounded();
@@ -92,7 +92,7 @@ impl Disk {
         result
     }
 
-    /// As `run` there.
+    /// Serves one request as `run` in `engine/src/spill/io.rs` does.
     fn run(&self, job: Job) {
         match job {
             Job::Read {
@@ -120,7 +120,7 @@ impl Disk {
         self.served.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// As dropping `SpillIo`.
+    /// Ends the threads as dropping `SpillIo` does.
     fn close(&self, threads: Vec<JoinHandle<()>>, expected: usize) {
         self.requests.close();
         for thread in threads {
@@ -131,7 +131,7 @@ impl Disk {
     }
 }
 
-/// Fails with: a `Writes::order` or `Writes::wait_for` that forgets the last write, a `Writes::end` before the write.
+/// Fails with: a `Writes::order` or `Writes::wait_for` that ignores the last write, a `Writes::end` before the write.
 #[test]
 fn a_read_sees_the_writes_before_it_whichever_thread_serves_it() {
     crate::check(2, || {
@@ -143,8 +143,8 @@ fn a_read_sees_the_writes_before_it_whichever_thread_serves_it() {
     });
 }
 
-/// Fails with: requests that are numbered before they are submitted, and not within: the one thread then waits for a
-/// write that lies behind.
+/// Fails with: requests numbered before their submission instead of within it. The one thread then waits for a write
+/// that is queued after its request.
 #[test]
 fn two_callers_and_one_thread_do_not_wait_for_each_other() {
     crate::check(2, || {
@@ -162,7 +162,7 @@ fn two_callers_and_one_thread_do_not_wait_for_each_other() {
     });
 }
 
-/// Fails with: `Free::give_back` without a wake-up, a buffer that is given back before its content is written.
+/// Fails with: `Free::give_back` without a wake-up, a buffer returned before its content is written.
 #[test]
 fn two_callers_share_one_buffer() {
     crate::check(2, || {
@@ -175,7 +175,7 @@ fn two_callers_share_one_buffer() {
     });
 }
 
-/// Fails with: `Book::end` without a wake-up, or one that keeps the last failure.
+/// Fails with: `Book::end` without a wake-up, or one that stores the last failure.
 #[test]
 fn the_first_failure_is_reported_once() {
     crate::check(2, || {

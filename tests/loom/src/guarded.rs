@@ -1,11 +1,11 @@
-//! A number that loom guards: it fails a model in which two threads may use it at once and one of them writes.
+//! A number guarded by loom. A model fails if one thread writes it while another may access it.
 
 use loom::cell::UnsafeCell;
 
 #[derive(Debug)]
 pub(crate) struct Guarded(UnsafeCell<u64>);
 
-// SAFETY: loom looks at every access, and a model ends before the first that overlaps with another.
+// SAFETY: loom observes every access, and a model stops before overlapping accesses.
 unsafe impl Sync for Guarded {}
 
 impl Guarded {
@@ -14,12 +14,12 @@ impl Guarded {
     }
 
     pub(crate) fn get(&self) -> u64 {
-        // SAFETY: nobody writes meanwhile, as loom checks.
+        // SAFETY: nobody writes at the same time, as loom checks.
         self.0.with(|value| unsafe { *value })
     }
 
     pub(crate) fn set(&self, value: u64) {
-        // SAFETY: nobody else reads or writes meanwhile, as loom checks.
+        // SAFETY: nobody else reads or writes at the same time, as loom checks.
         self.0.with_mut(|place| unsafe { *place = value });
     }
 }

@@ -1,8 +1,8 @@
-//! State machines of the engine in every order of their threads, under loom.
+//! Loom models of the engine's state machines, in every order of their threads.
 //!
-//! The machines are the engine's own files: here they find loom's primitives where a program has those of the standard
-//! library (`engine/src/sync.rs`). A model bounds how often a thread is interrupted where all orders are too many; what
-//! each shows, and which change makes it fail, stands with it.
+//! The machines are the engine's own files, included with loom's primitives instead of those of the standard library
+//! (`engine/src/sync.rs`). Where all orders are too many, a model bounds the number of preemptions. Each model
+//! documents its property and the changes that make it fail.
 #![cfg(test)]
 
 #[path = "../../../engine/src/comm/bell.rs"]
@@ -24,8 +24,8 @@ mod disk_queue;
 mod guarded;
 mod residency;
 
-/// Runs `model` in every order in which a thread is interrupted at most `interruptions` times, or as often as loom's
-/// variable `LOOM_MAX_PREEMPTIONS` says.
+/// Runs `model` in every order with at most `interruptions` preemptions of a thread. Loom's variable
+/// `LOOM_MAX_PREEMPTIONS` overrides the bound.
 fn check(interruptions: usize, model: impl Fn() + Sync + Send + 'static) {
     let mut builder = loom::model::Builder::new();
     builder.preemption_bound = builder.preemption_bound.or(Some(interruptions));

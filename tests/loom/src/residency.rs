@@ -1,11 +1,12 @@
-//! Units at the thread of early updates: it reads one copy of a unit's state and writes the other, while the computation
-//! reads the weights; then the copies change places, or the plain update follows. Either way a unit has one version.
+//! Loom model of the optimizer in backward. Its thread reads one copy of a unit's state and writes the other, while the
+//! backward pass reads the weights. Then either the copies are swapped, or the plain update after the pass follows. In
+//! both cases a unit has one version.
 
 use crate::guarded::Guarded;
 use crate::handover::Handover;
 use loom::sync::Arc;
 
-/// State of a unit twice, as `engine/src/state.rs` has it.
+/// Two copies of a unit's state, as in `engine/src/state.rs`.
 struct State {
     kept: Guarded,
     spare: Guarded,
@@ -27,7 +28,7 @@ impl State {
 struct Job {
     unit: usize,
     state: State,
-    /// The answer's number among those of the thread.
+    /// Number of the answer among those of the thread.
     outcome: Option<usize>,
 }
 
@@ -36,7 +37,7 @@ type Thread = Handover<Job, Arc<Guarded>>;
 fn start() -> Thread {
     let mut answers = 0;
     let work = move |job: &mut Job, weights: Arc<Guarded>| {
-        // One update adds one to both.
+        // An update adds one to state and weights.
         assert_eq!(job.state.kept.get(), weights.get());
         job.state.spare.set(job.state.kept.get() + 1);
         job.outcome = Some(answers);
@@ -45,10 +46,10 @@ fn start() -> Thread {
     Handover::start("early", work).expect("a thread")
 }
 
-/// Two units, of which the clipping of the second update takes back what the thread did.
+/// Two units. Clipping of the second update rolls back the thread's work.
 ///
-/// Fails with: an answer that is sent before the thread gave up the weights (`Handover::start`), a state that is read
-/// while it is away (`Job.state` behind an `Arc`), a commit that is not followed by the weights.
+/// Fails with: an answer sent before the thread released the weights (`Handover::start`), a state read while the thread
+/// has it (`Job.state` behind an `Arc`), a commit without an update of the weights.
 #[test]
 fn an_update_in_backward_is_committed_or_redone_after_the_pass() {
     crate::check(3, || {
@@ -64,7 +65,7 @@ fn an_update_in_backward_is_committed_or_redone_after_the_pass() {
                     outcome: None,
                 };
                 thread.send(job, weights[unit].clone()).expect("it lives");
-                // Backward goes on with the weights before the update.
+                // Backward continues with the weights from before the update.
                 assert_eq!(weights[unit].get(), update);
             }
             for expected in 0..2 {
@@ -80,7 +81,7 @@ fn an_update_in_backward_is_committed_or_redone_after_the_pass() {
                     true => state.commit(),
                     false => state.kept.set(state.kept.get() + 1),
                 }
-                // As `Store::commit_early`: a lease or the thread may not hold them any more.
+                // As in `Store::commit_early`: neither a lease nor the thread may still hold them.
                 let weights = Arc::get_mut(weights).expect("nobody else has the weights");
                 weights.set(state.kept.get());
                 assert_eq!(state.kept.get(), update + 1);

@@ -1,4 +1,4 @@
-//! What `engine/src/sync.rs` is in a program, made of loom's primitives.
+//! Loom's primitives under the names of `engine/src/sync.rs`.
 
 pub(crate) use loom::sync::{Condvar, Mutex, MutexGuard};
 pub(crate) use std::sync::PoisonError;
@@ -7,8 +7,8 @@ pub(crate) mod thread {
     pub(crate) use loom::thread::{Builder, JoinHandle};
 }
 
-/// Atomics whose sequentially consistent accesses have fences about them: loom takes such an access for acquire and
-/// release only, but orders fences as the language does.
+/// Atomics with fences around sequentially consistent accesses. Loom treats such an access as acquire and release only,
+/// but orders fences as the language does.
 pub(crate) mod atomic {
     pub(crate) use loom::sync::atomic::Ordering;
     use loom::sync::atomic::fence;
@@ -32,7 +32,7 @@ pub(crate) mod atomic {
                     if order != Ordering::SeqCst {
                         return access(Some(order));
                     }
-                    // Others may run between what came before and the fence.
+                    // Other threads may run between the previous access and the fence.
                     self.0.load(Ordering::Relaxed);
                     fence(Ordering::SeqCst);
                     let value = access(None);
@@ -71,7 +71,7 @@ pub(crate) mod atomic {
     atomic!(AtomicU64, u64);
 }
 
-/// As the system has it: the word is compared again under a lock that whoever wakes takes, too.
+/// A futex as the system has it: `wait` compares the word again under a lock that wakers take too.
 pub(crate) mod futex {
     use super::atomic::{AtomicU32, Ordering};
     use loom::sync::{Condvar, Mutex};
@@ -81,7 +81,7 @@ pub(crate) mod futex {
         static ref SLEEPERS: (Mutex<()>, Condvar) = (Mutex::new(()), Condvar::new());
     }
 
-    /// Never wakes because of the time: a wake-up that is lost is a deadlock, which loom reports.
+    /// Ignores the timeout, so that a lost wake-up is a deadlock, which loom reports.
     pub(crate) fn wait(word: &AtomicU32, seen: u32, _: Duration) {
         let (lock, woken) = &*SLEEPERS;
         let guard = lock.lock().expect("no thread panics with it");
@@ -97,7 +97,7 @@ pub(crate) mod futex {
     }
 }
 
-/// An unbounded queue of several senders and receivers.
+/// An unbounded channel with several senders and receivers.
 pub(crate) mod channel {
     use loom::sync::{Arc, Condvar, Mutex};
     use std::collections::VecDeque;
